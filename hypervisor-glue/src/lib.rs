@@ -1,0 +1,1 @@
+//! Joins the NVMe function to a VMM.

@@ -1,0 +1,3 @@
+//! The `nvme-mpt` command.
+
+fn main() {}

@@ -1,0 +1,1 @@
+//! Guests, end-to-end tests and load for nvme-mpt.

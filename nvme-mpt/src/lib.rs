@@ -1,0 +1,1 @@
+//! Host side of NVMe mediated pass-through.

@@ -1,0 +1,1 @@
+//! An independent guest NVMe driver for the tests that cross crates.

@@ -1,0 +1,1 @@
+//! The guest-visible NVMe PCI function.

@@ -1,1 +1,3 @@
 //! Host side of NVMe mediated pass-through.
+
+pub mod spec;

@@ -1,0 +1,173 @@
+//! Completion queue entries (Base 2.0, section 3.3.3.2).
+
+use core::{fmt, mem::size_of};
+
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+use super::{
+    ids::{CommandId, QueueId},
+    status::Status,
+};
+
+/// `CC.IOCQES`: the size of a [`Cqe`] as a power of two.
+pub const IOCQES: u8 = 4;
+
+/// Completion Queue Entry (Base 2.0, section 3.3.3.2), as the two halves in which it is published:
+/// the phase tag lies in the second one, so whoever sees that half new may trust the first.
+#[repr(C)]
+#[derive(Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+pub struct Cqe {
+    /// Dwords 0 and 1, command specific.
+    pub low: u64,
+    /// Dwords 2 and 3: where the command came from, its status, and the phase tag.
+    pub high: CqeHigh,
+}
+
+const _: () = assert!(size_of::<Cqe>() == 1 << IOCQES);
+
+bit_field! {
+    /// Dwords 2 and 3 of a [`Cqe`] (Base 2.0, section 3.3.3.2).
+    pub struct CqeHigh(u64) {
+        /// SQ Head Pointer.
+        sqhd / with_sqhd: u16 [15:0];
+        /// SQ Identifier.
+        sqid / with_sqid: QueueId(u16) [31:16];
+        /// Command Identifier.
+        cid / with_cid: CommandId(u16) [47:32];
+        /// Phase Tag.
+        phase / with_phase: bool [48];
+        /// Status Field.
+        status / with_status: Status(u16) [63:49];
+    }
+}
+
+impl Cqe {
+    /// An entry with its phase tag clear.
+    #[must_use]
+    pub const fn new(
+        sqid: QueueId,
+        sqhd: u16,
+        cid: CommandId,
+        status: Status,
+        dw0: u32,
+        dw1: u32,
+    ) -> Self {
+        Self {
+            low: dw0 as u64 | (dw1 as u64) << 32,
+            high: CqeHigh(0)
+                .with_sqhd(sqhd)
+                .with_sqid(sqid)
+                .with_cid(cid)
+                .with_status(status),
+        }
+    }
+
+    /// This entry with its Phase Tag replaced.
+    #[must_use]
+    pub const fn with_phase(self, phase: bool) -> Self {
+        Self {
+            low: self.low,
+            high: self.high.with_phase(phase),
+        }
+    }
+
+    /// Dword 0, command specific.
+    #[must_use]
+    pub const fn dw0(&self) -> u32 {
+        self.low as u32
+    }
+
+    /// Dword 1, command specific.
+    #[must_use]
+    pub const fn dw1(&self) -> u32 {
+        (self.low >> 32) as u32
+    }
+
+    /// SQ Head Pointer: how far the controller has consumed the Submission Queue.
+    #[must_use]
+    pub const fn sqhd(&self) -> u16 {
+        self.high.sqhd()
+    }
+
+    /// SQ Identifier.
+    #[must_use]
+    pub const fn sqid(&self) -> QueueId {
+        self.high.sqid()
+    }
+
+    /// Command Identifier.
+    #[must_use]
+    pub const fn cid(&self) -> CommandId {
+        self.high.cid()
+    }
+
+    /// Phase Tag.
+    #[must_use]
+    pub const fn phase(&self) -> bool {
+        self.high.phase()
+    }
+
+    /// Status Field.
+    #[must_use]
+    pub const fn status(&self) -> Status {
+        self.high.status()
+    }
+}
+
+impl fmt::Debug for Cqe {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Cqe")
+            .field("dw0", &self.dw0())
+            .field("dw1", &self.dw1())
+            .field("sqhd", &self.sqhd())
+            .field("sqid", &self.sqid())
+            .field("cid", &self.cid())
+            .field("phase", &self.phase())
+            .field("status", &self.status())
+            .finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_entry_is_laid_out_as_specified() {
+        let status = Status::LBA_OUT_OF_RANGE.with_dnr(true);
+        let cqe = Cqe::new(
+            QueueId(2),
+            7,
+            CommandId(0x1234),
+            status,
+            0xAABB_CCDD,
+            0x1122_3344,
+        );
+        assert_eq!(
+            cqe.with_phase(true).as_bytes(),
+            [
+                0xDD, 0xCC, 0xBB, 0xAA, 0x44, 0x33, 0x22, 0x11, // dwords 0 and 1
+                0x07, 0x00, 0x02, 0x00, // SQHD, SQID
+                0x34, 0x12, 0x01, 0x81, // CID, then P | SC 80h << 1 | DNR << 15
+            ]
+        );
+        assert_eq!(cqe.dw0(), 0xAABB_CCDD);
+        assert_eq!(cqe.dw1(), 0x1122_3344);
+        assert_eq!(
+            (cqe.sqid(), cqe.sqhd(), cqe.cid()),
+            (QueueId(2), 7, CommandId(0x1234))
+        );
+        assert_eq!((cqe.phase(), cqe.status()), (false, status));
+    }
+
+    #[test]
+    fn the_phase_tag_does_not_touch_its_neighbours() {
+        let cqe = Cqe {
+            low: u64::MAX,
+            high: CqeHigh(u64::MAX),
+        };
+        assert_eq!(cqe.with_phase(false).high.0, !(1 << 48));
+        assert_eq!(cqe.with_phase(false).cid(), CommandId(0xFFFF));
+        assert_eq!(cqe.with_phase(false).status().0, 0x7FFF);
+    }
+}

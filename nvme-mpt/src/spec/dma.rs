@@ -1,0 +1,180 @@
+//! Where a command's data lies: PRP entries and SGL descriptors (Base 2.0, section 4.1).
+
+use core::mem::{offset_of, size_of};
+
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// Physical Region Page entry (Base 2.0, section 4.1.1): the address of a memory page, plus an
+/// offset where the entry is the first of its command or points to a PRP list.
+///
+/// A memory page is what the host chose in `CC.MPS`; its size is passed as its power of two,
+/// `12 + CC.MPS`.
+#[repr(transparent)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
+)]
+pub struct PrpEntry(pub u64);
+
+impl PrpEntry {
+    /// Bytes that one entry takes in a PRP list.
+    pub const SIZE: usize = size_of::<Self>();
+
+    /// Offset in its memory page.
+    #[must_use]
+    pub const fn offset(self, page_shift: u32) -> u64 {
+        self.0 & Self::offset_mask(page_shift)
+    }
+
+    /// Address of its memory page.
+    #[must_use]
+    pub const fn page(self, page_shift: u32) -> u64 {
+        self.0 & !Self::offset_mask(page_shift)
+    }
+
+    /// Bytes from the entry's address to the end of its memory page.
+    #[must_use]
+    pub const fn bytes_to_page_end(self, page_shift: u32) -> u64 {
+        (1 << page_shift) - self.offset(page_shift)
+    }
+
+    /// Whether the address is one that every entry may have: the two low bits are clear.
+    #[must_use]
+    pub const fn is_dword_aligned(self) -> bool {
+        self.0.is_multiple_of(4)
+    }
+
+    /// Memory pages that `length` bytes touch when they begin at `offset` in the first one: the
+    /// number of PRP entries that describe them.
+    #[must_use]
+    pub const fn pages(offset: u64, length: u64, page_shift: u32) -> u64 {
+        (offset + length).div_ceil(1 << page_shift)
+    }
+
+    const fn offset_mask(page_shift: u32) -> u64 {
+        (1 << page_shift) - 1
+    }
+}
+
+/// SGL descriptor (Base 2.0, section 4.1.2.1). The fields are those of the descriptor types that
+/// have an address and a length: data block, segment and last segment. A bit bucket has no address.
+#[repr(C)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
+)]
+pub struct SglDescriptor {
+    /// Address, or offset, as the sub type says.
+    pub address: u64,
+    /// Length in bytes.
+    pub length: u32,
+    /// Reserved.
+    pub rsvd12: [u8; 3],
+    /// SGL Identifier: type and sub type.
+    pub id: SglId,
+}
+
+const _: () = assert!(size_of::<SglDescriptor>() == 16);
+const _: () = assert!(offset_of!(SglDescriptor, id) == 15);
+
+impl SglDescriptor {
+    /// Bytes that one descriptor takes in a segment.
+    pub const SIZE: usize = size_of::<Self>();
+
+    /// `length` bytes of data at an address.
+    #[must_use]
+    pub const fn data_block(address: u64, length: u32) -> Self {
+        Self::of_type(SglType::DATA_BLOCK, address, length)
+    }
+
+    /// `length` bytes of further descriptors, none of which is a last one.
+    #[must_use]
+    pub const fn segment(address: u64, length: u32) -> Self {
+        Self::of_type(SglType::SEGMENT, address, length)
+    }
+
+    /// `length` bytes of further descriptors, the last of this SGL.
+    #[must_use]
+    pub const fn last_segment(address: u64, length: u32) -> Self {
+        Self::of_type(SglType::LAST_SEGMENT, address, length)
+    }
+
+    const fn of_type(sgl_type: SglType, address: u64, length: u32) -> Self {
+        let id = SglId(0).with_sgl_type(sgl_type);
+        Self {
+            address,
+            length,
+            rsvd12: [0; 3],
+            id,
+        }
+    }
+}
+
+bit_field! {
+    /// SGL Identifier, the last byte of an [`SglDescriptor`] (Base 2.0, section 4.1.2.1).
+    pub struct SglId(u8) {
+        /// SGL Descriptor Sub Type.
+        sub_type / with_sub_type: SglSubType(u8) [3:0];
+        /// SGL Descriptor Type.
+        sgl_type / with_sgl_type: SglType(u8) [7:4];
+    }
+}
+
+open_enum! {
+    /// SGL Descriptor Type (Base 2.0, section 4.1.2.1).
+    pub struct SglType(u8) {
+        DATA_BLOCK = 0x0, "SGL Data Block descriptor";
+        BIT_BUCKET = 0x1, "SGL Bit Bucket descriptor";
+        SEGMENT = 0x2, "SGL Segment descriptor";
+        LAST_SEGMENT = 0x3, "SGL Last Segment descriptor";
+        KEYED_DATA_BLOCK = 0x4, "Keyed SGL Data Block descriptor";
+        TRANSPORT_DATA_BLOCK = 0x5, "Transport SGL Data Block descriptor";
+        VENDOR_SPECIFIC = 0xF, "Vendor specific";
+    }
+}
+
+open_enum! {
+    /// SGL Descriptor Sub Type (Base 2.0, section 4.1.2.1).
+    pub struct SglSubType(u8) {
+        ADDRESS = 0x0, "Address";
+        OFFSET = 0x1, "Offset";
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_prp_entry_splits_at_the_page_size() {
+        let prp = PrpEntry(0x1_2345_6FFC);
+        assert_eq!((prp.page(12), prp.offset(12)), (0x1_2345_6000, 0xFFC));
+        assert_eq!(prp.bytes_to_page_end(12), 4);
+        assert_eq!((prp.page(16), prp.offset(16)), (0x1_2345_0000, 0x6FFC));
+        assert_eq!(PrpEntry(0x2000).bytes_to_page_end(12), 4096);
+        assert!(prp.is_dword_aligned() && !PrpEntry(0x1002).is_dword_aligned());
+    }
+
+    #[test]
+    fn entries_are_counted_by_page() {
+        assert_eq!(PrpEntry::pages(0, 4096, 12), 1);
+        assert_eq!(PrpEntry::pages(0, 4097, 12), 2);
+        assert_eq!(PrpEntry::pages(512, 4096, 12), 2);
+        assert_eq!(PrpEntry::pages(4092, 4, 12), 1);
+        assert_eq!(PrpEntry::pages(0, 0, 12), 0);
+        assert_eq!(PrpEntry::pages(512, 1 << 20, 12), 257);
+    }
+
+    #[test]
+    fn sgl_descriptors_have_their_type_in_the_last_byte() {
+        assert_eq!(
+            SglDescriptor::last_segment(0x1122_3344_5566_7788, 0x30).as_bytes(),
+            [
+                0x88, 0x77, 0x66, 0x55, 0x44, 0x33, 0x22, 0x11, 0x30, 0, 0, 0, 0, 0, 0, 0x30
+            ]
+        );
+        assert_eq!(SglDescriptor::segment(0, 0).id.0, 0x20);
+        let id = SglId(0x41);
+        assert_eq!(id.sgl_type(), SglType::KEYED_DATA_BLOCK);
+        assert_eq!(id.sub_type(), SglSubType::OFFSET);
+        assert_eq!(SglId(0xA0).sgl_type().name(), None);
+    }
+}

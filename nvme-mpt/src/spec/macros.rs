@@ -1,0 +1,205 @@
+//! The two shapes that most of the wire format has: numbers with names, and bits in an integer.
+
+/// Declares an open enum: a number some of whose values have names.
+///
+/// A value without a name is as representable as one with, so that whatever a controller or a
+/// driver sends can be held, compared, printed and passed on.
+macro_rules! open_enum {
+    (
+        $(#[$meta:meta])*
+        pub struct $name:ident($repr:ident) {
+            $( $(#[$value_meta:meta])* $value_name:ident = $value:expr, $text:literal; )*
+        }
+    ) => {
+        $(#[$meta])*
+        #[repr(transparent)]
+        #[derive(
+            Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash,
+            ::zerocopy::FromBytes, ::zerocopy::IntoBytes,
+            ::zerocopy::Immutable, ::zerocopy::KnownLayout,
+        )]
+        pub struct $name(pub $repr);
+
+        impl $name {
+            $(
+                #[doc = concat!($text, ".")]
+                $(#[$value_meta])*
+                pub const $value_name: Self = Self($value);
+            )*
+
+            /// The specification's name of this value, if it has one.
+            #[must_use]
+            pub const fn name(self) -> Option<&'static str> {
+                $( if self.0 == Self::$value_name.0 { return Some($text); } )*
+                None
+            }
+        }
+
+        impl ::core::fmt::Display for $name {
+            fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+                match self.name() {
+                    Some(name) => f.write_str(name),
+                    None => write!(f, concat!(stringify!($name), " {:#x}"), self.0),
+                }
+            }
+        }
+
+        impl ::core::fmt::Debug for $name {
+            fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+                match self.name() {
+                    Some(name) => write!(f, concat!(stringify!($name), "({:#x}, {})"), self.0, name),
+                    None => write!(f, concat!(stringify!($name), "({:#x})"), self.0),
+                }
+            }
+        }
+    };
+}
+
+/// Declares an integer whose bits are fields: `getter / builder: type [high:low]` or `[bit]`.
+///
+/// The type of a field is `bool`, an unsigned integer, or `Newtype(integer)`. A getter reads only
+/// its own bits, so reserved bits never reach a field. A builder replaces only its own bits and
+/// keeps what fits of the value it is given.
+macro_rules! bit_field {
+    (
+        $(#[$meta:meta])*
+        pub struct $name:ident($repr:ident) {
+            $(
+                $(#[$field_meta:meta])*
+                $get:ident / $with:ident: $ty:ident $(($inner:ident))? [$($bits:tt)+];
+            )*
+        }
+    ) => {
+        $(#[$meta])*
+        #[repr(transparent)]
+        #[derive(
+            Clone, Copy, Default, PartialEq, Eq, Hash,
+            ::zerocopy::FromBytes, ::zerocopy::IntoBytes,
+            ::zerocopy::Immutable, ::zerocopy::KnownLayout,
+        )]
+        pub struct $name(pub $repr);
+
+        impl $name {
+            $(
+                bit_field!(@get [$(#[$field_meta])*] $repr $get $ty $(($inner))? [$($bits)+]);
+                bit_field!(@with $repr $get $with $ty $(($inner))? [$($bits)+]);
+            )*
+        }
+
+        impl ::core::fmt::Debug for $name {
+            fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+                f.debug_struct(stringify!($name))
+                    $( .field(stringify!($get), &self.$get()) )*
+                    .finish()
+            }
+        }
+    };
+
+    (@get [$($doc:tt)*] $repr:ident $get:ident bool [$bit:literal]) => {
+        $($doc)*
+        #[must_use]
+        pub const fn $get(self) -> bool {
+            self.0 & (1 << $bit) != 0
+        }
+    };
+    (@get [$($doc:tt)*] $repr:ident $get:ident $ty:ident [$high:literal:$low:literal]) => {
+        $($doc)*
+        #[must_use]
+        pub const fn $get(self) -> $ty {
+            ((self.0 >> $low) & bit_field!(@mask $repr $high $low)) as $ty
+        }
+    };
+    (@get [$($doc:tt)*] $repr:ident $get:ident $ty:ident ($inner:ident) [$high:literal:$low:literal]) => {
+        $($doc)*
+        #[must_use]
+        pub const fn $get(self) -> $ty {
+            $ty(((self.0 >> $low) & bit_field!(@mask $repr $high $low)) as $inner)
+        }
+    };
+
+    (@with $repr:ident $get:ident $with:ident bool [$bit:literal]) => {
+        #[doc = concat!("This value with [`Self::", stringify!($get), "`] replaced.")]
+        #[must_use]
+        pub const fn $with(self, value: bool) -> Self {
+            Self(self.0 & !(1 << $bit) | ((value as $repr) << $bit))
+        }
+    };
+    (@with $repr:ident $get:ident $with:ident $ty:ident [$high:literal:$low:literal]) => {
+        #[doc = concat!("This value with [`Self::", stringify!($get), "`] replaced.")]
+        #[must_use]
+        pub const fn $with(self, value: $ty) -> Self {
+            let mask = bit_field!(@mask $repr $high $low);
+            Self(self.0 & !(mask << $low) | ((value as $repr & mask) << $low))
+        }
+    };
+    (@with $repr:ident $get:ident $with:ident $ty:ident ($inner:ident) [$high:literal:$low:literal]) => {
+        #[doc = concat!("This value with [`Self::", stringify!($get), "`] replaced.")]
+        #[must_use]
+        pub const fn $with(self, value: $ty) -> Self {
+            let mask = bit_field!(@mask $repr $high $low);
+            Self(self.0 & !(mask << $low) | ((value.0 as $repr & mask) << $low))
+        }
+    };
+
+    (@mask $repr:ident $high:literal $low:literal) => {
+        ($repr::MAX >> ($repr::BITS - 1 - ($high - $low)))
+    };
+}
+
+#[cfg(test)]
+mod tests {
+    open_enum! {
+        /// A number of which two values have names.
+        pub struct Colour(u8) {
+            RED = 1, "Red";
+            BLUE = 2, "Blue";
+        }
+    }
+
+    bit_field! {
+        /// Every kind of field.
+        pub struct Bits(u32) {
+            /// One bit.
+            flag / with_flag: bool [0];
+            /// Several bits.
+            count / with_count: u8 [7:4];
+            /// Bits with a type of their own.
+            colour / with_colour: Colour(u8) [9:8];
+        }
+    }
+
+    bit_field! {
+        /// A field that fills its integer.
+        pub struct Whole(u16) {
+            /// All bits.
+            all / with_all: u16 [15:0];
+        }
+    }
+
+    #[test]
+    fn values_without_a_name_are_kept_and_printed() {
+        assert_eq!(Colour::RED.to_string(), "Red");
+        assert_eq!(Colour(0x40).to_string(), "Colour 0x40");
+        assert_eq!(format!("{:?}", Colour::BLUE), "Colour(0x2, Blue)");
+        assert_eq!(Colour(0x40).name(), None);
+    }
+
+    #[test]
+    fn a_field_reads_and_writes_only_its_own_bits() {
+        let all = Bits(u32::MAX);
+        assert_eq!(
+            (all.flag(), all.count(), all.colour()),
+            (true, 0xF, Colour(3))
+        );
+        assert_eq!(all.with_flag(false).0, 0xFFFF_FFFE);
+        assert_eq!(all.with_count(0).0, 0xFFFF_FF0F);
+        assert_eq!(Bits::default().with_colour(Colour::BLUE).0, 0x200);
+        assert_eq!(Bits::default().with_count(5).with_count(3).0, 0x30);
+    }
+
+    #[test]
+    fn a_builder_keeps_what_fits() {
+        assert_eq!(Bits::default().with_count(0xAB).0, 0xB0);
+        assert_eq!(Whole::default().with_all(0xFFFF).all(), 0xFFFF);
+    }
+}

@@ -1,0 +1,29 @@
+//! The NVMe wire format: what registers, commands, completions and data structures look like.
+//!
+//! After the *NVM Express Base Specification 2.0* ("Base 2.0"), the *NVM Command Set Specification
+//! 1.0* ("NVM 1.0") and the *NVMe over PCIe Transport Specification 1.0* ("PCIe 1.0"). Layouts,
+//! numbers and their names only: no decision is taken here and nothing is read or written.
+//!
+//! - Numbers are *open*: a value that the specification does not name is kept as it is.
+//! - Structures are laid out as on the wire and convert to and from bytes (`zerocopy`).
+//! - Names are the specification's own, in Rust's spelling. A field that ends in `_z` is zero-based:
+//!   it holds one less than what it counts.
+//! - Reserved bits and bytes are kept by a structure and ignored by its getters.
+
+#[macro_use]
+mod macros;
+
+pub mod cqe;
+pub mod dma;
+pub mod identify;
+pub mod ids;
+pub mod opcode;
+pub mod registers;
+pub mod sqe;
+pub mod status;
+
+/// The wire format is little-endian, and so are the integers of its structures.
+const _: () = assert!(
+    cfg!(target_endian = "little"),
+    "NVMe structures are little-endian"
+);

@@ -1,3 +1,4 @@
 //! Host side of NVMe mediated pass-through.
 
+pub mod lease;
 pub mod spec;

@@ -1,0 +1,157 @@
+//! How one process sees whether the holder of a lease, perhaps in another process, lives.
+//!
+//! Every lease has a *slot*: one byte offset in a lock file. Its holder keeps an open file
+//! description lock on that byte for as long as the lease lives. The kernel drops the lock when the
+//! description goes away, after SIGKILL too, and shows it whatever pid namespace the holder is in: a
+//! pid would tell neither that a process died and its number was given out again, nor anything
+//! about a process in another container.
+#![expect(
+    unsafe_code,
+    reason = "open file description locks are reached through fcntl alone"
+)]
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::path::Path;
+
+use libc::{F_OFD_GETLK, F_OFD_SETLK, F_UNLCK, F_WRLCK, SEEK_SET, c_int, c_short, off_t};
+
+/// A byte of the lock file that stands for one lease.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Slot(pub(super) u64);
+
+impl Slot {
+    /// Whether the kernel can lock this byte and the one after it.
+    pub(super) fn is_valid(self) -> bool {
+        off_t::try_from(self.0).is_ok_and(|offset| offset < off_t::MAX)
+    }
+}
+
+/// The living holder of a slot. Dropping it lets the slot go.
+#[derive(Debug)]
+pub(super) struct Holder {
+    // The lock belongs to this open file description, hence one description per holder. Rust opens
+    // it with O_CLOEXEC, so that no program started later keeps a lease alive.
+    _file: File,
+}
+
+impl Holder {
+    /// Takes `slot` in the lock file `path`. `None`: someone else holds it.
+    pub(super) fn take(path: &Path, slot: Slot) -> io::Result<Option<Self>> {
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(path)?;
+        let mut lock = byte_lock(slot.0, 1)?;
+        match fcntl_lock(&file, F_OFD_SETLK, &mut lock) {
+            Ok(()) => Ok(Some(Self { _file: file })),
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// Looks at the slots of a lock file without taking any.
+#[derive(Debug)]
+pub(super) struct Holders(Option<File>);
+
+impl Holders {
+    /// Opens the lock file `path`. Where there is none, nothing is held.
+    pub(super) fn open(path: &Path) -> io::Result<Self> {
+        match File::open(path) {
+            Ok(file) => Ok(Self(Some(file))),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Self(None)),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Whether the holder of `slot` lives.
+    pub(super) fn holds(&self, slot: Slot) -> io::Result<bool> {
+        self.is_locked(slot.0, 1)
+    }
+
+    /// Whether anyone holds `first` or a slot above it.
+    pub(super) fn any_from(&self, first: Slot) -> io::Result<bool> {
+        // A length of 0 reaches to the end of what can be locked.
+        self.is_locked(first.0, 0)
+    }
+
+    fn is_locked(&self, start: u64, length: u64) -> io::Result<bool> {
+        let Some(file) = &self.0 else {
+            return Ok(false);
+        };
+        let mut lock = byte_lock(start, length)?;
+        fcntl_lock(file, F_OFD_GETLK, &mut lock)?;
+        // The kernel writes the lock that stands in the way, or F_UNLCK for none.
+        Ok(c_int::from(lock.l_type) != F_UNLCK)
+    }
+}
+
+/// An exclusive lock on `length` bytes from `start` on, as `fcntl` takes it.
+fn byte_lock(start: u64, length: u64) -> io::Result<libc::flock> {
+    let offset = |value: u64| {
+        off_t::try_from(value).map_err(|_| io::Error::from_raw_os_error(libc::EOVERFLOW))
+    };
+    // F_WRLCK and SEEK_SET are 1 and 0; l_pid must be 0 for open file description locks.
+    Ok(libc::flock {
+        l_type: F_WRLCK as c_short,
+        l_whence: SEEK_SET as c_short,
+        l_start: offset(start)?,
+        l_len: offset(length)?,
+        l_pid: 0,
+    })
+}
+
+fn fcntl_lock(file: &File, command: c_int, lock: &mut libc::flock) -> io::Result<()> {
+    // SAFETY: the descriptor is open for as long as `file` is borrowed; both commands read and
+    // write one `struct flock`, which `lock` is, and keep no pointer to it.
+    let result = unsafe { libc::fcntl(file.as_raw_fd(), command, std::ptr::from_mut(lock)) };
+    if result == -1 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slot_has_one_holder_and_is_free_when_that_one_is_gone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("holders.lock");
+        assert!(!Holders::open(&path).unwrap().holds(Slot(3)).unwrap());
+
+        let holder = Holder::take(&path, Slot(3)).unwrap().unwrap();
+        let holders = Holders::open(&path).unwrap();
+        assert!(holders.holds(Slot(3)).unwrap());
+        assert!(!holders.holds(Slot(2)).unwrap());
+        assert!(!holders.holds(Slot(4)).unwrap());
+        assert!(holders.any_from(Slot(0)).unwrap());
+        assert!(holders.any_from(Slot(3)).unwrap());
+        assert!(!holders.any_from(Slot(4)).unwrap());
+        assert!(Holder::take(&path, Slot(3)).unwrap().is_none());
+        let neighbour = Holder::take(&path, Slot(4)).unwrap().unwrap();
+
+        drop(holder);
+        assert!(!holders.holds(Slot(3)).unwrap());
+        assert!(holders.holds(Slot(4)).unwrap());
+        assert!(Holder::take(&path, Slot(3)).unwrap().is_some());
+        drop(neighbour);
+    }
+
+    #[test]
+    fn offsets_that_the_kernel_cannot_lock_are_no_slots() {
+        assert!(Slot(0).is_valid());
+        assert!(Slot(i64::MAX as u64 - 1).is_valid());
+        assert!(!Slot(i64::MAX as u64).is_valid());
+        assert!(!Slot(u64::MAX).is_valid());
+        let dir = tempfile::tempdir().unwrap();
+        assert!(Holder::take(&dir.path().join("l"), Slot(u64::MAX)).is_err());
+    }
+}

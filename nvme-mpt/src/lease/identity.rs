@@ -1,0 +1,142 @@
+//! The names that a guest sees for its lease.
+
+use uuid::Uuid;
+
+use super::range::ByteRange;
+use crate::spec::ids::Nsid;
+
+/// The name space of all names of leases, which are UUIDs of version 5 (RFC 9562, section 5.5), or
+/// made of one. A constant of this project; a guest knows its disk by names that depend on it.
+const NAME_SPACE: Uuid = Uuid::from_u128(0x6e76_6d65_2d6d_5074_a001_6c65_6173_6573);
+
+/// In EUI-64, bit 1 of the first byte says that no registry gave the name out (IEEE 802, "U/L").
+const LOCALLY_ADMINISTERED: u8 = 0x02;
+/// In EUI-64, bit 0 of the first byte says that the name is a group's (IEEE 802, "I/G").
+const GROUP: u8 = 0x01;
+/// Where an NGUID has its company identifier, whose first byte has the same two bits as an EUI-64's
+/// (Base 2.0, section 4.5: bytes 8 to 10).
+const NGUID_COMPANY_ID: usize = 8;
+
+/// The names of a lease: the same whenever the same range of the same drive is leased, different
+/// for any other range or drive.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeaseIdentity {
+    /// Serial Number of the guest controller: 20 ASCII characters.
+    pub serial: String,
+    /// Namespace Globally Unique Identifier.
+    pub nguid: [u8; 16],
+    /// IEEE Extended Unique Identifier, locally administered.
+    pub eui64: [u8; 8],
+    /// Namespace UUID.
+    pub uuid: [u8; 16],
+}
+
+impl LeaseIdentity {
+    /// The names of `range` of namespace `nsid` of the drive that is called `drive`.
+    #[must_use]
+    pub fn derive(drive: &str, nsid: Nsid, range: ByteRange) -> Self {
+        // One name per purpose, so that none can be computed from another. The drive comes last:
+        // it alone can hold any character.
+        let name = |purpose: &str| {
+            let name = format!(
+                "{purpose}\n{nsid}\n{}+{}\n{drive}",
+                range.start(),
+                range.length()
+            );
+            Uuid::new_v5(&NAME_SPACE, name.as_bytes())
+        };
+
+        let mut nguid = name("nguid").into_bytes();
+        nguid[NGUID_COMPANY_ID] = (nguid[NGUID_COMPANY_ID] | LOCALLY_ADMINISTERED) & !GROUP;
+
+        // Bytes 0 to 5 and 10 to 15 of a UUID hold no version or variant bits.
+        let hash = name("eui64").into_bytes();
+        let mut eui64 = [0; 8];
+        eui64[..6].copy_from_slice(&hash[..6]);
+        eui64[6..].copy_from_slice(&hash[10..12]);
+        eui64[0] = (eui64[0] | LOCALLY_ADMINISTERED) & !GROUP;
+
+        let serial = format!("MPT{:017X}", name("serial").as_u128() >> (128 - 17 * 4));
+
+        Self {
+            serial,
+            nguid,
+            eui64,
+            uuid: name("uuid").into_bytes(),
+        }
+    }
+}
+
+/// An id for a lease whose owner chose none: the same whenever the same range of the same drive is
+/// leased, so that a server started again with the same options takes its own leases over.
+#[must_use]
+pub fn default_id(drive: &str, nsid: Nsid, range: ByteRange) -> String {
+    let name = format!("id\n{nsid}\n{}+{}\n{drive}", range.start(), range.length());
+    let hash = Uuid::new_v5(&NAME_SPACE, name.as_bytes()).as_u128();
+    format!("lease-{:08x}", hash >> 96)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    fn range(text: &str) -> ByteRange {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn names_are_stable() {
+        // Guests find their file systems by these: a change of this test's values breaks them.
+        let identity = LeaseIdentity::derive("file:/drive", Nsid(1), range("64G+64G"));
+        assert_eq!(
+            identity,
+            LeaseIdentity::derive("file:/drive", Nsid(1), range("64G+64G"))
+        );
+        assert_eq!(identity.serial, "MPT1AD7BD73C10D5093A");
+        assert_eq!(
+            Uuid::from_bytes(identity.uuid).to_string(),
+            "ca5301d3-fdd9-5198-9fa0-8fc9416f787f"
+        );
+        assert_eq!(
+            Uuid::from_bytes(identity.nguid).simple().to_string(),
+            "9ebb33e0226a59e582eed2774b55ea02"
+        );
+        assert_eq!(u64::from_be_bytes(identity.eui64), 0x2260_12b2_49ab_9dce);
+        assert_eq!(
+            default_id("file:/drive", Nsid(1), range("64G+64G")),
+            "lease-18c54e01"
+        );
+    }
+
+    #[test]
+    fn names_differ_between_leases() {
+        let mut seen = HashSet::new();
+        for drive in ["file:/a", "file:/b"] {
+            for nsid in [1, 2] {
+                for text in ["0+1G", "0+2G", "1G+1G", "1+1G"] {
+                    let identity = LeaseIdentity::derive(drive, Nsid(nsid), range(text));
+                    assert!(seen.insert(identity.serial.into_bytes()));
+                    assert!(seen.insert(identity.nguid.to_vec()));
+                    assert!(seen.insert(identity.eui64.to_vec()));
+                    assert!(seen.insert(identity.uuid.to_vec()));
+                    assert!(seen.insert(default_id(drive, Nsid(nsid), range(text)).into_bytes()));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn names_have_the_form_of_their_standard() {
+        for start in 0..64 {
+            let range = ByteRange::new(start << 30, 1 << 30).unwrap();
+            let identity = LeaseIdentity::derive("file:/drive", Nsid(1), range);
+            assert_eq!(identity.serial.len(), 20);
+            assert!(identity.serial.bytes().all(|b| b.is_ascii_alphanumeric()));
+            assert_eq!(identity.eui64[0] & 0b11, 0b10);
+            assert_eq!(identity.nguid[8] & 0b11, 0b10);
+            assert_eq!(Uuid::from_bytes(identity.uuid).get_version_num(), 5);
+        }
+    }
+}

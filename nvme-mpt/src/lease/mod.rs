@@ -1,0 +1,23 @@
+//! Leases: which part of a drive belongs to which guest controller.
+//!
+//! A [`Lease`] is a range of logical blocks of one namespace of one drive. Two leases of one
+//! namespace never overlap, in one process or in two: every lease is entered in a [`Ledger`] before
+//! it is given out.
+//!
+//! * [`range`]: sizes and ranges as people write them, and their conversion to logical blocks.
+//! * [`ledger`]: the rules, i.e. who gets a range and who is refused.
+//! * `store`: the file that holds the ledger, changed so that a crash at any point leaves
+//!   either the old or the new state.
+//! * `holder`: how one process sees whether the holder of a lease, another process, lives.
+//! * [`identity`]: the names (serial number, NGUID, EUI-64, UUID) that a guest sees for its lease.
+
+mod holder;
+pub mod identity;
+pub mod ledger;
+pub mod range;
+mod store;
+
+pub use identity::LeaseIdentity;
+pub use ledger::{Lease, LeaseEntry, LeaseError, LeaseRequest, LeaseState, Ledger};
+pub use range::{ByteRange, Bytes, LbaRange, RangeError, SizeError};
+pub use store::StoreError;

@@ -1,0 +1,534 @@
+//! The file that holds the ledger, changed so that a crash at any point leaves the old state or the
+//! new one.
+//!
+//! A folder holds three files:
+//!
+//! * `leases.json`: the ledger. It is never written in place: the new state goes to
+//!   `leases.json.new`, which is synced, renamed over the old one, and made to last by a sync of the
+//!   folder. What a crash leaves under the temporary name is ignored and written over.
+//! * `leases.lock`: locked by who is about to change the ledger. It is not the ledger itself, since a
+//!   lock on a file that is then replaced excludes nobody.
+//! * `holders.lock`: the slots of the living holders, see [`super::holder`].
+//!
+//! Readers take no lock: the rename shows them one whole state or the other.
+
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde::de::Error as _;
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use super::holder::{Holder, Holders, Slot};
+use super::range::ByteRange;
+
+/// Version of the ledger's format.
+const VERSION: u32 = 1;
+
+/// How long to wait for another process that changes the ledger. It does so in milliseconds, so that
+/// more means that it is stopped or stuck.
+const LOCK_PATIENCE: Duration = Duration::from_secs(10);
+
+/// The ledger's file, or a file beside it, cannot be used.
+#[derive(Debug, Error)]
+pub enum StoreError {
+    /// The folder cannot be made.
+    #[error("Cannot create the state folder {}{}", path.display(), remedy(source))]
+    Folder {
+        /// The folder.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A step of reading or changing the ledger failed.
+    #[error("Cannot {action} {}{}", path.display(), remedy(source))]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// With which file.
+        path: PathBuf,
+        /// Why it failed.
+        source: io::Error,
+    },
+    /// Someone else is changing the ledger and does not finish.
+    #[error(
+        "Another process has kept the ledger locked for {} seconds; find it with `fuser {}`",
+        LOCK_PATIENCE.as_secs(),
+        path.display()
+    )]
+    Locked {
+        /// The lock file.
+        path: PathBuf,
+    },
+    /// The ledger's content is not a ledger.
+    #[error(
+        "The ledger {} is damaged; once nothing uses the drives that it names, move it away to start an empty one",
+        path.display()
+    )]
+    Damaged {
+        /// The ledger's file.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: serde_json::Error,
+    },
+    /// The ledger was written by another version.
+    #[error(
+        "The ledger {} has format {found}, this program knows format {VERSION}; use the version that wrote it",
+        path.display()
+    )]
+    Version {
+        /// The ledger's file.
+        path: PathBuf,
+        /// The version that it says it has.
+        found: u64,
+    },
+    /// A lease lives that the ledger does not name.
+    #[error(
+        "The ledger {} was removed or replaced while leases were held: stop every process with `fuser {}` before new leases are given out",
+        path.display(),
+        holders.display()
+    )]
+    Lost {
+        /// The ledger's file.
+        path: PathBuf,
+        /// The file with the holders' locks.
+        holders: PathBuf,
+    },
+}
+
+/// What a person can do about an error, where the error's own text does not say it.
+fn remedy(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+            "; run as a user who may write there, or choose another folder with --state-dir"
+        }
+        _ => "",
+    }
+}
+
+/// One lease, as the ledger remembers it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Record {
+    pub(super) id: String,
+    pub(super) drive: String,
+    pub(super) nsid: u32,
+    pub(super) range: ByteRange,
+    /// Process that holds it. For people to read: [`super::holder`] tells whether it lives.
+    pub(super) pid: u32,
+    pub(super) slot: u64,
+}
+
+/// The whole ledger.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Records {
+    version: u32,
+    /// The next slot to give out. Slots are not used twice, so that a record found later under the
+    /// same slot is the same lease.
+    pub(super) next_slot: u64,
+    pub(super) leases: Vec<Record>,
+}
+
+impl Default for Records {
+    fn default() -> Self {
+        Self {
+            version: VERSION,
+            next_slot: 0,
+            leases: Vec::new(),
+        }
+    }
+}
+
+impl Records {
+    pub(super) fn find(&self, slot: Slot) -> Option<&Record> {
+        self.leases.iter().find(|record| record.slot == slot.0)
+    }
+
+    /// Removes the lease of `slot`; `false` if there is none.
+    pub(super) fn remove(&mut self, slot: Slot) -> bool {
+        let before = self.leases.len();
+        self.leases.retain(|record| record.slot != slot.0);
+        self.leases.len() != before
+    }
+
+    fn parse(path: &Path, text: &[u8]) -> Result<Self, StoreError> {
+        /// Read first: what else a ledger of another version holds is not for us to judge.
+        #[derive(Deserialize)]
+        struct Header {
+            version: u64,
+        }
+        let damaged = |source| StoreError::Damaged {
+            path: path.to_owned(),
+            source,
+        };
+        let header: Header = serde_json::from_slice(text).map_err(damaged)?;
+        if header.version != u64::from(VERSION) {
+            return Err(StoreError::Version {
+                path: path.to_owned(),
+                found: header.version,
+            });
+        }
+        let records: Self = serde_json::from_slice(text).map_err(damaged)?;
+        let bad_slot = records
+            .leases
+            .iter()
+            .find(|record| record.slot >= records.next_slot);
+        if let Some(record) = bad_slot {
+            return Err(damaged(serde_json::Error::custom(format!(
+                "lease \"{}\" has slot {}, but the next one to give out is {}",
+                record.id, record.slot, records.next_slot
+            ))));
+        }
+        if !Slot(records.next_slot).is_valid() {
+            return Err(damaged(serde_json::Error::custom(format!(
+                "next_slot is {}, beyond what can be locked",
+                records.next_slot
+            ))));
+        }
+        Ok(records)
+    }
+}
+
+/// What has been done of a change to the ledger; a crash can come after each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Step {
+    Created,
+    Written,
+    Synced,
+    Renamed,
+    FolderSynced,
+}
+
+#[cfg(not(test))]
+#[expect(
+    clippy::unnecessary_wraps,
+    reason = "tests return an error here in place of a crash"
+)]
+const fn reached(_: Step) -> io::Result<()> {
+    Ok(())
+}
+
+/// The folder with the ledger.
+#[derive(Debug)]
+pub(super) struct Folder {
+    path: PathBuf,
+}
+
+/// The right to change the ledger, until dropped.
+#[derive(Debug)]
+pub(super) struct Exclusive<'folder> {
+    folder: &'folder Folder,
+    _lock: File,
+}
+
+impl Folder {
+    pub(super) fn new(path: &Path) -> Self {
+        Self {
+            path: path.to_owned(),
+        }
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn ledger(&self) -> PathBuf {
+        self.path.join("leases.json")
+    }
+
+    fn holders_lock(&self) -> PathBuf {
+        self.path.join("holders.lock")
+    }
+
+    /// The present state. Where nothing was ever leased, there is no file.
+    pub(super) fn read(&self) -> Result<Records, StoreError> {
+        let path = self.ledger();
+        match fs::read(&path) {
+            Ok(text) => Records::parse(&path, &text),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Records::default()),
+            Err(source) => Err(StoreError::Io {
+                action: "read the ledger",
+                path,
+                source,
+            }),
+        }
+    }
+
+    pub(super) fn holders(&self) -> Result<Holders, StoreError> {
+        let path = self.holders_lock();
+        Holders::open(&path).map_err(|source| StoreError::Io {
+            action: "open the holders' locks",
+            path,
+            source,
+        })
+    }
+
+    /// Whether the holder of `slot` lives.
+    pub(super) fn is_held(&self, holders: &Holders, slot: Slot) -> Result<bool, StoreError> {
+        holders
+            .holds(slot)
+            .map_err(|error| self.holders_error(error))
+    }
+
+    fn holders_error(&self, source: io::Error) -> StoreError {
+        StoreError::Io {
+            action: "test a holder's lock in",
+            path: self.holders_lock(),
+            source,
+        }
+    }
+
+    /// Waits until nobody else changes the ledger. Makes the folder if it is the first.
+    pub(super) fn lock(&self) -> Result<Exclusive<'_>, StoreError> {
+        fs::create_dir_all(&self.path).map_err(|source| StoreError::Folder {
+            path: self.path.clone(),
+            source,
+        })?;
+        let path = self.path.join("leases.lock");
+        let error = |source| StoreError::Io {
+            action: "lock the ledger with",
+            path: path.clone(),
+            source,
+        };
+        let lock = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&path)
+            .map_err(error)?;
+        let deadline = Instant::now() + LOCK_PATIENCE;
+        loop {
+            match lock.try_lock() {
+                Ok(()) => {
+                    return Ok(Exclusive {
+                        folder: self,
+                        _lock: lock,
+                    });
+                }
+                Err(TryLockError::Error(source)) => return Err(error(source)),
+                Err(TryLockError::WouldBlock) if Instant::now() >= deadline => {
+                    return Err(StoreError::Locked { path });
+                }
+                // Asked again and again, rather than waited for: a wait has no deadline.
+                Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_millis(2)),
+            }
+        }
+    }
+}
+
+impl Exclusive<'_> {
+    /// Takes the next free slot of `records` for a holder in this process.
+    pub(super) fn take_slot(&self, records: &mut Records) -> Result<(Slot, Holder), StoreError> {
+        let slot = Slot(records.next_slot);
+        let path = self.folder.holders_lock();
+        let lost = || StoreError::Lost {
+            path: self.folder.ledger(),
+            holders: path.clone(),
+        };
+        // Slots that were never given out have no holder, unless the ledger that gave them out is
+        // gone: then there are leases that no rule protects.
+        let holders = self.folder.holders()?;
+        if holders
+            .any_from(slot)
+            .map_err(|error| self.folder.holders_error(error))?
+        {
+            return Err(lost());
+        }
+        let holder = Holder::take(&path, slot)
+            .map_err(|source| StoreError::Io {
+                action: "take a holder's lock in",
+                path: path.clone(),
+                source,
+            })?
+            .ok_or_else(lost)?;
+        records.next_slot += 1;
+        Ok((slot, holder))
+    }
+
+    /// Replaces the ledger by `records`.
+    pub(super) fn write(&self, records: &Records) -> Result<(), StoreError> {
+        let ledger = self.folder.ledger();
+        let temporary = self.folder.path.join("leases.json.new");
+        let failed = |action: &'static str, path: &Path| {
+            let path = path.to_owned();
+            move |source| StoreError::Io {
+                action,
+                path,
+                source,
+            }
+        };
+
+        let text = serde_json::to_vec_pretty(records)
+            .map_err(|error| failed("write the ledger to", &temporary)(error.into()))?;
+        write_synced(&temporary, &text).map_err(failed("write the ledger to", &temporary))?;
+        self.rename_synced(&temporary, &ledger)
+            .map_err(failed("replace the ledger", &ledger))
+    }
+
+    /// A crash after this leaves the new ledger; before, the old one.
+    fn rename_synced(&self, temporary: &Path, ledger: &Path) -> io::Result<()> {
+        fs::rename(temporary, ledger)?;
+        reached(Step::Renamed)?;
+        File::open(&self.folder.path)?.sync_all()?;
+        reached(Step::FolderSynced)
+    }
+}
+
+/// Writes a file that will be renamed: synced, since a rename can reach the disk before the content.
+fn write_synced(path: &Path, text: &[u8]) -> io::Result<()> {
+    let mut file = File::create(path)?;
+    reached(Step::Created)?;
+    file.write_all(text)?;
+    file.write_all(b"\n")?;
+    reached(Step::Written)?;
+    file.sync_all()?;
+    reached(Step::Synced)
+}
+
+#[cfg(test)]
+thread_local! {
+    /// Where the next change of the ledger on this thread stops as if the machine had crashed.
+    static CRASH_AFTER: std::cell::Cell<Option<Step>> = const { std::cell::Cell::new(None) };
+}
+
+#[cfg(test)]
+fn reached(step: Step) -> io::Result<()> {
+    if CRASH_AFTER.get() == Some(step) {
+        CRASH_AFTER.set(None);
+        return Err(io::Error::other("crash"));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(id: &str, slot: u64) -> Record {
+        Record {
+            id: id.to_owned(),
+            drive: "file:/drive".to_owned(),
+            nsid: 1,
+            range: ByteRange::new(slot << 20, 1 << 20).unwrap(),
+            pid: 7,
+            slot,
+        }
+    }
+
+    fn records(ids: &[&str]) -> Records {
+        Records {
+            next_slot: ids.len() as u64,
+            leases: (0..).zip(ids).map(|(slot, id)| record(id, slot)).collect(),
+            ..Records::default()
+        }
+    }
+
+    #[test]
+    fn a_crash_at_any_step_leaves_the_old_state_or_the_new() {
+        let (old, new) = (records(&["a"]), records(&["a", "b"]));
+        for (step, survives) in [
+            (Step::Created, &old),
+            (Step::Written, &old),
+            (Step::Synced, &old),
+            (Step::Renamed, &new),
+            (Step::FolderSynced, &new),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            let folder = Folder::new(dir.path());
+            folder.lock().unwrap().write(&old).unwrap();
+
+            CRASH_AFTER.set(Some(step));
+            folder.lock().unwrap().write(&new).unwrap_err();
+
+            assert_eq!(CRASH_AFTER.get(), None, "{step:?} is a step of a change");
+            assert_eq!(&folder.read().unwrap(), survives, "{step:?}");
+            // And the next change works.
+            folder.lock().unwrap().write(&records(&["c"])).unwrap();
+            assert_eq!(folder.read().unwrap(), records(&["c"]), "{step:?}");
+        }
+    }
+
+    #[test]
+    fn what_lies_under_the_temporary_name_is_ignored() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = Folder::new(dir.path());
+        let temporary = dir.path().join("leases.json.new");
+        let whole = serde_json::to_vec(&records(&["stray"])).unwrap();
+
+        for left in [&b""[..], b"\0\0\0\0", &whole[..whole.len() / 2], &whole] {
+            fs::write(&temporary, left).unwrap();
+            assert_eq!(folder.read().unwrap(), Records::default());
+        }
+        folder.lock().unwrap().write(&records(&["a"])).unwrap();
+        assert_eq!(folder.read().unwrap(), records(&["a"]));
+        assert!(!temporary.exists());
+    }
+
+    #[test]
+    fn a_damaged_ledger_is_an_error_that_names_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = Folder::new(dir.path());
+        let path = dir.path().join("leases.json");
+        let whole = serde_json::to_vec(&records(&["a", "b"])).unwrap();
+
+        for length in 0..whole.len() {
+            fs::write(&path, &whole[..length]).unwrap();
+            let error = folder.read().unwrap_err();
+            assert!(matches!(error, StoreError::Damaged { .. }), "{error}");
+            assert!(error.to_string().contains(path.to_str().unwrap()));
+            assert_eq!(fs::read(&path).unwrap(), &whole[..length], "left as found");
+        }
+        for bad in [
+            r#"{"version":1,"next_slot":0,"leases":[],"more":1}"#,
+            r#"{"version":1,"next_slot":9223372036854775807,"leases":[]}"#,
+            r#"{"version":1,"next_slot":3,"leases":[{"id":"a","drive":"d","nsid":1,"range":{"start":0,"length":0},"pid":1,"slot":0}]}"#,
+            r#"{"version":1,"next_slot":3,"leases":[{"id":"a","drive":"d","nsid":1,"range":{"start":0,"length":1},"pid":1,"slot":3}]}"#,
+        ] {
+            fs::write(&path, bad).unwrap();
+            let error = folder.read().unwrap_err();
+            assert!(matches!(error, StoreError::Damaged { .. }), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_ledger_of_another_version_is_not_touched() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = Folder::new(dir.path());
+        let path = dir.path().join("leases.json");
+        fs::write(&path, r#"{"version":2,"unknown":[]}"#).unwrap();
+        assert_eq!(
+            folder.read().unwrap_err().to_string(),
+            format!(
+                "The ledger {} has format 2, this program knows format 1; use the version that wrote it",
+                path.display()
+            )
+        );
+    }
+
+    #[test]
+    fn a_ledger_that_was_removed_under_living_leases_gives_out_no_more() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = Folder::new(dir.path());
+        let mut ledger = Records::default();
+        let (slot, holder) = folder.lock().unwrap().take_slot(&mut ledger).unwrap();
+        assert_eq!((slot, ledger.next_slot), (Slot(0), 1));
+
+        // A new ledger starts at slot 0 again, which is still held.
+        let error = folder
+            .lock()
+            .unwrap()
+            .take_slot(&mut Records::default())
+            .unwrap_err();
+        assert!(matches!(error, StoreError::Lost { .. }), "{error}");
+        drop(holder);
+        folder
+            .lock()
+            .unwrap()
+            .take_slot(&mut Records::default())
+            .unwrap();
+    }
+}

@@ -1,4 +1,5 @@
-//! The two shapes that most of the wire format has: numbers with names, and bits in an integer.
+//! The shapes that most of the wire format has: numbers with names, bits in an integer, and the
+//! dwords of a command.
 
 /// Declares an open enum: a number some of whose values have names.
 ///
@@ -146,8 +147,89 @@ macro_rules! bit_field {
     };
 }
 
+/// Declares what a command has in its dwords: `field: type = dword[high:low]`, `dword[bit]`, or
+/// `low.high` for a number over two dwords.
+///
+/// `From<&Sqe>` reads the fields; `write_to` replaces the bits of the fields in an entry and leaves
+/// all others. The types of fields are those of `bit_field!`.
+macro_rules! command {
+    (
+        $(#[$meta:meta])*
+        pub struct $name:ident {
+            $(
+                $(#[$field_meta:meta])*
+                $field:ident: $ty:ident $(($inner:ident))? =
+                    $dword:ident $(. $high_dword:ident)? $([$($bits:tt)+])?;
+            )*
+        }
+    ) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        pub struct $name {
+            $( $(#[$field_meta])* pub $field: $ty, )*
+        }
+
+        impl From<&$crate::spec::sqe::Sqe> for $name {
+            #[inline]
+            fn from(sqe: &$crate::spec::sqe::Sqe) -> Self {
+                Self {
+                    $(
+                        $field: command!(
+                            @get sqe $ty $(($inner))? = $dword $(. $high_dword)? $([$($bits)+])?
+                        ),
+                    )*
+                }
+            }
+        }
+
+        impl $name {
+            /// Replaces the bits of these fields in an entry.
+            pub const fn write_to(self, sqe: &mut $crate::spec::sqe::Sqe) {
+                $(
+                    let value = self.$field $( .0 as $inner )?;
+                    command!(@set sqe value = $dword $(. $high_dword)? $([$($bits)+])?);
+                )*
+            }
+        }
+    };
+
+    (@get $sqe:ident bool = $dword:ident [$bit:literal]) => {
+        $sqe.$dword & (1 << $bit) != 0
+    };
+    (@get $sqe:ident $ty:ident = $dword:ident [$high:literal:$low:literal]) => {
+        (($sqe.$dword >> $low) & bit_field!(@mask u32 $high $low)) as $ty
+    };
+    (@get $sqe:ident $ty:ident ($inner:ident) = $dword:ident [$high:literal:$low:literal]) => {
+        $ty(command!(@get $sqe $inner = $dword [$high:$low]))
+    };
+    (@get $sqe:ident u64 = $low:ident.$high:ident) => {
+        $sqe.$low as u64 | ($sqe.$high as u64) << 32
+    };
+    (@get $sqe:ident $ty:ident (u64) = $low:ident.$high:ident) => {
+        $ty(command!(@get $sqe u64 = $low.$high))
+    };
+
+    (@set $sqe:ident $value:ident = $dword:ident [$bit:literal]) => {
+        $sqe.$dword = $sqe.$dword & !(1 << $bit) | ($value as u32) << $bit
+    };
+    (@set $sqe:ident $value:ident = $dword:ident [$high:literal:$low:literal]) => {
+        let mask = bit_field!(@mask u32 $high $low);
+        $sqe.$dword = $sqe.$dword & !(mask << $low) | ($value as u32 & mask) << $low
+    };
+    (@set $sqe:ident $value:ident = $low:ident.$high:ident) => {
+        $sqe.$low = $value as u32;
+        $sqe.$high = ($value >> 32) as u32
+    };
+}
+
 #[cfg(test)]
+#[expect(
+    unreachable_pub,
+    reason = "the macros declare public types, wherever they are used"
+)]
 mod tests {
+    use crate::spec::sqe::Sqe;
+
     open_enum! {
         /// A number of which two values have names.
         pub struct Colour(u8) {
@@ -174,6 +256,55 @@ mod tests {
             /// All bits.
             all / with_all: u16 [15:0];
         }
+    }
+
+    command! {
+        /// Every place that a field can have.
+        pub struct Everywhere {
+            /// One bit.
+            flag: bool = cdw12[31];
+            /// Several bits.
+            count: u16 = cdw12[15:0];
+            /// Bits with a type of their own.
+            colour: Colour(u8) = cdw12[17:16];
+            /// A whole dword.
+            whole: u32 = cdw13[31:0];
+            /// Two dwords.
+            wide: u64 = cdw10.cdw11;
+        }
+    }
+
+    #[test]
+    fn a_command_reads_and_writes_only_its_own_bits() {
+        let all = Sqe {
+            cdw10: 2,
+            cdw11: 1,
+            cdw12: !0,
+            cdw13: !0,
+            cdw14: !0,
+            ..Sqe::default()
+        };
+        let read = Everywhere::from(&all);
+        assert_eq!(
+            (read.flag, read.count, read.colour),
+            (true, 0xFFFF, Colour(3))
+        );
+        assert_eq!((read.whole, read.wide), (!0, 0x1_0000_0002));
+
+        let mut written = all;
+        Everywhere {
+            colour: Colour::BLUE,
+            wide: 5 << 32,
+            ..Default::default()
+        }
+        .write_to(&mut written);
+        assert_eq!((written.cdw10, written.cdw11), (0, 5));
+        assert_eq!(
+            (written.cdw12, written.cdw13, written.cdw14),
+            (0x7FFE_0000, 0, !0)
+        );
+        read.write_to(&mut written);
+        assert_eq!(written, all);
     }
 
     #[test]

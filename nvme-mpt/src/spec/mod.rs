@@ -13,10 +13,15 @@
 #[macro_use]
 mod macros;
 
+pub mod admin;
 pub mod cqe;
 pub mod dma;
+pub mod event;
+pub mod feature;
 pub mod identify;
 pub mod ids;
+pub mod log;
+pub mod nvm;
 pub mod opcode;
 pub mod registers;
 pub mod sqe;

@@ -552,7 +552,7 @@ mod tests {
                 .0,
             0b110
         );
-        assert_eq!(PowerFlags(0b10).nops(), true);
+        assert!(PowerFlags(0b10).nops() && !PowerFlags(0b10).mxps());
     }
 
     #[test]

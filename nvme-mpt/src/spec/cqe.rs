@@ -43,6 +43,7 @@ bit_field! {
 
 impl Cqe {
     /// An entry with its phase tag clear.
+    #[inline]
     #[must_use]
     pub const fn new(
         sqid: QueueId,
@@ -63,6 +64,7 @@ impl Cqe {
     }
 
     /// This entry with its Phase Tag replaced.
+    #[inline]
     #[must_use]
     pub const fn with_phase(self, phase: bool) -> Self {
         Self {
@@ -72,42 +74,49 @@ impl Cqe {
     }
 
     /// Dword 0, command specific.
+    #[inline]
     #[must_use]
     pub const fn dw0(&self) -> u32 {
         self.low as u32
     }
 
     /// Dword 1, command specific.
+    #[inline]
     #[must_use]
     pub const fn dw1(&self) -> u32 {
         (self.low >> 32) as u32
     }
 
     /// SQ Head Pointer: how far the controller has consumed the Submission Queue.
+    #[inline]
     #[must_use]
     pub const fn sqhd(&self) -> u16 {
         self.high.sqhd()
     }
 
     /// SQ Identifier.
+    #[inline]
     #[must_use]
     pub const fn sqid(&self) -> QueueId {
         self.high.sqid()
     }
 
     /// Command Identifier.
+    #[inline]
     #[must_use]
     pub const fn cid(&self) -> CommandId {
         self.high.cid()
     }
 
     /// Phase Tag.
+    #[inline]
     #[must_use]
     pub const fn phase(&self) -> bool {
         self.high.phase()
     }
 
     /// Status Field.
+    #[inline]
     #[must_use]
     pub const fn status(&self) -> Status {
         self.high.status()

@@ -20,24 +20,28 @@ impl PrpEntry {
     pub const SIZE: usize = size_of::<Self>();
 
     /// Offset in its memory page.
+    #[inline]
     #[must_use]
     pub const fn offset(self, page_shift: u32) -> u64 {
         self.0 & Self::offset_mask(page_shift)
     }
 
     /// Address of its memory page.
+    #[inline]
     #[must_use]
     pub const fn page(self, page_shift: u32) -> u64 {
         self.0 & !Self::offset_mask(page_shift)
     }
 
     /// Bytes from the entry's address to the end of its memory page.
+    #[inline]
     #[must_use]
     pub const fn bytes_to_page_end(self, page_shift: u32) -> u64 {
         (1 << page_shift) - self.offset(page_shift)
     }
 
     /// Whether the address is one that every entry may have: the two low bits are clear.
+    #[inline]
     #[must_use]
     pub const fn is_dword_aligned(self) -> bool {
         self.0.is_multiple_of(4)
@@ -45,6 +49,7 @@ impl PrpEntry {
 
     /// Memory pages that `length` bytes touch when they begin at `offset` in the first one: the
     /// number of PRP entries that describe them.
+    #[inline]
     #[must_use]
     pub const fn pages(offset: u64, length: u64, page_shift: u32) -> u64 {
         (offset + length).div_ceil(1 << page_shift)
@@ -80,18 +85,21 @@ impl SglDescriptor {
     pub const SIZE: usize = size_of::<Self>();
 
     /// `length` bytes of data at an address.
+    #[inline]
     #[must_use]
     pub const fn data_block(address: u64, length: u32) -> Self {
         Self::of_type(SglType::DATA_BLOCK, address, length)
     }
 
     /// `length` bytes of further descriptors, none of which is a last one.
+    #[inline]
     #[must_use]
     pub const fn segment(address: u64, length: u32) -> Self {
         Self::of_type(SglType::SEGMENT, address, length)
     }
 
     /// `length` bytes of further descriptors, the last of this SGL.
+    #[inline]
     #[must_use]
     pub const fn last_segment(address: u64, length: u32) -> Self {
         Self::of_type(SglType::LAST_SEGMENT, address, length)

@@ -2,12 +2,13 @@
 
 mod controller;
 mod namespace;
+mod power;
 
 use core::mem::size_of;
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-pub use self::{controller::*, namespace::*};
+pub use self::{controller::*, namespace::*, power::*};
 use super::ids::Nsid;
 
 /// Bytes of every Identify data structure.

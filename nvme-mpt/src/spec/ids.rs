@@ -69,6 +69,7 @@ id! {
 
 impl Lba {
     /// The block that lies `blocks` further, unless that has no address.
+    #[inline]
     #[must_use]
     pub const fn checked_add(self, blocks: u64) -> Option<Self> {
         match self.0.checked_add(blocks) {

@@ -41,12 +41,14 @@ command! {
 
 impl LogPageRequest {
     /// Number of Dwords.
+    #[inline]
     #[must_use]
     pub const fn numd_z(&self) -> u32 {
         self.numdl as u32 | (self.numdu as u32) << 16
     }
 
     /// Bytes to return.
+    #[inline]
     #[must_use]
     pub const fn length(&self) -> u64 {
         (self.numd_z() as u64 + 1) * 4

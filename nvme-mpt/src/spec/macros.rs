@@ -98,6 +98,7 @@ macro_rules! bit_field {
 
     (@get [$($doc:tt)*] $repr:ident $get:ident bool [$bit:literal]) => {
         $($doc)*
+        #[inline]
         #[must_use]
         pub const fn $get(self) -> bool {
             self.0 & (1 << $bit) != 0
@@ -105,6 +106,7 @@ macro_rules! bit_field {
     };
     (@get [$($doc:tt)*] $repr:ident $get:ident $ty:ident [$high:literal:$low:literal]) => {
         $($doc)*
+        #[inline]
         #[must_use]
         pub const fn $get(self) -> $ty {
             ((self.0 >> $low) & bit_field!(@mask $repr $high $low)) as $ty
@@ -112,6 +114,7 @@ macro_rules! bit_field {
     };
     (@get [$($doc:tt)*] $repr:ident $get:ident $ty:ident ($inner:ident) [$high:literal:$low:literal]) => {
         $($doc)*
+        #[inline]
         #[must_use]
         pub const fn $get(self) -> $ty {
             $ty(((self.0 >> $low) & bit_field!(@mask $repr $high $low)) as $inner)
@@ -120,6 +123,7 @@ macro_rules! bit_field {
 
     (@with $repr:ident $get:ident $with:ident bool [$bit:literal]) => {
         #[doc = concat!("This value with [`Self::", stringify!($get), "`] replaced.")]
+        #[inline]
         #[must_use]
         pub const fn $with(self, value: bool) -> Self {
             Self(self.0 & !(1 << $bit) | ((value as $repr) << $bit))
@@ -127,6 +131,7 @@ macro_rules! bit_field {
     };
     (@with $repr:ident $get:ident $with:ident $ty:ident [$high:literal:$low:literal]) => {
         #[doc = concat!("This value with [`Self::", stringify!($get), "`] replaced.")]
+        #[inline]
         #[must_use]
         pub const fn $with(self, value: $ty) -> Self {
             let mask = bit_field!(@mask $repr $high $low);
@@ -135,6 +140,7 @@ macro_rules! bit_field {
     };
     (@with $repr:ident $get:ident $with:ident $ty:ident ($inner:ident) [$high:literal:$low:literal]) => {
         #[doc = concat!("This value with [`Self::", stringify!($get), "`] replaced.")]
+        #[inline]
         #[must_use]
         pub const fn $with(self, value: $ty) -> Self {
             let mask = bit_field!(@mask $repr $high $low);
@@ -184,6 +190,7 @@ macro_rules! command {
 
         impl $name {
             /// Replaces the bits of these fields in an entry.
+            #[inline]
             pub const fn write_to(self, sqe: &mut $crate::spec::sqe::Sqe) {
                 $(
                     let value = self.$field $( .0 as $inner )?;

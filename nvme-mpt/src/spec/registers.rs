@@ -236,6 +236,7 @@ pub enum Doorbell {
 
 impl Doorbell {
     /// Bytes from one doorbell to the next under a stride (`CAP.DSTRD`).
+    #[inline]
     #[must_use]
     pub const fn spacing(dstrd: u8) -> u64 {
         4 << (dstrd & 0xF)
@@ -243,12 +244,14 @@ impl Doorbell {
 
     /// Bytes that the doorbells of the admin queues and `io_queues` I/O queue pairs take, both in
     /// BAR0 and in each of the two buffers of Doorbell Buffer Config (Base 2.0, section 5.11).
+    #[inline]
     #[must_use]
     pub const fn area(io_queues: u16, dstrd: u8) -> u64 {
         (io_queues as u64 + 1) * 2 * Self::spacing(dstrd)
     }
 
     /// Place in the row of doorbells.
+    #[inline]
     #[must_use]
     pub const fn index(self) -> u32 {
         match self {
@@ -258,18 +261,21 @@ impl Doorbell {
     }
 
     /// Offset from the first doorbell, which is the offset in a doorbell buffer too.
+    #[inline]
     #[must_use]
     pub const fn offset(self, dstrd: u8) -> u64 {
         self.index() as u64 * Self::spacing(dstrd)
     }
 
     /// Offset in BAR0.
+    #[inline]
     #[must_use]
     pub const fn bar_offset(self, dstrd: u8) -> u64 {
         offset::DOORBELLS + self.offset(dstrd)
     }
 
     /// The doorbell at an offset in BAR0, if one starts there.
+    #[inline]
     #[must_use]
     pub const fn at_bar_offset(bar_offset: u64, dstrd: u8) -> Option<Self> {
         let Some(from_first) = bar_offset.checked_sub(offset::DOORBELLS) else {

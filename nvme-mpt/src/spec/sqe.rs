@@ -83,6 +83,7 @@ const _: () = assert!(offset_of!(Sqe, cdw10) == 40);
 
 impl Sqe {
     /// An entry of zeroes but for an opcode.
+    #[inline]
     #[must_use]
     pub fn new(opcode: u8) -> Self {
         Self {
@@ -92,52 +93,61 @@ impl Sqe {
     }
 
     /// Opcode, which the queue's command set gives its meaning.
+    #[inline]
     #[must_use]
     pub const fn opcode(&self) -> u8 {
         self.cdw0.opcode()
     }
 
     /// Command Identifier.
+    #[inline]
     #[must_use]
     pub const fn cid(&self) -> CommandId {
         self.cdw0.cid()
     }
 
     /// Replaces the Command Identifier.
+    #[inline]
     pub const fn set_cid(&mut self, cid: CommandId) {
         self.cdw0 = self.cdw0.with_cid(cid);
     }
 
     /// PRP Entry 1 of the Data Pointer.
+    #[inline]
     #[must_use]
     pub const fn prp1(&self) -> u64 {
         self.dptr[0]
     }
 
     /// PRP Entry 2 of the Data Pointer: a second page or a PRP list.
+    #[inline]
     #[must_use]
     pub const fn prp2(&self) -> u64 {
         self.dptr[1]
     }
 
     /// SGL Entry 1 of the Data Pointer.
+    #[inline]
     #[must_use]
     pub const fn sgl1(&self) -> SglDescriptor {
         transmute!(self.dptr)
     }
 
     /// Makes an SGL descriptor the Data Pointer; [`Cdw0::psdt`] is left to the caller.
+    #[inline]
     pub const fn set_sgl1(&mut self, descriptor: SglDescriptor) {
         self.dptr = transmute!(descriptor);
     }
 
     /// Command Dwords 10 and 11 as one number, where many commands have their Starting LBA.
+    #[inline]
     #[must_use]
     pub const fn cdw10_11(&self) -> u64 {
         self.cdw10 as u64 | (self.cdw11 as u64) << 32
     }
 
     /// Replaces Command Dwords 10 and 11 by one number.
+    #[inline]
     pub const fn set_cdw10_11(&mut self, value: u64) {
         self.cdw10 = value as u32;
         self.cdw11 = (value >> 32) as u32;

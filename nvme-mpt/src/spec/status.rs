@@ -34,18 +34,21 @@ impl Status {
     const CODE_MASK: u16 = 0x07FF;
 
     /// A status without advice on retrying.
+    #[inline]
     #[must_use]
     pub const fn new(sct: StatusCodeType, sc: u8) -> Self {
         Self(sc as u16).with_sct(sct)
     }
 
     /// Status Code Type and Status Code alone, to compare with the constants of this type.
+    #[inline]
     #[must_use]
     pub const fn code(self) -> Self {
         Self(self.0 & Self::CODE_MASK)
     }
 
     /// Whether the command completed without error.
+    #[inline]
     #[must_use]
     pub const fn is_success(self) -> bool {
         self.0 & Self::CODE_MASK == 0

@@ -4,7 +4,7 @@ use core::mem::{offset_of, size_of};
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, little_endian::U128};
 
-use super::IDENTIFY_SIZE;
+use super::{IDENTIFY_SIZE, PowerStateDescriptor};
 use crate::spec::{cqe::IOCQES, registers::Version, sqe::IOSQES};
 
 /// Identify Controller (CNS 01h; Base 2.0, section 5.17.2.1, Figure 275).
@@ -444,56 +444,6 @@ pub struct IdentifyControllerNvm {
 const _: () = assert!(size_of::<IdentifyControllerNvm>() == IDENTIFY_SIZE);
 const _: () = assert!(offset_of!(IdentifyControllerNvm, dmsl) == 8);
 
-/// Power State Descriptor (Base 2.0, Figure 276).
-#[repr(C)]
-#[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
-)]
-pub struct PowerStateDescriptor {
-    /// Maximum Power, in centiwatts, or in units of 0.1 mW where [`PowerFlags::mxps`] is set.
-    pub mp: u16,
-    /// Reserved.
-    pub rsvd2: u8,
-    /// Max Power Scale and Non-Operational State.
-    pub flags: PowerFlags,
-    /// Entry Latency, in microseconds.
-    pub enlat: u32,
-    /// Exit Latency, in microseconds.
-    pub exlat: u32,
-    /// Relative Read Throughput; 0 is best.
-    pub rrt: u8,
-    /// Relative Read Latency; 0 is best.
-    pub rrl: u8,
-    /// Relative Write Throughput; 0 is best.
-    pub rwt: u8,
-    /// Relative Write Latency; 0 is best.
-    pub rwl: u8,
-    /// Idle Power.
-    pub idlp: u16,
-    /// Idle Power Scale, in bits 7:6.
-    pub ips: u8,
-    /// Reserved.
-    pub rsvd19: u8,
-    /// Active Power.
-    pub actp: u16,
-    /// Active Power Workload in bits 2:0 and Active Power Scale in bits 7:6.
-    pub apw_aps: u8,
-    /// Reserved.
-    pub rsvd23: [u8; 9],
-}
-
-const _: () = assert!(size_of::<PowerStateDescriptor>() == 32);
-
-bit_field! {
-    /// Flags of a [`PowerStateDescriptor`] (Base 2.0, Figure 276).
-    pub struct PowerFlags(u8) {
-        /// Max Power Scale: 0.1 mW rather than 10 mW.
-        mxps / with_mxps: bool [0];
-        /// Non-Operational State: no I/O commands are processed.
-        nops / with_nops: bool [1];
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use zerocopy::FromZeros;
@@ -552,7 +502,6 @@ mod tests {
                 .0,
             0b110
         );
-        assert!(PowerFlags(0b10).nops() && !PowerFlags(0b10).mxps());
     }
 
     #[test]

@@ -1,154 +1,17 @@
 //! The ledger: who holds which range of which drive, and the rules by which a range is given out.
 
-use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 use std::path::Path;
 use std::process;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use serde::{Deserialize, Serialize};
-use thiserror::Error;
-
+use super::entry::{LeaseEntry, LeaseState};
+use super::error::{ID_MAX, LeaseError};
 use super::holder::{Holder, Slot};
 use super::identity::LeaseIdentity;
-use super::range::{ByteRange, LbaRange, RangeError};
+use super::range::{ByteRange, LbaRange};
 use super::store::{Folder, Record, Records, StoreError};
 use crate::spec::ids::Nsid;
-
-/// Longest id of a lease, in bytes.
-const ID_MAX: usize = 64;
-
-/// A lease was not given out, or not released.
-#[derive(Debug, Error)]
-pub enum LeaseError {
-    /// Someone else has part of the range.
-    #[error("Range {range} of {drive} overlaps {other}; {remedy}")]
-    Overlap {
-        /// The range that was asked for.
-        range: ByteRange,
-        /// The drive's name.
-        drive: String,
-        /// The lease that has part of it.
-        other: Box<LeaseEntry>,
-        /// What to do.
-        remedy: String,
-    },
-    /// Another lease has the id.
-    #[error("The id \"{id}\" is taken by {other}; {remedy}")]
-    IdTaken {
-        /// The id.
-        id: String,
-        /// The lease that has it.
-        other: Box<LeaseEntry>,
-        /// What to do.
-        remedy: String,
-    },
-    /// The id is not one.
-    #[error(
-        "\"{}\" cannot be the id of a lease: use 1 to {ID_MAX} of the characters A-Z a-z 0-9 . _ : -",
-        .0.escape_debug()
-    )]
-    Id(String),
-    /// The range is none of this drive.
-    #[error(transparent)]
-    Range(#[from] RangeError),
-    /// No lease has the id.
-    #[error("There is no lease \"{id}\"; `nvme-mpt leases list` shows all")]
-    NoSuchLease {
-        /// The id.
-        id: String,
-    },
-    /// The lease's holder lives.
-    #[error(
-        "{other} is in use: stop that process first; --force releases it all the same, but then whoever leases \
-         the range next shares it with a process that may still write"
-    )]
-    Held {
-        /// The lease.
-        other: Box<LeaseEntry>,
-    },
-    /// The ledger's file cannot be used.
-    #[error(transparent)]
-    Store(#[from] StoreError),
-}
-
-/// Whether the holder of a lease lives.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum LeaseState {
-    /// It lives.
-    Held,
-    /// It died without giving the lease back.
-    Stale,
-}
-
-impl fmt::Display for LeaseState {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Held => "held",
-            Self::Stale => "stale",
-        })
-    }
-}
-
-/// A lease as others see it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LeaseEntry {
-    /// Its id, unique in the ledger.
-    pub id: String,
-    /// The drive's name.
-    pub drive: String,
-    /// Namespace of the drive.
-    pub nsid: u32,
-    /// Bytes of the namespace.
-    pub range: ByteRange,
-    /// The process that holds or held it.
-    pub pid: u32,
-    /// Whether that process lives.
-    pub state: LeaseState,
-}
-
-impl LeaseEntry {
-    fn new(record: &Record, held: bool) -> Self {
-        let Record {
-            id,
-            drive,
-            nsid,
-            range,
-            pid,
-            slot: _,
-        } = record.clone();
-        Self {
-            id,
-            drive,
-            nsid,
-            range,
-            pid,
-            state: if held {
-                LeaseState::Held
-            } else {
-                LeaseState::Stale
-            },
-        }
-    }
-}
-
-impl fmt::Display for LeaseEntry {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "lease \"{}\" (range {} of {}, ",
-            self.id, self.range, self.drive
-        )?;
-        match self.state {
-            LeaseState::Held if self.pid == process::id() => write!(f, "held by this process)"),
-            LeaseState::Held => write!(f, "held by process {})", self.pid),
-            LeaseState::Stale => {
-                write!(f, "stale: process {} ended without releasing it)", self.pid)
-            }
-        }
-    }
-}
 
 /// What someone wants to lease.
 #[derive(Clone, Copy, Debug)]
@@ -347,8 +210,10 @@ impl Ledger {
 }
 
 fn check_id(id: &str) -> Result<(), LeaseError> {
-    let is_id_byte = |byte: u8| byte.is_ascii_alphanumeric() || b"._:-".contains(&byte);
-    if id.is_empty() || id.len() > ID_MAX || !id.bytes().all(is_id_byte) {
+    // What every VMM takes as the id of a device, too.
+    let is_id_byte = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    let starts_well = id.starts_with(|first: char| first.is_ascii_alphabetic());
+    if !starts_well || id.len() > ID_MAX || !id.bytes().all(is_id_byte) {
         return Err(LeaseError::Id(id.to_owned()));
     }
     Ok(())
@@ -681,7 +546,7 @@ mod tests {
             let error = ledger.release("a", false).unwrap_err();
             assert!(matches!(error, LeaseError::Held { .. }), "{error}");
             assert!(error.to_string().starts_with(
-                "lease \"a\" (range 0+1G of file:/drive, held by this process) is in use: stop"
+                "Cannot release lease \"a\" (range 0+1G of file:/drive, held by this process), which is in use: stop"
             ));
             ledger.release("a", true).unwrap();
             assert_eq!(ledger.list().unwrap(), []);
@@ -714,10 +579,12 @@ mod tests {
         let longest = "x".repeat(64);
         let too_long = "x".repeat(65);
         for ledger in ledgers {
-            for id in ["a", "vm-1.disk_0:x", &longest] {
+            for id in ["a", "vm-1.disk_0", &longest] {
                 ledger.acquire(&request(id, "0+1G")).unwrap();
             }
-            for id in ["", " ", "a b", "a,b", "a\"", "a\n", "ä", "a/b", &too_long] {
+            for id in [
+                "", " ", "a b", "a,b", "a\"", "a\n", "ä", "a/b", "a:b", "1a", "-a", &too_long,
+            ] {
                 let error = ledger.acquire(&request(id, "0+1G")).unwrap_err();
                 assert!(matches!(error, LeaseError::Id(_)), "{error}");
             }

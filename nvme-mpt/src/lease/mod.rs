@@ -11,13 +11,17 @@
 //! * `holder`: how one process sees whether the holder of a lease, another process, lives.
 //! * [`identity`]: the names (serial number, NGUID, EUI-64, UUID) that a guest sees for its lease.
 
+mod entry;
+mod error;
 mod holder;
 pub mod identity;
 pub mod ledger;
 pub mod range;
 mod store;
 
+pub use entry::{LeaseEntry, LeaseState};
+pub use error::LeaseError;
 pub use identity::LeaseIdentity;
-pub use ledger::{Lease, LeaseEntry, LeaseError, LeaseRequest, LeaseState, Ledger};
+pub use ledger::{Lease, LeaseRequest, Ledger};
 pub use range::{ByteRange, Bytes, LbaRange, RangeError, SizeError};
 pub use store::StoreError;

@@ -1,0 +1,87 @@
+//! A lease as others see it.
+
+use std::fmt;
+use std::process;
+
+use serde::{Deserialize, Serialize};
+
+use super::range::ByteRange;
+use super::store::Record;
+
+/// Whether the holder of a lease lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LeaseState {
+    /// It lives.
+    Held,
+    /// It died without giving the lease back.
+    Stale,
+}
+
+impl fmt::Display for LeaseState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Held => "held",
+            Self::Stale => "stale",
+        })
+    }
+}
+
+/// A lease as others see it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeaseEntry {
+    /// Its id, unique in the ledger.
+    pub id: String,
+    /// The drive's name.
+    pub drive: String,
+    /// Namespace of the drive.
+    pub nsid: u32,
+    /// Bytes of the namespace.
+    pub range: ByteRange,
+    /// The process that holds or held it.
+    pub pid: u32,
+    /// Whether that process lives.
+    pub state: LeaseState,
+}
+
+impl LeaseEntry {
+    pub(super) fn new(record: &Record, held: bool) -> Self {
+        let Record {
+            id,
+            drive,
+            nsid,
+            range,
+            pid,
+            slot: _,
+        } = record.clone();
+        Self {
+            id,
+            drive,
+            nsid,
+            range,
+            pid,
+            state: if held {
+                LeaseState::Held
+            } else {
+                LeaseState::Stale
+            },
+        }
+    }
+}
+
+impl fmt::Display for LeaseEntry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "lease \"{}\" (range {} of {}, ",
+            self.id, self.range, self.drive
+        )?;
+        match self.state {
+            LeaseState::Held if self.pid == process::id() => write!(f, "held by this process)"),
+            LeaseState::Held => write!(f, "held by process {})", self.pid),
+            LeaseState::Stale => {
+                write!(f, "stale: process {} ended without releasing it)", self.pid)
+            }
+        }
+    }
+}

@@ -1,1 +1,52 @@
 //! An independent guest NVMe driver for the tests that cross crates.
+//!
+//! The driver is written from the NVMe Base and NVM Command Set specifications 2.0, with constants of
+//! its own: it shares no wire type with the device under test, so that a mistake there is not repeated
+//! here. It reaches a controller through [`bar::Bar`], which an in-process function, a vfio-user client
+//! ([`vfio_user`]) or anything else with an NVMe BAR0 can implement.
+//!
+//! From the bottom up:
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`memory`] | guest memory: a memfd at guest physical addresses, with a page allocator |
+//! | [`bar`], [`interrupt`] | register access, mapped doorbells, interrupt vectors |
+//! | [`registers`], [`command`], [`completion`], [`status`], [`identify`] | the wire format |
+//! | [`prp`], [`sgl`] | data pointers |
+//! | [`doorbell`], [`queue`] | rings and how their doorbells are rung; the pipelined form of I/O |
+//! | [`controller`], [`admin`] | bring-up and admin commands |
+//! | [`disk`] | blocking I/O on one namespace |
+//! | [`model`] | what a namespace must answer, for property tests |
+//!
+//! Everything hostile is possible: raw submission queue entries, raw doorbell values, hand-made PRP
+//! lists and SGL segments, queues at any address.
+//!
+//! Not here: metadata and protection information, controller memory buffers, fabrics, zoned and
+//! key-value command sets, namespace management.
+
+pub mod admin;
+pub mod bar;
+pub mod command;
+pub mod completion;
+pub mod controller;
+pub mod disk;
+pub mod doorbell;
+#[cfg(test)]
+mod driver_tests;
+mod error;
+#[cfg(any(test, feature = "fake"))]
+pub mod fake;
+pub mod identify;
+pub mod interrupt;
+mod mapping;
+pub mod memory;
+pub mod model;
+pub mod prp;
+pub mod queue;
+pub mod registers;
+pub mod rng;
+pub mod sgl;
+pub mod status;
+pub mod vfio_user;
+
+pub use error::{Error, Result};

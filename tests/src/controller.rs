@@ -1,0 +1,381 @@
+//! Bring-up, reset and shutdown (NVMe Base 2.0, section 3.5 and 3.6), and the I/O queues.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::bar::Bar;
+use crate::command::Sqe;
+use crate::completion::Cqe;
+use crate::doorbell::{Doorbell, DoorbellBuffer, DoorbellMode};
+use crate::error::{Error, Result};
+use crate::identify::IdentifyController;
+use crate::interrupt::Interrupt;
+use crate::memory::{GuestMemory, PAGE_SIZE};
+use crate::queue::{
+    CQE_SIZE, CompletionQueue, Patience, QueuePair, RESERVED_CIDS, SQE_SIZE, SubmissionQueue,
+};
+use crate::registers::{
+    ACQ, AQA, ASQ, CAP, CC, CC_CSS_NVM, CC_ENABLE, CC_IOCQES_16, CC_IOSQES_64, CC_SHN_ABRUPT,
+    CC_SHN_MASK, CC_SHN_NORMAL, CSTS, CSTS_FATAL, CSTS_READY, CSTS_SHST_COMPLETE, CSTS_SHST_MASK,
+    Cap, VS,
+};
+
+/// How the controller is brought up.
+#[derive(Clone, Copy, Debug)]
+pub struct Config {
+    /// Entries of the admin queues.
+    pub admin_entries: u16,
+    /// How doorbells are rung.
+    pub doorbells: DoorbellMode,
+    /// The command sets to select in CC.CSS.
+    pub command_set: u32,
+    /// How long an admin command may take.
+    pub admin_timeout: Duration,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            admin_entries: 32,
+            doorbells: DoorbellMode::Trap,
+            command_set: CC_CSS_NVM,
+            admin_timeout: Duration::from_secs(10),
+        }
+    }
+}
+
+/// How an I/O queue pair is created.
+#[derive(Clone, Debug)]
+pub struct QueueOptions {
+    /// Entries of each of the two queues.
+    pub entries: u32,
+    /// The vector that the completion queue signals, and its number; polled without.
+    pub interrupt: Option<(u16, Arc<Interrupt>)>,
+}
+
+impl QueueOptions {
+    /// Polled queues of `entries` entries.
+    pub fn polled(entries: u32) -> Self {
+        Self {
+            entries,
+            interrupt: None,
+        }
+    }
+
+    /// Queues of `entries` entries that signal a vector.
+    pub fn interrupting(entries: u32, vector: u16, interrupt: Arc<Interrupt>) -> Self {
+        Self {
+            entries,
+            interrupt: Some((vector, interrupt)),
+        }
+    }
+}
+
+/// A controller under test.
+pub struct Controller {
+    bar: Arc<dyn Bar>,
+    memory: GuestMemory,
+    config: Config,
+    cap: Cap,
+    admin: Option<QueuePair>,
+    doorbell_buffer: Option<Arc<DoorbellBuffer>>,
+    identity: Option<IdentifyController>,
+    /// Asynchronous Event Requests outstanding.
+    pub(crate) event_requests: Vec<u16>,
+    pub(crate) next_event_cid: u16,
+}
+
+impl std::fmt::Debug for Controller {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Controller")
+            .field("cap", &self.cap)
+            .field("config", &self.config)
+            .field("enabled", &self.admin.is_some())
+            .finish()
+    }
+}
+
+impl Controller {
+    /// A controller that is left as it is. Nothing but CAP is read.
+    pub fn new(bar: Arc<dyn Bar>, memory: GuestMemory, config: Config) -> Self {
+        let cap = Cap(bar.read64(CAP));
+        Self {
+            bar,
+            memory,
+            config,
+            cap,
+            admin: None,
+            doorbell_buffer: None,
+            identity: None,
+            event_requests: Vec::new(),
+            next_event_cid: RESERVED_CIDS,
+        }
+    }
+
+    /// Resets and enables the controller, identifies it, asks for `queues` I/O queue pairs, and
+    /// configures the Doorbell Buffer where [`Config::doorbells`] wants it: then the controller is ready
+    /// for [`Controller::create_queue_pair`].
+    ///
+    /// # Errors
+    /// When the controller does not come up, lacks what was asked for, or grants fewer queue pairs.
+    pub fn attach(
+        bar: Arc<dyn Bar>,
+        memory: GuestMemory,
+        config: Config,
+        queues: u16,
+    ) -> Result<Self> {
+        let mut controller = Self::new(bar, memory, config);
+        controller.reset()?;
+        if controller.set_number_of_queues(queues)? < queues {
+            return Err(Error::Unsupported("that many I/O queue pairs"));
+        }
+        if config.doorbells == DoorbellMode::Shadow {
+            controller.configure_doorbell_buffer()?;
+        }
+        Ok(controller)
+    }
+
+    /// The registers.
+    pub fn bar(&self) -> &Arc<dyn Bar> {
+        &self.bar
+    }
+
+    /// The guest's memory.
+    pub fn memory(&self) -> &GuestMemory {
+        &self.memory
+    }
+
+    /// The CAP register.
+    pub fn cap(&self) -> Cap {
+        self.cap
+    }
+
+    /// The VS register.
+    pub fn version(&self) -> u32 {
+        self.bar.read32(VS)
+    }
+
+    /// The CSTS register.
+    ///
+    /// # Errors
+    /// When it reads all ones.
+    pub fn status(&self) -> Result<u32> {
+        match self.bar.read32(CSTS) {
+            u32::MAX => Err(Error::Gone),
+            csts => Ok(csts),
+        }
+    }
+
+    /// Identify Controller, as read when the controller was enabled.
+    ///
+    /// # Errors
+    /// When the controller is disabled.
+    pub fn identity(&self) -> Result<&IdentifyController> {
+        self.identity.as_ref().ok_or(Error::Disabled)
+    }
+
+    /// The Doorbell Buffer in use.
+    pub fn doorbell_buffer(&self) -> Option<&Arc<DoorbellBuffer>> {
+        self.doorbell_buffer.as_ref()
+    }
+
+    /// The admin queue pair.
+    ///
+    /// # Errors
+    /// When the controller is disabled.
+    pub fn admin_queue(&mut self) -> Result<&mut QueuePair> {
+        self.admin.as_mut().ok_or(Error::Disabled)
+    }
+
+    /// How long CSTS may take to follow CC: CAP.TO, and never less than one of its units.
+    fn ready_timeout(&self) -> Duration {
+        Duration::from_millis(self.cap.timeout_ms().max(500))
+    }
+
+    /// Waits until the bits of CSTS in `mask` are `value`.
+    fn wait_status(&self, mask: u32, value: u32, want: &'static str) -> Result<()> {
+        let after = self.ready_timeout();
+        let mut patience = Patience::new(after);
+        loop {
+            let csts = self.status()?;
+            if csts & mask == value {
+                return Ok(());
+            }
+            // A failed controller still becomes disabled, but never ready.
+            if csts & CSTS_FATAL != 0 && value & CSTS_READY != 0 {
+                return Err(Error::Fatal { csts });
+            }
+            if !patience.pause() {
+                return Err(Error::NotReached { want, after, csts });
+            }
+        }
+    }
+
+    /// Clears CC.EN and waits for CSTS.RDY to follow. The I/O queue pairs of before are dead.
+    ///
+    /// # Errors
+    /// When CSTS does not follow.
+    pub fn disable(&mut self) -> Result<()> {
+        let cc = self.bar.read32(CC);
+        self.bar.write32(CC, cc & !CC_ENABLE & !CC_SHN_MASK);
+        self.wait_status(CSTS_READY, 0, "CSTS.RDY=0")?;
+        self.admin = None;
+        self.doorbell_buffer = None;
+        self.identity = None;
+        self.event_requests.clear();
+        Ok(())
+    }
+
+    /// Sets the admin queues up, sets CC.EN, waits for CSTS.RDY, and identifies the controller.
+    ///
+    /// # Errors
+    /// When CSTS does not follow, or the Identify command fails.
+    pub fn enable(&mut self) -> Result<()> {
+        if self.cap.min_page_size() > PAGE_SIZE as u64 {
+            return Err(Error::Unsupported("memory pages of 4 KiB"));
+        }
+        let entries = u32::from(self.config.admin_entries);
+        let sq = self.memory.alloc(entries as usize * SQE_SIZE)?;
+        let cq = self.memory.alloc(entries as usize * CQE_SIZE)?;
+        self.bar.write32(AQA, (entries - 1) << 16 | (entries - 1));
+        self.bar.write64(ASQ, sq.gpa());
+        self.bar.write64(ACQ, cq.gpa());
+        // In mapped mode the admin doorbells are mapped where a window holds them, else trapped.
+        let mapped = self.config.doorbells == DoorbellMode::Mapped;
+        let doorbell = |offset| {
+            Doorbell::new(&self.bar, offset, mapped)
+                .or_else(|_| Doorbell::new(&self.bar, offset, false))
+        };
+        let sq_doorbell = doorbell(self.cap.sq_doorbell(0))?;
+        let cq_doorbell = doorbell(self.cap.cq_doorbell(0))?;
+        self.admin = Some(QueuePair::new(
+            SubmissionQueue::new(0, sq, entries, sq_doorbell),
+            CompletionQueue::new(0, cq, entries, cq_doorbell, None),
+        ));
+        self.bar.write32(
+            CC,
+            CC_ENABLE | self.config.command_set | CC_IOSQES_64 | CC_IOCQES_16,
+        );
+        self.wait_status(CSTS_READY, CSTS_READY, "CSTS.RDY=1")?;
+        self.identity = Some(self.identify_controller()?);
+        Ok(())
+    }
+
+    /// Controller Level Reset: disables and enables again.
+    ///
+    /// # Errors
+    /// As [`Controller::disable`] and [`Controller::enable`].
+    pub fn reset(&mut self) -> Result<()> {
+        self.disable()?;
+        self.enable()
+    }
+
+    /// Shuts down, normally or abruptly, and waits for CSTS.SHST. Only a reset makes it work again.
+    ///
+    /// # Errors
+    /// When CSTS does not follow.
+    pub fn shutdown(&mut self, abrupt: bool) -> Result<()> {
+        let kind = if abrupt { CC_SHN_ABRUPT } else { CC_SHN_NORMAL };
+        let cc = self.bar.read32(CC);
+        self.bar.write32(CC, cc & !CC_SHN_MASK | kind);
+        self.wait_status(CSTS_SHST_MASK, CSTS_SHST_COMPLETE, "CSTS.SHST=10b")
+    }
+
+    /// Any admin command, whatever its status.
+    ///
+    /// # Errors
+    /// When the controller is disabled or does not complete it in time.
+    pub fn admin_raw(&mut self, sqe: Sqe) -> Result<Cqe> {
+        let timeout = self.config.admin_timeout;
+        self.admin_queue()?.submit_and_wait(sqe, timeout)
+    }
+
+    /// Any admin command that is to succeed.
+    ///
+    /// # Errors
+    /// As [`Controller::admin_raw`], and when the status is not success.
+    pub fn admin(&mut self, sqe: Sqe) -> Result<Cqe> {
+        let timeout = self.config.admin_timeout;
+        self.admin_queue()?.execute(sqe, timeout)
+    }
+
+    /// Allocates a Doorbell Buffer and tells the controller (Doorbell Buffer Config). Queue pairs created
+    /// from now on use it; older ones by [`QueuePair::attach`], which must come before their next I/O.
+    ///
+    /// # Errors
+    /// When the controller does not support the command, or it fails.
+    pub fn configure_doorbell_buffer(&mut self) -> Result<Arc<DoorbellBuffer>> {
+        if !self.identity()?.doorbell_buffer() {
+            return Err(Error::Unsupported("Doorbell Buffer Config"));
+        }
+        let buffer = Arc::new(DoorbellBuffer::new(&self.memory, self.cap)?);
+        self.doorbell_buffer_config(&buffer)?;
+        self.doorbell_buffer = Some(Arc::clone(&buffer));
+        Ok(buffer)
+    }
+
+    /// The doorbell of an I/O queue in the configured mode, without a shadow.
+    fn io_doorbell(&self, offset: u64) -> Result<Doorbell> {
+        let mapped = self.config.doorbells == DoorbellMode::Mapped;
+        Doorbell::new(&self.bar, offset, mapped)
+    }
+
+    /// Creates a completion queue.
+    ///
+    /// # Errors
+    /// When memory cannot be had or the command fails.
+    pub fn create_cq(&mut self, id: u16, options: &QueueOptions) -> Result<CompletionQueue> {
+        let entries = options.entries;
+        let ring = self.memory.alloc(entries as usize * CQE_SIZE)?;
+        let doorbell = self.io_doorbell(self.cap.cq_doorbell(id))?;
+        let vector = options.interrupt.as_ref().map(|(vector, _)| *vector);
+        self.admin(Sqe::create_cq(id, ring.gpa(), entries, vector))?;
+        let interrupt = options.interrupt.as_ref().map(|(_, i)| Arc::clone(i));
+        Ok(CompletionQueue::new(id, ring, entries, doorbell, interrupt))
+    }
+
+    /// Creates a submission queue that completes to completion queue `cq`.
+    ///
+    /// # Errors
+    /// When memory cannot be had or the command fails.
+    pub fn create_sq(&mut self, id: u16, entries: u32, cq: u16) -> Result<SubmissionQueue> {
+        let ring = self.memory.alloc(entries as usize * SQE_SIZE)?;
+        let doorbell = self.io_doorbell(self.cap.sq_doorbell(id))?;
+        self.admin(Sqe::create_sq(id, ring.gpa(), entries, cq))?;
+        Ok(SubmissionQueue::new(id, ring, entries, doorbell))
+    }
+
+    /// Creates a queue pair of which both queues have identifier `id`, 1 or more.
+    ///
+    /// # Errors
+    /// When memory cannot be had or a command fails.
+    pub fn create_queue_pair(&mut self, id: u16, options: &QueueOptions) -> Result<QueuePair> {
+        let cq = self.create_cq(id, options)?;
+        let sq = self.create_sq(id, options.entries, id)?;
+        let mut queue = QueuePair::new(sq, cq);
+        if let Some(buffer) = &self.doorbell_buffer {
+            queue.attach(buffer);
+        }
+        Ok(queue)
+    }
+
+    /// Deletes both queues of a pair, the submission queue first. The pair comes back, so that what the
+    /// deletion aborted can be read from its completion queue.
+    ///
+    /// # Errors
+    /// When a command fails.
+    pub fn delete_queue_pair(&mut self, queue: QueuePair) -> Result<QueuePair> {
+        self.admin(Sqe::delete_sq(queue.sq.id()))?;
+        self.admin(Sqe::delete_cq(queue.cq.id()))?;
+        Ok(queue)
+    }
+
+    /// Writes any value to a doorbell register, past every mode.
+    pub fn write_doorbell(&self, queue: u16, side: crate::doorbell::Side, value: u32) {
+        let offset = match side {
+            crate::doorbell::Side::SqTail => self.cap.sq_doorbell(queue),
+            crate::doorbell::Side::CqHead => self.cap.cq_doorbell(queue),
+        };
+        self.bar.write32(offset, value);
+    }
+}

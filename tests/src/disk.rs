@@ -1,0 +1,238 @@
+//! Blocking I/O on one namespace through one queue pair, with every kind of data pointer.
+
+use std::time::Duration;
+
+use crate::command::{FUA, Sqe, copy_range, dsm_range};
+use crate::completion::Cqe;
+use crate::controller::{Controller, QueueOptions};
+use crate::error::{Error, Result};
+use crate::identify::IdentifyNamespace;
+use crate::memory::{DmaBuffer, GuestMemory};
+use crate::prp::{self, Prepared};
+use crate::queue::QueuePair;
+use crate::sgl;
+
+/// How data is described to the controller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transfer {
+    /// PRPs, with the data at this offset in its first page (a multiple of 4).
+    Prp {
+        /// Bytes into the first page.
+        offset: usize,
+    },
+    /// SGL Data Blocks of `piece` bytes at most, in segments of `per_segment` descriptors at most.
+    Sgl {
+        /// Bytes of a Data Block.
+        piece: usize,
+        /// Descriptors of a segment, 2 or more.
+        per_segment: usize,
+    },
+}
+
+/// A namespace, seen through a queue pair.
+#[derive(Debug)]
+pub struct Disk {
+    /// The queue pair, for commands that have no function here.
+    pub queue: QueuePair,
+    /// How data is described.
+    pub transfer: Transfer,
+    /// How long a command may take.
+    pub timeout: Duration,
+    /// Sets Force Unit Access on reads and writes.
+    pub fua: bool,
+    nsid: u32,
+    namespace: IdentifyNamespace,
+    memory: GuestMemory,
+}
+
+impl Disk {
+    /// A namespace through a queue pair that exists.
+    ///
+    /// # Errors
+    /// When Identify fails or the namespace is not active.
+    pub fn new(controller: &mut Controller, queue: QueuePair, nsid: u32) -> Result<Self> {
+        let namespace = controller.identify_namespace(nsid)?;
+        if !namespace.is_active() {
+            return Err(Error::Unsupported("that namespace: it is not active"));
+        }
+        Ok(Self {
+            queue,
+            transfer: Transfer::Prp { offset: 0 },
+            timeout: Duration::from_secs(10),
+            fua: false,
+            nsid,
+            namespace,
+            memory: controller.memory().clone(),
+        })
+    }
+
+    /// Namespace 1 through a new, polled queue pair of the given identifier with 64 entries.
+    ///
+    /// # Errors
+    /// When the queues cannot be created, or as [`Disk::new`].
+    pub fn open(controller: &mut Controller, queue: u16) -> Result<Self> {
+        let queue = controller.create_queue_pair(queue, &QueueOptions::polled(64))?;
+        Self::new(controller, queue, 1)
+    }
+
+    /// Namespace identifier.
+    pub fn nsid(&self) -> u32 {
+        self.nsid
+    }
+
+    /// Identify Namespace.
+    pub fn namespace(&self) -> &IdentifyNamespace {
+        &self.namespace
+    }
+
+    /// Bytes of a logical block.
+    pub fn block_size(&self) -> usize {
+        self.namespace.block_size as usize
+    }
+
+    /// Logical blocks.
+    pub fn blocks(&self) -> u64 {
+        self.namespace.nsze
+    }
+
+    /// Memory for `len` bytes of data, and the data pointer to it.
+    fn prepare(&self, len: usize) -> Result<(DmaBuffer, usize, Prepared)> {
+        match self.transfer {
+            Transfer::Prp { offset } => {
+                let data = self.memory.alloc(offset + len)?;
+                let prepared = prp::buffer(&data, offset, len)?;
+                Ok((data, offset, prepared))
+            }
+            Transfer::Sgl { piece, per_segment } => {
+                let data = self.memory.alloc(len)?;
+                let list: Vec<_> = (0..len.max(1))
+                    .step_by(piece)
+                    .map(|at| sgl::data_block(data.gpa() + at as u64, piece.min(len - at) as u32))
+                    .collect();
+                let prepared = sgl::build(&self.memory, &list, per_segment)?;
+                Ok((data, 0, prepared))
+            }
+        }
+    }
+
+    /// A command without data.
+    ///
+    /// # Errors
+    /// When it does not complete with success in time.
+    pub fn command(&mut self, sqe: Sqe) -> Result<Cqe> {
+        self.queue.execute(sqe, self.timeout)
+    }
+
+    /// A command that returns `len` bytes.
+    ///
+    /// # Errors
+    /// As [`Disk::command`].
+    pub fn command_in(&mut self, sqe: Sqe, len: usize) -> Result<Vec<u8>> {
+        let (data, offset, prepared) = self.prepare(len)?;
+        self.command(sqe.with_data(prepared.pointer))?;
+        Ok(data.to_vec(offset, len))
+    }
+
+    /// A command that sends bytes.
+    ///
+    /// # Errors
+    /// As [`Disk::command`].
+    pub fn command_out(&mut self, sqe: Sqe, bytes: &[u8]) -> Result<Cqe> {
+        let (data, offset, prepared) = self.prepare(bytes.len())?;
+        data.write(offset, bytes);
+        self.command(sqe.with_data(prepared.pointer))
+    }
+
+    fn blocks_of(&self, bytes: &[u8]) -> u32 {
+        debug_assert!(bytes.len().is_multiple_of(self.block_size()));
+        (bytes.len() / self.block_size()) as u32
+    }
+
+    fn with_fua(&self, sqe: Sqe) -> Sqe {
+        match self.fua {
+            true => sqe.with_cdw(12, sqe.cdw(12) | FUA),
+            false => sqe,
+        }
+    }
+
+    /// Reads `blocks` blocks, 1 to 65,536.
+    ///
+    /// # Errors
+    /// As [`Disk::command`].
+    pub fn read(&mut self, slba: u64, blocks: u32) -> Result<Vec<u8>> {
+        let sqe = self.with_fua(Sqe::read(self.nsid, slba, blocks));
+        self.command_in(sqe, blocks as usize * self.block_size())
+    }
+
+    /// Writes whole blocks.
+    ///
+    /// # Errors
+    /// As [`Disk::command`].
+    pub fn write(&mut self, slba: u64, bytes: &[u8]) -> Result<()> {
+        let sqe = self.with_fua(Sqe::write(self.nsid, slba, self.blocks_of(bytes)));
+        self.command_out(sqe, bytes).map(drop)
+    }
+
+    /// Compares whole blocks with `bytes`; unequal is Compare Failure.
+    ///
+    /// # Errors
+    /// As [`Disk::command`].
+    pub fn compare(&mut self, slba: u64, bytes: &[u8]) -> Result<()> {
+        let sqe = Sqe::compare(self.nsid, slba, self.blocks_of(bytes));
+        self.command_out(sqe, bytes).map(drop)
+    }
+
+    /// Verifies blocks.
+    ///
+    /// # Errors
+    /// As [`Disk::command`].
+    pub fn verify(&mut self, slba: u64, blocks: u32) -> Result<()> {
+        self.command(Sqe::verify(self.nsid, slba, blocks)).map(drop)
+    }
+
+    /// Writes zeroes.
+    ///
+    /// # Errors
+    /// As [`Disk::command`].
+    pub fn write_zeroes(&mut self, slba: u64, blocks: u32, deallocate: bool) -> Result<()> {
+        self.command(Sqe::write_zeroes(self.nsid, slba, blocks, deallocate))
+            .map(drop)
+    }
+
+    /// Marks blocks as uncorrectable.
+    ///
+    /// # Errors
+    /// As [`Disk::command`].
+    pub fn write_uncorrectable(&mut self, slba: u64, blocks: u32) -> Result<()> {
+        self.command(Sqe::write_uncorrectable(self.nsid, slba, blocks))
+            .map(drop)
+    }
+
+    /// Flushes.
+    ///
+    /// # Errors
+    /// As [`Disk::command`].
+    pub fn flush(&mut self) -> Result<()> {
+        self.command(Sqe::flush(self.nsid)).map(drop)
+    }
+
+    /// Deallocates ranges (first block, blocks), 1 to 256 of them.
+    ///
+    /// # Errors
+    /// As [`Disk::command`].
+    pub fn deallocate(&mut self, ranges: &[(u64, u32)]) -> Result<()> {
+        let bytes: Vec<u8> = ranges.iter().flat_map(|&(s, n)| dsm_range(s, n)).collect();
+        self.command_out(Sqe::deallocate(self.nsid, ranges.len() as u32), &bytes)
+            .map(drop)
+    }
+
+    /// Copies ranges (first block, blocks), one behind the other, to `sdlba`.
+    ///
+    /// # Errors
+    /// As [`Disk::command`].
+    pub fn copy(&mut self, sdlba: u64, ranges: &[(u64, u32)]) -> Result<()> {
+        let bytes: Vec<u8> = ranges.iter().flat_map(|&(s, n)| copy_range(s, n)).collect();
+        self.command_out(Sqe::copy(self.nsid, sdlba, ranges.len() as u32), &bytes)
+            .map(drop)
+    }
+}

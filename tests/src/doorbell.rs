@@ -1,0 +1,298 @@
+//! Doorbells: a trapped register, a mapped register, or a shadow doorbell in front of one.
+//!
+//! Shadow doorbells follow the Doorbell Buffer Config command (NVMe Base 2.0, section 5.8) the way
+//! Linux does: write the shadow, full barrier, read EventIdx, and write the register only when EventIdx
+//! was passed.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering, fence};
+
+use crate::bar::Bar;
+use crate::error::{Error, Result};
+use crate::memory::{DmaBuffer, GuestMemory, MemoryError, PAGE_SIZE, SharedSlice};
+use crate::registers::Cap;
+
+/// How the I/O queues' doorbells are rung.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DoorbellMode {
+    /// By register writes.
+    Trap,
+    /// By stores to the part of the BAR that is mapped; the admin queue's too where they are in it.
+    Mapped,
+    /// By the Doorbell Buffer, with register writes where EventIdx asks for them.
+    Shadow,
+}
+
+/// Which of a queue pair's two doorbells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// Submission queue tail.
+    SqTail,
+    /// Completion queue head.
+    CqHead,
+}
+
+impl Side {
+    fn index(self, queue: u16) -> usize {
+        2 * usize::from(queue) + (self == Self::CqHead) as usize
+    }
+}
+
+/// The two pages of Doorbell Buffer Config: shadow doorbells and EventIdx.
+#[derive(Debug)]
+pub struct DoorbellBuffer {
+    shadow: DmaBuffer,
+    event_idx: DmaBuffer,
+    /// Dwords from one doorbell to the next, as CAP.DSTRD has it for the registers.
+    stride: usize,
+}
+
+impl DoorbellBuffer {
+    /// Two zeroed pages.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn new(memory: &GuestMemory, cap: Cap) -> std::result::Result<Self, MemoryError> {
+        Ok(Self {
+            shadow: memory.alloc(PAGE_SIZE)?,
+            event_idx: memory.alloc(PAGE_SIZE)?,
+            stride: (cap.doorbell_stride() / 4) as usize,
+        })
+    }
+
+    /// The page of shadow doorbells (PRP1 of the command).
+    pub fn shadow(&self) -> &DmaBuffer {
+        &self.shadow
+    }
+
+    /// The page of EventIdx values (PRP2 of the command).
+    pub fn event_idx(&self) -> &DmaBuffer {
+        &self.event_idx
+    }
+
+    /// The shadow doorbell and the EventIdx of one doorbell, where the page has room for them: a queue
+    /// beyond it has registers only.
+    pub fn cells(
+        &self,
+        queue: u16,
+        side: Side,
+    ) -> Option<(SharedSlice<AtomicU32>, SharedSlice<AtomicU32>)> {
+        let index = side.index(queue) * self.stride;
+        (index < PAGE_SIZE / 4).then(|| {
+            (
+                self.shadow.cells().slice(index, 1),
+                self.event_idx.cells().slice(index, 1),
+            )
+        })
+    }
+}
+
+/// Whether moving a doorbell from `old` to `new` passes `event_idx`, so that the register must be
+/// written. Wraps like the 16-bit values do.
+#[inline]
+pub fn need_event(event_idx: u16, new: u16, old: u16) -> bool {
+    new.wrapping_sub(event_idx).wrapping_sub(1) < new.wrapping_sub(old)
+}
+
+enum Register {
+    Trapped { bar: Arc<dyn Bar>, offset: u64 },
+    Mapped(SharedSlice<AtomicU32>),
+}
+
+struct Shadow {
+    doorbell: SharedSlice<AtomicU32>,
+    event_idx: SharedSlice<AtomicU32>,
+    /// Keeps the pages from being allocated again while this queue writes to them.
+    _buffer: Arc<DoorbellBuffer>,
+}
+
+/// One doorbell of one queue.
+pub struct Doorbell {
+    register: Register,
+    shadow: Option<Shadow>,
+    value: u16,
+    rings: u64,
+    writes: u64,
+}
+
+impl fmt::Debug for Doorbell {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Doorbell")
+            .field("shadow", &self.shadow.is_some())
+            .field("value", &self.value)
+            .field("rings", &self.rings)
+            .field("writes", &self.writes)
+            .finish()
+    }
+}
+
+impl Doorbell {
+    /// A doorbell by register: a mapped one where `mapped` says so.
+    ///
+    /// # Errors
+    /// When a mapped one is asked for and no window of the BAR holds it.
+    pub fn new(bar: &Arc<dyn Bar>, offset: u64, mapped: bool) -> Result<Self> {
+        let register = if mapped {
+            let found = bar
+                .doorbell_windows()
+                .iter()
+                .find_map(|window| window.register(offset));
+            Register::Mapped(found.ok_or(Error::NotMapped { offset })?)
+        } else {
+            Register::Trapped {
+                bar: Arc::clone(bar),
+                offset,
+            }
+        };
+        Ok(Self {
+            register,
+            shadow: None,
+            value: 0,
+            rings: 0,
+            writes: 0,
+        })
+    }
+
+    /// Puts the Doorbell Buffer in front of the register, where it has room for this queue.
+    pub fn attach(&mut self, buffer: &Arc<DoorbellBuffer>, queue: u16, side: Side) {
+        self.shadow = buffer.cells(queue, side).map(|(doorbell, event_idx)| {
+            doorbell[0].store(u32::from(self.value), Ordering::Release);
+            Shadow {
+                doorbell,
+                event_idx,
+                _buffer: Arc::clone(buffer),
+            }
+        });
+    }
+
+    /// The value last rung.
+    #[inline]
+    pub fn value(&self) -> u16 {
+        self.value
+    }
+
+    /// How often it was rung, by whatever means.
+    pub fn rings(&self) -> u64 {
+        self.rings
+    }
+
+    /// How often the register was written and trapped: the exits that a guest would have had.
+    pub fn writes(&self) -> u64 {
+        self.writes
+    }
+
+    /// Rings with a new value.
+    #[inline]
+    pub fn ring(&mut self, value: u16) {
+        if let Some(old) = self.publish(value) {
+            fence(Ordering::SeqCst);
+            self.notify(old);
+        }
+    }
+
+    /// Makes a new value visible. Where that was to a shadow doorbell, gives the old value, and the
+    /// caller must put a full barrier before [`Doorbell::notify`]; one serves several doorbells.
+    #[inline]
+    pub(crate) fn publish(&mut self, value: u16) -> Option<u16> {
+        let old = std::mem::replace(&mut self.value, value);
+        self.rings += 1;
+        if let Some(shadow) = &self.shadow {
+            // Release: the entries behind the value are visible before it is.
+            shadow.doorbell[0].store(u32::from(value), Ordering::Release);
+            return Some(old);
+        }
+        self.write();
+        None
+    }
+
+    /// Writes the register when EventIdx asks for it.
+    #[inline]
+    pub(crate) fn notify(&mut self, old: u16) {
+        if let Some(shadow) = &self.shadow {
+            let event_idx = shadow.event_idx[0].load(Ordering::Relaxed) as u16;
+            if need_event(event_idx, self.value, old) {
+                self.write();
+            }
+        }
+    }
+
+    fn write(&mut self) {
+        match &self.register {
+            Register::Mapped(register) => {
+                register[0].store(u32::from(self.value), Ordering::Release);
+            }
+            Register::Trapped { bar, offset } => {
+                self.writes += 1;
+                fence(Ordering::SeqCst);
+                bar.write32(*offset, u32::from(self.value));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[derive(Default)]
+    struct Log(Mutex<Vec<(u64, u32)>>);
+
+    impl Bar for Log {
+        fn read32(&self, _: u64) -> u32 {
+            u32::MAX
+        }
+        fn read64(&self, _: u64) -> u64 {
+            u64::MAX
+        }
+        fn write32(&self, offset: u64, value: u32) {
+            self.0.lock().unwrap().push((offset, value));
+        }
+        fn write64(&self, _: u64, _: u64) {}
+    }
+
+    proptest! {
+        /// The rule in words: the values passed through, `old + 1` to `new`, include `event_idx + 1`.
+        #[test]
+        fn need_event_is_passing_the_index(event_idx: u16, old: u16, steps in 0u16..300) {
+            let passed = (1..=steps).any(|step| old.wrapping_add(step) == event_idx.wrapping_add(1));
+            prop_assert_eq!(need_event(event_idx, old.wrapping_add(steps), old), passed);
+        }
+    }
+
+    #[test]
+    fn the_register_is_written_only_when_the_index_asks() {
+        let memory = GuestMemory::new(&[(0x1000, 1 << 20)]).unwrap();
+        let log = Arc::new(Log::default());
+        let bar: Arc<dyn Bar> = Arc::clone(&log) as _;
+        let buffer = Arc::new(DoorbellBuffer::new(&memory, Cap(4 << 32)).unwrap());
+        let mut doorbell = Doorbell::new(&bar, 0x1100, false).unwrap();
+        doorbell.attach(&buffer, 2, Side::SqTail);
+        // Queue 2's tail doorbell is the fifth, 64 bytes each.
+        let event_idx = buffer.event_idx().cells::<AtomicU32>().slice(4 * 16, 1);
+        let shadow = buffer.shadow().cells::<AtomicU32>().slice(4 * 16, 1);
+
+        event_idx[0].store(0xffff - 3, Ordering::Relaxed);
+        doorbell.ring(1);
+        assert_eq!(shadow[0].load(Ordering::Relaxed), 1);
+        assert!(log.0.lock().unwrap().is_empty());
+
+        event_idx[0].store(1, Ordering::Relaxed);
+        doorbell.ring(3);
+        assert_eq!(*log.0.lock().unwrap(), [(0x1100, 3)]);
+        assert_eq!((doorbell.rings(), doorbell.writes()), (2, 1));
+    }
+
+    #[test]
+    fn queues_beyond_the_page_have_registers_only() {
+        let memory = GuestMemory::new(&[(0x1000, 1 << 20)]).unwrap();
+        // 64 bytes per doorbell: 64 doorbells, so 32 queue pairs, the admin queues among them.
+        let buffer = DoorbellBuffer::new(&memory, Cap(4 << 32)).unwrap();
+        assert!(buffer.cells(31, Side::CqHead).is_some());
+        assert!(buffer.cells(32, Side::SqTail).is_none());
+    }
+}

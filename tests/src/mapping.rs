@@ -1,0 +1,228 @@
+//! Shared mappings, and how they are accessed.
+//!
+//! The controller under test reads and writes guest memory while the driver does, in this process or in
+//! another one. The driver therefore never makes a plain Rust reference to it: [`SharedSlice`] gives
+//! atomics, and the copying functions use volatile accesses. All unsafe code of the crate is here.
+
+#![expect(
+    unsafe_code,
+    reason = "shared memory is mapped and accessed by address"
+)]
+
+use std::fs::File;
+use std::io;
+use std::ops::Deref;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64};
+
+use crate::memory::MemoryError;
+
+/// A new, empty memfd.
+pub(crate) fn memfd() -> Result<File, MemoryError> {
+    // SAFETY: the name is a C string; the call has no other requirement.
+    let fd = unsafe { libc::memfd_create(c"guest-memory".as_ptr(), libc::MFD_CLOEXEC) };
+    if fd < 0 {
+        return Err(MemoryError::System {
+            call: "memfd_create",
+            len: 0,
+            source: io::Error::last_os_error(),
+        });
+    }
+    // SAFETY: the descriptor is new and owned by nobody else.
+    Ok(File::from(unsafe { OwnedFd::from_raw_fd(fd) }))
+}
+
+/// A shared mapping of a file, unmapped when the last user is gone.
+#[derive(Debug)]
+pub(crate) struct Mapping {
+    base: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the mapping is an address range; it is only accessed through atomics and volatile accesses.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    pub(crate) fn new(fd: BorrowedFd<'_>, offset: u64, len: usize) -> Result<Self, MemoryError> {
+        let failed = |call, source| MemoryError::System {
+            call,
+            len: len as u64,
+            source,
+        };
+        let offset = libc::off_t::try_from(offset)
+            .map_err(|_| failed("mmap", io::Error::from(io::ErrorKind::InvalidInput)))?;
+        // SAFETY: a new mapping at an address of the kernel's choice touches no existing memory.
+        let base = unsafe {
+            libc::mmap(
+                ptr::null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED,
+                fd.as_raw_fd(),
+                offset,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            return Err(failed("mmap", io::Error::last_os_error()));
+        }
+        let base = NonNull::new(base.cast::<u8>())
+            .ok_or_else(|| failed("mmap", io::Error::from(io::ErrorKind::Other)))?;
+        Ok(Self { base, len })
+    }
+
+    /// Asks for huge pages. Without them everything works too, so a refusal is no error.
+    pub(crate) fn advise_huge(&self) {
+        // SAFETY: the range is this mapping; the advice changes no content.
+        unsafe { libc::madvise(self.base.as_ptr().cast(), self.len, libc::MADV_HUGEPAGE) };
+    }
+
+    pub(crate) fn read(&self, offset: usize, into: &mut [u8]) {
+        assert!(offset <= self.len && into.len() <= self.len - offset);
+        // SAFETY: `offset` was checked to be within the mapping.
+        let from = unsafe { self.base.as_ptr().add(offset) };
+        let mut at = 0;
+        while at < into.len() {
+            // SAFETY: `at` is below `into.len()`, which was checked to fit behind `offset`.
+            let p = unsafe { from.add(at) };
+            if into.len() - at >= 8 && p.addr().is_multiple_of(8) {
+                // SAFETY: `p` is aligned, and 8 bytes behind it are in the mapping.
+                let word = unsafe { p.cast::<u64>().read_volatile() };
+                into[at..at + 8].copy_from_slice(&word.to_ne_bytes());
+                at += 8;
+            } else {
+                // SAFETY: one byte at `p` is in the mapping.
+                into[at] = unsafe { p.read_volatile() };
+                at += 1;
+            }
+        }
+    }
+
+    pub(crate) fn write(&self, offset: usize, from: &[u8]) {
+        assert!(offset <= self.len && from.len() <= self.len - offset);
+        // SAFETY: `offset` was checked to be within the mapping.
+        let to = unsafe { self.base.as_ptr().add(offset) };
+        let mut at = 0;
+        while at < from.len() {
+            // SAFETY: `at` is below `from.len()`, which was checked to fit behind `offset`.
+            let p = unsafe { to.add(at) };
+            match from[at..].first_chunk::<8>() {
+                // SAFETY: `p` is aligned, and 8 bytes behind it are in the mapping.
+                Some(word) if p.addr().is_multiple_of(8) => unsafe {
+                    p.cast::<u64>().write_volatile(u64::from_ne_bytes(*word));
+                    at += 8;
+                },
+                // SAFETY: one byte at `p` is in the mapping.
+                _ => unsafe {
+                    p.write_volatile(from[at]);
+                    at += 1;
+                },
+            }
+        }
+    }
+
+    pub(crate) fn fill(&self, offset: usize, len: usize, byte: u8) {
+        assert!(offset <= self.len && len <= self.len - offset);
+        // SAFETY: the range was checked to be within the mapping.
+        unsafe { ptr::write_bytes(self.base.as_ptr().add(offset), byte, len) }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the range was mapped by `new`, and nothing that points into it outlives the mapping.
+        unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+/// What shared memory may be seen as: atomics, and arrays of them.
+///
+/// Sealed, because [`SharedSlice`] relies on every bit pattern being valid and on interior mutability.
+pub trait Cell: sealed::Sealed + Sync + 'static {}
+
+macro_rules! cells {
+    ($($t:ty),*) => { $(impl sealed::Sealed for $t {} impl Cell for $t {})* };
+}
+cells!(AtomicU8, AtomicU16, AtomicU32, AtomicU64);
+
+impl<T: Cell, const N: usize> sealed::Sealed for [T; N] {}
+impl<T: Cell, const N: usize> Cell for [T; N] {}
+
+/// A piece of shared memory as a slice of atomics, which keeps the mapping alive.
+#[derive(Debug)]
+pub struct SharedSlice<T: Cell> {
+    first: NonNull<T>,
+    len: usize,
+    mapping: Arc<Mapping>,
+}
+
+// SAFETY: `T` is `Sync` and is only handed out by shared reference; the mapping may be dropped anywhere.
+unsafe impl<T: Cell> Send for SharedSlice<T> {}
+// SAFETY: as above.
+unsafe impl<T: Cell> Sync for SharedSlice<T> {}
+
+impl<T: Cell> SharedSlice<T> {
+    pub(crate) fn new(mapping: &Arc<Mapping>, offset: usize, len: usize) -> Self {
+        let bytes = len.saturating_mul(size_of::<T>());
+        assert!(offset <= mapping.len && bytes <= mapping.len - offset);
+        // SAFETY: `offset` was checked to be within the mapping.
+        let first = unsafe { mapping.base.add(offset) }.cast::<T>();
+        assert!(first.is_aligned());
+        Self {
+            first,
+            len,
+            mapping: Arc::clone(mapping),
+        }
+    }
+
+    /// `len` elements from `start`, as a slice of its own.
+    ///
+    /// # Panics
+    /// When the elements are not all in this slice.
+    pub fn slice(&self, start: usize, len: usize) -> Self {
+        assert!(start <= self.len && len <= self.len - start);
+        Self {
+            // SAFETY: `start` was checked to be within this slice.
+            first: unsafe { self.first.add(start) },
+            len,
+            mapping: Arc::clone(&self.mapping),
+        }
+    }
+}
+
+impl<T: Cell> Clone for SharedSlice<T> {
+    fn clone(&self) -> Self {
+        self.slice(0, self.len)
+    }
+}
+
+impl<T: Cell> Deref for SharedSlice<T> {
+    type Target = [T];
+
+    #[inline]
+    fn deref(&self) -> &[T] {
+        // SAFETY: the elements lie in a mapping that `self` keeps; `T` is made of atomics, for which
+        // writes by others are no aliasing violation, and any bit pattern is a value.
+        unsafe { std::slice::from_raw_parts(self.first.as_ptr(), self.len) }
+    }
+}
+
+/// Maps `len` bytes at `offset` of a file, shared, as doorbell registers.
+///
+/// # Errors
+/// When the file cannot be mapped.
+pub(crate) fn map_registers(
+    fd: BorrowedFd<'_>,
+    offset: u64,
+    len: usize,
+) -> Result<SharedSlice<AtomicU32>, MemoryError> {
+    let mapping = Arc::new(Mapping::new(fd, offset, len)?);
+    Ok(SharedSlice::new(&mapping, 0, len / 4))
+}

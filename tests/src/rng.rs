@@ -1,0 +1,79 @@
+//! Random numbers from a seed, and data patterns made of them.
+
+/// SplitMix64: small, fast, the same on every machine.
+#[derive(Clone, Debug)]
+pub struct Rng(u64);
+
+impl Rng {
+    /// Numbers that follow from `seed`.
+    pub fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    /// The next 64 bits.
+    #[inline]
+    pub fn next_u64(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        mix(self.0)
+    }
+
+    /// A number below `bound`, which must not be 0.
+    #[inline]
+    pub fn below(&mut self, bound: u64) -> u64 {
+        ((u128::from(self.next_u64()) * u128::from(bound)) >> 64) as u64
+    }
+}
+
+/// Scatters the bits of `x`; a bijection.
+#[inline]
+pub fn mix(mut x: u64) -> u64 {
+    x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ x >> 31
+}
+
+/// The content of one logical block that was written with `tag`: 64-bit words that name the tag, the
+/// block and their place in it, so that stale, misplaced and torn data all show.
+pub fn block_words(tag: u64, lba: u64) -> impl Iterator<Item = u64> {
+    let base = mix(tag ^ mix(lba));
+    (0..).map(move |i: u64| mix(base.wrapping_add(i)))
+}
+
+/// The content of the blocks from `slba` on that `bytes` has room for.
+pub fn fill_blocks(bytes: &mut [u8], tag: u64, slba: u64, block_size: usize) {
+    for (block, index) in bytes.chunks_mut(block_size).zip(0..) {
+        // A test may well write beyond the last block that can be numbered.
+        let lba = slba.wrapping_add(index);
+        let (words, _) = block.as_chunks_mut::<8>();
+        for (word, value) in words.iter_mut().zip(block_words(tag, lba)) {
+            *word = value.to_le_bytes();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_differ_by_tag_and_address() {
+        let mut a = [0; 1024];
+        fill_blocks(&mut a, 1, 10, 512);
+        assert_ne!(a[..512], a[512..]);
+        let mut b = [0; 512];
+        fill_blocks(&mut b, 1, 11, 512);
+        assert_eq!(a[512..], b);
+        fill_blocks(&mut b, 2, 11, 512);
+        assert_ne!(a[512..], b);
+    }
+
+    #[test]
+    fn numbers_stay_below_the_bound() {
+        let mut rng = Rng::new(1);
+        let mut seen = [0; 5];
+        for _ in 0..1000 {
+            seen[rng.below(5) as usize] += 1;
+        }
+        assert!(seen.iter().all(|&n| n > 100), "{seen:?}");
+    }
+}

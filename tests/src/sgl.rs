@@ -1,0 +1,143 @@
+//! Scatter Gather Lists (NVMe Base 2.0, section 4.1.2): descriptors and segments, sound or hand-made.
+
+use crate::command::DataPointer;
+use crate::memory::{DmaBuffer, GuestMemory, MemoryError};
+use crate::prp::Prepared;
+
+/// An SGL descriptor: 16 bytes.
+pub type Descriptor = [u64; 2];
+
+/// Any descriptor: address, length, type and sub type.
+pub const fn descriptor(address: u64, len: u32, kind: u8, sub: u8) -> Descriptor {
+    let identifier = (kind << 4 | sub & 0xf) as u64;
+    [address, len as u64 | identifier << 56]
+}
+
+/// Data Block descriptor.
+pub const fn data_block(gpa: u64, len: u32) -> Descriptor {
+    descriptor(gpa, len, 0x0, 0)
+}
+
+/// Bit Bucket descriptor: source data that a read leaves out.
+pub const fn bit_bucket(len: u32) -> Descriptor {
+    descriptor(0, len, 0x1, 0)
+}
+
+/// Segment descriptor: more descriptors, of which the last is another Segment or Last Segment.
+pub const fn segment(gpa: u64, len: u32) -> Descriptor {
+    descriptor(gpa, len, 0x2, 0)
+}
+
+/// Last Segment descriptor: more descriptors, all of them data.
+pub const fn last_segment(gpa: u64, len: u32) -> Descriptor {
+    descriptor(gpa, len, 0x3, 0)
+}
+
+/// The data pointer for a list of descriptors: the descriptor itself when it is one, otherwise segments
+/// of at most `per_segment` descriptors each, the link to the next one among them.
+///
+/// # Errors
+/// When there is no memory for the segments.
+///
+/// # Panics
+/// When `list` is empty or `per_segment` is below 2.
+pub fn build(
+    memory: &GuestMemory,
+    list: &[Descriptor],
+    per_segment: usize,
+) -> Result<Prepared, MemoryError> {
+    assert!(!list.is_empty() && per_segment >= 2);
+    if let [only] = list {
+        return Ok(Prepared {
+            pointer: DataPointer::sgl(*only),
+            pages: Vec::new(),
+        });
+    }
+    // Built from the last segment backwards: a link names the kind and length of what it links to.
+    let mut pieces = Vec::new();
+    let mut rest = list;
+    while rest.len() > per_segment {
+        let (piece, more) = rest.split_at(per_segment - 1);
+        pieces.push(piece);
+        rest = more;
+    }
+    let (page, mut link) = place(memory, rest, None)?;
+    let mut pages = vec![page];
+    for piece in pieces.into_iter().rev() {
+        let (page, to) = place(memory, piece, Some(link))?;
+        pages.push(page);
+        link = to;
+    }
+    pages.reverse();
+    Ok(Prepared {
+        pointer: DataPointer::sgl(link),
+        pages,
+    })
+}
+
+/// Writes one segment; gives its memory and the descriptor that links to it.
+fn place(
+    memory: &GuestMemory,
+    piece: &[Descriptor],
+    link: Option<Descriptor>,
+) -> Result<(DmaBuffer, Descriptor), MemoryError> {
+    let bytes: Vec<u8> = piece
+        .iter()
+        .chain(link.as_ref())
+        .flatten()
+        .flat_map(|word| word.to_le_bytes())
+        .collect();
+    let page = memory.alloc(bytes.len())?;
+    page.write(0, &bytes);
+    let len = bytes.len() as u32;
+    let to = match link {
+        Some(_) => segment(page.gpa(), len),
+        None => last_segment(page.gpa(), len),
+    };
+    Ok((page, to))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::command::Sqe;
+
+    fn read(page: &DmaBuffer, index: usize) -> Descriptor {
+        let bytes = page.to_vec(index * 16, 16);
+        let (words, _) = bytes.as_chunks::<8>();
+        [u64::from_le_bytes(words[0]), u64::from_le_bytes(words[1])]
+    }
+
+    #[test]
+    fn the_identifier_is_the_last_byte() {
+        assert_eq!(data_block(5, 6), [5, 6]);
+        assert_eq!(last_segment(5, 6), [5, 6 | 0x30 << 56]);
+        assert_eq!(descriptor(5, 6, 0xf, 1), [5, 6 | 0xf1 << 56]);
+    }
+
+    #[test]
+    fn segments_are_chained_and_the_last_is_marked() {
+        let memory = GuestMemory::new(&[(0x1000, 1 << 20)]).unwrap();
+        let list: Vec<_> = (1..=5_u64).map(|i| data_block(i << 12, 512)).collect();
+        let prepared = build(&memory, &list, 3).unwrap();
+        let sqe = Sqe::default().with_data(prepared.pointer);
+        // Two descriptors and a link, then the last three.
+        let [first, second] = &prepared.pages[..] else {
+            panic!("{} segments", prepared.pages.len());
+        };
+        assert_eq!([sqe.0[3], sqe.0[4]], segment(first.gpa(), 48));
+        assert_eq!(read(first, 0), list[0]);
+        assert_eq!(read(first, 1), list[1]);
+        assert_eq!(read(first, 2), last_segment(second.gpa(), 48));
+        assert_eq!(read(second, 0), list[2]);
+        assert_eq!(read(second, 2), list[4]);
+    }
+
+    #[test]
+    fn one_descriptor_is_inline() {
+        let memory = GuestMemory::new(&[(0x1000, 1 << 20)]).unwrap();
+        let prepared = build(&memory, &[data_block(0x2000, 4096)], 16).unwrap();
+        assert!(prepared.pages.is_empty());
+        assert_eq!(prepared.pointer, DataPointer::sgl([0x2000, 4096]));
+    }
+}

@@ -1,0 +1,230 @@
+//! A controller behind a vfio-user socket.
+
+use std::os::fd::{AsFd, AsRawFd};
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use ::vfio_user::Client;
+
+use crate::bar::{Bar, DoorbellWindow};
+use crate::error::{Error, Result};
+use crate::interrupt::Interrupt;
+use crate::memory::{GuestMemory, Region};
+
+/// VFIO_PCI_BAR0_REGION_INDEX.
+const BAR0: u32 = 0;
+/// VFIO_PCI_CONFIG_REGION_INDEX.
+const CONFIG: u32 = 7;
+/// VFIO_PCI_MSIX_IRQ_INDEX.
+const MSIX: u32 = 2;
+/// VFIO_REGION_INFO_FLAG_MMAP.
+const REGION_MMAP: u32 = 1 << 2;
+/// VFIO_IRQ_SET_DATA_EVENTFD and VFIO_IRQ_SET_ACTION_TRIGGER.
+const TRIGGER_EVENTFD: u32 = 1 << 2 | 1 << 5;
+
+/// A vfio-user client, as the BAR of its device.
+pub struct VfioUserBar {
+    client: Mutex<Client>,
+    windows: Vec<DoorbellWindow>,
+}
+
+impl std::fmt::Debug for VfioUserBar {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("VfioUserBar")
+            .field("windows", &self.windows.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl VfioUserBar {
+    /// Connects, and maps the parts of BAR0 that the server lets be mapped.
+    ///
+    /// # Errors
+    /// When the server cannot be reached or is not a PCI device, or a mapping fails.
+    pub fn connect(socket: &Path) -> Result<Self> {
+        let client = Client::new(socket).map_err(Error::VfioUser)?;
+        let mut windows = Vec::new();
+        if let Some(region) = client.region(BAR0)
+            && let Some(file) = &region.file_offset
+            && region.flags & REGION_MMAP != 0
+        {
+            let mut map = |offset: u64, len: u64| -> Result<()> {
+                windows.push(DoorbellWindow::map(
+                    offset,
+                    file.file().as_fd(),
+                    file.start() + offset,
+                    len as usize,
+                )?);
+                Ok(())
+            };
+            if region.sparse_areas.is_empty() {
+                map(0, region.size)?;
+            }
+            for area in &region.sparse_areas {
+                map(area.offset, area.size)?;
+            }
+        }
+        Ok(Self {
+            client: Mutex::new(client),
+            windows,
+        })
+    }
+
+    /// Connects, gives the device all of the guest's memory, and lets it master the bus.
+    ///
+    /// # Errors
+    /// As [`VfioUserBar::connect`], and when a request fails.
+    pub fn attach(socket: &Path, memory: &GuestMemory) -> Result<Self> {
+        let bar = Self::connect(socket)?;
+        for region in memory.regions() {
+            bar.dma_map(memory, &region)?;
+        }
+        // Command register: Memory Space Enable and Bus Master Enable.
+        let mut command = [0; 2];
+        bar.config_read(0x04, &mut command)?;
+        bar.config_write(0x04, &(u16::from_le_bytes(command) | 0b110).to_le_bytes())?;
+        Ok(bar)
+    }
+
+    /// The client, for raw requests.
+    pub fn client(&self) -> MutexGuard<'_, Client> {
+        self.client.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives the device a region of the guest's memory.
+    ///
+    /// # Errors
+    /// When the request cannot be sent or answered.
+    pub fn dma_map(&self, memory: &GuestMemory, region: &Region) -> Result<()> {
+        let fd = memory.fd().as_raw_fd();
+        self.client()
+            .dma_map(region.fd_offset, region.gpa, region.len, fd)
+            .map_err(Error::VfioUser)
+    }
+
+    /// Takes a region of the guest's memory away from the device.
+    ///
+    /// # Errors
+    /// When the request cannot be sent or answered.
+    pub fn dma_unmap(&self, region: &Region) -> Result<()> {
+        self.client()
+            .dma_unmap(region.gpa, region.len)
+            .map_err(Error::VfioUser)
+    }
+
+    /// Resets the device.
+    ///
+    /// # Errors
+    /// When the request cannot be sent or answered.
+    pub fn reset(&self) -> Result<()> {
+        self.client().reset().map_err(Error::VfioUser)
+    }
+
+    /// Gives the device one eventfd for each MSI-X vector from 0 on, unmasks them, and enables MSI-X.
+    ///
+    /// # Errors
+    /// When a request fails, or the device has no MSI-X capability.
+    pub fn enable_msix<'a>(&self, vectors: impl IntoIterator<Item = &'a Interrupt>) -> Result<()> {
+        let capability = self.msix_capability()?;
+        let mut table = [0; 4];
+        self.config_read(capability + 4, &mut table)?;
+        let table = u32::from_le_bytes(table);
+        let (table_bar, table_offset) = (table & 0b111, u64::from(table & !0b111));
+        for (vector, interrupt) in (0_u32..).zip(vectors) {
+            self.client()
+                .set_irqs(MSIX, TRIGGER_EVENTFD, vector, 1, &[interrupt.as_raw_fd()])
+                .map_err(Error::VfioUser)?;
+            // Any address and data: the eventfd stands for the message. Vector Control 0 unmasks.
+            let mut entry = [0; 16];
+            entry[..4].copy_from_slice(&0xfee0_0000_u32.to_le_bytes());
+            entry[8..12].copy_from_slice(&vector.to_le_bytes());
+            for (at, word) in (0..).step_by(4).zip(entry.chunks(4)) {
+                let offset = table_offset + 16 * u64::from(vector) + at;
+                self.client()
+                    .region_write(table_bar, offset, word)
+                    .map_err(Error::VfioUser)?;
+            }
+        }
+        let mut control = [0; 2];
+        self.config_read(capability + 2, &mut control)?;
+        // MSI-X Enable on, Function Mask off.
+        let control = u16::from_le_bytes(control) & !(1 << 14) | 1 << 15;
+        self.config_write(capability + 2, &control.to_le_bytes())
+    }
+
+    /// Where the MSI-X capability (11h) is in configuration space.
+    fn msix_capability(&self) -> Result<u64> {
+        let mut pointer = [0; 1];
+        self.config_read(0x34, &mut pointer)?;
+        // No more capabilities fit: a list that does not end is left here.
+        for _ in 0..48 {
+            let at = u64::from(pointer[0] & !0b11);
+            if at == 0 {
+                break;
+            }
+            let mut header = [0; 2];
+            self.config_read(at, &mut header)?;
+            if header[0] == 0x11 {
+                return Ok(at);
+            }
+            pointer[0] = header[1];
+        }
+        Err(Error::Unsupported("MSI-X"))
+    }
+
+    /// Reads configuration space.
+    ///
+    /// # Errors
+    /// When the request cannot be sent or answered.
+    pub fn config_read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        self.client()
+            .region_read(CONFIG, offset, into)
+            .map_err(Error::VfioUser)
+    }
+
+    /// Writes configuration space.
+    ///
+    /// # Errors
+    /// When the request cannot be sent or answered.
+    pub fn config_write(&self, offset: u64, from: &[u8]) -> Result<()> {
+        self.client()
+            .region_write(CONFIG, offset, from)
+            .map_err(Error::VfioUser)
+    }
+
+    fn read<const N: usize>(&self, offset: u64) -> [u8; N] {
+        let mut bytes = [0xff; N];
+        match self.client().region_read(BAR0, offset, &mut bytes) {
+            Ok(()) => bytes,
+            // As a bus does when nothing answers.
+            Err(_) => [0xff; N],
+        }
+    }
+
+    fn write(&self, offset: u64, bytes: &[u8]) {
+        // A write that nobody takes is lost, as on a bus; the next read of CSTS tells.
+        let _lost = self.client().region_write(BAR0, offset, bytes);
+    }
+}
+
+impl Bar for VfioUserBar {
+    fn read32(&self, offset: u64) -> u32 {
+        u32::from_le_bytes(self.read(offset))
+    }
+
+    fn read64(&self, offset: u64) -> u64 {
+        u64::from_le_bytes(self.read(offset))
+    }
+
+    fn write32(&self, offset: u64, value: u32) {
+        self.write(offset, &value.to_le_bytes());
+    }
+
+    fn write64(&self, offset: u64, value: u64) {
+        self.write(offset, &value.to_le_bytes());
+    }
+
+    fn doorbell_windows(&self) -> &[DoorbellWindow] {
+        &self.windows
+    }
+}

@@ -1,1 +1,30 @@
 //! Guests, end-to-end tests and load for nvme-mpt.
+//!
+//! The parts, bottom up:
+//! - [`process`] and [`progress`]: child processes that never outlive us, and steps a person can follow;
+//! - [`provision`]: makes the guests and finds a QEMU, from Debian's own signed packages, into a cache;
+//! - [`guest`]: boots a guest, runs commands in it, plugs devices, kills it;
+//! - [`server`]: `nvme-mpt serve` as a child, and what `nvme-mpt stats` says.
+
+pub mod guest;
+pub mod process;
+pub mod progress;
+pub mod provision;
+pub mod server;
+
+use std::path::{Path, PathBuf};
+
+/// The folder of the workspace, in which cargo is run.
+pub fn workspace_dir() -> &'static Path {
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    package.parent().unwrap_or(package)
+}
+
+/// The folder that builds and provisioned things go to.
+pub fn target_dir() -> PathBuf {
+    match std::env::var_os("CARGO_TARGET_DIR") {
+        // Cargo takes a relative one from the folder it is run in.
+        Some(path) => std::path::absolute(&path).unwrap_or_else(|_| PathBuf::from(path)),
+        None => workspace_dir().join("target"),
+    }
+}

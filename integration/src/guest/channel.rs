@@ -1,0 +1,287 @@
+//! The line to the guest's agent: commands go in, their output and events come out.
+//!
+//! The protocol is described where the guest speaks it: `resources/guest/agent`.
+
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use thiserror::Error;
+
+use super::base64;
+
+/// The guest does not answer.
+#[derive(Debug, Error)]
+pub enum ChannelError {
+    /// It says nothing.
+    #[error("waited {patience:?} in vain for {what}")]
+    Timeout {
+        /// What was waited for.
+        what: String,
+        /// How long.
+        patience: Duration,
+    },
+    /// The line was cut: QEMU has ended.
+    #[error("QEMU ended while {what} was waited for")]
+    Closed {
+        /// What was waited for.
+        what: String,
+    },
+    /// The line could not be set up.
+    #[error("the line to its agent can't be used: {0}")]
+    Io(#[from] std::io::Error),
+}
+
+/// What a script printed, and its exit status.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Output {
+    /// The exit status; 128 + N for a script that died of signal N.
+    pub status: i32,
+    /// Standard output and standard error, as they came.
+    pub text: String,
+}
+
+/// A script that runs in the guest.
+#[derive(Debug)]
+pub struct Job {
+    script: String,
+    result: Receiver<Output>,
+}
+
+impl Job {
+    /// What it runs.
+    pub fn script(&self) -> &str {
+        &self.script
+    }
+
+    /// Its result, if it has ended.
+    pub fn try_result(&self) -> Option<Output> {
+        self.result.try_recv().ok()
+    }
+
+    pub(super) fn wait(self, patience: Duration) -> Result<Output, ChannelError> {
+        receive(&self.result, patience, || {
+            format!("the end of `{}`", self.script)
+        })
+    }
+}
+
+#[derive(Debug)]
+struct Running {
+    text: Vec<u8>,
+    result: Sender<Output>,
+}
+
+type RunningJobs = Arc<Mutex<HashMap<u64, Running>>>;
+
+/// The host's end of the line.
+#[derive(Debug)]
+pub(super) struct Channel {
+    out: Mutex<UnixStream>,
+    running: RunningJobs,
+    next_id: AtomicU64,
+    ready: Mutex<Receiver<()>>,
+    events: Mutex<Receiver<String>>,
+}
+
+impl Channel {
+    pub(super) fn new(stream: UnixStream) -> Result<Self, ChannelError> {
+        let running = RunningJobs::default();
+        let (ready_in, ready) = mpsc::channel();
+        let (events_in, events) = mpsc::channel();
+        let input = stream.try_clone()?;
+        let jobs = Arc::clone(&running);
+        // Ends when QEMU closes its end; dropping the senders then wakes all who wait.
+        std::thread::spawn(move || listen(input, &jobs, &ready_in, &events_in));
+        Ok(Self {
+            out: Mutex::new(stream),
+            running,
+            next_id: AtomicU64::new(1),
+            ready: Mutex::new(ready),
+            events: Mutex::new(events),
+        })
+    }
+
+    pub(super) fn await_ready(&self, patience: Duration) -> Result<(), ChannelError> {
+        let ready = self.ready.lock().unwrap_or_else(PoisonError::into_inner);
+        receive(&ready, patience, || "the guest to come up".to_owned())
+    }
+
+    pub(super) fn start(&self, script: &str) -> Result<Job, ChannelError> {
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        let (sender, result) = mpsc::channel();
+        let running = Running {
+            text: Vec::new(),
+            result: sender,
+        };
+        lock(&self.running).insert(id, running);
+        let line = format!("run {id} {}\n", base64::encode(script.as_bytes()));
+        let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
+        out.write_all(line.as_bytes())
+            .map_err(|_| ChannelError::Closed {
+                what: format!("the start of `{script}`"),
+            })?;
+        Ok(Job {
+            script: script.to_owned(),
+            result,
+        })
+    }
+
+    pub(super) fn next_event(&self, patience: Duration) -> Result<String, ChannelError> {
+        let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        receive(&events, patience, || "an event".to_owned())
+    }
+
+    pub(super) fn pending_events(&self) -> Vec<String> {
+        let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        events.try_iter().collect()
+    }
+}
+
+impl Drop for Channel {
+    fn drop(&mut self) {
+        // Ends the listening thread even if QEMU should still be there.
+        let out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
+        let _ = out.shutdown(std::net::Shutdown::Both);
+    }
+}
+
+fn lock(jobs: &Mutex<HashMap<u64, Running>>) -> std::sync::MutexGuard<'_, HashMap<u64, Running>> {
+    jobs.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn receive<T>(
+    from: &Receiver<T>,
+    patience: Duration,
+    what: impl Fn() -> String,
+) -> Result<T, ChannelError> {
+    from.recv_timeout(patience).map_err(|error| match error {
+        RecvTimeoutError::Timeout => ChannelError::Timeout {
+            what: what(),
+            patience,
+        },
+        RecvTimeoutError::Disconnected => ChannelError::Closed { what: what() },
+    })
+}
+
+fn listen(input: UnixStream, jobs: &RunningJobs, ready: &Sender<()>, events: &Sender<String>) {
+    let mut lines = BufReader::new(input);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        match lines.read_until(b'\n', &mut line) {
+            Ok(0) | Err(_) => break,
+            Ok(_) => {}
+        }
+        let text = String::from_utf8_lossy(&line);
+        // The port turns "\n" into "\r\n"; firmware may have left something in front.
+        understand(text.trim(), jobs, ready, events);
+    }
+    // Nobody will answer any more: whoever waits for a job is told by its dropped sender.
+    lock(jobs).clear();
+}
+
+fn understand(line: &str, jobs: &RunningJobs, ready: &Sender<()>, events: &Sender<String>) {
+    let (verb, rest) = line.split_once(' ').unwrap_or((line, ""));
+    // A send fails only if the guest's owner has dropped it; then nobody wants to know.
+    match verb {
+        "ready" => {
+            // After a reboot, what ran before has no end.
+            lock(jobs).clear();
+            let _ = ready.send(());
+        }
+        "event" => {
+            let _ = events.send(rest.to_owned());
+        }
+        "out" => {
+            if let Some((id, piece)) = rest.split_once(' ')
+                && let Ok(id) = id.parse::<u64>()
+                && let Some(running) = lock(jobs).get_mut(&id)
+            {
+                running.text.extend(base64::decode(piece));
+            }
+        }
+        "end" => {
+            if let Some((id, status)) = rest.split_once(' ')
+                && let (Ok(id), Ok(status)) = (id.parse::<u64>(), status.parse())
+                && let Some(running) = lock(jobs).remove(&id)
+            {
+                let text = String::from_utf8_lossy(&running.text).into_owned();
+                let _ = running.result.send(Output { status, text });
+            }
+        }
+        _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(10);
+
+    fn line() -> (Channel, UnixStream) {
+        let (ours, theirs) = UnixStream::pair().expect("socket pair");
+        (Channel::new(ours).expect("channel"), theirs)
+    }
+
+    #[test]
+    fn output_of_two_jobs_is_kept_apart() {
+        let (channel, mut guest) = line();
+        let first = channel.start("one").expect("start");
+        let second = channel.start("two").expect("start");
+        let (a, b) = (base64::encode(b"aa"), base64::encode(b"b"));
+        let said = format!("out 1 {a}\r\nout 2 {b}\r\nout 1 {a}\r\nend 2 3\r\nend 1 0\r\n");
+        guest.write_all(said.as_bytes()).expect("write");
+        let output = |status, text: &str| Output {
+            status,
+            text: text.to_owned(),
+        };
+        assert_eq!(first.wait(PATIENCE).expect("first"), output(0, "aaaa"));
+        assert_eq!(second.wait(PATIENCE).expect("second"), output(3, "b"));
+    }
+
+    #[test]
+    fn a_dead_guest_ends_every_wait() {
+        let (channel, guest) = line();
+        let job = channel.start("sleep").expect("start");
+        drop(guest);
+        assert!(matches!(
+            job.wait(PATIENCE),
+            Err(ChannelError::Closed { .. })
+        ));
+        assert!(matches!(
+            channel.next_event(PATIENCE),
+            Err(ChannelError::Closed { .. })
+        ));
+        assert!(matches!(
+            channel.await_ready(PATIENCE),
+            Err(ChannelError::Closed { .. })
+        ));
+    }
+
+    #[test]
+    fn a_reboot_ends_what_ran_before() {
+        let (channel, mut guest) = line();
+        let job = channel.start("reboot").expect("start");
+        guest.write_all(b"ready\r\n").expect("write");
+        channel.await_ready(PATIENCE).expect("ready");
+        assert!(matches!(
+            job.wait(PATIENCE),
+            Err(ChannelError::Closed { .. })
+        ));
+    }
+
+    #[test]
+    fn noise_is_ignored() {
+        let (channel, mut guest) = line();
+        guest
+            .write_all(b"\xff\xfe garbage\r\nend x y\r\nout 9\r\nend 77 0\r\nevent hello there\r\n")
+            .expect("write");
+        assert_eq!(channel.next_event(PATIENCE).expect("event"), "hello there");
+    }
+}

@@ -1,0 +1,276 @@
+//! fio in a guest: job descriptions and what its JSON report says.
+
+use std::time::Duration;
+
+use serde_json::Value;
+use thiserror::Error;
+
+use super::{Guest, GuestError};
+
+/// fio may take this much longer than its run time: start, end, verification on a busy machine.
+const SLACK: Duration = Duration::from_secs(180);
+
+/// fio failed, or its report could not be read.
+#[derive(Debug, Error)]
+pub enum FioError {
+    /// The guest failed.
+    #[error(transparent)]
+    Guest(#[from] GuestError),
+    /// The report is not what fio writes.
+    #[error("fio job {job}: cannot read its report: {reason}\n{text}")]
+    Report {
+        /// The job.
+        job: String,
+        /// What is wrong with it.
+        reason: String,
+        /// What fio printed instead.
+        text: String,
+    },
+    /// fio itself reports an error: an I/O error or wrong data.
+    #[error("fio job {job} failed with error {code}:\n{text}")]
+    Failed {
+        /// The job.
+        job: String,
+        /// An errno; 84 (EILSEQ) is wrong data.
+        code: i64,
+        /// What fio printed.
+        text: String,
+    },
+}
+
+/// A fio job.
+#[derive(Debug, Clone)]
+pub struct Fio {
+    name: String,
+    options: Vec<String>,
+    runtime: Duration,
+}
+
+impl Fio {
+    /// A job on the first namespace, with direct I/O.
+    pub fn new(name: &str, pattern: &str, block_size: &str, depth: u32) -> Self {
+        let fio = Self {
+            name: name.to_owned(),
+            options: Vec::new(),
+            runtime: Duration::ZERO,
+        };
+        fio.option("filename", "/dev/nvme0n1")
+            .option("rw", pattern)
+            .option("bs", block_size)
+            .option("iodepth", &depth.to_string())
+            .option("ioengine", "libaio")
+            .option("direct", "1")
+            .option("randrepeat", "1")
+    }
+
+    /// Sets an option, the last setting of which counts.
+    #[must_use]
+    pub fn option(mut self, name: &str, value: &str) -> Self {
+        self.options.push(format!("--{name}={value}"));
+        self
+    }
+
+    /// Runs for this long, over and over the same range if need be.
+    #[must_use]
+    pub fn runtime(mut self, runtime: Duration) -> Self {
+        self.runtime = runtime;
+        let seconds = runtime.as_secs().to_string();
+        self.option("runtime", &seconds).option("time_based", "1")
+    }
+
+    /// Writes are read back and checked against checksums in them.
+    #[must_use]
+    pub fn verified(self) -> Self {
+        self.option("verify", "crc32c")
+            .option("verify_fatal", "1")
+            .option("do_verify", "1")
+    }
+
+    /// The job's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The shell script that runs it and prints its report.
+    pub fn script(&self) -> String {
+        let report = format!("/tmp/fio-{}.json", self.name);
+        let quoted: Vec<String> = self.options.iter().map(|option| quote(option)).collect();
+        format!(
+            "fio --name={} {} --group_reporting --output-format=json --output={report} 2>&1; \
+             status=$?; echo; cat {report}; rm -f {report}; exit $status",
+            quote(&self.name),
+            quoted.join(" "),
+        )
+    }
+
+    /// How long to wait for it.
+    pub fn patience(&self) -> Duration {
+        self.runtime + SLACK
+    }
+
+    /// Runs it in a guest.
+    ///
+    /// # Errors
+    /// If fio finds an I/O error or wrong data, or the guest fails.
+    pub fn run(&self, guest: &Guest) -> Result<Report, FioError> {
+        let output = guest.run(&self.script(), self.patience())?;
+        self.report(&output.text)
+    }
+
+    /// Reads what [`Fio::script`] printed.
+    ///
+    /// # Errors
+    /// If fio found an I/O error or wrong data, or printed no report.
+    pub fn report(&self, text: &str) -> Result<Report, FioError> {
+        let unreadable = |reason: &str| FioError::Report {
+            job: self.name.clone(),
+            reason: reason.to_owned(),
+            text: crate::process::tail(text),
+        };
+        // fio says other things, too, before the report, which starts on a line of its own.
+        let start = if text.starts_with('{') {
+            Some(0)
+        } else {
+            text.find("\n{").map(|at| at + 1)
+        };
+        let (said, json) = text.split_at(start.ok_or_else(|| unreadable("there is none"))?);
+        let json: Value = serde_json::from_str(json).map_err(|e| unreadable(&e.to_string()))?;
+        let job = &json["jobs"][0];
+        let code = job["error"]
+            .as_i64()
+            .ok_or_else(|| unreadable("it has no 'error'"))?;
+        if code != 0 {
+            return Err(FioError::Failed {
+                job: self.name.clone(),
+                code,
+                text: crate::process::tail(said),
+            });
+        }
+        let side = |name| Side::parse(&job[name]).ok_or_else(|| unreadable(name));
+        Ok(Report {
+            read: side("read")?,
+            write: side("write")?,
+        })
+    }
+}
+
+/// What a job did.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Report {
+    /// Reads, those for verification included.
+    pub read: Side,
+    /// Writes.
+    pub write: Side,
+}
+
+impl Report {
+    /// The direction that did more.
+    pub fn main(&self) -> &Side {
+        if self.read.ios >= self.write.ios {
+            &self.read
+        } else {
+            &self.write
+        }
+    }
+
+    /// The direction that a pattern such as `randwrite` names.
+    pub fn writes_first(&self) -> &Side {
+        if self.write.ios > 0 {
+            &self.write
+        } else {
+            &self.read
+        }
+    }
+}
+
+/// One direction of a job.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Side {
+    /// I/Os completed.
+    pub ios: u64,
+    /// I/Os per second.
+    pub iops: f64,
+    /// MiB per second.
+    pub mib_s: f64,
+    /// Half of the completions took at most this many microseconds.
+    pub p50_us: f64,
+    /// All but one in a hundred took at most this.
+    pub p99_us: f64,
+    /// The slowest.
+    pub max_us: f64,
+}
+
+impl Side {
+    fn parse(side: &Value) -> Option<Self> {
+        let latency = &side["clat_ns"];
+        // fio leaves the percentiles out where there was no I/O.
+        let percentile = |p: &str| latency["percentile"][p].as_f64().unwrap_or(0.0) / 1e3;
+        Some(Self {
+            ios: side["total_ios"].as_u64()?,
+            iops: side["iops"].as_f64()?,
+            mib_s: side["bw_bytes"].as_f64()? / f64::from(1 << 20),
+            p50_us: percentile("50.000000"),
+            p99_us: percentile("99.000000"),
+            max_us: latency["max"].as_f64()? / 1e3,
+        })
+    }
+}
+
+fn quote(word: &str) -> String {
+    format!("'{}'", word.replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const REPORT: &str = r#"fio: some warning
+{ "fio version": "fio-3.39", "jobs": [ { "jobname": "j", "error": 0,
+  "read": { "total_ios": 2000, "iops": 1000.5, "bw_bytes": 4194304,
+    "clat_ns": { "max": 5000000, "percentile": { "50.000000": 120000, "99.000000": 450000 } } },
+  "write": { "total_ios": 0, "iops": 0.0, "bw_bytes": 0, "clat_ns": { "max": 0 } } } ] }"#;
+
+    fn job() -> Fio {
+        Fio::new("j", "randread", "4k", 1)
+    }
+
+    #[test]
+    fn a_report_is_read() {
+        let report = job().report(REPORT).expect("report");
+        assert_eq!(report.main(), &report.read);
+        assert_eq!(report.read.ios, 2000);
+        assert!((report.read.mib_s - 4.0).abs() < 1e-9);
+        assert!((report.read.p99_us - 450.0).abs() < 1e-9);
+        assert!((report.read.max_us - 5000.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn an_error_in_the_report_is_an_error() {
+        let text = REPORT.replace(r#""error": 0"#, r#""error": 84"#);
+        assert!(matches!(
+            job().report(&text),
+            Err(FioError::Failed { code: 84, .. })
+        ));
+    }
+
+    #[test]
+    fn no_report_is_an_error() {
+        assert!(matches!(
+            job().report("fio: not found\n"),
+            Err(FioError::Report { .. })
+        ));
+        assert!(matches!(
+            job().report("\n{ \"jobs\": [] }"),
+            Err(FioError::Report { .. })
+        ));
+    }
+
+    #[test]
+    fn options_are_quoted_for_the_shell() {
+        let script = job().option("verify_pattern", "%o'x'").script();
+        assert!(
+            script.contains(r"'--verify_pattern=%o'\''x'\'''"),
+            "{script}"
+        );
+    }
+}

@@ -1,0 +1,560 @@
+//! A guest: a Linux that runs commands for the host while its devices come, go and fail.
+//!
+//! ```text
+//! let guest = Guest::boot(&assets, GuestConfig::new("a").drive(Drive::vfio_user(socket)), folder)?;
+//! let text = guest.check("nvme id-ctrl /dev/nvme0", SECONDS_10)?;      // must succeed
+//! let job = guest.start("fio …")?;                                     // in the background
+//! guest.kill();                                                        // as a power cut
+//! ```
+
+use std::fs;
+use std::io;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use thiserror::Error;
+
+use crate::process::{self, ProcessError, Supervised};
+use crate::provision::Assets;
+
+mod base64;
+mod channel;
+pub mod fio;
+pub mod nvme;
+mod qmp;
+
+pub use channel::{ChannelError, Job, Output};
+pub use qmp::QmpError;
+
+use channel::Channel;
+use qmp::Qmp;
+
+/// A guest emulated in software on a busy machine boots within this.
+pub const BOOT_PATIENCE: Duration = Duration::from_secs(120);
+/// How long QEMU may take to open its sockets.
+const START_PATIENCE: Duration = Duration::from_secs(30);
+
+/// What went wrong with a guest.
+#[derive(Debug, Error)]
+pub enum GuestError {
+    /// The guest's folder or a socket in it can't be made.
+    #[error("Cannot use {path}")]
+    Folder {
+        /// The path.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// QEMU could not be run.
+    #[error(transparent)]
+    Process(#[from] ProcessError),
+    /// QEMU ended instead of connecting to us.
+    #[error("QEMU of guest {guest} did not start:\n{log}")]
+    NotStarted {
+        /// The guest.
+        guest: String,
+        /// The end of what QEMU printed.
+        log: String,
+    },
+    /// The guest did not come up, or does not answer.
+    #[error("Guest {guest}: {source}\nThe end of its console:\n{console}\nQEMU says:\n{log}")]
+    Silent {
+        /// The guest.
+        guest: String,
+        /// What was waited for.
+        source: ChannelError,
+        /// The end of its console.
+        console: String,
+        /// The end of what QEMU printed.
+        log: String,
+    },
+    /// A command in the guest failed.
+    #[error("Guest {guest}: `{script}` ended with status {status}:\n{text}")]
+    Command {
+        /// The guest.
+        guest: String,
+        /// What was run.
+        script: String,
+        /// Its exit status.
+        status: i32,
+        /// The end of what it printed.
+        text: String,
+    },
+    /// QEMU's monitor refused something or went away.
+    #[error("Guest {guest}: {source}")]
+    Monitor {
+        /// The guest.
+        guest: String,
+        /// What.
+        source: QmpError,
+    },
+}
+
+/// A drive of a guest.
+#[derive(Debug, Clone)]
+pub struct Drive {
+    /// QEMU's name for the device.
+    pub id: String,
+    /// The vfio-user socket that it comes from.
+    pub socket: PathBuf,
+    /// The bus that it is plugged into; `None`: the root bus.
+    pub bus: Option<String>,
+    /// Its place in the firmware's boot order.
+    pub boot_index: Option<u32>,
+}
+
+impl Drive {
+    /// A drive served on a vfio-user socket.
+    pub fn vfio_user(socket: impl Into<PathBuf>) -> Self {
+        Self {
+            id: "nvme0".to_owned(),
+            socket: socket.into(),
+            bus: None,
+            boot_index: None,
+        }
+    }
+
+    /// QEMU's name for the device.
+    #[must_use]
+    pub fn id(mut self, id: &str) -> Self {
+        self.id = id.to_owned();
+        self
+    }
+
+    /// Plugs it into a bus, such as [`HOTPLUG_BUS`].
+    #[must_use]
+    pub fn bus(mut self, bus: &str) -> Self {
+        self.bus = Some(bus.to_owned());
+        self
+    }
+
+    fn properties(&self) -> serde_json::Value {
+        let mut properties = json!({
+            "driver": "vfio-user-pci",
+            "id": self.id,
+            "socket": {"type": "unix", "path": self.socket},
+        });
+        if let Some(bus) = &self.bus {
+            properties["bus"] = json!(bus);
+        }
+        if let Some(index) = self.boot_index {
+            properties["bootindex"] = json!(index);
+        }
+        properties
+    }
+}
+
+/// The bus of a PCIe root port that a guest with [`GuestConfig::hotplug`] has.
+pub const HOTPLUG_BUS: &str = "port0";
+
+/// How a guest is made.
+#[derive(Debug, Clone)]
+pub struct GuestConfig {
+    name: String,
+    vcpus: u32,
+    memory_mib: u32,
+    drives: Vec<Drive>,
+    hotplug: bool,
+    kernel_arguments: String,
+    reboots: bool,
+    extra: Vec<String>,
+}
+
+impl GuestConfig {
+    /// A guest with one vCPU, half a GiB and no drive.
+    pub fn new(name: impl Into<String>) -> Self {
+        Self {
+            name: name.into(),
+            vcpus: 1,
+            memory_mib: 512,
+            drives: Vec::new(),
+            hotplug: false,
+            kernel_arguments: String::new(),
+            reboots: false,
+            extra: Vec::new(),
+        }
+    }
+
+    /// Sets the number of vCPUs.
+    #[must_use]
+    pub fn vcpus(mut self, vcpus: u32) -> Self {
+        self.vcpus = vcpus;
+        self
+    }
+
+    /// Sets the memory in MiB.
+    #[must_use]
+    pub fn memory_mib(mut self, memory_mib: u32) -> Self {
+        self.memory_mib = memory_mib;
+        self
+    }
+
+    /// Adds a drive that is there from the start.
+    #[must_use]
+    pub fn drive(mut self, drive: Drive) -> Self {
+        self.drives.push(drive);
+        self
+    }
+
+    /// Adds a PCIe root port to plug a drive into at run time.
+    #[must_use]
+    pub fn hotplug(mut self) -> Self {
+        self.hotplug = true;
+        self
+    }
+
+    /// Adds to the kernel's command line.
+    #[must_use]
+    pub fn kernel_arguments(mut self, arguments: &str) -> Self {
+        self.kernel_arguments.push(' ');
+        self.kernel_arguments.push_str(arguments);
+        self
+    }
+
+    /// Lets the guest reboot; otherwise QEMU ends when it does.
+    #[must_use]
+    pub fn reboots(mut self) -> Self {
+        self.reboots = true;
+        self
+    }
+
+    /// Adds arguments for QEMU.
+    #[must_use]
+    pub fn qemu_arguments<'a>(mut self, arguments: impl IntoIterator<Item = &'a str>) -> Self {
+        self.extra.extend(arguments.into_iter().map(str::to_owned));
+        self
+    }
+}
+
+/// A running guest. Dropping it kills it.
+#[derive(Debug)]
+pub struct Guest {
+    name: String,
+    kernel: String,
+    console: PathBuf,
+    qemu: Supervised,
+    channel: Channel,
+    qmp: Qmp,
+}
+
+impl Guest {
+    /// Boots a guest and waits until it takes commands. `folder` gets its console and QEMU's log.
+    ///
+    /// # Errors
+    /// If QEMU can't be run or the guest doesn't come up in time.
+    pub fn boot(assets: &Assets, config: &GuestConfig, folder: &Path) -> Result<Self, GuestError> {
+        let guest = Self::start_booting(assets, config, folder)?;
+        guest.await_ready(BOOT_PATIENCE)?;
+        Ok(guest)
+    }
+
+    /// Starts QEMU without waiting for the guest in it: see [`Guest::await_ready`].
+    ///
+    /// # Errors
+    /// If QEMU can't be run.
+    pub fn start_booting(
+        assets: &Assets,
+        config: &GuestConfig,
+        folder: &Path,
+    ) -> Result<Self, GuestError> {
+        let name = config.name.clone();
+        let path = |suffix: &str| folder.join(format!("{name}.{suffix}"));
+        let console = path("console");
+        let listen = |path: &Path| {
+            // A socket of an earlier guest of this name may still lie there.
+            let _ = fs::remove_file(path);
+            UnixListener::bind(path).map_err(|source| GuestError::Folder {
+                path: path.to_owned(),
+                source,
+            })
+        };
+        let agent = listen(&path("agent"))?;
+        let monitor = listen(&path("monitor"))?;
+
+        let mut command = assets.qemu.command();
+        machine_arguments(&mut command, config);
+        command
+            .arg("-kernel")
+            .arg(&assets.kernel.image)
+            .arg("-initrd")
+            .arg(&assets.initramfs)
+            .arg("-append")
+            .arg(format!("console=ttyS0 panic=-1{}", config.kernel_arguments))
+            .arg("-serial")
+            .arg(format!("file:{}", console.display()))
+            .arg("-chardev")
+            .arg(format!("socket,id=agent,path={}", path("agent").display()))
+            .args(["-serial", "chardev:agent"])
+            .arg("-chardev")
+            .arg(format!(
+                "socket,id=monitor,path={}",
+                path("monitor").display()
+            ))
+            .args(["-qmp", "chardev:monitor"]);
+        for drive in &config.drives {
+            command.arg("-device").arg(drive.properties().to_string());
+        }
+        command.args(&config.extra);
+
+        let mut qemu = Supervised::spawn(&name, &command, &path("qemu.log"))?;
+        let agent = accept(&agent, &mut qemu, &name)?;
+        let monitor = accept(&monitor, &mut qemu, &name)?;
+        let channel = Channel::new(agent).map_err(|source| GuestError::Silent {
+            guest: name.clone(),
+            source,
+            console: String::new(),
+            log: process::file_tail(qemu.log()),
+        })?;
+        let qmp = Qmp::new(monitor).map_err(|source| GuestError::Monitor {
+            guest: name.clone(),
+            source,
+        })?;
+        let kernel = assets.kernel.name.clone();
+        Ok(Self {
+            name,
+            kernel,
+            console,
+            qemu,
+            channel,
+            qmp,
+        })
+    }
+
+    /// The guest's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its kernel's release.
+    pub fn kernel(&self) -> &str {
+        &self.kernel
+    }
+
+    /// Waits until the guest takes commands: after a start or a reboot.
+    ///
+    /// # Errors
+    /// If it does not come up in time.
+    pub fn await_ready(&self, patience: Duration) -> Result<(), GuestError> {
+        self.channel
+            .await_ready(patience)
+            .map_err(|source| self.silent(source))
+    }
+
+    /// Runs a shell script and returns what it printed and its exit status.
+    ///
+    /// # Errors
+    /// If it does not end in time, or the guest dies.
+    pub fn run(&self, script: &str, patience: Duration) -> Result<Output, GuestError> {
+        let job = self.start(script)?;
+        self.finish(job, patience)
+    }
+
+    /// Runs a shell script that must succeed and returns what it printed.
+    ///
+    /// # Errors
+    /// If it fails, does not end in time, or the guest dies.
+    pub fn check(&self, script: &str, patience: Duration) -> Result<String, GuestError> {
+        let output = self.run(script, patience)?;
+        self.expect_success(script, output)
+    }
+
+    /// Starts a shell script in the background; several may run at once.
+    ///
+    /// # Errors
+    /// If the guest is dead.
+    pub fn start(&self, script: &str) -> Result<Job, GuestError> {
+        self.channel
+            .start(script)
+            .map_err(|source| self.silent(source))
+    }
+
+    /// Waits for a script in the background.
+    ///
+    /// # Errors
+    /// If it does not end in time, or the guest dies.
+    pub fn finish(&self, job: Job, patience: Duration) -> Result<Output, GuestError> {
+        job.wait(patience).map_err(|source| self.silent(source))
+    }
+
+    /// Waits for a script in the background that must succeed.
+    ///
+    /// # Errors
+    /// If it fails, does not end in time, or the guest dies.
+    pub fn finish_well(&self, job: Job, patience: Duration) -> Result<String, GuestError> {
+        let script = job.script().to_owned();
+        let output = self.finish(job, patience)?;
+        self.expect_success(&script, output)
+    }
+
+    /// The next line that a script said with `event`.
+    ///
+    /// # Errors
+    /// If none comes in time, or the guest dies.
+    pub fn next_event(&self, patience: Duration) -> Result<String, GuestError> {
+        self.channel
+            .next_event(patience)
+            .map_err(|source| self.silent(source))
+    }
+
+    /// Every event said so far and not yet taken.
+    pub fn pending_events(&self) -> Vec<String> {
+        self.channel.pending_events()
+    }
+
+    /// Plugs a drive in at run time.
+    ///
+    /// # Errors
+    /// If QEMU refuses.
+    pub fn plug(&mut self, drive: &Drive) -> Result<(), GuestError> {
+        let properties = drive.properties();
+        self.monitor(|qmp| qmp.execute("device_add", properties).map(drop))
+    }
+
+    /// Asks the guest to let go of a device and waits until QEMU has unplugged it.
+    ///
+    /// # Errors
+    /// If QEMU refuses or the guest keeps the device.
+    pub fn unplug(&mut self, id: &str, patience: Duration) -> Result<(), GuestError> {
+        self.monitor(|qmp| {
+            qmp.execute("device_del", json!({"id": id}))?;
+            qmp.await_event("DEVICE_DELETED", |data| data["device"] == id, patience)
+        })
+    }
+
+    /// Resets the machine, as its reset button would; the guest must have been made to
+    /// [reboot](GuestConfig::reboots).
+    ///
+    /// # Errors
+    /// If QEMU refuses.
+    pub fn reset(&mut self) -> Result<(), GuestError> {
+        self.monitor(|qmp| qmp.execute("system_reset", json!({})).map(drop))
+    }
+
+    /// Stops the vCPUs, as a VMM does to pause a guest.
+    ///
+    /// # Errors
+    /// If QEMU refuses.
+    pub fn pause(&mut self) -> Result<(), GuestError> {
+        self.monitor(|qmp| qmp.execute("stop", json!({})).map(drop))
+    }
+
+    /// Lets the vCPUs run again.
+    ///
+    /// # Errors
+    /// If QEMU refuses.
+    pub fn resume(&mut self) -> Result<(), GuestError> {
+        self.monitor(|qmp| qmp.execute("cont", json!({})).map(drop))
+    }
+
+    /// Powers the guest off and waits for QEMU's end.
+    ///
+    /// # Errors
+    /// If the guest does not power off in time.
+    pub fn power_off(&mut self, patience: Duration) -> Result<(), GuestError> {
+        // The command has no end that could be waited for.
+        let _job = self.start("poweroff -f")?;
+        self.qemu.wait(patience)?;
+        Ok(())
+    }
+
+    /// Kills QEMU: for the guest a power cut, for the device a client that vanishes.
+    pub fn kill(&mut self) {
+        self.qemu.kill();
+    }
+
+    /// The end of the guest's console.
+    pub fn console_tail(&self) -> String {
+        process::file_tail(&self.console)
+    }
+
+    /// QEMU's process id.
+    pub fn pid(&self) -> u32 {
+        self.qemu.pid()
+    }
+
+    fn monitor<T>(
+        &mut self,
+        ask: impl FnOnce(&mut Qmp) -> Result<T, QmpError>,
+    ) -> Result<T, GuestError> {
+        ask(&mut self.qmp).map_err(|source| GuestError::Monitor {
+            guest: self.name.clone(),
+            source,
+        })
+    }
+
+    fn expect_success(&self, script: &str, output: Output) -> Result<String, GuestError> {
+        if output.status == 0 {
+            return Ok(output.text);
+        }
+        Err(GuestError::Command {
+            guest: self.name.clone(),
+            script: script.to_owned(),
+            status: output.status,
+            text: process::tail(&output.text),
+        })
+    }
+
+    fn silent(&self, source: ChannelError) -> GuestError {
+        GuestError::Silent {
+            guest: self.name.clone(),
+            source,
+            console: self.console_tail(),
+            log: process::file_tail(self.qemu.log()),
+        }
+    }
+}
+
+/// The machine without its kernel: software emulation by default, memory that a device server can map.
+fn machine_arguments(command: &mut std::process::Command, config: &GuestConfig) {
+    let memory = config.memory_mib;
+    command
+        .args(["-nodefaults", "-display", "none"])
+        .args(["-accel", "tcg,thread=multi", "-cpu", "EPYC"])
+        .args(["-machine", "q35,kernel-irqchip=split,memory-backend=mem0"])
+        .arg("-object")
+        .arg(format!(
+            "memory-backend-memfd,id=mem0,size={memory}M,share=on"
+        ))
+        .arg("-m")
+        .arg(format!("{memory}M"))
+        .arg("-smp")
+        .arg(config.vcpus.to_string());
+    if !config.reboots {
+        command.arg("-no-reboot");
+    }
+    if config.hotplug {
+        command
+            .arg("-device")
+            .arg(format!("pcie-root-port,id={HOTPLUG_BUS},chassis=1,slot=1"));
+    }
+}
+
+/// Waits until QEMU connects, or has died.
+fn accept(
+    listener: &UnixListener,
+    qemu: &mut Supervised,
+    guest: &str,
+) -> Result<std::os::unix::net::UnixStream, GuestError> {
+    let not_started = |qemu: &Supervised| GuestError::NotStarted {
+        guest: guest.to_owned(),
+        log: process::file_tail(qemu.log()),
+    };
+    if listener.set_nonblocking(true).is_err() {
+        return Err(not_started(qemu));
+    }
+    let deadline = Instant::now() + START_PATIENCE;
+    loop {
+        if let Ok((stream, _)) = listener.accept() {
+            return match stream.set_nonblocking(false) {
+                Ok(()) => Ok(stream),
+                Err(_) => Err(not_started(qemu)),
+            };
+        }
+        if qemu.ended()?.is_some() || Instant::now() >= deadline {
+            return Err(not_started(qemu));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}

@@ -1,0 +1,123 @@
+//! nvme-cli in a guest: what a command said, and the status the device completed it with.
+
+use std::time::Duration;
+
+use thiserror::Error;
+
+use super::{Guest, GuestError};
+
+/// A single NVMe command takes no longer than this, even on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Status Code Type and Status Code (NVMe Base 2.0, 4.6.1): the rest says whether to retry.
+const TYPE_AND_CODE: u16 = 0x7ff;
+
+/// nvme-cli failed otherwise than by a status of the device.
+#[derive(Debug, Error)]
+pub enum NvmeError {
+    /// The guest failed.
+    #[error(transparent)]
+    Guest(#[from] GuestError),
+    /// The command failed without a status.
+    #[error("`nvme {command}` failed, and not with a status of the device:\n{text}")]
+    NoStatus {
+        /// The command.
+        command: String,
+        /// What it printed.
+        text: String,
+    },
+    /// The command ended with another status than the specification asks for.
+    #[error("`nvme {command}`: status {found:#05x}, expected {expected:#05x}:\n{text}")]
+    Unexpected {
+        /// The command.
+        command: String,
+        /// What the device answered.
+        found: u16,
+        /// What it should have answered.
+        expected: u16,
+        /// What the command printed.
+        text: String,
+    },
+}
+
+/// What a command ended with.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Completion {
+    /// Status Code Type (bits 10:8) and Status Code (bits 7:0); 0 is success.
+    pub status: u16,
+    /// What nvme-cli printed.
+    pub text: String,
+}
+
+impl Guest {
+    /// Runs `nvme COMMAND` and returns the status that the device completed it with.
+    ///
+    /// # Errors
+    /// If nvme-cli fails without a status of the device.
+    pub fn nvme(&self, command: &str) -> Result<Completion, NvmeError> {
+        let output = self.run(&format!("nvme {command}"), PATIENCE)?;
+        let status = if output.status == 0 {
+            Some(0)
+        } else {
+            status_in(&output.text)
+        };
+        match status {
+            Some(status) => Ok(Completion {
+                status,
+                text: output.text,
+            }),
+            None => Err(NvmeError::NoStatus {
+                command: command.to_owned(),
+                text: output.text,
+            }),
+        }
+    }
+
+    /// Runs `nvme COMMAND`, which must complete with `expected`, and returns what it printed.
+    ///
+    /// # Errors
+    /// If it completes with another status, or nvme-cli fails.
+    pub fn expect_nvme(&self, command: &str, expected: u16) -> Result<String, NvmeError> {
+        let Completion { status, text } = self.nvme(command)?;
+        if status == expected {
+            return Ok(text);
+        }
+        Err(NvmeError::Unexpected {
+            command: command.to_owned(),
+            found: status,
+            expected,
+            text,
+        })
+    }
+}
+
+/// Finds `NVMe status: NAME: EXPLANATION(0xNNNN)`.
+fn status_in(text: &str) -> Option<u16> {
+    let line = &text[text.find("NVMe status:")?..];
+    let line = line.lines().next()?;
+    let digits = &line[line.rfind("(0x")? + 3..line.rfind(')')?];
+    u16::from_str_radix(digits, 16)
+        .ok()
+        .map(|status| status & TYPE_AND_CODE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_status_is_found_without_its_retry_bits() {
+        let text = "compare: NVMe status: Compare Failure: The command failed (for once) due to a \
+                    miscompare during a Compare command(0x4285)\n";
+        assert_eq!(status_in(text), Some(0x285));
+    }
+
+    #[test]
+    fn no_status_is_not_mistaken_for_one() {
+        assert_eq!(
+            status_in("/dev/nvme0: No such file or directory (0x2)"),
+            None
+        );
+        assert_eq!(status_in("NVMe status: odd"), None);
+    }
+}

@@ -1,0 +1,129 @@
+//! QEMU's monitor protocol (QEMU, docs/interop/qmp-spec): one JSON object a line.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use thiserror::Error;
+
+/// How long QEMU may take to answer.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// The monitor did not do what was asked.
+#[derive(Debug, Error)]
+pub enum QmpError {
+    /// The connection failed, or nothing came in time.
+    #[error("QEMU's monitor does not answer `{asked}`: {source}")]
+    Io {
+        /// What was asked.
+        asked: String,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// QEMU refused.
+    #[error("QEMU refused `{asked}`: {reason}")]
+    Refused {
+        /// What was asked.
+        asked: String,
+        /// QEMU's words.
+        reason: String,
+    },
+}
+
+/// A connection to the monitor.
+#[derive(Debug)]
+pub(super) struct Qmp {
+    lines: BufReader<UnixStream>,
+    partial: Vec<u8>,
+    events: Vec<Value>,
+}
+
+impl Qmp {
+    pub(super) fn new(stream: UnixStream) -> Result<Self, QmpError> {
+        let mut qmp = Self {
+            lines: BufReader::new(stream),
+            partial: Vec::new(),
+            events: Vec::new(),
+        };
+        // QEMU greets first.
+        qmp.read("greeting", Instant::now() + PATIENCE)?;
+        qmp.execute("qmp_capabilities", json!({}))?;
+        Ok(qmp)
+    }
+
+    pub(super) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
+        let request = json!({"execute": command, "arguments": arguments});
+        writeln!(self.lines.get_mut(), "{request}").map_err(|source| QmpError::Io {
+            asked: command.to_owned(),
+            source,
+        })?;
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let message = self.read(command, deadline)?;
+            if let Some(error) = message.get("error") {
+                return Err(QmpError::Refused {
+                    asked: command.to_owned(),
+                    reason: error["desc"]
+                        .as_str()
+                        .unwrap_or("no reason given")
+                        .to_owned(),
+                });
+            }
+            if let Some(answer) = message.get("return") {
+                return Ok(answer.clone());
+            }
+            self.events.push(message);
+        }
+    }
+
+    pub(super) fn await_event(
+        &mut self,
+        name: &str,
+        wanted: impl Fn(&Value) -> bool,
+        patience: Duration,
+    ) -> Result<(), QmpError> {
+        let deadline = Instant::now() + patience;
+        let is_it = |event: &Value| event["event"] == name && wanted(&event["data"]);
+        if let Some(found) = self.events.iter().position(&is_it) {
+            self.events.drain(..=found);
+            return Ok(());
+        }
+        loop {
+            let message = self.read(name, deadline)?;
+            if is_it(&message) {
+                return Ok(());
+            }
+        }
+    }
+
+    fn read(&mut self, asked: &str, deadline: Instant) -> Result<Value, QmpError> {
+        let error = |source| QmpError::Io {
+            asked: asked.to_owned(),
+            source,
+        };
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            // A timeout of zero would mean none at all.
+            let left = left.max(Duration::from_millis(1));
+            self.lines
+                .get_ref()
+                .set_read_timeout(Some(left))
+                .map_err(error)?;
+            if self
+                .lines
+                .read_until(b'\n', &mut self.partial)
+                .map_err(error)?
+                == 0
+            {
+                return Err(error(std::io::ErrorKind::UnexpectedEof.into()));
+            }
+            let line = std::mem::take(&mut self.partial);
+            match serde_json::from_slice(&line) {
+                Ok(message) => return Ok(message),
+                Err(_) if line.iter().all(u8::is_ascii_whitespace) => {}
+                Err(source) => return Err(error(source.into())),
+            }
+        }
+    }
+}

@@ -1,0 +1,263 @@
+//! Child processes: run to the end, or supervised so that none outlives this process.
+#![expect(
+    unsafe_code,
+    reason = "kill(2) has no safe wrapper in the standard library"
+)]
+
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::LazyLock;
+use std::sync::mpsc::{self, Sender};
+use std::time::{Duration, Instant};
+
+use thiserror::Error;
+
+/// How much of a failed command's output an error shows.
+const TAIL_LINES: usize = 25;
+
+/// A child process that did not do what was asked.
+#[derive(Debug, Error)]
+pub enum ProcessError {
+    /// The program could not be started at all.
+    #[error("Cannot start `{command}`: is it installed?")]
+    Start {
+        /// The command line.
+        command: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// The program ran and failed.
+    #[error("`{command}` failed ({status}):\n{tail}")]
+    Failed {
+        /// The command line.
+        command: String,
+        /// How it ended.
+        status: ExitStatus,
+        /// The end of what it printed.
+        tail: String,
+    },
+    /// The child's log file could not be made.
+    #[error("Cannot create the log file {path}")]
+    Log {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The child could not be waited for or signalled.
+    #[error("Cannot wait for `{name}`")]
+    Wait {
+        /// The child.
+        name: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// The child did not end in time.
+    #[error("`{name}` still runs {after:?} after it was asked to stop")]
+    StillRuns {
+        /// The child.
+        name: String,
+        /// How long it was waited for.
+        after: Duration,
+    },
+}
+
+/// Runs a command to its end and returns its standard output.
+///
+/// # Errors
+/// If it can't be started or exits with a failure; the error shows the end of its output.
+pub fn run(command: &mut Command) -> Result<String, ProcessError> {
+    let line = command_line(command);
+    let output = command
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|source| ProcessError::Start {
+            command: line.clone(),
+            source,
+        })?;
+    let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
+    if output.status.success() {
+        return Ok(stdout);
+    }
+    let all = stdout + &String::from_utf8_lossy(&output.stderr);
+    Err(ProcessError::Failed {
+        command: line,
+        status: output.status,
+        tail: tail(&all),
+    })
+}
+
+/// The last lines of a text.
+pub fn tail(text: &str) -> String {
+    let lines: Vec<&str> = text.lines().collect();
+    lines[lines.len().saturating_sub(TAIL_LINES)..].join("\n")
+}
+
+/// The end of a log file, or why it can't be read.
+pub fn file_tail(path: &Path) -> String {
+    match std::fs::read(path) {
+        Ok(bytes) => tail(&String::from_utf8_lossy(&bytes)),
+        Err(error) => format!("({}: {error})", path.display()),
+    }
+}
+
+fn command_line(command: &Command) -> String {
+    std::iter::once(command.get_program())
+        .chain(command.get_args())
+        .map(|word| word.to_string_lossy())
+        .collect::<Vec<_>>()
+        .join(" ")
+}
+
+/// A child that is killed when its owner drops it, or when this process dies in whatever way.
+#[derive(Debug)]
+pub struct Supervised {
+    name: String,
+    log: PathBuf,
+    child: Child,
+    ended: Option<ExitStatus>,
+}
+
+impl Supervised {
+    /// Starts `program`; what it prints goes to the file `log`.
+    ///
+    /// # Errors
+    /// If the program or its log file can't be made.
+    pub fn spawn(name: &str, program: &Command, log: &Path) -> Result<Self, ProcessError> {
+        let file = |source| ProcessError::Log {
+            path: log.to_owned(),
+            source,
+        };
+        let out = File::options()
+            .create(true)
+            .append(true)
+            .open(log)
+            .map_err(file)?;
+        let err = out.try_clone().map_err(file)?;
+
+        let mut command = Command::new("setpriv");
+        command
+            .args(["--pdeathsig", "KILL", "--"])
+            .arg(program.get_program())
+            .args(program.get_args())
+            .stdin(Stdio::null())
+            .stdout(out)
+            .stderr(err);
+        for (key, value) in program.get_envs() {
+            match value {
+                Some(value) => command.env(key, value),
+                None => command.env_remove(key),
+            };
+        }
+        let line = command_line(program);
+        let child = spawn_from_lasting_thread(command).map_err(|source| ProcessError::Start {
+            command: line,
+            source,
+        })?;
+        Ok(Self {
+            name: name.to_owned(),
+            log: log.to_owned(),
+            child,
+            ended: None,
+        })
+    }
+
+    /// The child's process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Where its output goes.
+    pub fn log(&self) -> &Path {
+        &self.log
+    }
+
+    /// How it ended, if it has.
+    ///
+    /// # Errors
+    /// If the system can't tell.
+    pub fn ended(&mut self) -> Result<Option<ExitStatus>, ProcessError> {
+        if self.ended.is_none() {
+            self.ended = self.child.try_wait().map_err(|source| ProcessError::Wait {
+                name: self.name.clone(),
+                source,
+            })?;
+        }
+        Ok(self.ended)
+    }
+
+    /// Waits for its end.
+    ///
+    /// # Errors
+    /// If it has not ended after `patience`.
+    pub fn wait(&mut self, patience: Duration) -> Result<ExitStatus, ProcessError> {
+        let deadline = Instant::now() + patience;
+        loop {
+            if let Some(status) = self.ended()? {
+                return Ok(status);
+            }
+            if Instant::now() >= deadline {
+                return Err(ProcessError::StillRuns {
+                    name: self.name.clone(),
+                    after: patience,
+                });
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Asks it to stop (SIGTERM) and waits.
+    ///
+    /// # Errors
+    /// If it has not ended after `patience`.
+    pub fn terminate(&mut self, patience: Duration) -> Result<ExitStatus, ProcessError> {
+        if self.ended()?.is_none() {
+            let pid = libc::pid_t::try_from(self.child.id()).unwrap_or(libc::pid_t::MAX);
+            // SAFETY: kill(2) touches no memory of ours. The pid is our child's and can't have been
+            // given to another process: the child has not been waited for (`ended` is None).
+            unsafe { libc::kill(pid, libc::SIGTERM) };
+        }
+        self.wait(patience)
+    }
+
+    /// Kills it (SIGKILL), as a crash or a power cut would.
+    pub fn kill(&mut self) {
+        // Both fail only when the child has ended already, which is what is wanted.
+        let _ = self.child.kill();
+        if let Ok(status) = self.child.wait() {
+            self.ended = Some(status);
+        }
+    }
+}
+
+impl Drop for Supervised {
+    fn drop(&mut self) {
+        if self.ended.is_none() {
+            self.kill();
+        }
+    }
+}
+
+type Request = (Command, Sender<io::Result<Child>>);
+
+/// Linux sends the parent-death signal when the *thread* that started the child ends, so all
+/// supervised children are started by one thread that lasts as long as the process does.
+static SPAWNER: LazyLock<Sender<Request>> = LazyLock::new(|| {
+    let (requests, inbox) = mpsc::channel::<Request>();
+    std::thread::spawn(move || {
+        for (mut command, reply) in inbox {
+            // Whoever asked is waiting for this; if it is not, the child dies with the `Child` unused.
+            let _ = reply.send(command.spawn());
+        }
+    });
+    requests
+});
+
+fn spawn_from_lasting_thread(command: Command) -> io::Result<Child> {
+    let gone = || io::Error::other("the thread that starts children has ended");
+    let (reply, answer) = mpsc::channel();
+    SPAWNER.send((command, reply)).map_err(|_| gone())?;
+    answer.recv().map_err(|_| gone())?
+}

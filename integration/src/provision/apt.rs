@@ -1,0 +1,309 @@
+//! Fetches packages of any Debian suite, verified, without touching the machine's own packages.
+//!
+//! apt runs on a configuration and a package database of its own, in which nothing is installed: it
+//! resolves the whole set that a package needs, checks every signature and hash on the way, and
+//! `dpkg-deb` unpacks the set into a folder. No maintainer script runs.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::ProvisionError;
+use crate::process;
+use crate::progress::Step;
+
+const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
+
+/// The suites to take packages from.
+#[derive(Debug, Clone, Copy)]
+pub struct Suites {
+    /// The suites to know of; a backports suite comes after the one that it belongs to.
+    pub known: &'static [&'static str],
+    /// The suite that wins when several have a package.
+    pub preferred: &'static str,
+}
+
+/// Fetches `packages` and all they depend on, and unpacks them into `root`.
+///
+/// # Errors
+/// If there is no mirror, or a package can't be fetched, verified or unpacked.
+pub fn unpack(suites: Suites, packages: &[&str], root: &Path) -> Result<(), ProvisionError> {
+    let apt = PrivateApt::new(suites, root)?;
+    let step = Step::start(format!(
+        "Package lists of Debian {}",
+        suites.known.join(", ")
+    ));
+    apt.update()?;
+    step.done("signatures checked");
+
+    let step = Step::start(format!(
+        "Packages from Debian {}: {}",
+        suites.preferred,
+        packages.join(", ")
+    ));
+    let files = apt.fetch(packages)?;
+    let mut bytes = 0;
+    for file in &files {
+        bytes += file_size(file)?;
+        process::run(Command::new("dpkg-deb").arg("-x").arg(file).arg(root))?;
+    }
+    step.done(format!("{} packages, {} MiB", files.len(), bytes >> 20));
+    apt.remove()
+}
+
+/// An apt that has its own sources, lists and package database in a folder.
+struct PrivateApt {
+    folder: PathBuf,
+    preferred: &'static str,
+}
+
+impl PrivateApt {
+    fn new(suites: Suites, root: &Path) -> Result<Self, ProvisionError> {
+        if !Path::new(KEYRING).exists() {
+            return Err(ProvisionError::NotDebian);
+        }
+        let folder = root.join(".apt");
+        for part in ["lists/partial", "archives/partial"] {
+            let path = folder.join(part);
+            fs::create_dir_all(&path).map_err(|source| ProvisionError::File { path, source })?;
+        }
+        let apt = Self {
+            folder,
+            preferred: suites.preferred,
+        };
+        apt.write("status", "")?;
+        apt.write(
+            "sources.sources",
+            &format!(
+                "Types: deb\nURIs: {}\nSuites: {}\nComponents: main\nSigned-By: {KEYRING}\n",
+                mirror()?,
+                suites.known.join(" "),
+            ),
+        )?;
+        apt.write("apt.conf", &apt.configuration())?;
+        Ok(apt)
+    }
+
+    /// Read after the machine's own configuration, of which proxies and the like stay in force. The
+    /// hooks that other programs hung into it are not for a private package set.
+    fn configuration(&self) -> String {
+        let folder = self.folder.display();
+        format!(
+            r#"#clear APT::Update::Post-Invoke;
+#clear APT::Update::Post-Invoke-Success;
+#clear DPkg::Pre-Install-Pkgs;
+#clear DPkg::Post-Invoke;
+#clear Acquire::IndexTargets::deb::DEP-11;
+Dir::State::lists "{folder}/lists";
+Dir::State::status "{folder}/status";
+Dir::State::extended_states "{folder}/extended_states";
+Dir::Cache::archives "{folder}/archives";
+Dir::Cache::pkgcache "";
+Dir::Cache::srcpkgcache "";
+Dir::Etc::sourcelist "{folder}/sources.sources";
+Dir::Etc::sourceparts "/dev/null";
+Dir::Etc::preferences "/dev/null";
+Dir::Etc::preferencesparts "/dev/null";
+APT::Architecture "amd64";
+APT::Architectures {{ "amd64"; }};
+APT::Install-Recommends "false";
+APT::Get::AllowUnauthenticated "false";
+APT::Sandbox::User "";
+Acquire::Languages "none";
+Acquire::Retries "3";
+"#
+        )
+    }
+
+    fn update(&self) -> Result<(), ProvisionError> {
+        process::run(self.command().args([
+            "update",
+            "--error-on=any",
+            "-o",
+            "APT::Get::List-Cleanup=false",
+        ]))?;
+        Ok(())
+    }
+
+    fn fetch(&self, packages: &[&str]) -> Result<Vec<PathBuf>, ProvisionError> {
+        process::run(
+            self.command()
+                .args([
+                    "--yes",
+                    "--download-only",
+                    "--target-release",
+                    self.preferred,
+                    "install",
+                ])
+                .args(packages),
+        )?;
+        let archives = self.folder.join("archives");
+        let at = |source| ProvisionError::File {
+            path: archives.clone(),
+            source,
+        };
+        let mut files = Vec::new();
+        for entry in fs::read_dir(&archives).map_err(at)? {
+            let path = entry.map_err(at)?.path();
+            if path.extension().is_some_and(|extension| extension == "deb") {
+                files.push(path);
+            }
+        }
+        files.sort();
+        Ok(files)
+    }
+
+    fn command(&self) -> Command {
+        let mut command = Command::new("apt-get");
+        command
+            .arg("-c")
+            .arg(self.folder.join("apt.conf"))
+            .env("DEBIAN_FRONTEND", "noninteractive")
+            .env("LC_ALL", "C");
+        command
+    }
+
+    /// Removes what only apt needed: the lists and the packed packages.
+    fn remove(self) -> Result<(), ProvisionError> {
+        fs::remove_dir_all(&self.folder).map_err(|source| ProvisionError::File {
+            path: self.folder,
+            source,
+        })
+    }
+
+    fn write(&self, name: &str, text: &str) -> Result<(), ProvisionError> {
+        let path = self.folder.join(name);
+        fs::write(&path, text).map_err(|source| ProvisionError::File { path, source })
+    }
+}
+
+fn file_size(path: &Path) -> Result<u64, ProvisionError> {
+    let metadata = fs::metadata(path).map_err(|source| ProvisionError::File {
+        path: path.to_owned(),
+        source,
+    })?;
+    Ok(metadata.len())
+}
+
+/// The mirror from which this machine takes the packages of its own suite.
+fn mirror() -> Result<String, ProvisionError> {
+    let release = read("/etc/os-release")?;
+    let value = |key| {
+        release
+            .lines()
+            .find_map(|line| line.strip_prefix(key))
+            .map(|value| value.trim_matches('"').to_owned())
+    };
+    if value("ID=").as_deref() != Some("debian") {
+        return Err(ProvisionError::NotDebian);
+    }
+    // Debian's testing and unstable have no code name in os-release until shortly before release.
+    let suite = value("VERSION_CODENAME=").unwrap_or_else(|| "sid".to_owned());
+
+    let mut texts = Vec::new();
+    if Path::new("/etc/apt/sources.list").exists() {
+        texts.push(("list".to_owned(), read("/etc/apt/sources.list")?));
+    }
+    if let Ok(entries) = fs::read_dir("/etc/apt/sources.list.d") {
+        let mut paths: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+        paths.sort();
+        for path in paths {
+            let extension = path
+                .extension()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned();
+            texts.push((extension, read(&path)?));
+        }
+    }
+    texts
+        .iter()
+        .find_map(|(format, text)| match format.as_str() {
+            "list" => mirror_in_list(text, &suite),
+            "sources" => mirror_in_deb822(text, &suite),
+            _ => None,
+        })
+        .ok_or(ProvisionError::NoMirror { suite })
+}
+
+/// sources.list(5), one-line style: `deb [options] uri suite component…`
+fn mirror_in_list(text: &str, suite: &str) -> Option<String> {
+    text.lines().find_map(|line| {
+        let line = line.split('#').next()?.trim().strip_prefix("deb ")?.trim();
+        let line = match line.strip_prefix('[') {
+            Some(rest) => rest.split_once(']')?.1,
+            None => line,
+        };
+        let mut words = line.split_whitespace();
+        let uri = words.next()?;
+        (words.next()? == suite).then(|| uri.to_owned())
+    })
+}
+
+/// sources.list(5), deb822 style: stanzas of `Key: value`, values continued on indented lines.
+fn mirror_in_deb822(text: &str, suite: &str) -> Option<String> {
+    let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
+    lines
+        .split(|line| line.trim().is_empty())
+        .find_map(|stanza| {
+            let field = |key: &str| -> Option<Vec<&str>> {
+                let start = stanza.iter().position(|line| {
+                    line.split_once(':')
+                        .is_some_and(|(name, _)| name.eq_ignore_ascii_case(key))
+                })?;
+                let first = stanza[start].split_once(':')?.1;
+                let rest = stanza[start + 1..]
+                    .iter()
+                    .take_while(|line| line.starts_with([' ', '\t']));
+                let values = std::iter::once(first).chain(rest.copied());
+                Some(values.flat_map(str::split_whitespace).collect())
+            };
+            let usable = field("Types")?.contains(&"deb")
+                && field("Suites")?.contains(&suite)
+                && field("Enabled").is_none_or(|value| value != ["no"]);
+            if usable {
+                Some((*field("URIs")?.first()?).to_owned())
+            } else {
+                None
+            }
+        })
+}
+
+fn read(path: impl AsRef<Path>) -> Result<String, ProvisionError> {
+    let path = path.as_ref();
+    fs::read_to_string(path).map_err(|source| ProvisionError::File {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn finds_the_mirror_in_one_line_style() {
+        let text = "# deb http://old/debian bookworm main\n\
+                    deb-src http://src/debian bookworm main\n\
+                    deb http://security/debian-security bookworm-security main\n\
+                    deb [arch=amd64 signed-by=/k.gpg] http://mirror/debian bookworm main contrib\n";
+        assert_eq!(
+            mirror_in_list(text, "bookworm").as_deref(),
+            Some("http://mirror/debian")
+        );
+        assert_eq!(mirror_in_list(text, "trixie"), None);
+    }
+
+    #[test]
+    fn finds_the_mirror_in_deb822_style() {
+        let text = "Types: deb\nURIs: http://security/debian-security\nSuites: bookworm-security\n\n\
+                    Types: deb\nEnabled: no\nURIs: http://off/debian\nSuites: bookworm\n\n\
+                    types: deb deb-src\n# a comment\nURIs:\n http://mirror/debian\n http://second/debian\n\
+                    Suites: bookworm bookworm-updates\nComponents: main\n";
+        assert_eq!(
+            mirror_in_deb822(text, "bookworm").as_deref(),
+            Some("http://mirror/debian")
+        );
+        assert_eq!(mirror_in_deb822(text, "sid"), None);
+    }
+}

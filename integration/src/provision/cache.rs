@@ -1,0 +1,131 @@
+//! What was provisioned once is kept: a folder per recipe, complete or absent.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use super::ProvisionError;
+
+/// Names a cache folder other than `target/guests`.
+pub const CACHE_VARIABLE: &str = "NVME_MPT_CACHE";
+
+/// The cache folder, held by one process at a time.
+#[derive(Debug)]
+pub struct Cache {
+    root: PathBuf,
+    /// Locked as long as it is open.
+    _lock: File,
+}
+
+impl Cache {
+    /// Opens the cache and waits until no other process provisions into it.
+    ///
+    /// # Errors
+    /// If the folder can't be made or locked.
+    pub fn open() -> Result<Self, ProvisionError> {
+        let root = match std::env::var_os(CACHE_VARIABLE) {
+            Some(path) => PathBuf::from(path),
+            None => crate::target_dir().join("guests"),
+        };
+        let at = |source| ProvisionError::Cache {
+            path: root.clone(),
+            source,
+        };
+        fs::create_dir_all(&root).map_err(at)?;
+        let root = fs::canonicalize(&root).map_err(at)?;
+        let at = |source| ProvisionError::Cache {
+            path: root.clone(),
+            source,
+        };
+        let lock = File::create(root.join("lock")).map_err(at)?;
+        lock.lock().map_err(at)?;
+        Ok(Self { root, _lock: lock })
+    }
+
+    /// The folder made by `build` from this `recipe`, made now if it is not there yet.
+    ///
+    /// `build` fills a folder of a temporary name, which is renamed when it is complete: what was
+    /// interrupted leaves nothing that a later run would take for finished.
+    ///
+    /// # Errors
+    /// If `build` fails, or the folder can't be made or renamed.
+    pub fn entry(
+        &self,
+        name: &str,
+        recipe: &str,
+        build: impl FnOnce(&Path) -> Result<(), ProvisionError>,
+    ) -> Result<PathBuf, ProvisionError> {
+        let finished = self.root.join(format!("{name}-{:016x}", fnv1a(recipe)));
+        if finished.is_dir() {
+            return Ok(finished);
+        }
+        let unfinished = self.root.join(format!("{name}.unfinished"));
+        let at = |source| ProvisionError::Cache {
+            path: unfinished.clone(),
+            source,
+        };
+        match fs::remove_dir_all(&unfinished) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(at(error)),
+            _ => {}
+        }
+        fs::create_dir(&unfinished).map_err(at)?;
+        build(&unfinished)?;
+        fs::rename(&unfinished, &finished).map_err(at)?;
+        Ok(finished)
+    }
+}
+
+/// FNV-1a: names a recipe. Not for security, but the same in every build of this program.
+fn fnv1a(text: &str) -> u64 {
+    text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cache(root: &Path) -> Cache {
+        Cache {
+            root: root.to_owned(),
+            _lock: File::create(root.join("lock")).expect("lock file"),
+        }
+    }
+
+    #[test]
+    fn a_failed_build_leaves_nothing_that_looks_finished() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let cache = cache(folder.path());
+        let failed = cache.entry("thing", "recipe", |path| {
+            fs::write(path.join("half"), "half").expect("write");
+            Err(ProvisionError::NotDebian)
+        });
+        assert!(failed.is_err());
+
+        let path = cache
+            .entry("thing", "recipe", |path| {
+                assert!(
+                    !path.join("half").exists(),
+                    "left over from the failed build"
+                );
+                fs::write(path.join("whole"), "whole").expect("write");
+                Ok(())
+            })
+            .expect("second build");
+        assert!(path.join("whole").exists());
+    }
+
+    #[test]
+    fn the_same_recipe_is_built_once_and_another_anew() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let cache = cache(folder.path());
+        let first = cache.entry("thing", "1", |_| Ok(())).expect("first");
+        let again = cache
+            .entry("thing", "1", |_| panic!("built twice"))
+            .expect("again");
+        let other = cache.entry("thing", "2", |_| Ok(())).expect("other");
+        assert_eq!(first, again);
+        assert_ne!(first, other);
+    }
+}

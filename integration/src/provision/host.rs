@@ -1,0 +1,73 @@
+//! What the machine itself must have: asked for by program, installed by package where allowed.
+
+use std::path::Path;
+use std::process::Command;
+
+use super::ProvisionError;
+use crate::process;
+use crate::progress::Step;
+
+/// A program and the Debian package that brings it.
+#[derive(Debug, Clone, Copy)]
+pub struct Tool {
+    /// The program's name.
+    pub program: &'static str,
+    /// Its package.
+    pub package: &'static str,
+}
+
+/// Sees to it that `tools` are there; root installs what is missing.
+///
+/// # Errors
+/// If something is missing and can't be installed; the error says what to run.
+pub fn ensure(tools: &[Tool]) -> Result<(), ProvisionError> {
+    let missing: Vec<&Tool> = tools.iter().filter(|tool| !on_path(tool.program)).collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let join = |of: fn(&Tool) -> &'static str| {
+        missing
+            .iter()
+            .map(|tool| of(tool))
+            .collect::<Vec<_>>()
+            .join(" ")
+    };
+    let packages = join(|tool| tool.package);
+    if !is_root() {
+        return Err(ProvisionError::Missing {
+            programs: join(|tool| tool.program),
+            packages,
+        });
+    }
+    let step = Step::start(format!("Installing {packages}"));
+    let install = || {
+        process::run(
+            Command::new("apt-get")
+                .args(["install", "--yes", "--no-install-recommends"])
+                .args(packages.split(' '))
+                .env("DEBIAN_FRONTEND", "noninteractive"),
+        )
+    };
+    // Lists that are already there are mostly good enough; without them, or with old ones, fetch.
+    if install().is_err() {
+        process::run(Command::new("apt-get").arg("update"))?;
+        install()?;
+    }
+    step.done("");
+    Ok(())
+}
+
+/// Whether a program can be found.
+pub fn on_path(program: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path)
+        .chain([
+            Path::new("/usr/sbin").to_owned(),
+            Path::new("/sbin").to_owned(),
+        ])
+        .any(|folder| folder.join(program).is_file())
+}
+
+fn is_root() -> bool {
+    process::run(Command::new("id").arg("-u")).is_ok_and(|uid| uid.trim() == "0")
+}

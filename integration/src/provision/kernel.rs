@@ -1,0 +1,115 @@
+//! Guest kernels: Debian's cloud kernels, unmodified. NVMe, ext4 and the serial port are built into
+//! them, so a guest needs no modules.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use super::ProvisionError;
+use super::apt::{self, Suites};
+use super::cache::Cache;
+
+/// Which kernel a guest boots.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum KernelChoice {
+    /// Debian 12's.
+    V6_1,
+    /// Debian 13's.
+    V6_12,
+    /// An image of one's own, with NVMe, ext4, devtmpfs and the 8250 serial port built in.
+    Image(PathBuf),
+}
+
+impl FromStr for KernelChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "6.1" => Ok(Self::V6_1),
+            "6.12" => Ok(Self::V6_12),
+            path if Path::new(path).is_file() => Ok(Self::Image(PathBuf::from(path))),
+            other => Err(format!(
+                "'{other}' is neither 6.1 nor 6.12 nor the path of a kernel image"
+            )),
+        }
+    }
+}
+
+/// A kernel that can be booted.
+#[derive(Debug, Clone)]
+pub struct Kernel {
+    /// Its release, as `uname -r` says, or the name of its file.
+    pub name: String,
+    /// The image.
+    pub image: PathBuf,
+}
+
+impl Kernel {
+    pub(super) fn provide(cache: &Cache, choice: &KernelChoice) -> Result<Self, ProvisionError> {
+        let (suites, name) = match choice {
+            KernelChoice::V6_1 => (
+                Suites {
+                    known: &["bookworm"],
+                    preferred: "bookworm",
+                },
+                "kernel-6.1",
+            ),
+            KernelChoice::V6_12 => (
+                Suites {
+                    known: &["trixie"],
+                    preferred: "trixie",
+                },
+                "kernel-6.12",
+            ),
+            KernelChoice::Image(image) => {
+                let name = image
+                    .file_name()
+                    .unwrap_or_default()
+                    .to_string_lossy()
+                    .into_owned();
+                return Ok(Self {
+                    name,
+                    image: image.clone(),
+                });
+            }
+        };
+        let package = "linux-image-cloud-amd64";
+        let recipe = format!("{package} of {suites:?}, image only");
+        let folder = cache.entry(name, &recipe, |folder| {
+            let root = folder.join("root");
+            fs::create_dir(&root).map_err(|source| ProvisionError::File {
+                path: root.clone(),
+                source,
+            })?;
+            apt::unpack(suites, &[package], &root)?;
+            let image = find_image(&root.join("boot"), suites)?;
+            let kept = folder.join(image.file_name().unwrap_or_default());
+            fs::rename(&image, kept).map_err(|source| ProvisionError::File {
+                path: image,
+                source,
+            })?;
+            fs::remove_dir_all(&root).map_err(|source| ProvisionError::File { path: root, source })
+        })?;
+        let image = find_image(&folder, suites)?;
+        let file = image.file_name().unwrap_or_default().to_string_lossy();
+        let name = file.trim_start_matches("vmlinuz-").to_owned();
+        Ok(Self { name, image })
+    }
+}
+
+fn find_image(folder: &Path, suites: Suites) -> Result<PathBuf, ProvisionError> {
+    let at = |source| ProvisionError::File {
+        path: folder.to_owned(),
+        source,
+    };
+    for entry in fs::read_dir(folder).map_err(at)? {
+        let entry = entry.map_err(at)?;
+        if entry.file_name().to_string_lossy().starts_with("vmlinuz-") {
+            return Ok(entry.path());
+        }
+    }
+    Err(ProvisionError::NotInPackages {
+        suite: suites.preferred.to_owned(),
+        what: "vmlinuz".to_owned(),
+    })
+}

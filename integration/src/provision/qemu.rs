@@ -1,0 +1,96 @@
+//! A QEMU that speaks vfio-user: the system's where it is new enough, else one unpacked from a newer
+//! Debian suite beside it.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::ProvisionError;
+use super::apt::{self, Suites};
+use super::cache::Cache;
+use super::host;
+use crate::process;
+
+const PROGRAM: &str = "qemu-system-x86_64";
+const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
+/// Debian 13's backports carry QEMU 11, linked with Debian 13's libraries.
+const SUITES: Suites = Suites {
+    known: &["trixie", "trixie-backports"],
+    preferred: "trixie-backports",
+};
+const PACKAGES: &[&str] = &["qemu-system-x86", "ovmf"];
+
+/// A QEMU that can be run.
+#[derive(Debug, Clone)]
+pub struct Qemu {
+    /// `None`: the system's.
+    private_root: Option<PathBuf>,
+}
+
+impl Qemu {
+    pub(super) fn provide(cache: &Cache) -> Result<Self, ProvisionError> {
+        let system = Self { private_root: None };
+        if host::on_path(PROGRAM) && system.speaks_vfio_user() {
+            return Ok(system);
+        }
+        let recipe = format!("{PACKAGES:?} of {SUITES:?}");
+        let root = cache.entry("qemu", &recipe, |root| {
+            apt::unpack(SUITES, PACKAGES, root)?;
+            let unpacked = Self {
+                private_root: Some(root.to_owned()),
+            };
+            if unpacked.speaks_vfio_user() {
+                Ok(())
+            } else {
+                Err(ProvisionError::QemuTooOld {
+                    qemu: root.join("usr/bin").join(PROGRAM),
+                })
+            }
+        })?;
+        Ok(Self {
+            private_root: Some(root),
+        })
+    }
+
+    /// A command that runs it.
+    ///
+    /// The unpacked one is started by its own loader with its own libraries, the machine's being
+    /// older, and finds its firmware and its modules in its own root. The modules are the trap: it
+    /// would load those of another QEMU on the system, and abort because they don't fit.
+    pub fn command(&self) -> Command {
+        let Some(root) = &self.private_root else {
+            return Command::new(PROGRAM);
+        };
+        let libraries = root.join(LIBRARIES);
+        let mut command = Command::new(libraries.join("ld-linux-x86-64.so.2"));
+        command
+            .arg("--library-path")
+            .arg(&libraries)
+            .arg(root.join("usr/bin").join(PROGRAM))
+            .env("QEMU_MODULE_DIR", libraries.join("qemu"));
+        for data in ["usr/share/qemu", "usr/share/seabios", "usr/lib/ipxe/qemu"] {
+            command.arg("-L").arg(root.join(data));
+        }
+        command
+    }
+
+    /// The UEFI firmware image that belongs to it, if there is one.
+    pub fn uefi_firmware(&self) -> Option<PathBuf> {
+        let root = self.private_root.as_deref().unwrap_or(Path::new("/"));
+        let image = root.join("usr/share/ovmf/OVMF.fd");
+        image.is_file().then_some(image)
+    }
+
+    /// What it calls itself.
+    ///
+    /// # Errors
+    /// If it can't be run.
+    pub fn version(&self) -> Result<String, ProvisionError> {
+        let text = process::run(self.command().arg("--version"))?;
+        Ok(text.lines().next().unwrap_or_default().to_owned())
+    }
+
+    fn speaks_vfio_user(&self) -> bool {
+        process::run(self.command().args(["-device", "help"]))
+            .is_ok_and(|devices| devices.contains("\"vfio-user-pci\""))
+    }
+}

@@ -1,0 +1,148 @@
+//! The guests' user land: busybox, fio, nvme-cli and the ext4 tools with the libraries they load, as
+//! an initial file system. It is left uncompressed: a guest emulated in software would spend longer
+//! on unpacking it than the host saves in reading it.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::BufWriter;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::ProvisionError;
+use super::apt::{self, Suites};
+use super::cache::Cache;
+use super::cpio::Archive;
+use crate::process;
+
+const SUITES: Suites = Suites {
+    known: &["trixie"],
+    preferred: "trixie",
+};
+const PACKAGES: &[&str] = &["busybox-static", "e2fsprogs", "fio", "nvme-cli"];
+const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
+
+/// Programs: where the package has them, where the guest has them.
+const PROGRAMS: &[(&str, &str)] = &[
+    ("usr/bin/busybox", "bin/busybox"),
+    ("usr/bin/fio", "sbin/fio"),
+    ("usr/sbin/nvme", "sbin/nvme"),
+    ("usr/sbin/mke2fs", "sbin/mkfs.ext4"),
+    ("usr/sbin/e2fsck", "sbin/e2fsck"),
+];
+
+/// Scripts of ours: where the guest has them, what they say.
+const SCRIPTS: &[(&str, &str)] = &[
+    ("init", include_str!("../../../resources/guest/init")),
+    ("sbin/agent", include_str!("../../../resources/guest/agent")),
+    ("sbin/event", include_str!("../../../resources/guest/event")),
+    (
+        "sbin/fsync-records",
+        include_str!("../../../resources/guest/fsync-records"),
+    ),
+];
+
+const FOLDERS: &[&str] = &[
+    "bin",
+    "sbin",
+    "etc",
+    "dev",
+    "proc",
+    "sys",
+    "run",
+    "tmp",
+    "mnt",
+    "lib64",
+    "lib",
+    "lib/x86_64-linux-gnu",
+];
+
+/// The image, made now if the cache has none of this recipe.
+pub(super) fn provide(cache: &Cache) -> Result<PathBuf, ProvisionError> {
+    let recipe = format!("{PACKAGES:?} of {SUITES:?}: {FOLDERS:?} {PROGRAMS:?} {SCRIPTS:?}");
+    let folder = cache.entry("userland", &recipe, |folder| {
+        // The packages are kept apart: an edited script must not fetch them again.
+        let root = cache.entry(
+            "userland-packages",
+            &format!("{PACKAGES:?} of {SUITES:?}"),
+            |root| apt::unpack(SUITES, PACKAGES, root),
+        )?;
+        pack(&root, &folder.join("initramfs"))
+    })?;
+    Ok(folder.join("initramfs"))
+}
+
+fn pack(root: &Path, image: &Path) -> Result<(), ProvisionError> {
+    let at = |source| ProvisionError::File {
+        path: image.to_owned(),
+        source,
+    };
+    let out = BufWriter::new(fs::File::create(image).map_err(at)?);
+    let mut archive = Archive::new(out);
+    for folder in FOLDERS {
+        archive.directory(folder).map_err(at)?;
+    }
+    for (name, text) in SCRIPTS {
+        archive.file(name, 0o755, text.as_bytes()).map_err(at)?;
+    }
+    for (from, to) in PROGRAMS {
+        archive
+            .file(to, 0o755, &read(&root.join(from))?)
+            .map_err(at)?;
+    }
+    for library in libraries(root)? {
+        let content = read(&library)?;
+        let name = library.file_name().unwrap_or_default().to_string_lossy();
+        archive
+            .file(&format!("lib/x86_64-linux-gnu/{name}"), 0o755, &content)
+            .map_err(at)?;
+    }
+    archive
+        .symlink(
+            "lib64/ld-linux-x86-64.so.2",
+            Path::new("../lib/x86_64-linux-gnu/ld-linux-x86-64.so.2"),
+        )
+        .map_err(at)?;
+    archive.finish().map_err(at)?;
+    Ok(())
+}
+
+/// Every library that the programs load, as their own loader finds them.
+fn libraries(root: &Path) -> Result<BTreeSet<PathBuf>, ProvisionError> {
+    let folder = root.join(LIBRARIES);
+    let loader = folder.join("ld-linux-x86-64.so.2");
+    // fio's RADOS engine finds one of its libraries by a path compiled in.
+    let path = format!("{0}:{0}/ceph", folder.display());
+    let mut found = BTreeSet::from([loader.clone()]);
+    for (program, _) in PROGRAMS
+        .iter()
+        .filter(|(program, _)| !program.ends_with("busybox"))
+    {
+        let listing = process::run(
+            Command::new(&loader)
+                .args(["--library-path", &path, "--list"])
+                .arg(root.join(program)),
+        )?;
+        // "libz.so.1 => /…/libz.so.1 (0x…)"; what has no arrow is the loader or the vDSO.
+        for line in listing.lines() {
+            let Some((name, target)) = line.split_once(" => ") else {
+                continue;
+            };
+            let target = target.split(" (").next().unwrap_or_default();
+            if !target.starts_with('/') {
+                return Err(ProvisionError::NotInPackages {
+                    suite: SUITES.preferred.to_owned(),
+                    what: format!("{} for {program}", name.trim()),
+                });
+            }
+            found.insert(PathBuf::from(target));
+        }
+    }
+    Ok(found)
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, ProvisionError> {
+    fs::read(path).map_err(|source| ProvisionError::File {
+        path: path.to_owned(),
+        source,
+    })
+}

@@ -1,0 +1,468 @@
+//! `nvme-mpt serve` as a child of ours, and what `nvme-mpt stats` says about it.
+
+use std::fs;
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus};
+use std::time::{Duration, Instant};
+
+use serde::Deserialize;
+use thiserror::Error;
+
+use crate::process::{self, ProcessError, Supervised};
+use crate::progress::Step;
+
+/// How long the server may take to listen, or to stop.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What went wrong with the server.
+#[derive(Debug, Error)]
+pub enum ServerError {
+    /// A process of ours failed.
+    #[error(transparent)]
+    Process(#[from] ProcessError),
+    /// A file or folder for it can't be used.
+    #[error("Cannot use {path}")]
+    File {
+        /// The path.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// It does not listen on its sockets.
+    #[error("nvme-mpt serve does not listen on {socket}:\n{log}")]
+    NotListening {
+        /// The socket.
+        socket: PathBuf,
+        /// The end of its log.
+        log: String,
+    },
+    /// It ended in another way than asked to.
+    #[error("nvme-mpt serve ended badly ({status}):\n{log}")]
+    Ended {
+        /// How.
+        status: ExitStatus,
+        /// The end of its log.
+        log: String,
+    },
+    /// `nvme-mpt stats --json` printed something else.
+    #[error("Cannot read what `nvme-mpt stats --json` says: {source}\n{text}")]
+    Stats {
+        /// Why.
+        source: serde_json::Error,
+        /// What it printed.
+        text: String,
+    },
+    /// A function that was asked for is not in the statistics.
+    #[error("`nvme-mpt stats` knows no function '{id}'")]
+    NoFunction {
+        /// The function's id.
+        id: String,
+    },
+}
+
+/// Builds the `nvme-mpt` command and returns where it lies.
+///
+/// # Errors
+/// If it doesn't build.
+pub fn build() -> Result<PathBuf, ProcessError> {
+    let step = Step::start("Building nvme-mpt");
+    process::run(
+        Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+            .args([
+                "build",
+                "--release",
+                "--package",
+                "hypervisor-glue",
+                "--bin",
+                "nvme-mpt",
+            ])
+            .current_dir(crate::workspace_dir()),
+    )?;
+    step.done("");
+    Ok(crate::target_dir().join("release/nvme-mpt"))
+}
+
+/// A function to serve, in the words of the option string.
+#[derive(Debug, Clone)]
+pub struct FunctionOptions {
+    /// Its name in the statistics.
+    pub id: String,
+    /// The store: a file, a block device, `memory:SIZE`, `null:SIZE`.
+    pub path: String,
+    /// `START+LENGTH`.
+    pub range: String,
+    /// More options, such as `doorbells=trap`.
+    pub more: Vec<String>,
+}
+
+impl FunctionOptions {
+    /// A function `id` on a `range` of `path`.
+    pub fn new(id: &str, path: impl Into<String>, range: impl Into<String>) -> Self {
+        Self {
+            id: id.to_owned(),
+            path: path.into(),
+            range: range.into(),
+            more: Vec::new(),
+        }
+    }
+
+    /// Adds an option.
+    #[must_use]
+    pub fn option(mut self, option: impl Into<String>) -> Self {
+        self.more.push(option.into());
+        self
+    }
+
+    fn render(&self, socket: &Path) -> String {
+        let mut text = format!(
+            "socket={},id={},path={},range={}",
+            socket.display(),
+            self.id,
+            self.path,
+            self.range
+        );
+        for option in &self.more {
+            text.push(',');
+            text.push_str(option);
+        }
+        text
+    }
+}
+
+/// A running `nvme-mpt serve`. Dropping it kills it.
+#[derive(Debug)]
+pub struct Server {
+    binary: PathBuf,
+    folder: PathBuf,
+    functions: Vec<FunctionOptions>,
+    process: Supervised,
+}
+
+impl Server {
+    /// Starts it and waits until every function's socket listens. `folder` gets the sockets, the
+    /// ledger of the leases and the log.
+    ///
+    /// # Errors
+    /// If it does not come up.
+    pub fn start(
+        binary: &Path,
+        functions: &[FunctionOptions],
+        folder: &Path,
+    ) -> Result<Self, ServerError> {
+        let state = folder.join("state");
+        fs::create_dir_all(&state).map_err(|source| ServerError::File {
+            path: state,
+            source,
+        })?;
+        let process = spawn(binary, functions, folder)?;
+        let mut server = Self {
+            binary: binary.to_owned(),
+            folder: folder.to_owned(),
+            functions: functions.to_vec(),
+            process,
+        };
+        server.await_listening()?;
+        Ok(server)
+    }
+
+    /// The socket of the function `id`.
+    pub fn socket(&self, id: &str) -> PathBuf {
+        socket(&self.folder, id)
+    }
+
+    /// The server's process id.
+    pub fn pid(&self) -> u32 {
+        self.process.pid()
+    }
+
+    /// The end of its log.
+    pub fn log_tail(&self) -> String {
+        process::file_tail(self.process.log())
+    }
+
+    /// Its statistics, now.
+    ///
+    /// # Errors
+    /// If they can't be had.
+    pub fn stats(&self) -> Result<Stats, ServerError> {
+        let text = process::run(
+            Command::new(&self.binary)
+                .args(["stats", "--json", "--control"])
+                .arg(control(&self.folder)),
+        )?;
+        serde_json::from_str(&text).map_err(|source| ServerError::Stats { source, text })
+    }
+
+    /// The statistics of one function, now.
+    ///
+    /// # Errors
+    /// If they can't be had.
+    pub fn function_stats(&self, id: &str) -> Result<FunctionStats, ServerError> {
+        self.stats()?
+            .functions
+            .into_iter()
+            .find(|function| function.id == id)
+            .ok_or_else(|| ServerError::NoFunction { id: id.to_owned() })
+    }
+
+    /// Kills it, as a crash would.
+    pub fn kill(&mut self) {
+        self.process.kill();
+    }
+
+    /// Starts it anew, on the same sockets and the same drive, after it has ended.
+    ///
+    /// # Errors
+    /// If it does not come up.
+    pub fn restart(&mut self) -> Result<(), ServerError> {
+        self.process = spawn(&self.binary, &self.functions, &self.folder)?;
+        self.await_listening()
+    }
+
+    /// Stops it (SIGTERM) and sees that it ends well.
+    ///
+    /// # Errors
+    /// If it does not end, or not with success.
+    pub fn stop(&mut self) -> Result<(), ServerError> {
+        let status = self.process.terminate(PATIENCE)?;
+        if status.success() {
+            return Ok(());
+        }
+        Err(ServerError::Ended {
+            status,
+            log: self.log_tail(),
+        })
+    }
+
+    /// Sees that it still runs.
+    ///
+    /// # Errors
+    /// If it has ended.
+    pub fn expect_alive(&mut self) -> Result<(), ServerError> {
+        match self.process.ended()? {
+            None => Ok(()),
+            Some(status) => Err(ServerError::Ended {
+                status,
+                log: self.log_tail(),
+            }),
+        }
+    }
+
+    /// The control socket answers, and the functions' sockets are there; a vfio-user server takes one
+    /// client, so these are not connected to.
+    fn await_listening(&mut self) -> Result<(), ServerError> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let control = control(&self.folder);
+            let missing = self
+                .functions
+                .iter()
+                .map(|function| self.socket(&function.id))
+                .find(|socket| !self.printed(socket))
+                .or_else(|| {
+                    UnixStream::connect(&control)
+                        .is_err()
+                        .then(|| control.clone())
+                });
+            let Some(socket) = missing else { return Ok(()) };
+            self.expect_alive()?;
+            if Instant::now() >= deadline {
+                return Err(ServerError::NotListening {
+                    socket,
+                    log: self.log_tail(),
+                });
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// Whether the server has said that it listens on `socket`: a socket's file alone may be left over
+    /// from a server that was killed.
+    fn printed(&self, socket: &Path) -> bool {
+        let log = fs::read_to_string(self.process.log()).unwrap_or_default();
+        let since_start = log.rsplit(START_MARK).next().unwrap_or_default();
+        since_start.contains(&*socket.to_string_lossy())
+    }
+}
+
+/// Separates the logs of one server from those of the next on the same sockets.
+const START_MARK: &str = "---- nvme-mpt serve ----\n";
+
+fn spawn(
+    binary: &Path,
+    functions: &[FunctionOptions],
+    folder: &Path,
+) -> Result<Supervised, ServerError> {
+    let log = folder.join("serve.log");
+    let at = |source| ServerError::File {
+        path: log.clone(),
+        source,
+    };
+    let mut file = fs::File::options()
+        .create(true)
+        .append(true)
+        .open(&log)
+        .map_err(at)?;
+    io::Write::write_all(&mut file, START_MARK.as_bytes()).map_err(at)?;
+
+    let mut command = Command::new(binary);
+    command
+        .arg("serve")
+        .arg("--control")
+        .arg(control(folder))
+        .arg("--state-dir")
+        .arg(folder.join("state"));
+    for function in functions {
+        command
+            .arg("--function")
+            .arg(function.render(&socket(folder, &function.id)));
+    }
+    Ok(Supervised::spawn("nvme-mpt serve", &command, &log)?)
+}
+
+fn socket(folder: &Path, id: &str) -> PathBuf {
+    folder.join(format!("{id}.sock"))
+}
+
+fn control(folder: &Path) -> PathBuf {
+    folder.join("control.sock")
+}
+
+/// What `nvme-mpt stats --json` prints, as far as it is used here.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Stats {
+    /// One entry for each function.
+    pub functions: Vec<FunctionStats>,
+    /// One entry for each poller.
+    #[serde(default)]
+    pub pollers: Vec<PollerStats>,
+}
+
+/// One function's counters.
+#[derive(Debug, Clone, Deserialize)]
+pub struct FunctionStats {
+    /// Its name.
+    pub id: String,
+    /// The model that its guest sees.
+    pub model: String,
+    /// The capacity that its guest sees.
+    pub capacity_bytes: u64,
+    /// Its I/O queues.
+    pub queues: Vec<QueueStats>,
+}
+
+/// One I/O queue pair's counters.
+#[derive(Debug, Clone, Deserialize)]
+pub struct QueueStats {
+    /// Commands completed.
+    pub commands: u64,
+    /// Doorbell writes that came as an exit.
+    pub doorbell_exits: u64,
+    /// Interrupts raised.
+    pub interrupts: u64,
+    /// Times its poller went to sleep.
+    #[serde(default)]
+    pub parks: u64,
+}
+
+/// One poller's counters.
+#[derive(Debug, Clone, Deserialize)]
+pub struct PollerStats {
+    /// Its name.
+    pub name: String,
+    /// The share of time that it found work, 0 to 1.
+    pub busy_share: f64,
+}
+
+/// The counters of all I/O queues of a function, added up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Totals {
+    /// Commands completed.
+    pub commands: u64,
+    /// Doorbell writes that came as an exit.
+    pub doorbell_exits: u64,
+    /// Interrupts raised.
+    pub interrupts: u64,
+}
+
+impl FunctionStats {
+    /// All I/O queues together.
+    pub fn totals(&self) -> Totals {
+        let sum = |of: fn(&QueueStats) -> u64| self.queues.iter().map(of).sum();
+        Totals {
+            commands: sum(|queue| queue.commands),
+            doorbell_exits: sum(|queue| queue.doorbell_exits),
+            interrupts: sum(|queue| queue.interrupts),
+        }
+    }
+}
+
+impl Totals {
+    /// What happened since `before`.
+    #[must_use]
+    pub fn since(self, before: Self) -> Self {
+        Self {
+            commands: self.commands.saturating_sub(before.commands),
+            doorbell_exits: self.doorbell_exits.saturating_sub(before.doorbell_exits),
+            interrupts: self.interrupts.saturating_sub(before.interrupts),
+        }
+    }
+
+    /// Doorbell exits for each command.
+    pub fn doorbell_exits_per_io(self) -> f64 {
+        ratio(self.doorbell_exits, self.commands)
+    }
+
+    /// Interrupts for each command.
+    pub fn interrupts_per_io(self) -> f64 {
+        ratio(self.interrupts, self.commands)
+    }
+}
+
+/// Without commands there is no ratio: not a number, so that no comparison with it holds.
+fn ratio(count: u64, commands: u64) -> f64 {
+    if commands == 0 {
+        f64::NAN
+    } else {
+        count as f64 / commands as f64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn statistics_are_read_and_added_up() {
+        let text = r#"{"functions":[{"id":"a","socket":"/run/a.sock","model":"nvme-mpt","serial":"1",
+            "capacity_bytes":1073741824,"doorbells":"shadow","queues":[
+            {"qid":1,"commands":100,"doorbell_exits":2,"interrupts":50,"parks":3},
+            {"qid":2,"commands":300,"doorbell_exits":2,"interrupts":50}],
+            "admin":{"commands":9,"doorbell_exits":9,"interrupts":9}}],
+            "pollers":[{"name":"p0","cpu":1,"busy_share":0.5,"queues":2}]}"#;
+        let stats: Stats = serde_json::from_str(text).expect("statistics");
+        let totals = stats.functions[0].totals();
+        assert_eq!(
+            totals,
+            Totals {
+                commands: 400,
+                doorbell_exits: 4,
+                interrupts: 100
+            }
+        );
+        assert!((totals.doorbell_exits_per_io() - 0.01).abs() < 1e-12);
+        assert!((totals.interrupts_per_io() - 0.25).abs() < 1e-12);
+    }
+
+    #[test]
+    fn no_command_gives_no_ratio_to_be_proud_of() {
+        let nothing = Totals {
+            commands: 0,
+            doorbell_exits: 0,
+            interrupts: 0,
+        };
+        assert!(nothing.doorbell_exits_per_io().is_nan());
+    }
+}

@@ -1,1 +1,3 @@
 //! Joins the NVMe function to a VMM.
+
+pub mod vfio_user;

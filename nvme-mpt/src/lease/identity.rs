@@ -67,13 +67,13 @@ impl LeaseIdentity {
     }
 }
 
-/// An id for a lease whose owner chose none: the same whenever the same range of the same drive is
+/// An id for a function and its lease where nobody chose one: the same whenever the same range of the same drive is
 /// leased, so that a server started again with the same options takes its own leases over.
 #[must_use]
 pub fn default_id(drive: &str, nsid: Nsid, range: ByteRange) -> String {
     let name = format!("id\n{nsid}\n{}+{}\n{drive}", range.start(), range.length());
     let hash = Uuid::new_v5(&NAME_SPACE, name.as_bytes()).as_u128();
-    format!("lease-{:08x}", hash >> 96)
+    format!("nvme-{:08x}", hash >> 96)
 }
 
 #[cfg(test)]
@@ -106,7 +106,7 @@ mod tests {
         assert_eq!(u64::from_be_bytes(identity.eui64), 0x2260_12b2_49ab_9dce);
         assert_eq!(
             default_id("file:/drive", Nsid(1), range("64G+64G")),
-            "lease-18c54e01"
+            "nvme-18c54e01"
         );
     }
 

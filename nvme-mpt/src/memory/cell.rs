@@ -1,0 +1,67 @@
+//! One 32-bit word that both sides read and write: a doorbell, or its EventIdx.
+#![expect(unsafe_code, reason = "atomic access to a word of shared memory")]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::Mapping;
+
+/// A naturally aligned word of a [`Mapping`], which it keeps alive.
+#[derive(Clone, Debug)]
+pub struct Cell32 {
+    word: *const AtomicU32,
+    mapping: Arc<Mapping>,
+}
+
+// SAFETY: the word is only accessed atomically, and the mapping it lies in is kept.
+unsafe impl Send for Cell32 {}
+// SAFETY: as above.
+unsafe impl Sync for Cell32 {}
+
+impl Cell32 {
+    /// The word at `offset`, or `None` if that is not aligned or not inside.
+    #[must_use]
+    pub fn new(mapping: &Arc<Mapping>, offset: usize) -> Option<Self> {
+        let bytes = mapping.bytes(offset, 4)?;
+        let word = bytes.as_ptr().cast::<AtomicU32>().cast_const();
+        word.is_aligned().then(|| Self {
+            word,
+            mapping: mapping.clone(),
+        })
+    }
+
+    /// Reads the word; what its writer stored before it is visible after.
+    #[inline]
+    #[must_use]
+    pub fn load(&self) -> u32 {
+        // SAFETY: the word is aligned and inside the mapping, which `self` keeps alive; whoever
+        // shares it writes it as one word.
+        u32::from_le(unsafe { &*self.word }.load(Ordering::Acquire))
+    }
+
+    /// Writes the word; what we stored before it is visible to who reads it.
+    #[inline]
+    pub fn store(&self, value: u32) {
+        debug_assert_eq!(self.mapping.access(), super::Access::ReadWrite);
+        // SAFETY: as in `load`; the mapping is writable where a cell is written.
+        unsafe { &*self.word }.store(value.to_le(), Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_aligned_words_inside() {
+        let mapping = Arc::new(Mapping::anonymous(4096).expect("map"));
+        assert!(Cell32::new(&mapping, 2).is_none());
+        assert!(Cell32::new(&mapping, 4096).is_none());
+        let cell = Cell32::new(&mapping, 4092).expect("aligned");
+        cell.store(0x0102_0304);
+        assert_eq!(cell.load(), 0x0102_0304);
+        let mut bytes = [0; 4];
+        mapping.bytes(4092, 4).expect("inside").copy_to(&mut bytes);
+        assert_eq!(bytes, [4, 3, 2, 1]);
+    }
+}

@@ -1,0 +1,247 @@
+//! A mapping of host memory that lives as long as somebody holds it.
+#![expect(unsafe_code, reason = "maps and unmaps memory")]
+
+use std::ffi::CStr;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::ptr::NonNull;
+
+use super::bytes::RawBytes;
+use super::sigbus;
+
+/// What may be done with a mapping's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Loads only; a store would fault.
+    Read,
+    /// Loads and stores.
+    ReadWrite,
+}
+
+/// A range of this process's address space, mapped until dropped.
+///
+/// Its bytes are reached through [`RawBytes`], rings and cells, never through a reference.
+#[derive(Debug)]
+pub struct Mapping {
+    start: NonNull<u8>,
+    len: usize,
+    access: Access,
+    guard: Option<sigbus::Guard>,
+}
+
+// SAFETY: the mapping is plain memory without thread affinity; all access to it is by raw
+// volatile, atomic or bulk copies that tolerate concurrent change.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; shared access never makes a reference to the memory.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps `len` bytes of `fd` from `offset`, shared with whoever else maps the file.
+    ///
+    /// # Errors
+    /// What `fstat` or `mmap` report; `InvalidInput` where the file ends before the range does,
+    /// or where the range is empty or not aligned to the host's page size.
+    pub fn shared(fd: BorrowedFd<'_>, offset: u64, len: usize, access: Access) -> io::Result<Self> {
+        let invalid = |what: String| io::Error::new(io::ErrorKind::InvalidInput, what);
+        let file_offset = libc::off_t::try_from(offset)
+            .map_err(|_| invalid(format!("file offset {offset:#x} is too large")))?;
+        // SAFETY: `stat` is a plain structure that fstat fills, and `fd` is open.
+        let size = unsafe {
+            let mut stat = std::mem::zeroed::<libc::stat>();
+            if libc::fstat(fd.as_raw_fd(), &mut stat) < 0 {
+                return Err(io::Error::last_os_error());
+            }
+            u64::try_from(stat.st_size).unwrap_or(0)
+        };
+        if offset.checked_add(len as u64).is_none_or(|end| end > size) {
+            return Err(invalid(format!(
+                "the file has {size:#x} bytes, fewer than {offset:#x} + {len:#x}"
+            )));
+        }
+        let mut mapping = Self::map(len, access, libc::MAP_SHARED, fd.as_raw_fd(), file_offset)?;
+        mapping.guard = Some(sigbus::Guard::new(mapping.start, len)?);
+        Ok(mapping)
+    }
+
+    /// Maps `len` bytes of zeroes of this process's own. Memory is taken when it is first written.
+    ///
+    /// # Errors
+    /// What `mmap` reports.
+    pub fn anonymous(len: usize) -> io::Result<Self> {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        Self::map(len, Access::ReadWrite, flags, -1, 0)
+    }
+
+    fn map(
+        len: usize,
+        access: Access,
+        flags: libc::c_int,
+        fd: libc::c_int,
+        offset: libc::off_t,
+    ) -> io::Result<Self> {
+        let prot = match access {
+            Access::Read => libc::PROT_READ,
+            Access::ReadWrite => libc::PROT_READ | libc::PROT_WRITE,
+        };
+        // SAFETY: without MAP_FIXED the kernel chooses an unused range, so no memory of ours is
+        // replaced; the result is checked.
+        let address = unsafe { libc::mmap(std::ptr::null_mut(), len, prot, flags, fd, offset) };
+        if address == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let start = NonNull::new(address.cast::<u8>())
+            .ok_or_else(|| io::Error::other("mmap placed a mapping at address 0"))?;
+        Ok(Self {
+            start,
+            len,
+            access,
+            guard: None,
+        })
+    }
+
+    /// Asks for huge pages, where the kernel has them to give.
+    pub fn advise_huge_pages(&self) {
+        // SAFETY: the range is this mapping; the advice changes no content. A kernel without
+        // huge pages refuses, which costs speed only.
+        unsafe { libc::madvise(self.start.as_ptr().cast(), self.len, libc::MADV_HUGEPAGE) };
+    }
+
+    /// Gives the memory of an anonymous mapping's range back; it reads as zeroes from now on.
+    ///
+    /// # Errors
+    /// What `madvise` reports; `InvalidInput` outside the mapping.
+    pub fn discard(&self, offset: usize, len: usize) -> io::Result<()> {
+        let bytes = self.bytes(offset, len).ok_or(io::ErrorKind::InvalidInput)?;
+        // SAFETY: the range lies in this mapping, which is private anonymous memory when this is
+        // called (file-backed mappings would read their file again, which is as well defined).
+        if unsafe { libc::madvise(bytes.as_ptr().cast(), len, libc::MADV_DONTNEED) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(())
+    }
+
+    /// Length in bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it has no bytes; never the case, as the kernel refuses such a mapping.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// What may be done with the memory.
+    #[must_use]
+    pub fn access(&self) -> Access {
+        self.access
+    }
+
+    /// The `len` bytes from `offset`, or `None` if they do not all lie in the mapping.
+    #[inline]
+    #[must_use]
+    pub fn bytes(&self, offset: usize, len: usize) -> Option<RawBytes<'_>> {
+        if offset > self.len || len > self.len - offset {
+            return None;
+        }
+        // SAFETY: `offset` is at most the mapping's length, so the pointer stays in the mapping
+        // (or one past it), and `len` bytes from there were just checked; the lifetime is ours.
+        Some(unsafe { RawBytes::new(self.start.as_ptr().add(offset), len) })
+    }
+
+    /// Whether memory behind the mapping went away (its file was cut short) and zeroes took its
+    /// place. What the guest has there is lost, so its queues must stop.
+    #[must_use]
+    pub fn is_lost(&self) -> bool {
+        self.guard.as_ref().is_some_and(sigbus::Guard::is_lost)
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // The guard goes first: the address range may be somebody else's right after.
+        self.guard = None;
+        // SAFETY: the range was mapped by us and is unmapped once; every user of its addresses
+        // borrows from, or holds a count of, this mapping.
+        unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
+    }
+}
+
+/// Anonymous memory of `len` bytes as a file that can be shared with another process.
+///
+/// # Errors
+/// What the kernel reports when it has none to give.
+pub fn memfd(name: &CStr, len: u64) -> io::Result<OwnedFd> {
+    // SAFETY: the name is a C string; the result is checked and owned once.
+    let fd = unsafe {
+        let fd = libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC);
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        OwnedFd::from_raw_fd(fd)
+    };
+    let file = File::from(fd);
+    file.set_len(len)?;
+    Ok(file.into())
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use std::os::fd::AsFd;
+
+    pub(crate) fn memfd(len: u64) -> OwnedFd {
+        super::memfd(c"test", len).expect("memory")
+    }
+
+    #[test]
+    fn bytes_stay_inside() {
+        let mapping = Mapping::anonymous(8192).expect("map");
+        assert!(mapping.bytes(0, 8192).is_some());
+        assert!(mapping.bytes(8192, 0).is_some());
+        assert!(mapping.bytes(8191, 2).is_none());
+        assert!(mapping.bytes(usize::MAX, 1).is_none());
+        assert!(mapping.bytes(1, usize::MAX).is_none());
+    }
+
+    #[test]
+    fn a_file_that_is_too_short_is_refused() {
+        let fd = memfd(4096);
+        let error = Mapping::shared(fd.as_fd(), 0, 8192, Access::ReadWrite).expect_err("too short");
+        assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
+        let error = Mapping::shared(fd.as_fd(), u64::MAX, 1, Access::Read).expect_err("overflow");
+        assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
+    }
+
+    #[test]
+    fn discarded_memory_reads_as_zeroes() {
+        let mapping = Mapping::anonymous(8192).expect("map");
+        let bytes = mapping.bytes(4096, 4).expect("inside");
+        bytes.copy_from(&[1, 2, 3, 4]);
+        mapping.discard(4096, 4096).expect("discard");
+        let mut read = [9; 4];
+        bytes.copy_to(&mut read);
+        assert_eq!(read, [0; 4]);
+    }
+
+    #[test]
+    fn memory_whose_file_is_cut_short_is_lost_not_fatal() {
+        let fd = memfd(16384);
+        let mapping = Mapping::shared(fd.as_fd(), 0, 16384, Access::ReadWrite).expect("map");
+        let untouched = Mapping::shared(memfd(4096).as_fd(), 0, 4096, Access::Read).expect("map");
+        mapping
+            .bytes(8192, 4)
+            .expect("inside")
+            .copy_from(&[1, 2, 3, 4]);
+        let epoch = crate::memory::lost_memory_epoch();
+        File::from(fd).set_len(4096).expect("cut short");
+        let mut read = [9; 4];
+        mapping.bytes(8192, 4).expect("inside").copy_to(&mut read);
+        assert_eq!(read, [0; 4]);
+        assert!(mapping.is_lost());
+        assert!(!untouched.is_lost());
+        assert_ne!(crate::memory::lost_memory_epoch(), epoch);
+    }
+}

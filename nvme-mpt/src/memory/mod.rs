@@ -1,0 +1,20 @@
+//! Memory that somebody else can write at any time: guests' RAM, doorbell pages, rings.
+//!
+//! This is where the crate's raw memory access lives. Nothing here hands out a Rust reference to
+//! such memory: it is copied in and out, or read and written a word at a time by volatile or
+//! atomic access. What is read may change between two reads, so callers read once and use the
+//! copy.
+
+mod bytes;
+mod cell;
+mod mapping;
+mod ring;
+mod sigbus;
+
+pub use bytes::RawBytes;
+pub use cell::Cell32;
+#[cfg(test)]
+pub(crate) use mapping::tests as tests_support;
+pub use mapping::{Access, Mapping, memfd};
+pub use ring::{CompletionRing, SubmissionRing};
+pub(crate) use sigbus::lost_memory_epoch;

@@ -1,0 +1,77 @@
+//! Time as the data path takes it: once per pass, in ticks of the cheapest clock there is.
+#![expect(unsafe_code, reason = "reads the time stamp counter")]
+
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+/// A moment, in ticks since some moment in the past.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Ticks(pub u64);
+
+impl Ticks {
+    /// This moment.
+    #[inline]
+    #[must_use]
+    pub fn now() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: every x86-64 processor has the instruction, and it has no side effect.
+        return Self(unsafe { core::arch::x86_64::_rdtsc() });
+        #[cfg(not(target_arch = "x86_64"))]
+        Self(start().elapsed().as_nanos() as u64)
+    }
+
+    /// Ticks that went by since `earlier`; 0 if it lies ahead (another core's clock may be).
+    #[inline]
+    #[must_use]
+    pub fn since(self, earlier: Self) -> u64 {
+        self.0.saturating_sub(earlier.0)
+    }
+}
+
+/// How many ticks a time takes, to be asked at set-up.
+#[must_use]
+pub fn ticks_in(time: Duration) -> u64 {
+    (time.as_nanos() as f64 * per_nanosecond()) as u64
+}
+
+/// How many nanoseconds some ticks took.
+#[must_use]
+pub fn nanoseconds(ticks: u64) -> u64 {
+    (ticks as f64 / per_nanosecond()) as u64
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn start() -> Instant {
+    static START: OnceLock<Instant> = OnceLock::new();
+    *START.get_or_init(Instant::now)
+}
+
+/// Ticks per nanosecond, measured once against the system's clock.
+fn per_nanosecond() -> f64 {
+    static RATE: OnceLock<f64> = OnceLock::new();
+    *RATE.get_or_init(|| {
+        let (from, start) = (Ticks::now(), Instant::now());
+        std::thread::sleep(Duration::from_millis(20));
+        let ticks = Ticks::now().since(from);
+        let nanos = start.elapsed().as_nanos();
+        // A counter that stands still (or a broken clock) must not make times infinite.
+        if ticks == 0 || nanos == 0 {
+            1.0
+        } else {
+            ticks as f64 / nanos as f64
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ticks_and_nanoseconds_convert_both_ways() {
+        let ticks = ticks_in(Duration::from_millis(1));
+        let nanos = nanoseconds(ticks);
+        assert!((990_000..=1_010_000).contains(&nanos), "{nanos}");
+        assert_eq!(Ticks(5).since(Ticks(9)), 0);
+    }
+}

@@ -1,0 +1,400 @@
+//! Doorbells: where they lie, and how a poller reads them (Base 2.0, sections 3.1.4 and B.5).
+
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::str::FromStr;
+use std::sync::Arc;
+
+use crate::address::{Gpa, PAGE_SIZE};
+use crate::dma::RegionTable;
+use crate::memory::{Access, Cell32, Mapping};
+use crate::spec::registers::Doorbell;
+use crate::sync::{Ordering, fence};
+
+/// How a guest's doorbell writes reach a poller.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DoorbellMode {
+    /// Stores to the Doorbell Buffer in guest memory; a register write only when EventIdx asks.
+    #[default]
+    Shadow,
+    /// Stores to the doorbell registers, which are host memory mapped into the guest.
+    Mapped,
+    /// Register writes that exit to the VMM.
+    Trap,
+}
+
+impl FromStr for DoorbellMode {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "shadow" => Ok(Self::Shadow),
+            "mapped" => Ok(Self::Mapped),
+            "trap" => Ok(Self::Trap),
+            _ => Err(format!(
+                "`{text}` is no doorbell mode; use shadow, mapped or trap"
+            )),
+        }
+    }
+}
+
+impl fmt::Display for DoorbellMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Shadow => "shadow",
+            Self::Mapped => "mapped",
+            Self::Trap => "trap",
+        })
+    }
+}
+
+/// A cache line per doorbell (`CAP.DSTRD` = 4), so that two vCPUs never write the same line.
+const CACHE_LINE_DSTRD: u8 = 4;
+
+/// The widest `CAP.DSTRD` up to a cache line that serves `queue_pairs` I/O queue pairs.
+///
+/// The Doorbell Buffer has the stride of the registers but only one memory page, which bounds it:
+/// a cache line up to 31 queue pairs, half of one up to 63, a quarter for 64. A stride of a page,
+/// to trap one queue's doorbell and map another's, would leave the buffer room for no I/O queue at
+/// all. Without the buffer there is no bound.
+#[must_use]
+pub fn choose_dstrd(mode: DoorbellMode, queue_pairs: u16) -> u8 {
+    let fits = |dstrd: &u8| Doorbell::area(queue_pairs, *dstrd) <= PAGE_SIZE;
+    match mode {
+        DoorbellMode::Shadow => (0..=CACHE_LINE_DSTRD).rev().find(fits).unwrap_or(0),
+        DoorbellMode::Mapped | DoorbellMode::Trap => CACHE_LINE_DSTRD,
+    }
+}
+
+/// The doorbell registers of one guest controller: host memory behind BAR0 from offset 1000h.
+///
+/// A trapped write is stored here; in `mapped` mode the guest stores here itself.
+#[derive(Debug)]
+pub struct DoorbellPage {
+    fd: OwnedFd,
+    mapping: Arc<Mapping>,
+    dstrd: u8,
+    queue_pairs: u16,
+}
+
+impl DoorbellPage {
+    /// Doorbells, all zero, of the admin queue and of `queue_pairs` I/O queue pairs.
+    ///
+    /// # Errors
+    /// What the kernel reports when it has no memory to give.
+    pub fn new(mode: DoorbellMode, queue_pairs: u16) -> io::Result<Self> {
+        let dstrd = choose_dstrd(mode, queue_pairs);
+        let len = Doorbell::area(queue_pairs, dstrd).next_multiple_of(PAGE_SIZE);
+        let fd = crate::memory::memfd(c"nvme-mpt-doorbells", len)?;
+        let mapping = Mapping::shared(fd.as_fd(), 0, len as usize, Access::ReadWrite)?;
+        Ok(Self {
+            fd,
+            mapping: Arc::new(mapping),
+            dstrd,
+            queue_pairs,
+        })
+    }
+
+    /// The value of CAP.DSTRD: the stride of the registers, and of the Doorbell Buffer.
+    #[must_use]
+    pub fn dstrd(&self) -> u8 {
+        self.dstrd
+    }
+
+    /// Length in bytes, whole memory pages.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.mapping.len()
+    }
+
+    /// Whether there are no doorbells; never the case.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The memory, for a VMM to map into the guest.
+    #[must_use]
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// Which doorbell lies at an offset in BAR0, if one of an existing queue does.
+    #[must_use]
+    pub fn at_bar_offset(&self, bar_offset: u64) -> Option<Doorbell> {
+        Doorbell::at_bar_offset(bar_offset, self.dstrd).filter(|doorbell| self.exists(*doorbell))
+    }
+
+    /// What was last written to a doorbell; 0 for one that does not exist.
+    #[must_use]
+    pub fn load(&self, doorbell: Doorbell) -> u32 {
+        self.cell(doorbell).map_or(0, |cell| cell.load())
+    }
+
+    /// Stores what was written to a doorbell; nothing for one that does not exist.
+    pub fn store(&self, doorbell: Doorbell, value: u32) {
+        if let Some(cell) = self.cell(doorbell) {
+            cell.store(value);
+        }
+    }
+
+    /// Sets all doorbells to zero, as a controller reset does.
+    pub fn clear(&self) {
+        if let Some(bytes) = self.mapping.bytes(0, self.mapping.len()) {
+            bytes.zero();
+        }
+    }
+
+    fn exists(&self, doorbell: Doorbell) -> bool {
+        doorbell.index() / 2 <= u32::from(self.queue_pairs)
+    }
+
+    pub(crate) fn cell(&self, doorbell: Doorbell) -> Option<Cell32> {
+        let offset = doorbell.offset(self.dstrd) as usize;
+        self.exists(doorbell)
+            .then(|| Cell32::new(&self.mapping, offset))
+            .flatten()
+    }
+}
+
+/// The two pages of a Doorbell Buffer Config command (Base 2.0, section 5.8).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DoorbellBuffer {
+    /// The Shadow Doorbell buffer, which the guest writes.
+    pub shadow: Gpa,
+    /// The EventIdx buffer, which the controller writes.
+    pub event_idx: Gpa,
+}
+
+/// A 32-bit word shared with the other side; models of the protocol bring their own.
+pub(crate) trait Word {
+    /// Reads it, with acquire semantics.
+    fn load(&self) -> u32;
+    /// Writes it, with release semantics.
+    fn store(&self, value: u32);
+}
+
+impl Word for Cell32 {
+    #[inline]
+    fn load(&self) -> u32 {
+        Cell32::load(self)
+    }
+    #[inline]
+    fn store(&self, value: u32) {
+        Cell32::store(self, value);
+    }
+}
+
+/// The EventIdx of one doorbell (Base 2.0, section B.5): the guest writes the register only when
+/// its doorbell moves past this value, old value included and new one not.
+#[derive(Debug)]
+pub(crate) struct EventIdx<W> {
+    word: W,
+    entries: u32,
+    published: u32,
+}
+
+impl<W: Word> EventIdx<W> {
+    pub(crate) fn new(word: W, entries: u32, consumed: u32) -> Self {
+        let mut event_idx = Self {
+            word,
+            entries,
+            published: 0,
+        };
+        event_idx.publish(event_idx.behind(consumed));
+        event_idx
+    }
+
+    /// The value just behind what was consumed: the doorbell would have to go a whole round to
+    /// pass it, so it never asks for a register write.
+    fn behind(&self, consumed: u32) -> u32 {
+        if consumed == 0 {
+            self.entries - 1
+        } else {
+            consumed - 1
+        }
+    }
+
+    fn publish(&mut self, value: u32) {
+        self.published = value;
+        self.word.store(value);
+    }
+
+    /// Asks for no register writes while the queue is polled, with the doorbell at `consumed`.
+    ///
+    /// What was published stays behind the doorbell for most of a round, so it is moved once per
+    /// half round only: each store takes the cache line from the vCPU that reads it.
+    #[inline]
+    pub(crate) fn keep_quiet(&mut self, consumed: u32) {
+        let ahead = if consumed >= self.published {
+            consumed - self.published
+        } else {
+            consumed + self.entries - self.published
+        };
+        // 0 ahead is an armed EventIdx: the next write would be a register write.
+        if ahead == 0 || ahead > self.entries / 2 {
+            self.publish(self.behind(consumed));
+        }
+    }
+
+    /// Asks for a register write at the next move of the doorbell from `consumed`. The caller
+    /// then looks at the doorbell once more before it sleeps: the guest stores the doorbell,
+    /// fences, and reads EventIdx; we store EventIdx, fence, and read the doorbell. At least one
+    /// of the two sees the other's store.
+    pub(crate) fn arm(&mut self, consumed: u32) {
+        self.publish(consumed);
+        fence(Ordering::SeqCst);
+    }
+}
+
+/// Where a poller reads one doorbell of an I/O queue.
+#[derive(Debug)]
+pub(crate) struct DoorbellSource {
+    value: Cell32,
+    event_idx: Option<EventIdx<Cell32>>,
+}
+
+impl DoorbellSource {
+    /// The register of the doorbell, or its place in the Doorbell Buffer if there is one.
+    /// `None` if the buffer's pages are not in the VM's memory.
+    pub(crate) fn new(
+        page: &DoorbellPage,
+        doorbell: Doorbell,
+        buffer: Option<DoorbellBuffer>,
+        table: &RegionTable,
+        (entries, consumed): (u32, u32),
+    ) -> Option<Self> {
+        let Some(buffer) = buffer else {
+            return Some(Self {
+                value: page.cell(doorbell)?,
+                event_idx: None,
+            });
+        };
+        let offset = doorbell.offset(page.dstrd());
+        let word = |start: Gpa| {
+            let (mapping, offset) = table.locate(start.checked_add(offset)?, 4)?;
+            Cell32::new(mapping, offset)
+        };
+        let (value, event_idx) = (word(buffer.shadow)?, word(buffer.event_idx)?);
+        let event_idx = Some(EventIdx::new(event_idx, entries, consumed));
+        Some(Self { value, event_idx })
+    }
+
+    /// What the guest last wrote, with everything it wrote before visible.
+    #[inline]
+    pub(crate) fn load(&self) -> u32 {
+        Word::load(&self.value)
+    }
+
+    /// Asks for no notification, with the doorbell seen at `consumed`.
+    #[inline]
+    pub(crate) fn keep_quiet(&mut self, consumed: u32) {
+        if let Some(event_idx) = &mut self.event_idx {
+            event_idx.keep_quiet(consumed);
+        }
+    }
+
+    /// Asks for a notification at the doorbell's next move. See [`EventIdx::arm`].
+    pub(crate) fn arm(&mut self, consumed: u32) {
+        if let Some(event_idx) = &mut self.event_idx {
+            event_idx.arm(consumed);
+        }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::spec::ids::QueueId;
+    use std::cell::Cell;
+
+    impl Word for &Cell<u32> {
+        fn load(&self) -> u32 {
+            self.get()
+        }
+        fn store(&self, value: u32) {
+            self.set(value);
+        }
+    }
+
+    /// The rule a driver decides by (Base 2.0, section B.5, with the 16-bit arithmetic that
+    /// drivers use).
+    pub(crate) fn driver_writes_register(event_idx: u32, new: u32, old: u32) -> bool {
+        (new as u16).wrapping_sub(event_idx as u16).wrapping_sub(1)
+            < (new as u16).wrapping_sub(old as u16)
+    }
+
+    #[test]
+    fn strides_fit_the_doorbell_buffer() {
+        let dstrd = |queues| choose_dstrd(DoorbellMode::Shadow, queues);
+        assert_eq!(
+            (dstrd(1), dstrd(31), dstrd(32), dstrd(63), dstrd(64)),
+            (4, 4, 3, 3, 2)
+        );
+        for queues in 1..=64 {
+            assert!(Doorbell::area(queues, dstrd(queues)) <= PAGE_SIZE);
+        }
+        assert_eq!(choose_dstrd(DoorbellMode::Mapped, 64), 4);
+    }
+
+    #[test]
+    fn only_doorbells_of_queues_that_can_exist() {
+        let page = DoorbellPage::new(DoorbellMode::Shadow, 3).expect("memory");
+        assert_eq!(page.len(), 4096);
+        let last = Doorbell::CqHead(QueueId(3));
+        assert_eq!(page.at_bar_offset(0x1000 + 7 * 64), Some(last));
+        for offset in [0, 0xFFF, 0x1000 + 4, 0x1000 + 8 * 64, u64::MAX] {
+            assert_eq!(page.at_bar_offset(offset), None, "{offset:#x}");
+        }
+        page.store(last, 9);
+        assert_eq!(page.load(last), 9);
+        page.store(Doorbell::CqHead(QueueId(4)), 9);
+        assert_eq!(page.load(Doorbell::CqHead(QueueId(4))), 0);
+        page.clear();
+        assert_eq!(page.load(last), 0);
+        assert_eq!(
+            DoorbellPage::new(DoorbellMode::Trap, 64)
+                .expect("memory")
+                .len(),
+            12288
+        );
+    }
+
+    #[test]
+    fn a_polled_queue_never_asks_for_register_writes() {
+        for entries in [2_u32, 3, 7, 64, 1024, 65536] {
+            let word = Cell::new(0);
+            let mut event_idx = EventIdx::new(&word, entries, 0);
+            let mut tail = 0;
+            for step in 0..5 * entries {
+                // Up to half the queue per doorbell; the poller keeps up.
+                let new = (tail + 1 + step % (entries / 2).max(1)) % entries;
+                assert!(
+                    !driver_writes_register(word.get(), new, tail),
+                    "{entries} {tail}->{new}"
+                );
+                tail = new;
+                event_idx.keep_quiet(tail);
+            }
+        }
+    }
+
+    #[test]
+    fn an_armed_queue_asks_for_the_next_write_whatever_it_is() {
+        for entries in [2_u32, 5, 64, 1024] {
+            let word = Cell::new(0);
+            for consumed in 0..entries {
+                let mut event_idx = EventIdx::new(&word, entries, consumed);
+                event_idx.arm(consumed);
+                for by in 1..entries {
+                    let new = (consumed + by) % entries;
+                    assert!(driver_writes_register(word.get(), new, consumed));
+                }
+                event_idx.keep_quiet(consumed);
+                let next = (consumed + 1) % entries;
+                assert!(!driver_writes_register(word.get(), next, consumed));
+            }
+        }
+    }
+}

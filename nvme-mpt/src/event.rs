@@ -1,0 +1,158 @@
+//! What the data path tells the guest controller, apart from completions.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::{Mutex, PoisonError};
+
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::address::Gpa;
+use crate::spec::ids::{CommandId, Nsid, QueueId};
+use crate::spec::registers::Doorbell;
+use crate::spec::status::Status;
+
+/// Events that wait to be taken; a guest that produces more loses the newer ones, as an Error
+/// Information log page has an end too.
+const CAPACITY: usize = 64;
+
+/// Something that happened on an I/O queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// The guest wrote a value to a doorbell that it must not have. It is ignored, and reported
+    /// once per value.
+    InvalidDoorbell {
+        /// The doorbell.
+        doorbell: Doorbell,
+        /// The value.
+        value: u32,
+    },
+    /// A queue cannot go on; the guest controller is to report a fatal status (CSTS.CFS).
+    QueueFailed {
+        /// The Completion Queue, whose Submission Queues stop with it.
+        qid: QueueId,
+        /// Why.
+        reason: QueueFailure,
+    },
+    /// A command completed with an error.
+    CommandFailed(ErrorEntry),
+}
+
+/// Why a queue cannot go on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum QueueFailure {
+    /// The memory of a ring or of the Doorbell Buffer was unmapped.
+    #[error("The memory at {0} that a queue lies in was unmapped")]
+    RingUnmapped(Gpa),
+    /// Guest memory went away: its file was cut short.
+    #[error("Guest memory went away: its file was cut short")]
+    MemoryLost,
+    /// The host controller's queue broke.
+    #[error("The host controller's queue cannot be used any more")]
+    HostQueue,
+}
+
+/// An entry for the Error Information log page (Base 2.0, section 5.16.1.2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ErrorEntry {
+    /// The Submission Queue the command was in.
+    pub sqid: QueueId,
+    /// The command.
+    pub cid: CommandId,
+    /// What it completed with.
+    pub status: Status,
+    /// The first LBA that the command names, as the guest names it.
+    pub lba: u64,
+    /// The namespace that the command names.
+    pub nsid: Nsid,
+    /// Parameter Error Location: byte (bits 7:0) and bit (bits 10:8) of the command, or FFFFh.
+    pub parameter_location: u16,
+}
+
+/// Events on their way to the guest controller's control thread.
+#[derive(Debug)]
+pub struct EventQueue {
+    events: Mutex<VecDeque<Event>>,
+    eventfd: EventFd,
+}
+
+impl EventQueue {
+    /// An empty queue.
+    ///
+    /// # Errors
+    /// What the kernel reports when there are no file descriptors left.
+    pub fn new() -> io::Result<Self> {
+        let eventfd = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
+        Ok(Self {
+            events: Mutex::new(VecDeque::with_capacity(CAPACITY)),
+            eventfd,
+        })
+    }
+
+    /// Readable while there are events.
+    #[must_use]
+    pub fn eventfd(&self) -> &EventFd {
+        &self.eventfd
+    }
+
+    /// Takes all events.
+    #[must_use]
+    pub fn take(&self) -> Vec<Event> {
+        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        // Nothing to read is no error: another call took the events already.
+        let _ = self.eventfd.read();
+        events.drain(..).collect()
+    }
+
+    /// Reports an event. Of the reports that wait, errors of commands are dropped first: a guest
+    /// that fails fast must not hide that a queue of its broke.
+    pub(crate) fn report(&self, event: Event) {
+        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        if events.len() >= CAPACITY {
+            let expendable = |event: &Event| matches!(event, Event::CommandFailed(_));
+            match events.iter().position(expendable) {
+                Some(index) if !expendable(&event) => drop(events.remove(index)),
+                _ => return,
+            }
+        }
+        let first = events.is_empty();
+        events.push_back(event);
+        drop(events);
+        if first {
+            // A counter that is full is readable as well.
+            let _ = self.eventfd.write(1);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flood_of_errors_is_bounded_and_hides_no_failure() {
+        let queue = EventQueue::new().expect("eventfd");
+        let error = Event::CommandFailed(ErrorEntry {
+            sqid: QueueId(1),
+            cid: CommandId(2),
+            status: Status::INVALID_FIELD,
+            lba: 0,
+            nsid: Nsid(1),
+            parameter_location: 0xFFFF,
+        });
+        for _ in 0..10 * CAPACITY {
+            queue.report(error);
+        }
+        let failure = Event::QueueFailed {
+            qid: QueueId(1),
+            reason: QueueFailure::HostQueue,
+        };
+        queue.report(failure);
+        queue.eventfd().read().expect("readable");
+        let events = queue.take();
+        assert_eq!(events.len(), CAPACITY);
+        assert_eq!(events.last(), Some(&failure));
+        assert!(queue.take().is_empty());
+        queue.report(error);
+        queue.eventfd().read().expect("readable again");
+    }
+}

@@ -1,0 +1,256 @@
+//! Counters of the data path: written by one poller, read by anybody.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use serde::{Deserialize, Serialize};
+
+use crate::clock::nanoseconds;
+
+/// A counter with one writer at a time, which therefore needs no locked instruction.
+#[derive(Debug, Default)]
+pub struct Counter(AtomicU64);
+
+impl Counter {
+    /// Adds to the counter. Only its one writer may.
+    #[inline]
+    pub fn add(&self, by: u64) {
+        self.0.store(
+            self.0.load(Ordering::Relaxed).wrapping_add(by),
+            Ordering::Relaxed,
+        );
+    }
+
+    /// What was counted so far.
+    #[must_use]
+    pub fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// Steps in which a power of two of latency is told apart: buckets are 25 % wide or less.
+const STEPS: usize = 4;
+const BUCKETS: usize = 48 * STEPS;
+
+/// Latencies of commands, from the moment a batch of them was taken to their completion.
+#[derive(Debug)]
+pub struct Histogram {
+    buckets: [Counter; BUCKETS],
+    max: AtomicU64,
+}
+
+impl Default for Histogram {
+    fn default() -> Self {
+        Self {
+            buckets: [const { Counter(AtomicU64::new(0)) }; BUCKETS],
+            max: AtomicU64::new(0),
+        }
+    }
+}
+
+impl Histogram {
+    #[inline]
+    fn bucket(ticks: u64) -> usize {
+        // The two bits after the leading one are the step; below 4 ticks all is one step.
+        let ticks = ticks.max(STEPS as u64);
+        let power = ticks.ilog2() as usize;
+        let step = (ticks >> (power - 2)) as usize % STEPS;
+        ((power - 2) * STEPS + step).min(BUCKETS - 1)
+    }
+
+    /// The most ticks that fall into a bucket.
+    fn upper_bound(bucket: usize) -> u64 {
+        let (power, step) = (bucket / STEPS, bucket % STEPS);
+        ((STEPS + step + 1) as u64)
+            .checked_shl(power as u32)
+            .map_or(u64::MAX, |end| end - 1)
+    }
+
+    /// Counts a command that took this long. Only the one writer may.
+    #[inline]
+    pub fn record(&self, ticks: u64) {
+        self.buckets[Self::bucket(ticks)].add(1);
+        if ticks > self.max.load(Ordering::Relaxed) {
+            self.max.store(ticks, Ordering::Relaxed);
+        }
+    }
+
+    fn snapshot(&self) -> (Vec<u64>, u64) {
+        let buckets = self.buckets.iter().map(Counter::get).collect();
+        (buckets, self.max.load(Ordering::Relaxed))
+    }
+
+    /// What a quantile of the commands stayed within, in microseconds, rounded up to a bucket.
+    #[must_use]
+    pub fn latency(&self) -> LatencyStats {
+        let (buckets, max) = self.snapshot();
+        let total: u64 = buckets.iter().sum();
+        let microseconds = |ticks| nanoseconds(ticks) as f64 / 1000.0;
+        let quantile = |per_mille: u64| {
+            let rank = (total * per_mille).div_ceil(1000).max(1);
+            let mut seen = 0;
+            let bucket = buckets.iter().position(|count| {
+                seen += count;
+                seen >= rank
+            });
+            microseconds(bucket.map_or(0, |bucket| Self::upper_bound(bucket).min(max)))
+        };
+        LatencyStats {
+            p50: quantile(500),
+            p99: quantile(990),
+            p999: quantile(999),
+            max: microseconds(max),
+        }
+    }
+}
+
+/// Counters of one I/O queue pair, kept while queues come and go under its identifier.
+#[derive(Debug, Default)]
+pub struct QueueCounters {
+    /// Commands completed.
+    pub commands: Counter,
+    /// Read commands completed.
+    pub reads: Counter,
+    /// Write commands completed.
+    pub writes: Counter,
+    /// Bytes read by the guest.
+    pub read_bytes: Counter,
+    /// Bytes written by the guest.
+    pub write_bytes: Counter,
+    /// Commands that completed with an error.
+    pub errors: Counter,
+    /// Commands that completed with a media error.
+    pub media_errors: Counter,
+    /// Interrupts raised.
+    pub interrupts: Counter,
+    /// Looks at the doorbell after re-arming that found a new value: each saved a lost wake-up.
+    pub rearm_saves: Counter,
+    /// How long commands took.
+    pub latency: Histogram,
+    /// Doorbell writes that exited to the VMM. Written by the control thread.
+    pub doorbell_exits: Counter,
+}
+
+/// Percentiles of the latency of commands, in microseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct LatencyStats {
+    /// Half of the commands took at most this long.
+    pub p50: f64,
+    /// 99 % of the commands took at most this long.
+    pub p99: f64,
+    /// 99.9 % of the commands took at most this long.
+    pub p999: f64,
+    /// The longest.
+    pub max: f64,
+}
+
+/// Figures of one I/O queue pair.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct QueueStats {
+    /// Queue Identifier of the Submission Queue.
+    pub qid: u16,
+    /// Commands completed.
+    pub commands: u64,
+    /// Bytes read by the guest.
+    pub read_bytes: u64,
+    /// Bytes written by the guest.
+    pub write_bytes: u64,
+    /// Doorbell writes that exited to the VMM.
+    pub doorbell_exits: u64,
+    /// Interrupts raised.
+    pub interrupts: u64,
+    /// Commands that completed with an error.
+    pub errors: u64,
+    /// Looks at the doorbell after re-arming that found a new value.
+    pub rearm_saves: u64,
+    /// How long commands took, from being taken to their completion.
+    pub latency_us: LatencyStats,
+}
+
+impl QueueCounters {
+    pub(crate) fn stats(&self, qid: u16) -> QueueStats {
+        QueueStats {
+            qid,
+            commands: self.commands.get(),
+            read_bytes: self.read_bytes.get(),
+            write_bytes: self.write_bytes.get(),
+            doorbell_exits: self.doorbell_exits.get(),
+            interrupts: self.interrupts.get(),
+            errors: self.errors.get(),
+            rearm_saves: self.rearm_saves.get(),
+            latency_us: self.latency.latency(),
+        }
+    }
+}
+
+/// Figures of one poller.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PollerStats {
+    /// The thread's name.
+    pub name: String,
+    /// The processor it is pinned to, if it is.
+    pub cpu: Option<usize>,
+    /// Share of its life so far in which it found work, 0 to 1.
+    pub busy_share: f64,
+    /// Share of its life so far in which it slept, 0 to 1. What remains it spun.
+    pub parked_share: f64,
+    /// Shadow queues it runs.
+    pub queues: usize,
+    /// How often it went to sleep.
+    pub parks: u64,
+    /// How often it woke up and found nothing to do.
+    pub spurious_wakes: u64,
+}
+
+/// What one lease did so far, for the SMART / Health Information log page.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Read commands completed.
+    pub reads: u64,
+    /// Write commands completed.
+    pub writes: u64,
+    /// Bytes read by the guest.
+    pub bytes_read: u64,
+    /// Bytes written by the guest.
+    pub bytes_written: u64,
+    /// Commands that failed for the media.
+    pub media_errors: u64,
+    /// Commands that completed with an error.
+    pub errors: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_hold_what_their_bounds_say() {
+        for ticks in (4..5000).chain([u64::MAX / 3, 1 << 40, (1 << 45) + 7]) {
+            let bucket = Histogram::bucket(ticks);
+            assert!(
+                ticks <= Histogram::upper_bound(bucket) || bucket == BUCKETS - 1,
+                "{ticks}"
+            );
+            if bucket > 0 && bucket < BUCKETS - 1 {
+                let below = Histogram::upper_bound(bucket - 1);
+                assert!(ticks > below, "{ticks} is not above {below}");
+            }
+        }
+    }
+
+    #[test]
+    fn percentiles_are_within_a_bucket() {
+        let histogram = Histogram::default();
+        let tick = |us| crate::clock::ticks_in(std::time::Duration::from_micros(us));
+        for _ in 0..990 {
+            histogram.record(tick(10));
+        }
+        for _ in 0..10 {
+            histogram.record(tick(1000));
+        }
+        let latency = histogram.latency();
+        assert!((9.9..=12.6).contains(&latency.p50), "{latency:?}");
+        assert!((9.9..=12.6).contains(&latency.p99), "{latency:?}");
+        assert!((990.0..=1010.0).contains(&latency.p999), "{latency:?}");
+        assert_eq!(Histogram::default().latency(), LatencyStats::default());
+    }
+}

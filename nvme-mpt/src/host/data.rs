@@ -1,0 +1,126 @@
+//! The data of a translated command: the software IOMMU.
+
+use zerocopy::transmute;
+
+use crate::address::PAGE_SIZE;
+use crate::dma::RegionHint;
+use crate::host::HostMemory;
+use crate::memory::RawBytes;
+use crate::spec::dma::{SglDescriptor, SglType};
+use crate::spec::sqe::{Psdt, Sqe};
+use crate::spec::status::Status;
+
+/// Where the data of one command lies: PRPs or an SGL of IOVAs, as translation made them.
+///
+/// What it names was checked when it was translated; it is resolved here again because that is
+/// what an IOMMU does, and a mistake there must not become an access here.
+#[derive(Debug)]
+pub(crate) struct DataPointer {
+    psdt: Psdt,
+    dptr: [u64; 2],
+}
+
+impl DataPointer {
+    pub(crate) fn of(sqe: &Sqe) -> Self {
+        Self {
+            psdt: sqe.cdw0.psdt(),
+            dptr: sqe.dptr,
+        }
+    }
+
+    /// Calls `part` with each stretch of the first `len` bytes, in order.
+    #[inline]
+    pub(crate) fn for_each<'a>(
+        &self,
+        memory: HostMemory<'a>,
+        len: u64,
+        part: impl FnMut(RawBytes<'a>),
+    ) -> Result<(), Status> {
+        if self.psdt == Psdt::PRP {
+            self.for_each_prp(memory, len, part)
+        } else {
+            self.for_each_sgl(memory, len, part)
+        }
+    }
+
+    #[inline]
+    fn for_each_prp<'a>(
+        &self,
+        memory: HostMemory<'a>,
+        len: u64,
+        mut part: impl FnMut(RawBytes<'a>),
+    ) -> Result<(), Status> {
+        let mut hint = RegionHint::default();
+        let [prp1, prp2] = self.dptr;
+        let mut visit = |entry: u64, len: u64| {
+            part(resolve(memory, &mut hint, entry, len)?);
+            Ok(())
+        };
+        let first = (PAGE_SIZE - prp1 % PAGE_SIZE).min(len);
+        visit(prp1, first)?;
+        let mut rest = len - first;
+        if rest == 0 {
+            return Ok(());
+        }
+        if rest <= PAGE_SIZE {
+            return visit(prp2, rest);
+        }
+        let entries = rest.div_ceil(PAGE_SIZE) as usize;
+        let list = memory
+            .lists
+            .resolve(prp2, 8 * entries)
+            .ok_or(Status::DATA_TRANSFER_ERROR)?;
+        for i in 0..entries {
+            let size = rest.min(PAGE_SIZE);
+            visit(list.read_u64(i), size)?;
+            rest -= size;
+        }
+        Ok(())
+    }
+
+    fn for_each_sgl<'a>(
+        &self,
+        memory: HostMemory<'a>,
+        len: u64,
+        mut part: impl FnMut(RawBytes<'a>),
+    ) -> Result<(), Status> {
+        let mut hint = RegionHint::default();
+        let sgl1: SglDescriptor = transmute!(self.dptr);
+        if sgl1.id.sgl_type() == SglType::DATA_BLOCK {
+            part(resolve(memory, &mut hint, sgl1.address, len)?);
+            return Ok(());
+        }
+        let segment = memory
+            .lists
+            .resolve(sgl1.address, sgl1.length as usize)
+            .ok_or(Status::DATA_TRANSFER_ERROR)?;
+        let mut rest = len;
+        for i in 0..sgl1.length as usize / SglDescriptor::SIZE {
+            let words = [segment.read_u64(2 * i), segment.read_u64(2 * i + 1)];
+            let block: SglDescriptor = transmute!(words);
+            let size = u64::from(block.length).min(rest);
+            part(resolve(memory, &mut hint, block.address, size)?);
+            rest -= size;
+        }
+        if rest == 0 {
+            Ok(())
+        } else {
+            Err(Status::DATA_SGL_LENGTH_INVALID)
+        }
+    }
+}
+
+#[inline]
+fn resolve<'a>(
+    memory: HostMemory<'a>,
+    hint: &mut RegionHint,
+    iova: u64,
+    len: u64,
+) -> Result<RawBytes<'a>, Status> {
+    memory
+        .table
+        .resolve(iova, len as usize, hint)
+        // Lists of commands (ranges to deallocate or copy) are the slot's own.
+        .or_else(|| memory.lists.resolve(iova, len as usize))
+        .ok_or(Status::DATA_TRANSFER_ERROR)
+}

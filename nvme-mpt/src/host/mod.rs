@@ -1,0 +1,142 @@
+//! Host controllers: the NVMe controllers that do the I/O.
+//!
+//! [`HostController`] is the control path. The data path is [`HostQueue`], one value per queue
+//! pair and one poller for it: a shadow queue writes translated commands into it, rings, and reaps
+//! completions. Both kinds of host controller take the same commands, with host LBAs and IOVAs.
+
+pub(crate) mod data;
+pub mod software;
+
+use std::fmt;
+use std::io;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+
+use crate::dma::RegionTable;
+use crate::iova::IovaSpace;
+use crate::shadow::ListMemory;
+use crate::spec::ids::Nsid;
+use crate::spec::sqe::Sqe;
+use crate::spec::status::Status;
+use software::SoftwareQueue;
+
+/// What a host controller can do, and what a guest controller may therefore promise.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Maximum Data Transfer Size: a power of two of 4 KiB pages.
+    pub mdts: u8,
+    /// Most entries of a queue (CAP.MQES + 1).
+    pub entries_max: u32,
+    /// Whether writes may be lost by a power failure unless they are flushed.
+    pub volatile_write_cache: bool,
+    /// Whether deallocated blocks read as zeroes (DLFEAT 001b); else what they read is not known.
+    pub deallocated_reads_zeroes: bool,
+    /// Most SGL descriptors of a command.
+    pub sgl_descriptors_max: u32,
+    /// Most bytes of one Write Zeroes, Write Uncorrectable or Verify command; a power of two.
+    pub no_data_bytes_max: u64,
+    /// Most bytes of one range of a Dataset Management command.
+    pub dsm_range_bytes_max: u64,
+    /// Most ranges of a Dataset Management command.
+    pub dsm_ranges_max: u32,
+    /// Most bytes of one Copy command, and of one of its source ranges.
+    pub copy_bytes_max: u64,
+    /// Most source ranges of a Copy command.
+    pub copy_ranges_max: u32,
+}
+
+impl Limits {
+    /// Most bytes that one command transfers.
+    #[must_use]
+    pub fn max_transfer(&self) -> u64 {
+        crate::address::PAGE_SIZE << self.mdts
+    }
+}
+
+/// A namespace of a host controller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostNamespace {
+    /// Its identifier at the host controller.
+    pub nsid: Nsid,
+    /// Its size, in logical blocks.
+    pub blocks: u64,
+    /// Logical block size as a power of two, in bytes.
+    pub lba_shift: u8,
+}
+
+/// The control path of a host controller.
+pub trait HostController: Send + Sync + fmt::Debug {
+    /// A name that stays the same for the same drive, whatever path leads to it.
+    fn identity(&self) -> &str;
+
+    /// Model Number, up to 40 characters.
+    fn model(&self) -> &str;
+
+    /// What it can do.
+    fn limits(&self) -> &Limits;
+
+    /// Its namespace. (One, for now.)
+    fn namespace(&self) -> HostNamespace;
+
+    /// The addresses that it can be given.
+    fn iova_space(&self) -> &Arc<IovaSpace>;
+
+    /// Creates a queue pair with room for `slots` commands in flight.
+    ///
+    /// # Errors
+    /// What the kernel or the drive reports.
+    fn create_queue(&self, slots: u16) -> io::Result<HostQueuePair>;
+
+    /// Makes everything durable that was completed until now.
+    ///
+    /// # Errors
+    /// What the kernel or the drive reports.
+    fn flush(&self) -> io::Result<()>;
+}
+
+/// What a host controller says about a command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostCompletion {
+    /// The command's identifier at the host controller: its slot.
+    pub slot: u16,
+    /// How it ended.
+    pub status: Status,
+    /// Dword 0 of the completion.
+    pub dw0: u32,
+}
+
+/// The memory that translated commands name: what an IOMMU would let the host controller reach.
+#[derive(Clone, Copy, Debug)]
+pub struct HostMemory<'a> {
+    /// The VM's memory.
+    pub(crate) table: &'a RegionTable,
+    /// The slots' own lists.
+    pub(crate) lists: &'a ListMemory,
+}
+
+/// The data path of one host queue pair. It is used by one thread at a time.
+pub trait HostQueue {
+    /// Writes a command into the host SQ. There is room for as many as there are slots.
+    fn submit(&mut self, sqe: &Sqe);
+
+    /// Rings the host SQ's doorbell: the controller starts on all that was submitted.
+    fn ring(&mut self, memory: HostMemory<'_>);
+
+    /// Hands over completions that are there.
+    fn reap(&mut self, memory: HostMemory<'_>, done: impl FnMut(HostCompletion));
+
+    /// Becomes readable when completions are there, for a poller that wants to sleep; `None` if
+    /// commands complete while they are rung in, so that there is nothing to wait for.
+    fn wait_fd(&self) -> Option<RawFd>;
+}
+
+/// A queue pair of some kind of host controller. The kind is told apart once per batch.
+#[derive(Debug)]
+pub enum HostQueuePair {
+    /// Of `null:`.
+    Null(SoftwareQueue<software::NullStore>),
+    /// Of `memory:`.
+    Memory(SoftwareQueue<software::MemoryStore>),
+    /// Of a file or block device.
+    File(Box<software::FileQueue>),
+}

@@ -1,0 +1,149 @@
+//! A file or block device as a drive, through io_uring.
+
+mod queue;
+mod uring;
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Seek, SeekFrom};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use log::info;
+
+pub use queue::FileQueue;
+
+use super::UncorrectableBlocks;
+
+/// How a file must be read and written to bypass the page cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct DirectAlignment {
+    /// Buffers start and end at multiples of this, in bytes.
+    pub(super) memory: usize,
+    /// File offsets and lengths are multiples of this, in bytes.
+    pub(super) offset: u64,
+}
+
+/// An open file or block device.
+#[derive(Clone, Debug)]
+pub struct FileStore {
+    shared: Arc<SharedFile>,
+}
+
+#[derive(Debug)]
+pub(super) struct SharedFile {
+    path: PathBuf,
+    bytes: u64,
+    pub(super) lba_shift: u8,
+    pub(super) buffered: File,
+    /// The same file without the page cache, if the file system can do that.
+    pub(super) direct: Option<(File, DirectAlignment)>,
+    /// Whether it can deallocate, after which a range reads as zeroes.
+    pub(super) punches_holes: bool,
+    pub(super) uncorrectable: UncorrectableBlocks,
+}
+
+impl FileStore {
+    /// Opens a file or block device for reading and writing.
+    ///
+    /// # Errors
+    /// What the kernel reports; `InvalidInput` for something that is neither.
+    pub(super) fn open(path: &Path, lba_shift: u8) -> io::Result<Self> {
+        let path = path.canonicalize()?;
+        let kind = path.metadata()?.file_type();
+        if !kind.is_file() && !kind.is_block_device() {
+            let what = "it is neither a file nor a block device";
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
+        }
+        let mut options = OpenOptions::new();
+        options.read(true).write(true);
+        // A block device that is mounted or otherwise in use refuses an exclusive open.
+        let exclusive = if kind.is_block_device() {
+            libc::O_EXCL
+        } else {
+            0
+        };
+        let mut buffered = options.custom_flags(exclusive).open(&path)?;
+        let bytes = buffered.seek(SeekFrom::End(0))?;
+        let direct = options
+            .custom_flags(libc::O_DIRECT)
+            .open(&path)
+            .ok()
+            .and_then(|file| {
+                let alignment = uring::direct_alignment(&file)?;
+                Some((file, alignment))
+            });
+        if direct.is_none() {
+            info!(
+                "{} cannot bypass the page cache, which costs a copy",
+                path.display()
+            );
+        }
+        let punches_holes = uring::can_punch_holes(&buffered, bytes);
+        let shared = SharedFile {
+            path,
+            bytes,
+            lba_shift,
+            buffered,
+            direct,
+            punches_holes,
+            uncorrectable: UncorrectableBlocks::default(),
+        };
+        Ok(Self {
+            shared: Arc::new(shared),
+        })
+    }
+
+    /// Its path without links.
+    #[must_use]
+    pub fn canonical_path(&self) -> &Path {
+        &self.shared.path
+    }
+
+    /// Its size when it was opened.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.shared.bytes
+    }
+
+    /// Whether deallocated ranges read as zeroes.
+    #[must_use]
+    pub fn punches_holes(&self) -> bool {
+        self.shared.punches_holes
+    }
+
+    /// Makes all that was written durable.
+    ///
+    /// # Errors
+    /// What fdatasync reports.
+    pub fn sync(&self) -> io::Result<()> {
+        self.shared.buffered.sync_data()
+    }
+}
+
+impl SharedFile {
+    /// The descriptor for a transfer: the direct one if all its parts are aligned for it.
+    pub(super) fn descriptor(
+        &self,
+        offset: u64,
+        parts: impl Iterator<Item = (usize, usize)>,
+    ) -> std::os::fd::RawFd {
+        if let Some((file, alignment)) = &self.direct {
+            let DirectAlignment {
+                memory,
+                offset: step,
+            } = *alignment;
+            let mut total = 0;
+            let mut aligned = offset % step == 0;
+            for (address, len) in parts {
+                aligned &= address % memory == 0 && len % memory == 0;
+                total += len as u64;
+            }
+            if aligned && total % step == 0 {
+                return file.as_raw_fd();
+            }
+        }
+        self.buffered.as_raw_fd()
+    }
+}

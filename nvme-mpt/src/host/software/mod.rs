@@ -1,0 +1,240 @@
+//! The software host controller: an NVMe drive in this process, over one of three stores.
+
+mod file;
+mod memory;
+mod null;
+mod uncorrectable;
+
+use std::io;
+use std::os::fd::RawFd;
+use std::path::Path;
+use std::sync::Arc;
+
+pub use file::{FileQueue, FileStore};
+pub use memory::MemoryStore;
+pub use null::NullStore;
+pub(crate) use uncorrectable::UncorrectableBlocks;
+
+use super::{
+    HostCompletion, HostController, HostMemory, HostNamespace, HostQueue, HostQueuePair, Limits,
+};
+use crate::iova::IovaSpace;
+use crate::shadow::MAX_SGL_DESCRIPTORS;
+use crate::spec::ids::Nsid;
+use crate::spec::sqe::Sqe;
+use crate::spec::status::Status;
+
+/// Commands are executed here: in the poller, when their queue is rung.
+pub trait Store {
+    /// Executes a command to its end.
+    fn execute(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Status;
+
+    /// Asks the processor to fetch what a command will need. It comes before `execute`.
+    fn prefetch(&self, sqe: &Sqe);
+}
+
+/// A queue pair whose commands complete while they are rung in.
+#[derive(Debug)]
+pub struct SoftwareQueue<S> {
+    store: S,
+    sq: Vec<Sqe>,
+    cq: Vec<HostCompletion>,
+}
+
+impl<S: Store> SoftwareQueue<S> {
+    fn new(store: S, slots: u16) -> Self {
+        let room = usize::from(slots);
+        Self {
+            store,
+            sq: Vec::with_capacity(room),
+            cq: Vec::with_capacity(room),
+        }
+    }
+}
+
+impl<S: Store> HostQueue for SoftwareQueue<S> {
+    #[inline]
+    fn submit(&mut self, sqe: &Sqe) {
+        debug_assert!(self.sq.len() < self.sq.capacity());
+        self.store.prefetch(sqe);
+        self.sq.push(*sqe);
+    }
+
+    #[inline]
+    fn ring(&mut self, memory: HostMemory<'_>) {
+        for sqe in self.sq.drain(..) {
+            let status = self.store.execute(&sqe, memory);
+            self.cq.push(HostCompletion {
+                slot: sqe.cid().0,
+                status,
+                dw0: 0,
+            });
+        }
+    }
+
+    #[inline]
+    fn reap(&mut self, _: HostMemory<'_>, mut done: impl FnMut(HostCompletion)) {
+        for completion in self.cq.drain(..) {
+            done(completion);
+        }
+    }
+
+    fn wait_fd(&self) -> Option<RawFd> {
+        None
+    }
+}
+
+/// Where a software controller keeps its blocks.
+#[derive(Debug)]
+enum Blocks {
+    Null,
+    Memory(MemoryStore),
+    File(FileStore),
+}
+
+/// An NVMe controller in this process, with one namespace.
+#[derive(Debug)]
+pub struct SoftwareController {
+    identity: String,
+    model: &'static str,
+    namespace: HostNamespace,
+    limits: Limits,
+    blocks: Blocks,
+    iova_space: Arc<IovaSpace>,
+}
+
+/// Most bytes of a command that moves or names data: 1 MiB.
+const MAX_TRANSFER_LOG2: u8 = 20;
+
+/// What the software controller promises over any store.
+const LIMITS: Limits = Limits {
+    mdts: MAX_TRANSFER_LOG2 - 12,
+    entries_max: 4096,
+    volatile_write_cache: false,
+    deallocated_reads_zeroes: true,
+    sgl_descriptors_max: MAX_SGL_DESCRIPTORS,
+    no_data_bytes_max: 1 << MAX_TRANSFER_LOG2,
+    // Giving memory back takes time that other queues of the poller wait for.
+    dsm_range_bytes_max: 256 << 20,
+    dsm_ranges_max: 256,
+    copy_bytes_max: 1 << MAX_TRANSFER_LOG2,
+    copy_ranges_max: 128,
+};
+
+impl SoftwareController {
+    fn new(
+        identity: String,
+        model: &'static str,
+        (bytes, lba_shift): (u64, u8),
+        limits: Limits,
+        blocks: Blocks,
+    ) -> Self {
+        let namespace = HostNamespace {
+            nsid: Nsid(1),
+            blocks: bytes >> lba_shift,
+            lba_shift,
+        };
+        let iova_space = Arc::new(IovaSpace::software());
+        Self {
+            identity,
+            model,
+            namespace,
+            limits,
+            blocks,
+            iova_space,
+        }
+    }
+
+    /// A drive that keeps nothing.
+    #[must_use]
+    pub fn null(bytes: u64, lba_shift: u8) -> Self {
+        let identity = format!("null:{bytes}");
+        Self::new(
+            identity,
+            "nvme-mpt null drive",
+            (bytes, lba_shift),
+            LIMITS,
+            Blocks::Null,
+        )
+    }
+
+    /// A drive in memory.
+    ///
+    /// # Errors
+    /// What the kernel reports when there is no room in the address space.
+    pub fn memory(bytes: u64, lba_shift: u8) -> io::Result<Self> {
+        let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
+        let blocks = Blocks::Memory(MemoryStore::new(len, lba_shift, Arc::default())?);
+        let identity = format!("memory:{bytes}");
+        Ok(Self::new(
+            identity,
+            "nvme-mpt memory drive",
+            (bytes, lba_shift),
+            LIMITS,
+            blocks,
+        ))
+    }
+
+    /// A drive in a file or a block device.
+    ///
+    /// # Errors
+    /// What the kernel reports when it is opened.
+    pub fn file(path: &Path, lba_shift: u8) -> io::Result<Self> {
+        let store = FileStore::open(path, lba_shift)?;
+        let identity = format!("file:{}", store.canonical_path().display());
+        let limits = Limits {
+            volatile_write_cache: true,
+            deallocated_reads_zeroes: store.punches_holes(),
+            // A fallocate runs in the kernel's own threads, so its length makes nobody wait.
+            dsm_range_bytes_max: 2 << 40,
+            ..LIMITS
+        };
+        let size = (store.bytes(), lba_shift);
+        Ok(Self::new(
+            identity,
+            "nvme-mpt file drive",
+            size,
+            limits,
+            Blocks::File(store),
+        ))
+    }
+}
+
+impl HostController for SoftwareController {
+    fn identity(&self) -> &str {
+        &self.identity
+    }
+
+    fn model(&self) -> &str {
+        self.model
+    }
+
+    fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    fn namespace(&self) -> HostNamespace {
+        self.namespace
+    }
+
+    fn iova_space(&self) -> &Arc<IovaSpace> {
+        &self.iova_space
+    }
+
+    fn create_queue(&self, slots: u16) -> io::Result<HostQueuePair> {
+        Ok(match &self.blocks {
+            Blocks::Null => HostQueuePair::Null(SoftwareQueue::new(NullStore, slots)),
+            Blocks::Memory(store) => {
+                HostQueuePair::Memory(SoftwareQueue::new(store.clone(), slots))
+            }
+            Blocks::File(store) => HostQueuePair::File(Box::new(FileQueue::new(store, slots)?)),
+        })
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        match &self.blocks {
+            Blocks::Null | Blocks::Memory(_) => Ok(()),
+            Blocks::File(store) => store.sync(),
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! Scatter Gather Lists (Base 2.0, section 4.1.2): from the guest's addresses to IOVAs.
+//!
+//! Data blocks that describe exactly the command's data, in any chain of segments. Every
+//! descriptor is read once; the host controller gets one segment in memory of the slot's own.
+//! Bit buckets, keyed and transport descriptors are not supported and not advertised.
+
+use zerocopy::transmute;
+
+use super::Failure;
+use super::lists::{LIST_BYTES, ListMemory};
+use crate::address::Gpa;
+use crate::dma::{Direction, RegionHint, RegionTable};
+use crate::spec::dma::{SglDescriptor, SglSubType, SglType};
+use crate::spec::status::Status;
+
+/// Descriptors that a command may have, those that point to segments included.
+pub const MAX_DESCRIPTORS: u32 = (LIST_BYTES / SglDescriptor::SIZE) as u32;
+
+/// Byte offset of the descriptor in a command, for the error log.
+const SGL1: u16 = 24;
+
+fn failure(status: Status) -> Failure {
+    Failure::at(status, SGL1)
+}
+
+/// Collects the host controller's data blocks.
+struct Builder<'a> {
+    table: &'a RegionTable,
+    hint: &'a mut RegionHint,
+    direction: Direction,
+    /// Bytes of the command's data that no descriptor has described yet.
+    missing: u64,
+    lists: &'a ListMemory,
+    slot: u16,
+    count: usize,
+    first: SglDescriptor,
+}
+
+impl Builder<'_> {
+    fn data_block(&mut self, guest: SglDescriptor) -> Result<(), Failure> {
+        let len = u64::from(guest.length);
+        if len == 0 {
+            return Ok(());
+        }
+        self.missing = self
+            .missing
+            .checked_sub(len)
+            .ok_or(failure(Status::DATA_SGL_LENGTH_INVALID))?;
+        let iova = self
+            .table
+            .translate(Gpa(guest.address), len, self.direction, self.hint)
+            .ok_or(failure(Status::DATA_TRANSFER_ERROR))?;
+        let host = SglDescriptor::data_block(iova.bits(), guest.length);
+        if self.count == 0 {
+            self.first = host;
+        }
+        // The bound on descriptors is the size of the list, so there is room.
+        let words: [u64; 2] = transmute!(host);
+        let (list, _) = self.lists.of_slot(self.slot);
+        list.write_u64(2 * self.count, words[0]);
+        list.write_u64(2 * self.count + 1, words[1]);
+        self.count += 1;
+        Ok(())
+    }
+
+    fn finish(self) -> Result<[u64; 2], Failure> {
+        if self.missing != 0 {
+            return Err(failure(Status::DATA_SGL_LENGTH_INVALID));
+        }
+        if self.count == 1 {
+            return Ok(transmute!(self.first));
+        }
+        let (_, iova) = self.lists.of_slot(self.slot);
+        let len = (self.count * SglDescriptor::SIZE) as u32;
+        Ok(transmute!(SglDescriptor::last_segment(iova.bits(), len)))
+    }
+}
+
+/// Translates the SGL of a command that transfers `len` bytes, at least one.
+pub(super) fn translate(
+    table: &RegionTable,
+    hint: &mut RegionHint,
+    dptr: [u64; 2],
+    len: u64,
+    direction: Direction,
+    lists: &ListMemory,
+    slot: u16,
+) -> Result<[u64; 2], Failure> {
+    let mut descriptor: SglDescriptor = transmute!(dptr);
+    let mut segment_hint = RegionHint::default();
+    let mut seen = 0;
+    let first = SglDescriptor::default();
+    let mut builder = Builder {
+        table,
+        hint,
+        direction,
+        missing: len,
+        lists,
+        slot,
+        count: 0,
+        first,
+    };
+    // One round per segment. The first "segment" is the descriptor in the command.
+    loop {
+        if descriptor.id.sub_type() != SglSubType::ADDRESS {
+            return Err(failure(Status::SGL_DESCRIPTOR_TYPE_INVALID));
+        }
+        let last = match descriptor.id.sgl_type() {
+            SglType::DATA_BLOCK => {
+                builder.data_block(descriptor)?;
+                return builder.finish();
+            }
+            SglType::SEGMENT => false,
+            SglType::LAST_SEGMENT => true,
+            _ => return Err(failure(Status::SGL_DESCRIPTOR_TYPE_INVALID)),
+        };
+        let size = SglDescriptor::SIZE as u32;
+        if descriptor.length == 0 || !descriptor.length.is_multiple_of(size) {
+            return Err(failure(Status::INVALID_SGL_SEGMENT_DESCRIPTOR));
+        }
+        let count = descriptor.length / size;
+        seen += count;
+        if seen > MAX_DESCRIPTORS {
+            return Err(failure(Status::INVALID_NUMBER_OF_SGL_DESCRIPTORS));
+        }
+        let segment = table
+            .bytes(
+                Gpa(descriptor.address),
+                u64::from(descriptor.length),
+                Direction::FromGuest,
+                &mut segment_hint,
+            )
+            .ok_or(failure(Status::DATA_TRANSFER_ERROR))?;
+        let read = |i: u32| -> SglDescriptor {
+            let i = i as usize;
+            transmute!([segment.read_u64(2 * i), segment.read_u64(2 * i + 1)])
+        };
+        let blocks = if last { count } else { count - 1 };
+        for i in 0..blocks {
+            let block = read(i);
+            match (block.id.sgl_type(), block.id.sub_type()) {
+                (SglType::DATA_BLOCK, SglSubType::ADDRESS) => builder.data_block(block)?,
+                // Only the last descriptor of a segment that is not the last one may point on.
+                (SglType::SEGMENT | SglType::LAST_SEGMENT, _) => {
+                    return Err(failure(Status::INVALID_SGL_SEGMENT_DESCRIPTOR));
+                }
+                _ => return Err(failure(Status::SGL_DESCRIPTOR_TYPE_INVALID)),
+            }
+        }
+        if last {
+            return builder.finish();
+        }
+        descriptor = read(count - 1);
+        if !matches!(
+            descriptor.id.sgl_type(),
+            SglType::SEGMENT | SglType::LAST_SEGMENT
+        ) {
+            return Err(failure(Status::INVALID_SGL_SEGMENT_DESCRIPTOR));
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! Slots: what a shadow queue remembers of each command it has in flight.
+
+use crate::clock::Ticks;
+use crate::spec::ids::CommandId;
+
+/// What a command counts as.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Read,
+    Write,
+    #[default]
+    Other,
+}
+
+/// A command in flight.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Slot {
+    /// The guest's identifier of the command.
+    pub(crate) cid: CommandId,
+    /// Which of the shadow queue's Submission Queues it came from.
+    pub(crate) sq: u16,
+    pub(crate) kind: Kind,
+    pub(crate) busy: bool,
+    /// Whether an older table of the VM's memory translated it.
+    pub(crate) stale: bool,
+    /// Data length.
+    pub(crate) bytes: u32,
+    /// First LBA as the guest names it, for the error log.
+    pub(crate) slba: u64,
+    /// When it was taken.
+    pub(crate) taken: Ticks,
+}
+
+/// The slots of a shadow queue. A slot's index is the command's identifier at the host controller.
+#[derive(Debug)]
+pub(crate) struct Slots {
+    slots: Box<[Slot]>,
+    free: Vec<u16>,
+    stale: usize,
+}
+
+impl Slots {
+    pub(crate) fn new(count: u16) -> Self {
+        let slots = vec![Slot::default(); usize::from(count)].into_boxed_slice();
+        // Lowest first: the same few slots and their list pages stay in the cache.
+        Self {
+            slots,
+            free: (0..count).rev().collect(),
+            stale: 0,
+        }
+    }
+
+    #[inline]
+    pub(crate) fn free(&self) -> usize {
+        self.free.len()
+    }
+
+    #[inline]
+    pub(crate) fn in_flight(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+
+    /// The slot that [`Self::occupy`] would take next.
+    #[inline]
+    pub(crate) fn next(&self) -> Option<u16> {
+        self.free.last().copied()
+    }
+
+    /// Takes the slot that [`Self::next`] named.
+    #[inline]
+    pub(crate) fn occupy(&mut self, slot: Slot) {
+        if let Some(index) = self.free.pop()
+            && let Some(entry) = self.slots.get_mut(usize::from(index))
+        {
+            *entry = Slot { busy: true, ..slot };
+        }
+    }
+
+    /// Gives a slot back; `None` for a number that no command in flight has.
+    #[inline]
+    pub(crate) fn release(&mut self, index: u16) -> Option<Slot> {
+        let slot = self
+            .slots
+            .get_mut(usize::from(index))
+            .filter(|slot| slot.busy)?;
+        slot.busy = false;
+        if slot.stale {
+            slot.stale = false;
+            self.stale -= 1;
+        }
+        let slot = *slot;
+        self.free.push(index);
+        Some(slot)
+    }
+
+    /// Marks all that is in flight as translated by an older table.
+    pub(crate) fn make_stale(&mut self) {
+        self.stale = self.in_flight();
+        for slot in &mut self.slots {
+            slot.stale = slot.busy;
+        }
+    }
+
+    /// Commands in flight that an older table translated.
+    pub(crate) fn stale(&self) -> usize {
+        self.stale
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_come_back_once() {
+        let mut slots = Slots::new(3);
+        assert_eq!(slots.next(), Some(0));
+        slots.occupy(Slot {
+            cid: CommandId(7),
+            ..Slot::default()
+        });
+        assert_eq!((slots.next(), slots.in_flight()), (Some(1), 1));
+        slots.make_stale();
+        slots.occupy(Slot {
+            cid: CommandId(8),
+            ..Slot::default()
+        });
+        assert_eq!(slots.stale(), 1);
+        assert_eq!(slots.release(1).map(|slot| slot.cid), Some(CommandId(8)));
+        assert_eq!(slots.stale(), 1);
+        assert!(slots.release(1).is_none());
+        assert!(slots.release(99).is_none());
+        assert_eq!(slots.release(0).map(|slot| slot.cid), Some(CommandId(7)));
+        assert_eq!((slots.stale(), slots.in_flight(), slots.free()), (0, 0, 3));
+    }
+}

@@ -1,0 +1,451 @@
+//! Which commands of a guest reach the host controller, and as what.
+//!
+//! A command for the host controller is built anew from fields that were checked, never a guest's
+//! entry with some fields replaced: what is not known here does not get through.
+
+use std::sync::Arc;
+
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::lists::ListMemory;
+use super::prp::{self, PrpHints};
+use super::slot::Kind;
+use super::{Failure, sgl};
+use crate::address::PAGE_SIZE;
+use crate::dma::{Direction, RegionHint, RegionTable};
+use crate::host::data::DataPointer;
+use crate::host::{HostMemory, Limits};
+use crate::spec::ids::{CommandId, Lba, Nsid};
+use crate::spec::nvm::{
+    CompareVerify, CopyCommand, CopyFormat, CopyRange0, DatasetManagement, DsmRange, ReadWrite,
+    WriteUncorrectable, WriteZeroes,
+};
+use crate::spec::opcode::NvmOpcode;
+use crate::spec::sqe::{Cdw0, Fuse, Psdt, Sqe};
+use crate::spec::status::Status;
+
+/// Byte offsets of fields in a command, for the error log.
+mod location {
+    pub(super) const OPCODE: u16 = 0;
+    pub(super) const FUSE_AND_PSDT: u16 = 1;
+    pub(super) const NSID: u16 = 4;
+    pub(super) const CDW10: u16 = 40;
+    pub(super) const CDW12: u16 = 48;
+    pub(super) const DATA: u16 = 24;
+}
+
+/// The blocks of a lease: what the guest sees as its namespace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LeasedBlocks {
+    /// The namespace as the guest names it.
+    pub guest_nsid: Nsid,
+    /// The namespace as the host controller names it.
+    pub host_nsid: Nsid,
+    /// The first leased block of the host's namespace.
+    pub first: Lba,
+    /// How many blocks are leased.
+    pub blocks: u64,
+    /// Logical block size as a power of two, in bytes.
+    pub lba_shift: u8,
+}
+
+impl LeasedBlocks {
+    /// The host's name of the first of `count` blocks, if all of them are leased.
+    #[inline]
+    fn translate(&self, slba: Lba, count: u64) -> Result<Lba, Failure> {
+        // Neither side can wrap: `count` is at most `blocks` where it is subtracted, and the
+        // lease lies in the host's namespace.
+        if count <= self.blocks && slba.0 <= self.blocks - count {
+            Ok(Lba(self.first.0 + slba.0))
+        } else {
+            Err(Failure::at(Status::LBA_OUT_OF_RANGE, location::CDW10))
+        }
+    }
+}
+
+/// What a command that was translated counts as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Work {
+    pub(super) kind: Kind,
+    pub(super) bytes: u32,
+}
+
+/// Turns guest commands into host commands, for one shadow queue.
+#[derive(Debug)]
+pub(super) struct Translator {
+    table: Arc<RegionTable>,
+    lists: ListMemory,
+    blocks: LeasedBlocks,
+    limits: Limits,
+    prp_hints: PrpHints,
+    sgl_hint: RegionHint,
+    /// A command's ranges, between being copied from the guest and being checked.
+    ranges: Box<[u64; PAGE_SIZE as usize / 8]>,
+}
+
+impl Translator {
+    pub(super) fn new(
+        table: Arc<RegionTable>,
+        lists: ListMemory,
+        blocks: LeasedBlocks,
+        limits: Limits,
+    ) -> Self {
+        Self {
+            table,
+            lists,
+            blocks,
+            limits,
+            prp_hints: PrpHints::default(),
+            sgl_hint: RegionHint::default(),
+            ranges: Box::new([0; PAGE_SIZE as usize / 8]),
+        }
+    }
+
+    /// The snapshot of the VM's memory that is translated by.
+    pub(super) fn table(&self) -> &Arc<RegionTable> {
+        &self.table
+    }
+
+    /// Translates by another snapshot from now on. Returns the last one.
+    pub(super) fn set_table(&mut self, table: Arc<RegionTable>) -> Arc<RegionTable> {
+        std::mem::replace(&mut self.table, table)
+    }
+
+    /// What the host controller may reach for translated commands.
+    #[inline]
+    pub(super) fn memory(&self) -> HostMemory<'_> {
+        HostMemory {
+            table: &self.table,
+            lists: &self.lists,
+        }
+    }
+
+    /// Translates a command that will have this slot at the host controller.
+    #[inline]
+    pub(super) fn translate(&mut self, guest: &Sqe, slot: u16) -> Result<(Sqe, Work), Failure> {
+        let opcode = NvmOpcode(guest.opcode());
+        if matches!(opcode, NvmOpcode::READ | NvmOpcode::WRITE) {
+            self.check_common(guest)?;
+            return self.read_write(guest, opcode, slot);
+        }
+        self.translate_others(guest, opcode, slot)
+    }
+
+    fn translate_others(
+        &mut self,
+        guest: &Sqe,
+        opcode: NvmOpcode,
+        slot: u16,
+    ) -> Result<(Sqe, Work), Failure> {
+        match opcode {
+            NvmOpcode::FLUSH if guest.nsid == Nsid::BROADCAST => {
+                self.check_common(&Sqe {
+                    nsid: self.blocks.guest_nsid,
+                    ..*guest
+                })?;
+                Ok(self.host_command(opcode, slot, Kind::Other))
+            }
+            NvmOpcode::FLUSH
+            | NvmOpcode::WRITE_UNCORRECTABLE
+            | NvmOpcode::COMPARE
+            | NvmOpcode::WRITE_ZEROES
+            | NvmOpcode::DATASET_MANAGEMENT
+            | NvmOpcode::VERIFY
+            | NvmOpcode::COPY => {
+                self.check_common(guest)?;
+                match opcode {
+                    NvmOpcode::FLUSH => Ok(self.host_command(opcode, slot, Kind::Other)),
+                    NvmOpcode::COMPARE => self.compare(guest, slot),
+                    NvmOpcode::DATASET_MANAGEMENT => self.dataset_management(guest, slot),
+                    NvmOpcode::COPY => self.copy(guest, slot),
+                    _ => self.without_data(guest, opcode, slot),
+                }
+            }
+            _ => Err(Failure::at(Status::INVALID_OPCODE, location::OPCODE)),
+        }
+    }
+
+    /// What is the same for every command (Base 2.0, section 3.3.3.1).
+    #[inline]
+    fn check_common(&self, guest: &Sqe) -> Result<(), Failure> {
+        let psdt = guest.cdw0.psdt();
+        if guest.cdw0.fuse() != Fuse::NORMAL || (psdt != Psdt::PRP && psdt != Psdt::SGL_MPTR_BUFFER)
+        {
+            return Err(Failure::at(Status::INVALID_FIELD, location::FUSE_AND_PSDT));
+        }
+        if guest.nsid != self.blocks.guest_nsid {
+            return Err(Failure::at(
+                Status::INVALID_NAMESPACE_OR_FORMAT,
+                location::NSID,
+            ));
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn host_command(&self, opcode: NvmOpcode, slot: u16, kind: Kind) -> (Sqe, Work) {
+        let cdw0 = Cdw0::default()
+            .with_opcode(opcode.0)
+            .with_cid(CommandId(slot));
+        let sqe = Sqe {
+            cdw0,
+            nsid: self.blocks.host_nsid,
+            ..Sqe::default()
+        };
+        (sqe, Work { kind, bytes: 0 })
+    }
+
+    /// Translates a Data Pointer into `host`.
+    #[inline]
+    fn data(
+        &mut self,
+        guest: &Sqe,
+        len: u64,
+        direction: Direction,
+        slot: u16,
+        host: &mut Sqe,
+    ) -> Result<(), Failure> {
+        if guest.cdw0.psdt() == Psdt::PRP {
+            let hints = &mut self.prp_hints;
+            host.dptr = prp::translate(
+                &self.table,
+                hints,
+                guest.dptr,
+                len,
+                direction,
+                &self.lists,
+                slot,
+            )?;
+        } else {
+            let hint = &mut self.sgl_hint;
+            host.cdw0 = host.cdw0.with_psdt(Psdt::SGL_MPTR_BUFFER);
+            host.dptr = sgl::translate(
+                &self.table,
+                hint,
+                guest.dptr,
+                len,
+                direction,
+                &self.lists,
+                slot,
+            )?;
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn read_write(
+        &mut self,
+        guest: &Sqe,
+        opcode: NvmOpcode,
+        slot: u16,
+    ) -> Result<(Sqe, Work), Failure> {
+        let command = ReadWrite::from(guest);
+        let count = u64::from(command.nlb_z) + 1;
+        let slba = self.blocks.translate(command.slba, count)?;
+        let len = count << self.blocks.lba_shift;
+        if len > self.limits.max_transfer() {
+            return Err(Failure::at(Status::INVALID_FIELD, location::CDW12));
+        }
+        let (kind, direction) = if opcode == NvmOpcode::READ {
+            (Kind::Read, Direction::ToGuest)
+        } else {
+            (Kind::Write, Direction::FromGuest)
+        };
+        let (mut host, work) = self.host_command(opcode, slot, kind);
+        let ReadWrite { nlb_z, fua, lr, .. } = command;
+        ReadWrite {
+            slba,
+            nlb_z,
+            fua,
+            lr,
+            ..ReadWrite::default()
+        }
+        .write_to(&mut host);
+        self.data(guest, len, direction, slot, &mut host)?;
+        Ok((
+            host,
+            Work {
+                bytes: len as u32,
+                ..work
+            },
+        ))
+    }
+
+    fn compare(&mut self, guest: &Sqe, slot: u16) -> Result<(Sqe, Work), Failure> {
+        let command = CompareVerify::from(guest);
+        let count = u64::from(command.nlb_z) + 1;
+        let slba = self.blocks.translate(command.slba, count)?;
+        let len = count << self.blocks.lba_shift;
+        if len > self.limits.max_transfer() {
+            return Err(Failure::at(Status::INVALID_FIELD, location::CDW12));
+        }
+        let (mut host, work) = self.host_command(NvmOpcode::COMPARE, slot, Kind::Other);
+        let CompareVerify { nlb_z, fua, lr, .. } = command;
+        CompareVerify {
+            slba,
+            nlb_z,
+            fua,
+            lr,
+            ..CompareVerify::default()
+        }
+        .write_to(&mut host);
+        self.data(guest, len, Direction::FromGuest, slot, &mut host)?;
+        Ok((host, work))
+    }
+
+    /// Write Zeroes, Write Uncorrectable and Verify: a range of blocks and nothing else.
+    fn without_data(
+        &mut self,
+        guest: &Sqe,
+        opcode: NvmOpcode,
+        slot: u16,
+    ) -> Result<(Sqe, Work), Failure> {
+        // The three have their range in the same place.
+        let WriteUncorrectable { slba, nlb_z } = WriteUncorrectable::from(guest);
+        let count = u64::from(nlb_z) + 1;
+        let slba = self.blocks.translate(slba, count)?;
+        // WZSL, WUSL and VSL (NVM 1.0, section 4.1.5.4).
+        if count << self.blocks.lba_shift > self.limits.no_data_bytes_max {
+            return Err(Failure::at(Status::INVALID_FIELD, location::CDW12));
+        }
+        let (mut host, work) = self.host_command(opcode, slot, Kind::Other);
+        match opcode {
+            NvmOpcode::WRITE_ZEROES => {
+                let WriteZeroes { deac, fua, lr, .. } = WriteZeroes::from(guest);
+                let command = WriteZeroes {
+                    slba,
+                    nlb_z,
+                    deac,
+                    fua,
+                    lr,
+                    ..WriteZeroes::default()
+                };
+                command.write_to(&mut host);
+            }
+            NvmOpcode::VERIFY => {
+                let CompareVerify { fua, lr, .. } = CompareVerify::from(guest);
+                let command = CompareVerify {
+                    slba,
+                    nlb_z,
+                    fua,
+                    lr,
+                    ..CompareVerify::default()
+                };
+                command.write_to(&mut host);
+            }
+            _ => WriteUncorrectable { slba, nlb_z }.write_to(&mut host),
+        }
+        Ok((host, work))
+    }
+
+    fn dataset_management(&mut self, guest: &Sqe, slot: u16) -> Result<(Sqe, Work), Failure> {
+        let command = DatasetManagement::from(guest);
+        let count = usize::from(command.nr_z) + 1;
+        if count as u64 > u64::from(self.limits.dsm_ranges_max) {
+            return Err(Failure::at(
+                Status::COMMAND_SIZE_LIMIT_EXCEEDED,
+                location::CDW10,
+            ));
+        }
+        let (mut host, work) = self.host_command(NvmOpcode::DATASET_MANAGEMENT, slot, Kind::Other);
+        let len = self.fetch_ranges(guest, count * size_of::<DsmRange>(), slot)?;
+        let (blocks, longest) = (self.blocks, self.limits.dsm_range_bytes_max);
+        for range in ranges_mut::<DsmRange>(&mut self.ranges.as_mut_bytes()[..len])? {
+            let bytes = u64::from(range.nlb) << blocks.lba_shift;
+            if command.ad && bytes > longest {
+                return Err(Failure::at(
+                    Status::COMMAND_SIZE_LIMIT_EXCEEDED,
+                    location::DATA,
+                ));
+            }
+            range.slba = blocks.translate(range.slba, u64::from(range.nlb))?;
+            range.cattr = 0;
+        }
+        self.hand_over_ranges(len, slot, &mut host);
+        let DatasetManagement { nr_z, idr, idw, ad } = command;
+        DatasetManagement { nr_z, idr, idw, ad }.write_to(&mut host);
+        Ok((host, work))
+    }
+
+    fn copy(&mut self, guest: &Sqe, slot: u16) -> Result<(Sqe, Work), Failure> {
+        let command = CopyCommand::from(guest);
+        let invalid = Failure::at(Status::INVALID_FIELD, location::CDW12);
+        if command.desfmt != CopyFormat::FORMAT_0 {
+            return Err(invalid);
+        }
+        let too_large = Failure::at(Status::COMMAND_SIZE_LIMIT_EXCEEDED, location::CDW12);
+        let count = usize::from(command.nr_z) + 1;
+        if count as u64 > u64::from(self.limits.copy_ranges_max) {
+            return Err(too_large);
+        }
+        let (mut host, work) = self.host_command(NvmOpcode::COPY, slot, Kind::Other);
+        let len = self.fetch_ranges(guest, count * size_of::<CopyRange0>(), slot)?;
+        let (blocks, most) = (self.blocks, self.limits.copy_bytes_max);
+        let mut total = 0;
+        for range in ranges_mut::<CopyRange0>(&mut self.ranges.as_mut_bytes()[..len])? {
+            let count = u64::from(range.nlb_z) + 1;
+            total += count;
+            if total << blocks.lba_shift > most {
+                return Err(too_large);
+            }
+            let slba = blocks.translate(range.slba, count)?;
+            *range = CopyRange0 {
+                slba,
+                nlb_z: range.nlb_z,
+                ..CopyRange0::default()
+            };
+        }
+        let sdlba = self.blocks.translate(command.sdlba, total)?;
+        self.hand_over_ranges(len, slot, &mut host);
+        let CopyCommand {
+            nr_z,
+            desfmt,
+            fua,
+            lr,
+            ..
+        } = command;
+        CopyCommand {
+            sdlba,
+            nr_z,
+            desfmt,
+            fua,
+            lr,
+            ..CopyCommand::default()
+        }
+        .write_to(&mut host);
+        Ok((host, work))
+    }
+
+    /// Copies a command's ranges out of guest memory, once.
+    fn fetch_ranges(&mut self, guest: &Sqe, len: usize, slot: u16) -> Result<usize, Failure> {
+        let mut fetched = Sqe::default();
+        self.data(guest, len as u64, Direction::FromGuest, slot, &mut fetched)?;
+        let memory = HostMemory {
+            table: &self.table,
+            lists: &self.lists,
+        };
+        let mut done = 0;
+        let ranges = &mut self.ranges.as_mut_bytes()[..len];
+        DataPointer::of(&fetched)
+            .for_each(memory, len as u64, |part| {
+                part.copy_to(&mut ranges[done..]);
+                done += part.len();
+            })
+            .map_err(|status| Failure::at(status, location::DATA))?;
+        Ok(len)
+    }
+
+    /// Makes the translated ranges, in the slot's own memory, the data of the host's command.
+    fn hand_over_ranges(&self, len: usize, slot: u16, host: &mut Sqe) {
+        let (list, iova) = self.lists.of_slot(slot);
+        list.copy_from(&self.ranges.as_bytes()[..len]);
+        host.dptr = [iova.bits(), 0];
+    }
+}
+
+/// Bytes of our own as ranges. There are as many bytes as the ranges have.
+fn ranges_mut<T: FromBytes + IntoBytes + zerocopy::KnownLayout>(
+    bytes: &mut [u8],
+) -> Result<&mut [T], Failure> {
+    <[T]>::mut_from_bytes(bytes).map_err(|_| Failure::at(Status::INTERNAL_ERROR, location::DATA))
+}

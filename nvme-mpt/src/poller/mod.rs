@@ -1,0 +1,10 @@
+//! Pollers: the threads that run shadow queues.
+
+mod affinity;
+mod park;
+mod placement;
+mod worker;
+
+pub(crate) use park::Waker;
+pub use placement::{Placement, PollPolicy, Pollers, Spin};
+pub(crate) use worker::{DoorbellWatch, Poller};

@@ -1,0 +1,187 @@
+//! Park and wake: how a poller goes to sleep without losing a notification.
+//!
+//! The poller announces that it parks, fences, looks at all its sources once more, and only then
+//! sleeps. Whoever has something for it stores that first, fences, and then looks whether the
+//! poller is parked. Either the poller sees what was stored or the other sees that it is parked.
+
+use std::io;
+use std::sync::Arc;
+
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::sync::{AtomicBool, Ordering, fence};
+
+/// What ends the sleep of a poller.
+pub(crate) trait Bell {
+    /// Makes the sleeper wake up, now or as soon as it falls asleep.
+    fn ring(&self);
+}
+
+impl Bell for EventFd {
+    fn ring(&self) {
+        // A counter that is full wakes the sleeper as well.
+        let _ = self.write(1);
+    }
+}
+
+/// A poller's door bell: rung only while the poller is parked.
+#[derive(Debug)]
+pub(crate) struct DoorBell<B> {
+    parked: AtomicBool,
+    bell: B,
+}
+
+impl<B: Bell> DoorBell<B> {
+    fn with(bell: B) -> Self {
+        Self {
+            parked: AtomicBool::new(false),
+            bell,
+        }
+    }
+
+    /// To be called after something was stored that the poller has to see.
+    pub(crate) fn wake(&self) {
+        fence(Ordering::SeqCst);
+        if self.parked.load(Ordering::Relaxed) && self.parked.swap(false, Ordering::Relaxed) {
+            self.bell.ring();
+        }
+    }
+
+    /// The poller is about to sleep. It looks at all its sources once more after this.
+    pub(crate) fn announce(&self) {
+        self.parked.store(true, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+    }
+
+    /// The poller is awake.
+    pub(crate) fn withdraw(&self) {
+        self.parked.store(false, Ordering::Relaxed);
+    }
+}
+
+/// The door bell of a poller's thread.
+pub(crate) type Waker = DoorBell<EventFd>;
+
+impl Waker {
+    pub(crate) fn new() -> io::Result<Arc<Self>> {
+        let eventfd = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
+        Ok(Arc::new(Self::with(eventfd)))
+    }
+
+    /// Becomes readable when the bell was rung.
+    pub(crate) fn eventfd(&self) -> &EventFd {
+        &self.bell
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_models {
+    use super::*;
+    use crate::doorbell::{EventIdx, Word};
+    use loom::sync::atomic::AtomicU32;
+    use loom::sync::{Condvar, Mutex};
+    use loom::thread;
+
+    /// An eventfd as the model checker can see it.
+    #[derive(Default)]
+    struct ModelBell {
+        rung: Mutex<bool>,
+        changed: Condvar,
+    }
+
+    impl ModelBell {
+        fn sleep(&self) {
+            let mut rung = self.rung.lock().unwrap();
+            while !*rung {
+                rung = self.changed.wait(rung).unwrap();
+            }
+            *rung = false;
+        }
+    }
+
+    impl Bell for ModelBell {
+        fn ring(&self) {
+            *self.rung.lock().unwrap() = true;
+            self.changed.notify_one();
+        }
+    }
+
+    impl Word for loom::sync::Arc<AtomicU32> {
+        fn load(&self) -> u32 {
+            AtomicU32::load(self, Ordering::Acquire)
+        }
+        fn store(&self, value: u32) {
+            AtomicU32::store(self, value, Ordering::Release);
+        }
+    }
+
+    /// The poller's loop: returns once it has seen `goal`; a lost wake-up is a deadlock, which
+    /// the model checker reports.
+    fn poll_until(
+        goal: u32,
+        bell: &DoorBell<ModelBell>,
+        mut look: impl FnMut() -> u32,
+        mut arm: impl FnMut(u32),
+    ) {
+        loop {
+            let seen = look();
+            if seen == goal {
+                return;
+            }
+            arm(seen);
+            bell.announce();
+            if look() == seen {
+                bell.bell.sleep();
+            }
+            bell.withdraw();
+        }
+    }
+
+    #[test]
+    fn a_trapped_doorbell_is_never_missed() {
+        loom::model(|| {
+            let bell = loom::sync::Arc::new(DoorBell::with(ModelBell::default()));
+            let doorbell = loom::sync::Arc::new(AtomicU32::new(0));
+            let guest = {
+                let (bell, doorbell) = (bell.clone(), doorbell.clone());
+                thread::spawn(move || {
+                    for tail in 1..=2 {
+                        Word::store(&doorbell, tail);
+                        bell.wake();
+                    }
+                })
+            };
+            poll_until(2, &bell, || Word::load(&doorbell), |_| ());
+            guest.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn a_shadow_doorbell_is_never_missed() {
+        const ENTRIES: u32 = 3;
+        loom::model(|| {
+            let bell = loom::sync::Arc::new(DoorBell::with(ModelBell::default()));
+            let shadow = loom::sync::Arc::new(AtomicU32::new(0));
+            let word = loom::sync::Arc::new(AtomicU32::new(0));
+            let mut event_idx = EventIdx::new(word.clone(), ENTRIES, 0);
+            let guest = {
+                let (bell, shadow) = (bell.clone(), shadow.clone());
+                thread::spawn(move || {
+                    let mut old = 0;
+                    for tail in 1..=2 {
+                        Word::store(&shadow, tail);
+                        fence(Ordering::SeqCst);
+                        let asked = Word::load(&word);
+                        if crate::doorbell::tests::driver_writes_register(asked, tail, old) {
+                            // The register write reaches the poller through its control thread.
+                            bell.wake();
+                        }
+                        old = tail;
+                    }
+                })
+            };
+            poll_until(2, &bell, || Word::load(&shadow), |seen| event_idx.arm(seen));
+            guest.join().unwrap();
+        });
+    }
+}

@@ -1,0 +1,261 @@
+//! Which poller runs which shadow queue, and on which processor: decided here and nowhere else.
+
+use std::fmt;
+use std::io;
+use std::str::FromStr;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use super::worker::Poller;
+use crate::stats::PollerStats;
+
+/// Threads that `poll=shared` starts unless processors are named: one per four processors, as the
+/// others run guests.
+const PROCESSORS_PER_SHARED_POLLER: usize = 4;
+
+/// Who shares a poller.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Placement {
+    /// A few pollers run all shadow queues of all VMs.
+    #[default]
+    Shared,
+    /// Each shadow queue has a poller to itself.
+    Dedicated,
+}
+
+/// What a poller does without work.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Spin {
+    /// It spins for a bounded time and then parks.
+    #[default]
+    Adaptive,
+    /// It never parks. (It still yields to others on its processor.)
+    Busy,
+}
+
+/// How a guest controller's queues are polled: `MODE[:adaptive|:busy][@CPU[+CPU…]]`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PollPolicy {
+    /// Who shares a poller.
+    pub placement: Placement,
+    /// What a poller does without work.
+    pub spin: Spin,
+    /// Processors to pin pollers to, in turn; none pinned if empty, since a pinned poller cannot
+    /// get out of the way of whatever else runs on its processor.
+    pub cpus: Vec<usize>,
+}
+
+impl FromStr for PollPolicy {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let (mode, cpus) = match text.split_once('@') {
+            Some((mode, cpus)) => (mode, Some(cpus)),
+            None => (text, None),
+        };
+        let (placement, spin) = mode.split_once(':').unwrap_or((mode, "adaptive"));
+        let form = "use shared or dedicated, then :adaptive or :busy, then @ and processor \
+                    numbers joined by +, as in dedicated:busy@2+3";
+        let placement = match placement {
+            "shared" => Placement::Shared,
+            "dedicated" => Placement::Dedicated,
+            _ => return Err(format!("`{placement}` is no way of polling; {form}")),
+        };
+        let spin = match spin {
+            "adaptive" => Spin::Adaptive,
+            "busy" => Spin::Busy,
+            _ => return Err(format!("`{spin}` is no way of spinning; {form}")),
+        };
+        let parse = |cpu: &str| {
+            cpu.parse::<usize>()
+                .ok()
+                .filter(|cpu| *cpu < 4096)
+                .ok_or_else(|| format!("`{cpu}` is no processor number; {form}"))
+        };
+        let cpus = cpus.map_or(Ok(Vec::new()), |cpus| cpus.split('+').map(parse).collect())?;
+        Ok(Self {
+            placement,
+            spin,
+            cpus,
+        })
+    }
+}
+
+impl fmt::Display for PollPolicy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.placement {
+            Placement::Shared => "shared",
+            Placement::Dedicated => "dedicated",
+        })?;
+        if self.spin == Spin::Busy {
+            f.write_str(":busy")?;
+        }
+        for (i, cpu) in self.cpus.iter().enumerate() {
+            write!(f, "{}{cpu}", if i == 0 { '@' } else { '+' })?;
+        }
+        Ok(())
+    }
+}
+
+/// All pollers of the process.
+#[derive(Debug, Default)]
+pub struct Pollers {
+    groups: Mutex<Vec<Group>>,
+}
+
+/// The pollers that were started for one policy.
+#[derive(Debug)]
+struct Group {
+    policy: PollPolicy,
+    /// Shared pollers live as long as the group; dedicated ones as long as their queue.
+    shared: Vec<Arc<Poller>>,
+    dedicated: Vec<Weak<Poller>>,
+    started: usize,
+}
+
+impl Group {
+    fn start(&mut self) -> io::Result<Arc<Poller>> {
+        let cpu = (!self.policy.cpus.is_empty())
+            .then(|| self.policy.cpus[self.started % self.policy.cpus.len()]);
+        let kind = match self.policy.placement {
+            Placement::Shared => "shared",
+            Placement::Dedicated => "queue",
+        };
+        let poller = Poller::start(
+            format!("poll-{kind}-{}", self.started),
+            cpu,
+            self.policy.spin,
+        )?;
+        self.started += 1;
+        Ok(Arc::new(poller))
+    }
+
+    /// How many shared pollers the group may have.
+    fn shared_max(&self) -> usize {
+        match self.policy.cpus.len() {
+            0 => {
+                let processors = std::thread::available_parallelism().map_or(1, |n| n.get());
+                (processors / PROCESSORS_PER_SHARED_POLLER).max(1)
+            }
+            named => named,
+        }
+    }
+}
+
+impl Pollers {
+    /// No pollers yet; they are started as queues need them.
+    #[must_use]
+    pub fn new() -> Arc<Self> {
+        Arc::default()
+    }
+
+    /// The poller for one more shadow queue.
+    pub(crate) fn place(&self, policy: &PollPolicy) -> io::Result<Arc<Poller>> {
+        let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
+        let index = match groups.iter().position(|group| group.policy == *policy) {
+            Some(index) => index,
+            None => {
+                let policy = policy.clone();
+                groups.push(Group {
+                    policy,
+                    shared: Vec::new(),
+                    dedicated: Vec::new(),
+                    started: 0,
+                });
+                groups.len() - 1
+            }
+        };
+        let group = &mut groups[index];
+        match policy.placement {
+            Placement::Dedicated => {
+                let poller = group.start()?;
+                group.dedicated.retain(|poller| poller.strong_count() > 0);
+                group.dedicated.push(Arc::downgrade(&poller));
+                Ok(poller)
+            }
+            Placement::Shared => {
+                let idlest = group.shared.iter().min_by_key(|poller| poller.queues());
+                match idlest {
+                    Some(poller)
+                        if poller.queues() == 0 || group.shared.len() >= group.shared_max() =>
+                    {
+                        Ok(poller.clone())
+                    }
+                    _ => {
+                        let poller = group.start()?;
+                        group.shared.push(poller.clone());
+                        Ok(poller)
+                    }
+                }
+            }
+        }
+    }
+
+    /// Figures of all pollers that run.
+    #[must_use]
+    pub fn stats(&self) -> Vec<PollerStats> {
+        let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
+        let dedicated = |group: &Group| -> Vec<Arc<Poller>> {
+            group.dedicated.iter().filter_map(Weak::upgrade).collect()
+        };
+        let all = groups.iter().flat_map(|group| {
+            group
+                .shared
+                .iter()
+                .cloned()
+                .chain(dedicated(group))
+                .collect::<Vec<_>>()
+        });
+        all.map(|poller| poller.stats()).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn policies_read_and_print_alike() {
+        for text in [
+            "shared",
+            "dedicated",
+            "shared:busy",
+            "dedicated@3",
+            "dedicated:busy@2+3",
+        ] {
+            let policy: PollPolicy = text.parse().expect("valid");
+            assert_eq!(policy.to_string(), text);
+        }
+        let adaptive: PollPolicy = "shared:adaptive".parse().expect("valid");
+        assert_eq!(adaptive, PollPolicy::default());
+        for text in [
+            "",
+            "busy",
+            "shared:",
+            "shared@",
+            "shared@x",
+            "dedicated:lazy",
+            "shared@1,2",
+        ] {
+            let error = text.parse::<PollPolicy>().expect_err(text);
+            assert!(error.contains("dedicated:busy@2+3"), "{error}");
+        }
+    }
+
+    #[test]
+    fn dedicated_pollers_are_not_shared_and_end_with_their_queue() {
+        let pollers = Pollers::new();
+        let policy = PollPolicy {
+            placement: Placement::Dedicated,
+            ..PollPolicy::default()
+        };
+        let first = pollers.place(&policy).expect("thread");
+        let second = pollers.place(&policy).expect("thread");
+        assert!(!Arc::ptr_eq(&first, &second));
+        assert_eq!(pollers.stats().len(), 2);
+        drop(first);
+        assert_eq!(pollers.stats().len(), 1);
+        let shared = pollers.place(&PollPolicy::default()).expect("thread");
+        drop(shared);
+        assert_eq!(pollers.stats().len(), 2);
+    }
+}

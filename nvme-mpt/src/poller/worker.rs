@@ -1,0 +1,446 @@
+//! One poller's thread: spin while there is work, then a bounded spin, then park.
+//!
+//! A poller owns its shadow queues; others reach it by mail (to add, remove and watch) and by its
+//! door bell. On the way of an I/O there is no lock: the mail box is looked into when its flag says
+//! so.
+
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use log::{error, warn};
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+use vmm_sys_util::eventfd::EventFd;
+use vmm_sys_util::timerfd::TimerFd;
+
+use super::affinity::pin_this_thread;
+use super::park::Waker;
+use super::placement::Spin;
+use crate::clock::{Ticks, ticks_in};
+use crate::memory::Cell32;
+use crate::shadow::ShadowQueue;
+use crate::stats::PollerStats;
+
+/// Passes without work between two offers of the processor to others. A poller that shares its
+/// core must let the one it waits for run.
+const PASSES_PER_YIELD: u32 = 32;
+
+/// How long a poller spins for work before it parks: the bounds between which it learns. It spins
+/// longer when work came soon after it had parked, and less when it slept for long.
+const SPIN_MIN: Duration = Duration::from_micros(20);
+const SPIN_MAX: Duration = Duration::from_millis(4);
+
+/// Doorbells that cannot notify are looked at this often while nothing happens.
+const TIMED_MIN: Duration = Duration::from_micros(50);
+const TIMED_MAX: Duration = Duration::from_millis(1);
+
+/// Doorbells whose value somebody else acts on: those of a mapped admin queue.
+#[derive(Debug)]
+pub(crate) struct DoorbellWatch {
+    pub(crate) id: u64,
+    pub(crate) doorbells: [Cell32; 2],
+    pub(crate) seen: [u32; 2],
+    pub(crate) wake: EventFd,
+}
+
+impl DoorbellWatch {
+    fn look(&mut self) -> bool {
+        let now = [self.doorbells[0].load(), self.doorbells[1].load()];
+        let changed = now != self.seen;
+        if changed {
+            self.seen = now;
+            // A counter that is full wakes as well.
+            let _ = self.wake.write(1);
+        }
+        changed
+    }
+}
+
+enum Mail {
+    Add(Box<ShadowQueue>),
+    Remove(u64, SyncSender<Box<ShadowQueue>>),
+    Watch(DoorbellWatch),
+    Unwatch(u64),
+    Stop,
+}
+
+struct Shared {
+    name: String,
+    cpu: Option<usize>,
+    waker: Arc<Waker>,
+    mail: Mutex<Vec<Mail>>,
+    has_mail: AtomicBool,
+    queues: AtomicUsize,
+    busy_ticks: AtomicU64,
+    parked_ticks: AtomicU64,
+    parks: AtomicU64,
+    spurious_wakes: AtomicU64,
+    started: Ticks,
+}
+
+/// A poller, as those see it who give it work. Its thread ends when it is dropped.
+pub(crate) struct Poller {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl std::fmt::Debug for Poller {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Poller")
+            .field("name", &self.shared.name)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Poller {
+    pub(crate) fn start(name: String, cpu: Option<usize>, spin: Spin) -> io::Result<Self> {
+        let waker = Waker::new()?;
+        let shared = Arc::new(Shared {
+            name: name.clone(),
+            cpu,
+            waker: waker.clone(),
+            mail: Mutex::default(),
+            has_mail: AtomicBool::new(false),
+            queues: AtomicUsize::new(0),
+            busy_ticks: AtomicU64::new(0),
+            parked_ticks: AtomicU64::new(0),
+            parks: AtomicU64::new(0),
+            spurious_wakes: AtomicU64::new(0),
+            started: Ticks::now(),
+        });
+        let sleeper = Sleeper::new(&waker)?;
+        let worker = Worker {
+            shared: shared.clone(),
+            sleeper,
+            queues: Vec::new(),
+            leaving: Vec::new(),
+            watches: Vec::new(),
+            stop: false,
+        };
+        let thread = std::thread::Builder::new().name(name).spawn(move || {
+            if let Some(cpu) = cpu
+                && let Err(error) = pin_this_thread(cpu)
+            {
+                warn!("The poller stays unpinned: processor {cpu} cannot be used: {error}");
+            }
+            worker.run(spin);
+        })?;
+        Ok(Self {
+            shared,
+            thread: Some(thread),
+        })
+    }
+
+    /// The poller's door bell.
+    pub(crate) fn waker(&self) -> &Arc<Waker> {
+        &self.shared.waker
+    }
+
+    /// Shadow queues it runs.
+    pub(crate) fn queues(&self) -> usize {
+        self.shared.queues.load(Ordering::Relaxed)
+    }
+
+    /// Gives it a shadow queue to run.
+    pub(crate) fn add(&self, queue: Box<ShadowQueue>) {
+        self.shared.queues.fetch_add(1, Ordering::Relaxed);
+        self.send(Mail::Add(queue));
+    }
+
+    /// Takes a shadow queue back. It takes no more commands from now on, and arrives when the
+    /// host controller has none of its commands any more.
+    pub(crate) fn remove(&self, id: u64) -> Receiver<Box<ShadowQueue>> {
+        let (sender, receiver) = sync_channel(1);
+        self.send(Mail::Remove(id, sender));
+        receiver
+    }
+
+    /// Watches doorbells.
+    pub(crate) fn watch(&self, watch: DoorbellWatch) {
+        self.send(Mail::Watch(watch));
+    }
+
+    /// Stops watching doorbells.
+    pub(crate) fn unwatch(&self, id: u64) {
+        self.send(Mail::Unwatch(id));
+    }
+
+    fn send(&self, mail: Mail) {
+        self.shared
+            .mail
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(mail);
+        self.shared.has_mail.store(true, Ordering::Release);
+        self.shared.waker.wake();
+    }
+
+    pub(crate) fn stats(&self) -> PollerStats {
+        let shared = &self.shared;
+        let life = Ticks::now().since(shared.started).max(1) as f64;
+        let share = |ticks: &AtomicU64| (ticks.load(Ordering::Relaxed) as f64 / life).min(1.0);
+        PollerStats {
+            name: shared.name.clone(),
+            cpu: shared.cpu,
+            busy_share: share(&shared.busy_ticks),
+            parked_share: share(&shared.parked_ticks),
+            queues: self.queues(),
+            parks: shared.parks.load(Ordering::Relaxed),
+            spurious_wakes: shared.spurious_wakes.load(Ordering::Relaxed),
+        }
+    }
+}
+
+impl Drop for Poller {
+    fn drop(&mut self) {
+        self.send(Mail::Stop);
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            error!("Poller {} panicked", self.shared.name);
+        }
+    }
+}
+
+struct Worker {
+    shared: Arc<Shared>,
+    sleeper: Sleeper,
+    queues: Vec<Box<ShadowQueue>>,
+    /// Queues to hand back once nothing of theirs is in flight.
+    leaving: Vec<(u64, SyncSender<Box<ShadowQueue>>)>,
+    watches: Vec<DoorbellWatch>,
+    stop: bool,
+}
+
+impl Worker {
+    fn run(mut self, spin: Spin) {
+        let (spin_min, spin_max) = (ticks_in(SPIN_MIN), ticks_in(SPIN_MAX));
+        let mut spin_budget = spin_min;
+        let mut idle_since = None;
+        let mut empty_passes = 0_u32;
+        let mut pass_began = Ticks::now();
+        loop {
+            if self.shared.has_mail.load(Ordering::Acquire) {
+                self.read_mail();
+            }
+            if self.stop {
+                return;
+            }
+            let worked = self.pass();
+            let now = Ticks::now();
+            if worked {
+                add(&self.shared.busy_ticks, now.since(pass_began));
+                idle_since = None;
+                empty_passes = 0;
+                pass_began = now;
+                continue;
+            }
+            pass_began = now;
+            empty_passes = empty_passes.wrapping_add(1);
+            if empty_passes.is_multiple_of(PASSES_PER_YIELD) {
+                std::thread::yield_now();
+            } else {
+                std::hint::spin_loop();
+            }
+            let idle = now.since(*idle_since.get_or_insert(now));
+            if spin == Spin::Adaptive && (idle >= spin_budget || self.queues.is_empty()) {
+                let (found_work, slept) = self.park(idle);
+                // Had the spin been a little longer, there would have been no need to park.
+                spin_budget = if found_work && slept < spin_max {
+                    (spin_budget * 2).min(spin_max)
+                } else {
+                    (spin_budget / 2).max(spin_min)
+                };
+                pass_began = Ticks::now();
+                // Doorbells that have to be looked at by the clock stay idle until they move.
+                if found_work || !self.is_timed() {
+                    idle_since = None;
+                }
+            }
+        }
+    }
+
+    /// Runs every queue once. Returns whether any had work.
+    #[inline]
+    fn pass(&mut self) -> bool {
+        let mut worked = false;
+        for queue in &mut self.queues {
+            worked |= queue.poll();
+        }
+        for watch in &mut self.watches {
+            worked |= watch.look();
+        }
+        if !self.leaving.is_empty() {
+            self.hand_back();
+        }
+        worked
+    }
+
+    /// Sleeps until there is something to do. Returns whether work was there after it, and the
+    /// ticks it slept.
+    fn park(&mut self, idle: u64) -> (bool, u64) {
+        for queue in &mut self.queues {
+            queue.arm();
+        }
+        let waker = self.shared.waker.clone();
+        waker.announce();
+        let mut found = self.shared.has_mail.load(Ordering::Acquire);
+        for queue in &mut self.queues {
+            found |= queue.look_again();
+        }
+        found |= self.watches.iter_mut().any(DoorbellWatch::look);
+        let began = Ticks::now();
+        if !found {
+            let timeout = self.is_timed().then(|| {
+                let idle = Duration::from_nanos(crate::clock::nanoseconds(idle));
+                (idle / 8).clamp(TIMED_MIN, TIMED_MAX)
+            });
+            self.shared.parks.fetch_add(1, Ordering::Relaxed);
+            self.sleeper.sleep(timeout);
+        }
+        waker.withdraw();
+        let slept = Ticks::now().since(began);
+        add(&self.shared.parked_ticks, slept);
+        if !found {
+            found = self.pass() || self.shared.has_mail.load(Ordering::Acquire);
+            if !found && !self.is_timed() {
+                self.shared.spurious_wakes.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        (found, slept)
+    }
+
+    /// Whether some doorbell here is only ever stored to, so that nobody would wake us.
+    fn is_timed(&self) -> bool {
+        !self.watches.is_empty() || self.queues.iter().any(|queue| queue.is_silent())
+    }
+
+    #[cold]
+    fn read_mail(&mut self) {
+        self.shared.has_mail.store(false, Ordering::Relaxed);
+        let mail = {
+            let mut mail = self
+                .shared
+                .mail
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            std::mem::take(&mut *mail)
+        };
+        for mail in mail {
+            match mail {
+                Mail::Add(queue) => {
+                    if let Some(fd) = queue.wait_fd() {
+                        self.sleeper.watch(fd);
+                    }
+                    self.queues.push(queue);
+                }
+                Mail::Remove(id, reply) => {
+                    if let Some(queue) = self.queues.iter_mut().find(|queue| queue.id() == id) {
+                        queue.stop();
+                        self.leaving.push((id, reply));
+                    }
+                }
+                Mail::Watch(watch) => self.watches.push(watch),
+                Mail::Unwatch(id) => self.watches.retain(|watch| watch.id != id),
+                Mail::Stop => self.stop = true,
+            }
+        }
+    }
+
+    #[cold]
+    fn hand_back(&mut self) {
+        let Self {
+            queues,
+            leaving,
+            sleeper,
+            shared,
+            ..
+        } = self;
+        leaving.retain(|(id, reply)| {
+            let Some(index) = queues.iter().position(|queue| queue.id() == *id) else {
+                return false;
+            };
+            if !queues[index].is_drained() {
+                return true;
+            }
+            let queue = queues.swap_remove(index);
+            shared.queues.fetch_sub(1, Ordering::Relaxed);
+            if let Some(fd) = queue.wait_fd() {
+                sleeper.unwatch(fd);
+            }
+            // Who asked may have given up waiting; then the queue ends here.
+            let _ = reply.send(queue);
+            false
+        });
+    }
+}
+
+/// Adds to a counter that only this thread writes.
+fn add(counter: &AtomicU64, by: u64) {
+    counter.store(
+        counter.load(Ordering::Relaxed).wrapping_add(by),
+        Ordering::Relaxed,
+    );
+}
+
+/// What a parked poller waits on.
+struct Sleeper {
+    epoll: Epoll,
+    timer: TimerFd,
+    bell: RawFd,
+    waker: Arc<Waker>,
+}
+
+impl Sleeper {
+    fn new(waker: &Arc<Waker>) -> io::Result<Self> {
+        let sleeper = Self {
+            epoll: Epoll::new()?,
+            timer: TimerFd::new()?,
+            bell: waker.eventfd().as_raw_fd(),
+            waker: waker.clone(),
+        };
+        sleeper.control(ControlOperation::Add, sleeper.bell)?;
+        sleeper.control(ControlOperation::Add, sleeper.timer.as_raw_fd())?;
+        Ok(sleeper)
+    }
+
+    fn control(&self, operation: ControlOperation, fd: RawFd) -> io::Result<()> {
+        self.epoll
+            .ctl(operation, fd, EpollEvent::new(EventSet::IN, fd as u64))
+    }
+
+    fn watch(&self, fd: RawFd) {
+        if let Err(error) = self.control(ControlOperation::Add, fd) {
+            // Completions are then found when something else wakes the poller, or by its spin.
+            error!("A host queue's completions cannot wake its poller: {error}");
+        }
+    }
+
+    fn unwatch(&self, fd: RawFd) {
+        // A descriptor that is closed already has left by itself.
+        let _ = self.control(ControlOperation::Delete, fd);
+    }
+
+    fn sleep(&mut self, timeout: Option<Duration>) {
+        if let Some(timeout) = timeout
+            && let Err(error) = self.timer.reset(timeout, None)
+        {
+            warn!("A poller cannot set its timer: {error}");
+            return;
+        }
+        let mut events = [EpollEvent::default(); 8];
+        // An interrupted sleep is a short one: the poller looks and comes back.
+        let ready = self.epoll.wait(-1, &mut events).unwrap_or(0);
+        if events[..ready].iter().any(|event| event.fd() == self.bell) {
+            // Nothing to read is no error: the bell may have been rung for the last sleep.
+            let _ = self.waker.eventfd().read();
+        }
+        if timeout.is_some() {
+            let _ = self.timer.clear();
+        }
+    }
+}

@@ -1,4 +1,41 @@
-//! Host side of NVMe mediated pass-through.
+//! Host side of NVMe mediated pass-through: many VMs share one NVMe drive.
+//!
+//! A [`Drive`] is opened once. Each guest controller has a [`lease`] of it and an [`Attachment`]:
+//! the VM's memory as a [`DmaWindow`], doorbells, and shadow queues, which [`Pollers`] run. A
+//! shadow queue translates the guest's commands and passes them to a queue of the [host
+//! controller](host).
+//!
+//! What it does not do: it knows no PCI configuration space, no admin queue and no hypervisor.
+//! It does not drive physical drives yet, only files, block devices and memory.
 
+pub mod address;
+pub mod attachment;
+pub mod clock;
+pub mod dma;
+pub mod doorbell;
+pub mod drive;
+pub mod event;
+pub mod host;
+pub mod interrupt;
+pub mod iova;
 pub mod lease;
+pub mod memory;
+pub mod poller;
+pub mod shadow;
 pub mod spec;
+pub mod stats;
+mod sync;
+
+pub use address::{Gpa, Iova};
+pub use attachment::{
+    AttachError, Attachment, AttachmentConfig, AttachmentStats, CqConfig, LeasedNamespace,
+    QueueError, SqConfig,
+};
+pub use dma::{DmaError, DmaWindow, MemoryRegion};
+pub use doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage};
+pub use drive::{Drive, DriveError, DriveOptions, DrivePath};
+pub use event::{ErrorEntry, Event, EventQueue, QueueFailure};
+pub use host::Limits;
+pub use interrupt::InterruptVector;
+pub use poller::{PollPolicy, Pollers};
+pub use stats::Counters;

@@ -1,0 +1,745 @@
+//! Attachments: all that one guest controller holds of a drive.
+//!
+//! What goes in is plain: guest addresses, eventfds, numbers. What an attachment knows of queues is
+//! which exist and where they lie; what they are doing is known to their poller alone.
+//!
+//! Lock order: `queues`, then those of the pollers and of the DMA window. None is taken on the way
+//! of an I/O.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use log::error;
+use serde::{Deserialize, Serialize};
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::address::Gpa;
+use crate::dma::DmaWindow;
+use crate::doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage};
+use crate::drive::Drive;
+use crate::event::EventQueue;
+use crate::host::Limits;
+use crate::interrupt::{Coalescing, InterruptGate, InterruptVector};
+use crate::lease::Lease;
+use crate::poller::{DoorbellWatch, PollPolicy, Poller, Pollers};
+use crate::shadow::{
+    CompletionQueue, LeasedBlocks, ListMemory, QueueContext, ShadowQueue, SubmissionQueue,
+};
+use crate::spec::cqe::Cqe;
+use crate::spec::ids::{Nsid, QueueId};
+use crate::spec::registers::Doorbell;
+use crate::spec::sqe::Sqe;
+use crate::stats::{Counters, QueueCounters, QueueStats};
+
+/// The namespace that every guest sees its lease as.
+pub const GUEST_NSID: Nsid = Nsid(1);
+
+/// I/O queue pairs that a guest controller can have at most.
+pub const MAX_QUEUE_PAIRS: u16 = 64;
+
+/// Submission Queues that may share one Completion Queue are bounded by the queues there are; their
+/// commands in flight, by this.
+const MAX_SLOTS: u16 = 1024;
+
+/// How long a queue is waited for until it has nothing in flight.
+const DRAIN_DEADLINE: Duration = Duration::from_secs(30);
+
+/// What a guest controller attaches with.
+#[derive(Debug)]
+pub struct AttachmentConfig {
+    /// The drive.
+    pub drive: Arc<Drive>,
+    /// The part of it that is leased.
+    pub lease: Lease,
+    /// I/O queue pairs, 1 to [`MAX_QUEUE_PAIRS`].
+    pub queue_pairs: u16,
+    /// How doorbell writes reach the pollers.
+    pub doorbells: DoorbellMode,
+    /// How the queues are polled.
+    pub poll: PollPolicy,
+    /// The pollers of the process.
+    pub pollers: Arc<Pollers>,
+    /// Serial Number to show instead of the lease's own, up to 20 ASCII characters.
+    pub serial: Option<String>,
+}
+
+/// Why a guest controller cannot attach.
+#[derive(Debug, thiserror::Error)]
+pub enum AttachError {
+    /// More queue pairs than there can be, or none.
+    #[error("{0} I/O queue pairs are not possible; use 1 to {MAX_QUEUE_PAIRS}")]
+    InvalidQueuePairs(u16),
+    /// A serial number that does not fit its field.
+    #[error("Serial number `{0}` is not possible; use 1 to 20 printable ASCII characters")]
+    InvalidSerial(String),
+    /// The kernel has no memory or no file descriptors to give.
+    #[error("Doorbells or events cannot be created")]
+    Io(#[from] io::Error),
+}
+
+/// Why a queue cannot be created, deleted or changed.
+#[derive(Debug, thiserror::Error)]
+pub enum QueueError {
+    /// The identifier is 0 or larger than the number of queue pairs.
+    #[error("There can be no queue {0}")]
+    InvalidQueueId(QueueId),
+    /// A queue with this identifier exists.
+    #[error("Queue {0} exists already")]
+    AlreadyExists(QueueId),
+    /// No queue with this identifier exists.
+    #[error("Queue {0} does not exist")]
+    NoSuchQueue(QueueId),
+    /// The Completion Queue still has a Submission Queue.
+    #[error("Completion queue {0} still serves a submission queue")]
+    CqInUse(QueueId),
+    /// Fewer than 2 entries, or more than the limit.
+    #[error("A queue of {0} entries is not possible")]
+    InvalidSize(u32),
+    /// The queue or the buffer does not lie in one region of the VM's memory.
+    #[error("Memory {gpa}+{len:#x} is not mapped, or not in one region")]
+    NotMapped {
+        /// Where it should start.
+        gpa: Gpa,
+        /// Its length in bytes.
+        len: u64,
+    },
+    /// The address is not that of a memory page.
+    #[error("Address {0} is not aligned to a memory page")]
+    Misaligned(Gpa),
+    /// Commands in flight did not finish in time.
+    #[error("Commands of queue {0} are still in flight after {DRAIN_DEADLINE:?}")]
+    Timeout(QueueId),
+    /// The host controller, or the kernel, refused.
+    #[error("Queue {qid} cannot be created")]
+    Host {
+        /// The queue.
+        qid: QueueId,
+        /// What was said.
+        source: io::Error,
+    },
+}
+
+/// A Completion Queue to create.
+#[derive(Debug)]
+pub struct CqConfig {
+    /// Its identifier.
+    pub qid: QueueId,
+    /// Where it lies: physically contiguous, at the start of a memory page.
+    pub base: Gpa,
+    /// Its entries, at least 2.
+    pub entries: u32,
+    /// The vector to raise; `None` if the guest wants no interrupts.
+    pub interrupt: Option<Arc<InterruptVector>>,
+}
+
+/// A Submission Queue to create.
+#[derive(Debug)]
+pub struct SqConfig {
+    /// Its identifier.
+    pub qid: QueueId,
+    /// The Completion Queue that it completes to.
+    pub cqid: QueueId,
+    /// Where it lies: physically contiguous, at the start of a memory page.
+    pub base: Gpa,
+    /// Its entries, at least 2.
+    pub entries: u32,
+}
+
+/// What a guest sees its lease as.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeasedNamespace {
+    /// Its identifier, always 1.
+    pub nsid: Nsid,
+    /// Logical block size as a power of two, in bytes.
+    pub lba_shift: u8,
+    /// Its size in logical blocks.
+    pub blocks: u64,
+    /// Serial Number of the controller, up to 20 characters.
+    pub serial: String,
+    /// Model Number of the controller, up to 40 characters.
+    pub model: String,
+    /// Namespace Globally Unique Identifier.
+    pub nguid: [u8; 16],
+    /// IEEE Extended Unique Identifier.
+    pub eui64: [u8; 8],
+    /// Namespace UUID.
+    pub uuid: [u8; 16],
+}
+
+/// A Completion Queue that exists, with its Submission Queues.
+#[derive(Debug)]
+struct QueueEntry {
+    /// Name of the shadow queue among the pollers'.
+    id: u64,
+    poller: Arc<Poller>,
+    sqs: Vec<QueueId>,
+}
+
+#[derive(Debug, Default)]
+struct Queues {
+    /// By the identifier of the Completion Queue.
+    cqs: BTreeMap<u16, QueueEntry>,
+    buffer: Option<DoorbellBuffer>,
+    /// Who watches the admin queue's mapped doorbells, and under which name.
+    watch: Option<(u64, Arc<Poller>)>,
+}
+
+impl Queues {
+    fn cq_of_sq(&self, sqid: QueueId) -> Option<u16> {
+        self.cqs
+            .iter()
+            .find(|(_, entry)| entry.sqs.contains(&sqid))
+            .map(|(cqid, _)| *cqid)
+    }
+}
+
+/// All that one guest controller holds of a drive: a lease, a DMA window, doorbells, queues.
+#[derive(Debug)]
+pub struct Attachment {
+    drive: Arc<Drive>,
+    lease: Lease,
+    namespace: LeasedNamespace,
+    queue_pairs: u16,
+    poll: PollPolicy,
+    pollers: Arc<Pollers>,
+    window: DmaWindow,
+    context: Arc<QueueContext>,
+    coalescing: Arc<Coalescing>,
+    /// Index 0 is queue 1.
+    counters: Vec<Arc<QueueCounters>>,
+    queues: Mutex<Queues>,
+}
+
+/// Names of shadow queues and watches among the pollers'.
+static NEXT_ID: AtomicU64 = AtomicU64::new(0);
+
+fn next_id() -> u64 {
+    NEXT_ID.fetch_add(1, Ordering::Relaxed)
+}
+
+impl Attachment {
+    /// Attaches to a lease of a drive.
+    ///
+    /// # Errors
+    /// See [`AttachError`].
+    pub fn new(config: AttachmentConfig) -> Result<Self, AttachError> {
+        let AttachmentConfig {
+            drive,
+            lease,
+            queue_pairs,
+            doorbells,
+            poll,
+            pollers,
+            serial,
+        } = config;
+        if queue_pairs == 0 || queue_pairs > MAX_QUEUE_PAIRS {
+            return Err(AttachError::InvalidQueuePairs(queue_pairs));
+        }
+        let identity = lease.identity();
+        let serial = match serial {
+            Some(serial) => {
+                let fits = (1..=20).contains(&serial.len());
+                if !fits || !serial.bytes().all(|byte| (0x20..0x7F).contains(&byte)) {
+                    return Err(AttachError::InvalidSerial(serial));
+                }
+                serial
+            }
+            None => identity.serial,
+        };
+        let namespace = LeasedNamespace {
+            nsid: GUEST_NSID,
+            lba_shift: drive.lba_shift(),
+            blocks: lease.range().blocks,
+            serial,
+            model: drive.controller().model().to_owned(),
+            nguid: identity.nguid,
+            eui64: identity.eui64,
+            uuid: identity.uuid,
+        };
+        let window = DmaWindow::new(drive.controller().iova_space().clone());
+        let context = Arc::new(QueueContext {
+            mode: doorbells,
+            doorbells: Arc::new(DoorbellPage::new(doorbells, queue_pairs)?),
+            events: Arc::new(EventQueue::new()?),
+            tables: window.tables().clone(),
+        });
+        Ok(Self {
+            drive,
+            lease,
+            namespace,
+            queue_pairs,
+            poll,
+            pollers,
+            window,
+            context,
+            coalescing: Arc::default(),
+            counters: std::iter::repeat_with(Arc::default)
+                .take(queue_pairs.into())
+                .collect(),
+            queues: Mutex::default(),
+        })
+    }
+
+    /// The VM's memory.
+    #[must_use]
+    pub fn window(&self) -> &DmaWindow {
+        &self.window
+    }
+
+    /// The lease.
+    #[must_use]
+    pub fn lease(&self) -> &Lease {
+        &self.lease
+    }
+
+    /// What the guest sees the lease as.
+    #[must_use]
+    pub fn namespace(&self) -> &LeasedNamespace {
+        &self.namespace
+    }
+
+    /// What may be promised to the guest.
+    #[must_use]
+    pub fn limits(&self) -> &Limits {
+        self.drive.limits()
+    }
+
+    /// I/O queue pairs that can exist.
+    #[must_use]
+    pub fn max_queue_pairs(&self) -> u16 {
+        self.queue_pairs
+    }
+
+    /// The doorbell registers, from offset 1000h of BAR0 on.
+    #[must_use]
+    pub fn doorbells(&self) -> &Arc<DoorbellPage> {
+        &self.context.doorbells
+    }
+
+    /// How doorbell writes reach the pollers.
+    #[must_use]
+    pub fn doorbell_mode(&self) -> DoorbellMode {
+        self.context.mode
+    }
+
+    /// A write to an I/O queue's doorbell register exited to the VMM.
+    pub fn ring_doorbell(&self, doorbell: Doorbell, value: u32) {
+        self.context.doorbells.store(doorbell, value);
+        let (Doorbell::SqTail(qid) | Doorbell::CqHead(qid)) = doorbell;
+        if let Some(counters) = self.queue_counters(qid) {
+            counters.doorbell_exits.add(1);
+        }
+        let queues = self.queues();
+        let cqid = match doorbell {
+            Doorbell::SqTail(sqid) => queues.cq_of_sq(sqid),
+            Doorbell::CqHead(cqid) => Some(cqid.0),
+        };
+        if let Some(entry) = cqid.and_then(|cqid| queues.cqs.get(&cqid)) {
+            entry.poller.waker().wake();
+        }
+    }
+
+    /// Has the admin queue's doorbells watched, where the guest only stores to them (`mapped`):
+    /// `wake` is signalled when one has changed. It ends with [`Self::unwatch_admin_doorbells`].
+    ///
+    /// # Errors
+    /// What the kernel reports when no poller can be started.
+    pub fn watch_admin_doorbells(&self, wake: EventFd) -> io::Result<()> {
+        let mut queues = self.queues();
+        self.unwatch(&mut queues);
+        let doorbells = &self.context.doorbells;
+        let (sq, cq) = (
+            Doorbell::SqTail(QueueId::ADMIN),
+            Doorbell::CqHead(QueueId::ADMIN),
+        );
+        let (Some(sq_cell), Some(cq_cell)) = (doorbells.cell(sq), doorbells.cell(cq)) else {
+            return Err(io::Error::other("There are no admin doorbells"));
+        };
+        let poller = self.pollers.place(&self.poll)?;
+        let id = next_id();
+        // What was stored before the watch began is a change, too.
+        let doorbells = [sq_cell, cq_cell];
+        poller.watch(DoorbellWatch {
+            id,
+            doorbells,
+            seen: [0, 0],
+            wake,
+        });
+        queues.watch = Some((id, poller));
+        Ok(())
+    }
+
+    /// Ends the watch of the admin queue's doorbells.
+    pub fn unwatch_admin_doorbells(&self) {
+        self.unwatch(&mut self.queues());
+    }
+
+    fn unwatch(&self, queues: &mut Queues) {
+        if let Some((id, poller)) = queues.watch.take() {
+            poller.unwatch(id);
+        }
+    }
+
+    /// Takes up the pages of a Doorbell Buffer Config command, or forgets them.
+    ///
+    /// # Errors
+    /// [`QueueError::Misaligned`] and [`QueueError::NotMapped`] for the pages, and
+    /// [`QueueError::Timeout`].
+    pub fn set_doorbell_buffer(&self, buffer: Option<DoorbellBuffer>) -> Result<(), QueueError> {
+        if let Some(DoorbellBuffer { shadow, event_idx }) = buffer {
+            let table = self.window.table();
+            let len = crate::address::PAGE_SIZE;
+            for gpa in [shadow, event_idx] {
+                if !gpa.is_page_aligned() {
+                    return Err(QueueError::Misaligned(gpa));
+                }
+                table
+                    .locate(gpa, len)
+                    .ok_or(QueueError::NotMapped { gpa, len })?;
+            }
+        }
+        let mut queues = self.queues();
+        queues.buffer = buffer;
+        if let Some(DoorbellBuffer { shadow, .. }) = buffer {
+            self.carry_doorbells_over(&queues, shadow);
+        }
+        let cqids: Vec<u16> = queues.cqs.keys().copied().collect();
+        for cqid in cqids {
+            self.change(&queues, QueueId(cqid), |queue| {
+                // The pages were found above; where they are gone meanwhile, the queue's poller
+                // finds that out from the new table.
+                queue.set_doorbell_buffer(buffer);
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Queues that exist go on in the buffer from where their registers are.
+    fn carry_doorbells_over(&self, queues: &Queues, shadow: Gpa) {
+        let doorbells = &self.context.doorbells;
+        let existing = queues.cqs.iter().flat_map(|(cqid, entry)| {
+            let cq = std::iter::once(Doorbell::CqHead(QueueId(*cqid)));
+            cq.chain(entry.sqs.iter().map(|sqid| Doorbell::SqTail(*sqid)))
+        });
+        for doorbell in existing {
+            let value = doorbells.load(doorbell).to_le_bytes();
+            if let Some(gpa) = shadow.checked_add(doorbell.offset(doorbells.dstrd()))
+                && let Err(error) = self.window.write(gpa, &value)
+            {
+                error!("A doorbell buffer is gone: {error}");
+            }
+        }
+    }
+
+    /// Creates a Completion Queue.
+    ///
+    /// # Errors
+    /// All of [`QueueError`] but those of deleting.
+    pub fn create_cq(&self, config: CqConfig) -> Result<(), QueueError> {
+        let CqConfig {
+            qid,
+            base,
+            entries,
+            interrupt,
+        } = config;
+        let counters = self
+            .queue_counters(qid)
+            .ok_or(QueueError::InvalidQueueId(qid))?;
+        self.check_ring(base, entries)?;
+        let mut queues = self.queues();
+        if queues.cqs.contains_key(&qid.0) {
+            return Err(QueueError::AlreadyExists(qid));
+        }
+        let failed = |source: io::Error| QueueError::Host { qid, source };
+        let poller = self.pollers.place(&self.poll).map_err(failed)?;
+        // No more commands can be in flight than there is room for their completions.
+        let slots = u16::try_from(entries - 1)
+            .unwrap_or(MAX_SLOTS)
+            .min(MAX_SLOTS);
+        let controller = self.drive.controller();
+        let host = controller.create_queue(slots).map_err(failed)?;
+        let lists = ListMemory::new(controller.iova_space(), slots.into()).map_err(failed)?;
+        self.context.doorbells.store(Doorbell::CqHead(qid), 0);
+        let gate = InterruptGate::new(interrupt, self.coalescing.clone());
+        let table_user = self.context.tables.register(poller.waker().clone());
+        let buffer = queues.buffer;
+        let place = (qid, base, entries);
+        let cq = CompletionQueue::new(place, &self.context, buffer, gate, counters.clone()).ok_or(
+            QueueError::NotMapped {
+                gpa: base,
+                len: ring_len::<Cqe>(entries),
+            },
+        )?;
+        let id = next_id();
+        let blocks = LeasedBlocks {
+            guest_nsid: GUEST_NSID,
+            host_nsid: self.lease.nsid(),
+            first: self.lease.range().start,
+            blocks: self.lease.range().blocks,
+            lba_shift: self.namespace.lba_shift,
+        };
+        poller.add(Box::new(ShadowQueue::new(
+            id,
+            self.context.clone(),
+            cq,
+            buffer,
+            (host, slots, lists),
+            (blocks, *self.drive.limits()),
+            table_user,
+        )));
+        queues.cqs.insert(
+            qid.0,
+            QueueEntry {
+                id,
+                poller,
+                sqs: Vec::new(),
+            },
+        );
+        Ok(())
+    }
+
+    /// Creates a Submission Queue.
+    ///
+    /// # Errors
+    /// All of [`QueueError`] but those of deleting; [`QueueError::NoSuchQueue`] if the Completion
+    /// Queue does not exist.
+    pub fn create_sq(&self, config: SqConfig) -> Result<(), QueueError> {
+        let SqConfig {
+            qid,
+            cqid,
+            base,
+            entries,
+        } = config;
+        let counters = self
+            .queue_counters(qid)
+            .ok_or(QueueError::InvalidQueueId(qid))?;
+        self.check_ring(base, entries)?;
+        let mut queues = self.queues();
+        if queues.cq_of_sq(qid).is_some() {
+            return Err(QueueError::AlreadyExists(qid));
+        }
+        if !queues.cqs.contains_key(&cqid.0) {
+            return Err(QueueError::NoSuchQueue(cqid));
+        }
+        self.context.doorbells.store(Doorbell::SqTail(qid), 0);
+        let place = (qid, base, entries);
+        let sq = SubmissionQueue::new(place, &self.context, queues.buffer, counters.clone())
+            .ok_or(QueueError::NotMapped {
+                gpa: base,
+                len: ring_len::<Sqe>(entries),
+            })?;
+        self.change(&queues, cqid, |queue| queue.add_sq(sq))?;
+        if let Some(entry) = queues.cqs.get_mut(&cqid.0) {
+            entry.sqs.push(qid);
+        }
+        Ok(())
+    }
+
+    /// Deletes a Submission Queue. When it returns, nothing of the queue is in flight and every
+    /// command that was taken from it has its completion in the Completion Queue.
+    ///
+    /// # Errors
+    /// [`QueueError::NoSuchQueue`] and [`QueueError::Timeout`].
+    pub fn delete_sq(&self, qid: QueueId) -> Result<(), QueueError> {
+        let mut queues = self.queues();
+        let cqid = queues.cq_of_sq(qid).ok_or(QueueError::NoSuchQueue(qid))?;
+        self.change(&queues, QueueId(cqid), |queue| queue.remove_sq(qid))?;
+        if let Some(entry) = queues.cqs.get_mut(&cqid) {
+            entry.sqs.retain(|sqid| *sqid != qid);
+        }
+        Ok(())
+    }
+
+    /// Deletes a Completion Queue that no Submission Queue completes to.
+    ///
+    /// # Errors
+    /// [`QueueError::NoSuchQueue`], [`QueueError::CqInUse`] and [`QueueError::Timeout`].
+    pub fn delete_cq(&self, qid: QueueId) -> Result<(), QueueError> {
+        let mut queues = self.queues();
+        let entry = queues.cqs.get(&qid.0).ok_or(QueueError::NoSuchQueue(qid))?;
+        if !entry.sqs.is_empty() {
+            return Err(QueueError::CqInUse(qid));
+        }
+        drop(take_from_poller(qid, entry)?);
+        queues.cqs.remove(&qid.0);
+        Ok(())
+    }
+
+    /// Whether an I/O Submission Queue exists.
+    #[must_use]
+    pub fn has_sq(&self, qid: QueueId) -> bool {
+        self.queues().cq_of_sq(qid).is_some()
+    }
+
+    /// Whether an I/O Completion Queue exists.
+    #[must_use]
+    pub fn has_cq(&self, qid: QueueId) -> bool {
+        self.queues().cqs.contains_key(&qid.0)
+    }
+
+    /// Deletes all queues, forgets the Doorbell Buffer, and sets the doorbells to zero. When it
+    /// returns, neither the pollers nor the host controller touch the VM's memory.
+    ///
+    /// # Errors
+    /// [`QueueError::Timeout`] if commands in flight do not finish. Their queues take no more
+    /// commands, and what of them can be deleted is.
+    pub fn reset(&self) -> Result<(), QueueError> {
+        let mut queues = self.queues();
+        queues.buffer = None;
+        // All are stopped before the first one is waited for.
+        let leaving: Vec<_> = queues
+            .cqs
+            .iter()
+            .map(|(cqid, entry)| (QueueId(*cqid), entry.poller.remove(entry.id)))
+            .collect();
+        let mut result = Ok(());
+        for (cqid, receiver) in leaving {
+            match receiver.recv_timeout(DRAIN_DEADLINE) {
+                Ok(queue) => {
+                    drop(queue);
+                    queues.cqs.remove(&cqid.0);
+                }
+                Err(_) => result = Err(QueueError::Timeout(cqid)),
+            }
+        }
+        self.context.doorbells.clear();
+        result
+    }
+
+    /// Aggregation Threshold (zero-based) and Aggregation Time (in 100 us, 0 for none) of the
+    /// Interrupt Coalescing feature.
+    pub fn set_interrupt_coalescing(&self, threshold_z: u8, time_100us: u8) {
+        self.coalescing.set(threshold_z, time_100us);
+    }
+
+    /// What the queues report.
+    #[must_use]
+    pub fn events(&self) -> &EventQueue {
+        &self.context.events
+    }
+
+    /// Makes everything durable that was completed until now.
+    ///
+    /// # Errors
+    /// What the host controller reports.
+    pub fn flush(&self) -> io::Result<()> {
+        self.drive.controller().flush()
+    }
+
+    /// What the lease did so far.
+    #[must_use]
+    pub fn counters(&self) -> Counters {
+        let mut sum = Counters::default();
+        for counters in &self.counters {
+            sum.reads += counters.reads.get();
+            sum.writes += counters.writes.get();
+            sum.bytes_read += counters.read_bytes.get();
+            sum.bytes_written += counters.write_bytes.get();
+            sum.media_errors += counters.media_errors.get();
+            sum.errors += counters.errors.get();
+        }
+        sum
+    }
+
+    /// Figures of the lease and its queues.
+    #[must_use]
+    pub fn stats(&self) -> AttachmentStats {
+        let queues = self
+            .counters
+            .iter()
+            .zip(1..)
+            .map(|(counters, qid)| counters.stats(qid));
+        AttachmentStats {
+            id: self.lease.id().to_owned(),
+            model: self.namespace.model.clone(),
+            serial: self.namespace.serial.clone(),
+            capacity_bytes: self.namespace.blocks << self.namespace.lba_shift,
+            doorbells: self.context.mode.to_string(),
+            queues: queues
+                .filter(|queue| queue.commands + queue.doorbell_exits > 0)
+                .collect(),
+        }
+    }
+
+    fn queue_counters(&self, qid: QueueId) -> Option<&Arc<QueueCounters>> {
+        self.counters.get(usize::from(qid.0).checked_sub(1)?)
+    }
+
+    fn check_ring(&self, base: Gpa, entries: u32) -> Result<(), QueueError> {
+        if entries < 2 || entries > self.drive.limits().entries_max {
+            return Err(QueueError::InvalidSize(entries));
+        }
+        if base.is_page_aligned() {
+            Ok(())
+        } else {
+            Err(QueueError::Misaligned(base))
+        }
+    }
+
+    /// Changes a shadow queue while no poller has it and nothing of it is in flight.
+    fn change(
+        &self,
+        queues: &Queues,
+        cqid: QueueId,
+        change: impl FnOnce(&mut ShadowQueue),
+    ) -> Result<(), QueueError> {
+        let entry = queues
+            .cqs
+            .get(&cqid.0)
+            .ok_or(QueueError::NoSuchQueue(cqid))?;
+        let mut queue = take_from_poller(cqid, entry)?;
+        change(&mut queue);
+        queue.resume();
+        entry.poller.add(queue);
+        Ok(())
+    }
+
+    fn queues(&self) -> MutexGuard<'_, Queues> {
+        // Each change is complete before anything can panic.
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Attachment {
+    fn drop(&mut self) {
+        self.unwatch_admin_doorbells();
+        if let Err(error) = self.reset() {
+            error!(
+                "Lease {} was detached with commands in flight: {error}",
+                self.lease.id()
+            );
+        }
+    }
+}
+
+/// Takes a shadow queue from its poller, once nothing of it is in flight.
+fn take_from_poller(cqid: QueueId, entry: &QueueEntry) -> Result<Box<ShadowQueue>, QueueError> {
+    let receiver = entry.poller.remove(entry.id);
+    receiver
+        .recv_timeout(DRAIN_DEADLINE)
+        .map_err(|_| QueueError::Timeout(cqid))
+}
+
+fn ring_len<T>(entries: u32) -> u64 {
+    u64::from(entries) * size_of::<T>() as u64
+}
+
+/// Figures of one guest controller's lease and queues.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AttachmentStats {
+    /// The lease's id.
+    pub id: String,
+    /// Model Number.
+    pub model: String,
+    /// Serial Number.
+    pub serial: String,
+    /// Size of the lease in bytes.
+    pub capacity_bytes: u64,
+    /// How doorbell writes reach the pollers.
+    pub doorbells: String,
+    /// The I/O queue pairs that did anything.
+    pub queues: Vec<QueueStats>,
+}

@@ -1,0 +1,275 @@
+//! Drives: what a PATH names, opened once and leased in parts.
+
+use std::fmt;
+use std::io;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use crate::host::software::SoftwareController;
+use crate::host::{HostController, HostNamespace, Limits};
+use crate::lease::Bytes;
+
+/// What can go wrong when a drive is opened.
+#[derive(Debug, thiserror::Error)]
+pub enum DriveError {
+    /// The path names nothing that can be a drive.
+    #[error(
+        "`{0}` is no drive; use a file, a block device, memory:SIZE or null:SIZE, as in memory:4G"
+    )]
+    InvalidPath(String),
+    /// A kind of drive that this version cannot drive.
+    #[error(
+        "Drive `{0}`: PCI functions cannot be driven by this version; use a file or memory:SIZE"
+    )]
+    Unsupported(String),
+    /// The drive cannot be opened.
+    #[error("Drive `{path}` cannot be opened")]
+    Open {
+        /// What was to be opened.
+        path: String,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// The file does not exist.
+    #[error("Drive file `{0}` does not exist; create it with: truncate -s 16G {0}")]
+    NotFound(String),
+    /// Logical blocks have one of two sizes.
+    #[error("A logical block of {0} bytes is not supported; use 512 or 4096")]
+    InvalidLbaSize(u32),
+    /// The drive has no block.
+    #[error("Drive `{path}` has {bytes} bytes, less than one logical block of {lba_size} bytes")]
+    TooSmall {
+        /// The drive.
+        path: String,
+        /// Its size.
+        bytes: u64,
+        /// Its logical block size.
+        lba_size: u32,
+    },
+}
+
+/// What a PATH names.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum DrivePath {
+    /// `null:SIZE`, a drive that keeps nothing, of so many bytes.
+    Null(u64),
+    /// `memory:SIZE`, a drive in this process's memory, of so many bytes.
+    Memory(u64),
+    /// A PCI function, by its address.
+    Pci(String),
+    /// A file or block device.
+    File(PathBuf),
+}
+
+impl FromStr for DrivePath {
+    type Err = DriveError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let invalid = || DriveError::InvalidPath(text.to_owned());
+        let size = |text: &str| match text.parse::<Bytes>() {
+            Ok(Bytes(bytes)) if bytes > 0 => Ok(bytes),
+            _ => Err(invalid()),
+        };
+        if let Some(bytes) = text.strip_prefix("null:") {
+            return Ok(Self::Null(size(bytes)?));
+        }
+        if let Some(bytes) = text.strip_prefix("memory:") {
+            return Ok(Self::Memory(size(bytes)?));
+        }
+        let address = text
+            .trim_end_matches('/')
+            .rsplit('/')
+            .next()
+            .unwrap_or(text);
+        if is_pci_address(address) && (address == text || text.starts_with("/sys/bus/pci/devices/"))
+        {
+            return Ok(Self::Pci(address.to_owned()));
+        }
+        if text.is_empty() {
+            Err(invalid())
+        } else {
+            Ok(Self::File(text.into()))
+        }
+    }
+}
+
+impl fmt::Display for DrivePath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Null(bytes) => write!(f, "null:{bytes}"),
+            Self::Memory(bytes) => write!(f, "memory:{bytes}"),
+            Self::Pci(address) => f.write_str(address),
+            Self::File(path) => path.display().fmt(f),
+        }
+    }
+}
+
+/// Whether the text has the form `0000:01:00.0`.
+fn is_pci_address(text: &str) -> bool {
+    text.len() == 12
+        && text.bytes().enumerate().all(|(i, byte)| match i {
+            4 | 7 => byte == b':',
+            10 => byte == b'.',
+            _ => byte.is_ascii_hexdigit(),
+        })
+}
+
+/// How a drive is opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct DriveOptions {
+    /// Logical block size of a software drive, in bytes: 512 or 4096.
+    pub lba_size: u32,
+}
+
+impl Default for DriveOptions {
+    fn default() -> Self {
+        Self { lba_size: 512 }
+    }
+}
+
+/// An open drive.
+#[derive(Debug)]
+pub struct Drive {
+    path: DrivePath,
+    controller: Box<dyn HostController>,
+}
+
+impl Drive {
+    /// Opens a drive.
+    ///
+    /// # Errors
+    /// All of [`DriveError`] but [`DriveError::InvalidPath`].
+    pub fn open(path: &DrivePath, options: DriveOptions) -> Result<Arc<Self>, DriveError> {
+        let lba_size = options.lba_size;
+        let lba_shift = match lba_size {
+            512 => 9,
+            4096 => 12,
+            other => return Err(DriveError::InvalidLbaSize(other)),
+        };
+        let failed = |source: io::Error| match source.kind() {
+            io::ErrorKind::NotFound => DriveError::NotFound(path.to_string()),
+            _ => DriveError::Open {
+                path: path.to_string(),
+                source,
+            },
+        };
+        let controller = match path {
+            DrivePath::Null(bytes) => SoftwareController::null(*bytes, lba_shift),
+            DrivePath::Memory(bytes) => {
+                SoftwareController::memory(*bytes, lba_shift).map_err(failed)?
+            }
+            DrivePath::File(file) => SoftwareController::file(file, lba_shift).map_err(failed)?,
+            DrivePath::Pci(address) => return Err(DriveError::Unsupported(address.clone())),
+        };
+        let HostNamespace { blocks, .. } = controller.namespace();
+        if blocks == 0 {
+            let bytes = match path {
+                DrivePath::Null(bytes) | DrivePath::Memory(bytes) => *bytes,
+                _ => 0,
+            };
+            return Err(DriveError::TooSmall {
+                path: path.to_string(),
+                bytes,
+                lba_size,
+            });
+        }
+        Ok(Arc::new(Self {
+            path: path.clone(),
+            controller: Box::new(controller),
+        }))
+    }
+
+    /// What was opened.
+    #[must_use]
+    pub fn path(&self) -> &DrivePath {
+        &self.path
+    }
+
+    /// A name that stays the same for the same drive, whatever path leads to it.
+    #[must_use]
+    pub fn identity(&self) -> &str {
+        self.controller.identity()
+    }
+
+    /// Whether the drive exists in this process only, so that no other can have a lease of it.
+    #[must_use]
+    pub fn is_private(&self) -> bool {
+        matches!(self.path, DrivePath::Null(_) | DrivePath::Memory(_))
+    }
+
+    /// Its size, in logical blocks.
+    #[must_use]
+    pub fn blocks(&self) -> u64 {
+        self.controller.namespace().blocks
+    }
+
+    /// Logical block size as a power of two, in bytes.
+    #[must_use]
+    pub fn lba_shift(&self) -> u8 {
+        self.controller.namespace().lba_shift
+    }
+
+    /// What the host controller can do.
+    #[must_use]
+    pub fn limits(&self) -> &Limits {
+        self.controller.limits()
+    }
+
+    /// The control path of its host controller.
+    #[must_use]
+    pub fn controller(&self) -> &dyn HostController {
+        self.controller.as_ref()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_name_drives() {
+        let parse = |text: &str| text.parse::<DrivePath>();
+        assert_eq!(parse("null:1T").expect("valid"), DrivePath::Null(1 << 40));
+        assert_eq!(
+            parse("memory:512M").expect("valid"),
+            DrivePath::Memory(512 << 20)
+        );
+        assert_eq!(
+            parse("/tmp/a:b").expect("valid"),
+            DrivePath::File("/tmp/a:b".into())
+        );
+        let pci = DrivePath::Pci("0000:01:00.0".into());
+        assert_eq!(parse("0000:01:00.0").expect("valid"), pci);
+        assert_eq!(
+            parse("/sys/bus/pci/devices/0000:01:00.0/").expect("valid"),
+            pci
+        );
+        for text in [
+            "",
+            "null:",
+            "memory:0",
+            "memory:-1",
+            "memory:99999999T",
+            "null:1X",
+            "null:G",
+        ] {
+            parse(text).expect_err(text);
+        }
+    }
+
+    #[test]
+    fn drives_are_refused_with_a_reason() {
+        let open = |path: &str, lba_size| {
+            let path = path.parse().expect("valid");
+            Drive::open(&path, DriveOptions { lba_size })
+                .expect_err("refused")
+                .to_string()
+        };
+        assert!(open("/nonexistent/file", 512).contains("truncate -s"));
+        assert!(open("null:1G", 1024).contains("512 or 4096"));
+        assert!(open("null:4000", 4096).contains("less than one logical block"));
+        assert!(open("0000:01:00.0", 512).contains("PCI"));
+        assert!(open("/dev/null", 512).contains("cannot be opened"));
+    }
+}

@@ -4,8 +4,10 @@
 //! - [`process`] and [`progress`]: child processes that never outlive us, and steps a person can follow;
 //! - [`provision`]: makes the guests and finds a QEMU, from Debian's own signed packages, into a cache;
 //! - [`guest`]: boots a guest, runs commands in it, plugs devices, kills it;
-//! - [`server`]: `nvme-mpt serve` as a child, and what `nvme-mpt stats` says.
+//! - [`server`]: `nvme-mpt serve` as a child, and what `nvme-mpt stats` says;
+//! - [`demo`]: the demonstration.
 
+pub mod demo;
 pub mod guest;
 pub mod process;
 pub mod progress;
@@ -26,5 +28,15 @@ pub fn target_dir() -> PathBuf {
         // Cargo takes a relative one from the folder it is run in.
         Some(path) => std::path::absolute(&path).unwrap_or_else(|_| PathBuf::from(path)),
         None => workspace_dir().join("target"),
+    }
+}
+
+/// Prints an error and all that caused it.
+pub fn print_error(error: &dyn std::error::Error) {
+    eprintln!("Error: {error}");
+    let mut source = error.source();
+    while let Some(cause) = source {
+        eprintln!("  because: {cause}");
+        source = cause.source();
     }
 }

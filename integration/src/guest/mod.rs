@@ -59,12 +59,12 @@ pub enum GuestError {
         log: String,
     },
     /// The guest did not come up, or does not answer.
-    #[error("Guest {guest}: {source}\nThe end of its console:\n{console}\nQEMU says:\n{log}")]
+    #[error("Guest {guest}: {reason}\nThe end of its console:\n{console}\nQEMU says:\n{log}")]
     Silent {
         /// The guest.
         guest: String,
         /// What was waited for.
-        source: ChannelError,
+        reason: ChannelError,
         /// The end of its console.
         console: String,
         /// The end of what QEMU printed.
@@ -83,12 +83,12 @@ pub enum GuestError {
         text: String,
     },
     /// QEMU's monitor refused something or went away.
-    #[error("Guest {guest}: {source}")]
+    #[error("Guest {guest}: {reason}")]
     Monitor {
         /// The guest.
         guest: String,
         /// What.
-        source: QmpError,
+        reason: QmpError,
     },
 }
 
@@ -301,15 +301,15 @@ impl Guest {
         let mut qemu = Supervised::spawn(&name, &command, &path("qemu.log"))?;
         let agent = accept(&agent, &mut qemu, &name)?;
         let monitor = accept(&monitor, &mut qemu, &name)?;
-        let channel = Channel::new(agent).map_err(|source| GuestError::Silent {
+        let channel = Channel::new(agent).map_err(|reason| GuestError::Silent {
             guest: name.clone(),
-            source,
+            reason,
             console: String::new(),
             log: process::file_tail(qemu.log()),
         })?;
-        let qmp = Qmp::new(monitor).map_err(|source| GuestError::Monitor {
+        let qmp = Qmp::new(monitor).map_err(|reason| GuestError::Monitor {
             guest: name.clone(),
-            source,
+            reason,
         })?;
         let kernel = assets.kernel.name.clone();
         Ok(Self {
@@ -339,7 +339,7 @@ impl Guest {
     pub fn await_ready(&self, patience: Duration) -> Result<(), GuestError> {
         self.channel
             .await_ready(patience)
-            .map_err(|source| self.silent(source))
+            .map_err(|reason| self.silent(reason))
     }
 
     /// Runs a shell script and returns what it printed and its exit status.
@@ -367,7 +367,7 @@ impl Guest {
     pub fn start(&self, script: &str) -> Result<Job, GuestError> {
         self.channel
             .start(script)
-            .map_err(|source| self.silent(source))
+            .map_err(|reason| self.silent(reason))
     }
 
     /// Waits for a script in the background.
@@ -375,7 +375,7 @@ impl Guest {
     /// # Errors
     /// If it does not end in time, or the guest dies.
     pub fn finish(&self, job: Job, patience: Duration) -> Result<Output, GuestError> {
-        job.wait(patience).map_err(|source| self.silent(source))
+        job.wait(patience).map_err(|reason| self.silent(reason))
     }
 
     /// Waits for a script in the background that must succeed.
@@ -395,7 +395,7 @@ impl Guest {
     pub fn next_event(&self, patience: Duration) -> Result<String, GuestError> {
         self.channel
             .next_event(patience)
-            .map_err(|source| self.silent(source))
+            .map_err(|reason| self.silent(reason))
     }
 
     /// Every event said so far and not yet taken.
@@ -478,9 +478,9 @@ impl Guest {
         &mut self,
         ask: impl FnOnce(&mut Qmp) -> Result<T, QmpError>,
     ) -> Result<T, GuestError> {
-        ask(&mut self.qmp).map_err(|source| GuestError::Monitor {
+        ask(&mut self.qmp).map_err(|reason| GuestError::Monitor {
             guest: self.name.clone(),
-            source,
+            reason,
         })
     }
 
@@ -496,10 +496,10 @@ impl Guest {
         })
     }
 
-    fn silent(&self, source: ChannelError) -> GuestError {
+    fn silent(&self, reason: ChannelError) -> GuestError {
         GuestError::Silent {
             guest: self.name.clone(),
-            source,
+            reason,
             console: self.console_tail(),
             log: process::file_tail(self.qemu.log()),
         }

@@ -14,12 +14,12 @@ const PATIENCE: Duration = Duration::from_secs(30);
 #[derive(Debug, Error)]
 pub enum QmpError {
     /// The connection failed, or nothing came in time.
-    #[error("QEMU's monitor does not answer `{asked}`: {source}")]
+    #[error("QEMU's monitor does not answer `{asked}`: {reason}")]
     Io {
         /// What was asked.
         asked: String,
         /// Why.
-        source: std::io::Error,
+        reason: std::io::Error,
     },
     /// QEMU refused.
     #[error("QEMU refused `{asked}`: {reason}")]
@@ -54,9 +54,9 @@ impl Qmp {
 
     pub(super) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let request = json!({"execute": command, "arguments": arguments});
-        writeln!(self.lines.get_mut(), "{request}").map_err(|source| QmpError::Io {
+        writeln!(self.lines.get_mut(), "{request}").map_err(|reason| QmpError::Io {
             asked: command.to_owned(),
-            source,
+            reason,
         })?;
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -98,9 +98,9 @@ impl Qmp {
     }
 
     fn read(&mut self, asked: &str, deadline: Instant) -> Result<Value, QmpError> {
-        let error = |source| QmpError::Io {
+        let error = |reason| QmpError::Io {
             asked: asked.to_owned(),
-            source,
+            reason,
         };
         loop {
             let left = deadline.saturating_duration_since(Instant::now());

@@ -1,0 +1,17 @@
+//! `cargo demo`: guests share one drive.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use integration::demo::{self, Options};
+
+fn main() -> ExitCode {
+    match demo::run(&Options::parse()) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            integration::print_error(&error);
+            ExitCode::FAILURE
+        }
+    }
+}

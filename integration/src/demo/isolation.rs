@@ -1,0 +1,361 @@
+//! How the drive is divided, and the proof that everyone kept to it.
+//!
+//! Between, before and after the ranges lie guards that nobody leases. The host marks them, each guest
+//! fills its whole range with blocks that name the guest and the block, and in the end the host reads
+//! the drive: every byte of it has one right value.
+
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use super::DemoError;
+use crate::guest::Guest;
+use crate::guest::fio::{Fio, FioError};
+
+const MIB: u64 = 1 << 20;
+const GUARD: u64 = 16 * MIB;
+/// Enough to be spread over by every job, little enough to be filled in seconds.
+const RANGE: u64 = 256 * MIB;
+const SMALLEST_RANGE: u64 = 64 * MIB;
+/// A guest's pattern names the block of this size that it is in.
+const BLOCK: u64 = 128 << 10;
+/// What a guard holds: a mark, and where it is.
+const GUARD_TAG: [u8; 8] = *b"no-lease";
+/// No more faults are told than a person would read.
+const FAULTS: usize = 10;
+
+/// A part of the drive that one guest leases.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Range {
+    start: u64,
+    length: u64,
+}
+
+impl Range {
+    /// `START+LENGTH` as the option string has it.
+    pub(super) fn option(self) -> String {
+        format!("{}+{}", self.start, self.length)
+    }
+}
+
+/// A drive, divided among guests.
+#[derive(Debug)]
+pub(super) struct Layout {
+    /// `None`: in the server's memory, where only the guests can look.
+    file: Option<PathBuf>,
+    size: u64,
+    ranges: Vec<Range>,
+}
+
+impl Layout {
+    pub(super) fn in_memory(size: u64, guests: u32) -> Result<Self, DemoError> {
+        Ok(Self {
+            file: None,
+            size,
+            ranges: divide(size, guests)?,
+        })
+    }
+
+    /// A file that is not there yet, or is empty, is made as large as it takes.
+    pub(super) fn on_file(path: &Path, guests: u32) -> Result<Self, DemoError> {
+        let at = |source| DemoError::File {
+            path: path.to_owned(),
+            source,
+        };
+        let mut file = open(path)?;
+        let mut size = file.seek(SeekFrom::End(0)).map_err(at)?;
+        if size == 0 {
+            size = GUARD + u64::from(guests) * (RANGE + GUARD);
+            file.set_len(size).map_err(at)?;
+        }
+        let path = std::fs::canonicalize(path).map_err(at)?;
+        Ok(Self {
+            file: Some(path),
+            size,
+            ranges: divide(size, guests)?,
+        })
+    }
+
+    /// The drive as the option string has it.
+    pub(super) fn drive(&self) -> String {
+        match &self.file {
+            Some(path) => path.display().to_string(),
+            None => format!("memory:{}", self.size),
+        }
+    }
+
+    pub(super) fn describe(&self) -> String {
+        format!(
+            "{} MiB for each of {} guests, {} MiB between them",
+            self.ranges[0].length / MIB,
+            self.ranges.len(),
+            GUARD / MIB
+        )
+    }
+
+    pub(super) fn ranges(&self) -> impl Iterator<Item = Range> {
+        self.ranges.iter().copied()
+    }
+
+    pub(super) fn has_guards(&self) -> bool {
+        self.file.is_some()
+    }
+
+    /// Writes the mark into every guard.
+    pub(super) fn mark_guards(&self) -> Result<(), DemoError> {
+        let Some(path) = &self.file else {
+            return Ok(());
+        };
+        let at = |source| DemoError::File {
+            path: path.clone(),
+            source,
+        };
+        let mut file = open(path)?;
+        for guard in self.guards() {
+            file.seek(SeekFrom::Start(guard.start)).map_err(at)?;
+            for block in 0..guard.length / BLOCK {
+                let bytes = pattern(guard.start + block * BLOCK, GUARD_TAG);
+                file.write_all(&bytes).map_err(at)?;
+            }
+        }
+        file.sync_all().map_err(at)
+    }
+
+    /// Reads the drive and tells what is not as it should be.
+    pub(super) fn check(&self, names: &[String]) -> Result<Vec<String>, DemoError> {
+        let Some(path) = &self.file else {
+            return Ok(Vec::new());
+        };
+        let mut file = open(path)?;
+        let mut faults = Vec::new();
+        for (range, name) in self.ranges.iter().zip(names) {
+            let what = format!("the range of {name}");
+            check_part(path, &mut file, *range, 0, tag(name), &what, &mut faults)?;
+        }
+        for guard in self.guards() {
+            let what = "the space that nobody leases";
+            check_part(
+                path,
+                &mut file,
+                guard,
+                guard.start,
+                GUARD_TAG,
+                what,
+                &mut faults,
+            )?;
+        }
+        faults.truncate(FAULTS);
+        Ok(faults)
+    }
+
+    /// The guards, the last of which is cut where an uneven drive's rest begins.
+    fn guards(&self) -> impl Iterator<Item = Range> {
+        let ends = self.ranges.iter().map(|range| range.start + range.length);
+        std::iter::once(0).chain(ends).map(|start| Range {
+            start,
+            length: GUARD,
+        })
+    }
+}
+
+/// Guards and ranges in turn, a guard at both ends.
+fn divide(size: u64, guests: u32) -> Result<Vec<Range>, DemoError> {
+    let count = u64::from(guests);
+    let least = GUARD + count * (SMALLEST_RANGE + GUARD);
+    if size < least {
+        return Err(DemoError::TooSmall {
+            size,
+            guests,
+            least,
+        });
+    }
+    let length = ((size - GUARD) / count - GUARD).min(RANGE) / MIB * MIB;
+    Ok((0..count)
+        .map(|n| Range {
+            start: GUARD + n * (length + GUARD),
+            length,
+        })
+        .collect())
+}
+
+/// Opens the drive; a block device only if nothing else on the machine uses it.
+fn open(path: &Path) -> Result<File, DemoError> {
+    let mut options = File::options();
+    options.read(true).write(true);
+    match std::fs::metadata(path) {
+        // For a block device O_EXCL means: fail if it is mounted or otherwise claimed.
+        Ok(metadata) if metadata.file_type().is_block_device() => {
+            options.custom_flags(libc::O_EXCL);
+        }
+        _ => {
+            options.create(true);
+        }
+    }
+    options.open(path).map_err(|source| DemoError::File {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+/// A guest's mark: its name, as far as eight bytes hold it.
+fn tag(name: &str) -> [u8; 8] {
+    let mut tag = [b'.'; 8];
+    let kept = name.len().min(tag.len());
+    // The end of a name tells guests apart: guest-1, guest-2, …
+    tag[..kept].copy_from_slice(&name.as_bytes()[name.len() - kept..]);
+    tag
+}
+
+/// A block full of: where it is, and whose it is.
+fn pattern(position: u64, tag: [u8; 8]) -> Vec<u8> {
+    let mut unit = position.to_le_bytes().to_vec();
+    unit.extend(tag);
+    unit.repeat(BLOCK as usize / unit.len())
+}
+
+fn check_part(
+    path: &Path,
+    file: &mut File,
+    part: Range,
+    base: u64,
+    tag: [u8; 8],
+    what: &str,
+    faults: &mut Vec<String>,
+) -> Result<(), DemoError> {
+    let at = |source| DemoError::File {
+        path: path.to_owned(),
+        source,
+    };
+    file.seek(SeekFrom::Start(part.start)).map_err(at)?;
+    let mut found = vec![0; BLOCK as usize];
+    for offset in (0..part.length).step_by(BLOCK as usize) {
+        file.read_exact(&mut found).map_err(at)?;
+        let right = pattern(base + offset, tag);
+        if found != right {
+            let differ = |(a, b)| a != b;
+            let first = found.iter().zip(&right).position(differ).unwrap_or(0);
+            let unit = first / 16 * 16;
+            faults.push(format!(
+                "{what}: at byte {} of the drive is {:02x?} instead of {:02x?}",
+                part.start + offset + unit as u64,
+                &found[unit..unit + 16],
+                &right[unit..unit + 16],
+            ));
+            if faults.len() >= FAULTS {
+                break;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The fio job that writes the whole range with the guest's pattern.
+fn pattern_job(guest: &Guest, name: &str, pattern: &str) -> Fio {
+    let tag = tag(guest.name());
+    Fio::new(name, pattern, "128k", 8)
+        .option("size", "100%")
+        .option("verify", "pattern")
+        // %o: the offset of the block, eight bytes, little endian.
+        .option(
+            "verify_pattern",
+            &format!("%o\"{}\"", String::from_utf8_lossy(&tag)),
+        )
+        .option("verify_fatal", "1")
+}
+
+/// A guest writes its whole range.
+pub(super) fn fill(guest: &Guest) -> Result<(), FioError> {
+    pattern_job(guest, "fill", "write")
+        .option("do_verify", "0")
+        .option("end_fsync", "1")
+        .run(guest)?;
+    Ok(())
+}
+
+/// A guest reads its whole range: it must find its own pattern and nothing else.
+pub(super) fn read_back(guest: &Guest) -> Result<(), FioError> {
+    pattern_job(guest, "read-back", "read").run(guest)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn write(path: &Path, position: u64, bytes: &[u8]) {
+        let mut file = File::options().write(true).open(path).expect("open");
+        file.seek(SeekFrom::Start(position)).expect("seek");
+        file.write_all(bytes).expect("write");
+    }
+
+    /// A drive as two well-behaved guests leave it.
+    fn drive(folder: &Path) -> (Layout, Vec<String>) {
+        let path = folder.join("drive.img");
+        File::create(&path)
+            .expect("create")
+            .set_len(180 * MIB)
+            .expect("size");
+        let layout = Layout::on_file(&path, 2).expect("layout");
+        layout.mark_guards().expect("guards");
+        let names = vec!["guest-1".to_owned(), "guest-2".to_owned()];
+        for (range, name) in layout.ranges().zip(&names) {
+            for offset in (0..range.length).step_by(BLOCK as usize) {
+                write(&path, range.start + offset, &pattern(offset, tag(name)));
+            }
+        }
+        (layout, names)
+    }
+
+    #[test]
+    fn a_drive_that_everyone_kept_to_is_right() {
+        let folder = tempfile::tempdir().expect("folder");
+        let (layout, names) = drive(folder.path());
+        assert_eq!(layout.check(&names).expect("check"), Vec::<String>::new());
+    }
+
+    #[test]
+    fn one_wrong_byte_is_found_wherever_it_is() {
+        let folder = tempfile::tempdir().expect("folder");
+        let (layout, names) = drive(folder.path());
+        let path = layout.file.clone().expect("file");
+        let second = layout.ranges[1];
+        for (position, whose) in [
+            (0, "nobody"),
+            (layout.ranges[0].start, "guest-1"),
+            (second.start - 1, "nobody"),
+            (second.start + second.length - 1, "guest-2"),
+            (second.start + second.length, "nobody"),
+        ] {
+            let mut was = [0];
+            let mut file = open(&path).expect("open");
+            file.seek(SeekFrom::Start(position)).expect("seek");
+            file.read_exact(&mut was).expect("read");
+            write(&path, position, &[was[0] ^ 1]);
+            let faults = layout.check(&names).expect("check");
+            assert_eq!(faults.len(), 1, "byte {position}: {faults:?}");
+            assert!(faults[0].contains(whose), "byte {position}: {faults:?}");
+            write(&path, position, &was);
+        }
+    }
+
+    #[test]
+    fn a_block_of_the_other_guest_is_found() {
+        let folder = tempfile::tempdir().expect("folder");
+        let (layout, names) = drive(folder.path());
+        let path = layout.file.clone().expect("file");
+        write(&path, layout.ranges[1].start, &pattern(0, tag(&names[0])));
+        assert_eq!(layout.check(&names).expect("check").len(), 1);
+    }
+
+    #[test]
+    fn a_drive_too_small_is_refused() {
+        assert!(matches!(
+            divide(100 * MIB, 2),
+            Err(DemoError::TooSmall { .. })
+        ));
+        let ranges = divide(u64::MAX, 16).expect("ranges");
+        assert_eq!(ranges.len(), 16);
+        assert!(ranges.iter().all(|range| range.length == RANGE));
+    }
+}

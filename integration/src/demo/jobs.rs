@@ -1,0 +1,104 @@
+//! What each guest measures.
+
+use std::time::Duration;
+
+use super::DemoError;
+use super::report::{GuestReport, JobReport};
+use crate::guest::Guest;
+use crate::guest::fio::Fio;
+use crate::progress::say;
+use crate::server::Server;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn jobs(runtime: Duration) -> Vec<Fio> {
+    let timed = |name, pattern, size, depth| Fio::new(name, pattern, size, depth).runtime(runtime);
+    vec![
+        timed("randread-4k-qd1", "randread", "4k", 1),
+        timed("randread-4k-qd32", "randread", "4k", 32),
+        timed("randwrite-4k-qd1", "randwrite", "4k", 1),
+        timed("randwrite-4k-qd32", "randwrite", "4k", 32),
+        timed("read-128k-qd8", "read", "128k", 8),
+        timed("write-128k-qd8", "write", "128k", 8),
+        Fio::new("verify-crc32c-4k-qd32", "randwrite", "4k", 32)
+            .option("size", "32m")
+            .verified(),
+    ]
+}
+
+/// Runs all jobs in a guest. A job that fails is noted and the others go on.
+pub(super) fn measure(
+    guest: &Guest,
+    server: &Server,
+    runtime: Duration,
+    vcpus: u32,
+) -> Result<GuestReport, DemoError> {
+    let name = guest.name();
+    let mut report = identify(guest, vcpus)?;
+    for job in jobs(runtime) {
+        let before = server.function_stats(name)?.totals();
+        let result = job.run(guest);
+        let counted = server.function_stats(name)?.totals().since(before);
+        match result {
+            Ok(result) => {
+                let side = result.writes_first();
+                say(&format!(
+                    "    {name}: {} done, {:.0} IOPS",
+                    job.name(),
+                    side.iops
+                ));
+                report.jobs.push(JobReport {
+                    name: job.name().to_owned(),
+                    iops: side.iops,
+                    mib_s: side.mib_s,
+                    p50_us: side.p50_us,
+                    p99_us: side.p99_us,
+                    doorbell_exits_per_io: counted.doorbell_exits_per_io(),
+                    interrupts_per_io: counted.interrupts_per_io(),
+                });
+                if counted.commands == 0 {
+                    report
+                        .failures
+                        .push(format!("{}: the device counted no command", job.name()));
+                }
+            }
+            Err(error) => {
+                say(&format!("    {name}: {} FAILED", job.name()));
+                report.note(Err(error));
+            }
+        }
+    }
+    Ok(report)
+}
+
+/// What the guest itself says about its kernel and its drive.
+fn identify(guest: &Guest, vcpus: u32) -> Result<GuestReport, DemoError> {
+    let said = guest.check(
+        "uname -r; cat /sys/class/nvme/nvme0/model /sys/block/nvme0n1/size",
+        PATIENCE,
+    )?;
+    let mut lines = said.lines().map(str::trim);
+    let parsed = (|| {
+        Some((
+            lines.next()?,
+            lines.next()?,
+            lines.next()?.parse::<u64>().ok()?,
+        ))
+    })();
+    let Some((kernel, model, sectors)) = parsed else {
+        return Err(DemoError::Drive {
+            guest: guest.name().to_owned(),
+            said,
+        });
+    };
+    Ok(GuestReport {
+        name: guest.name().to_owned(),
+        kernel: kernel.to_owned(),
+        model: model.to_owned(),
+        // sysfs counts in units of 512 bytes whatever the logical block size is.
+        capacity: sectors * 512,
+        vcpus,
+        jobs: Vec::new(),
+        failures: Vec::new(),
+    })
+}

@@ -1,0 +1,309 @@
+//! The demonstration: guests share one drive, each on a range of its own, and prove that they stay apart.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::time::Duration;
+
+use clap::{Parser, ValueEnum};
+use thiserror::Error;
+
+use crate::guest::fio::FioError;
+use crate::guest::{Drive, Guest, GuestConfig, GuestError};
+use crate::process::ProcessError;
+use crate::progress::{Step, say};
+use crate::provision::{Assets, KernelChoice, ProvisionError};
+use crate::server::{self, FunctionOptions, Server, ServerError};
+
+mod isolation;
+mod jobs;
+mod report;
+
+use isolation::Layout;
+use report::Report;
+
+const POWER_OFF_PATIENCE: Duration = Duration::from_secs(60);
+
+/// Boots guests that share one drive, measures each, and checks that each range holds what its guest
+/// wrote and nothing else.
+#[derive(Debug, Parser)]
+#[command(name = "demo", about, version)]
+pub struct Options {
+    /// How many guests share the drive
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=16))]
+    guests: u32,
+    /// The guests' kernel: 6.1 (Debian 12), 6.12 (Debian 13), or the path of an image
+    #[arg(long, default_value = "6.12")]
+    kernel: KernelChoice,
+    /// The drive: a file or block device, WHOSE CONTENT IS OVERWRITTEN, or memory:SIZE. By default a file
+    /// that is made for it
+    #[arg(long, value_name = "PATH|memory:SIZE")]
+    drive: Option<DriveChoice>,
+    /// How guests ring doorbells
+    #[arg(long, value_enum, default_value_t = Doorbells::Shadow)]
+    doorbells: Doorbells,
+    /// vCPUs of each guest, and so its I/O queues
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=16))]
+    vcpus: u32,
+    /// How long each job runs
+    #[arg(long, value_name = "SECONDS", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
+    runtime: u64,
+    /// Writes the figures into a file
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+/// The three modes of doorbells.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Doorbells {
+    /// A store to the Doorbell Buffer in the guest's memory
+    Shadow,
+    /// A store to a page that is mapped into the guest
+    Mapped,
+    /// An exit for each
+    Trap,
+}
+
+impl Doorbells {
+    /// The word for it in the option string.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Shadow => "shadow",
+            Self::Mapped => "mapped",
+            Self::Trap => "trap",
+        }
+    }
+}
+
+/// What the guests share.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum DriveChoice {
+    Path(PathBuf),
+    Memory { size: u64 },
+}
+
+impl FromStr for DriveChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let Some(size) = text.strip_prefix("memory:") else {
+            return Ok(Self::Path(PathBuf::from(text)));
+        };
+        let size = parse_size(size).ok_or_else(|| {
+            format!("'{size}' is no size: a number of bytes, or with K, M, G or T")
+        })?;
+        Ok(Self::Memory { size })
+    }
+}
+
+fn parse_size(text: &str) -> Option<u64> {
+    let digits = text.trim_end_matches(['K', 'M', 'G', 'T']);
+    let shift = match &text[digits.len()..] {
+        "" => 0,
+        "K" => 10,
+        "M" => 20,
+        "G" => 30,
+        "T" => 40,
+        _ => return None,
+    };
+    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
+}
+
+/// Why the demonstration could not be given.
+#[derive(Debug, Error)]
+pub enum DemoError {
+    /// No guests to be had.
+    #[error(transparent)]
+    Provision(#[from] ProvisionError),
+    /// A program failed.
+    #[error(transparent)]
+    Process(#[from] ProcessError),
+    /// The server failed.
+    #[error(transparent)]
+    Server(#[from] ServerError),
+    /// A guest failed.
+    #[error(transparent)]
+    Guest(#[from] GuestError),
+    /// fio failed where it had to work.
+    #[error(transparent)]
+    Fio(#[from] FioError),
+    /// The drive is too small to be shared.
+    #[error("{size} bytes are too few for {guests} guests: the drive must have at least {least}")]
+    TooSmall {
+        /// The drive's size.
+        size: u64,
+        /// Among how many it is to be shared.
+        guests: u32,
+        /// The size it must have.
+        least: u64,
+    },
+    /// A file can't be used.
+    #[error("Cannot use {path}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The guest says something else than its programs do.
+    #[error("Guest {guest} says about its drive: {said:?}")]
+    Drive {
+        /// The guest.
+        guest: String,
+        /// What it said.
+        said: String,
+    },
+}
+
+/// Gives the demonstration. Returns whether all data was right and all ranges were kept.
+///
+/// # Errors
+/// If it can't be given.
+pub fn run(options: &Options) -> Result<bool, DemoError> {
+    let assets = Assets::provide(&options.kernel)?;
+    let binary = server::build()?;
+    let folder = tempfile::Builder::new()
+        .prefix("nvme-mpt-demo-")
+        .tempdir()
+        .map_err(|source| DemoError::File {
+            path: std::env::temp_dir(),
+            source,
+        })?;
+
+    let result = share(options, &assets, &binary, folder.path());
+    match &result {
+        Ok(report) if report.all_well() => {}
+        _ => say(&format!(
+            "Logs and consoles are kept in {}",
+            folder.keep().display()
+        )),
+    }
+    let report = result?;
+    if let Some(path) = &options.json {
+        fs::write(path, report.json()).map_err(|source| DemoError::File {
+            path: path.clone(),
+            source,
+        })?;
+    }
+    say(&report.table());
+    Ok(report.all_well())
+}
+
+fn share(
+    options: &Options,
+    assets: &Assets,
+    binary: &Path,
+    folder: &Path,
+) -> Result<Report, DemoError> {
+    let layout = match &options.drive {
+        Some(DriveChoice::Memory { size }) => Layout::in_memory(*size, options.guests)?,
+        Some(DriveChoice::Path(path)) => Layout::on_file(path, options.guests)?,
+        None => {
+            let path = crate::target_dir().join("demo/drive.img");
+            let at = |source| DemoError::File {
+                path: path.clone(),
+                source,
+            };
+            fs::create_dir_all(path.parent().unwrap_or(&path)).map_err(at)?;
+            // Made anew: what an earlier run left must not pass for what this one wrote.
+            match fs::remove_file(&path) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(at(error)),
+                _ => {}
+            }
+            Layout::on_file(&path, options.guests)?
+        }
+    };
+    let step = Step::start(format!("Marking {}", layout.drive()));
+    layout.mark_guards()?;
+    step.done(layout.describe());
+
+    let names: Vec<String> = (1..=options.guests).map(|n| format!("guest-{n}")).collect();
+    let functions: Vec<FunctionOptions> = names
+        .iter()
+        .zip(layout.ranges())
+        .map(|(name, range)| {
+            FunctionOptions::new(name, layout.drive(), range.option())
+                .option(format!("doorbells={}", options.doorbells.word()))
+                .option(format!("queues={}", options.vcpus))
+        })
+        .collect();
+    let step = Step::start("Starting nvme-mpt serve");
+    let mut server = Server::start(binary, &functions, folder)?;
+    step.done(format!("one process, {} functions", functions.len()));
+
+    let step = Step::start(format!(
+        "Booting {} guests, kernel {}",
+        names.len(),
+        assets.kernel.name
+    ));
+    let mut guests = Vec::new();
+    for name in &names {
+        let config = GuestConfig::new(name)
+            .vcpus(options.vcpus)
+            .drive(Drive::vfio_user(server.socket(name)));
+        guests.push(Guest::start_booting(assets, &config, folder)?);
+    }
+    for guest in &guests {
+        guest.await_ready(crate::guest::BOOT_PATIENCE)?;
+    }
+    step.done("");
+
+    let runtime = Duration::from_secs(options.runtime);
+    let step = Step::start("Measuring, all guests at once");
+    let mut reports = on_each(&guests, |guest| {
+        jobs::measure(guest, &server, runtime, options.vcpus)
+    })?;
+    step.done("");
+
+    let step = Step::start("Each guest fills its range with a pattern of its own, all at once");
+    let filled = on_each(&guests, |guest| Ok(isolation::fill(guest)))?;
+    step.done("");
+    let step = Step::start("Each guest reads its whole range back");
+    let read_back = on_each(&guests, |guest| Ok(isolation::read_back(guest)))?;
+    step.done("");
+    for (report, (filled, read_back)) in reports.iter_mut().zip(filled.into_iter().zip(read_back)) {
+        report.note(filled);
+        report.note(read_back);
+    }
+
+    for guest in &mut guests {
+        guest.power_off(POWER_OFF_PATIENCE)?;
+    }
+    server.stop()?;
+
+    let step = Step::start("Checking the drive: every range, and what lies between them");
+    let faults = layout.check(&names)?;
+    step.done(if faults.is_empty() {
+        "all as it should be"
+    } else {
+        "NOT as it should be"
+    });
+    Ok(Report {
+        doorbells: options.doorbells,
+        guests: reports,
+        guards_checked: layout.has_guards(),
+        faults,
+    })
+}
+
+/// Does the same for every guest at once, and returns the results in the guests' order.
+fn on_each<T: Send>(
+    guests: &[Guest],
+    what: impl Fn(&Guest) -> Result<T, DemoError> + Sync,
+) -> Result<Vec<T>, DemoError> {
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = guests
+            .iter()
+            .map(|guest| scope.spawn(|| what(guest)))
+            .collect();
+        threads
+            .into_iter()
+            .map(|thread| {
+                thread
+                    .join()
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            })
+            .collect()
+    })
+}

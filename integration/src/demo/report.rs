@@ -1,0 +1,238 @@
+//! The figures, for people and for programs.
+
+use std::fmt::Write;
+
+use serde::Serialize;
+
+use super::Doorbells;
+use crate::guest::fio::FioError;
+
+/// One job of one guest.
+#[derive(Debug, Clone, Serialize)]
+pub(super) struct JobReport {
+    pub(super) name: String,
+    pub(super) iops: f64,
+    pub(super) mib_s: f64,
+    pub(super) p50_us: f64,
+    pub(super) p99_us: f64,
+    pub(super) doorbell_exits_per_io: f64,
+    pub(super) interrupts_per_io: f64,
+}
+
+/// One guest.
+#[derive(Debug, Clone)]
+pub(super) struct GuestReport {
+    pub(super) name: String,
+    pub(super) kernel: String,
+    pub(super) model: String,
+    pub(super) capacity: u64,
+    pub(super) vcpus: u32,
+    pub(super) jobs: Vec<JobReport>,
+    pub(super) failures: Vec<String>,
+}
+
+impl GuestReport {
+    /// Notes a failure, if it is one.
+    pub(super) fn note(&mut self, result: Result<(), FioError>) {
+        if let Err(error) = result {
+            self.failures.push(error.to_string());
+        }
+    }
+}
+
+/// Everything.
+#[derive(Debug)]
+pub(super) struct Report {
+    pub(super) doorbells: Doorbells,
+    pub(super) guests: Vec<GuestReport>,
+    /// Whether the host could read what lies between the ranges.
+    pub(super) guards_checked: bool,
+    /// What the host found in the wrong place.
+    pub(super) faults: Vec<String>,
+}
+
+#[derive(Serialize)]
+struct JsonReport<'a> {
+    isolation_ok: bool,
+    guests: Vec<JsonGuest<'a>>,
+}
+
+#[derive(Serialize)]
+struct JsonGuest<'a> {
+    name: &'a str,
+    kernel: &'a str,
+    verify_ok: bool,
+    jobs: &'a [JobReport],
+}
+
+impl Report {
+    pub(super) fn all_well(&self) -> bool {
+        self.faults.is_empty() && self.guests.iter().all(|guest| guest.failures.is_empty())
+    }
+
+    /// A guest that reads something else than it wrote has perhaps read another's data: that, too, is a
+    /// failure of isolation where the host can't look for itself.
+    fn isolation_ok(&self) -> bool {
+        self.faults.is_empty() && (self.guards_checked || self.all_well())
+    }
+
+    pub(super) fn json(&self) -> String {
+        let report = JsonReport {
+            isolation_ok: self.isolation_ok(),
+            guests: self
+                .guests
+                .iter()
+                .map(|guest| JsonGuest {
+                    name: &guest.name,
+                    kernel: &guest.kernel,
+                    verify_ok: guest.failures.is_empty(),
+                    jobs: &guest.jobs,
+                })
+                .collect(),
+        };
+        // Only maps with keys that are no strings can fail to be written; there are none.
+        serde_json::to_string_pretty(&report).unwrap_or_default() + "\n"
+    }
+
+    pub(super) fn table(&self) -> String {
+        let mut text = String::new();
+        self.write_table(&mut text).unwrap_or_default();
+        text
+    }
+
+    fn write_table(&self, out: &mut String) -> std::fmt::Result {
+        for guest in &self.guests {
+            writeln!(
+                out,
+                "\n{}: {}, {} MiB, Linux {}, {} vCPU, doorbells={}",
+                guest.name,
+                guest.model,
+                guest.capacity >> 20,
+                guest.kernel,
+                guest.vcpus,
+                self.doorbells.word(),
+            )?;
+            writeln!(
+                out,
+                "  {:<22} {:>9} {:>8} {:>9} {:>9} {:>15} {:>11}",
+                "job", "IOPS", "MiB/s", "p50 us", "p99 us", "doorbell exits", "interrupts"
+            )?;
+            writeln!(
+                out,
+                "  {:<22} {:>9} {:>8} {:>9} {:>9} {:>15} {:>11}",
+                "", "", "", "", "", "per I/O", "per I/O"
+            )?;
+            for job in &guest.jobs {
+                writeln!(
+                    out,
+                    "  {:<22} {:>9.0} {:>8.1} {:>9.1} {:>9.1} {:>15.4} {:>11.3}",
+                    job.name,
+                    job.iops,
+                    job.mib_s,
+                    job.p50_us,
+                    job.p99_us,
+                    job.doorbell_exits_per_io,
+                    job.interrupts_per_io,
+                )?;
+            }
+            match guest.failures.as_slice() {
+                [] => writeln!(out, "  data verified: yes")?,
+                failures => {
+                    writeln!(out, "  data verified: NO")?;
+                    for failure in failures {
+                        writeln!(out, "    {failure}")?;
+                    }
+                }
+            }
+        }
+        let verdict = match (self.isolation_ok(), self.guards_checked) {
+            (true, true) => {
+                "yes: every range holds what its guest wrote and nothing else, the space between \
+                 them is untouched"
+            }
+            (true, false) => {
+                "yes: every guest read back what it wrote and nothing else (a drive in memory can't \
+                 be read from outside)"
+            }
+            (false, _) => "NO",
+        };
+        writeln!(out, "\nIsolation kept: {verdict}")?;
+        for fault in &self.faults {
+            writeln!(out, "  {fault}")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report() -> Report {
+        Report {
+            doorbells: Doorbells::Shadow,
+            guests: vec![GuestReport {
+                name: "guest-1".to_owned(),
+                kernel: "6.12".to_owned(),
+                model: "nvme-mpt".to_owned(),
+                capacity: 1 << 28,
+                vcpus: 1,
+                jobs: vec![JobReport {
+                    name: "randread".to_owned(),
+                    iops: 1000.0,
+                    mib_s: 3.9,
+                    p50_us: 500.0,
+                    p99_us: 900.0,
+                    doorbell_exits_per_io: 0.001,
+                    interrupts_per_io: 0.5,
+                }],
+                failures: Vec::new(),
+            }],
+            guards_checked: true,
+            faults: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn the_json_has_the_fields_that_programs_rely_on() {
+        let json: serde_json::Value = serde_json::from_str(&report().json()).expect("JSON");
+        assert_eq!(json["isolation_ok"], true);
+        let guest = &json["guests"][0];
+        assert_eq!(guest["name"], "guest-1");
+        assert_eq!(guest["kernel"], "6.12");
+        assert_eq!(guest["verify_ok"], true);
+        let job = guest["jobs"][0].as_object().expect("job");
+        let mut fields: Vec<&str> = job.keys().map(String::as_str).collect();
+        fields.sort_unstable();
+        assert_eq!(
+            fields,
+            [
+                "doorbell_exits_per_io",
+                "interrupts_per_io",
+                "iops",
+                "mib_s",
+                "name",
+                "p50_us",
+                "p99_us"
+            ]
+        );
+    }
+
+    #[test]
+    fn a_fault_is_told_and_fails() {
+        let mut report = report();
+        report.faults.push("the range of guest-1: wrong".to_owned());
+        assert!(!report.all_well());
+        assert!(report.table().contains("Isolation kept: NO"));
+        assert!(report.json().contains("\"isolation_ok\": false"));
+    }
+
+    #[test]
+    fn wrong_data_in_memory_is_a_failure_of_isolation() {
+        let mut report = report();
+        report.guards_checked = false;
+        assert!(report.isolation_ok());
+        report.guests[0].failures.push("fio".to_owned());
+        assert!(!report.isolation_ok());
+    }
+}

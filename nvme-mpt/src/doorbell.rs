@@ -10,6 +10,7 @@ use crate::address::{Gpa, PAGE_SIZE};
 use crate::dma::RegionTable;
 use crate::memory::{Access, Cell32, Mapping};
 use crate::spec::registers::Doorbell;
+use crate::spec::registers::offset::DOORBELLS;
 use crate::sync::{Ordering, fence};
 
 /// How a guest's doorbell writes reach a poller.
@@ -85,7 +86,7 @@ impl DoorbellPage {
     /// What the kernel reports when it has no memory to give.
     pub fn new(mode: DoorbellMode, queue_pairs: u16) -> io::Result<Self> {
         let dstrd = choose_dstrd(mode, queue_pairs);
-        let len = Doorbell::area(queue_pairs, dstrd).next_multiple_of(PAGE_SIZE);
+        let len = DOORBELLS + Doorbell::area(queue_pairs, dstrd).next_multiple_of(PAGE_SIZE);
         let fd = crate::memory::memfd(c"nvme-mpt-doorbells", len)?;
         let mapping = Mapping::shared(fd.as_fd(), 0, len as usize, Access::ReadWrite)?;
         Ok(Self {
@@ -105,7 +106,7 @@ impl DoorbellPage {
     /// Length in bytes, whole memory pages.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.mapping.len()
+        self.mapping.len() - DOORBELLS as usize
     }
 
     /// Whether there are no doorbells; never the case.
@@ -114,7 +115,9 @@ impl DoorbellPage {
         self.len() == 0
     }
 
-    /// The memory, for a VMM to map into the guest.
+    /// The memory, for a VMM to map into the guest. It is laid out as BAR0, because a vfio-user
+    /// client is told of one offset for the whole of a region; what comes before the doorbells is
+    /// not used.
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
@@ -141,7 +144,7 @@ impl DoorbellPage {
 
     /// Sets all doorbells to zero, as a controller reset does.
     pub fn clear(&self) {
-        if let Some(bytes) = self.mapping.bytes(0, self.mapping.len()) {
+        if let Some(bytes) = self.mapping.bytes(DOORBELLS as usize, self.len()) {
             bytes.zero();
         }
     }
@@ -151,7 +154,7 @@ impl DoorbellPage {
     }
 
     pub(crate) fn cell(&self, doorbell: Doorbell) -> Option<Cell32> {
-        let offset = doorbell.offset(self.dstrd) as usize;
+        let offset = doorbell.bar_offset(self.dstrd) as usize;
         self.exists(doorbell)
             .then(|| Cell32::new(&self.mapping, offset))
             .flatten()

@@ -19,13 +19,13 @@ pub trait Device {
     /// starts: regions do not change while it runs.
     fn region(&self, index: RegionIndex) -> Region;
 
-    /// Reads registers or config space. The bytes lie within the region. `data` comes filled with
-    /// all ones, which is the answer where nothing is: a read has no way to fail, because a client
-    /// may wait for ever for the data that an error reply does not carry.
+    /// Reads registers or config space: one byte or more, all within the region. `data` comes
+    /// filled with all ones, which is the answer where nothing is: a read has no way to fail,
+    /// because a client may wait for ever for the data that an error reply does not carry.
     fn read(&mut self, region: RegionIndex, offset: u64, data: &mut [u8]);
 
-    /// Writes registers or config space. The bytes lie within the region. What cannot be written
-    /// is ignored.
+    /// Writes registers or config space: one byte or more, all within the region. What cannot be
+    /// written is ignored.
     fn write(&mut self, region: RegionIndex, offset: u64, data: &[u8]);
 
     /// Largest number of DMA regions that [`dma_map`](Device::dma_map) takes, told to the client.

@@ -250,6 +250,9 @@ impl Dispatch {
         let start = reply.len();
         let count = count as usize;
         reply.resize(start + count, 0xff);
+        if count == 0 {
+            return;
+        }
         match self.regions.find(region, offset, count) {
             Some((index, found)) if found.readable => {
                 device.read(index, offset, &mut reply[start..]);
@@ -266,6 +269,9 @@ impl Dispatch {
             offset,
             data,
         } = write;
+        if data.is_empty() {
+            return;
+        }
         match self.regions.find(region, offset, data.len()) {
             Some((index, found)) if found.writable => device.write(index, offset, data),
             _ => self.complaints.log(format_args!(

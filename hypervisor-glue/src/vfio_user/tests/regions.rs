@@ -129,8 +129,15 @@ fn registers_are_read_and_written_in_any_size() {
         Some(&(RegionIndex::Config, 4, 2))
     );
 
-    let reply = talk.ask(Command::REGION_READ, &access(0, 0, 0));
-    assert_eq!((reply.errno(), reply.payload.len()), (0, 16));
+    // No bytes at all: nothing for the device, whether there is a region or not.
+    talk.device.accesses.clear();
+    for region in [0, 2] {
+        let reply = talk.ask(Command::REGION_READ, &access(region, 0, 0));
+        assert_eq!((reply.errno(), reply.payload.len()), (0, 16));
+        let reply = talk.ask(Command::REGION_WRITE, &access(region, 0, 0));
+        assert_eq!((reply.errno(), reply.payload.len()), (0, 16));
+    }
+    assert!(talk.device.accesses.is_empty());
 }
 
 #[test]

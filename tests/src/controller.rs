@@ -130,7 +130,7 @@ impl Controller {
             return Err(Error::Unsupported("that many I/O queue pairs"));
         }
         if config.doorbells == DoorbellMode::Shadow {
-            controller.configure_doorbell_buffer()?;
+            controller.configure_doorbell_buffer(&mut [])?;
         }
         Ok(controller)
     }
@@ -300,16 +300,28 @@ impl Controller {
     }
 
     /// Allocates a Doorbell Buffer and tells the controller (Doorbell Buffer Config). Queue pairs created
-    /// from now on use it; older ones by [`QueuePair::attach`], which must come before their next I/O.
+    /// from now on use it. `existing` ones, which must be idle, change over to it: as in Linux, their
+    /// shadow doorbells hold their values before the controller looks at them.
     ///
     /// # Errors
-    /// When the controller does not support the command, or it fails.
-    pub fn configure_doorbell_buffer(&mut self) -> Result<Arc<DoorbellBuffer>> {
+    /// When the controller does not support the command, or it fails; `existing` stay as they were.
+    pub fn configure_doorbell_buffer(
+        &mut self,
+        existing: &mut [&mut QueuePair],
+    ) -> Result<Arc<DoorbellBuffer>> {
         if !self.identity()?.doorbell_buffer() {
             return Err(Error::Unsupported("Doorbell Buffer Config"));
         }
         let buffer = Arc::new(DoorbellBuffer::new(&self.memory, self.cap)?);
-        self.doorbell_buffer_config(&buffer)?;
+        for queue in existing.iter_mut() {
+            queue.attach(&buffer);
+        }
+        if let Err(error) = self.doorbell_buffer_config(&buffer) {
+            for queue in existing {
+                queue.detach();
+            }
+            return Err(error);
+        }
         self.doorbell_buffer = Some(Arc::clone(&buffer));
         Ok(buffer)
     }

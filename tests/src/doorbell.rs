@@ -166,6 +166,11 @@ impl Doorbell {
         });
     }
 
+    /// Goes back to the register.
+    pub fn detach(&mut self) {
+        self.shadow = None;
+    }
+
     /// The value last rung.
     #[inline]
     pub fn value(&self) -> u16 {

@@ -123,8 +123,10 @@ fn linux_order_of_queues_before_the_doorbell_buffer_works() {
     let (_fake, mut controller) = start(DoorbellMode::Trap, false);
     let mut disk = Disk::open(&mut controller, 1).unwrap();
     disk.flush().unwrap();
-    let buffer = controller.configure_doorbell_buffer().unwrap();
-    disk.queue.attach(&buffer);
+    let buffer = controller
+        .configure_doorbell_buffer(&mut [&mut disk.queue])
+        .unwrap();
+    assert_eq!(buffer.shadow().to_vec(2 * 16, 1), [1]);
     let before = disk.queue.doorbell_writes();
     for _ in 0..100 {
         disk.flush().unwrap();

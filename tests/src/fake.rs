@@ -35,6 +35,8 @@ pub struct Options {
     pub mapped: bool,
     /// Asks for every shadow doorbell by EventIdx, and looks at no shadow without it.
     pub parked: bool,
+    /// I/O commands after which it takes no more.
+    pub silent_after: u64,
 }
 
 impl Default for Options {
@@ -44,6 +46,7 @@ impl Default for Options {
             null: false,
             mapped: false,
             parked: false,
+            silent_after: u64::MAX,
         }
     }
 }
@@ -71,6 +74,7 @@ struct State {
     events: Vec<u16>,
     disk: Vec<u8>,
     bad: BTreeSet<u64>,
+    served: u64,
 }
 
 struct Shared {
@@ -326,6 +330,10 @@ impl Shared {
             if sq.head == tail % size {
                 break;
             }
+            if id != 0 && state.served == self.options.silent_after {
+                break;
+            }
+            state.served += u64::from(id != 0);
             // A full completion queue holds commands back.
             let head = self.doorbell(state, cq, Side::CqHead);
             let Some(sq) = state.sqs.get_mut(&id) else {
@@ -354,10 +362,16 @@ impl Shared {
             let _full = self.interrupts[vector].event().write(1);
         }
         if shadowed && let Some([shadow, event_idx]) = &state.shadow {
-            let index = 2 * usize::from(id) * (self.cap.doorbell_stride() / 4) as usize;
-            // One behind the tail is never passed; the tail itself is, by the next command.
-            let ask = tail.wrapping_sub(u32::from(!self.options.parked));
-            event_idx[index].store(ask & 0xffff, Ordering::Release);
+            let stride = (self.cap.doorbell_stride() / 4) as usize;
+            let index = 2 * usize::from(id) * stride;
+            let head = (2 * usize::from(cq) + 1) * stride;
+            // The tail itself is passed by the next command; half a ring away is passed by none for long.
+            let far = |value: u32| (value + size / 2) % size;
+            let ask = if self.options.parked { tail } else { far(tail) };
+            event_idx[index].store(ask, Ordering::Release);
+            // The head is looked at with every command: it needs no doorbell.
+            let behind = far(shadow[head].load(Ordering::Relaxed));
+            event_idx[head].store(behind, Ordering::Release);
             fence(Ordering::SeqCst);
             if self.options.parked && shadow[index].load(Ordering::Relaxed) != tail {
                 self.written[2 * usize::from(id)].fetch_add(1, Ordering::AcqRel);

@@ -245,10 +245,16 @@ impl QueuePair {
         self.sq.id
     }
 
-    /// Lets both doorbells use the Doorbell Buffer.
+    /// Lets both doorbells use the Doorbell Buffer, which holds their values from now on.
     pub fn attach(&mut self, buffer: &Arc<DoorbellBuffer>) {
         self.sq.doorbell.attach(buffer, self.sq.id, Side::SqTail);
         self.cq.doorbell.attach(buffer, self.cq.id, Side::CqHead);
+    }
+
+    /// Goes back to the doorbell registers.
+    pub fn detach(&mut self) {
+        self.sq.doorbell.detach();
+        self.cq.doorbell.detach();
     }
 
     /// Trapped register writes of both doorbells.

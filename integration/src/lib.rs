@@ -5,10 +5,12 @@
 //! - [`provision`]: makes the guests and finds a QEMU, from Debian's own signed packages, into a cache;
 //! - [`guest`]: boots a guest, runs commands in it, plugs devices, kills it;
 //! - [`server`]: `nvme-mpt serve` as a child, and what `nvme-mpt stats` says;
-//! - [`demo`]: the demonstration.
+//! - [`demo`]: the demonstration;
+//! - [`load`]: load at native speed, without a guest.
 
 pub mod demo;
 pub mod guest;
+pub mod load;
 pub mod process;
 pub mod progress;
 pub mod provision;

@@ -1,0 +1,54 @@
+//! Single I/Os with random pauses before them: whatever serves the queue goes to sleep and is woken.
+
+use std::time::{Duration, Instant};
+
+use nvme_mpt_tests::rng::Rng;
+
+use super::LoadError;
+use super::lane::{Lane, Limits};
+use super::options::Options;
+use super::plan::Mix;
+use super::setup::Target;
+use super::worker::{Idle, timed, wait_for_interrupt};
+
+/// Runs commands one at a time, each after a pause of up to `most`, until the limits end.
+pub(super) fn run(
+    lane: &mut Lane,
+    mix: &mut Mix,
+    most: Duration,
+    target: &Target,
+    options: &Options,
+) -> Result<(), LoadError> {
+    let total = timed(target, options);
+    let seconds = match options.count {
+        Some(_) => f64::INFINITY,
+        None => options.seconds,
+    };
+    // One command by each pass; measuring starts with the first.
+    let once = Limits {
+        count: 1,
+        ..Limits::none(1)
+    };
+    let mut pauses = Rng::new(options.seed ^ 0x7061_7573_6573);
+    let start = Instant::now();
+    let mut first = None;
+    let mut commands = 0;
+    while commands < total.count && start.elapsed().as_secs_f64() < seconds {
+        let pause = pauses.below(most.as_nanos() as u64 + 1);
+        std::thread::sleep(Duration::from_nanos(pause));
+        lane.begin(mix, &once)?;
+        first.get_or_insert(lane.tally.from);
+        let mut idle = Idle::new(options.timeout());
+        while lane.turn(mix, &once)? == 0 {
+            if options.interrupts {
+                wait_for_interrupt(lane, &mut idle)?;
+            } else if !idle.spin() {
+                return Err(lane.stalled(options.timeout()));
+            }
+        }
+        lane.end();
+        commands += 1;
+    }
+    lane.tally.from = first.unwrap_or(lane.tally.from);
+    Ok(())
+}

@@ -1,0 +1,153 @@
+//! Which command comes next.
+
+use nvme_mpt_tests::command::io;
+use nvme_mpt_tests::memory::DmaBuffer;
+use nvme_mpt_tests::rng::Rng;
+
+use super::LoadError;
+use super::options::Pattern;
+use super::setup::Target;
+
+/// A command to be submitted: what changes from one to the next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Next {
+    pub(super) opcode: u8,
+    pub(super) slba: u64,
+}
+
+/// Where the data of a slot is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SlotData<'a> {
+    pub(super) slot: usize,
+    pub(super) buffer: &'a DmaBuffer,
+    pub(super) offset: usize,
+}
+
+/// A source of commands, for one queue.
+pub(super) trait Plan: Send {
+    /// The next command, whose data will be `data`; none when the plan has come to its end.
+    fn next(&mut self, data: SlotData<'_>) -> Option<Next>;
+
+    /// The command of the slot completed with success.
+    fn completed(&mut self, data: SlotData<'_>) -> Result<(), LoadError>;
+}
+
+/// Reads and writes without an end; the data means nothing.
+#[derive(Clone, Debug)]
+pub(super) struct Mix {
+    rng: Rng,
+    pattern: Pattern,
+    /// Of the low 32 bits of a random number, those below it are reads.
+    reads_below: u64,
+    /// First block, number of commands that fit, blocks of each.
+    first: u64,
+    places: u64,
+    blocks: u64,
+    place: u64,
+}
+
+impl Mix {
+    /// The plan of queue `index` of `queues`.
+    pub(super) fn new(
+        target: &Target,
+        index: u64,
+        queues: u64,
+        pattern: Pattern,
+        read_percent: u8,
+        seed: u64,
+    ) -> Self {
+        let (first, places) = match pattern {
+            Pattern::Random => (0, target.places),
+            Pattern::Sequential => target.part(index, queues),
+        };
+        Self {
+            rng: Rng::new(seed ^ index << 32),
+            pattern,
+            reads_below: (u64::from(read_percent) << 32) / 100,
+            first,
+            places,
+            blocks: u64::from(target.blocks_per_command),
+            place: 0,
+        }
+    }
+}
+
+impl Plan for Mix {
+    #[inline]
+    fn next(&mut self, _: SlotData<'_>) -> Option<Next> {
+        let number = self.rng.next_u64();
+        let place = match self.pattern {
+            Pattern::Random => ((u128::from(number) * u128::from(self.places)) >> 64) as u64,
+            Pattern::Sequential => {
+                let place = self.place;
+                self.place = if place + 1 == self.places {
+                    0
+                } else {
+                    place + 1
+                };
+                place
+            }
+        };
+        let read = number & 0xffff_ffff < self.reads_below;
+        Some(Next {
+            opcode: if read { io::READ } else { io::WRITE },
+            slba: (self.first + place) * self.blocks,
+        })
+    }
+
+    #[inline]
+    fn completed(&mut self, _: SlotData<'_>) -> Result<(), LoadError> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nvme_mpt_tests::memory::GuestMemory;
+
+    use super::*;
+
+    fn take(plan: &mut Mix, n: usize) -> Vec<Next> {
+        let memory = GuestMemory::new(&[(0, 4096)]).unwrap();
+        let buffer = memory.alloc(4096).unwrap();
+        let data = SlotData {
+            slot: 0,
+            buffer: &buffer,
+            offset: 0,
+        };
+        (0..n).map(|_| plan.next(data).unwrap()).collect()
+    }
+
+    #[test]
+    fn the_mix_is_as_asked_and_within_the_range() {
+        let target = Target::of(100, 8);
+        for percent in [0, 30, 100] {
+            let mut plan = Mix::new(&target, 0, 1, Pattern::Random, percent, 1);
+            let commands = take(&mut plan, 10_000);
+            let reads = commands.iter().filter(|c| c.opcode == io::READ).count() as i64;
+            let off = (reads - i64::from(percent) * 100).abs();
+            assert!(
+                off < if percent == 30 { 300 } else { 1 },
+                "{percent}: {reads}"
+            );
+            assert!(commands.iter().all(|c| c.slba % 8 == 0 && c.slba / 8 < 100));
+            let places: std::collections::HashSet<_> = commands.iter().map(|c| c.slba).collect();
+            assert_eq!(places.len(), 100);
+        }
+    }
+
+    #[test]
+    fn sequential_queues_share_the_range_without_meeting() {
+        let target = Target::of(10, 8);
+        let mut seen = Vec::new();
+        for queue in 0..3 {
+            let mut plan = Mix::new(&target, queue, 3, Pattern::Sequential, 100, 1);
+            let commands = take(&mut plan, 4);
+            assert_eq!(commands[1].slba, commands[0].slba + 8);
+            // A part of three places comes round.
+            assert_eq!(commands[3].slba, commands[0].slba);
+            seen.extend(commands[..3].iter().map(|c| c.slba / 8));
+        }
+        assert_eq!(seen, [0, 1, 2, 3, 4, 5, 6, 7, 8]);
+    }
+}

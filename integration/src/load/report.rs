@@ -1,0 +1,226 @@
+//! What a load measured.
+
+use std::fmt;
+
+use nvme_mpt_tests::doorbell::DoorbellMode;
+use serde::Serialize;
+
+use super::histogram::Histogram;
+use super::lane::Tally;
+use super::options::{Options, Pattern};
+use super::setup::Target;
+
+/// I/Os over this are counted: no I/O may take so long, whatever else the machine does.
+const SLOW_SECONDS: f64 = 0.1;
+
+/// Latencies in microseconds.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct Latency {
+    /// The shortest.
+    pub min: f64,
+    /// The mean.
+    pub mean: f64,
+    /// The median.
+    pub p50: f64,
+    /// 90 % take no longer.
+    pub p90: f64,
+    /// 99 % take no longer.
+    pub p99: f64,
+    /// 99.9 % take no longer.
+    pub p99_9: f64,
+    /// The longest.
+    pub max: f64,
+}
+
+/// A group of latencies.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Bucket {
+    /// Its shortest, in microseconds.
+    pub from_us: f64,
+    /// Commands in it.
+    pub commands: u64,
+}
+
+/// The result of a load.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// Model number of the controller.
+    pub model: String,
+    /// Bytes of the namespace.
+    pub capacity: u64,
+    /// Bytes of a command.
+    pub size: u64,
+    /// Percentage of reads.
+    pub read_percent: u8,
+    /// Whether addresses were random.
+    pub random: bool,
+    /// I/O queue pairs.
+    pub queues: u16,
+    /// Commands outstanding in each queue.
+    pub qd: u16,
+    /// `shadow`, `mapped` or `trap`.
+    pub doorbells: &'static str,
+    /// Whether interrupts were waited for.
+    pub interrupts: bool,
+    /// Whether all data was verified.
+    pub verified: bool,
+    /// Seconds measured.
+    pub seconds: f64,
+    /// Commands measured.
+    pub commands: u64,
+    /// Commands per second.
+    pub iops: f64,
+    /// Data rate.
+    pub mib_s: f64,
+    /// Latencies in microseconds.
+    pub latency_us: Latency,
+    /// Trapped doorbell writes for each command: the exits that a guest would have had.
+    pub doorbell_writes_per_io: f64,
+    /// Doorbells rung by any means for each command.
+    pub doorbell_rings_per_io: f64,
+    /// Interrupts for each command.
+    pub interrupts_per_io: f64,
+    /// Completions that no interrupt came for within a second.
+    pub lost_interrupts: u64,
+    /// Commands that took more than 50 ms.
+    pub over_50_ms: u64,
+    /// Commands that took more than 100 ms.
+    pub over_100_ms: u64,
+    /// The distribution of latencies.
+    pub distribution: Vec<Bucket>,
+}
+
+impl Report {
+    pub(super) fn new(target: &Target, tallies: &[Tally], options: &Options) -> Self {
+        let mut latency = Histogram::new();
+        for tally in tallies {
+            latency.merge(&tally.latency);
+        }
+        let rate = target.ticks_per_second;
+        let micros = |ticks: f64| ticks / rate * 1e6;
+        let quantile = |share| micros(latency.quantile(share) as f64);
+        let commands = latency.count();
+        let per_io = |count: fn(&Tally) -> u64| {
+            tallies.iter().map(count).sum::<u64>() as f64 / commands.max(1) as f64
+        };
+        // Lanes start together but for the time that their first commands took to prepare.
+        let from = tallies.iter().map(|t| t.from).min().unwrap_or(0);
+        let to = tallies.iter().map(|t| t.to).max().unwrap_or(0);
+        let seconds = to.saturating_sub(from) as f64 / rate;
+        let iops = if seconds > 0.0 {
+            commands as f64 / seconds
+        } else {
+            0.0
+        };
+        Self {
+            model: target.model.clone(),
+            capacity: target.capacity,
+            size: options.size,
+            read_percent: options.mix,
+            random: options.pattern == Pattern::Random,
+            queues: options.queues,
+            qd: options.depth(),
+            doorbells: match target.doorbells {
+                DoorbellMode::Shadow => "shadow",
+                DoorbellMode::Mapped => "mapped",
+                DoorbellMode::Trap => "trap",
+            },
+            interrupts: options.interrupts,
+            verified: options.verify,
+            seconds,
+            commands,
+            iops,
+            mib_s: iops * options.size as f64 / f64::from(1 << 20),
+            latency_us: Latency {
+                min: micros(latency.min() as f64),
+                mean: micros(latency.mean()),
+                p50: quantile(0.5),
+                p90: quantile(0.9),
+                p99: quantile(0.99),
+                p99_9: quantile(0.999),
+                max: micros(latency.max() as f64),
+            },
+            doorbell_writes_per_io: per_io(|t| t.doorbell_writes),
+            doorbell_rings_per_io: per_io(|t| t.doorbell_rings),
+            interrupts_per_io: per_io(|t| t.interrupts),
+            lost_interrupts: tallies.iter().map(|t| t.lost_interrupts).sum(),
+            over_50_ms: latency.above((SLOW_SECONDS / 2.0 * rate) as u64),
+            over_100_ms: latency.above((SLOW_SECONDS * rate) as u64),
+            distribution: latency
+                .groups()
+                .map(|(ticks, commands)| Bucket {
+                    from_us: micros(ticks as f64),
+                    commands,
+                })
+                .collect(),
+        }
+    }
+
+    /// The distribution of latencies, a line for each group.
+    pub fn histogram(&self) -> String {
+        let most = self.distribution.iter().map(|b| b.commands).max();
+        let most = most.unwrap_or(0).max(1);
+        let mut text = String::new();
+        let mut below = 0;
+        for bucket in &self.distribution {
+            below += bucket.commands;
+            let share = 100.0 * below as f64 / self.commands.max(1) as f64;
+            let bar = "#".repeat((40 * bucket.commands / most) as usize);
+            text += &format!(
+                "{:>12.3} us {:>12} {share:>9.4} % {bar}\n",
+                bucket.from_us, bucket.commands
+            );
+        }
+        text
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let pattern = if self.random { "random" } else { "sequential" };
+        writeln!(
+            f,
+            "{} ({} MiB), {} bytes {pattern}, {} % reads, {} x QD {}, {} doorbells, {}{}",
+            self.model,
+            self.capacity >> 20,
+            self.size,
+            self.read_percent,
+            self.queues,
+            self.qd,
+            self.doorbells,
+            if self.interrupts {
+                "interrupts"
+            } else {
+                "polled"
+            },
+            if self.verified { ", verified" } else { "" },
+        )?;
+        writeln!(
+            f,
+            "  {:.0} IOPS, {:.1} MiB/s ({} commands in {:.3} s)",
+            self.iops, self.mib_s, self.commands, self.seconds
+        )?;
+        let l = &self.latency_us;
+        writeln!(
+            f,
+            "  latency us: min {:.2}, mean {:.2}, p50 {:.2}, p90 {:.2}, p99 {:.2}, p99.9 {:.2}, max {:.2}",
+            l.min, l.mean, l.p50, l.p90, l.p99, l.p99_9, l.max
+        )?;
+        write!(
+            f,
+            "  per I/O: {:.5} doorbell writes, {:.3} doorbells rung, {:.3} interrupts",
+            self.doorbell_writes_per_io, self.doorbell_rings_per_io, self.interrupts_per_io
+        )?;
+        if self.over_50_ms > 0 {
+            write!(
+                f,
+                "\n  SLOW: {} over 50 ms, {} over 100 ms",
+                self.over_50_ms, self.over_100_ms
+            )?;
+        }
+        if self.lost_interrupts > 0 {
+            write!(f, "\n  LOST: {} interrupts", self.lost_interrupts)?;
+        }
+        Ok(())
+    }
+}

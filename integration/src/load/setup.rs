@@ -1,0 +1,243 @@
+//! What a load needs before it runs: memory, a controller that is up, queue pairs with their slots.
+
+use std::sync::Arc;
+
+use nvme_mpt_tests::bar::Bar;
+use nvme_mpt_tests::command::Sqe;
+use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
+use nvme_mpt_tests::doorbell::DoorbellMode;
+use nvme_mpt_tests::interrupt::Interrupt;
+use nvme_mpt_tests::memory::{GuestMemory, PAGE_SIZE};
+use nvme_mpt_tests::prp;
+
+use super::LoadError;
+use super::clock::Calibration;
+use super::lane::Lane;
+use super::options::{Options, Pattern};
+
+/// Where the guest's memory begins: above 4 GiB, as most of a large guest's is.
+const MEMORY_BASE: u64 = 1 << 32;
+const HUGE_PAGE: usize = 2 << 20;
+/// The namespace under load.
+const NSID: u32 = 1;
+
+/// Interrupt vectors by number: the admin queue's (unused), then one for each I/O queue.
+pub(super) type Vectors = Vec<Arc<Interrupt>>;
+
+/// The namespace under load, and what a command is to it.
+#[derive(Clone, Debug)]
+pub(super) struct Target {
+    pub(super) model: String,
+    pub(super) capacity: u64,
+    pub(super) block_size: usize,
+    pub(super) blocks_per_command: u32,
+    /// Commands that fit the range side by side.
+    pub(super) places: u64,
+    pub(super) doorbells: DoorbellMode,
+    pub(super) ticks_per_second: f64,
+}
+
+impl Target {
+    pub(super) fn ticks(&self, seconds: f64) -> u64 {
+        (seconds * self.ticks_per_second) as u64
+    }
+
+    /// The part of queue `index` of `queues`: its first place, and how many.
+    pub(super) fn part(&self, index: u64, queues: u64) -> (u64, u64) {
+        let places = self.places / queues;
+        (index * places, places)
+    }
+
+    #[cfg(test)]
+    pub(super) fn of(places: u64, blocks_per_command: u32) -> Self {
+        Self {
+            model: String::new(),
+            capacity: 0,
+            block_size: 512,
+            blocks_per_command,
+            places,
+            doorbells: DoorbellMode::Trap,
+            ticks_per_second: 1e9,
+        }
+    }
+}
+
+/// Bytes from one slot's data to the next: whole pages.
+fn stride(options: &Options) -> usize {
+    (options.size as usize).next_multiple_of(PAGE_SIZE)
+}
+
+fn entries(options: &Options) -> u32 {
+    (u32::from(options.depth()) + 1).next_power_of_two().max(64)
+}
+
+/// Memory with room for all data, lists and rings.
+pub(super) fn memory(options: &Options) -> Result<GuestMemory, LoadError> {
+    if options.size > 1 << 30 {
+        return Err(LoadError::Options(format!(
+            "--size {} is more than 1 GiB",
+            options.size
+        )));
+    }
+    let slots = usize::from(options.queues) * usize::from(options.depth());
+    let lists = (stride(options) / PAGE_SIZE * 8).next_multiple_of(PAGE_SIZE) + PAGE_SIZE;
+    let rings = usize::from(options.queues) * (entries(options) as usize * 80 + 2 * PAGE_SIZE);
+    let data = slots * (stride(options) + lists);
+    // Each queue's data is aligned to a huge page.
+    let alignment = (usize::from(options.queues) + 2) * HUGE_PAGE;
+    let len = (data + rings + alignment).next_multiple_of(HUGE_PAGE);
+    Ok(GuestMemory::new(&[(MEMORY_BASE, len as u64)])?)
+}
+
+/// The vectors, where interrupts are wanted.
+pub(super) fn vectors(options: &Options) -> Result<Option<Vectors>, LoadError> {
+    if !options.interrupts {
+        return Ok(None);
+    }
+    let vectors = (0..=options.queues)
+        .map(|_| Interrupt::new().map(Arc::new))
+        .collect::<Result<_, _>>()
+        .map_err(|source| LoadError::System {
+            what: "Making eventfds",
+            source,
+        })?;
+    Ok(Some(vectors))
+}
+
+/// Brings the controller up with the doorbells wanted, and fits the options to its namespace.
+pub(super) fn bring_up(
+    bar: Arc<dyn Bar>,
+    memory: GuestMemory,
+    options: &Options,
+) -> Result<(Controller, Target), LoadError> {
+    let config = |doorbells| Config {
+        doorbells,
+        admin_timeout: options.timeout(),
+        ..Config::default()
+    };
+    let attach = |mode| {
+        Controller::attach(
+            Arc::clone(&bar),
+            memory.clone(),
+            config(mode),
+            options.queues,
+        )
+    };
+    let (mut controller, doorbells) = match options.doorbells.chosen() {
+        Some(mode) => (attach(mode)?, mode),
+        None => {
+            let controller = attach(DoorbellMode::Trap)?;
+            if controller.identity()?.doorbell_buffer() {
+                (attach(DoorbellMode::Shadow)?, DoorbellMode::Shadow)
+            } else if !bar.doorbell_windows().is_empty() {
+                (attach(DoorbellMode::Mapped)?, DoorbellMode::Mapped)
+            } else {
+                (controller, DoorbellMode::Trap)
+            }
+        }
+    };
+    let namespace = controller.identify_namespace(NSID)?;
+    let identity = controller.identity()?;
+    let block_size = u64::from(namespace.block_size);
+    let capacity = namespace.nsze * block_size;
+    let range = options.range.unwrap_or(capacity);
+    let target = Target {
+        model: identity.model.clone(),
+        capacity,
+        block_size: namespace.block_size as usize,
+        blocks_per_command: u32::try_from(options.size / block_size.max(1)).unwrap_or(u32::MAX),
+        places: range / options.size,
+        doorbells,
+        ticks_per_second: Calibration::start().ticks_per_second(),
+    };
+    let max_transfer = identity.max_transfer().min(65536 * block_size as usize);
+    check(&target, range, max_transfer, options)?;
+    if entries(options) > controller.cap().max_queue_entries() {
+        return Err(LoadError::Options(format!(
+            "--qd {} needs queues of {} entries, and the controller allows {}",
+            options.qd,
+            entries(options),
+            controller.cap().max_queue_entries()
+        )));
+    }
+    Ok((controller, target))
+}
+
+/// Whether the options fit the namespace and each other.
+fn check(
+    target: &Target,
+    range: u64,
+    max_transfer: usize,
+    options: &Options,
+) -> Result<(), LoadError> {
+    let wrong = |text: String| Err(LoadError::Options(text));
+    let size = options.size;
+    if !size.is_multiple_of(target.block_size as u64) {
+        return wrong(format!(
+            "--size {size} is not a multiple of the logical block size, {}",
+            target.block_size
+        ));
+    }
+    if size > max_transfer as u64 {
+        return wrong(format!(
+            "--size {size} is above the controller's limit for a command, {max_transfer}"
+        ));
+    }
+    if range > target.capacity {
+        return wrong(format!(
+            "--range {range} is above the namespace's capacity, {}",
+            target.capacity
+        ));
+    }
+    let queues = u64::from(options.queues);
+    let apart = options.verify || options.pattern == Pattern::Sequential;
+    let needed = match (options.verify, apart) {
+        // One that is not busy is always to be found.
+        (true, _) => queues * 2 * u64::from(options.depth()),
+        (false, true) => queues,
+        (false, false) => 1,
+    };
+    if target.places < needed {
+        return wrong(format!(
+            "The range has room for {} commands, and the load needs {needed}",
+            target.places
+        ));
+    }
+    let own_threads = options.interrupts || options.pause_us.is_some();
+    if own_threads && options.threads.is_some_and(|n| n < options.queues) {
+        return wrong("--interrupts and --pause-us need a thread for each queue".to_owned());
+    }
+    Ok(())
+}
+
+/// Creates the queue pairs and prepares their slots.
+pub(super) fn lanes(
+    controller: &mut Controller,
+    target: &Target,
+    vectors: Option<&[Arc<Interrupt>]>,
+    options: &Options,
+) -> Result<Vec<Lane>, LoadError> {
+    let memory = controller.memory().clone();
+    let depth = usize::from(options.depth());
+    let mut lanes = Vec::with_capacity(usize::from(options.queues));
+    for id in 1..=options.queues {
+        let interrupt = vectors.map(|vectors| (id, Arc::clone(&vectors[usize::from(id)])));
+        let queue_options = QueueOptions {
+            entries: entries(options),
+            interrupt,
+        };
+        let queue = controller.create_queue_pair(id, &queue_options)?;
+        let stride = stride(options);
+        let buffer = memory.alloc_aligned(depth * stride, HUGE_PAGE)?;
+        let mut lists = Vec::new();
+        let mut entries = Vec::with_capacity(depth);
+        for slot in 0..depth {
+            let prepared = prp::buffer(&buffer, slot * stride, options.size as usize)?;
+            let sqe = Sqe::read(NSID, 0, target.blocks_per_command);
+            entries.push(sqe.with_data(prepared.pointer));
+            lists.extend(prepared.pages);
+        }
+        lanes.push(Lane::new(queue, entries, buffer, stride, lists));
+    }
+    Ok(lanes)
+}

@@ -1,0 +1,175 @@
+//! The load against the toy controller of the driver's own tests.
+
+use clap::Parser;
+use nvme_mpt_tests::controller::{Config, Controller};
+use nvme_mpt_tests::disk::Disk;
+use nvme_mpt_tests::fake::{Fake, Options as Toy};
+use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::status;
+
+use super::options::Options;
+use super::report::Report;
+use super::{LoadError, run_on, setup};
+
+#[derive(Parser)]
+struct Arguments {
+    #[command(flatten)]
+    load: Options,
+}
+
+fn parse(line: &str) -> Options {
+    let words = ["load", "socket"]
+        .into_iter()
+        .chain(line.split_whitespace());
+    Arguments::try_parse_from(words).unwrap().load
+}
+
+fn start(options: &Options, toy: Toy) -> (Fake, GuestMemory, Option<setup::Vectors>) {
+    let memory = setup::memory(options).unwrap();
+    let vectors = setup::vectors(options).unwrap();
+    let fake = Fake::start(&memory, toy, vectors.as_deref().unwrap_or(&[]));
+    (fake, memory, vectors)
+}
+
+fn load_on(line: &str, toy: Toy) -> Result<Report, LoadError> {
+    let options = parse(line);
+    let (fake, memory, vectors) = start(&options, toy);
+    run_on(fake.bar(), memory, vectors, &options)
+}
+
+fn load(line: &str) -> Result<Report, LoadError> {
+    load_on(line, Toy::default())
+}
+
+#[test]
+fn every_command_is_counted_in_every_mode() {
+    for mode in ["shadow", "mapped", "trap"] {
+        let toy = Toy {
+            mapped: mode == "mapped",
+            ..Toy::default()
+        };
+        let line = format!("--count 1000 --qd 16 --queues 2 --mix 50 --doorbells {mode}");
+        let report = load_on(&line, toy).unwrap();
+        assert_eq!(report.commands, 2000, "{mode}");
+        assert_eq!(report.doorbells, mode);
+        assert!(report.iops > 0.0 && report.latency_us.min > 0.0);
+        assert!(report.latency_us.p50 <= report.latency_us.max);
+        let rung = report.doorbell_rings_per_io;
+        match mode {
+            "trap" => assert!((report.doorbell_writes_per_io - rung).abs() < 1e-9),
+            _ => assert!(report.doorbell_writes_per_io < 0.01),
+        }
+    }
+}
+
+#[test]
+fn doorbells_are_chosen_by_what_the_controller_offers() {
+    assert_eq!(load("--count 10").unwrap().doorbells, "shadow");
+}
+
+#[test]
+fn verified_load_passes_on_a_sound_device() {
+    for line in [
+        "--verify --count 3000 --qd 8 --queues 2 --mix 40",
+        "--verify --count 200 --qd 4 --mix 50 --size 24K --pattern sequential",
+        "--verify --count 500 --qd 4 --queues 3 --threads 1 --size 512",
+    ] {
+        let report = load(line).unwrap();
+        assert!(report.verified && report.commands >= 200, "{line}");
+    }
+}
+
+#[test]
+fn verified_load_notices_a_device_that_moves_no_data() {
+    let toy = Toy {
+        null: true,
+        ..Toy::default()
+    };
+    let result = load_on("--verify --count 100 --qd 4", toy);
+    assert!(matches!(result, Err(LoadError::Corrupt { .. })));
+}
+
+#[test]
+fn a_completion_for_each_interrupt_is_found() {
+    let report = load("--interrupts --count 300 --qd 4").unwrap();
+    assert_eq!((report.commands, report.lost_interrupts), (300, 0));
+    assert!(report.interrupts_per_io > 0.0);
+}
+
+#[test]
+fn pauses_run_one_command_at_a_time() {
+    let toy = Toy {
+        parked: true,
+        ..Toy::default()
+    };
+    let report = load_on("--pause-us 100 --count 50", toy).unwrap();
+    assert_eq!((report.commands, report.qd), (50, 1));
+    // Each command finds the device asleep and is to ring it.
+    assert!(report.doorbell_writes_per_io >= 0.9);
+}
+
+#[test]
+fn a_failed_command_ends_the_load() {
+    let options = parse("--count 1000 --qd 2 --pattern sequential");
+    let (fake, memory, vectors) = start(&options, Toy::default());
+    let config = Config::default();
+    let mut controller = Controller::attach(fake.bar(), memory.clone(), config, 1).unwrap();
+    let mut disk = Disk::open(&mut controller, 1).unwrap();
+    disk.write_uncorrectable(50, 1).unwrap();
+    match run_on(fake.bar(), memory, vectors, &options) {
+        Err(LoadError::Command {
+            slba, status: code, ..
+        }) => assert_eq!((slba, code), (48, status::UNRECOVERED_READ_ERROR)),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_device_that_falls_silent_ends_the_load() {
+    let toy = Toy {
+        silent_after: 100,
+        ..Toy::default()
+    };
+    let result = load_on("--count 1000 --qd 2 --timeout 0.2", toy);
+    assert!(
+        matches!(result, Err(LoadError::Stalled { outstanding: 2, .. })),
+        "{result:?}"
+    );
+}
+
+#[test]
+fn options_that_do_not_fit_are_refused() {
+    for (line, word) in [
+        ("--size 1000", "multiple"),
+        ("--size 16M", "limit"),
+        ("--range 1G", "capacity"),
+        ("--range 2K", "room"),
+        ("--verify --range 64K --qd 32", "room"),
+        ("--interrupts --queues 2 --threads 1", "thread"),
+        ("--qd 1024", "entries"),
+    ] {
+        match load(line) {
+            Err(LoadError::Options(text)) => assert!(text.contains(word), "{line}: {text}"),
+            other => panic!("{line}: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn the_report_is_json_with_the_names_that_scripts_use() {
+    let report = load("--count 100").unwrap();
+    let json = serde_json::to_value(&report).unwrap();
+    for name in [
+        "iops",
+        "mib_s",
+        "commands",
+        "doorbell_writes_per_io",
+        "over_100_ms",
+    ] {
+        assert!(json[name].is_number(), "{name}");
+    }
+    assert!(json["latency_us"]["p99_9"].is_number());
+    let in_buckets: u64 = report.distribution.iter().map(|b| b.commands).sum();
+    assert_eq!(in_buckets, 100);
+    assert!(!report.to_string().is_empty() && report.histogram().contains('#'));
+}

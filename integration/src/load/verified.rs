@@ -1,0 +1,181 @@
+//! Verified load: every place of the range has a generation, writes make the next one, reads must give
+//! the last one that completed.
+
+use nvme_mpt_tests::command::io;
+use nvme_mpt_tests::rng::{self, Rng};
+
+use super::LoadError;
+use super::lane::{Lane, Limits, NEVER};
+use super::options::{Options, Pattern};
+use super::plan::{Next, Plan, SlotData};
+use super::setup::Target;
+use super::worker::{pass, timed};
+
+/// Writes all of each lane's part of the range, runs the mix, then reads all of it.
+pub(super) fn run(
+    lanes: &mut [Lane],
+    indices: &[u64],
+    queues: u64,
+    target: &Target,
+    options: &Options,
+) -> Result<(), LoadError> {
+    let mut areas: Vec<Area> = indices
+        .iter()
+        .map(|&index| Area::new(target, index, queues, options))
+        .collect();
+    let unmeasured = Limits {
+        measure_from: NEVER,
+        ..Limits::none(u32::from(options.batch))
+    };
+    pass(lanes, &mut areas, unmeasured, options)?;
+    for area in &mut areas {
+        area.phase = Phase::Mix;
+        area.place = 0;
+    }
+    pass(lanes, &mut areas, timed(target, options), options)?;
+    for area in &mut areas {
+        area.phase = Phase::Check;
+        area.place = 0;
+    }
+    pass(lanes, &mut areas, unmeasured, options)
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    Fill,
+    Mix,
+    Check,
+}
+
+/// What a slot has outstanding.
+#[derive(Clone, Copy, Debug)]
+struct Pending {
+    place: u64,
+    generation: u32,
+    read: bool,
+}
+
+/// One lane's part of the range.
+#[derive(Debug)]
+struct Area {
+    phase: Phase,
+    pattern: Pattern,
+    rng: Rng,
+    reads_below: u64,
+    seed: u64,
+    first: u64,
+    blocks: u64,
+    block_size: usize,
+    place: u64,
+    /// By place: the generation that completed last.
+    generations: Vec<u32>,
+    /// By place: whether a command is outstanding. What a read gives while a write is under way is
+    /// anybody's guess, so that a place has one at a time.
+    busy: Vec<bool>,
+    pending: Vec<Option<Pending>>,
+    scratch: Vec<u8>,
+}
+
+impl Area {
+    fn new(target: &Target, index: u64, queues: u64, options: &Options) -> Self {
+        let (first, places) = target.part(index, queues);
+        Self {
+            phase: Phase::Fill,
+            pattern: options.pattern,
+            rng: Rng::new(options.seed ^ index << 32),
+            reads_below: (u64::from(options.mix) << 32) / 100,
+            seed: options.seed,
+            first,
+            blocks: u64::from(target.blocks_per_command),
+            block_size: target.block_size,
+            place: 0,
+            generations: vec![0; places as usize],
+            busy: vec![false; places as usize],
+            pending: vec![None; usize::from(options.depth())],
+            scratch: vec![0; target.blocks_per_command as usize * target.block_size],
+        }
+    }
+
+    fn slba(&self, place: u64) -> u64 {
+        (self.first + place) * self.blocks
+    }
+
+    fn tag(&self, generation: u32) -> u64 {
+        self.seed << 32 ^ u64::from(generation)
+    }
+
+    /// The next place and whether to read it; none when the phase is over.
+    fn choose(&mut self) -> Option<(u64, bool)> {
+        let places = self.generations.len() as u64;
+        if self.phase != Phase::Mix {
+            let place = self.place;
+            self.place += 1;
+            return (place < places).then_some((place, self.phase == Phase::Check));
+        }
+        let number = self.rng.next_u64();
+        let start = match self.pattern {
+            Pattern::Random => ((u128::from(number) * u128::from(places)) >> 64) as u64,
+            Pattern::Sequential => {
+                self.place += 1;
+                (self.place - 1) % places
+            }
+        };
+        let place = (start..places)
+            .chain(0..start)
+            .find(|&place| !self.busy[place as usize])?;
+        Some((place, number & 0xffff_ffff < self.reads_below))
+    }
+}
+
+impl Plan for Area {
+    fn next(&mut self, data: SlotData<'_>) -> Option<Next> {
+        let (place, read) = self.choose()?;
+        let slba = self.slba(place);
+        let mut generation = self.generations[place as usize];
+        if !read {
+            generation += 1;
+            let tag = self.tag(generation);
+            rng::fill_blocks(&mut self.scratch, tag, slba, self.block_size);
+            data.buffer.write(data.offset, &self.scratch);
+        }
+        self.busy[place as usize] = true;
+        self.pending[data.slot] = Some(Pending {
+            place,
+            generation,
+            read,
+        });
+        Some(Next {
+            opcode: if read { io::READ } else { io::WRITE },
+            slba,
+        })
+    }
+
+    fn completed(&mut self, data: SlotData<'_>) -> Result<(), LoadError> {
+        let Some(pending) = self.pending[data.slot].take() else {
+            return Ok(());
+        };
+        self.busy[pending.place as usize] = false;
+        if !pending.read {
+            self.generations[pending.place as usize] = pending.generation;
+            return Ok(());
+        }
+        data.buffer.read(data.offset, &mut self.scratch);
+        let tag = self.tag(pending.generation);
+        let slba = self.slba(pending.place);
+        for (lba, block) in (slba..).zip(self.scratch.chunks(self.block_size)) {
+            let (words, _) = block.as_chunks::<8>();
+            let expected = rng::block_words(tag, lba);
+            if words
+                .iter()
+                .zip(expected)
+                .any(|(word, want)| *word != want.to_le_bytes())
+            {
+                return Err(LoadError::Corrupt {
+                    lba,
+                    generation: pending.generation,
+                });
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,202 @@
+//! A thread and the lanes it drives.
+
+use std::time::{Duration, Instant};
+
+use super::LoadError;
+use super::clock::{self, ticks};
+use super::lane::{Lane, Limits, Tally};
+use super::options::Options;
+use super::plan::{Mix, Plan};
+use super::setup::Target;
+use super::{paced, verified};
+
+/// Turns without a completion between two looks at the clock.
+const IDLE_TURNS: u32 = 64;
+/// Spinning without a completion for longer than this, the thread yields: who completes our commands
+/// may need this processor.
+const YIELD_AFTER: Duration = Duration::from_micros(20);
+/// How long an interrupt may be missing before the queue is looked at all the same.
+const LOST_INTERRUPT: Duration = Duration::from_secs(1);
+
+/// Runs the load on all lanes, by threads; gives what each lane measured.
+pub(super) fn run(
+    lanes: Vec<Lane>,
+    target: &Target,
+    options: &Options,
+) -> Result<Vec<Tally>, LoadError> {
+    let queues = lanes.len();
+    let threads = usize::from(options.threads.unwrap_or(options.queues)).min(queues);
+    let mut shares: Vec<Vec<(u64, Lane)>> = (0..threads).map(|_| Vec::new()).collect();
+    for (index, lane) in (0..).zip(lanes) {
+        shares[index as usize % threads].push((index, lane));
+    }
+    std::thread::scope(|scope| {
+        let running: Vec<_> = shares
+            .into_iter()
+            .enumerate()
+            .map(|(thread, share)| {
+                scope.spawn(move || {
+                    if !options.cpu.is_empty() {
+                        let cpu = options.cpu[thread % options.cpu.len()];
+                        clock::pin(cpu).map_err(|source| LoadError::System {
+                            what: "Choosing the processor",
+                            source,
+                        })?;
+                    }
+                    drive(share, queues as u64, target, options)
+                })
+            })
+            .collect();
+        let mut tallies = Vec::with_capacity(queues);
+        for thread in running {
+            match thread.join() {
+                Ok(result) => tallies.extend(result?),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        Ok(tallies)
+    })
+}
+
+/// Runs the load on the lanes of one thread.
+fn drive(
+    share: Vec<(u64, Lane)>,
+    queues: u64,
+    target: &Target,
+    options: &Options,
+) -> Result<Vec<Tally>, LoadError> {
+    let (indices, mut lanes): (Vec<u64>, Vec<Lane>) = share.into_iter().unzip();
+    let mut mixes: Vec<Mix> = indices
+        .iter()
+        .map(|&index| {
+            let (pattern, percent) = (options.pattern, options.mix);
+            Mix::new(target, index, queues, pattern, percent, options.seed)
+        })
+        .collect();
+    if let Some(most) = options.pause_us {
+        for (lane, mix) in lanes.iter_mut().zip(&mut mixes) {
+            paced::run(lane, mix, Duration::from_micros(most), target, options)?;
+        }
+    } else if options.verify {
+        verified::run(&mut lanes, &indices, queues, target, options)?;
+    } else {
+        pass(&mut lanes, &mut mixes, timed(target, options), options)?;
+    }
+    Ok(lanes.into_iter().map(|lane| lane.tally).collect())
+}
+
+/// The limits that the options give for the measured pass, from now on.
+pub(super) fn timed(target: &Target, options: &Options) -> Limits {
+    let batch = u32::from(options.batch);
+    match options.count {
+        Some(count) => Limits {
+            count,
+            ..Limits::none(batch)
+        },
+        None => {
+            let measure_from = ticks() + target.ticks(options.warmup);
+            Limits {
+                count: u64::MAX,
+                measure_from,
+                until: measure_from + target.ticks(options.seconds),
+                batch,
+            }
+        }
+    }
+}
+
+/// Runs the plans until they or the limits end, and every command has completed.
+pub(super) fn pass<P: Plan>(
+    lanes: &mut [Lane],
+    plans: &mut [P],
+    limits: Limits,
+    options: &Options,
+) -> Result<(), LoadError> {
+    for (lane, plan) in lanes.iter_mut().zip(&mut *plans) {
+        lane.begin(plan, &limits)?;
+    }
+    let mut idle = Idle::new(options.timeout());
+    while lanes.iter().any(|lane| lane.outstanding() > 0) {
+        let mut done = 0;
+        for (lane, plan) in lanes.iter_mut().zip(&mut *plans) {
+            done += lane.turn(plan, &limits)?;
+        }
+        if done > 0 {
+            idle.over();
+        } else if options.interrupts {
+            wait_for_interrupt(&mut lanes[0], &mut idle)?;
+        } else if !idle.spin()
+            && let Some(lane) = lanes.iter().find(|lane| lane.outstanding() > 0)
+        {
+            return Err(lane.stalled(options.timeout()));
+        }
+    }
+    for lane in lanes {
+        lane.end();
+    }
+    Ok(())
+}
+
+/// As an interrupt handler is entered: the queue is looked at again only after its vector was signalled.
+pub(super) fn wait_for_interrupt(lane: &mut Lane, idle: &mut Idle) -> Result<(), LoadError> {
+    let Some(interrupt) = lane.queue.cq.interrupt() else {
+        return Err(LoadError::Options("The queue has no vector".to_owned()));
+    };
+    let signals = interrupt
+        .wait(LOST_INTERRUPT)
+        .map_err(nvme_mpt_tests::Error::Interrupt)?;
+    lane.tally.interrupts += u64::from(signals > 0);
+    if signals == 0 {
+        if lane.queue.cq.ready() {
+            lane.tally.lost_interrupts += 1;
+        } else if !idle.in_time() {
+            return Err(lane.stalled(idle.timeout));
+        }
+    }
+    Ok(())
+}
+
+/// Spinning for completions, with an end.
+pub(super) struct Idle {
+    turns: u32,
+    since: Option<Instant>,
+    timeout: Duration,
+}
+
+impl Idle {
+    pub(super) fn new(timeout: Duration) -> Self {
+        Self {
+            turns: 0,
+            since: None,
+            timeout,
+        }
+    }
+
+    /// Something completed.
+    #[inline]
+    pub(super) fn over(&mut self) {
+        self.turns = 0;
+        self.since = None;
+    }
+
+    /// Nothing completed: false when that has been so for too long.
+    #[inline]
+    pub(super) fn spin(&mut self) -> bool {
+        self.turns += 1;
+        if self.turns < IDLE_TURNS {
+            return true;
+        }
+        self.turns = 0;
+        let since = *self.since.get_or_insert_with(Instant::now);
+        let waited = since.elapsed();
+        if waited > YIELD_AFTER {
+            std::thread::yield_now();
+        }
+        waited < self.timeout
+    }
+
+    /// Nothing completed: whether that may still go on.
+    fn in_time(&mut self) -> bool {
+        self.since.get_or_insert_with(Instant::now).elapsed() < self.timeout
+    }
+}

@@ -1,3 +1,7 @@
 //! The `nvme-mpt` command.
 
-fn main() {}
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    hypervisor_glue::cli::run()
+}

@@ -17,7 +17,7 @@ const MODE: u32 = 0o600;
 
 /// A listening socket with its file.
 #[derive(Debug)]
-pub(super) struct Listener {
+pub(crate) struct Listener {
     socket: UnixListener,
     file: SocketFile,
     /// A file descriptor to let go of when there is no other one for a connection.
@@ -26,7 +26,7 @@ pub(super) struct Listener {
 
 impl Listener {
     /// Listens on `path`. The file of a server that is gone is replaced.
-    pub(super) fn bind(path: &Path) -> Result<Self, Error> {
+    pub(crate) fn bind(path: &Path) -> Result<Self, Error> {
         let (file, socket) = SocketFile::create(path)?;
         Ok(Self {
             socket,
@@ -35,12 +35,12 @@ impl Listener {
         })
     }
 
-    pub(super) fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.file.path
     }
 
     /// The next connection, if there is one; it is non-blocking.
-    pub(super) fn accept(&mut self) -> io::Result<Option<UnixStream>> {
+    pub(crate) fn accept(&mut self) -> io::Result<Option<UnixStream>> {
         loop {
             match self.socket.accept() {
                 Ok((stream, _)) => {

@@ -54,6 +54,7 @@ pub use device::{
     Region, RegionIndex,
 };
 pub use error::{Error, Refusal};
+pub(crate) use listener::Listener;
 pub use request::{RegionWrite, Request};
 pub use server::Server;
 pub use session::{Progress, Session};

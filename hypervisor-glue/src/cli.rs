@@ -1,0 +1,309 @@
+//! The `nvme-mpt` command.
+
+use std::error::Error;
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use clap::{Args, Parser, Subcommand};
+
+use nvme_mpt::lease::{LeaseEntry, LeaseState, Ledger};
+
+use crate::options::{ServedFunction, parse_socket_path};
+use crate::report;
+use crate::serve::{ServeOptions, serve};
+use crate::{control, logging};
+
+/// Where leases are kept unless --state-dir says otherwise. Not in /run: a range whose owner died
+/// unawares, in a power failure too, stays its owner's until somebody decides otherwise.
+const STATE_DIR: &str = "/var/lib/nvme-mpt";
+
+/// Name of the control socket in the state folder.
+const CONTROL_SOCKET: &str = "control.sock";
+
+/// Lets many virtual machines share one NVMe drive.
+#[derive(Debug, Parser)]
+#[command(name = "nvme-mpt", version, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Serve(Serve),
+    Leases(Leases),
+    Stats(Stats),
+}
+
+/// Offer NVMe functions to VMMs over vfio-user, until SIGTERM or SIGINT
+///
+/// Prints, for each function, the arguments with which Cloud Hypervisor and QEMU attach it, and then
+/// "ready".
+#[derive(Args, Debug)]
+struct Serve {
+    /// A function: socket=PATH,path=DRIVE[,range=START+LENGTH][,queues=N][,id=ID]
+    /// [,doorbells=shadow|mapped|trap][,poll=POLICY][,serial=SERIAL][,lba=512|4096]
+    ///
+    /// Can be given many times.
+    ///
+    ///   socket     where the VMM connects
+    ///   path       a file, a block device, memory:SIZE or null:SIZE; functions with the same path
+    ///              share the drive
+    ///   range      the part of the drive that the guest gets, in bytes, as in 64G+64G
+    ///              [default: all of it]
+    ///   queues     most I/O queue pairs that the guest gets, 1 to 64 [default: 16]
+    ///   id         name of the function and of its lease [default: made from drive and range]
+    ///   doorbells  shadow, mapped or trap [default: shadow]
+    ///   poll       shared or dedicated, then :adaptive or :busy, then @ and processor numbers joined
+    ///              by +, as in dedicated:busy@2+3 [default: shared]
+    ///   serial     serial number that the guest sees [default: made from drive and range]
+    ///   lba        bytes of a logical block, 512 or 4096 [default: 512]
+    ///
+    /// A value with a comma stands in double quotes.
+    #[arg(
+        long = "function",
+        value_name = "OPTIONS",
+        required = true,
+        verbatim_doc_comment,
+        value_parser = |text: &str| text.parse::<ServedFunction>().map_err(|error| told(&error))
+    )]
+    functions: Vec<ServedFunction>,
+    #[command(flatten)]
+    state: State,
+    #[command(flatten)]
+    control: Control,
+}
+
+/// Show who holds which range of which drive, or release what a dead holder left
+#[derive(Args, Debug)]
+struct Leases {
+    #[command(subcommand)]
+    command: Option<LeasesCommand>,
+    #[command(flatten)]
+    state: State,
+}
+
+#[derive(Debug, Subcommand)]
+enum LeasesCommand {
+    /// Show all leases (what `leases` alone does)
+    List {
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Take a stale lease out of the ledger, so that its range can be leased again
+    Release {
+        /// The lease's id
+        id: String,
+        /// Release it although its holder lives. Whoever leases the range next shares it with a
+        /// process that may still write
+        #[arg(long)]
+        force: bool,
+    },
+}
+
+/// Show what the functions, queues and pollers of a running server did so far
+#[derive(Args, Debug)]
+struct Stats {
+    #[command(flatten)]
+    state: State,
+    #[command(flatten)]
+    control: Control,
+    /// As JSON, one line
+    #[arg(long)]
+    json: bool,
+    /// Again and again, so many seconds apart; the table then counts from one time to the next
+    #[arg(long, value_name = "SECONDS", value_parser = parse_interval)]
+    watch: Option<Duration>,
+}
+
+#[derive(Args, Debug)]
+struct State {
+    /// Folder with the ledger of leases, the same for all servers that share a drive
+    #[arg(long, value_name = "DIR", default_value = STATE_DIR, global = true)]
+    state_dir: PathBuf,
+}
+
+#[derive(Args, Debug)]
+struct Control {
+    /// Control socket of the server [default: control.sock in the state folder]
+    #[arg(long, value_name = "SOCKET", value_parser = parse_socket_path)]
+    control: Option<PathBuf>,
+}
+
+impl Control {
+    fn path(self, state: &State) -> PathBuf {
+        self.control
+            .unwrap_or_else(|| state.state_dir.join(CONTROL_SOCKET))
+    }
+}
+
+/// An error and its causes, as the command line's parser shows it.
+fn told(error: &dyn Error) -> String {
+    report::chain(error)
+}
+
+fn parse_interval(text: &str) -> Result<Duration, &'static str> {
+    text.parse()
+        .ok()
+        .filter(|seconds: &f64| *seconds >= 0.1)
+        .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
+        .ok_or("use a number of seconds, 0.1 or more")
+}
+
+/// Runs the command that the process was started as.
+#[must_use]
+pub fn run() -> ExitCode {
+    let Cli { command } = Cli::parse();
+    logging::start();
+    let result = match command {
+        Command::Serve(options) => run_serve(options),
+        Command::Leases(options) => run_leases(options),
+        Command::Stats(options) => run_stats(options),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        // Whoever read the output has seen enough.
+        Err(error) if is_broken_pipe(&*error) => ExitCode::SUCCESS,
+        Err(error) => {
+            // Where standard error is closed, there is nobody to tell.
+            let _ = writeln!(io::stderr(), "nvme-mpt: {}", report::chain(&*error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn is_broken_pipe(error: &(dyn Error + 'static)) -> bool {
+    error
+        .downcast_ref::<io::Error>()
+        .is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
+}
+
+fn run_serve(options: Serve) -> Result<(), Box<dyn Error>> {
+    let control = options.control.path(&options.state);
+    let options = ServeOptions {
+        functions: options.functions,
+        state_dir: options.state.state_dir,
+        control,
+    };
+    Ok(serve(&options, &mut io::stdout())?)
+}
+
+fn run_leases(options: Leases) -> Result<(), Box<dyn Error>> {
+    let state_dir = options.state.state_dir;
+    let ledger = Ledger::open(&state_dir);
+    let mut out = io::stdout().lock();
+    match options
+        .command
+        .unwrap_or(LeasesCommand::List { json: false })
+    {
+        LeasesCommand::List { json: true } => {
+            writeln!(out, "{}", serde_json::to_string(&ledger.list()?)?)?;
+        }
+        LeasesCommand::List { json: false } => {
+            let leases = ledger.list()?;
+            if leases.is_empty() {
+                writeln!(out, "No leases in {}", state_dir.display())?;
+            } else {
+                write_leases(&mut out, &leases)?;
+            }
+        }
+        LeasesCommand::Release { id, force } => {
+            let LeaseEntry { range, drive, .. } = ledger.release(&id, force)?;
+            writeln!(out, "Released {id}: range {range} of {drive}")?;
+        }
+    }
+    Ok(())
+}
+
+fn write_leases(out: &mut dyn Write, leases: &[LeaseEntry]) -> io::Result<()> {
+    let id_width = leases
+        .iter()
+        .map(|lease| lease.id.len())
+        .max()
+        .unwrap_or(0)
+        .max(2);
+    let range_width = leases
+        .iter()
+        .map(|lease| lease.range.to_string().len())
+        .max()
+        .unwrap_or(0)
+        .max(5);
+    writeln!(
+        out,
+        "{:id_width$}  {:range_width$}  {:5}  {:>10}  DRIVE",
+        "ID", "RANGE", "STATE", "PID"
+    )?;
+    for LeaseEntry {
+        id,
+        drive,
+        nsid: _,
+        range,
+        pid,
+        state,
+    } in leases
+    {
+        writeln!(
+            out,
+            "{id:id_width$}  {range:range_width$}  {state:5}  {pid:>10}  {drive}"
+        )?;
+    }
+    if leases.iter().any(|lease| lease.state == LeaseState::Stale) {
+        writeln!(
+            out,
+            "\nThe holder of a stale lease ended without releasing it. Started again with the same options, it \
+             takes the lease over; if it is not needed any more: nvme-mpt leases release ID"
+        )?;
+    }
+    Ok(())
+}
+
+fn run_stats(options: Stats) -> Result<(), Box<dyn Error>> {
+    let path = options.control.path(&options.state);
+    let mut out = io::stdout().lock();
+    let mut earlier = None;
+    let mut next = Instant::now();
+    loop {
+        let stats = control::query_stats(&path)?;
+        if options.json {
+            writeln!(out, "{}", serde_json::to_string(&stats)?)?;
+        } else {
+            match &earlier {
+                None => write!(out, "{stats}")?,
+                Some(earlier) => write!(out, "\n{}", stats.since(earlier))?,
+            }
+        }
+        out.flush()?;
+        let Some(interval) = options.watch else {
+            return Ok(());
+        };
+        earlier = Some(stats);
+        // From the plan, not from now, so that the samples stay that far apart.
+        next += interval;
+        thread::sleep(next.saturating_duration_since(Instant::now()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn intervals_are_positive_seconds() {
+        assert_eq!(parse_interval("2"), Ok(Duration::from_secs(2)));
+        assert_eq!(parse_interval("0.1"), Ok(Duration::from_millis(100)));
+        for text in ["", "0", "-1", "NaN", "inf", "1e300", "1s"] {
+            assert!(parse_interval(text).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,288 @@
+//! The control thread of one function: it serves the function's socket, carries out its admin
+//! commands, and answers what others want to know of it.
+//!
+//! One thread per function, so that a client or guest that keeps its function busy, or makes it
+//! wait for a reset, delays no other function.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, Sender, SyncSender, TryRecvError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
+use nvme_mpt::Drive;
+use thiserror::Error;
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::adaptor::NvmeDevice;
+use crate::report;
+use crate::stats::{AdminStats, FunctionStats};
+use crate::vfio_user::{self, Server};
+
+/// How long a function has to tell its figures. It needs microseconds, unless it waits for
+/// commands in flight.
+const STATS_PATIENCE: Duration = Duration::from_secs(1);
+
+/// A function cannot be served.
+#[derive(Debug, Error)]
+pub enum FunctionThreadError {
+    /// The server cannot be made.
+    #[error(transparent)]
+    Server(#[from] vfio_user::Error),
+    /// The thread or what it waits with cannot be made.
+    #[error("Cannot start the control thread of {id}")]
+    Thread {
+        /// The function.
+        id: String,
+        /// What the kernel reports.
+        source: io::Error,
+    },
+    /// The drive cannot make what was written durable.
+    #[error("Cannot flush the drive: what the guest wrote and did not flush may be lost")]
+    Flush(#[source] io::Error),
+    /// The thread died.
+    #[error("The control thread panicked")]
+    Panicked,
+    /// Events cannot be waited for.
+    #[error("Cannot wait for events of {id}")]
+    Events {
+        /// The function.
+        id: String,
+        /// What the kernel reports.
+        source: event_manager::Error,
+    },
+}
+
+/// What a control thread is asked.
+enum Message {
+    /// The figures of the function.
+    Stats(SyncSender<FunctionStats>),
+    /// To end.
+    Stop,
+}
+
+/// A handle to ask a control thread, from any thread.
+#[derive(Debug)]
+pub struct FunctionHandle {
+    messages: Sender<Message>,
+    wake: EventFd,
+}
+
+impl FunctionHandle {
+    /// The figures of the function, unless it is busy for long, or gone.
+    #[must_use]
+    pub fn stats(&self) -> Option<FunctionStats> {
+        let (answer, figures) = mpsc::sync_channel(1);
+        self.send(Message::Stats(answer)).ok()?;
+        figures.recv_timeout(STATS_PATIENCE).ok()
+    }
+
+    fn send(&self, message: Message) -> io::Result<()> {
+        self.messages
+            .send(message)
+            .map_err(|_| io::ErrorKind::BrokenPipe)?;
+        self.wake.write(1)
+    }
+
+    fn try_clone(&self) -> io::Result<Self> {
+        Ok(Self {
+            messages: self.messages.clone(),
+            wake: self.wake.try_clone()?,
+        })
+    }
+}
+
+/// A function that is served until this is dropped.
+#[derive(Debug)]
+pub struct FunctionThread {
+    handle: FunctionHandle,
+    thread: Option<JoinHandle<io::Result<()>>>,
+}
+
+impl FunctionThread {
+    /// Serves `device`, the function `id` with a part of `drive`, on a socket at `path`.
+    ///
+    /// # Errors
+    /// The socket or the thread cannot be made.
+    pub fn start(
+        id: &str,
+        path: &Path,
+        device: NvmeDevice,
+        drive: Arc<Drive>,
+    ) -> Result<Self, FunctionThreadError> {
+        let thread_error = |source| FunctionThreadError::Thread {
+            id: id.to_owned(),
+            source,
+        };
+        let events_error = |source| FunctionThreadError::Events {
+            id: id.to_owned(),
+            source,
+        };
+        let (messages, inbox) = mpsc::channel();
+        let wake = EventFd::new(libc::EFD_CLOEXEC | libc::EFD_NONBLOCK).map_err(thread_error)?;
+        let function = Function {
+            id: id.to_owned(),
+            socket: path.to_owned(),
+            server: Server::bind(path, device)?,
+            drive,
+            inbox,
+            wake: wake.try_clone().map_err(thread_error)?,
+            ended: false,
+        };
+        let events = EventManager::new().map_err(events_error)?;
+        let thread = thread::Builder::new()
+            .name(id.to_owned())
+            .spawn(move || run(events, function))
+            .map_err(thread_error)?;
+        Ok(Self {
+            handle: FunctionHandle { messages, wake },
+            thread: Some(thread),
+        })
+    }
+
+    /// A handle to ask for the function's figures.
+    ///
+    /// # Errors
+    /// What the kernel reports when there are no file descriptors left.
+    pub fn handle(&self) -> io::Result<FunctionHandle> {
+        self.handle.try_clone()
+    }
+
+    /// Asks the thread to end. [`Self::end`] waits until it has.
+    pub fn stop(&self) {
+        // It has ended already if nobody takes the message.
+        let _ = self.handle.send(Message::Stop);
+    }
+
+    /// Ends the thread: when this returns, nothing is written to the drive any more, and the lease
+    /// is given back.
+    ///
+    /// # Errors
+    /// The drive could not be flushed, or the thread panicked.
+    pub fn end(mut self) -> Result<(), FunctionThreadError> {
+        self.join()
+    }
+
+    fn join(&mut self) -> Result<(), FunctionThreadError> {
+        self.stop();
+        match self.thread.take().map(JoinHandle::join) {
+            None | Some(Ok(Ok(()))) => Ok(()),
+            Some(Ok(Err(error))) => Err(FunctionThreadError::Flush(error)),
+            Some(Err(_)) => Err(FunctionThreadError::Panicked),
+        }
+    }
+}
+
+impl Drop for FunctionThread {
+    fn drop(&mut self) {
+        if let Err(error) = self.join() {
+            log::error!("{}", report::chain(&error));
+        }
+    }
+}
+
+/// The control thread.
+fn run(mut events: EventManager<Function>, function: Function) -> io::Result<()> {
+    let id = events.add_subscriber(function);
+    while events
+        .subscriber_mut(id)
+        .is_ok_and(|function| !function.ended)
+    {
+        if let Err(error) = events.run() {
+            log::error!("The function is not served any more: {error}");
+            break;
+        }
+    }
+    match events.remove_subscriber(id) {
+        Ok(function) => function.end(),
+        // It was added just now, and by nobody removed.
+        Err(_) => Ok(()),
+    }
+}
+
+/// Token of a message's wake-up; the server's own tokens are small.
+const WAKE: u32 = 0x100;
+/// Token of events of the function.
+const EVENTS: u32 = 0x101;
+
+/// What the control thread runs: the server, with the function in it, and what else wakes it.
+struct Function {
+    id: String,
+    socket: PathBuf,
+    server: Server<NvmeDevice>,
+    drive: Arc<Drive>,
+    inbox: Receiver<Message>,
+    wake: EventFd,
+    ended: bool,
+}
+
+impl Function {
+    /// Leaves the drive as the guest may expect to find it again. The lease goes last.
+    fn end(mut self) -> io::Result<()> {
+        drop(self.server.device_mut().function_mut().reset());
+        self.drive.controller().flush()
+    }
+
+    fn take_messages(&mut self) {
+        // Nothing to read is no error: messages may be taken before their wake-up is.
+        let _ = self.wake.read();
+        loop {
+            match self.inbox.try_recv() {
+                // Who asked may have stopped waiting.
+                Ok(Message::Stats(answer)) => drop(answer.try_send(self.stats())),
+                Ok(Message::Stop) | Err(TryRecvError::Disconnected) => {
+                    self.ended = true;
+                    return;
+                }
+                Err(TryRecvError::Empty) => return,
+            }
+        }
+    }
+
+    fn stats(&self) -> FunctionStats {
+        let function = self.server.device().function();
+        let attachment = function.attachment();
+        let namespace = attachment.namespace();
+        let admin = function.admin_stats();
+        FunctionStats {
+            id: self.id.clone(),
+            socket: self.socket.to_string_lossy().into_owned(),
+            model: namespace.model.clone(),
+            serial: namespace.serial.clone(),
+            capacity_bytes: namespace.blocks << namespace.lba_shift,
+            doorbells: attachment.doorbell_mode().to_string(),
+            queues: attachment.stats().queues,
+            admin: AdminStats {
+                commands: admin.commands,
+                doorbell_exits: admin.doorbell_exits,
+                interrupts: admin.interrupts,
+            },
+        }
+    }
+}
+
+impl MutEventSubscriber for Function {
+    fn init(&mut self, ops: &mut EventOps) {
+        self.server.init(ops);
+        let function = self.server.device().function();
+        for events in [
+            Events::with_data(&self.wake, WAKE, EventSet::IN),
+            Events::with_data(function.events_fd(), EVENTS, EventSet::IN),
+        ] {
+            if let Err(error) = ops.add(events) {
+                log::error!("The function is not served: {error}");
+                self.ended = true;
+            }
+        }
+    }
+
+    fn process(&mut self, events: Events, ops: &mut EventOps) {
+        match events.data() {
+            WAKE => self.take_messages(),
+            EVENTS => self.server.device_mut().function_mut().process_events(),
+            _ => self.server.process(events, ops),
+        }
+    }
+}

@@ -1,0 +1,69 @@
+//! Eventfds that come from a client.
+#![expect(
+    unsafe_code,
+    reason = "file status flags are set through fcntl alone, and EventFd has no safe conversion"
+)]
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
+
+use vmm_sys_util::eventfd::EventFd;
+
+/// Takes what a client sent as an eventfd.
+///
+/// A poller that serves other guests too will write to it: it has to be an eventfd, since a pipe or
+/// a file can make a write wait, and non-blocking, since a full counter can as well.
+pub(crate) fn take(fd: OwnedFd) -> io::Result<EventFd> {
+    let kind = fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
+    if kind.as_os_str() != "anon_inode:[eventfd]" {
+        return Err(io::Error::from_raw_os_error(libc::EINVAL));
+    }
+    // SAFETY: the descriptor is open, as `fd` owns it; F_GETFL has no argument.
+    let flags = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFL) };
+    if flags == -1 {
+        return Err(io::Error::last_os_error());
+    }
+    if flags & libc::O_NONBLOCK == 0 {
+        // SAFETY: the descriptor is open, as `fd` owns it; F_SETFL takes flags.
+        let result =
+            unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, flags | libc::O_NONBLOCK) };
+        if result == -1 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    // SAFETY: the descriptor is an open eventfd that `fd` owned and has given away.
+    Ok(unsafe { EventFd::from_raw_fd(fd.into_raw_fd()) })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use super::*;
+
+    fn owned(eventfd: EventFd) -> OwnedFd {
+        // SAFETY: the descriptor is open and was given away just now.
+        unsafe { OwnedFd::from_raw_fd(eventfd.into_raw_fd()) }
+    }
+
+    #[test]
+    fn a_full_counter_makes_no_write_wait() {
+        for flags in [0, libc::EFD_NONBLOCK] {
+            let theirs = EventFd::new(flags).unwrap();
+            let ours = take(owned(theirs.try_clone().unwrap())).unwrap();
+            ours.write(u64::MAX - 1).unwrap();
+            let error = ours.write(1).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+        }
+    }
+
+    #[test]
+    fn what_is_no_eventfd_is_refused() {
+        let (reader, writer) = io::pipe().unwrap();
+        let file = File::open("/dev/null").unwrap();
+        for fd in [OwnedFd::from(reader), writer.into(), file.into()] {
+            assert_eq!(take(fd).unwrap_err().raw_os_error(), Some(libc::EINVAL));
+        }
+    }
+}

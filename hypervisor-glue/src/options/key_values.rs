@@ -1,0 +1,159 @@
+//! `key=value,key=value`: the form of an option string, whatever its keys mean.
+//!
+//! A value that holds a comma stands in double quotes, `path="/a,b"`, and a double quote within
+//! quotes is written twice, as in the options of Cloud Hypervisor.
+
+use std::iter::Peekable;
+use std::str::Chars;
+
+use super::OptionError;
+
+/// The keys of an option string with their values, each key once, no value empty.
+#[derive(Debug)]
+pub(super) struct KeyValues(Vec<(String, String)>);
+
+impl KeyValues {
+    pub(super) fn parse(text: &str) -> Result<Self, OptionError> {
+        let mut chars = text.chars().peekable();
+        let mut pairs: Vec<(String, String)> = Vec::new();
+        loop {
+            let (word, value) = pair(&mut chars)?;
+            let Some(value) = value else {
+                return Err(OptionError::NoValue { word });
+            };
+            if value.is_empty() {
+                return Err(OptionError::EmptyValue { key: word });
+            }
+            if pairs.iter().any(|(key, _)| *key == word) {
+                return Err(OptionError::Twice { key: word });
+            }
+            pairs.push((word, value));
+            // `pair` stops at a comma or at the end.
+            if chars.next().is_none() {
+                return Ok(Self(pairs));
+            }
+        }
+    }
+
+    /// Takes the value of `key` out.
+    pub(super) fn take(&mut self, key: &str) -> Option<String> {
+        let index = self.0.iter().position(|(present, _)| present == key)?;
+        Some(self.0.swap_remove(index).1)
+    }
+
+    /// A key that nobody took.
+    pub(super) fn rest(self) -> Option<String> {
+        self.0.into_iter().next().map(|(key, _)| key)
+    }
+}
+
+/// Reads up to the next comma outside quotes: what comes before the equals sign, and, if there is
+/// one, what comes after it.
+fn pair(chars: &mut Peekable<Chars<'_>>) -> Result<(String, Option<String>), OptionError> {
+    let mut word = String::new();
+    let mut value: Option<String> = None;
+    while let Some(&next) = chars.peek() {
+        if next == ',' {
+            break;
+        }
+        chars.next();
+        match (next, &mut value) {
+            ('=', None) => value = Some(String::new()),
+            ('"', Some(value)) => quoted(chars, &word, value)?,
+            (_, Some(value)) => value.push(next),
+            (_, None) => word.push(next),
+        }
+    }
+    Ok((word, value))
+}
+
+/// Reads what is quoted, behind the opening quote, up to and with the closing one.
+fn quoted(
+    chars: &mut Peekable<Chars<'_>>,
+    key: &str,
+    value: &mut String,
+) -> Result<(), OptionError> {
+    while let Some(next) = chars.next() {
+        // A quote closes, unless a second one makes it a character of the value.
+        if next == '"' && chars.next_if_eq(&'"').is_none() {
+            return Ok(());
+        }
+        value.push(next);
+    }
+    Err(OptionError::Unclosed {
+        key: key.to_owned(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pairs(text: &str) -> Vec<(String, String)> {
+        KeyValues::parse(text).unwrap().0
+    }
+
+    fn pair_of(key: &str, value: &str) -> (String, String) {
+        (key.to_owned(), value.to_owned())
+    }
+
+    #[test]
+    fn keys_have_values() {
+        assert_eq!(
+            pairs("a=1,b=x=y,c=/p+q"),
+            [pair_of("a", "1"), pair_of("b", "x=y"), pair_of("c", "/p+q")]
+        );
+    }
+
+    #[test]
+    fn quotes_keep_commas() {
+        for (text, value) in [
+            (r#"a="x,y""#, "x,y"),
+            (r#"a=x",",b=1"#, "x,"),
+            (r#"a="x ""quoted"", y""#, r#"x "quoted", y"#),
+            (r#"a="x=y""#, "x=y"),
+            (r#"a="""""#, "\""),
+        ] {
+            assert_eq!(pairs(text)[0], pair_of("a", value), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_option_string_is_refused() {
+        for (text, message) in [
+            (
+                "",
+                "An option is empty: write KEY=VALUE, separated by single commas",
+            ),
+            (
+                "a=1,",
+                "An option is empty: write KEY=VALUE, separated by single commas",
+            ),
+            (
+                "a=1,,b=2",
+                "An option is empty: write KEY=VALUE, separated by single commas",
+            ),
+            ("a", "Option \"a\" has no value: write a=VALUE"),
+            ("a=1,b", "Option \"b\" has no value: write b=VALUE"),
+            (
+                "a=",
+                "Option \"a\" has an empty value: give it one, or leave it out",
+            ),
+            (
+                r#"a="""#,
+                "Option \"a\" has an empty value: give it one, or leave it out",
+            ),
+            ("a=1,a=1", "Option \"a\" is given twice: keep one"),
+            (
+                r#"a="x,b=1"#,
+                "Option \"a\" opens a quote that it does not close: add a \"",
+            ),
+        ] {
+            assert_eq!(
+                KeyValues::parse(text).unwrap_err().to_string(),
+                message,
+                "{text}"
+            );
+        }
+    }
+}

@@ -1,0 +1,401 @@
+//! The option string that describes an NVMe function, the same for every VMM:
+//!
+//! `path=PATH[,range=START+LENGTH][,queues=N][,id=ID][,doorbells=MODE][,poll=POLICY][,serial=SERIAL][,lba=BYTES]`
+//!
+//! A string is parsed once, into [`FunctionOptions`]; what is there can be used without a further
+//! look. A function that `nvme-mpt serve` offers has a `socket=PATH` as well: [`ServedFunction`].
+
+mod key_values;
+
+use std::error::Error as StdError;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use nvme_mpt::attachment::MAX_QUEUE_PAIRS;
+use nvme_mpt::lease::ByteRange;
+use nvme_mpt::{DoorbellMode, DrivePath, PollPolicy};
+use thiserror::Error;
+
+use key_values::KeyValues;
+
+/// Longest path of a UNIX socket in bytes: `sun_path` has 108, with a terminating zero.
+const MAX_SOCKET_PATH: usize = 107;
+
+/// Longest serial number (Base 2.0, Identify Controller data structure, SN).
+const MAX_SERIAL: usize = 20;
+
+/// What every function can be given.
+const FUNCTION_KEYS: &str = "path, range, queues, id, doorbells, poll, serial, lba";
+
+/// An option string is wrong.
+#[derive(Debug, Error)]
+pub enum OptionError {
+    /// A key without `=`.
+    #[error("{}", no_value(word))]
+    NoValue {
+        /// The key.
+        word: String,
+    },
+    /// Nothing behind the `=`.
+    #[error("Option \"{key}\" has an empty value: give it one, or leave it out")]
+    EmptyValue {
+        /// The key.
+        key: String,
+    },
+    /// A key that is there already.
+    #[error("Option \"{key}\" is given twice: keep one")]
+    Twice {
+        /// The key.
+        key: String,
+    },
+    /// A quote without its end.
+    #[error("Option \"{key}\" opens a quote that it does not close: add a \"")]
+    Unclosed {
+        /// The key.
+        key: String,
+    },
+    /// A key that means nothing.
+    #[error("There is no option \"{key}\": the options are {allowed}")]
+    Unknown {
+        /// The key.
+        key: String,
+        /// The keys that there are.
+        allowed: String,
+    },
+    /// A key that cannot be left out.
+    #[error("Option \"{key}\" is missing: add {key}={example}")]
+    Missing {
+        /// The key.
+        key: &'static str,
+        /// A value that would do.
+        example: &'static str,
+    },
+    /// A value that is none of its key's.
+    #[error("Option \"{key}\" cannot be \"{value}\"")]
+    Value {
+        /// The key.
+        key: &'static str,
+        /// The value.
+        value: String,
+        /// What is wrong with it, and what is allowed.
+        source: Box<dyn StdError + Send + Sync>,
+    },
+}
+
+fn no_value(word: &str) -> String {
+    if word.is_empty() {
+        "An option is empty: write KEY=VALUE, separated by single commas".to_owned()
+    } else {
+        format!("Option \"{word}\" has no value: write {word}=VALUE")
+    }
+}
+
+/// Size of a logical block of a software drive.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LbaSize {
+    /// 512 bytes.
+    #[default]
+    B512,
+    /// 4096 bytes.
+    B4096,
+}
+
+impl LbaSize {
+    /// The size in bytes.
+    #[must_use]
+    pub const fn bytes(self) -> u32 {
+        match self {
+            Self::B512 => 512,
+            Self::B4096 => 4096,
+        }
+    }
+}
+
+impl FromStr for LbaSize {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "512" => Ok(Self::B512),
+            "4096" | "4K" => Ok(Self::B4096),
+            _ => Err("A logical block has 512 or 4096 bytes"),
+        }
+    }
+}
+
+/// An NVMe function: what a person can choose about it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FunctionOptions {
+    /// The drive.
+    pub path: DrivePath,
+    /// The part of it that the guest gets; the whole drive if not given.
+    pub range: Option<ByteRange>,
+    /// Most I/O queue pairs that the guest gets, 1 to [`MAX_QUEUE_PAIRS`].
+    pub queues: u16,
+    /// Name of the function and of its lease.
+    pub id: Option<String>,
+    /// How the guest's doorbells are seen.
+    pub doorbells: DoorbellMode,
+    /// Who looks at the guest's queues, and how eagerly.
+    pub poll: PollPolicy,
+    /// Serial number that the guest sees, in place of the one that belongs to the range.
+    pub serial: Option<String>,
+    /// Size of a logical block, where the drive is a software one.
+    pub lba: Option<LbaSize>,
+}
+
+/// I/O queue pairs of a function for which nobody chose: one for each vCPU of most guests. Queues
+/// that a guest does not create cost nothing.
+const DEFAULT_QUEUES: u16 = 16;
+
+impl FunctionOptions {
+    /// Takes the options of a function out of `keys`.
+    fn take(keys: &mut KeyValues) -> Result<Self, OptionError> {
+        let path = take(keys, "path", str::parse)?.ok_or(OptionError::Missing {
+            key: "path",
+            example: "DRIVE, a file, a block device, memory:SIZE or null:SIZE",
+        })?;
+        Ok(Self {
+            path,
+            range: take(keys, "range", str::parse)?,
+            queues: take(keys, "queues", parse_queues)?.unwrap_or(DEFAULT_QUEUES),
+            id: keys.take("id"),
+            doorbells: take(keys, "doorbells", str::parse)?.unwrap_or_default(),
+            poll: take(keys, "poll", str::parse)?.unwrap_or_default(),
+            serial: take(keys, "serial", parse_serial)?,
+            lba: take(keys, "lba", str::parse)?,
+        })
+    }
+}
+
+impl FromStr for FunctionOptions {
+    type Err = OptionError;
+
+    fn from_str(text: &str) -> Result<Self, OptionError> {
+        let mut keys = KeyValues::parse(text)?;
+        let options = Self::take(&mut keys)?;
+        no_more(keys, FUNCTION_KEYS)?;
+        Ok(options)
+    }
+}
+
+/// A function that a server offers on a socket.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ServedFunction {
+    /// Where a VMM connects.
+    pub socket: PathBuf,
+    /// The function.
+    pub function: FunctionOptions,
+}
+
+impl FromStr for ServedFunction {
+    type Err = OptionError;
+
+    fn from_str(text: &str) -> Result<Self, OptionError> {
+        let mut keys = KeyValues::parse(text)?;
+        let socket = take(&mut keys, "socket", parse_socket_path)?;
+        let function = FunctionOptions::take(&mut keys)?;
+        no_more(keys, &format!("socket, {FUNCTION_KEYS}"))?;
+        let socket = socket.ok_or(OptionError::Missing {
+            key: "socket",
+            example: "PATH, where the VMM connects",
+        })?;
+        Ok(Self { socket, function })
+    }
+}
+
+/// Takes `key` out of `keys` and makes a value of it.
+fn take<T, E: Into<Box<dyn StdError + Send + Sync>>>(
+    keys: &mut KeyValues,
+    key: &'static str,
+    parse: impl FnOnce(&str) -> Result<T, E>,
+) -> Result<Option<T>, OptionError> {
+    let Some(value) = keys.take(key) else {
+        return Ok(None);
+    };
+    match parse(&value) {
+        Ok(parsed) => Ok(Some(parsed)),
+        Err(error) => Err(OptionError::Value {
+            key,
+            value,
+            source: error.into(),
+        }),
+    }
+}
+
+fn no_more(keys: KeyValues, allowed: &str) -> Result<(), OptionError> {
+    match keys.rest() {
+        None => Ok(()),
+        Some(key) => Err(OptionError::Unknown {
+            key,
+            allowed: allowed.to_owned(),
+        }),
+    }
+}
+
+fn parse_queues(text: &str) -> Result<u16, String> {
+    text.parse()
+        .ok()
+        .filter(|queues| (1..=MAX_QUEUE_PAIRS).contains(queues))
+        .ok_or_else(|| format!("A function has 1 to {MAX_QUEUE_PAIRS} I/O queue pairs"))
+}
+
+fn parse_serial(text: &str) -> Result<String, String> {
+    let visible = text.bytes().all(|byte| matches!(byte, b' '..=b'~'));
+    // It is padded with spaces, so that spaces around it would be lost.
+    if text.len() > MAX_SERIAL || !visible || text.trim() != text {
+        return Err(format!(
+            "A serial number has 1 to {MAX_SERIAL} ASCII characters, without spaces around it"
+        ));
+    }
+    Ok(text.to_owned())
+}
+
+/// A path that a UNIX socket can have.
+///
+/// # Errors
+/// It is too long.
+pub fn parse_socket_path(text: &str) -> Result<PathBuf, String> {
+    if text.len() > MAX_SOCKET_PATH {
+        return Err(format!(
+            "The path of a socket has at most {MAX_SOCKET_PATH} bytes, this one has {}: use a shorter folder, \
+             such as one in /run",
+            text.len()
+        ));
+    }
+    Ok(PathBuf::from(text))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn function(text: &str) -> FunctionOptions {
+        text.parse().unwrap()
+    }
+
+    /// The error and all its causes, one a line.
+    fn complaint<T: FromStr<Err = OptionError>>(text: &str) -> String {
+        let Err(error) = text.parse::<T>() else {
+            panic!("{text} was taken");
+        };
+        crate::report::chain(&error)
+    }
+
+    #[test]
+    fn a_path_is_enough() {
+        assert_eq!(
+            function("path=/var/lib/drive.img"),
+            FunctionOptions {
+                path: "/var/lib/drive.img".parse().unwrap(),
+                range: None,
+                queues: 16,
+                id: None,
+                doorbells: DoorbellMode::Shadow,
+                poll: PollPolicy::default(),
+                serial: None,
+                lba: None,
+            }
+        );
+    }
+
+    #[test]
+    fn every_option_is_understood_in_any_order() {
+        let options = function(
+            "serial=A 1,lba=4096,poll=dedicated,doorbells=mapped,id=vm-1,queues=4,range=64G+64G,path=memory:1T",
+        );
+        assert_eq!(
+            options,
+            FunctionOptions {
+                path: "memory:1T".parse().unwrap(),
+                range: Some(ByteRange::new(64 << 30, 64 << 30).unwrap()),
+                queues: 4,
+                id: Some("vm-1".to_owned()),
+                doorbells: DoorbellMode::Mapped,
+                poll: "dedicated".parse().unwrap(),
+                serial: Some("A 1".to_owned()),
+                lba: Some(LbaSize::B4096),
+            }
+        );
+        let served: ServedFunction = "path=/d,socket=/run/a.sock".parse().unwrap();
+        assert_eq!(served.socket, PathBuf::from("/run/a.sock"));
+        assert_eq!(served.function, function("path=/d"));
+    }
+
+    #[test]
+    fn a_comma_in_a_path_is_quoted() {
+        assert_eq!(function("path=\"/a,b\"").path, "/a,b".parse().unwrap());
+    }
+
+    #[test]
+    fn complaints_name_the_option_the_value_and_what_is_allowed() {
+        for (text, message) in [
+            (
+                "range=0+1G",
+                "Option \"path\" is missing: add path=DRIVE, a file, a block device, memory:SIZE or null:SIZE",
+            ),
+            (
+                "path=/d,size=4",
+                "There is no option \"size\": the options are path, range, queues, id, doorbells, poll, serial, lba",
+            ),
+            (
+                "path=/d,socket=/run/a.sock",
+                "There is no option \"socket\": the options are path, range, queues, id, doorbells, poll, serial, lba",
+            ),
+            (
+                "path=/d,queues=0",
+                "Option \"queues\" cannot be \"0\"\n  A function has 1 to 64 I/O queue pairs",
+            ),
+            (
+                "path=/d,queues=65",
+                "Option \"queues\" cannot be \"65\"\n  A function has 1 to 64 I/O queue pairs",
+            ),
+            (
+                "path=/d,lba=520",
+                "Option \"lba\" cannot be \"520\"\n  A logical block has 512 or 4096 bytes",
+            ),
+            (
+                "path=/d,range=1G",
+                "Option \"range\" cannot be \"1G\"\n  \"1G\" is not a range: write START+LENGTH, such as 64G+64G",
+            ),
+            (
+                "path=/d,range=1G+1Q",
+                "Option \"range\" cannot be \"1G+1Q\"\n  \"1G+1Q\" is not a range: its length is wrong\n  \
+                 \"1Q\" is not a size: write bytes, or a number with suffix K, M, G or T (powers of 1024), such as 64G",
+            ),
+            (
+                "path=/d,serial=123456789012345678901",
+                "Option \"serial\" cannot be \"123456789012345678901\"\n  A serial number has 1 to 20 ASCII \
+                 characters, without spaces around it",
+            ),
+        ] {
+            assert_eq!(complaint::<FunctionOptions>(text), message);
+        }
+        for key in ["doorbells", "poll"] {
+            let complaint = complaint::<FunctionOptions>(&format!("path=/d,{key}=never"));
+            assert!(
+                complaint.starts_with(&format!("Option \"{key}\" cannot be \"never\"\n  ")),
+                "{complaint}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_socket_has_a_path_that_fits() {
+        assert_eq!(
+            complaint::<ServedFunction>("path=/d"),
+            "Option \"socket\" is missing: add socket=PATH, where the VMM connects"
+        );
+        let longest = format!("/{}", "x".repeat(106));
+        let served: ServedFunction = format!("path=/d,socket={longest}").parse().unwrap();
+        assert_eq!(served.socket, PathBuf::from(longest));
+        let too_long = format!("/{}", "x".repeat(107));
+        let complaint = complaint::<ServedFunction>(&format!("path=/d,socket={too_long}"));
+        assert!(
+            complaint.ends_with(
+                "The path of a socket has at most 107 bytes, this one has 108: use a shorter folder, such as one in /run"
+            ),
+            "{complaint}"
+        );
+    }
+}

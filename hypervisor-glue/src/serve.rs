@@ -1,0 +1,363 @@
+//! `nvme-mpt serve`: drives are opened, leased in parts and offered as NVMe functions, until a
+//! signal asks for the end.
+
+use std::fs;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use nvme_mpt::lease::identity::default_id;
+use nvme_mpt::lease::{ByteRange, Lease, LeaseError, LeaseRequest, Ledger, RangeError};
+use nvme_mpt::{
+    AttachError, Attachment, AttachmentConfig, Drive, DriveError, DriveOptions, DrivePath, Pollers,
+};
+use thiserror::Error;
+use vmm_device::{MsixMasking, NvmeFunction};
+
+use crate::adaptor::NvmeDevice;
+use crate::attach;
+use crate::control::{ControlError, ControlServer};
+use crate::function_thread::{FunctionHandle, FunctionThread, FunctionThreadError};
+use crate::options::{LbaSize, ServedFunction};
+use crate::signals::EndSignals;
+use crate::stats::ServerStats;
+
+/// What a server offers, and where it keeps its state.
+#[derive(Clone, Debug)]
+pub struct ServeOptions {
+    /// The functions.
+    pub functions: Vec<ServedFunction>,
+    /// Folder with the ledger of leases.
+    pub state_dir: PathBuf,
+    /// Control socket.
+    pub control: PathBuf,
+}
+
+/// A server cannot be started, or did not end well.
+#[derive(Debug, Error)]
+pub enum ServeError {
+    /// Two functions have the same socket.
+    #[error("Two functions have the socket {}: give each its own", .0.display())]
+    SocketTwice(PathBuf),
+    /// Two functions have the same id.
+    #[error("Two functions have the id \"{0}\": give each its own")]
+    IdTwice(String),
+    /// Two functions want the same drive with different logical blocks.
+    #[error(
+        "Drive {path} has one size of logical block, but the functions that share it ask for 512 and 4096 bytes: give the same lba= to each"
+    )]
+    LbaTwice {
+        /// The drive.
+        path: DrivePath,
+    },
+    /// A function cannot be offered.
+    #[error("Cannot offer the function on {}", socket.display())]
+    Function {
+        /// Its socket.
+        socket: PathBuf,
+        /// Why.
+        #[source]
+        source: OfferError,
+    },
+    /// The folder of the control socket cannot be made.
+    #[error("Cannot create the state folder {}: run as a user who may, or choose another one with --state-dir", path.display())]
+    StateDir {
+        /// The folder.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The control socket cannot be offered.
+    #[error(transparent)]
+    Control(#[from] ControlError),
+    /// Signals cannot be waited for.
+    #[error("Cannot wait for SIGTERM and SIGINT")]
+    Signals(#[source] io::Error),
+    /// What is offered cannot be told.
+    #[error("Cannot print what is offered")]
+    Print(#[source] io::Error),
+    /// A function did not end well.
+    #[error("The function on {} did not end well", socket.display())]
+    End {
+        /// Its socket.
+        socket: PathBuf,
+        /// Why.
+        #[source]
+        source: FunctionThreadError,
+    },
+}
+
+/// One function cannot be offered.
+#[derive(Debug, Error)]
+pub enum OfferError {
+    /// The drive cannot be opened.
+    #[error(transparent)]
+    Drive(#[from] DriveError),
+    /// The drive has no bytes.
+    #[error(transparent)]
+    Range(#[from] RangeError),
+    /// The range is not given out.
+    #[error(transparent)]
+    Lease(#[from] LeaseError),
+    /// The data path cannot be set up.
+    #[error(transparent)]
+    Attach(#[from] AttachError),
+    /// Its doorbells cannot be offered.
+    #[error("Cannot share the doorbells; raise the limit on open files")]
+    Doorbells(#[source] io::Error),
+    /// It cannot be served.
+    #[error(transparent)]
+    Thread(#[from] FunctionThreadError),
+}
+
+/// Offers functions until SIGTERM or SIGINT comes, and says so on `out`: a block for each function,
+/// and "ready".
+///
+/// # Errors
+/// Something cannot be offered: then nothing is, and nothing stays behind. Or something did not end
+/// well.
+pub fn serve(options: &ServeOptions, out: &mut dyn Write) -> Result<(), ServeError> {
+    let signals = EndSignals::hold_back().map_err(ServeError::Signals)?;
+    let server = Server::start(options)?;
+    server.announce(out).map_err(ServeError::Print)?;
+    let signal = signals.wait().map_err(ServeError::Signals)?;
+    log::info!("{signal}: no more clients are taken, and the functions are reset");
+    // A second signal ends a process that hangs here.
+    drop(signals);
+    server.end()
+}
+
+/// A function that is offered, with what a person needs to know about it.
+#[derive(Debug)]
+struct Offer {
+    id: String,
+    socket: PathBuf,
+    summary: String,
+    thread: FunctionThread,
+}
+
+/// All that is offered. Dropped, it is offered no more.
+#[derive(Debug)]
+struct Server {
+    // First, since it asks the functions.
+    control: ControlServer,
+    offers: Vec<Offer>,
+}
+
+impl Server {
+    fn start(options: &ServeOptions) -> Result<Self, ServeError> {
+        let functions = resolve(&options.functions)?;
+        let mut drives = Drives::default();
+        let ledgers = Ledgers {
+            shared: Ledger::open(&options.state_dir),
+            private: Ledger::in_process(),
+        };
+        let pollers = Pollers::new();
+        let mut offers: Vec<Offer> = Vec::new();
+        for function in &functions {
+            let lba = lba_of(&functions, &function.function.path)?;
+            let offer = drives
+                .open(&function.function.path, lba)
+                .map_err(OfferError::from)
+                .and_then(|drive| offer(function, &drive, &ledgers, &pollers))
+                .map_err(|source| ServeError::Function {
+                    socket: function.socket.clone(),
+                    source,
+                })?;
+            if offers.iter().any(|other| other.id == offer.id) {
+                return Err(ServeError::IdTwice(offer.id));
+            }
+            offers.push(offer);
+        }
+        let control = start_control(&options.control, &offers, pollers)?;
+        Ok(Self { control, offers })
+    }
+
+    fn announce(&self, out: &mut dyn Write) -> io::Result<()> {
+        for Offer {
+            id,
+            socket,
+            summary,
+            thread: _,
+        } in &self.offers
+        {
+            writeln!(out, "Function {id} on {}", socket.display())?;
+            writeln!(out, "  {summary}")?;
+            writeln!(out, "  Cloud Hypervisor:")?;
+            writeln!(out, "    {}", attach::cloud_hypervisor(id, socket))?;
+            writeln!(out, "  QEMU 10.1 or newer:")?;
+            writeln!(out, "    {}", attach::qemu(id, socket))?;
+            writeln!(out)?;
+        }
+        writeln!(out, "ready")?;
+        out.flush()
+    }
+
+    /// Ends all functions, at the same time, and says what went wrong first.
+    fn end(self) -> Result<(), ServeError> {
+        drop(self.control);
+        for offer in &self.offers {
+            offer.thread.stop();
+        }
+        let mut result = Ok(());
+        for Offer { socket, thread, .. } in self.offers {
+            let ended = thread
+                .end()
+                .map_err(|source| ServeError::End { socket, source });
+            result = result.and(ended);
+        }
+        result
+    }
+}
+
+/// The functions with absolute paths, which name the same file the same way.
+fn resolve(functions: &[ServedFunction]) -> Result<Vec<ServedFunction>, ServeError> {
+    let mut resolved: Vec<ServedFunction> = Vec::with_capacity(functions.len());
+    for function in functions {
+        let mut function = function.clone();
+        // Fails for an empty path alone, which no option has.
+        if let Ok(absolute) = std::path::absolute(&function.socket) {
+            function.socket = absolute;
+        }
+        if let DrivePath::File(path) = &function.function.path
+            && let Ok(canonical) = fs::canonicalize(path)
+        {
+            // What does not exist is told when it is opened.
+            function.function.path = DrivePath::File(canonical);
+        }
+        if resolved.iter().any(|other| other.socket == function.socket) {
+            return Err(ServeError::SocketTwice(function.socket));
+        }
+        resolved.push(function);
+    }
+    Ok(resolved)
+}
+
+/// The size of a logical block of the drive at `path`: what the functions that share it ask for.
+fn lba_of(functions: &[ServedFunction], path: &DrivePath) -> Result<LbaSize, ServeError> {
+    let mut asked = functions
+        .iter()
+        .filter(|other| other.function.path == *path)
+        .filter_map(|other| other.function.lba);
+    let first = asked.next();
+    if asked.any(|other| Some(other) != first) {
+        return Err(ServeError::LbaTwice { path: path.clone() });
+    }
+    Ok(first.unwrap_or_default())
+}
+
+/// The drives that are open, each once.
+#[derive(Debug, Default)]
+struct Drives(Vec<Arc<Drive>>);
+
+impl Drives {
+    fn open(&mut self, path: &DrivePath, lba: LbaSize) -> Result<Arc<Drive>, DriveError> {
+        if let Some(drive) = self.0.iter().find(|drive| drive.path() == path) {
+            return Ok(drive.clone());
+        }
+        let options = DriveOptions {
+            lba_size: lba.bytes(),
+        };
+        let drive = Drive::open(path, options)?;
+        self.0.push(drive.clone());
+        Ok(drive)
+    }
+}
+
+/// Who may know of a lease.
+struct Ledgers {
+    /// All processes that use the same state folder.
+    shared: Ledger,
+    /// This process.
+    private: Ledger,
+}
+
+fn offer(
+    options: &ServedFunction,
+    drive: &Arc<Drive>,
+    ledgers: &Ledgers,
+    pollers: &Arc<Pollers>,
+) -> Result<Offer, OfferError> {
+    let ServedFunction { socket, function } = options;
+    let lease = lease(options, drive, ledgers)?;
+    let id = lease.id().to_owned();
+    let summary = format!("{}, range {}", function.path, lease.bytes());
+    let attachment = Attachment::new(AttachmentConfig {
+        drive: drive.clone(),
+        lease,
+        queue_pairs: function.queues,
+        doorbells: function.doorbells,
+        pollers: pollers.clone(),
+        poll: function.poll.clone(),
+        serial: function.serial.clone(),
+    })?;
+    let namespace = attachment.namespace();
+    let summary = format!(
+        "{summary} ({} blocks of {} bytes); serial {}; doorbells {}, poll {}, {} queue pairs",
+        namespace.blocks,
+        1_u64 << namespace.lba_shift,
+        namespace.serial,
+        function.doorbells,
+        function.poll,
+        attachment.max_queue_pairs(),
+    );
+    let function = NvmeFunction::new(attachment, MsixMasking::Client);
+    let device = NvmeDevice::new(function).map_err(OfferError::Doorbells)?;
+    let thread = FunctionThread::start(&id, socket, device, drive.clone())?;
+    Ok(Offer {
+        id,
+        socket: socket.clone(),
+        summary,
+        thread,
+    })
+}
+
+fn lease(
+    options: &ServedFunction,
+    drive: &Arc<Drive>,
+    ledgers: &Ledgers,
+) -> Result<Lease, OfferError> {
+    let namespace = drive.controller().namespace();
+    let range = match options.function.range {
+        Some(range) => range,
+        None => ByteRange::new(0, namespace.blocks << namespace.lba_shift)?,
+    };
+    let id = match &options.function.id {
+        Some(id) => id.clone(),
+        None => default_id(drive.identity(), namespace.nsid, range),
+    };
+    let ledger = if drive.is_private() {
+        &ledgers.private
+    } else {
+        &ledgers.shared
+    };
+    Ok(ledger.acquire(&LeaseRequest {
+        id: &id,
+        drive: drive.identity(),
+        nsid: namespace.nsid,
+        range,
+        lba_shift: namespace.lba_shift,
+        blocks: namespace.blocks,
+    })?)
+}
+
+fn start_control(
+    path: &Path,
+    offers: &[Offer],
+    pollers: Arc<Pollers>,
+) -> Result<ControlServer, ServeError> {
+    if let Some(folder) = path.parent() {
+        fs::create_dir_all(folder).map_err(|source| ServeError::StateDir {
+            path: folder.to_owned(),
+            source,
+        })?;
+    }
+    let handles = offers.iter().map(|offer| offer.thread.handle());
+    let handles: Vec<FunctionHandle> = handles
+        .collect::<io::Result<_>>()
+        .map_err(ControlError::Thread)?;
+    Ok(ControlServer::start(path, move || ServerStats {
+        functions: handles.iter().filter_map(FunctionHandle::stats).collect(),
+        pollers: pollers.stats(),
+    })?)
+}

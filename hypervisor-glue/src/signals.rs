@@ -1,0 +1,98 @@
+//! The signals that end a server: SIGTERM and SIGINT, as something that can be waited for.
+#![expect(unsafe_code, reason = "signalfd has no safe interface")]
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, FromRawFd, RawFd};
+use std::ptr;
+
+/// Signals that ask for a clean end.
+const SIGNALS: [libc::c_int; 2] = [libc::SIGTERM, libc::SIGINT];
+
+/// Bytes that a signalfd gives for each signal.
+const RECORD: usize = size_of::<libc::signalfd_siginfo>();
+
+/// SIGTERM and SIGINT, held back from this thread and all that it starts later.
+///
+/// Dropping it lets them through again, as they were meant to: a second one then ends a process
+/// that does not manage to end by itself.
+#[derive(Debug)]
+pub struct EndSignals {
+    fd: File,
+}
+
+impl EndSignals {
+    /// Holds the signals back. To be called before any thread is started, since a signal goes to
+    /// any thread that lets it through.
+    ///
+    /// # Errors
+    /// What the kernel reports.
+    pub fn hold_back() -> io::Result<Self> {
+        let signals = signal_set();
+        mask(libc::SIG_BLOCK, &signals)?;
+        // SAFETY: `signals` is an initialised set; -1 asks for a new descriptor.
+        let fd = unsafe { libc::signalfd(-1, &raw const signals, libc::SFD_CLOEXEC) };
+        if fd == -1 {
+            let error = io::Error::last_os_error();
+            mask(libc::SIG_UNBLOCK, &signals)?;
+            return Err(error);
+        }
+        // SAFETY: the descriptor is new, and nothing else knows of it.
+        let fd = unsafe { File::from_raw_fd(fd) };
+        Ok(Self { fd })
+    }
+
+    /// Waits for a signal and says which came.
+    ///
+    /// # Errors
+    /// What the kernel reports.
+    pub fn wait(&self) -> io::Result<&'static str> {
+        let mut record = [0; RECORD];
+        (&self.fd).read_exact(&mut record)?;
+        // `ssi_signo` is the first field.
+        let [a, b, c, d, ..] = record;
+        let number = u32::from_ne_bytes([a, b, c, d]);
+        Ok(match i32::try_from(number) {
+            Ok(libc::SIGINT) => "SIGINT",
+            _ => "SIGTERM",
+        })
+    }
+}
+
+impl AsRawFd for EndSignals {
+    /// Readable once a signal has come.
+    fn as_raw_fd(&self) -> RawFd {
+        self.fd.as_raw_fd()
+    }
+}
+
+impl Drop for EndSignals {
+    fn drop(&mut self) {
+        if let Err(error) = mask(libc::SIG_UNBLOCK, &signal_set()) {
+            log::error!("Signals stay held back: {error}");
+        }
+    }
+}
+
+fn signal_set() -> libc::sigset_t {
+    let mut set = MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: sigemptyset initialises the whole set, and fails for no pointer that is valid.
+    let mut set = unsafe {
+        libc::sigemptyset(set.as_mut_ptr());
+        set.assume_init()
+    };
+    for signal in SIGNALS {
+        // SAFETY: the set is initialised; the signals exist, so that this cannot fail.
+        unsafe { libc::sigaddset(&raw mut set, signal) };
+    }
+    set
+}
+
+fn mask(how: libc::c_int, set: &libc::sigset_t) -> io::Result<()> {
+    // SAFETY: `set` is an initialised set; the old mask is not asked for.
+    match unsafe { libc::pthread_sigmask(how, set, ptr::null_mut()) } {
+        0 => Ok(()),
+        error => Err(io::Error::from_raw_os_error(error)),
+    }
+}

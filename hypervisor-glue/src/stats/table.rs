@@ -1,0 +1,190 @@
+//! Figures as a table that a person reads.
+
+use std::fmt;
+
+use nvme_mpt::lease::Bytes;
+
+use super::{FunctionStats, ServerStats};
+
+/// Rows of cells, printed in columns that are as wide as they need be.
+struct Table(Vec<Vec<String>>);
+
+impl Table {
+    fn new(head: &[&str]) -> Self {
+        Self(vec![head.iter().map(|&cell| cell.to_owned()).collect()])
+    }
+
+    fn row(&mut self, cells: Vec<String>) {
+        self.0.push(cells);
+    }
+}
+
+impl fmt::Display for Table {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let columns = self.0.iter().map(Vec::len).max().unwrap_or(0);
+        let cell_width = |row: &Vec<String>, column: usize| {
+            row.get(column).map_or(0, |cell| cell.chars().count())
+        };
+        let widths: Vec<usize> = (0..columns)
+            .map(|column| {
+                let widths = self.0.iter().map(|row| cell_width(row, column));
+                widths.max().unwrap_or(0)
+            })
+            .collect();
+        for row in &self.0 {
+            for (cell, width) in row.iter().zip(&widths) {
+                write!(f, "  {cell:>width$}")?;
+            }
+            writeln!(f)?;
+        }
+        Ok(())
+    }
+}
+
+/// A number of bytes with three digits, as people compare them.
+fn rounded(bytes: u64) -> String {
+    const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+    let mut value = bytes as f64;
+    let mut unit = 0;
+    while value >= 999.5 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    let digits = match value {
+        _ if unit == 0 => 0,
+        value if value < 9.995 => 2,
+        value if value < 99.95 => 1,
+        _ => 0,
+    };
+    format!("{value:.digits$} {}", UNITS[unit])
+}
+
+fn microseconds(value: f64) -> String {
+    format!("{value:.1}")
+}
+
+impl fmt::Display for FunctionStats {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "{}: {}, {}, serial {}, doorbells {}, socket {}",
+            self.id,
+            self.model,
+            Bytes(self.capacity_bytes),
+            self.serial,
+            self.doorbells,
+            self.socket
+        )?;
+        let mut table = Table::new(&[
+            "queue",
+            "commands",
+            "read",
+            "written",
+            "errors",
+            "doorbell exits",
+            "interrupts",
+            "p50 us",
+            "p99 us",
+            "p99.9 us",
+            "max us",
+        ]);
+        table.row(vec![
+            "admin".to_owned(),
+            self.admin.commands.to_string(),
+            String::new(),
+            String::new(),
+            String::new(),
+            self.admin.doorbell_exits.to_string(),
+            self.admin.interrupts.to_string(),
+        ]);
+        for queue in &self.queues {
+            table.row(vec![
+                queue.qid.to_string(),
+                queue.commands.to_string(),
+                rounded(queue.read_bytes),
+                rounded(queue.write_bytes),
+                queue.errors.to_string(),
+                queue.doorbell_exits.to_string(),
+                queue.interrupts.to_string(),
+                microseconds(queue.latency_us.p50),
+                microseconds(queue.latency_us.p99),
+                microseconds(queue.latency_us.p999),
+                microseconds(queue.latency_us.max),
+            ]);
+        }
+        table.fmt(f)
+    }
+}
+
+impl fmt::Display for ServerStats {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for function in &self.functions {
+            writeln!(f, "{function}")?;
+        }
+        let mut table = Table::new(&[
+            "poller",
+            "cpu",
+            "queues",
+            "busy",
+            "parked",
+            "parks",
+            "spurious wakes",
+        ]);
+        for poller in &self.pollers {
+            table.row(vec![
+                poller.name.clone(),
+                poller
+                    .cpu
+                    .map_or_else(|| "any".to_owned(), |cpu| cpu.to_string()),
+                poller.queues.to_string(),
+                format!("{:.1}%", poller.busy_share * 100.0),
+                format!("{:.1}%", poller.parked_share * 100.0),
+                poller.parks.to_string(),
+                poller.spurious_wakes.to_string(),
+            ]);
+        }
+        if self.pollers.is_empty() {
+            return writeln!(f, "No pollers: no guest has I/O queues");
+        }
+        table.fmt(f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::sample;
+    use super::*;
+
+    #[test]
+    fn bytes_are_rounded_to_three_digits() {
+        for (bytes, text) in [
+            (0, "0 B"),
+            (512, "512 B"),
+            (999, "999 B"),
+            (1000, "0.98 KiB"),
+            (4096, "4.00 KiB"),
+            (10_240, "10.0 KiB"),
+            (1 << 20, "1.00 MiB"),
+            (150 << 20, "150 MiB"),
+            (1023 << 20, "1.00 GiB"),
+            (u64::MAX, "16384 PiB"),
+        ] {
+            assert_eq!(rounded(bytes), text, "{bytes}");
+        }
+    }
+
+    #[test]
+    fn columns_line_up() {
+        let lines = [
+            "vm-1: nvme-mpt, 64G, serial MPT1AD7BD73C10D5093A, doorbells shadow, socket /run/a.sock",
+            "  queue  commands      read   written  errors  doorbell exits  interrupts  p50 us  p99 us  p99.9 us   max us",
+            "  admin        23                                          40           9",
+            "      1   1234567  4.71 GiB  4.00 KiB       0              12       34567    12.3    56.7    1234.5  98765.4",
+            "      2         0       0 B       0 B       0               0           0     0.0     0.0       0.0      0.0",
+            "",
+            "         poller  cpu  queues   busy  parked  parks  spurious wakes",
+            "  poll-shared-0  any       2  25.6%   50.0%     77               3",
+        ];
+        assert_eq!(sample().to_string().lines().collect::<Vec<_>>(), lines);
+    }
+}

@@ -1,1 +1,33 @@
 //! The guest-visible NVMe PCI function.
+//!
+//! [`NvmeFunction`] is a controller of the NVM Express Base Specification 2.0 with the NVM Command
+//! Set 1.0 and the PCIe Transport 1.0, as a guest's own driver finds it. It holds a
+//! [`nvme_mpt::Attachment`], which does the I/O; what is here are registers, configuration space,
+//! MSI-X and admin commands. Whoever holds the function brings accesses and memory to it and
+//! carries interrupts from it, in process or over a socket: nothing here knows which.
+//!
+//! Everything that a guest writes is untrusted. A wrong command completes with the status that the
+//! specification has for it; what no completion can tell sets `CSTS.CFS`.
+//!
+//! Not implemented, and not advertised: INTx and MSI; Controller Memory Buffer and Persistent
+//! Memory Region; NVM Subsystem Reset; more than one namespace, and its management; metadata and
+//! protection information; firmware update, Format NVM, Sanitize, Security Send and Receive,
+//! Device Self-test, Directives; reservations; fused operations; SGLs in admin commands; Keep
+//! Alive, which a PCIe host has no need of.
+
+#![deny(unsafe_code)]
+
+mod admin;
+#[cfg(test)]
+mod fixtures;
+mod function;
+mod pci;
+mod registers;
+
+pub use crate::{
+    function::{AdminStats, DoorbellRegion, NvmeFunction},
+    pci::{
+        config_space::{Bar, BarMove, CONFIG_SPACE_SIZE, DEVICE_ID, VENDOR_ID},
+        msix::{MSIX_VECTORS_MAX, MsixMasking, MsixMessage},
+    },
+};

@@ -1,0 +1,71 @@
+//! Abort (Base 2.0, section 5.1).
+//!
+//! Only requests for asynchronous events can be aborted: they are the commands that wait for
+//! something. I/O commands are with the host controller and complete by themselves; an abort of one
+//! says "not aborted", at once, and the host goes on to wait or to reset.
+
+use nvme_mpt::spec::{admin::Abort, ids::QueueId};
+
+use super::{async_events::AsyncEvents, ring::Completion};
+
+/// Abort Command Limit, `ACL`: four, as is recommended. An abort never waits, so it is not needed.
+pub(super) const LIMIT_Z: u8 = 3;
+
+/// Completion dword 0, bit 0: whether the command was *not* aborted.
+const ABORTED: u32 = 0;
+const NOT_ABORTED: u32 = 1;
+
+/// Aborts a command if it can be. Returns its completion if it has one now, which goes before that
+/// of the abort, and dword 0 of the abort's own.
+pub(super) fn abort(command: Abort, events: &mut AsyncEvents) -> (Option<Completion>, u32) {
+    let request = if command.sqid == QueueId::ADMIN {
+        events.abort(command.cid)
+    } else {
+        None
+    };
+    let dw0 = if request.is_some() {
+        ABORTED
+    } else {
+        NOT_ABORTED
+    };
+    (request, dw0)
+}
+
+#[cfg(test)]
+mod tests {
+    use nvme_mpt::spec::{ids::CommandId, status::Status};
+
+    use super::*;
+
+    #[test]
+    fn a_request_for_events_is_aborted() {
+        let mut events = AsyncEvents::default();
+        events.request(CommandId(5)).unwrap();
+        let command = Abort {
+            sqid: QueueId::ADMIN,
+            cid: CommandId(5),
+        };
+        let completion = Completion {
+            cid: CommandId(5),
+            status: Status::ABORT_REQUESTED,
+            dw0: 0,
+        };
+        assert_eq!(abort(command, &mut events), (Some(completion), 0));
+        assert_eq!(
+            abort(command, &mut events),
+            (None, 1),
+            "there is none any more"
+        );
+    }
+
+    #[test]
+    fn an_io_command_is_not_aborted() {
+        let mut events = AsyncEvents::default();
+        events.request(CommandId(5)).unwrap();
+        let command = Abort {
+            sqid: QueueId(1),
+            cid: CommandId(5),
+        };
+        assert_eq!(abort(command, &mut events), (None, 1));
+    }
+}

@@ -1,0 +1,158 @@
+//! Asynchronous events (Base 2.0, section 5.2): requests that wait, events that wait, and the
+//! masking of a type of events from its report until its log page is read.
+
+use std::collections::VecDeque;
+
+use nvme_mpt::spec::{
+    event::{AsyncEvent, AsyncEventType},
+    ids::CommandId,
+    status::Status,
+};
+
+use super::ring::Completion;
+
+/// Asynchronous Event Request Limit, `AERL`: four requests, the least that is recommended.
+pub(super) const LIMIT_Z: u8 = 3;
+
+/// Asynchronous events of one controller.
+#[derive(Debug, Default)]
+pub(super) struct AsyncEvents {
+    /// Requests that wait for an event, the oldest first.
+    requests: VecDeque<CommandId>,
+    /// Events that wait for a request, each once.
+    events: VecDeque<AsyncEvent>,
+    /// Types that were reported and whose log page was not read since, as bits.
+    masked: u8,
+}
+
+impl AsyncEvents {
+    /// An Asynchronous Event Request: it waits until there is something to report.
+    pub(super) fn request(&mut self, cid: CommandId) -> Result<(), Status> {
+        if self.requests.len() > usize::from(LIMIT_Z) {
+            return Err(Status::ASYNC_EVENT_LIMIT_EXCEEDED);
+        }
+        self.requests.push_back(cid);
+        Ok(())
+    }
+
+    /// Takes back a request that waits, if it is one.
+    pub(super) fn abort(&mut self, cid: CommandId) -> Option<Completion> {
+        let index = self.requests.iter().position(|request| *request == cid)?;
+        self.requests.remove(index)?;
+        Some(Completion {
+            cid,
+            status: Status::ABORT_REQUESTED,
+            dw0: 0,
+        })
+    }
+
+    /// Something happened. Returns whether that is news: an event that waits already is not.
+    pub(super) fn raise(&mut self, event: AsyncEvent) -> bool {
+        let news = !self.events.contains(&event);
+        if news {
+            self.events.push_back(event);
+        }
+        news
+    }
+
+    /// The log page of a type of events was read with Retain Asynchronous Event clear.
+    pub(super) fn clear(&mut self, event_type: AsyncEventType) {
+        self.masked &= !bit(event_type);
+    }
+
+    /// The completion of a request with an event, if there are both. The type of the event is
+    /// masked from now on.
+    pub(super) fn report(&mut self) -> Option<Completion> {
+        let masked = self.masked;
+        let index = self
+            .events
+            .iter()
+            .position(|event| bit(event.event_type()) & masked == 0)?;
+        let cid = self.requests.pop_front()?;
+        let event = self.events.remove(index)?;
+        self.masked |= bit(event.event_type());
+        Some(Completion {
+            cid,
+            status: Status::SUCCESS,
+            dw0: event.0,
+        })
+    }
+}
+
+fn bit(event_type: AsyncEventType) -> u8 {
+    1 << (event_type.0 & 0b111)
+}
+
+#[cfg(test)]
+mod tests {
+    use nvme_mpt::spec::event::SmartEvent;
+
+    use super::*;
+
+    fn completion(cid: u16, dw0: u32) -> Option<Completion> {
+        Some(Completion {
+            cid: CommandId(cid),
+            status: Status::SUCCESS,
+            dw0,
+        })
+    }
+
+    #[test]
+    fn an_event_completes_the_oldest_request() {
+        let mut events = AsyncEvents::default();
+        events.request(CommandId(7)).unwrap();
+        events.request(CommandId(8)).unwrap();
+        assert_eq!(events.report(), None);
+        assert!(events.raise(AsyncEvent::INVALID_DOORBELL_VALUE));
+        assert_eq!(events.report(), completion(7, 0x0001_0100));
+        assert_eq!(events.report(), None);
+    }
+
+    #[test]
+    fn an_event_waits_for_a_request_and_waits_once() {
+        let mut events = AsyncEvents::default();
+        assert!(events.raise(AsyncEvent::INVALID_DOORBELL_VALUE));
+        assert!(!events.raise(AsyncEvent::INVALID_DOORBELL_VALUE));
+        assert_eq!(events.report(), None);
+        events.request(CommandId(1)).unwrap();
+        assert_eq!(events.report(), completion(1, 0x0001_0100));
+    }
+
+    #[test]
+    fn a_type_is_masked_until_its_log_page_is_read() {
+        let mut events = AsyncEvents::default();
+        for cid in 1..=4 {
+            events.request(CommandId(cid)).unwrap();
+        }
+        events.raise(AsyncEvent::INVALID_DOORBELL_VALUE);
+        assert!(events.report().is_some());
+        events.raise(AsyncEvent::INVALID_DOORBELL_REGISTER);
+        assert_eq!(events.report(), None, "errors are masked");
+        events.raise(AsyncEvent::smart(SmartEvent::TEMPERATURE_THRESHOLD));
+        assert_eq!(events.report(), completion(2, 0x0002_0101), "health is not");
+        events.clear(AsyncEventType::SMART_HEALTH);
+        assert_eq!(events.report(), None);
+        events.clear(AsyncEventType::ERROR);
+        assert_eq!(events.report(), completion(3, 0x0001_0000));
+    }
+
+    #[test]
+    fn requests_beyond_the_limit_are_refused() {
+        let mut events = AsyncEvents::default();
+        for cid in 0..4 {
+            assert_eq!(events.request(CommandId(cid)), Ok(()));
+        }
+        let refused = Err(Status::ASYNC_EVENT_LIMIT_EXCEEDED);
+        assert_eq!(events.request(CommandId(4)), refused);
+        assert_eq!(
+            events
+                .abort(CommandId(2))
+                .map(|completion| completion.status),
+            Some(Status::ABORT_REQUESTED)
+        );
+        assert_eq!(events.abort(CommandId(2)), None);
+        assert_eq!(events.request(CommandId(4)), Ok(()));
+        events.raise(AsyncEvent::INVALID_DOORBELL_VALUE);
+        assert_eq!(events.report(), completion(0, 0x0001_0100));
+    }
+}

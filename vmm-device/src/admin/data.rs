@@ -1,0 +1,128 @@
+//! The data buffer of an admin command: PRP entries (Base 2.0, section 4.1.1).
+//!
+//! SGLs are not for admin commands on PCIe (Base 2.0, section 3.3.3.1, PSDT).
+
+use nvme_mpt::{
+    DmaWindow, Gpa,
+    spec::{dma::PrpEntry, sqe::Sqe, status::Status},
+};
+use zerocopy::{FromZeros, IntoBytes};
+
+/// CC.MPS is 0, the only value that CAP offers.
+const PAGE_SHIFT: u32 = 12;
+
+/// A part of a data buffer that lies in one memory page.
+type Segment = (Gpa, usize);
+
+/// Where the data of one admin command goes or comes from.
+pub(super) struct DataBuffer<'a> {
+    memory: &'a DmaWindow,
+    prp: [PrpEntry; 2],
+    /// How much data the command transfers by its own word, which decides what PRP2 means.
+    length: u64,
+}
+
+impl<'a> DataBuffer<'a> {
+    /// The buffer of a command that transfers `length` bytes.
+    pub(super) fn new(memory: &'a DmaWindow, sqe: &Sqe, length: u64) -> Self {
+        Self {
+            memory,
+            prp: [PrpEntry(sqe.prp1()), PrpEntry(sqe.prp2())],
+            length,
+        }
+    }
+
+    /// Writes the beginning of the buffer, or all of it.
+    pub(super) fn write(&self, data: &[u8]) -> Result<(), Status> {
+        let mut rest = data;
+        for (gpa, length) in self.segments(data.len() as u64)? {
+            let (here, after) = rest.split_at(length);
+            self.memory
+                .write(gpa, here)
+                .map_err(|_| Status::DATA_TRANSFER_ERROR)?;
+            rest = after;
+        }
+        Ok(())
+    }
+
+    /// Reads the beginning of the buffer, or all of it.
+    pub(super) fn read(&self, data: &mut [u8]) -> Result<(), Status> {
+        let mut rest = data;
+        for (gpa, length) in self.segments(rest.len() as u64)? {
+            let (here, after) = rest.split_at_mut(length);
+            self.memory
+                .read(gpa, here)
+                .map_err(|_| Status::DATA_TRANSFER_ERROR)?;
+            rest = after;
+        }
+        Ok(())
+    }
+
+    /// The first `wanted` bytes of the buffer, page by page. A PRP list is read once, and only as
+    /// far as they need it.
+    fn segments(&self, wanted: u64) -> Result<Vec<Segment>, Status> {
+        let [first, second] = self.prp;
+        let wanted = wanted.min(self.length);
+        if !first.is_dword_aligned() {
+            return Err(Status::PRP_OFFSET_INVALID);
+        }
+        let offset = first.offset(PAGE_SHIFT);
+        let pages = PrpEntry::pages(offset, self.length, PAGE_SHIFT);
+        let pages_wanted = PrpEntry::pages(offset, wanted, PAGE_SHIFT);
+        let following = match pages {
+            0 | 1 => Vec::new(),
+            2 => vec![second],
+            _ => self.list(second, pages - 1, pages_wanted.saturating_sub(1))?,
+        };
+
+        let mut segments = Vec::new();
+        let mut left = wanted;
+        for (index, prp) in [first].into_iter().chain(following).enumerate() {
+            if left == 0 {
+                break;
+            }
+            if index > 0 && prp.offset(PAGE_SHIFT) != 0 {
+                return Err(Status::PRP_OFFSET_INVALID);
+            }
+            let here = left.min(prp.bytes_to_page_end(PAGE_SHIFT));
+            // At most a memory page.
+            segments.push((Gpa(prp.0), here as usize));
+            left -= here;
+        }
+        Ok(segments)
+    }
+
+    /// The first `wanted` of `entries` entries of a PRP list. Where a list is longer than its
+    /// memory page, the page's last entry leads to the next one.
+    fn list(&self, list: PrpEntry, entries: u64, wanted: u64) -> Result<Vec<PrpEntry>, Status> {
+        let mut list = list;
+        let mut entries = entries;
+        let mut found = Vec::new();
+        // A list begins at an entry, and one that continues another begins a page, so that each
+        // page brings entries and there is an end.
+        let mut alignment = PrpEntry::SIZE as u64;
+        loop {
+            if list.0 % alignment != 0 {
+                return Err(Status::PRP_OFFSET_INVALID);
+            }
+            let slots = list.bytes_to_page_end(PAGE_SHIFT) / PrpEntry::SIZE as u64;
+            let continues = entries > slots;
+            let here = if continues { slots - 1 } else { entries };
+            let missing = wanted - found.len() as u64;
+            // What is wanted of this page, and the way to the next page if that is not enough.
+            let length = if here >= missing { missing } else { here + 1 };
+            let mut page = vec![PrpEntry::new_zeroed(); length as usize];
+            self.memory
+                .read(Gpa(list.0), page.as_mut_slice().as_mut_bytes())
+                .map_err(|_| Status::DATA_TRANSFER_ERROR)?;
+            if here >= missing {
+                found.append(&mut page);
+                return Ok(found);
+            }
+            list = page.pop().unwrap_or_default();
+            found.append(&mut page);
+            entries -= here;
+            alignment = 1 << PAGE_SHIFT;
+        }
+    }
+}

@@ -1,0 +1,36 @@
+//! Doorbell Buffer Config (Base 2.0, section 5.8).
+//!
+//! The buffers are for I/O queues. Guest drivers never update the places of the admin queue in
+//! them, so its doorbells always come through BAR0. A reset of the controller forgets the buffers:
+//! their pages may be anything by the time the next driver looks at them.
+
+use nvme_mpt::{
+    Attachment, DoorbellBuffer, DoorbellMode, Gpa,
+    spec::{sqe::Sqe, status::Status},
+};
+
+/// Whether the command is offered: where the guest's stores to registers are seen anyway, or are to
+/// be seen, it would only hide them.
+pub(super) fn is_supported(attachment: &Attachment) -> bool {
+    attachment.doorbell_mode() == DoorbellMode::Shadow
+}
+
+/// Lets the guest write its doorbells to memory.
+pub(super) fn configure(attachment: &Attachment, sqe: &Sqe) -> Result<(), Status> {
+    if !is_supported(attachment) {
+        return Err(Status::INVALID_OPCODE);
+    }
+    let buffer = DoorbellBuffer {
+        shadow: Gpa(sqe.prp1()),
+        event_idx: Gpa(sqe.prp2()),
+    };
+    if !buffer.shadow.is_page_aligned() || !buffer.event_idx.is_page_aligned() {
+        return Err(Status::INVALID_FIELD);
+    }
+    attachment
+        .set_doorbell_buffer(Some(buffer))
+        .map_err(|error| {
+            log::warn!("Doorbell Buffer Config failed: {error}");
+            Status::INVALID_FIELD
+        })
+}

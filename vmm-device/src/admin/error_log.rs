@@ -1,0 +1,124 @@
+//! The Error Information log (Base 2.0, section 5.16.1.2): the newest errors, newest first.
+
+use std::collections::VecDeque;
+
+use nvme_mpt::{
+    ErrorEntry,
+    spec::{
+        ids::{CommandId, Lba, Nsid, QueueId},
+        log::{ErrorInformation, ErrorStatus, ParameterErrorLocation},
+        status::Status,
+    },
+};
+use zerocopy::IntoBytes;
+
+/// Error Log Page Entries, `ELPE`: 64, which fill a memory page.
+pub(super) const ENTRIES_Z: u8 = 63;
+const ENTRIES: usize = ENTRIES_Z as usize + 1;
+
+/// SQID and CID of an error that is not a command's.
+const NO_COMMAND: u16 = 0xFFFF;
+
+/// Errors since the function was made; a reset of the controller forgets none.
+#[derive(Debug, Default)]
+pub(super) struct ErrorLog {
+    entries: VecDeque<ErrorInformation>,
+    count: u64,
+}
+
+impl ErrorLog {
+    /// A command completed with an error.
+    pub(super) fn command_failed(&mut self, error: &ErrorEntry) {
+        self.push(ErrorInformation {
+            sqid: error.sqid,
+            cid: error.cid,
+            status: ErrorStatus::default().with_status(error.status),
+            parameter_error_location: ParameterErrorLocation(error.parameter_location),
+            lba: Lba(error.lba),
+            nsid: error.nsid,
+            ..ErrorInformation::default()
+        });
+    }
+
+    /// Something went wrong that is no command's fault.
+    pub(super) fn controller_failed(&mut self, status: Status) {
+        self.push(ErrorInformation {
+            sqid: QueueId(NO_COMMAND),
+            cid: CommandId(NO_COMMAND),
+            status: ErrorStatus::default().with_status(status),
+            parameter_error_location: ParameterErrorLocation::NONE,
+            nsid: Nsid::NONE,
+            ..ErrorInformation::default()
+        });
+    }
+
+    /// Errors so far, those included that the log does not hold any more.
+    pub(super) fn count(&self) -> u64 {
+        self.count
+    }
+
+    /// The log page: entries that were never used are zero.
+    pub(super) fn page(&self) -> Vec<u8> {
+        let mut page: Vec<u8> = self
+            .entries
+            .iter()
+            .flat_map(|entry| entry.as_bytes())
+            .copied()
+            .collect();
+        page.resize(ENTRIES * size_of::<ErrorInformation>(), 0);
+        page
+    }
+
+    fn push(&mut self, entry: ErrorInformation) {
+        self.count = self.count.wrapping_add(1);
+        self.entries.truncate(ENTRIES - 1);
+        self.entries.push_front(ErrorInformation {
+            error_count: self.count,
+            ..entry
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_newest_error_comes_first_and_the_oldest_is_forgotten() {
+        let mut log = ErrorLog::default();
+        assert_eq!(log.page(), [0; 4096]);
+        for cid in 1..=65 {
+            log.command_failed(&ErrorEntry {
+                sqid: QueueId(1),
+                cid: CommandId(cid),
+                status: Status::LBA_OUT_OF_RANGE.with_dnr(true),
+                lba: 0x1234,
+                nsid: Nsid(1),
+                parameter_location: 40,
+            });
+        }
+        let page = log.page();
+        assert_eq!(page.len(), 4096);
+        assert_eq!(
+            page[..32],
+            [
+                65, 0, 0, 0, 0, 0, 0, 0, // error count
+                1, 0, 65, 0, 0x00, 0x81, 40, 0, // SQID, CID, status with DNR, location
+                0x34, 0x12, 0, 0, 0, 0, 0, 0, // LBA
+                1, 0, 0, 0, 0, 0, 0, 0, // NSID
+            ]
+        );
+        assert_eq!(page[63 * 64], 2, "the first error is gone");
+        assert_eq!(log.count(), 65);
+    }
+
+    #[test]
+    fn an_error_without_a_command_names_none() {
+        let mut log = ErrorLog::default();
+        log.controller_failed(Status::INTERNAL_ERROR);
+        assert_eq!(
+            log.page()[8..16],
+            [0xFF, 0xFF, 0xFF, 0xFF, 0x0C, 0x00, 0xFF, 0xFF]
+        );
+    }
+}

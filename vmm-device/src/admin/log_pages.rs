@@ -1,0 +1,414 @@
+//! Get Log Page (Base 2.0, section 5.16).
+
+use std::time::Duration;
+
+use nvme_mpt::{
+    Counters,
+    spec::{
+        event::AsyncEventType,
+        identify::Csi,
+        ids::Nsid,
+        log::{
+            ActiveFirmware, ChangedNamespaceList, CommandEffects, CommandsSupportedAndEffects,
+            FirmwareSlots, LogPageId, LogPageRequest, LogPageSupport, SmartHealth,
+            SupportedLogPages,
+        },
+        opcode::{AdminOpcode, NvmOpcode},
+        status::Status,
+    },
+};
+use zerocopy::{
+    FromZeros, IntoBytes,
+    little_endian::{U16, U128},
+};
+
+use super::{
+    error_log::ErrorLog,
+    features::{COMPOSITE_TEMPERATURE, Features},
+    identify::{FIRMWARE_REVISION, Subject},
+};
+
+/// The log pages there are.
+const SUPPORTED: [LogPageId; 6] = [
+    LogPageId::SUPPORTED_LOG_PAGES,
+    LogPageId::ERROR_INFORMATION,
+    LogPageId::SMART_HEALTH,
+    LogPageId::FIRMWARE_SLOT,
+    LogPageId::CHANGED_NAMESPACE_LIST,
+    LogPageId::COMMANDS_SUPPORTED_AND_EFFECTS,
+];
+
+/// Admin commands that are always there.
+const ADMIN_COMMANDS: [AdminOpcode; 10] = [
+    AdminOpcode::DELETE_IO_SQ,
+    AdminOpcode::CREATE_IO_SQ,
+    AdminOpcode::GET_LOG_PAGE,
+    AdminOpcode::DELETE_IO_CQ,
+    AdminOpcode::CREATE_IO_CQ,
+    AdminOpcode::IDENTIFY,
+    AdminOpcode::ABORT,
+    AdminOpcode::SET_FEATURES,
+    AdminOpcode::GET_FEATURES,
+    AdminOpcode::ASYNC_EVENT_REQUEST,
+];
+
+/// I/O commands, and whether they change the content of logical blocks.
+const IO_COMMANDS: [(NvmOpcode, bool); 9] = [
+    (NvmOpcode::FLUSH, false),
+    (NvmOpcode::WRITE, true),
+    (NvmOpcode::READ, false),
+    (NvmOpcode::WRITE_UNCORRECTABLE, true),
+    (NvmOpcode::COMPARE, false),
+    (NvmOpcode::WRITE_ZEROES, true),
+    (NvmOpcode::DATASET_MANAGEMENT, true),
+    (NvmOpcode::VERIFY, false),
+    (NvmOpcode::COPY, true),
+];
+
+/// Available Spare, in percent: nothing here wears out.
+const AVAILABLE_SPARE: u8 = 100;
+const AVAILABLE_SPARE_THRESHOLD: u8 = 10;
+
+/// What log pages report.
+pub(super) struct LogPages<'a> {
+    pub(super) subject: Subject<'a>,
+    pub(super) features: &'a Features,
+    pub(super) errors: &'a ErrorLog,
+    pub(super) counters: Counters,
+    /// Since when there is the function.
+    pub(super) age: Duration,
+}
+
+impl LogPages<'_> {
+    /// The part of a log page that a command asks for. It ends with the page, whatever length the
+    /// command has: dwords beyond the page are undefined (Base 2.0, section 5.16).
+    pub(super) fn read(&self, request: &LogPageRequest, nsid: Nsid) -> Result<Vec<u8>, Status> {
+        if request.length() > self.subject.limits.max_transfer() {
+            return Err(Status::INVALID_FIELD);
+        }
+        // Offsets are bytes; that they could be indices is not advertised for any page.
+        if request.ot || !request.lpo.is_multiple_of(4) {
+            return Err(Status::INVALID_FIELD);
+        }
+        let mut page = self.page(request, nsid)?;
+        let offset = usize::try_from(request.lpo)
+            .ok()
+            .filter(|offset| *offset < page.len());
+        let mut part = page.split_off(offset.ok_or(Status::INVALID_FIELD)?);
+        part.truncate(usize::try_from(request.length()).unwrap_or(usize::MAX));
+        Ok(part)
+    }
+
+    fn page(&self, request: &LogPageRequest, nsid: Nsid) -> Result<Vec<u8>, Status> {
+        match request.lid {
+            LogPageId::SUPPORTED_LOG_PAGES => Ok(supported()),
+            LogPageId::ERROR_INFORMATION => Ok(self.errors.page()),
+            LogPageId::SMART_HEALTH => {
+                // The controller's page and its one namespace's page are the same.
+                if !matches!(nsid, Nsid::NONE | Nsid::BROADCAST) {
+                    self.subject.require_namespace(nsid)?;
+                }
+                Ok(self.smart_health())
+            }
+            LogPageId::FIRMWARE_SLOT => Ok(firmware_slots()),
+            LogPageId::CHANGED_NAMESPACE_LIST => {
+                // A lease never changes.
+                Ok(ChangedNamespaceList::new_zeroed().as_bytes().to_vec())
+            }
+            LogPageId::COMMANDS_SUPPORTED_AND_EFFECTS => {
+                if request.csi != Csi::NVM {
+                    return Err(Status::INVALID_FIELD);
+                }
+                Ok(self.commands())
+            }
+            _ => Err(Status::INVALID_LOG_PAGE),
+        }
+    }
+
+    /// SMART / Health Information (Base 2.0, section 5.16.1.3), of the life of the function.
+    fn smart_health(&self) -> Vec<u8> {
+        let counters = &self.counters;
+        let mut log = SmartHealth::new_zeroed();
+        log.critical_warning = self.features.critical_warning();
+        log.composite_temperature = U16::new(COMPOSITE_TEMPERATURE);
+        log.available_spare = AVAILABLE_SPARE;
+        log.available_spare_threshold = AVAILABLE_SPARE_THRESHOLD;
+        log.data_units_read = data_units(counters.bytes_read);
+        log.data_units_written = data_units(counters.bytes_written);
+        log.host_read_commands = wide(counters.reads);
+        log.host_write_commands = wide(counters.writes);
+        log.power_cycles = wide(1);
+        log.power_on_hours = wide(self.age.as_secs() / 3600);
+        log.media_errors = wide(counters.media_errors);
+        log.error_log_entries = wide(self.errors.count());
+        log.as_bytes().to_vec()
+    }
+
+    /// Commands Supported and Effects (Base 2.0, section 5.16.1.6).
+    fn commands(&self) -> Vec<u8> {
+        let supported = CommandEffects::default().with_csupp(true);
+        let mut log = CommandsSupportedAndEffects::new_zeroed();
+        for opcode in ADMIN_COMMANDS {
+            log.acs[usize::from(opcode.0)] = supported;
+        }
+        if self.subject.doorbell_buffer {
+            log.acs[usize::from(AdminOpcode::DOORBELL_BUFFER_CONFIG.0)] = supported;
+        }
+        for (opcode, changes_content) in IO_COMMANDS {
+            log.iocs[usize::from(opcode.0)] = supported.with_lbcc(changes_content);
+        }
+        log.as_bytes().to_vec()
+    }
+}
+
+/// The type of events that reading a log page clears.
+pub(super) fn cleared_by(lid: LogPageId) -> Option<AsyncEventType> {
+    match lid {
+        LogPageId::ERROR_INFORMATION => Some(AsyncEventType::ERROR),
+        LogPageId::SMART_HEALTH => Some(AsyncEventType::SMART_HEALTH),
+        LogPageId::CHANGED_NAMESPACE_LIST => Some(AsyncEventType::NOTICE),
+        _ => None,
+    }
+}
+
+/// Supported Log Pages (Base 2.0, section 5.16.1.1).
+fn supported() -> Vec<u8> {
+    let mut log = SupportedLogPages::new_zeroed();
+    for lid in SUPPORTED {
+        log.0[usize::from(lid.0)] = LogPageSupport::default().with_lsupp(true);
+    }
+    log.as_bytes().to_vec()
+}
+
+/// Firmware Slot Information (Base 2.0, section 5.16.1.4): one slot, which is what runs.
+fn firmware_slots() -> Vec<u8> {
+    let mut log = FirmwareSlots::new_zeroed();
+    log.afi = ActiveFirmware::default().with_active(1);
+    log.frs[0] = FIRMWARE_REVISION;
+    log.as_bytes().to_vec()
+}
+
+/// Thousands of 512 bytes, rounded up.
+fn data_units(bytes: u64) -> U128 {
+    wide(bytes.div_ceil(512 * 1000))
+}
+
+fn wide(value: u64) -> U128 {
+    U128::new(u128::from(value))
+}
+
+#[cfg(test)]
+mod tests {
+    use nvme_mpt::{
+        ErrorEntry, LeasedNamespace, Limits,
+        spec::ids::{CommandId, QueueId},
+    };
+
+    use super::*;
+    use crate::fixtures;
+
+    struct Fixture {
+        namespace: LeasedNamespace,
+        limits: Limits,
+        features: Features,
+        errors: ErrorLog,
+        counters: Counters,
+    }
+
+    impl Fixture {
+        fn new() -> Self {
+            Self {
+                namespace: fixtures::namespace(),
+                limits: fixtures::limits(),
+                features: Features::default(),
+                errors: ErrorLog::default(),
+                counters: Counters::default(),
+            }
+        }
+
+        fn read(&self, request: LogPageRequest, nsid: u32) -> Result<Vec<u8>, Status> {
+            let subject = Subject {
+                namespace: &self.namespace,
+                limits: &self.limits,
+                doorbell_buffer: true,
+            };
+            let age = Duration::from_secs(2 * 3600 + 1);
+            let Self {
+                features,
+                errors,
+                counters,
+                ..
+            } = self;
+            LogPages {
+                subject,
+                features,
+                errors,
+                counters: *counters,
+                age,
+            }
+            .read(&request, Nsid(nsid))
+        }
+    }
+
+    fn request(lid: u8, dwords: u32) -> LogPageRequest {
+        let [low, high] = [(dwords - 1) as u16, ((dwords - 1) >> 16) as u16];
+        LogPageRequest {
+            lid: LogPageId(lid),
+            numdl: low,
+            numdu: high,
+            ..LogPageRequest::default()
+        }
+    }
+
+    #[test]
+    fn each_page_has_its_size_and_ends_there() {
+        let fixture = Fixture::new();
+        for (lid, size) in [
+            (0, 1024),
+            (1, 4096),
+            (2, 512),
+            (3, 512),
+            (4, 4096),
+            (5, 4096),
+        ] {
+            // 64 KiB are asked for.
+            let page = fixture.read(request(lid, 16_384), 0).expect("a page");
+            assert_eq!(page.len(), size, "log page {lid:#x}");
+        }
+        for lid in 6..=u8::MAX {
+            assert_eq!(
+                fixture.read(request(lid, 1), 0),
+                Err(Status::INVALID_LOG_PAGE)
+            );
+        }
+    }
+
+    #[test]
+    fn pages_are_read_from_an_offset() {
+        let fixture = Fixture::new();
+        let whole = fixture.read(request(0x05, 1024), 0).expect("a page");
+        let at = |lpo, dwords| {
+            fixture.read(
+                LogPageRequest {
+                    lpo,
+                    ..request(0x05, dwords)
+                },
+                0,
+            )
+        };
+        assert_eq!(at(1028, 2).expect("a part"), whole[1028..1036]);
+        assert_eq!(at(4092, 2).expect("the end"), whole[4092..]);
+        for lpo in [4096, 4100, 2, 1 << 40, u64::MAX - 3] {
+            assert_eq!(at(lpo, 1), Err(Status::INVALID_FIELD), "{lpo:#x}");
+        }
+        let indexed = LogPageRequest {
+            ot: true,
+            ..request(0x05, 1)
+        };
+        assert_eq!(fixture.read(indexed, 0), Err(Status::INVALID_FIELD));
+    }
+
+    #[test]
+    fn more_than_mdts_is_refused() {
+        let fixture = Fixture::new();
+        assert!(fixture.read(request(0x02, 1 << 18), 0).is_ok());
+        assert_eq!(
+            fixture.read(request(0x02, (1 << 18) + 1), 0),
+            Err(Status::INVALID_FIELD)
+        );
+        let most = LogPageRequest {
+            numdl: 0xFFFF,
+            numdu: 0xFFFF,
+            ..request(0x02, 1)
+        };
+        assert_eq!(fixture.read(most, 0), Err(Status::INVALID_FIELD));
+    }
+
+    #[test]
+    fn supported_pages_are_listed() {
+        let page = Fixture::new().read(request(0x00, 256), 0).expect("a page");
+        for (lid, entry) in page.chunks(4).enumerate() {
+            assert_eq!(entry, [u8::from(lid < 6), 0, 0, 0], "log page {lid:#x}");
+        }
+    }
+
+    #[test]
+    fn health_counts_what_was_done() {
+        let mut fixture = Fixture::new();
+        fixture.counters = Counters {
+            reads: 3,
+            writes: 0x1_0000_0000,
+            bytes_read: 512_000,
+            bytes_written: 512_001,
+            media_errors: 7,
+            errors: 9,
+        };
+        fixture.errors.command_failed(&ErrorEntry {
+            sqid: QueueId(1),
+            cid: CommandId(1),
+            status: Status::LBA_OUT_OF_RANGE,
+            lba: 0,
+            nsid: Nsid(1),
+            parameter_location: 40,
+        });
+        for nsid in [0, 1, 0xFFFF_FFFF] {
+            let page = fixture.read(request(0x02, 128), nsid).expect("a page");
+            assert_eq!(
+                page[..6],
+                [0, 0x36, 0x01, 100, 10, 0],
+                "37 degrees, all spare"
+            );
+            assert_eq!(page[32..48], 1_u128.to_le_bytes(), "data units read");
+            assert_eq!(
+                page[48..64],
+                2_u128.to_le_bytes(),
+                "data units written, rounded up"
+            );
+            assert_eq!(page[64..80], 3_u128.to_le_bytes(), "read commands");
+            assert_eq!(page[80..96], (1_u128 << 32).to_le_bytes(), "write commands");
+            assert_eq!(page[112..128], 1_u128.to_le_bytes(), "power cycles");
+            assert_eq!(page[128..144], 2_u128.to_le_bytes(), "power on hours");
+            assert_eq!(page[160..176], 7_u128.to_le_bytes(), "media errors");
+            assert_eq!(page[176..192], 1_u128.to_le_bytes(), "error log entries");
+        }
+        let other = fixture.read(request(0x02, 128), 2);
+        assert_eq!(other, Err(Status::INVALID_NAMESPACE_OR_FORMAT));
+    }
+
+    #[test]
+    fn firmware_is_in_its_one_slot() {
+        let page = Fixture::new().read(request(0x03, 128), 0).expect("a page");
+        assert_eq!(page[..8], [1, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(&page[8..16], b"0.1.0   ");
+        assert_eq!(page[16..24], [0; 8]);
+    }
+
+    #[test]
+    fn effects_list_the_commands() {
+        let fixture = Fixture::new();
+        let page = fixture
+            .read(request(0x05, 1024), 0xFFFF_FFFF)
+            .expect("a page");
+        for (opcode, entry) in page[..1024].chunks(4).enumerate() {
+            let known = matches!(opcode, 0x00..=0x02 | 0x04..=0x06 | 0x08..=0x0A | 0x0C | 0x7C);
+            assert_eq!(
+                entry,
+                [u8::from(known), 0, 0, 0],
+                "admin command {opcode:#x}"
+            );
+        }
+        for (opcode, entry) in page[1024..2048].chunks(4).enumerate() {
+            let expected = match opcode {
+                0x00 | 0x02 | 0x05 | 0x0C => 0b01,
+                0x01 | 0x04 | 0x08 | 0x09 | 0x19 => 0b11,
+                _ => 0,
+            };
+            assert_eq!(entry, [expected, 0, 0, 0], "I/O command {opcode:#x}");
+        }
+        let zoned = LogPageRequest {
+            csi: Csi(2),
+            ..request(0x05, 1024)
+        };
+        assert_eq!(fixture.read(zoned, 0), Err(Status::INVALID_FIELD));
+    }
+}

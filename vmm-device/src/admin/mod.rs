@@ -1,0 +1,352 @@
+//! The admin queue and the commands in it (Base 2.0, section 5).
+//!
+//! One command after the other is taken, carried out and completed, on the thread that calls
+//! [`Admin::run`] and never on a poller. Requests for asynchronous events are the only commands
+//! that wait.
+
+mod abort;
+mod async_events;
+mod command;
+mod data;
+mod doorbell_buffer;
+mod error_log;
+mod features;
+mod identify;
+mod io_queues;
+mod log_pages;
+mod ring;
+
+#[cfg(test)]
+mod tests;
+
+use std::{collections::VecDeque, sync::Arc, time::Instant};
+
+use nvme_mpt::{
+    Attachment, DmaError, DoorbellPage, ErrorEntry, Event, Gpa, InterruptVector,
+    spec::{
+        event::{AsyncEvent, SmartEvent},
+        feature::FeatureId,
+        identify::IDENTIFY_SIZE,
+        ids::QueueId,
+        log::{LogPageRequest, ParameterErrorLocation},
+        registers::{Cc, Doorbell},
+        sqe::Sqe,
+        status::Status,
+    },
+};
+
+use self::{
+    async_events::AsyncEvents,
+    command::AdminCommand,
+    data::DataBuffer,
+    error_log::ErrorLog,
+    features::{FeatureContext, Features},
+    identify::Subject,
+    io_queues::IoQueues,
+    log_pages::LogPages,
+    ring::{AdminRings, Completion},
+};
+use crate::registers::AdminQueues;
+
+/// What admin commands act upon, apart from the state that they keep here.
+#[derive(Clone, Copy)]
+pub(crate) struct Controller<'a> {
+    pub(crate) attachment: &'a Attachment,
+    pub(crate) vectors: &'a [Arc<InterruptVector>],
+    pub(crate) cc: Cc,
+}
+
+/// The admin queue and the state that admin commands read and change.
+#[derive(Debug)]
+pub(crate) struct Admin {
+    rings: Option<AdminRings>,
+    /// Completions that were not posted yet, in order. No command is taken while there are any,
+    /// so there are never more than an abort makes.
+    unposted: VecDeque<Completion>,
+    features: Features,
+    events: AsyncEvents,
+    errors: ErrorLog,
+    /// I/O Completion Queues that there are. Submission queues need one each.
+    io_completion_queues: u32,
+    commands: u64,
+    born: Instant,
+}
+
+/// How a command that was carried out goes on.
+enum Outcome {
+    /// It completes, with dword 0 of its completion.
+    Done(u32),
+    /// It waits.
+    Waits,
+}
+
+impl Admin {
+    pub(crate) fn new() -> Self {
+        Self {
+            rings: None,
+            unposted: VecDeque::new(),
+            features: Features::default(),
+            events: AsyncEvents::default(),
+            errors: ErrorLog::default(),
+            io_completion_queues: 0,
+            commands: 0,
+            born: Instant::now(),
+        }
+    }
+
+    /// The controller was enabled: the admin queues are empty and begin where it says.
+    pub(crate) fn enable(&mut self, queues: AdminQueues, controller: Controller<'_>) {
+        self.reset();
+        self.features
+            .apply(controller.attachment, controller.vectors);
+        self.rings = Some(AdminRings::new(queues));
+    }
+
+    /// The controller was reset. The error log and what is counted live as long as the function.
+    pub(crate) fn reset(&mut self) {
+        self.rings = None;
+        self.unposted.clear();
+        self.features = Features::default();
+        self.events = AsyncEvents::default();
+        self.io_completion_queues = 0;
+    }
+
+    /// Commands taken so far.
+    pub(crate) fn commands(&self) -> u64 {
+        self.commands
+    }
+
+    /// Takes over what the admin doorbells hold.
+    pub(crate) fn ring(&mut self, doorbells: &DoorbellPage) {
+        let Some(rings) = &mut self.rings else { return };
+        // Both are taken over, whatever is wrong with one of them.
+        let invalid = [
+            Doorbell::CqHead(QueueId::ADMIN),
+            Doorbell::SqTail(QueueId::ADMIN),
+        ]
+        .map(|doorbell| rings.ring(doorbell, doorbells.load(doorbell)).is_err())
+        .contains(&true);
+        if invalid {
+            self.report_doorbell(AsyncEvent::INVALID_DOORBELL_VALUE);
+        }
+    }
+
+    /// A doorbell was written whose queue does not exist.
+    pub(crate) fn report_unknown_doorbell(&mut self) {
+        self.report_doorbell(AsyncEvent::INVALID_DOORBELL_REGISTER);
+    }
+
+    /// Something happened on an I/O queue that the guest can be told of.
+    pub(crate) fn report(&mut self, event: &Event) {
+        match event {
+            Event::InvalidDoorbell { .. } => {
+                self.report_doorbell(AsyncEvent::INVALID_DOORBELL_VALUE);
+            }
+            Event::CommandFailed(error) => self.errors.command_failed(error),
+            Event::QueueFailed { .. } => self.errors.controller_failed(Status::INTERNAL_ERROR),
+        }
+    }
+
+    fn report_doorbell(&mut self, event: AsyncEvent) {
+        // The log has an entry per event, so a guest that writes nonsense on and on fills neither.
+        if self.events.raise(event) {
+            self.errors.controller_failed(Status::INVALID_FIELD);
+        }
+    }
+
+    /// Carries out the commands that wait and posts what there is to post. Returns whether the
+    /// guest has something new to look at.
+    ///
+    /// # Errors
+    /// The memory of a queue cannot be accessed: the controller cannot go on.
+    pub(crate) fn run(&mut self, controller: Controller<'_>) -> Result<bool, DmaError> {
+        // Taken out, so that commands can have all the rest.
+        let Some(mut rings) = self.rings.take() else {
+            return Ok(false);
+        };
+        let result = self.run_rings(&mut rings, controller);
+        self.rings = Some(rings);
+        result
+    }
+
+    fn run_rings(
+        &mut self,
+        rings: &mut AdminRings,
+        controller: Controller<'_>,
+    ) -> Result<bool, DmaError> {
+        let memory = controller.attachment.window();
+        let mut posted = false;
+        // Room is had before anything is taken that will need it. A guest that makes none waits for
+        // itself; the doorbell that it makes room with leads here again.
+        while let Some(room) = rings.reserve() {
+            if let Some(completion) = self.unposted.pop_front().or_else(|| self.events.report()) {
+                rings.post(room, completion, memory)?;
+                posted = true;
+            } else if let Some(sqe) = rings.take(&room, memory)? {
+                self.commands += 1;
+                self.carry_out(&sqe, controller);
+            } else {
+                break;
+            }
+        }
+        Ok(posted)
+    }
+
+    /// Carries out one command and notes its completion.
+    fn carry_out(&mut self, sqe: &Sqe, controller: Controller<'_>) {
+        let cid = sqe.cid();
+        let completion = match self.execute(sqe, controller) {
+            Ok(Outcome::Waits) => return,
+            Ok(Outcome::Done(dw0)) => Completion {
+                cid,
+                status: Status::SUCCESS,
+                dw0,
+            },
+            Err(status) => {
+                // None of the errors here goes away when the same command comes again.
+                let status = status.with_dnr(true);
+                self.errors.command_failed(&ErrorEntry {
+                    sqid: QueueId::ADMIN,
+                    cid,
+                    status,
+                    lba: 0,
+                    nsid: sqe.nsid,
+                    parameter_location: ParameterErrorLocation::NONE.0,
+                });
+                Completion {
+                    cid,
+                    status,
+                    dw0: 0,
+                }
+            }
+        };
+        self.unposted.push_back(completion);
+    }
+
+    fn execute(&mut self, sqe: &Sqe, controller: Controller<'_>) -> Result<Outcome, Status> {
+        let Controller { attachment, .. } = controller;
+        let memory = attachment.window();
+        let mut dw0 = 0;
+        match AdminCommand::parse(sqe)? {
+            AdminCommand::Identify(command) => {
+                let structure = subject(attachment).identify(command, sqe.nsid)?;
+                DataBuffer::new(memory, sqe, IDENTIFY_SIZE as u64).write(&structure)?;
+            }
+            AdminCommand::GetLogPage(request) => {
+                self.get_log_page(&request, sqe, attachment)?;
+            }
+            AdminCommand::GetFeatures(command) => {
+                let context = self.feature_context(controller);
+                let dword11 = command.dword11;
+                let value =
+                    self.features
+                        .get(command.fid, command.sel, dword11, sqe.nsid, &context)?;
+                DataBuffer::new(memory, sqe, value.data.len() as u64).write(&value.data)?;
+                dw0 = value.dw0;
+            }
+            AdminCommand::SetFeatures(command) => {
+                let context = self.feature_context(controller);
+                features::check_set(command.fid, command.sv, sqe.nsid, &context)?;
+                let mut data = vec![0; Features::data_length(command.fid)];
+                DataBuffer::new(memory, sqe, data.len() as u64).read(&mut data)?;
+                dw0 = self
+                    .features
+                    .set(command.fid, command.dword11, &data, &context)?;
+                self.feature_changed(command.fid, controller);
+            }
+            AdminCommand::CreateIoCq(command) => {
+                self.io_queues(controller)
+                    .create_cq(command, Gpa(sqe.prp1()))?;
+                self.io_completion_queues += 1;
+            }
+            AdminCommand::CreateIoSq(command) => {
+                self.io_queues(controller)
+                    .create_sq(command, Gpa(sqe.prp1()))?;
+            }
+            AdminCommand::DeleteIoCq(command) => {
+                self.io_queues(controller).delete_cq(command)?;
+                self.io_completion_queues = self.io_completion_queues.saturating_sub(1);
+            }
+            AdminCommand::DeleteIoSq(command) => self.io_queues(controller).delete_sq(command)?,
+            AdminCommand::Abort(command) => {
+                let (aborted, not_aborted) = abort::abort(command, &mut self.events);
+                self.unposted.extend(aborted);
+                dw0 = not_aborted;
+            }
+            AdminCommand::AsyncEventRequest => {
+                self.events.request(sqe.cid())?;
+                return Ok(Outcome::Waits);
+            }
+            AdminCommand::DoorbellBufferConfig => doorbell_buffer::configure(attachment, sqe)?,
+        }
+        Ok(Outcome::Done(dw0))
+    }
+
+    fn get_log_page(
+        &mut self,
+        request: &LogPageRequest,
+        sqe: &Sqe,
+        attachment: &Attachment,
+    ) -> Result<(), Status> {
+        let pages = LogPages {
+            subject: subject(attachment),
+            features: &self.features,
+            errors: &self.errors,
+            counters: attachment.counters(),
+            age: self.born.elapsed(),
+        };
+        let part = pages.read(request, sqe.nsid)?;
+        DataBuffer::new(attachment.window(), sqe, request.length()).write(&part)?;
+        if !request.rae
+            && let Some(event_type) = log_pages::cleared_by(request.lid)
+        {
+            self.events.clear(event_type);
+        }
+        Ok(())
+    }
+
+    /// What a feature asks for when it gets another value.
+    fn feature_changed(&mut self, fid: FeatureId, controller: Controller<'_>) {
+        match fid {
+            FeatureId::INTERRUPT_COALESCING | FeatureId::INTERRUPT_VECTOR_CONFIGURATION => {
+                self.features
+                    .apply(controller.attachment, controller.vectors);
+            }
+            FeatureId::TEMPERATURE_THRESHOLD => {
+                let warning = self.features.critical_warning();
+                if self.features.reports(warning) {
+                    self.events
+                        .raise(AsyncEvent::smart(SmartEvent::TEMPERATURE_THRESHOLD));
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn feature_context<'a>(&self, controller: Controller<'a>) -> FeatureContext<'a> {
+        FeatureContext {
+            namespace: controller.attachment.namespace(),
+            volatile_write_cache: controller.attachment.limits().volatile_write_cache,
+            queue_pairs_max: controller.attachment.max_queue_pairs(),
+            vectors: controller.vectors,
+            io_queues_exist: self.io_completion_queues > 0,
+        }
+    }
+
+    fn io_queues<'a>(&self, controller: Controller<'a>) -> IoQueues<'a> {
+        IoQueues {
+            attachment: controller.attachment,
+            vectors: controller.vectors,
+            cc: controller.cc,
+            allocated: self.features.allocated(&self.feature_context(controller)),
+        }
+    }
+}
+
+fn subject(attachment: &Attachment) -> Subject<'_> {
+    Subject {
+        namespace: attachment.namespace(),
+        limits: attachment.limits(),
+        doorbell_buffer: doorbell_buffer::is_supported(attachment),
+    }
+}

@@ -1,0 +1,242 @@
+//! What tests of several files begin with: plain values, and a guest that drives a function.
+
+use std::{ops::Range, os::fd::OwnedFd};
+
+use nvme_mpt::{
+    Attachment, AttachmentConfig, DoorbellMode, Drive, DriveOptions, Gpa, LeasedNamespace, Limits,
+    MemoryRegion, PollPolicy, Pollers,
+    lease::{ByteRange, LeaseRequest, Ledger},
+    spec::{
+        cqe::Cqe,
+        ids::{CommandId, Nsid, QueueId},
+        registers::Doorbell,
+        sqe::Sqe,
+    },
+};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use zerocopy::{FromZeros, IntoBytes};
+
+use crate::{Bar, MsixMasking, NvmeFunction};
+
+/// A lease of 1 GiB in blocks of 512 bytes.
+pub(crate) fn namespace() -> LeasedNamespace {
+    LeasedNamespace {
+        nsid: Nsid(1),
+        lba_shift: 9,
+        blocks: 1 << 21,
+        serial: "0123456789".into(),
+        model: "nvme-mpt memory".into(),
+        nguid: [0xA0; 16],
+        eui64: [0xE0; 8],
+        uuid: [
+            0x00, 0x11, 0x22, 0x33, 0x44, 0x55, 0x66, 0x77, 0x88, 0x99, 0xAA, 0xBB, 0xCC, 0xDD,
+            0xEE, 0xFF,
+        ],
+    }
+}
+
+/// Limits of a host controller.
+pub(crate) fn limits() -> Limits {
+    Limits {
+        mdts: 8,
+        entries_max: 1024,
+        volatile_write_cache: true,
+        deallocated_reads_zeroes: true,
+        sgl_descriptors_max: 256,
+        no_data_bytes_max: 1 << 30,
+        dsm_range_bytes_max: 1 << 30,
+        dsm_ranges_max: 64,
+        copy_bytes_max: 1 << 20,
+        copy_ranges_max: 128,
+    }
+}
+
+/// Queue pairs of the functions here.
+pub(crate) const QUEUE_PAIRS: u16 = 4;
+/// Entries of the admin queues: few, so that tests get around.
+pub(crate) const ADMIN_ENTRIES: u32 = 4;
+
+/// The guest's memory: 4 MiB at 1 MiB.
+pub(crate) const MEMORY: Range<u64> = 0x10_0000..0x50_0000;
+pub(crate) const ADMIN_SQ: u64 = 0x10_0000;
+pub(crate) const ADMIN_CQ: u64 = 0x10_1000;
+/// From here on it is free for data.
+pub(crate) const DATA: u64 = 0x20_0000;
+/// No memory is mapped here.
+pub(crate) const NOWHERE: u64 = 0x80_0000;
+
+/// An attachment to a drive of 64 MiB in memory, leased as a whole.
+pub(crate) fn attachment(mode: DoorbellMode) -> Attachment {
+    let path = "memory:64M".parse().expect("a drive");
+    let drive = Drive::open(&path, DriveOptions::default()).expect("memory");
+    let (blocks, lba_shift) = (drive.blocks(), drive.lba_shift());
+    let request = LeaseRequest {
+        id: "test",
+        drive: drive.identity(),
+        nsid: drive.controller().namespace().nsid,
+        range: ByteRange::new(0, blocks << lba_shift).expect("a range"),
+        lba_shift,
+        blocks,
+    };
+    let lease = Ledger::in_process().acquire(&request).expect("a lease");
+    Attachment::new(AttachmentConfig {
+        drive,
+        lease,
+        queue_pairs: QUEUE_PAIRS,
+        doorbells: mode,
+        poll: PollPolicy::default(),
+        pollers: Pollers::new(),
+        serial: None,
+    })
+    .expect("an attachment")
+}
+
+/// A guest's driver, as far as the admin queue goes.
+pub(crate) struct Guest {
+    pub(crate) function: NvmeFunction,
+    pub(crate) interrupt: EventFd,
+    sq_tail: u32,
+    cq_head: u32,
+    phase: bool,
+    next_cid: u16,
+}
+
+impl Guest {
+    /// A guest that has not touched its controller yet.
+    pub(crate) fn new(mode: DoorbellMode) -> Self {
+        let function = NvmeFunction::new(attachment(mode), MsixMasking::Client);
+        let memory = tempfile::tempfile().expect("a file");
+        memory.set_len(MEMORY.end - MEMORY.start).expect("room");
+        let region = MemoryRegion {
+            gpa: Gpa(MEMORY.start),
+            len: MEMORY.end - MEMORY.start,
+            fd: OwnedFd::from(memory),
+            offset: 0,
+            readable: true,
+            writable: true,
+        };
+        function.memory().map(region).expect("mapped");
+        let interrupt = EventFd::new(EFD_NONBLOCK).expect("eventfd");
+        function.vectors()[0].set_eventfd(Some(interrupt.try_clone().expect("eventfd")));
+        Self {
+            function,
+            interrupt,
+            sq_tail: 0,
+            cq_head: 0,
+            phase: true,
+            next_cid: 0x100,
+        }
+    }
+
+    /// A guest whose controller is ready.
+    pub(crate) fn ready(mode: DoorbellMode) -> Self {
+        let mut guest = Self::new(mode);
+        guest.enable();
+        guest
+    }
+
+    pub(crate) fn enable(&mut self) {
+        (self.sq_tail, self.cq_head, self.phase) = (0, 0, true);
+        self.write_memory(ADMIN_CQ, &[0; 4096]);
+        self.write_register(0x24, (ADMIN_ENTRIES - 1) << 16 | (ADMIN_ENTRIES - 1));
+        self.function
+            .write_bar(Bar::Registers, 0x28, &ADMIN_SQ.to_le_bytes());
+        self.function
+            .write_bar(Bar::Registers, 0x30, &ADMIN_CQ.to_le_bytes());
+        self.write_register(0x14, 0x0046_0001);
+        assert_eq!(self.csts(), 1);
+    }
+
+    pub(crate) fn read_register(&self, offset: u64) -> u32 {
+        let mut data = [0xA5; 4];
+        self.function.read_bar(Bar::Registers, offset, &mut data);
+        u32::from_le_bytes(data)
+    }
+
+    pub(crate) fn write_register(&mut self, offset: u64, value: u32) {
+        self.function
+            .write_bar(Bar::Registers, offset, &value.to_le_bytes());
+    }
+
+    pub(crate) fn csts(&self) -> u32 {
+        self.read_register(0x1C)
+    }
+
+    pub(crate) fn doorbell(&mut self, doorbell: Doorbell, value: u32) {
+        let dstrd = self.function.attachment().doorbells().dstrd();
+        self.write_register(doorbell.bar_offset(dstrd), value);
+    }
+
+    pub(crate) fn read_memory(&self, at: u64, length: usize) -> Vec<u8> {
+        let mut data = vec![0; length];
+        self.function
+            .memory()
+            .read(Gpa(at), &mut data)
+            .expect("memory of the guest");
+        data
+    }
+
+    pub(crate) fn write_memory(&self, at: u64, data: &[u8]) {
+        self.function
+            .memory()
+            .write(Gpa(at), data)
+            .expect("memory of the guest");
+    }
+
+    /// Puts a command into the admin queue, without telling the controller.
+    pub(crate) fn enqueue(&mut self, mut sqe: Sqe) -> CommandId {
+        let cid = CommandId(self.next_cid);
+        self.next_cid = self.next_cid.wrapping_add(1);
+        sqe.set_cid(cid);
+        self.write_memory(ADMIN_SQ + u64::from(self.sq_tail) * 64, sqe.as_bytes());
+        self.sq_tail = (self.sq_tail + 1) % ADMIN_ENTRIES;
+        cid
+    }
+
+    /// Tells the controller of the commands in the admin queue, and lets it work.
+    pub(crate) fn ring(&mut self) {
+        self.doorbell(Doorbell::SqTail(QueueId::ADMIN), self.sq_tail);
+        self.function.process_events();
+    }
+
+    /// Puts a command into the admin queue and lets the controller work.
+    pub(crate) fn submit(&mut self, sqe: Sqe) -> CommandId {
+        let cid = self.enqueue(sqe);
+        self.ring();
+        cid
+    }
+
+    /// The next completion, if there is one. The controller is not told that it was taken.
+    pub(crate) fn peek(&mut self) -> Option<Cqe> {
+        let mut cqe = Cqe::new_zeroed();
+        let bytes = self.read_memory(ADMIN_CQ + u64::from(self.cq_head) * 16, 16);
+        cqe.as_mut_bytes().copy_from_slice(&bytes);
+        if cqe.phase() != self.phase {
+            return None;
+        }
+        self.cq_head = (self.cq_head + 1) % ADMIN_ENTRIES;
+        self.phase ^= self.cq_head == 0;
+        Some(cqe)
+    }
+
+    /// Tells the controller of the completions that were taken, and lets it work.
+    pub(crate) fn consume(&mut self) {
+        self.doorbell(Doorbell::CqHead(QueueId::ADMIN), self.cq_head);
+        self.function.process_events();
+    }
+
+    /// Takes the next completion, which there is.
+    pub(crate) fn completion(&mut self) -> Cqe {
+        let cqe = self.peek().expect("a completion");
+        self.consume();
+        cqe
+    }
+
+    /// One admin command from submission to completion.
+    pub(crate) fn admin(&mut self, sqe: Sqe) -> Cqe {
+        let cid = self.submit(sqe);
+        let cqe = self.completion();
+        assert_eq!((cqe.cid(), cqe.sqid()), (cid, QueueId::ADMIN));
+        cqe
+    }
+}

@@ -1,0 +1,382 @@
+//! The NVMe PCI function: what a VMM holds of a guest controller.
+
+use std::{io, os::fd::BorrowedFd, sync::Arc};
+
+use nvme_mpt::{
+    Attachment, DmaWindow, DoorbellMode, Event, InterruptVector,
+    spec::{
+        ids::QueueId,
+        registers::{Doorbell, ShutdownNotification, offset::DOORBELLS},
+    },
+};
+use vm_device::{
+    MutDeviceMmio,
+    bus::{MmioAddress, MmioAddressOffset},
+};
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::{
+    admin::{Admin, Controller},
+    pci::{
+        config_space::{Bar, BarMove, ConfigSpace},
+        msix::{MSIX_VECTORS_MAX, Msix, MsixMasking, MsixMessage},
+    },
+    registers::{Capabilities, Registers, Transition},
+};
+
+const ADMIN_SQ_TAIL: Doorbell = Doorbell::SqTail(QueueId::ADMIN);
+const ADMIN_CQ_HEAD: Doorbell = Doorbell::CqHead(QueueId::ADMIN);
+
+/// Vector of the Admin Completion Queue (Base 2.0, section 3.3.1).
+const ADMIN_VECTOR: u16 = 0;
+
+/// Doorbells that a VMM can map into the guest, so that they are stores to memory.
+#[derive(Clone, Copy, Debug)]
+pub struct DoorbellRegion<'a> {
+    /// Offset in BAR0.
+    pub offset: u64,
+    /// Length in bytes, whole memory pages of the device.
+    pub length: u64,
+    /// The memory, which is laid out as BAR0.
+    pub fd: BorrowedFd<'a>,
+}
+
+/// What the admin queue cost so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AdminStats {
+    /// Admin commands taken.
+    pub commands: u64,
+    /// Writes to admin doorbells that exited to the VMM.
+    pub doorbell_exits: u64,
+    /// Times that vector 0 was raised.
+    pub interrupts: u64,
+}
+
+/// An NVMe controller as a PCI function: configuration space, BAR0, BAR4 and interrupts.
+///
+/// Accesses never fail and never wait for an admin command. They may wait for I/O commands where
+/// the guest resets or shuts down the controller: what it is told then must be true. Work that an
+/// access gives rise to is done in [`Self::process_events`].
+#[derive(Debug)]
+pub struct NvmeFunction {
+    config: ConfigSpace,
+    msix: Msix,
+    registers: Registers,
+    admin: Admin,
+    attachment: Attachment,
+    admin_doorbell_exits: u64,
+}
+
+impl NvmeFunction {
+    /// A function as after power-on, with a vector for each I/O queue pair and for the admin queue.
+    #[must_use]
+    pub fn new(attachment: Attachment, masking: MsixMasking) -> Self {
+        let doorbells = attachment.doorbells();
+        let vectors = attachment
+            .max_queue_pairs()
+            .saturating_add(1)
+            .min(MSIX_VECTORS_MAX);
+        let capabilities = Capabilities {
+            queue_entries_max: attachment.limits().entries_max,
+            dstrd: doorbells.dstrd(),
+        };
+        Self {
+            config: ConfigSpace::new(doorbells.len() as u64, vectors),
+            msix: Msix::new(vectors, masking),
+            registers: Registers::new(capabilities),
+            admin: Admin::new(),
+            attachment,
+            admin_doorbell_exits: 0,
+        }
+    }
+
+    /// Reads configuration space.
+    pub fn read_config(&self, offset: u64, data: &mut [u8]) {
+        self.config.read(offset, data);
+    }
+
+    /// Writes configuration space. Returns the BARs that moved, whose new places the VMM is to
+    /// trap and whose doorbells it is to map.
+    #[must_use = "the VMM has to follow the BARs"]
+    pub fn write_config(&mut self, offset: u64, data: &[u8]) -> Vec<BarMove> {
+        let write = self.config.write(offset, data);
+        if write.function_level_reset {
+            self.reset_controller();
+        }
+        self.msix.apply(self.config.msix_control());
+        write.moves
+    }
+
+    /// Size of a BAR in bytes, a power of two.
+    #[must_use]
+    pub fn bar_size(&self, bar: Bar) -> u64 {
+        self.config.bar_size(bar)
+    }
+
+    /// Where the guest has a BAR decoded, if anywhere.
+    #[must_use]
+    pub fn bar_address(&self, bar: Bar) -> Option<u64> {
+        self.config.bar_address(bar)
+    }
+
+    /// Reads from a BAR. Doorbells read as zero (PCIe 1.0, section 3.1.2).
+    pub fn read_bar(&self, bar: Bar, offset: u64, data: &mut [u8]) {
+        match bar {
+            Bar::Registers => self.registers.read(offset, data),
+            Bar::Msix => self.msix.read(offset, data),
+        }
+    }
+
+    /// Writes to a BAR.
+    pub fn write_bar(&mut self, bar: Bar, offset: u64, data: &[u8]) {
+        match bar {
+            Bar::Registers if offset >= DOORBELLS => self.write_doorbell(offset, data),
+            Bar::Registers => {
+                if let Some(transition) = self.registers.write(offset, data) {
+                    self.carry_out(transition);
+                }
+            }
+            Bar::Msix => self.msix.write(offset, data, self.config.msix_control()),
+        }
+    }
+
+    /// The doorbells, where the guest is to store to them without an exit. A host whose pages are
+    /// larger than the distance from the properties to the doorbells cannot map the one without
+    /// the other; its VMM goes on trapping, which serves as well.
+    #[must_use]
+    pub fn doorbell_region(&self) -> Option<DoorbellRegion<'_>> {
+        if self.attachment.doorbell_mode() != DoorbellMode::Mapped {
+            return None;
+        }
+        let doorbells = self.attachment.doorbells();
+        Some(DoorbellRegion {
+            offset: DOORBELLS,
+            length: doorbells.len() as u64,
+            fd: doorbells.fd(),
+        })
+    }
+
+    /// The MSI-X vectors, by number: where a VMM connects its eventfds.
+    #[must_use]
+    pub fn vectors(&self) -> &[Arc<InterruptVector>] {
+        self.msix.vectors()
+    }
+
+    /// A vector's entry in the MSI-X table, as the guest wrote it.
+    #[must_use]
+    pub fn msix_message(&self, vector: u16) -> Option<MsixMessage> {
+        self.msix.message(vector)
+    }
+
+    /// The guest's memory, as far as the VMM has mapped it for the function.
+    #[must_use]
+    pub fn memory(&self) -> &DmaWindow {
+        self.attachment.window()
+    }
+
+    /// What the function holds of its drive.
+    #[must_use]
+    pub fn attachment(&self) -> &Attachment {
+        &self.attachment
+    }
+
+    /// What the admin queue cost so far.
+    #[must_use]
+    pub fn admin_stats(&self) -> AdminStats {
+        AdminStats {
+            commands: self.admin.commands(),
+            doorbell_exits: self.admin_doorbell_exits,
+            interrupts: self
+                .msix
+                .vector(ADMIN_VECTOR)
+                .map_or(0, |vector| vector.count()),
+        }
+    }
+
+    /// Resets the function as power-on does. When it returns, nothing touches the guest's memory.
+    /// What the VMM has connected and mapped stays.
+    #[must_use = "the VMM has to follow the BARs"]
+    pub fn reset(&mut self) -> Vec<BarMove> {
+        let moves = self.config.reset();
+        self.reset_controller();
+        moves
+    }
+
+    /// Readable when [`Self::process_events`] has something to do.
+    #[must_use]
+    pub fn events_fd(&self) -> &EventFd {
+        self.attachment.events().eventfd()
+    }
+
+    /// Carries out admin commands, and tells the guest of what happened on its I/O queues. To be
+    /// called whenever [`Self::events_fd`] is readable, and harmless at any other time.
+    pub fn process_events(&mut self) {
+        for event in self.attachment.events().take() {
+            if let Event::QueueFailed { qid, reason } = &event {
+                self.fail(&format!("I/O queue {qid}: {reason}"));
+            }
+            self.admin.report(&event);
+        }
+        if !self.registers.is_running() {
+            return;
+        }
+        // A guest that has the doorbells mapped just stores to them.
+        self.admin.ring(self.attachment.doorbells());
+        match self
+            .admin
+            .run(controller(&self.attachment, &self.msix, &self.registers))
+        {
+            Ok(false) => {}
+            Ok(true) => {
+                if let Some(vector) = self.msix.vector(ADMIN_VECTOR) {
+                    vector.signal();
+                }
+            }
+            Err(error) => self.fail(&format!("its admin queue: {error}")),
+        }
+    }
+
+    fn carry_out(&mut self, transition: Transition) {
+        // Each of them ends what was: a guest that enables the controller finds no leftovers, and
+        // what was stored to doorbells while there was no controller means nothing.
+        if !self.stop() {
+            return;
+        }
+        match transition {
+            Transition::Enable(queues) => {
+                if let Err(error) = self.watch_doorbells() {
+                    return self.fail(&format!("its admin doorbells cannot be watched: {error}"));
+                }
+                self.admin.enable(
+                    queues,
+                    controller(&self.attachment, &self.msix, &self.registers),
+                );
+                self.registers.enabled();
+            }
+            Transition::Disable => self.registers.disabled(),
+            Transition::Shutdown(notification) => {
+                // A guest that is in a hurry does without.
+                if notification == ShutdownNotification::NORMAL
+                    && let Err(error) = self.attachment.flush()
+                {
+                    return self.fail(&format!("its drive cannot be flushed: {error}"));
+                }
+                self.registers.shut_down();
+            }
+        }
+    }
+
+    /// Shows the guest that its controller has failed, and whoever runs it why.
+    fn fail(&mut self, why: &str) {
+        log::warn!("The guest's controller has failed: {why}");
+        self.registers.fail();
+    }
+
+    /// Lets mapped admin doorbells wake the admin queue: no store to them ends up here.
+    fn watch_doorbells(&self) -> io::Result<()> {
+        if self.attachment.doorbell_mode() != DoorbellMode::Mapped {
+            return Ok(());
+        }
+        self.attachment
+            .watch_admin_doorbells(self.events_fd().try_clone()?)
+    }
+
+    /// A reset that leaves nothing of the controller's state (Base 2.0, section 3.7.2), but for
+    /// configuration space, which is done already.
+    fn reset_controller(&mut self) {
+        self.registers.reset();
+        self.stop();
+        self.msix.reset();
+    }
+
+    /// Ends all that the controller does. Unless it returns false, nothing touches the guest's
+    /// memory any more; if it does, the controller has failed.
+    fn stop(&mut self) -> bool {
+        self.admin.reset();
+        self.attachment.unwatch_admin_doorbells();
+        let stopped = self.attachment.reset();
+        // What is left of the queues that went: their errors stay in the log.
+        for event in self.attachment.events().take() {
+            if matches!(event, Event::CommandFailed(_)) {
+                self.admin.report(&event);
+            }
+        }
+        if let Err(error) = &stopped {
+            self.fail(&format!("it cannot be stopped: {error}"));
+        }
+        stopped.is_ok()
+    }
+
+    /// A doorbell write that exited to the VMM.
+    fn write_doorbell(&mut self, offset: u64, data: &[u8]) {
+        // Doorbells are dwords; one that is written with more has the first.
+        let Some(value) = data.first_chunk().copied().map(u32::from_le_bytes) else {
+            return;
+        };
+        if !self.registers.is_running() {
+            return;
+        }
+        match self.attachment.doorbells().at_bar_offset(offset) {
+            Some(doorbell @ (ADMIN_SQ_TAIL | ADMIN_CQ_HEAD)) => {
+                self.admin_doorbell_exits += 1;
+                self.attachment.doorbells().store(doorbell, value);
+                self.admin.ring(self.attachment.doorbells());
+            }
+            Some(doorbell) if self.has_queue(doorbell) => {
+                self.attachment.ring_doorbell(doorbell, value);
+                return;
+            }
+            _ => self.admin.report_unknown_doorbell(),
+        }
+        // Commands are carried out when the VMM gets to it, not while a vCPU waits for this write.
+        // A counter that is full wakes as well as one that is not.
+        let _ = self.events_fd().write(1);
+    }
+
+    fn has_queue(&self, doorbell: Doorbell) -> bool {
+        match doorbell {
+            Doorbell::SqTail(qid) => self.attachment.has_sq(qid),
+            Doorbell::CqHead(qid) => self.attachment.has_cq(qid),
+        }
+    }
+
+    /// The BAR at a guest address, and the offset in it.
+    fn bar_at(&self, base: MmioAddress, offset: MmioAddressOffset) -> Option<(Bar, u64)> {
+        let address = base.0.checked_add(offset)?;
+        Bar::ALL.into_iter().find_map(|bar| {
+            let offset = address.checked_sub(self.bar_address(bar)?)?;
+            (offset < self.bar_size(bar)).then_some((bar, offset))
+        })
+    }
+}
+
+/// What admin commands act upon.
+fn controller<'a>(
+    attachment: &'a Attachment,
+    msix: &'a Msix,
+    registers: &Registers,
+) -> Controller<'a> {
+    Controller {
+        attachment,
+        vectors: msix.vectors(),
+        cc: registers.cc(),
+    }
+}
+
+/// Both BARs, at the addresses that the guest gave them: what a VMM registers is the function
+/// behind a `Mutex`, for each range that a [`BarMove`] tells of.
+impl MutDeviceMmio for NvmeFunction {
+    fn mmio_read(&mut self, base: MmioAddress, offset: MmioAddressOffset, data: &mut [u8]) {
+        match self.bar_at(base, offset) {
+            Some((bar, offset)) => self.read_bar(bar, offset, data),
+            // As a bus without a device there: it has moved away just now.
+            None => data.fill(0xFF),
+        }
+    }
+
+    fn mmio_write(&mut self, base: MmioAddress, offset: MmioAddressOffset, data: &[u8]) {
+        if let Some((bar, offset)) = self.bar_at(base, offset) {
+            self.write_bar(bar, offset, data);
+        }
+    }
+}

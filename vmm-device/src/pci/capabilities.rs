@@ -1,0 +1,79 @@
+//! The capabilities of the function: where they lie in configuration space, what they say and
+//! which of their bits a guest may change.
+
+/// Power Management capability (PCI Power Management 1.2, section 3.2).
+pub(super) mod pm {
+    pub(in crate::pci) const OFFSET: u8 = 0x40;
+    pub(in crate::pci) const ID: u8 = 0x01;
+    /// PMC: version 3; neither D1 nor D2, and no PME from any state.
+    pub(in crate::pci) const PMC: u16 = 0x0003;
+    /// PMCSR, relative to the capability.
+    pub(in crate::pci) const PMCSR: u8 = 4;
+    /// PMCSR.PowerState.
+    pub(in crate::pci) const POWER_STATE: u8 = 0b11;
+    pub(in crate::pci) const D0: u8 = 0b00;
+    pub(in crate::pci) const D3HOT: u8 = 0b11;
+    /// PMCSR.No_Soft_Reset: what D3hot is left with is what it was entered with.
+    pub(in crate::pci) const NO_SOFT_RESET: u8 = 1 << 3;
+}
+
+/// MSI-X capability (PCI Local Bus 3.0, section 6.8.2).
+pub(super) mod msix {
+    pub(in crate::pci) const OFFSET: u8 = 0x50;
+    pub(in crate::pci) const ID: u8 = 0x11;
+    /// Message Control, relative to the capability.
+    pub(in crate::pci) const CONTROL: u8 = 2;
+    /// Table Offset and Table BIR, relative to the capability.
+    pub(in crate::pci) const TABLE: u8 = 4;
+    /// PBA Offset and PBA BIR, relative to the capability.
+    pub(in crate::pci) const PBA: u8 = 8;
+    /// Message Control: Function Mask.
+    pub(in crate::pci) const FUNCTION_MASK: u16 = 1 << 14;
+    /// Message Control: MSI-X Enable.
+    pub(in crate::pci) const ENABLE: u16 = 1 << 15;
+}
+
+/// PCI Express capability, version 2 (PCI Express 4.0, section 7.5.3).
+pub(super) mod pcie {
+    pub(in crate::pci) const OFFSET: u8 = 0x60;
+    pub(in crate::pci) const ID: u8 = 0x10;
+    /// Capability Version 2, Device/Port Type 0000b: PCI Express Endpoint.
+    pub(in crate::pci) const CAPABILITIES: u16 = 0x0002;
+
+    pub(in crate::pci) const DEVICE_CAPABILITIES: u8 = 0x04;
+    /// Payloads of 128 bytes, Role-Based Error Reporting, Function Level Reset Capability.
+    pub(in crate::pci) const DEVICE_CAPABILITIES_VALUE: u32 = 1 << 28 | 1 << 15;
+
+    pub(in crate::pci) const DEVICE_CONTROL: u8 = 0x08;
+    /// As after a conventional reset: read requests of 512 bytes, no-snoop, relaxed ordering.
+    pub(in crate::pci) const DEVICE_CONTROL_DEFAULT: u16 = 0x2810;
+    /// All but Extended Tag, Phantom Functions and Aux Power, which are not offered, and Initiate
+    /// Function Level Reset, which reads as zero.
+    pub(in crate::pci) const DEVICE_CONTROL_WRITABLE: u16 = 0x78FF;
+    /// Initiate Function Level Reset, bit 15, as a bit of the upper byte of Device Control.
+    pub(in crate::pci) const INITIATE_FLR: u8 = 1 << 7;
+
+    pub(in crate::pci) const LINK_CAPABILITIES: u8 = 0x0C;
+    /// 8 GT/s, four lanes, ASPM Optionality Compliance without ASPM. No link is modelled; tools
+    /// print these, and a driver finds nothing to tune.
+    pub(in crate::pci) const LINK_CAPABILITIES_VALUE: u32 = 1 << 22 | LINK as u32;
+    pub(in crate::pci) const LINK_CONTROL: u8 = 0x10;
+    /// ASPM Control, Common Clock Configuration and Extended Synch are kept and do nothing.
+    pub(in crate::pci) const LINK_CONTROL_WRITABLE: u16 = 0x00C3;
+    pub(in crate::pci) const LINK_STATUS: u8 = 0x12;
+    /// Speed 3 (8 GT/s) and width 4, as Link Capabilities and Link Status encode them.
+    pub(in crate::pci) const LINK: u16 = 4 << 4 | 3;
+
+    pub(in crate::pci) const DEVICE_CAPABILITIES_2: u8 = 0x24;
+    /// Completion Timeout Disable Supported, which Endpoints must offer.
+    pub(in crate::pci) const DEVICE_CAPABILITIES_2_VALUE: u32 = 1 << 4;
+    pub(in crate::pci) const DEVICE_CONTROL_2: u8 = 0x28;
+    /// Completion Timeout Disable.
+    pub(in crate::pci) const DEVICE_CONTROL_2_WRITABLE: u16 = 1 << 4;
+    pub(in crate::pci) const LINK_CAPABILITIES_2: u8 = 0x2C;
+    /// Supported Link Speeds: 2.5, 5 and 8 GT/s.
+    pub(in crate::pci) const LINK_CAPABILITIES_2_VALUE: u32 = 0b111 << 1;
+    pub(in crate::pci) const LINK_CONTROL_2: u8 = 0x30;
+    /// Target Link Speed 3.
+    pub(in crate::pci) const LINK_CONTROL_2_VALUE: u16 = 3;
+}

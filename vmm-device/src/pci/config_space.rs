@@ -1,0 +1,611 @@
+//! PCI configuration space: a type 0 header and three capabilities.
+//!
+//! All of it is two arrays: what a read returns, and which bits a write changes. Sizing a BAR by
+//! writing all ones, read-only fields and reserved bits all follow from the second one. What a
+//! write does besides (a BAR moves, the function resets) is derived by comparing before and after.
+
+use nvme_mpt::spec::registers::offset::DOORBELLS;
+
+use super::{
+    capabilities::{msix, pcie, pm},
+    msix::{BAR_SIZE as MSIX_BAR_SIZE, MsixControl, PBA_OFFSET, TABLE_OFFSET},
+};
+
+/// Vendor ID, "MP": free in the public list of PCI IDs.
+///
+/// Guest drivers find an NVMe controller by its class code and use the IDs for quirks alone. Those
+/// of other emulated and physical controllers are bound to quirks of theirs: Linux restricts
+/// namespace identifiers for 1B36:0010, stalls queue creation for others, and so on. An ID that
+/// nobody has gets the behaviour that the specification describes.
+pub const VENDOR_ID: u16 = 0x4D50;
+/// Device ID.
+pub const DEVICE_ID: u16 = 0x0001;
+
+/// Bytes of configuration space (PCI Express 4.0, section 7.2).
+pub const CONFIG_SPACE_SIZE: u64 = 4096;
+
+/// Bytes that hold anything: from here on lie extended capabilities, of which there are none, and
+/// a first one of zero says so (PCI Express 4.0, section 7.6.1).
+const COMPATIBLE_SIZE: usize = 256;
+
+/// Smallest BAR0: a guest driver in wide use masks the address with FFFF_C000h.
+const REGISTERS_BAR_MIN: u64 = 0x4000;
+
+const COMMAND: u8 = 0x04;
+/// Memory Space Enable, as a bit of the lower byte of Command.
+const MEMORY_SPACE: u8 = 1 << 1;
+/// Memory Space, Bus Master, Parity Error Response, SERR#, Interrupt Disable. There is no I/O BAR,
+/// so I/O Space is read-only. Neither Memory Space nor Bus Master is enforced on accesses that
+/// reach the function: a driver in user space sets neither.
+const COMMAND_WRITABLE: u16 = 1 << 1 | 1 << 2 | 1 << 6 | 1 << 8 | 1 << 10;
+const STATUS: u8 = 0x06;
+/// Status: Capabilities List.
+const CAPABILITIES_LIST: u16 = 1 << 4;
+const REVISION_ID: u8 = 0x08;
+/// Class code 01-08-02: mass storage, non-volatile memory, NVM Express I/O controller
+/// (PCIe 1.0, section 3.8.1).
+const CLASS_CODE: [u8; 3] = [0x02, 0x08, 0x01];
+const BARS: u8 = 0x10;
+/// A memory BAR's type: 64-bit, not prefetchable.
+const BAR_MEMORY_64: u64 = 0b100;
+const SUBSYSTEM_VENDOR_ID: u8 = 0x2C;
+const SUBSYSTEM_ID: u8 = 0x2E;
+const CAPABILITIES_POINTER: u8 = 0x34;
+const INTERRUPT_LINE: u8 = 0x3C;
+
+/// A memory BAR of the function.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Bar {
+    /// BAR0: controller properties and doorbells.
+    Registers,
+    /// BAR4: MSI-X table and pending bits. They do not share BAR0's pages, so that a VMM which
+    /// traps the one can map the other.
+    Msix,
+}
+
+impl Bar {
+    /// All BARs.
+    pub const ALL: [Self; 2] = [Self::Registers, Self::Msix];
+
+    /// Index of its lower half among the six BARs of the header.
+    #[must_use]
+    pub const fn index(self) -> u8 {
+        match self {
+            Self::Registers => 0,
+            Self::Msix => 4,
+        }
+    }
+
+    const fn offset(self) -> usize {
+        (BARS + 4 * self.index()) as usize
+    }
+}
+
+/// A BAR that a guest has given another place in its address space.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BarMove {
+    /// Which one.
+    pub bar: Bar,
+    /// Its size in bytes.
+    pub size: u64,
+    /// Where it was decoded before, if it was.
+    pub from: Option<u64>,
+    /// Where it is decoded from now on, if it is.
+    pub to: Option<u64>,
+}
+
+/// What a write to configuration space did besides changing bits.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct ConfigWrite {
+    /// BARs that moved, appeared or vanished.
+    pub(crate) moves: Vec<BarMove>,
+    /// A Function Level Reset was initiated. Configuration space is as after power-on already.
+    pub(crate) function_level_reset: bool,
+}
+
+/// Configuration space of one function.
+#[derive(Clone, Debug)]
+pub(crate) struct ConfigSpace {
+    contents: [u8; COMPATIBLE_SIZE],
+    layout: Layout,
+}
+
+/// What does not change while a function lives.
+#[derive(Clone, Debug)]
+struct Layout {
+    registers_bar_size: u64,
+    /// Contents after a reset.
+    reset: [u8; COMPATIBLE_SIZE],
+    /// Bits that a write changes.
+    writable: [u8; COMPATIBLE_SIZE],
+}
+
+impl ConfigSpace {
+    /// Configuration space of a function with so many bytes of doorbells and so many MSI-X
+    /// vectors, of which there is at least one.
+    pub(crate) fn new(doorbells: u64, vectors: u16) -> Self {
+        let layout = Layout::new(doorbells, vectors);
+        Self {
+            contents: layout.reset,
+            layout,
+        }
+    }
+
+    /// As after power-on.
+    pub(crate) fn reset(&mut self) -> Vec<BarMove> {
+        let before = self.addresses();
+        self.contents = self.layout.reset;
+        self.moves_since(before)
+    }
+
+    /// Reads any number of bytes from any offset; what is not there reads as zero.
+    pub(crate) fn read(&self, offset: u64, data: &mut [u8]) {
+        data.fill(0);
+        for (byte, content) in data
+            .iter_mut()
+            .zip(self.contents.iter().skip(saturate(offset)))
+        {
+            *byte = *content;
+        }
+    }
+
+    /// Writes any number of bytes to any offset; what is not there or read-only stays as it is.
+    pub(crate) fn write(&mut self, offset: u64, data: &[u8]) -> ConfigWrite {
+        let start = saturate(offset);
+        let before = self.addresses();
+        let power_state = self.power_state();
+
+        let writable = self
+            .contents
+            .iter_mut()
+            .zip(&self.layout.writable)
+            .skip(start);
+        for ((content, mask), byte) in writable.zip(data) {
+            *content = *content & !mask | byte & mask;
+        }
+
+        if !matches!(self.power_state(), pm::D0 | pm::D3HOT) {
+            // A state that is not supported: the write is discarded (PCI Power Management 1.2,
+            // section 3.2.4).
+            let pmcsr = &mut self.contents[usize::from(pm::OFFSET + pm::PMCSR)];
+            *pmcsr = *pmcsr & !pm::POWER_STATE | power_state;
+        }
+
+        let flr_byte = usize::from(pcie::OFFSET + pcie::DEVICE_CONTROL + 1);
+        let function_level_reset = flr_byte
+            .checked_sub(start)
+            .and_then(|index| data.get(index))
+            .is_some_and(|byte| byte & pcie::INITIATE_FLR != 0);
+        if function_level_reset {
+            self.contents = self.layout.reset;
+        }
+        ConfigWrite {
+            moves: self.moves_since(before),
+            function_level_reset,
+        }
+    }
+
+    /// Where a BAR is decoded: nowhere until the guest has given it an address and set Memory
+    /// Space Enable.
+    pub(crate) fn bar_address(&self, bar: Bar) -> Option<u64> {
+        let enabled = self.contents[usize::from(COMMAND)] & MEMORY_SPACE != 0;
+        let mut raw = [0; 8];
+        raw.copy_from_slice(&self.contents[bar.offset()..][..8]);
+        let address = u64::from_le_bytes(raw) & !(self.bar_size(bar) - 1);
+        // All ones is sizing in progress, with Memory Space left enabled.
+        let sizing = address == !(self.bar_size(bar) - 1);
+        (enabled && address != 0 && !sizing).then_some(address)
+    }
+
+    /// Size of a BAR, a power of two.
+    pub(crate) fn bar_size(&self, bar: Bar) -> u64 {
+        self.layout.bar_size(bar)
+    }
+
+    /// Message Control of the MSI-X capability.
+    pub(crate) fn msix_control(&self) -> MsixControl {
+        let at = usize::from(msix::OFFSET + msix::CONTROL);
+        let control = u16::from_le_bytes([self.contents[at], self.contents[at + 1]]);
+        MsixControl {
+            enabled: control & msix::ENABLE != 0,
+            function_masked: control & msix::FUNCTION_MASK != 0,
+        }
+    }
+
+    fn power_state(&self) -> u8 {
+        self.contents[usize::from(pm::OFFSET + pm::PMCSR)] & pm::POWER_STATE
+    }
+
+    fn addresses(&self) -> [Option<u64>; Bar::ALL.len()] {
+        Bar::ALL.map(|bar| self.bar_address(bar))
+    }
+
+    fn moves_since(&self, before: [Option<u64>; Bar::ALL.len()]) -> Vec<BarMove> {
+        let after = self.addresses();
+        Bar::ALL
+            .into_iter()
+            .zip(before.into_iter().zip(after))
+            .filter(|(_, (from, to))| from != to)
+            .map(|(bar, (from, to))| BarMove {
+                bar,
+                size: self.bar_size(bar),
+                from,
+                to,
+            })
+            .collect()
+    }
+}
+
+/// An offset as an index: one that is too large for an index is beyond everything anyway.
+fn saturate(offset: u64) -> usize {
+    usize::try_from(offset).unwrap_or(usize::MAX)
+}
+
+impl Layout {
+    fn new(doorbells: u64, vectors: u16) -> Self {
+        let registers_bar_size = (DOORBELLS + doorbells)
+            .next_power_of_two()
+            .max(REGISTERS_BAR_MIN);
+        let mut layout = Self {
+            registers_bar_size,
+            reset: [0; COMPATIBLE_SIZE],
+            writable: [0; COMPATIBLE_SIZE],
+        };
+        layout.header();
+        layout.power_management();
+        layout.msix(vectors);
+        layout.pci_express();
+        layout
+    }
+
+    fn bar_size(&self, bar: Bar) -> u64 {
+        match bar {
+            Bar::Registers => self.registers_bar_size,
+            Bar::Msix => MSIX_BAR_SIZE,
+        }
+    }
+
+    fn header(&mut self) {
+        self.put(0x00, &VENDOR_ID.to_le_bytes());
+        self.put(0x02, &DEVICE_ID.to_le_bytes());
+        self.allow(COMMAND, &COMMAND_WRITABLE.to_le_bytes());
+        self.put(STATUS, &CAPABILITIES_LIST.to_le_bytes());
+        self.put(REVISION_ID + 1, &CLASS_CODE);
+        for bar in Bar::ALL {
+            let at = BARS + 4 * bar.index();
+            self.put(at, &BAR_MEMORY_64.to_le_bytes());
+            self.allow(at, &(!(self.bar_size(bar) - 1)).to_le_bytes());
+        }
+        self.put(SUBSYSTEM_VENDOR_ID, &VENDOR_ID.to_le_bytes());
+        self.put(SUBSYSTEM_ID, &DEVICE_ID.to_le_bytes());
+        self.put(CAPABILITIES_POINTER, &[pm::OFFSET]);
+        // Firmware keeps a number here. Interrupt Pin stays 0: there is no INTx.
+        self.allow(INTERRUPT_LINE, &[0xFF]);
+    }
+
+    fn power_management(&mut self) {
+        self.put(pm::OFFSET, &[pm::ID, msix::OFFSET]);
+        self.put(pm::OFFSET + 2, &pm::PMC.to_le_bytes());
+        self.put(pm::OFFSET + pm::PMCSR, &[pm::NO_SOFT_RESET]);
+        self.allow(pm::OFFSET + pm::PMCSR, &[pm::POWER_STATE]);
+    }
+
+    fn msix(&mut self, vectors: u16) {
+        let bir = u32::from(Bar::Msix.index());
+        self.put(msix::OFFSET, &[msix::ID, pcie::OFFSET]);
+        // Table Size is zero-based.
+        self.put(msix::OFFSET + msix::CONTROL, &(vectors - 1).to_le_bytes());
+        self.allow(
+            msix::OFFSET + msix::CONTROL,
+            &(msix::ENABLE | msix::FUNCTION_MASK).to_le_bytes(),
+        );
+        self.put(
+            msix::OFFSET + msix::TABLE,
+            &(TABLE_OFFSET as u32 | bir).to_le_bytes(),
+        );
+        self.put(
+            msix::OFFSET + msix::PBA,
+            &(PBA_OFFSET as u32 | bir).to_le_bytes(),
+        );
+    }
+
+    fn pci_express(&mut self) {
+        let at = pcie::OFFSET;
+        self.put(at, &[pcie::ID, 0]);
+        self.put(at + 2, &pcie::CAPABILITIES.to_le_bytes());
+        self.put(
+            at + pcie::DEVICE_CAPABILITIES,
+            &pcie::DEVICE_CAPABILITIES_VALUE.to_le_bytes(),
+        );
+        self.put(
+            at + pcie::DEVICE_CONTROL,
+            &pcie::DEVICE_CONTROL_DEFAULT.to_le_bytes(),
+        );
+        self.allow(
+            at + pcie::DEVICE_CONTROL,
+            &pcie::DEVICE_CONTROL_WRITABLE.to_le_bytes(),
+        );
+        self.put(
+            at + pcie::LINK_CAPABILITIES,
+            &pcie::LINK_CAPABILITIES_VALUE.to_le_bytes(),
+        );
+        self.allow(
+            at + pcie::LINK_CONTROL,
+            &pcie::LINK_CONTROL_WRITABLE.to_le_bytes(),
+        );
+        self.put(at + pcie::LINK_STATUS, &pcie::LINK.to_le_bytes());
+        self.put(
+            at + pcie::DEVICE_CAPABILITIES_2,
+            &pcie::DEVICE_CAPABILITIES_2_VALUE.to_le_bytes(),
+        );
+        self.allow(
+            at + pcie::DEVICE_CONTROL_2,
+            &pcie::DEVICE_CONTROL_2_WRITABLE.to_le_bytes(),
+        );
+        self.put(
+            at + pcie::LINK_CAPABILITIES_2,
+            &pcie::LINK_CAPABILITIES_2_VALUE.to_le_bytes(),
+        );
+        self.put(
+            at + pcie::LINK_CONTROL_2,
+            &pcie::LINK_CONTROL_2_VALUE.to_le_bytes(),
+        );
+    }
+
+    fn put(&mut self, offset: u8, bytes: &[u8]) {
+        self.reset[usize::from(offset)..][..bytes.len()].copy_from_slice(bytes);
+    }
+
+    fn allow(&mut self, offset: u8, mask: &[u8]) {
+        self.writable[usize::from(offset)..][..mask.len()].copy_from_slice(mask);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config_space() -> ConfigSpace {
+        ConfigSpace::new(4096, 65)
+    }
+
+    fn read<const N: usize>(config: &ConfigSpace, offset: u64) -> [u8; N] {
+        let mut data = [0xA5; N];
+        config.read(offset, &mut data);
+        data
+    }
+
+    fn read_u32(config: &ConfigSpace, offset: u64) -> u32 {
+        u32::from_le_bytes(read(config, offset))
+    }
+
+    #[test]
+    fn the_header_is_that_of_an_nvme_controller() {
+        let config = config_space();
+        assert_eq!(read(&config, 0), [0x50, 0x4D, 0x01, 0x00]);
+        assert_eq!(read(&config, 8), [0x00, 0x02, 0x08, 0x01]);
+        assert_eq!(read(&config, 0x0E), [0x00], "header type 0, one function");
+        assert_eq!(read(&config, 0x10), [0x04, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(read(&config, 0x3D), [0x00], "no INTx");
+    }
+
+    #[test]
+    fn capabilities_are_chained() {
+        let config = config_space();
+        assert_eq!(read(&config, 6), [0x10, 0x00], "Status.Capabilities List");
+        assert_eq!(read(&config, 0x34), [0x40]);
+        assert_eq!(
+            read(&config, 0x40),
+            [0x01, 0x50, 0x03, 0x00, 0x08, 0x00, 0x00, 0x00]
+        );
+        // 65 vectors, table at BAR4 + 0, pending bits at BAR4 + 1000h.
+        assert_eq!(
+            read(&config, 0x50),
+            [0x11, 0x60, 0x40, 0x00, 4, 0, 0, 0, 4, 0x10, 0, 0]
+        );
+        assert_eq!(read(&config, 0x60), [0x10, 0x00, 0x02, 0x00]);
+        assert_eq!(
+            read_u32(&config, 0x64),
+            0x1000_8000,
+            "FLR, role-based error reporting"
+        );
+    }
+
+    #[test]
+    fn bars_are_sized_by_all_ones() {
+        let mut config = config_space();
+        for (offset, size) in [(0x10, 0x4000), (0x20, 0x2000)] {
+            config.write(offset, &[0xFF; 4]);
+            config.write(offset + 4, &[0xFF; 4]);
+            assert_eq!(read_u32(&config, offset), !(size - 1) | 0b100);
+            assert_eq!(read_u32(&config, offset + 4), 0xFFFF_FFFF);
+        }
+        for offset in [0x18, 0x1C, 0x30] {
+            config.write(offset, &[0xFF; 4]);
+            assert_eq!(read_u32(&config, offset), 0, "BAR2, BAR3, expansion ROM");
+        }
+    }
+
+    #[test]
+    fn the_registers_bar_holds_all_doorbells() {
+        for (doorbells, size) in [
+            (1, 0x4000),
+            (0x3000, 0x4000),
+            (0x3001, 0x8000),
+            (0x82000, 0x10_0000),
+        ] {
+            assert_eq!(
+                ConfigSpace::new(doorbells, 2).bar_size(Bar::Registers),
+                size
+            );
+        }
+    }
+
+    #[test]
+    fn bars_that_move_are_reported() {
+        let mut config = config_space();
+        assert_eq!(
+            config.write(0x10, &0xFEBF_0000_u32.to_le_bytes()),
+            ConfigWrite::default()
+        );
+        assert_eq!(
+            config.write(0x20, &0xC000_0000_u32.to_le_bytes()),
+            ConfigWrite::default()
+        );
+        let moved = config.write(0x04, &[0x06, 0x00]);
+        assert_eq!(
+            moved.moves,
+            [
+                BarMove {
+                    bar: Bar::Registers,
+                    size: 0x4000,
+                    from: None,
+                    to: Some(0xFEBF_0000)
+                },
+                BarMove {
+                    bar: Bar::Msix,
+                    size: 0x2000,
+                    from: None,
+                    to: Some(0xC000_0000)
+                },
+            ]
+        );
+        // Half of a 64-bit address is an address too.
+        let to = Some(0x8_FEBF_0000);
+        assert_eq!(
+            config.write(0x14, &[8, 0, 0, 0]).moves,
+            [BarMove {
+                bar: Bar::Registers,
+                size: 0x4000,
+                from: Some(0xFEBF_0000),
+                to
+            }]
+        );
+        assert_eq!(
+            config.write(0x10, &[0xFF; 8]).moves,
+            [BarMove {
+                bar: Bar::Registers,
+                size: 0x4000,
+                from: to,
+                to: None
+            }],
+            "sizing maps nothing"
+        );
+        assert_eq!(
+            config.write(0x04, &[0x00]).moves.len(),
+            1,
+            "only BAR4 was left"
+        );
+        assert_eq!(config.write(0x3C, &[0x0B]), ConfigWrite::default());
+    }
+
+    #[test]
+    fn command_keeps_what_it_implements() {
+        let mut config = config_space();
+        config.write(4, &[0xFF, 0xFF]);
+        assert_eq!(read(&config, 4), [0x46, 0x05]);
+        config.write(6, &[0xFF, 0xFF]);
+        assert_eq!(read(&config, 6), [0x10, 0x00]);
+    }
+
+    #[test]
+    fn power_states_are_d0_and_d3hot() {
+        let mut config = config_space();
+        for (written, read_back) in [(0x03, 0x0B), (0x01, 0x0B), (0x00, 0x08), (0x02, 0x08)] {
+            config.write(0x44, &[written, 0]);
+            assert_eq!(read(&config, 0x44), [read_back]);
+        }
+    }
+
+    #[test]
+    fn msix_control_has_two_writable_bits() {
+        let mut config = config_space();
+        config.write(0x52, &[0xFF, 0xFF]);
+        assert_eq!(read(&config, 0x52), [0x40, 0xC0]);
+        assert_eq!(
+            config.msix_control(),
+            MsixControl {
+                enabled: true,
+                function_masked: true
+            }
+        );
+        config.write(0x53, &[0x80]);
+        assert_eq!(
+            config.msix_control(),
+            MsixControl {
+                enabled: true,
+                function_masked: false
+            }
+        );
+    }
+
+    #[test]
+    fn initiate_flr_resets_and_reads_as_zero() {
+        let mut config = config_space();
+        config.write(0x10, &0xFEBF_0000_u32.to_le_bytes());
+        config.write(0x04, &[0x06]);
+        config.write(0x52, &[0x00, 0x80]);
+        // Every access that covers the bit: two bytes, one byte, a dword, and a long one.
+        for (offset, data) in [
+            (0x68, &[0x10, 0xA8][..]),
+            (0x69, &[0x80]),
+            (0x68, &[0, 0x80, 0, 0]),
+            (0x60, &[0xFF; 64]),
+        ] {
+            let write = config.write(offset, data);
+            assert!(write.function_level_reset);
+            assert_eq!(read(&config, 0x68), [0x10, 0x28]);
+        }
+        assert_eq!(read(&config, 0x04), [0, 0]);
+        assert_eq!(config.bar_address(Bar::Registers), None);
+        assert!(!config.msix_control().enabled);
+        assert!(!config.write(0x68, &[0x80, 0x7F]).function_level_reset);
+        assert!(!config.write(0x6A, &[0x80]).function_level_reset);
+    }
+
+    #[test]
+    fn flr_reports_the_bars_it_unmaps() {
+        let mut config = config_space();
+        config.write(0x10, &0xFEBF_0000_u32.to_le_bytes());
+        config.write(0x04, &[0x02]);
+        let from = Some(0xFEBF_0000);
+        let expected = [BarMove {
+            bar: Bar::Registers,
+            size: 0x4000,
+            from,
+            to: None,
+        }];
+        assert_eq!(config.clone().reset(), expected);
+        assert_eq!(config.write(0x69, &[0x80]).moves, expected);
+    }
+
+    #[test]
+    fn accesses_of_any_place_and_length_are_safe() {
+        let mut config = config_space();
+        for offset in (0..300).chain([4090, 4096, u64::MAX - 3, u64::MAX]) {
+            for length in (0..10).chain([300, 5000]) {
+                let mut data = vec![0xA5; length];
+                config.read(offset, &mut data);
+                if offset >= 256 {
+                    assert!(data.iter().all(|byte| *byte == 0), "{offset:#x}");
+                }
+                config.write(offset, &vec![0xFF; length]);
+                assert_eq!(read(&config, 0), [0x50, 0x4D, 0x01, 0x00]);
+            }
+        }
+    }
+
+    #[test]
+    fn bytes_words_and_dwords_agree() {
+        let config = config_space();
+        for offset in 0..COMPATIBLE_SIZE as u64 - 3 {
+            let dword = read::<4>(&config, offset);
+            let bytes: Vec<u8> = (0..4).map(|n| read::<1>(&config, offset + n)[0]).collect();
+            let words = [read::<2>(&config, offset), read::<2>(&config, offset + 2)].concat();
+            assert_eq!(
+                (dword.as_slice(), dword.as_slice()),
+                (&bytes[..], &words[..])
+            );
+        }
+    }
+}

@@ -1,0 +1,5 @@
+//! What makes the controller a PCI function: configuration space and MSI-X.
+
+pub(crate) mod capabilities;
+pub(crate) mod config_space;
+pub(crate) mod msix;

@@ -1,0 +1,358 @@
+//! MSI-X table and pending bit array, behind BAR4 (PCI Local Bus 3.0, section 6.8.2).
+
+use std::sync::Arc;
+
+use nvme_mpt::InterruptVector;
+
+/// The table begins BAR4.
+pub(super) const TABLE_OFFSET: u64 = 0;
+/// The pending bits have a page of their own.
+pub(super) const PBA_OFFSET: u64 = 0x1000;
+/// Both pages.
+pub(super) const BAR_SIZE: u64 = 0x2000;
+
+const ENTRY_SIZE: usize = 16;
+/// Vector Control: Mask Bit. The other bits are reserved.
+const MASK_BIT: u32 = 1;
+/// Most vectors that a function may have: a hypervisor in wide use stops at 128.
+pub const MSIX_VECTORS_MAX: u16 = 128;
+const _: () = assert!(MSIX_VECTORS_MAX as usize * ENTRY_SIZE <= PBA_OFFSET as usize);
+
+/// Who holds interrupts back while a vector is masked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MsixMasking {
+    /// The function: the guest's accesses to the table and to Message Control reach it.
+    Function,
+    /// The client that the function serves, which emulates the table for the guest and gives the
+    /// function one eventfd per vector. The table here is memory that nobody acts upon.
+    Client,
+}
+
+/// The two bits of Message Control that a guest writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct MsixControl {
+    /// MSI-X Enable.
+    pub(crate) enabled: bool,
+    /// Function Mask: as if every vector were masked.
+    pub(crate) function_masked: bool,
+}
+
+/// What a vector writes where when it fires.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MsixMessage {
+    /// Message Address.
+    pub address: u64,
+    /// Message Data.
+    pub data: u32,
+    /// Mask Bit of the vector.
+    pub masked: bool,
+}
+
+impl MsixMessage {
+    /// As after a reset (PCI Local Bus 3.0, section 6.8.2.9).
+    const RESET: Self = Self {
+        address: 0,
+        data: 0,
+        masked: true,
+    };
+
+    fn to_bytes(self) -> [u8; ENTRY_SIZE] {
+        let mut bytes = [0; ENTRY_SIZE];
+        bytes[..8].copy_from_slice(&self.address.to_le_bytes());
+        bytes[8..12].copy_from_slice(&self.data.to_le_bytes());
+        bytes[12..].copy_from_slice(&u32::from(self.masked).to_le_bytes());
+        bytes
+    }
+
+    fn from_bytes(bytes: [u8; ENTRY_SIZE]) -> Self {
+        let [
+            a0,
+            a1,
+            a2,
+            a3,
+            a4,
+            a5,
+            a6,
+            a7,
+            d0,
+            d1,
+            d2,
+            d3,
+            v0,
+            v1,
+            v2,
+            v3,
+        ] = bytes;
+        Self {
+            // The two low bits read as zero: messages are dwords.
+            address: u64::from_le_bytes([a0, a1, a2, a3, a4, a5, a6, a7]) & !0b11,
+            data: u32::from_le_bytes([d0, d1, d2, d3]),
+            masked: u32::from_le_bytes([v0, v1, v2, v3]) & MASK_BIT != 0,
+        }
+    }
+}
+
+/// MSI-X of one function: the table, and the vectors that it masks.
+#[derive(Debug)]
+pub(crate) struct Msix {
+    masking: MsixMasking,
+    table: Vec<MsixMessage>,
+    vectors: Vec<Arc<InterruptVector>>,
+}
+
+impl Msix {
+    /// A table of so many vectors, masked as after power-on.
+    pub(crate) fn new(vectors: u16, masking: MsixMasking) -> Self {
+        let msix = Self {
+            masking,
+            table: vec![MsixMessage::RESET; usize::from(vectors)],
+            vectors: (0..vectors).map(|_| InterruptVector::new()).collect(),
+        };
+        msix.apply(MsixControl {
+            enabled: false,
+            function_masked: false,
+        });
+        msix
+    }
+
+    /// A vector of the function, if it has one of that number.
+    pub(crate) fn vector(&self, number: u16) -> Option<&Arc<InterruptVector>> {
+        self.vectors.get(usize::from(number))
+    }
+
+    /// All vectors, by number.
+    pub(crate) fn vectors(&self) -> &[Arc<InterruptVector>] {
+        &self.vectors
+    }
+
+    /// A vector's entry in the table.
+    pub(crate) fn message(&self, number: u16) -> Option<MsixMessage> {
+        self.table.get(usize::from(number)).copied()
+    }
+
+    /// Acts on a change of Message Control or of the table. A client's masking is left to it.
+    pub(crate) fn apply(&self, control: MsixControl) {
+        if self.masking == MsixMasking::Client {
+            return;
+        }
+        let all = !control.enabled || control.function_masked;
+        for (entry, vector) in self.table.iter().zip(&self.vectors) {
+            vector.set_masked(all || entry.masked);
+        }
+    }
+
+    /// Table, control and pending bits as after power-on. Eventfds stay: they belong to whoever
+    /// set them.
+    pub(crate) fn reset(&mut self) {
+        self.table.fill(MsixMessage::RESET);
+        for vector in &self.vectors {
+            vector.clear_pending();
+            vector.set_coalescing_disabled(false);
+        }
+        self.apply(MsixControl {
+            enabled: false,
+            function_masked: false,
+        });
+    }
+
+    /// Reads any number of bytes from any offset in BAR4; what is not there reads as zero.
+    pub(crate) fn read(&self, offset: u64, data: &mut [u8]) {
+        data.fill(0);
+        for (byte, at) in data.iter_mut().zip(Offsets(offset)) {
+            *byte = self.byte(at).unwrap_or(0);
+        }
+    }
+
+    /// Writes any number of bytes to any offset in BAR4; pending bits are read-only.
+    pub(crate) fn write(&mut self, offset: u64, data: &[u8], control: MsixControl) {
+        for (byte, at) in data.iter().zip(Offsets(offset)) {
+            let Some((number, within)) = Self::entry_at(at) else {
+                continue;
+            };
+            let Some(entry) = self.table.get_mut(number) else {
+                continue;
+            };
+            let mut bytes = entry.to_bytes();
+            bytes[within] = *byte;
+            *entry = MsixMessage::from_bytes(bytes);
+        }
+        self.apply(control);
+    }
+
+    fn byte(&self, at: u64) -> Option<u8> {
+        if let Some((number, within)) = Self::entry_at(at) {
+            return Some(self.table.get(number)?.to_bytes()[within]);
+        }
+        let first = usize::try_from(at.checked_sub(PBA_OFFSET)?.checked_mul(8)?).ok()?;
+        let vectors = self.vectors.get(first..)?;
+        Some(
+            vectors
+                .iter()
+                .take(8)
+                .enumerate()
+                .fold(0, |bits, (bit, vector)| {
+                    bits | u8::from(vector.pending()) << bit
+                }),
+        )
+    }
+
+    /// Entry and byte in it at an offset in the table's page.
+    fn entry_at(at: u64) -> Option<(usize, usize)> {
+        let at = usize::try_from(at).ok().filter(|_| at < PBA_OFFSET)?;
+        Some((at / ENTRY_SIZE, at % ENTRY_SIZE))
+    }
+}
+
+/// Consecutive offsets, which end rather than wrap.
+struct Offsets(u64);
+
+impl Iterator for Offsets {
+    type Item = u64;
+
+    fn next(&mut self) -> Option<u64> {
+        let at = self.0;
+        self.0 = at.checked_add(1)?;
+        Some(at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+    use super::*;
+
+    const ENABLED: MsixControl = MsixControl {
+        enabled: true,
+        function_masked: false,
+    };
+    const FUNCTION_MASKED: MsixControl = MsixControl {
+        enabled: true,
+        function_masked: true,
+    };
+    const DISABLED: MsixControl = MsixControl {
+        enabled: false,
+        function_masked: false,
+    };
+
+    fn with_eventfd(msix: &Msix, vector: u16) -> EventFd {
+        let eventfd = EventFd::new(EFD_NONBLOCK).unwrap();
+        msix.vector(vector)
+            .unwrap()
+            .set_eventfd(Some(eventfd.try_clone().unwrap()));
+        eventfd
+    }
+
+    fn unmask(msix: &mut Msix, vector: u64) {
+        msix.write(vector * 16 + 12, &[0; 4], ENABLED);
+    }
+
+    fn read_u32(msix: &Msix, offset: u64) -> u32 {
+        let mut data = [0xA5; 4];
+        msix.read(offset, &mut data);
+        u32::from_le_bytes(data)
+    }
+
+    #[test]
+    fn entries_read_back_what_was_written() {
+        let mut msix = Msix::new(3, MsixMasking::Function);
+        assert_eq!(read_u32(&msix, 12), 1, "masked after reset");
+        msix.write(
+            16,
+            &[0x07, 0x00, 0xE0, 0xFE, 0x01, 0, 0, 0, 0x41, 0, 0, 0],
+            ENABLED,
+        );
+        msix.write(28, &[0xFE, 0xFF, 0xFF, 0xFF], ENABLED);
+        assert_eq!(read_u32(&msix, 16), 0xFEE0_0004, "low bits are zero");
+        assert_eq!(read_u32(&msix, 20), 1);
+        assert_eq!(read_u32(&msix, 24), 0x41);
+        assert_eq!(read_u32(&msix, 28), 0, "only the mask bit");
+        assert_eq!(
+            msix.message(1),
+            Some(MsixMessage {
+                address: 0x1_FEE0_0004,
+                data: 0x41,
+                masked: false
+            })
+        );
+        msix.reset();
+        assert_eq!(msix.message(1), Some(MsixMessage::RESET));
+        assert_eq!(msix.message(3), None);
+    }
+
+    #[test]
+    fn a_masked_vector_is_pending_until_it_is_unmasked() {
+        let mut msix = Msix::new(10, MsixMasking::Function);
+        let eventfd = with_eventfd(&msix, 9);
+        msix.apply(ENABLED);
+        msix.vector(9).unwrap().signal();
+        assert!(eventfd.read().is_err());
+        assert_eq!(read_u32(&msix, 0x1000), 1 << 9);
+        unmask(&mut msix, 9);
+        assert_eq!(eventfd.read().unwrap(), 1);
+        assert_eq!(read_u32(&msix, 0x1000), 0);
+        msix.vector(9).unwrap().signal();
+        assert_eq!(eventfd.read().unwrap(), 1);
+    }
+
+    #[test]
+    fn the_function_mask_holds_all_vectors() {
+        let mut msix = Msix::new(2, MsixMasking::Function);
+        let eventfd = with_eventfd(&msix, 1);
+        unmask(&mut msix, 1);
+        for control in [FUNCTION_MASKED, DISABLED] {
+            msix.apply(control);
+            msix.vector(1).unwrap().signal();
+            assert!(eventfd.read().is_err());
+            assert!(msix.vector(1).unwrap().pending());
+            msix.apply(ENABLED);
+            assert_eq!(eventfd.read().unwrap(), 1);
+        }
+    }
+
+    #[test]
+    fn a_client_that_masks_leaves_nothing_to_mask_here() {
+        let mut msix = Msix::new(2, MsixMasking::Client);
+        let eventfd = with_eventfd(&msix, 1);
+        msix.vector(1).unwrap().signal();
+        assert_eq!(eventfd.read().unwrap(), 1);
+        msix.write(28, &[1, 0, 0, 0], FUNCTION_MASKED);
+        msix.reset();
+        msix.vector(1).unwrap().signal();
+        assert_eq!(eventfd.read().unwrap(), 1);
+        msix.vector(1).unwrap().set_masked(true);
+        msix.write(28, &[0; 4], ENABLED);
+        msix.vector(1).unwrap().signal();
+        assert!(
+            eventfd.read().is_err(),
+            "what the client masks stays masked"
+        );
+    }
+
+    #[test]
+    fn accesses_of_any_place_and_length_are_safe() {
+        let mut msix = Msix::new(3, MsixMasking::Function);
+        for offset in [
+            0,
+            1,
+            15,
+            47,
+            48,
+            0xFFF,
+            0x1000,
+            0x1001,
+            0x1FFF,
+            0x2000,
+            u64::MAX - 2,
+        ] {
+            for length in [0, 1, 2, 3, 4, 8, 9, 64, 9000] {
+                msix.write(offset, &vec![0; length], ENABLED);
+                let mut data = vec![0xA5; length];
+                msix.read(offset, &mut data);
+                assert!(data.iter().all(|byte| matches!(byte, 0 | 1)), "{data:x?}");
+            }
+        }
+        assert_eq!(read_u32(&msix, 48), 0, "beyond the table");
+        assert_eq!(read_u32(&msix, 0x1004), 0, "beyond the pending bits");
+    }
+}

@@ -197,6 +197,25 @@ impl<T: Cell> SharedSlice<T> {
     }
 }
 
+impl SharedSlice<[AtomicU64; 8]> {
+    /// Stores all 64 bytes of an element, in whatever pieces the processor likes best: nobody reads a
+    /// submission queue entry before the doorbell is rung.
+    ///
+    /// # Panics
+    /// When there is no such element.
+    #[inline]
+    pub fn store(&self, index: usize, words: &[u64; 8]) {
+        assert!(index < self.len);
+        // SAFETY: the element is within this slice, and aligned like the array is.
+        unsafe {
+            self.first
+                .add(index)
+                .cast::<[u64; 8]>()
+                .write_volatile(*words);
+        }
+    }
+}
+
 impl<T: Cell> Clone for SharedSlice<T> {
     fn clone(&self) -> Self {
         self.slice(0, self.len)

@@ -101,10 +101,7 @@ impl SubmissionQueue {
         if next == self.head {
             return false;
         }
-        let entry = &self.entries[self.tail as usize];
-        for (to, word) in entry.iter().zip(sqe.0) {
-            to.store(word, Ordering::Relaxed);
-        }
+        self.entries.store(self.tail as usize, &sqe.0);
         self.tail = next;
         true
     }

@@ -102,7 +102,7 @@ impl<'a> DataBuffer<'a> {
         // page brings entries and there is an end.
         let mut alignment = PrpEntry::SIZE as u64;
         loop {
-            if list.0 % alignment != 0 {
+            if !list.0.is_multiple_of(alignment) {
                 return Err(Status::PRP_OFFSET_INVALID);
             }
             let slots = list.bytes_to_page_end(PAGE_SHIFT) / PrpEntry::SIZE as u64;

@@ -33,12 +33,19 @@ pub fn target_dir() -> PathBuf {
     }
 }
 
-/// Prints an error and all that caused it.
-pub fn print_error(error: &dyn std::error::Error) {
-    eprintln!("Error: {error}");
+/// An error and all that caused it, one a line; what passes its cause on unchanged is told once.
+pub fn error_chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut last = text.clone();
     let mut source = error.source();
     while let Some(cause) = source {
-        eprintln!("  because: {cause}");
+        let said = cause.to_string();
+        if said != last {
+            text.push_str("\n  ");
+            text.push_str(&said);
+            last = said;
+        }
         source = cause.source();
     }
+    text
 }

@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::io;
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 use std::time::{Duration, Instant};
@@ -30,11 +29,9 @@ pub enum ServerError {
         /// Why.
         source: io::Error,
     },
-    /// It does not listen on its sockets.
-    #[error("nvme-mpt serve does not listen on {socket}:\n{log}")]
-    NotListening {
-        /// The socket.
-        socket: PathBuf,
+    /// It does not come up.
+    #[error("nvme-mpt serve does not say that it is ready:\n{log}")]
+    NotReady {
         /// The end of its log.
         log: String,
     },
@@ -163,7 +160,7 @@ impl Server {
             functions: functions.to_vec(),
             process,
         };
-        server.await_listening()?;
+        server.await_ready()?;
         Ok(server)
     }
 
@@ -218,7 +215,7 @@ impl Server {
     /// If it does not come up.
     pub fn restart(&mut self) -> Result<(), ServerError> {
         self.process = spawn(&self.binary, &self.functions, &self.folder)?;
-        self.await_listening()
+        self.await_ready()
     }
 
     /// Stops it (SIGTERM) and sees that it ends well.
@@ -250,40 +247,24 @@ impl Server {
         }
     }
 
-    /// The control socket answers, and the functions' sockets are there; a vfio-user server takes one
-    /// client, so these are not connected to.
-    fn await_listening(&mut self) -> Result<(), ServerError> {
+    /// It says "ready" when every socket listens. The sockets themselves are not asked: each takes one
+    /// client, and one that is left over from a server that was killed is there all along.
+    fn await_ready(&mut self) -> Result<(), ServerError> {
         let deadline = Instant::now() + PATIENCE;
         loop {
-            let control = control(&self.folder);
-            let missing = self
-                .functions
-                .iter()
-                .map(|function| self.socket(&function.id))
-                .find(|socket| !self.printed(socket))
-                .or_else(|| {
-                    UnixStream::connect(&control)
-                        .is_err()
-                        .then(|| control.clone())
-                });
-            let Some(socket) = missing else { return Ok(()) };
+            let log = fs::read_to_string(self.process.log()).unwrap_or_default();
+            let since_start = log.rsplit(START_MARK).next().unwrap_or_default();
+            if since_start.lines().any(|line| line == "ready") {
+                return Ok(());
+            }
             self.expect_alive()?;
             if Instant::now() >= deadline {
-                return Err(ServerError::NotListening {
-                    socket,
+                return Err(ServerError::NotReady {
                     log: self.log_tail(),
                 });
             }
             std::thread::sleep(Duration::from_millis(10));
         }
-    }
-
-    /// Whether the server has said that it listens on `socket`: a socket's file alone may be left over
-    /// from a server that was killed.
-    fn printed(&self, socket: &Path) -> bool {
-        let log = fs::read_to_string(self.process.log()).unwrap_or_default();
-        let since_start = log.rsplit(START_MARK).next().unwrap_or_default();
-        since_start.contains(&*socket.to_string_lossy())
     }
 }
 
@@ -347,6 +328,8 @@ pub struct FunctionStats {
     pub id: String,
     /// The model that its guest sees.
     pub model: String,
+    /// The serial number that its guest sees.
+    pub serial: String,
     /// The capacity that its guest sees.
     pub capacity_bytes: u64,
     /// Its I/O queues.
@@ -362,9 +345,6 @@ pub struct QueueStats {
     pub doorbell_exits: u64,
     /// Interrupts raised.
     pub interrupts: u64,
-    /// Times its poller went to sleep.
-    #[serde(default)]
-    pub parks: u64,
 }
 
 /// One poller's counters.
@@ -374,6 +354,8 @@ pub struct PollerStats {
     pub name: String,
     /// The share of time that it found work, 0 to 1.
     pub busy_share: f64,
+    /// The share of time that it slept, 0 to 1.
+    pub parked_share: f64,
 }
 
 /// The counters of all I/O queues of a function, added up.
@@ -438,10 +420,10 @@ mod tests {
     fn statistics_are_read_and_added_up() {
         let text = r#"{"functions":[{"id":"a","socket":"/run/a.sock","model":"nvme-mpt","serial":"1",
             "capacity_bytes":1073741824,"doorbells":"shadow","queues":[
-            {"qid":1,"commands":100,"doorbell_exits":2,"interrupts":50,"parks":3},
+            {"qid":1,"commands":100,"doorbell_exits":2,"interrupts":50,"errors":3},
             {"qid":2,"commands":300,"doorbell_exits":2,"interrupts":50}],
             "admin":{"commands":9,"doorbell_exits":9,"interrupts":9}}],
-            "pollers":[{"name":"p0","cpu":1,"busy_share":0.5,"queues":2}]}"#;
+            "pollers":[{"name":"p0","cpu":1,"busy_share":0.5,"parked_share":0.25,"queues":2}]}"#;
         let stats: Stats = serde_json::from_str(text).expect("statistics");
         let totals = stats.functions[0].totals();
         assert_eq!(

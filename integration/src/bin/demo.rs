@@ -10,7 +10,7 @@ fn main() -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            integration::print_error(&error);
+            eprintln!("Error: {}", integration::error_chain(&error));
             ExitCode::FAILURE
         }
     }

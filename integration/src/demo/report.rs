@@ -35,7 +35,7 @@ impl GuestReport {
     /// Notes a failure, if it is one.
     pub(super) fn note(&mut self, result: Result<(), FioError>) {
         if let Err(error) = result {
-            self.failures.push(error.to_string());
+            self.failures.push(crate::error_chain(&error));
         }
     }
 }

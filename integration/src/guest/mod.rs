@@ -22,6 +22,7 @@ use crate::provision::Assets;
 mod base64;
 mod channel;
 pub mod fio;
+pub mod firmware;
 pub mod nvme;
 mod qmp;
 

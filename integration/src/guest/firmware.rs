@@ -1,0 +1,85 @@
+//! A machine without a kernel: what its firmware makes of the drive.
+
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use thiserror::Error;
+
+use super::{Drive, GuestConfig, machine_arguments};
+use crate::process::{self, ProcessError, Supervised};
+use crate::provision::Assets;
+
+/// Firmware did not do what it should.
+#[derive(Debug, Error)]
+pub enum FirmwareError {
+    /// QEMU could not be run.
+    #[error(transparent)]
+    Process(#[from] ProcessError),
+    /// There is no UEFI firmware beside this QEMU.
+    #[error("QEMU has no UEFI firmware beside it: install the package ovmf")]
+    NoUefi,
+    /// The text never appeared.
+    #[error("The firmware's console never says {expected:?}:\n{console}\nQEMU says:\n{log}")]
+    Silent {
+        /// What was waited for.
+        expected: String,
+        /// The end of the console.
+        console: String,
+        /// The end of what QEMU printed.
+        log: String,
+    },
+}
+
+/// The kinds of firmware.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Firmware {
+    /// SeaBIOS, QEMU's own.
+    Bios,
+    /// OVMF.
+    Uefi,
+}
+
+/// Starts a machine with nothing but firmware and a drive, and waits until its console says `expected`.
+///
+/// # Errors
+/// If it does not within `patience`.
+pub fn await_console(
+    assets: &Assets,
+    firmware: Firmware,
+    mut drive: Drive,
+    folder: &Path,
+    expected: &str,
+    patience: Duration,
+) -> Result<(), FirmwareError> {
+    drive.boot_index = Some(0);
+    let console = folder.join("firmware.console");
+    let mut command = assets.qemu.command();
+    machine_arguments(&mut command, &GuestConfig::new("firmware"));
+    if firmware == Firmware::Uefi {
+        let image = assets.qemu.uefi_firmware().ok_or(FirmwareError::NoUefi)?;
+        command.arg("-bios").arg(image);
+    }
+    command
+        .arg("-serial")
+        .arg(format!("file:{}", console.display()))
+        .arg("-device")
+        .arg(drive.properties().to_string());
+    let mut qemu = Supervised::spawn("firmware", &command, &folder.join("firmware.qemu.log"))?;
+    let deadline = Instant::now() + patience;
+    loop {
+        let said = fs::read(&console).unwrap_or_default();
+        let said = String::from_utf8_lossy(&said);
+        if said.contains(expected) {
+            return Ok(());
+        }
+        if qemu.ended()?.is_some() || Instant::now() >= deadline {
+            return Err(FirmwareError::Silent {
+                expected: expected.to_owned(),
+                console: process::tail(&said),
+                log: process::file_tail(qemu.log()),
+            });
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}

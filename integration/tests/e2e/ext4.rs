@@ -1,0 +1,115 @@
+//! A file system lives through the death of its guest and of its server: what was flushed is there.
+
+use std::time::{Duration, Instant};
+
+use integration::guest::{Drive, Guest, GuestConfig};
+use integration::server::Server;
+
+use crate::Group;
+use crate::lab::{FUNCTION, Fault, Lab, PATIENCE, expect};
+
+pub(crate) const GROUP: Group = Group::Alone {
+    name: "ext4",
+    checks: &[
+        (
+            "survives_the_kill_of_its_guest",
+            survives_the_kill_of_its_guest,
+        ),
+        (
+            "survives_the_kill_of_its_server",
+            survives_the_kill_of_its_server,
+        ),
+    ],
+};
+
+/// So many durable records before the kill comes.
+const RECORDS: u64 = 40;
+
+/// Makes a file system, fills a part of it, and remembers what is in it.
+const MAKE: &str = "mkfs.ext4 -q -F /dev/nvme0n1 && mount -t ext4 /dev/nvme0n1 /mnt && \
+     mkdir /mnt/files /mnt/records && \
+     for i in $(seq 24); do seq $i 300000 > /mnt/files/$i || exit 1; done && \
+     cd /mnt/files && md5sum * > /mnt/sums && sync";
+
+/// Mounts it, which replays its journal, and finds everything as it was; then checks it bit by bit.
+const CHECK: &str = "mount -t ext4 /dev/nvme0n1 /mnt && cd /mnt/files && md5sum -c /mnt/sums && \
+     cd / && ls /mnt/records";
+
+fn boot(lab: &Lab, server: &Server) -> Result<Guest, Fault> {
+    let config = GuestConfig::new("guest")
+        .vcpus(2)
+        .drive(Drive::vfio_user(server.socket(FUNCTION)));
+    lab.boot(lab.v6_12(), &config)
+}
+
+/// Writes records, each reported once it is durable, beside a load of files that nobody waits for.
+/// Returns the number of the last that was reported.
+fn write_records(guest: &Guest) -> Result<u64, Fault> {
+    guest.check(MAKE, Duration::from_secs(180))?;
+    guest.start("cd /mnt && while :; do seq 1 200000 > junk; mv junk junk2; done")?;
+    guest.start("fsync-records /mnt/records")?;
+    let deadline = Instant::now() + Duration::from_secs(120);
+    let mut last = 0;
+    while last < RECORDS {
+        let event = guest.next_event(PATIENCE)?;
+        last = record(&event)?;
+        expect(Instant::now() < deadline, || {
+            format!("Only {last} records in two minutes")
+        })?;
+    }
+    Ok(last)
+}
+
+/// `record NUMBER`
+fn record(event: &str) -> Result<u64, Fault> {
+    event
+        .strip_prefix("record ")
+        .and_then(|number| number.parse().ok())
+        .ok_or_else(|| Fault::Wrong(format!("The guest says: {event}")))
+}
+
+/// A fresh guest finds everything that was durable, and a file system without a fault.
+fn expect_all_there(guest: &Guest, last: u64) -> Result<(), Fault> {
+    guest.check(CHECK, PATIENCE)?;
+    let report = guest.check(
+        &format!(
+            "for n in $(seq {last}); do \
+               seq $n $((n + 400)) | cmp - /mnt/records/$n || exit 1; \
+             done; umount /mnt && e2fsck -f -n /dev/nvme0n1"
+        ),
+        Duration::from_secs(180),
+    )?;
+    expect(!report.contains("Fix"), || {
+        format!("e2fsck found something to fix:\n{report}")
+    })
+}
+
+fn survives_the_kill_of_its_guest(lab: &Lab) -> Result<(), Fault> {
+    let server = lab.serve(&[lab.function()?])?;
+    let mut guest = boot(lab, &server)?;
+    let mut last = write_records(&guest)?;
+    guest.kill();
+    // Reported before the kill, read after it.
+    for event in guest.pending_events() {
+        last = record(&event)?;
+    }
+    expect_all_there(&boot(lab, &server)?, last)
+}
+
+fn survives_the_kill_of_its_server(lab: &Lab) -> Result<(), Fault> {
+    let mut server = lab.serve(&[lab.function()?])?;
+    let mut guest = boot(lab, &server)?;
+    let mut last = write_records(&guest)?;
+    server.kill();
+    // The guest still runs; without its drive no further record can become durable, but those already
+    // under way on the line must be counted.
+    std::thread::sleep(Duration::from_secs(1));
+    guest.kill();
+    for event in guest.pending_events() {
+        if let Ok(number) = record(&event) {
+            last = last.max(number);
+        }
+    }
+    server.restart()?;
+    expect_all_there(&boot(lab, &server)?, last)
+}

@@ -1,0 +1,251 @@
+//! What a check works with: provisioned guests, a server to start, a folder of its own.
+
+use std::cell::{Cell, RefCell};
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use integration::demo::DemoError;
+use integration::guest::fio::{Fio, FioError};
+use integration::guest::firmware::FirmwareError;
+use integration::guest::nvme::NvmeError;
+use integration::guest::{Drive, Guest, GuestConfig, GuestError};
+use integration::process::ProcessError;
+use integration::progress::say;
+use integration::provision::{Assets, KernelChoice, ProvisionError};
+use integration::server::{self, FunctionOptions, Server, ServerError};
+use thiserror::Error;
+
+/// Long enough for anything that ends by itself in a busy guest.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+/// The drive of most checks.
+pub(crate) const DRIVE_MIB: u64 = 256;
+/// The guest's name for its only function.
+pub(crate) const FUNCTION: &str = "a";
+
+/// Why a check failed.
+#[derive(Debug, Error)]
+pub(crate) enum Fault {
+    #[error(transparent)]
+    Provision(#[from] ProvisionError),
+    #[error(transparent)]
+    Process(#[from] ProcessError),
+    #[error(transparent)]
+    Server(#[from] ServerError),
+    #[error(transparent)]
+    Guest(#[from] GuestError),
+    #[error(transparent)]
+    Fio(#[from] FioError),
+    #[error(transparent)]
+    Nvme(#[from] NvmeError),
+    #[error(transparent)]
+    Firmware(#[from] FirmwareError),
+    #[error(transparent)]
+    Demo(#[from] DemoError),
+    #[error("Cannot use {path}")]
+    File { path: PathBuf, source: io::Error },
+    #[error("The guest that the check needs did not come up")]
+    NoBench,
+    #[error("{0}")]
+    Wrong(String),
+}
+
+/// Fails with `message` unless `holds`.
+pub(crate) fn expect(holds: bool, message: impl FnOnce() -> String) -> Result<(), Fault> {
+    if holds {
+        Ok(())
+    } else {
+        Err(Fault::Wrong(message()))
+    }
+}
+
+/// What all checks share.
+pub(crate) struct Suite {
+    binary: PathBuf,
+    v6_1: Assets,
+    v6_12: Assets,
+}
+
+impl Suite {
+    pub(crate) fn provide() -> Result<Self, Fault> {
+        let v6_12 = Assets::provide(&KernelChoice::V6_12)?;
+        let v6_1 = v6_12.with_kernel(&KernelChoice::V6_1)?;
+        Ok(Self {
+            binary: server::build()?,
+            v6_1,
+            v6_12,
+        })
+    }
+
+    /// Runs `check` in a lab of its own, of which the logs are kept if it fails.
+    pub(crate) fn with_lab<T>(
+        &self,
+        name: &str,
+        check: impl FnOnce(&Lab) -> Result<T, Fault>,
+    ) -> Result<T, Fault> {
+        let folder = tempfile::Builder::new()
+            .prefix("nvme-mpt-e2e-")
+            .tempdir()
+            .map_err(|source| Fault::File {
+                path: std::env::temp_dir(),
+                source,
+            })?;
+        let drives = integration::target_dir()
+            .join("e2e")
+            .join(name.replace("::", "-"));
+        let at = |source| Fault::File {
+            path: drives.clone(),
+            source,
+        };
+        fs::create_dir_all(&drives).map_err(at)?;
+        let lab = Lab {
+            suite: self,
+            folder: folder.path().to_owned(),
+            drives: drives.clone(),
+            keep_logs: Cell::new(false),
+        };
+        let result = check(&lab);
+        if result.is_err() || lab.keep_logs.get() {
+            say(&format!(
+                "        logs and consoles: {}",
+                folder.keep().display()
+            ));
+        }
+        fs::remove_dir_all(&drives).map_err(at)?;
+        result
+    }
+}
+
+/// What one check has to itself.
+pub(crate) struct Lab<'a> {
+    suite: &'a Suite,
+    folder: PathBuf,
+    drives: PathBuf,
+    keep_logs: Cell<bool>,
+}
+
+impl Lab<'_> {
+    /// For logs, sockets and the like.
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Keeps the logs and consoles for a person to look at.
+    pub(crate) fn keep_logs(&self) {
+        self.keep_logs.set(true);
+    }
+
+    /// Assets with Linux 6.12, Debian 13's kernel.
+    pub(crate) fn v6_12(&self) -> &Assets {
+        &self.suite.v6_12
+    }
+
+    /// Assets with Linux 6.1, Debian 12's kernel.
+    pub(crate) fn v6_1(&self) -> &Assets {
+        &self.suite.v6_1
+    }
+
+    /// A new drive in a file.
+    pub(crate) fn drive(&self, name: &str, mib: u64) -> Result<PathBuf, Fault> {
+        let path = self.drives.join(name);
+        File::create(&path)
+            .and_then(|file| file.set_len(mib << 20))
+            .map_err(|source| Fault::File {
+                path: path.clone(),
+                source,
+            })?;
+        Ok(path)
+    }
+
+    /// A function on the whole of a new drive.
+    pub(crate) fn function(&self) -> Result<FunctionOptions, Fault> {
+        let drive = self.drive("drive.img", DRIVE_MIB)?;
+        let range = format!("0+{DRIVE_MIB}M");
+        Ok(FunctionOptions::new(
+            FUNCTION,
+            drive.display().to_string(),
+            range,
+        ))
+    }
+
+    pub(crate) fn serve(&self, functions: &[FunctionOptions]) -> Result<Server, Fault> {
+        Ok(Server::start(&self.suite.binary, functions, &self.folder)?)
+    }
+
+    pub(crate) fn boot(&self, assets: &Assets, config: &GuestConfig) -> Result<Guest, Fault> {
+        Ok(Guest::boot(assets, config, &self.folder)?)
+    }
+
+    /// A server with one function, and a guest of Linux 6.12 on it.
+    pub(crate) fn bench(&self, vcpus: u32) -> Result<Bench, Fault> {
+        self.bench_with(self.v6_12(), self.function()?, vcpus)
+    }
+
+    /// A server with one function, and a guest on it.
+    pub(crate) fn bench_with(
+        &self,
+        assets: &Assets,
+        function: FunctionOptions,
+        vcpus: u32,
+    ) -> Result<Bench, Fault> {
+        let server = self.serve(&[function])?;
+        let config = GuestConfig::new("guest")
+            .vcpus(vcpus)
+            .drive(Drive::vfio_user(server.socket(FUNCTION)));
+        let guest = self.boot(assets, &config)?;
+        Ok(Bench {
+            guest,
+            server: RefCell::new(server),
+        })
+    }
+}
+
+/// A guest on a served drive. The guest goes before its server does.
+pub(crate) struct Bench {
+    pub(crate) guest: Guest,
+    pub(crate) server: RefCell<Server>,
+}
+
+impl Bench {
+    /// Sees that the server lives and that the guest's kernel has nothing to complain of.
+    pub(crate) fn expect_well(&self) -> Result<(), Fault> {
+        self.server.borrow_mut().expect_alive()?;
+        expect_no_complaints(&self.guest)
+    }
+}
+
+/// Sees that the guest's kernel has said nothing of timeouts, aborts or errors of its drive.
+pub(crate) fn expect_no_complaints(guest: &Guest) -> Result<(), Fault> {
+    let said = guest.check(
+        "dmesg | grep -iE '(nvme|blk|block|I/O|ext4).*(timeout|abort|error|fail|invalid)' \
+         | grep -viE 'errors=|command line' || true",
+        PATIENCE,
+    )?;
+    expect(said.trim().is_empty(), || {
+        format!("The guest's kernel complains:\n{said}")
+    })
+}
+
+/// fio writes and reads back with checksums, as many jobs at once as there are vCPUs.
+pub(crate) fn verified_load(name: &str, jobs: u32) -> Fio {
+    let share = 32 / jobs;
+    Fio::new(name, "randwrite", "4k", 32)
+        .verified()
+        .option("numjobs", &jobs.to_string())
+        .option("size", &format!("{share}m"))
+        .option("offset_increment", &format!("{share}m"))
+}
+
+/// Waits in the guest until a file is there, or is gone.
+pub(crate) fn await_path(guest: &Guest, path: &str, there: bool) -> Result<(), Fault> {
+    let test = if there { "-e" } else { "! -e" };
+    guest.check(
+        &format!(
+            "for i in $(seq 400); do [ {test} {path} ] && exit 0; sleep 0.1; done; \
+             echo \"{path}: not as awaited after 40 s\"; exit 1"
+        ),
+        PATIENCE,
+    )?;
+    Ok(())
+}

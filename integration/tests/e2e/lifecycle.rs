@@ -1,0 +1,147 @@
+//! Clients and servers come and go: reboots, clients that die, a server that is told to stop.
+
+use std::time::Duration;
+
+use integration::guest::fio::Fio;
+use integration::guest::{BOOT_PATIENCE, Drive, Guest, GuestConfig};
+use integration::server::Server;
+
+use crate::Group;
+use crate::lab::{FUNCTION, Fault, Lab, PATIENCE, expect, expect_no_complaints, verified_load};
+
+pub(crate) const GROUP: Group = Group::Alone {
+    name: "lifecycle",
+    checks: &[
+        ("guest_reboots", guest_reboots),
+        ("client_dies_and_comes_back", client_dies_and_comes_back),
+        (
+            "one_client_dies_and_the_other_goes_on",
+            one_client_dies_and_the_other_goes_on,
+        ),
+        ("server_stops_under_a_guest", server_stops_under_a_guest),
+        ("guest_is_paused_under_load", guest_is_paused_under_load),
+    ],
+};
+
+fn marked(name: &str, pattern: &str) -> Fio {
+    Fio::new(name, pattern, "64k", 8)
+        .option("size", "16m")
+        .option("offset", "128m")
+        .option("verify", "crc32c")
+        .option("verify_fatal", "1")
+}
+
+fn config(server: &Server) -> GuestConfig {
+    GuestConfig::new("guest").drive(Drive::vfio_user(server.socket(FUNCTION)))
+}
+
+fn guest_reboots(lab: &Lab) -> Result<(), Fault> {
+    let mut server = lab.serve(&[lab.function()?])?;
+    let mut guest = lab.boot(lab.v6_12(), &config(&server).reboots())?;
+    marked("mark", "write")
+        .option("do_verify", "0")
+        .run(&guest)?;
+    for round in 0..4 {
+        // In turn: the guest reboots by itself, and is reset under load.
+        if round % 2 == 0 {
+            guest.start("reboot -f")?;
+        } else {
+            guest.start(&verified_load("load", 1).script())?;
+            std::thread::sleep(Duration::from_millis(300));
+            guest.reset()?;
+        }
+        guest.await_ready(BOOT_PATIENCE)?;
+        marked("marks", "read").run(&guest)?;
+        verified_load("verify", 1).run(&guest)?;
+        expect_no_complaints(&guest)?;
+    }
+    server.expect_alive()?;
+    Ok(())
+}
+
+fn client_dies_and_comes_back(lab: &Lab) -> Result<(), Fault> {
+    let mut server = lab.serve(&[lab.function()?])?;
+    let mut guest = lab.boot(lab.v6_12(), &config(&server))?;
+    marked("mark", "write")
+        .option("do_verify", "0")
+        .option("end_fsync", "1")
+        .run(&guest)?;
+    for _ in 0..3 {
+        // In mid-command, with a full queue.
+        guest.start(&verified_load("load", 1).option("iodepth", "128").script())?;
+        std::thread::sleep(Duration::from_millis(700));
+        guest.kill();
+        server.expect_alive()?;
+        guest = lab.boot(lab.v6_12(), &config(&server))?;
+        marked("marks", "read").run(&guest)?;
+        verified_load("verify", 1).run(&guest)?;
+        expect_no_complaints(&guest)?;
+    }
+    Ok(())
+}
+
+fn one_client_dies_and_the_other_goes_on(lab: &Lab) -> Result<(), Fault> {
+    let drive = lab.drive("shared.img", 256)?.display().to_string();
+    let function =
+        |id, range: &str| integration::server::FunctionOptions::new(id, drive.clone(), range);
+    let mut server = lab.serve(&[function("a", "0+128M"), function("b", "128M+128M")])?;
+    let boot = |name: &str| {
+        let config = GuestConfig::new(name).drive(Drive::vfio_user(server.socket(name)));
+        Guest::start_booting(lab.v6_12(), &config, lab.folder())
+    };
+    let mut dying = boot("a")?;
+    let steady = boot("b")?;
+    dying.await_ready(BOOT_PATIENCE)?;
+    steady.await_ready(BOOT_PATIENCE)?;
+    let load = Fio::new("steady", "randwrite", "4k", 16)
+        .option("size", "32m")
+        .option("verify", "crc32c")
+        .option("verify_backlog", "1024")
+        .option("verify_fatal", "1")
+        .runtime(Duration::from_secs(6));
+    let job = steady.start(&load.script())?;
+    dying.start(&verified_load("load", 1).script())?;
+    std::thread::sleep(Duration::from_secs(2));
+    dying.kill();
+    let output = steady.finish(job, load.patience())?;
+    load.report(&output.text)?;
+    expect_no_complaints(&steady)?;
+    server.expect_alive()?;
+    Ok(())
+}
+
+fn server_stops_under_a_guest(lab: &Lab) -> Result<(), Fault> {
+    let mut server = lab.serve(&[lab.function()?])?;
+    let guest = lab.boot(lab.v6_12(), &config(&server))?;
+    guest.start(&verified_load("load", 1).script())?;
+    std::thread::sleep(Duration::from_millis(700));
+    // Ends with success, whatever the guest does.
+    server.stop()?;
+    drop(guest);
+    server.restart()?;
+    let guest = lab.boot(lab.v6_12(), &config(&server))?;
+    verified_load("verify", 1).run(&guest)?;
+    server.stop()?;
+    Ok(())
+}
+
+fn guest_is_paused_under_load(lab: &Lab) -> Result<(), Fault> {
+    let mut server = lab.serve(&[lab.function()?])?;
+    let mut guest = lab.boot(lab.v6_12(), &config(&server))?;
+    let load = verified_load("load", 1);
+    let job = guest.start(&load.script())?;
+    for _ in 0..3 {
+        std::thread::sleep(Duration::from_millis(500));
+        guest.pause()?;
+        // What was in flight completes into a guest that stands still.
+        std::thread::sleep(Duration::from_millis(300));
+        guest.resume()?;
+    }
+    let output = guest.finish(job, load.patience())?;
+    load.report(&output.text)?;
+    server.expect_alive()?;
+    let said = guest.check("cat /sys/class/nvme/nvme0/state", PATIENCE)?;
+    expect(said.trim() == "live", || {
+        format!("The controller is {said}")
+    })
+}

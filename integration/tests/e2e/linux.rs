@@ -1,0 +1,127 @@
+//! Debian's kernels with their native driver, one I/O queue for each vCPU; large and small blocks.
+
+use integration::guest::fio::Fio;
+use integration::provision::Assets;
+use integration::server::FunctionOptions;
+
+use crate::Group;
+use crate::lab::{DRIVE_MIB, FUNCTION, Fault, Lab, PATIENCE, expect, verified_load};
+
+pub(crate) const GROUP: Group = Group::Alone {
+    name: "linux",
+    checks: &[
+        ("v6_1_with_1_vcpu", |lab| {
+            boots_and_verifies(lab, lab.v6_1(), 1)
+        }),
+        ("v6_1_with_4_vcpus", |lab| {
+            boots_and_verifies(lab, lab.v6_1(), 4)
+        }),
+        ("v6_12_with_1_vcpu", |lab| {
+            boots_and_verifies(lab, lab.v6_12(), 1)
+        }),
+        ("v6_12_with_4_vcpus", |lab| {
+            boots_and_verifies(lab, lab.v6_12(), 4)
+        }),
+        ("blocks_of_4096_bytes", blocks_of_4096_bytes),
+        ("transfers_of_1_mib", transfers_of_1_mib),
+        ("drive_in_memory", drive_in_memory),
+        ("drive_of_nothing", drive_of_nothing),
+    ],
+};
+
+fn boots_and_verifies(lab: &Lab, assets: &Assets, vcpus: u32) -> Result<(), Fault> {
+    let bench = lab.bench_with(assets, lab.function()?, vcpus)?;
+    let said = bench.guest.check(
+        "uname -r; ls /sys/block/nvme0n1/mq | wc -l; cat /sys/class/nvme/nvme0/queue_count \
+         /sys/block/nvme0n1/size",
+        PATIENCE,
+    )?;
+    let expected = format!(
+        "{} {vcpus} {} {}",
+        assets.kernel.name,
+        // Linux counts the admin queue as well.
+        vcpus + 1,
+        (DRIVE_MIB << 20) / 512
+    );
+    let found = said.split_whitespace().collect::<Vec<_>>().join(" ");
+    expect(found == expected, || {
+        format!(
+            "Kernel, hardware queues, queues with the admin queue, sectors: {found}, not {expected}"
+        )
+    })?;
+    verified_load("verify", vcpus).run(&bench.guest)?;
+    let stats = bench.server.borrow().function_stats(FUNCTION)?;
+    let used = stats
+        .queues
+        .iter()
+        .filter(|queue| queue.commands > 0)
+        .count();
+    expect(used == vcpus as usize, || {
+        format!("{used} queues of the device were used by {vcpus} vCPUs")
+    })?;
+    bench.expect_well()
+}
+
+fn blocks_of_4096_bytes(lab: &Lab) -> Result<(), Fault> {
+    let bench = lab.bench_with(lab.v6_12(), lab.function()?.option("lba=4096"), 1)?;
+    let size = bench
+        .guest
+        .check("cat /sys/block/nvme0n1/queue/logical_block_size", PATIENCE)?;
+    expect(size.trim() == "4096", || {
+        format!("The guest sees blocks of {size} bytes")
+    })?;
+    verified_load("verify", 1).run(&bench.guest)?;
+    bench.expect_well()
+}
+
+fn transfers_of_1_mib(lab: &Lab) -> Result<(), Fault> {
+    let bench = lab.bench(1)?;
+    let limit = bench
+        .guest
+        .check("cat /sys/block/nvme0n1/queue/max_hw_sectors_kb", PATIENCE)?;
+    let kib: u64 = limit.trim().parse().unwrap_or(0);
+    expect(kib >= 1024, || {
+        format!("A command carries at most {limit} KiB")
+    })?;
+    // As large as the device allows, at odd offsets, so that lists of pages begin in mid-page.
+    bench.guest.check(
+        "cd /sys/block/nvme0n1/queue && cat max_hw_sectors_kb > max_sectors_kb",
+        PATIENCE,
+    )?;
+    Fio::new("large", "randwrite", "1m", 4)
+        .option("size", "128m")
+        .verified()
+        .run(&bench.guest)?;
+    Fio::new("odd", "randwrite", "3584", 8)
+        .option("bsrange", "512-131072")
+        .option("bs_unaligned", "1")
+        .option("iomem_align", "512")
+        .option("size", "16m")
+        .verified()
+        .run(&bench.guest)?;
+    bench.expect_well()
+}
+
+fn drive_in_memory(lab: &Lab) -> Result<(), Fault> {
+    let function = FunctionOptions::new(FUNCTION, "memory:256M", "0+256M");
+    let bench = lab.bench_with(lab.v6_12(), function, 2)?;
+    verified_load("verify", 2).run(&bench.guest)?;
+    bench.expect_well()
+}
+
+fn drive_of_nothing(lab: &Lab) -> Result<(), Fault> {
+    let function = FunctionOptions::new(FUNCTION, "null:1T", "512G+512G");
+    let bench = lab.bench_with(lab.v6_12(), function, 1)?;
+    let sectors = bench.guest.check("cat /sys/block/nvme0n1/size", PATIENCE)?;
+    expect(
+        sectors.trim() == ((512_u64 << 30) / 512).to_string(),
+        || format!("The guest sees {sectors} sectors"),
+    )?;
+    let report = Fio::new("null", "randrw", "4k", 32)
+        .option("number_ios", "20000")
+        .run(&bench.guest)?;
+    expect(report.read.ios + report.write.ios >= 20_000, || {
+        format!("{report:?}")
+    })?;
+    bench.expect_well()
+}

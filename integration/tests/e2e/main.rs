@@ -1,0 +1,191 @@
+//! End-to-end tests: unmodified guests on a stock QEMU, with drives served by `nvme-mpt serve`.
+//!
+//! `cargo test --package integration --test e2e -- [--list] [FILTER]`: FILTER is a part of a check's name.
+//! These tests need minutes, so that `cargo test` alone does not run them; `cargo verify` does.
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+use integration::progress::{say, seconds};
+
+mod doorbells;
+mod ext4;
+mod firmware;
+mod hotplug;
+mod lab;
+mod lifecycle;
+mod linux;
+mod nvme_cli;
+mod pauses;
+mod reset;
+mod sharing;
+
+use lab::{Bench, Fault, Lab, Suite};
+
+/// A check with what it needs to itself.
+type Alone = fn(&Lab) -> Result<(), Fault>;
+/// A check that shares a booted guest with others of its group.
+type OnBench = fn(&Bench) -> Result<(), Fault>;
+
+/// Checks that belong together.
+enum Group {
+    Alone {
+        name: &'static str,
+        checks: &'static [(&'static str, Alone)],
+    },
+    OnBench {
+        name: &'static str,
+        boot: fn(&Lab) -> Result<Bench, Fault>,
+        checks: &'static [(&'static str, OnBench)],
+    },
+}
+
+const GROUPS: &[Group] = &[
+    linux::GROUP,
+    nvme_cli::GROUP,
+    doorbells::GROUP,
+    pauses::GROUP,
+    reset::GROUP,
+    lifecycle::GROUP,
+    hotplug::GROUP,
+    ext4::GROUP,
+    sharing::GROUP,
+    firmware::GROUP,
+];
+
+/// What passed and what did not.
+#[derive(Default)]
+struct Tally {
+    passed: usize,
+    failed: Vec<String>,
+}
+
+impl Tally {
+    fn count(&mut self, name: &str, check: impl FnOnce() -> Result<(), Fault>) {
+        let started = Instant::now();
+        let result = check();
+        let time = seconds(started.elapsed());
+        match result {
+            Ok(()) => {
+                say(&format!("ok      {name} ({time})"));
+                self.passed += 1;
+            }
+            Err(fault) => {
+                say(&format!("FAILED  {name} ({time})"));
+                for line in integration::error_chain(&fault).lines() {
+                    say(&format!("        {line}"));
+                }
+                self.failed.push(name.to_owned());
+            }
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    let mut list = false;
+    let mut filter = String::new();
+    for argument in std::env::args().skip(1) {
+        match argument.as_str() {
+            "--list" => list = true,
+            // What cargo and its friends pass to every test program.
+            "--nocapture" | "--quiet" | "-q" => {}
+            other => filter = other.to_owned(),
+        }
+    }
+    let is_wanted = |group: &str, check: &str| format!("{group}::{check}").contains(&filter);
+    if list {
+        for (group, check) in GROUPS
+            .iter()
+            .flat_map(names)
+            .filter(|(g, c)| is_wanted(g, c))
+        {
+            say(&format!("{group}::{check}: test"));
+        }
+        return ExitCode::SUCCESS;
+    }
+
+    let suite = match Suite::provide() {
+        Ok(suite) => suite,
+        Err(fault) => {
+            say(&format!(
+                "Cannot run any end-to-end test: {}",
+                integration::error_chain(&fault)
+            ));
+            say("0 passed, 1 failed");
+            return ExitCode::FAILURE;
+        }
+    };
+    let mut tally = Tally::default();
+    for group in GROUPS {
+        run_group(group, &suite, &is_wanted, &mut tally);
+    }
+    for name in &tally.failed {
+        say(&format!("failed: {name}"));
+    }
+    say(&format!(
+        "{} passed, {} failed",
+        tally.passed,
+        tally.failed.len()
+    ));
+    if tally.failed.is_empty() && tally.passed > 0 {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
+}
+
+fn names(group: &Group) -> Vec<(&'static str, &'static str)> {
+    match *group {
+        Group::Alone { name, checks } => checks.iter().map(|(check, _)| (name, *check)).collect(),
+        Group::OnBench { name, checks, .. } => {
+            checks.iter().map(|(check, _)| (name, *check)).collect()
+        }
+    }
+}
+
+fn run_group(
+    group: &Group,
+    suite: &Suite,
+    is_wanted: &impl Fn(&str, &str) -> bool,
+    tally: &mut Tally,
+) {
+    match *group {
+        Group::Alone { name, checks } => {
+            for (check, run) in checks.iter().filter(|(check, _)| is_wanted(name, check)) {
+                let full = format!("{name}::{check}");
+                tally.count(&full, || suite.with_lab(&full, run));
+            }
+        }
+        Group::OnBench { name, boot, checks } => {
+            let wanted: Vec<_> = checks
+                .iter()
+                .filter(|(check, _)| is_wanted(name, check))
+                .collect();
+            if wanted.is_empty() {
+                return;
+            }
+            let mut reached = false;
+            let booted = suite.with_lab(name, |lab| {
+                let bench = boot(lab)?;
+                reached = true;
+                let failed = tally.failed.len();
+                for (check, run) in &wanted {
+                    tally.count(&format!("{name}::{check}"), || run(&bench));
+                }
+                if tally.failed.len() > failed {
+                    lab.keep_logs();
+                }
+                Ok(())
+            });
+            if !reached {
+                // Every check that could not be made has failed.
+                for (check, _) in &wanted {
+                    tally.count(&format!("{name}::{check}"), || Err(Fault::NoBench));
+                }
+            }
+            if let Err(fault) = booted {
+                say(&format!("        {}", integration::error_chain(&fault)));
+            }
+        }
+    }
+}

@@ -1,0 +1,405 @@
+//! nvme-cli in a guest: every command that the device implements, and the status of those that must fail.
+
+use serde_json::Value;
+
+use crate::Group;
+use crate::lab::{Bench, DRIVE_MIB, FUNCTION, Fault, PATIENCE, await_path, expect, verified_load};
+
+pub(crate) const GROUP: Group = Group::OnBench {
+    name: "nvme_cli",
+    boot: |lab| lab.bench(1),
+    checks: &[
+        ("id_ctrl", id_ctrl),
+        ("id_ns", id_ns),
+        ("list", list),
+        ("smart_log", smart_log),
+        ("error_log", error_log),
+        ("fw_log", fw_log),
+        ("effects_log", effects_log),
+        ("get_feature", get_feature),
+        ("dsm", dsm),
+        ("write_zeroes", write_zeroes),
+        ("compare", compare),
+        ("verify", verify),
+        ("copy", copy),
+        ("write_uncor_then_read", write_uncor_then_read),
+        ("flush", flush),
+        ("lba_out_of_range", lba_out_of_range),
+        ("unknown_commands", unknown_commands),
+        ("reset", reset),
+        ("unbind_and_bind", unbind_and_bind),
+    ],
+};
+
+const CONTROLLER: &str = "/dev/nvme0";
+const NAMESPACE: &str = "/dev/nvme0n1";
+
+/// Status codes (NVMe Base 2.0, 4.6.1.2): Status Code Type in bits 10:8.
+mod status {
+    pub(super) const SUCCESS: u16 = 0x000;
+    pub(super) const INVALID_OPCODE: u16 = 0x001;
+    pub(super) const INVALID_FIELD: u16 = 0x002;
+    pub(super) const LBA_OUT_OF_RANGE: u16 = 0x080;
+    pub(super) const UNRECOVERED_READ_ERROR: u16 = 0x281;
+    pub(super) const COMPARE_FAILURE: u16 = 0x285;
+}
+
+/// What `nvme COMMAND -o json` says.
+fn json(bench: &Bench, command: &str) -> Result<Value, Fault> {
+    let text = bench
+        .guest
+        .expect_nvme(&format!("{command} -o json"), status::SUCCESS)?;
+    serde_json::from_str(&text)
+        .map_err(|error| Fault::Wrong(format!("`nvme {command}`: {error}:\n{text}")))
+}
+
+fn number(value: &Value, field: &str) -> Result<u64, Fault> {
+    value[field]
+        .as_u64()
+        .ok_or_else(|| Fault::Wrong(format!("No number '{field}' in {value}")))
+}
+
+/// Fills `blocks` blocks from `start` with `byte`.
+fn write_blocks(bench: &Bench, start: u64, blocks: u64, byte: char) -> Result<(), Fault> {
+    let bytes = blocks * 512;
+    bench.guest.check(
+        &format!("head -c {bytes} /dev/zero | tr '\\0' '{byte}' > /tmp/data"),
+        PATIENCE,
+    )?;
+    bench.guest.expect_nvme(
+        &format!(
+            "write {NAMESPACE} -s {start} -c {} -z {bytes} -d /tmp/data",
+            blocks - 1
+        ),
+        status::SUCCESS,
+    )?;
+    Ok(())
+}
+
+/// Fails unless `blocks` blocks from `start` hold nothing but `byte` (as tr writes it).
+fn expect_blocks(bench: &Bench, start: u64, blocks: u64, byte: &str) -> Result<(), Fault> {
+    let bytes = blocks * 512;
+    bench.guest.expect_nvme(
+        &format!(
+            "read {NAMESPACE} -s {start} -c {} -z {bytes} -d /tmp/found",
+            blocks - 1
+        ),
+        status::SUCCESS,
+    )?;
+    bench.guest.check(
+        &format!(
+            "head -c {bytes} /dev/zero | tr '\\0' '{byte}' | cmp - /tmp/found && \
+             [ $(stat -c %s /tmp/found) = {bytes} ]"
+        ),
+        PATIENCE,
+    )?;
+    Ok(())
+}
+
+fn id_ctrl(bench: &Bench) -> Result<(), Fault> {
+    let controller = json(bench, &format!("id-ctrl {CONTROLLER}"))?;
+    let stats = bench.server.borrow().function_stats(FUNCTION)?;
+    let text = |field: &str| {
+        controller[field]
+            .as_str()
+            .unwrap_or_default()
+            .trim()
+            .to_owned()
+    };
+    expect(
+        text("mn") == stats.model && text("sn") == stats.serial,
+        || {
+            format!(
+                "Model and serial are '{}', '{}'; the server says {stats:?}",
+                text("mn"),
+                text("sn")
+            )
+        },
+    )?;
+    // MDTS counts in units of the smallest page, 4 KiB here: 8 is 1 MiB; 0 would be without limit.
+    let mdts = number(&controller, "mdts")?;
+    expect(mdts == 0 || mdts >= 8, || format!("MDTS {mdts}"))?;
+    expect(number(&controller, "nn")? == 1, || {
+        format!("NN in {controller}")
+    })?;
+    let version = number(&controller, "ver")?;
+    expect(version >= 0x0002_0000, || format!("VER {version:#x}"))
+}
+
+fn id_ns(bench: &Bench) -> Result<(), Fault> {
+    let namespace = json(bench, &format!("id-ns {NAMESPACE}"))?;
+    let blocks = (DRIVE_MIB << 20) / 512;
+    for field in ["nsze", "ncap"] {
+        let found = number(&namespace, field)?;
+        expect(found == blocks, || format!("{field} {found}, not {blocks}"))?;
+    }
+    let identity = format!("{}{}", namespace["nguid"], namespace["eui64"]);
+    expect(
+        identity.contains(|c: char| c.is_ascii_hexdigit() && c != '0'),
+        || format!("The namespace has neither an NGUID nor an EUI-64: {namespace}"),
+    )?;
+    // The same through the descriptor list, and the list of active namespaces.
+    bench
+        .guest
+        .expect_nvme(&format!("ns-descs {NAMESPACE}"), status::SUCCESS)?;
+    let active = bench
+        .guest
+        .expect_nvme(&format!("list-ns {CONTROLLER}"), status::SUCCESS)?;
+    expect(active.contains("0x1"), || format!("list-ns: {active}"))
+}
+
+fn list(bench: &Bench) -> Result<(), Fault> {
+    let devices = json(bench, "list")?;
+    let device = &devices["Devices"][0];
+    expect(device["DevicePath"] == NAMESPACE, || {
+        format!("nvme list: {devices}")
+    })?;
+    let size = number(device, "PhysicalSize")?;
+    expect(size == DRIVE_MIB << 20, || {
+        format!("nvme list: size {size}")
+    })
+}
+
+fn smart_log(bench: &Bench) -> Result<(), Fault> {
+    let before = json(bench, &format!("smart-log {CONTROLLER}"))?;
+    expect(number(&before, "critical_warning")? == 0, || {
+        format!("{before}")
+    })?;
+    let reads = number(&before, "host_read_commands")?;
+    expect_read(bench)?;
+    let after = json(bench, &format!("smart-log {CONTROLLER}"))?;
+    let more = number(&after, "host_read_commands")?;
+    expect(more > reads, || {
+        format!("Host read commands: {reads}, after a read {more}")
+    })
+}
+
+fn expect_read(bench: &Bench) -> Result<(), Fault> {
+    bench.guest.expect_nvme(
+        &format!("read {NAMESPACE} -s 0 -c 0 -z 512 -d /tmp/found"),
+        status::SUCCESS,
+    )?;
+    Ok(())
+}
+
+fn error_log(bench: &Bench) -> Result<(), Fault> {
+    let log = json(bench, &format!("error-log {CONTROLLER}"))?;
+    expect(log["errors"].is_array(), || format!("error-log: {log}"))
+}
+
+fn fw_log(bench: &Bench) -> Result<(), Fault> {
+    let text = bench
+        .guest
+        .expect_nvme(&format!("fw-log {CONTROLLER}"), status::SUCCESS)?;
+    expect(text.contains("afi"), || format!("fw-log: {text}"))
+}
+
+fn effects_log(bench: &Bench) -> Result<(), Fault> {
+    let text = bench
+        .guest
+        .expect_nvme(&format!("effects-log {CONTROLLER}"), status::SUCCESS)?;
+    for supported in ["Identify", "Get Log Page", "Read", "Write", "Flush", "Copy"] {
+        expect(text.contains(supported), || {
+            format!("{supported} is not in the effects log:\n{text}")
+        })?;
+    }
+    Ok(())
+}
+
+fn get_feature(bench: &Bench) -> Result<(), Fault> {
+    // NVMe Base 2.0, figure 317: arbitration, power, LBA range type, temperature, error recovery, write
+    // cache, queues, interrupt coalescing, vector configuration, write atomicity, async events,
+    // timestamp, host behaviour.
+    let advertised = [1, 2, 3, 4, 5, 6, 7, 8, 9, 0x0a, 0x0b, 0x0e, 0x16];
+    for feature in advertised {
+        // Those of a namespace want one named, the others none.
+        let namespace = u32::from(matches!(feature, 3 | 5));
+        for select in [0, 1] {
+            bench.guest.expect_nvme(
+                &format!("get-feature {CONTROLLER} -f {feature} -n {namespace} -s {select}"),
+                status::SUCCESS,
+            )?;
+        }
+    }
+    bench.guest.expect_nvme(
+        &format!("get-feature {CONTROLLER} -f 0x7f"),
+        status::INVALID_FIELD,
+    )?;
+    Ok(())
+}
+
+fn dsm(bench: &Bench) -> Result<(), Fault> {
+    write_blocks(bench, 64, 16, 'd')?;
+    bench.guest.expect_nvme(
+        &format!("dsm {NAMESPACE} --ad -s 64 -b 16"),
+        status::SUCCESS,
+    )?;
+    // What is deallocated may read as zeroes or as before (NVM Command Set 1.0, 3.2.3.2), but does read.
+    bench.guest.expect_nvme(
+        &format!("read {NAMESPACE} -s 64 -c 15 -z 8192 -d /tmp/found"),
+        status::SUCCESS,
+    )?;
+    bench.guest.expect_nvme(
+        &format!(
+            "dsm {NAMESPACE} --ad -s {} -b 16",
+            (DRIVE_MIB << 20) / 512 - 8
+        ),
+        status::LBA_OUT_OF_RANGE,
+    )?;
+    Ok(())
+}
+
+fn write_zeroes(bench: &Bench) -> Result<(), Fault> {
+    write_blocks(bench, 128, 16, 'z')?;
+    bench.guest.expect_nvme(
+        &format!("write-zeroes {NAMESPACE} -s 132 -c 7"),
+        status::SUCCESS,
+    )?;
+    expect_blocks(bench, 128, 4, "z")?;
+    expect_blocks(bench, 132, 8, "\\0")?;
+    expect_blocks(bench, 140, 4, "z")
+}
+
+fn compare(bench: &Bench) -> Result<(), Fault> {
+    write_blocks(bench, 256, 8, 'c')?;
+    let compare = |start| format!("compare {NAMESPACE} -s {start} -c 7 -z 4096 -d /tmp/data");
+    bench.guest.expect_nvme(&compare(256), status::SUCCESS)?;
+    bench
+        .guest
+        .expect_nvme(&compare(257), status::COMPARE_FAILURE)?;
+    Ok(())
+}
+
+fn verify(bench: &Bench) -> Result<(), Fault> {
+    write_blocks(bench, 320, 8, 'v')?;
+    bench
+        .guest
+        .expect_nvme(&format!("verify {NAMESPACE} -s 320 -c 7"), status::SUCCESS)?;
+    Ok(())
+}
+
+fn copy(bench: &Bench) -> Result<(), Fault> {
+    write_blocks(bench, 512, 8, '1')?;
+    write_blocks(bench, 600, 4, '2')?;
+    // Two ranges, the lengths of which nvme-cli takes zero-based.
+    bench.guest.expect_nvme(
+        &format!("copy {NAMESPACE} --sdlba=700 --slbs=512,600 --blocks=7,3"),
+        status::SUCCESS,
+    )?;
+    expect_blocks(bench, 700, 8, "1")?;
+    expect_blocks(bench, 708, 4, "2")?;
+    let end = (DRIVE_MIB << 20) / 512;
+    bench.guest.expect_nvme(
+        &format!("copy {NAMESPACE} --sdlba=700 --slbs={} --blocks=7", end - 4),
+        status::LBA_OUT_OF_RANGE,
+    )?;
+    bench.guest.expect_nvme(
+        &format!("copy {NAMESPACE} --sdlba={} --slbs=512 --blocks=7", end - 4),
+        status::LBA_OUT_OF_RANGE,
+    )?;
+    Ok(())
+}
+
+fn write_uncor_then_read(bench: &Bench) -> Result<(), Fault> {
+    write_blocks(bench, 800, 4, 'u')?;
+    bench.guest.expect_nvme(
+        &format!("write-uncor {NAMESPACE} -s 801 -c 0"),
+        status::SUCCESS,
+    )?;
+    let read = |start| format!("read {NAMESPACE} -s {start} -c 0 -z 512 -d /tmp/found");
+    bench
+        .guest
+        .expect_nvme(&read(801), status::UNRECOVERED_READ_ERROR)?;
+    bench.guest.expect_nvme(
+        &format!("verify {NAMESPACE} -s 800 -c 3"),
+        status::UNRECOVERED_READ_ERROR,
+    )?;
+    expect_blocks(bench, 800, 1, "u")?;
+    expect_blocks(bench, 802, 2, "u")?;
+    // A write makes the block good again.
+    write_blocks(bench, 801, 1, 'U')?;
+    expect_blocks(bench, 801, 1, "U")
+}
+
+fn flush(bench: &Bench) -> Result<(), Fault> {
+    bench
+        .guest
+        .expect_nvme(&format!("flush {NAMESPACE}"), status::SUCCESS)?;
+    Ok(())
+}
+
+fn lba_out_of_range(bench: &Bench) -> Result<(), Fault> {
+    let end = (DRIVE_MIB << 20) / 512;
+    let last = end - 1;
+    bench.guest.expect_nvme(
+        &format!("read {NAMESPACE} -s {last} -c 0 -z 512"),
+        status::SUCCESS,
+    )?;
+    for (start, blocks) in [
+        (end, 1),
+        (last, 2),
+        (u64::MAX, 1),
+        (u64::MAX - 1, 2),
+        (1 << 55, 8),
+    ] {
+        let bytes = blocks * 512;
+        let range = format!("-s {start} -c {} -z {bytes}", blocks - 1);
+        bench.guest.expect_nvme(
+            &format!("read {NAMESPACE} {range}"),
+            status::LBA_OUT_OF_RANGE,
+        )?;
+        bench.guest.expect_nvme(
+            &format!("write {NAMESPACE} {range} -d /dev/zero"),
+            status::LBA_OUT_OF_RANGE,
+        )?;
+    }
+    bench.guest.expect_nvme(
+        &format!("write-zeroes {NAMESPACE} -s {last} -c 1"),
+        status::LBA_OUT_OF_RANGE,
+    )?;
+    Ok(())
+}
+
+fn unknown_commands(bench: &Bench) -> Result<(), Fault> {
+    for opcode in ["0x3f", "0x7f"] {
+        bench.guest.expect_nvme(
+            &format!("admin-passthru {CONTROLLER} --opcode={opcode}"),
+            status::INVALID_OPCODE,
+        )?;
+        bench.guest.expect_nvme(
+            &format!("io-passthru {NAMESPACE} --opcode={opcode} --namespace-id=1"),
+            status::INVALID_OPCODE,
+        )?;
+    }
+    // Identify with a CNS that does not exist.
+    bench.guest.expect_nvme(
+        &format!("admin-passthru {CONTROLLER} --opcode=6 --cdw10=0xff --data-len=4096 --read"),
+        status::INVALID_FIELD,
+    )?;
+    Ok(())
+}
+
+fn reset(bench: &Bench) -> Result<(), Fault> {
+    for _ in 0..3 {
+        bench
+            .guest
+            .expect_nvme(&format!("reset {CONTROLLER}"), status::SUCCESS)?;
+        expect_read(bench)?;
+    }
+    Ok(())
+}
+
+fn unbind_and_bind(bench: &Bench) -> Result<(), Fault> {
+    for _ in 0..3 {
+        bench.guest.check(
+            "address=$(basename $(readlink -f /sys/class/nvme/nvme0/device)) && \
+             cd /sys/bus/pci/drivers/nvme && echo $address > unbind && [ ! -e /dev/nvme0n1 ] && \
+             echo $address > bind",
+            PATIENCE,
+        )?;
+        await_path(&bench.guest, NAMESPACE, true)?;
+    }
+    verified_load("after-bind", 1).run(&bench.guest)?;
+    bench.server.borrow_mut().expect_alive()?;
+    Ok(())
+}

@@ -1,0 +1,55 @@
+//! A queue whose poller sleeps loses no notification: thousands of single I/Os, each after a pause of
+//! another length, so that they meet the poller on its way to sleep at every point of that way.
+
+use std::time::Duration;
+
+use integration::guest::fio::Fio;
+
+use crate::Group;
+use crate::lab::{Bench, Fault, Lab, PATIENCE, expect};
+
+pub(crate) const GROUP: Group = Group::Alone {
+    name: "pauses",
+    checks: &[
+        ("shadow", |lab| none_is_late(lab, "shadow")),
+        ("mapped", |lab| none_is_late(lab, "mapped")),
+        ("trap", |lab| none_is_late(lab, "trap")),
+    ],
+};
+
+const IOS: u64 = 10_000;
+/// A completion that is later than this waited for something that did not come.
+const LATE: Duration = Duration::from_millis(50);
+
+/// A log for fio to replay: reads of random blocks, each after a random wait of up to 5 ms.
+const MAKE_LOG: &str = r#"awk -v ios=10000 'BEGIN {
+    srand(7)
+    print "fio version 2 iolog"
+    print "/dev/nvme0n1 add"
+    print "/dev/nvme0n1 open"
+    for (i = 0; i < ios; i++) {
+        print "/dev/nvme0n1 wait " int(rand() * 5000)
+        print "/dev/nvme0n1 read " int(rand() * 60000) * 4096 " 4096"
+    }
+    print "/dev/nvme0n1 close"
+}' > /tmp/pauses.log"#;
+
+fn none_is_late(lab: &Lab, mode: &str) -> Result<(), Fault> {
+    let function = lab.function()?.option(format!("doorbells={mode}"));
+    let bench: Bench = lab.bench_with(lab.v6_12(), function, 1)?;
+    bench.guest.check(MAKE_LOG, PATIENCE)?;
+    let report = Fio::new("pauses", "randread", "4k", 1)
+        .option("read_iolog", "/tmp/pauses.log")
+        .run(&bench.guest)?;
+    expect(report.read.ios == IOS, || {
+        format!("{} I/Os, not {IOS}", report.read.ios)
+    })?;
+    let slowest = Duration::from_secs_f64(report.read.max_us / 1e6);
+    expect(slowest <= LATE, || {
+        format!(
+            "One I/O took {slowest:?}; half took {} us",
+            report.read.p50_us
+        )
+    })?;
+    bench.expect_well()
+}

@@ -1,0 +1,55 @@
+//! Resets of every kind while I/O is under way: what was in flight is done again, and all data is right.
+
+use std::time::Duration;
+
+use integration::guest::fio::Fio;
+
+use crate::Group;
+use crate::lab::{Fault, Lab, PATIENCE, expect, verified_load};
+
+pub(crate) const GROUP: Group = Group::Alone {
+    name: "reset",
+    checks: &[
+        ("controller_reset_under_load", |lab| {
+            under_load(lab, "nvme reset /dev/nvme0")
+        }),
+        ("function_level_reset_under_load", |lab| {
+            under_load(lab, "echo 1 > /sys/class/nvme/nvme0/device/reset")
+        }),
+    ],
+};
+
+const RESETS: u32 = 8;
+
+fn under_load(lab: &Lab, reset: &str) -> Result<(), Fault> {
+    let bench = lab.bench(2)?;
+    // Verified in the background of the writing, so that it goes on all the time.
+    let load = Fio::new("load", "randwrite", "4k", 32)
+        .option("size", "64m")
+        .option("verify", "crc32c")
+        .option("verify_backlog", "1024")
+        .option("verify_fatal", "1")
+        .runtime(Duration::from_secs(15));
+    let job = bench.guest.start(&load.script())?;
+    bench.guest.check(
+        &format!(
+            "for i in $(seq {RESETS}); do sleep 1; {reset} || exit 1; done; \
+             cat /sys/class/nvme/nvme0/state"
+        ),
+        PATIENCE,
+    )?;
+    expect(job.try_result().is_none(), || {
+        "fio ended before the resets did".to_owned()
+    })?;
+    let output = bench.guest.finish(job, load.patience())?;
+    load.report(&output.text)?;
+    let state = bench
+        .guest
+        .check("cat /sys/class/nvme/nvme0/state", PATIENCE)?;
+    expect(state.trim() == "live", || {
+        format!("The controller is {state}")
+    })?;
+    verified_load("afterwards", 1).run(&bench.guest)?;
+    bench.server.borrow_mut().expect_alive()?;
+    Ok(())
+}

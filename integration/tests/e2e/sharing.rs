@@ -1,0 +1,79 @@
+//! Several guests on one drive.
+
+use std::fs;
+
+use clap::Parser;
+use integration::demo;
+use integration::guest::{BOOT_PATIENCE, Drive, Guest, GuestConfig};
+use integration::server::FunctionOptions;
+
+use crate::Group;
+use crate::lab::{Fault, Lab, expect, expect_no_complaints, verified_load};
+
+pub(crate) const GROUP: Group = Group::Alone {
+    name: "sharing",
+    checks: &[
+        ("two_kernels_at_once", two_kernels_at_once),
+        ("demo_on_a_file", |lab| demo(lab, &[])),
+        ("demo_in_memory_with_mapped_doorbells", |lab| {
+            demo(
+                lab,
+                &[
+                    "--drive",
+                    "memory:600M",
+                    "--doorbells",
+                    "mapped",
+                    "--kernel",
+                    "6.1",
+                ],
+            )
+        }),
+    ],
+};
+
+fn two_kernels_at_once(lab: &Lab) -> Result<(), Fault> {
+    let drive = lab.drive("shared.img", 256)?.display().to_string();
+    let mut server = lab.serve(&[
+        FunctionOptions::new("old", drive.clone(), "0+128M"),
+        FunctionOptions::new("new", drive, "128M+128M"),
+    ])?;
+    let boot = |name: &str, assets| {
+        let config = GuestConfig::new(name)
+            .vcpus(2)
+            .drive(Drive::vfio_user(server.socket(name)));
+        Guest::start_booting(assets, &config, lab.folder())
+    };
+    let guests = [boot("old", lab.v6_1())?, boot("new", lab.v6_12())?];
+    let load = verified_load("verify", 2);
+    let mut jobs = Vec::new();
+    for guest in &guests {
+        guest.await_ready(BOOT_PATIENCE)?;
+    }
+    for guest in &guests {
+        jobs.push(guest.start(&load.script())?);
+    }
+    for (guest, job) in guests.iter().zip(jobs) {
+        let output = guest.finish(job, load.patience())?;
+        load.report(&output.text)?;
+        expect_no_complaints(guest)?;
+    }
+    server.expect_alive()?;
+    Ok(())
+}
+
+fn demo(lab: &Lab, more: &[&str]) -> Result<(), Fault> {
+    let json = lab.folder().join("demo.json");
+    let path = json.display().to_string();
+    let mut arguments = vec!["demo", "--runtime", "2", "--json", &path];
+    arguments.extend(more);
+    let options = demo::Options::try_parse_from(arguments)
+        .map_err(|error| Fault::Wrong(error.to_string()))?;
+    expect(demo::run(&options)?, || {
+        "The demonstration failed".to_owned()
+    })?;
+    let text = fs::read_to_string(&json).map_err(|source| Fault::File { path: json, source })?;
+    let report: serde_json::Value =
+        serde_json::from_str(&text).map_err(|error| Fault::Wrong(error.to_string()))?;
+    let guests = report["guests"].as_array().map_or(0, Vec::len);
+    expect(report["isolation_ok"] == true && guests == 2, || text)
+}

@@ -49,3 +49,8 @@ pub fn error_chain(error: &dyn std::error::Error) -> String {
     }
     text
 }
+
+/// Prints an error and all that caused it.
+pub fn print_error(error: &dyn std::error::Error) {
+    eprintln!("Error: {}", error_chain(error));
+}

@@ -10,7 +10,7 @@ fn main() -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            eprintln!("Error: {}", integration::error_chain(&error));
+            integration::print_error(&error);
             ExitCode::FAILURE
         }
     }

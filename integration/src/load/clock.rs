@@ -8,12 +8,16 @@
 use std::io;
 use std::time::Instant;
 
-/// The time stamp counter.
+/// The time stamp counter, read after every load before it: without the fence, a completion that is
+/// still on its way to this processor would be given a time before it came.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 pub(super) fn ticks() -> u64 {
-    // SAFETY: RDTSC is part of every x86-64 processor and has no operands.
-    unsafe { core::arch::x86_64::_rdtsc() }
+    // SAFETY: LFENCE and RDTSC are part of every x86-64 processor and have no operands.
+    unsafe {
+        core::arch::x86_64::_mm_lfence();
+        core::arch::x86_64::_rdtsc()
+    }
 }
 
 /// Nanoseconds since the first call, where there is no time stamp counter to be read.

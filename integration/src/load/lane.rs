@@ -20,11 +20,11 @@ pub(super) struct Tally {
     /// When measuring began, and the last completion, in ticks.
     pub(super) from: u64,
     pub(super) to: u64,
-    /// Doorbells, since measuring began: trapped register writes, and times rung by any means.
+    /// While measuring: trapped doorbell writes, doorbells rung by any means, interrupts taken.
     pub(super) doorbell_writes: u64,
     pub(super) doorbell_rings: u64,
-    /// Interrupts taken, and completions found after one was missing.
     pub(super) interrupts: u64,
+    /// How often completions were there that no interrupt had come for.
     pub(super) lost_interrupts: u64,
 }
 
@@ -70,6 +70,14 @@ impl Limits {
     }
 }
 
+/// What a lane counts all the time.
+#[derive(Clone, Copy, Debug)]
+struct Counters {
+    doorbell_writes: u64,
+    doorbell_rings: u64,
+    interrupts: u64,
+}
+
 /// A queue pair with its slots; a slot's number is its command identifier.
 pub(super) struct Lane {
     pub(super) queue: QueuePair,
@@ -84,8 +92,10 @@ pub(super) struct Lane {
     stride: usize,
     /// The PRP lists that the entries point to.
     _lists: Vec<DmaBuffer>,
-    /// Counters of the doorbells when measuring began.
-    base: Option<(u64, u64)>,
+    /// Interrupts taken so far.
+    interrupts: u64,
+    /// What had been counted when measuring began.
+    base: Option<Counters>,
 }
 
 impl Lane {
@@ -111,6 +121,7 @@ impl Lane {
             buffer,
             stride,
             _lists: lists,
+            interrupts: 0,
             base: None,
         }
     }
@@ -138,7 +149,7 @@ impl Lane {
         if limits.measure_from != NEVER {
             self.tally.from = now.max(limits.measure_from);
         }
-        self.base = (now >= limits.measure_from).then(|| self.doorbell_counters());
+        self.base = (now >= limits.measure_from).then(|| self.counters());
         for slot in 0..self.entries.len() {
             self.submit(slot, plan, limits, now)?;
         }
@@ -244,20 +255,30 @@ impl Lane {
 
     #[cold]
     fn start_measuring(&mut self) {
-        self.base = Some(self.doorbell_counters());
+        self.base = Some(self.counters());
     }
 
-    fn doorbell_counters(&self) -> (u64, u64) {
+    fn counters(&self) -> Counters {
         let (sq, cq) = (self.queue.sq.doorbell(), self.queue.cq.doorbell());
-        (sq.writes() + cq.writes(), sq.rings() + cq.rings())
+        Counters {
+            doorbell_writes: sq.writes() + cq.writes(),
+            doorbell_rings: sq.rings() + cq.rings(),
+            interrupts: self.interrupts,
+        }
     }
 
-    /// Ends a pass: what the doorbells counted meanwhile.
+    /// An interrupt was taken.
+    pub(super) fn interrupted(&mut self) {
+        self.interrupts += 1;
+    }
+
+    /// Ends a pass: what was counted while it measured.
     pub(super) fn end(&mut self) {
-        let now = self.doorbell_counters();
-        let base = self.base.unwrap_or(now);
-        self.tally.doorbell_writes += now.0 - base.0;
-        self.tally.doorbell_rings += now.1 - base.1;
+        let now = self.counters();
+        let base = self.base.take().unwrap_or(now);
+        self.tally.doorbell_writes += now.doorbell_writes - base.doorbell_writes;
+        self.tally.doorbell_rings += now.doorbell_rings - base.doorbell_rings;
+        self.tally.interrupts += now.interrupts - base.interrupts;
     }
 
     /// Nothing completed for too long.

@@ -1,0 +1,119 @@
+//! What fuzz targets share: a function on a drive that keeps nothing, with memory, for those that
+//! play its guest; and how they cut up their input.
+
+use std::os::fd::OwnedFd;
+
+use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
+use nvme_mpt::{
+    Attachment, AttachmentConfig, DoorbellMode, Drive, DriveOptions, Gpa, MemoryRegion, PollPolicy,
+    Pollers,
+};
+use vmm_device::{Bar, MsixMasking, NvmeFunction};
+
+/// Memory that inputs are likely to name: 1 MiB at address 0.
+pub const MEMORY: u64 = 1 << 20;
+/// The admin queues lie in one more region, where no input writes by chance.
+pub const RINGS: u64 = 0x0051_7C3A_9E60_0000;
+
+/// A function and its guest's memory.
+pub struct Fixture {
+    /// The function.
+    pub function: NvmeFunction,
+}
+
+impl Fixture {
+    /// A function as after power-on.
+    #[must_use]
+    pub fn new(mode: DoorbellMode, masking: MsixMasking) -> Self {
+        let path = "null:1G".parse().expect("a drive");
+        let drive = Drive::open(&path, DriveOptions::default()).expect("null");
+        let (blocks, lba_shift) = (drive.blocks(), drive.lba_shift());
+        let request = LeaseRequest {
+            id: "fuzz",
+            drive: drive.identity(),
+            nsid: drive.controller().namespace().nsid,
+            range: ByteRange::new(0, blocks << lba_shift).expect("a range"),
+            lba_shift,
+            blocks,
+        };
+        let lease = Ledger::in_process().acquire(&request).expect("a lease");
+        let attachment = Attachment::new(AttachmentConfig {
+            drive,
+            lease,
+            queue_pairs: 4,
+            doorbells: mode,
+            poll: PollPolicy::default(),
+            pollers: Pollers::new(),
+            serial: None,
+        })
+        .expect("an attachment");
+        let function = NvmeFunction::new(attachment, masking);
+        map(&function, 0, MEMORY);
+        map(&function, RINGS, 0x20_000);
+        Self { function }
+    }
+
+    /// Everything as at first, but for the guest's memory, which begins with `content`.
+    pub fn reset(&mut self, content: &[u8]) {
+        let _ = self.function.reset();
+        self.write(0, &content[..content.len().min(MEMORY as usize)]);
+    }
+
+    /// Writes the guest's memory.
+    pub fn write(&self, at: u64, data: &[u8]) {
+        self.function
+            .memory()
+            .write(Gpa(at), data)
+            .expect("mapped memory");
+    }
+
+    /// Reads a property.
+    #[must_use]
+    pub fn register(&self, offset: u64) -> u32 {
+        let mut data = [0; 4];
+        self.function.read_bar(Bar::Registers, offset, &mut data);
+        u32::from_le_bytes(data)
+    }
+}
+
+fn map(function: &NvmeFunction, gpa: u64, len: u64) {
+    let file = tempfile::tempfile().expect("a file");
+    file.set_len(len).expect("room");
+    let region = MemoryRegion {
+        gpa: Gpa(gpa),
+        len,
+        fd: OwnedFd::from(file),
+        offset: 0,
+        readable: true,
+        writable: true,
+    };
+    function.memory().map(region).expect("memory");
+}
+
+/// Cuts an input into numbers and pieces; what is missing at its end is zero.
+pub struct Input<'a>(pub &'a [u8]);
+
+impl<'a> Input<'a> {
+    /// Whether nothing is left.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The next byte.
+    pub fn byte(&mut self) -> u8 {
+        self.piece(1).first().copied().unwrap_or(0)
+    }
+
+    /// The next two bytes.
+    pub fn number(&mut self) -> u16 {
+        u16::from_le_bytes([self.byte(), self.byte()])
+    }
+
+    /// The next bytes, as many as there are.
+    pub fn piece(&mut self, length: usize) -> &'a [u8] {
+        let (piece, rest) = self.0.split_at(length.min(self.0.len()));
+        self.0 = rest;
+        piece
+    }
+}

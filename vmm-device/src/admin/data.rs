@@ -63,6 +63,10 @@ impl<'a> DataBuffer<'a> {
     fn segments(&self, wanted: u64) -> Result<Vec<Segment>, Status> {
         let [first, second] = self.prp;
         let wanted = wanted.min(self.length);
+        if wanted == 0 {
+            // A command without data has no data pointer, whatever is in its place.
+            return Ok(Vec::new());
+        }
         if !first.is_dword_aligned() {
             return Err(Status::PRP_OFFSET_INVALID);
         }
@@ -72,7 +76,7 @@ impl<'a> DataBuffer<'a> {
         let following = match pages {
             0 | 1 => Vec::new(),
             2 => vec![second],
-            _ => self.list(second, pages - 1, pages_wanted.saturating_sub(1))?,
+            _ => self.list(second, pages - 1, pages_wanted - 1)?,
         };
 
         let mut segments = Vec::new();

@@ -604,6 +604,21 @@ fn features_transfer_their_data() {
 }
 
 #[test]
+fn a_command_without_data_has_no_data_pointer() {
+    let mut guest = guest();
+    let sqe = Sqe {
+        dptr: [u64::MAX, u64::MAX],
+        ..get_features(0x07, 0)
+    };
+    assert_ok(guest.admin(sqe));
+    let sqe = Sqe {
+        dptr: [NOWHERE + 1, 0],
+        ..set_features(0x01, 0)
+    };
+    assert_ok(guest.admin(sqe));
+}
+
+#[test]
 fn a_temperature_threshold_that_is_crossed_is_an_event() {
     let mut guest = guest();
     guest.submit(async_event_request());

@@ -147,7 +147,6 @@ impl Msix {
         self.table.fill(MsixMessage::RESET);
         for vector in &self.vectors {
             vector.clear_pending();
-            vector.set_coalescing_disabled(false);
         }
         self.apply(MsixControl {
             enabled: false,

@@ -1,0 +1,376 @@
+//! The function as a guest and its VMM use it.
+
+use std::{
+    sync::Mutex,
+    thread,
+    time::{Duration, Instant},
+};
+
+use nvme_mpt::spec::{sqe::Sqe, status::Status};
+use vm_device::DeviceMmio;
+use vmm_sys_util::eventfd::EFD_NONBLOCK;
+
+use super::*;
+use crate::fixtures::{self, DATA, Guest, MEMORY, QUEUE_PAIRS};
+
+const IO_CQ: u64 = DATA + 0x10_0000;
+const IO_SQ: u64 = DATA + 0x11_0000;
+
+/// Waits for what another thread does. The deadline is for a thread that never does it.
+#[track_caller]
+fn wait_for(mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !condition() {
+        assert!(Instant::now() < deadline, "it never happened");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn identify() -> Sqe {
+    Sqe {
+        dptr: [DATA, 0],
+        cdw10: 1,
+        ..Sqe::new(0x06)
+    }
+}
+
+/// Queue pair 1, of 16 entries, on vector 1.
+fn create_queue_pair(guest: &mut Guest) {
+    let cq = Sqe {
+        dptr: [IO_CQ, 0],
+        cdw10: 0x000F_0001,
+        cdw11: 0x0001_0003,
+        ..Sqe::new(0x05)
+    };
+    let sq = Sqe {
+        dptr: [IO_SQ, 0],
+        cdw10: 0x000F_0001,
+        cdw11: 0x0001_0001,
+        ..Sqe::new(0x01)
+    };
+    guest.write_memory(IO_CQ, &[0; 4096]);
+    for sqe in [cq, sq] {
+        assert_eq!(guest.admin(sqe).status(), Status::SUCCESS);
+    }
+}
+
+fn flr(guest: &mut Guest) {
+    let _ = guest.function.write_config(0x68, &[0x10, 0xA8]);
+}
+
+#[test]
+fn io_runs_through_the_queues_that_admin_commands_made() {
+    for mode in [
+        DoorbellMode::Trap,
+        DoorbellMode::Shadow,
+        DoorbellMode::Mapped,
+    ] {
+        let mut guest = Guest::ready(mode);
+        let interrupt = EventFd::new(EFD_NONBLOCK).expect("eventfd");
+        let ours = interrupt.try_clone().expect("eventfd");
+        guest.function.vectors()[1].set_eventfd(Some(ours));
+        create_queue_pair(&mut guest);
+        guest.write_memory(DATA, &[0x5A; 512]);
+        // Write, then Read, of block 7.
+        for (index, (opcode, at)) in [(0x01, DATA), (0x02, DATA + 0x1000)]
+            .into_iter()
+            .enumerate()
+        {
+            let mut sqe = Sqe {
+                dptr: [at, 0],
+                cdw10: 7,
+                ..Sqe::new(opcode)
+            };
+            sqe.nsid.0 = 1;
+            guest.write_memory(
+                IO_SQ + 64 * index as u64,
+                zerocopy::IntoBytes::as_bytes(&sqe),
+            );
+            guest.doorbell(Doorbell::SqTail(QueueId(1)), index as u32 + 1);
+            let phase_and_status = IO_CQ + 16 * index as u64 + 14;
+            wait_for(|| guest.read_memory(phase_and_status, 1)[0] & 1 == 1);
+            assert_eq!(
+                guest.read_memory(phase_and_status, 2),
+                [1, 0],
+                "{mode}: success"
+            );
+            wait_for(|| interrupt.read().is_ok());
+            guest.doorbell(Doorbell::CqHead(QueueId(1)), index as u32 + 1);
+        }
+        assert_eq!(guest.read_memory(DATA + 0x1000, 512), [0x5A; 512], "{mode}");
+        let log = Sqe {
+            dptr: [DATA, 0],
+            cdw10: 0x007F_0002,
+            ..Sqe::new(0x02)
+        };
+        assert_eq!(guest.admin(log).status(), Status::SUCCESS);
+        assert_eq!(
+            guest.read_memory(DATA + 32, 1),
+            [1],
+            "{mode}: data units read"
+        );
+        assert_eq!(
+            guest.read_memory(DATA + 64, 1),
+            [1],
+            "{mode}: read commands"
+        );
+        assert_eq!(
+            guest.read_memory(DATA + 80, 1),
+            [1],
+            "{mode}: write commands"
+        );
+    }
+}
+
+#[test]
+fn a_reset_ends_all_and_can_be_repeated() {
+    let mut guest = Guest::new(DoorbellMode::Shadow);
+    for round in 0..12 {
+        guest.enable();
+        if round % 3 > 0 {
+            let config = Sqe {
+                dptr: [DATA, DATA + 0x1000],
+                ..Sqe::new(0x7C)
+            };
+            assert_eq!(guest.admin(config).status(), Status::SUCCESS);
+            create_queue_pair(&mut guest);
+        }
+        guest.submit(Sqe::new(0x0C));
+        match round % 4 {
+            0 => guest.write_register(0x14, 0x0046_0000),
+            1 => flr(&mut guest),
+            2 => drop(guest.function.reset()),
+            _ => {
+                guest.write_register(0x14, 0x0046_4001);
+                assert_eq!(guest.csts(), 0b1001, "shutdown complete");
+                guest.write_register(0x14, 0);
+            }
+        }
+        assert_eq!(guest.csts(), 0, "round {round}");
+        assert_eq!(guest.read_register(0x14), 0);
+        assert!(!guest.function.attachment().has_cq(QueueId(1)));
+        assert!(guest.peek().is_none(), "requests for events vanish");
+    }
+    flr(&mut guest);
+    flr(&mut guest);
+    guest.enable();
+    assert_eq!(guest.admin(identify()).status(), Status::SUCCESS);
+}
+
+#[test]
+fn a_reset_forgets_the_doorbell_buffer() {
+    let mut guest = Guest::ready(DoorbellMode::Shadow);
+    let config = Sqe {
+        dptr: [DATA, DATA + 0x1000],
+        ..Sqe::new(0x7C)
+    };
+    assert_eq!(guest.admin(config).status(), Status::SUCCESS);
+    create_queue_pair(&mut guest);
+    guest.write_register(0x14, 0);
+    // The pages are the next driver's, to whom they are anything but doorbells.
+    guest.write_memory(DATA, &[0xC3; 0x2000]);
+    guest.enable();
+    create_queue_pair(&mut guest);
+    let mut flush = Sqe::new(0x00);
+    flush.nsid.0 = 1;
+    guest.write_memory(IO_SQ, zerocopy::IntoBytes::as_bytes(&flush));
+    guest.doorbell(Doorbell::SqTail(QueueId(1)), 1);
+    wait_for(|| guest.read_memory(IO_CQ + 14, 1)[0] & 1 == 1);
+    guest.doorbell(Doorbell::CqHead(QueueId(1)), 1);
+    guest.write_register(0x14, 0);
+    assert_eq!(guest.read_memory(DATA, 0x2000), [0xC3; 0x2000]);
+}
+
+#[test]
+fn a_controller_that_is_not_running_ignores_its_doorbells() {
+    let mut guest = Guest::ready(DoorbellMode::Trap);
+    guest.write_register(0x14, 0x0046_4001);
+    assert_eq!(guest.csts(), 0b1001);
+    guest.submit(identify());
+    assert!(guest.peek().is_none());
+    guest.write_register(0x14, 0);
+    guest.submit(identify());
+    assert!(guest.peek().is_none());
+    guest.enable();
+    assert_eq!(guest.function.admin_stats().commands, 0);
+    assert_eq!(guest.admin(identify()).status(), Status::SUCCESS);
+}
+
+#[test]
+fn doorbells_are_dwords() {
+    let mut guest = Guest::ready(DoorbellMode::Trap);
+    guest.enqueue(identify());
+    for data in [&[1][..], &[1, 0], &[1, 0, 0]] {
+        guest.function.write_bar(Bar::Registers, 0x1000, data);
+        guest.function.process_events();
+        assert!(guest.peek().is_none());
+    }
+    guest
+        .function
+        .write_bar(Bar::Registers, 0x1000, &[1, 0, 0, 0, 9, 9, 9, 9]);
+    guest.function.process_events();
+    assert_eq!(guest.completion().status(), Status::SUCCESS);
+    let mut data = [0xA5; 8];
+    guest.function.read_bar(Bar::Registers, 0x1000, &mut data);
+    assert_eq!(data, [0; 8]);
+    assert_eq!(
+        guest.function.admin_stats().doorbell_exits,
+        2,
+        "tail and head"
+    );
+}
+
+#[test]
+fn mapped_doorbells_wake_the_admin_queue() {
+    let mut guest = Guest::ready(DoorbellMode::Mapped);
+    let region = guest.function.doorbell_region().expect("doorbells to map");
+    assert_eq!(region.offset, 0x1000);
+    assert_eq!(region.length % 4096, 0);
+    assert!(region.offset + region.length <= guest.function.bar_size(Bar::Registers));
+    for round in 1..=3 {
+        let cid = guest.enqueue(identify());
+        // A store to memory, of which nobody is told.
+        let doorbells = guest.function.attachment().doorbells();
+        doorbells.store(ADMIN_SQ_TAIL, round);
+        wait_for(|| guest.function.events_fd().read().is_ok());
+        guest.function.process_events();
+        let cqe = guest.peek().expect("a completion");
+        assert_eq!(cqe.cid(), cid);
+        guest
+            .function
+            .attachment()
+            .doorbells()
+            .store(ADMIN_CQ_HEAD, round);
+    }
+    assert_eq!(guest.function.admin_stats().doorbell_exits, 0);
+    // A VMM that could not map them traps them.
+    guest.enqueue(identify());
+    guest.ring();
+    assert!(guest.peek().is_some());
+}
+
+#[test]
+fn doorbells_are_mapped_in_mapped_mode_only() {
+    for mode in [DoorbellMode::Shadow, DoorbellMode::Trap] {
+        assert!(Guest::new(mode).function.doorbell_region().is_none());
+    }
+}
+
+#[test]
+fn a_queue_that_lost_its_memory_fails_the_controller() {
+    let mut guest = Guest::ready(DoorbellMode::Trap);
+    create_queue_pair(&mut guest);
+    guest.function.memory().unmap_all().expect("unmapped");
+    guest.doorbell(Doorbell::SqTail(QueueId(1)), 1);
+    wait_for(|| {
+        guest.function.process_events();
+        guest.csts() & 0b10 != 0
+    });
+    flr(&mut guest);
+    assert_eq!(guest.csts(), 0);
+}
+
+#[test]
+fn what_a_queue_reported_before_a_reset_fails_no_controller_after_it() {
+    let mut guest = Guest::ready(DoorbellMode::Trap);
+    create_queue_pair(&mut guest);
+    guest.function.memory().unmap_all().expect("unmapped");
+    guest.doorbell(Doorbell::SqTail(QueueId(1)), 1);
+    wait_for(|| guest.function.events_fd().read().is_ok());
+    guest.write_register(0x14, 0);
+    guest.function.process_events();
+    assert_eq!(guest.csts(), 0);
+}
+
+#[test]
+fn an_io_doorbell_value_that_cannot_be_is_an_event() {
+    let mut guest = Guest::ready(DoorbellMode::Trap);
+    create_queue_pair(&mut guest);
+    guest.submit(Sqe::new(0x0C));
+    guest.doorbell(Doorbell::SqTail(QueueId(1)), 16);
+    let mut cqe = None;
+    wait_for(|| {
+        guest.function.process_events();
+        cqe = guest.peek();
+        cqe.is_some()
+    });
+    assert_eq!(cqe.map(|cqe| cqe.dw0()), Some(0x0001_0100));
+    assert_eq!(guest.csts(), 1);
+}
+
+#[test]
+fn both_bars_are_reached_where_the_guest_put_them() {
+    let guest = Guest::new(DoorbellMode::Shadow);
+    let mut function = guest.function;
+    let (bar0, bar4) = (0x8_FEBF_0000_u64, 0xC000_0000_u64);
+    assert!(function.write_config(0x10, &bar0.to_le_bytes()).is_empty());
+    assert!(function.write_config(0x20, &bar4.to_le_bytes()).is_empty());
+    let size = function.bar_size(Bar::Registers);
+    assert_eq!(
+        function.write_config(0x04, &[0x06, 0x00]),
+        [
+            BarMove {
+                bar: Bar::Registers,
+                size,
+                from: None,
+                to: Some(bar0)
+            },
+            BarMove {
+                bar: Bar::Msix,
+                size: 0x2000,
+                from: None,
+                to: Some(bar4)
+            },
+        ]
+    );
+    let device = Mutex::new(function);
+    let read = |base, offset| {
+        let mut data = [0; 4];
+        device.mmio_read(MmioAddress(base), offset, &mut data);
+        u32::from_le_bytes(data)
+    };
+    assert_eq!(read(bar0, 8), 0x0002_0000, "VS");
+    assert_eq!(read(bar4, 12), 1, "vector 0 is masked");
+    device.mmio_write(MmioAddress(bar4), 12, &[0; 4]);
+    assert_eq!(read(bar4 + 8, 4), 0, "whatever the base is");
+    for (base, offset) in [(bar0, size), (bar4, 0x2000), (0x1000, 0), (u64::MAX, 2)] {
+        assert_eq!(read(base, offset), 0xFFFF_FFFF);
+        device.mmio_write(MmioAddress(base), offset, &[0; 4]);
+    }
+}
+
+#[test]
+fn interrupts_wait_for_the_guest_to_unmask_them() {
+    let attachment = fixtures::attachment(DoorbellMode::Shadow);
+    let mut function = NvmeFunction::new(attachment, MsixMasking::Function);
+    assert_eq!(function.vectors().len(), usize::from(QUEUE_PAIRS) + 1);
+    let interrupt = EventFd::new(EFD_NONBLOCK).expect("eventfd");
+    function.vectors()[3].set_eventfd(Some(interrupt.try_clone().expect("eventfd")));
+    function.vectors()[3].signal();
+    function.write_bar(
+        Bar::Msix,
+        3 * 16,
+        &[0x00, 0x10, 0xE0, 0xFE, 0, 0, 0, 0, 0x33, 0, 0, 0],
+    );
+    function.write_bar(Bar::Msix, 3 * 16 + 12, &[0; 4]);
+    assert!(interrupt.read().is_err(), "MSI-X is disabled");
+    let _ = function.write_config(0x52, &[0x00, 0x80]);
+    assert_eq!(interrupt.read().expect("it was pending"), 1);
+    let message = function.msix_message(3).expect("a message");
+    assert_eq!(
+        (message.address, message.data, message.masked),
+        (0xFEE0_1000, 0x33, false)
+    );
+    let _ = function.reset();
+    function.vectors()[3].signal();
+    assert!(interrupt.read().is_err(), "masked by the reset");
+}
+
+#[test]
+fn the_guests_memory_can_go_once_the_controller_is_disabled() {
+    let mut guest = Guest::ready(DoorbellMode::Shadow);
+    create_queue_pair(&mut guest);
+    guest.write_register(0x14, 0);
+    let unmapped = guest.function.memory().unmap_all().expect("unmapped");
+    assert_eq!(unmapped, MEMORY.end - MEMORY.start);
+}

@@ -568,6 +568,34 @@ impl Attachment {
         Ok(())
     }
 
+    /// Takes the shadow queue of a Completion Queue from its poller, for a caller that polls by
+    /// itself. Until it is given back, the queue cannot be changed or deleted.
+    ///
+    /// # Errors
+    /// [`QueueError::NoSuchQueue`] and [`QueueError::Timeout`].
+    pub fn take_queue(&self, cqid: QueueId) -> Result<Box<ShadowQueue>, QueueError> {
+        let queues = self.queues();
+        let entry = queues
+            .cqs
+            .get(&cqid.0)
+            .ok_or(QueueError::NoSuchQueue(cqid))?;
+        let mut queue = take_from_poller(cqid, entry)?;
+        queue.resume();
+        Ok(queue)
+    }
+
+    /// Gives a shadow queue back that [`Self::take_queue`] took.
+    ///
+    /// # Errors
+    /// [`QueueError::NoSuchQueue`] if it is none of this attachment's; then it ends here.
+    pub fn give_queue_back(&self, queue: Box<ShadowQueue>) -> Result<(), QueueError> {
+        let queues = self.queues();
+        let entry = queues.cqs.values().find(|entry| entry.id == queue.id());
+        let entry = entry.ok_or(QueueError::NoSuchQueue(queue.cqid()))?;
+        entry.poller.add(queue);
+        Ok(())
+    }
+
     /// Whether an I/O Submission Queue exists.
     #[must_use]
     pub fn has_sq(&self, qid: QueueId) -> bool {

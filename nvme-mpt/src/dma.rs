@@ -147,6 +147,17 @@ pub struct RegionTable {
     regions: Vec<Arc<Region>>,
 }
 
+/// One region's pages, for one direction: what a loop over a list of pages needs of it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RegionPages {
+    /// Guest address of the first page.
+    pub(crate) first: u64,
+    /// Offset of the last byte.
+    pub(crate) last_byte: u64,
+    /// IOVA of the first page.
+    pub(crate) iova: u64,
+}
+
 /// Where a lookup found its last region: a place to look first.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RegionHint(usize);
@@ -204,6 +215,23 @@ impl RegionTable {
     ) -> Option<Iova> {
         let (region, offset) = self.find(gpa, len, direction, hint)?;
         Some(Iova(region.iova.start() + offset))
+    }
+
+    /// The region around a page, to translate whole pages by, if it allows the access.
+    #[inline]
+    #[must_use]
+    pub(crate) fn pages_around(
+        &self,
+        gpa: Gpa,
+        direction: Direction,
+        hint: &mut RegionHint,
+    ) -> Option<RegionPages> {
+        let (region, _) = self.find(gpa, PAGE_SIZE, direction, hint)?;
+        Some(RegionPages {
+            first: region.gpa,
+            last_byte: region.limits[direction as usize] - 1,
+            iova: region.iova.start(),
+        })
     }
 
     /// The bytes at `gpa..gpa+len`, if all of them lie in one region that allows the access.
@@ -360,7 +388,7 @@ impl DmaWindow {
             .0
             .checked_add(len)
             .ok_or(DmaError::InvalidRegion { gpa, len })?;
-        if len == 0 || !gpa.is_page_aligned() || len % PAGE_SIZE != 0 {
+        if len == 0 || len >> 63 != 0 || !gpa.is_page_aligned() || len % PAGE_SIZE != 0 {
             return Err(DmaError::InvalidRegion { gpa, len });
         }
         // One change at a time: the lock is held while the table is rebuilt.

@@ -69,10 +69,11 @@ impl DataPointer {
         let list = memory
             .lists
             .resolve(prp2, 8 * entries)
+            .and_then(|list| list.words())
             .ok_or(Status::DATA_TRANSFER_ERROR)?;
         for i in 0..entries {
             let size = rest.min(PAGE_SIZE);
-            visit(list.read_u64(i), size)?;
+            visit(list.read(i), size)?;
             rest -= size;
         }
         Ok(())
@@ -93,10 +94,11 @@ impl DataPointer {
         let segment = memory
             .lists
             .resolve(sgl1.address, sgl1.length as usize)
+            .and_then(|segment| segment.words())
             .ok_or(Status::DATA_TRANSFER_ERROR)?;
         let mut rest = len;
         for i in 0..sgl1.length as usize / SglDescriptor::SIZE {
-            let words = [segment.read_u64(2 * i), segment.read_u64(2 * i + 1)];
+            let words = [segment.read(2 * i), segment.read(2 * i + 1)];
             let block: SglDescriptor = transmute!(words);
             let size = u64::from(block.length).min(rest);
             part(resolve(memory, &mut hint, block.address, size)?);

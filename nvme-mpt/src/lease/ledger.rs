@@ -244,6 +244,9 @@ impl Refusal {
                 range: request.range,
                 drive: request.drive.to_owned(),
                 remedy: match other.state {
+                    LeaseState::Held if other.pid == process::id() => {
+                        "choose ranges that do not overlap".to_owned()
+                    }
                     LeaseState::Held => {
                         "choose a range that does not overlap, or stop that process".to_owned()
                     }
@@ -478,7 +481,7 @@ mod tests {
                 .unwrap_err()
                 .to_string(),
             "Range 512M+1G of file:/drive overlaps lease \"a\" (range 0+1G of file:/drive, held by this process); \
-             choose a range that does not overlap, or stop that process"
+             choose ranges that do not overlap"
         );
         assert_eq!(
             ledger

@@ -36,7 +36,10 @@ const LOCK_PATIENCE: Duration = Duration::from_secs(10);
 #[derive(Debug, Error)]
 pub enum StoreError {
     /// The folder cannot be made.
-    #[error("Cannot create the state folder {}{}", path.display(), remedy(source))]
+    #[error(
+        "Cannot create the state folder {}; choose another one with --state-dir",
+        path.display()
+    )]
     Folder {
         /// The folder.
         path: PathBuf,

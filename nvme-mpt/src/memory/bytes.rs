@@ -101,32 +101,16 @@ impl<'a> RawBytes<'a> {
         unsafe { libc::memcmp(self.start.cast(), other.start.cast(), self.len) == 0 }
     }
 
-    /// Reads the little-endian 64-bit word at byte `8 * index`, once; 0 beyond the end.
-    ///
-    /// The range must start at a multiple of 8 bytes in its mapping.
+    /// The range as 64-bit words; `None` if it does not start at a multiple of 8 bytes.
     #[inline]
     #[must_use]
-    pub fn read_u64(&self, index: usize) -> u64 {
-        if index >= self.len / 8 {
-            return 0;
-        }
-        // SAFETY: the word lies inside the range as just checked; unaligned access is allowed
-        // for by reading it so; volatile, so that it is read exactly once.
-        unsafe { self.start.cast::<[u8; 8]>().add(index).read_volatile() }.into_word()
-    }
-
-    /// Writes the little-endian 64-bit word at byte `8 * index`; nothing beyond the end.
-    #[inline]
-    pub fn write_u64(&self, index: usize, value: u64) {
-        if index < self.len / 8 {
-            // SAFETY: the word lies inside the range as just checked.
-            unsafe {
-                self.start
-                    .cast::<u64>()
-                    .add(index)
-                    .write_unaligned(value.to_le())
-            };
-        }
+    pub fn words(&self) -> Option<RawWords<'a>> {
+        let start = self.start.cast::<u64>().cast_const();
+        start.is_aligned().then_some(RawWords {
+            start,
+            len: self.len / 8,
+            mapping: PhantomData,
+        })
     }
 
     /// Asks the processor to fetch the first lines of the range before they are needed.
@@ -144,15 +128,37 @@ impl<'a> RawBytes<'a> {
     }
 }
 
-/// Eight bytes in memory order as a number.
-trait IntoWord {
-    fn into_word(self) -> u64;
+/// Aligned little-endian 64-bit words of a [`RawBytes`], each read as a whole.
+#[derive(Clone, Copy, Debug)]
+pub struct RawWords<'a> {
+    start: *const u64,
+    len: usize,
+    mapping: PhantomData<&'a Mapping>,
 }
 
-impl IntoWord for [u8; 8] {
+impl RawWords<'_> {
+    /// Number of words.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no words.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Reads a word, once; 0 beyond the end.
     #[inline]
-    fn into_word(self) -> u64 {
-        u64::from_le_bytes(self)
+    #[must_use]
+    pub fn read(&self, index: usize) -> u64 {
+        if index >= self.len {
+            return 0;
+        }
+        // SAFETY: the word lies inside the range as just checked, and is aligned by construction;
+        // volatile, so that it is read exactly once.
+        u64::from_le(unsafe { self.start.add(index).read_volatile() })
     }
 }
 
@@ -161,19 +167,18 @@ mod tests {
     use super::super::Mapping;
 
     #[test]
-    fn words_are_little_endian_and_bounded() {
+    fn words_are_little_endian_aligned_and_bounded() {
         let mapping = Mapping::anonymous(4096).expect("map");
-        let bytes = mapping.bytes(8, 16).expect("inside");
+        let bytes = mapping.bytes(8, 20).expect("inside");
         bytes.copy_from(&[1, 2, 3, 4, 5, 6, 7, 8, 0xFF]);
-        assert_eq!(bytes.read_u64(0), 0x0807_0605_0403_0201);
-        assert_eq!(bytes.read_u64(1), 0xFF);
-        assert_eq!(bytes.read_u64(2), 0);
-        bytes.write_u64(2, 5);
-        bytes.write_u64(1, 0x10);
-        let mut all = [0; 16];
-        bytes.copy_to(&mut all);
-        assert_eq!(all[8..], [0x10, 0, 0, 0, 0, 0, 0, 0]);
-        assert_eq!(mapping.bytes(24, 8).expect("inside").read_u64(0), 0);
+        let words = bytes.words().expect("aligned");
+        assert_eq!(words.len(), 2);
+        assert_eq!(
+            (words.read(0), words.read(1)),
+            (0x0807_0605_0403_0201, 0xFF)
+        );
+        assert_eq!(words.read(2), 0);
+        assert!(mapping.bytes(4, 8).expect("inside").words().is_none());
     }
 
     #[test]

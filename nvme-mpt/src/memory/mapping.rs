@@ -121,6 +121,10 @@ impl Mapping {
         Ok(())
     }
 
+    pub(super) fn start(&self) -> NonNull<u8> {
+        self.start
+    }
+
     /// Length in bytes.
     #[must_use]
     pub fn len(&self) -> usize {

@@ -8,13 +8,15 @@
 mod bytes;
 mod cell;
 mod mapping;
+mod private;
 mod ring;
 mod sigbus;
 
-pub use bytes::RawBytes;
+pub use bytes::{RawBytes, RawWords};
 pub use cell::Cell32;
 #[cfg(test)]
 pub(crate) use mapping::tests as tests_support;
 pub use mapping::{Access, Mapping, memfd};
+pub use private::PrivateWords;
 pub use ring::{CompletionRing, SubmissionRing};
 pub(crate) use sigbus::lost_memory_epoch;

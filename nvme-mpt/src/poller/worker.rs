@@ -209,6 +209,7 @@ impl Drop for Poller {
 struct Worker {
     shared: Arc<Shared>,
     sleeper: Sleeper,
+    #[expect(clippy::vec_box, reason = "queues move between threads and are large")]
     queues: Vec<Box<ShadowQueue>>,
     /// Queues to hand back once nothing of theirs is in flight.
     leaving: Vec<(u64, SyncSender<Box<ShadowQueue>>)>,

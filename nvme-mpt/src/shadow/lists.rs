@@ -6,54 +6,49 @@ use std::sync::Arc;
 
 use crate::address::{Iova, PAGE_SIZE};
 use crate::iova::{IovaRange, IovaSpace};
-use crate::memory::{Mapping, RawBytes};
+use crate::memory::{PrivateWords, RawBytes};
 
 /// Bytes per slot: two memory pages, for the 257 SGL descriptors that 1 MiB can take when it
 /// starts within a page. A PRP list, a Dataset Management range list and a Copy source list take
 /// one page at most.
 pub(crate) const LIST_BYTES: usize = 2 * PAGE_SIZE as usize;
 
+const LIST_WORDS: usize = LIST_BYTES / 8;
+
 /// The list memory of one shadow queue's slots.
 #[derive(Debug)]
 pub(crate) struct ListMemory {
-    mapping: Mapping,
+    words: PrivateWords,
     iova: IovaRange,
-    slots: usize,
 }
 
 impl ListMemory {
     pub(crate) fn new(space: &Arc<IovaSpace>, slots: usize) -> io::Result<Self> {
-        let len = slots * LIST_BYTES;
         let iova = space
-            .allocate(len as u64)
+            .allocate((slots * LIST_BYTES) as u64)
             .ok_or_else(|| io::Error::other("The host controller's IOVA space is full"))?;
         // Pages are taken when a slot first needs them: most never see a list.
         Ok(Self {
-            mapping: Mapping::anonymous(len)?,
+            words: PrivateWords::new(slots * LIST_WORDS)?,
             iova,
-            slots,
         })
     }
 
-    /// The list of a slot, for us and for the host controller.
+    /// The list of a slot that the host controller has no command of, and its address there.
     ///
     /// # Panics
     /// If there is no such slot: slot numbers are the shadow queue's own.
     #[inline]
-    pub(crate) fn of_slot(&self, slot: u16) -> (RawBytes<'_>, Iova) {
-        let slot = usize::from(slot);
-        assert!(slot < self.slots, "slot out of range");
-        let offset = slot * LIST_BYTES;
-        match self.mapping.bytes(offset, LIST_BYTES) {
-            Some(bytes) => (bytes, Iova(self.iova.start() + offset as u64)),
-            None => unreachable!("the mapping has {LIST_BYTES} bytes for each slot"),
-        }
+    pub(crate) fn of_slot(&mut self, slot: u16) -> (&mut [u64], Iova) {
+        let first = usize::from(slot) * LIST_WORDS;
+        let list = &mut self.words.as_mut_slice()[first..][..LIST_WORDS];
+        (list, Iova(self.iova.start() + 8 * first as u64))
     }
 
     /// What the host controller finds at an IOVA of a list.
     #[inline]
     pub(crate) fn resolve(&self, iova: u64, len: usize) -> Option<RawBytes<'_>> {
         let offset = iova.checked_sub(self.iova.start())?;
-        self.mapping.bytes(usize::try_from(offset).ok()?, len)
+        self.words.bytes(usize::try_from(offset).ok()?, len)
     }
 }

@@ -18,21 +18,26 @@ pub use translate::LeasedBlocks;
 
 use crate::spec::status::Status;
 
-/// Why a command does not reach the host controller.
+/// Why a command does not reach the host controller: what the guest is told, and the byte of the
+/// command that is to blame, for the error log.
+///
+/// Both in one word, so that it comes back from translation in a register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Failure {
-    /// What the guest is told.
-    pub(crate) status: Status,
-    /// Byte of the command that is to blame, for the error log.
-    pub(crate) location: u16,
-}
+pub(crate) struct Failure(u32);
 
 impl Failure {
     /// The same command would fail again, so the guest is told not to retry.
     pub(crate) const fn at(status: Status, location: u16) -> Self {
-        Self {
-            status: status.with_dnr(true),
-            location,
-        }
+        Self((location as u32) << 16 | status.with_dnr(true).0 as u32)
+    }
+
+    /// What the guest is told.
+    pub(crate) const fn status(self) -> Status {
+        Status(self.0 as u16)
+    }
+
+    /// Byte of the command that is to blame.
+    pub(crate) const fn location(self) -> u16 {
+        (self.0 >> 16) as u16
     }
 }

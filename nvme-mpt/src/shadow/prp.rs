@@ -5,8 +5,10 @@
 
 use super::Failure;
 use super::lists::ListMemory;
+use zerocopy::IntoBytes;
+
 use crate::address::{Gpa, PAGE_SIZE};
-use crate::dma::{Direction, RegionHint, RegionTable};
+use crate::dma::{Direction, RegionHint, RegionPages, RegionTable};
 use crate::spec::status::Status;
 
 const PAGE_OFFSET: u64 = PAGE_SIZE - 1;
@@ -25,17 +27,17 @@ pub(super) struct PrpHints {
 /// Translates the PRP entries of a command that transfers `len` bytes, at least one.
 ///
 /// The host controller's list, if it takes one, is built in the slot's part of `lists`.
-#[inline]
+#[inline(always)]
 pub(super) fn translate(
     table: &RegionTable,
     hints: &mut PrpHints,
     [prp1, prp2]: [u64; 2],
     len: u64,
     direction: Direction,
-    lists: &ListMemory,
+    lists: &mut ListMemory,
     slot: u16,
 ) -> Result<[u64; 2], Failure> {
-    if prp1 % 4 != 0 {
+    if !prp1.is_multiple_of(4) {
         return Err(Failure::at(Status::PRP_OFFSET_INVALID, PRP1));
     }
     let first = (PAGE_SIZE - prp1 % PAGE_SIZE).min(len);
@@ -63,58 +65,141 @@ pub(super) fn translate(
 fn translate_list(
     table: &RegionTable,
     hints: &mut PrpHints,
-    mut pointer: u64,
+    pointer: u64,
     len: u64,
     direction: Direction,
-    lists: &ListMemory,
+    lists: &mut ListMemory,
     slot: u16,
 ) -> Result<u64, Failure> {
-    if pointer % 8 != 0 {
+    if !pointer.is_multiple_of(8) {
         return Err(Failure::at(Status::PRP_OFFSET_INVALID, PRP2));
     }
-    let outside = Failure::at(Status::DATA_TRANSFER_ERROR, PRP2);
     let (host_list, host_list_iova) = lists.of_slot(slot);
-    let entries = len.div_ceil(PAGE_SIZE) as usize;
-    let last_page = len - (entries as u64 - 1) * PAGE_SIZE;
+    // Regions are whole pages, so the page of the last entry lies in one even if its end is unused.
+    let entries = ((len - 1) / PAGE_SIZE + 1) as usize;
+    if entries <= entries_to_page_end(pointer) {
+        let copy = copy_entries(table, hints, pointer, host_list, (0, entries))?;
+        translate_entries(table, hints, copy, direction)?;
+    } else {
+        translate_chain(table, hints, pointer, entries, direction, host_list)?;
+    }
+    Ok(host_list_iova.bits())
+}
+
+/// Entries of a PRP list from a pointer to the end of its page.
+fn entries_to_page_end(pointer: u64) -> usize {
+    ((PAGE_SIZE - (pointer & PAGE_OFFSET)) / 8) as usize
+}
+
+/// Copies and translates a PRP list that takes more than one page: the last entry of each page but
+/// the last one points to the next.
+#[inline(never)]
+fn translate_chain(
+    table: &RegionTable,
+    hints: &mut PrpHints,
+    mut pointer: u64,
+    entries: usize,
+    direction: Direction,
+    host_list: &mut [u64],
+) -> Result<(), Failure> {
     let mut done = 0;
     while done < entries {
-        // Up to the end of the list's page; its last entry points on if more are to come.
-        let in_page = ((PAGE_SIZE - (pointer & PAGE_OFFSET)) / 8) as usize;
+        let in_page = entries_to_page_end(pointer);
         let remaining = entries - done;
-        let (here, goes_on) = if remaining > in_page {
-            (in_page - 1, true)
-        } else {
-            (remaining, false)
-        };
-        let bytes = 8 * (here + usize::from(goes_on));
-        let guest_list = table
-            .bytes(
-                Gpa(pointer),
-                bytes as u64,
-                Direction::FromGuest,
-                &mut hints.list,
-            )
-            .ok_or(outside)?;
-        for i in 0..here {
-            let entry = guest_list.read_u64(i);
-            let size = if done + 1 == entries {
-                last_page
-            } else {
-                PAGE_SIZE
-            };
-            let page = table.translate(Gpa(entry), size, direction, &mut hints.data);
-            if entry & PAGE_OFFSET != 0 {
-                return Err(Failure::at(Status::PRP_OFFSET_INVALID, PRP2));
-            }
-            host_list.write_u64(done, page.ok_or(outside)?.bits());
-            done += 1;
-        }
-        if goes_on {
-            pointer = guest_list.read_u64(here);
+        let last = remaining <= in_page;
+        let count = if last { remaining } else { in_page };
+        let copy = copy_entries(table, hints, pointer, host_list, (done, count))?;
+        let here = if last { count } else { count - 1 };
+        if !last {
+            pointer = copy[here];
             if pointer & PAGE_OFFSET != 0 {
                 return Err(Failure::at(Status::PRP_OFFSET_INVALID, PRP2));
             }
         }
+        translate_entries(table, hints, &mut copy[..here], direction)?;
+        done += here;
     }
-    Ok(host_list_iova.bits())
+    Ok(())
+}
+
+/// Copies `count` entries at a guest address into the host's list from `at` on, where they are in
+/// nobody's memory but ours.
+#[inline]
+fn copy_entries<'a>(
+    table: &RegionTable,
+    hints: &mut PrpHints,
+    pointer: u64,
+    host_list: &'a mut [u64],
+    (at, count): (usize, usize),
+) -> Result<&'a mut [u64], Failure> {
+    let guest_list = table
+        .bytes(
+            Gpa(pointer),
+            8 * count as u64,
+            Direction::FromGuest,
+            &mut hints.list,
+        )
+        .ok_or(Failure::at(Status::DATA_TRANSFER_ERROR, PRP2))?;
+    // There is room: the largest transfer takes half the entries that a list has.
+    let copy = host_list
+        .get_mut(at..at + count)
+        .ok_or(Failure::at(Status::INTERNAL_ERROR, PRP2))?;
+    guest_list.copy_to(copy.as_mut_bytes());
+    Ok(copy)
+}
+
+/// Translates copied entries in place.
+#[inline]
+fn translate_entries(
+    table: &RegionTable,
+    hints: &mut PrpHints,
+    entries: &mut [u64],
+    direction: Direction,
+) -> Result<(), Failure> {
+    let Some(first) = entries.first() else {
+        return Ok(());
+    };
+    let page = Gpa(first & !PAGE_OFFSET);
+    let region = table
+        .pages_around(page, direction, &mut hints.data)
+        .ok_or(Failure::at(Status::DATA_TRANSFER_ERROR, PRP2))?;
+    // Without a branch per entry: nearly always, all pages lie in one region.
+    let mut offsets = 0;
+    for entry in entries.iter_mut() {
+        let offset = entry.wrapping_sub(region.first);
+        offsets |= offset;
+        *entry = region.iova.wrapping_add(offset);
+    }
+    // Regions start at pages, so the offset in the region has the offset in the page.
+    if offsets & PAGE_OFFSET != 0 {
+        return Err(Failure::at(Status::PRP_OFFSET_INVALID, PRP2));
+    }
+    // No offset is larger than all of them together, bit by bit. Regions end at pages, too, so a
+    // page whose first byte lies in one lies in it as a whole.
+    if offsets <= region.last_byte {
+        return Ok(());
+    }
+    translate_one_by_one(table, hints, entries, region, direction)
+}
+
+/// Translates entries again that were translated by one region, for those that may lie in others.
+#[inline(never)]
+fn translate_one_by_one(
+    table: &RegionTable,
+    hints: &mut PrpHints,
+    entries: &mut [u64],
+    region: RegionPages,
+    direction: Direction,
+) -> Result<(), Failure> {
+    for entry in entries {
+        let offset = entry.wrapping_sub(region.iova);
+        if offset > region.last_byte {
+            let guest = Gpa(offset.wrapping_add(region.first));
+            let iova = table.translate(guest, PAGE_SIZE, direction, &mut hints.data);
+            *entry = iova
+                .ok_or(Failure::at(Status::DATA_TRANSFER_ERROR, PRP2))?
+                .bits();
+        }
+    }
+    Ok(())
 }

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use super::lists::ListMemory;
-use super::slot::{Kind, Slot, Slots};
+use super::slot::{Slot, Slots};
 use super::translate::Translator;
 use super::{Failure, LeasedBlocks};
 use crate::address::Gpa;
@@ -18,6 +18,7 @@ use crate::interrupt::InterruptGate;
 use crate::memory::{CompletionRing, SubmissionRing, lost_memory_epoch};
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::QueueId;
+use crate::spec::opcode::NvmOpcode;
 use crate::spec::registers::Doorbell;
 use crate::spec::sqe::Sqe;
 use crate::spec::status::{Status, StatusCodeType};
@@ -27,7 +28,7 @@ use crate::stats::QueueCounters;
 const BATCH_COMMANDS: u32 = 64;
 
 /// Bytes after which a batch ends, so that large commands do not make small ones wait.
-const BATCH_BYTES: u64 = 1 << 20;
+const BATCH_BYTES: u64 = 2 << 20;
 
 /// Entries that are fetched ahead of the one that is read.
 const PREFETCH: u32 = 8;
@@ -239,6 +240,8 @@ struct Core {
     sqs: Vec<SubmissionQueue>,
     slots: Slots,
     translator: Translator,
+    /// The command that is being translated.
+    command: Sqe,
     table_user: Arc<TableUser>,
     generation: u64,
     /// Tables that commands in flight were translated by, besides the current one.
@@ -268,6 +271,7 @@ impl ShadowQueue {
             sqs: Vec::new(),
             slots: Slots::new(slots),
             translator: Translator::new(table, lists, blocks, limits),
+            command: Sqe::default(),
             table_user,
             generation,
             old_tables: Vec::new(),
@@ -282,6 +286,12 @@ impl ShadowQueue {
     #[must_use]
     pub fn id(&self) -> u64 {
         self.core.id
+    }
+
+    /// Its guest Completion Queue.
+    #[must_use]
+    pub fn cqid(&self) -> QueueId {
+        self.core.cq.qid
     }
 
     /// Adds a Submission Queue that completes here.
@@ -363,7 +373,7 @@ impl Core {
         if lost_memory_epoch() != self.lost_epoch {
             self.check_lost_memory();
         }
-        let mut worked = self.reap(host);
+        let mut worked = self.slots.in_flight() > 0 && self.reap(host);
         if !self.stopped && !self.failed {
             let mut taken = false;
             for index in 0..self.sqs.len() {
@@ -427,26 +437,27 @@ impl Core {
         taken: Ticks,
         host: &mut H,
     ) -> u64 {
-        let mut slot = Slot {
-            cid: guest.cid(),
-            sq: index as u16,
-            slba: guest.cdw10_11(),
-            taken,
-            ..Slot::default()
-        };
         let Some(number) = self.slots.next() else {
-            self.fail_command(&slot, guest, Failure::at(Status::INTERNAL_ERROR, 0));
+            self.fail_command(index, guest, taken, Failure::at(Status::INTERNAL_ERROR, 0));
             return 0;
         };
-        match self.translator.translate(guest, number) {
-            Ok((command, work)) => {
-                (slot.kind, slot.bytes) = (work.kind, work.bytes);
-                self.slots.occupy(slot);
-                host.submit(&command);
-                u64::from(work.bytes)
+        match self.translator.translate(guest, number, &mut self.command) {
+            Ok(bytes) => {
+                self.slots.occupy(Slot {
+                    cid: guest.cid(),
+                    sq: index as u16,
+                    opcode: NvmOpcode(guest.opcode()),
+                    busy: true,
+                    stale: false,
+                    bytes,
+                    slba: guest.cdw10_11(),
+                    taken,
+                });
+                host.submit(&self.command);
+                u64::from(bytes)
             }
             Err(failure) => {
-                self.fail_command(&slot, guest, failure);
+                self.fail_command(index, guest, taken, failure);
                 0
             }
         }
@@ -481,9 +492,9 @@ impl Core {
             if *failed {
                 return;
             }
-            count(&sq.counters, &slot, now);
+            count(&sq.counters, slot, now);
             if !completion.status.is_success() {
-                report_failure(context, sq, &slot, &completion);
+                report_failure(context, sq, slot, &completion);
             }
             let HostCompletion { status, dw0, .. } = completion;
             cq.publish(Cqe::new(sq.qid, sq.head as u16, slot.cid, status, dw0, 0));
@@ -500,29 +511,27 @@ impl Core {
 
     /// Completes a command that does not reach the host controller.
     #[cold]
-    fn fail_command(&mut self, slot: &Slot, guest: &Sqe, failure: Failure) {
-        let Some(sq) = self.sqs.get(usize::from(slot.sq)) else {
-            return;
-        };
+    fn fail_command(&mut self, index: usize, guest: &Sqe, taken: Ticks, failure: Failure) {
+        let sq = &self.sqs[index];
         sq.counters.commands.add(1);
         sq.counters.errors.add(1);
         self.context.events.report(Event::CommandFailed(ErrorEntry {
             sqid: sq.qid,
-            cid: slot.cid,
-            status: failure.status,
-            lba: slot.slba,
+            cid: guest.cid(),
+            status: failure.status(),
+            lba: guest.cdw10_11(),
             nsid: guest.nsid,
-            parameter_location: failure.location,
+            parameter_location: failure.location(),
         }));
         self.cq.publish(Cqe::new(
             sq.qid,
             sq.head as u16,
-            slot.cid,
-            failure.status,
+            guest.cid(),
+            failure.status(),
             0,
             0,
         ));
-        self.cq.gate.post(1, slot.taken);
+        self.cq.gate.post(1, taken);
     }
 
     fn settle_interrupt(&mut self) {
@@ -633,16 +642,16 @@ impl Core {
 #[inline]
 fn count(counters: &QueueCounters, slot: &Slot, now: Ticks) {
     counters.commands.add(1);
-    match slot.kind {
-        Kind::Read => {
+    match slot.opcode {
+        NvmOpcode::READ => {
             counters.reads.add(1);
             counters.read_bytes.add(u64::from(slot.bytes));
         }
-        Kind::Write => {
+        NvmOpcode::WRITE => {
             counters.writes.add(1);
             counters.write_bytes.add(u64::from(slot.bytes));
         }
-        Kind::Other => {}
+        _ => {}
     }
     counters.latency.record(now.since(slot.taken));
 }

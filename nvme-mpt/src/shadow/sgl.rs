@@ -30,7 +30,7 @@ struct Builder<'a> {
     direction: Direction,
     /// Bytes of the command's data that no descriptor has described yet.
     missing: u64,
-    lists: &'a ListMemory,
+    lists: &'a mut ListMemory,
     slot: u16,
     count: usize,
     first: SglDescriptor,
@@ -57,8 +57,7 @@ impl Builder<'_> {
         // The bound on descriptors is the size of the list, so there is room.
         let words: [u64; 2] = transmute!(host);
         let (list, _) = self.lists.of_slot(self.slot);
-        list.write_u64(2 * self.count, words[0]);
-        list.write_u64(2 * self.count + 1, words[1]);
+        list[2 * self.count..][..2].copy_from_slice(&words);
         self.count += 1;
         Ok(())
     }
@@ -83,7 +82,7 @@ pub(super) fn translate(
     dptr: [u64; 2],
     len: u64,
     direction: Direction,
-    lists: &ListMemory,
+    lists: &mut ListMemory,
     slot: u16,
 ) -> Result<[u64; 2], Failure> {
     let mut descriptor: SglDescriptor = transmute!(dptr);
@@ -130,10 +129,12 @@ pub(super) fn translate(
                 Direction::FromGuest,
                 &mut segment_hint,
             )
-            .ok_or(failure(Status::DATA_TRANSFER_ERROR))?;
+            .ok_or(failure(Status::DATA_TRANSFER_ERROR))?
+            .words()
+            .ok_or(failure(Status::INVALID_SGL_SEGMENT_DESCRIPTOR))?;
         let read = |i: u32| -> SglDescriptor {
             let i = i as usize;
-            transmute!([segment.read_u64(2 * i), segment.read_u64(2 * i + 1)])
+            transmute!([segment.read(2 * i), segment.read(2 * i + 1)])
         };
         let blocks = if last { count } else { count - 1 };
         for i in 0..blocks {

@@ -2,15 +2,7 @@
 
 use crate::clock::Ticks;
 use crate::spec::ids::CommandId;
-
-/// What a command counts as.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Kind {
-    Read,
-    Write,
-    #[default]
-    Other,
-}
+use crate::spec::opcode::NvmOpcode;
 
 /// A command in flight.
 #[derive(Clone, Copy, Debug, Default)]
@@ -19,11 +11,11 @@ pub(crate) struct Slot {
     pub(crate) cid: CommandId,
     /// Which of the shadow queue's Submission Queues it came from.
     pub(crate) sq: u16,
-    pub(crate) kind: Kind,
+    pub(crate) opcode: NvmOpcode,
     pub(crate) busy: bool,
     /// Whether an older table of the VM's memory translated it.
     pub(crate) stale: bool,
-    /// Data length.
+    /// Data length of a Read or Write, in bytes.
     pub(crate) bytes: u32,
     /// First LBA as the guest names it, for the error log.
     pub(crate) slba: u64,
@@ -60,25 +52,26 @@ impl Slots {
         self.slots.len() - self.free.len()
     }
 
-    /// The slot that [`Self::occupy`] would take next.
+    /// The slot that [`Self::occupy`] takes next.
     #[inline]
     pub(crate) fn next(&self) -> Option<u16> {
         self.free.last().copied()
     }
 
-    /// Takes the slot that [`Self::next`] named.
+    /// Takes the slot that [`Self::next`] named, for a command.
     #[inline]
-    pub(crate) fn occupy(&mut self, slot: Slot) {
+    pub(crate) fn occupy(&mut self, command: Slot) {
         if let Some(index) = self.free.pop()
-            && let Some(entry) = self.slots.get_mut(usize::from(index))
+            && let Some(slot) = self.slots.get_mut(usize::from(index))
         {
-            *entry = Slot { busy: true, ..slot };
+            *slot = command;
+            slot.busy = true;
         }
     }
 
     /// Gives a slot back; `None` for a number that no command in flight has.
     #[inline]
-    pub(crate) fn release(&mut self, index: u16) -> Option<Slot> {
+    pub(crate) fn release(&mut self, index: u16) -> Option<&Slot> {
         let slot = self
             .slots
             .get_mut(usize::from(index))
@@ -88,7 +81,7 @@ impl Slots {
             slot.stale = false;
             self.stale -= 1;
         }
-        let slot = *slot;
+        // There is room: each slot is in the list once at most.
         self.free.push(index);
         Some(slot)
     }

@@ -9,7 +9,6 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::lists::ListMemory;
 use super::prp::{self, PrpHints};
-use super::slot::Kind;
 use super::{Failure, sgl};
 use crate::address::PAGE_SIZE;
 use crate::dma::{Direction, RegionHint, RegionTable};
@@ -34,6 +33,10 @@ mod location {
     pub(super) const DATA: u16 = 24;
 }
 
+/// What of a Read's or Write's dword 12 reaches the host controller: NLB, FUA and LR. Directives and
+/// protection information are not offered.
+const READ_WRITE_CDW12: u32 = 0xC000_FFFF;
+
 /// The blocks of a lease: what the guest sees as its namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LeasedBlocks {
@@ -51,23 +54,14 @@ pub struct LeasedBlocks {
 
 impl LeasedBlocks {
     /// The host's name of the first of `count` blocks, if all of them are leased.
-    #[inline]
+    #[inline(always)]
     fn translate(&self, slba: Lba, count: u64) -> Result<Lba, Failure> {
-        // Neither side can wrap: `count` is at most `blocks` where it is subtracted, and the
-        // lease lies in the host's namespace.
-        if count <= self.blocks && slba.0 <= self.blocks - count {
-            Ok(Lba(self.first.0 + slba.0))
-        } else {
-            Err(Failure::at(Status::LBA_OUT_OF_RANGE, location::CDW10))
+        match slba.checked_add(count) {
+            // The lease lies in the host's namespace, so this sum cannot wrap.
+            Some(end) if end.0 <= self.blocks => Ok(Lba(self.first.0 + slba.0)),
+            _ => Err(Failure::at(Status::LBA_OUT_OF_RANGE, location::CDW10)),
         }
     }
-}
-
-/// What a command that was translated counts as.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Work {
-    pub(super) kind: Kind,
-    pub(super) bytes: u32,
 }
 
 /// Turns guest commands into host commands, for one shadow queue.
@@ -77,6 +71,7 @@ pub(super) struct Translator {
     lists: ListMemory,
     blocks: LeasedBlocks,
     limits: Limits,
+    max_transfer: u64,
     prp_hints: PrpHints,
     sgl_hint: RegionHint,
     /// A command's ranges, between being copied from the guest and being checked.
@@ -95,6 +90,7 @@ impl Translator {
             lists,
             blocks,
             limits,
+            max_transfer: limits.max_transfer(),
             prp_hints: PrpHints::default(),
             sgl_hint: RegionHint::default(),
             ranges: Box::new([0; PAGE_SIZE as usize / 8]),
@@ -120,15 +116,22 @@ impl Translator {
         }
     }
 
-    /// Translates a command that will have this slot at the host controller.
-    #[inline]
-    pub(super) fn translate(&mut self, guest: &Sqe, slot: u16) -> Result<(Sqe, Work), Failure> {
+    /// Translates a command that will have this slot at the host controller, into `host`. After an
+    /// error, what is there is no command. Returns the bytes that a Read or Write transfers, and 0
+    /// for other commands.
+    #[inline(always)]
+    pub(super) fn translate(
+        &mut self,
+        guest: &Sqe,
+        slot: u16,
+        host: &mut Sqe,
+    ) -> Result<u32, Failure> {
         let opcode = NvmOpcode(guest.opcode());
         if matches!(opcode, NvmOpcode::READ | NvmOpcode::WRITE) {
             self.check_common(guest)?;
-            return self.read_write(guest, opcode, slot);
+            return self.read_write(guest, opcode, slot, host);
         }
-        self.translate_others(guest, opcode, slot)
+        self.translate_others(guest, opcode, slot, host)
     }
 
     fn translate_others(
@@ -136,14 +139,18 @@ impl Translator {
         guest: &Sqe,
         opcode: NvmOpcode,
         slot: u16,
-    ) -> Result<(Sqe, Work), Failure> {
+        host: &mut Sqe,
+    ) -> Result<u32, Failure> {
         match opcode {
             NvmOpcode::FLUSH if guest.nsid == Nsid::BROADCAST => {
                 self.check_common(&Sqe {
                     nsid: self.blocks.guest_nsid,
                     ..*guest
                 })?;
-                Ok(self.host_command(opcode, slot, Kind::Other))
+                {
+                    self.begin(host, opcode, slot);
+                    Ok(0)
+                }
             }
             NvmOpcode::FLUSH
             | NvmOpcode::WRITE_UNCORRECTABLE
@@ -154,11 +161,14 @@ impl Translator {
             | NvmOpcode::COPY => {
                 self.check_common(guest)?;
                 match opcode {
-                    NvmOpcode::FLUSH => Ok(self.host_command(opcode, slot, Kind::Other)),
-                    NvmOpcode::COMPARE => self.compare(guest, slot),
-                    NvmOpcode::DATASET_MANAGEMENT => self.dataset_management(guest, slot),
-                    NvmOpcode::COPY => self.copy(guest, slot),
-                    _ => self.without_data(guest, opcode, slot),
+                    NvmOpcode::FLUSH => {
+                        self.begin(host, opcode, slot);
+                        Ok(0)
+                    }
+                    NvmOpcode::COMPARE => self.compare(guest, slot, host),
+                    NvmOpcode::DATASET_MANAGEMENT => self.dataset_management(guest, slot, host),
+                    NvmOpcode::COPY => self.copy(guest, slot, host),
+                    _ => self.without_data(guest, opcode, slot, host),
                 }
             }
             _ => Err(Failure::at(Status::INVALID_OPCODE, location::OPCODE)),
@@ -166,7 +176,7 @@ impl Translator {
     }
 
     /// What is the same for every command (Base 2.0, section 3.3.3.1).
-    #[inline]
+    #[inline(always)]
     fn check_common(&self, guest: &Sqe) -> Result<(), Failure> {
         let psdt = guest.cdw0.psdt();
         if guest.cdw0.fuse() != Fuse::NORMAL || (psdt != Psdt::PRP && psdt != Psdt::SGL_MPTR_BUFFER)
@@ -182,21 +192,21 @@ impl Translator {
         Ok(())
     }
 
-    #[inline]
-    fn host_command(&self, opcode: NvmOpcode, slot: u16, kind: Kind) -> (Sqe, Work) {
+    /// Makes `host` a command without parameters.
+    #[inline(always)]
+    fn begin(&self, host: &mut Sqe, opcode: NvmOpcode, slot: u16) {
         let cdw0 = Cdw0::default()
             .with_opcode(opcode.0)
             .with_cid(CommandId(slot));
-        let sqe = Sqe {
+        *host = Sqe {
             cdw0,
             nsid: self.blocks.host_nsid,
             ..Sqe::default()
         };
-        (sqe, Work { kind, bytes: 0 })
     }
 
     /// Translates a Data Pointer into `host`.
-    #[inline]
+    #[inline(always)]
     fn data(
         &mut self,
         guest: &Sqe,
@@ -213,7 +223,7 @@ impl Translator {
                 guest.dptr,
                 len,
                 direction,
-                &self.lists,
+                &mut self.lists,
                 slot,
             )?;
         } else {
@@ -225,61 +235,49 @@ impl Translator {
                 guest.dptr,
                 len,
                 direction,
-                &self.lists,
+                &mut self.lists,
                 slot,
             )?;
         }
         Ok(())
     }
 
-    #[inline]
+    #[inline(always)]
     fn read_write(
         &mut self,
         guest: &Sqe,
         opcode: NvmOpcode,
         slot: u16,
-    ) -> Result<(Sqe, Work), Failure> {
+        host: &mut Sqe,
+    ) -> Result<u32, Failure> {
         let command = ReadWrite::from(guest);
         let count = u64::from(command.nlb_z) + 1;
         let slba = self.blocks.translate(command.slba, count)?;
         let len = count << self.blocks.lba_shift;
-        if len > self.limits.max_transfer() {
+        if len > self.max_transfer {
             return Err(Failure::at(Status::INVALID_FIELD, location::CDW12));
         }
-        let (kind, direction) = if opcode == NvmOpcode::READ {
-            (Kind::Read, Direction::ToGuest)
+        let direction = if opcode == NvmOpcode::READ {
+            Direction::ToGuest
         } else {
-            (Kind::Write, Direction::FromGuest)
+            Direction::FromGuest
         };
-        let (mut host, work) = self.host_command(opcode, slot, kind);
-        let ReadWrite { nlb_z, fua, lr, .. } = command;
-        ReadWrite {
-            slba,
-            nlb_z,
-            fua,
-            lr,
-            ..ReadWrite::default()
-        }
-        .write_to(&mut host);
-        self.data(guest, len, direction, slot, &mut host)?;
-        Ok((
-            host,
-            Work {
-                bytes: len as u32,
-                ..work
-            },
-        ))
+        self.begin(host, opcode, slot);
+        host.set_cdw10_11(slba.0);
+        host.cdw12 = guest.cdw12 & READ_WRITE_CDW12;
+        self.data(guest, len, direction, slot, host)?;
+        Ok(len as u32)
     }
 
-    fn compare(&mut self, guest: &Sqe, slot: u16) -> Result<(Sqe, Work), Failure> {
+    fn compare(&mut self, guest: &Sqe, slot: u16, host: &mut Sqe) -> Result<u32, Failure> {
         let command = CompareVerify::from(guest);
         let count = u64::from(command.nlb_z) + 1;
         let slba = self.blocks.translate(command.slba, count)?;
         let len = count << self.blocks.lba_shift;
-        if len > self.limits.max_transfer() {
+        if len > self.max_transfer {
             return Err(Failure::at(Status::INVALID_FIELD, location::CDW12));
         }
-        let (mut host, work) = self.host_command(NvmOpcode::COMPARE, slot, Kind::Other);
+        self.begin(host, NvmOpcode::COMPARE, slot);
         let CompareVerify { nlb_z, fua, lr, .. } = command;
         CompareVerify {
             slba,
@@ -288,9 +286,9 @@ impl Translator {
             lr,
             ..CompareVerify::default()
         }
-        .write_to(&mut host);
-        self.data(guest, len, Direction::FromGuest, slot, &mut host)?;
-        Ok((host, work))
+        .write_to(host);
+        self.data(guest, len, Direction::FromGuest, slot, host)?;
+        Ok(0)
     }
 
     /// Write Zeroes, Write Uncorrectable and Verify: a range of blocks and nothing else.
@@ -299,7 +297,8 @@ impl Translator {
         guest: &Sqe,
         opcode: NvmOpcode,
         slot: u16,
-    ) -> Result<(Sqe, Work), Failure> {
+        host: &mut Sqe,
+    ) -> Result<u32, Failure> {
         // The three have their range in the same place.
         let WriteUncorrectable { slba, nlb_z } = WriteUncorrectable::from(guest);
         let count = u64::from(nlb_z) + 1;
@@ -308,7 +307,7 @@ impl Translator {
         if count << self.blocks.lba_shift > self.limits.no_data_bytes_max {
             return Err(Failure::at(Status::INVALID_FIELD, location::CDW12));
         }
-        let (mut host, work) = self.host_command(opcode, slot, Kind::Other);
+        self.begin(host, opcode, slot);
         match opcode {
             NvmOpcode::WRITE_ZEROES => {
                 let WriteZeroes { deac, fua, lr, .. } = WriteZeroes::from(guest);
@@ -320,7 +319,7 @@ impl Translator {
                     lr,
                     ..WriteZeroes::default()
                 };
-                command.write_to(&mut host);
+                command.write_to(host);
             }
             NvmOpcode::VERIFY => {
                 let CompareVerify { fua, lr, .. } = CompareVerify::from(guest);
@@ -331,14 +330,19 @@ impl Translator {
                     lr,
                     ..CompareVerify::default()
                 };
-                command.write_to(&mut host);
+                command.write_to(host);
             }
-            _ => WriteUncorrectable { slba, nlb_z }.write_to(&mut host),
+            _ => WriteUncorrectable { slba, nlb_z }.write_to(host),
         }
-        Ok((host, work))
+        Ok(0)
     }
 
-    fn dataset_management(&mut self, guest: &Sqe, slot: u16) -> Result<(Sqe, Work), Failure> {
+    fn dataset_management(
+        &mut self,
+        guest: &Sqe,
+        slot: u16,
+        host: &mut Sqe,
+    ) -> Result<u32, Failure> {
         let command = DatasetManagement::from(guest);
         let count = usize::from(command.nr_z) + 1;
         if count as u64 > u64::from(self.limits.dsm_ranges_max) {
@@ -347,7 +351,7 @@ impl Translator {
                 location::CDW10,
             ));
         }
-        let (mut host, work) = self.host_command(NvmOpcode::DATASET_MANAGEMENT, slot, Kind::Other);
+        self.begin(host, NvmOpcode::DATASET_MANAGEMENT, slot);
         let len = self.fetch_ranges(guest, count * size_of::<DsmRange>(), slot)?;
         let (blocks, longest) = (self.blocks, self.limits.dsm_range_bytes_max);
         for range in ranges_mut::<DsmRange>(&mut self.ranges.as_mut_bytes()[..len])? {
@@ -361,13 +365,13 @@ impl Translator {
             range.slba = blocks.translate(range.slba, u64::from(range.nlb))?;
             range.cattr = 0;
         }
-        self.hand_over_ranges(len, slot, &mut host);
+        self.hand_over_ranges(len, slot, host);
         let DatasetManagement { nr_z, idr, idw, ad } = command;
-        DatasetManagement { nr_z, idr, idw, ad }.write_to(&mut host);
-        Ok((host, work))
+        DatasetManagement { nr_z, idr, idw, ad }.write_to(host);
+        Ok(0)
     }
 
-    fn copy(&mut self, guest: &Sqe, slot: u16) -> Result<(Sqe, Work), Failure> {
+    fn copy(&mut self, guest: &Sqe, slot: u16, host: &mut Sqe) -> Result<u32, Failure> {
         let command = CopyCommand::from(guest);
         let invalid = Failure::at(Status::INVALID_FIELD, location::CDW12);
         if command.desfmt != CopyFormat::FORMAT_0 {
@@ -378,7 +382,7 @@ impl Translator {
         if count as u64 > u64::from(self.limits.copy_ranges_max) {
             return Err(too_large);
         }
-        let (mut host, work) = self.host_command(NvmOpcode::COPY, slot, Kind::Other);
+        self.begin(host, NvmOpcode::COPY, slot);
         let len = self.fetch_ranges(guest, count * size_of::<CopyRange0>(), slot)?;
         let (blocks, most) = (self.blocks, self.limits.copy_bytes_max);
         let mut total = 0;
@@ -396,7 +400,7 @@ impl Translator {
             };
         }
         let sdlba = self.blocks.translate(command.sdlba, total)?;
-        self.hand_over_ranges(len, slot, &mut host);
+        self.hand_over_ranges(len, slot, host);
         let CopyCommand {
             nr_z,
             desfmt,
@@ -412,8 +416,8 @@ impl Translator {
             lr,
             ..CopyCommand::default()
         }
-        .write_to(&mut host);
-        Ok((host, work))
+        .write_to(host);
+        Ok(0)
     }
 
     /// Copies a command's ranges out of guest memory, once.
@@ -436,9 +440,9 @@ impl Translator {
     }
 
     /// Makes the translated ranges, in the slot's own memory, the data of the host's command.
-    fn hand_over_ranges(&self, len: usize, slot: u16, host: &mut Sqe) {
+    fn hand_over_ranges(&mut self, len: usize, slot: u16, host: &mut Sqe) {
         let (list, iova) = self.lists.of_slot(slot);
-        list.copy_from(&self.ranges.as_bytes()[..len]);
+        list.as_mut_bytes()[..len].copy_from_slice(&self.ranges.as_bytes()[..len]);
         host.dptr = [iova.bits(), 0];
     }
 }

@@ -135,12 +135,12 @@ impl SharedFile {
                 offset: step,
             } = *alignment;
             let mut total = 0;
-            let mut aligned = offset % step == 0;
+            let mut aligned = offset.is_multiple_of(step);
             for (address, len) in parts {
-                aligned &= address % memory == 0 && len % memory == 0;
+                aligned &= address.is_multiple_of(memory) && len.is_multiple_of(memory);
                 total += len as u64;
             }
-            if aligned && total % step == 0 {
+            if aligned && total.is_multiple_of(step) {
                 return file.as_raw_fd();
             }
         }

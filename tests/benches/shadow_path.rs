@@ -1,0 +1,326 @@
+//! What a command costs on its way through a shadow queue: a guest driver and the poller's work
+//! in one thread, so that nothing but the path itself is measured.
+//!
+//! ```text
+//! cargo bench -p nvme-mpt-tests --bench shadow_path              # nanoseconds and instructions
+//! cargo bench -p nvme-mpt-tests --bench shadow_path -- --smoke   # a short run of every case
+//! ```
+//!
+//! Every case fails if a command makes the device allocate memory. Instructions are counted with
+//! `valgrind --tool=callgrind`, inside [`ShadowQueue::poll`] only, where that is installed.
+//! Times are those of driver and device together.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::process::{Command, ExitCode};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
+use nvme_mpt::shadow::ShadowQueue;
+use nvme_mpt::spec::ids::{Nsid, QueueId};
+use nvme_mpt::spec::registers::Doorbell as Register;
+use nvme_mpt::{
+    Attachment, AttachmentConfig, CqConfig, Drive, DriveOptions, Gpa, MemoryRegion, PollPolicy,
+    Pollers, SqConfig,
+};
+use nvme_mpt_tests::bar::Bar;
+use nvme_mpt_tests::command::{DataPointer, Sqe};
+use nvme_mpt_tests::doorbell::{Doorbell, DoorbellBuffer};
+use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory};
+use nvme_mpt_tests::queue::{CompletionQueue, QueuePair, SubmissionQueue};
+use nvme_mpt_tests::registers::Cap;
+use nvme_mpt_tests::rng::Rng;
+
+/// Counts allocations, to show that there are none.
+struct Counting;
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+#[expect(unsafe_code, reason = "an allocator that counts and passes on")]
+// SAFETY: every call is passed to the system's allocator unchanged.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's contract is the system allocator's.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: as above.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// One thing to measure.
+#[derive(Clone, Copy)]
+struct Case {
+    name: &'static str,
+    drive: &'static str,
+    /// Bytes per read.
+    size: usize,
+    queues: u16,
+    depth: usize,
+    write: bool,
+}
+
+const CASES: &[Case] = &[
+    Case { name: "null-4k", drive: "null:64G", size: 4096, queues: 1, depth: 32, write: false },
+    Case { name: "null-4k-qd1", drive: "null:64G", size: 4096, queues: 1, depth: 1, write: false },
+    Case { name: "null-128k", drive: "null:64G", size: 128 << 10, queues: 1, depth: 32, write: false },
+    Case { name: "memory-4k", drive: "memory:1G", size: 4096, queues: 1, depth: 32, write: false },
+    Case { name: "memory-4k-write", drive: "memory:1G", size: 4096, queues: 1, depth: 32, write: true },
+    Case { name: "memory-128k", drive: "memory:1G", size: 128 << 10, queues: 1, depth: 32, write: false },
+    Case { name: "null-4k-4-queues", drive: "null:64G", size: 4096, queues: 4, depth: 32, write: false },
+    Case { name: "null-4k-16-queues", drive: "null:64G", size: 4096, queues: 16, depth: 32, write: false },
+    Case { name: "null-4k-64-queues", drive: "null:64G", size: 4096, queues: 64, depth: 32, write: false },
+];
+
+/// Doorbell registers that trap into the attachment, as a VMM would have it.
+struct Trap(Arc<Attachment>);
+
+impl Bar for Trap {
+    fn read32(&self, _: u64) -> u32 {
+        u32::MAX
+    }
+    fn read64(&self, _: u64) -> u64 {
+        u64::MAX
+    }
+    fn write32(&self, offset: u64, value: u32) {
+        if let Some(doorbell) = self.0.doorbells().at_bar_offset(offset) {
+            self.0.ring_doorbell(doorbell, value);
+        }
+    }
+    fn write64(&self, _: u64, _: u64) {}
+}
+
+/// A guest's queue pair, the shadow queue that serves it, and the commands to submit.
+struct Lane {
+    queue: QueuePair,
+    shadow: Box<ShadowQueue>,
+    commands: Vec<Sqe>,
+    in_flight: usize,
+    _memory: Vec<DmaBuffer>,
+}
+
+const ENTRIES: u32 = 1024;
+const COMMANDS: usize = 4096;
+
+fn lanes(case: &Case) -> (Vec<Lane>, Arc<Attachment>) {
+    let drive = Drive::open(&case.drive.parse().unwrap(), DriveOptions::default()).unwrap();
+    let request = LeaseRequest {
+        id: "bench",
+        drive: drive.identity(),
+        nsid: Nsid(1),
+        range: ByteRange::new(0, drive.blocks() << drive.lba_shift()).unwrap(),
+        lba_shift: drive.lba_shift(),
+        blocks: drive.blocks(),
+    };
+    let attachment = Arc::new(
+        Attachment::new(AttachmentConfig {
+            lease: Ledger::in_process().acquire(&request).unwrap(),
+            drive: drive.clone(),
+            queue_pairs: 64,
+            doorbells: nvme_mpt::DoorbellMode::Shadow,
+            poll: PollPolicy::default(),
+            pollers: Pollers::new(),
+            serial: None,
+        })
+        .unwrap(),
+    );
+    let memory = GuestMemory::new(&[(0, 1 << 30)]).unwrap();
+    let region = &memory.regions()[0];
+    attachment
+        .window()
+        .map(MemoryRegion {
+            gpa: Gpa(region.gpa),
+            len: region.len,
+            fd: memory.fd().try_clone_to_owned().unwrap(),
+            offset: region.fd_offset,
+            readable: true,
+            writable: true,
+        })
+        .unwrap();
+    let bar: Arc<dyn Bar> = Arc::new(Trap(attachment.clone()));
+    let cap = Cap(u64::from(attachment.doorbells().dstrd()) << 32);
+    let buffer = Arc::new(DoorbellBuffer::new(&memory, cap).unwrap());
+    attachment
+        .set_doorbell_buffer(Some(nvme_mpt::DoorbellBuffer {
+            shadow: Gpa(buffer.shadow().gpa()),
+            event_idx: Gpa(buffer.event_idx().gpa()),
+        }))
+        .unwrap();
+    let blocks = drive.blocks();
+    let lanes: Vec<Lane> = (1..=case.queues)
+        .map(|qid| {
+            let sq = memory.alloc(64 * ENTRIES as usize).unwrap();
+            let cq = memory.alloc(16 * ENTRIES as usize).unwrap();
+            let id = QueueId(qid);
+            let (base, entries) = (Gpa(cq.gpa()), ENTRIES);
+            attachment.create_cq(CqConfig { qid: id, base, entries, interrupt: None }).unwrap();
+            let base = Gpa(sq.gpa());
+            attachment.create_sq(SqConfig { qid: id, cqid: id, base, entries }).unwrap();
+            let doorbell = |register: Register| {
+                let offset = register.bar_offset(attachment.doorbells().dstrd());
+                Doorbell::new(&bar, offset, false).unwrap()
+            };
+            let sq = SubmissionQueue::new(qid, sq, ENTRIES, doorbell(Register::SqTail(id)));
+            let cq = CompletionQueue::new(qid, cq, ENTRIES, doorbell(Register::CqHead(id)), None);
+            let mut queue = QueuePair::new(sq, cq);
+            queue.attach(&buffer);
+            let mut rng = Rng::new(u64::from(qid));
+            let mut kept = Vec::new();
+            let data: Vec<_> = (0..case.depth)
+                .map(|_| {
+                    let data = memory.alloc(case.size).unwrap();
+                    let prp = nvme_mpt_tests::prp::buffer(&data, 0, case.size).unwrap();
+                    kept.push(data);
+                    kept.extend(prp.pages);
+                    prp.pointer
+                })
+                .collect::<Vec<DataPointer>>();
+            let count = (case.size >> drive.lba_shift()) as u32;
+            let commands = (0..COMMANDS)
+                .map(|i| {
+                    let slba = rng.below(blocks / u64::from(count)) * u64::from(count);
+                    let command = if case.write {
+                        Sqe::write(1, slba, count)
+                    } else {
+                        Sqe::read(1, slba, count)
+                    };
+                    command.with_cid(i as u16).with_data(data[i % case.depth])
+                })
+                .collect();
+            let shadow = attachment.take_queue(id).unwrap();
+            Lane { queue, shadow, commands, in_flight: 0, _memory: kept }
+        })
+        .collect();
+    (lanes, attachment)
+}
+
+/// Writes every block once: memory that was never written is one page of zeroes in the cache.
+fn fill(lanes: &mut [Lane], case: &Case) {
+    let lane = &mut lanes[0];
+    let commands = std::mem::take(&mut lane.commands);
+    let count = (case.size / 512) as u64;
+    let blocks = (1_u64 << 30) / 512;
+    for (i, slba) in (0..blocks).step_by(count as usize).enumerate() {
+        let command = commands[i % case.depth].with_opcode(0x01).with_slba(slba);
+        assert!(lane.queue.push(&command));
+        lane.queue.ring();
+        while lane.queue.poll().is_none() {
+            lane.shadow.poll();
+        }
+    }
+    lane.commands = commands;
+}
+
+/// Runs commands through all lanes in turn, as one poller does. Returns how many.
+fn run(lanes: &mut [Lane], depth: usize, commands: usize) -> usize {
+    let mut done = 0;
+    let mut next = 0;
+    while done < commands {
+        for lane in lanes.iter_mut() {
+            while lane.in_flight < depth {
+                if !lane.queue.push(&lane.commands[next % COMMANDS]) {
+                    break;
+                }
+                next += 1;
+                lane.in_flight += 1;
+            }
+            lane.queue.ring();
+        }
+        for lane in lanes.iter_mut() {
+            poll_device(&mut lane.shadow);
+        }
+        for lane in lanes.iter_mut() {
+            while let Some(completion) = lane.queue.poll() {
+                assert!(completion.status().is_success(), "{completion:?}");
+                lane.in_flight -= 1;
+                done += 1;
+            }
+        }
+    }
+    done
+}
+
+/// The device's part, under a name that callgrind can find.
+#[inline(never)]
+fn poll_device(shadow: &mut ShadowQueue) {
+    shadow.poll();
+}
+
+/// Nanoseconds per command: the best of several runs, as noise only adds.
+fn nanoseconds(case: &Case, commands: usize) -> f64 {
+    let (mut lanes, attachment) = lanes(case);
+    if case.drive.starts_with("memory") {
+        fill(&mut lanes, case);
+    }
+    run(&mut lanes, case.depth, commands / 4);
+    let allocations = ALLOCATIONS.load(Ordering::Relaxed);
+    let best = (0..5)
+        .map(|_| {
+            let start = Instant::now();
+            let done = run(&mut lanes, case.depth, commands);
+            start.elapsed().as_nanos() as f64 / done as f64
+        })
+        .fold(f64::INFINITY, f64::min);
+    let allocated = ALLOCATIONS.load(Ordering::Relaxed) - allocations;
+    assert_eq!(allocated, 0, "{}: {allocated} allocations", case.name);
+    finish(lanes, &attachment);
+    best
+}
+
+fn finish(lanes: Vec<Lane>, attachment: &Attachment) {
+    for lane in lanes {
+        attachment.give_queue_back(lane.shadow).unwrap();
+    }
+    attachment.reset().unwrap();
+}
+
+/// Instructions per command inside the device, by callgrind: the difference of two runs of
+/// different lengths, so that set-up cancels out.
+fn instructions(case: &Case) -> Option<f64> {
+    let count = |commands: usize| -> Option<u64> {
+        let output = Command::new("valgrind")
+            .args(["--tool=callgrind", "--callgrind-out-file=/dev/null"])
+            .arg("--toggle-collect=*poll_device*")
+            .arg(std::env::current_exe().ok()?)
+            .args(["--run", case.name, &commands.to_string()])
+            .output()
+            .ok()?;
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        let line = text.lines().find(|line| line.contains("Collected"))?;
+        line.rsplit(':').next()?.trim().parse().ok()
+    };
+    let (short, long) = (COMMANDS, 4 * COMMANDS);
+    Some((count(long)?.checked_sub(count(short)?)?) as f64 / (long - short) as f64)
+}
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if let [flag, name, commands] = arguments.as_slice()
+        && flag == "--run"
+    {
+        let case = CASES.iter().find(|case| case.name == name).expect("a case");
+        let (mut lanes, attachment) = lanes(case);
+        run(&mut lanes, case.depth, commands.parse().expect("a number"));
+        finish(lanes, &attachment);
+        return ExitCode::SUCCESS;
+    }
+    let smoke = arguments.iter().any(|argument| argument == "--smoke");
+    let wanted = arguments.iter().find(|argument| !argument.starts_with("--"));
+    println!("{:<20} {:>10} {:>14}", "case", "ns/command", "instructions");
+    for case in CASES.iter().filter(|case| wanted.is_none_or(|name| case.name.contains(&**name))) {
+        let commands = if smoke { 20_000 } else { 64_000_000_usize.div_ceil(case.size / 64) };
+        let time = nanoseconds(case, commands.max(20_000));
+        let count = (!smoke).then(|| instructions(case)).flatten();
+        let count = count.map_or("-".to_owned(), |count| format!("{count:.0}"));
+        println!("{:<20} {time:>10.1} {count:>14}", case.name);
+    }
+    println!("allocations per command: 0 in every case");
+    ExitCode::SUCCESS
+}

@@ -26,8 +26,8 @@ pub(super) const CONTROLLER_ID: u16 = 0;
 const THIS_CONTROLLER: u16 = 0xFFFF;
 /// Firmware Revision: this crate's version, padded with spaces.
 pub(super) const FIRMWARE_REVISION: [u8; 8] = padded(env!("CARGO_PKG_VERSION"));
-/// `RTD3E`, in microseconds: a shutdown waits for commands in flight as long as a reset does.
-const SHUTDOWN_TIME: u32 = 30_000_000;
+/// `RTD3E`, in microseconds: what a shutdown is expected to take, with a flush of the drive.
+const SHUTDOWN_TIME: u32 = 5_000_000;
 /// `RAB`, as a power of two: 64 commands.
 pub(super) const ARBITRATION_BURST: u8 = 6;
 

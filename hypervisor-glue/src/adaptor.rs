@@ -85,7 +85,7 @@ impl Device for NvmeDevice {
                 mappable: None,
             },
             RegionIndex::Config => Region {
-                size: CONFIG_SPACE_SIZE as u64,
+                size: CONFIG_SPACE_SIZE,
                 readable: true,
                 writable: true,
                 mappable: None,

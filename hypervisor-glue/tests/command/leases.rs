@@ -1,0 +1,207 @@
+//! Leases between processes.
+
+use std::process::Stdio;
+use std::thread;
+use std::time::Duration;
+
+use crate::support::Bench;
+
+fn lease(id: &str, state: &str, range: &str) -> (String, String, String) {
+    (id.to_owned(), state.to_owned(), range.to_owned())
+}
+
+#[test]
+fn two_processes_share_a_drive_but_no_byte_of_it() {
+    let bench = Bench::new();
+    let first = bench
+        .serve("one", &["socket=a.sock,path=drive.img,id=a,range=16M+16M"])
+        .unwrap();
+    let refused = bench
+        .serve("two", &["socket=b.sock,path=drive.img,id=b,range=0+17M"])
+        .unwrap_err();
+    assert_eq!(refused.status.code(), Some(1));
+    let message = format!(
+        "overlaps lease \"a\" (range 16M+16M of file:{}, held by process {}); choose a range that does not overlap",
+        bench.path("drive.img").canonicalize().unwrap().display(),
+        first.pid()
+    );
+    assert!(refused.stderr.contains(&message), "{}", refused.stderr);
+    // Nothing of the one that was refused is left.
+    assert_eq!(
+        bench.names(),
+        ["a.sock", "drive.img", "one.control", "state"]
+    );
+
+    let second = bench
+        .serve("two", &["socket=b.sock,path=./drive.img,id=b,range=0+16M"])
+        .unwrap();
+    assert_eq!(
+        bench.leases(),
+        [
+            lease("a", "held", "16777216+16777216"),
+            lease("b", "held", "0+16777216")
+        ]
+    );
+    first.stop();
+    assert_eq!(bench.leases(), [lease("b", "held", "0+16777216")]);
+    second.stop();
+    assert_eq!(bench.leases(), []);
+    assert_eq!(bench.names(), ["drive.img", "state"]);
+}
+
+#[test]
+fn another_path_to_the_same_file_is_the_same_drive() {
+    let bench = Bench::new();
+    std::os::unix::fs::symlink("drive.img", bench.path("link.img")).unwrap();
+    let _first = bench
+        .serve("one", &["socket=a.sock,path=drive.img,id=a"])
+        .unwrap();
+    let refused = bench
+        .serve("two", &["socket=b.sock,path=link.img,id=b,range=8M+4K"])
+        .unwrap_err();
+    assert!(
+        refused.stderr.contains("overlaps lease \"a\""),
+        "{}",
+        refused.stderr
+    );
+}
+
+#[test]
+fn of_many_that_want_a_range_at_once_one_gets_it() {
+    let bench = Bench::new();
+    let outcomes: Vec<_> = thread::scope(|scope| {
+        let threads: Vec<_> = (0..8)
+            .map(|number| {
+                let bench = &bench;
+                scope.spawn(move || {
+                    let function = format!("socket={number}.sock,path=drive.img,id=n{number}");
+                    bench.serve(&number.to_string(), &[&function])
+                })
+            })
+            .collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap())
+            .collect()
+    });
+    let (winners, losers): (Vec<_>, Vec<_>) = outcomes.into_iter().partition(Result::is_ok);
+    assert_eq!(winners.len(), 1);
+    for loser in losers {
+        let failure = loser.unwrap_err();
+        assert!(
+            failure.stderr.contains("overlaps lease \"n"),
+            "{}",
+            failure.stderr
+        );
+    }
+    assert_eq!(bench.leases().len(), 1);
+}
+
+#[test]
+fn what_a_killed_server_held_stays_its_own() {
+    let bench = Bench::new();
+    let function = "socket=a.sock,path=drive.img,id=a,range=0+16M";
+    bench.serve("one", &[function]).unwrap().kill();
+    assert_eq!(bench.leases(), [lease("a", "stale", "0+16777216")]);
+
+    let other = "socket=b.sock,path=drive.img,id=b,range=8M+16M";
+    let refused = bench.serve("two", &[other]).unwrap_err();
+    assert!(
+        refused
+            .stderr
+            .contains("ended without releasing it); if nobody needs that lease any more, run")
+            && refused
+                .stderr
+                .contains("`nvme-mpt leases release a --state-dir state`"),
+        "{}",
+        refused.stderr
+    );
+
+    // Started again, it gets its range, and the sockets that it left behind.
+    let again = bench.serve("one", &[function]).unwrap();
+    assert_eq!(bench.leases(), [lease("a", "held", "0+16777216")]);
+    again.stop();
+    assert_eq!(bench.leases(), []);
+    assert_eq!(bench.names(), ["drive.img", "state"]);
+}
+
+#[test]
+fn a_server_without_ids_takes_over_what_it_left() {
+    let bench = Bench::new();
+    let functions = [
+        "socket=a.sock,path=drive.img,range=0+16M",
+        "socket=b.sock,path=drive.img,range=16M+16M",
+    ];
+    let first = bench.serve("one", &functions).unwrap();
+    let printed = first.printed.clone();
+    first.kill();
+    let second = bench.serve("one", &functions).unwrap();
+    assert_eq!(second.printed, printed, "ids and serial numbers included");
+    second.stop();
+}
+
+#[test]
+fn stale_leases_can_be_released_and_held_ones_only_by_force() {
+    let bench = Bench::new();
+    let function = "socket=a.sock,path=drive.img,id=a";
+    let server = bench.serve("one", &[function]).unwrap();
+    let held = bench.run("leases", &["release", "a"]);
+    assert_eq!(held.status.code(), Some(1));
+    let stderr = String::from_utf8(held.stderr).unwrap();
+    assert!(
+        stderr.starts_with("nvme-mpt: Cannot release lease \"a\""),
+        "{stderr}"
+    );
+    server.kill();
+
+    let listed = bench.run("leases", &[]);
+    let listed = String::from_utf8(listed.stdout).unwrap();
+    assert!(
+        listed.contains("stale") && listed.contains("nvme-mpt leases release ID"),
+        "{listed}"
+    );
+    let released = bench.run("leases", &["release", "a"]);
+    assert!(released.status.success(), "{released:?}");
+    assert_eq!(bench.leases(), []);
+
+    let server = bench.serve("one", &[function]).unwrap();
+    let forced = bench.run("leases", &["release", "--force", "a"]);
+    assert!(forced.status.success(), "{forced:?}");
+    assert_eq!(bench.leases(), []);
+    server.stop();
+}
+
+#[test]
+fn killed_at_any_moment_a_server_leaves_a_whole_ledger() {
+    let bench = Bench::new();
+    let function = "socket=a.sock,path=drive.img,id=a,range=0+16M";
+    for round in 0..40 {
+        let mut command = bench.serve_command("one", &[function]);
+        let mut process = command.stdout(Stdio::null()).spawn().unwrap();
+        // From before the ledger is looked at until after it was changed, whatever the machine.
+        thread::sleep(Duration::from_micros(250 * round));
+        process.kill().unwrap();
+        process.wait().unwrap();
+
+        let leases = bench.leases();
+        assert!(
+            leases.is_empty() || leases == [lease("a", "stale", "0+16777216")],
+            "round {round}: {leases:?}"
+        );
+    }
+    bench.serve("one", &[function]).unwrap().stop();
+    assert_eq!(bench.leases(), []);
+}
+
+#[test]
+fn private_drives_are_in_no_ledger() {
+    let bench = Bench::new();
+    let function = "socket=a.sock,path=memory:1M,id=a";
+    let one = bench.serve("one", &[function]).unwrap();
+    let two = bench
+        .serve("two", &["socket=b.sock,path=memory:1M,id=a"])
+        .unwrap();
+    assert_eq!(bench.leases(), []);
+    one.stop();
+    two.stop();
+}

@@ -1,0 +1,5 @@
+//! The `nvme-mpt` command, as processes.
+
+mod leases;
+mod serve;
+mod support;

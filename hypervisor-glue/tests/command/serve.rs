@@ -1,0 +1,245 @@
+//! `nvme-mpt serve` and `stats` as a person, a VMM and a monitor use them.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::process::Stdio;
+
+use crate::support::{Bench, exists};
+use vfio_user::Client;
+
+/// Offsets in BAR0 (Base 2.0, section 3.1.3).
+const VS: u64 = 0x08;
+const CC: u64 = 0x14;
+const CSTS: u64 = 0x1C;
+/// Region numbers of a PCI function.
+const BAR0: u32 = 0;
+const CONFIG: u32 = 7;
+
+fn read_u32(client: &mut Client, region: u32, offset: u64) -> u32 {
+    let mut data = [0; 4];
+    client.region_read(region, offset, &mut data).unwrap();
+    u32::from_le_bytes(data)
+}
+
+#[test]
+fn a_client_finds_an_nvme_controller_and_so_does_the_next() {
+    let bench = Bench::new();
+    let server = bench
+        .serve("one", &["socket=a.sock,path=drive.img,range=0+16M"])
+        .unwrap();
+    for _ in 0..3 {
+        let mut client = Client::new(&bench.path("a.sock")).unwrap();
+        assert_eq!(read_u32(&mut client, BAR0, VS), 0x0002_0000, "2.0");
+        let class = read_u32(&mut client, CONFIG, 0x08) >> 8;
+        assert_eq!(class, 0x01_08_02, "NVM Express I/O controller");
+        // The one before left the register changed: that was its own controller.
+        assert_eq!(read_u32(&mut client, BAR0, CC), 0);
+        client
+            .region_write(BAR0, CC, &0x0046_0000_u32.to_le_bytes())
+            .unwrap();
+        assert_eq!(read_u32(&mut client, BAR0, CC), 0x0046_0000);
+        assert_eq!(read_u32(&mut client, BAR0, CSTS) & 1, 0);
+        client.shutdown().unwrap();
+    }
+    server.stop();
+}
+
+#[test]
+fn sigterm_and_sigint_end_it_cleanly_whoever_is_connected() {
+    for signal in ["TERM", "INT"] {
+        let bench = Bench::new();
+        let server = bench
+            .serve(
+                "one",
+                &[
+                    "socket=a.sock,path=drive.img,range=0+16M",
+                    "socket=b.sock,path=memory:16M",
+                ],
+            )
+            .unwrap();
+        let _idle = Client::new(&bench.path("a.sock")).unwrap();
+        let mut half = UnixStream::connect(bench.path("b.sock")).unwrap();
+        half.write_all(&[1, 0, 1]).unwrap();
+        let (status, stderr) = server.signal(signal);
+        assert!(status.success(), "{signal}: {status}: {stderr}");
+        assert_eq!(bench.names(), ["drive.img", "state"], "{signal}");
+        assert_eq!(bench.leases(), [], "{signal}");
+    }
+}
+
+#[test]
+fn what_it_prints_attaches_each_function() {
+    let bench = Bench::new();
+    let server = bench
+        .serve(
+            "one",
+            &["socket=a.sock,path=drive.img,range=16M+16M,id=vm-1,queues=4"],
+        )
+        .unwrap();
+    let socket = bench.path("a.sock");
+    let socket = socket.display();
+    for part in [
+        format!("Function vm-1 on {socket}\n"),
+        "drive.img, range 16M+16M (32768 blocks of 512 bytes); serial MPT".to_owned(),
+        "doorbells shadow, poll shared, 4 queue pairs".to_owned(),
+        format!("--memory size=2G,shared=on --user-device socket={socket},id=vm-1\n"),
+        "-object memory-backend-memfd,id=mem0,size=2G,share=on".to_owned(),
+        format!(r#""socket":{{"path":"{socket}","type":"unix"}}"#),
+    ] {
+        assert!(server.printed.contains(&part), "{part}: {}", server.printed);
+    }
+    server.stop();
+}
+
+#[test]
+fn a_start_that_fails_leaves_nothing_behind() {
+    let bench = Bench::new();
+    let good = "socket=a.sock,path=drive.img,range=0+16M";
+    for (bad, complaint) in [
+        ("socket=b.sock,path=none.img", "truncate -s"),
+        (
+            "socket=b.sock,path=drive.img,range=48M+32M",
+            "the longest range from there is 48M+16M",
+        ),
+        (
+            "socket=b.sock,path=drive.img,range=8M+16M",
+            "choose ranges that do not overlap",
+        ),
+        (
+            "socket=./a.sock,path=memory:1M",
+            "Two functions have the socket",
+        ),
+        (
+            "socket=no/such/b.sock,path=memory:1M",
+            "No such file or directory",
+        ),
+        (
+            "socket=b.sock,path=drive.img,range=16M+16M,lba=4096",
+            "give the same lba= to each",
+        ),
+    ] {
+        let good = if bad.contains("lba=") {
+            format!("{good},lba=512")
+        } else {
+            good.to_owned()
+        };
+        let failure = bench.serve("one", &[&good, bad]).unwrap_err();
+        assert_eq!(failure.status.code(), Some(1), "{bad}");
+        assert!(
+            failure.stderr.starts_with("nvme-mpt: ") && failure.stderr.contains(complaint),
+            "{bad}: {}",
+            failure.stderr
+        );
+        assert!(!exists(&bench.path("a.sock")), "{bad}");
+        assert!(!exists(&bench.path("one.control")), "{bad}");
+        assert_eq!(bench.leases(), [], "{bad}");
+    }
+    bench.serve("one", &[good]).unwrap().stop();
+}
+
+#[test]
+fn wrong_options_are_told_before_anything_is_done() {
+    let bench = Bench::new();
+    let long = format!("socket=/{},path=memory:1M", "x".repeat(120));
+    for (function, complaint) in [
+        ("path=memory:1M", "Option \"socket\" is missing"),
+        ("socket=a.sock", "Option \"path\" is missing"),
+        (
+            "socket=a.sock,path=memory:1M,size=1",
+            "There is no option \"size\": the options are socket, path, range,",
+        ),
+        (
+            "socket=a.sock,path=memory:1M,queues=0",
+            "A function has 1 to 64",
+        ),
+        (
+            "socket=a.sock,path=memory:1X",
+            "Option \"path\" cannot be \"memory:1X\"",
+        ),
+        (&long, "at most 107 bytes"),
+    ] {
+        let failure = bench.serve("one", &[function]).unwrap_err();
+        assert_eq!(failure.status.code(), Some(2), "{function}");
+        assert!(
+            failure.stderr.contains(complaint),
+            "{function}: {}",
+            failure.stderr
+        );
+    }
+    assert_eq!(bench.names(), ["drive.img"]);
+}
+
+#[test]
+fn figures_can_be_asked_for_by_people_and_programs() {
+    let bench = Bench::new();
+    let nobody = bench.run("stats", &["--control", "one.control"]);
+    assert_eq!(nobody.status.code(), Some(1));
+    let stderr = String::from_utf8(nobody.stderr).unwrap();
+    assert!(stderr.contains("start `nvme-mpt serve`"), "{stderr}");
+
+    let server = bench
+        .serve("one", &["socket=a.sock,path=memory:1M,id=vm-1"])
+        .unwrap();
+    let json = bench.run("stats", &["--control", "one.control", "--json"]);
+    let stats: serde_json::Value = serde_json::from_slice(&json.stdout).unwrap();
+    let function = &stats["functions"][0];
+    assert_eq!(function["id"], "vm-1");
+    assert_eq!(function["socket"], bench.path("a.sock").to_str().unwrap());
+    assert_eq!(function["capacity_bytes"], 1 << 20);
+    assert_eq!(function["doorbells"], "shadow");
+    assert_eq!(function["admin"]["commands"], 0);
+    assert!(stats["pollers"].is_array());
+
+    let table = bench.run("stats", &["--control", "one.control"]);
+    let table = String::from_utf8(table.stdout).unwrap();
+    assert!(table.starts_with("vm-1: ") && table.contains("doorbell exits"));
+
+    // Who reads a part of it and goes is no error.
+    let mut watch = bench
+        .command(
+            "stats",
+            &["--control", "one.control", "--json", "--watch", "0.1"],
+        )
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(watch.stdout.take().unwrap()).lines();
+    for _ in 0..2 {
+        let line = lines.next().unwrap().unwrap();
+        serde_json::from_str::<serde_json::Value>(&line).unwrap();
+    }
+    drop(lines);
+    let output = watch.wait_with_output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    server.stop();
+}
+
+#[test]
+fn a_noisy_client_does_not_flood_the_log() {
+    let bench = Bench::new();
+    let server = bench
+        .serve(
+            "one",
+            &[
+                "socket=a.sock,path=memory:1M,id=noisy",
+                "socket=b.sock,path=memory:2M,id=quiet",
+            ],
+        )
+        .unwrap();
+    for _ in 0..500 {
+        let mut stream = UnixStream::connect(bench.path("a.sock")).unwrap();
+        // A message of a size that no message has: the server logs it and hangs up.
+        let _ = stream.write_all(&[0xFF; 16]);
+        let _ = stream.read(&mut [0; 64]);
+    }
+    drop(Client::new(&bench.path("b.sock")).unwrap());
+    let (status, stderr) = server.signal("TERM");
+    assert!(status.success());
+    let noise = stderr.lines().count();
+    assert!((1..100).contains(&noise), "{noise} lines: {stderr}");
+    assert!(
+        stderr.lines().all(|line| line.contains("[noisy]")),
+        "{stderr}"
+    );
+}

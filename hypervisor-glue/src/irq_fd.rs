@@ -36,22 +36,25 @@ pub(crate) fn take(fd: OwnedFd) -> io::Result<EventFd> {
     Ok(unsafe { EventFd::from_raw_fd(fd.into_raw_fd()) })
 }
 
+/// An eventfd as a client sends it.
+#[cfg(test)]
+pub(crate) fn sent(eventfd: &EventFd) -> OwnedFd {
+    let fd = eventfd.try_clone().unwrap().into_raw_fd();
+    // SAFETY: the descriptor is open and was given away just now.
+    unsafe { OwnedFd::from_raw_fd(fd) }
+}
+
 #[cfg(test)]
 mod tests {
     use std::fs::File;
 
     use super::*;
 
-    fn owned(eventfd: EventFd) -> OwnedFd {
-        // SAFETY: the descriptor is open and was given away just now.
-        unsafe { OwnedFd::from_raw_fd(eventfd.into_raw_fd()) }
-    }
-
     #[test]
     fn a_full_counter_makes_no_write_wait() {
         for flags in [0, libc::EFD_NONBLOCK] {
             let theirs = EventFd::new(flags).unwrap();
-            let ours = take(owned(theirs.try_clone().unwrap())).unwrap();
+            let ours = take(sent(&theirs)).unwrap();
             ours.write(u64::MAX - 1).unwrap();
             let error = ours.write(1).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::WouldBlock);

@@ -5,6 +5,7 @@
 //! - [`provision`]: makes the guests and finds a QEMU, from Debian's own signed packages, into a cache;
 //! - [`guest`]: boots a guest, runs commands in it, plugs devices, kills it;
 //! - [`server`]: `nvme-mpt serve` as a child, and what `nvme-mpt stats` says;
+//! - [`verify`]: everything that must hold, step by step;
 //! - [`demo`]: the demonstration;
 //! - [`load`]: load at native speed, without a guest.
 
@@ -15,6 +16,7 @@ pub mod process;
 pub mod progress;
 pub mod provision;
 pub mod server;
+pub mod verify;
 
 use std::path::{Path, PathBuf};
 

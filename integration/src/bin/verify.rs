@@ -1,0 +1,17 @@
+//! `cargo verify`: everything that must hold.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use integration::verify::{self, Options};
+
+fn main() -> ExitCode {
+    match verify::run(&Options::parse()) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            integration::print_error(&error);
+            ExitCode::FAILURE
+        }
+    }
+}

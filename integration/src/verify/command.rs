@@ -1,0 +1,183 @@
+//! Runs one program of a step: what it says goes to the step's log, and the results of its tests are
+//! counted.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Command, ExitStatus, Stdio};
+
+use super::{Context, Count, VerifyError};
+use crate::process;
+use crate::progress::say;
+
+/// What a program's success is worth.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Worth {
+    /// One check.
+    One,
+    /// As many as it says, and that must not be none.
+    ItsTests,
+    /// As many as it says; it tells as it goes on, and people want to see that.
+    ItsTestsShown,
+}
+
+impl Context<'_> {
+    /// A command of cargo in the workspace.
+    pub(super) fn cargo(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+        command.args(arguments).current_dir(crate::workspace_dir());
+        command
+    }
+
+    /// The same in a build of its own, made with other flags.
+    pub(super) fn cargo_apart(&self, arguments: &[&str], build: &str, flags: &str) -> Command {
+        let mut command = self.cargo(arguments);
+        command
+            .env("CARGO_TARGET_DIR", self.folder.join(build))
+            .env("RUSTFLAGS", flags);
+        command
+    }
+
+    /// Runs a program, which must succeed.
+    pub(super) fn run(&mut self, command: &mut Command, worth: Worth) -> Result<(), VerifyError> {
+        let line = describe(command);
+        let (status, count) = self.run_logged(command, &line, worth == Worth::ItsTestsShown)?;
+        match worth {
+            Worth::One if status.success() => self.count.add(Count::ONE_PASSED),
+            Worth::One => {}
+            Worth::ItsTests | Worth::ItsTestsShown => self.count.add(count),
+        }
+        if !status.success() {
+            return Err(VerifyError::Failed {
+                command: line,
+                log: self.log.clone(),
+                tail: process::file_tail(&self.log),
+            });
+        }
+        if worth != Worth::One && count == Count::default() {
+            return Err(VerifyError::NothingTested {
+                command: line,
+                log: self.log.clone(),
+            });
+        }
+        Ok(())
+    }
+
+    fn run_logged(
+        &self,
+        command: &mut Command,
+        line: &str,
+        shown: bool,
+    ) -> Result<(ExitStatus, Count), VerifyError> {
+        let at = |source| VerifyError::File {
+            path: self.log.clone(),
+            source,
+        };
+        let mut log = append(&self.log).map_err(at)?;
+        writeln!(log, "$ {line}").map_err(at)?;
+        let (output, input) = io::pipe().map_err(at)?;
+        let error = input.try_clone().map_err(at)?;
+        let spawned = command
+            .stdin(Stdio::null())
+            .stdout(input)
+            .stderr(error)
+            .spawn();
+        let mut child = spawned.map_err(|source| {
+            VerifyError::Process(process::ProcessError::Start {
+                command: line.to_owned(),
+                source,
+            })
+        })?;
+        // The command holds our copies of the pipe's writing end, which would never end.
+        command.stdout(Stdio::null()).stderr(Stdio::null());
+
+        let mut count = Count::default();
+        let mut lines = BufReader::new(output);
+        let mut said = Vec::new();
+        while lines.read_until(b'\n', &mut said).map_err(at)? > 0 {
+            log.write_all(&said).map_err(at)?;
+            let text = String::from_utf8_lossy(&said);
+            if let Some(more) = results_in(text.trim_end()) {
+                count.add(more);
+            }
+            if shown {
+                say(&format!("    {}", text.trim_end()));
+            }
+            said.clear();
+        }
+        let status = child.wait().map_err(at)?;
+        Ok((status, count))
+    }
+}
+
+fn append(path: &Path) -> io::Result<File> {
+    File::options().create(true).append(true).open(path)
+}
+
+/// A command line as a person would type it, with the variables that matter.
+fn describe(command: &Command) -> String {
+    let mut words: Vec<String> = command
+        .get_envs()
+        .filter_map(|(key, value)| {
+            Some(format!(
+                "{}='{}'",
+                key.to_string_lossy(),
+                value?.to_string_lossy()
+            ))
+        })
+        .collect();
+    words.push(command.get_program().to_string_lossy().into_owned());
+    words.extend(
+        command
+            .get_args()
+            .map(|word| word.to_string_lossy().into_owned()),
+    );
+    words.join(" ")
+}
+
+/// Results in a line of a test program: `test result: ok. 3 passed; 0 failed; …` of Rust's own harness,
+/// or `3 passed, 0 failed` alone.
+fn results_in(line: &str) -> Option<Count> {
+    let own = line.strip_prefix("test result: ").and_then(|rest| {
+        let (_, rest) = rest.split_once(". ")?;
+        let mut parts = rest.split("; ");
+        Some((parts.next()?, parts.next()?))
+    });
+    let (passed, failed) = own.or_else(|| line.split_once(", "))?;
+    Some(Count {
+        passed: passed.strip_suffix(" passed")?.parse().ok()?,
+        failed: failed.strip_suffix(" failed")?.parse().ok()?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_are_read_from_both_kinds_of_lines() {
+        let line = "test result: ok. 26 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out";
+        assert_eq!(
+            results_in(line),
+            Some(Count {
+                passed: 26,
+                failed: 1
+            })
+        );
+        assert_eq!(
+            results_in("3 passed, 4 failed"),
+            Some(Count {
+                passed: 3,
+                failed: 4
+            })
+        );
+        for other in [
+            "",
+            "x passed, y failed",
+            "ok      linux::v6_1 (3 passed, 0 failed)",
+            "running 3 tests",
+        ] {
+            assert_eq!(results_in(other), None, "{other}");
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! Fuzz targets for a while each: libFuzzer on the stable compiler, without further tools.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::Value;
+
+use super::command::Worth;
+use super::{Context, VerifyError};
+use crate::process;
+use crate::progress::say;
+
+const MANIFEST: &str = "tests/fuzz/Cargo.toml";
+
+/// What libFuzzer wants of the compiler (LLVM, SanitizerCoverage): edges counted, comparisons traced.
+const FLAGS: &str = "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
+     -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
+     -Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-coverage-trace-compares \
+     -Ccodegen-units=1";
+
+pub(super) fn run(context: &mut Context) -> Result<(), VerifyError> {
+    let build = [
+        "build",
+        "--release",
+        "--target",
+        super::steps::TARGET,
+        "--manifest-path",
+        MANIFEST,
+    ];
+    let mut command = context.cargo_apart(&build, "fuzz", FLAGS);
+    context.run(&mut command, Worth::One)?;
+
+    let programs = context
+        .folder
+        .join("fuzz")
+        .join(super::steps::TARGET)
+        .join("release");
+    let targets = targets(context)?;
+    if targets.is_empty() {
+        return Err(VerifyError::NothingTested {
+            command: format!("the targets of {MANIFEST}"),
+            log: context.log.clone(),
+        });
+    }
+    let mut result = Ok(());
+    for target in targets {
+        let outcome = run_target(context, &target, &programs.join(&target));
+        if outcome.is_err() {
+            context.count.failed += 1;
+        }
+        // The others are worth knowing of as well.
+        result = result.and(outcome);
+    }
+    result
+}
+
+/// The programs that the manifest names.
+fn targets(context: &Context) -> Result<Vec<String>, VerifyError> {
+    let arguments = [
+        "metadata",
+        "--no-deps",
+        "--format-version",
+        "1",
+        "--manifest-path",
+        MANIFEST,
+    ];
+    let text = process::run(&mut context.cargo(&arguments))?;
+    let unreadable = |error: serde_json::Error| VerifyError::File {
+        path: PathBuf::from(MANIFEST),
+        source: error.into(),
+    };
+    let metadata: Value = serde_json::from_str(&text).map_err(unreadable)?;
+    let targets = metadata["packages"][0]["targets"]
+        .as_array()
+        .cloned()
+        .unwrap_or_default();
+    Ok(targets
+        .iter()
+        .filter(|target| target["kind"][0] == "bin")
+        .filter_map(|target| Some(target["name"].as_str()?.to_owned()))
+        .collect())
+}
+
+fn run_target(context: &mut Context, target: &str, program: &Path) -> Result<(), VerifyError> {
+    let finds = folder(&context.folder.join("fuzz-finds").join(target))?;
+    let artifacts = folder(&context.folder.join("fuzz-artifacts").join(target))?;
+    // An artefact of an earlier run must not be taken for one of this.
+    let before = files(&artifacts)?;
+    let seconds = context.options.fuzz_seconds;
+    let mut command = Command::new(program);
+    command
+        .arg(format!("-max_total_time={seconds}"))
+        .arg(format!("-artifact_prefix={}/", artifacts.display()))
+        // An input that takes this long is a find: nothing here may be driven to hang.
+        .args(["-timeout=10", "-rss_limit_mb=2048", "-print_final_stats=1"])
+        // New finds go to the first folder, the others are read.
+        .arg(&finds);
+    let corpus = crate::workspace_dir()
+        .join("tests/fuzz/corpus")
+        .join(target);
+    if corpus.is_dir() {
+        command.arg(corpus);
+    }
+    let result = context.run(&mut command, Worth::One);
+    let found = files(&artifacts)?
+        .into_iter()
+        .find(|file| !before.contains(file));
+    match (result, found) {
+        (_, Some(artifact)) => Err(VerifyError::Fuzz {
+            target: target.to_owned(),
+            artifact,
+            tail: process::file_tail(&context.log),
+        }),
+        (Ok(()), None) => {
+            say(&format!("    {target}: nothing found in {seconds} s"));
+            Ok(())
+        }
+        (Err(error), None) => Err(error),
+    }
+}
+
+fn folder(path: &Path) -> Result<PathBuf, VerifyError> {
+    fs::create_dir_all(path).map_err(|source| VerifyError::File {
+        path: path.to_owned(),
+        source,
+    })?;
+    Ok(path.to_owned())
+}
+
+fn files(folder: &Path) -> Result<Vec<PathBuf>, VerifyError> {
+    let at = |source| VerifyError::File {
+        path: folder.to_owned(),
+        source,
+    };
+    fs::read_dir(folder)
+        .map_err(at)?
+        .map(|entry| Ok(entry.map_err(at)?.path()))
+        .collect()
+}

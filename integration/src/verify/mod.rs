@@ -1,0 +1,241 @@
+//! Everything that must hold before a change is good: one list of steps, each timed and logged.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use clap::Parser;
+use thiserror::Error;
+
+use crate::process::ProcessError;
+use crate::progress::{Step as Announced, say, seconds};
+use crate::provision::ProvisionError;
+use crate::provision::host::{self, Tool};
+
+mod command;
+mod fuzz;
+mod steps;
+
+/// Checks everything: format, lints, documentation, unit tests, models, fuzz targets, end-to-end tests.
+#[derive(Debug, Parser)]
+#[command(name = "verify", about, version)]
+pub struct Options {
+    /// Runs only these steps
+    #[arg(long, value_name = "STEP")]
+    only: Vec<String>,
+    /// Lists the steps and ends
+    #[arg(long)]
+    list: bool,
+    /// How long each fuzz target runs
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    fuzz_seconds: u64,
+    /// Only the end-to-end tests with this in their name
+    #[arg(long, value_name = "FILTER")]
+    e2e_filter: Option<String>,
+}
+
+/// Why a step failed.
+#[derive(Debug, Error)]
+pub enum VerifyError {
+    /// A tool is missing.
+    #[error(transparent)]
+    Provision(#[from] ProvisionError),
+    /// A program could not be run.
+    #[error(transparent)]
+    Process(#[from] ProcessError),
+    /// A program failed.
+    #[error("`{command}` failed; the whole of what it said is in {log}:\n{tail}")]
+    Failed {
+        /// The command line.
+        command: String,
+        /// The log.
+        log: PathBuf,
+        /// Its end.
+        tail: String,
+    },
+    /// A program that should test something did not.
+    #[error("`{command}` ran no test; what it said is in {log}")]
+    NothingTested {
+        /// The command line.
+        command: String,
+        /// The log.
+        log: PathBuf,
+    },
+    /// A file can't be used.
+    #[error("Cannot use {path}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A fuzz target found something.
+    #[error("Fuzz target {target} found something, kept in {artifact}:\n{tail}")]
+    Fuzz {
+        /// The target.
+        target: String,
+        /// The input.
+        artifact: PathBuf,
+        /// The end of the log.
+        tail: String,
+    },
+    /// No such step.
+    #[error("There is no step '{name}': see --list")]
+    NoStep {
+        /// What was asked for.
+        name: String,
+    },
+}
+
+/// Tests and checks that passed and failed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Count {
+    passed: u64,
+    failed: u64,
+}
+
+impl Count {
+    const ONE_PASSED: Self = Self {
+        passed: 1,
+        failed: 0,
+    };
+
+    fn add(&mut self, more: Self) {
+        self.passed += more.passed;
+        self.failed += more.failed;
+    }
+}
+
+/// What a step works with.
+struct Context<'a> {
+    options: &'a Options,
+    /// Logs, and builds that must not be mixed with the usual ones.
+    folder: &'a Path,
+    log: PathBuf,
+    count: Count,
+}
+
+/// One thing to verify.
+struct Step {
+    name: &'static str,
+    what: &'static str,
+    run: fn(&mut Context) -> Result<(), VerifyError>,
+}
+
+struct Outcome {
+    name: &'static str,
+    count: Count,
+    time: Duration,
+    well: bool,
+}
+
+/// What the builds need beside Rust.
+const TOOLS: &[Tool] = &[
+    Tool {
+        program: "cc",
+        package: "gcc",
+    },
+    Tool {
+        program: "c++",
+        package: "g++",
+    },
+    Tool {
+        program: "valgrind",
+        package: "valgrind",
+    },
+];
+
+/// Verifies. Returns whether all is well.
+///
+/// # Errors
+/// If it can't be done at all.
+pub fn run(options: &Options) -> Result<bool, VerifyError> {
+    if options.list {
+        for step in steps::ALL {
+            say(&format!("{:<10} {}", step.name, step.what));
+        }
+        return Ok(true);
+    }
+    for name in &options.only {
+        if !steps::ALL.iter().any(|step| step.name == name) {
+            return Err(VerifyError::NoStep { name: name.clone() });
+        }
+    }
+    host::ensure(TOOLS)?;
+    let folder = crate::target_dir().join("verify");
+    fs::create_dir_all(&folder).map_err(|source| VerifyError::File {
+        path: folder.clone(),
+        source,
+    })?;
+
+    let wanted =
+        |step: &&Step| options.only.is_empty() || options.only.iter().any(|n| n == step.name);
+    let outcomes: Vec<Outcome> = steps::ALL
+        .iter()
+        .filter(wanted)
+        .map(|step| run_step(step, options, &folder))
+        .collect();
+    Ok(summarize(&outcomes))
+}
+
+fn run_step(step: &Step, options: &Options, folder: &Path) -> Outcome {
+    let started = Instant::now();
+    let announced = Announced::start(format!("{}: {}", step.name, step.what));
+    let mut context = Context {
+        options,
+        folder,
+        log: folder.join(format!("{}.log", step.name)),
+        count: Count::default(),
+    };
+    // The log of an earlier run says nothing about this one.
+    let _ = fs::remove_file(&context.log);
+    let result = (step.run)(&mut context);
+    let mut count = context.count;
+    let well = match result {
+        Ok(()) => {
+            announced.done(format!("{} passed", count.passed));
+            true
+        }
+        Err(error) => {
+            drop(announced);
+            say(&crate::error_chain(&error));
+            // What failed without counting anything failed as a whole.
+            count.failed = count.failed.max(1);
+            false
+        }
+    };
+    Outcome {
+        name: step.name,
+        count,
+        time: started.elapsed(),
+        well,
+    }
+}
+
+/// Prints what became of each step, and the sum alone on the last line.
+fn summarize(outcomes: &[Outcome]) -> bool {
+    let mut sum = Count::default();
+    say(&format!(
+        "\n{:<10} {:<8} {:>7} {:>7} {:>14}",
+        "step", "", "passed", "failed", "time"
+    ));
+    for Outcome {
+        name,
+        count,
+        time,
+        well,
+    } in outcomes
+    {
+        say(&format!(
+            "{name:<10} {:<8} {:>7} {:>7} {:>14}",
+            if *well { "ok" } else { "FAILED" },
+            count.passed,
+            count.failed,
+            seconds(*time),
+        ));
+        sum.add(*count);
+    }
+    say(&format!("\n{} passed, {} failed", sum.passed, sum.failed));
+    !outcomes.is_empty() && outcomes.iter().all(|outcome| outcome.well)
+}

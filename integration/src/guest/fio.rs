@@ -127,14 +127,22 @@ impl Fio {
             reason: reason.to_owned(),
             text: crate::process::tail(text),
         };
-        // fio says other things, too, before the report, which starts on a line of its own.
-        let start = if text.starts_with('{') {
-            Some(0)
-        } else {
-            text.find("\n{").map(|at| at + 1)
-        };
-        let (said, json) = text.split_at(start.ok_or_else(|| unreadable("there is none"))?);
-        let json: Value = serde_json::from_str(json).map_err(|e| unreadable(&e.to_string()))?;
+        // fio says other things, too, before the report, which starts with a brace on a line of its own.
+        let mut start = 0;
+        let found = text.split_inclusive('\n').any(|line| {
+            let is_it = line.trim_start().starts_with('{');
+            start += if is_it { 0 } else { line.len() };
+            is_it
+        });
+        if !found {
+            return Err(unreadable("there is none"));
+        }
+        let (said, json) = text.split_at(start);
+        let json: Value = serde_json::Deserializer::from_str(json)
+            .into_iter()
+            .next()
+            .unwrap_or(Ok(Value::Null))
+            .map_err(|e| unreadable(&e.to_string()))?;
         let job = &json["jobs"][0];
         let code = job["error"]
             .as_i64()

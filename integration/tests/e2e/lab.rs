@@ -218,8 +218,8 @@ impl Bench {
 /// Sees that the guest's kernel has said nothing of timeouts, aborts or errors of its drive.
 pub(crate) fn expect_no_complaints(guest: &Guest) -> Result<(), Fault> {
     let said = guest.check(
-        "dmesg | grep -iE '(nvme|blk|block|I/O|ext4).*(timeout|abort|error|fail|invalid)' \
-         | grep -viE 'errors=|command line' || true",
+        "dmesg | grep -iE '(nvme|blk_|I/O error|EXT4-fs).*(timeout,|timed out|abort|error|fail|invalid|resetting)' \
+         || true",
         PATIENCE,
     )?;
     expect(said.trim().is_empty(), || {

@@ -1,0 +1,53 @@
+//! An option string, as a person or a program writes it.
+//!
+//! Whatever it is, it is taken or refused with words; what is taken keeps to the bounds that the
+//! rest of the program relies on, and a range and a drive print as what they were read from.
+
+#![no_main]
+
+use std::os::unix::ffi::OsStrExt;
+
+use hypervisor_glue::options::{FunctionOptions, OptionError, ServedFunction};
+use hypervisor_glue::report;
+use libfuzzer_sys::fuzz_target;
+use nvme_mpt::attachment::MAX_QUEUE_PAIRS;
+use nvme_mpt::lease::{ByteRange, Bytes};
+
+fn check_error(error: &OptionError) {
+    assert!(!report::chain(error).is_empty());
+}
+
+fn check(options: &FunctionOptions) {
+    assert!((1..=MAX_QUEUE_PAIRS).contains(&options.queues));
+    if let Some(serial) = &options.serial {
+        assert!((1..=20).contains(&serial.len()) && serial.is_ascii());
+    }
+    if let Some(range) = options.range {
+        assert!(range.length() > 0 && range.start().checked_add(range.length()).is_some());
+        assert_eq!(range.to_string().parse::<ByteRange>().ok(), Some(range));
+        if let Ok(blocks) = range.to_blocks(9, 1 << 40) {
+            assert!(blocks.blocks > 0 && blocks.start.0 + blocks.blocks <= 1 << 40);
+        }
+    }
+    assert_eq!(options.path.to_string().parse().ok(), Some(options.path.clone()));
+    assert_eq!(options.poll.to_string().parse().as_ref(), Ok(&options.poll));
+    assert_eq!(options.doorbells.to_string().parse(), Ok(options.doorbells));
+    assert_ne!(options.id.as_deref(), Some(""));
+}
+
+fuzz_target!(|text: &str| {
+    match text.parse::<FunctionOptions>() {
+        Ok(options) => check(&options),
+        Err(error) => check_error(&error),
+    }
+    match text.parse::<ServedFunction>() {
+        Ok(ServedFunction { socket, function }) => {
+            assert!((1..=107).contains(&socket.as_os_str().as_bytes().len()));
+            check(&function);
+        }
+        Err(error) => check_error(&error),
+    }
+    if let Ok(size) = text.parse::<Bytes>() {
+        assert_eq!(size.to_string().parse(), Ok(size));
+    }
+});

@@ -413,17 +413,6 @@ impl Guest {
         self.monitor(|qmp| qmp.execute("device_add", properties).map(drop))
     }
 
-    /// Asks the guest to let go of a device and waits until QEMU has unplugged it.
-    ///
-    /// # Errors
-    /// If QEMU refuses or the guest keeps the device.
-    pub fn unplug(&mut self, id: &str, patience: Duration) -> Result<(), GuestError> {
-        self.monitor(|qmp| {
-            qmp.execute("device_del", json!({"id": id}))?;
-            qmp.await_event("DEVICE_DELETED", |data| data["device"] == id, patience)
-        })
-    }
-
     /// Resets the machine, as its reset button would; the guest must have been made to
     /// [reboot](GuestConfig::reboots).
     ///

@@ -36,7 +36,6 @@ pub enum QmpError {
 pub(super) struct Qmp {
     lines: BufReader<UnixStream>,
     partial: Vec<u8>,
-    events: Vec<Value>,
 }
 
 impl Qmp {
@@ -44,7 +43,6 @@ impl Qmp {
         let mut qmp = Self {
             lines: BufReader::new(stream),
             partial: Vec::new(),
-            events: Vec::new(),
         };
         // QEMU greets first.
         qmp.read("greeting", Instant::now() + PATIENCE)?;
@@ -73,27 +71,7 @@ impl Qmp {
             if let Some(answer) = message.get("return") {
                 return Ok(answer.clone());
             }
-            self.events.push(message);
-        }
-    }
-
-    pub(super) fn await_event(
-        &mut self,
-        name: &str,
-        wanted: impl Fn(&Value) -> bool,
-        patience: Duration,
-    ) -> Result<(), QmpError> {
-        let deadline = Instant::now() + patience;
-        let is_it = |event: &Value| event["event"] == name && wanted(&event["data"]);
-        if let Some(found) = self.events.iter().position(&is_it) {
-            self.events.drain(..=found);
-            return Ok(());
-        }
-        loop {
-            let message = self.read(name, deadline)?;
-            if is_it(&message) {
-                return Ok(());
-            }
+            // An event, which may come at any time.
         }
     }
 

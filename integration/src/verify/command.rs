@@ -25,7 +25,10 @@ impl Context<'_> {
     /// A command of cargo in the workspace.
     pub(super) fn cargo(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-        command.args(arguments).current_dir(crate::workspace_dir());
+        command
+            .args(arguments)
+            .current_dir(crate::workspace_dir())
+            .env("CARGO_TERM_COLOR", "never");
         command
     }
 

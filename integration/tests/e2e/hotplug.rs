@@ -1,29 +1,40 @@
-//! A drive plugged into a running guest, and taken out again.
+//! A drive plugged into a running guest, taken out of use by it, and found again.
+//!
+//! That the VMM takes the drive out again (`device_del`) is not tested: QEMU up to 11.1 aborts itself
+//! when a vfio-user function with MSI-X is unplugged, whoever serves it.
 
 use integration::guest::{Drive, GuestConfig, HOTPLUG_BUS};
 
 use crate::Group;
-use crate::lab::{FUNCTION, Fault, Lab, PATIENCE, await_path, verified_load};
+use crate::lab::{FUNCTION, Fault, Lab, PATIENCE, await_path, expect_no_complaints, verified_load};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "hotplug",
-    checks: &[("in_and_out_and_in_again", in_and_out_and_in_again)],
+    checks: &[
+        ("v6_1", |lab| plugged_removed_found(lab, true)),
+        ("v6_12", |lab| plugged_removed_found(lab, false)),
+    ],
 };
 
-fn in_and_out_and_in_again(lab: &Lab) -> Result<(), Fault> {
+fn plugged_removed_found(lab: &Lab, old: bool) -> Result<(), Fault> {
+    let assets = if old { lab.v6_1() } else { lab.v6_12() };
     let mut server = lab.serve(&[lab.function()?])?;
-    let mut guest = lab.boot(lab.v6_12(), &GuestConfig::new("guest").vcpus(2).hotplug())?;
+    let mut guest = lab.boot(assets, &GuestConfig::new("guest").vcpus(2).hotplug())?;
     guest.check("[ ! -e /dev/nvme0n1 ]", PATIENCE)?;
-    let drive = Drive::vfio_user(server.socket(FUNCTION))
-        .id("plugged")
-        .bus(HOTPLUG_BUS);
-    for _ in 0..3 {
-        guest.plug(&drive)?;
+    guest.plug(
+        &Drive::vfio_user(server.socket(FUNCTION))
+            .id("plugged")
+            .bus(HOTPLUG_BUS),
+    )?;
+    for _ in 0..2 {
         await_path(&guest, "/dev/nvme0n1", true)?;
         verified_load("verify", 2).run(&guest)?;
-        guest.unplug("plugged", PATIENCE)?;
+        guest.check("echo 1 > /sys/class/nvme/nvme0/device/remove", PATIENCE)?;
         await_path(&guest, "/dev/nvme0n1", false)?;
-        server.expect_alive()?;
+        guest.check("echo 1 > /sys/bus/pci/rescan", PATIENCE)?;
     }
+    await_path(&guest, "/dev/nvme0n1", true)?;
+    expect_no_complaints(&guest)?;
+    server.expect_alive()?;
     Ok(())
 }

@@ -209,13 +209,15 @@ impl<W: Word> EventIdx<W> {
         event_idx
     }
 
-    /// The value just behind what was consumed: the doorbell would have to go a whole round to
-    /// pass it, so it never asks for a register write.
+    /// A value well behind what was consumed, which the doorbell would have to go most of a round
+    /// to pass. Not right behind it: the guest may have stored the doorbell and not read this yet,
+    /// and must not find it among the values that it just moved past.
     fn behind(&self, consumed: u32) -> u32 {
-        if consumed == 0 {
-            self.entries - 1
+        let lag = (self.entries / 4).max(1);
+        if consumed >= lag {
+            consumed - lag
         } else {
-            consumed - 1
+            consumed + self.entries - lag
         }
     }
 

@@ -27,7 +27,10 @@ use crate::stats::PollerStats;
 
 /// Passes without work between two offers of the processor to others. A poller that shares its
 /// core must let the one it waits for run.
-const PASSES_PER_YIELD: u32 = 32;
+const PASSES_PER_YIELD: u32 = 256;
+
+/// An offer of the processor that took longer than this was taken up by another thread.
+const CONTENDED: Duration = Duration::from_micros(50);
 
 /// How long a poller spins for work before it parks: the bounds between which it learns. It spins
 /// longer when work came soon after it had parked, and less when it slept for long.
@@ -220,6 +223,7 @@ struct Worker {
 impl Worker {
     fn run(mut self, spin: Spin) {
         let (spin_min, spin_max) = (ticks_in(SPIN_MIN), ticks_in(SPIN_MAX));
+        let contended = ticks_in(CONTENDED);
         let mut spin_budget = spin_min;
         let mut idle_since = None;
         let mut empty_passes = 0_u32;
@@ -242,12 +246,18 @@ impl Worker {
             }
             pass_began = now;
             empty_passes = empty_passes.wrapping_add(1);
+            let idle = now.since(*idle_since.get_or_insert(now));
             if empty_passes.is_multiple_of(PASSES_PER_YIELD) {
                 std::thread::yield_now();
+                pass_began = Ticks::now();
+                // Somebody else had the processor meanwhile. One that sleeps instead of spinning
+                // gets it back sooner, and takes less from whom it waits for.
+                if pass_began.since(now) > contended {
+                    spin_budget = spin_min;
+                }
             } else {
                 std::hint::spin_loop();
             }
-            let idle = now.since(*idle_since.get_or_insert(now));
             if spin == Spin::Adaptive && (idle >= spin_budget || self.queues.is_empty()) {
                 let (found_work, slept) = self.park(idle);
                 // Had the spin been a little longer, there would have been no need to park.

@@ -97,8 +97,8 @@ impl FromStr for DrivePath {
 impl fmt::Display for DrivePath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Null(bytes) => write!(f, "null:{bytes}"),
-            Self::Memory(bytes) => write!(f, "memory:{bytes}"),
+            Self::Null(bytes) => write!(f, "null:{}", Bytes(*bytes)),
+            Self::Memory(bytes) => write!(f, "memory:{}", Bytes(*bytes)),
             Self::Pci(address) => f.write_str(address),
             Self::File(path) => path.display().fmt(f),
         }

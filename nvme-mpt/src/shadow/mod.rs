@@ -1,7 +1,7 @@
 //! Shadow queues: guest queue pairs bound to host queue pairs.
 //!
-//! [`translate`](self::translate) decides what of a guest's command reaches the host controller,
-//! [`queue`](self::queue) moves commands and completions.
+//! `translate` decides what of a guest's command reaches the host controller,
+//! `queue` moves commands and completions.
 
 mod lists;
 mod prp;

@@ -273,16 +273,21 @@ fn run_stats(options: Stats) -> Result<(), Box<dyn Error>> {
         } else {
             match &earlier {
                 None => write!(out, "{stats}")?,
-                Some(earlier) => write!(out, "\n{}", stats.since(earlier))?,
+                Some((then, earlier)) => write!(
+                    out,
+                    "\nIn the last {:.1} s:\n{}",
+                    Instant::now().duration_since(*then).as_secs_f64(),
+                    stats.since(earlier)
+                )?,
             }
         }
         out.flush()?;
         let Some(interval) = options.watch else {
             return Ok(());
         };
-        earlier = Some(stats);
+        earlier = Some((Instant::now(), stats));
         // From the plan, not from now, so that the samples stay that far apart.
-        next += interval;
+        next = (next + interval).max(Instant::now());
         thread::sleep(next.saturating_duration_since(Instant::now()));
     }
 }

@@ -1,7 +1,7 @@
 //! The control socket: one line of JSON asks, one line of JSON answers, and the connection ends.
 //!
 //! It has a thread of its own, so that asking for figures disturbs no function, and serves one
-//! client at a time, each for [`PATIENCE`] at most: whoever may open the socket can delay others
+//! client at a time, each for two seconds at most: whoever may open the socket can delay others
 //! who may, and nothing else.
 
 use std::io::{self, Read, Write};

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender, SyncSender, TryRecvError};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
 use nvme_mpt::Drive;
@@ -71,12 +71,23 @@ pub struct FunctionHandle {
 }
 
 impl FunctionHandle {
-    /// The figures of the function, unless it is busy for long, or gone.
+    /// The figures of all these functions, but for those that are busy for long, or gone.
     #[must_use]
-    pub fn stats(&self) -> Option<FunctionStats> {
+    pub fn stats_of(handles: &[Self]) -> Vec<FunctionStats> {
+        // All are asked before the first is waited for, so that they share one deadline.
+        let answers: Vec<_> = handles.iter().filter_map(Self::ask).collect();
+        let deadline = Instant::now() + STATS_PATIENCE;
+        let in_time = |answer: Receiver<FunctionStats>| {
+            let left = deadline.saturating_duration_since(Instant::now());
+            answer.recv_timeout(left).ok()
+        };
+        answers.into_iter().filter_map(in_time).collect()
+    }
+
+    fn ask(&self) -> Option<Receiver<FunctionStats>> {
         let (answer, figures) = mpsc::sync_channel(1);
         self.send(Message::Stats(answer)).ok()?;
-        figures.recv_timeout(STATS_PATIENCE).ok()
+        Some(figures)
     }
 
     fn send(&self, message: Message) -> io::Result<()> {

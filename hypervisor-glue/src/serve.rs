@@ -357,7 +357,7 @@ fn start_control(
         .collect::<io::Result<_>>()
         .map_err(ControlError::Thread)?;
     Ok(ControlServer::start(path, move || ServerStats {
-        functions: handles.iter().filter_map(FunctionHandle::stats).collect(),
+        functions: FunctionHandle::stats_of(&handles),
         pollers: pollers.stats(),
     })?)
 }

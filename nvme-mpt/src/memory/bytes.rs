@@ -117,7 +117,7 @@ impl<'a> RawBytes<'a> {
     #[inline]
     pub fn prefetch(&self) {
         #[cfg(target_arch = "x86_64")]
-        for line in 0..(self.len / 64).min(4) {
+        for line in 0..(self.len / 64).min(64) {
             // SAFETY: the hint reads nothing architecturally, and the line lies in the range.
             unsafe {
                 core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(

@@ -33,6 +33,9 @@ pub trait Store {
     fn prefetch(&self, sqe: &Sqe);
 }
 
+/// Commands whose data is fetched into the cache ahead of the one that is executed.
+const PREFETCH: usize = 4;
+
 /// A queue pair whose commands complete while they are rung in.
 #[derive(Debug)]
 pub struct SoftwareQueue<S> {
@@ -56,20 +59,27 @@ impl<S: Store> HostQueue for SoftwareQueue<S> {
     #[inline]
     fn submit(&mut self, sqe: &Sqe) {
         debug_assert!(self.sq.len() < self.sq.capacity());
-        self.store.prefetch(sqe);
         self.sq.push(*sqe);
     }
 
     #[inline]
     fn ring(&mut self, memory: HostMemory<'_>) {
-        for sqe in self.sq.drain(..) {
-            let status = self.store.execute(&sqe, memory);
-            self.cq.push(HostCompletion {
+        let Self { store, sq, cq } = self;
+        for sqe in sq.iter().take(PREFETCH) {
+            store.prefetch(sqe);
+        }
+        for (i, sqe) in sq.iter().enumerate() {
+            if let Some(ahead) = sq.get(i + PREFETCH) {
+                store.prefetch(ahead);
+            }
+            let status = store.execute(sqe, memory);
+            cq.push(HostCompletion {
                 slot: sqe.cid().0,
                 status,
                 dw0: 0,
             });
         }
+        sq.clear();
     }
 
     #[inline]

@@ -23,8 +23,9 @@ use crate::drive::Drive;
 use crate::event::EventQueue;
 use crate::host::Limits;
 use crate::interrupt::{Coalescing, InterruptGate, InterruptVector};
-use crate::lease::Lease;
+use crate::lease::{ByteRange, Lease};
 use crate::poller::{DoorbellWatch, PollPolicy, Poller, Pollers};
+use crate::range_lock::RangeLock;
 use crate::shadow::{
     CompletionQueue, LeasedBlocks, ListMemory, QueueContext, ShadowQueue, SubmissionQueue,
 };
@@ -75,6 +76,17 @@ pub enum AttachError {
     /// A serial number that does not fit its field.
     #[error("Serial number `{0}` is not possible; use 1 to 20 printable ASCII characters")]
     InvalidSerial(String),
+    /// Somebody uses part of the range without a lease in the same ledger.
+    #[error(
+        "Range {range} of drive {drive} is locked by another program: a server with another state \
+         folder, or a VMM that has the file open; stop it, or choose another range"
+    )]
+    InUse {
+        /// The drive.
+        drive: String,
+        /// The range, in bytes.
+        range: ByteRange,
+    },
     /// The kernel has no memory or no file descriptors to give.
     #[error("Doorbells or events cannot be created")]
     Io(#[from] io::Error),
@@ -201,6 +213,7 @@ impl Queues {
 pub struct Attachment {
     drive: Arc<Drive>,
     lease: Lease,
+    _claim: Option<RangeLock>,
     namespace: LeasedNamespace,
     queue_pairs: u16,
     poll: PollPolicy,
@@ -259,6 +272,17 @@ impl Attachment {
             eui64: identity.eui64,
             uuid: identity.uuid,
         };
+        let range = lease.bytes();
+        let claim = drive
+            .controller()
+            .claim(range.start(), range.length())
+            .map_err(|error| match error.kind() {
+                io::ErrorKind::WouldBlock => AttachError::InUse {
+                    drive: drive.path().to_string(),
+                    range,
+                },
+                _ => AttachError::Io(error),
+            })?;
         let window = DmaWindow::new(drive.controller().iova_space().clone());
         let context = Arc::new(QueueContext {
             mode: doorbells,
@@ -269,6 +293,7 @@ impl Attachment {
         Ok(Self {
             drive,
             lease,
+            _claim: claim,
             namespace,
             queue_pairs,
             poll,
@@ -770,4 +795,68 @@ pub struct AttachmentStats {
     pub doorbells: String,
     /// The I/O queue pairs that did anything.
     pub queues: Vec<QueueStats>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::drive::DriveOptions;
+    use crate::lease::{LeaseRequest, Ledger};
+
+    fn config(drive: &Arc<Drive>, range: &str) -> AttachmentConfig {
+        // A ledger of its own, as a server with another state folder has.
+        let lease = Ledger::in_process().acquire(&LeaseRequest {
+            id: "test",
+            drive: drive.identity(),
+            nsid: Nsid(1),
+            range: range.parse().expect("a range"),
+            lba_shift: drive.lba_shift(),
+            blocks: drive.blocks(),
+        });
+        AttachmentConfig {
+            drive: drive.clone(),
+            lease: lease.expect("free"),
+            queue_pairs: 1,
+            doorbells: DoorbellMode::Shadow,
+            poll: PollPolicy::default(),
+            pollers: Pollers::new(),
+            serial: None,
+        }
+    }
+
+    #[test]
+    fn a_range_of_a_file_is_attached_once_whatever_the_ledger_says() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        file.as_file().set_len(1 << 20).expect("set_len");
+        let path = file
+            .path()
+            .to_str()
+            .expect("UTF-8")
+            .parse()
+            .expect("a path");
+        let open = || Drive::open(&path, DriveOptions::default()).expect("opens");
+        let (one, other) = (open(), open());
+        let first = Attachment::new(config(&one, "0+512K")).expect("free");
+        let error = Attachment::new(config(&other, "256K+512K")).expect_err("taken");
+        assert!(matches!(error, AttachError::InUse { .. }), "{error}");
+        assert!(error.to_string().contains("256K+512K"), "{error}");
+        Attachment::new(config(&other, "512K+512K")).expect("another range");
+        drop(first);
+        Attachment::new(config(&other, "256K+512K")).expect("free again");
+    }
+
+    #[test]
+    fn impossible_attachments_are_refused_by_name() {
+        let path = "null:1M".parse().expect("a path");
+        let drive = Drive::open(&path, DriveOptions::default()).expect("opens");
+        let attach = |change: fn(&mut AttachmentConfig)| {
+            let mut config = config(&drive, "0+1M");
+            change(&mut config);
+            Attachment::new(config).expect_err("refused").to_string()
+        };
+        assert!(attach(|config| config.queue_pairs = 0).contains("1 to 64"));
+        assert!(attach(|config| config.queue_pairs = 65).contains("65"));
+        assert!(attach(|config| config.serial = Some("x".repeat(21))).contains("20 printable"));
+        assert!(attach(|config| config.serial = Some("a\nb".into())).contains("20 printable"));
+    }
 }

@@ -38,12 +38,10 @@ pub enum DriveError {
     #[error("A logical block of {0} bytes is not supported; use 512 or 4096")]
     InvalidLbaSize(u32),
     /// The drive has no block.
-    #[error("Drive `{path}` has {bytes} bytes, less than one logical block of {lba_size} bytes")]
+    #[error("Drive `{path}` is smaller than one logical block of {lba_size} bytes")]
     TooSmall {
         /// The drive.
         path: String,
-        /// Its size.
-        bytes: u64,
         /// Its logical block size.
         lba_size: u32,
     },
@@ -164,13 +162,8 @@ impl Drive {
         };
         let HostNamespace { blocks, .. } = controller.namespace();
         if blocks == 0 {
-            let bytes = match path {
-                DrivePath::Null(bytes) | DrivePath::Memory(bytes) => *bytes,
-                _ => 0,
-            };
             return Err(DriveError::TooSmall {
                 path: path.to_string(),
-                bytes,
                 lba_size,
             });
         }
@@ -268,7 +261,7 @@ mod tests {
         };
         assert!(open("/nonexistent/file", 512).contains("truncate -s"));
         assert!(open("null:1G", 1024).contains("512 or 4096"));
-        assert!(open("null:4000", 4096).contains("less than one logical block"));
+        assert!(open("null:4000", 4096).contains("smaller than one logical block"));
         assert!(open("0000:01:00.0", 512).contains("PCI"));
         assert!(open("/dev/null", 512).contains("cannot be opened"));
     }

@@ -21,6 +21,7 @@ pub mod iova;
 pub mod lease;
 pub mod memory;
 pub mod poller;
+pub mod range_lock;
 pub mod shadow;
 pub mod spec;
 pub mod stats;

@@ -14,6 +14,7 @@ use std::sync::Arc;
 
 use crate::dma::RegionTable;
 use crate::iova::IovaSpace;
+use crate::range_lock::RangeLock;
 use crate::shadow::ListMemory;
 use crate::spec::ids::Nsid;
 use crate::spec::sqe::Sqe;
@@ -80,6 +81,14 @@ pub trait HostController: Send + Sync + fmt::Debug {
 
     /// The addresses that it can be given.
     fn iova_space(&self) -> &Arc<IovaSpace>;
+
+    /// Keeps everybody else who asks from a range of the namespace, in bytes, for as long as the
+    /// result lives. This finds what a ledger cannot know of: a server with another ledger, or a
+    /// VMM that has the same file open as a disk image. `None` where nobody else can have it.
+    ///
+    /// # Errors
+    /// `WouldBlock` if somebody has part of it; else what the kernel reports.
+    fn claim(&self, start: u64, length: u64) -> io::Result<Option<RangeLock>>;
 
     /// Creates a queue pair with room for `slots` commands in flight.
     ///

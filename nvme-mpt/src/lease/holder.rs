@@ -5,17 +5,12 @@
 //! description goes away, after SIGKILL too, and shows it whatever pid namespace the holder is in: a
 //! pid would tell neither that a process died and its number was given out again, nor anything
 //! about a process in another container.
-#![expect(
-    unsafe_code,
-    reason = "open file description locks are reached through fcntl alone"
-)]
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::AsRawFd;
 use std::path::Path;
 
-use libc::{F_OFD_GETLK, F_OFD_SETLK, F_UNLCK, F_WRLCK, SEEK_SET, c_int, c_short, off_t};
+use crate::range_lock::{self, RangeLock};
 
 /// A byte of the lock file that stands for one lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -24,7 +19,7 @@ pub(super) struct Slot(pub(super) u64);
 impl Slot {
     /// Whether the kernel can lock this byte and the one after it.
     pub(super) fn is_valid(self) -> bool {
-        off_t::try_from(self.0).is_ok_and(|offset| offset < off_t::MAX)
+        libc::off_t::try_from(self.0).is_ok_and(|offset| offset < libc::off_t::MAX)
     }
 }
 
@@ -33,7 +28,7 @@ impl Slot {
 pub(super) struct Holder {
     // The lock belongs to this open file description, hence one description per holder. Rust opens
     // it with O_CLOEXEC, so that no program started later keeps a lease alive.
-    _file: File,
+    _lock: RangeLock,
 }
 
 impl Holder {
@@ -45,14 +40,7 @@ impl Holder {
             .create(true)
             .truncate(false)
             .open(path)?;
-        let mut lock = byte_lock(slot.0, 1)?;
-        match fcntl_lock(&file, F_OFD_SETLK, &mut lock) {
-            Ok(()) => Ok(Some(Self { _file: file })),
-            Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {
-                Ok(None)
-            }
-            Err(error) => Err(error),
-        }
+        Ok(RangeLock::take(file, slot.0, 1)?.map(|_lock| Self { _lock }))
     }
 }
 
@@ -85,36 +73,8 @@ impl Holders {
         let Some(file) = &self.0 else {
             return Ok(false);
         };
-        let mut lock = byte_lock(start, length)?;
-        fcntl_lock(file, F_OFD_GETLK, &mut lock)?;
-        // The kernel writes the lock that stands in the way, or F_UNLCK for none.
-        Ok(c_int::from(lock.l_type) != F_UNLCK)
+        range_lock::is_locked(file, start, length)
     }
-}
-
-/// An exclusive lock on `length` bytes from `start` on, as `fcntl` takes it.
-fn byte_lock(start: u64, length: u64) -> io::Result<libc::flock> {
-    let offset = |value: u64| {
-        off_t::try_from(value).map_err(|_| io::Error::from_raw_os_error(libc::EOVERFLOW))
-    };
-    // F_WRLCK and SEEK_SET are 1 and 0; l_pid must be 0 for open file description locks.
-    Ok(libc::flock {
-        l_type: F_WRLCK as c_short,
-        l_whence: SEEK_SET as c_short,
-        l_start: offset(start)?,
-        l_len: offset(length)?,
-        l_pid: 0,
-    })
-}
-
-fn fcntl_lock(file: &File, command: c_int, lock: &mut libc::flock) -> io::Result<()> {
-    // SAFETY: the descriptor is open for as long as `file` is borrowed; both commands read and
-    // write one `struct flock`, which `lock` is, and keep no pointer to it.
-    let result = unsafe { libc::fcntl(file.as_raw_fd(), command, std::ptr::from_mut(lock)) };
-    if result == -1 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(())
 }
 
 #[cfg(test)]

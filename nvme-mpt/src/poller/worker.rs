@@ -80,6 +80,8 @@ struct Shared {
     queues: AtomicUsize,
     busy_ticks: AtomicU64,
     parked_ticks: AtomicU64,
+    /// When it fell asleep, in ticks; 0 while it is awake.
+    asleep_since: AtomicU64,
     parks: AtomicU64,
     spurious_wakes: AtomicU64,
     started: Ticks,
@@ -111,6 +113,7 @@ impl Poller {
             queues: AtomicUsize::new(0),
             busy_ticks: AtomicU64::new(0),
             parked_ticks: AtomicU64::new(0),
+            asleep_since: AtomicU64::new(0),
             parks: AtomicU64::new(0),
             spurious_wakes: AtomicU64::new(0),
             started: Ticks::now(),
@@ -184,13 +187,18 @@ impl Poller {
 
     pub(crate) fn stats(&self) -> PollerStats {
         let shared = &self.shared;
-        let life = Ticks::now().since(shared.started).max(1) as f64;
-        let share = |ticks: &AtomicU64| (ticks.load(Ordering::Relaxed) as f64 / life).min(1.0);
+        let now = Ticks::now();
+        let life = now.since(shared.started).max(1) as f64;
+        let share = |ticks: u64| (ticks as f64 / life).min(1.0);
+        let asleep = match shared.asleep_since.load(Ordering::Relaxed) {
+            0 => 0,
+            since => now.since(Ticks(since)),
+        };
         PollerStats {
             name: shared.name.clone(),
             cpu: shared.cpu,
-            busy_share: share(&shared.busy_ticks),
-            parked_share: share(&shared.parked_ticks),
+            busy_share: share(shared.busy_ticks.load(Ordering::Relaxed)),
+            parked_share: share(shared.parked_ticks.load(Ordering::Relaxed) + asleep),
             queues: self.queues(),
             parks: shared.parks.load(Ordering::Relaxed),
             spurious_wakes: shared.spurious_wakes.load(Ordering::Relaxed),
@@ -305,6 +313,7 @@ impl Worker {
         }
         found |= self.watches.iter_mut().any(DoorbellWatch::look);
         let began = Ticks::now();
+        self.shared.asleep_since.store(began.0, Ordering::Relaxed);
         if !found {
             let timeout = self.is_timed().then(|| {
                 let idle = Duration::from_nanos(crate::clock::nanoseconds(idle));
@@ -315,6 +324,7 @@ impl Worker {
         }
         waker.withdraw();
         let slept = Ticks::now().since(began);
+        self.shared.asleep_since.store(0, Ordering::Relaxed);
         add(&self.shared.parked_ticks, slept);
         if !found {
             found = self.pass() || self.shared.has_mail.load(Ordering::Acquire);

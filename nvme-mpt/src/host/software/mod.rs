@@ -19,6 +19,7 @@ use super::{
     HostCompletion, HostController, HostMemory, HostNamespace, HostQueue, HostQueuePair, Limits,
 };
 use crate::iova::IovaSpace;
+use crate::range_lock::RangeLock;
 use crate::shadow::MAX_SGL_DESCRIPTORS;
 use crate::spec::ids::Nsid;
 use crate::spec::sqe::Sqe;
@@ -229,6 +230,13 @@ impl HostController for SoftwareController {
 
     fn iova_space(&self) -> &Arc<IovaSpace> {
         &self.iova_space
+    }
+
+    fn claim(&self, start: u64, length: u64) -> io::Result<Option<RangeLock>> {
+        match &self.blocks {
+            Blocks::Null | Blocks::Memory(_) => Ok(None),
+            Blocks::File(store) => store.claim(start, length).map(Some),
+        }
     }
 
     fn create_queue(&self, slots: u16) -> io::Result<HostQueuePair> {

@@ -15,6 +15,7 @@ use log::info;
 pub use queue::FileQueue;
 
 use super::UncorrectableBlocks;
+use crate::range_lock::RangeLock;
 
 /// How a file must be read and written to bypass the page cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,6 +112,18 @@ impl FileStore {
     #[must_use]
     pub fn punches_holes(&self) -> bool {
         self.shared.punches_holes
+    }
+
+    /// Locks a range of the file against others who lock what they use.
+    ///
+    /// # Errors
+    /// `WouldBlock` if somebody has part of it locked; else what the kernel reports.
+    pub(super) fn claim(&self, start: u64, length: u64) -> io::Result<RangeLock> {
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(&self.shared.path)?;
+        RangeLock::take(file, start, length)?.ok_or_else(|| io::ErrorKind::WouldBlock.into())
     }
 
     /// Makes all that was written durable.

@@ -9,6 +9,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -655,7 +656,9 @@ impl Attachment {
                     drop(queue);
                     queues.cqs.remove(&cqid.0);
                 }
-                Err(_) => result = Err(QueueError::Timeout(cqid)),
+                // An earlier call gave up waiting, and the queue ended with its poller meanwhile.
+                Err(RecvTimeoutError::Disconnected) => drop(queues.cqs.remove(&cqid.0)),
+                Err(RecvTimeoutError::Timeout) => result = Err(QueueError::Timeout(cqid)),
             }
         }
         self.context.doorbells.clear();

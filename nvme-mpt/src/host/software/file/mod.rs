@@ -82,6 +82,11 @@ impl FileStore {
             );
         }
         let punches_holes = uring::can_punch_holes(&buffered, bytes);
+        // Said now, not when a guest creates its first queue.
+        uring::Uring::new(1).map_err(|error| {
+            let what = format!("io_uring cannot be used (is kernel.io_uring_disabled 0?): {error}");
+            io::Error::new(error.kind(), what)
+        })?;
         let shared = SharedFile {
             path,
             bytes,

@@ -41,8 +41,8 @@ enum Next {
     WriteFrom,
     /// Make durable what was written.
     Sync,
-    /// Write zeroes where the file system could not.
-    ZeroByHand,
+    /// The file system zeroed a range, if it can do that.
+    Zeroed,
     /// Compare what was read with the guest's data.
     Compare,
     /// Read the next range to copy, or write what was read.
@@ -234,7 +234,7 @@ impl FileQueue {
             .operations
             .get_mut(slot)
             .ok_or(Status::INTERNAL_ERROR)?;
-        (operation.offset, operation.next) = (offset, Next::ZeroByHand);
+        (operation.offset, operation.next) = (offset, Next::Zeroed);
         prepare(&mut self.uring, sqe.cid(), request)
     }
 
@@ -275,7 +275,7 @@ impl FileQueue {
                 operation.next = Next::Done;
                 prepare(&mut self.uring, slot, Request::Sync { fd })
             }
-            Next::ZeroByHand => {
+            Next::Zeroed => {
                 operation.next = if WriteZeroes::from(&sqe).fua {
                     Next::Sync
                 } else {
@@ -348,7 +348,7 @@ impl FileQueue {
             (Ok(done), _) => done,
             // The kernel could not start it, or was interrupted: it is asked again.
             (Err(libc::EAGAIN | libc::EINTR), Next::ReadInto | Next::WriteFrom) => 0,
-            (Err(libc::EOPNOTSUPP | libc::EINVAL), Next::ZeroByHand) => {
+            (Err(libc::EOPNOTSUPP | libc::EINVAL), Next::Zeroed) => {
                 return self.zero_by_hand(slot, memory);
             }
             (Err(errno), _) => return Err(failure(errno, &operation.sqe)),

@@ -482,9 +482,6 @@ impl Core {
             let Some(slot) = slots.release(completion.slot) else {
                 return;
             };
-            if completed == 0 {
-                now = Ticks::now();
-            }
             completed += 1;
             let Some(sq) = sqs.get(usize::from(slot.sq)) else {
                 return;
@@ -492,12 +489,17 @@ impl Core {
             if *failed {
                 return;
             }
-            count(&sq.counters, slot, now);
             if !completion.status.is_success() {
+                // Before the guest sees the completion and asks for the error log.
                 report_failure(context, sq, slot, &completion);
             }
             let HostCompletion { status, dw0, .. } = completion;
             cq.publish(Cqe::new(sq.qid, sq.head as u16, slot.cid, status, dw0, 0));
+            // The guest has its completion; what follows nobody waits for.
+            if completed == 1 {
+                now = Ticks::now();
+            }
+            count(&sq.counters, slot, now);
         });
         if completed == 0 {
             return false;

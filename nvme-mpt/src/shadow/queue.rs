@@ -21,14 +21,14 @@ use crate::spec::ids::QueueId;
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::registers::Doorbell;
 use crate::spec::sqe::Sqe;
-use crate::spec::status::{Status, StatusCodeType};
+use crate::spec::status::StatusCodeType;
 use crate::stats::QueueCounters;
 
 /// Commands taken from one Submission Queue before its neighbours get their turn.
 const BATCH_COMMANDS: u32 = 64;
 
 /// Bytes after which a batch ends, so that large commands do not make small ones wait.
-const BATCH_BYTES: u64 = 2 << 20;
+const BATCH_BYTES: u64 = 4 << 20;
 
 /// Entries that are fetched ahead of the one that is read.
 const PREFETCH: u32 = 8;
@@ -407,60 +407,53 @@ impl Core {
         if count == 0 {
             return false;
         }
+        let Self {
+            cq,
+            sqs,
+            slots,
+            translator,
+            command,
+            context,
+            ..
+        } = self;
+        let Some(sq) = sqs.get_mut(index) else {
+            return false;
+        };
         for ahead in 0..count.min(PREFETCH) {
             sq.ring.prefetch(sq.head + ahead);
         }
         let taken = Ticks::now();
         let mut bytes = 0;
         for _ in 0..count {
-            let sq = &mut self.sqs[index];
+            // A slot is free for each of them, by the count above.
+            let Some(number) = slots.next() else { break };
             let guest = sq.ring.read(sq.head);
             sq.ring.prefetch(sq.head + PREFETCH);
             sq.head = sq.after(sq.head);
-            self.cq.room -= 1;
-            bytes += self.submit(index, &guest, taken, host);
-            if bytes >= BATCH_BYTES {
-                break;
+            cq.room -= 1;
+            match translator.translate(&guest, number, command) {
+                Ok(transfer) => {
+                    slots.occupy(Slot {
+                        cid: guest.cid(),
+                        sq: index as u16,
+                        opcode: NvmOpcode(guest.opcode()),
+                        busy: true,
+                        stale: false,
+                        bytes: transfer,
+                        slba: guest.cdw10_11(),
+                        taken,
+                    });
+                    host.submit(command);
+                    bytes += u64::from(transfer);
+                    if bytes >= BATCH_BYTES {
+                        break;
+                    }
+                }
+                Err(failure) => fail_command(context, cq, sq, (&guest, taken), failure),
             }
         }
-        let sq = &mut self.sqs[index];
         sq.doorbell.keep_quiet(sq.head);
         true
-    }
-
-    /// Submits one command, or completes it with an error. Returns the bytes it transfers.
-    #[inline]
-    fn submit<H: HostQueue>(
-        &mut self,
-        index: usize,
-        guest: &Sqe,
-        taken: Ticks,
-        host: &mut H,
-    ) -> u64 {
-        let Some(number) = self.slots.next() else {
-            self.fail_command(index, guest, taken, Failure::at(Status::INTERNAL_ERROR, 0));
-            return 0;
-        };
-        match self.translator.translate(guest, number, &mut self.command) {
-            Ok(bytes) => {
-                self.slots.occupy(Slot {
-                    cid: guest.cid(),
-                    sq: index as u16,
-                    opcode: NvmOpcode(guest.opcode()),
-                    busy: true,
-                    stale: false,
-                    bytes,
-                    slba: guest.cdw10_11(),
-                    taken,
-                });
-                host.submit(&self.command);
-                u64::from(bytes)
-            }
-            Err(failure) => {
-                self.fail_command(index, guest, taken, failure);
-                0
-            }
-        }
     }
 
     /// Completes what the host controller has done. Returns whether there was anything.
@@ -509,31 +502,6 @@ impl Core {
             self.settle_table();
         }
         true
-    }
-
-    /// Completes a command that does not reach the host controller.
-    #[cold]
-    fn fail_command(&mut self, index: usize, guest: &Sqe, taken: Ticks, failure: Failure) {
-        let sq = &self.sqs[index];
-        sq.counters.commands.add(1);
-        sq.counters.errors.add(1);
-        self.context.events.report(Event::CommandFailed(ErrorEntry {
-            sqid: sq.qid,
-            cid: guest.cid(),
-            status: failure.status(),
-            lba: guest.cdw10_11(),
-            nsid: guest.nsid,
-            parameter_location: failure.location(),
-        }));
-        self.cq.publish(Cqe::new(
-            sq.qid,
-            sq.head as u16,
-            guest.cid(),
-            failure.status(),
-            0,
-            0,
-        ));
-        self.cq.gate.post(1, taken);
     }
 
     fn settle_interrupt(&mut self) {
@@ -639,6 +607,30 @@ impl Core {
             });
         }
     }
+}
+
+/// Completes a command that does not reach the host controller.
+#[cold]
+fn fail_command(
+    context: &QueueContext,
+    cq: &mut CompletionQueue,
+    sq: &SubmissionQueue,
+    (guest, taken): (&Sqe, Ticks),
+    failure: Failure,
+) {
+    sq.counters.commands.add(1);
+    sq.counters.errors.add(1);
+    context.events.report(Event::CommandFailed(ErrorEntry {
+        sqid: sq.qid,
+        cid: guest.cid(),
+        status: failure.status(),
+        lba: guest.cdw10_11(),
+        nsid: guest.nsid,
+        parameter_location: failure.location(),
+    }));
+    let entry = Cqe::new(sq.qid, sq.head as u16, guest.cid(), failure.status(), 0, 0);
+    cq.publish(entry);
+    cq.gate.post(1, taken);
 }
 
 #[inline]

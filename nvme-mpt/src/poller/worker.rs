@@ -29,6 +29,10 @@ use crate::stats::PollerStats;
 /// core must let the one it waits for run.
 const PASSES_PER_YIELD: u32 = 256;
 
+/// Passes without work that follow one another without a pause: a guest with one command in flight
+/// answers within them, and a pause would be part of its latency.
+const EAGER_PASSES: u32 = 64;
+
 /// An offer of the processor that took longer than this was taken up by another thread.
 const CONTENDED: Duration = Duration::from_micros(50);
 
@@ -263,7 +267,7 @@ impl Worker {
                 if pass_began.since(now) > contended {
                     spin_budget = spin_min;
                 }
-            } else {
+            } else if empty_passes > EAGER_PASSES {
                 std::hint::spin_loop();
             }
             if spin == Spin::Adaptive && (idle >= spin_budget || self.queues.is_empty()) {

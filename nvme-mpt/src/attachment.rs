@@ -445,18 +445,31 @@ impl Attachment {
 
     /// Queues that exist go on in the buffer from where their registers are.
     fn carry_doorbells_over(&self, queues: &Queues, shadow: Gpa) {
-        let doorbells = &self.context.doorbells;
         let existing = queues.cqs.iter().flat_map(|(cqid, entry)| {
             let cq = std::iter::once(Doorbell::CqHead(QueueId(*cqid)));
             cq.chain(entry.sqs.iter().map(|sqid| Doorbell::SqTail(*sqid)))
         });
         for doorbell in existing {
-            let value = doorbells.load(doorbell).to_le_bytes();
-            if let Some(gpa) = shadow.checked_add(doorbell.offset(doorbells.dstrd()))
-                && let Err(error) = self.window.write(gpa, &value)
-            {
-                error!("A doorbell buffer is gone: {error}");
-            }
+            self.carry_doorbell_over(doorbell, shadow);
+        }
+    }
+
+    fn carry_doorbell_over(&self, doorbell: Doorbell, shadow: Gpa) {
+        let doorbells = &self.context.doorbells;
+        let value = doorbells.load(doorbell).to_le_bytes();
+        if let Some(gpa) = shadow.checked_add(doorbell.offset(doorbells.dstrd()))
+            && let Err(error) = self.window.write(gpa, &value)
+        {
+            error!("A doorbell buffer is gone: {error}");
+        }
+    }
+
+    /// A new queue begins at entry 0. The buffer may still hold what the guest last wrote for a
+    /// queue of the same identifier that was deleted.
+    fn begin_doorbell(&self, doorbell: Doorbell, buffer: Option<DoorbellBuffer>) {
+        self.context.doorbells.store(doorbell, 0);
+        if let Some(DoorbellBuffer { shadow, .. }) = buffer {
+            self.carry_doorbell_over(doorbell, shadow);
         }
     }
 
@@ -488,7 +501,7 @@ impl Attachment {
         let controller = self.drive.controller();
         let host = controller.create_queue(slots).map_err(failed)?;
         let lists = ListMemory::new(controller.iova_space(), slots.into()).map_err(failed)?;
-        self.context.doorbells.store(Doorbell::CqHead(qid), 0);
+        self.begin_doorbell(Doorbell::CqHead(qid), queues.buffer);
         let gate = InterruptGate::new(interrupt, self.coalescing.clone());
         let table_user = self.context.tables.register(poller.waker().clone());
         let buffer = queues.buffer;
@@ -550,7 +563,7 @@ impl Attachment {
         if !queues.cqs.contains_key(&cqid.0) {
             return Err(QueueError::NoSuchQueue(cqid));
         }
-        self.context.doorbells.store(Doorbell::SqTail(qid), 0);
+        self.begin_doorbell(Doorbell::SqTail(qid), queues.buffer);
         let place = (qid, base, entries);
         let sq = SubmissionQueue::new(place, &self.context, queues.buffer, counters.clone())
             .ok_or(QueueError::NotMapped {

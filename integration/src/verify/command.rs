@@ -6,6 +6,8 @@ use std::io::{self, BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Command, ExitStatus, Stdio};
 
+use serde_json::{Value, json};
+
 use super::{Context, Count, VerifyError};
 use crate::process;
 use crate::progress::say;
@@ -39,6 +41,36 @@ impl Context<'_> {
             .env("CARGO_TARGET_DIR", self.folder.join(build))
             .env("RUSTFLAGS", flags);
         command
+    }
+
+    /// The targets of a `kind` ("bin", "bench") that a manifest names.
+    pub(super) fn targets(&self, manifest: &str, kind: &str) -> Result<Vec<String>, VerifyError> {
+        let arguments = [
+            "metadata",
+            "--no-deps",
+            "--format-version",
+            "1",
+            "--manifest-path",
+        ];
+        let text = process::run(self.cargo(&arguments).arg(manifest))?;
+        let path = crate::workspace_dir().join(manifest);
+        let metadata: Value = serde_json::from_str(&text).map_err(|error| VerifyError::File {
+            path: path.clone(),
+            source: error.into(),
+        })?;
+        // In a workspace, cargo tells of all its packages.
+        let packages = metadata["packages"].as_array().cloned().unwrap_or_default();
+        let package = packages
+            .iter()
+            .find(|package| package["manifest_path"] == json!(path));
+        let targets =
+            package.map(|package| package["targets"].as_array().cloned().unwrap_or_default());
+        Ok(targets
+            .unwrap_or_default()
+            .iter()
+            .filter(|target| target["kind"][0] == kind)
+            .filter_map(|target| Some(target["name"].as_str()?.to_owned()))
+            .collect())
     }
 
     /// Runs a program, which must succeed.

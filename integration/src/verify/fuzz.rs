@@ -4,8 +4,6 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use serde_json::Value;
-
 use super::command::Worth;
 use super::{Context, VerifyError};
 use crate::process;
@@ -36,7 +34,7 @@ pub(super) fn run(context: &mut Context) -> Result<(), VerifyError> {
         .join("fuzz")
         .join(super::steps::TARGET)
         .join("release");
-    let targets = targets(context)?;
+    let targets = context.targets(MANIFEST, "bin")?;
     if targets.is_empty() {
         return Err(VerifyError::NothingTested {
             command: format!("the targets of {MANIFEST}"),
@@ -53,33 +51,6 @@ pub(super) fn run(context: &mut Context) -> Result<(), VerifyError> {
         result = result.and(outcome);
     }
     result
-}
-
-/// The programs that the manifest names.
-fn targets(context: &Context) -> Result<Vec<String>, VerifyError> {
-    let arguments = [
-        "metadata",
-        "--no-deps",
-        "--format-version",
-        "1",
-        "--manifest-path",
-        MANIFEST,
-    ];
-    let text = process::run(&mut context.cargo(&arguments))?;
-    let unreadable = |error: serde_json::Error| VerifyError::File {
-        path: PathBuf::from(MANIFEST),
-        source: error.into(),
-    };
-    let metadata: Value = serde_json::from_str(&text).map_err(unreadable)?;
-    let targets = metadata["packages"][0]["targets"]
-        .as_array()
-        .cloned()
-        .unwrap_or_default();
-    Ok(targets
-        .iter()
-        .filter(|target| target["kind"][0] == "bin")
-        .filter_map(|target| Some(target["name"].as_str()?.to_owned()))
-        .collect())
 }
 
 fn run_target(context: &mut Context, target: &str, program: &Path) -> Result<(), VerifyError> {

@@ -110,16 +110,27 @@ fn asan(context: &mut Context) -> Result<(), VerifyError> {
 }
 
 fn bench(context: &mut Context) -> Result<(), VerifyError> {
-    let arguments = [
-        "bench",
-        "--package",
-        "nvme-mpt-tests",
-        "--benches",
-        "--",
-        "--smoke",
-    ];
-    let mut command = context.cargo(&arguments);
-    context.run(&mut command, Worth::One)
+    let benches = context.targets("tests/Cargo.toml", "bench")?;
+    for name in &benches {
+        let arguments = [
+            "bench",
+            "--package",
+            "nvme-mpt-tests",
+            "--bench",
+            name,
+            "--",
+            "--smoke",
+        ];
+        let mut command = context.cargo(&arguments);
+        context.run(&mut command, Worth::One)?;
+    }
+    if benches.is_empty() {
+        return Err(VerifyError::NothingTested {
+            command: "the benchmarks of tests/Cargo.toml".to_owned(),
+            log: context.log.clone(),
+        });
+    }
+    Ok(())
 }
 
 fn deny(context: &mut Context) -> Result<(), VerifyError> {

@@ -385,7 +385,8 @@ impl Core {
                 worked = true;
             }
         }
-        if self.cq.gate.is_owed() {
+        // What a failed queue has of the guest's memory may have been unmapped: the doorbell, too.
+        if self.cq.gate.is_owed() && !self.failed {
             self.settle_interrupt();
         }
         worked
@@ -512,6 +513,9 @@ impl Core {
     }
 
     fn arm(&mut self) {
+        if self.failed {
+            return;
+        }
         self.cq.look_at_head(&self.context.events);
         if self.cq.gate.settle_now(self.cq.unconsumed()) {
             self.cq.counters.interrupts.add(1);
@@ -553,7 +557,9 @@ impl Core {
         self.generation = table.generation();
         let old = self.translator.set_table(table);
         self.slots.make_stale();
-        if let Err(gone) = self.bind_memory() {
+        if !self.failed
+            && let Err(gone) = self.bind_memory()
+        {
             self.fail(QueueFailure::RingUnmapped(gone));
         }
         // Memory that commands in flight use stays mapped until they are done.

@@ -351,12 +351,12 @@ impl FileQueue {
             (Err(libc::EOPNOTSUPP | libc::EINVAL), Next::Zeroed) => {
                 return self.zero_by_hand(slot, memory);
             }
-            (Err(errno), _) => return Err(failure(errno, &operation.sqe)),
+            (Err(errno), _) => return Err(failure(errno, next)),
         };
         if matches!(next, Next::ReadInto | Next::WriteFrom) {
             if done == 0 && result.is_ok() {
                 // The file ends before the drive does: somebody cut it short.
-                return Err(failure(libc::EIO, &operation.sqe));
+                return Err(failure(libc::EIO, next));
             }
             operation.offset += done as u64;
             operation.vectors.advance(done);
@@ -458,18 +458,15 @@ impl Operation {
     }
 }
 
-/// The status for an error of the kernel's.
-fn failure(errno: i32, sqe: &Sqe) -> Status {
-    let reads = matches!(
-        NvmOpcode(sqe.opcode()),
-        NvmOpcode::READ | NvmOpcode::COMPARE | NvmOpcode::VERIFY
-    );
+/// The status for an error of the kernel's in a step of a command.
+fn failure(errno: i32, step: Next) -> Status {
     match errno {
         // A hole could not be filled.
         libc::ENOSPC | libc::EDQUOT => Status::CAPACITY_EXCEEDED,
         libc::EFAULT => Status::DATA_TRANSFER_ERROR,
         libc::ENOMEM | libc::EAGAIN => Status::INTERNAL_ERROR,
-        _ if reads => Status::UNRECOVERED_READ_ERROR,
+        // Of a Copy, too, as long as it reads.
+        _ if step == Next::ReadInto => Status::UNRECOVERED_READ_ERROR,
         _ => Status::WRITE_FAULT,
     }
 }

@@ -106,6 +106,12 @@ impl SubmissionQueue {
         true
     }
 
+    /// A completion said that the controller has consumed up to `head`: for queues that share a
+    /// completion queue, which [`QueuePair`] does not know.
+    pub fn freed(&mut self, head: u16) {
+        self.head = u32::from(head);
+    }
+
     fn unrung(&self) -> bool {
         self.tail as u16 != self.doorbell.value()
     }

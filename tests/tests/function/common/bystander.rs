@@ -1,0 +1,112 @@
+//! Another guest on another range of the same drive, served by the same pollers, which notices when
+//! anything of its own is not as it left it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+
+use nvme_mpt_tests::disk::{Disk, Transfer};
+use nvme_mpt_tests::model::{Limits, Model, Op};
+use nvme_mpt_tests::rng::Rng;
+
+use super::{Lab, Machine, Setup, wait_for};
+
+/// Blocks of the largest transfer.
+const TRANSFER: u32 = 32;
+
+/// A guest that runs verified I/O until it is told to stop.
+pub(crate) struct Bystander {
+    stop: Arc<AtomicBool>,
+    steps: Arc<AtomicU64>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Bystander {
+    /// Starts a guest; it has verified some I/O when this returns.
+    pub(crate) fn start(lab: &Lab, setup: &Setup) -> Self {
+        let machine = lab.machine(setup);
+        let (stop, steps) = (Arc::<AtomicBool>::default(), Arc::<AtomicU64>::default());
+        let thread = {
+            let (stop, steps) = (stop.clone(), steps.clone());
+            std::thread::spawn(move || run(&machine, &stop, &steps))
+        };
+        let bystander = Self {
+            stop,
+            steps,
+            thread: Some(thread),
+        };
+        bystander.goes_on();
+        bystander
+    }
+
+    /// Waits until it has verified some more.
+    #[track_caller]
+    pub(crate) fn goes_on(&self) {
+        let until = self.steps.load(Ordering::Relaxed) + 20;
+        wait_for("the other guest's I/O", || {
+            let ended = self.thread.as_ref().is_none_or(JoinHandle::is_finished);
+            assert!(!ended, "the other guest was disturbed");
+            self.steps.load(Ordering::Relaxed) >= until
+        });
+    }
+
+    /// Lets it go on for a while and verify all that it ever wrote.
+    #[track_caller]
+    pub(crate) fn finish(mut self) {
+        self.goes_on();
+        self.end();
+    }
+
+    fn end(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take()
+            && let Err(panic) = thread.join()
+            && !std::thread::panicking()
+        {
+            std::panic::resume_unwind(panic);
+        }
+    }
+}
+
+impl Drop for Bystander {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+fn run(machine: &Machine, stop: &AtomicBool, steps: &AtomicU64) {
+    let (controller, mut disk) = machine.disk();
+    let limits = Limits::of(&disk, TRANSFER);
+    let mut model = Model::new(limits, true);
+    let mut rng = Rng::new(disk.blocks());
+    while !stop.load(Ordering::Relaxed) {
+        disk.transfer = transfer(&mut rng);
+        let op = Op::choose(std::array::from_fn(|_| rng.next_u64()), &limits);
+        step(&mut model, &mut disk, &op);
+        steps.fetch_add(1, Ordering::Relaxed);
+        // The guest under test needs this processor as well.
+        std::thread::yield_now();
+    }
+    model.verify_all(&mut disk).unwrap();
+    assert_eq!(controller.status().unwrap(), 1, "ready and nothing else");
+}
+
+#[track_caller]
+fn step(model: &mut Model, disk: &mut Disk, op: &Op) {
+    if let Err(mismatch) = model.step(disk, op) {
+        panic!("{mismatch}");
+    }
+}
+
+fn transfer(rng: &mut Rng) -> Transfer {
+    match rng.below(3) {
+        0 => Transfer::Prp { offset: 0 },
+        1 => Transfer::Prp {
+            offset: 4 * rng.below(1024) as usize,
+        },
+        _ => Transfer::Sgl {
+            piece: 512,
+            per_segment: 8,
+        },
+    }
+}

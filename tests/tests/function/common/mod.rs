@@ -1,0 +1,455 @@
+//! Functions in this process and the guests that hold them: what every test begins with.
+
+pub(crate) mod bystander;
+pub(crate) mod sentinel;
+
+use std::os::fd::AsRawFd;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
+use nvme_mpt::stats::{PollerStats, QueueStats};
+use nvme_mpt::{
+    Attachment, AttachmentConfig, Drive, DriveOptions, DrivePath, Gpa, MemoryRegion, Pollers,
+};
+use nvme_mpt_tests::bar::{Bar, DoorbellWindow};
+use nvme_mpt_tests::command::Sqe;
+use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
+use nvme_mpt_tests::disk::Disk;
+use nvme_mpt_tests::doorbell::{DoorbellMode, Side};
+use nvme_mpt_tests::interrupt::Interrupt;
+use nvme_mpt_tests::memory::{GuestMemory, Region};
+use nvme_mpt_tests::queue::QueuePair;
+use nvme_mpt_tests::registers::{CSTS_FATAL, Cap};
+use nvme_mpt_tests::status::StatusCode;
+use vmm_device::{Bar as FunctionBar, MsixMasking, NvmeFunction};
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+/// All the ways to ring a doorbell.
+pub(crate) const MODES: [DoorbellMode; 3] = [
+    DoorbellMode::Shadow,
+    DoorbellMode::Mapped,
+    DoorbellMode::Trap,
+];
+
+/// How long anything may take before it is called a hang: much longer than a loaded machine needs.
+pub(crate) const HANG: Duration = Duration::from_secs(60);
+
+/// A region of a guest's memory at address 1 MiB.
+pub(crate) const LOW: u64 = 0x10_0000;
+/// Its length, and that of the next one, which touches it.
+pub(crate) const REGION: u64 = 16 << 20;
+/// A region beyond 4 GiB.
+pub(crate) const HIGH: u64 = 1 << 32;
+/// Where no guest has memory.
+pub(crate) const NOWHERE: u64 = 0x7000_0000_0000;
+
+/// Bytes of a lease, unless a test says otherwise.
+pub(crate) const LEASE: u64 = 16 << 20;
+
+/// Waits for what another thread does.
+#[track_caller]
+pub(crate) fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + HANG;
+    while !condition() {
+        assert!(Instant::now() < deadline, "it never happened: {what}");
+        std::thread::sleep(Duration::from_micros(200));
+    }
+}
+
+/// A drive and what functions share to use it.
+pub(crate) struct Lab {
+    pub(crate) drive: Arc<Drive>,
+    ledger: Ledger,
+    pollers: Arc<Pollers>,
+    next_id: AtomicU64,
+}
+
+impl Lab {
+    /// A drive by its PATH.
+    pub(crate) fn new(path: &str, lba_size: u32) -> Self {
+        Self::open(&path.parse().unwrap(), lba_size)
+    }
+
+    /// A drive in a file.
+    pub(crate) fn of_file(path: &Path, lba_size: u32) -> Self {
+        Self::open(&DrivePath::File(path.to_owned()), lba_size)
+    }
+
+    fn open(path: &DrivePath, lba_size: u32) -> Self {
+        Self {
+            drive: Drive::open(path, DriveOptions { lba_size }).unwrap(),
+            ledger: Ledger::in_process(),
+            pollers: Pollers::new(),
+            next_id: AtomicU64::new(0),
+        }
+    }
+
+    /// A function on a part of the drive, and its guest.
+    pub(crate) fn machine(&self, setup: &Setup) -> Machine {
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        let lba_shift = self.drive.lba_shift();
+        let lease = self
+            .ledger
+            .acquire(&LeaseRequest {
+                id: &format!("lease-{id}"),
+                drive: self.drive.identity(),
+                nsid: self.drive.controller().namespace().nsid,
+                range: ByteRange::new(setup.start, setup.length).unwrap(),
+                lba_shift,
+                blocks: self.drive.blocks(),
+            })
+            .unwrap();
+        let doorbells = match setup.doorbells {
+            DoorbellMode::Shadow => nvme_mpt::DoorbellMode::Shadow,
+            DoorbellMode::Mapped => nvme_mpt::DoorbellMode::Mapped,
+            DoorbellMode::Trap => nvme_mpt::DoorbellMode::Trap,
+        };
+        let attachment = Attachment::new(AttachmentConfig {
+            drive: self.drive.clone(),
+            lease,
+            queue_pairs: setup.queue_pairs,
+            doorbells,
+            poll: setup.poll.parse().unwrap(),
+            pollers: self.pollers.clone(),
+            serial: None,
+        })
+        .unwrap();
+        Machine::new(NvmeFunction::new(attachment, setup.masking), setup)
+    }
+
+    /// Figures of the pollers of all functions.
+    pub(crate) fn pollers(&self) -> Vec<PollerStats> {
+        self.pollers.stats()
+    }
+
+    /// How often pollers went to sleep.
+    pub(crate) fn parks(&self) -> u64 {
+        self.pollers().iter().map(|poller| poller.parks).sum()
+    }
+}
+
+/// How a function is made.
+#[derive(Clone, Debug)]
+pub(crate) struct Setup {
+    /// Bytes of the drive: where the lease starts, and how long it is.
+    pub(crate) start: u64,
+    pub(crate) length: u64,
+    pub(crate) doorbells: DoorbellMode,
+    /// As in `poll=`.
+    pub(crate) poll: &'static str,
+    pub(crate) queue_pairs: u16,
+    pub(crate) masking: MsixMasking,
+    /// Guest physical address and length of each region of the guest's memory.
+    pub(crate) regions: Vec<(u64, u64)>,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        Self {
+            start: 0,
+            length: LEASE,
+            doorbells: DoorbellMode::Shadow,
+            poll: "shared",
+            queue_pairs: 4,
+            masking: MsixMasking::Client,
+            // Two that touch, and one beyond.
+            regions: vec![(LOW, REGION), (LOW + REGION, REGION), (HIGH, REGION)],
+        }
+    }
+}
+
+impl Setup {
+    /// The `index`th lease of the usual length.
+    pub(crate) fn nth(index: u64) -> Self {
+        Self {
+            start: index * LEASE,
+            ..Self::default()
+        }
+    }
+
+    /// With this doorbell mode.
+    pub(crate) fn doorbells(mut self, mode: DoorbellMode) -> Self {
+        self.doorbells = mode;
+        self
+    }
+
+    /// Polled this way.
+    pub(crate) fn poll(mut self, policy: &'static str) -> Self {
+        self.poll = policy;
+        self
+    }
+}
+
+/// A function as a VMM holds it: behind a lock, with a thread for its events.
+pub(crate) struct Machine {
+    pub(crate) memory: GuestMemory,
+    pub(crate) interrupts: Vec<Arc<Interrupt>>,
+    bar: Arc<FunctionRegisters>,
+    doorbells: DoorbellMode,
+    stop: EventFd,
+    control: Option<JoinHandle<()>>,
+}
+
+impl Machine {
+    fn new(function: NvmeFunction, setup: &Setup) -> Self {
+        let memory = GuestMemory::new(&setup.regions).unwrap();
+        for region in memory.regions() {
+            map(&function, &memory, &region);
+        }
+        let interrupts: Vec<_> = function
+            .vectors()
+            .iter()
+            .map(|vector| {
+                let interrupt = Interrupt::new().unwrap();
+                vector.set_eventfd(Some(interrupt.event().try_clone().unwrap()));
+                Arc::new(interrupt)
+            })
+            .collect();
+        let windows = function
+            .doorbell_region()
+            .map(|region| {
+                let length = region.length as usize;
+                DoorbellWindow::map(region.offset, region.fd, region.offset, length).unwrap()
+            })
+            .into_iter()
+            .collect();
+        let events = function.events_fd().try_clone().unwrap();
+        let function = Arc::new(Mutex::new(function));
+        let stop = EventFd::new(EFD_NONBLOCK).unwrap();
+        let control = {
+            let (function, stop) = (function.clone(), stop.try_clone().unwrap());
+            std::thread::spawn(move || control(&function, &events, &stop))
+        };
+        Self {
+            memory,
+            interrupts,
+            bar: Arc::new(FunctionRegisters { function, windows }),
+            doorbells: setup.doorbells,
+            stop,
+            control: Some(control),
+        }
+    }
+
+    /// The function, while no access of the guest's is under way.
+    pub(crate) fn function(&self) -> MutexGuard<'_, NvmeFunction> {
+        self.bar.function()
+    }
+
+    /// BAR0, as the guest sees it.
+    pub(crate) fn bar(&self) -> Arc<dyn Bar> {
+        self.bar.clone()
+    }
+
+    /// The guest's driver, with the controller enabled and all queue pairs allocated.
+    pub(crate) fn attach(&self) -> Controller {
+        let config = Config {
+            doorbells: self.doorbells,
+            admin_timeout: HANG,
+            ..Config::default()
+        };
+        let queues = self.function().attachment().max_queue_pairs();
+        Controller::attach(self.bar(), self.memory.clone(), config, queues).unwrap()
+    }
+
+    /// The driver, and namespace 1 through queue pair 1.
+    pub(crate) fn disk(&self) -> (Controller, Disk) {
+        let mut controller = self.attach();
+        let disk = disk(&mut controller, 1);
+        (controller, disk)
+    }
+
+    /// Maps a region of the guest's memory for the function.
+    pub(crate) fn map(&self, region: &Region) {
+        map(&self.function(), &self.memory, region);
+    }
+
+    /// Takes a region away from the function; waits for commands in flight.
+    pub(crate) fn unmap(&self, region: &Region) {
+        let unmapped = self.function().memory().unmap(Gpa(region.gpa), region.len);
+        assert_eq!(unmapped.unwrap(), region.len);
+    }
+
+    /// Figures of an I/O queue pair.
+    pub(crate) fn queue_stats(&self, qid: u16) -> QueueStats {
+        let stats = self.function().attachment().stats();
+        let queue = stats.queues.into_iter().find(|queue| queue.qid == qid);
+        queue.unwrap_or_default()
+    }
+
+    /// Writes any value to a doorbell, by the way that the device looks at.
+    pub(crate) fn poke(&self, controller: &Controller, queue: u16, side: Side, value: u32) {
+        if let Some(buffer) = controller.doorbell_buffer()
+            && let Some((shadow, _)) = buffer.cells(queue, side)
+        {
+            shadow[0].store(value, Ordering::Release);
+            fence(Ordering::SeqCst);
+        }
+        let offset = doorbell_offset(controller.cap(), queue, side);
+        let mapped = |window: &DoorbellWindow| window.register(offset);
+        match self.bar.windows.iter().find_map(mapped) {
+            Some(register) => register[0].store(value, Ordering::Release),
+            None => self.bar.write32(offset, value),
+        }
+    }
+
+    /// Waits until the function says that it has failed.
+    #[track_caller]
+    pub(crate) fn wait_fatal(&self, controller: &Controller) {
+        wait_for("CSTS.CFS", || {
+            controller.status().unwrap() & CSTS_FATAL != 0
+        });
+    }
+
+    /// Initiates a Function Level Reset, as the PCI Express capability has it.
+    pub(crate) fn function_level_reset(&self) {
+        const PCI_EXPRESS: u8 = 0x10;
+        let mut function = self.function();
+        let mut at = [0];
+        function.read_config(0x34, &mut at);
+        let capability = loop {
+            let mut header = [0; 2];
+            function.read_config(at[0].into(), &mut header);
+            if header[0] == PCI_EXPRESS {
+                break u64::from(at[0]);
+            }
+            at[0] = header[1];
+            assert_ne!(at[0], 0, "no PCI Express capability");
+        };
+        let mut control = [0; 2];
+        function.read_config(capability + 8, &mut control);
+        let control = u16::from_le_bytes(control) | 1 << 15;
+        let _moved = function.write_config(capability + 8, &control.to_le_bytes());
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        self.stop.write(1).unwrap();
+        if let Some(control) = self.control.take()
+            && let Err(panic) = control.join()
+            && !std::thread::panicking()
+        {
+            std::panic::resume_unwind(panic);
+        }
+    }
+}
+
+/// Namespace 1 through a new queue pair, with patience.
+pub(crate) fn disk(controller: &mut Controller, queue: u16) -> Disk {
+    let mut disk = Disk::open(controller, queue).unwrap();
+    disk.timeout = HANG;
+    disk
+}
+
+/// A polled queue pair.
+pub(crate) fn queue_pair(controller: &mut Controller, id: u16, entries: u32) -> QueuePair {
+    controller
+        .create_queue_pair(id, &QueueOptions::polled(entries))
+        .unwrap()
+}
+
+/// What a command completes with.
+#[track_caller]
+pub(crate) fn status(queue: &mut QueuePair, sqe: Sqe) -> StatusCode {
+    queue.submit_and_wait(sqe, HANG).unwrap().status().code()
+}
+
+/// What an admin command completes with.
+#[track_caller]
+pub(crate) fn admin_status(controller: &mut Controller, sqe: Sqe) -> StatusCode {
+    controller.admin_raw(sqe).unwrap().status().code()
+}
+
+fn doorbell_offset(cap: Cap, queue: u16, side: Side) -> u64 {
+    match side {
+        Side::SqTail => cap.sq_doorbell(queue),
+        Side::CqHead => cap.cq_doorbell(queue),
+    }
+}
+
+fn map(function: &NvmeFunction, memory: &GuestMemory, region: &Region) {
+    function
+        .memory()
+        .map(MemoryRegion {
+            gpa: Gpa(region.gpa),
+            len: region.len,
+            fd: memory.fd().try_clone_to_owned().unwrap(),
+            offset: region.fd_offset,
+            readable: true,
+            writable: true,
+        })
+        .unwrap();
+}
+
+/// What a VMM's control thread does: it lets the function work whenever there is something to do.
+fn control(function: &Mutex<NvmeFunction>, events: &EventFd, stop: &EventFd) {
+    let epoll = Epoll::new().unwrap();
+    for fd in [events, stop] {
+        let event = EpollEvent::new(EventSet::IN, fd.as_raw_fd() as u64);
+        epoll
+            .ctl(ControlOperation::Add, fd.as_raw_fd(), event)
+            .unwrap();
+    }
+    let mut ready = [EpollEvent::default(); 2];
+    loop {
+        let count = epoll.wait(-1, &mut ready).unwrap_or(0);
+        if ready[..count].iter().any(|e| e.fd() == stop.as_raw_fd()) {
+            return;
+        }
+        if count > 0 {
+            function.lock().unwrap().process_events();
+        }
+    }
+}
+
+/// BAR0 of a function in this process.
+struct FunctionRegisters {
+    function: Arc<Mutex<NvmeFunction>>,
+    windows: Vec<DoorbellWindow>,
+}
+
+impl FunctionRegisters {
+    fn function(&self) -> MutexGuard<'_, NvmeFunction> {
+        // A function that panicked is the failure of the test that notices.
+        self.function.lock().unwrap()
+    }
+
+    fn read<const N: usize>(&self, offset: u64) -> [u8; N] {
+        let mut data = [0; N];
+        self.function()
+            .read_bar(FunctionBar::Registers, offset, &mut data);
+        data
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) {
+        self.function()
+            .write_bar(FunctionBar::Registers, offset, data);
+    }
+}
+
+impl Bar for FunctionRegisters {
+    fn read32(&self, offset: u64) -> u32 {
+        u32::from_le_bytes(self.read(offset))
+    }
+
+    fn read64(&self, offset: u64) -> u64 {
+        u64::from_le_bytes(self.read(offset))
+    }
+
+    fn write32(&self, offset: u64, value: u32) {
+        self.write(offset, &value.to_le_bytes());
+    }
+
+    fn write64(&self, offset: u64, value: u64) {
+        self.write(offset, &value.to_le_bytes());
+    }
+
+    fn doorbell_windows(&self) -> &[DoorbellWindow] {
+        &self.windows
+    }
+}

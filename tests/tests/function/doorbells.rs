@@ -1,0 +1,198 @@
+//! Doorbell values that cannot be, and doorbells of queues that do not exist (NVMe Base 2.0, section
+//! 3.1.4; asynchronous events, section 5.2).
+
+use nvme_mpt_tests::admin::{AsyncEvent, LogPage, log};
+use nvme_mpt_tests::command::Sqe;
+use nvme_mpt_tests::controller::{Controller, QueueOptions};
+use nvme_mpt_tests::doorbell::{DoorbellMode, Side};
+use nvme_mpt_tests::queue::{CompletionQueue, SubmissionQueue};
+use nvme_mpt_tests::status::SUCCESS;
+
+use crate::common::bystander::Bystander;
+use crate::common::{HANG, Lab, MODES, Machine, Setup, queue_pair, status, wait_for};
+
+const INVALID_REGISTER: AsyncEvent = AsyncEvent {
+    kind: 0,
+    info: 0,
+    log_page: log::ERROR,
+};
+const INVALID_VALUE: AsyncEvent = AsyncEvent {
+    kind: 0,
+    info: 1,
+    log_page: log::ERROR,
+};
+
+fn with_each_mode(test: impl Fn(Machine, Controller, DoorbellMode)) {
+    for mode in MODES {
+        let lab = Lab::new("memory:32M", 512);
+        let bystander = Bystander::start(&lab, &Setup::nth(1));
+        let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+        let controller = machine.attach();
+        test(machine, controller, mode);
+        bystander.finish();
+    }
+}
+
+/// Queue pair 1, of which the two queues have different sizes, as its two parts.
+fn queues(
+    controller: &mut Controller,
+    sq_entries: u32,
+    cq_entries: u32,
+) -> (SubmissionQueue, CompletionQueue) {
+    let options = QueueOptions::polled(cq_entries);
+    let mut cq = controller.create_cq(1, &options).unwrap();
+    let mut sq = controller.create_sq(1, sq_entries, 1).unwrap();
+    if let Some(buffer) = controller.doorbell_buffer() {
+        sq.doorbell_mut().attach(buffer, 1, Side::SqTail);
+        cq.doorbell_mut().attach(buffer, 1, Side::CqHead);
+    }
+    (sq, cq)
+}
+
+#[track_caller]
+fn expect_event(controller: &mut Controller, want: AsyncEvent) {
+    assert_eq!(controller.async_event(HANG).unwrap(), Some(want));
+    // Reading the log lets events of the type come again.
+    controller
+        .log_page(LogPage::of_controller(log::ERROR, 64))
+        .unwrap();
+    request_event(controller);
+}
+
+/// Leaves a request for an event with the controller, which has it when this returns.
+fn request_event(controller: &mut Controller) {
+    controller.request_async_event().unwrap();
+    assert_eq!(controller.active_namespaces(0).unwrap(), [1]);
+}
+
+/// No event waits: a command that goes the same way as an event would have brought it.
+#[track_caller]
+fn expect_no_event(controller: &mut Controller) {
+    assert_eq!(controller.active_namespaces(0).unwrap(), [1]);
+    let outstanding = controller.outstanding_event_requests();
+    let event = controller.async_event(std::time::Duration::ZERO).unwrap();
+    assert_eq!(event, None);
+    assert_eq!(controller.outstanding_event_requests(), outstanding);
+}
+
+#[test]
+fn tails_beyond_the_queue() {
+    with_each_mode(|machine, mut controller, mode| {
+        let mut queue = queue_pair(&mut controller, 1, 8);
+        request_event(&mut controller);
+        for bad in [8, 9, 255, 0xffff, 0x1_0000, u32::MAX] {
+            machine.poke(&controller, 1, Side::SqTail, bad);
+            expect_event(&mut controller, INVALID_VALUE);
+            // The same once more is nothing new.
+            machine.poke(&controller, 1, Side::SqTail, bad);
+            machine.poke(&controller, 1, Side::SqTail, bad);
+            // The queue goes on with a good value.
+            for _ in 0..20 {
+                assert_eq!(
+                    status(&mut queue, Sqe::flush(1)),
+                    SUCCESS,
+                    "{mode:?} after {bad:#x}"
+                );
+            }
+            expect_no_event(&mut controller);
+        }
+    });
+}
+
+#[test]
+fn heads_beyond_the_queue() {
+    with_each_mode(|machine, mut controller, mode| {
+        let (mut sq, mut cq) = queues(&mut controller, 32, 4);
+        request_event(&mut controller);
+        let mut head = 0;
+        for bad in [4, 5, 0xffff, 0x1_0001, u32::MAX] {
+            // More commands than completions have room: the head is what the device waits for.
+            for cid in 0..8 {
+                assert!(sq.push(&Sqe::flush(1).with_cid(cid)));
+            }
+            let tail = sq.tail() as u16;
+            sq.doorbell_mut().ring(tail);
+            for cid in 0..8 {
+                wait_for("a completion", || cq.ready());
+                if cid == 0 {
+                    machine.poke(&controller, 1, Side::CqHead, bad);
+                    expect_event(&mut controller, INVALID_VALUE);
+                    machine.poke(&controller, 1, Side::CqHead, head);
+                }
+                let cqe = cq.poll().unwrap();
+                assert_eq!((cqe.cid(), cqe.status().code()), (cid, SUCCESS), "{mode:?}");
+                sq.freed(cqe.sq_head());
+                head = cq.head();
+                cq.doorbell_mut().ring(head as u16);
+            }
+            expect_no_event(&mut controller);
+        }
+    });
+}
+
+#[test]
+fn heads_beyond_what_was_posted() {
+    for mode in MODES {
+        // Without another guest: an idle queue is looked at when its poller goes to sleep.
+        let machine = Lab::new("memory:16M", 512).machine(&Setup::nth(0).doorbells(mode));
+        let mut controller = machine.attach();
+        let mut queue = queue_pair(&mut controller, 1, 8);
+        request_event(&mut controller);
+        for _ in 0..3 {
+            assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
+        }
+        for bad in [4, 7, 5] {
+            machine.poke(&controller, 1, Side::CqHead, bad);
+            expect_event(&mut controller, INVALID_VALUE);
+        }
+        machine.poke(&controller, 1, Side::CqHead, queue.cq.head());
+        for _ in 0..20 {
+            assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS, "{mode:?}");
+        }
+        expect_no_event(&mut controller);
+    }
+}
+
+#[test]
+fn doorbells_without_a_queue() {
+    for mode in [DoorbellMode::Shadow, DoorbellMode::Trap] {
+        let lab = Lab::new("memory:32M", 512);
+        let bystander = Bystander::start(&lab, &Setup::nth(1));
+        let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+        let mut controller = machine.attach();
+        let mut queue = queue_pair(&mut controller, 1, 8);
+        request_event(&mut controller);
+        // Queues that could exist, that could not, and what is between two doorbells.
+        for (queue, side) in [
+            (2, Side::SqTail),
+            (3, Side::CqHead),
+            (4, Side::SqTail),
+            (5, Side::SqTail),
+            (0x1ff, Side::CqHead),
+        ] {
+            controller.write_doorbell(queue, side, 1);
+            expect_event(&mut controller, INVALID_REGISTER);
+        }
+        controller.bar().write32(0x1000 + 2, 1);
+        expect_event(&mut controller, INVALID_REGISTER);
+        assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
+        // One that was deleted.
+        drop(controller.delete_queue_pair(queue).unwrap());
+        controller.write_doorbell(1, Side::SqTail, 1);
+        expect_event(&mut controller, INVALID_REGISTER);
+        expect_no_event(&mut controller);
+        bystander.finish();
+    }
+}
+
+#[test]
+fn admin_doorbells_beyond_the_queue() {
+    with_each_mode(|machine, mut controller, _| {
+        request_event(&mut controller);
+        for bad in [32, 0xffff, u32::MAX] {
+            machine.poke(&controller, 0, Side::SqTail, bad);
+            expect_event(&mut controller, INVALID_VALUE);
+        }
+        assert_eq!(controller.active_namespaces(0).unwrap(), [1]);
+    });
+}

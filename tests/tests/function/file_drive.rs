@@ -1,0 +1,293 @@
+//! What a drive in a file does to the file: durability, holes, data at any alignment, and a file that
+//! somebody cuts short.
+#![expect(
+    unsafe_code,
+    reason = "asks the kernel how much of a file is in its cache only"
+)]
+
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, MetadataExt};
+
+use nvme_mpt_tests::Error;
+use nvme_mpt_tests::command::{DataPointer, FUA, Sqe};
+use nvme_mpt_tests::controller::Controller;
+use nvme_mpt_tests::disk::{Disk, Transfer};
+use nvme_mpt_tests::rng;
+use nvme_mpt_tests::sgl;
+use nvme_mpt_tests::status::{COMPARE_FAILURE, SUCCESS, StatusCode, UNRECOVERED_READ_ERROR};
+use tempfile::NamedTempFile;
+
+use crate::common::{LEASE, Lab, Machine, Setup, status};
+
+/// A file, the drive in it, and a guest that has all of it.
+struct Scene {
+    file: NamedTempFile,
+    machine: Machine,
+    disk: Disk,
+    controller: Controller,
+}
+
+fn scene(lba_size: u32) -> Scene {
+    let file = NamedTempFile::new().unwrap();
+    file.as_file().set_len(LEASE).unwrap();
+    let machine = Lab::of_file(file.path(), lba_size).machine(&Setup::nth(0));
+    let (controller, disk) = machine.disk();
+    Scene {
+        file,
+        machine,
+        disk,
+        controller,
+    }
+}
+
+/// What a command that failed completed with.
+fn error_status(error: &Error) -> Option<StatusCode> {
+    error.completion().map(|cqe| cqe.status().code())
+}
+
+fn pattern(tag: u64, bytes: usize) -> Vec<u8> {
+    let mut data = vec![0; bytes];
+    rng::fill_blocks(&mut data, tag, 0, 512);
+    data
+}
+
+/// Pages of a file that are in the page cache and not on the device: dirty or being written. None if
+/// the kernel cannot tell (before Linux 6.5).
+fn unwritten(file: &File) -> Option<u64> {
+    const SYS_CACHESTAT: libc::c_long = 451;
+    /// Of the whole file.
+    static RANGE: [u64; 2] = [0, 0];
+    // nr_cache, nr_dirty, nr_writeback, nr_evicted, nr_recently_evicted.
+    let mut counts = [0_u64; 5];
+    // SAFETY: the range and the counts have the form that the call wants, and live longer than it.
+    let result = unsafe {
+        libc::syscall(
+            SYS_CACHESTAT,
+            file.as_raw_fd(),
+            RANGE.as_ptr(),
+            counts.as_mut_ptr(),
+            0,
+        )
+    };
+    (result == 0).then_some(counts[1] + counts[2])
+}
+
+/// Whether the kernel tells of the files here what is not on the device yet.
+fn dirt_shows() -> bool {
+    let file = tempfile::tempfile().unwrap();
+    (0..20).any(|_| {
+        file.write_all_at(&[1; 65_536], 0).unwrap();
+        unwritten(&file).is_some_and(|pages| pages > 0) && {
+            file.sync_data().unwrap();
+            unwritten(&file) == Some(0)
+        }
+    })
+}
+
+/// A write from an odd address, which goes through the page cache whatever the file system can do.
+fn write_through_cache(scene: &mut Scene, flags: u32) {
+    let data = scene.machine.memory.alloc(2 * 65_536).unwrap();
+    data.fill(0x41);
+    let blocks = (65_536 / scene.disk.block_size()) as u32;
+    let sqe = Sqe::write(1, 16, blocks);
+    let sqe = sqe
+        .with_cdw(12, sqe.cdw(12) | flags)
+        .with_data(DataPointer::sgl(sgl::data_block(data.gpa() + 1, 65_536)));
+    assert_eq!(status(&mut scene.disk.queue, sqe), SUCCESS);
+}
+
+#[test]
+fn flush_and_force_unit_access_reach_the_device() {
+    if !dirt_shows() {
+        eprintln!(
+            "not tested: the kernel or the file system does not tell what is in its cache only"
+        );
+        return;
+    }
+    let mut scene = scene(512);
+    let file = scene.file.reopen().unwrap();
+    // The kernel may write by itself at any time, but hardly each time at once.
+    let dirty = (0..20).any(|_| {
+        write_through_cache(&mut scene, 0);
+        unwritten(&file) > Some(0)
+    });
+    assert!(dirty, "a write went to the device by itself, twenty times");
+    scene.disk.flush().unwrap();
+    assert_eq!(unwritten(&file), Some(0), "after Flush");
+    for _ in 0..20 {
+        write_through_cache(&mut scene, FUA);
+        assert_eq!(unwritten(&file), Some(0), "after a write with FUA");
+    }
+    write_through_cache(&mut scene, 0);
+    scene.controller.shutdown(false).unwrap();
+    assert_eq!(unwritten(&file), Some(0), "after a normal shutdown");
+}
+
+#[test]
+fn write_zeroes_keeps_blocks_and_deallocates_where_it_may() {
+    const MIB: usize = 1 << 20;
+    for lba_size in [512, 4096] {
+        let mut scene = scene(lba_size);
+        if scene.disk.namespace().dlfeat & 0b111 != 1 {
+            eprintln!("not tested: the file system has no holes");
+            return;
+        }
+        let per_mib = (MIB / scene.disk.block_size()) as u32;
+        let data = pattern(3, MIB);
+        let file = scene.file.reopen().unwrap();
+        let allocated = || {
+            file.sync_all().unwrap();
+            512 * file.metadata().unwrap().blocks()
+        };
+        for mib in 0..8 {
+            scene.disk.write(mib * u64::from(per_mib), &data).unwrap();
+        }
+        let full = allocated();
+        assert!(full >= 8 * MIB as u64);
+        scene.disk.write_zeroes(0, per_mib, false).unwrap();
+        assert_eq!(allocated(), full, "zeroes take room");
+        scene
+            .disk
+            .write_zeroes(u64::from(per_mib), per_mib, true)
+            .unwrap();
+        let punched = allocated();
+        assert!(punched <= full - MIB as u64, "{full} {punched}");
+        let ranges = [2, 4, 5].map(|mib| (mib * u64::from(per_mib), per_mib));
+        scene.disk.deallocate(&ranges).unwrap();
+        assert!(allocated() <= punched - 3 * MIB as u64);
+        let zeroed = [true, true, true, false, true, true, false, false];
+        for (mib, zeroed) in (0..).zip(zeroed) {
+            let read = scene.disk.read(mib * u64::from(per_mib), per_mib).unwrap();
+            let want = if zeroed { vec![0; MIB] } else { data.clone() };
+            assert!(read == want, "MiB {mib}");
+        }
+    }
+}
+
+#[test]
+fn compare_copy_and_verify() {
+    for lba_size in [512, 4096] {
+        let mut scene = scene(lba_size);
+        let (disk, size) = (&mut scene.disk, lba_size as usize);
+        let data = pattern(5, 64 * size);
+        disk.write(100, &data).unwrap();
+        disk.compare(100, &data).unwrap();
+        for at in [0, 31 * size + 7, 64 * size - 1] {
+            let mut other = data.clone();
+            other[at] ^= 1;
+            let error = disk.compare(100, &other).unwrap_err();
+            assert_eq!(error_status(&error), Some(COMPARE_FAILURE), "{at}");
+        }
+        disk.copy(1000, &[(130, 34), (100, 30)]).unwrap();
+        let copied = disk.read(1000, 64).unwrap();
+        assert!(copied[..34 * size] == data[30 * size..]);
+        assert!(copied[34 * size..] == data[..30 * size]);
+        disk.verify(100, 64).unwrap();
+    }
+}
+
+#[test]
+fn uncorrectable_blocks_fail_until_they_are_written() {
+    let mut scene = scene(512);
+    let disk = &mut scene.disk;
+    let data = pattern(6, 512);
+    let failed = |result: nvme_mpt_tests::Result<()>| {
+        assert_eq!(
+            error_status(&result.unwrap_err()),
+            Some(UNRECOVERED_READ_ERROR)
+        );
+    };
+    disk.write(50, &data.repeat(8)).unwrap();
+    let rewrites: [&dyn Fn(&mut Disk); 4] = [
+        &|disk| disk.write(52, &data).unwrap(),
+        &|disk| disk.write_zeroes(52, 1, false).unwrap(),
+        &|disk| disk.copy(52, &[(50, 1)]).unwrap(),
+        &|disk| disk.deallocate(&[(52, 1)]).unwrap(),
+    ];
+    for rewrite in rewrites {
+        disk.write_uncorrectable(52, 1).unwrap();
+        failed(disk.read(52, 1).map(drop));
+        failed(disk.read(50, 8).map(drop));
+        failed(disk.compare(52, &data));
+        failed(disk.verify(50, 8));
+        failed(disk.copy(60, &[(50, 1), (52, 1)]));
+        disk.read(50, 2).unwrap();
+        disk.read(53, 5).unwrap();
+        rewrite(disk);
+        disk.read(50, 8).unwrap();
+        disk.verify(52, 1).unwrap();
+    }
+}
+
+#[test]
+fn buffers_at_any_alignment() {
+    for lba_size in [512, 4096] {
+        let mut scene = scene(lba_size);
+        let disk = &mut scene.disk;
+        for (tag, transfer) in (0..).zip([
+            Transfer::Prp { offset: 4 },
+            Transfer::Prp { offset: 512 },
+            Transfer::Prp { offset: 4092 },
+            Transfer::Sgl {
+                piece: 513,
+                per_segment: 20,
+            },
+            Transfer::Sgl {
+                piece: 4096,
+                per_segment: 4,
+            },
+            Transfer::Sgl {
+                piece: 12_345,
+                per_segment: 2,
+            },
+        ]) {
+            let data = pattern(tag, 8 * lba_size as usize);
+            disk.transfer = transfer;
+            disk.write(3 + tag, &data).unwrap();
+            disk.compare(3 + tag, &data).unwrap();
+            assert!(disk.read(3 + tag, 8).unwrap() == data, "{transfer:?}");
+            // What was written one way is read another way.
+            disk.transfer = Transfer::Prp { offset: 0 };
+            assert!(disk.read(3 + tag, 8).unwrap() == data, "{transfer:?}");
+        }
+    }
+}
+
+#[test]
+fn a_file_that_is_cut_short() {
+    let mut scene = scene(4096);
+    let data = pattern(7, 8 * 4096);
+    let disk = &mut scene.disk;
+    let last = disk.blocks() - 8;
+    disk.write(0, &data).unwrap();
+    disk.write(last, &data).unwrap();
+    scene.file.as_file().set_len(LEASE / 2 + 100).unwrap();
+    let unreadable = |result: nvme_mpt_tests::Result<()>| {
+        assert_eq!(
+            error_status(&result.unwrap_err()),
+            Some(UNRECOVERED_READ_ERROR)
+        );
+    };
+    for transfer in [
+        Transfer::Prp { offset: 0 },
+        Transfer::Sgl {
+            piece: 999,
+            per_segment: 40,
+        },
+    ] {
+        disk.transfer = transfer;
+        unreadable(disk.read(last, 8).map(drop));
+        // A transfer that begins where there is a file still.
+        unreadable(disk.read(LEASE / 2 / 4096 - 4, 8).map(drop));
+        unreadable(disk.compare(last, &data));
+        unreadable(disk.verify(last, 8));
+        unreadable(disk.copy(100, &[(last, 8)]));
+        assert!(disk.read(0, 8).unwrap() == data);
+    }
+    // What is written is there again.
+    disk.transfer = Transfer::Prp { offset: 0 };
+    disk.write(last, &data).unwrap();
+    assert!(disk.read(last, 8).unwrap() == data);
+    disk.flush().unwrap();
+}

@@ -1,0 +1,246 @@
+//! Interrupts: one per batch, none while masked and none lost, and coalescing (NVMe Base 2.0, sections
+//! 5.27.1.6 and 5.27.1.7; PCI Local Bus 3.0, section 6.8.2).
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nvme_mpt_tests::admin::feature;
+use nvme_mpt_tests::command::Sqe;
+use nvme_mpt_tests::controller::{Controller, QueueOptions};
+use nvme_mpt_tests::queue::QueuePair;
+use nvme_mpt_tests::rng::Rng;
+use vmm_device::{Bar, MsixMasking};
+
+use crate::common::bystander::Bystander;
+use crate::common::{HANG, LEASE, Lab, MODES, Machine, Setup};
+
+/// Queue pair `id` of 64 entries, on the vector of the same number.
+fn interrupting(machine: &Machine, controller: &mut Controller, id: u16) -> QueuePair {
+    let interrupt = Arc::clone(&machine.interrupts[usize::from(id)]);
+    let options = QueueOptions::interrupting(64, id, interrupt);
+    controller.create_queue_pair(id, &options).unwrap()
+}
+
+/// Submits Flush commands with one ring.
+fn submit(queue: &mut QueuePair, count: u16) {
+    for _ in 0..count {
+        queue.submit(Sqe::flush(1)).unwrap();
+    }
+    queue.ring();
+}
+
+/// Consumes what is there.
+fn consume(queue: &mut QueuePair) -> u16 {
+    let mut count = 0;
+    while let Some(cqe) = queue.poll() {
+        assert!(cqe.status().is_success());
+        count += 1;
+    }
+    queue.ring();
+    count
+}
+
+#[test]
+fn one_per_batch() {
+    for mode in MODES {
+        let lab = Lab::new("memory:32M", 512);
+        let bystander = Bystander::start(&lab, &Setup::nth(1));
+        let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+        let mut controller = machine.attach();
+        let mut queue = interrupting(&machine, &mut controller, 1);
+        for round in 0..200 {
+            // All of a batch on a drive in memory completes before the guest is told.
+            let batch = 1 + round % 60;
+            submit(&mut queue, batch);
+            assert_eq!(machine.interrupts[1].wait(HANG).unwrap(), 1);
+            assert_eq!(consume(&mut queue), batch, "{mode:?}");
+        }
+        controller.delete_queue_pair(queue).unwrap();
+        assert_eq!(machine.interrupts[1].take().unwrap(), 0);
+        assert_eq!(machine.queue_stats(1).interrupts, 200, "{mode:?}");
+        bystander.finish();
+    }
+}
+
+#[test]
+fn a_guest_that_waits_for_interrupts_is_never_left_waiting() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(2 * LEASE).unwrap();
+    for lab in [Lab::new("memory:32M", 512), Lab::of_file(file.path(), 512)] {
+        let bystander = Bystander::start(&lab, &Setup::nth(1));
+        for mode in MODES {
+            let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+            let mut controller = machine.attach();
+            let mut queue = interrupting(&machine, &mut controller, 2);
+            let mut rng = Rng::new(11);
+            let (mut in_flight, mut done) = (0, 0);
+            while done < 3000 {
+                let count = rng.below(u64::from(33 - in_flight)) as u16;
+                let count = if in_flight == 0 { count.max(1) } else { count };
+                submit(&mut queue, count);
+                in_flight += count;
+                // It sleeps until it is told, looks once, and goes on with whatever it found.
+                assert!(machine.interrupts[2].wait(HANG).unwrap() > 0, "{mode:?}");
+                let found = consume(&mut queue);
+                in_flight -= found;
+                done += found;
+            }
+            while in_flight > 0 {
+                assert!(machine.interrupts[2].wait(HANG).unwrap() > 0, "{mode:?}");
+                in_flight -= consume(&mut queue);
+            }
+            controller.delete_queue_pair(queue).unwrap();
+            let stats = machine.queue_stats(2);
+            assert!(stats.interrupts <= stats.commands, "{stats:?}");
+        }
+        bystander.finish();
+    }
+}
+
+#[test]
+fn only_the_queues_own_vector() {
+    let lab = Lab::new("memory:16M", 512);
+    let machine = lab.machine(&Setup::nth(0));
+    let mut controller = machine.attach();
+    let mut loud = interrupting(&machine, &mut controller, 3);
+    let mut silent = controller
+        .create_queue_pair(1, &QueueOptions::polled(64))
+        .unwrap();
+    for interrupt in &machine.interrupts {
+        interrupt.take().unwrap();
+    }
+    for _ in 0..50 {
+        silent.execute(Sqe::flush(1), HANG).unwrap();
+        submit(&mut loud, 2);
+        assert_eq!(machine.interrupts[3].wait(HANG).unwrap(), 1);
+        assert_eq!(consume(&mut loud), 2);
+    }
+    // The queues are quiet when they are deleted, so nothing can come later but of the admin queue.
+    controller.delete_queue_pair(silent).unwrap();
+    controller.delete_queue_pair(loud).unwrap();
+    for (vector, interrupt) in machine.interrupts.iter().enumerate().skip(1) {
+        assert_eq!(interrupt.take().unwrap(), 0, "vector {vector}");
+    }
+    assert!(
+        machine.interrupts[0].wait(HANG).unwrap() > 0,
+        "admin commands"
+    );
+}
+
+/// Message Control of the MSI-X capability.
+fn msix_control(machine: &Machine, enabled: bool, function_mask: bool) {
+    let mut function = machine.function();
+    let mut at = [0];
+    function.read_config(0x34, &mut at);
+    loop {
+        let mut header = [0; 2];
+        function.read_config(at[0].into(), &mut header);
+        if header[0] == 0x11 {
+            break;
+        }
+        at[0] = header[1];
+        assert_ne!(at[0], 0, "no MSI-X capability");
+    }
+    let value = u16::from(enabled) << 15 | u16::from(function_mask) << 14;
+    let _moved = function.write_config(u64::from(at[0]) + 2, &value.to_le_bytes());
+}
+
+fn mask_vector(machine: &Machine, vector: u64, masked: bool) {
+    machine
+        .function()
+        .write_bar(Bar::Msix, 16 * vector + 12, &[u8::from(masked), 0, 0, 0]);
+}
+
+/// The bit of a vector in the Pending Bit Array.
+fn is_pending(machine: &Machine, vector: u64) -> bool {
+    let mut bits = [0; 8];
+    machine.function().read_bar(Bar::Msix, 0x1000, &mut bits);
+    u64::from_le_bytes(bits) >> vector & 1 == 1
+}
+
+#[test]
+fn none_while_masked_and_one_after() {
+    let lab = Lab::new("memory:16M", 512);
+    let setup = Setup {
+        masking: MsixMasking::Function,
+        ..Setup::nth(0)
+    };
+    let machine = lab.machine(&setup);
+    let mut controller = machine.attach();
+    let mut queue = interrupting(&machine, &mut controller, 1);
+    let interrupt = &machine.interrupts[1];
+    let masks: [(&str, &dyn Fn(bool)); 3] = [
+        ("vector", &|masked| mask_vector(&machine, 1, masked)),
+        ("function", &|masked| msix_control(&machine, true, masked)),
+        ("disabled", &|masked| msix_control(&machine, !masked, false)),
+    ];
+    msix_control(&machine, true, false);
+    mask_vector(&machine, 1, false);
+    for (name, mask) in masks {
+        submit(&mut queue, 3);
+        assert_eq!(interrupt.wait(HANG).unwrap(), 1, "{name}");
+        assert_eq!(consume(&mut queue), 3);
+        mask(true);
+        submit(&mut queue, 4);
+        crate::common::wait_for("a pending bit", || is_pending(&machine, 1));
+        assert_eq!(interrupt.take().unwrap(), 0, "{name}");
+        mask(false);
+        assert_eq!(interrupt.wait(HANG).unwrap(), 1, "{name}");
+        assert!(!is_pending(&machine, 1));
+        assert_eq!(consume(&mut queue), 4);
+    }
+}
+
+/// What was measured may be a little shorter by another clock.
+const AGGREGATION: Duration = Duration::from_micros(25_000);
+
+#[test]
+fn coalescing_waits_for_its_time_or_its_threshold() {
+    let lab = Lab::new("memory:16M", 512);
+    // A poller that never sleeps: one that does, tells the guest before.
+    let machine = lab.machine(&Setup::nth(0).poll("shared:busy"));
+    let mut controller = machine.attach();
+    let mut queue = interrupting(&machine, &mut controller, 1);
+    let interrupt = Arc::clone(&machine.interrupts[1]);
+    let mut elapsed = |count: u16| {
+        let began = Instant::now();
+        submit(&mut queue, count);
+        assert_eq!(interrupt.wait(HANG).unwrap(), 1);
+        let elapsed = began.elapsed();
+        assert_eq!(consume(&mut queue), count);
+        elapsed
+    };
+    // Four completions, or 25.5 ms.
+    controller
+        .set_feature(feature::INTERRUPT_COALESCING, 0, 255 << 8 | 3)
+        .unwrap();
+    for _ in 0..5 {
+        assert!(elapsed(1) >= AGGREGATION);
+        assert!(elapsed(3) >= AGGREGATION);
+    }
+    let quick = |elapsed: Duration| elapsed < AGGREGATION;
+    assert!(
+        (0..500).any(|_| quick(elapsed(4))),
+        "the threshold was not honoured"
+    );
+    // Coalescing Disable, for this vector.
+    controller
+        .set_feature(feature::INTERRUPT_VECTOR_CONFIG, 0, 1 << 16 | 1)
+        .unwrap();
+    assert!(
+        (0..500).any(|_| quick(elapsed(1))),
+        "the vector still coalesces"
+    );
+    controller
+        .set_feature(feature::INTERRUPT_VECTOR_CONFIG, 0, 1)
+        .unwrap();
+    assert!(elapsed(1) >= AGGREGATION);
+    // A time of zero turns it off.
+    controller
+        .set_feature(feature::INTERRUPT_COALESCING, 0, 3)
+        .unwrap();
+    assert!(
+        (0..500).any(|_| quick(elapsed(1))),
+        "coalescing is still on"
+    );
+}

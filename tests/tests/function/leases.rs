@@ -1,0 +1,122 @@
+//! Two guests on one file: each range holds what its guest wrote, and all else what it held before.
+
+use std::os::unix::fs::FileExt;
+
+use nvme_mpt_tests::disk::{Disk, Transfer};
+use nvme_mpt_tests::rng::{self, Rng};
+
+use crate::common::{Lab, MODES, Setup};
+
+const MIB: u64 = 1 << 20;
+const SIZE: u64 = 16 * MIB;
+/// Where no guest writes.
+const OUTSIDE: u8 = 0x77;
+
+/// Writes all of a namespace, in pieces of all sizes and in any order.
+fn fill(disk: &mut Disk, tag: u64) {
+    let block_size = disk.block_size();
+    let mut rng = Rng::new(tag);
+    let mut pieces = Vec::new();
+    let mut slba = 0;
+    while slba < disk.blocks() {
+        let blocks = (1 + rng.below(96)).min(disk.blocks() - slba);
+        pieces.push((slba, blocks));
+        slba += blocks;
+    }
+    for at in (1..pieces.len()).rev() {
+        pieces.swap(at, rng.below(at as u64 + 1) as usize);
+    }
+    for (slba, blocks) in pieces {
+        disk.transfer = match rng.below(3) {
+            0 => Transfer::Prp { offset: 0 },
+            1 => Transfer::Prp {
+                offset: 4 * rng.below(1024) as usize,
+            },
+            _ => Transfer::Sgl {
+                piece: 4096,
+                per_segment: 16,
+            },
+        };
+        let mut bytes = vec![0; blocks as usize * block_size];
+        rng::fill_blocks(&mut bytes, tag, slba, block_size);
+        disk.write(slba, &bytes).unwrap();
+    }
+}
+
+fn check(lba_size: u32, ranges: [(u64, u64); 2]) {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file()
+        .write_all_at(&vec![OUTSIDE; SIZE as usize], 0)
+        .unwrap();
+    let lab = Lab::of_file(file.path(), lba_size);
+    std::thread::scope(|scope| {
+        for (index, (start, length)) in ranges.into_iter().enumerate() {
+            let lab = &lab;
+            scope.spawn(move || {
+                let setup = Setup {
+                    start,
+                    length,
+                    doorbells: MODES[index],
+                    ..Setup::default()
+                };
+                let machine = lab.machine(&setup);
+                let (_controller, mut disk) = machine.disk();
+                assert_eq!(disk.blocks() * u64::from(lba_size), length);
+                fill(&mut disk, index as u64);
+                // Zeroes and holes right up to both ends of the range.
+                let last = disk.blocks() - 1;
+                disk.write_zeroes(0, 1, index == 0).unwrap();
+                disk.deallocate(&[(last, 1)]).unwrap();
+                disk.copy(last - 1, &[(5, 1)]).unwrap();
+                disk.flush().unwrap();
+            });
+        }
+    });
+    let punches = lab.drive.limits().deallocated_reads_zeroes;
+    drop(lab);
+    let lba = u64::from(lba_size);
+    let mut want = vec![OUTSIDE; SIZE as usize];
+    for (index, (start, length)) in ranges.into_iter().enumerate() {
+        let range = &mut want[start as usize..(start + length) as usize];
+        let tag = index as u64;
+        rng::fill_blocks(range, tag, 0, lba_size as usize);
+        let last = length / lba - 1;
+        let block = |at: u64| (at * lba) as usize..((at + 1) * lba) as usize;
+        range[block(0)].fill(0);
+        if punches {
+            range[block(last)].fill(0);
+        }
+        rng::fill_blocks(&mut range[block(last - 1)], tag, 5, lba_size as usize);
+    }
+    let mut found = vec![0; SIZE as usize];
+    file.as_file().read_exact_at(&mut found, 0).unwrap();
+    if let Some(at) = (0..found.len()).find(|&at| found[at] != want[at]) {
+        panic!(
+            "byte {at:#x} is {:#x}, not {:#x}: {ranges:x?}",
+            found[at], want[at]
+        );
+    }
+    assert_eq!(file.as_file().metadata().unwrap().len(), SIZE);
+}
+
+#[test]
+fn ranges_that_touch() {
+    for lba_size in [512, 4096] {
+        check(lba_size, [(4 * MIB, 3 * MIB), (7 * MIB, 3 * MIB)]);
+    }
+}
+
+#[test]
+fn ranges_that_touch_within_a_page() {
+    check(
+        512,
+        [(MIB + 512, 2 * MIB + 1536), (3 * MIB + 2048, MIB + 512)],
+    );
+}
+
+#[test]
+fn ranges_at_both_ends() {
+    for lba_size in [512, 4096] {
+        check(lba_size, [(0, 2 * MIB), (SIZE - 2 * MIB, 2 * MIB)]);
+    }
+}

@@ -1,0 +1,20 @@
+//! Tests that cross crates: functions in this process, driven by guests through their public interface.
+//!
+//! Where a guest is hostile, another one runs verified I/O on another range of the same drive, served
+//! by the same poller, and must notice nothing.
+
+mod common;
+
+mod admin;
+mod doorbells;
+mod file_drive;
+mod interrupts;
+mod leases;
+mod memory;
+mod parking;
+mod property;
+mod prp;
+mod queues;
+mod ranges;
+mod resets;
+mod sgl;

@@ -1,0 +1,406 @@
+//! Guest memory that goes away under I/O: unmapped by the VMM, or cut short by whoever made it.
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use nvme_mpt::{Gpa, MemoryRegion};
+use nvme_mpt_tests::command::{DataPointer, Sqe, io};
+use nvme_mpt_tests::controller::{Controller, QueueOptions};
+use nvme_mpt_tests::doorbell::{Doorbell, DoorbellMode, Side};
+use nvme_mpt_tests::memory::{DmaBuffer, Region};
+use nvme_mpt_tests::queue::{CompletionQueue, QueuePair, SubmissionQueue};
+use nvme_mpt_tests::rng;
+use nvme_mpt_tests::status::{DATA_TRANSFER_ERROR, SUCCESS};
+
+use crate::common::bystander::Bystander;
+use crate::common::sentinel::Sentinel;
+use crate::common::{
+    HANG, HIGH, LEASE, Lab, MODES, Machine, NOWHERE, REGION, Setup, disk, queue_pair, status,
+    wait_for,
+};
+
+const PIECE: usize = 64 << 10;
+const BLOCKS: u32 = (PIECE / 512) as u32;
+
+/// The region beyond 4 GiB, which no queue lies in unless a test puts one there.
+fn high(machine: &Machine) -> Region {
+    let regions = machine.memory.regions();
+    regions.into_iter().find(|r| r.gpa == HIGH).unwrap()
+}
+
+/// Each test on a drive in memory and on one in a file, which has commands in flight for longer.
+fn on_each_drive(test: impl Fn(&Lab)) {
+    test(&Lab::new("memory:32M", 512));
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(2 * LEASE).unwrap();
+    test(&Lab::of_file(file.path(), 512));
+}
+
+#[test]
+fn data_unmapped_under_io() {
+    on_each_drive(|lab| {
+        let bystander = Bystander::start(lab, &Setup::nth(1));
+        for mode in MODES {
+            let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+            let mut controller = machine.attach();
+            let mut queue = queue_pair(&mut controller, 1, 64);
+            let region = high(&machine);
+            let prp2 = Sentinel::new(&machine.memory, 4096);
+            for round in 0..10 {
+                let buffers: Vec<DmaBuffer> = (0..32)
+                    .map(|i| {
+                        machine
+                            .memory
+                            .alloc_at(HIGH + i * PIECE as u64, PIECE)
+                            .unwrap()
+                    })
+                    .collect();
+                let gone = AtomicBool::new(false);
+                std::thread::scope(|scope| {
+                    let guest = scope.spawn(|| read_into(&mut queue, &buffers, &gone));
+                    std::thread::sleep(std::time::Duration::from_millis(round));
+                    machine.unmap(&region);
+                    // The device has let go: from here on, the pages stay as they are.
+                    for buffer in &buffers {
+                        buffer.fill(0x5a);
+                    }
+                    gone.store(true, Ordering::Release);
+                    guest.join().unwrap();
+                });
+                for opcode in [
+                    io::READ,
+                    io::WRITE,
+                    io::COMPARE,
+                    io::DATASET_MANAGEMENT,
+                    io::COPY,
+                ] {
+                    let pointer = DataPointer::prp(buffers[0].gpa(), prp2.gpa());
+                    let sqe = Sqe::range(opcode, 1, 0, 8).with_data(pointer);
+                    let sqe = if opcode >= io::DATASET_MANAGEMENT {
+                        sqe.with_cdw(12, 0)
+                    } else {
+                        sqe
+                    };
+                    assert_eq!(status(&mut queue, sqe), DATA_TRANSFER_ERROR, "{opcode:#x}");
+                }
+                for buffer in &buffers {
+                    assert!(
+                        buffer.to_vec(0, PIECE).iter().all(|&b| b == 0x5a),
+                        "{mode:?}"
+                    );
+                }
+                machine.map(&region);
+                drop(buffers);
+            }
+            assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
+            prp2.check();
+        }
+        bystander.finish();
+    });
+}
+
+/// Keeps reads of all buffers in flight until one fails after the memory has gone.
+fn read_into(queue: &mut QueuePair, buffers: &[DmaBuffer], gone: &AtomicBool) {
+    let prepared: Vec<_> = buffers
+        .iter()
+        .map(|buffer| nvme_mpt_tests::prp::buffer(buffer, 0, PIECE).unwrap())
+        .collect();
+    let mut ended = false;
+    while !ended {
+        let was_gone = gone.load(Ordering::Acquire);
+        let cids: Vec<u16> = (0..)
+            .zip(&prepared)
+            .map(|(i, p)| {
+                let sqe = Sqe::read(1, i * u64::from(BLOCKS), BLOCKS);
+                queue.submit(sqe.with_data(p.pointer)).unwrap()
+            })
+            .collect();
+        for cqe in queue.drain(&cids, HANG).unwrap() {
+            match cqe.status().code() {
+                SUCCESS => assert!(!was_gone, "a read into memory that is gone succeeded"),
+                DATA_TRANSFER_ERROR => ended |= was_gone,
+                other => panic!("{other}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_region_can_be_replaced_under_io() {
+    let lab = Lab::new("memory:32M", 512);
+    let bystander = Bystander::start(&lab, &Setup::nth(1));
+    let machine = lab.machine(&Setup::nth(0));
+    let (_controller, mut disk) = machine.disk();
+    let region = high(&machine);
+    let mut bytes = vec![0; 8192];
+    // Other regions' I/O is not disturbed by one that comes and goes.
+    let stop = &AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            for round in 0..200 {
+                rng::fill_blocks(&mut bytes, round, 0, 512);
+                disk.write(round, &bytes).unwrap();
+                assert_eq!(disk.read(round, 16).unwrap(), bytes);
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+        while !stop.load(Ordering::Relaxed) {
+            machine.unmap(&region);
+            machine.map(&region);
+        }
+    });
+    bystander.finish();
+}
+
+/// A queue pair whose parts lie where a test wants them.
+fn queue_pair_at(
+    controller: &mut Controller,
+    (sq, cq): (DmaBuffer, DmaBuffer),
+    entries: u32,
+) -> QueuePair {
+    controller
+        .admin(Sqe::create_cq(1, cq.gpa(), entries, None))
+        .unwrap();
+    controller
+        .admin(Sqe::create_sq(1, sq.gpa(), entries, 1))
+        .unwrap();
+    let bar = controller.bar();
+    let mapped = !bar.doorbell_windows().is_empty();
+    let doorbell = |offset| Doorbell::new(bar, offset, mapped).unwrap();
+    let cap = controller.cap();
+    let mut queue = QueuePair::new(
+        SubmissionQueue::new(1, sq, entries, doorbell(cap.sq_doorbell(1))),
+        CompletionQueue::new(1, cq, entries, doorbell(cap.cq_doorbell(1)), None),
+    );
+    if let Some(buffer) = controller.doorbell_buffer() {
+        queue.attach(buffer);
+    }
+    queue
+}
+
+#[test]
+fn a_ring_unmapped_under_io() {
+    on_each_drive(|lab| {
+        let bystander = Bystander::start(lab, &Setup::nth(1));
+        for mode in MODES {
+            for sq_goes in [true, false] {
+                let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+                let mut controller = machine.attach();
+                let there = machine.memory.alloc(4096).unwrap();
+                let going = machine.memory.alloc_at(HIGH, 4096).unwrap();
+                let rings = if sq_goes {
+                    (going, there)
+                } else {
+                    (there, going)
+                };
+                let mut queue = queue_pair_at(&mut controller, rings, 64);
+                assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
+                for _ in 0..63 {
+                    queue.submit(Sqe::verify(1, 0, 128)).unwrap();
+                }
+                queue.ring();
+                machine.unmap(&high(&machine));
+                let ring = if sq_goes {
+                    queue.sq.memory()
+                } else {
+                    queue.cq.memory()
+                };
+                ring.fill(0x5a);
+                machine.wait_fatal(&controller);
+                // Nothing is written there any more, whatever the guest does.
+                machine.poke(&controller, 1, Side::SqTail, 3);
+                bystander.goes_on();
+                assert!(ring.to_vec(0, 4096).iter().all(|&b| b == 0x5a), "{mode:?}");
+                // A reset is enough to go on.
+                drop(queue);
+                controller.reset().unwrap();
+                let mut queue = queue_pair(&mut controller, 1, 64);
+                assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
+            }
+        }
+        bystander.finish();
+    });
+}
+
+#[test]
+fn a_doorbell_buffer_unmapped_under_io() {
+    on_each_drive(|lab| {
+        let bystander = Bystander::start(lab, &Setup::nth(1));
+        let machine = lab.machine(&Setup::nth(0));
+        // Brought up without the buffer, which is then put where it can go away.
+        let mut controller = machine.attach();
+        let [shadow, event_idx] =
+            [0, 4096].map(|at| machine.memory.alloc_at(HIGH + at, 4096).unwrap());
+        let pages = DataPointer::prp(shadow.gpa(), event_idx.gpa());
+        let config = Sqe::new(nvme_mpt_tests::command::admin::DOORBELL_BUFFER_CONFIG, 0);
+        controller.admin(config.with_data(pages)).unwrap();
+        let cq = controller.create_cq(1, &QueueOptions::polled(16)).unwrap();
+        let mut sq = controller.create_sq(1, 16, 1).unwrap();
+        let stride = controller.cap().doorbell_stride() as usize;
+        sq.push(&Sqe::flush(1));
+        shadow.write(2 * stride, &1_u32.to_le_bytes());
+        sq.doorbell_mut().ring(1);
+        wait_for("a completion", || cq.ready());
+        machine.unmap(&high(&machine));
+        let sentinels = [shadow, event_idx].map(Sentinel::over);
+        machine.wait_fatal(&controller);
+        // Its poller goes to sleep and wakes up, and asks nobody to ring it by that page.
+        for _ in 0..20 {
+            controller.write_doorbell(1, Side::SqTail, 2);
+            bystander.goes_on();
+        }
+        sentinels.iter().for_each(Sentinel::check);
+        controller.reset().unwrap();
+        let mut disk = disk(&mut controller, 1);
+        disk.flush().unwrap();
+        sentinels.iter().for_each(Sentinel::check);
+        bystander.finish();
+    });
+}
+
+#[test]
+fn admin_queues_unmapped() {
+    let lab = Lab::new("memory:32M", 512);
+    let bystander = Bystander::start(&lab, &Setup::nth(1));
+    for mode in MODES {
+        let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+        let mut controller = machine.attach();
+        for region in machine.memory.regions() {
+            machine.unmap(&region);
+        }
+        machine.poke(&controller, 0, Side::SqTail, 0);
+        machine.wait_fatal(&controller);
+        for region in machine.memory.regions() {
+            machine.map(&region);
+        }
+        controller.reset().unwrap();
+        assert_eq!(controller.active_namespaces(0).unwrap(), [1]);
+    }
+    bystander.finish();
+}
+
+/// A file that the device has as a region, and that this process does not map: what is cut off it, the
+/// test cannot stumble over.
+fn truncatable(machine: &Machine) -> File {
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(REGION).unwrap();
+    let region = MemoryRegion {
+        gpa: Gpa(NOWHERE),
+        len: REGION,
+        fd: OwnedFd::from(file.try_clone().unwrap()),
+        offset: 0,
+        readable: true,
+        writable: true,
+    };
+    machine.function().memory().map(region).unwrap();
+    file
+}
+
+#[test]
+fn data_truncated_under_io() {
+    let lab = Lab::new("memory:32M", 512);
+    let bystander = Bystander::start(&lab, &Setup::nth(1));
+    for mode in MODES {
+        let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+        let file = truncatable(&machine);
+        let mut controller = machine.attach();
+        let mut queue = queue_pair(&mut controller, 1, 64);
+        let pointer = DataPointer::prp(NOWHERE + (8 << 20), 0);
+        let sqe = Sqe::read(1, 0, 8).with_data(pointer);
+        assert_eq!(status(&mut queue, sqe), SUCCESS);
+        for _ in 0..63 {
+            queue.submit(sqe).unwrap();
+        }
+        queue.ring();
+        file.set_len(4096).unwrap();
+        // All of those may have been done before, so here is one more.
+        wait_for("room for one more", || {
+            while queue.poll().is_some() {}
+            queue.submit(sqe).is_ok()
+        });
+        queue.ring();
+        machine.wait_fatal(&controller);
+        bystander.goes_on();
+        // The region is gone for good; another one serves.
+        machine
+            .function()
+            .memory()
+            .unmap(Gpa(NOWHERE), REGION)
+            .unwrap();
+        drop(queue);
+        controller.reset().unwrap();
+        let mut disk = disk(&mut controller, 1);
+        disk.write(0, &[1; 4096]).unwrap();
+        assert_eq!(disk.read(0, 8).unwrap(), [1; 4096]);
+    }
+    bystander.finish();
+}
+
+#[test]
+fn data_of_a_file_drive_truncated_under_io() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(2 * LEASE).unwrap();
+    let lab = Lab::of_file(file.path(), 512);
+    let bystander = Bystander::start(&lab, &Setup::nth(1));
+    let machine = lab.machine(&Setup::nth(0));
+    let memory = truncatable(&machine);
+    let mut controller = machine.attach();
+    let mut queue = queue_pair(&mut controller, 1, 64);
+    let pointer = DataPointer::prp(NOWHERE + (8 << 20), 0);
+    for opcode in [io::READ, io::WRITE] {
+        let sqe = Sqe::range(opcode, 1, 0, 8).with_data(pointer);
+        memory.set_len(REGION).unwrap();
+        assert_eq!(status(&mut queue, sqe), SUCCESS);
+        memory.set_len(4096).unwrap();
+        // The kernel finds no memory there: the command fails, and nothing else.
+        assert_eq!(status(&mut queue, sqe), DATA_TRANSFER_ERROR, "{opcode:#x}");
+    }
+    bystander.finish();
+}
+
+#[test]
+fn rings_truncated_under_io() {
+    let lab = Lab::new("memory:32M", 512);
+    let bystander = Bystander::start(&lab, &Setup::nth(1));
+    for mode in [DoorbellMode::Mapped, DoorbellMode::Trap] {
+        for sq_goes in [true, false] {
+            let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+            let file = truncatable(&machine);
+            let mut controller = machine.attach();
+            let there = machine.memory.alloc(4096).unwrap();
+            let (sq, cq) = match sq_goes {
+                true => (NOWHERE + 4096, there.gpa()),
+                false => (there.gpa(), NOWHERE + 4096),
+            };
+            controller.admin(Sqe::create_cq(1, cq, 64, None)).unwrap();
+            controller.admin(Sqe::create_sq(1, sq, 64, 1)).unwrap();
+            let flush: Vec<u8> = Sqe::flush(1)
+                .0
+                .iter()
+                .flat_map(|w| w.to_le_bytes())
+                .collect();
+            match sq_goes {
+                true => file.write_all_at(&flush, 4096).unwrap(),
+                false => there.write(0, &flush),
+            }
+            machine.poke(&controller, 1, Side::SqTail, 1);
+            let completed = || {
+                let mut entry = [0; 16];
+                match sq_goes {
+                    true => there.read(0, &mut entry),
+                    false => file.read_exact_at(&mut entry, 4096).unwrap(),
+                }
+                entry[14] & 1 == 1
+            };
+            wait_for("a completion", completed);
+            file.set_len(4096).unwrap();
+            machine.poke(&controller, 1, Side::SqTail, 2);
+            machine.wait_fatal(&controller);
+            bystander.goes_on();
+            controller.disable().unwrap();
+        }
+    }
+    bystander.finish();
+}

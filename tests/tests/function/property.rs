@@ -1,0 +1,98 @@
+//! Any I/O commands, with any data pointers, give what a model says, over all kinds of drives.
+
+use nvme_mpt_tests::disk::Transfer;
+use nvme_mpt_tests::doorbell::DoorbellMode;
+use nvme_mpt_tests::model::{Limits, Model, Op};
+use proptest::prelude::*;
+use proptest::test_runner::TestCaseError;
+
+use crate::common::{LEASE, Lab, MODES, Setup};
+
+/// One way to run commands.
+#[derive(Clone, Copy, Debug)]
+struct Variant {
+    file: bool,
+    lba_size: u32,
+    doorbells: DoorbellMode,
+    poll: &'static str,
+    /// Bytes of the largest transfer.
+    transfer: u32,
+}
+
+const SMALL: u32 = 32 << 10;
+const LARGE: u32 = 1 << 20;
+
+fn variants() -> impl Strategy<Value = Variant> {
+    (
+        any::<bool>(),
+        prop::sample::select(vec![512, 4096]),
+        prop::sample::select(MODES.to_vec()),
+        prop::sample::select(vec!["shared", "dedicated", "shared:busy"]),
+        prop::sample::select(vec![SMALL, SMALL, SMALL, LARGE]),
+    )
+        .prop_map(|(file, lba_size, doorbells, poll, transfer)| Variant {
+            file,
+            lba_size,
+            doorbells,
+            poll,
+            transfer,
+        })
+}
+
+/// A layout from any number, within the descriptors that a command may have.
+fn layout(number: u32, largest: u32) -> Transfer {
+    let choice = number / 4 % 4;
+    match number % 4 {
+        0 => Transfer::Prp { offset: 0 },
+        1 => Transfer::Prp {
+            offset: 4 * (number / 16 % 1024) as usize,
+        },
+        _ => Transfer::Sgl {
+            piece: match (largest, choice) {
+                (SMALL, 0) => 100,
+                (SMALL, 1) => 512,
+                (_, 2) => 4096,
+                _ => 12_288,
+            },
+            per_segment: 4 + (number / 16 % 300) as usize,
+        },
+    }
+}
+
+fn run(variant: Variant, steps: &[([u64; 4], u32)]) -> Result<(), TestCaseError> {
+    let file = tempfile::NamedTempFile::new()?;
+    file.as_file().set_len(2 * LEASE)?;
+    let lab = match variant.file {
+        true => Lab::of_file(file.path(), variant.lba_size),
+        false => Lab::new("memory:32M", variant.lba_size),
+    };
+    let setup = Setup::nth(1)
+        .doorbells(variant.doorbells)
+        .poll(variant.poll);
+    let machine = lab.machine(&setup);
+    let (_controller, mut disk) = machine.disk();
+    let limits = Limits::of(&disk, variant.transfer / variant.lba_size);
+    let mut model = Model::new(limits, true);
+    let fail = |mismatch| TestCaseError::fail(format!("{variant:?}: {mismatch}"));
+    for &(words, number) in steps {
+        disk.transfer = layout(number, variant.transfer);
+        model
+            .step(&mut disk, &Op::choose(words, &limits))
+            .map_err(fail)?;
+    }
+    disk.transfer = Transfer::Prp { offset: 0 };
+    model.verify_all(&mut disk).map_err(fail)
+}
+
+proptest! {
+    // Each case starts a function and runs dozens of commands.
+    #![proptest_config(ProptestConfig { cases: 160, max_shrink_iters: 400, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn commands_do_what_the_model_says(
+        variant in variants(),
+        steps in prop::collection::vec((any::<[u64; 4]>(), any::<u32>()), 1..60),
+    ) {
+        run(variant, &steps)?;
+    }
+}

@@ -1,0 +1,350 @@
+//! Logical blocks beyond the lease, by commands and by the ranges in their data, and commands that are
+//! too large. Guests on both sides of the lease must notice nothing.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use nvme_mpt_tests::command::{
+    DEAC, DSM_DEALLOCATE, DataPointer, FUA, Sqe, copy_range, dsm_range, io,
+};
+use nvme_mpt_tests::controller::Controller;
+use nvme_mpt_tests::disk::{Disk, Transfer};
+use nvme_mpt_tests::memory::PAGE_SIZE;
+use nvme_mpt_tests::prp;
+use nvme_mpt_tests::rng::Rng;
+use nvme_mpt_tests::status::{
+    INVALID_FIELD, LBA_OUT_OF_RANGE, SIZE_LIMIT_EXCEEDED, SUCCESS, StatusCode,
+};
+
+use crate::common::bystander::Bystander;
+use crate::common::sentinel::Sentinel;
+use crate::common::{LEASE, Lab, Machine, NOWHERE, Setup, status};
+
+/// Opcodes with SLBA in CDW10 and NLB in CDW12.
+const RANGED: [u8; 7] = [
+    io::READ,
+    io::WRITE,
+    io::COMPARE,
+    io::VERIFY,
+    io::WRITE_ZEROES,
+    io::WRITE_UNCORRECTABLE,
+    // With NLB 0, the destination of a copy of one range.
+    io::COPY,
+];
+
+/// Ranges of (first block, blocks) that are not in a namespace of `blocks` blocks.
+fn beyond(blocks: u64) -> Vec<(u64, u32)> {
+    vec![
+        (blocks, 1),
+        (blocks - 1, 2),
+        (blocks - 7, 8),
+        (blocks + 1, 1),
+        (2 * blocks, 1),
+        (blocks << 1 | 1, 8),
+        (u64::MAX, 1),
+        (u64::MAX, 2),
+        (u64::MAX - 6, 8),
+        (u64::MAX - 7, 8),
+        (1 << 63, 1),
+        // Byte addresses that wrap to the lease's own.
+        (1 << 55, 1),
+        (1 << 52, 8),
+    ]
+}
+
+struct Scene {
+    machine: Machine,
+    disk: Disk,
+    controller: Controller,
+    bystanders: [Bystander; 2],
+}
+
+fn scene(lab: &Lab) -> Scene {
+    let bystanders = [0, 2].map(|index| Bystander::start(lab, &Setup::nth(index)));
+    let machine = lab.machine(&Setup::nth(1));
+    let (controller, disk) = machine.disk();
+    Scene {
+        machine,
+        disk,
+        controller,
+        bystanders,
+    }
+}
+
+impl Scene {
+    #[track_caller]
+    fn finish(mut self) {
+        self.disk.flush().unwrap();
+        self.bystanders.into_iter().for_each(Bystander::finish);
+    }
+
+    /// Runs a command with `bytes` as its data, in pages of its own.
+    #[track_caller]
+    fn with_bytes(&mut self, sqe: Sqe, bytes: &[u8]) -> StatusCode {
+        let data = self.machine.memory.alloc(bytes.len()).unwrap();
+        data.write(0, bytes);
+        let prepared = prp::buffer(&data, 0, bytes.len()).unwrap();
+        status(&mut self.disk.queue, sqe.with_data(prepared.pointer))
+    }
+}
+
+/// The scene on a drive of each kind and logical block size.
+fn everywhere(test: impl Fn(Scene)) {
+    for lba_size in [512, 4096] {
+        test(scene(&Lab::new("memory:48M", lba_size)));
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(3 * LEASE).unwrap();
+        test(scene(&Lab::of_file(file.path(), lba_size)));
+    }
+}
+
+#[test]
+fn blocks_beyond_the_lease() {
+    everywhere(|mut scene| {
+        let sentinel = Sentinel::new(&scene.machine.memory, 16 * PAGE_SIZE);
+        let blocks = scene.disk.blocks();
+        assert_eq!(blocks, LEASE / scene.disk.block_size() as u64);
+        for (slba, count) in beyond(blocks) {
+            for opcode in RANGED {
+                let sqe = match opcode {
+                    // One source range of as many blocks; its data is not at the sentinel.
+                    io::COPY => {
+                        let bytes = copy_range(0, count);
+                        let code = scene.with_bytes(Sqe::copy(1, slba, 1), &bytes);
+                        assert_eq!(code, LBA_OUT_OF_RANGE, "copy to {slba:#x}+{count}");
+                        continue;
+                    }
+                    opcode => Sqe::range(opcode, 1, slba, count),
+                };
+                let pointer = prp::list(
+                    &scene.machine.memory,
+                    sentinel.gpa(),
+                    &(1..8)
+                        .map(|i| sentinel.gpa() + 4096 * i)
+                        .collect::<Vec<_>>(),
+                    0,
+                )
+                .unwrap();
+                for flags in [0, FUA, DEAC] {
+                    let cdw12 = sqe.cdw(12) | flags;
+                    let sqe = sqe.with_cdw(12, cdw12).with_data(pointer.pointer);
+                    let code = status(&mut scene.disk.queue, sqe);
+                    assert_eq!(code, LBA_OUT_OF_RANGE, "{opcode:#x} {slba:#x}+{count}");
+                }
+            }
+        }
+        sentinel.check();
+        // The last block is there.
+        let last = vec![7; scene.disk.block_size()];
+        scene.disk.write(blocks - 1, &last).unwrap();
+        assert_eq!(scene.disk.read(blocks - 1, 1).unwrap(), last);
+        scene.finish();
+    });
+}
+
+#[test]
+fn transfers_beyond_mdts() {
+    everywhere(|mut scene| {
+        let mdts = scene.controller.identity().unwrap().max_transfer();
+        let most = (mdts / scene.disk.block_size()) as u32;
+        assert_eq!(mdts, 1 << 20);
+        // The largest works, with every byte in its place.
+        let mut rng = Rng::new(1);
+        let bytes: Vec<u8> = (0..mdts).map(|_| rng.next_u64() as u8).collect();
+        scene.disk.write(3, &bytes).unwrap();
+        scene.disk.transfer = Transfer::Prp { offset: 3584 };
+        assert_eq!(scene.disk.read(3, most).unwrap(), bytes);
+        let sentinel = Sentinel::new(&scene.machine.memory, PAGE_SIZE);
+        for count in [most + 1, most + 8, 0x1_0000] {
+            for opcode in RANGED {
+                if opcode == io::COPY || u64::from(count) > scene.disk.blocks() {
+                    continue;
+                }
+                let pointer = DataPointer::prp(sentinel.gpa(), sentinel.gpa());
+                let sqe = Sqe::range(opcode, 1, 0, count).with_data(pointer);
+                assert_eq!(
+                    status(&mut scene.disk.queue, sqe),
+                    INVALID_FIELD,
+                    "{opcode:#x}"
+                );
+            }
+        }
+        sentinel.check();
+        scene.finish();
+    });
+}
+
+#[test]
+fn deallocation_beyond_the_lease() {
+    everywhere(|mut scene| {
+        let blocks = scene.disk.blocks();
+        for (slba, count) in beyond(blocks) {
+            // Alone, and behind ranges that are in the lease.
+            for before in [0, 1, 255] {
+                let mut bytes = dsm_range(blocks / 2, 1).repeat(before);
+                bytes.extend(dsm_range(slba, count));
+                let sqe = Sqe::deallocate(1, before as u32 + 1);
+                let code = scene.with_bytes(sqe, &bytes);
+                assert_eq!(code, LBA_OUT_OF_RANGE, "{slba:#x}+{count} behind {before}");
+                // The attributes are hints as well, but about blocks that must be there.
+                let code = scene.with_bytes(sqe.with_cdw(11, 0), &bytes);
+                assert_eq!(code, LBA_OUT_OF_RANGE);
+            }
+        }
+        for (slba, count) in [(1, u32::MAX), (blocks - 1, u32::MAX), (u64::MAX, u32::MAX)] {
+            let code = scene.with_bytes(Sqe::deallocate(1, 1), &dsm_range(slba, count));
+            // Whichever is looked at first.
+            assert!(
+                [LBA_OUT_OF_RANGE, SIZE_LIMIT_EXCEEDED].contains(&code),
+                "{slba:#x}+{count:#x}: {code}"
+            );
+        }
+        scene
+            .disk
+            .deallocate(&[(0, 8), (blocks - 1, 1), (5, 0)])
+            .unwrap();
+        scene.finish();
+    });
+}
+
+#[test]
+fn copies_from_beyond_the_lease() {
+    everywhere(|mut scene| {
+        let blocks = scene.disk.blocks();
+        for (slba, count) in beyond(blocks) {
+            for before in [0, 1, 31] {
+                let mut bytes = copy_range(0, 1).repeat(before);
+                bytes.extend(copy_range(slba, count));
+                let sqe = Sqe::copy(1, blocks / 2, before as u32 + 1);
+                let code = scene.with_bytes(sqe, &bytes);
+                assert_eq!(code, LBA_OUT_OF_RANGE, "{slba:#x}+{count} behind {before}");
+            }
+        }
+        // A destination that has room for all ranges but the last.
+        let bytes = copy_range(0, 8).repeat(4);
+        let code = scene.with_bytes(Sqe::copy(1, blocks - 31, 4), &bytes);
+        assert_eq!(code, LBA_OUT_OF_RANGE);
+        let code = scene.with_bytes(Sqe::copy(1, blocks - 32, 4), &bytes);
+        assert_eq!(code, SUCCESS);
+        scene.finish();
+    });
+}
+
+#[test]
+fn copies_beyond_their_limits() {
+    everywhere(|mut scene| {
+        let namespace = scene.disk.namespace();
+        let (mssrl, mcl) = (u32::from(namespace.mssrl), namespace.mcl);
+        let most = u32::from(namespace.max_copy_ranges);
+        assert_eq!(most, 128);
+        let blocks = scene.disk.blocks();
+        let ranges = |count: u32, each: u32| copy_range(0, each).repeat(count as usize);
+        for (count, each, want) in [
+            (1, mssrl, SUCCESS),
+            (1, mssrl + 1, SIZE_LIMIT_EXCEEDED),
+            (1, 0x1_0000, SIZE_LIMIT_EXCEEDED),
+            (2, mcl / 2, SUCCESS),
+            (2, mcl / 2 + 1, SIZE_LIMIT_EXCEEDED),
+            (most, 1, SUCCESS),
+            (most + 1, 1, SIZE_LIMIT_EXCEEDED),
+            (256, 1, SIZE_LIMIT_EXCEEDED),
+        ] {
+            let sqe = Sqe::copy(1, blocks / 2, count);
+            let code = scene.with_bytes(sqe, &ranges(count, each));
+            assert_eq!(code, want, "{count} ranges of {each}");
+        }
+        // Descriptor formats that are not offered.
+        for format in 1..16_u32 {
+            let sqe = Sqe::copy(1, 64, 1).with_cdw(12, format << 8);
+            let code = scene.with_bytes(sqe, &ranges(1, 1));
+            assert_eq!(code, INVALID_FIELD, "format {format}");
+        }
+        scene.finish();
+    });
+}
+
+/// Runs a command over and over while another thread changes its ranges: `words` of the data between
+/// `good` and `bad` values.
+fn race(scene: &mut Scene, sqe: Sqe, bytes: &[u8], words: &[usize], bad: &[u64]) {
+    let memory = scene.machine.memory.clone();
+    let data = memory.alloc(bytes.len()).unwrap();
+    data.write(0, bytes);
+    let cells = data.cells::<AtomicU64>();
+    let good: Vec<u64> = words
+        .iter()
+        .map(|&word| cells[word].load(Ordering::Relaxed))
+        .collect();
+    let pointer = prp::buffer(&data, 0, bytes.len()).unwrap().pointer;
+    let stop = AtomicBool::new(false);
+    let mut successes = 0;
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut rng = Rng::new(5);
+            while !stop.load(Ordering::Relaxed) {
+                let at = rng.below(words.len() as u64) as usize;
+                let value = bad[rng.below(bad.len() as u64) as usize];
+                cells[words[at]].store(value, Ordering::Relaxed);
+                cells[words[at]].store(good[at], Ordering::Relaxed);
+                if rng.below(16) == 0 {
+                    std::thread::yield_now();
+                }
+            }
+        });
+        for _ in 0..1000 {
+            match status(&mut scene.disk.queue, sqe.with_data(pointer)) {
+                SUCCESS => successes += 1,
+                LBA_OUT_OF_RANGE => {}
+                other => panic!("{other}"),
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    assert!(successes > 0);
+}
+
+#[test]
+fn deallocation_ranges_that_change_while_they_are_used() {
+    everywhere(|mut scene| {
+        let blocks = scene.disk.blocks();
+        let bytes = dsm_range(blocks / 2, 8).repeat(16);
+        // SLBA is the second word of a range. What it changes to are the neighbours' blocks.
+        let words: Vec<usize> = (0..16).map(|range| 2 * range + 1).collect();
+        let bad = [blocks, blocks + 64, blocks.wrapping_neg(), u64::MAX - 4];
+        let sqe = Sqe::deallocate(1, 16).with_cdw(11, DSM_DEALLOCATE);
+        race(&mut scene, sqe, &bytes, &words, &bad);
+        scene.finish();
+    });
+}
+
+#[test]
+fn copy_ranges_that_change_while_they_are_used() {
+    everywhere(|mut scene| {
+        let blocks = scene.disk.blocks();
+        // What the lease holds, so that another's blocks would show.
+        let block = vec![0x3c; scene.disk.block_size()];
+        for slba in (0..8).chain(64..128) {
+            scene.disk.write(slba, &block).unwrap();
+        }
+        let bytes = copy_range(0, 4).repeat(16);
+        let words: Vec<usize> = (0..16).map(|range| 4 * range + 1).collect();
+        let bad = [blocks, blocks + 64, blocks.wrapping_neg(), u64::MAX - 1];
+        race(&mut scene, Sqe::copy(1, 64, 16), &bytes, &words, &bad);
+        for slba in 64..128 {
+            assert_eq!(scene.disk.read(slba, 1).unwrap(), block, "block {slba}");
+        }
+        scene.finish();
+    });
+}
+
+#[test]
+fn range_lists_outside_memory() {
+    everywhere(|mut scene| {
+        for sqe in [Sqe::deallocate(1, 256), Sqe::copy(1, 0, 128)] {
+            for gpa in [0, NOWHERE, !0xfff] {
+                let sqe = sqe.with_data(DataPointer::prp(gpa, 0));
+                let code = status(&mut scene.disk.queue, sqe);
+                assert_eq!(code, nvme_mpt_tests::status::DATA_TRANSFER_ERROR);
+            }
+        }
+        scene.finish();
+    });
+}

@@ -1,0 +1,365 @@
+//! Scatter Gather Lists, sound and hostile (NVMe Base 2.0, section 4.1.2).
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use nvme_mpt_tests::command::{DataPointer, Sqe, io};
+use nvme_mpt_tests::controller::Controller;
+use nvme_mpt_tests::memory::{DmaBuffer, PAGE_SIZE};
+use nvme_mpt_tests::queue::QueuePair;
+use nvme_mpt_tests::rng::Rng;
+use nvme_mpt_tests::sgl::{
+    Descriptor, bit_bucket, build, data_block, descriptor, last_segment, segment,
+};
+use nvme_mpt_tests::status::{
+    DATA_TRANSFER_ERROR, INVALID_FIELD, INVALID_SGL_COUNT, INVALID_SGL_SEGMENT, SGL_LENGTH_INVALID,
+    SGL_TYPE_INVALID, SUCCESS, StatusCode,
+};
+
+use crate::common::bystander::Bystander;
+use crate::common::sentinel::Sentinel;
+use crate::common::{HIGH, LOW, Lab, Machine, NOWHERE, REGION, Setup, queue_pair, status};
+
+/// Descriptors that a command may have, those of segments included.
+const MOST: usize = 512;
+/// Bytes of the commands here.
+const LEN: u32 = 4096;
+
+struct Scene {
+    machine: Machine,
+    queue: QueuePair,
+    controller: Controller,
+    bystander: Bystander,
+    data: DmaBuffer,
+}
+
+fn scene() -> Scene {
+    let lab = Lab::new("memory:32M", 512);
+    let bystander = Bystander::start(&lab, &Setup::nth(1));
+    let machine = lab.machine(&Setup::nth(0));
+    let mut controller = machine.attach();
+    let queue = queue_pair(&mut controller, 1, 64);
+    let data = machine.memory.alloc(16 * PAGE_SIZE).unwrap();
+    Scene {
+        machine,
+        queue,
+        controller,
+        bystander,
+        data,
+    }
+}
+
+impl Scene {
+    /// Commands of 4 KiB, both ways, end with `want`.
+    #[track_caller]
+    fn ends(&mut self, sgl: Descriptor, want: StatusCode) {
+        for opcode in [io::READ, io::WRITE, io::COMPARE] {
+            let sqe = Sqe::range(opcode, 1, 0, LEN / 512).with_data(DataPointer::sgl(sgl));
+            assert_eq!(
+                status(&mut self.queue, sqe),
+                want,
+                "opcode {opcode:#x}, {sgl:x?}"
+            );
+        }
+    }
+
+    /// Descriptors in memory.
+    fn place(&self, list: &[Descriptor]) -> DmaBuffer {
+        let bytes: Vec<u8> = list
+            .iter()
+            .flatten()
+            .flat_map(|w| w.to_le_bytes())
+            .collect();
+        let page = self.machine.memory.alloc(bytes.len()).unwrap();
+        page.write(0, &bytes);
+        page
+    }
+
+    /// Commands whose descriptors are a Last Segment end with `want`.
+    #[track_caller]
+    fn list_ends(&mut self, list: &[Descriptor], want: StatusCode) {
+        let page = self.place(list);
+        let sgl = last_segment(page.gpa(), 16 * list.len() as u32);
+        self.ends(sgl, want);
+    }
+
+    #[track_caller]
+    fn finish(mut self) {
+        assert_eq!(status(&mut self.queue, Sqe::flush(1)), SUCCESS);
+        self.bystander.finish();
+    }
+}
+
+#[test]
+fn sgls_are_advertised() {
+    let scene = scene();
+    assert!(scene.controller.identity().unwrap().sgl());
+    scene.finish();
+}
+
+#[test]
+fn data_outside_memory() {
+    let mut scene = scene();
+    let good = Sentinel::new(&scene.machine.memory, PAGE_SIZE);
+    for gpa in [
+        0,
+        LOW - 4096,
+        LOW - 1,
+        // Across the boundary of two regions that touch: a block lies in one.
+        LOW + REGION - 8,
+        HIGH + REGION - 8,
+        NOWHERE,
+        u64::MAX,
+        u64::MAX - 4095,
+        u64::MAX - 4094,
+    ] {
+        scene.ends(data_block(gpa, LEN), DATA_TRANSFER_ERROR);
+        let second = data_block(gpa, LEN - 1024);
+        scene.list_ends(&[data_block(good.gpa(), 1024), second], DATA_TRANSFER_ERROR);
+    }
+    good.check();
+    scene.finish();
+}
+
+#[test]
+fn segments_outside_memory() {
+    let mut scene = scene();
+    for gpa in [
+        0,
+        LOW - 16,
+        LOW + REGION - 16,
+        HIGH + REGION - 16,
+        NOWHERE,
+        !15,
+    ] {
+        for sgl in [segment(gpa, 32), last_segment(gpa, 32)] {
+            scene.ends(sgl, DATA_TRANSFER_ERROR);
+        }
+        // Named by a segment that is in memory.
+        let page = scene.place(&[data_block(scene.data.gpa(), 512), last_segment(gpa, 32)]);
+        scene.ends(segment(page.gpa(), 32), DATA_TRANSFER_ERROR);
+    }
+    scene.finish();
+}
+
+#[test]
+fn lengths_that_are_not_the_commands() {
+    let mut scene = scene();
+    let gpa = scene.data.gpa();
+    for len in [0, 1, 512, LEN - 1, LEN + 1, 8192, u32::MAX] {
+        scene.ends(data_block(gpa, len), SGL_LENGTH_INVALID);
+    }
+    for list in [
+        // Too short, too long, and sums that wrap 32 bits.
+        vec![data_block(gpa, 512); 7],
+        vec![data_block(gpa, 512); 9],
+        vec![data_block(gpa, 0); 9],
+        vec![data_block(gpa, u32::MAX), data_block(gpa, LEN + 1)],
+        vec![
+            data_block(gpa, LEN),
+            data_block(gpa, u32::MAX),
+            data_block(gpa, 1),
+        ],
+        vec![
+            data_block(gpa, 1 << 31),
+            data_block(gpa, 1 << 31),
+            data_block(gpa, LEN),
+        ],
+    ] {
+        scene.list_ends(&list, SGL_LENGTH_INVALID);
+    }
+    scene.finish();
+}
+
+#[test]
+fn blocks_without_length_and_odd_addresses_are_sound() {
+    let mut scene = scene();
+    let gpa = scene.data.gpa();
+    scene.ends(data_block(gpa + 3, LEN), SUCCESS);
+    let list = [
+        // Nothing is transferred there, so it may be anywhere.
+        data_block(NOWHERE, 0),
+        data_block(gpa + 1, 1),
+        data_block(gpa + 77, 3095),
+        data_block(gpa, 0),
+        data_block(gpa + 8191, 1000),
+    ];
+    scene.list_ends(&list, SUCCESS);
+    scene.finish();
+}
+
+#[test]
+fn types_and_sub_types_that_are_not_offered() {
+    let mut scene = scene();
+    let gpa = scene.data.gpa();
+    for kind in 0..16 {
+        for sub in 0..16 {
+            let bad = descriptor(gpa, LEN, kind, sub);
+            match (kind, sub) {
+                (0, 0) => scene.ends(bad, SUCCESS),
+                // What it leads to is all zeroes: data blocks of no length.
+                (2 | 3, 0) => {
+                    let want = if kind == 2 {
+                        INVALID_SGL_SEGMENT
+                    } else {
+                        SGL_LENGTH_INVALID
+                    };
+                    scene.data.fill(0);
+                    scene.ends(bad, want);
+                }
+                _ => scene.ends(bad, SGL_TYPE_INVALID),
+            }
+            // In a segment, more segments are out of place whatever their sub type is.
+            let want = match (kind, sub) {
+                (0, 0) => SUCCESS,
+                (2 | 3, _) => INVALID_SGL_SEGMENT,
+                _ => SGL_TYPE_INVALID,
+            };
+            scene.list_ends(&[data_block(gpa, 0), bad], want);
+        }
+    }
+    scene.ends(bit_bucket(LEN), SGL_TYPE_INVALID);
+    scene.finish();
+}
+
+#[test]
+fn psdt_values_that_are_not_offered() {
+    let mut scene = scene();
+    let data = DataPointer::sgl(data_block(scene.data.gpa(), LEN));
+    for flags in [0x80, 0xc0] {
+        let sqe = Sqe::read(1, 0, LEN / 512).with_data(data).with_flags(flags);
+        assert_eq!(status(&mut scene.queue, sqe), INVALID_FIELD);
+    }
+    scene.finish();
+}
+
+#[test]
+fn segments_of_impossible_lengths() {
+    let mut scene = scene();
+    let page = scene.place(&[data_block(scene.data.gpa(), LEN); 4]);
+    for len in [0, 1, 8, 15, 17, 24, 31] {
+        scene.ends(segment(page.gpa(), len), INVALID_SGL_SEGMENT);
+        scene.ends(last_segment(page.gpa(), len), INVALID_SGL_SEGMENT);
+    }
+    for len in [16 * (MOST as u32 + 1), 1 << 31, !15] {
+        scene.ends(segment(page.gpa(), len), INVALID_SGL_COUNT);
+        scene.ends(last_segment(page.gpa(), len), INVALID_SGL_COUNT);
+    }
+    // Descriptors are qwords.
+    for offset in [1, 4] {
+        scene.ends(last_segment(page.gpa() + offset, 16), INVALID_SGL_SEGMENT);
+    }
+    scene.finish();
+}
+
+#[test]
+fn segments_that_lead_on_where_they_must_not() {
+    let mut scene = scene();
+    let block = data_block(scene.data.gpa(), 512);
+    let after = scene.place(&[block; 8]);
+    let link = last_segment(after.gpa(), 128);
+    // A link that is not the last descriptor, and one in a last segment.
+    let early = scene.place(&[link, block]);
+    scene.ends(segment(early.gpa(), 32), INVALID_SGL_SEGMENT);
+    scene.list_ends(&[block, link], INVALID_SGL_SEGMENT);
+    // A segment that is not the last one and leads nowhere.
+    let stuck = scene.place(&[block; 8]);
+    scene.ends(segment(stuck.gpa(), 128), INVALID_SGL_SEGMENT);
+    scene.finish();
+}
+
+#[test]
+fn segments_in_a_loop() {
+    let mut scene = scene();
+    let block = data_block(scene.data.gpa(), 0);
+    let [a, b] = [scene.place(&[block; 2]), scene.place(&[block; 2])];
+    let write = |page: &DmaBuffer, index: usize, to: Descriptor| {
+        let bytes: Vec<u8> = to.iter().flat_map(|word| word.to_le_bytes()).collect();
+        page.write(16 * index, &bytes);
+    };
+    // One that leads to itself, with nothing else in it and with a data block.
+    write(&a, 0, segment(a.gpa(), 16));
+    scene.ends(segment(a.gpa(), 16), INVALID_SGL_COUNT);
+    write(&a, 0, block);
+    write(&a, 1, segment(a.gpa(), 32));
+    scene.ends(segment(a.gpa(), 32), INVALID_SGL_COUNT);
+    // Two that lead to each other.
+    write(&a, 1, segment(b.gpa(), 32));
+    write(&b, 1, segment(a.gpa(), 32));
+    scene.ends(segment(a.gpa(), 32), INVALID_SGL_COUNT);
+    scene.finish();
+}
+
+#[test]
+fn as_many_descriptors_as_there_may_be_and_one_more() {
+    let mut scene = scene();
+    let gpa = scene.data.gpa();
+    let mut list = vec![data_block(gpa, 8); MOST];
+    scene.list_ends(&list, SUCCESS);
+    list.push(data_block(gpa, 0));
+    scene.list_ends(&list, INVALID_SGL_COUNT);
+    // In many segments, whose links count as well.
+    for (per_segment, blocks, want) in [
+        (2, 257, SUCCESS),
+        (2, 258, INVALID_SGL_COUNT),
+        (100, 507, SUCCESS),
+        (100, 508, INVALID_SGL_COUNT),
+    ] {
+        let mut list = vec![data_block(gpa, 8); blocks];
+        list[0] = data_block(gpa, LEN - 8 * (blocks as u32 - 1));
+        let prepared = build(&scene.machine.memory, &list, per_segment).unwrap();
+        let sqe = Sqe::write(1, 0, LEN / 512).with_data(prepared.pointer);
+        assert_eq!(
+            status(&mut scene.queue, sqe),
+            want,
+            "{per_segment} {blocks}"
+        );
+    }
+    scene.finish();
+}
+
+#[test]
+fn a_segment_that_changes_while_it_is_read() {
+    let mut scene = scene();
+    let memory = scene.machine.memory.clone();
+    let hidden = memory.add_region(NOWHERE, 16 * PAGE_SIZE as u64).unwrap();
+    let hidden = Sentinel::over(memory.alloc_at(hidden.gpa, 16 * PAGE_SIZE).unwrap());
+    let gpa = scene.data.gpa();
+    let page = scene.place(&[data_block(gpa, 512); 8]);
+    let stop = AtomicBool::new(false);
+    let mut successes = 0;
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let cells = page.cells::<AtomicU64>();
+            let mut rng = Rng::new(3);
+            while !stop.load(Ordering::Relaxed) {
+                let at = 2 * rng.below(8) as usize;
+                match rng.below(4) {
+                    0 => cells[at].store(hidden.gpa(), Ordering::Relaxed),
+                    1 => cells[at + 1].store(u64::MAX, Ordering::Relaxed),
+                    2 => cells[at + 1].store(segment(gpa, LEN)[1], Ordering::Relaxed),
+                    _ => {}
+                }
+                cells[at].store(gpa, Ordering::Relaxed);
+                cells[at + 1].store(512, Ordering::Relaxed);
+                if rng.below(8) == 0 {
+                    std::thread::yield_now();
+                }
+            }
+        });
+        for round in 0..3000_u64 {
+            let opcode = [io::READ, io::WRITE][round as usize % 2];
+            let sqe = Sqe::range(opcode, 1, round, LEN / 512)
+                .with_data(DataPointer::sgl(last_segment(page.gpa(), 128)));
+            match status(&mut scene.queue, sqe) {
+                SUCCESS => successes += 1,
+                DATA_TRANSFER_ERROR | SGL_LENGTH_INVALID | INVALID_SGL_SEGMENT
+                | SGL_TYPE_INVALID => {}
+                other => panic!("{other}"),
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    assert!(successes > 0);
+    hidden.check();
+    scene.finish();
+}

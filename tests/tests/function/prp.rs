@@ -37,7 +37,7 @@ fn scene() -> Scene {
     Scene {
         machine,
         queue,
-        _controller,
+        _controller: controller,
         bystander,
     }
 }

@@ -52,30 +52,34 @@ impl DataPointer {
     ) -> Result<(), Status> {
         let mut hint = RegionHint::default();
         let [prp1, prp2] = self.dptr;
-        let mut visit = |entry: u64, len: u64| {
-            part(resolve(memory, &mut hint, entry, len)?);
-            Ok(())
+        // Pages that follow one another are one stretch: copies are faster the longer they are.
+        let (mut start, mut run) = (prp1, (PAGE_SIZE - prp1 % PAGE_SIZE).min(len));
+        let mut rest = len - run;
+        let mut add = |entry: u64, size: u64| {
+            if entry == start + run {
+                run += size;
+            } else {
+                part(resolve(memory, &mut hint, start, run)?);
+                (start, run) = (entry, size);
+            }
+            Ok::<(), Status>(())
         };
-        let first = (PAGE_SIZE - prp1 % PAGE_SIZE).min(len);
-        visit(prp1, first)?;
-        let mut rest = len - first;
-        if rest == 0 {
-            return Ok(());
+        if rest > PAGE_SIZE {
+            let entries = rest.div_ceil(PAGE_SIZE) as usize;
+            let list = memory
+                .lists
+                .resolve(prp2, 8 * entries)
+                .and_then(|list| list.words())
+                .ok_or(Status::DATA_TRANSFER_ERROR)?;
+            for i in 0..entries {
+                let size = rest.min(PAGE_SIZE);
+                add(list.read(i), size)?;
+                rest -= size;
+            }
+        } else if rest > 0 {
+            add(prp2, rest)?;
         }
-        if rest <= PAGE_SIZE {
-            return visit(prp2, rest);
-        }
-        let entries = rest.div_ceil(PAGE_SIZE) as usize;
-        let list = memory
-            .lists
-            .resolve(prp2, 8 * entries)
-            .and_then(|list| list.words())
-            .ok_or(Status::DATA_TRANSFER_ERROR)?;
-        for i in 0..entries {
-            let size = rest.min(PAGE_SIZE);
-            visit(list.read(i), size)?;
-            rest -= size;
-        }
+        part(resolve(memory, &mut hint, start, run)?);
         Ok(())
     }
 

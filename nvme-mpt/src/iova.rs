@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Parts start at multiples of this, so that the IOMMU can map them with large pages.
 const ALIGNMENT: u64 = 2 << 20;
 
-/// The addresses that a host controller can be given, allotted so that no two parts overlap.
+/// The addresses that a host controller can be given, allotted so that no two parts overlap or
+/// touch: a stretch of addresses that goes on without a gap lies in one part.
 #[derive(Debug)]
 pub struct IovaSpace {
     end: u64,
@@ -32,10 +33,10 @@ impl IovaSpace {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         let mut start = 0_u64;
         for (&next, &end) in taken.iter() {
-            if next >= start && next - start >= len {
+            if next > start && next - start > len {
                 break;
             }
-            start = end.checked_next_multiple_of(ALIGNMENT)?;
+            start = (end + 1).checked_next_multiple_of(ALIGNMENT)?;
         }
         let end = start
             .checked_add(len)
@@ -85,11 +86,14 @@ mod tests {
         let b = space.allocate(4096).expect("room");
         let c = space.allocate(1 << 30).expect("room");
         assert!(a.start() >= 1 << 32);
-        assert!(b.start() >= a.start() + (1 << 30));
+        assert!(b.start() > a.start() + (1 << 30));
         assert!(c.start() >= b.start() + 4096);
         let start = b.start();
         drop(b);
-        assert_eq!(space.allocate(ALIGNMENT).expect("the gap").start(), start);
+        let touching = space.allocate(ALIGNMENT).expect("room elsewhere");
+        assert!(touching.start() > c.start());
+        let inside = space.allocate(ALIGNMENT - 1).expect("the gap");
+        assert_eq!(inside.start(), start);
         assert!(space.allocate(1 << 52).is_none());
         assert!(space.allocate(u64::MAX).is_none());
         assert!(space.allocate(0).is_none());

@@ -2,6 +2,9 @@
 
 use std::time::{Duration, Instant};
 
+use nvme_mpt::clock::Ticks;
+use nvme_mpt::poller::Courtesy;
+
 use super::LoadError;
 use super::clock::{self, ticks};
 use super::lane::{Lane, Limits, Tally};
@@ -12,10 +15,6 @@ use super::{paced, verified};
 
 /// Turns without a completion between two looks at the clock.
 const IDLE_TURNS: u32 = 64;
-/// Spinning without a completion for longer than this, the thread yields: who completes our commands
-/// may need this processor. Well above what a command takes with a processor for each side, and yet
-/// what every batch waits for without one.
-const YIELD_AFTER: Duration = Duration::from_micros(4);
 /// How long an interrupt may be missing before the queue is looked at all the same.
 const LOST_INTERRUPT: Duration = Duration::from_secs(1);
 
@@ -159,8 +158,9 @@ pub(super) fn wait_for_interrupt(lane: &mut Lane, idle: &mut Idle) -> Result<(),
 /// Spinning for completions, with an end.
 pub(super) struct Idle {
     turns: u32,
-    since: Option<Instant>,
+    since: Option<(Instant, Ticks)>,
     timeout: Duration,
+    courtesy: Courtesy,
 }
 
 impl Idle {
@@ -169,6 +169,7 @@ impl Idle {
             turns: 0,
             since: None,
             timeout,
+            courtesy: Courtesy::default(),
         }
     }
 
@@ -187,16 +188,19 @@ impl Idle {
             return true;
         }
         self.turns = 0;
-        let since = *self.since.get_or_insert_with(Instant::now);
-        let waited = since.elapsed();
-        if waited > YIELD_AFTER {
-            std::thread::yield_now();
-        }
-        waited < self.timeout
+        let courtesy = &mut self.courtesy;
+        let (since, ticks) = *self.since.get_or_insert_with(|| {
+            courtesy.reset();
+            (Instant::now(), Ticks::now())
+        });
+        // Who completes our commands may need this processor.
+        courtesy.spin(Ticks::now().since(ticks));
+        since.elapsed() < self.timeout
     }
 
     /// Nothing completed: whether that may still go on.
     fn in_time(&mut self) -> bool {
-        self.since.get_or_insert_with(Instant::now).elapsed() < self.timeout
+        let now = || (Instant::now(), Ticks::now());
+        self.since.get_or_insert_with(now).0.elapsed() < self.timeout
     }
 }

@@ -18,6 +18,7 @@ use vmm_sys_util::eventfd::EventFd;
 use vmm_sys_util::timerfd::TimerFd;
 
 use super::affinity::pin_this_thread;
+use super::courtesy::Courtesy;
 use super::park::Waker;
 use super::placement::Spin;
 use crate::clock::{Ticks, ticks_in};
@@ -25,16 +26,9 @@ use crate::memory::Cell32;
 use crate::shadow::ShadowQueue;
 use crate::stats::PollerStats;
 
-/// Passes without work between two offers of the processor to others. A poller that shares its
-/// core must let the one it waits for run.
-const PASSES_PER_YIELD: u32 = 256;
-
 /// Passes without work that follow one another without a pause: a guest with one command in flight
 /// answers within them, and a pause would be part of its latency.
 const EAGER_PASSES: u32 = 64;
-
-/// An offer of the processor that took longer than this was taken up by another thread.
-const CONTENDED: Duration = Duration::from_micros(50);
 
 /// How long a poller spins for work before it parks: the bounds between which it learns. It spins
 /// longer when work came soon after it had parked, and less when it slept for long.
@@ -235,8 +229,8 @@ struct Worker {
 impl Worker {
     fn run(mut self, spin: Spin) {
         let (spin_min, spin_max) = (ticks_in(SPIN_MIN), ticks_in(SPIN_MAX));
-        let contended = ticks_in(CONTENDED);
         let mut spin_budget = spin_min;
+        let mut courtesy = Courtesy::default();
         let mut idle_since = None;
         let mut empty_passes = 0_u32;
         let mut pass_began = Ticks::now();
@@ -253,20 +247,18 @@ impl Worker {
                 add(&self.shared.busy_ticks, now.since(pass_began));
                 idle_since = None;
                 empty_passes = 0;
+                courtesy.reset();
                 pass_began = now;
                 continue;
             }
             pass_began = now;
             empty_passes = empty_passes.wrapping_add(1);
             let idle = now.since(*idle_since.get_or_insert(now));
-            if empty_passes.is_multiple_of(PASSES_PER_YIELD) {
-                std::thread::yield_now();
+            if courtesy.spin(idle) {
+                // A poller that sleeps beside a busy thread gets the processor back sooner than
+                // one that spins.
+                spin_budget = spin_min;
                 pass_began = Ticks::now();
-                // Somebody else had the processor meanwhile. One that sleeps instead of spinning
-                // gets it back sooner, and takes less from whom it waits for.
-                if pass_began.since(now) > contended {
-                    spin_budget = spin_min;
-                }
             } else if empty_passes > EAGER_PASSES {
                 std::hint::spin_loop();
             }

@@ -400,7 +400,8 @@ impl Core {
         if available == 0 {
             return false;
         }
-        if self.cq.room < available {
+        // At least once per half round, so that its EventIdx stays behind it.
+        if self.cq.room < available.max(self.cq.entries / 2) {
             self.cq.look_at_head(&self.context.events);
         }
         let slots = self.slots.free() as u32;

@@ -68,15 +68,78 @@ struct Case {
 }
 
 const CASES: &[Case] = &[
-    Case { name: "null-4k", drive: "null:64G", size: 4096, queues: 1, depth: 32, write: false },
-    Case { name: "null-4k-qd1", drive: "null:64G", size: 4096, queues: 1, depth: 1, write: false },
-    Case { name: "null-128k", drive: "null:64G", size: 128 << 10, queues: 1, depth: 32, write: false },
-    Case { name: "memory-4k", drive: "memory:1G", size: 4096, queues: 1, depth: 32, write: false },
-    Case { name: "memory-4k-write", drive: "memory:1G", size: 4096, queues: 1, depth: 32, write: true },
-    Case { name: "memory-128k", drive: "memory:1G", size: 128 << 10, queues: 1, depth: 32, write: false },
-    Case { name: "null-4k-4-queues", drive: "null:64G", size: 4096, queues: 4, depth: 32, write: false },
-    Case { name: "null-4k-16-queues", drive: "null:64G", size: 4096, queues: 16, depth: 32, write: false },
-    Case { name: "null-4k-64-queues", drive: "null:64G", size: 4096, queues: 64, depth: 32, write: false },
+    Case {
+        name: "null-4k",
+        drive: "null:64G",
+        size: 4096,
+        queues: 1,
+        depth: 32,
+        write: false,
+    },
+    Case {
+        name: "null-4k-qd1",
+        drive: "null:64G",
+        size: 4096,
+        queues: 1,
+        depth: 1,
+        write: false,
+    },
+    Case {
+        name: "null-128k",
+        drive: "null:64G",
+        size: 128 << 10,
+        queues: 1,
+        depth: 32,
+        write: false,
+    },
+    Case {
+        name: "memory-4k",
+        drive: "memory:1G",
+        size: 4096,
+        queues: 1,
+        depth: 32,
+        write: false,
+    },
+    Case {
+        name: "memory-4k-write",
+        drive: "memory:1G",
+        size: 4096,
+        queues: 1,
+        depth: 32,
+        write: true,
+    },
+    Case {
+        name: "memory-128k",
+        drive: "memory:1G",
+        size: 128 << 10,
+        queues: 1,
+        depth: 32,
+        write: false,
+    },
+    Case {
+        name: "null-4k-4-queues",
+        drive: "null:64G",
+        size: 4096,
+        queues: 4,
+        depth: 32,
+        write: false,
+    },
+    Case {
+        name: "null-4k-16-queues",
+        drive: "null:64G",
+        size: 4096,
+        queues: 16,
+        depth: 32,
+        write: false,
+    },
+    Case {
+        name: "null-4k-64-queues",
+        drive: "null:64G",
+        size: 4096,
+        queues: 64,
+        depth: 32,
+        write: false,
+    },
 ];
 
 /// Doorbell registers that trap into the attachment, as a VMM would have it.
@@ -160,9 +223,23 @@ fn lanes(case: &Case) -> (Vec<Lane>, Arc<Attachment>) {
             let cq = memory.alloc(16 * ENTRIES as usize).unwrap();
             let id = QueueId(qid);
             let (base, entries) = (Gpa(cq.gpa()), ENTRIES);
-            attachment.create_cq(CqConfig { qid: id, base, entries, interrupt: None }).unwrap();
+            attachment
+                .create_cq(CqConfig {
+                    qid: id,
+                    base,
+                    entries,
+                    interrupt: None,
+                })
+                .unwrap();
             let base = Gpa(sq.gpa());
-            attachment.create_sq(SqConfig { qid: id, cqid: id, base, entries }).unwrap();
+            attachment
+                .create_sq(SqConfig {
+                    qid: id,
+                    cqid: id,
+                    base,
+                    entries,
+                })
+                .unwrap();
             let doorbell = |register: Register| {
                 let offset = register.bar_offset(attachment.doorbells().dstrd());
                 Doorbell::new(&bar, offset, false).unwrap()
@@ -195,7 +272,13 @@ fn lanes(case: &Case) -> (Vec<Lane>, Arc<Attachment>) {
                 })
                 .collect();
             let shadow = attachment.take_queue(id).unwrap();
-            Lane { queue, shadow, commands, in_flight: 0, _memory: kept }
+            Lane {
+                queue,
+                shadow,
+                commands,
+                in_flight: 0,
+                _memory: kept,
+            }
         })
         .collect();
     (lanes, attachment)
@@ -312,10 +395,19 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let smoke = arguments.iter().any(|argument| argument == "--smoke");
-    let wanted = arguments.iter().find(|argument| !argument.starts_with("--"));
+    let wanted = arguments
+        .iter()
+        .find(|argument| !argument.starts_with("--"));
     println!("{:<20} {:>10} {:>14}", "case", "ns/command", "instructions");
-    for case in CASES.iter().filter(|case| wanted.is_none_or(|name| case.name.contains(&**name))) {
-        let commands = if smoke { 20_000 } else { 64_000_000_usize.div_ceil(case.size / 64) };
+    for case in CASES
+        .iter()
+        .filter(|case| wanted.is_none_or(|name| case.name.contains(&**name)))
+    {
+        let commands = if smoke {
+            20_000
+        } else {
+            64_000_000_usize.div_ceil(case.size / 64)
+        };
         let time = nanoseconds(case, commands.max(20_000));
         let count = (!smoke).then(|| instructions(case)).flatten();
         let count = count.map_or("-".to_owned(), |count| format!("{count:.0}"));

@@ -29,7 +29,10 @@ fn check(options: &FunctionOptions) {
             assert!(blocks.blocks > 0 && blocks.start.0 + blocks.blocks <= 1 << 40);
         }
     }
-    assert_eq!(options.path.to_string().parse().ok(), Some(options.path.clone()));
+    assert_eq!(
+        options.path.to_string().parse().ok(),
+        Some(options.path.clone())
+    );
     assert_eq!(options.poll.to_string().parse().as_ref(), Ok(&options.poll));
     assert_eq!(options.doorbells.to_string().parse(), Ok(options.doorbells));
     assert_ne!(options.id.as_deref(), Some(""));

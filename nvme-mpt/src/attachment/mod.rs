@@ -6,6 +6,9 @@
 //! Lock order: `queues`, then those of the pollers and of the DMA window. None is taken on the way
 //! of an I/O.
 
+mod config;
+mod error;
+
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,14 +20,17 @@ use log::error;
 use serde::{Deserialize, Serialize};
 use vmm_sys_util::eventfd::EventFd;
 
+pub use config::{AttachmentConfig, CqConfig, LeasedNamespace, SqConfig};
+pub use error::{AttachError, QueueError};
+
 use crate::address::Gpa;
 use crate::dma::DmaWindow;
 use crate::doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage};
 use crate::drive::Drive;
 use crate::event::EventQueue;
 use crate::host::Limits;
-use crate::interrupt::{Coalescing, InterruptGate, InterruptVector};
-use crate::lease::{ByteRange, Lease};
+use crate::interrupt::{Coalescing, InterruptGate};
+use crate::lease::Lease;
 use crate::poller::{DoorbellWatch, PollPolicy, Poller, Pollers};
 use crate::range_lock::RangeLock;
 use crate::shadow::{
@@ -48,139 +54,6 @@ const MAX_SLOTS: u16 = 1024;
 
 /// How long a queue is waited for until it has nothing in flight.
 const DRAIN_DEADLINE: Duration = Duration::from_secs(30);
-
-/// What a guest controller attaches with.
-#[derive(Debug)]
-pub struct AttachmentConfig {
-    /// The drive.
-    pub drive: Arc<Drive>,
-    /// The part of it that is leased.
-    pub lease: Lease,
-    /// I/O queue pairs, 1 to [`MAX_QUEUE_PAIRS`].
-    pub queue_pairs: u16,
-    /// How doorbell writes reach the pollers.
-    pub doorbells: DoorbellMode,
-    /// How the queues are polled.
-    pub poll: PollPolicy,
-    /// The pollers of the process.
-    pub pollers: Arc<Pollers>,
-    /// Serial Number to show instead of the lease's own, up to 20 ASCII characters.
-    pub serial: Option<String>,
-}
-
-/// Why a guest controller cannot attach.
-#[derive(Debug, thiserror::Error)]
-pub enum AttachError {
-    /// More queue pairs than there can be, or none.
-    #[error("{0} I/O queue pairs are not possible; use 1 to {MAX_QUEUE_PAIRS}")]
-    InvalidQueuePairs(u16),
-    /// A serial number that does not fit its field.
-    #[error("Serial number `{0}` is not possible; use 1 to 20 printable ASCII characters")]
-    InvalidSerial(String),
-    /// Somebody uses part of the range without a lease in the same ledger.
-    #[error(
-        "Range {range} of drive {drive} is locked by another program: a server with another state \
-         folder, or a VMM that has the file open; stop it, or choose another range"
-    )]
-    InUse {
-        /// The drive.
-        drive: String,
-        /// The range, in bytes.
-        range: ByteRange,
-    },
-    /// The kernel has no memory or no file descriptors to give.
-    #[error("Doorbells or events cannot be created")]
-    Io(#[from] io::Error),
-}
-
-/// Why a queue cannot be created, deleted or changed.
-#[derive(Debug, thiserror::Error)]
-pub enum QueueError {
-    /// The identifier is 0 or larger than the number of queue pairs.
-    #[error("There can be no queue {0}")]
-    InvalidQueueId(QueueId),
-    /// A queue with this identifier exists.
-    #[error("Queue {0} exists already")]
-    AlreadyExists(QueueId),
-    /// No queue with this identifier exists.
-    #[error("Queue {0} does not exist")]
-    NoSuchQueue(QueueId),
-    /// The Completion Queue still has a Submission Queue.
-    #[error("Completion queue {0} still serves a submission queue")]
-    CqInUse(QueueId),
-    /// Fewer than 2 entries, or more than the limit.
-    #[error("A queue of {0} entries is not possible")]
-    InvalidSize(u32),
-    /// The queue or the buffer does not lie in one region of the VM's memory.
-    #[error("Memory {gpa}+{len:#x} is not mapped, or not in one region")]
-    NotMapped {
-        /// Where it should start.
-        gpa: Gpa,
-        /// Its length in bytes.
-        len: u64,
-    },
-    /// The address is not that of a memory page.
-    #[error("Address {0} is not aligned to a memory page")]
-    Misaligned(Gpa),
-    /// Commands in flight did not finish in time.
-    #[error("Commands of queue {0} are still in flight after {DRAIN_DEADLINE:?}")]
-    Timeout(QueueId),
-    /// The host controller, or the kernel, refused.
-    #[error("Queue {qid} cannot be created")]
-    Host {
-        /// The queue.
-        qid: QueueId,
-        /// What was said.
-        source: io::Error,
-    },
-}
-
-/// A Completion Queue to create.
-#[derive(Debug)]
-pub struct CqConfig {
-    /// Its identifier.
-    pub qid: QueueId,
-    /// Where it lies: physically contiguous, at the start of a memory page.
-    pub base: Gpa,
-    /// Its entries, at least 2.
-    pub entries: u32,
-    /// The vector to raise; `None` if the guest wants no interrupts.
-    pub interrupt: Option<Arc<InterruptVector>>,
-}
-
-/// A Submission Queue to create.
-#[derive(Debug)]
-pub struct SqConfig {
-    /// Its identifier.
-    pub qid: QueueId,
-    /// The Completion Queue that it completes to.
-    pub cqid: QueueId,
-    /// Where it lies: physically contiguous, at the start of a memory page.
-    pub base: Gpa,
-    /// Its entries, at least 2.
-    pub entries: u32,
-}
-
-/// What a guest sees its lease as.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LeasedNamespace {
-    /// Its identifier, always 1.
-    pub nsid: Nsid,
-    /// Logical block size as a power of two, in bytes.
-    pub lba_shift: u8,
-    /// Its size in logical blocks.
-    pub blocks: u64,
-    /// Serial Number of the controller, up to 20 characters.
-    pub serial: String,
-    /// Model Number of the controller, up to 40 characters.
-    pub model: String,
-    /// Namespace Globally Unique Identifier.
-    pub nguid: [u8; 16],
-    /// IEEE Extended Unique Identifier.
-    pub eui64: [u8; 8],
-    /// Namespace UUID.
-    pub uuid: [u8; 16],
-}
 
 /// A Completion Queue that exists, with its Submission Queues.
 #[derive(Debug)]

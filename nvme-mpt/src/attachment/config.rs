@@ -1,0 +1,77 @@
+//! What a guest controller attaches with, and what it gets.
+
+use std::sync::Arc;
+
+use crate::address::Gpa;
+use crate::doorbell::DoorbellMode;
+use crate::drive::Drive;
+use crate::interrupt::InterruptVector;
+use crate::lease::Lease;
+use crate::poller::{PollPolicy, Pollers};
+use crate::spec::ids::{Nsid, QueueId};
+
+/// What a guest controller attaches with.
+#[derive(Debug)]
+pub struct AttachmentConfig {
+    /// The drive.
+    pub drive: Arc<Drive>,
+    /// The part of it that is leased.
+    pub lease: Lease,
+    /// I/O queue pairs, 1 to [`MAX_QUEUE_PAIRS`](super::MAX_QUEUE_PAIRS).
+    pub queue_pairs: u16,
+    /// How doorbell writes reach the pollers.
+    pub doorbells: DoorbellMode,
+    /// How the queues are polled.
+    pub poll: PollPolicy,
+    /// The pollers of the process.
+    pub pollers: Arc<Pollers>,
+    /// Serial Number to show instead of the lease's own, up to 20 ASCII characters.
+    pub serial: Option<String>,
+}
+
+/// A Completion Queue to create.
+#[derive(Debug)]
+pub struct CqConfig {
+    /// Its identifier.
+    pub qid: QueueId,
+    /// Where it lies: physically contiguous, at the start of a memory page.
+    pub base: Gpa,
+    /// Its entries, at least 2.
+    pub entries: u32,
+    /// The vector to raise; `None` if the guest wants no interrupts.
+    pub interrupt: Option<Arc<InterruptVector>>,
+}
+
+/// A Submission Queue to create.
+#[derive(Debug)]
+pub struct SqConfig {
+    /// Its identifier.
+    pub qid: QueueId,
+    /// The Completion Queue that it completes to.
+    pub cqid: QueueId,
+    /// Where it lies: physically contiguous, at the start of a memory page.
+    pub base: Gpa,
+    /// Its entries, at least 2.
+    pub entries: u32,
+}
+
+/// What a guest sees its lease as.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeasedNamespace {
+    /// Its identifier, always 1.
+    pub nsid: Nsid,
+    /// Logical block size as a power of two, in bytes.
+    pub lba_shift: u8,
+    /// Its size in logical blocks.
+    pub blocks: u64,
+    /// Serial Number of the controller, up to 20 characters.
+    pub serial: String,
+    /// Model Number of the controller, up to 40 characters.
+    pub model: String,
+    /// Namespace Globally Unique Identifier.
+    pub nguid: [u8; 16],
+    /// IEEE Extended Unique Identifier.
+    pub eui64: [u8; 8],
+    /// Namespace UUID.
+    pub uuid: [u8; 16],
+}

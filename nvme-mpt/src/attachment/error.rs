@@ -1,0 +1,75 @@
+//! What can go wrong with an attachment and its queues.
+
+use std::io;
+
+use super::{DRAIN_DEADLINE, MAX_QUEUE_PAIRS};
+use crate::address::Gpa;
+use crate::lease::ByteRange;
+use crate::spec::ids::QueueId;
+
+/// Why a guest controller cannot attach.
+#[derive(Debug, thiserror::Error)]
+pub enum AttachError {
+    /// More queue pairs than there can be, or none.
+    #[error("{0} I/O queue pairs are not possible; use 1 to {MAX_QUEUE_PAIRS}")]
+    InvalidQueuePairs(u16),
+    /// A serial number that does not fit its field.
+    #[error("Serial number `{0}` is not possible; use 1 to 20 printable ASCII characters")]
+    InvalidSerial(String),
+    /// Somebody uses part of the range without a lease in the same ledger.
+    #[error(
+        "Range {range} of drive {drive} is locked by another program: a server with another state \
+         folder, or a VMM that has the file open; stop it, or choose another range"
+    )]
+    InUse {
+        /// The drive.
+        drive: String,
+        /// The range, in bytes.
+        range: ByteRange,
+    },
+    /// The kernel has no memory or no file descriptors to give.
+    #[error("Doorbells or events cannot be created")]
+    Io(#[from] io::Error),
+}
+
+/// Why a queue cannot be created, deleted or changed.
+#[derive(Debug, thiserror::Error)]
+pub enum QueueError {
+    /// The identifier is 0 or larger than the number of queue pairs.
+    #[error("There can be no queue {0}")]
+    InvalidQueueId(QueueId),
+    /// A queue with this identifier exists.
+    #[error("Queue {0} exists already")]
+    AlreadyExists(QueueId),
+    /// No queue with this identifier exists.
+    #[error("Queue {0} does not exist")]
+    NoSuchQueue(QueueId),
+    /// The Completion Queue still has a Submission Queue.
+    #[error("Completion queue {0} still serves a submission queue")]
+    CqInUse(QueueId),
+    /// Fewer than 2 entries, or more than the limit.
+    #[error("A queue of {0} entries is not possible")]
+    InvalidSize(u32),
+    /// The queue or the buffer does not lie in one region of the VM's memory.
+    #[error("Memory {gpa}+{len:#x} is not mapped, or not in one region")]
+    NotMapped {
+        /// Where it should start.
+        gpa: Gpa,
+        /// Its length in bytes.
+        len: u64,
+    },
+    /// The address is not that of a memory page.
+    #[error("Address {0} is not aligned to a memory page")]
+    Misaligned(Gpa),
+    /// Commands in flight did not finish in time.
+    #[error("Commands of queue {0} are still in flight after {DRAIN_DEADLINE:?}")]
+    Timeout(QueueId),
+    /// The host controller, or the kernel, refused.
+    #[error("Queue {qid} cannot be created")]
+    Host {
+        /// The queue.
+        qid: QueueId,
+        /// What was said.
+        source: io::Error,
+    },
+}

@@ -1,0 +1,70 @@
+//! What can go wrong with a VM's memory.
+
+use std::io;
+
+use super::{MAX_REGIONS, UNMAP_DEADLINE};
+use crate::address::Gpa;
+
+/// What can go wrong with a VM's memory.
+#[derive(Debug, thiserror::Error)]
+pub enum DmaError {
+    /// The range is empty, wraps, or is not aligned to the pages of the host.
+    #[error("Region {gpa}+{len:#x} is empty, wraps around, or is not aligned")]
+    InvalidRegion {
+        /// Where it starts.
+        gpa: Gpa,
+        /// Its length in bytes.
+        len: u64,
+    },
+    /// Something is mapped there already.
+    #[error("Region {gpa}+{len:#x} overlaps one that is mapped")]
+    Overlap {
+        /// Where it starts.
+        gpa: Gpa,
+        /// Its length in bytes.
+        len: u64,
+    },
+    /// The VM has as many regions as it may have.
+    #[error("No more than {MAX_REGIONS} regions of memory can be mapped")]
+    TooManyRegions,
+    /// A range to unmap cuts through a region.
+    #[error("Range {gpa}+{len:#x} cuts a mapped region in two; unmap whole regions")]
+    PartialUnmap {
+        /// Where it starts.
+        gpa: Gpa,
+        /// Its length in bytes.
+        len: u64,
+    },
+    /// No memory is mapped there, or not for this kind of access.
+    #[error("No memory of the VM is mapped at {gpa}+{len:#x}, or not for this access")]
+    NotMapped {
+        /// Where it starts.
+        gpa: Gpa,
+        /// Its length in bytes.
+        len: u64,
+    },
+    /// The host controller's address space has no room.
+    #[error("No {len:#x} bytes are left in the host controller's IOVA space")]
+    NoIova {
+        /// What was wanted, in bytes.
+        len: u64,
+    },
+    /// The region's file cannot be mapped.
+    #[error("The memory of region {gpa}+{len:#x} cannot be mapped into this process")]
+    Map {
+        /// Where it starts.
+        gpa: Gpa,
+        /// Its length in bytes.
+        len: u64,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// Commands in flight did not finish in time; the memory stays mapped.
+    #[error("Commands in flight still use {gpa}+{len:#x} after {UNMAP_DEADLINE:?}")]
+    Busy {
+        /// Where it starts.
+        gpa: Gpa,
+        /// Its length in bytes.
+        len: u64,
+    },
+}

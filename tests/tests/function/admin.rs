@@ -15,7 +15,9 @@ use nvme_mpt_tests::status::{
 
 use crate::common::bystander::Bystander;
 use crate::common::sentinel::Sentinel;
-use crate::common::{HANG, LEASE, Lab, Machine, NOWHERE, Setup, admin_status, queue_pair, status};
+use crate::common::{
+    HANG, LEASE, Lab, Machine, NOWHERE, Setup, admin_status, queue_pair, status, written_file,
+};
 
 const IO_OPCODES: [u8; 9] = [
     io::FLUSH,
@@ -296,7 +298,7 @@ fn what_is_not_there_is_not_aborted() {
 
 #[test]
 fn io_in_flight_that_is_aborted_completes_once() {
-    let file = tempfile::NamedTempFile::new().unwrap();
+    let file = written_file(LEASE);
     file.as_file().set_len(2 * LEASE).unwrap();
     let mut scene = scene(&Lab::of_file(file.path(), 512));
     let mut queue = queue_pair(&mut scene.controller, 2, 128);

@@ -18,7 +18,7 @@ use crate::common::bystander::Bystander;
 use crate::common::sentinel::Sentinel;
 use crate::common::{
     HANG, HIGH, LEASE, Lab, MODES, Machine, NOWHERE, REGION, Setup, disk, queue_pair, status,
-    wait_for,
+    wait_for, written_file,
 };
 
 const PIECE: usize = 64 << 10;
@@ -33,7 +33,7 @@ fn high(machine: &Machine) -> Region {
 /// Each test on a drive in memory and on one in a file, which has commands in flight for longer.
 fn on_each_drive(test: impl Fn(&Lab)) {
     test(&Lab::new("memory:32M", 512));
-    let file = tempfile::NamedTempFile::new().unwrap();
+    let file = written_file(LEASE);
     file.as_file().set_len(2 * LEASE).unwrap();
     test(&Lab::of_file(file.path(), 512));
 }

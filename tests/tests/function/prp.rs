@@ -119,6 +119,12 @@ fn a_list_entry_outside_memory() {
         }
     }
     data.check();
+    // The very first page behind a region, by a list whose other pages begin it.
+    let begin = Sentinel::over(scene.machine.memory.alloc_at(HIGH, PAGE_SIZE).unwrap());
+    let list = scene.list(&[begin.gpa(), begin.gpa(), HIGH + REGION]);
+    let pointer = DataPointer::prp(begin.gpa(), list.gpa());
+    scene.refused(pointer, 4, DATA_TRANSFER_ERROR);
+    begin.check();
     scene.finish();
 }
 

@@ -22,7 +22,7 @@ use crate::common::bystander::Bystander;
 use crate::common::sentinel::Sentinel;
 use crate::common::{
     HANG, HIGH, LEASE, LOW, Lab, MODES, NOWHERE, REGION, Setup, admin_status, disk, queue_pair,
-    status, wait_for,
+    status, wait_for, written_file,
 };
 
 /// MQES + 1 of the software controller.
@@ -413,7 +413,7 @@ fn queues_that_cannot_be() {
 #[test]
 fn a_queue_deleted_while_it_is_busy() {
     const DEPTH: u16 = 64;
-    let file = tempfile::NamedTempFile::new().unwrap();
+    let file = written_file(LEASE);
     file.as_file().set_len(2 * LEASE).unwrap();
     let lab = Lab::of_file(file.path(), 512);
     let bystander = Bystander::start(&lab, &Setup::nth(1));
@@ -437,19 +437,23 @@ fn a_queue_deleted_while_it_is_busy() {
             if round % 2 == 1 {
                 wait_for("the first completion", || queue.cq.ready());
             }
-            let mut queue = controller.delete_queue_pair(queue).unwrap();
+            assert_eq!(admin_status(&mut controller, Sqe::delete_sq(1)), SUCCESS);
+            // From now on, nobody touches the memory, though the completion queue is there still.
+            let ring = queue.cq.memory().to_vec(0, 128 * 16);
+            let sentinels: Vec<Sentinel> = buffers.into_iter().map(Sentinel::over).collect();
             // Each command completed once, before the deletion did, or never was taken.
-            let mut seen = BTreeSet::new();
+            let (mut seen, mut taken) = (BTreeSet::new(), 0);
             while let Some(cqe) = queue.poll() {
                 assert!(cqe.cid() < DEPTH && seen.insert(cqe.cid()), "{cqe:?}");
                 assert!(cqe.status().is_success(), "{cqe:?}");
+                taken = taken.max(usize::from(cqe.sq_head()));
             }
-            // From now on, nobody touches the memory.
-            let ring = queue.cq.memory().to_vec(0, 128 * 16);
-            let sentinels: Vec<Sentinel> = buffers.into_iter().map(Sentinel::over).collect();
+            assert_eq!(seen.len(), taken, "{mode:?}: taken, and never completed");
             bystander.goes_on();
             sentinels.iter().for_each(Sentinel::check);
             assert_eq!(queue.cq.memory().to_vec(0, 128 * 16), ring);
+            assert_eq!(admin_status(&mut controller, Sqe::delete_cq(1)), SUCCESS);
+            sentinels.iter().for_each(Sentinel::check);
         }
         let mut disk = disk(&mut controller, 2);
         assert_eq!(status(&mut disk.queue, Sqe::flush(1)), SUCCESS);

@@ -10,7 +10,9 @@ use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::registers::{CC, CC_ENABLE, CSTS};
 
 use crate::common::bystander::Bystander;
-use crate::common::{HANG, LEASE, Lab, MODES, Machine, Setup, disk, queue_pair, wait_for};
+use crate::common::{
+    HANG, LEASE, Lab, MODES, Machine, Setup, disk, queue_pair, wait_for, written_file,
+};
 
 const DEPTH: u16 = 64;
 const PIECE: usize = 32 << 10;
@@ -160,7 +162,7 @@ fn storm(lab: &Lab, mode: DoorbellMode, rounds: usize, resets: &[Reset]) {
 }
 
 fn file_lab() -> (tempfile::NamedTempFile, Lab) {
-    let file = tempfile::NamedTempFile::new().unwrap();
+    let file = written_file(LEASE);
     file.as_file().set_len(2 * LEASE).unwrap();
     let lab = Lab::of_file(file.path(), 512);
     (file, lab)

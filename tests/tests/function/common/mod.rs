@@ -4,6 +4,7 @@ pub(crate) mod bystander;
 pub(crate) mod sentinel;
 
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -59,6 +60,19 @@ pub(crate) fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
         assert!(Instant::now() < deadline, "it never happened: {what}");
         std::thread::sleep(Duration::from_micros(200));
     }
+}
+
+/// A file of so many bytes with something in each block, on the device and not in the page cache: what
+/// reads it without the cache is in flight for a while.
+pub(crate) fn written_file(len: u64) -> tempfile::NamedTempFile {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let piece = vec![0x11; 1 << 20];
+    for at in (0..len).step_by(piece.len()) {
+        file.as_file().write_all_at(&piece, at).unwrap();
+    }
+    file.as_file().set_len(len).unwrap();
+    file.as_file().sync_all().unwrap();
+    file
 }
 
 /// A drive and what functions share to use it.

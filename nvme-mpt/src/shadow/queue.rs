@@ -3,13 +3,14 @@
 //! call.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::lists::ListMemory;
 use super::slot::{Slot, Slots};
 use super::translate::Translator;
 use super::{Failure, LeasedBlocks};
 use crate::address::Gpa;
-use crate::clock::Ticks;
+use crate::clock::{Ticks, nanoseconds};
 use crate::dma::{RegionTable, TableUser, Tables};
 use crate::doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage, DoorbellSource};
 use crate::event::{ErrorEntry, Event, EventQueue, QueueFailure};
@@ -32,6 +33,24 @@ const BATCH_BYTES: u64 = 4 << 20;
 
 /// Entries that are fetched ahead of the one that is read.
 const PREFETCH: u32 = 8;
+
+/// How long the memory of a queue's rings may be gone before the queue fails. A VMM that changes the
+/// map of its guest's memory takes a region away and brings it back at once, as firmware makes it do
+/// when it write-protects itself with its disk driver's queues set up.
+const SUSPENSION: Duration = Duration::from_secs(1);
+
+/// Whether a shadow queue can go on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Condition {
+    Sound,
+    /// Memory of its rings or doorbells is unmapped: it takes and posts nothing until it is back.
+    Suspended {
+        gone: Gpa,
+        since: Ticks,
+    },
+    /// It takes and posts nothing any more.
+    Failed,
+}
 
 /// What all shadow queues of a guest controller share.
 #[derive(Debug)]
@@ -248,7 +267,9 @@ struct Core {
     old_tables: Vec<Arc<RegionTable>>,
     lost_epoch: usize,
     stopped: bool,
-    failed: bool,
+    condition: Condition,
+    /// Completions that wait for the memory of the ring to come back. Their room is reserved.
+    held: Vec<Cqe>,
 }
 
 impl ShadowQueue {
@@ -277,7 +298,8 @@ impl ShadowQueue {
             old_tables: Vec::new(),
             lost_epoch: lost_memory_epoch(),
             stopped: false,
-            failed: false,
+            condition: Condition::Sound,
+            held: Vec::with_capacity(usize::from(slots)),
         };
         Self { host, core }
     }
@@ -334,7 +356,12 @@ impl ShadowQueue {
     /// Whether its guest's doorbell writes notify nobody.
     #[must_use]
     pub fn is_silent(&self) -> bool {
-        self.core.context.mode == DoorbellMode::Mapped && !self.core.failed
+        match self.core.condition {
+            Condition::Sound => self.core.context.mode == DoorbellMode::Mapped,
+            // Time has to pass for it.
+            Condition::Suspended { .. } => true,
+            Condition::Failed => false,
+        }
     }
 
     /// Becomes readable when the host controller has completed something.
@@ -374,7 +401,8 @@ impl Core {
             self.check_lost_memory();
         }
         let mut worked = self.slots.in_flight() > 0 && self.reap(host);
-        if !self.stopped && !self.failed {
+        let sound = self.is_sound();
+        if sound && !self.stopped {
             let mut taken = false;
             for index in 0..self.sqs.len() {
                 taken |= self.take(index, host);
@@ -385,9 +413,13 @@ impl Core {
                 worked = true;
             }
         }
-        // What a failed queue has of the guest's memory may have been unmapped: the doorbell, too.
-        if self.cq.gate.is_owed() && !self.failed {
+        // What a queue that is not sound has of the guest's memory may have been unmapped: the
+        // doorbell, too.
+        if sound && self.cq.gate.is_owed() {
             self.settle_interrupt();
+        }
+        if !sound {
+            self.end_suspension();
         }
         worked
     }
@@ -467,7 +499,8 @@ impl Core {
             slots,
             translator,
             context,
-            failed,
+            condition,
+            held,
             ..
         } = self;
         let mut completed = 0;
@@ -481,7 +514,7 @@ impl Core {
             let Some(sq) = sqs.get(usize::from(slot.sq)) else {
                 return;
             };
-            if *failed {
+            if *condition == Condition::Failed {
                 return;
             }
             if !completion.status.is_success() {
@@ -489,7 +522,12 @@ impl Core {
                 report_failure(context, sq, slot, &completion);
             }
             let HostCompletion { status, dw0, .. } = completion;
-            cq.publish(Cqe::new(sq.qid, sq.head as u16, slot.cid, status, dw0, 0));
+            let entry = Cqe::new(sq.qid, sq.head as u16, slot.cid, status, dw0, 0);
+            if *condition == Condition::Sound {
+                cq.publish(entry);
+            } else {
+                held.push(entry);
+            }
             // The guest has its completion; what follows nobody waits for.
             if completed == 1 {
                 now = Ticks::now();
@@ -514,7 +552,7 @@ impl Core {
     }
 
     fn arm(&mut self) {
-        if self.failed {
+        if !self.is_sound() {
             return;
         }
         self.cq.look_at_head(&self.context.events);
@@ -534,7 +572,7 @@ impl Core {
         if self.context.tables.generation() != self.generation {
             return true;
         }
-        if self.failed || self.stopped {
+        if !self.is_sound() || self.stopped {
             return false;
         }
         self.cq.look_at_head(&self.context.events);
@@ -558,15 +596,46 @@ impl Core {
         self.generation = table.generation();
         let old = self.translator.set_table(table);
         self.slots.make_stale();
-        if !self.failed
-            && let Err(gone) = self.bind_memory()
-        {
-            self.fail(QueueFailure::RingUnmapped(gone));
+        if self.condition != Condition::Failed {
+            match (self.bind_memory(), self.condition) {
+                (Ok(()), Condition::Suspended { .. }) => self.resume_posting(),
+                (Err(gone), Condition::Sound) => {
+                    let since = Ticks::now();
+                    self.condition = Condition::Suspended { gone, since };
+                }
+                _ => {}
+            }
         }
         // Memory that commands in flight use stays mapped until they are done.
         self.old_tables.push(old);
         if self.slots.stale() == 0 {
             self.settle_table();
+        }
+    }
+
+    #[inline]
+    fn is_sound(&self) -> bool {
+        self.condition == Condition::Sound
+    }
+
+    /// The memory of the rings is back: what was held is posted.
+    fn resume_posting(&mut self) {
+        self.condition = Condition::Sound;
+        let Self { cq, held, .. } = self;
+        let count = held.len() as u32;
+        for entry in held.drain(..) {
+            cq.publish(entry);
+        }
+        cq.gate.post(count, Ticks::now());
+    }
+
+    /// A suspension that lasts is no change of the memory map any more.
+    #[cold]
+    fn end_suspension(&mut self) {
+        if let Condition::Suspended { gone, since } = self.condition
+            && nanoseconds(Ticks::now().since(since)) > SUSPENSION.as_nanos() as u64
+        {
+            self.fail(QueueFailure::RingUnmapped(gone));
         }
     }
 
@@ -606,8 +675,9 @@ impl Core {
     /// The queue cannot go on: it takes nothing more and posts nothing more.
     #[cold]
     fn fail(&mut self, reason: QueueFailure) {
-        if !self.failed {
-            self.failed = true;
+        if self.condition != Condition::Failed {
+            self.condition = Condition::Failed;
+            self.held.clear();
             self.context.events.report(Event::QueueFailed {
                 qid: self.cq.qid,
                 reason,

@@ -224,6 +224,42 @@ fn a_ring_unmapped_under_io() {
     });
 }
 
+/// Firmware makes its VMM change the memory map while its queues are set up: what holds them is
+/// unmapped and mapped again at once.
+#[test]
+fn a_ring_that_comes_back_goes_on_under_io() {
+    on_each_drive(|lab| {
+        let bystander = Bystander::start(lab, &Setup::nth(1));
+        for mode in MODES {
+            for sq_goes in [true, false] {
+                let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+                let mut controller = machine.attach();
+                let there = machine.memory.alloc(4096).unwrap();
+                let going = machine.memory.alloc_at(HIGH, 4096).unwrap();
+                let rings = if sq_goes {
+                    (going, there)
+                } else {
+                    (there, going)
+                };
+                let mut queue = queue_pair_at(&mut controller, rings, 64);
+                let region = high(&machine);
+                for round in 0..20 {
+                    let cids: Vec<u16> = (0..63)
+                        .map(|_| queue.submit(Sqe::verify(1, 0, 128)).unwrap())
+                        .collect();
+                    queue.ring();
+                    machine.unmap(&region);
+                    machine.map(&region);
+                    // Each command completes once, and all of them do.
+                    let completions = queue.drain(&cids, HANG).unwrap();
+                    assert_eq!(completions.len(), 63, "{mode:?} {round}");
+                }
+            }
+        }
+        bystander.finish();
+    });
+}
+
 #[test]
 fn a_doorbell_buffer_unmapped_under_io() {
     on_each_drive(|lab| {

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -58,12 +58,22 @@ impl Interrupt {
     /// # Errors
     /// When the system calls fail.
     pub fn wait(&self, timeout: Duration) -> io::Result<u64> {
-        let millis = i32::try_from(timeout.as_millis()).unwrap_or(i32::MAX);
-        match self.epoll.wait(millis, &mut [EpollEvent::default()]) {
-            Ok(0) => Ok(0),
-            Ok(_) => self.take(),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(0),
-            Err(error) => Err(error),
+        let deadline = Instant::now() + timeout;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            // Rounded up, so that the last turn is not one that does not wait.
+            let millis = left.as_nanos().div_ceil(1_000_000);
+            let millis = i32::try_from(millis).unwrap_or(i32::MAX);
+            match self.epoll.wait(millis, &mut [EpollEvent::default()]) {
+                Ok(0) => return Ok(0),
+                Ok(_) => match self.take()? {
+                    0 => {}
+                    signals => return Ok(signals),
+                },
+                // A process that was stopped and continued did not wait its time.
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
         }
     }
 }

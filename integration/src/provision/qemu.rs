@@ -1,6 +1,7 @@
 //! A QEMU that speaks vfio-user: the system's where it is new enough, else one unpacked from a newer
 //! Debian suite beside it.
 
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -32,9 +33,14 @@ impl Qemu {
         if host::on_path(PROGRAM) && system.speaks_vfio_user() {
             return Ok(system);
         }
-        let recipe = format!("{PACKAGES:?} of {SUITES:?}");
+        let recipe = format!("{PACKAGES:?} of {SUITES:?}, as a bundle");
         let root = cache.entry("qemu", &recipe, |root| {
             apt::unpack(SUITES, PACKAGES, root)?;
+            let bundle = root.join(LIBRARIES).join("qemu-bundle");
+            symlink("../../..", &bundle).map_err(|source| ProvisionError::File {
+                path: bundle,
+                source,
+            })?;
             let unpacked = Self {
                 private_root: Some(root.to_owned()),
             };
@@ -53,9 +59,10 @@ impl Qemu {
 
     /// A command that runs it.
     ///
-    /// The unpacked one is started by its own loader with its own libraries, the machine's being
-    /// older, and finds its firmware and its modules in its own root. The modules are the trap: it
-    /// would load those of another QEMU on the system, and abort because they don't fit.
+    /// The unpacked one is started by its own loader with its own libraries, the machine's being older.
+    /// Its modules are the trap: it would load those of another QEMU on the system, even if it has none
+    /// of that name itself, and abort because they don't fit. A folder `qemu-bundle` beside the program
+    /// that runs, which is the loader, makes it take all such paths from in there.
     pub fn command(&self) -> Command {
         let Some(root) = &self.private_root else {
             return Command::new(PROGRAM);
@@ -65,8 +72,7 @@ impl Qemu {
         command
             .arg("--library-path")
             .arg(&libraries)
-            .arg(root.join("usr/bin").join(PROGRAM))
-            .env("QEMU_MODULE_DIR", libraries.join("qemu"));
+            .arg(root.join("usr/bin").join(PROGRAM));
         for data in ["usr/share/qemu", "usr/share/seabios", "usr/lib/ipxe/qemu"] {
             command.arg("-L").arg(root.join(data));
         }

@@ -253,7 +253,7 @@ fn refused(error: DmaError) -> io::Error {
         DmaError::TooManyRegions | DmaError::NoIova { .. } => libc::ENOSPC,
         DmaError::NotMapped { .. } => libc::ENOENT,
         DmaError::Busy { .. } => libc::EBUSY,
-        DmaError::Map { source, .. } => return source,
+        DmaError::Map { source, .. } | DmaError::Iommu { source, .. } => return source,
     };
     io::Error::from_raw_os_error(errno)
 }
@@ -289,7 +289,7 @@ mod tests {
             .acquire(&LeaseRequest {
                 id: "test",
                 drive: drive.identity(),
-                nsid: drive.controller().namespace().nsid,
+                nsid: drive.namespace().nsid,
                 range: ByteRange::new(0, 1 << 20).unwrap(),
                 lba_shift: drive.lba_shift(),
                 blocks: drive.blocks(),

@@ -233,7 +233,7 @@ impl Function {
     /// Leaves the drive as the guest may expect to find it again. The lease goes last.
     fn end(mut self) -> io::Result<()> {
         drop(self.server.device_mut().function_mut().reset());
-        self.drive.controller().flush()
+        self.drive.controller().flush(self.drive.namespace())
     }
 
     fn take_messages(&mut self) {

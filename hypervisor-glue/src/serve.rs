@@ -257,6 +257,7 @@ impl Drives {
         }
         let options = DriveOptions {
             lba_size: lba.bytes(),
+            namespace: None,
         };
         let drive = Drive::open(path, options)?;
         self.0.push(drive.clone());
@@ -317,7 +318,7 @@ fn lease(
     drive: &Arc<Drive>,
     ledgers: &Ledgers,
 ) -> Result<Lease, OfferError> {
-    let namespace = drive.controller().namespace();
+    let namespace = drive.namespace();
     let range = match options.function.range {
         Some(range) => range,
         None => ByteRange::new(0, namespace.blocks << namespace.lba_shift)?,

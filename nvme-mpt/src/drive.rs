@@ -9,6 +9,7 @@ use std::sync::Arc;
 use crate::host::software::SoftwareController;
 use crate::host::{HostController, HostNamespace, Limits};
 use crate::lease::Bytes;
+use crate::spec::ids::Nsid;
 
 /// What can go wrong when a drive is opened.
 #[derive(Debug, thiserror::Error)]
@@ -37,6 +38,19 @@ pub enum DriveError {
     /// Logical blocks have one of two sizes.
     #[error("A logical block of {0} bytes is not supported; use 512 or 4096")]
     InvalidLbaSize(u32),
+    /// The drive has no namespace that is active.
+    #[error("Drive `{0}` has no active namespace; create and attach one with `nvme create-ns`")]
+    NoNamespace(String),
+    /// The drive has no such namespace.
+    #[error("Drive `{path}` has no active namespace {nsid}; it has {active:?}")]
+    NoSuchNamespace {
+        /// The drive.
+        path: String,
+        /// What was asked for.
+        nsid: Nsid,
+        /// What there is.
+        active: Vec<u32>,
+    },
     /// The drive has no block.
     #[error("Drive `{path}` is smaller than one logical block of {lba_size} bytes")]
     TooSmall {
@@ -116,21 +130,27 @@ fn is_pci_address(text: &str) -> bool {
 /// How a drive is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DriveOptions {
-    /// Logical block size of a software drive, in bytes: 512 or 4096.
+    /// Logical block size of a software drive, in bytes: 512 or 4096. A physical drive has its own.
     pub lba_size: u32,
+    /// Which namespace; `None` for the first that is active.
+    pub namespace: Option<Nsid>,
 }
 
 impl Default for DriveOptions {
     fn default() -> Self {
-        Self { lba_size: 512 }
+        Self {
+            lba_size: 512,
+            namespace: None,
+        }
     }
 }
 
-/// An open drive.
+/// An open drive: one namespace of a host controller.
 #[derive(Debug)]
 pub struct Drive {
     path: DrivePath,
-    controller: Box<dyn HostController>,
+    namespace: HostNamespace,
+    controller: Arc<dyn HostController>,
 }
 
 impl Drive {
@@ -152,24 +172,52 @@ impl Drive {
                 source,
             },
         };
-        let controller = match path {
-            DrivePath::Null(bytes) => SoftwareController::null(*bytes, lba_shift),
+        let controller: Arc<dyn HostController> = match path {
+            DrivePath::Null(bytes) => Arc::new(SoftwareController::null(*bytes, lba_shift)),
             DrivePath::Memory(bytes) => {
-                SoftwareController::memory(*bytes, lba_shift).map_err(failed)?
+                Arc::new(SoftwareController::memory(*bytes, lba_shift).map_err(failed)?)
             }
-            DrivePath::File(file) => SoftwareController::file(file, lba_shift).map_err(failed)?,
+            DrivePath::File(file) => {
+                Arc::new(SoftwareController::file(file, lba_shift).map_err(failed)?)
+            }
             DrivePath::Pci(address) => return Err(DriveError::Unsupported(address.clone())),
         };
-        let HostNamespace { blocks, .. } = controller.namespace();
-        if blocks == 0 {
+        Self::new(path.clone(), controller, options.namespace)
+    }
+
+    /// A namespace of a host controller that is there already.
+    ///
+    /// # Errors
+    /// [`DriveError::NoSuchNamespace`] and [`DriveError::TooSmall`].
+    pub fn new(
+        path: DrivePath,
+        controller: Arc<dyn HostController>,
+        nsid: Option<Nsid>,
+    ) -> Result<Arc<Self>, DriveError> {
+        let namespaces = controller.namespaces();
+        let wanted = |namespace: &&HostNamespace| nsid.is_none_or(|nsid| namespace.nsid == nsid);
+        let Some(&namespace) = namespaces.iter().find(wanted) else {
+            let path = path.to_string();
+            let active = namespaces.iter().map(|namespace| namespace.nsid.0);
+            return Err(match nsid {
+                Some(nsid) => DriveError::NoSuchNamespace {
+                    path,
+                    nsid,
+                    active: active.collect(),
+                },
+                None => DriveError::NoNamespace(path),
+            });
+        };
+        if namespace.blocks == 0 {
             return Err(DriveError::TooSmall {
                 path: path.to_string(),
-                lba_size,
+                lba_size: 1 << namespace.lba_shift,
             });
         }
         Ok(Arc::new(Self {
-            path: path.clone(),
-            controller: Box::new(controller),
+            path,
+            namespace,
+            controller,
         }))
     }
 
@@ -191,16 +239,22 @@ impl Drive {
         matches!(self.path, DrivePath::Null(_) | DrivePath::Memory(_))
     }
 
+    /// Which of the host controller's namespaces it is.
+    #[must_use]
+    pub fn namespace(&self) -> &HostNamespace {
+        &self.namespace
+    }
+
     /// Its size, in logical blocks.
     #[must_use]
     pub fn blocks(&self) -> u64 {
-        self.controller.namespace().blocks
+        self.namespace.blocks
     }
 
     /// Logical block size as a power of two, in bytes.
     #[must_use]
     pub fn lba_shift(&self) -> u8 {
-        self.controller.namespace().lba_shift
+        self.namespace.lba_shift
     }
 
     /// What the host controller can do.
@@ -255,9 +309,15 @@ mod tests {
     fn drives_are_refused_with_a_reason() {
         let open = |path: &str, lba_size| {
             let path = path.parse().expect("valid");
-            Drive::open(&path, DriveOptions { lba_size })
-                .expect_err("refused")
-                .to_string()
+            Drive::open(
+                &path,
+                DriveOptions {
+                    lba_size,
+                    ..DriveOptions::default()
+                },
+            )
+            .expect_err("refused")
+            .to_string()
         };
         assert!(open("/nonexistent/file", 512).contains("truncate -s"));
         assert!(open("null:1G", 1024).contains("512 or 4096"));

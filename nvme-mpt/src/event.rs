@@ -35,6 +35,21 @@ pub enum Event {
     },
     /// A command completed with an error.
     CommandFailed(ErrorEntry),
+    /// Something happened to the drive under all its users.
+    Drive(DriveEvent),
+}
+
+/// Something that happened to a drive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DriveEvent {
+    /// Its health changed: the SMART / Health Information tells how (Base 2.0, Figure 147).
+    Health,
+    /// A namespace's attributes changed, such as its size.
+    NamespaceChanged(Nsid),
+    /// It was reset: the commands that were in flight were completed with a status to retry on.
+    Reset,
+    /// It failed or was removed: every command fails from now on.
+    Gone,
 }
 
 /// Why a queue cannot go on.

@@ -1,10 +1,33 @@
 //! A host controller's IOVA space: who has which part of it.
 
 use std::collections::BTreeMap;
+use std::fmt;
+use std::io;
+use std::ops::RangeInclusive;
 use std::sync::{Arc, Mutex, PoisonError};
+
+use log::error;
+
+use crate::memory::{Access, Mapping};
 
 /// Parts start at multiples of this, so that the IOMMU can map them with large pages.
 const ALIGNMENT: u64 = 2 << 20;
+
+/// What stands between a physical host controller and memory.
+pub trait Iommu: Send + Sync + fmt::Debug {
+    /// Lets the device reach all of a mapping's memory from `iova` on; `access` is the device's.
+    ///
+    /// # Errors
+    /// What the kernel reports.
+    fn map(&self, iova: u64, memory: &Mapping, access: Access) -> io::Result<()>;
+
+    /// Takes what was mapped at `iova..iova+len` away from the device. When it returns, the device
+    /// cannot reach the memory.
+    ///
+    /// # Errors
+    /// What the kernel reports, or that fewer bytes were unmapped than were asked for.
+    fn unmap(&self, iova: u64, len: u64) -> io::Result<()>;
+}
 
 /// The addresses that a host controller can be given, allotted so that no two parts overlap or
 /// touch: a stretch of addresses that goes on without a gap lies in one part.
@@ -13,6 +36,8 @@ pub struct IovaSpace {
     end: u64,
     /// Start and end of each part that is taken.
     taken: Mutex<BTreeMap<u64, u64>>,
+    /// `None`: addresses are resolved by the [table](crate::dma::RegionTable) alone.
+    iommu: Option<Arc<dyn Iommu>>,
 }
 
 impl IovaSpace {
@@ -24,6 +49,26 @@ impl IovaSpace {
         Self {
             end: 1 << 52,
             taken: Mutex::new(BTreeMap::from([(0, 1 << 32)])),
+            iommu: None,
+        }
+    }
+
+    /// The space behind an IOMMU, which takes the addresses in `usable` (sorted, not overlapping).
+    #[must_use]
+    pub fn behind_iommu(iommu: Arc<dyn Iommu>, usable: &[RangeInclusive<u64>]) -> Self {
+        // Address 0 is what a command names that names nothing.
+        let mut taken = BTreeMap::from([(0, ALIGNMENT)]);
+        let mut next = ALIGNMENT;
+        for range in usable {
+            if *range.start() > next {
+                taken.insert(next, *range.start());
+            }
+            next = next.max(range.end().saturating_add(1));
+        }
+        Self {
+            end: next,
+            taken: Mutex::new(taken),
+            iommu: Some(iommu),
         }
     }
 
@@ -36,7 +81,7 @@ impl IovaSpace {
             if next > start && next - start > len {
                 break;
             }
-            start = (end + 1).checked_next_multiple_of(ALIGNMENT)?;
+            start = start.max(end.checked_add(1)?.checked_next_multiple_of(ALIGNMENT)?);
         }
         let end = start
             .checked_add(len)
@@ -45,6 +90,7 @@ impl IovaSpace {
         Some(IovaRange {
             space: self.clone(),
             start,
+            mapped: None,
         })
     }
 }
@@ -54,6 +100,8 @@ impl IovaSpace {
 pub struct IovaRange {
     space: Arc<IovaSpace>,
     start: u64,
+    /// Bytes that the IOMMU has mapped here.
+    mapped: Option<u64>,
 }
 
 impl IovaRange {
@@ -63,10 +111,33 @@ impl IovaRange {
     pub fn start(&self) -> u64 {
         self.start
     }
+
+    /// Has the IOMMU, if there is one, map this memory here until the part is given back. The
+    /// memory must outlive it. `access` is the device's.
+    ///
+    /// # Errors
+    /// What the kernel reports.
+    pub fn map(&mut self, memory: &Mapping, access: Access) -> io::Result<()> {
+        if let Some(iommu) = &self.space.iommu {
+            iommu.map(self.start, memory, access)?;
+            self.mapped = Some(memory.len() as u64);
+        }
+        Ok(())
+    }
 }
 
 impl Drop for IovaRange {
     fn drop(&mut self) {
+        if let (Some(iommu), Some(len)) = (&self.space.iommu, self.mapped)
+            && let Err(error) = iommu.unmap(self.start, len)
+        {
+            // The addresses stay taken: nobody else may be reached through them.
+            error!(
+                "{len:#x} bytes at IOVA {:#x} stay mapped: {error}",
+                self.start
+            );
+            return;
+        }
         self.space
             .taken
             .lock()
@@ -78,6 +149,32 @@ impl Drop for IovaRange {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[derive(Debug)]
+    struct NoIommu;
+
+    impl Iommu for NoIommu {
+        fn map(&self, _: u64, _: &Mapping, _: Access) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn unmap(&self, _: u64, _: u64) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn reserved_addresses_are_never_allotted() {
+        let usable = [0..=0xFEDF_FFFF, 0xFEF0_0000..=(1 << 39) - 1];
+        let space = Arc::new(IovaSpace::behind_iommu(Arc::new(NoIommu), &usable));
+        let low = space.allocate(2 << 30).expect("room below the hole");
+        assert!(low.start() > 0 && low.start() + (2 << 30) <= 0xFEE0_0000);
+        let high = space.allocate(2 << 30).expect("room above the hole");
+        assert!(high.start() >= 0xFEF0_0000);
+        assert!(space.allocate(1 << 39).is_none());
+        let rest = (1 << 39) - (high.start() + (2 << 30)) - (4 << 20);
+        assert!(space.allocate(rest).is_some());
+    }
 
     #[test]
     fn parts_never_overlap_and_come_back() {

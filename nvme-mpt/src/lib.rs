@@ -35,7 +35,7 @@ pub use attachment::{
 pub use dma::{DmaError, DmaWindow, MemoryRegion};
 pub use doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage};
 pub use drive::{Drive, DriveError, DriveOptions, DrivePath};
-pub use event::{ErrorEntry, Event, EventQueue, QueueFailure};
+pub use event::{DriveEvent, ErrorEntry, Event, EventQueue, QueueFailure};
 pub use host::Limits;
 pub use interrupt::InterruptVector;
 pub use poller::{PollPolicy, Pollers};

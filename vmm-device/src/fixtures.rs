@@ -38,6 +38,9 @@ pub(crate) fn namespace() -> LeasedNamespace {
 /// Limits of a host controller.
 pub(crate) fn limits() -> Limits {
     Limits {
+        commands: nvme_mpt::spec::identify::Oncs(u16::MAX),
+        awun_z: 0,
+        awupf_z: 0,
         mdts: 8,
         entries_max: 1024,
         volatile_write_cache: true,
@@ -73,7 +76,7 @@ pub(crate) fn attachment(mode: DoorbellMode) -> Attachment {
     let request = LeaseRequest {
         id: "test",
         drive: drive.identity(),
-        nsid: drive.controller().namespace().nsid,
+        nsid: drive.namespace().nsid,
         range: ByteRange::new(0, blocks << lba_shift).expect("a range"),
         lba_shift,
         blocks,

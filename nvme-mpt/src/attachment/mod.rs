@@ -372,7 +372,9 @@ impl Attachment {
             .unwrap_or(MAX_SLOTS)
             .min(MAX_SLOTS);
         let controller = self.drive.controller();
-        let host = controller.create_queue(slots).map_err(failed)?;
+        let host = controller
+            .create_queue(slots, self.drive.namespace())
+            .map_err(failed)?;
         let lists = ListMemory::new(controller.iova_space(), slots.into()).map_err(failed)?;
         self.begin_doorbell(Doorbell::CqHead(qid), queues.buffer);
         let gate = InterruptGate::new(interrupt, self.coalescing.clone());
@@ -568,7 +570,7 @@ impl Attachment {
     /// # Errors
     /// What the host controller reports.
     pub fn flush(&self) -> io::Result<()> {
-        self.drive.controller().flush()
+        self.drive.controller().flush(self.drive.namespace())
     }
 
     /// What the lease did so far.

@@ -49,6 +49,16 @@ pub enum DmaError {
         /// What was wanted, in bytes.
         len: u64,
     },
+    /// The IOMMU does not take the region.
+    #[error("The memory of region {gpa}+{len:#x} cannot be mapped for the drive")]
+    Iommu {
+        /// Where it starts.
+        gpa: Gpa,
+        /// Its length in bytes.
+        len: u64,
+        /// What the kernel said.
+        source: io::Error,
+    },
     /// The region's file cannot be mapped.
     #[error("The memory of region {gpa}+{len:#x} cannot be mapped into this process")]
     Map {

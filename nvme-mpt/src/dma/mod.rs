@@ -175,7 +175,9 @@ impl DmaWindow {
         let bytes = usize::try_from(len).map_err(|_| DmaError::InvalidRegion { gpa, len })?;
         let mapping = Mapping::shared(fd.as_fd(), offset, bytes, access)
             .map_err(|source| DmaError::Map { gpa, len, source })?;
-        let iova = self.space.allocate(len).ok_or(DmaError::NoIova { len })?;
+        let mut iova = self.space.allocate(len).ok_or(DmaError::NoIova { len })?;
+        iova.map(&mapping, access)
+            .map_err(|source| DmaError::Iommu { gpa, len, source })?;
         let limits = [
             if readable { len } else { 0 },
             if writable { len } else { 0 },

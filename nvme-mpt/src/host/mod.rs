@@ -6,6 +6,7 @@
 
 pub(crate) mod data;
 pub mod software;
+pub mod vfio;
 
 use std::fmt;
 use std::io;
@@ -13,10 +14,13 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 
 use crate::dma::RegionTable;
+use crate::event::EventQueue;
 use crate::iova::IovaSpace;
 use crate::range_lock::RangeLock;
 use crate::shadow::ListMemory;
+use crate::spec::identify::Oncs;
 use crate::spec::ids::Nsid;
+use crate::spec::log::{ErrorInformation, SmartHealth};
 use crate::spec::sqe::Sqe;
 use crate::spec::status::Status;
 use software::SoftwareQueue;
@@ -28,6 +32,12 @@ pub struct Limits {
     pub mdts: u8,
     /// Most entries of a queue (CAP.MQES + 1).
     pub entries_max: u32,
+    /// Optional NVM commands that it executes; of other bits nobody takes note.
+    pub commands: Oncs,
+    /// Atomic Write Unit Normal, in logical blocks, zero-based (Base 2.0, Figure 275, `AWUN`).
+    pub awun_z: u16,
+    /// Atomic Write Unit Power Fail, in logical blocks, zero-based.
+    pub awupf_z: u16,
     /// Whether writes may be lost by a power failure unless they are flushed.
     pub volatile_write_cache: bool,
     /// Whether deallocated blocks read as zeroes (DLFEAT 001b); else what they read is not known.
@@ -65,6 +75,25 @@ pub struct HostNamespace {
     pub lba_shift: u8,
 }
 
+/// I/O queue pairs of a host controller that has a number of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct QueuePairUse {
+    /// What the drive has.
+    pub total: u16,
+    /// Those that one shadow queue has to itself.
+    pub exclusive: u16,
+    /// Those that several shadow queues share.
+    pub shared: u16,
+}
+
+impl QueuePairUse {
+    /// Those that nobody uses.
+    #[must_use]
+    pub fn free(&self) -> u16 {
+        self.total - self.exclusive - self.shared
+    }
+}
+
 /// The control path of a host controller.
 pub trait HostController: Send + Sync + fmt::Debug {
     /// A name that stays the same for the same drive, whatever path leads to it.
@@ -76,8 +105,8 @@ pub trait HostController: Send + Sync + fmt::Debug {
     /// What it can do.
     fn limits(&self) -> &Limits;
 
-    /// Its namespace. (One, for now.)
-    fn namespace(&self) -> HostNamespace;
+    /// Its active namespaces, by ascending identifier.
+    fn namespaces(&self) -> Vec<HostNamespace>;
 
     /// The addresses that it can be given.
     fn iova_space(&self) -> &Arc<IovaSpace>;
@@ -90,17 +119,47 @@ pub trait HostController: Send + Sync + fmt::Debug {
     /// `WouldBlock` if somebody has part of it; else what the kernel reports.
     fn claim(&self, start: u64, length: u64) -> io::Result<Option<RangeLock>>;
 
-    /// Creates a queue pair with room for `slots` commands in flight.
+    /// Creates a queue pair with room for `slots` commands in flight, all of them for one
+    /// namespace; or a share of a queue pair, where the drive has no more of them.
     ///
     /// # Errors
     /// What the kernel or the drive reports.
-    fn create_queue(&self, slots: u16) -> io::Result<HostQueuePair>;
+    fn create_queue(&self, slots: u16, namespace: &HostNamespace) -> io::Result<HostQueuePair>;
 
-    /// Makes everything durable that was completed until now.
+    /// Makes everything of a namespace durable that was completed until now.
     ///
     /// # Errors
     /// What the kernel or the drive reports.
-    fn flush(&self) -> io::Result<()>;
+    fn flush(&self, namespace: &HostNamespace) -> io::Result<()>;
+
+    /// How its I/O queue pairs are used; `None` if it has as many as anybody wants.
+    fn queue_pairs(&self) -> Option<QueuePairUse> {
+        None
+    }
+
+    /// The drive's own SMART / Health Information, which is that of all its users together; `None`
+    /// if it keeps none.
+    ///
+    /// # Errors
+    /// What the drive reports; nothing of it is known while the drive is reset or gone.
+    fn smart_health(&self) -> io::Result<Option<SmartHealth>> {
+        Ok(None)
+    }
+
+    /// The drive's own Error Information entries, newest first. They name its users' commands by
+    /// the host's identifiers and LBAs, so no guest may see them as they are.
+    ///
+    /// # Errors
+    /// As [`Self::smart_health`].
+    fn error_information(&self) -> io::Result<Vec<ErrorInformation>> {
+        Ok(Vec::new())
+    }
+
+    /// Tells of the drive's events ([`Event::Drive`](crate::event::Event::Drive)) from now on, as
+    /// long as the queue lives.
+    fn subscribe(&self, events: &Arc<EventQueue>) {
+        let _ = events;
+    }
 }
 
 /// What a host controller says about a command.

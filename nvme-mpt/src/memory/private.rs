@@ -35,6 +35,11 @@ impl PrivateWords {
         }
     }
 
+    /// The mapping they lie in.
+    pub(crate) fn mapping(&self) -> &Mapping {
+        &self.mapping
+    }
+
     /// The `len` bytes from `offset`, or `None` if they do not all lie inside.
     #[inline]
     #[must_use]

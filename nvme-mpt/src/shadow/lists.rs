@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::address::{Iova, PAGE_SIZE};
 use crate::iova::{IovaRange, IovaSpace};
-use crate::memory::{PrivateWords, RawBytes};
+use crate::memory::{Access, PrivateWords, RawBytes};
 
 /// Bytes per slot: two memory pages, for the 257 SGL descriptors that 1 MiB can take when it
 /// starts within a page. A PRP list, a Dataset Management range list and a Copy source list take
@@ -18,20 +18,21 @@ const LIST_WORDS: usize = LIST_BYTES / 8;
 /// The list memory of one shadow queue's slots.
 #[derive(Debug)]
 pub(crate) struct ListMemory {
-    words: PrivateWords,
+    /// Dropped first: what is mapped for the drive goes before the memory does.
     iova: IovaRange,
+    words: PrivateWords,
 }
 
 impl ListMemory {
     pub(crate) fn new(space: &Arc<IovaSpace>, slots: usize) -> io::Result<Self> {
-        let iova = space
+        let mut iova = space
             .allocate((slots * LIST_BYTES) as u64)
             .ok_or_else(|| io::Error::other("The host controller's IOVA space is full"))?;
-        // Pages are taken when a slot first needs them: most never see a list.
-        Ok(Self {
-            words: PrivateWords::new(slots * LIST_WORDS)?,
-            iova,
-        })
+        // Without an IOMMU, which pins them, pages are taken when a slot first needs them: most
+        // never see a list.
+        let words = PrivateWords::new(slots * LIST_WORDS)?;
+        iova.map(words.mapping(), Access::Read)?;
+        Ok(Self { iova, words })
     }
 
     /// The list of a slot that the host controller has no command of, and its address there.

@@ -86,7 +86,7 @@ impl Lane {
         let request = LeaseRequest {
             id: &format!("lease-{index}"),
             drive: drive.identity(),
-            nsid: drive.controller().namespace().nsid,
+            nsid: drive.namespace().nsid,
             range: ByteRange::new(index * LEASE, LEASE).expect("a range"),
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),

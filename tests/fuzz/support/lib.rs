@@ -31,7 +31,7 @@ impl Fixture {
         let request = LeaseRequest {
             id: "fuzz",
             drive: drive.identity(),
-            nsid: drive.controller().namespace().nsid,
+            nsid: drive.namespace().nsid,
             range: ByteRange::new(0, blocks << lba_shift).expect("a range"),
             lba_shift,
             blocks,

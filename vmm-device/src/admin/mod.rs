@@ -144,6 +144,8 @@ impl Admin {
             }
             Event::CommandFailed(error) => self.errors.command_failed(error),
             Event::QueueFailed { .. } => self.errors.controller_failed(Status::INTERNAL_ERROR),
+            // Software drives, the only ones so far, have no events.
+            Event::Drive(_) => {}
         }
     }
 

@@ -21,6 +21,7 @@ use super::{
 use crate::iova::IovaSpace;
 use crate::range_lock::RangeLock;
 use crate::shadow::MAX_SGL_DESCRIPTORS;
+use crate::spec::identify::Oncs;
 use crate::spec::ids::Nsid;
 use crate::spec::sqe::Sqe;
 use crate::spec::status::Status;
@@ -121,6 +122,15 @@ const MAX_TRANSFER_LOG2: u8 = 20;
 const LIMITS: Limits = Limits {
     mdts: MAX_TRANSFER_LOG2 - 12,
     entries_max: 4096,
+    commands: Oncs(0)
+        .with_compare(true)
+        .with_write_uncorrectable(true)
+        .with_dsm(true)
+        .with_write_zeroes(true)
+        .with_verify(true)
+        .with_copy(true),
+    awun_z: 0,
+    awupf_z: 0,
     volatile_write_cache: false,
     deallocated_reads_zeroes: true,
     sgl_descriptors_max: MAX_SGL_DESCRIPTORS,
@@ -224,8 +234,8 @@ impl HostController for SoftwareController {
         &self.limits
     }
 
-    fn namespace(&self) -> HostNamespace {
-        self.namespace
+    fn namespaces(&self) -> Vec<HostNamespace> {
+        vec![self.namespace]
     }
 
     fn iova_space(&self) -> &Arc<IovaSpace> {
@@ -239,7 +249,7 @@ impl HostController for SoftwareController {
         }
     }
 
-    fn create_queue(&self, slots: u16) -> io::Result<HostQueuePair> {
+    fn create_queue(&self, slots: u16, _: &HostNamespace) -> io::Result<HostQueuePair> {
         Ok(match &self.blocks {
             Blocks::Null => HostQueuePair::Null(SoftwareQueue::new(NullStore, slots)),
             Blocks::Memory(store) => {
@@ -249,7 +259,7 @@ impl HostController for SoftwareController {
         })
     }
 
-    fn flush(&self) -> io::Result<()> {
+    fn flush(&self, _: &HostNamespace) -> io::Result<()> {
         match &self.blocks {
             Blocks::Null | Blocks::Memory(_) => Ok(()),
             Blocks::File(store) => store.sync(),

@@ -96,7 +96,14 @@ impl Lab {
 
     fn open(path: &DrivePath, lba_size: u32) -> Self {
         Self {
-            drive: Drive::open(path, DriveOptions { lba_size }).unwrap(),
+            drive: Drive::open(
+                path,
+                DriveOptions {
+                    lba_size,
+                    ..DriveOptions::default()
+                },
+            )
+            .unwrap(),
             ledger: Ledger::in_process(),
             pollers: Pollers::new(),
             next_id: AtomicU64::new(0),
@@ -112,7 +119,7 @@ impl Lab {
             .acquire(&LeaseRequest {
                 id: &format!("lease-{id}"),
                 drive: self.drive.identity(),
-                nsid: self.drive.controller().namespace().nsid,
+                nsid: self.drive.namespace().nsid,
                 range: ByteRange::new(setup.start, setup.length).unwrap(),
                 lba_shift,
                 blocks: self.drive.blocks(),

@@ -1,0 +1,8 @@
+//! The VFIO host controller: a physical NVMe drive, driven from user space.
+//!
+//! The driver proper knows no VFIO: it reaches the function through a [`Backing`], so that it runs
+//! on a PCI function behind `vfio-pci` as well as on an emulated one in tests.
+
+mod backing;
+
+pub use backing::Backing;

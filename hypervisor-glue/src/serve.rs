@@ -257,7 +257,7 @@ impl Drives {
         }
         let options = DriveOptions {
             lba_size: lba.bytes(),
-            namespace: None,
+            ..DriveOptions::default()
         };
         let drive = Drive::open(path, options)?;
         self.0.push(drive.clone());

@@ -5,6 +5,7 @@ use std::io;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::host::software::SoftwareController;
 use crate::host::{HostController, HostNamespace, Limits};
@@ -96,7 +97,7 @@ impl FromStr for DrivePath {
             .unwrap_or(text);
         if is_pci_address(address) && (address == text || text.starts_with("/sys/bus/pci/devices/"))
         {
-            return Ok(Self::Pci(address.to_owned()));
+            return Ok(Self::Pci(address.to_ascii_lowercase()));
         }
         if text.is_empty() {
             Err(invalid())
@@ -134,13 +135,20 @@ pub struct DriveOptions {
     pub lba_size: u32,
     /// Which namespace; `None` for the first that is active.
     pub namespace: Option<Nsid>,
+    /// How long a physical drive may take for a command, before it is aborted and the drive reset.
+    pub deadline: Duration,
 }
+
+/// How long a physical drive may take for a command, unless somebody says otherwise: far longer
+/// than one that is well needs, and less than drivers wait (Linux: 30 seconds).
+const DEFAULT_DEADLINE: Duration = Duration::from_secs(10);
 
 impl Default for DriveOptions {
     fn default() -> Self {
         Self {
             lba_size: 512,
             namespace: None,
+            deadline: DEFAULT_DEADLINE,
         }
     }
 }
@@ -219,6 +227,14 @@ impl Drive {
             namespace,
             controller,
         }))
+    }
+
+    /// Another namespace of the same host controller, or this one again.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn sibling(&self, nsid: Option<Nsid>) -> Result<Arc<Self>, DriveError> {
+        Self::new(self.path.clone(), self.controller.clone(), nsid)
     }
 
     /// What was opened.

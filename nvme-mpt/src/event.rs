@@ -120,7 +120,7 @@ impl EventQueue {
 
     /// Reports an event. Of the reports that wait, errors of commands are dropped first: a guest
     /// that fails fast must not hide that a queue of its broke.
-    pub(crate) fn report(&self, event: Event) {
+    pub fn report(&self, event: Event) {
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         if events.len() >= CAPACITY {
             let expendable = |event: &Event| matches!(event, Event::CommandFailed(_));

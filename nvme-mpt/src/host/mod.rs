@@ -94,6 +94,28 @@ impl QueuePairUse {
     }
 }
 
+/// What went wrong with a drive since it was opened, and what was done about it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Incidents {
+    /// Commands that did not complete within their deadline.
+    pub timeouts: u64,
+    /// Abort commands for such commands.
+    pub aborts: u64,
+    /// Controller resets.
+    pub resets: u64,
+    /// Whether it failed for good or was removed: every command fails.
+    pub gone: bool,
+}
+
+/// Composite Temperatures at which a drive warns, in kelvins (Base 2.0, Figure 275).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TemperatureThresholds {
+    /// `WCTEMP`: above it, operation goes on, with care; 0 if not reported.
+    pub warning: u16,
+    /// `CCTEMP`: above it, operation may end; 0 if not reported.
+    pub critical: u16,
+}
+
 /// The control path of a host controller.
 pub trait HostController: Send + Sync + fmt::Debug {
     /// A name that stays the same for the same drive, whatever path leads to it.
@@ -153,6 +175,16 @@ pub trait HostController: Send + Sync + fmt::Debug {
     /// As [`Self::smart_health`].
     fn error_information(&self) -> io::Result<Vec<ErrorInformation>> {
         Ok(Vec::new())
+    }
+
+    /// When the drive warns of its temperature; `None` if it measures none.
+    fn temperature_thresholds(&self) -> Option<TemperatureThresholds> {
+        None
+    }
+
+    /// What went wrong so far.
+    fn incidents(&self) -> Incidents {
+        Incidents::default()
     }
 
     /// Tells of the drive's events ([`Event::Drive`](crate::event::Event::Drive)) from now on, as

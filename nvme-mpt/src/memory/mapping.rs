@@ -60,8 +60,41 @@ impl Mapping {
             )));
         }
         let mut mapping = Self::map(len, access, libc::MAP_SHARED, fd.as_raw_fd(), file_offset)?;
-        mapping.guard = Some(sigbus::Guard::new(mapping.start, len)?);
+        let guard = sigbus::Guard::new(mapping.start, len, sigbus::Kind::Memory)?;
+        mapping.guard = Some(guard);
         Ok(mapping)
+    }
+
+    /// Maps `len` bytes of a device's registers, at `offset` of the file that stands for it.
+    ///
+    /// Where the device is gone, all reads are ones and writes reach nothing, from the first access
+    /// that found it gone (which [`is_lost`](Self::is_lost) tells) or from
+    /// [`give_up_device`](Self::give_up_device) on.
+    ///
+    /// # Errors
+    /// What `mmap` reports; `InvalidInput` where the offset is too large.
+    pub fn device(fd: BorrowedFd<'_>, offset: u64, len: usize) -> io::Result<Self> {
+        let file_offset = libc::off_t::try_from(offset).map_err(|_| {
+            let what = format!("file offset {offset:#x} is too large");
+            io::Error::new(io::ErrorKind::InvalidInput, what)
+        })?;
+        let (access, flags) = (Access::ReadWrite, libc::MAP_SHARED);
+        let mut mapping = Self::map(len, access, flags, fd.as_raw_fd(), file_offset)?;
+        let guard = sigbus::Guard::new(mapping.start, len, sigbus::Kind::Device)?;
+        mapping.guard = Some(guard);
+        Ok(mapping)
+    }
+
+    /// Takes the device out of a mapping of one, which goes on as that of a device that is gone. Its
+    /// users need not know; those that read or write at this moment reach one or the other.
+    ///
+    /// # Errors
+    /// What `mmap` reports; part of the device is mapped still. `InvalidInput` for memory.
+    pub fn give_up_device(&self) -> io::Result<()> {
+        match &self.guard {
+            Some(guard) if guard.kind() == sigbus::Kind::Device => guard.give_up_device(),
+            _ => Err(io::ErrorKind::InvalidInput.into()),
+        }
     }
 
     /// Maps `len` bytes of zeroes of this process's own. Memory is taken when it is first written.
@@ -155,8 +188,8 @@ impl Mapping {
         Some(unsafe { RawBytes::new(self.start.as_ptr().add(offset), len) })
     }
 
-    /// Whether memory behind the mapping went away (its file was cut short) and zeroes took its
-    /// place. What the guest has there is lost, so its queues must stop.
+    /// Whether what is behind the mapping went away, and zeroes (for memory whose file was cut short)
+    /// or ones (for a device) took its place. What a guest has there is lost, so its queues must stop.
     #[must_use]
     pub fn is_lost(&self) -> bool {
         self.guard.as_ref().is_some_and(sigbus::Guard::is_lost)
@@ -189,6 +222,13 @@ pub fn memfd(name: &CStr, len: u64) -> io::Result<OwnedFd> {
     let file = File::from(fd);
     file.set_len(len)?;
     Ok(file.into())
+}
+
+/// Size of a page of the host's kernel, in bytes. No NVMe page: see [`crate::address::PAGE_SIZE`].
+pub(crate) fn host_page_size() -> usize {
+    // SAFETY: sysconf has no preconditions.
+    let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    usize::try_from(size).unwrap_or(4096)
 }
 
 #[cfg(test)]
@@ -247,5 +287,68 @@ pub(crate) mod tests {
         assert!(mapping.is_lost());
         assert!(!untouched.is_lost());
         assert_ne!(crate::memory::lost_memory_epoch(), epoch);
+    }
+
+    fn read(mapping: &Mapping, offset: usize) -> [u8; 4] {
+        let mut read = [9; 4];
+        mapping.bytes(offset, 4).expect("inside").copy_to(&mut read);
+        read
+    }
+
+    /// A device in a file: its pages can be taken away like a drive's registers.
+    fn device(len: u64) -> (File, Mapping) {
+        let fd = memfd(len);
+        let mapping = Mapping::device(fd.as_fd(), 0, len as usize).expect("map");
+        (File::from(fd), mapping)
+    }
+
+    #[test]
+    fn a_device_that_is_gone_reads_as_ones_and_takes_writes() {
+        let pages = 3 * crate::memory::host_page_size();
+        let (file, mapping) = device(pages as u64);
+        let (_other_file, other) = device(pages as u64);
+        mapping
+            .bytes(8, 4)
+            .expect("inside")
+            .copy_from(&[1, 2, 3, 4]);
+        assert_eq!(read(&mapping, 8), [1, 2, 3, 4]);
+        file.set_len(0).expect("cut short");
+        // In the last page first, and by a write: each page is found gone by itself.
+        mapping
+            .bytes(pages - 8, 4)
+            .expect("inside")
+            .copy_from(&[0; 4]);
+        assert!(mapping.is_lost());
+        assert_eq!(read(&mapping, pages - 4), [0xFF; 4]);
+        assert_eq!(read(&mapping, 8), [0xFF; 4]);
+        assert_eq!(read(&mapping, pages / 2), [0xFF; 4]);
+        assert!(!other.is_lost());
+        assert_eq!(read(&other, 8), [0; 4]);
+    }
+
+    #[test]
+    fn a_device_that_is_given_up_is_reached_no_more() {
+        let pages = 3 * crate::memory::host_page_size();
+        let (file, mapping) = device(pages as u64);
+        let witness = Mapping::shared(file.as_fd(), 0, pages, Access::Read).expect("map");
+        mapping.bytes(0, 4).expect("inside").copy_from(&[1; 4]);
+        mapping.give_up_device().expect("give up");
+        assert!(mapping.is_lost());
+        for offset in (0..pages).step_by(512) {
+            assert_eq!(read(&mapping, offset), [0xFF; 4]);
+            mapping.bytes(offset, 4).expect("inside").copy_from(&[2; 4]);
+        }
+        assert_eq!(read(&witness, 0), [1; 4]);
+        assert_eq!(read(&witness, 512), [0; 4]);
+        mapping.give_up_device().expect("again");
+
+        let memory = Mapping::shared(file.as_fd(), 0, pages, Access::Read).expect("map");
+        assert!(memory.give_up_device().is_err());
+        assert!(
+            Mapping::anonymous(4096)
+                .expect("map")
+                .give_up_device()
+                .is_err()
+        );
     }
 }

@@ -9,6 +9,7 @@ mod bytes;
 mod cell;
 mod mapping;
 mod private;
+mod registers;
 mod ring;
 mod sigbus;
 
@@ -16,7 +17,9 @@ pub use bytes::{RawBytes, RawWords};
 pub use cell::Cell32;
 #[cfg(test)]
 pub(crate) use mapping::tests as tests_support;
+pub(crate) use mapping::host_page_size;
 pub use mapping::{Access, Mapping, memfd};
 pub use private::PrivateWords;
+pub use registers::Registers;
 pub use ring::{CompletionRing, SubmissionRing};
 pub(crate) use sigbus::lost_memory_epoch;

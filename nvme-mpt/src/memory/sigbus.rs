@@ -1,24 +1,39 @@
-//! Guest memory whose file is cut short by its owner.
+//! Memory that goes away while it is mapped.
 //!
-//! A client hands over memory as a file descriptor and can truncate the file later; touching what
-//! lies beyond its new end raises SIGBUS, which would end the process and with it every other
-//! guest. The handler here puts zero pages in the place of what was lost and remembers whose
-//! memory it was. Faults anywhere else end the process as before.
+//! A client hands over guest memory as a file descriptor and can truncate the file later; a drive
+//! can be pulled while its registers are mapped. Touching what is not there any more raises SIGBUS,
+//! which would end the process and with it every other guest. The handler here puts pages in the
+//! place of what was lost, and remembers whose it was: zeroes for memory, ones for a device, as a
+//! bus reads where nobody answers. Faults anywhere else end the process as before.
 #![expect(unsafe_code, reason = "a signal handler that maps pages")]
 
-use std::io;
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::fd::IntoRawFd;
 use std::ptr::NonNull;
-use std::sync::Once;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
+use std::sync::{Mutex, Once, PoisonError};
+
+use super::mapping::{host_page_size, memfd};
 
 /// Guarded mappings at once, in all VMs of the process. A handler may not take locks or allocate,
 /// so the table is fixed: 8 regions each for 512 VMs.
 const GUARDS: usize = 4096;
 
+/// What a mapping is of, and thus what is read where it was lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// A file's memory, replaced to its end by zeroes: they stay for as long as the mapping does.
+    Memory,
+    /// A device's registers, replaced a page at a time by ones.
+    Device,
+}
+
 struct Entry {
     taken: AtomicBool,
     start: AtomicUsize,
     end: AtomicUsize,
+    device: AtomicBool,
     lost: AtomicBool,
 }
 
@@ -27,14 +42,18 @@ static TABLE: [Entry; GUARDS] = [const {
         taken: AtomicBool::new(false),
         start: AtomicUsize::new(0),
         end: AtomicUsize::new(0),
+        device: AtomicBool::new(false),
         lost: AtomicBool::new(false),
     }
 }; GUARDS];
 
 static EPOCH: AtomicUsize = AtomicUsize::new(0);
 static HOST_PAGE: AtomicUsize = AtomicUsize::new(4096);
+/// A file of one host page of ones, made when the first device is mapped. It is never closed.
+static ONES: AtomicI32 = AtomicI32::new(-1);
 
 /// Changes whenever some mapping's memory was lost; one load tells a poller that nothing was.
+/// Devices do not count: what becomes of their guests is for their driver to say.
 #[inline]
 pub(crate) fn lost_memory_epoch() -> usize {
     EPOCH.load(Ordering::Relaxed)
@@ -47,8 +66,11 @@ pub(super) struct Guard {
 }
 
 impl Guard {
-    pub(super) fn new(start: NonNull<u8>, len: usize) -> io::Result<Self> {
+    pub(super) fn new(start: NonNull<u8>, len: usize, kind: Kind) -> io::Result<Self> {
         install_handler()?;
+        if kind == Kind::Device {
+            make_ones()?;
+        }
         let start = start.as_ptr() as usize;
         let index = TABLE
             .iter()
@@ -60,6 +82,7 @@ impl Guard {
             })?;
         let entry = &TABLE[index];
         entry.lost.store(false, Ordering::Relaxed);
+        entry.device.store(kind == Kind::Device, Ordering::Relaxed);
         entry.start.store(start, Ordering::Relaxed);
         // The end last: an entry without an end contains no address.
         entry.end.store(start + len, Ordering::Release);
@@ -68,6 +91,30 @@ impl Guard {
 
     pub(super) fn is_lost(&self) -> bool {
         TABLE[self.index].lost.load(Ordering::Acquire)
+    }
+
+    pub(super) fn kind(&self) -> Kind {
+        if TABLE[self.index].device.load(Ordering::Relaxed) {
+            Kind::Device
+        } else {
+            Kind::Memory
+        }
+    }
+
+    /// Puts ones in the place of the whole device, as if it were gone already: the kernel's mapping
+    /// of it, which would keep it from being removed, ends here.
+    pub(super) fn give_up_device(&self) -> io::Result<()> {
+        let entry = &TABLE[self.index];
+        let end = entry.end.load(Ordering::Acquire);
+        let host_page = HOST_PAGE.load(Ordering::Relaxed);
+        // Before its pages: who reads ones that are no register's must find it lost.
+        entry.lost.store(true, Ordering::Release);
+        for page in (entry.start.load(Ordering::Relaxed)..end).step_by(host_page) {
+            if !put_ones(page) {
+                return Err(io::Error::last_os_error());
+            }
+        }
+        Ok(())
     }
 }
 
@@ -84,9 +131,7 @@ fn install_handler() -> io::Result<()> {
     static INSTALL: Once = Once::new();
     let mut result = Ok(());
     INSTALL.call_once(|| {
-        // SAFETY: sysconf has no preconditions.
-        let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-        HOST_PAGE.store(usize::try_from(page).unwrap_or(4096), Ordering::Relaxed);
+        HOST_PAGE.store(host_page_size(), Ordering::Relaxed);
         // SAFETY: the action is fully initialised, and the handler is async-signal-safe: it uses
         // atomics of a static table and the mmap and sigaction system calls only.
         unsafe {
@@ -100,6 +145,17 @@ fn install_handler() -> io::Result<()> {
         }
     });
     result
+}
+
+fn make_ones() -> io::Result<()> {
+    static MAKING: Mutex<()> = Mutex::new(());
+    let _making = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
+    if ONES.load(Ordering::Relaxed) < 0 {
+        let mut file = File::from(memfd(c"all ones", 0)?);
+        file.write_all(&vec![0xFF; HOST_PAGE.load(Ordering::Relaxed)])?;
+        ONES.store(file.into_raw_fd(), Ordering::Release);
+    }
+    Ok(())
 }
 
 extern "C" fn on_sigbus(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
@@ -120,19 +176,12 @@ fn replace_lost_pages(address: usize) -> bool {
             continue;
         }
         let page = address - address % HOST_PAGE.load(Ordering::Relaxed);
-        // SAFETY: the range from the faulting page to the end of a registered mapping is that
-        // mapping's, whose owner cannot be unmapping it while one of its users faults in it.
-        let replaced = unsafe {
-            libc::mmap(
-                page as *mut libc::c_void,
-                end - page,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE,
-                -1,
-                0,
-            )
-        };
-        if replaced == libc::MAP_FAILED {
+        if entry.device.load(Ordering::Relaxed) {
+            // Before its page, as in `give_up_device`.
+            entry.lost.store(true, Ordering::Release);
+            return put_ones(page);
+        }
+        if !put_zeroes(page, end - page) {
             return false;
         }
         entry.lost.store(true, Ordering::Release);
@@ -140,4 +189,34 @@ fn replace_lost_pages(address: usize) -> bool {
         return true;
     }
     false
+}
+
+/// Replaces the pages of a registered mapping from `start` on.
+fn put_zeroes(start: usize, len: usize) -> bool {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
+    put(start, len, flags, -1)
+}
+
+/// Replaces one host page of a registered mapping. The exchange is a single step: no access finds
+/// anything but the device or ones. What is written there is written to a copy of the page.
+fn put_ones(page: usize) -> bool {
+    let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
+    let len = HOST_PAGE.load(Ordering::Relaxed);
+    put(page, len, flags, ONES.load(Ordering::Acquire))
+}
+
+fn put(start: usize, len: usize, flags: libc::c_int, fd: libc::c_int) -> bool {
+    // SAFETY: the range lies in whole pages of a registered mapping, whose owner cannot be unmapping
+    // it while one of its users faults in it, or while it gives the device up itself.
+    let replaced = unsafe {
+        libc::mmap(
+            start as *mut libc::c_void,
+            len,
+            libc::PROT_READ | libc::PROT_WRITE,
+            flags,
+            fd,
+            0,
+        )
+    };
+    replaced != libc::MAP_FAILED
 }

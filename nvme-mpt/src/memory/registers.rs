@@ -1,0 +1,144 @@
+//! A device's registers: words that are read and written as a whole, in program order.
+#![expect(unsafe_code, reason = "volatile access to a device's registers")]
+
+use std::sync::Arc;
+
+use super::Mapping;
+
+/// The registers in a [`Mapping`], little-endian as on PCI.
+///
+/// Where the device is gone they read as ones, also those that were written since.
+#[derive(Clone, Debug)]
+pub struct Registers {
+    mapping: Arc<Mapping>,
+}
+
+impl Registers {
+    /// The registers in this mapping.
+    #[must_use]
+    pub fn new(mapping: Arc<Mapping>) -> Self {
+        Self { mapping }
+    }
+
+    /// What they are mapped by.
+    #[must_use]
+    pub fn mapping(&self) -> &Arc<Mapping> {
+        &self.mapping
+    }
+
+    fn word<T>(&self, offset: usize) -> Option<*mut T> {
+        let bytes = self.mapping.bytes(offset, size_of::<T>())?;
+        let word = bytes.as_ptr().cast::<T>();
+        word.is_aligned().then_some(word)
+    }
+
+    /// The 32-bit register at `offset`; `None` if there is none, or none aligned.
+    #[must_use]
+    pub fn read32(&self, offset: usize) -> Option<u32> {
+        let word = self.word::<u32>(offset)?;
+        // SAFETY: the word is aligned and in the mapping, which lives as long as `self`.
+        let value = u32::from_le(unsafe { word.read_volatile() });
+        Some(if self.mapping.is_lost() {
+            u32::MAX
+        } else {
+            value
+        })
+    }
+
+    /// The 64-bit register at `offset`, in one access.
+    #[must_use]
+    pub fn read64(&self, offset: usize) -> Option<u64> {
+        let word = self.word::<u64>(offset)?;
+        // SAFETY: as in `read32`.
+        let value = u64::from_le(unsafe { word.read_volatile() });
+        Some(if self.mapping.is_lost() {
+            u64::MAX
+        } else {
+            value
+        })
+    }
+
+    /// Writes the 32-bit register at `offset`; `None` if there is none, or none aligned.
+    pub fn write32(&self, offset: usize, value: u32) -> Option<()> {
+        let word = self.word::<u32>(offset)?;
+        // SAFETY: as in `read32`; a device is always mapped for writing.
+        unsafe { word.write_volatile(value.to_le()) };
+        Some(())
+    }
+
+    /// Writes the 64-bit register at `offset`, in one access.
+    pub fn write64(&self, offset: usize, value: u64) -> Option<()> {
+        let word = self.word::<u64>(offset)?;
+        // SAFETY: as in `write32`.
+        unsafe { word.write_volatile(value.to_le()) };
+        Some(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::fd::AsFd;
+
+    use super::*;
+    use crate::memory::{host_page_size, memfd};
+
+    fn registers(len: usize) -> (File, Registers) {
+        let file = File::from(memfd(c"registers", len as u64).expect("memory"));
+        let mapping = Mapping::device(file.as_fd(), 0, len).expect("map");
+        (file, Registers::new(Arc::new(mapping)))
+    }
+
+    #[test]
+    fn words_are_little_endian_aligned_and_inside() {
+        let (_file, registers) = registers(host_page_size());
+        registers.write64(8, 0x0102_0304_0506_0708).expect("inside");
+        assert_eq!(registers.read64(8), Some(0x0102_0304_0506_0708));
+        assert_eq!(registers.read32(8), Some(0x0506_0708));
+        assert_eq!(registers.read32(12), Some(0x0102_0304));
+        registers.write32(12, 9).expect("inside");
+        assert_eq!(registers.read64(8), Some(0x0000_0009_0506_0708));
+        for offset in [2, host_page_size(), usize::MAX - 3] {
+            assert_eq!(registers.read32(offset), None);
+            assert_eq!(registers.write32(offset, 0), None);
+        }
+        for offset in [4, host_page_size() - 4] {
+            assert_eq!(registers.read64(offset), None);
+            assert_eq!(registers.write64(offset, 0), None);
+        }
+    }
+
+    #[test]
+    fn registers_of_a_device_that_is_gone_do_not_keep_what_is_written() {
+        let (file, registers) = registers(host_page_size());
+        registers.write32(0x14, 1).expect("inside");
+        file.set_len(0).expect("cut short");
+        registers.write32(0x14, 0x46_0001).expect("inside");
+        assert_eq!(registers.read32(0x14), Some(u32::MAX));
+        assert_eq!(registers.read64(0x10), Some(u64::MAX));
+    }
+
+    #[test]
+    fn nobody_reads_anything_between_a_device_and_ones() {
+        const PATTERN: u64 = 0xA5A5_5A5A_A5A5_5A5A;
+        let len = 2 * host_page_size();
+        for _ in 0..100 {
+            let (_file, registers) = registers(len);
+            registers.write64(len - 8, PATTERN).expect("inside");
+            std::thread::scope(|scope| {
+                let reader = scope.spawn(|| {
+                    let word = registers.word::<u64>(len - 8).expect("inside");
+                    loop {
+                        // SAFETY: as in `read64`, which would not show what is mapped.
+                        match unsafe { word.read_volatile() } {
+                            PATTERN => {}
+                            value => return (value, registers.mapping.is_lost()),
+                        }
+                    }
+                });
+                registers.mapping.give_up_device().expect("give up");
+                assert_eq!(reader.join().expect("the reader"), (u64::MAX, true));
+            });
+        }
+    }
+}

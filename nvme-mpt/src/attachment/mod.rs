@@ -28,7 +28,7 @@ use crate::dma::DmaWindow;
 use crate::doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage};
 use crate::drive::Drive;
 use crate::event::EventQueue;
-use crate::host::Limits;
+use crate::host::{HostNamespace, Limits};
 use crate::interrupt::{Coalescing, InterruptGate};
 use crate::lease::Lease;
 use crate::poller::{DoorbellWatch, PollPolicy, Poller, Pollers};
@@ -69,6 +69,8 @@ struct Queues {
     /// By the identifier of the Completion Queue.
     cqs: BTreeMap<u16, QueueEntry>,
     buffer: Option<DoorbellBuffer>,
+    /// Until the next reset, no I/O command is carried out: its blocks are not what they were.
+    revoked: bool,
     /// Who watches the admin queue's mapped doorbells, and under which name.
     watch: Option<(u64, Arc<Poller>)>,
 }
@@ -158,10 +160,12 @@ impl Attachment {
                 _ => AttachError::Io(error),
             })?;
         let window = DmaWindow::new(drive.controller().iova_space().clone());
+        let events = Arc::new(EventQueue::new()?);
+        drive.controller().subscribe(&events);
         let context = Arc::new(QueueContext {
             mode: doorbells,
             doorbells: Arc::new(DoorbellPage::new(doorbells, queue_pairs)?),
-            events: Arc::new(EventQueue::new()?),
+            events,
             tables: window.tables().clone(),
         });
         Ok(Self {
@@ -180,6 +184,48 @@ impl Attachment {
                 .collect(),
             queues: Mutex::default(),
         })
+    }
+
+    /// The drive.
+    #[must_use]
+    pub fn drive(&self) -> &Arc<Drive> {
+        &self.drive
+    }
+
+    /// Whether the leased blocks are there: the drive is, and its namespace still has them.
+    ///
+    /// A namespace can be formatted, resized or detached by whoever manages the drive. With other
+    /// blocks the same LBAs are other bytes, and the same commands other lengths.
+    #[must_use]
+    pub fn is_backed(&self) -> bool {
+        !self.queues().revoked && self.has_blocks()
+    }
+
+    fn has_blocks(&self) -> bool {
+        let controller = self.drive.controller();
+        let range = self.lease.range();
+        let fits = |namespace: &HostNamespace| {
+            namespace.nsid == self.lease.nsid()
+                && namespace.lba_shift == self.namespace.lba_shift
+                && range.start.0 + range.blocks <= namespace.blocks
+        };
+        !controller.incidents().gone && controller.namespaces().iter().any(fits)
+    }
+
+    /// Has every I/O command fail that is not taken yet, until the next reset.
+    ///
+    /// # Errors
+    /// [`QueueError::Timeout`] if commands in flight do not finish; then their queue takes no more.
+    pub fn revoke(&self) -> Result<(), QueueError> {
+        let mut queues = self.queues();
+        queues.revoked = true;
+        let mut result = Ok(());
+        for cqid in queues.cqs.keys().copied() {
+            // All of them, also after one that does not finish.
+            let revoked = self.change(&queues, QueueId(cqid), ShadowQueue::revoke);
+            result = result.and(revoked);
+        }
+        result
     }
 
     /// The VM's memory.
@@ -366,6 +412,10 @@ impl Attachment {
             return Err(QueueError::AlreadyExists(qid));
         }
         let failed = |source: io::Error| QueueError::Host { qid, source };
+        if queues.revoked || !self.has_blocks() {
+            let gone = "The drive is gone, or its namespace is not the one that was leased";
+            return Err(failed(io::Error::new(io::ErrorKind::NotConnected, gone)));
+        }
         let poller = self.pollers.place(&self.poll).map_err(failed)?;
         // No more commands can be in flight than there is room for their completions.
         let slots = u16::try_from(entries - 1)
@@ -531,6 +581,7 @@ impl Attachment {
     pub fn reset(&self) -> Result<(), QueueError> {
         let mut queues = self.queues();
         queues.buffer = None;
+        queues.revoked = false;
         // All are stopped before the first one is waited for.
         let leaving: Vec<_> = queues
             .cqs

@@ -21,6 +21,7 @@ use crate::shadow::ListMemory;
 use crate::spec::identify::Oncs;
 use crate::spec::ids::Nsid;
 use crate::spec::log::{ErrorInformation, SmartHealth};
+use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
 use crate::spec::status::Status;
 use software::SoftwareQueue;
@@ -32,7 +33,8 @@ pub struct Limits {
     pub mdts: u8,
     /// Most entries of a queue (CAP.MQES + 1).
     pub entries_max: u32,
-    /// Optional NVM commands that it executes; of other bits nobody takes note.
+    /// Optional NVM commands that it executes, see [`Self::offers`]; of other bits nobody takes
+    /// note.
     pub commands: Oncs,
     /// Atomic Write Unit Normal, in logical blocks, zero-based (Base 2.0, Figure 275, `AWUN`).
     pub awun_z: u16,
@@ -61,6 +63,22 @@ impl Limits {
     #[must_use]
     pub fn max_transfer(&self) -> u64 {
         crate::address::PAGE_SIZE << self.mdts
+    }
+
+    /// Whether an NVM command is executed: Read, Write and Flush always, the optional ones where
+    /// [`Self::commands`] says so (Base 2.0, Figure 275, `ONCS`).
+    #[must_use]
+    pub const fn offers(&self, opcode: NvmOpcode) -> bool {
+        match opcode {
+            NvmOpcode::FLUSH | NvmOpcode::READ | NvmOpcode::WRITE => true,
+            NvmOpcode::COMPARE => self.commands.compare(),
+            NvmOpcode::WRITE_UNCORRECTABLE => self.commands.write_uncorrectable(),
+            NvmOpcode::DATASET_MANAGEMENT => self.commands.dsm(),
+            NvmOpcode::WRITE_ZEROES => self.commands.write_zeroes(),
+            NvmOpcode::VERIFY => self.commands.verify(),
+            NvmOpcode::COPY => self.commands.copy(),
+            _ => false,
+        }
     }
 }
 

@@ -326,6 +326,11 @@ impl ShadowQueue {
         self.core.sqs.retain(|sq| sq.qid != qid);
     }
 
+    /// Fails every command from now on: there is no namespace any more that they could be for.
+    pub(crate) fn revoke(&mut self) {
+        self.core.translator.revoke();
+    }
+
     /// Reads doorbells from another place from now on. Returns whether it lies in the VM's memory.
     pub(crate) fn set_doorbell_buffer(&mut self, buffer: Option<DoorbellBuffer>) -> bool {
         self.core.buffer = buffer;

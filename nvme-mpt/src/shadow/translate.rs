@@ -107,6 +107,12 @@ impl Translator {
         std::mem::replace(&mut self.table, table)
     }
 
+    /// Translates nothing any more: the namespace is not the one whose blocks were leased.
+    pub(super) fn revoke(&mut self) {
+        self.blocks.guest_nsid = Nsid::NONE;
+        self.blocks.blocks = 0;
+    }
+
     /// What the host controller may reach for translated commands.
     #[inline]
     pub(super) fn memory(&self) -> HostMemory<'_> {
@@ -141,16 +147,17 @@ impl Translator {
         slot: u16,
         host: &mut Sqe,
     ) -> Result<u32, Failure> {
+        if !self.limits.offers(opcode) {
+            return Err(Failure::at(Status::INVALID_OPCODE, location::OPCODE));
+        }
         match opcode {
             NvmOpcode::FLUSH if guest.nsid == Nsid::BROADCAST => {
                 self.check_common(&Sqe {
                     nsid: self.blocks.guest_nsid,
                     ..*guest
                 })?;
-                {
-                    self.begin(host, opcode, slot);
-                    Ok(0)
-                }
+                self.begin(host, opcode, slot);
+                Ok(0)
             }
             NvmOpcode::FLUSH
             | NvmOpcode::WRITE_UNCORRECTABLE
@@ -179,8 +186,8 @@ impl Translator {
     #[inline(always)]
     fn check_common(&self, guest: &Sqe) -> Result<(), Failure> {
         let psdt = guest.cdw0.psdt();
-        if guest.cdw0.fuse() != Fuse::NORMAL || (psdt != Psdt::PRP && psdt != Psdt::SGL_MPTR_BUFFER)
-        {
+        let sgl = psdt == Psdt::SGL_MPTR_BUFFER && self.limits.sgl_descriptors_max > 0;
+        if guest.cdw0.fuse() != Fuse::NORMAL || (psdt != Psdt::PRP && !sgl) {
             return Err(Failure::at(Status::INVALID_FIELD, location::FUSE_AND_PSDT));
         }
         if guest.nsid != self.blocks.guest_nsid {
@@ -314,7 +321,8 @@ impl Translator {
                 let command = WriteZeroes {
                     slba,
                     nlb_z,
-                    deac,
+                    // Offered (DLFEAT) only where deallocated blocks read as what was asked for.
+                    deac: deac && self.limits.deallocated_reads_zeroes,
                     fua,
                     lr,
                     ..WriteZeroes::default()

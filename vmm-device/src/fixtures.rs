@@ -5,6 +5,7 @@ use std::{ops::Range, os::fd::OwnedFd};
 use nvme_mpt::{
     Attachment, AttachmentConfig, DoorbellMode, Drive, DriveOptions, Gpa, LeasedNamespace, Limits,
     MemoryRegion, PollPolicy, Pollers,
+    host::TemperatureThresholds,
     lease::{ByteRange, LeaseRequest, Ledger},
     spec::{
         cqe::Cqe,
@@ -34,6 +35,12 @@ pub(crate) fn namespace() -> LeasedNamespace {
         ],
     }
 }
+
+/// `WCTEMP` and `CCTEMP` of a drive without a sensor.
+pub(crate) const THRESHOLDS: TemperatureThresholds = TemperatureThresholds {
+    warning: 343,
+    critical: 373,
+};
 
 /// Limits of a host controller.
 pub(crate) fn limits() -> Limits {

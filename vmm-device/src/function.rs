@@ -3,10 +3,10 @@
 #[cfg(test)]
 mod tests;
 
-use std::{io, os::fd::BorrowedFd, sync::Arc};
+use std::{io, os::fd::BorrowedFd, sync::Arc, time::Duration};
 
 use nvme_mpt::{
-    Attachment, DmaWindow, DoorbellMode, Event, InterruptVector,
+    Attachment, DmaWindow, DoorbellMode, DriveEvent, Event, InterruptVector,
     spec::{
         ids::QueueId,
         registers::{Doorbell, ShutdownNotification, offset::DOORBELLS},
@@ -19,7 +19,7 @@ use vm_device::{
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::{
-    admin::{Admin, Controller},
+    admin::{Admin, Controller, WATCH_INTERVAL},
     pci::{
         config_space::{Bar, BarMove, ConfigSpace},
         msix::{MSIX_VECTORS_MAX, Msix, MsixMasking, MsixMessage},
@@ -87,7 +87,7 @@ impl NvmeFunction {
             config: ConfigSpace::new(doorbells.len() as u64, vectors),
             msix: Msix::new(vectors, masking),
             registers: Registers::new(capabilities),
-            admin: Admin::new(),
+            admin: Admin::new(attachment.drive()),
             attachment,
             admin_doorbell_exits: 0,
         }
@@ -211,20 +211,36 @@ impl NvmeFunction {
         self.attachment.events().eventfd()
     }
 
-    /// Carries out admin commands, and tells the guest of what happened on its I/O queues. To be
-    /// called whenever [`Self::events_fd`] is readable, and harmless at any other time.
+    /// How often [`Self::process_events`] is to be called although [`Self::events_fd`] is not
+    /// readable; `None` for never. A guest that wants to hear of its drive's temperature has it
+    /// looked at now and then.
+    #[must_use]
+    pub fn events_interval(&self) -> Option<Duration> {
+        let watches = self.registers.is_running() && self.admin.watches_health();
+        watches.then_some(WATCH_INTERVAL)
+    }
+
+    /// Carries out admin commands, and tells the guest of what happened on its I/O queues and to its
+    /// drive. To be called whenever [`Self::events_fd`] is readable, and harmless at any other time.
     pub fn process_events(&mut self) {
         for event in self.attachment.events().take() {
-            if let Event::QueueFailed { qid, reason } = &event {
-                self.fail(&format!("I/O queue {qid}: {reason}"));
+            match &event {
+                Event::QueueFailed { qid, reason } => {
+                    self.fail(&format!("I/O queue {qid}: {reason}"));
+                }
+                Event::Drive(DriveEvent::NamespaceChanged(_)) if !self.attachment.is_backed() => {
+                    self.revoke();
+                }
+                _ => {}
             }
-            self.admin.report(&event);
+            self.admin.report(&event, &self.attachment);
         }
         if !self.registers.is_running() {
             return;
         }
         // A guest that has the doorbells mapped just stores to them.
         self.admin.ring(self.attachment.doorbells());
+        self.admin.watch_health(&self.attachment);
         match self
             .admin
             .run(controller(&self.attachment, &self.msix, &self.registers))
@@ -236,6 +252,15 @@ impl NvmeFunction {
                 }
             }
             Err(error) => self.fail(&format!("its admin queue: {error}")),
+        }
+    }
+
+    /// The namespace that was leased is another one, or none: what its commands name is not what
+    /// they would do.
+    fn revoke(&mut self) {
+        log::error!("The namespace of the guest's lease is gone, or has other blocks");
+        if let Err(error) = self.attachment.revoke() {
+            self.fail(&format!("its lease cannot be revoked: {error}"));
         }
     }
 
@@ -298,10 +323,11 @@ impl NvmeFunction {
         self.admin.reset();
         self.attachment.unwatch_admin_doorbells();
         let stopped = self.attachment.reset();
-        // What is left of the queues that went: their errors stay in the log.
+        // What is left of the queues that went: their errors stay in the log. What happened to the
+        // drive is found out anew by who asks for it.
         for event in self.attachment.events().take() {
             if matches!(event, Event::CommandFailed(_)) {
-                self.admin.report(&event);
+                self.admin.report(&event, &self.attachment);
             }
         }
         if let Err(error) = &stopped {

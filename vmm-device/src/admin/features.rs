@@ -17,7 +17,6 @@ use nvme_mpt::{
             ThresholdType, Timestamp, VolatileWriteCache, WriteAtomicity,
         },
         ids::Nsid,
-        log::CriticalWarning,
         status::Status,
     },
 };
@@ -25,13 +24,6 @@ use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 use self::clock::Clock;
 use super::{identify::ARBITRATION_BURST, io_queues::Allocated};
-
-/// Composite Temperature, in kelvins: 37 °C. There is no sensor behind it.
-pub(super) const COMPOSITE_TEMPERATURE: u16 = 310;
-/// `WCTEMP`, and the default of the over temperature threshold: 70 °C.
-pub(super) const WARNING_TEMPERATURE: u16 = 343;
-/// `CCTEMP`: 100 °C.
-pub(super) const CRITICAL_TEMPERATURE: u16 = 373;
 
 /// I/O Command Set Combination Index, of the I/O Command Set Profile: bits of dword 11.
 const COMBINATION_INDEX: u32 = 0x1FF;
@@ -42,6 +34,8 @@ pub(super) struct FeatureContext<'a> {
     pub(super) namespace: &'a LeasedNamespace,
     pub(super) volatile_write_cache: bool,
     pub(super) queue_pairs_max: u16,
+    /// The Over Temperature Threshold that nobody has set.
+    pub(super) default_threshold: u16,
     pub(super) vectors: &'a [Arc<InterruptVector>],
     /// Whether I/O queues were created and not deleted since.
     pub(super) io_queues_exist: bool,
@@ -59,7 +53,8 @@ pub(super) struct FeatureValue {
 pub(super) struct Features {
     arbitration: Arbitration,
     power: PowerManagement,
-    over_temperature: u16,
+    /// `None` until it is set.
+    over_temperature: Option<u16>,
     under_temperature: u16,
     error_recovery: ErrorRecovery,
     /// What Number of Queues allocated, if it was asked to.
@@ -79,7 +74,7 @@ impl Default for Features {
         Self {
             arbitration: Arbitration::default().with_ab(ARBITRATION_BURST),
             power: PowerManagement::default(),
-            over_temperature: WARNING_TEMPERATURE,
+            over_temperature: None,
             under_temperature: 0,
             error_recovery: ErrorRecovery::default(),
             queues: None,
@@ -113,16 +108,15 @@ impl Features {
         })
     }
 
-    /// Whether a temperature is beyond a threshold.
-    pub(super) fn critical_warning(&self) -> CriticalWarning {
-        let beyond = COMPOSITE_TEMPERATURE >= self.over_temperature
-            || COMPOSITE_TEMPERATURE <= self.under_temperature;
-        CriticalWarning::default().with_temperature(beyond)
+    /// Whether a Composite Temperature is beyond a threshold.
+    pub(super) fn is_beyond_threshold(&self, temperature: u16, default_threshold: u16) -> bool {
+        temperature >= self.over_temperature.unwrap_or(default_threshold)
+            || temperature <= self.under_temperature
     }
 
-    /// Whether the host wants to hear of such warnings.
-    pub(super) fn reports(&self, warning: CriticalWarning) -> bool {
-        self.async_events.critical_warnings().0 & warning.0 != 0
+    /// What the host wants to hear of.
+    pub(super) fn async_events(&self) -> AsyncEventConfiguration {
+        self.async_events
     }
 
     /// Hands on what others act upon.
@@ -172,7 +166,7 @@ impl Features {
             FeatureId::POWER_MANAGEMENT => self.power.0,
             FeatureId::LBA_RANGE_TYPE => return Ok(lba_range_type(context.namespace)),
             FeatureId::TEMPERATURE_THRESHOLD => {
-                self.temperature_threshold(TemperatureThreshold(dword11))?
+                self.temperature_threshold(TemperatureThreshold(dword11), context)?
             }
             FeatureId::ERROR_RECOVERY => self.error_recovery.0,
             FeatureId::VOLATILE_WRITE_CACHE => VolatileWriteCache::default().with_wce(true).0,
@@ -266,7 +260,8 @@ impl Features {
                 // Notices that OAES does not offer stay off; a host reads what it got.
                 let value = AsyncEventConfiguration(dword11);
                 self.async_events = AsyncEventConfiguration::default()
-                    .with_critical_warnings(value.critical_warnings());
+                    .with_critical_warnings(value.critical_warnings())
+                    .with_namespace_attribute(value.namespace_attribute());
             }
             FeatureId::TIMESTAMP => {
                 let (timestamp, _) =
@@ -311,13 +306,17 @@ impl Features {
         Ok(number_of_queues(allocated).0)
     }
 
-    fn temperature_threshold(&self, selected: TemperatureThreshold) -> Result<u32, Status> {
+    fn temperature_threshold(
+        &self,
+        selected: TemperatureThreshold,
+        context: &FeatureContext<'_>,
+    ) -> Result<u32, Status> {
         require(
             selected.tmpsel() == TemperatureThreshold::COMPOSITE,
             Status::INVALID_FIELD,
         )?;
         let threshold = match selected.thsel() {
-            ThresholdType::OVER => self.over_temperature,
+            ThresholdType::OVER => self.over_temperature.unwrap_or(context.default_threshold),
             ThresholdType::UNDER => self.under_temperature,
             _ => return Err(Status::INVALID_FIELD),
         };
@@ -328,7 +327,7 @@ impl Features {
         let sensors = [TemperatureThreshold::COMPOSITE, TemperatureThreshold::ALL];
         require(sensors.contains(&value.tmpsel()), Status::INVALID_FIELD)?;
         match value.thsel() {
-            ThresholdType::OVER => self.over_temperature = value.tmpth(),
+            ThresholdType::OVER => self.over_temperature = Some(value.tmpth()),
             ThresholdType::UNDER => self.under_temperature = value.tmpth(),
             _ => return Err(Status::INVALID_FIELD),
         }

@@ -2,22 +2,24 @@
 
 use nvme_mpt::{
     LeasedNamespace, Limits,
+    host::TemperatureThresholds,
     spec::{
         admin::Identify,
         identify::{
             Cns, ControllerType, Csi, DeallocatedRead, Dlfeat, FlushBroadcast, Frmw, IDENTIFY_SIZE,
             IdentifyController, IdentifyControllerNvm, IdentifyNamespace,
             IdentifyNamespaceIndependent, IdentifyNamespaceNvm, IoCommandSetVector, LbaFormat, Lpa,
-            NsIdDescriptorHeader, NsIdType, Nstat, Oacs, Oncs, QueueEntrySizes, Sgls, Vwc,
+            NsIdDescriptorHeader, NsIdType, Nstat, Oacs, Oaes, Oncs, QueueEntrySizes, Sgls, Vwc,
         },
         ids::Nsid,
+        opcode::NvmOpcode,
         registers::Version,
         status::Status,
     },
 };
 use zerocopy::{FromZeros, IntoBytes, little_endian::U128};
 
-use super::{abort, async_events, error_log, features};
+use super::{abort, async_events, error_log};
 use crate::pci::config_space::VENDOR_ID;
 
 /// `CNTLID`: each controller is alone in an NVM subsystem of its own.
@@ -38,6 +40,9 @@ pub(super) struct Subject<'a> {
     pub(super) limits: &'a Limits,
     /// Whether Doorbell Buffer Config is offered.
     pub(super) doorbell_buffer: bool,
+    /// Whether the namespace is active: a drive that is gone leaves a controller without one.
+    pub(super) active: bool,
+    pub(super) thresholds: TemperatureThresholds,
 }
 
 impl Subject<'_> {
@@ -45,14 +50,14 @@ impl Subject<'_> {
     /// 4,096 bytes is zero.
     pub(super) fn identify(&self, command: Identify, nsid: Nsid) -> Result<Vec<u8>, Status> {
         let structure = match command.cns {
-            Cns::NAMESPACE => self.with_namespace(nsid, Self::namespace)?,
+            Cns::NAMESPACE => self.with_namespace_or_zeroes(nsid, Self::namespace)?,
             Cns::CONTROLLER => self.controller(),
             Cns::ACTIVE_NSID_LIST => self.active_namespaces(nsid)?,
             Cns::NS_ID_DESCRIPTOR_LIST => self.with_namespace(nsid, Self::descriptors)?,
             Cns::IOCS_NAMESPACE => {
                 require_nvm(command.csi)?;
                 // No protection information, hence no storage tags and no extended formats.
-                self.with_namespace(nsid, |_| bytes(IdentifyNamespaceNvm::new_zeroed()))?
+                self.with_namespace_or_zeroes(nsid, |_| bytes(IdentifyNamespaceNvm::new_zeroed()))?
             }
             Cns::IOCS_CONTROLLER => {
                 require_nvm(command.csi)?;
@@ -62,7 +67,9 @@ impl Subject<'_> {
                 require_nvm(command.csi)?;
                 self.active_namespaces(nsid)?
             }
-            Cns::INDEPENDENT_NAMESPACE => self.with_namespace(nsid, Self::namespace_independent)?,
+            Cns::INDEPENDENT_NAMESPACE => {
+                self.with_namespace_or_zeroes(nsid, Self::namespace_independent)?
+            }
             Cns::IO_COMMAND_SETS => command_sets(command.cntid)?,
             _ => return Err(Status::INVALID_FIELD),
         };
@@ -76,6 +83,24 @@ impl Subject<'_> {
         structure: impl FnOnce(&Self) -> Vec<u8>,
     ) -> Result<Vec<u8>, Status> {
         self.require_namespace(nsid)?;
+        // Base 2.0, section 3.2.1.3.
+        if !self.active {
+            return Err(Status::INVALID_FIELD);
+        }
+        Ok(structure(self))
+    }
+
+    /// A structure that is filled with zeroes for a namespace that is not active (Base 2.0, section
+    /// 5.17.2, Figure 273).
+    fn with_namespace_or_zeroes(
+        &self,
+        nsid: Nsid,
+        structure: impl FnOnce(&Self) -> Vec<u8>,
+    ) -> Result<Vec<u8>, Status> {
+        self.require_namespace(nsid)?;
+        if !self.active {
+            return Ok(vec![0; IDENTIFY_SIZE]);
+        }
         Ok(structure(self))
     }
 
@@ -102,6 +127,7 @@ impl Subject<'_> {
         id.cntlid = CONTROLLER_ID;
         id.ver = Version::V2_0;
         id.rtd3e = SHUTDOWN_TIME;
+        id.oaes = Oaes::default().with_namespace_attribute(true);
         id.cntrltype = ControllerType::IO;
         id.oacs = Oacs::default().with_doorbell_buffer_config(self.doorbell_buffer);
         id.acl_z = abort::LIMIT_Z;
@@ -114,25 +140,28 @@ impl Subject<'_> {
             .with_commands_effects(true)
             .with_extended_data(true);
         id.elpe_z = error_log::ENTRIES_Z;
-        id.wctemp = features::WARNING_TEMPERATURE;
-        id.cctemp = features::CRITICAL_TEMPERATURE;
+        id.wctemp = self.thresholds.warning;
+        id.cctemp = self.thresholds.critical;
         id.sqes = QueueEntrySizes::SQ;
         id.cqes = QueueEntrySizes::CQ;
         id.nn = self.namespace.nsid.0;
+        let offers = |opcode| self.limits.offers(opcode);
         id.oncs = Oncs::default()
-            .with_compare(true)
-            .with_write_uncorrectable(true)
-            .with_dsm(true)
-            .with_write_zeroes(true)
+            .with_compare(offers(NvmOpcode::COMPARE))
+            .with_write_uncorrectable(offers(NvmOpcode::WRITE_UNCORRECTABLE))
+            .with_dsm(offers(NvmOpcode::DATASET_MANAGEMENT))
+            .with_write_zeroes(offers(NvmOpcode::WRITE_ZEROES))
             .with_save_select(true)
             .with_timestamp(true)
-            .with_verify(true)
-            .with_copy(true);
+            .with_verify(offers(NvmOpcode::VERIFY))
+            .with_copy(offers(NvmOpcode::COPY));
         id.vwc = Vwc::default()
             .with_present(self.limits.volatile_write_cache)
             .with_flush_broadcast(FlushBroadcast::SUPPORTED);
+        id.awun_z = self.limits.awun_z;
+        id.awupf_z = self.limits.awupf_z;
         // Source Range Entries of Copy: format 0.
-        id.cdfs = 1;
+        id.cdfs = offers(NvmOpcode::COPY).into();
         // SGLs at any alignment, if a command may have any.
         id.sgls = Sgls::default().with_support(u8::from(self.limits.sgl_descriptors_max > 0));
         copy_text(&mut id.subnqn, &subsystem_nqn(&self.namespace.uuid));
@@ -141,14 +170,19 @@ impl Subject<'_> {
 
     /// Identify Controller of the NVM Command Set (NVM 1.0, section 4.1.5.4).
     fn controller_nvm(&self) -> Vec<u8> {
-        let size_limit = self.size_limit();
+        let size_limit = |opcode| match self.limits.offers(opcode) {
+            true => self.size_limit(),
+            false => 0,
+        };
         let mut id = IdentifyControllerNvm::new_zeroed();
-        id.vsl = size_limit;
-        id.wzsl = size_limit;
-        id.wusl = size_limit;
-        // 256 ranges are what a command can have: no limit.
-        id.dmrl = u8::try_from(self.limits.dsm_ranges_max).unwrap_or(0);
-        id.dmrsl = saturating_u32(self.blocks(self.limits.dsm_range_bytes_max));
+        id.vsl = size_limit(NvmOpcode::VERIFY);
+        id.wzsl = size_limit(NvmOpcode::WRITE_ZEROES);
+        id.wusl = size_limit(NvmOpcode::WRITE_UNCORRECTABLE);
+        if self.limits.offers(NvmOpcode::DATASET_MANAGEMENT) {
+            // 256 ranges are what a command can have: no limit.
+            id.dmrl = u8::try_from(self.limits.dsm_ranges_max).unwrap_or(0);
+            id.dmrsl = saturating_u32(self.blocks(self.limits.dsm_range_bytes_max));
+        }
         bytes(id)
     }
 
@@ -168,13 +202,18 @@ impl Subject<'_> {
         if self.limits.deallocated_reads_zeroes {
             id.dlfeat = Dlfeat::default()
                 .with_read(DeallocatedRead::ZEROES)
-                .with_write_zeroes_deac(true);
+                .with_write_zeroes_deac(self.limits.offers(NvmOpcode::WRITE_ZEROES));
         }
         id.nvmcap = U128::new(u128::from(namespace.blocks) << namespace.lba_shift);
-        let copy_blocks = self.blocks(self.limits.copy_bytes_max);
-        id.mssrl = u16::try_from(copy_blocks).unwrap_or(u16::MAX);
-        id.mcl = saturating_u32(copy_blocks);
-        id.msrc_z = u8::try_from(self.limits.copy_ranges_max.saturating_sub(1)).unwrap_or(u8::MAX);
+        if self.limits.offers(NvmOpcode::COPY) {
+            let (blocks, ranges) = (
+                self.blocks(self.limits.copy_bytes_max),
+                self.limits.copy_ranges_max,
+            );
+            id.mssrl = u16::try_from(blocks).unwrap_or(u16::MAX);
+            id.mcl = saturating_u32(blocks);
+            id.msrc_z = u8::try_from(ranges.saturating_sub(1)).unwrap_or(u8::MAX);
+        }
         id.nguid = namespace.nguid;
         id.eui64 = namespace.eui64;
         id.lbaf[0] = LbaFormat::default().with_lbads(namespace.lba_shift);
@@ -194,7 +233,7 @@ impl Subject<'_> {
             return Err(Status::INVALID_NAMESPACE_OR_FORMAT);
         }
         let mut list = vec![0; IDENTIFY_SIZE];
-        if self.namespace.nsid > nsid {
+        if self.active && self.namespace.nsid > nsid {
             list[..4].copy_from_slice(self.namespace.nsid.as_bytes());
         }
         Ok(list)
@@ -297,6 +336,8 @@ mod tests {
             namespace: &namespace,
             limits: &limits,
             doorbell_buffer: true,
+            active: true,
+            thresholds: fixtures::THRESHOLDS,
         };
         let command = Identify {
             cns: Cns(cns),
@@ -323,7 +364,11 @@ mod tests {
         assert_eq!(id[77], 8, "MDTS: 1 MiB");
         assert_eq!(id[78..80], [0, 0], "CNTLID");
         assert_eq!(id[80..84], [0, 0, 2, 0], "VER");
-        assert_eq!(id[92..96], [0; 4], "OAES");
+        assert_eq!(
+            id[92..96],
+            [0, 1, 0, 0],
+            "OAES: Namespace Attribute Notices"
+        );
         assert_eq!(id[111], 1, "I/O controller");
         assert_eq!(id[256..258], [0x00, 0x01], "OACS: Doorbell Buffer Config");
         assert_eq!(id[258..264], [3, 3, 0x03, 0b111, 63, 0], "ACL to NPSS");
@@ -350,6 +395,8 @@ mod tests {
             namespace: &namespace,
             limits: &limits,
             doorbell_buffer: false,
+            active: true,
+            thresholds: fixtures::THRESHOLDS,
         };
         let command = Identify {
             cns: Cns::CONTROLLER,
@@ -359,6 +406,81 @@ mod tests {
             subject.identify(command, Nsid(0)).expect("a structure")[256..258],
             [0, 0]
         );
+    }
+
+    #[test]
+    fn nothing_is_promised_that_the_drive_does_not_keep() {
+        let namespace = fixtures::namespace();
+        let limits = Limits {
+            commands: Oncs::default().with_write_zeroes(true).with_verify(true),
+            awun_z: 0x1234,
+            awupf_z: 0x0056,
+            volatile_write_cache: false,
+            deallocated_reads_zeroes: false,
+            sgl_descriptors_max: 0,
+            ..fixtures::limits()
+        };
+        let subject = Subject {
+            namespace: &namespace,
+            limits: &limits,
+            doorbell_buffer: true,
+            active: true,
+            thresholds: TemperatureThresholds {
+                warning: 0x155,
+                critical: 0,
+            },
+        };
+        let identify = |cns, nsid| {
+            let command = Identify {
+                cns: Cns(cns),
+                ..Identify::default()
+            };
+            subject.identify(command, Nsid(nsid)).expect("a structure")
+        };
+        let id = identify(0x01, 0);
+        assert_eq!(id[266..270], [0x55, 0x01, 0, 0], "WCTEMP, CCTEMP");
+        assert_eq!(
+            id[520..522],
+            [0b1101_1000, 0],
+            "ONCS: with Timestamp and Save"
+        );
+        assert_eq!(id[525], 0b110, "VWC: not present");
+        assert_eq!(id[526..530], [0x34, 0x12, 0x56, 0], "AWUN, AWUPF");
+        assert_eq!(id[534..540], [0; 6], "no Copy format, no SGLs");
+        // VSL and WZSL, but no WUSL, DMRL, DMRSL.
+        assert_eq!(identify(0x06, 0)[..8], [18, 18, 0, 0, 0, 0, 0, 0]);
+        let id = identify(0x00, 1);
+        assert_eq!(id[33], 0, "DLFEAT");
+        assert_eq!(id[74..81], [0; 7], "MSSRL, MCL, MSRC");
+    }
+
+    #[test]
+    fn a_namespace_that_is_not_active_is_listed_nowhere() {
+        let (namespace, limits) = (fixtures::namespace(), fixtures::limits());
+        let subject = Subject {
+            namespace: &namespace,
+            limits: &limits,
+            doorbell_buffer: true,
+            active: false,
+            thresholds: fixtures::THRESHOLDS,
+        };
+        let identify = |cns, nsid| {
+            let command = Identify {
+                cns: Cns(cns),
+                ..Identify::default()
+            };
+            subject.identify(command, Nsid(nsid))
+        };
+        for cns in [0x02, 0x07] {
+            assert_eq!(identify(cns, 0), Ok(vec![0; 4096]), "CNS {cns:#x}");
+        }
+        for cns in [0x00, 0x05, 0x08] {
+            assert_eq!(identify(cns, 1), Ok(vec![0; 4096]), "CNS {cns:#x}");
+            let invalid = Err(Status::INVALID_NAMESPACE_OR_FORMAT);
+            assert_eq!(identify(cns, 2), invalid, "CNS {cns:#x}");
+        }
+        assert_eq!(identify(0x03, 1), Err(Status::INVALID_FIELD));
+        assert_eq!(identify(0x01, 0).expect("a structure")[516], 1, "NN stays");
     }
 
     #[test]

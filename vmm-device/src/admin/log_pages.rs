@@ -1,7 +1,5 @@
 //! Get Log Page (Base 2.0, section 5.16).
 
-use std::time::Duration;
-
 use nvme_mpt::{
     Counters,
     spec::{
@@ -24,7 +22,8 @@ use zerocopy::{
 
 use super::{
     error_log::ErrorLog,
-    features::{COMPOSITE_TEMPERATURE, Features},
+    features::Features,
+    health::Health,
     identify::{FIRMWARE_REVISION, Subject},
 };
 
@@ -65,18 +64,15 @@ const IO_COMMANDS: [(NvmOpcode, bool); 9] = [
     (NvmOpcode::COPY, true),
 ];
 
-/// Available Spare, in percent: nothing here wears out.
-const AVAILABLE_SPARE: u8 = 100;
-const AVAILABLE_SPARE_THRESHOLD: u8 = 10;
-
 /// What log pages report.
 pub(super) struct LogPages<'a> {
     pub(super) subject: Subject<'a>,
     pub(super) features: &'a Features,
     pub(super) errors: &'a ErrorLog,
     pub(super) counters: Counters,
-    /// Since when there is the function.
-    pub(super) age: Duration,
+    pub(super) health: &'a Health,
+    /// Whether the namespace changed since the host was told which.
+    pub(super) namespace_changed: bool,
 }
 
 impl LogPages<'_> {
@@ -111,31 +107,32 @@ impl LogPages<'_> {
                 Ok(self.smart_health())
             }
             LogPageId::FIRMWARE_SLOT => Ok(firmware_slots()),
-            LogPageId::CHANGED_NAMESPACE_LIST => {
-                // A lease never changes.
-                Ok(ChangedNamespaceList::new_zeroed().as_bytes().to_vec())
-            }
+            LogPageId::CHANGED_NAMESPACE_LIST => Ok(self.changed_namespaces()),
             LogPageId::COMMANDS_SUPPORTED_AND_EFFECTS => Ok(self.commands(request.csi)),
             _ => Err(Status::INVALID_LOG_PAGE),
         }
     }
 
-    /// SMART / Health Information (Base 2.0, section 5.16.1.3), of the life of the function.
+    /// SMART / Health Information (Base 2.0, section 5.16.1.3): the state is the drive's, what is
+    /// counted is the lease's, of the life of the function.
     fn smart_health(&self) -> Vec<u8> {
         let counters = &self.counters;
-        let mut log = SmartHealth::new_zeroed();
-        log.critical_warning = self.features.critical_warning();
-        log.composite_temperature = U16::new(COMPOSITE_TEMPERATURE);
-        log.available_spare = AVAILABLE_SPARE;
-        log.available_spare_threshold = AVAILABLE_SPARE_THRESHOLD;
+        let mut log = self.health.page(self.features);
         log.data_units_read = data_units(counters.bytes_read);
         log.data_units_written = data_units(counters.bytes_written);
         log.host_read_commands = wide(counters.reads);
         log.host_write_commands = wide(counters.writes);
-        log.power_cycles = wide(1);
-        log.power_on_hours = wide(self.age.as_secs() / 3600);
         log.media_errors = wide(counters.media_errors);
         log.error_log_entries = wide(self.errors.count());
+        log.as_bytes().to_vec()
+    }
+
+    /// Changed Namespace List (Base 2.0, section 5.16.1.5), as the guest numbers them.
+    fn changed_namespaces(&self) -> Vec<u8> {
+        let mut log = ChangedNamespaceList::new_zeroed();
+        if self.namespace_changed {
+            log.0[0] = self.subject.namespace.nsid;
+        }
         log.as_bytes().to_vec()
     }
 
@@ -151,7 +148,11 @@ impl LogPages<'_> {
             log.acs[usize::from(AdminOpcode::DOORBELL_BUFFER_CONFIG.0)] = supported;
         }
         if csi == Csi::NVM {
-            for (opcode, changes_content) in IO_COMMANDS {
+            let limits = self.subject.limits;
+            for (opcode, changes_content) in IO_COMMANDS
+                .into_iter()
+                .filter(|(opcode, _)| limits.offers(*opcode))
+            {
                 log.iocs[usize::from(opcode.0)] = supported.with_lbcc(changes_content);
             }
         }
@@ -199,7 +200,11 @@ fn wide(value: u64) -> U128 {
 mod tests {
     use nvme_mpt::{
         ErrorEntry, LeasedNamespace, Limits,
-        spec::ids::{CommandId, QueueId},
+        host::software::SoftwareController,
+        spec::{
+            identify::Oncs,
+            ids::{CommandId, QueueId},
+        },
     };
 
     use super::*;
@@ -211,16 +216,23 @@ mod tests {
         features: Features,
         errors: ErrorLog,
         counters: Counters,
+        health: Health,
+        namespace_changed: bool,
     }
 
     impl Fixture {
         fn new() -> Self {
+            let drive = SoftwareController::null(1 << 30, 9);
+            let mut health = Health::new(&drive);
+            health.refresh(&drive);
             Self {
                 namespace: fixtures::namespace(),
                 limits: fixtures::limits(),
                 features: Features::default(),
                 errors: ErrorLog::default(),
                 counters: Counters::default(),
+                health,
+                namespace_changed: false,
             }
         }
 
@@ -229,20 +241,16 @@ mod tests {
                 namespace: &self.namespace,
                 limits: &self.limits,
                 doorbell_buffer: true,
+                active: true,
+                thresholds: fixtures::THRESHOLDS,
             };
-            let age = Duration::from_secs(2 * 3600 + 1);
-            let Self {
-                features,
-                errors,
-                counters,
-                ..
-            } = self;
             LogPages {
                 subject,
-                features,
-                errors,
-                counters: *counters,
-                age,
+                features: &self.features,
+                errors: &self.errors,
+                counters: self.counters,
+                health: &self.health,
+                namespace_changed: self.namespace_changed,
             }
             .read(&request, Nsid(nsid))
         }
@@ -365,12 +373,21 @@ mod tests {
             assert_eq!(page[64..80], 3_u128.to_le_bytes(), "read commands");
             assert_eq!(page[80..96], (1_u128 << 32).to_le_bytes(), "write commands");
             assert_eq!(page[112..128], 1_u128.to_le_bytes(), "power cycles");
-            assert_eq!(page[128..144], 2_u128.to_le_bytes(), "power on hours");
+            assert_eq!(page[128..144], [0; 16], "power on hours");
             assert_eq!(page[160..176], 7_u128.to_le_bytes(), "media errors");
             assert_eq!(page[176..192], 1_u128.to_le_bytes(), "error log entries");
         }
         let other = fixture.read(request(0x02, 128), 2);
         assert_eq!(other, Err(Status::INVALID_NAMESPACE_OR_FORMAT));
+    }
+
+    #[test]
+    fn a_changed_namespace_is_listed_as_the_guest_numbers_it() {
+        let mut fixture = Fixture::new();
+        assert_eq!(fixture.read(request(0x04, 1024), 0), Ok(vec![0; 4096]));
+        fixture.namespace_changed = true;
+        let page = fixture.read(request(0x04, 1024), 0).expect("a page");
+        assert_eq!(page[..8], [1, 0, 0, 0, 0, 0, 0, 0]);
     }
 
     #[test]
@@ -403,6 +420,14 @@ mod tests {
             };
             assert_eq!(entry, [expected, 0, 0, 0], "I/O command {opcode:#x}");
         }
+        let mut fewer = Fixture::new();
+        fewer.limits.commands = Oncs::default().with_dsm(true);
+        let page = fewer.read(request(0x05, 1024), 0).expect("a page");
+        for (opcode, entry) in page[1024..2048].chunks(4).enumerate() {
+            let offered = matches!(opcode, 0x00..=0x02 | 0x09);
+            assert_eq!(entry[0] & 1, u8::from(offered), "I/O command {opcode:#x}");
+        }
+        let page = fixture.read(request(0x05, 1024), 0).expect("a page");
         let zoned = LogPageRequest {
             csi: Csi(2),
             ..request(0x05, 1024)

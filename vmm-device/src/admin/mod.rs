@@ -11,6 +11,7 @@ mod data;
 mod doorbell_buffer;
 mod error_log;
 mod features;
+mod health;
 mod identify;
 mod io_queues;
 mod log_pages;
@@ -19,28 +20,30 @@ mod ring;
 #[cfg(test)]
 mod tests;
 
-use std::{collections::VecDeque, sync::Arc, time::Instant};
+use std::{collections::VecDeque, sync::Arc};
 
 use nvme_mpt::{
-    Attachment, DmaError, DoorbellPage, ErrorEntry, Event, Gpa, InterruptVector,
+    Attachment, DmaError, DoorbellPage, Drive, DriveEvent, ErrorEntry, Event, Gpa, InterruptVector,
     spec::{
         event::{AsyncEvent, SmartEvent},
         feature::FeatureId,
         identify::IDENTIFY_SIZE,
         ids::QueueId,
-        log::{LogPageRequest, ParameterErrorLocation},
+        log::{CriticalWarning, LogPageId, LogPageRequest, ParameterErrorLocation},
         registers::{Cc, Doorbell},
         sqe::Sqe,
         status::Status,
     },
 };
 
+pub(crate) use self::health::WATCH_INTERVAL;
 use self::{
     async_events::AsyncEvents,
     command::AdminCommand,
     data::DataBuffer,
     error_log::ErrorLog,
     features::{FeatureContext, Features},
+    health::Health,
     identify::Subject,
     io_queues::IoQueues,
     log_pages::LogPages,
@@ -66,10 +69,14 @@ pub(crate) struct Admin {
     features: Features,
     events: AsyncEvents,
     errors: ErrorLog,
+    health: Health,
+    /// Critical warnings that there are and that need no further event, as they were one already.
+    warned: CriticalWarning,
+    /// The namespace is in the Changed Namespace List.
+    namespace_changed: bool,
     /// I/O Completion Queues that there are. Submission queues need one each.
     io_completion_queues: u32,
     commands: u64,
-    born: Instant,
 }
 
 /// How a command that was carried out goes on.
@@ -81,16 +88,18 @@ enum Outcome {
 }
 
 impl Admin {
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(drive: &Drive) -> Self {
         Self {
             rings: None,
             unposted: VecDeque::new(),
             features: Features::default(),
             events: AsyncEvents::default(),
             errors: ErrorLog::default(),
+            health: Health::new(drive.controller()),
+            warned: CriticalWarning::default(),
+            namespace_changed: false,
             io_completion_queues: 0,
             commands: 0,
-            born: Instant::now(),
         }
     }
 
@@ -108,6 +117,8 @@ impl Admin {
         self.unposted.clear();
         self.features = Features::default();
         self.events = AsyncEvents::default();
+        self.warned = CriticalWarning::default();
+        self.namespace_changed = false;
         self.io_completion_queues = 0;
     }
 
@@ -136,16 +147,81 @@ impl Admin {
         self.report_doorbell(AsyncEvent::INVALID_DOORBELL_REGISTER);
     }
 
-    /// Something happened on an I/O queue that the guest can be told of.
-    pub(crate) fn report(&mut self, event: &Event) {
+    /// Something happened on an I/O queue or to the drive that the guest can be told of.
+    pub(crate) fn report(&mut self, event: &Event, attachment: &Attachment) {
         match event {
             Event::InvalidDoorbell { .. } => {
                 self.report_doorbell(AsyncEvent::INVALID_DOORBELL_VALUE);
             }
             Event::CommandFailed(error) => self.errors.command_failed(error),
             Event::QueueFailed { .. } => self.errors.controller_failed(Status::INTERNAL_ERROR),
-            // Software drives, the only ones so far, have no events.
-            Event::Drive(_) => {}
+            Event::Drive(event) => self.report_drive(*event, attachment),
+        }
+    }
+
+    /// The drive, or what it is divided into, is not what it was.
+    fn report_drive(&mut self, event: DriveEvent, attachment: &Attachment) {
+        match event {
+            DriveEvent::Health => self.read_health(attachment),
+            DriveEvent::NamespaceChanged(nsid) if nsid == attachment.lease().nsid() => {
+                self.report_namespace();
+            }
+            // Another lease's.
+            DriveEvent::NamespaceChanged(_) => {}
+            // Each command that it interrupted is an error of its own.
+            DriveEvent::Reset => {}
+            // What a driver does best without its drive is to forget the namespace: it asks which
+            // are active, finds none, and fails what is left. A controller in a fatal state would
+            // be reset again and again, and noticed by time-outs alone.
+            DriveEvent::Gone => {
+                self.errors.controller_failed(Status::INTERNAL_ERROR);
+                self.report_namespace();
+                self.read_health(attachment);
+            }
+        }
+    }
+
+    fn report_namespace(&mut self) {
+        self.namespace_changed = true;
+        if self.features.async_events().namespace_attribute() {
+            self.events.raise(AsyncEvent::NAMESPACE_ATTRIBUTE_CHANGED);
+        }
+    }
+
+    /// Whether the drive has to be asked for its health now and then.
+    pub(crate) fn watches_health(&self) -> bool {
+        self.health.can_change() && self.features.async_events().critical_warnings().0 != 0
+    }
+
+    /// Asks the drive for its health, if it was not asked for long.
+    pub(crate) fn watch_health(&mut self, attachment: &Attachment) {
+        if self.watches_health() {
+            self.health.watch(attachment.drive().controller());
+            self.report_health();
+        }
+    }
+
+    fn read_health(&mut self, attachment: &Attachment) {
+        self.health.read(attachment.drive().controller());
+        self.report_health();
+    }
+
+    /// Tells of the critical warnings that are new, if the guest wants to hear of them.
+    fn report_health(&mut self) {
+        let warnings = self.health.warnings(&self.features);
+        let wanted = self.features.async_events().critical_warnings();
+        let news = CriticalWarning(warnings.0 & !self.warned.0 & wanted.0);
+        self.warned = CriticalWarning(warnings.0 & wanted.0);
+        // As the specification sorts them (Base 2.0, Figure 147).
+        let reliability = news.reliability() || news.read_only() || news.volatile_backup();
+        for (is_news, event) in [
+            (news.spare(), SmartEvent::SPARE_BELOW_THRESHOLD),
+            (news.temperature(), SmartEvent::TEMPERATURE_THRESHOLD),
+            (reliability, SmartEvent::SUBSYSTEM_RELIABILITY),
+        ] {
+            if is_news {
+                self.events.raise(AsyncEvent::smart(event));
+            }
         }
     }
 
@@ -231,7 +307,7 @@ impl Admin {
         let mut dw0 = 0;
         match AdminCommand::parse(sqe)? {
             AdminCommand::Identify(command) => {
-                let structure = subject(attachment).identify(command, sqe.nsid)?;
+                let structure = self.subject(attachment).identify(command, sqe.nsid)?;
                 DataBuffer::new(memory, sqe, IDENTIFY_SIZE as u64).write(&structure)?;
             }
             AdminCommand::GetLogPage(request) => {
@@ -290,19 +366,28 @@ impl Admin {
         sqe: &Sqe,
         attachment: &Attachment,
     ) -> Result<(), Status> {
+        if request.lid == LogPageId::SMART_HEALTH {
+            self.health.refresh(attachment.drive().controller());
+            self.report_health();
+        }
         let pages = LogPages {
-            subject: subject(attachment),
+            subject: self.subject(attachment),
             features: &self.features,
             errors: &self.errors,
             counters: attachment.counters(),
-            age: self.born.elapsed(),
+            health: &self.health,
+            namespace_changed: self.namespace_changed,
         };
         let part = pages.read(request, sqe.nsid)?;
         DataBuffer::new(attachment.window(), sqe, request.length()).write(&part)?;
-        if !request.rae
-            && let Some(event_type) = log_pages::cleared_by(request.lid)
-        {
+        if request.rae {
+            return Ok(());
+        }
+        if let Some(event_type) = log_pages::cleared_by(request.lid) {
             self.events.clear(event_type);
+        }
+        if request.lid == LogPageId::CHANGED_NAMESPACE_LIST {
+            self.namespace_changed = false;
         }
         Ok(())
     }
@@ -314,12 +399,15 @@ impl Admin {
                 self.features
                     .apply(controller.attachment, controller.vectors);
             }
-            FeatureId::TEMPERATURE_THRESHOLD => {
-                let warning = self.features.critical_warning();
-                if self.features.reports(warning) {
-                    self.events
-                        .raise(AsyncEvent::smart(SmartEvent::TEMPERATURE_THRESHOLD));
-                }
+            // A condition that holds already is told once more, to a host that asks for it anew.
+            FeatureId::TEMPERATURE_THRESHOLD | FeatureId::ASYNC_EVENT_CONFIGURATION => {
+                self.warned = match fid {
+                    FeatureId::TEMPERATURE_THRESHOLD => self.warned.with_temperature(false),
+                    _ => CriticalWarning::default(),
+                };
+                self.health
+                    .refresh(controller.attachment.drive().controller());
+                self.report_health();
             }
             _ => {}
         }
@@ -330,6 +418,7 @@ impl Admin {
             namespace: controller.attachment.namespace(),
             volatile_write_cache: controller.attachment.limits().volatile_write_cache,
             queue_pairs_max: controller.attachment.max_queue_pairs(),
+            default_threshold: self.health.default_threshold(),
             vectors: controller.vectors,
             io_queues_exist: self.io_completion_queues > 0,
         }
@@ -343,12 +432,14 @@ impl Admin {
             allocated: self.features.allocated(&self.feature_context(controller)),
         }
     }
-}
 
-fn subject(attachment: &Attachment) -> Subject<'_> {
-    Subject {
-        namespace: attachment.namespace(),
-        limits: attachment.limits(),
-        doorbell_buffer: doorbell_buffer::is_supported(attachment),
+    fn subject<'a>(&self, attachment: &'a Attachment) -> Subject<'a> {
+        Subject {
+            namespace: attachment.namespace(),
+            limits: attachment.limits(),
+            doorbell_buffer: doorbell_buffer::is_supported(attachment),
+            active: attachment.is_backed(),
+            thresholds: self.health.thresholds(),
+        }
     }
 }

@@ -28,6 +28,7 @@ impl Fixture {
             namespace: &self.namespace,
             volatile_write_cache: self.volatile_write_cache,
             queue_pairs_max: 4,
+            default_threshold: 343,
             vectors: &self.vectors,
             io_queues_exist: self.io_queues_exist,
         }
@@ -155,7 +156,7 @@ fn simple_values_read_back_without_their_reserved_bits() {
         (0x06, 0x0000_0001, 0x0000_0001),
         (0x08, 0xFFFF_1234, 0x0000_1234),
         (0x0A, 0xFFFF_FFFF, 0x0000_0001),
-        (0x0B, 0xFFFF_FFFF, 0x0000_00FF),
+        (0x0B, 0xFFFF_FFFF, 0x0000_01FF),
         (0x19, 0xFFFF_FE00, 0x0000_0000),
     ] {
         assert_eq!(fixture.set(fid, written, &[]), Ok(0));
@@ -218,24 +219,23 @@ fn queues_are_allocated_up_to_what_there_is() {
 }
 
 #[test]
-fn thresholds_warn_when_the_temperature_is_beyond_them() {
+fn thresholds_are_kept_and_compared() {
     let mut fixture = Fixture::new();
-    assert!(!fixture.features.critical_warning().temperature());
+    let beyond = |features: &Features, temperature| features.is_beyond_threshold(temperature, 343);
+    assert!(!beyond(&fixture.features, 342));
+    assert!(beyond(&fixture.features, 343), "the drive's own threshold");
     assert_eq!(fixture.set(0x04, 310, &[]), Ok(0));
     assert_eq!(fixture.current(0x04, 0), Ok(310));
-    let warning = fixture.features.critical_warning();
-    assert!(warning.temperature() && !fixture.features.reports(warning));
-    assert_eq!(fixture.set(0x0B, 0b10, &[]), Ok(0));
-    assert!(fixture.features.reports(warning));
+    assert!(beyond(&fixture.features, 310) && !beyond(&fixture.features, 309));
     assert_eq!(fixture.set(0x04, 0x000F_0157, &[]), Ok(0), "all sensors");
-    assert!(!fixture.features.critical_warning().temperature());
+    assert!(!beyond(&fixture.features, 310));
     assert_eq!(
         fixture.set(0x04, 0x0010_0136, &[]),
         Ok(0),
         "under temperature"
     );
     assert_eq!(fixture.current(0x04, 0x0010_0000), Ok(310));
-    assert!(fixture.features.critical_warning().temperature());
+    assert!(beyond(&fixture.features, 310) && !beyond(&fixture.features, 311));
 }
 
 #[test]

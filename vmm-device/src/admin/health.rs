@@ -1,0 +1,184 @@
+//! The health of the drive, as one of its users may know it (Base 2.0, section 5.16.1.3).
+//!
+//! What wears out, heats up or fails is one drive under all its users, so its state is told to each
+//! of them: spare, wear, temperatures, hours, power cycles. What was read, written and lost is
+//! counted for the lease alone: nobody learns what others do.
+
+use std::time::{Duration, Instant};
+
+use nvme_mpt::{
+    host::{HostController, TemperatureThresholds},
+    spec::log::{CriticalWarning, SmartHealth},
+};
+use zerocopy::{
+    FromZeros,
+    little_endian::{U16, U128},
+};
+
+use super::features::Features;
+
+/// How long what the drive said is taken as true: a guest that asks again and again does not keep
+/// the drive's admin queue busy, which others need.
+const FRESH: Duration = Duration::from_secs(1);
+
+/// How often the drive is asked while the guest wants to hear of warnings. A drive tells of its own
+/// thresholds by itself, not of those that a guest has set.
+pub(crate) const WATCH_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Of a drive without a sensor: 37 °C, 70 °C and 100 °C.
+const TEMPERATURE: u16 = 310;
+const THRESHOLDS: TemperatureThresholds = TemperatureThresholds {
+    warning: 343,
+    critical: 373,
+};
+
+/// Available Spare of a drive that does not wear out, in percent.
+const SPARE: u8 = 100;
+const SPARE_THRESHOLD: u8 = 10;
+
+/// What is known of the drive's health.
+#[derive(Clone, Copy, Debug)]
+enum Reading {
+    /// Nobody asked, or the drive did not answer yet.
+    Unknown,
+    /// The drive keeps no log: nothing in it wears out.
+    None,
+    /// What the drive said last.
+    Drive(SmartHealth),
+}
+
+/// The drive's health, read when somebody wants to know it.
+#[derive(Debug)]
+pub(super) struct Health {
+    thresholds: Option<TemperatureThresholds>,
+    reading: Reading,
+    asked: Option<Instant>,
+    gone: bool,
+    since: Instant,
+}
+
+impl Health {
+    pub(super) fn new(drive: &dyn HostController) -> Self {
+        Self {
+            thresholds: drive.temperature_thresholds(),
+            reading: Reading::Unknown,
+            asked: None,
+            gone: false,
+            since: Instant::now(),
+        }
+    }
+
+    /// `WCTEMP` and `CCTEMP`.
+    pub(super) fn thresholds(&self) -> TemperatureThresholds {
+        self.thresholds.unwrap_or(THRESHOLDS)
+    }
+
+    /// The Over Temperature Threshold that nobody has set: `WCTEMP`, if the drive reports one.
+    pub(super) fn default_threshold(&self) -> u16 {
+        match self.thresholds().warning {
+            0 => u16::MAX,
+            warning => warning,
+        }
+    }
+
+    /// Whether the drive's health can change at all.
+    pub(super) fn can_change(&self) -> bool {
+        self.thresholds.is_some()
+    }
+
+    /// Asks the drive, unless it was asked just now.
+    pub(super) fn refresh(&mut self, drive: &dyn HostController) {
+        if self.asked.is_none_or(|asked| asked.elapsed() >= FRESH) {
+            self.read(drive);
+        }
+    }
+
+    /// Asks the drive, if it was not asked for so long that its guest may have missed something.
+    pub(super) fn watch(&mut self, drive: &dyn HostController) {
+        if self
+            .asked
+            .is_none_or(|asked| asked.elapsed() >= WATCH_INTERVAL)
+        {
+            self.read(drive);
+        }
+    }
+
+    /// Asks the drive. While it does not answer, what it said last stays.
+    pub(super) fn read(&mut self, drive: &dyn HostController) {
+        self.asked = Some(Instant::now());
+        self.gone = drive.incidents().gone;
+        if self.gone {
+            return;
+        }
+        match drive.smart_health() {
+            Ok(Some(log)) => self.reading = Reading::Drive(log),
+            Ok(None) => self.reading = Reading::None,
+            Err(error) => log::info!("The drive does not tell its health: {error}"),
+        }
+    }
+
+    /// Composite Temperature in kelvins; 0 if not known.
+    fn temperature(&self) -> u16 {
+        match &self.reading {
+            Reading::Unknown => 0,
+            Reading::None => TEMPERATURE,
+            Reading::Drive(log) => log.composite_temperature.get(),
+        }
+    }
+
+    /// Critical Warning: the drive's own, but for its temperature, which is held against the
+    /// thresholds of this guest; and a drive that is gone is not reliable.
+    pub(super) fn warnings(&self, features: &Features) -> CriticalWarning {
+        let temperature = self.temperature();
+        let beyond =
+            temperature != 0 && features.is_beyond_threshold(temperature, self.default_threshold());
+        let drive = match &self.reading {
+            Reading::Drive(log) => log.critical_warning,
+            Reading::Unknown | Reading::None => CriticalWarning::default(),
+        };
+        CriticalWarning::default()
+            .with_spare(drive.spare())
+            .with_temperature(beyond)
+            .with_reliability(drive.reliability() || self.gone)
+            .with_read_only(drive.read_only())
+            .with_volatile_backup(drive.volatile_backup())
+    }
+
+    /// The drive's part of the log page; what is counted for a lease is zero.
+    pub(super) fn page(&self, features: &Features) -> SmartHealth {
+        let mut page = SmartHealth::new_zeroed();
+        page.critical_warning = self.warnings(features);
+        page.composite_temperature = U16::new(self.temperature());
+        match &self.reading {
+            Reading::Drive(drive) => {
+                page.available_spare = drive.available_spare;
+                page.available_spare_threshold = drive.available_spare_threshold;
+                page.percentage_used = drive.percentage_used;
+                page.controller_busy_time = drive.controller_busy_time;
+                page.power_cycles = drive.power_cycles;
+                page.power_on_hours = drive.power_on_hours;
+                page.unsafe_shutdowns = drive.unsafe_shutdowns;
+                page.warning_temperature_time = drive.warning_temperature_time;
+                page.critical_temperature_time = drive.critical_temperature_time;
+                page.temperature_sensors = drive.temperature_sensors;
+                page.thermal_transitions = drive.thermal_transitions;
+                page.thermal_time = drive.thermal_time;
+            }
+            Reading::None => {
+                page.available_spare = SPARE;
+                page.available_spare_threshold = SPARE_THRESHOLD;
+                page.power_cycles = U128::new(1);
+                let hours = self.since.elapsed().as_secs() / 3600;
+                page.power_on_hours = U128::new(hours.into());
+            }
+            Reading::Unknown => {
+                page.available_spare = SPARE;
+                page.available_spare_threshold = SPARE_THRESHOLD;
+            }
+        }
+        page
+    }
+}
+
+#[cfg(test)]
+mod tests;

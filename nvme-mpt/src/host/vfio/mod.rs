@@ -4,5 +4,12 @@
 //! on a PCI function behind `vfio-pci` as well as on an emulated one in tests.
 
 mod backing;
+mod container;
+mod device;
+mod error;
+pub mod function;
+mod ioctl;
 
 pub use backing::Backing;
+pub use device::VfioBacking;
+pub use error::VfioError;

@@ -1,0 +1,155 @@
+//! What keeps a drive from being driven through VFIO, and what to do about it.
+
+use std::io;
+use std::path::PathBuf;
+
+use super::function::{PciAddress, PciFunctionError};
+
+/// An NVMe function cannot be used through VFIO.
+#[derive(Debug, thiserror::Error)]
+pub enum VfioError {
+    /// The host has no such function, or it cannot be looked at.
+    #[error(transparent)]
+    Function(#[from] PciFunctionError),
+    /// The function is no NVMe controller (class code 010802h).
+    #[error(
+        "{address} is no NVMe controller: its class code is {class:06x}h, not 010802h; `nvme-mpt drives` lists those of this host"
+    )]
+    NotNvme {
+        /// The function.
+        address: PciAddress,
+        /// Its class code.
+        class: u32,
+    },
+    /// Some other driver has the function.
+    #[error(
+        "{address} is bound to the driver `{driver}`, not to vfio-pci; run: nvme-mpt bind {address}"
+    )]
+    OtherDriver {
+        /// The function.
+        address: PciAddress,
+        /// Its driver.
+        driver: String,
+    },
+    /// No driver has the function.
+    #[error("{address} is bound to no driver; run: nvme-mpt bind {address}")]
+    NoDriver {
+        /// The function.
+        address: PciAddress,
+    },
+    /// No IOMMU stands between the function and memory.
+    #[error(
+        "{address} has no IOMMU; enable it in the firmware's setup (VT-d, AMD-Vi or SMMU), and with intel_iommu=on on the kernel's command line of an Intel host"
+    )]
+    NoIommu {
+        /// The function.
+        address: PciAddress,
+    },
+    /// A file of VFIO's does not exist.
+    #[error("{} does not exist; load the driver with: modprobe vfio-pci", .0.display())]
+    NoVfio(PathBuf),
+    /// A file of VFIO's may not be opened.
+    #[error(
+        "No permission to open {}; run as root, or give this user read and write access to it", .0.display()
+    )]
+    Permission(PathBuf),
+    /// Somebody else has the group open.
+    #[error(
+        "{address} is in use: {} is open in another process (a VMM, or another nvme-mpt); end that first", group.display()
+    )]
+    InUse {
+        /// The function.
+        address: PciAddress,
+        /// Its group's file.
+        group: PathBuf,
+    },
+    /// Another function of the group has a driver of the host's.
+    #[error(
+        "{address} cannot be isolated: its IOMMU group {group} has other functions with drivers of the host ({}); bind each of them to vfio-pci as well, or put the drive into another slot", others.join(", ")
+    )]
+    NotViable {
+        /// The function.
+        address: PciAddress,
+        /// Its group's number.
+        group: u32,
+        /// The others, each with its driver.
+        others: Vec<String>,
+    },
+    /// The kernel's VFIO is of a kind that is not known.
+    #[error("The kernel's VFIO has no type 1 IOMMU; load it with: modprobe vfio_iommu_type1")]
+    NoType1,
+    /// The platform does not keep devices from raising any interrupt.
+    #[error(
+        "The platform cannot isolate interrupts of {address}: enable interrupt remapping in the firmware's setup, or accept the risk with vfio_iommu_type1.allow_unsafe_interrupts=1"
+    )]
+    UnsafeInterrupts {
+        /// The function.
+        address: PciAddress,
+    },
+    /// The IOMMU translates no address that can be used.
+    #[error("The IOMMU of {address} offers no addresses for DMA")]
+    NoAddresses {
+        /// The function.
+        address: PciAddress,
+    },
+    /// BAR0 holds no doorbells.
+    #[error(
+        "BAR0 of {address} has {size:#x} bytes, too few for the registers and doorbells of an NVMe controller (2000h)"
+    )]
+    SmallBar {
+        /// The function.
+        address: PciAddress,
+        /// The BAR's size.
+        size: u64,
+    },
+    /// The doorbells cannot be mapped.
+    #[error(
+        "The doorbells of {address}, at 1000h of BAR0, cannot be mapped: they share a page with its MSI-X table or with another device; use a kernel of 4.16 or newer, or one with smaller pages"
+    )]
+    DoorbellsNotMappable {
+        /// The function.
+        address: PciAddress,
+    },
+    /// Memory may not be locked.
+    #[error(
+        "Cannot lock {len} bytes of memory for the drive: {locked} are locked already, of {limit} that are allowed; raise the limit with `ulimit -l` (in KiB) or LimitMEMLOCK= of the unit to the memory of all virtual machines that use the drive and 256 MiB more"
+    )]
+    MemoryLock {
+        /// What was to be locked, in bytes.
+        len: u64,
+        /// What is locked, in bytes.
+        locked: u64,
+        /// `RLIMIT_MEMLOCK`, in bytes.
+        limit: u64,
+    },
+    /// More mappings than the kernel takes.
+    #[error(
+        "The drive's IOMMU takes {limit} mappings, all of which are used; raise vfio_iommu_type1.dma_entry_limit"
+    )]
+    Mappings {
+        /// How many there can be.
+        limit: u32,
+    },
+    /// Less was unmapped than had been mapped.
+    #[error(
+        "The kernel unmapped {unmapped:#x} bytes at IOVA {iova:#x} instead of {len:#x}; the drive may reach memory still"
+    )]
+    PartlyUnmapped {
+        /// Where.
+        iova: u64,
+        /// What was asked for, in bytes.
+        len: u64,
+        /// What it says, in bytes.
+        unmapped: u64,
+    },
+    /// The kernel refuses something else.
+    #[error("Cannot {what} of {address}")]
+    Refused {
+        /// The function.
+        address: PciAddress,
+        /// What was tried.
+        what: &'static str,
+        /// What the kernel said.
+        source: io::Error,
+    },
+}

@@ -1,0 +1,194 @@
+//! What the kernel's `nvme` driver shows of a controller that it has.
+
+use std::path::{Path, PathBuf};
+
+use super::{HostRoot, PciFunctionError, entries, link_name, read, read_optional};
+
+/// Blocks of the kernel's own, in which it counts a disk's size.
+const SECTOR: u64 = 512;
+
+/// A controller, as the kernel's driver shows it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KernelController {
+    /// As in `nvme0`.
+    pub name: String,
+    /// Model Number.
+    pub model: String,
+    /// Serial Number.
+    pub serial: String,
+    /// Its namespaces that are disks, by their identifiers.
+    pub namespaces: Vec<KernelNamespace>,
+}
+
+/// A namespace that is a disk of the host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KernelNamespace {
+    /// Its identifier.
+    pub nsid: u32,
+    /// Its disk, as in `nvme0n1`.
+    pub disk: String,
+    /// Its size in bytes.
+    pub bytes: u64,
+    /// Bytes of a logical block.
+    pub lba_size: u32,
+    /// The disk's folder in sysfs.
+    pub(super) folder: PathBuf,
+}
+
+/// The controller of the function in `folder`; `None` while the driver is still at it.
+pub(super) fn controller(
+    root: &HostRoot,
+    folder: &Path,
+) -> Result<Option<KernelController>, PciFunctionError> {
+    let controllers = folder.join("nvme");
+    let Some(name) = entries(&controllers)?.into_iter().next() else {
+        return Ok(None);
+    };
+    let folder = controllers.join(&name);
+    let mut namespaces = Vec::new();
+    for entry in entries(&folder)? {
+        // The disk of a namespace is in the controller's folder. If the namespace has other paths
+        // too, what is there is the path (as in nvme0c1n1), and the disk (nvme0n1) is elsewhere.
+        let (disk, folder) = match path_of(&entry) {
+            None if is_disk(&entry) => {
+                let folder = folder.join(&entry);
+                (entry, folder)
+            }
+            None => continue,
+            Some(disk) => {
+                let folder = root.sys.join("block").join(&disk);
+                (disk, folder)
+            }
+        };
+        namespaces.extend(namespace(disk, folder)?);
+    }
+    namespaces.sort_by_key(|namespace| namespace.nsid);
+    let text = |file: &str| {
+        read_optional(&folder.join(file)).map(|text| text.unwrap_or_default().trim().to_owned())
+    };
+    Ok(Some(KernelController {
+        model: text("model")?,
+        serial: text("serial")?,
+        name,
+        namespaces,
+    }))
+}
+
+/// The numbers of a name like `nvme1n2`, or `nvme1c3n2`.
+fn numbers(name: &str) -> Option<Vec<&str>> {
+    let numbers: Vec<&str> = name.strip_prefix("nvme")?.split(['c', 'n']).collect();
+    let numeric = |number: &&str| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit());
+    numbers.iter().all(numeric).then_some(numbers)
+}
+
+fn is_disk(name: &str) -> bool {
+    numbers(name).is_some_and(|numbers| numbers.len() == 2) && !name.contains('c')
+}
+
+/// The disk that a path leads to.
+fn path_of(name: &str) -> Option<String> {
+    match &*numbers(name)? {
+        [subsystem, _, namespace] => Some(format!("nvme{subsystem}n{namespace}")),
+        _ => None,
+    }
+}
+
+/// The namespace, unless it is gone already.
+fn namespace(disk: String, folder: PathBuf) -> Result<Option<KernelNamespace>, PciFunctionError> {
+    let whole = |file: &str| -> Result<Option<u64>, PciFunctionError> {
+        let path = folder.join(file);
+        let Some(text) = read_optional(&path)? else {
+            return Ok(None);
+        };
+        match text.parse() {
+            Ok(number) => Ok(Some(number)),
+            Err(_) => Err(PciFunctionError::Form { path, text }),
+        }
+    };
+    let (Some(nsid), Some(sectors), Some(lba_size)) = (
+        whole("nsid")?,
+        whole("size")?,
+        whole("queue/logical_block_size")?,
+    ) else {
+        return Ok(None);
+    };
+    let narrow = |value: u64, file: &str| {
+        u32::try_from(value).map_err(|_| PciFunctionError::Form {
+            path: folder.join(file),
+            text: value.to_string(),
+        })
+    };
+    Ok(Some(KernelNamespace {
+        nsid: narrow(nsid, "nsid")?,
+        bytes: sectors.saturating_mul(SECTOR),
+        lba_size: narrow(lba_size, "queue/logical_block_size")?,
+        disk,
+        folder,
+    }))
+}
+
+/// The disk and its partitions: name, device number as in `259:1`, and who is made of it.
+#[derive(Debug)]
+pub(super) struct BlockDevice {
+    pub(super) name: String,
+    pub(super) number: String,
+    pub(super) holders: Vec<String>,
+}
+
+impl KernelNamespace {
+    /// The disk, and its partitions.
+    pub(super) fn block_devices(&self) -> Result<Vec<BlockDevice>, PciFunctionError> {
+        let mut devices = vec![block_device(&self.disk, &self.folder)?];
+        for entry in entries(&self.folder)? {
+            let folder = self.folder.join(&entry);
+            if entry.starts_with(&self.disk) && read_optional(&folder.join("partition"))?.is_some()
+            {
+                devices.push(block_device(&entry, &folder)?);
+            }
+        }
+        devices[1..].sort_by(|one, other| one.name.cmp(&other.name));
+        Ok(devices)
+    }
+}
+
+fn block_device(name: &str, folder: &Path) -> Result<BlockDevice, PciFunctionError> {
+    let mut holders = Vec::new();
+    for holder in entries(&folder.join("holders"))? {
+        let path = folder.join("holders").join(&holder);
+        // Device mapper's own name says more, as in vg0-root.
+        holders.push(match read_optional(&path.join("dm/name"))? {
+            Some(mapped) => format!("{holder} ({mapped})"),
+            None => link_name(&path)?.unwrap_or(holder),
+        });
+    }
+    holders.sort();
+    Ok(BlockDevice {
+        name: name.to_owned(),
+        number: read(&folder.join("dev"))?,
+        holders,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn disks_paths_and_everything_else_are_told_apart_by_name() {
+        assert!(is_disk("nvme0n1") && is_disk("nvme12n34"));
+        for name in [
+            "ng0n1",
+            "nvme0",
+            "nvme0n1p1",
+            "nvme0c1n1",
+            "hwmon3",
+            "power",
+            "nvmen1",
+        ] {
+            assert!(!is_disk(name), "{name}");
+        }
+        assert_eq!(path_of("nvme1c0n2").as_deref(), Some("nvme1n2"));
+        assert_eq!(path_of("nvme1n2"), None);
+        assert!(!is_disk("nvme1c2"));
+    }
+}

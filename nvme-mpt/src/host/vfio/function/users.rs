@@ -1,0 +1,346 @@
+//! Who uses the disks of a controller that the kernel's driver has.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use super::namespaces::BlockDevice;
+use super::{HostRoot, KernelController, PciFunctionError};
+
+/// Somebody who would lose a disk if its controller were taken from the host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum User {
+    /// It is mounted.
+    Mounted {
+        /// The disk or partition.
+        device: String,
+        /// Where.
+        on: String,
+    },
+    /// The host swaps to it.
+    Swap {
+        /// The disk or partition.
+        device: String,
+    },
+    /// Another block device is made of it: RAID, LVM, encryption, multipath.
+    Holder {
+        /// The disk or partition.
+        device: String,
+        /// That block device.
+        holder: String,
+    },
+    /// A process has it open.
+    Process {
+        /// The disk, partition or controller.
+        device: String,
+        /// The process.
+        pid: u32,
+        /// Its name.
+        command: String,
+    },
+    /// The kernel says that somebody has it to himself, and none of the above is why.
+    Exclusive {
+        /// The disk.
+        device: String,
+    },
+}
+
+impl User {
+    /// Whether it is a process that merely has the device open, and whoever asks may decide that it
+    /// can do without. All others would lose data.
+    #[must_use]
+    pub fn can_be_overridden(&self) -> bool {
+        matches!(self, Self::Process { .. })
+    }
+}
+
+impl fmt::Display for User {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Mounted { device, on } => write!(f, "{device} is mounted on {on}"),
+            Self::Swap { device } => write!(f, "{device} is swap space"),
+            Self::Holder { device, holder } => write!(f, "{device} is part of {holder}"),
+            Self::Process {
+                device,
+                pid,
+                command,
+            } => write!(f, "{device} is open in process {pid} ({command})"),
+            Self::Exclusive { device } => write!(
+                f,
+                "{device} is in exclusive use, as by a mount in another mount namespace"
+            ),
+        }
+    }
+}
+
+/// It cannot be found out who uses a disk.
+#[derive(Debug, thiserror::Error)]
+pub enum UsersError {
+    /// The kernel does not tell.
+    #[error(transparent)]
+    Kernel(#[from] PciFunctionError),
+    /// The disk cannot be opened.
+    #[error("Cannot see whether {} is in use; run as root", path.display())]
+    Open {
+        /// Its file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+/// The disks of a controller, held so that nobody can begin to use them.
+#[derive(Debug)]
+pub struct Claim {
+    /// Open with O_EXCL, as file systems, swap and RAID open them.
+    _disks: Vec<File>,
+}
+
+impl KernelController {
+    /// Who uses its disks, as far as this process may know.
+    ///
+    /// # Errors
+    /// What the kernel does not tell.
+    pub fn users(&self, root: &HostRoot) -> Result<Vec<User>, PciFunctionError> {
+        let mut devices = Vec::new();
+        for namespace in &self.namespaces {
+            devices.extend(namespace.block_devices()?);
+        }
+        let mut users = mounts(root, &devices)?;
+        users.extend(swaps(root, &devices)?);
+        for BlockDevice { name, holders, .. } in &devices {
+            users.extend(holders.iter().map(|holder| User::Holder {
+                device: name.clone(),
+                holder: holder.clone(),
+            }));
+        }
+        users.extend(processes(root, self, &devices));
+        Ok(users)
+    }
+
+    /// Takes its disks for as long as the result lives, so that nobody can mount one or swap to it.
+    /// With those that somebody has, tells who.
+    ///
+    /// # Errors
+    /// What the kernel does not tell.
+    pub fn claim(&self, root: &HostRoot) -> Result<(Claim, Vec<User>), UsersError> {
+        let mut disks = Vec::new();
+        let mut exclusive = Vec::new();
+        for namespace in &self.namespaces {
+            let path = root.dev.join(&namespace.disk);
+            let opened = OpenOptions::new()
+                .read(true)
+                .custom_flags(libc::O_EXCL | libc::O_CLOEXEC | libc::O_NONBLOCK)
+                .open(&path);
+            match opened {
+                Ok(disk) => disks.push(disk),
+                Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
+                    exclusive.push(namespace.disk.clone());
+                }
+                // It went meanwhile, so nobody uses it.
+                Err(error) if matches!(error.raw_os_error(), Some(libc::ENXIO | libc::ENODEV)) => {}
+                Err(source) => return Err(UsersError::Open { path, source }),
+            }
+        }
+        let mut users = self.users(root)?;
+        for device in exclusive {
+            // Say more than that it is in use, where there is more to say.
+            let explained = users.iter().any(|user| match user {
+                User::Mounted { device: part, .. }
+                | User::Swap { device: part }
+                | User::Holder { device: part, .. } => is_part_of(part, &device),
+                User::Process { .. } | User::Exclusive { .. } => false,
+            });
+            if !explained {
+                users.push(User::Exclusive { device });
+            }
+        }
+        Ok((Claim { _disks: disks }, users))
+    }
+}
+
+/// Whether a device is the disk, or a partition of it as in `nvme0n1p2`.
+fn is_part_of(device: &str, disk: &str) -> bool {
+    device
+        .strip_prefix(disk)
+        .is_some_and(|rest| rest.is_empty() || rest.starts_with('p'))
+}
+
+fn read_proc(path: PathBuf) -> Result<String, PciFunctionError> {
+    fs::read_to_string(&path).map_err(|source| PciFunctionError::Read { path, source })
+}
+
+fn mounts(root: &HostRoot, devices: &[BlockDevice]) -> Result<Vec<User>, PciFunctionError> {
+    let text = read_proc(root.proc.join("self/mountinfo"))?;
+    let mut users = Vec::new();
+    for line in text.lines() {
+        // proc_pid_mountinfo(5): ID, parent, device number, root, mount point, … - type, source.
+        let mut fields = line.split(' ');
+        let (Some(number), Some(on)) = (fields.nth(2), fields.nth(1)) else {
+            continue;
+        };
+        // Some file systems have device numbers of their own, and name one disk of theirs.
+        let source = line
+            .split_once(" - ")
+            .and_then(|(_, rest)| rest.split(' ').nth(1));
+        let device = devices.iter().find(|device| {
+            device.number == number || source.is_some_and(|source| is_file_of(root, source, device))
+        });
+        if let Some(device) = device {
+            users.push(User::Mounted {
+                device: device.name.clone(),
+                on: unescaped(on),
+            });
+        }
+    }
+    Ok(users)
+}
+
+fn swaps(root: &HostRoot, devices: &[BlockDevice]) -> Result<Vec<User>, PciFunctionError> {
+    let path = root.proc.join("swaps");
+    // A kernel without swap has no such file.
+    let text = match fs::read_to_string(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        text => text.map_err(|source| PciFunctionError::Read { path, source })?,
+    };
+    let files = text
+        .lines()
+        .filter_map(|line| line.split_whitespace().next());
+    Ok(files
+        .filter_map(|file| devices.iter().find(|device| is_file_of(root, file, device)))
+        .map(|device| User::Swap {
+            device: device.name.clone(),
+        })
+        .collect())
+}
+
+/// Whether a path, as the kernel tells it, is that of a device: by its name or by a link to it.
+fn is_file_of(root: &HostRoot, path: &str, device: &BlockDevice) -> bool {
+    let Some(name) = path.strip_prefix("/dev/") else {
+        return false;
+    };
+    name == device.name
+        || fs::canonicalize(root.dev.join(unescaped(name)))
+            .is_ok_and(|file| file.file_name().is_some_and(|name| *name == *device.name))
+}
+
+/// Text of the kernel's, in which blanks are octal numbers.
+fn unescaped(text: &str) -> String {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let [first, after @ ..] = rest {
+        let octal = after.first_chunk::<3>().filter(|_| *first == b'\\');
+        let value = octal.and_then(|digits| {
+            let digits = std::str::from_utf8(digits).ok()?;
+            u8::from_str_radix(digits, 8).ok()
+        });
+        bytes.push(value.unwrap_or(*first));
+        rest = if value.is_some() { &after[3..] } else { after };
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// Processes that have a device open, this one excepted. Those of other users are seen by root only.
+fn processes(root: &HostRoot, controller: &KernelController, devices: &[BlockDevice]) -> Vec<User> {
+    let numbers = device_numbers(root, controller, devices);
+    let mut users = Vec::new();
+    let Ok(folders) = fs::read_dir(&root.proc) else {
+        return users;
+    };
+    for folder in folders.flatten() {
+        let pid = folder
+            .file_name()
+            .to_str()
+            .and_then(|name| name.parse().ok());
+        let Some(pid) = pid.filter(|pid: &u32| *pid != std::process::id()) else {
+            continue;
+        };
+        for device in open_devices(&folder.path(), &numbers) {
+            users.push(User::Process {
+                device: device.clone(),
+                pid,
+                command: command(&folder.path()),
+            });
+        }
+    }
+    users
+}
+
+/// The name of a process, as far as it tells.
+pub(super) fn command(folder: &Path) -> String {
+    let comm = fs::read_to_string(folder.join("comm")).unwrap_or_default();
+    comm.trim_end().to_owned()
+}
+
+/// Device number → name, of block and character devices: a process may also have the controller
+/// open, or a namespace for passing commands through.
+type Numbers = BTreeMap<(bool, u64), String>;
+
+fn device_numbers(
+    root: &HostRoot,
+    controller: &KernelController,
+    devices: &[BlockDevice],
+) -> Numbers {
+    let mut numbers = Numbers::new();
+    for BlockDevice { name, number, .. } in devices {
+        let parts = number.split_once(':');
+        let parsed = parts.and_then(|(major, minor)| {
+            Some(libc::makedev(major.parse().ok()?, minor.parse().ok()?))
+        });
+        numbers.extend(parsed.map(|number| ((true, number), name.clone())));
+    }
+    let generic = controller.namespaces.iter();
+    let generic = generic.filter_map(|namespace| {
+        let rest = namespace.disk.strip_prefix("nvme")?;
+        Some(format!("ng{rest}"))
+    });
+    for name in generic.chain([controller.name.clone()]) {
+        if let Ok(file) = fs::metadata(root.dev.join(&name))
+            && file.file_type().is_char_device()
+        {
+            numbers.insert((false, file.rdev()), name);
+        }
+    }
+    numbers
+}
+
+/// The devices among `numbers` that the process of a folder has open, each once.
+fn open_devices<'n>(process: &Path, numbers: &'n Numbers) -> Vec<&'n String> {
+    let mut open = Vec::new();
+    let Ok(files) = fs::read_dir(process.join("fd")) else {
+        return open;
+    };
+    for file in files.flatten() {
+        let Ok(file) = fs::metadata(file.path()) else {
+            continue;
+        };
+        let kind = file.file_type();
+        if kind.is_block_device() || kind.is_char_device() {
+            let found = numbers.get(&(kind.is_block_device(), file.rdev()));
+            open.extend(found.filter(|name| !open.contains(name)));
+        }
+    }
+    open
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blanks_in_mount_points_are_octal() {
+        assert_eq!(unescaped(r"/mnt/a\040b\134c"), r"/mnt/a b\c");
+        assert_eq!(unescaped(r"\04"), r"\04");
+        assert_eq!(unescaped(r"\999"), r"\999");
+        assert_eq!(unescaped(""), "");
+    }
+
+    #[test]
+    fn partitions_belong_to_their_disk() {
+        assert!(is_part_of("nvme0n1", "nvme0n1") && is_part_of("nvme0n1p2", "nvme0n1"));
+        assert!(!is_part_of("nvme0n12", "nvme0n1") && !is_part_of("nvme0n1", "nvme0n1p1"));
+    }
+}

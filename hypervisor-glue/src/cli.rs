@@ -46,12 +46,13 @@ enum Command {
 struct Serve {
     /// A function: socket=PATH,path=DRIVE[,range=START+LENGTH][,queues=N][,id=ID]
     /// [,doorbells=shadow|mapped|trap][,poll=POLICY][,serial=SERIAL][,lba=512|4096]
+    /// [,namespace=N][,timeout=SECONDS]
     ///
     /// Can be given many times.
     ///
     ///   socket     where the VMM connects
-    ///   path       a file, a block device, memory:SIZE or null:SIZE; functions with the same path
-    ///              share the drive
+    ///   path       the address of a PCI function, as in 0000:01:00.0, a file, a block device,
+    ///              memory:SIZE or null:SIZE; functions with the same path share the drive
     ///   range      the part of the drive that the guest gets, in bytes, as in 64G+64G
     ///              [default: all of it]
     ///   queues     most I/O queue pairs that the guest gets, 1 to 64 [default: 16]
@@ -60,7 +61,10 @@ struct Serve {
     ///   poll       shared or dedicated, then :adaptive or :busy, then @ and processor numbers joined
     ///              by +, as in dedicated:busy@2+3 [default: shared]
     ///   serial     serial number that the guest sees [default: made from drive and range]
-    ///   lba        bytes of a logical block, 512 or 4096 [default: 512]
+    ///   lba        bytes of a logical block of a software drive, 512 or 4096 [default: 512]
+    ///   namespace  which namespace of a physical drive [default: its first]
+    ///   timeout    seconds that a physical drive may take for a command before it is aborted, and
+    ///              the drive reset if that does not help [default: 10]
     ///
     /// A value with a comma stands in double quotes.
     #[arg(

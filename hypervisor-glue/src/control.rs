@@ -318,7 +318,7 @@ mod tests {
                 capacity_bytes: asked.fetch_add(1, Ordering::Relaxed),
                 ..FunctionStats::default()
             }],
-            pollers: Vec::new(),
+            ..ServerStats::default()
         })
         .unwrap()
     }

@@ -141,6 +141,7 @@ impl FunctionThread {
             inbox,
             wake: wake.try_clone().map_err(thread_error)?,
             ended: false,
+            looked: Instant::now(),
         };
         let events = EventManager::new().map_err(events_error)?;
         let thread = thread::Builder::new()
@@ -197,11 +198,12 @@ impl Drop for FunctionThread {
 /// The control thread.
 fn run(mut events: EventManager<Function>, function: Function) -> io::Result<()> {
     let id = events.add_subscriber(function);
-    while events
-        .subscriber_mut(id)
-        .is_ok_and(|function| !function.ended)
-    {
-        if let Err(error) = events.run() {
+    loop {
+        let patience = match events.subscriber_mut(id) {
+            Ok(function) if !function.ended => function.look_after_drive(),
+            _ => break,
+        };
+        if let Err(error) = events.run_with_timeout(patience) {
             log::error!("The function is not served any more: {error}");
             break;
         }
@@ -227,13 +229,36 @@ struct Function {
     inbox: Receiver<Message>,
     wake: EventFd,
     ended: bool,
+    /// When the function had its last look at its drive.
+    looked: Instant,
 }
 
 impl Function {
     /// Leaves the drive as the guest may expect to find it again. The lease goes last.
     fn end(mut self) -> io::Result<()> {
         drop(self.server.device_mut().function_mut().reset());
+        if self.drive.controller().incidents().gone {
+            log::warn!("{}: its drive is gone, and not flushed", self.id);
+            return Ok(());
+        }
         self.drive.controller().flush(self.drive.namespace())
+    }
+
+    /// Lets the function look how its drive fares, if it is time. Returns how long events may be
+    /// waited for until it is time again, in milliseconds; -1 for however long it takes.
+    fn look_after_drive(&mut self) -> i32 {
+        let function = self.server.device_mut().function_mut();
+        let Some(interval) = function.events_interval() else {
+            return -1;
+        };
+        let mut left = interval.saturating_sub(self.looked.elapsed());
+        if left.is_zero() {
+            function.process_events();
+            self.looked = Instant::now();
+            left = interval;
+        }
+        // Not too early, where a part of a millisecond is left.
+        i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX)
     }
 
     fn take_messages(&mut self) {

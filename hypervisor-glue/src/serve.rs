@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use nvme_mpt::lease::identity::default_id;
 use nvme_mpt::lease::{ByteRange, Lease, LeaseError, LeaseRequest, Ledger, RangeError};
+use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{
     AttachError, Attachment, AttachmentConfig, Drive, DriveError, DriveOptions, DrivePath, Pollers,
 };
@@ -18,9 +19,9 @@ use crate::adaptor::NvmeDevice;
 use crate::attach;
 use crate::control::{ControlError, ControlServer};
 use crate::function_thread::{FunctionHandle, FunctionThread, FunctionThreadError};
-use crate::options::{LbaSize, ServedFunction};
+use crate::options::ServedFunction;
 use crate::signals::EndSignals;
-use crate::stats::ServerStats;
+use crate::stats::{DriveStats, ServerStats};
 
 /// What a server offers, and where it keeps its state.
 #[derive(Clone, Debug)]
@@ -42,13 +43,15 @@ pub enum ServeError {
     /// Two functions have the same id.
     #[error("Two functions have the id \"{0}\": give each its own")]
     IdTwice(String),
-    /// Two functions want the same drive with different logical blocks.
+    /// Two functions want the same drive in different ways.
     #[error(
-        "Drive {path} has one size of logical block, but the functions that share it ask for 512 and 4096 bytes: give the same lba= to each"
+        "Drive {path} is opened once, but the functions that share it ask for different {key}=: give the same {key}= to each"
     )]
-    LbaTwice {
+    DriveTwice {
         /// The drive.
         path: DrivePath,
+        /// The option that differs.
+        key: &'static str,
     },
     /// A function cannot be offered.
     #[error("Cannot offer the function on {}", socket.display())]
@@ -133,6 +136,9 @@ struct Offer {
     id: String,
     socket: PathBuf,
     summary: String,
+    /// What its drive is opened by, and the queue pairs that it may use of it.
+    path: DrivePath,
+    queues: u16,
     thread: FunctionThread,
 }
 
@@ -142,6 +148,8 @@ struct Server {
     // First, since it asks the functions.
     control: ControlServer,
     offers: Vec<Offer>,
+    /// Last: a drive is given back when nobody uses it any more.
+    drives: Vec<Arc<Drive>>,
 }
 
 impl Server {
@@ -155,9 +163,10 @@ impl Server {
         let pollers = Pollers::new();
         let mut offers: Vec<Offer> = Vec::new();
         for function in &functions {
-            let lba = lba_of(&functions, &function.function.path)?;
+            let path = &function.function.path;
+            let options = drive_options(&functions, path)?;
             let offer = drives
-                .open(&function.function.path, lba)
+                .open(path, options, function.function.namespace)
                 .map_err(OfferError::from)
                 .and_then(|drive| offer(function, &drive, &ledgers, &pollers))
                 .map_err(|source| ServeError::Function {
@@ -169,16 +178,27 @@ impl Server {
             }
             offers.push(offer);
         }
-        let control = start_control(&options.control, &offers, pollers)?;
-        Ok(Self { control, offers })
+        let drives = drives.controllers();
+        let control = start_control(&options.control, &offers, drives.clone(), pollers)?;
+        Ok(Self {
+            control,
+            offers,
+            drives,
+        })
     }
 
     fn announce(&self, out: &mut dyn Write) -> io::Result<()> {
+        for drive in &self.drives {
+            if let Some(summary) = summary_of(drive, &self.offers) {
+                writeln!(out, "Drive {summary}")?;
+                writeln!(out)?;
+            }
+        }
         for Offer {
             id,
             socket,
             summary,
-            thread: _,
+            ..
         } in &self.offers
         {
             writeln!(out, "Function {id} on {}", socket.display())?;
@@ -196,6 +216,8 @@ impl Server {
     /// Ends all functions, at the same time, and says what went wrong first.
     fn end(self) -> Result<(), ServeError> {
         drop(self.control);
+        // What is left of the drives belongs to the functions.
+        drop(self.drives);
         for offer in &self.offers {
             offer.thread.stop();
         }
@@ -233,36 +255,100 @@ fn resolve(functions: &[ServedFunction]) -> Result<Vec<ServedFunction>, ServeErr
     Ok(resolved)
 }
 
-/// The size of a logical block of the drive at `path`: what the functions that share it ask for.
-fn lba_of(functions: &[ServedFunction], path: &DrivePath) -> Result<LbaSize, ServeError> {
-    let mut asked = functions
-        .iter()
-        .filter(|other| other.function.path == *path)
-        .filter_map(|other| other.function.lba);
-    let first = asked.next();
-    if asked.any(|other| Some(other) != first) {
-        return Err(ServeError::LbaTwice { path: path.clone() });
-    }
-    Ok(first.unwrap_or_default())
+/// How the drive at `path` is opened: as the functions that share it ask.
+fn drive_options(
+    functions: &[ServedFunction],
+    path: &DrivePath,
+) -> Result<DriveOptions, ServeError> {
+    let sharing = functions.iter().map(|other| &other.function);
+    let sharing = sharing.filter(|other| other.path == *path);
+    let differ = |key| ServeError::DriveTwice {
+        path: path.clone(),
+        key,
+    };
+    let lba = common(sharing.clone().filter_map(|other| other.lba)).map_err(|_| differ("lba"))?;
+    let timeout =
+        common(sharing.filter_map(|other| other.timeout)).map_err(|_| differ("timeout"))?;
+    let default = DriveOptions::default();
+    Ok(DriveOptions {
+        lba_size: lba.unwrap_or_default().bytes(),
+        deadline: timeout.unwrap_or(default.deadline),
+        ..default
+    })
 }
 
-/// The drives that are open, each once.
+/// Values differ that should be one.
+struct Differ;
+
+fn common<T: PartialEq>(mut values: impl Iterator<Item = T>) -> Result<Option<T>, Differ> {
+    let first = values.next();
+    match values.any(|other| Some(&other) != first.as_ref()) {
+        true => Err(Differ),
+        false => Ok(first),
+    }
+}
+
+/// The drives that are open: each host controller once, with each namespace that is used.
 #[derive(Debug, Default)]
 struct Drives(Vec<Arc<Drive>>);
 
 impl Drives {
-    fn open(&mut self, path: &DrivePath, lba: LbaSize) -> Result<Arc<Drive>, DriveError> {
-        if let Some(drive) = self.0.iter().find(|drive| drive.path() == path) {
-            return Ok(drive.clone());
-        }
-        let options = DriveOptions {
-            lba_size: lba.bytes(),
-            ..DriveOptions::default()
+    fn open(
+        &mut self,
+        path: &DrivePath,
+        options: DriveOptions,
+        namespace: Option<Nsid>,
+    ) -> Result<Arc<Drive>, DriveError> {
+        let of_path = |drive: &&Arc<Drive>| drive.path() == path;
+        let drive = match self.0.iter().find(of_path) {
+            Some(open) => open.sibling(namespace)?,
+            None => Drive::open(
+                path,
+                DriveOptions {
+                    namespace,
+                    ..options
+                },
+            )?,
         };
-        let drive = Drive::open(path, options)?;
+        let same = |open: &&Arc<Drive>| {
+            open.path() == path && open.namespace().nsid == drive.namespace().nsid
+        };
+        if let Some(open) = self.0.iter().find(same) {
+            return Ok(open.clone());
+        }
         self.0.push(drive.clone());
         Ok(drive)
     }
+
+    /// One drive of each host controller.
+    fn controllers(self) -> Vec<Arc<Drive>> {
+        let mut controllers: Vec<Arc<Drive>> = Vec::new();
+        for drive in self.0 {
+            if controllers.iter().all(|other| other.path() != drive.path()) {
+                controllers.push(drive);
+            }
+        }
+        controllers
+    }
+}
+
+/// What a person needs to know of a drive that has its own ideas of queues.
+fn summary_of(drive: &Drive, offers: &[Offer]) -> Option<String> {
+    let pairs = drive.controller().queue_pairs()?;
+    let users = offers.iter().filter(|offer| offer.path == *drive.path());
+    let wanted: u32 = users.map(|offer| u32::from(offer.queues)).sum();
+    let mut summary = format!(
+        "{}: {}, {} I/O queue pairs",
+        drive.path(),
+        drive.controller().model(),
+        pairs.total
+    );
+    if wanted > pairs.total.into() {
+        summary += &format!(
+            "; its functions may use {wanted}, so that queues share them when guests create more than there are"
+        );
+    }
+    Some(summary)
 }
 
 /// Who may know of a lease.
@@ -282,7 +368,11 @@ fn offer(
     let ServedFunction { socket, function } = options;
     let lease = lease(options, drive, ledgers)?;
     let id = lease.id().to_owned();
-    let summary = format!("{}, range {}", function.path, lease.bytes());
+    let drive_name = match function.path {
+        DrivePath::Pci(_) => format!("{} namespace {}", function.path, drive.namespace().nsid),
+        _ => function.path.to_string(),
+    };
+    let summary = format!("{drive_name}, range {}", lease.bytes());
     let attachment = Attachment::new(AttachmentConfig {
         drive: drive.clone(),
         lease,
@@ -302,6 +392,7 @@ fn offer(
         function.poll,
         attachment.max_queue_pairs(),
     );
+    let queues = attachment.max_queue_pairs();
     let function = NvmeFunction::new(attachment, MsixMasking::Client);
     let device = NvmeDevice::new(function).map_err(OfferError::Doorbells)?;
     let thread = FunctionThread::start(&id, socket, device, drive.clone())?;
@@ -309,6 +400,8 @@ fn offer(
         id,
         socket: socket.clone(),
         summary,
+        path: drive.path().clone(),
+        queues,
         thread,
     })
 }
@@ -345,6 +438,7 @@ fn lease(
 fn start_control(
     path: &Path,
     offers: &[Offer],
+    drives: Vec<Arc<Drive>>,
     pollers: Arc<Pollers>,
 ) -> Result<ControlServer, ServeError> {
     if let Some(folder) = path.parent() {
@@ -359,6 +453,7 @@ fn start_control(
         .map_err(ControlError::Thread)?;
     Ok(ControlServer::start(path, move || ServerStats {
         functions: FunctionHandle::stats_of(&handles),
+        drives: drives.iter().map(|drive| DriveStats::of(drive)).collect(),
         pollers: pollers.stats(),
     })?)
 }

@@ -283,8 +283,9 @@ impl NvmeFunction {
             }
             Transition::Disable => self.registers.disabled(),
             Transition::Shutdown(notification) => {
-                // A guest that is in a hurry does without.
+                // A guest that is in a hurry does without, and a drive that is gone keeps nothing.
                 if notification == ShutdownNotification::NORMAL
+                    && !self.attachment.drive().controller().incidents().gone
                     && let Err(error) = self.attachment.flush()
                 {
                     return self.fail(&format!("its drive cannot be flushed: {error}"));

@@ -1,6 +1,7 @@
 //! The option string that describes an NVMe function, the same for every VMM:
 //!
-//! `path=PATH[,range=START+LENGTH][,queues=N][,id=ID][,doorbells=MODE][,poll=POLICY][,serial=SERIAL][,lba=BYTES]`
+//! `path=PATH[,range=START+LENGTH][,queues=N][,id=ID][,doorbells=MODE][,poll=POLICY][,serial=SERIAL]`,
+//! and `[,lba=BYTES]` for a software drive, `[,namespace=N][,timeout=SECONDS]` for a physical one.
 //!
 //! A string is parsed once, into [`FunctionOptions`]; what is there can be used without a further
 //! look. A function that `nvme-mpt serve` offers has a `socket=PATH` as well: [`ServedFunction`].
@@ -10,9 +11,11 @@ mod key_values;
 use std::error::Error as StdError;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::time::Duration;
 
 use nvme_mpt::attachment::MAX_QUEUE_PAIRS;
 use nvme_mpt::lease::ByteRange;
+use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{DoorbellMode, DrivePath, PollPolicy};
 use thiserror::Error;
 
@@ -24,8 +27,12 @@ const MAX_SOCKET_PATH: usize = 107;
 /// Longest serial number (Base 2.0, Identify Controller data structure, SN).
 const MAX_SERIAL: usize = 20;
 
+/// Longest timeout of a drive's commands, in seconds: no driver waits that long by itself.
+const MAX_TIMEOUT: u64 = 3600;
+
 /// What every function can be given.
-const FUNCTION_KEYS: &str = "path, range, queues, id, doorbells, poll, serial, lba";
+const FUNCTION_KEYS: &str =
+    "path, range, queues, id, doorbells, poll, serial, lba, namespace, timeout";
 
 /// An option string is wrong.
 #[derive(Debug, Error)]
@@ -69,6 +76,16 @@ pub enum OptionError {
         key: &'static str,
         /// A value that would do.
         example: &'static str,
+    },
+    /// A key that the kind of drive makes meaningless.
+    #[error("Option \"{key}\" is not for {path}: {why}; leave it out")]
+    Meaningless {
+        /// The key.
+        key: &'static str,
+        /// The drive.
+        path: DrivePath,
+        /// Why.
+        why: &'static str,
     },
     /// A value that is none of its key's.
     #[error("Option \"{key}\" cannot be \"{value}\"")]
@@ -142,6 +159,10 @@ pub struct FunctionOptions {
     pub serial: Option<String>,
     /// Size of a logical block, where the drive is a software one.
     pub lba: Option<LbaSize>,
+    /// Namespace of a physical drive; its first if not given.
+    pub namespace: Option<Nsid>,
+    /// How long a physical drive may take for a command before it is aborted.
+    pub timeout: Option<Duration>,
 }
 
 /// I/O queue pairs of a function for which nobody chose: one for each vCPU of most guests. Queues
@@ -153,9 +174,9 @@ impl FunctionOptions {
     fn take(keys: &mut KeyValues) -> Result<Self, OptionError> {
         let path = take(keys, "path", str::parse)?.ok_or(OptionError::Missing {
             key: "path",
-            example: "DRIVE, a file, a block device, memory:SIZE or null:SIZE",
+            example: "DRIVE, a PCI address, a file, a block device, memory:SIZE or null:SIZE",
         })?;
-        Ok(Self {
+        let options = Self {
             path,
             range: take(keys, "range", str::parse)?,
             queues: take(keys, "queues", parse_queues)?.unwrap_or(DEFAULT_QUEUES),
@@ -164,7 +185,34 @@ impl FunctionOptions {
             poll: take(keys, "poll", str::parse)?.unwrap_or_default(),
             serial: take(keys, "serial", parse_serial)?,
             lba: take(keys, "lba", str::parse)?,
-        })
+            namespace: take(keys, "namespace", parse_namespace)?,
+            timeout: take(keys, "timeout", parse_timeout)?,
+        };
+        match options.meaningless() {
+            None => Ok(options),
+            Some((key, why)) => Err(OptionError::Meaningless {
+                key,
+                path: options.path,
+                why,
+            }),
+        }
+    }
+
+    /// An option that the kind of drive makes meaningless, and why.
+    fn meaningless(&self) -> Option<(&'static str, &'static str)> {
+        if matches!(self.path, DrivePath::Pci(_)) {
+            let why = "the logical blocks of a physical drive are as it was formatted";
+            return self.lba.map(|_| ("lba", why));
+        }
+        let namespace = self.namespace.map(|_| {
+            let why = "only a physical drive, as in path=0000:01:00.0, has more than one";
+            ("namespace", why)
+        });
+        let timeout = self.timeout.map(|_| {
+            let why = "only a physical drive, as in path=0000:01:00.0, can be aborted and reset";
+            ("timeout", why)
+        });
+        namespace.or(timeout)
     }
 }
 
@@ -240,6 +288,22 @@ fn parse_queues(text: &str) -> Result<u16, String> {
         .ok_or_else(|| format!("A function has 1 to {MAX_QUEUE_PAIRS} I/O queue pairs"))
 }
 
+fn parse_namespace(text: &str) -> Result<Nsid, &'static str> {
+    text.parse()
+        .ok()
+        .filter(|nsid| (1..Nsid::BROADCAST.0).contains(nsid))
+        .map(Nsid)
+        .ok_or("A namespace has a number from 1 on; `nvme-mpt drives` shows them")
+}
+
+fn parse_timeout(text: &str) -> Result<Duration, String> {
+    text.parse()
+        .ok()
+        .filter(|seconds| (1..=MAX_TIMEOUT).contains(seconds))
+        .map(Duration::from_secs)
+        .ok_or_else(|| format!("A timeout is 1 to {MAX_TIMEOUT} whole seconds"))
+}
+
 fn parse_serial(text: &str) -> Result<String, String> {
     let visible = text.bytes().all(|byte| matches!(byte, b' '..=b'~'));
     // It is padded with spaces, so that spaces around it would be lost.
@@ -295,6 +359,8 @@ mod tests {
                 poll: PollPolicy::default(),
                 serial: None,
                 lba: None,
+                namespace: None,
+                timeout: None,
             }
         );
     }
@@ -315,8 +381,13 @@ mod tests {
                 poll: "dedicated".parse().unwrap(),
                 serial: Some("A 1".to_owned()),
                 lba: Some(LbaSize::B4096),
+                namespace: None,
+                timeout: None,
             }
         );
+        let physical = function("path=0000:01:00.0,namespace=2,timeout=30");
+        assert_eq!(physical.namespace, Some(Nsid(2)));
+        assert_eq!(physical.timeout, Some(Duration::from_secs(30)));
         let served: ServedFunction = "path=/d,socket=/run/a.sock".parse().unwrap();
         assert_eq!(served.socket, PathBuf::from("/run/a.sock"));
         assert_eq!(served.function, function("path=/d"));
@@ -332,15 +403,17 @@ mod tests {
         for (text, message) in [
             (
                 "range=0+1G",
-                "Option \"path\" is missing: add path=DRIVE, a file, a block device, memory:SIZE or null:SIZE",
+                "Option \"path\" is missing: add path=DRIVE, a PCI address, a file, a block device, memory:SIZE or null:SIZE",
             ),
             (
                 "path=/d,size=4",
-                "There is no option \"size\": the options are path, range, queues, id, doorbells, poll, serial, lba",
+                "There is no option \"size\": the options are path, range, queues, id, doorbells, poll, serial, lba, \
+                 namespace, timeout",
             ),
             (
                 "path=/d,socket=/run/a.sock",
-                "There is no option \"socket\": the options are path, range, queues, id, doorbells, poll, serial, lba",
+                "There is no option \"socket\": the options are path, range, queues, id, doorbells, poll, serial, lba, \
+                 namespace, timeout",
             ),
             (
                 "path=/d,queues=0",
@@ -349,6 +422,30 @@ mod tests {
             (
                 "path=/d,queues=65",
                 "Option \"queues\" cannot be \"65\"\n  A function has 1 to 64 I/O queue pairs",
+            ),
+            (
+                "path=0000:01:00.0,lba=512",
+                "Option \"lba\" is not for 0000:01:00.0: the logical blocks of a physical drive are as it was \
+                 formatted; leave it out",
+            ),
+            (
+                "path=memory:1G,namespace=1",
+                "Option \"namespace\" is not for memory:1G: only a physical drive, as in path=0000:01:00.0, has \
+                 more than one; leave it out",
+            ),
+            (
+                "path=/d,timeout=5",
+                "Option \"timeout\" is not for /d: only a physical drive, as in path=0000:01:00.0, can be \
+                 aborted and reset; leave it out",
+            ),
+            (
+                "path=0000:01:00.0,namespace=0",
+                "Option \"namespace\" cannot be \"0\"\n  A namespace has a number from 1 on; \
+                 `nvme-mpt drives` shows them",
+            ),
+            (
+                "path=0000:01:00.0,timeout=0",
+                "Option \"timeout\" cannot be \"0\"\n  A timeout is 1 to 3600 whole seconds",
             ),
             (
                 "path=/d,lba=520",

@@ -1,9 +1,11 @@
-//! What `nvme-mpt stats` tells: figures of every function, queue and poller of a server.
+//! What `nvme-mpt stats` tells: figures of every function, queue, poller and drive of a server.
 
 mod table;
 
 use serde::{Deserialize, Serialize};
 
+use nvme_mpt::Drive;
+use nvme_mpt::host::{HostNamespace, Incidents};
 use nvme_mpt::stats::{PollerStats, QueueStats};
 
 /// Figures of a server. All counters count from its start on; those of a queue go on where they
@@ -14,6 +16,103 @@ pub struct ServerStats {
     pub functions: Vec<FunctionStats>,
     /// The pollers that run.
     pub pollers: Vec<PollerStats>,
+    /// The drives that are open.
+    #[serde(default)]
+    pub drives: Vec<DriveStats>,
+}
+
+/// What a drive is, and how it fares.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DriveStats {
+    /// What it was opened by, such as its PCI address.
+    pub path: String,
+    /// Model Number.
+    pub model: String,
+    /// Its active namespaces.
+    pub namespaces: Vec<NamespaceStats>,
+    /// Its I/O queue pairs; `None` if it has as many as anybody wants.
+    pub queue_pairs: Option<QueuePairStats>,
+    /// Commands that did not complete within their deadline.
+    pub timeouts: u64,
+    /// Abort commands for such commands.
+    pub aborts: u64,
+    /// Controller resets.
+    pub resets: u64,
+    /// Whether it failed for good or was removed.
+    pub gone: bool,
+}
+
+/// A namespace of a drive.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NamespaceStats {
+    /// Its identifier.
+    pub nsid: u32,
+    /// Its size in bytes.
+    pub bytes: u64,
+    /// Bytes of a logical block.
+    pub lba_bytes: u32,
+}
+
+/// How the I/O queue pairs of a drive are used.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QueuePairStats {
+    /// What the drive has.
+    pub total: u16,
+    /// Those that one queue of a guest has to itself.
+    pub exclusive: u16,
+    /// Those that queues of guests share.
+    pub shared: u16,
+    /// Those that nobody uses.
+    pub free: u16,
+}
+
+impl DriveStats {
+    /// Figures of a drive's host controller.
+    #[must_use]
+    pub fn of(drive: &Drive) -> Self {
+        let controller = drive.controller();
+        let Incidents {
+            timeouts,
+            aborts,
+            resets,
+            gone,
+        } = controller.incidents();
+        let namespaces = controller.namespaces();
+        Self {
+            path: drive.path().to_string(),
+            model: controller.model().to_owned(),
+            namespaces: namespaces.iter().map(NamespaceStats::of).collect(),
+            queue_pairs: controller.queue_pairs().map(|pairs| QueuePairStats {
+                total: pairs.total,
+                exclusive: pairs.exclusive,
+                shared: pairs.shared,
+                free: pairs.free(),
+            }),
+            timeouts,
+            aborts,
+            resets,
+            gone,
+        }
+    }
+
+    fn since(&self, earlier: &Self) -> Self {
+        Self {
+            timeouts: self.timeouts.saturating_sub(earlier.timeouts),
+            aborts: self.aborts.saturating_sub(earlier.aborts),
+            resets: self.resets.saturating_sub(earlier.resets),
+            ..self.clone()
+        }
+    }
+}
+
+impl NamespaceStats {
+    fn of(namespace: &HostNamespace) -> Self {
+        Self {
+            nsid: namespace.nsid.0,
+            bytes: namespace.blocks << namespace.lba_shift,
+            lba_bytes: 1 << namespace.lba_shift,
+        }
+    }
 }
 
 /// Figures of one function.
@@ -57,9 +156,15 @@ impl ServerStats {
             let before = earlier.functions.iter().find(|before| before.id == now.id);
             before.map_or_else(|| now.clone(), |before| now.since(before))
         });
+        let drives = self.drives.iter().map(|now| {
+            let of_now = |before: &&DriveStats| before.path == now.path;
+            let before = earlier.drives.iter().find(of_now);
+            before.map_or_else(|| now.clone(), |before| now.since(before))
+        });
         Self {
             functions: functions.collect(),
             pollers: self.pollers.clone(),
+            drives: drives.collect(),
         }
     }
 }
@@ -152,6 +257,25 @@ mod tests {
                 parks: 77,
                 spurious_wakes: 3,
             }],
+            drives: vec![DriveStats {
+                path: "0000:01:00.0".to_owned(),
+                model: "Fast NVMe".to_owned(),
+                namespaces: vec![NamespaceStats {
+                    nsid: 1,
+                    bytes: 128 << 30,
+                    lba_bytes: 4096,
+                }],
+                queue_pairs: Some(QueuePairStats {
+                    total: 4,
+                    exclusive: 1,
+                    shared: 1,
+                    free: 2,
+                }),
+                timeouts: 3,
+                aborts: 2,
+                resets: 1,
+                gone: false,
+            }],
         }
     }
 
@@ -184,6 +308,16 @@ mod tests {
         let poller = &json["pollers"][0];
         assert!(poller["name"].is_string() && poller["cpu"].is_null());
         assert!(poller["busy_share"].is_f64() && poller["queues"].is_u64());
+        let drive = &json["drives"][0];
+        assert!(drive["path"].is_string() && drive["model"].is_string());
+        assert_eq!(drive["namespaces"][0]["lba_bytes"], 4096);
+        for key in ["total", "exclusive", "shared", "free"] {
+            assert!(drive["queue_pairs"][key].is_u64(), "{key}");
+        }
+        for key in ["timeouts", "aborts", "resets"] {
+            assert!(drive[key].is_u64(), "{key}");
+        }
+        assert_eq!(drive["gone"], false);
         assert_eq!(
             serde_json::from_value::<ServerStats>(json).unwrap(),
             sample()
@@ -196,6 +330,7 @@ mod tests {
         later.functions[0].queues[0].commands += 10;
         later.functions[0].queues[0].interrupts += 4;
         later.functions[0].admin.commands += 2;
+        later.drives[0].resets += 5;
         later.functions[0].queues.push(QueueStats {
             qid: 3,
             commands: 5,
@@ -217,6 +352,8 @@ mod tests {
             .collect();
         assert_eq!(counted, [(1, 10, 4, 0), (2, 0, 0, 0), (3, 5, 0, 0)]);
         assert_eq!(since.functions[0].admin.commands, 2);
+        assert_eq!((since.drives[0].resets, since.drives[0].timeouts), (5, 0));
+        assert_eq!(since.drives[0].queue_pairs, later.drives[0].queue_pairs);
         assert_eq!(since.functions[0].capacity_bytes, 64 << 30);
         assert_eq!(later.since(&ServerStats::default()), later);
     }

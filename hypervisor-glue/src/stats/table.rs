@@ -4,7 +4,7 @@ use std::fmt;
 
 use nvme_mpt::lease::Bytes;
 
-use super::{FunctionStats, ServerStats};
+use super::{DriveStats, FunctionStats, ServerStats};
 
 /// Rows of cells, printed in columns that are as wide as they need be.
 struct Table(Vec<Vec<String>>);
@@ -116,10 +116,45 @@ impl fmt::Display for FunctionStats {
     }
 }
 
+/// The drives whose queue pairs are counted: physical ones.
+fn drives(drives: &[DriveStats]) -> Option<Table> {
+    let mut table = Table::new(&[
+        "drive",
+        "queue pairs",
+        "exclusive",
+        "shared",
+        "free",
+        "timeouts",
+        "aborts",
+        "resets",
+        "state",
+    ]);
+    for drive in drives {
+        let Some(pairs) = drive.queue_pairs else {
+            continue;
+        };
+        table.row(vec![
+            drive.path.clone(),
+            pairs.total.to_string(),
+            pairs.exclusive.to_string(),
+            pairs.shared.to_string(),
+            pairs.free.to_string(),
+            drive.timeouts.to_string(),
+            drive.aborts.to_string(),
+            drive.resets.to_string(),
+            if drive.gone { "gone" } else { "in use" }.to_owned(),
+        ]);
+    }
+    (table.0.len() > 1).then_some(table)
+}
+
 impl fmt::Display for ServerStats {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for function in &self.functions {
             writeln!(f, "{function}")?;
+        }
+        if let Some(table) = drives(&self.drives) {
+            writeln!(f, "{table}")?;
         }
         let mut table = Table::new(&[
             "poller",
@@ -181,6 +216,9 @@ mod tests {
             "  admin        23                                          40           9",
             "      1   1234567  4.71 GiB  4.00 KiB       0              12       34567    12.3    56.7    1234.5  98765.4",
             "      2         0       0 B       0 B       0               0           0     0.0     0.0       0.0      0.0",
+            "",
+            "         drive  queue pairs  exclusive  shared  free  timeouts  aborts  resets   state",
+            "  0000:01:00.0            4          1       1     2         3       2       1  in use",
             "",
             "         poller  cpu  queues   busy  parked  parks  spurious wakes",
             "  poll-shared-0  any       2  25.6%   50.0%     77               3",

@@ -117,6 +117,7 @@ fn a_start_that_fails_leaves_nothing_behind() {
             "socket=b.sock,path=drive.img,range=16M+16M,lba=4096",
             "give the same lba= to each",
         ),
+        ("socket=b.sock,path=ffff:ff:1f.7", "ffff:ff:1f.7"),
     ] {
         let good = if bad.contains("lba=") {
             format!("{good},lba=512")

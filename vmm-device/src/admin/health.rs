@@ -37,14 +37,14 @@ const SPARE: u8 = 100;
 const SPARE_THRESHOLD: u8 = 10;
 
 /// What is known of the drive's health.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 enum Reading {
     /// Nobody asked, or the drive did not answer yet.
     Unknown,
     /// The drive keeps no log: nothing in it wears out.
     None,
     /// What the drive said last.
-    Drive(SmartHealth),
+    Drive(Box<SmartHealth>),
 }
 
 /// The drive's health, read when somebody wants to know it.
@@ -111,7 +111,7 @@ impl Health {
             return;
         }
         match drive.smart_health() {
-            Ok(Some(log)) => self.reading = Reading::Drive(log),
+            Ok(Some(log)) => self.reading = Reading::Drive(Box::new(log)),
             Ok(None) => self.reading = Reading::None,
             Err(error) => log::info!("The drive does not tell its health: {error}"),
         }

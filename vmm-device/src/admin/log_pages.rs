@@ -8,17 +8,13 @@ use nvme_mpt::{
         ids::Nsid,
         log::{
             ActiveFirmware, ChangedNamespaceList, CommandEffects, CommandsSupportedAndEffects,
-            FirmwareSlots, LogPageId, LogPageRequest, LogPageSupport, SmartHealth,
-            SupportedLogPages,
+            FirmwareSlots, LogPageId, LogPageRequest, LogPageSupport, SupportedLogPages,
         },
         opcode::{AdminOpcode, NvmOpcode},
         status::Status,
     },
 };
-use zerocopy::{
-    FromZeros, IntoBytes,
-    little_endian::{U16, U128},
-};
+use zerocopy::{FromZeros, IntoBytes, little_endian::U128};
 
 use super::{
     error_log::ErrorLog,

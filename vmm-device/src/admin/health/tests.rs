@@ -18,7 +18,7 @@ fn health(log: SmartHealth) -> Health {
             warning: 350,
             critical: 360,
         }),
-        reading: Reading::Drive(log),
+        reading: Reading::Drive(Box::new(log)),
         asked: Some(Instant::now()),
         gone: false,
         since: Instant::now(),

@@ -257,4 +257,6 @@ pub enum HostQueuePair {
     Memory(SoftwareQueue<software::MemoryStore>),
     /// Of a file or block device.
     File(Box<software::FileQueue>),
+    /// Of a physical drive.
+    Vfio(Box<vfio::VfioQueue>),
 }

@@ -106,6 +106,25 @@ impl Mapping {
         Self::map(len, Access::ReadWrite, flags, -1, 0)
     }
 
+    /// Maps at least `len` bytes of zeroes of this process's own: in huge pages of 2 MiB, if the
+    /// kernel has some set aside, else as [`Self::anonymous`] does.
+    ///
+    /// # Errors
+    /// What `mmap` reports.
+    pub fn huge(len: usize) -> io::Result<Self> {
+        const HUGE_PAGE: usize = 2 << 20;
+        let flags =
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | libc::MAP_HUGE_2MB;
+        Self::map(
+            len.next_multiple_of(HUGE_PAGE),
+            Access::ReadWrite,
+            flags,
+            -1,
+            0,
+        )
+        .or_else(|_| Self::anonymous(len))
+    }
+
     fn map(
         len: usize,
         access: Access,
@@ -248,6 +267,15 @@ pub(crate) mod tests {
         assert!(mapping.bytes(8191, 2).is_none());
         assert!(mapping.bytes(usize::MAX, 1).is_none());
         assert!(mapping.bytes(1, usize::MAX).is_none());
+    }
+
+    #[test]
+    fn memory_is_there_with_and_without_huge_pages() {
+        let mapping = Mapping::huge(5000).expect("map");
+        assert!(mapping.len() >= 5000);
+        let mut read = [9; 5000];
+        mapping.bytes(0, 5000).expect("inside").copy_to(&mut read);
+        assert_eq!(read, [0; 5000]);
     }
 
     #[test]

@@ -7,6 +7,7 @@
 
 mod bytes;
 mod cell;
+mod host_ring;
 mod mapping;
 mod private;
 mod registers;
@@ -15,9 +16,10 @@ mod sigbus;
 
 pub use bytes::{RawBytes, RawWords};
 pub use cell::Cell32;
+pub(crate) use host_ring::{HostCompletionRing, HostSubmissionRing};
+pub(crate) use mapping::host_page_size;
 #[cfg(test)]
 pub(crate) use mapping::tests as tests_support;
-pub(crate) use mapping::host_page_size;
 pub use mapping::{Access, Mapping, memfd};
 pub use private::PrivateWords;
 pub use registers::Registers;

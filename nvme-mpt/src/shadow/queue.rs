@@ -345,6 +345,7 @@ impl ShadowQueue {
             HostQueuePair::Null(host) => self.core.poll(host),
             HostQueuePair::Memory(host) => self.core.poll(host),
             HostQueuePair::File(host) => self.core.poll(host.as_mut()),
+            HostQueuePair::Vfio(host) => self.core.poll(host.as_mut()),
         }
     }
 
@@ -358,9 +359,13 @@ impl ShadowQueue {
         self.core.look_again()
     }
 
-    /// Whether its guest's doorbell writes notify nobody.
+    /// Whether something can happen here that notifies nobody: a doorbell write of its guest, or a
+    /// completion of a drive that is polled.
     #[must_use]
     pub fn is_silent(&self) -> bool {
+        if matches!(self.host, HostQueuePair::Vfio(_)) && !self.is_drained() {
+            return true;
+        }
         match self.core.condition {
             Condition::Sound => self.core.context.mode == DoorbellMode::Mapped,
             // Time has to pass for it.
@@ -376,6 +381,7 @@ impl ShadowQueue {
             HostQueuePair::Null(host) => host.wait_fd(),
             HostQueuePair::Memory(host) => host.wait_fd(),
             HostQueuePair::File(host) => host.wait_fd(),
+            HostQueuePair::Vfio(host) => host.wait_fd(),
         }
     }
 

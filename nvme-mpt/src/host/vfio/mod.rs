@@ -5,11 +5,15 @@
 
 mod backing;
 mod container;
+mod controller;
 mod device;
 mod error;
 pub mod function;
 mod ioctl;
+pub mod pair;
 
 pub use backing::Backing;
+pub use controller::{ControllerError, ControllerOptions, VfioController};
 pub use device::VfioBacking;
 pub use error::VfioError;
+pub use pair::VfioQueue;

@@ -1,0 +1,580 @@
+//! What the members of a queue pair share, under its lock: who is next, and what the drive has.
+//!
+//! A member that is alone goes straight from its staged commands to the ring and from the ring to
+//! its completions. Otherwise commands wait in front of the ring, and are dispatched in an order
+//! that is decided here alone:
+//!
+//! 1. commands of light members, at once;
+//! 2. commands of heavy members by deficit round robin in bytes, as far as the [governor's
+//!    window](super::governor) allows. What counts is what goes to the drive: the child of a
+//!    command that is split, not the command.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::flight::{Flight, Flights, Landing};
+use super::governor::{Class, Governor, WINDOW_MAX, Window};
+use super::member::{Member, Waiting};
+use super::rings::{PairDoorbells, Rings};
+use super::split::data_len;
+use super::stats::PairStats;
+use crate::clock::Ticks;
+use crate::host::{HostCompletion, HostMemory};
+use crate::spec::ids::CommandId;
+use crate::spec::opcode::NvmOpcode;
+use crate::spec::sqe::Sqe;
+use crate::spec::status::Status;
+
+/// Bytes that a member may dispatch before the next one gets its turn.
+const QUANTUM: u64 = 64 << 10;
+
+/// Whether the drive takes commands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Running,
+    /// Commands wait; nothing is written to the rings and doorbells.
+    Stopped,
+    /// For ever: all commands complete with this status.
+    Dead(Status),
+}
+
+/// Who was here last, to tell whether somebody is alone.
+#[derive(Clone, Copy, Debug, Default)]
+struct Presence {
+    last: u16,
+    last_seen: Ticks,
+    /// When somebody else than the last one was here.
+    other_seen: Ticks,
+}
+
+impl Presence {
+    fn note(&mut self, member: u16, now: Ticks) {
+        if self.last != member {
+            self.other_seen = self.last_seen;
+            self.last = member;
+        }
+        self.last_seen = now;
+    }
+
+    fn is_alone(&self, now: Ticks, presence: u64) -> bool {
+        self.other_seen == Ticks::default() || now.since(self.other_seen) > presence
+    }
+}
+
+/// What the members of a queue pair share.
+#[derive(Debug)]
+pub(super) struct Core {
+    pub(super) rings: Rings,
+    flights: Flights,
+    /// Most bytes that the drive transfers per command.
+    max_transfer: u64,
+    members: Vec<Option<Box<Member>>>,
+    count: usize,
+    /// Members that may have commands waiting, in the order of their turns.
+    turns: VecDeque<u16>,
+    /// What heavy members have in flight, as far as the window bounds it.
+    heavy_bytes: u64,
+    presence: Presence,
+    state: State,
+    governor: Arc<Governor>,
+    stats: PairStats,
+}
+
+impl Core {
+    pub(super) fn new(rings: Rings, max_transfer: u64, governor: Arc<Governor>) -> Self {
+        // One entry stays empty, to tell a full ring from an empty one; fewer than 1024 are left.
+        let room = (rings.entries() - 1) as u16;
+        Self {
+            rings,
+            flights: Flights::new(room),
+            max_transfer,
+            members: Vec::new(),
+            count: 0,
+            turns: VecDeque::new(),
+            heavy_bytes: 0,
+            presence: Presence::default(),
+            state: State::Running,
+            governor,
+            stats: PairStats::default(),
+        }
+    }
+
+    /// A new member. Returns its number.
+    pub(super) fn join(&mut self, slots: u16, lba_shift: u8) -> u16 {
+        let member = Some(Box::new(Member::new(slots, lba_shift, self.max_transfer)));
+        let free = self.members.iter().position(Option::is_none);
+        let number = free.unwrap_or(self.members.len());
+        if free.is_none() {
+            self.members.push(None);
+        }
+        self.members[number] = member;
+        self.count += 1;
+        self.turns.reserve(self.members.len());
+        number as u16
+    }
+
+    /// Lets go what waits of a member. Returns whether the drive has nothing of it.
+    pub(super) fn withdraw(&mut self, number: u16) -> bool {
+        if let Some(member) = self.member(number) {
+            member.waiting.clear();
+        }
+        self.flights.of_member(number) == 0
+    }
+
+    /// A member is gone, of which the drive has nothing.
+    pub(super) fn leave(&mut self, number: u16) {
+        if let Some(member) = self.members.get_mut(usize::from(number))
+            && member.take().is_some()
+        {
+            self.count -= 1;
+        }
+        self.turns.retain(|turn| *turn != number);
+    }
+
+    #[inline]
+    fn member(&mut self, number: u16) -> Option<&mut Member> {
+        self.members.get_mut(usize::from(number))?.as_deref_mut()
+    }
+
+    /// Members.
+    pub(super) fn members(&self) -> usize {
+        self.count
+    }
+
+    /// Commands and parts of commands that the drive has.
+    pub(super) fn in_flight(&self) -> usize {
+        self.flights.in_flight()
+    }
+
+    /// Whether a member's commands can go straight to the ring, and what is in the ring is all its
+    /// own.
+    #[inline]
+    pub(super) fn is_direct(&self, number: u16) -> bool {
+        self.count == 1
+            && self.state == State::Running
+            && self
+                .members
+                .get(usize::from(number))
+                .and_then(Option::as_deref)
+                .is_some_and(|member| member.waiting.is_empty() && member.done.is_empty())
+    }
+
+    /// Takes a member's staged commands; `outstanding` is how many it then has submitted that have
+    /// not completed.
+    #[inline]
+    pub(super) fn ring(
+        &mut self,
+        number: u16,
+        staged: &mut Vec<Sqe>,
+        outstanding: u32,
+        memory: HostMemory<'_>,
+        now: Ticks,
+    ) {
+        let mut rest = 0;
+        if self.is_direct(number) {
+            rest = self.submit_directly(number, staged, now);
+            self.rings.ring();
+        }
+        if rest < staged.len() {
+            self.enqueue(number, &staged[rest..], outstanding, memory, now);
+        }
+        staged.clear();
+    }
+
+    /// Submits commands until one has to wait or to be split. Returns how many.
+    #[inline]
+    fn submit_directly(&mut self, number: u16, staged: &[Sqe], now: Ticks) -> usize {
+        let Some(lba_shift) = self.member(number).map(|member| member.lba_shift) else {
+            return 0;
+        };
+        for (i, staged) in staged.iter().enumerate() {
+            let len = data_len(staged, lba_shift);
+            if len > self.max_transfer {
+                return i;
+            }
+            let flight = Flight::alone(number, staged.cid().0, now);
+            let Some(cid) = self.flights.take_off(flight, false) else {
+                return i;
+            };
+            let mut sqe = *staged;
+            sqe.set_cid(cid);
+            self.rings.push(&sqe);
+            self.stats.commands += 1;
+            self.stats.bytes += len;
+        }
+        staged.len()
+    }
+
+    /// Lets commands wait for their turn, and dispatches what can be.
+    #[inline(never)]
+    fn enqueue(
+        &mut self,
+        number: u16,
+        staged: &[Sqe],
+        outstanding: u32,
+        memory: HostMemory<'_>,
+        now: Ticks,
+    ) {
+        let is_shared = self.count > 1;
+        let Self {
+            members,
+            turns,
+            presence,
+            governor,
+            stats,
+            ..
+        } = self;
+        let member = members.get_mut(usize::from(number));
+        let Some(member) = member.and_then(Option::as_deref_mut) else {
+            return;
+        };
+        if let State::Dead(status) = self.state {
+            for sqe in staged {
+                member.done.push(failed(sqe, status));
+            }
+            return;
+        }
+        let longest = staged
+            .iter()
+            .map(|sqe| data_len(sqe, member.lba_shift))
+            .max()
+            .unwrap_or(0);
+        if !is_shared || Class::is_heavy(outstanding, longest) {
+            // For some time: between two bursts nobody becomes light.
+            member.heavy_until = Ticks(now.0.saturating_add(governor.presence() / 10));
+        }
+        let is_light = now > member.heavy_until;
+        for sqe in staged {
+            let len = data_len(sqe, member.lba_shift);
+            let class = if is_light {
+                Class::light(NvmOpcode(sqe.opcode()), outstanding)
+            } else {
+                Class::HEAVY
+            };
+            let split = member
+                .splits
+                .as_mut()
+                .filter(|splits| len > splits.child_bytes());
+            let is_split = split.is_some();
+            if let Some(splits) = split {
+                if let Err(status) = splits.prepare(sqe, len, memory) {
+                    member.done.push(failed(sqe, status));
+                    continue;
+                }
+                stats.splits += 1;
+            }
+            stats.commands += 1;
+            stats.bytes += len;
+            member.waiting.push_back(Waiting {
+                sqe: *sqe,
+                len,
+                class,
+                arrived: now,
+                split: is_split,
+            });
+        }
+        if !member.in_turn {
+            member.in_turn = true;
+            member.deficit = 0;
+            turns.push_back(number);
+        }
+        if is_shared {
+            presence.note(number, now);
+            if is_light {
+                governor.light_arrived(now);
+            }
+        }
+        self.dispatch(now);
+    }
+
+    /// Whether commands may be waiting for [`Self::dispatch`].
+    #[inline]
+    pub(super) fn may_dispatch(&self) -> bool {
+        self.state == State::Running && !self.turns.is_empty()
+    }
+
+    /// Gives the drive what waits, as far as it may have it now.
+    pub(super) fn dispatch(&mut self, now: Ticks) {
+        if !self.may_dispatch() {
+            return;
+        }
+        for place in 0..self.turns.len() {
+            let number = self.turns[place];
+            while let Some((class, weight)) = self.next(number)
+                && class != Class::HEAVY
+                && self.launch(number, weight, now)
+            {}
+        }
+        self.dispatch_heavy(now);
+        self.rings.ring();
+    }
+
+    /// Deficit round robin among the heavy members.
+    fn dispatch_heavy(&mut self, now: Ticks) {
+        let window = self.window(now);
+        // Light members find room in the drive, even while heavy ones fill it.
+        let reserve = if self.count > 1 {
+            usize::from(self.flights.room() / 16)
+        } else {
+            0
+        };
+        while let Some(&number) = self.turns.front() {
+            let Some((class, weight)) = self.next(number) else {
+                self.turns.pop_front();
+                if let Some(member) = self.member(number) {
+                    member.in_turn = false;
+                }
+                continue;
+            };
+            let has_room = match window {
+                Window::Open => true,
+                Window::Bytes(bytes) => self.heavy_bytes == 0 || self.heavy_bytes + weight <= bytes,
+                Window::Closed => false,
+            };
+            // A light member's command is here only if the drive's queue is full.
+            if class != Class::HEAVY || !has_room || self.flights.free() <= reserve {
+                return;
+            }
+            let is_only_one = self.turns.len() == 1;
+            let Some(member) = self.member(number) else {
+                return;
+            };
+            if member.deficit < weight {
+                member.deficit = if is_only_one {
+                    weight
+                } else {
+                    member.deficit + QUANTUM
+                };
+                self.turns.rotate_left(1);
+                continue;
+            }
+            member.deficit -= weight;
+            if !self.launch(number, weight, now) {
+                return;
+            }
+        }
+    }
+
+    /// What heavy members may have in flight.
+    fn window(&self, now: Ticks) -> Window {
+        if self.count == 1 {
+            return Window::Open;
+        }
+        let window = self.governor.window(now);
+        let is_alone = || self.presence.is_alone(now, self.governor.presence());
+        // Without a bound, turns would be taken within the drive, by who submits most.
+        if window == Window::Open && !is_alone() {
+            return Window::Bytes(WINDOW_MAX);
+        }
+        window
+    }
+
+    #[inline]
+    fn next(&self, number: u16) -> Option<(Class, u64)> {
+        self.members.get(usize::from(number))?.as_ref()?.next()
+    }
+
+    /// Writes what a member has next into the ring. Returns whether there was room.
+    fn launch(&mut self, number: u16, weight: u64, now: Ticks) -> bool {
+        let Self {
+            rings,
+            flights,
+            members,
+            heavy_bytes,
+            stats,
+            ..
+        } = self;
+        let member = members.get_mut(usize::from(number));
+        let Some(member) = member.and_then(Option::as_deref_mut) else {
+            return false;
+        };
+        let Some(head) = member.waiting.front() else {
+            return false;
+        };
+        if flights.free() == 0 {
+            return false;
+        }
+        let (class, arrived) = (head.class, head.arrived);
+        let Some((mut sqe, child)) = member.take_next() else {
+            return false;
+        };
+        let flight = Flight {
+            member: number,
+            slot: sqe.cid().0,
+            child,
+            weight: weight as u32,
+            class,
+            arrived,
+            submitted: now,
+        };
+        let Some(cid) = flights.take_off(flight, true) else {
+            return false;
+        };
+        sqe.set_cid(cid);
+        rings.push(&sqe);
+        if class == Class::HEAVY {
+            *heavy_bytes += weight;
+        }
+        stats.children += u64::from(child.is_some());
+        true
+    }
+
+    /// Hands over what the drive has completed, all of it of the one member.
+    #[inline]
+    pub(super) fn reap_directly(
+        &mut self,
+        clock: impl Fn() -> Ticks,
+        mut done: impl FnMut(HostCompletion),
+    ) {
+        self.harvest(|| Some(clock()), |_, _, completion| done(completion));
+        self.rings.release();
+    }
+
+    /// Gives every member what the drive has completed, and dispatches what waits.
+    pub(super) fn reap(&mut self, clock: impl Fn() -> Ticks) {
+        if self.state != State::Running {
+            return;
+        }
+        self.harvest(|| Some(clock()), deliver);
+        self.rings.release();
+        if self.may_dispatch() {
+            self.dispatch(clock());
+        }
+    }
+
+    /// Takes what the drive has posted out of the Completion Queue. `clock` is asked when something
+    /// completes whose latency counts.
+    #[inline]
+    fn harvest(
+        &mut self,
+        clock: impl Fn() -> Option<Ticks>,
+        mut sink: impl FnMut(&mut [Option<Box<Member>>], u16, HostCompletion),
+    ) {
+        // A drive that posts without end does not keep us here.
+        for _ in 0..self.rings.entries() {
+            let Some(entry) = self.rings.next() else {
+                return;
+            };
+            match self.flights.land(entry.cid(), entry.status(), entry.dw0()) {
+                Some(Landing::Plain(member, completion)) => {
+                    sink(&mut self.members, member, completion);
+                }
+                Some(Landing::Special(flight, status, dw0)) => {
+                    let completion = self.settle(&flight, (status, dw0), clock());
+                    if let Some(completion) = completion {
+                        sink(&mut self.members, flight.member, completion);
+                    }
+                }
+                None => self.stats.late_completions += 1,
+            }
+        }
+    }
+
+    /// Settles the accounts of a command or a child. Returns the completion that its member gets.
+    #[cold]
+    fn settle(
+        &mut self,
+        flight: &Flight,
+        (status, dw0): (Status, u32),
+        now: Option<Ticks>,
+    ) -> Option<HostCompletion> {
+        let slot = flight.slot;
+        if flight.class == Class::HEAVY {
+            self.heavy_bytes -= u64::from(flight.weight);
+        } else if let Some(now) = now {
+            self.governor
+                .light_completed(flight.class, flight.arrived, now);
+        }
+        let Some(child) = flight.child else {
+            return Some(HostCompletion { slot, status, dw0 });
+        };
+        let member = self.member(flight.member)?;
+        let joined = member.splits.as_mut()?.complete(slot, child, status);
+        if joined.cut_short {
+            member.forget(slot);
+        }
+        joined.completion
+    }
+
+    /// Moves a member's completions out.
+    pub(super) fn swap_done(&mut self, number: u16, ready: &mut Vec<HostCompletion>) {
+        if let Some(member) = self.member(number) {
+            std::mem::swap(&mut member.done, ready);
+        }
+    }
+
+    pub(super) fn overdue(&mut self, now: Ticks, deadline: u64) -> Vec<CommandId> {
+        self.flights.overdue(now, deadline)
+    }
+
+    pub(super) fn mark_aborted(&mut self, cid: CommandId) -> bool {
+        self.flights.mark_aborted(cid)
+    }
+
+    pub(super) fn stop(&mut self) {
+        if self.state == State::Running {
+            self.state = State::Stopped;
+        }
+    }
+
+    /// Completes all that the drive has: what it posted as it says, the rest with this status.
+    pub(super) fn fail_in_flight(&mut self, status: Status) {
+        self.harvest(|| None, deliver);
+        for index in 0..self.flights.room() {
+            let Some(cid) = self.flights.at(index) else {
+                continue;
+            };
+            match self.flights.land(cid, status, 0) {
+                Some(Landing::Plain(member, completion)) => {
+                    deliver(&mut self.members, member, completion);
+                }
+                Some(Landing::Special(flight, status, dw0)) => {
+                    if let Some(completion) = self.settle(&flight, (status, dw0), None) {
+                        deliver(&mut self.members, flight.member, completion);
+                    }
+                }
+                None => {}
+            }
+        }
+    }
+
+    pub(super) fn restart(&mut self, doorbells: PairDoorbells) {
+        // What the drive had, it has no more.
+        self.fail_in_flight(Status::COMMAND_INTERRUPTED);
+        self.rings.restart(doorbells);
+        if self.state == State::Stopped {
+            self.state = State::Running;
+        }
+    }
+
+    pub(super) fn kill(&mut self, status: Status) {
+        self.fail_in_flight(status);
+        self.state = State::Dead(status);
+        for member in self.members.iter_mut().flatten() {
+            for waiting in member.waiting.drain(..) {
+                member.done.push(failed(&waiting.sqe, status));
+            }
+        }
+    }
+
+    pub(super) fn stats(&self) -> PairStats {
+        PairStats {
+            doorbell_writes_saved: self.rings.doorbell_writes_saved(),
+            ..self.stats
+        }
+    }
+}
+
+fn deliver(members: &mut [Option<Box<Member>>], number: u16, completion: HostCompletion) {
+    if let Some(Some(member)) = members.get_mut(usize::from(number)) {
+        member.done.push(completion);
+    }
+}
+
+fn failed(sqe: &Sqe, status: Status) -> HostCompletion {
+    HostCompletion {
+        slot: sqe.cid().0,
+        status,
+        dw0: 0,
+    }
+}

@@ -1,0 +1,276 @@
+//! How much of a drive busy members may fill while quiet ones use it, too.
+//!
+//! The one rule of sharing in time; who is next is the other one (`core.rs`: deficit round robin).
+//!
+//! A member is *light* while it has few and small commands outstanding ([`Class::of`]); its commands
+//! go to the drive at once. All others are *heavy*: of those, a queue pair has at most the *window*
+//! in flight, and at least one command. How large the window may be depends on the drive: one that
+//! works serially makes a light command wait for all that is in front of it, a parallel one does
+//! not until its channels are full. So the window follows what light members see:
+//!
+//! - **Alone.** Every ten seconds, at a light command's arrival, heavy members pause for some light
+//!   commands (for 50 ms at most): the median latency of those is what light members see alone.
+//! - **Together.** A light command that takes more than 9/4 of that makes the window smaller by a
+//!   quarter; one that does not makes it larger by 1/512. So one in about 150 finds the window too
+//!   large, and the 99th percentile stays within the bound.
+//! - **Nobody light.** A second after the last light command the window is as large as it gets.
+//!
+//! There is one governor per drive, as a drive's queue pairs share its channels.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use crate::clock::{Ticks, ticks_in};
+use crate::spec::opcode::NvmOpcode;
+
+/// The largest window: what keeps any drive busy.
+pub(super) const WINDOW_MAX: u64 = 4 << 20;
+
+/// Most commands that a light member has outstanding, and most bytes of each.
+const LIGHT_COMMANDS: u32 = 4;
+const LIGHT_BYTES: u64 = 16 << 10;
+
+/// Kinds of light commands whose latency is compared: reads and writes, by how many the member has
+/// outstanding.
+const KINDS: usize = 2 * LIGHT_COMMANDS as usize;
+
+/// How a command counts when the drive is shared.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Class(u8);
+
+impl Class {
+    /// Of a member with much to do.
+    pub(super) const HEAVY: Self = Self(0);
+    /// Of a member with little to do; its latency tells nothing.
+    const LIGHT: Self = Self(1);
+    const FIRST_KIND: u8 = 2;
+
+    /// The class of a light member's command, when it has so many outstanding.
+    pub(super) fn light(opcode: NvmOpcode, outstanding: u32) -> Self {
+        let first = match opcode {
+            NvmOpcode::READ => Self::FIRST_KIND,
+            NvmOpcode::WRITE => Self::FIRST_KIND + LIGHT_COMMANDS as u8,
+            _ => return Self::LIGHT,
+        };
+        Self(first + outstanding.clamp(1, LIGHT_COMMANDS) as u8 - 1)
+    }
+
+    /// Whether a member is heavy that has so many commands outstanding, and submits one that
+    /// transfers so many bytes.
+    pub(super) fn is_heavy(outstanding: u32, bytes: u64) -> bool {
+        outstanding > LIGHT_COMMANDS || bytes > LIGHT_BYTES
+    }
+
+    /// Which latency it is compared to.
+    fn kind(self) -> Option<usize> {
+        self.0.checked_sub(Self::FIRST_KIND).map(usize::from)
+    }
+}
+
+/// What a queue pair may have in flight of heavy members.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Window {
+    /// There is no light member: all the drive takes.
+    Open,
+    /// So many bytes, or one command.
+    Bytes(u64),
+    /// Nothing, for a few milliseconds.
+    Closed,
+}
+
+/// Times, in ticks.
+#[derive(Clone, Copy, Debug)]
+struct Times {
+    /// How long a member counts as present after its last command.
+    presence: u64,
+    /// From one measurement of the latency alone to the next.
+    probe_interval: u64,
+    /// How soon it is measured again for a kind of command that was not among the last ones.
+    probe_again: u64,
+    /// The longest that heavy members pause.
+    pause: u64,
+}
+
+/// Samples of a measurement that still meet what was in flight when the pause began.
+const PROBE_SETTLES: u32 = 4;
+
+/// Samples of a measurement that count.
+const PROBE_SAMPLES: usize = 8;
+
+/// Light commands while heavy members pause.
+#[derive(Debug)]
+struct Probe {
+    began: Ticks,
+    settling: u32,
+    samples: [(u8, u64); PROBE_SAMPLES],
+    count: usize,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Median latency alone, in ticks, of each kind; 0 if it is not known.
+    alone: [u64; KINDS],
+    probe: Option<Probe>,
+    /// When the window last became smaller: what arrived before is no news.
+    shrunk: Ticks,
+}
+
+/// What the queue pairs of one drive agree on about sharing it.
+#[derive(Debug)]
+pub struct Governor {
+    times: Times,
+    window: AtomicU64,
+    /// Until when light members count as present.
+    light_until: AtomicU64,
+    /// Until when heavy members pause.
+    pause_until: AtomicU64,
+    /// When the latency alone is measured next.
+    next_probe: AtomicU64,
+    state: Mutex<State>,
+}
+
+impl Default for Governor {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Governor {
+    /// Of a drive of which nothing is known.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::with_millisecond(ticks_in(Duration::from_millis(1)))
+    }
+
+    /// With a clock that has so many ticks per millisecond.
+    pub(super) fn with_millisecond(ticks: u64) -> Self {
+        Self {
+            times: Times {
+                presence: 1000 * ticks,
+                probe_interval: 10_000 * ticks,
+                probe_again: 500 * ticks,
+                pause: 50 * ticks,
+            },
+            window: AtomicU64::new(WINDOW_MAX),
+            light_until: AtomicU64::new(0),
+            pause_until: AtomicU64::new(0),
+            next_probe: AtomicU64::new(0),
+            state: Mutex::default(),
+        }
+    }
+
+    /// How long somebody counts as present after the last command, in ticks.
+    pub(super) fn presence(&self) -> u64 {
+        self.times.presence
+    }
+
+    /// What heavy members may have in flight now.
+    #[inline]
+    pub(super) fn window(&self, now: Ticks) -> Window {
+        if now.0 < self.pause_until.load(Ordering::Relaxed) {
+            Window::Closed
+        } else if now.0 < self.light_until.load(Ordering::Relaxed) {
+            Window::Bytes(self.window.load(Ordering::Relaxed))
+        } else {
+            Window::Open
+        }
+    }
+
+    /// A light member has submitted something.
+    pub(super) fn light_arrived(&self, now: Ticks) {
+        let until = now.0.saturating_add(self.times.presence);
+        self.light_until.store(until, Ordering::Relaxed);
+        if now.0 >= self.next_probe.load(Ordering::Relaxed) {
+            self.begin_probe(now);
+        }
+    }
+
+    #[cold]
+    fn begin_probe(&self, now: Ticks) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if now.0 < self.next_probe.load(Ordering::Relaxed) {
+            return;
+        }
+        let next = now.0.saturating_add(self.times.probe_interval);
+        self.next_probe.store(next, Ordering::Relaxed);
+        state.probe = Some(Probe {
+            began: now,
+            settling: PROBE_SETTLES,
+            samples: [(0, 0); PROBE_SAMPLES],
+            count: 0,
+        });
+        let until = now.0.saturating_add(self.times.pause);
+        self.pause_until.store(until, Ordering::Relaxed);
+    }
+
+    /// A light command that arrived at some time has completed.
+    pub(super) fn light_completed(&self, class: Class, arrived: Ticks, now: Ticks) {
+        let Some(kind) = class.kind() else { return };
+        let latency = now.since(arrived);
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(probe) = &mut state.probe {
+            let over = now.0 >= self.pause_until.load(Ordering::Relaxed);
+            if !over && arrived >= probe.began && !probe.take(kind, latency) {
+                return;
+            }
+            if over || probe.count == PROBE_SAMPLES {
+                self.end_probe(&mut state);
+            }
+            return;
+        }
+        let alone = state.alone.get(kind).copied().unwrap_or(0);
+        if alone == 0 {
+            // Not before the last measurement is that long ago.
+            let soon = now.0.saturating_add(self.times.probe_again);
+            self.next_probe.fetch_min(soon, Ordering::Relaxed);
+            return;
+        }
+        let window = self.window.load(Ordering::Relaxed);
+        if latency > alone / 4 * 9 {
+            if arrived >= state.shrunk {
+                state.shrunk = now;
+                self.window.store(window - window / 4, Ordering::Relaxed);
+            }
+        } else {
+            let window = (window + window / 512 + 32).min(WINDOW_MAX);
+            self.window.store(window, Ordering::Relaxed);
+        }
+    }
+
+    fn end_probe(&self, state: &mut State) {
+        self.pause_until.store(0, Ordering::Relaxed);
+        let Some(probe) = state.probe.take() else {
+            return;
+        };
+        for (kind, alone) in state.alone.iter_mut().enumerate() {
+            let mut latencies = [0; PROBE_SAMPLES];
+            let mut count = 0;
+            for (of, latency) in &probe.samples[..probe.count] {
+                if usize::from(*of) == kind {
+                    latencies[count] = *latency;
+                    count += 1;
+                }
+            }
+            latencies[..count].sort_unstable();
+            if count > 0 {
+                *alone = latencies[count / 2].max(1);
+            }
+        }
+    }
+}
+
+impl Probe {
+    /// Takes a sample. Returns whether it was counted.
+    fn take(&mut self, kind: usize, latency: u64) -> bool {
+        if self.settling > 0 {
+            self.settling -= 1;
+            return false;
+        }
+        if let Some(sample) = self.samples.get_mut(self.count) {
+            *sample = (kind as u8, latency);
+            self.count += 1;
+        }
+        true
+    }
+}

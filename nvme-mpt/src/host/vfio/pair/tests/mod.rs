@@ -1,0 +1,67 @@
+//! Queue pairs against a drive that does what it is told.
+
+mod control;
+mod drive;
+mod members;
+
+use super::VfioQueue;
+use crate::clock::Ticks;
+use crate::dma::RegionTable;
+use crate::host::{HostCompletion, HostMemory, HostQueue};
+use crate::iova::IovaSpace;
+use crate::shadow::ListMemory;
+use crate::spec::ids::CommandId;
+use crate::spec::nvm::ReadWrite;
+use crate::spec::opcode::NvmOpcode;
+use crate::spec::sqe::Sqe;
+
+/// What a shadow queue lends its host queue.
+struct Lender {
+    table: RegionTable,
+    lists: ListMemory,
+}
+
+impl Lender {
+    fn new(slots: usize) -> Self {
+        let space = std::sync::Arc::new(IovaSpace::software());
+        Self {
+            table: RegionTable::default(),
+            lists: ListMemory::new(&space, slots).expect("memory"),
+        }
+    }
+
+    fn memory(&self) -> HostMemory<'_> {
+        HostMemory {
+            table: &self.table,
+            lists: &self.lists,
+        }
+    }
+}
+
+/// A Read or Write of `blocks` blocks of 512 bytes in a slot.
+fn command(opcode: NvmOpcode, slot: u16, slba: u64, blocks: u32) -> Sqe {
+    let mut sqe = Sqe::new(opcode.0);
+    ReadWrite {
+        slba: crate::spec::ids::Lba(slba),
+        nlb_z: (blocks - 1) as u16,
+        ..ReadWrite::default()
+    }
+    .write_to(&mut sqe);
+    sqe.set_cid(CommandId(slot));
+    sqe
+}
+
+/// All that a queue has to hand over.
+fn reap(queue: &mut VfioQueue) -> Vec<HostCompletion> {
+    let mut done = Vec::new();
+    queue.reap_by(Ticks::now, |completion| done.push(completion));
+    done
+}
+
+/// Submits commands and rings.
+fn submit(queue: &mut VfioQueue, lender: &Lender, commands: &[Sqe]) {
+    for command in commands {
+        queue.submit(command);
+    }
+    queue.ring(lender.memory());
+}

@@ -1,11 +1,12 @@
 //! Child processes: run to the end, or supervised so that none outlives this process.
 #![expect(
     unsafe_code,
-    reason = "kill(2) has no safe wrapper in the standard library"
+    reason = "kill(2) and prctl(2) have no safe wrapper in the standard library"
 )]
 
 use std::fs::File;
 use std::io;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::LazyLock;
@@ -137,10 +138,8 @@ impl Supervised {
             .map_err(file)?;
         let err = out.try_clone().map_err(file)?;
 
-        let mut command = Command::new("setpriv");
+        let mut command = Command::new(program.get_program());
         command
-            .args(["--pdeathsig", "KILL", "--"])
-            .arg(program.get_program())
             .args(program.get_args())
             .stdin(Stdio::null())
             .stdout(out)
@@ -150,6 +149,16 @@ impl Supervised {
                 Some(value) => command.env(key, value),
                 None => command.env_remove(key),
             };
+        }
+        // SAFETY: between fork and exec the closure makes one system call, which is safe after a fork, and
+        // touches no memory that another thread could have left locked or half-written.
+        unsafe {
+            command.pre_exec(
+                || match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
+                    0 => Ok(()),
+                    _ => Err(io::Error::last_os_error()),
+                },
+            );
         }
         let line = command_line(program);
         let child = spawn_from_lasting_thread(command).map_err(|source| ProcessError::Start {

@@ -5,12 +5,14 @@
 //! - [`provision`]: makes the guests and finds a QEMU, from Debian's own signed packages, into a cache;
 //! - [`guest`]: boots a guest, runs commands in it, plugs devices, kills it;
 //! - [`server`]: `nvme-mpt serve` as a child, and what `nvme-mpt stats` says;
+//! - [`lab`]: an emulated host with NVMe drives, an IOMMU and KVM, for all that needs one;
 //! - [`verify`]: everything that must hold, step by step;
 //! - [`demo`]: the demonstration;
 //! - [`load`]: load at native speed, without a guest.
 
 pub mod demo;
 pub mod guest;
+pub mod lab;
 pub mod load;
 pub mod process;
 pub mod progress;
@@ -33,6 +35,20 @@ pub fn target_dir() -> PathBuf {
         Some(path) => std::path::absolute(&path).unwrap_or_else(|_| PathBuf::from(path)),
         None => workspace_dir().join("target"),
     }
+}
+
+/// A size in bytes, or with K, M, G or T.
+pub(crate) fn parse_size(text: &str) -> Option<u64> {
+    let digits = text.trim_end_matches(['K', 'M', 'G', 'T']);
+    let shift = match &text[digits.len()..] {
+        "" => 0,
+        "K" => 10,
+        "M" => 20,
+        "G" => 30,
+        "T" => 40,
+        _ => return None,
+    };
+    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
 }
 
 /// An error and all that caused it, one a line; what passes its cause on unchanged is told once.

@@ -90,24 +90,11 @@ impl FromStr for DriveChoice {
         let Some(size) = text.strip_prefix("memory:") else {
             return Ok(Self::Path(PathBuf::from(text)));
         };
-        let size = parse_size(size).ok_or_else(|| {
+        let size = crate::parse_size(size).ok_or_else(|| {
             format!("'{size}' is no size: a number of bytes, or with K, M, G or T")
         })?;
         Ok(Self::Memory { size })
     }
-}
-
-fn parse_size(text: &str) -> Option<u64> {
-    let digits = text.trim_end_matches(['K', 'M', 'G', 'T']);
-    let shift = match &text[digits.len()..] {
-        "" => 0,
-        "K" => 10,
-        "M" => 20,
-        "G" => 30,
-        "T" => 40,
-        _ => return None,
-    };
-    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
 }
 
 /// Why the demonstration could not be given.

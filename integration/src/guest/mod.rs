@@ -17,14 +17,14 @@ use serde_json::json;
 use thiserror::Error;
 
 use crate::process::{self, ProcessError, Supervised};
-use crate::provision::Assets;
+use crate::provision::{Assets, lab};
 
 mod base64;
 mod channel;
 pub mod fio;
 pub mod firmware;
 pub mod nvme;
-mod qmp;
+pub(crate) mod qmp;
 
 pub use channel::{ChannelError, Job, Output};
 pub use qmp::QmpError;
@@ -93,13 +93,24 @@ pub enum GuestError {
     },
 }
 
+/// Where a drive of a guest comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// A vfio-user socket.
+    VfioUser(PathBuf),
+    /// A function of the machine, at this PCI address, passed through whole.
+    VfioPci(String),
+    /// A file or block device, by virtio.
+    VirtioBlk(PathBuf),
+}
+
 /// A drive of a guest.
 #[derive(Debug, Clone)]
 pub struct Drive {
     /// QEMU's name for the device.
     pub id: String,
-    /// The vfio-user socket that it comes from.
-    pub socket: PathBuf,
+    /// Where it comes from.
+    pub source: Source,
     /// The bus that it is plugged into; `None`: the root bus.
     pub bus: Option<String>,
     /// Its place in the firmware's boot order.
@@ -109,9 +120,23 @@ pub struct Drive {
 impl Drive {
     /// A drive served on a vfio-user socket.
     pub fn vfio_user(socket: impl Into<PathBuf>) -> Self {
+        Self::from_source(Source::VfioUser(socket.into()))
+    }
+
+    /// A function of this machine, which is bound to `vfio-pci`, passed through whole.
+    pub fn vfio_pci(address: &str) -> Self {
+        Self::from_source(Source::VfioPci(address.to_owned()))
+    }
+
+    /// A file or block device of this machine, by virtio.
+    pub fn virtio_blk(path: impl Into<PathBuf>) -> Self {
+        Self::from_source(Source::VirtioBlk(path.into()))
+    }
+
+    fn from_source(source: Source) -> Self {
         Self {
             id: "nvme0".to_owned(),
-            socket: socket.into(),
+            source,
             bus: None,
             boot_index: None,
         }
@@ -132,11 +157,20 @@ impl Drive {
     }
 
     fn properties(&self) -> serde_json::Value {
-        let mut properties = json!({
-            "driver": "vfio-user-pci",
-            "id": self.id,
-            "socket": {"type": "unix", "path": self.socket},
-        });
+        let id = &self.id;
+        let mut properties = match &self.source {
+            Source::VfioUser(socket) => json!({
+                "driver": "vfio-user-pci",
+                "id": id,
+                "socket": {"type": "unix", "path": socket},
+            }),
+            Source::VfioPci(address) => json!({"driver": "vfio-pci", "id": id, "host": address}),
+            Source::VirtioBlk(_) => json!({
+                "driver": "virtio-blk-pci",
+                "id": id,
+                "drive": self.block_node(),
+            }),
+        };
         if let Some(bus) = &self.bus {
             properties["bus"] = json!(bus);
         }
@@ -144,6 +178,50 @@ impl Drive {
             properties["bootindex"] = json!(index);
         }
         properties
+    }
+
+    /// QEMU's name for what is behind the device.
+    fn block_node(&self) -> String {
+        format!("{}-disk", self.id)
+    }
+
+    /// What QEMU must open before it makes the device: past the page cache, as drives are.
+    fn block_device(&self) -> Option<serde_json::Value> {
+        let Source::VirtioBlk(path) = &self.source else {
+            return None;
+        };
+        let is_device = fs::metadata(path).is_ok_and(|metadata| !metadata.is_file());
+        Some(json!({
+            "driver": if is_device { "host_device" } else { "file" },
+            "node-name": self.block_node(),
+            "filename": path,
+            "aio": "native",
+            "cache": {"direct": true},
+        }))
+    }
+}
+
+/// What runs a guest's instructions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Accelerator {
+    /// QEMU emulates them, as this CPU: on any machine.
+    Software {
+        /// QEMU's name of the CPU.
+        cpu: &'static str,
+    },
+    /// The machine's CPU does: inside the lab.
+    Kvm,
+}
+
+impl Accelerator {
+    /// KVM inside the lab, where it is known to work; software elsewhere, where a KVM may be there and
+    /// be of no use.
+    fn here() -> Self {
+        if lab::is_inside() {
+            Self::Kvm
+        } else {
+            Self::Software { cpu: "EPYC" }
+        }
     }
 }
 
@@ -160,6 +238,7 @@ pub struct GuestConfig {
     hotplug: bool,
     kernel_arguments: String,
     reboots: bool,
+    accelerator: Accelerator,
     extra: Vec<String>,
 }
 
@@ -174,6 +253,7 @@ impl GuestConfig {
             hotplug: false,
             kernel_arguments: String::new(),
             reboots: false,
+            accelerator: Accelerator::here(),
             extra: Vec::new(),
         }
     }
@@ -221,6 +301,13 @@ impl GuestConfig {
         self
     }
 
+    /// Sets what runs its instructions.
+    #[must_use]
+    pub fn accelerator(mut self, accelerator: Accelerator) -> Self {
+        self.accelerator = accelerator;
+        self
+    }
+
     /// Adds arguments for QEMU.
     #[must_use]
     pub fn qemu_arguments<'a>(mut self, arguments: impl IntoIterator<Item = &'a str>) -> Self {
@@ -263,14 +350,6 @@ impl Guest {
         let name = config.name.clone();
         let path = |suffix: &str| folder.join(format!("{name}.{suffix}"));
         let console = path("console");
-        let listen = |path: &Path| {
-            // A socket of an earlier guest of this name may still lie there.
-            let _ = fs::remove_file(path);
-            UnixListener::bind(path).map_err(|source| GuestError::Folder {
-                path: path.to_owned(),
-                source,
-            })
-        };
         let agent = listen(&path("agent"))?;
         let monitor = listen(&path("monitor"))?;
 
@@ -295,6 +374,9 @@ impl Guest {
             ))
             .args(["-qmp", "chardev:monitor"]);
         for drive in &config.drives {
+            if let Some(block_device) = drive.block_device() {
+                command.arg("-blockdev").arg(block_device.to_string());
+            }
             command.arg("-device").arg(drive.properties().to_string());
         }
         command.args(&config.extra);
@@ -409,6 +491,9 @@ impl Guest {
     /// # Errors
     /// If QEMU refuses.
     pub fn plug(&mut self, drive: &Drive) -> Result<(), GuestError> {
+        if let Some(block_device) = drive.block_device() {
+            self.monitor(|qmp| qmp.execute("blockdev-add", block_device).map(drop))?;
+        }
         let properties = drive.properties();
         self.monitor(|qmp| qmp.execute("device_add", properties).map(drop))
     }
@@ -496,12 +581,15 @@ impl Guest {
     }
 }
 
-/// The machine without its kernel: software emulation by default, memory that a device server can map.
+/// The machine without its kernel, with memory that a device server can map.
 fn machine_arguments(command: &mut std::process::Command, config: &GuestConfig) {
     let memory = config.memory_mib;
+    command.args(["-nodefaults", "-display", "none"]);
+    match config.accelerator {
+        Accelerator::Software { cpu } => command.args(["-accel", "tcg,thread=multi", "-cpu", cpu]),
+        Accelerator::Kvm => command.args(["-accel", "kvm", "-cpu", "host"]),
+    };
     command
-        .args(["-nodefaults", "-display", "none"])
-        .args(["-accel", "tcg,thread=multi", "-cpu", "EPYC"])
         .args(["-machine", "q35,kernel-irqchip=split,memory-backend=mem0"])
         .arg("-object")
         .arg(format!(
@@ -519,6 +607,16 @@ fn machine_arguments(command: &mut std::process::Command, config: &GuestConfig) 
             .arg("-device")
             .arg(format!("pcie-root-port,id={HOTPLUG_BUS},chassis=1,slot=1"));
     }
+}
+
+/// A socket that QEMU connects to.
+pub(crate) fn listen(path: &Path) -> Result<UnixListener, GuestError> {
+    // A socket of an earlier guest of this name may still lie there.
+    let _ = fs::remove_file(path);
+    UnixListener::bind(path).map_err(|source| GuestError::Folder {
+        path: path.to_owned(),
+        source,
+    })
 }
 
 /// Waits until QEMU connects, or has died.

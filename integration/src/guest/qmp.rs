@@ -33,13 +33,13 @@ pub enum QmpError {
 
 /// A connection to the monitor.
 #[derive(Debug)]
-pub(super) struct Qmp {
+pub(crate) struct Qmp {
     lines: BufReader<UnixStream>,
     partial: Vec<u8>,
 }
 
 impl Qmp {
-    pub(super) fn new(stream: UnixStream) -> Result<Self, QmpError> {
+    pub(crate) fn new(stream: UnixStream) -> Result<Self, QmpError> {
         let mut qmp = Self {
             lines: BufReader::new(stream),
             partial: Vec::new(),
@@ -50,7 +50,7 @@ impl Qmp {
         Ok(qmp)
     }
 
-    pub(super) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
+    pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let request = json!({"execute": command, "arguments": arguments});
         writeln!(self.lines.get_mut(), "{request}").map_err(|reason| QmpError::Io {
             asked: command.to_owned(),

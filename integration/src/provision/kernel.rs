@@ -9,6 +9,9 @@ use super::ProvisionError;
 use super::apt::{self, Suites};
 use super::cache::Cache;
 
+/// The package that brings a kernel, in every suite.
+pub(super) const PACKAGE: &str = "linux-image-cloud-amd64";
+
 /// Which kernel a guest boots.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum KernelChoice {
@@ -46,55 +49,69 @@ pub struct Kernel {
 
 impl Kernel {
     pub(super) fn provide(cache: &Cache, choice: &KernelChoice) -> Result<Self, ProvisionError> {
-        let (suites, name) = match choice {
-            KernelChoice::V6_1 => (
-                Suites {
-                    known: &["bookworm"],
-                    preferred: "bookworm",
-                },
-                "kernel-6.1",
-            ),
-            KernelChoice::V6_12 => (
-                Suites {
-                    known: &["trixie"],
-                    preferred: "trixie",
-                },
-                "kernel-6.12",
-            ),
-            KernelChoice::Image(image) => {
-                let name = image
-                    .file_name()
-                    .unwrap_or_default()
-                    .to_string_lossy()
-                    .into_owned();
-                return Ok(Self {
-                    name,
-                    image: image.clone(),
-                });
-            }
+        let (suites, name) = match packaged(choice) {
+            Ok(packaged) => packaged,
+            Err(own) => return Ok(own),
         };
-        let package = "linux-image-cloud-amd64";
-        let recipe = format!("{package} of {suites:?}, image only");
+        let recipe = format!("{PACKAGE} of {suites:?}, image only");
         let folder = cache.entry(name, &recipe, |folder| {
             let root = folder.join("root");
             fs::create_dir(&root).map_err(|source| ProvisionError::File {
                 path: root.clone(),
                 source,
             })?;
-            apt::unpack(suites, &[package], &root)?;
-            let image = find_image(&root.join("boot"), suites)?;
-            let kept = folder.join(image.file_name().unwrap_or_default());
-            fs::rename(&image, kept).map_err(|source| ProvisionError::File {
-                path: image,
-                source,
-            })?;
+            apt::unpack(suites, &[PACKAGE], &root)?;
+            keep_image(&root, folder, suites)?;
             fs::remove_dir_all(&root).map_err(|source| ProvisionError::File { path: root, source })
         })?;
-        let image = find_image(&folder, suites)?;
+        Self::in_folder(&folder, suites)
+    }
+
+    /// The kernel whose image lies in `folder`.
+    pub(super) fn in_folder(folder: &Path, suites: Suites) -> Result<Self, ProvisionError> {
+        let image = find_image(folder, suites)?;
         let file = image.file_name().unwrap_or_default().to_string_lossy();
         let name = file.trim_start_matches("vmlinuz-").to_owned();
         Ok(Self { name, image })
     }
+}
+
+/// The suites that package a kernel and the name that the cache has for it, or else the kernel itself.
+pub(super) fn packaged(choice: &KernelChoice) -> Result<(Suites, &'static str), Kernel> {
+    match choice {
+        KernelChoice::V6_1 => Ok((
+            Suites {
+                known: &["bookworm"],
+                preferred: "bookworm",
+            },
+            "kernel-6.1",
+        )),
+        KernelChoice::V6_12 => Ok((
+            Suites {
+                known: &["trixie"],
+                preferred: "trixie",
+            },
+            "kernel-6.12",
+        )),
+        KernelChoice::Image(image) => Err(Kernel {
+            name: image
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned(),
+            image: image.clone(),
+        }),
+    }
+}
+
+/// Moves the image out of an unpacked package in `root` to `folder`.
+pub(super) fn keep_image(root: &Path, folder: &Path, suites: Suites) -> Result<(), ProvisionError> {
+    let image = find_image(&root.join("boot"), suites)?;
+    let kept = folder.join(image.file_name().unwrap_or_default());
+    fs::rename(&image, kept).map_err(|source| ProvisionError::File {
+        path: image,
+        source,
+    })
 }
 
 fn find_image(folder: &Path, suites: Suites) -> Result<PathBuf, ProvisionError> {

@@ -14,7 +14,10 @@ pub mod apt;
 pub mod cache;
 mod cpio;
 pub mod host;
+pub(crate) mod image;
 pub mod kernel;
+pub mod lab;
+mod modules;
 pub mod qemu;
 mod userland;
 
@@ -77,6 +80,9 @@ pub enum ProvisionError {
         /// The program.
         qemu: PathBuf,
     },
+    /// A kernel that the lab can't use.
+    #[error("The lab needs a kernel with its modules: 6.1 or 6.12, not an image")]
+    NoModules,
     /// A program failed.
     #[error(transparent)]
     Process(#[from] ProcessError),
@@ -94,11 +100,14 @@ pub struct Assets {
 }
 
 impl Assets {
-    /// Provides the VMM, `kernel`, and the user land.
+    /// Provides the VMM, `kernel`, and the user land. Inside the lab, they are there.
     ///
     /// # Errors
     /// If something can't be found, fetched or verified.
     pub fn provide(kernel: &KernelChoice) -> Result<Self, ProvisionError> {
+        if lab::is_inside() {
+            return lab::nested(kernel);
+        }
         let cache = Cache::open()?;
         Ok(Self {
             qemu: Qemu::provide(&cache)?,
@@ -112,6 +121,9 @@ impl Assets {
     /// # Errors
     /// If the kernel can't be fetched or verified.
     pub fn with_kernel(&self, kernel: &KernelChoice) -> Result<Self, ProvisionError> {
+        if lab::is_inside() {
+            return lab::nested(kernel);
+        }
         let cache = Cache::open()?;
         Ok(Self {
             kernel: Kernel::provide(&cache, kernel)?,

@@ -33,17 +33,20 @@ impl Qemu {
         if host::on_path(PROGRAM) && system.speaks_vfio_user() {
             return Ok(system);
         }
+        Ok(Self::unpacked_in(Self::unpacked(cache)?))
+    }
+
+    /// The folder with an unpacked one.
+    pub(super) fn unpacked(cache: &Cache) -> Result<PathBuf, ProvisionError> {
         let recipe = format!("{PACKAGES:?} of {SUITES:?}, as a bundle");
-        let root = cache.entry("qemu", &recipe, |root| {
+        cache.entry("qemu", &recipe, |root| {
             apt::unpack(SUITES, PACKAGES, root)?;
             let bundle = root.join(LIBRARIES).join("qemu-bundle");
             symlink("../../..", &bundle).map_err(|source| ProvisionError::File {
                 path: bundle,
                 source,
             })?;
-            let unpacked = Self {
-                private_root: Some(root.to_owned()),
-            };
+            let unpacked = Self::unpacked_in(root.to_owned());
             if unpacked.speaks_vfio_user() {
                 Ok(())
             } else {
@@ -51,10 +54,14 @@ impl Qemu {
                     qemu: root.join("usr/bin").join(PROGRAM),
                 })
             }
-        })?;
-        Ok(Self {
-            private_root: Some(root),
         })
+    }
+
+    /// The one that was unpacked into `root`.
+    pub(super) fn unpacked_in(root: PathBuf) -> Self {
+        Self {
+            private_root: Some(root),
+        }
     }
 
     /// A command that runs it.

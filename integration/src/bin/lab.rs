@@ -1,0 +1,17 @@
+//! `cargo lab`: runs a command on an emulated host with NVMe drives, an IOMMU and KVM.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use integration::lab::options::{self, Options};
+
+fn main() -> ExitCode {
+    match options::run(&Options::parse()) {
+        // A status that does not fit is one of failure, too.
+        Ok(report) => ExitCode::from(u8::try_from(report.status).unwrap_or(u8::MAX)),
+        Err(error) => {
+            integration::print_error(&error);
+            ExitCode::FAILURE
+        }
+    }
+}

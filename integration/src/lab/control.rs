@@ -1,0 +1,188 @@
+//! The line between the lab and the machine around it: a request a line from inside, an answer a line.
+//!
+//! `REQUEST` in, `ok [TEXT]` or `error TEXT` out. `resources/lab/lab-ctl` speaks it inside.
+
+use std::io::{self, BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+use thiserror::Error;
+
+use super::drive::Placed;
+use super::faults::{FaultError, Faults, Request};
+use crate::guest::qmp::Qmp;
+
+/// QEMU's name of the port, which the lab finds it by.
+const PORT: &str = "lab.control";
+/// A line that is longer is no request.
+const LONGEST_LINE: usize = 256;
+
+/// The line can't be used.
+#[derive(Debug, Error)]
+pub enum ControlError {
+    /// A socket of QEMU's can't be used.
+    #[error("Cannot use the lab's socket {path}")]
+    Socket {
+        /// The socket.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The monitor does not do what was asked.
+    #[error(transparent)]
+    Fault(#[from] FaultError),
+}
+
+/// Does what is asked for from inside, as long as it lives.
+#[derive(Debug)]
+pub(super) struct Control {
+    line: UnixStream,
+}
+
+fn line_socket(folder: &Path) -> PathBuf {
+    folder.join("control.line")
+}
+
+fn monitor_socket(folder: &Path) -> PathBuf {
+    folder.join("control.monitor")
+}
+
+impl Control {
+    /// QEMU's arguments for the line and for a monitor of our own.
+    pub(super) fn arguments(folder: &Path) -> Vec<String> {
+        let socket = |id: &str, path: PathBuf| {
+            format!("socket,id={id},path={},server=on,wait=off", path.display())
+        };
+        let arguments = [
+            "-chardev",
+            &socket(PORT, line_socket(folder)),
+            "-device",
+            &format!("virtserialport,chardev={PORT},name={PORT}"),
+            "-chardev",
+            &socket("lab.monitor", monitor_socket(folder)),
+            "-qmp",
+            "chardev:lab.monitor",
+        ];
+        arguments.map(str::to_owned).to_vec()
+    }
+
+    /// Starts to answer, once the machine runs.
+    pub(super) fn start(folder: &Path, drives: Vec<Placed>) -> Result<Self, ControlError> {
+        let connect = |path: PathBuf| {
+            UnixStream::connect(&path).map_err(|source| ControlError::Socket { path, source })
+        };
+        let monitor = Qmp::new(connect(monitor_socket(folder))?).map_err(FaultError::Monitor)?;
+        let mut faults = Faults::new(monitor, drives)?;
+        let line = connect(line_socket(folder))?;
+        let ours = line.try_clone().map_err(|source| ControlError::Socket {
+            path: line_socket(folder),
+            source,
+        })?;
+        // Ends when QEMU does, or when the lab is dropped.
+        std::thread::spawn(move || answer(ours, |request| faults.execute(request)));
+        Ok(Self { line })
+    }
+}
+
+impl Drop for Control {
+    fn drop(&mut self) {
+        // Fails only if QEMU is gone, and then the thread has ended.
+        let _ = self.line.shutdown(std::net::Shutdown::Both);
+    }
+}
+
+/// Answers every line until there are no more.
+fn answer(line: UnixStream, mut execute: impl FnMut(&Request) -> Result<String, FaultError>) {
+    let Ok(mut out) = line.try_clone() else {
+        return;
+    };
+    let mut input = BufReader::new(line);
+    let mut bytes = Vec::new();
+    loop {
+        bytes.clear();
+        match read_line(&mut input, &mut bytes) {
+            Ok(true) => {}
+            Ok(false) | Err(_) => return,
+        }
+        let text = String::from_utf8_lossy(&bytes);
+        let answer = match text
+            .parse::<Request>()
+            .and_then(|request| execute(&request))
+        {
+            Ok(said) => format!("ok {said}"),
+            Err(error) => format!("error {}", crate::error_chain(&error)),
+        };
+        // One line, whatever is in it.
+        let answer = answer.replace('\n', " ");
+        if writeln!(out, "{}", answer.trim_end()).is_err() {
+            return;
+        }
+    }
+}
+
+/// Reads a line of which no more is kept than a request can have.
+fn read_line(input: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<bool> {
+    loop {
+        let available = input.fill_buf()?;
+        if available.is_empty() {
+            return Ok(false);
+        }
+        let end = available.iter().position(|byte| *byte == b'\n');
+        let taken = end.map_or(available.len(), |end| end + 1);
+        let room = LONGEST_LINE.saturating_sub(line.len());
+        line.extend(&available[..end.unwrap_or(taken).min(room)]);
+        input.consume(taken);
+        if end.is_some() {
+            return Ok(true);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::lab::faults::Action;
+
+    fn ask(lines: &[u8]) -> Vec<String> {
+        let (ours, mut theirs) = UnixStream::pair().expect("socket pair");
+        let thread = std::thread::spawn(move || {
+            answer(ours, |request| match request.action {
+                Action::Freeze => Ok(String::new()),
+                Action::Heal => Ok("two\nlines".to_owned()),
+                _ => Err(FaultError::NoDrive {
+                    drive: request.drive.clone(),
+                }),
+            });
+        });
+        theirs.write_all(lines).expect("write");
+        theirs
+            .shutdown(std::net::Shutdown::Write)
+            .expect("shut down");
+        let answers = BufReader::new(theirs)
+            .lines()
+            .map(|line| line.expect("line"))
+            .collect();
+        thread.join().expect("thread");
+        answers
+    }
+
+    #[test]
+    fn every_line_has_one_answer() {
+        let answers = ask(b"freeze a\nheal a\nthaw b\n");
+        assert_eq!(
+            answers,
+            ["ok", "ok two lines", "error There is no drive 'b'"]
+        );
+    }
+
+    #[test]
+    fn what_is_no_request_is_answered_too() {
+        let mut lines = vec![b'x'; 1 << 20];
+        lines.extend(b"\n\xff\xfe\nfreeze a\n");
+        let answers = ask(&lines);
+        assert_eq!(answers.len(), 3);
+        assert!(answers[0].starts_with("error 'xxx"), "{}", answers[0]);
+        assert!(answers[0].len() < 1000, "the whole line came back");
+        assert_eq!(answers[2], "ok");
+    }
+}

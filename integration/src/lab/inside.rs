@@ -1,0 +1,109 @@
+//! What a program that runs inside the lab has there.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use thiserror::Error;
+
+use crate::process::{self, ProcessError};
+use crate::provision::lab as place;
+
+/// What went wrong inside the lab.
+#[derive(Debug, Error)]
+pub enum InsideError {
+    /// A file of the lab can't be used.
+    #[error("Cannot use {path}: does this run inside the lab?")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// No such drive.
+    #[error("The lab has no drive '{id}'")]
+    NoDrive {
+        /// Its name.
+        id: String,
+    },
+    /// A command of the lab failed.
+    #[error(transparent)]
+    Process(#[from] ProcessError),
+    /// The drive's namespaces did not appear.
+    #[error("Drive '{id}' shows no namespace {nsid}")]
+    NoNamespace {
+        /// The drive.
+        id: String,
+        /// The namespace.
+        nsid: u32,
+    },
+}
+
+pub use place::is_inside;
+
+/// A program or file that was brought along.
+pub fn brought(name: &str) -> PathBuf {
+    place::brought("bin").join(name)
+}
+
+/// A drive's PCI address: `0000:01:00.0`.
+///
+/// # Errors
+/// If there is no such drive.
+pub fn address(id: &str) -> Result<String, InsideError> {
+    let path = place::brought("drives");
+    let list = fs::read_to_string(&path).map_err(at(&path))?;
+    list.lines()
+        .filter_map(|line| line.split_once(' '))
+        .find(|(name, _)| *name == id)
+        .map(|(_, address)| address.to_owned())
+        .ok_or_else(|| InsideError::NoDrive { id: id.to_owned() })
+}
+
+/// Gives a drive to `driver`: `vfio-pci` or `nvme`.
+///
+/// # Errors
+/// If the driver does not take it.
+pub fn bind(id: &str, driver: &str) -> Result<(), InsideError> {
+    process::run(Command::new("lab-bind").args([driver, id]))?;
+    Ok(())
+}
+
+/// A namespace's block device, of a drive that the `nvme` driver has.
+///
+/// # Errors
+/// If it is not there.
+pub fn block_device(id: &str, nsid: u32) -> Result<PathBuf, InsideError> {
+    let controllers = Path::new("/sys/bus/pci/devices")
+        .join(address(id)?)
+        .join("nvme");
+    let wanted = format!("n{nsid}");
+    let found = fs::read_dir(&controllers)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .find_map(|controller| {
+            let controller = controller.file_name().to_string_lossy().into_owned();
+            let device = PathBuf::from(format!("/dev/{controller}{wanted}"));
+            device.exists().then_some(device)
+        });
+    found.ok_or_else(|| InsideError::NoNamespace {
+        id: id.to_owned(),
+        nsid,
+    })
+}
+
+/// Does something to a drive: a [`Request`](super::faults::Request) in its words, or `remove DRIVE`.
+///
+/// # Errors
+/// If it can't be done.
+pub fn control(request: &str) -> Result<String, InsideError> {
+    let said = process::run(Command::new("lab-ctl").args(request.split_whitespace()))?;
+    Ok(said.trim_end().to_owned())
+}
+
+fn at(path: &Path) -> impl FnOnce(io::Error) -> InsideError {
+    let path = path.to_owned();
+    |source| InsideError::File { path, source }
+}

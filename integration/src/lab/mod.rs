@@ -1,0 +1,509 @@
+//! The lab: a whole host in software, with NVMe drives, an IOMMU and KVM, in which VFIO, KVM wiring and
+//! guests of our own meet what they will meet on a real one.
+//!
+//! From the command line, `cargo lab -- [--drive id=a,size=1G,…]… [--get FILE]… COMMAND…`: see [`options`].
+//! From a program:
+//!
+//! ```text
+//! let assets = LabAssets::provide(&KernelChoice::V6_12)?;
+//! let config = LabConfig::new().drive(LabDrive::new("a", 1 << 30)).bring(binary);
+//! let lab = Lab::boot(&assets, &config, folder)?;
+//! lab.check("lab-bind vfio-pci a", SECONDS)?;                      // must succeed
+//! let status = lab.stream("my-test --exact x", MINUTES, &mut stdout)?;
+//! lab.control("freeze a")?;                                        // at any time
+//! let report = lab.finish(status, &["/tmp/result.json"], folder)?; // LabReport
+//! ```
+//!
+//! Inside, a command finds: `/lab/run/bin` in its PATH with `nvme-mpt`, `nvme-load` and what was brought;
+//! the drives' PCI addresses in `/lab/run/drives` ("a 0000:01:00.0"); `lab-bind vfio-pci|nvme DRIVE`; and
+//! `lab-ctl REQUEST` for what only chance does to a drive: see [`faults::Request`], and `lab-ctl remove a`,
+//! a card pulled without notice. fio, nvme-cli and busybox are there. A Rust program has all that in
+//! [`inside`], and boots guests with [`Guest`] as elsewhere: inside the lab they run by KVM.
+
+use std::fs::{self, File, Permissions};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use thiserror::Error;
+
+use crate::guest::{Accelerator, BOOT_PATIENCE, Guest, GuestConfig, GuestError, Output};
+use crate::process::{self, ProcessError};
+use crate::provision::lab::LabAssets;
+use crate::provision::{ProvisionError, image};
+
+mod control;
+pub mod drive;
+pub mod faults;
+pub mod inside;
+pub mod options;
+
+pub use control::ControlError;
+pub use drive::LabDrive;
+
+use control::Control;
+
+/// A command of ours inside that ends by itself.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// The host's own guests take half a GiB each, and its file systems live in memory.
+const MEMORY_MIB: u32 = 3072;
+/// How often a command's output is looked at.
+const FOLLOW: Duration = Duration::from_millis(20);
+/// Memory encryption and the like are not emulated; SVM with nested paging is what KVM needs.
+const CPU: &str = "EPYC,+svm,+npt,+vgif";
+/// A kernel that has lost its way ends the machine, and faults are not to be pushed out of its log.
+const KERNEL_ARGUMENTS: &str = "intel_iommu=on oops=panic log_buf_len=4M quiet";
+
+/// What went wrong with the lab.
+#[derive(Debug, Error)]
+pub enum LabError {
+    /// It can't be provided.
+    #[error(transparent)]
+    Provision(#[from] ProvisionError),
+    /// The machine does not boot, does not answer, or a command in it failed.
+    #[error(transparent)]
+    Guest(#[from] GuestError),
+    /// A program outside failed.
+    #[error(transparent)]
+    Process(#[from] ProcessError),
+    /// The line for requests from inside can't be used.
+    #[error(transparent)]
+    Control(#[from] ControlError),
+    /// A file can't be used.
+    #[error("Cannot use {path}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// Files that were to be brought back are not there.
+    #[error("Only {found} of these files are in the lab: {wanted}")]
+    NotHandedOver {
+        /// The files.
+        wanted: String,
+        /// How many there are.
+        found: usize,
+    },
+    /// Two drives of one name.
+    #[error("There are two drives '{id}'")]
+    TwoDrives {
+        /// The name.
+        id: String,
+    },
+}
+
+/// What became of a command in the lab.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LabReport {
+    /// Its exit status.
+    pub status: i32,
+    /// How many accesses of devices the IOMMU has refused.
+    pub iommu_faults: u64,
+    /// The files brought back, as they are called here.
+    pub files: Vec<PathBuf>,
+    /// The end of the machine's console.
+    pub console: String,
+}
+
+/// How the lab is made.
+#[derive(Debug, Clone)]
+pub struct LabConfig {
+    drives: Vec<LabDrive>,
+    vcpus: u32,
+    memory_mib: u32,
+    brought: Vec<PathBuf>,
+}
+
+impl Default for LabConfig {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl LabConfig {
+    /// A host with two CPUs and no drive.
+    pub fn new() -> Self {
+        Self {
+            drives: Vec::new(),
+            vcpus: 2,
+            memory_mib: MEMORY_MIB,
+            brought: Vec::new(),
+        }
+    }
+
+    /// Adds a drive. Each is behind a root port of its own, and so alone in its IOMMU group.
+    #[must_use]
+    pub fn drive(mut self, drive: LabDrive) -> Self {
+        self.drives.push(drive);
+        self
+    }
+
+    /// Sets the number of CPUs.
+    #[must_use]
+    pub fn vcpus(mut self, vcpus: u32) -> Self {
+        self.vcpus = vcpus;
+        self
+    }
+
+    /// Sets the memory in MiB.
+    #[must_use]
+    pub fn memory_mib(mut self, memory_mib: u32) -> Self {
+        self.memory_mib = memory_mib;
+        self
+    }
+
+    /// Brings a program or another file along, to `/lab/run/bin`.
+    #[must_use]
+    pub fn bring(mut self, file: impl Into<PathBuf>) -> Self {
+        self.brought.push(file.into());
+        self
+    }
+}
+
+/// A running lab. Dropping it kills it.
+#[derive(Debug)]
+pub struct Lab {
+    guest: Guest,
+    /// Answers the requests from inside.
+    _control: Control,
+    out: Stream,
+    files: Stream,
+    folder: PathBuf,
+}
+
+/// What the lab has written into one of its ports, which is a file here, and how much of it was taken.
+#[derive(Debug)]
+struct Stream {
+    path: PathBuf,
+    taken: Mutex<u64>,
+}
+
+impl Lab {
+    /// Boots a lab and waits until it takes commands. `folder` gets its console, logs and disks.
+    ///
+    /// # Errors
+    /// If it does not come up.
+    pub fn boot(assets: &LabAssets, config: &LabConfig, folder: &Path) -> Result<Self, LabError> {
+        let drives = drive::place(&config.drives)?;
+        let run_disk = run_disk(config, folder)?;
+        let stream = |name| Stream {
+            path: folder.join(name),
+            taken: Mutex::new(0),
+        };
+        let (out, files) = (stream("lab.out"), stream("lab.files"));
+
+        let mut guest = GuestConfig::new("lab")
+            .vcpus(config.vcpus)
+            .memory_mib(config.memory_mib)
+            .accelerator(Accelerator::Software { cpu: CPU })
+            .kernel_arguments(KERNEL_ARGUMENTS)
+            // 48 bits of IOVA: VMMs place large BARs far up in the address space.
+            .qemu_arguments([
+                "-device",
+                "intel-iommu,intremap=on,caching-mode=on,aw-bits=48",
+            ])
+            // Slots that are powered by their registers, as those of servers, not by ACPI methods.
+            .qemu_arguments([
+                "-global",
+                "ICH9-LPC.acpi-pci-hotplug-with-bridge-support=off",
+            ]);
+        for (name, disk) in [("assets", &assets.disk), ("run", &run_disk)] {
+            let path = disk.display();
+            let node = format!("driver=file,node-name={name},filename={path},read-only=on");
+            let device = format!("virtio-blk-pci,drive={name}");
+            guest = guest.qemu_arguments(["-blockdev", &node, "-device", &device]);
+        }
+        // Without an ioeventfd, what a program has written is in the file when its write returns.
+        guest = guest.qemu_arguments(["-device", "virtio-serial-pci,ioeventfd=off"]);
+        for stream in [&out, &files] {
+            let path = stream.path.display();
+            let name = stream
+                .path
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy();
+            let chardev = format!("file,id={name},path={path}");
+            let device = format!("virtserialport,chardev={name},name={name}");
+            guest = guest.qemu_arguments(["-chardev", &chardev, "-device", &device]);
+        }
+        for argument in Control::arguments(folder) {
+            guest = guest.qemu_arguments([argument.as_str()]);
+        }
+        for drive in &drives {
+            drive.create_images(folder)?;
+            for argument in drive.arguments(folder) {
+                guest = guest.qemu_arguments([argument.as_str()]);
+            }
+        }
+
+        let guest = Guest::start_booting(&assets.host, &guest, folder)?;
+        guest.await_ready(BOOT_PATIENCE)?;
+        let control = Control::start(folder, drives)?;
+        Ok(Self {
+            guest,
+            _control: control,
+            out,
+            files,
+            folder: folder.to_owned(),
+        })
+    }
+
+    /// Runs a shell script and returns what it printed and its exit status. Several may run at once.
+    ///
+    /// # Errors
+    /// If it does not end in time, or the lab dies.
+    pub fn run(&self, script: &str, patience: Duration) -> Result<Output, LabError> {
+        Ok(self.guest.run(script, patience)?)
+    }
+
+    /// Runs a shell script that must succeed and returns what it printed.
+    ///
+    /// # Errors
+    /// If it fails, does not end in time, or the lab dies.
+    pub fn check(&self, script: &str, patience: Duration) -> Result<String, LabError> {
+        Ok(self.guest.check(script, patience)?)
+    }
+
+    /// Runs a shell script, passes on what it prints while it prints it, and returns its exit status. One
+    /// at a time: there is one stream.
+    ///
+    /// # Errors
+    /// If it does not end in time, or the lab dies.
+    pub fn stream(
+        &self,
+        script: &str,
+        patience: Duration,
+        sink: &mut (dyn Write + Send),
+    ) -> Result<i32, LabError> {
+        let ended = AtomicBool::new(false);
+        let job = self
+            .guest
+            .start(&format!("exec >/dev/virtio-ports/lab.out 2>&1\n{script}"))?;
+        let (output, followed) = std::thread::scope(|scope| {
+            let follower = scope.spawn(|| self.out.follow(&ended, sink));
+            let output = self.guest.finish(job, patience);
+            ended.store(true, Ordering::Release);
+            let followed = follower
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            (output, followed)
+        });
+        let output = output?;
+        followed?;
+        // What the shell says before the stream is there, such as that it is taken.
+        sink.write_all(output.text.as_bytes())
+            .map_err(|source| self.out.error(source))?;
+        Ok(output.status)
+    }
+
+    /// Brings files of the lab to the folder `into`, under their own names, and returns those that were
+    /// there.
+    ///
+    /// # Errors
+    /// If they can't be brought.
+    pub fn fetch(&self, names: &[String], into: &Path) -> Result<Vec<PathBuf>, LabError> {
+        if names.is_empty() {
+            return Ok(Vec::new());
+        }
+        let mut script = String::from("exec 3>/dev/virtio-ports/lab.files\n");
+        for name in names {
+            let name = quote(name);
+            script.push_str(&format!(
+                "if [ -e {name} ]; then \
+                 tar -c -C \"$(dirname {name})\" \"$(basename {name})\" >&3 || exit; \
+                 echo {name}; fi\n"
+            ));
+        }
+        let there = self.check(&script, BOOT_PATIENCE)?;
+        let archive = self.folder.join("files.tar");
+        self.files.take_into(&archive)?;
+        process::run(
+            Command::new("tar")
+                .args(["--extract", "--ignore-zeros", "--no-same-owner", "--file"])
+                .arg(&archive)
+                .arg("--directory")
+                .arg(into),
+        )?;
+        let here = |name: &str| into.join(Path::new(name).file_name().unwrap_or_default());
+        Ok(there.lines().map(here).collect())
+    }
+
+    /// Does something to a drive: a [`Request`](faults::Request) in its words, or `remove DRIVE`, a card
+    /// pulled from its slot without notice.
+    ///
+    /// # Errors
+    /// If it can't be done.
+    pub fn control(&self, request: &str) -> Result<String, LabError> {
+        self.check(&format!("lab-ctl {request}"), PATIENCE)
+    }
+
+    /// How many accesses of devices the IOMMU has refused so far, by the kernel's log. The kernel leaves
+    /// some out when there are many, never all.
+    ///
+    /// # Errors
+    /// If the lab does not answer.
+    pub fn iommu_faults(&self) -> Result<u64, LabError> {
+        Ok(count_faults(&self.check("dmesg", PATIENCE)?))
+    }
+
+    /// Brings back `files`, powers the lab off, and reports on a command that ended with `status`.
+    ///
+    /// # Errors
+    /// If a file is not there although the command did well, or the lab does not power off.
+    pub fn finish(
+        mut self,
+        status: i32,
+        files: &[String],
+        into: &Path,
+    ) -> Result<LabReport, LabError> {
+        let iommu_faults = self.iommu_faults()?;
+        let wanted = files;
+        let files = self.fetch(wanted, into)?;
+        // A command that failed is the news, not what it left undone.
+        if status == 0 && files.len() < wanted.len() {
+            return Err(LabError::NotHandedOver {
+                wanted: wanted.join(", "),
+                found: files.len(),
+            });
+        }
+        let console = self.guest.console_tail();
+        self.guest.power_off(PATIENCE)?;
+        Ok(LabReport {
+            status,
+            iommu_faults,
+            files,
+            console,
+        })
+    }
+}
+
+impl Stream {
+    /// Passes on what comes until `ended`, and then the rest.
+    fn follow(&self, ended: &AtomicBool, sink: &mut (dyn Write + Send)) -> Result<(), LabError> {
+        loop {
+            // Looked at before the file: what came until then is taken below.
+            let last = ended.load(Ordering::Acquire);
+            self.take(sink)?;
+            if last {
+                return Ok(());
+            }
+            std::thread::sleep(FOLLOW);
+        }
+    }
+
+    fn take_into(&self, path: &Path) -> Result<(), LabError> {
+        let mut file = File::create(path).map_err(|source| LabError::File {
+            path: path.to_owned(),
+            source,
+        })?;
+        self.take(&mut file)
+    }
+
+    /// Passes on what has come since it was taken last.
+    fn take(&self, sink: &mut dyn Write) -> Result<(), LabError> {
+        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut copy = |taken: &mut u64| {
+            let mut file = File::open(&self.path)?;
+            file.seek(SeekFrom::Start(*taken))?;
+            let mut bytes = vec![0; 64 << 10];
+            loop {
+                let length = file.read(&mut bytes)?;
+                if length == 0 {
+                    return sink.flush();
+                }
+                *taken += length as u64;
+                sink.write_all(&bytes[..length])?;
+            }
+        };
+        copy(&mut taken).map_err(|source| self.error(source))
+    }
+
+    fn error(&self, source: io::Error) -> LabError {
+        LabError::File {
+            path: self.path.clone(),
+            source,
+        }
+    }
+}
+
+/// The disk with what this run brings along.
+fn run_disk(config: &LabConfig, folder: &Path) -> Result<PathBuf, LabError> {
+    let tree = folder.join("run");
+    let programs = tree.join("bin");
+    let at = |path: &Path| {
+        let path = path.to_owned();
+        |source| LabError::File { path, source }
+    };
+    fs::create_dir_all(&programs).map_err(at(&programs))?;
+    for file in &config.brought {
+        let to = programs.join(file.file_name().unwrap_or_default());
+        fs::copy(file, &to).map_err(at(file))?;
+        fs::set_permissions(&to, Permissions::from_mode(0o755)).map_err(at(&to))?;
+    }
+    let list = tree.join("drives");
+    fs::write(&list, drive::list(&config.drives)).map_err(at(&list))?;
+    let disk = folder.join("run.img");
+    image::make(&tree, &disk)?;
+    fs::remove_dir_all(&tree).map_err(at(&tree))?;
+    Ok(disk)
+}
+
+/// Refused accesses in a kernel's log (Linux, drivers/iommu/intel/dmar.c).
+fn count_faults(log: &str) -> u64 {
+    let count = log
+        .lines()
+        .filter(|line| line.contains("DMAR: [") && line.contains("[fault reason"))
+        .count();
+    count as u64
+}
+
+/// A word as the shell takes it.
+fn quote(word: &str) -> String {
+    format!("'{}'", word.replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn refused_accesses_are_counted_and_nothing_else() {
+        let log = "[    0.5] DMAR: IOMMU enabled\n\
+                   [    2.1] DMAR: DRHD: handling fault status reg 2\n\
+                   [    2.2] DMAR: [DMA Read NO_PASID] Request device [01:00.0] fault addr 0xdead0000 \
+                   [fault reason 0x06] PTE Read access is not set\n\
+                   [    2.3] DMAR: [DMA Write NO_PASID] Request device [01:00.0] fault addr 0x1000 \
+                   [fault reason 0x05] PTE Write access is not set\n\
+                   [    2.4] DMAR-IR: [INTR-REMAP] something\n";
+        assert_eq!(count_faults(log), 2);
+        assert_eq!(count_faults(""), 0);
+    }
+
+    #[test]
+    fn a_stream_is_taken_piece_by_piece() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let stream = Stream {
+            path: folder.path().join("out"),
+            taken: Mutex::new(0),
+        };
+        fs::write(&stream.path, "one").expect("write");
+        let mut sink = Vec::new();
+        stream.take(&mut sink).expect("take");
+        stream.take(&mut sink).expect("take nothing");
+        fs::write(&stream.path, "one, two").expect("write");
+        stream
+            .follow(&AtomicBool::new(true), &mut sink)
+            .expect("follow");
+        assert_eq!(sink, b"one, two");
+    }
+
+    #[test]
+    fn words_are_quoted_for_the_shell() {
+        assert_eq!(quote("it's"), r"'it'\''s'");
+    }
+}

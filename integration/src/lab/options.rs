@@ -1,0 +1,217 @@
+//! `cargo lab`: its command line, and one command in a lab of its own.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use clap::Parser;
+
+use super::{Lab, LabConfig, LabDrive, LabError, LabReport, quote};
+use crate::process;
+use crate::progress::{Step, say, seconds};
+use crate::provision::KernelChoice;
+use crate::provision::lab::LabAssets;
+
+/// Programs of ours that every lab has.
+const PROGRAMS: &[&str] = &["nvme-mpt", "nvme-load", "demo"];
+
+/// Boots an emulated host with NVMe drives, an IOMMU and KVM, runs a command in it, and ends with the
+/// command's exit status.
+#[derive(Debug, Parser)]
+#[command(name = "lab", about, version)]
+pub struct Options {
+    /// A drive: id=NAME[,size=SIZE][,lba=512|4096][,namespaces=N][,queues=N][,mdts=N][,dbcs=on|off]
+    /// [,iops=N][,image=FILE]. By default one, 'a', of 1 GiB
+    #[arg(long = "drive", value_name = "DRIVE")]
+    drives: Vec<LabDrive>,
+    /// Boots without any drive
+    #[arg(long, conflicts_with = "drives")]
+    no_drive: bool,
+    /// The host's kernel: 6.1 (Debian 12) or 6.12 (Debian 13)
+    #[arg(long, default_value = "6.12")]
+    kernel: KernelChoice,
+    /// The host's CPUs
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=16))]
+    vcpus: u32,
+    /// The host's memory
+    #[arg(long, value_name = "MIB", default_value_t = super::MEMORY_MIB)]
+    memory: u32,
+    /// Brings a file along, to /lab/run/bin, which is in the command's PATH
+    #[arg(long = "put", value_name = "FILE")]
+    put: Vec<PathBuf>,
+    /// Brings a file back, to the folder of --into
+    #[arg(long = "get", value_name = "FILE")]
+    get: Vec<String>,
+    /// Where files that are brought back go
+    #[arg(long, value_name = "FOLDER", default_value = ".")]
+    into: PathBuf,
+    /// Gives the command this long
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    timeout: u64,
+    /// Keeps the console, the logs and the drives' images
+    #[arg(long)]
+    keep: bool,
+    /// A command. One word alone is a shell script; a path of a file here is brought along and run
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    command: Vec<String>,
+}
+
+/// Runs one command in a lab of its own.
+///
+/// # Errors
+/// If the lab can't be had, dies, or the command does not end in time.
+pub fn run(options: &Options) -> Result<LabReport, LabError> {
+    let programs = build()?;
+    let assets = LabAssets::provide(&options.kernel)?;
+    let folder = tempfile::Builder::new()
+        .prefix("nvme-mpt-lab-")
+        .tempdir()
+        .map_err(|source| LabError::File {
+            path: std::env::temp_dir(),
+            source,
+        })?;
+    let result = run_in(options, &programs, &assets, folder.path());
+    if options.keep || result.is_err() {
+        say(&format!(
+            "The lab's console, logs and images: {}",
+            folder.keep().display()
+        ));
+    }
+    result
+}
+
+fn run_in(
+    options: &Options,
+    programs: &[PathBuf],
+    assets: &LabAssets,
+    folder: &Path,
+) -> Result<LabReport, LabError> {
+    let mut config = LabConfig::new()
+        .vcpus(options.vcpus)
+        .memory_mib(options.memory);
+    for file in programs.iter().chain(&options.put) {
+        config = config.bring(file);
+    }
+    if options.drives.is_empty() && !options.no_drive {
+        config = config.drive(LabDrive::new("a", 1 << 30));
+    }
+    for drive in &options.drives {
+        config = config.drive(drive.clone());
+    }
+    let (script, brought) = script(&options.command);
+    if let Some(file) = brought {
+        config = config.bring(file);
+    }
+
+    let step = Step::start(format!(
+        "Booting the lab, kernel {}",
+        assets.host.kernel.name
+    ));
+    let lab = Lab::boot(assets, &config, folder)?;
+    step.done("");
+    let started = Instant::now();
+    let patience = Duration::from_secs(options.timeout);
+    let status = lab.stream(&script, patience, &mut io::stdout())?;
+    let took = seconds(started.elapsed());
+    let report = lab.finish(status, &options.get, &options.into)?;
+    say(&format!(
+        "==> exit status {status} after {took}, {} IOMMU faults",
+        report.iommu_faults
+    ));
+    Ok(report)
+}
+
+/// The script for a command, and the file here that it runs, if it does.
+fn script(command: &[String]) -> (String, Option<PathBuf>) {
+    let file = command
+        .first()
+        .map(PathBuf::from)
+        .filter(|path| path.components().count() > 1 && path.is_file());
+    if let [script] = command
+        && file.is_none()
+    {
+        return (script.clone(), None);
+    }
+    let mut words = command.to_vec();
+    if let (Some(file), Some(first)) = (&file, words.first_mut()) {
+        let name = file.file_name().unwrap_or_default().to_string_lossy();
+        *first = format!("/lab/run/bin/{name}");
+    }
+    let quoted: Vec<String> = words.iter().map(|word| quote(word)).collect();
+    (quoted.join(" "), file)
+}
+
+/// Builds our programs and returns where they lie.
+///
+/// # Errors
+/// If they don't build.
+pub fn build() -> Result<Vec<PathBuf>, LabError> {
+    let step = Step::start("Building the programs that the lab runs");
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.args(["build", "--release"]).args([
+        "--package",
+        "hypervisor-glue",
+        "--package",
+        "integration",
+    ]);
+    for program in PROGRAMS {
+        command.args(["--bin", program]);
+    }
+    process::run(command.current_dir(crate::workspace_dir()))?;
+    step.done("");
+    let release = crate::target_dir().join("release");
+    Ok(PROGRAMS
+        .iter()
+        .map(|program| release.join(program))
+        .collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(words: &[&str]) -> Vec<String> {
+        words.iter().map(|word| (*word).to_owned()).collect()
+    }
+
+    #[test]
+    fn one_word_is_a_script_and_several_are_words() {
+        let (one, _) = script(&words(&["ls | wc -l"]));
+        assert_eq!(one, "ls | wc -l");
+        let (several, file) = script(&words(&["echo", "a b", "c"]));
+        assert_eq!(several, "'echo' 'a b' 'c'");
+        assert_eq!(file, None);
+    }
+
+    #[test]
+    fn a_file_of_ours_is_brought_along() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let program = folder.path().join("prog");
+        std::fs::write(&program, "").expect("write");
+        let (text, file) = script(&[program.display().to_string(), "-x".to_owned()]);
+        assert_eq!(text, "'/lab/run/bin/prog' '-x'");
+        assert_eq!(file, Some(program));
+    }
+
+    #[test]
+    fn the_command_line_is_understood() {
+        let options = Options::try_parse_from([
+            "lab",
+            "--drive",
+            "id=a",
+            "--drive",
+            "id=b,lba=4096",
+            "--get",
+            "/tmp/x",
+            "uname",
+            "-a",
+        ])
+        .expect("options");
+        assert_eq!(options.drives.len(), 2);
+        assert_eq!(options.get, ["/tmp/x"]);
+        assert_eq!(options.command, ["uname", "-a"]);
+        assert!(Options::try_parse_from(["lab"]).is_err());
+        assert!(Options::try_parse_from(["lab", "--drive", "id=A", "true"]).is_err());
+    }
+}

@@ -8,6 +8,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::host::software::SoftwareController;
+use crate::host::vfio::function::PciAddress;
+use crate::host::vfio::{
+    ControllerError, ControllerOptions, VfioBacking, VfioController, VfioError,
+};
 use crate::host::{HostController, HostNamespace, Limits};
 use crate::lease::Bytes;
 use crate::spec::ids::Nsid;
@@ -20,11 +24,17 @@ pub enum DriveError {
         "`{0}` is no drive; use a file, a block device, memory:SIZE or null:SIZE, as in memory:4G"
     )]
     InvalidPath(String),
-    /// A kind of drive that this version cannot drive.
-    #[error(
-        "Drive `{0}`: PCI functions cannot be driven by this version; use a file or memory:SIZE"
-    )]
-    Unsupported(String),
+    /// A PCI function cannot be reached.
+    #[error(transparent)]
+    Function(#[from] VfioError),
+    /// A physical drive cannot be taken into use.
+    #[error("Drive `{path}` cannot be taken into use")]
+    Controller {
+        /// The drive.
+        path: String,
+        /// What is wrong with it.
+        source: ControllerError,
+    },
     /// The drive cannot be opened.
     #[error("Drive `{path}` cannot be opened")]
     Open {
@@ -70,7 +80,7 @@ pub enum DrivePath {
     /// `memory:SIZE`, a drive in this process's memory, of so many bytes.
     Memory(u64),
     /// A PCI function, by its address.
-    Pci(String),
+    Pci(PciAddress),
     /// A file or block device.
     File(PathBuf),
 }
@@ -90,14 +100,8 @@ impl FromStr for DrivePath {
         if let Some(bytes) = text.strip_prefix("memory:") {
             return Ok(Self::Memory(size(bytes)?));
         }
-        let address = text
-            .trim_end_matches('/')
-            .rsplit('/')
-            .next()
-            .unwrap_or(text);
-        if is_pci_address(address) && (address == text || text.starts_with("/sys/bus/pci/devices/"))
-        {
-            return Ok(Self::Pci(address.to_ascii_lowercase()));
+        if let Ok(address) = text.parse::<PciAddress>() {
+            return Ok(Self::Pci(address));
         }
         if text.is_empty() {
             Err(invalid())
@@ -112,20 +116,10 @@ impl fmt::Display for DrivePath {
         match self {
             Self::Null(bytes) => write!(f, "null:{}", Bytes(*bytes)),
             Self::Memory(bytes) => write!(f, "memory:{}", Bytes(*bytes)),
-            Self::Pci(address) => f.write_str(address),
+            Self::Pci(address) => address.fmt(f),
             Self::File(path) => path.display().fmt(f),
         }
     }
-}
-
-/// Whether the text has the form `0000:01:00.0`.
-fn is_pci_address(text: &str) -> bool {
-    text.len() == 12
-        && text.bytes().enumerate().all(|(i, byte)| match i {
-            4 | 7 => byte == b':',
-            10 => byte == b'.',
-            _ => byte.is_ascii_hexdigit(),
-        })
 }
 
 /// How a drive is opened.
@@ -188,7 +182,18 @@ impl Drive {
             DrivePath::File(file) => {
                 Arc::new(SoftwareController::file(file, lba_shift).map_err(failed)?)
             }
-            DrivePath::Pci(address) => return Err(DriveError::Unsupported(address.clone())),
+            DrivePath::Pci(address) => {
+                let backing = VfioBacking::open(*address)?;
+                let options = ControllerOptions {
+                    deadline: options.deadline,
+                };
+                VfioController::open(Arc::new(backing), options).map_err(|source| {
+                    DriveError::Controller {
+                        path: path.to_string(),
+                        source,
+                    }
+                })?
+            }
         };
         Self::new(path.clone(), controller, options.namespace)
     }
@@ -302,8 +307,9 @@ mod tests {
             parse("/tmp/a:b").expect("valid"),
             DrivePath::File("/tmp/a:b".into())
         );
-        let pci = DrivePath::Pci("0000:01:00.0".into());
+        let pci = DrivePath::Pci("0000:01:00.0".parse().expect("valid"));
         assert_eq!(parse("0000:01:00.0").expect("valid"), pci);
+        assert_eq!(parse("01:00.0").expect("valid"), pci);
         assert_eq!(
             parse("/sys/bus/pci/devices/0000:01:00.0/").expect("valid"),
             pci
@@ -338,7 +344,7 @@ mod tests {
         assert!(open("/nonexistent/file", 512).contains("truncate -s"));
         assert!(open("null:1G", 1024).contains("512 or 4096"));
         assert!(open("null:4000", 4096).contains("smaller than one logical block"));
-        assert!(open("0000:01:00.0", 512).contains("PCI"));
+        assert!(open("fffe:1f:1f.7", 512).contains("fffe:1f:1f.7"));
         assert!(open("/dev/null", 512).contains("cannot be opened"));
     }
 }

@@ -12,6 +12,7 @@ mod interrupts;
 mod leases;
 mod memory;
 mod parking;
+mod physical;
 mod property;
 mod prp;
 mod queues;

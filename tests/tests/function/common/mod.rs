@@ -1,6 +1,7 @@
 //! Functions in this process and the guests that hold them: what every test begins with.
 
 pub(crate) mod bystander;
+pub(crate) mod fake_drive;
 pub(crate) mod sentinel;
 
 use std::os::fd::AsRawFd;
@@ -95,15 +96,17 @@ impl Lab {
     }
 
     fn open(path: &DrivePath, lba_size: u32) -> Self {
+        let options = DriveOptions {
+            lba_size,
+            ..DriveOptions::default()
+        };
+        Self::of(Drive::open(path, options).unwrap())
+    }
+
+    /// A drive that is open.
+    pub(crate) fn of(drive: Arc<Drive>) -> Self {
         Self {
-            drive: Drive::open(
-                path,
-                DriveOptions {
-                    lba_size,
-                    ..DriveOptions::default()
-                },
-            )
-            .unwrap(),
+            drive,
             ledger: Ledger::in_process(),
             pollers: Pollers::new(),
             next_id: AtomicU64::new(0),

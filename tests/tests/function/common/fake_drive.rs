@@ -1,0 +1,176 @@
+//! A drive with the limits, the health and the accidents of a physical one: two namespaces in memory,
+//! and whatever state a test gives it.
+
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
+
+use nvme_mpt::host::software::SoftwareController;
+use nvme_mpt::host::{
+    HostController, HostNamespace, HostQueuePair, Incidents, Limits, TemperatureThresholds,
+};
+use nvme_mpt::iova::IovaSpace;
+use nvme_mpt::range_lock::RangeLock;
+use nvme_mpt::spec::ids::Nsid;
+use nvme_mpt::spec::log::{CriticalWarning, SmartHealth};
+use nvme_mpt::{Drive, DriveEvent, DrivePath, Event, EventQueue};
+
+use super::{LEASE, Lab};
+
+/// What a drive says in a log page is little-endian bytes, whatever the type is called elsewhere.
+const TEMPERATURE: usize = 1;
+
+/// What can change about a drive.
+#[derive(Debug)]
+struct State {
+    namespaces: Vec<HostNamespace>,
+    /// SMART / Health Information.
+    health: [u8; 512],
+    health_reads: u32,
+    incidents: Incidents,
+    subscribers: Vec<Weak<EventQueue>>,
+}
+
+/// A drive that a test can do anything to.
+#[derive(Debug)]
+pub(crate) struct FakeDrive {
+    stores: [SoftwareController; 2],
+    limits: Limits,
+    state: Mutex<State>,
+}
+
+impl FakeDrive {
+    /// A drive with two namespaces of two leases each.
+    pub(crate) fn new(change: impl FnOnce(&mut Limits)) -> Arc<Self> {
+        let stores = [0; 2].map(|_| SoftwareController::memory(2 * LEASE, 9).unwrap());
+        let mut limits = *stores[0].limits();
+        change(&mut limits);
+        let namespaces = [1, 2].map(|nsid| HostNamespace {
+            nsid: Nsid(nsid),
+            ..stores[0].namespaces()[0]
+        });
+        // Other users' figures are in the counters.
+        let mut health = [0x77; 512];
+        health[0] = 0;
+        let state = State {
+            namespaces: namespaces.to_vec(),
+            health,
+            health_reads: 0,
+            incidents: Incidents::default(),
+            subscribers: Vec::new(),
+        };
+        let drive = Self {
+            stores,
+            limits,
+            state: Mutex::new(state),
+        };
+        drive.heat(300);
+        Arc::new(drive)
+    }
+
+    /// What functions share to use a namespace of it.
+    pub(crate) fn lab(self: &Arc<Self>, nsid: u32) -> Lab {
+        let path = DrivePath::Pci("0000:01:00.0".parse().unwrap());
+        Lab::of(Drive::new(path, self.clone(), Some(Nsid(nsid))).unwrap())
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap()
+    }
+
+    /// Has this Composite Temperature, in kelvins.
+    pub(crate) fn heat(&self, kelvins: u16) {
+        self.state().health[TEMPERATURE..][..2].copy_from_slice(&kelvins.to_le_bytes());
+    }
+
+    /// Has these critical warnings.
+    pub(crate) fn warn(&self, warnings: CriticalWarning) {
+        self.state().health[0] = warnings.0;
+    }
+
+    /// How often somebody read its health.
+    pub(crate) fn health_reads(&self) -> u32 {
+        self.state().health_reads
+    }
+
+    /// Has its namespaces changed.
+    pub(crate) fn change_namespaces(&self, change: impl FnOnce(&mut Vec<HostNamespace>)) {
+        change(&mut self.state().namespaces);
+    }
+
+    /// Is gone.
+    pub(crate) fn remove(&self) {
+        self.state().incidents.gone = true;
+        self.tell(DriveEvent::Gone);
+    }
+
+    /// Tells its users of an event.
+    pub(crate) fn tell(&self, event: DriveEvent) {
+        for subscriber in &self.state().subscribers {
+            if let Some(events) = subscriber.upgrade() {
+                events.report(Event::Drive(event));
+            }
+        }
+    }
+}
+
+impl HostController for FakeDrive {
+    fn identity(&self) -> &str {
+        "nvme:fake"
+    }
+
+    fn model(&self) -> &str {
+        "Fake NVMe drive"
+    }
+
+    fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    fn namespaces(&self) -> Vec<HostNamespace> {
+        self.state().namespaces.clone()
+    }
+
+    fn iova_space(&self) -> &Arc<IovaSpace> {
+        self.stores[0].iova_space()
+    }
+
+    fn claim(&self, _: u64, _: u64) -> io::Result<Option<RangeLock>> {
+        Ok(None)
+    }
+
+    fn create_queue(&self, slots: u16, namespace: &HostNamespace) -> io::Result<HostQueuePair> {
+        let store = &self.stores[namespace.nsid.0 as usize - 1];
+        store.create_queue(slots, namespace)
+    }
+
+    fn flush(&self, _: &HostNamespace) -> io::Result<()> {
+        match self.incidents().gone {
+            true => Err(io::ErrorKind::NotConnected.into()),
+            false => Ok(()),
+        }
+    }
+
+    fn smart_health(&self) -> io::Result<Option<SmartHealth>> {
+        let mut state = self.state();
+        state.health_reads += 1;
+        if state.incidents.gone {
+            return Err(io::ErrorKind::NotConnected.into());
+        }
+        Ok(Some(zerocopy::transmute!(state.health)))
+    }
+
+    fn temperature_thresholds(&self) -> Option<TemperatureThresholds> {
+        Some(TemperatureThresholds {
+            warning: 350,
+            critical: 0,
+        })
+    }
+
+    fn incidents(&self) -> Incidents {
+        self.state().incidents
+    }
+
+    fn subscribe(&self, events: &Arc<EventQueue>) {
+        self.state().subscribers.push(Arc::downgrade(events));
+    }
+}

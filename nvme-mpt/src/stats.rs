@@ -143,6 +143,16 @@ pub struct LatencyStats {
     pub max: f64,
 }
 
+/// Who uses the drive's queue pair behind a guest's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum HostQueueUse {
+    /// This queue alone.
+    Exclusive,
+    /// Others, too, in turn.
+    Shared,
+}
+
 /// Figures of one I/O queue pair.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct QueueStats {
@@ -164,6 +174,10 @@ pub struct QueueStats {
     pub rearm_saves: u64,
     /// How long commands took, from being taken to their completion.
     pub latency_us: LatencyStats,
+    /// Who uses the drive's queue pair behind it; `None` while there is none, or the drive has as
+    /// many as anybody wants.
+    #[serde(default)]
+    pub host_queue: Option<HostQueueUse>,
 }
 
 impl QueueCounters {
@@ -178,6 +192,7 @@ impl QueueCounters {
             errors: self.errors.get(),
             rearm_saves: self.rearm_saves.get(),
             latency_us: self.latency.latency(),
+            host_queue: None,
         }
     }
 }

@@ -185,6 +185,7 @@ impl FunctionStats {
                 errors: now.errors.saturating_sub(before.errors),
                 rearm_saves: now.rearm_saves.saturating_sub(before.rearm_saves),
                 latency_us: now.latency_us,
+                host_queue: now.host_queue,
             }
         });
         Self {
@@ -236,6 +237,7 @@ mod tests {
                             p999: 1234.5,
                             max: 98_765.4,
                         },
+                        host_queue: None,
                     },
                     QueueStats {
                         qid: 2,
@@ -305,6 +307,7 @@ mod tests {
         for key in ["commands", "doorbell_exits", "interrupts"] {
             assert!(function["admin"][key].is_u64(), "{key}");
         }
+        assert!(queue["host_queue"].is_null());
         let poller = &json["pollers"][0];
         assert!(poller["name"].is_string() && poller["cpu"].is_null());
         assert!(poller["busy_share"].is_f64() && poller["queues"].is_u64());

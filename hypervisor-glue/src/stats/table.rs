@@ -3,6 +3,7 @@
 use std::fmt;
 
 use nvme_mpt::lease::Bytes;
+use nvme_mpt::stats::HostQueueUse;
 
 use super::{DriveStats, FunctionStats, ServerStats};
 
@@ -75,7 +76,8 @@ impl fmt::Display for FunctionStats {
             self.doorbells,
             self.socket
         )?;
-        let mut table = Table::new(&[
+        let counted = self.queues.iter().any(|queue| queue.host_queue.is_some());
+        let mut head = vec![
             "queue",
             "commands",
             "read",
@@ -87,7 +89,12 @@ impl fmt::Display for FunctionStats {
             "p99 us",
             "p99.9 us",
             "max us",
-        ]);
+        ];
+        // Where drives have a limited number of them.
+        if counted {
+            head.push("host queue");
+        }
+        let mut table = Table::new(&head);
         table.row(vec![
             "admin".to_owned(),
             self.admin.commands.to_string(),
@@ -98,7 +105,7 @@ impl fmt::Display for FunctionStats {
             self.admin.interrupts.to_string(),
         ]);
         for queue in &self.queues {
-            table.row(vec![
+            let mut row = vec![
                 queue.qid.to_string(),
                 queue.commands.to_string(),
                 rounded(queue.read_bytes),
@@ -110,7 +117,16 @@ impl fmt::Display for FunctionStats {
                 microseconds(queue.latency_us.p99),
                 microseconds(queue.latency_us.p999),
                 microseconds(queue.latency_us.max),
-            ]);
+            ];
+            if counted {
+                let host_queue = match queue.host_queue {
+                    None => "",
+                    Some(HostQueueUse::Exclusive) => "exclusive",
+                    Some(HostQueueUse::Shared) => "shared",
+                };
+                row.push(host_queue.to_owned());
+            }
+            table.row(row);
         }
         table.fmt(f)
     }
@@ -224,5 +240,16 @@ mod tests {
             "  poll-shared-0  any       2  25.6%   50.0%     77               3",
         ];
         assert_eq!(sample().to_string().lines().collect::<Vec<_>>(), lines);
+    }
+
+    #[test]
+    fn queues_of_a_drive_with_few_queue_pairs_say_whether_theirs_is_shared() {
+        let mut stats = sample();
+        stats.functions[0].queues[0].host_queue = Some(HostQueueUse::Shared);
+        let table = stats.to_string();
+        let ends: Vec<_> = table.lines().skip(1).take(4).collect();
+        assert!(ends[0].ends_with("max us  host queue"), "{table}");
+        assert!(ends[2].ends_with("98765.4      shared"), "{table}");
+        assert!(ends[3].ends_with("0.0            "), "{table}");
     }
 }

@@ -16,7 +16,7 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use log::error;
+use log::{error, info};
 use serde::{Deserialize, Serialize};
 use vmm_sys_util::eventfd::EventFd;
 
@@ -28,6 +28,7 @@ use crate::dma::DmaWindow;
 use crate::doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage};
 use crate::drive::Drive;
 use crate::event::EventQueue;
+use crate::host::vfio::pair::Pair;
 use crate::host::{HostNamespace, Limits};
 use crate::interrupt::{Coalescing, InterruptGate};
 use crate::lease::Lease;
@@ -40,7 +41,7 @@ use crate::spec::cqe::Cqe;
 use crate::spec::ids::{Nsid, QueueId};
 use crate::spec::registers::Doorbell;
 use crate::spec::sqe::Sqe;
-use crate::stats::{Counters, QueueCounters, QueueStats};
+use crate::stats::{Counters, HostQueueUse, QueueCounters, QueueStats};
 
 /// The namespace that every guest sees its lease as.
 pub const GUEST_NSID: Nsid = Nsid(1);
@@ -61,7 +62,19 @@ struct QueueEntry {
     /// Name of the shadow queue among the pollers'.
     id: u64,
     poller: Arc<Poller>,
+    /// The drive's queue pair behind it, if it has a limited number of them.
+    pair: Option<Pair>,
     sqs: Vec<QueueId>,
+}
+
+impl QueueEntry {
+    fn host_queue(&self) -> Option<HostQueueUse> {
+        let pair = self.pair.as_ref()?;
+        Some(match pair.members() {
+            0 | 1 => HostQueueUse::Exclusive,
+            _ => HostQueueUse::Shared,
+        })
+    }
 }
 
 #[derive(Debug, Default)]
@@ -425,6 +438,16 @@ impl Attachment {
         let host = controller
             .create_queue(slots, self.drive.namespace())
             .map_err(failed)?;
+        let pair = host.pair();
+        if let Some(pair) = &pair
+            && pair.members() > 1
+        {
+            info!(
+                "I/O queue {qid} of lease {} shares a queue pair of drive {}, which has no other",
+                self.lease.id(),
+                self.drive.path(),
+            );
+        }
         let lists = ListMemory::new(controller.iova_space(), slots.into()).map_err(failed)?;
         self.begin_doorbell(Doorbell::CqHead(qid), queues.buffer);
         let gate = InterruptGate::new(interrupt, self.coalescing.clone());
@@ -459,6 +482,7 @@ impl Attachment {
             QueueEntry {
                 id,
                 poller,
+                pair,
                 sqs: Vec::new(),
             },
         );
@@ -642,11 +666,19 @@ impl Attachment {
     /// Figures of the lease and its queues.
     #[must_use]
     pub fn stats(&self) -> AttachmentStats {
+        let existing = self.queues();
+        let host_queue = |sqid| {
+            let cqid = existing.cq_of_sq(QueueId(sqid))?;
+            existing.cqs.get(&cqid)?.host_queue()
+        };
         let queues = self
             .counters
             .iter()
             .zip(1..)
-            .map(|(counters, qid)| counters.stats(qid));
+            .map(|(counters, qid)| QueueStats {
+                host_queue: host_queue(qid),
+                ..counters.stats(qid)
+            });
         AttachmentStats {
             id: self.lease.id().to_owned(),
             model: self.namespace.model.clone(),

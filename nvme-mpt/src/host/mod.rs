@@ -260,3 +260,15 @@ pub enum HostQueuePair {
     /// Of a physical drive.
     Vfio(Box<vfio::VfioQueue>),
 }
+
+impl HostQueuePair {
+    /// The drive's own queue pair behind it, which others may come to share; `None` for a drive
+    /// that makes as many as anybody wants.
+    #[must_use]
+    pub fn pair(&self) -> Option<vfio::pair::Pair> {
+        match self {
+            Self::Null(_) | Self::Memory(_) | Self::File(_) => None,
+            Self::Vfio(queue) => Some(queue.pair()),
+        }
+    }
+}

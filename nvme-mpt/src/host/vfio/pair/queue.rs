@@ -46,6 +46,14 @@ impl VfioQueue {
         }
     }
 
+    /// The pair that it is a member of.
+    #[must_use]
+    pub fn pair(&self) -> Pair {
+        Pair {
+            shared: self.shared.clone(),
+        }
+    }
+
     /// [`HostQueue::ring`] at some time.
     #[inline]
     pub(super) fn ring_at(&mut self, memory: HostMemory<'_>, now: Ticks) {

@@ -11,7 +11,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{PoisonError, RwLock};
 
-use log::{debug, warn};
+use log::debug;
 use vfio_bindings::bindings::vfio as abi;
 
 use super::error::VfioError;
@@ -220,11 +220,11 @@ impl IommuContext for Type1Container {
         let Some(Files { group, container }) = files.take() else {
             return;
         };
-        // The last group to go takes all mappings with it. Where the kernel has taken the group
-        // away before us, the container does the same when it is closed.
+        // The last group to go takes all mappings with it. Where the kernel has taken the group out
+        // before us, as it does when a function is pulled, they go when the container is closed.
         if let Err(error) = ioctl::unset_container(&group) {
-            warn!(
-                "{}: its IOMMU group leaves the container only now that it is closed: {error}",
+            debug!(
+                "{}: its IOMMU group is in no container: {error}",
                 self.address
             );
         }

@@ -169,11 +169,14 @@ impl VfioBacking {
     /// `NotConnected` if the function is gone.
     fn with_device<T>(&self, act: impl FnOnce(&File) -> io::Result<T>) -> io::Result<T> {
         let device = self.device.read().unwrap_or_else(PoisonError::into_inner);
-        let Some(device) = &*device else {
+        let Some(device) = device
+            .as_ref()
+            .filter(|_| !self.gone.load(Ordering::Acquire))
+        else {
             return Err(io::ErrorKind::NotConnected.into());
         };
         act(device).map_err(|error| {
-            if self.gone.load(Ordering::Acquire) || is_absent(device, &self.config) {
+            if is_absent(device, &self.config) {
                 io::ErrorKind::NotConnected.into()
             } else {
                 error
@@ -196,6 +199,23 @@ impl VfioBacking {
         });
         if let Err(error) = written {
             debug!("{}: register {offset:#x} not written: {error}", self.name);
+        }
+    }
+
+    /// What is mapped of BAR0.
+    fn windows(&self) -> impl Iterator<Item = &Window> {
+        self.registers.iter().chain([&self.doorbells])
+    }
+
+    /// From now on, the registers are those of a function that is gone, for all who have them mapped.
+    fn give_up_registers(&self) {
+        for window in self.windows() {
+            if let Err(error) = window.registers.mapping().give_up_device() {
+                warn!(
+                    "{}: BAR0 stays mapped, and keeps the function from being given back: {error}",
+                    self.name
+                );
+            }
         }
     }
 
@@ -267,7 +287,14 @@ impl Backing for VfioBacking {
         } else {
             (COMMAND_MEMORY_SPACE, COMMAND_BUS_MASTER)
         };
-        self.with_device(|device| change_command(device, &self.config, set, clear))
+        self.with_device(|device| {
+            change_command(device, &self.config, set, clear)?;
+            // Part of the register is the kernel's own, and takes what nobody is there to take.
+            if is_absent(device, &self.config) {
+                return Err(io::ErrorKind::NotConnected.into());
+            }
+            Ok(())
+        })
     }
 
     fn reset(&self) -> io::Result<()> {
@@ -288,17 +315,19 @@ impl Backing for VfioBacking {
         if self.gone.load(Ordering::Acquire) {
             return true;
         }
-        let lost = |window: &Window| window.registers.mapping().is_lost();
-        if lost(&self.doorbells)
-            || self.registers.as_ref().is_some_and(lost)
+        let is_lost = self
+            .windows()
+            .any(|window| window.registers.mapping().is_lost());
+        let is_gone = is_lost
             || self
                 .with_device(|device| Ok(is_absent(device, &self.config)))
-                .unwrap_or(true)
-        {
-            self.gone.store(true, Ordering::Release);
-            return true;
+                .unwrap_or(true);
+        if is_gone && !self.gone.swap(true, Ordering::AcqRel) {
+            warn!("{} is there no more", self.name);
+            // Not every bus reads as ones where nobody answers, as a driver expects.
+            self.give_up_registers();
         }
-        false
+        is_gone
     }
 
     fn release(&self) {
@@ -312,14 +341,7 @@ impl Backing for VfioBacking {
             // Gone, or about to be reset.
             debug!("{}: bus mastering is not disabled: {error}", self.name);
         }
-        for window in self.registers.iter().chain([&self.doorbells]) {
-            if let Err(error) = window.registers.mapping().give_up_device() {
-                warn!(
-                    "{}: BAR0 stays mapped, and keeps the function from being given back: {error}",
-                    self.name
-                );
-            }
-        }
+        self.give_up_registers();
         drop(device);
         self.context.release();
         info!("{} is given up", self.name);

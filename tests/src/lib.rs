@@ -17,6 +17,7 @@
 //! | [`controller`], [`admin`] | bring-up and admin commands |
 //! | [`disk`] | blocking I/O on one namespace |
 //! | [`model`] | what a namespace must answer, for property tests |
+//! | [`drive`] | the other side of a host's driver: a model of a physical drive, and what goes wrong with it |
 //!
 //! Everything hostile is possible: raw submission queue entries, raw doorbell values, hand-made PRP
 //! lists and SGL segments, queues at any address.
@@ -31,6 +32,7 @@ pub mod completion;
 pub mod controller;
 pub mod disk;
 pub mod doorbell;
+pub mod drive;
 #[cfg(test)]
 mod driver_tests;
 mod error;

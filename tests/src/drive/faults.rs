@@ -1,0 +1,182 @@
+//! What goes wrong with the drive, as data: which commands, how often, and what becomes of them.
+
+use std::time::Duration;
+
+use crate::command::Sqe;
+use crate::status::StatusCode;
+
+/// Which commands a [`Fault`] meets.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Meets {
+    /// I/O commands.
+    Io,
+    /// I/O commands of an opcode.
+    IoOpcode(u8),
+    /// I/O commands of which the first block is in a range.
+    Blocks(std::ops::Range<u64>),
+    /// Admin commands of an opcode.
+    Admin(u8),
+}
+
+impl Meets {
+    fn meets(&self, queue: u16, sqe: &Sqe) -> bool {
+        match self {
+            Self::Io => queue != 0,
+            Self::IoOpcode(opcode) => queue != 0 && sqe.opcode() == *opcode,
+            Self::Blocks(range) => queue != 0 && range.contains(&sqe.0[5]),
+            Self::Admin(opcode) => queue == 0 && sqe.opcode() == *opcode,
+        }
+    }
+}
+
+/// What becomes of a command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Effect {
+    /// It is never completed, unless it is aborted. Its data still moves when the controller is reset.
+    Lose,
+    /// It takes so much longer.
+    Delay(Duration),
+    /// It is not executed, and completes with this status; with Do Not Retry, or without.
+    Fail(StatusCode, bool),
+    /// The controller reports a fatal status (CSTS.CFS) and does nothing more until it is reset.
+    Fatal,
+    /// The controller takes and completes nothing more until it is reset, and says nothing of it.
+    Hang,
+    /// The drive is gone from the bus.
+    Vanish,
+    /// It is completed, and a moment later completed again.
+    CompleteTwice,
+    /// A command that nobody sent is completed, too.
+    CompleteUnknown,
+    /// A completion queue entry of arbitrary bytes, with the phase that is due, comes before its own.
+    Garbage,
+}
+
+/// Something that goes wrong.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fault {
+    /// Which commands.
+    pub meets: Meets,
+    /// How many such commands go well first.
+    pub after: u64,
+    /// How many of them it meets then.
+    pub times: u64,
+    /// What becomes of them.
+    pub effect: Effect,
+}
+
+impl Fault {
+    /// The next such command.
+    pub fn once(meets: Meets, effect: Effect) -> Self {
+        Self {
+            meets,
+            after: 0,
+            times: 1,
+            effect,
+        }
+    }
+
+    /// After so many such commands that go well.
+    #[must_use]
+    pub fn after(mut self, commands: u64) -> Self {
+        self.after = commands;
+        self
+    }
+
+    /// So many such commands.
+    #[must_use]
+    pub fn times(mut self, commands: u64) -> Self {
+        self.times = commands;
+        self
+    }
+}
+
+/// What the drive does about Abort.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Aborts {
+    /// It aborts the command.
+    #[default]
+    Work,
+    /// It says that it did not abort the command.
+    Fail,
+    /// It never completes the Abort.
+    Hang,
+}
+
+/// What the drive does about being enabled and disabled.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Resets {
+    /// It follows.
+    #[default]
+    Work,
+    /// It never becomes ready again; a function level reset helps.
+    NeverReady,
+    /// It never becomes ready again, whatever is done.
+    Broken,
+}
+
+/// All that goes wrong.
+#[derive(Debug, Default)]
+pub(super) struct Faults {
+    list: Vec<Fault>,
+    pub(super) aborts: Aborts,
+    pub(super) resets: Resets,
+    /// How many commands met a fault.
+    pub(super) met: u64,
+}
+
+impl Faults {
+    pub(super) fn add(&mut self, fault: Fault) {
+        self.list.push(fault);
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.list.clear();
+    }
+
+    /// What becomes of a command that the drive has just taken.
+    pub(super) fn meet(&mut self, queue: u16, sqe: &Sqe) -> Option<Effect> {
+        let mut effect = None;
+        for fault in &mut self.list {
+            if !fault.meets.meets(queue, sqe) {
+                continue;
+            }
+            if fault.after > 0 {
+                fault.after -= 1;
+            } else if effect.is_none() && fault.times > 0 {
+                fault.times -= 1;
+                self.met += 1;
+                effect = Some(fault.effect);
+            }
+        }
+        self.list.retain(|fault| fault.times > 0);
+        effect
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fault_meets_the_commands_it_names_as_often_as_it_says() {
+        let mut faults = Faults::default();
+        faults.add(
+            Fault::once(Meets::IoOpcode(2), Effect::Lose)
+                .after(1)
+                .times(2),
+        );
+        faults.add(Fault::once(Meets::Blocks(8..16), Effect::Hang));
+        let (read, write) = (Sqe::read(1, 8, 1), Sqe::write(1, 7, 1));
+        let met: Vec<_> = [read, write, read, read, read]
+            .iter()
+            .map(|sqe| faults.meet(1, sqe))
+            .collect();
+        let lose = Some(Effect::Lose);
+        assert_eq!(met, [Some(Effect::Hang), None, lose, lose, None]);
+        assert_eq!(faults.met, 3);
+        faults.add(Fault::once(Meets::Admin(2), Effect::Fatal));
+        assert_eq!(faults.meet(1, &read), None);
+        assert_eq!(faults.meet(0, &read), Some(Effect::Fatal));
+    }
+}

@@ -1,0 +1,333 @@
+//! The drive as a function on a bus: registers, doorbells, and a thread that is its hardware.
+
+use std::fmt;
+use std::io::{self, PipeReader, PipeWriter, Write};
+use std::ops::RangeInclusive;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use nvme_mpt::host::vfio::Backing;
+use nvme_mpt::iova::Iommu;
+use nvme_mpt::memory::Mapping;
+
+use super::faults::{Aborts, Fault, Resets};
+use super::iommu::{DoorbellRegisters, ModelIommu};
+use super::{Controller, Counters, Options};
+use crate::registers::CC_ENABLE;
+
+/// Turns without work before the drive's thread sleeps between turns.
+const IDLE_TURNS: u32 = 200;
+
+/// How long it sleeps then.
+const IDLE: Duration = Duration::from_micros(100);
+
+/// A drive, there as long as somebody holds it.
+pub struct ModelDrive {
+    name: String,
+    controller: Mutex<Controller>,
+    iommu: Arc<ModelIommu>,
+    doorbells: Arc<DoorbellRegisters>,
+    /// Readable when the drive is to be removed.
+    removal: (PipeReader, PipeWriter),
+    /// It is on the bus no more.
+    vanished: AtomicBool,
+    released: AtomicBool,
+    judge_on_release: bool,
+}
+
+impl fmt::Debug for ModelDrive {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ModelDrive")
+            .field("name", &self.name)
+            .finish_non_exhaustive()
+    }
+}
+
+impl ModelDrive {
+    /// Plugs a drive in.
+    ///
+    /// # Panics
+    /// When the system has no memory or threads left.
+    pub fn start(options: Options) -> Arc<Self> {
+        let iommu = Arc::new(ModelIommu::default());
+        let stride = 4 << options.dstrd;
+        let all = 2 * (usize::from(options.queue_pairs) + 1) * stride;
+        let len = options.doorbell_bytes.unwrap_or(all).next_multiple_of(4096);
+        let doorbells = Arc::new(DoorbellRegisters::new(len).expect("memory for doorbells"));
+        let judge_on_release = options.judge_on_release;
+        let drive = Arc::new(Self {
+            name: "model".to_owned(),
+            controller: Mutex::new(Controller::new(options, iommu.clone(), doorbells.clone())),
+            iommu,
+            doorbells,
+            removal: io::pipe().expect("descriptors"),
+            vanished: AtomicBool::new(false),
+            released: AtomicBool::new(false),
+            judge_on_release,
+        });
+        let hardware = Arc::downgrade(&drive);
+        std::thread::Builder::new()
+            .name("model-drive".to_owned())
+            .spawn(move || run(&hardware))
+            .expect("a thread");
+        drive
+    }
+
+    pub(super) fn controller(&self) -> MutexGuard<'_, Controller> {
+        self.controller
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn answers(&self) -> bool {
+        !self.vanished.load(Ordering::Acquire) && !self.released.load(Ordering::Acquire)
+    }
+
+    /// The IOMMU in front of it.
+    pub fn model_iommu(&self) -> &Arc<ModelIommu> {
+        &self.iommu
+    }
+
+    /// What it did so far.
+    pub fn counters(&self) -> Counters {
+        self.controller().counters
+    }
+
+    /// Has something go wrong.
+    pub fn inject(&self, fault: Fault) {
+        self.controller().faults.add(fault);
+    }
+
+    /// From now on nothing goes wrong any more.
+    pub fn heal(&self) {
+        let mut controller = self.controller();
+        controller.faults.clear();
+        controller.faults.aborts = Aborts::Work;
+        controller.faults.resets = Resets::Work;
+    }
+
+    /// What it does about Abort from now on.
+    pub fn set_aborts(&self, aborts: Aborts) {
+        self.controller().faults.aborts = aborts;
+    }
+
+    /// What it does about resets from now on.
+    pub fn set_resets(&self, resets: Resets) {
+        self.controller().faults.resets = resets;
+    }
+
+    /// Reports a fatal status (CSTS.CFS) and does nothing more until it is reset.
+    pub fn fail(&self) {
+        self.controller().fatal = true;
+    }
+
+    /// Stops to do anything, and says nothing of it.
+    pub fn hang(&self) {
+        self.controller().hung = true;
+    }
+
+    /// Is pulled out.
+    pub fn vanish(&self) {
+        // No access to memory is under way, and none comes.
+        let mut controller = self.controller();
+        self.vanished.store(true, Ordering::Release);
+        controller.forget();
+    }
+
+    /// Is to be removed in order: its driver is asked to release it.
+    pub fn request_removal(&self) {
+        (&self.removal.1).write_all(&[1]).expect("room for a byte");
+    }
+
+    /// Whether its driver gave it up.
+    pub fn is_released(&self) -> bool {
+        self.released.load(Ordering::Acquire)
+    }
+
+    /// Becomes so hot, and says so, as critical.
+    pub fn overheat(&self, temperature: u16) {
+        let mut controller = self.controller();
+        controller.temperature = temperature;
+        controller.critical_warning |= 1 << 1;
+        controller.happen(1, 1, 2);
+    }
+
+    /// Changes the size of a namespace, and says so.
+    ///
+    /// # Panics
+    /// When there is no such namespace.
+    pub fn resize(&self, nsid: u32, blocks: u64) {
+        let mut controller = self.controller();
+        let namespace = controller.namespaces.get_mut(&nsid);
+        namespace.expect("a namespace").resize(blocks);
+        if !controller.changed_namespaces.contains(&nsid) {
+            controller.changed_namespaces.push(nsid);
+        }
+        controller.happen(2, 0, 4);
+    }
+
+    /// Blocks of a namespace, read behind everybody's back.
+    ///
+    /// # Panics
+    /// When there are no such blocks.
+    pub fn peek(&self, nsid: u32, slba: u64, blocks: u64) -> Vec<u8> {
+        let controller = self.controller();
+        let namespace = &controller.namespaces[&nsid];
+        namespace.peek(slba, blocks).expect("blocks").to_vec()
+    }
+
+    /// Changes bytes of a namespace behind everybody's back.
+    ///
+    /// # Panics
+    /// When there are no such bytes.
+    pub fn poke(&self, nsid: u32, offset: usize, bytes: &[u8]) {
+        let mut controller = self.controller();
+        let namespace = controller.namespaces.get_mut(&nsid);
+        namespace.expect("a namespace").poke(offset, bytes);
+    }
+
+    /// Whether CC.EN is set.
+    pub fn is_enabled(&self) -> bool {
+        self.controller().cc & CC_ENABLE != 0
+    }
+
+    /// I/O queue pairs that there are.
+    pub fn queue_pairs(&self) -> usize {
+        self.controller().sqs.len().saturating_sub(1)
+    }
+
+    /// What the host did that it must not do: complaints of the drive's, and accesses that the IOMMU
+    /// refused.
+    ///
+    /// # Errors
+    /// All that it did wrong.
+    pub fn judgement(&self) -> Result<(), String> {
+        let complaints = self.controller().complaints.clone();
+        let faults = self.iommu.faults();
+        match complaints.is_empty() && faults.is_empty() {
+            true => Ok(()),
+            false => Err(format!("complaints {complaints:?}, DMA faults {faults:x?}")),
+        }
+    }
+}
+
+/// The hardware.
+fn run(drive: &Weak<ModelDrive>) {
+    let mut idle = 0;
+    while let Some(drive) = drive.upgrade() {
+        let mut busy = false;
+        if drive.answers() {
+            let mut controller = drive.controller();
+            busy = controller.turn(Instant::now());
+            if controller.vanishing() {
+                drive.vanished.store(true, Ordering::Release);
+                controller.forget();
+            }
+        }
+        drop(drive);
+        idle = if busy { 0 } else { idle + 1 };
+        match idle > IDLE_TURNS {
+            true => std::thread::sleep(IDLE),
+            false => std::thread::yield_now(),
+        }
+    }
+}
+
+impl Controller {
+    /// Whether a command was taken with which the drive goes from the bus.
+    fn vanishing(&self) -> bool {
+        let vanish = Some(super::faults::Effect::Vanish);
+        self.work.iter().any(|work| work.effect == vanish)
+    }
+}
+
+fn gone() -> io::Error {
+    io::ErrorKind::NotConnected.into()
+}
+
+impl Backing for ModelDrive {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn read32(&self, offset: usize) -> u32 {
+        match self.answers() {
+            true => self.controller().read_register(offset as u64) as u32,
+            false => u32::MAX,
+        }
+    }
+
+    fn read64(&self, offset: usize) -> u64 {
+        match self.answers() {
+            true => self.controller().read_register(offset as u64),
+            false => u64::MAX,
+        }
+    }
+
+    fn write32(&self, offset: usize, value: u32) {
+        self.write64(offset, value.into());
+    }
+
+    fn write64(&self, offset: usize, value: u64) {
+        if self.answers() {
+            self.controller().write_register(offset as u64, value);
+        }
+    }
+
+    fn doorbells(&self) -> (Arc<Mapping>, usize) {
+        (self.doorbells.0.clone(), 0)
+    }
+
+    fn iommu(&self) -> Arc<dyn Iommu> {
+        self.iommu.clone()
+    }
+
+    fn usable_iovas(&self) -> Vec<RangeInclusive<u64>> {
+        // As behind an x86 IOMMU of 39 bits.
+        vec![0..=0xFEDF_FFFF, 0xFEF0_0000..=(1 << 39) - 1]
+    }
+
+    fn set_bus_master(&self, enabled: bool) -> io::Result<()> {
+        if !self.answers() {
+            return Err(gone());
+        }
+        self.controller().bus_master = enabled;
+        Ok(())
+    }
+
+    fn reset(&self) -> io::Result<()> {
+        if !self.answers() {
+            return Err(gone());
+        }
+        self.controller().reset_function();
+        Ok(())
+    }
+
+    fn removal_request(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.removal.0.as_fd())
+    }
+
+    fn is_gone(&self) -> bool {
+        !self.answers()
+    }
+
+    fn release(&self) {
+        // As closing a function does: it is reset, and reaches no memory.
+        let mut controller = self.controller();
+        let left_enabled = controller.cc & CC_ENABLE != 0 && self.answers();
+        self.released.store(true, Ordering::Release);
+        controller.forget();
+        drop(controller);
+        if self.judge_on_release && !std::thread::panicking() {
+            if let Err(complaint) = self.judgement() {
+                panic!("{complaint}");
+            }
+            assert!(
+                !left_enabled,
+                "the drive was given back while it is enabled"
+            );
+        }
+    }
+}

@@ -1,0 +1,211 @@
+//! Work on commands: what is due is executed and completed, in some order.
+
+use std::time::Instant;
+
+use super::data::{self, Piece, Unsound};
+use super::faults::Effect;
+use super::{Controller, Work};
+use crate::command::{Sqe, io};
+use crate::identify::{
+    ONCS_COMPARE, ONCS_COPY, ONCS_DSM, ONCS_VERIFY, ONCS_WRITE_UNCORRECTABLE, ONCS_WRITE_ZEROES,
+};
+use crate::memory::PAGE_SIZE;
+use crate::status::{self, StatusCode};
+
+/// Commands that are executed in a turn: registers are not answered meanwhile.
+const AT_ONCE: usize = 16;
+
+/// A command identifier that no host has in use for long.
+const UNKNOWN_CID: u16 = 0xFFF0;
+
+impl Controller {
+    /// Executes what is due.
+    pub(super) fn work(&mut self, now: Instant) -> bool {
+        for done in 0..AT_ONCE {
+            if self.fatal || self.hung {
+                return true;
+            }
+            let due = |work: &Work| work.due.is_some_and(|due| due <= now);
+            let count = self.work.iter().filter(|work| due(work)).count();
+            if count == 0 {
+                return done > 0;
+            }
+            let nth = match self.options.seed {
+                Some(_) => self.rng.below(count as u64) as usize,
+                None => 0,
+            };
+            let indices = self.work.iter().enumerate();
+            let Some(index) = indices
+                .filter(|(_, work)| due(work))
+                .map(|(i, _)| i)
+                .nth(nth)
+            else {
+                return done > 0;
+            };
+            let work = self.work.remove(index);
+            self.finish(&work);
+        }
+        true
+    }
+
+    fn finish(&mut self, work: &Work) {
+        let Work {
+            sq, sqe, effect, ..
+        } = work;
+        if *sq == 0 {
+            if let Some(Effect::Fail(code, dnr)) = effect {
+                return self.complete(*sq, sqe, Err(*code), *dnr);
+            }
+            return self.admin(sqe);
+        }
+        self.counters.completed += 1;
+        match effect {
+            Some(Effect::Fail(code, dnr)) => {
+                return self.complete(*sq, sqe, Err(*code), *dnr);
+            }
+            Some(Effect::Garbage) => {
+                let entry = [self.rng.next_u64(), self.rng.next_u64()];
+                self.post(*sq, entry);
+            }
+            Some(Effect::CompleteUnknown) => {
+                let nobodys = sqe.with_cid(UNKNOWN_CID);
+                self.complete(*sq, &nobodys, Ok(0), false);
+            }
+            _ => {}
+        }
+        let outcome = self.execute(sqe);
+        // What media do not give today they do not give tomorrow; other failures are the host's.
+        self.complete(*sq, sqe, outcome, true);
+        if *effect == Some(Effect::CompleteTwice) {
+            self.complete(*sq, sqe, outcome, true);
+        }
+    }
+
+    /// Executes an I/O command.
+    fn execute(&mut self, sqe: &Sqe) -> Result<u32, StatusCode> {
+        let result = self
+            .check(sqe)
+            .and_then(|pieces| self.transfer(sqe, &pieces));
+        let code = match result {
+            Ok(()) => return Ok(0),
+            Err(Unsound { status, what }) => {
+                // These are for the host to prevent; what others are, it cannot know.
+                if !what.is_empty() {
+                    self.complain(format!("{what}: {sqe:?}"));
+                }
+                status
+            }
+        };
+        self.error_count += 1;
+        Err(code)
+    }
+
+    /// Checks what a host must respect, and finds the command's data.
+    fn check(&self, sqe: &Sqe) -> Result<Vec<Piece>, Unsound> {
+        let unsound = |status, what| Err(Unsound { status, what });
+        let oncs = match sqe.opcode() {
+            io::FLUSH | io::READ | io::WRITE => 0,
+            io::COMPARE => ONCS_COMPARE,
+            io::WRITE_UNCORRECTABLE => ONCS_WRITE_UNCORRECTABLE,
+            io::DATASET_MANAGEMENT => ONCS_DSM,
+            io::WRITE_ZEROES => ONCS_WRITE_ZEROES,
+            io::VERIFY => ONCS_VERIFY,
+            io::COPY => ONCS_COPY,
+            _ => return unsound(status::INVALID_OPCODE, "an opcode that is not offered"),
+        };
+        if oncs & self.options.oncs != oncs {
+            return unsound(status::INVALID_OPCODE, "a command that is not offered");
+        }
+        let Some(namespace) = self.namespaces.get(&sqe.nsid()) else {
+            if sqe.opcode() == io::FLUSH && sqe.nsid() == u32::MAX {
+                return Ok(Vec::new());
+            }
+            return unsound(status::INVALID_NAMESPACE, "a namespace that is not");
+        };
+        if sqe.cdw(0) >> 8 & 0b11 != 0 {
+            return unsound(status::INVALID_FIELD, "a fused command");
+        }
+        if sqe.cdw(0) >> 14 & 0b11 != 0 && !self.options.sgl {
+            return unsound(status::INVALID_FIELD, "an SGL, which is not offered");
+        }
+        let len = namespace.transfer(sqe);
+        let most = |power: u8| match power {
+            0 => usize::MAX,
+            power => PAGE_SIZE << power,
+        };
+        if len > most(self.options.mdts) {
+            return unsound(status::INVALID_FIELD, "more data than MDTS allows");
+        }
+        let blocks = (sqe.cdw(12) & 0xFFFF) as usize + 1;
+        let no_data = matches!(
+            sqe.opcode(),
+            io::WRITE_ZEROES | io::VERIFY | io::WRITE_UNCORRECTABLE
+        );
+        let bytes = blocks << namespace.options.lba_shift;
+        if no_data && bytes > most(self.options.no_data_limit) {
+            return unsound(
+                status::INVALID_FIELD,
+                "more blocks than WZSL, VSL or WUSL allow",
+            );
+        }
+        if len == 0 {
+            return Ok(Vec::new());
+        }
+        data::pieces(&self.iommu, sqe, len)
+    }
+
+    /// Moves the data and does the command's work.
+    fn transfer(&mut self, sqe: &Sqe, pieces: &[Piece]) -> Result<(), Unsound> {
+        let fault = |_| Unsound {
+            status: status::DATA_TRANSFER_ERROR,
+            what: "data outside of memory",
+        };
+        if !self.bus_master && !pieces.is_empty() {
+            return Err(Unsound {
+                status: status::DATA_TRANSFER_ERROR,
+                what: "data, but no bus mastering",
+            });
+        }
+        let mut data = Vec::new();
+        if sqe.opcode() != io::READ {
+            for &(iova, len) in pieces {
+                let at = data.len();
+                data.resize(at + len, 0);
+                self.iommu.read(iova, &mut data[at..]).map_err(fault)?;
+            }
+        }
+        self.counters.flushes += u64::from(sqe.opcode() == io::FLUSH);
+        let Some(namespace) = self.namespaces.get_mut(&sqe.nsid()) else {
+            return Ok(());
+        };
+        let resized = namespace.resized;
+        let mut read = match namespace.execute(sqe, &data) {
+            Ok(read) => read,
+            Err(status) => {
+                let what = match status {
+                    // A host knows how large a namespace is, and what one Copy may be.
+                    status::LBA_OUT_OF_RANGE if !resized => "blocks that are not",
+                    status::SIZE_LIMIT_EXCEEDED => "more than one Copy may be",
+                    _ => "",
+                };
+                return Err(Unsound { status, what });
+            }
+        };
+        for &(iova, len) in pieces.iter().filter(|_| sqe.opcode() == io::READ) {
+            let (now, rest) = read.split_at(len);
+            self.iommu.write(iova, now).map_err(fault)?;
+            read = rest;
+        }
+        Ok(())
+    }
+
+    /// Moves the data of commands that are never completed: what the controller may do until CSTS.RDY
+    /// is cleared.
+    pub(super) fn move_data_of_lost_commands(&mut self) {
+        for work in std::mem::take(&mut self.work) {
+            if work.sq != 0 && self.bus_master {
+                let _status = self.execute(&work.sqe);
+            }
+        }
+    }
+}

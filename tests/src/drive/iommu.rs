@@ -1,0 +1,287 @@
+//! What the drive can reach of memory. Everything else that it is told to reach is a fault, and counted.
+#![expect(
+    unsafe_code,
+    reason = "DMA: memory that others write at the same time, by address"
+)]
+
+use std::collections::BTreeMap;
+use std::io;
+use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError, RwLock};
+
+use nvme_mpt::iova::Iommu;
+use nvme_mpt::memory::{Access, Mapping};
+
+/// Faults that are kept; more are only counted.
+const KEPT: usize = 16;
+
+/// The granularity of mappings.
+const PAGE: u64 = 4096;
+
+/// An access of the drive's that reached no memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DmaFault {
+    /// The address.
+    pub iova: u64,
+    /// Bytes.
+    pub len: usize,
+    /// Whether it was a write to memory.
+    pub write: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Mapped {
+    len: u64,
+    start: NonNull<u8>,
+    access: Access,
+}
+
+// SAFETY: an address range; it is accessed under the IOMMU's lock only, by copies and atomics.
+unsafe impl Send for Mapped {}
+// SAFETY: as above.
+unsafe impl Sync for Mapped {}
+
+/// The IOMMU in front of the drive.
+#[derive(Debug, Default)]
+pub struct ModelIommu {
+    maps: RwLock<BTreeMap<u64, Mapped>>,
+    faults: Mutex<Vec<DmaFault>>,
+    count: AtomicU64,
+    refusing: AtomicBool,
+}
+
+impl ModelIommu {
+    /// The first accesses that reached no memory.
+    pub fn faults(&self) -> Vec<DmaFault> {
+        self.faults
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    /// How many accesses reached no memory.
+    pub fn fault_count(&self) -> u64 {
+        self.count.load(Ordering::Relaxed)
+    }
+
+    /// Bytes that the drive can reach.
+    pub fn mapped(&self) -> u64 {
+        self.read_maps().values().map(|mapped| mapped.len).sum()
+    }
+
+    /// From now on maps fail as if the memory that may be locked were used up, or no longer do.
+    pub fn refuse_maps(&self, refuse: bool) {
+        self.refusing.store(refuse, Ordering::Relaxed);
+    }
+
+    fn read_maps(&self) -> std::sync::RwLockReadGuard<'_, BTreeMap<u64, Mapped>> {
+        self.maps.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Runs `access` on each stretch of memory (start, offset in the range, bytes) of the range, if the
+    /// drive may reach all of it. The memory stays mapped meanwhile.
+    fn each(
+        &self,
+        iova: u64,
+        len: usize,
+        write: bool,
+        mut access: impl FnMut(NonNull<u8>, usize, usize),
+    ) -> Result<(), DmaFault> {
+        let maps = self.read_maps();
+        let mut stretches = Vec::with_capacity(1);
+        let mut done = 0;
+        while done < len {
+            let stretch = iova.checked_add(done as u64).and_then(|at| {
+                let (&start, mapped) = maps.range(..=at).next_back()?;
+                let offset = at - start;
+                let bytes = mapped.len.checked_sub(offset).filter(|bytes| *bytes > 0)?;
+                let allowed = !write || mapped.access == Access::ReadWrite;
+                // SAFETY: `offset` is less than the length of the mapped range.
+                let first = unsafe { mapped.start.add(offset as usize) };
+                allowed.then_some((first, (bytes as usize).min(len - done)))
+            });
+            let Some((first, bytes)) = stretch else {
+                let fault = DmaFault { iova, len, write };
+                self.count.fetch_add(1, Ordering::Relaxed);
+                let mut faults = self.faults.lock().unwrap_or_else(PoisonError::into_inner);
+                if faults.len() < KEPT {
+                    faults.push(fault);
+                }
+                return Err(fault);
+            };
+            stretches.push((first, done, bytes));
+            done += bytes;
+        }
+        for (first, offset, bytes) in stretches {
+            access(first, offset, bytes);
+        }
+        Ok(())
+    }
+
+    /// Copies memory out.
+    pub(super) fn read(&self, iova: u64, into: &mut [u8]) -> Result<(), DmaFault> {
+        self.each(iova, into.len(), false, |first, offset, bytes| {
+            let to = &mut into[offset..offset + bytes];
+            // SAFETY: `bytes` bytes are mapped there, and stay so while the lock is held; `to` is ours.
+            unsafe { ptr::copy_nonoverlapping(first.as_ptr(), to.as_mut_ptr(), bytes) };
+        })
+    }
+
+    /// Copies into memory.
+    pub(super) fn write(&self, iova: u64, from: &[u8]) -> Result<(), DmaFault> {
+        self.each(iova, from.len(), true, |first, offset, bytes| {
+            let from = &from[offset..offset + bytes];
+            // SAFETY: `bytes` bytes are mapped there for writing, and stay so while the lock is held.
+            unsafe { ptr::copy_nonoverlapping(from.as_ptr(), first.as_ptr(), bytes) };
+        })
+    }
+
+    /// Reads an aligned word; what its writer stored before is visible after.
+    pub(super) fn load32(&self, iova: u64) -> Result<u32, DmaFault> {
+        let mut value = 0;
+        self.each(iova & !3, 4, false, |first, _, _| {
+            // SAFETY: the word is mapped, and aligned, as mappings are to pages.
+            value = unsafe { AtomicU32::from_ptr(first.as_ptr().cast()) }.load(Ordering::SeqCst);
+        })?;
+        Ok(u32::from_le(value))
+    }
+
+    /// Writes an aligned word.
+    pub(super) fn store32(&self, iova: u64, value: u32) -> Result<(), DmaFault> {
+        self.each(iova & !3, 4, true, |first, _, _| {
+            // SAFETY: as in `load32`, and mapped for writing.
+            let word = unsafe { AtomicU32::from_ptr(first.as_ptr().cast()) };
+            word.store(value.to_le(), Ordering::SeqCst);
+        })
+    }
+
+    /// Writes two aligned words of 64 bits; who sees the second sees the first.
+    pub(super) fn publish(&self, iova: u64, words: [u64; 2]) -> Result<(), DmaFault> {
+        self.each(iova & !15, 16, true, |first, _, _| {
+            for (index, word) in words.into_iter().enumerate() {
+                // SAFETY: both words are mapped for writing, and aligned.
+                let to = unsafe { AtomicU64::from_ptr(first.as_ptr().cast::<u64>().add(index)) };
+                to.store(word.to_le(), Ordering::Release);
+            }
+        })
+    }
+}
+
+impl Iommu for ModelIommu {
+    fn map(&self, iova: u64, memory: &Mapping, access: Access) -> io::Result<()> {
+        let len = memory.len() as u64;
+        let invalid = || io::Error::from(io::ErrorKind::InvalidInput);
+        if self.refusing.load(Ordering::Relaxed) {
+            return Err(io::ErrorKind::OutOfMemory.into());
+        }
+        let bytes = memory.bytes(0, memory.len()).ok_or_else(invalid)?;
+        let start = NonNull::new(bytes.as_ptr()).ok_or_else(invalid)?;
+        let end = iova.checked_add(len).ok_or_else(invalid)?;
+        if len == 0 || !iova.is_multiple_of(PAGE) || !len.is_multiple_of(PAGE) {
+            return Err(invalid());
+        }
+        let mut maps = self.maps.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some((&start, mapped)) = maps.range(..end).next_back()
+            && start + mapped.len > iova
+        {
+            return Err(io::ErrorKind::AlreadyExists.into());
+        }
+        // The memory outlives the mapping, as whoever maps it promises.
+        maps.insert(iova, Mapped { len, start, access });
+        Ok(())
+    }
+
+    fn unmap(&self, iova: u64, len: u64) -> io::Result<()> {
+        // Waits for the accesses that are under way.
+        let mut maps = self.maps.write().unwrap_or_else(PoisonError::into_inner);
+        match maps.get(&iova) {
+            Some(mapped) if mapped.len == len => drop(maps.remove(&iova)),
+            _ => return Err(io::ErrorKind::InvalidInput.into()),
+        }
+        Ok(())
+    }
+}
+
+/// The doorbell registers: a store to one is an event, which is taken once.
+#[derive(Debug)]
+pub(super) struct DoorbellRegisters(pub(super) std::sync::Arc<Mapping>);
+
+/// What a doorbell register holds that nobody wrote since. No queue has so many entries.
+const UNTOUCHED: u32 = u32::MAX;
+
+impl DoorbellRegisters {
+    pub(super) fn new(len: usize) -> io::Result<Self> {
+        let registers = Self(Mapping::anonymous(len)?.into());
+        registers.forget();
+        Ok(registers)
+    }
+
+    fn register(&self, offset: usize) -> Option<&AtomicU32> {
+        let bytes = self.0.bytes(offset & !3, 4)?;
+        // SAFETY: the word lies in the mapping, which `self` keeps, and is aligned; all access to it is
+        // atomic.
+        Some(unsafe { AtomicU32::from_ptr(bytes.as_ptr().cast()) })
+    }
+
+    /// What was written to a doorbell since this was last asked.
+    pub(super) fn take(&self, offset: usize) -> Option<u32> {
+        let value = self
+            .register(offset)?
+            .swap(UNTOUCHED.to_le(), Ordering::SeqCst);
+        (value != UNTOUCHED.to_le()).then(|| u32::from_le(value))
+    }
+
+    /// Forgets all that was written.
+    pub(super) fn forget(&self) {
+        for offset in (0..self.0.len()).step_by(4) {
+            if let Some(register) = self.register(offset) {
+                register.store(UNTOUCHED.to_le(), Ordering::Relaxed);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_is_mapped_is_reached() {
+        let iommu = ModelIommu::default();
+        let [a, b] = [8192, 4096].map(|len| Mapping::anonymous(len).unwrap());
+        iommu.map(0x10_0000, &a, Access::ReadWrite).unwrap();
+        iommu.map(0x10_2000, &b, Access::Read).unwrap();
+        iommu.map(0x10_1000, &b, Access::Read).unwrap_err();
+        iommu.map(0xF_F000, &a, Access::Read).unwrap_err();
+        iommu.write(0x10_0FFE, &[1, 2, 3, 4]).unwrap();
+        let mut bytes = [0; 3];
+        a.bytes(0xFFF, 3).unwrap().copy_to(&mut bytes);
+        assert_eq!(bytes, [2, 3, 4]);
+        // Reads go on in the next mapping, writes do not: it is read-only.
+        iommu.read(0x10_1FFF, &mut [0; 2]).unwrap();
+        assert_eq!(iommu.fault_count(), 0);
+        let fault = iommu.write(0x10_1FFF, &[0; 2]).unwrap_err();
+        assert!(fault.write);
+        iommu.read(0x10_2FFF, &mut [0; 2]).unwrap_err();
+        iommu.read(0, &mut [0]).unwrap_err();
+        iommu.read(u64::MAX, &mut [0; 2]).unwrap_err();
+        assert_eq!((iommu.fault_count(), iommu.faults()[0]), (4, fault));
+        iommu.unmap(0x10_0000, 4096).unwrap_err();
+        iommu.unmap(0x10_0000, 8192).unwrap();
+        iommu.read(0x10_0000, &mut [0]).unwrap_err();
+        assert_eq!(iommu.mapped(), 4096);
+    }
+
+    #[test]
+    fn a_doorbell_is_taken_once() {
+        let registers = DoorbellRegisters::new(4096).unwrap();
+        assert_eq!(registers.take(8), None);
+        let cell = nvme_mpt::memory::Cell32::new(&registers.0, 8).unwrap();
+        for value in [0, 7, 7] {
+            cell.store(value);
+            assert_eq!(registers.take(8), Some(value));
+            assert_eq!(registers.take(8), None);
+        }
+    }
+}

@@ -1,0 +1,294 @@
+//! Rings and doorbells: taking commands and completing them (NVMe Base 2.0, sections 3.3 and 5.8).
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use super::faults::Effect;
+use super::{Controller, DoorbellBufferUse, Work};
+use crate::command::Sqe;
+use crate::queue::{CQE_SIZE, SQE_SIZE};
+use crate::status::{self, StatusCode};
+
+/// Do Not Retry, in the Status Field of an entry's upper half.
+const DNR: u64 = 1 << 63;
+
+/// Asynchronous event: an invalid value was written to a doorbell; Error Information tells more.
+const INVALID_DOORBELL_VALUE: u32 = 1 << 8 | 1 << 16;
+
+/// A Submission Queue.
+#[derive(Debug)]
+pub(super) struct Sq {
+    base: u64,
+    entries: u32,
+    head: u32,
+    tail: u32,
+    pub(super) cq: u16,
+}
+
+impl Sq {
+    pub(super) fn new(base: u64, entries: u32, cq: u16) -> Self {
+        Self {
+            base,
+            entries,
+            head: 0,
+            tail: 0,
+            cq,
+        }
+    }
+}
+
+/// A Completion Queue.
+#[derive(Debug)]
+pub(super) struct Cq {
+    base: u64,
+    entries: u32,
+    tail: u32,
+    head: u32,
+    phase: bool,
+    /// Entries that wait for room, without their phase tag.
+    held: VecDeque<[u64; 2]>,
+}
+
+impl Cq {
+    pub(super) fn new(base: u64, entries: u32) -> Self {
+        Self {
+            base,
+            entries,
+            tail: 0,
+            head: 0,
+            phase: true,
+            held: VecDeque::new(),
+        }
+    }
+
+    fn is_full(&self) -> bool {
+        (self.tail + 1) % self.entries == self.head
+    }
+}
+
+impl Controller {
+    /// Offset of a doorbell behind the first one: of a Submission Queue's tail, or a Completion Queue's
+    /// head.
+    fn doorbell_offset(&self, queue: u16, head: bool) -> usize {
+        (2 * usize::from(queue) + usize::from(head)) * (4 << self.options.dstrd)
+    }
+
+    /// What a doorbell was last rung with, if it was rung since.
+    fn doorbell(&mut self, queue: u16, head: bool) -> Option<u32> {
+        let offset = self.doorbell_offset(queue, head);
+        let register = self.doorbells.take(offset);
+        self.counters.doorbells += u64::from(register.is_some());
+        let Some([shadow, _]) = self.shadow.filter(|_| queue != 0) else {
+            return register;
+        };
+        if register.is_none() && self.options.doorbell_buffer == DoorbellBufferUse::Asked {
+            return None;
+        }
+        // The buffer is newer than the register: it is written first.
+        self.iommu.load32(shadow + offset as u64).ok()
+    }
+
+    /// Takes note of all doorbells that were rung.
+    pub(super) fn take_doorbells(&mut self) -> bool {
+        let mut rung = false;
+        for queue in 0..=self.options.queue_pairs {
+            for head in [false, true] {
+                let Some(value) = self.doorbell(queue, head) else {
+                    continue;
+                };
+                rung |= self.ring(queue, head, value);
+            }
+        }
+        rung
+    }
+
+    /// A doorbell has this value; false if it had it before.
+    fn ring(&mut self, queue: u16, head: bool, value: u32) -> bool {
+        let (known, entries) = match head {
+            false => match self.sqs.get_mut(&queue) {
+                Some(sq) => (&mut sq.tail, sq.entries),
+                None => return self.no_such_queue(queue, value),
+            },
+            true => match self.cqs.get_mut(&queue) {
+                Some(cq) => (&mut cq.head, cq.entries),
+                None => return self.no_such_queue(queue, value),
+            },
+        };
+        if value >= entries {
+            self.complain(format!(
+                "Doorbell of queue {queue}: {value} of {entries} entries"
+            ));
+            self.events.push_back(INVALID_DOORBELL_VALUE);
+            return false;
+        }
+        std::mem::replace(known, value) != value
+    }
+
+    fn no_such_queue(&mut self, queue: u16, value: u32) -> bool {
+        // In a Doorbell Buffer, doorbells without a queue are nobody's.
+        if self.shadow.is_none() || queue == 0 {
+            self.complain(format!("Doorbell of queue {queue}, which is not: {value}"));
+        }
+        false
+    }
+
+    /// Has the next doorbells be written, where the drive asks for that (EventIdx).
+    pub(super) fn ask_for_doorbells(&mut self) {
+        let Some([shadow, event_idx]) = self.shadow else {
+            return;
+        };
+        let asked = self.options.doorbell_buffer == DoorbellBufferUse::Asked;
+        let sqs = self
+            .sqs
+            .iter()
+            .map(|(&id, sq)| (id, false, sq.tail, sq.entries));
+        let cqs = self
+            .cqs
+            .iter()
+            .map(|(&id, cq)| (id, true, cq.head, cq.entries));
+        let doorbells: Vec<_> = sqs.chain(cqs).filter(|(id, ..)| *id != 0).collect();
+        for (id, head, value, entries) in doorbells {
+            let offset = self.doorbell_offset(id, head) as u64;
+            // Just behind the value, so that the next one passes it; or as far from it as can be.
+            let ask = match asked {
+                true => value,
+                false => (value + entries / 2) % entries,
+            };
+            let stored = self.iommu.store32(event_idx + offset, ask);
+            // A doorbell that was rung before the host could see that it was asked for.
+            if asked
+                && stored.is_ok()
+                && let Ok(now) = self.iommu.load32(shadow + offset)
+                && now != value
+            {
+                self.ring(id, head, now);
+            }
+        }
+    }
+
+    /// Takes commands, one of each queue in turn, as long as there are any and the drive has room.
+    pub(super) fn take_commands(&mut self, now: Instant) -> bool {
+        let mut taken = false;
+        loop {
+            let mut more = false;
+            let ids: Vec<u16> = self.sqs.keys().copied().collect();
+            for id in ids {
+                let room = id == 0 || self.work.len() < self.options.parallel;
+                if room && !self.fatal && !self.hung && self.take_command(id, now) {
+                    more = true;
+                }
+            }
+            if !more {
+                return taken;
+            }
+            taken = true;
+        }
+    }
+
+    fn take_command(&mut self, id: u16, now: Instant) -> bool {
+        let Some(sq) = self.sqs.get_mut(&id).filter(|sq| sq.head != sq.tail) else {
+            return false;
+        };
+        let at = sq.base + u64::from(sq.head) * SQE_SIZE as u64;
+        sq.head = (sq.head + 1) % sq.entries;
+        let mut bytes = [0; SQE_SIZE];
+        if !self.bus_master || self.iommu.read(at, &mut bytes).is_err() {
+            self.complain(format!("Submission queue {id} cannot be read"));
+            self.fatal = true;
+            return false;
+        }
+        let sqe = Sqe::from_bytes(&bytes);
+        let same = |work: &&Work| work.sq == id && work.sqe.cid() == sqe.cid();
+        let requests = &self.event_requests;
+        if self.work.iter().any(|work| same(&work)) || id == 0 && requests.contains(&sqe.cid()) {
+            self.complain(format!(
+                "Queue {id}: command identifier {:#x} twice",
+                sqe.cid()
+            ));
+            self.complete(id, &sqe, Err(status::COMMAND_ID_CONFLICT), true);
+            return true;
+        }
+        let effect = self.faults.meet(id, &sqe);
+        self.counters.faults_met = self.faults.met;
+        if id != 0 {
+            self.counters.commands += 1;
+        }
+        let mut due = Some(now + self.options.latency);
+        match effect {
+            Some(Effect::Lose | Effect::Vanish) => due = None,
+            Some(Effect::Delay(time)) => due = Some(now + time),
+            Some(Effect::Fatal) => self.fatal = true,
+            Some(Effect::Hang) => self.hung = true,
+            _ => {}
+        }
+        self.work.push(Work {
+            sq: id,
+            sqe,
+            due,
+            effect,
+        });
+        true
+    }
+
+    /// Completes a command; `dnr` is Do Not Retry, for one that failed.
+    pub(super) fn complete(
+        &mut self,
+        sq: u16,
+        sqe: &Sqe,
+        outcome: Result<u32, StatusCode>,
+        dnr: bool,
+    ) {
+        let (result, code) = match outcome {
+            Ok(result) => (result, status::SUCCESS),
+            Err(code) => (0, code),
+        };
+        let status = u64::from(code.sc) << 49 | u64::from(code.sct) << 57;
+        let dnr = if dnr && code != status::SUCCESS {
+            DNR
+        } else {
+            0
+        };
+        let upper = u64::from(sq) << 16 | u64::from(sqe.cid()) << 32 | status | dnr;
+        self.post(sq, [result.into(), upper]);
+    }
+
+    /// Puts an entry into the queue that a Submission Queue completes to, when there is room.
+    pub(super) fn post(&mut self, sq: u16, entry: [u64; 2]) {
+        if let Some(sq) = self.sqs.get(&sq)
+            && let Some(cq) = self.cqs.get_mut(&sq.cq)
+        {
+            cq.held.push_back(entry);
+        }
+    }
+
+    /// Writes entries that wait, into the queues that have room.
+    pub(super) fn post_held(&mut self) -> bool {
+        let mut posted = false;
+        let mut unreachable = None;
+        for (id, cq) in &mut self.cqs {
+            while !cq.is_full()
+                && let Some([lower, upper]) = cq.held.pop_front()
+            {
+                // SQHD, as it is now; an entry of arbitrary bytes may name any queue.
+                let sqid = (upper >> 16) as u16;
+                let head = self.sqs.get(&sqid).map_or(0, |sq| sq.head);
+                let upper =
+                    upper & !0xFFFF & !(1 << 48) | u64::from(head) | u64::from(cq.phase) << 48;
+                let at = cq.base + u64::from(cq.tail) * CQE_SIZE as u64;
+                if !self.bus_master || self.iommu.publish(at, [lower, upper]).is_err() {
+                    unreachable = Some(*id);
+                }
+                cq.tail += 1;
+                if cq.tail == cq.entries {
+                    (cq.tail, cq.phase) = (0, !cq.phase);
+                }
+                posted = true;
+            }
+        }
+        if let Some(id) = unreachable {
+            self.complain(format!("Completion queue {id} cannot be written"));
+            self.fatal = true;
+        }
+        posted
+    }
+}

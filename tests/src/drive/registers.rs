@@ -1,0 +1,170 @@
+//! The properties, and the states that CC and CSTS go through (NVMe Base 2.0, sections 3.1.3, 3.5, 3.6).
+
+use std::time::Instant;
+
+use super::Controller;
+use super::faults::Resets;
+use super::queues::{Cq, Sq};
+use crate::memory::PAGE_SIZE;
+use crate::registers::{
+    ACQ, AQA, ASQ, CAP, CC, CC_ENABLE, CC_SHN_MASK, CSTS, CSTS_FATAL, CSTS_READY,
+    CSTS_SHST_COMPLETE, VS,
+};
+
+/// CC.CSS, CC.MPS and CC.AMS.
+const CC_CSS_MPS_AMS: u32 = 0x3FF0;
+
+/// Where the controller is between disabled and ready.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    Disabled,
+    Enabling(Instant),
+    Ready,
+    Disabling(Instant),
+}
+
+impl Controller {
+    fn cap(&self) -> u64 {
+        let options = &self.options;
+        // CQR is set.
+        u64::from(options.entries_max - 1)
+            | 1 << 16
+            | u64::from(options.timeout) << 24
+            | u64::from(options.dstrd) << 32
+            | u64::from(options.command_sets) << 37
+            | u64::from(options.mpsmin) << 48
+            | u64::from(options.mpsmin.max(4)) << 52
+    }
+
+    fn csts(&self) -> u32 {
+        let ready = matches!(self.phase, Phase::Ready | Phase::Disabling(_));
+        (if ready { CSTS_READY } else { 0 })
+            | (if self.fatal { CSTS_FATAL } else { 0 })
+            | (if self.shut_down {
+                CSTS_SHST_COMPLETE
+            } else {
+                0
+            })
+    }
+
+    pub(super) fn read_register(&self, offset: u64) -> u64 {
+        match offset {
+            CAP => self.cap(),
+            VS => self.options.version.into(),
+            CC => self.cc.into(),
+            CSTS => self.csts().into(),
+            AQA => self.aqa.into(),
+            ASQ => self.asq,
+            ACQ => self.acq,
+            _ => 0,
+        }
+    }
+
+    pub(super) fn write_register(&mut self, offset: u64, value: u64) {
+        if matches!(offset, AQA | ASQ | ACQ) && self.cc & CC_ENABLE != 0 {
+            self.complain(format!(
+                "Register {offset:#x} was written while CC.EN is set"
+            ));
+        }
+        match offset {
+            CC => self.configure(value as u32),
+            AQA => self.aqa = value as u32,
+            ASQ => self.asq = value,
+            ACQ => self.acq = value,
+            // INTMS and INTMC: nobody is interrupted.
+            0x0C | 0x10 => {}
+            _ => self.complain(format!("Register {offset:#x} was written")),
+        }
+    }
+
+    fn configure(&mut self, cc: u32) {
+        let now = Instant::now();
+        let before = std::mem::replace(&mut self.cc, cc);
+        if cc & CC_SHN_MASK != 0 && before & CC_SHN_MASK == 0 {
+            self.counters.shutdowns += 1;
+            self.shut_down = true;
+        }
+        let then = now + self.options.reset_time;
+        match (before & CC_ENABLE != 0, cc & CC_ENABLE != 0) {
+            (false, true) => {
+                if self.phase != Phase::Disabled {
+                    self.complain("CC.EN was set before CSTS.RDY was cleared");
+                }
+                if cc & CC_CSS_MPS_AMS != 0 {
+                    self.complain(format!(
+                        "CC {cc:#x}: CSS, MPS or AMS is not one that is offered"
+                    ));
+                }
+                self.counters.enables += 1;
+                self.phase = Phase::Enabling(then);
+            }
+            (true, false) => {
+                let stuck = self.fatal || self.faults.resets != Resets::Work;
+                if matches!(self.phase, Phase::Enabling(_)) && !stuck {
+                    self.complain("CC.EN was cleared before CSTS.RDY was set");
+                }
+                self.counters.disables += 1;
+                self.phase = Phase::Disabling(then);
+            }
+            (true, true) if (before ^ cc) & CC_CSS_MPS_AMS != 0 => {
+                self.complain("CC.CSS, CC.MPS or CC.AMS was changed while CC.EN is set");
+            }
+            _ => {}
+        }
+    }
+
+    /// Lets CSTS follow CC.
+    pub(super) fn follow(&mut self, now: Instant) -> bool {
+        match self.phase {
+            Phase::Enabling(then) if then <= now && self.faults.resets == Resets::Work => {
+                self.begin();
+                true
+            }
+            Phase::Disabling(then) if then <= now => {
+                self.move_data_of_lost_commands();
+                self.forget();
+                true
+            }
+            _ => false,
+        }
+    }
+
+    fn begin(&mut self) {
+        self.doorbells.forget();
+        let page = PAGE_SIZE as u64;
+        let (sq, cq) = (self.aqa & 0xFFF, self.aqa >> 16 & 0xFFF);
+        if !self.asq.is_multiple_of(page) || !self.acq.is_multiple_of(page) || sq == 0 || cq == 0 {
+            self.complain("AQA, ASQ or ACQ holds no queue");
+            self.fatal = true;
+        }
+        self.cqs.insert(0, Cq::new(self.acq, cq + 1));
+        self.sqs.insert(0, Sq::new(self.asq, sq + 1, 0));
+        self.phase = Phase::Ready;
+    }
+
+    /// All that a reset forgets; memory is not touched from now on.
+    pub(super) fn forget(&mut self) {
+        self.phase = Phase::Disabled;
+        (self.fatal, self.hung, self.shut_down) = (false, false, false);
+        self.sqs.clear();
+        self.cqs.clear();
+        self.work.clear();
+        self.shadow = None;
+        self.event_requests.clear();
+        self.events.clear();
+        self.events_masked = 0;
+        self.event_config = 0;
+        self.doorbells.forget();
+    }
+
+    /// What the function does when it is reset.
+    pub(super) fn reset_function(&mut self) {
+        self.counters.function_resets += 1;
+        self.forget();
+        (self.cc, self.aqa, self.asq, self.acq) = (0, 0, 0, 0);
+        self.bus_master = false;
+        if self.faults.resets == Resets::NeverReady {
+            self.faults.resets = Resets::Work;
+        }
+    }
+}

@@ -1,0 +1,328 @@
+//! The drive against the guests' driver, which is given all of its memory at the addresses it has there.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use nvme_mpt::host::vfio::Backing;
+use nvme_mpt::memory::{Access, Cell32, Mapping};
+
+use super::*;
+use crate::bar::Bar;
+use crate::command::admin;
+use crate::controller::{Config, Controller as Driver, QueueOptions};
+use crate::disk::{Disk, Transfer};
+use crate::doorbell::DoorbellMode;
+use crate::error::Error;
+use crate::memory::GuestMemory;
+use crate::model::{Limits, Model, Op};
+use crate::queue::QueuePair;
+use crate::registers::DOORBELLS;
+use crate::status::{self, StatusCode};
+
+const LONG: Duration = Duration::from_secs(60);
+
+/// The drive as a driver without an IOMMU's help sees it.
+struct Registers(Arc<ModelDrive>);
+
+impl Bar for Registers {
+    fn read32(&self, offset: u64) -> u32 {
+        self.0.read32(offset as usize)
+    }
+
+    fn read64(&self, offset: u64) -> u64 {
+        self.0.read64(offset as usize)
+    }
+
+    fn write32(&self, offset: u64, value: u32) {
+        if offset < DOORBELLS {
+            return self.0.write32(offset as usize, value);
+        }
+        let (mapping, first) = self.0.doorbells();
+        let doorbell = Cell32::new(&mapping, first + (offset - DOORBELLS) as usize);
+        doorbell.expect("a doorbell").store(value);
+    }
+
+    fn write64(&self, offset: u64, value: u64) {
+        self.0.write64(offset as usize, value);
+    }
+}
+
+/// A drive and a driver that has brought it up. The mappings outlive the drive's use of them.
+struct Scene {
+    driver: Driver,
+    drive: Arc<ModelDrive>,
+    _mappings: Vec<Mapping>,
+}
+
+fn scene(options: Options, doorbells: DoorbellMode) -> Scene {
+    let drive = ModelDrive::start(options);
+    let memory = GuestMemory::new(&[(0x10_0000, 8 << 20), (1 << 32, 8 << 20)]).unwrap();
+    let map = |region: crate::memory::Region| {
+        let (offset, len) = (region.fd_offset, region.len as usize);
+        let mapping = Mapping::shared(memory.fd(), offset, len, Access::ReadWrite).unwrap();
+        let iommu = drive.iommu();
+        iommu.map(region.gpa, &mapping, Access::ReadWrite).unwrap();
+        mapping
+    };
+    let mappings = memory.regions().into_iter().map(map).collect();
+    drive.set_bus_master(true).unwrap();
+    let config = Config {
+        doorbells,
+        admin_timeout: LONG,
+        ..Config::default()
+    };
+    let bar = Arc::new(Registers(drive.clone()));
+    let driver = Driver::attach(bar, memory, config, 2).unwrap();
+    Scene {
+        driver,
+        drive,
+        _mappings: mappings,
+    }
+}
+
+impl Scene {
+    fn queue(&mut self) -> QueuePair {
+        let options = QueueOptions::polled(16);
+        self.driver.create_queue_pair(1, &options).unwrap()
+    }
+
+    fn disk(&mut self) -> Disk {
+        let mut disk = Disk::open(&mut self.driver, 1).unwrap();
+        disk.timeout = LONG;
+        disk
+    }
+}
+
+fn code(result: Result<impl std::fmt::Debug, Error>) -> StatusCode {
+    let error = result.expect_err("an error");
+    error.completion().expect("a completion").status().code()
+}
+
+#[test]
+fn random_commands_agree_with_the_model_of_a_namespace() {
+    let small = || vec![NamespaceOptions::new(1, 1 << 20, 512)];
+    let default = Options {
+        namespaces: small(),
+        ..Options::default()
+    };
+    let variants = [
+        (DoorbellMode::Trap, default.clone()),
+        (
+            DoorbellMode::Shadow,
+            Options {
+                doorbell_buffer: DoorbellBufferUse::Watched,
+                dstrd: 4,
+                ..default.clone()
+            },
+        ),
+        (
+            DoorbellMode::Shadow,
+            Options {
+                doorbell_buffer: DoorbellBufferUse::Asked,
+                namespaces: vec![NamespaceOptions::new(1, 1 << 20, 4096)],
+                ..default.clone()
+            },
+        ),
+        (
+            DoorbellMode::Trap,
+            Options {
+                parallel: 1,
+                seed: None,
+                latency: Duration::from_micros(50),
+                ..default
+            },
+        ),
+    ];
+    for (mode, options) in variants {
+        let mut scene = scene(options, mode);
+        let mut disk = scene.disk();
+        let limits = Limits::of(&disk, 32);
+        let mut model = Model::new(limits, true);
+        let mut rng = Rng::new(7);
+        for round in 0..800 {
+            disk.transfer = match round % 3 {
+                0 => Transfer::Prp { offset: 0 },
+                1 => Transfer::Prp { offset: 1200 },
+                _ => Transfer::Sgl {
+                    piece: 700,
+                    per_segment: 5,
+                },
+            };
+            let op = Op::choose(std::array::from_fn(|_| rng.next_u64()), &limits);
+            if let Err(mismatch) = model.step(&mut disk, &op) {
+                panic!("{mismatch}");
+            }
+        }
+        model.verify_all(&mut disk).unwrap();
+        // The driver asked for blocks that are not, and nothing else was wrong.
+        assert!(scene.drive.model_iommu().faults().is_empty());
+        scene.driver.shutdown(false).unwrap();
+        scene.driver.disable().unwrap();
+        assert!(!scene.drive.is_enabled());
+    }
+}
+
+#[test]
+fn what_a_host_must_not_do_is_found() {
+    let mut scene = scene(
+        Options {
+            mdts: 1,
+            oncs: 0,
+            ..Options::default()
+        },
+        DoorbellMode::Trap,
+    );
+    let mut disk = scene.disk();
+    disk.write(0, &[7; 8192]).unwrap();
+    scene.drive.judgement().unwrap();
+    let complaints = |scene: &Scene| scene.drive.controller().complaints.len();
+    assert_eq!(code(disk.read(0, 17)), status::INVALID_FIELD);
+    assert_eq!(code(disk.verify(0, 1)), status::INVALID_OPCODE);
+    assert_eq!(code(disk.read(1 << 40, 1)), status::LBA_OUT_OF_RANGE);
+    assert_eq!(complaints(&scene), 3);
+    let nowhere = Sqe::read(1, 0, 1).with_data(crate::command::DataPointer::prp(0x5000, 0));
+    assert_eq!(code(disk.command(nowhere)), status::DATA_TRANSFER_ERROR);
+    let odd = Sqe::read(1, 0, 16).with_data(crate::command::DataPointer::prp(0x10_0000, 0x10_1008));
+    assert_eq!(code(disk.command(odd)), status::PRP_OFFSET_INVALID);
+    assert_eq!(complaints(&scene), 5);
+    let fault = DmaFault {
+        iova: 0x5000,
+        len: 512,
+        write: true,
+    };
+    assert_eq!(scene.drive.model_iommu().faults(), [fault]);
+    scene
+        .driver
+        .write_doorbell(1, crate::doorbell::Side::SqTail, 64);
+    // Until the drive has looked: another doorbell would replace it.
+    while complaints(&scene) < 6 {
+        std::thread::yield_now();
+    }
+    disk.flush().unwrap();
+    assert!(scene.drive.judgement().is_err());
+}
+
+#[test]
+fn faults_do_what_they_are_called() {
+    let mut scene = scene(Options::default(), DoorbellMode::Trap);
+    let mut queue = scene.queue();
+    let drive = scene.drive.clone();
+    let inject = |effect| drive.inject(Fault::once(Meets::Io, effect));
+    inject(Effect::Fail(status::NAMESPACE_NOT_READY, false));
+    let failed = queue.execute(Sqe::flush(1), LONG).unwrap_err();
+    let failed = failed.completion().unwrap().status();
+    assert_eq!(failed.code(), status::NAMESPACE_NOT_READY);
+    assert!(!failed.do_not_retry());
+
+    // Lost, then aborted.
+    inject(Effect::Lose);
+    let lost = queue.submit(Sqe::flush(1)).unwrap();
+    queue.ring();
+    queue.execute(Sqe::flush(1), LONG).unwrap();
+    drive.set_aborts(Aborts::Fail);
+    assert!(!scene.driver.abort(1, lost).unwrap());
+    drive.set_aborts(Aborts::Work);
+    assert!(scene.driver.abort(1, lost).unwrap());
+    let aborted = queue.wait(lost, LONG).unwrap();
+    assert_eq!(aborted.status().code(), status::ABORT_REQUESTED);
+
+    // Entries that nobody expects.
+    for (effect, entries) in [
+        (Effect::CompleteTwice, 2),
+        (Effect::CompleteUnknown, 2),
+        (Effect::Garbage, 2),
+    ] {
+        inject(effect);
+        let cid = queue.submit(Sqe::flush(1)).unwrap();
+        queue.ring();
+        let mut found = Vec::new();
+        while found.len() < entries {
+            found.extend(queue.poll());
+        }
+        queue.ring();
+        assert!(found.iter().any(|cqe| cqe.cid() == cid), "{effect:?}");
+    }
+
+    // Failures of the controller, which a reset cures.
+    for effect in [Effect::Fatal, Effect::Hang] {
+        inject(effect);
+        queue.submit(Sqe::flush(1)).unwrap();
+        queue.ring();
+        while drive.counters().faults_met < 6 && effect == Effect::Fatal {
+            std::thread::yield_now();
+        }
+        let admin = scene.driver.admin_queue().unwrap();
+        let short = Duration::from_millis(50);
+        admin
+            .submit_and_wait(Sqe::identify(1, 0, 0), short)
+            .unwrap_err();
+        assert_eq!(
+            scene.driver.status().unwrap() & 2 != 0,
+            effect == Effect::Fatal
+        );
+        scene.driver.reset().unwrap();
+        assert_eq!(drive.queue_pairs(), 0);
+        queue = scene.queue();
+    }
+    drive.judgement().unwrap();
+    inject(Effect::Vanish);
+    queue.submit(Sqe::flush(1)).unwrap();
+    queue.ring();
+    while !drive.is_gone() {
+        std::thread::yield_now();
+    }
+    assert!(matches!(scene.driver.status(), Err(Error::Gone)));
+}
+
+#[test]
+fn data_of_a_lost_command_moves_until_the_controller_is_disabled() {
+    let mut scene = scene(Options::default(), DoorbellMode::Trap);
+    let mut queue = scene.queue();
+    scene.drive.poke(1, 0, &[9; 512]);
+    let page = scene.driver.memory().alloc(4096).unwrap();
+    scene
+        .drive
+        .inject(Fault::once(Meets::IoOpcode(2), Effect::Lose));
+    let pointer = crate::command::DataPointer::prp(page.gpa(), 0);
+    queue.submit(Sqe::read(1, 0, 1).with_data(pointer)).unwrap();
+    queue.ring();
+    while scene.drive.counters().commands < 1 {
+        std::thread::yield_now();
+    }
+    assert_eq!(page.to_vec(0, 512), [0; 512]);
+    scene.driver.disable().unwrap();
+    assert_eq!(page.to_vec(0, 512), [9; 512]);
+    scene.drive.judgement().unwrap();
+}
+
+#[test]
+fn events_are_told_once_until_their_log_page_is_read() {
+    let mut scene = scene(Options::default(), DoorbellMode::Trap);
+    let driver = &mut scene.driver;
+    driver
+        .set_feature(crate::admin::feature::ASYNC_EVENT_CONFIG, 0, 1 << 8 | 2)
+        .unwrap();
+    for _ in 0..3 {
+        driver.request_async_event().unwrap();
+    }
+    scene.drive.overheat(360);
+    scene.drive.overheat(361);
+    let event = driver.async_event(LONG).unwrap().unwrap();
+    assert_eq!((event.kind, event.info, event.log_page), (1, 1, 2));
+    scene.drive.resize(1, 100);
+    let event = driver.async_event(LONG).unwrap().unwrap();
+    assert_eq!((event.kind, event.info, event.log_page), (2, 0, 4));
+    let page = crate::admin::LogPage::of_controller(4, 4096);
+    assert_eq!(
+        driver.log_page(page).unwrap()[..8],
+        [1, 0, 0, 0, 0, 0, 0, 0]
+    );
+    assert_eq!(driver.identify_namespace(1).unwrap().nsze, 100);
+    // The second warning waits for the page to be read.
+    let page = crate::admin::LogPage::of_controller(2, 512);
+    let health = driver.log_page(page).unwrap();
+    assert_eq!((health[0], health[1]), (2, 361_u16 as u8));
+    assert!(driver.async_event(LONG).unwrap().is_some());
+    let sqe = Sqe::new(admin::KEEP_ALIVE, 0);
+    assert_eq!(code(driver.admin(sqe)), status::INVALID_OPCODE);
+}

@@ -79,9 +79,9 @@ pub(crate) fn written_file(len: u64) -> tempfile::NamedTempFile {
 /// A drive and what functions share to use it.
 pub(crate) struct Lab {
     pub(crate) drive: Arc<Drive>,
-    ledger: Ledger,
-    pollers: Arc<Pollers>,
-    next_id: AtomicU64,
+    pub(crate) ledger: Ledger,
+    pub(crate) pollers: Arc<Pollers>,
+    pub(crate) next_id: AtomicU64,
 }
 
 impl Lab {

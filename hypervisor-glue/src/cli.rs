@@ -9,12 +9,14 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, Parser, Subcommand};
 
+use nvme_mpt::host::vfio::function::{HostRoot, PciAddress};
 use nvme_mpt::lease::{LeaseEntry, LeaseState, Ledger};
 
+use crate::control::ControlError;
 use crate::options::{ServedFunction, parse_socket_path};
 use crate::report;
 use crate::serve::{ServeOptions, serve};
-use crate::{control, logging};
+use crate::{bind, control, drives, logging};
 
 /// Where leases are kept unless --state-dir says otherwise. Not in /run: a range whose owner died
 /// unawares, in a power failure too, stays its owner's until somebody decides otherwise.
@@ -36,6 +38,9 @@ enum Command {
     Serve(Serve),
     Leases(Leases),
     Stats(Stats),
+    Drives(Drives),
+    Bind(Bind),
+    Unbind(Unbind),
 }
 
 /// Offer NVMe functions to VMMs over vfio-user, until SIGTERM or SIGINT
@@ -124,6 +129,40 @@ struct Stats {
     watch: Option<Duration>,
 }
 
+/// Show the NVMe functions of this host, and what stands in the way of serving each
+#[derive(Args, Debug)]
+struct Drives {
+    #[command(flatten)]
+    state: State,
+    #[command(flatten)]
+    control: Control,
+    /// As JSON, one line
+    #[arg(long)]
+    json: bool,
+}
+
+/// Take a drive from the host's own driver, so that it can be served
+///
+/// Refuses a drive that is mounted, swap space, part of another block device, or open. The modules
+/// vfio-pci and vfio_iommu_type1 must be loaded.
+#[derive(Args, Debug)]
+struct Bind {
+    /// The drive's PCI address, as in 0000:01:00.0, or its folder in /sys/bus/pci/devices
+    address: PciAddress,
+    /// Take it also if a process has it open, or if a driver has it of which nothing is known
+    #[arg(long)]
+    force: bool,
+}
+
+/// Give a drive back to the host's own driver
+///
+/// Refuses a drive that is served, or that a virtual machine has.
+#[derive(Args, Debug)]
+struct Unbind {
+    /// The drive's PCI address, as in 0000:01:00.0, or its folder in /sys/bus/pci/devices
+    address: PciAddress,
+}
+
 #[derive(Args, Debug)]
 struct State {
     /// Folder with the ledger of leases, the same for all servers that share a drive
@@ -167,6 +206,9 @@ pub fn run() -> ExitCode {
         Command::Serve(options) => run_serve(options),
         Command::Leases(options) => run_leases(options),
         Command::Stats(options) => run_stats(options),
+        Command::Drives(options) => run_drives(options),
+        Command::Bind(options) => run_bind(&options),
+        Command::Unbind(options) => run_unbind(&options),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -294,6 +336,41 @@ fn run_stats(options: Stats) -> Result<(), Box<dyn Error>> {
         next = (next + interval).max(Instant::now());
         thread::sleep(next.saturating_duration_since(Instant::now()));
     }
+}
+
+fn run_drives(options: Drives) -> Result<(), Box<dyn Error>> {
+    let path = options.control.path(&options.state);
+    let served = match control::query_stats(&path) {
+        Ok(stats) => stats.drives,
+        // Without a server, the kernel alone tells.
+        Err(ControlError::NoServer { .. }) => Vec::new(),
+        Err(error) => return Err(error.into()),
+    };
+    let drives = drives::drives(&HostRoot::default(), &served)?;
+    let mut out = io::stdout().lock();
+    if options.json {
+        writeln!(out, "{}", serde_json::to_string(&drives)?)?;
+    } else if drives.is_empty() {
+        writeln!(out, "No NVMe functions on this host")?;
+    } else {
+        for (index, drive) in drives.iter().enumerate() {
+            let gap = if index == 0 { "" } else { "\n" };
+            write!(out, "{gap}{drive}")?;
+        }
+    }
+    Ok(())
+}
+
+fn run_bind(options: &Bind) -> Result<(), Box<dyn Error>> {
+    let bound = bind::bind(&HostRoot::default(), options.address, options.force)?;
+    writeln!(io::stdout(), "{bound}")?;
+    Ok(())
+}
+
+fn run_unbind(options: &Unbind) -> Result<(), Box<dyn Error>> {
+    let bound = bind::unbind(&HostRoot::default(), options.address)?;
+    writeln!(io::stdout(), "{bound}")?;
+    Ok(())
 }
 
 #[cfg(test)]

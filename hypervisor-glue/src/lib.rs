@@ -4,11 +4,14 @@
 //! ([`cli`]) opens the drives, leases their parts, and offers each function over [`vfio_user`]
 //! ([`serve`]): an [`adaptor`] makes the NVMe function what the protocol server wants, and a
 //! [`function_thread`] runs both. What they did is asked for on a socket ([`control`], [`stats`]).
+//! Physical drives are found ([`drives`]) and taken from the host's own driver ([`mod@bind`]).
 
 pub mod adaptor;
 pub mod attach;
+pub mod bind;
 pub mod cli;
 pub mod control;
+pub mod drives;
 pub mod function_thread;
 mod irq_fd;
 pub mod logging;

@@ -286,3 +286,22 @@ fn processes_that_have_a_device_open() {
     let users = controller.users(&host.root).expect("users");
     assert!(users[0].can_be_overridden());
 }
+
+#[test]
+fn processes_that_have_an_iommu_group() {
+    let host = Host::new();
+    let group = host.find().iommu_group.expect("group");
+    assert_eq!(group.users(&host.root), []);
+    // /dev/null stands for the group's file: it can be opened, so nobody has it to himself.
+    host.link("dev/vfio/7", "/dev/null");
+    assert_eq!(group.exclusive_users(&host.root), []);
+    host.write("proc/42/comm", "qemu-system-x86\n");
+    host.link("proc/42/fd/9", "/dev/null");
+    let users = group.users(&host.root);
+    let expected = format!(
+        "{} is open in process 42 (qemu-system-x86)",
+        host.root.dev.join("vfio/7").display()
+    );
+    assert_eq!(users[0].to_string(), expected);
+    assert_eq!(users, group.exclusive_users(&host.root));
+}

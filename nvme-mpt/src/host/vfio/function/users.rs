@@ -8,7 +8,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use super::namespaces::BlockDevice;
-use super::{HostRoot, KernelController, PciFunctionError};
+use super::{HostRoot, IommuGroup, KernelController, PciFunctionError};
 
 /// Somebody who would lose a disk if its controller were taken from the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,7 +43,7 @@ pub enum User {
     },
     /// The kernel says that somebody has it to himself, and none of the above is why.
     Exclusive {
-        /// The disk.
+        /// The disk, or the IOMMU group's file.
         device: String,
     },
 }
@@ -70,7 +70,7 @@ impl fmt::Display for User {
             } => write!(f, "{device} is open in process {pid} ({command})"),
             Self::Exclusive { device } => write!(
                 f,
-                "{device} is in exclusive use, as by a mount in another mount namespace"
+                "{device} is in exclusive use by what cannot be seen from here, as in another namespace"
             ),
         }
     }
@@ -117,7 +117,7 @@ impl KernelController {
                 holder: holder.clone(),
             }));
         }
-        users.extend(processes(root, self, &devices));
+        users.extend(processes(root, &device_numbers(root, self, &devices)));
         Ok(users)
     }
 
@@ -159,6 +159,37 @@ impl KernelController {
             }
         }
         Ok((Claim { _disks: disks }, users))
+    }
+}
+
+impl IommuGroup {
+    /// Processes that have the group, and so its functions, as far as this process may know.
+    #[must_use]
+    pub fn users(&self, root: &HostRoot) -> Vec<User> {
+        let path = root.group_file(self.number);
+        let Ok(file) = fs::metadata(&path) else {
+            return Vec::new();
+        };
+        if !file.file_type().is_char_device() {
+            return Vec::new();
+        }
+        let name = path.display().to_string();
+        processes(root, &Numbers::from([((false, file.rdev()), name)]))
+    }
+
+    /// The same, asking the kernel as well, which lets one process have it at a time. Whoever wants
+    /// to have it at this very moment is refused: to be asked before it is taken from all only.
+    #[must_use]
+    pub fn exclusive_users(&self, root: &HostRoot) -> Vec<User> {
+        let path = root.group_file(self.number);
+        let opened = OpenOptions::new().read(true).write(true).open(&path);
+        let is_taken = opened.is_err_and(|error| error.raw_os_error() == Some(libc::EBUSY));
+        let mut users = self.users(root);
+        if is_taken && users.is_empty() {
+            let device = path.display().to_string();
+            users.push(User::Exclusive { device });
+        }
+        users
     }
 }
 
@@ -244,8 +275,7 @@ fn unescaped(text: &str) -> String {
 }
 
 /// Processes that have a device open, this one excepted. Those of other users are seen by root only.
-fn processes(root: &HostRoot, controller: &KernelController, devices: &[BlockDevice]) -> Vec<User> {
-    let numbers = device_numbers(root, controller, devices);
+fn processes(root: &HostRoot, numbers: &Numbers) -> Vec<User> {
     let mut users = Vec::new();
     let Ok(folders) = fs::read_dir(&root.proc) else {
         return users;
@@ -258,7 +288,7 @@ fn processes(root: &HostRoot, controller: &KernelController, devices: &[BlockDev
         let Some(pid) = pid.filter(|pid: &u32| *pid != std::process::id()) else {
             continue;
         };
-        for device in open_devices(&folder.path(), &numbers) {
+        for device in open_devices(&folder.path(), numbers) {
             users.push(User::Process {
                 device: device.clone(),
                 pid,
@@ -270,7 +300,7 @@ fn processes(root: &HostRoot, controller: &KernelController, devices: &[BlockDev
 }
 
 /// The name of a process, as far as it tells.
-pub(super) fn command(folder: &Path) -> String {
+fn command(folder: &Path) -> String {
     let comm = fs::read_to_string(folder.join("comm")).unwrap_or_default();
     comm.trim_end().to_owned()
 }

@@ -1,0 +1,325 @@
+//! `nvme-mpt bind` and `nvme-mpt unbind`: a drive goes from the host's own driver to VFIO, and back.
+//!
+//! Nothing is loaded and nothing is stopped here. A drive that the host uses is refused, and held while
+//! it changes its driver, so that nobody can begin to use it in between.
+
+use std::fmt;
+use std::fs::OpenOptions;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use nvme_mpt::host::vfio::function::{
+    HostRoot, PciAddress, PciFunction, PciFunctionError, User, UsersError, VFIO_PCI,
+};
+use thiserror::Error;
+
+/// The host's own driver.
+const NVME: &str = "nvme";
+
+/// A drive cannot be bound to another driver.
+#[derive(Debug, Error)]
+pub enum BindError {
+    /// It cannot be looked at.
+    #[error(transparent)]
+    Function(#[from] PciFunctionError),
+    /// Nobody knows whether it is used.
+    #[error(transparent)]
+    Users(#[from] UsersError),
+    /// It is no drive.
+    #[error(
+        "{address} is no NVMe controller: its class code is {class:06x}h, not 010802h; `nvme-mpt drives` lists those of this host"
+    )]
+    NotNvme {
+        /// The function.
+        address: PciAddress,
+        /// Its class code.
+        class: u32,
+    },
+    /// There is no IOMMU before it.
+    #[error(
+        "{0} has no IOMMU, without which it would reach all memory of the host; enable it in the firmware's setup (VT-d, AMD-Vi or SMMU), and with intel_iommu=on on the kernel's command line of an Intel host"
+    )]
+    NoIommu(PciAddress),
+    /// The host uses it.
+    #[error(
+        "{address} is in use: {}; {}",
+        list(users),
+        if users.iter().all(User::can_be_overridden) {
+            "end that first, or take the drive from it with --force"
+        } else {
+            "end that first (--force does not change this)"
+        }
+    )]
+    InUse {
+        /// The function.
+        address: PciAddress,
+        /// By whom.
+        users: Vec<User>,
+    },
+    /// A process has it through VFIO.
+    #[error("{address} is in use: {}; end that first", list(users))]
+    Driven {
+        /// The function.
+        address: PciAddress,
+        /// By whom.
+        users: Vec<User>,
+    },
+    /// A driver has it of which nobody knows who uses it.
+    #[error(
+        "{address} is bound to the driver `{driver}`, and nobody knows who uses it there; --force takes it all the same"
+    )]
+    OtherDriver {
+        /// The function.
+        address: PciAddress,
+        /// Its driver.
+        driver: String,
+    },
+    /// Some driver has it that is not VFIO's, so it was not bound here.
+    #[error("{address} is bound to the driver `{driver}`, not to vfio-pci: it is left there")]
+    NotVfio {
+        /// The function.
+        address: PciAddress,
+        /// Its driver.
+        driver: String,
+    },
+    /// The driver that it is to be bound to is not there.
+    #[error("The host's kernel has no driver {0}; load it with: modprobe {0}")]
+    NoDriver(&'static str),
+    /// A file of the kernel's cannot be written.
+    #[error(
+        "Cannot write to {}{}",
+        path.display(),
+        if source.kind() == io::ErrorKind::PermissionDenied { "; run as root" } else { "" }
+    )]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The driver does not take it.
+    #[error(
+        "The driver {wanted} does not take {address}, which is bound to {} now; the kernel's log (dmesg) says why",
+        now.as_deref().unwrap_or("no driver")
+    )]
+    NotTaken {
+        /// The function.
+        address: PciAddress,
+        /// Who was to have it.
+        wanted: &'static str,
+        /// Who has it.
+        now: Option<String>,
+    },
+}
+
+fn list(users: &[User]) -> String {
+    let users: Vec<String> = users.iter().map(User::to_string).collect();
+    users.join(", ")
+}
+
+/// What became of a drive.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Bound {
+    address: PciAddress,
+    /// The driver that has it.
+    driver: &'static str,
+    change: Change,
+    /// What keeps it from being used there nevertheless.
+    remarks: Vec<String>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Change {
+    /// It was bound already.
+    None,
+    /// From another driver, or from none.
+    From(Option<String>),
+}
+
+impl fmt::Display for Bound {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            address,
+            driver,
+            change,
+            remarks,
+        } = self;
+        match change {
+            Change::None => write!(f, "{address} is bound to {driver} already")?,
+            Change::From(Some(before)) => {
+                write!(f, "{address} is bound to {driver} now, and was to {before}")?;
+            }
+            Change::From(None) => write!(f, "{address} is bound to {driver} now")?,
+        }
+        for remark in remarks {
+            write!(f, "\n{remark}")?;
+        }
+        Ok(())
+    }
+}
+
+/// Binds a drive to `vfio-pci`. With `force`, also one that a process has open, or that has a driver
+/// of which nothing is known; never one that is mounted, swap space or part of another device.
+///
+/// # Errors
+/// What stands against it. The drive stays where it was.
+pub fn bind(root: &HostRoot, address: PciAddress, force: bool) -> Result<Bound, BindError> {
+    let function = find(root, address)?;
+    if function.iommu_group.is_none() {
+        return Err(BindError::NoIommu(address));
+    }
+    let done = |change| Bound {
+        address,
+        driver: VFIO_PCI,
+        change,
+        remarks: group_remarks(&function),
+    };
+    if function.driver.as_deref() == Some(VFIO_PCI) {
+        return Ok(done(Change::None));
+    }
+    expect_driver(root, VFIO_PCI)?;
+    let claim = match (&function.driver, &function.controller) {
+        (Some(driver), _) if driver != NVME && !force => {
+            let driver = driver.clone();
+            return Err(BindError::OtherDriver { address, driver });
+        }
+        (_, None) => None,
+        (_, Some(controller)) => {
+            let (claim, users) = controller.claim(root)?;
+            if !users.iter().all(|user| force && user.can_be_overridden()) {
+                return Err(BindError::InUse { address, users });
+            }
+            Some(claim)
+        }
+    };
+    let folder = root.function_folder(address);
+    write(&folder.join("driver_override"), VFIO_PCI)?;
+    let taken = rebind(root, &function, VFIO_PCI);
+    // Until here nobody could mount it.
+    drop(claim);
+    if taken.is_err() {
+        // Back to whoever wants it.
+        let back = write(&folder.join("driver_override"), "\n")
+            .and_then(|()| write(&drivers_probe(root), &address.to_string()));
+        if let Err(error) = back {
+            log::warn!("{address} is not given back to its driver: {error}");
+        }
+    }
+    taken?;
+    Ok(done(Change::From(function.driver.clone())))
+}
+
+/// Binds a drive to the host's own driver, `nvme`.
+///
+/// # Errors
+/// What stands against it, as a process that drives it.
+pub fn unbind(root: &HostRoot, address: PciAddress) -> Result<Bound, BindError> {
+    let function = find(root, address)?;
+    let folder = root.function_folder(address);
+    let done = |change| Bound {
+        address,
+        driver: NVME,
+        change,
+        remarks: Vec::new(),
+    };
+    // Else the next driver that is loaded could not have it.
+    let clear = |function: &PciFunction| match function.driver_override {
+        Some(_) => write(&folder.join("driver_override"), "\n"),
+        None => Ok(()),
+    };
+    match function.driver.as_deref() {
+        Some(NVME) => {
+            clear(&function)?;
+            return Ok(done(Change::None));
+        }
+        Some(VFIO_PCI) => {
+            let group = function.iommu_group.as_ref();
+            let users = group.map_or_else(Vec::new, |group| group.exclusive_users(root));
+            if !users.is_empty() {
+                return Err(BindError::Driven { address, users });
+            }
+        }
+        Some(driver) => {
+            let driver = driver.to_owned();
+            return Err(BindError::NotVfio { address, driver });
+        }
+        None => {}
+    }
+    expect_driver(root, NVME)?;
+    clear(&function)?;
+    rebind(root, &function, NVME)?;
+    Ok(done(Change::From(function.driver.clone())))
+}
+
+/// The function, which must be a drive.
+fn find(root: &HostRoot, address: PciAddress) -> Result<PciFunction, BindError> {
+    let function = PciFunction::find(root, address)?;
+    if !function.is_nvme() {
+        let class = function.class;
+        return Err(BindError::NotNvme { address, class });
+    }
+    Ok(function)
+}
+
+/// What keeps a drive that is bound to `vfio-pci` from being used.
+pub(crate) fn group_remarks(function: &PciFunction) -> Vec<String> {
+    let Some(group) = &function.iommu_group else {
+        return Vec::new();
+    };
+    let remark = |(member, driver)| {
+        format!(
+            "{member}, in the same IOMMU group {}, is bound to {driver}: bind it to {VFIO_PCI} as well, or to no driver",
+            group.number
+        )
+    };
+    function.others_with_host_drivers().map(remark).collect()
+}
+
+fn drivers_probe(root: &HostRoot) -> PathBuf {
+    root.sys.join("bus/pci/drivers_probe")
+}
+
+/// Sees that the kernel has a driver.
+fn expect_driver(root: &HostRoot, driver: &'static str) -> Result<(), BindError> {
+    if root.sys.join("bus/pci/drivers").join(driver).exists() {
+        Ok(())
+    } else {
+        Err(BindError::NoDriver(driver))
+    }
+}
+
+/// Takes a function from its driver, and has the kernel look for another one.
+fn rebind(root: &HostRoot, function: &PciFunction, wanted: &'static str) -> Result<(), BindError> {
+    let address = function.address;
+    let text = address.to_string();
+    if function.driver.is_some() {
+        let folder = root.function_folder(address);
+        write(&folder.join("driver/unbind"), &text)?;
+    }
+    // What the driver says to it comes back here: the address is right, so that is all it can be.
+    let probed = write(&drivers_probe(root), &text);
+    let now = PciFunction::find(root, address)?.driver;
+    if now.as_deref() == Some(wanted) {
+        return Ok(());
+    }
+    probed?;
+    Err(BindError::NotTaken {
+        address,
+        wanted,
+        now,
+    })
+}
+
+fn write(path: &Path, text: &str) -> Result<(), BindError> {
+    let written = OpenOptions::new()
+        .write(true)
+        .open(path)
+        .and_then(|mut file| file.write_all(text.as_bytes()));
+    written.map_err(|source| BindError::Write {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,231 @@
+//! Drives of a host that is a folder: nothing there answers, so these are refusals and failures.
+//! Drives that do change their driver are tested in the lab.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+
+use super::*;
+
+const ADDRESS: &str = "0000:01:00.0";
+
+struct Host {
+    folder: tempfile::TempDir,
+    root: HostRoot,
+    address: PciAddress,
+}
+
+impl Host {
+    /// With a drive of this driver, and the drivers nvme and vfio-pci.
+    fn new(driver: Option<&str>) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let root = HostRoot {
+            sys: folder.path().join("sys"),
+            proc: folder.path().join("proc"),
+            dev: folder.path().join("dev"),
+        };
+        let host = Self {
+            folder,
+            root,
+            address: ADDRESS.parse().unwrap(),
+        };
+        for (file, text) in [
+            ("vendor", "0x1b36\n"),
+            ("device", "0x0010\n"),
+            ("class", "0x010802\n"),
+            ("driver_override", "(null)\n"),
+        ] {
+            host.write(&format!("sys/bus/pci/devices/{ADDRESS}/{file}"), text);
+        }
+        host.write("sys/bus/pci/drivers_probe", "");
+        host.write("proc/self/mountinfo", "");
+        for name in ["nvme", "vfio-pci", "uio_pci_generic"] {
+            host.write(&format!("sys/bus/pci/drivers/{name}/unbind"), "");
+        }
+        host.write("sys/kernel/iommu_groups/7/type", "DMA\n");
+        host.link("iommu_group", "sys/kernel/iommu_groups/7");
+        if let Some(driver) = driver {
+            host.link("driver", &format!("sys/bus/pci/drivers/{driver}"));
+        }
+        if driver == Some("nvme") {
+            let disk = "nvme/nvme0/nvme0n1";
+            for (file, text) in [
+                ("nsid", "1"),
+                ("size", "2048"),
+                ("queue/logical_block_size", "512"),
+                ("dev", "259:0"),
+            ] {
+                host.write(
+                    &format!("sys/bus/pci/devices/{ADDRESS}/{disk}/{file}"),
+                    text,
+                );
+            }
+            host.write("dev/nvme0n1", "");
+        }
+        host
+    }
+
+    fn write(&self, path: &str, text: &str) {
+        let path = self.folder.path().join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+    }
+
+    /// A link in the function's folder.
+    fn link(&self, name: &str, target: &str) {
+        let folder = self.root.function_folder(self.address);
+        symlink(self.folder.path().join(target), folder.join(name)).unwrap();
+    }
+
+    fn read(&self, path: &str) -> String {
+        fs::read_to_string(self.folder.path().join("sys/bus/pci").join(path)).unwrap()
+    }
+
+    /// What was told to the kernel: driver_override, unbind of the nvme driver, drivers_probe.
+    fn told(&self) -> [String; 3] {
+        [
+            self.read(&format!("devices/{ADDRESS}/driver_override")),
+            self.read("drivers/nvme/unbind"),
+            self.read("drivers_probe"),
+        ]
+    }
+
+    fn bind(&self, force: bool) -> String {
+        bind(&self.root, self.address, force)
+            .unwrap_err()
+            .to_string()
+    }
+}
+
+const NOTHING: [&str; 3] = ["(null)\n", "", ""];
+
+#[test]
+fn a_mounted_drive_is_refused_also_by_force() {
+    let host = Host::new(Some("nvme"));
+    host.write(
+        "proc/self/mountinfo",
+        "30 22 259:0 / /srv rw - ext4 /dev/nvme0n1 rw\n",
+    );
+    for force in [false, true] {
+        assert_eq!(
+            host.bind(force),
+            "0000:01:00.0 is in use: nvme0n1 is mounted on /srv; \
+             end that first (--force does not change this)"
+        );
+    }
+    assert_eq!(host.told(), NOTHING);
+}
+
+#[test]
+fn a_drive_that_a_process_has_open_takes_force() {
+    let host = Host::new(Some("nvme"));
+    host.write("proc/42/comm", "smartd\n");
+    fs::create_dir(host.root.proc.join("42/fd")).unwrap();
+    symlink("/dev/null", host.root.proc.join("42/fd/3")).unwrap();
+    symlink("/dev/null", host.root.dev.join("nvme0")).unwrap();
+    assert_eq!(
+        host.bind(false),
+        "0000:01:00.0 is in use: nvme0 is open in process 42 (smartd); \
+         end that first, or take the drive from it with --force"
+    );
+    assert_eq!(host.told(), NOTHING);
+    // This kernel does nothing, but was asked; what was asked for is taken back.
+    let refused = host.bind(true);
+    assert!(
+        refused.starts_with(
+            "The driver vfio-pci does not take 0000:01:00.0, which is bound to nvme now"
+        ),
+        "{refused}"
+    );
+    assert_eq!(host.told(), ["\nfio-pci", ADDRESS, ADDRESS]);
+}
+
+#[test]
+fn what_is_bound_already_stays() {
+    let host = Host::new(Some("vfio-pci"));
+    let bound = bind(&host.root, host.address, false).unwrap();
+    assert_eq!(
+        bound.to_string(),
+        "0000:01:00.0 is bound to vfio-pci already"
+    );
+    assert_eq!(host.told(), NOTHING);
+
+    let host = Host::new(Some("nvme"));
+    let bound = unbind(&host.root, host.address).unwrap();
+    assert_eq!(bound.to_string(), "0000:01:00.0 is bound to nvme already");
+    assert_eq!(host.told(), NOTHING);
+}
+
+#[test]
+fn others_of_the_group_are_named() {
+    let host = Host::new(Some("vfio-pci"));
+    let member = "sys/kernel/iommu_groups/7/devices/0000:01:00.1";
+    host.write(&format!("{member}/class"), "0x020000\n");
+    host.write("sys/bus/pci/drivers/e1000e/unbind", "");
+    symlink(
+        host.root.sys.join("bus/pci/drivers/e1000e"),
+        host.folder.path().join(member).join("driver"),
+    )
+    .unwrap();
+    let bound = bind(&host.root, host.address, false).unwrap();
+    assert_eq!(
+        bound.to_string(),
+        "0000:01:00.0 is bound to vfio-pci already\n\
+         0000:01:00.1, in the same IOMMU group 7, is bound to e1000e: \
+         bind it to vfio-pci as well, or to no driver"
+    );
+}
+
+#[test]
+fn what_is_missing_is_said_before_anything_is_touched() {
+    let host = Host::new(Some("nvme"));
+    fs::remove_dir_all(host.root.sys.join("bus/pci/drivers/vfio-pci")).unwrap();
+    assert_eq!(
+        host.bind(false),
+        "The host's kernel has no driver vfio-pci; load it with: modprobe vfio-pci"
+    );
+    fs::remove_file(host.root.function_folder(host.address).join("iommu_group")).unwrap();
+    assert!(host.bind(true).starts_with("0000:01:00.0 has no IOMMU"));
+    host.write(
+        &format!("sys/bus/pci/devices/{ADDRESS}/class"),
+        "0x010601\n",
+    );
+    assert!(
+        host.bind(true)
+            .starts_with("0000:01:00.0 is no NVMe controller: its class code is 010601h")
+    );
+    assert_eq!(host.told(), NOTHING);
+    let elsewhere = "0000:02:00.0".parse().unwrap();
+    let error = bind(&host.root, elsewhere, true).unwrap_err().to_string();
+    assert!(
+        error.starts_with("There is no PCI function 0000:02:00.0"),
+        "{error}"
+    );
+}
+
+#[test]
+fn other_drivers_keep_their_functions() {
+    let host = Host::new(Some("uio_pci_generic"));
+    assert!(
+        host.bind(false)
+            .contains("bound to the driver `uio_pci_generic`")
+    );
+    let error = unbind(&host.root, host.address).unwrap_err().to_string();
+    assert!(error.contains("it is left there"), "{error}");
+    assert_eq!(host.told(), NOTHING);
+}
+
+#[test]
+fn a_drive_that_a_process_drives_is_not_given_back() {
+    let host = Host::new(Some("vfio-pci"));
+    fs::create_dir_all(host.root.proc.join("42/fd")).unwrap();
+    fs::create_dir_all(host.root.dev.join("vfio")).unwrap();
+    host.write("proc/42/comm", "nvme-mpt\n");
+    symlink("/dev/null", host.root.proc.join("42/fd/3")).unwrap();
+    symlink("/dev/null", host.root.dev.join("vfio/7")).unwrap();
+    let error = unbind(&host.root, host.address).unwrap_err().to_string();
+    assert!(
+        error.ends_with("vfio/7 is open in process 42 (nvme-mpt); end that first"),
+        "{error}"
+    );
+    assert_eq!(host.told(), NOTHING);
+}

@@ -243,7 +243,7 @@ impl Core {
             // For some time: between two bursts nobody becomes light.
             member.heavy_until = Ticks(now.0.saturating_add(governor.presence() / 10));
         }
-        let is_light = now > member.heavy_until;
+        let is_light = now > member.heavy_until && member.waiting.is_empty();
         for sqe in staged {
             let len = data_len(sqe, member.lba_shift);
             let class = if is_light {

@@ -20,6 +20,9 @@ fn cells() -> [Cell32; 6] {
     [0, 64, 128, 192, 256, 320].map(|offset| Cell32::new(&mapping, offset).expect("aligned"))
 }
 
+/// What a doorbell register holds, for a drive that has a Doorbell Buffer, until it is written.
+const NOT_WRITTEN: u32 = u32::MAX;
+
 /// The drive's side of one queue pair.
 pub(super) struct FakeDrive {
     sq: SubmissionRing,
@@ -29,8 +32,6 @@ pub(super) struct FakeDrive {
     cells: [Cell32; 6],
     has_buffer: bool,
     sq_head: u32,
-    /// The tail that a register write told of.
-    seen_tail: u32,
     cq_tail: u32,
     phase: bool,
     /// Commands that were fetched and are not completed.
@@ -73,7 +74,6 @@ impl FakeDrive {
             cells,
             has_buffer,
             sq_head: 0,
-            seen_tail: 0,
             cq_tail: 0,
             phase: true,
             commands: Vec::new(),
@@ -87,7 +87,7 @@ impl FakeDrive {
             cell.store(0);
         }
         self.has_buffer = !self.has_buffer;
-        (self.sq_head, self.seen_tail, self.cq_tail) = (0, 0, 0);
+        (self.sq_head, self.cq_tail) = (0, 0);
         self.phase = true;
         self.commands.clear();
         doorbells(&self.cells, self.has_buffer)
@@ -98,10 +98,10 @@ impl FakeDrive {
         let [sq_tail, _, sq_shadow, _, sq_event_idx, _] = &self.cells;
         // A drive that has gone to sleep wakes up by the register only.
         if self.has_buffer {
-            if sq_tail.load() == self.seen_tail {
+            if sq_tail.load() == NOT_WRITTEN {
                 return 0;
             }
-            self.seen_tail = sq_tail.load();
+            sq_tail.store(NOT_WRITTEN);
         }
         let mut count = 0;
         loop {

@@ -3,6 +3,7 @@
 mod control;
 mod drive;
 mod members;
+mod property;
 
 use super::VfioQueue;
 use crate::clock::Ticks;

@@ -280,13 +280,13 @@ fn write_leases(out: &mut dyn Write, leases: &[LeaseEntry]) -> io::Result<()> {
         .max(5);
     writeln!(
         out,
-        "{:id_width$}  {:range_width$}  {:5}  {:>10}  DRIVE",
-        "ID", "RANGE", "STATE", "PID"
+        "{:id_width$}  {:range_width$}  {:5}  {:>10}  {:>9}  DRIVE",
+        "ID", "RANGE", "STATE", "PID", "NAMESPACE"
     )?;
     for LeaseEntry {
         id,
         drive,
-        nsid: _,
+        nsid,
         range,
         pid,
         state,
@@ -294,7 +294,7 @@ fn write_leases(out: &mut dyn Write, leases: &[LeaseEntry]) -> io::Result<()> {
     {
         writeln!(
             out,
-            "{id:id_width$}  {range:range_width$}  {state:5}  {pid:>10}  {drive}"
+            "{id:id_width$}  {range:range_width$}  {state:5}  {pid:>10}  {nsid:>9}  {drive}"
         )?;
     }
     if leases.iter().any(|lease| lease.state == LeaseState::Stale) {

@@ -338,10 +338,11 @@ fn summary_of(drive: &Drive, offers: &[Offer]) -> Option<String> {
     let users = offers.iter().filter(|offer| offer.path == *drive.path());
     let wanted: u32 = users.map(|offer| u32::from(offer.queues)).sum();
     let mut summary = format!(
-        "{}: {}, {} I/O queue pairs",
+        "{}: {}, {} I/O queue pair{}",
         drive.path(),
         drive.controller().model(),
-        pairs.total
+        pairs.total,
+        if pairs.total == 1 { "" } else { "s" },
     );
     if wanted > pairs.total.into() {
         summary += &format!(

@@ -127,8 +127,12 @@ fn status(error: &QueueError) -> Status {
         QueueError::Misaligned { .. } => Status::PRP_OFFSET_INVALID,
         // PRP1 names memory that the guest does not have.
         QueueError::NotMapped { .. } => Status::INVALID_FIELD,
-        QueueError::Timeout { .. } | QueueError::Host { .. } => {
+        QueueError::Timeout { .. } => {
             log::error!("{error}");
+            Status::INTERNAL_ERROR
+        }
+        QueueError::Host { source, .. } => {
+            log::error!("{error}: {source}");
             Status::INTERNAL_ERROR
         }
     }

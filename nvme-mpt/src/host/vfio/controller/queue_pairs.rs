@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use log::{info, warn};
+use log::warn;
 
 use super::super::backing::Backing;
 use super::super::pair::{ENTRIES_MAX, Governor, Pair, PairConfig, PairDoorbells, VfioQueue};
@@ -179,7 +179,7 @@ impl PhysicalDrive {
         }
         let pair = pairs.least_used().ok_or(ControllerError::NoQueuePairs)?;
         if pair.members() > 0 && !self.counters.sharing.swap(true, Ordering::Relaxed) {
-            info!(
+            warn!(
                 "Drive {} has {} queue pairs, fewer than its guests want: they share them from now on",
                 self.backing.name(),
                 pairs.total,

@@ -371,7 +371,8 @@ impl NvmeFunction {
     }
 
     /// The BAR at a guest address, and the offset in it.
-    fn bar_at(&self, base: MmioAddress, offset: MmioAddressOffset) -> Option<(Bar, u64)> {
+    #[must_use]
+    pub fn bar_at(&self, base: MmioAddress, offset: MmioAddressOffset) -> Option<(Bar, u64)> {
         let address = base.0.checked_add(offset)?;
         Bar::ALL.into_iter().find_map(|bar| {
             let offset = address.checked_sub(self.bar_address(bar)?)?;

@@ -33,7 +33,9 @@ use channel::Channel;
 use qmp::Qmp;
 
 /// A guest emulated in software on a busy machine boots within this.
-pub const BOOT_PATIENCE: Duration = Duration::from_secs(120);
+pub const BOOT_PATIENCE: Duration = Duration::from_secs(300);
+/// How much of a panic an error shows.
+const PANIC_LINES: usize = 25;
 /// How long QEMU may take to open its sockets.
 const START_PATIENCE: Duration = Duration::from_secs(30);
 
@@ -539,9 +541,18 @@ impl Guest {
         self.qemu.kill();
     }
 
-    /// The end of the guest's console.
+    /// The end of the guest's console, or what it says from a panic on, of which the cause stands first.
     pub fn console_tail(&self) -> String {
-        process::file_tail(&self.console)
+        let text = fs::read(&self.console).unwrap_or_default();
+        let text = String::from_utf8_lossy(&text);
+        match text.rfind("Kernel panic") {
+            Some(panic) => text[panic..]
+                .lines()
+                .take(PANIC_LINES)
+                .collect::<Vec<_>>()
+                .join("\n"),
+            None => process::tail(&text),
+        }
     }
 
     /// QEMU's process id.

@@ -17,7 +17,8 @@ mod command;
 mod fuzz;
 mod steps;
 
-/// Checks everything: format, lints, documentation, unit tests, models, fuzz targets, end-to-end tests.
+/// Checks everything: format, lints, documentation, unit tests, models, fuzz targets, end-to-end tests,
+/// and a whole host in the lab.
 #[derive(Debug, Parser)]
 #[command(name = "verify", about, version)]
 pub struct Options {
@@ -33,6 +34,9 @@ pub struct Options {
     /// Only the end-to-end tests with this in their name
     #[arg(long, value_name = "FILTER")]
     e2e_filter: Option<String>,
+    /// Only the tests in the lab with this in their name
+    #[arg(long, value_name = "FILTER")]
+    lab_filter: Option<String>,
 }
 
 /// Why a step failed.

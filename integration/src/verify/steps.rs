@@ -61,6 +61,11 @@ pub(super) const ALL: &[Step] = &[
         what: "guests on a stock QEMU",
         run: e2e,
     },
+    Step {
+        name: "lab",
+        what: "a host in software, with drives, an IOMMU and KVM",
+        run: lab,
+    },
 ];
 
 fn fmt(context: &mut Context) -> Result<(), VerifyError> {
@@ -145,16 +150,20 @@ fn deny(context: &mut Context) -> Result<(), VerifyError> {
 }
 
 fn e2e(context: &mut Context) -> Result<(), VerifyError> {
-    let mut arguments = vec![
-        "test",
-        "--release",
-        "--package",
-        "integration",
-        "--test",
-        "e2e",
-        "--",
-    ];
-    arguments.extend(context.options.e2e_filter.as_deref());
+    let filter = context.options.e2e_filter.clone();
+    machines(context, "e2e", filter.as_deref())
+}
+
+fn lab(context: &mut Context) -> Result<(), VerifyError> {
+    let filter = context.options.lab_filter.clone();
+    machines(context, "lab", filter.as_deref())
+}
+
+/// Tests that boot machines: a program of its own, which tells as it goes on.
+fn machines(context: &mut Context, name: &str, filter: Option<&str>) -> Result<(), VerifyError> {
+    let mut arguments = vec!["test", "--release", "--package", "integration", "--test"];
+    arguments.extend([name, "--"]);
+    arguments.extend(filter);
     let mut command = context.cargo(&arguments);
     context.run(&mut command, Worth::ItsTestsShown)
 }

@@ -1,0 +1,119 @@
+//! What the blocks of a client's range must hold.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use nvme_mpt_tests::rng;
+
+use super::Work;
+use crate::fixture::{Fault, expect};
+
+/// The writes that a place may hold: the last that completed, and one whose end is not known.
+#[derive(Clone, Copy, Debug, Default)]
+struct Place {
+    completed: u64,
+    unknown: Option<u64>,
+}
+
+/// What every place of a range holds: each write is a generation of its place.
+#[derive(Clone, Debug)]
+pub(crate) struct Contents {
+    seed: u64,
+    bytes: usize,
+    block_size: usize,
+    places: Vec<Place>,
+    /// Generations that were started; they are never used twice.
+    started: Vec<u64>,
+}
+
+impl Contents {
+    pub(super) fn new(work: &Work, block_size: usize) -> Self {
+        Self {
+            seed: work.seed,
+            bytes: work.bytes,
+            block_size,
+            places: vec![Place::default(); work.places],
+            started: vec![0; work.places],
+        }
+    }
+
+    pub(super) fn places(&self) -> usize {
+        self.places.len()
+    }
+
+    pub(super) fn blocks(&self) -> u32 {
+        (self.bytes / self.block_size) as u32
+    }
+
+    /// The first block of a place.
+    pub(super) fn slba(&self, place: usize) -> u64 {
+        place as u64 * u64::from(self.blocks())
+    }
+
+    /// The next generation of a place.
+    pub(super) fn start_write(&mut self, place: usize) -> u64 {
+        self.started[place] += 1;
+        self.started[place]
+    }
+
+    /// What a write of a generation writes.
+    pub(super) fn data(&self, place: usize, generation: u64) -> Vec<u8> {
+        let mut bytes = vec![0; self.bytes];
+        let tag = self.seed << 32 ^ generation;
+        rng::fill_blocks(&mut bytes, tag, self.slba(place), self.block_size);
+        bytes
+    }
+
+    pub(super) fn written(&mut self, place: usize, generation: u64) {
+        self.places[place] = Place {
+            completed: generation,
+            unknown: None,
+        };
+    }
+
+    /// A write ended in a way that leaves open whether it took place.
+    pub(super) fn maybe_written(&mut self, place: usize, generation: u64) {
+        self.places[place].unknown = Some(generation);
+    }
+
+    /// Whether what was read is what a place must hold: block by block, as a write whose end is not known
+    /// may have ended in the middle.
+    pub(super) fn check(&self, place: usize, read: &[u8]) -> Result<(), Fault> {
+        let Place { completed, unknown } = self.places[place];
+        let allowed: Vec<Vec<u8>> = [Some(completed), unknown]
+            .into_iter()
+            .flatten()
+            .map(|generation| match generation {
+                // Before the first write there was anything.
+                0 => read.to_vec(),
+                generation => self.data(place, generation),
+            })
+            .collect();
+        let size = self.block_size;
+        let wrong = read.chunks(size).enumerate().find(|(index, block)| {
+            let at = index * size;
+            !allowed.iter().any(|bytes| bytes[at..at + size] == **block)
+        });
+        expect(wrong.is_none(), || {
+            let block = self.slba(place) + wrong.map_or(0, |(index, _)| index as u64);
+            format!("Block {block} does not hold write {completed} of its place, or {unknown:?}")
+        })
+    }
+
+    /// Whether a block device of the host holds it, from byte `start` on.
+    pub(crate) fn check_device(&self, device: &Path, start: u64) -> Result<(), Fault> {
+        let at = |source| Fault::File {
+            path: device.to_owned(),
+            source,
+        };
+        let file = File::open(device).map_err(at)?;
+        let mut read = vec![0; self.bytes];
+        for place in 0..self.places.len() {
+            let offset = start + (place * self.bytes) as u64;
+            file.read_exact_at(&mut read, offset).map_err(at)?;
+            self.check(place, &read)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,225 @@
+//! The lab's drives are what they were said to be, and do what is asked of them.
+
+use std::process::Command;
+use std::time::Duration;
+
+use integration::lab::{LabDrive, inside};
+
+use crate::fixture::{Bench, Fault, await_that, expect, sh};
+use crate::{Group, Refused};
+
+pub(crate) const GROUP: Group = Group::Inside {
+    name: "drives",
+    drives: || {
+        vec![
+            LabDrive::new("a", 64 << 20),
+            LabDrive::new("b", 32 << 20)
+                .lba_size(4096)
+                .namespaces(2)
+                .max_ioqpairs(1)
+                .mdts(1)
+                .dbcs(false),
+        ]
+    },
+    refused: Refused::Nothing,
+    checks: &[
+        ("are_as_described", are_as_described),
+        ("bind_to_vfio_and_back", bind_to_vfio_and_back),
+        ("freeze_and_thaw", freeze_and_thaw),
+        ("fail_where_asked", fail_where_asked),
+        ("slow_down", slow_down),
+        ("warn", warn),
+        ("vanish_and_come_back", vanish_and_come_back),
+        ("refuse_what_is_no_request", refuse),
+    ],
+};
+
+/// The block devices of both drives: `a`, and `b`'s two namespaces.
+fn a() -> Result<String, Fault> {
+    Ok(inside::block_device("a", 1)?.display().to_string())
+}
+
+/// The controller device of a drive.
+fn controller(id: &str) -> Result<String, Fault> {
+    let block = inside::block_device(id, 1)?.display().to_string();
+    Ok(block.trim_end_matches("n1").to_owned())
+}
+
+/// A number that nvme-cli prints after `key`.
+fn identified(id: &str, key: &str) -> Result<u64, Fault> {
+    let text = sh(&format!("nvme id-ctrl {} -o json", controller(id)?))?;
+    let json: serde_json::Value =
+        serde_json::from_str(&text).map_err(|error| Fault::Wrong(format!("{error}: {text}")))?;
+    json[key]
+        .as_u64()
+        .ok_or_else(|| Fault::Wrong(format!("No {key} in {text}")))
+}
+
+fn are_as_described(_: &Bench) -> Result<(), Fault> {
+    /// Optional Admin Command Support: Doorbell Buffer Config (NVMe Base 2.0, figure 275).
+    const DOORBELL_BUFFER_CONFIG: u64 = 1 << 8;
+    for (id, nsid, bytes, block) in [("a", 1, 64 << 20, 512), ("b", 2, 32 << 20, 4096)] {
+        let device = inside::block_device(id, nsid)?.display().to_string();
+        let said = sh(&format!(
+            "blockdev --getsize64 {device}; blockdev --getss {device}"
+        ))?;
+        expect(
+            said.split_whitespace()
+                .eq([bytes.to_string(), block.to_string()]),
+            || format!("{device}: {said}"),
+        )?;
+    }
+    for (id, mdts, dbcs) in [("a", 7, DOORBELL_BUFFER_CONFIG), ("b", 1, 0)] {
+        let found = (
+            identified(id, "mdts")?,
+            identified(id, "oacs")? & DOORBELL_BUFFER_CONFIG,
+        );
+        expect(found == (mdts, dbcs), || format!("Drive {id}: {found:?}"))?;
+    }
+    // Number of Queues, both numbers zero-based: submission queues in the low half.
+    let granted = sh(&format!("nvme get-feature -f 7 {}", controller("b")?))?;
+    expect(
+        granted.to_lowercase().contains("value:00000000") || granted.contains("0x00000000"),
+        || granted,
+    )
+}
+
+fn bind_to_vfio_and_back(_: &Bench) -> Result<(), Fault> {
+    inside::bind("a", "vfio-pci")?;
+    let address = inside::address("a")?;
+    let group = sh(&format!(
+        "ls /sys/bus/pci/devices/{address}/iommu_group/devices; \
+         test -e /dev/vfio/$(basename $(readlink /sys/bus/pci/devices/{address}/iommu_group))"
+    ))?;
+    expect(group.trim() == address, || {
+        format!("Not alone in its IOMMU group: {group}")
+    })?;
+    inside::bind("a", "nvme")?;
+    sh(&format!(
+        "dd if={} of=/dev/null bs=4k count=1 iflag=direct",
+        a()?
+    ))?;
+    Ok(())
+}
+
+fn freeze_and_thaw(_: &Bench) -> Result<(), Fault> {
+    let device = a()?;
+    inside::control("freeze a")?;
+    let mut reader = Command::new("dd")
+        .args([
+            &format!("if={device}"),
+            "of=/dev/null",
+            "bs=4k",
+            "count=1",
+            "iflag=direct",
+        ])
+        .spawn()
+        .map_err(|source| Fault::File {
+            path: device.clone().into(),
+            source,
+        })?;
+    // It waits in the drive now, and is still there when a thousand times as long as it needs has passed.
+    std::thread::sleep(Duration::from_secs(2));
+    let ended = reader.try_wait();
+    expect(matches!(ended, Ok(None)), || {
+        format!("It has ended: {ended:?}")
+    })?;
+    // Another drive notices nothing.
+    let other = inside::block_device("b", 1)?;
+    sh(&format!(
+        "dd if={} of=/dev/null bs=4k count=1 iflag=direct",
+        other.display()
+    ))?;
+    inside::control("thaw a")?;
+    await_that("the read that was frozen", || match reader.try_wait() {
+        Ok(None) => Ok(false),
+        Ok(Some(status)) => expect(status.success(), || status.to_string()).map(|()| true),
+        Err(error) => Err(Fault::Wrong(error.to_string())),
+    })
+}
+
+fn fail_where_asked(_: &Bench) -> Result<(), Fault> {
+    let device = a()?;
+    let read = |block: u64| {
+        sh(&format!(
+            "dd if={device} of=/dev/null bs=4k count=1 skip={block} iflag=direct"
+        ))
+    };
+    // In units of 512 bytes: it is in the second block of 4 KiB.
+    inside::control("fail a read 9")?;
+    read(0)?;
+    expect(read(1).is_err(), || "A read that must fail".to_owned())?;
+    sh(&format!(
+        "dd if=/dev/zero of={device} bs=4k count=2 oflag=direct"
+    ))?;
+    inside::control("fail a write")?;
+    read(1)?;
+    let write = sh(&format!(
+        "dd if=/dev/zero of={device} bs=4k count=1 oflag=direct"
+    ));
+    expect(write.is_err(), || "A write that must fail".to_owned())?;
+    inside::control("heal a")?;
+    sh(&format!(
+        "dd if=/dev/zero of={device} bs=4k count=2 oflag=direct"
+    ))?;
+    Ok(())
+}
+
+fn slow_down(_: &Bench) -> Result<(), Fault> {
+    let device = a()?;
+    inside::control("slow a 20")?;
+    let started = std::time::Instant::now();
+    sh(&format!(
+        "dd if={device} of=/dev/null bs=4k count=20 iflag=direct"
+    ))?;
+    let took = started.elapsed();
+    inside::control("thaw a")?;
+    // Twenty at twenty a second, of which the first few come at once: the limit is on the average.
+    expect(took > Duration::from_millis(500), || format!("{took:?}"))
+}
+
+fn warn(_: &Bench) -> Result<(), Fault> {
+    let warning = || {
+        sh(&format!(
+            "nvme smart-log {} | grep -i '^critical_warning'",
+            controller("a")?
+        ))
+    };
+    inside::control("warn a 4")?;
+    let said = warning()?;
+    expect(said.trim_end().ends_with('4'), || said)?;
+    inside::control("warn a 0")?;
+    let said = warning()?;
+    expect(said.trim_end().ends_with('0'), || said)
+}
+
+fn vanish_and_come_back(_: &Bench) -> Result<(), Fault> {
+    let device = a()?;
+    sh(&format!(
+        "echo before | dd of={device} bs=512 conv=sync oflag=direct"
+    ))?;
+    for vanish in ["remove a", "unplug a"] {
+        inside::control(vanish)?;
+        await_that("the drive is gone", || {
+            Ok(inside::block_device("a", 1).is_err())
+        })?;
+        inside::control("plug a")?;
+        await_that("the drive is back", || {
+            Ok(inside::block_device("a", 1).is_ok())
+        })?;
+        sh(&format!("dd if={} bs=512 count=1 | grep -q before", a()?))?;
+        // A button that was pressed by mistake would have it gone again in five seconds.
+        std::thread::sleep(Duration::from_secs(6));
+        inside::block_device("a", 1)?;
+    }
+    Ok(())
+}
+
+fn refuse(_: &Bench) -> Result<(), Fault> {
+    for request in ["burn a", "freeze c", "remove c", "slow a", "fail a trim"] {
+        expect(inside::control(request).is_err(), || {
+            format!("'{request}' was done")
+        })?;
+    }
+    Ok(())
+}

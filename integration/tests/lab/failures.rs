@@ -1,0 +1,506 @@
+//! What goes wrong with a drive, its guests and its server while three guests work: two on the drive that it
+//! happens to, one on another drive. Each command ends once, all data is where it belongs, and the other
+//! drive's guest notices nothing. The counts of all of them are one table, at the end.
+//!
+//! QEMU's drives complete what an Abort names only when they are done with it, so that an Abort is either too
+//! late or ignored here. That one is honoured is tested with a model of a drive (`tests/tests/physical`).
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use integration::lab::{LabDrive, inside};
+use integration::process::Supervised;
+use integration::progress::say;
+use integration::server::{DriveStats, FunctionOptions, Server};
+
+use crate::client::{Client, Contents, Counts, Outcome, Work};
+use crate::fixture::{Bench, Fault, await_that, expect, iommu_faults, sh};
+use crate::{Group, Refused};
+
+pub(crate) const GROUP: Group = Group::Inside {
+    name: "failures",
+    drives: || vec![LabDrive::new("a", 64 << 20), LabDrive::new("b", 64 << 20)],
+    refused: Refused::Nothing,
+    checks: &[
+        ("late_and_then_done", late),
+        ("overdue_and_abort_is_ignored", overdue),
+        ("controller_reset_behind_our_back", controller_reset),
+        ("controller_fatal_status", fatal_status),
+        ("media_error", media_error),
+        ("guest_resets_its_controller", guest_reset),
+        (
+            "guest_takes_its_memory_while_the_drive_is_frozen",
+            guest_detach,
+        ),
+        ("guest_dies_while_the_drive_is_frozen", guest_death),
+        ("guest_process_is_killed", guest_killed),
+        ("drive_is_removed", removal),
+        ("server_is_stopped", server_stopped),
+        ("server_is_killed", server_killed),
+        ("every_command_is_accounted_for", table),
+    ],
+};
+
+/// The ranges of drive a's two guests: where they start, and how long each is.
+const RANGES: [u64; 2] = [0, 32 << 20];
+const RANGE: u64 = 16 << 20;
+/// Deadline of a command where one is to be missed: the shortest that there is.
+const SHORT: &str = "timeout=1";
+
+/// What one failure did to the guests.
+struct Row {
+    failure: String,
+    /// The two guests of the drive that failed.
+    here: Counts,
+    /// The guest of the other drive.
+    elsewhere: Counts,
+    iommu_faults: u64,
+}
+
+/// The rows of all failures so far, for the table.
+static ROWS: Mutex<Vec<Row>> = Mutex::new(Vec::new());
+
+/// Two drives in one server, with three guests at work.
+struct Scene {
+    failure: String,
+    server: Server,
+    a: [Client; 2],
+    b: Client,
+    drive: String,
+    iommu_faults: u64,
+}
+
+impl Scene {
+    fn start(bench: &Bench, failure: &str, options: &[&str]) -> Result<Self, Fault> {
+        let iommu_faults = iommu_faults()?;
+        inside::bind("a", "vfio-pci")?;
+        inside::bind("b", "vfio-pci")?;
+        let (a, b) = (inside::address("a")?, inside::address("b")?);
+        let function = |id: &str, path: &str, start: u64| {
+            FunctionOptions::new(id, path, format!("{start}+{RANGE}"))
+        };
+        let mut functions = vec![function("a1", &a, RANGES[0]), function("a2", &a, RANGES[1])];
+        for option in options {
+            functions = functions.into_iter().map(|f| f.option(*option)).collect();
+        }
+        functions.push(function("b1", &b, 0));
+        let server = bench.serve(&functions)?;
+        let guest = |name, seed| Client::start(name, &server.socket(name), Work::new(seed));
+        let scene = Self {
+            failure: failure.to_owned(),
+            a: [guest("a1", 1)?, guest("a2", 2)?],
+            b: guest("b1", 3)?,
+            drive: a,
+            server,
+            iommu_faults,
+        };
+        scene.advance()?;
+        Ok(scene)
+    }
+
+    /// All three get on with their work.
+    fn advance(&self) -> Result<(), Fault> {
+        // Twice, as the first commands are those that write the range.
+        for client in [&self.a[0], &self.a[1], &self.b] {
+            let places = Work::new(0).places as u64;
+            client.wait_for("to write its range", || client.completed() > places)?;
+            client.advance()?;
+        }
+        Ok(())
+    }
+
+    fn drive_stats(&self) -> Result<DriveStats, Fault> {
+        Ok(self.server.drive_stats(&self.drive)?)
+    }
+
+    /// Waits until the drive's figures are as they must become.
+    fn await_drive(&self, what: &str, there: impl Fn(&DriveStats) -> bool) -> Result<(), Fault> {
+        await_that(what, || Ok(there(&self.drive_stats()?)))
+    }
+
+    /// Ends everybody in order, after a failure that nobody is to have an error from.
+    fn finish_without_errors(self) -> Result<(), Fault> {
+        self.advance()?;
+        let Self {
+            failure,
+            mut server,
+            a: [first, second],
+            b,
+            iommu_faults,
+            ..
+        } = self;
+        let here = [first.finish()?, second.finish()?];
+        let elsewhere = b.finish()?;
+        server.stop()?;
+        let errors = here[0].counts.errors + here[1].counts.errors;
+        account(&failure, &here, &elsewhere, iommu_faults)?;
+        expect(errors == 0, || {
+            format!(
+                "{errors} commands failed: {:?}",
+                here.map(|o| o.counts.statuses)
+            )
+        })
+    }
+}
+
+/// Notes a row, and sees that nothing in it must not be.
+fn account(
+    failure: &str,
+    here: &[Outcome; 2],
+    elsewhere: &Outcome,
+    faults_before: u64,
+) -> Result<(), Fault> {
+    let row = Row {
+        failure: failure.to_owned(),
+        here: here[0].counts.and(&here[1].counts),
+        elsewhere: elsewhere.counts.clone(),
+        iommu_faults: iommu_faults()? - faults_before,
+    };
+    let wrong = row.fault();
+    let said = row.to_string();
+    ROWS.lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .push(row);
+    expect(wrong.is_none(), || {
+        format!("{}:\n{HEADER}\n{said}", wrong.unwrap_or_default())
+    })
+}
+
+impl Row {
+    fn fault(&self) -> Option<&'static str> {
+        let all = self.here.and(&self.elsewhere);
+        if all.lost() > 0 {
+            return Some("Commands were lost");
+        }
+        if all.doubled > 0 {
+            return Some("Commands completed twice");
+        }
+        if self.elsewhere.errors + self.elsewhere.retried > 0 {
+            return Some("Another drive's guest noticed it");
+        }
+        (self.iommu_faults > 0).then_some("The IOMMU had to refuse something")
+    }
+}
+
+const HEADER: &str = "  failure                                      submitted  completed  retried  errors  \
+                      withdrawn  lost  doubled  longest  other drive:  errors  longest  IOMMU\n\
+                      \x20                                                              once                   \
+                                        stall     completed              stall  faults";
+
+impl std::fmt::Display for Row {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (here, there) = (&self.here, &self.elsewhere);
+        let seconds = |stall: Duration| format!("{:.2} s", stall.as_secs_f64());
+        write!(
+            f,
+            "  {:<43} {:>10} {:>10} {:>8} {:>7} {:>10} {:>5} {:>8} {:>8} {:>13} {:>7} {:>8} {:>6}",
+            self.failure,
+            here.submitted,
+            here.completed,
+            here.retried,
+            here.errors,
+            here.withdrawn,
+            here.lost() + there.lost(),
+            here.doubled + there.doubled,
+            seconds(here.stall),
+            there.completed,
+            there.errors,
+            seconds(there.stall),
+            self.iommu_faults,
+        )
+    }
+}
+
+/// The table of all failures.
+fn table(_: &Bench) -> Result<(), Fault> {
+    let rows = ROWS.lock().unwrap_or_else(PoisonError::into_inner);
+    say(HEADER);
+    for row in rows.iter() {
+        say(&row.to_string());
+    }
+    let wrong: Vec<&str> = rows.iter().filter_map(Row::fault).collect();
+    expect(wrong.is_empty(), || wrong.join("; "))
+}
+
+/// The drive is slower than allowed, but is done with its commands before it is reset for that.
+fn late(bench: &Bench) -> Result<(), Fault> {
+    let scene = Scene::start(bench, "late: aborted, but done before that", &[SHORT])?;
+    inside::control("freeze a")?;
+    scene.await_drive("an Abort", |drive| drive.aborts > 0)?;
+    inside::control("thaw a")?;
+    scene.finish_without_errors()
+}
+
+/// The drive is done with nothing, and an Abort does not help.
+fn overdue(bench: &Bench) -> Result<(), Fault> {
+    let scene = Scene::start(bench, "overdue: Abort is ignored, reset", &[SHORT])?;
+    inside::control("freeze a")?;
+    scene.await_drive("a reset", |drive| drive.resets > 0)?;
+    let DriveStats {
+        timeouts, aborts, ..
+    } = scene.drive_stats()?;
+    inside::control("thaw a")?;
+    expect(aborts > 0 && timeouts >= aborts, || {
+        format!("{aborts} Aborts for {timeouts} overdue commands")
+    })?;
+    scene.finish_without_errors()
+}
+
+/// Something else resets the function: the drive has forgotten its queues.
+fn controller_reset(bench: &Bench) -> Result<(), Fault> {
+    let scene = Scene::start(bench, "the controller forgets its queues", &[])?;
+    sh(&format!(
+        "echo 1 >/sys/bus/pci/devices/{}/reset",
+        scene.drive
+    ))?;
+    scene.await_drive("a reset", |drive| drive.resets > 0)?;
+    scene.finish_without_errors()
+}
+
+/// The drive can't reach its queues any more, and says so by CSTS.CFS.
+fn fatal_status(bench: &Bench) -> Result<(), Fault> {
+    let scene = Scene::start(bench, "controller fatal status", &[])?;
+    // Command register (PCI Local Bus 3.0, 6.2.2): Memory Space Enable alone, without Bus Master Enable.
+    let config = format!("/sys/bus/pci/devices/{}/config", scene.drive);
+    sh(&format!(
+        "printf '\\002\\000' | dd of={config} bs=2 seek=2 conv=notrunc"
+    ))?;
+    scene.await_drive("a reset", |drive| drive.resets > 0)?;
+    scene.finish_without_errors()
+}
+
+/// One block can't be read. Only who reads it has an error, and it can be read again when it is healed.
+fn media_error(bench: &Bench) -> Result<(), Fault> {
+    let scene = Scene::start(bench, "media error", &[])?;
+    inside::control("fail a read 9")?;
+    let a1 = &scene.a[0];
+    a1.wait_for("to meet the block that can't be read", || a1.errors() > 0)?;
+    inside::control("heal a")?;
+    scene.advance()?;
+    let Scene {
+        failure,
+        mut server,
+        a: [first, second],
+        b,
+        iommu_faults,
+        ..
+    } = scene;
+    let here = [first.finish()?, second.finish()?];
+    let elsewhere = b.finish()?;
+    server.stop()?;
+    account(&failure, &here, &elsewhere, iommu_faults)?;
+    let statuses = &here[0].counts.statuses;
+    expect(
+        statuses.len() == 1 && statuses[0].starts_with("Unrecovered Read Error"),
+        || format!("The errors were {statuses:?}"),
+    )?;
+    let others = here[1].counts.errors;
+    expect(others == 0, || format!("{others} errors in another range"))
+}
+
+fn guest_reset(bench: &Bench) -> Result<(), Fault> {
+    let scene = Scene::start(bench, "guest resets its controller, 5 times", &[])?;
+    for _ in 0..5 {
+        scene.a[0].reset()?;
+        scene.a[0].advance()?;
+    }
+    scene.finish_without_errors()
+}
+
+/// The memory is not given back before the drive is done with it, even if that takes a reset.
+fn guest_detach(bench: &Bench) -> Result<(), Fault> {
+    let scene = Scene::start(bench, "guest takes its memory, drive frozen", &[SHORT])?;
+    inside::control("freeze a")?;
+    let [first, second] = scene.a;
+    let first = first.take_memory()?;
+    inside::control("thaw a")?;
+    second.advance()?;
+    leave(
+        &scene.failure,
+        scene.server,
+        first,
+        second,
+        scene.b,
+        scene.iommu_faults,
+    )
+}
+
+/// The memory of a guest that is gone is left alone, once the server lets the next one in.
+fn guest_death(bench: &Bench) -> Result<(), Fault> {
+    let scene = Scene::start(bench, "guest dies, drive frozen", &[SHORT])?;
+    inside::control("freeze a")?;
+    let [first, second] = scene.a;
+    first.vanish()?;
+    let socket = scene.server.socket("a1");
+    // It is let in when the one before it is done with, which may take a reset of the drive.
+    let next = std::thread::spawn(move || Client::start("a1, the next", &socket, Work::new(4)));
+    let resets = || Ok(scene.server.drive_stats(&scene.drive)?.resets > 0);
+    await_that("a reset", resets)?;
+    inside::control("thaw a")?;
+    let next = match next.join() {
+        Ok(next) => next?,
+        Err(panic) => std::panic::resume_unwind(panic),
+    };
+    let first = first.look_at_memory()?;
+    next.advance()?;
+    second.advance()?;
+    let next = next.finish()?;
+    expect(next.counts.errors == 0 && next.counts.lost() == 0, || {
+        format!("The next guest: {:?}", next.counts)
+    })?;
+    leave(
+        &scene.failure,
+        scene.server,
+        first,
+        second,
+        scene.b,
+        scene.iommu_faults,
+    )
+}
+
+/// A VMM of its own is killed, again and again, with much in flight; its function is free each time.
+fn guest_killed(bench: &Bench) -> Result<(), Fault> {
+    let scene = Scene::start(bench, "guest's process is killed, 5 times", &[])?;
+    let [first, second] = scene.a;
+    let first = first.finish()?;
+    for round in 0..5 {
+        let mut command = Command::new(inside::brought("nvme-load"));
+        command
+            .arg(scene.server.socket("a1"))
+            .args(["--qd", "64", "--size", "64K", "--mix", "50"])
+            .args(["--seconds", "600"]);
+        let log = bench.folder().join(format!("load-{round}.log"));
+        let mut load = Supervised::spawn("nvme-load", &command, &log)?;
+        await_that("the load", || {
+            let commands = scene.server.function_stats("a1")?.totals().commands;
+            Ok(commands > 50)
+        })?;
+        load.kill();
+    }
+    // What it wrote is anybody's guess, but it wrote it in its own range.
+    let again = Client::start("a1, again", &scene.server.socket("a1"), Work::new(5))?;
+    let places = Work::new(0).places as u64;
+    again.wait_for("to write its range", || again.completed() > places)?;
+    let again = again.finish()?;
+    let first = Outcome {
+        counts: first.counts.and(&again.counts),
+        contents: again.contents,
+    };
+    second.advance()?;
+    leave(
+        &scene.failure,
+        scene.server,
+        first,
+        second,
+        scene.b,
+        scene.iommu_faults,
+    )
+}
+
+/// Ends those that are left, after one guest of drive a has ended.
+fn leave(
+    failure: &str,
+    mut server: Server,
+    first: Outcome,
+    second: Client,
+    b: Client,
+    iommu_faults: u64,
+) -> Result<(), Fault> {
+    b.advance()?;
+    let here = [first, second.finish()?];
+    let elsewhere = b.finish()?;
+    server.stop()?;
+    account(failure, &here, &elsewhere, iommu_faults)?;
+    let errors = here[1].counts.errors;
+    expect(errors == 0, || {
+        format!(
+            "{errors} commands of the other guest failed: {:?}",
+            here[1].counts.statuses
+        )
+    })?;
+    // The host's own driver finds everybody's data in its place.
+    inside::bind("a", "nvme")?;
+    let device = inside::block_device("a", 1)?;
+    for (outcome, start) in here.iter().zip(RANGES) {
+        outcome.contents.check_device(&device, start)?;
+    }
+    Ok(())
+}
+
+/// The card is pulled: its guests have errors, and nobody else notices.
+fn removal(bench: &Bench) -> Result<(), Fault> {
+    let mut scene = Scene::start(bench, "drive is removed", &[])?;
+    inside::control("remove a")?;
+    scene.await_drive("the drive to be gone", |drive| drive.gone)?;
+    for guest in &scene.a {
+        let before = guest.errors();
+        guest.wait_for("to have errors", || guest.errors() > before + 20)?;
+    }
+    scene.b.advance()?;
+    scene.server.expect_alive()?;
+    let Scene {
+        failure,
+        mut server,
+        a: [first, second],
+        b,
+        iommu_faults,
+        ..
+    } = scene;
+    let here = [first.finish()?, second.finish()?];
+    let elsewhere = b.finish()?;
+    server.stop()?;
+    account(&failure, &here, &elsewhere, iommu_faults)?;
+    inside::control("plug a")?;
+    let device = reappeared()?;
+    for (outcome, start) in here.iter().zip(RANGES) {
+        outcome.contents.check_device(&device, start)?;
+    }
+    Ok(())
+}
+
+/// Drive a's block device, after it was plugged in.
+fn reappeared() -> Result<PathBuf, Fault> {
+    let address = inside::address("a")?;
+    let there = format!("test -d /sys/bus/pci/devices/{address}");
+    await_that("the drive is back", || Ok(sh(&there).is_ok()))?;
+    inside::bind("a", "nvme")?;
+    Ok(inside::block_device("a", 1)?)
+}
+
+/// Asked to stop under load, the server gives its drives back in order.
+fn server_stopped(bench: &Bench) -> Result<(), Fault> {
+    server_goes(bench, "server is stopped (SIGTERM)", |server| {
+        Ok(server.stop()?)
+    })
+}
+
+/// Killed under load, the server leaves drives behind that work at once.
+fn server_killed(bench: &Bench) -> Result<(), Fault> {
+    server_goes(bench, "server is killed (SIGKILL)", |server| {
+        server.kill();
+        Ok(())
+    })
+}
+
+fn server_goes(
+    bench: &Bench,
+    failure: &str,
+    end: fn(&mut Server) -> Result<(), Fault>,
+) -> Result<(), Fault> {
+    let mut scene = Scene::start(bench, failure, &[])?;
+    end(&mut scene.server)?;
+    inside::bind("a", "nvme")?;
+    inside::bind("b", "nvme")?;
+    let [first, second] = scene.a;
+    let here = [first.join()?, second.join()?];
+    let elsewhere = scene.b.join()?;
+    account(failure, &here, &elsewhere, scene.iommu_faults)?;
+    let check = |contents: &Contents, drive, start| {
+        contents.check_device(&inside::block_device(drive, 1)?, start)
+    };
+    check(&here[0].contents, "a", RANGES[0])?;
+    check(&here[1].contents, "a", RANGES[1])?;
+    check(&elsewhere.contents, "b", 0)
+}

@@ -6,12 +6,8 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use nvme_mpt::lease::identity::default_id;
-use nvme_mpt::lease::{ByteRange, Lease, LeaseError, LeaseRequest, Ledger, RangeError};
 use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::{
-    AttachError, Attachment, AttachmentConfig, Drive, DriveError, DriveOptions, DrivePath, Pollers,
-};
+use nvme_mpt::{Drive, DriveError, DriveOptions, DrivePath, Pollers};
 use thiserror::Error;
 use vmm_device::{MsixMasking, NvmeFunction};
 
@@ -19,6 +15,7 @@ use crate::adaptor::NvmeDevice;
 use crate::attach;
 use crate::control::{ControlError, ControlServer};
 use crate::function_thread::{FunctionHandle, FunctionThread, FunctionThreadError};
+use crate::open::{self, Ledgers, OpenError};
 use crate::options::ServedFunction;
 use crate::signals::EndSignals;
 use crate::stats::{DriveStats, ServerStats};
@@ -93,18 +90,9 @@ pub enum ServeError {
 /// One function cannot be offered.
 #[derive(Debug, Error)]
 pub enum OfferError {
-    /// The drive cannot be opened.
+    /// Its part of the drive cannot be opened.
     #[error(transparent)]
-    Drive(#[from] DriveError),
-    /// The drive has no bytes.
-    #[error(transparent)]
-    Range(#[from] RangeError),
-    /// The range is not given out.
-    #[error(transparent)]
-    Lease(#[from] LeaseError),
-    /// The data path cannot be set up.
-    #[error(transparent)]
-    Attach(#[from] AttachError),
+    Open(#[from] OpenError),
     /// Its doorbells cannot be offered.
     #[error("Cannot share the doorbells; raise the limit on open files")]
     Doorbells(#[source] io::Error),
@@ -156,10 +144,7 @@ impl Server {
     fn start(options: &ServeOptions) -> Result<Self, ServeError> {
         let functions = resolve(&options.functions)?;
         let mut drives = Drives::default();
-        let ledgers = Ledgers {
-            shared: Ledger::open(&options.state_dir),
-            private: Ledger::in_process(),
-        };
+        let ledgers = Ledgers::open(&options.state_dir);
         let pollers = Pollers::new();
         let mut offers: Vec<Offer> = Vec::new();
         for function in &functions {
@@ -167,7 +152,7 @@ impl Server {
             let options = drive_options(&functions, path)?;
             let offer = drives
                 .open(path, options, function.function.namespace)
-                .map_err(OfferError::from)
+                .map_err(|error| OfferError::from(OpenError::from(error)))
                 .and_then(|drive| offer(function, &drive, &ledgers, &pollers))
                 .map_err(|source| ServeError::Function {
                     socket: function.socket.clone(),
@@ -352,14 +337,6 @@ fn summary_of(drive: &Drive, offers: &[Offer]) -> Option<String> {
     Some(summary)
 }
 
-/// Who may know of a lease.
-struct Ledgers {
-    /// All processes that use the same state folder.
-    shared: Ledger,
-    /// This process.
-    private: Ledger,
-}
-
 fn offer(
     options: &ServedFunction,
     drive: &Arc<Drive>,
@@ -367,22 +344,13 @@ fn offer(
     pollers: &Arc<Pollers>,
 ) -> Result<Offer, OfferError> {
     let ServedFunction { socket, function } = options;
-    let lease = lease(options, drive, ledgers)?;
-    let id = lease.id().to_owned();
+    let attachment = open::attach(function, drive, ledgers, pollers)?;
+    let id = attachment.lease().id().to_owned();
     let drive_name = match function.path {
         DrivePath::Pci(_) => format!("{} namespace {}", function.path, drive.namespace().nsid),
         _ => function.path.to_string(),
     };
-    let summary = format!("{drive_name}, range {}", lease.bytes());
-    let attachment = Attachment::new(AttachmentConfig {
-        drive: drive.clone(),
-        lease,
-        queue_pairs: function.queues,
-        doorbells: function.doorbells,
-        pollers: pollers.clone(),
-        poll: function.poll.clone(),
-        serial: function.serial.clone(),
-    })?;
+    let summary = format!("{drive_name}, range {}", attachment.lease().bytes());
     let namespace = attachment.namespace();
     let summary = format!(
         "{summary} ({} blocks of {} bytes); serial {}; doorbells {}, poll {}, {} queue pairs",
@@ -405,35 +373,6 @@ fn offer(
         queues,
         thread,
     })
-}
-
-fn lease(
-    options: &ServedFunction,
-    drive: &Arc<Drive>,
-    ledgers: &Ledgers,
-) -> Result<Lease, OfferError> {
-    let namespace = drive.namespace();
-    let range = match options.function.range {
-        Some(range) => range,
-        None => ByteRange::new(0, namespace.blocks << namespace.lba_shift)?,
-    };
-    let id = match &options.function.id {
-        Some(id) => id.clone(),
-        None => default_id(drive.identity(), namespace.nsid, range),
-    };
-    let ledger = if drive.is_private() {
-        &ledgers.private
-    } else {
-        &ledgers.shared
-    };
-    Ok(ledger.acquire(&LeaseRequest {
-        id: &id,
-        drive: drive.identity(),
-        nsid: namespace.nsid,
-        range,
-        lba_shift: namespace.lba_shift,
-        blocks: namespace.blocks,
-    })?)
 }
 
 fn start_control(

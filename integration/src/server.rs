@@ -57,6 +57,12 @@ pub enum ServerError {
         /// The function's id.
         id: String,
     },
+    /// A drive that was asked for is not in the statistics.
+    #[error("`nvme-mpt stats` knows no drive {path}")]
+    NoDrive {
+        /// What it was opened by.
+        path: String,
+    },
 }
 
 /// Builds the `nvme-mpt` command and returns where it lies.
@@ -204,6 +210,20 @@ impl Server {
             .ok_or_else(|| ServerError::NoFunction { id: id.to_owned() })
     }
 
+    /// The statistics of one drive, now.
+    ///
+    /// # Errors
+    /// If they can't be had.
+    pub fn drive_stats(&self, path: &str) -> Result<DriveStats, ServerError> {
+        self.stats()?
+            .drives
+            .into_iter()
+            .find(|drive| drive.path == path)
+            .ok_or_else(|| ServerError::NoDrive {
+                path: path.to_owned(),
+            })
+    }
+
     /// Kills it, as a crash would.
     pub fn kill(&mut self) {
         self.process.kill();
@@ -319,6 +339,24 @@ pub struct Stats {
     /// One entry for each poller.
     #[serde(default)]
     pub pollers: Vec<PollerStats>,
+    /// One entry for each drive.
+    #[serde(default)]
+    pub drives: Vec<DriveStats>,
+}
+
+/// What happened to a drive.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct DriveStats {
+    /// What it was opened by, such as its PCI address.
+    pub path: String,
+    /// Commands that did not complete within their deadline.
+    pub timeouts: u64,
+    /// Abort commands for such commands.
+    pub aborts: u64,
+    /// Controller resets.
+    pub resets: u64,
+    /// Whether it failed for good or was removed.
+    pub gone: bool,
 }
 
 /// One function's counters.

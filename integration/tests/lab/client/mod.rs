@@ -133,7 +133,6 @@ enum Order {
 struct Progress {
     completed: AtomicU64,
     errors: AtomicU64,
-    retried: AtomicU64,
 }
 
 /// A client at work in a thread of its own.
@@ -168,11 +167,6 @@ impl Client {
     /// Commands that ended in an error so far.
     pub(crate) fn errors(&self) -> u64 {
         self.progress.errors.load(Ordering::Relaxed)
-    }
-
-    /// Commands sent again so far.
-    pub(crate) fn retried(&self) -> u64 {
-        self.progress.retried.load(Ordering::Relaxed)
     }
 
     /// Waits until it has completed a number of commands from now on.

@@ -344,7 +344,6 @@ impl Worker {
         let status = cqe.status();
         if !status.is_success() && !status.do_not_retry() && command.attempts < RETRIES {
             self.counts.retried += 1;
-            self.progress.retried.fetch_add(1, Ordering::Relaxed);
             return self.send(index, place, write, command.attempts + 1);
         }
         self.busy[place] = false;

@@ -252,12 +252,15 @@ fn drive_options(
         key,
     };
     let lba = common(sharing.clone().filter_map(|other| other.lba)).map_err(|_| differ("lba"))?;
+    let profile = common(sharing.clone().filter_map(|other| other.profile.clone()))
+        .map_err(|_| differ("profile"))?;
     let timeout =
         common(sharing.filter_map(|other| other.timeout)).map_err(|_| differ("timeout"))?;
     let default = DriveOptions::default();
     Ok(DriveOptions {
         lba_size: lba.unwrap_or_default().bytes(),
         deadline: timeout.unwrap_or(default.deadline),
+        profile,
         ..default
     })
 }

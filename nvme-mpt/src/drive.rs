@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::host::software::SoftwareController;
+use crate::host::software::model::Profile;
 use crate::host::vfio::function::PciAddress;
 use crate::host::vfio::{
     ControllerError, ControllerOptions, VfioBacking, VfioController, VfioError,
@@ -123,7 +124,7 @@ impl fmt::Display for DrivePath {
 }
 
 /// How a drive is opened.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DriveOptions {
     /// Logical block size of a software drive, in bytes: 512 or 4096. A physical drive has its own.
     pub lba_size: u32,
@@ -131,6 +132,9 @@ pub struct DriveOptions {
     pub namespace: Option<Nsid>,
     /// How long a physical drive may take for a command, before it is aborted and the drive reset.
     pub deadline: Duration,
+    /// What a software drive is to be as fast as; `None` for as fast as it can be. A physical drive
+    /// has its own speed.
+    pub profile: Option<Arc<Profile>>,
 }
 
 /// How long a physical drive may take for a command, unless somebody says otherwise: far longer
@@ -143,6 +147,7 @@ impl Default for DriveOptions {
             lba_size: 512,
             namespace: None,
             deadline: DEFAULT_DEADLINE,
+            profile: None,
         }
     }
 }
@@ -174,13 +179,19 @@ impl Drive {
                 source,
             },
         };
+        let timed = |drive: SoftwareController| match &options.profile {
+            Some(profile) => drive.timed(profile),
+            None => drive,
+        };
         let controller: Arc<dyn HostController> = match path {
-            DrivePath::Null(bytes) => Arc::new(SoftwareController::null(*bytes, lba_shift)),
+            DrivePath::Null(bytes) => Arc::new(timed(SoftwareController::null(*bytes, lba_shift))),
             DrivePath::Memory(bytes) => {
-                Arc::new(SoftwareController::memory(*bytes, lba_shift).map_err(failed)?)
+                let drive = SoftwareController::memory(*bytes, lba_shift).map_err(failed)?;
+                Arc::new(timed(drive))
             }
             DrivePath::File(file) => {
-                Arc::new(SoftwareController::file(file, lba_shift).map_err(failed)?)
+                let drive = SoftwareController::file(file, lba_shift).map_err(failed)?;
+                Arc::new(timed(drive))
             }
             DrivePath::Pci(address) => {
                 let backing = VfioBacking::open(*address)?;

@@ -1,7 +1,8 @@
 //! The option string that describes an NVMe function, the same for every VMM:
 //!
 //! `path=PATH[,range=START+LENGTH][,queues=N][,id=ID][,doorbells=MODE][,poll=POLICY][,serial=SERIAL]`,
-//! and `[,lba=BYTES]` for a software drive, `[,namespace=N][,timeout=SECONDS]` for a physical one.
+//! and `[,lba=BYTES][,profile=PROFILE]` for a software drive, `[,namespace=N][,timeout=SECONDS]` for a
+//! physical one.
 //!
 //! A string is parsed once, into [`FunctionOptions`]; what is there can be used without a further
 //! look. A function that `nvme-mpt serve` offers has a `socket=PATH` as well: [`ServedFunction`].
@@ -11,9 +12,11 @@ mod key_values;
 use std::error::Error as StdError;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use nvme_mpt::attachment::MAX_QUEUE_PAIRS;
+use nvme_mpt::host::software::model::Profile;
 use nvme_mpt::lease::ByteRange;
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{DoorbellMode, DrivePath, PollPolicy};
@@ -32,7 +35,7 @@ const MAX_TIMEOUT: u64 = 3600;
 
 /// What every function can be given.
 const FUNCTION_KEYS: &str =
-    "path, range, queues, id, doorbells, poll, serial, lba, namespace, timeout";
+    "path, range, queues, id, doorbells, poll, serial, lba, profile, namespace, timeout";
 
 /// An option string is wrong.
 #[derive(Debug, Error)]
@@ -159,6 +162,8 @@ pub struct FunctionOptions {
     pub serial: Option<String>,
     /// Size of a logical block, where the drive is a software one.
     pub lba: Option<LbaSize>,
+    /// What a software drive is to be as fast as.
+    pub profile: Option<Arc<Profile>>,
     /// Namespace of a physical drive; its first if not given.
     pub namespace: Option<Nsid>,
     /// How long a physical drive may take for a command before it is aborted.
@@ -185,6 +190,7 @@ impl FunctionOptions {
             poll: take(keys, "poll", str::parse)?.unwrap_or_default(),
             serial: take(keys, "serial", parse_serial)?,
             lba: take(keys, "lba", str::parse)?,
+            profile: take(keys, "profile", |name| Profile::load(name).map(Arc::new))?,
             namespace: take(keys, "namespace", parse_namespace)?,
             timeout: take(keys, "timeout", parse_timeout)?,
         };
@@ -202,7 +208,9 @@ impl FunctionOptions {
     fn meaningless(&self) -> Option<(&'static str, &'static str)> {
         if matches!(self.path, DrivePath::Pci(_)) {
             let why = "the logical blocks of a physical drive are as it was formatted";
-            return self.lba.map(|_| ("lba", why));
+            let lba = self.lba.map(|_| ("lba", why));
+            let why = "a physical drive is as fast as it is";
+            return lba.or(self.profile.as_ref().map(|_| ("profile", why)));
         }
         let namespace = self.namespace.map(|_| {
             let why = "only a physical drive, as in path=0000:01:00.0, has more than one";
@@ -359,6 +367,7 @@ mod tests {
                 poll: PollPolicy::default(),
                 serial: None,
                 lba: None,
+                profile: None,
                 namespace: None,
                 timeout: None,
             }
@@ -368,7 +377,7 @@ mod tests {
     #[test]
     fn every_option_is_understood_in_any_order() {
         let options = function(
-            "serial=A 1,lba=4096,poll=dedicated,doorbells=mapped,id=vm-1,queues=4,range=64G+64G,path=memory:1T",
+            "serial=A 1,lba=4096,profile=nvm,poll=dedicated,doorbells=mapped,id=vm-1,queues=4,range=64G+64G,path=memory:1T",
         );
         assert_eq!(
             options,
@@ -381,6 +390,7 @@ mod tests {
                 poll: "dedicated".parse().unwrap(),
                 serial: Some("A 1".to_owned()),
                 lba: Some(LbaSize::B4096),
+                profile: Some(Arc::new(Profile::named("nvm").unwrap())),
                 namespace: None,
                 timeout: None,
             }
@@ -408,12 +418,12 @@ mod tests {
             (
                 "path=/d,size=4",
                 "There is no option \"size\": the options are path, range, queues, id, doorbells, poll, serial, lba, \
-                 namespace, timeout",
+                 profile, namespace, timeout",
             ),
             (
                 "path=/d,socket=/run/a.sock",
                 "There is no option \"socket\": the options are path, range, queues, id, doorbells, poll, serial, lba, \
-                 namespace, timeout",
+                 profile, namespace, timeout",
             ),
             (
                 "path=/d,queues=0",
@@ -427,6 +437,15 @@ mod tests {
                 "path=0000:01:00.0,lba=512",
                 "Option \"lba\" is not for 0000:01:00.0: the logical blocks of a physical drive are as it was \
                  formatted; leave it out",
+            ),
+            (
+                "path=0000:01:00.0,profile=nvm",
+                "Option \"profile\" is not for 0000:01:00.0: a physical drive is as fast as it is; leave it out",
+            ),
+            (
+                "path=memory:1G,profile=fast",
+                "Option \"profile\" cannot be \"fast\"\n  There is no profile `fast`; use nvm, or a path with a slash \
+                 to one of your own, as in ./drive.toml",
             ),
             (
                 "path=memory:1G,namespace=1",

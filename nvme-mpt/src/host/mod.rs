@@ -13,6 +13,7 @@ use std::io;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
+use crate::clock::Ticks;
 use crate::dma::RegionTable;
 use crate::event::EventQueue;
 use crate::iova::IovaSpace;
@@ -25,6 +26,7 @@ use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
 use crate::spec::status::Status;
 use software::SoftwareQueue;
+use software::model::TimedQueue;
 
 /// What a host controller can do, and what a guest controller may therefore promise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -257,6 +259,12 @@ pub enum HostQueuePair {
     Memory(SoftwareQueue<software::MemoryStore>),
     /// Of a file or block device.
     File(Box<software::FileQueue>),
+    /// Of `null:`, as fast as a model says.
+    TimedNull(Box<TimedQueue<SoftwareQueue<software::NullStore>>>),
+    /// Of `memory:`, as fast as a model says.
+    TimedMemory(Box<TimedQueue<SoftwareQueue<software::MemoryStore>>>),
+    /// Of a file or block device, as fast as a model says, or slower where that itself is.
+    TimedFile(Box<TimedQueue<software::FileQueue>>),
     /// Of a physical drive.
     Vfio(Box<vfio::VfioQueue>),
 }
@@ -267,8 +275,31 @@ impl HostQueuePair {
     #[must_use]
     pub fn pair(&self) -> Option<vfio::pair::Pair> {
         match self {
-            Self::Null(_) | Self::Memory(_) | Self::File(_) => None,
             Self::Vfio(queue) => Some(queue.pair()),
+            _ => None,
+        }
+    }
+
+    /// Whether commands complete as soon as they can, instead of when they are due: while somebody
+    /// waits for the queue to be empty.
+    pub(crate) fn hurry(&mut self, hurried: bool) {
+        match self {
+            Self::TimedNull(queue) => queue.hurry(hurried),
+            Self::TimedMemory(queue) => queue.hurry(hurried),
+            Self::TimedFile(queue) => queue.hurry(hurried),
+            Self::Null(_) | Self::Memory(_) | Self::File(_) | Self::Vfio(_) => {}
+        }
+    }
+
+    /// A moment before which none of the commands completes that wait for nothing but their time;
+    /// `None` if there are no such commands.
+    #[must_use]
+    pub fn next_due(&self) -> Option<Ticks> {
+        match self {
+            Self::TimedNull(queue) => queue.next_due(),
+            Self::TimedMemory(queue) => queue.next_due(),
+            Self::TimedFile(queue) => queue.next_due(),
+            Self::Null(_) | Self::Memory(_) | Self::File(_) | Self::Vfio(_) => None,
         }
     }
 }

@@ -39,6 +39,10 @@ const SPIN_MAX: Duration = Duration::from_millis(4);
 const TIMED_MIN: Duration = Duration::from_micros(50);
 const TIMED_MAX: Duration = Duration::from_millis(1);
 
+/// A poller does not sleep over so short a time until a command is due: to fall asleep and to be
+/// woken takes about as long.
+const DUE_SOON: Duration = Duration::from_micros(100);
+
 /// Doorbells whose value somebody else acts on: those of a mapped admin queue.
 #[derive(Debug)]
 pub(crate) struct DoorbellWatch {
@@ -229,6 +233,7 @@ struct Worker {
 impl Worker {
     fn run(mut self, spin: Spin) {
         let (spin_min, spin_max) = (ticks_in(SPIN_MIN), ticks_in(SPIN_MAX));
+        let due_soon = ticks_in(DUE_SOON);
         let mut spin_budget = spin_min;
         let mut courtesy = Courtesy::default();
         let mut idle_since = None;
@@ -262,7 +267,10 @@ impl Worker {
             } else if empty_passes > EAGER_PASSES {
                 std::hint::spin_loop();
             }
-            if spin == Spin::Adaptive && (idle >= spin_budget || self.queues.is_empty()) {
+            if spin == Spin::Adaptive
+                && (idle >= spin_budget || self.queues.is_empty())
+                && self.until_due(now).is_none_or(|ticks| ticks > due_soon)
+            {
                 let (found_work, slept) = self.park(idle);
                 // Had the spin been a little longer, there would have been no need to park.
                 spin_budget = if found_work && slept < spin_max {
@@ -310,11 +318,18 @@ impl Worker {
         found |= self.watches.iter_mut().any(DoorbellWatch::look);
         let began = Ticks::now();
         self.shared.asleep_since.store(began.0, Ordering::Relaxed);
+        let mut timeout = None;
         if !found {
-            let timeout = self.is_timed().then(|| {
+            let silent = self.is_timed().then(|| {
                 let idle = Duration::from_nanos(crate::clock::nanoseconds(idle));
                 (idle / 8).clamp(TIMED_MIN, TIMED_MAX)
             });
+            // Early, so that the rest is spun away and the command completes in time.
+            let due = self.until_due(began).map(|ticks| {
+                let until = Duration::from_nanos(crate::clock::nanoseconds(ticks));
+                until.saturating_sub(DUE_SOON).max(Duration::from_micros(1))
+            });
+            timeout = [silent, due].into_iter().flatten().min();
             self.shared.parks.fetch_add(1, Ordering::Relaxed);
             self.sleeper.sleep(timeout);
         }
@@ -324,11 +339,17 @@ impl Worker {
         add(&self.shared.parked_ticks, slept);
         if !found {
             found = self.pass() || self.shared.has_mail.load(Ordering::Acquire);
-            if !found && !self.is_timed() {
+            if !found && timeout.is_none() {
                 self.shared.spurious_wakes.fetch_add(1, Ordering::Relaxed);
             }
         }
         (found, slept)
+    }
+
+    /// Ticks from now until something may complete that waits for nothing but its time.
+    fn until_due(&self, now: Ticks) -> Option<u64> {
+        let due = self.queues.iter().filter_map(|queue| queue.next_due());
+        due.min().map(|due| due.since(now))
     }
 
     /// Whether some doorbell here is only ever stored to, so that nobody would wake us.

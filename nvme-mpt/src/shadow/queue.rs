@@ -346,6 +346,9 @@ impl ShadowQueue {
             HostQueuePair::Memory(host) => self.core.poll(host),
             HostQueuePair::File(host) => self.core.poll(host.as_mut()),
             HostQueuePair::Vfio(host) => self.core.poll(host.as_mut()),
+            HostQueuePair::TimedNull(host) => self.core.poll(host.as_mut()),
+            HostQueuePair::TimedMemory(host) => self.core.poll(host.as_mut()),
+            HostQueuePair::TimedFile(host) => self.core.poll(host.as_mut()),
         }
     }
 
@@ -382,17 +385,29 @@ impl ShadowQueue {
             HostQueuePair::Memory(host) => host.wait_fd(),
             HostQueuePair::File(host) => host.wait_fd(),
             HostQueuePair::Vfio(host) => host.wait_fd(),
+            HostQueuePair::TimedNull(host) => host.wait_fd(),
+            HostQueuePair::TimedMemory(host) => host.wait_fd(),
+            HostQueuePair::TimedFile(host) => host.wait_fd(),
         }
+    }
+
+    /// A moment before which none of the commands completes that wait for nothing but their time;
+    /// `None` if there are no such commands.
+    #[must_use]
+    pub fn next_due(&self) -> Option<Ticks> {
+        self.host.next_due()
     }
 
     /// Takes no more commands.
     pub fn stop(&mut self) {
         self.core.stopped = true;
+        self.host.hurry(true);
     }
 
     /// Takes commands again.
     pub(crate) fn resume(&mut self) {
         self.core.stopped = false;
+        self.host.hurry(false);
     }
 
     /// Whether the host controller has none of its commands.

@@ -1,7 +1,9 @@
-//! The software host controller: an NVMe drive in this process, over one of three stores.
+//! The software host controller: an NVMe drive in this process, over one of three stores, which a
+//! [model](model) makes as fast as another drive.
 
 mod file;
 mod memory;
+pub mod model;
 mod null;
 mod uncorrectable;
 
@@ -14,6 +16,8 @@ pub use file::{FileQueue, FileStore};
 pub use memory::MemoryStore;
 pub use null::NullStore;
 pub(crate) use uncorrectable::UncorrectableBlocks;
+
+use model::{Model, Profile, TimedQueue};
 
 use super::{
     HostCompletion, HostController, HostMemory, HostNamespace, HostQueue, HostQueuePair, Limits,
@@ -112,6 +116,8 @@ pub struct SoftwareController {
     namespace: HostNamespace,
     limits: Limits,
     blocks: Blocks,
+    /// Says when commands complete; without one they do when the store is done.
+    timing: Option<Arc<Model>>,
     iova_space: Arc<IovaSpace>,
 }
 
@@ -162,8 +168,16 @@ impl SoftwareController {
             namespace,
             limits,
             blocks,
+            timing: None,
             iova_space,
         }
+    }
+
+    /// The same drive, with the timing of another.
+    #[must_use]
+    pub fn timed(mut self, profile: &Profile) -> Self {
+        self.timing = Some(Arc::new(Model::new(profile, self.namespace.lba_shift)));
+        self
     }
 
     /// A drive that keeps nothing.
@@ -250,12 +264,24 @@ impl HostController for SoftwareController {
     }
 
     fn create_queue(&self, slots: u16, _: &HostNamespace) -> io::Result<HostQueuePair> {
-        Ok(match &self.blocks {
-            Blocks::Null => HostQueuePair::Null(SoftwareQueue::new(NullStore, slots)),
-            Blocks::Memory(store) => {
+        Ok(match (&self.blocks, &self.timing) {
+            (Blocks::Null, None) => HostQueuePair::Null(SoftwareQueue::new(NullStore, slots)),
+            (Blocks::Memory(store), None) => {
                 HostQueuePair::Memory(SoftwareQueue::new(store.clone(), slots))
             }
-            Blocks::File(store) => HostQueuePair::File(Box::new(FileQueue::new(store, slots)?)),
+            (Blocks::File(store), None) => {
+                HostQueuePair::File(Box::new(FileQueue::new(store, slots)?))
+            }
+            (Blocks::Null, Some(model)) => {
+                HostQueuePair::TimedNull(timed(SoftwareQueue::new(NullStore, slots), model, slots))
+            }
+            (Blocks::Memory(store), Some(model)) => {
+                let queue = SoftwareQueue::new(store.clone(), slots);
+                HostQueuePair::TimedMemory(timed(queue, model, slots))
+            }
+            (Blocks::File(store), Some(model)) => {
+                HostQueuePair::TimedFile(timed(FileQueue::new(store, slots)?, model, slots))
+            }
         })
     }
 
@@ -265,4 +291,8 @@ impl HostController for SoftwareController {
             Blocks::File(store) => store.sync(),
         }
     }
+}
+
+fn timed<Q: HostQueue>(queue: Q, model: &Arc<Model>, slots: u16) -> Box<TimedQueue<Q>> {
+    Box::new(TimedQueue::new(queue, model.clone(), slots))
 }

@@ -1,0 +1,169 @@
+//! Software drives that keep time like hardware: a model says when a command is done, a timed queue
+//! in front of a store's queue completes it then, and not before. What a command does is the store's.
+//!
+//! `wheel` orders commands by when they are due, `timed` is the queue, `profile` says what a drive is
+//! like, and there is a file for each model.
+
+mod nvm;
+mod profile;
+mod time;
+mod timed;
+mod wheel;
+
+pub use profile::{NvmProfile, NvmRates, Profile, ProfileError, Size};
+pub use time::{Clock, HostClock, Span, SpanError};
+pub use timed::TimedQueue;
+
+use super::memory::range;
+use crate::host::HostMemory;
+use crate::spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadWrite};
+use crate::spec::opcode::NvmOpcode;
+use crate::spec::sqe::Sqe;
+use crate::spec::status::Status;
+use nvm::NvmModel;
+use time::Timebase;
+
+/// What a command, or a part of it, asks of the drive's media.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Access {
+    Read,
+    Write,
+    /// The blocks hold nothing any more.
+    Deallocate,
+    /// Nothing that was completed is to be volatile.
+    Flush,
+}
+
+/// An access and the blocks that it is to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Work {
+    access: Access,
+    slba: u64,
+    blocks: u64,
+}
+
+/// The model of a drive, which all its queues share.
+#[derive(Debug)]
+pub(crate) enum Model {
+    Nvm(NvmModel),
+}
+
+impl Model {
+    /// The model that a profile describes.
+    pub(crate) fn new(profile: &Profile, lba_shift: u8) -> Self {
+        Self::with_timebase(profile, lba_shift, Timebase::Host)
+    }
+
+    fn with_timebase(profile: &Profile, lba_shift: u8, timebase: Timebase) -> Self {
+        match profile {
+            Profile::Nvm(profile) => Self::Nvm(NvmModel::new(profile, lba_shift, timebase)),
+        }
+    }
+
+    /// When each of some commands that arrive `now` is done, in ticks: `due` has a place for each
+    /// slot.
+    #[inline]
+    fn admit(&self, commands: &[Sqe], memory: HostMemory<'_>, now: u64, due: &mut [u64]) {
+        match self {
+            Self::Nvm(model) => admit(commands, memory, now, due, |work, now| {
+                model.due(&work, now)
+            }),
+        }
+    }
+}
+
+#[inline]
+fn admit(
+    commands: &[Sqe],
+    memory: HostMemory<'_>,
+    now: u64,
+    due: &mut [u64],
+    mut model: impl FnMut(Work, u64) -> u64,
+) {
+    for sqe in commands {
+        if let Some(due) = due.get_mut(usize::from(sqe.cid().0)) {
+            *due = due_of(sqe, memory, now, &mut model);
+        }
+    }
+}
+
+/// When a command is done: what it asks of the media, one thing after the other where it has to be.
+#[inline]
+fn due_of(
+    sqe: &Sqe,
+    memory: HostMemory<'_>,
+    now: u64,
+    model: &mut impl FnMut(Work, u64) -> u64,
+) -> u64 {
+    // Compare, Verify, Write Zeroes and Write Uncorrectable have both fields there, too.
+    let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
+    let access = match NvmOpcode(sqe.opcode()) {
+        NvmOpcode::READ | NvmOpcode::COMPARE | NvmOpcode::VERIFY => Access::Read,
+        NvmOpcode::WRITE => Access::Write,
+        // No data comes from the guest and none has to be stored: a mark in the drive's tables.
+        NvmOpcode::WRITE_ZEROES | NvmOpcode::WRITE_UNCORRECTABLE => Access::Deallocate,
+        NvmOpcode::FLUSH => Access::Flush,
+        // The store fails a command whose lists cannot be read; it does so at once.
+        NvmOpcode::DATASET_MANAGEMENT => {
+            return due_of_ranges(sqe, memory, now, model).unwrap_or(now);
+        }
+        NvmOpcode::COPY => return due_of_copy(sqe, memory, now, model).unwrap_or(now),
+        _ => return now,
+    };
+    let work = Work {
+        access,
+        slba: slba.0,
+        blocks: u64::from(nlb_z) + 1,
+    };
+    model(work, now)
+}
+
+#[cold]
+fn due_of_ranges(
+    sqe: &Sqe,
+    memory: HostMemory<'_>,
+    now: u64,
+    model: &mut impl FnMut(Work, u64) -> u64,
+) -> Result<u64, Status> {
+    let DatasetManagement { nr_z, ad, .. } = DatasetManagement::from(sqe);
+    let mut due = now;
+    // A hint that nothing is done about takes no time.
+    for index in (0..=usize::from(nr_z)).take_while(|_| ad) {
+        let DsmRange { slba, nlb, .. } = range(sqe, memory, index)?;
+        let work = Work {
+            access: Access::Deallocate,
+            slba: slba.0,
+            blocks: nlb.into(),
+        };
+        due = due.max(model(work, now));
+    }
+    Ok(due)
+}
+
+#[cold]
+fn due_of_copy(
+    sqe: &Sqe,
+    memory: HostMemory<'_>,
+    now: u64,
+    model: &mut impl FnMut(Work, u64) -> u64,
+) -> Result<u64, Status> {
+    let CopyCommand { sdlba, nr_z, .. } = CopyCommand::from(sqe);
+    let (mut read, mut blocks) = (now, 0);
+    for index in 0..=usize::from(nr_z) {
+        let CopyRange0 { slba, nlb_z, .. } = range(sqe, memory, index)?;
+        let work = Work {
+            access: Access::Read,
+            slba: slba.0,
+            blocks: u64::from(nlb_z) + 1,
+        };
+        read = read.max(model(work, now));
+        blocks += work.blocks;
+    }
+    let work = Work {
+        access: Access::Write,
+        slba: sdlba.0,
+        blocks,
+    };
+    // What is written has to be read first.
+    Ok(model(work, read))
+}

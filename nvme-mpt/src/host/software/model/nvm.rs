@@ -1,0 +1,214 @@
+//! `model = "nvm"`: a drive without erase blocks, as of phase-change memory.
+//!
+//! It has parallel units. Blocks lie on them in stripes, one after the other; a command keeps each
+//! unit that it touches busy for each stripe of its there, and waits where the unit is busy with
+//! others' stripes. A command of one stripe on an idle drive takes the latency; all units together
+//! move the bandwidth. A part of a stripe takes as long as a whole one does.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::profile::{NvmProfile, NvmRates};
+use super::time::Timebase;
+use super::{Access, Work};
+
+/// A unit, on a cache line of its own, as pollers share it.
+#[derive(Debug, Default)]
+#[repr(align(64))]
+struct Unit {
+    /// When it is done with all that it was given, in ticks.
+    free: AtomicU64,
+}
+
+impl Unit {
+    /// Keeps it busy for some ticks from `now` on, or from when it is free. Returns when it begins.
+    #[inline]
+    fn occupy(&self, now: u64, busy: u64) -> u64 {
+        let mut free = self.free.load(Ordering::Relaxed);
+        loop {
+            let start = free.max(now);
+            // A unit orders nothing but its own time.
+            match self.free.compare_exchange_weak(
+                free,
+                start.saturating_add(busy),
+                Ordering::Relaxed,
+                Ordering::Relaxed,
+            ) {
+                Ok(_) => return start,
+                Err(changed) => free = changed,
+            }
+        }
+    }
+}
+
+/// What reads or writes take, in ticks.
+#[derive(Clone, Copy, Debug)]
+struct Cost {
+    /// How long a stripe keeps its unit busy.
+    stripe: u64,
+    /// From when a unit begins with its first stripe until the command is done, less the time the
+    /// stripes take where they take longer.
+    latency: u64,
+    /// What the latency has beyond the time of one stripe.
+    beyond: u64,
+}
+
+impl Cost {
+    fn new(rates: &NvmRates, profile: &NvmProfile, timebase: Timebase) -> Self {
+        let units = u64::from(profile.units);
+        let stripe = timebase.transfer(profile.stripe.0 * units, rates.bandwidth.0);
+        let latency = timebase.of(rates.latency);
+        Self {
+            stripe,
+            latency,
+            beyond: latency.saturating_sub(stripe),
+        }
+    }
+
+    /// How long after a unit begins with a command's stripes they are done.
+    #[inline]
+    fn of_stripes(&self, busy: u64) -> u64 {
+        self.latency.max(busy + self.beyond)
+    }
+}
+
+/// The units of a drive, which all its queues share.
+#[derive(Debug)]
+pub(crate) struct NvmModel {
+    /// Logical blocks of a stripe as a power of two.
+    stripe_shift: u32,
+    read: Cost,
+    write: Cost,
+    units: Box<[Unit]>,
+}
+
+impl NvmModel {
+    /// A profile is sound when it was loaded.
+    pub(super) fn new(profile: &NvmProfile, lba_shift: u8, timebase: Timebase) -> Self {
+        let stripe_blocks = (profile.stripe.0 >> lba_shift).max(1);
+        let units = std::iter::repeat_with(Unit::default);
+        Self {
+            stripe_shift: stripe_blocks.ilog2(),
+            read: Cost::new(&profile.read, profile, timebase),
+            write: Cost::new(&profile.write, profile, timebase),
+            units: units.take(profile.units.into()).collect(),
+        }
+    }
+
+    /// When something that arrives `now` is done.
+    #[inline]
+    pub(super) fn due(&self, work: &Work, now: u64) -> u64 {
+        let cost = match work.access {
+            Access::Read => &self.read,
+            Access::Write => &self.write,
+            // It changes tables, and moves no data.
+            Access::Deallocate => return now.saturating_add(self.write.latency),
+            // Nothing that was completed is volatile.
+            Access::Flush => return now,
+        };
+        let first = work.slba >> self.stripe_shift;
+        let last = (work.slba + work.blocks.saturating_sub(1)) >> self.stripe_shift;
+        let count = self.units.len() as u64;
+        let index = first % count;
+        if first == last {
+            return self.due_of(index, cost, 1, now);
+        }
+        self.due_of_many(index, last - first + 1, cost, now)
+    }
+
+    #[inline]
+    fn due_of(&self, unit: u64, cost: &Cost, stripes: u64, now: u64) -> u64 {
+        let Some(unit) = self.units.get(unit as usize) else {
+            return now;
+        };
+        let busy = cost.stripe * stripes;
+        unit.occupy(now, busy).saturating_add(cost.of_stripes(busy))
+    }
+
+    fn due_of_many(&self, first: u64, stripes: u64, cost: &Cost, now: u64) -> u64 {
+        let count = self.units.len() as u64;
+        let (each, rest) = (stripes / count, stripes % count);
+        let mut due = now;
+        for i in 0..count.min(stripes) {
+            let stripes = each + u64::from(i < rest);
+            due = due.max(self.due_of((first + i) % count, cost, stripes, now));
+        }
+        due
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::software::model::profile::{Profile, Size};
+    use crate::host::software::model::time::Span;
+
+    /// 4 units; a stripe of 4 KiB takes a unit 4 us to read and 8 us to write.
+    fn model() -> NvmModel {
+        let rates = |latency, bandwidth| NvmRates {
+            latency: Span(latency),
+            bandwidth: Size(bandwidth),
+        };
+        let profile = NvmProfile {
+            units: 4,
+            stripe: Size(4096),
+            read: rates(10_000, 4_096_000_000),
+            write: rates(10_000, 2_048_000_000),
+        };
+        NvmModel::new(&profile, 9, Timebase::Nanoseconds)
+    }
+
+    fn work(access: Access, slba: u64, blocks: u64) -> Work {
+        Work {
+            access,
+            slba,
+            blocks,
+        }
+    }
+
+    #[test]
+    fn a_stripe_on_an_idle_drive_takes_the_latency() {
+        let model = model();
+        assert_eq!(model.due(&work(Access::Read, 0, 8), 100), 10_100);
+        assert_eq!(model.due(&work(Access::Write, 8, 8), 100), 10_100);
+        // Part of a stripe takes what a stripe takes; two parts are two stripes, on two units.
+        assert_eq!(model.due(&work(Access::Read, 23, 1), 100), 10_100);
+        assert_eq!(model.due(&work(Access::Read, 31, 2), 50_000), 60_000);
+        assert_eq!(model.due(&work(Access::Flush, 0, 0), 7), 7);
+        assert_eq!(model.due(&work(Access::Deallocate, 0, 99), 7), 10_007);
+    }
+
+    #[test]
+    fn a_unit_does_one_stripe_after_the_other() {
+        let model = model();
+        let of_unit_0 = |stripe: u64| work(Access::Read, stripe * 4 * 8, 8);
+        assert_eq!(model.due(&of_unit_0(0), 0), 10_000);
+        assert_eq!(model.due(&of_unit_0(1), 0), 14_000);
+        assert_eq!(model.due(&of_unit_0(2), 0), 18_000);
+        // The other units are idle, and this one is so later.
+        assert_eq!(model.due(&work(Access::Read, 8, 8), 0), 10_000);
+        assert_eq!(model.due(&of_unit_0(3), 12_000), 22_000);
+    }
+
+    #[test]
+    fn all_units_together_have_the_bandwidth() {
+        for (access, bandwidth) in [(Access::Read, 4.096e9), (Access::Write, 2.048e9)] {
+            let model = model();
+            // 1 MiB is 64 stripes for each unit.
+            let due = (0..100).map(|i| model.due(&work(access, i * 2048, 2048), 0));
+            let nanoseconds = due.max().expect("commands");
+            let achieved = f64::from(100 << 20) / nanoseconds as f64 * 1e9;
+            let ratio = achieved / bandwidth;
+            assert!((0.99..=1.0).contains(&ratio), "{ratio}");
+        }
+    }
+
+    #[test]
+    fn the_profile_that_comes_along_keeps_its_latency_under_load() {
+        let Profile::Nvm(profile) = Profile::named("nvm").expect("comes along");
+        let model = NvmModel::new(&profile, 9, Timebase::Nanoseconds);
+        for command in 0..profile.units.into() {
+            let due = model.due(&work(Access::Read, command * 8, 8), 0);
+            assert_eq!(due, profile.read.latency.0);
+        }
+    }
+}

@@ -1,0 +1,298 @@
+//! Profiles: what a modelled drive is like, written in TOML. `resources/drives/` has those that come
+//! along, with every field explained; they are part of the program.
+
+use std::fmt;
+use std::fs;
+use std::io;
+use std::path::Path;
+use std::str::FromStr;
+
+use serde::de::{self, Deserialize, Deserializer};
+
+use super::time::Span;
+use crate::lease::Bytes;
+
+/// The profiles that come along, by name.
+const BUILT_IN: &[(&str, &str)] = &[(
+    "nvm",
+    include_str!("../../../../../resources/drives/nvm.toml"),
+)];
+
+/// Longest profile that is read: a mistaken path must not be read for ever.
+const LONGEST: u64 = 64 << 10;
+
+/// A profile cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ProfileError {
+    /// No profile of that name comes along.
+    #[error(
+        "There is no profile `{name}`; use {}, or a path with a slash to one of your own, as in ./drive.toml",
+        names()
+    )]
+    Unknown {
+        /// What was asked for.
+        name: String,
+    },
+    /// Its file cannot be read.
+    #[error("Profile `{path}` cannot be read")]
+    Read {
+        /// The file.
+        path: String,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// It is not written as profiles are.
+    #[error(
+        "Profile `{origin}` is not one; resources/drives has examples with every field explained"
+    )]
+    Syntax {
+        /// Its name or path.
+        origin: String,
+        /// What is wrong, and where.
+        source: Box<toml::de::Error>,
+    },
+    /// A value that no drive can have.
+    #[error("Profile `{origin}`: {field} cannot be {value}; {allowed}")]
+    Value {
+        /// Its name or path.
+        origin: String,
+        /// The field.
+        field: &'static str,
+        /// Its value.
+        value: String,
+        /// What is allowed.
+        allowed: &'static str,
+    },
+}
+
+fn names() -> String {
+    let names: Vec<&str> = BUILT_IN.iter().map(|(name, _)| *name).collect();
+    names.join(", ")
+}
+
+/// A size in bytes, or bytes per second: a number with a suffix K, M, G or T (powers of 1024).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Size(pub u64);
+
+/// Reads a value that is written as text.
+fn from_text<'de, T, D>(deserializer: D) -> Result<T, D::Error>
+where
+    T: FromStr<Err: fmt::Display>,
+    D: Deserializer<'de>,
+{
+    let text = String::deserialize(deserializer)?;
+    text.parse().map_err(de::Error::custom)
+}
+
+impl<'de> Deserialize<'de> for Size {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        from_text(deserializer).map(|Bytes(bytes)| Self(bytes))
+    }
+}
+
+impl<'de> Deserialize<'de> for Span {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        from_text(deserializer)
+    }
+}
+
+/// What a modelled drive is like.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
+#[serde(tag = "model", rename_all = "lowercase")]
+pub enum Profile {
+    /// A drive without erase blocks.
+    Nvm(NvmProfile),
+}
+
+/// `model = "nvm"`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NvmProfile {
+    /// Parts that work at the same time, each on one stripe; 1 to 1024.
+    pub units: u16,
+    /// Bytes that lie together on one unit: a power of two, 4K to 1M.
+    pub stripe: Size,
+    /// What reads take.
+    pub read: NvmRates,
+    /// What writes take.
+    pub write: NvmRates,
+}
+
+/// What reads or writes take.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NvmRates {
+    /// A command of one stripe on an idle drive.
+    pub latency: Span,
+    /// All units together, in bytes per second.
+    pub bandwidth: Size,
+}
+
+/// A model's bandwidths, in bytes per second: 1 MiB/s to 1 TiB/s.
+const BANDWIDTHS: std::ops::RangeInclusive<u64> = 1 << 20..=1 << 40;
+
+impl Profile {
+    /// A profile that comes along, by its name, or another one, by a path with a slash.
+    ///
+    /// # Errors
+    /// All of [`ProfileError`].
+    pub fn load(name: &str) -> Result<Self, ProfileError> {
+        if !name.contains('/') {
+            return Self::named(name);
+        }
+        let failed = |source| ProfileError::Read {
+            path: name.to_owned(),
+            source,
+        };
+        let path = Path::new(name);
+        if fs::metadata(path).map_err(failed)?.len() > LONGEST {
+            return Err(failed(io::ErrorKind::FileTooLarge.into()));
+        }
+        Self::parse(name, &fs::read_to_string(path).map_err(failed)?)
+    }
+
+    /// A profile that comes along.
+    ///
+    /// # Errors
+    /// [`ProfileError::Unknown`].
+    pub fn named(name: &str) -> Result<Self, ProfileError> {
+        match BUILT_IN.iter().find(|(known, _)| *known == name) {
+            Some((_, text)) => Self::parse(name, text),
+            None => Err(ProfileError::Unknown {
+                name: name.to_owned(),
+            }),
+        }
+    }
+
+    /// Reads a profile; `origin` says where the text is from.
+    ///
+    /// # Errors
+    /// [`ProfileError::Syntax`] and [`ProfileError::Value`].
+    pub fn parse(origin: &str, text: &str) -> Result<Self, ProfileError> {
+        let profile: Self = toml::from_str(text).map_err(|source| ProfileError::Syntax {
+            origin: origin.to_owned(),
+            source: Box::new(source),
+        })?;
+        let checks = match &profile {
+            Self::Nvm(nvm) => nvm.check(),
+        };
+        match checks {
+            Ok(()) => Ok(profile),
+            Err(Unusable {
+                field,
+                value,
+                allowed,
+            }) => Err(ProfileError::Value {
+                origin: origin.to_owned(),
+                field,
+                value,
+                allowed,
+            }),
+        }
+    }
+}
+
+/// A value that no drive can have.
+#[derive(Debug)]
+pub(super) struct Unusable {
+    field: &'static str,
+    value: String,
+    allowed: &'static str,
+}
+
+/// Fails for a value that is not as it has to be.
+pub(super) fn require(
+    holds: bool,
+    field: &'static str,
+    value: impl fmt::Display,
+    allowed: &'static str,
+) -> Result<(), Unusable> {
+    if holds {
+        return Ok(());
+    }
+    Err(Unusable {
+        field,
+        value: value.to_string(),
+        allowed,
+    })
+}
+
+/// Fails for a bandwidth that is out of range.
+pub(super) fn require_bandwidth(field: &'static str, size: Size) -> Result<(), Unusable> {
+    let allowed = "a bandwidth is 1M to 1T bytes per second";
+    require(BANDWIDTHS.contains(&size.0), field, Bytes(size.0), allowed)
+}
+
+impl NvmProfile {
+    fn check(&self) -> Result<(), Unusable> {
+        let units = (1..=1024).contains(&self.units);
+        require(units, "units", self.units, "a drive has 1 to 1024")?;
+        let Size(stripe) = self.stripe;
+        let sound = stripe.is_power_of_two() && (4096..=1 << 20).contains(&stripe);
+        let allowed = "a stripe is a power of two, from 4K to 1M";
+        require(sound, "stripe", Bytes(stripe), allowed)?;
+        require_bandwidth("read.bandwidth", self.read.bandwidth)?;
+        require_bandwidth("write.bandwidth", self.write.bandwidth)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NVM: &str = "model = \"nvm\"\nunits = 2\nstripe = \"4K\"\n\
+        read = { latency = \"1us\", bandwidth = \"1G\" }\nwrite = { latency = \"2us\", bandwidth = \"1G\" }\n";
+
+    fn complaint(text: &str) -> String {
+        let error = Profile::parse("here", text).expect_err(text);
+        let source = std::error::Error::source(&error).map_or(String::new(), |s| s.to_string());
+        format!("{error}\n{source}")
+    }
+
+    #[test]
+    fn all_that_come_along_are_sound() {
+        for (name, _) in BUILT_IN {
+            Profile::load(name).expect(name);
+        }
+    }
+
+    #[test]
+    fn a_profile_is_read_from_a_file() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("mine.toml");
+        let name = path.to_str().expect("UTF-8");
+        assert!(matches!(
+            Profile::load(name),
+            Err(ProfileError::Read { .. })
+        ));
+        fs::write(&path, NVM).expect("written");
+        let Profile::Nvm(nvm) = Profile::load(name).expect("sound");
+        assert_eq!((nvm.units, nvm.write.latency), (2, Span(2000)));
+        fs::write(&path, vec![b'#'; LONGEST as usize + 1]).expect("written");
+        assert!(matches!(
+            Profile::load(name),
+            Err(ProfileError::Read { .. })
+        ));
+    }
+
+    #[test]
+    fn what_is_wrong_is_said() {
+        let unknown = Profile::load("optane").expect_err("unknown").to_string();
+        assert!(unknown.contains("`optane`; use nvm"), "{unknown}");
+        for (from, to, said) in [
+            (
+                "units = 2",
+                "units = 0",
+                "units cannot be 0; a drive has 1 to 1024",
+            ),
+            ("\"4K\"", "\"3K\"", "stripe cannot be 3K"),
+            ("\"1G\"", "\"1023K\"", "read.bandwidth cannot be 1023K"),
+            ("\"1us\"", "\"1\"", "\"1\" is not a time"),
+            ("units", "unit", "unknown field `unit`"),
+            ("\"nvm\"", "\"tape\"", "unknown variant `tape`"),
+        ] {
+            let complaint = complaint(&NVM.replacen(from, to, 1));
+            assert!(complaint.contains(said), "{said}: {complaint}");
+        }
+    }
+}

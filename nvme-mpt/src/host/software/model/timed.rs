@@ -1,0 +1,356 @@
+//! A queue pair whose commands complete when a model says so.
+
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::Model;
+use super::time::{Clock, HostClock};
+use super::wheel::DueWheel;
+use crate::clock::{Ticks, ticks_in};
+use crate::host::{HostCompletion, HostMemory, HostQueue};
+use crate::spec::sqe::Sqe;
+use crate::spec::status::Status;
+
+/// Times that are told apart. A completion is late by so much at most, beside what its poller takes.
+const RESOLUTION: Duration = Duration::from_nanos(250);
+
+/// A queue of a store, and a model in front of it. A command is executed at once and its completion
+/// is held back until it is due; or until the store is done with it, where that takes longer.
+#[derive(Debug)]
+pub struct TimedQueue<Q, C = HostClock> {
+    store: Q,
+    model: Arc<Model>,
+    clock: C,
+    /// Commands that were submitted and not rung in.
+    arriving: Vec<Sqe>,
+    /// When each slot's command is due.
+    due: Box<[u64]>,
+    /// How each slot's command ended that the store is done with.
+    held: Box<[HostCompletion]>,
+    wheel: DueWheel,
+    hurried: bool,
+}
+
+impl<Q: HostQueue> TimedQueue<Q> {
+    pub(crate) fn new(store: Q, model: Arc<Model>, slots: u16) -> Self {
+        Self::with_clock(store, model, slots, HostClock, ticks_in(RESOLUTION))
+    }
+
+    /// A moment before which nothing completes; `None` if nothing waits for its time.
+    #[must_use]
+    pub fn next_due(&self) -> Option<Ticks> {
+        self.wheel.next_due().map(Ticks)
+    }
+}
+
+impl<Q, C> TimedQueue<Q, C> {
+    /// Whether commands complete as soon as the store is done with them: while the queue is about to
+    /// be deleted or changed, which waits for them. A reset of a drive takes no longer for what it
+    /// has in flight.
+    pub(crate) fn hurry(&mut self, hurried: bool) {
+        self.hurried = hurried;
+    }
+}
+
+impl<Q: HostQueue, C: Clock> TimedQueue<Q, C> {
+    fn with_clock(store: Q, model: Arc<Model>, slots: u16, clock: C, resolution: u64) -> Self {
+        let room = usize::from(slots);
+        let nothing = HostCompletion {
+            slot: 0,
+            status: Status::SUCCESS,
+            dw0: 0,
+        };
+        Self {
+            store,
+            model,
+            clock,
+            arriving: Vec::with_capacity(room),
+            due: vec![0; room].into_boxed_slice(),
+            held: vec![nothing; room].into_boxed_slice(),
+            wheel: DueWheel::new(room, resolution),
+            hurried: false,
+        }
+    }
+}
+
+impl<Q: HostQueue, C: Clock> HostQueue for TimedQueue<Q, C> {
+    #[inline]
+    fn submit(&mut self, sqe: &Sqe) {
+        debug_assert!(self.arriving.len() < self.arriving.capacity());
+        self.arriving.push(*sqe);
+        self.store.submit(sqe);
+    }
+
+    #[inline]
+    fn ring(&mut self, memory: HostMemory<'_>) {
+        // Before the store has its turn, which takes time that the model counts already.
+        let now = self.clock.now();
+        let Self {
+            model,
+            arriving,
+            due,
+            ..
+        } = self;
+        model.admit(arriving, memory, now, due);
+        arriving.clear();
+        self.store.ring(memory);
+    }
+
+    #[inline]
+    fn reap(&mut self, memory: HostMemory<'_>, mut done: impl FnMut(HostCompletion)) {
+        let Self {
+            store,
+            due,
+            held,
+            wheel,
+            ..
+        } = self;
+        store.reap(memory, |completion| {
+            let slot = usize::from(completion.slot);
+            if let (Some(due), Some(held)) = (due.get(slot), held.get_mut(slot)) {
+                *held = completion;
+                wheel.insert(completion.slot.into(), *due);
+            }
+        });
+        let mut due = |slot: u32| {
+            if let Some(completion) = held.get(slot as usize) {
+                done(*completion);
+            }
+        };
+        if self.hurried {
+            wheel.drain(&mut due);
+        } else {
+            wheel.advance(self.clock.now(), &mut due);
+        }
+    }
+
+    fn wait_fd(&self) -> Option<RawFd> {
+        self.store.wait_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::rc::Rc;
+
+    use super::*;
+    use crate::dma::RegionTable;
+    use crate::host::software::model::Profile;
+    use crate::host::software::model::time::Timebase;
+    use crate::host::software::{NullStore, SoftwareQueue};
+    use crate::iova::IovaSpace;
+    use crate::shadow::ListMemory;
+    use crate::spec::ids::{CommandId, Lba};
+    use crate::spec::nvm::{CopyRange0, DsmRange, ReadWrite};
+    use crate::spec::opcode::NvmOpcode;
+    use zerocopy::IntoBytes;
+
+    /// A clock that stands still until it is moved.
+    #[derive(Clone, Debug, Default)]
+    struct VirtualClock(Rc<Cell<u64>>);
+
+    impl Clock for VirtualClock {
+        fn now(&self) -> u64 {
+            self.0.get()
+        }
+    }
+
+    struct Drive {
+        clock: VirtualClock,
+        table: RegionTable,
+        lists: ListMemory,
+        queue: TimedQueue<SoftwareQueue<NullStore>, VirtualClock>,
+    }
+
+    const PROFILE: &str = r#"
+        model = "nvm"
+        units = 2
+        stripe = "4K"
+        read = { latency = "10us", bandwidth = "1G" }
+        write = { latency = "20us", bandwidth = "1G" }
+    "#;
+
+    impl Drive {
+        fn new(slots: u16) -> Self {
+            let profile = Profile::parse("test", PROFILE).expect("sound");
+            let model = Model::with_timebase(&profile, 9, Timebase::Nanoseconds);
+            let clock = VirtualClock::default();
+            clock.0.set(1_000_000_007);
+            let space = Arc::new(IovaSpace::software());
+            Self {
+                clock: clock.clone(),
+                table: RegionTable::default(),
+                lists: ListMemory::new(&space, slots.into()).expect("memory"),
+                queue: TimedQueue::with_clock(
+                    SoftwareQueue::new(NullStore, slots),
+                    Arc::new(model),
+                    slots,
+                    clock,
+                    1,
+                ),
+            }
+        }
+
+        fn run(&mut self, commands: &[Sqe]) {
+            for sqe in commands {
+                self.queue.submit(sqe);
+            }
+            let memory = HostMemory {
+                table: &self.table,
+                lists: &self.lists,
+            };
+            self.queue.ring(memory);
+        }
+
+        fn reap(&mut self) -> Vec<u16> {
+            let mut done = Vec::new();
+            let memory = HostMemory {
+                table: &self.table,
+                lists: &self.lists,
+            };
+            self.queue.reap(memory, |completion| {
+                assert!(completion.status.is_success());
+                done.push(completion.slot);
+            });
+            done
+        }
+
+        /// Moves the clock from one due time to the next. Returns when each slot completed, in
+        /// nanoseconds from now on.
+        fn finish(&mut self) -> Vec<(u64, u16)> {
+            let begin = self.clock.now();
+            let mut done: Vec<(u64, u16)> = Vec::new();
+            loop {
+                let now = self.clock.now() - begin;
+                done.extend(self.reap().into_iter().map(|slot| (now, slot)));
+                let Some(next) = self.queue.wheel.next_due() else {
+                    return done;
+                };
+                assert!(next > self.clock.now());
+                self.clock.0.set(next);
+            }
+        }
+    }
+
+    fn command(opcode: NvmOpcode, slot: u16, slba: u64, blocks: u16) -> Sqe {
+        let mut sqe = Sqe::new(opcode.0);
+        ReadWrite {
+            slba: Lba(slba),
+            nlb_z: blocks - 1,
+            ..ReadWrite::default()
+        }
+        .write_to(&mut sqe);
+        sqe.set_cid(CommandId(slot));
+        sqe
+    }
+
+    #[test]
+    fn a_command_completes_when_it_is_due_and_not_before() {
+        let mut drive = Drive::new(4);
+        drive.run(&[
+            command(NvmOpcode::WRITE, 0, 0, 8),
+            command(NvmOpcode::READ, 1, 8, 8),
+        ]);
+        assert!(drive.reap().is_empty());
+        drive.clock.0.update(|now| now + 9_999);
+        assert!(drive.reap().is_empty());
+        drive.clock.0.update(|now| now + 1);
+        assert_eq!(drive.reap(), [1]);
+        drive.clock.0.update(|now| now + 9_999);
+        assert!(drive.reap().is_empty());
+        drive.clock.0.update(|now| now + 1);
+        assert_eq!(drive.reap(), [0]);
+        assert_eq!(drive.queue.wheel.next_due(), None);
+    }
+
+    #[test]
+    fn a_queue_that_is_to_go_waits_for_no_time() {
+        let mut drive = Drive::new(2);
+        drive.run(&[command(NvmOpcode::WRITE, 0, 0, 8)]);
+        drive.queue.hurry(true);
+        assert_eq!(drive.reap(), [0]);
+        drive.queue.hurry(false);
+        drive.clock.0.update(|now| now + 30_000);
+        drive.run(&[command(NvmOpcode::WRITE, 1, 0, 8)]);
+        assert_eq!(drive.finish(), [(20_000, 1)]);
+    }
+
+    #[test]
+    fn every_opcode_takes_its_time() {
+        for (opcode, expected) in [
+            (NvmOpcode::FLUSH, 0),
+            (NvmOpcode::READ, 10_000),
+            (NvmOpcode::COMPARE, 10_000),
+            (NvmOpcode::VERIFY, 10_000),
+            (NvmOpcode::WRITE, 20_000),
+            (NvmOpcode::WRITE_ZEROES, 20_000),
+            (NvmOpcode::WRITE_UNCORRECTABLE, 20_000),
+            // Not even a model makes the store take what it does not know.
+            (NvmOpcode(0xC0), 0),
+        ] {
+            let mut drive = Drive::new(1);
+            drive.run(&[command(opcode, 0, 16, 8)]);
+            assert_eq!(drive.finish(), [(expected, 0)], "{opcode}");
+        }
+    }
+
+    /// Puts ranges into a slot's list. Returns their address.
+    fn put<T: IntoBytes + zerocopy::Immutable>(drive: &mut Drive, ranges: &[T]) -> u64 {
+        let (list, iova) = drive.lists.of_slot(0);
+        let bytes = ranges.as_bytes();
+        list.as_mut_bytes()[..bytes.len()].copy_from_slice(bytes);
+        iova.0
+    }
+
+    #[test]
+    fn a_copy_writes_after_it_read() {
+        let mut drive = Drive::new(1);
+        let range = CopyRange0 {
+            slba: Lba(64),
+            nlb_z: 7,
+            ..CopyRange0::default()
+        };
+        let mut sqe = Sqe::new(NvmOpcode::COPY.0);
+        sqe.dptr[0] = put(&mut drive, &[range]);
+        drive.run(&[sqe]);
+        assert_eq!(drive.finish(), [(30_000, 0)]);
+    }
+
+    #[test]
+    fn only_ranges_that_are_deallocated_take_time() {
+        for (deallocate, expected) in [(0, 0), (4, 20_000)] {
+            let mut drive = Drive::new(1);
+            let range = DsmRange {
+                nlb: 8,
+                ..DsmRange::default()
+            };
+            let mut sqe = Sqe::new(NvmOpcode::DATASET_MANAGEMENT.0);
+            sqe.cdw11 = deallocate;
+            sqe.dptr[0] = put(&mut drive, &[range]);
+            drive.run(&[sqe]);
+            assert_eq!(drive.finish(), [(expected, 0)]);
+        }
+    }
+
+    #[test]
+    fn the_same_commands_take_the_same_time() {
+        let commands: Vec<Sqe> = (0..1000)
+            .map(|i: u16| {
+                let opcode = [NvmOpcode::READ, NvmOpcode::WRITE][usize::from(i.is_multiple_of(3))];
+                command(opcode, i, u64::from(i) * 7919 % 100_000, i % 64 + 1)
+            })
+            .collect();
+        let run = || {
+            let mut drive = Drive::new(1000);
+            for batch in commands.chunks(37) {
+                drive.run(batch);
+                drive.clock.0.update(|now| now + 1234);
+            }
+            drive.finish()
+        };
+        let first = run();
+        assert_eq!((first.len(), &first), (1000, &run()));
+    }
+}

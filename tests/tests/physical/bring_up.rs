@@ -1,0 +1,356 @@
+//! Drives as they differ: what is driven, what guests are told of it, and what is refused.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use nvme_mpt::host::vfio::{Backing, ControllerError};
+use nvme_mpt_tests::command::admin;
+use nvme_mpt_tests::drive::{
+    DoorbellBufferUse, Effect, Fault, Meets, ModelDrive, NamespaceOptions, ONCS_ALL, Options,
+    Resets,
+};
+use nvme_mpt_tests::identify::{IdentifyController, ONCS_DSM, ONCS_WRITE_ZEROES};
+use nvme_mpt_tests::status;
+
+use crate::common::{LEASE, LONG, Lab, Setup, open, wait_for};
+use crate::load::Load;
+
+fn small() -> Vec<NamespaceOptions> {
+    vec![NamespaceOptions::new(1, 2 * LEASE, 512)]
+}
+
+fn plain() -> Options {
+    Options {
+        namespaces: small(),
+        ..Options::default()
+    }
+}
+
+/// Two guests run verified I/O on a drive.
+#[track_caller]
+fn works(options: Options) -> IdentifyController {
+    let lab = Lab::with(options, LONG);
+    let loads: Vec<Load> = (0..2)
+        .map(|nth| Load::start(&lab, &Setup::nth(nth), 2, 12))
+        .collect();
+    let mut machines: Vec<_> = loads
+        .into_iter()
+        .map(|load| {
+            let (machine, tally) = load.finish();
+            assert_eq!((tally.interrupted, tally.failed.len()), (0, 0));
+            machine
+        })
+        .collect();
+    let machine = machines.pop().unwrap();
+    drop(machines);
+    let identity = machine.attach().identity().unwrap().clone();
+    drop(machine);
+    lab.finish();
+    identity
+}
+
+#[test]
+fn doorbells_at_any_stride() {
+    for dstrd in [0, 1, 4, 10] {
+        works(Options { dstrd, ..plain() });
+    }
+}
+
+#[test]
+fn queues_that_are_small() {
+    for entries_max in [2, 3, 16, 65536] {
+        works(Options {
+            entries_max,
+            ..plain()
+        });
+    }
+}
+
+#[test]
+fn blocks_of_4096_bytes() {
+    works(Options {
+        namespaces: vec![NamespaceOptions::new(1, 2 * LEASE, 4096)],
+        ..plain()
+    });
+}
+
+#[test]
+fn transfers_of_any_size() {
+    for mdts in [0, 1, 3, 5, 8, 9] {
+        let identity = works(Options { mdts, ..plain() });
+        assert_eq!(identity.max_transfer(), 1 << 20, "MDTS {mdts}");
+        // Commands that are split have their data by PRP.
+        assert_eq!(identity.sgl(), matches!(mdts, 0 | 8..), "MDTS {mdts}");
+    }
+}
+
+#[test]
+fn drives_with_prps_alone() {
+    let identity = works(Options {
+        sgl: false,
+        ..plain()
+    });
+    assert!(!identity.sgl());
+}
+
+#[test]
+fn drives_that_do_what_they_must_and_no_more() {
+    let identity = works(Options {
+        version: 0x1_0200,
+        oncs: 0,
+        sgl: false,
+        volatile_cache: false,
+        mdts: 5,
+        queue_pairs: 1,
+        ..plain()
+    });
+    assert_eq!((identity.oncs & ONCS_ALL, identity.vwc & 1), (0, 0));
+}
+
+#[test]
+fn what_is_offered_is_what_the_drive_does() {
+    let oncs = ONCS_DSM | ONCS_WRITE_ZEROES;
+    let identity = works(Options { oncs, ..plain() });
+    assert_eq!(identity.oncs & ONCS_ALL, oncs);
+}
+
+#[test]
+fn doorbell_buffers_of_the_drive() {
+    for (doorbell_buffer, dstrd) in [
+        (DoorbellBufferUse::Watched, 0),
+        (DoorbellBufferUse::Asked, 0),
+        (DoorbellBufferUse::Asked, 4),
+        // The doorbells do not fit the buffer's page.
+        (DoorbellBufferUse::Asked, 8),
+    ] {
+        works(Options {
+            doorbell_buffer,
+            dstrd,
+            ..plain()
+        });
+    }
+}
+
+#[test]
+fn a_watched_doorbell_buffer_spares_register_writes() {
+    let lab = Lab::with(
+        Options {
+            doorbell_buffer: DoorbellBufferUse::Watched,
+            ..plain()
+        },
+        LONG,
+    );
+    let load = Load::start(&lab, &Setup::nth(0), 1, 16);
+    let before = lab.model.counters();
+    for _ in 0..10 {
+        load.goes_on();
+    }
+    let after = lab.model.counters();
+    load.finish_undisturbed();
+    let (commands, doorbells) = (
+        after.commands - before.commands,
+        after.doorbells - before.doorbells,
+    );
+    assert!(
+        commands >= 1000 && doorbells < commands / 20,
+        "{doorbells} of {commands}"
+    );
+    lab.finish();
+}
+
+#[test]
+fn queue_pairs_are_as_many_as_there_are_or_as_bar0_has_doorbells_for() {
+    for (queue_pairs, doorbell_bytes, total) in [
+        (1, None, 1),
+        (2, None, 2),
+        (5, None, 5),
+        // Doorbells of a page: the admin queue's and seven more pairs.
+        (64, Some(4096), 63),
+    ] {
+        let options = Options {
+            queue_pairs,
+            doorbell_bytes,
+            dstrd: if doorbell_bytes.is_some() { 3 } else { 0 },
+            ..plain()
+        };
+        let lab = Lab::with(options, LONG);
+        let pairs = lab.drive.controller().queue_pairs().unwrap();
+        assert_eq!(pairs.total, total);
+        let loads: Vec<Load> = (0..2)
+            .map(|nth| Load::start(&lab, &Setup::nth(nth), 4, 8))
+            .collect();
+        let pairs = lab.drive.controller().queue_pairs().unwrap();
+        assert_eq!(pairs.exclusive + pairs.shared, total.min(8));
+        assert_eq!(lab.model.queue_pairs(), usize::from(total.min(8)));
+        for load in loads {
+            load.finish_undisturbed();
+        }
+        lab.finish();
+    }
+}
+
+#[test]
+fn namespaces_side_by_side() {
+    let options = Options {
+        namespaces: vec![
+            NamespaceOptions::new(1, LEASE, 512),
+            NamespaceOptions::new(3, LEASE, 4096),
+            // One that has metadata is left alone.
+            NamespaceOptions {
+                metadata: 8,
+                ..NamespaceOptions::new(7, LEASE, 512)
+            },
+        ],
+        queue_pairs: 2,
+        mdts: 5,
+        ..plain()
+    };
+    let lab = Lab::with(options, LONG);
+    let namespaces = lab.drive.controller().namespaces();
+    let seen: Vec<_> = namespaces.iter().map(|n| (n.nsid.0, n.lba_shift)).collect();
+    assert_eq!(seen, [(1, 9), (3, 12)]);
+    let other = crate::function::Lab {
+        drive: lab.drive.sibling(Some(namespaces[1].nsid)).unwrap(),
+        ..crate::function::Lab::of(lab.drive.clone())
+    };
+    lab.model.poke(7, 0, &[0x77; 512]);
+    let loads = [
+        Load::start(&lab, &Setup::nth(0), 2, 16),
+        Load::start(&other, &Setup::nth(0), 2, 16),
+    ];
+    for load in loads {
+        load.goes_on();
+        load.finish_undisturbed();
+    }
+    drop(other);
+    assert_eq!(lab.model.peek(7, 0, 1), [0x77; 512]);
+    lab.finish();
+}
+
+/// Why a drive cannot be used.
+#[track_caller]
+fn refused(options: Options, prepare: impl Fn(&ModelDrive)) -> ControllerError {
+    let model = ModelDrive::start(options);
+    prepare(&model);
+    let error = open(&model, LONG).expect_err("a drive that cannot be used");
+    assert!(model.is_released(), "{error}");
+    model.judgement().unwrap();
+    assert_eq!(model.model_iommu().mapped(), 0);
+    error
+}
+
+#[test]
+fn drives_that_cannot_be_used_are_given_back() {
+    let fails = |opcode, code| {
+        let fault = Fault::once(Meets::Admin(opcode), Effect::Fail(code, true));
+        move |model: &ModelDrive| model.inject(fault.clone())
+    };
+    let nothing = |_: &ModelDrive| {};
+    let error = refused(
+        Options {
+            mpsmin: 1,
+            ..plain()
+        },
+        nothing,
+    );
+    assert!(matches!(
+        error,
+        ControllerError::MemoryPageSize { min: 8192 }
+    ));
+    let error = refused(
+        Options {
+            command_sets: 1 << 7,
+            ..plain()
+        },
+        nothing,
+    );
+    assert!(matches!(error, ControllerError::NoNvmCommandSet));
+    let error = refused(plain(), ModelDrive::vanish);
+    assert!(matches!(error, ControllerError::Gone), "{error}");
+    let error = refused(plain(), |model| model.set_resets(Resets::NeverReady));
+    assert!(
+        matches!(error, ControllerError::NotInTime { .. }),
+        "{error}"
+    );
+    let error = refused(plain(), fails(admin::IDENTIFY, status::INTERNAL_ERROR));
+    assert!(matches!(error, ControllerError::Admin { .. }), "{error}");
+    let error = refused(plain(), fails(admin::SET_FEATURES, status::INTERNAL_ERROR));
+    assert!(matches!(error, ControllerError::Admin { .. }), "{error}");
+    let error = refused(plain(), |model| model.model_iommu().refuse_maps(true));
+    assert!(matches!(error, ControllerError::Memory(_)), "{error}");
+    let error = refused(
+        Options {
+            namespaces: vec![NamespaceOptions {
+                metadata: 64,
+                ..NamespaceOptions::new(1, LEASE, 4096)
+            }],
+            ..plain()
+        },
+        nothing,
+    );
+    assert!(
+        matches!(error, ControllerError::Namespace { .. }),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_drive_that_was_left_enabled_is_begun_anew() {
+    let model = ModelDrive::start(plain());
+    // As a crash leaves it: enabled, with queues somewhere.
+    model.set_bus_master(true).unwrap();
+    let memory = Arc::new(nvme_mpt::memory::Mapping::anonymous(8192).unwrap());
+    let iommu = model.iommu();
+    iommu
+        .map(0x1000, &memory, nvme_mpt::memory::Access::ReadWrite)
+        .unwrap();
+    model.write32(0x24, 0x1F_001F);
+    model.write64(0x28, 0x1000);
+    model.write64(0x30, 0x2000);
+    model.write32(0x14, 0x46_0001);
+    wait_for("CSTS.RDY", || model.read32(0x1C) == 1);
+    let drive = open(&model, LONG).unwrap();
+    iommu.unmap(0x1000, 8192).unwrap();
+    assert_eq!(model.counters().disables, 1);
+    drop(drive);
+    wait_for("the drive's release", || model.is_released());
+    model.judgement().unwrap();
+    assert_eq!(model.counters().shutdowns, 1);
+}
+
+#[test]
+fn a_drive_may_take_its_time() {
+    let lab = Lab::with(
+        Options {
+            reset_time: Duration::from_millis(700),
+            timeout: 2,
+            ..plain()
+        },
+        LONG,
+    );
+    Load::start(&lab, &Setup::nth(0), 1, 4).finish_undisturbed();
+    lab.finish();
+}
+
+#[test]
+fn memory_that_cannot_be_mapped_is_refused_and_nothing_else_is_lost() {
+    let lab = Lab::with(plain(), LONG);
+    let load = Load::start(&lab, &Setup::nth(0), 1, 4);
+    lab.model.model_iommu().refuse_maps(true);
+    let region = nvme_mpt_tests::memory::GuestMemory::new(&[(0, 1 << 20)]).unwrap();
+    let window = nvme_mpt::DmaWindow::new(lab.drive.controller().iova_space().clone());
+    let refused = window.map(nvme_mpt::MemoryRegion {
+        gpa: nvme_mpt::Gpa(0),
+        len: 1 << 20,
+        fd: region.fd().try_clone_to_owned().unwrap(),
+        offset: 0,
+        readable: true,
+        writable: true,
+    });
+    assert!(matches!(refused, Err(nvme_mpt::DmaError::Iommu { .. })));
+    lab.model.model_iommu().refuse_maps(false);
+    load.goes_on();
+    load.finish_undisturbed();
+    drop(window);
+    lab.finish();
+}

@@ -1,0 +1,95 @@
+//! Drives, and functions on them: what every test begins with and how it ends.
+
+use std::ops::Deref;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nvme_mpt::host::Incidents;
+use nvme_mpt::host::vfio::{ControllerError, ControllerOptions, VfioController};
+use nvme_mpt::{Drive, DrivePath};
+use nvme_mpt_tests::drive::{ModelDrive, NamespaceOptions, Options};
+
+pub(crate) use crate::function::*;
+
+/// How long the drive may take for a command in tests of what happens when it takes longer.
+pub(crate) const SHORT: Duration = Duration::from_millis(300);
+
+/// How long it may take elsewhere: the machine may be busy.
+pub(crate) const LONG: Duration = Duration::from_secs(30);
+
+/// A drive and its controller in use, with what functions share to use it.
+pub(crate) struct Lab {
+    lab: crate::function::Lab,
+    /// The drive itself.
+    pub(crate) model: Arc<ModelDrive>,
+}
+
+impl Deref for Lab {
+    type Target = crate::function::Lab;
+
+    fn deref(&self) -> &Self::Target {
+        &self.lab
+    }
+}
+
+/// Takes a drive into use.
+pub(crate) fn open(
+    model: &Arc<ModelDrive>,
+    deadline: Duration,
+) -> Result<Arc<Drive>, ControllerError> {
+    let controller = VfioController::open(model.clone(), ControllerOptions { deadline })?;
+    let path = "0000:01:00.0".parse().expect("an address");
+    Ok(Drive::new(path, controller, None).expect("a namespace"))
+}
+
+impl Lab {
+    /// A drive of some size, for tests that are run on other kinds of drives as well. They keep no hold
+    /// of it, so it judges by itself when it is given back.
+    pub(crate) fn new(path: &str, lba_size: u32) -> Self {
+        let Ok(DrivePath::Memory(bytes)) = path.parse() else {
+            panic!("{path} says no size");
+        };
+        let options = Options {
+            namespaces: vec![NamespaceOptions::new(1, bytes, lba_size)],
+            judge_on_release: true,
+            ..Options::default()
+        };
+        Self::with(options, LONG)
+    }
+
+    /// A drive, and how long it may take for a command.
+    pub(crate) fn with(options: Options, deadline: Duration) -> Self {
+        let model = ModelDrive::start(options);
+        let drive = open(&model, deadline).unwrap();
+        Self {
+            lab: crate::function::Lab::of(drive),
+            model,
+        }
+    }
+
+    /// Another drive, served by the same pollers.
+    pub(crate) fn beside(&self, options: Options, deadline: Duration) -> Self {
+        let mut other = Self::with(options, deadline);
+        other.lab.pollers = self.lab.pollers.clone();
+        other
+    }
+
+    /// What went wrong with the drive so far.
+    pub(crate) fn incidents(&self) -> Incidents {
+        self.drive.controller().incidents()
+    }
+
+    /// Gives the drive back, as the last of its users, and has it judge.
+    #[track_caller]
+    pub(crate) fn finish(self) {
+        let Self { lab, model } = self;
+        drop(lab);
+        // A poller may be the last that holds the drive.
+        wait_for("the drive's release", || model.is_released());
+        if let Err(complaint) = model.judgement() {
+            panic!("{complaint}");
+        }
+        assert!(!model.is_enabled(), "the drive was given back enabled");
+        assert_eq!(model.model_iommu().mapped(), 0, "memory stays mapped");
+    }
+}

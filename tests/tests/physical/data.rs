@@ -1,0 +1,205 @@
+//! Data through the whole way, against a model of what a namespace must answer: random commands, split
+//! and shared.
+
+use nvme_mpt_tests::disk::{Disk, Transfer};
+use nvme_mpt_tests::drive::{DoorbellBufferUse, NamespaceOptions, ONCS_ALL, Options};
+use nvme_mpt_tests::identify::ONCS_COPY;
+use nvme_mpt_tests::model::{Limits, Model, Op};
+use nvme_mpt_tests::rng::Rng;
+use proptest::prelude::*;
+use proptest::test_runner::TestCaseError;
+
+use crate::common::{LEASE, LONG, Lab, Setup};
+use crate::load::Load;
+
+/// A drive, and how guests use it.
+#[derive(Clone, Copy, Debug)]
+struct Variant {
+    lba_size: u32,
+    mdts: u8,
+    queue_pairs: u16,
+    entries_max: u32,
+    doorbell_buffer: DoorbellBufferUse,
+    /// The order in which the drive completes commands.
+    seed: Option<u64>,
+    parallel: usize,
+    poll: &'static str,
+    /// Bytes of the largest transfer.
+    transfer: u32,
+}
+
+fn variants() -> impl Strategy<Value = Variant> {
+    let select = |values: &[u32]| prop::sample::select(values.to_vec());
+    (
+        (
+            select(&[512, 4096]),
+            select(&[0, 1, 2, 5, 8]),
+            select(&[1, 2, 8]),
+        ),
+        (
+            select(&[2, 5, 64, 1024]),
+            any::<Option<u64>>(),
+            select(&[1, 4, 256]),
+        ),
+        prop::sample::select(vec![
+            DoorbellBufferUse::None,
+            DoorbellBufferUse::Watched,
+            DoorbellBufferUse::Asked,
+        ]),
+        prop::sample::select(vec!["shared", "dedicated", "shared:busy"]),
+        select(&[32 << 10, 32 << 10, 1 << 20]),
+    )
+        .prop_map(|(drive, more, doorbell_buffer, poll, transfer)| Variant {
+            lba_size: drive.0,
+            mdts: drive.1 as u8,
+            queue_pairs: drive.2 as u16,
+            entries_max: more.0,
+            seed: more.1,
+            parallel: more.2 as usize,
+            doorbell_buffer,
+            poll,
+            transfer,
+        })
+}
+
+/// A layout of data from any number.
+fn layout(number: u32, disk_takes_sgl: bool) -> Transfer {
+    match number % 4 {
+        0 => Transfer::Prp { offset: 0 },
+        3 if disk_takes_sgl => Transfer::Sgl {
+            piece: 12_288,
+            per_segment: 4 + (number / 16 % 100) as usize,
+        },
+        _ => Transfer::Prp {
+            offset: 4 * (number / 16 % 1024) as usize,
+        },
+    }
+}
+
+fn run(variant: Variant, steps: &[([u64; 4], u32)]) -> Result<(), TestCaseError> {
+    let options = Options {
+        namespaces: vec![NamespaceOptions::new(1, 2 * LEASE, variant.lba_size)],
+        mdts: variant.mdts,
+        queue_pairs: variant.queue_pairs,
+        entries_max: variant.entries_max,
+        doorbell_buffer: variant.doorbell_buffer,
+        seed: variant.seed,
+        parallel: variant.parallel,
+        ..Options::default()
+    };
+    let lab = Lab::with(options, LONG);
+    // Somebody who has the same queue pairs in use, and must not be confused with it.
+    let neighbour = Load::start(&lab, &Setup::nth(0).poll(variant.poll), 1, 6);
+    let machine = lab.machine(&Setup::nth(1).poll(variant.poll));
+    let (controller, mut disk) = machine.disk();
+    let sgl = controller.identity().unwrap().sgl();
+    let limits = Limits::of(&disk, variant.transfer / variant.lba_size);
+    let mut model = Model::new(limits, true);
+    let fail = |mismatch| TestCaseError::fail(format!("{variant:?}: {mismatch}"));
+    for &(words, number) in steps {
+        disk.transfer = layout(number, sgl);
+        model
+            .step(&mut disk, &Op::choose(words, &limits))
+            .map_err(fail)?;
+    }
+    disk.transfer = Transfer::Prp { offset: 0 };
+    model.verify_all(&mut disk).map_err(fail)?;
+    neighbour.finish_undisturbed();
+    drop((disk, controller, machine));
+    lab.finish();
+    Ok(())
+}
+
+proptest! {
+    // Each case brings a drive up and runs dozens of commands.
+    #![proptest_config(ProptestConfig { cases: 24, max_shrink_iters: 60, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn commands_do_what_the_model_says(
+        variant in variants(),
+        steps in prop::collection::vec((any::<[u64; 4]>(), any::<u32>()), 1..60),
+    ) {
+        run(variant, &steps)?;
+    }
+}
+
+#[test]
+fn data_is_where_the_lease_has_it_on_the_drive() {
+    let options = Options {
+        namespaces: vec![NamespaceOptions::new(1, 4 * LEASE, 512)],
+        mdts: 3,
+        ..Options::default()
+    };
+    let lab = Lab::with(options, LONG);
+    let machine = lab.machine(&Setup::nth(2));
+    let (_controller, mut disk) = machine.disk();
+    let bytes: Vec<u8> = (0..1 << 20).map(|at| (at / 5) as u8).collect();
+    disk.transfer = Transfer::Prp { offset: 8 };
+    disk.write(10, &bytes).unwrap();
+    let first = 2 * LEASE / 512;
+    assert!(lab.model.peek(1, first + 10, 2048) == bytes);
+    let beside = [
+        lab.model.peek(1, 0, first + 10),
+        lab.model.peek(1, first + 2058, 8),
+    ];
+    assert!(beside.concat().iter().all(|byte| *byte == 0));
+    lab.model.poke(1, (2 * LEASE) as usize, &[0xAB; 512]);
+    assert_eq!(disk.read(0, 1).unwrap(), [0xAB; 512]);
+    drop((disk, _controller, machine));
+    lab.finish();
+}
+
+#[test]
+fn guests_on_few_queue_pairs_have_their_own_data() {
+    for (queue_pairs, mdts, entries_max) in [(1, 0, 1024), (1, 3, 8), (2, 5, 64)] {
+        let options = Options {
+            queue_pairs,
+            mdts,
+            entries_max,
+            namespaces: vec![NamespaceOptions::new(1, 4 * LEASE, 512)],
+            ..Options::default()
+        };
+        let lab = Lab::with(options, LONG);
+        let loads: Vec<Load> = (0..4)
+            .map(|nth| Load::start(&lab, &Setup::nth(nth), 2, 16))
+            .collect();
+        let pairs = lab.drive.controller().queue_pairs().unwrap();
+        assert_eq!((pairs.shared, pairs.total), (queue_pairs, queue_pairs));
+        for load in &loads {
+            load.goes_on();
+        }
+        for load in loads {
+            load.finish_undisturbed();
+        }
+        lab.finish();
+    }
+}
+
+#[test]
+fn drives_without_some_commands_still_agree_with_the_model() {
+    let options = Options {
+        oncs: ONCS_ALL & !ONCS_COPY,
+        no_data_limit: 2,
+        ..Options::default()
+    };
+    let lab = Lab::with(options, LONG);
+    let machine = lab.machine(&Setup::nth(0));
+    let (_controller, mut disk) = machine.disk();
+    // 16 KiB at once.
+    let limits = Limits::of(&disk, 32);
+    let mut model = Model::new(limits, true);
+    let mut rng = Rng::new(11);
+    let mut step = |disk: &mut Disk| {
+        let op = Op::choose(std::array::from_fn(|_| rng.next_u64()), &limits);
+        if !matches!(op, Op::Copy { .. })
+            && let Err(mismatch) = model.step(disk, &op)
+        {
+            panic!("{mismatch}");
+        }
+    };
+    for _ in 0..1000 {
+        step(&mut disk);
+    }
+    drop((disk, _controller, machine));
+    lab.finish();
+}

@@ -1,0 +1,425 @@
+//! What goes wrong with drives, under load from several guests: every command completes once, none is
+//! lost, and guests go on as if nothing had been, or hear of it at once.
+
+use std::time::Duration;
+
+use nvme_mpt::host::Incidents;
+use nvme_mpt_tests::command::{Sqe, admin, io};
+use nvme_mpt_tests::drive::{
+    Aborts, Counters, Effect, Fault, Meets, NamespaceOptions, Options, Resets,
+};
+use nvme_mpt_tests::status::{
+    INTERNAL_ERROR, INVALID_NAMESPACE, NAMESPACE_NOT_READY, SUCCESS, WRITE_FAULT,
+};
+
+use crate::common::bystander::Bystander;
+use crate::common::{HANG, LEASE, LONG, Lab, SHORT, Setup, queue_pair, status, wait_for};
+use crate::load::{Load, Tally};
+
+/// Two queue pairs, so that three guests share them, and commands that are split.
+fn scarce() -> Options {
+    Options {
+        queue_pairs: 2,
+        mdts: 4,
+        namespaces: vec![NamespaceOptions::new(1, 4 * LEASE, 512)],
+        ..Options::default()
+    }
+}
+
+/// A pair for every queue, and commands as they are.
+fn ample() -> Options {
+    Options {
+        mdts: 0,
+        ..scarce_with(16)
+    }
+}
+
+fn scarce_with(queue_pairs: u16) -> Options {
+    Options {
+        queue_pairs,
+        ..scarce()
+    }
+}
+
+/// What was counted in the end.
+struct Outcome {
+    tally: Tally,
+    drive: Counters,
+    incidents: Incidents,
+}
+
+/// Three guests, two queues each, under load while something goes wrong that the drive or its driver
+/// gets over: afterwards they go on.
+#[track_caller]
+fn survives(options: Options, deadline: Duration, fail: impl Fn(&Lab, &[Load])) -> Outcome {
+    let lab = Lab::with(options, deadline);
+    let loads: Vec<Load> = (0..3)
+        .map(|nth| Load::start(&lab, &Setup::nth(nth), 2, 12))
+        .collect();
+    fail(&lab, &loads);
+    for load in &loads {
+        load.goes_on();
+    }
+    let mut sum = Tally::default();
+    for load in loads {
+        let (_, tally) = load.finish();
+        assert_eq!(tally.failed, [], "{tally:?}");
+        sum.submitted += tally.submitted;
+        sum.completed += tally.completed;
+        sum.interrupted += tally.interrupted;
+    }
+    let (drive, incidents) = (lab.model.counters(), lab.incidents());
+    assert!(!incidents.gone);
+    lab.finish();
+    Outcome {
+        tally: sum,
+        drive,
+        incidents,
+    }
+}
+
+/// Injects a fault and waits until commands have met it.
+#[track_caller]
+fn met(lab: &Lab, fault: Fault) {
+    let until = lab.model.counters().faults_met + fault.times;
+    lab.model.inject(fault);
+    wait_for("the fault", || lab.model.counters().faults_met >= until);
+}
+
+/// Waits for resets, as the drive's driver counts them.
+#[track_caller]
+fn resets(lab: &Lab, count: u64) {
+    wait_for("a reset", || lab.incidents().resets >= count);
+    wait_for("the drive to be ready again", || {
+        lab.model.counters().enables > count
+    });
+}
+
+#[test]
+fn lost_commands_are_aborted_and_sent_again() {
+    for options in [scarce(), ample()] {
+        let outcome = survives(options, SHORT, |lab, _| {
+            for opcode in [io::READ, io::WRITE, io::READ] {
+                met(
+                    lab,
+                    Fault::once(Meets::IoOpcode(opcode), Effect::Lose).times(2),
+                );
+            }
+            wait_for("six aborts", || lab.model.counters().aborts >= 6);
+        });
+        assert_eq!(outcome.incidents.aborts, outcome.drive.aborts);
+        assert_eq!(outcome.incidents.timeouts, outcome.drive.aborts);
+        // Parts of one command are interrupted together.
+        assert!((1..=outcome.drive.aborts).contains(&outcome.tally.interrupted));
+    }
+}
+
+#[test]
+fn lost_commands_whose_abort_fails_are_ended_by_a_reset() {
+    for options in [scarce(), ample()] {
+        let outcome = survives(options, SHORT, |lab, _| {
+            lab.model.set_aborts(Aborts::Fail);
+            met(lab, Fault::once(Meets::Io, Effect::Lose).after(50));
+            resets(lab, 1);
+            lab.model.heal();
+        });
+        assert!(outcome.tally.interrupted >= 1 && outcome.drive.aborts >= 1);
+    }
+}
+
+#[test]
+fn an_abort_that_is_lost_ends_in_a_reset() {
+    let outcome = survives(scarce(), SHORT, |lab, _| {
+        lab.model.set_aborts(Aborts::Hang);
+        met(lab, Fault::once(Meets::Io, Effect::Lose));
+        resets(lab, 1);
+        lab.model.heal();
+    });
+    assert!(outcome.tally.interrupted >= 1);
+}
+
+#[test]
+fn slow_commands_within_the_deadline_are_let_be() {
+    let outcome = survives(scarce(), LONG, |lab, _| {
+        let slow = Effect::Delay(Duration::from_millis(150));
+        met(lab, Fault::once(Meets::Io, slow).times(20));
+    });
+    assert_eq!(outcome.incidents, Incidents::default());
+    assert_eq!(outcome.tally.interrupted, 0);
+}
+
+#[test]
+fn commands_that_complete_while_they_are_aborted_complete_once() {
+    // Around the deadline, so that Abort and completion meet in every order.
+    let outcome = survives(ample(), SHORT, |lab, loads| {
+        for late in [SHORT, SHORT + Duration::from_millis(60), 2 * SHORT] {
+            met(lab, Fault::once(Meets::Io, Effect::Delay(late)).times(8));
+            loads[0].goes_on();
+        }
+    });
+    assert!(outcome.incidents.timeouts > 0, "{:?}", outcome.incidents);
+}
+
+#[test]
+fn fatal_status_ends_in_a_reset() {
+    for options in [scarce(), ample()] {
+        let outcome = survives(options, LONG, |lab, loads| {
+            for round in 1..=3 {
+                met(lab, Fault::once(Meets::Io, Effect::Fatal).after(20 * round));
+                resets(lab, round);
+                loads[1].goes_on();
+            }
+        });
+        assert_eq!(outcome.incidents.resets, 3);
+        assert_eq!((outcome.drive.disables, outcome.drive.enables), (3, 4));
+        assert!(outcome.tally.interrupted >= 3);
+    }
+}
+
+#[test]
+fn a_drive_that_does_nothing_more_is_reset() {
+    let outcome = survives(scarce(), SHORT, |lab, loads| {
+        met(lab, Fault::once(Meets::Io, Effect::Hang).after(33));
+        resets(lab, 1);
+        loads[2].is_interrupted();
+    });
+    assert!(outcome.incidents.resets >= 1);
+}
+
+#[test]
+fn a_drive_that_is_ready_only_after_a_function_level_reset() {
+    let outcome = survives(scarce(), LONG, |lab, _| {
+        lab.model.set_resets(Resets::NeverReady);
+        lab.model.fail();
+        resets(lab, 1);
+        wait_for("a function level reset", || {
+            lab.model.counters().function_resets > 0
+        });
+    });
+    assert_eq!(outcome.drive.function_resets, 1);
+    assert_eq!(outcome.incidents.resets, 1);
+}
+
+#[test]
+fn resets_take_their_time_and_nobody_is_lost() {
+    let options = Options {
+        reset_time: Duration::from_millis(300),
+        ..scarce()
+    };
+    let outcome = survives(options, LONG, |lab, loads| {
+        lab.model.fail();
+        resets(lab, 1);
+        loads.iter().for_each(Load::goes_on);
+        // A guest that comes and one that goes while the drive is not there.
+        lab.model.fail();
+        let late = Load::start(lab, &Setup::nth(3), 2, 4);
+        late.finish();
+        loads[0].goes_on();
+    });
+    assert_eq!(outcome.incidents.resets, 2);
+}
+
+#[test]
+fn completions_that_nobody_asked_for_are_dropped() {
+    for effect in [
+        Effect::CompleteTwice,
+        Effect::CompleteUnknown,
+        Effect::Garbage,
+    ] {
+        for options in [scarce(), ample()] {
+            let outcome = survives(options, LONG, |lab, loads| {
+                for _ in 0..5 {
+                    met(lab, Fault::once(Meets::Io, effect).times(10));
+                    loads[0].goes_on();
+                }
+            });
+            assert_eq!(outcome.tally.interrupted, 0, "{effect:?}");
+        }
+    }
+}
+
+#[test]
+fn errors_reach_the_guest_that_they_are_for() {
+    let lab = Lab::with(scarce(), LONG);
+    let load = Load::start(&lab, &Setup::nth(0), 2, 12);
+    let machine = lab.machine(&Setup::nth(1));
+    let mut controller = machine.attach();
+    let mut queue = queue_pair(&mut controller, 1, 16);
+    let first = LEASE / 512;
+    let fail = |at: u64, code, dnr| {
+        let blocks = first + at..first + at + 1;
+        lab.model
+            .inject(Fault::once(Meets::Blocks(blocks), Effect::Fail(code, dnr)));
+    };
+    fail(5, WRITE_FAULT, true);
+    let zeroes = Sqe::write_zeroes(1, 5, 1, false);
+    assert_eq!(status(&mut queue, zeroes), WRITE_FAULT);
+    assert_eq!(status(&mut queue, zeroes), SUCCESS);
+    fail(6, NAMESPACE_NOT_READY, false);
+    let verify = Sqe::verify(1, 6, 1);
+    let completion = queue.submit_and_wait(verify, HANG).unwrap().status();
+    assert_eq!(completion.code(), NAMESPACE_NOT_READY);
+    assert!(!completion.do_not_retry());
+    // Of the parts of a split command, one fails: the whole does, and so do no others.
+    let data = machine.memory.alloc(1 << 20).unwrap();
+    let prepared = nvme_mpt_tests::prp::buffer(&data, 0, 1 << 20).unwrap();
+    for part in [0, 7, 15] {
+        fail(1000 + part * 128, WRITE_FAULT, true);
+        let write = Sqe::write(1, 1000, 2048).with_data(prepared.pointer);
+        assert_eq!(status(&mut queue, write), WRITE_FAULT, "part {part}");
+        assert_eq!(status(&mut queue, write), SUCCESS);
+    }
+    load.finish_undisturbed();
+    drop((queue, controller, machine));
+    lab.finish();
+}
+
+/// Guests of a drive that is gone for good: every command completes, with an error that is not to be
+/// tried again, and nobody hangs.
+#[track_caller]
+fn ends(
+    options: Options,
+    deadline: Duration,
+    end: impl Fn(&Lab),
+) -> (Lab, Vec<crate::function::Machine>) {
+    let lab = Lab::with(options, deadline);
+    let loads: Vec<Load> = (0..3)
+        .map(|nth| Load::start(&lab, &Setup::nth(nth), 2, 12))
+        .collect();
+    end(&lab);
+    for load in &loads {
+        load.fails();
+    }
+    let machines = loads
+        .into_iter()
+        .map(|load| {
+            let (machine, tally) = load.finish();
+            let known = [INTERNAL_ERROR, INVALID_NAMESPACE];
+            assert!(
+                tally.failed.iter().all(|code| known.contains(code)),
+                "{tally:?}"
+            );
+            machine
+        })
+        .collect();
+    assert!(lab.incidents().gone);
+    (lab, machines)
+}
+
+/// The same drive's guests after it is gone: their controllers can be reset, their commands fail.
+#[track_caller]
+fn is_buried((lab, machines): (Lab, Vec<crate::function::Machine>)) {
+    for machine in &machines {
+        let mut controller = machine.attach();
+        controller.identify_namespace(1).unwrap();
+        match controller.create_queue_pair(1, &nvme_mpt_tests::controller::QueueOptions::polled(16))
+        {
+            Ok(mut queue) => assert_ne!(status(&mut queue, Sqe::flush(1)), SUCCESS),
+            Err(error) => assert!(error.completion().is_some(), "{error}"),
+        }
+    }
+    assert!(lab.model.is_released());
+    lab.model.judgement().unwrap();
+    drop(machines);
+    let model = lab.model.clone();
+    drop(lab);
+    wait_for("the memory to be given back", || {
+        model.model_iommu().mapped() == 0
+    });
+}
+
+#[test]
+fn a_drive_that_is_pulled_out_fails_its_guests_and_no_others() {
+    for options in [scarce(), ample()] {
+        let other = Lab::with(Options::default(), LONG);
+        let bystander = Bystander::start(&other, &Setup::nth(0));
+        let lab = other.beside(options, LONG);
+        let loads: Vec<Load> = (0..3)
+            .map(|nth| Load::start(&lab, &Setup::nth(nth), 2, 12))
+            .collect();
+        lab.model.vanish();
+        let machines: Vec<_> = loads
+            .into_iter()
+            .map(|load| {
+                load.fails();
+                load.finish().0
+            })
+            .collect();
+        bystander.goes_on();
+        is_buried((lab, machines));
+        bystander.finish();
+        other.finish();
+    }
+}
+
+#[test]
+fn a_drive_that_goes_with_a_command() {
+    is_buried(ends(scarce(), LONG, |lab| {
+        met(lab, Fault::once(Meets::Io, Effect::Vanish).after(77));
+    }));
+}
+
+#[test]
+fn a_drive_that_the_host_wants_back_is_released() {
+    is_buried(ends(ample(), LONG, |lab| {
+        lab.model.request_removal();
+        wait_for("the release", || lab.model.is_released());
+        assert!(!lab.model.is_enabled());
+    }));
+}
+
+#[test]
+fn a_drive_that_never_comes_back_is_given_up() {
+    is_buried(ends(scarce(), SHORT, |lab| {
+        lab.model.set_resets(Resets::Broken);
+        lab.model.fail();
+    }));
+}
+
+#[test]
+fn a_drive_that_goes_while_it_is_reset() {
+    let options = Options {
+        reset_time: Duration::from_millis(400),
+        ..scarce()
+    };
+    is_buried(ends(options, LONG, |lab| {
+        lab.model.fail();
+        resets_begin(lab);
+        lab.model.vanish();
+    }));
+}
+
+#[track_caller]
+fn resets_begin(lab: &Lab) {
+    wait_for("a reset", || lab.incidents().resets >= 1);
+}
+
+#[test]
+fn a_drive_that_forgets_queues_after_a_reset_is_given_up() {
+    is_buried(ends(scarce(), LONG, |lab| {
+        let fail = Effect::Fail(INTERNAL_ERROR, true);
+        lab.model
+            .inject(Fault::once(Meets::Admin(admin::CREATE_SQ), fail).times(u64::MAX));
+        lab.model.fail();
+    }));
+}
+
+#[test]
+fn admin_commands_that_are_lost_end_in_a_reset() {
+    let outcome = survives(scarce(), LONG, |lab, loads| {
+        met(
+            lab,
+            Fault::once(Meets::Admin(admin::GET_LOG_PAGE), Effect::Lose).times(0),
+        );
+        lab.model
+            .inject(Fault::once(Meets::Admin(admin::GET_LOG_PAGE), Effect::Lose));
+        lab.drive
+            .controller()
+            .smart_health()
+            .expect_err("no answer");
+        resets(lab, 1);
+        loads[0].goes_on();
+        assert!(lab.drive.controller().smart_health().unwrap().is_some());
+    });
+    assert_eq!(outcome.incidents.resets, 1);
+}

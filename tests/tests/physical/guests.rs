@@ -1,0 +1,199 @@
+//! Guests that go with commands at the drive: no DMA reaches memory that was given back, and what the
+//! drive does with their commands is nobody else's.
+
+use std::time::Duration;
+
+use nvme_mpt_tests::command::Sqe;
+use nvme_mpt_tests::drive::{Effect, Fault, Meets, NamespaceOptions, Options};
+use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory, PAGE_SIZE, Region};
+use nvme_mpt_tests::prp;
+use nvme_mpt_tests::queue::QueuePair;
+use nvme_mpt_tests::registers::CSTS;
+use nvme_mpt_tests::status::SUCCESS;
+
+use crate::common::{LEASE, LONG, Lab, Machine, SHORT, Setup, queue_pair, status, wait_for};
+use crate::load::Load;
+
+const DEPTH: u16 = 32;
+const LEN: usize = 64 << 10;
+/// What the guest's memory holds for its next owner.
+const MARK: u8 = 0x6B;
+
+fn options(queue_pairs: u16) -> Options {
+    Options {
+        queue_pairs,
+        mdts: 3,
+        namespaces: vec![NamespaceOptions::new(1, 4 * LEASE, 512)],
+        ..Options::default()
+    }
+}
+
+/// Reads that the drive takes its time for.
+struct Reads {
+    /// What the guest's driver holds; the function lives as long as it does.
+    driver: Option<(QueuePair, Vec<(DmaBuffer, prp::Prepared)>)>,
+    memory: GuestMemory,
+    /// All that the drive and the function could write to.
+    ranges: Vec<(u64, usize)>,
+}
+
+impl Reads {
+    /// Leaves reads at the drive, which has them when this returns.
+    fn start(lab: &Lab, machine: &Machine, effect: Effect) -> Self {
+        let mut controller = machine.attach();
+        let mut queue = queue_pair(&mut controller, 1, 64);
+        assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
+        let buffers: Vec<_> = (0..DEPTH)
+            .map(|_| {
+                let buffer = machine.memory.alloc(LEN).unwrap();
+                let prepared = prp::buffer(&buffer, 0, LEN).unwrap();
+                (buffer, prepared)
+            })
+            .collect();
+        // The drive's commands are of 32 KiB: two of each of the guest's.
+        let met = lab.model.counters().faults_met + 8;
+        let first = 3 * LEASE / 512;
+        let blocks = Meets::Blocks(first..first + LEASE / 512);
+        lab.model
+            .inject(Fault::once(blocks, effect).times(u64::MAX));
+        for (cid, (_, prepared)) in (0..DEPTH).zip(&buffers) {
+            let blocks = (LEN / 512) as u32;
+            let sqe = Sqe::read(1, u64::from(cid) * u64::from(blocks), blocks);
+            assert!(queue.push(&sqe.with_cid(cid).with_data(prepared.pointer)));
+        }
+        queue.ring();
+        wait_for("reads at the drive", || {
+            lab.model.counters().faults_met >= met
+        });
+        let data = buffers.iter().map(|(buffer, _)| buffer);
+        let written = data.chain([queue.cq.memory()]);
+        Self {
+            ranges: written.map(|buffer| (buffer.gpa(), buffer.len())).collect(),
+            memory: machine.memory.clone(),
+            driver: Some((queue, buffers)),
+        }
+    }
+
+    /// The memory is somebody else's now.
+    fn mark(&self) {
+        for &(gpa, len) in &self.ranges {
+            self.memory.write(gpa, &vec![MARK; len]).unwrap();
+        }
+    }
+
+    #[track_caller]
+    fn check(&self, what: &str) {
+        for &(gpa, len) in &self.ranges {
+            let mut bytes = vec![0; len];
+            self.memory.read(gpa, &mut bytes).unwrap();
+            let marked = bytes.iter().all(|byte| *byte == MARK);
+            assert!(marked, "{what}: {gpa:#x} was written afterwards");
+        }
+    }
+}
+
+/// How a guest goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Goes {
+    Disabled,
+    FunctionLevelReset,
+    FunctionReset,
+    Dead,
+}
+
+const WAYS: [Goes; 4] = [
+    Goes::Disabled,
+    Goes::FunctionLevelReset,
+    Goes::FunctionReset,
+    Goes::Dead,
+];
+
+/// A guest goes with reads at the drive, beside others under load on the same queue pairs.
+fn goes(queue_pairs: u16, deadline: Duration, effect: Effect) {
+    let lab = Lab::with(options(queue_pairs), deadline);
+    // Something to be read, so that a read that comes late is seen.
+    lab.model
+        .poke(1, 3 * LEASE as usize, &vec![0x99; LEASE as usize]);
+    let loads: Vec<Load> = (0..2)
+        .map(|nth| Load::start(&lab, &Setup::nth(nth), 2, 8))
+        .collect();
+    for way in WAYS {
+        let machine = lab.machine(&Setup::nth(3));
+        let mut reads = Reads::start(&lab, &machine, effect);
+        let mut left = None;
+        match way {
+            Goes::Disabled => {
+                // Its driver clears CC.EN and waits for CSTS.RDY, as long as that may take.
+                let bar = machine.bar();
+                bar.write32(0x14, 0);
+                wait_for("CSTS.RDY to be cleared", || bar.read32(CSTS) & 1 == 0);
+                left = Some(machine);
+            }
+            Goes::FunctionLevelReset => {
+                machine.function_level_reset();
+                left = Some(machine);
+            }
+            Goes::FunctionReset => {
+                drop(machine.function().reset());
+                left = Some(machine);
+            }
+            Goes::Dead => {
+                let driver = reads.driver.take();
+                let gone = std::thread::spawn(move || drop((driver, machine)));
+                wait_for("the machine's end", || gone.is_finished());
+                gone.join().unwrap();
+            }
+        }
+        let what = format!("{way:?}, {effect:?}, {queue_pairs} queue pairs");
+        reads.mark();
+        lab.model.heal();
+        for load in &loads {
+            load.goes_on();
+        }
+        reads.check(&what);
+        // Whoever has the lease next finds it, and the drive, in order.
+        drop((reads, left));
+        let next = lab.machine(&Setup::nth(3));
+        let (_controller, mut disk) = next.disk();
+        assert_eq!(disk.read(0, 8).unwrap(), vec![0x99; PAGE_SIZE], "{what}");
+    }
+    for load in loads {
+        load.finish();
+    }
+    lab.finish();
+}
+
+#[test]
+fn guests_go_while_the_drive_is_slow() {
+    let slow = Effect::Delay(Duration::from_millis(400));
+    goes(8, LONG, slow);
+    goes(1, LONG, slow);
+}
+
+#[test]
+fn guests_go_while_the_drive_has_lost_their_commands() {
+    goes(8, SHORT, Effect::Lose);
+    goes(1, SHORT, Effect::Lose);
+}
+
+#[test]
+fn memory_is_given_back_once_the_drive_is_done_with_it() {
+    let lab = Lab::with(options(2), LONG);
+    let machine = lab.machine(&Setup::nth(3));
+    let reads = Reads::start(&lab, &machine, Effect::Delay(Duration::from_millis(500)));
+    // The one that holds the data: the first that had room.
+    let &(data, _) = reads.ranges.first().unwrap();
+    let regions = machine.memory.regions();
+    let inside = |region: &&Region| (region.gpa..region.gpa + region.len).contains(&data);
+    let region = regions.iter().find(inside).unwrap();
+    // Returns when no command in flight names the region any more.
+    machine.unmap(region);
+    for &(gpa, len) in reads.ranges.iter().filter(|(gpa, _)| *gpa >= region.gpa) {
+        machine.memory.write(gpa, &vec![MARK; len]).unwrap();
+    }
+    lab.model.heal();
+    Load::start(&lab, &Setup::nth(0), 2, 8).finish_undisturbed();
+    reads.check("unmapped");
+    drop((reads, machine));
+    lab.finish();
+}

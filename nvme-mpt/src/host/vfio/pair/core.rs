@@ -9,13 +9,13 @@
 //!    window](super::governor) allows. What counts is what goes to the drive: the child of a
 //!    command that is split, not the command.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::flight::{Flight, Flights, Landing};
-use super::governor::{Class, Governor, WINDOW_MAX, Window};
+use super::governor::{Class, Governor, Window};
 use super::member::{Member, Waiting};
 use super::rings::{PairDoorbells, Rings};
+use super::sharing::Sharing;
 use super::split::data_len;
 use super::stats::PairStats;
 use crate::clock::Ticks;
@@ -38,29 +38,6 @@ enum State {
     Dead(Status),
 }
 
-/// Who was here last, to tell whether somebody is alone.
-#[derive(Clone, Copy, Debug, Default)]
-struct Presence {
-    last: u16,
-    last_seen: Ticks,
-    /// When somebody else than the last one was here.
-    other_seen: Ticks,
-}
-
-impl Presence {
-    fn note(&mut self, member: u16, now: Ticks) {
-        if self.last != member {
-            self.other_seen = self.last_seen;
-            self.last = member;
-        }
-        self.last_seen = now;
-    }
-
-    fn is_alone(&self, now: Ticks, presence: u64) -> bool {
-        self.other_seen == Ticks::default() || now.since(self.other_seen) > presence
-    }
-}
-
 /// What the members of a queue pair share.
 #[derive(Debug)]
 pub(super) struct Core {
@@ -70,13 +47,8 @@ pub(super) struct Core {
     max_transfer: u64,
     members: Vec<Option<Box<Member>>>,
     count: usize,
-    /// Members that may have commands waiting, in the order of their turns.
-    turns: VecDeque<u16>,
-    /// What heavy members have in flight, as far as the window bounds it.
-    heavy_bytes: u64,
-    presence: Presence,
+    sharing: Sharing,
     state: State,
-    governor: Arc<Governor>,
     stats: PairStats,
 }
 
@@ -90,11 +62,8 @@ impl Core {
             max_transfer,
             members: Vec::new(),
             count: 0,
-            turns: VecDeque::new(),
-            heavy_bytes: 0,
-            presence: Presence::default(),
+            sharing: Sharing::new(governor),
             state: State::Running,
-            governor,
             stats: PairStats::default(),
         }
     }
@@ -109,7 +78,7 @@ impl Core {
         }
         self.members[number] = member;
         self.count += 1;
-        self.turns.reserve(self.members.len());
+        self.sharing.turns.reserve(self.members.len());
         number as u16
     }
 
@@ -128,7 +97,8 @@ impl Core {
         {
             self.count -= 1;
         }
-        self.turns.retain(|turn| *turn != number);
+        self.sharing.turns.retain(|turn| *turn != number);
+        self.tell_waiting();
     }
 
     #[inline]
@@ -218,9 +188,7 @@ impl Core {
         let is_shared = self.count > 1;
         let Self {
             members,
-            turns,
-            presence,
-            governor,
+            sharing,
             stats,
             ..
         } = self;
@@ -241,7 +209,7 @@ impl Core {
             .unwrap_or(0);
         if !is_shared || Class::is_heavy(outstanding, longest) {
             // For some time: between two bursts nobody becomes light.
-            member.heavy_until = Ticks(now.0.saturating_add(governor.presence() / 10));
+            member.heavy_until = Ticks(now.0.saturating_add(sharing.governor.presence() / 10));
         }
         let is_light = now > member.heavy_until && member.waiting.is_empty();
         for sqe in staged {
@@ -276,13 +244,10 @@ impl Core {
         if !member.in_turn {
             member.in_turn = true;
             member.deficit = 0;
-            turns.push_back(number);
+            sharing.turns.push_back(number);
         }
         if is_shared {
-            presence.note(number, now);
-            if is_light {
-                governor.light_arrived(now);
-            }
+            sharing.arrived(number, is_light, now);
         }
         self.dispatch(now);
     }
@@ -290,7 +255,7 @@ impl Core {
     /// Whether commands may be waiting for [`Self::dispatch`].
     #[inline]
     pub(super) fn may_dispatch(&self) -> bool {
-        self.state == State::Running && !self.turns.is_empty()
+        self.state == State::Running && !self.sharing.turns.is_empty()
     }
 
     /// Gives the drive what waits, as far as it may have it now.
@@ -298,44 +263,45 @@ impl Core {
         if !self.may_dispatch() {
             return;
         }
-        for place in 0..self.turns.len() {
-            let number = self.turns[place];
+        for place in 0..self.sharing.turns.len() {
+            let number = self.sharing.turns[place];
             while let Some((class, weight)) = self.next(number)
                 && class != Class::HEAVY
                 && self.launch(number, weight, now)
             {}
         }
         self.dispatch_heavy(now);
+        self.tell_waiting();
         self.rings.ring();
+    }
+
+    fn tell_waiting(&mut self) {
+        let is_waiting = self.state == State::Running && !self.sharing.turns.is_empty();
+        self.sharing.tell_waiting(is_waiting);
     }
 
     /// Deficit round robin among the heavy members.
     fn dispatch_heavy(&mut self, now: Ticks) {
-        let window = self.window(now);
-        // Light members find room in the drive, even while heavy ones fill it.
-        let reserve = if self.count > 1 {
-            usize::from(self.flights.room() / 16)
+        let (window, reserve) = if self.count > 1 {
+            // Light members find room in the drive, even while heavy ones fill it.
+            let reserve = usize::from(self.flights.room() / 16);
+            (self.sharing.window(now), reserve)
         } else {
-            0
+            (Window::Open, 0)
         };
-        while let Some(&number) = self.turns.front() {
+        while let Some(&number) = self.sharing.turns.front() {
             let Some((class, weight)) = self.next(number) else {
-                self.turns.pop_front();
+                self.sharing.turns.pop_front();
                 if let Some(member) = self.member(number) {
                     member.in_turn = false;
                 }
                 continue;
             };
-            let has_room = match window {
-                Window::Open => true,
-                Window::Bytes(bytes) => self.heavy_bytes == 0 || self.heavy_bytes + weight <= bytes,
-                Window::Closed => false,
-            };
             // A light member's command is here only if the drive's queue is full.
-            if class != Class::HEAVY || !has_room || self.flights.free() <= reserve {
+            if class != Class::HEAVY || self.flights.free() <= reserve {
                 return;
             }
-            let is_only_one = self.turns.len() == 1;
+            let is_only_one = self.sharing.turns.len() == 1;
             let Some(member) = self.member(number) else {
                 return;
             };
@@ -345,28 +311,19 @@ impl Core {
                 } else {
                     member.deficit + QUANTUM
                 };
-                self.turns.rotate_left(1);
+                self.sharing.turns.rotate_left(1);
                 continue;
             }
-            member.deficit -= weight;
+            if !self.sharing.has_room(window, weight, now) {
+                return;
+            }
+            if let Some(member) = self.member(number) {
+                member.deficit -= weight;
+            }
             if !self.launch(number, weight, now) {
                 return;
             }
         }
-    }
-
-    /// What heavy members may have in flight.
-    fn window(&self, now: Ticks) -> Window {
-        if self.count == 1 {
-            return Window::Open;
-        }
-        let window = self.governor.window(now);
-        let is_alone = || self.presence.is_alone(now, self.governor.presence());
-        // Without a bound, turns would be taken within the drive, by who submits most.
-        if window == Window::Open && !is_alone() {
-            return Window::Bytes(WINDOW_MAX);
-        }
-        window
     }
 
     #[inline]
@@ -380,7 +337,7 @@ impl Core {
             rings,
             flights,
             members,
-            heavy_bytes,
+            sharing,
             stats,
             ..
         } = self;
@@ -413,7 +370,7 @@ impl Core {
         sqe.set_cid(cid);
         rings.push(&sqe);
         if class == Class::HEAVY {
-            *heavy_bytes += weight;
+            sharing.launched(weight);
         }
         stats.children += u64::from(child.is_some());
         true
@@ -480,9 +437,10 @@ impl Core {
     ) -> Option<HostCompletion> {
         let slot = flight.slot;
         if flight.class == Class::HEAVY {
-            self.heavy_bytes -= u64::from(flight.weight);
+            self.sharing.landed(flight.weight);
         } else if let Some(now) = now {
-            self.governor
+            self.sharing
+                .governor
                 .light_completed(flight.class, flight.arrived, now);
         }
         let Some(child) = flight.child else {
@@ -514,6 +472,7 @@ impl Core {
     pub(super) fn stop(&mut self) {
         if self.state == State::Running {
             self.state = State::Stopped;
+            self.tell_waiting();
         }
     }
 
@@ -550,6 +509,7 @@ impl Core {
     pub(super) fn kill(&mut self, status: Status) {
         self.fail_in_flight(status);
         self.state = State::Dead(status);
+        self.tell_waiting();
         for member in self.members.iter_mut().flatten() {
             for waiting in member.waiting.drain(..) {
                 member.done.push(failed(&waiting.sqe, status));

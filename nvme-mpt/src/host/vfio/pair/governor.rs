@@ -4,16 +4,20 @@
 //!
 //! A member is *light* while it has few and small commands outstanding ([`Class::of`]); its commands
 //! go to the drive at once. All others are *heavy*: of those, a queue pair has at most the *window*
-//! in flight, and at least one command. How large the window may be depends on the drive: one that
+//! in flight; where that is less than a command, the drive's queue pairs take turns at having one.
+//! How large the window may be depends on the drive: one that
 //! works serially makes a light command wait for all that is in front of it, a parallel one does
 //! not until its channels are full. So the window follows what light members see:
 //!
 //! - **Alone.** Every ten seconds, at a light command's arrival, heavy members pause for some light
 //!   commands (for 50 ms at most): the median latency of those is what light members see alone.
-//! - **Together.** A light command that takes more than 9/4 of that makes the window smaller by a
-//!   quarter; one that does not makes it larger by 1/512. So one in about 150 finds the window too
-//!   large, and the 99th percentile stays within the bound.
+//! - **Together.** Of every eight light commands, the median is compared with that. Beyond 1.9 times
+//!   as long, the window shrinks in proportion; else it grows by a thirty-second. The median, not
+//!   the slowest: drives have slow commands of their own, which are no reason to let them idle.
 //! - **Nobody light.** A second after the last light command the window is as large as it gets.
+//!
+//! On a serial drive the window ends up at one command, which keeps such a drive as busy as many
+//! would; on a parallel one, about where its channels are full.
 //!
 //! There is one governor per drive, as a drive's queue pairs share its channels.
 
@@ -25,7 +29,13 @@ use crate::clock::{Ticks, ticks_in};
 use crate::spec::opcode::NvmOpcode;
 
 /// The largest window: what keeps any drive busy.
-pub(super) const WINDOW_MAX: u64 = 4 << 20;
+pub(super) const WINDOW_MAX: u64 = 8 << 20;
+
+/// The window that the first light member finds. It doubles until it proves too large.
+const WINDOW_FIRST: u64 = 64 << 10;
+
+/// How much longer than alone light commands may take, in 256ths.
+const LONGER: u64 = 256 * 19 / 10;
 
 /// Most commands that a light member has outstanding, and most bytes of each.
 const LIGHT_COMMANDS: u32 = 4;
@@ -79,6 +89,12 @@ pub(super) enum Window {
     Closed,
 }
 
+/// No number of a queue pair.
+const NOBODY: u64 = u64::MAX;
+
+/// Light commands, alone, that a turn of a queue pair at exceeding the window lasts.
+const TURN: u64 = 8;
+
 /// Times, in ticks.
 #[derive(Clone, Copy, Debug)]
 struct Times {
@@ -95,15 +111,15 @@ struct Times {
 /// Samples of a measurement that still meet what was in flight when the pause began.
 const PROBE_SETTLES: u32 = 4;
 
-/// Samples of a measurement that count.
-const PROBE_SAMPLES: usize = 8;
+/// Light commands whose median counts.
+const SAMPLES: usize = 8;
 
 /// Light commands while heavy members pause.
 #[derive(Debug)]
 struct Probe {
     began: Ticks,
     settling: u32,
-    samples: [(u8, u64); PROBE_SAMPLES],
+    samples: [(u8, u64); SAMPLES],
     count: usize,
 }
 
@@ -112,8 +128,21 @@ struct State {
     /// Median latency alone, in ticks, of each kind; 0 if it is not known.
     alone: [u64; KINDS],
     probe: Option<Probe>,
-    /// When the window last became smaller: what arrived before is no news.
-    shrunk: Ticks,
+    /// How much longer than alone the last light commands took, in 256ths.
+    longer: [u64; SAMPLES],
+    count: usize,
+    /// When the window last changed: what arrived before tells nothing of it.
+    changed: Ticks,
+    ramp: Ramp,
+}
+
+/// Whether the window is still looked for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Ramp {
+    #[default]
+    Unstarted,
+    Doubling,
+    Found,
 }
 
 /// What the queue pairs of one drive agree on about sharing it.
@@ -127,6 +156,14 @@ pub struct Governor {
     pause_until: AtomicU64,
     /// When the latency alone is measured next.
     next_probe: AtomicU64,
+    /// Queue pairs there were.
+    pairs: AtomicU64,
+    /// Which of them, by the lowest bits of their numbers, have heavy members waiting.
+    waiting: AtomicU64,
+    /// The number of the pair that has a command beyond the window.
+    beyond: AtomicU64,
+    /// How long a pair's turn at that lasts, in ticks.
+    turn: AtomicU64,
     state: Mutex<State>,
 }
 
@@ -156,8 +193,53 @@ impl Governor {
             light_until: AtomicU64::new(0),
             pause_until: AtomicU64::new(0),
             next_probe: AtomicU64::new(0),
+            pairs: AtomicU64::new(0),
+            waiting: AtomicU64::new(0),
+            beyond: AtomicU64::new(NOBODY),
+            turn: AtomicU64::new(ticks),
             state: Mutex::default(),
         }
+    }
+
+    /// A number for another queue pair.
+    pub(super) fn register(&self) -> u64 {
+        self.pairs.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Whether heavy members of a queue pair wait.
+    pub(super) fn waiting(&self, pair: u64, is_waiting: bool) {
+        let bit = 1 << (pair % 64);
+        if is_waiting {
+            self.waiting.fetch_or(bit, Ordering::Relaxed);
+        } else {
+            self.waiting.fetch_and(!bit, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether a queue pair may have one command beyond the window now; if so, nobody else may until
+    /// [`Self::keep_window`].
+    pub(super) fn exceed_window(&self, pair: u64, now: Ticks) -> bool {
+        let own = 1 << (pair % 64);
+        let waiting = self.waiting.load(Ordering::Relaxed) | own;
+        // Turns by the clock: who completes a command would always be the first to try again.
+        let turn = now.0 / self.turn.load(Ordering::Relaxed).max(1);
+        let mut rest = waiting;
+        for _ in 0..turn % u64::from(waiting.count_ones()) {
+            rest &= rest - 1;
+        }
+        let is_its_turn = rest & rest.wrapping_neg() == own;
+        is_its_turn
+            && self
+                .beyond
+                .compare_exchange(NOBODY, pair, Ordering::Relaxed, Ordering::Relaxed)
+                .is_ok()
+    }
+
+    /// A queue pair has no command beyond the window any more.
+    pub(super) fn keep_window(&self, pair: u64) {
+        let _ = self
+            .beyond
+            .compare_exchange(pair, NOBODY, Ordering::Relaxed, Ordering::Relaxed);
     }
 
     /// How long somebody counts as present after the last command, in ticks.
@@ -197,7 +279,7 @@ impl Governor {
         state.probe = Some(Probe {
             began: now,
             settling: PROBE_SETTLES,
-            samples: [(0, 0); PROBE_SAMPLES],
+            samples: [(0, 0); SAMPLES],
             count: 0,
         });
         let until = now.0.saturating_add(self.times.pause);
@@ -214,7 +296,7 @@ impl Governor {
             if !over && arrived >= probe.began && !probe.take(kind, latency) {
                 return;
             }
-            if over || probe.count == PROBE_SAMPLES {
+            if over || probe.count == SAMPLES {
                 self.end_probe(&mut state);
             }
             return;
@@ -226,16 +308,34 @@ impl Governor {
             self.next_probe.fetch_min(soon, Ordering::Relaxed);
             return;
         }
-        let window = self.window.load(Ordering::Relaxed);
-        if latency > alone / 4 * 9 {
-            if arrived >= state.shrunk {
-                state.shrunk = now;
-                self.window.store(window - window / 4, Ordering::Relaxed);
-            }
-        } else {
-            let window = (window + window / 512 + 32).min(WINDOW_MAX);
-            self.window.store(window, Ordering::Relaxed);
+        if arrived < state.changed {
+            return;
         }
+        let count = state.count;
+        state.longer[count] = (latency << 8) / alone;
+        state.count += 1;
+        if state.count == SAMPLES {
+            state.count = 0;
+            state.changed = now;
+            self.adapt(&mut state);
+        }
+    }
+
+    /// Makes the window what the last light commands tell.
+    fn adapt(&self, state: &mut State) {
+        state.longer.sort_unstable();
+        let longer = state.longer[SAMPLES / 2];
+        let window = self.window.load(Ordering::Relaxed);
+        let next = if longer > LONGER {
+            state.ramp = Ramp::Found;
+            // By no more than that at once: some of it was the window's last size.
+            (window * LONGER / longer).max(window / 8)
+        } else if state.ramp == Ramp::Doubling {
+            2 * window
+        } else {
+            window + window / 32 + 512
+        };
+        self.window.store(next.min(WINDOW_MAX), Ordering::Relaxed);
     }
 
     fn end_probe(&self, state: &mut State) {
@@ -243,8 +343,13 @@ impl Governor {
         let Some(probe) = state.probe.take() else {
             return;
         };
+        state.count = 0;
+        if state.ramp == Ramp::Unstarted {
+            state.ramp = Ramp::Doubling;
+            self.window.store(WINDOW_FIRST, Ordering::Relaxed);
+        }
         for (kind, alone) in state.alone.iter_mut().enumerate() {
-            let mut latencies = [0; PROBE_SAMPLES];
+            let mut latencies = [0; SAMPLES];
             let mut count = 0;
             for (of, latency) in &probe.samples[..probe.count] {
                 if usize::from(*of) == kind {
@@ -257,6 +362,8 @@ impl Governor {
                 *alone = latencies[count / 2].max(1);
             }
         }
+        let longest = state.alone.iter().max().copied().unwrap_or(0);
+        self.turn.store(TURN * longest.max(1), Ordering::Relaxed);
     }
 }
 

@@ -15,6 +15,7 @@ mod governor;
 mod member;
 mod queue;
 mod rings;
+mod sharing;
 mod split;
 mod stats;
 #[cfg(test)]

@@ -4,6 +4,7 @@ mod control;
 mod drive;
 mod members;
 mod property;
+mod sharing;
 
 use super::VfioQueue;
 use crate::clock::Ticks;

@@ -49,7 +49,7 @@ fn op() -> impl Strategy<Value = Op> {
             }),
         4 => (0..3_usize).prop_map(Op::Reap),
         4 => Just(Op::Fetch),
-        8 => (any::<prop::sample::Index>(), prop::bool::weighted(0.1))
+        8 => (any::<prop::sample::Index>(), prop::bool::weighted(0.2))
             .prop_map(|(index, fails)| Op::Complete(index, fails)),
         1 => any::<prop::sample::Index>().prop_map(Op::Abort),
         1 => Just(Op::Stop),
@@ -253,7 +253,7 @@ impl World {
                 let status = if *fails {
                     // One that tells which part failed.
                     Status::new(crate::spec::status::StatusCodeType::VENDOR_SPECIFIC, {
-                        (self.now / MILLISECOND) as u8
+                        (self.now / (MILLISECOND / 10)) as u8
                     })
                 } else {
                     Status::SUCCESS

@@ -1,0 +1,133 @@
+//! Who is next, and how much of the drive heavy members of this queue pair may fill.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::governor::{Governor, WINDOW_MAX, Window};
+use crate::clock::Ticks;
+
+/// Who was here last, to tell whether somebody is alone.
+#[derive(Clone, Copy, Debug, Default)]
+struct Presence {
+    last: u16,
+    last_seen: Ticks,
+    /// When somebody else than the last one was here.
+    other_seen: Ticks,
+}
+
+impl Presence {
+    fn note(&mut self, member: u16, now: Ticks) {
+        if self.last != member {
+            self.other_seen = self.last_seen;
+            self.last = member;
+        }
+        self.last_seen = now;
+    }
+
+    fn is_alone(&self, now: Ticks, presence: u64) -> bool {
+        self.other_seen == Ticks::default() || now.since(self.other_seen) > presence
+    }
+}
+
+/// What a queue pair knows of how its members share it.
+#[derive(Debug)]
+pub(super) struct Sharing {
+    pub(super) governor: Arc<Governor>,
+    /// The pair's number at the governor.
+    number: u64,
+    /// Members that may have commands waiting, in the order of their turns.
+    pub(super) turns: VecDeque<u16>,
+    /// What heavy members have in flight, as far as the window bounds it.
+    heavy_bytes: u64,
+    /// Whether that is the one command beyond the window that the drive has of all its pairs.
+    beyond_window: bool,
+    /// Whether the governor knows that heavy members wait here.
+    is_waiting: bool,
+    presence: Presence,
+}
+
+impl Sharing {
+    pub(super) fn new(governor: Arc<Governor>) -> Self {
+        Self {
+            number: governor.register(),
+            governor,
+            turns: VecDeque::new(),
+            heavy_bytes: 0,
+            beyond_window: false,
+            is_waiting: false,
+            presence: Presence::default(),
+        }
+    }
+
+    /// A member has submitted something, a light one if `is_light`.
+    pub(super) fn arrived(&mut self, member: u16, is_light: bool, now: Ticks) {
+        self.presence.note(member, now);
+        if is_light {
+            self.governor.light_arrived(now);
+        }
+    }
+
+    /// What heavy members may have in flight.
+    pub(super) fn window(&self, now: Ticks) -> Window {
+        let window = self.governor.window(now);
+        let is_alone = || self.presence.is_alone(now, self.governor.presence());
+        // Without a bound, turns would be taken within the drive, by who submits most.
+        if window == Window::Open && !is_alone() {
+            return Window::Bytes(WINDOW_MAX);
+        }
+        window
+    }
+
+    /// Whether the window has room for so many bytes more.
+    pub(super) fn has_room(&mut self, window: Window, weight: u64, now: Ticks) -> bool {
+        match window {
+            Window::Open => true,
+            Window::Closed => false,
+            Window::Bytes(bytes) if self.heavy_bytes + weight <= bytes => true,
+            Window::Bytes(_) => {
+                // One command always: of all the drive's pairs together, in turn.
+                if self.heavy_bytes == 0 && !self.beyond_window {
+                    self.beyond_window = self.governor.exceed_window(self.number, now);
+                }
+                self.heavy_bytes == 0 && self.beyond_window
+            }
+        }
+    }
+
+    /// The drive got something of a heavy member.
+    pub(super) fn launched(&mut self, weight: u64) {
+        self.heavy_bytes += weight;
+    }
+
+    /// The drive has completed something of a heavy member.
+    pub(super) fn landed(&mut self, weight: u32) {
+        self.heavy_bytes -= u64::from(weight);
+        self.keep_window();
+    }
+
+    /// Nothing here exceeds the window any more, if nothing is in flight.
+    fn keep_window(&mut self) {
+        if self.heavy_bytes == 0 && self.beyond_window {
+            self.beyond_window = false;
+            self.governor.keep_window(self.number);
+        }
+    }
+
+    /// Tells the governor whether heavy members wait here.
+    pub(super) fn tell_waiting(&mut self, is_waiting: bool) {
+        if self.is_waiting != is_waiting {
+            self.is_waiting = is_waiting;
+            self.governor.waiting(self.number, is_waiting);
+        }
+        if !is_waiting {
+            self.keep_window();
+        }
+    }
+}
+
+impl Drop for Sharing {
+    fn drop(&mut self) {
+        self.governor.waiting(self.number, false);
+        self.governor.keep_window(self.number);
+    }
+}

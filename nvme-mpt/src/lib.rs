@@ -5,8 +5,7 @@
 //! shadow queue translates the guest's commands and passes them to a queue of the [host
 //! controller](host).
 //!
-//! What it does not do: it knows no PCI configuration space, no admin queue and no hypervisor.
-//! It does not drive physical drives yet, only files, block devices and memory.
+//! What it does not do: it knows no guest's PCI configuration space or admin queue, and no hypervisor.
 
 pub mod address;
 pub mod attachment;

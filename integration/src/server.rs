@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use serde::Deserialize;
 use thiserror::Error;
 
+use crate::lab::inside;
 use crate::process::{self, ProcessError, Supervised};
 use crate::progress::Step;
 
@@ -65,11 +66,14 @@ pub enum ServerError {
     },
 }
 
-/// Builds the `nvme-mpt` command and returns where it lies.
+/// Builds the `nvme-mpt` command and returns where it lies. Inside the lab, it is there.
 ///
 /// # Errors
 /// If it doesn't build.
 pub fn build() -> Result<PathBuf, ProcessError> {
+    if inside::is_inside() {
+        return Ok(inside::brought("nvme-mpt"));
+    }
     let step = Step::start("Building nvme-mpt");
     process::run(
         Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
@@ -349,6 +353,8 @@ pub struct Stats {
 pub struct DriveStats {
     /// What it was opened by, such as its PCI address.
     pub path: String,
+    /// Its I/O queue pairs; `None` if it has as many as anybody wants.
+    pub queue_pairs: Option<QueuePairStats>,
     /// Commands that did not complete within their deadline.
     pub timeouts: u64,
     /// Abort commands for such commands.
@@ -357,6 +363,17 @@ pub struct DriveStats {
     pub resets: u64,
     /// Whether it failed for good or was removed.
     pub gone: bool,
+}
+
+/// How the I/O queue pairs of a drive are used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+pub struct QueuePairStats {
+    /// What the drive has.
+    pub total: u16,
+    /// What one queue has to itself.
+    pub exclusive: u16,
+    /// What several queues share.
+    pub shared: u16,
 }
 
 /// One function's counters.

@@ -9,7 +9,7 @@ use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use super::DemoError;
+use super::{DemoError, host};
 use crate::guest::Guest;
 use crate::guest::fio::{Fio, FioError};
 
@@ -39,11 +39,22 @@ impl Range {
     }
 }
 
+/// Where the drive's data is.
+#[derive(Debug)]
+enum Place {
+    /// In the server's memory, where only the guests can look.
+    Memory,
+    /// In a file or block device.
+    File(PathBuf),
+    /// On a physical drive: this is its PCI address. The host looks through its own driver, before the
+    /// drive is served and after.
+    Function(String),
+}
+
 /// A drive, divided among guests.
 #[derive(Debug)]
 pub(super) struct Layout {
-    /// `None`: in the server's memory, where only the guests can look.
-    file: Option<PathBuf>,
+    place: Place,
     size: u64,
     ranges: Vec<Range>,
 }
@@ -51,7 +62,7 @@ pub(super) struct Layout {
 impl Layout {
     pub(super) fn in_memory(size: u64, guests: u32) -> Result<Self, DemoError> {
         Ok(Self {
-            file: None,
+            place: Place::Memory,
             size,
             ranges: divide(size, guests)?,
         })
@@ -71,7 +82,22 @@ impl Layout {
         }
         let path = std::fs::canonicalize(path).map_err(at)?;
         Ok(Self {
-            file: Some(path),
+            place: Place::File(path),
+            size,
+            ranges: divide(size, guests)?,
+        })
+    }
+
+    /// A physical drive that the host's own driver has.
+    pub(super) fn on_function(address: &str, guests: u32) -> Result<Self, DemoError> {
+        let path = host::block_device(address)?;
+        let at = |source| DemoError::File {
+            path: path.clone(),
+            source,
+        };
+        let size = open(&path)?.seek(SeekFrom::End(0)).map_err(at)?;
+        Ok(Self {
+            place: Place::Function(address.to_owned()),
             size,
             ranges: divide(size, guests)?,
         })
@@ -79,9 +105,27 @@ impl Layout {
 
     /// The drive as the option string has it.
     pub(super) fn drive(&self) -> String {
-        match &self.file {
-            Some(path) => path.display().to_string(),
-            None => format!("memory:{}", self.size),
+        match &self.place {
+            Place::Memory => format!("memory:{}", self.size),
+            Place::File(path) => path.display().to_string(),
+            Place::Function(address) => address.clone(),
+        }
+    }
+
+    /// The PCI address of a physical drive.
+    pub(super) fn function(&self) -> Option<&str> {
+        match &self.place {
+            Place::Function(address) => Some(address),
+            Place::Memory | Place::File(_) => None,
+        }
+    }
+
+    /// Where the host can read and write the drive's data, while nobody serves it.
+    fn path(&self) -> Result<Option<PathBuf>, DemoError> {
+        match &self.place {
+            Place::Memory => Ok(None),
+            Place::File(path) => Ok(Some(path.clone())),
+            Place::Function(address) => host::block_device(address).map(Some),
         }
     }
 
@@ -99,12 +143,12 @@ impl Layout {
     }
 
     pub(super) fn has_guards(&self) -> bool {
-        self.file.is_some()
+        !matches!(self.place, Place::Memory)
     }
 
     /// Writes the mark into every guard.
     pub(super) fn mark_guards(&self) -> Result<(), DemoError> {
-        let Some(path) = &self.file else {
+        let Some(path) = &self.path()? else {
             return Ok(());
         };
         let at = |source| DemoError::File {
@@ -124,7 +168,7 @@ impl Layout {
 
     /// Reads the drive and tells what is not as it should be.
     pub(super) fn check(&self, names: &[String]) -> Result<Vec<String>, DemoError> {
-        let Some(path) = &self.file else {
+        let Some(path) = &self.path()? else {
             return Ok(Vec::new());
         };
         let mut file = open(path)?;
@@ -318,7 +362,7 @@ mod tests {
     fn one_wrong_byte_is_found_wherever_it_is() {
         let folder = tempfile::tempdir().expect("folder");
         let (layout, names) = drive(folder.path());
-        let path = layout.file.clone().expect("file");
+        let path = layout.path().expect("path").expect("file");
         let second = layout.ranges[1];
         for (position, whose) in [
             (0, "nobody"),
@@ -343,7 +387,7 @@ mod tests {
     fn a_block_of_the_other_guest_is_found() {
         let folder = tempfile::tempdir().expect("folder");
         let (layout, names) = drive(folder.path());
-        let path = layout.file.clone().expect("file");
+        let path = layout.path().expect("path").expect("file");
         write(&path, layout.ranges[1].start, &pattern(0, tag(&names[0])));
         assert_eq!(layout.check(&names).expect("check").len(), 1);
     }

@@ -7,19 +7,24 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
+use nvme_mpt::host::vfio::function::PciAddress;
 use thiserror::Error;
 
 use crate::guest::fio::FioError;
 use crate::guest::{Drive, Guest, GuestConfig, GuestError};
+use crate::lab::LabError;
 use crate::process::ProcessError;
 use crate::progress::{Step, say};
 use crate::provision::{Assets, KernelChoice, ProvisionError};
 use crate::server::{self, FunctionOptions, Server, ServerError};
 
+mod host;
 mod isolation;
 mod jobs;
+mod lab;
 mod report;
 
+use host::Taken;
 use isolation::Layout;
 use report::Report;
 
@@ -36,9 +41,10 @@ pub struct Options {
     /// The guests' kernel: 6.1 (Debian 12), 6.12 (Debian 13), or the path of an image
     #[arg(long, default_value = "6.12")]
     kernel: KernelChoice,
-    /// The drive: a file or block device, WHOSE CONTENT IS OVERWRITTEN, or memory:SIZE. By default a file
-    /// that is made for it
-    #[arg(long, value_name = "PATH|memory:SIZE")]
+    /// The drive: a file, a block device or the PCI address of a physical drive, WHOSE CONTENT IS
+    /// OVERWRITTEN; or memory:SIZE; or "lab", a drive on an emulated host, on which all this then runs. By
+    /// default a file that is made for it
+    #[arg(long, value_name = "PATH|ADDRESS|memory:SIZE|lab")]
     drive: Option<DriveChoice>,
     /// How guests ring doorbells
     #[arg(long, value_enum, default_value_t = Doorbells::Shadow)]
@@ -80,13 +86,23 @@ impl Doorbells {
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum DriveChoice {
     Path(PathBuf),
+    Function { address: String },
     Memory { size: u64 },
+    Lab,
 }
 
 impl FromStr for DriveChoice {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
+        if text == "lab" {
+            return Ok(Self::Lab);
+        }
+        if let Ok(address) = text.parse::<PciAddress>() {
+            return Ok(Self::Function {
+                address: address.to_string(),
+            });
+        }
         let Some(size) = text.strip_prefix("memory:") else {
             return Ok(Self::Path(PathBuf::from(text)));
         };
@@ -133,6 +149,18 @@ pub enum DemoError {
         /// Why.
         source: io::Error,
     },
+    /// The host's driver shows no namespace of the drive.
+    #[error(
+        "Drive {address} has no block device here: its content is checked through the host's nvme driver, \
+         which must have it when the demonstration begins (`nvme-mpt unbind {address}`)"
+    )]
+    NoBlockDevice {
+        /// The drive.
+        address: String,
+    },
+    /// The lab failed.
+    #[error(transparent)]
+    Lab(#[from] LabError),
     /// The guest says something else than its programs do.
     #[error("Guest {guest} says about its drive: {said:?}")]
     Drive {
@@ -148,6 +176,9 @@ pub enum DemoError {
 /// # Errors
 /// If it can't be given.
 pub fn run(options: &Options) -> Result<bool, DemoError> {
+    if options.drive == Some(DriveChoice::Lab) {
+        return lab::run(options);
+    }
     let assets = Assets::provide(&options.kernel)?;
     let binary = server::build()?;
     let folder = tempfile::Builder::new()
@@ -186,7 +217,8 @@ fn share(
     let layout = match &options.drive {
         Some(DriveChoice::Memory { size }) => Layout::in_memory(*size, options.guests)?,
         Some(DriveChoice::Path(path)) => Layout::on_file(path, options.guests)?,
-        None => {
+        Some(DriveChoice::Function { address }) => Layout::on_function(address, options.guests)?,
+        Some(DriveChoice::Lab) | None => {
             let path = crate::target_dir().join("demo/drive.img");
             let at = |source| DemoError::File {
                 path: path.clone(),
@@ -215,6 +247,16 @@ fn share(
                 .option(format!("queues={}", options.vcpus))
         })
         .collect();
+    // Declared before the server, and so given back after it has gone.
+    let taken = match layout.function() {
+        Some(address) => {
+            let step = Step::start(format!("Taking {address} from the host's driver"));
+            let taken = Taken::take(binary, address)?;
+            step.done("");
+            Some(taken)
+        }
+        None => None,
+    };
     let step = Step::start("Starting nvme-mpt serve");
     let mut server = Server::start(binary, &functions, folder)?;
     step.done(format!("one process, {} functions", functions.len()));
@@ -258,6 +300,14 @@ fn share(
         guest.power_off(POWER_OFF_PATIENCE)?;
     }
     server.stop()?;
+    if let Some(taken) = taken {
+        let step = Step::start(format!(
+            "Giving {} back to the host's driver",
+            layout.drive()
+        ));
+        taken.give_back()?;
+        step.done("");
+    }
 
     let step = Step::start("Checking the drive: every range, and what lies between them");
     let faults = layout.check(&names)?;

@@ -1,6 +1,7 @@
 //! Guest kernels: Debian's cloud kernels, unmodified. NVMe, ext4 and the serial port are built into
 //! them, so a guest needs no modules.
 
+use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -34,6 +35,17 @@ impl FromStr for KernelChoice {
             other => Err(format!(
                 "'{other}' is neither 6.1 nor 6.12 nor the path of a kernel image"
             )),
+        }
+    }
+}
+
+/// In the words in which it is chosen.
+impl fmt::Display for KernelChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::V6_1 => f.write_str("6.1"),
+            Self::V6_12 => f.write_str("6.12"),
+            Self::Image(path) => path.display().fmt(f),
         }
     }
 }

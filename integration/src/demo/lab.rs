@@ -1,0 +1,85 @@
+//! The demonstration inside the lab: this same program runs there, on a physical drive as far as it can
+//! tell.
+
+use std::fs;
+use std::io;
+use std::time::Duration;
+
+use super::{DemoError, Options};
+use crate::lab::options::build;
+use crate::lab::{Lab, LabConfig, LabDrive};
+use crate::progress::{Step, say};
+use crate::provision::KernelChoice;
+use crate::provision::lab::LabAssets;
+
+/// The lab's only drive, and where it is in there.
+const DRIVE: &str = "a";
+const ADDRESS: &str = "0000:01:00.0";
+/// What the drive has for each guest, and what is left between them.
+const SHARE: u64 = (64 + 16) << 20;
+const GUARD: u64 = 16 << 20;
+/// What each guest takes of the lab's memory, and what the lab itself does.
+const GUEST_MIB: u32 = 640;
+const HOST_MIB: u32 = 2048;
+/// Longer than any demonstration takes: a job's run time is for each guest to choose.
+const PATIENCE: Duration = Duration::from_secs(3600);
+const REPORT: &str = "/tmp/demo.json";
+
+/// Gives the demonstration inside a lab of its own.
+pub(super) fn run(options: &Options) -> Result<bool, DemoError> {
+    let programs = build()?;
+    let assets = LabAssets::provide(&KernelChoice::V6_12)?;
+    let folder = tempfile::Builder::new()
+        .prefix("nvme-mpt-demo-")
+        .tempdir()
+        .map_err(|source| DemoError::File {
+            path: std::env::temp_dir(),
+            source,
+        })?;
+    let size = GUARD + u64::from(options.guests) * SHARE;
+    let mut config = LabConfig::new()
+        .memory_mib(HOST_MIB + options.guests * GUEST_MIB)
+        .drive(LabDrive::new(DRIVE, size));
+    for program in &programs {
+        config = config.bring(program);
+    }
+    let step =
+        Step::start("Booting the lab: an emulated host with an NVMe drive, an IOMMU and KVM");
+    let lab = Lab::boot(&assets, &config, folder.path())?;
+    step.done(format!("kernel {}", assets.host.kernel.name));
+    let status = lab.stream(&command(options), PATIENCE, &mut io::stdout())?;
+
+    let wanted = match options.json {
+        Some(_) => vec![REPORT.to_owned()],
+        None => Vec::new(),
+    };
+    let report = lab.finish(status, &wanted, folder.path())?;
+    if let (Some(to), Some(from)) = (&options.json, report.files.first()) {
+        fs::copy(from, to).map_err(|source| DemoError::File {
+            path: to.clone(),
+            source,
+        })?;
+    }
+    say(&format!(
+        "The lab's IOMMU refused {} accesses of the drive",
+        report.iommu_faults
+    ));
+    Ok(status == 0 && report.iommu_faults == 0)
+}
+
+/// What was asked of us, asked of the program inside.
+fn command(options: &Options) -> String {
+    let mut command = format!(
+        "demo --drive {ADDRESS} --guests {} --kernel {} --doorbells {} --vcpus {} --runtime {}",
+        options.guests,
+        options.kernel,
+        options.doorbells.word(),
+        options.vcpus,
+        options.runtime,
+    );
+    if options.json.is_some() {
+        command.push_str(" --json ");
+        command.push_str(REPORT);
+    }
+    command
+}

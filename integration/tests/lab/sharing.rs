@@ -1,0 +1,41 @@
+//! Two guests on two ranges of one physical drive: the demonstration, given in a lab.
+
+use std::fs;
+
+use clap::Parser;
+use integration::demo;
+
+use crate::Group;
+use crate::fixture::{Fault, expect};
+use crate::harness::Suite;
+
+pub(crate) const GROUP: Group = Group::Around {
+    name: "sharing",
+    checks: &[("demo_on_a_physical_drive", demo_in_lab)],
+};
+
+/// The guests' data is verified by themselves while both write, and, after the drive went back to the
+/// host's own driver, by the host: every range, and what lies between them.
+fn demo_in_lab(_: &Suite) -> Result<(), Fault> {
+    let folder = tempfile::tempdir().map_err(|source| Fault::File {
+        path: std::env::temp_dir(),
+        source,
+    })?;
+    let json = folder.path().join("demo.json");
+    let arguments = ["demo", "--drive", "lab", "--runtime", "1", "--json"];
+    let path = json.display().to_string();
+    let options = demo::Options::try_parse_from(arguments.into_iter().chain([path.as_str()]))
+        .map_err(|error| Fault::Wrong(error.to_string()))?;
+    let well = demo::run(&options).map_err(|error| Fault::Wrong(integration::error_chain(&error)))?;
+    expect(well, || "The demonstration failed".to_owned())?;
+
+    let text = fs::read_to_string(&json).map_err(|source| Fault::File { path: json, source })?;
+    let report: serde_json::Value =
+        serde_json::from_str(&text).map_err(|error| Fault::Wrong(error.to_string()))?;
+    let guests = report["guests"].as_array().cloned().unwrap_or_default();
+    let verified = guests.iter().all(|guest| guest["verify_ok"] == true);
+    expect(
+        report["isolation_ok"] == true && guests.len() == 2 && verified,
+        || text,
+    )
+}

@@ -14,6 +14,7 @@ use integration::lab::{LabDrive, inside};
 use integration::progress::say;
 
 mod around;
+mod backing;
 mod bind;
 mod client;
 mod drives;
@@ -58,6 +59,7 @@ enum Group {
 
 const GROUPS: &[Group] = &[
     around::GROUP,
+    backing::GROUP,
     bind::GROUP,
     drives::GROUP,
     failures::GROUP,

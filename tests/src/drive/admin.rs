@@ -64,6 +64,13 @@ impl Controller {
 
     /// Sends data of at most as many bytes as the command's two PRP entries name.
     fn send(&mut self, sqe: &Sqe, data: &[u8]) -> Answer {
+        let mut data = data.to_vec();
+        let len = data.len();
+        if let Some(forge) = &mut self.forger {
+            forge(sqe, &mut data);
+            data.resize(len, 0);
+        }
+        let data = &data[..];
         let sent = data::pieces(&self.iommu, sqe, data.len()).and_then(|pieces| {
             let mut rest = data;
             for (iova, len) in pieces {
@@ -187,7 +194,14 @@ impl Controller {
                     self.complain("Number of Queues while there are I/O queues");
                     return Err(status::COMMAND_SEQUENCE_ERROR);
                 }
-                Ok(u32::from(self.options.queue_pairs - 1) * 0x1_0001)
+                let mut granted = (u32::from(self.options.queue_pairs - 1) * 0x1_0001)
+                    .to_le_bytes()
+                    .to_vec();
+                if let Some(forge) = &mut self.forger {
+                    forge(sqe, &mut granted);
+                    granted.resize(4, 0);
+                }
+                Ok(crate::identify::field::u32(&granted, 0))
             }
             feature::ASYNC_EVENT_CONFIG => {
                 self.event_config = sqe.cdw(11);

@@ -95,6 +95,11 @@ impl ModelDrive {
         self.controller().counters
     }
 
+    /// From now on, what admin commands return, and how many queues are granted, is what this makes of it.
+    pub fn forge(&self, forger: Box<super::Forger>) {
+        self.controller().forger = Some(forger);
+    }
+
     /// Has something go wrong.
     pub fn inject(&self, fault: Fault) {
         self.controller().faults.add(fault);

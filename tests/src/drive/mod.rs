@@ -17,6 +17,7 @@ mod admin;
 mod data;
 mod faults;
 mod function;
+mod hand;
 mod identify;
 mod io;
 mod iommu;
@@ -32,6 +33,7 @@ use std::time::{Duration, Instant};
 
 pub use faults::{Aborts, Effect, Fault, Meets, Resets};
 pub use function::ModelDrive;
+pub use hand::HandQueue;
 pub use iommu::{DmaFault, ModelIommu};
 pub use namespace::NamespaceOptions;
 
@@ -109,6 +111,8 @@ pub struct Options {
     pub parallel: usize,
     /// Commands are completed in an order that follows from this; none for the order they came in.
     pub seed: Option<u64>,
+    /// I/O queues are left to the test ([`ModelDrive::hand_queue`]).
+    pub by_hand: bool,
     /// Whether `release` panics where the host did not behave ([`ModelDrive::judgement`]), for tests that
     /// do not hold the drive to its end.
     pub judge_on_release: bool,
@@ -136,6 +140,7 @@ impl Default for Options {
             latency: Duration::ZERO,
             parallel: 256,
             seed: Some(1),
+            by_hand: false,
             judge_on_release: false,
         }
     }
@@ -180,8 +185,10 @@ struct Work {
     effect: Option<Met>,
 }
 
+/// Changes what an admin command returns.
+pub type Forger = dyn FnMut(&Sqe, &mut Vec<u8>) + Send;
+
 /// The drive, as its thread and its registers see it.
-#[derive(Debug)]
 struct Controller {
     options: Options,
     iommu: Arc<ModelIommu>,
@@ -216,6 +223,8 @@ struct Controller {
     critical_warning: u8,
     temperature: u16,
     error_count: u64,
+    /// What it says is not what it is.
+    forger: Option<Box<Forger>>,
 }
 
 impl Controller {
@@ -253,6 +262,7 @@ impl Controller {
             critical_warning: 0,
             temperature: 300,
             error_count: 0,
+            forger: None,
         }
     }
 

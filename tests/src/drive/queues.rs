@@ -69,8 +69,16 @@ impl Cq {
 impl Controller {
     /// Offset of a doorbell behind the first one: of a Submission Queue's tail, or a Completion Queue's
     /// head.
-    fn doorbell_offset(&self, queue: u16, head: bool) -> usize {
+    pub(super) fn doorbell_offset(&self, queue: u16, head: bool) -> usize {
         (2 * usize::from(queue) + usize::from(head)) * (4 << self.options.dstrd)
+    }
+
+    /// Base and entries of a Submission Queue, and the base of the queue that it completes to, if that is
+    /// as long.
+    pub(super) fn rings(&self, id: u16) -> Option<(u64, u32, u64)> {
+        let sq = self.sqs.get(&id).filter(|_| id != 0)?;
+        let cq = self.cqs.get(&sq.cq)?;
+        (cq.entries == sq.entries).then_some((sq.base, sq.entries, cq.base))
     }
 
     /// What a doorbell was last rung with, if it was rung since.
@@ -91,7 +99,12 @@ impl Controller {
     /// Takes note of all doorbells that were rung.
     pub(super) fn take_doorbells(&mut self) -> bool {
         let mut rung = false;
-        for queue in 0..=self.options.queue_pairs {
+        let last = if self.options.by_hand {
+            0
+        } else {
+            self.options.queue_pairs
+        };
+        for queue in 0..=last {
             for head in [false, true] {
                 let Some(value) = self.doorbell(queue, head) else {
                     continue;

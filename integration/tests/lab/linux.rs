@@ -1,0 +1,196 @@
+//! What an unmodified Linux makes of a physical drive behind its function: what it can do, how it fares,
+//! queue pairs that it shares with another guest, and that it is gone.
+
+use std::time::{Duration, Instant};
+
+use integration::guest::fio::Fio;
+use integration::guest::{Drive, Guest, GuestConfig};
+use integration::lab::{LabDrive, inside};
+use integration::process;
+use integration::server::{FunctionOptions, Server};
+
+use crate::fixture::{Bench, Fault, PATIENCE, await_that, expect};
+use crate::{Group, Refused};
+
+pub(crate) const GROUP: Group = Group::Inside {
+    name: "linux",
+    drives: || {
+        let mut few = LabDrive::new("a", 256 << 20);
+        (few.max_ioqpairs, few.lba_size) = (2, 4096);
+        vec![few]
+    },
+    refused: Refused::Nothing,
+    checks: &[
+        ("guests_share_queue_pairs_and_its_health", shared),
+        // Last: the drive is not plugged in again.
+        (
+            "guests_lose_their_disk_with_the_drive_and_do_not_hang",
+            gone,
+        ),
+    ],
+};
+
+/// Longest time from the drive's removal until every I/O of a guest has ended: well below the 30 s after
+/// which Linux would find out by itself.
+const PROMPT: Duration = Duration::from_secs(15);
+
+/// Two functions of a drive, and a guest with two vCPUs on each.
+struct Scene {
+    server: Server,
+    guests: [Guest; 2],
+    address: String,
+}
+
+fn scene(bench: &Bench) -> Result<Scene, Fault> {
+    inside::bind("a", "vfio-pci")?;
+    let address = inside::address("a")?;
+    let server = bench.serve(&[
+        FunctionOptions::new("one", &address, "0+64M"),
+        FunctionOptions::new("two", &address, "64M+64M"),
+    ])?;
+    let boot = |id: &str| {
+        let drive = Drive::vfio_user(server.socket(id));
+        bench.boot(&GuestConfig::new(id).vcpus(2).drive(drive))
+    };
+    Ok(Scene {
+        guests: [boot("one")?, boot("two")?],
+        server,
+        address,
+    })
+}
+
+/// A number that `nvme` prints behind a name and a colon.
+fn field(guest: &Guest, command: &str, name: &str) -> Result<u64, Fault> {
+    let text = guest.check(command, PATIENCE)?;
+    let value = text.lines().find_map(|line| {
+        let (found, value) = line.split_once(':')?;
+        let value = value.trim();
+        (found.trim() == name).then(|| match value.strip_prefix("0x") {
+            Some(digits) => u64::from_str_radix(digits, 16).ok(),
+            None => value.parse().ok(),
+        })?
+    });
+    value.ok_or_else(|| Fault::Wrong(format!("`{command}` shows no number {name}:\n{text}")))
+}
+
+fn critical_warning(guest: &Guest) -> Result<u64, Fault> {
+    field(guest, "nvme smart-log /dev/nvme0", "critical_warning")
+}
+
+fn load(name: &str) -> Fio {
+    Fio::new(name, "randrw", "4k", 8)
+        .option("size", "16m")
+        .option("verify", "crc32c")
+        .option("verify_backlog", "64")
+}
+
+fn shared(bench: &Bench) -> Result<(), Fault> {
+    let Scene {
+        mut server,
+        mut guests,
+        ..
+    } = scene(bench)?;
+    let [one, two] = &guests;
+    // QEMU's drive has neither Write Uncorrectable nor SGLs that could be offered; a lease has its blocks.
+    let id = "nvme id-ctrl /dev/nvme0";
+    for (name, expected) in [("oncs", 0x5d), ("sgls", 0), ("oaes", 0x100)] {
+        let found = field(one, id, name)?;
+        expect(found == expected, || {
+            format!("{name} is {found:#x}, not {expected:#x}")
+        })?;
+    }
+    let block = one.check("cat /sys/block/nvme0n1/queue/logical_block_size", PATIENCE)?;
+    expect(block.trim() == "4096", || {
+        format!("Logical blocks of {block} bytes")
+    })?;
+
+    // Four queues of guests on two queue pairs of the drive.
+    let jobs = [one, two].map(|guest| guest.start(&load("shared").script()));
+    let state = format!(
+        "--control {}",
+        bench.folder().join("control.sock").display()
+    );
+    let stats = format!("{} stats --json {state}", bench.program().display());
+    let is_shared = || {
+        let json = process::run(std::process::Command::new("sh").args(["-c", &stats]))?;
+        Ok(
+            json.contains(r#""total":2,"exclusive":0,"shared":2,"free":0"#)
+                && json.matches(r#""host_queue":"shared""#).count() == 4,
+        )
+    };
+    await_that("four queues that share two queue pairs", is_shared)?;
+    for (guest, job) in [one, two].into_iter().zip(jobs) {
+        let load = load("shared");
+        load.report(&guest.finish(job?, load.patience())?.text)?;
+    }
+
+    for (bits, warning) in [("4", 4), ("0", 0)] {
+        inside::control(&format!("warn a {bits}"))?;
+        for guest in [one, two] {
+            await_that("the drive's warning", || {
+                Ok(critical_warning(guest)? == warning)
+            })?;
+        }
+    }
+    for guest in &mut guests {
+        guest.power_off(PATIENCE)?;
+    }
+    server.stop()?;
+    Ok(())
+}
+
+fn gone(bench: &Bench) -> Result<(), Fault> {
+    let Scene {
+        mut server,
+        mut guests,
+        address,
+    } = scene(bench)?;
+    let endless = load("endless").runtime(Duration::from_secs(600)).script();
+    let jobs = [guests[0].start(&endless)?, guests[1].start(&endless)?];
+    await_that("load", || {
+        let busy = |id| Ok::<_, Fault>(server.function_stats(id)?.totals().commands > 2000);
+        Ok(busy("one")? && busy("two")?)
+    })?;
+    inside::control("remove a")?;
+    let removed = Instant::now();
+    for (guest, job) in guests.iter().zip(jobs) {
+        let output = guest.finish(job, PATIENCE)?;
+        let took = removed.elapsed();
+        expect(took < PROMPT, || {
+            format!("fio ended {took:?} after the drive had gone")
+        })?;
+        expect(output.status != 0, || {
+            "fio did not notice that the drive is gone".to_owned()
+        })?;
+    }
+    let stats = server.drive_stats(&address)?;
+    expect(stats.gone, || format!("The drive is not gone: {stats:?}"))?;
+    for guest in &guests {
+        await_that("the disk to go", || {
+            Ok(guest.run("[ ! -e /dev/nvme0n1 ]", PATIENCE)?.status == 0)
+        })?;
+        let warning = critical_warning(guest)?;
+        expect(warning == 4, || {
+            format!("The Critical Warning is {warning:#x}")
+        })?;
+        // There is no way back, but nothing that hangs either.
+        guest.check("nvme reset /dev/nvme0", PATIENCE)?;
+        let state = guest.check("cat /sys/class/nvme/nvme0/state", PATIENCE)?;
+        expect(state.trim() == "live", || {
+            format!("The controller is {state}")
+        })?;
+        let waited = guest.run(
+            "dmesg | grep -iE 'nvme.*time ?out|blocked for more'",
+            PATIENCE,
+        )?;
+        expect(waited.status != 0, || {
+            format!("The guest waited: {}", waited.text)
+        })?;
+    }
+    server.expect_alive()?;
+    for guest in &mut guests {
+        guest.power_off(PATIENCE)?;
+    }
+    server.stop()?;
+    Ok(())
+}

@@ -162,6 +162,10 @@ fn usable(nsid: Nsid, structure: &IdentifyNamespace) -> Result<HostNamespace, &'
     if !matches!(format.lbads(), 9 | 12) {
         return Err("its blocks are neither of 512 nor of 4096 bytes");
     }
+    // Sizes in bytes are counted in 64 bits everywhere else.
+    if structure.nsze > u64::MAX >> format.lbads() {
+        return Err("it reports more bytes than there are addresses for");
+    }
     Ok(HostNamespace {
         nsid,
         blocks: structure.nsze,
@@ -274,6 +278,11 @@ mod tests {
         usable(Nsid(1), &namespace(9, 8)).expect_err("metadata");
         usable(Nsid(1), &namespace(13, 0)).expect_err("8192 bytes");
         usable(Nsid(1), &namespace(0, 0)).expect_err("no format");
+        let mut endless = namespace(12, 0);
+        endless.nsze = u64::MAX >> 12;
+        assert!(usable(Nsid(1), &endless).is_ok());
+        endless.nsze += 1;
+        usable(Nsid(1), &endless).expect_err("more than 64 bits of bytes");
     }
 
     fn common(structures: &[(IdentifyNamespace, u8)]) -> Namespaces {

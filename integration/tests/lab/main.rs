@@ -20,9 +20,15 @@ mod client;
 mod drives;
 mod failures;
 mod fixture;
+mod giveback;
 mod harness;
+mod hostile;
 mod iommu;
+mod isolation;
+mod linux;
 mod nested;
+mod scarcity;
+mod sharing;
 
 use fixture::{Bench, Fault};
 use harness::Suite;
@@ -63,8 +69,13 @@ const GROUPS: &[Group] = &[
     bind::GROUP,
     drives::GROUP,
     failures::GROUP,
+    giveback::GROUP,
     iommu::GROUP,
+    isolation::GROUP,
+    linux::GROUP,
     nested::GROUP,
+    scarcity::GROUP,
+    sharing::GROUP,
 ];
 
 impl Group {

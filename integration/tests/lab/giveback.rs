@@ -1,0 +1,180 @@
+//! However the server ends, the drive it leaves behind is disabled, touches no memory, and works for the
+//! host's own driver, with all that was written to it.
+
+use integration::lab::{LabDrive, inside};
+use integration::server::{FunctionOptions, Server};
+
+use crate::client::{Client, Work};
+use crate::fixture::{Bench, Fault, await_that, expect, sh};
+use crate::{Group, Refused};
+
+pub(crate) const GROUP: Group = Group::Inside {
+    name: "giveback",
+    drives: || vec![LabDrive::new("a", 64 << 20)],
+    refused: Refused::Nothing,
+    checks: &[
+        ("after_an_end_in_order", stopped),
+        ("after_an_end_under_load", stopped_under_load),
+        ("after_a_crash_under_load", killed_under_load),
+        ("after_a_start_that_fails", failed_start),
+        ("back_and_forth", back_and_forth),
+    ],
+};
+
+const RANGE: u64 = 16 << 20;
+
+fn serve(bench: &Bench) -> Result<Server, Fault> {
+    inside::bind("a", "vfio-pci")?;
+    let function = FunctionOptions::new("f", inside::address("a")?, format!("0+{RANGE}"));
+    bench.serve(&[function])
+}
+
+/// A client that has written its range.
+fn client(server: &Server, seed: u64) -> Result<Client, Fault> {
+    let client = Client::start("f", &server.socket("f"), Work::new(seed))?;
+    let places = Work::new(0).places as u64;
+    client.wait_for("to write its range", || client.completed() > places)?;
+    client.advance()?;
+    Ok(client)
+}
+
+/// What a drive says of itself, past every driver.
+struct Registers {
+    bar: u64,
+    config: String,
+}
+
+impl Registers {
+    fn of(id: &str) -> Result<Self, Fault> {
+        let device = format!("/sys/bus/pci/devices/{}", inside::address(id)?);
+        // Out of the sleep that a driver may have left it in.
+        sh(&format!("echo on >{device}/power/control"))?;
+        let bar = sh(&format!("head -n 1 {device}/resource | cut -d' ' -f1"))?;
+        let bar = u64::from_str_radix(bar.trim().trim_start_matches("0x"), 16)
+            .map_err(|error| Fault::Wrong(format!("{bar}: {error}")))?;
+        Ok(Self {
+            bar,
+            config: format!("{device}/config"),
+        })
+    }
+
+    /// The Command register (PCI Local Bus 3.0, 6.2.2).
+    fn command(&self) -> Result<u64, Fault> {
+        number(&sh(&format!(
+            "hexdump -s 4 -n 2 -e '1/2 \"%u\"' {}",
+            self.config
+        ))?)
+    }
+
+    fn read(&self, offset: u64) -> Result<u64, Fault> {
+        number(&sh(&format!("devmem {:#x} 32", self.bar + offset))?)
+    }
+
+    /// Disabled, and no master of the bus.
+    fn expect_disabled(&self) -> Result<(), Fault> {
+        /// Bus Master Enable.
+        const BUS_MASTER: u64 = 1 << 2;
+        let command = self.command()?;
+        expect(command & BUS_MASTER == 0, || {
+            format!("It may still master the bus: Command is {command:#06x}")
+        })?;
+        // Memory Space Enable, to look at its registers.
+        let written = format!(
+            "printf '\\002\\000' | dd of={} bs=2 seek=2 conv=notrunc",
+            self.config
+        );
+        sh(&written)?;
+        // CC.EN and CSTS.RDY (NVMe Base 2.0, 3.1.3.5 and 3.1.3.6).
+        let (cc, csts) = (self.read(0x14)?, self.read(0x1c)?);
+        expect(cc & 1 == 0 && csts & 1 == 0, || {
+            format!("It is not disabled: CC is {cc:#x}, CSTS is {csts:#x}")
+        })
+    }
+}
+
+fn number(text: &str) -> Result<u64, Fault> {
+    let text = text.trim();
+    let number = match text.strip_prefix("0x") {
+        Some(digits) => u64::from_str_radix(digits, 16),
+        None => text.parse(),
+    };
+    number.map_err(|error| Fault::Wrong(format!("{text}: {error}")))
+}
+
+fn stopped(bench: &Bench) -> Result<(), Fault> {
+    let mut server = serve(bench)?;
+    let outcome = client(&server, 1)?.finish()?;
+    server.stop()?;
+    Registers::of("a")?.expect_disabled()?;
+    inside::bind("a", "nvme")?;
+    outcome
+        .contents
+        .check_device(&inside::block_device("a", 1)?, 0)
+}
+
+fn stopped_under_load(bench: &Bench) -> Result<(), Fault> {
+    ended_under_load(bench, |server| Ok(server.stop()?))
+}
+
+fn killed_under_load(bench: &Bench) -> Result<(), Fault> {
+    ended_under_load(bench, |server| {
+        server.kill();
+        Ok(())
+    })
+}
+
+fn ended_under_load(bench: &Bench, end: fn(&mut Server) -> Result<(), Fault>) -> Result<(), Fault> {
+    let mut server = serve(bench)?;
+    let client = client(&server, 2)?;
+    end(&mut server)?;
+    Registers::of("a")?.expect_disabled()?;
+    inside::bind("a", "nvme")?;
+    let outcome = client.join()?;
+    outcome
+        .contents
+        .check_device(&inside::block_device("a", 1)?, 0)
+}
+
+/// A range that the drive does not have: it was opened to find that out.
+fn failed_start(bench: &Bench) -> Result<(), Fault> {
+    inside::bind("a", "vfio-pci")?;
+    let function = FunctionOptions::new("f", inside::address("a")?, "48M+48M");
+    let result = bench.serve(&[function]);
+    expect(result.is_err(), || {
+        "A range beyond the drive is served".to_owned()
+    })?;
+    Registers::of("a")?.expect_disabled()?;
+    inside::bind("a", "nvme")?;
+    sh(&format!(
+        "dd if={} of=/dev/null bs=4k count=1 iflag=direct",
+        inside::block_device("a", 1)?.display()
+    ))?;
+    Ok(())
+}
+
+/// What each has written the other finds, time and again.
+fn back_and_forth(bench: &Bench) -> Result<(), Fault> {
+    for round in 0..4 {
+        let mut server = serve(bench)?;
+        let client = client(&server, 10 + round)?;
+        let outcome = if round % 2 == 0 {
+            let outcome = client.finish()?;
+            server.stop()?;
+            outcome
+        } else {
+            server.kill();
+            client.join()?
+        };
+        inside::bind("a", "nvme")?;
+        let device = inside::block_device("a", 1)?;
+        outcome.contents.check_device(&device, 0)?;
+        let controller = device.display().to_string();
+        await_that("the controller is live", || {
+            let name = controller
+                .trim_start_matches("/dev/")
+                .trim_end_matches("n1");
+            Ok(sh(&format!("cat /sys/class/nvme/{name}/state"))?.trim() == "live")
+        })?;
+    }
+    Ok(())
+}

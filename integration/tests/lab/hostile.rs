@@ -1,0 +1,482 @@
+//! A guest that tries to reach what is not its own: memory that it did not give to its device, and blocks
+//! outside of its range, by every kind of data pointer, range and race.
+
+use std::collections::HashSet;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use nvme_mpt_tests::bar::Bar;
+use nvme_mpt_tests::command::{DataPointer, FUA, Sqe, copy_range, dsm_range, io};
+use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
+use nvme_mpt_tests::doorbell::DoorbellMode;
+use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory, PAGE_SIZE};
+use nvme_mpt_tests::prp;
+use nvme_mpt_tests::queue::QueuePair;
+use nvme_mpt_tests::rng::Rng;
+use nvme_mpt_tests::sgl::{self, Descriptor, data_block, last_segment, segment};
+use nvme_mpt_tests::vfio_user::VfioUserBar;
+
+use crate::fixture::{Fault, expect};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+/// The device is given the first region, and not what lies below and above it.
+const BASE: u64 = 1 << 32;
+const SIZE: u64 = 8 << 20;
+const HIDDEN: u64 = BASE + SIZE;
+const HIDDEN_SIZE: u64 = 1 << 20;
+const TIMEOUT: Duration = Duration::from_secs(30);
+/// What memory is filled with that nobody may write.
+const SENTINEL: u8 = 0xA5;
+/// Commands whose data pointer changes while the device reads it.
+const RACES: u64 = 400;
+
+/// What was tried.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Tried {
+    pub(crate) commands: u64,
+    pub(crate) refused: u64,
+}
+
+pub(crate) struct Hostile {
+    memory: GuestMemory,
+    controller: Controller,
+    queue: QueuePair,
+    /// Memory of the guest that its device was not given.
+    hidden: DmaBuffer,
+    /// Memory that no command names rightly.
+    unnamed: DmaBuffer,
+    data: DmaBuffer,
+    /// Logical blocks of the range, and of a page.
+    blocks: u64,
+    per_page: u32,
+    tried: Tried,
+}
+
+impl Hostile {
+    /// Connects to a function whose range has so many bytes.
+    pub(crate) fn attach(socket: &Path, range: u64) -> Result<Self, Fault> {
+        let memory = GuestMemory::new(&[(BASE, SIZE)])?;
+        let bar = VfioUserBar::attach(socket, &memory)?;
+        let hidden = memory.add_region(HIDDEN, HIDDEN_SIZE)?;
+        let hidden = memory.alloc_at(hidden.gpa, HIDDEN_SIZE as usize)?;
+        hidden.fill(SENTINEL);
+        let unnamed = memory.alloc(16 * PAGE_SIZE)?;
+        unnamed.fill(SENTINEL);
+        let config = Config {
+            doorbells: DoorbellMode::Shadow,
+            ..Config::default()
+        };
+        let bar: Arc<dyn Bar> = Arc::new(bar);
+        let mut controller = Controller::attach(bar, memory.clone(), config, 1)?;
+        let queue = controller.create_queue_pair(1, &QueueOptions::polled(64))?;
+        let namespace = controller.identify_namespace(1)?;
+        let block = u64::from(namespace.block_size);
+        expect(namespace.nsze * block == range, || {
+            format!(
+                "A namespace of {} blocks for a range of {range} bytes",
+                namespace.nsze
+            )
+        })?;
+        let data = memory.alloc(64 * PAGE_SIZE)?;
+        Ok(Self {
+            memory,
+            controller,
+            queue,
+            hidden,
+            unnamed,
+            data,
+            blocks: namespace.nsze,
+            per_page: (PAGE / block) as u32,
+            tried: Tried::default(),
+        })
+    }
+
+    /// Everything, once. What must be refused is.
+    pub(crate) fn try_everything(&mut self) -> Result<Tried, Fault> {
+        self.pointers()?;
+        self.lists()?;
+        self.descriptors()?;
+        self.segments()?;
+        self.ranges()?;
+        self.ranges_in_data()?;
+        self.race_with_a_list()?;
+        self.race_with_a_segment()?;
+        self.race_with_ranges()?;
+        self.expect_untouched()?;
+        Ok(self.tried)
+    }
+
+    /// Nothing that the guest has in its memory begins as one of these blocks does.
+    pub(crate) fn expect_nothing_of(&self, secrets: &HashSet<[u8; 16]>) -> Result<(), Fault> {
+        let mut bytes = vec![0; MIB];
+        for gpa in (BASE..BASE + SIZE).step_by(MIB) {
+            self.memory.read(gpa, &mut bytes)?;
+            let found = bytes.chunks(16).position(|chunk| {
+                chunk
+                    .first_chunk()
+                    .is_some_and(|chunk| secrets.contains(chunk))
+            });
+            expect(found.is_none(), || {
+                let at = gpa + 16 * found.unwrap_or(0) as u64;
+                format!("The guest has another's data in its memory, at {at:#x}")
+            })?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn leave(mut self) -> Result<(), Fault> {
+        Ok(self.controller.disable()?)
+    }
+
+    /// Runs a command, and says whether it was executed.
+    fn command(&mut self, sqe: Sqe) -> Result<bool, Fault> {
+        let status = self.queue.submit_and_wait(sqe, TIMEOUT)?.status();
+        self.tried.commands += 1;
+        self.tried.refused += u64::from(!status.is_success());
+        Ok(status.is_success())
+    }
+
+    /// Commands with data of so many pages, both ways, must all be refused.
+    fn refused(&mut self, what: &str, pointer: DataPointer, pages: u32) -> Result<(), Fault> {
+        for opcode in [io::READ, io::WRITE, io::COMPARE] {
+            let sqe = Sqe::range(opcode, 1, 0, pages * self.per_page).with_data(pointer);
+            let executed = self.command(sqe)?;
+            expect(!executed, || {
+                format!("{what}, opcode {opcode:#x}: it was executed")
+            })?;
+        }
+        self.expect_untouched()
+    }
+
+    fn expect_untouched(&self) -> Result<(), Fault> {
+        for (name, memory) in [
+            ("not given to", &self.hidden),
+            ("not named to", &self.unnamed),
+        ] {
+            let bytes = memory.to_vec(0, memory.len());
+            expect(bytes.iter().all(|byte| *byte == SENTINEL), || {
+                format!("Memory was written that was {name} the device")
+            })?;
+        }
+        Ok(())
+    }
+
+    fn list(&self, entries: &[u64]) -> Result<DmaBuffer, Fault> {
+        let list = self.memory.alloc((8 * entries.len()).max(PAGE_SIZE))?;
+        let bytes: Vec<u8> = entries
+            .iter()
+            .flat_map(|entry| entry.to_le_bytes())
+            .collect();
+        list.write(0, &bytes);
+        Ok(list)
+    }
+
+    fn descriptor_list(&self, list: &[Descriptor]) -> Result<DmaBuffer, Fault> {
+        let words: Vec<u64> = list.iter().flatten().copied().collect();
+        self.list(&words)
+    }
+
+    /// PRP1 and PRP2, outside of memory and misaligned (NVMe Base 2.0, 4.1.1).
+    fn pointers(&mut self) -> Result<(), Fault> {
+        let (data, unnamed) = (self.data.gpa(), self.unnamed.gpa());
+        for gpa in outside() {
+            self.refused("PRP1", DataPointer::prp(gpa, 0), 1)?;
+            self.refused("PRP2", DataPointer::prp(data, gpa), 2)?;
+        }
+        for offset in [1, 2, 3, 4095] {
+            self.refused(
+                "PRP1",
+                DataPointer::prp(unnamed + offset, unnamed + PAGE),
+                1,
+            )?;
+        }
+        for offset in [1, 4, 512, 4092] {
+            self.refused("PRP2", DataPointer::prp(data, unnamed + offset), 2)?;
+        }
+        Ok(())
+    }
+
+    /// PRP lists, and what is in them.
+    fn lists(&mut self) -> Result<(), Fault> {
+        let data = self.data.gpa();
+        for gpa in outside().into_iter().chain([self.unnamed.gpa() + 8]) {
+            for bad in 0..3 {
+                let mut entries: Vec<u64> = (1..4).map(|page| data + page * PAGE).collect();
+                entries[bad] = gpa;
+                let list = self.list(&entries)?;
+                self.refused("a PRP list's entry", DataPointer::prp(data, list.gpa()), 4)?;
+            }
+        }
+        for gpa in outside() {
+            self.refused("a PRP list", DataPointer::prp(data, gpa), 4)?;
+        }
+        // One that goes on in memory that the device was not given.
+        let edge = self.memory.alloc_at(BASE + SIZE - PAGE, PAGE_SIZE)?;
+        edge.write(PAGE_SIZE - 16, &data.to_le_bytes());
+        edge.write(PAGE_SIZE - 8, &HIDDEN.to_le_bytes());
+        let pointer = DataPointer::prp(data, edge.gpa() + PAGE - 16);
+        self.refused("a PRP list that goes on outside", pointer, 4)?;
+        // A page of a list that names itself for ever: it is as long as the command, and no longer.
+        let list = self.list(&vec![data; PAGE_SIZE / 8])?;
+        list.write(PAGE_SIZE - 8, &list.gpa().to_le_bytes());
+        let pointer = DataPointer::prp(data, list.gpa() + PAGE - 8);
+        let endless = Sqe::write(1, 0, 17 * self.per_page).with_data(pointer);
+        let executed = self.command(endless)?;
+        expect(executed, || {
+            "A list that names itself is no list".to_owned()
+        })
+    }
+
+    /// SGL Data Blocks (4.1.2).
+    fn descriptors(&mut self) -> Result<(), Fault> {
+        let data = self.data.gpa();
+        let len = PAGE as u32;
+        for gpa in outside()
+            .into_iter()
+            .chain([BASE - 1, HIDDEN - 8, u64::MAX - 4094])
+        {
+            self.refused("an SGL", DataPointer::sgl(data_block(gpa, len)), 1)?;
+            let list =
+                self.descriptor_list(&[data_block(data, 1024), data_block(gpa, len - 1024)])?;
+            let pointer = DataPointer::sgl(last_segment(list.gpa(), 32));
+            self.refused("an SGL's second block", pointer, 1)?;
+        }
+        for wrong in [1, 512, len - 1, len + 1, u32::MAX] {
+            self.refused(
+                "an SGL's length",
+                DataPointer::sgl(data_block(data, wrong)),
+                1,
+            )?;
+        }
+        let wrapping = [
+            data_block(data, 1 << 31),
+            data_block(data, 1 << 31),
+            data_block(data, len),
+        ];
+        let list = self.descriptor_list(&wrapping)?;
+        let pointer = DataPointer::sgl(last_segment(list.gpa(), 48));
+        self.refused("lengths that wrap", pointer, 1)?;
+        // Offsets, Transport Data Blocks, Keyed ones, those of vendors, and none that there are.
+        for kind in (1..16).filter(|kind| ![2, 3].contains(kind)) {
+            let pointer = DataPointer::sgl(sgl::descriptor(data, len, kind, 0));
+            self.refused("an SGL's type", pointer, 1)?;
+        }
+        for sub in 1..16 {
+            let pointer = DataPointer::sgl(sgl::descriptor(data, len, 0, sub));
+            self.refused("an SGL's sub type", pointer, 1)?;
+        }
+        Ok(())
+    }
+
+    /// SGL segments.
+    fn segments(&mut self) -> Result<(), Fault> {
+        let data = self.data.gpa();
+        for gpa in outside().into_iter().chain([HIDDEN - 16, !15]) {
+            for link in [segment(gpa, 32), last_segment(gpa, 32)] {
+                self.refused("a segment", DataPointer::sgl(link), 1)?;
+            }
+            let list = self.descriptor_list(&[data_block(data, 512), last_segment(gpa, 32)])?;
+            let pointer = DataPointer::sgl(segment(list.gpa(), 32));
+            self.refused("a segment in a segment", pointer, 1)?;
+        }
+        let list = self.descriptor_list(&[data_block(data, 512); 8])?;
+        for len in [0, 15, 17, 31, 1 << 31, !15] {
+            let pointer = DataPointer::sgl(last_segment(list.gpa(), len));
+            self.refused("a segment's length", pointer, 1)?;
+        }
+        let loops = self.descriptor_list(&[data_block(data, 0); 2])?;
+        let back: Vec<u8> = segment(loops.gpa(), 32)
+            .iter()
+            .flat_map(|w| w.to_le_bytes())
+            .collect();
+        loops.write(16, &back);
+        let pointer = DataPointer::sgl(segment(loops.gpa(), 32));
+        self.refused("segments in a loop", pointer, 1)
+    }
+
+    /// Blocks beyond the range, in the command itself.
+    fn ranges(&mut self) -> Result<(), Fault> {
+        for (slba, count) in beyond(self.blocks) {
+            for opcode in [
+                io::READ,
+                io::WRITE,
+                io::COMPARE,
+                io::VERIFY,
+                io::WRITE_ZEROES,
+                io::WRITE_UNCORRECTABLE,
+            ] {
+                for flags in [0, FUA] {
+                    let pages = prp::buffer(&self.data, 0, 8 * PAGE_SIZE)?;
+                    let sqe = Sqe::range(opcode, 1, slba, count).with_data(pages.pointer);
+                    let executed = self.command(sqe.with_cdw(12, sqe.cdw(12) | flags))?;
+                    expect(!executed, || {
+                        format!("Opcode {opcode:#x} at {slba:#x}+{count}")
+                    })?;
+                }
+            }
+        }
+        // The drive's other namespaces, and all of them.
+        for nsid in [0, 2, 3, u32::MAX - 1, u32::MAX] {
+            let pages = prp::buffer(&self.data, 0, PAGE_SIZE)?;
+            for opcode in [io::READ, io::WRITE, io::WRITE_ZEROES] {
+                let sqe = Sqe::range(opcode, nsid, 0, self.per_page).with_data(pages.pointer);
+                let executed = self.command(sqe)?;
+                expect(!executed, || {
+                    format!("Opcode {opcode:#x} in namespace {nsid:#x}")
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs a command whose data is a list of ranges.
+    fn with_bytes(&mut self, sqe: Sqe, bytes: &[u8]) -> Result<bool, Fault> {
+        let data = self.memory.alloc(bytes.len())?;
+        data.write(0, bytes);
+        let prepared = prp::buffer(&data, 0, bytes.len())?;
+        self.command(sqe.with_data(prepared.pointer))
+    }
+
+    /// Blocks beyond the range, in the ranges of Dataset Management and Copy.
+    fn ranges_in_data(&mut self) -> Result<(), Fault> {
+        for (slba, count) in beyond(self.blocks) {
+            for before in [0, 1, 31] {
+                let mut bytes = dsm_range(self.blocks / 2, 1).repeat(before);
+                bytes.extend(dsm_range(slba, count));
+                let executed = self.with_bytes(Sqe::deallocate(1, before as u32 + 1), &bytes)?;
+                expect(!executed, || format!("{slba:#x}+{count} was deallocated"))?;
+                let mut bytes = copy_range(0, 1).repeat(before);
+                bytes.extend(copy_range(slba, count));
+                let sqe = Sqe::copy(1, self.blocks / 2, before as u32 + 1);
+                let executed = self.with_bytes(sqe, &bytes)?;
+                expect(!executed, || format!("{slba:#x}+{count} was copied"))?;
+            }
+            let executed = self.with_bytes(Sqe::copy(1, slba, 1), &copy_range(0, count))?;
+            expect(!executed, || format!("{slba:#x}+{count} was copied to"))?;
+        }
+        Ok(())
+    }
+
+    /// Runs `command` again and again while `change` changes what it leads to.
+    fn race(
+        &mut self,
+        command: impl Fn(u64) -> Sqe,
+        change: impl Fn(&mut Rng) + Sync,
+    ) -> Result<(), Fault> {
+        let stop = AtomicBool::new(false);
+        let raced = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut rng = Rng::new(9);
+                while !stop.load(Ordering::Relaxed) {
+                    change(&mut rng);
+                    if rng.below(8) == 0 {
+                        std::thread::yield_now();
+                    }
+                }
+            });
+            let result = (0..RACES).try_fold(0, |executed, round| {
+                Ok::<_, Fault>(executed + u64::from(self.command(command(round))?))
+            });
+            stop.store(true, Ordering::Relaxed);
+            result
+        })?;
+        expect(raced > 0, || {
+            "No command got through: this tests nothing".to_owned()
+        })?;
+        self.expect_untouched()
+    }
+
+    fn race_with_a_list(&mut self) -> Result<(), Fault> {
+        const ENTRIES: u64 = 15;
+        let (data, unnamed) = (self.data.gpa(), self.unnamed.gpa());
+        let entries: Vec<u64> = (1..=ENTRIES).map(|page| data + page * PAGE).collect();
+        let list = self.list(&entries)?;
+        let cells = list.cells::<AtomicU64>();
+        let pointer = DataPointer::prp(data, list.gpa());
+        let blocks = (ENTRIES as u32 + 1) * self.per_page;
+        self.race(
+            |round| Sqe::range(opcode(round), 1, 0, blocks).with_data(pointer),
+            |rng| {
+                let at = rng.below(ENTRIES);
+                let bad = [HIDDEN, BASE - PAGE, unnamed + 4][rng.below(3) as usize];
+                cells[at as usize].store(bad, Ordering::Relaxed);
+                cells[at as usize].store(data + (at + 1) * PAGE, Ordering::Relaxed);
+            },
+        )
+    }
+
+    fn race_with_a_segment(&mut self) -> Result<(), Fault> {
+        let data = self.data.gpa();
+        let list = self.descriptor_list(&[data_block(data, PAGE as u32 / 8); 8])?;
+        let cells = list.cells::<AtomicU64>();
+        let pointer = DataPointer::sgl(last_segment(list.gpa(), 128));
+        let blocks = self.per_page;
+        self.race(
+            |round| Sqe::range(opcode(round), 1, 0, blocks).with_data(pointer),
+            |rng| {
+                let at = 2 * rng.below(8) as usize;
+                match rng.below(3) {
+                    0 => cells[at].store(HIDDEN, Ordering::Relaxed),
+                    1 => cells[at + 1].store(u64::MAX, Ordering::Relaxed),
+                    _ => cells[at + 1].store(segment(data, 512)[1], Ordering::Relaxed),
+                }
+                cells[at].store(data, Ordering::Relaxed);
+                cells[at + 1].store(PAGE / 8, Ordering::Relaxed);
+            },
+        )
+    }
+
+    /// Ranges to be deallocated that are the neighbours' for a moment.
+    fn race_with_ranges(&mut self) -> Result<(), Fault> {
+        let good = self.blocks / 2;
+        let bad = [
+            self.blocks,
+            self.blocks + 64,
+            self.blocks.wrapping_neg(),
+            u64::MAX - 4,
+        ];
+        let data = self.memory.alloc(PAGE_SIZE)?;
+        data.write(0, &dsm_range(good, 8).repeat(16));
+        let cells = data.cells::<AtomicU64>();
+        let pointer = prp::buffer(&data, 0, 256)?.pointer;
+        self.race(
+            |_| Sqe::deallocate(1, 16).with_data(pointer),
+            |rng| {
+                // SLBA is the second word of a range.
+                let at = 2 * rng.below(16) as usize + 1;
+                cells[at].store(bad[rng.below(4) as usize], Ordering::Relaxed);
+                cells[at].store(good, Ordering::Relaxed);
+            },
+        )
+    }
+}
+
+const MIB: usize = 1 << 20;
+
+fn opcode(round: u64) -> u8 {
+    [io::READ, io::WRITE][round as usize % 2]
+}
+
+/// Addresses of which some byte is outside of what the device was given.
+fn outside() -> [u64; 6] {
+    [0, BASE - PAGE, HIDDEN, HIDDEN + PAGE, !(PAGE - 1), 1 << 63]
+}
+
+/// Ranges of (first block, blocks) that are not in a namespace of `blocks` blocks.
+fn beyond(blocks: u64) -> [(u64, u32); 10] {
+    [
+        (blocks, 1),
+        (blocks - 1, 2),
+        (blocks - 7, 8),
+        (blocks + 1, 1),
+        (2 * blocks, 1),
+        (u64::MAX, 1),
+        (u64::MAX - 6, 8),
+        (blocks.wrapping_neg(), 1),
+        // Byte addresses that wrap to the range's own.
+        (1 << 55, 1),
+        (1 << 52, 8),
+    ]
+}

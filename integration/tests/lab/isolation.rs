@@ -1,0 +1,227 @@
+//! A guest that tries everything gets at nothing but its own range and memory: not the range of a guest
+//! beside it, not the drive outside of all leases. The host's own driver looks afterwards.
+//!
+//! QEMU's drives all take SGLs. That PRPs alone are used where a drive takes nothing else is tested with a
+//! model of a drive (`tests/tests/physical`).
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use integration::lab::{LabDrive, inside};
+use integration::progress::say;
+use integration::server::FunctionOptions;
+use nvme_mpt_tests::rng;
+
+use crate::client::{Client, Work};
+use crate::fixture::{Bench, Fault, expect, sh};
+use crate::hostile::Hostile;
+use crate::{Group, Refused};
+
+pub(crate) const GROUP: Group = Group::Inside {
+    name: "isolation",
+    drives: || {
+        vec![
+            LabDrive::new("a", DRIVE),
+            // Two pages a command: all but the smallest are split.
+            LabDrive::new("b", DRIVE)
+                .lba_size(4096)
+                .namespaces(2)
+                .mdts(1),
+            LabDrive::new("c", DRIVE).dbcs(false).mdts(8),
+        ]
+    },
+    refused: Refused::Nothing,
+    checks: &[
+        ("hostile_guest_on_512_bytes_blocks", on_small_blocks),
+        (
+            "hostile_guest_on_4096_bytes_blocks_and_small_mdts",
+            on_large_blocks,
+        ),
+        (
+            "large_commands_on_all_drives_and_namespaces",
+            large_commands,
+        ),
+    ],
+};
+
+const DRIVE: u64 = 32 << 20;
+/// A range that is leased and not used, one that is attacked from, one that is worked on.
+const VICTIM: u64 = 4 << 20;
+const HOSTILE: u64 = 12 << 20;
+const BYSTANDER: u64 = 20 << 20;
+const RANGE: u64 = 8 << 20;
+const MIB: usize = 1 << 20;
+
+/// What the host writes all over a drive, and what it writes to the hostile guest's range.
+const SECRET: u64 = 0x5ec2e7;
+const OWN: u64 = 0x0135;
+
+fn on_small_blocks(bench: &Bench) -> Result<(), Fault> {
+    attack(bench, "a", 512)
+}
+
+fn on_large_blocks(bench: &Bench) -> Result<(), Fault> {
+    attack(bench, "b", 4096)
+}
+
+fn attack(bench: &Bench, id: &str, block_size: usize) -> Result<(), Fault> {
+    inside::bind(id, "nvme")?;
+    let secrets = fill_drive(&inside::block_device(id, 1)?, block_size)?;
+    inside::bind(id, "vfio-pci")?;
+    let path = inside::address(id)?;
+    let function = |name: &str, start: u64| {
+        FunctionOptions::new(name, path.as_str(), format!("{start}+{RANGE}")).option("namespace=1")
+    };
+    let mut server = bench.serve(&[
+        function("victim", VICTIM),
+        function("hostile", HOSTILE),
+        function("bystander", BYSTANDER),
+    ])?;
+    let bystander = Client::start("bystander", &server.socket("bystander"), Work::new(6))?;
+    let mut hostile = Hostile::attach(&server.socket("hostile"), RANGE)?;
+    let tried = hostile.try_everything()?;
+    hostile.expect_nothing_of(&secrets)?;
+    hostile.leave()?;
+    bystander.advance()?;
+    let bystander = bystander.finish()?;
+    server.stop()?;
+    say(&format!(
+        "  hostile guest, blocks of {block_size}: {} commands, {} of them refused, {} executed within its range",
+        tried.commands,
+        tried.refused,
+        tried.commands - tried.refused,
+    ));
+    let counts = &bystander.counts;
+    expect(
+        counts.errors + counts.retried + counts.lost() + counts.doubled == 0,
+        || format!("The guest beside it noticed: {counts:?}"),
+    )?;
+
+    inside::bind(id, "nvme")?;
+    let device = inside::block_device(id, 1)?;
+    bystander.contents.check_device(&device, BYSTANDER)?;
+    expect_unchanged(&device, block_size)
+}
+
+/// Whose range a byte of the drive is in, as far as it may have been written.
+fn may_have_changed(offset: u64) -> bool {
+    (HOSTILE..HOSTILE + RANGE).contains(&offset) || (BYSTANDER..BYSTANDER + RANGE).contains(&offset)
+}
+
+/// The beginning of each block that is none of the hostile guest's business.
+fn fill_drive(device: &Path, block_size: usize) -> Result<HashSet<[u8; 16]>, Fault> {
+    let mut secrets = HashSet::new();
+    let file = open(device)?;
+    let mut bytes = vec![0; MIB];
+    for offset in (0..DRIVE).step_by(MIB) {
+        let own = (HOSTILE..HOSTILE + RANGE).contains(&offset);
+        let tag = if own { OWN } else { SECRET };
+        rng::fill_blocks(&mut bytes, tag, offset / block_size as u64, block_size);
+        if !own {
+            let beginnings = bytes
+                .chunks(block_size)
+                .filter_map(|block| block.first_chunk());
+            secrets.extend(beginnings.copied());
+        }
+        let written = file.write_all_at(&bytes, offset);
+        written.map_err(|source| Fault::File {
+            path: device.to_owned(),
+            source,
+        })?;
+    }
+    file.sync_all().map_err(|source| Fault::File {
+        path: device.to_owned(),
+        source,
+    })?;
+    Ok(secrets)
+}
+
+/// The first and the last blocks, the victim's range, and all else outside of the two ranges in use hold what
+/// the host wrote.
+fn expect_unchanged(device: &Path, block_size: usize) -> Result<(), Fault> {
+    let file = open(device)?;
+    let (mut bytes, mut wanted) = (vec![0; MIB], vec![0; MIB]);
+    for offset in (0..DRIVE)
+        .step_by(MIB)
+        .filter(|offset| !may_have_changed(*offset))
+    {
+        let read = file.read_exact_at(&mut bytes, offset);
+        read.map_err(|source| Fault::File {
+            path: device.to_owned(),
+            source,
+        })?;
+        rng::fill_blocks(&mut wanted, SECRET, offset / block_size as u64, block_size);
+        expect(bytes == wanted, || {
+            format!("The drive has changed in the MiB from byte {offset:#x} on")
+        })?;
+    }
+    Ok(())
+}
+
+fn open(device: &Path) -> Result<File, Fault> {
+    let file = File::options().read(true).write(true).open(device);
+    file.map_err(|source| Fault::File {
+        path: device.to_owned(),
+        source,
+    })
+}
+
+/// Three drives and four namespaces in one server: commands of 1 MiB, which drives of less take in parts, with
+/// data described either way.
+fn large_commands(bench: &Bench) -> Result<(), Fault> {
+    let drives = [
+        ("a", 1, false),
+        ("b", 1, false),
+        ("b", 2, true),
+        ("c", 1, true),
+    ];
+    for id in ["a", "b", "c"] {
+        inside::bind(id, "vfio-pci")?;
+    }
+    let mut functions = Vec::new();
+    for (id, nsid, _) in drives {
+        let range = format!("0+{DRIVE}");
+        let function = FunctionOptions::new(&format!("{id}{nsid}"), inside::address(id)?, range);
+        functions.push(function.option(format!("namespace={nsid}")));
+    }
+    let mut server = bench.serve(&functions)?;
+    let mut guests = Vec::new();
+    for (index, (id, nsid, sgl)) in drives.into_iter().enumerate() {
+        let work = Work {
+            depth: 4,
+            bytes: MIB,
+            places: 16,
+            sgl,
+            ..Work::new(20 + index as u64)
+        };
+        let socket = server.socket(&format!("{id}{nsid}"));
+        guests.push(Client::start("of large commands", &socket, work)?);
+    }
+    let mut outcomes = Vec::new();
+    for guest in guests {
+        guest.wait_for("to complete commands", || guest.completed() >= 32)?;
+        outcomes.push(guest.finish()?);
+    }
+    server.stop()?;
+    for id in ["a", "b", "c"] {
+        inside::bind(id, "nvme")?;
+    }
+    for ((id, nsid, _), outcome) in drives.into_iter().zip(&outcomes) {
+        let counts = &outcome.counts;
+        say(&format!(
+            "  drive {id}, namespace {nsid}: {} commands of 1 MiB, all data verified",
+            counts.completed
+        ));
+        let all_well = counts.errors + counts.retried + counts.lost() + counts.doubled == 0;
+        expect(all_well, || {
+            format!("Drive {id}, namespace {nsid}: {counts:?}")
+        })?;
+        outcome
+            .contents
+            .check_device(&inside::block_device(id, nsid)?, 0)?;
+    }
+    sh("sync")?;
+    Ok(())
+}

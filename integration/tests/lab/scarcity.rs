@@ -1,0 +1,213 @@
+//! A drive with fewer queue pairs than its guests want: they share, all of them work, and one that has much
+//! to do does not starve one that has little.
+//!
+//! Latencies in a machine in software say nothing about a real drive's. What is compared is the same guest
+//! with and without a neighbour, alternately, each with the median of several rounds.
+
+use std::path::Path;
+use std::process::Command;
+
+use integration::lab::{LabDrive, inside};
+use integration::process::{self, Supervised};
+use integration::progress::say;
+use integration::server::{FunctionOptions, QueuePairStats, Server};
+use serde_json::Value;
+
+use crate::client::{Client, Work};
+use crate::fixture::{Bench, Fault, await_that, expect};
+use crate::{Group, Refused};
+
+pub(crate) const GROUP: Group = Group::Inside {
+    name: "scarcity",
+    drives: || vec![LabDrive::new("a", 256 << 20).max_ioqpairs(PAIRS.into())],
+    refused: Refused::Nothing,
+    checks: &[
+        ("four_guests_on_two_queue_pairs", four_guests),
+        (
+            "a_loud_guest_leaves_a_quiet_one_its_latency",
+            loud_and_quiet,
+        ),
+    ],
+};
+
+/// I/O queue pairs of the drive.
+const PAIRS: u16 = 2;
+const RANGE: u64 = 64 << 20;
+const GUESTS: [&str; 4] = ["g1", "g2", "g3", "g4"];
+
+fn serve(bench: &Bench) -> Result<(Server, String), Fault> {
+    inside::bind("a", "vfio-pci")?;
+    let path = inside::address("a")?;
+    let function = |(index, id): (u64, &&str)| {
+        FunctionOptions::new(id, path.as_str(), format!("{}+{RANGE}", index * RANGE))
+            .option("queues=2")
+    };
+    let functions: Vec<FunctionOptions> = (0..).zip(&GUESTS).map(function).collect();
+    Ok((bench.serve(&functions)?, path))
+}
+
+/// Four guests with two queues each.
+fn four_guests(bench: &Bench) -> Result<(), Fault> {
+    let (mut server, path) = serve(bench)?;
+    let mut guests = Vec::new();
+    for (seed, id) in (30..).zip(GUESTS) {
+        let work = Work {
+            queues: 2,
+            ..Work::new(seed)
+        };
+        guests.push(Client::start(id, &server.socket(id), work)?);
+    }
+    for guest in &guests {
+        guest.wait_for("to complete commands", || guest.completed() > 1000)?;
+    }
+    let pairs = server.drive_stats(&path)?.queue_pairs;
+    let all_shared = QueuePairStats {
+        total: PAIRS,
+        exclusive: 0,
+        shared: PAIRS,
+    };
+    expect(pairs == Some(all_shared), || {
+        format!("{pairs:?}, not {all_shared:?}")
+    })?;
+    let mut outcomes = Vec::new();
+    for guest in guests {
+        outcomes.push(guest.finish()?);
+    }
+    server.stop()?;
+    inside::bind("a", "nvme")?;
+    let device = inside::block_device("a", 1)?;
+    for ((start, id), outcome) in (0..).step_by(RANGE as usize).zip(GUESTS).zip(outcomes) {
+        let counts = &outcome.counts;
+        say(&format!(
+            "  {id}: {} commands on 2 queues, longest stall {:.0} ms",
+            counts.completed,
+            counts.stall.as_secs_f64() * 1e3
+        ));
+        let all_well = counts.errors + counts.retried + counts.lost() + counts.doubled == 0;
+        expect(all_well, || format!("{id}: {counts:?}"))?;
+        outcome.contents.check_device(&device, start)?;
+    }
+    Ok(())
+}
+
+/// What a guest measured.
+#[derive(Clone, Copy, Debug)]
+struct Measured {
+    p50: f64,
+    p99: f64,
+    iops: f64,
+}
+
+/// The neighbours, with what they do.
+const NEIGHBOURS: [(&str, &[&str]); 3] = [
+    ("nobody", &[]),
+    ("QD 32, 128 KiB reads", &["--size", "128K", "--qd", "32"]),
+    ("QD 32, 4 KiB reads", &["--size", "4K", "--qd", "32"]),
+];
+/// Rounds of all neighbours.
+const ROUNDS: usize = 5;
+/// How many times as long a quiet guest's 99th percentile may be beside a loud one.
+const BOUND: f64 = 3.0;
+
+/// A guest with one read of 4 KiB at a time beside one that does all it can, on the same queue pair: the loud
+/// one has two queues, so that every queue pair has one of them.
+fn loud_and_quiet(bench: &Bench) -> Result<(), Fault> {
+    let (mut server, _) = serve(bench)?;
+    let mut measured: [Vec<Measured>; NEIGHBOURS.len()] = Default::default();
+    for round in 0..ROUNDS {
+        for (index, (_, arguments)) in NEIGHBOURS.iter().enumerate() {
+            let name = format!("loud-{index}-{round}.log");
+            let neighbour = loud(&server, arguments, &bench.folder().join(name))?;
+            measured[index].push(quiet(&server, bench.folder())?);
+            // As when its VMM dies: it is in the middle of its work.
+            drop(neighbour);
+            await_that("its function is free", || {
+                Ok(server.function_stats("g2")?.queues.is_empty())
+            })?;
+        }
+    }
+    server.stop()?;
+
+    let median = |of: fn(&Measured) -> f64, index: usize| {
+        let mut values: Vec<f64> = measured[index].iter().map(of).collect();
+        values.sort_by(f64::total_cmp);
+        values[values.len() / 2]
+    };
+    say(&format!(
+        "  quiet guest, QD 1, 4 KiB reads; medians of {ROUNDS} rounds\n  \
+         neighbour              p50 us    p99 us   of alone   IOPS   p99 of each round"
+    ));
+    let alone = median(|m| m.p99, 0);
+    let mut worst: f64 = 0.0;
+    for (index, (neighbour, _)) in NEIGHBOURS.iter().enumerate() {
+        let p99 = median(|m| m.p99, index);
+        worst = worst.max(p99 / alone);
+        let rounds: Vec<String> = measured[index]
+            .iter()
+            .map(|m| format!("{:.0}", m.p99))
+            .collect();
+        say(&format!(
+            "  {neighbour:<20} {:>8.0} {p99:>9.0} {:>9.2}x {:>6.0}   {}",
+            median(|m| m.p50, index),
+            p99 / alone,
+            median(|m| m.iops, index),
+            rounds.join(" ")
+        ));
+    }
+    expect(worst <= BOUND, || {
+        format!("The quiet guest's p99 is {worst:.2} times that of alone, more than {BOUND}")
+    })
+}
+
+/// A neighbour that is under way, if there is to be one.
+fn loud(server: &Server, arguments: &[&str], log: &Path) -> Result<Option<Supervised>, Fault> {
+    if arguments.is_empty() {
+        return Ok(None);
+    }
+    let mut command = Command::new(inside::brought("nvme-load"));
+    command
+        .arg(server.socket("g2"))
+        .args(["--queues", "2", "--interrupts", "--seconds", "600"])
+        .args(arguments);
+    let process = Supervised::spawn("a loud guest", &command, log)?;
+    await_that("the loud guest is under way", || {
+        Ok(server.function_stats("g2")?.totals().commands > 200)
+    })?;
+    Ok(Some(process))
+}
+
+fn quiet(server: &Server, folder: &Path) -> Result<Measured, Fault> {
+    let report = folder.join("quiet.json");
+    let mut command = Command::new(inside::brought("nvme-load"));
+    command
+        .arg(server.socket("g1"))
+        .args([
+            "--qd",
+            "1",
+            "--interrupts",
+            "--warmup",
+            "1",
+            "--seconds",
+            "2",
+        ])
+        .arg("--json")
+        .arg(&report);
+    process::run(&mut command)?;
+    let text = std::fs::read_to_string(&report).map_err(|source| Fault::File {
+        path: report.clone(),
+        source,
+    })?;
+    let json: Value =
+        serde_json::from_str(&text).map_err(|error| Fault::Wrong(format!("{error}: {text}")))?;
+    let number = |value: &Value| {
+        value
+            .as_f64()
+            .ok_or_else(|| Fault::Wrong(format!("No latencies in {text}")))
+    };
+    let latency = &json["latency_us"];
+    Ok(Measured {
+        p50: number(&latency["p50"])?,
+        p99: number(&latency["p99"])?,
+        iops: number(&json["iops"])?,
+    })
+}

@@ -444,7 +444,7 @@ mod tests {
             ),
             (
                 "path=memory:1G,profile=fast",
-                "Option \"profile\" cannot be \"fast\"\n  There is no profile `fast`; use nvm, or a path with a slash \
+                "Option \"profile\" cannot be \"fast\"\n  There is no profile `fast`; use nvm, ssd, or a path with a slash \
                  to one of your own, as in ./drive.toml",
             ),
             (

@@ -17,7 +17,7 @@ pub use memory::MemoryStore;
 pub use null::NullStore;
 pub(crate) use uncorrectable::UncorrectableBlocks;
 
-use model::{Model, Profile, TimedQueue};
+use model::{Model, Profile, TimedQueue, Wear};
 
 use super::{
     HostCompletion, HostController, HostMemory, HostNamespace, HostQueue, HostQueuePair, Limits,
@@ -176,8 +176,23 @@ impl SoftwareController {
     /// The same drive, with the timing of another.
     #[must_use]
     pub fn timed(mut self, profile: &Profile) -> Self {
-        self.timing = Some(Arc::new(Model::new(profile, self.namespace.lba_shift)));
+        let HostNamespace {
+            blocks, lba_shift, ..
+        } = self.namespace;
+        if let Profile::Ssd(_) = profile {
+            self.limits.volatile_write_cache = true;
+            // Each page is looked up, which other queues of the poller wait for.
+            self.limits.dsm_range_bytes_max = self.limits.dsm_range_bytes_max.min(64 << 20);
+            self.limits.dsm_ranges_max = 16;
+        }
+        self.timing = Some(Arc::new(Model::new(profile, blocks, lba_shift)));
         self
+    }
+
+    /// What its commands did to the flash of the drive whose timing it has; `None` if that has none.
+    #[must_use]
+    pub fn wear(&self) -> Option<Wear> {
+        self.timing.as_ref()?.wear()
     }
 
     /// A drive that keeps nothing.

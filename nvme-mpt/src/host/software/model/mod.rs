@@ -6,13 +6,17 @@
 
 mod nvm;
 mod profile;
+mod ssd;
 mod time;
 mod timed;
 mod wheel;
 
-pub use profile::{NvmProfile, NvmRates, Profile, ProfileError, Size};
+pub use profile::{NvmProfile, NvmRates, Profile, ProfileError, Size, SsdProfile};
+pub use ssd::Wear;
 pub use time::{Clock, HostClock, Span, SpanError};
 pub use timed::TimedQueue;
+
+use std::sync::{Mutex, PoisonError};
 
 use super::memory::range;
 use crate::host::HostMemory;
@@ -21,6 +25,7 @@ use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
 use crate::spec::status::Status;
 use nvm::NvmModel;
+use ssd::SsdModel;
 use time::Timebase;
 
 /// What a command, or a part of it, asks of the drive's media.
@@ -46,17 +51,39 @@ pub(crate) struct Work {
 #[derive(Debug)]
 pub(crate) enum Model {
     Nvm(NvmModel),
+    /// Everything in it depends on everything else, so it has a lock, which a queue takes once for
+    /// what it rings in together.
+    Ssd(Box<Mutex<SsdModel>>),
 }
 
 impl Model {
-    /// The model that a profile describes.
-    pub(crate) fn new(profile: &Profile, lba_shift: u8) -> Self {
-        Self::with_timebase(profile, lba_shift, Timebase::Host)
+    /// The model that a profile describes, of a drive with so many blocks.
+    pub(crate) fn new(profile: &Profile, blocks: u64, lba_shift: u8) -> Self {
+        Self::with_timebase(profile, (blocks, lba_shift), Timebase::Host)
     }
 
-    fn with_timebase(profile: &Profile, lba_shift: u8, timebase: Timebase) -> Self {
+    fn with_timebase(
+        profile: &Profile,
+        (blocks, lba_shift): (u64, u8),
+        timebase: Timebase,
+    ) -> Self {
         match profile {
             Profile::Nvm(profile) => Self::Nvm(NvmModel::new(profile, lba_shift, timebase)),
+            Profile::Ssd(profile) => {
+                let model = SsdModel::new(profile, blocks, lba_shift, timebase);
+                Self::Ssd(Box::new(Mutex::new(model)))
+            }
+        }
+    }
+
+    /// What was done to the drive's flash so far; `None` if it has none.
+    pub(crate) fn wear(&self) -> Option<Wear> {
+        match self {
+            Self::Nvm(_) => None,
+            Self::Ssd(model) => {
+                let model = model.lock().unwrap_or_else(PoisonError::into_inner);
+                Some(model.wear())
+            }
         }
     }
 
@@ -68,6 +95,14 @@ impl Model {
             Self::Nvm(model) => admit(commands, memory, now, due, |work, now| {
                 model.due(&work, now)
             }),
+            Self::Ssd(model) => {
+                // Where it was poisoned, times are wrong at worst.
+                let mut model = model.lock().unwrap_or_else(PoisonError::into_inner);
+                model.begin(now);
+                admit(commands, memory, now, due, |work, now| {
+                    model.due(&work, now)
+                });
+            }
         }
     }
 }

@@ -204,7 +204,9 @@ mod tests {
 
     #[test]
     fn the_profile_that_comes_along_keeps_its_latency_under_load() {
-        let Profile::Nvm(profile) = Profile::named("nvm").expect("comes along");
+        let Profile::Nvm(profile) = Profile::named("nvm").expect("comes along") else {
+            panic!("another model");
+        };
         let model = NvmModel::new(&profile, 9, Timebase::Nanoseconds);
         for command in 0..profile.units.into() {
             let due = model.due(&work(Access::Read, command * 8, 8), 0);

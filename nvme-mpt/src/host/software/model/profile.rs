@@ -13,10 +13,16 @@ use super::time::Span;
 use crate::lease::Bytes;
 
 /// The profiles that come along, by name.
-const BUILT_IN: &[(&str, &str)] = &[(
-    "nvm",
-    include_str!("../../../../../resources/drives/nvm.toml"),
-)];
+const BUILT_IN: &[(&str, &str)] = &[
+    (
+        "nvm",
+        include_str!("../../../../../resources/drives/nvm.toml"),
+    ),
+    (
+        "ssd",
+        include_str!("../../../../../resources/drives/ssd.toml"),
+    ),
+];
 
 /// Longest profile that is read: a mistaken path must not be read for ever.
 const LONGEST: u64 = 64 << 10;
@@ -102,6 +108,8 @@ impl<'de> Deserialize<'de> for Span {
 pub enum Profile {
     /// A drive without erase blocks.
     Nvm(NvmProfile),
+    /// A drive of NAND flash.
+    Ssd(SsdProfile),
 }
 
 /// `model = "nvm"`.
@@ -126,6 +134,42 @@ pub struct NvmRates {
     pub latency: Span,
     /// All units together, in bytes per second.
     pub bandwidth: Size,
+}
+
+/// `model = "ssd"`. The drive's capacity is that of what it is in.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SsdProfile {
+    /// Channels to the flash; 1 to 64.
+    pub channels: u16,
+    /// Dies on each channel; 1 to 64.
+    pub dies_per_channel: u16,
+    /// FTL instances, each with as many dies; 1 to 64.
+    pub instances: u16,
+    /// Bytes that a die reads at once: a multiple of 4K.
+    pub flash_page: Size,
+    /// Bytes that a die programs at once: a multiple of a flash page.
+    pub program_unit: Size,
+    /// Bytes that a die erases at once: a multiple of a program unit, up to 64M.
+    pub block: Size,
+    /// Flash beyond the drive's capacity, in percent of it; 3 to 100.
+    pub over_provisioning: u8,
+    /// How long a die reads a flash page.
+    pub read: Span,
+    /// How long a die programs a unit.
+    pub program: Span,
+    /// How long a die erases a block.
+    pub erase: Span,
+    /// Of each channel, in bytes per second.
+    pub channel_bandwidth: Size,
+    /// Of the link to the host, in bytes per second.
+    pub link_bandwidth: Size,
+    /// Memory for data that is not programmed yet: two program units per instance at least.
+    pub write_buffer: Size,
+    /// What the controller itself takes for a read.
+    pub read_overhead: Span,
+    /// What the controller itself takes for a write.
+    pub write_overhead: Span,
 }
 
 /// A model's bandwidths, in bytes per second: 1 MiB/s to 1 TiB/s.
@@ -175,6 +219,7 @@ impl Profile {
         })?;
         let checks = match &profile {
             Self::Nvm(nvm) => nvm.check(),
+            Self::Ssd(ssd) => ssd.check(),
         };
         match checks {
             Ok(()) => Ok(profile),
@@ -236,12 +281,91 @@ impl NvmProfile {
     }
 }
 
+impl SsdProfile {
+    fn check(&self) -> Result<(), Unusable> {
+        let few = |number: u16| (1..=64).contains(&number);
+        let allowed = "a drive has 1 to 64";
+        require(few(self.channels), "channels", self.channels, allowed)?;
+        let dies = self.dies_per_channel;
+        require(few(dies), "dies_per_channel", dies, "a channel has 1 to 64")?;
+        let all = self.channels * dies;
+        let sound = few(self.instances) && all.is_multiple_of(self.instances);
+        let allowed = "a drive has 1 to 64, and its dies are divided evenly among them";
+        require(sound, "instances", self.instances, allowed)?;
+        self.check_sizes()?;
+        let sound = (3..=100).contains(&self.over_provisioning);
+        let allowed = "it is 3 to 100 percent";
+        require(sound, "over_provisioning", self.over_provisioning, allowed)?;
+        require_bandwidth("channel_bandwidth", self.channel_bandwidth)?;
+        require_bandwidth("link_bandwidth", self.link_bandwidth)
+    }
+
+    fn check_sizes(&self) -> Result<(), Unusable> {
+        let multiple = |size: Size, of: u64| size.0 != 0 && size.0.is_multiple_of(of);
+        let shown = |size: Size| Bytes(size.0);
+        let sound = multiple(self.flash_page, 4096) && self.flash_page.0 <= 1 << 20;
+        let allowed = "a flash page is a multiple of 4K, up to 1M";
+        require(sound, "flash_page", shown(self.flash_page), allowed)?;
+        let sound = multiple(self.program_unit, self.flash_page.0);
+        let allowed = "a program unit is a multiple of a flash page";
+        require(sound, "program_unit", shown(self.program_unit), allowed)?;
+        let sound = multiple(self.block, self.program_unit.0) && self.block.0 <= 64 << 20;
+        let allowed = "a block is a multiple of a program unit, up to 64M";
+        require(sound, "block", shown(self.block), allowed)?;
+        // A unit of each instance waits to be full, while room for the next has to come free.
+        let least = 2 * u64::from(self.instances) * self.program_unit.0;
+        let sound = (least..=1 << 30).contains(&self.write_buffer.0);
+        let allowed =
+            "a write buffer has two program units for each instance at least, and 1G at most";
+        require(sound, "write_buffer", shown(self.write_buffer), allowed)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     const NVM: &str = "model = \"nvm\"\nunits = 2\nstripe = \"4K\"\n\
         read = { latency = \"1us\", bandwidth = \"1G\" }\nwrite = { latency = \"2us\", bandwidth = \"1G\" }\n";
+
+    #[test]
+    fn a_drive_of_flash_has_sizes_that_fit_one_another() {
+        let text = include_str!("../../../../../resources/drives/ssd.toml");
+        for (from, to, said) in [
+            ("channels = 8", "channels = 0", "channels cannot be 0"),
+            (
+                "dies_per_channel = 2",
+                "dies_per_channel = 65",
+                "dies_per_channel cannot be 65",
+            ),
+            ("instances = 4", "instances = 5", "divided evenly"),
+            (
+                "flash_page = \"32K\"",
+                "flash_page = \"5000\"",
+                "flash_page cannot be 5000",
+            ),
+            (
+                "program_unit = \"64K\"",
+                "program_unit = \"48K\"",
+                "program_unit cannot be 48K",
+            ),
+            ("block = \"4M\"", "block = \"65M\"", "block cannot be 65M"),
+            (
+                "write_buffer = \"8M\"",
+                "write_buffer = \"511K\"",
+                "write_buffer cannot be 511K",
+            ),
+            (
+                "over_provisioning = 7",
+                "over_provisioning = 2",
+                "over_provisioning cannot be 2",
+            ),
+        ] {
+            assert!(text.contains(from), "{from}");
+            let complaint = complaint(&text.replacen(from, to, 1));
+            assert!(complaint.contains(said), "{said}: {complaint}");
+        }
+    }
 
     fn complaint(text: &str) -> String {
         let error = Profile::parse("here", text).expect_err(text);
@@ -266,7 +390,9 @@ mod tests {
             Err(ProfileError::Read { .. })
         ));
         fs::write(&path, NVM).expect("written");
-        let Profile::Nvm(nvm) = Profile::load(name).expect("sound");
+        let Profile::Nvm(nvm) = Profile::load(name).expect("sound") else {
+            panic!("another model");
+        };
         assert_eq!((nvm.units, nvm.write.latency), (2, Span(2000)));
         fs::write(&path, vec![b'#'; LONGEST as usize + 1]).expect("written");
         assert!(matches!(
@@ -278,7 +404,7 @@ mod tests {
     #[test]
     fn what_is_wrong_is_said() {
         let unknown = Profile::load("optane").expect_err("unknown").to_string();
-        assert!(unknown.contains("`optane`; use nvm"), "{unknown}");
+        assert!(unknown.contains("`optane`; use nvm, ssd"), "{unknown}");
         for (from, to, said) in [
             (
                 "units = 2",

@@ -51,7 +51,7 @@ enum Command {
 struct Serve {
     /// A function: socket=PATH,path=DRIVE[,range=START+LENGTH][,queues=N][,id=ID]
     /// [,doorbells=shadow|mapped|trap][,poll=POLICY][,serial=SERIAL][,lba=512|4096]
-    /// [,namespace=N][,timeout=SECONDS]
+    /// [,profile=PROFILE][,namespace=N][,timeout=SECONDS]
     ///
     /// Can be given many times.
     ///
@@ -67,6 +67,8 @@ struct Serve {
     ///              by +, as in dedicated:busy@2+3 [default: shared]
     ///   serial     serial number that the guest sees [default: made from drive and range]
     ///   lba        bytes of a logical block of a software drive, 512 or 4096 [default: 512]
+    ///   profile    a drive that a software drive keeps time like: nvm, ssd, or a path with a slash
+    ///              to a file like those in resources/drives [default: as fast as it can be]
     ///   namespace  which namespace of a physical drive [default: its first]
     ///   timeout    seconds that a physical drive may take for a command before it is aborted, and
     ///              the drive reset if that does not help [default: 10]

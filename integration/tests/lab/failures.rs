@@ -388,11 +388,11 @@ fn guest_killed(bench: &Bench) -> Result<(), Fault> {
             .args(["--qd", "64", "--size", "64K", "--mix", "50"])
             .args(["--seconds", "600"]);
         let log = bench.folder().join(format!("load-{round}.log"));
+        let commands =
+            || -> Result<u64, Fault> { Ok(scene.server.function_stats("a1")?.totals().commands) };
+        let before = commands()?;
         let mut load = Supervised::spawn("nvme-load", &command, &log)?;
-        await_that("the load", || {
-            let commands = scene.server.function_stats("a1")?.totals().commands;
-            Ok(commands > 50)
-        })?;
+        await_that("the load", || Ok(commands()? > before + 50))?;
         load.kill();
     }
     // What it wrote is anybody's guess, but it wrote it in its own range.

@@ -112,7 +112,7 @@ const BOUND: f64 = 3.0;
 /// A guest with one read of 4 KiB at a time beside one that does all it can, on the same queue pair: the loud
 /// one has two queues, so that every queue pair has one of them.
 fn loud_and_quiet(bench: &Bench) -> Result<(), Fault> {
-    let (mut server, _) = serve(bench)?;
+    let (mut server, path) = serve(bench)?;
     let mut measured: [Vec<Measured>; NEIGHBOURS.len()] = Default::default();
     for round in 0..ROUNDS {
         for (index, (_, arguments)) in NEIGHBOURS.iter().enumerate() {
@@ -121,8 +121,9 @@ fn loud_and_quiet(bench: &Bench) -> Result<(), Fault> {
             measured[index].push(quiet(&server, bench.folder())?);
             // As when its VMM dies: it is in the middle of its work.
             drop(neighbour);
-            await_that("its function is free", || {
-                Ok(server.function_stats("g2")?.queues.is_empty())
+            await_that("nobody uses the drive", || {
+                let pairs = server.drive_stats(&path)?.queue_pairs;
+                Ok(pairs.is_some_and(|pairs| pairs.exclusive + pairs.shared == 0))
             })?;
         }
     }
@@ -169,9 +170,11 @@ fn loud(server: &Server, arguments: &[&str], log: &Path) -> Result<Option<Superv
         .arg(server.socket("g2"))
         .args(["--queues", "2", "--interrupts", "--seconds", "600"])
         .args(arguments);
+    let commands = || -> Result<u64, Fault> { Ok(server.function_stats("g2")?.totals().commands) };
+    let before = commands()?;
     let process = Supervised::spawn("a loud guest", &command, log)?;
     await_that("the loud guest is under way", || {
-        Ok(server.function_stats("g2")?.totals().commands > 200)
+        Ok(commands()? > before + 200)
     })?;
     Ok(Some(process))
 }

@@ -191,7 +191,11 @@ struct Fixture {
 impl Fixture {
     fn new(lba_size: u32) -> Self {
         let path = format!("memory:{}", 3 * LEASE).parse().expect("a drive");
-        let drive = Drive::open(&path, DriveOptions { lba_size }).expect("memory");
+        let options = DriveOptions {
+            lba_size,
+            ..DriveOptions::default()
+        };
+        let drive = Drive::open(&path, options).expect("memory");
         let (ledger, pollers) = (Ledger::in_process(), Pollers::new());
         let lane = |index| Lane::new(&drive, &ledger, &pollers, index);
         let mut neighbours = [lane(0), lane(2)];

@@ -19,3 +19,4 @@ mod queues;
 mod ranges;
 mod resets;
 mod sgl;
+mod timed;

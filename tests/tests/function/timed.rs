@@ -1,0 +1,125 @@
+//! Software drives that keep time like others: when a command completes changes, and nothing else.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nvme_mpt::host::software::model::Profile;
+use nvme_mpt::{Drive, DriveOptions};
+use nvme_mpt_tests::command::Sqe;
+use nvme_mpt_tests::disk::Transfer;
+use nvme_mpt_tests::doorbell::DoorbellMode;
+use nvme_mpt_tests::model::{Limits, Model, Op};
+use nvme_mpt_tests::prp;
+use nvme_mpt_tests::rng::Rng;
+
+use crate::common::bystander::Bystander;
+use crate::common::{HANG, LEASE, Lab, Setup, queue_pair};
+
+fn lab(path: &str, profile: Profile) -> Lab {
+    let options = DriveOptions {
+        profile: Some(Arc::new(profile)),
+        ..DriveOptions::default()
+    };
+    Lab::of(Drive::open(&path.parse().unwrap(), options).unwrap())
+}
+
+/// A drive whose commands take this long, at any depth.
+fn slow(latency: &str) -> Profile {
+    let text = format!(
+        "model = \"nvm\"\nunits = 64\nstripe = \"4K\"\n\
+         read = {{ latency = \"{latency}\", bandwidth = \"64G\" }}\n\
+         write = {{ latency = \"{latency}\", bandwidth = \"64G\" }}\n"
+    );
+    Profile::parse("test", &text).unwrap()
+}
+
+/// Any commands do what they do without a profile.
+fn verify(lab: &Lab, setup: &Setup, seed: u64) {
+    let machine = lab.machine(setup);
+    let (_controller, mut disk) = machine.disk();
+    let limits = Limits::of(&disk, 64);
+    let mut model = Model::new(limits, true);
+    let mut rng = Rng::new(seed);
+    for _ in 0..1000 {
+        disk.transfer = Transfer::Prp {
+            offset: 4 * rng.below(1024) as usize,
+        };
+        let op = Op::choose(std::array::from_fn(|_| rng.next_u64()), &limits);
+        model.step(&mut disk, &op).unwrap();
+    }
+    model.verify_all(&mut disk).unwrap();
+}
+
+#[test]
+fn every_model_changes_nothing_but_time() {
+    for name in ["nvm", "ssd"] {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(2 * LEASE).unwrap();
+        for path in ["memory:32M", file.path().to_str().unwrap()] {
+            let lab = lab(path, Profile::named(name).unwrap());
+            std::thread::scope(|scope| {
+                for index in 0..2 {
+                    let lab = &lab;
+                    scope.spawn(move || verify(lab, &Setup::nth(index), index + 1));
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn no_command_completes_before_its_time() {
+    // Longer than a poller spins: it sleeps, and is woken by nothing but the time.
+    const LATENCY: Duration = Duration::from_millis(10);
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(LEASE).unwrap();
+    for path in ["null:16M", "memory:16M", file.path().to_str().unwrap()] {
+        for mode in [DoorbellMode::Shadow, DoorbellMode::Mapped] {
+            let lab = lab(path, slow("10ms"));
+            let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+            let mut controller = machine.attach();
+            let mut queue = queue_pair(&mut controller, 1, 32);
+            let data = machine.memory.alloc(4096).unwrap();
+            let pointer = prp::buffer(&data, 0, 4096).unwrap().pointer;
+            let parks = lab.parks();
+            for command in [Sqe::write(1, 0, 8), Sqe::read(1, 0, 8)].repeat(4) {
+                let begin = Instant::now();
+                queue.execute(command.with_data(pointer), HANG).unwrap();
+                let taken = begin.elapsed();
+                assert!(taken >= LATENCY, "{path} {mode:?}: {taken:?}");
+            }
+            assert!(
+                lab.parks() > parks,
+                "{path} {mode:?}: the poller never slept"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_reset_waits_for_no_command_that_waits_for_its_time() {
+    let lab = lab("memory:32M", slow("60s"));
+    let machine = lab.machine(&Setup::nth(0));
+    let mut controller = machine.attach();
+    for _ in 0..3 {
+        let mut queue = queue_pair(&mut controller, 1, 128);
+        for cid in 0..100 {
+            assert!(queue.push(&Sqe::read(1, 0, 8).with_cid(cid)));
+        }
+        queue.ring();
+        // As on a drive: what is in flight is given up, in no time.
+        let begin = Instant::now();
+        controller.disable().unwrap();
+        assert!(begin.elapsed() < Duration::from_secs(30));
+        controller.reset().unwrap();
+        controller.set_number_of_queues(4).unwrap();
+    }
+}
+
+#[test]
+fn a_guest_that_keeps_a_drive_busy_leaves_the_others_whole() {
+    let lab = lab("memory:32M", Profile::named("ssd").unwrap());
+    let bystander = Bystander::start(&lab, &Setup::nth(1));
+    verify(&lab, &Setup::nth(0), 9);
+    bystander.finish();
+}

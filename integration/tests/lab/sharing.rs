@@ -26,7 +26,8 @@ fn demo_in_lab(_: &Suite) -> Result<(), Fault> {
     let path = json.display().to_string();
     let options = demo::Options::try_parse_from(arguments.into_iter().chain([path.as_str()]))
         .map_err(|error| Fault::Wrong(error.to_string()))?;
-    let well = demo::run(&options).map_err(|error| Fault::Wrong(integration::error_chain(&error)))?;
+    let well =
+        demo::run(&options).map_err(|error| Fault::Wrong(integration::error_chain(&error)))?;
     expect(well, || "The demonstration failed".to_owned())?;
 
     let text = fs::read_to_string(&json).map_err(|source| Fault::File { path: json, source })?;

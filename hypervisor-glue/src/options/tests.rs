@@ -1,0 +1,176 @@
+//! What option strings are taken as, and how they are refused.
+
+use super::*;
+
+fn function(text: &str) -> FunctionOptions {
+    text.parse().unwrap()
+}
+
+/// The error and all its causes, one a line.
+fn complaint<T: FromStr<Err = OptionError>>(text: &str) -> String {
+    let Err(error) = text.parse::<T>() else {
+        panic!("{text} was taken");
+    };
+    crate::report::chain(&error)
+}
+
+#[test]
+fn a_path_is_enough() {
+    assert_eq!(
+        function("path=/var/lib/drive.img"),
+        FunctionOptions {
+            path: "/var/lib/drive.img".parse().unwrap(),
+            range: None,
+            queues: 16,
+            id: None,
+            doorbells: DoorbellMode::Shadow,
+            poll: PollPolicy::default(),
+            serial: None,
+            lba: None,
+            profile: None,
+            namespace: None,
+            timeout: None,
+        }
+    );
+}
+
+#[test]
+fn every_option_is_understood_in_any_order() {
+    let options = function(
+        "serial=A 1,lba=4096,profile=nvm,poll=dedicated,doorbells=mapped,id=vm-1,queues=4,range=64G+64G,path=memory:1T",
+    );
+    assert_eq!(
+        options,
+        FunctionOptions {
+            path: "memory:1T".parse().unwrap(),
+            range: Some(ByteRange::new(64 << 30, 64 << 30).unwrap()),
+            queues: 4,
+            id: Some("vm-1".to_owned()),
+            doorbells: DoorbellMode::Mapped,
+            poll: "dedicated".parse().unwrap(),
+            serial: Some("A 1".to_owned()),
+            lba: Some(LbaSize::B4096),
+            profile: Some(Arc::new(Profile::named("nvm").unwrap())),
+            namespace: None,
+            timeout: None,
+        }
+    );
+    let physical = function("path=0000:01:00.0,namespace=2,timeout=30");
+    assert_eq!(physical.namespace, Some(Nsid(2)));
+    assert_eq!(physical.timeout, Some(Duration::from_secs(30)));
+    let served: ServedFunction = "path=/d,socket=/run/a.sock".parse().unwrap();
+    assert_eq!(served.socket, PathBuf::from("/run/a.sock"));
+    assert_eq!(served.function, function("path=/d"));
+}
+
+#[test]
+fn a_comma_in_a_path_is_quoted() {
+    assert_eq!(function("path=\"/a,b\"").path, "/a,b".parse().unwrap());
+}
+
+#[test]
+fn complaints_name_the_option_the_value_and_what_is_allowed() {
+    for (text, message) in [
+        (
+            "range=0+1G",
+            "Option \"path\" is missing: add path=DRIVE, a PCI address, a file, a block device, memory:SIZE or null:SIZE",
+        ),
+        (
+            "path=/d,size=4",
+            "There is no option \"size\": the options are path, range, queues, id, doorbells, poll, serial, lba, \
+             profile, namespace, timeout",
+        ),
+        (
+            "path=/d,socket=/run/a.sock",
+            "There is no option \"socket\": the options are path, range, queues, id, doorbells, poll, serial, lba, \
+             profile, namespace, timeout",
+        ),
+        (
+            "path=/d,queues=0",
+            "Option \"queues\" cannot be \"0\"\n  A function has 1 to 64 I/O queue pairs",
+        ),
+        (
+            "path=/d,queues=65",
+            "Option \"queues\" cannot be \"65\"\n  A function has 1 to 64 I/O queue pairs",
+        ),
+        (
+            "path=0000:01:00.0,lba=512",
+            "Option \"lba\" is not for 0000:01:00.0: the logical blocks of a physical drive are as it was \
+             formatted; leave it out",
+        ),
+        (
+            "path=0000:01:00.0,profile=nvm",
+            "Option \"profile\" is not for 0000:01:00.0: a physical drive is as fast as it is; leave it out",
+        ),
+        (
+            "path=memory:1G,profile=fast",
+            "Option \"profile\" cannot be \"fast\"\n  There is no profile `fast`; use nvm, ssd, or a path with a slash \
+             to one of your own, as in ./drive.toml",
+        ),
+        (
+            "path=memory:1G,namespace=1",
+            "Option \"namespace\" is not for memory:1G: only a physical drive, as in path=0000:01:00.0, has \
+             more than one; leave it out",
+        ),
+        (
+            "path=/d,timeout=5",
+            "Option \"timeout\" is not for /d: only a physical drive, as in path=0000:01:00.0, can be \
+             aborted and reset; leave it out",
+        ),
+        (
+            "path=0000:01:00.0,namespace=0",
+            "Option \"namespace\" cannot be \"0\"\n  A namespace has a number from 1 on; \
+             `nvme-mpt drives` shows them",
+        ),
+        (
+            "path=0000:01:00.0,timeout=0",
+            "Option \"timeout\" cannot be \"0\"\n  A timeout is 1 to 3600 whole seconds",
+        ),
+        (
+            "path=/d,lba=520",
+            "Option \"lba\" cannot be \"520\"\n  A logical block has 512 or 4096 bytes",
+        ),
+        (
+            "path=/d,range=1G",
+            "Option \"range\" cannot be \"1G\"\n  \"1G\" is not a range: write START+LENGTH, such as 64G+64G",
+        ),
+        (
+            "path=/d,range=1G+1Q",
+            "Option \"range\" cannot be \"1G+1Q\"\n  \"1G+1Q\" is not a range: its length is wrong\n  \
+             \"1Q\" is not a size: write bytes, or a number with suffix K, M, G or T (powers of 1024), such as 64G",
+        ),
+        (
+            "path=/d,serial=123456789012345678901",
+            "Option \"serial\" cannot be \"123456789012345678901\"\n  A serial number has 1 to 20 ASCII \
+             characters, without spaces around it",
+        ),
+    ] {
+        assert_eq!(complaint::<FunctionOptions>(text), message);
+    }
+    for key in ["doorbells", "poll"] {
+        let complaint = complaint::<FunctionOptions>(&format!("path=/d,{key}=never"));
+        assert!(
+            complaint.starts_with(&format!("Option \"{key}\" cannot be \"never\"\n  ")),
+            "{complaint}"
+        );
+    }
+}
+
+#[test]
+fn a_socket_has_a_path_that_fits() {
+    assert_eq!(
+        complaint::<ServedFunction>("path=/d"),
+        "Option \"socket\" is missing: add socket=PATH, where the VMM connects"
+    );
+    let longest = format!("/{}", "x".repeat(106));
+    let served: ServedFunction = format!("path=/d,socket={longest}").parse().unwrap();
+    assert_eq!(served.socket, PathBuf::from(longest));
+    let too_long = format!("/{}", "x".repeat(107));
+    let complaint = complaint::<ServedFunction>(&format!("path=/d,socket={too_long}"));
+    assert!(
+        complaint.ends_with(
+            "The path of a socket has at most 107 bytes, this one has 108: use a shorter folder, such as one in /run"
+        ),
+        "{complaint}"
+    );
+}

@@ -1,0 +1,269 @@
+//! Each structure, byte by byte.
+
+use super::*;
+use crate::fixtures;
+
+fn identify(cns: u8, csi: u8, cntid: u16, nsid: u32) -> Result<Vec<u8>, Status> {
+    let (namespace, limits) = (fixtures::namespace(), fixtures::limits());
+    let subject = Subject {
+        namespace: &namespace,
+        limits: &limits,
+        doorbell_buffer: true,
+        active: true,
+        thresholds: fixtures::THRESHOLDS,
+    };
+    let command = Identify {
+        cns: Cns(cns),
+        csi: Csi(csi),
+        cntid,
+        ..Identify::default()
+    };
+    subject.identify(command, Nsid(nsid))
+}
+
+fn structure(cns: u8, nsid: u32) -> Vec<u8> {
+    let structure = identify(cns, 0, 0, nsid).expect("a structure");
+    assert_eq!(structure.len(), 4096);
+    structure
+}
+
+#[test]
+fn the_controller_promises_what_it_keeps() {
+    let id = structure(0x01, 0);
+    assert_eq!(id[0..4], [0x50, 0x4D, 0x50, 0x4D]);
+    assert_eq!(&id[4..24], b"0123456789          ");
+    assert_eq!(&id[24..64], b"nvme-mpt memory                         ");
+    assert_eq!(&id[64..72], b"0.1.0   ");
+    assert_eq!(id[77], 8, "MDTS: 1 MiB");
+    assert_eq!(id[78..80], [0, 0], "CNTLID");
+    assert_eq!(id[80..84], [0, 0, 2, 0], "VER");
+    assert_eq!(
+        id[92..96],
+        [0, 1, 0, 0],
+        "OAES: Namespace Attribute Notices"
+    );
+    assert_eq!(id[111], 1, "I/O controller");
+    assert_eq!(id[256..258], [0x00, 0x01], "OACS: Doorbell Buffer Config");
+    assert_eq!(id[258..264], [3, 3, 0x03, 0b111, 63, 0], "ACL to NPSS");
+    assert_eq!(id[266..270], [0x57, 0x01, 0x75, 0x01], "WCTEMP, CCTEMP");
+    assert_eq!(id[320..322], [0, 0], "KAS");
+    assert_eq!(id[512..514], [0x66, 0x44]);
+    assert_eq!(id[516..520], [1, 0, 0, 0], "NN");
+    assert_eq!(id[520..522], [0xDF, 0x01], "ONCS: all but reservations");
+    assert_eq!(id[525], 0b111, "VWC: present, broadcast flush");
+    assert_eq!(id[526..530], [0; 4], "AWUN, AWUPF");
+    assert_eq!(
+        id[534..540],
+        [1, 0, 1, 0, 0, 0],
+        "Copy format 0, SGLs at any byte"
+    );
+    let nqn = b"nqn.2014-08.org.nvmexpress:uuid:00112233-4455-6677-8899-aabbccddeeff\0";
+    assert_eq!(&id[768..768 + nqn.len()], nqn);
+}
+
+#[test]
+fn doorbell_buffer_config_is_offered_in_shadow_mode_only() {
+    let (namespace, limits) = (fixtures::namespace(), fixtures::limits());
+    let subject = Subject {
+        namespace: &namespace,
+        limits: &limits,
+        doorbell_buffer: false,
+        active: true,
+        thresholds: fixtures::THRESHOLDS,
+    };
+    let command = Identify {
+        cns: Cns::CONTROLLER,
+        ..Identify::default()
+    };
+    assert_eq!(
+        subject.identify(command, Nsid(0)).expect("a structure")[256..258],
+        [0, 0]
+    );
+}
+
+#[test]
+fn nothing_is_promised_that_the_drive_does_not_keep() {
+    let namespace = fixtures::namespace();
+    let limits = Limits {
+        commands: Oncs::default().with_write_zeroes(true).with_verify(true),
+        awun_z: 0x1234,
+        awupf_z: 0x0056,
+        volatile_write_cache: false,
+        deallocated_reads_zeroes: false,
+        sgl_descriptors_max: 0,
+        ..fixtures::limits()
+    };
+    let subject = Subject {
+        namespace: &namespace,
+        limits: &limits,
+        doorbell_buffer: true,
+        active: true,
+        thresholds: TemperatureThresholds {
+            warning: 0x155,
+            critical: 0,
+        },
+    };
+    let identify = |cns, nsid| {
+        let command = Identify {
+            cns: Cns(cns),
+            ..Identify::default()
+        };
+        subject.identify(command, Nsid(nsid)).expect("a structure")
+    };
+    let id = identify(0x01, 0);
+    assert_eq!(id[266..270], [0x55, 0x01, 0, 0], "WCTEMP, CCTEMP");
+    assert_eq!(
+        id[520..522],
+        [0b1101_1000, 0],
+        "ONCS: with Timestamp and Save"
+    );
+    assert_eq!(id[525], 0b110, "VWC: not present");
+    assert_eq!(id[526..530], [0x34, 0x12, 0x56, 0], "AWUN, AWUPF");
+    assert_eq!(id[534..540], [0; 6], "no Copy format, no SGLs");
+    // VSL and WZSL, but no WUSL, DMRL, DMRSL.
+    assert_eq!(identify(0x06, 0)[..8], [18, 18, 0, 0, 0, 0, 0, 0]);
+    let id = identify(0x00, 1);
+    assert_eq!(id[33], 0, "DLFEAT");
+    assert_eq!(id[74..81], [0; 7], "MSSRL, MCL, MSRC");
+}
+
+#[test]
+fn a_namespace_that_is_not_active_is_listed_nowhere() {
+    let (namespace, limits) = (fixtures::namespace(), fixtures::limits());
+    let subject = Subject {
+        namespace: &namespace,
+        limits: &limits,
+        doorbell_buffer: true,
+        active: false,
+        thresholds: fixtures::THRESHOLDS,
+    };
+    let identify = |cns, nsid| {
+        let command = Identify {
+            cns: Cns(cns),
+            ..Identify::default()
+        };
+        subject.identify(command, Nsid(nsid))
+    };
+    for cns in [0x02, 0x07] {
+        assert_eq!(identify(cns, 0), Ok(vec![0; 4096]), "CNS {cns:#x}");
+    }
+    for cns in [0x00, 0x05, 0x08] {
+        assert_eq!(identify(cns, 1), Ok(vec![0; 4096]), "CNS {cns:#x}");
+        let invalid = Err(Status::INVALID_NAMESPACE_OR_FORMAT);
+        assert_eq!(identify(cns, 2), invalid, "CNS {cns:#x}");
+    }
+    assert_eq!(identify(0x03, 1), Err(Status::INVALID_FIELD));
+    assert_eq!(identify(0x01, 0).expect("a structure")[516], 1, "NN stays");
+}
+
+#[test]
+fn the_namespace_is_the_lease() {
+    let id = structure(0x00, 1);
+    for field in [0..8, 8..16, 16..24] {
+        assert_eq!(id[field], 0x20_0000_u64.to_le_bytes(), "NSZE, NCAP, NUSE");
+    }
+    assert_eq!(id[24..27], [0, 0, 0], "NSFEAT, NLBAF, FLBAS");
+    assert_eq!(id[33], 0b1001, "deallocated blocks read as zero");
+    assert_eq!(id[48..64], (1_u128 << 30).to_le_bytes(), "NVMCAP");
+    assert_eq!(id[74..76], [0x00, 0x08], "MSSRL: 1 MiB");
+    assert_eq!(id[76..80], [0x00, 0x08, 0, 0], "MCL: 1 MiB");
+    assert_eq!(id[80], 127, "MSRC");
+    assert_eq!(id[104..120], [0xA0; 16], "NGUID");
+    assert_eq!(id[120..128], [0xE0; 8], "EUI64");
+    assert_eq!(
+        id[128..136],
+        [0, 0, 9, 0, 0, 0, 0, 0],
+        "one format, of 512 bytes"
+    );
+}
+
+#[test]
+fn a_namespace_that_is_not_there_is_invalid() {
+    for cns in [0x00, 0x03, 0x05, 0x08] {
+        for nsid in [0, 2, 0xFFFF_FFFE, 0xFFFF_FFFF] {
+            let invalid = Err(Status::INVALID_NAMESPACE_OR_FORMAT);
+            assert_eq!(
+                identify(cns, 0, 0, nsid),
+                invalid,
+                "CNS {cns:#x} NSID {nsid:#x}"
+            );
+        }
+    }
+}
+
+#[test]
+fn active_namespaces_are_those_above_the_one_named() {
+    for cns in [0x02, 0x07] {
+        assert_eq!(structure(cns, 0)[..8], [1, 0, 0, 0, 0, 0, 0, 0]);
+        for nsid in [1, 2, 0xFFFF_FFFD] {
+            assert_eq!(structure(cns, nsid), [0; 4096]);
+        }
+        for nsid in [0xFFFF_FFFE, 0xFFFF_FFFF] {
+            let invalid = Err(Status::INVALID_NAMESPACE_OR_FORMAT);
+            assert_eq!(identify(cns, 0, 0, nsid), invalid);
+        }
+    }
+}
+
+#[test]
+fn a_namespace_has_four_descriptors() {
+    let list = structure(0x03, 1);
+    assert_eq!(
+        list[..12],
+        [1, 8, 0, 0, 0xE0, 0xE0, 0xE0, 0xE0, 0xE0, 0xE0, 0xE0, 0xE0]
+    );
+    assert_eq!(list[12..16], [2, 16, 0, 0]);
+    assert_eq!(list[32..40], [3, 16, 0, 0, 0x00, 0x11, 0x22, 0x33]);
+    assert_eq!(
+        list[52..58],
+        [4, 1, 0, 0, 0, 0],
+        "the NVM command set, and the end"
+    );
+}
+
+#[test]
+fn structures_of_the_nvm_command_set() {
+    assert_eq!(structure(0x05, 1), [0; 4096]);
+    let controller = structure(0x06, 0);
+    // 1 GiB for VSL, WZSL and WUSL; 64 ranges of 1 GiB.
+    assert_eq!(controller[..8], [18, 18, 18, 64, 0x00, 0x00, 0x20, 0x00]);
+    assert_eq!(structure(0x08, 1)[14], 1, "ready");
+    for cns in [0x05, 0x06, 0x07] {
+        for csi in [1, 2, 0x30] {
+            assert_eq!(identify(cns, csi, 0, 1), Err(Status::INVALID_FIELD));
+        }
+    }
+}
+
+#[test]
+fn the_nvm_command_set_is_the_only_combination() {
+    for cntid in [0, 0xFFFF] {
+        let vectors = identify(0x1C, 0, cntid, 0).expect("a structure");
+        assert_eq!(
+            vectors[..16],
+            [1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+        );
+    }
+    assert_eq!(identify(0x1C, 0, 1, 0), Err(Status::INVALID_FIELD));
+}
+
+#[test]
+fn unknown_structures_are_invalid_fields() {
+    for cns in 0..=u8::MAX {
+        let known = matches!(cns, 0x00..=0x03 | 0x05..=0x08 | 0x1C);
+        if !known {
+            assert_eq!(
+                identify(cns, 0, 0, 1),
+                Err(Status::INVALID_FIELD),
+                "{cns:#x}"
+            );
+        }
+    }
+}
+
+#[test]
+fn text_is_printable_and_padded() {
+    assert_eq!(&padded::<6>("ab"), b"ab    ");
+    assert_eq!(&padded::<2>("abc"), b"ab");
+    assert_eq!(&padded::<4>("a\n\u{e9}"), b"a???");
+}

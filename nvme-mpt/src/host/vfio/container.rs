@@ -173,7 +173,16 @@ impl Iommu for Type1Container {
         let bytes = memory
             .bytes(0, memory.len())
             .ok_or(io::ErrorKind::InvalidInput)?;
-        ioctl::map_dma(container, bytes, iova, size, access == Access::ReadWrite)
+        let mut writable = access == Access::ReadWrite;
+        if !writable && memory.access() == Access::ReadWrite {
+            match memory.populate() {
+                Ok(()) => {}
+                // A kernel that cannot do it gives a device that may write what we write.
+                Err(error) if error.kind() == io::ErrorKind::InvalidInput => writable = true,
+                Err(error) => return Err(error),
+            }
+        }
+        ioctl::map_dma(container, bytes, iova, size, writable)
             .map_err(|error| self.map_error(error, size))
     }
 

@@ -8,6 +8,7 @@
 //! - [`lab`]: an emulated host with NVMe drives, an IOMMU and KVM, for all that needs one;
 //! - [`verify`]: everything that must hold, step by step;
 //! - [`demo`]: the demonstration;
+//! - [`vmm`]: the reference VMM, with functions in its own process;
 //! - [`load`]: load at native speed, without a guest.
 
 pub mod demo;
@@ -19,6 +20,7 @@ pub mod progress;
 pub mod provision;
 pub mod server;
 pub mod verify;
+pub mod vmm;
 
 use std::path::{Path, PathBuf};
 

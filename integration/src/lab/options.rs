@@ -14,7 +14,7 @@ use crate::provision::KernelChoice;
 use crate::provision::lab::LabAssets;
 
 /// Programs of ours that every lab has.
-const PROGRAMS: &[&str] = &["nvme-mpt", "nvme-load", "demo"];
+const PROGRAMS: &[&str] = &["nvme-mpt", "nvme-load", "demo", "reference-vmm"];
 
 /// Boots an emulated host with NVMe drives, an IOMMU and KVM, runs a command in it, and ends with the
 /// command's exit status.

@@ -1,0 +1,24 @@
+//! `reference-vmm`: see `integration::vmm`.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use integration::vmm::Ended;
+use integration::vmm::options::{self, Options};
+
+fn main() -> ExitCode {
+    hypervisor_glue::logging::start();
+    match options::run(Options::parse()) {
+        Ok(Ended::PoweredOff) => ExitCode::SUCCESS,
+        // There is nobody who would start it again.
+        Ok(Ended::Reset) => ExitCode::from(2),
+        Ok(Ended::Failed(why)) => {
+            eprintln!("Error: {why}");
+            ExitCode::FAILURE
+        }
+        Err(error) => {
+            integration::print_error(&error);
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! Where the guest's accesses go.
+
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use vm_device::bus::{self, MmioAddress, MmioRange, PioAddress, PioRange};
+use vm_device::device_manager::{IoManager, MmioManager, PioManager};
+use vm_device::{DeviceMmio, DevicePio};
+use vmm_device::BarMove;
+
+/// The ports and addresses that devices have.
+///
+/// No lock is held while a device does what it is told, as that may move the device on the bus.
+#[derive(Default)]
+pub(super) struct Bus(RwLock<IoManager>);
+
+impl Bus {
+    /// Has a device answer at ports.
+    pub(super) fn add_ports(
+        &self,
+        (first, ports): (u16, u16),
+        device: Arc<dyn DevicePio + Send + Sync>,
+    ) -> Result<(), bus::Error> {
+        let range = PioRange::new(PioAddress(first), ports)?;
+        self.change().register_pio(range, device)
+    }
+
+    /// Has a device answer at addresses.
+    pub(super) fn add_addresses(
+        &self,
+        (first, len): (u64, u64),
+        device: Arc<dyn DeviceMmio + Send + Sync>,
+    ) -> Result<(), bus::Error> {
+        let range = MmioRange::new(MmioAddress(first), len)?;
+        self.change().register_mmio(range, device)
+    }
+
+    /// Has nobody answer at the addresses that begin at `first`.
+    pub(super) fn remove_addresses(&self, first: u64) {
+        let mut bus = self.change();
+        let begins = |found: &(&MmioRange, _)| found.0.base().0 == first;
+        if bus
+            .mmio_device(MmioAddress(first))
+            .as_ref()
+            .is_some_and(begins)
+        {
+            bus.deregister_mmio(MmioAddress(first));
+        }
+    }
+
+    /// Follows a device's BARs. One that is moved over something else answers nowhere.
+    pub(super) fn follow<D>(&self, device: &Arc<D>, moves: &[BarMove])
+    where
+        D: DeviceMmio + Send + Sync + 'static,
+    {
+        for from in moves.iter().filter_map(|bar| bar.from) {
+            self.remove_addresses(from);
+        }
+        for BarMove { bar, size, to, .. } in moves {
+            if let Some(to) = to
+                && let Err(error) = self.add_addresses((*to, *size), device.clone())
+            {
+                eprintln!("{bar:?} of a function cannot be at {to:#x}: {error}");
+            }
+        }
+    }
+
+    /// What nobody answers reads as ones.
+    pub(super) fn read_port(&self, port: u16, data: &mut [u8]) {
+        match self.at_port(port) {
+            Some((base, device)) => device.pio_read(PioAddress(base), port - base, data),
+            None => data.fill(0xFF),
+        }
+    }
+
+    pub(super) fn write_port(&self, port: u16, data: &[u8]) {
+        if let Some((base, device)) = self.at_port(port) {
+            device.pio_write(PioAddress(base), port - base, data);
+        }
+    }
+
+    /// What nobody answers reads as ones.
+    pub(super) fn read_address(&self, address: u64, data: &mut [u8]) {
+        match self.at_address(address) {
+            Some((base, device)) => device.mmio_read(MmioAddress(base), address - base, data),
+            None => data.fill(0xFF),
+        }
+    }
+
+    pub(super) fn write_address(&self, address: u64, data: &[u8]) {
+        if let Some((base, device)) = self.at_address(address) {
+            device.mmio_write(MmioAddress(base), address - base, data);
+        }
+    }
+
+    fn at_port(&self, port: u16) -> Option<(u16, Arc<dyn DevicePio + Send + Sync>)> {
+        let bus = self.look();
+        let (range, device) = bus.pio_device(PioAddress(port))?;
+        Some((range.base().0, device.clone()))
+    }
+
+    fn at_address(&self, address: u64) -> Option<(u64, Arc<dyn DeviceMmio + Send + Sync>)> {
+        let bus = self.look();
+        let (range, device) = bus.mmio_device(MmioAddress(address))?;
+        Some((range.base().0, device.clone()))
+    }
+
+    fn look(&self) -> RwLockReadGuard<'_, IoManager> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn change(&self) -> RwLockWriteGuard<'_, IoManager> {
+        self.0.write().unwrap_or_else(PoisonError::into_inner)
+    }
+}

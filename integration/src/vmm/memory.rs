@@ -1,0 +1,73 @@
+//! The guest's memory: one region from address 0 on, shared so that functions can map it.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use hypervisor_glue::vmm::Vmm;
+use nvme_mpt::Gpa;
+use nvme_mpt::dma::MemoryRegion;
+use nvme_mpt::memory::{Access, Mapping, memfd};
+use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap};
+
+use super::MachineError;
+
+/// Less, and no kernel unpacks itself.
+pub(super) const MIN_MIB: u64 = 128;
+/// More would meet the BARs.
+pub(super) const MAX_MIB: u64 = 3072;
+
+/// The guest's memory.
+#[derive(Debug)]
+pub(super) struct Memory {
+    fd: OwnedFd,
+    len: u64,
+    guest: GuestMemoryMmap,
+}
+
+impl Memory {
+    /// Memory of so many MiB, in which `vmm` has the guest run.
+    pub(super) fn new(mib: u64, vmm: &dyn Vmm) -> Result<Self, MachineError> {
+        if !(MIN_MIB..=MAX_MIB).contains(&mib) {
+            return Err(MachineError::Memory(mib));
+        }
+        let len = mib << 20;
+        let failed = || MachineError::kvm("map the guest's memory");
+        let fd = memfd(c"guest-memory", len).map_err(failed())?;
+        // At most 3 GiB.
+        let mapping = Mapping::shared(fd.as_fd(), 0, len as usize, Access::ReadWrite);
+        vmm.map(Gpa(0), &Arc::new(mapping.map_err(failed())?))?;
+        let file = File::from(fd.try_clone().map_err(failed())?);
+        let range = (
+            GuestAddress(0),
+            len as usize,
+            Some(FileOffset::new(file, 0)),
+        );
+        let guest = GuestMemoryMmap::from_ranges_with_files([range])
+            .map_err(|error| failed()(io::Error::other(error)))?;
+        Ok(Self { fd, len, guest })
+    }
+
+    /// In bytes.
+    pub(super) fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// For what is loaded into it.
+    pub(super) fn guest(&self) -> &GuestMemoryMmap {
+        &self.guest
+    }
+
+    /// What a function is told of it.
+    pub(super) fn region(&self) -> io::Result<MemoryRegion> {
+        Ok(MemoryRegion {
+            gpa: Gpa(0),
+            len: self.len,
+            fd: self.fd.try_clone()?,
+            offset: 0,
+            readable: true,
+            writable: true,
+        })
+    }
+}

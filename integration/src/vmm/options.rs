@@ -1,0 +1,52 @@
+//! The reference VMM's command line.
+
+use std::path::PathBuf;
+
+use clap::Parser;
+use hypervisor_glue::options::FunctionOptions;
+
+use super::{Ended, Machine, MachineConfig, MachineError};
+
+/// The smallest VMM that has NVMe functions in its own process: an example, and no product.
+#[derive(Debug, Parser)]
+#[command(name = "reference-vmm")]
+pub struct Options {
+    /// The kernel, a bzImage.
+    #[arg(long)]
+    kernel: PathBuf,
+    /// What its initial user land is unpacked from.
+    #[arg(long)]
+    initramfs: Option<PathBuf>,
+    /// Its command line.
+    #[arg(long, default_value = "console=ttyS0 root=/dev/nvme0n1 rw")]
+    cmdline: String,
+    /// vCPUs, 1 to 4.
+    #[arg(long, default_value_t = 1)]
+    cpus: u8,
+    /// Memory in MiB.
+    #[arg(long, default_value_t = 512)]
+    memory: u64,
+    /// An NVMe function, as in path=disk.img,range=0+1G; again for another one.
+    #[arg(long = "nvme-mpt", value_name = "OPTIONS")]
+    functions: Vec<FunctionOptions>,
+    /// Folder with the ledger of leases.
+    #[arg(long, default_value = "/run/nvme-mpt")]
+    state_dir: PathBuf,
+}
+
+/// Runs a machine until it ends.
+///
+/// # Errors
+/// See [`MachineError`].
+pub fn run(options: Options) -> Result<Ended, MachineError> {
+    let config = MachineConfig {
+        kernel: options.kernel,
+        initramfs: options.initramfs,
+        command_line: options.cmdline,
+        vcpus: options.cpus,
+        memory_mib: options.memory,
+        functions: options.functions,
+        state_dir: options.state_dir,
+    };
+    Machine::start(&config)?.wait()
+}

@@ -1,0 +1,119 @@
+//! Virtual processors: a thread each.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES};
+use kvm_ioctls::{Kvm, VcpuExit, VcpuFd};
+use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
+
+use super::bus::Bus;
+use super::machine::Ended;
+
+/// How long a thread that was kicked has to end before it is kicked again: the signal may come right
+/// before the guest is entered.
+const KICK_AGAIN: Duration = Duration::from_millis(1);
+
+/// Processor features as KVM has them, for the processor with this local APIC.
+pub(super) fn cpuid(kvm: &Kvm, apic: u8) -> Result<CpuId, kvm_ioctls::Error> {
+    const FEATURES: u32 = 0x1;
+    /// The hypervisor bit, and the local APIC's timer by time stamp.
+    const HYPERVISOR: u32 = 1 << 31;
+    const TSC_DEADLINE: u32 = 1 << 24;
+    const APIC_SHIFT: u32 = 24;
+    const TOPOLOGY: [u32; 2] = [0xB, 0x1F];
+    let mut cpuid = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)?;
+    for entry in cpuid.as_mut_slice() {
+        if entry.function == FEATURES {
+            entry.ebx = entry.ebx & !(0xFF << APIC_SHIFT) | u32::from(apic) << APIC_SHIFT;
+            entry.ecx |= HYPERVISOR | TSC_DEADLINE;
+        }
+        if TOPOLOGY.contains(&entry.function) {
+            entry.edx = apic.into();
+        }
+    }
+    Ok(cpuid)
+}
+
+/// The running processors.
+pub(super) struct Vcpus {
+    stopping: Arc<AtomicBool>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Vcpus {
+    /// Has processors run that are set up. Each says when it ends by itself.
+    pub(super) fn start(
+        vcpus: Vec<VcpuFd>,
+        bus: &Arc<Bus>,
+        ended: &Sender<Ended>,
+    ) -> io::Result<Self> {
+        register_signal_handler(SIGRTMIN(), on_kick)
+            .map_err(|error| io::Error::from_raw_os_error(error.errno()))?;
+        let mut running = Self {
+            stopping: Arc::default(),
+            threads: Vec::new(),
+        };
+        for (number, vcpu) in vcpus.into_iter().enumerate() {
+            let (bus, ended) = (bus.clone(), ended.clone());
+            let stopping = running.stopping.clone();
+            let thread = thread::Builder::new()
+                .name(format!("vcpu-{number}"))
+                .spawn(move || {
+                    if let Some(why) = run(vcpu, &bus, &stopping) {
+                        // It ends once, whoever says so first.
+                        let _ = ended.send(why);
+                    }
+                })?;
+            running.threads.push(thread);
+        }
+        Ok(running)
+    }
+
+    /// Ends all of them.
+    fn stop(&mut self) {
+        self.stopping.store(true, Ordering::Release);
+        for thread in self.threads.drain(..) {
+            while !thread.is_finished() {
+                // Fails for a thread that has ended alone.
+                let _ = thread.kill(SIGRTMIN());
+                thread::sleep(KICK_AGAIN);
+            }
+            if thread.join().is_err() {
+                eprintln!("A vCPU panicked");
+            }
+        }
+    }
+}
+
+impl Drop for Vcpus {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// That the signal came is all that is needed of it: it ends a system call.
+extern "C" fn on_kick(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}
+
+/// Runs a processor until it is stopped; or returns what ended it.
+fn run(mut vcpu: VcpuFd, bus: &Bus, stopping: &AtomicBool) -> Option<Ended> {
+    while !stopping.load(Ordering::Acquire) {
+        match vcpu.run() {
+            Ok(VcpuExit::IoIn(port, data)) => bus.read_port(port, data),
+            Ok(VcpuExit::IoOut(port, data)) => bus.write_port(port, data),
+            Ok(VcpuExit::MmioRead(address, data)) => bus.read_address(address, data),
+            Ok(VcpuExit::MmioWrite(address, data)) => bus.write_address(address, data),
+            // A triple fault, which resets a PC.
+            Ok(VcpuExit::Shutdown | VcpuExit::SystemEvent(..)) => return Some(Ended::Reset),
+            Ok(VcpuExit::Intr | VcpuExit::Hlt | VcpuExit::IrqWindowOpen) => {}
+            Ok(exit) => return Some(Ended::Failed(format!("a vCPU stopped: {exit:?}"))),
+            Err(error) if [libc::EINTR, libc::EAGAIN].contains(&error.errno()) => {}
+            Err(error) => return Some(Ended::Failed(format!("a vCPU cannot run: {error}"))),
+        }
+    }
+    None
+}

@@ -383,3 +383,40 @@ fn removal_event(device: &File) -> io::Result<Option<OwnedFd>> {
     ioctl::set_event(device, abi::VFIO_PCI_REQ_IRQ_INDEX, &event)?;
     Ok(Some(event))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bar(mappable: &[(u64, u64)]) -> Region {
+        Region {
+            size: 1 << 30,
+            offset: 0,
+            mappable: mappable.to_vec(),
+        }
+    }
+
+    #[test]
+    fn registers_and_doorbells_are_mapped_where_they_can_be() {
+        let whole = bar(&[(0, 0x4000)]);
+        assert_eq!(part_with(&whole, 0), Some((0, 0x4000)));
+        assert_eq!(part_with(&whole, DOORBELLS), Some((0, 0x4000)));
+        // The MSI-X table is kept from us, wherever it lies.
+        let after = bar(&[(0, 0x2000), (0x3000, 0x1000)]);
+        assert_eq!(part_with(&after, DOORBELLS), Some((0, 0x2000)));
+        let before = bar(&[(0x1000, 0x3000)]);
+        assert_eq!(part_with(&before, 0), None);
+        assert_eq!(part_with(&before, DOORBELLS), Some((0x1000, 0x4000)));
+        let on_top = bar(&[(0, 0x1000), (0x2000, 0x2000)]);
+        assert_eq!(part_with(&on_top, DOORBELLS), None);
+        assert_eq!(part_with(&bar(&[]), DOORBELLS), None);
+    }
+
+    #[test]
+    fn no_more_is_mapped_than_has_doorbells() {
+        let large = bar(&[(0, 1 << 30)]);
+        assert_eq!(part_with(&large, DOORBELLS), Some((0, 0x81_000)));
+        let beyond = bar(&[(0, 0x2000), (0x10_0000, 0x1000)]);
+        assert_eq!(part_with(&beyond, DOORBELLS), Some((0, 0x2000)));
+    }
+}

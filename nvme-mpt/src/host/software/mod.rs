@@ -185,8 +185,20 @@ impl SoftwareController {
             self.limits.dsm_range_bytes_max = self.limits.dsm_range_bytes_max.min(64 << 20);
             self.limits.dsm_ranges_max = 16;
         }
-        self.timing = Some(Arc::new(Model::new(profile, blocks, lba_shift)));
+        let model = Model::new(profile, blocks, lba_shift);
+        if let Some(path) = self.regular_file() {
+            model.restore(path);
+        }
+        self.timing = Some(Arc::new(model));
         self
+    }
+
+    /// The file that the drive is in, if others can lie beside it.
+    fn regular_file(&self) -> Option<&Path> {
+        match &self.blocks {
+            Blocks::File(store) => Some(store.canonical_path()).filter(|path| path.is_file()),
+            Blocks::Null | Blocks::Memory(_) => None,
+        }
     }
 
     /// What its commands did to the flash of the drive whose timing it has; `None` if that has none.
@@ -247,6 +259,14 @@ impl SoftwareController {
             limits,
             Blocks::File(store),
         ))
+    }
+}
+
+impl Drop for SoftwareController {
+    fn drop(&mut self) {
+        if let (Some(model), Some(path)) = (&self.timing, self.regular_file()) {
+            model.save(path);
+        }
     }
 }
 

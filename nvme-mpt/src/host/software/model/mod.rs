@@ -16,7 +16,10 @@ pub use ssd::Wear;
 pub use time::{Clock, HostClock, Span, SpanError};
 pub use timed::TimedQueue;
 
-use std::sync::{Mutex, PoisonError};
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use log::warn;
 
 use super::memory::range;
 use crate::host::HostMemory;
@@ -80,10 +83,33 @@ impl Model {
     pub(crate) fn wear(&self) -> Option<Wear> {
         match self {
             Self::Nvm(_) => None,
-            Self::Ssd(model) => {
-                let model = model.lock().unwrap_or_else(PoisonError::into_inner);
-                Some(model.wear())
-            }
+            Self::Ssd(model) => Some(lock(model).wear()),
+        }
+    }
+
+    /// Takes up the state that a drive in a file was closed with. A model without one has none.
+    pub(crate) fn restore(&self, drive: &Path) {
+        if let Self::Ssd(model) = self
+            && let Err(error) = lock(model).restore(&ssd::beside(drive))
+        {
+            let path = ssd::beside(drive);
+            warn!(
+                "The state of the flash in {} is not taken up, and the drive begins as new: {error}",
+                path.display()
+            );
+        }
+    }
+
+    /// Keeps the state for the next time that the drive is opened.
+    pub(crate) fn save(&self, drive: &Path) {
+        if let Self::Ssd(model) = self
+            && let Err(error) = lock(model).save(&ssd::beside(drive))
+        {
+            let path = ssd::beside(drive);
+            warn!(
+                "The state of the flash cannot be kept in {}, and the drive will begin as it last did: {error}",
+                path.display()
+            );
         }
     }
 
@@ -96,8 +122,7 @@ impl Model {
                 model.due(&work, now)
             }),
             Self::Ssd(model) => {
-                // Where it was poisoned, times are wrong at worst.
-                let mut model = model.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut model = lock(model);
                 model.begin(now);
                 admit(commands, memory, now, due, |work, now| {
                     model.due(&work, now)
@@ -105,6 +130,11 @@ impl Model {
             }
         }
     }
+}
+
+fn lock(model: &Mutex<SsdModel>) -> MutexGuard<'_, SsdModel> {
+    // Where it was poisoned, times are wrong at worst.
+    model.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[inline]

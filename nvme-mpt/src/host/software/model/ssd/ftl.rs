@@ -5,9 +5,12 @@
 //! with its like. The line with the least valid pages is collected first, a few pages for each
 //! that the host writes, so that no write waits for all of it.
 
+mod state;
+
 use std::collections::VecDeque;
 
 use super::geometry::{FlashPage, Geometry};
+pub(in crate::host::software) use state::StateError;
 
 /// Collection begins when fewer lines than these are free.
 const COLLECT_BELOW: usize = 4;
@@ -334,15 +337,25 @@ mod tests {
         }
     }
 
-    struct Drive {
-        ftl: Ftl,
+    /// Flash that does nothing.
+    pub(super) struct Nothing;
+
+    impl Media for Nothing {
+        fn write(&mut self, _: FlashPage) {}
+        fn copy(&mut self, _: FlashPage, _: FlashPage) {}
+        fn pad(&mut self, _: FlashPage) {}
+        fn erase(&mut self, _: u32) {}
+    }
+
+    pub(super) struct Drive {
+        pub(super) ftl: Ftl,
         flash: Contents,
         /// What the host wrote last.
         expected: Vec<Option<u64>>,
     }
 
     impl Drive {
-        fn new(geometry: Geometry) -> Self {
+        pub(super) fn new(geometry: Geometry) -> Self {
             Self {
                 ftl: Ftl::new(geometry),
                 flash: Contents {
@@ -354,18 +367,18 @@ mod tests {
             }
         }
 
-        fn write(&mut self, logical: u32) {
+        pub(super) fn write(&mut self, logical: u32) {
             self.flash.writing += 1;
             self.ftl.write(logical, &mut self.flash);
             self.expected[logical as usize] = Some(self.flash.writing);
         }
 
-        fn deallocate(&mut self, logical: u32) {
+        pub(super) fn deallocate(&mut self, logical: u32) {
             self.ftl.deallocate(logical);
             self.expected[logical as usize] = None;
         }
 
-        fn check(&self) {
+        pub(super) fn check(&self) {
             let Ftl {
                 geometry,
                 map,

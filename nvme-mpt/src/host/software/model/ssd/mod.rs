@@ -7,14 +7,16 @@
 //! host's commands do, and whoever comes after them waits.
 //!
 //! `geometry` says where pages lie, `ftl` maps them and collects garbage, `flash` and `tokens` say
-//! what takes how long.
+//! what takes how long, `keep` keeps the map beside a drive's file.
 
 mod flash;
 mod ftl;
 mod geometry;
+mod keep;
 mod tokens;
 
 pub use ftl::Wear;
+pub(in crate::host::software) use keep::beside;
 
 use super::profile::SsdProfile;
 use super::time::Timebase;

@@ -313,3 +313,30 @@ fn the_same_commands_take_the_same_time() {
     };
     assert_eq!(once(), once());
 }
+
+#[test]
+fn the_state_is_kept_beside_the_file() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = keep::beside(&folder.path().join("drive.img"));
+    let profile = profile();
+    let mut model = drive(&profile, 64 * MIB);
+    assert!(!model.restore(&path).expect("nothing is there"));
+    fill(&mut model, 0, 64 * MIB);
+    model.save(&path).expect("saved");
+    let mut next = drive(&profile, 64 * MIB);
+    assert!(next.restore(&path).expect("sound"));
+    assert_eq!(next.wear(), model.wear());
+    // What was written is in flash again, and takes its time.
+    let taken = next.due(&work(Access::Read, 0, PAGE), 0);
+    assert!(taken > profile.read_overhead.0 + profile.read.0);
+    // Another drive's is left alone.
+    let mut other = drive(&profile, 128 * MIB);
+    other.restore(&path).expect_err("of another size");
+    assert_eq!(other.wear(), Wear::default());
+    std::fs::write(&path, b"something else").expect("written");
+    next.restore(&path).expect_err("no state");
+    assert_eq!(
+        std::fs::read_dir(folder.path()).expect("a folder").count(),
+        1
+    );
+}

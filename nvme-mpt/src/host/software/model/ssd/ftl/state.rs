@@ -1,0 +1,290 @@
+//! The state of a translation layer as it is kept between two lives of a drive: where pages lie, and
+//! how often blocks were erased. Nothing of a drive's data depends on it, only its timing.
+//!
+//! It is a sequence of 32-bit little-endian numbers. Whatever is read is checked as far as the layer
+//! relies on it, as anybody may have written it.
+
+use std::io::{self, Read, Write};
+
+use super::super::geometry::{FlashPage, Geometry};
+use super::{Ftl, Line, State, Wear, WritePoint};
+
+/// A state cannot be taken up.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum StateError {
+    /// It cannot be read.
+    #[error("It cannot be read")]
+    Read(#[from] io::Error),
+    /// It is of a drive with other flash.
+    #[error("It is that of a drive of another size or profile")]
+    OtherDrive,
+    /// It contradicts itself.
+    #[error("It is damaged")]
+    Damaged,
+}
+
+/// Erasures of a block that leave room for more than any flash endures.
+const MOST_ERASED: u32 = u32::MAX >> 4;
+
+fn put(out: &mut impl Write, number: u32) -> io::Result<()> {
+    out.write_all(&number.to_le_bytes())
+}
+
+fn get(input: &mut impl Read) -> io::Result<u32> {
+    let mut bytes = [0; 4];
+    input.read_exact(&mut bytes)?;
+    Ok(u32::from_le_bytes(bytes))
+}
+
+fn put_wide(out: &mut impl Write, number: u64) -> io::Result<()> {
+    put(out, number as u32)?;
+    put(out, (number >> 32) as u32)
+}
+
+/// Reads a count that can still grow as long as any drive lives.
+fn get_count(input: &mut impl Read) -> Result<u64, StateError> {
+    let (low, high) = (get(input)?, get(input)?);
+    if high > u32::MAX >> 4 {
+        return Err(StateError::Damaged);
+    }
+    Ok(u64::from(low) | u64::from(high) << 32)
+}
+
+impl Geometry {
+    fn numbers(&self) -> [u32; 6] {
+        let Self {
+            dies,
+            unit_pages,
+            read_pages,
+            line_pages,
+            lines,
+            logical_pages,
+        } = *self;
+        [
+            dies,
+            unit_pages,
+            read_pages,
+            line_pages,
+            lines,
+            logical_pages,
+        ]
+    }
+}
+
+impl Ftl {
+    /// Writes the state. A line that is being collected is begun anew after it was read.
+    pub(in super::super) fn save(&self, out: &mut impl Write) -> io::Result<()> {
+        let Self {
+            geometry,
+            map,
+            owner: _,
+            lines,
+            free,
+            host,
+            copies,
+            victim: _,
+            wear,
+        } = self;
+        for number in geometry.numbers() {
+            put(out, number)?;
+        }
+        for page in map {
+            put(out, *page)?;
+        }
+        for line in lines {
+            put(out, line.erased)?;
+        }
+        put(out, free.len() as u32)?;
+        for line in free {
+            put(out, *line)?;
+        }
+        for point in [host, copies] {
+            put(out, point.next)?;
+            put(out, point.left)?;
+        }
+        let Wear {
+            host_pages,
+            copied_pages,
+            padded_pages,
+            erased_blocks,
+        } = *wear;
+        for number in [host_pages, copied_pages, padded_pages, erased_blocks] {
+            put_wide(out, number)?;
+        }
+        Ok(())
+    }
+
+    /// The layer of such flash whose state was saved.
+    pub(in super::super) fn restore(
+        geometry: Geometry,
+        input: &mut impl Read,
+    ) -> Result<Self, StateError> {
+        for number in geometry.numbers() {
+            if get(input)? != number {
+                return Err(StateError::OtherDrive);
+            }
+        }
+        let mut ftl = Self::new(geometry);
+        for logical in 0..geometry.logical_pages {
+            if let Some(page) = get(input)?.checked_sub(1) {
+                ftl.put_back(logical, FlashPage(page))?;
+            }
+        }
+        for line in &mut ftl.lines {
+            line.state = State::Closed;
+            line.erased = get(input)?;
+            if line.erased > MOST_ERASED {
+                return Err(StateError::Damaged);
+            }
+        }
+        let count = get(input)?;
+        ftl.free.clear();
+        for _ in 0..count.min(geometry.lines) {
+            let line = get(input)?;
+            ftl.claim(line, State::Free)?;
+            ftl.free.push_back(line);
+        }
+        ftl.host = ftl.read_point(input)?;
+        ftl.copies = ftl.read_point(input)?;
+        ftl.check_room()?;
+        ftl.wear = Wear {
+            host_pages: get_count(input)?,
+            copied_pages: get_count(input)?,
+            padded_pages: get_count(input)?,
+            erased_blocks: get_count(input)?,
+        };
+        Ok(ftl)
+    }
+
+    /// Maps a page to where nothing else is.
+    fn put_back(&mut self, logical: u32, page: FlashPage) -> Result<(), StateError> {
+        match self.owner.get(page.0 as usize) {
+            Some(0) => {
+                self.set(logical, page);
+                Ok(())
+            }
+            _ => Err(StateError::Damaged),
+        }
+    }
+
+    /// Makes a line free or open that was neither so far.
+    fn claim(&mut self, line: u32, state: State) -> Result<(), StateError> {
+        match self.lines.get_mut(line as usize) {
+            Some(Line {
+                state: closed @ State::Closed,
+                valid,
+                ..
+            }) if *valid == 0 || state == State::Open => {
+                *closed = state;
+                Ok(())
+            }
+            _ => Err(StateError::Damaged),
+        }
+    }
+
+    fn read_point(&mut self, input: &mut impl Read) -> Result<WritePoint, StateError> {
+        let point = WritePoint {
+            next: get(input)?,
+            left: get(input)?,
+        };
+        if point.left == 0 {
+            return Ok(WritePoint::default());
+        }
+        let line_pages = self.geometry.line_pages;
+        let line = point.next / line_pages;
+        self.claim(line, State::Open)?;
+        let rest = (line + 1) * line_pages - point.next;
+        let unwritten = self.owner.iter().skip(point.next as usize);
+        let mut unwritten = unwritten.take(rest as usize);
+        if point.left != rest || unwritten.any(|owner| *owner != 0) {
+            return Err(StateError::Damaged);
+        }
+        Ok(point)
+    }
+
+    /// Collection has a line to copy to, without which pages would be lost.
+    fn check_room(&self) -> Result<(), StateError> {
+        let closed = self.lines.iter();
+        let closed = closed.filter(|line| line.state == State::Closed);
+        let least = closed.map(|line| line.valid).min().unwrap_or(0);
+        if self.free.len() < super::RESERVED && self.copies.left < least {
+            return Err(StateError::Damaged);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::Drive;
+    use super::*;
+
+    const GEOMETRY: (u32, (u32, u32, u32), u32, u32) = (4, (2, 4, 16), 5000, 10);
+
+    fn geometry() -> Geometry {
+        let (dies, pages, logical, spare) = GEOMETRY;
+        Geometry::new(dies, pages, logical, spare)
+    }
+
+    fn used() -> (Drive, Vec<u8>) {
+        let mut drive = Drive::new(geometry());
+        let mut seed = 1_u64;
+        for i in 0..30_000 {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let page = (seed >> 33) as u32 % 5000;
+            match i % 10 {
+                9 => drive.deallocate(page),
+                _ => drive.write(page),
+            }
+        }
+        let mut state = Vec::new();
+        drive.ftl.save(&mut state).expect("memory");
+        (drive, state)
+    }
+
+    #[test]
+    fn a_drive_goes_on_where_it_was() {
+        let (mut drive, state) = used();
+        drive.ftl = Ftl::restore(geometry(), &mut state.as_slice()).expect("sound");
+        drive.check();
+        (0..20_000).for_each(|i| drive.write(i * 7919 % 5000));
+        drive.check();
+        let mut again = Vec::new();
+        let restored = Ftl::restore(geometry(), &mut state.as_slice()).expect("sound");
+        restored.save(&mut again).expect("memory");
+        assert_eq!(again, state);
+    }
+
+    #[test]
+    fn a_state_of_other_flash_is_refused() {
+        let (_, state) = used();
+        let other = Geometry::new(4, (2, 4, 16), 5001, 10);
+        let refused = Ftl::restore(other, &mut state.as_slice());
+        assert!(matches!(refused, Err(StateError::OtherDrive)));
+        let cut = Ftl::restore(geometry(), &mut &state[..state.len() - 1]);
+        assert!(matches!(cut, Err(StateError::Read(_))));
+    }
+
+    /// Any number of it can be any other: it is refused, or the layer goes on.
+    #[test]
+    fn a_state_that_is_damaged_is_refused_or_harmless() {
+        let (_, state) = used();
+        let (mut refused, mut seed) = (0, 3_u64);
+        for _ in 0..300 {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let mut damaged = state.clone();
+            let at = (seed >> 33) as usize % (state.len() / 4) * 4;
+            let number = [0, 1, u32::MAX, (seed >> 20) as u32 % 6000][(seed >> 60) as usize % 4];
+            damaged[at..at + 4].copy_from_slice(&number.to_le_bytes());
+            match Ftl::restore(geometry(), &mut damaged.as_slice()) {
+                Err(_) => refused += 1,
+                Ok(ftl) => {
+                    let mut flash = super::super::tests::Nothing;
+                    let mut ftl = ftl;
+                    (0..10_000).for_each(|i| ftl.write(i % 5000, &mut flash));
+                }
+            }
+        }
+        assert!(refused > 100, "{refused}");
+    }
+}

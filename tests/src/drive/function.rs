@@ -159,6 +159,13 @@ impl ModelDrive {
         controller.happen(1, 1, 2);
     }
 
+    /// Cools down, which is no event.
+    pub fn cool(&self, temperature: u16) {
+        let mut controller = self.controller();
+        controller.temperature = temperature;
+        controller.critical_warning &= !(1 << 1);
+    }
+
     /// Changes the size of a namespace, and says so.
     ///
     /// # Panics

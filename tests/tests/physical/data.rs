@@ -112,7 +112,7 @@ fn run(variant: Variant, steps: &[([u64; 4], u32)]) -> Result<(), TestCaseError>
 
 proptest! {
     // Each case brings a drive up and runs dozens of commands.
-    #![proptest_config(ProptestConfig { cases: 24, max_shrink_iters: 60, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 16, max_shrink_iters: 60, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn commands_do_what_the_model_says(

@@ -6,11 +6,12 @@ use std::time::Duration;
 use nvme_mpt::host::Incidents;
 use nvme_mpt_tests::command::{Sqe, admin, io};
 use nvme_mpt_tests::drive::{
-    Aborts, Counters, Effect, Fault, Meets, NamespaceOptions, Options, Resets,
+    Aborts, Counters, DoorbellBufferUse, Effect, Fault, Meets, NamespaceOptions, Options, Resets,
 };
 use nvme_mpt_tests::status::{
     INTERNAL_ERROR, INVALID_NAMESPACE, NAMESPACE_NOT_READY, SUCCESS, WRITE_FAULT,
 };
+use proptest::prelude::*;
 
 use crate::common::bystander::Bystander;
 use crate::common::{HANG, LEASE, LONG, Lab, SHORT, Setup, queue_pair, status, wait_for};
@@ -422,4 +423,61 @@ fn admin_commands_that_are_lost_end_in_a_reset() {
         assert!(lab.drive.controller().smart_health().unwrap().is_some());
     });
     assert_eq!(outcome.incidents.resets, 1);
+}
+
+/// Something that goes wrong, of the kinds that drives get over.
+fn mishaps() -> impl Strategy<Value = (Meets, Effect, u64, u64)> {
+    let meets = prop_oneof![
+        Just(Meets::Io),
+        Just(Meets::IoOpcode(io::READ)),
+        Just(Meets::IoOpcode(io::WRITE)),
+        Just(Meets::Blocks(0..LEASE / 512)),
+    ];
+    let effect = prop_oneof![
+        Just(Effect::Lose),
+        Just(Effect::Delay(SHORT)),
+        Just(Effect::Delay(SHORT / 3)),
+        Just(Effect::Fail(NAMESPACE_NOT_READY, false)),
+        Just(Effect::Fatal),
+        Just(Effect::Hang),
+        Just(Effect::CompleteTwice),
+        Just(Effect::CompleteUnknown),
+        Just(Effect::Garbage),
+    ];
+    (meets, effect, 0..200_u64, 1..5_u64)
+}
+
+proptest! {
+    // Each case is a drive's life, with resets.
+    #![proptest_config(ProptestConfig { cases: 4, max_shrink_iters: 0, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_series_of_failures_loses_and_doubles_nothing(
+        queue_pairs in prop::sample::select(vec![1_u16, 2, 16]),
+        mdts in prop::sample::select(vec![0_u8, 2, 5]),
+        entries_max in prop::sample::select(vec![4_u32, 1024]),
+        doorbell_buffer in prop::sample::select(vec![DoorbellBufferUse::None, DoorbellBufferUse::Asked]),
+        aborts in prop::sample::select(vec![Aborts::Work, Aborts::Fail]),
+        mishaps in prop::collection::vec(mishaps(), 1..6),
+    ) {
+        let options = Options {
+            mdts,
+            entries_max,
+            doorbell_buffer,
+            ..scarce_with(queue_pairs)
+        };
+        survives(options, SHORT, |lab, loads| {
+            lab.model.set_aborts(aborts);
+            for (meets, effect, after, times) in &mishaps {
+                lab.model.inject(Fault {
+                    meets: meets.clone(),
+                    after: *after,
+                    times: *times,
+                    effect: *effect,
+                });
+                loads[0].goes_on();
+            }
+            lab.model.heal();
+        });
+    }
 }

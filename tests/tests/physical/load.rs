@@ -12,7 +12,7 @@ use nvme_mpt_tests::memory::DmaBuffer;
 use nvme_mpt_tests::prp::{self, Prepared};
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::rng::{self, Rng};
-use nvme_mpt_tests::status::{COMMAND_INTERRUPTED, StatusCode};
+use nvme_mpt_tests::status::{COMMAND_INTERRUPTED, NAMESPACE_NOT_READY, StatusCode};
 
 use crate::function::{HANG, Lab, Machine, Setup, queue_pair, wait_for};
 
@@ -283,7 +283,8 @@ impl Lane {
             tally.succeeded += 1;
             shared.succeeded.fetch_add(1, Ordering::Relaxed);
         } else if !status.do_not_retry() {
-            assert_eq!(status.code(), COMMAND_INTERRUPTED, "{cqe:?}");
+            let known = [COMMAND_INTERRUPTED, NAMESPACE_NOT_READY];
+            assert!(known.contains(&status.code()), "{cqe:?}");
             tally.interrupted += 1;
             shared.interrupted.fetch_add(1, Ordering::Relaxed);
             self.push(index, tally);
@@ -305,7 +306,7 @@ impl Lane {
             // A drive that something is wrong with may still interrupt it.
             let status = loop {
                 let status = self.queue.submit_and_wait(sqe, HANG).unwrap().status();
-                if status.code() != COMMAND_INTERRUPTED {
+                if status.is_success() || status.do_not_retry() {
                     break status;
                 }
             };

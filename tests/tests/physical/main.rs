@@ -7,6 +7,7 @@
 mod bring_up;
 mod common;
 mod data;
+mod events;
 mod failures;
 #[path = "../function/common/mod.rs"]
 #[expect(dead_code, reason = "the tests of functions use more of it")]

@@ -1,0 +1,94 @@
+//! What the drive tells of itself on its own accord, all the way to guests.
+
+use nvme_mpt_tests::admin::{LogPage, feature, log};
+use nvme_mpt_tests::controller::Controller;
+use nvme_mpt_tests::drive::{NamespaceOptions, Options};
+use nvme_mpt_tests::identify::field;
+
+use crate::common::{HANG, LEASE, LONG, Lab, Machine, Setup};
+use crate::load::Load;
+
+/// Asynchronous Event Configuration: temperature, and Namespace Attribute Notices.
+const EVENTS: u32 = 0b010 | 1 << 8;
+
+fn lab() -> Lab {
+    let options = Options {
+        namespaces: vec![
+            NamespaceOptions::new(1, 2 * LEASE, 512),
+            NamespaceOptions::new(2, LEASE, 4096),
+        ],
+        queue_pairs: 2,
+        ..Options::default()
+    };
+    Lab::with(options, LONG)
+}
+
+fn listening(machine: &Machine) -> Controller {
+    let mut controller = machine.attach();
+    let set = controller.set_feature(feature::ASYNC_EVENT_CONFIG, 0, EVENTS);
+    set.unwrap();
+    for _ in 0..2 {
+        controller.request_async_event().unwrap();
+    }
+    controller
+}
+
+#[test]
+fn heat_is_told_to_every_guest() {
+    let lab = lab();
+    let machines = [lab.machine(&Setup::nth(0)), lab.machine(&Setup::nth(1))];
+    let mut controllers = machines.each_ref().map(listening);
+    for temperature in [365, 366] {
+        lab.model.overheat(temperature);
+        for controller in &mut controllers {
+            let event = controller.async_event(HANG).unwrap().expect("an event");
+            assert_eq!((event.kind, event.info, event.log_page), (1, 1, log::SMART));
+            controller.request_async_event().unwrap();
+            let page = LogPage::of_controller(log::SMART, 512);
+            let health = controller.log_page(page).unwrap();
+            assert_eq!(health[0] & 0b10, 0b10, "the temperature is critical");
+            assert!(field::u16(&health, 1) >= 365);
+        }
+        if temperature == 365 {
+            // Cool again, so that there is something new to tell.
+            lab.model.cool(300);
+            let page = LogPage::of_controller(log::SMART, 512);
+            for controller in &mut controllers {
+                crate::common::wait_for("a cool drive", || {
+                    controller.log_page(page).unwrap()[0] & 0b10 == 0
+                });
+            }
+        }
+    }
+    drop((controllers, machines));
+    lab.finish();
+}
+
+#[test]
+fn a_namespace_that_changes_is_told_to_its_guests_alone() {
+    let lab = lab();
+    let namespaces = lab.drive.controller().namespaces();
+    let other = crate::function::Lab {
+        drive: lab.drive.sibling(Some(namespaces[1].nsid)).unwrap(),
+        ..crate::function::Lab::of(lab.drive.clone())
+    };
+    let load = Load::start(&lab, &Setup::nth(0), 1, 8);
+    let machines = [lab.machine(&Setup::nth(1)), other.machine(&Setup::nth(0))];
+    let mut controllers = machines.each_ref().map(listening);
+    lab.model.resize(2, 2 * LEASE / 4096);
+    let event = controllers[1].async_event(HANG).unwrap();
+    let event = event.expect("an event");
+    let want = (2, 0, log::CHANGED_NAMESPACES);
+    assert_eq!((event.kind, event.info, event.log_page), want);
+    // The drive's driver has looked at all namespaces by now; those of the first say nothing.
+    let nothing = controllers[0].async_event(std::time::Duration::ZERO);
+    assert_eq!(nothing.unwrap(), None);
+    assert_eq!(
+        lab.drive.controller().namespaces()[1].blocks,
+        2 * LEASE / 4096
+    );
+    load.goes_on();
+    load.finish_undisturbed();
+    drop((controllers, machines, other));
+    lab.finish();
+}

@@ -32,6 +32,9 @@ pub use qmp::QmpError;
 use channel::Channel;
 use qmp::Qmp;
 
+/// How long QEMU waits for an answer to a vfio-user message; 5 s unless it is told.
+const MESSAGE_TIMEOUT_MS: u32 = 60_000;
+
 /// A guest emulated in software on a busy machine boots within this.
 pub const BOOT_PATIENCE: Duration = Duration::from_secs(300);
 /// How much of a panic an error shows.
@@ -165,12 +168,15 @@ impl Drive {
                 "driver": "vfio-user-pci",
                 "id": id,
                 "socket": {"type": "unix", "path": socket},
+                // Mapping memory for a physical drive takes its time where the IOMMU is emulated.
+                "x-msg-timeout": MESSAGE_TIMEOUT_MS,
             }),
             Source::VfioPci(address) => json!({"driver": "vfio-pci", "id": id, "host": address}),
             Source::VirtioBlk(_) => json!({
                 "driver": "virtio-blk-pci",
                 "id": id,
                 "drive": self.block_node(),
+                "iothread": self.io_thread(),
             }),
         };
         if let Some(bus) = &self.bus {
@@ -185,6 +191,11 @@ impl Drive {
     /// QEMU's name for what is behind the device.
     fn block_node(&self) -> String {
         format!("{}-disk", self.id)
+    }
+
+    /// QEMU's name for the thread that does its I/O.
+    fn io_thread(&self) -> String {
+        format!("{}-thread", self.id)
     }
 
     /// What QEMU must open before it makes the device: past the page cache, as drives are.
@@ -377,6 +388,8 @@ impl Guest {
             .args(["-qmp", "chardev:monitor"]);
         for drive in &config.drives {
             if let Some(block_device) = drive.block_device() {
+                let thread = format!("iothread,id={}", drive.io_thread());
+                command.arg("-object").arg(thread);
                 command.arg("-blockdev").arg(block_device.to_string());
             }
             command.arg("-device").arg(drive.properties().to_string());
@@ -494,6 +507,8 @@ impl Guest {
     /// If QEMU refuses.
     pub fn plug(&mut self, drive: &Drive) -> Result<(), GuestError> {
         if let Some(block_device) = drive.block_device() {
+            let thread = json!({"qom-type": "iothread", "id": drive.io_thread()});
+            self.monitor(|qmp| qmp.execute("object-add", thread).map(drop))?;
             self.monitor(|qmp| qmp.execute("blockdev-add", block_device).map(drop))?;
         }
         let properties = drive.properties();

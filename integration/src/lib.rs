@@ -8,6 +8,7 @@
 //! - [`lab`]: an emulated host with NVMe drives, an IOMMU and KVM, for all that needs one;
 //! - [`verify`]: everything that must hold, step by step;
 //! - [`demo`]: the demonstration;
+//! - [`throughput`]: a drive through each way into a guest, in the lab;
 //! - [`vmm`]: the reference VMM, with functions in its own process;
 //! - [`load`]: load at native speed, without a guest.
 
@@ -19,6 +20,7 @@ pub mod process;
 pub mod progress;
 pub mod provision;
 pub mod server;
+pub mod throughput;
 pub mod verify;
 pub mod vmm;
 

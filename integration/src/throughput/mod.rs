@@ -1,0 +1,221 @@
+//! What an NVMe drive does through each way into a guest, in one run, in the lab: the host's own driver
+//! without any guest, whole-device pass-through, nvme-mpt, and virtio over the host's driver.
+//!
+//! In the lab an instruction costs many times what it costs on a processor, and the drive next to nothing:
+//! ratios between the ways are what is to be read, and they favour the way with fewer instructions.
+
+use std::fs;
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Parser;
+use thiserror::Error;
+
+use crate::guest::GuestError;
+use crate::guest::fio::{Fio, FioError};
+use crate::lab::inside::{self, InsideError};
+use crate::lab::options::build;
+use crate::lab::{Lab, LabConfig, LabDrive, LabError};
+use crate::process::ProcessError;
+use crate::progress::{Step, say};
+use crate::provision::lab::LabAssets;
+use crate::provision::{Assets, KernelChoice, ProvisionError};
+use crate::server::ServerError;
+
+mod table;
+mod ways;
+
+use table::Table;
+use ways::Way;
+
+/// The lab's only drive.
+const DRIVE: &str = "a";
+const DRIVE_SIZE: u64 = 512 << 20;
+/// Longer than any run takes.
+const PATIENCE: Duration = Duration::from_secs(4 * 3600);
+const REPORT: &str = "/tmp/throughput.json";
+
+/// Measures a drive through each way into a guest, in the lab, and prints a table with ratios.
+#[derive(Debug, Parser)]
+#[command(name = "throughput", about, version)]
+pub struct Options {
+    /// How long each job runs
+    #[arg(long, value_name = "SECONDS", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
+    runtime: u64,
+    /// How often everything is measured; the table has the medians
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+    /// Only the jobs with this in their names, such as "4k" or "qd32"
+    #[arg(long, value_name = "PART", default_value = "")]
+    jobs: String,
+    /// The host's CPUs
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=16))]
+    vcpus: u32,
+    /// Writes the figures into a file
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+/// Why nothing could be measured.
+#[derive(Debug, Error)]
+pub enum ThroughputError {
+    /// No guests to be had.
+    #[error(transparent)]
+    Provision(#[from] ProvisionError),
+    /// A program failed.
+    #[error(transparent)]
+    Process(#[from] ProcessError),
+    /// The server failed.
+    #[error(transparent)]
+    Server(#[from] ServerError),
+    /// A guest failed.
+    #[error(transparent)]
+    Guest(#[from] GuestError),
+    /// fio failed.
+    #[error(transparent)]
+    Fio(#[from] FioError),
+    /// The lab failed.
+    #[error(transparent)]
+    Lab(#[from] LabError),
+    /// Something in the lab is not there.
+    #[error(transparent)]
+    Inside(#[from] InsideError),
+    /// A file can't be used.
+    #[error("Cannot use {path}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// No job is left.
+    #[error("There is no job with '{part}' in its name")]
+    NoJob {
+        /// What was looked for.
+        part: String,
+    },
+}
+
+/// The jobs: random 4 KiB and sequential 128 KiB, reads and writes and a mix of both, one command at a
+/// time and 32 in flight. All by libaio with direct I/O, one process, on a drive that was written before.
+fn jobs(options: &Options) -> Result<Vec<Fio>, ThroughputError> {
+    let runtime = Duration::from_secs(options.runtime);
+    let job = |name, pattern, size, depth| {
+        Fio::new(name, pattern, size, depth)
+            .runtime(runtime)
+            .option("size", "256m")
+            // What the drive and the guest do at first, they do once.
+            .option("ramp_time", "1")
+    };
+    let jobs: Vec<Fio> = [
+        job("randread-4k-qd1", "randread", "4k", 1),
+        job("randread-4k-qd32", "randread", "4k", 32),
+        job("randwrite-4k-qd1", "randwrite", "4k", 1),
+        job("randwrite-4k-qd32", "randwrite", "4k", 32),
+        job("randrw-4k-qd32", "randrw", "4k", 32).option("rwmixread", "70"),
+        job("read-128k-qd1", "read", "128k", 1),
+        job("read-128k-qd32", "read", "128k", 32),
+        job("write-128k-qd1", "write", "128k", 1),
+        job("write-128k-qd32", "write", "128k", 32),
+    ]
+    .into_iter()
+    .filter(|job| job.name().contains(&options.jobs))
+    .collect();
+    if jobs.is_empty() {
+        return Err(ThroughputError::NoJob {
+            part: options.jobs.clone(),
+        });
+    }
+    Ok(jobs)
+}
+
+/// Measures and prints. Outside the lab, this boots one and does it there.
+///
+/// # Errors
+/// If something can't be measured: there are no gaps in the table.
+pub fn run(options: &Options) -> Result<(), ThroughputError> {
+    let table = if inside::is_inside() {
+        measure(options)?
+    } else {
+        in_a_lab(options)?
+    };
+    if let Some(path) = &options.json {
+        fs::write(path, table.json()).map_err(|source| ThroughputError::File {
+            path: path.clone(),
+            source,
+        })?;
+    }
+    // Inside, the figures go to the one who prints them.
+    if !inside::is_inside() {
+        say(&table.to_string());
+    }
+    Ok(())
+}
+
+fn in_a_lab(options: &Options) -> Result<Table, ThroughputError> {
+    jobs(options)?;
+    let mut programs = build()?;
+    let itself = std::env::current_exe().map_err(|source| ThroughputError::File {
+        path: PathBuf::from("this program"),
+        source,
+    })?;
+    programs.push(itself);
+    let assets = LabAssets::provide(&KernelChoice::V6_12)?;
+    let folder = tempfile::Builder::new()
+        .prefix("nvme-mpt-throughput-")
+        .tempdir()
+        .map_err(|source| ThroughputError::File {
+            path: std::env::temp_dir(),
+            source,
+        })?;
+    let mut config = LabConfig::new()
+        .vcpus(options.vcpus)
+        .drive(LabDrive::new(DRIVE, DRIVE_SIZE));
+    for program in &programs {
+        config = config.bring(program);
+    }
+    let step = Step::start("Booting the lab");
+    let lab = Lab::boot(&assets, &config, folder.path())?;
+    step.done(format!("kernel {}", assets.host.kernel.name));
+    let command = format!(
+        "throughput --runtime {} --rounds {} --jobs '{}' --json {REPORT}",
+        options.runtime, options.rounds, options.jobs
+    );
+    let status = lab.stream(&command, PATIENCE, &mut io::stdout())?;
+    let report = lab.finish(status, &[REPORT.to_owned()], folder.path())?;
+    let path = folder.path().join("throughput.json");
+    let text = fs::read_to_string(&path).map_err(|source| ThroughputError::File {
+        path: path.clone(),
+        source,
+    })?;
+    let mut table = Table::from_json(&text).map_err(|source| ThroughputError::File {
+        path,
+        source: source.into(),
+    })?;
+    table.iommu_faults = report.iommu_faults;
+    Ok(table)
+}
+
+fn measure(options: &Options) -> Result<Table, ThroughputError> {
+    let jobs = jobs(options)?;
+    let assets = Assets::provide(&KernelChoice::V6_12)?;
+    let folder = PathBuf::from("/tmp/throughput");
+    fs::create_dir_all(&folder).map_err(|source| ThroughputError::File {
+        path: folder.clone(),
+        source,
+    })?;
+    ways::fill()?;
+    let mut table = Table::new(Way::ALL.map(Way::name), jobs.iter().map(Fio::name));
+    for round in 1..=options.rounds {
+        for (column, way) in Way::ALL.into_iter().enumerate() {
+            let step = Step::start(format!("{} (round {round})", way.name()));
+            let sides = way.measure(&jobs, &assets, &folder)?;
+            for (row, side) in sides.iter().enumerate() {
+                table.add(row, column, side);
+            }
+            step.done("");
+        }
+    }
+    Ok(table)
+}

@@ -1,0 +1,194 @@
+//! The figures: medians, and how they compare.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::guest::fio::Side;
+
+/// The columns that ratios are taken of and to.
+const HOST: &str = "host driver";
+const PASS_THROUGH: &str = "pass-through";
+const VIRTIO: &str = "virtio-blk";
+const OURS: &str = "nvme-mpt";
+
+/// I/Os per second by job and way.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Table {
+    ways: Vec<String>,
+    rows: Vec<Row>,
+    /// What the IOMMU has refused meanwhile.
+    pub(super) iommu_faults: u64,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Row {
+    job: String,
+    /// The rounds' figures, by way.
+    iops: Vec<Vec<f64>>,
+    mib_s: Vec<Vec<f64>>,
+    p50_us: Vec<Vec<f64>>,
+}
+
+impl Table {
+    pub(super) fn new<'a>(
+        ways: impl IntoIterator<Item = &'a str>,
+        jobs: impl IntoIterator<Item = &'a str>,
+    ) -> Self {
+        let ways: Vec<String> = ways.into_iter().map(str::to_owned).collect();
+        let none = vec![Vec::new(); ways.len()];
+        let row = |job: &str| Row {
+            job: job.to_owned(),
+            iops: none.clone(),
+            mib_s: none.clone(),
+            p50_us: none.clone(),
+        };
+        Self {
+            rows: jobs.into_iter().map(row).collect(),
+            ways,
+            iommu_faults: 0,
+        }
+    }
+
+    pub(super) fn add(&mut self, row: usize, way: usize, side: &Side) {
+        if let Some(row) = self.rows.get_mut(row) {
+            row.iops[way].push(side.iops);
+            row.mib_s[way].push(side.mib_s);
+            row.p50_us[way].push(side.p50_us);
+        }
+    }
+
+    pub(super) fn from_json(text: &str) -> Result<Self, serde_json::Error> {
+        serde_json::from_str(text)
+    }
+
+    pub(super) fn json(&self) -> String {
+        // Numbers, strings and lists always have a form in JSON.
+        serde_json::to_string_pretty(self).unwrap_or_default()
+    }
+
+    fn column(&self, way: &str) -> Option<usize> {
+        self.ways.iter().position(|name| name == way)
+    }
+
+    /// The better of our ways, by another.
+    fn ours_by(&self, row: &Row, way: &str) -> f64 {
+        let ours = self
+            .ways
+            .iter()
+            .zip(&row.iops)
+            .filter(|(name, _)| name.starts_with(OURS))
+            .map(|(_, rounds)| median(rounds))
+            .fold(f64::NAN, f64::max);
+        let other = self
+            .column(way)
+            .map_or(f64::NAN, |at| median(&row.iops[at]));
+        ours / other
+    }
+}
+
+impl fmt::Display for Table {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "\nI/Os per second, and their ratio to the host's driver\n{:<18}",
+            ""
+        )?;
+        for way in &self.ways {
+            write!(f, " {way:>19}")?;
+        }
+        writeln!(f, " {:>15} {:>13}", "ours by", "ours by")?;
+        write!(f, "{:<18}{:width$}", "", "", width = 20 * self.ways.len())?;
+        writeln!(f, " {PASS_THROUGH:>15} {VIRTIO:>13}")?;
+        for row in &self.rows {
+            write!(f, "{:<18}", row.job)?;
+            let host = self
+                .column(HOST)
+                .map_or(f64::NAN, |at| median(&row.iops[at]));
+            for rounds in &row.iops {
+                let iops = median(rounds);
+                write!(f, " {iops:>13.0} {:>5.2}", iops / host)?;
+            }
+            writeln!(
+                f,
+                " {:>15.2} {:>13.2}",
+                self.ours_by(row, PASS_THROUGH),
+                self.ours_by(row, VIRTIO)
+            )?;
+        }
+        write!(f, "The IOMMU refused {} accesses", self.iommu_faults)
+    }
+}
+
+/// The middle one, or the mean of the two in the middle.
+fn median(rounds: &[f64]) -> f64 {
+    let mut sorted = rounds.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    match sorted.len() {
+        0 => f64::NAN,
+        odd if odd % 2 == 1 => sorted[odd / 2],
+        even => f64::midpoint(sorted[even / 2 - 1], sorted[even / 2]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn side(iops: f64) -> Side {
+        Side {
+            ios: 1,
+            iops,
+            mib_s: iops / 256.0,
+            p50_us: 1.0,
+            p99_us: 1.0,
+            max_us: 1.0,
+        }
+    }
+
+    #[test]
+    fn medians_of_all_rounds_are_compared() {
+        let mut table = Table::new(
+            [
+                HOST,
+                PASS_THROUGH,
+                "nvme-mpt busy",
+                "nvme-mpt adaptive",
+                VIRTIO,
+            ],
+            ["job"],
+        );
+        for (way, rounds) in [
+            [1000.0, 5000.0, 900.0],
+            [500.0; 3],
+            [400.0; 3],
+            [450.0; 3],
+            [150.0; 3],
+        ]
+        .iter()
+        .enumerate()
+        {
+            for iops in rounds {
+                table.add(0, way, &side(*iops));
+            }
+        }
+        let again = Table::from_json(&table.json()).expect("json");
+        let text = again.to_string();
+        let line = text
+            .lines()
+            .find(|line| line.starts_with("job"))
+            .expect("row");
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let expected = [
+            "job", "1000", "1.00", "500", "0.50", "400", "0.40", "450", "0.45", "150", "0.15",
+            "0.90", "3.00",
+        ];
+        assert_eq!(words, expected);
+    }
+
+    #[test]
+    fn nothing_measured_is_no_number() {
+        assert!(median(&[]).is_nan());
+        assert!((median(&[1.0, 2.0]) - 1.5).abs() < 1e-12);
+    }
+}

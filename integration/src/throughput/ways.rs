@@ -1,0 +1,157 @@
+//! The ways, each set up as its own documentation recommends, and put away again.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use super::{DRIVE, ThroughputError};
+use crate::guest::fio::{Fio, Side};
+use crate::guest::{BOOT_PATIENCE, Drive, Guest, GuestConfig};
+use crate::lab::inside;
+use crate::process;
+use crate::server::{FunctionOptions, Server};
+
+const PATIENCE: Duration = Duration::from_secs(120);
+const FUNCTION: &str = "f";
+/// Where the lab has the modules of its kernel, which is the guests' as well.
+const MODULES: &str = "/lib/modules";
+
+/// A way to the drive.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Way {
+    /// The host's driver; no guest.
+    Host,
+    /// A guest has the whole drive, by QEMU's `vfio-pci`.
+    PassThrough,
+    /// A guest on nvme-mpt, whose poller never sleeps.
+    Busy,
+    /// A guest on nvme-mpt as it is by default.
+    Adaptive,
+    /// A guest with QEMU's virtio-blk over the host's driver.
+    Virtio,
+}
+
+impl Way {
+    pub(super) const ALL: [Self; 5] = [
+        Self::Host,
+        Self::PassThrough,
+        Self::Busy,
+        Self::Adaptive,
+        Self::Virtio,
+    ];
+
+    /// What the table calls it.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Host => "host driver",
+            Self::PassThrough => "pass-through",
+            Self::Busy => "nvme-mpt busy",
+            Self::Adaptive => "nvme-mpt adaptive",
+            Self::Virtio => "virtio-blk",
+        }
+    }
+
+    /// Runs all jobs this way.
+    pub(super) fn measure(
+        self,
+        jobs: &[Fio],
+        assets: &crate::provision::Assets,
+        folder: &Path,
+    ) -> Result<Vec<Side>, ThroughputError> {
+        let boot = |drive| {
+            let config = GuestConfig::new("guest").drive(drive);
+            Guest::boot(assets, &config, folder)
+        };
+        match self {
+            Self::Host => {
+                inside::bind(DRIVE, "nvme")?;
+                let device = inside::block_device(DRIVE, 1)?;
+                on_host(jobs, &device.display().to_string())
+            }
+            Self::PassThrough => {
+                inside::bind(DRIVE, "vfio-pci")?;
+                let guest = boot(Drive::vfio_pci(&inside::address(DRIVE)?))?;
+                in_guest(jobs, guest, "/dev/nvme0n1")
+            }
+            Self::Busy => served(jobs, folder, "dedicated:busy", boot),
+            Self::Adaptive => served(jobs, folder, "shared:adaptive", boot),
+            Self::Virtio => {
+                inside::bind(DRIVE, "nvme")?;
+                let guest = boot(Drive::virtio_blk(inside::block_device(DRIVE, 1)?))?;
+                load_module(&guest, "virtio_blk")?;
+                in_guest(jobs, guest, "/dev/vda")
+            }
+        }
+    }
+}
+
+/// Writes the whole drive once: reads of what was never written would be of nothing.
+pub(super) fn fill() -> Result<(), ThroughputError> {
+    inside::bind(DRIVE, "nvme")?;
+    let device = inside::block_device(DRIVE, 1)?;
+    process::run(
+        Command::new("fio")
+            .args(["--name=fill", "--rw=write", "--bs=1m", "--direct=1"])
+            .arg(format!("--filename={}", device.display())),
+    )?;
+    Ok(())
+}
+
+fn on_host(jobs: &[Fio], device: &str) -> Result<Vec<Side>, ThroughputError> {
+    jobs.iter()
+        .map(|job| {
+            let job = job.clone().option("filename", device);
+            let text = process::run(Command::new("sh").arg("-c").arg(job.script()))?;
+            Ok(job.report(&text)?.main().clone())
+        })
+        .collect()
+}
+
+fn in_guest(jobs: &[Fio], mut guest: Guest, device: &str) -> Result<Vec<Side>, ThroughputError> {
+    let sides = jobs
+        .iter()
+        .map(|job| {
+            let job = job.clone().option("filename", device);
+            Ok(job.run(&guest)?.main().clone())
+        })
+        .collect::<Result<Vec<_>, ThroughputError>>()?;
+    guest.power_off(PATIENCE)?;
+    Ok(sides)
+}
+
+fn served(
+    jobs: &[Fio],
+    folder: &Path,
+    poll: &str,
+    boot: impl FnOnce(Drive) -> Result<Guest, crate::guest::GuestError>,
+) -> Result<Vec<Side>, ThroughputError> {
+    inside::bind(DRIVE, "vfio-pci")?;
+    let function = FunctionOptions::new(FUNCTION, inside::address(DRIVE)?, "0+512M")
+        .option(format!("poll={poll}"))
+        .option("queues=1");
+    let mut server = Server::start(&inside::brought("nvme-mpt"), &[function], folder)?;
+    let guest = boot(Drive::vfio_user(server.socket(FUNCTION)))?;
+    let sides = in_guest(jobs, guest, "/dev/nvme0n1")?;
+    server.stop()?;
+    Ok(sides)
+}
+
+/// Loads one of the lab's modules into a guest, whose user land has none.
+fn load_module(guest: &Guest, name: &str) -> Result<(), ThroughputError> {
+    let listing = fs::read_dir(MODULES).map_err(|source| ThroughputError::File {
+        path: MODULES.into(),
+        source,
+    })?;
+    let suffix = format!("-{name}.ko");
+    for entry in listing.flatten() {
+        if entry.file_name().to_string_lossy().ends_with(&suffix) {
+            let encoded = process::run(Command::new("base64").arg("-w0").arg(entry.path()))?;
+            guest.check(
+                &format!("echo {encoded} | base64 -d >/tmp/{name}.ko && insmod /tmp/{name}.ko"),
+                BOOT_PATIENCE,
+            )?;
+        }
+    }
+    Ok(())
+}

@@ -157,22 +157,24 @@ impl Core {
         let Some(lba_shift) = self.member(number).map(|member| member.lba_shift) else {
             return 0;
         };
-        for (i, staged) in staged.iter().enumerate() {
+        let (mut count, mut bytes) = (0, 0);
+        for staged in staged {
             let len = data_len(staged, lba_shift);
             if len > self.max_transfer {
-                return i;
+                break;
             }
-            let flight = Flight::alone(number, staged.cid().0, now);
-            let Some(cid) = self.flights.take_off(flight, false) else {
-                return i;
+            let Some(cid) = self.flights.take_off(number, staged.cid().0, now) else {
+                break;
             };
             let mut sqe = *staged;
             sqe.set_cid(cid);
             self.rings.push(&sqe);
-            self.stats.commands += 1;
-            self.stats.bytes += len;
+            count += 1;
+            bytes += len;
         }
-        staged.len()
+        self.stats.commands += count as u64;
+        self.stats.bytes += bytes;
+        count
     }
 
     /// Lets commands wait for their turn, and dispatches what can be.
@@ -362,9 +364,8 @@ impl Core {
             weight: weight as u32,
             class,
             arrived,
-            submitted: now,
         };
-        let Some(cid) = flights.take_off(flight, true) else {
+        let Some(cid) = flights.take_off_special(flight, now) else {
             return false;
         };
         sqe.set_cid(cid);
@@ -376,15 +377,16 @@ impl Core {
         true
     }
 
-    /// Hands over what the drive has completed, all of it of the one member.
+    /// The next command that the drive has completed, all of them of the one member.
     #[inline]
-    pub(super) fn reap_directly(
-        &mut self,
-        clock: impl Fn() -> Ticks,
-        mut done: impl FnMut(HostCompletion),
-    ) {
-        self.harvest(|| Some(clock()), |_, _, completion| done(completion));
-        self.rings.release();
+    pub(super) fn next_completion(&mut self, clock: &impl Fn() -> Ticks) -> Option<HostCompletion> {
+        // A drive that posts without end what nobody waits for does not keep us here.
+        for _ in 0..self.rings.entries() {
+            if let Some((_, completion)) = self.land_next(|| Some(clock()))? {
+                return Some(completion);
+            }
+        }
+        None
     }
 
     /// Gives every member what the drive has completed, and dispatches what waits.
@@ -392,39 +394,47 @@ impl Core {
         if self.state != State::Running {
             return;
         }
-        self.harvest(|| Some(clock()), deliver);
+        self.harvest(|| Some(clock()));
         self.rings.release();
         if self.may_dispatch() {
             self.dispatch(clock());
         }
     }
 
-    /// Takes what the drive has posted out of the Completion Queue. `clock` is asked when something
-    /// completes whose latency counts.
-    #[inline]
-    fn harvest(
-        &mut self,
-        clock: impl Fn() -> Option<Ticks>,
-        mut sink: impl FnMut(&mut [Option<Box<Member>>], u16, HostCompletion),
-    ) {
-        // A drive that posts without end does not keep us here.
+    /// Gives members what the drive has posted to the Completion Queue.
+    fn harvest(&mut self, clock: impl Fn() -> Option<Ticks>) {
+        // Nor here.
         for _ in 0..self.rings.entries() {
-            let Some(entry) = self.rings.next() else {
-                return;
-            };
-            match self.flights.land(entry.cid(), entry.status(), entry.dw0()) {
-                Some(Landing::Plain(member, completion)) => {
-                    sink(&mut self.members, member, completion);
+            match self.land_next(&clock) {
+                Some(Some((member, completion))) => {
+                    deliver(&mut self.members, member, completion);
                 }
-                Some(Landing::Special(flight, status, dw0)) => {
-                    let completion = self.settle(&flight, (status, dw0), clock());
-                    if let Some(completion) = completion {
-                        sink(&mut self.members, flight.member, completion);
-                    }
-                }
-                None => self.stats.late_completions += 1,
+                Some(None) => {}
+                None => return,
             }
         }
+    }
+
+    /// Takes the next completion out of the Completion Queue, if there is one, and what a member gets
+    /// of it, if that is something. `clock` is asked for commands whose latency counts.
+    #[inline]
+    fn land_next(
+        &mut self,
+        clock: impl Fn() -> Option<Ticks>,
+    ) -> Option<Option<(u16, HostCompletion)>> {
+        let entry = self.rings.next()?;
+        Some(
+            match self.flights.land(entry.cid(), entry.status(), entry.dw0()) {
+                Some(Landing::Plain(member, completion)) => Some((member, completion)),
+                Some(Landing::Special(flight, status, dw0)) => self
+                    .settle(&flight, (status, dw0), clock())
+                    .map(|completion| (flight.member, completion)),
+                None => {
+                    self.stats.late_completions += 1;
+                    None
+                }
+            },
+        )
     }
 
     /// Settles the accounts of a command or a child. Returns the completion that its member gets.
@@ -478,7 +488,7 @@ impl Core {
 
     /// Completes all that the drive has: what it posted as it says, the rest with this status.
     pub(super) fn fail_in_flight(&mut self, status: Status) {
-        self.harvest(|| None, deliver);
+        self.harvest(|| None);
         for index in 0..self.flights.room() {
             let Some(cid) = self.flights.at(index) else {
                 continue;

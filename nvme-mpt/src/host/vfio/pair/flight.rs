@@ -12,7 +12,8 @@ const INDEX_BITS: u32 = 10;
 
 const INDEX_MASK: u16 = (1 << INDEX_BITS) - 1;
 
-/// A member's command, or one part of it, that the drive has.
+/// A member's command, or one part of it, that the drive has, when it shares the queue pair or is
+/// split: what is to be known at its end.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Flight {
     /// Which member's.
@@ -26,35 +27,32 @@ pub(super) struct Flight {
     pub(super) class: Class,
     /// When it arrived from the member.
     pub(super) arrived: Ticks,
-    /// When the drive got it.
-    pub(super) submitted: Ticks,
 }
 
-impl Flight {
-    /// A whole command of a member that has the queue pair to itself.
-    #[inline]
-    pub(super) fn alone(member: u16, slot: u16, now: Ticks) -> Self {
-        Self {
-            member,
-            slot,
-            submitted: now,
-            ..Self::default()
-        }
-    }
-}
-
+/// What is known of every command: little, as it is written for each.
 #[derive(Clone, Copy, Debug, Default)]
 struct Entry {
-    flight: Flight,
+    /// When the drive got it.
+    submitted: Ticks,
     /// Its Command Identifier: of the command that is in flight, or of the next one.
     cid: u16,
-    busy: bool,
-    /// Whether its end needs more than to be told to its member.
-    special: bool,
+    member: u16,
+    slot: u16,
+    state: EntryState,
     /// Whether the drive was asked to abort it.
     aborted: bool,
     /// Whether it was reported as overdue.
     reported: bool,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum EntryState {
+    #[default]
+    Free,
+    /// Its end needs no more than to be told to its member.
+    Plain,
+    /// There is more to its end: see its [`Flight`].
+    Special,
 }
 
 /// What became of a command that the drive had.
@@ -70,7 +68,11 @@ pub(super) enum Landing {
 #[derive(Debug)]
 pub(super) struct Flights {
     entries: Box<[Entry]>,
-    free: Vec<u16>,
+    /// Of the entries that are [special](EntryState::Special).
+    flights: Box<[Flight]>,
+    /// The first `free_count` are indices of entries that are free.
+    free: Box<[u16]>,
+    free_count: usize,
 }
 
 impl Flights {
@@ -83,42 +85,69 @@ impl Flights {
         };
         Self {
             entries: (0..count).map(entry).collect(),
+            flights: vec![Flight::default(); count.into()].into_boxed_slice(),
             // Lowest first: the same few entries stay in the cache.
             free: (0..count).rev().collect(),
+            free_count: count.into(),
         }
     }
 
     #[inline]
     pub(super) fn free(&self) -> usize {
-        self.free.len()
+        self.free_count
     }
 
     pub(super) fn in_flight(&self) -> usize {
-        self.entries.len() - self.free.len()
+        self.entries.len() - self.free_count
     }
 
     /// How many of them are a member's.
     pub(super) fn of_member(&self, member: u16) -> usize {
         self.entries
             .iter()
-            .filter(|entry| entry.busy && entry.flight.member == member)
+            .filter(|entry| entry.state != EntryState::Free && entry.member == member)
             .count()
     }
 
-    /// Takes a command up, if there is room. Returns its identifier.
+    /// Takes up a command of a member that has the queue pair to itself, if there is room. Returns
+    /// its identifier.
     #[inline]
-    pub(super) fn take_off(&mut self, flight: Flight, special: bool) -> Option<CommandId> {
-        let index = self.free.pop()?;
-        let entry = self.entries.get_mut(usize::from(index))?;
+    pub(super) fn take_off(&mut self, member: u16, slot: u16, now: Ticks) -> Option<CommandId> {
+        self.occupy(member, slot, EntryState::Plain, now)
+            .map(|(_, cid)| cid)
+    }
+
+    /// Takes up any other command, if there is room.
+    pub(super) fn take_off_special(&mut self, flight: Flight, now: Ticks) -> Option<CommandId> {
+        let Flight { member, slot, .. } = flight;
+        let (index, cid) = self.occupy(member, slot, EntryState::Special, now)?;
+        *self.flights.get_mut(index)? = flight;
+        Some(cid)
+    }
+
+    #[inline]
+    fn occupy(
+        &mut self,
+        member: u16,
+        slot: u16,
+        state: EntryState,
+        submitted: Ticks,
+    ) -> Option<(usize, CommandId)> {
+        let last = self.free_count.checked_sub(1)?;
+        let index = usize::from(*self.free.get(last)?);
+        let entry = self.entries.get_mut(index)?;
+        self.free_count = last;
+        let cid = entry.cid;
         *entry = Entry {
-            flight,
-            cid: entry.cid,
-            busy: true,
-            special,
+            submitted,
+            cid,
+            member,
+            slot,
+            state,
             aborted: false,
             reported: false,
         };
-        Some(CommandId(entry.cid))
+        Some((index, CommandId(cid)))
     }
 
     /// Takes a command down that the drive has completed; `None` if none in flight has this
@@ -126,16 +155,19 @@ impl Flights {
     #[inline]
     pub(super) fn land(&mut self, cid: CommandId, status: Status, dw0: u32) -> Option<Landing> {
         let index = cid.0 & INDEX_MASK;
-        let entry = self
-            .entries
-            .get_mut(usize::from(index))
-            .filter(|entry| entry.busy && entry.cid == cid.0)?;
-        entry.busy = false;
+        let entry = self.entries.get_mut(usize::from(index))?;
+        if entry.cid != cid.0 || entry.state == EntryState::Free {
+            return None;
+        }
+        let state = std::mem::take(&mut entry.state);
         entry.cid = entry.cid.wrapping_add(1 << INDEX_BITS);
         // There is room: each index is in the list once at most.
-        self.free.push(index);
-        let Flight { member, slot, .. } = entry.flight;
-        if !entry.special {
+        if let Some(free) = self.free.get_mut(self.free_count) {
+            *free = index;
+            self.free_count += 1;
+        }
+        let &mut Entry { member, slot, .. } = entry;
+        if state == EntryState::Plain {
             return Some(Landing::Plain(member, HostCompletion { slot, status, dw0 }));
         }
         // We asked for the abort, not the guest: its driver is told to try again.
@@ -144,14 +176,17 @@ impl Flights {
         } else {
             status
         };
-        Some(Landing::Special(entry.flight, status, dw0))
+        let flight = self.flights.get(usize::from(index))?;
+        Some(Landing::Special(*flight, status, dw0))
     }
 
     /// Identifiers of the commands that the drive has had for longer than `deadline` ticks, each
     /// reported once.
     pub(super) fn overdue(&mut self, now: Ticks, deadline: u64) -> Vec<CommandId> {
         let is_overdue = |entry: &&mut Entry| {
-            entry.busy && !entry.reported && now.since(entry.flight.submitted) > deadline
+            entry.state != EntryState::Free
+                && !entry.reported
+                && now.since(entry.submitted) > deadline
         };
         self.entries
             .iter_mut()
@@ -165,16 +200,25 @@ impl Flights {
 
     /// Notes that the drive was asked to abort a command. Returns whether the drive has it.
     pub(super) fn mark_aborted(&mut self, cid: CommandId) -> bool {
-        let entry = self
-            .entries
-            .get_mut(usize::from(cid.0 & INDEX_MASK))
-            .filter(|entry| entry.busy && entry.cid == cid.0);
-        if let Some(entry) = entry {
-            entry.aborted = true;
-            entry.special = true;
-            return true;
+        let index = usize::from(cid.0 & INDEX_MASK);
+        let (Some(entry), Some(flight)) =
+            (self.entries.get_mut(index), self.flights.get_mut(index))
+        else {
+            return false;
+        };
+        if entry.cid != cid.0 || entry.state == EntryState::Free {
+            return false;
         }
-        false
+        entry.aborted = true;
+        if entry.state == EntryState::Plain {
+            entry.state = EntryState::Special;
+            *flight = Flight {
+                member: entry.member,
+                slot: entry.slot,
+                ..Flight::default()
+            };
+        }
+        true
     }
 
     /// Most commands in flight.
@@ -185,7 +229,7 @@ impl Flights {
     /// The command in flight at an index below [`Self::room`].
     pub(super) fn at(&self, index: u16) -> Option<CommandId> {
         let entry = self.entries.get(usize::from(index))?;
-        entry.busy.then_some(CommandId(entry.cid))
+        (entry.state != EntryState::Free).then_some(CommandId(entry.cid))
     }
 }
 
@@ -196,8 +240,8 @@ mod tests {
     #[test]
     fn a_completion_counts_once() {
         let mut flights = Flights::new(2);
-        let flight = Flight::alone(3, 7, Ticks(1));
-        let first = flights.take_off(flight, false).expect("room");
+        let take_off = |flights: &mut Flights| flights.take_off(3, 7, Ticks(1));
+        let first = take_off(&mut flights).expect("room");
         assert_eq!((flights.in_flight(), flights.free()), (1, 1));
         let landed = flights.land(first, Status::SUCCESS, 5);
         let Some(Landing::Plain(3, completion)) = landed else {
@@ -205,7 +249,7 @@ mod tests {
         };
         assert_eq!((completion.slot, completion.dw0), (7, 5));
         assert!(flights.land(first, Status::SUCCESS, 0).is_none(), "twice");
-        let second = flights.take_off(flight, false).expect("room");
+        let second = take_off(&mut flights).expect("room");
         assert_ne!(first, second);
         assert!(flights.land(first, Status::SUCCESS, 0).is_none(), "late");
         assert!(flights.land(CommandId(2), Status::SUCCESS, 0).is_none());
@@ -215,15 +259,14 @@ mod tests {
                 .is_none()
         );
         assert_eq!((flights.of_member(3), flights.of_member(0)), (1, 0));
-        assert!(flights.take_off(flight, false).is_some());
-        assert!(flights.take_off(flight, false).is_none(), "no third one");
+        assert!(take_off(&mut flights).is_some());
+        assert!(take_off(&mut flights).is_none(), "no third one");
     }
 
     #[test]
     fn what_we_aborted_is_to_be_retried() {
         let mut flights = Flights::new(4);
-        let flight = Flight::alone(0, 1, Ticks(10));
-        let cid = flights.take_off(flight, false).expect("room");
+        let cid = flights.take_off(0, 1, Ticks(10)).expect("room");
         assert!(flights.overdue(Ticks(15), 5).is_empty());
         assert_eq!(flights.overdue(Ticks(16), 5), [cid]);
         assert!(flights.overdue(Ticks(99), 5).is_empty(), "reported once");

@@ -77,20 +77,27 @@ impl VfioQueue {
             // Somebody else is at it, who reaps for us, too.
             return;
         };
-        if core.is_direct(self.member) {
-            let outstanding = &mut self.outstanding;
-            core.reap_directly(clock, |completion| {
-                *outstanding -= 1;
-                done(completion);
-            });
-            return;
-        }
-        core.reap(clock);
-        core.swap_done(self.member, &mut self.ready);
-        drop(core);
-        self.outstanding -= self.ready.len() as u32;
-        for completion in self.ready.drain(..) {
+        let mut direct = if core.is_direct(self.member) {
+            Some(core)
+        } else {
+            core.reap(&clock);
+            core.swap_done(self.member, &mut self.ready);
+            None
+        };
+        let mut ready = self.ready.drain(..);
+        // Both in one loop, so that what is done with a completion is compiled into it. Each slot
+        // completes once, so a drive that posts without end does not keep us here.
+        while self.outstanding > 0 {
+            let next = match &mut direct {
+                Some(core) => core.next_completion(&clock),
+                None => ready.next(),
+            };
+            let Some(completion) = next else { break };
+            self.outstanding -= 1;
             done(completion);
+        }
+        if let Some(core) = &mut direct {
+            core.rings.release();
         }
     }
 }

@@ -1,0 +1,410 @@
+//! Whether a software drive with a profile is as fast as the profile says, and what keeping time costs.
+//!
+//! ```text
+//! cargo bench -p nvme-mpt-tests --bench timing              # achieved against configured
+//! cargo bench -p nvme-mpt-tests --bench timing -- --smoke   # a short run of every case
+//! ```
+//!
+//! A guest driver and the poller's work are in one thread, so that it takes one free processor. What
+//! is configured of a drive of flash is the sum of what a command's parts take on an idle drive.
+//! Instructions are those of `--bench shadow_path`: inside [`ShadowQueue::poll`], by callgrind, of a
+//! drive whose commands are due at once less those of one without a profile.
+
+use std::process::{Command, ExitCode};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nvme_mpt::host::software::model::{NvmProfile, Profile, SsdProfile};
+use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
+use nvme_mpt::shadow::ShadowQueue;
+use nvme_mpt::spec::ids::{Nsid, QueueId};
+use nvme_mpt::spec::registers::Doorbell as Register;
+use nvme_mpt::{
+    Attachment, AttachmentConfig, CqConfig, Drive, DriveOptions, Gpa, MemoryRegion, PollPolicy,
+    Pollers, SqConfig,
+};
+use nvme_mpt_tests::bar::Bar;
+use nvme_mpt_tests::command::{DataPointer, Sqe};
+use nvme_mpt_tests::doorbell::{Doorbell, DoorbellBuffer};
+use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory};
+use nvme_mpt_tests::prp;
+use nvme_mpt_tests::queue::{CompletionQueue, QueuePair, SubmissionQueue};
+use nvme_mpt_tests::registers::Cap;
+use nvme_mpt_tests::rng::Rng;
+
+const ENTRIES: u32 = 256;
+const DRIVE: &str = "null:512M";
+const BYTES: u64 = 512 << 20;
+const MIB: f64 = 1_048_576.0;
+
+/// A drive whose commands are due when they arrive.
+const AT_ONCE: &str = "model = \"nvm\"\nunits = 64\nstripe = \"4K\"\n\
+    read = { latency = \"0ns\", bandwidth = \"1T\" }\nwrite = { latency = \"0ns\", bandwidth = \"1T\" }\n";
+
+/// Doorbell registers that trap into the attachment, as a VMM would have it.
+struct Trap(Arc<Attachment>);
+
+impl Bar for Trap {
+    fn read32(&self, _: u64) -> u32 {
+        u32::MAX
+    }
+    fn read64(&self, _: u64) -> u64 {
+        u64::MAX
+    }
+    fn write32(&self, offset: u64, value: u32) {
+        if let Some(doorbell) = self.0.doorbells().at_bar_offset(offset) {
+            self.0.ring_doorbell(doorbell, value);
+        }
+    }
+    fn write64(&self, _: u64, _: u64) {}
+}
+
+/// A guest's queue pair on a drive, and the shadow queue that serves it.
+struct Rig {
+    attachment: Arc<Attachment>,
+    queue: QueuePair,
+    shadow: Box<ShadowQueue>,
+    memory: GuestMemory,
+    kept: Vec<DmaBuffer>,
+}
+
+impl Rig {
+    fn new(profile: Option<Profile>) -> Self {
+        let options = DriveOptions {
+            profile: profile.map(Arc::new),
+            ..DriveOptions::default()
+        };
+        let drive = Drive::open(&DRIVE.parse().unwrap(), options).unwrap();
+        let request = LeaseRequest {
+            id: "bench",
+            drive: drive.identity(),
+            nsid: Nsid(1),
+            range: ByteRange::new(0, BYTES).unwrap(),
+            lba_shift: drive.lba_shift(),
+            blocks: drive.blocks(),
+        };
+        let config = AttachmentConfig {
+            lease: Ledger::in_process().acquire(&request).unwrap(),
+            drive,
+            queue_pairs: 1,
+            doorbells: nvme_mpt::DoorbellMode::Shadow,
+            poll: PollPolicy::default(),
+            pollers: Pollers::new(),
+            serial: None,
+        };
+        let attachment = Arc::new(Attachment::new(config).unwrap());
+        let memory = GuestMemory::new(&[(0, 128 << 20)]).unwrap();
+        let region = &memory.regions()[0];
+        let mapped = MemoryRegion {
+            gpa: Gpa(region.gpa),
+            len: region.len,
+            fd: memory.fd().try_clone_to_owned().unwrap(),
+            offset: region.fd_offset,
+            readable: true,
+            writable: true,
+        };
+        attachment.window().map(mapped).unwrap();
+        let (queue, shadow) = queue(&attachment, &memory);
+        Self {
+            attachment,
+            queue,
+            shadow,
+            memory,
+            kept: Vec::new(),
+        }
+    }
+
+    /// Buffers for commands of some bytes.
+    fn buffers(&mut self, depth: usize, bytes: usize) -> Vec<DataPointer> {
+        let buffer = |_| {
+            let data = self.memory.alloc(bytes).unwrap();
+            let prepared = prp::buffer(&data, 0, bytes).unwrap();
+            self.kept.push(data);
+            self.kept.extend(prepared.pages);
+            prepared.pointer
+        };
+        (0..depth).map(buffer).collect()
+    }
+
+    /// Runs a case's commands and returns how long each took, and all of them.
+    fn run(&mut self, case: &Case, commands: usize) -> (Vec<u64>, Duration) {
+        let data = self.buffers(case.depth, case.bytes);
+        let blocks = (case.bytes / 512) as u64;
+        let places = BYTES / case.bytes as u64;
+        let mut rng = Rng::new(1);
+        let mut free: Vec<u16> = (0..case.depth as u16).collect();
+        let mut submitted = vec![Instant::now(); case.depth];
+        let mut latencies = Vec::with_capacity(commands);
+        let (mut next, begin) = (0, Instant::now());
+        while latencies.len() < commands {
+            while next < commands
+                && let Some(cid) = free.pop()
+            {
+                let place = if case.random {
+                    rng.below(places)
+                } else {
+                    next as u64 % places
+                };
+                let command = match case.write {
+                    true => Sqe::write(1, place * blocks, blocks as u32),
+                    false => Sqe::read(1, place * blocks, blocks as u32),
+                };
+                let command = command.with_cid(cid).with_data(data[usize::from(cid)]);
+                assert!(self.queue.push(&command));
+                submitted[usize::from(cid)] = Instant::now();
+                next += 1;
+            }
+            self.queue.ring();
+            poll_device(&mut self.shadow);
+            while let Some(completion) = self.queue.poll() {
+                assert!(completion.status().is_success(), "{completion:?}");
+                let cid = completion.cid();
+                let taken = submitted[usize::from(cid)].elapsed();
+                latencies.push(taken.as_nanos() as u64);
+                free.push(cid);
+            }
+        }
+        (latencies, begin.elapsed())
+    }
+
+    fn finish(self) {
+        self.attachment.give_queue_back(self.shadow).unwrap();
+        self.attachment.reset().unwrap();
+    }
+}
+
+fn queue(attachment: &Arc<Attachment>, memory: &GuestMemory) -> (QueuePair, Box<ShadowQueue>) {
+    let bar: Arc<dyn Bar> = Arc::new(Trap(attachment.clone()));
+    let dstrd = attachment.doorbells().dstrd();
+    let buffer = DoorbellBuffer::new(memory, Cap(u64::from(dstrd) << 32)).unwrap();
+    let buffer = Arc::new(buffer);
+    let pages = nvme_mpt::DoorbellBuffer {
+        shadow: Gpa(buffer.shadow().gpa()),
+        event_idx: Gpa(buffer.event_idx().gpa()),
+    };
+    attachment.set_doorbell_buffer(Some(pages)).unwrap();
+    let sq = memory.alloc(64 * ENTRIES as usize).unwrap();
+    let cq = memory.alloc(16 * ENTRIES as usize).unwrap();
+    let (qid, entries) = (QueueId(1), ENTRIES);
+    let config = CqConfig {
+        qid,
+        base: Gpa(cq.gpa()),
+        entries,
+        interrupt: None,
+    };
+    attachment.create_cq(config).unwrap();
+    let config = SqConfig {
+        qid,
+        cqid: qid,
+        base: Gpa(sq.gpa()),
+        entries,
+    };
+    attachment.create_sq(config).unwrap();
+    let doorbell =
+        |register: Register| Doorbell::new(&bar, register.bar_offset(dstrd), false).unwrap();
+    let sq = SubmissionQueue::new(1, sq, ENTRIES, doorbell(Register::SqTail(qid)));
+    let cq = CompletionQueue::new(1, cq, ENTRIES, doorbell(Register::CqHead(qid)), None);
+    let mut queue = QueuePair::new(sq, cq);
+    queue.attach(&buffer);
+    (queue, attachment.take_queue(qid).unwrap())
+}
+
+/// The device's part, under a name that callgrind can find.
+#[inline(never)]
+fn poll_device(shadow: &mut ShadowQueue) {
+    shadow.poll();
+}
+
+/// What a case is to show.
+enum Configured {
+    /// What half of the commands take at most, and 99 of 100, in nanoseconds.
+    Latency(f64),
+    /// In bytes per second.
+    Bandwidth(f64),
+}
+
+/// Commands of one kind.
+struct Case {
+    name: &'static str,
+    bytes: usize,
+    depth: usize,
+    write: bool,
+    random: bool,
+    configured: Configured,
+}
+
+const fn case(
+    name: &'static str,
+    (bytes, depth): (usize, usize),
+    (write, random): (bool, bool),
+    configured: Configured,
+) -> Case {
+    Case {
+        name,
+        bytes,
+        depth,
+        write,
+        random,
+        configured,
+    }
+}
+
+fn of_nvm(profile: &NvmProfile) -> Vec<Case> {
+    let NvmProfile { read, write, .. } = profile;
+    let latency = |latency: u64| Configured::Latency(latency as f64);
+    let bandwidth = |bandwidth: u64| Configured::Bandwidth(bandwidth as f64);
+    let (small, large) = ((4096, 1), (128 << 10, 32));
+    vec![
+        case(
+            "read latency",
+            small,
+            (false, true),
+            latency(read.latency.0),
+        ),
+        case(
+            "write latency",
+            small,
+            (true, true),
+            latency(write.latency.0),
+        ),
+        case(
+            "read bandwidth",
+            large,
+            (false, false),
+            bandwidth(read.bandwidth.0),
+        ),
+        case(
+            "write bandwidth",
+            large,
+            (true, false),
+            bandwidth(write.bandwidth.0),
+        ),
+    ]
+}
+
+fn of_ssd(profile: &SsdProfile) -> Vec<Case> {
+    let transfer = |bandwidth: u64| 4096.0 / bandwidth as f64 * 1e9;
+    let link = profile.link_bandwidth.0;
+    let read = (profile.read_overhead.0 + profile.read.0) as f64
+        + transfer(profile.channel_bandwidth.0)
+        + transfer(link);
+    let write = profile.write_overhead.0 as f64 + transfer(link);
+    let bandwidth = Configured::Bandwidth(link as f64);
+    let large = (128 << 10, 32);
+    vec![
+        case(
+            "read latency",
+            (4096, 1),
+            (false, true),
+            Configured::Latency(read),
+        ),
+        case(
+            "write latency",
+            (4096, 1),
+            (true, false),
+            Configured::Latency(write),
+        ),
+        case("read bandwidth", large, (false, false), bandwidth),
+    ]
+}
+
+fn cases(profile: &Profile) -> Vec<Case> {
+    match profile {
+        Profile::Nvm(profile) => of_nvm(profile),
+        Profile::Ssd(profile) => of_ssd(profile),
+    }
+}
+
+/// Every block is written once, in order: what was never written is not in flash.
+fn fill(rig: &mut Rig) {
+    let fill = case(
+        "fill",
+        (128 << 10, 32),
+        (true, false),
+        Configured::Latency(0.0),
+    );
+    rig.run(&fill, (BYTES >> 17) as usize);
+}
+
+fn report(name: &str, profile: &Profile, smoke: bool) {
+    for case in cases(profile) {
+        let mut rig = Rig::new(Some(profile.clone()));
+        if matches!(profile, Profile::Ssd(_)) && !case.write {
+            fill(&mut rig);
+        }
+        let commands = if smoke { 500 } else { 20_000 };
+        let (mut latencies, elapsed) = rig.run(&case, commands);
+        rig.finish();
+        latencies.sort_unstable();
+        let at = |share: f64| latencies[(latencies.len() as f64 * share) as usize] as f64;
+        let figures = match case.configured {
+            Configured::Latency(configured) => [(0.5, "p50"), (0.99, "p99")]
+                .map(|(share, label)| (label, configured / 1e3, at(share) / 1e3, "us"))
+                .to_vec(),
+            Configured::Bandwidth(configured) => {
+                let achieved = (commands * case.bytes) as f64 / elapsed.as_secs_f64();
+                vec![("mean", configured / MIB, achieved / MIB, "MiB/s")]
+            }
+        };
+        for (label, configured, achieved, unit) in figures {
+            let off = (achieved / configured - 1.0) * 100.0;
+            let case = case.name;
+            println!(
+                "{name:<8} {case:<16} {label:<5} {configured:>10.2} {achieved:>10.2} {unit:<6} {off:>+7.1} %"
+            );
+        }
+    }
+}
+
+/// What a 4 KiB read is counted with.
+fn counted() -> Case {
+    case(
+        "counted",
+        (4096, 32),
+        (false, true),
+        Configured::Latency(0.0),
+    )
+}
+
+/// Instructions per command inside the device: the difference of two runs of different lengths.
+fn instructions(name: &str) -> Option<f64> {
+    let count = |commands: usize| -> Option<u64> {
+        let output = Command::new("valgrind")
+            .args(["--tool=callgrind", "--callgrind-out-file=/dev/null"])
+            .arg("--toggle-collect=*poll_device*")
+            .arg(std::env::current_exe().ok()?)
+            .args(["--run", name, &commands.to_string()])
+            .output()
+            .ok()?;
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        let line = text.lines().find(|line| line.contains("Collected"))?;
+        line.rsplit(':').next()?.trim().parse().ok()
+    };
+    let (short, long) = (4096, 16384);
+    Some(count(long)?.checked_sub(count(short)?)? as f64 / (long - short) as f64)
+}
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if let [flag, name, commands] = arguments.as_slice()
+        && flag == "--run"
+    {
+        let profile = (name == "timed").then(|| Profile::parse("bench", AT_ONCE).unwrap());
+        let mut rig = Rig::new(profile);
+        rig.run(&counted(), commands.parse().expect("a number"));
+        rig.finish();
+        return ExitCode::SUCCESS;
+    }
+    let smoke = arguments.iter().any(|argument| argument == "--smoke");
+    println!("profile  case             figure configured   achieved         difference");
+    for name in ["nvm", "ssd"] {
+        report(name, &Profile::named(name).unwrap(), smoke);
+    }
+    if !smoke && let (Some(with), Some(without)) = (instructions("timed"), instructions("plain")) {
+        println!(
+            "Instructions per command: {with:.0} with a profile, {without:.0} without, {:.0} for the time",
+            with - without
+        );
+    }
+    ExitCode::SUCCESS
+}

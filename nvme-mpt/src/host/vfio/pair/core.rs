@@ -20,6 +20,7 @@ use super::split::data_len;
 use super::stats::PairStats;
 use crate::clock::Ticks;
 use crate::host::{HostCompletion, HostMemory};
+use crate::spec::cqe::Cqe;
 use crate::spec::ids::CommandId;
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
@@ -154,26 +155,26 @@ impl Core {
     /// Submits commands until one has to wait or to be split. Returns how many.
     #[inline]
     fn submit_directly(&mut self, number: u16, staged: &[Sqe], now: Ticks) -> usize {
-        let Some(lba_shift) = self.member(number).map(|member| member.lba_shift) else {
-            return 0;
+        let limit = self.max_transfer;
+        let is_too_long = |lba_shift| move |sqe: &Sqe| data_len(sqe, lba_shift) > limit;
+        let whole = match self.member(number) {
+            // On other drives no command is too long.
+            Some(member) if member.splits.is_some() => staged
+                .iter()
+                .position(is_too_long(member.lba_shift))
+                .unwrap_or(staged.len()),
+            _ => staged.len(),
         };
-        let (mut count, mut bytes) = (0, 0);
-        for staged in staged {
-            let len = data_len(staged, lba_shift);
-            if len > self.max_transfer {
-                break;
-            }
+        let count = whole.min(self.flights.free());
+        for staged in &staged[..count] {
             let Some(cid) = self.flights.take_off(number, staged.cid().0, now) else {
                 break;
             };
             let mut sqe = *staged;
             sqe.set_cid(cid);
             self.rings.push(&sqe);
-            count += 1;
-            bytes += len;
         }
         self.stats.commands += count as u64;
-        self.stats.bytes += bytes;
         count
     }
 
@@ -234,7 +235,6 @@ impl Core {
                 stats.splits += 1;
             }
             stats.commands += 1;
-            stats.bytes += len;
             member.waiting.push_back(Waiting {
                 sqe: *sqe,
                 len,
@@ -364,6 +364,7 @@ impl Core {
             weight: weight as u32,
             class,
             arrived,
+            aborted: false,
         };
         let Some(cid) = flights.take_off_special(flight, now) else {
             return false;
@@ -382,7 +383,12 @@ impl Core {
     pub(super) fn next_completion(&mut self, clock: &impl Fn() -> Ticks) -> Option<HostCompletion> {
         // A drive that posts without end what nobody waits for does not keep us here.
         for _ in 0..self.rings.entries() {
-            if let Some((_, completion)) = self.land_next(|| Some(clock()))? {
+            let entry = self.rings.next()?;
+            let (status, dw0) = (entry.status(), entry.dw0());
+            if let Some(slot) = self.flights.land_plain(entry.cid()) {
+                return Some(HostCompletion { slot, status, dw0 });
+            }
+            if let Some((_, completion)) = self.land(&entry, || Some(clock())) {
                 return Some(completion);
             }
         }
@@ -405,36 +411,33 @@ impl Core {
     fn harvest(&mut self, clock: impl Fn() -> Option<Ticks>) {
         // Nor here.
         for _ in 0..self.rings.entries() {
-            match self.land_next(&clock) {
-                Some(Some((member, completion))) => {
-                    deliver(&mut self.members, member, completion);
-                }
-                Some(None) => {}
-                None => return,
+            let Some(entry) = self.rings.next() else {
+                return;
+            };
+            if let Some((member, completion)) = self.land(&entry, &clock) {
+                deliver(&mut self.members, member, completion);
             }
         }
     }
 
-    /// Takes the next completion out of the Completion Queue, if there is one, and what a member gets
-    /// of it, if that is something. `clock` is asked for commands whose latency counts.
-    #[inline]
-    fn land_next(
+    /// What a member gets of a completion, if that is something. `clock` is asked for commands whose
+    /// latency counts.
+    #[cold]
+    fn land(
         &mut self,
+        entry: &Cqe,
         clock: impl Fn() -> Option<Ticks>,
-    ) -> Option<Option<(u16, HostCompletion)>> {
-        let entry = self.rings.next()?;
-        Some(
-            match self.flights.land(entry.cid(), entry.status(), entry.dw0()) {
-                Some(Landing::Plain(member, completion)) => Some((member, completion)),
-                Some(Landing::Special(flight, status, dw0)) => self
-                    .settle(&flight, (status, dw0), clock())
-                    .map(|completion| (flight.member, completion)),
-                None => {
-                    self.stats.late_completions += 1;
-                    None
-                }
-            },
-        )
+    ) -> Option<(u16, HostCompletion)> {
+        match self.flights.land(entry.cid(), entry.status(), entry.dw0()) {
+            Some(Landing::Plain(member, completion)) => Some((member, completion)),
+            Some(Landing::Special(flight, status, dw0)) => self
+                .settle(&flight, (status, dw0), clock())
+                .map(|completion| (flight.member, completion)),
+            None => {
+                self.stats.late_completions += 1;
+                None
+            }
+        }
     }
 
     /// Settles the accounts of a command or a child. Returns the completion that its member gets.

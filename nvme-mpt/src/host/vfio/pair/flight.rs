@@ -27,6 +27,8 @@ pub(super) struct Flight {
     pub(super) class: Class,
     /// When it arrived from the member.
     pub(super) arrived: Ticks,
+    /// Whether the drive was asked to abort it.
+    pub(super) aborted: bool,
 }
 
 /// What is known of every command: little, as it is written for each.
@@ -39,11 +41,11 @@ struct Entry {
     member: u16,
     slot: u16,
     state: EntryState,
-    /// Whether the drive was asked to abort it.
-    aborted: bool,
     /// Whether it was reported as overdue.
     reported: bool,
 }
+
+const _: () = assert!(size_of::<Entry>() == 16);
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum EntryState {
@@ -53,6 +55,14 @@ enum EntryState {
     Plain,
     /// There is more to its end: see its [`Flight`].
     Special,
+}
+
+impl Entry {
+    #[inline]
+    fn vacate(&mut self) {
+        self.state = EntryState::Free;
+        self.cid = self.cid.wrapping_add(1 << INDEX_BITS);
+    }
 }
 
 /// What became of a command that the drive had.
@@ -144,40 +154,62 @@ impl Flights {
             member,
             slot,
             state,
-            aborted: false,
             reported: false,
         };
         Some((index, CommandId(cid)))
     }
 
+    /// Takes a command down that the drive has completed, if there is no more to its end than to tell
+    /// its member, and returns its slot.
+    #[inline]
+    pub(super) fn land_plain(&mut self, cid: CommandId) -> Option<u16> {
+        let index = cid.0 & INDEX_MASK;
+        let entry = self.entries.get_mut(usize::from(index))?;
+        if entry.cid != cid.0 || entry.state != EntryState::Plain {
+            return None;
+        }
+        let slot = entry.slot;
+        entry.vacate();
+        self.give_back(index);
+        Some(slot)
+    }
+
     /// Takes a command down that the drive has completed; `None` if none in flight has this
     /// identifier.
-    #[inline]
     pub(super) fn land(&mut self, cid: CommandId, status: Status, dw0: u32) -> Option<Landing> {
         let index = cid.0 & INDEX_MASK;
         let entry = self.entries.get_mut(usize::from(index))?;
         if entry.cid != cid.0 || entry.state == EntryState::Free {
             return None;
         }
-        let state = std::mem::take(&mut entry.state);
-        entry.cid = entry.cid.wrapping_add(1 << INDEX_BITS);
+        let &mut Entry {
+            member,
+            slot,
+            state,
+            ..
+        } = entry;
+        entry.vacate();
+        self.give_back(index);
+        if state == EntryState::Plain {
+            return Some(Landing::Plain(member, HostCompletion { slot, status, dw0 }));
+        }
+        let flight = *self.flights.get(usize::from(index))?;
+        // We asked for the abort, not the guest: its driver is told to try again.
+        let status = if flight.aborted && status.code() == Status::ABORT_REQUESTED {
+            Status::COMMAND_INTERRUPTED
+        } else {
+            status
+        };
+        Some(Landing::Special(flight, status, dw0))
+    }
+
+    #[inline]
+    fn give_back(&mut self, index: u16) {
         // There is room: each index is in the list once at most.
         if let Some(free) = self.free.get_mut(self.free_count) {
             *free = index;
             self.free_count += 1;
         }
-        let &mut Entry { member, slot, .. } = entry;
-        if state == EntryState::Plain {
-            return Some(Landing::Plain(member, HostCompletion { slot, status, dw0 }));
-        }
-        // We asked for the abort, not the guest: its driver is told to try again.
-        let status = if entry.aborted && status.code() == Status::ABORT_REQUESTED {
-            Status::COMMAND_INTERRUPTED
-        } else {
-            status
-        };
-        let flight = self.flights.get(usize::from(index))?;
-        Some(Landing::Special(*flight, status, dw0))
     }
 
     /// Identifiers of the commands that the drive has had for longer than `deadline` ticks, each
@@ -209,7 +241,6 @@ impl Flights {
         if entry.cid != cid.0 || entry.state == EntryState::Free {
             return false;
         }
-        entry.aborted = true;
         if entry.state == EntryState::Plain {
             entry.state = EntryState::Special;
             *flight = Flight {
@@ -218,6 +249,7 @@ impl Flights {
                 ..Flight::default()
             };
         }
+        flight.aborted = true;
         true
     }
 

@@ -87,15 +87,17 @@ impl VfioQueue {
         let mut ready = self.ready.drain(..);
         // Both in one loop, so that what is done with a completion is compiled into it. Each slot
         // completes once, so a drive that posts without end does not keep us here.
-        while self.outstanding > 0 {
+        let mut outstanding = self.outstanding;
+        while outstanding > 0 {
             let next = match &mut direct {
                 Some(core) => core.next_completion(&clock),
                 None => ready.next(),
             };
             let Some(completion) = next else { break };
-            self.outstanding -= 1;
+            outstanding -= 1;
             done(completion);
         }
+        self.outstanding = outstanding;
         if let Some(core) = &mut direct {
             core.rings.release();
         }

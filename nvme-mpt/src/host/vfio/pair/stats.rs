@@ -5,8 +5,6 @@
 pub struct PairStats {
     /// Commands of its members.
     pub commands: u64,
-    /// Bytes that they transferred.
-    pub bytes: u64,
     /// Those of them that the drive could not take in one.
     pub splits: u64,
     /// What the drive got in their place.

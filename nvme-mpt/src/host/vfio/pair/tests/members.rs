@@ -32,8 +32,7 @@ fn a_single_member_has_the_ring_to_itself() {
         assert_eq!(slots, (0..10).collect::<Vec<u16>>());
         assert_eq!(pair.in_flight(), 0);
     }
-    let stats = pair.stats();
-    assert_eq!((stats.commands, stats.bytes), (200, 200 * 4096));
+    assert_eq!(pair.stats().commands, 200);
 }
 
 #[test]

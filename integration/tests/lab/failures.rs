@@ -8,7 +8,7 @@
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use integration::lab::{LabDrive, inside};
 use integration::process::Supervised;
@@ -253,20 +253,15 @@ fn ignored(bench: &Bench) -> Result<(), Fault> {
     scene.finish_without_errors()
 }
 
-/// Something else resets the function: the drive has forgotten its queues.
+/// Something else resets the function: the drive has forgotten its queues, admin queue included, so that a
+/// command is overdue and its Abort is lost before that is known.
 fn controller_reset(bench: &Bench) -> Result<(), Fault> {
     let scene = Scene::start(bench, "the controller forgets its queues", &[])?;
-    let started = Instant::now();
     sh(&format!(
         "echo 1 >/sys/bus/pci/devices/{}/reset",
         scene.drive
     ))?;
     scene.await_drive("a reset", |drive| drive.resets > 0)?;
-    // Its status tells: nobody has to wait until commands are overdue, which takes ten seconds.
-    let took = started.elapsed();
-    expect(took < Duration::from_secs(8), || {
-        format!("It was found out after {took:?}")
-    })?;
     scene.finish_without_errors()
 }
 

@@ -120,8 +120,6 @@ impl Supervisor {
                 return false;
             }
             Some(csts) if csts.cfs() => self.reset("it reports a fatal status (CSTS.CFS)"),
-            // It has forgotten its queues, admin queue included: none of its commands will end.
-            Some(csts) if !csts.rdy() => self.reset("somebody else has reset it (CSTS.RDY=0)"),
             Some(_) if drive.reset_wanted.load(Ordering::Acquire) => {
                 self.reset("it does not answer admin commands");
             }

@@ -8,14 +8,19 @@
 //!
 //! Every case fails if a command makes the device allocate memory. Instructions are counted with
 //! `valgrind --tool=callgrind`, inside [`ShadowQueue::poll`] only, where that is installed.
-//! Times are those of driver and device together.
+//! Times are those of driver and device together; there are none where the drive is a model of a
+//! physical one, whose own work costs more than the path does. Such a drive may cost
+//! [`PHYSICAL_EXTRA`] instructions per command more than one that does nothing.
 
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::collections::HashMap;
 use std::process::{Command, ExitCode};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
+use nvme_mpt::host::vfio::{ControllerOptions, VfioController};
 use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::{Nsid, QueueId};
@@ -27,21 +32,29 @@ use nvme_mpt::{
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::command::{DataPointer, Sqe};
 use nvme_mpt_tests::doorbell::{Doorbell, DoorbellBuffer};
+use nvme_mpt_tests::drive::{HandQueue, ModelDrive, NamespaceOptions, Options};
 use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory};
 use nvme_mpt_tests::queue::{CompletionQueue, QueuePair, SubmissionQueue};
 use nvme_mpt_tests::registers::Cap;
 use nvme_mpt_tests::rng::Rng;
 
-/// Counts allocations, to show that there are none.
+/// Counts the device's allocations, to show that there are none.
 struct Counting;
 
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+thread_local! {
+    /// Whether this thread is at the device's work.
+    static IN_DEVICE: Cell<bool> = const { Cell::new(false) };
+}
 
 #[expect(unsafe_code, reason = "an allocator that counts and passes on")]
 // SAFETY: every call is passed to the system's allocator unchanged.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        if IN_DEVICE.get() {
+            ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        }
         // SAFETY: the caller's contract is the system allocator's.
         unsafe { System.alloc(layout) }
     }
@@ -55,11 +68,34 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
+/// What a case's drive is.
+#[derive(Clone, Copy)]
+enum On {
+    Software(&'static str),
+    /// A model of a physical drive, with so many queue pairs, which takes so many bytes at once.
+    Physical {
+        queue_pairs: u16,
+        max_transfer: usize,
+    },
+}
+
+/// A drive with as many queue pairs as anybody wants, which takes as much as guests may transfer.
+const PHYSICAL: On = On::Physical {
+    queue_pairs: 64,
+    max_transfer: 1 << 20,
+};
+
+/// Instructions per command that a physical drive may cost more than `null:`.
+const PHYSICAL_EXTRA: f64 = 115.0;
+
+/// Cases of a physical drive, and of `null:` to compare them with.
+const COMPARED: [(&str, &str); 2] = [("vfio-4k", "null-4k"), ("vfio-128k", "null-128k")];
+
 /// One thing to measure.
 #[derive(Clone, Copy)]
 struct Case {
     name: &'static str,
-    drive: &'static str,
+    drive: On,
     /// Bytes per read.
     size: usize,
     queues: u16,
@@ -70,7 +106,7 @@ struct Case {
 const CASES: &[Case] = &[
     Case {
         name: "null-4k",
-        drive: "null:64G",
+        drive: On::Software("null:64G"),
         size: 4096,
         queues: 1,
         depth: 32,
@@ -78,7 +114,7 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "null-4k-qd1",
-        drive: "null:64G",
+        drive: On::Software("null:64G"),
         size: 4096,
         queues: 1,
         depth: 1,
@@ -86,7 +122,7 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "null-128k",
-        drive: "null:64G",
+        drive: On::Software("null:64G"),
         size: 128 << 10,
         queues: 1,
         depth: 32,
@@ -94,7 +130,7 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "memory-4k",
-        drive: "memory:1G",
+        drive: On::Software("memory:1G"),
         size: 4096,
         queues: 1,
         depth: 32,
@@ -102,7 +138,7 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "memory-4k-write",
-        drive: "memory:1G",
+        drive: On::Software("memory:1G"),
         size: 4096,
         queues: 1,
         depth: 32,
@@ -110,7 +146,7 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "memory-128k",
-        drive: "memory:1G",
+        drive: On::Software("memory:1G"),
         size: 128 << 10,
         queues: 1,
         depth: 32,
@@ -118,7 +154,7 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "null-4k-4-queues",
-        drive: "null:64G",
+        drive: On::Software("null:64G"),
         size: 4096,
         queues: 4,
         depth: 32,
@@ -126,7 +162,7 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "null-4k-16-queues",
-        drive: "null:64G",
+        drive: On::Software("null:64G"),
         size: 4096,
         queues: 16,
         depth: 32,
@@ -134,10 +170,56 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "null-4k-64-queues",
-        drive: "null:64G",
+        drive: On::Software("null:64G"),
         size: 4096,
         queues: 64,
         depth: 32,
+        write: false,
+    },
+    Case {
+        name: "vfio-4k",
+        drive: PHYSICAL,
+        size: 4096,
+        queues: 1,
+        depth: 32,
+        write: false,
+    },
+    Case {
+        name: "vfio-4k-qd1",
+        drive: PHYSICAL,
+        size: 4096,
+        queues: 1,
+        depth: 1,
+        write: false,
+    },
+    Case {
+        name: "vfio-128k",
+        drive: PHYSICAL,
+        size: 128 << 10,
+        queues: 1,
+        depth: 32,
+        write: false,
+    },
+    Case {
+        name: "vfio-4k-shared",
+        drive: On::Physical {
+            queue_pairs: 1,
+            max_transfer: 1 << 20,
+        },
+        size: 4096,
+        queues: 4,
+        depth: 32,
+        write: false,
+    },
+    Case {
+        name: "vfio-1m-split",
+        drive: On::Physical {
+            queue_pairs: 1,
+            max_transfer: 128 << 10,
+        },
+        size: 1 << 20,
+        queues: 1,
+        depth: 4,
         write: false,
     },
 ];
@@ -169,11 +251,44 @@ struct Lane {
     _memory: Vec<DmaBuffer>,
 }
 
+/// What a case runs on.
+struct Rig {
+    lanes: Vec<Lane>,
+    attachment: Arc<Attachment>,
+    /// The drive's side of its queue pairs, of a physical drive.
+    hands: Vec<HandQueue>,
+}
+
 const ENTRIES: u32 = 1024;
 const COMMANDS: usize = 4096;
 
-fn lanes(case: &Case) -> (Vec<Lane>, Arc<Attachment>) {
-    let drive = Drive::open(&case.drive.parse().unwrap(), DriveOptions::default()).unwrap();
+fn open(on: On) -> (Arc<Drive>, Option<Arc<ModelDrive>>) {
+    match on {
+        On::Software(path) => {
+            let path = path.parse().unwrap();
+            (Drive::open(&path, DriveOptions::default()).unwrap(), None)
+        }
+        On::Physical {
+            queue_pairs,
+            max_transfer,
+        } => {
+            let model = ModelDrive::start(Options {
+                queue_pairs,
+                mdts: (max_transfer / 4096).ilog2() as u8,
+                namespaces: vec![NamespaceOptions::new(1, 1 << 30, 512)],
+                by_hand: true,
+                ..Options::default()
+            });
+            let controller =
+                VfioController::open(model.clone(), ControllerOptions::default()).unwrap();
+            let path = "0000:01:00.0".parse().unwrap();
+            (Drive::new(path, controller, None).unwrap(), Some(model))
+        }
+    }
+}
+
+fn rig(case: &Case) -> Rig {
+    let (drive, model) = open(case.drive);
     let request = LeaseRequest {
         id: "bench",
         drive: drive.identity(),
@@ -281,7 +396,13 @@ fn lanes(case: &Case) -> (Vec<Lane>, Arc<Attachment>) {
             }
         })
         .collect();
-    (lanes, attachment)
+    // Those that the drive has: more queues than that share them.
+    let hands = (1..=case.queues).map_while(|id| model.as_ref()?.hand_queue(id));
+    Rig {
+        hands: hands.collect(),
+        lanes,
+        attachment,
+    }
 }
 
 /// Writes every block once: memory that was never written is one page of zeroes in the cache.
@@ -302,7 +423,8 @@ fn fill(lanes: &mut [Lane], case: &Case) {
 }
 
 /// Runs commands through all lanes in turn, as one poller does. Returns how many.
-fn run(lanes: &mut [Lane], depth: usize, commands: usize) -> usize {
+fn run(rig: &mut Rig, depth: usize, commands: usize) -> usize {
+    let Rig { lanes, hands, .. } = rig;
     let mut done = 0;
     let mut next = 0;
     while done < commands {
@@ -316,8 +438,9 @@ fn run(lanes: &mut [Lane], depth: usize, commands: usize) -> usize {
             }
             lane.queue.ring();
         }
-        for lane in lanes.iter_mut() {
-            poll_device(&mut lane.shadow);
+        poll_lanes(lanes);
+        if complete_all(hands) {
+            poll_lanes(lanes);
         }
         for lane in lanes.iter_mut() {
             while let Some(completion) = lane.queue.poll() {
@@ -330,6 +453,26 @@ fn run(lanes: &mut [Lane], depth: usize, commands: usize) -> usize {
     done
 }
 
+/// The drive's part, if it is a physical one. Returns whether there was anything to do.
+fn complete_all(hands: &mut [HandQueue]) -> bool {
+    let mut worked = false;
+    for hand in hands {
+        while let Some(command) = hand.take() {
+            hand.post([0, u64::from(command.cid()) << 32]);
+            worked = true;
+        }
+    }
+    worked
+}
+
+fn poll_lanes(lanes: &mut [Lane]) {
+    IN_DEVICE.set(true);
+    for lane in lanes {
+        poll_device(&mut lane.shadow);
+    }
+    IN_DEVICE.set(false);
+}
+
 /// The device's part, under a name that callgrind can find.
 #[inline(never)]
 fn poll_device(shadow: &mut ShadowQueue) {
@@ -338,26 +481,29 @@ fn poll_device(shadow: &mut ShadowQueue) {
 
 /// Nanoseconds per command: the best of several runs, as noise only adds.
 fn nanoseconds(case: &Case, commands: usize) -> f64 {
-    let (mut lanes, attachment) = lanes(case);
-    if case.drive.starts_with("memory") {
-        fill(&mut lanes, case);
+    let mut rig = rig(case);
+    if case.name.starts_with("memory") {
+        fill(&mut rig.lanes, case);
     }
-    run(&mut lanes, case.depth, commands / 4);
+    run(&mut rig, case.depth, commands / 4);
     let allocations = ALLOCATIONS.load(Ordering::Relaxed);
     let best = (0..5)
         .map(|_| {
             let start = Instant::now();
-            let done = run(&mut lanes, case.depth, commands);
+            let done = run(&mut rig, case.depth, commands);
             start.elapsed().as_nanos() as f64 / done as f64
         })
         .fold(f64::INFINITY, f64::min);
     let allocated = ALLOCATIONS.load(Ordering::Relaxed) - allocations;
     assert_eq!(allocated, 0, "{}: {allocated} allocations", case.name);
-    finish(lanes, &attachment);
+    finish(rig);
     best
 }
 
-fn finish(lanes: Vec<Lane>, attachment: &Attachment) {
+fn finish(rig: Rig) {
+    let Rig {
+        lanes, attachment, ..
+    } = rig;
     for lane in lanes {
         attachment.give_queue_back(lane.shadow).unwrap();
     }
@@ -389,9 +535,9 @@ fn main() -> ExitCode {
         && flag == "--run"
     {
         let case = CASES.iter().find(|case| case.name == name).expect("a case");
-        let (mut lanes, attachment) = lanes(case);
-        run(&mut lanes, case.depth, commands.parse().expect("a number"));
-        finish(lanes, &attachment);
+        let mut rig = rig(case);
+        run(&mut rig, case.depth, commands.parse().expect("a number"));
+        finish(rig);
         return ExitCode::SUCCESS;
     }
     let smoke = arguments.iter().any(|argument| argument == "--smoke");
@@ -399,6 +545,7 @@ fn main() -> ExitCode {
         .iter()
         .find(|argument| !argument.starts_with("--"));
     println!("{:<20} {:>10} {:>14}", "case", "ns/command", "instructions");
+    let mut counts = HashMap::new();
     for case in CASES
         .iter()
         .filter(|case| wanted.is_none_or(|name| case.name.contains(&**name)))
@@ -406,13 +553,34 @@ fn main() -> ExitCode {
         let commands = if smoke {
             20_000
         } else {
-            64_000_000_usize.div_ceil(case.size / 64)
+            match case.drive {
+                On::Software(_) => 64_000_000_usize.div_ceil(case.size / 64),
+                // Only to see that it allocates nothing.
+                On::Physical { .. } => 20_000,
+            }
         };
         let time = nanoseconds(case, commands.max(20_000));
+        let time = match case.drive {
+            On::Software(_) => format!("{time:.1}"),
+            On::Physical { .. } => "-".to_owned(),
+        };
         let count = (!smoke).then(|| instructions(case)).flatten();
+        counts.extend(count.map(|count| (case.name, count)));
         let count = count.map_or("-".to_owned(), |count| format!("{count:.0}"));
-        println!("{:<20} {time:>10.1} {count:>14}", case.name);
+        println!("{:<20} {time:>10} {count:>14}", case.name);
     }
     println!("allocations per command: 0 in every case");
+    let mut failed = false;
+    for (physical, null) in COMPARED {
+        if let (Some(cost), Some(base)) = (counts.get(physical), counts.get(null)) {
+            let extra = cost - base;
+            println!("{physical} costs {extra:.0} instructions more than {null}");
+            failed |= extra > PHYSICAL_EXTRA;
+        }
+    }
+    if failed {
+        println!("More than {PHYSICAL_EXTRA}: too many");
+        return ExitCode::FAILURE;
+    }
     ExitCode::SUCCESS
 }

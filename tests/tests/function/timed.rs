@@ -53,9 +53,14 @@ fn verify(lab: &Lab, setup: &Setup, seed: u64) {
 #[test]
 fn every_model_changes_nothing_but_time() {
     for name in ["nvm", "ssd"] {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        file.as_file().set_len(2 * LEASE).unwrap();
-        for path in ["memory:32M", file.path().to_str().unwrap()] {
+        // The state of the flash comes to lie beside the file.
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("drive.img");
+        std::fs::File::create(&file)
+            .unwrap()
+            .set_len(2 * LEASE)
+            .unwrap();
+        for path in ["memory:32M", file.to_str().unwrap()] {
             let lab = lab(path, Profile::named(name).unwrap());
             std::thread::scope(|scope| {
                 for index in 0..2 {
@@ -64,6 +69,8 @@ fn every_model_changes_nothing_but_time() {
                 }
             });
         }
+        let kept = folder.path().join("drive.img.ftl").exists();
+        assert_eq!(kept, name == "ssd");
     }
 }
 

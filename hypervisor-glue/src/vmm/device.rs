@@ -8,7 +8,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use nvme_mpt::dma::MemoryRegion;
-use nvme_mpt::memory::{Access, Mapping};
 use nvme_mpt::{DmaError, Gpa};
 use thiserror::Error;
 use vm_device::DeviceMmio;
@@ -17,6 +16,7 @@ use vmm_device::{Bar, BarMove, NvmeFunction};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
+use super::doorbells::{MappedDoorbells, TiedDoorbells};
 use super::routes::Routes;
 use super::{Vmm, VmmError};
 use crate::report;
@@ -78,16 +78,8 @@ struct Shared {
 struct State {
     function: NvmeFunction,
     routes: Option<Routes>,
-    doorbells: Option<MappedDoorbells>,
-}
-
-/// Doorbells that the guest stores to without an exit.
-struct MappedDoorbells {
-    /// Where in BAR0.
-    offset: u64,
-    memory: Arc<Mapping>,
-    /// Where in the guest, while BAR0 is anywhere.
-    at: Option<Gpa>,
+    mapped: Option<MappedDoorbells>,
+    tied: TiedDoorbells,
 }
 
 impl fmt::Debug for FunctionDevice {
@@ -112,7 +104,7 @@ impl FunctionDevice {
         // At most 128.
         let vectors = vmm.vectors(function.vectors().len() as u16)?;
         let routes = Routes::connect(vectors, &function).map_err(wiring)?;
-        let doorbells = MappedDoorbells::of(&function).map_err(wiring)?;
+        let mapped = MappedDoorbells::of(&function).map_err(wiring)?;
         let events = function.events_fd().try_clone().map_err(wiring)?;
         let wake = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(wiring)?;
         let epoll = Epoll::new().map_err(wiring)?;
@@ -130,7 +122,8 @@ impl FunctionDevice {
             state: Mutex::new(State {
                 function,
                 routes: Some(routes),
-                doorbells,
+                mapped,
+                tied: TiedDoorbells::default(),
             }),
         });
         let work = {
@@ -323,12 +316,14 @@ impl State {
     fn follow(&mut self, vmm: &dyn Vmm) {
         let Self {
             function,
-            doorbells,
+            mapped,
+            tied,
             ..
         } = self;
-        if let Some(doorbells) = doorbells {
-            doorbells.follow(function.bar_address(Bar::Registers), vmm);
+        if let Some(mapped) = mapped {
+            mapped.follow(function, vmm);
         }
+        tied.follow(function, vmm);
     }
 
     /// Leaves the drive as the guest may expect to find it again.
@@ -339,44 +334,6 @@ impl State {
             return Ok(());
         }
         drive.controller().flush(drive.namespace())
-    }
-}
-
-impl MappedDoorbells {
-    /// Those of a function that wants them mapped.
-    fn of(function: &NvmeFunction) -> io::Result<Option<Self>> {
-        let Some(region) = function.doorbell_region() else {
-            return Ok(None);
-        };
-        let len = usize::try_from(region.length).map_err(io::Error::other)?;
-        let memory = Mapping::shared(region.fd, region.offset, len, Access::ReadWrite)?;
-        Ok(Some(Self {
-            offset: region.offset,
-            memory: Arc::new(memory),
-            at: None,
-        }))
-    }
-
-    /// Moves them to where BAR0 is now. Where they cannot be mapped, their writes exit, which serves
-    /// as well.
-    fn follow(&mut self, bar: Option<u64>, vmm: &dyn Vmm) {
-        let wanted = bar.and_then(|bar| bar.checked_add(self.offset)).map(Gpa);
-        if wanted == self.at {
-            return;
-        }
-        if let Some(at) = self.at.take()
-            && let Err(error) = vmm.unmap(at)
-        {
-            log::error!("Doorbells stay behind: {}", report::chain(&error));
-        }
-        if let Some(gpa) = wanted {
-            match vmm.map(gpa, &self.memory) {
-                Ok(()) => self.at = Some(gpa),
-                Err(error) => {
-                    log::warn!("Doorbell writes exit to the VMM: {}", report::chain(&error))
-                }
-            }
-        }
     }
 }
 

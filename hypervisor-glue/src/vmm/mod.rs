@@ -7,8 +7,11 @@
 //! KVM's own interface.
 
 mod device;
+mod doorbells;
 pub mod kvm;
 mod routes;
+#[cfg(test)]
+mod tests;
 
 use std::error::Error as StdError;
 use std::fmt;

@@ -8,6 +8,7 @@
 
 mod config;
 mod error;
+mod wakers;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -22,6 +23,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 pub use config::{AttachmentConfig, CqConfig, LeasedNamespace, SqConfig};
 pub use error::{AttachError, QueueError};
+pub use wakers::DoorbellWaker;
 
 use crate::address::Gpa;
 use crate::dma::DmaWindow;

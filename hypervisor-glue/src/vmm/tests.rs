@@ -1,0 +1,381 @@
+//! A function in a VMM that writes down what it is asked.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::{Arc, Mutex};
+
+use nvme_mpt::dma::MemoryRegion;
+use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
+use nvme_mpt::memory::{Mapping, memfd};
+use nvme_mpt::spec::ids::QueueId;
+use nvme_mpt::spec::registers::Doorbell;
+use nvme_mpt::{
+    Attachment, AttachmentConfig, CqConfig, DoorbellBuffer, DoorbellMode, Drive, DriveOptions, Gpa,
+    PollPolicy, Pollers, SqConfig,
+};
+use vm_device::DeviceMmio;
+use vm_device::bus::MmioAddress;
+use vmm_device::{Bar, MsixMasking, MsixMessage, NvmeFunction};
+use vmm_sys_util::eventfd::EventFd;
+
+use super::{DeviceError, FunctionDevice, Vectors, Vmm, VmmError};
+
+const QUEUE_PAIRS: u16 = 2;
+/// Command register: Memory Space and Bus Master.
+const COMMAND: (u64, [u8; 2]) = (0x04, [0x06, 0x00]);
+const BAR0: u64 = 0x10;
+const BAR4: u64 = 0x20;
+/// Message Control of MSI-X, and its enable bit.
+const MSIX_CONTROL: (u64, [u8; 2]) = (0x52, [0x00, 0x80]);
+/// Where doorbells begin.
+const DOORBELLS: u64 = 0x1000;
+const NOWHERE: [u64; 0] = [];
+
+/// What a VMM was asked.
+#[derive(Debug, Default)]
+struct Asked {
+    mapped: Mutex<BTreeMap<u64, Arc<Mapping>>>,
+    tied: Mutex<BTreeMap<u64, RawFd>>,
+    messages: Mutex<Vec<(u16, u64, u32)>>,
+    vectors: Mutex<Vec<EventFd>>,
+    /// Messages that came when their vector had been signalled already.
+    late: Mutex<u32>,
+}
+
+#[derive(Debug, Clone, Default)]
+struct FakeVmm(Arc<Asked>);
+
+impl Vmm for FakeVmm {
+    fn map(&self, gpa: Gpa, memory: &Arc<Mapping>) -> Result<(), VmmError> {
+        let before = self.0.mapped.lock().unwrap().insert(gpa.0, memory.clone());
+        assert!(before.is_none());
+        Ok(())
+    }
+
+    fn unmap(&self, gpa: Gpa) -> Result<(), VmmError> {
+        let before = self.0.mapped.lock().unwrap().remove(&gpa.0);
+        before
+            .map(drop)
+            .ok_or_else(|| VmmError::new(format!("unmap {gpa}"), "There is nothing"))
+    }
+
+    fn tie(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError> {
+        let fd = eventfd.as_raw_fd();
+        let before = self.0.tied.lock().unwrap().insert(address.0, fd);
+        assert_eq!(before, None);
+        Ok(())
+    }
+
+    fn untie(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError> {
+        let before = self.0.tied.lock().unwrap().remove(&address.0);
+        assert_eq!(before, Some(eventfd.as_raw_fd()));
+        Ok(())
+    }
+
+    fn vectors(&self, count: u16) -> Result<Box<dyn Vectors>, VmmError> {
+        let eventfd = || EventFd::new(libc::EFD_NONBLOCK).unwrap();
+        *self.0.vectors.lock().unwrap() = (0..count).map(|_| eventfd()).collect();
+        Ok(Box::new(FakeVectors(self.0.clone())))
+    }
+}
+
+#[derive(Debug)]
+struct FakeVectors(Arc<Asked>);
+
+impl Vectors for FakeVectors {
+    fn eventfd(&self, vector: u16) -> io::Result<EventFd> {
+        self.0.vectors.lock().unwrap()[usize::from(vector)].try_clone()
+    }
+
+    fn set_message(&self, vector: u16, message: MsixMessage) -> Result<(), VmmError> {
+        let MsixMessage { address, data, .. } = message;
+        if self.0.vectors.lock().unwrap()[usize::from(vector)]
+            .read()
+            .is_ok()
+        {
+            *self.0.late.lock().unwrap() += 1;
+        }
+        self.0
+            .messages
+            .lock()
+            .unwrap()
+            .push((vector, address, data));
+        Ok(())
+    }
+}
+
+impl Drop for FakeVectors {
+    fn drop(&mut self) {
+        self.0.vectors.lock().unwrap().clear();
+    }
+}
+
+impl Asked {
+    fn mapped_at(&self) -> Vec<u64> {
+        self.mapped.lock().unwrap().keys().copied().collect()
+    }
+
+    /// Where in BAR0, if that begins at `bar`.
+    fn tied_at(&self, bar: u64) -> Vec<u64> {
+        let tied = self.tied.lock().unwrap();
+        tied.keys().map(|address| address - bar).collect()
+    }
+
+    fn signalled(&self, vector: usize) -> bool {
+        self.vectors.lock().unwrap()[vector].read().is_ok()
+    }
+
+    fn messages(&self) -> Vec<(u16, u64, u32)> {
+        std::mem::take(&mut *self.messages.lock().unwrap())
+    }
+}
+
+fn device(doorbells: DoorbellMode) -> (FunctionDevice, Arc<Asked>) {
+    let drive = Drive::open(&"memory:1M".parse().unwrap(), DriveOptions::default()).unwrap();
+    let lease = Ledger::in_process()
+        .acquire(&LeaseRequest {
+            id: "test",
+            drive: drive.identity(),
+            nsid: drive.namespace().nsid,
+            range: ByteRange::new(0, 1 << 20).unwrap(),
+            lba_shift: drive.lba_shift(),
+            blocks: drive.blocks(),
+        })
+        .unwrap();
+    let attachment = Attachment::new(AttachmentConfig {
+        drive,
+        lease,
+        queue_pairs: QUEUE_PAIRS,
+        doorbells,
+        poll: PollPolicy::default(),
+        pollers: Pollers::new(),
+        serial: None,
+    })
+    .unwrap();
+    let vmm = FakeVmm::default();
+    let function = NvmeFunction::new(attachment, MsixMasking::Function);
+    let device = FunctionDevice::start("test", function, Arc::new(vmm.clone())).unwrap();
+    (device, vmm.0)
+}
+
+/// Writes to configuration space, and returns how many BARs moved.
+fn configure(device: &FunctionDevice, offset: u64, data: &[u8]) -> usize {
+    device.write_config(offset, data).len()
+}
+
+fn place(device: &FunctionDevice, bar: u64, address: u64) -> usize {
+    configure(device, bar, &address.to_le_bytes())
+}
+
+#[test]
+fn mapped_doorbells_follow_the_bar() {
+    let (device, asked) = device(DoorbellMode::Mapped);
+    place(&device, BAR0, 0xC000_0000);
+    assert_eq!(asked.mapped_at(), NOWHERE, "nothing is decoded yet");
+    assert_eq!(configure(&device, COMMAND.0, &COMMAND.1), 1);
+    assert_eq!(asked.mapped_at(), [0xC000_0000 + DOORBELLS]);
+
+    // What the guest stores there is what the function sees.
+    let memory = asked
+        .mapped
+        .lock()
+        .unwrap()
+        .values()
+        .next()
+        .cloned()
+        .unwrap();
+    let doorbell = Doorbell::SqTail(QueueId(1));
+    let at = device.with(|function| {
+        doorbell.bar_offset(function.attachment().doorbells().dstrd()) - DOORBELLS
+    });
+    memory
+        .bytes(at as usize, 4)
+        .unwrap()
+        .copy_from(&7_u32.to_le_bytes());
+    let seen = device.with(|function| function.attachment().doorbells().load(doorbell));
+    assert_eq!(seen, 7);
+
+    assert_eq!(place(&device, BAR0, 0x1_0000_0000), 1);
+    assert_eq!(asked.mapped_at(), [0x1_0000_0000 + DOORBELLS]);
+    configure(&device, COMMAND.0, &[0, 0]);
+    assert_eq!(asked.mapped_at(), NOWHERE);
+    configure(&device, COMMAND.0, &COMMAND.1);
+    assert_eq!(device.reset().len(), 1);
+    assert_eq!(asked.mapped_at(), NOWHERE);
+}
+
+#[test]
+fn other_doorbells_are_not_mapped() {
+    for mode in [DoorbellMode::Shadow, DoorbellMode::Trap] {
+        let (device, asked) = device(mode);
+        place(&device, BAR0, 0xC000_0000);
+        configure(&device, COMMAND.0, &COMMAND.1);
+        assert_eq!(asked.mapped_at(), NOWHERE);
+    }
+}
+
+#[test]
+fn doorbells_in_guest_memory_wake_pollers_without_an_exit() {
+    const BAR: u64 = 0xC000_0000;
+    let (device, asked) = device(DoorbellMode::Shadow);
+    device
+        .map_memory(MemoryRegion {
+            gpa: Gpa(0),
+            len: 0x10_0000,
+            fd: memfd(c"test", 0x10_0000).unwrap(),
+            offset: 0,
+            readable: true,
+            writable: true,
+        })
+        .unwrap();
+    let create = |qid: u16| {
+        let (qid, entries) = (QueueId(qid), 16);
+        let base = Gpa(0x1_0000 * u64::from(qid.0));
+        device.with(|function| {
+            let attachment = function.attachment();
+            attachment
+                .create_cq(CqConfig {
+                    qid,
+                    base,
+                    entries,
+                    interrupt: None,
+                })
+                .unwrap();
+            let base = Gpa(base.0 + 0x8000);
+            attachment
+                .create_sq(SqConfig {
+                    qid,
+                    cqid: qid,
+                    base,
+                    entries,
+                })
+                .unwrap();
+        });
+        // Whatever it is that makes it look again.
+        configure(&device, COMMAND.0, &COMMAND.1);
+    };
+    place(&device, BAR0, BAR);
+    create(1);
+    assert_eq!(
+        asked.tied_at(BAR),
+        NOWHERE,
+        "the value of a write is needed"
+    );
+
+    let buffer = DoorbellBuffer {
+        shadow: Gpa(0x8_0000),
+        event_idx: Gpa(0x9_0000),
+    };
+    device.with(|function| {
+        let attachment = function.attachment();
+        attachment.set_doorbell_buffer(Some(buffer)).unwrap();
+    });
+    configure(&device, COMMAND.0, &COMMAND.1);
+    // SQ 1 tail and CQ 1 head, with a cache line each; those of the admin queue never.
+    assert_eq!(asked.tied_at(BAR), [0x1080, 0x10C0]);
+    create(2);
+    assert_eq!(asked.tied_at(BAR), [0x1080, 0x10C0, 0x1100, 0x1140]);
+    place(&device, BAR0, 2 * BAR);
+    assert_eq!(asked.tied_at(2 * BAR), [0x1080, 0x10C0, 0x1100, 0x1140]);
+    device.with(|function| {
+        let attachment = function.attachment();
+        attachment.delete_sq(QueueId(1)).unwrap();
+    });
+    configure(&device, COMMAND.0, &COMMAND.1);
+    assert_eq!(asked.tied_at(2 * BAR), [0x10C0, 0x1100, 0x1140]);
+
+    // Controller Configuration: not enabled any more, and so no buffer.
+    device.write_bar(Bar::Registers, 0x14, &0x0046_0001_u32.to_le_bytes());
+    device.write_bar(Bar::Registers, 0x14, &0x0046_0000_u32.to_le_bytes());
+    assert_eq!(asked.tied_at(0), NOWHERE);
+}
+
+#[test]
+fn a_vector_leads_where_its_message_says_before_it_is_raised() {
+    let (device, asked) = device(DoorbellMode::Shadow);
+    configure(&device, MSIX_CONTROL.0, &MSIX_CONTROL.1);
+    let signal = |vector: usize| device.with(|function| function.vectors()[vector].signal());
+    signal(1);
+    assert!(!asked.signalled(1), "it is masked");
+
+    // As drivers write an entry, and as they may: the last write also unmasks.
+    device.write_bar(Bar::Msix, 16, &0xFEE0_1000_u64.to_le_bytes());
+    assert_eq!(asked.messages(), [], "not while it is masked");
+    device.write_bar(Bar::Msix, 24, &0x41_u64.to_le_bytes());
+    assert_eq!(asked.messages(), [(1, 0xFEE0_1000, 0x41)]);
+    assert!(asked.signalled(1), "what was pending");
+
+    // A message that changes while it is not masked.
+    device.write_bar(Bar::Msix, 24, &0x42_u32.to_le_bytes());
+    assert_eq!(asked.messages(), [(1, 0xFEE0_1000, 0x42)]);
+    // Masking and unmasking changes nothing, byte by byte neither.
+    for control in [[1, 0, 0, 0], [0, 0, 0, 0]] {
+        for (at, byte) in (28..).zip(control) {
+            device.write_bar(Bar::Msix, at, &[byte]);
+        }
+    }
+    assert_eq!(asked.messages(), []);
+    assert_eq!(*asked.late.lock().unwrap(), 0);
+
+    // Beyond the table, and across its entries.
+    for (offset, len) in [(0, 64), (15, 34), (0x7F0, 32), (u64::MAX - 3, 8)] {
+        device.write_bar(Bar::Msix, offset, &vec![0; len]);
+    }
+}
+
+#[test]
+fn accesses_find_the_bars_where_the_guest_put_them() {
+    let (device, _) = device(DoorbellMode::Shadow);
+    place(&device, BAR0, 0xC000_0000);
+    place(&device, BAR4, 0xC000_4000);
+    configure(&device, COMMAND.0, &COMMAND.1);
+    let read = |base, offset| {
+        let mut data = [0xA5; 4];
+        device.mmio_read(MmioAddress(base), offset, &mut data);
+        u32::from_le_bytes(data)
+    };
+    // Version, and the mask of the first vector.
+    assert_eq!(read(0xC000_0000, 8), 0x0002_0000);
+    assert_eq!(read(0xC000_4000, 12), 1);
+    device.mmio_write(MmioAddress(0xC000_4000), 12, &[0; 4]);
+    assert_eq!(read(0xC000_4000, 12), 0);
+    for nowhere in [0, 0xC000_8000, u64::MAX] {
+        assert_eq!(read(nowhere, 8), u32::MAX);
+        device.mmio_write(MmioAddress(nowhere), 8, &[0; 4]);
+    }
+}
+
+#[test]
+fn nothing_is_left_of_a_function_that_is_taken_out() {
+    let (device, asked) = device(DoorbellMode::Mapped);
+    let region = || MemoryRegion {
+        gpa: Gpa(0),
+        len: 0x10_0000,
+        fd: memfd(c"test", 0x10_0000).unwrap(),
+        offset: 0,
+        readable: true,
+        writable: true,
+    };
+    device.map_memory(region()).unwrap();
+    assert!(matches!(
+        device.map_memory(region()),
+        Err(DeviceError::Memory(_))
+    ));
+    assert_eq!(device.unmap_memory(Gpa(0), 0x10_0000).unwrap(), 0x10_0000);
+    device.map_memory(region()).unwrap();
+    place(&device, BAR0, 0xC000_0000);
+    configure(&device, COMMAND.0, &COMMAND.1);
+    assert_eq!(asked.mapped_at().len(), 1);
+
+    device.stop().unwrap();
+    assert_eq!(asked.mapped_at(), NOWHERE);
+    assert!(asked.vectors.lock().unwrap().is_empty(), "given back");
+    assert_eq!(device.unmap_memory(Gpa(0), 0x10_0000).unwrap(), 0);
+    // Whoever still has it finds a function that does nothing.
+    device.with(|function| function.vectors()[0].signal());
+    device.write_bar(Bar::Msix, 12, &[0; 4]);
+    let mut data = [0; 4];
+    device.read_config(0, &mut data);
+    device.stop().unwrap();
+}

@@ -39,3 +39,5 @@ pub(super) const SERIAL_GSI: u32 = 4;
 pub(super) const POWER: u16 = 0x600;
 /// Its registers.
 pub(super) const POWER_PORTS: u16 = 3;
+/// Tells KVM's counters, where the machine is made so: see [`super::platform::Counters`].
+pub(super) const COUNTERS: u16 = 0x680;

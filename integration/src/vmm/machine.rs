@@ -18,7 +18,7 @@ use vmm_sys_util::eventfd::EventFd;
 use super::bus::Bus;
 use super::memory::Memory;
 use super::pci::RootComplex;
-use super::platform::{Console, PowerControl};
+use super::platform::{Console, Counters, PowerControl};
 use super::vcpu::{self, Vcpus};
 use super::{MachineError, boot, layout};
 
@@ -42,6 +42,8 @@ pub struct MachineConfig {
     pub functions: Vec<FunctionOptions>,
     /// Folder with the ledger of leases.
     pub state_dir: PathBuf,
+    /// Whether a guest that writes to port 680h has KVM's counters of the machine printed.
+    pub counters: bool,
 }
 
 /// Why a machine has ended.
@@ -96,7 +98,7 @@ impl Machine {
             EventFd::new(libc::EFD_CLOEXEC).map_err(MachineError::kvm("make an interrupt line"))?;
         vm.register_irqfd(&line, layout::SERIAL_GSI)
             .map_err(make())?;
-        let root = Arc::new(RootComplex::new(bus.clone()));
+        let root = Arc::new(RootComplex::new(&bus));
         let place = |_: bus::Error| MachineError::Place("a device of the machine");
         let console = Arc::new(Mutex::new(Console::new(line)));
         bus.add_ports((layout::SERIAL, layout::SERIAL_PORTS), console)
@@ -104,6 +106,11 @@ impl Machine {
         let power = Arc::new(Mutex::new(PowerControl(sender.clone())));
         bus.add_ports((layout::POWER, layout::POWER_PORTS), power)
             .map_err(place)?;
+        if config.counters {
+            let counters = Arc::new(Mutex::new(Counters::new(&vm)));
+            bus.add_ports((layout::COUNTERS, 1), counters)
+                .map_err(place)?;
+        }
         bus.add_addresses((layout::ECAM, layout::ECAM_SIZE), root.clone())
             .map_err(place)?;
 

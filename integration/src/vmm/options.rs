@@ -32,6 +32,9 @@ pub struct Options {
     /// Folder with the ledger of leases.
     #[arg(long, default_value = "/run/nvme-mpt")]
     state_dir: PathBuf,
+    /// Prints KVM's counters of the machine whenever the guest writes to port 0x680.
+    #[arg(long)]
+    counters: bool,
 }
 
 /// Runs a machine until it ends.
@@ -47,6 +50,7 @@ pub fn run(options: Options) -> Result<Ended, MachineError> {
         memory_mib: options.memory,
         functions: options.functions,
         state_dir: options.state_dir,
+        counters: options.counters,
     };
     Machine::start(&config)?.wait()
 }

@@ -1,7 +1,7 @@
 //! The PCI root complex: configuration space of one bus (PCI Express 4.0, section 7.2.2), with a host
 //! bridge and a slot for each function.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use hypervisor_glue::vmm::FunctionDevice;
 use vm_device::DeviceMmio;
@@ -26,15 +26,16 @@ const CLASS_CODE: usize = 0x09;
 
 /// The root complex.
 pub(super) struct RootComplex {
-    bus: Arc<Bus>,
+    /// The bus holds the root complex, not the other way round.
+    bus: Weak<Bus>,
     slots: Mutex<[Option<Arc<FunctionDevice>>; SLOTS]>,
 }
 
 impl RootComplex {
     /// One whose functions have their BARs on `bus`.
-    pub(super) fn new(bus: Arc<Bus>) -> Self {
+    pub(super) fn new(bus: &Arc<Bus>) -> Self {
         Self {
-            bus,
+            bus: Arc::downgrade(bus),
             slots: Mutex::default(),
         }
     }
@@ -60,8 +61,9 @@ impl RootComplex {
         };
         let function = self.slots().iter_mut().find(is_it)?.take()?;
         for bar in Bar::ALL {
-            if let Some(address) = function.with(|function| function.bar_address(bar)) {
-                self.bus.remove_addresses(address);
+            let address = function.with(|function| function.bar_address(bar));
+            if let (Some(address), Some(bus)) = (address, self.bus.upgrade()) {
+                bus.remove_addresses(address);
             }
         }
         Some(function)
@@ -110,7 +112,9 @@ impl DeviceMmio for RootComplex {
     fn mmio_write(&self, _: MmioAddress, offset: MmioAddressOffset, data: &[u8]) {
         if let Some(Place::Function(function)) = self.at(offset) {
             let moves: Vec<BarMove> = function.write_config(offset & REGISTER_MASK, data);
-            self.bus.follow(&function, &moves);
+            if let Some(bus) = self.bus.upgrade() {
+                bus.follow(&function, &moves);
+            }
         }
     }
 }
@@ -138,7 +142,7 @@ mod tests {
 
     #[test]
     fn there_is_a_host_bridge_and_nothing_else() {
-        let root = RootComplex::new(Arc::default());
+        let root = RootComplex::new(&Arc::default());
         assert_eq!(read(&root, 0), 0x0002_4D50);
         assert_eq!(read(&root, 8), 0x0600_0000);
         assert_eq!(read(&root, 0x3E), 0);

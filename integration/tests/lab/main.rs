@@ -29,6 +29,7 @@ mod linux;
 mod nested;
 mod scarcity;
 mod sharing;
+mod vmm;
 
 use fixture::{Bench, Fault};
 use harness::Suite;
@@ -76,6 +77,7 @@ const GROUPS: &[Group] = &[
     nested::GROUP,
     scarcity::GROUP,
     sharing::GROUP,
+    vmm::GROUP,
 ];
 
 impl Group {

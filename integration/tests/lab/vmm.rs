@@ -1,0 +1,140 @@
+//! Guests of the reference VMM, which has the function in its own process.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+
+use integration::lab::inside;
+use integration::process::{Supervised, file_tail};
+use integration::provision::{Assets, KernelChoice};
+
+use crate::fixture::{Bench, Fault, PATIENCE, expect, sh};
+use crate::{Group, Refused};
+
+pub(crate) const GROUP: Group = Group::Inside {
+    name: "vmm",
+    drives: Vec::new,
+    refused: Refused::Nothing,
+    checks: &[
+        ("root_on_a_function", root_on_a_function),
+        ("root_with_mapped_doorbells", root_with_mapped_doorbells),
+        ("root_with_trapped_doorbells", root_with_trapped_doorbells),
+    ],
+};
+
+/// What the guest runs instead of an init: it ends by turning the machine off. Its root is read-only by
+/// then, as a file system that was left in order.
+const VERIFY_SCRIPT: &str = r"#!/bin/busybox sh
+/bin/busybox --install -s /bin
+export PATH=/sbin:/bin
+mount -t proc proc /proc
+mount -t sysfs sysfs /sys
+mount -t devtmpfs devtmpfs /dev
+mount -t tmpfs tmpfs /tmp
+echo guest: cpus $(nproc)
+echo guest: root $(sed -n 's/ .*ext4.*//p' /proc/mounts)
+echo guest: model $(cat /sys/class/nvme/nvme0/model)
+nvme id-ctrl /dev/nvme0 | grep -q ^oacs && echo guest: identified
+fio --name=verify --filename=/data --size=8m --rw=randwrite --bs=4k --iodepth=32 --ioengine=libaio \
+    --direct=1 --verify=crc32c --verify_fatal=1 --eta=never --output=/tmp/fio && echo guest: verified
+sync
+dd if=/dev/urandom of=/more bs=64k count=64 2>/dev/null && sum=$(md5sum </more)
+echo 3 >/proc/sys/vm/drop_caches
+[ $(md5sum </more | cut -c-32) = ${sum%% *} ] && echo guest: same
+mount -o remount,ro /
+poweroff -f
+";
+
+fn root_on_a_function(bench: &Bench) -> Result<(), Fault> {
+    verify(bench, &KernelChoice::V6_1, "shadow", 2)
+}
+
+fn root_with_mapped_doorbells(bench: &Bench) -> Result<(), Fault> {
+    verify(bench, &KernelChoice::V6_12, "mapped", 1)
+}
+
+fn root_with_trapped_doorbells(bench: &Bench) -> Result<(), Fault> {
+    verify(bench, &KernelChoice::V6_1, "trap", 4)
+}
+
+/// Has a guest do I/O on its root, and look whether it did well.
+fn verify(bench: &Bench, kernel: &KernelChoice, doorbells: &str, cpus: u8) -> Result<(), Fault> {
+    let said = boot(bench, kernel, VERIFY_SCRIPT, doorbells, cpus)?;
+    for wanted in [
+        &format!("guest: cpus {cpus}"),
+        "guest: root /dev/root",
+        "guest: model nvme-mpt file drive",
+        "guest: identified",
+        "guest: verified",
+        "guest: same",
+    ] {
+        expect(
+            said.lines().any(|line| line.trim_end().ends_with(wanted)),
+            || format!("The guest does not say {wanted:?}:\n{said}"),
+        )?;
+    }
+    Ok(())
+}
+
+/// Boots a guest with its root on a function of the VMM, which runs a script and turns itself off, and
+/// returns what it said.
+fn boot(
+    bench: &Bench,
+    kernel: &KernelChoice,
+    script: &str,
+    doorbells: &str,
+    cpus: u8,
+) -> Result<String, Fault> {
+    let assets = Assets::provide(kernel)?;
+    let image = root(bench, &assets, script)?;
+    let console = bench.folder().join("console");
+    let mut command = Command::new(inside::brought("reference-vmm"));
+    command
+        .arg("--kernel")
+        .arg(&assets.kernel.image)
+        .args(["--cpus", &cpus.to_string(), "--memory", "384"])
+        .arg("--state-dir")
+        .arg(bench.folder())
+        .args([
+            "--cmdline",
+            "console=ttyS0 quiet root=/dev/nvme0n1 rw init=/check panic=-1",
+        ])
+        .arg("--nvme-mpt")
+        .arg(format!("path={},doorbells={doorbells}", image.display()));
+    let mut vmm = Supervised::spawn("reference-vmm", &command, &console)?;
+    let status = vmm.wait(PATIENCE)?;
+    expect(status.success(), || {
+        format!("It ended with {status}:\n{}", file_tail(&console))
+    })?;
+    // What it wrote is in the image, as a file system that was left in order.
+    sh(&format!("e2fsck -fn {}", image.display()))?;
+    fs::remove_file(&image).map_err(|source| Fault::File {
+        path: image.clone(),
+        source,
+    })?;
+    let said = fs::read(&console).map_err(|source| Fault::File {
+        path: console.clone(),
+        source,
+    })?;
+    Ok(String::from_utf8_lossy(&said).into_owned())
+}
+
+/// An image of a file system with the guests' user land and the script.
+fn root(bench: &Bench, assets: &Assets, text: &str) -> Result<PathBuf, Fault> {
+    let tree = bench.folder().join("tree");
+    let image = bench.folder().join("root.img");
+    let script = bench.folder().join("check");
+    fs::write(&script, text).map_err(|source| Fault::File {
+        path: script.clone(),
+        source,
+    })?;
+    sh(&format!(
+        "set -e; mkdir {tree}; cd {tree}; cpio -i <{initramfs} 2>/dev/null; \
+         install -m 755 {script} check; mkfs.ext4 -q -d {tree} {image} 256M; cd /; rm -r {tree}",
+        tree = tree.display(),
+        initramfs = assets.initramfs.display(),
+        script = script.display(),
+        image = image.display(),
+    ))?;
+    Ok(image)
+}

@@ -113,7 +113,7 @@ pub fn open(
             lba_size: options.lba.unwrap_or_default().bytes(),
             deadline: options.timeout.unwrap_or(default.deadline),
             namespace: options.namespace,
-            ..default
+            profile: options.profile.clone(),
         },
     )?;
     attach(options, &drive, ledgers, pollers)

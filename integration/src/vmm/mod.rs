@@ -3,10 +3,10 @@
 //! It shows how a VMM takes a [`FunctionDevice`] in, and proves the in-process path where no other VMM
 //! is at hand. It is no product: one kind of guest, no firmware, no migration, memory up to 3 GiB.
 //!
-//! - [`options`]: its command line;
-//! - [`layout`], [`memory`], [`boot`], [`acpi`]: what the guest finds when it starts;
-//! - [`bus`], [`pci`], [`platform`]: what its accesses reach;
-//! - [`machine`], [`vcpu`]: all of that together, and running.
+//! - `options`: its command line;
+//! - `layout`, `memory`, `boot`, `acpi`: what the guest finds when it starts;
+//! - `bus`, `pci`, `platform`: what its accesses reach;
+//! - `machine`, `vcpu`: all of that together, and running.
 //!
 //! [`FunctionDevice`]: hypervisor_glue::vmm::FunctionDevice
 

@@ -1,5 +1,5 @@
 //! The software host controller: an NVMe drive in this process, over one of three stores, which a
-//! [model](model) makes as fast as another drive.
+//! [model] makes as fast as another drive.
 
 mod file;
 mod memory;

@@ -60,6 +60,9 @@ impl PhysicalDrive {
             pair.stop();
         }
         for attempt in 1..=ATTEMPTS {
+            if self.backing.is_gone() {
+                break;
+            }
             let result = self.quiesce(attempt > 1).and_then(|()| {
                 for (_, pair) in pairs.iter() {
                     pair.fail_in_flight(INTERRUPTED);
@@ -93,6 +96,10 @@ impl PhysicalDrive {
                 Err(ControllerError::NotInTime { .. }) => {}
                 other => return other,
             }
+        }
+        // The kernel lets nobody reset a function that it is removing.
+        if self.backing.is_gone() {
+            return Err(ControllerError::Gone);
         }
         self.backing.reset().map_err(ControllerError::Function)?;
         self.registers.disable()

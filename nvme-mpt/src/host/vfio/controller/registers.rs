@@ -96,6 +96,9 @@ impl Registers {
             if wanted(csts) {
                 return Ok(());
             }
+            if self.backing.is_gone() {
+                return Err(ControllerError::Gone);
+            }
             if Instant::now() >= deadline {
                 return Err(ControllerError::NotInTime {
                     state,

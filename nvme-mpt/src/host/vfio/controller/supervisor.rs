@@ -114,7 +114,9 @@ impl Supervisor {
             drive.give_up("the host asks for it back");
             return false;
         }
-        match drive.registers.status() {
+        // What is pulled can read as zeroes for a moment, as a controller does that was reset.
+        let status = drive.registers.status();
+        match status.filter(|_| !drive.backing.is_gone()) {
             None => {
                 drive.give_up("it was removed, or lost its power");
                 return false;
@@ -123,6 +125,7 @@ impl Supervisor {
             Some(_) if drive.reset_wanted.load(Ordering::Acquire) => {
                 self.reset("it does not answer admin commands");
             }
+            Some(csts) if !csts.rdy() => self.reset("somebody else has reset it (CSTS.RDY)"),
             Some(_) => {
                 self.check_deadlines();
                 self.check_events();

@@ -78,16 +78,16 @@ pub fn block_device(id: &str, nsid: u32) -> Result<PathBuf, InsideError> {
     let controllers = Path::new("/sys/bus/pci/devices")
         .join(address(id)?)
         .join("nvme");
-    let wanted = format!("n{nsid}");
-    let found = fs::read_dir(&controllers)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .find_map(|controller| {
-            let controller = controller.file_name().to_string_lossy().into_owned();
-            let device = PathBuf::from(format!("/dev/{controller}{wanted}"));
-            device.exists().then_some(device)
-        });
+    let entries = |folder: &Path| fs::read_dir(folder).into_iter().flatten().flatten();
+    // Their names are numbered in the order in which the kernel found them, not by identifier.
+    let has_nsid = |namespace: &Path| {
+        fs::read_to_string(namespace.join("nsid")).is_ok_and(|text| text.trim() == nsid.to_string())
+    };
+    let found = entries(&controllers)
+        .flat_map(|controller| entries(&controller.path()))
+        .filter(|namespace| has_nsid(&namespace.path()))
+        .map(|namespace| Path::new("/dev").join(namespace.file_name()))
+        .find(|device| device.exists());
     found.ok_or_else(|| InsideError::NoNamespace {
         id: id.to_owned(),
         nsid,

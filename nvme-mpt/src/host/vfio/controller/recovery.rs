@@ -134,12 +134,17 @@ impl PhysicalDrive {
             pair.stop();
         }
         // Where it is still there, it must not touch memory that guests are told is theirs again.
-        // What fails here fails because it is not.
-        let _ = self.registers.disable();
-        let _ = self.backing.set_bus_master(false);
-        self.backing.release();
+        let is_quiet = self.backing.is_gone()
+            || self.registers.disable().is_ok()
+            || self.backing.set_bus_master(false).is_ok();
+        if !is_quiet {
+            self.backing.release();
+        }
         kill(&pairs);
         drop(pairs);
         self.tell(DriveEvent::Gone);
+        // Last: the kernel resets what it is given back, and waits up to a minute for a function that
+        // was pulled to answer.
+        self.backing.release();
     }
 }

@@ -62,6 +62,8 @@ struct JsonGuest<'a> {
     name: &'a str,
     kernel: &'a str,
     verify_ok: bool,
+    /// What went wrong, in words.
+    failures: &'a [String],
     jobs: &'a [JobReport],
 }
 
@@ -86,6 +88,7 @@ impl Report {
                     name: &guest.name,
                     kernel: &guest.kernel,
                     verify_ok: guest.failures.is_empty(),
+                    failures: &guest.failures,
                     jobs: &guest.jobs,
                 })
                 .collect(),

@@ -133,7 +133,8 @@ fn run_inside(wanted: &[String]) -> ExitCode {
             let full = format!("{name}::{check}");
             if wanted.contains(&full) {
                 let started = Instant::now();
-                let result = Bench::new(&full).and_then(|bench| run(&bench));
+                let result =
+                    harness::attempt(&full, || Bench::new(&full).and_then(|bench| run(&bench)));
                 all_well &= result.is_ok();
                 harness::report(&full, &result, started);
             }

@@ -40,11 +40,14 @@ pub(crate) fn report(name: &str, result: &Result<(), Fault>, started: Instant) {
 /// Makes a check, and again if a guest of its own was lost: KVM on an emulated processor now and then
 /// ends a guest without a word, at any time, one that has the drive passed through as well. Whatever
 /// else fails, fails at once.
-pub(crate) fn attempt(name: &str, check: impl Fn() -> Result<(), Fault>) -> Result<(), Fault> {
+pub(crate) fn attempt(
+    name: &str,
+    mut check: impl FnMut() -> Result<(), Fault>,
+) -> Result<(), Fault> {
     for _ in 1..ATTEMPTS {
         match check() {
             Err(fault) if is_guest_lost(&fault) => {
-                say(&format!("AGAIN   {name}: a nested guest was lost"));
+                say(&format!("AGAIN   {name}: a guest was lost"));
             }
             result => return result,
         }
@@ -235,8 +238,11 @@ fn run_group(group: &Group, suite: &Suite, filter: &str, tally: &mut Tally) {
         } => {
             let started = Instant::now();
             let mut told = Told::new();
-            let result = suite.with_lab(drives(), |lab| {
-                run_checks(lab, suite, &wanted, *refused, &mut told)
+            let result = attempt(name, || {
+                told = Told::new();
+                suite.with_lab(drives(), |lab| {
+                    run_checks(lab, suite, &wanted, *refused, &mut told)
+                })
             });
             tally.passed += told.passed.len();
             tally.failed.extend(told.failed.iter().cloned());

@@ -19,7 +19,7 @@ use crate::address::PAGE_SIZE;
 use crate::dma::RegionTable;
 use crate::host::{HostMemory, HostNamespace, HostQueue, QueuePairUse};
 use crate::shadow::ListMemory;
-use crate::spec::admin::{CreateIoCq, CreateIoSq, QueuePriority, SetFeatures};
+use crate::spec::admin::{CreateIoCq, CreateIoSq, DeleteQueue, QueuePriority, SetFeatures};
 use crate::spec::feature::{FeatureId, NumberOfQueues};
 use crate::spec::ids::{CommandId, QueueId};
 use crate::spec::opcode::{AdminOpcode, NvmOpcode};
@@ -150,8 +150,16 @@ pub(super) fn create(
         nvmsetid: 0,
     };
     create_sq.write_to(&mut sq);
-    admin.execute(sq)?;
-    Ok(())
+    let Err(error) = admin.execute(sq) else {
+        return Ok(());
+    };
+    if let ControllerError::Admin { .. } = error {
+        // The next attempt is to find the identifier free, and the memory is given back.
+        let mut delete = Sqe::new(AdminOpcode::DELETE_IO_CQ.0);
+        DeleteQueue { qid }.write_to(&mut delete);
+        admin.execute(delete)?;
+    }
+    Err(error)
 }
 
 impl PhysicalDrive {

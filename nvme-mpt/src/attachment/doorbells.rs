@@ -1,0 +1,130 @@
+//! Doorbells of an attachment: registers whose writes exit to the VMM, registers that are watched,
+//! and the Doorbell Buffer.
+
+use std::io;
+
+use log::error;
+use vmm_sys_util::eventfd::EventFd;
+
+use super::io_queues::{Queues, next_id};
+use super::{Attachment, QueueError};
+use crate::address::Gpa;
+use crate::doorbell::DoorbellBuffer;
+use crate::poller::DoorbellWatch;
+use crate::spec::ids::QueueId;
+use crate::spec::registers::Doorbell;
+
+impl Attachment {
+    /// A write to an I/O queue's doorbell register exited to the VMM.
+    pub fn ring_doorbell(&self, doorbell: Doorbell, value: u32) {
+        self.context.doorbells.store(doorbell, value);
+        let (Doorbell::SqTail(qid) | Doorbell::CqHead(qid)) = doorbell;
+        if let Some(counters) = self.queue_counters(qid) {
+            counters.doorbell_exits.add(1);
+        }
+        let queues = self.queues();
+        let cqid = match doorbell {
+            Doorbell::SqTail(sqid) => queues.cq_of_sq(sqid),
+            Doorbell::CqHead(cqid) => Some(cqid.0),
+        };
+        if let Some(entry) = cqid.and_then(|cqid| queues.cqs.get(&cqid)) {
+            entry.poller.waker().wake();
+        }
+    }
+
+    /// Has the admin queue's doorbells watched, where the guest only stores to them (`mapped`):
+    /// `wake` is signalled when one has changed. It ends with [`Self::unwatch_admin_doorbells`].
+    ///
+    /// # Errors
+    /// What the kernel reports when no poller can be started.
+    pub fn watch_admin_doorbells(&self, wake: EventFd) -> io::Result<()> {
+        let mut queues = self.queues();
+        self.unwatch(&mut queues);
+        let doorbells = &self.context.doorbells;
+        let (sq, cq) = (
+            Doorbell::SqTail(QueueId::ADMIN),
+            Doorbell::CqHead(QueueId::ADMIN),
+        );
+        let (Some(sq_cell), Some(cq_cell)) = (doorbells.cell(sq), doorbells.cell(cq)) else {
+            return Err(io::Error::other("There are no admin doorbells"));
+        };
+        let poller = self.pollers.place(&self.poll)?;
+        let id = next_id();
+        // What was stored before the watch began is a change, too.
+        let doorbells = [sq_cell, cq_cell];
+        poller.watch(DoorbellWatch {
+            id,
+            doorbells,
+            seen: [0, 0],
+            wake,
+        });
+        queues.watch = Some((id, poller));
+        Ok(())
+    }
+
+    /// Ends the watch of the admin queue's doorbells.
+    pub fn unwatch_admin_doorbells(&self) {
+        self.unwatch(&mut self.queues());
+    }
+
+    fn unwatch(&self, queues: &mut Queues) {
+        if let Some((id, poller)) = queues.watch.take() {
+            poller.unwatch(id);
+        }
+    }
+
+    /// Takes up the pages of a Doorbell Buffer Config command, or forgets them.
+    ///
+    /// # Errors
+    /// [`QueueError::Misaligned`] and [`QueueError::NotMapped`] for the pages, and
+    /// [`QueueError::Timeout`].
+    pub fn set_doorbell_buffer(&self, buffer: Option<DoorbellBuffer>) -> Result<(), QueueError> {
+        if let Some(DoorbellBuffer { shadow, event_idx }) = buffer {
+            let table = self.window.table();
+            let len = crate::address::PAGE_SIZE;
+            for gpa in [shadow, event_idx] {
+                if !gpa.is_page_aligned() {
+                    return Err(QueueError::Misaligned(gpa));
+                }
+                table
+                    .locate(gpa, len)
+                    .ok_or(QueueError::NotMapped { gpa, len })?;
+            }
+        }
+        let mut queues = self.queues();
+        queues.buffer = buffer;
+        if let Some(DoorbellBuffer { shadow, .. }) = buffer {
+            self.carry_doorbells_over(&queues, shadow);
+        }
+        let cqids: Vec<u16> = queues.cqs.keys().copied().collect();
+        for cqid in cqids {
+            self.change(&queues, QueueId(cqid), |queue| {
+                // The pages were found above; where they are gone meanwhile, the queue's poller
+                // finds that out from the new table.
+                queue.set_doorbell_buffer(buffer);
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Queues that exist go on in the buffer from where their registers are.
+    fn carry_doorbells_over(&self, queues: &Queues, shadow: Gpa) {
+        let existing = queues.cqs.iter().flat_map(|(cqid, entry)| {
+            let cq = std::iter::once(Doorbell::CqHead(QueueId(*cqid)));
+            cq.chain(entry.sqs.iter().map(|sqid| Doorbell::SqTail(*sqid)))
+        });
+        for doorbell in existing {
+            self.carry_doorbell_over(doorbell, shadow);
+        }
+    }
+
+    pub(super) fn carry_doorbell_over(&self, doorbell: Doorbell, shadow: Gpa) {
+        let doorbells = &self.context.doorbells;
+        let value = doorbells.load(doorbell).to_le_bytes();
+        if let Some(gpa) = shadow.checked_add(doorbell.offset(doorbells.dstrd()))
+            && let Err(error) = self.window.write(gpa, &value)
+        {
+            error!("A doorbell buffer is gone: {error}");
+        }
+    }
+}

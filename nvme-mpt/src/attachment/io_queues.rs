@@ -1,0 +1,354 @@
+//! I/O queues of an attachment: their creation, their changes and their end.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::RecvTimeoutError;
+use std::sync::{Arc, MutexGuard, PoisonError};
+
+use log::info;
+
+use super::{Attachment, CqConfig, DRAIN_DEADLINE, GUEST_NSID, QueueError, SqConfig};
+use crate::address::Gpa;
+use crate::doorbell::DoorbellBuffer;
+use crate::host::vfio::pair::Pair;
+use crate::interrupt::InterruptGate;
+use crate::poller::Poller;
+use crate::shadow::{CompletionQueue, LeasedBlocks, ListMemory, ShadowQueue, SubmissionQueue};
+use crate::spec::cqe::Cqe;
+use crate::spec::ids::QueueId;
+use crate::spec::registers::Doorbell;
+use crate::spec::sqe::Sqe;
+use crate::stats::HostQueueUse;
+
+/// Submission Queues that may share one Completion Queue are bounded by the queues there are; their
+/// commands in flight, by this.
+const MAX_SLOTS: u16 = 1024;
+
+/// A Completion Queue that exists, with its Submission Queues.
+#[derive(Debug)]
+pub(super) struct QueueEntry {
+    /// Name of the shadow queue among the pollers'.
+    pub(super) id: u64,
+    pub(super) poller: Arc<Poller>,
+    /// The drive's queue pair behind it, if it has a limited number of them.
+    pair: Option<Pair>,
+    pub(super) sqs: Vec<QueueId>,
+}
+
+impl QueueEntry {
+    pub(super) fn host_queue(&self) -> Option<HostQueueUse> {
+        let pair = self.pair.as_ref()?;
+        Some(match pair.members() {
+            0 | 1 => HostQueueUse::Exclusive,
+            _ => HostQueueUse::Shared,
+        })
+    }
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Queues {
+    /// By the identifier of the Completion Queue.
+    pub(super) cqs: BTreeMap<u16, QueueEntry>,
+    pub(super) buffer: Option<DoorbellBuffer>,
+    /// Until the next reset, no I/O command is carried out: its blocks are not what they were.
+    pub(super) revoked: bool,
+    /// Who watches the admin queue's mapped doorbells, and under which name.
+    pub(super) watch: Option<(u64, Arc<Poller>)>,
+}
+
+impl Queues {
+    pub(super) fn cq_of_sq(&self, sqid: QueueId) -> Option<u16> {
+        self.cqs
+            .iter()
+            .find(|(_, entry)| entry.sqs.contains(&sqid))
+            .map(|(cqid, _)| *cqid)
+    }
+}
+
+/// Names of shadow queues and watches among the pollers'.
+static NEXT_ID: AtomicU64 = AtomicU64::new(0);
+
+pub(super) fn next_id() -> u64 {
+    NEXT_ID.fetch_add(1, Ordering::Relaxed)
+}
+
+impl Attachment {
+    /// Creates a Completion Queue.
+    ///
+    /// # Errors
+    /// All of [`QueueError`] but those of deleting.
+    pub fn create_cq(&self, config: CqConfig) -> Result<(), QueueError> {
+        let CqConfig {
+            qid,
+            base,
+            entries,
+            interrupt,
+        } = config;
+        let counters = self
+            .queue_counters(qid)
+            .ok_or(QueueError::InvalidQueueId(qid))?;
+        self.check_ring(base, entries)?;
+        let mut queues = self.queues();
+        if queues.cqs.contains_key(&qid.0) {
+            return Err(QueueError::AlreadyExists(qid));
+        }
+        let failed = |source: io::Error| QueueError::Host { qid, source };
+        if queues.revoked || !self.has_blocks() {
+            let gone = "The drive is gone, or its namespace is not the one that was leased";
+            return Err(failed(io::Error::new(io::ErrorKind::NotConnected, gone)));
+        }
+        let poller = self.pollers.place(&self.poll).map_err(failed)?;
+        // No more commands can be in flight than there is room for their completions.
+        let slots = u16::try_from(entries - 1)
+            .unwrap_or(MAX_SLOTS)
+            .min(MAX_SLOTS);
+        let controller = self.drive.controller();
+        let host = controller
+            .create_queue(slots, self.drive.namespace())
+            .map_err(failed)?;
+        let pair = host.pair();
+        if let Some(pair) = &pair
+            && pair.members() > 1
+        {
+            info!(
+                "I/O queue {qid} of lease {} shares a queue pair of drive {}, which has no other",
+                self.lease.id(),
+                self.drive.path(),
+            );
+        }
+        let lists = ListMemory::new(controller.iova_space(), slots.into()).map_err(failed)?;
+        self.begin_doorbell(Doorbell::CqHead(qid), queues.buffer);
+        let gate = InterruptGate::new(interrupt, self.coalescing.clone());
+        let table_user = self.context.tables.register(poller.waker().clone());
+        let buffer = queues.buffer;
+        let place = (qid, base, entries);
+        let cq = CompletionQueue::new(place, &self.context, buffer, gate, counters.clone()).ok_or(
+            QueueError::NotMapped {
+                gpa: base,
+                len: ring_len::<Cqe>(entries),
+            },
+        )?;
+        let id = next_id();
+        let blocks = LeasedBlocks {
+            guest_nsid: GUEST_NSID,
+            host_nsid: self.lease.nsid(),
+            first: self.lease.range().start,
+            blocks: self.lease.range().blocks,
+            lba_shift: self.namespace.lba_shift,
+        };
+        poller.add(Box::new(ShadowQueue::new(
+            id,
+            self.context.clone(),
+            cq,
+            buffer,
+            (host, slots, lists),
+            (blocks, *self.drive.limits()),
+            table_user,
+        )));
+        queues.cqs.insert(
+            qid.0,
+            QueueEntry {
+                id,
+                poller,
+                pair,
+                sqs: Vec::new(),
+            },
+        );
+        Ok(())
+    }
+
+    /// Creates a Submission Queue.
+    ///
+    /// # Errors
+    /// All of [`QueueError`] but those of deleting; [`QueueError::NoSuchQueue`] if the Completion
+    /// Queue does not exist.
+    pub fn create_sq(&self, config: SqConfig) -> Result<(), QueueError> {
+        let SqConfig {
+            qid,
+            cqid,
+            base,
+            entries,
+        } = config;
+        let counters = self
+            .queue_counters(qid)
+            .ok_or(QueueError::InvalidQueueId(qid))?;
+        self.check_ring(base, entries)?;
+        let mut queues = self.queues();
+        if queues.cq_of_sq(qid).is_some() {
+            return Err(QueueError::AlreadyExists(qid));
+        }
+        if !queues.cqs.contains_key(&cqid.0) {
+            return Err(QueueError::NoSuchQueue(cqid));
+        }
+        self.begin_doorbell(Doorbell::SqTail(qid), queues.buffer);
+        let place = (qid, base, entries);
+        let sq = SubmissionQueue::new(place, &self.context, queues.buffer, counters.clone())
+            .ok_or(QueueError::NotMapped {
+                gpa: base,
+                len: ring_len::<Sqe>(entries),
+            })?;
+        self.change(&queues, cqid, |queue| queue.add_sq(sq))?;
+        if let Some(entry) = queues.cqs.get_mut(&cqid.0) {
+            entry.sqs.push(qid);
+        }
+        Ok(())
+    }
+
+    /// Deletes a Submission Queue. When it returns, nothing of the queue is in flight and every
+    /// command that was taken from it has its completion in the Completion Queue.
+    ///
+    /// # Errors
+    /// [`QueueError::NoSuchQueue`] and [`QueueError::Timeout`].
+    pub fn delete_sq(&self, qid: QueueId) -> Result<(), QueueError> {
+        let mut queues = self.queues();
+        let cqid = queues.cq_of_sq(qid).ok_or(QueueError::NoSuchQueue(qid))?;
+        self.change(&queues, QueueId(cqid), |queue| queue.remove_sq(qid))?;
+        if let Some(entry) = queues.cqs.get_mut(&cqid) {
+            entry.sqs.retain(|sqid| *sqid != qid);
+        }
+        Ok(())
+    }
+
+    /// Deletes a Completion Queue that no Submission Queue completes to.
+    ///
+    /// # Errors
+    /// [`QueueError::NoSuchQueue`], [`QueueError::CqInUse`] and [`QueueError::Timeout`].
+    pub fn delete_cq(&self, qid: QueueId) -> Result<(), QueueError> {
+        let mut queues = self.queues();
+        let entry = queues.cqs.get(&qid.0).ok_or(QueueError::NoSuchQueue(qid))?;
+        if !entry.sqs.is_empty() {
+            return Err(QueueError::CqInUse(qid));
+        }
+        drop(take_from_poller(qid, entry)?);
+        queues.cqs.remove(&qid.0);
+        Ok(())
+    }
+
+    /// Takes the shadow queue of a Completion Queue from its poller, for a caller that polls by
+    /// itself. Until it is given back, the queue cannot be changed or deleted.
+    ///
+    /// # Errors
+    /// [`QueueError::NoSuchQueue`] and [`QueueError::Timeout`].
+    pub fn take_queue(&self, cqid: QueueId) -> Result<Box<ShadowQueue>, QueueError> {
+        let queues = self.queues();
+        let entry = queues
+            .cqs
+            .get(&cqid.0)
+            .ok_or(QueueError::NoSuchQueue(cqid))?;
+        let mut queue = take_from_poller(cqid, entry)?;
+        queue.resume();
+        Ok(queue)
+    }
+
+    /// Gives a shadow queue back that [`Self::take_queue`] took.
+    ///
+    /// # Errors
+    /// [`QueueError::NoSuchQueue`] if it is none of this attachment's; then it ends here.
+    pub fn give_queue_back(&self, queue: Box<ShadowQueue>) -> Result<(), QueueError> {
+        let queues = self.queues();
+        let entry = queues.cqs.values().find(|entry| entry.id == queue.id());
+        let entry = entry.ok_or(QueueError::NoSuchQueue(queue.cqid()))?;
+        entry.poller.add(queue);
+        Ok(())
+    }
+
+    /// Whether an I/O Submission Queue exists.
+    #[must_use]
+    pub fn has_sq(&self, qid: QueueId) -> bool {
+        self.queues().cq_of_sq(qid).is_some()
+    }
+
+    /// Whether an I/O Completion Queue exists.
+    #[must_use]
+    pub fn has_cq(&self, qid: QueueId) -> bool {
+        self.queues().cqs.contains_key(&qid.0)
+    }
+
+    /// Deletes all queues, forgets the Doorbell Buffer, and sets the doorbells to zero. When it
+    /// returns, neither the pollers nor the host controller touch the VM's memory.
+    ///
+    /// # Errors
+    /// [`QueueError::Timeout`] if commands in flight do not finish. Their queues take no more
+    /// commands, and what of them can be deleted is.
+    pub fn reset(&self) -> Result<(), QueueError> {
+        let mut queues = self.queues();
+        queues.buffer = None;
+        queues.revoked = false;
+        // All are stopped before the first one is waited for.
+        let leaving: Vec<_> = queues
+            .cqs
+            .iter()
+            .map(|(cqid, entry)| (QueueId(*cqid), entry.poller.remove(entry.id)))
+            .collect();
+        let mut result = Ok(());
+        for (cqid, receiver) in leaving {
+            match receiver.recv_timeout(DRAIN_DEADLINE) {
+                Ok(queue) => {
+                    drop(queue);
+                    queues.cqs.remove(&cqid.0);
+                }
+                // An earlier call gave up waiting, and the queue ended with its poller meanwhile.
+                Err(RecvTimeoutError::Disconnected) => drop(queues.cqs.remove(&cqid.0)),
+                Err(RecvTimeoutError::Timeout) => result = Err(QueueError::Timeout(cqid)),
+            }
+        }
+        self.context.doorbells.clear();
+        result
+    }
+
+    /// A new queue begins at entry 0. The buffer may still hold what the guest last wrote for a
+    /// queue of the same identifier that was deleted.
+    fn begin_doorbell(&self, doorbell: Doorbell, buffer: Option<DoorbellBuffer>) {
+        self.context.doorbells.store(doorbell, 0);
+        if let Some(DoorbellBuffer { shadow, .. }) = buffer {
+            self.carry_doorbell_over(doorbell, shadow);
+        }
+    }
+
+    fn check_ring(&self, base: Gpa, entries: u32) -> Result<(), QueueError> {
+        if entries < 2 || entries > self.drive.limits().entries_max {
+            return Err(QueueError::InvalidSize(entries));
+        }
+        if base.is_page_aligned() {
+            Ok(())
+        } else {
+            Err(QueueError::Misaligned(base))
+        }
+    }
+
+    /// Changes a shadow queue while no poller has it and nothing of it is in flight.
+    pub(super) fn change(
+        &self,
+        queues: &Queues,
+        cqid: QueueId,
+        change: impl FnOnce(&mut ShadowQueue),
+    ) -> Result<(), QueueError> {
+        let entry = queues
+            .cqs
+            .get(&cqid.0)
+            .ok_or(QueueError::NoSuchQueue(cqid))?;
+        let mut queue = take_from_poller(cqid, entry)?;
+        change(&mut queue);
+        queue.resume();
+        entry.poller.add(queue);
+        Ok(())
+    }
+
+    pub(super) fn queues(&self) -> MutexGuard<'_, Queues> {
+        // Each change is complete before anything can panic.
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Takes a shadow queue from its poller, once nothing of it is in flight.
+fn take_from_poller(cqid: QueueId, entry: &QueueEntry) -> Result<Box<ShadowQueue>, QueueError> {
+    let receiver = entry.poller.remove(entry.id);
+    receiver
+        .recv_timeout(DRAIN_DEADLINE)
+        .map_err(|_| QueueError::Timeout(cqid))
+}
+
+fn ring_len<T>(entries: u32) -> u64 {
+    u64::from(entries) * size_of::<T>() as u64
+}

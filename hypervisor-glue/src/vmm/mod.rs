@@ -20,7 +20,10 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
 use nvme_mpt::Gpa;
+use nvme_mpt::Pollers;
 use nvme_mpt::memory::Mapping;
+use nvme_mpt::poller::Threads;
+pub use nvme_mpt::poller::Work;
 use thiserror::Error;
 use vmm_device::MsixMessage;
 use vmm_sys_util::eventfd::EventFd;
@@ -47,9 +50,6 @@ impl VmmError {
         }
     }
 }
-
-/// What a thread does.
-pub type Work = Box<dyn FnOnce() + Send>;
 
 /// What a function asks of the VMM that it lives in. Any thread may call any of it.
 pub trait Vmm: fmt::Debug + Send + Sync {
@@ -108,4 +108,10 @@ pub trait Vectors: fmt::Debug + Send {
     /// # Errors
     /// There is no such vector, or the hypervisor does not take the message.
     fn set_message(&self, vector: u16, message: MsixMessage) -> Result<(), VmmError>;
+}
+
+/// Pollers whose threads `vmm` starts, as it starts those of functions.
+#[must_use]
+pub fn pollers(vmm: Arc<dyn Vmm>) -> Arc<Pollers> {
+    Pollers::on(Threads::from_spawn(move |name, work| vmm.spawn(name, work)))
 }

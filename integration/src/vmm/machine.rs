@@ -8,7 +8,7 @@ use std::sync::mpsc::{self, Receiver};
 use hypervisor_glue::open::{self, Ledgers};
 use hypervisor_glue::options::FunctionOptions;
 use hypervisor_glue::vmm::kvm::KvmVmm;
-use hypervisor_glue::vmm::{FunctionDevice, Vmm};
+use hypervisor_glue::vmm::{self, FunctionDevice, Vmm};
 use kvm_ioctls::Kvm;
 use nvme_mpt::Pollers;
 use vm_device::bus;
@@ -115,11 +115,11 @@ impl Machine {
             .map_err(place)?;
 
         let functions = Functions {
+            pollers: vmm::pollers(vmm.clone()),
             vmm,
             memory,
             root,
             ledgers: Ledgers::open(&config.state_dir),
-            pollers: Pollers::new(),
         };
         for options in &config.functions {
             functions.add(options)?;

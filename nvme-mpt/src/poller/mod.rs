@@ -4,9 +4,11 @@ mod affinity;
 mod courtesy;
 mod park;
 mod placement;
+mod threads;
 mod worker;
 
 pub use courtesy::Courtesy;
 pub(crate) use park::Waker;
 pub use placement::{Placement, PollPolicy, Pollers, Spin};
+pub use threads::{Threads, Work};
 pub(crate) use worker::{DoorbellWatch, Poller};

@@ -5,6 +5,7 @@ use std::io;
 use std::str::FromStr;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
+use super::threads::Threads;
 use super::worker::Poller;
 use crate::stats::PollerStats;
 
@@ -99,6 +100,7 @@ impl fmt::Display for PollPolicy {
 /// All pollers of the process.
 #[derive(Debug, Default)]
 pub struct Pollers {
+    threads: Threads,
     groups: Mutex<Vec<Group>>,
 }
 
@@ -113,7 +115,7 @@ struct Group {
 }
 
 impl Group {
-    fn start(&mut self) -> io::Result<Arc<Poller>> {
+    fn start(&mut self, threads: &Threads) -> io::Result<Arc<Poller>> {
         let cpu = (!self.policy.cpus.is_empty())
             .then(|| self.policy.cpus[self.started % self.policy.cpus.len()]);
         let kind = match self.policy.placement {
@@ -121,9 +123,10 @@ impl Group {
             Placement::Dedicated => "queue",
         };
         let poller = Poller::start(
-            format!("poll-{kind}-{}", self.started),
+            &format!("poll-{kind}-{}", self.started),
             cpu,
             self.policy.spin,
+            threads,
         )?;
         self.started += 1;
         Ok(Arc::new(poller))
@@ -148,6 +151,15 @@ impl Pollers {
         Arc::default()
     }
 
+    /// No pollers yet; their threads are started by `threads`.
+    #[must_use]
+    pub fn on(threads: Threads) -> Arc<Self> {
+        Arc::new(Self {
+            threads,
+            groups: Mutex::default(),
+        })
+    }
+
     /// The poller for one more shadow queue.
     pub(crate) fn place(&self, policy: &PollPolicy) -> io::Result<Arc<Poller>> {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
@@ -167,7 +179,7 @@ impl Pollers {
         let group = &mut groups[index];
         match policy.placement {
             Placement::Dedicated => {
-                let poller = group.start()?;
+                let poller = group.start(&self.threads)?;
                 group.dedicated.retain(|poller| poller.strong_count() > 0);
                 group.dedicated.push(Arc::downgrade(&poller));
                 Ok(poller)
@@ -181,7 +193,7 @@ impl Pollers {
                         Ok(poller.clone())
                     }
                     _ => {
-                        let poller = group.start()?;
+                        let poller = group.start(&self.threads)?;
                         group.shared.push(poller.clone());
                         Ok(poller)
                     }
@@ -256,6 +268,34 @@ mod tests {
         assert_eq!(pollers.stats().len(), 1);
         let shared = pollers.place(&PollPolicy::default()).expect("thread");
         drop(shared);
+        assert_eq!(pollers.stats().len(), 2);
+    }
+
+    #[test]
+    fn threads_are_started_by_whoever_wants_to() {
+        let started = Arc::new(Mutex::new(Vec::new()));
+        let names = started.clone();
+        let threads = Threads::from_spawn(move |name, work| {
+            let mut names = names.lock().expect("not poisoned");
+            if names.len() == 2 {
+                return Err(io::Error::other("enough"));
+            }
+            names.push(name.to_owned());
+            std::thread::Builder::new().spawn(work)
+        });
+        let pollers = Pollers::on(threads);
+        let dedicated = PollPolicy {
+            placement: Placement::Dedicated,
+            ..PollPolicy::default()
+        };
+        let _shared = pollers.place(&PollPolicy::default()).expect("a thread");
+        let _queue = pollers.place(&dedicated).expect("a thread");
+        assert_eq!(
+            *started.lock().expect("not poisoned"),
+            ["poll-shared-0", "poll-queue-0"]
+        );
+        let refused = pollers.place(&dedicated).expect_err("no more");
+        assert_eq!(refused.to_string(), "enough");
         assert_eq!(pollers.stats().len(), 2);
     }
 }

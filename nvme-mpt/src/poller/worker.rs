@@ -21,6 +21,7 @@ use super::affinity::pin_this_thread;
 use super::courtesy::Courtesy;
 use super::park::Waker;
 use super::placement::Spin;
+use super::threads::Threads;
 use crate::clock::{Ticks, ticks_in};
 use crate::memory::Cell32;
 use crate::shadow::ShadowQueue;
@@ -104,10 +105,15 @@ impl std::fmt::Debug for Poller {
 }
 
 impl Poller {
-    pub(crate) fn start(name: String, cpu: Option<usize>, spin: Spin) -> io::Result<Self> {
+    pub(crate) fn start(
+        name: &str,
+        cpu: Option<usize>,
+        spin: Spin,
+        threads: &Threads,
+    ) -> io::Result<Self> {
         let waker = Waker::new()?;
         let shared = Arc::new(Shared {
-            name: name.clone(),
+            name: name.to_owned(),
             cpu,
             waker: waker.clone(),
             mail: Mutex::default(),
@@ -129,14 +135,15 @@ impl Poller {
             watches: Vec::new(),
             stop: false,
         };
-        let thread = std::thread::Builder::new().name(name).spawn(move || {
+        let work = Box::new(move || {
             if let Some(cpu) = cpu
                 && let Err(error) = pin_this_thread(cpu)
             {
                 warn!("The poller stays unpinned: processor {cpu} cannot be used: {error}");
             }
             worker.run(spin);
-        })?;
+        });
+        let thread = threads.spawn(name, work)?;
         Ok(Self {
             shared,
             thread: Some(thread),

@@ -1,0 +1,45 @@
+//! Where the threads of pollers come from: a VMM that confines its threads starts them itself.
+
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+
+/// What a thread does.
+pub type Work = Box<dyn FnOnce() + Send>;
+
+type Spawn = dyn Fn(&str, Work) -> io::Result<JoinHandle<()>> + Send + Sync;
+
+/// Starts the threads of pollers: by itself, unless whoever runs the process wants to.
+#[derive(Clone)]
+pub struct Threads(Arc<Spawn>);
+
+impl Threads {
+    /// Threads that `spawn` starts, given a name and what the thread is to do. It is called while
+    /// a guest's admin command waits for its queue, by whatever thread carries that out.
+    pub fn from_spawn(
+        spawn: impl Fn(&str, Work) -> io::Result<JoinHandle<()>> + Send + Sync + 'static,
+    ) -> Self {
+        Self(Arc::new(spawn))
+    }
+
+    /// Starts a thread.
+    ///
+    /// # Errors
+    /// What the kernel reports, or whoever starts threads.
+    pub(crate) fn spawn(&self, name: &str, work: Work) -> io::Result<JoinHandle<()>> {
+        (self.0)(name, work)
+    }
+}
+
+impl Default for Threads {
+    fn default() -> Self {
+        Self::from_spawn(|name, work| thread::Builder::new().name(name.to_owned()).spawn(work))
+    }
+}
+
+impl fmt::Debug for Threads {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Threads").finish_non_exhaustive()
+    }
+}

@@ -50,7 +50,7 @@ enum Command {
 #[derive(Args, Debug)]
 struct Serve {
     /// A function: socket=PATH,path=DRIVE[,range=START+LENGTH][,queues=N][,id=ID]
-    /// [,doorbells=shadow|mapped|trap][,poll=POLICY][,serial=SERIAL][,lba=512|4096]
+    /// [,doorbells=auto|shadow|mapped|trap][,poll=POLICY][,serial=SERIAL][,lba=512|4096]
     /// [,profile=PROFILE][,namespace=N][,timeout=SECONDS]
     ///
     /// Can be given many times.
@@ -62,7 +62,7 @@ struct Serve {
     ///              [default: all of it]
     ///   queues     most I/O queue pairs that the guest gets, 1 to 64 [default: 16]
     ///   id         name of the function and of its lease [default: made from drive and range]
-    ///   doorbells  shadow, mapped or trap [default: shadow]
+    ///   doorbells  auto, shadow, mapped or trap [default: auto]
     ///   poll       shared or dedicated, then :adaptive or :busy, then @ and processor numbers joined
     ///              by +, as in dedicated:busy@2+3 [default: shared]
     ///   serial     serial number that the guest sees [default: made from drive and range]

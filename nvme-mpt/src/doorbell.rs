@@ -16,13 +16,32 @@ use crate::sync::{Ordering, fence};
 /// How a guest's doorbell writes reach a poller.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DoorbellMode {
-    /// Stores to the Doorbell Buffer in guest memory; a register write only when EventIdx asks.
+    /// As in [`Self::Shadow`] for guests that set up a Doorbell Buffer, and as in [`Self::Mapped`] for
+    /// others, where the function is in the VMM's own process; elsewhere as in [`Self::Shadow`].
     #[default]
+    Auto,
+    /// Stores to the Doorbell Buffer in guest memory; a register write only when EventIdx asks.
     Shadow,
-    /// Stores to the doorbell registers, which are host memory mapped into the guest.
+    /// Stores to the doorbell registers, which are host memory mapped into the guest. In the VMM's own
+    /// process they are mapped only while the guest uses them.
     Mapped,
     /// Register writes that exit to the VMM.
     Trap,
+}
+
+impl DoorbellMode {
+    /// Whether the guest is offered a Doorbell Buffer: where its stores to registers are seen anyway,
+    /// or are to be seen, it would only hide them.
+    #[must_use]
+    pub fn offers_buffer(self) -> bool {
+        matches!(self, Self::Auto | Self::Shadow)
+    }
+
+    /// Whether a VMM that maps and unmaps the registers as it goes along is to do so.
+    #[must_use]
+    pub fn maps_at_times(self) -> bool {
+        matches!(self, Self::Auto | Self::Mapped)
+    }
 }
 
 impl FromStr for DoorbellMode {
@@ -30,11 +49,12 @@ impl FromStr for DoorbellMode {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         match text {
+            "auto" => Ok(Self::Auto),
             "shadow" => Ok(Self::Shadow),
             "mapped" => Ok(Self::Mapped),
             "trap" => Ok(Self::Trap),
             _ => Err(format!(
-                "`{text}` is no doorbell mode; use shadow, mapped or trap"
+                "`{text}` is no doorbell mode; use auto, shadow, mapped or trap"
             )),
         }
     }
@@ -43,6 +63,7 @@ impl FromStr for DoorbellMode {
 impl fmt::Display for DoorbellMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            Self::Auto => "auto",
             Self::Shadow => "shadow",
             Self::Mapped => "mapped",
             Self::Trap => "trap",
@@ -62,15 +83,16 @@ const CACHE_LINE_DSTRD: u8 = 4;
 #[must_use]
 pub fn choose_dstrd(mode: DoorbellMode, queue_pairs: u16) -> u8 {
     let fits = |dstrd: &u8| Doorbell::area(queue_pairs, *dstrd) <= PAGE_SIZE;
-    match mode {
-        DoorbellMode::Shadow => (0..=CACHE_LINE_DSTRD).rev().find(fits).unwrap_or(0),
-        DoorbellMode::Mapped | DoorbellMode::Trap => CACHE_LINE_DSTRD,
+    if mode.offers_buffer() {
+        (0..=CACHE_LINE_DSTRD).rev().find(fits).unwrap_or(0)
+    } else {
+        CACHE_LINE_DSTRD
     }
 }
 
 /// The doorbell registers of one guest controller: host memory behind BAR0 from offset 1000h.
 ///
-/// A trapped write is stored here; in `mapped` mode the guest stores here itself.
+/// A trapped write is stored here; while the page is mapped, the guest stores here itself.
 #[derive(Debug)]
 pub struct DoorbellPage {
     fd: OwnedFd,
@@ -340,6 +362,7 @@ pub(crate) mod tests {
         for queues in 1..=64 {
             assert!(Doorbell::area(queues, dstrd(queues)) <= PAGE_SIZE);
         }
+        assert_eq!(choose_dstrd(DoorbellMode::Auto, 64), 2);
         assert_eq!(choose_dstrd(DoorbellMode::Mapped, 64), 4);
     }
 

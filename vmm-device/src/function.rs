@@ -143,20 +143,45 @@ impl NvmeFunction {
         }
     }
 
-    /// The doorbells, where the guest is to store to them without an exit. A host whose pages are
-    /// larger than the distance from the properties to the doorbells cannot map the one without
-    /// the other; its VMM goes on trapping, which serves as well.
+    /// The doorbells, where the guest is to store to them without an exit, once and for all. A host
+    /// whose pages are larger than the distance from the properties to the doorbells cannot map the
+    /// one without the other; its VMM goes on trapping, which serves as well.
     #[must_use]
     pub fn doorbell_region(&self) -> Option<DoorbellRegion<'_>> {
-        if self.attachment.doorbell_mode() != DoorbellMode::Mapped {
-            return None;
-        }
+        (self.attachment.doorbell_mode() == DoorbellMode::Mapped).then(|| self.doorbell_memory())
+    }
+
+    /// The doorbells, for a VMM that maps and unmaps them as it goes along, between
+    /// [`Self::begin_mapped_doorbells`] and [`Self::end_mapped_doorbells`].
+    #[must_use]
+    pub fn doorbell_memory(&self) -> DoorbellRegion<'_> {
         let doorbells = self.attachment.doorbells();
-        Some(DoorbellRegion {
+        DoorbellRegion {
             offset: DOORBELLS,
             length: doorbells.len() as u64,
             fd: doorbells.fd(),
-        })
+        }
+    }
+
+    /// The VMM is about to map the doorbells: what the guest stores there, it is not told of.
+    ///
+    /// # Errors
+    /// What the kernel reports when nobody can be found to watch the admin queue's doorbells.
+    pub fn begin_mapped_doorbells(&mut self) -> io::Result<()> {
+        let wake = self.events_fd().try_clone()?;
+        self.attachment.watch_admin_doorbells(wake)?;
+        self.attachment.begin_silent_doorbells();
+        Ok(())
+    }
+
+    /// The VMM has unmapped the doorbells: it is told of each write, and passes it on. A VMM that
+    /// begins with doorbells that are not mapped, whatever the mode, calls this first.
+    pub fn end_mapped_doorbells(&mut self) {
+        self.attachment.end_silent_doorbells();
+        self.attachment.unwatch_admin_doorbells();
+        // What was stored to the admin queue's doorbells right before is seen to. A counter that is
+        // full wakes as well as one that is not.
+        let _ = self.events_fd().write(1);
     }
 
     /// The MSI-X vectors, by number: where a VMM connects its eventfds.
@@ -303,7 +328,7 @@ impl NvmeFunction {
 
     /// Lets mapped admin doorbells wake the admin queue: no store to them ends up here.
     fn watch_doorbells(&self) -> io::Result<()> {
-        if self.attachment.doorbell_mode() != DoorbellMode::Mapped {
+        if !self.attachment.has_silent_doorbells() {
             return Ok(());
         }
         self.attachment

@@ -23,7 +23,7 @@ fn a_path_is_enough() {
             range: None,
             queues: 16,
             id: None,
-            doorbells: DoorbellMode::Shadow,
+            doorbells: DoorbellMode::Auto,
             poll: PollPolicy::default(),
             serial: None,
             lba: None,

@@ -6,8 +6,12 @@ use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use nvme_mpt::dma::MemoryRegion;
+use nvme_mpt::spec::ids::QueueId;
+use nvme_mpt::spec::registers::Doorbell;
+use nvme_mpt::spec::registers::offset::DOORBELLS;
 use nvme_mpt::{DmaError, Gpa};
 use thiserror::Error;
 use vm_device::DeviceMmio;
@@ -16,7 +20,7 @@ use vmm_device::{Bar, BarMove, NvmeFunction};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::doorbells::{MappedDoorbells, TiedDoorbells};
+use super::doorbells::{DoorbellFigures, MappedDoorbells, TiedDoorbells};
 use super::routes::Routes;
 use super::{Vmm, VmmError};
 use crate::report;
@@ -96,7 +100,11 @@ impl FunctionDevice {
     ///
     /// # Errors
     /// All of [`DeviceError`] but those of memory and of the end.
-    pub fn start(id: &str, function: NvmeFunction, vmm: Arc<dyn Vmm>) -> Result<Self, DeviceError> {
+    pub fn start(
+        id: &str,
+        mut function: NvmeFunction,
+        vmm: Arc<dyn Vmm>,
+    ) -> Result<Self, DeviceError> {
         let wiring = |source| DeviceError::Wiring {
             id: id.to_owned(),
             source,
@@ -104,7 +112,7 @@ impl FunctionDevice {
         // At most 128.
         let vectors = vmm.vectors(function.vectors().len() as u16)?;
         let routes = Routes::connect(vectors, &function).map_err(wiring)?;
-        let mapped = MappedDoorbells::of(&function).map_err(wiring)?;
+        let mapped = MappedDoorbells::of(&mut function).map_err(wiring)?;
         let events = function.events_fd().try_clone().map_err(wiring)?;
         let wake = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(wiring)?;
         let epoll = Epoll::new().map_err(wiring)?;
@@ -182,13 +190,34 @@ impl FunctionDevice {
     pub fn write_bar(&self, bar: Bar, offset: u64, data: &[u8]) {
         let mut state = self.shared.state();
         let State {
-            function, routes, ..
+            function,
+            routes,
+            mapped,
+            ..
         } = &mut *state;
         match (bar, routes) {
             (Bar::Msix, Some(routes)) => routes.write_table(function, offset, data),
             (bar, _) => function.write_bar(bar, offset, data),
         }
+        if bar == Bar::Registers && offset >= DOORBELLS {
+            // It changes nothing but what mapping is worth.
+            if let Some(mapped) = mapped
+                && is_io_doorbell(function, offset)
+                && mapped.exited()
+            {
+                self.shared.wake();
+            }
+            return;
+        }
         state.follow(&*self.shared.vmm);
+    }
+
+    /// What mapping the function's doorbells into the guest has cost, where that is done at all.
+    #[must_use]
+    pub fn doorbell_figures(&self) -> DoorbellFigures {
+        let state = self.shared.state();
+        let figures = state.mapped.as_ref().map(MappedDoorbells::figures);
+        figures.unwrap_or_default()
     }
 
     /// Resets the function as power-on does: for a guest that is restarted. When it returns, nothing
@@ -229,8 +258,7 @@ impl FunctionDevice {
             return Ok(());
         };
         self.shared.stopping.store(true, Ordering::Release);
-        // A counter that is full wakes the thread as well.
-        let _ = self.shared.wake.write(1);
+        self.shared.wake();
         let joined = thread.join();
         let mut state = self.shared.state();
         drop(state.function.reset());
@@ -283,11 +311,17 @@ impl Shared {
         lock(&self.state)
     }
 
+    /// Has the control thread look what there is to do.
+    fn wake(&self) {
+        // A counter that is full wakes the thread as well.
+        let _ = self.wake.write(1);
+    }
+
     /// The control thread: carries out admin commands and tells the guest of events.
     fn run(&self, epoll: &Epoll, events: EventFd) {
         let mut ready = [EpollEvent::default(); 2];
         loop {
-            let interval = self.state().function.events_interval();
+            let interval = self.state().interval();
             // Not too early, where a part of a millisecond is left; -1 is for however long it takes.
             let timeout = interval.map_or(-1, |interval| {
                 i32::try_from(interval.as_millis() + 1).unwrap_or(i32::MAX)
@@ -303,8 +337,11 @@ impl Shared {
             if self.stopping.load(Ordering::Acquire) {
                 break;
             }
+            // It may not be what has woken us.
+            let _ = self.wake.read();
             let mut state = self.state();
             state.function.process_events();
+            state.decide();
             state.follow(&*self.vmm);
         }
         drop(events);
@@ -312,6 +349,20 @@ impl Shared {
 }
 
 impl State {
+    /// How long nothing has to be done, unless something happens; `None` for ever.
+    fn interval(&self) -> Option<Duration> {
+        let decision = self.mapped.as_ref().and_then(MappedDoorbells::decides_in);
+        let events = self.function.events_interval();
+        [decision, events].into_iter().flatten().min()
+    }
+
+    /// Decides whether doorbells are worth being mapped from now on.
+    fn decide(&mut self) {
+        if let Some(mapped) = &mut self.mapped {
+            mapped.decide(&self.function);
+        }
+    }
+
     /// Has the hypervisor as the function is now.
     fn follow(&mut self, vmm: &dyn Vmm) {
         let Self {
@@ -335,6 +386,15 @@ impl State {
         }
         drive.controller().flush(drive.namespace())
     }
+}
+
+/// Whether it is one of those that a guest writes for every I/O.
+fn is_io_doorbell(function: &NvmeFunction, offset: u64) -> bool {
+    let doorbell = function.attachment().doorbells().at_bar_offset(offset);
+    doorbell.is_some_and(|doorbell| {
+        let (Doorbell::SqTail(qid) | Doorbell::CqHead(qid)) = doorbell;
+        qid != QueueId::ADMIN
+    })
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -8,6 +8,7 @@
 
 mod device;
 mod doorbells;
+mod hysteresis;
 pub mod kvm;
 mod routes;
 #[cfg(test)]
@@ -29,6 +30,7 @@ use vmm_device::MsixMessage;
 use vmm_sys_util::eventfd::EventFd;
 
 pub use device::{DeviceError, FunctionDevice};
+pub use doorbells::DoorbellFigures;
 
 /// The hypervisor, or the VMM in front of it, refuses something.
 #[derive(Debug, Error)]

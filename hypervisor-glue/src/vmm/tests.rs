@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use nvme_mpt::dma::MemoryRegion;
 use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
@@ -12,7 +14,7 @@ use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{
     Attachment, AttachmentConfig, CqConfig, DoorbellBuffer, DoorbellMode, Drive, DriveOptions, Gpa,
-    PollPolicy, Pollers, SqConfig,
+    Pollers, SqConfig,
 };
 use vm_device::DeviceMmio;
 use vm_device::bus::MmioAddress;
@@ -36,6 +38,9 @@ const NOWHERE: [u64; 0] = [];
 #[derive(Debug, Default)]
 struct Asked {
     mapped: Mutex<BTreeMap<u64, Arc<Mapping>>>,
+    /// How often it was asked to map something, and whether it refuses to.
+    maps: Mutex<u32>,
+    refuses: AtomicBool,
     tied: Mutex<BTreeMap<u64, RawFd>>,
     messages: Mutex<Vec<(u16, u64, u32)>>,
     vectors: Mutex<Vec<EventFd>>,
@@ -48,6 +53,10 @@ struct FakeVmm(Arc<Asked>);
 
 impl Vmm for FakeVmm {
     fn map(&self, gpa: Gpa, memory: &Arc<Mapping>) -> Result<(), VmmError> {
+        *self.0.maps.lock().unwrap() += 1;
+        if self.0.refuses.load(Ordering::Relaxed) {
+            return Err(VmmError::new(format!("map {gpa}"), "It is not wanted"));
+        }
         let before = self.0.mapped.lock().unwrap().insert(gpa.0, memory.clone());
         assert!(before.is_none());
         Ok(())
@@ -132,6 +141,10 @@ impl Asked {
 }
 
 fn device(doorbells: DoorbellMode) -> (FunctionDevice, Arc<Asked>) {
+    polled(doorbells, "shared")
+}
+
+fn polled(doorbells: DoorbellMode, poll: &str) -> (FunctionDevice, Arc<Asked>) {
     let drive = Drive::open(&"memory:1M".parse().unwrap(), DriveOptions::default()).unwrap();
     let lease = Ledger::in_process()
         .acquire(&LeaseRequest {
@@ -148,7 +161,7 @@ fn device(doorbells: DoorbellMode) -> (FunctionDevice, Arc<Asked>) {
         lease,
         queue_pairs: QUEUE_PAIRS,
         doorbells,
-        poll: PollPolicy::default(),
+        poll: poll.parse().unwrap(),
         pollers: Pollers::new(),
         serial: None,
     })
@@ -168,16 +181,192 @@ fn place(device: &FunctionDevice, bar: u64, address: u64) -> usize {
     configure(device, bar, &address.to_le_bytes())
 }
 
+/// A guest's memory, of the size that tests need.
+fn region() -> MemoryRegion {
+    MemoryRegion {
+        gpa: Gpa(0),
+        len: 0x10_0000,
+        fd: memfd(c"test", 0x10_0000).unwrap(),
+        offset: 0,
+        readable: true,
+        writable: true,
+    }
+}
+
+/// Creates an I/O queue pair, as an admin command does.
+fn create(device: &FunctionDevice, qid: u16) {
+    let (qid, entries) = (QueueId(qid), 16);
+    let base = Gpa(0x1_0000 * u64::from(qid.0));
+    device.with(|function| {
+        let attachment = function.attachment();
+        attachment
+            .create_cq(CqConfig {
+                qid,
+                base,
+                entries,
+                interrupt: None,
+            })
+            .unwrap();
+        let base = Gpa(base.0 + 0x8000);
+        attachment
+            .create_sq(SqConfig {
+                qid,
+                cqid: qid,
+                base,
+                entries,
+            })
+            .unwrap();
+    });
+    look(device);
+}
+
+/// Whatever it is that makes the function look what has become of it.
+fn look(device: &FunctionDevice) {
+    configure(device, COMMAND.0, &COMMAND.1);
+}
+
+/// Where a doorbell of queue 1 is in its page.
+fn place_of(device: &FunctionDevice, doorbell: Doorbell) -> u64 {
+    device
+        .with(|function| doorbell.bar_offset(function.attachment().doorbells().dstrd()) - DOORBELLS)
+}
+
+/// Waits until `happened`, `meanwhile` doing something again and again.
+fn await_that(what: &str, mut meanwhile: impl FnMut(), happened: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !happened() {
+        assert!(Instant::now() < deadline, "{what}");
+        meanwhile();
+    }
+}
+
+const BAR: u64 = 0xC000_0000;
+const TAIL: Doorbell = Doorbell::SqTail(QueueId(1));
+
+/// A function with BAR0 in its place, an enabled controller and a queue pair, and nothing mapped.
+fn running(doorbells: DoorbellMode, poll: &str) -> (FunctionDevice, Arc<Asked>) {
+    let (device, asked) = polled(doorbells, poll);
+    device.map_memory(region()).unwrap();
+    place(&device, BAR0, BAR);
+    configure(&device, COMMAND.0, &COMMAND.1);
+    let register = |offset: u64, value: u32| {
+        device.write_bar(Bar::Registers, offset, &value.to_le_bytes());
+    };
+    // AQA, ASQ, ACQ, and CC with queue entries of 64 and 16 bytes.
+    register(0x24, 0x000F_000F);
+    register(0x28, 0xA_0000);
+    register(0x30, 0xB_0000);
+    register(0x14, 0x0046_0001);
+    let mut csts = [0; 4];
+    device.read_bar(Bar::Registers, 0x1C, &mut csts);
+    assert_eq!(csts, [1, 0, 0, 0]);
+    assert_eq!(asked.mapped_at(), NOWHERE, "there is no queue yet");
+    create(&device, 1);
+    (device, asked)
+}
+
+/// Writes a doorbell as long as the writes exit.
+fn write_until_mapped(device: &FunctionDevice, asked: &Asked) {
+    let offset = DOORBELLS + place_of(device, TAIL);
+    let write = || device.write_bar(Bar::Registers, offset, &0_u32.to_le_bytes());
+    await_that("it is never mapped", write, || {
+        !asked.mapped_at().is_empty()
+    });
+}
+
+#[test]
+fn doorbells_are_mapped_while_there_is_io_and_not_while_there_is_none() {
+    for mode in [DoorbellMode::Auto, DoorbellMode::Mapped] {
+        let (device, asked) = running(mode, "shared");
+        let idle = || std::thread::sleep(Duration::from_millis(1));
+        for round in 1..=3 {
+            assert_eq!(asked.mapped_at(), NOWHERE);
+            write_until_mapped(&device, &asked);
+            await_that("it stays mapped", idle, || asked.mapped_at().is_empty());
+            // The control thread has the state until it is all done.
+            assert!(!device.with(|function| function.attachment().has_silent_doorbells()));
+            assert_eq!(device.doorbell_figures().mapped, round);
+        }
+    }
+}
+
+#[test]
+fn few_writes_map_nothing() {
+    let (device, asked) = running(DoorbellMode::Auto, "shared");
+    let offset = DOORBELLS + place_of(&device, TAIL);
+    for _ in 0..31 {
+        device.write_bar(Bar::Registers, offset, &0_u32.to_le_bytes());
+    }
+    // Those of the admin queue do not count, and what is no doorbell neither.
+    for offset in [DOORBELLS, DOORBELLS + 4, DOORBELLS + 64, u64::MAX] {
+        for _ in 0..100 {
+            device.write_bar(Bar::Registers, offset, &0_u32.to_le_bytes());
+        }
+    }
+    drop(device);
+    assert_eq!(*asked.maps.lock().unwrap(), 0);
+}
+
+#[test]
+fn pollers_that_never_sleep_have_doorbells_mapped_all_the_time() {
+    let (device, asked) = running(DoorbellMode::Auto, "shared:busy");
+    // The control thread does it when it carries out admin commands.
+    let wake = || drop(device.with(|function| function.events_fd().write(1)));
+    await_that("it is never mapped", wake, || !asked.mapped_at().is_empty());
+    device.with(|function| function.attachment().delete_sq(QueueId(1)).unwrap());
+    device.with(|function| function.attachment().delete_cq(QueueId(1)).unwrap());
+    look(&device);
+    assert_eq!(asked.mapped_at(), NOWHERE);
+}
+
 #[test]
 fn mapped_doorbells_follow_the_bar() {
-    let (device, asked) = device(DoorbellMode::Mapped);
-    place(&device, BAR0, 0xC000_0000);
-    assert_eq!(asked.mapped_at(), NOWHERE, "nothing is decoded yet");
-    assert_eq!(configure(&device, COMMAND.0, &COMMAND.1), 1);
-    assert_eq!(asked.mapped_at(), [0xC000_0000 + DOORBELLS]);
+    // Pollers that never sleep, so that nothing else unmaps them.
+    let (device, asked) = running(DoorbellMode::Mapped, "shared:busy");
+    write_until_mapped(&device, &asked);
+    assert_eq!(asked.mapped_at(), [BAR + DOORBELLS]);
 
     // What the guest stores there is what the function sees.
-    let memory = asked
+    let memory = asked.mapped.lock().unwrap().values().next().cloned();
+    let at = place_of(&device, TAIL) as usize;
+    let page = memory.unwrap();
+    page.bytes(at, 4).unwrap().copy_from(&7_u32.to_le_bytes());
+    let seen = device.with(|function| function.attachment().doorbells().load(TAIL));
+    assert_eq!(seen, 7);
+
+    assert_eq!(place(&device, BAR0, 0x1_0000_0000), 1);
+    assert_eq!(asked.mapped_at(), [0x1_0000_0000 + DOORBELLS]);
+    configure(&device, COMMAND.0, &[0, 0]);
+    assert_eq!(asked.mapped_at(), NOWHERE);
+}
+
+#[test]
+fn a_reset_leaves_no_doorbell_mapped() {
+    type Reset = fn(&FunctionDevice);
+    let resets: [(&str, Reset); 3] = [
+        ("of the controller", |device| {
+            device.write_bar(Bar::Registers, 0x14, &0x0046_0000_u32.to_le_bytes());
+        }),
+        ("of the function", |device| {
+            // Device Control of the PCI Express capability: Initiate Function Level Reset.
+            configure(device, 0x68, &[0x10, 0xA8]);
+        }),
+        ("of the machine", |device| drop(device.reset())),
+    ];
+    for (what, reset) in resets {
+        let (device, asked) = running(DoorbellMode::Auto, "shared:busy");
+        write_until_mapped(&device, &asked);
+        reset(&device);
+        assert_eq!(asked.mapped_at(), NOWHERE, "{what}");
+        assert!(!device.with(|function| function.attachment().has_silent_doorbells()));
+    }
+}
+
+#[test]
+fn admin_doorbells_are_seen_while_they_are_mapped_and_after() {
+    let (device, asked) = running(DoorbellMode::Auto, "shared:busy");
+    write_until_mapped(&device, &asked);
+    let page = asked
         .mapped
         .lock()
         .unwrap()
@@ -185,78 +374,62 @@ fn mapped_doorbells_follow_the_bar() {
         .next()
         .cloned()
         .unwrap();
-    let doorbell = Doorbell::SqTail(QueueId(1));
-    let at = device.with(|function| {
-        doorbell.bar_offset(function.attachment().doorbells().dstrd()) - DOORBELLS
+    let commands = || device.with(|function| function.admin_stats().commands);
+    let before = commands();
+    let idle = || std::thread::sleep(Duration::from_millis(1));
+    // What is in the ring is a command, if a bad one.
+    page.bytes(0, 4).unwrap().copy_from(&1_u32.to_le_bytes());
+    await_that("the admin doorbell is not seen", idle, || {
+        commands() == before + 1
     });
-    memory
-        .bytes(at as usize, 4)
-        .unwrap()
-        .copy_from(&7_u32.to_le_bytes());
-    let seen = device.with(|function| function.attachment().doorbells().load(doorbell));
-    assert_eq!(seen, 7);
+    // Stored right before it is unmapped.
+    page.bytes(0, 4).unwrap().copy_from(&2_u32.to_le_bytes());
+    device.with(|function| function.attachment().delete_sq(QueueId(1)).unwrap());
+    device.with(|function| function.attachment().delete_cq(QueueId(1)).unwrap());
+    look(&device);
+    assert_eq!(asked.mapped_at(), NOWHERE);
+    await_that("the admin doorbell is not seen", idle, || {
+        commands() == before + 2
+    });
+}
 
-    assert_eq!(place(&device, BAR0, 0x1_0000_0000), 1);
-    assert_eq!(asked.mapped_at(), [0x1_0000_0000 + DOORBELLS]);
-    configure(&device, COMMAND.0, &[0, 0]);
-    assert_eq!(asked.mapped_at(), NOWHERE);
-    configure(&device, COMMAND.0, &COMMAND.1);
-    assert_eq!(device.reset().len(), 1);
-    assert_eq!(asked.mapped_at(), NOWHERE);
+#[test]
+fn doorbells_that_cannot_be_mapped_go_on_to_exit() {
+    let (device, asked) = running(DoorbellMode::Auto, "shared");
+    asked.refuses.store(true, Ordering::Relaxed);
+    let offset = DOORBELLS + place_of(&device, TAIL);
+    let write = || device.write_bar(Bar::Registers, offset, &0_u32.to_le_bytes());
+    await_that("it is never tried", write, || {
+        *asked.maps.lock().unwrap() == 1
+    });
+    for _ in 0..1000 {
+        write();
+    }
+    let silent = device.with(|function| function.attachment().has_silent_doorbells());
+    assert!(!silent, "its pollers sleep well");
+    drop(device);
+    assert_eq!(*asked.maps.lock().unwrap(), 1, "it is not tried again");
 }
 
 #[test]
 fn other_doorbells_are_not_mapped() {
     for mode in [DoorbellMode::Shadow, DoorbellMode::Trap] {
-        let (device, asked) = device(mode);
-        place(&device, BAR0, 0xC000_0000);
-        configure(&device, COMMAND.0, &COMMAND.1);
-        assert_eq!(asked.mapped_at(), NOWHERE);
+        let (device, asked) = running(mode, "shared:busy");
+        let offset = DOORBELLS + place_of(&device, TAIL);
+        for _ in 0..1000 {
+            device.write_bar(Bar::Registers, offset, &0_u32.to_le_bytes());
+        }
+        drop(device);
+        assert_eq!(*asked.maps.lock().unwrap(), 0);
     }
 }
 
 #[test]
 fn doorbells_in_guest_memory_wake_pollers_without_an_exit() {
-    const BAR: u64 = 0xC000_0000;
-    let (device, asked) = device(DoorbellMode::Shadow);
-    device
-        .map_memory(MemoryRegion {
-            gpa: Gpa(0),
-            len: 0x10_0000,
-            fd: memfd(c"test", 0x10_0000).unwrap(),
-            offset: 0,
-            readable: true,
-            writable: true,
-        })
-        .unwrap();
-    let create = |qid: u16| {
-        let (qid, entries) = (QueueId(qid), 16);
-        let base = Gpa(0x1_0000 * u64::from(qid.0));
-        device.with(|function| {
-            let attachment = function.attachment();
-            attachment
-                .create_cq(CqConfig {
-                    qid,
-                    base,
-                    entries,
-                    interrupt: None,
-                })
-                .unwrap();
-            let base = Gpa(base.0 + 0x8000);
-            attachment
-                .create_sq(SqConfig {
-                    qid,
-                    cqid: qid,
-                    base,
-                    entries,
-                })
-                .unwrap();
-        });
-        // Whatever it is that makes it look again.
-        configure(&device, COMMAND.0, &COMMAND.1);
-    };
+    let (device, asked) = device(DoorbellMode::Auto);
+    device.map_memory(region()).unwrap();
     place(&device, BAR0, BAR);
-    create(1);
+    create(&device, 1);
     assert_eq!(
         asked.tied_at(BAR),
         NOWHERE,
@@ -271,10 +444,11 @@ fn doorbells_in_guest_memory_wake_pollers_without_an_exit() {
         let attachment = function.attachment();
         attachment.set_doorbell_buffer(Some(buffer)).unwrap();
     });
-    configure(&device, COMMAND.0, &COMMAND.1);
+    look(&device);
+    assert_eq!(asked.mapped_at(), NOWHERE);
     // SQ 1 tail and CQ 1 head, with a cache line each; those of the admin queue never.
     assert_eq!(asked.tied_at(BAR), [0x1080, 0x10C0]);
-    create(2);
+    create(&device, 2);
     assert_eq!(asked.tied_at(BAR), [0x1080, 0x10C0, 0x1100, 0x1140]);
     place(&device, BAR0, 2 * BAR);
     assert_eq!(asked.tied_at(2 * BAR), [0x1080, 0x10C0, 0x1100, 0x1140]);
@@ -282,7 +456,7 @@ fn doorbells_in_guest_memory_wake_pollers_without_an_exit() {
         let attachment = function.attachment();
         attachment.delete_sq(QueueId(1)).unwrap();
     });
-    configure(&device, COMMAND.0, &COMMAND.1);
+    look(&device);
     assert_eq!(asked.tied_at(2 * BAR), [0x10C0, 0x1100, 0x1140]);
 
     // Controller Configuration: not enabled any more, and so no buffer.
@@ -348,25 +522,14 @@ fn accesses_find_the_bars_where_the_guest_put_them() {
 
 #[test]
 fn nothing_is_left_of_a_function_that_is_taken_out() {
-    let (device, asked) = device(DoorbellMode::Mapped);
-    let region = || MemoryRegion {
-        gpa: Gpa(0),
-        len: 0x10_0000,
-        fd: memfd(c"test", 0x10_0000).unwrap(),
-        offset: 0,
-        readable: true,
-        writable: true,
-    };
-    device.map_memory(region()).unwrap();
+    let (device, asked) = running(DoorbellMode::Mapped, "shared:busy");
     assert!(matches!(
         device.map_memory(region()),
         Err(DeviceError::Memory(_))
     ));
     assert_eq!(device.unmap_memory(Gpa(0), 0x10_0000).unwrap(), 0x10_0000);
     device.map_memory(region()).unwrap();
-    place(&device, BAR0, 0xC000_0000);
-    configure(&device, COMMAND.0, &COMMAND.1);
-    assert_eq!(asked.mapped_at().len(), 1);
+    write_until_mapped(&device, &asked);
 
     device.stop().unwrap();
     assert_eq!(asked.mapped_at(), NOWHERE);

@@ -81,7 +81,7 @@ fn what_it_prints_attaches_each_function() {
     for part in [
         format!("Function vm-1 on {socket}\n"),
         "drive.img, range 16M+16M (32768 blocks of 512 bytes); serial MPT".to_owned(),
-        "doorbells shadow, poll shared, 4 queue pairs".to_owned(),
+        "doorbells auto, poll shared, 4 queue pairs".to_owned(),
         format!("--memory size=2G,shared=on --user-device socket={socket},id=vm-1\n"),
         "-object memory-backend-memfd,id=mem0,size=2G,share=on".to_owned(),
         format!(r#""socket":{{"path":"{socket}","type":"unix"}}"#),
@@ -187,7 +187,7 @@ fn figures_can_be_asked_for_by_people_and_programs() {
     assert_eq!(function["id"], "vm-1");
     assert_eq!(function["socket"], bench.path("a.sock").to_str().unwrap());
     assert_eq!(function["capacity_bytes"], 1 << 20);
-    assert_eq!(function["doorbells"], "shadow");
+    assert_eq!(function["doorbells"], "auto");
     assert_eq!(function["admin"]["commands"], 0);
     assert!(stats["pollers"].is_array());
 

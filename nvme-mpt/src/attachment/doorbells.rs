@@ -32,8 +32,36 @@ impl Attachment {
         }
     }
 
-    /// Has the admin queue's doorbells watched, where the guest only stores to them (`mapped`):
-    /// `wake` is signalled when one has changed. It ends with [`Self::unwatch_admin_doorbells`].
+    /// The doorbell registers are about to be mapped into the guest, whose stores tell nobody from
+    /// then on: pollers that sleep look at them by the clock.
+    pub fn begin_silent_doorbells(&self) {
+        self.context.silence.begin();
+        for entry in self.queues().cqs.values() {
+            entry.poller.waker().wake();
+        }
+    }
+
+    /// The doorbell registers are not mapped into the guest any more: all that it stored is there,
+    /// and what it writes from now on comes to [`Self::ring_doorbell`].
+    pub fn end_silent_doorbells(&self) {
+        self.context.silence.end();
+    }
+
+    /// Whether stores of the guest to doorbell registers may be told to nobody.
+    #[must_use]
+    pub fn has_silent_doorbells(&self) -> bool {
+        self.context.silence.may_be()
+    }
+
+    /// Whether the guest has I/O queues whose doorbells are the registers alone.
+    #[must_use]
+    pub fn uses_doorbell_registers(&self) -> bool {
+        let queues = self.queues();
+        queues.buffer.is_none() && !queues.cqs.is_empty()
+    }
+
+    /// Has the admin queue's doorbells watched, where the guest only stores to them: `wake` is
+    /// signalled when one has changed. It ends with [`Self::unwatch_admin_doorbells`].
     ///
     /// # Errors
     /// What the kernel reports when no poller can be started.
@@ -48,7 +76,11 @@ impl Attachment {
         let (Some(sq_cell), Some(cq_cell)) = (doorbells.cell(sq), doorbells.cell(cq)) else {
             return Err(io::Error::other("There are no admin doorbells"));
         };
-        let poller = self.pollers.place(&self.poll)?;
+        // One that is there already, if there is one.
+        let poller = match queues.cqs.values().next() {
+            Some(entry) => entry.poller.clone(),
+            None => self.pollers.place(&self.poll)?,
+        };
         let id = next_id();
         // What was stored before the watch began is a change, too.
         let doorbells = [sq_cell, cq_cell];

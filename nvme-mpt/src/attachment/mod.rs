@@ -32,7 +32,7 @@ use crate::event::EventQueue;
 use crate::host::{HostNamespace, Limits};
 use crate::interrupt::Coalescing;
 use crate::lease::Lease;
-use crate::poller::{PollPolicy, Pollers};
+use crate::poller::{PollPolicy, Pollers, Silence, Spin};
 use crate::range_lock::RangeLock;
 use crate::shadow::{QueueContext, ShadowQueue};
 use crate::spec::ids::{Nsid, QueueId};
@@ -122,6 +122,7 @@ impl Attachment {
         let context = Arc::new(QueueContext {
             mode: doorbells,
             doorbells: Arc::new(DoorbellPage::new(doorbells, queue_pairs)?),
+            silence: Silence::new(doorbells == DoorbellMode::Mapped),
             events,
             tables: window.tables().clone(),
         });
@@ -260,6 +261,19 @@ impl Attachment {
             sum.errors += counters.errors.get();
         }
         sum
+    }
+
+    /// I/O commands that were completed so far.
+    #[must_use]
+    pub fn commands(&self) -> u64 {
+        let commands = self.counters.iter().map(|queue| queue.commands.get());
+        commands.sum()
+    }
+
+    /// Whether its pollers ever sleep.
+    #[must_use]
+    pub fn parks(&self) -> bool {
+        self.poll.spin != Spin::Busy
     }
 
     /// Figures of the lease and its queues.

@@ -8,7 +8,7 @@ mod threads;
 mod worker;
 
 pub use courtesy::Courtesy;
-pub(crate) use park::Waker;
+pub(crate) use park::{Silence, Waker};
 pub use placement::{Placement, PollPolicy, Pollers, Spin};
 pub use threads::{Threads, Work};
 pub(crate) use worker::{DoorbellWatch, Poller};

@@ -59,6 +59,38 @@ impl<B: Bell> DoorBell<B> {
     }
 }
 
+/// Whether a guest may store to doorbells without anybody being told: while their page is mapped into
+/// it. A poller that parks meanwhile looks at them by the clock.
+///
+/// Pages are mapped and unmapped while guests write and pollers park. It begins before the page is
+/// mapped, and pollers that are parked are woken, as they sleep without a clock. It ends after the page
+/// is unmapped, when all that was stored is in memory. A poller asks after it announced that it parks,
+/// so that it sees a beginning or is woken for it; and before it looks at the doorbells once more, so
+/// that one that sees the end also sees what was stored before that.
+#[derive(Debug)]
+pub(crate) struct Silence(AtomicBool);
+
+impl Silence {
+    pub(crate) fn new(is: bool) -> Self {
+        Self(AtomicBool::new(is))
+    }
+
+    /// The page is about to be mapped. All pollers of the guest's queues are to be
+    /// [woken](DoorBell::wake) after this, and before it is.
+    pub(crate) fn begin(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
+    /// The page is unmapped.
+    pub(crate) fn end(&self) {
+        self.0.store(false, Ordering::Release);
+    }
+
+    pub(crate) fn may_be(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
+}
+
 /// The door bell of a poller's thread.
 pub(crate) type Waker = DoorBell<EventFd>;
 
@@ -185,6 +217,114 @@ mod loom_models {
             };
             poll_until(2, &bell, || Word::load(&shadow), |seen| event_idx.arm(seen));
             guest.join().unwrap();
+        });
+    }
+
+    /// A guest's doorbell whose page is mapped at times.
+    #[derive(Default)]
+    struct ToggledDoorbell {
+        /// Where the page is mapped, and no store is under way when that changes: what the hypervisor
+        /// does when it maps and unmaps.
+        mapped: Mutex<bool>,
+        value: loom::sync::Arc<AtomicU32>,
+    }
+
+    impl ToggledDoorbell {
+        fn write(&self, tail: u32, bell: &DoorBell<ModelBell>) {
+            let mapped = self.mapped.lock().unwrap();
+            if *mapped {
+                Word::store(&self.value, tail);
+            } else {
+                drop(mapped);
+                // The exit may be handled as late as it likes.
+                Word::store(&self.value, tail);
+                bell.wake();
+            }
+        }
+    }
+
+    /// Polls as a poller does beside a doorbell that may be silent, until it has seen `goal`. To
+    /// sleep by the clock is to look again some time later: whatever was stored by then is seen. So a
+    /// poller that does so has lost nothing, and the model follows it no further.
+    fn poll_toggled(
+        goal: u32,
+        doorbell: &ToggledDoorbell,
+        silence: &Silence,
+        bell: &DoorBell<ModelBell>,
+    ) {
+        loop {
+            let seen = Word::load(&doorbell.value);
+            if seen == goal {
+                return;
+            }
+            bell.announce();
+            let timed = silence.may_be();
+            if Word::load(&doorbell.value) == seen {
+                if timed {
+                    thread::yield_now();
+                } else {
+                    bell.bell.sleep();
+                }
+            }
+            bell.withdraw();
+        }
+    }
+
+    fn toggled(was_mapped: bool, toggle: fn(&ToggledDoorbell, &Silence, &DoorBell<ModelBell>)) {
+        let mut model = loom::model::Builder::new();
+        model.preemption_bound = Some(3);
+        model.check(move || {
+            let bell = loom::sync::Arc::new(DoorBell::with(ModelBell::default()));
+            let silence = loom::sync::Arc::new(Silence::new(was_mapped));
+            let doorbell = loom::sync::Arc::new(ToggledDoorbell {
+                mapped: Mutex::new(was_mapped),
+                value: loom::sync::Arc::default(),
+            });
+            let guest = {
+                let (bell, doorbell) = (bell.clone(), doorbell.clone());
+                thread::spawn(move || {
+                    for tail in 1..=2 {
+                        doorbell.write(tail, &bell);
+                    }
+                })
+            };
+            let control = {
+                let (bell, doorbell) = (bell.clone(), doorbell.clone());
+                let silence = silence.clone();
+                thread::spawn(move || toggle(&doorbell, &silence, &bell))
+            };
+            poll_toggled(2, &doorbell, &silence, &bell);
+            guest.join().unwrap();
+            control.join().unwrap();
+        });
+    }
+
+    fn map(doorbell: &ToggledDoorbell, silence: &Silence, bell: &DoorBell<ModelBell>) {
+        silence.begin();
+        bell.wake();
+        *doorbell.mapped.lock().unwrap() = true;
+    }
+
+    fn unmap(doorbell: &ToggledDoorbell, silence: &Silence, _: &DoorBell<ModelBell>) {
+        *doorbell.mapped.lock().unwrap() = false;
+        silence.end();
+    }
+
+    #[test]
+    fn a_doorbell_that_is_mapped_meanwhile_is_never_missed() {
+        toggled(false, map);
+    }
+
+    #[test]
+    fn a_doorbell_that_is_unmapped_meanwhile_is_never_missed() {
+        toggled(true, unmap);
+    }
+
+    #[test]
+    fn a_doorbell_that_is_unmapped_and_mapped_meanwhile_is_never_missed() {
+        toggled(true, |doorbell, silence, bell| {
+            unmap(doorbell, silence, bell);
+            map(doorbell, silence, bell);
         });
     }
 }

@@ -318,6 +318,8 @@ impl Worker {
         }
         let waker = self.shared.waker.clone();
         waker.announce();
+        // Between the two: see `Silence`.
+        let timed = self.is_timed();
         let mut found = self.shared.has_mail.load(Ordering::Acquire);
         for queue in &mut self.queues {
             found |= queue.look_again();
@@ -327,7 +329,7 @@ impl Worker {
         self.shared.asleep_since.store(began.0, Ordering::Relaxed);
         let mut timeout = None;
         if !found {
-            let silent = self.is_timed().then(|| {
+            let silent = timed.then(|| {
                 let idle = Duration::from_nanos(crate::clock::nanoseconds(idle));
                 (idle / 8).clamp(TIMED_MIN, TIMED_MAX)
             });

@@ -17,6 +17,7 @@ use crate::event::{ErrorEntry, Event, EventQueue, QueueFailure};
 use crate::host::{HostCompletion, HostQueue, HostQueuePair, Limits};
 use crate::interrupt::InterruptGate;
 use crate::memory::{CompletionRing, SubmissionRing, lost_memory_epoch};
+use crate::poller::Silence;
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::QueueId;
 use crate::spec::opcode::NvmOpcode;
@@ -57,6 +58,8 @@ enum Condition {
 pub(crate) struct QueueContext {
     pub(crate) mode: DoorbellMode,
     pub(crate) doorbells: Arc<DoorbellPage>,
+    /// Whether the guest may store to them without anybody being told.
+    pub(crate) silence: Silence,
     pub(crate) events: Arc<EventQueue>,
     pub(crate) tables: Arc<Tables>,
 }
@@ -370,7 +373,7 @@ impl ShadowQueue {
             return true;
         }
         match self.core.condition {
-            Condition::Sound => self.core.context.mode == DoorbellMode::Mapped,
+            Condition::Sound => self.core.context.silence.may_be(),
             // Time has to pass for it.
             Condition::Suspended { .. } => true,
             Condition::Failed => false,

@@ -5,14 +5,13 @@
 //! their pages may be anything by the time the next driver looks at them.
 
 use nvme_mpt::{
-    Attachment, DoorbellBuffer, DoorbellMode, Gpa,
+    Attachment, DoorbellBuffer, Gpa,
     spec::{sqe::Sqe, status::Status},
 };
 
-/// Whether the command is offered: where the guest's stores to registers are seen anyway, or are to
-/// be seen, it would only hide them.
+/// Whether the command is offered.
 pub(super) fn is_supported(attachment: &Attachment) -> bool {
-    attachment.doorbell_mode() == DoorbellMode::Shadow
+    attachment.doorbell_mode().offers_buffer()
 }
 
 /// Lets the guest write its doorbells to memory.

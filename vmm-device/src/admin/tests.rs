@@ -654,7 +654,7 @@ fn a_doorbell_buffer_is_two_pages_of_memory() {
 }
 
 #[test]
-fn a_doorbell_buffer_is_for_shadow_mode() {
+fn a_doorbell_buffer_is_for_some_modes() {
     for mode in [DoorbellMode::Trap, DoorbellMode::Mapped] {
         let mut guest = Guest::ready(mode);
         let config = Sqe {
@@ -664,6 +664,11 @@ fn a_doorbell_buffer_is_for_shadow_mode() {
         assert_fails(guest.admin(config), Status::INVALID_OPCODE);
         assert_ok(guest.admin(identify(DATA, 0)));
         assert_eq!(guest.read_memory(DATA + 256, 2), [0, 0], "OACS");
+    }
+    for mode in [DoorbellMode::Auto, DoorbellMode::Shadow] {
+        let mut guest = Guest::ready(mode);
+        assert_ok(guest.admin(identify(DATA, 0)));
+        assert_eq!(guest.read_memory(DATA + 256, 2), [0, 1], "OACS");
     }
 }
 

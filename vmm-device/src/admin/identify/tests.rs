@@ -62,7 +62,7 @@ fn the_controller_promises_what_it_keeps() {
 }
 
 #[test]
-fn doorbell_buffer_config_is_offered_in_shadow_mode_only() {
+fn doorbell_buffer_config_is_offered_where_it_is_of_use() {
     let (namespace, limits) = (fixtures::namespace(), fixtures::limits());
     let subject = Subject {
         namespace: &namespace,

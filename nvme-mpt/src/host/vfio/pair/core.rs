@@ -8,6 +8,8 @@
 //! 2. commands of heavy members by deficit round robin in bytes, as far as the [governor's
 //!    window](super::governor) allows. What counts is what goes to the drive: the child of a
 //!    command that is split, not the command.
+//!
+//! While a light member uses the drive by any queue pair, that holds for a member that is alone, too.
 
 use std::sync::Arc;
 
@@ -142,7 +144,7 @@ impl Core {
         now: Ticks,
     ) {
         let mut rest = 0;
-        if self.is_direct(number) {
+        if self.is_direct(number) && !self.sharing.governor.is_light_present(now) {
             rest = self.submit_directly(number, staged, now);
             self.rings.ring();
         }
@@ -188,7 +190,8 @@ impl Core {
         memory: HostMemory<'_>,
         now: Ticks,
     ) {
-        let is_shared = self.count > 1;
+        let is_light_present = self.sharing.governor.is_light_present(now);
+        let is_governed = self.count > 1 || is_light_present;
         let Self {
             members,
             sharing,
@@ -210,7 +213,7 @@ impl Core {
             .map(|sqe| data_len(sqe, member.lba_shift))
             .max()
             .unwrap_or(0);
-        if !is_shared || Class::is_heavy(outstanding, longest) {
+        if !is_governed || Class::is_heavy(outstanding, longest) {
             // For some time: between two bursts nobody becomes light.
             member.heavy_until = Ticks(now.0.saturating_add(sharing.governor.presence() / 10));
         }
@@ -222,13 +225,14 @@ impl Core {
             } else {
                 Class::HEAVY
             };
-            let split = member
-                .splits
-                .as_mut()
-                .filter(|splits| len > splits.child_bytes());
+            let interruptible = is_light_present && class == Class::HEAVY;
+            let split = member.splits.as_mut().and_then(|splits| {
+                let grain = splits.grain(len, interruptible)?;
+                Some((splits, grain))
+            });
             let is_split = split.is_some();
-            if let Some(splits) = split {
-                if let Err(status) = splits.prepare(sqe, len, memory) {
+            if let Some((splits, grain)) = split {
+                if let Err(status) = splits.prepare(sqe, len, grain, memory) {
                     member.done.push(failed(sqe, status));
                     continue;
                 }
@@ -248,7 +252,7 @@ impl Core {
             member.deficit = 0;
             sharing.turns.push_back(number);
         }
-        if is_shared {
+        if is_governed {
             sharing.arrived(number, is_light, now);
         }
         self.dispatch(now);
@@ -267,9 +271,9 @@ impl Core {
         }
         for place in 0..self.sharing.turns.len() {
             let number = self.sharing.turns[place];
-            while let Some((class, weight)) = self.next(number)
+            while let Some((class, weight)) = self.next(number, u64::MAX)
                 && class != Class::HEAVY
-                && self.launch(number, weight, now)
+                && self.launch(number, (weight, u64::MAX), now)
             {}
         }
         self.dispatch_heavy(now);
@@ -284,15 +288,18 @@ impl Core {
 
     /// Deficit round robin among the heavy members.
     fn dispatch_heavy(&mut self, now: Ticks) {
-        let (window, reserve) = if self.count > 1 {
-            // Light members find room in the drive, even while heavy ones fill it.
-            let reserve = usize::from(self.flights.room() / 16);
-            (self.sharing.window(now), reserve)
-        } else {
-            (Window::Open, 0)
+        let window = self.sharing.window(now);
+        // Light members find room in the drive, even while heavy ones fill it.
+        let reserve = match self.count {
+            0 | 1 => 0,
+            _ => usize::from(self.flights.room() / 16),
+        };
+        let most = match window {
+            Window::Own(bytes) | Window::Drive(bytes) => bytes,
+            Window::Open | Window::Closed => u64::MAX,
         };
         while let Some(&number) = self.sharing.turns.front() {
-            let Some((class, weight)) = self.next(number) else {
+            let Some((class, weight)) = self.next(number, most) else {
                 self.sharing.turns.pop_front();
                 if let Some(member) = self.member(number) {
                     member.in_turn = false;
@@ -316,25 +323,26 @@ impl Core {
                 self.sharing.turns.rotate_left(1);
                 continue;
             }
-            if !self.sharing.has_room(window, weight, now) {
+            if !self.sharing.has_room(window, weight) {
                 return;
             }
             if let Some(member) = self.member(number) {
                 member.deficit -= weight;
             }
-            if !self.launch(number, weight, now) {
+            if !self.launch(number, (weight, most), now) {
                 return;
             }
         }
     }
 
     #[inline]
-    fn next(&self, number: u16) -> Option<(Class, u64)> {
-        self.members.get(usize::from(number))?.as_ref()?.next()
+    fn next(&self, number: u16, most: u64) -> Option<(Class, u64)> {
+        self.members.get(usize::from(number))?.as_ref()?.next(most)
     }
 
-    /// Writes what a member has next into the ring. Returns whether there was room.
-    fn launch(&mut self, number: u16, weight: u64, now: Ticks) -> bool {
+    /// Writes what a member has next into the ring: what [`Self::next`] said it weighs, asked for
+    /// `most` bytes. Returns whether there was room.
+    fn launch(&mut self, number: u16, (weight, most): (u64, u64), now: Ticks) -> bool {
         let Self {
             rings,
             flights,
@@ -354,7 +362,7 @@ impl Core {
             return false;
         }
         let (class, arrived) = (head.class, head.arrived);
-        let Some((mut sqe, child)) = member.take_next() else {
+        let Some((mut sqe, child)) = member.take_next(most) else {
             return false;
         };
         let flight = Flight {

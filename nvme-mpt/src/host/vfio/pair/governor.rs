@@ -2,22 +2,29 @@
 //!
 //! The one rule of sharing in time; who is next is the other one (`core.rs`: deficit round robin).
 //!
-//! A member is *light* while it has few and small commands outstanding ([`Class::of`]); its commands
-//! go to the drive at once. All others are *heavy*: of those, a queue pair has at most the *window*
-//! in flight; where that is less than a command, the drive's queue pairs take turns at having one.
-//! How large the window may be depends on the drive: one that
-//! works serially makes a light command wait for all that is in front of it, a parallel one does
-//! not until its channels are full. So the window follows what light members see:
+//! A member is *light* while it has few and small commands outstanding ([`Class::is_heavy`]); its
+//! commands go to the drive at once. All others are *heavy*: of those, the drive has at most the
+//! *window* in flight, of all its queue pairs together. Pairs that wait share it; where a share would
+//! be small, they have turns at all of it. A command that is larger goes to the drive in parts of that
+//! size ([`split`](super::split)), as far as it can be split. Something is always in flight.
+//!
+//! While a light member is there, that holds for queue pairs that have one member, too: a drive that
+//! is busy with what comes by another pair is not less busy. Otherwise they are not slowed down.
+//!
+//! How large the window may be depends on the drive: one that works serially makes a light command
+//! wait for all that is in front of it, a parallel one does not until its channels are full. So the
+//! window follows what light members see:
 //!
 //! - **Alone.** Every ten seconds, at a light command's arrival, heavy members pause for some light
 //!   commands (for 50 ms at most): the median latency of those is what light members see alone.
-//! - **Together.** Of every eight light commands, the median is compared with that. Beyond 1.9 times
-//!   as long, the window shrinks in proportion; else it grows by a thirty-second. The median, not
-//!   the slowest: drives have slow commands of their own, which are no reason to let them idle.
+//! - **Together.** Of every eight light commands, the median is compared with that. Beyond 2.25
+//!   times as long, the window shrinks in proportion; else it grows by a thirty-second, but seldom
+//!   to where it was too large. The median, not the slowest: drives have slow commands of their own,
+//!   which are no reason to let them idle.
 //! - **Nobody light.** A second after the last light command the window is as large as it gets.
 //!
-//! On a serial drive the window ends up at one command, which keeps such a drive as busy as many
-//! would; on a parallel one, about where its channels are full.
+//! On a serial drive the window ends up at one command, of a size that takes it little longer than a
+//! small one; on a parallel one, about where its channels are full.
 //!
 //! There is one governor per drive, as a drive's queue pairs share its channels.
 
@@ -32,10 +39,14 @@ use crate::spec::opcode::NvmOpcode;
 pub(super) const WINDOW_MAX: u64 = 8 << 20;
 
 /// The window that the first light member finds. It doubles until it proves too large.
-const WINDOW_FIRST: u64 = 64 << 10;
+const WINDOW_FIRST: u64 = 16 << 10;
 
 /// How much longer than alone light commands may take, in 256ths.
-const LONGER: u64 = 256 * 19 / 10;
+const LONGER: u64 = 256 * 9 / 4;
+
+/// For how many medians the window stays below what has proved too large: what a light command meets
+/// while that is tried again is to be rarer than one of a hundred.
+const HOLD: u32 = 256;
 
 /// Most commands that a light member has outstanding, and most bytes of each.
 const LIGHT_COMMANDS: u32 = 4;
@@ -83,16 +94,19 @@ impl Class {
 pub(super) enum Window {
     /// There is no light member: all the drive takes.
     Open,
-    /// So many bytes, or one command.
-    Bytes(u64),
-    /// Nothing, for a few milliseconds.
+    /// So many bytes of its own, or one command.
+    Own(u64),
+    /// As long as the drive has so many bytes of all its pairs, or one command.
+    Drive(u64),
+    /// Nothing, for a few milliseconds: light members' latency is being measured, or it is another
+    /// pair's turn.
     Closed,
 }
 
-/// No number of a queue pair.
-const NOBODY: u64 = u64::MAX;
+/// The least share of the window for which queue pairs do without turns.
+const SHARE_MIN: u64 = 64 << 10;
 
-/// Light commands, alone, that a turn of a queue pair at exceeding the window lasts.
+/// Light commands, alone, that a queue pair's turn at the window lasts.
 const TURN: u64 = 8;
 
 /// Times, in ticks.
@@ -134,6 +148,9 @@ struct State {
     /// When the window last changed: what arrived before tells nothing of it.
     changed: Ticks,
     ramp: Ramp,
+    /// What the window does not reach for as many medians as `hold`, as it was too large.
+    ceiling: u64,
+    hold: u32,
 }
 
 /// Whether the window is still looked for.
@@ -160,9 +177,9 @@ pub struct Governor {
     pairs: AtomicU64,
     /// Which of them, by the lowest bits of their numbers, have heavy members waiting.
     waiting: AtomicU64,
-    /// The number of the pair that has a command beyond the window.
-    beyond: AtomicU64,
-    /// How long a pair's turn at that lasts, in ticks.
+    /// What the drive has of heavy members, in bytes.
+    in_flight: AtomicU64,
+    /// How long a pair's turn at the window lasts, in ticks.
     turn: AtomicU64,
     state: Mutex<State>,
 }
@@ -195,7 +212,7 @@ impl Governor {
             next_probe: AtomicU64::new(0),
             pairs: AtomicU64::new(0),
             waiting: AtomicU64::new(0),
-            beyond: AtomicU64::new(NOBODY),
+            in_flight: AtomicU64::new(0),
             turn: AtomicU64::new(ticks),
             state: Mutex::default(),
         }
@@ -208,7 +225,7 @@ impl Governor {
 
     /// Whether heavy members of a queue pair wait.
     pub(super) fn waiting(&self, pair: u64, is_waiting: bool) {
-        let bit = 1 << (pair % 64);
+        let bit = Self::bit(pair);
         if is_waiting {
             self.waiting.fetch_or(bit, Ordering::Relaxed);
         } else {
@@ -216,30 +233,33 @@ impl Governor {
         }
     }
 
-    /// Whether a queue pair may have one command beyond the window now; if so, nobody else may until
-    /// [`Self::keep_window`].
-    pub(super) fn exceed_window(&self, pair: u64, now: Ticks) -> bool {
-        let own = 1 << (pair % 64);
-        let waiting = self.waiting.load(Ordering::Relaxed) | own;
+    /// Whether it is a queue pair's turn, among those that wait.
+    fn is_turn_of(&self, pair: u64, waiting: u64, now: Ticks) -> bool {
         // Turns by the clock: who completes a command would always be the first to try again.
         let turn = now.0 / self.turn.load(Ordering::Relaxed).max(1);
         let mut rest = waiting;
         for _ in 0..turn % u64::from(waiting.count_ones()) {
             rest &= rest - 1;
         }
-        let is_its_turn = rest & rest.wrapping_neg() == own;
-        is_its_turn
-            && self
-                .beyond
-                .compare_exchange(NOBODY, pair, Ordering::Relaxed, Ordering::Relaxed)
-                .is_ok()
+        rest & rest.wrapping_neg() == Self::bit(pair)
     }
 
-    /// A queue pair has no command beyond the window any more.
-    pub(super) fn keep_window(&self, pair: u64) {
-        let _ = self
-            .beyond
-            .compare_exchange(pair, NOBODY, Ordering::Relaxed, Ordering::Relaxed);
+    /// The drive got so many bytes of a heavy member.
+    #[inline]
+    pub(super) fn launched(&self, bytes: u64) {
+        self.in_flight.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// The drive has completed so many bytes of a heavy member.
+    #[inline]
+    pub(super) fn landed(&self, bytes: u64) {
+        self.in_flight.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// What the drive has of heavy members, in bytes.
+    #[inline]
+    pub(super) fn in_flight(&self) -> u64 {
+        self.in_flight.load(Ordering::Relaxed)
     }
 
     /// How long somebody counts as present after the last command, in ticks.
@@ -247,16 +267,37 @@ impl Governor {
         self.times.presence
     }
 
-    /// What heavy members may have in flight now.
+    /// Whether some light member uses the drive.
     #[inline]
-    pub(super) fn window(&self, now: Ticks) -> Window {
+    pub(super) fn is_light_present(&self, now: Ticks) -> bool {
+        now.0 < self.light_until.load(Ordering::Relaxed)
+    }
+
+    /// What heavy members of a queue pair may have in flight now. Pairs that wait share the window,
+    /// or have turns at it where it is small: one large command keeps a drive busier than small ones
+    /// of several pairs that a light member's command waits for as long.
+    #[inline]
+    pub(super) fn window(&self, pair: u64, now: Ticks) -> Window {
         if now.0 < self.pause_until.load(Ordering::Relaxed) {
-            Window::Closed
-        } else if now.0 < self.light_until.load(Ordering::Relaxed) {
-            Window::Bytes(self.window.load(Ordering::Relaxed))
-        } else {
-            Window::Open
+            return Window::Closed;
         }
+        if !self.is_light_present(now) {
+            return Window::Open;
+        }
+        let waiting = self.waiting.load(Ordering::Relaxed) | Self::bit(pair);
+        let bytes = self.window.load(Ordering::Relaxed);
+        let share = bytes / u64::from(waiting.count_ones());
+        if share >= SHARE_MIN {
+            Window::Own(share)
+        } else if self.is_turn_of(pair, waiting, now) {
+            Window::Drive(bytes)
+        } else {
+            Window::Closed
+        }
+    }
+
+    fn bit(pair: u64) -> u64 {
+        1 << (pair % 64)
     }
 
     /// A light member has submitted something.
@@ -328,12 +369,19 @@ impl Governor {
         let window = self.window.load(Ordering::Relaxed);
         let next = if longer > LONGER {
             state.ramp = Ramp::Found;
+            state.ceiling = window - window / 8;
+            state.hold = HOLD;
             // By no more than that at once: some of it was the window's last size.
             (window * LONGER / longer).max(window / 8)
         } else if state.ramp == Ramp::Doubling {
             2 * window
         } else {
-            window + window / 32 + 512
+            let larger = window + window / 32 + 512;
+            state.hold = state.hold.saturating_sub(1);
+            if state.hold > 0 && larger > state.ceiling {
+                return;
+            }
+            larger
         };
         self.window.store(next.min(WINDOW_MAX), Ordering::Relaxed);
     }

@@ -37,7 +37,7 @@ pub(super) struct Member {
     pub(super) in_turn: bool,
     /// Until when it counts as heavy.
     pub(super) heavy_until: Ticks,
-    /// Its commands that are split, on a drive that takes less than a guest may transfer.
+    /// Its commands that are split, on a drive where that may be.
     pub(super) splits: Option<Splits>,
 }
 
@@ -57,24 +57,25 @@ impl Member {
         }
     }
 
-    /// The class of what is dispatched next, and what it weighs.
+    /// The class of what is dispatched next, and what it weighs; of a command that is split, no more
+    /// than `most` bytes if that is possible.
     #[inline]
-    pub(super) fn next(&self) -> Option<(Class, u64)> {
+    pub(super) fn next(&self, most: u64) -> Option<(Class, u64)> {
         let head = self.waiting.front()?;
         let len = match &self.splits {
-            Some(splits) if head.split => splits.next_len(head.sqe.cid().0, head.len),
+            Some(splits) if head.split => splits.next_len(head.sqe.cid().0, head.len, most),
             _ => head.len,
         };
         Some((head.class, len.max(WEIGHT_MIN)))
     }
 
-    /// Takes what is dispatched next: a command or a child, with its number.
-    pub(super) fn take_next(&mut self) -> Option<(Sqe, Option<u16>)> {
+    /// Takes what [`Self::next`] told of: a command or a child, with its number.
+    pub(super) fn take_next(&mut self, most: u64) -> Option<(Sqe, Option<u16>)> {
         let head = self.waiting.front()?;
         if let Some(splits) = &mut self.splits
             && head.split
         {
-            let (sqe, child, is_last) = splits.dispatch(&head.sqe, head.len);
+            let (sqe, child, is_last) = splits.dispatch(&head.sqe, head.len, most);
             if is_last {
                 self.waiting.pop_front();
             }

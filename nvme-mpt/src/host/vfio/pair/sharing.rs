@@ -39,8 +39,6 @@ pub(super) struct Sharing {
     pub(super) turns: VecDeque<u16>,
     /// What heavy members have in flight, as far as the window bounds it.
     heavy_bytes: u64,
-    /// Whether that is the one command beyond the window that the drive has of all its pairs.
-    beyond_window: bool,
     /// Whether the governor knows that heavy members wait here.
     is_waiting: bool,
     presence: Presence,
@@ -53,7 +51,6 @@ impl Sharing {
             governor,
             turns: VecDeque::new(),
             heavy_bytes: 0,
-            beyond_window: false,
             is_waiting: false,
             presence: Presence::default(),
         }
@@ -69,48 +66,36 @@ impl Sharing {
 
     /// What heavy members may have in flight.
     pub(super) fn window(&self, now: Ticks) -> Window {
-        let window = self.governor.window(now);
+        let window = self.governor.window(self.number, now);
         let is_alone = || self.presence.is_alone(now, self.governor.presence());
         // Without a bound, turns would be taken within the drive, by who submits most.
         if window == Window::Open && !is_alone() {
-            return Window::Bytes(WINDOW_MAX);
+            return Window::Own(WINDOW_MAX);
         }
         window
     }
 
     /// Whether the window has room for so many bytes more.
-    pub(super) fn has_room(&mut self, window: Window, weight: u64, now: Ticks) -> bool {
-        match window {
-            Window::Open => true,
-            Window::Closed => false,
-            Window::Bytes(bytes) if self.heavy_bytes + weight <= bytes => true,
-            Window::Bytes(_) => {
-                // One command always: of all the drive's pairs together, in turn.
-                if self.heavy_bytes == 0 && !self.beyond_window {
-                    self.beyond_window = self.governor.exceed_window(self.number, now);
-                }
-                self.heavy_bytes == 0 && self.beyond_window
-            }
-        }
+    pub(super) fn has_room(&self, window: Window, weight: u64) -> bool {
+        let (bytes, in_flight) = match window {
+            Window::Open => return true,
+            Window::Closed => return false,
+            Window::Own(bytes) => (bytes, self.heavy_bytes),
+            Window::Drive(bytes) => (bytes, self.governor.in_flight()),
+        };
+        in_flight == 0 || in_flight + weight <= bytes
     }
 
     /// The drive got something of a heavy member.
     pub(super) fn launched(&mut self, weight: u64) {
         self.heavy_bytes += weight;
+        self.governor.launched(weight);
     }
 
     /// The drive has completed something of a heavy member.
     pub(super) fn landed(&mut self, weight: u32) {
         self.heavy_bytes -= u64::from(weight);
-        self.keep_window();
-    }
-
-    /// Nothing here exceeds the window any more, if nothing is in flight.
-    fn keep_window(&mut self) {
-        if self.heavy_bytes == 0 && self.beyond_window {
-            self.beyond_window = false;
-            self.governor.keep_window(self.number);
-        }
+        self.governor.landed(weight.into());
     }
 
     /// Tells the governor whether heavy members wait here.
@@ -119,15 +104,12 @@ impl Sharing {
             self.is_waiting = is_waiting;
             self.governor.waiting(self.number, is_waiting);
         }
-        if !is_waiting {
-            self.keep_window();
-        }
     }
 }
 
 impl Drop for Sharing {
     fn drop(&mut self) {
         self.governor.waiting(self.number, false);
-        self.governor.keep_window(self.number);
+        self.governor.landed(self.heavy_bytes);
     }
 }

@@ -1,4 +1,8 @@
-//! Commands that transfer more than the drive takes at once: their children.
+//! Commands that go to the drive in parts: their children.
+//!
+//! A command is split because it transfers more than the drive takes at once, or because a light
+//! member's command would wait too long for one that large ([`governor`](super::governor)). How
+//! large a child is, is decided when it is dispatched: some whole *grains* of its parent.
 //!
 //! No data is copied. A child's PRP entries are its parent's: the list that translation made for
 //! the parent lies in memory of the slot's own until the parent completes, it has no entry that
@@ -28,12 +32,18 @@ pub(super) fn data_len(sqe: &Sqe, lba_shift: u8) -> u64 {
     }
 }
 
+/// The smallest grain: two pages, so that a command of more than one has a PRP list.
+pub(super) const GRAIN: u64 = 2 * PAGE_SIZE;
+
 /// How far a command that was split has come.
 #[derive(Clone, Copy, Debug, Default)]
 struct Progress {
-    children: u16,
-    /// Children that the drive has had.
+    /// Bytes of a grain.
+    grain: u32,
+    grains: u16,
+    /// Grains that the drive has had.
     dispatched: u16,
+    /// Children.
     in_flight: u16,
     /// The first child, in the order of LBAs, that failed, and how.
     failure: Option<(u16, Status)>,
@@ -45,39 +55,47 @@ pub(super) struct Splits {
     /// Most bytes of a child, a multiple of the page size.
     child_bytes: u64,
     lba_shift: u8,
-    children_max: usize,
     progress: Box<[Progress]>,
-    /// Data Pointers of the children: `children_max` per slot.
+    /// Data Pointers of children that are one grain: [`GRAINS_MAX`] per slot. What no command has
+    /// needed yet is memory that was never touched.
     pointers: Box<[[u64; 2]]>,
 }
+
+/// Most grains of a command.
+const GRAINS_MAX: usize = (PARENT_BYTES_MAX / GRAIN) as usize;
 
 impl Splits {
     /// Room for `slots` commands of which the drive takes `child_bytes` at once: two pages at least,
     /// as MDTS is at least 1 (Base 2.0, Figure 275).
     pub(super) fn new(slots: u16, child_bytes: u64, lba_shift: u8) -> Self {
-        let child_bytes = (child_bytes & !(PAGE_SIZE - 1)).max(2 * PAGE_SIZE);
-        let children_max = PARENT_BYTES_MAX.div_ceil(child_bytes) as usize;
         let slots = usize::from(slots);
         Self {
-            child_bytes,
+            child_bytes: (child_bytes & !(PAGE_SIZE - 1)).clamp(GRAIN, PARENT_BYTES_MAX),
             lba_shift,
-            children_max,
             progress: vec![Progress::default(); slots].into_boxed_slice(),
-            pointers: vec![[0; 2]; slots * children_max].into_boxed_slice(),
+            pointers: vec![[0; 2]; slots * GRAINS_MAX].into_boxed_slice(),
         }
     }
 
-    /// Most bytes of a child.
-    pub(super) fn child_bytes(&self) -> u64 {
-        self.child_bytes
+    /// The grain of a command that is to be split: it transfers more than the drive takes at once, or
+    /// is to be `interruptible` by light members' commands.
+    #[inline]
+    pub(super) fn grain(&self, len: u64, interruptible: bool) -> Option<u64> {
+        let grain = if interruptible {
+            GRAIN
+        } else {
+            self.child_bytes
+        };
+        (len > grain).then_some(grain)
     }
 
-    /// Prepares a command that transfers `len` bytes, more than a child can: all that must be known
-    /// of the parent's PRP list is read now.
+    /// Prepares a command that transfers `len` bytes, more than `grain`, for children of whole
+    /// ones: all that must be known of the parent's PRP list is read now.
     pub(super) fn prepare(
         &mut self,
         sqe: &Sqe,
         len: u64,
+        grain: u64,
         memory: HostMemory<'_>,
     ) -> Result<(), Status> {
         // SGLs are not offered on such a drive.
@@ -85,10 +103,10 @@ impl Splits {
             return Err(Status::INTERNAL_ERROR);
         }
         let slot = usize::from(sqe.cid().0);
-        let children = len.div_ceil(self.child_bytes) as usize;
+        let grains = len.div_ceil(grain) as usize;
         let [prp1, list] = sqe.dptr;
         let offset = prp1 % PAGE_SIZE;
-        // More than two pages, as a child has two at least: PRP2 points to a list.
+        // More than two pages, as a grain has two at least: PRP2 points to a list.
         let entries = (offset + len).div_ceil(PAGE_SIZE) as usize - 1;
         let words = memory
             .lists
@@ -97,19 +115,19 @@ impl Splits {
             .ok_or(Status::INTERNAL_ERROR)?;
         let pointers = self
             .pointers
-            .get_mut(slot * self.children_max..)
-            .and_then(|pointers| pointers.get_mut(..children))
+            .get_mut(slot * GRAINS_MAX..)
+            .and_then(|pointers| pointers.get_mut(..grains))
             .ok_or(Status::INTERNAL_ERROR)?;
-        let pages_per_child = (self.child_bytes / PAGE_SIZE) as usize;
-        for (child, pointer) in pointers.iter_mut().enumerate() {
+        let pages_per_grain = (grain / PAGE_SIZE) as usize;
+        for (index, pointer) in pointers.iter_mut().enumerate() {
             // Its first page is as many pages after its parent's; entry 0 is that of page 1.
-            let page = child * pages_per_child;
+            let page = index * pages_per_grain;
             let first = match page {
                 0 => prp1,
                 page => words.read(page - 1) + offset,
             };
-            let child_len = (len - child as u64 * self.child_bytes).min(self.child_bytes);
-            let rest = child_len.saturating_sub(PAGE_SIZE - offset);
+            let bytes = (len - index as u64 * grain).min(grain);
+            let rest = bytes.saturating_sub(PAGE_SIZE - offset);
             let second = if rest == 0 {
                 0
             } else if rest <= PAGE_SIZE {
@@ -120,38 +138,48 @@ impl Splits {
             *pointer = [first, second];
         }
         self.progress[slot] = Progress {
-            children: children as u16,
+            grain: grain as u32,
+            grains: grains as u16,
             ..Progress::default()
         };
         Ok(())
     }
 
-    /// Bytes of the child that is dispatched next, of a parent that transfers `len` bytes.
-    pub(super) fn next_len(&self, slot: u16, len: u64) -> u64 {
-        let child = u64::from(self.progress[usize::from(slot)].dispatched);
-        len.saturating_sub(child * self.child_bytes)
-            .min(self.child_bytes)
+    /// Bytes of the child that is dispatched next, of a parent that transfers `len` bytes, where more
+    /// than `most` are not wanted: a grain at least.
+    pub(super) fn next_len(&self, slot: u16, len: u64, most: u64) -> u64 {
+        let progress = &self.progress[usize::from(slot)];
+        let grain = u64::from(progress.grain);
+        let most = most.clamp(grain, self.child_bytes);
+        len.saturating_sub(u64::from(progress.dispatched) * grain)
+            .min(most - most % grain)
     }
 
-    /// The next child of a command that transfers `len` bytes, its number, and whether it is the
-    /// last one.
-    pub(super) fn dispatch(&mut self, parent: &Sqe, len: u64) -> (Sqe, u16, bool) {
+    /// The next child, as large as [`Self::next_len`] says, of a command that transfers `len` bytes;
+    /// the number of its first grain, and whether it is the last child.
+    pub(super) fn dispatch(&mut self, parent: &Sqe, len: u64, most: u64) -> (Sqe, u16, bool) {
         let slot = usize::from(parent.cid().0);
-        let child_len = self.next_len(parent.cid().0, len);
+        let child_len = self.next_len(parent.cid().0, len, most);
         let progress = &mut self.progress[slot];
-        let child = progress.dispatched;
-        progress.dispatched += 1;
+        let first = progress.dispatched;
+        let grain = u64::from(progress.grain);
+        progress.dispatched += child_len.div_ceil(grain) as u16;
         progress.in_flight += 1;
-        let blocks_before = (u64::from(child) * self.child_bytes) >> self.lba_shift;
+        let bytes_before = u64::from(first) * grain;
         let blocks = child_len >> self.lba_shift;
         let mut sqe = *parent;
-        sqe.set_cdw10_11(ReadWrite::from(parent).slba.0 + blocks_before);
+        sqe.set_cdw10_11(ReadWrite::from(parent).slba.0 + (bytes_before >> self.lba_shift));
         sqe.cdw12 = (parent.cdw12 & !0xFFFF) | (blocks as u32 - 1);
-        sqe.dptr = self.pointers[slot * self.children_max + usize::from(child)];
-        (sqe, child, progress.dispatched == progress.children)
+        sqe.dptr = self.pointers[slot * GRAINS_MAX + usize::from(first)];
+        if child_len > grain {
+            // More than two pages: the rest of its parent's list.
+            sqe.dptr[1] = parent.dptr[1] + 8 * (bytes_before / PAGE_SIZE);
+        }
+        (sqe, first, progress.dispatched == progress.grains)
     }
 
-    /// A child has completed. After a failure no more are dispatched.
+    /// The child that begins with grain `child` has completed. After a failure no more are
+    /// dispatched.
     pub(super) fn complete(&mut self, slot: u16, child: u16, status: Status) -> Joined {
         let progress = &mut self.progress[usize::from(slot)];
         progress.in_flight -= 1;
@@ -159,11 +187,11 @@ impl Splits {
         if !status.is_success() && earlier {
             progress.failure = Some((child, status));
         }
-        let cut_short = progress.failure.is_some() && progress.dispatched < progress.children;
+        let cut_short = progress.failure.is_some() && progress.dispatched < progress.grains;
         if cut_short {
-            progress.children = progress.dispatched;
+            progress.grains = progress.dispatched;
         }
-        let is_done = progress.in_flight == 0 && progress.dispatched == progress.children;
+        let is_done = progress.in_flight == 0 && progress.dispatched == progress.grains;
         let status = progress
             .failure
             .map_or(Status::SUCCESS, |(_, status)| status);

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::host::software::SoftwareController;
+use crate::host::software::faults::{FaultError, FaultPlan};
 use crate::host::software::model::Profile;
 use crate::host::vfio::function::PciAddress;
 use crate::host::vfio::{
@@ -36,6 +37,9 @@ pub enum DriveError {
         /// What is wrong with it.
         source: ControllerError,
     },
+    /// Its faults do not fit it.
+    #[error(transparent)]
+    Faults(#[from] FaultError),
     /// The drive cannot be opened.
     #[error("Drive `{path}` cannot be opened")]
     Open {
@@ -135,6 +139,8 @@ pub struct DriveOptions {
     /// What a software drive is to be as fast as; `None` for as fast as it can be. A physical drive
     /// has its own speed.
     pub profile: Option<Arc<Profile>>,
+    /// What is to go wrong with a software drive; `None` if nothing ever is.
+    pub faults: Option<Arc<FaultPlan>>,
 }
 
 /// How long a physical drive may take for a command, unless somebody says otherwise: far longer
@@ -148,6 +154,7 @@ impl Default for DriveOptions {
             namespace: None,
             deadline: DEFAULT_DEADLINE,
             profile: None,
+            faults: None,
         }
     }
 }
@@ -179,19 +186,23 @@ impl Drive {
                 source,
             },
         };
-        let timed = |drive: SoftwareController| match &options.profile {
-            Some(profile) => drive.timed(profile),
-            None => drive,
+        let software = |drive: SoftwareController| -> Result<Arc<dyn HostController>, DriveError> {
+            let drive = match &options.profile {
+                Some(profile) => drive.timed(profile),
+                None => drive,
+            };
+            Ok(Arc::new(match &options.faults {
+                Some(plan) => drive.faulty(plan)?,
+                None => drive,
+            }))
         };
         let controller: Arc<dyn HostController> = match path {
-            DrivePath::Null(bytes) => Arc::new(timed(SoftwareController::null(*bytes, lba_shift))),
+            DrivePath::Null(bytes) => software(SoftwareController::null(*bytes, lba_shift))?,
             DrivePath::Memory(bytes) => {
-                let drive = SoftwareController::memory(*bytes, lba_shift).map_err(failed)?;
-                Arc::new(timed(drive))
+                software(SoftwareController::memory(*bytes, lba_shift).map_err(failed)?)?
             }
             DrivePath::File(file) => {
-                let drive = SoftwareController::file(file, lba_shift).map_err(failed)?;
-                Arc::new(timed(drive))
+                software(SoftwareController::file(file, lba_shift).map_err(failed)?)?
             }
             DrivePath::Pci(address) => {
                 let backing = VfioBacking::open(*address)?;

@@ -161,13 +161,24 @@ impl Attachment {
 
     fn has_blocks(&self) -> bool {
         let controller = self.drive.controller();
-        let range = self.lease.range();
-        let fits = |namespace: &HostNamespace| {
-            namespace.nsid == self.lease.nsid()
-                && namespace.lba_shift == self.namespace.lba_shift
-                && range.start.0 + range.blocks <= namespace.blocks
+        let blocks = self.blocks();
+        let whole = blocks == self.namespace.blocks;
+        let fits = whole || (blocks > 0 && controller.resizes_in_place());
+        !controller.incidents().gone && fits
+    }
+
+    /// The leased blocks that the drive's namespace has now; none if it is another one.
+    #[must_use]
+    pub fn blocks(&self) -> u64 {
+        let same = |namespace: &&HostNamespace| {
+            namespace.nsid == self.lease.nsid() && namespace.lba_shift == self.namespace.lba_shift
         };
-        !controller.incidents().gone && controller.namespaces().iter().any(fits)
+        let namespaces = self.drive.controller().namespaces();
+        let range = self.lease.range();
+        namespaces.iter().find(same).map_or(0, |namespace| {
+            let left = namespace.blocks.saturating_sub(range.start.0);
+            left.min(range.blocks)
+        })
     }
 
     /// Has every I/O command fail that is not taken yet, until the next reset.

@@ -26,6 +26,7 @@ use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
 use crate::spec::status::Status;
 use software::SoftwareQueue;
+use software::faults::{FaultQueue, Faults};
 use software::model::TimedQueue;
 
 /// What a host controller can do, and what a guest controller may therefore promise.
@@ -207,6 +208,18 @@ pub trait HostController: Send + Sync + fmt::Debug {
         Incidents::default()
     }
 
+    /// What goes wrong with it because somebody wants it to; `None` for a drive that nothing was asked
+    /// of when it was opened.
+    fn faults(&self) -> Option<&Faults> {
+        None
+    }
+
+    /// Whether a namespace whose size changes keeps its blocks, as far as it has them. That of a
+    /// physical drive is deleted, and another one created in its place.
+    fn resizes_in_place(&self) -> bool {
+        false
+    }
+
     /// Tells of the drive's events ([`Event::Drive`](crate::event::Event::Drive)) from now on, as
     /// long as the queue lives.
     fn subscribe(&self, events: &Arc<EventQueue>) {
@@ -248,6 +261,11 @@ pub trait HostQueue {
     /// Becomes readable when completions are there, for a poller that wants to sleep; `None` if
     /// commands complete while they are rung in, so that there is nothing to wait for.
     fn wait_fd(&self) -> Option<RawFd>;
+
+    /// Whether it cannot be used any more, but by whoever deletes it.
+    fn has_failed(&self) -> bool {
+        false
+    }
 }
 
 /// A queue pair of some kind of host controller. The kind is told apart once per batch.
@@ -265,8 +283,50 @@ pub enum HostQueuePair {
     TimedMemory(Box<TimedQueue<SoftwareQueue<software::MemoryStore>>>),
     /// Of a file or block device, as fast as a model says, or slower where that itself is.
     TimedFile(Box<TimedQueue<software::FileQueue>>),
+    /// Of a software drive that things go wrong with.
+    Faulty(Box<FaultQueue>),
     /// Of a physical drive.
     Vfio(Box<vfio::VfioQueue>),
+}
+
+/// Carries out a call for whatever kind of host queue it is.
+macro_rules! each_kind {
+    ($pair:expr, $queue:ident => $call:expr) => {
+        match $pair {
+            HostQueuePair::Null($queue) => $call,
+            HostQueuePair::Memory($queue) => $call,
+            HostQueuePair::File($queue) => $call,
+            HostQueuePair::TimedNull($queue) => $call,
+            HostQueuePair::TimedMemory($queue) => $call,
+            HostQueuePair::TimedFile($queue) => $call,
+            HostQueuePair::Faulty($queue) => $call,
+            HostQueuePair::Vfio($queue) => $call,
+        }
+    };
+}
+
+/// For a layer in front of another queue, whose kind it does not care about.
+impl HostQueuePair {
+    /// See [`HostQueue::submit`].
+    pub(crate) fn submit(&mut self, sqe: &Sqe) {
+        each_kind!(self, queue => queue.submit(sqe));
+    }
+
+    /// See [`HostQueue::ring`].
+    pub(crate) fn ring(&mut self, memory: HostMemory<'_>) {
+        each_kind!(self, queue => queue.ring(memory));
+    }
+
+    /// See [`HostQueue::reap`]; into a list, since a layer in front of a layer in front of … would
+    /// make one function after the other.
+    pub(crate) fn reap_into(&mut self, memory: HostMemory<'_>, done: &mut Vec<HostCompletion>) {
+        each_kind!(self, queue => queue.reap(memory, |completion| done.push(completion)));
+    }
+
+    /// See [`HostQueue::wait_fd`].
+    pub(crate) fn wait_fd(&self) -> Option<RawFd> {
+        each_kind!(self, queue => queue.wait_fd())
+    }
 }
 
 impl HostQueuePair {
@@ -287,6 +347,7 @@ impl HostQueuePair {
             Self::TimedNull(queue) => queue.hurry(hurried),
             Self::TimedMemory(queue) => queue.hurry(hurried),
             Self::TimedFile(queue) => queue.hurry(hurried),
+            Self::Faulty(queue) => queue.hurry(hurried),
             Self::Null(_) | Self::Memory(_) | Self::File(_) | Self::Vfio(_) => {}
         }
     }
@@ -299,6 +360,7 @@ impl HostQueuePair {
             Self::TimedNull(queue) => queue.next_due(),
             Self::TimedMemory(queue) => queue.next_due(),
             Self::TimedFile(queue) => queue.next_due(),
+            Self::Faulty(queue) => queue.next_due(),
             Self::Null(_) | Self::Memory(_) | Self::File(_) | Self::Vfio(_) => None,
         }
     }

@@ -352,6 +352,7 @@ impl ShadowQueue {
             HostQueuePair::TimedNull(host) => self.core.poll(host.as_mut()),
             HostQueuePair::TimedMemory(host) => self.core.poll(host.as_mut()),
             HostQueuePair::TimedFile(host) => self.core.poll(host.as_mut()),
+            HostQueuePair::Faulty(host) => self.core.poll(host.as_mut()),
         }
     }
 
@@ -369,7 +370,8 @@ impl ShadowQueue {
     /// completion of a drive that is polled.
     #[must_use]
     pub fn is_silent(&self) -> bool {
-        if matches!(self.host, HostQueuePair::Vfio(_)) && !self.is_drained() {
+        let polled = matches!(self.host, HostQueuePair::Vfio(_) | HostQueuePair::Faulty(_));
+        if polled && !self.is_drained() {
             return true;
         }
         match self.core.condition {
@@ -383,15 +385,7 @@ impl ShadowQueue {
     /// Becomes readable when the host controller has completed something.
     #[must_use]
     pub fn wait_fd(&self) -> Option<std::os::fd::RawFd> {
-        match &self.host {
-            HostQueuePair::Null(host) => host.wait_fd(),
-            HostQueuePair::Memory(host) => host.wait_fd(),
-            HostQueuePair::File(host) => host.wait_fd(),
-            HostQueuePair::Vfio(host) => host.wait_fd(),
-            HostQueuePair::TimedNull(host) => host.wait_fd(),
-            HostQueuePair::TimedMemory(host) => host.wait_fd(),
-            HostQueuePair::TimedFile(host) => host.wait_fd(),
-        }
+        self.host.wait_fd()
     }
 
     /// A moment before which none of the commands completes that wait for nothing but their time;
@@ -441,6 +435,9 @@ impl Core {
                 self.reap(host);
                 worked = true;
             }
+        }
+        if host.has_failed() {
+            self.fail(QueueFailure::HostQueue);
         }
         // What a queue that is not sound has of the guest's memory may have been unmapped: the
         // doorbell, too.

@@ -7,6 +7,7 @@ mod common;
 
 mod admin;
 mod doorbells;
+mod faults;
 mod file_drive;
 mod interrupts;
 mod leases;

@@ -37,6 +37,8 @@ pub(super) const ARBITRATION_BURST: u8 = 6;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Subject<'a> {
     pub(super) namespace: &'a LeasedNamespace,
+    /// Logical blocks that the namespace has now.
+    pub(super) blocks: u64,
     pub(super) limits: &'a Limits,
     /// Whether Doorbell Buffer Config is offered.
     pub(super) doorbell_buffer: bool,
@@ -181,7 +183,7 @@ impl Subject<'_> {
         if self.limits.offers(NvmOpcode::DATASET_MANAGEMENT) {
             // 256 ranges are what a command can have: no limit.
             id.dmrl = u8::try_from(self.limits.dsm_ranges_max).unwrap_or(0);
-            id.dmrsl = saturating_u32(self.blocks(self.limits.dsm_range_bytes_max));
+            id.dmrsl = saturating_u32(self.in_blocks(self.limits.dsm_range_bytes_max));
         }
         bytes(id)
     }
@@ -196,18 +198,18 @@ impl Subject<'_> {
     fn namespace(&self) -> Vec<u8> {
         let namespace = self.namespace;
         let mut id = IdentifyNamespace::new_zeroed();
-        id.nsze = namespace.blocks;
-        id.ncap = namespace.blocks;
-        id.nuse = namespace.blocks;
+        id.nsze = self.blocks;
+        id.ncap = self.blocks;
+        id.nuse = self.blocks;
         if self.limits.deallocated_reads_zeroes {
             id.dlfeat = Dlfeat::default()
                 .with_read(DeallocatedRead::ZEROES)
                 .with_write_zeroes_deac(self.limits.offers(NvmOpcode::WRITE_ZEROES));
         }
-        id.nvmcap = U128::new(u128::from(namespace.blocks) << namespace.lba_shift);
+        id.nvmcap = U128::new(u128::from(self.blocks) << namespace.lba_shift);
         if self.limits.offers(NvmOpcode::COPY) {
             let (blocks, ranges) = (
-                self.blocks(self.limits.copy_bytes_max),
+                self.in_blocks(self.limits.copy_bytes_max),
                 self.limits.copy_ranges_max,
             );
             id.mssrl = u16::try_from(blocks).unwrap_or(u16::MAX);
@@ -256,7 +258,7 @@ impl Subject<'_> {
         list
     }
 
-    fn blocks(&self, bytes: u64) -> u64 {
+    fn in_blocks(&self, bytes: u64) -> u64 {
         bytes >> self.namespace.lba_shift
     }
 }

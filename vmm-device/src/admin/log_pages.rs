@@ -235,6 +235,7 @@ mod tests {
         fn read(&self, request: LogPageRequest, nsid: u32) -> Result<Vec<u8>, Status> {
             let subject = Subject {
                 namespace: &self.namespace,
+                blocks: self.namespace.blocks,
                 limits: &self.limits,
                 doorbell_buffer: true,
                 active: true,

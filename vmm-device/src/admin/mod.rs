@@ -436,6 +436,7 @@ impl Admin {
     fn subject<'a>(&self, attachment: &'a Attachment) -> Subject<'a> {
         Subject {
             namespace: attachment.namespace(),
+            blocks: attachment.blocks(),
             limits: attachment.limits(),
             doorbell_buffer: doorbell_buffer::is_supported(attachment),
             active: attachment.is_backed(),

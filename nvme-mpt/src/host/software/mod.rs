@@ -1,6 +1,7 @@
 //! The software host controller: an NVMe drive in this process, over one of three stores, which a
 //! [model] makes as fast as another drive.
 
+pub mod faults;
 mod file;
 mod memory;
 pub mod model;
@@ -17,11 +18,14 @@ pub use memory::MemoryStore;
 pub use null::NullStore;
 pub(crate) use uncorrectable::UncorrectableBlocks;
 
+use faults::{FaultError, FaultPlan, FaultQueue, Faults};
 use model::{Model, Profile, TimedQueue, Wear};
 
 use super::{
-    HostCompletion, HostController, HostMemory, HostNamespace, HostQueue, HostQueuePair, Limits,
+    HostCompletion, HostController, HostMemory, HostNamespace, HostQueue, HostQueuePair, Incidents,
+    Limits,
 };
+use crate::event::EventQueue;
 use crate::iova::IovaSpace;
 use crate::range_lock::RangeLock;
 use crate::shadow::MAX_SGL_DESCRIPTORS;
@@ -118,6 +122,8 @@ pub struct SoftwareController {
     blocks: Blocks,
     /// Says when commands complete; without one they do when the store is done.
     timing: Option<Arc<Model>>,
+    /// What goes wrong, and what has become of the drive by that.
+    faults: Option<Arc<Faults>>,
     iova_space: Arc<IovaSpace>,
 }
 
@@ -169,6 +175,7 @@ impl SoftwareController {
             limits,
             blocks,
             timing: None,
+            faults: None,
             iova_space,
         }
     }
@@ -191,6 +198,19 @@ impl SoftwareController {
         }
         self.timing = Some(Arc::new(model));
         self
+    }
+
+    /// The same drive, with these faults, and such as are injected later.
+    ///
+    /// # Errors
+    /// See [`Faults::inject`].
+    pub fn faulty(mut self, plan: &FaultPlan) -> Result<Self, FaultError> {
+        self.faults = Some(Arc::new(Faults::new(plan, self.namespace)?));
+        Ok(self)
+    }
+
+    fn is_gone(&self) -> bool {
+        self.faults.as_ref().is_some_and(|faults| faults.is_gone())
     }
 
     /// The file that the drive is in, if others can lie beside it.
@@ -284,7 +304,11 @@ impl HostController for SoftwareController {
     }
 
     fn namespaces(&self) -> Vec<HostNamespace> {
-        vec![self.namespace]
+        let blocks = self.faults.as_ref().map(|faults| faults.blocks());
+        vec![HostNamespace {
+            blocks: blocks.unwrap_or(self.namespace.blocks),
+            ..self.namespace
+        }]
     }
 
     fn iova_space(&self) -> &Arc<IovaSpace> {
@@ -299,7 +323,10 @@ impl HostController for SoftwareController {
     }
 
     fn create_queue(&self, slots: u16, _: &HostNamespace) -> io::Result<HostQueuePair> {
-        Ok(match (&self.blocks, &self.timing) {
+        if self.is_gone() {
+            return Err(io::ErrorKind::NotConnected.into());
+        }
+        let queue = match (&self.blocks, &self.timing) {
             (Blocks::Null, None) => HostQueuePair::Null(SoftwareQueue::new(NullStore, slots)),
             (Blocks::Memory(store), None) => {
                 HostQueuePair::Memory(SoftwareQueue::new(store.clone(), slots))
@@ -317,13 +344,44 @@ impl HostController for SoftwareController {
             (Blocks::File(store), Some(model)) => {
                 HostQueuePair::TimedFile(timed(FileQueue::new(store, slots)?, model, slots))
             }
+        };
+        Ok(match &self.faults {
+            None => queue,
+            Some(faults) => {
+                let queue = FaultQueue::new(queue, faults.clone(), slots);
+                HostQueuePair::Faulty(Box::new(queue))
+            }
         })
     }
 
     fn flush(&self, _: &HostNamespace) -> io::Result<()> {
+        if self.is_gone() {
+            return Err(io::ErrorKind::NotConnected.into());
+        }
         match &self.blocks {
             Blocks::Null | Blocks::Memory(_) => Ok(()),
             Blocks::File(store) => store.sync(),
+        }
+    }
+
+    fn incidents(&self) -> Incidents {
+        Incidents {
+            gone: self.is_gone(),
+            ..Incidents::default()
+        }
+    }
+
+    fn faults(&self) -> Option<&Faults> {
+        self.faults.as_deref()
+    }
+
+    fn resizes_in_place(&self) -> bool {
+        true
+    }
+
+    fn subscribe(&self, events: &Arc<EventQueue>) {
+        if let Some(faults) = &self.faults {
+            faults.subscribe(events);
         }
     }
 }

@@ -7,6 +7,7 @@ fn identify(cns: u8, csi: u8, cntid: u16, nsid: u32) -> Result<Vec<u8>, Status> 
     let (namespace, limits) = (fixtures::namespace(), fixtures::limits());
     let subject = Subject {
         namespace: &namespace,
+        blocks: namespace.blocks,
         limits: &limits,
         doorbell_buffer: true,
         active: true,
@@ -66,6 +67,7 @@ fn doorbell_buffer_config_is_offered_where_it_is_of_use() {
     let (namespace, limits) = (fixtures::namespace(), fixtures::limits());
     let subject = Subject {
         namespace: &namespace,
+        blocks: namespace.blocks,
         limits: &limits,
         doorbell_buffer: false,
         active: true,
@@ -95,6 +97,7 @@ fn nothing_is_promised_that_the_drive_does_not_keep() {
     };
     let subject = Subject {
         namespace: &namespace,
+        blocks: namespace.blocks,
         limits: &limits,
         doorbell_buffer: true,
         active: true,
@@ -132,6 +135,7 @@ fn a_namespace_that_is_not_active_is_listed_nowhere() {
     let (namespace, limits) = (fixtures::namespace(), fixtures::limits());
     let subject = Subject {
         namespace: &namespace,
+        blocks: namespace.blocks,
         limits: &limits,
         doorbell_buffer: true,
         active: false,

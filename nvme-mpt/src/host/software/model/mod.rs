@@ -13,8 +13,10 @@ mod wheel;
 
 pub use profile::{NvmProfile, NvmRates, Profile, ProfileError, Size, SsdProfile};
 pub use ssd::Wear;
+pub(crate) use time::Timebase;
 pub use time::{Clock, HostClock, Span, SpanError};
 pub use timed::TimedQueue;
+pub(crate) use wheel::DueWheel;
 
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -29,7 +31,6 @@ use crate::spec::sqe::Sqe;
 use crate::spec::status::Status;
 use nvm::NvmModel;
 use ssd::SsdModel;
-use time::Timebase;
 
 /// What a command, or a part of it, asks of the drive's media.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,0 +1,248 @@
+//! A queue pair of a drive that things go wrong with: a layer in front of the drive's own.
+
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{Faults, REMOVED, Verdict};
+use crate::clock::{Ticks, ticks_in};
+use crate::host::software::model::{Clock, DueWheel, HostClock};
+use crate::host::{HostCompletion, HostMemory, HostQueue, HostQueuePair};
+use crate::spec::nvm::{CompareVerify, ReadWrite};
+use crate::spec::opcode::NvmOpcode;
+use crate::spec::sqe::Sqe;
+use crate::spec::status::Status;
+
+/// Times that are told apart.
+const RESOLUTION: Duration = Duration::from_nanos(250);
+
+/// What was decided about a command that the drive has.
+#[derive(Clone, Copy, Debug, Default)]
+struct Fate {
+    /// Ticks that it completes later than the drive has it.
+    delay: u64,
+    /// What it completes with, if not with what the drive says.
+    status: Option<Status>,
+}
+
+/// A queue of a drive, and the drive's faults in front of it.
+#[derive(Debug)]
+pub struct FaultQueue<C = HostClock> {
+    drive: HostQueuePair,
+    faults: Arc<Faults>,
+    clock: C,
+    /// Commands that were submitted and not rung in.
+    arriving: Vec<Sqe>,
+    /// By slot.
+    fates: Box<[Fate]>,
+    /// What the drive is done with.
+    reaped: Vec<HostCompletion>,
+    /// Commands that completed without the drive.
+    refused: Vec<HostCompletion>,
+    /// Slots of commands that never complete.
+    lost: Vec<u16>,
+    /// How each slot's command ended that is delayed.
+    delayed: Box<[HostCompletion]>,
+    wheel: DueWheel,
+    hurried: bool,
+    /// A command came upon a fault that breaks the controller.
+    broken: bool,
+}
+
+impl FaultQueue {
+    pub(crate) fn new(drive: HostQueuePair, faults: Arc<Faults>, slots: u16) -> Self {
+        Self::with_clock(drive, faults, slots, HostClock, ticks_in(RESOLUTION))
+    }
+}
+
+impl<C> FaultQueue<C> {
+    pub(super) fn with_clock(
+        drive: HostQueuePair,
+        faults: Arc<Faults>,
+        slots: u16,
+        clock: C,
+        resolution: u64,
+    ) -> Self {
+        let room = usize::from(slots);
+        let nothing = HostCompletion {
+            slot: 0,
+            status: Status::SUCCESS,
+            dw0: 0,
+        };
+        Self {
+            drive,
+            faults,
+            clock,
+            arriving: Vec::with_capacity(room),
+            fates: vec![Fate::default(); room].into_boxed_slice(),
+            reaped: Vec::with_capacity(room),
+            refused: Vec::with_capacity(room),
+            lost: Vec::with_capacity(room),
+            delayed: vec![nothing; room].into_boxed_slice(),
+            wheel: DueWheel::new(room, resolution),
+            hurried: false,
+            broken: false,
+        }
+    }
+
+    /// Whether commands complete as soon as they can, also those that never would: while the queue is
+    /// about to be deleted or changed, which waits for them.
+    pub(crate) fn hurry(&mut self, hurried: bool) {
+        self.hurried = hurried;
+        self.drive.hurry(hurried);
+    }
+
+    /// A moment before which nothing completes; `None` if nothing waits for its time.
+    pub(crate) fn next_due(&self) -> Option<Ticks> {
+        let delayed = self.wheel.next_due().map(Ticks);
+        [delayed, self.drive.next_due()].into_iter().flatten().min()
+    }
+}
+
+/// A command that takes as long as the drive takes to look at its blocks, and does nothing with them
+/// and nothing with the guest's memory (Verify; NVM 1.0, section 3.2.5). What names its blocks in a
+/// list looks at one.
+fn looks_only(sqe: &Sqe) -> Sqe {
+    let mut verify = Sqe::new(NvmOpcode::VERIFY.0);
+    verify.set_cid(sqe.cid());
+    verify.nsid = sqe.nsid;
+    let ReadWrite { slba, nlb_z, .. } = match NvmOpcode(sqe.opcode()) {
+        NvmOpcode::COPY | NvmOpcode::DATASET_MANAGEMENT | NvmOpcode::FLUSH => ReadWrite::default(),
+        // All others have both fields there.
+        _ => ReadWrite::from(sqe),
+    };
+    let blocks = CompareVerify {
+        slba,
+        nlb_z,
+        ..CompareVerify::default()
+    };
+    blocks.write_to(&mut verify);
+    verify
+}
+
+impl<C: Clock> HostQueue for FaultQueue<C> {
+    fn submit(&mut self, sqe: &Sqe) {
+        debug_assert!(self.arriving.len() < self.arriving.capacity());
+        self.arriving.push(*sqe);
+    }
+
+    fn ring(&mut self, memory: HostMemory<'_>) {
+        let Self {
+            drive,
+            faults,
+            arriving,
+            fates,
+            refused,
+            lost,
+            broken,
+            ..
+        } = self;
+        let mut act = |sqe: &Sqe, verdict| {
+            let slot = sqe.cid().0;
+            let Some(fate) = fates.get_mut(usize::from(slot)) else {
+                return;
+            };
+            *fate = Fate::default();
+            match verdict {
+                Verdict::Pass(delay) => {
+                    fate.delay = delay;
+                    drive.submit(sqe);
+                }
+                Verdict::Fail(status, delay) => {
+                    let status = Some(status);
+                    *fate = Fate { delay, status };
+                    drive.submit(&looks_only(sqe));
+                }
+                Verdict::Refuse(status) => refused.push(HostCompletion {
+                    slot,
+                    status,
+                    dw0: 0,
+                }),
+                Verdict::Lose => lost.push(slot),
+                Verdict::Break => {
+                    lost.push(slot);
+                    *broken = true;
+                }
+            }
+        };
+        if faults.is_idle() {
+            for sqe in arriving.iter() {
+                act(sqe, Verdict::Pass(0));
+            }
+        } else {
+            faults.judge(arriving, memory, act);
+        }
+        arriving.clear();
+        drive.ring(memory);
+    }
+
+    fn reap(&mut self, memory: HostMemory<'_>, mut done: impl FnMut(HostCompletion)) {
+        let Self {
+            drive,
+            faults,
+            clock,
+            fates,
+            reaped,
+            refused,
+            lost,
+            delayed,
+            wheel,
+            ..
+        } = self;
+        let gone = faults.is_gone();
+        // Whatever a drive was about to say that is not there any more.
+        let told = |status| if gone { REMOVED } else { status };
+        drive.reap_into(memory, reaped);
+        for completion in reaped.drain(..) {
+            let slot = usize::from(completion.slot);
+            let (Some(fate), Some(delayed)) = (fates.get(slot), delayed.get_mut(slot)) else {
+                continue;
+            };
+            let status = told(fate.status.unwrap_or(completion.status));
+            let completion = HostCompletion {
+                status,
+                ..completion
+            };
+            if fate.delay == 0 {
+                done(completion);
+            } else {
+                *delayed = completion;
+                let due = clock.now().saturating_add(fate.delay);
+                wheel.insert(completion.slot.into(), due);
+            }
+        }
+        for completion in refused.drain(..) {
+            done(completion);
+        }
+        let mut due = |slot: u32| {
+            if let Some(completion) = delayed.get(slot as usize) {
+                done(HostCompletion {
+                    status: told(completion.status),
+                    ..*completion
+                });
+            }
+        };
+        if !self.hurried && !gone {
+            if wheel.next_due().is_some() {
+                wheel.advance(clock.now(), due);
+            }
+            return;
+        }
+        wheel.drain(&mut due);
+        for slot in lost.drain(..) {
+            done(HostCompletion {
+                slot,
+                status: told(Status::ABORTED_SQ_DELETION),
+                dw0: 0,
+            });
+        }
+    }
+
+    fn wait_fd(&self) -> Option<RawFd> {
+        self.drive.wait_fd()
+    }
+
+    fn has_failed(&self) -> bool {
+        self.broken
+    }
+}

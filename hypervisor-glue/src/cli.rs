@@ -1,6 +1,7 @@
 //! The `nvme-mpt` command.
 
 use std::error::Error;
+use std::fs;
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -9,10 +10,13 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, Parser, Subcommand};
 
+use nvme_mpt::DrivePath;
+use nvme_mpt::host::software::faults::FaultPlan;
 use nvme_mpt::host::vfio::function::{HostRoot, PciAddress};
 use nvme_mpt::lease::{LeaseEntry, LeaseState, Ledger};
 
 use crate::control::ControlError;
+use crate::faults::FaultRequest;
 use crate::options::{ServedFunction, parse_socket_path};
 use crate::report;
 use crate::serve::{ServeOptions, serve};
@@ -38,6 +42,7 @@ enum Command {
     Serve(Serve),
     Leases(Leases),
     Stats(Stats),
+    Fault(Fault),
     Drives(Drives),
     Bind(Bind),
     Unbind(Unbind),
@@ -51,7 +56,7 @@ enum Command {
 struct Serve {
     /// A function: socket=PATH,path=DRIVE[,range=START+LENGTH][,queues=N][,id=ID]
     /// [,doorbells=auto|shadow|mapped|trap][,poll=POLICY][,serial=SERIAL][,lba=512|4096]
-    /// [,profile=PROFILE][,namespace=N][,timeout=SECONDS]
+    /// [,profile=PROFILE][,faults=PLAN][,namespace=N][,timeout=SECONDS]
     ///
     /// Can be given many times.
     ///
@@ -69,6 +74,9 @@ struct Serve {
     ///   lba        bytes of a logical block of a software drive, 512 or 4096 [default: 512]
     ///   profile    a drive that a software drive keeps time like: nvm, ssd, or a path with a slash
     ///              to a file like those in resources/drives [default: as fast as it can be]
+    ///   faults     a file that says what goes wrong with a software drive, like
+    ///              resources/faults/example.toml, or none, to inject faults later with
+    ///              `nvme-mpt fault` [default: nothing ever does]
     ///   namespace  which namespace of a physical drive [default: its first]
     ///   timeout    seconds that a physical drive may take for a command before it is aborted, and
     ///              the drive reset if that does not help [default: 10]
@@ -129,6 +137,41 @@ struct Stats {
     /// Again and again, so many seconds apart; the table then counts from one time to the next
     #[arg(long, value_name = "SECONDS", value_parser = parse_interval)]
     watch: Option<Duration>,
+}
+
+/// Let something go wrong with a software drive of a running server
+///
+/// The drive must have been served with faults=none, or with faults of its own.
+#[derive(Args, Debug)]
+struct Fault {
+    #[command(subcommand)]
+    command: Option<FaultCommand>,
+    #[command(flatten)]
+    state: State,
+    #[command(flatten)]
+    control: Control,
+}
+
+#[derive(Debug, Subcommand)]
+enum FaultCommand {
+    /// Show the faults of all drives, and how many commands each struck (what `fault` alone does)
+    List {
+        /// As JSON, one line
+        #[arg(long)]
+        json: bool,
+    },
+    /// Add the faults of a file to those of a drive
+    Inject {
+        /// The drive, as in path=
+        drive: DrivePath,
+        /// The file, like resources/faults/example.toml
+        plan: String,
+    },
+    /// Take the faults of a drive away. What they did stays: a drive that was removed is gone
+    Clear {
+        /// The drive, as in path=
+        drive: DrivePath,
+    },
 }
 
 /// Show the NVMe functions of this host, and what stands in the way of serving each
@@ -208,6 +251,7 @@ pub fn run() -> ExitCode {
         Command::Serve(options) => run_serve(options),
         Command::Leases(options) => run_leases(options),
         Command::Stats(options) => run_stats(options),
+        Command::Fault(options) => run_fault(options),
         Command::Drives(options) => run_drives(options),
         Command::Bind(options) => run_bind(&options),
         Command::Unbind(options) => run_unbind(&options),
@@ -337,6 +381,52 @@ fn run_stats(options: Stats) -> Result<(), Box<dyn Error>> {
         // From the plan, not from now, so that the samples stay that far apart.
         next = (next + interval).max(Instant::now());
         thread::sleep(next.saturating_duration_since(Instant::now()));
+    }
+}
+
+fn run_fault(options: Fault) -> Result<(), Box<dyn Error>> {
+    let path = options.control.path(&options.state);
+    let command = options
+        .command
+        .unwrap_or(FaultCommand::List { json: false });
+    let mut as_json = false;
+    let request = match command {
+        FaultCommand::List { json } => {
+            as_json = json;
+            FaultRequest::List {}
+        }
+        FaultCommand::Inject { drive, plan } => {
+            // What is wrong with the plan itself is told here, where its name is known.
+            let text = FaultPlan::read(&plan)?;
+            FaultPlan::parse(&plan, &text)?;
+            FaultRequest::Inject {
+                drive: canonical(drive).to_string(),
+                plan: text,
+            }
+        }
+        FaultCommand::Clear { drive } => FaultRequest::Clear {
+            drive: canonical(drive).to_string(),
+        },
+    };
+    let drives = control::query_faults(&path, request)?;
+    let mut out = io::stdout().lock();
+    if as_json {
+        writeln!(out, "{}", serde_json::to_string(&drives)?)?;
+    } else if drives.is_empty() {
+        writeln!(out, "No drive of the server was given faults=")?;
+    } else {
+        for drive in &drives {
+            write!(out, "{drive}")?;
+        }
+    }
+    Ok(())
+}
+
+/// The path as the server knows it, whose folder may be another one.
+fn canonical(path: DrivePath) -> DrivePath {
+    match path {
+        DrivePath::File(file) => DrivePath::File(fs::canonicalize(&file).unwrap_or(file)),
+        other => other,
     }
 }
 

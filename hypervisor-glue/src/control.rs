@@ -16,14 +16,15 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use vmm_sys_util::eventfd::EventFd;
 
+use crate::faults::{DriveFaults, FaultRequest};
 use crate::stats::ServerStats;
 use crate::vfio_user::{self, Listener};
 
 /// How long a client has for its request and for taking the answer.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Longest request in bytes.
-const REQUEST_MAX: usize = 4096;
+/// Longest request in bytes: a fault plan, and what JSON writes for its line ends and quotes.
+const REQUEST_MAX: usize = 128 << 10;
 
 /// Longest answer that is taken, in bytes: thousands of queues.
 const ANSWER_MAX: usize = 16 << 20;
@@ -77,11 +78,16 @@ pub enum ControlError {
 }
 
 /// What a client can ask for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "snake_case", deny_unknown_fields)]
 enum Request {
     /// The figures of the server.
     Stats {},
+    /// Something about the faults of its drives.
+    Faults {
+        /// What.
+        request: FaultRequest,
+    },
 }
 
 /// What a server answers.
@@ -90,8 +96,22 @@ enum Request {
 enum Answer {
     /// To [`Request::Stats`].
     Stats(ServerStats),
-    /// To what is no request.
+    /// To [`Request::Faults`]: those of all drives that can have some.
+    Faults(Vec<DriveFaults>),
+    /// To what is no request, or cannot be done.
     Error(String),
+}
+
+/// What a control socket gives access to.
+pub trait Service: Send + 'static {
+    /// The figures of the server.
+    fn stats(&self) -> ServerStats;
+
+    /// Does something about the faults of its drives, and tells those that there are.
+    ///
+    /// # Errors
+    /// Why it cannot be done, in words.
+    fn faults(&self, request: &FaultRequest) -> Result<Vec<DriveFaults>, String>;
 }
 
 /// A control socket that is served until this is dropped.
@@ -102,14 +122,11 @@ pub struct ControlServer {
 }
 
 impl ControlServer {
-    /// Offers `figures` on a socket at `path`.
+    /// Offers `service` on a socket at `path`.
     ///
     /// # Errors
     /// The socket or the thread cannot be made.
-    pub fn start(
-        path: &Path,
-        figures: impl Fn() -> ServerStats + Send + 'static,
-    ) -> Result<Self, ControlError> {
+    pub fn start(path: &Path, service: impl Service) -> Result<Self, ControlError> {
         let listener = Listener::bind(path).map_err(ControlError::Offer)?;
         let stop =
             EventFd::new(libc::EFD_CLOEXEC | libc::EFD_NONBLOCK).map_err(ControlError::Thread)?;
@@ -117,7 +134,7 @@ impl ControlServer {
             listener,
             stop: stop.try_clone().map_err(ControlError::Thread)?,
             stopped: false,
-            figures,
+            service,
         };
         let mut events = EventManager::new().map_err(ControlError::Events)?;
         let thread = thread::Builder::new()
@@ -155,14 +172,14 @@ impl Drop for ControlServer {
 }
 
 /// The listening side, in the control thread.
-struct Clients<F> {
+struct Clients<S> {
     listener: Listener,
     stop: EventFd,
     stopped: bool,
-    figures: F,
+    service: S,
 }
 
-impl<F: Fn() -> ServerStats> MutEventSubscriber for Clients<F> {
+impl<S: Service> MutEventSubscriber for Clients<S> {
     fn init(&mut self, ops: &mut EventOps) {
         for events in [
             Events::new(&self.listener, EventSet::IN),
@@ -192,11 +209,15 @@ impl<F: Fn() -> ServerStats> MutEventSubscriber for Clients<F> {
     }
 }
 
-impl<F: Fn() -> ServerStats> Clients<F> {
+impl<S: Service> Clients<S> {
     fn answer(&self, stream: &UnixStream) -> io::Result<()> {
         let line = Line::new(stream)?;
         let answer = match serde_json::from_slice(&line.read(REQUEST_MAX)?) {
-            Ok(Request::Stats {}) => Answer::Stats((self.figures)()),
+            Ok(Request::Stats {}) => Answer::Stats(self.service.stats()),
+            Ok(Request::Faults { request }) => match self.service.faults(&request) {
+                Ok(faults) => Answer::Faults(faults),
+                Err(reason) => Answer::Error(reason),
+            },
             Err(error) => Answer::Error(format!(
                 "not a request: {error}; write {{\"command\":\"stats\"}} and a new line"
             )),
@@ -210,6 +231,38 @@ impl<F: Fn() -> ServerStats> Clients<F> {
 /// # Errors
 /// There is no server, or no answer that can be understood.
 pub fn query_stats(path: &Path) -> Result<ServerStats, ControlError> {
+    match ask(path, &Request::Stats {})? {
+        Answer::Stats(stats) => Ok(stats),
+        other => Err(other.unexpected(path)),
+    }
+}
+
+/// Asks the server on the control socket at `path` for something about the faults of its drives.
+///
+/// # Errors
+/// There is no server, it refuses, or there is no answer that can be understood.
+pub fn query_faults(path: &Path, request: FaultRequest) -> Result<Vec<DriveFaults>, ControlError> {
+    match ask(path, &Request::Faults { request })? {
+        Answer::Faults(faults) => Ok(faults),
+        other => Err(other.unexpected(path)),
+    }
+}
+
+impl Answer {
+    /// What to tell of an answer that is not the one to the request.
+    fn unexpected(self, path: &Path) -> ControlError {
+        let reason = match self {
+            Self::Error(reason) => reason,
+            Self::Stats(_) | Self::Faults(_) => "it answers another request".to_owned(),
+        };
+        ControlError::Refused {
+            path: path.to_owned(),
+            reason,
+        }
+    }
+}
+
+fn ask(path: &Path, request: &Request) -> Result<Answer, ControlError> {
     let no_server = |source| ControlError::NoServer {
         path: path.to_owned(),
         source,
@@ -224,16 +277,10 @@ pub fn query_stats(path: &Path) -> Result<ServerStats, ControlError> {
     };
     let stream = UnixStream::connect(path).map_err(no_server)?;
     let line = Line::new(&stream).map_err(no_answer)?;
-    let request = serde_json::to_vec(&Request::Stats {}).map_err(bad_answer)?;
+    let request = serde_json::to_vec(request).map_err(bad_answer)?;
     line.write(&request).map_err(no_answer)?;
     let answer = line.read(ANSWER_MAX).map_err(no_answer)?;
-    match serde_json::from_slice(&answer).map_err(bad_answer)? {
-        Answer::Stats(stats) => Ok(stats),
-        Answer::Error(reason) => Err(ControlError::Refused {
-            path: path.to_owned(),
-            reason,
-        }),
-    }
+    serde_json::from_slice(&answer).map_err(bad_answer)
 }
 
 /// A line in and a line out, before a deadline that is the same for both.
@@ -305,22 +352,60 @@ impl<'stream> Line<'stream> {
 #[cfg(test)]
 mod tests {
     use std::io::{BufRead, BufReader};
-    use std::sync::Arc;
     use std::sync::atomic::{AtomicU64, Ordering};
 
     use super::*;
     use crate::stats::FunctionStats;
 
+    /// Counts how often it was asked for figures, and has faults on one drive.
+    #[derive(Default)]
+    struct Counting(AtomicU64);
+
+    impl Service for Counting {
+        fn stats(&self) -> ServerStats {
+            ServerStats {
+                functions: vec![FunctionStats {
+                    capacity_bytes: self.0.fetch_add(1, Ordering::Relaxed),
+                    ..FunctionStats::default()
+                }],
+                ..ServerStats::default()
+            }
+        }
+
+        fn faults(&self, request: &FaultRequest) -> Result<Vec<DriveFaults>, String> {
+            match request {
+                FaultRequest::Inject { drive, plan } if plan.len() == 60_000 => {
+                    Ok(vec![DriveFaults {
+                        drive: drive.clone(),
+                        faults: Vec::new(),
+                    }])
+                }
+                _ => Err("no such drive".to_owned()),
+            }
+        }
+    }
+
     fn server(path: &Path) -> ControlServer {
-        let asked = Arc::new(AtomicU64::new(0));
-        ControlServer::start(path, move || ServerStats {
-            functions: vec![FunctionStats {
-                capacity_bytes: asked.fetch_add(1, Ordering::Relaxed),
-                ..FunctionStats::default()
-            }],
-            ..ServerStats::default()
-        })
-        .unwrap()
+        ControlServer::start(path, Counting::default()).unwrap()
+    }
+
+    #[test]
+    fn faults_are_injected_and_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("control.sock");
+        let _server = server(&path);
+        // As long as plans become, in the characters that JSON writes longest.
+        let inject = FaultRequest::Inject {
+            drive: "memory:1G".to_owned(),
+            plan: "\n".repeat(60_000),
+        };
+        let faults = query_faults(&path, inject).unwrap();
+        assert_eq!(faults[0].drive, "memory:1G");
+        let error = query_faults(&path, FaultRequest::List {}).unwrap_err();
+        assert!(
+            error.to_string().ends_with("refused: no such drive"),
+            "{error}"
+        );
     }
 
     fn ask(path: &Path, request: &[u8]) -> String {
@@ -378,7 +463,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control.sock");
         let _server = server(&path);
-        let error = ControlServer::start(&path, ServerStats::default).unwrap_err();
+        let error = ControlServer::start(&path, Counting::default()).unwrap_err();
         assert!(matches!(error, ControlError::Offer(_)), "{error}");
         query_stats(&path).unwrap();
     }

@@ -12,6 +12,7 @@ pub mod bind;
 pub mod cli;
 pub mod control;
 pub mod drives;
+pub mod faults;
 pub mod function_thread;
 mod irq_fd;
 pub mod logging;

@@ -114,6 +114,7 @@ pub fn open(
             deadline: options.timeout.unwrap_or(default.deadline),
             namespace: options.namespace,
             profile: options.profile.clone(),
+            faults: options.faults.clone(),
         },
     )?;
     attach(options, &drive, ledgers, pollers)

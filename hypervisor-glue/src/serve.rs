@@ -13,7 +13,8 @@ use vmm_device::{MsixMasking, NvmeFunction};
 
 use crate::adaptor::NvmeDevice;
 use crate::attach;
-use crate::control::{ControlError, ControlServer};
+use crate::control::{ControlError, ControlServer, Service};
+use crate::faults::{self, DriveFaults, FaultRequest};
 use crate::function_thread::{FunctionHandle, FunctionThread, FunctionThreadError};
 use crate::open::{self, Ledgers, OpenError};
 use crate::options::ServedFunction;
@@ -254,6 +255,8 @@ fn drive_options(
     let lba = common(sharing.clone().filter_map(|other| other.lba)).map_err(|_| differ("lba"))?;
     let profile = common(sharing.clone().filter_map(|other| other.profile.clone()))
         .map_err(|_| differ("profile"))?;
+    let faults = common(sharing.clone().filter_map(|other| other.faults.clone()))
+        .map_err(|_| differ("faults"))?;
     let timeout =
         common(sharing.filter_map(|other| other.timeout)).map_err(|_| differ("timeout"))?;
     let default = DriveOptions::default();
@@ -261,6 +264,7 @@ fn drive_options(
         lba_size: lba.unwrap_or_default().bytes(),
         deadline: timeout.unwrap_or(default.deadline),
         profile,
+        faults,
         ..default
     })
 }
@@ -394,9 +398,37 @@ fn start_control(
     let handles: Vec<FunctionHandle> = handles
         .collect::<io::Result<_>>()
         .map_err(ControlError::Thread)?;
-    Ok(ControlServer::start(path, move || ServerStats {
-        functions: FunctionHandle::stats_of(&handles),
-        drives: drives.iter().map(|drive| DriveStats::of(drive)).collect(),
-        pollers: pollers.stats(),
-    })?)
+    Ok(ControlServer::start(
+        path,
+        Controlled {
+            handles,
+            drives,
+            pollers,
+        },
+    )?)
+}
+
+/// What the control socket gives access to.
+struct Controlled {
+    handles: Vec<FunctionHandle>,
+    drives: Vec<Arc<Drive>>,
+    pollers: Arc<Pollers>,
+}
+
+impl Service for Controlled {
+    fn stats(&self) -> ServerStats {
+        ServerStats {
+            functions: FunctionHandle::stats_of(&self.handles),
+            drives: self
+                .drives
+                .iter()
+                .map(|drive| DriveStats::of(drive))
+                .collect(),
+            pollers: self.pollers.stats(),
+        }
+    }
+
+    fn faults(&self, request: &FaultRequest) -> Result<Vec<DriveFaults>, String> {
+        faults::carry_out(request, &self.drives).map_err(|error| error.to_string())
+    }
 }

@@ -1,7 +1,7 @@
 //! The option string that describes an NVMe function, the same for every VMM:
 //!
 //! `path=PATH[,range=START+LENGTH][,queues=N][,id=ID][,doorbells=MODE][,poll=POLICY][,serial=SERIAL]`,
-//! and `[,lba=BYTES][,profile=PROFILE]` for a software drive, `[,namespace=N][,timeout=SECONDS]` for a
+//! and `[,lba=BYTES][,profile=PROFILE][,faults=PLAN]` for a software drive, `[,namespace=N][,timeout=SECONDS]` for a
 //! physical one.
 //!
 //! A string is parsed once, into [`FunctionOptions`]; what is there can be used without a further
@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nvme_mpt::attachment::MAX_QUEUE_PAIRS;
+use nvme_mpt::host::software::faults::FaultPlan;
 use nvme_mpt::host::software::model::Profile;
 use nvme_mpt::lease::ByteRange;
 use nvme_mpt::spec::ids::Nsid;
@@ -35,7 +36,7 @@ const MAX_TIMEOUT: u64 = 3600;
 
 /// What every function can be given.
 const FUNCTION_KEYS: &str =
-    "path, range, queues, id, doorbells, poll, serial, lba, profile, namespace, timeout";
+    "path, range, queues, id, doorbells, poll, serial, lba, profile, faults, namespace, timeout";
 
 /// An option string is wrong.
 #[derive(Debug, Error)]
@@ -164,6 +165,8 @@ pub struct FunctionOptions {
     pub lba: Option<LbaSize>,
     /// What a software drive is to be as fast as.
     pub profile: Option<Arc<Profile>>,
+    /// What is to go wrong with a software drive.
+    pub faults: Option<Arc<FaultPlan>>,
     /// Namespace of a physical drive; its first if not given.
     pub namespace: Option<Nsid>,
     /// How long a physical drive may take for a command before it is aborted.
@@ -191,6 +194,7 @@ impl FunctionOptions {
             serial: take(keys, "serial", parse_serial)?,
             lba: take(keys, "lba", str::parse)?,
             profile: take(keys, "profile", |name| Profile::load(name).map(Arc::new))?,
+            faults: take(keys, "faults", |name| FaultPlan::load(name).map(Arc::new))?,
             namespace: take(keys, "namespace", parse_namespace)?,
             timeout: take(keys, "timeout", parse_timeout)?,
         };
@@ -210,7 +214,10 @@ impl FunctionOptions {
             let why = "the logical blocks of a physical drive are as it was formatted";
             let lba = self.lba.map(|_| ("lba", why));
             let why = "a physical drive is as fast as it is";
-            return lba.or(self.profile.as_ref().map(|_| ("profile", why)));
+            let profile = self.profile.as_ref().map(|_| ("profile", why));
+            let why = "what goes wrong with a physical drive is its own";
+            let faults = self.faults.as_ref().map(|_| ("faults", why));
+            return lba.or(profile).or(faults);
         }
         let namespace = self.namespace.map(|_| {
             let why = "only a physical drive, as in path=0000:01:00.0, has more than one";

@@ -28,6 +28,7 @@ fn a_path_is_enough() {
             serial: None,
             lba: None,
             profile: None,
+            faults: None,
             namespace: None,
             timeout: None,
         }
@@ -37,7 +38,7 @@ fn a_path_is_enough() {
 #[test]
 fn every_option_is_understood_in_any_order() {
     let options = function(
-        "serial=A 1,lba=4096,profile=nvm,poll=dedicated,doorbells=mapped,id=vm-1,queues=4,range=64G+64G,path=memory:1T",
+        "serial=A 1,lba=4096,profile=nvm,faults=none,poll=dedicated,doorbells=mapped,id=vm-1,queues=4,range=64G+64G,path=memory:1T",
     );
     assert_eq!(
         options,
@@ -51,6 +52,7 @@ fn every_option_is_understood_in_any_order() {
             serial: Some("A 1".to_owned()),
             lba: Some(LbaSize::B4096),
             profile: Some(Arc::new(Profile::named("nvm").unwrap())),
+            faults: Some(Arc::default()),
             namespace: None,
             timeout: None,
         }
@@ -78,12 +80,12 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         (
             "path=/d,size=4",
             "There is no option \"size\": the options are path, range, queues, id, doorbells, poll, serial, lba, \
-             profile, namespace, timeout",
+             profile, faults, namespace, timeout",
         ),
         (
             "path=/d,socket=/run/a.sock",
             "There is no option \"socket\": the options are path, range, queues, id, doorbells, poll, serial, lba, \
-             profile, namespace, timeout",
+             profile, faults, namespace, timeout",
         ),
         (
             "path=/d,queues=0",
@@ -106,6 +108,15 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
             "path=memory:1G,profile=fast",
             "Option \"profile\" cannot be \"fast\"\n  There is no profile `fast`; use nvm, ssd, or a path with a slash \
              to one of your own, as in ./drive.toml",
+        ),
+        (
+            "path=0000:01:00.0,faults=none",
+            "Option \"faults\" is not for 0000:01:00.0: what goes wrong with a physical drive is its own; leave it out",
+        ),
+        (
+            "path=memory:1G,faults=/nonexistent/plan",
+            "Option \"faults\" cannot be \"/nonexistent/plan\"\n  Fault plan `/nonexistent/plan` cannot be read; \
+             name a file, or `none` to begin without faults\n  No such file or directory (os error 2)",
         ),
         (
             "path=memory:1G,namespace=1",

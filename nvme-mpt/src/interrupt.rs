@@ -146,6 +146,11 @@ impl InterruptGate {
         }
     }
 
+    /// What it raises.
+    pub(crate) fn vector(&self) -> Option<&Arc<InterruptVector>> {
+        self.vector.as_ref()
+    }
+
     /// Whether completions were posted that the guest may not know of.
     #[inline]
     pub(crate) fn is_owed(&self) -> bool {

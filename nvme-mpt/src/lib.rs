@@ -28,8 +28,8 @@ mod sync;
 
 pub use address::{Gpa, Iova};
 pub use attachment::{
-    AttachError, Attachment, AttachmentConfig, AttachmentStats, CqConfig, LeasedNamespace,
-    QueueError, SqConfig,
+    AttachError, Attachment, AttachmentConfig, AttachmentState, AttachmentStats, CqConfig,
+    LeasedNamespace, QueueError, SqConfig, StateError,
 };
 pub use dma::{DmaError, DmaWindow, MemoryRegion};
 pub use doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage};

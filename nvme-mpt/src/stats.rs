@@ -233,6 +233,22 @@ pub struct Counters {
     pub errors: u64,
 }
 
+impl std::ops::Add for Counters {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        // What comes from a snapshot may be any number.
+        Self {
+            reads: self.reads.wrapping_add(other.reads),
+            writes: self.writes.wrapping_add(other.writes),
+            bytes_read: self.bytes_read.wrapping_add(other.bytes_read),
+            bytes_written: self.bytes_written.wrapping_add(other.bytes_written),
+            media_errors: self.media_errors.wrapping_add(other.media_errors),
+            errors: self.errors.wrapping_add(other.errors),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

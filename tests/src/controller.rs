@@ -135,6 +135,19 @@ impl Controller {
         Ok(controller)
     }
 
+    /// The controller lies behind another BAR from now on, as for a guest that was moved. Queue pairs
+    /// that exist are moved by [`QueuePair::move_to`].
+    ///
+    /// # Errors
+    /// When a doorbell that is mapped is not in a window of that BAR.
+    pub fn move_to(&mut self, bar: Arc<dyn Bar>) -> Result<()> {
+        if let Some(admin) = &mut self.admin {
+            admin.move_to(&bar)?;
+        }
+        self.bar = bar;
+        Ok(())
+    }
+
     /// The registers.
     pub fn bar(&self) -> &Arc<dyn Bar> {
         &self.bar

@@ -96,8 +96,29 @@ pub fn need_event(event_idx: u16, new: u16, old: u16) -> bool {
 }
 
 enum Register {
-    Trapped { bar: Arc<dyn Bar>, offset: u64 },
-    Mapped(SharedSlice<AtomicU32>),
+    Trapped {
+        bar: Arc<dyn Bar>,
+        offset: u64,
+    },
+    Mapped {
+        register: SharedSlice<AtomicU32>,
+        offset: u64,
+    },
+}
+
+impl Register {
+    fn new(bar: &Arc<dyn Bar>, offset: u64, mapped: bool) -> Result<Self> {
+        if !mapped {
+            let bar = Arc::clone(bar);
+            return Ok(Self::Trapped { bar, offset });
+        }
+        let found = bar
+            .doorbell_windows()
+            .iter()
+            .find_map(|window| window.register(offset));
+        let register = found.ok_or(Error::NotMapped { offset })?;
+        Ok(Self::Mapped { register, offset })
+    }
 }
 
 struct Shadow {
@@ -133,25 +154,26 @@ impl Doorbell {
     /// # Errors
     /// When a mapped one is asked for and no window of the BAR holds it.
     pub fn new(bar: &Arc<dyn Bar>, offset: u64, mapped: bool) -> Result<Self> {
-        let register = if mapped {
-            let found = bar
-                .doorbell_windows()
-                .iter()
-                .find_map(|window| window.register(offset));
-            Register::Mapped(found.ok_or(Error::NotMapped { offset })?)
-        } else {
-            Register::Trapped {
-                bar: Arc::clone(bar),
-                offset,
-            }
-        };
         Ok(Self {
-            register,
+            register: Register::new(bar, offset, mapped)?,
             shadow: None,
             value: 0,
             rings: 0,
             writes: 0,
         })
+    }
+
+    /// The register lies behind another BAR from now on, as for a guest that was moved.
+    ///
+    /// # Errors
+    /// When a mapped one is not in a window of that BAR.
+    pub fn move_to(&mut self, bar: &Arc<dyn Bar>) -> Result<()> {
+        let (offset, mapped) = match &self.register {
+            Register::Trapped { offset, .. } => (*offset, false),
+            Register::Mapped { offset, .. } => (*offset, true),
+        };
+        self.register = Register::new(bar, offset, mapped)?;
+        Ok(())
     }
 
     /// Puts the Doorbell Buffer in front of the register, where it has room for this queue.
@@ -224,7 +246,7 @@ impl Doorbell {
 
     fn write(&mut self) {
         match &self.register {
-            Register::Mapped(register) => {
+            Register::Mapped { register, .. } => {
                 register[0].store(u32::from(self.value), Ordering::Release);
             }
             Register::Trapped { bar, offset } => {

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 
+use crate::bar::Bar;
 use crate::command::Sqe;
 use crate::completion::Cqe;
 use crate::doorbell::{Doorbell, DoorbellBuffer, Side};
@@ -258,6 +259,15 @@ impl QueuePair {
     pub fn detach(&mut self) {
         self.sq.doorbell.detach();
         self.cq.doorbell.detach();
+    }
+
+    /// Both doorbells lie behind another BAR from now on, as for a guest that was moved.
+    ///
+    /// # Errors
+    /// When one that is mapped is not in a window of that BAR.
+    pub fn move_to(&mut self, bar: &Arc<dyn Bar>) -> Result<()> {
+        self.sq.doorbell.move_to(bar)?;
+        self.cq.doorbell.move_to(bar)
     }
 
     /// Trapped register writes of both doorbells.

@@ -1,5 +1,6 @@
 //! The NVMe PCI function: what a VMM holds of a guest controller.
 
+mod state;
 #[cfg(test)]
 mod tests;
 
@@ -68,6 +69,8 @@ pub struct NvmeFunction {
     admin: Admin,
     attachment: Attachment,
     admin_doorbell_exits: u64,
+    /// Vectors to raise when a function that was restored goes on.
+    owed: Vec<u16>,
 }
 
 impl NvmeFunction {
@@ -90,6 +93,7 @@ impl NvmeFunction {
             admin: Admin::new(attachment.drive()),
             attachment,
             admin_doorbell_exits: 0,
+            owed: Vec::new(),
         }
     }
 
@@ -241,26 +245,17 @@ impl NvmeFunction {
     /// looked at now and then.
     #[must_use]
     pub fn events_interval(&self) -> Option<Duration> {
-        let watches = self.registers.is_running() && self.admin.watches_health();
+        let watches = self.registers.is_running()
+            && self.admin.watches_health()
+            && !self.attachment.is_paused();
         watches.then_some(WATCH_INTERVAL)
     }
 
     /// Carries out admin commands, and tells the guest of what happened on its I/O queues and to its
     /// drive. To be called whenever [`Self::events_fd`] is readable, and harmless at any other time.
     pub fn process_events(&mut self) {
-        for event in self.attachment.events().take() {
-            match &event {
-                Event::QueueFailed { qid, reason } => {
-                    self.fail(&format!("I/O queue {qid}: {reason}"));
-                }
-                Event::Drive(DriveEvent::NamespaceChanged(_)) if !self.attachment.is_backed() => {
-                    self.revoke();
-                }
-                _ => {}
-            }
-            self.admin.report(&event, &self.attachment);
-        }
-        if !self.registers.is_running() {
+        self.take_events();
+        if !self.registers.is_running() || self.attachment.is_paused() {
             return;
         }
         // A guest that has the doorbells mapped just stores to them.
@@ -277,6 +272,22 @@ impl NvmeFunction {
                 }
             }
             Err(error) => self.fail(&format!("its admin queue: {error}")),
+        }
+    }
+
+    /// Takes up what happened on the I/O queues and to the drive.
+    fn take_events(&mut self) {
+        for event in self.attachment.events().take() {
+            match &event {
+                Event::QueueFailed { qid, reason } => {
+                    self.fail(&format!("I/O queue {qid}: {reason}"));
+                }
+                Event::Drive(DriveEvent::NamespaceChanged(_)) if !self.attachment.is_backed() => {
+                    self.revoke();
+                }
+                _ => {}
+            }
+            self.admin.report(&event, &self.attachment);
         }
     }
 
@@ -341,6 +352,7 @@ impl NvmeFunction {
         self.registers.reset();
         self.stop();
         self.msix.reset();
+        self.owed.clear();
     }
 
     /// Ends all that the controller does. Unless it returns false, nothing touches the guest's

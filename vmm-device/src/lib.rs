@@ -23,6 +23,7 @@ mod fixtures;
 mod function;
 mod pci;
 mod registers;
+pub mod state;
 
 pub use crate::{
     function::{AdminStats, DoorbellRegion, NvmeFunction},
@@ -30,4 +31,5 @@ pub use crate::{
         config_space::{Bar, BarMove, CONFIG_SPACE_SIZE, DEVICE_ID, VENDOR_ID},
         msix::{MSIX_VECTORS_MAX, MsixMasking, MsixMessage},
     },
+    state::{FunctionState, SnapshotError},
 };

@@ -5,7 +5,7 @@
 //! carries it out reports back, and only then does `CSTS` tell the guest.
 
 use nvme_mpt::{
-    Gpa,
+    Gpa, StateError,
     spec::{
         cqe::IOCQES,
         registers::{
@@ -16,9 +16,16 @@ use nvme_mpt::{
     },
 };
 
+use crate::state::parts::RegistersState;
+
 /// `CAP.TO` and `CRTO.CRWMT`, in units of 500 ms: 30 s. Enabling takes no time at all; a reset may
 /// have to wait for commands that the host controller still works on.
 const READY_TIMEOUT: u8 = 60;
+
+/// Bits 11:0 of `ASQ` and `ACQ` are reserved: queues begin a memory page.
+const BASE_MASK: u64 = !0xFFF;
+/// Bits of `AQA` that are not reserved.
+const AQA_MASK: u32 = 0x0FFF_0FFF;
 
 /// What a guest has asked of the controller by writing a property.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -157,6 +164,101 @@ impl Registers {
         *self = Self::with_cap(self.cap);
     }
 
+    /// The properties, for a snapshot.
+    pub(crate) fn save(&self) -> RegistersState {
+        let Self {
+            cap,
+            interrupt_mask,
+            cc,
+            csts,
+            aqa,
+            asq,
+            acq,
+        } = self;
+        RegistersState {
+            cap: cap.0,
+            interrupt_mask: *interrupt_mask,
+            cc: cc.0,
+            csts: csts.0,
+            aqa: aqa.0,
+            asq: *asq,
+            acq: *acq,
+        }
+    }
+
+    /// Whether these can be the properties: of a controller with this `CAP`, and as accesses leave
+    /// them.
+    pub(crate) fn check(&self, state: &RegistersState) -> Result<(), StateError> {
+        let RegistersState {
+            cap,
+            interrupt_mask: _,
+            cc,
+            csts,
+            aqa,
+            asq,
+            acq,
+        } = *state;
+        if cap != self.cap.0 {
+            return Err(StateError::Mismatch {
+                promise: "CAP".to_owned(),
+                saved: format!("{cap:#018x}"),
+                here: format!("{:#018x}", self.cap.0),
+            });
+        }
+        let (cc, csts) = (Cc(cc), Csts(csts));
+        let known = Csts::default()
+            .with_rdy(csts.rdy())
+            .with_cfs(csts.cfs())
+            .with_shst(csts.shst());
+        let ready = csts.rdy() && !(cc.en() && is_supported(cc));
+        let shut_down = matches!(
+            csts.shst(),
+            ShutdownStatus::NORMAL | ShutdownStatus::OCCURRING | ShutdownStatus::COMPLETE
+        );
+        if csts != known || ready || !shut_down {
+            let valid = format!("what CC {:#010x} leads to", cc.0);
+            let value = format!("{:#010x}", csts.0);
+            return Err(StateError::invalid("CSTS", value, valid));
+        }
+        if cc.crime() {
+            let value = format!("{:#010x}", cc.0);
+            return Err(StateError::invalid("CC", value, "without CRIME"));
+        }
+        for (name, value, mask) in [
+            ("AQA", u64::from(aqa), u64::from(AQA_MASK)),
+            ("ASQ", asq, BASE_MASK),
+            ("ACQ", acq, BASE_MASK),
+        ] {
+            if value & !mask != 0 {
+                let valid = "without reserved bits";
+                return Err(StateError::invalid(name, format!("{value:#x}"), valid));
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes over properties that have been checked.
+    pub(crate) fn restore(&mut self, state: &RegistersState) {
+        let RegistersState {
+            cap,
+            interrupt_mask,
+            cc,
+            csts,
+            aqa,
+            asq,
+            acq,
+        } = *state;
+        *self = Self {
+            cap: Cap(cap),
+            interrupt_mask,
+            cc: Cc(cc),
+            csts: Csts(csts),
+            aqa: Aqa(aqa),
+            asq,
+            acq,
+        };
+    }
+
     fn dword(&self, at: u64) -> u32 {
         const CAP_HIGH: u64 = offset::CAP + 4;
         const ASQ_HIGH: u64 = offset::ASQ + 4;
@@ -183,19 +285,15 @@ impl Registers {
     fn write_dword(&mut self, at: u64, value: u32, mask: u32) -> Option<Transition> {
         const ASQ_HIGH: u64 = offset::ASQ + 4;
         const ACQ_HIGH: u64 = offset::ACQ + 4;
-        /// Bits 11:0 of `ASQ` and `ACQ` are reserved: queues begin a memory page.
-        const BASE: u64 = !0xFFF;
-        /// Bits of `AQA` that are not reserved.
-        const AQA: u32 = 0x0FFF_0FFF;
 
         let merge = |old: u32| old & !mask | value & mask;
-        let merge_low = |old: u64| (old >> 32 << 32 | u64::from(merge(old as u32))) & BASE;
+        let merge_low = |old: u64| (old >> 32 << 32 | u64::from(merge(old as u32))) & BASE_MASK;
         let merge_high = |old: u64| u64::from(merge((old >> 32) as u32)) << 32 | old & 0xFFFF_FFFF;
         match at {
             offset::INTMS => self.interrupt_mask |= value & mask,
             offset::INTMC => self.interrupt_mask &= !(value & mask),
             offset::CC => return self.write_cc(Cc(merge(self.cc.0))),
-            offset::AQA => self.aqa = Aqa(merge(self.aqa.0) & AQA),
+            offset::AQA => self.aqa = Aqa(merge(self.aqa.0) & AQA_MASK),
             offset::ASQ => self.asq = merge_low(self.asq),
             ASQ_HIGH => self.asq = merge_high(self.asq),
             offset::ACQ => self.acq = merge_low(self.acq),
@@ -255,6 +353,13 @@ impl Registers {
         }
         self.csts = self.csts.with_shst(ShutdownStatus::OCCURRING);
         Some(Transition::Shutdown(value.shn()))
+    }
+}
+
+impl RegistersState {
+    /// Whether the controller is enabled.
+    pub(crate) fn is_enabled(&self) -> bool {
+        Cc(self.cc).en()
     }
 }
 

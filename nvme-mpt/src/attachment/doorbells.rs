@@ -128,9 +128,8 @@ impl Attachment {
         if let Some(DoorbellBuffer { shadow, .. }) = buffer {
             self.carry_doorbells_over(&queues, shadow);
         }
-        let cqids: Vec<u16> = queues.cqs.keys().copied().collect();
-        for cqid in cqids {
-            self.change(&queues, QueueId(cqid), |queue| {
+        for entry in queues.cqs.values_mut() {
+            entry.change(|queue| {
                 // The pages were found above; where they are gone meanwhile, the queue's poller
                 // finds that out from the new table.
                 queue.set_doorbell_buffer(buffer);

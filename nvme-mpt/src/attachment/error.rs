@@ -64,6 +64,9 @@ pub enum QueueError {
     /// Commands in flight did not finish in time.
     #[error("Commands of queue {0} are still in flight after {DRAIN_DEADLINE:?}")]
     Timeout(QueueId),
+    /// It rests, and nobody polls it.
+    #[error("Queue {0} is paused; resume its controller first")]
+    Paused(QueueId),
     /// The host controller, or the kernel, refused.
     #[error("Queue {qid} cannot be created")]
     Host {

@@ -8,18 +8,19 @@ use std::sync::{Arc, MutexGuard, PoisonError};
 
 use log::info;
 
+use super::state::{self, CompletionQueueState};
 use super::{Attachment, CqConfig, DRAIN_DEADLINE, GUEST_NSID, QueueError, SqConfig};
 use crate::address::Gpa;
 use crate::doorbell::DoorbellBuffer;
 use crate::host::vfio::pair::Pair;
-use crate::interrupt::InterruptGate;
+use crate::interrupt::{InterruptGate, InterruptVector};
 use crate::poller::Poller;
 use crate::shadow::{CompletionQueue, LeasedBlocks, ListMemory, ShadowQueue, SubmissionQueue};
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::QueueId;
 use crate::spec::registers::Doorbell;
 use crate::spec::sqe::Sqe;
-use crate::stats::HostQueueUse;
+use crate::stats::{Counters, HostQueueUse};
 
 /// Submission Queues that may share one Completion Queue are bounded by the queues there are; their
 /// commands in flight, by this.
@@ -28,12 +29,15 @@ const MAX_SLOTS: u16 = 1024;
 /// A Completion Queue that exists, with its Submission Queues.
 #[derive(Debug)]
 pub(super) struct QueueEntry {
+    cqid: QueueId,
     /// Name of the shadow queue among the pollers'.
     pub(super) id: u64,
     pub(super) poller: Arc<Poller>,
     /// The drive's queue pair behind it, if it has a limited number of them.
     pair: Option<Pair>,
     pub(super) sqs: Vec<QueueId>,
+    /// The shadow queue itself, while it rests.
+    pub(super) parked: Option<Box<ShadowQueue>>,
 }
 
 impl QueueEntry {
@@ -44,6 +48,36 @@ impl QueueEntry {
             _ => HostQueueUse::Shared,
         })
     }
+
+    /// Changes the shadow queue while no poller has it and nothing of it is in flight.
+    pub(super) fn change(
+        &mut self,
+        change: impl FnOnce(&mut ShadowQueue),
+    ) -> Result<(), QueueError> {
+        if let Some(queue) = &mut self.parked {
+            change(queue);
+            return Ok(());
+        }
+        let mut queue = self.take_from_poller()?;
+        change(&mut queue);
+        queue.resume();
+        self.poller.add(queue);
+        Ok(())
+    }
+
+    /// Has the shadow queue rest here.
+    pub(super) fn park(&mut self, mut queue: Box<ShadowQueue>) {
+        queue.let_go();
+        self.parked = Some(queue);
+    }
+
+    /// Takes the shadow queue from its poller, once nothing of it is in flight.
+    fn take_from_poller(&self) -> Result<Box<ShadowQueue>, QueueError> {
+        let receiver = self.poller.remove(self.id);
+        receiver
+            .recv_timeout(DRAIN_DEADLINE)
+            .map_err(|_| QueueError::Timeout(self.cqid))
+    }
 }
 
 #[derive(Debug, Default)]
@@ -53,6 +87,10 @@ pub(super) struct Queues {
     pub(super) buffer: Option<DoorbellBuffer>,
     /// Until the next reset, no I/O command is carried out: its blocks are not what they were.
     pub(super) revoked: bool,
+    /// No queue is polled: each rests here.
+    pub(super) paused: bool,
+    /// What the lease did before it was restored here.
+    pub(super) counted_before: Counters,
     /// Who watches the admin queue's mapped doorbells, and under which name.
     pub(super) watch: Option<(u64, Arc<Poller>)>,
 }
@@ -63,6 +101,12 @@ impl Queues {
             .iter()
             .find(|(_, entry)| entry.sqs.contains(&sqid))
             .map(|(cqid, _)| *cqid)
+    }
+
+    fn entry(&mut self, cqid: QueueId) -> Result<&mut QueueEntry, QueueError> {
+        self.cqs
+            .get_mut(&cqid.0)
+            .ok_or(QueueError::NoSuchQueue(cqid))
     }
 }
 
@@ -79,6 +123,29 @@ impl Attachment {
     /// # Errors
     /// All of [`QueueError`] but those of deleting.
     pub fn create_cq(&self, config: CqConfig) -> Result<(), QueueError> {
+        let qid = config.qid;
+        let mut queues = self.queues();
+        if queues.revoked || !self.has_blocks() {
+            let source = state::gone();
+            return Err(QueueError::Host { qid, source });
+        }
+        let (mut entry, queue) = self.new_queue(&queues, config)?;
+        self.begin_doorbell(Doorbell::CqHead(qid), queues.buffer);
+        if queues.paused {
+            entry.park(queue);
+        } else {
+            entry.poller.add(queue);
+        }
+        queues.cqs.insert(qid.0, entry);
+        Ok(())
+    }
+
+    /// A shadow queue that nobody polls yet, without Submission Queues.
+    fn new_queue(
+        &self,
+        queues: &Queues,
+        config: CqConfig,
+    ) -> Result<(QueueEntry, Box<ShadowQueue>), QueueError> {
         let CqConfig {
             qid,
             base,
@@ -89,15 +156,10 @@ impl Attachment {
             .queue_counters(qid)
             .ok_or(QueueError::InvalidQueueId(qid))?;
         self.check_ring(base, entries)?;
-        let mut queues = self.queues();
         if queues.cqs.contains_key(&qid.0) {
             return Err(QueueError::AlreadyExists(qid));
         }
         let failed = |source: io::Error| QueueError::Host { qid, source };
-        if queues.revoked || !self.has_blocks() {
-            let gone = "The drive is gone, or its namespace is not the one that was leased";
-            return Err(failed(io::Error::new(io::ErrorKind::NotConnected, gone)));
-        }
         let poller = self.pollers.place(&self.poll).map_err(failed)?;
         // No more commands can be in flight than there is room for their completions.
         let slots = u16::try_from(entries - 1)
@@ -118,7 +180,6 @@ impl Attachment {
             );
         }
         let lists = ListMemory::new(controller.iova_space(), slots.into()).map_err(failed)?;
-        self.begin_doorbell(Doorbell::CqHead(qid), queues.buffer);
         let gate = InterruptGate::new(interrupt, self.coalescing.clone());
         let table_user = self.context.tables.register(poller.waker().clone());
         let buffer = queues.buffer;
@@ -137,7 +198,7 @@ impl Attachment {
             blocks: self.lease.range().blocks,
             lba_shift: self.namespace.lba_shift,
         };
-        poller.add(Box::new(ShadowQueue::new(
+        let queue = Box::new(ShadowQueue::new(
             id,
             self.context.clone(),
             cq,
@@ -145,16 +206,49 @@ impl Attachment {
             (host, slots, lists),
             (blocks, *self.drive.limits()),
             table_user,
-        )));
-        queues.cqs.insert(
-            qid.0,
-            QueueEntry {
-                id,
-                poller,
-                pair,
-                sqs: Vec::new(),
-            },
-        );
+        ));
+        let entry = QueueEntry {
+            cqid: qid,
+            id,
+            poller,
+            pair,
+            sqs: Vec::new(),
+            parked: None,
+        };
+        Ok((entry, queue))
+    }
+
+    /// Makes a queue again, with its Submission Queues, that rests until the attachment goes on.
+    /// What was saved has been checked.
+    pub(super) fn restore_queue(
+        &self,
+        queues: &mut Queues,
+        state: &CompletionQueueState,
+        vectors: &[Arc<InterruptVector>],
+    ) -> Result<(), QueueError> {
+        let vector = state
+            .vector
+            .and_then(|number| vectors.get(usize::from(number)));
+        let config = CqConfig {
+            qid: QueueId(state.qid),
+            base: Gpa(state.base),
+            entries: state.entries,
+            interrupt: vector.cloned(),
+        };
+        let (mut entry, mut queue) = self.new_queue(queues, config)?;
+        for state in &state.submission_queues {
+            let place = (QueueId(state.qid), Gpa(state.base), state.entries);
+            let mut sq = self.new_sq(queues, place)?;
+            sq.restore(state);
+            queue.add_sq(sq);
+            entry.sqs.push(QueueId(state.qid));
+        }
+        queue.restore(state);
+        if queues.revoked {
+            queue.revoke();
+        }
+        entry.park(queue);
+        queues.cqs.insert(state.qid, entry);
         Ok(())
     }
 
@@ -170,10 +264,6 @@ impl Attachment {
             base,
             entries,
         } = config;
-        let counters = self
-            .queue_counters(qid)
-            .ok_or(QueueError::InvalidQueueId(qid))?;
-        self.check_ring(base, entries)?;
         let mut queues = self.queues();
         if queues.cq_of_sq(qid).is_some() {
             return Err(QueueError::AlreadyExists(qid));
@@ -181,18 +271,30 @@ impl Attachment {
         if !queues.cqs.contains_key(&cqid.0) {
             return Err(QueueError::NoSuchQueue(cqid));
         }
+        let sq = self.new_sq(&queues, (qid, base, entries))?;
         self.begin_doorbell(Doorbell::SqTail(qid), queues.buffer);
-        let place = (qid, base, entries);
-        let sq = SubmissionQueue::new(place, &self.context, queues.buffer, counters.clone())
-            .ok_or(QueueError::NotMapped {
-                gpa: base,
-                len: ring_len::<Sqe>(entries),
-            })?;
-        self.change(&queues, cqid, |queue| queue.add_sq(sq))?;
-        if let Some(entry) = queues.cqs.get_mut(&cqid.0) {
-            entry.sqs.push(qid);
-        }
+        let entry = queues.entry(cqid)?;
+        entry.change(|queue| queue.add_sq(sq))?;
+        entry.sqs.push(qid);
         Ok(())
+    }
+
+    fn new_sq(
+        &self,
+        queues: &Queues,
+        (qid, base, entries): (QueueId, Gpa, u32),
+    ) -> Result<SubmissionQueue, QueueError> {
+        let counters = self
+            .queue_counters(qid)
+            .ok_or(QueueError::InvalidQueueId(qid))?;
+        self.check_ring(base, entries)?;
+        let place = (qid, base, entries);
+        let not_mapped = QueueError::NotMapped {
+            gpa: base,
+            len: ring_len::<Sqe>(entries),
+        };
+        SubmissionQueue::new(place, &self.context, queues.buffer, counters.clone())
+            .ok_or(not_mapped)
     }
 
     /// Deletes a Submission Queue. When it returns, nothing of the queue is in flight and every
@@ -203,10 +305,9 @@ impl Attachment {
     pub fn delete_sq(&self, qid: QueueId) -> Result<(), QueueError> {
         let mut queues = self.queues();
         let cqid = queues.cq_of_sq(qid).ok_or(QueueError::NoSuchQueue(qid))?;
-        self.change(&queues, QueueId(cqid), |queue| queue.remove_sq(qid))?;
-        if let Some(entry) = queues.cqs.get_mut(&cqid) {
-            entry.sqs.retain(|sqid| *sqid != qid);
-        }
+        let entry = queues.entry(QueueId(cqid))?;
+        entry.change(|queue| queue.remove_sq(qid))?;
+        entry.sqs.retain(|sqid| *sqid != qid);
         Ok(())
     }
 
@@ -216,11 +317,13 @@ impl Attachment {
     /// [`QueueError::NoSuchQueue`], [`QueueError::CqInUse`] and [`QueueError::Timeout`].
     pub fn delete_cq(&self, qid: QueueId) -> Result<(), QueueError> {
         let mut queues = self.queues();
-        let entry = queues.cqs.get(&qid.0).ok_or(QueueError::NoSuchQueue(qid))?;
+        let entry = queues.entry(qid)?;
         if !entry.sqs.is_empty() {
             return Err(QueueError::CqInUse(qid));
         }
-        drop(take_from_poller(qid, entry)?);
+        if entry.parked.is_none() {
+            drop(entry.take_from_poller()?);
+        }
         queues.cqs.remove(&qid.0);
         Ok(())
     }
@@ -229,14 +332,14 @@ impl Attachment {
     /// itself. Until it is given back, the queue cannot be changed or deleted.
     ///
     /// # Errors
-    /// [`QueueError::NoSuchQueue`] and [`QueueError::Timeout`].
+    /// [`QueueError::NoSuchQueue`], [`QueueError::Paused`] and [`QueueError::Timeout`].
     pub fn take_queue(&self, cqid: QueueId) -> Result<Box<ShadowQueue>, QueueError> {
-        let queues = self.queues();
-        let entry = queues
-            .cqs
-            .get(&cqid.0)
-            .ok_or(QueueError::NoSuchQueue(cqid))?;
-        let mut queue = take_from_poller(cqid, entry)?;
+        let mut queues = self.queues();
+        let entry = queues.entry(cqid)?;
+        if entry.parked.is_some() {
+            return Err(QueueError::Paused(cqid));
+        }
+        let mut queue = entry.take_from_poller()?;
         queue.resume();
         Ok(queue)
     }
@@ -317,36 +420,10 @@ impl Attachment {
         }
     }
 
-    /// Changes a shadow queue while no poller has it and nothing of it is in flight.
-    pub(super) fn change(
-        &self,
-        queues: &Queues,
-        cqid: QueueId,
-        change: impl FnOnce(&mut ShadowQueue),
-    ) -> Result<(), QueueError> {
-        let entry = queues
-            .cqs
-            .get(&cqid.0)
-            .ok_or(QueueError::NoSuchQueue(cqid))?;
-        let mut queue = take_from_poller(cqid, entry)?;
-        change(&mut queue);
-        queue.resume();
-        entry.poller.add(queue);
-        Ok(())
-    }
-
     pub(super) fn queues(&self) -> MutexGuard<'_, Queues> {
         // Each change is complete before anything can panic.
         self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// Takes a shadow queue from its poller, once nothing of it is in flight.
-fn take_from_poller(cqid: QueueId, entry: &QueueEntry) -> Result<Box<ShadowQueue>, QueueError> {
-    let receiver = entry.poller.remove(entry.id);
-    receiver
-        .recv_timeout(DRAIN_DEADLINE)
-        .map_err(|_| QueueError::Timeout(cqid))
 }
 
 fn ring_len<T>(entries: u32) -> u64 {

@@ -10,6 +10,8 @@ mod config;
 mod doorbells;
 mod error;
 mod io_queues;
+mod pause;
+pub mod state;
 #[cfg(test)]
 mod tests;
 mod wakers;
@@ -23,6 +25,7 @@ use serde::{Deserialize, Serialize};
 
 pub use config::{AttachmentConfig, CqConfig, LeasedNamespace, SqConfig};
 pub use error::{AttachError, QueueError};
+pub use state::{AttachmentState, StateError};
 pub use wakers::DoorbellWaker;
 
 use crate::dma::DmaWindow;
@@ -189,9 +192,9 @@ impl Attachment {
         let mut queues = self.queues();
         queues.revoked = true;
         let mut result = Ok(());
-        for cqid in queues.cqs.keys().copied() {
+        for entry in queues.cqs.values_mut() {
             // All of them, also after one that does not finish.
-            let revoked = self.change(&queues, QueueId(cqid), ShadowQueue::revoke);
+            let revoked = entry.change(ShadowQueue::revoke);
             result = result.and(revoked);
         }
         result
@@ -262,6 +265,11 @@ impl Attachment {
     /// What the lease did so far.
     #[must_use]
     pub fn counters(&self) -> Counters {
+        self.counted() + self.queues().counted_before
+    }
+
+    /// What was counted here.
+    fn counted(&self) -> Counters {
         let mut sum = Counters::default();
         for counters in &self.counters {
             sum.reads += counters.reads.get();

@@ -2,6 +2,8 @@
 //! pair. One poller runs it; per command it takes no lock, allocates nothing and makes no system
 //! call.
 
+mod state;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -264,7 +266,8 @@ struct Core {
     translator: Translator,
     /// The command that is being translated.
     command: Sqe,
-    table_user: Arc<TableUser>,
+    /// `None` while the queue rests.
+    table_user: Option<Arc<TableUser>>,
     generation: u64,
     /// Tables that commands in flight were translated by, besides the current one.
     old_tables: Vec<Arc<RegionTable>>,
@@ -296,7 +299,7 @@ impl ShadowQueue {
             slots: Slots::new(slots),
             translator: Translator::new(table, lists, blocks, limits),
             command: Sqe::default(),
-            table_user,
+            table_user: Some(table_user),
             generation,
             old_tables: Vec::new(),
             lost_epoch: lost_memory_epoch(),
@@ -622,16 +625,7 @@ impl Core {
         self.generation = table.generation();
         let old = self.translator.set_table(table);
         self.slots.make_stale();
-        if self.condition != Condition::Failed {
-            match (self.bind_memory(), self.condition) {
-                (Ok(()), Condition::Suspended { .. }) => self.resume_posting(),
-                (Err(gone), Condition::Sound) => {
-                    let since = Ticks::now();
-                    self.condition = Condition::Suspended { gone, since };
-                }
-                _ => {}
-            }
-        }
+        self.rebind();
         // Memory that commands in flight use stays mapped until they are done.
         self.old_tables.push(old);
         if self.slots.stale() == 0 {
@@ -668,7 +662,9 @@ impl Core {
     #[cold]
     fn settle_table(&mut self) {
         self.old_tables.clear();
-        self.table_user.settle(self.generation);
+        if let Some(user) = &self.table_user {
+            user.settle(self.generation);
+        }
     }
 
     /// Finds rings and doorbells in the current snapshot. On failure, returns what is gone.

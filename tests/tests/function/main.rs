@@ -20,4 +20,5 @@ mod queues;
 mod ranges;
 mod resets;
 mod sgl;
+mod snapshot;
 mod timed;

@@ -3,13 +3,17 @@
 
 use std::collections::VecDeque;
 
-use nvme_mpt::spec::{
-    event::{AsyncEvent, AsyncEventType},
-    ids::CommandId,
-    status::Status,
+use nvme_mpt::{
+    StateError,
+    spec::{
+        event::{AsyncEvent, AsyncEventType},
+        ids::CommandId,
+        status::Status,
+    },
 };
 
 use super::ring::Completion;
+use crate::state::parts::AsyncEventsState;
 
 /// Asynchronous Event Request Limit, `AERL`: four requests, the least that is recommended.
 pub(super) const LIMIT_Z: u8 = 3;
@@ -76,6 +80,59 @@ impl AsyncEvents {
             status: Status::SUCCESS,
             dw0: event.0,
         })
+    }
+}
+
+/// Events that can wait: there are fewer kinds of them.
+const EVENTS_MAX: usize = 32;
+
+impl AsyncEvents {
+    pub(super) fn save(&self) -> AsyncEventsState {
+        let Self {
+            requests,
+            events,
+            masked,
+        } = self;
+        AsyncEventsState {
+            requests: requests.iter().map(|cid| cid.0).collect(),
+            events: events.iter().map(|event| event.0).collect(),
+            masked: *masked,
+        }
+    }
+
+    pub(super) fn check(state: &AsyncEventsState) -> Result<(), StateError> {
+        let AsyncEventsState {
+            requests,
+            events,
+            masked: _,
+        } = state;
+        for (name, count, most) in [
+            (
+                "Asynchronous Event Requests",
+                requests.len(),
+                usize::from(LIMIT_Z) + 1,
+            ),
+            ("asynchronous events", events.len(), EVENTS_MAX),
+        ] {
+            if count > most {
+                return Err(StateError::invalid(name, count, format!("at most {most}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// What was saved has been checked.
+    pub(super) fn restored(state: &AsyncEventsState) -> Self {
+        let AsyncEventsState {
+            requests,
+            events,
+            masked,
+        } = state;
+        Self {
+            requests: requests.iter().copied().map(CommandId).collect(),
+            events: events.iter().copied().map(AsyncEvent).collect(),
+            masked: *masked,
+        }
     }
 }
 

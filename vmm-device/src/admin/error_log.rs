@@ -3,14 +3,16 @@
 use std::collections::VecDeque;
 
 use nvme_mpt::{
-    ErrorEntry,
+    ErrorEntry, StateError,
     spec::{
         ids::{CommandId, Lba, Nsid, QueueId},
         log::{ErrorInformation, ErrorStatus, ParameterErrorLocation},
         status::Status,
     },
 };
-use zerocopy::IntoBytes;
+use zerocopy::{FromBytes, IntoBytes};
+
+use crate::state::parts::ErrorLogState;
 
 /// Error Log Page Entries, `ELPE`: 64, which fill a memory page.
 pub(super) const ENTRIES_Z: u8 = 63;
@@ -67,6 +69,36 @@ impl ErrorLog {
             .collect();
         page.resize(ENTRIES * size_of::<ErrorInformation>(), 0);
         page
+    }
+
+    pub(super) fn save(&self) -> ErrorLogState {
+        let Self { entries, count } = self;
+        let bytes = entries.iter().flat_map(|entry| entry.as_bytes());
+        ErrorLogState {
+            entries: bytes.copied().collect(),
+            count: *count,
+        }
+    }
+
+    pub(super) fn check(state: &ErrorLogState) -> Result<(), StateError> {
+        let len = state.entries.len();
+        let entry = size_of::<ErrorInformation>();
+        if len.is_multiple_of(entry) && len <= ENTRIES * entry {
+            return Ok(());
+        }
+        let valid = format!("up to {ENTRIES} times {entry}");
+        Err(StateError::invalid("bytes of the error log", len, valid))
+    }
+
+    /// What was saved has been checked.
+    pub(super) fn restored(state: &ErrorLogState) -> Self {
+        let entries = state.entries.chunks_exact(size_of::<ErrorInformation>());
+        Self {
+            entries: entries
+                .filter_map(|entry| ErrorInformation::read_from_bytes(entry).ok())
+                .collect(),
+            count: state.count,
+        }
     }
 
     fn push(&mut self, entry: ErrorInformation) {

@@ -2,6 +2,8 @@
 //! 4.1.3). No feature is saveable, so what is saved of one is its default.
 
 mod clock;
+mod kept;
+mod state;
 #[cfg(test)]
 mod tests;
 
@@ -213,14 +215,12 @@ impl Features {
     ) -> Result<u32, Status> {
         match fid {
             FeatureId::ARBITRATION => {
-                let Arbitration(value) = Arbitration(dword11);
-                // Bits 7:3 are reserved.
-                self.arbitration = Arbitration(value & 0xFFFF_FF07);
+                self.arbitration = kept::arbitration(dword11);
             }
             FeatureId::POWER_MANAGEMENT => {
                 let value = PowerManagement(dword11);
                 require(value.ps() == 0, Status::INVALID_FIELD)?;
-                self.power = PowerManagement::default().with_wh(value.wh());
+                self.power = kept::power_management(dword11);
             }
             FeatureId::TEMPERATURE_THRESHOLD => {
                 self.set_temperature_threshold(TemperatureThreshold(dword11))?;
@@ -229,7 +229,7 @@ impl Features {
                 let value = ErrorRecovery(dword11);
                 // Identify Namespace does not offer the error for deallocated blocks.
                 require(!value.dulbe(), Status::INVALID_FIELD)?;
-                self.error_recovery = ErrorRecovery::default().with_tler(value.tler());
+                self.error_recovery = kept::error_recovery(dword11);
             }
             FeatureId::VOLATILE_WRITE_CACHE => {
                 // The cache is the host controller's, shared by all that lease from it.
@@ -240,10 +240,7 @@ impl Features {
                 return self.allocate_queues(NumberOfQueues(dword11), context);
             }
             FeatureId::INTERRUPT_COALESCING => {
-                let value = InterruptCoalescing(dword11);
-                self.coalescing = InterruptCoalescing::default()
-                    .with_thr_z(value.thr_z())
-                    .with_time(value.time());
+                self.coalescing = kept::interrupt_coalescing(dword11);
             }
             FeatureId::INTERRUPT_VECTOR_CONFIGURATION => {
                 let value = InterruptVectorConfiguration(dword11);
@@ -253,15 +250,10 @@ impl Features {
                 self.coalescing_disabled |= if value.cd() { bit } else { 0 };
             }
             FeatureId::WRITE_ATOMICITY_NORMAL => {
-                let value = WriteAtomicity(dword11);
-                self.write_atomicity = WriteAtomicity::default().with_dn(value.dn());
+                self.write_atomicity = kept::write_atomicity(dword11);
             }
             FeatureId::ASYNC_EVENT_CONFIGURATION => {
-                // Notices that OAES does not offer stay off; a host reads what it got.
-                let value = AsyncEventConfiguration(dword11);
-                self.async_events = AsyncEventConfiguration::default()
-                    .with_critical_warnings(value.critical_warnings())
-                    .with_namespace_attribute(value.namespace_attribute());
+                self.async_events = kept::async_events(dword11);
             }
             FeatureId::TIMESTAMP => {
                 let (timestamp, _) =

@@ -127,7 +127,7 @@ fn status(error: &QueueError) -> Status {
         QueueError::Misaligned { .. } => Status::PRP_OFFSET_INVALID,
         // PRP1 names memory that the guest does not have.
         QueueError::NotMapped { .. } => Status::INVALID_FIELD,
-        QueueError::Timeout { .. } => {
+        QueueError::Timeout { .. } | QueueError::Paused { .. } => {
             log::error!("{error}");
             Status::INTERNAL_ERROR
         }

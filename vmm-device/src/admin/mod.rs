@@ -16,6 +16,7 @@ mod identify;
 mod io_queues;
 mod log_pages;
 mod ring;
+mod state;
 
 #[cfg(test)]
 mod tests;

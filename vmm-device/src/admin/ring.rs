@@ -3,7 +3,7 @@
 use std::sync::atomic::{Ordering, fence};
 
 use nvme_mpt::{
-    DmaError, DmaWindow, Gpa,
+    DmaError, DmaWindow, Gpa, StateError,
     spec::{
         cqe::Cqe,
         ids::{CommandId, QueueId},
@@ -14,7 +14,10 @@ use nvme_mpt::{
 };
 use zerocopy::{FromZeros, IntoBytes};
 
-use crate::registers::AdminQueues;
+use crate::{registers::AdminQueues, state::parts::AdminRingsState};
+
+/// The most that AQA can say.
+const ENTRIES_MAX: u32 = 4096;
 
 /// How an admin command ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -132,6 +135,105 @@ impl AdminRings {
         self.cq_tail = (self.cq_tail + 1) % self.queues.cq_entries;
         self.phase ^= self.cq_tail == 0;
         Ok(())
+    }
+}
+
+impl AdminRings {
+    pub(super) fn save(&self) -> AdminRingsState {
+        let Self {
+            queues:
+                AdminQueues {
+                    sq_base,
+                    sq_entries,
+                    cq_base,
+                    cq_entries,
+                },
+            sq_head,
+            sq_tail,
+            cq_tail,
+            cq_head,
+            phase,
+            seen,
+        } = *self;
+        AdminRingsState {
+            sq_base: sq_base.0,
+            sq_entries,
+            sq_head,
+            sq_tail,
+            cq_base: cq_base.0,
+            cq_entries,
+            cq_head,
+            cq_tail,
+            phase,
+            seen,
+        }
+    }
+
+    /// Whether this can be the state of an admin queue pair.
+    pub(super) fn check(state: &AdminRingsState) -> Result<(), StateError> {
+        let AdminRingsState {
+            sq_entries,
+            sq_head,
+            sq_tail,
+            cq_entries,
+            cq_head,
+            cq_tail,
+            ..
+        } = *state;
+        for (name, entries) in [("submission", sq_entries), ("completion", cq_entries)] {
+            if !(2..=ENTRIES_MAX).contains(&entries) {
+                let field = format!("entries of the admin {name} queue");
+                let valid = format!("2 to {ENTRIES_MAX}");
+                return Err(StateError::invalid(field, entries, valid));
+            }
+        }
+        for (name, index, entries) in [
+            ("head of the admin submission queue", sq_head, sq_entries),
+            ("tail of the admin submission queue", sq_tail, sq_entries),
+            ("head of the admin completion queue", cq_head, cq_entries),
+            ("tail of the admin completion queue", cq_tail, cq_entries),
+        ] {
+            if index >= entries {
+                let valid = format!("less than its entries, {entries}");
+                return Err(StateError::invalid(name, index, valid));
+            }
+        }
+        Ok(())
+    }
+
+    /// What was saved has been checked.
+    pub(super) fn restored(state: &AdminRingsState) -> Self {
+        let AdminRingsState {
+            sq_base,
+            sq_entries,
+            sq_head,
+            sq_tail,
+            cq_base,
+            cq_entries,
+            cq_head,
+            cq_tail,
+            phase,
+            seen,
+        } = *state;
+        Self {
+            queues: AdminQueues {
+                sq_base: Gpa(sq_base),
+                sq_entries,
+                cq_base: Gpa(cq_base),
+                cq_entries,
+            },
+            sq_head,
+            sq_tail,
+            cq_tail,
+            cq_head,
+            phase,
+            seen,
+        }
+    }
+
+    /// Whether the host has yet to consume completions.
+    pub(super) fn has_unconsumed(&self) -> bool {
+        self.cq_head != self.cq_tail
     }
 }
 

@@ -4,7 +4,7 @@
 //! writing all ones, read-only fields and reserved bits all follow from the second one. What a
 //! write does besides (a BAR moves, the function resets) is derived by comparing before and after.
 
-use nvme_mpt::spec::registers::offset::DOORBELLS;
+use nvme_mpt::{StateError, spec::registers::offset::DOORBELLS};
 
 use super::{
     capabilities::{msix, pcie, pm},
@@ -183,6 +183,51 @@ impl ConfigSpace {
             moves: self.moves_since(before),
             function_level_reset,
         }
+    }
+
+    /// Its contents, for a snapshot.
+    pub(crate) fn save(&self) -> Vec<u8> {
+        self.contents.to_vec()
+    }
+
+    /// Whether these can be its contents: those of a function with other BARs, vectors or
+    /// capabilities cannot.
+    pub(crate) fn check(&self, saved: &[u8]) -> Result<(), StateError> {
+        if saved.len() != COMPATIBLE_SIZE {
+            let valid = COMPATIBLE_SIZE.to_string();
+            return Err(StateError::invalid(
+                "bytes of configuration space",
+                saved.len(),
+                valid,
+            ));
+        }
+        let Layout {
+            reset, writable, ..
+        } = &self.layout;
+        for (offset, saved) in saved.iter().enumerate() {
+            let (fixed, mask) = (reset[offset] & !writable[offset], !writable[offset]);
+            if saved & mask != fixed {
+                return Err(StateError::Mismatch {
+                    promise: format!("configuration space byte {offset:#04x}"),
+                    saved: format!("{:#04x}", saved & mask),
+                    here: format!("{fixed:#04x}"),
+                });
+            }
+        }
+        let power_state = saved[usize::from(pm::OFFSET + pm::PMCSR)] & pm::POWER_STATE;
+        if !matches!(power_state, pm::D0 | pm::D3HOT) {
+            return Err(StateError::invalid("power state", power_state, "0 or 3"));
+        }
+        Ok(())
+    }
+
+    /// Takes over contents that have been checked. Returns the BARs that moved.
+    pub(crate) fn restore(&mut self, saved: &[u8]) -> Vec<BarMove> {
+        let before = self.addresses();
+        for (content, saved) in self.contents.iter_mut().zip(saved) {
+            *content = *saved;
+        }
+        self.moves_since(before)
     }
 
     /// Where a BAR is decoded: nowhere until the guest has given it an address and set Memory

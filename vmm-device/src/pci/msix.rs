@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use nvme_mpt::InterruptVector;
+use nvme_mpt::{InterruptVector, StateError};
+
+use crate::state::parts::{MsixEntryState, MsixState};
 
 /// The table begins BAR4.
 pub(super) const TABLE_OFFSET: u64 = 0;
@@ -152,6 +154,74 @@ impl Msix {
             enabled: false,
             function_masked: false,
         });
+    }
+
+    /// Table and pending bits, for a snapshot.
+    pub(crate) fn save(&self) -> MsixState {
+        let save = |message: &MsixMessage| {
+            let MsixMessage {
+                address,
+                data,
+                masked,
+            } = *message;
+            MsixEntryState {
+                address,
+                data,
+                masked,
+            }
+        };
+        let vectors = (0..).zip(&self.vectors);
+        MsixState {
+            table: self.table.iter().map(save).collect(),
+            pending: vectors
+                .filter(|(_, vector)| vector.pending())
+                .map(|(number, _)| number)
+                .collect(),
+        }
+    }
+
+    /// Whether this can be its state.
+    pub(crate) fn check(&self, state: &MsixState) -> Result<(), StateError> {
+        let MsixState { table, pending } = state;
+        if table.len() != self.table.len() {
+            return Err(StateError::Mismatch {
+                promise: "MSI-X vectors".to_owned(),
+                saved: table.len().to_string(),
+                here: self.table.len().to_string(),
+            });
+        }
+        for vector in pending {
+            if usize::from(*vector) >= table.len() {
+                let valid = format!("less than {}", table.len());
+                return Err(StateError::invalid("pending vector", vector, valid));
+            }
+        }
+        for entry in table {
+            if entry.address & 0b11 != 0 {
+                let address = format!("{:#x}", entry.address);
+                let valid = "a multiple of 4";
+                return Err(StateError::invalid("MSI-X message address", address, valid));
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes over a table that has been checked. Vectors that are pending are raised by whoever has
+    /// the function go on.
+    pub(crate) fn restore(&mut self, state: &MsixState, control: MsixControl) {
+        for (entry, saved) in self.table.iter_mut().zip(&state.table) {
+            let MsixEntryState {
+                address,
+                data,
+                masked,
+            } = *saved;
+            *entry = MsixMessage {
+                address,
+                data,
+                masked,
+            };
+        }
+        self.apply(control);
     }
 
     /// Reads any number of bytes from any offset in BAR4; what is not there reads as zero.

@@ -27,7 +27,7 @@ use nvme_mpt_tests::memory::{GuestMemory, Region};
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::registers::{CSTS_FATAL, Cap};
 use nvme_mpt_tests::status::StatusCode;
-use vmm_device::{Bar as FunctionBar, MsixMasking, NvmeFunction};
+use vmm_device::{Bar as FunctionBar, FunctionState, MsixMasking, NvmeFunction, SnapshotError};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -115,12 +115,22 @@ impl Lab {
 
     /// A function on a part of the drive, and its guest.
     pub(crate) fn machine(&self, setup: &Setup) -> Machine {
-        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        let id = format!("lease-{}", self.next_id.fetch_add(1, Ordering::Relaxed));
+        let memory = GuestMemory::new(&setup.regions).unwrap();
+        let function = self.function(&id, setup);
+        let interrupts = function.vectors().iter();
+        let interrupts = interrupts.map(|_| Arc::new(Interrupt::new().unwrap()));
+        let interrupts = interrupts.collect();
+        Machine::new(id, function, memory, interrupts, setup)
+    }
+
+    /// A function, with all of a guest's memory, on the lease of that name.
+    fn function(&self, id: &str, setup: &Setup) -> NvmeFunction {
         let lba_shift = self.drive.lba_shift();
         let lease = self
             .ledger
             .acquire(&LeaseRequest {
-                id: &format!("lease-{id}"),
+                id,
                 drive: self.drive.identity(),
                 nsid: self.drive.namespace().nsid,
                 range: ByteRange::new(setup.start, setup.length).unwrap(),
@@ -143,7 +153,28 @@ impl Lab {
             serial: None,
         })
         .unwrap();
-        Machine::new(NvmeFunction::new(attachment, setup.masking), setup)
+        NvmeFunction::new(attachment, setup.masking)
+    }
+
+    /// The machine that was suspended, paused still.
+    pub(crate) fn restore(
+        &self,
+        suspended: &Suspended,
+        setup: &Setup,
+    ) -> Result<Machine, SnapshotError> {
+        let mut function = self.function(&suspended.id, setup);
+        let state = FunctionState::from_bytes(&suspended.state)?;
+        for region in suspended.memory.regions() {
+            map(&function, &suspended.memory, &region);
+        }
+        let _moves = function.restore(&state)?;
+        Ok(Machine::new(
+            suspended.id.clone(),
+            function,
+            suspended.memory.clone(),
+            suspended.interrupts.clone(),
+            setup,
+        ))
     }
 
     /// Figures of the pollers of all functions.
@@ -196,6 +227,14 @@ impl Setup {
         }
     }
 
+    /// A lease of so many bytes.
+    pub(crate) fn whole(length: u64) -> Self {
+        Self {
+            length,
+            ..Self::default()
+        }
+    }
+
     /// With this doorbell mode.
     pub(crate) fn doorbells(mut self, mode: DoorbellMode) -> Self {
         self.doorbells = mode;
@@ -209,8 +248,17 @@ impl Setup {
     }
 }
 
+/// What is left of a machine whose process ended: its guest's memory, and a snapshot.
+pub(crate) struct Suspended {
+    pub(crate) id: String,
+    pub(crate) memory: GuestMemory,
+    pub(crate) interrupts: Vec<Arc<Interrupt>>,
+    pub(crate) state: Vec<u8>,
+}
+
 /// A function as a VMM holds it: behind a lock, with a thread for its events.
 pub(crate) struct Machine {
+    id: String,
     pub(crate) memory: GuestMemory,
     pub(crate) interrupts: Vec<Arc<Interrupt>>,
     bar: Arc<FunctionRegisters>,
@@ -220,20 +268,21 @@ pub(crate) struct Machine {
 }
 
 impl Machine {
-    fn new(function: NvmeFunction, setup: &Setup) -> Self {
-        let memory = GuestMemory::new(&setup.regions).unwrap();
-        for region in memory.regions() {
-            map(&function, &memory, &region);
+    fn new(
+        id: String,
+        function: NvmeFunction,
+        memory: GuestMemory,
+        interrupts: Vec<Arc<Interrupt>>,
+        setup: &Setup,
+    ) -> Self {
+        if !function.is_paused() {
+            for region in memory.regions() {
+                map(&function, &memory, &region);
+            }
         }
-        let interrupts: Vec<_> = function
-            .vectors()
-            .iter()
-            .map(|vector| {
-                let interrupt = Interrupt::new().unwrap();
-                vector.set_eventfd(Some(interrupt.event().try_clone().unwrap()));
-                Arc::new(interrupt)
-            })
-            .collect();
+        for (vector, interrupt) in function.vectors().iter().zip(&interrupts) {
+            vector.set_eventfd(Some(interrupt.event().try_clone().unwrap()));
+        }
         let windows = function
             .doorbell_region()
             .map(|region| {
@@ -250,6 +299,7 @@ impl Machine {
             std::thread::spawn(move || control(&function, &events, &stop))
         };
         Self {
+            id,
             memory,
             interrupts,
             bar: Arc::new(FunctionRegisters { function, windows }),
@@ -262,6 +312,24 @@ impl Machine {
     /// The function, while no access of the guest's is under way.
     pub(crate) fn function(&self) -> MutexGuard<'_, NvmeFunction> {
         self.bar.function()
+    }
+
+    /// Pauses the function, takes a snapshot of it, and ends it. What the guest has stays.
+    pub(crate) fn suspend(self) -> Suspended {
+        let state = {
+            let mut function = self.function();
+            function.pause().unwrap();
+            let state = function.save().unwrap();
+            // The guest's driver has the BAR still, with nothing behind it.
+            *function = Lab::new("null:1M", 512).function("nobody", &Setup::whole(1 << 20));
+            state
+        };
+        Suspended {
+            id: self.id.clone(),
+            memory: self.memory.clone(),
+            interrupts: self.interrupts.clone(),
+            state: state.to_bytes().unwrap(),
+        }
     }
 
     /// BAR0, as the guest sees it.

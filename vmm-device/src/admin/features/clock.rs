@@ -4,6 +4,8 @@ use std::time::{Duration, Instant};
 
 use nvme_mpt::spec::feature::{Timestamp, TimestampAttributes, TimestampOrigin};
 
+use crate::state::parts::TimestampState;
+
 /// The clock of one controller.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Clock {
@@ -11,6 +13,8 @@ pub(super) struct Clock {
     start: u64,
     since: Instant,
     origin: TimestampOrigin,
+    /// It stood still for a time: Synch.
+    stopped: bool,
 }
 
 impl Default for Clock {
@@ -20,6 +24,7 @@ impl Default for Clock {
             start: 0,
             since: Instant::now(),
             origin: TimestampOrigin::CLEARED,
+            stopped: false,
         }
     }
 }
@@ -30,6 +35,7 @@ impl Clock {
             start: milliseconds,
             since: Instant::now(),
             origin: TimestampOrigin::SET_FEATURES,
+            stopped: false,
         }
     }
 
@@ -37,9 +43,28 @@ impl Clock {
         self.at(self.since.elapsed())
     }
 
+    pub(super) fn save(&self) -> TimestampState {
+        TimestampState {
+            milliseconds: self.now().milliseconds(),
+            origin: self.origin.0,
+        }
+    }
+
+    /// It did not run while the function was kept in a snapshot.
+    pub(super) fn restored(state: &TimestampState) -> Self {
+        Self {
+            start: state.milliseconds,
+            since: Instant::now(),
+            origin: TimestampOrigin(state.origin),
+            stopped: true,
+        }
+    }
+
     fn at(&self, elapsed: Duration) -> Timestamp {
         let elapsed = u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX);
-        let attributes = TimestampAttributes::default().with_origin(self.origin);
+        let attributes = TimestampAttributes::default()
+            .with_origin(self.origin)
+            .with_synch(self.stopped);
         Timestamp::new(self.start.wrapping_add(elapsed), attributes)
     }
 }

@@ -1,0 +1,590 @@
+//! The state of an attachment that is paused, as it is kept in a snapshot: queues with their
+//! positions, doorbells, the Doorbell Buffer, and what the guest was promised.
+//!
+//! None of it is guest memory or a drive's data. All of it is untrusted when it comes back: it is
+//! checked as a whole before the first queue is made. Each type here is the format of a snapshot, so
+//! a change to one is a new version of it.
+
+use std::collections::BTreeSet;
+use std::fmt::{Display, Write};
+use std::io;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Attachment, LeasedNamespace, QueueError};
+use crate::address::{Gpa, PAGE_SIZE};
+use crate::doorbell::DoorbellBuffer;
+use crate::host::Limits;
+use crate::interrupt::InterruptVector;
+use crate::spec::ids::QueueId;
+use crate::spec::registers::Doorbell;
+use crate::stats::Counters;
+
+/// Why the state of an attachment cannot be saved or restored.
+#[derive(Debug, thiserror::Error)]
+pub enum StateError {
+    /// The state changes as long as the queues are polled.
+    #[error("The state cannot be saved or restored while queues are polled; pause first")]
+    NotPaused,
+    /// There is something that a restored state would replace.
+    #[error("The state can be restored into a controller without I/O queues only; this has {0}")]
+    NotEmpty(usize),
+    /// The guest was promised something else than there is here.
+    #[error(
+        "The snapshot has {promise} {saved}, but here it is {here}; restore it on a lease of the same \
+         size, identity and options, of a drive with the same features"
+    )]
+    Mismatch {
+        /// What was promised, by name.
+        promise: String,
+        /// What the guest was promised.
+        saved: String,
+        /// What is here.
+        here: String,
+    },
+    /// A value that no controller saves.
+    #[error(
+        "The snapshot is damaged: {field} is {value}, but must be {valid}; take it again, or restore \
+         an older one"
+    )]
+    Invalid {
+        /// The field, with the queue that it is of.
+        field: String,
+        /// Its value.
+        value: String,
+        /// Which values are possible.
+        valid: String,
+    },
+    /// A queue cannot be made again.
+    #[error(
+        "Queue {qid} of the snapshot cannot be made again; its guest's memory has to be mapped"
+    )]
+    Queue {
+        /// Its Completion Queue.
+        qid: QueueId,
+        /// Why.
+        source: QueueError,
+    },
+}
+
+impl StateError {
+    /// `field` has a value that no controller saves.
+    pub fn invalid(
+        field: impl Into<String>,
+        value: impl Display,
+        valid: impl Into<String>,
+    ) -> Self {
+        Self::Invalid {
+            field: field.into(),
+            value: value.to_string(),
+            valid: valid.into(),
+        }
+    }
+}
+
+/// The state of an attachment.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AttachmentState {
+    /// What the guest was promised.
+    pub promises: Vec<PromiseState>,
+    /// Doorbell registers: SQ0TDBL, CQ0HDBL, SQ1TDBL and so on.
+    pub doorbells: Vec<u32>,
+    /// The pages of Doorbell Buffer Config.
+    pub doorbell_buffer: Option<DoorbellBufferState>,
+    /// Completion Queues, each with its Submission Queues.
+    pub queues: Vec<CompletionQueueState>,
+    /// Every I/O command fails until the next reset.
+    pub revoked: bool,
+    /// What the lease did so far.
+    pub counters: CountersState,
+}
+
+/// Something that a guest was told and may rely on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PromiseState {
+    /// What it is.
+    pub name: String,
+    /// Its value, as people read it.
+    pub value: String,
+}
+
+/// The two pages of a Doorbell Buffer Config command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DoorbellBufferState {
+    /// Guest address of the Shadow Doorbell buffer.
+    pub shadow: u64,
+    /// Guest address of the EventIdx buffer.
+    pub event_idx: u64,
+}
+
+/// A Completion Queue.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CompletionQueueState {
+    /// Its identifier.
+    pub qid: u16,
+    /// Guest address of its first entry.
+    pub base: u64,
+    /// Its entries.
+    pub entries: u32,
+    /// Where the next entry is posted, and with which Phase Tag.
+    pub tail: u32,
+    /// The Phase Tag.
+    pub phase: bool,
+    /// How far the guest has consumed.
+    pub head: u32,
+    /// The last invalid value of its doorbell, which was reported.
+    pub bad_head: Option<u32>,
+    /// The vector that it raises.
+    pub vector: Option<u16>,
+    /// It takes and posts nothing until the next reset.
+    pub failed: bool,
+    /// Completions that could not be posted yet: dwords 0 and 1, 2 and 3.
+    pub held: Vec<[u64; 2]>,
+    /// Submission Queues that complete here.
+    pub submission_queues: Vec<SubmissionQueueState>,
+}
+
+/// A Submission Queue.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SubmissionQueueState {
+    /// Its identifier.
+    pub qid: u16,
+    /// Guest address of its first entry.
+    pub base: u64,
+    /// Its entries.
+    pub entries: u32,
+    /// The entry that is taken next.
+    pub head: u32,
+    /// The last invalid value of its doorbell, which was reported.
+    pub bad_tail: Option<u32>,
+}
+
+/// What a lease did so far, as SMART / Health Information counts it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CountersState {
+    /// Read commands completed.
+    pub reads: u64,
+    /// Write commands completed.
+    pub writes: u64,
+    /// Bytes read by the guest.
+    pub bytes_read: u64,
+    /// Bytes written by the guest.
+    pub bytes_written: u64,
+    /// Commands that failed for the media.
+    pub media_errors: u64,
+    /// Commands that completed with an error.
+    pub errors: u64,
+}
+
+impl From<Counters> for CountersState {
+    fn from(counters: Counters) -> Self {
+        let Counters {
+            reads,
+            writes,
+            bytes_read,
+            bytes_written,
+            media_errors,
+            errors,
+        } = counters;
+        Self {
+            reads,
+            writes,
+            bytes_read,
+            bytes_written,
+            media_errors,
+            errors,
+        }
+    }
+}
+
+impl From<CountersState> for Counters {
+    fn from(state: CountersState) -> Self {
+        let CountersState {
+            reads,
+            writes,
+            bytes_read,
+            bytes_written,
+            media_errors,
+            errors,
+        } = state;
+        Self {
+            reads,
+            writes,
+            bytes_read,
+            bytes_written,
+            media_errors,
+            errors,
+        }
+    }
+}
+
+impl Attachment {
+    /// What the attachment is doing, while it is [paused](Self::pause). `vectors` are those that
+    /// its Completion Queues were created with, by number.
+    ///
+    /// # Errors
+    /// [`StateError::NotPaused`].
+    pub fn save(&self, vectors: &[Arc<InterruptVector>]) -> Result<AttachmentState, StateError> {
+        let queues = self.queues();
+        if !queues.paused {
+            return Err(StateError::NotPaused);
+        }
+        let doorbells = self.doorbells();
+        let saved = queues.cqs.values().filter_map(|entry| {
+            let queue = entry.parked.as_ref()?;
+            Some(queue.save(vectors))
+        });
+        Ok(AttachmentState {
+            promises: self.promises(),
+            doorbells: doorbell_registers(self.max_queue_pairs())
+                .map(|doorbell| doorbells.load(doorbell))
+                .collect(),
+            doorbell_buffer: queues.buffer.map(|buffer| DoorbellBufferState {
+                shadow: buffer.shadow.0,
+                event_idx: buffer.event_idx.0,
+            }),
+            queues: saved.collect(),
+            revoked: queues.revoked,
+            counters: (self.counted() + queues.counted_before).into(),
+        })
+    }
+
+    /// Makes an attachment without queues, which is paused and whose window has the guest's memory,
+    /// what another one was when it was saved.
+    ///
+    /// # Errors
+    /// All of [`StateError`]; after [`StateError::Queue`] some queues exist, until the next reset.
+    pub fn restore(
+        &self,
+        state: &AttachmentState,
+        vectors: &[Arc<InterruptVector>],
+    ) -> Result<(), StateError> {
+        self.check(state, vectors.len())?;
+        let AttachmentState {
+            promises: _,
+            doorbells,
+            doorbell_buffer,
+            queues: saved,
+            revoked,
+            counters,
+        } = state;
+        let mut queues = self.queues();
+        if !queues.paused {
+            return Err(StateError::NotPaused);
+        }
+        if !queues.cqs.is_empty() {
+            return Err(StateError::NotEmpty(queues.cqs.len()));
+        }
+        for (doorbell, value) in doorbell_registers(self.max_queue_pairs()).zip(doorbells) {
+            self.doorbells().store(doorbell, *value);
+        }
+        queues.buffer = doorbell_buffer.map(|buffer| DoorbellBuffer {
+            shadow: Gpa(buffer.shadow),
+            event_idx: Gpa(buffer.event_idx),
+        });
+        queues.revoked = *revoked;
+        queues.counted_before = (*counters).into();
+        for state in saved {
+            let qid = QueueId(state.qid);
+            self.restore_queue(&mut queues, state, vectors)
+                .map_err(|source| StateError::Queue { qid, source })?;
+        }
+        Ok(())
+    }
+
+    /// Checks all that can be known of a state before anything is made of it.
+    ///
+    /// # Errors
+    /// [`StateError::Mismatch`] and [`StateError::Invalid`].
+    pub fn check(&self, state: &AttachmentState, vectors: usize) -> Result<(), StateError> {
+        let AttachmentState {
+            promises,
+            doorbells,
+            doorbell_buffer,
+            queues,
+            revoked,
+            counters: _,
+        } = state;
+        self.check_promises(promises)?;
+        if !revoked && !self.has_blocks() {
+            return Err(StateError::Mismatch {
+                promise: "namespace".to_owned(),
+                saved: "attached".to_owned(),
+                here: "gone, or formatted to other blocks".to_owned(),
+            });
+        }
+        let count = doorbell_registers(self.max_queue_pairs()).count();
+        if doorbells.len() != count {
+            let valid = format!("{count} registers");
+            return Err(StateError::invalid("doorbells", doorbells.len(), valid));
+        }
+        if let Some(DoorbellBufferState { shadow, event_idx }) = *doorbell_buffer {
+            if !self.doorbell_mode().offers_buffer() {
+                let valid = "null, as Doorbell Buffer Config is not offered";
+                return Err(StateError::invalid("doorbell_buffer", shadow, valid));
+            }
+            page_aligned("doorbell_buffer.shadow", shadow)?;
+            page_aligned("doorbell_buffer.event_idx", event_idx)?;
+        }
+        let limits = QueueLimits {
+            pairs: self.max_queue_pairs(),
+            entries: self.limits().entries_max,
+            vectors,
+        };
+        let (mut cqids, mut sqids) = (BTreeSet::new(), BTreeSet::new());
+        for cq in queues {
+            limits.check_cq(cq)?;
+            unique("completion queue", cq.qid, &mut cqids)?;
+            for sq in &cq.submission_queues {
+                limits.check_sq(sq)?;
+                unique("submission queue", sq.qid, &mut sqids)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn check_promises(&self, saved: &[PromiseState]) -> Result<(), StateError> {
+        let here = self.promises();
+        let value = |promises: &[PromiseState], name: &str| {
+            let promise = promises.iter().find(|promise| promise.name == name);
+            promise.map_or_else(|| "not there".to_owned(), |promise| promise.value.clone())
+        };
+        // What matters most comes first, and what is known to only one of the two last.
+        for PromiseState { name, .. } in here.iter().chain(saved) {
+            let (saved, here) = (value(saved, name), value(&here, name));
+            if saved != here {
+                return Err(StateError::Mismatch {
+                    promise: name.clone(),
+                    saved,
+                    here,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// What the guest was told and may rely on for as long as its controller is there.
+    fn promises(&self) -> Vec<PromiseState> {
+        let LeasedNamespace {
+            nsid,
+            lba_shift,
+            blocks,
+            serial,
+            model,
+            nguid,
+            eui64,
+            uuid,
+        } = self.namespace();
+        let Limits {
+            mdts,
+            entries_max,
+            commands,
+            awun_z,
+            awupf_z,
+            volatile_write_cache,
+            deallocated_reads_zeroes,
+            sgl_descriptors_max,
+            no_data_bytes_max,
+            dsm_range_bytes_max,
+            dsm_ranges_max,
+            copy_bytes_max,
+            copy_ranges_max,
+        } = self.limits();
+        let promises: [(&str, &dyn Display); 24] = [
+            ("I/O queue pairs", &self.max_queue_pairs()),
+            ("doorbell stride (CAP.DSTRD)", &self.doorbells().dstrd()),
+            (
+                "Doorbell Buffer Config",
+                &self.doorbell_mode().offers_buffer(),
+            ),
+            ("namespace", nsid),
+            ("LBA size", &(1_u64 << lba_shift)),
+            ("blocks", blocks),
+            ("MDTS", mdts),
+            ("queue entries (CAP.MQES + 1)", entries_max),
+            ("optional commands (ONCS)", &commands.0),
+            ("AWUN", awun_z),
+            ("AWUPF", awupf_z),
+            ("volatile write cache", volatile_write_cache),
+            (
+                "deallocated blocks read as zeroes",
+                deallocated_reads_zeroes,
+            ),
+            ("SGL descriptors", sgl_descriptors_max),
+            ("bytes of a command without data", no_data_bytes_max),
+            ("bytes of a Dataset Management range", dsm_range_bytes_max),
+            ("Dataset Management ranges", dsm_ranges_max),
+            ("bytes of a Copy command", copy_bytes_max),
+            ("Copy ranges", copy_ranges_max),
+            ("serial number", serial),
+            ("model number", model),
+            ("NGUID", &hex(nguid)),
+            ("EUI-64", &hex(eui64)),
+            ("namespace UUID", &hex(uuid)),
+        ];
+        promises
+            .into_iter()
+            .map(|(name, value)| PromiseState {
+                name: name.to_owned(),
+                value: value.to_string(),
+            })
+            .collect()
+    }
+}
+
+/// What queues of a state are held against.
+struct QueueLimits {
+    pairs: u16,
+    entries: u32,
+    vectors: usize,
+}
+
+impl QueueLimits {
+    fn check_cq(&self, cq: &CompletionQueueState) -> Result<(), StateError> {
+        let CompletionQueueState {
+            qid,
+            base,
+            entries,
+            tail,
+            phase: _,
+            head,
+            bad_head: _,
+            vector,
+            failed: _,
+            held,
+            submission_queues: _,
+        } = cq;
+        let name = format!("completion queue {qid}");
+        self.check_ring(&name, (*qid, *base, *entries))?;
+        below(format!("tail of {name}"), *tail, *entries)?;
+        below(format!("head of {name}"), *head, *entries)?;
+        if let Some(vector) = vector
+            && usize::from(*vector) >= self.vectors
+        {
+            let valid = format!("less than {}", self.vectors);
+            return Err(StateError::invalid(
+                format!("vector of {name}"),
+                vector,
+                valid,
+            ));
+        }
+        let room = cq.room();
+        if held.len() > room as usize {
+            let valid = format!("at most {room}");
+            return Err(StateError::invalid(
+                format!("completions held by {name}"),
+                held.len(),
+                valid,
+            ));
+        }
+        Ok(())
+    }
+
+    fn check_sq(&self, sq: &SubmissionQueueState) -> Result<(), StateError> {
+        let SubmissionQueueState {
+            qid,
+            base,
+            entries,
+            head,
+            bad_tail: _,
+        } = sq;
+        let name = format!("submission queue {qid}");
+        self.check_ring(&name, (*qid, *base, *entries))?;
+        below(format!("head of {name}"), *head, *entries)
+    }
+
+    fn check_ring(
+        &self,
+        name: &str,
+        (qid, base, entries): (u16, u64, u32),
+    ) -> Result<(), StateError> {
+        if !(1..=self.pairs).contains(&qid) {
+            let valid = format!("1 to {}", self.pairs);
+            return Err(StateError::invalid("identifier of a queue", qid, valid));
+        }
+        if !(2..=self.entries).contains(&entries) {
+            let valid = format!("2 to {}", self.entries);
+            return Err(StateError::invalid(
+                format!("entries of {name}"),
+                entries,
+                valid,
+            ));
+        }
+        page_aligned(&format!("base of {name}"), base)
+    }
+}
+
+impl CompletionQueueState {
+    /// Entries that the guest has yet to consume.
+    pub(crate) fn unconsumed(&self) -> u32 {
+        if self.tail >= self.head {
+            self.tail - self.head
+        } else {
+            self.tail + self.entries - self.head
+        }
+    }
+
+    /// Entries that can be posted before the guest consumes one.
+    fn room(&self) -> u32 {
+        self.entries - 1 - self.unconsumed()
+    }
+}
+
+fn below(field: String, value: u32, entries: u32) -> Result<(), StateError> {
+    if value < entries {
+        return Ok(());
+    }
+    Err(StateError::invalid(
+        field,
+        value,
+        format!("less than its entries, {entries}"),
+    ))
+}
+
+fn page_aligned(field: &str, value: u64) -> Result<(), StateError> {
+    if value.is_multiple_of(PAGE_SIZE) {
+        return Ok(());
+    }
+    let value = format!("{value:#x}");
+    Err(StateError::invalid(field, value, "the start of a page"))
+}
+
+fn unique(kind: &str, qid: u16, seen: &mut BTreeSet<u16>) -> Result<(), StateError> {
+    if seen.insert(qid) {
+        return Ok(());
+    }
+    Err(StateError::invalid(
+        format!("{kind} {qid}"),
+        "there twice",
+        "there once",
+    ))
+}
+
+/// All doorbell registers, in the order of their offsets.
+fn doorbell_registers(queue_pairs: u16) -> impl Iterator<Item = Doorbell> {
+    (0..=queue_pairs).flat_map(|qid| {
+        let qid = QueueId(qid);
+        [Doorbell::SqTail(qid), Doorbell::CqHead(qid)]
+    })
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        // A string takes all that is written to it.
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+/// Why a queue cannot be made again for a lease whose blocks are gone.
+pub(super) fn gone() -> io::Error {
+    let gone = "The drive is gone, or its namespace is not the one that was leased";
+    io::Error::new(io::ErrorKind::NotConnected, gone)
+}

@@ -1,0 +1,151 @@
+//! A shadow queue at rest: it lets go of the VM's memory, is saved and restored, and takes hold of
+//! memory again.
+
+use std::sync::Arc;
+
+use super::{CompletionQueue, Condition, Core, ShadowQueue, SubmissionQueue};
+use crate::attachment::state::{CompletionQueueState, SubmissionQueueState};
+use crate::clock::Ticks;
+use crate::dma::{RegionTable, TableUser};
+use crate::interrupt::InterruptVector;
+use crate::spec::cqe::{Cqe, CqeHigh};
+
+impl ShadowQueue {
+    /// Tells the guest what it was not told of yet.
+    pub(crate) fn settle(&mut self) {
+        let core = &mut self.core;
+        if !core.is_sound() {
+            return;
+        }
+        core.cq.look_at_head(&core.context.events);
+        if core.cq.gate.settle_now(core.cq.unconsumed()) {
+            core.cq.counters.interrupts.add(1);
+        }
+    }
+
+    /// Lets go of the VM's memory, with nothing in flight: whoever takes memory away need not wait
+    /// for this queue.
+    pub(crate) fn let_go(&mut self) {
+        let core = &mut self.core;
+        core.old_tables.clear();
+        drop(core.translator.set_table(Arc::default()));
+        core.table_user = None;
+    }
+
+    /// Takes hold of the VM's memory again, as it is now.
+    pub(crate) fn take_hold(&mut self, (user, table): (Arc<TableUser>, Arc<RegionTable>)) {
+        let core = &mut self.core;
+        core.table_user = Some(user);
+        core.generation = table.generation();
+        drop(core.translator.set_table(table));
+        core.rebind();
+    }
+
+    /// What it is doing, while it rests. `vectors` are all there are, by number.
+    pub(crate) fn save(&self, vectors: &[Arc<InterruptVector>]) -> CompletionQueueState {
+        let Core {
+            cq,
+            sqs,
+            condition,
+            held,
+            ..
+        } = &self.core;
+        let vector = cq.gate.vector().and_then(|vector| {
+            let number = vectors.iter().position(|other| Arc::ptr_eq(other, vector));
+            number.and_then(|number| u16::try_from(number).ok())
+        });
+        CompletionQueueState {
+            qid: cq.qid.0,
+            base: cq.base.0,
+            entries: cq.entries,
+            tail: cq.tail,
+            phase: cq.phase,
+            head: cq.head,
+            bad_head: cq.bad_head,
+            vector,
+            failed: *condition == Condition::Failed,
+            held: held.iter().map(|cqe| [cqe.low, cqe.high.0]).collect(),
+            submission_queues: sqs.iter().map(SubmissionQueue::save).collect(),
+        }
+    }
+
+    /// Makes a new queue what another one was when it was saved. What was saved has been checked.
+    pub(crate) fn restore(&mut self, state: &CompletionQueueState) {
+        let core = &mut self.core;
+        core.cq.restore(state);
+        if state.failed {
+            core.condition = Condition::Failed;
+        }
+        let held = state.held.iter();
+        core.held.extend(held.map(|[low, high]| Cqe {
+            low: *low,
+            high: CqeHigh(*high),
+        }));
+        // They wait for the rings' memory, which is looked for when it takes hold of it.
+        if !core.held.is_empty() && core.is_sound() {
+            let (gone, since) = (core.cq.base, Ticks::now());
+            core.condition = Condition::Suspended { gone, since };
+        }
+    }
+}
+
+impl Core {
+    /// Finds the rings in another table, with nothing in flight or everything of it held.
+    pub(super) fn rebind(&mut self) {
+        if self.condition == Condition::Failed {
+            return;
+        }
+        match (self.bind_memory(), self.condition) {
+            (Ok(()), Condition::Suspended { .. }) => self.resume_posting(),
+            (Err(gone), Condition::Sound) => {
+                let since = Ticks::now();
+                self.condition = Condition::Suspended { gone, since };
+            }
+            _ => {}
+        }
+    }
+}
+
+impl CompletionQueue {
+    fn restore(&mut self, state: &CompletionQueueState) {
+        let CompletionQueueState {
+            qid: _,
+            base: _,
+            entries,
+            tail,
+            phase,
+            head,
+            bad_head,
+            vector: _,
+            failed: _,
+            held,
+            submission_queues: _,
+        } = state;
+        self.tail = *tail;
+        self.phase = *phase;
+        self.head = *head;
+        self.bad_head = *bad_head;
+        let unconsumed = state.unconsumed();
+        self.room = entries - 1 - unconsumed - held.len() as u32;
+        // The interrupt that told of them may have been lost on the way. One too many harms nobody.
+        self.gate.post(unconsumed, Ticks::now());
+    }
+}
+
+impl SubmissionQueue {
+    fn save(&self) -> SubmissionQueueState {
+        SubmissionQueueState {
+            qid: self.qid.0,
+            base: self.base.0,
+            entries: self.entries,
+            head: self.head,
+            bad_tail: self.bad_tail,
+        }
+    }
+
+    /// Makes a new queue what another one was when it was saved. What was saved has been checked.
+    pub(crate) fn restore(&mut self, state: &SubmissionQueueState) {
+        self.head = state.head;
+        self.bad_tail = state.bad_tail;
+    }
+}

@@ -1,0 +1,490 @@
+//! Pause, snapshot and restore: a guest with commands in flight goes on in another function, as if
+//! nothing had been, and a snapshot that does not fit or is damaged is refused by name.
+
+mod load;
+
+use std::collections::BTreeSet;
+use std::os::unix::fs::FileExt;
+use std::time::Duration;
+
+use nvme_mpt::lease::Ledger;
+use nvme_mpt_tests::admin::{AsyncEvent, LogPage, Select, feature, log};
+use nvme_mpt_tests::command::Sqe;
+use nvme_mpt_tests::controller::QueueOptions;
+use nvme_mpt_tests::doorbell::{DoorbellMode, Side};
+use proptest::prelude::*;
+use vmm_device::{Bar, FunctionState, MsixMasking, SnapshotError};
+
+use crate::common::bystander::Bystander;
+use crate::common::{HANG, LEASE, Lab, MODES, Machine, NOWHERE, Setup, Suspended, queue_pair};
+use load::Load;
+
+/// All that a guest has in its memory.
+fn memory_of(machine: &Machine) -> Vec<u8> {
+    let regions = machine.memory.regions();
+    let mut all = vec![0; regions.iter().map(|region| region.len as usize).sum()];
+    let file = std::fs::File::from(machine.memory.fd().try_clone_to_owned().unwrap());
+    let mut rest = all.as_mut_slice();
+    for region in regions {
+        let (here, after) = rest.split_at_mut(region.len as usize);
+        file.read_exact_at(here, region.fd_offset).unwrap();
+        rest = after;
+    }
+    all
+}
+
+/// The other machine, which goes on at once.
+#[track_caller]
+fn go_on(lab: &Lab, suspended: &Suspended, setup: &Setup) -> Machine {
+    let machine = lab.restore(suspended, setup).unwrap();
+    machine.function().resume();
+    machine
+}
+
+/// One way to be moved.
+#[derive(Clone, Copy, Debug)]
+struct Variant {
+    /// A file that is closed and opened again, rather than a drive in memory.
+    file: bool,
+    doorbells: DoorbellMode,
+    poll: &'static str,
+    queues: u16,
+    entries: u32,
+    seed: u64,
+}
+
+fn variants() -> impl Strategy<Value = Variant> {
+    (
+        any::<bool>(),
+        prop::sample::select(MODES.to_vec()),
+        prop::sample::select(vec!["shared", "dedicated", "shared:busy"]),
+        1_u16..4,
+        prop::sample::select(vec![2_u32, 3, 16, 64]),
+        any::<u64>(),
+    )
+        .prop_map(|(file, doorbells, poll, queues, entries, seed)| Variant {
+            file,
+            doorbells,
+            poll,
+            queues,
+            entries,
+            seed,
+        })
+}
+
+/// What a guest does before, while and after it is moved.
+#[derive(Clone, Copy, Debug)]
+struct Move {
+    /// Fills every queue, or submits some.
+    full: bool,
+    /// Turns of its driver before the function is paused.
+    turns: u8,
+    /// Leaves the head doorbells where they were, so that Completion Queues stay full.
+    silent: bool,
+    /// Submits more between the snapshot and the end of its restoration.
+    meanwhile: bool,
+    /// Waits for interrupts afterwards, and does not look by itself.
+    sleeps: bool,
+}
+
+fn moves() -> impl Strategy<Value = Move> {
+    (any::<[bool; 4]>(), 0_u8..20).prop_map(|([full, silent, meanwhile, sleeps], turns)| Move {
+        full,
+        turns,
+        silent,
+        meanwhile,
+        sleeps,
+    })
+}
+
+fn run(variant: Variant, moves: &[Move]) {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(LEASE).unwrap();
+    let leases = tempfile::tempdir().unwrap();
+    // Names that a guest sees depend on the ledger where it is a process's own.
+    let open = || match variant.file {
+        true => Lab {
+            ledger: Ledger::open(leases.path()),
+            ..Lab::of_file(file.path(), 512)
+        },
+        false => Lab::new("memory:16M", 512),
+    };
+    let setup = Setup::default()
+        .doorbells(variant.doorbells)
+        .poll(variant.poll);
+    let mut lab = open();
+    let mut machine = lab.machine(&setup);
+    let mut load = Load::new(&machine, variant.queues, variant.entries, variant.seed);
+    for step in moves {
+        load.submit(step.full);
+        for _ in 0..step.turns {
+            load.reap(!step.silent);
+            load.submit(false);
+            std::thread::yield_now();
+        }
+        let suspended = machine.suspend();
+        if step.meanwhile && variant.doorbells == DoorbellMode::Shadow {
+            load.submit(true);
+        }
+        if variant.file {
+            // The process is gone, and its drive with it.
+            drop(lab);
+            lab = open();
+        }
+        machine = go_on(&lab, &suspended, &setup);
+        load.move_to(&machine);
+        if step.sleeps {
+            load.drain_by_interrupts();
+        } else {
+            load.drain();
+        }
+    }
+    load.verify();
+    assert_eq!(
+        load.controller.status().unwrap(),
+        1,
+        "ready and nothing else"
+    );
+}
+
+proptest! {
+    // Each case makes some functions and runs some thousand commands.
+    #![proptest_config(ProptestConfig { cases: 48, max_shrink_iters: 100, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn io_goes_on_in_another_function(
+        variant in variants(),
+        moves in prop::collection::vec(moves(), 1..6),
+    ) {
+        run(variant, &moves);
+    }
+}
+
+/// A snapshot as text, but for its checksum and the time that its clock shows.
+fn without_time(state: &[u8]) -> String {
+    let text = String::from_utf8(state.to_vec()).unwrap();
+    let (_, text) = text.split_once('\n').unwrap();
+    let (before, after) = text.split_once("\"milliseconds\":").unwrap();
+    format!(
+        "{before}{}",
+        after.trim_start_matches(|c: char| c.is_ascii_digit())
+    )
+}
+
+#[test]
+fn a_snapshot_of_what_was_restored_is_the_snapshot() {
+    for mode in MODES {
+        let lab = Lab::new("memory:16M", 512);
+        let setup = Setup::default().doorbells(mode);
+        let machine = lab.machine(&setup);
+        let mut load = Load::new(&machine, 2, 16, 1);
+        load.controller.request_async_event().unwrap();
+        load.submit(true);
+        load.drain();
+        let first = machine.suspend();
+        let restored = lab.restore(&first, &setup).unwrap();
+        let again = restored.suspend();
+        assert_eq!(
+            without_time(&first.state),
+            without_time(&again.state),
+            "{mode:?}"
+        );
+    }
+}
+
+#[test]
+fn nothing_touches_memory_while_paused() {
+    let lab = Lab::new("memory:32M", 512);
+    let bystander = Bystander::start(&lab, &Setup::nth(1));
+    for mode in MODES {
+        let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+        let mut load = Load::new(&machine, 3, 64, 2);
+        load.submit(true);
+        machine.function().pause().unwrap();
+        let found = load.in_flight();
+        load.submit(true);
+        let before = memory_of(&machine);
+        bystander.goes_on();
+        std::thread::sleep(Duration::from_millis(20));
+        assert!(memory_of(&machine) == before, "{mode:?}");
+        // Memory can be taken away meanwhile, and need not wait for anybody.
+        let region = machine.memory.regions()[2].clone();
+        machine.unmap(&region);
+        machine.map(&region);
+        machine.function().resume();
+        load.drain();
+        assert!(load.completed() >= found as u64);
+        load.verify();
+    }
+    bystander.finish();
+}
+
+#[test]
+fn a_controller_that_is_paused_can_be_reset_and_begins_anew() {
+    for mode in MODES {
+        let lab = Lab::new("memory:16M", 512);
+        let machine = lab.machine(&Setup::default().doorbells(mode));
+        let mut load = Load::new(&machine, 2, 16, 3);
+        load.submit(true);
+        machine.function().pause().unwrap();
+        load.controller.disable().unwrap();
+        assert!(!machine.function().attachment().has_cq(1.into()));
+        machine.function().resume();
+        let (_controller, mut disk) = machine.disk();
+        disk.write(0, &[7; 512]).unwrap();
+        assert_eq!(disk.read(0, 1).unwrap(), [7; 512], "{mode:?}");
+    }
+}
+
+#[test]
+fn admin_commands_wait_while_paused() {
+    let lab = Lab::new("memory:16M", 512);
+    let setup = Setup::default();
+    let machine = lab.machine(&setup);
+    let mut controller = machine.attach();
+    machine.function().pause().unwrap();
+    let queue = controller.admin_queue().unwrap();
+    let cid = queue.submit(Sqe::flush(0).with_cid(0)).unwrap();
+    queue.ring();
+    machine.function().process_events();
+    assert!(queue.poll().is_none(), "nothing is carried out");
+    let suspended = machine.suspend();
+    let machine = go_on(&lab, &suspended, &setup);
+    controller.move_to(machine.bar()).unwrap();
+    // Opcode 0 deletes a Submission Queue, of which identifier 0 is none.
+    let queue = controller.admin_queue().unwrap();
+    assert!(!queue.wait(cid, HANG).unwrap().status().is_success());
+}
+
+#[test]
+fn requests_and_events_are_kept() {
+    let lab = Lab::new("memory:16M", 512);
+    let setup = Setup::default().doorbells(DoorbellMode::Trap);
+    let machine = lab.machine(&setup);
+    let mut controller = machine.attach();
+    let _queue = queue_pair(&mut controller, 1, 16);
+    controller.request_async_event().unwrap();
+    controller.request_async_event().unwrap();
+    let invalid = |machine: &Machine, controller: &_| {
+        machine.poke(controller, 1, Side::SqTail, 999);
+    };
+    // One event is told, and its type is masked from then on.
+    invalid(&machine, &controller);
+    let told = AsyncEvent {
+        kind: 0,
+        info: 1,
+        log_page: log::ERROR,
+    };
+    assert_eq!(controller.async_event(HANG).unwrap(), Some(told));
+    let suspended = machine.suspend();
+    let machine = go_on(&lab, &suspended, &setup);
+    controller.move_to(machine.bar()).unwrap();
+    // A value that was reported already is no news, and another one is masked still.
+    invalid(&machine, &controller);
+    machine.poke(&controller, 1, Side::SqTail, 998);
+    // The log has an entry for what was told and one for the event that waits.
+    let page = LogPage::of_controller(log::ERROR, 64);
+    let errors = loop {
+        let page = controller.log_page(page).unwrap();
+        if page[0] == 2 {
+            break page;
+        }
+    };
+    assert_eq!(errors[8..12], [0xFF; 4], "no command's error");
+    assert_eq!(controller.async_event(HANG).unwrap(), Some(told));
+    assert_eq!(controller.outstanding_event_requests(), 0);
+}
+
+#[test]
+fn features_logs_and_identity_are_kept() {
+    let lab = Lab::new("memory:16M", 512);
+    let setup = Setup::default();
+    let machine = lab.machine(&setup);
+    let (mut controller, mut disk) = machine.disk();
+    disk.write(0, &[1; 8192]).unwrap();
+    disk.read(0, 8).unwrap();
+    disk.read(disk.blocks(), 1).unwrap_err();
+    controller
+        .set_feature(feature::INTERRUPT_COALESCING, 0, 0x0203)
+        .unwrap();
+    controller
+        .set_feature(feature::TEMPERATURE_THRESHOLD, 0, 345)
+        .unwrap();
+    let timestamp = 1_700_000_000_000_u64.to_le_bytes();
+    controller
+        .set_feature_data(feature::TIMESTAMP, 0, 0, &timestamp)
+        .unwrap();
+    let look = |controller: &mut nvme_mpt_tests::controller::Controller| {
+        let mut seen = vec![
+            controller.identify(1, 0, 0).unwrap(),
+            controller.identify(0, 1, 0).unwrap(),
+            controller.identify(3, 1, 0).unwrap(),
+        ];
+        for id in [log::ERROR, log::SMART] {
+            let page = LogPage::of_controller(id, 512);
+            seen.push(controller.log_page(page).unwrap());
+        }
+        for id in [1, 2, 4, 7, 8, 9, 0x0A, 0x0B] {
+            let value = controller.get_feature(id, Select::Current, 0, 0);
+            seen.push(value.unwrap().to_le_bytes().to_vec());
+        }
+        seen
+    };
+    let before = look(&mut controller);
+    let suspended = machine.suspend();
+    let machine = go_on(&lab, &suspended, &setup);
+    controller.move_to(machine.bar()).unwrap();
+    disk.queue.move_to(&machine.bar()).unwrap();
+    assert!(
+        look(&mut controller) == before,
+        "something that the guest sees changed"
+    );
+    let clock = controller
+        .get_feature_data(feature::TIMESTAMP, Select::Current, 0, 8)
+        .unwrap();
+    let milliseconds = clock[..6]
+        .iter()
+        .rev()
+        .fold(0, |all, byte| all << 8 | u64::from(*byte));
+    let elapsed = milliseconds - 1_700_000_000_000;
+    assert!(elapsed < HANG.as_millis() as u64, "{elapsed}");
+    assert_eq!(clock[6] & 1, 1, "it says that it may have stood still");
+    assert_eq!(disk.read(0, 16).unwrap(), [1; 8192]);
+}
+
+#[test]
+fn interrupts_that_were_masked_come_afterwards() {
+    let lab = Lab::new("memory:16M", 512);
+    let setup = Setup {
+        masking: MsixMasking::Function,
+        ..Setup::default()
+    };
+    let machine = lab.machine(&setup);
+    // BAR4 at an address, MSI-X enabled, vector 1 masked as it is after a reset.
+    let _ = machine.function().write_config(0x20, &[0, 0, 0, 0xE0]);
+    let _ = machine.function().write_config(0x04, &[0x06, 0]);
+    let _ = machine.function().write_config(0x53, &[0x80]);
+    let message = [0x04, 0, 0xE0, 0xFE, 0, 0, 0, 0, 0x41, 0, 0, 0];
+    machine.function().write_bar(Bar::Msix, 16, &message);
+    let mut controller = machine.attach();
+    let interrupt = machine.interrupts[1].clone();
+    let options = QueueOptions::interrupting(16, 1, interrupt.clone());
+    let mut queue = controller.create_queue_pair(1, &options).unwrap();
+    let cid = queue.submit(Sqe::flush(1)).unwrap();
+    queue.ring();
+
+    let suspended = machine.suspend();
+    let machine = lab.restore(&suspended, &setup).unwrap();
+    assert_eq!(machine.function().bar_address(Bar::Msix), Some(0xE000_0000));
+    let message = machine.function().msix_message(1).unwrap();
+    assert_eq!((message.address, message.data), (0xFEE0_0004, 0x41));
+    assert!(message.masked);
+    machine.function().resume();
+    controller.move_to(machine.bar()).unwrap();
+    queue.move_to(&machine.bar()).unwrap();
+    assert_eq!(interrupt.take().unwrap(), 0, "masked still");
+    machine.function().write_bar(Bar::Msix, 28, &[0; 4]);
+    assert_eq!(interrupt.wait(HANG).unwrap(), 1);
+    queue.wait(cid, HANG).unwrap();
+}
+
+#[test]
+fn a_snapshot_that_does_not_fit_is_refused_by_name() {
+    let lab = Lab::new("memory:32M", 512);
+    let setup = Setup::default();
+    let machine = lab.machine(&setup);
+    let load = Load::new(&machine, 1, 16, 4);
+    let suspended = machine.suspend();
+    let refused = |lab: &Lab, setup: &Setup| {
+        let error = lab.restore(&suspended, setup).err().expect("refused");
+        assert!(
+            matches!(error, SnapshotError::State(_)),
+            "{error}: a value that is not what it was"
+        );
+        error.to_string()
+    };
+    for (lab, setup, named) in [
+        (
+            &lab,
+            Setup {
+                length: LEASE / 2,
+                ..setup.clone()
+            },
+            ["blocks", "32768", "16384"],
+        ),
+        (
+            &lab,
+            Setup {
+                queue_pairs: 2,
+                ..setup.clone()
+            },
+            ["I/O queue pairs", "is 2", " 4,"],
+        ),
+        (
+            &lab,
+            setup.clone().doorbells(DoorbellMode::Trap),
+            ["Doorbell Buffer Config", "true", "false"],
+        ),
+        (
+            &Lab::new("memory:32M", 4096),
+            setup.clone(),
+            ["LBA size", "512", "4096"],
+        ),
+        (
+            &Lab::new("null:32M", 512),
+            setup.clone(),
+            ["serial number", "MPT", "is MPT"],
+        ),
+    ] {
+        let error = refused(lab, &setup);
+        for word in named {
+            assert!(error.contains(word), "`{error}` should name `{word}`");
+        }
+    }
+    // And where it fits it still can be restored.
+    let machine = go_on(&lab, &suspended, &setup);
+    let mut load = load;
+    load.move_to(&machine);
+    load.submit(true);
+    load.verify();
+}
+
+#[test]
+fn a_snapshot_needs_its_memory() {
+    let lab = Lab::new("memory:16M", 512);
+    let setup = Setup::default();
+    let machine = lab.machine(&setup);
+    let _load = Load::new(&machine, 1, 16, 5);
+    let suspended = machine.suspend();
+    let elsewhere = Suspended {
+        memory: nvme_mpt_tests::memory::GuestMemory::new(&[(NOWHERE, 1 << 20)]).unwrap(),
+        ..suspended
+    };
+    let error = lab.restore(&elsewhere, &setup).err().expect("refused");
+    assert!(error.to_string().contains("has to be mapped"), "{error}");
+}
+
+#[test]
+fn damaged_bytes_are_refused() {
+    let lab = Lab::new("memory:16M", 512);
+    let machine = lab.machine(&Setup::default());
+    let mut load = Load::new(&machine, 2, 16, 6);
+    load.submit(true);
+    let bytes = machine.suspend().state;
+    FunctionState::from_bytes(&bytes).expect("sound");
+    let mut errors = BTreeSet::new();
+    for at in 0..bytes.len() {
+        let cut = FunctionState::from_bytes(&bytes[..at]).expect_err("cut short");
+        let mut changed = bytes.clone();
+        changed[at] ^= 1 << (at % 8);
+        let changed = FunctionState::from_bytes(&changed).expect_err("changed");
+        for error in [cut, changed] {
+            let text = error.to_string();
+            errors.insert(text.chars().take(24).collect::<String>());
+        }
+    }
+    let longer = [&bytes[..], b" "].concat();
+    FunctionState::from_bytes(&longer).expect_err("longer");
+    // Version, length, checksum and beginning are told apart.
+    assert!(errors.len() >= 4, "{errors:?}");
+}

@@ -1,0 +1,234 @@
+//! A guest that writes and reads back with many commands in flight, wherever its function is.
+
+use std::time::Instant;
+
+use nvme_mpt_tests::command::Sqe;
+use nvme_mpt_tests::completion::Cqe;
+use nvme_mpt_tests::controller::{Controller, QueueOptions};
+use nvme_mpt_tests::memory::DmaBuffer;
+use nvme_mpt_tests::prp::{self, Prepared};
+use nvme_mpt_tests::queue::QueuePair;
+use nvme_mpt_tests::rng::{Rng, fill_blocks};
+
+use crate::common::{HANG, Machine};
+
+/// Bytes of a command.
+const PIECE: usize = 16 << 10;
+
+/// A part of the namespace that one command at a time is about.
+struct Place {
+    slba: u64,
+    data: DmaBuffer,
+    /// The way to it.
+    prepared: Prepared,
+    /// What was written last, if anything was.
+    tag: Option<u64>,
+    in_flight: Option<Command>,
+}
+
+#[derive(Clone, Copy)]
+enum Command {
+    Write(u64),
+    Read,
+}
+
+/// One queue pair, and the places that its commands are about, by command identifier.
+struct Lane {
+    queue: QueuePair,
+    places: Vec<Place>,
+}
+
+/// A guest under load.
+pub(super) struct Load {
+    pub(super) controller: Controller,
+    lanes: Vec<Lane>,
+    block_size: usize,
+    rng: Rng,
+    tags: u64,
+    completed: u64,
+}
+
+impl Load {
+    /// A guest with queue pairs of so many entries, each with interrupts.
+    pub(super) fn new(machine: &Machine, queues: u16, entries: u32, seed: u64) -> Self {
+        let mut controller = machine.attach();
+        let block_size = controller.identify_namespace(1).unwrap().block_size as usize;
+        let blocks = (PIECE / block_size) as u64;
+        let mut next = 0;
+        let mut lane = |id: u16| {
+            let interrupt = machine.interrupts[usize::from(id)].clone();
+            let options = QueueOptions::interrupting(entries, id, interrupt);
+            let queue = controller.create_queue_pair(id, &options).unwrap();
+            let places = (1..entries).map(|_| {
+                next += 1;
+                let data = machine.memory.alloc(PIECE).unwrap();
+                Place {
+                    slba: (next - 1) * blocks,
+                    prepared: prp::buffer(&data, 0, PIECE).unwrap(),
+                    data,
+                    tag: None,
+                    in_flight: None,
+                }
+            });
+            let places = places.collect();
+            Lane { queue, places }
+        };
+        let lanes = (1..=queues).map(&mut lane).collect();
+        Self {
+            controller,
+            lanes,
+            block_size,
+            rng: Rng::new(seed),
+            tags: 0,
+            completed: 0,
+        }
+    }
+
+    /// Submits commands until every queue is full, or as many as fall to it.
+    pub(super) fn submit(&mut self, full: bool) {
+        let (rng, block_size) = (&mut self.rng, self.block_size);
+        let blocks = (PIECE / block_size) as u32;
+        for lane in &mut self.lanes {
+            for (cid, place) in (0..).zip(&mut lane.places) {
+                if place.in_flight.is_some() || !full && rng.below(2) == 0 {
+                    continue;
+                }
+                let command = match place.tag {
+                    Some(_) if rng.below(2) == 0 => Command::Read,
+                    _ => {
+                        self.tags += 1;
+                        Command::Write(self.tags)
+                    }
+                };
+                let sqe = match command {
+                    Command::Write(tag) => {
+                        place.data.write(0, &content(tag, place.slba, block_size));
+                        Sqe::write(1, place.slba, blocks)
+                    }
+                    Command::Read => {
+                        place.data.fill(0xEE);
+                        Sqe::read(1, place.slba, blocks)
+                    }
+                };
+                let sqe = sqe.with_data(place.prepared.pointer).with_cid(cid);
+                assert!(lane.queue.push(&sqe), "a command per entry");
+                place.in_flight = Some(command);
+            }
+            lane.queue.ring();
+        }
+    }
+
+    /// Takes what has completed, checks it, and lets the controller know, unless it is to be left
+    /// with its queues full.
+    pub(super) fn reap(&mut self, ring: bool) {
+        let block_size = self.block_size;
+        for lane in &mut self.lanes {
+            while let Some(cqe) = lane.queue.poll() {
+                lane.completed(cqe, block_size);
+                self.completed += 1;
+            }
+            if ring {
+                lane.queue.ring();
+            }
+        }
+    }
+
+    /// Waits until nothing is in flight.
+    #[track_caller]
+    pub(super) fn drain(&mut self) {
+        let deadline = Instant::now() + HANG;
+        while self.in_flight() > 0 {
+            assert!(
+                Instant::now() < deadline,
+                "{} commands never completed",
+                self.in_flight()
+            );
+            self.reap(true);
+            std::thread::yield_now();
+        }
+    }
+
+    /// Waits for a vector as a driver does that sleeps meanwhile: an interrupt that is lost is a hang.
+    #[track_caller]
+    pub(super) fn drain_by_interrupts(&mut self) {
+        for lane in &mut self.lanes {
+            let interrupt = lane.queue.cq.interrupt().unwrap().clone();
+            loop {
+                while let Some(cqe) = lane.queue.poll() {
+                    lane.completed(cqe, self.block_size);
+                    self.completed += 1;
+                }
+                lane.queue.ring();
+                if lane.places.iter().all(|place| place.in_flight.is_none()) {
+                    break;
+                }
+                assert_ne!(interrupt.wait(HANG).unwrap(), 0, "an interrupt was lost");
+            }
+        }
+    }
+
+    /// Reads back all that was ever written.
+    #[track_caller]
+    pub(super) fn verify(&mut self) {
+        self.drain();
+        let blocks = (PIECE / self.block_size) as u32;
+        for lane in &mut self.lanes {
+            for place in &mut lane.places {
+                let Some(tag) = place.tag else { continue };
+                place.data.fill(0xEE);
+                let sqe = Sqe::read(1, place.slba, blocks).with_data(place.prepared.pointer);
+                lane.queue.execute(sqe, HANG).unwrap();
+                place.check(tag, self.block_size);
+            }
+        }
+    }
+
+    /// Commands that were submitted and have not been found complete.
+    pub(super) fn in_flight(&self) -> usize {
+        let places = self.lanes.iter().flat_map(|lane| &lane.places);
+        places.filter(|place| place.in_flight.is_some()).count()
+    }
+
+    /// Commands found complete so far.
+    pub(super) fn completed(&self) -> u64 {
+        self.completed
+    }
+
+    /// The guest runs on `machine` from now on.
+    pub(super) fn move_to(&mut self, machine: &Machine) {
+        self.controller.move_to(machine.bar()).unwrap();
+        for lane in &mut self.lanes {
+            lane.queue.move_to(&machine.bar()).unwrap();
+        }
+    }
+}
+
+impl Lane {
+    #[track_caller]
+    fn completed(&mut self, cqe: Cqe, block_size: usize) {
+        assert!(cqe.status().is_success(), "{cqe:?}");
+        let place = &mut self.places[usize::from(cqe.cid())];
+        match place.in_flight.take().expect("a command completes once") {
+            Command::Write(tag) => place.tag = Some(tag),
+            Command::Read => place.check(place.tag.unwrap(), block_size),
+        }
+    }
+}
+
+impl Place {
+    #[track_caller]
+    fn check(&self, tag: u64, block_size: usize) {
+        let found = self.data.to_vec(0, PIECE);
+        assert!(
+            found == content(tag, self.slba, block_size),
+            "LBA {:#x} has something else than was written last",
+            self.slba
+        );
+    }
+}
+
+fn content(tag: u64, slba: u64, block_size: usize) -> Vec<u8> {
+    let mut bytes = vec![0; PIECE];
+    fill_blocks(&mut bytes, tag, slba, block_size);
+    bytes
+}

@@ -1,0 +1,38 @@
+//! What of dword 11 a feature keeps: bits that are reserved, or not offered, read as zero.
+
+use nvme_mpt::spec::feature::{
+    Arbitration, AsyncEventConfiguration, ErrorRecovery, InterruptCoalescing, PowerManagement,
+    WriteAtomicity,
+};
+
+pub(super) fn arbitration(dword11: u32) -> Arbitration {
+    // Bits 7:3 are reserved.
+    Arbitration(dword11 & 0xFFFF_FF07)
+}
+
+pub(super) fn power_management(dword11: u32) -> PowerManagement {
+    PowerManagement::default().with_wh(PowerManagement(dword11).wh())
+}
+
+pub(super) fn error_recovery(dword11: u32) -> ErrorRecovery {
+    ErrorRecovery::default().with_tler(ErrorRecovery(dword11).tler())
+}
+
+pub(super) fn interrupt_coalescing(dword11: u32) -> InterruptCoalescing {
+    let value = InterruptCoalescing(dword11);
+    InterruptCoalescing::default()
+        .with_thr_z(value.thr_z())
+        .with_time(value.time())
+}
+
+pub(super) fn write_atomicity(dword11: u32) -> WriteAtomicity {
+    WriteAtomicity::default().with_dn(WriteAtomicity(dword11).dn())
+}
+
+/// Notices that OAES does not offer stay off; a host reads what it got.
+pub(super) fn async_events(dword11: u32) -> AsyncEventConfiguration {
+    let value = AsyncEventConfiguration(dword11);
+    AsyncEventConfiguration::default()
+        .with_critical_warnings(value.critical_warnings())
+        .with_namespace_attribute(value.namespace_attribute())
+}

@@ -1,0 +1,160 @@
+//! Values of features, saved and restored.
+
+use nvme_mpt::{
+    StateError,
+    spec::feature::{
+        Arbitration, AsyncEventConfiguration, ErrorRecovery, InterruptCoalescing, PowerManagement,
+        WriteAtomicity,
+    },
+};
+
+use super::{Allocated, Clock, Features, kept, vector_bit};
+use crate::state::parts::FeaturesState;
+
+impl Features {
+    pub(in crate::admin) fn save(&self) -> FeaturesState {
+        let Self {
+            arbitration,
+            power,
+            over_temperature,
+            under_temperature,
+            error_recovery,
+            queues,
+            coalescing,
+            coalescing_disabled,
+            write_atomicity,
+            async_events,
+            timestamp,
+            host_behavior,
+        } = self;
+        let disabled = |vector: &u16| coalescing_disabled & vector_bit((*vector).into()) != 0;
+        FeaturesState {
+            arbitration: arbitration.0,
+            power_management: power.0,
+            over_temperature: *over_temperature,
+            under_temperature: *under_temperature,
+            error_recovery: error_recovery.0,
+            queues: queues.map(|allocated| [allocated.submission, allocated.completion]),
+            interrupt_coalescing: coalescing.0,
+            coalescing_disabled: (0..128).filter(disabled).collect(),
+            write_atomicity: write_atomicity.0,
+            async_events: async_events.0,
+            timestamp: timestamp.save(),
+            host_behavior: *host_behavior,
+        }
+    }
+
+    /// Whether these are values that Set Features leaves.
+    pub(in crate::admin) fn check(
+        state: &FeaturesState,
+        vectors: usize,
+        queue_pairs: u16,
+    ) -> Result<(), StateError> {
+        let FeaturesState {
+            arbitration,
+            power_management,
+            over_temperature: _,
+            under_temperature: _,
+            error_recovery,
+            queues,
+            interrupt_coalescing,
+            coalescing_disabled,
+            write_atomicity,
+            async_events,
+            timestamp: _,
+            host_behavior,
+        } = state;
+        for (name, saved, kept) in [
+            (
+                "Arbitration",
+                *arbitration,
+                kept::arbitration(*arbitration).0,
+            ),
+            (
+                "Power Management",
+                *power_management,
+                kept::power_management(*power_management).0,
+            ),
+            (
+                "Error Recovery",
+                *error_recovery,
+                kept::error_recovery(*error_recovery).0,
+            ),
+            (
+                "Interrupt Coalescing",
+                *interrupt_coalescing,
+                kept::interrupt_coalescing(*interrupt_coalescing).0,
+            ),
+            (
+                "Write Atomicity",
+                *write_atomicity,
+                kept::write_atomicity(*write_atomicity).0,
+            ),
+            (
+                "Asynchronous Event Configuration",
+                *async_events,
+                kept::async_events(*async_events).0,
+            ),
+        ] {
+            if saved != kept {
+                let valid = format!("{kept:#x}, without reserved bits");
+                return Err(StateError::invalid(name, format!("{saved:#x}"), valid));
+            }
+        }
+        for allocated in queues.iter().flatten() {
+            if !(1..=queue_pairs).contains(allocated) {
+                let valid = format!("1 to {queue_pairs}");
+                return Err(StateError::invalid("Number of Queues", allocated, valid));
+            }
+        }
+        for vector in coalescing_disabled {
+            if usize::from(*vector) >= vectors {
+                let valid = format!("less than {vectors}");
+                return Err(StateError::invalid("Coalescing Disable", vector, valid));
+            }
+        }
+        for byte in host_behavior {
+            if *byte > 1 {
+                return Err(StateError::invalid("Host Behavior Support", byte, "0 or 1"));
+            }
+        }
+        Ok(())
+    }
+
+    /// What was saved has been checked.
+    pub(in crate::admin) fn restored(state: &FeaturesState) -> Self {
+        let FeaturesState {
+            arbitration,
+            power_management,
+            over_temperature,
+            under_temperature,
+            error_recovery,
+            queues,
+            interrupt_coalescing,
+            coalescing_disabled,
+            write_atomicity,
+            async_events,
+            timestamp,
+            host_behavior,
+        } = state;
+        let disabled = coalescing_disabled.iter();
+        Self {
+            arbitration: Arbitration(*arbitration),
+            power: PowerManagement(*power_management),
+            over_temperature: *over_temperature,
+            under_temperature: *under_temperature,
+            error_recovery: ErrorRecovery(*error_recovery),
+            queues: queues.map(|[submission, completion]| Allocated {
+                submission,
+                completion,
+            }),
+            coalescing: InterruptCoalescing(*interrupt_coalescing),
+            coalescing_disabled: disabled
+                .fold(0, |bits, vector| bits | vector_bit((*vector).into())),
+            write_atomicity: WriteAtomicity(*write_atomicity),
+            async_events: AsyncEventConfiguration(*async_events),
+            timestamp: Clock::restored(timestamp),
+            host_behavior: *host_behavior,
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! The admin queue and what admin commands left behind, saved and restored.
+
+use nvme_mpt::{
+    Attachment, StateError,
+    spec::{ids::CommandId, log::CriticalWarning, status::Status},
+};
+
+use super::{
+    Admin, AdminRings, AsyncEvents, Completion, Controller, ErrorLog, Features, async_events,
+};
+use crate::state::parts::{AdminState, CompletionState};
+
+/// Completions that can wait for room: an Abort's own, and those of all requests that it ends.
+const UNPOSTED_MAX: usize = async_events::LIMIT_Z as usize + 2;
+
+impl Admin {
+    pub(crate) fn save(&self) -> AdminState {
+        let Self {
+            rings,
+            unposted,
+            features,
+            events,
+            errors,
+            // The drive is asked for its health anew.
+            health: _,
+            warned,
+            namespace_changed,
+            // As many as the attachment has.
+            io_completion_queues: _,
+            commands,
+        } = self;
+        AdminState {
+            rings: rings.as_ref().map(AdminRings::save),
+            unposted: unposted.iter().map(save_completion).collect(),
+            features: features.save(),
+            events: events.save(),
+            errors: errors.save(),
+            warned: warned.0,
+            namespace_changed: *namespace_changed,
+            commands: *commands,
+        }
+    }
+
+    pub(crate) fn check(
+        &self,
+        state: &AdminState,
+        vectors: usize,
+        attachment: &Attachment,
+    ) -> Result<(), StateError> {
+        let AdminState {
+            rings,
+            unposted,
+            features,
+            events,
+            errors,
+            warned: _,
+            namespace_changed: _,
+            commands: _,
+        } = state;
+        if let Some(rings) = rings {
+            AdminRings::check(rings)?;
+        }
+        if unposted.len() > UNPOSTED_MAX {
+            let valid = format!("at most {UNPOSTED_MAX}");
+            return Err(StateError::invalid(
+                "admin completions that wait",
+                unposted.len(),
+                valid,
+            ));
+        }
+        Features::check(features, vectors, attachment.max_queue_pairs())?;
+        AsyncEvents::check(events)?;
+        ErrorLog::check(errors)
+    }
+
+    /// What was saved has been checked.
+    pub(crate) fn restore(
+        &mut self,
+        state: &AdminState,
+        io_completion_queues: usize,
+        controller: Controller<'_>,
+    ) {
+        let AdminState {
+            rings,
+            unposted,
+            features,
+            events,
+            errors,
+            warned,
+            namespace_changed,
+            commands,
+        } = state;
+        self.rings = rings.as_ref().map(AdminRings::restored);
+        self.unposted = unposted.iter().map(restored_completion).collect();
+        self.features = Features::restored(features);
+        self.events = AsyncEvents::restored(events);
+        self.errors = ErrorLog::restored(errors);
+        self.warned = CriticalWarning(*warned);
+        self.namespace_changed = *namespace_changed;
+        // At most 64.
+        self.io_completion_queues = io_completion_queues as u32;
+        self.commands = *commands;
+        self.features
+            .apply(controller.attachment, controller.vectors);
+    }
+
+    /// Whether the host has yet to consume completions.
+    pub(crate) fn has_unconsumed(&self) -> bool {
+        self.rings.as_ref().is_some_and(AdminRings::has_unconsumed)
+    }
+}
+
+fn save_completion(completion: &Completion) -> CompletionState {
+    let Completion { cid, status, dw0 } = *completion;
+    CompletionState {
+        cid: cid.0,
+        status: status.0,
+        dw0,
+    }
+}
+
+fn restored_completion(state: &CompletionState) -> Completion {
+    let CompletionState { cid, status, dw0 } = *state;
+    Completion {
+        cid: CommandId(cid),
+        status: Status(status),
+        dw0,
+    }
+}

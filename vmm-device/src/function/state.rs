@@ -1,0 +1,142 @@
+//! Pausing a function, taking a snapshot of it, and restoring one.
+
+use nvme_mpt::{QueueError, StateError};
+
+use super::{ADMIN_VECTOR, NvmeFunction, controller};
+use crate::{
+    pci::config_space::BarMove,
+    state::{FunctionState, SnapshotError, VERSION},
+};
+
+impl NvmeFunction {
+    /// Stops taking commands, of I/O queues and of the admin queue, and waits for those in flight.
+    /// When it returns, nothing touches the guest's memory until it goes on. Accesses are answered
+    /// as ever; commands that they announce wait.
+    ///
+    /// # Errors
+    /// [`QueueError::Timeout`] if commands in flight do not finish: it goes on, but the queue that
+    /// they are of does not, and the controller has failed.
+    pub fn pause(&mut self) -> Result<(), QueueError> {
+        let paused = self.attachment.pause();
+        // What the queues reported on their way to rest is a part of what is saved.
+        self.take_events();
+        if let Err(error) = &paused {
+            self.fail(&format!("it cannot be paused: {error}"));
+        }
+        paused
+    }
+
+    /// Goes on where it was when it was paused, or saved.
+    pub fn resume(&mut self) {
+        self.attachment.resume();
+        for vector in std::mem::take(&mut self.owed) {
+            if let Some(vector) = self.msix.vector(vector) {
+                vector.signal();
+            }
+        }
+        // Admin commands may have come meanwhile. A counter that is full wakes as well.
+        let _ = self.events_fd().write(1);
+    }
+
+    /// Whether it is paused.
+    #[must_use]
+    pub fn is_paused(&self) -> bool {
+        self.attachment.is_paused()
+    }
+
+    /// What it is, while it is paused.
+    ///
+    /// # Errors
+    /// [`StateError::NotPaused`].
+    pub fn save(&self) -> Result<FunctionState, StateError> {
+        let mut msix = self.msix.save();
+        // Those of a function that was restored and did not go on yet are owed still.
+        msix.pending.extend(&self.owed);
+        msix.pending.sort_unstable();
+        msix.pending.dedup();
+        Ok(FunctionState {
+            version: VERSION,
+            config_space: self.config.save(),
+            msix,
+            registers: self.registers.save(),
+            admin: self.admin.save(),
+            attachment: self.attachment.save(self.msix.vectors())?,
+        })
+    }
+
+    /// Becomes the function that was saved, in this process or another one: on an equal lease, with
+    /// the guest's memory mapped. It is paused until it is resumed, and has raised no vector until
+    /// then. Returns the BARs that moved.
+    ///
+    /// # Errors
+    /// All of [`SnapshotError`] but those of bytes; then it is as after power-on, and not paused.
+    pub fn restore(&mut self, state: &FunctionState) -> Result<Vec<BarMove>, SnapshotError> {
+        state.check_version()?;
+        // Before anything is made of any of it, and what says most about it first.
+        self.attachment
+            .check(&state.attachment, self.msix.vectors().len())?;
+        self.config.check(&state.config_space)?;
+        self.msix.check(&state.msix)?;
+        self.registers.check(&state.registers)?;
+        self.admin
+            .check(&state.admin, self.msix.vectors().len(), &self.attachment)?;
+        self.check_enabled(state)?;
+
+        let mut moves = self.reset();
+        self.pause()?;
+        if let Err(error) = self.apply(state, &mut moves) {
+            drop(self.reset());
+            self.owed.clear();
+            self.resume();
+            return Err(error);
+        }
+        Ok(moves)
+    }
+
+    /// Queues belong to a controller that is enabled.
+    fn check_enabled(&self, state: &FunctionState) -> Result<(), StateError> {
+        let queues = state.attachment.queues.len() + usize::from(state.admin.rings.is_some());
+        if queues > 0 && !state.registers.is_enabled() {
+            let valid = "0, as the controller is disabled";
+            return Err(StateError::invalid("queues", queues, valid));
+        }
+        Ok(())
+    }
+
+    fn apply(
+        &mut self,
+        state: &FunctionState,
+        moves: &mut Vec<BarMove>,
+    ) -> Result<(), SnapshotError> {
+        let FunctionState {
+            version: _,
+            config_space,
+            msix,
+            registers,
+            admin,
+            attachment,
+        } = state;
+        let vectors = self.msix.vectors().to_vec();
+        self.attachment.restore(attachment, &vectors)?;
+        self.registers.restore(registers);
+        self.admin.restore(
+            admin,
+            attachment.queues.len(),
+            controller(&self.attachment, &self.msix, &self.registers),
+        );
+        if self.registers.is_running()
+            && let Err(error) = self.watch_doorbells()
+        {
+            self.fail(&format!("its admin doorbells cannot be watched: {error}"));
+        }
+        moves.extend(self.config.restore(config_space));
+        self.msix.restore(msix, self.config.msix_control());
+        self.owed.clone_from(&msix.pending);
+        // The interrupt that told of admin completions may have been lost on the way, as those of
+        // I/O queues. One too many harms nobody.
+        if self.admin.has_unconsumed() {
+            self.owed.push(ADMIN_VECTOR);
+        }
+        Ok(())
+    }
+}

@@ -1,5 +1,7 @@
 //! A function as a VMM holds it in its own process, with its control thread.
 
+mod snapshot;
+
 use std::fmt;
 use std::io;
 use std::os::fd::AsRawFd;
@@ -12,11 +14,11 @@ use nvme_mpt::dma::MemoryRegion;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::spec::registers::offset::DOORBELLS;
-use nvme_mpt::{DmaError, Gpa};
+use nvme_mpt::{DmaError, Gpa, QueueError, StateError};
 use thiserror::Error;
 use vm_device::DeviceMmio;
 use vm_device::bus::{MmioAddress, MmioAddressOffset};
-use vmm_device::{Bar, BarMove, NvmeFunction};
+use vmm_device::{Bar, BarMove, NvmeFunction, SnapshotError};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
@@ -50,6 +52,15 @@ pub enum DeviceError {
     /// Guest memory cannot be made reachable for the function, or not be taken from it.
     #[error("Cannot follow the guest's memory")]
     Memory(#[from] DmaError),
+    /// Commands in flight do not finish.
+    #[error("The function cannot be paused; its guest has to reset it")]
+    Pause(#[from] QueueError),
+    /// The state cannot be taken.
+    #[error("The state of the function cannot be saved")]
+    Save(#[from] StateError),
+    /// The state does not fit, or is damaged.
+    #[error("The function cannot be restored")]
+    Restore(#[from] SnapshotError),
     /// The drive cannot make what was written durable.
     #[error("Cannot flush the drive: what the guest wrote and did not flush may be lost")]
     Flush(#[source] io::Error),

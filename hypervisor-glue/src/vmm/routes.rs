@@ -59,6 +59,18 @@ impl Routes {
         }
     }
 
+    /// Sets the routes of all vectors that the guest has given a message.
+    pub(super) fn follow_all(&mut self, function: &NvmeFunction) {
+        for vector in 0..self.told.len() {
+            // At most 128.
+            let vector = vector as u16;
+            let given = |message: MsixMessage| message.address != 0;
+            if function.msix_message(vector).is_some_and(given) {
+                self.follow(function, vector);
+            }
+        }
+    }
+
     fn follow(&mut self, function: &NvmeFunction, vector: u16) {
         let Some(message) = function.msix_message(vector) else {
             return;

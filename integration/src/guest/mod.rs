@@ -540,6 +540,21 @@ impl Guest {
         self.monitor(|qmp| qmp.execute("cont", json!({})).map(drop))
     }
 
+    /// Loads a module of its kernel, of which its user land has none.
+    ///
+    /// # Errors
+    /// If the module can't be read, or the guest does not take it.
+    pub fn load_module(&self, module: &Path) -> Result<(), GuestError> {
+        let bytes = fs::read(module).map_err(|source| GuestError::Folder {
+            path: module.to_owned(),
+            source,
+        })?;
+        let encoded = base64::encode(&bytes);
+        let script = format!("echo {encoded} | base64 -d >/tmp/module.ko && insmod /tmp/module.ko");
+        self.check(&script, BOOT_PATIENCE)?;
+        Ok(())
+    }
+
     /// Powers the guest off and waits for QEMU's end.
     ///
     /// # Errors

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::{DRIVE, ThroughputError};
 use crate::guest::fio::{Fio, Side};
-use crate::guest::{BOOT_PATIENCE, Drive, Guest, GuestConfig};
+use crate::guest::{Drive, Guest, GuestConfig};
 use crate::lab::inside;
 use crate::process;
 use crate::server::{FunctionOptions, Server};
@@ -146,11 +146,7 @@ fn load_module(guest: &Guest, name: &str) -> Result<(), ThroughputError> {
     let suffix = format!("-{name}.ko");
     for entry in listing.flatten() {
         if entry.file_name().to_string_lossy().ends_with(&suffix) {
-            let encoded = process::run(Command::new("base64").arg("-w0").arg(entry.path()))?;
-            guest.check(
-                &format!("echo {encoded} | base64 -d >/tmp/{name}.ko && insmod /tmp/{name}.ko"),
-                BOOT_PATIENCE,
-            )?;
+            guest.load_module(&entry.path())?;
         }
     }
     Ok(())

@@ -22,6 +22,10 @@ pub(super) const BAR_WINDOW: (u32, u32) = (0xC000_0000, 0xDFFF_FFFF);
 pub(super) const ECAM: u64 = 0xE000_0000;
 /// A bus has 1 MiB of it.
 pub(super) const ECAM_SIZE: u64 = 0x10_0000;
+/// Tells KVM's counters, where the machine is made so: see [`super::counters::Teller`].
+pub(super) const COUNTERS: u64 = 0xFE00_0000;
+/// A page, which is what a guest's user space can map.
+pub(super) const COUNTERS_SIZE: u64 = 0x1000;
 /// The I/O APIC.
 pub(super) const IOAPIC: u32 = 0xFEC0_0000;
 /// The local APICs.
@@ -39,5 +43,3 @@ pub(super) const SERIAL_GSI: u32 = 4;
 pub(super) const POWER: u16 = 0x600;
 /// Its registers.
 pub(super) const POWER_PORTS: u16 = 3;
-/// Tells KVM's counters, where the machine is made so: see [`super::platform::Counters`].
-pub(super) const COUNTERS: u16 = 0x680;

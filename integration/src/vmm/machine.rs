@@ -16,9 +16,10 @@ use vmm_device::{MsixMasking, NvmeFunction};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::bus::Bus;
+use super::counters::Teller;
 use super::memory::Memory;
 use super::pci::RootComplex;
-use super::platform::{Console, Counters, PowerControl};
+use super::platform::{Console, PowerControl};
 use super::vcpu::{self, Vcpus};
 use super::{MachineError, boot, layout};
 
@@ -42,7 +43,7 @@ pub struct MachineConfig {
     pub functions: Vec<FunctionOptions>,
     /// Folder with the ledger of leases.
     pub state_dir: PathBuf,
-    /// Whether a guest that writes to port 680h has KVM's counters of the machine printed.
+    /// Whether a guest that writes to address FE000000h has KVM's counters of the machine printed.
     pub counters: bool,
 }
 
@@ -107,8 +108,8 @@ impl Machine {
         bus.add_ports((layout::POWER, layout::POWER_PORTS), power)
             .map_err(place)?;
         if config.counters {
-            let counters = Arc::new(Mutex::new(Counters::new(&vm)));
-            bus.add_ports((layout::COUNTERS, 1), counters)
+            let teller = Arc::new(Mutex::new(Teller::new(&vm, root.clone())));
+            bus.add_addresses((layout::COUNTERS, layout::COUNTERS_SIZE), teller)
                 .map_err(place)?;
         }
         bus.add_addresses((layout::ECAM, layout::ECAM_SIZE), root.clone())

@@ -6,13 +6,15 @@
 //! - `options`: its command line;
 //! - `layout`, `memory`, `boot`, `acpi`: what the guest finds when it starts;
 //! - `bus`, `pci`, `platform`: what its accesses reach;
-//! - `machine`, `vcpu`: all of that together, and running.
+//! - `machine`, `vcpu`: all of that together, and running;
+//! - `counters`: what KVM has counted meanwhile.
 //!
 //! [`FunctionDevice`]: hypervisor_glue::vmm::FunctionDevice
 
 mod acpi;
 mod boot;
 mod bus;
+pub mod counters;
 mod layout;
 mod machine;
 mod memory;

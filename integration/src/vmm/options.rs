@@ -32,7 +32,7 @@ pub struct Options {
     /// Folder with the ledger of leases.
     #[arg(long, default_value = "/run/nvme-mpt")]
     state_dir: PathBuf,
-    /// Prints KVM's counters of the machine whenever the guest writes to port 0x680.
+    /// Prints KVM's counters of the machine whenever the guest writes to address 0xfe000000.
     #[arg(long)]
     counters: bool,
 }

@@ -69,9 +69,14 @@ impl RootComplex {
         Some(function)
     }
 
+    /// The functions that are there.
+    pub(super) fn functions(&self) -> Vec<Arc<FunctionDevice>> {
+        self.slots().iter().flatten().cloned().collect()
+    }
+
     /// Takes all functions out.
     pub(super) fn remove_all(&self) -> Vec<Arc<FunctionDevice>> {
-        let functions: Vec<_> = self.slots().iter().flatten().cloned().collect();
+        let functions = self.functions();
         let removed = functions
             .iter()
             .filter_map(|function| self.remove(function.id()));

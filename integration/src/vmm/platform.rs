@@ -1,12 +1,7 @@
 //! What a machine without legacy hardware has beside PCI: a serial port, and power.
 
-use std::fs;
 use std::io::{self, Stdout, Write};
-use std::os::fd::AsRawFd;
-use std::path::{Path, PathBuf};
 use std::sync::mpsc::Sender;
-
-use kvm_ioctls::VmFd;
 
 use vm_device::MutDevicePio;
 use vm_device::bus::{PioAddress, PioAddressOffset};
@@ -81,46 +76,6 @@ impl MutDevicePio for PowerControl {
         };
         // It ends once, whoever says so first.
         let _ = self.0.send(ended);
-    }
-}
-
-/// What KVM counts of a machine and is told on request (Linux, arch/x86/kvm/x86.c): accesses that
-/// exited to the VMM, by memory and by port; interrupts; exits of all kinds.
-const COUNTERS: [&str; 4] = ["mmio_exits", "io_exits", "irq_injections", "exits"];
-
-/// A port by which a guest has KVM's counters of its machine told, while its vCPU stands still.
-pub(super) struct Counters {
-    folder: PathBuf,
-    told: u32,
-}
-
-impl Counters {
-    /// Those of `vm`.
-    pub(super) fn new(vm: &VmFd) -> Self {
-        let name = format!("{}-{}", std::process::id(), vm.as_raw_fd());
-        Self {
-            folder: Path::new("/sys/kernel/debug/kvm").join(name),
-            told: 0,
-        }
-    }
-
-    fn read(&self, counter: &str) -> String {
-        match fs::read_to_string(self.folder.join(counter)) {
-            Ok(value) => value.trim().to_owned(),
-            Err(error) => format!("({error})"),
-        }
-    }
-}
-
-impl MutDevicePio for Counters {
-    fn pio_read(&mut self, _: PioAddress, _: PioAddressOffset, data: &mut [u8]) {
-        data.fill(0xFF);
-    }
-
-    fn pio_write(&mut self, _: PioAddress, _: PioAddressOffset, _: &[u8]) {
-        self.told += 1;
-        let counters = COUNTERS.map(|counter| format!("{counter}={}", self.read(counter)));
-        println!("vmm: counters {} {}", self.told, counters.join(" "));
     }
 }
 

@@ -18,6 +18,7 @@ mod backing;
 mod bind;
 mod client;
 mod drives;
+mod exits;
 mod failures;
 mod fixture;
 mod giveback;

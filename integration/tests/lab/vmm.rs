@@ -9,7 +9,7 @@ use integration::process::{Supervised, file_tail};
 use integration::provision::{Assets, KernelChoice};
 
 use crate::fixture::{Bench, Fault, PATIENCE, expect, sh};
-use crate::{Group, Refused};
+use crate::{Group, Refused, exits};
 
 pub(crate) const GROUP: Group = Group::Inside {
     name: "vmm",
@@ -19,6 +19,16 @@ pub(crate) const GROUP: Group = Group::Inside {
         ("root_on_a_function", root_on_a_function),
         ("root_with_mapped_doorbells", root_with_mapped_doorbells),
         ("root_with_trapped_doorbells", root_with_trapped_doorbells),
+        (
+            "exits_with_a_doorbell_buffer",
+            exits::with_a_doorbell_buffer,
+        ),
+        (
+            "exits_without_a_doorbell_buffer",
+            exits::without_a_doorbell_buffer,
+        ),
+        ("exits_with_virtio_blk", exits::with_virtio_blk),
+        ("doorbells_come_and_go", exits::doorbells_come_and_go),
     ],
 };
 
@@ -46,7 +56,7 @@ poweroff -f
 ";
 
 fn root_on_a_function(bench: &Bench) -> Result<(), Fault> {
-    verify(bench, &KernelChoice::V6_1, "shadow", 2)
+    verify(bench, &KernelChoice::V6_1, "auto", 2)
 }
 
 fn root_with_mapped_doorbells(bench: &Bench) -> Result<(), Fault> {
@@ -59,7 +69,9 @@ fn root_with_trapped_doorbells(bench: &Bench) -> Result<(), Fault> {
 
 /// Has a guest do I/O on its root, and look whether it did well.
 fn verify(bench: &Bench, kernel: &KernelChoice, doorbells: &str, cpus: u8) -> Result<(), Fault> {
-    let said = boot(bench, kernel, VERIFY_SCRIPT, doorbells, cpus)?;
+    let cpus_argument = cpus.to_string();
+    let arguments = ["--cpus", &cpus_argument];
+    let said = boot(bench, kernel, VERIFY_SCRIPT, doorbells, &arguments)?;
     for wanted in [
         &format!("guest: cpus {cpus}"),
         "guest: root /dev/root",
@@ -78,12 +90,12 @@ fn verify(bench: &Bench, kernel: &KernelChoice, doorbells: &str, cpus: u8) -> Re
 
 /// Boots a guest with its root on a function of the VMM, which runs a script and turns itself off, and
 /// returns what it said.
-fn boot(
+pub(crate) fn boot(
     bench: &Bench,
     kernel: &KernelChoice,
     script: &str,
     doorbells: &str,
-    cpus: u8,
+    arguments: &[&str],
 ) -> Result<String, Fault> {
     let assets = Assets::provide(kernel)?;
     let image = root(bench, &assets, script)?;
@@ -92,7 +104,8 @@ fn boot(
     command
         .arg("--kernel")
         .arg(&assets.kernel.image)
-        .args(["--cpus", &cpus.to_string(), "--memory", "384"])
+        .args(["--memory", "384"])
+        .args(arguments)
         .arg("--state-dir")
         .arg(bench.folder())
         .args([

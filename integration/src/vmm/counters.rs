@@ -1,0 +1,154 @@
+//! KVM's own counters of a virtual machine, and how a guest of the reference VMM has them told.
+
+use std::fmt;
+use std::fs;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvm_ioctls::VmFd;
+use vm_device::MutDeviceMmio;
+use vm_device::bus::{MmioAddress, MmioAddressOffset};
+
+use super::pci::RootComplex;
+
+/// Where KVM has a folder of counters for each machine (Linux, virt/kvm/kvm_main.c).
+const FOLDERS: &str = "/sys/kernel/debug/kvm";
+
+/// What KVM has counted of a machine so far (Linux, arch/x86/kvm/x86.c).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct KvmCounters {
+    /// Accesses of memory that exited to the VMM.
+    pub mmio_exits: u64,
+    /// Accesses of ports.
+    pub io_exits: u64,
+    /// Interrupts of all kinds.
+    pub irq_injections: u64,
+    /// Exits of all kinds, most of which KVM deals with itself.
+    pub exits: u64,
+}
+
+impl KvmCounters {
+    /// Those of the machine that a process has.
+    ///
+    /// # Errors
+    /// It has none, or the kernel's debugfs is not there or not ours to read.
+    pub fn of_process(pid: u32) -> io::Result<Self> {
+        let prefix = format!("{pid}-");
+        for folder in fs::read_dir(FOLDERS)? {
+            let folder = folder?;
+            if folder.file_name().to_string_lossy().starts_with(&prefix) {
+                return Self::read(&folder.path());
+            }
+        }
+        let none = format!("Process {pid} has no virtual machine in {FOLDERS}");
+        Err(io::Error::new(io::ErrorKind::NotFound, none))
+    }
+
+    fn read(folder: &Path) -> io::Result<Self> {
+        let counter = |name: &str| {
+            let path = folder.join(name);
+            let value = fs::read_to_string(&path)?;
+            let no_number = || io::Error::other(format!("{} is no number", path.display()));
+            value.trim().parse().map_err(|_| no_number())
+        };
+        Ok(Self {
+            mmio_exits: counter("mmio_exits")?,
+            io_exits: counter("io_exits")?,
+            irq_injections: counter("irq_injections")?,
+            exits: counter("exits")?,
+        })
+    }
+}
+
+impl fmt::Display for KvmCounters {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            mmio_exits,
+            io_exits,
+            irq_injections,
+            exits,
+        } = self;
+        write!(
+            f,
+            "mmio_exits={mmio_exits} io_exits={io_exits} irq_injections={irq_injections} exits={exits}"
+        )
+    }
+}
+
+/// What a guest writes to in order to have the counters told, while its vCPU stands still: KVM's, and
+/// how often and how long the VMM mapped doorbells, in how much time.
+pub(super) struct Teller {
+    folder: PathBuf,
+    root: Arc<RootComplex>,
+    started: Instant,
+    told: u32,
+}
+
+impl Teller {
+    /// Tells of `vm`, with the functions of `root`.
+    pub(super) fn new(vm: &VmFd, root: Arc<RootComplex>) -> Self {
+        let name = format!("{}-{}", std::process::id(), vm.as_raw_fd());
+        Self {
+            folder: Path::new(FOLDERS).join(name),
+            root,
+            started: Instant::now(),
+            told: 0,
+        }
+    }
+}
+
+impl MutDeviceMmio for Teller {
+    fn mmio_read(&mut self, _: MmioAddress, _: MmioAddressOffset, data: &mut [u8]) {
+        data.fill(0xFF);
+    }
+
+    fn mmio_write(&mut self, _: MmioAddress, _: MmioAddressOffset, _: &[u8]) {
+        let us = self.started.elapsed().as_micros();
+        let mut mappings = 0;
+        let mut mapping_us = 0;
+        for function in self.root.functions() {
+            let figures = function.doorbell_figures();
+            mappings += figures.mapped;
+            mapping_us += figures.took.as_micros();
+        }
+        self.told += 1;
+        let counters = match KvmCounters::read(&self.folder) {
+            Ok(counters) => counters.to_string(),
+            Err(error) => format!("({}: {error})", self.folder.display()),
+        };
+        let told = self.told;
+        println!(
+            "vmm: counters {told} {counters} mappings={mappings} mapping_us={mapping_us} us={us}"
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counters_are_read_and_told_alike() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let counters = KvmCounters {
+            mmio_exits: 1,
+            io_exits: 2,
+            irq_injections: 3,
+            exits: u64::MAX,
+        };
+        for counter in counters.to_string().split(' ') {
+            let (name, value) = counter.split_once('=').expect("name=value");
+            fs::write(folder.path().join(name), format!("{value}\n")).expect("a file");
+        }
+        assert_eq!(
+            KvmCounters::read(folder.path()).expect("counters"),
+            counters
+        );
+        fs::write(folder.path().join("exits"), "many").expect("a file");
+        let error = KvmCounters::read(folder.path()).expect_err("no number");
+        assert!(error.to_string().ends_with("exits is no number"), "{error}");
+    }
+}

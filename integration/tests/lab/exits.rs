@@ -1,0 +1,204 @@
+//! What a guest's I/O costs in exits and interrupts, counted by KVM: of the reference VMM, and of QEMU
+//! with virtio-blk beside it.
+
+use std::path::PathBuf;
+
+use integration::guest::{Drive, GuestConfig};
+use integration::progress::say;
+use integration::provision::KernelChoice;
+use integration::vmm::counters::KvmCounters;
+
+use crate::fixture::{Bench, Fault, PATIENCE, expect, sh};
+use crate::vmm::boot;
+
+/// Reads that are counted, and those before them, with which doorbells come to be mapped or pollers to
+/// spin.
+const READS: u64 = 10_000;
+const READS_BEFORE: u64 = 1000;
+
+/// Exits by memory for each read.
+const MMIO_EXITS_MAX: f64 = 0.01;
+/// Interrupts for each read, those of timers and of the console included.
+const INTERRUPTS_MAX: f64 = 0.5;
+/// Time that the VMM may take to map doorbells and to unmap them, of all the time that I/O takes.
+const MAPPING_MAX: f64 = 0.01;
+
+/// What reads at random, 32 at a time, and says that it did.
+const FUNCTIONS: &str = r"
+count() { devmem 0xfe000000 32 1; }
+reads() {
+    fio --name=reads --filename=$1 --readonly --rw=randread --bs=4k --iodepth=32 --ioengine=libaio \
+        --direct=1 --size=128m --number_ios=$2 --eta=never --output=/tmp/fio && echo guest: read $2
+}
+";
+
+/// What a guest runs in place of an init.
+fn script(body: &str) -> String {
+    format!(
+        "#!/bin/busybox sh
+/bin/busybox --install -s /bin
+export PATH=/sbin:/bin
+mount -t proc proc /proc
+mount -t sysfs sysfs /sys
+mount -t devtmpfs devtmpfs /dev
+mount -t tmpfs tmpfs /tmp
+{FUNCTIONS}
+{body}
+mount -o remount,ro /
+poweroff -f
+"
+    )
+}
+
+pub(crate) fn with_a_doorbell_buffer(bench: &Bench) -> Result<(), Fault> {
+    counted(bench, "auto", "Doorbell Buffer")
+}
+
+/// Not offered to the guest, which would use it otherwise.
+pub(crate) fn without_a_doorbell_buffer(bench: &Bench) -> Result<(), Fault> {
+    counted(bench, "mapped", "no Doorbell Buffer")
+}
+
+/// Has KVM count what a guest's reads cost, from a function in the VMM's process.
+fn counted(bench: &Bench, doorbells: &str, what: &str) -> Result<(), Fault> {
+    let body =
+        format!("reads /dev/nvme0n1 {READS_BEFORE}\ncount\nreads /dev/nvme0n1 {READS}\ncount");
+    let said = boot_counting(bench, &script(&body), doorbells)?;
+    expect(said.contains(&format!("guest: read {READS}")), || {
+        format!("The guest has not read:\n{said}")
+    })?;
+    let per_read = |name: &str| Ok::<_, Fault>(delta(&said, name)? as f64 / READS as f64);
+    let (mmio, interrupts) = (per_read("mmio_exits")?, per_read("irq_injections")?);
+    tell(
+        &format!("doorbells={doorbells}, {what}"),
+        [mmio, per_read("io_exits")?, interrupts, per_read("exits")?],
+    );
+    let (mapping, all) = (delta(&said, "mapping_us")?, delta(&said, "us")?);
+    let all_mapping = told(&said, 2, "mapping_us")?;
+    say(&format!(
+        "        doorbells were mapped {} times, which took {all_mapping} us with unmapping; \
+         {mapping} us of the {all} us that the reads took",
+        told(&said, 2, "mappings")?,
+    ));
+    expect(mmio < MMIO_EXITS_MAX, || {
+        format!("{mmio} MMIO exits for each read")
+    })?;
+    expect(interrupts < INTERRUPTS_MAX, || {
+        format!("{interrupts} interrupts for each read")
+    })?;
+    // Also what was mapped before the reads that are counted.
+    expect((all_mapping as f64) < MAPPING_MAX * all as f64, || {
+        format!("{all_mapping} us of mapping for {all} us of reads")
+    })
+}
+
+/// A guest that does I/O now and then, so that its doorbells are mapped and unmapped all the time.
+pub(crate) fn doorbells_come_and_go(bench: &Bench) -> Result<(), Fault> {
+    const BURSTS: u64 = 5;
+    let body = format!(
+        "reads /dev/nvme0n1 {READS_BEFORE}\ncount\n\
+         for i in 1 2 3 4 {BURSTS}; do sleep 3; reads /dev/nvme0n1 {READS_BEFORE}; done\ncount"
+    );
+    let said = boot_counting(bench, &script(&body), "mapped")?;
+    let reads = said.matches(&format!("guest: read {READS_BEFORE}")).count();
+    expect(reads == 1 + BURSTS as usize, || {
+        format!("The guest has not read:\n{said}")
+    })?;
+    let (mappings, mapping) = (delta(&said, "mappings")?, delta(&said, "mapping_us")?);
+    let all = delta(&said, "us")?;
+    say(&format!(
+        "        doorbells were mapped {mappings} times in {BURSTS} bursts, which took {mapping} us with \
+         unmapping, of {all} us"
+    ));
+    expect(mappings >= 2, || {
+        format!("Doorbells were mapped {mappings} times")
+    })?;
+    expect((mapping as f64) < MAPPING_MAX * all as f64, || {
+        format!("{mapping} us of mapping in {all} us")
+    })
+}
+
+/// The same reads by virtio-blk in QEMU, past the page cache, with a thread of its own.
+pub(crate) fn with_virtio_blk(bench: &Bench) -> Result<(), Fault> {
+    let image = bench.folder().join("disk.img");
+    sh(&format!(
+        "dd if=/dev/urandom of={} bs=1M count=128 2>/dev/null",
+        image.display()
+    ))?;
+    let drive = Drive::virtio_blk(&image);
+    let mut guest = bench.boot(&GuestConfig::new("guest").drive(drive).memory_mib(384))?;
+    let module = sh("ls /lib/modules/*-virtio_blk.ko")?;
+    guest.load_module(&PathBuf::from(module.trim()))?;
+    let reads = |count: u64| format!("{FUNCTIONS}\nreads /dev/vda {count}\n");
+    // What is said over the console meanwhile is to be little.
+    for count in [READS_BEFORE, READS] {
+        let write = format!("cat >/tmp/reads-{count} <<'end'\n{}end\n", reads(count));
+        guest.check(&write, PATIENCE)?;
+    }
+    guest.check(&format!("sh /tmp/reads-{READS_BEFORE}"), PATIENCE)?;
+    let counters = || {
+        KvmCounters::of_process(guest.pid()).map_err(|source| Fault::File {
+            path: "/sys/kernel/debug/kvm".into(),
+            source,
+        })
+    };
+    let before = counters()?;
+    let said = guest.check(&format!("sh /tmp/reads-{READS}"), PATIENCE)?;
+    let after = counters()?;
+    expect(said.contains(&format!("guest: read {READS}")), || {
+        format!("The guest has not read:\n{said}")
+    })?;
+    let per_read =
+        |of: fn(&KvmCounters) -> u64| of(&after).saturating_sub(of(&before)) as f64 / READS as f64;
+    let mmio = per_read(|counters| counters.mmio_exits);
+    tell(
+        "virtio-blk in QEMU",
+        [
+            mmio,
+            per_read(|counters| counters.io_exits),
+            per_read(|counters| counters.irq_injections),
+            per_read(|counters| counters.exits),
+        ],
+    );
+    guest.power_off(PATIENCE)?;
+    sh(&format!("rm {}", image.display()))?;
+    // It is another's, and measured; but something that was not counted would be nothing to print.
+    expect(per_read(|counters| counters.exits) > 0.0, || {
+        "KVM has counted nothing".to_owned()
+    })
+}
+
+/// A row of the table of what a read costs.
+fn tell(what: &str, [mmio, io, interrupts, exits]: [f64; 4]) {
+    say(&format!(
+        "        for each of {READS} reads: {mmio:.4} MMIO exits, {io:.4} port exits, {interrupts:.3} \
+         interrupts, {exits:.2} exits of all kinds; {what}"
+    ));
+}
+
+fn boot_counting(bench: &Bench, script: &str, doorbells: &str) -> Result<String, Fault> {
+    boot(
+        bench,
+        &KernelChoice::V6_1,
+        script,
+        doorbells,
+        &["--counters"],
+    )
+}
+
+/// What was told the `time`th time.
+fn told(said: &str, time: u32, name: &str) -> Result<u64, Fault> {
+    let told = format!("vmm: counters {time} ");
+    let line = said.lines().find_map(|line| line.split(&told).nth(1));
+    let prefix = format!("{name}=");
+    let value = line.and_then(|line| {
+        let mut words = line.split_whitespace();
+        words.find_map(|word| word.strip_prefix(&prefix)?.parse().ok())
+    });
+    value.ok_or_else(|| Fault::Wrong(format!("{name} was not told {time} times:\n{said}")))
+}
+
+/// How much has come to it between the two times that it was told.
+fn delta(said: &str, name: &str) -> Result<u64, Fault> {
+    Ok(told(said, 2, name)?.saturating_sub(told(said, 1, name)?))
+}

@@ -22,3 +22,4 @@ mod resets;
 mod sgl;
 mod snapshot;
 mod timed;
+mod toggling;

@@ -44,6 +44,8 @@ pub(super) struct MappedDoorbells {
 pub struct DoorbellFigures {
     /// Times that they were mapped.
     pub mapped: u64,
+    /// Times that they were unmapped.
+    pub unmapped: u64,
     /// Time that the VMM took to map them, and to unmap them.
     pub took: Duration,
 }
@@ -115,6 +117,7 @@ impl MappedDoorbells {
                 return;
             }
             let took = self.note(began);
+            self.figures.unmapped += 1;
             self.at = None;
             function.end_mapped_doorbells();
             self.hysteresis.unmapped(self.now(), took);

@@ -19,8 +19,9 @@ const SHARE: u32 = 100;
 /// not just the next that is not there yet.
 const HOLD_MIN: Duration = Duration::from_millis(10);
 
-/// What mapping and unmapping may take, as long as nobody has tried.
-const GUESS: Duration = Duration::from_micros(500);
+/// What mapping and unmapping may take each, as long as nobody has tried: a lot, since the longer the hold,
+/// the sooner it is tried.
+const GUESS: Duration = Duration::from_millis(2);
 
 /// A moment: the time since any other.
 pub(super) type Moment = Duration;

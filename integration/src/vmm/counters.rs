@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
+use hypervisor_glue::vmm::DoorbellFigures;
 use kvm_ioctls::VmFd;
 use vm_device::MutDeviceMmio;
 use vm_device::bus::{MmioAddress, MmioAddressOffset};
@@ -79,7 +80,8 @@ impl fmt::Display for KvmCounters {
 }
 
 /// What a guest writes to in order to have the counters told, while its vCPU stands still: KVM's, and
-/// how often and how long the VMM mapped doorbells, in how much time.
+/// how often and how long the VMM mapped doorbells, in how much time. It reads as how often the VMM
+/// unmapped them.
 pub(super) struct Teller {
     folder: PathBuf,
     root: Arc<RootComplex>,
@@ -98,22 +100,32 @@ impl Teller {
             told: 0,
         }
     }
+
+    /// The figures of all functions.
+    fn doorbells(&self) -> DoorbellFigures {
+        let mut sum = DoorbellFigures::default();
+        for function in self.root.functions() {
+            let figures = function.doorbell_figures();
+            sum.mapped += figures.mapped;
+            sum.unmapped += figures.unmapped;
+            sum.took += figures.took;
+        }
+        sum
+    }
 }
 
 impl MutDeviceMmio for Teller {
     fn mmio_read(&mut self, _: MmioAddress, _: MmioAddressOffset, data: &mut [u8]) {
-        data.fill(0xFF);
+        let unmapped = self.doorbells().unmapped.to_le_bytes();
+        for (byte, figure) in data.iter_mut().zip(unmapped) {
+            *byte = figure;
+        }
     }
 
     fn mmio_write(&mut self, _: MmioAddress, _: MmioAddressOffset, _: &[u8]) {
         let us = self.started.elapsed().as_micros();
-        let mut mappings = 0;
-        let mut mapping_us = 0;
-        for function in self.root.functions() {
-            let figures = function.doorbell_figures();
-            mappings += figures.mapped;
-            mapping_us += figures.took.as_micros();
-        }
+        let doorbells = self.doorbells();
+        let (mappings, mapping_us) = (doorbells.mapped, doorbells.took.as_micros());
         self.told += 1;
         let counters = match KvmCounters::read(&self.folder) {
             Ok(counters) => counters.to_string(),

@@ -20,8 +20,10 @@ const READS_BEFORE: u64 = 1000;
 const MMIO_EXITS_MAX: f64 = 0.01;
 /// Interrupts for each read, those of timers and of the console included.
 const INTERRUPTS_MAX: f64 = 0.5;
-/// Time that the VMM may take to map doorbells and to unmap them, of all the time that I/O takes.
-const MAPPING_MAX: f64 = 0.01;
+/// Time that the VMM may take to map doorbells and to unmap them, of all the time that I/O takes. The rule
+/// that it goes by keeps to 0.01 of the time, as its own test shows; here it may also wait for its turn on
+/// a processor, and for the guest's.
+const MAPPING_MAX: f64 = 0.05;
 
 /// What reads at random, 32 at a time, and says that it did.
 const FUNCTIONS: &str = r"
@@ -95,13 +97,22 @@ fn counted(bench: &Bench, doorbells: &str, what: &str) -> Result<(), Fault> {
 /// A guest that does I/O now and then, so that its doorbells are mapped and unmapped all the time.
 pub(crate) fn doorbells_come_and_go(bench: &Bench) -> Result<(), Fault> {
     const BURSTS: u64 = 5;
+    // After each burst it waits until they are unmapped.
     let body = format!(
-        "reads /dev/nvme0n1 {READS_BEFORE}\ncount\n\
-         for i in 1 2 3 4 {BURSTS}; do sleep 3; reads /dev/nvme0n1 {READS_BEFORE}; done\ncount"
+        "count
+for burst in $(seq {BURSTS}); do
+    unmapped=$(devmem 0xfe000000 32)
+    reads /dev/nvme0n1 {READS_BEFORE}
+    for second in $(seq 60); do
+        [ $(devmem 0xfe000000 32) = $unmapped ] || break
+        sleep 1
+    done
+done
+count"
     );
     let said = boot_counting(bench, &script(&body), "mapped")?;
     let reads = said.matches(&format!("guest: read {READS_BEFORE}")).count();
-    expect(reads == 1 + BURSTS as usize, || {
+    expect(reads == BURSTS as usize, || {
         format!("The guest has not read:\n{said}")
     })?;
     let (mappings, mapping) = (delta(&said, "mappings")?, delta(&said, "mapping_us")?);
@@ -110,8 +121,8 @@ pub(crate) fn doorbells_come_and_go(bench: &Bench) -> Result<(), Fault> {
         "        doorbells were mapped {mappings} times in {BURSTS} bursts, which took {mapping} us with \
          unmapping, of {all} us"
     ));
-    expect(mappings >= 2, || {
-        format!("Doorbells were mapped {mappings} times")
+    expect(mappings >= BURSTS, || {
+        format!("Doorbells were mapped {mappings} times in {BURSTS} bursts")
     })?;
     expect((mapping as f64) < MAPPING_MAX * all as f64, || {
         format!("{mapping} us of mapping in {all} us")

@@ -248,7 +248,9 @@ fn refused(error: DmaError) -> io::Error {
         report::chain(&error)
     );
     let errno = match error {
-        DmaError::InvalidRegion { .. } | DmaError::PartialUnmap { .. } => libc::EINVAL,
+        DmaError::InvalidRegion { .. } | DmaError::PartialUnmap { .. } | DmaError::NotLogged => {
+            libc::EINVAL
+        }
         DmaError::Overlap { .. } => libc::EEXIST,
         DmaError::TooManyRegions | DmaError::NoIova { .. } => libc::ENOSPC,
         DmaError::NotMapped { .. } => libc::ENOENT,

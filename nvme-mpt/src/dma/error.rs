@@ -69,6 +69,9 @@ pub enum DmaError {
         /// What the kernel said.
         source: io::Error,
     },
+    /// It was not begun.
+    #[error("Pages that are written are not noted; start the dirty log first")]
+    NotLogged,
     /// Commands in flight did not finish in time; the memory stays mapped.
     #[error("Commands in flight still use {gpa}+{len:#x} after {UNMAP_DEADLINE:?}")]
     Busy {

@@ -11,6 +11,7 @@
 //! with the next generation; each shadow queue takes it up at its next pass and, once nothing is in
 //! flight that was translated by an older one, says so. [`DmaWindow::unmap`] returns after that.
 
+mod dirty;
 mod error;
 mod table;
 
@@ -19,6 +20,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+pub use dirty::DirtyRange;
 pub use error::DmaError;
 pub(crate) use table::RegionPages;
 pub use table::{Direction, Region, RegionHint, RegionTable};
@@ -27,6 +29,7 @@ use crate::address::{Gpa, PAGE_SIZE};
 use crate::iova::IovaSpace;
 use crate::memory::{Access, Mapping, RawBytes};
 use crate::poller::Waker;
+use dirty::DirtyPages;
 
 /// Regions that one VM may have. VMMs have a few; a client that maps without end is stopped here.
 pub const MAX_REGIONS: usize = 256;
@@ -107,6 +110,8 @@ impl Tables {
 pub struct DmaWindow {
     space: Arc<IovaSpace>,
     tables: Arc<Tables>,
+    /// Pages that were written of regions that were unmapped since somebody asked.
+    departed: Mutex<Vec<DirtyRange>>,
 }
 
 impl DmaWindow {
@@ -121,6 +126,7 @@ impl DmaWindow {
         Self {
             space,
             tables: Arc::new(tables),
+            departed: Mutex::default(),
         }
     }
 
@@ -191,7 +197,8 @@ impl DmaWindow {
         };
         let mut regions = current.regions.clone();
         regions.insert(index, Arc::new(region));
-        self.publish(&mut current, regions);
+        let dirty = current.notes_for(&regions);
+        self.publish(&mut current, regions, dirty);
         Ok(())
     }
 
@@ -207,7 +214,7 @@ impl DmaWindow {
             Some(last) => last,
             None => return Err(DmaError::InvalidRegion { gpa, len }),
         };
-        let (generation, bytes) = {
+        let (generation, bytes, before) = {
             let mut current = lock(&self.tables.current);
             let ends_before = |region: &Region| region.gpa + (region.len - 1) < gpa.0;
             let touched = |region: &Region| !ends_before(region) && region.gpa <= last;
@@ -228,15 +235,18 @@ impl DmaWindow {
             if gone.is_empty() {
                 return Ok(0);
             }
-            self.publish(&mut current, kept);
-            (
-                current.generation,
-                gone.iter().map(|region| region.len).sum(),
-            )
+            let before = current.clone();
+            let dirty = current.notes_for(&kept);
+            self.publish(&mut current, kept, dirty);
+            let bytes = gone.iter().map(|region| region.len).sum();
+            (current.generation, bytes, before)
         };
-        self.wait_settled(generation)
-            .then_some(bytes)
-            .ok_or(DmaError::Busy { gpa, len })
+        let settled = self.wait_settled(generation);
+        // What commands in flight wrote until now is noted, too.
+        if before.is_logged() {
+            before.take_notes(&mut lock(&self.departed));
+        }
+        settled.then_some(bytes).ok_or(DmaError::Busy { gpa, len })
     }
 
     /// Unmaps everything. Returns how many bytes that were.
@@ -263,9 +273,20 @@ impl DmaWindow {
     /// # Errors
     /// [`DmaError::NotMapped`]; what was copied until then stays in the VM's memory.
     pub fn write(&self, gpa: Gpa, buffer: &[u8]) -> Result<(), DmaError> {
-        self.each_part(gpa, buffer.len(), Direction::ToGuest, |bytes, range| {
+        let len = buffer.len();
+        let written = self.each_part(gpa, len, Direction::ToGuest, |bytes, range| {
             bytes.copy_from(&buffer[range]);
-        })
+        });
+        let table = self.table();
+        if table.is_logged() {
+            for at in (0..len as u64).step_by(PAGE_SIZE as usize) {
+                table.note_written(Gpa(gpa.0.wrapping_add(at)), 1);
+            }
+            if let Some(last) = (len as u64).checked_sub(1) {
+                table.note_written(Gpa(gpa.0.wrapping_add(last)), 1);
+            }
+        }
+        written
     }
 
     fn each_part(
@@ -299,11 +320,17 @@ impl DmaWindow {
         Ok(())
     }
 
-    fn publish(&self, current: &mut MutexGuard<'_, Arc<RegionTable>>, regions: Vec<Arc<Region>>) {
+    fn publish(
+        &self,
+        current: &mut MutexGuard<'_, Arc<RegionTable>>,
+        regions: Vec<Arc<Region>>,
+        dirty: Option<Vec<Arc<DirtyPages>>>,
+    ) {
         let generation = current.generation + 1;
         **current = Arc::new(RegionTable {
             generation,
             regions,
+            dirty,
         });
         self.tables.generation.store(generation, Ordering::Release);
     }
@@ -345,11 +372,11 @@ mod tests {
     use super::*;
     use crate::memory::tests_support::memfd;
 
-    fn window() -> DmaWindow {
+    pub(super) fn window() -> DmaWindow {
         DmaWindow::new(Arc::new(IovaSpace::software()))
     }
 
-    fn region(gpa: u64, len: u64) -> MemoryRegion {
+    pub(super) fn region(gpa: u64, len: u64) -> MemoryRegion {
         MemoryRegion {
             gpa: Gpa(gpa),
             len,

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::dirty::DirtyPages;
 use crate::address::{Gpa, Iova, PAGE_SIZE};
 use crate::iova::IovaRange;
 use crate::memory::{Mapping, RawBytes};
@@ -42,6 +43,8 @@ pub struct RegionTable {
     pub(super) generation: u64,
     /// Sorted by address, not overlapping.
     pub(super) regions: Vec<Arc<Region>>,
+    /// Which pages of each region were written, where that is noted.
+    pub(super) dirty: Option<Vec<Arc<DirtyPages>>>,
 }
 
 /// One region's pages, for one direction: what a loop over a list of pages needs of it.

@@ -6,6 +6,7 @@ use crate::address::PAGE_SIZE;
 use crate::dma::RegionHint;
 use crate::host::HostMemory;
 use crate::memory::RawBytes;
+use crate::shadow::ListMemory;
 use crate::spec::dma::{SglDescriptor, SglType};
 use crate::spec::sqe::{Psdt, Sqe};
 use crate::spec::status::Status;
@@ -34,23 +35,37 @@ impl DataPointer {
         &self,
         memory: HostMemory<'a>,
         len: u64,
-        part: impl FnMut(RawBytes<'a>),
+        mut part: impl FnMut(RawBytes<'a>),
+    ) -> Result<(), Status> {
+        let mut hint = RegionHint::default();
+        self.for_each_iova(memory.lists, len, |iova, len| {
+            part(resolve(memory, &mut hint, iova, len)?);
+            Ok(())
+        })
+    }
+
+    /// Calls `part` with address and length of each stretch of the first `len` bytes, in order.
+    #[inline]
+    pub(crate) fn for_each_iova(
+        &self,
+        lists: &ListMemory,
+        len: u64,
+        part: impl FnMut(u64, u64) -> Result<(), Status>,
     ) -> Result<(), Status> {
         if self.psdt == Psdt::PRP {
-            self.for_each_prp(memory, len, part)
+            self.for_each_prp(lists, len, part)
         } else {
-            self.for_each_sgl(memory, len, part)
+            self.for_each_sgl(lists, len, part)
         }
     }
 
     #[inline]
-    fn for_each_prp<'a>(
+    fn for_each_prp(
         &self,
-        memory: HostMemory<'a>,
+        lists: &ListMemory,
         len: u64,
-        mut part: impl FnMut(RawBytes<'a>),
+        mut part: impl FnMut(u64, u64) -> Result<(), Status>,
     ) -> Result<(), Status> {
-        let mut hint = RegionHint::default();
         let [prp1, prp2] = self.dptr;
         // Pages that follow one another are one stretch: copies are faster the longer they are.
         let (mut start, mut run) = (prp1, (PAGE_SIZE - prp1 % PAGE_SIZE).min(len));
@@ -59,15 +74,14 @@ impl DataPointer {
             if entry == start + run {
                 run += size;
             } else {
-                part(resolve(memory, &mut hint, start, run)?);
+                part(start, run)?;
                 (start, run) = (entry, size);
             }
             Ok::<(), Status>(())
         };
         if rest > PAGE_SIZE {
             let entries = rest.div_ceil(PAGE_SIZE) as usize;
-            let list = memory
-                .lists
+            let list = lists
                 .resolve(prp2, 8 * entries)
                 .and_then(|list| list.words())
                 .ok_or(Status::DATA_TRANSFER_ERROR)?;
@@ -79,24 +93,20 @@ impl DataPointer {
         } else if rest > 0 {
             add(prp2, rest)?;
         }
-        part(resolve(memory, &mut hint, start, run)?);
-        Ok(())
+        part(start, run)
     }
 
-    fn for_each_sgl<'a>(
+    fn for_each_sgl(
         &self,
-        memory: HostMemory<'a>,
+        lists: &ListMemory,
         len: u64,
-        mut part: impl FnMut(RawBytes<'a>),
+        mut part: impl FnMut(u64, u64) -> Result<(), Status>,
     ) -> Result<(), Status> {
-        let mut hint = RegionHint::default();
         let sgl1: SglDescriptor = transmute!(self.dptr);
         if sgl1.id.sgl_type() == SglType::DATA_BLOCK {
-            part(resolve(memory, &mut hint, sgl1.address, len)?);
-            return Ok(());
+            return part(sgl1.address, len);
         }
-        let segment = memory
-            .lists
+        let segment = lists
             .resolve(sgl1.address, sgl1.length as usize)
             .and_then(|segment| segment.words())
             .ok_or(Status::DATA_TRANSFER_ERROR)?;
@@ -105,7 +115,7 @@ impl DataPointer {
             let words = [segment.read(2 * i), segment.read(2 * i + 1)];
             let block: SglDescriptor = transmute!(words);
             let size = u64::from(block.length).min(rest);
-            part(resolve(memory, &mut hint, block.address, size)?);
+            part(block.address, size)?;
             rest -= size;
         }
         if rest == 0 {

@@ -2,11 +2,13 @@
 //! pair. One poller runs it; per command it takes no lock, allocates nothing and makes no system
 //! call.
 
+mod dirty;
 mod state;
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use self::dirty::WriteLog;
 use super::lists::ListMemory;
 use super::slot::{Slot, Slots};
 use super::translate::Translator;
@@ -276,6 +278,8 @@ struct Core {
     condition: Condition,
     /// Completions that wait for the memory of the ring to come back. Their room is reserved.
     held: Vec<Cqe>,
+    /// What is written is noted.
+    log: Option<Box<WriteLog>>,
 }
 
 impl ShadowQueue {
@@ -290,7 +294,7 @@ impl ShadowQueue {
         (table_user, table): (Arc<TableUser>, Arc<RegionTable>),
     ) -> Self {
         let generation = table.generation();
-        let core = Core {
+        let mut core = Core {
             id,
             context,
             buffer,
@@ -306,7 +310,9 @@ impl ShadowQueue {
             stopped: false,
             condition: Condition::Sound,
             held: Vec::with_capacity(usize::from(slots)),
+            log: None,
         };
+        core.follow_log();
         Self { host, core }
     }
 
@@ -426,16 +432,38 @@ impl Core {
         if lost_memory_epoch() != self.lost_epoch {
             self.check_lost_memory();
         }
-        let mut worked = self.slots.in_flight() > 0 && self.reap(host);
+        if self.log.is_none() {
+            self.pass::<H, false>(host)
+        } else {
+            self.logged_pass(host)
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn logged_pass<H: HostQueue>(&mut self, host: &mut H) -> bool {
+        let tail = self.cq.tail;
+        let worked = self.pass::<H, true>(host);
+        if worked {
+            self.note_pass(tail);
+        } else {
+            self.note_event_idx();
+        }
+        worked
+    }
+
+    #[inline]
+    fn pass<H: HostQueue, const LOG: bool>(&mut self, host: &mut H) -> bool {
+        let mut worked = self.slots.in_flight() > 0 && self.reap::<H, LOG>(host);
         let sound = self.is_sound();
         if sound && !self.stopped {
             let mut taken = false;
             for index in 0..self.sqs.len() {
-                taken |= self.take(index, host);
+                taken |= self.take::<H, LOG>(index, host);
             }
             if taken {
                 host.ring(self.translator.memory());
-                self.reap(host);
+                self.reap::<H, LOG>(host);
                 worked = true;
             }
         }
@@ -455,7 +483,7 @@ impl Core {
 
     /// Takes commands of one Submission Queue and submits them. Returns whether there were any.
     #[inline]
-    fn take<H: HostQueue>(&mut self, index: usize, host: &mut H) -> bool {
+    fn take<H: HostQueue, const LOG: bool>(&mut self, index: usize, host: &mut H) -> bool {
         let sq = &mut self.sqs[index];
         let available = sq.available(&self.context.events);
         if available == 0 {
@@ -477,6 +505,7 @@ impl Core {
             translator,
             command,
             context,
+            log,
             ..
         } = self;
         let Some(sq) = sqs.get_mut(index) else {
@@ -506,6 +535,9 @@ impl Core {
                         slba: guest.cdw10_11(),
                         taken,
                     });
+                    if LOG && let Some(log) = log {
+                        log.submitted(number, command);
+                    }
                     host.submit(command);
                     bytes += u64::from(transfer);
                     if bytes >= BATCH_BYTES {
@@ -521,7 +553,7 @@ impl Core {
 
     /// Completes what the host controller has done. Returns whether there was anything.
     #[inline]
-    fn reap<H: HostQueue>(&mut self, host: &mut H) -> bool {
+    fn reap<H: HostQueue, const LOG: bool>(&mut self, host: &mut H) -> bool {
         let Self {
             cq,
             sqs,
@@ -530,6 +562,8 @@ impl Core {
             context,
             condition,
             held,
+            log,
+            old_tables,
             ..
         } = self;
         let mut completed = 0;
@@ -540,6 +574,9 @@ impl Core {
                 return;
             };
             completed += 1;
+            if LOG && let Some(log) = log {
+                log.completed(completion.slot, slot, translator.memory(), old_tables);
+            }
             let Some(sq) = sqs.get(usize::from(slot.sq)) else {
                 return;
             };
@@ -591,6 +628,9 @@ impl Core {
         for sq in &mut self.sqs {
             sq.doorbell.arm(sq.head);
         }
+        if self.log.is_some() {
+            self.note_event_idx();
+        }
         // Only a full queue waits for the guest to consume.
         if self.cq.room == 0 {
             self.cq.doorbell.arm(self.cq.head);
@@ -625,7 +665,13 @@ impl Core {
         self.generation = table.generation();
         let old = self.translator.set_table(table);
         self.slots.make_stale();
+        self.follow_log();
+        let tail = self.cq.tail;
         self.rebind();
+        if self.log.is_some() {
+            // Completions that were held, and EventIdx at its new place.
+            self.note_pass(tail);
+        }
         // Memory that commands in flight use stays mapped until they are done.
         self.old_tables.push(old);
         if self.slots.stale() == 0 {

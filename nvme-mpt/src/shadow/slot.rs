@@ -47,6 +47,11 @@ impl Slots {
         self.free.len()
     }
 
+    /// How many there are.
+    pub(crate) fn count(&self) -> usize {
+        self.slots.len()
+    }
+
     #[inline]
     pub(crate) fn in_flight(&self) -> usize {
         self.slots.len() - self.free.len()

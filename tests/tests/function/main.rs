@@ -6,6 +6,7 @@
 mod common;
 
 mod admin;
+mod dirty_pages;
 mod doorbells;
 mod faults;
 mod file_drive;

@@ -4,6 +4,7 @@
 //! and makes both again elsewhere: a function that was just started, with the guest's memory mapped,
 //! is restored, and goes on before the vCPUs do.
 
+use nvme_mpt::DirtyRange;
 use vmm_device::{BarMove, FunctionState};
 
 use super::{DeviceError, FunctionDevice, State};
@@ -31,6 +32,29 @@ impl FunctionDevice {
     /// [`DeviceError::Save`].
     pub fn save(&self) -> Result<FunctionState, DeviceError> {
         Ok(self.shared.state().function.save()?)
+    }
+
+    /// Begins to note which pages of the guest's memory the function writes: for a VMM that copies
+    /// the memory of a guest that runs on. It copies all of it after this.
+    ///
+    /// # Errors
+    /// [`DeviceError::Memory`] if commands in flight do not finish.
+    pub fn start_dirty_log(&self) -> Result<(), DeviceError> {
+        Ok(self.shared.state().function.memory().start_dirty_log()?)
+    }
+
+    /// The pages that the function wrote since the last time, or since it began to note them. What
+    /// it wrote at the last is there once it is paused.
+    ///
+    /// # Errors
+    /// [`DeviceError::Memory`] if it does not note them.
+    pub fn take_dirty_pages(&self) -> Result<Vec<DirtyRange>, DeviceError> {
+        Ok(self.shared.state().function.memory().take_dirty_pages()?)
+    }
+
+    /// Ends [`Self::start_dirty_log`].
+    pub fn stop_dirty_log(&self) {
+        self.shared.state().function.memory().stop_dirty_log();
     }
 
     /// Makes a function that was just started what another one was when it was saved. It is paused

@@ -21,6 +21,9 @@ impl ShadowQueue {
         if core.cq.gate.settle_now(core.cq.unconsumed()) {
             core.cq.counters.interrupts.add(1);
         }
+        if core.log.is_some() {
+            core.note_event_idx();
+        }
     }
 
     /// Lets go of the VM's memory, with nothing in flight: whoever takes memory away need not wait
@@ -38,7 +41,12 @@ impl ShadowQueue {
         core.table_user = Some(user);
         core.generation = table.generation();
         drop(core.translator.set_table(table));
+        core.follow_log();
+        let tail = core.cq.tail;
         core.rebind();
+        if core.log.is_some() {
+            core.note_pass(tail);
+        }
     }
 
     /// What it is doing, while it rests. `vectors` are all there are, by number.

@@ -1,0 +1,230 @@
+//! The pages that a function writes are told to whoever asks: all of them, and no others.
+
+use std::collections::BTreeSet;
+
+use nvme_mpt::DirtyRange;
+use nvme_mpt_tests::command::Sqe;
+use nvme_mpt_tests::controller::Controller;
+use nvme_mpt_tests::disk::{Disk, Transfer};
+use nvme_mpt_tests::doorbell::DoorbellMode;
+use nvme_mpt_tests::memory::{DmaBuffer, PAGE_SIZE};
+use nvme_mpt_tests::prp::{self, Prepared};
+use nvme_mpt_tests::rng::Rng;
+use nvme_mpt_tests::sgl;
+
+use crate::common::{HANG, LEASE, Lab, MODES, Machine, Setup};
+
+/// Pages by number.
+type Pages = BTreeSet<u64>;
+
+/// Those of a buffer.
+fn pages_of(buffer: &DmaBuffer) -> impl Iterator<Item = u64> {
+    pages_at(buffer.gpa(), buffer.len() as u64)
+}
+
+fn pages_at(gpa: u64, len: u64) -> impl Iterator<Item = u64> {
+    let page = PAGE_SIZE as u64;
+    gpa / page..(gpa + len).div_ceil(page)
+}
+
+fn pages_told(ranges: &[DirtyRange]) -> Pages {
+    let pages = ranges.iter();
+    pages
+        .flat_map(|range| pages_at(range.gpa.0, range.len))
+        .collect()
+}
+
+/// What is in every page of a guest's memory.
+fn contents(machine: &Machine) -> Vec<(u64, Vec<u8>)> {
+    let regions = machine.memory.regions();
+    let pages = regions
+        .iter()
+        .flat_map(|region| pages_at(region.gpa, region.len));
+    pages
+        .map(|page| {
+            let mut bytes = vec![0; PAGE_SIZE];
+            let gpa = page * PAGE_SIZE as u64;
+            machine.memory.read(gpa, &mut bytes).unwrap();
+            (page, bytes)
+        })
+        .collect()
+}
+
+/// A read that is ready to be submitted.
+struct Read {
+    slba: u64,
+    blocks: u32,
+    data: DmaBuffer,
+    offset: usize,
+    prepared: Prepared,
+}
+
+impl Read {
+    fn new(machine: &Machine, transfer: Transfer, slba: u64, blocks: u32) -> Self {
+        let len = blocks as usize * 512;
+        let (data, offset, prepared) = match transfer {
+            Transfer::Prp { offset } => {
+                let data = machine.memory.alloc(offset + len).unwrap();
+                let prepared = prp::buffer(&data, offset, len).unwrap();
+                (data, offset, prepared)
+            }
+            Transfer::Sgl { piece, per_segment } => {
+                let data = machine.memory.alloc(len).unwrap();
+                let list: Vec<_> = (0..len)
+                    .step_by(piece)
+                    .map(|at| sgl::data_block(data.gpa() + at as u64, piece.min(len - at) as u32))
+                    .collect();
+                let prepared = sgl::build(&machine.memory, &list, per_segment).unwrap();
+                (data, 0, prepared)
+            }
+        };
+        Self {
+            slba,
+            blocks,
+            data,
+            offset,
+            prepared,
+        }
+    }
+
+    fn written(&self) -> impl Iterator<Item = u64> {
+        let len = u64::from(self.blocks) * 512;
+        pages_at(self.data.gpa() + self.offset as u64, len)
+    }
+}
+
+fn transfers(rng: &mut Rng) -> Transfer {
+    match rng.below(3) {
+        0 => Transfer::Prp { offset: 0 },
+        1 => Transfer::Prp {
+            offset: 4 * rng.below(1024) as usize,
+        },
+        _ => Transfer::Sgl {
+            piece: 512 * (1 + rng.below(20) as usize),
+            per_segment: 8,
+        },
+    }
+}
+
+/// What the guest itself writes: its rings, doorbells and lists.
+fn written_by_guest(controller: &mut Controller, disk: &Disk, reads: &[Read]) -> Pages {
+    let mut pages: Pages = pages_of(disk.queue.sq.memory()).collect();
+    pages.extend(pages_of(controller.admin_queue().unwrap().sq.memory()));
+    if let Some(buffer) = controller.doorbell_buffer() {
+        pages.extend(pages_of(buffer.shadow()));
+    }
+    let lists = reads.iter().flat_map(|read| &read.prepared.pages);
+    pages.extend(lists.flat_map(pages_of));
+    pages
+}
+
+/// Reads of all kinds while pages are noted, asked for at random moments.
+fn reads_are_told(lab: &Lab, mode: DoorbellMode) {
+    let machine = lab.machine(&Setup::default().doorbells(mode));
+    let (mut controller, mut disk) = machine.disk();
+    for slba in (0..8192).step_by(1024) {
+        disk.write(slba, &vec![0xC3; 512 * 1024]).unwrap();
+    }
+    let mut rng = Rng::new(9);
+    let reads: Vec<_> = (0..200)
+        .map(|_| {
+            let transfer = transfers(&mut rng);
+            let most = if rng.below(8) == 0 { 1024 } else { 40 };
+            let blocks = 1 + rng.below(most) as u32;
+            Read::new(&machine, transfer, rng.below(7000), blocks)
+        })
+        .collect();
+    let own = written_by_guest(&mut controller, &disk, &reads);
+    // What may be written: data, completions, and EventIdx.
+    let mut writable: Pages = reads.iter().flat_map(Read::written).collect();
+    writable.extend(pages_of(disk.queue.cq.memory()));
+    writable.extend(pages_of(controller.admin_queue().unwrap().cq.memory()));
+    if let Some(buffer) = controller.doorbell_buffer() {
+        writable.extend(pages_of(buffer.event_idx()));
+    }
+    let identify = machine.memory.alloc(PAGE_SIZE).unwrap();
+    writable.extend(pages_of(&identify));
+
+    machine.function().memory().start_dirty_log().unwrap();
+    let before = contents(&machine);
+    let mut told = Pages::new();
+    let take = || {
+        let ranges = machine.function().memory().take_dirty_pages().unwrap();
+        pages_told(&ranges)
+    };
+    let mut waiting = Vec::new();
+    for read in &reads {
+        let sqe = Sqe::read(1, read.slba, read.blocks).with_data(read.prepared.pointer);
+        waiting.push(disk.queue.submit(sqe).unwrap());
+        if rng.below(4) == 0 || waiting.len() > 40 {
+            disk.queue.ring();
+            if rng.below(2) == 0 {
+                told.extend(take());
+            }
+            for cid in waiting.drain(..) {
+                let cqe = disk.queue.wait(cid, HANG).unwrap();
+                assert!(cqe.status().is_success());
+            }
+        }
+    }
+    for cid in waiting {
+        assert!(disk.queue.wait(cid, HANG).unwrap().status().is_success());
+    }
+    let sqe = Sqe::new(0x06, 0).with_cdw(10, 1);
+    let data = prp::buffer(&identify, 0, PAGE_SIZE).unwrap();
+    controller.admin(sqe.with_data(data.pointer)).unwrap();
+
+    machine.function().pause().unwrap();
+    told.extend(take());
+    assert_eq!(take(), Pages::new(), "nobody writes any more");
+    let after = contents(&machine);
+    let changed: Pages = before
+        .iter()
+        .zip(&after)
+        .filter(|(before, after)| before != after)
+        .map(|((page, _), _)| *page)
+        .collect();
+    let data: Pages = reads.iter().flat_map(Read::written).collect();
+    assert!(data.is_subset(&changed), "the reads did something");
+    let missing: Vec<_> = changed
+        .difference(&own)
+        .filter(|page| !told.contains(page))
+        .collect();
+    assert!(missing.is_empty(), "{mode:?}: not told of {missing:x?}");
+    let invented: Vec<_> = told.difference(&writable).collect();
+    assert!(invented.is_empty(), "{mode:?}: nobody wrote {invented:x?}");
+
+    // And once more, with nobody who asks.
+    machine.function().memory().stop_dirty_log();
+    machine.function().resume();
+    disk.read(0, 64).unwrap();
+    machine.function().memory().take_dirty_pages().unwrap_err();
+}
+
+#[test]
+fn pages_that_reads_and_completions_went_to() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(LEASE).unwrap();
+    for mode in MODES {
+        reads_are_told(&Lab::new("memory:16M", 512), mode);
+        reads_are_told(&Lab::of_file(file.path(), 512), mode);
+    }
+}
+
+#[test]
+fn writes_make_no_page_of_data_dirty() {
+    let lab = Lab::new("memory:16M", 512);
+    let machine = lab.machine(&Setup::default());
+    let (_controller, mut disk) = machine.disk();
+    let data = machine.memory.alloc(64 << 10).unwrap();
+    let prepared = prp::buffer(&data, 0, 64 << 10).unwrap();
+    machine.function().memory().start_dirty_log().unwrap();
+    for round in 0..100 {
+        let sqe = Sqe::write(1, round * 128, 128).with_data(prepared.pointer);
+        disk.queue.execute(sqe, HANG).unwrap();
+    }
+    let told = machine.function().memory().take_dirty_pages().unwrap();
+    let told = pages_told(&told);
+    assert!(pages_of(&data).all(|page| !told.contains(&page)));
+    assert!(pages_of(disk.queue.cq.memory()).any(|page| told.contains(&page)));
+}

@@ -2,12 +2,13 @@
 //! tell.
 
 use std::fs;
-use std::io;
+use std::io::{self, Write};
 use std::time::Duration;
 
 use super::{DemoError, Options};
 use crate::lab::options::build;
 use crate::lab::{Lab, LabConfig, LabDrive};
+use crate::process;
 use crate::progress::{Step, say};
 use crate::provision::KernelChoice;
 use crate::provision::lab::LabAssets;
@@ -47,13 +48,21 @@ pub(super) fn run(options: &Options) -> Result<bool, DemoError> {
         Step::start("Booting the lab: an emulated host with an NVMe drive, an IOMMU and KVM");
     let lab = Lab::boot(&assets, &config, folder.path())?;
     step.done(format!("kernel {}", assets.host.kernel.name));
-    let status = lab.stream(&command(options), PATIENCE, &mut io::stdout())?;
+    let mut said = Said::default();
+    let status = lab.stream(&command(options), PATIENCE, &mut said)?;
 
     let wanted = match options.json {
         Some(_) => vec![REPORT.to_owned()],
         None => Vec::new(),
     };
     let report = lab.finish(status, &wanted, folder.path())?;
+    // Whoever waits for a report, and gets none, must hear why from us.
+    if report.files.len() < wanted.len() {
+        return Err(DemoError::NotGiven {
+            status,
+            said: process::tail(&String::from_utf8_lossy(&said.0)),
+        });
+    }
     if let (Some(to), Some(from)) = (&options.json, report.files.first()) {
         fs::copy(from, to).map_err(|source| DemoError::File {
             path: to.clone(),
@@ -65,6 +74,22 @@ pub(super) fn run(options: &Options) -> Result<bool, DemoError> {
         report.iommu_faults
     ));
     Ok(status == 0 && report.iommu_faults == 0)
+}
+
+/// Passes on what the demonstration says, and keeps it.
+#[derive(Default)]
+struct Said(Vec<u8>);
+
+impl Write for Said {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let written = io::stdout().write(bytes)?;
+        self.0.extend_from_slice(&bytes[..written]);
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        io::stdout().flush()
+    }
 }
 
 /// What was asked of us, asked of the program inside.

@@ -161,6 +161,14 @@ pub enum DemoError {
     /// The lab failed.
     #[error(transparent)]
     Lab(#[from] LabError),
+    /// The lab did not, but the demonstration in it did.
+    #[error("The demonstration in the lab ended with status {status}, without a report:\n{said}")]
+    NotGiven {
+        /// Its exit status.
+        status: i32,
+        /// The end of what it said.
+        said: String,
+    },
     /// The guest says something else than its programs do.
     #[error("Guest {guest} says about its drive: {said:?}")]
     Drive {

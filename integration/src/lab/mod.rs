@@ -36,6 +36,7 @@ use crate::process::{self, ProcessError};
 use crate::provision::lab::LabAssets;
 use crate::provision::{ProvisionError, image};
 
+pub mod anchor;
 mod control;
 pub mod drive;
 pub mod faults;
@@ -158,6 +159,11 @@ impl LabConfig {
         self
     }
 
+    fn brings(&self, program: &str) -> bool {
+        let is_it = |file: &PathBuf| file.file_name().is_some_and(|name| name == program);
+        self.brought.iter().any(is_it)
+    }
+
     /// Brings a program or another file along, to `/lab/run/bin`.
     #[must_use]
     pub fn bring(mut self, file: impl Into<PathBuf>) -> Self {
@@ -244,6 +250,9 @@ impl Lab {
 
         let guest = Guest::start_booting(&assets.host, &guest, folder)?;
         guest.await_ready(BOOT_PATIENCE)?;
+        if config.brings(anchor::PROGRAM) {
+            anchor::hold(&guest)?;
+        }
         let control = Control::start(folder, drives)?;
         Ok(Self {
             guest,
@@ -321,6 +330,10 @@ impl Lab {
             ));
         }
         let there = self.check(&script, BOOT_PATIENCE)?;
+        if there.is_empty() {
+            // tar takes an empty file for none of its archives.
+            return Ok(Vec::new());
+        }
         let archive = self.folder.join("files.tar");
         self.files.take_into(&archive)?;
         process::run(

@@ -7,14 +7,20 @@ use std::time::{Duration, Instant};
 
 use clap::Parser;
 
-use super::{Lab, LabConfig, LabDrive, LabError, LabReport, quote};
+use super::{Lab, LabConfig, LabDrive, LabError, LabReport, anchor, quote};
 use crate::process;
 use crate::progress::{Step, say, seconds};
 use crate::provision::KernelChoice;
 use crate::provision::lab::LabAssets;
 
 /// Programs of ours that every lab has.
-const PROGRAMS: &[&str] = &["nvme-mpt", "nvme-load", "demo", "reference-vmm"];
+const PROGRAMS: &[&str] = &[
+    "nvme-mpt",
+    "nvme-load",
+    "demo",
+    "reference-vmm",
+    anchor::PROGRAM,
+];
 
 /// Boots an emulated host with NVMe drives, an IOMMU and KVM, runs a command in it, and ends with the
 /// command's exit status.

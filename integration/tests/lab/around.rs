@@ -49,6 +49,8 @@ fn come_back(suite: &Suite) -> Result<(), Fault> {
         expect(zero == [0], || format!("{zero:?}"))?;
 
         // Only what there is comes; a command that did well must have left all.
+        let none = lab.fetch(&["/tmp/absent".to_owned()], folder.path())?;
+        expect(none.is_empty(), || format!("{none:?}"))?;
         let second = ["/tmp/absent".to_owned(), "/tmp/zero".to_owned()];
         let files = lab.fetch(&second, folder.path())?;
         expect(files.len() == 1, || format!("{files:?}"))?;

@@ -3,7 +3,7 @@
 //! To map and unmap them takes the hypervisor a while, and its guest another while to find its way
 //! again, so it pays only for many writes. The unit of time here, a *hold*, is a hundred times what that
 //! took last. Doorbells are mapped when [`EXITS`] writes exited within a hold, and stay mapped until a
-//! hold goes by without I/O. Since there is a hold at least between mapping and unmapping, both together
+//! hold goes by with fewer than [`KEPT_BY`] I/Os. Since there is a hold at least between mapping and unmapping, both together
 //! take at most a hundredth of the time in which they are of use, whatever the guest does.
 
 use std::time::Duration;
@@ -11,6 +11,10 @@ use std::time::Duration;
 /// Writes within a hold that exit, after which doorbells are mapped. Few beside the thousands of I/Os
 /// that a hold is good for, and more than a guest writes that does something now and then.
 const EXITS: u32 = 32;
+
+/// I/Os within a hold that keep doorbells mapped: half of what has them mapped, as an I/O is two writes.
+/// With fewer, a poller sleeps between them, and looks later than a write would wake it that exits.
+const KEPT_BY: u64 = EXITS as u64 / 4;
 
 /// A hold, as a multiple of what mapping and unmapping takes.
 const SHARE: u32 = 100;
@@ -87,7 +91,7 @@ impl Hysteresis {
                 if now.saturating_sub(*since) < hold {
                     return true;
                 }
-                let goes_on = *before != done;
+                let goes_on = done.saturating_sub(*before) >= KEPT_BY;
                 (*since, *before) = (now, done);
                 goes_on
             }
@@ -233,6 +237,19 @@ mod tests {
         // A hold is 20 ms, and sees ten I/Os of two exits each.
         scene.ios(10_000, 2 * MS);
         assert_eq!((scene.toggles, scene.exits), (0, 20_000));
+    }
+
+    #[test]
+    fn io_that_becomes_rare_is_unmapped_and_stays_so() {
+        let mut scene = Scene::new([100 * US, 100 * US]);
+        scene.hysteresis.unmapped(scene.now, 100 * US);
+        scene.ios(1000, 100 * US);
+        assert!(scene.is_mapped);
+        // Twelve in a hold of 20 ms keep them mapped, and would not have had them mapped.
+        scene.ios(1000, 20 * MS / 12);
+        assert_eq!((scene.toggles, scene.is_mapped), (1, true));
+        scene.ios(1000, 20 * MS / 6);
+        assert_eq!((scene.toggles, scene.is_mapped), (2, false));
     }
 
     #[test]

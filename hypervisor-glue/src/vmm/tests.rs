@@ -285,7 +285,8 @@ fn doorbells_are_mapped_while_there_is_io_and_not_while_there_is_none() {
             await_that("it stays mapped", idle, || asked.mapped_at().is_empty());
             // The control thread has the state until it is all done.
             assert!(!device.with(|function| function.attachment().has_silent_doorbells()));
-            assert_eq!(device.doorbell_figures().mapped, round);
+            let figures = device.doorbell_figures();
+            assert!(figures.mapped >= round && figures.unmapped == figures.mapped);
         }
     }
 }

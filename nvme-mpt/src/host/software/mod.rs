@@ -19,7 +19,7 @@ pub use null::NullStore;
 pub(crate) use uncorrectable::UncorrectableBlocks;
 
 use faults::{FaultError, FaultPlan, FaultQueue, Faults};
-use model::{Model, Profile, TimedQueue, Wear};
+use model::{Model, Profile, TimedQueue, TimedStore, Wear};
 
 use super::{
     HostCompletion, HostController, HostMemory, HostNamespace, HostQueue, HostQueuePair, Incidents,
@@ -65,6 +65,40 @@ impl<S: Store> SoftwareQueue<S> {
     }
 }
 
+/// Executes what is in an SQ, in order.
+#[inline]
+fn execute<S: Store>(
+    store: &mut S,
+    sq: &mut Vec<Sqe>,
+    memory: HostMemory<'_>,
+    mut done: impl FnMut(&Sqe, Status),
+) {
+    for sqe in sq.iter().take(PREFETCH) {
+        store.prefetch(sqe);
+    }
+    for (i, sqe) in sq.iter().enumerate() {
+        if let Some(ahead) = sq.get(i + PREFETCH) {
+            store.prefetch(ahead);
+        }
+        let status = store.execute(sqe, memory);
+        done(sqe, status);
+    }
+    sq.clear();
+}
+
+impl<S: Store> TimedStore for SoftwareQueue<S> {
+    const AT_ONCE: bool = true;
+
+    fn arriving(&self) -> impl Iterator<Item = &Sqe> {
+        self.sq.iter()
+    }
+
+    #[inline]
+    fn ring_through(&mut self, memory: HostMemory<'_>, done: impl FnMut(&Sqe, Status)) {
+        execute(&mut self.store, &mut self.sq, memory, done);
+    }
+}
+
 impl<S: Store> HostQueue for SoftwareQueue<S> {
     #[inline]
     fn submit(&mut self, sqe: &Sqe) {
@@ -75,21 +109,13 @@ impl<S: Store> HostQueue for SoftwareQueue<S> {
     #[inline]
     fn ring(&mut self, memory: HostMemory<'_>) {
         let Self { store, sq, cq } = self;
-        for sqe in sq.iter().take(PREFETCH) {
-            store.prefetch(sqe);
-        }
-        for (i, sqe) in sq.iter().enumerate() {
-            if let Some(ahead) = sq.get(i + PREFETCH) {
-                store.prefetch(ahead);
-            }
-            let status = store.execute(sqe, memory);
+        execute(store, sq, memory, |sqe, status| {
             cq.push(HostCompletion {
                 slot: sqe.cid().0,
                 status,
                 dw0: 0,
             });
-        }
-        sq.clear();
+        });
     }
 
     #[inline]
@@ -386,6 +412,6 @@ impl HostController for SoftwareController {
     }
 }
 
-fn timed<Q: HostQueue>(queue: Q, model: &Arc<Model>, slots: u16) -> Box<TimedQueue<Q>> {
+fn timed<Q: TimedStore>(queue: Q, model: &Arc<Model>, slots: u16) -> Box<TimedQueue<Q>> {
     Box::new(TimedQueue::new(queue, model.clone(), slots))
 }

@@ -12,6 +12,7 @@ use super::uring::{Request, Uring, Vectors};
 use super::{FileStore, SharedFile};
 use crate::host::data::DataPointer;
 use crate::host::software::memory::range;
+use crate::host::software::model::TimedStore;
 use crate::host::{HostCompletion, HostMemory, HostQueue};
 use crate::memory::{Mapping, RawBytes};
 use crate::spec::ids::{CommandId, Lba};
@@ -76,6 +77,8 @@ pub struct FileQueue {
     file: Arc<SharedFile>,
     /// Commands that were submitted and not started, or wait for a bounce.
     waiting: VecDeque<Sqe>,
+    /// Those of them, at the end, that were submitted and not rung in.
+    arriving: usize,
     bounces: Vec<Mapping>,
     bounces_made: usize,
     completed: Vec<HostCompletion>,
@@ -104,6 +107,7 @@ impl FileQueue {
                 .collect(),
             file: store.shared.clone(),
             waiting: VecDeque::with_capacity(room),
+            arriving: 0,
             bounces: Vec::with_capacity(BOUNCES),
             bounces_made: 0,
             completed: Vec::with_capacity(room),
@@ -471,12 +475,27 @@ fn failure(errno: i32, step: Next) -> Status {
     }
 }
 
+impl TimedStore for FileQueue {
+    const AT_ONCE: bool = false;
+
+    fn arriving(&self) -> impl Iterator<Item = &Sqe> {
+        let before = self.waiting.len().saturating_sub(self.arriving);
+        self.waiting.iter().skip(before)
+    }
+
+    fn ring_through(&mut self, memory: HostMemory<'_>, _: impl FnMut(&Sqe, Status)) {
+        self.ring(memory);
+    }
+}
+
 impl HostQueue for FileQueue {
     fn submit(&mut self, sqe: &Sqe) {
         self.waiting.push_back(*sqe);
+        self.arriving += 1;
     }
 
     fn ring(&mut self, memory: HostMemory<'_>) {
+        self.arriving = 0;
         self.start_waiting(memory);
         self.uring.submit();
     }

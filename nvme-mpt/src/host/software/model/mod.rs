@@ -1,9 +1,10 @@
 //! Software drives that keep time like hardware: a model says when a command is done, a timed queue
 //! in front of a store's queue completes it then, and not before. What a command does is the store's.
 //!
-//! `wheel` orders commands by when they are due, `timed` is the queue, `profile` says what a drive is
+//! `calendar` holds completions until they are due (`wheel` those that are far away), `timed` is the queue, `profile` says what a drive is
 //! like, and there is a file for each model.
 
+mod calendar;
 mod nvm;
 mod profile;
 mod ssd;
@@ -15,7 +16,7 @@ pub use profile::{NvmProfile, NvmRates, Profile, ProfileError, Size, SsdProfile}
 pub use ssd::Wear;
 pub(crate) use time::Timebase;
 pub use time::{Clock, HostClock, Span, SpanError};
-pub use timed::TimedQueue;
+pub use timed::{TimedQueue, TimedStore};
 pub(crate) use wheel::DueWheel;
 
 use std::path::Path;
@@ -116,8 +117,13 @@ impl Model {
 
     /// When each of some commands that arrive `now` is done, in ticks: `due` has a place for each
     /// slot.
-    #[inline]
-    fn admit(&self, commands: &[Sqe], memory: HostMemory<'_>, now: u64, due: &mut [u64]) {
+    fn admit<'a>(
+        &self,
+        commands: impl Iterator<Item = &'a Sqe>,
+        memory: HostMemory<'_>,
+        now: u64,
+        due: &mut [u64],
+    ) {
         match self {
             Self::Nvm(model) => admit(commands, memory, now, due, |work, now| {
                 model.due(&work, now)
@@ -138,9 +144,8 @@ fn lock(model: &Mutex<SsdModel>) -> MutexGuard<'_, SsdModel> {
     model.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-#[inline]
-fn admit(
-    commands: &[Sqe],
+fn admit<'a>(
+    commands: impl Iterator<Item = &'a Sqe>,
     memory: HostMemory<'_>,
     now: u64,
     due: &mut [u64],
@@ -161,11 +166,36 @@ fn due_of(
     now: u64,
     model: &mut impl FnMut(Work, u64) -> u64,
 ) -> u64 {
+    // Nearly all are reads and writes.
+    let access = match NvmOpcode(sqe.opcode()) {
+        NvmOpcode::READ => Access::Read,
+        NvmOpcode::WRITE => Access::Write,
+        _ => return due_of_other(sqe, memory, now, model),
+    };
+    model(work(access, sqe), now)
+}
+
+/// An access to the blocks that a command names.
+#[inline]
+fn work(access: Access, sqe: &Sqe) -> Work {
     // Compare, Verify, Write Zeroes and Write Uncorrectable have both fields there, too.
     let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
+    Work {
+        access,
+        slba: slba.0,
+        blocks: u64::from(nlb_z) + 1,
+    }
+}
+
+#[cold]
+fn due_of_other(
+    sqe: &Sqe,
+    memory: HostMemory<'_>,
+    now: u64,
+    model: &mut impl FnMut(Work, u64) -> u64,
+) -> u64 {
     let access = match NvmOpcode(sqe.opcode()) {
-        NvmOpcode::READ | NvmOpcode::COMPARE | NvmOpcode::VERIFY => Access::Read,
-        NvmOpcode::WRITE => Access::Write,
+        NvmOpcode::COMPARE | NvmOpcode::VERIFY => Access::Read,
         // No data comes from the guest and none has to be stored: a mark in the drive's tables.
         NvmOpcode::WRITE_ZEROES | NvmOpcode::WRITE_UNCORRECTABLE => Access::Deallocate,
         NvmOpcode::FLUSH => Access::Flush,
@@ -176,12 +206,7 @@ fn due_of(
         NvmOpcode::COPY => return due_of_copy(sqe, memory, now, model).unwrap_or(now),
         _ => return now,
     };
-    let work = Work {
-        access,
-        slba: slba.0,
-        blocks: u64::from(nlb_z) + 1,
-    };
-    model(work, now)
+    model(work(access, sqe), now)
 }
 
 #[cold]

@@ -50,6 +50,8 @@ struct Cost {
     latency: u64,
     /// What the latency has beyond the time of one stripe.
     beyond: u64,
+    /// How long after its unit begins with it a command of one stripe is done.
+    of_one: u64,
 }
 
 impl Cost {
@@ -61,6 +63,7 @@ impl Cost {
             stripe,
             latency,
             beyond: latency.saturating_sub(stripe),
+            of_one: latency.max(stripe),
         }
     }
 
@@ -109,8 +112,10 @@ impl NvmModel {
         let last = (work.slba + work.blocks.saturating_sub(1)) >> self.stripe_shift;
         let count = self.units.len() as u64;
         let index = first % count;
-        if first == last {
-            return self.due_of(index, cost, 1, now);
+        if first == last
+            && let Some(unit) = self.units.get(index as usize)
+        {
+            return unit.occupy(now, cost.stripe).saturating_add(cost.of_one);
         }
         self.due_of_many(index, last - first + 1, cost, now)
     }

@@ -4,9 +4,9 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::Model;
+use super::calendar::Calendar;
 use super::time::{Clock, HostClock};
-use super::wheel::DueWheel;
+use super::{Model, due_of};
 use crate::clock::{Ticks, ticks_in};
 use crate::host::{HostCompletion, HostMemory, HostQueue};
 use crate::spec::sqe::Sqe;
@@ -15,6 +15,19 @@ use crate::spec::status::Status;
 /// Times that are told apart. A completion is late by so much at most, beside what its poller takes.
 const RESOLUTION: Duration = Duration::from_nanos(250);
 
+/// A store's queue, as a timed queue drives it.
+pub trait TimedStore: HostQueue {
+    /// Whether every command completes while it is rung in.
+    const AT_ONCE: bool;
+
+    /// The commands that were submitted and not rung in.
+    fn arriving(&self) -> impl Iterator<Item = &Sqe>;
+
+    /// As [`HostQueue::ring`], and hands over the commands that complete meanwhile, instead of their
+    /// completions.
+    fn ring_through(&mut self, memory: HostMemory<'_>, done: impl FnMut(&Sqe, Status));
+}
+
 /// A queue of a store, and a model in front of it. A command is executed at once and its completion
 /// is held back until it is due; or until the store is done with it, where that takes longer.
 #[derive(Debug)]
@@ -22,17 +35,13 @@ pub struct TimedQueue<Q, C = HostClock> {
     store: Q,
     model: Arc<Model>,
     clock: C,
-    /// Commands that were submitted and not rung in.
-    arriving: Vec<Sqe>,
-    /// When each slot's command is due.
+    /// When each slot's command is due, where that is not known as it completes.
     due: Box<[u64]>,
-    /// How each slot's command ended that the store is done with.
-    held: Box<[HostCompletion]>,
-    wheel: DueWheel,
+    held: Calendar,
     hurried: bool,
 }
 
-impl<Q: HostQueue> TimedQueue<Q> {
+impl<Q: TimedStore> TimedQueue<Q> {
     pub(crate) fn new(store: Q, model: Arc<Model>, slots: u16) -> Self {
         Self::with_clock(store, model, slots, HostClock, ticks_in(RESOLUTION))
     }
@@ -40,7 +49,7 @@ impl<Q: HostQueue> TimedQueue<Q> {
     /// A moment before which nothing completes; `None` if nothing waits for its time.
     #[must_use]
     pub fn next_due(&self) -> Option<Ticks> {
-        self.wheel.next_due().map(Ticks)
+        self.held.next_due().map(Ticks)
     }
 }
 
@@ -53,32 +62,32 @@ impl<Q, C> TimedQueue<Q, C> {
     }
 }
 
-impl<Q: HostQueue, C: Clock> TimedQueue<Q, C> {
+impl<Q: TimedStore, C: Clock> TimedQueue<Q, C> {
     fn with_clock(store: Q, model: Arc<Model>, slots: u16, clock: C, resolution: u64) -> Self {
-        let room = usize::from(slots);
-        let nothing = HostCompletion {
-            slot: 0,
-            status: Status::SUCCESS,
-            dw0: 0,
-        };
         Self {
             store,
             model,
             clock,
-            arriving: Vec::with_capacity(room),
-            due: vec![0; room].into_boxed_slice(),
-            held: vec![nothing; room].into_boxed_slice(),
-            wheel: DueWheel::new(room, resolution),
+            due: vec![0; slots.into()].into_boxed_slice(),
+            held: Calendar::new(slots, resolution),
             hurried: false,
         }
     }
 }
 
-impl<Q: HostQueue, C: Clock> HostQueue for TimedQueue<Q, C> {
+/// How a command ended.
+#[inline]
+fn completion(sqe: &Sqe, status: Status) -> HostCompletion {
+    HostCompletion {
+        slot: sqe.cid().0,
+        status,
+        dw0: 0,
+    }
+}
+
+impl<Q: TimedStore, C: Clock> HostQueue for TimedQueue<Q, C> {
     #[inline]
     fn submit(&mut self, sqe: &Sqe) {
-        debug_assert!(self.arriving.len() < self.arriving.capacity());
-        self.arriving.push(*sqe);
         self.store.submit(sqe);
     }
 
@@ -87,42 +96,47 @@ impl<Q: HostQueue, C: Clock> HostQueue for TimedQueue<Q, C> {
         // Before the store has its turn, which takes time that the model counts already.
         let now = self.clock.now();
         let Self {
+            store,
             model,
-            arriving,
             due,
+            held,
             ..
         } = self;
-        model.admit(arriving, memory, now, due);
-        arriving.clear();
-        self.store.ring(memory);
+        held.begin(now);
+        match &**model {
+            // It takes no lock, so it can be asked while the store has its turn.
+            Model::Nvm(model) if Q::AT_ONCE => store.ring_through(memory, |sqe, status| {
+                let due = due_of(sqe, memory, now, &mut |work, now| model.due(&work, now));
+                held.hold(completion(sqe, status), due);
+            }),
+            model => {
+                model.admit(store.arriving(), memory, now, due);
+                store.ring_through(memory, |sqe, status| {
+                    let slot = usize::from(sqe.cid().0);
+                    let due = due.get(slot).copied().unwrap_or(now);
+                    held.hold(completion(sqe, status), due);
+                });
+            }
+        }
     }
 
     #[inline]
-    fn reap(&mut self, memory: HostMemory<'_>, mut done: impl FnMut(HostCompletion)) {
+    fn reap(&mut self, memory: HostMemory<'_>, done: impl FnMut(HostCompletion)) {
         let Self {
-            store,
-            due,
-            held,
-            wheel,
-            ..
+            store, due, held, ..
         } = self;
-        store.reap(memory, |completion| {
-            let slot = usize::from(completion.slot);
-            if let (Some(due), Some(held)) = (due.get(slot), held.get_mut(slot)) {
-                *held = completion;
-                wheel.insert(completion.slot.into(), *due);
-            }
-        });
-        let mut due = |slot: u32| {
-            if let Some(completion) = held.get(slot as usize) {
-                done(*completion);
-            }
-        };
-        if self.hurried {
-            wheel.drain(&mut due);
-        } else {
-            wheel.advance(self.clock.now(), &mut due);
+        if !Q::AT_ONCE {
+            store.reap(memory, |completion| {
+                if let Some(due) = due.get(usize::from(completion.slot)) {
+                    held.hold(completion, *due);
+                }
+            });
         }
+        let now = match self.hurried {
+            true => None,
+            false => Some(self.clock.now()),
+        };
+        held.release(now, done);
     }
 
     fn wait_fd(&self) -> Option<RawFd> {
@@ -225,7 +239,7 @@ mod tests {
             loop {
                 let now = self.clock.now() - begin;
                 done.extend(self.reap().into_iter().map(|slot| (now, slot)));
-                let Some(next) = self.queue.wheel.next_due() else {
+                let Some(next) = self.queue.held.next_due() else {
                     return done;
                 };
                 assert!(next > self.clock.now());
@@ -262,7 +276,7 @@ mod tests {
         assert!(drive.reap().is_empty());
         drive.clock.0.update(|now| now + 1);
         assert_eq!(drive.reap(), [0]);
-        assert_eq!(drive.queue.wheel.next_due(), None);
+        assert_eq!(drive.queue.held.next_due(), None);
     }
 
     #[test]

@@ -62,6 +62,12 @@ impl DueWheel {
         }
     }
 
+    /// Whether something may have to be taken out at `now`.
+    #[inline]
+    pub(crate) fn is_due(&self, now: u64) -> bool {
+        now >> self.shift >= self.next
+    }
+
     /// Puts an entry in that is not in it. What is due already comes out next.
     #[inline]
     pub(crate) fn insert(&mut self, number: u32, due: u64) {
@@ -97,11 +103,24 @@ impl DueWheel {
         let now = now >> self.shift;
         if now >= self.next {
             self.take_out(now, due);
-        } else if self.next == u64::MAX {
-            // What goes in next comes to lie at a low level. Were something in here, its bucket might
-            // begin by now, and would have to be spread first.
+        } else {
+            self.catch_up(now);
+        }
+    }
+
+    /// It is at least `now`, in wheel time, so that what goes in next comes to lie at a low level. Were
+    /// something in here, its bucket might begin by now, and would have to be spread first.
+    #[inline]
+    fn catch_up(&mut self, now: u64) {
+        if self.next == u64::MAX {
             self.now = self.now.max(now);
         }
+    }
+
+    /// It is at least `now`, in ticks.
+    #[inline]
+    pub(crate) fn begin(&mut self, now: u64) {
+        self.catch_up(now >> self.shift);
     }
 
     /// Takes out everything, in order, as if it were due. Time goes on from where it was.

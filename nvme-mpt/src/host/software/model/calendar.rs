@@ -1,0 +1,321 @@
+//! Completions until they are due: a calendar with a page for each unit of the near future, in a ring,
+//! and a timing wheel for what is further away.
+//!
+//! Nearly all that a drive has in flight is due within a millisecond. To put such a completion on its
+//! page and to take it off again costs far less than the wheel takes. Nothing is allocated after it was
+//! made. Completions that are due in the same unit come out in no order, as a
+//! drive promises none among commands (Base 2.0, section 3.4.1).
+
+use super::wheel::DueWheel;
+use crate::host::HostCompletion;
+use crate::spec::status::Status;
+
+/// Pages in the ring: as many as two levels of words have bits.
+const PAGES: usize = 64 * 64;
+
+const NONE: u16 = u16::MAX;
+
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    completion: HostCompletion,
+    /// The next one on its page.
+    next: u16,
+}
+
+/// The pages of the near future, in units of time.
+#[derive(Debug)]
+struct Ring {
+    /// The unit from which on there are pages: nothing is on an earlier one.
+    begin: u64,
+    /// The first unit whose page is not empty.
+    first: u64,
+    /// Words of `occupied` that are not zero.
+    summary: u64,
+    /// Pages that are not empty.
+    occupied: [u64; 64],
+    /// The first slot on each page.
+    pages: Box<[u16; PAGES]>,
+    /// By slot.
+    entries: Box<[Entry]>,
+}
+
+impl Ring {
+    /// Whether there is a page for a unit that is not before the first page.
+    #[inline]
+    fn has(&self, unit: u64) -> bool {
+        unit - self.begin < PAGES as u64
+    }
+
+    /// Puts a completion on the page of a unit.
+    #[inline]
+    fn enter(&mut self, completion: HostCompletion, unit: u64) {
+        let slot = completion.slot;
+        let Some(entry) = self.entries.get_mut(usize::from(slot)) else {
+            return;
+        };
+        let page = unit as usize % PAGES;
+        let next = std::mem::replace(&mut self.pages[page], slot);
+        *entry = Entry { completion, next };
+        self.occupied[page / 64] |= 1 << (page % 64);
+        self.summary |= 1 << (page / 64);
+        self.first = self.first.min(unit);
+    }
+
+    /// Puts a completion on the page of a unit that was kept for later.
+    fn enter_kept(&mut self, slot: u32, unit: u64) {
+        if let Some(entry) = self.entries.get(slot as usize) {
+            self.enter(entry.completion, unit);
+        }
+    }
+
+    #[inline]
+    fn release_until(&mut self, until: u64, mut done: impl FnMut(HostCompletion)) {
+        while self.first <= until {
+            let page = self.first as usize % PAGES;
+            let mut slot = std::mem::replace(&mut self.pages[page], NONE);
+            while let Some(entry) = self.entries.get(usize::from(slot)) {
+                slot = entry.next;
+                done(entry.completion);
+            }
+            let word = &mut self.occupied[page / 64];
+            *word &= !(1 << (page % 64));
+            if *word == 0 {
+                self.summary &= !(1 << (page / 64));
+            }
+            self.first = self.first_after(self.first);
+        }
+        self.begin = self.begin.max(until);
+    }
+
+    /// The first unit after one whose page is empty that has a page that is not; `u64::MAX` if there
+    /// is none.
+    #[inline]
+    fn first_after(&self, unit: u64) -> u64 {
+        let page = unit as usize % PAGES;
+        let (word, bit) = (page / 64, page as u32 % 64);
+        let rest = self.occupied[word] >> bit;
+        if rest != 0 {
+            return unit + u64::from(rest.trailing_zeros());
+        }
+        // Bit 0 for the next word, bit 63 for the part of this one that is before the page.
+        let others = self.summary.rotate_right(word as u32 + 1);
+        if others == 0 {
+            return u64::MAX;
+        }
+        let words = others.trailing_zeros() as usize + 1;
+        let pages = self.occupied[(word + words) % 64].trailing_zeros();
+        unit - u64::from(bit) + words as u64 * 64 + u64::from(pages)
+    }
+}
+
+/// Completions, known by their slots, that wait until they are due.
+#[derive(Debug)]
+pub(super) struct Calendar {
+    /// Ticks per unit as a power of two.
+    shift: u32,
+    /// What a time is rounded up by: one tick less than a unit.
+    round: u64,
+    near: Ring,
+    /// Beyond the ring.
+    later: DueWheel,
+}
+
+impl Calendar {
+    /// A calendar for slots 0 to `slots`-1 that tells times apart that are `resolution` ticks apart,
+    /// or less.
+    pub(super) fn new(slots: u16, resolution: u64) -> Self {
+        let nothing = Entry {
+            completion: HostCompletion {
+                slot: 0,
+                status: Status::SUCCESS,
+                dw0: 0,
+            },
+            next: NONE,
+        };
+        let shift = resolution.max(1).ilog2();
+        Self {
+            shift,
+            round: (1 << shift) - 1,
+            near: Ring {
+                begin: 0,
+                first: u64::MAX,
+                summary: 0,
+                occupied: [0; 64],
+                pages: Box::new([NONE; PAGES]),
+                // One less than there are numbers at most, so that one of them is nobody's.
+                entries: vec![nothing; slots.into()].into_boxed_slice(),
+            },
+            later: DueWheel::new(slots.into(), resolution),
+        }
+    }
+
+    /// It is at least `now`: what is put in next is near.
+    #[inline]
+    pub(super) fn begin(&mut self, now: u64) {
+        if self.near.first == u64::MAX {
+            self.near.begin = self.near.begin.max(now >> self.shift);
+        }
+        self.later.begin(now);
+    }
+
+    /// Puts a completion in whose slot has none in it. What is due already comes out next.
+    #[inline]
+    pub(super) fn hold(&mut self, completion: HostCompletion, due: u64) {
+        // Rounded up: never before it is due.
+        let unit = due.saturating_add(self.round) >> self.shift;
+        let unit = unit.max(self.near.begin);
+        if self.near.has(unit) {
+            self.near.enter(completion, unit);
+        } else {
+            self.keep(completion, due);
+        }
+    }
+
+    /// Keeps a completion for later.
+    #[cold]
+    fn keep(&mut self, completion: HostCompletion, due: u64) {
+        if let Some(entry) = self.near.entries.get_mut(usize::from(completion.slot)) {
+            entry.completion = completion;
+            self.later.insert(completion.slot.into(), due);
+        }
+    }
+
+    /// Takes out all that is due at `now`; or everything, as if it were due, and then time goes on from
+    /// where it was. In one place for both, so that what is done with completions is, too.
+    #[inline]
+    pub(super) fn release(&mut self, now: Option<u64>, done: impl FnMut(HostCompletion)) {
+        let Self {
+            shift, near, later, ..
+        } = self;
+        let begin = near.begin;
+        let until = match now {
+            Some(now) => {
+                if later.is_due(now) {
+                    // By the page that comes out next.
+                    later.advance(now, |slot| near.enter_kept(slot, begin));
+                }
+                now >> *shift
+            }
+            None => {
+                later.drain(|slot| near.enter_kept(slot, begin));
+                u64::MAX - 1
+            }
+        };
+        if until >= near.first {
+            near.release_until(until, done);
+            if now.is_none() {
+                near.begin = begin;
+            }
+        }
+    }
+
+    /// A time in ticks until which nothing comes out; `None` if there is nothing in it.
+    pub(super) fn next_due(&self) -> Option<u64> {
+        let first = self.near.first;
+        let near = (first != u64::MAX).then(|| first << self.shift);
+        [near, self.later.next_due()].into_iter().flatten().min()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn completion(slot: u16) -> HostCompletion {
+        HostCompletion {
+            slot,
+            status: Status::SUCCESS,
+            dw0: slot.into(),
+        }
+    }
+
+    fn release(calendar: &mut Calendar, now: u64) -> Vec<u16> {
+        let mut out = Vec::new();
+        calendar.release(Some(now), |completion| {
+            assert_eq!(completion.dw0, u32::from(completion.slot));
+            out.push(completion.slot);
+        });
+        out.sort_unstable();
+        out
+    }
+
+    #[test]
+    fn nothing_comes_out_before_it_is_due_and_all_of_it_then() {
+        let mut calendar = Calendar::new(4, 256);
+        calendar.hold(completion(0), 1000);
+        calendar.hold(completion(1), 256);
+        calendar.hold(completion(2), 1 << 40);
+        assert_eq!(calendar.next_due(), Some(256));
+        assert!(release(&mut calendar, 255).is_empty());
+        assert_eq!(release(&mut calendar, 256), [1]);
+        assert!(release(&mut calendar, 1000).is_empty());
+        // A resolution of 256 ticks makes it 24 ticks late.
+        assert_eq!(release(&mut calendar, 1024), [0]);
+        calendar.hold(completion(3), 0);
+        assert_eq!(release(&mut calendar, 1024), [3]);
+        assert!(calendar.next_due().is_some_and(|next| next > 1 << 38));
+        assert!(release(&mut calendar, (1 << 40) - 1).is_empty());
+        assert_eq!(release(&mut calendar, 1 << 40), [2]);
+        assert_eq!(calendar.next_due(), None);
+    }
+
+    #[test]
+    fn what_is_drained_leaves_the_time_as_it_was() {
+        let mut calendar = Calendar::new(3, 1);
+        assert!(release(&mut calendar, 100).is_empty());
+        calendar.begin(100);
+        calendar.hold(completion(0), 1 << 40);
+        calendar.hold(completion(1), 200);
+        let mut out = 0;
+        calendar.release(None, |_| out += 1);
+        assert_eq!((out, calendar.next_due()), (2, None));
+        calendar.hold(completion(2), 150);
+        assert!(release(&mut calendar, 149).is_empty());
+        assert_eq!(release(&mut calendar, 150), [2]);
+    }
+
+    proptest! {
+        /// Against a list.
+        #[test]
+        fn it_holds_each_until_its_unit_of_time(
+            shift in 0..10u32,
+            steps in prop::collection::vec((0..4u64, 0..16u32, 0..200u64), 1..300),
+        ) {
+            let mut calendar = Calendar::new(300, 1 << shift);
+            let unit = 1_u64 << shift;
+            let mut model: Vec<(u64, u16)> = Vec::new();
+            let (mut now, mut slot) = (0_u64, 0);
+            for (kind, magnitude, value) in steps {
+                let time = value << magnitude;
+                match kind {
+                    0 => {
+                        now += time;
+                        let mut expected = Vec::new();
+                        model.retain(|&(due, slot)| {
+                            let comes_out = due <= now / unit;
+                            if comes_out {
+                                expected.push(slot);
+                            }
+                            !comes_out
+                        });
+                        expected.sort_unstable();
+                        prop_assert_eq!(release(&mut calendar, now), expected);
+                    }
+                    1 => calendar.begin(now),
+                    _ => {
+                        calendar.hold(completion(slot), now + time);
+                        model.push(((now + time).div_ceil(unit), slot));
+                        slot += 1;
+                    }
+                }
+                let first = model.iter().map(|&(due, _)| due).min();
+                prop_assert_eq!(calendar.next_due().is_some(), first.is_some());
+                if let (Some(next), Some(first)) = (calendar.next_due(), first) {
+                    prop_assert!(next / unit <= first);
+                }
+            }
+        }
+    }
+}

@@ -381,6 +381,8 @@ impl Core {
         rings.push(&sqe);
         if class == Class::HEAVY {
             sharing.launched(weight);
+        } else {
+            sharing.governor.light_launched();
         }
         stats.children += u64::from(child.is_some());
         true
@@ -459,10 +461,10 @@ impl Core {
         let slot = flight.slot;
         if flight.class == Class::HEAVY {
             self.sharing.landed(flight.weight);
-        } else if let Some(now) = now {
+        } else {
             self.sharing
                 .governor
-                .light_completed(flight.class, flight.arrived, now);
+                .light_landed(flight.class, flight.arrived, now);
         }
         let Some(child) = flight.child else {
             return Some(HostCompletion { slot, status, dw0 });

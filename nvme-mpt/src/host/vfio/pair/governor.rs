@@ -21,7 +21,7 @@
 //!   times as long, the window shrinks in proportion; else it grows by a thirty-second, but seldom
 //!   to where it was too large. The median, not the slowest: drives have slow commands of their own,
 //!   which are no reason to let them idle.
-//! - **Nobody light.** A second after the last light command the window is as large as it gets.
+//! - **Nobody light.** A second after the last light command has completed there is no window.
 //!
 //! On a serial drive the window ends up at one command, of a size that takes it little longer than a
 //! small one; on a parallel one, about where its channels are full.
@@ -112,7 +112,8 @@ const TURN: u64 = 8;
 /// Times, in ticks.
 #[derive(Clone, Copy, Debug)]
 struct Times {
-    /// How long a member counts as present after its last command.
+    /// How long a member counts as present after its last command, a light one after its completion:
+    /// until then it may be waiting for all that heavy members had in the drive before.
     presence: u64,
     /// From one measurement of the latency alone to the next.
     probe_interval: u64,
@@ -147,19 +148,11 @@ struct State {
     count: usize,
     /// When the window last changed: what arrived before tells nothing of it.
     changed: Ticks,
-    ramp: Ramp,
+    /// Whether the window has once been too large. Until then it doubles.
+    is_found: bool,
     /// What the window does not reach for as many medians as `hold`, as it was too large.
     ceiling: u64,
     hold: u32,
-}
-
-/// Whether the window is still looked for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Ramp {
-    #[default]
-    Unstarted,
-    Doubling,
-    Found,
 }
 
 /// What the queue pairs of one drive agree on about sharing it.
@@ -167,8 +160,10 @@ enum Ramp {
 pub struct Governor {
     times: Times,
     window: AtomicU64,
-    /// Until when light members count as present.
+    /// Until when light members count as present; `u64::MAX` while the drive has commands of theirs.
     light_until: AtomicU64,
+    /// How many that are.
+    lights: AtomicU64,
     /// Until when heavy members pause.
     pause_until: AtomicU64,
     /// When the latency alone is measured next.
@@ -206,8 +201,9 @@ impl Governor {
                 probe_again: 500 * ticks,
                 pause: 50 * ticks,
             },
-            window: AtomicU64::new(WINDOW_MAX),
+            window: AtomicU64::new(WINDOW_FIRST),
             light_until: AtomicU64::new(0),
+            lights: AtomicU64::new(0),
             pause_until: AtomicU64::new(0),
             next_probe: AtomicU64::new(0),
             pairs: AtomicU64::new(0),
@@ -303,9 +299,27 @@ impl Governor {
     /// A light member has submitted something.
     pub(super) fn light_arrived(&self, now: Ticks) {
         let until = now.0.saturating_add(self.times.presence);
-        self.light_until.store(until, Ordering::Relaxed);
+        self.light_until.fetch_max(until, Ordering::Relaxed);
         if now.0 >= self.next_probe.load(Ordering::Relaxed) {
             self.begin_probe(now);
+        }
+    }
+
+    /// The drive got a light command.
+    pub(super) fn light_launched(&self) {
+        self.lights.fetch_add(1, Ordering::Relaxed);
+        self.light_until.store(u64::MAX, Ordering::Relaxed);
+    }
+
+    /// The drive has a light command no more; `now` is the time if that is known.
+    pub(super) fn light_landed(&self, class: Class, arrived: Ticks, now: Option<Ticks>) {
+        if self.lights.fetch_sub(1, Ordering::Relaxed) == 1 {
+            // One that is launched right now may be forgotten; it is present for this long at least.
+            let until = now.unwrap_or(arrived).0.saturating_add(self.times.presence);
+            self.light_until.store(until, Ordering::Relaxed);
+        }
+        if let Some(now) = now {
+            self.light_completed(class, arrived, now);
         }
     }
 
@@ -328,7 +342,7 @@ impl Governor {
     }
 
     /// A light command that arrived at some time has completed.
-    pub(super) fn light_completed(&self, class: Class, arrived: Ticks, now: Ticks) {
+    fn light_completed(&self, class: Class, arrived: Ticks, now: Ticks) {
         let Some(kind) = class.kind() else { return };
         let latency = now.since(arrived);
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -368,12 +382,12 @@ impl Governor {
         let longer = state.longer[SAMPLES / 2];
         let window = self.window.load(Ordering::Relaxed);
         let next = if longer > LONGER {
-            state.ramp = Ramp::Found;
+            state.is_found = true;
             state.ceiling = window - window / 8;
             state.hold = HOLD;
             // By no more than that at once: some of it was the window's last size.
             (window * LONGER / longer).max(window / 8)
-        } else if state.ramp == Ramp::Doubling {
+        } else if !state.is_found {
             2 * window
         } else {
             let larger = window + window / 32 + 512;
@@ -392,10 +406,6 @@ impl Governor {
             return;
         };
         state.count = 0;
-        if state.ramp == Ramp::Unstarted {
-            state.ramp = Ramp::Doubling;
-            self.window.store(WINDOW_FIRST, Ordering::Relaxed);
-        }
         for (kind, alone) in state.alone.iter_mut().enumerate() {
             let mut latencies = [0; SAMPLES];
             let mut count = 0;

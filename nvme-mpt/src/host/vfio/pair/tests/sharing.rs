@@ -442,6 +442,27 @@ fn a_loud_guest_that_has_another_queue_pair_to_itself() {
 }
 
 #[test]
+fn a_quiet_guest_that_finds_more_in_the_drive_than_it_does_in_seconds() {
+    let slow = Speed {
+        channels: 1,
+        command: MILLISECOND,
+        page: MILLISECOND,
+        jitter: 0,
+        hiccup: 0,
+    };
+    let late = Load {
+        from: SECOND / 10,
+        ..QUIET
+    };
+    let mut loads = vec![late];
+    loads.extend(on_both(SHAPES[0]));
+    // 64 commands of 33 ms are in front of its first one. Then 3 ms for 8 KiB are in front of each.
+    let seen = simulate(slow, 2, &loads, 6 * SECOND);
+    println!("{seen:?}");
+    assert!(seen[0].commands >= 500, "{}", seen[0].commands);
+}
+
+#[test]
 fn a_loud_guest_has_the_drive_back_when_the_quiet_one_is_gone() {
     let quiet = Load {
         until: SECOND,

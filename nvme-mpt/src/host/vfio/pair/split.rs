@@ -2,7 +2,9 @@
 //!
 //! A command is split because it transfers more than the drive takes at once, or because a light
 //! member's command would wait too long for one that large ([`governor`](super::governor)). How
-//! large a child is, is decided when it is dispatched: some whole *grains* of its parent.
+//! large a child is, is decided when it is dispatched: some whole *grains* of its parent. A drive that
+//! takes all that a guest may transfer gets commands whole: its guests are promised its atomic writes,
+//! which may be longer than a block, and use SGLs.
 //!
 //! No data is copied. A child's PRP entries are its parent's: the list that translation made for
 //! the parent lies in memory of the slot's own until the parent completes, it has no entry that

@@ -9,7 +9,7 @@ use integration::vmm::options::{self, Options};
 fn main() -> ExitCode {
     hypervisor_glue::logging::start();
     match options::run(Options::parse()) {
-        Ok(Ended::PoweredOff) => ExitCode::SUCCESS,
+        Ok(Ended::PoweredOff | Ended::Suspended) => ExitCode::SUCCESS,
         // There is nobody who would start it again.
         Ok(Ended::Reset) => ExitCode::from(2),
         Ok(Ended::Failed(why)) => {

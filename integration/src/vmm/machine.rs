@@ -1,15 +1,14 @@
 //! A machine: all the parts together, and functions that come and go.
 
-use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::Mutex;
-use std::sync::mpsc::{self, Receiver};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hypervisor_glue::open::{self, Ledgers};
 use hypervisor_glue::options::FunctionOptions;
 use hypervisor_glue::vmm::kvm::KvmVmm;
 use hypervisor_glue::vmm::{self, FunctionDevice, Vmm};
-use kvm_ioctls::Kvm;
+use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use nvme_mpt::Pollers;
 use vm_device::bus;
 use vmm_device::{MsixMasking, NvmeFunction};
@@ -20,8 +19,9 @@ use super::counters::Teller;
 use super::memory::Memory;
 use super::pci::RootComplex;
 use super::platform::{Console, PowerControl};
+use super::snapshot::{self, InterruptState, MachineState, SlotState, VcpuState};
 use super::vcpu::{self, Vcpus};
-use super::{MachineError, boot, layout};
+use super::{MachineError, boot, control, layout};
 
 /// Most vCPUs: as many as a small guest has.
 pub(super) const MAX_VCPUS: u8 = 4;
@@ -45,6 +45,10 @@ pub struct MachineConfig {
     pub state_dir: PathBuf,
     /// Whether a guest that writes to address FE000000h has KVM's counters of the machine printed.
     pub counters: bool,
+    /// Where functions are added and removed, and a snapshot is asked for.
+    pub control: Option<PathBuf>,
+    /// Where a machine was written to that is to go on, in place of one that is started.
+    pub restore: Option<PathBuf>,
 }
 
 /// Why a machine has ended.
@@ -54,6 +58,8 @@ pub enum Ended {
     PoweredOff,
     /// The guest reset it.
     Reset,
+    /// It was written to a folder, to go on in another process.
+    Suspended,
     /// It cannot go on.
     Failed(String),
 }
@@ -61,9 +67,18 @@ pub enum Ended {
 /// A running machine. Dropped, it is as if its plug were pulled, but for what functions hold: they are
 /// stopped and their drives flushed.
 pub struct Machine {
-    /// First to go: nobody is to access what follows.
-    vcpus: Vcpus,
+    shared: Arc<Shared>,
     ended: Receiver<Ended>,
+}
+
+/// What those reach who ask a machine for something while it runs.
+pub(super) struct Shared {
+    /// First to go: nobody is to access what follows. None when the machine has ended.
+    vcpus: Mutex<Option<Vcpus>>,
+    ended: Sender<Ended>,
+    kvm: Kvm,
+    vm: Arc<VmFd>,
+    console: Arc<Mutex<Console>>,
     functions: Functions,
 }
 
@@ -77,13 +92,20 @@ struct Functions {
 }
 
 impl Machine {
-    /// Starts a machine.
+    /// Starts a machine, or has one go on that was written to a folder.
     ///
     /// # Errors
     /// See [`MachineError`].
     pub fn start(config: &MachineConfig) -> Result<Self, MachineError> {
-        if !(1..=MAX_VCPUS).contains(&config.vcpus) {
-            return Err(MachineError::Vcpus(config.vcpus));
+        let saved = config.restore.as_deref().map(MachineState::read_from);
+        let saved = saved.transpose()?;
+        let (vcpus, memory_mib) = match &saved {
+            // As many as fit is checked right after.
+            Some(saved) => (saved.vcpus.len() as u8, saved.memory_mib),
+            None => (config.vcpus, config.memory_mib),
+        };
+        if !(1..=MAX_VCPUS).contains(&vcpus) {
+            return Err(MachineError::Vcpus(vcpus));
         }
         let kvm = Kvm::new().map_err(MachineError::kvm("open /dev/kvm"))?;
         let make = || MachineError::kvm("make a virtual machine");
@@ -91,7 +113,7 @@ impl Machine {
         vm.set_tss_address(layout::KVM_TSS).map_err(make())?;
         vm.create_irq_chip().map_err(make())?;
         let vmm = Arc::new(KvmVmm::new(vm.clone()));
-        let memory = Memory::new(config.memory_mib, &*vmm)?;
+        let memory = Memory::new(memory_mib, &*vmm)?;
 
         let bus = Arc::new(Bus::default());
         let (sender, ended) = mpsc::channel();
@@ -101,8 +123,14 @@ impl Machine {
             .map_err(make())?;
         let root = Arc::new(RootComplex::new(&bus));
         let place = |_: bus::Error| MachineError::Place("a device of the machine");
-        let console = Arc::new(Mutex::new(Console::new(line)));
-        bus.add_ports((layout::SERIAL, layout::SERIAL_PORTS), console)
+        let console = match &saved {
+            Some(saved) => Console::restored(line, saved.console.clone()).ok_or_else(|| {
+                MachineError::Snapshot("its serial port never was there".to_owned())
+            })?,
+            None => Console::new(line),
+        };
+        let console = Arc::new(Mutex::new(console));
+        bus.add_ports((layout::SERIAL, layout::SERIAL_PORTS), console.clone())
             .map_err(place)?;
         let power = Arc::new(Mutex::new(PowerControl(sender.clone())));
         bus.add_ports((layout::POWER, layout::POWER_PORTS), power)
@@ -122,36 +150,25 @@ impl Machine {
             root,
             ledgers: Ledgers::open(&config.state_dir),
         };
-        for options in &config.functions {
-            functions.add(options)?;
-        }
-
-        let entry = boot::load(
-            &functions.memory,
-            config.vcpus,
-            &config.kernel,
-            config.initramfs.as_deref(),
-            &config.command_line,
-        )?;
-        let mut vcpus = Vec::new();
-        for number in 0..config.vcpus {
-            let set_up = || MachineError::kvm("set up a vCPU");
-            let vcpu = vm.create_vcpu(number.into()).map_err(set_up())?;
-            let cpuid = vcpu::cpuid(&kvm, number).map_err(set_up())?;
-            vcpu.set_cpuid2(&cpuid).map_err(set_up())?;
-            boot::set_msrs(&vcpu).map_err(set_up())?;
-            // The others wait for the first to start them.
-            if number == 0 {
-                entry.set(&vcpu).map_err(set_up())?;
-            }
-            vcpus.push(vcpu);
-        }
-        let vcpus = Vcpus::start(vcpus, &bus, &sender);
-        Ok(Self {
-            vcpus: vcpus.map_err(MachineError::kvm("start the vCPUs"))?,
-            ended,
+        let shared = Arc::new(Shared {
+            vcpus: Mutex::default(),
+            ended: sender.clone(),
+            kvm,
+            vm,
+            console,
             functions,
-        })
+        });
+        let vcpus = match (saved, &config.restore) {
+            (Some(saved), Some(folder)) => shared.restore(&saved, folder, config)?,
+            _ => shared.boot(config)?,
+        };
+        let vcpus = Vcpus::start(vcpus, &bus, &sender);
+        let vcpus = vcpus.map_err(MachineError::kvm("start the vCPUs"))?;
+        *lock(&shared.vcpus) = Some(vcpus);
+        if let Some(path) = &config.control {
+            control::serve(path, Arc::downgrade(&shared))?;
+        }
+        Ok(Self { shared, ended })
     }
 
     /// Adds a function. The guest finds it when it looks at the bus again. Returns its name.
@@ -159,7 +176,7 @@ impl Machine {
     /// # Errors
     /// See [`MachineError`].
     pub fn add(&self, options: &FunctionOptions) -> Result<String, MachineError> {
-        self.functions.add(options)
+        self.shared.add(options)
     }
 
     /// Waits until the machine ends, and takes it apart.
@@ -169,14 +186,166 @@ impl Machine {
     pub fn wait(self) -> Result<Ended, MachineError> {
         // There is always somebody who could say it: the power control.
         let ended = self.ended.recv().unwrap_or(Ended::PoweredOff);
-        drop(self.vcpus);
-        self.functions.stop()?;
+        drop(lock(&self.shared.vcpus).take());
+        self.shared.functions.stop()?;
         Ok(ended)
     }
 }
 
+impl Shared {
+    /// Adds a function. Returns its name.
+    pub(super) fn add(&self, options: &FunctionOptions) -> Result<String, MachineError> {
+        let device = self.functions.make(options)?;
+        let id = device.id().to_owned();
+        self.functions
+            .root
+            .insert(device)
+            .map_err(|_| MachineError::Functions)?;
+        Ok(id)
+    }
+
+    /// Removes a function: its slot is empty from now on. Where its guest did not let go of it before,
+    /// it is as if it were pulled out.
+    pub(super) fn remove(&self, id: &str) -> Result<(), MachineError> {
+        let no_function = || MachineError::NoFunction(id.to_owned());
+        let function = self.functions.root.remove(id).ok_or_else(no_function)?;
+        Ok(function.stop()?)
+    }
+
+    /// Writes the machine into a folder, and ends it.
+    pub(super) fn snapshot(&self, folder: &Path) -> Result<(), MachineError> {
+        let stopped = {
+            let mut vcpus = lock(&self.vcpus);
+            let Some(mut vcpus) = vcpus.take() else {
+                return Err(MachineError::Ended);
+            };
+            vcpus.stop()
+        };
+        let written = self.write(&stopped, folder);
+        // The vCPUs do not go on here, however it went.
+        let ended = match &written {
+            Ok(()) => Ended::Suspended,
+            Err(error) => Ended::Failed(error.to_string()),
+        };
+        // It ends once, whoever says so first.
+        let _ = self.ended.send(ended);
+        written
+    }
+
+    fn write(&self, vcpus: &[VcpuFd], folder: &Path) -> Result<(), MachineError> {
+        let mut functions = Vec::new();
+        // They come to rest before anything is looked at that their interrupts change.
+        for (slot, function) in self.functions.root.occupied() {
+            function.pause()?;
+            functions.push(SlotState {
+                slot,
+                id: function.id().to_owned(),
+                function: function.save()?,
+            });
+        }
+        let look = || MachineError::kvm("look at the machine");
+        let known = self.kvm.get_msr_index_list().map_err(look())?;
+        let vcpus = vcpus.iter().map(|vcpu| VcpuState::of(vcpu, &known));
+        let memory = &self.functions.memory;
+        let state = MachineState {
+            version: snapshot::VERSION,
+            memory_mib: memory.len() >> 20,
+            vcpus: vcpus.collect::<Result<_, _>>().map_err(look())?,
+            interrupts: InterruptState::of(&self.vm).map_err(look())?,
+            console: lock(&self.console).save(),
+            functions,
+        };
+        let file = memory
+            .file()
+            .map_err(MachineError::kvm("look at the guest's memory"))?;
+        state.write_to(folder, &file)
+    }
+
+    /// Loads a kernel. Returns vCPUs that start with it.
+    fn boot(&self, config: &MachineConfig) -> Result<Vec<VcpuFd>, MachineError> {
+        for options in &config.functions {
+            self.add(options)?;
+        }
+        let entry = boot::load(
+            &self.functions.memory,
+            config.vcpus,
+            &config.kernel,
+            config.initramfs.as_deref(),
+            &config.command_line,
+        )?;
+        let vcpus = self.vcpus(config.vcpus)?;
+        let set_up = || MachineError::kvm("set up a vCPU");
+        for (number, vcpu) in vcpus.iter().enumerate() {
+            boot::set_msrs(vcpu).map_err(set_up())?;
+            // The others wait for the first to start them.
+            if number == 0 {
+                entry.set(vcpu).map_err(set_up())?;
+            }
+        }
+        Ok(vcpus)
+    }
+
+    /// Has all be as it was. Returns vCPUs that go on from there.
+    fn restore(
+        &self,
+        saved: &MachineState,
+        folder: &Path,
+        config: &MachineConfig,
+    ) -> Result<Vec<VcpuFd>, MachineError> {
+        let look = MachineError::kvm("look at the guest's memory");
+        let memory = self.functions.memory.file().map_err(look)?;
+        snapshot::read_memory(folder, &memory)?;
+        // At most four.
+        let vcpus = self.vcpus(saved.vcpus.len() as u8)?;
+        let set_up = || MachineError::kvm("restore the vCPUs and their interrupts");
+        for (vcpu, state) in vcpus.iter().zip(&saved.vcpus) {
+            state.restore(vcpu).map_err(set_up())?;
+        }
+        saved.interrupts.restore(&self.vm).map_err(set_up())?;
+        if saved.functions.len() != config.functions.len() {
+            return Err(MachineError::Snapshot(format!(
+                "it had {} functions, and {} are given; give it those that it had, in the order of \
+                 their slots",
+                saved.functions.len(),
+                config.functions.len()
+            )));
+        }
+        for (saved, options) in saved.functions.iter().zip(&config.functions) {
+            let device = self.functions.make(options)?;
+            if device.id() != saved.id {
+                return Err(MachineError::Snapshot(format!(
+                    "slot {} had function {}, not {}; give it those that it had, in the order of \
+                     their slots",
+                    saved.slot,
+                    saved.id,
+                    device.id()
+                )));
+            }
+            let bars = device.restore(&saved.function)?;
+            let root = &self.functions.root;
+            if !root.insert_at(saved.slot, device.clone(), &bars) {
+                return Err(MachineError::Functions);
+            }
+            device.resume();
+        }
+        Ok(vcpus)
+    }
+
+    fn vcpus(&self, count: u8) -> Result<Vec<VcpuFd>, MachineError> {
+        let set_up = || MachineError::kvm("set up a vCPU");
+        let make = |number: u8| {
+            let vcpu = self.vm.create_vcpu(number.into()).map_err(set_up())?;
+            let cpuid = vcpu::cpuid(&self.kvm, number).map_err(set_up())?;
+            vcpu.set_cpuid2(&cpuid).map_err(set_up())?;
+            Ok(vcpu)
+        };
+        (0..count).map(make).collect()
+    }
+}
+
 impl Functions {
-    fn add(&self, options: &FunctionOptions) -> Result<String, MachineError> {
+    /// A function that has no slot yet.
+    fn make(&self, options: &FunctionOptions) -> Result<Arc<FunctionDevice>, MachineError> {
         let attachment = open::open(options, &self.ledgers, &self.pollers)?;
         let id = attachment.lease().id().to_owned();
         let function = NvmeFunction::new(attachment, MsixMasking::Function);
@@ -184,10 +353,7 @@ impl Functions {
         let device = FunctionDevice::start(&id, function, vmm)?;
         let share = MachineError::kvm("share the guest's memory");
         device.map_memory(self.memory.region().map_err(share)?)?;
-        self.root
-            .insert(Arc::new(device))
-            .map_err(|_| MachineError::Functions)?;
-        Ok(id)
+        Ok(Arc::new(device))
     }
 
     fn stop(&self) -> Result<(), MachineError> {
@@ -197,4 +363,9 @@ impl Functions {
         }
         Ok(result?)
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // What these protect is taken and put as a whole.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

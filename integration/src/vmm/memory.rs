@@ -59,6 +59,11 @@ impl Memory {
         &self.guest
     }
 
+    /// The file that it is in.
+    pub(super) fn file(&self) -> io::Result<File> {
+        Ok(File::from(self.fd.try_clone()?))
+    }
+
     /// What a function is told of it.
     pub(super) fn region(&self) -> io::Result<MemoryRegion> {
         Ok(MemoryRegion {

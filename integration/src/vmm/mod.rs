@@ -1,12 +1,13 @@
 //! The reference VMM: the smallest one that boots a Linux kernel with functions in its own process.
 //!
 //! It shows how a VMM takes a [`FunctionDevice`] in, and proves the in-process path where no other VMM
-//! is at hand. It is no product: one kind of guest, no firmware, no migration, memory up to 3 GiB.
+//! is at hand. It is no product: one kind of guest, no firmware, memory up to 3 GiB.
 //!
 //! - `options`: its command line;
 //! - `layout`, `memory`, `boot`, `acpi`: what the guest finds when it starts;
 //! - `bus`, `pci`, `platform`: what its accesses reach;
 //! - `machine`, `vcpu`: all of that together, and running;
+//! - `control`, `snapshot`: functions that come and go, and a machine that goes on in another process;
 //! - `counters`: what KVM has counted meanwhile.
 //!
 //! [`FunctionDevice`]: hypervisor_glue::vmm::FunctionDevice
@@ -14,6 +15,7 @@
 mod acpi;
 mod boot;
 mod bus;
+mod control;
 pub mod counters;
 mod layout;
 mod machine;
@@ -21,10 +23,11 @@ mod memory;
 pub mod options;
 mod pci;
 mod platform;
+mod snapshot;
 mod vcpu;
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use hypervisor_glue::open::OpenError;
 use hypervisor_glue::options::OptionError;
@@ -72,6 +75,15 @@ pub enum MachineError {
     /// What the guest is to find does not fit into its memory.
     #[error("Cannot place {0} in the guest's memory: give it more")]
     Place(&'static str),
+    /// There is no function of that name.
+    #[error("The machine has no function {0}")]
+    NoFunction(String),
+    /// A machine was not written as this one is, or with other options.
+    #[error("The machine cannot be restored: {0}")]
+    Snapshot(String),
+    /// A machine that ends cannot be written any more.
+    #[error("The machine has ended")]
+    Ended,
     /// A function is described wrongly.
     #[error(transparent)]
     Options(#[from] OptionError),
@@ -87,6 +99,11 @@ pub enum MachineError {
 }
 
 impl MachineError {
+    fn file(path: &Path) -> impl FnOnce(io::Error) -> Self {
+        let path = path.to_owned();
+        move |source| Self::File { path, source }
+    }
+
     fn kvm<E: Into<io::Error>>(action: &'static str) -> impl FnOnce(E) -> Self {
         move |error| Self::Kvm {
             action,

@@ -12,8 +12,8 @@ use super::{Ended, Machine, MachineConfig, MachineError};
 #[command(name = "reference-vmm")]
 pub struct Options {
     /// The kernel, a bzImage.
-    #[arg(long)]
-    kernel: PathBuf,
+    #[arg(long, required_unless_present = "restore")]
+    kernel: Option<PathBuf>,
     /// What its initial user land is unpacked from.
     #[arg(long)]
     initramfs: Option<PathBuf>,
@@ -35,6 +35,12 @@ pub struct Options {
     /// Prints KVM's counters of the machine whenever the guest writes to address 0xfe000000.
     #[arg(long)]
     counters: bool,
+    /// A socket on which functions can be added and removed, and a snapshot can be taken.
+    #[arg(long)]
+    control: Option<PathBuf>,
+    /// Has a machine go on that was written to this folder, with the functions that it had.
+    #[arg(long, conflicts_with_all = ["kernel", "initramfs", "cpus", "memory"])]
+    restore: Option<PathBuf>,
 }
 
 /// Runs a machine until it ends.
@@ -43,7 +49,7 @@ pub struct Options {
 /// See [`MachineError`].
 pub fn run(options: Options) -> Result<Ended, MachineError> {
     let config = MachineConfig {
-        kernel: options.kernel,
+        kernel: options.kernel.unwrap_or_default(),
         initramfs: options.initramfs,
         command_line: options.cmdline,
         vcpus: options.cpus,
@@ -51,6 +57,8 @@ pub fn run(options: Options) -> Result<Ended, MachineError> {
         functions: options.functions,
         state_dir: options.state_dir,
         counters: options.counters,
+        control: options.control,
+        restore: options.restore,
     };
     Machine::start(&config)?.wait()
 }

@@ -53,6 +53,33 @@ impl RootComplex {
         Ok(free + 1)
     }
 
+    /// Puts a function into a slot that is free, with its BARs where they are. Returns whether it is.
+    pub(super) fn insert_at(
+        &self,
+        slot: usize,
+        function: Arc<FunctionDevice>,
+        bars: &[BarMove],
+    ) -> bool {
+        let mut slots = self.slots();
+        let Some(free) = slots.get_mut(slot).filter(|slot| slot.is_none()) else {
+            return false;
+        };
+        if let Some(bus) = self.bus.upgrade() {
+            bus.follow(&function, bars);
+        }
+        *free = Some(function);
+        true
+    }
+
+    /// All functions, with the slots that they are in.
+    pub(super) fn occupied(&self) -> Vec<(usize, Arc<FunctionDevice>)> {
+        let slots = self.slots();
+        let slots = slots.iter().enumerate();
+        slots
+            .filter_map(|(slot, function)| Some((slot, function.clone()?)))
+            .collect()
+    }
+
     /// Takes the function of that name out of its slot. No access reaches it any more, but for those
     /// that have begun.
     pub(super) fn remove(&self, id: &str) -> Option<Arc<FunctionDevice>> {

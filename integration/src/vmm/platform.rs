@@ -10,6 +10,7 @@ use vm_superio::{Serial, Trigger};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::machine::Ended;
+use super::snapshot::ConsoleState;
 
 /// SLP_TYP of soft off, as the DSDT says (ACPI 6.5, section 7.4.2.6).
 pub(super) const SLEEP_TYPE_OFF: u8 = 5;
@@ -38,6 +39,18 @@ impl Console {
     /// One whose interrupts are signalled on `line`.
     pub(super) fn new(line: EventFd) -> Self {
         Self(Serial::new(Line(line), io::stdout()))
+    }
+
+    /// One that goes on where another one was. `None` if it never was there.
+    pub(super) fn restored(line: EventFd, state: ConsoleState) -> Option<Self> {
+        let state = state.into();
+        let serial = Serial::from_state(&state, Line(line), NoEvents, io::stdout());
+        serial.ok().map(Self)
+    }
+
+    /// Where it is.
+    pub(super) fn save(&self) -> ConsoleState {
+        self.0.state().into()
     }
 }
 

@@ -42,7 +42,7 @@ pub(super) fn cpuid(kvm: &Kvm, apic: u8) -> Result<CpuId, kvm_ioctls::Error> {
 /// The running processors.
 pub(super) struct Vcpus {
     stopping: Arc<AtomicBool>,
-    threads: Vec<JoinHandle<()>>,
+    threads: Vec<JoinHandle<VcpuFd>>,
 }
 
 impl Vcpus {
@@ -64,35 +64,40 @@ impl Vcpus {
             let thread = thread::Builder::new()
                 .name(format!("vcpu-{number}"))
                 .spawn(move || {
-                    if let Some(why) = run(vcpu, &bus, &stopping) {
+                    let mut vcpu = vcpu;
+                    if let Some(why) = run(&mut vcpu, &bus, &stopping) {
                         // It ends once, whoever says so first.
                         let _ = ended.send(why);
                     }
+                    vcpu
                 })?;
             running.threads.push(thread);
         }
         Ok(running)
     }
 
-    /// Ends all of them.
-    fn stop(&mut self) {
+    /// Ends all of them. Each stands between two instructions then.
+    pub(super) fn stop(&mut self) -> Vec<VcpuFd> {
         self.stopping.store(true, Ordering::Release);
+        let mut stopped = Vec::new();
         for thread in self.threads.drain(..) {
             while !thread.is_finished() {
                 // Fails for a thread that has ended alone.
                 let _ = thread.kill(SIGRTMIN());
                 thread::sleep(KICK_AGAIN);
             }
-            if thread.join().is_err() {
-                eprintln!("A vCPU panicked");
+            match thread.join() {
+                Ok(vcpu) => stopped.push(vcpu),
+                Err(_) => eprintln!("A vCPU panicked"),
             }
         }
+        stopped
     }
 }
 
 impl Drop for Vcpus {
     fn drop(&mut self) {
-        self.stop();
+        drop(self.stop());
     }
 }
 
@@ -100,8 +105,12 @@ impl Drop for Vcpus {
 extern "C" fn on_kick(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}
 
 /// Runs a processor until it is stopped; or returns what ended it.
-fn run(mut vcpu: VcpuFd, bus: &Bus, stopping: &AtomicBool) -> Option<Ended> {
-    while !stopping.load(Ordering::Acquire) {
+fn run(vcpu: &mut VcpuFd, bus: &Bus, stopping: &AtomicBool) -> Option<Ended> {
+    loop {
+        // An access that exited is part of an instruction, which KVM completes when it is entered
+        // again: also the last one, and then it runs no other.
+        let last = stopping.load(Ordering::Acquire);
+        vcpu.set_kvm_immediate_exit(u8::from(last));
         match vcpu.run() {
             Ok(VcpuExit::IoIn(port, data)) => bus.read_port(port, data),
             Ok(VcpuExit::IoOut(port, data)) => bus.write_port(port, data),
@@ -111,9 +120,9 @@ fn run(mut vcpu: VcpuFd, bus: &Bus, stopping: &AtomicBool) -> Option<Ended> {
             Ok(VcpuExit::Shutdown | VcpuExit::SystemEvent(..)) => return Some(Ended::Reset),
             Ok(VcpuExit::Intr | VcpuExit::Hlt | VcpuExit::IrqWindowOpen) => {}
             Ok(exit) => return Some(Ended::Failed(format!("a vCPU stopped: {exit:?}"))),
+            Err(error) if last && error.errno() == libc::EINTR => return None,
             Err(error) if [libc::EINTR, libc::EAGAIN].contains(&error.errno()) => {}
             Err(error) => return Some(Ended::Failed(format!("a vCPU cannot run: {error}"))),
         }
     }
-    None
 }

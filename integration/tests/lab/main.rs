@@ -17,6 +17,7 @@ mod around;
 mod backing;
 mod bind;
 mod client;
+mod comings;
 mod drives;
 mod exits;
 mod failures;
@@ -69,6 +70,7 @@ const GROUPS: &[Group] = &[
     around::GROUP,
     backing::GROUP,
     bind::GROUP,
+    comings::GROUP,
     drives::GROUP,
     failures::GROUP,
     giveback::GROUP,

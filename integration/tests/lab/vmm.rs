@@ -133,7 +133,7 @@ pub(crate) fn boot(
 }
 
 /// An image of a file system with the guests' user land and the script.
-fn root(bench: &Bench, assets: &Assets, text: &str) -> Result<PathBuf, Fault> {
+pub(crate) fn root(bench: &Bench, assets: &Assets, text: &str) -> Result<PathBuf, Fault> {
     let tree = bench.folder().join("tree");
     let image = bench.folder().join("root.img");
     let script = bench.folder().join("check");

@@ -1,0 +1,81 @@
+//! The control socket of a machine: a line per request, and a line that answers it.
+//!
+//! - `add OPTIONS`: adds a function, as `--nvme-mpt OPTIONS` does; answers `ok ID`.
+//! - `remove ID`: removes a function; answers `ok`.
+//! - `snapshot FOLDER`: writes the machine into a folder, and ends it; answers `ok`.
+//!
+//! What goes wrong is answered with `error` and why.
+
+use std::error::Error as _;
+use std::fs;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::Weak;
+use std::thread;
+
+use super::MachineError;
+use super::machine::Shared;
+
+/// Longest request.
+const REQUEST_MAX: u64 = 4096;
+
+/// Serves the socket at `path` as long as there is the machine.
+pub(super) fn serve(path: &Path, machine: Weak<Shared>) -> Result<(), MachineError> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            return Err(MachineError::file(path)(error));
+        }
+        _ => {}
+    }
+    let listener = UnixListener::bind(path).map_err(MachineError::file(path))?;
+    let serve = move || {
+        for stream in listener.incoming().flatten() {
+            if machine.strong_count() == 0 {
+                return;
+            }
+            // One that is gone has no use for an answer.
+            let _ = answer(&stream, &machine);
+        }
+    };
+    // It ends with the process.
+    thread::Builder::new()
+        .name("control".to_owned())
+        .spawn(serve)
+        .map(drop)
+        .map_err(MachineError::file(path))
+}
+
+fn answer(mut stream: &UnixStream, machine: &Weak<Shared>) -> io::Result<()> {
+    let mut line = String::new();
+    BufReader::new(stream.take(REQUEST_MAX)).read_line(&mut line)?;
+    let answer = match machine.upgrade() {
+        Some(machine) => carry_out(line.trim_end(), &machine),
+        None => "error The machine is gone".to_owned(),
+    };
+    writeln!(stream, "{answer}")
+}
+
+fn carry_out(request: &str, machine: &Shared) -> String {
+    let result = match request.split_once(' ') {
+        Some(("add", options)) => options
+            .parse()
+            .map_err(MachineError::from)
+            .and_then(|options| machine.add(&options))
+            .map(|id| format!("ok {id}")),
+        Some(("remove", id)) => machine.remove(id).map(|()| "ok".to_owned()),
+        Some(("snapshot", folder)) => machine
+            .snapshot(Path::new(folder))
+            .map(|()| "ok".to_owned()),
+        _ => return "error Ask to add OPTIONS, remove ID, or snapshot FOLDER".to_owned(),
+    };
+    result.unwrap_or_else(|error| {
+        let mut text = format!("error {error}");
+        let mut source = error.source();
+        while let Some(error) = source {
+            text.push_str(&format!(": {error}"));
+            source = error.source();
+        }
+        text
+    })
+}

@@ -218,7 +218,7 @@ struct State {
 #[derive(Args, Debug)]
 struct Control {
     /// Control socket of the server [default: control.sock in the state folder]
-    #[arg(long, value_name = "SOCKET", value_parser = parse_socket_path)]
+    #[arg(long, value_name = "SOCKET", value_parser = parse_socket_path, global = true)]
     control: Option<PathBuf>,
 }
 

@@ -228,6 +228,36 @@ impl Server {
             })
     }
 
+    /// Adds the faults of a plan to those of the drive at `path`.
+    ///
+    /// # Errors
+    /// If the server refuses them.
+    pub fn inject_faults(&self, path: &str, plan: &str) -> Result<(), ServerError> {
+        let file = self.folder.join("faults.toml");
+        fs::write(&file, plan).map_err(|source| ServerError::File {
+            path: file.clone(),
+            source,
+        })?;
+        self.fault(|command| command.args(["inject", path]).arg(&file))
+    }
+
+    /// Takes the faults of the drive at `path` away.
+    ///
+    /// # Errors
+    /// If the server refuses.
+    pub fn clear_faults(&self, path: &str) -> Result<(), ServerError> {
+        self.fault(|command| command.args(["clear", path]))
+    }
+
+    fn fault(&self, what: impl FnOnce(&mut Command) -> &mut Command) -> Result<(), ServerError> {
+        let mut command = Command::new(&self.binary);
+        command
+            .args(["fault", "--control"])
+            .arg(control(&self.folder));
+        process::run(what(&mut command))?;
+        Ok(())
+    }
+
     /// Kills it, as a crash would.
     pub fn kill(&mut self) {
         self.process.kill();

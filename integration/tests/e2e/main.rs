@@ -10,6 +10,7 @@ use integration::progress::{say, seconds};
 
 mod doorbells;
 mod ext4;
+mod faults;
 mod firmware;
 mod hotplug;
 mod lab;
@@ -50,6 +51,7 @@ const GROUPS: &[Group] = &[
     hotplug::GROUP,
     ext4::GROUP,
     sharing::GROUP,
+    faults::GROUP,
     firmware::GROUP,
 ];
 

@@ -1,0 +1,179 @@
+//! Faults injected under load: the guest whose they are recovers or reports as on hardware, and another
+//! guest on the same drive notices only what is the drive's as a whole.
+
+use std::time::Duration;
+
+use integration::guest::fio::Fio;
+use integration::guest::{BOOT_PATIENCE, Drive, Guest, GuestConfig};
+use integration::server::{FunctionOptions, Server};
+
+use crate::Group;
+use crate::lab::{Fault, Lab, PATIENCE, await_path, expect, expect_no_complaints, verified_load};
+
+pub(crate) const GROUP: Group = Group::Alone {
+    name: "faults",
+    checks: &[
+        ("each_kind_under_load", each_kind_under_load),
+        ("the_drive_is_removed", the_drive_is_removed),
+    ],
+};
+
+/// Two guests on halves of a drive: faults are declared for the first half.
+struct Scene {
+    path: String,
+    server: Server,
+    faulty: Guest,
+    steady: Guest,
+}
+
+/// The first half of the drive, in bytes.
+const HALF: &str = "range = \"0+128M\"";
+
+impl Scene {
+    fn new(lab: &Lab) -> Result<Self, Fault> {
+        let path = lab.drive("shared.img", 256)?.display().to_string();
+        let function =
+            |id, range: &str| FunctionOptions::new(id, path.clone(), range).option("faults=none");
+        let server = lab.serve(&[function("a", "0+128M"), function("b", "128M+128M")])?;
+        let boot = |name: &str| {
+            let config = GuestConfig::new(name).drive(Drive::vfio_user(server.socket(name)));
+            Guest::start_booting(lab.v6_12(), &config, lab.folder())
+        };
+        let (faulty, steady) = (boot("a")?, boot("b")?);
+        faulty.await_ready(BOOT_PATIENCE)?;
+        steady.await_ready(BOOT_PATIENCE)?;
+        // A driver's patience of 30 seconds, shortened.
+        let short = "echo 3000 > /sys/block/nvme0n1/queue/io_timeout";
+        faulty.check(short, PATIENCE)?;
+        Ok(Self {
+            path,
+            server,
+            faulty,
+            steady,
+        })
+    }
+
+    fn inject(&self, fault: &str) -> Result<(), Fault> {
+        let plan = format!("[[fault]]\n{fault}\n");
+        self.server.inject_faults(&self.path, &plan)?;
+        Ok(())
+    }
+
+    /// The guest finds that it has a problem, says so, and recovers under load that is verified.
+    fn recovers(&self, fault: &str, said: &str) -> Result<(), Fault> {
+        self.faulty.check("dmesg -c > /dev/null", PATIENCE)?;
+        let load = Fio::new("load", "randwrite", "4k", 16)
+            .option("size", "32m")
+            .option("verify", "crc32c")
+            .option("verify_backlog", "1024")
+            .option("verify_fatal", "1")
+            .runtime(Duration::from_secs(10));
+        let job = self.faulty.start(&load.script())?;
+        std::thread::sleep(Duration::from_secs(2));
+        self.inject(fault)?;
+        let output = self.faulty.finish(job, load.patience())?;
+        load.report(&output.text)?;
+        let kernel = self.faulty.check("dmesg", PATIENCE)?;
+        expect(kernel.contains(said), || {
+            format!("After {fault}, the guest's kernel does not say \"{said}\":\n{kernel}")
+        })?;
+        let state = self
+            .faulty
+            .check("cat /sys/class/nvme/nvme0/state", PATIENCE)?;
+        expect(state.trim() == "live", || {
+            format!("After {fault}, the controller is {state}")
+        })
+    }
+}
+
+fn read_at(mib: u32) -> String {
+    format!(
+        "dd if=/dev/nvme0n1 of=/dev/null bs=4096 skip={} count=1 iflag=direct",
+        mib * 256
+    )
+}
+
+fn each_kind_under_load(lab: &Lab) -> Result<(), Fault> {
+    let mut scene = Scene::new(lab)?;
+    let steady_load = Fio::new("steady", "randwrite", "4k", 8)
+        .option("size", "32m")
+        .option("verify", "crc32c")
+        .option("verify_backlog", "1024")
+        .option("verify_fatal", "1")
+        .runtime(Duration::from_secs(60));
+    let steady = scene.steady.start(&steady_load.script())?;
+
+    scene.inject("kind = \"media-error\"\nrange = \"100M+1M\"")?;
+    scene
+        .faulty
+        .check(&format!("! {} && {}", read_at(100), read_at(101)), PATIENCE)?;
+    let kernel = scene.faulty.check("dmesg", PATIENCE)?;
+    expect(kernel.contains("critical medium error"), || {
+        format!("The guest's kernel does not tell of its medium:\n{kernel}")
+    })?;
+    scene.server.clear_faults(&scene.path)?;
+    scene.faulty.check(&read_at(100), PATIENCE)?;
+
+    scene.inject(
+        "kind = \"latency\"\nadd = \"500ms\"\nrange = \"100M+1M\"\noperations = [\"read\"]",
+    )?;
+    // Ten reads one after the other, in hundredths of a second.
+    let now = "cut -d' ' -f1 /proc/uptime | tr -d .";
+    let taken = scene.faulty.check(
+        &format!(
+            "begin=$({now}); for i in $(seq 10); do {} 2> /dev/null; done; end=$({now}); echo $((end - begin))",
+            read_at(100)
+        ),
+        PATIENCE,
+    )?;
+    expect(
+        taken.trim().parse().is_ok_and(|taken: u32| taken >= 500),
+        || {
+            format!(
+                "Ten reads that take 500 ms longer took {} s/100",
+                taken.trim()
+            )
+        },
+    )?;
+
+    scene.recovers(&format!("kind = \"lost\"\n{HALF}"), "timeout")?;
+    scene.recovers(
+        &format!("kind = \"fatal\"\n{HALF}"),
+        "controller is down; will reset",
+    )?;
+
+    let output = scene.steady.finish(steady, steady_load.patience())?;
+    steady_load.report(&output.text)?;
+    expect_no_complaints(&scene.steady)?;
+
+    // 64 MiB are cut from the other guest's half, and come back.
+    for (size, sectors) in [("192M", 131_072), ("256M", 262_144)] {
+        scene.inject(&format!("kind = \"resize\"\nsize = \"{size}\""))?;
+        scene.faulty.check(&read_at(0), PATIENCE)?;
+        scene.steady.check(
+            &format!(
+                "for i in $(seq 200); do [ $(cat /sys/block/nvme0n1/size) = {sectors} ] && exit 0; \
+                 sleep 0.1; done; cat /sys/block/nvme0n1/size; exit 1"
+            ),
+            PATIENCE,
+        )?;
+    }
+    verified_load("afterwards", 1).run(&scene.steady)?;
+    verified_load("afterwards", 1).run(&scene.faulty)?;
+    scene.server.expect_alive()?;
+    Ok(())
+}
+
+fn the_drive_is_removed(lab: &Lab) -> Result<(), Fault> {
+    let mut scene = Scene::new(lab)?;
+    for guest in [&scene.faulty, &scene.steady] {
+        guest.start(&verified_load("load", 1).script())?;
+    }
+    std::thread::sleep(Duration::from_secs(1));
+    scene.inject("kind = \"removal\"")?;
+    for guest in [&scene.faulty, &scene.steady] {
+        await_path(guest, "/sys/block/nvme0n1", false)?;
+    }
+    scene.server.expect_alive()?;
+    Ok(())
+}

@@ -35,6 +35,8 @@ pub struct LabDrive {
     pub dbcs: bool,
     /// It does no more than this many I/Os a second.
     pub iops: Option<u64>,
+    /// It transfers no more than this many bytes a second.
+    pub bandwidth: Option<u64>,
     /// The file that holds its data, made if it is not there and kept; `None`: one that goes with the lab.
     /// Further namespaces have "-2", "-3", … at the end of the name.
     pub image: Option<PathBuf>,
@@ -51,7 +53,7 @@ pub enum DriveError {
     },
     /// No such key.
     #[error(
-        "A drive has no '{key}': there are id, size, lba, namespaces, queues, mdts, dbcs, iops, image"
+        "A drive has no '{key}': there are id, size, lba, namespaces, queues, mdts, dbcs, iops, bandwidth, image"
     )]
     NoSuchKey {
         /// The key.
@@ -84,6 +86,7 @@ impl LabDrive {
             mdts: 7,
             dbcs: true,
             iops: None,
+            bandwidth: None,
             image: None,
         }
     }
@@ -127,6 +130,13 @@ impl LabDrive {
     #[must_use]
     pub fn iops(mut self, iops: u64) -> Self {
         self.iops = Some(iops);
+        self
+    }
+
+    /// Sets how many bytes a second it transfers at most.
+    #[must_use]
+    pub fn bandwidth(mut self, bandwidth: u64) -> Self {
+        self.bandwidth = Some(bandwidth);
         self
     }
 
@@ -192,6 +202,11 @@ impl LabDrive {
                 }
             }
             "iops" => self.iops = Some(number(1, 1 << 32, "1 or more")?),
+            "bandwidth" => {
+                let rule = "a number of bytes a second, or with K, M, G or T";
+                let bandwidth = crate::parse_size(value).filter(|bytes| *bytes > 0);
+                self.bandwidth = Some(bandwidth.ok_or_else(|| bad(rule))?);
+            }
             "image" => {
                 // The characters that mean something in a QEMU option are not worth the trouble.
                 if value.is_empty() {
@@ -413,7 +428,7 @@ mod tests {
     #[test]
     fn a_description_says_all_that_differs() {
         let drive: LabDrive =
-            "id=b2,size=512M,lba=4096,namespaces=2,queues=3,mdts=5,dbcs=off,iops=100,image=/x/y"
+            "id=b2,size=512M,lba=4096,namespaces=2,queues=3,mdts=5,dbcs=off,iops=100,bandwidth=4M,image=/x/y"
                 .parse()
                 .expect("drive");
         let expected = LabDrive::new("b2", 512 << 20)
@@ -423,6 +438,7 @@ mod tests {
             .mdts(5)
             .dbcs(false)
             .iops(100)
+            .bandwidth(4 << 20)
             .image("/x/y");
         assert_eq!(drive, expected);
         assert_eq!("id=a".parse(), Ok(LabDrive::new("a", 1 << 30)));
@@ -446,6 +462,7 @@ mod tests {
             "id=a,mdts=-1",
             "id=a,dbcs=yes",
             "id=a,iops=0",
+            "id=a,bandwidth=0",
             "id=a,image=",
             "id=a,color=red",
         ] {

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use serde_json::{Value, json};
 use thiserror::Error;
 
-use super::drive::Placed;
+use super::drive::{LabDrive, Placed};
 use crate::guest::qmp::{Qmp, QmpError};
 
 /// What is read once a drive is held to a byte a second: it then owes more than any test waits for.
@@ -158,7 +158,7 @@ impl Faults {
             failing: HashSet::new(),
         };
         for drive in faults.drives.clone() {
-            faults.throttle(&drive, 0, drive.drive.iops.unwrap_or(0))?;
+            faults.limit(&drive)?;
         }
         Ok(faults)
     }
@@ -198,7 +198,7 @@ impl Faults {
                     });
                 }
                 self.ask("device_add", drive.device())?;
-                self.throttle(&drive, 0, drive.drive.iops.unwrap_or(0))?;
+                self.limit(&drive)?;
             }
         }
         Ok(String::new())
@@ -207,6 +207,14 @@ impl Faults {
     fn ask(&mut self, command: &str, arguments: Value) -> Result<(), FaultError> {
         self.monitor.execute(command, arguments)?;
         Ok(())
+    }
+
+    /// Limits a drive as its description says.
+    fn limit(&mut self, drive: &Placed) -> Result<(), FaultError> {
+        let LabDrive {
+            iops, bandwidth, ..
+        } = drive.drive;
+        self.throttle(drive, bandwidth.unwrap_or(0), iops.unwrap_or(0))
     }
 
     /// Limits a drive; 0 is no limit.

@@ -28,7 +28,7 @@ const PROGRAMS: &[&str] = &[
 #[command(name = "lab", about, version)]
 pub struct Options {
     /// A drive: id=NAME[,size=SIZE][,lba=512|4096][,namespaces=N][,queues=N][,mdts=N][,dbcs=on|off]
-    /// [,iops=N][,image=FILE]. By default one, 'a', of 1 GiB
+    /// [,iops=N][,bandwidth=SIZE][,image=FILE]. By default one, 'a', of 1 GiB
     #[arg(long = "drive", value_name = "DRIVE")]
     drives: Vec<LabDrive>,
     /// Boots without any drive

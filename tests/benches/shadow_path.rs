@@ -86,7 +86,7 @@ const PHYSICAL: On = On::Physical {
 };
 
 /// Instructions per command that a physical drive may cost more than `null:`.
-const PHYSICAL_EXTRA: f64 = 115.0;
+const PHYSICAL_EXTRA: f64 = 60.0;
 
 /// Cases of a physical drive, and of `null:` to compare them with.
 const COMPARED: [(&str, &str); 2] = [("vfio-4k", "null-4k"), ("vfio-128k", "null-128k")];

@@ -249,14 +249,19 @@ pub struct HostMemory<'a> {
 
 /// The data path of one host queue pair. It is used by one thread at a time.
 pub trait HostQueue {
-    /// Writes a command into the host SQ. There is room for as many as there are slots.
-    fn submit(&mut self, sqe: &Sqe);
+    /// Whether commands may have completed as soon as they are rung in.
+    const COMPLETES_AT_ONCE: bool = true;
 
-    /// Rings the host SQ's doorbell: the controller starts on all that was submitted.
-    fn ring(&mut self, memory: HostMemory<'_>);
+    /// See [`Self::batch`].
+    type Batch<'a>: HostBatch
+    where
+        Self: 'a;
+
+    /// A batch of commands for the host SQ. One that nothing is submitted to costs nothing.
+    fn batch(&mut self) -> Self::Batch<'_>;
 
     /// Hands over completions that are there.
-    fn reap(&mut self, memory: HostMemory<'_>, done: impl FnMut(HostCompletion));
+    fn reap(&mut self, memory: HostMemory<'_>, taker: impl CompletionTaker);
 
     /// Becomes readable when completions are there, for a poller that wants to sleep; `None` if
     /// commands complete while they are rung in, so that there is nothing to wait for.
@@ -265,6 +270,33 @@ pub trait HostQueue {
     /// Whether it cannot be used any more, but by whoever deletes it.
     fn has_failed(&self) -> bool {
         false
+    }
+}
+
+/// Commands on their way into a host SQ: what they need in common is done once for all of them.
+pub trait HostBatch {
+    /// Tells that so many commands follow at most, which were taken from the guest at this time.
+    fn announce(&mut self, count: u32, taken: Ticks);
+
+    /// Writes a command into the host SQ, one of those that were announced. There is room for as
+    /// many as there are slots.
+    fn submit(&mut self, sqe: &Sqe);
+
+    /// Rings the host SQ's doorbell: the controller starts on all that was submitted.
+    fn ring(self, memory: HostMemory<'_>);
+}
+
+/// Who is handed completions. Any closure that takes one is; a type of its own can say that its
+/// work is to be compiled into each place where there is one.
+pub trait CompletionTaker {
+    /// Takes a completion.
+    fn take(&mut self, completion: HostCompletion);
+}
+
+impl<F: FnMut(HostCompletion)> CompletionTaker for F {
+    #[inline]
+    fn take(&mut self, completion: HostCompletion) {
+        self(completion);
     }
 }
 
@@ -307,20 +339,24 @@ macro_rules! each_kind {
 
 /// For a layer in front of another queue, whose kind it does not care about.
 impl HostQueuePair {
-    /// See [`HostQueue::submit`].
-    pub(crate) fn submit(&mut self, sqe: &Sqe) {
-        each_kind!(self, queue => queue.submit(sqe));
-    }
-
-    /// See [`HostQueue::ring`].
-    pub(crate) fn ring(&mut self, memory: HostMemory<'_>) {
-        each_kind!(self, queue => queue.ring(memory));
+    /// See [`HostQueue::batch`]: all of one.
+    pub(crate) fn ring_in(&mut self, commands: &[Sqe], memory: HostMemory<'_>) {
+        each_kind!(self, queue => {
+            let mut batch = queue.batch();
+            batch.announce(commands.len() as u32, Ticks::now());
+            for sqe in commands {
+                batch.submit(sqe);
+            }
+            batch.ring(memory);
+        });
     }
 
     /// See [`HostQueue::reap`]; into a list, since a layer in front of a layer in front of … would
     /// make one function after the other.
     pub(crate) fn reap_into(&mut self, memory: HostMemory<'_>, done: &mut Vec<HostCompletion>) {
-        each_kind!(self, queue => queue.reap(memory, |completion| done.push(completion)));
+        each_kind!(self, queue => {
+            queue.reap(memory, |completion: HostCompletion| done.push(completion));
+        });
     }
 
     /// See [`HostQueue::wait_fd`].

@@ -1,5 +1,5 @@
 //! The rings of a host queue pair, from the host's side: entries are written for the drive, and
-//! completions read as the drive posts them.
+//! completions read as the drive posts them, each at an index that only the ring itself moves.
 #![expect(unsafe_code, reason = "writes and reads queue entries in DMA memory")]
 
 use std::sync::Arc;
@@ -9,13 +9,16 @@ use zerocopy::transmute;
 
 use super::{Access, Mapping};
 use crate::spec::cqe::{Cqe, CqeHigh};
+use crate::spec::ids::CommandId;
 use crate::spec::sqe::Sqe;
 
-/// A host Submission Queue's entries, write only (Base 2.0, section 3.3.3.1).
+/// A host Submission Queue's entries, write only (Base 2.0, section 3.3.3.1), and its tail.
 #[derive(Debug)]
 pub(crate) struct HostSubmissionRing {
     first: *mut [u64; 8],
     entries: u32,
+    /// Below `entries`, always.
+    tail: u32,
     _mapping: Arc<Mapping>,
 }
 
@@ -23,33 +26,55 @@ pub(crate) struct HostSubmissionRing {
 unsafe impl Send for HostSubmissionRing {}
 
 impl HostSubmissionRing {
-    /// The ring of `entries` entries at `offset`, or `None` if it is not aligned to an entry or
-    /// does not lie inside a mapping that can be written.
+    /// The ring of `entries` entries at `offset`, or `None` if it has none, is not aligned to an
+    /// entry or does not lie inside a mapping that can be written.
     pub(crate) fn new(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
         let len = (entries as usize).checked_mul(size_of::<Sqe>())?;
         let first = mapping.bytes(offset, len)?.as_ptr();
-        let usable = mapping.access() == Access::ReadWrite && first.addr() % size_of::<Sqe>() == 0;
+        let usable = mapping.access() == Access::ReadWrite
+            && first.addr() % size_of::<Sqe>() == 0
+            && entries > 0;
         usable.then(|| Self {
             first: first.cast(),
             entries,
+            tail: 0,
             _mapping: mapping.clone(),
         })
     }
 
-    /// Writes an entry. The drive may read it once the doorbell says so.
-    ///
-    /// # Panics
-    /// If there is no such entry: indices are the caller's own.
+    /// The entry that is written next.
     #[inline]
-    pub(crate) fn write(&self, index: u32, entry: &Sqe) {
-        assert!(
-            index < self.entries,
-            "host submission queue index out of range"
-        );
+    pub(crate) fn tail(&self) -> u32 {
+        self.tail
+    }
+
+    /// Writes an entry at the tail, with this Command Identifier in place of its own. The drive may
+    /// read it once the doorbell says so.
+    #[inline]
+    pub(crate) fn push(&mut self, entry: &Sqe, cid: CommandId) {
+        self.write(self.tail, entry);
+        // SAFETY: as in `write`. Bytes 2 and 3 of an entry are its Command Identifier; nobody reads
+        // the entry yet.
+        unsafe {
+            let halves = self.first.add(self.tail as usize).cast::<u16>();
+            halves.add(1).write_volatile(cid.0.to_le());
+        }
+        self.tail = if self.tail + 1 == self.entries {
+            0
+        } else {
+            self.tail + 1
+        };
+    }
+
+    /// Writes an entry.
+    #[inline]
+    fn write(&self, index: u32, entry: &Sqe) {
+        debug_assert!(index < self.entries);
         let words: [u64; 8] = transmute!(*entry);
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the entry lies inside the mapping, which is writable, by the constructor's check
-        // and the assertion, and is aligned to 64 bytes; volatile, as the drive reads it.
+        // SAFETY: the entry lies inside the mapping, which is writable, by the constructor's check,
+        // as indices here are below `entries`; it is aligned to 64 bytes; volatile, as the drive
+        // reads it.
         unsafe {
             use core::arch::x86_64::__m128i;
             let quarters = core::mem::transmute::<[u64; 8], [__m128i; 4]>(words);
@@ -65,11 +90,12 @@ impl HostSubmissionRing {
         }
     }
 
-    /// Zeroes all entries.
-    pub(crate) fn clear(&self) {
+    /// Zeroes all entries, and starts anew.
+    pub(crate) fn restart(&mut self) {
         for index in 0..self.entries {
             self.write(index, &Sqe::default());
         }
+        self.tail = 0;
     }
 
     /// The memory it lies in, as its drive finds it.
@@ -79,11 +105,16 @@ impl HostSubmissionRing {
     }
 }
 
-/// A host Completion Queue's entries, read only but for being cleared (Base 2.0, section 3.3.3.2).
+/// A host Completion Queue's entries, read only but for being cleared (Base 2.0, section 3.3.3.2),
+/// and its head.
 #[derive(Debug)]
 pub(crate) struct HostCompletionRing {
     first: *const [AtomicU64; 2],
     entries: u32,
+    /// Below `entries`, always.
+    head: u32,
+    /// The Phase Tag of entries that are new.
+    phase: bool,
     _mapping: Arc<Mapping>,
 }
 
@@ -91,8 +122,8 @@ pub(crate) struct HostCompletionRing {
 unsafe impl Send for HostCompletionRing {}
 
 impl HostCompletionRing {
-    /// The ring of `entries` entries at `offset`, or `None` if it is not aligned to an entry's
-    /// words or does not lie inside a mapping that can be written.
+    /// The ring of `entries` entries at `offset`, or `None` if it has none, is not aligned to an
+    /// entry's words or does not lie inside a mapping that can be written.
     pub(crate) fn new(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
         let len = (entries as usize).checked_mul(size_of::<Cqe>())?;
         let first = mapping
@@ -100,46 +131,58 @@ impl HostCompletionRing {
             .as_ptr()
             .cast::<[AtomicU64; 2]>()
             .cast_const();
-        let usable = mapping.access() == Access::ReadWrite && first.is_aligned();
+        let usable = mapping.access() == Access::ReadWrite && first.is_aligned() && entries > 0;
         usable.then(|| Self {
             first,
             entries,
+            head: 0,
+            phase: true,
             _mapping: mapping.clone(),
         })
     }
 
-    /// The entry, if the drive has posted it: if its Phase Tag is `phase`. The half with the tag is
-    /// read first, so what is then read of the other half was posted with it or before.
-    ///
-    /// # Panics
-    /// If there is no such entry: indices are the caller's own.
+    /// The entry that is read next.
     #[inline]
-    pub(crate) fn read(&self, index: u32, phase: bool) -> Option<Cqe> {
-        let [low, high] = self.entry(index);
-        let high = CqeHigh(u64::from_le(high.load(Ordering::Acquire)));
-        (high.phase() == phase).then(|| Cqe {
-            low: u64::from_le(low.load(Ordering::Relaxed)),
-            high,
-        })
+    pub(crate) fn head(&self) -> u32 {
+        self.head
     }
 
-    /// Zeroes all entries; no drive may write them meanwhile.
-    pub(crate) fn clear(&self) {
+    /// Takes the entry at the head, if the drive has posted it: if its Phase Tag says so. The half
+    /// with the tag is read first, so what is then read of the other half was posted with it or
+    /// before.
+    #[inline]
+    pub(crate) fn next(&mut self) -> Option<Cqe> {
+        let head = self.head;
+        let [low, high] = self.entry(head);
+        let high = CqeHigh(u64::from_le(high.load(Ordering::Acquire)));
+        if high.phase() != self.phase {
+            return None;
+        }
+        let low = u64::from_le(low.load(Ordering::Relaxed));
+        self.head = head + 1;
+        if head + 1 == self.entries {
+            self.head = 0;
+            self.phase = !self.phase;
+        }
+        Some(Cqe { low, high })
+    }
+
+    /// Zeroes all entries, and starts anew; no drive may write them meanwhile.
+    pub(crate) fn restart(&mut self) {
         for index in 0..self.entries {
             for half in self.entry(index) {
                 half.store(0, Ordering::Relaxed);
             }
         }
+        (self.head, self.phase) = (0, true);
     }
 
     #[inline]
     fn entry(&self, index: u32) -> &[AtomicU64; 2] {
-        assert!(
-            index < self.entries,
-            "host completion queue index out of range"
-        );
-        // SAFETY: the entry lies inside the mapping, which `self` keeps, is aligned and writable
-        // by the constructor's check, and is reached as atomic words by everybody here.
+        debug_assert!(index < self.entries);
+        // SAFETY: the entry lies inside the mapping, which `self` keeps, by the constructor's check,
+        // as indices here are below `entries`; it is aligned and writable, and is reached as atomic
+        // words by everybody here.
         unsafe { &*self.first.add(index as usize) }
     }
 }
@@ -149,7 +192,7 @@ mod tests {
     use super::*;
     use crate::memory::CompletionRing;
     use crate::memory::SubmissionRing;
-    use crate::spec::ids::{CommandId, QueueId};
+    use crate::spec::ids::QueueId;
     use crate::spec::status::Status;
 
     #[test]
@@ -157,40 +200,50 @@ mod tests {
         let mapping = Arc::new(Mapping::anonymous(8192).expect("map"));
         assert!(HostSubmissionRing::new(&mapping, 4160, 64).is_none());
         assert!(HostSubmissionRing::new(&mapping, 32, 1).is_none());
-        let ring = HostSubmissionRing::new(&mapping, 4096, 64).expect("fits");
+        assert!(HostSubmissionRing::new(&mapping, 0, 0).is_none());
+        let mut ring = HostSubmissionRing::new(&mapping, 4096, 64).expect("fits");
         let drive = SubmissionRing::new(&mapping, 4096, 64).expect("fits");
-        let entry = Sqe {
+        let mut entry = Sqe {
             dptr: [1, 2],
             cdw15: 3,
             ..Sqe::new(4)
         };
-        ring.write(63, &entry);
-        assert_eq!(drive.read(63), entry);
-        assert_eq!(drive.read(62), Sqe::default());
-        ring.clear();
-        assert_eq!(drive.read(63), Sqe::default());
+        entry.set_cid(CommandId(5));
+        for index in 0..64 {
+            assert_eq!(ring.tail(), index);
+            let cid = CommandId(0xFF00 | index as u16);
+            ring.push(&entry, cid);
+            let read = drive.read(index);
+            let mut expected = entry;
+            expected.set_cid(cid);
+            assert_eq!(read, expected);
+        }
+        assert_eq!(ring.tail(), 0, "round the end");
+        ring.push(&entry, CommandId(6));
+        ring.restart();
+        assert_eq!(ring.tail(), 0);
+        assert_eq!((drive.read(0), drive.read(63)), Default::default());
     }
 
     #[test]
     fn an_entry_is_there_when_its_phase_says_so() {
         let mapping = Arc::new(Mapping::anonymous(4096).expect("map"));
         assert!(HostCompletionRing::new(&mapping, 4096, 1).is_none());
-        let ring = HostCompletionRing::new(&mapping, 0, 256).expect("fits");
+        assert!(HostCompletionRing::new(&mapping, 0, 0).is_none());
+        let mut ring = HostCompletionRing::new(&mapping, 0, 256).expect("fits");
         let drive = CompletionRing::new(&mapping, 0, 256).expect("fits");
-        assert_eq!(ring.read(255, true), None);
         let entry = Cqe::new(QueueId(1), 2, CommandId(3), Status::INTERNAL_ERROR, 4, 5);
-        drive.publish(255, entry.with_phase(true));
-        assert_eq!(ring.read(255, true), Some(entry.with_phase(true)));
-        assert_eq!(ring.read(255, false), None);
-        ring.clear();
-        assert_eq!(ring.read(255, false), Some(Cqe::default()));
-    }
-
-    #[test]
-    #[should_panic(expected = "out of range")]
-    fn no_entry_beyond_the_ring_is_written() {
-        let mapping = Arc::new(Mapping::anonymous(4096).expect("map"));
-        let ring = HostSubmissionRing::new(&mapping, 0, 2).expect("fits");
-        ring.write(2, &Sqe::default());
+        for phase in [true, false, true] {
+            for index in 0..256 {
+                assert_eq!((ring.next(), ring.head()), (None, index));
+                drive.publish(index, entry.with_phase(phase));
+                assert_eq!(ring.next(), Some(entry.with_phase(phase)));
+            }
+        }
+        drive.publish(0, entry.with_phase(false));
+        ring.restart();
+        assert_eq!((ring.next(), ring.head()), (None, 0));
+        drive.publish(0, entry.with_phase(true));
+        assert_eq!(ring.next(), Some(entry.with_phase(true)));
     }
 }

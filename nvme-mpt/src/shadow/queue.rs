@@ -18,7 +18,9 @@ use crate::clock::{Ticks, nanoseconds};
 use crate::dma::{RegionTable, TableUser, Tables};
 use crate::doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage, DoorbellSource};
 use crate::event::{ErrorEntry, Event, EventQueue, QueueFailure};
-use crate::host::{HostCompletion, HostQueue, HostQueuePair, Limits};
+use crate::host::{
+    CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue, HostQueuePair, Limits,
+};
 use crate::interrupt::InterruptGate;
 use crate::memory::{CompletionRing, SubmissionRing, lost_memory_epoch};
 use crate::poller::Silence;
@@ -27,7 +29,7 @@ use crate::spec::ids::QueueId;
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::registers::Doorbell;
 use crate::spec::sqe::Sqe;
-use crate::spec::status::StatusCodeType;
+use crate::spec::status::{Status, StatusCodeType};
 use crate::stats::QueueCounters;
 
 /// Commands taken from one Submission Queue before its neighbours get their turn.
@@ -457,13 +459,16 @@ impl Core {
         let mut worked = self.slots.in_flight() > 0 && self.reap::<H, LOG>(host);
         let sound = self.is_sound();
         if sound && !self.stopped {
+            let mut batch = host.batch();
             let mut taken = false;
             for index in 0..self.sqs.len() {
-                taken |= self.take::<H, LOG>(index, host);
+                taken |= self.take::<LOG>(index, &mut batch);
             }
             if taken {
-                host.ring(self.translator.memory());
-                self.reap::<H, LOG>(host);
+                batch.ring(self.translator.memory());
+                if H::COMPLETES_AT_ONCE {
+                    self.reap::<H, LOG>(host);
+                }
                 worked = true;
             }
         }
@@ -483,7 +488,7 @@ impl Core {
 
     /// Takes commands of one Submission Queue and submits them. Returns whether there were any.
     #[inline]
-    fn take<H: HostQueue, const LOG: bool>(&mut self, index: usize, host: &mut H) -> bool {
+    fn take<const LOG: bool>(&mut self, index: usize, batch: &mut impl HostBatch) -> bool {
         let sq = &mut self.sqs[index];
         let available = sq.available(&self.context.events);
         if available == 0 {
@@ -515,6 +520,7 @@ impl Core {
             sq.ring.prefetch(sq.head + ahead);
         }
         let taken = Ticks::now();
+        batch.announce(count, taken);
         let mut bytes = 0;
         for _ in 0..count {
             // A slot is free for each of them, by the count above.
@@ -538,7 +544,7 @@ impl Core {
                     if LOG && let Some(log) = log {
                         log.submitted(number, command);
                     }
-                    host.submit(command);
+                    batch.submit(command);
                     bytes += u64::from(transfer);
                     if bytes >= BATCH_BYTES {
                         break;
@@ -566,40 +572,21 @@ impl Core {
             old_tables,
             ..
         } = self;
-        let mut completed = 0;
-        let mut now = Ticks::default();
-        host.reap(translator.memory(), |completion| {
-            // A number that no command in flight has is a completion that came too late.
-            let Some(slot) = slots.release(completion.slot) else {
-                return;
-            };
-            completed += 1;
-            if LOG && let Some(log) = log {
-                log.completed(completion.slot, slot, translator.memory(), old_tables);
-            }
-            let Some(sq) = sqs.get(usize::from(slot.sq)) else {
-                return;
-            };
-            if *condition == Condition::Failed {
-                return;
-            }
-            if !completion.status.is_success() {
-                // Before the guest sees the completion and asks for the error log.
-                report_failure(context, sq, slot, &completion);
-            }
-            let HostCompletion { status, dw0, .. } = completion;
-            let entry = Cqe::new(sq.qid, sq.head as u16, slot.cid, status, dw0, 0);
-            if *condition == Condition::Sound {
-                cq.publish(entry);
-            } else {
-                held.push(entry);
-            }
-            // The guest has its completion; what follows nobody waits for.
-            if completed == 1 {
-                now = Ticks::now();
-            }
-            count(&sq.counters, slot, now);
-        });
+        let mut posting = Posting::<LOG> {
+            cq,
+            sqs,
+            slots,
+            context,
+            condition: *condition,
+            held,
+            log,
+            memory: translator.memory(),
+            old_tables,
+            completed: 0,
+            now: Ticks::default(),
+        };
+        host.reap(translator.memory(), &mut posting);
+        let Posting { completed, now, .. } = posting;
         if completed == 0 {
             return false;
         }
@@ -754,6 +741,59 @@ impl Core {
     }
 }
 
+/// Gives the guest its completions.
+struct Posting<'a, const LOG: bool> {
+    cq: &'a mut CompletionQueue,
+    sqs: &'a [SubmissionQueue],
+    slots: &'a mut Slots,
+    context: &'a QueueContext,
+    condition: Condition,
+    held: &'a mut Vec<Cqe>,
+    log: &'a mut Option<Box<WriteLog>>,
+    memory: HostMemory<'a>,
+    old_tables: &'a [Arc<RegionTable>],
+    /// How many there were.
+    completed: u32,
+    /// When the first of them was posted.
+    now: Ticks,
+}
+
+impl<const LOG: bool> CompletionTaker for &mut Posting<'_, LOG> {
+    #[inline(always)]
+    fn take(&mut self, completion: HostCompletion) {
+        // A number that no command in flight has is a completion that came too late.
+        let Some(slot) = self.slots.release(completion.slot) else {
+            return;
+        };
+        self.completed += 1;
+        if LOG && let Some(log) = self.log.as_mut() {
+            log.completed(completion.slot, slot, self.memory, self.old_tables);
+        }
+        let Some(sq) = self.sqs.get(usize::from(slot.sq)) else {
+            return;
+        };
+        if self.condition == Condition::Failed {
+            return;
+        }
+        if !completion.status.is_success() {
+            // Before the guest sees the completion and asks for the error log.
+            report_failure(self.context, sq, slot, completion.status);
+        }
+        let HostCompletion { status, dw0, .. } = completion;
+        let entry = Cqe::new(sq.qid, sq.head as u16, slot.cid, status, dw0, 0);
+        if self.condition == Condition::Sound {
+            self.cq.publish(entry);
+        } else {
+            self.held.push(entry);
+        }
+        // The guest has its completion; what follows nobody waits for.
+        if self.completed == 1 {
+            self.now = Ticks::now();
+        }
+        count(&sq.counters, slot, self.now);
+    }
+}
+
 /// Completes a command that does not reach the host controller.
 #[cold]
 fn fail_command(
@@ -796,20 +836,15 @@ fn count(counters: &QueueCounters, slot: &Slot, now: Ticks) {
 }
 
 #[cold]
-fn report_failure(
-    context: &QueueContext,
-    sq: &SubmissionQueue,
-    slot: &Slot,
-    completion: &HostCompletion,
-) {
+fn report_failure(context: &QueueContext, sq: &SubmissionQueue, slot: &Slot, status: Status) {
     sq.counters.errors.add(1);
-    if completion.status.sct() == StatusCodeType::MEDIA {
+    if status.sct() == StatusCodeType::MEDIA {
         sq.counters.media_errors.add(1);
     }
     context.events.report(Event::CommandFailed(ErrorEntry {
         sqid: sq.qid,
         cid: slot.cid,
-        status: completion.status,
+        status,
         lba: slot.slba,
         nsid: crate::attachment::GUEST_NSID,
         parameter_location: 0xFFFF,

@@ -22,9 +22,10 @@ use faults::{FaultError, FaultPlan, FaultQueue, Faults};
 use model::{Model, Profile, TimedQueue, TimedStore, Wear};
 
 use super::{
-    HostCompletion, HostController, HostMemory, HostNamespace, HostQueue, HostQueuePair, Incidents,
-    Limits,
+    CompletionTaker, HostBatch, HostCompletion, HostController, HostMemory, HostNamespace,
+    HostQueue, HostQueuePair, Incidents, Limits,
 };
+use crate::clock::Ticks;
 use crate::event::EventQueue;
 use crate::iova::IovaSpace;
 use crate::range_lock::RangeLock;
@@ -99,7 +100,10 @@ impl<S: Store> TimedStore for SoftwareQueue<S> {
     }
 }
 
-impl<S: Store> HostQueue for SoftwareQueue<S> {
+impl<S: Store> HostBatch for &mut SoftwareQueue<S> {
+    #[inline]
+    fn announce(&mut self, _: u32, _: Ticks) {}
+
     #[inline]
     fn submit(&mut self, sqe: &Sqe) {
         debug_assert!(self.sq.len() < self.sq.capacity());
@@ -107,8 +111,8 @@ impl<S: Store> HostQueue for SoftwareQueue<S> {
     }
 
     #[inline]
-    fn ring(&mut self, memory: HostMemory<'_>) {
-        let Self { store, sq, cq } = self;
+    fn ring(self, memory: HostMemory<'_>) {
+        let SoftwareQueue { store, sq, cq } = self;
         execute(store, sq, memory, |sqe, status| {
             cq.push(HostCompletion {
                 slot: sqe.cid().0,
@@ -117,11 +121,23 @@ impl<S: Store> HostQueue for SoftwareQueue<S> {
             });
         });
     }
+}
+
+impl<S: Store> HostQueue for SoftwareQueue<S> {
+    type Batch<'a>
+        = &'a mut Self
+    where
+        S: 'a;
 
     #[inline]
-    fn reap(&mut self, _: HostMemory<'_>, mut done: impl FnMut(HostCompletion)) {
+    fn batch(&mut self) -> &mut Self {
+        self
+    }
+
+    #[inline]
+    fn reap(&mut self, _: HostMemory<'_>, mut taker: impl CompletionTaker) {
         for completion in self.cq.drain(..) {
-            done(completion);
+            taker.take(completion);
         }
     }
 

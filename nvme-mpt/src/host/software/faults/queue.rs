@@ -7,7 +7,9 @@ use std::time::Duration;
 use super::{Faults, REMOVED, Verdict};
 use crate::clock::{Ticks, ticks_in};
 use crate::host::software::model::{Clock, DueWheel, HostClock};
-use crate::host::{HostCompletion, HostMemory, HostQueue, HostQueuePair};
+use crate::host::{
+    CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue, HostQueuePair,
+};
 use crate::spec::nvm::{CompareVerify, ReadWrite};
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
@@ -33,6 +35,8 @@ pub struct FaultQueue<C = HostClock> {
     clock: C,
     /// Commands that were submitted and not rung in.
     arriving: Vec<Sqe>,
+    /// Those of them that the drive gets.
+    passing: Vec<Sqe>,
     /// By slot.
     fates: Box<[Fate]>,
     /// What the drive is done with.
@@ -74,6 +78,7 @@ impl<C> FaultQueue<C> {
             faults,
             clock,
             arriving: Vec::with_capacity(room),
+            passing: Vec::with_capacity(room),
             fates: vec![Fate::default(); room].into_boxed_slice(),
             reaped: Vec::with_capacity(room),
             refused: Vec::with_capacity(room),
@@ -120,17 +125,20 @@ fn looks_only(sqe: &Sqe) -> Sqe {
     verify
 }
 
-impl<C: Clock> HostQueue for FaultQueue<C> {
+impl<C: Clock> HostBatch for &mut FaultQueue<C> {
+    fn announce(&mut self, _: u32, _: Ticks) {}
+
     fn submit(&mut self, sqe: &Sqe) {
         debug_assert!(self.arriving.len() < self.arriving.capacity());
         self.arriving.push(*sqe);
     }
 
-    fn ring(&mut self, memory: HostMemory<'_>) {
-        let Self {
+    fn ring(self, memory: HostMemory<'_>) {
+        let FaultQueue {
             drive,
             faults,
             arriving,
+            passing,
             fates,
             refused,
             lost,
@@ -146,12 +154,12 @@ impl<C: Clock> HostQueue for FaultQueue<C> {
             match verdict {
                 Verdict::Pass(delay) => {
                     fate.delay = delay;
-                    drive.submit(sqe);
+                    passing.push(*sqe);
                 }
                 Verdict::Fail(status, delay) => {
                     let status = Some(status);
                     *fate = Fate { delay, status };
-                    drive.submit(&looks_only(sqe));
+                    passing.push(looks_only(sqe));
                 }
                 Verdict::Refuse(status) => refused.push(HostCompletion {
                     slot,
@@ -173,10 +181,22 @@ impl<C: Clock> HostQueue for FaultQueue<C> {
             faults.judge(arriving, memory, act);
         }
         arriving.clear();
-        drive.ring(memory);
+        drive.ring_in(passing, memory);
+        passing.clear();
+    }
+}
+
+impl<C: Clock> HostQueue for FaultQueue<C> {
+    type Batch<'a>
+        = &'a mut Self
+    where
+        C: 'a;
+
+    fn batch(&mut self) -> &mut Self {
+        self
     }
 
-    fn reap(&mut self, memory: HostMemory<'_>, mut done: impl FnMut(HostCompletion)) {
+    fn reap(&mut self, memory: HostMemory<'_>, mut taker: impl CompletionTaker) {
         let Self {
             drive,
             faults,
@@ -204,7 +224,7 @@ impl<C: Clock> HostQueue for FaultQueue<C> {
                 ..completion
             };
             if fate.delay == 0 {
-                done(completion);
+                taker.take(completion);
             } else {
                 *delayed = completion;
                 let due = clock.now().saturating_add(fate.delay);
@@ -212,11 +232,11 @@ impl<C: Clock> HostQueue for FaultQueue<C> {
             }
         }
         for completion in refused.drain(..) {
-            done(completion);
+            taker.take(completion);
         }
         let mut due = |slot: u32| {
             if let Some(completion) = delayed.get(slot as usize) {
-                done(HostCompletion {
+                taker.take(HostCompletion {
                     status: told(completion.status),
                     ..*completion
                 });
@@ -230,7 +250,7 @@ impl<C: Clock> HostQueue for FaultQueue<C> {
         }
         wheel.drain(&mut due);
         for slot in lost.drain(..) {
-            done(HostCompletion {
+            taker.take(HostCompletion {
                 slot,
                 status: told(Status::ABORTED_SQ_DELETION),
                 dw0: 0,

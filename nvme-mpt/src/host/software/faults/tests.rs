@@ -10,7 +10,7 @@ use super::*;
 use crate::dma::RegionTable;
 use crate::host::software::model::Clock;
 use crate::host::software::{NullStore, SoftwareQueue};
-use crate::host::{HostCompletion, HostQueue, HostQueuePair};
+use crate::host::{HostBatch, HostCompletion, HostQueue, HostQueuePair};
 use crate::iova::IovaSpace;
 use crate::shadow::ListMemory;
 use crate::spec::ids::{CommandId, Lba, Nsid};
@@ -58,17 +58,30 @@ impl Drive {
     }
 
     fn run(&mut self, commands: &[Sqe]) -> Vec<HostCompletion> {
-        for (sqe, slot) in commands.iter().zip(0..) {
-            let mut sqe = *sqe;
-            sqe.set_cid(CommandId(slot));
-            self.queue.submit(&sqe);
-        }
+        let numbered: Vec<_> = commands
+            .iter()
+            .zip(0..)
+            .map(|(sqe, slot)| {
+                let mut sqe = *sqe;
+                sqe.set_cid(CommandId(slot));
+                sqe
+            })
+            .collect();
+        self.submit(&numbered);
+        self.reap()
+    }
+
+    /// Submits commands and rings.
+    fn submit(&mut self, commands: &[Sqe]) {
         let memory = HostMemory {
             table: &self.table,
             lists: &self.lists,
         };
-        self.queue.ring(memory);
-        self.reap()
+        let mut batch = self.queue.batch();
+        for sqe in commands {
+            batch.submit(sqe);
+        }
+        batch.ring(memory);
     }
 
     fn reap(&mut self) -> Vec<HostCompletion> {
@@ -77,7 +90,8 @@ impl Drive {
             lists: &self.lists,
         };
         let mut done = Vec::new();
-        self.queue.reap(memory, |completion| done.push(completion));
+        self.queue
+            .reap(memory, |completion: HostCompletion| done.push(completion));
         done.sort_by_key(|completion| completion.slot);
         done
     }
@@ -301,16 +315,9 @@ fn what_a_removed_drive_has_fails_and_so_does_all_after_it() {
     let events = Arc::new(EventQueue::new().expect("eventfd"));
     drive.faults.subscribe(&events);
     assert!(drive.run(&[read(0), read(8)]).is_empty());
-    drive.queue.submit(&{
-        let mut flush = Sqe::new(NvmOpcode::FLUSH.0);
-        flush.set_cid(CommandId(2));
-        flush
-    });
-    let memory = HostMemory {
-        table: &drive.table,
-        lists: &drive.lists,
-    };
-    drive.queue.ring(memory);
+    let mut flush = Sqe::new(NvmOpcode::FLUSH.0);
+    flush.set_cid(CommandId(2));
+    drive.submit(&[flush]);
     let done = drive.reap();
     let told: Vec<_> = done.iter().map(|c| (c.slot, c.status)).collect();
     assert_eq!(told, [(0, REMOVED), (1, REMOVED), (2, REMOVED)]);
@@ -412,15 +419,15 @@ proptest! {
         let mut submitted = 0_u16;
         let mut done = Vec::new();
         for (count, time) in batches {
-            for slot in submitted..submitted + count {
+            let numbered = |slot: u16| {
                 let opcode = [NvmOpcode::READ, NvmOpcode::WRITE, NvmOpcode::FLUSH][usize::from(slot % 3)];
                 let mut sqe = command(opcode, u64::from(slot) * 64, 8);
                 sqe.set_cid(CommandId(slot));
-                drive.queue.submit(&sqe);
-            }
+                sqe
+            };
+            let commands: Vec<_> = (submitted..submitted + count).map(numbered).collect();
             submitted += count;
-            let memory = HostMemory { table: &drive.table, lists: &drive.lists };
-            drive.queue.ring(memory);
+            drive.submit(&commands);
             done.extend(drive.reap());
             drive.clock.0.set(drive.clock.0.get() + time);
         }

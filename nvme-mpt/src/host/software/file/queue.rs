@@ -10,10 +10,11 @@ use log::error;
 
 use super::uring::{Request, Uring, Vectors};
 use super::{FileStore, SharedFile};
+use crate::clock::Ticks;
 use crate::host::data::DataPointer;
 use crate::host::software::memory::range;
 use crate::host::software::model::TimedStore;
-use crate::host::{HostCompletion, HostMemory, HostQueue};
+use crate::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
 use crate::memory::{Mapping, RawBytes};
 use crate::spec::ids::{CommandId, Lba};
 use crate::spec::nvm::{
@@ -488,19 +489,29 @@ impl TimedStore for FileQueue {
     }
 }
 
-impl HostQueue for FileQueue {
+impl HostBatch for &mut FileQueue {
+    fn announce(&mut self, _: u32, _: Ticks) {}
+
     fn submit(&mut self, sqe: &Sqe) {
         self.waiting.push_back(*sqe);
         self.arriving += 1;
     }
 
-    fn ring(&mut self, memory: HostMemory<'_>) {
+    fn ring(self, memory: HostMemory<'_>) {
         self.arriving = 0;
         self.start_waiting(memory);
         self.uring.submit();
     }
+}
 
-    fn reap(&mut self, memory: HostMemory<'_>, mut done: impl FnMut(HostCompletion)) {
+impl HostQueue for FileQueue {
+    type Batch<'a> = &'a mut Self;
+
+    fn batch(&mut self) -> &mut Self {
+        self
+    }
+
+    fn reap(&mut self, memory: HostMemory<'_>, mut taker: impl CompletionTaker) {
         let mut ended = false;
         while let Some((tag, result)) = self.uring.take() {
             ended = true;
@@ -519,7 +530,7 @@ impl HostQueue for FileQueue {
         self.uring.submit();
         std::mem::swap(&mut self.completed, &mut self.completing);
         for completion in self.completing.drain(..) {
-            done(completion);
+            taker.take(completion);
         }
     }
 

@@ -8,7 +8,7 @@ use super::calendar::Calendar;
 use super::time::{Clock, HostClock};
 use super::{Model, due_of};
 use crate::clock::{Ticks, ticks_in};
-use crate::host::{HostCompletion, HostMemory, HostQueue};
+use crate::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
 use crate::spec::sqe::Sqe;
 use crate::spec::status::Status;
 
@@ -85,17 +85,21 @@ fn completion(sqe: &Sqe, status: Status) -> HostCompletion {
     }
 }
 
-impl<Q: TimedStore, C: Clock> HostQueue for TimedQueue<Q, C> {
+impl<Q: TimedStore, C: Clock> HostBatch for &mut TimedQueue<Q, C> {
+    #[inline]
+    fn announce(&mut self, _: u32, _: Ticks) {}
+
     #[inline]
     fn submit(&mut self, sqe: &Sqe) {
-        self.store.submit(sqe);
+        // What a store's batch was given, the store keeps until it is rung.
+        self.store.batch().submit(sqe);
     }
 
     #[inline]
-    fn ring(&mut self, memory: HostMemory<'_>) {
+    fn ring(self, memory: HostMemory<'_>) {
         // Before the store has its turn, which takes time that the model counts already.
         let now = self.clock.now();
-        let Self {
+        let TimedQueue {
             store,
             model,
             due,
@@ -119,14 +123,27 @@ impl<Q: TimedStore, C: Clock> HostQueue for TimedQueue<Q, C> {
             }
         }
     }
+}
+
+impl<Q: TimedStore, C: Clock> HostQueue for TimedQueue<Q, C> {
+    type Batch<'a>
+        = &'a mut Self
+    where
+        Q: 'a,
+        C: 'a;
 
     #[inline]
-    fn reap(&mut self, memory: HostMemory<'_>, done: impl FnMut(HostCompletion)) {
+    fn batch(&mut self) -> &mut Self {
+        self
+    }
+
+    #[inline]
+    fn reap(&mut self, memory: HostMemory<'_>, mut taker: impl CompletionTaker) {
         let Self {
             store, due, held, ..
         } = self;
         if !Q::AT_ONCE {
-            store.reap(memory, |completion| {
+            store.reap(memory, |completion: HostCompletion| {
                 if let Some(due) = due.get(usize::from(completion.slot)) {
                     held.hold(completion, *due);
                 }
@@ -136,7 +153,7 @@ impl<Q: TimedStore, C: Clock> HostQueue for TimedQueue<Q, C> {
             true => None,
             false => Some(self.clock.now()),
         };
-        held.release(now, done);
+        held.release(now, |completion| taker.take(completion));
     }
 
     fn wait_fd(&self) -> Option<RawFd> {
@@ -208,14 +225,15 @@ mod tests {
         }
 
         fn run(&mut self, commands: &[Sqe]) {
-            for sqe in commands {
-                self.queue.submit(sqe);
-            }
             let memory = HostMemory {
                 table: &self.table,
                 lists: &self.lists,
             };
-            self.queue.ring(memory);
+            let mut batch = self.queue.batch();
+            for sqe in commands {
+                batch.submit(sqe);
+            }
+            batch.ring(memory);
         }
 
         fn reap(&mut self) -> Vec<u16> {
@@ -224,7 +242,7 @@ mod tests {
                 table: &self.table,
                 lists: &self.lists,
             };
-            self.queue.reap(memory, |completion| {
+            self.queue.reap(memory, |completion: HostCompletion| {
                 assert!(completion.status.is_success());
                 done.push(completion.slot);
             });

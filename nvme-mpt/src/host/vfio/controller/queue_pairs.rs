@@ -16,8 +16,9 @@ use super::doorbell_buffer::pair_doorbells;
 use super::error::ControllerError;
 use super::{PhysicalDrive, lock};
 use crate::address::PAGE_SIZE;
+use crate::clock::Ticks;
 use crate::dma::RegionTable;
-use crate::host::{HostMemory, HostNamespace, HostQueue, QueuePairUse};
+use crate::host::{HostBatch, HostCompletion, HostMemory, HostNamespace, HostQueue, QueuePairUse};
 use crate::shadow::ListMemory;
 use crate::spec::admin::{CreateIoCq, CreateIoSq, DeleteQueue, QueuePriority, SetFeatures};
 use crate::spec::feature::{FeatureId, NumberOfQueues};
@@ -225,12 +226,16 @@ impl PhysicalDrive {
         let mut sqe = Sqe::new(NvmOpcode::FLUSH.0);
         sqe.set_cid(CommandId(0));
         sqe.nsid = namespace.nsid;
-        queue.submit(&sqe);
-        queue.ring(memory);
+        let mut batch = queue.batch();
+        batch.announce(1, Ticks::now());
+        batch.submit(&sqe);
+        batch.ring(memory);
         let mut completed = None;
         // The supervisor sees to it that every command ends.
         loop {
-            queue.reap(memory, |completion| completed = Some(completion.status));
+            queue.reap(memory, |completion: HostCompletion| {
+                completed = Some(completion.status);
+            });
             match completed {
                 None => std::thread::sleep(Duration::from_micros(200)),
                 Some(status) if status.is_success() => return Ok(()),

@@ -18,10 +18,10 @@ use super::governor::{Class, Governor, Window};
 use super::member::{Member, Waiting};
 use super::rings::{PairDoorbells, Rings};
 use super::sharing::Sharing;
-use super::split::data_len;
+use super::split::WholeLimit;
 use super::stats::PairStats;
 use crate::clock::Ticks;
-use crate::host::{HostCompletion, HostMemory};
+use crate::host::{CompletionTaker, HostCompletion, HostMemory};
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::CommandId;
 use crate::spec::opcode::NvmOpcode;
@@ -132,57 +132,50 @@ impl Core {
                 .is_some_and(|member| member.waiting.is_empty() && member.done.is_empty())
     }
 
-    /// Takes a member's staged commands; `outstanding` is how many it then has submitted that have
-    /// not completed.
+    /// Whether `count` commands of a member can go straight to the ring now, with
+    /// [`Self::submit_directly`]; and which of them.
     #[inline]
-    pub(super) fn ring(
+    pub(super) fn takes_directly(
         &mut self,
         number: u16,
-        staged: &mut Vec<Sqe>,
-        outstanding: u32,
-        memory: HostMemory<'_>,
+        count: u32,
         now: Ticks,
-    ) {
-        let mut rest = 0;
-        if self.is_direct(number) && !self.sharing.governor.is_light_present(now) {
-            rest = self.submit_directly(number, staged, now);
-            self.rings.ring();
-        }
-        if rest < staged.len() {
-            self.enqueue(number, &staged[rest..], outstanding, memory, now);
-        }
-        staged.clear();
+    ) -> Option<WholeLimit> {
+        let can = self.is_direct(number)
+            && !self.sharing.governor.is_light_present(now)
+            && count as usize <= self.flights.free()
+            && self.flights.own(number);
+        can.then(|| self.member(number).map(|member| member.whole))
+            .flatten()
     }
 
-    /// Submits commands until one has to wait or to be split. Returns how many.
-    #[inline]
-    fn submit_directly(&mut self, number: u16, staged: &[Sqe], now: Ticks) -> usize {
-        let limit = self.max_transfer;
-        let is_too_long = |lba_shift| move |sqe: &Sqe| data_len(sqe, lba_shift) > limit;
-        let whole = match self.member(number) {
-            // On other drives no command is too long.
-            Some(member) if member.splits.is_some() => staged
-                .iter()
-                .position(is_too_long(member.lba_shift))
-                .unwrap_or(staged.len()),
-            _ => staged.len(),
-        };
-        let count = whole.min(self.flights.free());
-        for staged in &staged[..count] {
-            let Some(cid) = self.flights.take_off(number, staged.cid().0, now) else {
-                break;
-            };
-            let mut sqe = *staged;
-            sqe.set_cid(cid);
-            self.rings.push(&sqe);
+    /// Writes a member's command into the ring, unless it has to be split. Returns whether it did.
+    #[inline(always)]
+    pub(super) fn submit_directly(&mut self, sqe: &Sqe, limit: WholeLimit, now: Ticks) -> bool {
+        if !limit.is_whole(sqe) {
+            return false;
         }
+        let Some(cid) = self.flights.take_off(sqe.cid().0, now) else {
+            return false;
+        };
+        self.rings.push(sqe, cid);
+        true
+    }
+
+    /// Tells the drive of what went straight to the ring, since so many commands were in flight.
+    /// Returns how many it was.
+    #[inline]
+    pub(super) fn ring(&mut self, before: usize) -> usize {
+        let count = self.flights.in_flight() - before;
         self.stats.commands += count as u64;
+        self.rings.ring();
         count
     }
 
-    /// Lets commands wait for their turn, and dispatches what can be.
+    /// Lets a member's commands wait for their turn, and dispatches what can be; `outstanding` is how
+    /// many it then has submitted that have not completed.
     #[inline(never)]
-    fn enqueue(
+    pub(super) fn enqueue(
         &mut self,
         number: u16,
         staged: &[Sqe],
@@ -210,7 +203,7 @@ impl Core {
         }
         let longest = staged
             .iter()
-            .map(|sqe| data_len(sqe, member.lba_shift))
+            .map(|sqe| member.whole.data_len(sqe))
             .max()
             .unwrap_or(0);
         if !is_governed || Class::is_heavy(outstanding, longest) {
@@ -219,7 +212,7 @@ impl Core {
         }
         let is_light = now > member.heavy_until && member.waiting.is_empty();
         for sqe in staged {
-            let len = data_len(sqe, member.lba_shift);
+            let len = member.whole.data_len(sqe);
             let class = if is_light {
                 Class::light(NvmOpcode(sqe.opcode()), outstanding)
             } else {
@@ -292,7 +285,7 @@ impl Core {
         // Light members find room in the drive, even while heavy ones fill it.
         let reserve = match self.count {
             0 | 1 => 0,
-            _ => usize::from(self.flights.room() / 16),
+            _ => self.flights.room() / 16,
         };
         let most = match window {
             Window::Own(bytes) | Window::Drive(bytes) => bytes,
@@ -362,7 +355,7 @@ impl Core {
             return false;
         }
         let (class, arrived) = (head.class, head.arrived);
-        let Some((mut sqe, child)) = member.take_next(most) else {
+        let Some((sqe, child)) = member.take_next(most) else {
             return false;
         };
         let flight = Flight {
@@ -372,13 +365,11 @@ impl Core {
             weight: weight as u32,
             class,
             arrived,
-            aborted: false,
         };
         let Some(cid) = flights.take_off_special(flight, now) else {
             return false;
         };
-        sqe.set_cid(cid);
-        rings.push(&sqe);
+        rings.push(&sqe, cid);
         if class == Class::HEAVY {
             sharing.launched(weight);
         } else {
@@ -388,21 +379,36 @@ impl Core {
         true
     }
 
-    /// The next command that the drive has completed, all of them of the one member.
-    #[inline]
-    pub(super) fn next_completion(&mut self, clock: &impl Fn() -> Ticks) -> Option<HostCompletion> {
-        // A drive that posts without end what nobody waits for does not keep us here.
-        for _ in 0..self.rings.entries() {
-            let entry = self.rings.next()?;
-            let (status, dw0) = (entry.status(), entry.dw0());
-            if let Some(slot) = self.flights.land_plain(entry.cid()) {
-                return Some(HostCompletion { slot, status, dw0 });
-            }
-            if let Some((_, completion)) = self.land(&entry, || Some(clock())) {
-                return Some(completion);
-            }
+    /// Hands the completions of a member that has the queue pair to itself straight to `taker`. Those
+    /// of commands that there is more to end up where [`Self::swap_done`] finds them. Returns how
+    /// many there were of the others.
+    #[inline(always)]
+    pub(super) fn reap_directly(
+        &mut self,
+        clock: impl Fn() -> Ticks,
+        taker: &mut impl CompletionTaker,
+    ) -> usize {
+        let before = self.flights.in_flight();
+        // Each command completes once, so a drive that posts without end does not keep us here.
+        let other = loop {
+            let Some(entry) = self.rings.next() else {
+                break None;
+            };
+            let Some(slot) = self.flights.land_plain(entry.cid()) else {
+                break Some(entry);
+            };
+            taker.take(HostCompletion {
+                slot,
+                status: entry.status(),
+                dw0: entry.dw0(),
+            });
+        };
+        let count = before - self.flights.in_flight();
+        if let Some(entry) = other {
+            self.harvest(Some(entry), || Some(clock()));
         }
-        None
+        self.rings.release();
+        count
     }
 
     /// Gives every member what the drive has completed, and dispatches what waits.
@@ -410,18 +416,20 @@ impl Core {
         if self.state != State::Running {
             return;
         }
-        self.harvest(|| Some(clock()));
+        self.harvest(None, || Some(clock()));
         self.rings.release();
         if self.may_dispatch() {
             self.dispatch(clock());
         }
     }
 
-    /// Gives members what the drive has posted to the Completion Queue.
-    fn harvest(&mut self, clock: impl Fn() -> Option<Ticks>) {
+    /// Gives members what the drive has posted to the Completion Queue: the first entry, if it was
+    /// taken from there, and those that follow.
+    #[inline(never)]
+    fn harvest(&mut self, mut first: Option<Cqe>, clock: impl Fn() -> Option<Ticks>) {
         // Nor here.
         for _ in 0..self.rings.entries() {
-            let Some(entry) = self.rings.next() else {
+            let Some(entry) = first.take().or_else(|| self.rings.next()) else {
                 return;
             };
             if let Some((member, completion)) = self.land(&entry, &clock) {
@@ -432,15 +440,20 @@ impl Core {
 
     /// What a member gets of a completion, if that is something. `clock` is asked for commands whose
     /// latency counts.
-    #[cold]
+    #[inline]
     fn land(
         &mut self,
         entry: &Cqe,
         clock: impl Fn() -> Option<Ticks>,
     ) -> Option<(u16, HostCompletion)> {
-        match self.flights.land(entry.cid(), entry.status(), entry.dw0()) {
-            Some(Landing::Plain(member, completion)) => Some((member, completion)),
-            Some(Landing::Special(flight, status, dw0)) => self
+        let dw0 = entry.dw0();
+        match self.flights.land(entry.cid(), entry.status()) {
+            Some(Landing::Plain {
+                member,
+                slot,
+                status,
+            }) => Some((member, HostCompletion { slot, status, dw0 })),
+            Some(Landing::Special(flight, status)) => self
                 .settle(&flight, (status, dw0), clock())
                 .map(|completion| (flight.member, completion)),
             None => {
@@ -451,7 +464,6 @@ impl Core {
     }
 
     /// Settles the accounts of a command or a child. Returns the completion that its member gets.
-    #[cold]
     fn settle(
         &mut self,
         flight: &Flight,
@@ -501,21 +513,28 @@ impl Core {
 
     /// Completes all that the drive has: what it posted as it says, the rest with this status.
     pub(super) fn fail_in_flight(&mut self, status: Status) {
-        self.harvest(|| None);
-        for index in 0..self.flights.room() {
-            let Some(cid) = self.flights.at(index) else {
-                continue;
+        self.harvest(None, || None);
+        for cid in self.flights.cids() {
+            let landed = match self.flights.land(cid, status) {
+                Some(Landing::Plain {
+                    member,
+                    slot,
+                    status,
+                }) => Some((
+                    member,
+                    HostCompletion {
+                        slot,
+                        status,
+                        dw0: 0,
+                    },
+                )),
+                Some(Landing::Special(flight, status)) => self
+                    .settle(&flight, (status, 0), None)
+                    .map(|completion| (flight.member, completion)),
+                None => None,
             };
-            match self.flights.land(cid, status, 0) {
-                Some(Landing::Plain(member, completion)) => {
-                    deliver(&mut self.members, member, completion);
-                }
-                Some(Landing::Special(flight, status, dw0)) => {
-                    if let Some(completion) = self.settle(&flight, (status, dw0), None) {
-                        deliver(&mut self.members, flight.member, completion);
-                    }
-                }
-                None => {}
+            if let Some((member, completion)) = landed {
+                deliver(&mut self.members, member, completion);
             }
         }
     }

@@ -1,19 +1,107 @@
 //! The commands that the drive has, by their host Command Identifiers.
+//!
+//! A command of a member that has the queue pair to itself goes by its slot: nothing is to be looked
+//! for, and little written down. Commands of members that share, and parts of commands that are
+//! split, go by a number of the queue pair's own.
 
 use super::governor::Class;
 use crate::clock::Ticks;
-use crate::host::HostCompletion;
 use crate::spec::ids::CommandId;
 use crate::spec::status::Status;
 
-/// Bits of a host Command Identifier that are an index of the table; the rest count how often the
-/// index was used, so that a completion that comes twice, or too late, is recognised.
+/// Bits of a host Command Identifier that are an index of a table.
 const INDEX_BITS: u32 = 10;
 
 const INDEX_MASK: u16 = (1 << INDEX_BITS) - 1;
 
-/// A member's command, or one part of it, that the drive has, when it shares the queue pair or is
-/// split: what is to be known at its end.
+/// The bit of a host Command Identifier that tells the table: set for [`Flights::special`].
+const SPECIAL: u16 = 1 << INDEX_BITS;
+
+/// The other bits count how often the index was used, so that a completion that comes twice, or too
+/// late, is recognised.
+const USE: u16 = SPECIAL << 1;
+
+/// Most commands of a member that go by their slots.
+const PLAIN: usize = 1 << INDEX_BITS;
+
+/// What is known of every command: little, as it is written for each.
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    /// When the drive got it.
+    submitted: Ticks,
+    tag: Tag,
+}
+
+const _: () = assert!(size_of::<Entry>() == 16);
+
+/// The Command Identifier of the command that is in flight, and nothing but that while all is as
+/// usual: so one comparison tells whether a completion is for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Tag(u32);
+
+impl Tag {
+    /// There is none in flight; the identifier is the last one's.
+    const FREE: u32 = 1 << 16;
+    /// The drive was asked to abort it.
+    const ABORTED: u32 = 1 << 17;
+    /// It was reported as overdue.
+    const REPORTED: u32 = 1 << 18;
+
+    #[inline]
+    fn cid(self) -> CommandId {
+        CommandId(self.0 as u16)
+    }
+
+    #[inline]
+    fn has(self, flag: u32) -> bool {
+        self.0 & flag != 0
+    }
+}
+
+impl Entry {
+    fn new(cid: u16) -> Self {
+        Self {
+            submitted: Ticks::default(),
+            tag: Tag(u32::from(cid) | Tag::FREE),
+        }
+    }
+
+    /// Takes up a command, with an identifier that the last one here did not have.
+    #[inline]
+    fn occupy(&mut self, submitted: Ticks) -> CommandId {
+        let cid = self.tag.cid().0.wrapping_add(USE);
+        self.tag = Tag(cid.into());
+        self.submitted = submitted;
+        CommandId(cid)
+    }
+
+    #[inline]
+    fn vacate(&mut self) {
+        self.tag.0 |= Tag::FREE;
+    }
+
+    fn is_in_flight(&self) -> bool {
+        !self.tag.has(Tag::FREE)
+    }
+
+    /// Whether it is the command in flight that has this identifier.
+    fn is(&self, cid: CommandId) -> bool {
+        self.is_in_flight() && self.tag.cid() == cid
+    }
+
+    /// How the command ended, for its member, when the drive says this.
+    fn end(&self, status: Status) -> Status {
+        // We asked for the abort, not the guest: its driver is told to try again.
+        if self.tag.has(Tag::ABORTED) && status.code() == Status::ABORT_REQUESTED {
+            Status::COMMAND_INTERRUPTED
+        } else {
+            status
+        }
+    }
+}
+
+/// A member's command, or one part of it, that the drive has, when the member shares the queue pair
+/// or the command is split: what is to be known at its end.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Flight {
     /// Which member's.
@@ -27,241 +115,201 @@ pub(super) struct Flight {
     pub(super) class: Class,
     /// When it arrived from the member.
     pub(super) arrived: Ticks,
-    /// Whether the drive was asked to abort it.
-    pub(super) aborted: bool,
-}
-
-/// What is known of every command: little, as it is written for each.
-#[derive(Clone, Copy, Debug, Default)]
-struct Entry {
-    /// When the drive got it.
-    submitted: Ticks,
-    /// Its Command Identifier: of the command that is in flight, or of the next one.
-    cid: u16,
-    member: u16,
-    slot: u16,
-    state: EntryState,
-    /// Whether it was reported as overdue.
-    reported: bool,
-}
-
-const _: () = assert!(size_of::<Entry>() == 16);
-
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum EntryState {
-    #[default]
-    Free,
-    /// Its end needs no more than to be told to its member.
-    Plain,
-    /// There is more to its end: see its [`Flight`].
-    Special,
-}
-
-impl Entry {
-    #[inline]
-    fn vacate(&mut self) {
-        self.state = EntryState::Free;
-        self.cid = self.cid.wrapping_add(1 << INDEX_BITS);
-    }
 }
 
 /// What became of a command that the drive had.
 #[derive(Debug)]
 pub(super) enum Landing {
-    /// A whole command of a member has completed, and there is no more to it.
-    Plain(u16, HostCompletion),
+    /// A whole command of a member has ended, and there is no more to it.
+    Plain {
+        member: u16,
+        slot: u16,
+        status: Status,
+    },
     /// As above, or part of a command, with accounts to settle.
-    Special(Flight, Status, u32),
+    Special(Flight, Status),
 }
 
 /// The commands that the drive has.
 #[derive(Debug)]
 pub(super) struct Flights {
-    entries: Box<[Entry]>,
-    /// Of the entries that are [special](EntryState::Special).
+    /// Commands whose end needs no more than to be told to their member, by slot.
+    plain: Box<[Entry; PLAIN]>,
+    /// Whose they are.
+    owner: u16,
+    /// All others.
+    special: Box<[Entry]>,
+    /// What there is to them.
     flights: Box<[Flight]>,
-    /// The first `free_count` are indices of entries that are free.
-    free: Box<[u16]>,
-    free_count: usize,
+    /// Indices of those that are free.
+    free: Vec<u16>,
+    in_flight: usize,
 }
 
 impl Flights {
-    /// Room for `count` commands in flight, fewer than 1024.
-    pub(super) fn new(count: u16) -> Self {
-        debug_assert!(count <= INDEX_MASK, "index and count share an identifier");
-        let entry = |index| Entry {
-            cid: index,
-            ..Entry::default()
-        };
+    /// Room for `room` commands in flight, fewer than 1024.
+    pub(super) fn new(room: u16) -> Self {
+        debug_assert!(room <= INDEX_MASK, "index and count share an identifier");
         Self {
-            entries: (0..count).map(entry).collect(),
-            flights: vec![Flight::default(); count.into()].into_boxed_slice(),
+            plain: Box::new(std::array::from_fn(|slot| Entry::new(slot as u16))),
+            owner: 0,
+            special: (0..room).map(|index| Entry::new(index | SPECIAL)).collect(),
+            flights: vec![Flight::default(); room.into()].into_boxed_slice(),
             // Lowest first: the same few entries stay in the cache.
-            free: (0..count).rev().collect(),
-            free_count: count.into(),
+            free: (0..room).rev().collect(),
+            in_flight: 0,
         }
     }
 
-    #[inline]
-    pub(super) fn free(&self) -> usize {
-        self.free_count
+    /// Most commands in flight.
+    pub(super) fn room(&self) -> usize {
+        self.special.len()
     }
 
+    #[inline]
     pub(super) fn in_flight(&self) -> usize {
-        self.entries.len() - self.free_count
+        self.in_flight
+    }
+
+    /// How many more can be taken up.
+    #[inline]
+    pub(super) fn free(&self) -> usize {
+        self.special.len() - self.in_flight
     }
 
     /// How many of them are a member's.
     pub(super) fn of_member(&self, member: u16) -> usize {
-        self.entries
-            .iter()
-            .filter(|entry| entry.state != EntryState::Free && entry.member == member)
-            .count()
+        let plain = if self.owner == member {
+            self.plain
+                .iter()
+                .filter(|entry| entry.is_in_flight())
+                .count()
+        } else {
+            0
+        };
+        let special = self.special.iter().zip(&self.flights);
+        let is_its =
+            |(entry, flight): &(&Entry, &Flight)| entry.is_in_flight() && flight.member == member;
+        plain + special.filter(is_its).count()
     }
 
-    /// Takes up a command of a member that has the queue pair to itself, if there is room. Returns
-    /// its identifier.
+    /// Whether a member's commands can go by their slots. Once they may, they may until another
+    /// member asks, when the drive has none of them.
     #[inline]
-    pub(super) fn take_off(&mut self, member: u16, slot: u16, now: Ticks) -> Option<CommandId> {
-        self.occupy(member, slot, EntryState::Plain, now)
-            .map(|(_, cid)| cid)
+    pub(super) fn own(&mut self, member: u16) -> bool {
+        self.owner == member || self.change_owner(member)
+    }
+
+    #[cold]
+    fn change_owner(&mut self, member: u16) -> bool {
+        let is_unused = !self.plain.iter().any(Entry::is_in_flight);
+        if is_unused {
+            self.owner = member;
+        }
+        is_unused
+    }
+
+    /// Takes up a command of the member that [owns](Self::own) the slots, while there is
+    /// [room](Self::free). Returns its identifier; `None` for a slot too high.
+    #[inline]
+    pub(super) fn take_off(&mut self, slot: u16, now: Ticks) -> Option<CommandId> {
+        let entry = self.plain.get_mut(usize::from(slot))?;
+        self.in_flight += 1;
+        Some(entry.occupy(now))
     }
 
     /// Takes up any other command, if there is room.
     pub(super) fn take_off_special(&mut self, flight: Flight, now: Ticks) -> Option<CommandId> {
-        let Flight { member, slot, .. } = flight;
-        let (index, cid) = self.occupy(member, slot, EntryState::Special, now)?;
+        if self.free() == 0 {
+            return None;
+        }
+        let index = usize::from(self.free.pop()?);
+        let entry = self.special.get_mut(index)?;
         *self.flights.get_mut(index)? = flight;
-        Some(cid)
-    }
-
-    #[inline]
-    fn occupy(
-        &mut self,
-        member: u16,
-        slot: u16,
-        state: EntryState,
-        submitted: Ticks,
-    ) -> Option<(usize, CommandId)> {
-        let last = self.free_count.checked_sub(1)?;
-        let index = usize::from(*self.free.get(last)?);
-        let entry = self.entries.get_mut(index)?;
-        self.free_count = last;
-        let cid = entry.cid;
-        *entry = Entry {
-            submitted,
-            cid,
-            member,
-            slot,
-            state,
-            reported: false,
-        };
-        Some((index, CommandId(cid)))
+        self.in_flight += 1;
+        Some(entry.occupy(now))
     }
 
     /// Takes a command down that the drive has completed, if there is no more to its end than to tell
     /// its member, and returns its slot.
     #[inline]
     pub(super) fn land_plain(&mut self, cid: CommandId) -> Option<u16> {
-        let index = cid.0 & INDEX_MASK;
-        let entry = self.entries.get_mut(usize::from(index))?;
-        if entry.cid != cid.0 || entry.state != EntryState::Plain {
+        let slot = cid.0 & INDEX_MASK;
+        let entry = &mut self.plain[usize::from(slot)];
+        if entry.tag != Tag(cid.0.into()) {
             return None;
         }
-        let slot = entry.slot;
         entry.vacate();
-        self.give_back(index);
+        self.in_flight -= 1;
         Some(slot)
     }
 
     /// Takes a command down that the drive has completed; `None` if none in flight has this
     /// identifier.
-    pub(super) fn land(&mut self, cid: CommandId, status: Status, dw0: u32) -> Option<Landing> {
-        let index = cid.0 & INDEX_MASK;
-        let entry = self.entries.get_mut(usize::from(index))?;
-        if entry.cid != cid.0 || entry.state == EntryState::Free {
-            return None;
-        }
-        let &mut Entry {
-            member,
-            slot,
-            state,
-            ..
-        } = entry;
+    #[inline]
+    pub(super) fn land(&mut self, cid: CommandId, status: Status) -> Option<Landing> {
+        let entry = self.entry(cid)?;
+        let status = entry.end(status);
         entry.vacate();
-        self.give_back(index);
-        if state == EntryState::Plain {
-            return Some(Landing::Plain(member, HostCompletion { slot, status, dw0 }));
+        self.in_flight -= 1;
+        let index = cid.0 & INDEX_MASK;
+        if cid.0 & SPECIAL == 0 {
+            return Some(Landing::Plain {
+                member: self.owner,
+                slot: index,
+                status,
+            });
         }
-        let flight = *self.flights.get(usize::from(index))?;
-        // We asked for the abort, not the guest: its driver is told to try again.
-        let status = if flight.aborted && status.code() == Status::ABORT_REQUESTED {
-            Status::COMMAND_INTERRUPTED
-        } else {
-            status
-        };
-        Some(Landing::Special(flight, status, dw0))
+        self.free.push(index);
+        let flight = self.flights.get(usize::from(index))?;
+        Some(Landing::Special(*flight, status))
     }
 
+    /// The command in flight with this identifier.
     #[inline]
-    fn give_back(&mut self, index: u16) {
-        // There is room: each index is in the list once at most.
-        if let Some(free) = self.free.get_mut(self.free_count) {
-            *free = index;
-            self.free_count += 1;
-        }
+    fn entry(&mut self, cid: CommandId) -> Option<&mut Entry> {
+        let index = usize::from(cid.0 & INDEX_MASK);
+        let entry = if cid.0 & SPECIAL == 0 {
+            self.plain.get_mut(index)
+        } else {
+            self.special.get_mut(index)
+        };
+        entry.filter(|entry| entry.is(cid))
+    }
+
+    /// All that are in flight.
+    fn entries(&mut self) -> impl Iterator<Item = &mut Entry> {
+        let all = self.plain.iter_mut().chain(&mut self.special);
+        all.filter(|entry| entry.is_in_flight())
+    }
+
+    /// Identifiers of the commands that the drive has.
+    pub(super) fn cids(&mut self) -> Vec<CommandId> {
+        self.entries().map(|entry| entry.tag.cid()).collect()
     }
 
     /// Identifiers of the commands that the drive has had for longer than `deadline` ticks, each
     /// reported once.
     pub(super) fn overdue(&mut self, now: Ticks, deadline: u64) -> Vec<CommandId> {
         let is_overdue = |entry: &&mut Entry| {
-            entry.state != EntryState::Free
-                && !entry.reported
-                && now.since(entry.submitted) > deadline
+            !entry.tag.has(Tag::REPORTED) && now.since(entry.submitted) > deadline
         };
-        self.entries
-            .iter_mut()
+        self.entries()
             .filter(is_overdue)
             .map(|entry| {
-                entry.reported = true;
-                CommandId(entry.cid)
+                entry.tag.0 |= Tag::REPORTED;
+                entry.tag.cid()
             })
             .collect()
     }
 
     /// Notes that the drive was asked to abort a command. Returns whether the drive has it.
     pub(super) fn mark_aborted(&mut self, cid: CommandId) -> bool {
-        let index = usize::from(cid.0 & INDEX_MASK);
-        let (Some(entry), Some(flight)) =
-            (self.entries.get_mut(index), self.flights.get_mut(index))
-        else {
+        let Some(entry) = self.entry(cid) else {
             return false;
         };
-        if entry.cid != cid.0 || entry.state == EntryState::Free {
-            return false;
-        }
-        if entry.state == EntryState::Plain {
-            entry.state = EntryState::Special;
-            *flight = Flight {
-                member: entry.member,
-                slot: entry.slot,
-                ..Flight::default()
-            };
-        }
-        flight.aborted = true;
+        entry.tag.0 |= Tag::ABORTED;
         true
-    }
-
-    /// Most commands in flight.
-    pub(super) fn room(&self) -> u16 {
-        self.entries.len() as u16
-    }
-
-    /// The command in flight at an index below [`Self::room`].
-    pub(super) fn at(&self, index: u16) -> Option<CommandId> {
-        let entry = self.entries.get(usize::from(index))?;
-        (entry.state != EntryState::Free).then_some(CommandId(entry.cid))
     }
 }
 
@@ -269,46 +317,110 @@ impl Flights {
 mod tests {
     use super::*;
 
+    /// A command of whoever it is, as each table has it.
+    fn take_off(flights: &mut Flights, slot: u16, special: bool, now: Ticks) -> CommandId {
+        if special {
+            let flight = Flight {
+                member: 3,
+                slot,
+                ..Flight::default()
+            };
+            flights.take_off_special(flight, now).expect("room")
+        } else {
+            assert!(flights.own(3));
+            flights.take_off(slot, now).expect("a slot")
+        }
+    }
+
+    /// What its member is told of a landing: slot and status.
+    fn told(landing: Option<Landing>) -> Option<(u16, Status)> {
+        landing.map(|landing| match landing {
+            Landing::Plain {
+                member,
+                slot,
+                status,
+            } => {
+                assert_eq!(member, 3);
+                (slot, status)
+            }
+            Landing::Special(flight, status) => {
+                assert_eq!(flight.member, 3);
+                (flight.slot, status)
+            }
+        })
+    }
+
     #[test]
     fn a_completion_counts_once() {
+        for special in [false, true] {
+            let mut flights = Flights::new(2);
+            let first = take_off(&mut flights, 7, special, Ticks(1));
+            assert_eq!((flights.in_flight(), flights.free()), (1, 1));
+            assert_eq!((flights.of_member(3), flights.of_member(0)), (1, 0));
+            let landed = told(flights.land(first, Status::SUCCESS));
+            assert_eq!(landed, Some((7, Status::SUCCESS)));
+            assert_eq!((flights.in_flight(), flights.free()), (0, 2));
+            assert!(flights.land(first, Status::SUCCESS).is_none(), "twice");
+            assert!(flights.land_plain(first).is_none());
+            let second = take_off(&mut flights, 7, special, Ticks(2));
+            assert_ne!(first, second);
+            assert!(flights.land(first, Status::SUCCESS).is_none(), "late");
+            assert!(flights.land_plain(first).is_none());
+            for unknown in [0, 2, SPECIAL, SPECIAL | 2, 0x7FF, 0xFFFF].map(CommandId) {
+                assert!(flights.land(unknown, Status::SUCCESS).is_none());
+                assert!(flights.land_plain(unknown).is_none());
+            }
+            let slot = flights.land_plain(second);
+            assert_eq!(slot, (!special).then_some(7));
+        }
+    }
+
+    #[test]
+    fn both_tables_share_the_room() {
         let mut flights = Flights::new(2);
-        let take_off = |flights: &mut Flights| flights.take_off(3, 7, Ticks(1));
-        let first = take_off(&mut flights).expect("room");
-        assert_eq!((flights.in_flight(), flights.free()), (1, 1));
-        let landed = flights.land(first, Status::SUCCESS, 5);
-        let Some(Landing::Plain(3, completion)) = landed else {
-            panic!("{landed:?}");
-        };
-        assert_eq!((completion.slot, completion.dw0), (7, 5));
-        assert!(flights.land(first, Status::SUCCESS, 0).is_none(), "twice");
-        let second = take_off(&mut flights).expect("room");
-        assert_ne!(first, second);
-        assert!(flights.land(first, Status::SUCCESS, 0).is_none(), "late");
-        assert!(flights.land(CommandId(2), Status::SUCCESS, 0).is_none());
+        let plain = take_off(&mut flights, 0, false, Ticks(1));
+        let special = take_off(&mut flights, 0, true, Ticks(1));
+        assert_ne!(plain, special);
+        assert_eq!((flights.in_flight(), flights.free()), (2, 0));
         assert!(
             flights
-                .land(CommandId(0xFFFF), Status::SUCCESS, 0)
+                .take_off_special(Flight::default(), Ticks(1))
                 .is_none()
         );
-        assert_eq!((flights.of_member(3), flights.of_member(0)), (1, 0));
-        assert!(take_off(&mut flights).is_some());
-        assert!(take_off(&mut flights).is_none(), "no third one");
+        assert_eq!(flights.cids(), [plain, special]);
+        assert_eq!(flights.land_plain(plain), Some(0));
+        assert_eq!(flights.free(), 1);
+    }
+
+    #[test]
+    fn slots_change_hands_when_none_of_them_is_in_flight() {
+        let mut flights = Flights::new(4);
+        let cid = take_off(&mut flights, 1, false, Ticks(1));
+        assert!(!flights.own(2));
+        assert!(flights.own(3));
+        assert_eq!(flights.land_plain(cid), Some(1));
+        assert!(flights.own(2));
+        assert!(flights.take_off(PLAIN as u16, Ticks(1)).is_none());
+        assert_eq!(flights.in_flight(), 0);
     }
 
     #[test]
     fn what_we_aborted_is_to_be_retried() {
-        let mut flights = Flights::new(4);
-        let cid = flights.take_off(0, 1, Ticks(10)).expect("room");
-        assert!(flights.overdue(Ticks(15), 5).is_empty());
-        assert_eq!(flights.overdue(Ticks(16), 5), [cid]);
-        assert!(flights.overdue(Ticks(99), 5).is_empty(), "reported once");
-        assert!(flights.mark_aborted(cid));
-        let status = Status::ABORT_REQUESTED.with_dnr(true);
-        let landed = flights.land(cid, status, 0);
-        let Some(Landing::Special(_, status, _)) = landed else {
-            panic!("{landed:?}");
-        };
-        assert_eq!(status, Status::COMMAND_INTERRUPTED);
-        assert!(!flights.mark_aborted(cid));
+        for special in [false, true] {
+            let mut flights = Flights::new(4);
+            let cid = take_off(&mut flights, 1, special, Ticks(10));
+            assert!(flights.overdue(Ticks(15), 5).is_empty());
+            assert_eq!(flights.overdue(Ticks(16), 5), [cid]);
+            assert!(flights.overdue(Ticks(99), 5).is_empty(), "reported once");
+            assert!(flights.mark_aborted(cid));
+            assert!(flights.land_plain(cid).is_none(), "there is more to it");
+            let status = Status::ABORT_REQUESTED.with_dnr(true);
+            let landed = told(flights.land(cid, status));
+            assert_eq!(landed, Some((1, Status::COMMAND_INTERRUPTED)));
+            assert!(!flights.mark_aborted(cid));
+            let next = take_off(&mut flights, 1, special, Ticks(20));
+            let landed = told(flights.land(next, status));
+            assert_eq!(landed, Some((1, status)), "the guest's own abort");
+        }
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use super::governor::Class;
-use super::split::{PARENT_BYTES_MAX, Splits};
+use super::split::{PARENT_BYTES_MAX, Splits, WholeLimit};
 use crate::clock::Ticks;
 use crate::host::HostCompletion;
 use crate::spec::sqe::Sqe;
@@ -26,7 +26,8 @@ pub(super) struct Waiting {
 /// A member of a queue pair.
 #[derive(Debug)]
 pub(super) struct Member {
-    pub(super) lba_shift: u8,
+    /// What of its commands the drive takes whole.
+    pub(super) whole: WholeLimit,
     /// Commands that wait for their turn, oldest first.
     pub(super) waiting: VecDeque<Waiting>,
     /// Completions that somebody else has reaped, or that need no drive.
@@ -47,7 +48,7 @@ impl Member {
         let room = usize::from(slots);
         let is_split = max_transfer < PARENT_BYTES_MAX;
         Self {
-            lba_shift,
+            whole: WholeLimit::new(max_transfer, lba_shift),
             waiting: VecDeque::with_capacity(room),
             done: Vec::with_capacity(room),
             deficit: 0,

@@ -6,9 +6,10 @@ use std::sync::{Arc, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 use super::core::Core;
+use super::split::WholeLimit;
 use super::{Pair, Shared};
 use crate::clock::Ticks;
-use crate::host::{HostCompletion, HostMemory, HostQueue};
+use crate::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
 use crate::spec::sqe::Sqe;
 
 /// How long a queue that is dropped waits before it looks again for what the drive still has.
@@ -16,13 +17,13 @@ const DRAIN_WAIT: Duration = Duration::from_micros(50);
 
 /// A share of a host queue pair, or all of one.
 ///
-/// The pair's lock is taken once per batch. Dropped, it waits until the drive has nothing of it:
+/// The pair's lock is taken once per batch, in and out. Dropped, it waits until the drive has nothing of it:
 /// the drive completes its commands, or the controller's supervision does.
 #[derive(Debug)]
 pub struct VfioQueue {
     shared: Arc<Shared>,
     member: u16,
-    /// Commands that wait for the next [`HostQueue::ring`].
+    /// Commands of a batch that take their turn; empty between batches.
     staged: Vec<Sqe>,
     /// Commands that were submitted and not yet handed back.
     outstanding: u32,
@@ -54,22 +55,9 @@ impl VfioQueue {
         }
     }
 
-    /// [`HostQueue::ring`] at some time.
-    #[inline]
-    pub(super) fn ring_at(&mut self, memory: HostMemory<'_>, now: Ticks) {
-        self.outstanding += self.staged.len() as u32;
-        self.shared
-            .lock()
-            .ring(self.member, &mut self.staged, self.outstanding, memory, now);
-    }
-
     /// [`HostQueue::reap`] by some clock.
     #[inline]
-    pub(super) fn reap_by(
-        &mut self,
-        clock: impl Fn() -> Ticks,
-        mut done: impl FnMut(HostCompletion),
-    ) {
+    pub(super) fn reap_by(&mut self, clock: impl Fn() -> Ticks, mut taker: impl CompletionTaker) {
         if self.outstanding == 0 {
             return;
         }
@@ -77,48 +65,133 @@ impl VfioQueue {
             // Somebody else is at it, who reaps for us, too.
             return;
         };
-        let mut direct = if core.is_direct(self.member) {
-            Some(core)
+        if core.is_direct(self.member) {
+            self.outstanding -= core.reap_directly(&clock, &mut taker) as u32;
         } else {
             core.reap(&clock);
-            core.swap_done(self.member, &mut self.ready);
-            None
-        };
-        let mut ready = self.ready.drain(..);
-        // Both in one loop, so that what is done with a completion is compiled into it. Each slot
-        // completes once, so a drive that posts without end does not keep us here.
-        let mut outstanding = self.outstanding;
-        while outstanding > 0 {
-            let next = match &mut direct {
-                Some(core) => core.next_completion(&clock),
-                None => ready.next(),
-            };
-            let Some(completion) = next else { break };
-            outstanding -= 1;
-            done(completion);
         }
-        self.outstanding = outstanding;
-        if let Some(core) = &mut direct {
-            core.rings.release();
+        core.swap_done(self.member, &mut self.ready);
+        drop(core);
+        self.outstanding -= self.ready.len() as u32;
+        for completion in self.ready.drain(..) {
+            taker.take(completion);
+        }
+    }
+}
+
+/// A batch of a member's commands. While the member has the pair to itself, they go to the ring one
+/// by one as they come, under the pair's lock; else they are staged, and take their turn when the
+/// batch is rung.
+#[derive(Debug)]
+pub struct VfioBatch<'a> {
+    shared: &'a Shared,
+    member: u16,
+    staged: &'a mut Vec<Sqe>,
+    outstanding: &'a mut u32,
+    direct: Option<Direct<'a>>,
+    /// When the last commands were taken from the guest.
+    taken: Ticks,
+}
+
+/// What commands need that go straight to the ring.
+#[derive(Debug)]
+struct Direct<'a> {
+    core: MutexGuard<'a, Core>,
+    limit: WholeLimit,
+    /// How many were in flight before.
+    before: usize,
+}
+
+impl VfioBatch<'_> {
+    /// Lets a command take its turn.
+    #[cold]
+    fn stage(&mut self, sqe: &Sqe) {
+        debug_assert!(self.staged.len() < self.staged.capacity());
+        self.staged.push(*sqe);
+    }
+}
+
+impl HostBatch for VfioBatch<'_> {
+    #[inline]
+    fn announce(&mut self, count: u32, taken: Ticks) {
+        self.taken = taken;
+        let (mut core, before) = match self.direct.take() {
+            Some(Direct { core, before, .. }) => (core, Some(before)),
+            // Who has the lock shares the pair, most likely.
+            None => match self.shared.try_lock() {
+                Some(core) => (core, None),
+                None => return,
+            },
+        };
+        if let Some(limit) = core.takes_directly(self.member, count, taken) {
+            let before = before.unwrap_or(core.in_flight());
+            self.direct = Some(Direct {
+                core,
+                limit,
+                before,
+            });
+        } else if let Some(before) = before {
+            *self.outstanding += core.ring(before) as u32;
+        }
+    }
+
+    #[inline(always)]
+    fn submit(&mut self, sqe: &Sqe) {
+        if let Some(direct) = &mut self.direct
+            && direct.core.submit_directly(sqe, direct.limit, self.taken)
+        {
+            return;
+        }
+        self.stage(sqe);
+    }
+
+    #[inline]
+    fn ring(self, memory: HostMemory<'_>) {
+        let Self {
+            shared,
+            member,
+            staged,
+            outstanding,
+            direct,
+            taken,
+        } = self;
+        if let Some(Direct {
+            mut core, before, ..
+        }) = direct
+        {
+            *outstanding += core.ring(before) as u32;
+        }
+        if !staged.is_empty() {
+            *outstanding += staged.len() as u32;
+            shared
+                .lock()
+                .enqueue(member, staged, *outstanding, memory, taken);
+            staged.clear();
         }
     }
 }
 
 impl HostQueue for VfioQueue {
+    /// A drive takes longer than a poll.
+    const COMPLETES_AT_ONCE: bool = false;
+
+    type Batch<'a> = VfioBatch<'a>;
+
     #[inline]
-    fn submit(&mut self, sqe: &Sqe) {
-        debug_assert!(self.staged.len() < self.staged.capacity());
-        self.staged.push(*sqe);
+    fn batch(&mut self) -> VfioBatch<'_> {
+        VfioBatch {
+            shared: &self.shared,
+            member: self.member,
+            staged: &mut self.staged,
+            outstanding: &mut self.outstanding,
+            direct: None,
+            taken: Ticks::default(),
+        }
     }
 
     #[inline]
-    fn ring(&mut self, memory: HostMemory<'_>) {
-        self.ring_at(memory, Ticks::now());
-    }
-
-    #[inline]
-    fn reap(&mut self, _: HostMemory<'_>, done: impl FnMut(HostCompletion)) {
-        self.reap_by(Ticks::now, done);
+    fn reap(&mut self, _: HostMemory<'_>, taker: impl CompletionTaker) {
+        self.reap_by(Ticks::now, taker);
     }
 
     /// The drive's completions are polled.

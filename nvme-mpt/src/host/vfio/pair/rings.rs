@@ -8,6 +8,7 @@ use crate::address::{Iova, PAGE_SIZE};
 use crate::iova::{IovaRange, IovaSpace};
 use crate::memory::{Access, HostCompletionRing, HostSubmissionRing, Mapping};
 use crate::spec::cqe::Cqe;
+use crate::spec::ids::CommandId;
 use crate::spec::sqe::Sqe;
 
 /// Most entries of a host queue: more would only wait longer in the drive.
@@ -31,13 +32,10 @@ pub(super) struct Rings {
     sq: HostSubmissionRing,
     cq: HostCompletionRing,
     entries: u32,
-    sq_tail: u32,
     /// The tail that the drive was told of.
     sq_rung: u32,
-    cq_head: u32,
     /// The head that the drive was told of.
     cq_rung: u32,
-    phase: bool,
     sq_bell: Bell,
     cq_bell: Bell,
 }
@@ -70,11 +68,8 @@ impl Rings {
             sq: HostSubmissionRing::new(&mapping, 0, entries).ok_or_else(outside)?,
             cq: HostCompletionRing::new(&mapping, cq_offset, entries).ok_or_else(outside)?,
             entries,
-            sq_tail: 0,
             sq_rung: 0,
-            cq_head: 0,
             cq_rung: 0,
-            phase: true,
             sq_bell: Bell::new(doorbells.sq_tail),
             cq_bell: Bell::new(doorbells.cq_head),
         })
@@ -101,44 +96,36 @@ impl Rings {
         (self.sq.mapping(), self.cq_offset as usize)
     }
 
-    /// Writes an entry at the tail. The drive hears of it with [`Self::ring`]. There is room while
-    /// fewer commands than entries, less one, are in flight.
+    /// Writes an entry at the tail, with this Command Identifier. The drive hears of it with
+    /// [`Self::ring`]. There is room while fewer commands than entries, less one, are in flight.
     #[inline]
-    pub(super) fn push(&mut self, entry: &Sqe) {
-        self.sq.write(self.sq_tail, entry);
-        self.sq_tail += 1;
-        if self.sq_tail == self.entries {
-            self.sq_tail = 0;
-        }
+    pub(super) fn push(&mut self, entry: &Sqe, cid: CommandId) {
+        self.sq.push(entry, cid);
     }
 
     /// Rings the Submission Queue's doorbell, if there is something new.
     #[inline]
     pub(super) fn ring(&mut self) {
-        if self.sq_rung != self.sq_tail {
-            self.sq_rung = self.sq_tail;
-            self.sq_bell.write(self.sq_tail);
+        let tail = self.sq.tail();
+        if self.sq_rung != tail {
+            self.sq_rung = tail;
+            self.sq_bell.write(tail);
         }
     }
 
     /// The next completion that the drive has posted.
     #[inline]
     pub(super) fn next(&mut self) -> Option<Cqe> {
-        let entry = self.cq.read(self.cq_head, self.phase)?;
-        self.cq_head += 1;
-        if self.cq_head == self.entries {
-            self.cq_head = 0;
-            self.phase = !self.phase;
-        }
-        Some(entry)
+        self.cq.next()
     }
 
     /// Tells the drive how far the Completion Queue was read, if that is news.
     #[inline]
     pub(super) fn release(&mut self) {
-        if self.cq_rung != self.cq_head {
-            self.cq_rung = self.cq_head;
-            self.cq_bell.write(self.cq_head);
+        let head = self.cq.head();
+        if self.cq_rung != head {
+            self.cq_rung = head;
+            self.cq_bell.write(head);
         }
     }
 
@@ -149,11 +136,9 @@ impl Rings {
 
     /// Makes the rings those of queues that are about to be created.
     pub(super) fn restart(&mut self, doorbells: PairDoorbells) {
-        self.sq.clear();
-        self.cq.clear();
-        (self.sq_tail, self.sq_rung) = (0, 0);
-        (self.cq_head, self.cq_rung) = (0, 0);
-        self.phase = true;
+        self.sq.restart();
+        self.cq.restart();
+        (self.sq_rung, self.cq_rung) = (0, 0);
         for (bell, doorbell) in [
             (&mut self.sq_bell, doorbells.sq_tail),
             (&mut self.cq_bell, doorbells.cq_head),

@@ -21,16 +21,44 @@ use crate::spec::status::Status;
 /// Most bytes of a guest's command (MDTS of a guest controller).
 pub(super) const PARENT_BYTES_MAX: u64 = 1 << 20;
 
-/// Bytes of data that a command transfers from or to the guest's memory, as far as they can be
-/// more than one page; 0 for other commands.
-#[inline]
-pub(super) fn data_len(sqe: &Sqe, lba_shift: u8) -> u64 {
-    match NvmOpcode(sqe.opcode()) {
-        NvmOpcode::READ | NvmOpcode::WRITE | NvmOpcode::COMPARE => {
-            // The three have NLB in the same place (NVM 1.0, section 3.2).
-            (u64::from(sqe.cdw12 & 0xFFFF) + 1) << lba_shift
+/// What the drive takes whole of a member's commands.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct WholeLimit {
+    bytes: u64,
+    lba_shift: u8,
+    /// The most blocks that the drive takes at once, zero-based as NLB is.
+    nlb_z: u16,
+}
+
+impl WholeLimit {
+    /// Of a drive that takes so many bytes at once.
+    pub(super) fn new(bytes: u64, lba_shift: u8) -> Self {
+        let blocks = (bytes >> lba_shift).clamp(1, 1 << 16);
+        Self {
+            bytes,
+            lba_shift,
+            nlb_z: (blocks - 1) as u16,
         }
-        _ => 0,
+    }
+
+    /// Bytes of data that a command transfers from or to the guest's memory, as far as they can be
+    /// more than one page; 0 for other commands.
+    #[inline]
+    pub(super) fn data_len(&self, sqe: &Sqe) -> u64 {
+        match NvmOpcode(sqe.opcode()) {
+            NvmOpcode::READ | NvmOpcode::WRITE | NvmOpcode::COMPARE => {
+                // The three have NLB in the same place (NVM 1.0, section 3.2).
+                (u64::from(sqe.cdw12 & 0xFFFF) + 1) << self.lba_shift
+            }
+            _ => 0,
+        }
+    }
+
+    /// Whether the drive takes a command at once.
+    #[inline]
+    pub(super) fn is_whole(&self, sqe: &Sqe) -> bool {
+        // Commands whose dword 12 is something else are rarely that large there.
+        sqe.cdw12 as u16 <= self.nlb_z || self.data_len(sqe) <= self.bytes
     }
 }
 

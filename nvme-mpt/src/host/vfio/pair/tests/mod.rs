@@ -9,7 +9,7 @@ mod sharing;
 use super::VfioQueue;
 use crate::clock::Ticks;
 use crate::dma::RegionTable;
-use crate::host::{HostCompletion, HostMemory, HostQueue};
+use crate::host::{HostBatch, HostCompletion, HostMemory, HostQueue};
 use crate::iova::IovaSpace;
 use crate::shadow::ListMemory;
 use crate::spec::ids::CommandId;
@@ -56,14 +56,23 @@ fn command(opcode: NvmOpcode, slot: u16, slba: u64, blocks: u32) -> Sqe {
 /// All that a queue has to hand over.
 fn reap(queue: &mut VfioQueue) -> Vec<HostCompletion> {
     let mut done = Vec::new();
-    queue.reap_by(Ticks::now, |completion| done.push(completion));
+    queue.reap_by(Ticks::now, |completion: HostCompletion| {
+        done.push(completion)
+    });
     done
 }
 
 /// Submits commands and rings.
 fn submit(queue: &mut VfioQueue, lender: &Lender, commands: &[Sqe]) {
+    submit_at(queue, lender, commands, Ticks::now());
+}
+
+/// [`submit`] at some time.
+fn submit_at(queue: &mut VfioQueue, lender: &Lender, commands: &[Sqe], now: Ticks) {
+    let mut batch = queue.batch();
+    batch.announce(commands.len() as u32, now);
     for command in commands {
-        queue.submit(command);
+        batch.submit(command);
     }
-    queue.ring(lender.memory());
+    batch.ring(lender.memory());
 }

@@ -7,9 +7,9 @@ use proptest::prelude::*;
 
 use super::super::{Pair, VfioQueue};
 use super::drive::FakeDrive;
-use super::{Lender, command};
+use super::{Lender, command, submit_at};
 use crate::clock::Ticks;
-use crate::host::HostQueue;
+use crate::host::HostCompletion;
 use crate::spec::nvm::ReadWrite;
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
@@ -26,7 +26,7 @@ const MILLISECOND: u64 = 1_000_000;
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// A member submits so many commands, each of so many pages from some offset.
+    /// A member submits so many commands, the first one of so many pages from some offset.
     Submit(usize, u16, u64, u64, u8),
     Reap(usize),
     Fetch,
@@ -115,19 +115,16 @@ impl World {
         }
     }
 
-    fn submit(&mut self, member: usize, pages: u64, offset: u64, kind: u8) {
+    /// A command of a member that has a slot free.
+    fn prepare(&mut self, member: usize, pages: u64, offset: u64, kind: u8) -> Option<Sqe> {
         let opcode = match kind {
             0 => NvmOpcode::WRITE,
             1 => NvmOpcode::COMPARE,
             2 => NvmOpcode::FLUSH,
             _ => NvmOpcode::READ,
         };
-        let Member {
-            queue,
-            lender,
-            free,
-        } = &mut self.members[member];
-        let Some(slot) = free.pop() else { return };
+        let Member { lender, free, .. } = &mut self.members[member];
+        let slot = free.pop()?;
         let slba = self.next;
         self.next += BLOCKS_APART;
         let len = pages * PAGE;
@@ -159,7 +156,6 @@ impl World {
                 },
             ];
         }
-        queue.submit(&sqe);
         let submitted = Submitted {
             member,
             slot,
@@ -170,17 +166,18 @@ impl World {
             was_reset: false,
         };
         self.commands.insert(slba, submitted);
+        Some(sqe)
     }
 
-    fn ring(&mut self, member: usize) {
+    fn submit(&mut self, member: usize, commands: &[Sqe]) {
         let Member { queue, lender, .. } = &mut self.members[member];
-        queue.ring_at(lender.memory(), Ticks(self.now));
+        submit_at(queue, lender, commands, Ticks(self.now));
     }
 
     fn reap(&mut self, member: usize) {
         let (now, mut done) = (Ticks(self.now), Vec::new());
         let Member { queue, free, .. } = &mut self.members[member];
-        queue.reap_by(|| now, |completion| done.push(completion));
+        queue.reap_by(|| now, |completion: HostCompletion| done.push(completion));
         for completion in done {
             let of =
                 |command: &Submitted| command.member == member && command.slot == completion.slot;
@@ -240,10 +237,11 @@ impl World {
         match op {
             Op::Submit(member, count, pages, offset, kind) => {
                 let member = member % self.members.len();
-                for _ in 0..*count {
-                    self.submit(member, *pages, *offset, *kind);
-                }
-                self.ring(member);
+                let commands: Vec<_> = (0..*count)
+                    // Shorter and shorter, so that some are split and others not.
+                    .map_while(|n| self.prepare(member, (pages >> (3 * n)).max(1), *offset, *kind))
+                    .collect();
+                self.submit(member, &commands);
             }
             Op::Reap(member) => self.reap(member % self.members.len()),
             Op::Fetch => {
@@ -405,8 +403,7 @@ fn an_sgl_is_not_split() {
     let Member { queue, lender, .. } = &mut world.members[0];
     let mut sqe = command(NvmOpcode::READ, 2, 0, 64);
     sqe.cdw0 = sqe.cdw0.with_psdt(crate::spec::sqe::Psdt::SGL_MPTR_BUFFER);
-    queue.submit(&sqe);
-    queue.ring(lender.memory());
+    super::submit(queue, lender, &[sqe]);
     assert_eq!(world.drive.fetch(), 0);
     let done = super::reap(queue);
     assert_eq!(done.len(), 1);

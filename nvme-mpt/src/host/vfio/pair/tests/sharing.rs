@@ -6,9 +6,9 @@ use std::sync::Arc;
 use super::super::VfioQueue;
 use super::super::governor::Governor;
 use super::drive::FakeDrive;
-use super::{Lender, command};
+use super::{Lender, command, submit_at};
 use crate::clock::Ticks;
-use crate::host::HostQueue;
+use crate::host::HostCompletion;
 use crate::spec::ids::CommandId;
 use crate::spec::nvm::ReadWrite;
 use crate::spec::opcode::NvmOpcode;
@@ -233,14 +233,14 @@ impl Guest {
         } = self;
         queue.reap_by(
             || Ticks(now),
-            |completion| {
+            |completion: HostCompletion| {
                 assert!(completion.status.is_success());
                 latencies.push(now - submitted[usize::from(completion.slot)]);
                 free.push_back((now + load.pause, completion.slot));
             },
         );
         let blocks = (load.bytes / 512) as u32;
-        let mut is_new = false;
+        let mut commands = Vec::new();
         while let Some((from, slot)) = free.front().copied()
             && from <= now
             && now < load.until
@@ -250,11 +250,10 @@ impl Guest {
             let mut sqe = command(NvmOpcode::READ, slot, 0, blocks);
             // Where its data goes is of no interest, but for there being a list of that.
             sqe.dptr[1] = lender.lists.of_slot(slot).1.bits();
-            queue.submit(&sqe);
-            is_new = true;
+            commands.push(sqe);
         }
-        if is_new {
-            queue.ring_at(lender.memory(), Ticks(now));
+        if !commands.is_empty() {
+            submit_at(queue, lender, &commands, Ticks(now));
         }
     }
 

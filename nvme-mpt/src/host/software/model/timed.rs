@@ -23,7 +23,7 @@ pub trait TimedStore: HostQueue {
     /// The commands that were submitted and not rung in.
     fn arriving(&self) -> impl Iterator<Item = &Sqe>;
 
-    /// As [`HostQueue::ring`], and hands over the commands that complete meanwhile, instead of their
+    /// As [`HostBatch::ring`], and hands over the commands that complete meanwhile, instead of their
     /// completions.
     fn ring_through(&mut self, memory: HostMemory<'_>, done: impl FnMut(&Sqe, Status));
 }

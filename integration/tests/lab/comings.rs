@@ -38,10 +38,10 @@ mount -t devtmpfs devtmpfs /dev
 mount -t tmpfs tmpfs /tmp
 ";
 
-/// Writes and reads back with checksums, once more than it is moved.
+/// Writes and reads back with checksums, round after round.
 const VERIFY: &str = r"
 n=0
-while [ $n -le MOVES ]; do
+while true; do
     echo guest: begins $n.
     fio --name=verify --filename=/data --size=4m --rw=randwrite --bs=4k --iodepth=32 \
         --ioengine=libaio --direct=1 --verify=crc32c --verify_fatal=1 --randseed=$n --eta=never \
@@ -49,9 +49,6 @@ while [ $n -le MOVES ]; do
     echo guest: verified $n.
     n=$((n + 1))
 done
-sync
-mount -o remount,ro /
-poweroff -f
 ";
 
 /// A machine that is asked by its control socket.
@@ -106,6 +103,12 @@ impl Asked {
         })
     }
 
+    /// Ends it, as a power cut would.
+    fn stop(mut self) -> Result<String, Fault> {
+        self.vmm.kill();
+        said(self.vmm.log())
+    }
+
     /// Waits until it has ended well.
     fn ends(mut self) -> Result<String, Fault> {
         let status = self.vmm.wait(PATIENCE)?;
@@ -127,8 +130,7 @@ fn said(log: &Path) -> Result<String, Fault> {
 /// A guest that verifies is written to a folder, its process ends, and another process has it go on.
 fn verify_goes_on_in_other_processes(bench: &Bench) -> Result<(), Fault> {
     let assets = Assets::provide(&KernelChoice::V6_1)?;
-    let script = format!("{PROLOGUE}{}", VERIFY.replace("MOVES", &MOVES.to_string()));
-    let image = root(bench, &assets, &script)?;
+    let image = root(bench, &assets, &format!("{PROLOGUE}{VERIFY}"))?;
     let function = format!("path={}", image.display());
     let kernel = assets.kernel.image.display().to_string();
     let start = [
@@ -146,25 +148,29 @@ fn verify_goes_on_in_other_processes(bench: &Bench) -> Result<(), Fault> {
     let mut machine = Asked::start(bench, "console-0", &start)?;
     let folder = bench.folder().join("snapshot");
     let path = folder.display().to_string();
-    let mut verified = 0;
+    machine.said("guest: begins")?;
+    let mut said = String::new();
     for moved in 0..MOVES {
-        machine.said(&format!("guest: begins {moved}."))?;
-        // Somewhere in it: while fio starts, writes, or reads back.
+        // Somewhere in a round: while fio starts, writes, or reads back.
         std::thread::sleep(Duration::from_millis(170 * (moved as u64 * 7 % 20)));
         machine.ask(&format!("snapshot {path}"))?;
-        verified += machine.ends()?.matches("guest: verified").count();
+        said += &machine.ends()?;
         let log = format!("console-{}", moved + 1);
         let restore = ["--restore", &path, "--nvme-mpt", &function];
         machine = Asked::start(bench, &log, &restore)?;
-        if moved + 1 < MOVES {
-            // It is read before the next one is written.
-            machine.said("guest: verified")?;
-        }
+        // What was moved is read back before it moves again.
+        machine.said("guest: verified")?;
     }
-    verified += machine.ends()?.matches("guest: verified").count();
-    expect(verified == MOVES + 1, || {
-        format!("The guest verified {verified} times, and not {}", MOVES + 1)
-    })?;
+    said += &machine.stop()?;
+    let verified: Vec<&str> = said
+        .lines()
+        .filter_map(|line| line.strip_prefix("guest: verified "))
+        .collect();
+    let rounds = (0..verified.len()).map(|round| format!("{round}."));
+    expect(
+        verified.len() >= MOVES && rounds.eq(verified.iter().copied()),
+        || format!("The guest verified these rounds in {MOVES} moves: {verified:?}"),
+    )?;
     fs::remove_dir_all(&folder).map_err(|source| Fault::File {
         path: folder.clone(),
         source,

@@ -27,12 +27,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use thiserror::Error;
 
 use crate::guest::{Accelerator, BOOT_PATIENCE, Guest, GuestConfig, GuestError, Output};
 use crate::process::{self, ProcessError};
+use crate::progress::say;
 use crate::provision::lab::LabAssets;
 use crate::provision::{ProvisionError, image};
 
@@ -52,6 +53,8 @@ use control::Control;
 const PATIENCE: Duration = Duration::from_secs(60);
 /// The host's own guests take half a GiB each, and its file systems live in memory.
 const MEMORY_MIB: u32 = 3072;
+/// How often the lab is asked whether it is there while a long command runs.
+const HEARTBEAT: Duration = Duration::from_secs(15);
 /// How often a command's output is looked at.
 const FOLLOW: Duration = Duration::from_millis(20);
 /// Memory encryption and the like are not emulated; SVM with nested paging is what KVM needs.
@@ -296,6 +299,7 @@ impl Lab {
             .start(&format!("exec >/dev/virtio-ports/lab.out 2>&1\n{script}"))?;
         let (output, followed) = std::thread::scope(|scope| {
             let follower = scope.spawn(|| self.out.follow(&ended, sink));
+            scope.spawn(|| self.end_if_silent(&ended));
             let output = self.guest.finish(job, patience);
             ended.store(true, Ordering::Release);
             let followed = follower
@@ -309,6 +313,27 @@ impl Lab {
         sink.write_all(output.text.as_bytes())
             .map_err(|source| self.out.error(source))?;
         Ok(output.status)
+    }
+
+    /// Looks until `ended` whether the lab still answers, and ends it if not: an emulated processor that
+    /// has lost an interrupt sleeps for good, and whoever waits for a command would wait as long.
+    fn end_if_silent(&self, ended: &AtomicBool) {
+        let mut asked = Instant::now();
+        while !ended.load(Ordering::Acquire) {
+            std::thread::sleep(FOLLOW);
+            if asked.elapsed() < HEARTBEAT {
+                continue;
+            }
+            let answer = self.guest.run("true", PATIENCE);
+            if answer.is_err() && !ended.load(Ordering::Acquire) {
+                say("The lab does not answer any more and is ended");
+                let pid = self.guest.pid().to_string();
+                // It fails only when the lab has ended by itself.
+                let _ = process::run(Command::new("kill").args(["-KILL", &pid]));
+                return;
+            }
+            asked = Instant::now();
+        }
     }
 
     /// Brings files of the lab to the folder `into`, under their own names, and returns those that were

@@ -17,14 +17,11 @@ use nvme_mpt::lease::{LeaseEntry, LeaseState, Ledger};
 
 use crate::control::ControlError;
 use crate::faults::FaultRequest;
+use crate::open::STATE_DIR;
 use crate::options::{ServedFunction, parse_socket_path};
 use crate::report;
 use crate::serve::{ServeOptions, serve};
 use crate::{bind, control, drives, logging};
-
-/// Where leases are kept unless --state-dir says otherwise. Not in /run: a range whose owner died
-/// unawares, in a power failure too, stays its owner's until somebody decides otherwise.
-const STATE_DIR: &str = "/var/lib/nvme-mpt";
 
 /// Name of the control socket in the state folder.
 const CONTROL_SOCKET: &str = "control.sock";

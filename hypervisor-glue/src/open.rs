@@ -13,6 +13,10 @@ use thiserror::Error;
 
 use crate::options::FunctionOptions;
 
+/// Where leases are kept unless somebody says otherwise. Not in /run: a range whose owner died
+/// unawares, in a power failure too, stays its owner's until somebody decides otherwise.
+pub const STATE_DIR: &str = "/var/lib/nvme-mpt";
+
 /// What an option string describes cannot be opened.
 #[derive(Debug, Error)]
 pub enum OpenError {

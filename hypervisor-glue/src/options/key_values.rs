@@ -35,6 +35,11 @@ impl KeyValues {
         }
     }
 
+    /// These, each key of which is there once.
+    pub(super) fn of(pairs: Vec<(String, String)>) -> Self {
+        Self(pairs)
+    }
+
     /// Takes the value of `key` out.
     pub(super) fn take(&mut self, key: &str) -> Option<String> {
         let index = self.0.iter().position(|(present, _)| present == key)?;

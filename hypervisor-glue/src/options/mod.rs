@@ -7,6 +7,7 @@
 //! A string is parsed once, into [`FunctionOptions`]; what is there can be used without a further
 //! look. A function that `nvme-mpt serve` offers has a `socket=PATH` as well: [`ServedFunction`].
 
+mod config;
 mod key_values;
 
 use std::error::Error as StdError;
@@ -23,6 +24,7 @@ use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{DoorbellMode, DrivePath, PollPolicy};
 use thiserror::Error;
 
+pub use config::FunctionConfig;
 use key_values::KeyValues;
 
 /// Longest path of a UNIX socket in bytes: `sun_path` has 108, with a terminating zero.
@@ -273,7 +275,16 @@ fn take<T, E: Into<Box<dyn StdError + Send + Sync>>>(
     key: &'static str,
     parse: impl FnOnce(&str) -> Result<T, E>,
 ) -> Result<Option<T>, OptionError> {
-    let Some(value) = keys.take(key) else {
+    parsed(key, keys.take(key), parse)
+}
+
+/// Makes what it means of the value of `key`, if it has one.
+fn parsed<T, E: Into<Box<dyn StdError + Send + Sync>>>(
+    key: &'static str,
+    value: Option<String>,
+    parse: impl FnOnce(&str) -> Result<T, E>,
+) -> Result<Option<T>, OptionError> {
+    let Some(value) = value else {
         return Ok(None);
     };
     match parse(&value) {

@@ -186,6 +186,12 @@ impl FunctionDevice {
         moves
     }
 
+    /// Gives a BAR an address, as firmware does. The guest finds it there once it enables accesses.
+    #[must_use = "the VMM has to follow the BARs"]
+    pub fn place_bar(&self, bar: Bar, address: u64) -> Vec<BarMove> {
+        self.write_config(bar.config_offset(), &address.to_le_bytes())
+    }
+
     /// Size of a BAR in bytes, a power of two.
     #[must_use]
     pub fn bar_size(&self, bar: Bar) -> u64 {
@@ -221,6 +227,16 @@ impl FunctionDevice {
             return;
         }
         state.follow(&*self.shared.vmm);
+    }
+
+    /// Reads from the BAR that is at a guest address, for a VMM with a bus of its own.
+    pub fn read_at(&self, base: u64, offset: u64, data: &mut [u8]) {
+        self.mmio_read(MmioAddress(base), offset, data);
+    }
+
+    /// Writes to the BAR that is at a guest address, for a VMM with a bus of its own.
+    pub fn write_at(&self, base: u64, offset: u64, data: &[u8]) {
+        self.mmio_write(MmioAddress(base), offset, data);
     }
 
     /// What mapping the function's doorbells into the guest has cost, where that is done at all.

@@ -20,14 +20,17 @@ use std::io;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
-use nvme_mpt::Gpa;
-use nvme_mpt::Pollers;
-use nvme_mpt::memory::Mapping;
+pub use nvme_mpt::memory::Mapping;
 use nvme_mpt::poller::Threads;
 pub use nvme_mpt::poller::Work;
+pub use nvme_mpt::{DirtyRange, Gpa, MemoryRegion, Pollers};
 use thiserror::Error;
-use vmm_device::MsixMessage;
+pub use vmm_device::{Bar, BarMove, FunctionState, MsixMessage};
+use vmm_device::{MsixMasking, NvmeFunction};
 use vmm_sys_util::eventfd::EventFd;
+
+use crate::open::{self, Ledgers, OpenError};
+use crate::options::{FunctionConfig, OptionError};
 
 pub use device::{DeviceError, FunctionDevice};
 pub use doorbells::DoorbellFigures;
@@ -116,4 +119,35 @@ pub trait Vectors: fmt::Debug + Send {
 #[must_use]
 pub fn pollers(vmm: Arc<dyn Vmm>) -> Arc<Pollers> {
     Pollers::on(Threads::from_spawn(move |name, work| vmm.spawn(name, work)))
+}
+
+/// A function that a VMM's configuration describes cannot be had.
+#[derive(Debug, Error)]
+pub enum StartError {
+    /// What is described is no function.
+    #[error(transparent)]
+    Option(#[from] OptionError),
+    /// The drive or the part of it cannot be had.
+    #[error(transparent)]
+    Open(#[from] OpenError),
+    /// The function cannot be put into the VMM.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
+
+/// Puts the function that `config` describes into `vmm`, which knows it as `id`. It reaches no guest
+/// memory until it is told of some with [`FunctionDevice::map_memory`].
+///
+/// # Errors
+/// See [`StartError`].
+pub fn start(
+    config: &FunctionConfig,
+    id: &str,
+    vmm: Arc<dyn Vmm>,
+    pollers: &Arc<Pollers>,
+) -> Result<FunctionDevice, StartError> {
+    let ledgers = Ledgers::open(&config.state_dir);
+    let attachment = open::open(&config.options()?, &ledgers, pollers)?;
+    let function = NvmeFunction::new(attachment, MsixMasking::Function);
+    Ok(FunctionDevice::start(id, function, vmm)?)
 }

@@ -76,8 +76,14 @@ impl Bar {
         }
     }
 
+    /// Where in configuration space its address is, in eight bytes.
+    #[must_use]
+    pub const fn config_offset(self) -> u64 {
+        (BARS + 4 * self.index()) as u64
+    }
+
     const fn offset(self) -> usize {
-        (BARS + 4 * self.index()) as usize
+        self.config_offset() as usize
     }
 }
 

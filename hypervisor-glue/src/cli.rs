@@ -21,7 +21,7 @@ use crate::open::STATE_DIR;
 use crate::options::{ServedFunction, parse_socket_path};
 use crate::report;
 use crate::serve::{ServeOptions, serve};
-use crate::{bind, control, drives, logging};
+use crate::{bind, control, drives, logging, profile};
 
 /// Name of the control socket in the state folder.
 const CONTROL_SOCKET: &str = "control.sock";
@@ -40,6 +40,7 @@ enum Command {
     Leases(Leases),
     Stats(Stats),
     Fault(Fault),
+    Profile(Profile),
     Drives(Drives),
     Bind(Bind),
     Unbind(Unbind),
@@ -171,6 +172,25 @@ enum FaultCommand {
     },
 }
 
+/// Make profiles of drives for profile=
+#[derive(Args, Debug)]
+struct Profile {
+    #[command(subcommand)]
+    command: ProfileCommand,
+}
+
+#[derive(Debug, Subcommand)]
+enum ProfileCommand {
+    /// Print a profile that does what fio measured on a real drive
+    ///
+    /// FILE is what fio wrote with --output-format=json --output=FILE; resources/drives/measure.fio has the
+    /// jobs that are needed.
+    Fit {
+        /// fio's report
+        file: PathBuf,
+    },
+}
+
 /// Show the NVMe functions of this host, and what stands in the way of serving each
 #[derive(Args, Debug)]
 struct Drives {
@@ -249,6 +269,7 @@ pub fn run() -> ExitCode {
         Command::Leases(options) => run_leases(options),
         Command::Stats(options) => run_stats(options),
         Command::Fault(options) => run_fault(options),
+        Command::Profile(options) => run_profile(&options),
         Command::Drives(options) => run_drives(options),
         Command::Bind(options) => run_bind(&options),
         Command::Unbind(options) => run_unbind(&options),
@@ -416,6 +437,12 @@ fn run_fault(options: Fault) -> Result<(), Box<dyn Error>> {
             write!(out, "{drive}")?;
         }
     }
+    Ok(())
+}
+
+fn run_profile(options: &Profile) -> Result<(), Box<dyn Error>> {
+    let ProfileCommand::Fit { file } = &options.command;
+    write!(io::stdout(), "{}", profile::fit(file)?)?;
     Ok(())
 }
 

@@ -18,6 +18,7 @@ mod irq_fd;
 pub mod logging;
 pub mod open;
 pub mod options;
+pub mod profile;
 pub mod report;
 pub mod serve;
 pub mod signals;

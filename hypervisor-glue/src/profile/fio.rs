@@ -1,0 +1,184 @@
+//! What fio's JSON report says of each job, as far as a profile needs it.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use nvme_mpt::lease::Bytes;
+use serde::Deserialize;
+
+use super::FitError;
+
+/// The median, as fio names it.
+const MEDIAN: &str = "50.000000";
+
+/// What jobs measured that only read, and what those that only wrote.
+pub(super) struct Report {
+    pub(super) reads: Vec<Measurement>,
+    pub(super) writes: Vec<Measurement>,
+}
+
+/// What one job measured.
+pub(super) struct Measurement {
+    /// Its name, without characters that end a comment.
+    pub(super) job: String,
+    /// Bytes of a block.
+    pub(super) block: u64,
+    /// Commands in flight.
+    pub(super) in_flight: u64,
+    /// Commands per second.
+    pub(super) iops: f64,
+    /// The median, or the mean where fio left out the percentiles, in nanoseconds.
+    pub(super) latency: f64,
+}
+
+impl Measurement {
+    /// In bytes per second.
+    pub(super) fn bandwidth(&self) -> f64 {
+        self.iops * self.block as f64
+    }
+}
+
+/// What a job does.
+#[derive(Clone, Copy)]
+enum Direction {
+    Read,
+    Write,
+}
+
+#[derive(Deserialize)]
+struct File {
+    #[serde(rename = "global options", default)]
+    global: BTreeMap<String, String>,
+    jobs: Vec<Job>,
+}
+
+#[derive(Deserialize)]
+struct Job {
+    jobname: String,
+    #[serde(rename = "job options", default)]
+    options: BTreeMap<String, String>,
+    #[serde(default)]
+    error: i64,
+    read: Side,
+    write: Side,
+}
+
+#[derive(Deserialize)]
+struct Side {
+    total_ios: u64,
+    iops: f64,
+    clat_ns: Latency,
+}
+
+#[derive(Deserialize)]
+struct Latency {
+    mean: f64,
+    #[serde(default)]
+    percentile: BTreeMap<String, f64>,
+}
+
+impl Report {
+    /// Reads a report, before which fio may have said other things.
+    pub(super) fn parse(path: &Path, text: &str) -> Result<Self, FitError> {
+        let mut start = 0;
+        for line in text.split_inclusive('\n') {
+            if line.starts_with('{') {
+                break;
+            }
+            start += line.len();
+        }
+        let json = text.get(start..).unwrap_or_default();
+        let file: File = serde_json::Deserializer::from_str(json)
+            .into_iter()
+            .next()
+            .unwrap_or_else(|| serde_json::from_str(json))
+            .map_err(|source| FitError::Report {
+                path: path.to_owned(),
+                source,
+            })?;
+        let mut report = Self {
+            reads: Vec::new(),
+            writes: Vec::new(),
+        };
+        for job in &file.jobs {
+            if job.error != 0 {
+                return Err(FitError::Failed {
+                    path: path.to_owned(),
+                    job: job.jobname.clone(),
+                    code: job.error,
+                });
+            }
+            let measured = |side| job.measurement(path, &file.global, side);
+            match (job.read.total_ios, job.write.total_ios) {
+                (0, 0) => {}
+                (_, 0) => report.reads.push(measured(Direction::Read)?),
+                (0, _) => report.writes.push(measured(Direction::Write)?),
+                // What they do to each other is another matter.
+                _ => {}
+            }
+        }
+        Ok(report)
+    }
+}
+
+impl Job {
+    fn measurement(
+        &self,
+        path: &Path,
+        global: &BTreeMap<String, String>,
+        direction: Direction,
+    ) -> Result<Measurement, FitError> {
+        // As fio takes them when nothing is said (its HOWTO): 4 KiB, one command, one process.
+        let option = |names: [&'static str; 2], default: &str| {
+            let mut set = [&self.options, global]
+                .into_iter()
+                .flat_map(|options| names.iter().filter_map(|name| options.get(*name)));
+            set.next().cloned().unwrap_or_else(|| default.to_owned())
+        };
+        let wrong = |option, value: &str, what| FitError::Option {
+            path: path.to_owned(),
+            job: self.jobname.clone(),
+            option,
+            value: value.to_owned(),
+            what,
+        };
+        let count = |name: &'static str| {
+            let value = option([name, name], "1");
+            let number = value.parse::<u64>().ok().filter(|number| *number > 0);
+            number.ok_or_else(|| wrong(name, &value, "number of 1 or more"))
+        };
+        let block = option(["bs", "blocksize"], "4k");
+        // Of reads, writes and trims, where they are told apart; this job does one of them.
+        let sizes: Option<Vec<u64>> = block.split(',').map(size).collect();
+        let sizes = sizes.unwrap_or_default();
+        let (side, size) = match direction {
+            Direction::Read => (&self.read, sizes.first()),
+            Direction::Write => (&self.write, sizes.get(1).or(sizes.first())),
+        };
+        let size = size.ok_or_else(|| wrong("bs", &block, "size such as 4k"))?;
+        Ok(Measurement {
+            job: self.jobname.replace(|c: char| c.is_control(), " "),
+            block: *size,
+            in_flight: count("iodepth")?.saturating_mul(count("numjobs")?),
+            iops: side.iops,
+            latency: side.clat_ns.median(),
+        })
+    }
+}
+
+impl Latency {
+    fn median(&self) -> f64 {
+        *self.percentile.get(MEDIAN).unwrap_or(&self.mean)
+    }
+}
+
+/// A size as fio writes it, by default in powers of 1024: 4096, 4k, 4kb, 4KiB.
+fn size(text: &str) -> Option<u64> {
+    let text = text.trim().to_ascii_lowercase();
+    let text = text
+        .strip_suffix("ib")
+        .or_else(|| text.strip_suffix('b'))
+        .unwrap_or(&text);
+    let Bytes(bytes) = text.parse().ok()?;
+    (bytes > 0).then_some(bytes)
+}

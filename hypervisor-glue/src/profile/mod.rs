@@ -1,0 +1,240 @@
+//! Profiles for modelled drives, made from what fio measured on a real one: `nvme-mpt profile fit`.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use nvme_mpt::host::software::model::{Profile, ProfileError};
+use nvme_mpt::lease::Bytes;
+use thiserror::Error;
+
+mod fio;
+#[cfg(test)]
+mod tests;
+
+use fio::{Measurement, Report};
+
+/// Longest report that is read: a mistaken path must not be read for ever.
+const LONGEST: u64 = 64 << 20;
+
+/// The fewest commands in flight by which a job tells how many a drive does in a second.
+const DEEP: u64 = 8;
+
+/// What `stripe` may be, in bytes.
+const STRIPE_MIN: u64 = 4 << 10;
+const STRIPE_MAX: u64 = 1 << 20;
+
+/// What `units` may be.
+const UNITS_MAX: f64 = 1024.0;
+
+/// Why no profile was made.
+#[derive(Debug, Error)]
+pub enum FitError {
+    /// The report cannot be read.
+    #[error("fio's report {path} cannot be read")]
+    Read {
+        /// Its path.
+        path: PathBuf,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// It is not what fio writes.
+    #[error("{path} is no report of fio; run it with --output-format=json --output=FILE")]
+    Report {
+        /// Its path.
+        path: PathBuf,
+        /// What is wrong, and where.
+        source: serde_json::Error,
+    },
+    /// A job failed: what it measured is not what the drive does.
+    #[error("Job {job} of {path} failed with error {code}; measure again")]
+    Failed {
+        /// The report.
+        path: PathBuf,
+        /// The job.
+        job: String,
+        /// What fio gave as its error.
+        code: i64,
+    },
+    /// A value that cannot be understood.
+    #[error("Job {job} of {path} has {option}={value}, which is no {what}")]
+    Option {
+        /// The report.
+        path: PathBuf,
+        /// The job.
+        job: String,
+        /// fio's option.
+        option: &'static str,
+        /// Its value.
+        value: String,
+        /// What it should be.
+        what: &'static str,
+    },
+    /// Something was not measured.
+    #[error(
+        "{path} has no job that {what}, and nothing else beside; add one with {options}, or use \
+         resources/drives/measure.fio"
+    )]
+    Missing {
+        /// The report.
+        path: PathBuf,
+        /// What the job would do.
+        what: &'static str,
+        /// fio's options for it.
+        options: &'static str,
+    },
+    /// What was measured makes no profile.
+    #[error("{path} tells of a drive that cannot be modelled")]
+    Profile {
+        /// The report.
+        path: PathBuf,
+        /// Which value is out of range.
+        source: ProfileError,
+    },
+}
+
+/// Makes a profile of `model = "nvm"` from a report of fio, as TOML.
+///
+/// A job with one command in flight tells the latency (its median, at the smallest block size), the
+/// fastest job the bandwidth. Where jobs with small blocks and many of them in flight get less than that
+/// through, the drive takes as long for a small block as for a larger one: a stripe. Jobs that both read and write
+/// tell of neither.
+///
+/// # Errors
+/// All of [`FitError`].
+pub fn fit(path: &Path) -> Result<String, FitError> {
+    let failed = |source| FitError::Read {
+        path: path.to_owned(),
+        source,
+    };
+    if fs::metadata(path).map_err(failed)?.len() > LONGEST {
+        return Err(failed(io::ErrorKind::FileTooLarge.into()));
+    }
+    fit_text(path, &fs::read_to_string(path).map_err(failed)?)
+}
+
+fn fit_text(path: &Path, text: &str) -> Result<String, FitError> {
+    let report = Report::parse(path, text)?;
+    let missing = |what, options| FitError::Missing {
+        path: path.to_owned(),
+        what,
+        options,
+    };
+    let reads = Rates::of(&report.reads).ok_or_else(|| {
+        missing(
+            "reads with one command in flight",
+            "rw=randread bs=4k iodepth=1",
+        )
+    })?;
+    let writes = Rates::of(&report.writes).ok_or_else(|| {
+        missing(
+            "writes with one command in flight",
+            "rw=randwrite bs=4k iodepth=1",
+        )
+    })?;
+    let stripe = stripe(&reads, &writes);
+    let profile = render(path, &reads, &writes, stripe);
+    // What is printed can be used.
+    match Profile::parse(&path.display().to_string(), &profile) {
+        Ok(_) => Ok(profile),
+        Err(source) => Err(FitError::Profile {
+            path: path.to_owned(),
+            source,
+        }),
+    }
+}
+
+/// What was measured of reads or of writes.
+struct Rates<'a> {
+    /// The job that tells the latency.
+    alone: &'a Measurement,
+    /// The job that tells the bandwidth.
+    fastest: &'a Measurement,
+    /// The job that does most commands in a second, of those with blocks as small as the smallest and
+    /// many in flight.
+    busiest: Option<&'a Measurement>,
+}
+
+impl<'a> Rates<'a> {
+    /// `None` if there was no job with one command in flight.
+    fn of(measurements: &'a [Measurement]) -> Option<Self> {
+        let alone = measurements
+            .iter()
+            .filter(|job| job.in_flight == 1)
+            .min_by_key(|job| job.block)?;
+        let fastest = measurements
+            .iter()
+            .max_by(|a, b| a.bandwidth().total_cmp(&b.bandwidth()))?;
+        let busiest = measurements
+            .iter()
+            .filter(|job| job.in_flight >= DEEP && job.block <= alone.block)
+            .max_by(|a, b| a.iops.total_cmp(&b.iops));
+        Some(Self {
+            alone,
+            fastest,
+            busiest,
+        })
+    }
+
+    /// Bytes that move in the time that the smallest block takes when the drive has enough of them.
+    fn bytes_per_command(&self) -> Option<f64> {
+        Some(self.fastest.bandwidth() / self.busiest?.iops)
+    }
+
+    /// Stripes of that many bytes that are on the way at a time, when all are as late as one alone.
+    fn stripes_at_once(&self, stripe: u64) -> f64 {
+        self.alone.latency / 1e9 * self.fastest.bandwidth() / stripe as f64
+    }
+}
+
+/// The power of two that is nearest to what reads and writes want, which have one stripe for both.
+fn stripe(reads: &Rates<'_>, writes: &Rates<'_>) -> u64 {
+    let wanted: Vec<f64> = [reads, writes]
+        .into_iter()
+        .filter_map(Rates::bytes_per_command)
+        .map(f64::log2)
+        .collect();
+    if wanted.is_empty() {
+        return STRIPE_MIN;
+    }
+    let mean = wanted.iter().sum::<f64>() / wanted.len() as f64;
+    let shift = mean.round().clamp(0.0, 40.0) as u32;
+    (1_u64 << shift).clamp(STRIPE_MIN, STRIPE_MAX)
+}
+
+fn render(path: &Path, reads: &Rates<'_>, writes: &Rates<'_>, stripe: u64) -> String {
+    // More units than that would make a stripe take longer than the latency.
+    let units = reads
+        .stripes_at_once(stripe)
+        .min(writes.stripes_at_once(stripe))
+        .clamp(1.0, UNITS_MAX) as u64;
+    let mut text = format!(
+        "# Made from {}. resources/drives/nvm.toml explains the fields.\n\
+         model = \"nvm\"\nunits = {units}\n",
+        path.display()
+    );
+    let sources: Vec<&str> = [reads, writes]
+        .into_iter()
+        .filter_map(|rates| Some(rates.busiest?.job.as_str()))
+        .collect();
+    if sources.is_empty() {
+        let _ = writeln!(
+            text,
+            "# Not measured: no job has {DEEP} or more small blocks in flight."
+        );
+    } else {
+        let _ = writeln!(text, "# From: {}.", sources.join(", "));
+    }
+    let _ = writeln!(text, "stripe = \"{}\"", Bytes(stripe));
+    for (name, rates) in [("read", reads), ("write", writes)] {
+        // In KiB, a bandwidth of a drive is exact to a thousandth.
+        let bandwidth = Bytes((rates.fastest.bandwidth() / 1024.0).round() as u64 * 1024);
+        let _ = write!(
+            text,
+            "\n[{name}]\n# From: {}.\nlatency = \"{:.0}ns\"\n# From: {}.\nbandwidth = \"{bandwidth}\"\n",
+            rates.alone.job, rates.alone.latency, rates.fastest.job
+        );
+    }
+    text
+}

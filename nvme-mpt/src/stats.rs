@@ -216,8 +216,9 @@ pub struct PollerStats {
     pub spurious_wakes: u64,
 }
 
-/// What one lease did so far, for the SMART / Health Information log page.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// What one lease did so far, for the SMART / Health Information log page and in snapshots.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Counters {
     /// Read commands completed.
     pub reads: u64,

@@ -98,7 +98,7 @@ pub struct AttachmentState {
     /// Every I/O command fails until the next reset.
     pub revoked: bool,
     /// What the lease did so far.
-    pub counters: CountersState,
+    pub counters: Counters,
 }
 
 /// Something that a guest was told and may rely on.
@@ -165,66 +165,6 @@ pub struct SubmissionQueueState {
     pub bad_tail: Option<u32>,
 }
 
-/// What a lease did so far, as SMART / Health Information counts it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct CountersState {
-    /// Read commands completed.
-    pub reads: u64,
-    /// Write commands completed.
-    pub writes: u64,
-    /// Bytes read by the guest.
-    pub bytes_read: u64,
-    /// Bytes written by the guest.
-    pub bytes_written: u64,
-    /// Commands that failed for the media.
-    pub media_errors: u64,
-    /// Commands that completed with an error.
-    pub errors: u64,
-}
-
-impl From<Counters> for CountersState {
-    fn from(counters: Counters) -> Self {
-        let Counters {
-            reads,
-            writes,
-            bytes_read,
-            bytes_written,
-            media_errors,
-            errors,
-        } = counters;
-        Self {
-            reads,
-            writes,
-            bytes_read,
-            bytes_written,
-            media_errors,
-            errors,
-        }
-    }
-}
-
-impl From<CountersState> for Counters {
-    fn from(state: CountersState) -> Self {
-        let CountersState {
-            reads,
-            writes,
-            bytes_read,
-            bytes_written,
-            media_errors,
-            errors,
-        } = state;
-        Self {
-            reads,
-            writes,
-            bytes_read,
-            bytes_written,
-            media_errors,
-            errors,
-        }
-    }
-}
-
 impl Attachment {
     /// What the attachment is doing, while it is [paused](Self::pause). `vectors` are those that
     /// its Completion Queues were created with, by number.
@@ -252,7 +192,7 @@ impl Attachment {
             }),
             queues: saved.collect(),
             revoked: queues.revoked,
-            counters: (self.counted() + queues.counted_before).into(),
+            counters: self.counted() + queues.counted_before,
         })
     }
 
@@ -290,7 +230,7 @@ impl Attachment {
             event_idx: Gpa(buffer.event_idx),
         });
         queues.revoked = *revoked;
-        queues.counted_before = (*counters).into();
+        queues.counted_before = *counters;
         for state in saved {
             let qid = QueueId(state.qid);
             self.restore_queue(&mut queues, state, vectors)

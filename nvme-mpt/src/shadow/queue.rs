@@ -3,34 +3,32 @@
 //! call.
 
 mod dirty;
+mod memory;
+mod posting;
+mod rings;
 mod state;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use self::dirty::WriteLog;
+use self::posting::{Posting, fail_command};
+pub(crate) use self::rings::{CompletionQueue, SubmissionQueue};
+use super::LeasedBlocks;
 use super::lists::ListMemory;
 use super::slot::{Slot, Slots};
 use super::translate::Translator;
-use super::{Failure, LeasedBlocks};
 use crate::address::Gpa;
-use crate::clock::{Ticks, nanoseconds};
+use crate::clock::Ticks;
 use crate::dma::{RegionTable, TableUser, Tables};
-use crate::doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage, DoorbellSource};
-use crate::event::{ErrorEntry, Event, EventQueue, QueueFailure};
-use crate::host::{
-    CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue, HostQueuePair, Limits,
-};
-use crate::interrupt::InterruptGate;
-use crate::memory::{CompletionRing, SubmissionRing, lost_memory_epoch};
+use crate::doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage};
+use crate::event::{Event, EventQueue, QueueFailure};
+use crate::host::{HostBatch, HostQueue, HostQueuePair, Limits};
+use crate::memory::lost_memory_epoch;
 use crate::poller::Silence;
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::QueueId;
 use crate::spec::opcode::NvmOpcode;
-use crate::spec::registers::Doorbell;
 use crate::spec::sqe::Sqe;
-use crate::spec::status::{Status, StatusCodeType};
-use crate::stats::QueueCounters;
 
 /// Commands taken from one Submission Queue before its neighbours get their turn.
 const BATCH_COMMANDS: u32 = 64;
@@ -40,11 +38,6 @@ const BATCH_BYTES: u64 = 4 << 20;
 
 /// Entries that are fetched ahead of the one that is read.
 const PREFETCH: u32 = 8;
-
-/// How long the memory of a queue's rings may be gone before the queue fails. A VMM that changes the
-/// map of its guest's memory takes a region away and brings it back at once, as firmware makes it do
-/// when it write-protects itself with its disk driver's queues set up.
-const SUSPENSION: Duration = Duration::from_secs(1);
 
 /// Whether a shadow queue can go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,186 +61,6 @@ pub(crate) struct QueueContext {
     pub(crate) silence: Silence,
     pub(crate) events: Arc<EventQueue>,
     pub(crate) tables: Arc<Tables>,
-}
-
-/// A guest's Submission Queue.
-#[derive(Debug)]
-pub(crate) struct SubmissionQueue {
-    qid: QueueId,
-    base: Gpa,
-    ring: SubmissionRing,
-    entries: u32,
-    head: u32,
-    doorbell: DoorbellSource,
-    /// The last value of the doorbell that was no index of the queue: reported, and ignored.
-    bad_tail: Option<u32>,
-    counters: Arc<QueueCounters>,
-}
-
-impl SubmissionQueue {
-    /// `None` if its ring or its doorbell buffer does not lie in the VM's memory.
-    pub(crate) fn new(
-        (qid, base, entries): (QueueId, Gpa, u32),
-        context: &QueueContext,
-        buffer: Option<DoorbellBuffer>,
-        counters: Arc<QueueCounters>,
-    ) -> Option<Self> {
-        let table = context.tables.current();
-        let ring = submission_ring(&table, base, entries)?;
-        let doorbell = Doorbell::SqTail(qid);
-        let doorbell =
-            DoorbellSource::new(&context.doorbells, doorbell, buffer, &table, (entries, 0))?;
-        Some(Self {
-            qid,
-            base,
-            ring,
-            entries,
-            head: 0,
-            doorbell,
-            bad_tail: None,
-            counters,
-        })
-    }
-
-    /// Entries that the guest has submitted and nobody has taken.
-    #[inline]
-    fn available(&mut self, events: &EventQueue) -> u32 {
-        let tail = self.doorbell.load();
-        if tail < self.entries {
-            return if tail >= self.head {
-                tail - self.head
-            } else {
-                tail + self.entries - self.head
-            };
-        }
-        if self.bad_tail != Some(tail) {
-            self.bad_tail = Some(tail);
-            let doorbell = Doorbell::SqTail(self.qid);
-            events.report(Event::InvalidDoorbell {
-                doorbell,
-                value: tail,
-            });
-        }
-        0
-    }
-
-    #[inline]
-    fn after(&self, index: u32) -> u32 {
-        if index + 1 == self.entries {
-            0
-        } else {
-            index + 1
-        }
-    }
-}
-
-/// A guest's Completion Queue.
-#[derive(Debug)]
-pub(crate) struct CompletionQueue {
-    qid: QueueId,
-    base: Gpa,
-    ring: CompletionRing,
-    entries: u32,
-    tail: u32,
-    phase: bool,
-    /// How far the guest has consumed, as far as we looked.
-    head: u32,
-    /// Entries that neither wait for the guest nor are promised to a command in flight. A command
-    /// is taken only against one of them, so a completion never finds the queue full.
-    room: u32,
-    doorbell: DoorbellSource,
-    bad_head: Option<u32>,
-    gate: InterruptGate,
-    counters: Arc<QueueCounters>,
-}
-
-impl CompletionQueue {
-    /// `None` if its ring or its doorbell buffer does not lie in the VM's memory.
-    pub(crate) fn new(
-        (qid, base, entries): (QueueId, Gpa, u32),
-        context: &QueueContext,
-        buffer: Option<DoorbellBuffer>,
-        gate: InterruptGate,
-        counters: Arc<QueueCounters>,
-    ) -> Option<Self> {
-        let table = context.tables.current();
-        let ring = completion_ring(&table, base, entries)?;
-        let doorbell = Doorbell::CqHead(qid);
-        let doorbell =
-            DoorbellSource::new(&context.doorbells, doorbell, buffer, &table, (entries, 0))?;
-        Some(Self {
-            qid,
-            base,
-            ring,
-            entries,
-            tail: 0,
-            phase: true,
-            head: 0,
-            room: entries - 1,
-            doorbell,
-            bad_head: None,
-            gate,
-            counters,
-        })
-    }
-
-    /// Entries that wait for the guest.
-    #[inline]
-    fn unconsumed(&self) -> u32 {
-        if self.tail >= self.head {
-            self.tail - self.head
-        } else {
-            self.tail + self.entries - self.head
-        }
-    }
-
-    /// Looks how far the guest has consumed.
-    fn look_at_head(&mut self, events: &EventQueue) {
-        let head = self.doorbell.load();
-        if head == self.head {
-            return;
-        }
-        let advance = if head >= self.head {
-            head - self.head
-        } else {
-            head.saturating_add(self.entries - self.head)
-        };
-        // The guest cannot have consumed what was not posted.
-        if head >= self.entries || advance > self.unconsumed() {
-            if self.bad_head != Some(head) {
-                self.bad_head = Some(head);
-                let doorbell = Doorbell::CqHead(self.qid);
-                events.report(Event::InvalidDoorbell {
-                    doorbell,
-                    value: head,
-                });
-            }
-            return;
-        }
-        self.head = head;
-        self.room += advance;
-        self.doorbell.keep_quiet(head);
-    }
-
-    #[inline]
-    fn publish(&mut self, entry: Cqe) {
-        self.ring.publish(self.tail, entry.with_phase(self.phase));
-        self.tail += 1;
-        if self.tail == self.entries {
-            self.tail = 0;
-            self.phase = !self.phase;
-        }
-    }
-}
-
-fn submission_ring(table: &RegionTable, base: Gpa, entries: u32) -> Option<SubmissionRing> {
-    let (mapping, offset) = table.locate(base, u64::from(entries) * size_of::<Sqe>() as u64)?;
-    SubmissionRing::new(mapping, offset, entries)
-}
-
-fn completion_ring(table: &RegionTable, base: Gpa, entries: u32) -> Option<CompletionRing> {
-    let (mapping, offset) = table.locate(base, u64::from(entries) * size_of::<Cqe>() as u64)?;
-    CompletionRing::new(mapping, offset, entries)
 }
 
 /// A shadow queue, as its poller sees it.
@@ -645,86 +458,9 @@ impl Core {
         found
     }
 
-    /// Takes up the newest snapshot of the VM's memory.
-    #[cold]
-    fn take_up_table(&mut self) {
-        let table = self.context.tables.current();
-        self.generation = table.generation();
-        let old = self.translator.set_table(table);
-        self.slots.make_stale();
-        self.follow_log();
-        let tail = self.cq.tail;
-        self.rebind();
-        if self.log.is_some() {
-            // Completions that were held, and EventIdx at its new place.
-            self.note_pass(tail);
-        }
-        // Memory that commands in flight use stays mapped until they are done.
-        self.old_tables.push(old);
-        if self.slots.stale() == 0 {
-            self.settle_table();
-        }
-    }
-
     #[inline]
     fn is_sound(&self) -> bool {
         self.condition == Condition::Sound
-    }
-
-    /// The memory of the rings is back: what was held is posted.
-    fn resume_posting(&mut self) {
-        self.condition = Condition::Sound;
-        let Self { cq, held, .. } = self;
-        let count = held.len() as u32;
-        for entry in held.drain(..) {
-            cq.publish(entry);
-        }
-        cq.gate.post(count, Ticks::now());
-    }
-
-    /// A suspension that lasts is no change of the memory map any more.
-    #[cold]
-    fn end_suspension(&mut self) {
-        if let Condition::Suspended { gone, since } = self.condition
-            && nanoseconds(Ticks::now().since(since)) > SUSPENSION.as_nanos() as u64
-        {
-            self.fail(QueueFailure::RingUnmapped(gone));
-        }
-    }
-
-    #[cold]
-    fn settle_table(&mut self) {
-        self.old_tables.clear();
-        if let Some(user) = &self.table_user {
-            user.settle(self.generation);
-        }
-    }
-
-    /// Finds rings and doorbells in the current snapshot. On failure, returns what is gone.
-    fn bind_memory(&mut self) -> Result<(), Gpa> {
-        let table = self.translator.table().clone();
-        let page = &self.context.doorbells;
-        let cq = &mut self.cq;
-        cq.ring = completion_ring(&table, cq.base, cq.entries).ok_or(cq.base)?;
-        let buffer_base = self.buffer.map_or(Gpa(0), |buffer| buffer.shadow);
-        let source = |doorbell, entries, seen| {
-            DoorbellSource::new(page, doorbell, self.buffer, &table, (entries, seen))
-                .ok_or(buffer_base)
-        };
-        cq.doorbell = source(Doorbell::CqHead(cq.qid), cq.entries, cq.head)?;
-        for sq in &mut self.sqs {
-            sq.ring = submission_ring(&table, sq.base, sq.entries).ok_or(sq.base)?;
-            sq.doorbell = source(Doorbell::SqTail(sq.qid), sq.entries, sq.head)?;
-        }
-        Ok(())
-    }
-
-    #[cold]
-    fn check_lost_memory(&mut self) {
-        self.lost_epoch = lost_memory_epoch();
-        if self.translator.table().is_lost() {
-            self.fail(QueueFailure::MemoryLost);
-        }
     }
 
     /// The queue cannot go on: it takes nothing more and posts nothing more.
@@ -739,114 +475,4 @@ impl Core {
             });
         }
     }
-}
-
-/// Gives the guest its completions.
-struct Posting<'a, const LOG: bool> {
-    cq: &'a mut CompletionQueue,
-    sqs: &'a [SubmissionQueue],
-    slots: &'a mut Slots,
-    context: &'a QueueContext,
-    condition: Condition,
-    held: &'a mut Vec<Cqe>,
-    log: &'a mut Option<Box<WriteLog>>,
-    memory: HostMemory<'a>,
-    old_tables: &'a [Arc<RegionTable>],
-    /// How many there were.
-    completed: u32,
-    /// When the first of them was posted.
-    now: Ticks,
-}
-
-impl<const LOG: bool> CompletionTaker for &mut Posting<'_, LOG> {
-    #[inline(always)]
-    fn take(&mut self, completion: HostCompletion) {
-        // A number that no command in flight has is a completion that came too late.
-        let Some(slot) = self.slots.release(completion.slot) else {
-            return;
-        };
-        self.completed += 1;
-        if LOG && let Some(log) = self.log.as_mut() {
-            log.completed(completion.slot, slot, self.memory, self.old_tables);
-        }
-        let Some(sq) = self.sqs.get(usize::from(slot.sq)) else {
-            return;
-        };
-        if self.condition == Condition::Failed {
-            return;
-        }
-        if !completion.status.is_success() {
-            // Before the guest sees the completion and asks for the error log.
-            report_failure(self.context, sq, slot, completion.status);
-        }
-        let HostCompletion { status, dw0, .. } = completion;
-        let entry = Cqe::new(sq.qid, sq.head as u16, slot.cid, status, dw0, 0);
-        if self.condition == Condition::Sound {
-            self.cq.publish(entry);
-        } else {
-            self.held.push(entry);
-        }
-        // The guest has its completion; what follows nobody waits for.
-        if self.completed == 1 {
-            self.now = Ticks::now();
-        }
-        count(&sq.counters, slot, self.now);
-    }
-}
-
-/// Completes a command that does not reach the host controller.
-#[cold]
-fn fail_command(
-    context: &QueueContext,
-    cq: &mut CompletionQueue,
-    sq: &SubmissionQueue,
-    (guest, taken): (&Sqe, Ticks),
-    failure: Failure,
-) {
-    sq.counters.commands.add(1);
-    sq.counters.errors.add(1);
-    context.events.report(Event::CommandFailed(ErrorEntry {
-        sqid: sq.qid,
-        cid: guest.cid(),
-        status: failure.status(),
-        lba: guest.cdw10_11(),
-        nsid: guest.nsid,
-        parameter_location: failure.location(),
-    }));
-    let entry = Cqe::new(sq.qid, sq.head as u16, guest.cid(), failure.status(), 0, 0);
-    cq.publish(entry);
-    cq.gate.post(1, taken);
-}
-
-#[inline]
-fn count(counters: &QueueCounters, slot: &Slot, now: Ticks) {
-    counters.commands.add(1);
-    match slot.opcode {
-        NvmOpcode::READ => {
-            counters.reads.add(1);
-            counters.read_bytes.add(u64::from(slot.bytes));
-        }
-        NvmOpcode::WRITE => {
-            counters.writes.add(1);
-            counters.write_bytes.add(u64::from(slot.bytes));
-        }
-        _ => {}
-    }
-    counters.latency.record(now.since(slot.taken));
-}
-
-#[cold]
-fn report_failure(context: &QueueContext, sq: &SubmissionQueue, slot: &Slot, status: Status) {
-    sq.counters.errors.add(1);
-    if status.sct() == StatusCodeType::MEDIA {
-        sq.counters.media_errors.add(1);
-    }
-    context.events.report(Event::CommandFailed(ErrorEntry {
-        sqid: sq.qid,
-        cid: slot.cid,
-        status,
-        lba: slot.slba,
-        nsid: crate::attachment::GUEST_NSID,
-        parameter_location: 0xFFFF,
-    }));
 }

@@ -97,23 +97,6 @@ impl ShadowQueue {
     }
 }
 
-impl Core {
-    /// Finds the rings in another table, with nothing in flight or everything of it held.
-    pub(super) fn rebind(&mut self) {
-        if self.condition == Condition::Failed {
-            return;
-        }
-        match (self.bind_memory(), self.condition) {
-            (Ok(()), Condition::Suspended { .. }) => self.resume_posting(),
-            (Err(gone), Condition::Sound) => {
-                let since = Ticks::now();
-                self.condition = Condition::Suspended { gone, since };
-            }
-            _ => {}
-        }
-    }
-}
-
 impl CompletionQueue {
     fn restore(&mut self, state: &CompletionQueueState) {
         let CompletionQueueState {

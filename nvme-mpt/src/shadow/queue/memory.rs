@@ -1,0 +1,112 @@
+//! A shadow queue in the VM's memory, whose map changes: rings and doorbells are found again in each new
+//! snapshot, or waited for.
+
+use std::time::Duration;
+
+use super::rings::{completion_ring, submission_ring};
+use super::{Condition, Core};
+use crate::address::Gpa;
+use crate::clock::{Ticks, nanoseconds};
+use crate::doorbell::DoorbellSource;
+use crate::event::QueueFailure;
+use crate::memory::lost_memory_epoch;
+use crate::spec::registers::Doorbell;
+
+/// How long the memory of a queue's rings may be gone before the queue fails. A VMM that changes the
+/// map of its guest's memory takes a region away and brings it back at once, as firmware makes it do
+/// when it write-protects itself with its disk driver's queues set up.
+const SUSPENSION: Duration = Duration::from_secs(1);
+
+impl Core {
+    /// Takes up the newest snapshot of the VM's memory.
+    #[cold]
+    pub(super) fn take_up_table(&mut self) {
+        let table = self.context.tables.current();
+        self.generation = table.generation();
+        let old = self.translator.set_table(table);
+        self.slots.make_stale();
+        self.follow_log();
+        let tail = self.cq.tail;
+        self.rebind();
+        if self.log.is_some() {
+            // Completions that were held, and EventIdx at its new place.
+            self.note_pass(tail);
+        }
+        // Memory that commands in flight use stays mapped until they are done.
+        self.old_tables.push(old);
+        if self.slots.stale() == 0 {
+            self.settle_table();
+        }
+    }
+
+    /// Finds the rings in another table, with nothing in flight or everything of it held.
+    pub(super) fn rebind(&mut self) {
+        if self.condition == Condition::Failed {
+            return;
+        }
+        match (self.bind_memory(), self.condition) {
+            (Ok(()), Condition::Suspended { .. }) => self.resume_posting(),
+            (Err(gone), Condition::Sound) => {
+                let since = Ticks::now();
+                self.condition = Condition::Suspended { gone, since };
+            }
+            _ => {}
+        }
+    }
+
+    /// The memory of the rings is back: what was held is posted.
+    pub(super) fn resume_posting(&mut self) {
+        self.condition = Condition::Sound;
+        let Self { cq, held, .. } = self;
+        let count = held.len() as u32;
+        for entry in held.drain(..) {
+            cq.publish(entry);
+        }
+        cq.gate.post(count, Ticks::now());
+    }
+
+    /// A suspension that lasts is no change of the memory map any more.
+    #[cold]
+    pub(super) fn end_suspension(&mut self) {
+        if let Condition::Suspended { gone, since } = self.condition
+            && nanoseconds(Ticks::now().since(since)) > SUSPENSION.as_nanos() as u64
+        {
+            self.fail(QueueFailure::RingUnmapped(gone));
+        }
+    }
+
+    #[cold]
+    pub(super) fn settle_table(&mut self) {
+        self.old_tables.clear();
+        if let Some(user) = &self.table_user {
+            user.settle(self.generation);
+        }
+    }
+
+    /// Finds rings and doorbells in the current snapshot. On failure, returns what is gone.
+    pub(super) fn bind_memory(&mut self) -> Result<(), Gpa> {
+        let table = self.translator.table().clone();
+        let page = &self.context.doorbells;
+        let cq = &mut self.cq;
+        cq.ring = completion_ring(&table, cq.base, cq.entries).ok_or(cq.base)?;
+        let buffer_base = self.buffer.map_or(Gpa(0), |buffer| buffer.shadow);
+        let source = |doorbell, entries, seen| {
+            DoorbellSource::new(page, doorbell, self.buffer, &table, (entries, seen))
+                .ok_or(buffer_base)
+        };
+        cq.doorbell = source(Doorbell::CqHead(cq.qid), cq.entries, cq.head)?;
+        for sq in &mut self.sqs {
+            sq.ring = submission_ring(&table, sq.base, sq.entries).ok_or(sq.base)?;
+            sq.doorbell = source(Doorbell::SqTail(sq.qid), sq.entries, sq.head)?;
+        }
+        Ok(())
+    }
+
+    #[cold]
+    pub(super) fn check_lost_memory(&mut self) {
+        self.lost_epoch = lost_memory_epoch();
+        if self.translator.table().is_lost() {
+            self.fail(QueueFailure::MemoryLost);
+        }
+    }
+}

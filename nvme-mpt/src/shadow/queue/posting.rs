@@ -1,0 +1,127 @@
+//! What the guest is told of its commands: completions, counters, its error log.
+
+use std::sync::Arc;
+
+use super::dirty::WriteLog;
+use super::{CompletionQueue, Condition, QueueContext, SubmissionQueue};
+use crate::clock::Ticks;
+use crate::dma::RegionTable;
+use crate::event::{ErrorEntry, Event};
+use crate::host::{CompletionTaker, HostCompletion, HostMemory};
+use crate::shadow::Failure;
+use crate::shadow::slot::{Slot, Slots};
+use crate::spec::cqe::Cqe;
+use crate::spec::opcode::NvmOpcode;
+use crate::spec::sqe::Sqe;
+use crate::spec::status::{Status, StatusCodeType};
+use crate::stats::QueueCounters;
+
+/// Gives the guest its completions.
+pub(super) struct Posting<'a, const LOG: bool> {
+    pub(super) cq: &'a mut CompletionQueue,
+    pub(super) sqs: &'a [SubmissionQueue],
+    pub(super) slots: &'a mut Slots,
+    pub(super) context: &'a QueueContext,
+    pub(super) condition: Condition,
+    pub(super) held: &'a mut Vec<Cqe>,
+    pub(super) log: &'a mut Option<Box<WriteLog>>,
+    pub(super) memory: HostMemory<'a>,
+    pub(super) old_tables: &'a [Arc<RegionTable>],
+    /// How many there were.
+    pub(super) completed: u32,
+    /// When the first of them was posted.
+    pub(super) now: Ticks,
+}
+
+impl<const LOG: bool> CompletionTaker for &mut Posting<'_, LOG> {
+    #[inline(always)]
+    fn take(&mut self, completion: HostCompletion) {
+        // A number that no command in flight has is a completion that came too late.
+        let Some(slot) = self.slots.release(completion.slot) else {
+            return;
+        };
+        self.completed += 1;
+        if LOG && let Some(log) = self.log.as_mut() {
+            log.completed(completion.slot, slot, self.memory, self.old_tables);
+        }
+        let Some(sq) = self.sqs.get(usize::from(slot.sq)) else {
+            return;
+        };
+        if self.condition == Condition::Failed {
+            return;
+        }
+        if !completion.status.is_success() {
+            // Before the guest sees the completion and asks for the error log.
+            report_failure(self.context, sq, slot, completion.status);
+        }
+        let HostCompletion { status, dw0, .. } = completion;
+        let entry = Cqe::new(sq.qid, sq.head as u16, slot.cid, status, dw0, 0);
+        if self.condition == Condition::Sound {
+            self.cq.publish(entry);
+        } else {
+            self.held.push(entry);
+        }
+        // The guest has its completion; what follows nobody waits for.
+        if self.completed == 1 {
+            self.now = Ticks::now();
+        }
+        count(&sq.counters, slot, self.now);
+    }
+}
+
+/// Completes a command that does not reach the host controller.
+#[cold]
+pub(super) fn fail_command(
+    context: &QueueContext,
+    cq: &mut CompletionQueue,
+    sq: &SubmissionQueue,
+    (guest, taken): (&Sqe, Ticks),
+    failure: Failure,
+) {
+    sq.counters.commands.add(1);
+    sq.counters.errors.add(1);
+    context.events.report(Event::CommandFailed(ErrorEntry {
+        sqid: sq.qid,
+        cid: guest.cid(),
+        status: failure.status(),
+        lba: guest.cdw10_11(),
+        nsid: guest.nsid,
+        parameter_location: failure.location(),
+    }));
+    let entry = Cqe::new(sq.qid, sq.head as u16, guest.cid(), failure.status(), 0, 0);
+    cq.publish(entry);
+    cq.gate.post(1, taken);
+}
+
+#[inline]
+fn count(counters: &QueueCounters, slot: &Slot, now: Ticks) {
+    counters.commands.add(1);
+    match slot.opcode {
+        NvmOpcode::READ => {
+            counters.reads.add(1);
+            counters.read_bytes.add(u64::from(slot.bytes));
+        }
+        NvmOpcode::WRITE => {
+            counters.writes.add(1);
+            counters.write_bytes.add(u64::from(slot.bytes));
+        }
+        _ => {}
+    }
+    counters.latency.record(now.since(slot.taken));
+}
+
+#[cold]
+fn report_failure(context: &QueueContext, sq: &SubmissionQueue, slot: &Slot, status: Status) {
+    sq.counters.errors.add(1);
+    if status.sct() == StatusCodeType::MEDIA {
+        sq.counters.media_errors.add(1);
+    }
+    context.events.report(Event::CommandFailed(ErrorEntry {
+        sqid: sq.qid,
+        cid: slot.cid,
+        status,
+        lba: slot.slba,
+        nsid: crate::attachment::GUEST_NSID,
+        parameter_location: 0xFFFF,
+    }));
+}

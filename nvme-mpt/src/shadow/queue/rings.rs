@@ -1,0 +1,204 @@
+//! The guest's queues: where their rings are, how far we and the guest have come in them.
+
+use std::sync::Arc;
+
+use super::QueueContext;
+use crate::address::Gpa;
+use crate::dma::RegionTable;
+use crate::doorbell::{DoorbellBuffer, DoorbellSource};
+use crate::event::{Event, EventQueue};
+use crate::interrupt::InterruptGate;
+use crate::memory::{CompletionRing, SubmissionRing};
+use crate::spec::cqe::Cqe;
+use crate::spec::ids::QueueId;
+use crate::spec::registers::Doorbell;
+use crate::spec::sqe::Sqe;
+use crate::stats::QueueCounters;
+
+/// A guest's Submission Queue.
+#[derive(Debug)]
+pub(crate) struct SubmissionQueue {
+    pub(super) qid: QueueId,
+    pub(super) base: Gpa,
+    pub(super) ring: SubmissionRing,
+    pub(super) entries: u32,
+    pub(super) head: u32,
+    pub(super) doorbell: DoorbellSource,
+    /// The last value of the doorbell that was no index of the queue: reported, and ignored.
+    pub(super) bad_tail: Option<u32>,
+    pub(super) counters: Arc<QueueCounters>,
+}
+
+impl SubmissionQueue {
+    /// `None` if its ring or its doorbell buffer does not lie in the VM's memory.
+    pub(crate) fn new(
+        (qid, base, entries): (QueueId, Gpa, u32),
+        context: &QueueContext,
+        buffer: Option<DoorbellBuffer>,
+        counters: Arc<QueueCounters>,
+    ) -> Option<Self> {
+        let table = context.tables.current();
+        let ring = submission_ring(&table, base, entries)?;
+        let doorbell = Doorbell::SqTail(qid);
+        let doorbell =
+            DoorbellSource::new(&context.doorbells, doorbell, buffer, &table, (entries, 0))?;
+        Some(Self {
+            qid,
+            base,
+            ring,
+            entries,
+            head: 0,
+            doorbell,
+            bad_tail: None,
+            counters,
+        })
+    }
+
+    /// Entries that the guest has submitted and nobody has taken.
+    #[inline]
+    pub(super) fn available(&mut self, events: &EventQueue) -> u32 {
+        let tail = self.doorbell.load();
+        if tail < self.entries {
+            return if tail >= self.head {
+                tail - self.head
+            } else {
+                tail + self.entries - self.head
+            };
+        }
+        if self.bad_tail != Some(tail) {
+            self.bad_tail = Some(tail);
+            let doorbell = Doorbell::SqTail(self.qid);
+            events.report(Event::InvalidDoorbell {
+                doorbell,
+                value: tail,
+            });
+        }
+        0
+    }
+
+    #[inline]
+    pub(super) fn after(&self, index: u32) -> u32 {
+        if index + 1 == self.entries {
+            0
+        } else {
+            index + 1
+        }
+    }
+}
+
+/// A guest's Completion Queue.
+#[derive(Debug)]
+pub(crate) struct CompletionQueue {
+    pub(super) qid: QueueId,
+    pub(super) base: Gpa,
+    pub(super) ring: CompletionRing,
+    pub(super) entries: u32,
+    pub(super) tail: u32,
+    pub(super) phase: bool,
+    /// How far the guest has consumed, as far as we looked.
+    pub(super) head: u32,
+    /// Entries that neither wait for the guest nor are promised to a command in flight. A command
+    /// is taken only against one of them, so a completion never finds the queue full.
+    pub(super) room: u32,
+    pub(super) doorbell: DoorbellSource,
+    pub(super) bad_head: Option<u32>,
+    pub(super) gate: InterruptGate,
+    pub(super) counters: Arc<QueueCounters>,
+}
+
+impl CompletionQueue {
+    /// `None` if its ring or its doorbell buffer does not lie in the VM's memory.
+    pub(crate) fn new(
+        (qid, base, entries): (QueueId, Gpa, u32),
+        context: &QueueContext,
+        buffer: Option<DoorbellBuffer>,
+        gate: InterruptGate,
+        counters: Arc<QueueCounters>,
+    ) -> Option<Self> {
+        let table = context.tables.current();
+        let ring = completion_ring(&table, base, entries)?;
+        let doorbell = Doorbell::CqHead(qid);
+        let doorbell =
+            DoorbellSource::new(&context.doorbells, doorbell, buffer, &table, (entries, 0))?;
+        Some(Self {
+            qid,
+            base,
+            ring,
+            entries,
+            tail: 0,
+            phase: true,
+            head: 0,
+            room: entries - 1,
+            doorbell,
+            bad_head: None,
+            gate,
+            counters,
+        })
+    }
+
+    /// Entries that wait for the guest.
+    #[inline]
+    pub(super) fn unconsumed(&self) -> u32 {
+        if self.tail >= self.head {
+            self.tail - self.head
+        } else {
+            self.tail + self.entries - self.head
+        }
+    }
+
+    /// Looks how far the guest has consumed.
+    pub(super) fn look_at_head(&mut self, events: &EventQueue) {
+        let head = self.doorbell.load();
+        if head == self.head {
+            return;
+        }
+        let advance = if head >= self.head {
+            head - self.head
+        } else {
+            head.saturating_add(self.entries - self.head)
+        };
+        // The guest cannot have consumed what was not posted.
+        if head >= self.entries || advance > self.unconsumed() {
+            if self.bad_head != Some(head) {
+                self.bad_head = Some(head);
+                let doorbell = Doorbell::CqHead(self.qid);
+                events.report(Event::InvalidDoorbell {
+                    doorbell,
+                    value: head,
+                });
+            }
+            return;
+        }
+        self.head = head;
+        self.room += advance;
+        self.doorbell.keep_quiet(head);
+    }
+
+    #[inline]
+    pub(super) fn publish(&mut self, entry: Cqe) {
+        self.ring.publish(self.tail, entry.with_phase(self.phase));
+        self.tail += 1;
+        if self.tail == self.entries {
+            self.tail = 0;
+            self.phase = !self.phase;
+        }
+    }
+}
+
+pub(super) fn submission_ring(
+    table: &RegionTable,
+    base: Gpa,
+    entries: u32,
+) -> Option<SubmissionRing> {
+    let (mapping, offset) = table.locate(base, u64::from(entries) * size_of::<Sqe>() as u64)?;
+    SubmissionRing::new(mapping, offset, entries)
+}
+
+pub(super) fn completion_ring(
+    table: &RegionTable,
+    base: Gpa,
+    entries: u32,
+) -> Option<CompletionRing> {
+    let (mapping, offset) = table.locate(base, u64::from(entries) * size_of::<Cqe>() as u64)?;
+    CompletionRing::new(mapping, offset, entries)
+}

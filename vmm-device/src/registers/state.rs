@@ -1,0 +1,113 @@
+//! The controller properties in a snapshot.
+
+use nvme_mpt::{
+    StateError,
+    spec::registers::{Aqa, Cap, Cc, Csts, ShutdownStatus},
+};
+
+use super::{AQA_MASK, BASE_MASK, Registers, is_supported};
+use crate::state::parts::RegistersState;
+
+impl Registers {
+    /// The properties, for a snapshot.
+    pub(crate) fn save(&self) -> RegistersState {
+        let Self {
+            cap,
+            interrupt_mask,
+            cc,
+            csts,
+            aqa,
+            asq,
+            acq,
+        } = self;
+        RegistersState {
+            cap: cap.0,
+            interrupt_mask: *interrupt_mask,
+            cc: cc.0,
+            csts: csts.0,
+            aqa: aqa.0,
+            asq: *asq,
+            acq: *acq,
+        }
+    }
+
+    /// Whether these can be the properties: of a controller with this `CAP`, and as accesses leave
+    /// them.
+    pub(crate) fn check(&self, state: &RegistersState) -> Result<(), StateError> {
+        let RegistersState {
+            cap,
+            interrupt_mask: _,
+            cc,
+            csts,
+            aqa,
+            asq,
+            acq,
+        } = *state;
+        if cap != self.cap.0 {
+            return Err(StateError::Mismatch {
+                promise: "CAP".to_owned(),
+                saved: format!("{cap:#018x}"),
+                here: format!("{:#018x}", self.cap.0),
+            });
+        }
+        let (cc, csts) = (Cc(cc), Csts(csts));
+        let known = Csts::default()
+            .with_rdy(csts.rdy())
+            .with_cfs(csts.cfs())
+            .with_shst(csts.shst());
+        let ready = csts.rdy() && !(cc.en() && is_supported(cc));
+        let shut_down = matches!(
+            csts.shst(),
+            ShutdownStatus::NORMAL | ShutdownStatus::OCCURRING | ShutdownStatus::COMPLETE
+        );
+        if csts != known || ready || !shut_down {
+            let valid = format!("what CC {:#010x} leads to", cc.0);
+            let value = format!("{:#010x}", csts.0);
+            return Err(StateError::invalid("CSTS", value, valid));
+        }
+        if cc.crime() {
+            let value = format!("{:#010x}", cc.0);
+            return Err(StateError::invalid("CC", value, "without CRIME"));
+        }
+        for (name, value, mask) in [
+            ("AQA", u64::from(aqa), u64::from(AQA_MASK)),
+            ("ASQ", asq, BASE_MASK),
+            ("ACQ", acq, BASE_MASK),
+        ] {
+            if value & !mask != 0 {
+                let valid = "without reserved bits";
+                return Err(StateError::invalid(name, format!("{value:#x}"), valid));
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes over properties that have been checked.
+    pub(crate) fn restore(&mut self, state: &RegistersState) {
+        let RegistersState {
+            cap,
+            interrupt_mask,
+            cc,
+            csts,
+            aqa,
+            asq,
+            acq,
+        } = *state;
+        *self = Self {
+            cap: Cap(cap),
+            interrupt_mask,
+            cc: Cc(cc),
+            csts: Csts(csts),
+            aqa: Aqa(aqa),
+            asq,
+            acq,
+        };
+    }
+}
+
+impl RegistersState {
+    /// Whether the controller is enabled.
+    pub(crate) fn is_enabled(&self) -> bool {
+        Cc(self.cc).en()
+    }
+}

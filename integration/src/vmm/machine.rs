@@ -212,6 +212,16 @@ impl Shared {
         Ok(function.stop()?)
     }
 
+    /// What it has from KVM for its functions, memory of the guest included.
+    pub(super) fn count(&self) -> String {
+        let vmm = &self.functions.vmm;
+        format!(
+            "memory_slots={} message_routes={}",
+            vmm.slots(),
+            vmm.message_routes()
+        )
+    }
+
     /// Writes the machine into a folder, and ends it.
     pub(super) fn snapshot(&self, folder: &Path) -> Result<(), MachineError> {
         let stopped = {

@@ -1,42 +1,49 @@
-//! Guests of the reference VMM that go on in another process.
+//! Functions that come and go while a guest of the reference VMM runs, and guests that go on in another
+//! process.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use integration::lab::inside;
 use integration::process::{Supervised, file_tail};
+use integration::progress::say;
 use integration::provision::{Assets, KernelChoice};
 
-use crate::fixture::{Bench, Fault, PATIENCE, await_that, expect};
+use crate::fixture::{Bench, Fault, PATIENCE, await_that, expect, sh};
 use crate::vmm::root;
-use crate::{Group, Refused};
+use crate::{Group, Refused, init};
 
 pub(crate) const GROUP: Group = Group::Inside {
     name: "comings",
     drives: Vec::new,
     refused: Refused::Nothing,
-    checks: &[(
-        "verify_goes_on_in_other_processes",
-        verify_goes_on_in_other_processes,
-    )],
+    checks: &[
+        ("functions_come_and_go", functions_come_and_go),
+        (
+            "verify_goes_on_in_other_processes",
+            verify_goes_on_in_other_processes,
+        ),
+    ],
 };
 
-/// How often a guest is moved.
+/// How often a guest is moved, and how often a function comes and goes.
 const MOVES: usize = 20;
+const COMINGS: usize = 50;
 
-/// What guests begin with.
-const PROLOGUE: &str = r"#!/bin/busybox sh
-/bin/busybox --install -s /bin
-export PATH=/sbin:/bin
-mount -t proc proc /proc
-mount -t sysfs sysfs /sys
-mount -t devtmpfs devtmpfs /dev
-mount -t tmpfs tmpfs /tmp
-";
+/// After so many comings the allocator has what it keeps; it may come to keep this much more.
+const WARM: usize = 10;
+const GROWTH_MAX_KIB: u64 = 1024;
+
+/// How long what is not needed any more may take to be closed.
+const CLOSED_WITHIN: Duration = Duration::from_secs(10);
+
+/// What the second disk is full of, and how much of it is read.
+const FILL: u8 = 0x5A;
+const READ: usize = 65536;
 
 /// Writes and reads back with checksums, round after round.
 const VERIFY: &str = r"
@@ -51,6 +58,36 @@ while true; do
 done
 ";
 
+/// Finds a second function, reads its disk, lets go of it, and waits until the host has taken it away;
+/// while it writes and reads back on the first. It has the bus looked at only when there is something
+/// in the slot: a function that the host is about to take would be found again.
+const COME_AND_GO: &str = r#"
+(while [ ! -e /tmp/stop ]; do
+    fio --name=verify --filename=/data --size=1m --rw=randwrite --bs=4k --iodepth=8 \
+        --ioengine=libaio --direct=1 --verify=crc32c --verify_fatal=1 --eta=never \
+        --output=/tmp/fio || { cat /tmp/fio; echo guest: lost; break; }
+    echo >>/tmp/rounds
+done) &
+second=/sys/bus/pci/devices/0000:00:02.0
+present() { [ $(devmem 0xE0010000 16) != 0xFFFF ]; }
+n=0
+while [ $n -lt COMINGS ]; do
+    echo guest: wants $n.
+    until present; do usleep 20000; done
+    echo 1 >/sys/bus/pci/rescan
+    until disk=$(basename $second/nvme/nvme*/nvme*n1) && [ -b "/dev/$disk" ]; do usleep 20000; done
+    echo guest: read $(head -c 65536 /dev/$disk | md5sum)
+    echo 1 >$second/remove
+    echo guest: lets go $n.
+    while present; do usleep 20000; done
+    echo guest: misses $n.
+    n=$((n + 1))
+done
+touch /tmp/stop
+wait
+[ -s /tmp/rounds ] && echo guest: had I/O
+"#;
+
 /// A machine that is asked by its control socket.
 struct Asked {
     vmm: Supervised,
@@ -58,6 +95,19 @@ struct Asked {
 }
 
 impl Asked {
+    /// Has a guest run `script` from a function, whose options are returned as well.
+    fn boot(bench: &Bench, log: &str, script: &str) -> Result<(Self, String), Fault> {
+        let assets = Assets::provide(&KernelChoice::V6_1)?;
+        let image = root(bench, &assets, &init::script(script))?;
+        let function = format!("path={}", image.display());
+        let kernel = assets.kernel.image.display().to_string();
+        let arguments = ["--cpus", "2", "--memory", "256"];
+        let guest = ["--kernel", &kernel, "--cmdline", init::COMMAND_LINE];
+        let function_argument = ["--nvme-mpt", &function];
+        let arguments = [&arguments[..], &guest, &function_argument].concat();
+        Ok((Self::start(bench, log, &arguments)?, function))
+    }
+
     /// With `arguments` besides what all have.
     fn start(bench: &Bench, log: &str, arguments: &[&str]) -> Result<Self, Fault> {
         let control = bench.folder().join("control");
@@ -109,6 +159,55 @@ impl Asked {
         said(self.vmm.log())
     }
 
+    /// What it holds that a function must not leave behind.
+    fn holds(&self) -> Result<Holdings, Fault> {
+        let of = |what: &str| PathBuf::from(format!("/proc/{}/{what}", self.vmm.pid()));
+        let count = |path: PathBuf, is_ours: fn(&Path) -> bool| {
+            let entries = fs::read_dir(&path).map_err(|source| Fault::File { path, source })?;
+            let entries = entries.flatten().filter(|entry| is_ours(&entry.path()));
+            Ok::<_, Fault>(entries.count())
+        };
+        // The kernel's workers for io_uring come and go as it likes.
+        let is_of_process = |task: &Path| {
+            fs::read_to_string(task.join("comm")).is_ok_and(|name| !name.starts_with("iou-"))
+        };
+        Ok(Holdings {
+            files: count(of("fd"), |_| true)?,
+            threads: count(of("task"), is_of_process)?,
+            // Anonymous ones are split and joined as the allocator likes.
+            mappings: said(&of("maps"))?
+                .lines()
+                .filter(|line| line.contains(['/', '[']))
+                .count(),
+            of_kvm: self.ask("count")?,
+        })
+    }
+
+    /// Waits until it holds just that: a connection of ours may take a moment to be closed.
+    fn comes_to_hold(&self, wanted: &Holdings) -> Result<(), Fault> {
+        let deadline = Instant::now() + CLOSED_WITHIN;
+        loop {
+            let holds = self.holds()?;
+            if holds == *wanted {
+                return Ok(());
+            }
+            expect(Instant::now() < deadline, || {
+                format!("{wanted:?} became {holds:?}")
+            })?;
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Memory of its own, in KiB: not the guest's, which is shared.
+    fn memory_kib(&self) -> Result<u64, Fault> {
+        let status = said(&PathBuf::from(format!("/proc/{}/status", self.vmm.pid())))?;
+        let line = status
+            .lines()
+            .find_map(|line| line.strip_prefix("RssAnon:"));
+        let kib = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
+        kib.ok_or_else(|| Fault::Wrong(format!("No RssAnon:\n{status}")))
+    }
+
     /// Waits until it has ended well.
     fn ends(mut self) -> Result<String, Fault> {
         let status = self.vmm.wait(PATIENCE)?;
@@ -117,6 +216,16 @@ impl Asked {
         })?;
         said(self.vmm.log())
     }
+}
+
+/// What a machine holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Holdings {
+    files: usize,
+    threads: usize,
+    /// Of files, of memory that has a name, and of the heap.
+    mappings: usize,
+    of_kvm: String,
 }
 
 fn said(log: &Path) -> Result<String, Fault> {
@@ -129,23 +238,7 @@ fn said(log: &Path) -> Result<String, Fault> {
 
 /// A guest that verifies is written to a folder, its process ends, and another process has it go on.
 fn verify_goes_on_in_other_processes(bench: &Bench) -> Result<(), Fault> {
-    let assets = Assets::provide(&KernelChoice::V6_1)?;
-    let image = root(bench, &assets, &format!("{PROLOGUE}{VERIFY}"))?;
-    let function = format!("path={}", image.display());
-    let kernel = assets.kernel.image.display().to_string();
-    let start = [
-        "--kernel",
-        &kernel,
-        "--cpus",
-        "2",
-        "--memory",
-        "256",
-        "--cmdline",
-        "console=ttyS0 quiet root=/dev/nvme0n1 rw init=/check panic=-1",
-        "--nvme-mpt",
-        &function,
-    ];
-    let mut machine = Asked::start(bench, "console-0", &start)?;
+    let (mut machine, function) = Asked::boot(bench, "console-0", VERIFY)?;
     let folder = bench.folder().join("snapshot");
     let path = folder.display().to_string();
     machine.said("guest: begins")?;
@@ -174,5 +267,49 @@ fn verify_goes_on_in_other_processes(bench: &Bench) -> Result<(), Fault> {
     fs::remove_dir_all(&folder).map_err(|source| Fault::File {
         path: folder.clone(),
         source,
+    })
+}
+
+/// A function comes and goes again and again: the guest sees each, and nothing is left behind.
+fn functions_come_and_go(bench: &Bench) -> Result<(), Fault> {
+    let second = bench.folder().join("second.img");
+    fs::write(&second, vec![FILL; 4 << 20]).map_err(|source| Fault::File {
+        path: second.clone(),
+        source,
+    })?;
+    let script = COME_AND_GO.replace("COMINGS", &COMINGS.to_string());
+    let (mut machine, _) = Asked::boot(bench, "console", &script)?;
+    let (mut held, mut memory) = (None, Vec::new());
+    for coming in 0..COMINGS {
+        machine.said(&format!("guest: wants {coming}."))?;
+        let id = machine.ask(&format!("add path={},id=second", second.display()))?;
+        machine.said(&format!("guest: lets go {coming}."))?;
+        machine.ask(&format!("remove {id}"))?;
+        machine.said(&format!("guest: misses {coming}."))?;
+        // The first may leave what the next ones use again.
+        let before = match &held {
+            Some(before) => before,
+            None => held.insert(machine.holds()?),
+        };
+        machine.comes_to_hold(before)?;
+        memory.push(machine.memory_kib()?);
+    }
+    let said = machine.ends()?;
+    let (before, after) = (memory[WARM], memory[COMINGS - 1]);
+    say(&format!(
+        "        {COMINGS} times the same: {}; from {before} to {after} KiB of memory",
+        held.as_ref()
+            .map_or_else(String::new, |held| format!("{held:?}"))
+    ));
+    expect(after <= before + GROWTH_MAX_KIB, || {
+        format!("Memory grew: {memory:?} KiB")
+    })?;
+    let sum = sh(&format!(
+        "head -c {READ} {} | md5sum | cut -d ' ' -f 1",
+        second.display()
+    ))?;
+    let read = said.matches(&format!("guest: read {}", sum.trim())).count();
+    expect(read == COMINGS && said.contains("guest: had I/O"), || {
+        format!("The guest read the second disk {read} times:\n{said}")
     })
 }

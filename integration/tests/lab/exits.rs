@@ -9,6 +9,7 @@ use integration::provision::KernelChoice;
 use integration::vmm::counters::KvmCounters;
 
 use crate::fixture::{Bench, Fault, PATIENCE, expect, sh};
+use crate::init;
 use crate::vmm::boot;
 
 /// Reads that are counted, and those before them, with which doorbells come to be mapped or pollers to
@@ -36,22 +37,9 @@ reads() {
 }
 ";
 
-/// What a guest runs in place of an init.
+/// Runs `body` with them.
 fn script(body: &str) -> String {
-    format!(
-        "#!/bin/busybox sh
-/bin/busybox --install -s /bin
-export PATH=/sbin:/bin
-mount -t proc proc /proc
-mount -t sysfs sysfs /sys
-mount -t devtmpfs devtmpfs /dev
-mount -t tmpfs tmpfs /tmp
-{FUNCTIONS}
-{body}
-mount -o remount,ro /
-poweroff -f
-"
-    )
+    init::script(&format!("{FUNCTIONS}\n{body}"))
 }
 
 pub(crate) fn with_a_doorbell_buffer(bench: &Bench) -> Result<(), Fault> {

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use integration::guest;
 use integration::lab::options;
 use integration::lab::{Lab, LabConfig, LabDrive};
 use integration::progress::{say, seconds};
@@ -17,17 +18,23 @@ use crate::{Group, Refused};
 
 /// Longer than any group takes on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(1800);
-/// How often a check is made whose guest is lost.
-const ATTEMPTS: u32 = 3;
+/// How many labs a group may take, and how often a check from outside is made, as guests are lost.
+const ATTEMPTS: u32 = 4;
 /// How lines begin that tell of a check.
 const PASSED: &str = "ok      ";
 const FAILED: &str = "FAILED  ";
+/// It says nothing of what is checked.
+const AGAIN: &str = "AGAIN   ";
 
-/// Says what became of a check: in the lab to the one who counts, and to a person.
+/// Says what became of a check: in the lab to the one who counts, and to a person. A check is to be made
+/// again whose guest was [lost](guest::is_lost).
 pub(crate) fn report(name: &str, result: &Result<(), Fault>, started: Instant) {
     let time = seconds(started.elapsed());
     match result {
         Ok(()) => say(&format!("{PASSED}{name} ({time})")),
+        Err(fault) if guest::is_lost(fault) => {
+            say(&format!("{AGAIN}{name} ({time}): a guest was lost"));
+        }
         Err(fault) => {
             say(&format!("{FAILED}{name} ({time})"));
             for line in integration::error_chain(fault).lines() {
@@ -37,28 +44,19 @@ pub(crate) fn report(name: &str, result: &Result<(), Fault>, started: Instant) {
     }
 }
 
-/// Makes a check, and again if a guest of its own was lost: KVM on an emulated processor now and then
-/// ends a guest without a word, at any time, one that has the drive passed through as well. Whatever
-/// else fails, fails at once.
+/// Makes a check from outside, and again if a guest of its own was lost. Whatever else fails, fails at once.
 pub(crate) fn attempt(
     name: &str,
     mut check: impl FnMut() -> Result<(), Fault>,
 ) -> Result<(), Fault> {
     for _ in 1..ATTEMPTS {
+        let started = Instant::now();
         match check() {
-            Err(fault) if is_guest_lost(&fault) => {
-                say(&format!("AGAIN   {name}: a guest was lost"));
-            }
+            Err(fault) if guest::is_lost(&fault) => report(name, &Err(fault), started),
             result => return result,
         }
     }
     check()
-}
-
-/// Whether QEMU has ended under a guest, or the guest has reset itself in the reference VMM.
-fn is_guest_lost(fault: &Fault) -> bool {
-    let text = integration::error_chain(fault);
-    text.contains("QEMU ended while") || text.contains("It ended with exit status: 2")
 }
 
 /// What all groups share.
@@ -138,7 +136,7 @@ impl Tally {
     }
 }
 
-/// Passes on what a lab says and notes which checks it tells of.
+/// Passes on what labs say and notes which checks they tell of.
 struct Told {
     line: Vec<u8>,
     passed: BTreeSet<String>,
@@ -152,6 +150,12 @@ impl Told {
             passed: BTreeSet::new(),
             failed: BTreeSet::new(),
         }
+    }
+
+    /// Those of `wanted` that nothing was told of.
+    fn left_of(&self, wanted: &[String]) -> Vec<String> {
+        let is_left = |name: &&String| !self.passed.contains(*name) && !self.failed.contains(*name);
+        wanted.iter().filter(is_left).cloned().collect()
     }
 
     fn understand(&mut self) {
@@ -238,33 +242,63 @@ fn run_group(group: &Group, suite: &Suite, filter: &str, tally: &mut Tally) {
         } => {
             let started = Instant::now();
             let mut told = Told::new();
-            let result = attempt(name, || {
-                told = Told::new();
-                suite.with_lab(drives(), |lab| {
-                    run_checks(lab, suite, &wanted, *refused, &mut told)
-                })
-            });
+            let result = run_in_labs(name, *drives, suite, &wanted, &mut told)
+                .and_then(|refusals| refused.expect(refusals));
             tally.passed += told.passed.len();
             tally.failed.extend(told.failed.iter().cloned());
-            for name in wanted {
-                if !told.passed.contains(&name) && !told.failed.contains(&name) {
-                    let silent = Err(Fault::Wrong("The lab says nothing of it".to_owned()));
-                    tally.count(&name, &silent, started);
-                }
+            for name in told.left_of(&wanted) {
+                let silent = Err(Fault::Wrong("No lab says what became of it".to_owned()));
+                tally.count(&name, &silent, started);
             }
             tally.count(&format!("{name}::lab"), &result, started);
         }
     }
 }
 
-/// Runs the checks inside `lab` and then sees what the IOMMU has refused.
-fn run_checks(
-    lab: Lab,
+impl Refused {
+    /// Fails unless this many accesses of devices are what was to be refused.
+    fn expect(self, refusals: u64) -> Result<(), Fault> {
+        let as_expected = match self {
+            Self::Nothing => refusals == 0,
+            Self::Something => refusals > 0,
+        };
+        expect(as_expected, || {
+            format!("The IOMMU has refused {refusals} accesses, expected: {self:?}")
+        })
+    }
+}
+
+/// Runs the checks in one lab after another, until something is told of each of them, and returns how many
+/// accesses the IOMMUs have refused.
+fn run_in_labs(
+    name: &str,
+    drives: fn() -> Vec<LabDrive>,
     suite: &Suite,
     wanted: &[String],
-    refused: Refused,
     told: &mut Told,
-) -> Result<(), Fault> {
+) -> Result<u64, Fault> {
+    let mut refusals = 0;
+    for _ in 0..ATTEMPTS {
+        let started = Instant::now();
+        let left = told.left_of(wanted);
+        match suite.with_lab(drives(), |lab| run_checks(lab, suite, &left, told)) {
+            Ok(refused) => refusals += refused,
+            // The lab is a guest as well.
+            Err(fault) if guest::is_lost(&fault) => report(name, &Err(fault), started),
+            Err(fault) => return Err(fault),
+        }
+        if told.left_of(wanted).is_empty() {
+            return Ok(refusals);
+        }
+    }
+    Err(Fault::Wrong(format!(
+        "A guest was lost in each of {ATTEMPTS} labs"
+    )))
+}
+
+/// Runs the checks inside `lab`, to the first whose guest is lost, and returns how many accesses the IOMMU
+/// has refused.
+fn run_checks(lab: Lab, suite: &Suite, wanted: &[String], told: &mut Told) -> Result<u64, Fault> {
     let command = format!("{} {}", suite.itself(), wanted.join(" "));
     let status = lab.stream(&command, PATIENCE, told)?;
     let mut files = Vec::new();
@@ -285,14 +319,5 @@ fn run_checks(
             kept.keep().display()
         ));
     }
-    let as_expected = match refused {
-        Refused::Nothing => report.iommu_faults == 0,
-        Refused::Something => report.iommu_faults > 0,
-    };
-    expect(as_expected, || {
-        format!(
-            "The IOMMU has refused {} accesses, expected: {refused:?}",
-            report.iommu_faults
-        )
-    })
+    Ok(report.iommu_faults)
 }

@@ -111,7 +111,7 @@ pub fn open(
     pollers: &Arc<Pollers>,
 ) -> Result<Attachment, OpenError> {
     let default = DriveOptions::default();
-    let drive = Drive::open(
+    let drive = Drive::open_on(
         &options.path,
         DriveOptions {
             lba_size: options.lba.unwrap_or_default().bytes(),
@@ -120,6 +120,7 @@ pub fn open(
             profile: options.profile.clone(),
             faults: options.faults.clone(),
         },
+        pollers.threads(),
     )?;
     attach(options, &drive, ledgers, pollers)
 }

@@ -16,6 +16,7 @@ use crate::host::vfio::{
 };
 use crate::host::{HostController, HostNamespace, Limits};
 use crate::lease::Bytes;
+use crate::poller::Threads;
 use crate::spec::ids::Nsid;
 
 /// What can go wrong when a drive is opened.
@@ -173,6 +174,18 @@ impl Drive {
     /// # Errors
     /// All of [`DriveError`] but [`DriveError::InvalidPath`].
     pub fn open(path: &DrivePath, options: DriveOptions) -> Result<Arc<Self>, DriveError> {
+        Self::open_on(path, options, &Threads::default())
+    }
+
+    /// [Opens](Self::open) a drive; what watches over a physical one runs on one of `threads`.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_on(
+        path: &DrivePath,
+        options: DriveOptions,
+        threads: &Threads,
+    ) -> Result<Arc<Self>, DriveError> {
         let lba_size = options.lba_size;
         let lba_shift = match lba_size {
             512 => 9,
@@ -209,7 +222,7 @@ impl Drive {
                 let options = ControllerOptions {
                     deadline: options.deadline,
                 };
-                VfioController::open(Arc::new(backing), options).map_err(|source| {
+                VfioController::open(Arc::new(backing), options, threads).map_err(|source| {
                     DriveError::Controller {
                         path: path.to_string(),
                         source,

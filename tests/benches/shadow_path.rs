@@ -22,6 +22,7 @@ use std::time::Instant;
 
 use nvme_mpt::host::vfio::{ControllerOptions, VfioController};
 use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
+use nvme_mpt::poller::Threads;
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::{Nsid, QueueId};
 use nvme_mpt::spec::registers::Doorbell as Register;
@@ -279,8 +280,12 @@ fn open(on: On) -> (Arc<Drive>, Option<Arc<ModelDrive>>) {
                 by_hand: true,
                 ..Options::default()
             });
-            let controller =
-                VfioController::open(model.clone(), ControllerOptions::default()).unwrap();
+            let controller = VfioController::open(
+                model.clone(),
+                ControllerOptions::default(),
+                &Threads::default(),
+            )
+            .unwrap();
             let path = "0000:01:00.0".parse().unwrap();
             (Drive::new(path, controller, None).unwrap(), Some(model))
         }

@@ -160,6 +160,12 @@ impl Pollers {
         })
     }
 
+    /// What starts their threads, and those of drives that are opened for them.
+    #[must_use]
+    pub fn threads(&self) -> &Threads {
+        &self.threads
+    }
+
     /// The poller for one more shadow queue.
     pub(crate) fn place(&self, policy: &PollPolicy) -> io::Result<Arc<Poller>> {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,4 +1,5 @@
-//! Where the threads of pollers come from: a VMM that confines its threads starts them itself.
+//! Where threads come from, of pollers and of those who watch over drives: a VMM that confines its threads
+//! starts them itself.
 
 use std::fmt;
 use std::io;
@@ -10,13 +11,14 @@ pub type Work = Box<dyn FnOnce() + Send>;
 
 type Spawn = dyn Fn(&str, Work) -> io::Result<JoinHandle<()>> + Send + Sync;
 
-/// Starts the threads of pollers: by itself, unless whoever runs the process wants to.
+/// Starts threads: by itself, unless whoever runs the process wants to.
 #[derive(Clone)]
 pub struct Threads(Arc<Spawn>);
 
 impl Threads {
-    /// Threads that `spawn` starts, given a name and what the thread is to do. It is called while
-    /// a guest's admin command waits for its queue, by whatever thread carries that out.
+    /// Threads that `spawn` starts, given a name and what the thread is to do. It is called while a
+    /// drive is opened, and while a guest's admin command waits for its queue, by whatever thread
+    /// carries that out.
     pub fn from_spawn(
         spawn: impl Fn(&str, Work) -> io::Result<JoinHandle<()>> + Send + Sync + 'static,
     ) -> Self {

@@ -21,6 +21,7 @@ use std::time::Duration;
 use libfuzzer_sys::fuzz_target;
 use nvme_mpt::host::vfio::{ControllerOptions, VfioController};
 use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
+use nvme_mpt::poller::Threads;
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
@@ -253,7 +254,7 @@ impl Fixture {
             // Nobody is to be aborted: the drive has all the time of an input.
             deadline: Duration::from_secs(3600),
         };
-        let controller = VfioController::open(model.clone(), options).expect("a drive");
+        let controller = VfioController::open(model.clone(), options, &Threads::default()).expect("a drive");
         let path = "0000:01:00.0".parse().expect("an address");
         let drive = Drive::new(path, controller, None).expect("a namespace");
         let (ledger, pollers) = (Ledger::in_process(), Pollers::new());

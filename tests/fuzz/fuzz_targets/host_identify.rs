@@ -12,6 +12,7 @@
 use libfuzzer_sys::fuzz_target;
 use nvme_mpt::host::HostController;
 use nvme_mpt::host::vfio::{ControllerOptions, VfioController};
+use nvme_mpt::poller::Threads;
 use nvme_mpt_fuzz::Input;
 use nvme_mpt_tests::drive::{DoorbellBufferUse, ModelDrive, NamespaceOptions, Options};
 
@@ -53,7 +54,7 @@ fuzz_target!(|input: &[u8]| {
         }
         rest = input.0.to_vec();
     }));
-    if let Ok(controller) = VfioController::open(model.clone(), ControllerOptions::default()) {
+    if let Ok(controller) = VfioController::open(model.clone(), ControllerOptions::default(), &Threads::default()) {
         let limits = controller.limits();
         assert!(limits.max_transfer() >= 4096 && limits.entries_max >= 2);
         let namespaces = controller.namespaces();

@@ -1,9 +1,11 @@
 //! Drives as they differ: what is driven, what guests are told of it, and what is refused.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
+use std::{io, thread};
 
-use nvme_mpt::host::vfio::{Backing, ControllerError};
+use nvme_mpt::host::vfio::{Backing, ControllerError, ControllerOptions, VfioController};
+use nvme_mpt::poller::Threads;
 use nvme_mpt_tests::command::admin;
 use nvme_mpt_tests::drive::{
     DoorbellBufferUse, Effect, Fault, Meets, ModelDrive, NamespaceOptions, ONCS_ALL, Options,
@@ -353,4 +355,25 @@ fn memory_that_cannot_be_mapped_is_refused_and_nothing_else_is_lost() {
     load.finish_undisturbed();
     drop(window);
     lab.finish();
+}
+
+#[test]
+fn whoever_starts_threads_starts_the_one_that_watches_over_a_drive() {
+    let started = Arc::new(Mutex::new(Vec::new()));
+    let names = started.clone();
+    let threads = Threads::from_spawn(move |name, work| {
+        names.lock().unwrap().push(name.to_owned());
+        thread::Builder::new().spawn(work)
+    });
+    let options = ControllerOptions::default();
+    let controller = VfioController::open(ModelDrive::start(plain()), options, &threads).unwrap();
+    drop(controller);
+    assert_eq!(*started.lock().unwrap(), ["nvme-supervisor"]);
+
+    let refuse = Threads::from_spawn(|_, _| Err(io::Error::other("no more threads")));
+    let refused = VfioController::open(ModelDrive::start(plain()), options, &refuse).unwrap_err();
+    assert!(
+        matches!(refused, ControllerError::Supervisor(_)),
+        "{refused}"
+    );
 }

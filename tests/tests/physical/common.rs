@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use nvme_mpt::host::Incidents;
 use nvme_mpt::host::vfio::{ControllerError, ControllerOptions, VfioController};
+use nvme_mpt::poller::Threads;
 use nvme_mpt::{Drive, DrivePath};
 use nvme_mpt_tests::drive::{ModelDrive, NamespaceOptions, Options};
 
@@ -37,7 +38,11 @@ pub(crate) fn open(
     model: &Arc<ModelDrive>,
     deadline: Duration,
 ) -> Result<Arc<Drive>, ControllerError> {
-    let controller = VfioController::open(model.clone(), ControllerOptions { deadline })?;
+    let controller = VfioController::open(
+        model.clone(),
+        ControllerOptions { deadline },
+        &Threads::default(),
+    )?;
     let path = "0000:01:00.0".parse().expect("an address");
     Ok(Drive::new(path, controller, None).expect("a namespace"))
 }

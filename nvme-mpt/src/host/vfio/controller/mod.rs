@@ -32,6 +32,7 @@ use crate::host::{
     TemperatureThresholds,
 };
 use crate::iova::IovaSpace;
+use crate::poller::Threads;
 use crate::range_lock::RangeLock;
 use crate::spec::log::{ErrorInformation, SmartHealth};
 use admin_queue::AdminQueue;
@@ -102,13 +103,15 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl VfioController {
-    /// Takes a controller into use: resets and enables it, and learns what it is.
+    /// Takes a controller into use: resets and enables it, and learns what it is. One of `threads`
+    /// watches over it from then on.
     ///
     /// # Errors
     /// See [`ControllerError`]. The function is released then.
     pub fn open(
         backing: Arc<dyn Backing>,
         options: ControllerOptions,
+        threads: &Threads,
     ) -> Result<Arc<Self>, ControllerError> {
         let opened = PhysicalDrive::open(backing.clone(), options);
         let drive = Arc::new(opened.inspect_err(|_| {
@@ -128,7 +131,8 @@ impl VfioController {
                 ""
             },
         );
-        let supervisor = supervisor::start(drive.clone()).map_err(ControllerError::Supervisor)?;
+        let supervisor =
+            supervisor::start(drive.clone(), threads).map_err(ControllerError::Supervisor)?;
         Ok(Arc::new(Self {
             drive,
             supervisor: Some(supervisor),

@@ -20,6 +20,7 @@ use super::{PhysicalDrive, lock, log_pages};
 use crate::clock::{Ticks, ticks_in};
 use crate::event::DriveEvent;
 use crate::host::Incidents;
+use crate::poller::Threads;
 use crate::spec::admin::Abort;
 use crate::spec::event::{AsyncEvent, AsyncEventType, NoticeEvent};
 use crate::spec::ids::{CommandId, Nsid, QueueId};
@@ -56,8 +57,8 @@ impl DriveCounters {
     }
 }
 
-/// Starts the supervisor. It ends when the drive is closing, or gone.
-pub(super) fn start(drive: Arc<PhysicalDrive>) -> io::Result<JoinHandle<()>> {
+/// Starts the supervisor, on one of `threads`. It ends when the drive is closing, or gone.
+pub(super) fn start(drive: Arc<PhysicalDrive>, threads: &Threads) -> io::Result<JoinHandle<()>> {
     let epoll = Epoll::new()?;
     let watch = |fd: RawFd| {
         let event = EpollEvent::new(EventSet::IN, fd as u64);
@@ -68,17 +69,14 @@ pub(super) fn start(drive: Arc<PhysicalDrive>) -> io::Result<JoinHandle<()>> {
     if let Some(fd) = removal {
         watch(fd)?;
     }
-    std::thread::Builder::new()
-        .name("nvme-supervisor".into())
-        .spawn(move || {
-            let mut supervisor = Supervisor {
-                drive,
-                epoll,
-                removal,
-                overdue: Vec::new(),
-            };
-            while supervisor.watch() {}
-        })
+    let mut supervisor = Supervisor {
+        drive,
+        epoll,
+        removal,
+        overdue: Vec::new(),
+    };
+    let work = move || while supervisor.watch() {};
+    threads.spawn("nvme-supervisor", Box::new(work))
 }
 
 /// A command that was to be aborted.

@@ -75,6 +75,12 @@ impl AsyncEvent {
         NoticeEvent::NAMESPACE_ATTRIBUTE_CHANGED.0,
         LogPageId::CHANGED_NAMESPACE_LIST,
     );
+    /// The descriptors of the zones in the Changed Zone List have changed (ZNS 1.1, section 4.1.1).
+    pub const ZONE_DESCRIPTOR_CHANGED: Self = Self::new(
+        AsyncEventType::NOTICE,
+        NoticeEvent::ZONE_DESCRIPTOR_CHANGED.0,
+        LogPageId::CHANGED_ZONE_LIST,
+    );
 
     /// An event of any type.
     #[must_use]
@@ -116,6 +122,7 @@ mod tests {
             AsyncEvent::smart(SmartEvent::TEMPERATURE_THRESHOLD).0,
             0x0002_0101
         );
+        assert_eq!(AsyncEvent::ZONE_DESCRIPTOR_CHANGED.0, 0x00BF_EF02);
     }
 
     #[test]

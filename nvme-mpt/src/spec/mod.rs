@@ -1,8 +1,9 @@
 //! The NVMe wire format: what registers, commands, completions and data structures look like.
 //!
 //! After the *NVM Express Base Specification 2.0* ("Base 2.0"), the *NVM Command Set Specification
-//! 1.0* ("NVM 1.0") and the *NVMe over PCIe Transport Specification 1.0* ("PCIe 1.0"). Layouts,
-//! numbers and their names only: no decision is taken here and nothing is read or written.
+//! 1.0* ("NVM 1.0"), the *Zoned Namespace Command Set Specification 1.1* ("ZNS 1.1") and the *NVMe
+//! over PCIe Transport Specification 1.0* ("PCIe 1.0"). Layouts, numbers and their names only: no
+//! decision is taken here and nothing is read or written.
 //!
 //! - Numbers are *open*: a value that the specification does not name is kept as it is.
 //! - Structures are laid out as on the wire and convert to and from bytes (`zerocopy`).
@@ -26,6 +27,7 @@ pub mod opcode;
 pub mod registers;
 pub mod sqe;
 pub mod status;
+pub mod zns;
 
 /// The wire format is little-endian, and so are the integers of its structures.
 const _: () = assert!(

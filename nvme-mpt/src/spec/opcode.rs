@@ -37,7 +37,8 @@ open_enum! {
 }
 
 open_enum! {
-    /// Opcode of an I/O command of the NVM Command Set (NVM 1.0, section 3.2; Base 2.0, section 7).
+    /// Opcode of an I/O command of the NVM Command Set (NVM 1.0, section 3.2; Base 2.0, section 7) or
+    /// of the Zoned Namespace Command Set, which has those too (ZNS 1.1, section 3.2).
     pub struct NvmOpcode(u8) {
         FLUSH = 0x00, "Flush";
         WRITE = 0x01, "Write";
@@ -52,6 +53,9 @@ open_enum! {
         RESERVATION_ACQUIRE = 0x11, "Reservation Acquire";
         RESERVATION_RELEASE = 0x15, "Reservation Release";
         COPY = 0x19, "Copy";
+        ZONE_MANAGEMENT_SEND = 0x79, "Zone Management Send";
+        ZONE_MANAGEMENT_RECEIVE = 0x7A, "Zone Management Receive";
+        ZONE_APPEND = 0x7D, "Zone Append";
     }
 }
 

@@ -10,6 +10,7 @@ use std::time::Duration;
 use crate::host::software::SoftwareController;
 use crate::host::software::faults::{FaultError, FaultPlan};
 use crate::host::software::model::Profile;
+use crate::host::software::zones::ZoneError;
 use crate::host::vfio::function::PciAddress;
 use crate::host::vfio::{
     ControllerError, ControllerOptions, VfioBacking, VfioController, VfioError,
@@ -38,6 +39,9 @@ pub enum DriveError {
         /// What is wrong with it.
         source: ControllerError,
     },
+    /// It cannot be divided into zones.
+    #[error(transparent)]
+    Zones(#[from] ZoneError),
     /// Its faults do not fit it.
     #[error(transparent)]
     Faults(#[from] FaultError),
@@ -200,7 +204,8 @@ impl Drive {
             },
         };
         let software = |drive: SoftwareController| -> Result<Arc<dyn HostController>, DriveError> {
-            let drive = match &options.profile {
+            let drive = match options.profile.as_deref() {
+                Some(profile @ Profile::Zns(zones)) => drive.timed(profile).zoned(zones)?,
                 Some(profile) => drive.timed(profile),
                 None => drive,
             };

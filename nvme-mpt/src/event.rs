@@ -37,6 +37,8 @@ pub enum Event {
     CommandFailed(ErrorEntry),
     /// Something happened to the drive under all its users.
     Drive(DriveEvent),
+    /// Zones of the lease changed by themselves, which its Changed Zone List names.
+    ZonesChanged,
 }
 
 /// Something that happened to a drive.

@@ -29,7 +29,7 @@ mod sync;
 pub use address::{Gpa, Iova};
 pub use attachment::{
     AttachError, Attachment, AttachmentConfig, AttachmentState, AttachmentStats, CqConfig,
-    LeasedNamespace, QueueError, SqConfig, StateError,
+    LeasedNamespace, NamespaceZones, QueueError, SqConfig, StateError,
 };
 pub use dma::{DirtyRange, DmaError, DmaWindow, MemoryRegion};
 pub use doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage};

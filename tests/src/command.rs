@@ -19,7 +19,7 @@ pub mod admin {
     pub const DOORBELL_BUFFER_CONFIG: u8 = 0x7c;
 }
 
-/// I/O opcodes (NVM Command Set 1.0, figure 10).
+/// I/O opcodes (NVM Command Set 1.0, figure 10; Zoned Namespace Command Set 1.1, section 3.4).
 pub mod io {
     #![expect(missing_docs, reason = "the names are the specification's")]
     pub const FLUSH: u8 = 0x00;
@@ -31,6 +31,9 @@ pub mod io {
     pub const DATASET_MANAGEMENT: u8 = 0x09;
     pub const VERIFY: u8 = 0x0c;
     pub const COPY: u8 = 0x19;
+    pub const ZONE_MANAGEMENT_SEND: u8 = 0x79;
+    pub const ZONE_MANAGEMENT_RECEIVE: u8 = 0x7a;
+    pub const ZONE_APPEND: u8 = 0x7d;
 }
 
 /// CDW12: Force Unit Access.
@@ -223,6 +226,26 @@ impl Sqe {
         Self::new(io::COPY, nsid)
             .with_slba(sdlba)
             .with_cdw(12, ranges.wrapping_sub(1) & 0xff)
+    }
+
+    /// Zone Append to the zone that starts at `zslba`.
+    pub const fn zone_append(nsid: u32, zslba: u64, blocks: u32) -> Self {
+        Self::range(io::ZONE_APPEND, nsid, zslba, blocks)
+    }
+
+    /// Zone Management Send: an action on a zone, or on all that it is meant for.
+    pub const fn zone_send(nsid: u32, zslba: u64, action: u8, all: bool) -> Self {
+        Self::new(io::ZONE_MANAGEMENT_SEND, nsid)
+            .with_slba(zslba)
+            .with_cdw(13, (all as u32) << 8 | action as u32)
+    }
+
+    /// Zone Management Receive: a report of `len` bytes, of the zones that an option selects.
+    pub const fn zone_receive(nsid: u32, slba: u64, len: usize, option: u8, partial: bool) -> Self {
+        Self::new(io::ZONE_MANAGEMENT_RECEIVE, nsid)
+            .with_slba(slba)
+            .with_cdw(12, (len as u32 / 4).wrapping_sub(1))
+            .with_cdw(13, (partial as u32) << 16 | (option as u32) << 8)
     }
 
     /// Create I/O Completion Queue. `entries` counts from one.

@@ -16,14 +16,15 @@
 //! | [`doorbell`], [`queue`] | rings and how their doorbells are rung; the pipelined form of I/O |
 //! | [`controller`], [`admin`] | bring-up and admin commands |
 //! | [`disk`] | blocking I/O on one namespace |
+//! | [`zoned`] | what a namespace with zones has beside that |
 //! | [`model`] | what a namespace must answer, for property tests |
 //! | [`drive`] | the other side of a host's driver: a model of a physical drive, and what goes wrong with it |
 //!
 //! Everything hostile is possible: raw submission queue entries, raw doorbell values, hand-made PRP
 //! lists and SGL segments, queues at any address.
 //!
-//! Not here: metadata and protection information, controller memory buffers, fabrics, zoned and
-//! key-value command sets, namespace management.
+//! Not here: metadata and protection information, controller memory buffers, fabrics, the
+//! key-value command set, namespace management.
 
 pub mod admin;
 pub mod bar;
@@ -50,5 +51,6 @@ pub mod rng;
 pub mod sgl;
 pub mod status;
 pub mod vfio_user;
+pub mod zoned;
 
 pub use error::{Error, Result};

@@ -105,6 +105,15 @@ codes! {
     1 0x81 INVALID_PROTECTION "Invalid Protection Information",
     1 0x82 READ_ONLY_RANGE "Attempted Write to Read Only Range",
     1 0x83 SIZE_LIMIT_EXCEEDED "Command Size Limit Exceeded",
+    // Those of the Zoned Namespace Command Set (1.1, section 3.1.2).
+    1 0xb8 ZONE_BOUNDARY_ERROR "Zone Boundary Error",
+    1 0xb9 ZONE_IS_FULL "Zone Is Full",
+    1 0xba ZONE_IS_READ_ONLY "Zone Is Read Only",
+    1 0xbb ZONE_IS_OFFLINE "Zone Is Offline",
+    1 0xbc ZONE_INVALID_WRITE "Zone Invalid Write",
+    1 0xbd TOO_MANY_ACTIVE_ZONES "Too Many Active Zones",
+    1 0xbe TOO_MANY_OPEN_ZONES "Too Many Open Zones",
+    1 0xbf INVALID_ZONE_TRANSITION "Invalid Zone State Transition",
     // Media and Data Integrity Errors (figure 99).
     2 0x80 WRITE_FAULT "Write Fault",
     2 0x81 UNRECOVERED_READ_ERROR "Unrecovered Read Error",

@@ -33,6 +33,7 @@ pub(crate) fn namespace() -> LeasedNamespace {
             0x00, 0x11, 0x22, 0x33, 0x44, 0x55, 0x66, 0x77, 0x88, 0x99, 0xAA, 0xBB, 0xCC, 0xDD,
             0xEE, 0xFF,
         ],
+        zones: None,
     }
 }
 
@@ -58,6 +59,7 @@ pub(crate) fn limits() -> Limits {
         dsm_ranges_max: 64,
         copy_bytes_max: 1 << 20,
         copy_ranges_max: 128,
+        zone_append_bytes_max: 0,
     }
 }
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::address::Gpa;
 use crate::doorbell::DoorbellMode;
 use crate::drive::Drive;
+use crate::host::software::zones::{Geometry, Resources};
 use crate::interrupt::InterruptVector;
 use crate::lease::Lease;
 use crate::poller::{PollPolicy, Pollers};
@@ -55,6 +56,15 @@ pub struct SqConfig {
     pub entries: u32,
 }
 
+/// What a guest is told of the zones of its namespace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NamespaceZones {
+    /// How they divide it.
+    pub geometry: Geometry,
+    /// How many can be in use at a time.
+    pub resources: Resources,
+}
+
 /// What a guest sees its lease as.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeasedNamespace {
@@ -74,4 +84,6 @@ pub struct LeasedNamespace {
     pub eui64: [u8; 8],
     /// Namespace UUID.
     pub uuid: [u8; 16],
+    /// Its zones, if it is divided into zones.
+    pub zones: Option<NamespaceZones>,
 }

@@ -4,6 +4,7 @@ use std::io;
 
 use super::{DRAIN_DEADLINE, MAX_QUEUE_PAIRS};
 use crate::address::Gpa;
+use crate::host::software::zones::ZoneError;
 use crate::lease::ByteRange;
 use crate::spec::ids::QueueId;
 
@@ -27,6 +28,9 @@ pub enum AttachError {
         /// The range, in bytes.
         range: ByteRange,
     },
+    /// A drive that is divided into zones is leased in whole zones.
+    #[error(transparent)]
+    Zones(#[from] ZoneError),
     /// The kernel has no memory or no file descriptors to give.
     #[error("Doorbells or events cannot be created")]
     Io(#[from] io::Error),

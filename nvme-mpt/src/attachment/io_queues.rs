@@ -12,6 +12,8 @@ use super::state::{self, CompletionQueueState};
 use super::{Attachment, CqConfig, DRAIN_DEADLINE, GUEST_NSID, QueueError, SqConfig};
 use crate::address::Gpa;
 use crate::doorbell::DoorbellBuffer;
+use crate::host::HostQueuePair;
+use crate::host::software::zones::ZonedQueue;
 use crate::host::vfio::pair::Pair;
 use crate::interrupt::{InterruptGate, InterruptVector};
 use crate::poller::Poller;
@@ -169,6 +171,12 @@ impl Attachment {
         let host = controller
             .create_queue(slots, self.drive.namespace())
             .map_err(failed)?;
+        let host = match &self.zones {
+            Some(zones) => {
+                HostQueuePair::Zoned(Box::new(ZonedQueue::new(host, zones.clone(), slots)))
+            }
+            None => host,
+        };
         let pair = host.pair();
         if let Some(pair) = &pair
             && pair.members() > 1

@@ -23,7 +23,7 @@ use std::time::Duration;
 use log::error;
 use serde::{Deserialize, Serialize};
 
-pub use config::{AttachmentConfig, CqConfig, LeasedNamespace, SqConfig};
+pub use config::{AttachmentConfig, CqConfig, LeasedNamespace, NamespaceZones, SqConfig};
 pub use error::{AttachError, QueueError};
 pub use state::{AttachmentState, StateError};
 pub use wakers::DoorbellWaker;
@@ -32,6 +32,7 @@ use crate::dma::DmaWindow;
 use crate::doorbell::{DoorbellMode, DoorbellPage};
 use crate::drive::Drive;
 use crate::event::EventQueue;
+use crate::host::software::zones::LeasedZones;
 use crate::host::{HostNamespace, Limits};
 use crate::interrupt::Coalescing;
 use crate::lease::Lease;
@@ -58,6 +59,7 @@ pub struct Attachment {
     lease: Lease,
     _claim: Option<RangeLock>,
     namespace: LeasedNamespace,
+    zones: Option<Arc<LeasedZones>>,
     queue_pairs: u16,
     poll: PollPolicy,
     pollers: Arc<Pollers>,
@@ -98,6 +100,7 @@ impl Attachment {
             }
             None => identity.serial,
         };
+        let zones = drive.controller().lease_zones(lease.range())?;
         let namespace = LeasedNamespace {
             nsid: GUEST_NSID,
             lba_shift: drive.lba_shift(),
@@ -107,6 +110,10 @@ impl Attachment {
             nguid: identity.nguid,
             eui64: identity.eui64,
             uuid: identity.uuid,
+            zones: zones.as_ref().map(|zones| NamespaceZones {
+                geometry: zones.geometry(),
+                resources: zones.resources(),
+            }),
         };
         let range = lease.bytes();
         let claim = drive
@@ -122,6 +129,9 @@ impl Attachment {
         let window = DmaWindow::new(drive.controller().iova_space().clone());
         let events = Arc::new(EventQueue::new()?);
         drive.controller().subscribe(&events);
+        if let Some(zones) = &zones {
+            zones.subscribe(&events);
+        }
         let context = Arc::new(QueueContext {
             mode: doorbells,
             doorbells: Arc::new(DoorbellPage::new(doorbells, queue_pairs)?),
@@ -134,6 +144,7 @@ impl Attachment {
             lease,
             _claim: claim,
             namespace,
+            zones: zones.map(Arc::new),
             queue_pairs,
             poll,
             pollers,
@@ -216,6 +227,12 @@ impl Attachment {
     #[must_use]
     pub fn namespace(&self) -> &LeasedNamespace {
         &self.namespace
+    }
+
+    /// The zones of the lease, if its drive is divided into zones.
+    #[must_use]
+    pub fn zones(&self) -> Option<&LeasedZones> {
+        self.zones.as_deref()
     }
 
     /// What may be promised to the guest.

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Attachment, LeasedNamespace, QueueError};
+use super::{Attachment, LeasedNamespace, NamespaceZones, QueueError};
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::doorbell::DoorbellBuffer;
 use crate::host::Limits;
@@ -321,6 +321,7 @@ impl Attachment {
             nguid,
             eui64,
             uuid,
+            zones,
         } = self.namespace();
         let Limits {
             mdts,
@@ -336,6 +337,7 @@ impl Attachment {
             dsm_ranges_max,
             copy_bytes_max,
             copy_ranges_max,
+            zone_append_bytes_max,
         } = self.limits();
         let promises: [(&str, &dyn Display); 24] = [
             ("I/O queue pairs", &self.max_queue_pairs()),
@@ -369,8 +371,24 @@ impl Attachment {
             ("EUI-64", &hex(eui64)),
             ("namespace UUID", &hex(uuid)),
         ];
+        let zones = zones.map(
+            |NamespaceZones {
+                 geometry,
+                 resources,
+             }| {
+                [
+                    ("zone size", geometry.size),
+                    ("zone capacity", geometry.capacity),
+                    ("open zones (MOR)", resources.open.into()),
+                    ("active zones (MAR)", resources.active.into()),
+                    ("bytes of a Zone Append command", *zone_append_bytes_max),
+                ]
+            },
+        );
+        let zones = zones.iter().flatten();
         promises
             .into_iter()
+            .chain(zones.map(|(name, value)| (*name, value as &dyn Display)))
             .map(|(name, value)| PromiseState {
                 name: name.to_owned(),
                 value: value.to_string(),

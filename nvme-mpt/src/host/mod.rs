@@ -17,6 +17,7 @@ use crate::clock::Ticks;
 use crate::dma::RegionTable;
 use crate::event::EventQueue;
 use crate::iova::IovaSpace;
+use crate::lease::LbaRange;
 use crate::range_lock::RangeLock;
 use crate::shadow::ListMemory;
 use crate::spec::identify::Oncs;
@@ -28,6 +29,7 @@ use crate::spec::status::Status;
 use software::SoftwareQueue;
 use software::faults::{FaultQueue, Faults};
 use software::model::TimedQueue;
+use software::zones::{LeasedZones, ZoneError, ZonedQueue};
 
 /// What a host controller can do, and what a guest controller may therefore promise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,6 +61,9 @@ pub struct Limits {
     pub copy_bytes_max: u64,
     /// Most source ranges of a Copy command.
     pub copy_ranges_max: u32,
+    /// Most bytes of a Zone Append command, a power of two of memory pages; 0 for a drive that is not
+    /// divided into zones.
+    pub zone_append_bytes_max: u64,
 }
 
 impl Limits {
@@ -68,7 +73,13 @@ impl Limits {
         crate::address::PAGE_SIZE << self.mdts
     }
 
-    /// Whether an NVM command is executed: Read, Write and Flush always, the optional ones where
+    /// Whether there are zones, and the commands of the Zoned Namespace Command Set.
+    #[must_use]
+    pub const fn is_zoned(&self) -> bool {
+        self.zone_append_bytes_max > 0
+    }
+
+    /// Whether an I/O command is executed: Read, Write and Flush always, the optional ones where
     /// [`Self::commands`] says so (Base 2.0, Figure 275, `ONCS`).
     #[must_use]
     pub const fn offers(&self, opcode: NvmOpcode) -> bool {
@@ -80,6 +91,9 @@ impl Limits {
             NvmOpcode::WRITE_ZEROES => self.commands.write_zeroes(),
             NvmOpcode::VERIFY => self.commands.verify(),
             NvmOpcode::COPY => self.commands.copy(),
+            NvmOpcode::ZONE_APPEND
+            | NvmOpcode::ZONE_MANAGEMENT_SEND
+            | NvmOpcode::ZONE_MANAGEMENT_RECEIVE => self.is_zoned(),
             _ => false,
         }
     }
@@ -169,6 +183,16 @@ pub trait HostController: Send + Sync + fmt::Debug {
     /// What the kernel or the drive reports.
     fn create_queue(&self, slots: u16, namespace: &HostNamespace) -> io::Result<HostQueuePair>;
 
+    /// The zones of a part of its namespace, for whoever has leased that part; `None` if it is not
+    /// divided into zones.
+    ///
+    /// # Errors
+    /// [`ZoneError::NotWholeZones`].
+    fn lease_zones(&self, range: LbaRange) -> Result<Option<LeasedZones>, ZoneError> {
+        let _ = range;
+        Ok(None)
+    }
+
     /// Makes everything of a namespace durable that was completed until now.
     ///
     /// # Errors
@@ -252,6 +276,9 @@ pub trait HostQueue {
     /// Whether commands may have completed as soon as they are rung in.
     const COMPLETES_AT_ONCE: bool = true;
 
+    /// Whether there are completions of Zone Append among others, which tell where data went.
+    const ZONED: bool = false;
+
     /// See [`Self::batch`].
     type Batch<'a>: HostBatch
     where
@@ -317,6 +344,8 @@ pub enum HostQueuePair {
     TimedFile(Box<TimedQueue<software::FileQueue>>),
     /// Of a software drive that things go wrong with.
     Faulty(Box<FaultQueue>),
+    /// Of a drive that is divided into zones.
+    Zoned(Box<ZonedQueue>),
     /// Of a physical drive.
     Vfio(Box<vfio::VfioQueue>),
 }
@@ -332,6 +361,7 @@ macro_rules! each_kind {
             HostQueuePair::TimedMemory($queue) => $call,
             HostQueuePair::TimedFile($queue) => $call,
             HostQueuePair::Faulty($queue) => $call,
+            HostQueuePair::Zoned($queue) => $call,
             HostQueuePair::Vfio($queue) => $call,
         }
     };
@@ -363,6 +393,20 @@ impl HostQueuePair {
     pub(crate) fn wait_fd(&self) -> Option<RawFd> {
         each_kind!(self, queue => queue.wait_fd())
     }
+
+    /// See [`HostQueue::has_failed`].
+    pub(crate) fn has_failed(&self) -> bool {
+        each_kind!(self, queue => queue.has_failed())
+    }
+
+    /// Whether commands can complete without anybody being told.
+    pub(crate) fn is_polled(&self) -> bool {
+        match self {
+            Self::Vfio(_) | Self::Faulty(_) => true,
+            Self::Zoned(queue) => queue.is_polled(),
+            _ => false,
+        }
+    }
 }
 
 impl HostQueuePair {
@@ -384,6 +428,7 @@ impl HostQueuePair {
             Self::TimedMemory(queue) => queue.hurry(hurried),
             Self::TimedFile(queue) => queue.hurry(hurried),
             Self::Faulty(queue) => queue.hurry(hurried),
+            Self::Zoned(queue) => queue.hurry(hurried),
             Self::Null(_) | Self::Memory(_) | Self::File(_) | Self::Vfio(_) => {}
         }
     }
@@ -397,6 +442,7 @@ impl HostQueuePair {
             Self::TimedMemory(queue) => queue.next_due(),
             Self::TimedFile(queue) => queue.next_due(),
             Self::Faulty(queue) => queue.next_due(),
+            Self::Zoned(queue) => queue.next_due(),
             Self::Null(_) | Self::Memory(_) | Self::File(_) | Self::Vfio(_) => None,
         }
     }

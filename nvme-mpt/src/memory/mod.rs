@@ -13,6 +13,7 @@ mod private;
 mod registers;
 mod ring;
 mod sigbus;
+mod words;
 
 pub use bytes::{RawBytes, RawWords};
 pub use cell::Cell32;
@@ -25,3 +26,4 @@ pub use private::PrivateWords;
 pub use registers::Registers;
 pub use ring::{CompletionRing, SubmissionRing};
 pub(crate) use sigbus::lost_memory_epoch;
+pub(crate) use words::SharedWords;

@@ -8,6 +8,7 @@ mod posting;
 mod rings;
 mod state;
 
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 use self::dirty::WriteLog;
@@ -177,6 +178,7 @@ impl ShadowQueue {
             HostQueuePair::TimedMemory(host) => self.core.poll(host.as_mut()),
             HostQueuePair::TimedFile(host) => self.core.poll(host.as_mut()),
             HostQueuePair::Faulty(host) => self.core.poll(host.as_mut()),
+            HostQueuePair::Zoned(host) => self.core.poll(host.as_mut()),
         }
     }
 
@@ -194,8 +196,7 @@ impl ShadowQueue {
     /// completion of a drive that is polled.
     #[must_use]
     pub fn is_silent(&self) -> bool {
-        let polled = matches!(self.host, HostQueuePair::Vfio(_) | HostQueuePair::Faulty(_));
-        if polled && !self.is_drained() {
+        if self.host.is_polled() && !self.is_drained() {
             return true;
         }
         match self.core.condition {
@@ -385,7 +386,8 @@ impl Core {
             old_tables,
             ..
         } = self;
-        let mut posting = Posting::<LOG> {
+        let mut posting = Posting::<H, LOG> {
+            kind: PhantomData,
             cq,
             sqs,
             slots,
@@ -393,7 +395,7 @@ impl Core {
             condition: *condition,
             held,
             log,
-            memory: translator.memory(),
+            translator,
             old_tables,
             completed: 0,
             now: Ticks::default(),

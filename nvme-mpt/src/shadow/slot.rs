@@ -15,7 +15,7 @@ pub(crate) struct Slot {
     pub(crate) busy: bool,
     /// Whether an older table of the VM's memory translated it.
     pub(crate) stale: bool,
-    /// Data length of a Read or Write, in bytes.
+    /// Data length of a Read, Write, Zone Append or Zone Management Receive, in bytes.
     pub(crate) bytes: u32,
     /// First LBA as the guest names it, for the error log.
     pub(crate) slba: u64,

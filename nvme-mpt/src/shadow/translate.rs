@@ -22,6 +22,7 @@ use crate::spec::nvm::{
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::{Cdw0, Fuse, Psdt, Sqe};
 use crate::spec::status::Status;
+use crate::spec::zns::{ZoneAppend, ZoneManagementReceive, ZoneManagementSend, ZoneSendAction};
 
 /// Byte offsets of fields in a command, for the error log.
 mod location {
@@ -30,6 +31,7 @@ mod location {
     pub(super) const NSID: u16 = 4;
     pub(super) const CDW10: u16 = 40;
     pub(super) const CDW12: u16 = 48;
+    pub(super) const CDW13: u16 = 52;
     pub(super) const DATA: u16 = 24;
 }
 
@@ -122,9 +124,18 @@ impl Translator {
         }
     }
 
+    /// Where a Zone Append to the guest's zone that starts at `zslba` went, in the guest's LBAs, by
+    /// dword 0 of the host's completion (ZNS 1.1, section 3.4.1, `ALBA`). A zone has fewer blocks than
+    /// a dword counts, so the rest of the host's LBA is known.
+    pub(super) fn appended_at(&self, zslba: Lba, dw0: u32) -> Lba {
+        let host_zslba = self.blocks.first.0.wrapping_add(zslba.0);
+        let offset = dw0.wrapping_sub(host_zslba as u32);
+        Lba(zslba.0.wrapping_add(offset.into()))
+    }
+
     /// Translates a command that will have this slot at the host controller, into `host`. After an
-    /// error, what is there is no command. Returns the bytes that a Read or Write transfers, and 0
-    /// for other commands.
+    /// error, what is there is no command. Returns the bytes that a Read, Write, Zone Append or Zone
+    /// Management Receive transfers, and 0 for other commands.
     #[inline(always)]
     pub(super) fn translate(
         &mut self,
@@ -165,7 +176,10 @@ impl Translator {
             | NvmOpcode::WRITE_ZEROES
             | NvmOpcode::DATASET_MANAGEMENT
             | NvmOpcode::VERIFY
-            | NvmOpcode::COPY => {
+            | NvmOpcode::COPY
+            | NvmOpcode::ZONE_APPEND
+            | NvmOpcode::ZONE_MANAGEMENT_RECEIVE
+            | NvmOpcode::ZONE_MANAGEMENT_SEND => {
                 self.check_common(guest)?;
                 match opcode {
                     NvmOpcode::FLUSH => {
@@ -175,6 +189,11 @@ impl Translator {
                     NvmOpcode::COMPARE => self.compare(guest, slot, host),
                     NvmOpcode::DATASET_MANAGEMENT => self.dataset_management(guest, slot, host),
                     NvmOpcode::COPY => self.copy(guest, slot, host),
+                    NvmOpcode::ZONE_APPEND => self.zone_append(guest, slot, host),
+                    NvmOpcode::ZONE_MANAGEMENT_RECEIVE => {
+                        self.zone_management_receive(guest, slot, host)
+                    }
+                    NvmOpcode::ZONE_MANAGEMENT_SEND => self.zone_management_send(guest, slot, host),
                     _ => self.without_data(guest, opcode, slot, host),
                 }
             }
@@ -425,6 +444,77 @@ impl Translator {
             ..CopyCommand::default()
         }
         .write_to(host);
+        Ok(0)
+    }
+
+    fn zone_append(&mut self, guest: &Sqe, slot: u16, host: &mut Sqe) -> Result<u32, Failure> {
+        let ZoneAppend {
+            zslba,
+            nlb_z,
+            fua,
+            lr,
+            piremap,
+            prinfo,
+            ..
+        } = ZoneAppend::from(guest);
+        let invalid = Failure::at(Status::INVALID_FIELD, location::CDW12);
+        let len = (u64::from(nlb_z) + 1) << self.blocks.lba_shift;
+        // ZASL; and no protection information is offered that could be remapped.
+        if len > self.limits.zone_append_bytes_max || piremap || prinfo.pract() {
+            return Err(invalid);
+        }
+        // The first block of a zone is leased with all of it.
+        let zslba = self.blocks.translate(zslba, 1)?;
+        self.begin(host, NvmOpcode::ZONE_APPEND, slot);
+        ZoneAppend {
+            zslba,
+            nlb_z,
+            fua,
+            lr,
+            ..ZoneAppend::default()
+        }
+        .write_to(host);
+        self.data(guest, len, Direction::FromGuest, slot, host)?;
+        Ok(len as u32)
+    }
+
+    fn zone_management_receive(
+        &mut self,
+        guest: &Sqe,
+        slot: u16,
+        host: &mut Sqe,
+    ) -> Result<u32, Failure> {
+        let command = ZoneManagementReceive::from(guest);
+        let len = command.length();
+        if len > self.max_transfer {
+            return Err(Failure::at(Status::INVALID_FIELD, location::CDW12));
+        }
+        let slba = self.blocks.translate(command.slba, 1)?;
+        self.begin(host, NvmOpcode::ZONE_MANAGEMENT_RECEIVE, slot);
+        ZoneManagementReceive { slba, ..command }.write_to(host);
+        self.data(guest, len, Direction::ToGuest, slot, host)?;
+        Ok(len as u32)
+    }
+
+    fn zone_management_send(
+        &mut self,
+        guest: &Sqe,
+        slot: u16,
+        host: &mut Sqe,
+    ) -> Result<u32, Failure> {
+        let command = ZoneManagementSend::from(guest);
+        // The one action with data sets a zone descriptor extension, which there are none of. The
+        // host would take it from where nothing was translated to.
+        if command.zsa == ZoneSendAction::SET_ZONE_DESCRIPTOR_EXTENSION {
+            return Err(Failure::at(Status::INVALID_FIELD, location::CDW13));
+        }
+        // All zones are those of the lease; which LBA is named then means nothing.
+        let slba = match command.select_all {
+            true => self.blocks.first,
+            false => self.blocks.translate(command.slba, 1)?,
+        };
+        self.begin(host, NvmOpcode::ZONE_MANAGEMENT_SEND, slot);
+        ZoneManagementSend { slba, ..command }.write_to(host);
         Ok(0)
     }
 

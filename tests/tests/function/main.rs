@@ -24,3 +24,4 @@ mod sgl;
 mod snapshot;
 mod timed;
 mod toggling;
+mod zones;

@@ -253,7 +253,8 @@ impl Features {
                 self.write_atomicity = kept::write_atomicity(dword11);
             }
             FeatureId::ASYNC_EVENT_CONFIGURATION => {
-                self.async_events = kept::async_events(dword11);
+                let zoned = context.namespace.zones.is_some();
+                self.async_events = kept::async_events(dword11, zoned);
             }
             FeatureId::TIMESTAMP => {
                 let (timestamp, _) =

@@ -1,7 +1,7 @@
-//! Identify (Base 2.0, section 5.17; NVM 1.0, section 4.1.5).
+//! Identify (Base 2.0, section 5.17; NVM 1.0, section 4.1.5; ZNS 1.1, section 4.1.5).
 
 use nvme_mpt::{
-    LeasedNamespace, Limits,
+    LeasedNamespace, Limits, NamespaceZones,
     host::TemperatureThresholds,
     spec::{
         admin::Identify,
@@ -15,6 +15,7 @@ use nvme_mpt::{
         opcode::NvmOpcode,
         registers::Version,
         status::Status,
+        zns::{IdentifyControllerZns, IdentifyNamespaceZns, Ozcs},
     },
 };
 use zerocopy::{FromZeros, IntoBytes, little_endian::U128};
@@ -56,23 +57,32 @@ impl Subject<'_> {
             Cns::CONTROLLER => self.controller(),
             Cns::ACTIVE_NSID_LIST => self.active_namespaces(nsid)?,
             Cns::NS_ID_DESCRIPTOR_LIST => self.with_namespace(nsid, Self::descriptors)?,
-            Cns::IOCS_NAMESPACE => {
-                require_nvm(command.csi)?;
+            Cns::IOCS_NAMESPACE => match (command.csi, self.namespace.zones) {
                 // No protection information, hence no storage tags and no extended formats.
-                self.with_namespace_or_zeroes(nsid, |_| bytes(IdentifyNamespaceNvm::new_zeroed()))?
-            }
-            Cns::IOCS_CONTROLLER => {
-                require_nvm(command.csi)?;
-                self.controller_nvm()
-            }
-            Cns::IOCS_ACTIVE_NSID_LIST => {
-                require_nvm(command.csi)?;
-                self.active_namespaces(nsid)?
-            }
+                (Csi::NVM, _) => {
+                    let structure = |_: &Self| bytes(IdentifyNamespaceNvm::new_zeroed());
+                    self.with_namespace_or_zeroes(nsid, structure)?
+                }
+                (Csi::ZONED_NAMESPACE, Some(zones)) => {
+                    self.with_namespace_or_zeroes(nsid, |_| namespace_zns(zones))?
+                }
+                _ => return Err(Status::INVALID_FIELD),
+            },
+            Cns::IOCS_CONTROLLER => match command.csi {
+                Csi::NVM => self.controller_nvm(),
+                Csi::ZONED_NAMESPACE if self.limits.is_zoned() => self.controller_zns(),
+                _ => return Err(Status::INVALID_FIELD),
+            },
+            Cns::IOCS_ACTIVE_NSID_LIST => match command.csi {
+                csi if csi == self.csi() => self.active_namespaces(nsid)?,
+                // A command set that is there for what others have in common.
+                Csi::NVM => vec![0; IDENTIFY_SIZE],
+                _ => return Err(Status::INVALID_FIELD),
+            },
             Cns::INDEPENDENT_NAMESPACE => {
                 self.with_namespace_or_zeroes(nsid, Self::namespace_independent)?
             }
-            Cns::IO_COMMAND_SETS => command_sets(command.cntid)?,
+            Cns::IO_COMMAND_SETS => self.command_sets(command.cntid)?,
             _ => return Err(Status::INVALID_FIELD),
         };
         debug_assert_eq!(structure.len(), IDENTIFY_SIZE);
@@ -129,7 +139,9 @@ impl Subject<'_> {
         id.cntlid = CONTROLLER_ID;
         id.ver = Version::V2_0;
         id.rtd3e = SHUTDOWN_TIME;
-        id.oaes = Oaes::default().with_namespace_attribute(true);
+        id.oaes = Oaes::default()
+            .with_namespace_attribute(true)
+            .with_zone_descriptor(self.limits.is_zoned());
         id.cntrltype = ControllerType::IO;
         id.oacs = Oacs::default().with_doorbell_buffer_config(self.doorbell_buffer);
         id.acl_z = abort::LIMIT_Z;
@@ -188,10 +200,24 @@ impl Subject<'_> {
         bytes(id)
     }
 
-    /// `no_data_bytes_max` as a power of two of memory pages. Limits are no smaller than a page.
+    /// Identify Controller of the Zoned Namespace Command Set (ZNS 1.1, section 4.1.5.2).
+    fn controller_zns(&self) -> Vec<u8> {
+        let mut id = IdentifyControllerZns::new_zeroed();
+        id.zasl = in_pages(self.limits.zone_append_bytes_max);
+        bytes(id)
+    }
+
+    /// `no_data_bytes_max` as a power of two of memory pages.
     fn size_limit(&self) -> u8 {
-        let pages = self.limits.no_data_bytes_max / nvme_mpt::address::PAGE_SIZE;
-        pages.checked_ilog2().map_or(0, |power| power as u8)
+        in_pages(self.limits.no_data_bytes_max)
+    }
+
+    /// The command set of the namespace.
+    fn csi(&self) -> Csi {
+        match self.namespace.zones {
+            Some(_) => Csi::ZONED_NAMESPACE,
+            None => Csi::NVM,
+        }
     }
 
     /// Identify Namespace (NVM 1.0, section 4.1.5.1).
@@ -199,8 +225,14 @@ impl Subject<'_> {
         let namespace = self.namespace;
         let mut id = IdentifyNamespace::new_zeroed();
         id.nsze = self.blocks;
-        id.ncap = self.blocks;
-        id.nuse = self.blocks;
+        let capacity = match namespace.zones {
+            Some(NamespaceZones { geometry, .. }) => {
+                self.blocks / geometry.size * geometry.capacity
+            }
+            None => self.blocks,
+        };
+        id.ncap = capacity;
+        id.nuse = capacity;
         if self.limits.deallocated_reads_zeroes {
             id.dlfeat = Dlfeat::default()
                 .with_read(DeallocatedRead::ZEROES)
@@ -253,9 +285,23 @@ impl Subject<'_> {
         add(NsIdType::EUI64, &self.namespace.eui64);
         add(NsIdType::NGUID, &self.namespace.nguid);
         add(NsIdType::UUID, &self.namespace.uuid);
-        add(NsIdType::CSI, &[Csi::NVM.0]);
+        add(NsIdType::CSI, &[self.csi().0]);
         list.resize(IDENTIFY_SIZE, 0);
         list
+    }
+
+    /// Identify I/O Command Set: one combination (Base 2.0, section 5.17.2.21). The Zoned Namespace
+    /// Command Set comes with that which it is based on.
+    fn command_sets(&self, controller: u16) -> Result<Vec<u8>, Status> {
+        if controller != THIS_CONTROLLER && controller != CONTROLLER_ID {
+            return Err(Status::INVALID_FIELD);
+        }
+        let mut vectors = vec![0; IDENTIFY_SIZE];
+        let vector = IoCommandSetVector::default()
+            .with_nvm(true)
+            .with_zoned(self.limits.is_zoned());
+        vectors[..8].copy_from_slice(vector.as_bytes());
+        Ok(vectors)
     }
 
     fn in_blocks(&self, bytes: u64) -> u64 {
@@ -263,23 +309,25 @@ impl Subject<'_> {
     }
 }
 
-/// Identify I/O Command Set: one combination, the NVM Command Set alone (Base 2.0, section
-/// 5.17.2.21).
-fn command_sets(controller: u16) -> Result<Vec<u8>, Status> {
-    if controller != THIS_CONTROLLER && controller != CONTROLLER_ID {
-        return Err(Status::INVALID_FIELD);
-    }
-    let mut vectors = vec![0; IDENTIFY_SIZE];
-    vectors[..8].copy_from_slice(IoCommandSetVector::default().with_nvm(true).as_bytes());
-    Ok(vectors)
+/// Identify Namespace of the Zoned Namespace Command Set (ZNS 1.1, section 4.1.5.1). No zone
+/// descriptor extensions, no random write areas, no limits after which anything is recommended.
+fn namespace_zns(zones: NamespaceZones) -> Vec<u8> {
+    let NamespaceZones {
+        geometry,
+        resources,
+    } = zones;
+    let mut id = IdentifyNamespaceZns::new_zeroed();
+    id.ozcs = Ozcs::default().with_razb(true);
+    id.mar_z = resources.active.saturating_sub(1);
+    id.mor_z = resources.open.saturating_sub(1);
+    id.lbafe[0].zsze = geometry.size;
+    bytes(id)
 }
 
-fn require_nvm(csi: Csi) -> Result<(), Status> {
-    if csi == Csi::NVM {
-        Ok(())
-    } else {
-        Err(Status::INVALID_FIELD)
-    }
+/// A limit as a power of two of memory pages. Limits are no smaller than a page.
+fn in_pages(limit: u64) -> u8 {
+    let pages = limit / nvme_mpt::address::PAGE_SIZE;
+    pages.checked_ilog2().map_or(0, |power| power as u8)
 }
 
 fn bytes(structure: impl IntoBytes + zerocopy::Immutable) -> Vec<u8> {

@@ -2,6 +2,7 @@
 
 use nvme_mpt::{
     Counters,
+    host::software::zones::ChangedZones,
     spec::{
         event::AsyncEventType,
         identify::Csi,
@@ -12,6 +13,7 @@ use nvme_mpt::{
         },
         opcode::{AdminOpcode, NvmOpcode},
         status::Status,
+        zns::ChangedZoneList,
     },
 };
 use zerocopy::{FromZeros, IntoBytes, little_endian::U128};
@@ -23,7 +25,7 @@ use super::{
     identify::{FIRMWARE_REVISION, Subject},
 };
 
-/// The log pages there are.
+/// The log pages there always are.
 const SUPPORTED: [LogPageId; 6] = [
     LogPageId::SUPPORTED_LOG_PAGES,
     LogPageId::ERROR_INFORMATION,
@@ -60,6 +62,13 @@ const IO_COMMANDS: [(NvmOpcode, bool); 9] = [
     (NvmOpcode::COPY, true),
 ];
 
+/// I/O commands that zones bring along, and whether they change the content of logical blocks.
+const ZONE_COMMANDS: [(NvmOpcode, bool); 3] = [
+    (NvmOpcode::ZONE_MANAGEMENT_SEND, true),
+    (NvmOpcode::ZONE_MANAGEMENT_RECEIVE, false),
+    (NvmOpcode::ZONE_APPEND, true),
+];
+
 /// What log pages report.
 pub(super) struct LogPages<'a> {
     pub(super) subject: Subject<'a>,
@@ -69,6 +78,8 @@ pub(super) struct LogPages<'a> {
     pub(super) health: &'a Health,
     /// Whether the namespace changed since the host was told which.
     pub(super) namespace_changed: bool,
+    /// Zones that changed since the host was told which, of a namespace that has zones.
+    pub(super) changed_zones: Option<&'a ChangedZones>,
 }
 
 impl LogPages<'_> {
@@ -93,7 +104,7 @@ impl LogPages<'_> {
 
     fn page(&self, request: &LogPageRequest, nsid: Nsid) -> Result<Vec<u8>, Status> {
         match request.lid {
-            LogPageId::SUPPORTED_LOG_PAGES => Ok(supported()),
+            LogPageId::SUPPORTED_LOG_PAGES => Ok(self.supported()),
             LogPageId::ERROR_INFORMATION => Ok(self.errors.page()),
             LogPageId::SMART_HEALTH => {
                 // The controller's page and its one namespace's page are the same.
@@ -105,8 +116,24 @@ impl LogPages<'_> {
             LogPageId::FIRMWARE_SLOT => Ok(firmware_slots()),
             LogPageId::CHANGED_NAMESPACE_LIST => Ok(self.changed_namespaces()),
             LogPageId::COMMANDS_SUPPORTED_AND_EFFECTS => Ok(self.commands(request.csi)),
+            LogPageId::CHANGED_ZONE_LIST => {
+                let changed = self.changed_zones.ok_or(Status::INVALID_LOG_PAGE)?;
+                // It is of one namespace.
+                self.subject.require_namespace(nsid)?;
+                Ok(changed_zone_list(changed))
+            }
             _ => Err(Status::INVALID_LOG_PAGE),
         }
+    }
+
+    /// Supported Log Pages (Base 2.0, section 5.16.1.1).
+    fn supported(&self) -> Vec<u8> {
+        let mut log = SupportedLogPages::new_zeroed();
+        let zones = self.changed_zones.map(|_| LogPageId::CHANGED_ZONE_LIST);
+        for lid in SUPPORTED.into_iter().chain(zones) {
+            log.0[usize::from(lid.0)] = LogPageSupport::default().with_lsupp(true);
+        }
+        log.as_bytes().to_vec()
     }
 
     /// SMART / Health Information (Base 2.0, section 5.16.1.3): the state is the drive's, what is
@@ -143,10 +170,13 @@ impl LogPages<'_> {
         if self.subject.doorbell_buffer {
             log.acs[usize::from(AdminOpcode::DOORBELL_BUFFER_CONFIG.0)] = supported;
         }
-        if csi == Csi::NVM {
-            let limits = self.subject.limits;
+        let limits = self.subject.limits;
+        let zoned = csi == Csi::ZONED_NAMESPACE && limits.is_zoned();
+        if csi == Csi::NVM || zoned {
+            let zone_commands = ZONE_COMMANDS.into_iter().filter(|_| zoned);
             for (opcode, changes_content) in IO_COMMANDS
                 .into_iter()
+                .chain(zone_commands)
                 .filter(|(opcode, _)| limits.offers(*opcode))
             {
                 log.iocs[usize::from(opcode.0)] = supported.with_lbcc(changes_content);
@@ -161,16 +191,24 @@ pub(super) fn cleared_by(lid: LogPageId) -> Option<AsyncEventType> {
     match lid {
         LogPageId::ERROR_INFORMATION => Some(AsyncEventType::ERROR),
         LogPageId::SMART_HEALTH => Some(AsyncEventType::SMART_HEALTH),
-        LogPageId::CHANGED_NAMESPACE_LIST => Some(AsyncEventType::NOTICE),
+        LogPageId::CHANGED_NAMESPACE_LIST | LogPageId::CHANGED_ZONE_LIST => {
+            Some(AsyncEventType::NOTICE)
+        }
         _ => None,
     }
 }
 
-/// Supported Log Pages (Base 2.0, section 5.16.1.1).
-fn supported() -> Vec<u8> {
-    let mut log = SupportedLogPages::new_zeroed();
-    for lid in SUPPORTED {
-        log.0[usize::from(lid.0)] = LogPageSupport::default().with_lsupp(true);
+/// Changed Zone List (ZNS 1.1, section 4.1.4.1).
+fn changed_zone_list(changed: &ChangedZones) -> Vec<u8> {
+    let mut log = ChangedZoneList::new_zeroed();
+    match changed.listed() {
+        Some(zones) => {
+            for (place, zone) in log.zids.iter_mut().zip(zones) {
+                *place = *zone;
+            }
+            log.nrzid = u16::try_from(zones.len()).unwrap_or(ChangedZoneList::OVERFLOW);
+        }
+        None => log.nrzid = ChangedZoneList::OVERFLOW,
     }
     log.as_bytes().to_vec()
 }
@@ -248,6 +286,7 @@ mod tests {
                 counters: self.counters,
                 health: &self.health,
                 namespace_changed: self.namespace_changed,
+                changed_zones: None,
             }
             .read(&request, Nsid(nsid))
         }

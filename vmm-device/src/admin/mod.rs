@@ -25,13 +25,14 @@ use std::{collections::VecDeque, sync::Arc};
 
 use nvme_mpt::{
     Attachment, DmaError, DoorbellPage, Drive, DriveEvent, ErrorEntry, Event, Gpa, InterruptVector,
+    host::software::zones::LeasedZones,
     spec::{
         event::{AsyncEvent, SmartEvent},
         feature::FeatureId,
         identify::IDENTIFY_SIZE,
         ids::QueueId,
         log::{CriticalWarning, LogPageId, LogPageRequest, ParameterErrorLocation},
-        registers::{Cc, Doorbell},
+        registers::{Cc, CommandSetSelected, Doorbell},
         sqe::Sqe,
         status::Status,
     },
@@ -157,6 +158,11 @@ impl Admin {
             Event::CommandFailed(error) => self.errors.command_failed(error),
             Event::QueueFailed { .. } => self.errors.controller_failed(Status::INTERNAL_ERROR),
             Event::Drive(event) => self.report_drive(*event, attachment),
+            Event::ZonesChanged => {
+                if self.features.async_events().zone_descriptor() {
+                    self.events.raise(AsyncEvent::ZONE_DESCRIPTOR_CHANGED);
+                }
+            }
         }
     }
 
@@ -308,11 +314,11 @@ impl Admin {
         let mut dw0 = 0;
         match AdminCommand::parse(sqe)? {
             AdminCommand::Identify(command) => {
-                let structure = self.subject(attachment).identify(command, sqe.nsid)?;
+                let structure = self.subject(controller).identify(command, sqe.nsid)?;
                 DataBuffer::new(memory, sqe, IDENTIFY_SIZE as u64).write(&structure)?;
             }
             AdminCommand::GetLogPage(request) => {
-                self.get_log_page(&request, sqe, attachment)?;
+                self.get_log_page(&request, sqe, controller)?;
             }
             AdminCommand::GetFeatures(command) => {
                 let context = self.feature_context(controller);
@@ -365,19 +371,22 @@ impl Admin {
         &mut self,
         request: &LogPageRequest,
         sqe: &Sqe,
-        attachment: &Attachment,
+        controller: Controller<'_>,
     ) -> Result<(), Status> {
+        let Controller { attachment, .. } = controller;
         if request.lid == LogPageId::SMART_HEALTH {
             self.health.refresh(attachment.drive().controller());
             self.report_health();
         }
+        let changed_zones = attachment.zones().map(LeasedZones::changed);
         let pages = LogPages {
-            subject: self.subject(attachment),
+            subject: self.subject(controller),
             features: &self.features,
             errors: &self.errors,
             counters: attachment.counters(),
             health: &self.health,
             namespace_changed: self.namespace_changed,
+            changed_zones: changed_zones.as_ref(),
         };
         let part = pages.read(request, sqe.nsid)?;
         DataBuffer::new(attachment.window(), sqe, request.length()).write(&part)?;
@@ -387,8 +396,14 @@ impl Admin {
         if let Some(event_type) = log_pages::cleared_by(request.lid) {
             self.events.clear(event_type);
         }
-        if request.lid == LogPageId::CHANGED_NAMESPACE_LIST {
-            self.namespace_changed = false;
+        match request.lid {
+            LogPageId::CHANGED_NAMESPACE_LIST => self.namespace_changed = false,
+            LogPageId::CHANGED_ZONE_LIST => {
+                if let (Some(zones), Some(told)) = (attachment.zones(), &changed_zones) {
+                    zones.forget_changed(told);
+                }
+            }
+            _ => {}
         }
         Ok(())
     }
@@ -434,13 +449,16 @@ impl Admin {
         }
     }
 
-    fn subject<'a>(&self, attachment: &'a Attachment) -> Subject<'a> {
+    fn subject<'a>(&self, controller: Controller<'a>) -> Subject<'a> {
+        let Controller { attachment, cc, .. } = controller;
+        // A namespace of a command set that is not enabled is not there (Base 2.0, section 3.1.3.5).
+        let enabled = attachment.namespace().zones.is_none() || cc.css() == CommandSetSelected::ALL;
         Subject {
             namespace: attachment.namespace(),
             blocks: attachment.blocks(),
             limits: attachment.limits(),
             doorbell_buffer: doorbell_buffer::is_supported(attachment),
-            active: attachment.is_backed(),
+            active: enabled && attachment.is_backed(),
             thresholds: self.health.thresholds(),
         }
     }

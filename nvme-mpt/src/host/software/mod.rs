@@ -1,5 +1,5 @@
 //! The software host controller: an NVMe drive in this process, over one of three stores, which a
-//! [model] makes as fast as another drive.
+//! [model] makes as fast as another drive, and which may be divided into [zones].
 
 pub mod faults;
 mod file;
@@ -7,6 +7,7 @@ mod memory;
 pub mod model;
 mod null;
 mod uncorrectable;
+pub mod zones;
 
 use std::io;
 use std::os::fd::RawFd;
@@ -19,7 +20,8 @@ pub use null::NullStore;
 pub(crate) use uncorrectable::UncorrectableBlocks;
 
 use faults::{FaultError, FaultPlan, FaultQueue, Faults};
-use model::{Model, Profile, TimedQueue, TimedStore, Wear};
+use model::{Model, Profile, TimedQueue, TimedStore, Wear, ZnsProfile};
+use zones::{LeasedZones, ZoneError, Zones};
 
 use super::{
     CompletionTaker, HostBatch, HostCompletion, HostController, HostMemory, HostNamespace,
@@ -28,6 +30,7 @@ use super::{
 use crate::clock::Ticks;
 use crate::event::EventQueue;
 use crate::iova::IovaSpace;
+use crate::lease::LbaRange;
 use crate::range_lock::RangeLock;
 use crate::shadow::MAX_SGL_DESCRIPTORS;
 use crate::spec::identify::Oncs;
@@ -164,6 +167,8 @@ pub struct SoftwareController {
     blocks: Blocks,
     /// Says when commands complete; without one they do when the store is done.
     timing: Option<Arc<Model>>,
+    /// What it is divided into, if it is.
+    zones: Option<Zones>,
     /// What goes wrong, and what has become of the drive by that.
     faults: Option<Arc<Faults>>,
     iova_space: Arc<IovaSpace>,
@@ -194,6 +199,7 @@ const LIMITS: Limits = Limits {
     dsm_ranges_max: 256,
     copy_bytes_max: 1 << MAX_TRANSFER_LOG2,
     copy_ranges_max: 128,
+    zone_append_bytes_max: 0,
 };
 
 impl SoftwareController {
@@ -217,6 +223,7 @@ impl SoftwareController {
             limits,
             blocks,
             timing: None,
+            zones: None,
             faults: None,
             iova_space,
         }
@@ -234,12 +241,47 @@ impl SoftwareController {
             self.limits.dsm_range_bytes_max = self.limits.dsm_range_bytes_max.min(64 << 20);
             self.limits.dsm_ranges_max = 16;
         }
-        let model = Model::new(profile, blocks, lba_shift);
+        let Some(model) = Model::new(profile, blocks, lba_shift) else {
+            return self;
+        };
         if let Some(path) = self.regular_file() {
             model.restore(path);
         }
         self.timing = Some(Arc::new(model));
         self
+    }
+
+    /// The same drive, divided into zones.
+    ///
+    /// # Errors
+    /// All of [`ZoneError`] but [`ZoneError::NotWholeZones`].
+    pub fn zoned(mut self, profile: &ZnsProfile) -> Result<Self, ZoneError> {
+        let file = match &self.blocks {
+            Blocks::Null | Blocks::Memory(_) => None,
+            Blocks::File(store) => Some(store),
+        };
+        let path = file.map(FileStore::canonical_path);
+        if let Some(path) = path.filter(|path| !path.is_file()) {
+            return Err(ZoneError::NoPlace(path.to_owned()));
+        }
+        let zones = Zones::new(profile, &self.namespace, path)?;
+        if let (Some(store), Some(file)) = (file, zones.file()) {
+            store.keep_durable_with(file.clone());
+        }
+        self.namespace.blocks = zones.blocks();
+        self.limits = Limits {
+            // Others move, name or lose blocks without regard to write pointers.
+            commands: Oncs(0)
+                .with_compare(true)
+                .with_write_zeroes(true)
+                .with_verify(true),
+            // Blocks beyond a write pointer may hold what was there before a crash.
+            deallocated_reads_zeroes: false,
+            zone_append_bytes_max: profile.append_limit.0,
+            ..self.limits
+        };
+        self.zones = Some(zones);
+        Ok(self)
     }
 
     /// The same drive, with these faults, and such as are injected later.
@@ -394,6 +436,13 @@ impl HostController for SoftwareController {
                 HostQueuePair::Faulty(Box::new(queue))
             }
         })
+    }
+
+    fn lease_zones(&self, range: LbaRange) -> Result<Option<LeasedZones>, ZoneError> {
+        self.zones
+            .as_ref()
+            .map(|zones| zones.lease(range))
+            .transpose()
     }
 
     fn flush(&self, _: &HostNamespace) -> io::Result<()> {

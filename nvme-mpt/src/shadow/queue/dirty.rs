@@ -50,8 +50,12 @@ impl WriteLog {
             return;
         };
         let command = std::mem::take(command);
-        // Of all commands that are let through, this one alone writes into the VM's memory.
-        if slot.opcode != NvmOpcode::READ || command.opcode() != NvmOpcode::READ.0 {
+        // Of all commands that are let through, these alone write into the VM's memory.
+        let writes = matches!(
+            slot.opcode,
+            NvmOpcode::READ | NvmOpcode::ZONE_MANAGEMENT_RECEIVE
+        );
+        if !writes || command.opcode() != slot.opcode.0 {
             return;
         }
         let data = DataPointer::of(&command);

@@ -1,5 +1,6 @@
 //! What the guest is told of its commands: completions, counters, its error log.
 
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 use super::dirty::WriteLog;
@@ -7,17 +8,21 @@ use super::{CompletionQueue, Condition, QueueContext, SubmissionQueue};
 use crate::clock::Ticks;
 use crate::dma::RegionTable;
 use crate::event::{ErrorEntry, Event};
-use crate::host::{CompletionTaker, HostCompletion, HostMemory};
+use crate::host::{CompletionTaker, HostCompletion, HostQueue};
 use crate::shadow::Failure;
 use crate::shadow::slot::{Slot, Slots};
+use crate::shadow::translate::Translator;
 use crate::spec::cqe::Cqe;
+use crate::spec::ids::Lba;
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
 use crate::spec::status::{Status, StatusCodeType};
 use crate::stats::QueueCounters;
 
 /// Gives the guest its completions.
-pub(super) struct Posting<'a, const LOG: bool> {
+pub(super) struct Posting<'a, H, const LOG: bool> {
+    /// Which kind of host queue they are from.
+    pub(super) kind: PhantomData<fn(H)>,
     pub(super) cq: &'a mut CompletionQueue,
     pub(super) sqs: &'a [SubmissionQueue],
     pub(super) slots: &'a mut Slots,
@@ -25,7 +30,7 @@ pub(super) struct Posting<'a, const LOG: bool> {
     pub(super) condition: Condition,
     pub(super) held: &'a mut Vec<Cqe>,
     pub(super) log: &'a mut Option<Box<WriteLog>>,
-    pub(super) memory: HostMemory<'a>,
+    pub(super) translator: &'a Translator,
     pub(super) old_tables: &'a [Arc<RegionTable>],
     /// How many there were.
     pub(super) completed: u32,
@@ -33,7 +38,7 @@ pub(super) struct Posting<'a, const LOG: bool> {
     pub(super) now: Ticks,
 }
 
-impl<const LOG: bool> CompletionTaker for &mut Posting<'_, LOG> {
+impl<H: HostQueue, const LOG: bool> CompletionTaker for &mut Posting<'_, H, LOG> {
     #[inline(always)]
     fn take(&mut self, completion: HostCompletion) {
         // A number that no command in flight has is a completion that came too late.
@@ -42,7 +47,8 @@ impl<const LOG: bool> CompletionTaker for &mut Posting<'_, LOG> {
         };
         self.completed += 1;
         if LOG && let Some(log) = self.log.as_mut() {
-            log.completed(completion.slot, slot, self.memory, self.old_tables);
+            let memory = self.translator.memory();
+            log.completed(completion.slot, slot, memory, self.old_tables);
         }
         let Some(sq) = self.sqs.get(usize::from(slot.sq)) else {
             return;
@@ -55,7 +61,14 @@ impl<const LOG: bool> CompletionTaker for &mut Posting<'_, LOG> {
             report_failure(self.context, sq, slot, completion.status);
         }
         let HostCompletion { status, dw0, .. } = completion;
-        let entry = Cqe::new(sq.qid, sq.head as u16, slot.cid, status, dw0, 0);
+        let (dw0, dw1) = if H::ZONED && slot.opcode == NvmOpcode::ZONE_APPEND && status.is_success()
+        {
+            let Lba(alba) = self.translator.appended_at(Lba(slot.slba), dw0);
+            (alba as u32, (alba >> 32) as u32)
+        } else {
+            (dw0, 0)
+        };
+        let entry = Cqe::new(sq.qid, sq.head as u16, slot.cid, status, dw0, dw1);
         if self.condition == Condition::Sound {
             self.cq.publish(entry);
         } else {
@@ -101,7 +114,7 @@ fn count(counters: &QueueCounters, slot: &Slot, now: Ticks) {
             counters.reads.add(1);
             counters.read_bytes.add(u64::from(slot.bytes));
         }
-        NvmOpcode::WRITE => {
+        NvmOpcode::WRITE | NvmOpcode::ZONE_APPEND => {
             counters.writes.add(1);
             counters.write_bytes.add(u64::from(slot.bytes));
         }

@@ -29,10 +29,12 @@ pub(super) fn write_atomicity(dword11: u32) -> WriteAtomicity {
     WriteAtomicity::default().with_dn(WriteAtomicity(dword11).dn())
 }
 
-/// Notices that OAES does not offer stay off; a host reads what it got.
-pub(super) fn async_events(dword11: u32) -> AsyncEventConfiguration {
+/// Notices that OAES does not offer stay off; a host reads what it got. Those of zones are offered
+/// where there are zones.
+pub(super) fn async_events(dword11: u32, zoned: bool) -> AsyncEventConfiguration {
     let value = AsyncEventConfiguration(dword11);
     AsyncEventConfiguration::default()
         .with_critical_warnings(value.critical_warnings())
         .with_namespace_attribute(value.namespace_attribute())
+        .with_zone_descriptor(zoned && value.zone_descriptor())
 }

@@ -93,7 +93,8 @@ impl Features {
             (
                 "Asynchronous Event Configuration",
                 *async_events,
-                kept::async_events(*async_events).0,
+                // Notices of zones that there are none of never come.
+                kept::async_events(*async_events, true).0,
             ),
         ] {
             if saved != kept {

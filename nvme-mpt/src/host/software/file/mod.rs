@@ -8,7 +8,7 @@ use std::io::{self, Seek, SeekFrom};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use log::info;
 
@@ -43,6 +43,8 @@ pub(super) struct SharedFile {
     /// Whether it can deallocate, after which a range reads as zeroes.
     pub(super) punches_holes: bool,
     pub(super) uncorrectable: UncorrectableBlocks,
+    /// What is to be as durable as the blocks are.
+    pub(super) companion: OnceLock<Arc<File>>,
 }
 
 impl FileStore {
@@ -95,6 +97,7 @@ impl FileStore {
             direct,
             punches_holes,
             uncorrectable: UncorrectableBlocks::default(),
+            companion: OnceLock::new(),
         };
         Ok(Self {
             shared: Arc::new(shared),
@@ -131,12 +134,22 @@ impl FileStore {
         RangeLock::take(file, start, length)?.ok_or_else(|| io::ErrorKind::WouldBlock.into())
     }
 
+    /// Makes another file durable from now on whenever blocks are, after them.
+    pub(super) fn keep_durable_with(&self, file: Arc<File>) {
+        // The first one stays: a drive has one such file.
+        let _ = self.shared.companion.set(file);
+    }
+
     /// Makes all that was written durable.
     ///
     /// # Errors
     /// What fdatasync reports.
     pub fn sync(&self) -> io::Result<()> {
-        self.shared.buffered.sync_data()
+        self.shared.buffered.sync_data()?;
+        match self.shared.companion.get() {
+            Some(file) => file.sync_data(),
+            None => Ok(()),
+        }
     }
 }
 

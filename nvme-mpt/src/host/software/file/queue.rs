@@ -43,6 +43,8 @@ enum Next {
     WriteFrom,
     /// Make durable what was written.
     Sync,
+    /// The same of the file that is to be as durable, if there is one.
+    SyncCompanion,
     /// The file system zeroed a range, if it can do that.
     Zeroed,
     /// Compare what was read with the guest's data.
@@ -170,7 +172,9 @@ impl FileQueue {
         let shift = self.file.lba_shift;
         match opcode {
             NvmOpcode::READ | NvmOpcode::WRITE => {
-                let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
+                let ReadWrite {
+                    slba, nlb_z, fua, ..
+                } = ReadWrite::from(sqe);
                 let count = u64::from(nlb_z) + 1;
                 let reads = opcode == NvmOpcode::READ;
                 if reads && uncorrectable.intersects(slba.0, count) {
@@ -184,7 +188,10 @@ impl FileQueue {
                 } else {
                     Next::WriteFrom
                 };
-                operation.then = Next::Done;
+                operation.then = match fua && !reads {
+                    true => Next::SyncCompanion,
+                    false => Next::Done,
+                };
             }
             NvmOpcode::FLUSH => operation.next = Next::Sync,
             NvmOpcode::COMPARE | NvmOpcode::VERIFY => {
@@ -277,8 +284,18 @@ impl FileQueue {
                 prepare(&mut self.uring, slot, request)
             }
             Next::Sync => {
-                operation.next = Next::Done;
+                operation.next = Next::SyncCompanion;
                 prepare(&mut self.uring, slot, Request::Sync { fd })
+            }
+            Next::SyncCompanion => {
+                operation.next = Next::Done;
+                match file.companion.get() {
+                    Some(companion) => {
+                        let fd = companion.as_raw_fd();
+                        prepare(&mut self.uring, slot, Request::Sync { fd })
+                    }
+                    None => self.go_on(slot, memory),
+                }
             }
             Next::Zeroed => {
                 operation.next = if WriteZeroes::from(&sqe).fua {

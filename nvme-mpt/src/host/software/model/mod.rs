@@ -12,7 +12,7 @@ mod time;
 mod timed;
 mod wheel;
 
-pub use profile::{NvmProfile, NvmRates, Profile, ProfileError, Size, SsdProfile};
+pub use profile::{NvmProfile, NvmRates, Profile, ProfileError, Size, SsdProfile, ZnsProfile};
 pub use ssd::Wear;
 pub(crate) use time::Timebase;
 pub use time::{Clock, HostClock, Span, SpanError};
@@ -62,8 +62,9 @@ pub(crate) enum Model {
 }
 
 impl Model {
-    /// The model that a profile describes, of a drive with so many blocks.
-    pub(crate) fn new(profile: &Profile, blocks: u64, lba_shift: u8) -> Self {
+    /// The model that a profile describes, of a drive with so many blocks; `None` if it describes no
+    /// time.
+    pub(crate) fn new(profile: &Profile, blocks: u64, lba_shift: u8) -> Option<Self> {
         Self::with_timebase(profile, (blocks, lba_shift), Timebase::Host)
     }
 
@@ -71,13 +72,15 @@ impl Model {
         profile: &Profile,
         (blocks, lba_shift): (u64, u8),
         timebase: Timebase,
-    ) -> Self {
+    ) -> Option<Self> {
+        let nvm = |profile| Self::Nvm(NvmModel::new(profile, lba_shift, timebase));
         match profile {
-            Profile::Nvm(profile) => Self::Nvm(NvmModel::new(profile, lba_shift, timebase)),
+            Profile::Nvm(profile) => Some(nvm(profile)),
             Profile::Ssd(profile) => {
                 let model = SsdModel::new(profile, blocks, lba_shift, timebase);
-                Self::Ssd(Box::new(Mutex::new(model)))
+                Some(Self::Ssd(Box::new(Mutex::new(model))))
             }
+            Profile::Zns(profile) => profile.timing.as_ref().map(nvm),
         }
     }
 

@@ -22,6 +22,10 @@ const BUILT_IN: &[(&str, &str)] = &[
         "ssd",
         include_str!("../../../../../resources/drives/ssd.toml"),
     ),
+    (
+        "zns",
+        include_str!("../../../../../resources/drives/zns.toml"),
+    ),
 ];
 
 /// Longest profile that is read: a mistaken path must not be read for ever.
@@ -110,6 +114,8 @@ pub enum Profile {
     Nvm(NvmProfile),
     /// A drive of NAND flash.
     Ssd(SsdProfile),
+    /// A drive that is divided into zones.
+    Zns(ZnsProfile),
 }
 
 /// `model = "nvm"`.
@@ -172,6 +178,24 @@ pub struct SsdProfile {
     pub write_overhead: Span,
 }
 
+/// `model = "zns"`. The drive has as many zones as fit into what it is in.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ZnsProfile {
+    /// Bytes from the start of a zone to that of the next: a power of two, 64K to 64G.
+    pub zone_size: Size,
+    /// Those of them that can be written: a multiple of 4K.
+    pub zone_capacity: Size,
+    /// Zones that can be open at a time, on the whole drive; 1 to 1024.
+    pub max_open: u32,
+    /// Zones that can be open or closed at a time; as many at least, and 1024 at most.
+    pub max_active: u32,
+    /// Most bytes of a Zone Append: a power of two, 4K to 1M.
+    pub append_limit: Size,
+    /// How fast it is; as fast as it can be if it is left out.
+    pub timing: Option<NvmProfile>,
+}
+
 /// A model's bandwidths, in bytes per second: 1 MiB/s to 1 TiB/s.
 const BANDWIDTHS: std::ops::RangeInclusive<u64> = 1 << 20..=1 << 40;
 
@@ -220,6 +244,7 @@ impl Profile {
         let checks = match &profile {
             Self::Nvm(nvm) => nvm.check(),
             Self::Ssd(ssd) => ssd.check(),
+            Self::Zns(zns) => zns.check(),
         };
         match checks {
             Ok(()) => Ok(profile),
@@ -318,6 +343,31 @@ impl SsdProfile {
         let allowed =
             "a write buffer has two program units for each instance at least, and 1G at most";
         require(sound, "write_buffer", shown(self.write_buffer), allowed)
+    }
+}
+
+impl ZnsProfile {
+    fn check(&self) -> Result<(), Unusable> {
+        let power = |size: Size, range: std::ops::RangeInclusive<u64>| {
+            size.0.is_power_of_two() && range.contains(&size.0)
+        };
+        let shown = |size: Size| Bytes(size.0);
+        let sound = power(self.zone_size, 64 << 10..=64 << 30);
+        let allowed = "a zone is a power of two, from 64K to 64G";
+        require(sound, "zone_size", shown(self.zone_size), allowed)?;
+        let Size(capacity) = self.zone_capacity;
+        let sound = capacity.is_multiple_of(4096) && (4096..=self.zone_size.0).contains(&capacity);
+        let allowed = "a zone capacity is a multiple of 4K, up to zone_size";
+        require(sound, "zone_capacity", Bytes(capacity), allowed)?;
+        let sound = (1..=1024).contains(&self.max_open);
+        require(sound, "max_open", self.max_open, "1 to 1024 zones are open")?;
+        let sound = (self.max_open..=1024).contains(&self.max_active);
+        let allowed = "at least max_open zones are active, and 1024 at most";
+        require(sound, "max_active", self.max_active, allowed)?;
+        let sound = power(self.append_limit, 4096..=1 << 20);
+        let allowed = "the limit of a Zone Append is a power of two, from 4K to 1M";
+        require(sound, "append_limit", shown(self.append_limit), allowed)?;
+        self.timing.as_ref().map_or(Ok(()), NvmProfile::check)
     }
 }
 

@@ -212,6 +212,8 @@ fn limits(
         },
         copy_bytes_max: common.copy_bytes_max,
         copy_ranges_max: common.copy_ranges_max,
+        // Namespaces of that command set are not driven.
+        zone_append_bytes_max: 0,
     }
 }
 

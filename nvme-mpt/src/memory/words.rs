@@ -1,0 +1,80 @@
+//! 64-bit words of memory that outlive whoever writes them: a file's, or ones of this process.
+#![expect(unsafe_code, reason = "atomic access to words of shared memory")]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::Mapping;
+
+/// The words of a [`Mapping`] from an offset on, each read and written as a whole.
+#[derive(Clone, Debug)]
+pub(crate) struct SharedWords {
+    mapping: Arc<Mapping>,
+    offset: usize,
+}
+
+impl SharedWords {
+    /// The words from `offset` on, or `None` if that is not aligned or not inside.
+    pub(crate) fn new(mapping: Arc<Mapping>, offset: usize) -> Option<Self> {
+        mapping.bytes(offset, 0)?;
+        offset
+            .is_multiple_of(size_of::<u64>())
+            .then_some(Self { mapping, offset })
+    }
+
+    fn word(&self, index: usize) -> Option<&AtomicU64> {
+        let offset = index
+            .checked_mul(size_of::<u64>())?
+            .checked_add(self.offset)?;
+        let word = self.mapping.bytes(offset, size_of::<u64>())?.as_ptr();
+        // SAFETY: the word lies in the mapping, which `self` keeps alive, and is aligned, as mappings
+        // begin a page and `offset` is a multiple of 8. It is accessed atomically alone.
+        Some(unsafe { AtomicU64::from_ptr(word.cast()) })
+    }
+
+    /// Reads a word; 0 beyond the end.
+    pub(crate) fn load(&self, index: usize) -> u64 {
+        let word = self.word(index);
+        word.map_or(0, |word| u64::from_le(word.load(Ordering::Relaxed)))
+    }
+
+    /// Writes a word; nothing beyond the end.
+    pub(crate) fn store(&self, index: usize, value: u64) {
+        debug_assert_eq!(self.mapping.access(), super::Access::ReadWrite);
+        if let Some(word) = self.word(index) {
+            word.store(value.to_le(), Ordering::Relaxed);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+    use crate::memory::{Access, memfd};
+
+    #[test]
+    fn words_are_where_another_mapping_finds_them() {
+        let file = memfd(c"words", 4096).expect("memory");
+        let map = || Mapping::shared(file.as_fd(), 0, 4096, Access::ReadWrite).expect("map");
+        let words = SharedWords::new(Arc::new(map()), 4000).expect("inside");
+        words.store(1, 0x0102_0304_0506_0708);
+        drop(words);
+        let words = SharedWords::new(Arc::new(map()), 4008).expect("inside");
+        assert_eq!(words.load(0), 0x0102_0304_0506_0708);
+        assert_eq!(words.load(1), 0);
+    }
+
+    #[test]
+    fn there_are_no_words_beyond_the_end_and_none_unaligned() {
+        let mapping = Arc::new(Mapping::anonymous(4096).expect("map"));
+        assert!(SharedWords::new(mapping.clone(), 4).is_none());
+        assert!(SharedWords::new(mapping.clone(), 4104).is_none());
+        let words = SharedWords::new(mapping, 4088).expect("inside");
+        for index in [1, usize::MAX / 8, usize::MAX] {
+            words.store(index, 7);
+            assert_eq!(words.load(index), 0);
+        }
+    }
+}

@@ -1,0 +1,553 @@
+//! Drives that are divided into zones, as a guest's driver sees them: whole zones of its lease, from 0 on.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use nvme_mpt::host::software::faults::FaultPlan;
+use nvme_mpt::host::software::model::Profile;
+use nvme_mpt::lease::{ByteRange, LeaseRequest};
+use nvme_mpt::{Attachment, AttachmentConfig, Drive, DriveOptions};
+use nvme_mpt_tests::admin::{AsyncEvent, LogPage, feature, log};
+use nvme_mpt_tests::command::{Sqe, io};
+use nvme_mpt_tests::controller::{Config, Controller};
+use nvme_mpt_tests::disk::Disk;
+use nvme_mpt_tests::identify::{cns, field};
+use nvme_mpt_tests::registers::{CC_CSS_ALL, CC_CSS_NVM};
+use nvme_mpt_tests::rng::{self, Rng};
+use nvme_mpt_tests::status::{
+    INVALID_FIELD, INVALID_OPCODE, INVALID_ZONE_TRANSITION, LBA_OUT_OF_RANGE, SUCCESS, StatusCode,
+    TOO_MANY_ACTIVE_ZONES, TOO_MANY_OPEN_ZONES, WRITE_FAULT, ZONE_BOUNDARY_ERROR,
+    ZONE_INVALID_WRITE, ZONE_IS_FULL, ZONE_IS_OFFLINE, ZONE_IS_READ_ONLY,
+};
+use nvme_mpt_tests::zoned::{Zone, action, state};
+use nvme_mpt_tests::{Error, prp};
+
+use crate::common::{HANG, Lab, Machine, Setup, disk, status};
+
+/// The command set's identifier.
+const ZNS: u8 = 2;
+
+/// Blocks of a zone, and those of them that can be written: 1 MiB and 768 KiB in blocks of 4 KiB.
+const SIZE: u64 = 256;
+const CAPACITY: u64 = 192;
+const ZONE: u64 = 1 << 20;
+/// Zones of a drive of 32 MiB, whose leases of 16 MiB have half of what can be open and active.
+const DRIVE: &str = "memory:32M";
+const ZONES: u64 = 16;
+
+const PROFILE: &str = "model = \"zns\"\nzone_size = \"1M\"\nzone_capacity = \"768K\"\n\
+                       max_open = 6\nmax_active = 10\nappend_limit = \"64K\"\n";
+const TIMING: &str = "[timing]\nunits = 4\nstripe = \"4K\"\n\
+                      read = { latency = \"20us\", bandwidth = \"4G\" }\n\
+                      write = { latency = \"20us\", bandwidth = \"4G\" }\n";
+
+fn options(profile: &str, faults: Option<&str>) -> DriveOptions {
+    DriveOptions {
+        lba_size: 4096,
+        profile: Some(Arc::new(Profile::parse("test", profile).unwrap())),
+        faults: faults.map(|plan| Arc::new(FaultPlan::parse("test", plan).unwrap())),
+        ..DriveOptions::default()
+    }
+}
+
+fn lab(path: &str) -> Lab {
+    Lab::of(Drive::open(&path.parse().unwrap(), options(PROFILE, None)).unwrap())
+}
+
+/// The driver, with all command sets enabled, and its namespace.
+fn attach(machine: &Machine) -> (Controller, Disk) {
+    let mut controller = attach_with(machine, CC_CSS_ALL);
+    let disk = disk(&mut controller, 1);
+    (controller, disk)
+}
+
+fn attach_with(machine: &Machine, command_set: u32) -> Controller {
+    let config = Config {
+        command_set,
+        admin_timeout: HANG,
+        ..Config::default()
+    };
+    let queues = machine.function().attachment().max_queue_pairs();
+    Controller::attach(machine.bar(), machine.memory.clone(), config, queues).unwrap()
+}
+
+fn blocks(tag: u64, slba: u64, count: u64) -> Vec<u8> {
+    let mut bytes = vec![0; count as usize * 4096];
+    rng::fill_blocks(&mut bytes, tag, slba, 4096);
+    bytes
+}
+
+/// The status of a command that fails.
+#[track_caller]
+fn refused<T: std::fmt::Debug>(result: Result<T, Error>) -> StatusCode {
+    let error = result.unwrap_err();
+    error.completion().unwrap().status().code()
+}
+
+fn zone(state: u8, start: u64, write_pointer: u64) -> Zone {
+    Zone {
+        kind: 2,
+        state,
+        capacity: CAPACITY,
+        start,
+        write_pointer,
+    }
+}
+
+#[test]
+fn a_driver_finds_the_command_set_and_its_limits() {
+    let lab = lab(DRIVE);
+    let machine = lab.machine(&Setup::nth(1));
+    let (mut controller, disk) = attach(&machine);
+    let namespace = disk.namespace();
+    assert_eq!(namespace.nsze, ZONES * SIZE);
+    assert_eq!(field::u64(&namespace.raw, 8), ZONES * CAPACITY, "NCAP");
+    assert_eq!(namespace.raw[33], 0, "DLFEAT: nothing is promised");
+    let descriptors = controller
+        .identify(cns::NAMESPACE_DESCRIPTORS, 1, 0)
+        .unwrap();
+    assert_eq!(descriptors[52..57], [4, 1, 0, 0, ZNS]);
+    let sets = controller.identify(cns::COMMAND_SETS, 0, 0).unwrap();
+    assert_eq!(sets[..9], [0b101, 0, 0, 0, 0, 0, 0, 0, 0], "NVM and ZNS");
+    for (csi, listed) in [(0, 0), (ZNS, 1)] {
+        let list = controller
+            .identify(cns::CSI_ACTIVE_NAMESPACES, 0, csi)
+            .unwrap();
+        assert_eq!(list[0], listed, "active namespaces of command set {csi}");
+    }
+    let id = controller.identify(cns::CSI_NAMESPACE, 1, ZNS).unwrap();
+    assert_eq!(id[..4], [0, 0, 1, 0], "ZOC, OZCS: reads across boundaries");
+    assert_eq!(
+        id[4..12],
+        [4, 0, 0, 0, 2, 0, 0, 0],
+        "MAR, MOR: the lease's share"
+    );
+    assert_eq!(field::u64(&id, 2816), SIZE);
+    assert_eq!(id[2824], 0, "no zone descriptor extensions");
+    let id = controller.identify(cns::CSI_CONTROLLER, 0, ZNS).unwrap();
+    assert_eq!(id[..2], [4, 0], "ZASL: 64 KiB");
+    let id = controller.identify_controller().unwrap();
+    assert_eq!(id.raw[92..96], [0, 1, 0, 8], "OAES: namespaces and zones");
+    assert_eq!(id.raw[520..522], [0b1101_1001, 0], "ONCS: no DSM, no Copy");
+    let effects = |controller: &mut Controller, csi: u32| {
+        let sqe = Sqe::new(nvme_mpt_tests::command::admin::GET_LOG_PAGE, 0xFFFF_FFFF)
+            .with_cdw(10, 1023 << 16 | u32::from(log::COMMAND_EFFECTS))
+            .with_cdw(14, csi << 24);
+        let page = controller.admin_read(sqe, 4096).unwrap();
+        [0x01, 0x02, 0x09, 0x79, 0x7A, 0x7D].map(|opcode| page[1024 + 4 * opcode])
+    };
+    assert_eq!(effects(&mut controller, 2), [3, 1, 0, 3, 1, 3]);
+    assert_eq!(effects(&mut controller, 0), [3, 1, 0, 0, 0, 0]);
+}
+
+#[test]
+fn a_driver_that_does_not_enable_the_command_set_finds_no_namespace() {
+    let lab = lab(DRIVE);
+    let machine = lab.machine(&Setup::nth(0));
+    let mut controller = attach_with(&machine, CC_CSS_NVM);
+    assert!(controller.active_namespaces(0).unwrap().is_empty());
+    assert_eq!(
+        controller.identify(cns::NAMESPACE, 1, 0).unwrap(),
+        [0; 4096]
+    );
+}
+
+#[test]
+fn each_guest_has_zones_of_its_own_from_zero_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("drive.img");
+    let image = std::fs::File::create(&file).unwrap();
+    image.set_len(32 << 20).unwrap();
+    let timed = format!("{PROFILE}{TIMING}");
+    for (path, profile) in [
+        (DRIVE, PROFILE),
+        (DRIVE, timed.as_str()),
+        (file.to_str().unwrap(), PROFILE),
+    ] {
+        let drive = Drive::open(&path.parse().unwrap(), options(profile, None)).unwrap();
+        let lab = Lab::of(drive);
+        let machines = [0, 1].map(|index| lab.machine(&Setup::nth(index)));
+        let mut guests = machines.each_ref().map(attach);
+        for (tag, (_, disk)) in (1..).zip(&mut guests) {
+            for (index, start) in [(0, 0), (1, 3 * SIZE), (2, 15 * SIZE)] {
+                let count = 5 + tag + index;
+                disk.write(start, &blocks(tag, start, count)).unwrap();
+                let data = blocks(tag, start + count, 7);
+                assert_eq!(disk.append(start, &data).unwrap(), start + count);
+            }
+            disk.flush().unwrap();
+        }
+        for (tag, (_, disk)) in (1..).zip(&mut guests) {
+            let (count, zones) = disk.report_zones(0, 20, 0, false).unwrap();
+            assert_eq!((count, zones.len()), (ZONES, ZONES as usize));
+            for (index, start) in [(0, 0), (1, 3 * SIZE), (2, 15 * SIZE)] {
+                let written = 5 + tag + index + 7;
+                let at = (start / SIZE) as usize;
+                let expected = zone(state::IMPLICITLY_OPENED, start, start + written);
+                assert_eq!(zones[at], expected, "{path}");
+                let read = disk.read(start, written as u32).unwrap();
+                assert_eq!(read, blocks(tag, start, written), "{path}");
+            }
+            assert_eq!(zones[1], zone(state::EMPTY, SIZE, SIZE));
+        }
+        // One guest's reset is no other's.
+        let [(_, first), (_, second)] = &mut guests;
+        first.all_zones_action(action::RESET).unwrap();
+        assert_eq!(first.report_zones(0, 20, 1, false).unwrap().0, ZONES);
+        assert_eq!(first.read(0, 12).unwrap(), vec![0; 12 * 4096], "{path}");
+        assert_eq!(second.read(0, 13).unwrap()[..7 * 4096], blocks(2, 0, 7));
+        assert_eq!(second.report_zones(0, 20, 1, false).unwrap().0, ZONES - 3);
+        second.all_zones_action(action::RESET).unwrap();
+    }
+}
+
+#[test]
+fn wrong_writes_get_the_status_that_says_why() {
+    let lab = lab(DRIVE);
+    let machine = lab.machine(&Setup::nth(1));
+    let (_controller, mut disk) = attach(&machine);
+    let one = blocks(1, 0, 1);
+    assert_eq!(refused(disk.write(1, &one)), ZONE_INVALID_WRITE);
+    disk.write(0, &blocks(1, 0, 190)).unwrap();
+    assert_eq!(
+        refused(disk.write(190, &blocks(1, 0, 3))),
+        ZONE_BOUNDARY_ERROR
+    );
+    assert_eq!(
+        refused(disk.append(0, &blocks(1, 0, 3))),
+        ZONE_BOUNDARY_ERROR
+    );
+    assert_eq!(refused(disk.append(1, &one)), INVALID_FIELD);
+    assert_eq!(
+        refused(disk.append(0, &blocks(1, 0, 17))),
+        INVALID_FIELD,
+        "ZASL"
+    );
+    disk.write_zeroes(190, 2, false).unwrap();
+    assert_eq!(disk.zone(0).unwrap(), zone(state::FULL, 0, u64::MAX));
+    assert_eq!(refused(disk.write(192, &one)), ZONE_IS_FULL);
+    assert_eq!(refused(disk.write_zeroes(0, 1, true)), ZONE_IS_FULL);
+    assert_eq!(
+        refused(disk.zone_action(0, action::OPEN)),
+        INVALID_ZONE_TRANSITION
+    );
+    assert_eq!(refused(disk.zone_action(1, action::RESET)), INVALID_FIELD);
+    assert_eq!(
+        refused(disk.zone_action(ZONES * SIZE, action::RESET)),
+        LBA_OUT_OF_RANGE
+    );
+    assert_eq!(refused(disk.append(ZONES * SIZE, &one)), LBA_OUT_OF_RANGE);
+    for action in [0, 6, 0x10, 0x11, 0xFF] {
+        for all in [false, true] {
+            let sqe = Sqe::zone_send(1, SIZE, action, all);
+            assert_eq!(status(&mut disk.queue, sqe), INVALID_FIELD, "{action:#x}");
+        }
+    }
+    // The share of the lease: 3 open, 5 active.
+    for index in 1..=3 {
+        disk.zone_action(index * SIZE, action::OPEN).unwrap();
+    }
+    assert_eq!(refused(disk.write(4 * SIZE, &one)), TOO_MANY_OPEN_ZONES);
+    disk.all_zones_action(action::CLOSE).unwrap();
+    disk.write(4 * SIZE, &one).unwrap();
+    disk.write(5 * SIZE, &one).unwrap();
+    assert_eq!(refused(disk.append(6 * SIZE, &one)), TOO_MANY_ACTIVE_ZONES);
+    // What moves blocks without regard to write pointers is not there.
+    for opcode in [io::WRITE_UNCORRECTABLE, io::DATASET_MANAGEMENT, io::COPY] {
+        let sqe = Sqe::range(opcode, 1, 0, 1);
+        assert_eq!(status(&mut disk.queue, sqe), INVALID_OPCODE, "{opcode:#x}");
+    }
+    // Reads have no such rules.
+    disk.read(190, 16).unwrap();
+    disk.compare(5 * SIZE, &one).unwrap();
+    disk.verify(0, 600).unwrap_err();
+    disk.verify(SIZE - 1, 2).unwrap();
+}
+
+#[test]
+fn reports_have_what_was_asked_for_and_end_where_their_buffer_does() {
+    let lab = lab(DRIVE);
+    let machine = lab.machine(&Setup::nth(0));
+    let (_controller, mut disk) = attach(&machine);
+    for index in [2, 5, 9] {
+        disk.zone_action(index * SIZE, action::FINISH).unwrap();
+    }
+    disk.zone_action(7 * SIZE, action::OPEN).unwrap();
+    let starts =
+        |zones: &[Zone]| -> Vec<u64> { zones.iter().map(|zone| zone.start / SIZE).collect() };
+    let (count, zones) = disk.report_zones(0, 16, 5, false).unwrap();
+    assert_eq!((count, starts(&zones)), (3, vec![2, 5, 9]), "full ones");
+    // From a zone on, whichever of its blocks is named.
+    let (count, zones) = disk.report_zones(3 * SIZE + 17, 1, 5, false).unwrap();
+    assert_eq!(
+        (count, starts(&zones[..1])),
+        (2, vec![5]),
+        "all that there are"
+    );
+    let (count, zones) = disk.report_zones(3 * SIZE, 1, 5, true).unwrap();
+    assert_eq!((count, starts(&zones)), (1, vec![5]), "those in the buffer");
+    assert_eq!(
+        disk.report_zones(0, 4, 3, true).unwrap().0,
+        1,
+        "explicitly opened"
+    );
+    assert_eq!(disk.report_zones(0, 4, 1, false).unwrap().0, 12, "empty");
+    for option in [2, 4, 6, 7] {
+        assert_eq!(
+            disk.report_zones(0, 4, option, false).unwrap().0,
+            0,
+            "{option}"
+        );
+    }
+    // A buffer that is shorter than the header, and one that ends within a descriptor.
+    let short = disk
+        .command_in(Sqe::zone_receive(1, 0, 8, 0, false), 8)
+        .unwrap();
+    assert_eq!(short, 16_u64.to_le_bytes());
+    let odd = disk
+        .command_in(Sqe::zone_receive(1, 0, 196, 0, true), 196)
+        .unwrap();
+    assert_eq!(
+        (odd[0], &odd[192..]),
+        (2, &[0; 4][..]),
+        "two, and nothing of a third"
+    );
+    for (sqe, expected) in [
+        (Sqe::zone_receive(1, 0, 4096, 8, false), INVALID_FIELD),
+        (
+            Sqe::zone_receive(1, 0, 4096, 0, false).with_cdw(13, 1),
+            INVALID_FIELD,
+        ),
+        (
+            Sqe::zone_receive(1, 0, (1 << 20) + 4, 0, false),
+            INVALID_FIELD,
+        ),
+        (
+            Sqe::zone_receive(1, ZONES * SIZE, 4096, 0, false),
+            LBA_OUT_OF_RANGE,
+        ),
+        (
+            Sqe::zone_receive(1, u64::MAX, 4096, 0, false),
+            LBA_OUT_OF_RANGE,
+        ),
+    ] {
+        let buffer = machine.memory.alloc(4096).unwrap();
+        let pointer = prp::buffer(&buffer, 0, 4096).unwrap().pointer;
+        assert_eq!(
+            status(&mut disk.queue, sqe.with_data(pointer)),
+            expected,
+            "{sqe:?}"
+        );
+    }
+}
+
+#[test]
+fn an_append_beyond_four_billion_blocks_is_found_again() {
+    // 8T in blocks of 512 bytes; the second lease begins at an odd place.
+    let profile = "model = \"zns\"\nzone_size = \"64G\"\nzone_capacity = \"60G\"\n\
+                   max_open = 4\nmax_active = 4\nappend_limit = \"64K\"\n";
+    let options = DriveOptions {
+        lba_size: 512,
+        ..options(profile, None)
+    };
+    let lab = Lab::of(Drive::open(&"null:8T".parse().unwrap(), options).unwrap());
+    let setup = Setup {
+        start: 3 * (64 << 30),
+        length: 100 * (64 << 30),
+        ..Setup::default()
+    };
+    let machine = lab.machine(&setup);
+    let (_controller, mut disk) = attach(&machine);
+    let zone_blocks = (64 << 30) / 512;
+    for index in [0, 1, 31, 32, 33, 99] {
+        let zslba = index * zone_blocks;
+        assert_eq!(disk.append(zslba, &[1; 4096]).unwrap(), zslba);
+        assert_eq!(disk.append(zslba, &[1; 4096]).unwrap(), zslba + 8);
+        disk.zone_action(zslba, action::FINISH).unwrap();
+    }
+}
+
+#[test]
+fn zones_outlive_the_process_and_a_move_of_their_guest() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("drive.img");
+    let image = std::fs::File::create(&file).unwrap();
+    image.set_len(32 << 20).unwrap();
+    let path = file.to_str().unwrap();
+    let setup = Setup::nth(1);
+    let before = {
+        let lab = lab(path);
+        let machine = lab.machine(&setup);
+        let (_controller, mut disk) = attach(&machine);
+        disk.fua = true;
+        disk.write(0, &blocks(1, 0, 100)).unwrap();
+        disk.append(2 * SIZE, &blocks(1, 2 * SIZE, 3)).unwrap();
+        disk.zone_action(4 * SIZE, action::OPEN).unwrap();
+        disk.zone_action(6 * SIZE, action::FINISH).unwrap();
+        let before = disk.report_zones(0, 20, 0, true).unwrap();
+        // Its process ends, and another one goes on with it.
+        drop(disk);
+        let suspended = machine.suspend();
+        let machine = lab.restore(&suspended, &setup).unwrap();
+        machine.function().resume();
+        drop(machine);
+        before
+    };
+    let lab = lab(path);
+    let machine = lab.machine(&setup);
+    let (_controller, mut disk) = attach(&machine);
+    assert_eq!(disk.report_zones(0, 20, 0, true).unwrap(), before);
+    disk.write(100, &blocks(1, 100, 92)).unwrap();
+    assert_eq!(disk.read(0, 192).unwrap(), blocks(1, 0, 192));
+    assert_eq!(disk.zone(0).unwrap().state, state::FULL);
+}
+
+#[test]
+fn a_zone_whose_media_failed_is_read_only_and_its_guest_is_told() {
+    let plan = "[[fault]]\nkind = \"media-error\"\noperations = [\"write\"]\nrange = \"18M+4K\"\n";
+    let options = options(PROFILE, Some(plan));
+    let lab = Lab::of(Drive::open(&DRIVE.parse().unwrap(), options).unwrap());
+    let machines = [0, 1].map(|index| lab.machine(&Setup::nth(index)));
+    let mut guests = machines.each_ref().map(attach);
+    for (controller, _) in &mut guests {
+        controller
+            .set_feature(feature::ASYNC_EVENT_CONFIG, 0, 1 << 27)
+            .unwrap();
+        controller.request_async_event().unwrap();
+    }
+    let [(other_controller, other), (controller, disk)] = &mut guests;
+    // The lease's third zone.
+    let zslba = 2 * SIZE;
+    assert_eq!(refused(disk.append(zslba, &blocks(1, 0, 1))), WRITE_FAULT);
+    assert_eq!(
+        disk.zone(zslba).unwrap(),
+        zone(state::READ_ONLY, zslba, u64::MAX)
+    );
+    assert_eq!(
+        refused(disk.write(zslba + 1, &blocks(1, 0, 1))),
+        ZONE_IS_READ_ONLY
+    );
+    let event = controller.async_event(HANG).unwrap();
+    let expected = AsyncEvent {
+        kind: 2,
+        info: 0xEF,
+        log_page: log::CHANGED_ZONES,
+    };
+    assert_eq!(event, Some(expected));
+    let page = |nsid| LogPage {
+        nsid,
+        ..LogPage::of_controller(log::CHANGED_ZONES, 4096)
+    };
+    let list = controller.log_page(page(1)).unwrap();
+    assert_eq!((field::u16(&list, 0), field::u64(&list, 8)), (1, zslba));
+    assert_eq!(
+        controller.log_page(page(1)).unwrap(),
+        [0; 4096],
+        "told once"
+    );
+    controller.log_page(page(2)).unwrap_err();
+    disk.zone_action(zslba, action::OFFLINE).unwrap();
+    assert_eq!(refused(disk.read(zslba, 1)), ZONE_IS_OFFLINE);
+    assert_eq!(
+        refused(disk.zone_action(zslba, action::RESET)),
+        INVALID_ZONE_TRANSITION
+    );
+    disk.all_zones_action(action::RESET).unwrap();
+    assert_eq!(disk.zone(zslba).unwrap().state, state::OFFLINE);
+    // The other guest has nothing to do with it.
+    assert_eq!(other_controller.async_event(Duration::ZERO).unwrap(), None);
+    assert_eq!(other_controller.log_page(page(1)).unwrap(), [0; 4096]);
+    other.write(zslba, &blocks(2, zslba, 4)).unwrap();
+    assert_eq!(other.report_zones(0, 4, 6, false).unwrap().0, 0);
+}
+
+#[test]
+fn part_of_a_zone_is_not_leased() {
+    let lab = lab(DRIVE);
+    let attach = |start, length| {
+        let lease = lab.ledger.acquire(&LeaseRequest {
+            id: "part",
+            drive: lab.drive.identity(),
+            nsid: lab.drive.namespace().nsid,
+            range: ByteRange::new(start, length).unwrap(),
+            lba_shift: lab.drive.lba_shift(),
+            blocks: lab.drive.blocks(),
+        });
+        Attachment::new(AttachmentConfig {
+            drive: lab.drive.clone(),
+            lease: lease.unwrap(),
+            queue_pairs: 1,
+            doorbells: nvme_mpt::DoorbellMode::Trap,
+            poll: "shared".parse().unwrap(),
+            pollers: lab.pollers.clone(),
+            serial: None,
+        })
+    };
+    let refused = attach(ZONE / 2, 4 * ZONE).unwrap_err().to_string();
+    assert!(
+        refused.contains("zone size of 1M: 0 and 1M are"),
+        "{refused}"
+    );
+    let refused = attach(ZONE, ZONE + 4096).unwrap_err().to_string();
+    assert!(refused.contains("1M and 2M are"), "{refused}");
+    attach(ZONE, 3 * ZONE).unwrap();
+}
+
+/// What a guest sends that knows no rules, several commands at a time, while another one is careful.
+#[test]
+fn a_guest_that_does_anything_with_its_zones_leaves_those_of_others_alone() {
+    let lab = lab(DRIVE);
+    let machines = [0, 1].map(|index| lab.machine(&Setup::nth(index)));
+    let mut guests = machines.each_ref().map(attach);
+    let [(_, hostile), (_, careful)] = &mut guests;
+    let mut rng = Rng::new(7);
+    let buffer = machines[0].memory.alloc(1 << 17).unwrap();
+    let pointer = prp::buffer(&buffer, 0, 1 << 17).unwrap();
+    let mut seen = std::collections::BTreeSet::new();
+    let mut written = 0;
+    for round in 0..400 {
+        let mut cids = Vec::new();
+        for _ in 0..16 {
+            let zslba = rng.below(ZONES + 1) * SIZE;
+            let slba = zslba + [0, 0, rng.below(SIZE)][rng.below(3) as usize];
+            let sqe = match rng.below(8) {
+                0 | 1 => Sqe::zone_append(1, slba, 1 + rng.below(16) as u32),
+                2 => Sqe::write(1, slba, 1 + rng.below(32) as u32),
+                3 => Sqe::read(1, slba, 1 + rng.below(32) as u32),
+                4 => Sqe::zone_receive(1, slba, 4096, rng.below(9) as u8, rng.below(2) == 0),
+                5 => Sqe::zone_send(1, slba, rng.below(7) as u8, rng.below(40) == 0),
+                6 => Sqe::zone_send(1, zslba, action::RESET, rng.below(9) == 0),
+                _ => Sqe::new([0x79, 0x7A, 0x7D][rng.below(3) as usize], 1)
+                    .with_slba(rng.next_u64())
+                    .with_cdw(12, rng.next_u64() as u32)
+                    .with_cdw(13, rng.next_u64() as u32),
+            };
+            cids.push(
+                hostile
+                    .queue
+                    .submit(sqe.with_data(pointer.pointer))
+                    .unwrap(),
+            );
+        }
+        for cqe in hostile.queue.drain(&cids, HANG).unwrap() {
+            seen.insert(cqe.status().code());
+        }
+        let start = round % ZONES * SIZE;
+        if written == 0 {
+            careful.all_zones_action(action::RESET).unwrap();
+        }
+        careful.write(start, &blocks(round, start, 16)).unwrap();
+        assert_eq!(careful.read(start, 16).unwrap(), blocks(round, start, 16));
+        careful.zone_action(start, action::FINISH).unwrap();
+        written = (written + 1) % ZONES;
+    }
+    for expected in [
+        SUCCESS,
+        INVALID_FIELD,
+        LBA_OUT_OF_RANGE,
+        ZONE_INVALID_WRITE,
+        INVALID_ZONE_TRANSITION,
+    ] {
+        assert!(seen.contains(&expected), "{expected} of {seen:?}");
+    }
+}

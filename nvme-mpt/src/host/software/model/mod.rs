@@ -2,11 +2,12 @@
 //! in front of a store's queue completes it then, and not before. What a command does is the store's.
 //!
 //! `calendar` holds completions until they are due (`wheel` those that are far away), `timed` is the queue, `profile` says what a drive is
-//! like, and there is a file for each model.
+//! like, `simulation` has a model by itself, and there is a file for each model.
 
 mod calendar;
 mod nvm;
 mod profile;
+pub mod simulation;
 mod ssd;
 mod time;
 mod timed;

@@ -29,7 +29,6 @@ pub(crate) enum Timebase {
     /// A tick of the host's clock.
     Host,
     /// A nanosecond.
-    #[cfg(test)]
     Nanoseconds,
 }
 
@@ -39,7 +38,6 @@ impl Timebase {
         // A second's ticks tell the rate to nine digits.
         let per_second = match self {
             Self::Host => ticks_in(Duration::from_secs(1)) as f64,
-            #[cfg(test)]
             Self::Nanoseconds => 1e9,
         };
         (nanoseconds * per_second / 1e9).round() as u64

@@ -20,6 +20,7 @@ mod nvme_cli;
 mod pauses;
 mod reset;
 mod sharing;
+mod zones;
 
 use lab::{Bench, Fault, Lab, Suite};
 
@@ -51,6 +52,7 @@ const GROUPS: &[Group] = &[
     hotplug::GROUP,
     ext4::GROUP,
     sharing::GROUP,
+    zones::GROUP,
     faults::GROUP,
     firmware::GROUP,
 ];

@@ -1,0 +1,231 @@
+//! A drive with zones: what Linux, nvme-cli and fio make of it, on a lease in the middle of the drive.
+
+use std::fs;
+
+use integration::guest::fio::Fio;
+use integration::server::FunctionOptions;
+use serde_json::Value;
+
+use crate::Group;
+use crate::lab::{Bench, FUNCTION, Fault, Lab, PATIENCE, expect};
+
+pub(crate) const GROUP: Group = Group::OnBench {
+    name: "zones",
+    boot,
+    checks: &[
+        ("linux_calls_it_host_managed", linux_calls_it_host_managed),
+        ("wrong_writes_are_refused", wrong_writes_are_refused),
+        ("zone_append", zone_append),
+        ("fio_writes_and_verifies", fio_writes_and_verifies),
+    ],
+};
+
+const NAMESPACE: &str = "/dev/nvme0n1";
+
+/// Blocks of 4 KiB in a zone, and those of them that can be written.
+const ZONE: u64 = 1024;
+const CAPACITY: u64 = 768;
+/// Zones of the lease.
+const ZONES: u64 = 32;
+
+/// Zones of 4 MiB, 64 on the drive. The lease has half of them.
+const PROFILE: &str = "model = \"zns\"\nzone_size = \"4M\"\nzone_capacity = \"3M\"\n\
+                       max_open = 4\nmax_active = 6\nappend_limit = \"64K\"\n";
+
+/// Status codes (Zoned Namespace Command Set 1.1, section 3.1.2): Status Code Type in bits 10:8.
+mod status {
+    pub(super) const SUCCESS: u16 = 0x000;
+    pub(super) const INVALID_FIELD: u16 = 0x002;
+    pub(super) const ZONE_BOUNDARY_ERROR: u16 = 0x1B8;
+    pub(super) const ZONE_IS_FULL: u16 = 0x1B9;
+    pub(super) const ZONE_INVALID_WRITE: u16 = 0x1BC;
+    pub(super) const TOO_MANY_ACTIVE_ZONES: u16 = 0x1BD;
+    pub(super) const TOO_MANY_OPEN_ZONES: u16 = 0x1BE;
+    pub(super) const INVALID_ZONE_STATE_TRANSITION: u16 = 0x1BF;
+}
+
+fn boot(lab: &Lab) -> Result<Bench, Fault> {
+    let profile = lab.folder().join("zones.toml");
+    fs::write(&profile, PROFILE).map_err(|source| Fault::File {
+        path: profile.clone(),
+        source,
+    })?;
+    let drive = lab.drive("zoned.img", 256)?.display().to_string();
+    let function = FunctionOptions::new(FUNCTION, drive, "64M+128M")
+        .option(format!("profile={}", profile.display()))
+        .option("lba=4096");
+    lab.bench_with(lab.v6_12(), function, 2)
+}
+
+/// `nvme COMMAND`, with the namespace behind the command's name.
+fn nvme(bench: &Bench, command: &str, options: &str, status: u16) -> Result<String, Fault> {
+    let line = format!("{command} {NAMESPACE} {options}");
+    Ok(bench.guest.expect_nvme(&line, status)?)
+}
+
+/// So many descriptors from a zone on, as nvme-cli reads them.
+fn report(bench: &Bench, zone: u64, count: u64) -> Result<Vec<Value>, Fault> {
+    let options = format!("-s {} -d {count} -o json", zone * ZONE);
+    let text = nvme(bench, "zns report-zones", &options, status::SUCCESS)?;
+    let report: Option<Value> = serde_json::from_str(&text).ok();
+    let list = report
+        .as_ref()
+        .and_then(|report| report["zone_list"].as_array());
+    list.cloned()
+        .ok_or_else(|| Fault::Wrong(format!("No report of zones: {text}")))
+}
+
+/// Fails unless a zone is in a state, with its write pointer so many blocks from its start.
+fn expect_zone(bench: &Bench, zone: u64, state: &str, written: u64) -> Result<(), Fault> {
+    let zones = report(bench, zone, 1)?;
+    let found = zones.first();
+    let is = |found: &Value| {
+        let number = |field: &str| found[field].as_u64();
+        let start = zone * ZONE;
+        found["state"] == state
+            && number("slba") == Some(start)
+            && number("cap") == Some(CAPACITY)
+            && (state == "FULL" || number("wp") == Some(start + written))
+    };
+    expect(found.is_some_and(is), || {
+        format!("Zone {zone} is not {state} with {written} blocks: {zones:?}")
+    })
+}
+
+fn reset_all(bench: &Bench) -> Result<(), Fault> {
+    nvme(bench, "zns reset-zone", "-a", status::SUCCESS)?;
+    Ok(())
+}
+
+/// `count` blocks of a letter, in a file of the guest.
+fn data(bench: &Bench, count: u64, letter: char) -> Result<String, Fault> {
+    let file = format!("/tmp/{letter}{count}");
+    let bytes = count * 4096;
+    bench.guest.check(
+        &format!("head -c {bytes} /dev/zero | tr '\\0' {letter} > {file}"),
+        PATIENCE,
+    )?;
+    Ok(file)
+}
+
+fn write(bench: &Bench, slba: u64, count: u64, status: u16) -> Result<(), Fault> {
+    let file = data(bench, count, 'w')?;
+    let options = format!("-s {slba} -c {} -z {} -d {file}", count - 1, count * 4096);
+    nvme(bench, "write", &options, status)?;
+    Ok(())
+}
+
+fn linux_calls_it_host_managed(bench: &Bench) -> Result<(), Fault> {
+    // Sectors of 512 bytes; limits are the lease's share.
+    for (attribute, expected) in [
+        ("zoned", "host-managed".to_owned()),
+        ("nr_zones", ZONES.to_string()),
+        ("chunk_sectors", (ZONE * 8).to_string()),
+        ("max_open_zones", "2".to_owned()),
+        ("max_active_zones", "3".to_owned()),
+        ("zone_append_max_bytes", "65536".to_owned()),
+    ] {
+        let path = format!("/sys/block/nvme0n1/queue/{attribute}");
+        let found = bench.guest.check(&format!("cat {path}"), PATIENCE)?;
+        expect(found.trim() == expected, || {
+            format!("{path} is {}, not {expected}", found.trim())
+        })?;
+    }
+    let zones = report(bench, 0, ZONES)?;
+    expect(zones.len() as u64 == ZONES, || {
+        format!("{} zones in the report: {zones:?}", zones.len())
+    })?;
+    expect_zone(bench, 0, "EMPTY", 0)?;
+    expect_zone(bench, ZONES - 1, "EMPTY", 0)?;
+    let id = nvme(bench, "zns id-ns", "", status::SUCCESS)?;
+    expect(id.contains("0x400"), || format!("No zone size in\n{id}"))?;
+    bench.expect_well()
+}
+
+fn wrong_writes_are_refused(bench: &Bench) -> Result<(), Fault> {
+    reset_all(bench)?;
+    let zone = |index: u64| index * ZONE;
+    write(bench, zone(1) + 1, 1, status::ZONE_INVALID_WRITE)?;
+    write(bench, zone(1), 3, status::SUCCESS)?;
+    write(bench, zone(1), 1, status::ZONE_INVALID_WRITE)?;
+    expect_zone(bench, 1, "IMP_OPENED", 3)?;
+    nvme(
+        bench,
+        "zns open-zone",
+        &format!("-s {}", zone(1) + 1),
+        status::INVALID_FIELD,
+    )?;
+    let at = |index: u64| format!("-s {}", zone(index));
+    nvme(bench, "zns close-zone", &at(1), status::SUCCESS)?;
+    expect_zone(bench, 1, "CLOSED", 3)?;
+    nvme(bench, "zns finish-zone", &at(1), status::SUCCESS)?;
+    expect_zone(bench, 1, "FULL", 0)?;
+    write(bench, zone(1) + 3, 1, status::ZONE_IS_FULL)?;
+    nvme(
+        bench,
+        "zns close-zone",
+        &at(1),
+        status::INVALID_ZONE_STATE_TRANSITION,
+    )?;
+    // All but 64 of the blocks that can be written.
+    let fill = format!("dd if=/dev/zero of={NAMESPACE} bs=256k count=11 seek=32 oflag=direct");
+    bench.guest.check(&fill, PATIENCE)?;
+    write(
+        bench,
+        zone(2) + CAPACITY - 64,
+        65,
+        status::ZONE_BOUNDARY_ERROR,
+    )?;
+    for index in [3, 4] {
+        nvme(bench, "zns open-zone", &at(index), status::SUCCESS)?;
+    }
+    // Zone 2 was closed for them, and needs no more than to be open again.
+    write(
+        bench,
+        zone(2) + CAPACITY - 64,
+        1,
+        status::TOO_MANY_OPEN_ZONES,
+    )?;
+    write(bench, zone(5), 1, status::TOO_MANY_ACTIVE_ZONES)?;
+    nvme(bench, "zns reset-zone", &at(3), status::SUCCESS)?;
+    write(bench, zone(5), 1, status::SUCCESS)?;
+    reset_all(bench)?;
+    expect_zone(bench, 2, "EMPTY", 0)
+}
+
+fn zone_append(bench: &Bench) -> Result<(), Fault> {
+    reset_all(bench)?;
+    let zslba = 5 * ZONE;
+    for (count, letter) in [(2, 'a'), (3, 'b')] {
+        let file = data(bench, count, letter)?;
+        let options = format!("-s {zslba} -z {} -d {file}", count * 4096);
+        let said = nvme(bench, "zns zone-append", &options, status::SUCCESS)?;
+        let at = if letter == 'a' { zslba } else { zslba + 2 };
+        // nvme-cli tells it in hexadecimal.
+        expect(said.trim_end().ends_with(&format!("LBA {at:x}")), || {
+            format!("The append did not go to {at:#x}: {said}")
+        })?;
+    }
+    expect_zone(bench, 5, "IMP_OPENED", 5)?;
+    let read = format!("-s {zslba} -c 4 -z 20480 -d /tmp/found");
+    nvme(bench, "read", &read, status::SUCCESS)?;
+    bench
+        .guest
+        .check("cat /tmp/a2 /tmp/b3 | cmp - /tmp/found", PATIENCE)?;
+    Ok(())
+}
+
+fn fio_writes_and_verifies(bench: &Bench) -> Result<(), Fault> {
+    reset_all(bench)?;
+    for (name, pattern) in [("sequential", "write"), ("random", "randwrite")] {
+        Fio::new(name, pattern, "16k", 4)
+            .verified()
+            .option("zonemode", "zbd")
+            .option("max_open_zones", "2")
+            .option("offset", "16m")
+            .option("size", "32m")
+            .option("io_size", "6m")
+            .run(&bench.guest)?;
+    }
+    bench.expect_well()
+}

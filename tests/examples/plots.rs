@@ -43,7 +43,7 @@ fn main() -> Result<()> {
 fn flash() -> Result<SsdProfile> {
     match Profile::named("ssd")? {
         Profile::Ssd(profile) => Ok(profile),
-        Profile::Nvm(_) => Err("The profile ssd is of another model".into()),
+        _ => Err("The profile ssd is of another model".into()),
     }
 }
 
@@ -58,8 +58,9 @@ fn reads(bytes: u64, depth: usize, commands: usize) -> Load {
 }
 
 /// A drive on which everything was written once, in order.
-fn filled(profile: &SsdProfile, bytes: u64) -> (Simulation, Outcome) {
-    let mut drive = Simulation::new(&Profile::Ssd(profile.clone()), bytes);
+fn filled(profile: &SsdProfile, bytes: u64) -> Result<(Simulation, Outcome)> {
+    let profile = Profile::Ssd(profile.clone());
+    let mut drive = Simulation::new(&profile, bytes).ok_or("It tells of no time")?;
     let outcome = drive.run(&Load {
         direction: Direction::Write,
         order: Order::Sequential,
@@ -67,7 +68,7 @@ fn filled(profile: &SsdProfile, bytes: u64) -> (Simulation, Outcome) {
         depth: 8,
         commands: (bytes / MIB) as usize,
     });
-    (drive, outcome)
+    Ok((drive, outcome))
 }
 
 /// Bandwidth by the size of a read: the same dies on fewer channels contend for them, and channels
@@ -86,7 +87,7 @@ fn payload_sizes(path: &Path) -> Result<()> {
         ("2 channels of 800 MiB/s", with(2, 800 * MIB)),
         ("channels without a limit", with(8, 1 << 40)),
     ] {
-        let (mut drive, _) = filled(&profile, 512 * MIB);
+        let (mut drive, _) = filled(&profile, 512 * MIB)?;
         let points = (12..=20).map(|shift| {
             let bytes = 1 << shift;
             let outcome = drive.run(&reads(bytes, 16, 4096));
@@ -106,7 +107,7 @@ fn payload_sizes(path: &Path) -> Result<()> {
 /// Bandwidth of reads of 16 KiB by how many threads have one in flight each.
 fn threads(path: &Path) -> Result<()> {
     let profile = flash()?;
-    let (mut drive, _) = filled(&profile, 512 * MIB);
+    let (mut drive, _) = filled(&profile, 512 * MIB)?;
     let points = (0..=7).map(|shift| {
         let depth = 1 << shift;
         let outcome = drive.run(&reads(16 * KIB, depth, 8192));
@@ -135,7 +136,7 @@ fn aging(over_time: &Path, latency: &Path) -> Result<()> {
         over_provisioning: 25,
         ..flash()?
     };
-    let (mut drive, fill) = filled(&profile, DRIVE);
+    let (mut drive, fill) = filled(&profile, DRIVE)?;
     let random = Load {
         direction: Direction::Write,
         order: Order::Random,

@@ -84,16 +84,17 @@ impl Outcome {
 }
 
 impl Simulation {
-    /// A drive of so many bytes, as new.
+    /// A drive of so many bytes, as new; `None` if its profile tells of no time.
     #[must_use]
-    pub fn new(profile: &Profile, bytes: u64) -> Self {
+    pub fn new(profile: &Profile, bytes: u64) -> Option<Self> {
         let blocks = bytes >> LBA_SHIFT;
-        Self {
-            model: Model::with_timebase(profile, (blocks, LBA_SHIFT), Timebase::Nanoseconds),
+        let model = Model::with_timebase(profile, (blocks, LBA_SHIFT), Timebase::Nanoseconds)?;
+        Some(Self {
+            model,
             bytes,
             now: 0,
             random: 1,
-        }
+        })
     }
 
     /// Carries out a load, on an idle drive: what came before has been done for a second.
@@ -120,7 +121,7 @@ impl Simulation {
                     Direction::Read => Access::Read,
                     Direction::Write => Access::Write,
                 },
-                slba: place * load.bytes >> LBA_SHIFT,
+                slba: (place * load.bytes) >> LBA_SHIFT,
                 blocks: load.bytes >> LBA_SHIFT,
             };
             let due = self.due(&work);
@@ -180,7 +181,7 @@ mod tests {
     #[test]
     fn a_drive_without_erase_blocks_does_what_its_profile_says() {
         let profile = Profile::named("nvm").expect("comes along");
-        let mut drive = Simulation::new(&profile, 64 * MIB);
+        let mut drive = Simulation::new(&profile, 64 * MIB).expect("a model");
         let alone = drive.run(&load(Direction::Read, Order::Random, 4096, 1));
         assert_eq!(
             (alone.quantile(500.0), alone.quantile(999.0)),
@@ -197,7 +198,7 @@ mod tests {
     fn the_same_load_takes_the_same_time() {
         let profile = Profile::named("ssd").expect("comes along");
         let run = || {
-            let mut drive = Simulation::new(&profile, 64 * MIB);
+            let mut drive = Simulation::new(&profile, 64 * MIB).expect("a model");
             drive.run(&load(Direction::Write, Order::Sequential, MIB, 8));
             let outcome = drive.run(&load(Direction::Write, Order::Random, 4096, 32));
             (outcome, drive.wear().expect("flash"))
@@ -215,7 +216,9 @@ mod tests {
             commands: 0,
             ..load(Direction::Read, Order::Random, 4096, 0)
         };
-        let outcome = Simulation::new(&profile, MIB).run(&nothing);
+        let outcome = Simulation::new(&profile, MIB)
+            .expect("a model")
+            .run(&nothing);
         assert_eq!(
             (outcome.quantile(500.0), outcome.bandwidth(4096) as u64),
             (0, 0)

@@ -1,6 +1,5 @@
 //! ACPI tables of a machine without legacy hardware (ACPI 6.5, section 4.1, "Hardware-Reduced").
 
-use acpi_tables::Aml;
 use acpi_tables::aml::{
     AddressSpace, AddressSpaceCacheable, Device, EISAName, IO, Interrupt, Memory32Fixed, Name,
     Package, ResourceTemplate, Scope, ZERO,
@@ -14,6 +13,7 @@ use acpi_tables::mcfg::MCFG;
 use acpi_tables::rsdp::Rsdp;
 use acpi_tables::sdt::Sdt;
 use acpi_tables::xsdt::XSDT;
+use acpi_tables::{Aml, AmlSink};
 
 use super::layout;
 use super::platform::{RESET_VALUE, SLEEP_TYPE_OFF};
@@ -99,6 +99,27 @@ fn madt(vcpus: u8) -> MADT {
     madt
 }
 
+/// A serial port, by its place in [`layout::SERIAL`].
+struct SerialPort(u8);
+
+impl Aml for SerialPort {
+    fn to_aml_bytes(&self, sink: &mut dyn AmlSink) {
+        let (port, gsi) = layout::SERIAL[usize::from(self.0)];
+        let interrupt = Interrupt::new(true, true, false, false, gsi);
+        let ports = IO::new(port, port, 0, layout::SERIAL_PORTS as u8);
+        let resources = ResourceTemplate::new(vec![&interrupt, &ports]);
+        Device::new(
+            format!("COM{}", self.0 + 1).as_str().into(),
+            vec![
+                &Name::new("_HID".into(), &EISAName::new("PNP0501")),
+                &Name::new("_UID".into(), &self.0),
+                &Name::new("_CRS".into(), &resources),
+            ],
+        )
+        .to_aml_bytes(sink);
+    }
+}
+
 fn dsdt() -> Sdt {
     let mut body = Vec::new();
     let (first, last) = layout::BAR_WINDOW;
@@ -106,10 +127,6 @@ fn dsdt() -> Sdt {
     let bus = AddressSpace::new_bus_number(0_u16, 0_u16);
     let memory = AddressSpace::new_memory(memory, true, first, last, None);
     let windows = ResourceTemplate::new(vec![&bus, &memory]);
-    let interrupt = Interrupt::new(true, true, false, false, layout::SERIAL_GSI);
-    let (port, ports) = (layout::SERIAL, layout::SERIAL_PORTS as u8);
-    let ports = IO::new(port, port, 0, ports);
-    let serial = ResourceTemplate::new(vec![&interrupt, &ports]);
     let ecam = Memory32Fixed::new(true, layout::ECAM as u32, layout::ECAM_SIZE as u32);
     let ecam = ResourceTemplate::new(vec![&ecam]);
     Scope::new(
@@ -134,14 +151,8 @@ fn dsdt() -> Sdt {
                     &Name::new("_CRS".into(), &ecam),
                 ],
             ),
-            &Device::new(
-                "COM1".into(),
-                vec![
-                    &Name::new("_HID".into(), &EISAName::new("PNP0501")),
-                    &Name::new("_UID".into(), &ZERO),
-                    &Name::new("_CRS".into(), &serial),
-                ],
-            ),
+            &SerialPort(0),
+            &SerialPort(1),
         ],
     )
     .to_aml_bytes(&mut body);

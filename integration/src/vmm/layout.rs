@@ -33,12 +33,10 @@ pub(super) const LOCAL_APIC: u32 = 0xFEE0_0000;
 /// Three pages that KVM needs on processors of one vendor.
 pub(super) const KVM_TSS: usize = 0xFFFB_D000;
 
-/// The first serial port.
-pub(super) const SERIAL: u16 = 0x3F8;
-/// Its registers.
+/// The serial ports: where their registers are, and their interrupts.
+pub(super) const SERIAL: [(u16, u32); 2] = [(0x3F8, 4), (0x2F8, 3)];
+/// The registers of each.
 pub(super) const SERIAL_PORTS: u16 = 8;
-/// Its interrupt.
-pub(super) const SERIAL_GSI: u32 = 4;
 /// Sleep control, sleep status, reset: see [`super::platform::PowerControl`].
 pub(super) const POWER: u16 = 0x600;
 /// Its registers.

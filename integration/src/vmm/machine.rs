@@ -1,8 +1,11 @@
 //! A machine: all the parts together, and functions that come and go.
 
+use std::io::{self, Write};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
 
 use hypervisor_glue::open::{self, Ledgers};
 use hypervisor_glue::options::FunctionOptions;
@@ -18,8 +21,8 @@ use super::bus::Bus;
 use super::counters::Teller;
 use super::memory::Memory;
 use super::pci::RootComplex;
-use super::platform::{Console, PowerControl};
-use super::snapshot::{self, InterruptState, MachineState, SlotState, VcpuState};
+use super::platform::{PowerControl, SerialPort};
+use super::snapshot::{self, InterruptState, MachineState, SerialPortState, SlotState, VcpuState};
 use super::vcpu::{self, Vcpus};
 use super::{MachineError, boot, control, layout};
 
@@ -45,6 +48,8 @@ pub struct MachineConfig {
     pub state_dir: PathBuf,
     /// Whether a guest that writes to address FE000000h has KVM's counters of the machine printed.
     pub counters: bool,
+    /// A socket that is listened on, for the second serial port.
+    pub serial: Option<PathBuf>,
     /// Where functions are added and removed, and a snapshot is asked for.
     pub control: Option<PathBuf>,
     /// Where a machine was written to that is to go on, in place of one that is started.
@@ -78,7 +83,7 @@ pub(super) struct Shared {
     ended: Sender<Ended>,
     kvm: Kvm,
     vm: Arc<VmFd>,
-    console: Arc<Mutex<Console>>,
+    serial_ports: Vec<Arc<Mutex<SerialPort>>>,
     functions: Functions,
 }
 
@@ -117,31 +122,19 @@ impl Machine {
 
         let bus = Arc::new(Bus::default());
         let (sender, ended) = mpsc::channel();
-        let line =
-            EventFd::new(libc::EFD_CLOEXEC).map_err(MachineError::kvm("make an interrupt line"))?;
-        vm.register_irqfd(&line, layout::SERIAL_GSI)
-            .map_err(make())?;
         let root = Arc::new(RootComplex::new(&bus));
-        let place = |_: bus::Error| MachineError::Place("a device of the machine");
-        let console = match &saved {
-            Some(saved) => Console::restored(line, saved.console.clone()).ok_or_else(|| {
-                MachineError::Snapshot("its serial port never was there".to_owned())
-            })?,
-            None => Console::new(line),
-        };
-        let console = Arc::new(Mutex::new(console));
-        bus.add_ports((layout::SERIAL, layout::SERIAL_PORTS), console.clone())
-            .map_err(place)?;
+        let saved_ports = saved.as_ref().map(|saved| &saved.serial_ports[..]);
+        let serial_ports = serial_ports(&vm, &bus, config.serial.as_deref(), saved_ports)?;
         let power = Arc::new(Mutex::new(PowerControl(sender.clone())));
         bus.add_ports((layout::POWER, layout::POWER_PORTS), power)
-            .map_err(place)?;
+            .map_err(place_device)?;
         if config.counters {
             let teller = Arc::new(Mutex::new(Teller::new(&vm, root.clone())));
             bus.add_addresses((layout::COUNTERS, layout::COUNTERS_SIZE), teller)
-                .map_err(place)?;
+                .map_err(place_device)?;
         }
         bus.add_addresses((layout::ECAM, layout::ECAM_SIZE), root.clone())
-            .map_err(place)?;
+            .map_err(place_device)?;
 
         let functions = Functions {
             pollers: vmm::pollers(vmm.clone()),
@@ -155,7 +148,7 @@ impl Machine {
             ended: sender.clone(),
             kvm,
             vm,
-            console,
+            serial_ports,
             functions,
         });
         let vcpus = match (saved, &config.restore) {
@@ -256,13 +249,14 @@ impl Shared {
         let look = || MachineError::kvm("look at the machine");
         let known = self.kvm.get_msr_index_list().map_err(look())?;
         let vcpus = vcpus.iter().map(|vcpu| VcpuState::of(vcpu, &known));
+        let ports = self.serial_ports.iter();
         let memory = &self.functions.memory;
         let state = MachineState {
             version: snapshot::VERSION,
             memory_mib: memory.len() >> 20,
             vcpus: vcpus.collect::<Result<_, _>>().map_err(look())?,
             interrupts: InterruptState::of(&self.vm).map_err(look())?,
-            console: lock(&self.console).save(),
+            serial_ports: ports.map(|port| lock(port).save()).collect(),
             functions,
         };
         let file = memory
@@ -373,6 +367,54 @@ impl Functions {
         }
         Ok(result?)
     }
+}
+
+/// The serial ports: the first one's guest speaks on standard output, the second one's on a socket, if there
+/// is one, on which it is also spoken to.
+fn serial_ports(
+    vm: &VmFd,
+    bus: &Bus,
+    socket: Option<&Path>,
+    saved: Option<&[SerialPortState]>,
+) -> Result<Vec<Arc<Mutex<SerialPort>>>, MachineError> {
+    let make = |source| MachineError::kvm("make a serial port")(source);
+    let connect = |path: &Path| {
+        let stream = UnixStream::connect(path)?;
+        Ok((stream.try_clone()?, stream))
+    };
+    let socket = socket
+        .map(|path| connect(path).map_err(MachineError::file(path)))
+        .transpose()?;
+    let (reader, second): (_, Box<dyn Write + Send>) = match socket {
+        Some((reader, writer)) => (Some(reader), Box::new(writer)),
+        None => (None, Box::new(io::sink())),
+    };
+    let writers: [Box<dyn Write + Send>; 2] = [Box::new(io::stdout()), second];
+    let mut ports = Vec::new();
+    for ((place, gsi), writer) in layout::SERIAL.into_iter().zip(writers) {
+        let line = EventFd::new(libc::EFD_CLOEXEC).map_err(make)?;
+        vm.register_irqfd(&line, gsi)
+            .map_err(MachineError::kvm("make a serial port"))?;
+        let never = || MachineError::Snapshot("its serial ports never were there".to_owned());
+        let saved = saved.map(|saved| saved.get(ports.len()).cloned().ok_or_else(never));
+        let port = SerialPort::new(line, writer, saved.transpose()?).ok_or_else(never)?;
+        let port = Arc::new(Mutex::new(port));
+        bus.add_ports((place, layout::SERIAL_PORTS), port.clone())
+            .map_err(place_device)?;
+        ports.push(port);
+    }
+    if let (Some(reader), Some(port)) = (reader, ports.last().cloned()) {
+        // It ends with the process, or when nobody speaks any more.
+        thread::Builder::new()
+            .name("serial".to_owned())
+            .spawn(move || SerialPort::feed(&port, reader))
+            .map_err(make)?;
+    }
+    Ok(ports)
+}
+
+fn place_device(_: bus::Error) -> MachineError {
+    MachineError::Place("a device of the machine")
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -35,6 +35,9 @@ pub struct Options {
     /// Prints KVM's counters of the machine whenever the guest writes to address 0xfe000000.
     #[arg(long)]
     counters: bool,
+    /// A socket that is listened on, to which the second serial port is connected.
+    #[arg(long)]
+    serial: Option<PathBuf>,
     /// A socket on which functions can be added and removed, and a snapshot can be taken.
     #[arg(long)]
     control: Option<PathBuf>,
@@ -57,6 +60,7 @@ pub fn run(options: Options) -> Result<Ended, MachineError> {
         functions: options.functions,
         state_dir: options.state_dir,
         counters: options.counters,
+        serial: options.serial,
         control: options.control,
         restore: options.restore,
     };

@@ -1,16 +1,17 @@
-//! What a machine without legacy hardware has beside PCI: a serial port, and power.
+//! What a machine without legacy hardware has beside PCI: serial ports, and power.
 
-use std::io::{self, Stdout, Write};
+use std::io::{self, Read, Write};
 use std::sync::mpsc::Sender;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use vm_device::MutDevicePio;
 use vm_device::bus::{PioAddress, PioAddressOffset};
-use vm_superio::serial::NoEvents;
+use vm_superio::serial::SerialEvents;
 use vm_superio::{Serial, Trigger};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::machine::Ended;
-use super::snapshot::ConsoleState;
+use super::snapshot::SerialPortState;
 
 /// SLP_TYP of soft off, as the DSDT says (ACPI 6.5, section 7.4.2.6).
 pub(super) const SLEEP_TYPE_OFF: u8 = 5;
@@ -32,33 +33,78 @@ impl Trigger for Line {
     }
 }
 
-/// The serial port: what the guest says goes to standard output.
-pub(super) struct Console(Serial<Line, NoEvents, Stdout>);
+/// Wakes who waits for room in a port: see [`SerialPort::feed`].
+struct Room(Arc<Condvar>);
 
-impl Console {
-    /// One whose interrupts are signalled on `line`.
-    pub(super) fn new(line: EventFd) -> Self {
-        Self(Serial::new(Line(line), io::stdout()))
-    }
+impl SerialEvents for Room {
+    fn buffer_read(&self) {}
 
-    /// One that goes on where another one was. `None` if it never was there.
-    pub(super) fn restored(line: EventFd, state: ConsoleState) -> Option<Self> {
-        let state = state.into();
-        let serial = Serial::from_state(&state, Line(line), NoEvents, io::stdout());
-        serial.ok().map(Self)
-    }
+    fn out_byte(&self) {}
 
-    /// Where it is.
-    pub(super) fn save(&self) -> ConsoleState {
-        self.0.state().into()
+    fn tx_lost_byte(&self) {}
+
+    fn in_buffer_empty(&self) {
+        self.0.notify_all();
     }
 }
 
-impl MutDevicePio for Console {
+/// A serial port: what the guest says goes to a writer.
+pub(super) struct SerialPort {
+    serial: Serial<Line, Room, Box<dyn Write + Send>>,
+    room: Arc<Condvar>,
+}
+
+impl SerialPort {
+    /// One whose interrupts are signalled on `line`, as it is or goes on where another one was. `None` if
+    /// that never was there.
+    pub(super) fn new(
+        line: EventFd,
+        writer: Box<dyn Write + Send>,
+        state: Option<SerialPortState>,
+    ) -> Option<Self> {
+        let room = Arc::new(Condvar::new());
+        let (line, events) = (Line(line), Room(room.clone()));
+        let serial = match state {
+            Some(state) => Serial::from_state(&state.into(), line, events, writer).ok()?,
+            None => Serial::with_events(line, events, writer),
+        };
+        Some(Self { serial, room })
+    }
+
+    /// Where it is.
+    pub(super) fn save(&self) -> SerialPortState {
+        self.serial.state().into()
+    }
+
+    /// Has the guest receive all that comes from `reader`, as it makes room for it.
+    pub(super) fn feed(port: &Mutex<Self>, mut reader: impl Read) {
+        let mut bytes = [0; 64];
+        loop {
+            let mut piece = match reader.read(&mut bytes) {
+                Ok(0) | Err(_) => return,
+                Ok(len) => &bytes[..len],
+            };
+            let mut port = port.lock().unwrap_or_else(PoisonError::into_inner);
+            while !piece.is_empty() {
+                let room = port.room.clone();
+                port = room
+                    .wait_while(port, |port| port.serial.fifo_capacity() == 0)
+                    .unwrap_or_else(PoisonError::into_inner);
+                match port.serial.enqueue_raw_bytes(piece) {
+                    // In loopback a port is deaf.
+                    Ok(0) | Err(_) => break,
+                    Ok(taken) => piece = &piece[taken..],
+                }
+            }
+        }
+    }
+}
+
+impl MutDevicePio for SerialPort {
     fn pio_read(&mut self, _: PioAddress, offset: PioAddressOffset, data: &mut [u8]) {
         data.fill(0xFF);
         if let (Ok(offset), Some(byte)) = (u8::try_from(offset), data.first_mut()) {
-            *byte = self.0.read(offset);
+            *byte = self.serial.read(offset);
         }
     }
 
@@ -66,9 +112,9 @@ impl MutDevicePio for Console {
         let (Ok(offset), Some(byte)) = (u8::try_from(offset), data.first()) else {
             return;
         };
-        // Nobody is left to be told that standard output is gone.
-        let _ = self.0.write(offset, *byte);
-        let _ = self.0.writer_mut().flush();
+        // Nobody is left to be told that nobody listens.
+        let _ = self.serial.write(offset, *byte);
+        let _ = self.serial.writer_mut().flush();
     }
 }
 
@@ -94,9 +140,42 @@ impl MutDevicePio for PowerControl {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Cursor;
     use std::sync::mpsc;
 
     use super::*;
+
+    #[test]
+    fn a_port_takes_as_much_as_its_guest_makes_room_for() {
+        const SENT: usize = 1000;
+        const LINE_STATUS: u16 = 5;
+        const DATA_READY: u8 = 1;
+        let line = EventFd::new(libc::EFD_NONBLOCK).expect("eventfd");
+        let port = SerialPort::new(line, Box::new(io::sink()), None).expect("port");
+        let port = Arc::new(Mutex::new(port));
+        let sent: Vec<u8> = (0..SENT).map(|byte| byte as u8).collect();
+        let feeder = std::thread::spawn({
+            let (port, sent) = (port.clone(), sent.clone());
+            move || SerialPort::feed(&port, Cursor::new(sent))
+        });
+        let read = |offset| {
+            let mut byte = [0];
+            let mut port = port.lock().expect("port");
+            port.pio_read(PioAddress(0x2F8), offset, &mut byte);
+            byte[0]
+        };
+        let mut received = Vec::new();
+        while received.len() < SENT {
+            if read(LINE_STATUS) & DATA_READY == 0 {
+                std::thread::yield_now();
+            } else {
+                received.push(read(0));
+            }
+        }
+        feeder.join().expect("feeder");
+        assert_eq!(received, sent);
+        assert_eq!(read(LINE_STATUS) & DATA_READY, 0);
+    }
 
     #[test]
     fn only_soft_off_and_reset_end_the_machine() {

@@ -18,7 +18,7 @@ use vmm_device::FunctionState;
 use super::MachineError;
 
 /// A change of what follows is a new version.
-pub(super) const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 2;
 
 const STATE: &str = "machine.json";
 const MEMORY: &str = "memory";
@@ -37,7 +37,7 @@ pub(super) struct MachineState {
     pub(super) memory_mib: u64,
     pub(super) vcpus: Vec<VcpuState>,
     pub(super) interrupts: InterruptState,
-    pub(super) console: ConsoleState,
+    pub(super) serial_ports: Vec<SerialPortState>,
     pub(super) functions: Vec<SlotState>,
 }
 
@@ -73,10 +73,10 @@ pub(super) struct InterruptState {
     clock: kvm_clock_data,
 }
 
-/// The serial port.
+/// A serial port.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct ConsoleState {
+pub(super) struct SerialPortState {
     registers: [u8; 9],
     received: Vec<u8>,
 }
@@ -256,7 +256,7 @@ impl InterruptState {
     }
 }
 
-impl From<SerialState> for ConsoleState {
+impl From<SerialState> for SerialPortState {
     fn from(state: SerialState) -> Self {
         let SerialState {
             baud_divisor_low,
@@ -287,8 +287,8 @@ impl From<SerialState> for ConsoleState {
     }
 }
 
-impl From<ConsoleState> for SerialState {
-    fn from(state: ConsoleState) -> Self {
+impl From<SerialPortState> for SerialState {
+    fn from(state: SerialPortState) -> Self {
         let [
             baud_divisor_low,
             baud_divisor_high,

@@ -10,6 +10,7 @@
 //! - [`demo`]: the demonstration;
 //! - [`throughput`]: a drive through each way into a guest, in the lab;
 //! - [`vmm`]: the reference VMM, with functions in its own process;
+//! - [`vmms`]: every VMM behind one trait, for checks that are the same for all;
 //! - [`load`]: load at native speed, without a guest.
 
 pub mod demo;
@@ -23,6 +24,7 @@ pub mod server;
 pub mod throughput;
 pub mod verify;
 pub mod vmm;
+pub mod vmms;
 
 use std::path::{Path, PathBuf};
 

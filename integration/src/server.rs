@@ -123,18 +123,24 @@ impl FunctionOptions {
     }
 
     fn render(&self, socket: &Path) -> String {
-        let mut text = format!(
-            "socket={},id={},path={},range={}",
-            socket.display(),
-            self.id,
-            self.path,
-            self.range
-        );
-        for option in &self.more {
-            text.push(',');
-            text.push_str(option);
-        }
-        text
+        format!("socket={},{}", socket.display(), self.in_process())
+    }
+
+    /// What has a VMM take the function into its own process.
+    pub fn in_process(&self) -> String {
+        let options = self.pairs().map(|(key, value)| format!("{key}={value}"));
+        options.collect::<Vec<_>>().join(",")
+    }
+
+    /// The options one by one, by their keys.
+    pub fn pairs(&self) -> impl Iterator<Item = (&str, &str)> {
+        let own = [
+            ("id", &*self.id),
+            ("path", &*self.path),
+            ("range", &*self.range),
+        ];
+        let more = self.more.iter().filter_map(|option| option.split_once('='));
+        own.into_iter().chain(more)
     }
 }
 

@@ -25,8 +25,8 @@ pub enum ChannelError {
         /// How long.
         patience: Duration,
     },
-    /// The line was cut: QEMU has ended.
-    #[error("QEMU ended while {what} was waited for")]
+    /// The line was cut: the VMM has ended.
+    #[error("its VMM ended while {what} was waited for")]
     Closed {
         /// What was waited for.
         what: String,
@@ -95,7 +95,7 @@ impl Channel {
         let (events_in, events) = mpsc::channel();
         let input = stream.try_clone()?;
         let jobs = Arc::clone(&running);
-        // Ends when QEMU closes its end; dropping the senders then wakes all who wait.
+        // Ends when the VMM closes its end; dropping the senders then wakes all who wait.
         std::thread::spawn(move || listen(input, &jobs, &ready_in, &events_in));
         Ok(Self {
             out: Mutex::new(stream),
@@ -144,7 +144,7 @@ impl Channel {
 
 impl Drop for Channel {
     fn drop(&mut self) {
-        // Ends the listening thread even if QEMU should still be there.
+        // Ends the listening thread even if the VMM should still be there.
         let out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = out.shutdown(std::net::Shutdown::Both);
     }

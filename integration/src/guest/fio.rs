@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde_json::Value;
 use thiserror::Error;
 
-use super::{Guest, GuestError};
+use super::{Agent, GuestError};
 
 /// fio may take this much longer than its run time: start, end, verification on a busy machine.
 const SLACK: Duration = Duration::from_secs(180);
@@ -66,7 +66,10 @@ impl Fio {
     /// Sets an option, the last setting of which counts.
     #[must_use]
     pub fn option(mut self, name: &str, value: &str) -> Self {
-        self.options.push(format!("--{name}={value}"));
+        let name = format!("--{name}=");
+        // fio takes a second name of a file for that of a second file.
+        self.options.retain(|option| !option.starts_with(&name));
+        self.options.push(format!("{name}{value}"));
         self
     }
 
@@ -112,7 +115,7 @@ impl Fio {
     ///
     /// # Errors
     /// If fio finds an I/O error or wrong data, or the guest fails.
-    pub fn run(&self, guest: &Guest) -> Result<Report, FioError> {
+    pub fn run(&self, guest: &Agent) -> Result<Report, FioError> {
         let output = guest.run(&self.script(), self.patience())?;
         self.report(&output.text)
     }
@@ -271,6 +274,13 @@ mod tests {
             job().report("\n{ \"jobs\": [] }"),
             Err(FioError::Report { .. })
         ));
+    }
+
+    #[test]
+    fn the_last_setting_counts() {
+        let script = job().option("filename", "/data").script();
+        assert!(script.contains("--filename=/data'"), "{script}");
+        assert_eq!(script.matches("--filename").count(), 1, "{script}");
     }
 
     #[test]

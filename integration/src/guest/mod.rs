@@ -9,6 +9,7 @@
 
 use std::fs;
 use std::io;
+use std::ops::{Deref, DerefMut};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -19,6 +20,7 @@ use thiserror::Error;
 use crate::process::{self, ProcessError, Supervised};
 use crate::provision::{Assets, lab};
 
+mod agent;
 mod base64;
 mod channel;
 pub mod fio;
@@ -26,10 +28,10 @@ pub mod firmware;
 pub mod nvme;
 pub(crate) mod qmp;
 
+pub use agent::Agent;
 pub use channel::{ChannelError, Job, Output};
 pub use qmp::QmpError;
 
-use channel::Channel;
 use qmp::Qmp;
 
 /// How long QEMU waits for an answer to a vfio-user message; 5 s unless it is told.
@@ -37,16 +39,18 @@ const MESSAGE_TIMEOUT_MS: u32 = 60_000;
 
 /// A guest emulated in software on a busy machine boots within this.
 pub const BOOT_PATIENCE: Duration = Duration::from_secs(300);
+/// What has a kernel boot from the file system on its first NVMe drive, whose user land is that of guests.
+pub const ROOT_ARGUMENTS: &str = "root=/dev/nvme0n1 rw init=/init";
 /// How much of a panic an error shows.
 const PANIC_LINES: usize = 25;
 /// How long QEMU may take to open its sockets.
 const START_PATIENCE: Duration = Duration::from_secs(30);
 
 /// Whether an error came of a guest that was lost: KVM on an emulated processor now and then ends one without
-/// a word. QEMU has ended then, or the guest has reset itself in the reference VMM.
+/// a word. Its VMM has ended then, or the guest has reset itself in the reference VMM.
 pub fn is_lost(error: &dyn std::error::Error) -> bool {
     let text = crate::error_chain(error);
-    text.contains("QEMU ended while") || text.contains("It ended with exit status: 2")
+    text.contains("its VMM ended while") || text.contains("It ended with exit status: 2")
 }
 
 /// What went wrong with a guest.
@@ -60,19 +64,19 @@ pub enum GuestError {
         /// Why.
         source: io::Error,
     },
-    /// QEMU could not be run.
+    /// The VMM could not be run.
     #[error(transparent)]
     Process(#[from] ProcessError),
-    /// QEMU ended instead of connecting to us.
-    #[error("QEMU of guest {guest} did not start:\n{log}")]
+    /// The VMM ended instead of connecting to us.
+    #[error("The VMM of guest {guest} did not start:\n{log}")]
     NotStarted {
         /// The guest.
         guest: String,
-        /// The end of what QEMU printed.
+        /// The end of what the VMM printed.
         log: String,
     },
     /// The guest did not come up, or does not answer.
-    #[error("Guest {guest}: {reason}\nThe end of its console:\n{console}\nQEMU says:\n{log}")]
+    #[error("Guest {guest}: {reason}\nThe end of its console:\n{console}\nIts VMM says:\n{log}")]
     Silent {
         /// The guest.
         guest: String,
@@ -80,7 +84,7 @@ pub enum GuestError {
         reason: ChannelError,
         /// The end of its console.
         console: String,
-        /// The end of what QEMU printed.
+        /// The end of what the VMM printed.
         log: String,
     },
     /// A command in the guest failed.
@@ -256,6 +260,7 @@ pub struct GuestConfig {
     memory_mib: u32,
     drives: Vec<Drive>,
     hotplug: bool,
+    root_on_drive: bool,
     kernel_arguments: String,
     reboots: bool,
     accelerator: Accelerator,
@@ -271,6 +276,7 @@ impl GuestConfig {
             memory_mib: 512,
             drives: Vec::new(),
             hotplug: false,
+            root_on_drive: false,
             kernel_arguments: String::new(),
             reboots: false,
             accelerator: Accelerator::here(),
@@ -306,6 +312,13 @@ impl GuestConfig {
         self
     }
 
+    /// Boots from the file system on its first NVMe drive, in place of an initial user land.
+    #[must_use]
+    pub fn root_on_drive(mut self) -> Self {
+        self.root_on_drive = true;
+        self.kernel_arguments(ROOT_ARGUMENTS)
+    }
+
     /// Adds to the kernel's command line.
     #[must_use]
     pub fn kernel_arguments(mut self, arguments: &str) -> Self {
@@ -336,15 +349,25 @@ impl GuestConfig {
     }
 }
 
-/// A running guest. Dropping it kills it.
+/// A running guest of QEMU; its [`Agent`] is told what the guest itself is to do. Dropping it kills it.
 #[derive(Debug)]
 pub struct Guest {
-    name: String,
-    kernel: String,
-    console: PathBuf,
-    qemu: Supervised,
-    channel: Channel,
+    agent: Agent,
     qmp: Qmp,
+}
+
+impl Deref for Guest {
+    type Target = Agent;
+
+    fn deref(&self) -> &Agent {
+        &self.agent
+    }
+}
+
+impl DerefMut for Guest {
+    fn deref_mut(&mut self) -> &mut Agent {
+        &mut self.agent
+    }
 }
 
 impl Guest {
@@ -358,7 +381,7 @@ impl Guest {
         Ok(guest)
     }
 
-    /// Starts QEMU without waiting for the guest in it: see [`Guest::await_ready`].
+    /// Starts QEMU without waiting for the guest in it: see [`Agent::await_ready`].
     ///
     /// # Errors
     /// If QEMU can't be run.
@@ -378,8 +401,6 @@ impl Guest {
         command
             .arg("-kernel")
             .arg(&assets.kernel.image)
-            .arg("-initrd")
-            .arg(&assets.initramfs)
             .arg("-append")
             .arg(format!("console=ttyS0 panic=-1{}", config.kernel_arguments))
             .arg("-serial")
@@ -393,6 +414,9 @@ impl Guest {
                 path("monitor").display()
             ))
             .args(["-qmp", "chardev:monitor"]);
+        if !config.root_on_drive {
+            command.arg("-initrd").arg(&assets.initramfs);
+        }
         for drive in &config.drives {
             if let Some(block_device) = drive.block_device() {
                 let thread = format!("iothread,id={}", drive.io_thread());
@@ -406,106 +430,12 @@ impl Guest {
         let mut qemu = Supervised::spawn(&name, &command, &path("qemu.log"))?;
         let agent = accept(&agent, &mut qemu, &name)?;
         let monitor = accept(&monitor, &mut qemu, &name)?;
-        let channel = Channel::new(agent).map_err(|reason| GuestError::Silent {
-            guest: name.clone(),
-            reason,
-            console: String::new(),
-            log: process::file_tail(qemu.log()),
-        })?;
         let qmp = Qmp::new(monitor).map_err(|reason| GuestError::Monitor {
             guest: name.clone(),
             reason,
         })?;
-        let kernel = assets.kernel.name.clone();
-        Ok(Self {
-            name,
-            kernel,
-            console,
-            qemu,
-            channel,
-            qmp,
-        })
-    }
-
-    /// The guest's name.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// Its kernel's release.
-    pub fn kernel(&self) -> &str {
-        &self.kernel
-    }
-
-    /// Waits until the guest takes commands: after a start or a reboot.
-    ///
-    /// # Errors
-    /// If it does not come up in time.
-    pub fn await_ready(&self, patience: Duration) -> Result<(), GuestError> {
-        self.channel
-            .await_ready(patience)
-            .map_err(|reason| self.silent(reason))
-    }
-
-    /// Runs a shell script and returns what it printed and its exit status.
-    ///
-    /// # Errors
-    /// If it does not end in time, or the guest dies.
-    pub fn run(&self, script: &str, patience: Duration) -> Result<Output, GuestError> {
-        let job = self.start(script)?;
-        self.finish(job, patience)
-    }
-
-    /// Runs a shell script that must succeed and returns what it printed.
-    ///
-    /// # Errors
-    /// If it fails, does not end in time, or the guest dies.
-    pub fn check(&self, script: &str, patience: Duration) -> Result<String, GuestError> {
-        let output = self.run(script, patience)?;
-        self.expect_success(script, output)
-    }
-
-    /// Starts a shell script in the background; several may run at once.
-    ///
-    /// # Errors
-    /// If the guest is dead.
-    pub fn start(&self, script: &str) -> Result<Job, GuestError> {
-        self.channel
-            .start(script)
-            .map_err(|reason| self.silent(reason))
-    }
-
-    /// Waits for a script in the background.
-    ///
-    /// # Errors
-    /// If it does not end in time, or the guest dies.
-    pub fn finish(&self, job: Job, patience: Duration) -> Result<Output, GuestError> {
-        job.wait(patience).map_err(|reason| self.silent(reason))
-    }
-
-    /// Waits for a script in the background that must succeed.
-    ///
-    /// # Errors
-    /// If it fails, does not end in time, or the guest dies.
-    pub fn finish_well(&self, job: Job, patience: Duration) -> Result<String, GuestError> {
-        let script = job.script().to_owned();
-        let output = self.finish(job, patience)?;
-        self.expect_success(&script, output)
-    }
-
-    /// The next line that a script said with `event`.
-    ///
-    /// # Errors
-    /// If none comes in time, or the guest dies.
-    pub fn next_event(&self, patience: Duration) -> Result<String, GuestError> {
-        self.channel
-            .next_event(patience)
-            .map_err(|reason| self.silent(reason))
-    }
-
-    /// Every event said so far and not yet taken.
-    pub fn pending_events(&self) -> Vec<String> {
-        self.channel.pending_events()
+        let agent = Agent::new(&name, &assets.kernel.name, &console, qemu, agent)?;
+        Ok(Self { agent, qmp })
     }
 
     /// Plugs a drive in at run time.
@@ -547,54 +477,13 @@ impl Guest {
         self.monitor(|qmp| qmp.execute("cont", json!({})).map(drop))
     }
 
-    /// Loads a module of its kernel, of which its user land has none.
-    ///
-    /// # Errors
-    /// If the module can't be read, or the guest does not take it.
-    pub fn load_module(&self, module: &Path) -> Result<(), GuestError> {
-        let bytes = fs::read(module).map_err(|source| GuestError::Folder {
-            path: module.to_owned(),
-            source,
-        })?;
-        let encoded = base64::encode(&bytes);
-        let script = format!("echo {encoded} | base64 -d >/tmp/module.ko && insmod /tmp/module.ko");
-        self.check(&script, BOOT_PATIENCE)?;
-        Ok(())
-    }
-
     /// Powers the guest off and waits for QEMU's end.
     ///
     /// # Errors
     /// If the guest does not power off in time.
     pub fn power_off(&mut self, patience: Duration) -> Result<(), GuestError> {
-        // The command has no end that could be waited for.
-        let _job = self.start("poweroff -f")?;
-        self.qemu.wait(patience)?;
+        self.agent.end("poweroff -f", patience)?;
         Ok(())
-    }
-
-    /// Kills QEMU: for the guest a power cut, for the device a client that vanishes.
-    pub fn kill(&mut self) {
-        self.qemu.kill();
-    }
-
-    /// The end of the guest's console, or what it says from a panic on, of which the cause stands first.
-    pub fn console_tail(&self) -> String {
-        let text = fs::read(&self.console).unwrap_or_default();
-        let text = String::from_utf8_lossy(&text);
-        match text.rfind("Kernel panic") {
-            Some(panic) => text[panic..]
-                .lines()
-                .take(PANIC_LINES)
-                .collect::<Vec<_>>()
-                .join("\n"),
-            None => process::tail(&text),
-        }
-    }
-
-    /// QEMU's process id.
-    pub fn pid(&self) -> u32 {
-        self.qemu.pid()
     }
 
     fn monitor<T>(
@@ -602,30 +491,9 @@ impl Guest {
         ask: impl FnOnce(&mut Qmp) -> Result<T, QmpError>,
     ) -> Result<T, GuestError> {
         ask(&mut self.qmp).map_err(|reason| GuestError::Monitor {
-            guest: self.name.clone(),
+            guest: self.agent.name().to_owned(),
             reason,
         })
-    }
-
-    fn expect_success(&self, script: &str, output: Output) -> Result<String, GuestError> {
-        if output.status == 0 {
-            return Ok(output.text);
-        }
-        Err(GuestError::Command {
-            guest: self.name.clone(),
-            script: script.to_owned(),
-            status: output.status,
-            text: process::tail(&output.text),
-        })
-    }
-
-    fn silent(&self, reason: ChannelError) -> GuestError {
-        GuestError::Silent {
-            guest: self.name.clone(),
-            reason,
-            console: self.console_tail(),
-            log: process::file_tail(self.qemu.log()),
-        }
     }
 }
 
@@ -657,7 +525,7 @@ fn machine_arguments(command: &mut std::process::Command, config: &GuestConfig) 
     }
 }
 
-/// A socket that QEMU connects to.
+/// A socket that a VMM connects to.
 pub(crate) fn listen(path: &Path) -> Result<UnixListener, GuestError> {
     // A socket of an earlier guest of this name may still lie there.
     let _ = fs::remove_file(path);
@@ -667,29 +535,29 @@ pub(crate) fn listen(path: &Path) -> Result<UnixListener, GuestError> {
     })
 }
 
-/// Waits until QEMU connects, or has died.
-fn accept(
+/// Waits until the VMM connects, or has died.
+pub(crate) fn accept(
     listener: &UnixListener,
-    qemu: &mut Supervised,
+    vmm: &mut Supervised,
     guest: &str,
 ) -> Result<std::os::unix::net::UnixStream, GuestError> {
-    let not_started = |qemu: &Supervised| GuestError::NotStarted {
+    let not_started = |vmm: &Supervised| GuestError::NotStarted {
         guest: guest.to_owned(),
-        log: process::file_tail(qemu.log()),
+        log: process::file_tail(vmm.log()),
     };
     if listener.set_nonblocking(true).is_err() {
-        return Err(not_started(qemu));
+        return Err(not_started(vmm));
     }
     let deadline = Instant::now() + START_PATIENCE;
     loop {
         if let Ok((stream, _)) = listener.accept() {
             return match stream.set_nonblocking(false) {
                 Ok(()) => Ok(stream),
-                Err(_) => Err(not_started(qemu)),
+                Err(_) => Err(not_started(vmm)),
             };
         }
-        if qemu.ended()?.is_some() || Instant::now() >= deadline {
-            return Err(not_started(qemu));
+        if vmm.ended()?.is_some() || Instant::now() >= deadline {
+            return Err(not_started(vmm));
         }
         std::thread::sleep(Duration::from_millis(5));
     }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-use super::{Guest, GuestError};
+use super::{Agent, GuestError};
 
 /// A single NVMe command takes no longer than this, even on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -49,7 +49,7 @@ pub struct Completion {
     pub text: String,
 }
 
-impl Guest {
+impl Agent {
     /// Runs `nvme COMMAND` and returns the status that the device completed it with.
     ///
     /// # Errors

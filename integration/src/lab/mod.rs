@@ -502,7 +502,7 @@ fn count_faults(log: &str) -> u64 {
 }
 
 /// A word as the shell takes it.
-fn quote(word: &str) -> String {
+pub(crate) fn quote(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
 }
 

@@ -14,6 +14,7 @@ use integration::lab::inside::{self, InsideError};
 use integration::process::{self, ProcessError};
 use integration::provision::{Assets, KernelChoice, ProvisionError};
 use integration::server::{FunctionOptions, Server, ServerError};
+use integration::vmms::VmmsError;
 use thiserror::Error;
 
 /// Long enough for anything that ends by itself.
@@ -36,6 +37,8 @@ pub(crate) enum Fault {
     Fio(#[from] FioError),
     #[error(transparent)]
     Nvme(#[from] NvmeError),
+    #[error(transparent)]
+    Vmms(#[from] VmmsError),
     #[error(transparent)]
     Lab(#[from] LabError),
     #[error(transparent)]

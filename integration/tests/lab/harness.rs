@@ -12,6 +12,7 @@ use integration::lab::{Lab, LabConfig, LabDrive};
 use integration::progress::{say, seconds};
 use integration::provision::KernelChoice;
 use integration::provision::lab::LabAssets;
+use integration::vmms::cloud_hypervisor;
 
 use crate::fixture::{Fault, LOGS, expect};
 use crate::{Group, Refused};
@@ -72,6 +73,7 @@ impl Suite {
             source,
         })?;
         let mut programs = options::build()?;
+        programs.extend(cloud_hypervisor::to_bring());
         programs.push(itself);
         Ok(Self {
             assets: LabAssets::provide(&KernelChoice::V6_12)?,
@@ -299,7 +301,8 @@ fn run_in_labs(
 /// Runs the checks inside `lab`, to the first whose guest is lost, and returns how many accesses the IOMMU
 /// has refused.
 fn run_checks(lab: Lab, suite: &Suite, wanted: &[String], told: &mut Told) -> Result<u64, Fault> {
-    let command = format!("{} {}", suite.itself(), wanted.join(" "));
+    let (itself, wanted) = (suite.itself(), wanted.join(" "));
+    let command = format!("{}{itself} {wanted}", cloud_hypervisor::assignment());
     let status = lab.stream(&command, PATIENCE, told)?;
     let mut files = Vec::new();
     if status != 0 {

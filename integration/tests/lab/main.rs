@@ -34,6 +34,7 @@ mod nested;
 mod scarcity;
 mod sharing;
 mod vmm;
+mod vmms;
 
 use fixture::{Bench, Fault};
 use harness::Suite;
@@ -83,6 +84,7 @@ const GROUPS: &[Group] = &[
     scarcity::GROUP,
     sharing::GROUP,
     vmm::GROUP,
+    vmms::GROUP,
 ];
 
 impl Group {

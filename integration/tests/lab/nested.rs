@@ -3,7 +3,6 @@
 use integration::guest::fio::Fio;
 use integration::guest::{Drive, Guest, GuestConfig};
 use integration::lab::{LabDrive, inside};
-use integration::server::FunctionOptions;
 
 use crate::fixture::{Bench, Fault, PATIENCE, expect};
 use crate::{Group, Refused};
@@ -12,10 +11,7 @@ pub(crate) const GROUP: Group = Group::Inside {
     name: "nested",
     drives: || vec![LabDrive::new("a", 256 << 20)],
     refused: Refused::Nothing,
-    checks: &[
-        ("a_whole_drive_passed_through", passed_through),
-        ("a_function_in_memory", in_memory),
-    ],
+    checks: &[("a_whole_drive_passed_through", passed_through)],
 };
 
 fn passed_through(bench: &Bench) -> Result<(), Fault> {
@@ -26,17 +22,6 @@ fn passed_through(bench: &Bench) -> Result<(), Fault> {
     load().run(&guest)?;
     guest.power_off(PATIENCE)?;
     inside::bind("a", "nvme")?;
-    Ok(())
-}
-
-fn in_memory(bench: &Bench) -> Result<(), Fault> {
-    let mut server = bench.serve(&[FunctionOptions::new("f", "memory:64M", "0+64M")])?;
-    let drive = Drive::vfio_user(server.socket("f"));
-    let mut guest = bench.boot(&GuestConfig::new("guest").drive(drive))?;
-    expect_model(&guest, "nvme-mpt")?;
-    load().run(&guest)?;
-    guest.power_off(PATIENCE)?;
-    server.stop()?;
     Ok(())
 }
 

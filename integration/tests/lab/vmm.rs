@@ -16,7 +16,6 @@ pub(crate) const GROUP: Group = Group::Inside {
     drives: Vec::new,
     refused: Refused::Nothing,
     checks: &[
-        ("root_on_a_function", root_on_a_function),
         ("root_with_mapped_doorbells", root_with_mapped_doorbells),
         ("root_with_trapped_doorbells", root_with_trapped_doorbells),
         (
@@ -54,10 +53,6 @@ echo 3 >/proc/sys/vm/drop_caches
 mount -o remount,ro /
 poweroff -f
 ";
-
-fn root_on_a_function(bench: &Bench) -> Result<(), Fault> {
-    verify(bench, &KernelChoice::V6_1, "auto", 2)
-}
 
 fn root_with_mapped_doorbells(bench: &Bench) -> Result<(), Fault> {
     verify(bench, &KernelChoice::V6_12, "mapped", 1)

@@ -1,0 +1,222 @@
+//! What is said to a guest, whatever VMM it runs in: scripts for its agent, and its end.
+
+use std::fs;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::ExitStatus;
+use std::time::Duration;
+
+use super::channel::{Channel, ChannelError, Job, Output};
+use super::{BOOT_PATIENCE, GuestError, PANIC_LINES, base64};
+use crate::process::{self, Supervised};
+
+/// The agent of a guest, and the process of the VMM that the guest runs in. Dropping it kills the VMM.
+#[derive(Debug)]
+pub struct Agent {
+    name: String,
+    kernel: String,
+    console: PathBuf,
+    vmm: Supervised,
+    channel: Channel,
+}
+
+impl Agent {
+    /// The agent that talks on `stream`, of a guest whose kernel writes to the file `console`.
+    ///
+    /// # Errors
+    /// If the stream can't be used.
+    pub(crate) fn new(
+        name: &str,
+        kernel: &str,
+        console: &Path,
+        vmm: Supervised,
+        stream: UnixStream,
+    ) -> Result<Self, GuestError> {
+        let channel = Channel::new(stream).map_err(|reason| GuestError::Silent {
+            guest: name.to_owned(),
+            reason,
+            console: String::new(),
+            log: process::file_tail(vmm.log()),
+        })?;
+        Ok(Self {
+            name: name.to_owned(),
+            kernel: kernel.to_owned(),
+            console: console.to_owned(),
+            vmm,
+            channel,
+        })
+    }
+
+    /// The guest's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its kernel's release.
+    pub fn kernel(&self) -> &str {
+        &self.kernel
+    }
+
+    /// Waits until the guest takes commands: after a start or a reboot.
+    ///
+    /// # Errors
+    /// If it does not come up in time.
+    pub fn await_ready(&self, patience: Duration) -> Result<(), GuestError> {
+        self.channel
+            .await_ready(patience)
+            .map_err(|reason| self.silent(reason))
+    }
+
+    /// Runs a shell script and returns what it printed and its exit status.
+    ///
+    /// # Errors
+    /// If it does not end in time, or the guest dies.
+    pub fn run(&self, script: &str, patience: Duration) -> Result<Output, GuestError> {
+        let job = self.start(script)?;
+        self.finish(job, patience)
+    }
+
+    /// Runs a shell script that must succeed and returns what it printed.
+    ///
+    /// # Errors
+    /// If it fails, does not end in time, or the guest dies.
+    pub fn check(&self, script: &str, patience: Duration) -> Result<String, GuestError> {
+        let output = self.run(script, patience)?;
+        self.expect_success(script, output)
+    }
+
+    /// Starts a shell script in the background; several may run at once.
+    ///
+    /// # Errors
+    /// If the guest is dead.
+    pub fn start(&self, script: &str) -> Result<Job, GuestError> {
+        self.channel
+            .start(script)
+            .map_err(|reason| self.silent(reason))
+    }
+
+    /// Waits for a script in the background.
+    ///
+    /// # Errors
+    /// If it does not end in time, or the guest dies.
+    pub fn finish(&self, job: Job, patience: Duration) -> Result<Output, GuestError> {
+        job.wait(patience).map_err(|reason| self.silent(reason))
+    }
+
+    /// Waits for a script in the background that must succeed.
+    ///
+    /// # Errors
+    /// If it fails, does not end in time, or the guest dies.
+    pub fn finish_well(&self, job: Job, patience: Duration) -> Result<String, GuestError> {
+        let script = job.script().to_owned();
+        let output = self.finish(job, patience)?;
+        self.expect_success(&script, output)
+    }
+
+    /// The next line that a script said with `event`.
+    ///
+    /// # Errors
+    /// If none comes in time, or the guest dies.
+    pub fn next_event(&self, patience: Duration) -> Result<String, GuestError> {
+        self.channel
+            .next_event(patience)
+            .map_err(|reason| self.silent(reason))
+    }
+
+    /// Every event said so far and not yet taken.
+    pub fn pending_events(&self) -> Vec<String> {
+        self.channel.pending_events()
+    }
+
+    /// Loads a module of its kernel, of which its user land has none.
+    ///
+    /// # Errors
+    /// If the module can't be read, or the guest does not take it.
+    pub fn load_module(&self, module: &Path) -> Result<(), GuestError> {
+        let bytes = fs::read(module).map_err(|source| GuestError::Folder {
+            path: module.to_owned(),
+            source,
+        })?;
+        let encoded = base64::encode(&bytes);
+        let script = format!("echo {encoded} | base64 -d >/tmp/module.ko && insmod /tmp/module.ko");
+        self.check(&script, BOOT_PATIENCE)?;
+        Ok(())
+    }
+
+    /// Goes on talking on another stream: what was started before has no end that could be waited for.
+    ///
+    /// # Errors
+    /// If the stream can't be used.
+    pub(crate) fn reconnect(&mut self, stream: UnixStream) -> Result<(), GuestError> {
+        self.channel = Channel::new(stream).map_err(|reason| self.silent(reason))?;
+        Ok(())
+    }
+
+    /// Whether the VMM has ended.
+    ///
+    /// # Errors
+    /// If the system can't tell.
+    pub(crate) fn has_ended(&mut self) -> Result<bool, GuestError> {
+        Ok(self.vmm.ended()?.is_some())
+    }
+
+    /// Starts a script that ends the VMM, and waits until it has.
+    ///
+    /// # Errors
+    /// If the VMM does not end in time.
+    pub fn end(&mut self, script: &str, patience: Duration) -> Result<ExitStatus, GuestError> {
+        // The script has no end that could be waited for.
+        let _job = self.start(script)?;
+        Ok(self.vmm.wait(patience)?)
+    }
+
+    /// Kills the VMM: for the guest a power cut, for the device a client that vanishes.
+    pub fn kill(&mut self) {
+        self.vmm.kill();
+    }
+
+    /// The end of the guest's console, or what it says from a panic on, of which the cause stands first.
+    pub fn console_tail(&self) -> String {
+        let text = fs::read(&self.console).unwrap_or_default();
+        let text = String::from_utf8_lossy(&text);
+        match text.rfind("Kernel panic") {
+            Some(panic) => text[panic..]
+                .lines()
+                .take(PANIC_LINES)
+                .collect::<Vec<_>>()
+                .join("\n"),
+            None => process::tail(&text),
+        }
+    }
+
+    /// The end of what the VMM printed.
+    pub fn vmm_log_tail(&self) -> String {
+        process::file_tail(self.vmm.log())
+    }
+
+    /// The VMM's process id.
+    pub fn pid(&self) -> u32 {
+        self.vmm.pid()
+    }
+
+    fn expect_success(&self, script: &str, output: Output) -> Result<String, GuestError> {
+        if output.status == 0 {
+            return Ok(output.text);
+        }
+        Err(GuestError::Command {
+            guest: self.name.clone(),
+            script: script.to_owned(),
+            status: output.status,
+            text: process::tail(&output.text),
+        })
+    }
+
+    fn silent(&self, reason: ChannelError) -> GuestError {
+        GuestError::Silent {
+            guest: self.name.clone(),
+            reason,
+            console: self.console_tail(),
+            log: self.vmm_log_tail(),
+        }
+    }
+}

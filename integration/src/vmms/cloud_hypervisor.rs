@@ -1,0 +1,279 @@
+//! A Cloud Hypervisor of the user's: a stock one has functions of `nvme-mpt serve`, one with our patch has
+//! them in its own process.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use crate::guest::{Agent, BOOT_PATIENCE, ChannelError, GuestError, ROOT_ARGUMENTS};
+use crate::lab::{self, inside};
+use crate::process::{self, Supervised};
+use crate::server::{self, FunctionOptions, Server};
+
+use super::{
+    MEMORY_MIB, Outcome, PATIENCE, POWER_OFF, REBOOT, RESET_BY_ACPI, Setup, VCPUS, Vmm, VmmsError,
+    expect_success,
+};
+
+/// The environment variable that names one.
+pub const VARIABLE: &str = "CLOUD_HYPERVISOR";
+
+const NAME: &str = "cloud-hypervisor";
+/// The option of one that has functions in its own process.
+const OPTION: &str = "--nvme-mpt";
+
+/// A Cloud Hypervisor with a guest.
+#[derive(Debug)]
+pub struct CloudHypervisor {
+    guest: Agent,
+    folder: PathBuf,
+    pluggable: FunctionOptions,
+    /// None if functions are in its own process.
+    server: Option<Server>,
+}
+
+/// The one that the user names.
+pub fn named() -> Option<PathBuf> {
+    std::env::var_os(VARIABLE).map(PathBuf::from)
+}
+
+/// The same, if it is there to be [brought](crate::lab::LabConfig::bring) into the lab.
+pub fn to_bring() -> Option<PathBuf> {
+    named().filter(|path| path.is_file())
+}
+
+/// How a command in the lab begins that is to find it, if one is named.
+pub fn assignment() -> String {
+    let Some(path) = named() else {
+        return String::new();
+    };
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    format!(
+        "{VARIABLE}={} ",
+        lab::quote(&inside::brought(&name).to_string_lossy())
+    )
+}
+
+impl CloudHypervisor {
+    /// Boots a guest in the one that is named.
+    ///
+    /// # Errors
+    /// If it is none, or the guest does not come up.
+    pub fn boot(binary: &Path, setup: &Setup<'_>) -> Result<Self, VmmsError> {
+        let help = process::run(Command::new(binary).arg("--help"))?;
+        if !help.contains("--user-device") {
+            return Err(VmmsError::NoCloudHypervisor {
+                path: binary.to_owned(),
+            });
+        }
+        let server = if help.contains(OPTION) {
+            None
+        } else {
+            let functions = setup.functions();
+            Some(Server::start(&server::build()?, &functions, setup.folder)?)
+        };
+        for socket in ["agent", "api"] {
+            // One of an earlier guest may still lie there.
+            let _ = std::fs::remove_file(setup.folder.join(socket));
+        }
+        let path = |name: &str| setup.folder.join(name).display().to_string();
+        let (kernel, console) = (&setup.assets.kernel, setup.folder.join("console"));
+        let mut command = Command::new(binary);
+        command
+            .arg("--kernel")
+            .arg(&kernel.image)
+            .arg("--cmdline")
+            .arg(format!(
+                "console=hvc0 quiet panic=-1 agent=ttyS0 {RESET_BY_ACPI} {ROOT_ARGUMENTS}"
+            ))
+            .args(["--cpus", &format!("boot={VCPUS}")])
+            // A server maps it.
+            .args(["--memory", &format!("size={MEMORY_MIB}M,shared=on")])
+            .args(["--console", &format!("file={}", console.display())])
+            .args(["--serial", &format!("socket={}", path("agent"))])
+            .args(["--api-socket", &format!("path={}", path("api"))]);
+        match &server {
+            Some(server) => {
+                let (socket, id) = (server.socket(&setup.root.id), &setup.root.id);
+                let device = format!("socket={},id={id}", socket.display());
+                command.args(["--user-device", &device]);
+            }
+            None => {
+                let state = path("state");
+                let function = format!("{},state_dir={state}", setup.root.in_process());
+                command.args([OPTION, &function]);
+            }
+        }
+        let mut vmm = Supervised::spawn(NAME, &command, &setup.folder.join("vmm.log"))?;
+        let stream = connect(&setup.folder.join("agent"), || Ok(vmm.ended()?.is_some()))?;
+        let guest = Agent::new("guest", &kernel.name, &console, vmm, stream)?;
+        guest.await_ready(BOOT_PATIENCE)?;
+        Ok(Self {
+            guest,
+            folder: setup.folder.to_owned(),
+            pluggable: setup.pluggable.clone(),
+            server,
+        })
+    }
+
+    /// Asks it for something (Cloud Hypervisor, docs/api.md).
+    fn ask(&self, asked: &str, body: &Value) -> Result<(), VmmsError> {
+        let path = self.folder.join("api");
+        let file = || VmmsError::file(&path);
+        let mut stream = UnixStream::connect(&path).map_err(file())?;
+        stream.set_read_timeout(Some(PATIENCE)).map_err(file())?;
+        let body = body.to_string();
+        write!(
+            stream,
+            "PUT /api/v1/{asked} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
+             Content-Length: {}\r\n\r\n{body}",
+            body.len()
+        )
+        .map_err(file())?;
+        let answer = Answer::read(BufReader::new(stream)).map_err(file())?;
+        if answer.is_success() {
+            return Ok(());
+        }
+        Err(VmmsError::Refused {
+            asked: format!("{asked} {body}"),
+            answer: format!("{}\n{}", answer.status, answer.body),
+        })
+    }
+}
+
+/// An answer to a request (RFC 9112).
+struct Answer {
+    status: String,
+    body: String,
+}
+
+impl Answer {
+    fn read(mut from: impl BufRead) -> std::io::Result<Self> {
+        let mut status = String::new();
+        from.read_line(&mut status)?;
+        let mut length = 0;
+        loop {
+            let mut line = String::new();
+            from.read_line(&mut line)?;
+            let Some((name, value)) = line.trim_end().split_once(':') else {
+                break;
+            };
+            if name.eq_ignore_ascii_case("content-length") {
+                length = value.trim().parse().unwrap_or_default();
+            }
+        }
+        let mut body = String::new();
+        from.take(length).read_to_string(&mut body)?;
+        Ok(Self {
+            status: status.trim_end().to_owned(),
+            body,
+        })
+    }
+
+    fn is_success(&self) -> bool {
+        self.status
+            .split(' ')
+            .nth(1)
+            .is_some_and(|code| code.starts_with('2'))
+    }
+}
+
+/// Connects to its serial port, when that is there.
+fn connect(
+    path: &Path,
+    mut has_ended: impl FnMut() -> Result<bool, VmmsError>,
+) -> Result<UnixStream, VmmsError> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        match UnixStream::connect(path) {
+            Ok(stream) => return Ok(stream),
+            Err(error) if has_ended()? || Instant::now() >= deadline => {
+                return Err(VmmsError::file(path)(error));
+            }
+            Err(_) => std::thread::sleep(Duration::from_millis(10)),
+        }
+    }
+}
+
+impl Vmm for CloudHypervisor {
+    fn guest(&self) -> &Agent {
+        &self.guest
+    }
+
+    fn plug(&mut self) -> Result<(), VmmsError> {
+        let id = &self.pluggable.id;
+        match &self.server {
+            Some(server) => {
+                let device = json!({"id": id, "socket": server.socket(id)});
+                self.ask("vm.add-user-device", &device)
+            }
+            None => {
+                let mut function = Value::from_iter(self.pluggable.pairs());
+                function["state_dir"] = json!(self.folder.join("state"));
+                self.ask("vm.add-nvme-mpt", &function)
+            }
+        }
+    }
+
+    fn unplug(&mut self, _: &str) -> Result<Outcome, VmmsError> {
+        // The guest is told, and lets go of it.
+        self.ask("vm.remove-device", &json!({"id": self.pluggable.id}))?;
+        Ok(Outcome::Done)
+    }
+
+    fn reboot(&mut self) -> Result<Outcome, VmmsError> {
+        // The script has no end that could be waited for.
+        let _job = self.guest.start(REBOOT)?;
+        let deadline = Instant::now() + BOOT_PATIENCE;
+        // It makes its devices anew, the serial port among them.
+        loop {
+            match self.guest.await_ready(BOOT_PATIENCE) {
+                Err(GuestError::Silent {
+                    reason: ChannelError::Closed { .. },
+                    ..
+                }) if Instant::now() < deadline && !self.guest.has_ended()? => {
+                    let (guest, path) = (&mut self.guest, self.folder.join("agent"));
+                    let stream = connect(&path, || Ok(guest.has_ended()?))?;
+                    self.guest.reconnect(stream)?;
+                }
+                result => {
+                    result?;
+                    return Ok(Outcome::Done);
+                }
+            }
+        }
+    }
+
+    fn power_off(&mut self) -> Result<(), VmmsError> {
+        let status = self.guest.end(POWER_OFF, PATIENCE)?;
+        expect_success(status, &self.guest)?;
+        match &mut self.server {
+            Some(server) => Ok(server.stop()?),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Answer {
+        Answer::read(text.as_bytes()).expect("an answer")
+    }
+
+    #[test]
+    fn answers_are_read_to_their_end_and_no_further() {
+        let well = read("HTTP/1.1 204 \r\nServer: Cloud Hypervisor API\r\n\r\n");
+        assert!(well.is_success());
+        assert_eq!(well.body, "");
+        let badly = read("HTTP/1.1 500 \r\nContent-Length: 3\r\n\r\n[1]HTTP/1.1 200 \r\n");
+        assert!(!badly.is_success());
+        assert_eq!(badly.body, "[1]");
+        assert!(!read("").is_success());
+    }
+}

@@ -1,0 +1,169 @@
+//! VMMs behind one trait, so that one list of checks runs over every VMM that is there.
+//!
+//! - [`Qemu`]: stock, with functions over vfio-user;
+//! - [`Reference`]: the [reference VMM](crate::vmm), with functions in its own process;
+//! - [`CloudHypervisor`]: one of the user's; over vfio-user or in its own process, as it can.
+//!
+//! Each has a guest whose root is on a function, and whose [`Agent`] runs scripts.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::ExitStatus;
+use std::time::Duration;
+
+use thiserror::Error;
+
+use crate::guest::{Agent, GuestError};
+use crate::process::ProcessError;
+use crate::provision::Assets;
+use crate::server::{FunctionOptions, ServerError};
+
+pub mod cloud_hypervisor;
+mod qemu;
+mod reference;
+
+pub use cloud_hypervisor::CloudHypervisor;
+pub use qemu::Qemu;
+pub use reference::Reference;
+
+/// What every guest has.
+const VCPUS: u32 = 2;
+const MEMORY_MIB: u32 = 384;
+/// Longer than a guest takes to end, or a VMM to answer.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What kernels are told that boot without firmware: to reset the machine as ACPI says. On a machine without
+/// legacy hardware they would jump to where a BIOS begins.
+const RESET_BY_ACPI: &str = "reboot=acpi";
+
+/// What a guest runs to end, or to begin again: its root is left in order.
+const POWER_OFF: &str = "sync; mount -o remount,ro / && poweroff -f";
+const REBOOT: &str = "sync; mount -o remount,ro / && reboot -f";
+
+/// What went wrong with a VMM.
+#[derive(Debug, Error)]
+pub enum VmmsError {
+    /// The guest failed.
+    #[error(transparent)]
+    Guest(#[from] GuestError),
+    /// The server of its functions failed.
+    #[error(transparent)]
+    Server(#[from] ServerError),
+    /// The VMM can't be run.
+    #[error(transparent)]
+    Process(#[from] ProcessError),
+    /// A file or a socket can't be used.
+    #[error("Cannot use {path}")]
+    File {
+        /// The path.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// What the user names is no Cloud Hypervisor.
+    #[error("{path} does not say in its --help that it is a Cloud Hypervisor: {variable} is to name one", variable = cloud_hypervisor::VARIABLE)]
+    NoCloudHypervisor {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The VMM does not do what it is asked for.
+    #[error("The VMM refused `{asked}`: {answer}")]
+    Refused {
+        /// What it was asked.
+        asked: String,
+        /// What it said.
+        answer: String,
+    },
+    /// The VMM ended in another way than it should have.
+    #[error("It ended with {status}:\n{log}")]
+    Ended {
+        /// How.
+        status: ExitStatus,
+        /// The end of what it printed.
+        log: String,
+    },
+}
+
+impl VmmsError {
+    fn file(path: &Path) -> impl FnOnce(io::Error) -> Self {
+        let path = path.to_owned();
+        move |source| Self::File { path, source }
+    }
+}
+
+/// What a VMM made of what it was asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// It did it.
+    Done,
+    /// It did not: what it lacks, and what was done instead.
+    Lacking(&'static str),
+}
+
+/// What a guest is made of.
+#[derive(Debug)]
+pub struct Setup<'a> {
+    /// Kernel and programs.
+    pub assets: &'a Assets,
+    /// The function that the guest has its root on, a file with the guests' user land.
+    pub root: FunctionOptions,
+    /// The function that it can be given at run time.
+    pub pluggable: FunctionOptions,
+    /// Takes logs, sockets and leases.
+    pub folder: &'a Path,
+}
+
+impl Setup<'_> {
+    fn functions(&self) -> [FunctionOptions; 2] {
+        [self.root.clone(), self.pluggable.clone()]
+    }
+}
+
+/// A VMM with a guest, whose root is on a function. Dropping it kills it.
+pub trait Vmm {
+    /// The guest.
+    fn guest(&self) -> &Agent;
+
+    /// Gives the guest the function that it can be given, and has it look for it if it would not by itself.
+    ///
+    /// # Errors
+    /// If the VMM refuses.
+    fn plug(&mut self) -> Result<(), VmmsError>;
+
+    /// Takes that function from the guest again. `controller` is what the guest calls it, as in `nvme1`.
+    ///
+    /// # Errors
+    /// If the VMM or the guest refuses.
+    fn unplug(&mut self, controller: &str) -> Result<Outcome, VmmsError>;
+
+    /// Has the guest reboot, and waits until it is there again.
+    ///
+    /// # Errors
+    /// If it is not.
+    fn reboot(&mut self) -> Result<Outcome, VmmsError>;
+
+    /// Has the guest turn itself off, and all end in order.
+    ///
+    /// # Errors
+    /// If it does not.
+    fn power_off(&mut self) -> Result<(), VmmsError>;
+}
+
+/// The script with which a guest stops using a controller and forgets its function.
+fn forget(controller: &str) -> String {
+    format!("echo 1 >/sys/class/nvme/{controller}/device/remove")
+}
+
+fn expect_success(status: ExitStatus, guest: &Agent) -> Result<(), VmmsError> {
+    if status.success() {
+        return Ok(());
+    }
+    Err(ended(status, guest))
+}
+
+fn ended(status: ExitStatus, guest: &Agent) -> VmmsError {
+    VmmsError::Ended {
+        status,
+        log: guest.vmm_log_tail(),
+    }
+}

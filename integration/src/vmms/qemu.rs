@@ -1,0 +1,74 @@
+//! A stock QEMU, with functions of `nvme-mpt serve`.
+
+use crate::guest::{Agent, BOOT_PATIENCE, Drive, Guest, GuestConfig, HOTPLUG_BUS};
+use crate::server::{self, Server};
+
+use super::{
+    MEMORY_MIB, Outcome, PATIENCE, POWER_OFF, REBOOT, Setup, VCPUS, Vmm, VmmsError, expect_success,
+    forget,
+};
+
+/// QEMU and the server of its functions.
+#[derive(Debug)]
+pub struct Qemu {
+    guest: Guest,
+    server: Server,
+    pluggable: String,
+}
+
+impl Qemu {
+    /// Boots a guest.
+    ///
+    /// # Errors
+    /// If it does not come up.
+    pub fn boot(setup: &Setup<'_>) -> Result<Self, VmmsError> {
+        let server = Server::start(&server::build()?, &setup.functions(), setup.folder)?;
+        let config = GuestConfig::new("guest")
+            .vcpus(VCPUS)
+            .memory_mib(MEMORY_MIB)
+            .hotplug()
+            .reboots()
+            .drive(Drive::vfio_user(server.socket(&setup.root.id)))
+            .root_on_drive()
+            // Each letter that it says takes an exit.
+            .kernel_arguments("quiet");
+        Ok(Self {
+            guest: Guest::boot(setup.assets, &config, setup.folder)?,
+            server,
+            pluggable: setup.pluggable.id.clone(),
+        })
+    }
+}
+
+impl Vmm for Qemu {
+    fn guest(&self) -> &Agent {
+        &self.guest
+    }
+
+    fn plug(&mut self) -> Result<(), VmmsError> {
+        let drive = Drive::vfio_user(self.server.socket(&self.pluggable));
+        let drive = drive.id(&self.pluggable).bus(HOTPLUG_BUS);
+        Ok(self.guest.plug(&drive)?)
+    }
+
+    fn unplug(&mut self, controller: &str) -> Result<Outcome, VmmsError> {
+        self.guest.check(&forget(controller), PATIENCE)?;
+        Ok(Outcome::Lacking(
+            "QEMU up to 11.1 aborts itself when a vfio-user function with MSI-X is taken out; the guest \
+             alone let go of it",
+        ))
+    }
+
+    fn reboot(&mut self) -> Result<Outcome, VmmsError> {
+        // The script has no end that could be waited for.
+        let _job = self.guest.start(REBOOT)?;
+        self.guest.await_ready(BOOT_PATIENCE)?;
+        Ok(Outcome::Done)
+    }
+
+    fn power_off(&mut self) -> Result<(), VmmsError> {
+        let status = self.guest.end(POWER_OFF, PATIENCE)?;
+        expect_success(status, &self.guest)?;
+        Ok(self.server.stop()?)
+    }
+}

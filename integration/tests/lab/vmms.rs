@@ -1,0 +1,369 @@
+//! One list of checks over every VMM that is there: a guest with its root on a function, which is given
+//! another one while it runs. What a VMM lacks is said.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use integration::guest::fio::Fio;
+use integration::progress::{say, seconds};
+use integration::provision::{Assets, KernelChoice};
+use integration::server::FunctionOptions;
+use integration::vmm::counters::KvmCounters;
+use integration::vmms::cloud_hypervisor::{self, CloudHypervisor};
+use integration::vmms::{Outcome, Qemu, Reference, Setup, Vmm, VmmsError};
+
+use crate::fixture::{Bench, Fault, PATIENCE, expect, sh};
+use crate::vmm::root;
+use crate::{Group, Refused};
+
+pub(crate) const GROUP: Group = Group::Inside {
+    name: "vmms",
+    drives: Vec::new,
+    refused: Refused::Nothing,
+    checks: &[
+        ("qemu", |bench| over(bench, Qemu::boot)),
+        ("reference_vmm", |bench| over(bench, Reference::boot)),
+        ("cloud_hypervisor", over_cloud_hypervisor),
+    ],
+};
+
+/// The list, in its order: each finds what the one before it left.
+const LIST: &[(&str, Check)] = &[
+    ("identifies the drive of its root", identifies_its_root),
+    ("verifies what it wrote", verifies),
+    ("reboots", reboots),
+    ("finds a function that is plugged", finds_what_is_plugged),
+    ("uses the Doorbell Buffer", uses_the_doorbell_buffer),
+    ("resets its controller", resets),
+    ("flushes and discards", flushes_and_discards),
+    ("lets go of a function", lets_go),
+    ("powers off", powers_off),
+];
+
+type Check = fn(&mut Subject<'_>) -> Result<Outcome, Fault>;
+
+/// The functions: what the guest sees of them.
+const ROOT: &str = "LISTROOT";
+const ROOT_BYTES: u64 = 256 << 20;
+const PLUGGED: &str = "LISTPLUGGED";
+const PLUGGED_BYTES: u64 = 64 << 20;
+const BLOCK: u64 = 512;
+
+/// Reads that KVM counts the exits of, and how many of these there may be for each.
+const READS: u64 = 1000;
+const MMIO_EXITS_MAX: f64 = 0.01;
+/// How often the controller is reset under load.
+const RESETS: usize = 3;
+/// What is written and discarded.
+const PATTERN_BYTES: u64 = 1 << 20;
+/// OACS: Doorbell Buffer Config (NVMe Base 2.0, figure 275).
+const OACS_DOORBELL_BUFFER: u64 = 1 << 8;
+/// How often a guest looks, every tenth of a second, whether a function has come or gone.
+const TRIES: u32 = 600;
+
+/// A VMM, with what its functions lie on.
+struct Subject<'a> {
+    vmm: Box<dyn Vmm>,
+    images: &'a Images,
+    /// What the guest calls the controller that is plugged.
+    plugged: String,
+}
+
+fn over_cloud_hypervisor(bench: &Bench) -> Result<(), Fault> {
+    let Some(binary) = cloud_hypervisor::named() else {
+        say(&format!(
+            "        NOT CHECKED: {} names none",
+            cloud_hypervisor::VARIABLE
+        ));
+        return Ok(());
+    };
+    over(bench, |setup| CloudHypervisor::boot(&binary, setup))
+}
+
+/// Has a VMM go through the list.
+fn over<V: Vmm + 'static>(
+    bench: &Bench,
+    boot: impl FnOnce(&Setup<'_>) -> Result<V, VmmsError>,
+) -> Result<(), Fault> {
+    let assets = Assets::provide(&KernelChoice::V6_12)?;
+    let images = Images {
+        root: root(bench, &assets, "")?,
+        plugged: bench.folder().join("plugged.img"),
+    };
+    let file = fs::File::create(&images.plugged).and_then(|file| file.set_len(PLUGGED_BYTES));
+    file.map_err(at(&images.plugged))?;
+    let function = |id: &str, path: &Path, serial: &str, poll: &str| {
+        let range = format!("0+{}", path.metadata().map_or(0, |metadata| metadata.len()));
+        FunctionOptions::new(id, path.display().to_string(), range)
+            .option(format!("serial={serial}"))
+            // Doorbells that are mapped would not exit either, and a poller that sleeps asks for exits.
+            .option("doorbells=shadow")
+            .option(format!("poll={poll}"))
+    };
+    let started = Instant::now();
+    let vmm = boot(&Setup {
+        root: function("root", &images.root, ROOT, "shared"),
+        pluggable: function("plugged", &images.plugged, PLUGGED, "shared:busy"),
+        assets: &assets,
+        folder: bench.folder(),
+    })?;
+    tell("boots with its root on a function", started);
+    let mut subject = Subject {
+        vmm: Box::new(vmm),
+        images: &images,
+        plugged: String::new(),
+    };
+    for (name, check) in LIST {
+        let started = Instant::now();
+        let outcome = check(&mut subject).map_err(|fault| {
+            let chain = integration::error_chain(&fault);
+            Fault::Wrong(format!("It {name}, and does not: {chain}"))
+        })?;
+        tell(name, started);
+        if let Outcome::Lacking(what) = outcome {
+            say(&format!("        NOT CHECKED: {what}"));
+        }
+    }
+    Ok(())
+}
+
+/// Files that are gone when a check is over, as they lie in memory.
+struct Images {
+    root: PathBuf,
+    plugged: PathBuf,
+}
+
+impl Drop for Images {
+    fn drop(&mut self) {
+        for image in [&self.root, &self.plugged] {
+            // One that is left takes room, and fails nothing.
+            let _ = fs::remove_file(image);
+        }
+    }
+}
+
+fn tell(name: &str, started: Instant) {
+    say(&format!("        {name} ({})", seconds(started.elapsed())));
+}
+
+fn at(path: &Path) -> impl FnOnce(std::io::Error) -> Fault {
+    let path = path.to_owned();
+    |source| Fault::File { path, source }
+}
+
+impl Subject<'_> {
+    /// Runs a script in the guest, which must succeed.
+    fn check(&self, script: &str) -> Result<String, Fault> {
+        Ok(self.vmm.guest().check(script, PATIENCE)?)
+    }
+
+    /// Waits until the guest has a drive with this serial number, and sees that it is identified as what it
+    /// is. Returns what the guest calls its controller.
+    fn identify(&self, serial: &str, bytes: u64) -> Result<String, Fault> {
+        let said = self.check(&format!(
+            "for try in $(seq {TRIES}); do
+                for controller in /sys/class/nvme/*; do
+                    name=${{controller##*/}}
+                    [ \"$(tr -d ' ' 2>/dev/null <$controller/serial)\" = {serial} ] &&
+                        [ -b /dev/${{name}}n1 ] && break 2
+                done
+                sleep 0.1
+            done
+            echo controller : $name
+            echo bytes : $(blockdev --getsize64 /dev/${{name}}n1)
+            nvme id-ctrl /dev/$name && nvme id-ns /dev/${{name}}n1",
+        ))?;
+        for (name, wanted) in [
+            ("mn", "nvme-mpt file drive".to_owned()),
+            ("sn", serial.to_owned()),
+            ("nsze", format!("{:#x}", bytes / BLOCK)),
+            ("bytes", bytes.to_string()),
+        ] {
+            let found = field(&said, name)?;
+            expect(found == wanted, || {
+                format!("The guest says that {name} is {found:?}, and not {wanted:?}:\n{said}")
+            })?;
+        }
+        let oacs = field(&said, "oacs")?;
+        let has = u64::from_str_radix(oacs.trim_start_matches("0x"), 16)
+            .is_ok_and(|oacs| oacs & OACS_DOORBELL_BUFFER != 0);
+        expect(has, || {
+            format!("Doorbell Buffer Config is not offered: OACS is {oacs}")
+        })?;
+        Ok(field(&said, "controller")?.to_owned())
+    }
+}
+
+/// What nvme-cli says of a field, as in `nsze    : 0x80000`.
+fn field<'a>(text: &'a str, name: &str) -> Result<&'a str, Fault> {
+    let mut fields = text.lines().filter_map(|line| line.split_once(':'));
+    let found = fields.find(|(found, _)| found.trim() == name);
+    found
+        .map(|(_, value)| value.trim())
+        .ok_or_else(|| Fault::Wrong(format!("nvme-cli does not tell of {name}:\n{text}")))
+}
+
+fn identifies_its_root(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
+    let controller = subject.identify(ROOT, ROOT_BYTES)?;
+    expect(controller == "nvme0", || {
+        format!("The drive that the guest booted from is {controller}")
+    })?;
+    subject.check("grep -q '^/dev/root / ext4 rw' /proc/mounts")?;
+    Ok(Outcome::Done)
+}
+
+fn verifies(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
+    const BYTES: u64 = 4 << 20;
+    let written = Fio::new("verify", "randwrite", "4k", 32)
+        .option("filename", "/data")
+        .option("size", &BYTES.to_string())
+        .verified()
+        .run(subject.vmm.guest())?;
+    expect(written.write.ios == BYTES / 4096, || {
+        format!("fio wrote {} blocks", written.write.ios)
+    })?;
+    Ok(Outcome::Done)
+}
+
+/// What was written before is there afterwards.
+fn reboots(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
+    const KEPT: &str = "md5sum </kept; cat /proc/sys/kernel/random/boot_id";
+    let write = format!("dd if=/dev/urandom of=/kept bs=64k count=32 2>/dev/null && {KEPT}");
+    let before = subject.check(&write)?;
+    let outcome = subject.vmm.reboot()?;
+    let after = subject.check(KEPT)?;
+    let lines = before.lines().zip(after.lines());
+    let same: Vec<bool> = lines.map(|(before, after)| before == after).collect();
+    expect(same == [true, false], || {
+        format!("What it wrote, and its boot's identity:\n{before}\nAfterwards:\n{after}")
+    })?;
+    Ok(outcome)
+}
+
+fn finds_what_is_plugged(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
+    subject.check(&format!("! grep -q {PLUGGED} /sys/class/nvme/*/serial"))?;
+    subject.vmm.plug()?;
+    subject.plugged = subject.identify(PLUGGED, PLUGGED_BYTES)?;
+    Ok(Outcome::Done)
+}
+
+/// Doorbells are rung in memory: KVM sees hardly any access of a register while there is I/O.
+fn uses_the_doorbell_buffer(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
+    // What is run is in memory: the drive of the root has a poller that sleeps.
+    let reads = format!(
+        "sync; dd if=/dev/{}n1 of=/dev/null iflag=direct bs=4k count=",
+        subject.plugged
+    );
+    subject.check(&format!("{reads}1"))?;
+    let counters = || {
+        KvmCounters::of_process(subject.vmm.guest().pid())
+            .map_err(at(Path::new("/sys/kernel/debug/kvm")))
+    };
+    let before = counters()?;
+    let said = subject.check(&format!("{reads}{READS}"))?;
+    let after = counters()?;
+    expect(said.contains(&format!("{READS}+0 records in")), || {
+        format!("The guest has not read: {said}")
+    })?;
+    expect(after.exits > before.exits, || {
+        "KVM has counted nothing".to_owned()
+    })?;
+    let exits = (after.mmio_exits - before.mmio_exits) as f64 / READS as f64;
+    say(&format!(
+        "        {exits:.4} MMIO exits for each of {READS} reads"
+    ));
+    expect(exits < MMIO_EXITS_MAX, || {
+        format!("{exits} MMIO exits for each read")
+    })?;
+    Ok(Outcome::Done)
+}
+
+/// Under load, which is verified.
+fn resets(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
+    let controller = &subject.plugged;
+    let load = Fio::new("load", "randwrite", "4k", 32)
+        .option("filename", &format!("/dev/{controller}n1"))
+        .option("size", "2m")
+        .verified();
+    let said = subject.check(&format!(
+        "set_up() {{ dmesg | grep -c '{controller}: .* default/read/poll queues'; }}
+        before=$(set_up)
+        touch /run/load
+        while [ -e /run/load ]; do ({load}) >/run/fio || exit 1; done & load=$!
+        for reset in $(seq {RESETS}); do
+            sleep 0.5
+            nvme reset /dev/{controller} || exit 1
+        done
+        rm /run/load
+        wait $load || {{ cat /run/fio; exit 1; }}
+        echo $(cat /sys/class/nvme/{controller}/state), $(($(set_up) - before)) times anew",
+        load = load.script(),
+    ))?;
+    expect(said.trim() == format!("live, {RESETS} times anew"), || {
+        format!("The controller is {said}")
+    })?;
+    Ok(Outcome::Done)
+}
+
+/// What the guest has flushed is in the file; what it discards is not any more, and reads as zeroes.
+fn flushes_and_discards(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
+    let (controller, file) = (&subject.plugged, &subject.images.plugged);
+    let occupied = || {
+        let metadata = file.metadata().map_err(at(file))?;
+        Ok::<_, Fault>(metadata.blocks() * BLOCK)
+    };
+    let count = PATTERN_BYTES >> 16;
+    // Field 16 counts Flushes that have completed (Linux, Documentation/block/stat.rst).
+    let written = subject.check(&format!(
+        "set -e
+        flushed() {{ awk '{{print $16}}' /sys/block/{controller}n1/stat; }}
+        before=$(flushed)
+        dd if=/dev/urandom of=/run/pattern bs=64k count={count} 2>/dev/null
+        dd if=/run/pattern of=/dev/{controller}n1 bs=64k conv=fsync,notrunc 2>/dev/null
+        [ $(flushed) -gt $before ]
+        nvme flush /dev/{controller}n1 >/dev/null
+        md5sum </run/pattern"
+    ))?;
+    let found = sh(&format!(
+        "head -c {PATTERN_BYTES} {} | md5sum",
+        file.display()
+    ))?;
+    expect(found == written, || {
+        format!("The file has {found}, and the guest wrote {written}")
+    })?;
+    let before = occupied()?;
+    subject.check(&format!(
+        "blkdiscard -o 0 -l {PATTERN_BYTES} /dev/{controller}n1 &&
+        dd if=/dev/{controller}n1 iflag=direct bs=64k count={count} 2>/dev/null |
+        cmp -n {PATTERN_BYTES} - /dev/zero"
+    ))?;
+    let after = occupied()?;
+    expect(after + PATTERN_BYTES <= before, || {
+        format!("The file took {before} bytes before, and {after} afterwards")
+    })?;
+    Ok(Outcome::Done)
+}
+
+fn lets_go(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
+    let controller = &subject.plugged;
+    let outcome = subject.vmm.unplug(controller)?;
+    // The drive of its root stays.
+    subject.check(&format!(
+        "for try in $(seq {TRIES}); do
+            [ -e /dev/{controller}n1 ] || [ -e /sys/class/nvme/{controller} ] || break
+            sleep 0.1
+        done
+        ! grep -q {PLUGGED} /sys/class/nvme/*/serial &&
+        echo 3 >/proc/sys/vm/drop_caches && md5sum /kept"
+    ))?;
+    Ok(outcome)
+}
+
+/// All ends well, and leaves a file system in order.
+fn powers_off(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
+    subject.vmm.power_off()?;
+    sh(&format!("e2fsck -fn {}", subject.images.root.display()))?;
+    Ok(Outcome::Done)
+}

@@ -61,7 +61,7 @@ const PATTERN_BYTES: u64 = 1 << 20;
 /// OACS: Doorbell Buffer Config (NVMe Base 2.0, figure 275).
 const OACS_DOORBELL_BUFFER: u64 = 1 << 8;
 /// How often a guest looks, every tenth of a second, whether a function has come or gone.
-const TRIES: u32 = 600;
+const TRIES: u32 = 200;
 
 /// A VMM, with what its functions lie on.
 struct Subject<'a> {

@@ -1,13 +1,15 @@
 //! A guest that submits any I/O commands, with any memory and anything in it, to a shadow queue that
 //! this thread polls itself.
 //!
-//! The first byte of the input chooses the logical block size and how many regions and commands there
-//! are. Each region has four bytes: its first page, its length, and what a device may do with it. Each
+//! The first byte of the input chooses the logical block size, how many regions and commands there are,
+//! and whether the drive is divided into zones, which are empty at first. Each region has four bytes: its first page, its length, and what a device may do with it. Each
 //! command has 64 bytes. The rest is the content of the regions, one after the other.
 //!
 //! Whatever is submitted, each command completes once, with its identifier and a status that the
 //! specification has for it; one that succeeds lies in the lease. A region that a device may not write
 //! stays as it was, and so do the memory of another guest and its blocks on both sides of the lease.
+//! With zones, that one cannot write its blocks again, so they are still there only if nobody reset
+//! its zones either.
 
 #![no_main]
 
@@ -19,6 +21,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use libfuzzer_sys::fuzz_target;
+use nvme_mpt::host::software::model::Profile;
 use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::QueueId;
@@ -45,7 +48,7 @@ const MARK: u8 = 0xA5;
 const EDGE: u64 = 64 << 10;
 
 /// Status Code Type and Status Code of what may come of a command.
-const LEGAL: [u16; 14] = [
+const LEGAL: [u16; 20] = [
     0x000, // Successful Completion
     0x001, // Invalid Command Opcode
     0x002, // Invalid Field in Command
@@ -58,6 +61,12 @@ const LEGAL: [u16; 14] = [
     0x013, // PRP Offset Invalid
     0x080, // LBA Out of Range
     0x183, // Command Size Limit Exceeded
+    0x1B8, // Zone Boundary Error
+    0x1B9, // Zone Is Full
+    0x1BC, // Zone Invalid Write
+    0x1BD, // Too Many Active Zones
+    0x1BE, // Too Many Open Zones
+    0x1BF, // Invalid Zone State Transition
     0x281, // Unrecovered Read Error
     0x285, // Compare Failure
 ];
@@ -68,9 +77,19 @@ const READ: u8 = 0x02;
 const COMPARE: u8 = 0x05;
 const DATASET_MANAGEMENT: u8 = 0x09;
 const COPY: u8 = 0x19;
+const ZONE_MANAGEMENT_SEND: u8 = 0x79;
+const ZONE_MANAGEMENT_RECEIVE: u8 = 0x7A;
+
+/// What a drive with zones is like: each lease has 16, of which 4 can be open and 6 active.
+const ZONES: &str = "model = \"zns\"\nzone_size = \"64K\"\nzone_capacity = \"64K\"\n\
+                     max_open = 12\nmax_active = 18\nappend_limit = \"16K\"\n";
+
+/// Most times that a command is looked after: one that resets all zones takes a turn for each.
+const TURNS: usize = 64;
 
 thread_local! {
-    static FIXTURES: RefCell<BTreeMap<u32, Fixture>> = const { RefCell::new(BTreeMap::new()) };
+    static FIXTURES: RefCell<BTreeMap<(u32, bool), Fixture>> =
+        const { RefCell::new(BTreeMap::new()) };
 }
 
 /// A guest's queue pair, of which this thread is the poller.
@@ -143,14 +162,6 @@ impl Lane {
         self.attachment.reset().expect("nothing is in flight");
     }
 
-    fn completed(&self) -> u64 {
-        self.attachment
-            .stats()
-            .queues
-            .first()
-            .map_or(0, |queue| queue.commands)
-    }
-
     /// Runs one command. One at a time, as it may well name the rings for its data.
     fn run(&mut self, mut command: [u8; 64]) -> u16 {
         let index = self.tail;
@@ -159,13 +170,18 @@ impl Lane {
         let at = SQ - RINGS + 64 * u64::from(index);
         self.rings.write_all_at(&command, at).expect("memory");
         self.tail = (index + 1) % ENTRIES;
-        let before = self.completed();
+        let before = completed(&self.attachment);
         self.attachment
             .ring_doorbell(Doorbell::SqTail(QUEUE), self.tail);
         let shadow = self.shadow.as_mut().expect("between begin and end");
         assert!(shadow.poll(), "the command was not taken: {command:x?}");
+        for _ in 0..TURNS {
+            if completed(&self.attachment) == before {
+                shadow.poll();
+            }
+        }
         assert!(!shadow.poll(), "there was more than one command");
-        assert_eq!(self.completed(), before + 1, "{command:x?}");
+        assert_eq!(completed(&self.attachment), before + 1, "{command:x?}");
         let mut entry = [0; 16];
         let at = CQ - RINGS + 16 * u64::from(index);
         self.rings.read_exact_at(&mut entry, at).expect("memory");
@@ -179,6 +195,12 @@ impl Lane {
     }
 }
 
+/// Commands that were completed so far.
+fn completed(attachment: &Attachment) -> u64 {
+    let stats = attachment.stats();
+    stats.queues.first().map_or(0, |queue| queue.commands)
+}
+
 struct Fixture {
     guest: Lane,
     /// Backs all regions of the guest's.
@@ -189,10 +211,12 @@ struct Fixture {
 }
 
 impl Fixture {
-    fn new(lba_size: u32) -> Self {
+    fn new(lba_size: u32, zoned: bool) -> Self {
+        let profile = Profile::parse("zones", ZONES).expect("a profile");
         let path = format!("memory:{}", 3 * LEASE).parse().expect("a drive");
         let options = DriveOptions {
             lba_size,
+            profile: zoned.then(|| Arc::new(profile)),
             ..DriveOptions::default()
         };
         let drive = Drive::open(&path, options).expect("memory");
@@ -281,6 +305,16 @@ fn edge(opcode: u8, index: u64, lba_size: u32) -> [u8; 64] {
     command
 }
 
+/// A reset of all zones.
+fn reset_all() -> [u8; 64] {
+    let mut command = [0; 64];
+    command[0] = ZONE_MANAGEMENT_SEND;
+    command[4] = 1;
+    command[52] = 4;
+    command[53] = 1;
+    command
+}
+
 fn file(len: u64) -> File {
     let file = tempfile::tempfile().expect("a file");
     file.set_len(len).expect("room");
@@ -334,6 +368,11 @@ fn check_success(command: &[u8; 64], lba_size: u32) {
     let blocks = LEASE / lba_size;
     match opcode {
         FLUSH | DATASET_MANAGEMENT => {}
+        // All zones, whichever block is named.
+        ZONE_MANAGEMENT_SEND if command[53] & 1 == 1 => {}
+        ZONE_MANAGEMENT_SEND | ZONE_MANAGEMENT_RECEIVE => {
+            assert!(number(40, 8) < blocks, "{command:x?}");
+        }
         COPY => assert!(number(40, 8) < blocks, "{command:x?}"),
         _ => {
             let (slba, count) = (number(40, 8), number(48, 2) + 1);
@@ -352,10 +391,11 @@ fuzz_target!(|input: &[u8]| {
     let lba_size = if choice & 1 == 0 { 512 } else { 4096 };
     let regions = usize::from(choice >> 1) % REGIONS + 1;
     let commands = usize::from(choice >> 3) % 16 + 1;
+    let zoned = choice >> 7 == 1;
     FIXTURES.with_borrow_mut(|fixtures| {
         let fixture = fixtures
-            .entry(lba_size)
-            .or_insert_with(|| Fixture::new(lba_size));
+            .entry((lba_size, zoned))
+            .or_insert_with(|| Fixture::new(lba_size, zoned));
         let mut mapped = Vec::new();
         for index in 0..regions as u64 {
             let first = u64::from(input.number());
@@ -396,6 +436,9 @@ fuzz_target!(|input: &[u8]| {
             .collect();
 
         fixture.guest.begin();
+        if zoned {
+            assert_eq!(fixture.guest.run(reset_all()), 0, "zones are reset");
+        }
         for command in submitted {
             if fixture.guest.run(command) == 0 {
                 check_success(&command, lba_size);

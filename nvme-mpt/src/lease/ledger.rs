@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::entry::{LeaseEntry, LeaseState};
+use super::entry::{LeaseEntry, LeaseState, own_pid};
 use super::error::{ID_MAX, LeaseError};
 use super::holder::{Holder, Slot};
 use super::identity::LeaseIdentity;
@@ -225,7 +225,7 @@ fn new_record(request: &LeaseRequest<'_>, slot: Slot) -> Record {
         drive: request.drive.to_owned(),
         nsid: request.nsid.0,
         range: request.range,
-        pid: process::id(),
+        pid: own_pid(),
         slot: slot.0,
     }
 }
@@ -244,7 +244,7 @@ impl Refusal {
                 range: request.range,
                 drive: request.drive.to_owned(),
                 remedy: match other.state {
-                    LeaseState::Held if other.pid == process::id() => {
+                    LeaseState::Held if other.pid == own_pid() => {
                         "choose ranges that do not overlap".to_owned()
                     }
                     LeaseState::Held => {

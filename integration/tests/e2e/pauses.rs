@@ -17,7 +17,7 @@ pub(crate) const GROUP: Group = Group::Alone {
     ],
 };
 
-const IOS: u64 = 10_000;
+const IOS: u64 = 4000;
 /// A completion that is later than this waited for something that did not come.
 const LATE: Duration = Duration::from_millis(50);
 /// A busy machine now and then takes the processor from guest or server for that long. A notification that
@@ -25,7 +25,7 @@ const LATE: Duration = Duration::from_millis(50);
 const ATTEMPTS: u32 = 3;
 
 /// A log for fio to replay: reads of random blocks, each up to 5 ms after the one before, in microseconds.
-const MAKE_LOG: &str = r#"awk -v ios=10000 'BEGIN {
+const MAKE_LOG: &str = r#"awk -v ios=4000 'BEGIN {
     srand(7)
     print "fio version 3 iolog"
     print "0 /dev/nvme0n1 add"

@@ -254,7 +254,8 @@ impl Fixture {
             // Nobody is to be aborted: the drive has all the time of an input.
             deadline: Duration::from_secs(3600),
         };
-        let controller = VfioController::open(model.clone(), options, &Threads::default()).expect("a drive");
+        let controller =
+            VfioController::open(model.clone(), options, &Threads::default()).expect("a drive");
         let path = "0000:01:00.0".parse().expect("an address");
         let drive = Drive::new(path, controller, None).expect("a namespace");
         let (ledger, pollers) = (Ledger::in_process(), Pollers::new());

@@ -54,7 +54,11 @@ fuzz_target!(|input: &[u8]| {
         }
         rest = input.0.to_vec();
     }));
-    if let Ok(controller) = VfioController::open(model.clone(), ControllerOptions::default(), &Threads::default()) {
+    if let Ok(controller) = VfioController::open(
+        model.clone(),
+        ControllerOptions::default(),
+        &Threads::default(),
+    ) {
         let limits = controller.limits();
         assert!(limits.max_transfer() >= 4096 && limits.entries_max >= 2);
         let namespaces = controller.namespaces();

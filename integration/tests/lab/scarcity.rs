@@ -143,7 +143,7 @@ const NEIGHBOURS: [(&str, &[&str]); 3] = [
     ("QD 32, 4 KiB reads", &["--size", "4K", "--qd", "32"]),
 ];
 /// Rounds of all neighbours.
-const ROUNDS: usize = 5;
+const ROUNDS: usize = 3;
 
 /// A guest with one read of 4 KiB at a time beside one that does all it can: the loud one has two queues, so
 /// that every queue pair has one of them, and shares one of these with the quiet one.

@@ -120,7 +120,22 @@ impl Asked {
     }
 
     /// What it says to a request; an error is one.
-    fn ask(&self, request: &str) -> Result<String, Fault> {
+    fn ask(&mut self, request: &str) -> Result<String, Fault> {
+        let answer = match self.answer(request) {
+            Ok(answer) => answer,
+            // That it has ended says more than that it does not answer.
+            Err(fault) => {
+                self.expect_alive()?;
+                return Err(fault);
+            }
+        };
+        match answer.trim_end().strip_prefix("ok") {
+            Some(rest) => Ok(rest.trim().to_owned()),
+            None => Err(Fault::Wrong(format!("{request}: {answer}"))),
+        }
+    }
+
+    fn answer(&self, request: &str) -> Result<String, Fault> {
         let file = |source| Fault::File {
             path: self.control.clone(),
             source,
@@ -132,10 +147,15 @@ impl Asked {
         BufReader::new(stream)
             .read_line(&mut answer)
             .map_err(file)?;
-        match answer.trim_end().strip_prefix("ok") {
-            Some(rest) => Ok(rest.trim().to_owned()),
-            None => Err(Fault::Wrong(format!("{request}: {answer}"))),
-        }
+        Ok(answer)
+    }
+
+    fn expect_alive(&mut self) -> Result<(), Fault> {
+        let ended = self.vmm.ended()?;
+        expect(ended.is_none(), || {
+            let status = ended.map_or_else(String::new, |status| status.to_string());
+            format!("It ended with {status}:\n{}", file_tail(self.vmm.log()))
+        })
     }
 
     /// Waits until the guest has said a line.
@@ -145,9 +165,9 @@ impl Asked {
             if said.contains(wanted) {
                 return Ok(true);
             }
-            let ended = self.vmm.ended()?;
-            expect(ended.is_none() && !said.contains("guest: lost"), || {
-                format!("In vain for {wanted:?}:\n{}", file_tail(self.vmm.log()))
+            self.expect_alive()?;
+            expect(!said.contains("guest: lost"), || {
+                format!("In vain for {wanted:?}:\n{said}")
             })?;
             Ok(false)
         })
@@ -160,7 +180,7 @@ impl Asked {
     }
 
     /// What it holds that a function must not leave behind.
-    fn holds(&self) -> Result<Holdings, Fault> {
+    fn holds(&mut self) -> Result<Holdings, Fault> {
         let of = |what: &str| PathBuf::from(format!("/proc/{}/{what}", self.vmm.pid()));
         let count = |path: PathBuf, is_ours: fn(&Path) -> bool| {
             let entries = fs::read_dir(&path).map_err(|source| Fault::File { path, source })?;
@@ -184,7 +204,7 @@ impl Asked {
     }
 
     /// Waits until it holds just that: a connection of ours may take a moment to be closed.
-    fn comes_to_hold(&self, wanted: &Holdings) -> Result<(), Fault> {
+    fn comes_to_hold(&mut self, wanted: &Holdings) -> Result<(), Fault> {
         let deadline = Instant::now() + CLOSED_WITHIN;
         loop {
             let holds = self.holds()?;

@@ -47,6 +47,12 @@ impl Agent {
         })
     }
 
+    /// Says empty lines while a script is waited for, where the VMM's serial port needs it.
+    pub(crate) fn remind(mut self) -> Self {
+        self.channel.remind();
+        self
+    }
+
     /// The guest's name.
     pub fn name(&self) -> &str {
         &self.name
@@ -100,7 +106,9 @@ impl Agent {
     /// # Errors
     /// If it does not end in time, or the guest dies.
     pub fn finish(&self, job: Job, patience: Duration) -> Result<Output, GuestError> {
-        job.wait(patience).map_err(|reason| self.silent(reason))
+        self.channel
+            .wait(job, patience)
+            .map_err(|reason| self.silent(reason))
     }
 
     /// Waits for a script in the background that must succeed.

@@ -8,11 +8,17 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use thiserror::Error;
 
 use super::base64;
+
+/// How often a guest is reminded of what it has not read yet, at first and later.
+const REMINDERS: [(Duration, Duration); 2] = [
+    (Duration::from_secs(3), Duration::from_millis(50)),
+    (Duration::MAX, Duration::from_secs(1)),
+];
 
 /// The guest does not answer.
 #[derive(Debug, Error)]
@@ -34,6 +40,19 @@ pub enum ChannelError {
     /// The line could not be set up.
     #[error("the line to its agent can't be used: {0}")]
     Io(#[from] std::io::Error),
+}
+
+impl ChannelError {
+    /// Waited for that long in all.
+    fn after(self, all: Duration) -> Self {
+        match self {
+            Self::Timeout { what, .. } => Self::Timeout {
+                what,
+                patience: all,
+            },
+            other => other,
+        }
+    }
 }
 
 /// What a script printed, and its exit status.
@@ -62,12 +81,6 @@ impl Job {
     pub fn try_result(&self) -> Option<Output> {
         self.result.try_recv().ok()
     }
-
-    pub(super) fn wait(self, patience: Duration) -> Result<Output, ChannelError> {
-        receive(&self.result, patience, || {
-            format!("the end of `{}`", self.script)
-        })
-    }
 }
 
 #[derive(Debug)]
@@ -86,6 +99,7 @@ pub(super) struct Channel {
     next_id: AtomicU64,
     ready: Mutex<Receiver<()>>,
     events: Mutex<Receiver<String>>,
+    reminds: bool,
 }
 
 impl Channel {
@@ -103,7 +117,37 @@ impl Channel {
             next_id: AtomicU64::new(1),
             ready: Mutex::new(ready),
             events: Mutex::new(events),
+            reminds: false,
         })
+    }
+
+    /// Says empty lines, which the agent ignores, as long as it is waited for the end of a script: a port
+    /// that raises one interrupt for however much comes at once leaves the guest with what it did not take
+    /// then (Linux takes 256 bytes), until something else comes.
+    pub(super) fn remind(&mut self) {
+        self.reminds = true;
+    }
+
+    /// Waits for the end of a script.
+    pub(super) fn wait(&self, job: Job, patience: Duration) -> Result<Output, ChannelError> {
+        let what = || format!("the end of `{}`", job.script);
+        let started = Instant::now();
+        loop {
+            let waited = started.elapsed();
+            let left = patience.saturating_sub(waited);
+            let turn = REMINDERS.iter().find(|(until, _)| waited < *until);
+            let Some((_, turn)) = turn.filter(|(_, turn)| self.reminds && *turn < left) else {
+                return receive(&job.result, left, what).map_err(|error| error.after(patience));
+            };
+            match receive(&job.result, *turn, what) {
+                Err(ChannelError::Timeout { .. }) => {
+                    let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
+                    // One that is cut is seen by whoever listens.
+                    let _ = out.write_all(b"\n");
+                }
+                result => return result,
+            }
+        }
     }
 
     pub(super) fn await_ready(&self, patience: Duration) -> Result<(), ChannelError> {
@@ -241,8 +285,35 @@ mod tests {
             status,
             text: text.to_owned(),
         };
-        assert_eq!(first.wait(PATIENCE).expect("first"), output(0, "aaaa"));
-        assert_eq!(second.wait(PATIENCE).expect("second"), output(3, "b"));
+        assert_eq!(
+            channel.wait(first, PATIENCE).expect("first"),
+            output(0, "aaaa")
+        );
+        assert_eq!(
+            channel.wait(second, PATIENCE).expect("second"),
+            output(3, "b")
+        );
+    }
+
+    #[test]
+    fn a_guest_is_reminded_until_its_script_ends() {
+        let (mut channel, mut guest) = line();
+        channel.remind();
+        let job = channel.start("long").expect("start");
+        let answers = std::thread::spawn(move || {
+            let mut lines = BufReader::new(guest.try_clone().expect("clone")).lines();
+            let mut next = || lines.next().expect("a line").expect("read");
+            assert!(next().starts_with("run 1 "));
+            assert_eq!([next(), next()], ["", ""]);
+            guest.write_all(b"end 1 0\r\n").expect("write");
+            guest
+        });
+        assert_eq!(channel.wait(job, PATIENCE).expect("an end").status, 0);
+        let _guest = answers.join().expect("answers");
+        let job = channel.start("never").expect("start");
+        let patience = Duration::from_millis(120);
+        let error = channel.wait(job, patience).expect_err("no end");
+        assert!(error.to_string().contains("120ms in vain"), "{error}");
     }
 
     #[test]
@@ -251,7 +322,7 @@ mod tests {
         let job = channel.start("sleep").expect("start");
         drop(guest);
         assert!(matches!(
-            job.wait(PATIENCE),
+            channel.wait(job, PATIENCE),
             Err(ChannelError::Closed { .. })
         ));
         assert!(matches!(
@@ -271,7 +342,7 @@ mod tests {
         guest.write_all(b"ready\r\n").expect("write");
         channel.await_ready(PATIENCE).expect("ready");
         assert!(matches!(
-            job.wait(PATIENCE),
+            channel.wait(job, PATIENCE),
             Err(ChannelError::Closed { .. })
         ));
     }

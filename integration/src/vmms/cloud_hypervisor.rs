@@ -110,7 +110,8 @@ impl CloudHypervisor {
         }
         let mut vmm = Supervised::spawn(NAME, &command, &setup.folder.join("vmm.log"))?;
         let stream = connect(&setup.folder.join("agent"), || Ok(vmm.ended()?.is_some()))?;
-        let guest = Agent::new("guest", &kernel.name, &console, vmm, stream)?;
+        // It raises one interrupt for all that comes over its serial port at once.
+        let guest = Agent::new("guest", &kernel.name, &console, vmm, stream)?.remind();
         guest.await_ready(BOOT_PATIENCE)?;
         Ok(Self {
             guest,

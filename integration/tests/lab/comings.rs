@@ -50,7 +50,7 @@ const VERIFY: &str = r"
 n=0
 while true; do
     echo guest: begins $n.
-    fio --name=verify --filename=/data --size=2m --rw=randwrite --bs=4k --iodepth=32 \
+    fio --name=verify --filename=/data --size=1m --rw=randwrite --bs=4k --iodepth=32 \
         --ioengine=libaio --direct=1 --verify=crc32c --verify_fatal=1 --randseed=$n --eta=never \
         --output=/tmp/fio || { cat /tmp/fio; echo guest: lost $n.; break; }
     echo guest: verified $n.

@@ -46,6 +46,8 @@ struct Terms {
     under_way: u64,
     /// Seconds: what the loud guest has in the drive by then goes first.
     warmup: &'static str,
+    /// Rounds of all neighbours.
+    rounds: usize,
     /// How many times as long as alone a quiet guest's 99th percentile may be.
     limit: f64,
 }
@@ -57,6 +59,7 @@ const SLOW: Terms = Terms {
     id: "b",
     under_way: 70,
     warmup: "3",
+    rounds: 3,
     limit: 3.0,
 };
 
@@ -65,6 +68,7 @@ const FAST: Terms = Terms {
     id: "a",
     under_way: 200,
     warmup: "1",
+    rounds: 1,
     limit: 60.0,
 };
 
@@ -142,15 +146,13 @@ const NEIGHBOURS: [(&str, &[&str]); 3] = [
     ("QD 32, 128 KiB reads", &["--size", "128K", "--qd", "32"]),
     ("QD 32, 4 KiB reads", &["--size", "4K", "--qd", "32"]),
 ];
-/// Rounds of all neighbours.
-const ROUNDS: usize = 3;
 
 /// A guest with one read of 4 KiB at a time beside one that does all it can: the loud one has two queues, so
 /// that every queue pair has one of them, and shares one of these with the quiet one.
 fn loud_and_quiet(bench: &Bench, terms: &Terms) -> Result<(), Fault> {
     let (mut server, path) = serve(bench, terms.id)?;
     let mut measured: [Vec<Measured>; NEIGHBOURS.len()] = Default::default();
-    for round in 0..ROUNDS {
+    for round in 0..terms.rounds {
         for (index, (_, arguments)) in NEIGHBOURS.iter().enumerate() {
             let name = format!("loud-{index}-{round}.log");
             let neighbour = loud(&server, terms, arguments, &bench.folder().join(name))?;
@@ -171,8 +173,9 @@ fn loud_and_quiet(bench: &Bench, terms: &Terms) -> Result<(), Fault> {
         values[values.len() / 2]
     };
     say(&format!(
-        "  quiet guest, QD 1, 4 KiB reads; medians of {ROUNDS} rounds\n  \
-         neighbour              p50 us    p99 us   of alone   IOPS   p99 of each round"
+        "  quiet guest, QD 1, 4 KiB reads; medians of {} rounds\n  \
+         neighbour              p50 us    p99 us   of alone   IOPS   p99 of each round",
+        terms.rounds
     ));
     let alone = median(|m| m.p99, 0);
     let mut worst: f64 = 0.0;

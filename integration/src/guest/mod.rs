@@ -38,7 +38,7 @@ use qmp::Qmp;
 const MESSAGE_TIMEOUT_MS: u32 = 60_000;
 
 /// A guest emulated in software on a busy machine boots within this.
-pub const BOOT_PATIENCE: Duration = Duration::from_secs(300);
+pub const BOOT_PATIENCE: Duration = Duration::from_secs(150);
 /// What has a kernel boot from the file system on its first NVMe drive, whose user land is that of guests.
 pub const ROOT_ARGUMENTS: &str = "root=/dev/nvme0n1 rw init=/init";
 /// How much of a panic an error shows.
@@ -47,10 +47,16 @@ const PANIC_LINES: usize = 25;
 const START_PATIENCE: Duration = Duration::from_secs(30);
 
 /// Whether an error came of a guest that was lost: KVM on an emulated processor now and then ends one without
-/// a word. Its VMM has ended then, or the guest has reset itself in the reference VMM.
+/// a word. Its VMM has ended then, or the guest has reset itself in the reference VMM, or it never came up.
 pub fn is_lost(error: &dyn std::error::Error) -> bool {
     let text = crate::error_chain(error);
-    text.contains("its VMM ended while") || text.contains("It ended with exit status: 2")
+    [
+        "its VMM ended while",
+        "It ended with exit status: 2",
+        "in vain for the guest to come up",
+    ]
+    .iter()
+    .any(|said| text.contains(said))
 }
 
 /// What went wrong with a guest.

@@ -9,7 +9,7 @@ use integration::process::{Supervised, file_tail};
 use integration::provision::{Assets, KernelChoice};
 
 use crate::fixture::{Bench, Fault, PATIENCE, expect, sh};
-use crate::{Group, Refused, exits};
+use crate::{Group, Refused, exits, init};
 
 pub(crate) const GROUP: Group = Group::Inside {
     name: "vmm",
@@ -31,15 +31,8 @@ pub(crate) const GROUP: Group = Group::Inside {
     ],
 };
 
-/// What the guest runs instead of an init: it ends by turning the machine off. Its root is read-only by
-/// then, as a file system that was left in order.
-const VERIFY_SCRIPT: &str = r"#!/bin/busybox sh
-/bin/busybox --install -s /bin
-export PATH=/sbin:/bin
-mount -t proc proc /proc
-mount -t sysfs sysfs /sys
-mount -t devtmpfs devtmpfs /dev
-mount -t tmpfs tmpfs /tmp
+/// What the guest does with its root.
+const VERIFY: &str = r"
 echo guest: cpus $(nproc)
 echo guest: root $(sed -n 's/ .*ext4.*//p' /proc/mounts)
 echo guest: model $(cat /sys/class/nvme/nvme0/model)
@@ -50,8 +43,6 @@ sync
 dd if=/dev/urandom of=/more bs=64k count=64 2>/dev/null && sum=$(md5sum </more)
 echo 3 >/proc/sys/vm/drop_caches
 [ $(md5sum </more | cut -c-32) = ${sum%% *} ] && echo guest: same
-mount -o remount,ro /
-poweroff -f
 ";
 
 fn root_with_mapped_doorbells(bench: &Bench) -> Result<(), Fault> {
@@ -66,7 +57,7 @@ fn root_with_trapped_doorbells(bench: &Bench) -> Result<(), Fault> {
 fn verify(bench: &Bench, kernel: &KernelChoice, doorbells: &str, cpus: u8) -> Result<(), Fault> {
     let cpus_argument = cpus.to_string();
     let arguments = ["--cpus", &cpus_argument];
-    let said = boot(bench, kernel, VERIFY_SCRIPT, doorbells, &arguments)?;
+    let said = boot(bench, kernel, &init::script(VERIFY), doorbells, &arguments)?;
     for wanted in [
         &format!("guest: cpus {cpus}"),
         "guest: root /dev/root",
@@ -103,10 +94,7 @@ pub(crate) fn boot(
         .args(arguments)
         .arg("--state-dir")
         .arg(bench.folder())
-        .args([
-            "--cmdline",
-            "console=ttyS0 quiet root=/dev/nvme0n1 rw init=/check panic=-1",
-        ])
+        .args(["--cmdline", init::COMMAND_LINE])
         .arg("--nvme-mpt")
         .arg(format!("path={},doorbells={doorbells}", image.display()));
     let mut vmm = Supervised::spawn("reference-vmm", &command, &console)?;

@@ -1,9 +1,10 @@
 //! The NVMe wire format: what registers, commands, completions and data structures look like.
 //!
 //! After the *NVM Express Base Specification 2.0* ("Base 2.0"), the *NVM Command Set Specification
-//! 1.0* ("NVM 1.0"), the *Zoned Namespace Command Set Specification 1.1* ("ZNS 1.1") and the *NVMe
-//! over PCIe Transport Specification 1.0* ("PCIe 1.0"). Layouts, numbers and their names only: no
-//! decision is taken here and nothing is read or written.
+//! 1.0* ("NVM 1.0"), the *Zoned Namespace Command Set Specification 1.1* ("ZNS 1.1"), the *Key Value
+//! Command Set Specification 1.0* ("KV 1.0") and the *NVMe over PCIe Transport Specification 1.0*
+//! ("PCIe 1.0"). Layouts, numbers and their names only: no decision is taken here and nothing is read
+//! or written.
 //!
 //! - Numbers are *open*: a value that the specification does not name is kept as it is.
 //! - Structures are laid out as on the wire and convert to and from bytes (`zerocopy`).
@@ -21,6 +22,7 @@ pub mod event;
 pub mod feature;
 pub mod identify;
 pub mod ids;
+pub mod key_value;
 pub mod log;
 pub mod nvm;
 pub mod opcode;

@@ -59,6 +59,18 @@ open_enum! {
     }
 }
 
+open_enum! {
+    /// Opcode of an I/O command of the Key Value Command Set (KV 1.0, section 3.2; Base 2.0, section 7).
+    pub struct KvOpcode(u8) {
+        FLUSH = 0x00, "Flush";
+        STORE = 0x01, "Store";
+        RETRIEVE = 0x02, "Retrieve";
+        LIST = 0x06, "List";
+        DELETE = 0x10, "Delete";
+        EXIST = 0x14, "Exist";
+    }
+}
+
 /// Which way an opcode moves data, as its two low bits tell for every opcode, standard or vendor
 /// specific (Base 2.0, section 3.3.3.1, "Data Transfer").
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -98,6 +110,9 @@ mod tests {
         assert_eq!(of(NvmOpcode::FLUSH.0), DataTransfer::None);
         assert_eq!(of(NvmOpcode::COPY.0), DataTransfer::HostToController);
         assert_eq!(of(NvmOpcode::WRITE_ZEROES.0), DataTransfer::None);
+        assert_eq!(of(KvOpcode::STORE.0), DataTransfer::HostToController);
+        assert_eq!(of(KvOpcode::LIST.0), DataTransfer::ControllerToHost);
+        assert_eq!(of(KvOpcode::EXIST.0), DataTransfer::None);
         assert_eq!(of(AdminOpcode::IDENTIFY.0), DataTransfer::ControllerToHost);
         assert_eq!(
             of(AdminOpcode::DOORBELL_BUFFER_CONFIG.0),

@@ -1,0 +1,316 @@
+//! The Key Value Command Set: its commands and their data, and its Identify data structure, after the
+//! *NVM Express Key Value Command Set Specification 1.0* ("KV 1.0").
+
+use core::cmp::Ordering;
+use core::fmt;
+use core::mem::{offset_of, size_of};
+
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, transmute};
+
+use super::{identify::IDENTIFY_SIZE, sqe::Sqe};
+
+command! {
+    /// Store (KV 1.0, section 3.2.5). Its [`Key`] is in dwords that all commands have it in.
+    pub struct Store {
+        /// Value Size, in bytes.
+        vs: u32 = cdw10[31:0];
+        /// Key Length, in bytes.
+        kl: u8 = cdw11[7:0];
+        /// Store Option: the key is there already, or nothing is stored.
+        must_exist: bool = cdw11[8];
+        /// Store Option: the key is not there yet, or nothing is stored.
+        must_not_exist: bool = cdw11[9];
+        /// Store Option: the value is not to be compressed.
+        no_compression: bool = cdw11[10];
+    }
+}
+
+command! {
+    /// Retrieve (KV 1.0, section 3.2.4). Dword 0 of its completion is the size of the value, however
+    /// much of it there was room for.
+    pub struct Retrieve {
+        /// Host Buffer Size, in bytes.
+        hbs: u32 = cdw10[31:0];
+        /// Key Length, in bytes.
+        kl: u8 = cdw11[7:0];
+        /// Retrieve Option: the value as it is stored, not decompressed.
+        raw: bool = cdw11[8];
+    }
+}
+
+command! {
+    /// List (KV 1.0, section 3.2.3).
+    pub struct List {
+        /// Host Buffer Size, in bytes.
+        hbs: u32 = cdw10[31:0];
+        /// Key Length, in bytes; 0: from the first key on.
+        kl: u8 = cdw11[7:0];
+    }
+}
+
+/// Longest key, in bytes (KV 1.0, section 2.1).
+pub const KEY_LENGTH_MAX: usize = 16;
+
+/// A key of 1 to 16 bytes, or of none where a List begins with the first one there is. Keys are in the
+/// order of their bytes, a key before those that begin with it.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub struct Key {
+    length: u8,
+    /// Zeroes from its length on.
+    bytes: [u8; KEY_LENGTH_MAX],
+}
+
+impl Key {
+    /// A key of these bytes, if they are not too many.
+    #[must_use]
+    pub fn new(key: &[u8]) -> Option<Self> {
+        let mut bytes = [0; KEY_LENGTH_MAX];
+        bytes.get_mut(..key.len())?.copy_from_slice(key);
+        // No more than there is room for.
+        let length = key.len() as u8;
+        Some(Self { length, bytes })
+    }
+
+    /// The key of a command (KV 1.0, section 3.2): bytes 0 to 7 in dwords 2 and 3, bytes 8 to 15 in dwords
+    /// 14 and 15, its length in dword 11. `None` if it is too long.
+    #[must_use]
+    pub fn of(sqe: &Sqe) -> Option<Self> {
+        let bytes: [u8; KEY_LENGTH_MAX] = transmute!([sqe.cdw2, sqe.cdw3, sqe.cdw14, sqe.cdw15]);
+        // The field is in the same place for all commands.
+        let Retrieve { kl, .. } = Retrieve::from(sqe);
+        Self::new(bytes.get(..usize::from(kl))?)
+    }
+
+    /// Makes this the key of a command.
+    pub const fn write_to(self, sqe: &mut Sqe) {
+        let dwords: [u32; KEY_LENGTH_MAX / 4] = transmute!(self.bytes);
+        [sqe.cdw2, sqe.cdw3, sqe.cdw14, sqe.cdw15] = dwords;
+        sqe.cdw11 = sqe.cdw11 & !0xFF | self.length as u32;
+    }
+
+    /// Its bytes.
+    #[must_use]
+    pub fn as_bytes(&self) -> &[u8] {
+        self.bytes.get(..usize::from(self.length)).unwrap_or(&[])
+    }
+
+    /// Whether it has no bytes.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.length == 0
+    }
+}
+
+impl Ord for Key {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.as_bytes().cmp(other.as_bytes())
+    }
+}
+
+impl PartialOrd for Key {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Key({})", self.as_bytes().escape_ascii())
+    }
+}
+
+/// What List returns (KV 1.0, section 3.2.3): the Number of Returned Keys, then for each key its length
+/// in two bytes and its bytes, each filled up to whole dwords.
+#[derive(Clone, Debug)]
+pub struct KeyList {
+    bytes: Vec<u8>,
+    room: usize,
+    count: u32,
+}
+
+impl KeyList {
+    /// Bytes before the first key.
+    pub const HEADER: usize = 4;
+
+    /// A list without keys, for a host buffer with room for its header at least.
+    #[must_use]
+    pub fn new(room: usize) -> Self {
+        Self {
+            bytes: vec![0; Self::HEADER],
+            room,
+            count: 0,
+        }
+    }
+
+    /// Adds a key, if there is room for it.
+    pub fn push(&mut self, key: &Key) -> bool {
+        let key = key.as_bytes();
+        let end = self.bytes.len() + (2 + key.len()).next_multiple_of(4);
+        if end > self.room {
+            return false;
+        }
+        self.bytes.extend([key.len() as u8, 0]);
+        self.bytes.extend(key);
+        self.bytes.resize(end, 0);
+        self.count += 1;
+        true
+    }
+
+    /// The data structure.
+    #[must_use]
+    pub fn into_bytes(mut self) -> Vec<u8> {
+        if let Some(header) = self.bytes.first_chunk_mut() {
+            *header = self.count.to_le_bytes();
+        }
+        self.bytes
+    }
+}
+
+/// KV Format (KV 1.0, section 4.1.5.1).
+#[repr(C)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
+)]
+pub struct KvFormat {
+    /// KV Key Max Length, in bytes.
+    pub kml: u16,
+    /// Reserved.
+    pub rsvd2: u8,
+    /// Additional Format Options: Relative Performance.
+    pub fopts: u8,
+    /// KV Value Max Length, in bytes.
+    pub vml: u32,
+    /// Max Num Keys; 0: no limit.
+    pub mnk: u32,
+    /// Reserved.
+    pub rsvd12: u32,
+}
+
+const _: () = assert!(size_of::<KvFormat>() == 16);
+
+/// I/O Command Set specific Identify Namespace of the Key Value Command Set (CNS 05h, CSI 01h; KV 1.0,
+/// section 4.1.5.1).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
+pub struct IdentifyNamespaceKv {
+    /// Namespace Size, in bytes.
+    pub nsze: u64,
+    /// Reserved.
+    pub rsvd8: [u8; 8],
+    /// Namespace Utilization, in bytes.
+    pub nuse: u64,
+    /// Namespace Features.
+    pub nsfeat: u8,
+    /// Number of KV Formats.
+    pub nkvf_z: u8,
+    /// Namespace Multi-path I/O and Namespace Sharing Capabilities.
+    pub nmic: u8,
+    /// Reservation Capabilities.
+    pub rescap: u8,
+    /// Format Progress Indicator.
+    pub fpi: u8,
+    /// Reserved.
+    pub rsvd29: [u8; 3],
+    /// Namespace Optimal Value Granularity, in bytes; 0: not reported.
+    pub novg: u32,
+    /// ANA Group Identifier.
+    pub anagrpid: u32,
+    /// Reserved.
+    pub rsvd40: [u8; 3],
+    /// Namespace Attributes.
+    pub nsattr: u8,
+    /// NVM Set Identifier.
+    pub nvmsetid: u16,
+    /// Endurance Group Identifier.
+    pub endgid: u16,
+    /// Namespace Globally Unique Identifier.
+    pub nguid: [u8; 16],
+    /// IEEE Extended Unique Identifier.
+    pub eui64: [u8; 8],
+    /// KV Formats.
+    pub kvf: [KvFormat; 16],
+    /// Reserved, and vendor specific from byte 3840 on.
+    pub rsvd328: [u8; 3768],
+}
+
+const _: () = assert!(size_of::<IdentifyNamespaceKv>() == IDENTIFY_SIZE);
+const _: () = assert!(offset_of!(IdentifyNamespaceKv, novg) == 32);
+const _: () = assert!(offset_of!(IdentifyNamespaceKv, nguid) == 48);
+const _: () = assert!(offset_of!(IdentifyNamespaceKv, kvf) == 72);
+
+#[cfg(test)]
+mod tests {
+    use zerocopy::FromZeros;
+
+    use super::*;
+    use crate::spec::opcode::KvOpcode;
+
+    fn key(bytes: &[u8]) -> Key {
+        Key::new(bytes).expect("short enough")
+    }
+
+    #[test]
+    fn a_key_is_in_four_dwords() {
+        let mut sqe = Sqe::new(KvOpcode::STORE.0);
+        Store {
+            vs: 0x1234,
+            must_not_exist: true,
+            ..Store::default()
+        }
+        .write_to(&mut sqe);
+        key(b"abcdefghijk").write_to(&mut sqe);
+        assert_eq!((sqe.cdw2, sqe.cdw3), (0x6463_6261, 0x6867_6665));
+        assert_eq!((sqe.cdw14, sqe.cdw15), (0x006B_6A69, 0));
+        assert_eq!((sqe.cdw10, sqe.cdw11), (0x1234, 0x020B));
+        assert_eq!(Key::of(&sqe), Some(key(b"abcdefghijk")));
+        // What lies behind its length is no part of it.
+        sqe.cdw15 = !0;
+        assert_eq!(Key::of(&sqe), Some(key(b"abcdefghijk")));
+        sqe.cdw11 = 17;
+        assert_eq!(Key::of(&sqe), None);
+        sqe.cdw11 = 0;
+        assert_eq!(Key::of(&sqe), Some(Key::default()));
+    }
+
+    #[test]
+    fn keys_are_in_the_order_of_their_bytes() {
+        let mut keys = [&b"b"[..], b"", b"ab", b"a\0", b"a", b"\xff", b"abc"].map(key);
+        keys.sort();
+        let sorted = [&b""[..], b"a", b"a\0", b"ab", b"abc", b"b", b"\xff"].map(key);
+        assert_eq!(keys, sorted);
+        assert_eq!(Key::new(&[0; 17]), None);
+    }
+
+    #[test]
+    fn a_list_has_keys_in_whole_dwords() {
+        let mut list = KeyList::new(24);
+        assert!(list.push(&key(b"a")));
+        assert!(list.push(&key(b"abc")));
+        // Four bytes and eight are taken, of twenty; ten bytes of a key would make it twenty-four.
+        assert!(!list.push(&key(b"0123456789")));
+        assert!(list.push(&key(b"012345")));
+        assert_eq!(
+            list.into_bytes(),
+            b"\x03\0\0\0\x01\0a\0\x03\0abc\0\0\0\x06\x00012345"
+        );
+    }
+
+    #[test]
+    fn a_namespace_is_laid_out_as_specified() {
+        let mut id = IdentifyNamespaceKv::new_zeroed();
+        id.nsze = 1 << 32;
+        id.nuse = 0x55;
+        id.kvf[0] = KvFormat {
+            kml: 16,
+            vml: 1 << 20,
+            mnk: 7,
+            ..KvFormat::default()
+        };
+        let bytes = id.as_bytes();
+        assert_eq!((bytes[4], bytes[16]), (1, 0x55));
+        assert_eq!(
+            bytes[72..88],
+            [16, 0, 0, 0, 0, 0, 16, 0, 7, 0, 0, 0, 0, 0, 0, 0]
+        );
+    }
+}

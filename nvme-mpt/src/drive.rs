@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use crate::host::software::SoftwareController;
 use crate::host::software::faults::{FaultError, FaultPlan};
-use crate::host::software::model::Profile;
+use crate::host::software::key_value::{KeyValueController, KeyValueError};
+use crate::host::software::model::{KvProfile, Profile};
 use crate::host::software::zones::ZoneError;
 use crate::host::vfio::function::PciAddress;
 use crate::host::vfio::{
@@ -42,6 +43,9 @@ pub enum DriveError {
     /// It cannot be divided into zones.
     #[error(transparent)]
     Zones(#[from] ZoneError),
+    /// It cannot hold keys and values.
+    #[error(transparent)]
+    KeyValue(#[from] KeyValueError),
     /// Its faults do not fit it.
     #[error(transparent)]
     Faults(#[from] FaultError),
@@ -203,6 +207,15 @@ impl Drive {
                 source,
             },
         };
+        if let Some(Profile::Kv(profile)) = options.profile.as_deref()
+            && !matches!(path, DrivePath::Pci(_))
+        {
+            if options.faults.is_some() {
+                return Err(KeyValueError::Faults.into());
+            }
+            let controller = open_key_value(path, profile, threads)?;
+            return Self::new(path.clone(), Arc::new(controller), options.namespace);
+        }
         let software = |drive: SoftwareController| -> Result<Arc<dyn HostController>, DriveError> {
             let drive = match options.profile.as_deref() {
                 Some(profile @ Profile::Zns(zones)) => drive.timed(profile).zoned(zones)?,
@@ -328,6 +341,22 @@ impl Drive {
     #[must_use]
     pub fn controller(&self) -> &dyn HostController {
         self.controller.as_ref()
+    }
+}
+
+/// Opens a drive of keys and values.
+fn open_key_value(
+    path: &DrivePath,
+    profile: &KvProfile,
+    threads: &Threads,
+) -> Result<KeyValueController, DriveError> {
+    match path {
+        DrivePath::Memory(bytes) => Ok(KeyValueController::memory(*bytes, profile)),
+        DrivePath::File(file) if file.exists() => {
+            Ok(KeyValueController::file(file, profile, threads)?)
+        }
+        DrivePath::File(_) => Err(DriveError::NotFound(path.to_string())),
+        DrivePath::Null(_) | DrivePath::Pci(_) => Err(KeyValueError::Null.into()),
     }
 }
 

@@ -318,6 +318,8 @@ fn cases(profile: &Profile) -> Vec<Case> {
         Profile::Ssd(profile) => of_ssd(profile),
         // Its time is that of model `nvm`.
         Profile::Zns(_) => Vec::new(),
+        // It has none.
+        Profile::Kv(_) => Vec::new(),
     }
 }
 

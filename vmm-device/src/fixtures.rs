@@ -34,6 +34,7 @@ pub(crate) fn namespace() -> LeasedNamespace {
             0xEE, 0xFF,
         ],
         zones: None,
+        keys: None,
     }
 }
 
@@ -60,6 +61,7 @@ pub(crate) fn limits() -> Limits {
         copy_bytes_max: 1 << 20,
         copy_ranges_max: 128,
         zone_append_bytes_max: 0,
+        value_bytes_max: 0,
     }
 }
 

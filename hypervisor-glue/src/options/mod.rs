@@ -221,6 +221,15 @@ impl FunctionOptions {
             let faults = self.faults.as_ref().map(|_| ("faults", why));
             return lba.or(profile).or(faults);
         }
+        if let Some(Profile::Kv(_)) = self.profile.as_deref() {
+            let why = "a drive of keys and values has no logical blocks";
+            let lba = self.lba.map(|_| ("lba", why));
+            let why = "what goes wrong is declared for logical blocks, which a drive of keys and values has none of";
+            let faults = self.faults.as_ref().map(|_| ("faults", why));
+            if let Some(meaningless) = lba.or(faults) {
+                return Some(meaningless);
+            }
+        }
         let namespace = self.namespace.map(|_| {
             let why = "only a physical drive, as in path=0000:01:00.0, has more than one";
             ("namespace", why)

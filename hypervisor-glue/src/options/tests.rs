@@ -106,12 +106,21 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=memory:1G,profile=fast",
-            "Option \"profile\" cannot be \"fast\"\n  There is no profile `fast`; use nvm, ssd, zns, or a path with a slash \
+            "Option \"profile\" cannot be \"fast\"\n  There is no profile `fast`; use nvm, ssd, zns, kv, or a path with a slash \
              to one of your own, as in ./drive.toml",
         ),
         (
             "path=0000:01:00.0,faults=none",
             "Option \"faults\" is not for 0000:01:00.0: what goes wrong with a physical drive is its own; leave it out",
+        ),
+        (
+            "path=memory:1G,profile=kv,lba=4096",
+            "Option \"lba\" is not for memory:1G: a drive of keys and values has no logical blocks; leave it out",
+        ),
+        (
+            "path=memory:1G,profile=kv,faults=none",
+            "Option \"faults\" is not for memory:1G: what goes wrong is declared for logical blocks, which a \
+             drive of keys and values has none of; leave it out",
         ),
         (
             "path=memory:1G,faults=/nonexistent/plan",

@@ -10,6 +10,7 @@ use crate::interrupt::InterruptVector;
 use crate::lease::Lease;
 use crate::poller::{PollPolicy, Pollers};
 use crate::spec::ids::{Nsid, QueueId};
+use crate::spec::key_value::KvFormat;
 
 /// What a guest controller attaches with.
 #[derive(Debug)]
@@ -86,4 +87,6 @@ pub struct LeasedNamespace {
     pub uuid: [u8; 16],
     /// Its zones, if it is divided into zones.
     pub zones: Option<NamespaceZones>,
+    /// What its keys and values may be, if it has those instead of logical blocks.
+    pub keys: Option<KvFormat>,
 }

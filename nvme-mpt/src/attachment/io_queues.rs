@@ -168,9 +168,11 @@ impl Attachment {
             .unwrap_or(MAX_SLOTS)
             .min(MAX_SLOTS);
         let controller = self.drive.controller();
-        let host = controller
-            .create_queue(slots, self.drive.namespace())
-            .map_err(failed)?;
+        let host = match &self.keys {
+            Some(keys) => keys.create_queue(slots),
+            None => controller.create_queue(slots, self.drive.namespace()),
+        };
+        let host = host.map_err(failed)?;
         let host = match &self.zones {
             Some(zones) => {
                 HostQueuePair::Zoned(Box::new(ZonedQueue::new(host, zones.clone(), slots)))

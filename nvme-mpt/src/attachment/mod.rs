@@ -32,6 +32,7 @@ use crate::dma::DmaWindow;
 use crate::doorbell::{DoorbellMode, DoorbellPage};
 use crate::drive::Drive;
 use crate::event::EventQueue;
+use crate::host::software::key_value::KeySpace;
 use crate::host::software::zones::LeasedZones;
 use crate::host::{HostNamespace, Limits};
 use crate::interrupt::Coalescing;
@@ -60,6 +61,7 @@ pub struct Attachment {
     _claim: Option<RangeLock>,
     namespace: LeasedNamespace,
     zones: Option<Arc<LeasedZones>>,
+    keys: Option<KeySpace>,
     queue_pairs: u16,
     poll: PollPolicy,
     pollers: Arc<Pollers>,
@@ -101,6 +103,7 @@ impl Attachment {
             None => identity.serial,
         };
         let zones = drive.controller().lease_zones(lease.range())?;
+        let keys = drive.controller().lease_keys(lease.range());
         let namespace = LeasedNamespace {
             nsid: GUEST_NSID,
             lba_shift: drive.lba_shift(),
@@ -114,6 +117,7 @@ impl Attachment {
                 geometry: zones.geometry(),
                 resources: zones.resources(),
             }),
+            keys: keys.as_ref().map(KeySpace::format),
         };
         let range = lease.bytes();
         let claim = drive
@@ -145,6 +149,7 @@ impl Attachment {
             _claim: claim,
             namespace,
             zones: zones.map(Arc::new),
+            keys,
             queue_pairs,
             poll,
             pollers,
@@ -233,6 +238,12 @@ impl Attachment {
     #[must_use]
     pub fn zones(&self) -> Option<&LeasedZones> {
         self.zones.as_deref()
+    }
+
+    /// Keys and values of the lease, if its drive has those.
+    #[must_use]
+    pub fn keys(&self) -> Option<&KeySpace> {
+        self.keys.as_ref()
     }
 
     /// What may be promised to the guest.

@@ -18,6 +18,7 @@ use crate::doorbell::DoorbellBuffer;
 use crate::host::Limits;
 use crate::interrupt::InterruptVector;
 use crate::spec::ids::QueueId;
+use crate::spec::key_value::KvFormat;
 use crate::spec::registers::Doorbell;
 use crate::stats::Counters;
 
@@ -322,6 +323,7 @@ impl Attachment {
             eui64,
             uuid,
             zones,
+            keys,
         } = self.namespace();
         let Limits {
             mdts,
@@ -338,6 +340,7 @@ impl Attachment {
             copy_bytes_max,
             copy_ranges_max,
             zone_append_bytes_max,
+            value_bytes_max: _,
         } = self.limits();
         let promises: [(&str, &dyn Display); 24] = [
             ("I/O queue pairs", &self.max_queue_pairs()),
@@ -386,9 +389,21 @@ impl Attachment {
             },
         );
         let zones = zones.iter().flatten();
+        let keys = keys.map(|KvFormat { kml, vml, mnk, .. }| {
+            [
+                ("bytes of a key (KML)", u64::from(kml)),
+                ("bytes of a value (VML)", vml.into()),
+                ("keys (MNK)", mnk.into()),
+            ]
+        });
+        let keys = keys.iter().flatten();
         promises
             .into_iter()
-            .chain(zones.map(|(name, value)| (*name, value as &dyn Display)))
+            .chain(
+                zones
+                    .chain(keys)
+                    .map(|(name, value)| (*name, value as &dyn Display)),
+            )
             .map(|(name, value)| PromiseState {
                 name: name.to_owned(),
                 value: value.to_string(),

@@ -28,6 +28,7 @@ use crate::spec::sqe::Sqe;
 use crate::spec::status::Status;
 use software::SoftwareQueue;
 use software::faults::{FaultQueue, Faults};
+use software::key_value::{KeySpace, KeyValueQueue};
 use software::model::TimedQueue;
 use software::zones::{LeasedZones, ZoneError, ZonedQueue};
 
@@ -64,6 +65,8 @@ pub struct Limits {
     /// Most bytes of a Zone Append command, a power of two of memory pages; 0 for a drive that is not
     /// divided into zones.
     pub zone_append_bytes_max: u64,
+    /// Most bytes of the value of a key; 0 for a drive of logical blocks.
+    pub value_bytes_max: u32,
 }
 
 impl Limits {
@@ -79,12 +82,19 @@ impl Limits {
         self.zone_append_bytes_max > 0
     }
 
-    /// Whether an I/O command is executed: Read, Write and Flush always, the optional ones where
+    /// Whether there are keys and values instead of logical blocks, and the commands of the Key Value
+    /// Command Set.
+    #[must_use]
+    pub const fn is_key_value(&self) -> bool {
+        self.value_bytes_max > 0
+    }
+
+    /// Whether an I/O command on logical blocks is executed: Read, Write and Flush always, the optional ones where
     /// [`Self::commands`] says so (Base 2.0, Figure 275, `ONCS`).
     #[must_use]
     pub const fn offers(&self, opcode: NvmOpcode) -> bool {
         match opcode {
-            NvmOpcode::FLUSH | NvmOpcode::READ | NvmOpcode::WRITE => true,
+            NvmOpcode::FLUSH | NvmOpcode::READ | NvmOpcode::WRITE => !self.is_key_value(),
             NvmOpcode::COMPARE => self.commands.compare(),
             NvmOpcode::WRITE_UNCORRECTABLE => self.commands.write_uncorrectable(),
             NvmOpcode::DATASET_MANAGEMENT => self.commands.dsm(),
@@ -193,6 +203,13 @@ pub trait HostController: Send + Sync + fmt::Debug {
         Ok(None)
     }
 
+    /// The keys that belong to a part of its namespace, for whoever has leased that part; `None` if it has
+    /// logical blocks.
+    fn lease_keys(&self, range: LbaRange) -> Option<KeySpace> {
+        let _ = range;
+        None
+    }
+
     /// Makes everything of a namespace durable that was completed until now.
     ///
     /// # Errors
@@ -279,6 +296,9 @@ pub trait HostQueue {
     /// Whether there are completions of Zone Append among others, which tell where data went.
     const ZONED: bool = false;
 
+    /// Whether commands are those of the Key Value Command Set.
+    const KEY_VALUE: bool = false;
+
     /// See [`Self::batch`].
     type Batch<'a>: HostBatch
     where
@@ -346,6 +366,8 @@ pub enum HostQueuePair {
     Faulty(Box<FaultQueue>),
     /// Of a drive that is divided into zones.
     Zoned(Box<ZonedQueue>),
+    /// Of a drive that has keys and values.
+    KeyValue(Box<KeyValueQueue>),
     /// Of a physical drive.
     Vfio(Box<vfio::VfioQueue>),
 }
@@ -362,6 +384,7 @@ macro_rules! each_kind {
             HostQueuePair::TimedFile($queue) => $call,
             HostQueuePair::Faulty($queue) => $call,
             HostQueuePair::Zoned($queue) => $call,
+            HostQueuePair::KeyValue($queue) => $call,
             HostQueuePair::Vfio($queue) => $call,
         }
     };
@@ -429,7 +452,8 @@ impl HostQueuePair {
             Self::TimedFile(queue) => queue.hurry(hurried),
             Self::Faulty(queue) => queue.hurry(hurried),
             Self::Zoned(queue) => queue.hurry(hurried),
-            Self::Null(_) | Self::Memory(_) | Self::File(_) | Self::Vfio(_) => {}
+            Self::Null(_) | Self::Memory(_) | Self::File(_) | Self::KeyValue(_) | Self::Vfio(_) => {
+            }
         }
     }
 
@@ -443,7 +467,9 @@ impl HostQueuePair {
             Self::TimedFile(queue) => queue.next_due(),
             Self::Faulty(queue) => queue.next_due(),
             Self::Zoned(queue) => queue.next_due(),
-            Self::Null(_) | Self::Memory(_) | Self::File(_) | Self::Vfio(_) => None,
+            Self::Null(_) | Self::Memory(_) | Self::File(_) | Self::KeyValue(_) | Self::Vfio(_) => {
+                None
+            }
         }
     }
 }

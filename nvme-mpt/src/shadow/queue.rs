@@ -12,7 +12,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use self::dirty::WriteLog;
-use self::posting::{Posting, fail_command};
+use self::posting::{Posting, fail_command, named_lba};
 pub(crate) use self::rings::{CompletionQueue, SubmissionQueue};
 use super::LeasedBlocks;
 use super::lists::ListMemory;
@@ -179,6 +179,7 @@ impl ShadowQueue {
             HostQueuePair::TimedFile(host) => self.core.poll(host.as_mut()),
             HostQueuePair::Faulty(host) => self.core.poll(host.as_mut()),
             HostQueuePair::Zoned(host) => self.core.poll(host.as_mut()),
+            HostQueuePair::KeyValue(host) => self.core.poll(host.as_mut()),
         }
     }
 
@@ -276,7 +277,7 @@ impl Core {
             let mut batch = host.batch();
             let mut taken = false;
             for index in 0..self.sqs.len() {
-                taken |= self.take::<LOG>(index, &mut batch);
+                taken |= self.take::<H, LOG>(index, &mut batch);
             }
             if taken {
                 batch.ring(self.translator.memory());
@@ -302,7 +303,11 @@ impl Core {
 
     /// Takes commands of one Submission Queue and submits them. Returns whether there were any.
     #[inline]
-    fn take<const LOG: bool>(&mut self, index: usize, batch: &mut impl HostBatch) -> bool {
+    fn take<H: HostQueue, const LOG: bool>(
+        &mut self,
+        index: usize,
+        batch: &mut impl HostBatch,
+    ) -> bool {
         let sq = &mut self.sqs[index];
         let available = sq.available(&self.context.events);
         if available == 0 {
@@ -343,7 +348,12 @@ impl Core {
             sq.ring.prefetch(sq.head + PREFETCH);
             sq.head = sq.after(sq.head);
             cq.room -= 1;
-            match translator.translate(&guest, number, command) {
+            let translated = if H::KEY_VALUE {
+                translator.translate_key_value(&guest, number, command)
+            } else {
+                translator.translate(&guest, number, command)
+            };
+            match translated {
                 Ok(transfer) => {
                     slots.occupy(Slot {
                         cid: guest.cid(),
@@ -352,7 +362,7 @@ impl Core {
                         busy: true,
                         stale: false,
                         bytes: transfer,
-                        slba: guest.cdw10_11(),
+                        slba: named_lba::<H>(&guest),
                         taken,
                     });
                     if LOG && let Some(log) = log {
@@ -364,7 +374,9 @@ impl Core {
                         break;
                     }
                 }
-                Err(failure) => fail_command(context, cq, sq, (&guest, taken), failure),
+                Err(failure) => {
+                    fail_command::<H>(context, cq, sq, (&guest, taken), failure);
+                }
             }
         }
         sq.doorbell.keep_quiet(sq.head);

@@ -11,13 +11,15 @@ pub(crate) struct Slot {
     pub(crate) cid: CommandId,
     /// Which of the shadow queue's Submission Queues it came from.
     pub(crate) sq: u16,
+    /// As the NVM Command Set names it: Store and Retrieve of a key value namespace are its Write and Read.
     pub(crate) opcode: NvmOpcode,
     pub(crate) busy: bool,
     /// Whether an older table of the VM's memory translated it.
     pub(crate) stale: bool,
-    /// Data length of a Read, Write, Zone Append or Zone Management Receive, in bytes.
+    /// Data length of a Read, Write, Zone Append, Zone Management Receive, Store, Retrieve or List, in
+    /// bytes.
     pub(crate) bytes: u32,
-    /// First LBA as the guest names it, for the error log.
+    /// First LBA as the guest names it, for the error log; 0 where there are no LBAs.
     pub(crate) slba: u64,
     /// When it was taken.
     pub(crate) taken: Ticks,

@@ -3,6 +3,8 @@
 //! A command for the host controller is built anew from fields that were checked, never a guest's
 //! entry with some fields replaced: what is not known here does not get through.
 
+mod key_value;
+
 use std::sync::Arc;
 
 use zerocopy::{FromBytes, IntoBytes};
@@ -30,6 +32,7 @@ mod location {
     pub(super) const FUSE_AND_PSDT: u16 = 1;
     pub(super) const NSID: u16 = 4;
     pub(super) const CDW10: u16 = 40;
+    pub(super) const CDW11: u16 = 44;
     pub(super) const CDW12: u16 = 48;
     pub(super) const CDW13: u16 = 52;
     pub(super) const DATA: u16 = 24;
@@ -167,7 +170,7 @@ impl Translator {
                     nsid: self.blocks.guest_nsid,
                     ..*guest
                 })?;
-                self.begin(host, opcode, slot);
+                self.begin(host, opcode.0, slot);
                 Ok(0)
             }
             NvmOpcode::FLUSH
@@ -183,7 +186,7 @@ impl Translator {
                 self.check_common(guest)?;
                 match opcode {
                     NvmOpcode::FLUSH => {
-                        self.begin(host, opcode, slot);
+                        self.begin(host, opcode.0, slot);
                         Ok(0)
                     }
                     NvmOpcode::COMPARE => self.compare(guest, slot, host),
@@ -220,9 +223,9 @@ impl Translator {
 
     /// Makes `host` a command without parameters.
     #[inline(always)]
-    fn begin(&self, host: &mut Sqe, opcode: NvmOpcode, slot: u16) {
+    fn begin(&self, host: &mut Sqe, opcode: u8, slot: u16) {
         let cdw0 = Cdw0::default()
-            .with_opcode(opcode.0)
+            .with_opcode(opcode)
             .with_cid(CommandId(slot));
         *host = Sqe {
             cdw0,
@@ -288,7 +291,7 @@ impl Translator {
         } else {
             Direction::FromGuest
         };
-        self.begin(host, opcode, slot);
+        self.begin(host, opcode.0, slot);
         host.set_cdw10_11(slba.0);
         host.cdw12 = guest.cdw12 & READ_WRITE_CDW12;
         self.data(guest, len, direction, slot, host)?;
@@ -303,7 +306,7 @@ impl Translator {
         if len > self.max_transfer {
             return Err(Failure::at(Status::INVALID_FIELD, location::CDW12));
         }
-        self.begin(host, NvmOpcode::COMPARE, slot);
+        self.begin(host, NvmOpcode::COMPARE.0, slot);
         let CompareVerify { nlb_z, fua, lr, .. } = command;
         CompareVerify {
             slba,
@@ -333,7 +336,7 @@ impl Translator {
         if count << self.blocks.lba_shift > self.limits.no_data_bytes_max {
             return Err(Failure::at(Status::INVALID_FIELD, location::CDW12));
         }
-        self.begin(host, opcode, slot);
+        self.begin(host, opcode.0, slot);
         match opcode {
             NvmOpcode::WRITE_ZEROES => {
                 let WriteZeroes { deac, fua, lr, .. } = WriteZeroes::from(guest);
@@ -378,7 +381,7 @@ impl Translator {
                 location::CDW10,
             ));
         }
-        self.begin(host, NvmOpcode::DATASET_MANAGEMENT, slot);
+        self.begin(host, NvmOpcode::DATASET_MANAGEMENT.0, slot);
         let len = self.fetch_ranges(guest, count * size_of::<DsmRange>(), slot)?;
         let (blocks, longest) = (self.blocks, self.limits.dsm_range_bytes_max);
         for range in ranges_mut::<DsmRange>(&mut self.ranges.as_mut_bytes()[..len])? {
@@ -409,7 +412,7 @@ impl Translator {
         if count as u64 > u64::from(self.limits.copy_ranges_max) {
             return Err(too_large);
         }
-        self.begin(host, NvmOpcode::COPY, slot);
+        self.begin(host, NvmOpcode::COPY.0, slot);
         let len = self.fetch_ranges(guest, count * size_of::<CopyRange0>(), slot)?;
         let (blocks, most) = (self.blocks, self.limits.copy_bytes_max);
         let mut total = 0;
@@ -465,7 +468,7 @@ impl Translator {
         }
         // The first block of a zone is leased with all of it.
         let zslba = self.blocks.translate(zslba, 1)?;
-        self.begin(host, NvmOpcode::ZONE_APPEND, slot);
+        self.begin(host, NvmOpcode::ZONE_APPEND.0, slot);
         ZoneAppend {
             zslba,
             nlb_z,
@@ -490,7 +493,7 @@ impl Translator {
             return Err(Failure::at(Status::INVALID_FIELD, location::CDW12));
         }
         let slba = self.blocks.translate(command.slba, 1)?;
-        self.begin(host, NvmOpcode::ZONE_MANAGEMENT_RECEIVE, slot);
+        self.begin(host, NvmOpcode::ZONE_MANAGEMENT_RECEIVE.0, slot);
         ZoneManagementReceive { slba, ..command }.write_to(host);
         self.data(guest, len, Direction::ToGuest, slot, host)?;
         Ok(len as u32)
@@ -513,7 +516,7 @@ impl Translator {
             true => self.blocks.first,
             false => self.blocks.translate(command.slba, 1)?,
         };
-        self.begin(host, NvmOpcode::ZONE_MANAGEMENT_SEND, slot);
+        self.begin(host, NvmOpcode::ZONE_MANAGEMENT_SEND.0, slot);
         ZoneManagementSend { slba, ..command }.write_to(host);
         Ok(0)
     }

@@ -1,4 +1,5 @@
-//! Identify (Base 2.0, section 5.17; NVM 1.0, section 4.1.5; ZNS 1.1, section 4.1.5).
+//! Identify (Base 2.0, section 5.17; NVM 1.0, section 4.1.5; ZNS 1.1, section 4.1.5; KV 1.0, section
+//! 4.1.5).
 
 use nvme_mpt::{
     LeasedNamespace, Limits, NamespaceZones,
@@ -12,6 +13,7 @@ use nvme_mpt::{
             NsIdDescriptorHeader, NsIdType, Nstat, Oacs, Oaes, Oncs, QueueEntrySizes, Sgls, Vwc,
         },
         ids::Nsid,
+        key_value::{IdentifyNamespaceKv, KvFormat},
         opcode::NvmOpcode,
         registers::Version,
         status::Status,
@@ -40,6 +42,8 @@ pub(super) struct Subject<'a> {
     pub(super) namespace: &'a LeasedNamespace,
     /// Logical blocks that the namespace has now.
     pub(super) blocks: u64,
+    /// Bytes of it that are in use, of a namespace of keys and values.
+    pub(super) used: u64,
     pub(super) limits: &'a Limits,
     /// Whether Doorbell Buffer Config is offered.
     pub(super) doorbell_buffer: bool,
@@ -53,10 +57,22 @@ impl Subject<'_> {
     /// 4,096 bytes is zero.
     pub(super) fn identify(&self, command: Identify, nsid: Nsid) -> Result<Vec<u8>, Status> {
         let structure = match command.cns {
+            // Of logical blocks, which every command set but one has.
+            Cns::NAMESPACE if self.namespace.keys.is_some() => {
+                self.require_namespace(nsid)?;
+                return Err(Status::INVALID_IO_COMMAND_SET);
+            }
             Cns::NAMESPACE => self.with_namespace_or_zeroes(nsid, Self::namespace)?,
             Cns::CONTROLLER => self.controller(),
             Cns::ACTIVE_NSID_LIST => self.active_namespaces(nsid)?,
             Cns::NS_ID_DESCRIPTOR_LIST => self.with_namespace(nsid, Self::descriptors)?,
+            Cns::IOCS_NAMESPACE if let Some(format) = self.namespace.keys => {
+                self.require_namespace(nsid)?;
+                if command.csi != Csi::KEY_VALUE {
+                    return Err(Status::INVALID_IO_COMMAND_SET);
+                }
+                self.with_namespace_or_zeroes(nsid, |_| self.namespace_kv(format))?
+            }
             Cns::IOCS_NAMESPACE => match (command.csi, self.namespace.zones) {
                 // No protection information, hence no storage tags and no extended formats.
                 (Csi::NVM, _) => {
@@ -71,6 +87,8 @@ impl Subject<'_> {
             Cns::IOCS_CONTROLLER => match command.csi {
                 Csi::NVM => self.controller_nvm(),
                 Csi::ZONED_NAMESPACE if self.limits.is_zoned() => self.controller_zns(),
+                // All of it is reserved.
+                Csi::KEY_VALUE if self.limits.is_key_value() => vec![0; IDENTIFY_SIZE],
                 _ => return Err(Status::INVALID_FIELD),
             },
             Cns::IOCS_ACTIVE_NSID_LIST => match command.csi {
@@ -214,9 +232,10 @@ impl Subject<'_> {
 
     /// The command set of the namespace.
     fn csi(&self) -> Csi {
-        match self.namespace.zones {
-            Some(_) => Csi::ZONED_NAMESPACE,
-            None => Csi::NVM,
+        match (self.namespace.zones, self.namespace.keys) {
+            (_, Some(_)) => Csi::KEY_VALUE,
+            (Some(_), None) => Csi::ZONED_NAMESPACE,
+            (None, None) => Csi::NVM,
         }
     }
 
@@ -251,6 +270,18 @@ impl Subject<'_> {
         id.nguid = namespace.nguid;
         id.eui64 = namespace.eui64;
         id.lbaf[0] = LbaFormat::default().with_lbads(namespace.lba_shift);
+        bytes(id)
+    }
+
+    /// Identify Namespace of the Key Value Command Set (KV 1.0, section 4.1.5.1).
+    fn namespace_kv(&self, format: KvFormat) -> Vec<u8> {
+        let namespace = self.namespace;
+        let mut id = IdentifyNamespaceKv::new_zeroed();
+        id.nsze = self.blocks << namespace.lba_shift;
+        id.nuse = self.used;
+        id.nguid = namespace.nguid;
+        id.eui64 = namespace.eui64;
+        id.kvf[0] = format;
         bytes(id)
     }
 
@@ -290,8 +321,8 @@ impl Subject<'_> {
         list
     }
 
-    /// Identify I/O Command Set: one combination (Base 2.0, section 5.17.2.21). The Zoned Namespace
-    /// Command Set comes with that which it is based on.
+    /// Identify I/O Command Set: one combination (Base 2.0, section 5.17.2.21). Another one
+    /// comes with the NVM Command Set, whose structures hosts ask for before they look at namespaces.
     fn command_sets(&self, controller: u16) -> Result<Vec<u8>, Status> {
         if controller != THIS_CONTROLLER && controller != CONTROLLER_ID {
             return Err(Status::INVALID_FIELD);
@@ -299,6 +330,7 @@ impl Subject<'_> {
         let mut vectors = vec![0; IDENTIFY_SIZE];
         let vector = IoCommandSetVector::default()
             .with_nvm(true)
+            .with_key_value(self.limits.is_key_value())
             .with_zoned(self.limits.is_zoned());
         vectors[..8].copy_from_slice(vector.as_bytes());
         Ok(vectors)

@@ -11,7 +11,7 @@ use nvme_mpt::{
             ActiveFirmware, ChangedNamespaceList, CommandEffects, CommandsSupportedAndEffects,
             FirmwareSlots, LogPageId, LogPageRequest, LogPageSupport, SupportedLogPages,
         },
-        opcode::{AdminOpcode, NvmOpcode},
+        opcode::{AdminOpcode, KvOpcode, NvmOpcode},
         status::Status,
         zns::ChangedZoneList,
     },
@@ -67,6 +67,16 @@ const ZONE_COMMANDS: [(NvmOpcode, bool); 3] = [
     (NvmOpcode::ZONE_MANAGEMENT_SEND, true),
     (NvmOpcode::ZONE_MANAGEMENT_RECEIVE, false),
     (NvmOpcode::ZONE_APPEND, true),
+];
+
+/// I/O commands on keys and values, and whether they change those.
+const KEY_VALUE_COMMANDS: [(KvOpcode, bool); 6] = [
+    (KvOpcode::FLUSH, false),
+    (KvOpcode::STORE, true),
+    (KvOpcode::RETRIEVE, false),
+    (KvOpcode::LIST, false),
+    (KvOpcode::DELETE, true),
+    (KvOpcode::EXIST, false),
 ];
 
 /// What log pages report.
@@ -182,6 +192,11 @@ impl LogPages<'_> {
                 log.iocs[usize::from(opcode.0)] = supported.with_lbcc(changes_content);
             }
         }
+        if csi == Csi::KEY_VALUE && limits.is_key_value() {
+            for (opcode, changes_content) in KEY_VALUE_COMMANDS {
+                log.iocs[usize::from(opcode.0)] = supported.with_lbcc(changes_content);
+            }
+        }
         log.as_bytes().to_vec()
     }
 }
@@ -274,6 +289,7 @@ mod tests {
             let subject = Subject {
                 namespace: &self.namespace,
                 blocks: self.namespace.blocks,
+                used: 0,
                 limits: &self.limits,
                 doorbell_buffer: true,
                 active: true,

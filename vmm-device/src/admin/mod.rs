@@ -25,7 +25,8 @@ use std::{collections::VecDeque, sync::Arc};
 
 use nvme_mpt::{
     Attachment, DmaError, DoorbellPage, Drive, DriveEvent, ErrorEntry, Event, Gpa, InterruptVector,
-    host::software::zones::LeasedZones,
+    LeasedNamespace,
+    host::software::{key_value::KeySpace, zones::LeasedZones},
     spec::{
         event::{AsyncEvent, SmartEvent},
         feature::FeatureId,
@@ -452,10 +453,12 @@ impl Admin {
     fn subject<'a>(&self, controller: Controller<'a>) -> Subject<'a> {
         let Controller { attachment, cc, .. } = controller;
         // A namespace of a command set that is not enabled is not there (Base 2.0, section 3.1.3.5).
-        let enabled = attachment.namespace().zones.is_none() || cc.css() == CommandSetSelected::ALL;
+        let LeasedNamespace { zones, keys, .. } = attachment.namespace();
+        let enabled = (zones.is_none() && keys.is_none()) || cc.css() == CommandSetSelected::ALL;
         Subject {
             namespace: attachment.namespace(),
             blocks: attachment.blocks(),
+            used: attachment.keys().map_or(0, KeySpace::used),
             limits: attachment.limits(),
             doorbell_buffer: doorbell_buffer::is_supported(attachment),
             active: enabled && attachment.is_backed(),

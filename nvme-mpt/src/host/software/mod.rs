@@ -3,6 +3,7 @@
 
 pub mod faults;
 mod file;
+pub mod key_value;
 mod memory;
 pub mod model;
 mod null;
@@ -200,6 +201,7 @@ const LIMITS: Limits = Limits {
     copy_bytes_max: 1 << MAX_TRANSFER_LOG2,
     copy_ranges_max: 128,
     zone_append_bytes_max: 0,
+    value_bytes_max: 0,
 };
 
 impl SoftwareController {

@@ -12,7 +12,7 @@ use crate::doorbell::DoorbellBuffer;
 use crate::host::HostMemory;
 use crate::host::data::DataPointer;
 use crate::spec::cqe::Cqe;
-use crate::spec::opcode::NvmOpcode;
+use crate::spec::opcode::DataTransfer;
 use crate::spec::sqe::Sqe;
 
 /// What was given to the host controller, by slot: where it writes lies in the slot's list memory,
@@ -50,11 +50,8 @@ impl WriteLog {
             return;
         };
         let command = std::mem::take(command);
-        // Of all commands that are let through, these alone write into the VM's memory.
-        let writes = matches!(
-            slot.opcode,
-            NvmOpcode::READ | NvmOpcode::ZONE_MANAGEMENT_RECEIVE
-        );
+        // Of every command set, these alone write into the VM's memory.
+        let writes = DataTransfer::of_opcode(slot.opcode.0) == DataTransfer::ControllerToHost;
         if !writes || command.opcode() != slot.opcode.0 {
             return;
         }

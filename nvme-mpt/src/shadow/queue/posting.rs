@@ -14,7 +14,7 @@ use crate::shadow::slot::{Slot, Slots};
 use crate::shadow::translate::Translator;
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::Lba;
-use crate::spec::opcode::NvmOpcode;
+use crate::spec::opcode::{KvOpcode, NvmOpcode};
 use crate::spec::sqe::Sqe;
 use crate::spec::status::{Status, StatusCodeType};
 use crate::stats::QueueCounters;
@@ -78,13 +78,25 @@ impl<H: HostQueue, const LOG: bool> CompletionTaker for &mut Posting<'_, H, LOG>
         if self.completed == 1 {
             self.now = Ticks::now();
         }
-        count(&sq.counters, slot, self.now);
+        if H::KEY_VALUE && slot.opcode.0 == KvOpcode::RETRIEVE.0 {
+            // A value may be smaller than the host's buffer.
+            let bytes = slot.bytes.min(dw0);
+            count(&sq.counters, &Slot { bytes, ..*slot }, self.now);
+        } else {
+            count(&sq.counters, slot, self.now);
+        }
     }
+}
+
+/// The LBA that a command begins with, where the error log has it; 0 where there are none.
+#[inline(always)]
+pub(super) fn named_lba<H: HostQueue>(guest: &Sqe) -> u64 {
+    if H::KEY_VALUE { 0 } else { guest.cdw10_11() }
 }
 
 /// Completes a command that does not reach the host controller.
 #[cold]
-pub(super) fn fail_command(
+pub(super) fn fail_command<H: HostQueue>(
     context: &QueueContext,
     cq: &mut CompletionQueue,
     sq: &SubmissionQueue,
@@ -97,7 +109,7 @@ pub(super) fn fail_command(
         sqid: sq.qid,
         cid: guest.cid(),
         status: failure.status(),
-        lba: guest.cdw10_11(),
+        lba: named_lba::<H>(guest),
         nsid: guest.nsid,
         parameter_location: failure.location(),
     }));

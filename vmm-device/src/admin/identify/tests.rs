@@ -8,6 +8,7 @@ fn identify(cns: u8, csi: u8, cntid: u16, nsid: u32) -> Result<Vec<u8>, Status> 
     let subject = Subject {
         namespace: &namespace,
         blocks: namespace.blocks,
+        used: 0,
         limits: &limits,
         doorbell_buffer: true,
         active: true,
@@ -68,6 +69,7 @@ fn doorbell_buffer_config_is_offered_where_it_is_of_use() {
     let subject = Subject {
         namespace: &namespace,
         blocks: namespace.blocks,
+        used: 0,
         limits: &limits,
         doorbell_buffer: false,
         active: true,
@@ -98,6 +100,7 @@ fn nothing_is_promised_that_the_drive_does_not_keep() {
     let subject = Subject {
         namespace: &namespace,
         blocks: namespace.blocks,
+        used: 0,
         limits: &limits,
         doorbell_buffer: true,
         active: true,
@@ -136,6 +139,7 @@ fn a_namespace_that_is_not_active_is_listed_nowhere() {
     let subject = Subject {
         namespace: &namespace,
         blocks: namespace.blocks,
+        used: 0,
         limits: &limits,
         doorbell_buffer: true,
         active: false,

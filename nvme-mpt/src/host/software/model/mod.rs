@@ -13,7 +13,9 @@ mod time;
 mod timed;
 mod wheel;
 
-pub use profile::{NvmProfile, NvmRates, Profile, ProfileError, Size, SsdProfile, ZnsProfile};
+pub use profile::{
+    KvProfile, NvmProfile, NvmRates, Profile, ProfileError, Size, SsdProfile, ZnsProfile,
+};
 pub use ssd::Wear;
 pub(crate) use time::Timebase;
 pub use time::{Clock, HostClock, Span, SpanError};
@@ -82,6 +84,7 @@ impl Model {
                 Some(Self::Ssd(Box::new(Mutex::new(model))))
             }
             Profile::Zns(profile) => profile.timing.as_ref().map(nvm),
+            Profile::Kv(_) => None,
         }
     }
 

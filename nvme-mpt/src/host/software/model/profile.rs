@@ -26,6 +26,10 @@ const BUILT_IN: &[(&str, &str)] = &[
         "zns",
         include_str!("../../../../../resources/drives/zns.toml"),
     ),
+    (
+        "kv",
+        include_str!("../../../../../resources/drives/kv.toml"),
+    ),
 ];
 
 /// Longest profile that is read: a mistaken path must not be read for ever.
@@ -116,6 +120,8 @@ pub enum Profile {
     Ssd(SsdProfile),
     /// A drive that is divided into zones.
     Zns(ZnsProfile),
+    /// A drive of keys and values.
+    Kv(KvProfile),
 }
 
 /// `model = "nvm"`.
@@ -196,6 +202,14 @@ pub struct ZnsProfile {
     pub timing: Option<NvmProfile>,
 }
 
+/// `model = "kv"`. The drive has room for as much as what it is in.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KvProfile {
+    /// Bytes of the largest value; 1 to 1M.
+    pub max_value: Size,
+}
+
 /// A model's bandwidths, in bytes per second: 1 MiB/s to 1 TiB/s.
 const BANDWIDTHS: std::ops::RangeInclusive<u64> = 1 << 20..=1 << 40;
 
@@ -245,6 +259,7 @@ impl Profile {
             Self::Nvm(nvm) => nvm.check(),
             Self::Ssd(ssd) => ssd.check(),
             Self::Zns(zns) => zns.check(),
+            Self::Kv(kv) => kv.check(),
         };
         match checks {
             Ok(()) => Ok(profile),
@@ -371,6 +386,22 @@ impl ZnsProfile {
     }
 }
 
+impl KvProfile {
+    /// Most bytes that a command transfers, and so of a value.
+    const MAX_VALUE: u32 = 1 << 20;
+
+    fn check(&self) -> Result<(), Unusable> {
+        let sound = (1..=u64::from(Self::MAX_VALUE)).contains(&self.max_value.0);
+        let allowed = "the largest value has 1 to 1M bytes";
+        require(sound, "max_value", Bytes(self.max_value.0), allowed)
+    }
+
+    /// [`Self::max_value`] as a number of bytes, which is no more than it may be.
+    pub(crate) fn max_value_bytes(&self) -> u32 {
+        u32::try_from(self.max_value.0).map_or(Self::MAX_VALUE, |bytes| bytes.min(Self::MAX_VALUE))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -421,6 +452,18 @@ mod tests {
         let error = Profile::parse("here", text).expect_err(text);
         let source = std::error::Error::source(&error).map_or(String::new(), |s| s.to_string());
         format!("{error}\n{source}")
+    }
+
+    #[test]
+    fn values_have_a_largest_size() {
+        let profile = |size: &str| format!("model = \"kv\"\nmax_value = \"{size}\"\n");
+        for size in ["1", "1M"] {
+            Profile::parse("here", &profile(size)).expect(size);
+        }
+        for size in ["0", "2M"] {
+            let complaint = complaint(&profile(size));
+            assert!(complaint.contains("1 to 1M bytes"), "{complaint}");
+        }
     }
 
     #[test]

@@ -214,6 +214,7 @@ fn limits(
         copy_ranges_max: common.copy_ranges_max,
         // Namespaces of that command set are not driven.
         zone_append_bytes_max: 0,
+        value_bytes_max: 0,
     }
 }
 

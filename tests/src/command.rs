@@ -36,6 +36,17 @@ pub mod io {
     pub const ZONE_APPEND: u8 = 0x7d;
 }
 
+/// I/O opcodes of keys and values (Key Value Command Set 1.0, section 3.2).
+pub mod kv {
+    #![expect(missing_docs, reason = "the names are the specification's")]
+    pub const FLUSH: u8 = 0x00;
+    pub const STORE: u8 = 0x01;
+    pub const RETRIEVE: u8 = 0x02;
+    pub const LIST: u8 = 0x06;
+    pub const DELETE: u8 = 0x10;
+    pub const EXIST: u8 = 0x14;
+}
+
 /// CDW12: Force Unit Access.
 pub const FUA: u32 = 1 << 30;
 /// CDW12: Limited Retry.
@@ -246,6 +257,23 @@ impl Sqe {
             .with_slba(slba)
             .with_cdw(12, (len as u32 / 4).wrapping_sub(1))
             .with_cdw(13, (partial as u32) << 16 | (option as u32) << 8)
+    }
+
+    /// A command on a key of 16 bytes at most, with a value or a host buffer of so many bytes.
+    ///
+    /// # Panics
+    /// When the key is longer than a command has room for.
+    pub fn key_value(opcode: u8, nsid: u32, key: &[u8], size: u32) -> Self {
+        let mut bytes = [0; 16];
+        bytes[..key.len()].copy_from_slice(key);
+        let dword = |at: usize| u32::from_le_bytes([0, 1, 2, 3].map(|byte| bytes[at + byte]));
+        Self::new(opcode, nsid)
+            .with_cdw(2, dword(0))
+            .with_cdw(3, dword(4))
+            .with_cdw(14, dword(8))
+            .with_cdw(15, dword(12))
+            .with_cdw(10, size)
+            .with_cdw(11, key.len() as u32)
     }
 
     /// Create I/O Completion Queue. `entries` counts from one.

@@ -29,6 +29,32 @@ pub enum Transfer {
     },
 }
 
+impl Transfer {
+    /// Memory for `len` bytes of data, where in it they begin, and the data pointer to them.
+    pub(crate) fn prepare(
+        self,
+        memory: &GuestMemory,
+        len: usize,
+    ) -> Result<(DmaBuffer, usize, Prepared)> {
+        match self {
+            Self::Prp { offset } => {
+                let data = memory.alloc(offset + len)?;
+                let prepared = prp::buffer(&data, offset, len)?;
+                Ok((data, offset, prepared))
+            }
+            Self::Sgl { piece, per_segment } => {
+                let data = memory.alloc(len)?;
+                let list: Vec<_> = (0..len.max(1))
+                    .step_by(piece)
+                    .map(|at| sgl::data_block(data.gpa() + at as u64, piece.min(len - at) as u32))
+                    .collect();
+                let prepared = sgl::build(memory, &list, per_segment)?;
+                Ok((data, 0, prepared))
+            }
+        }
+    }
+}
+
 /// A namespace, seen through a queue pair.
 #[derive(Debug)]
 pub struct Disk {
@@ -95,26 +121,6 @@ impl Disk {
         self.namespace.nsze
     }
 
-    /// Memory for `len` bytes of data, and the data pointer to it.
-    fn prepare(&self, len: usize) -> Result<(DmaBuffer, usize, Prepared)> {
-        match self.transfer {
-            Transfer::Prp { offset } => {
-                let data = self.memory.alloc(offset + len)?;
-                let prepared = prp::buffer(&data, offset, len)?;
-                Ok((data, offset, prepared))
-            }
-            Transfer::Sgl { piece, per_segment } => {
-                let data = self.memory.alloc(len)?;
-                let list: Vec<_> = (0..len.max(1))
-                    .step_by(piece)
-                    .map(|at| sgl::data_block(data.gpa() + at as u64, piece.min(len - at) as u32))
-                    .collect();
-                let prepared = sgl::build(&self.memory, &list, per_segment)?;
-                Ok((data, 0, prepared))
-            }
-        }
-    }
-
     /// A command without data.
     ///
     /// # Errors
@@ -128,7 +134,7 @@ impl Disk {
     /// # Errors
     /// As [`Disk::command`].
     pub fn command_in(&mut self, sqe: Sqe, len: usize) -> Result<Vec<u8>> {
-        let (data, offset, prepared) = self.prepare(len)?;
+        let (data, offset, prepared) = self.transfer.prepare(&self.memory, len)?;
         self.command(sqe.with_data(prepared.pointer))?;
         Ok(data.to_vec(offset, len))
     }
@@ -138,7 +144,7 @@ impl Disk {
     /// # Errors
     /// As [`Disk::command`].
     pub fn command_out(&mut self, sqe: Sqe, bytes: &[u8]) -> Result<Cqe> {
-        let (data, offset, prepared) = self.prepare(bytes.len())?;
+        let (data, offset, prepared) = self.transfer.prepare(&self.memory, bytes.len())?;
         data.write(offset, bytes);
         self.command(sqe.with_data(prepared.pointer))
     }

@@ -16,6 +16,7 @@
 //! | [`doorbell`], [`queue`] | rings and how their doorbells are rung; the pipelined form of I/O |
 //! | [`controller`], [`admin`] | bring-up and admin commands |
 //! | [`disk`] | blocking I/O on one namespace |
+//! | [`key_value`] | keys and values of one namespace |
 //! | [`zoned`] | what a namespace with zones has beside that |
 //! | [`model`] | what a namespace must answer, for property tests |
 //! | [`drive`] | the other side of a host's driver: a model of a physical drive, and what goes wrong with it |
@@ -23,8 +24,8 @@
 //! Everything hostile is possible: raw submission queue entries, raw doorbell values, hand-made PRP
 //! lists and SGL segments, queues at any address.
 //!
-//! Not here: metadata and protection information, controller memory buffers, fabrics, the
-//! key-value command set, namespace management.
+//! Not here: metadata and protection information, controller memory buffers, fabrics, namespace
+//! management.
 
 pub mod admin;
 pub mod bar;
@@ -41,6 +42,7 @@ mod error;
 pub mod fake;
 pub mod identify;
 pub mod interrupt;
+pub mod key_value;
 mod mapping;
 pub mod memory;
 pub mod model;

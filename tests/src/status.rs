@@ -74,6 +74,12 @@ codes! {
     0 0x82 NAMESPACE_NOT_READY "Namespace Not Ready",
     0 0x83 RESERVATION_CONFLICT "Reservation Conflict",
     0 0x84 FORMAT_IN_PROGRESS "Format In Progress",
+    // Those of the Key Value Command Set (1.0, section 3.1.2).
+    0 0x85 INVALID_VALUE_SIZE "Invalid Value Size",
+    0 0x86 INVALID_KEY_SIZE "Invalid Key Size",
+    0 0x87 KEY_DOES_NOT_EXIST "KV Key Does Not Exist",
+    0 0x88 UNRECOVERED_ERROR "Unrecovered Error",
+    0 0x89 KEY_EXISTS "Key Exists",
     // Command Specific Status (figure 96).
     1 0x00 CQ_INVALID "Completion Queue Invalid",
     1 0x01 INVALID_QUEUE_ID "Invalid Queue Identifier",

@@ -11,6 +11,7 @@ mod doorbells;
 mod faults;
 mod file_drive;
 mod interrupts;
+mod key_values;
 mod leases;
 mod memory;
 mod parking;

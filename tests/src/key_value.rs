@@ -1,0 +1,243 @@
+//! Keys and values of a namespace: what a driver of the Key Value Command Set 1.0 sends and is told.
+
+use std::time::Duration;
+
+use crate::command::{Sqe, kv};
+use crate::completion::Cqe;
+use crate::controller::{Controller, QueueOptions};
+use crate::disk::Transfer;
+use crate::error::{Error, Result};
+use crate::identify::{cns, field};
+use crate::memory::GuestMemory;
+use crate::queue::QueuePair;
+use crate::status::KEY_DOES_NOT_EXIST;
+
+/// The command set's identifier.
+pub const CSI: u8 = 1;
+
+/// Store options (section 3.2.5), in dword 11.
+pub mod option {
+    #![expect(missing_docs, reason = "the names say what the specification does")]
+    pub const MUST_EXIST: u32 = 1 << 8;
+    pub const MUST_NOT_EXIST: u32 = 1 << 9;
+    pub const NO_COMPRESSION: u32 = 1 << 10;
+}
+
+/// What a namespace says about itself (section 4.1.5.1).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Namespace {
+    /// Namespace Size, in bytes.
+    pub size: u64,
+    /// Namespace Utilization, in bytes.
+    pub used: u64,
+    /// KV Key Max Length, in bytes.
+    pub key_max: u16,
+    /// KV Value Max Length, in bytes.
+    pub value_max: u32,
+    /// Max Num Keys.
+    pub keys_max: u32,
+}
+
+impl Namespace {
+    /// The data structure's first format.
+    ///
+    /// # Panics
+    /// When there are fewer bytes than it has.
+    pub fn parse(bytes: &[u8]) -> Self {
+        Self {
+            size: field::u64(bytes, 0),
+            used: field::u64(bytes, 16),
+            key_max: field::u16(bytes, 72),
+            value_max: field::u32(bytes, 76),
+            keys_max: field::u32(bytes, 80),
+        }
+    }
+}
+
+/// The keys of a List: a count, then each with its length, in whole dwords (section 3.2.3).
+///
+/// # Panics
+/// When the bytes end before the keys do.
+pub fn parse_list(bytes: &[u8]) -> Vec<Vec<u8>> {
+    let mut at = 4;
+    (0..field::u32(bytes, 0))
+        .map(|_| {
+            let length = usize::from(field::u16(bytes, at));
+            let key = bytes[at + 2..][..length].to_vec();
+            at += (2 + length).next_multiple_of(4);
+            key
+        })
+        .collect()
+}
+
+/// A namespace of keys and values, seen through a queue pair.
+#[derive(Debug)]
+pub struct KeyValues {
+    /// The queue pair, for commands that have no function here.
+    pub queue: QueuePair,
+    /// How data is described.
+    pub transfer: Transfer,
+    /// How long a command may take.
+    pub timeout: Duration,
+    nsid: u32,
+    memory: GuestMemory,
+}
+
+impl KeyValues {
+    /// A namespace through a queue pair that exists.
+    ///
+    /// # Errors
+    /// When Identify fails or the namespace has no keys and values.
+    pub fn new(controller: &mut Controller, queue: QueuePair, nsid: u32) -> Result<Self> {
+        Self::namespace(controller, nsid)?;
+        Ok(Self {
+            queue,
+            transfer: Transfer::Prp { offset: 0 },
+            timeout: Duration::from_secs(10),
+            nsid,
+            memory: controller.memory().clone(),
+        })
+    }
+
+    /// Namespace 1 through a new, polled queue pair of the given identifier with 64 entries.
+    ///
+    /// # Errors
+    /// When the queues cannot be created, or as [`KeyValues::new`].
+    pub fn open(controller: &mut Controller, queue: u16) -> Result<Self> {
+        let queue = controller.create_queue_pair(queue, &QueueOptions::polled(64))?;
+        Self::new(controller, queue, 1)
+    }
+
+    /// What a namespace says about itself now.
+    ///
+    /// # Errors
+    /// When it has no keys and values.
+    pub fn namespace(controller: &mut Controller, nsid: u32) -> Result<Namespace> {
+        let id = controller.identify(cns::CSI_NAMESPACE, nsid, CSI)?;
+        let namespace = Namespace::parse(&id);
+        if namespace.size == 0 {
+            return Err(Error::Unsupported("that namespace: it is not active"));
+        }
+        Ok(namespace)
+    }
+
+    /// Namespace identifier.
+    pub fn nsid(&self) -> u32 {
+        self.nsid
+    }
+
+    /// A command without data.
+    ///
+    /// # Errors
+    /// When it does not complete with success in time.
+    pub fn command(&mut self, sqe: Sqe) -> Result<Cqe> {
+        self.queue.execute(sqe, self.timeout)
+    }
+
+    /// A command that returns `len` bytes at most; what it does not return is of this value.
+    ///
+    /// # Errors
+    /// As [`KeyValues::command`].
+    pub fn command_in(&mut self, sqe: Sqe, len: usize, fill: u8) -> Result<(Cqe, Vec<u8>)> {
+        if len == 0 {
+            return Ok((self.command(sqe)?, Vec::new()));
+        }
+        let (data, offset, prepared) = self.transfer.prepare(&self.memory, len)?;
+        data.write(offset, &vec![fill; len]);
+        let cqe = self.command(sqe.with_data(prepared.pointer))?;
+        Ok((cqe, data.to_vec(offset, len)))
+    }
+
+    /// Stores a value, if the options allow it.
+    ///
+    /// # Errors
+    /// As [`KeyValues::command`].
+    ///
+    /// # Panics
+    /// When the key is longer than a command has room for.
+    pub fn store_with(&mut self, key: &[u8], value: &[u8], options: u32) -> Result<()> {
+        let sqe = Sqe::key_value(kv::STORE, self.nsid, key, value.len() as u32);
+        let sqe = sqe.with_cdw(11, sqe.cdw(11) | options);
+        if value.is_empty() {
+            return self.command(sqe).map(drop);
+        }
+        let (data, offset, prepared) = self.transfer.prepare(&self.memory, value.len())?;
+        data.write(offset, value);
+        self.command(sqe.with_data(prepared.pointer)).map(drop)
+    }
+
+    /// Stores a value.
+    ///
+    /// # Errors
+    /// As [`KeyValues::command`].
+    ///
+    /// # Panics
+    /// When the key is longer than a command has room for.
+    pub fn store(&mut self, key: &[u8], value: &[u8]) -> Result<()> {
+        self.store_with(key, value, 0)
+    }
+
+    /// The first `room` bytes of a value, and how many it has.
+    ///
+    /// # Errors
+    /// As [`KeyValues::command`].
+    ///
+    /// # Panics
+    /// When the key is longer than a command has room for.
+    pub fn retrieve(&mut self, key: &[u8], room: usize) -> Result<(Vec<u8>, u32)> {
+        let sqe = Sqe::key_value(kv::RETRIEVE, self.nsid, key, room as u32);
+        let (cqe, mut value) = self.command_in(sqe, room, 0)?;
+        value.truncate(cqe.dw0() as usize);
+        Ok((value, cqe.dw0()))
+    }
+
+    /// Whether a key is there.
+    ///
+    /// # Errors
+    /// As [`KeyValues::command`], unless it is not there.
+    ///
+    /// # Panics
+    /// When the key is longer than a command has room for.
+    pub fn exists(&mut self, key: &[u8]) -> Result<bool> {
+        match self.command(Sqe::key_value(kv::EXIST, self.nsid, key, 0)) {
+            Ok(_) => Ok(true),
+            Err(Error::Status { cqe, .. }) if cqe.status().code() == KEY_DOES_NOT_EXIST => {
+                Ok(false)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Deletes a key.
+    ///
+    /// # Errors
+    /// As [`KeyValues::command`].
+    ///
+    /// # Panics
+    /// When the key is longer than a command has room for.
+    pub fn delete(&mut self, key: &[u8]) -> Result<()> {
+        let sqe = Sqe::key_value(kv::DELETE, self.nsid, key, 0);
+        self.command(sqe).map(drop)
+    }
+
+    /// Keys from one on, or from the first one for an empty key, as many as `room` bytes hold.
+    ///
+    /// # Errors
+    /// As [`KeyValues::command`].
+    ///
+    /// # Panics
+    /// When the key is longer than a command has room for, or the list is not one.
+    pub fn list(&mut self, from: &[u8], room: usize) -> Result<Vec<Vec<u8>>> {
+        let sqe = Sqe::key_value(kv::LIST, self.nsid, from, room as u32);
+        let (_, list) = self.command_in(sqe, room, 0xEE)?;
+        Ok(parse_list(&list))
+    }
+
+    /// Flushes.
+    ///
+    /// # Errors
+    /// As [`KeyValues::command`].
+    pub fn flush(&mut self) -> Result<()> {
+        self.command(Sqe::flush(self.nsid)).map(drop)
+    }
+}

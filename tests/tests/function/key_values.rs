@@ -1,0 +1,652 @@
+//! Drives of keys and values, as a guest's driver sees them: a key space and a capacity of its own.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use nvme_mpt::host::software::model::Profile;
+use nvme_mpt::{Drive, DriveOptions, DrivePath};
+use nvme_mpt_tests::admin::log;
+use nvme_mpt_tests::command::{DataPointer, Sqe, admin, io, kv};
+use nvme_mpt_tests::controller::{Config, Controller};
+use nvme_mpt_tests::disk::Transfer;
+use nvme_mpt_tests::doorbell::DoorbellMode;
+use nvme_mpt_tests::identify::cns;
+use nvme_mpt_tests::key_value::{CSI, KeyValues, Namespace, option};
+use nvme_mpt_tests::registers::{CC_CSS_ALL, CC_CSS_NVM};
+use nvme_mpt_tests::status::{
+    CAPACITY_EXCEEDED, DATA_TRANSFER_ERROR, INVALID_COMMAND_SET, INVALID_FIELD, INVALID_KEY_SIZE,
+    INVALID_NAMESPACE, INVALID_OPCODE, INVALID_VALUE_SIZE, KEY_DOES_NOT_EXIST, KEY_EXISTS,
+    PRP_OFFSET_INVALID, SUCCESS, StatusCode,
+};
+use nvme_mpt_tests::{Error, prp, rng};
+use proptest::prelude::*;
+use proptest::test_runner::TestCaseError;
+
+use crate::common::{HANG, HIGH, LEASE, LOW, Lab, MODES, Machine, NOWHERE, Setup, status};
+
+/// A drive of two leases.
+const DRIVE: &str = "memory:32M";
+
+fn options(profile: &str) -> DriveOptions {
+    DriveOptions {
+        profile: Some(Arc::new(Profile::parse("test", profile).unwrap())),
+        ..DriveOptions::default()
+    }
+}
+
+const PROFILE: &str = "model = \"kv\"\nmax_value = \"1M\"\n";
+
+fn lab(path: &str) -> Lab {
+    Lab::of(Drive::open(&path.parse().unwrap(), options(PROFILE)).unwrap())
+}
+
+fn lab_in(path: &Path) -> Lab {
+    let path = DrivePath::File(path.to_owned());
+    Lab::of(Drive::open(&path, options(PROFILE)).unwrap())
+}
+
+/// A file for two leases, and the drive in it.
+fn file_lab() -> (tempfile::NamedTempFile, Lab) {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(2 * LEASE).unwrap();
+    let lab = lab_in(file.path());
+    (file, lab)
+}
+
+fn attach_with(machine: &Machine, command_set: u32, doorbells: DoorbellMode) -> Controller {
+    let config = Config {
+        command_set,
+        doorbells,
+        admin_timeout: HANG,
+        ..Config::default()
+    };
+    let queues = machine.function().attachment().max_queue_pairs();
+    Controller::attach(machine.bar(), machine.memory.clone(), config, queues).unwrap()
+}
+
+/// The driver, with all command sets enabled, and its namespace.
+fn attach(machine: &Machine) -> (Controller, KeyValues) {
+    let mut controller = attach_with(machine, CC_CSS_ALL, DoorbellMode::Shadow);
+    let pairs = open(&mut controller, 1);
+    (controller, pairs)
+}
+
+fn open(controller: &mut Controller, queue: u16) -> KeyValues {
+    let mut pairs = KeyValues::open(controller, queue).unwrap();
+    pairs.timeout = HANG;
+    pairs
+}
+
+fn value(tag: u64, len: usize) -> Vec<u8> {
+    let mut bytes = vec![0; len.next_multiple_of(8)];
+    rng::fill_blocks(&mut bytes, tag, 0, 8);
+    bytes.truncate(len);
+    bytes
+}
+
+/// The status of a command that fails.
+#[track_caller]
+fn refused<T: std::fmt::Debug>(result: Result<T, Error>) -> StatusCode {
+    let error = result.unwrap_err();
+    error.completion().unwrap().status().code()
+}
+
+#[test]
+fn a_driver_finds_the_command_set_and_its_limits() {
+    let lab = lab(DRIVE);
+    let machine = lab.machine(&Setup::nth(1));
+    let (mut controller, mut pairs) = attach(&machine);
+    let descriptors = controller
+        .identify(cns::NAMESPACE_DESCRIPTORS, 1, 0)
+        .unwrap();
+    assert_eq!(descriptors[52..57], [4, 1, 0, 0, CSI]);
+    let sets = controller.identify(cns::COMMAND_SETS, 0, 0).unwrap();
+    assert_eq!(sets[..9], [0b011, 0, 0, 0, 0, 0, 0, 0, 0], "NVM and KV");
+    for (csi, listed) in [(0, 0), (CSI, 1)] {
+        let list = controller
+            .identify(cns::CSI_ACTIVE_NAMESPACES, 0, csi)
+            .unwrap();
+        assert_eq!(list[0], listed, "active namespaces of command set {csi}");
+    }
+    let empty = Namespace {
+        size: LEASE,
+        used: 0,
+        key_max: 16,
+        value_max: 1 << 20,
+        keys_max: (LEASE / 64) as u32,
+    };
+    assert_eq!(KeyValues::namespace(&mut controller, 1).unwrap(), empty);
+    pairs.store(b"key", &value(1, 100)).unwrap();
+    pairs.store(b"other", &[]).unwrap();
+    let used = Namespace {
+        used: 64 + 128 + 64,
+        ..empty
+    };
+    assert_eq!(KeyValues::namespace(&mut controller, 1).unwrap(), used);
+    pairs.delete(b"key").unwrap();
+    pairs.delete(b"other").unwrap();
+    assert_eq!(KeyValues::namespace(&mut controller, 1).unwrap(), empty);
+
+    let id = controller.identify(cns::CSI_CONTROLLER, 0, CSI).unwrap();
+    assert_eq!(id, [0; 4096]);
+    let independent = controller
+        .identify(cns::CSI_INDEPENDENT_NAMESPACE, 1, 0)
+        .unwrap();
+    assert_eq!(independent[14], 1, "NSTAT: ready");
+    for (cns, csi) in [
+        (cns::NAMESPACE, 0),
+        (cns::CSI_NAMESPACE, 0),
+        (cns::CSI_NAMESPACE, 2),
+    ] {
+        let result = controller.identify(cns, 1, csi);
+        assert_eq!(refused(result), INVALID_COMMAND_SET, "CNS {cns}, CSI {csi}");
+    }
+    let id = controller.identify_controller().unwrap();
+    assert_eq!(id.raw[520..522], [0b0101_0000, 0], "ONCS: no command");
+    assert_eq!(id.raw[525] & 1, 0, "VWC: what completed is durable");
+    let effects = |controller: &mut Controller, csi: u32| {
+        let sqe = Sqe::new(admin::GET_LOG_PAGE, 0xFFFF_FFFF)
+            .with_cdw(10, 1023 << 16 | u32::from(log::COMMAND_EFFECTS))
+            .with_cdw(14, csi << 24);
+        let page = controller.admin_read(sqe, 4096).unwrap();
+        [0x00, 0x01, 0x02, 0x05, 0x06, 0x10, 0x14].map(|opcode| page[1024 + 4 * opcode])
+    };
+    assert_eq!(effects(&mut controller, 1), [1, 3, 1, 0, 1, 3, 1]);
+    assert_eq!(effects(&mut controller, 0), [0; 7]);
+}
+
+#[test]
+fn a_driver_that_does_not_enable_the_command_set_finds_no_namespace() {
+    let lab = lab(DRIVE);
+    let machine = lab.machine(&Setup::nth(0));
+    let mut controller = attach_with(&machine, CC_CSS_NVM, DoorbellMode::Shadow);
+    assert!(controller.active_namespaces(0).unwrap().is_empty());
+}
+
+fn commands_do_what_they_say(lab: &Lab) {
+    let machine = lab.machine(&Setup::nth(0));
+    let (_controller, mut pairs) = attach(&machine);
+    let (small, large) = (value(1, 5), value(2, 1 << 20));
+    assert_eq!(refused(pairs.retrieve(b"a", 16)), KEY_DOES_NOT_EXIST);
+    assert_eq!(refused(pairs.delete(b"a")), KEY_DOES_NOT_EXIST);
+    assert!(!pairs.exists(b"a").unwrap());
+
+    pairs.store(b"a", &small).unwrap();
+    pairs.store(b"0123456789abcdef", &large).unwrap();
+    pairs.store(b"a\0", &[]).unwrap();
+    pairs.flush().unwrap();
+    assert!(pairs.exists(b"a").unwrap() && pairs.exists(b"a\0").unwrap());
+    assert_eq!(pairs.retrieve(b"a", 4096).unwrap(), (small.clone(), 5));
+    assert_eq!(pairs.retrieve(b"a\0", 4096).unwrap(), (Vec::new(), 0));
+    // What does not fit is not returned, and how much there is is told.
+    assert_eq!(pairs.retrieve(b"a", 3).unwrap(), (small[..3].to_vec(), 5));
+    assert_eq!(pairs.retrieve(b"a", 0).unwrap(), (Vec::new(), 5));
+    for room in [1 << 20, (1 << 20) - 1, 12_289, 8192, 4097, 1] {
+        let (bytes, size) = pairs.retrieve(b"0123456789abcdef", room).unwrap();
+        assert_eq!(size, 1 << 20);
+        assert!(bytes == large[..room], "{room} bytes");
+    }
+    // What there is more room for than value is left as it was, wherever its pages are.
+    let sqe = Sqe::key_value(kv::RETRIEVE, 1, b"a", 20_000);
+    let (cqe, bytes) = pairs.command_in(sqe, 20_000, 0xEE).unwrap();
+    assert_eq!((cqe.dw0(), &bytes[..5]), (5, &small[..]));
+    assert!(bytes[5..].iter().all(|byte| *byte == 0xEE));
+
+    assert_eq!(
+        refused(pairs.store_with(b"a", &large, option::MUST_NOT_EXIST)),
+        KEY_EXISTS
+    );
+    assert_eq!(
+        refused(pairs.store_with(b"b", &small, option::MUST_EXIST)),
+        KEY_DOES_NOT_EXIST
+    );
+    let options = option::MUST_NOT_EXIST | option::NO_COMPRESSION;
+    pairs.store_with(b"b", &small, options).unwrap();
+    pairs
+        .store_with(b"a", &small[..2], option::MUST_EXIST)
+        .unwrap();
+    assert_eq!(pairs.retrieve(b"a", 64).unwrap(), (small[..2].to_vec(), 2));
+
+    let all: [&[u8]; 4] = [b"0123456789abcdef", b"a", b"a\0", b"b"];
+    assert_eq!(pairs.list(b"", 4096).unwrap(), all);
+    assert_eq!(pairs.list(b"0123456789abcdef", 4096).unwrap(), all);
+    assert_eq!(pairs.list(b"1", 4096).unwrap(), all[1..]);
+    assert_eq!(pairs.list(b"a\0", 4096).unwrap(), all[2..]);
+    assert_eq!(pairs.list(b"c", 4096).unwrap(), all[4..]);
+    // A key of 16 bytes takes 20 of the host's, one of one byte 4, and the count 4.
+    assert_eq!(pairs.list(b"", 27).unwrap(), all[..1]);
+    assert_eq!(pairs.list(b"", 28).unwrap(), all[..2]);
+    assert_eq!(pairs.list(b"", 4).unwrap(), all[..0]);
+    let sqe = Sqe::key_value(kv::LIST, 1, b"b", 4096);
+    let (_, bytes) = pairs.command_in(sqe, 4096, 0xEE).unwrap();
+    assert_eq!(bytes[..8], [1, 0, 0, 0, 1, 0, b'b', 0]);
+    assert!(bytes[8..].iter().all(|byte| *byte == 0xEE));
+
+    pairs.delete(b"a").unwrap();
+    assert!(!pairs.exists(b"a").unwrap());
+    assert_eq!(pairs.list(b"", 4096).unwrap().len(), 3);
+}
+
+#[test]
+fn commands_do_what_they_say_in_memory() {
+    commands_do_what_they_say(&lab(DRIVE));
+}
+
+#[test]
+fn commands_do_what_they_say_in_a_file() {
+    let (_file, lab) = file_lab();
+    commands_do_what_they_say(&lab);
+}
+
+/// Whatever a guest sends, it is told what is wrong with it, and another guest's keys are as they were.
+fn hostile_commands(lab: &Lab) {
+    let machines = [0, 1].map(|index| lab.machine(&Setup::nth(index)));
+    let (_quiet, mut quiet) = attach(&machines[1]);
+    for number in 0..20_u64 {
+        let key = number.to_be_bytes();
+        quiet.store(&key, &value(number, 1000)).unwrap();
+    }
+    let (_controller, mut pairs) = attach(&machines[0]);
+    assert!(pairs.list(b"", 4096).unwrap().is_empty());
+    assert_eq!(
+        refused(pairs.retrieve(&7_u64.to_be_bytes(), 4096)),
+        KEY_DOES_NOT_EXIST
+    );
+    pairs.store(b"mine", b"value").unwrap();
+
+    let queue = &mut pairs.queue;
+    let page = machines[0].memory.alloc(4096).unwrap();
+    let data = DataPointer::prp(page.gpa(), 0);
+    let with_length = |opcode: u8, length: u32, size: u32| {
+        let sqe = Sqe::key_value(opcode, 1, b"mine", size).with_data(data);
+        sqe.with_cdw(11, length)
+    };
+    // Key lengths that there are none of; only a List may begin with the first key.
+    for opcode in [kv::STORE, kv::RETRIEVE, kv::DELETE, kv::EXIST, kv::LIST] {
+        for length in [17, 32, 255] {
+            let code = status(queue, with_length(opcode, length, 64));
+            assert_eq!(code, INVALID_KEY_SIZE, "{opcode:#x}: {length}");
+        }
+        if opcode != kv::LIST {
+            assert_eq!(status(queue, with_length(opcode, 0, 64)), INVALID_KEY_SIZE);
+        }
+    }
+    // Sizes that there are none of.
+    for size in [(1 << 20) + 1, u32::MAX] {
+        let code = status(queue, with_length(kv::STORE, 4, size));
+        assert_eq!(code, INVALID_VALUE_SIZE, "{size}");
+        for opcode in [kv::RETRIEVE, kv::LIST] {
+            let code = status(queue, with_length(opcode, 4, size));
+            assert_eq!(code, INVALID_FIELD, "{size}");
+        }
+    }
+    for size in 0..4 {
+        let code = status(queue, with_length(kv::LIST, 4, size));
+        assert_eq!(code, INVALID_FIELD, "a list without room for its count");
+    }
+    // Options that exclude each other.
+    let both = option::MUST_EXIST | option::MUST_NOT_EXIST;
+    let sqe = with_length(kv::STORE, 4, 64);
+    let sqe = sqe.with_cdw(11, sqe.cdw(11) | both);
+    assert_eq!(status(queue, sqe), INVALID_FIELD);
+    // Data where the guest has no memory, or where PRPs cannot point to.
+    for opcode in [kv::STORE, kv::RETRIEVE, kv::LIST] {
+        for (prp1, prp2, size, expected) in [
+            (NOWHERE, 0, 64, DATA_TRANSFER_ERROR),
+            (LOW - 4096, 0, 64, DATA_TRANSFER_ERROR),
+            (HIGH - 4, 0, 64, DATA_TRANSFER_ERROR),
+            (u64::MAX - 3, 0, 64, DATA_TRANSFER_ERROR),
+            (page.gpa() + 1, 0, 64, PRP_OFFSET_INVALID),
+            (page.gpa(), NOWHERE, 8192, DATA_TRANSFER_ERROR),
+            (page.gpa(), page.gpa() + 8, 8192, PRP_OFFSET_INVALID),
+            (page.gpa(), NOWHERE, 65_536, DATA_TRANSFER_ERROR),
+        ] {
+            let sqe = Sqe::key_value(opcode, 1, b"mine", size);
+            let code = status(queue, sqe.with_data(DataPointer::prp(prp1, prp2)));
+            assert_eq!(code, expected, "{opcode:#x}: {prp1:#x}, {prp2:#x}");
+        }
+    }
+    // Commands of other command sets, and other namespaces.
+    for opcode in [
+        io::WRITE_UNCORRECTABLE,
+        io::COMPARE,
+        io::COPY,
+        0x79,
+        0x7D,
+        0xC1,
+    ] {
+        let sqe = Sqe::key_value(opcode, 1, b"mine", 64).with_data(data);
+        assert_eq!(status(queue, sqe), INVALID_OPCODE, "{opcode:#x}");
+    }
+    for opcode in [kv::STORE, kv::RETRIEVE, kv::DELETE, kv::EXIST, kv::LIST] {
+        for nsid in [0, 2, u32::MAX] {
+            let sqe = Sqe::key_value(opcode, nsid, b"mine", 64).with_data(data);
+            assert_eq!(status(queue, sqe), INVALID_NAMESPACE, "{opcode:#x}");
+        }
+    }
+    assert_eq!(pairs.retrieve(b"mine", 64).unwrap().0, b"value");
+    assert_eq!(pairs.list(b"", 4096).unwrap(), [b"mine"]);
+
+    for number in 0..20_u64 {
+        let found = quiet.retrieve(&number.to_be_bytes(), 1000).unwrap();
+        assert!(found == (value(number, 1000), 1000));
+    }
+    assert_eq!(quiet.list(b"", 4096).unwrap().len(), 20);
+}
+
+#[test]
+fn hostile_commands_in_memory() {
+    hostile_commands(&lab(DRIVE));
+}
+
+#[test]
+fn hostile_commands_in_a_file() {
+    let (_file, lab) = file_lab();
+    hostile_commands(&lab);
+}
+
+/// A guest that fills its lease is told so, leaves another one's alone, and can make room again.
+fn a_full_lease(lab: &Lab) {
+    let setup = |index: u64| Setup {
+        start: index * LEASE,
+        length: 64 << 10,
+        ..Setup::default()
+    };
+    let machines = [0, 1].map(|index| lab.machine(&setup(index)));
+    let (_controller, mut pairs) = attach(&machines[0]);
+    let (_other, mut other) = attach(&machines[1]);
+    // A pair takes 64 bytes and its value.
+    let data = value(3, 4096 - 64);
+    for number in 0..16_u8 {
+        pairs.store(&[number], &data).unwrap();
+    }
+    assert_eq!(refused(pairs.store(b"one more", &[])), CAPACITY_EXCEEDED);
+    assert_eq!(
+        refused(pairs.store(&[3], &value(4, 4096 - 63))),
+        CAPACITY_EXCEEDED
+    );
+    assert_eq!(pairs.retrieve(&[3], 4096).unwrap().0, data);
+    other.store(b"one more", &data).unwrap();
+    pairs.store(&[3], &data[..1024]).unwrap();
+    pairs.store(b"one more", &data[..1024]).unwrap();
+    pairs.delete(&[4]).unwrap();
+    pairs.store(&[3], &data).unwrap();
+    assert_eq!(pairs.list(b"", 4096).unwrap().len(), 16);
+}
+
+#[test]
+fn a_full_lease_in_memory() {
+    a_full_lease(&lab(DRIVE));
+}
+
+#[test]
+fn a_full_lease_in_a_file() {
+    let (_file, lab) = file_lab();
+    a_full_lease(&lab);
+}
+
+/// Submits commands together, and waits for all of them to succeed.
+fn run_all(pairs: &mut KeyValues, commands: &[Sqe]) {
+    let cids: Vec<u16> = commands
+        .iter()
+        .map(|sqe| pairs.queue.submit(*sqe).unwrap())
+        .collect();
+    for cqe in pairs.queue.drain(&cids, HANG).unwrap() {
+        assert_eq!(cqe.status().code(), SUCCESS);
+    }
+}
+
+#[test]
+fn a_queue_takes_more_than_it_has_on_the_way_at_once() {
+    let (_file, lab) = file_lab();
+    let machine = lab.machine(&Setup::whole(2 * LEASE));
+    let (_controller, mut pairs) = attach(&machine);
+    const LEN: usize = 1 << 20;
+    let buffers: Vec<_> = (0..20_u64)
+        .map(|number| {
+            let data = machine.memory.alloc(LEN).unwrap();
+            data.write(0, &value(number, LEN));
+            let prepared = prp::buffer(&data, 0, LEN).unwrap();
+            (data, prepared)
+        })
+        .collect();
+    let commands = |opcode: u8| -> Vec<Sqe> {
+        (0..20_u64)
+            .zip(&buffers)
+            .map(|(number, (_, prepared))| {
+                Sqe::key_value(opcode, 1, &number.to_be_bytes(), LEN as u32)
+                    .with_data(prepared.pointer)
+            })
+            .collect()
+    };
+    run_all(&mut pairs, &commands(kv::STORE));
+    for (data, _) in &buffers {
+        data.fill(0);
+    }
+    run_all(&mut pairs, &commands(kv::RETRIEVE));
+    for (number, (data, _)) in (0..).zip(&buffers) {
+        assert!(data.to_vec(0, LEN) == value(number, LEN));
+    }
+}
+
+#[test]
+fn what_completed_is_there_when_the_file_is_opened_again() {
+    let (file, lab) = file_lab();
+    let fill = |index: u64, base: u64| {
+        let machine = lab.machine(&Setup::nth(index));
+        let (_controller, mut pairs) = attach(&machine);
+        for number in base..base + 10 {
+            let key = number.to_be_bytes();
+            pairs
+                .store(&key, &value(number, number as usize * 100))
+                .unwrap();
+        }
+        pairs.delete(&base.to_be_bytes()).unwrap();
+    };
+    fill(0, 0);
+    fill(1, 5);
+    drop(lab);
+    let lab = lab_in(file.path());
+    assert_eq!(lab.drive.blocks() << lab.drive.lba_shift(), 2 * LEASE);
+    for (index, base) in [(0, 0), (1, 5)] {
+        let machine = lab.machine(&Setup::nth(index));
+        let (mut controller, mut pairs) = attach(&machine);
+        let mut used = 0;
+        for number in base + 1..base + 10 {
+            let found = pairs.retrieve(&u64::to_be_bytes(number), 4096).unwrap();
+            let len = number as usize * 100;
+            assert!(found == (value(number, len), len as u32));
+            used += 64 + (len as u64).next_multiple_of(64);
+        }
+        assert_eq!(pairs.list(b"", 4096).unwrap().len(), 9);
+        let namespace = KeyValues::namespace(&mut controller, 1).unwrap();
+        assert_eq!(namespace.used, used);
+    }
+}
+
+#[test]
+fn a_guest_goes_on_with_its_keys_in_another_function() {
+    let (_file, lab) = file_lab();
+    let setup = Setup::nth(1);
+    let machine = lab.machine(&setup);
+    let (_controller, mut pairs) = attach(&machine);
+    pairs.store(b"before", &value(1, 5000)).unwrap();
+    let suspended = machine.suspend();
+    let machine = lab.restore(&suspended, &setup).unwrap();
+    machine.function().resume();
+    pairs.queue.move_to(&machine.bar()).unwrap();
+    assert_eq!(pairs.retrieve(b"before", 5000).unwrap().0, value(1, 5000));
+    pairs.store(b"after", b"").unwrap();
+    assert_eq!(pairs.list(b"", 64).unwrap(), [&b"after"[..], b"before"]);
+}
+
+/// A step of the property test, chosen by any numbers.
+#[derive(Clone, Debug)]
+struct Step {
+    command: u8,
+    key: Vec<u8>,
+    size: usize,
+    options: u32,
+    transfer: Transfer,
+}
+
+fn steps() -> impl Strategy<Value = Step> {
+    let key = prop::collection::vec(prop::sample::select(vec![0, 1, b'a', 0xFF]), 1..=16);
+    // Few keys, so that most of them are there now and then.
+    let key = prop_oneof![
+        3 => key,
+        7 => prop::collection::vec(prop::sample::select(b"ab".to_vec()), 1..=2)
+    ];
+    let size = prop_oneof![0..200_usize, 0..20_000_usize, Just(4096), Just(8192)];
+    let options = prop::sample::select(vec![0, option::MUST_EXIST, option::MUST_NOT_EXIST]);
+    let transfer = prop_oneof![
+        (0..1024_usize).prop_map(|words| Transfer::Prp { offset: 4 * words }),
+        (200..5000_usize, 2..30_usize)
+            .prop_map(|(piece, per_segment)| Transfer::Sgl { piece, per_segment }),
+    ];
+    (0..12_u8, key, size, options, transfer).prop_map(|(command, key, size, options, transfer)| {
+        Step {
+            command,
+            key,
+            size,
+            options,
+            transfer,
+        }
+    })
+}
+
+/// What a key space must answer.
+type Model = BTreeMap<Vec<u8>, Vec<u8>>;
+
+/// Bytes of the lease that the property test fills now and then.
+const CAPACITY: u64 = 128 << 10;
+
+fn footprint(value: &[u8]) -> u64 {
+    64 + (value.len() as u64).next_multiple_of(64)
+}
+
+fn step(
+    pairs: &mut KeyValues,
+    model: &mut Model,
+    tag: u64,
+    step: &Step,
+) -> Result<(), TestCaseError> {
+    let Step {
+        command,
+        key,
+        size,
+        options,
+        transfer,
+    } = step;
+    pairs.transfer = *transfer;
+    let code = |result: &Result<(), Error>| match result {
+        Ok(()) => SUCCESS,
+        Err(error) => error
+            .completion()
+            .map_or(SUCCESS, |cqe| cqe.status().code()),
+    };
+    let there = model.get(key);
+    match command {
+        0..5 => {
+            let bytes = value(tag, *size);
+            let used: u64 = model.values().map(|value| footprint(value)).sum();
+            let left = used - there.map_or(0, |value| footprint(value));
+            let after = left + footprint(&bytes);
+            let expected = match (*options, there) {
+                (option::MUST_EXIST, None) => KEY_DOES_NOT_EXIST,
+                (option::MUST_NOT_EXIST, Some(_)) => KEY_EXISTS,
+                _ if after > CAPACITY => CAPACITY_EXCEEDED,
+                _ => SUCCESS,
+            };
+            let result = pairs.store_with(key, &bytes, *options);
+            prop_assert_eq!(code(&result), expected);
+            if expected == SUCCESS {
+                model.insert(key.clone(), bytes);
+            }
+        }
+        5..8 => match (pairs.retrieve(key, *size), there) {
+            (Ok((bytes, len)), Some(value)) => {
+                prop_assert_eq!(len as usize, value.len());
+                prop_assert!(bytes == value[..value.len().min(*size)]);
+            }
+            (result, there) => {
+                prop_assert_eq!(code(&result.map(drop)), KEY_DOES_NOT_EXIST);
+                prop_assert!(there.is_none());
+            }
+        },
+        8 => prop_assert_eq!(pairs.exists(key).unwrap(), there.is_some()),
+        9 => {
+            let result = pairs.delete(key);
+            let expected = match model.remove(key) {
+                Some(_) => SUCCESS,
+                None => KEY_DOES_NOT_EXIST,
+            };
+            prop_assert_eq!(code(&result), expected);
+        }
+        _ => {
+            let room = 4 + size % 200;
+            let mut left = room - 4;
+            let expected: Vec<_> = model
+                .range(key.clone()..)
+                .map(|(key, _)| key.clone())
+                .take_while(|key| {
+                    let taken = (2 + key.len()).next_multiple_of(4);
+                    let fits = taken <= left;
+                    left = left.saturating_sub(taken);
+                    fits
+                })
+                .collect();
+            prop_assert_eq!(pairs.list(key, room).unwrap(), expected);
+        }
+    }
+    Ok(())
+}
+
+fn run(in_file: bool, doorbells: DoorbellMode, steps: &[Step]) -> Result<(), TestCaseError> {
+    let (_file, lab) = match in_file {
+        true => {
+            let (file, lab) = file_lab();
+            (Some(file), lab)
+        }
+        false => (None, lab(DRIVE)),
+    };
+    let setup = Setup {
+        start: LEASE,
+        length: CAPACITY,
+        ..Setup::default()
+    };
+    let machine = lab.machine(&setup.doorbells(doorbells));
+    let mut controller = attach_with(&machine, CC_CSS_ALL, doorbells);
+    let mut pairs = open(&mut controller, 1);
+    let mut model = Model::new();
+    for (tag, each) in (0..).zip(steps) {
+        step(&mut pairs, &mut model, tag, each)?;
+    }
+    for (key, value) in &model {
+        let (found, _) = pairs.retrieve(key, 20_000).unwrap();
+        prop_assert!(found == *value);
+    }
+    let all: Vec<_> = model.keys().cloned().collect();
+    pairs.transfer = Transfer::Prp { offset: 0 };
+    prop_assert_eq!(pairs.list(b"", 65_536).unwrap(), all);
+    let used = KeyValues::namespace(&mut controller, 1).unwrap().used;
+    prop_assert_eq!(
+        used,
+        model.values().map(|value| footprint(value)).sum::<u64>()
+    );
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn any_commands_give_what_a_map_says(
+        in_file in any::<bool>(),
+        doorbells in prop::sample::select(MODES.to_vec()),
+        steps in prop::collection::vec(steps(), 1..150),
+    ) {
+        run(in_file, doorbells, &steps)?;
+    }
+}

@@ -62,11 +62,12 @@ impl FilePairs {
         let path = file.path().to_owned();
         let capacity = file.capacity();
         let usages = Arc::new(Usages::default());
-        let mut store =
-            PairStore::open(file, usages.clone()).map_err(|source| KeyValueError::Store {
+        let mut store = PairStore::open(path.clone(), file, usages.clone()).map_err(|source| {
+            KeyValueError::Store {
                 path: path.clone(),
                 source: Box::new(source),
-            })?;
+            }
+        })?;
         let desk = Arc::new(Desk::default());
         let work = Box::new({
             let desk = desk.clone();

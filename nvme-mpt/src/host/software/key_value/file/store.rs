@@ -1,14 +1,18 @@
 //! Requests on pairs in a file, carried out in transactions.
 
 use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use log::error;
-use redb::{Database, ReadableDatabase, ReadableTable, Table, TableDefinition, WriteTransaction};
+use redb::{
+    Database, ReadableDatabase, ReadableTable, StorageBackend, StorageError, Table,
+    TableDefinition, WriteTransaction,
+};
 
 use super::Usages;
 use super::desk::Asked;
-use super::layout::PairsFile;
 use crate::host::software::key_value::pairs::{
     Pairs, PairsMut, Reply, Request, Usage, answer, change,
 };
@@ -26,17 +30,20 @@ const CACHE: usize = 64 << 20;
 
 /// The database.
 #[derive(Debug)]
-pub(super) struct PairStore {
-    file: PairsFile,
+pub(super) struct PairStore<B> {
+    /// For the log.
+    path: PathBuf,
+    file: B,
     /// Closed after a failure, until it can be opened again.
     database: Option<Database>,
     usages: Arc<Usages>,
 }
 
-impl PairStore {
+impl<B: StorageBackend + Clone> PairStore<B> {
     /// Opens the database, which undoes what a crash left unfinished, or makes one.
-    pub(super) fn open(file: PairsFile, usages: Arc<Usages>) -> Result<Self, redb::Error> {
+    pub(super) fn open(path: PathBuf, file: B, usages: Arc<Usages>) -> Result<Self, redb::Error> {
         let mut store = Self {
+            path,
             file,
             database: None,
             usages,
@@ -75,8 +82,13 @@ impl PairStore {
                 (place, (name, asked.capacity, asked.request))
             })
             .unzip();
-        let replies = self.replies(requests).unwrap_or_else(|error| {
-            let path = self.file.path().display();
+        // A damaged file must leave no guest without an answer, whatever the database makes of it.
+        let replies = catch_unwind(AssertUnwindSafe(|| self.replies(requests)));
+        let replies = replies.unwrap_or_else(|_panic| {
+            Err(StorageError::Corrupted("the database panicked".to_owned()).into())
+        });
+        let replies = replies.unwrap_or_else(|error| {
+            let path = self.path.display();
             error!("The keys and values in {path} cannot be read or written: {error}");
             // After an error it refuses everything: opened again, it is as before the transaction.
             self.database = None;
@@ -277,3 +289,6 @@ impl PairsMut for SpaceMut<'_, '_> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,122 @@
+//! A process that stores is killed: what completed is there, and what did not is there as a whole or not
+//! at all.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use nvme_mpt_tests::command::{Sqe, kv};
+use nvme_mpt_tests::prp;
+
+use super::{attach, file_lab, lab_in, value};
+use crate::common::{HANG, LEASE, Setup};
+
+/// Where the process that is killed finds the file, and from which round on it stores.
+const FILE: &str = "NVME_MPT_TEST_PAIRS";
+const ROUND: &str = "NVME_MPT_TEST_ROUND";
+
+const TEST: &str = "key_values::crash::what_completed_outlives_a_process_that_is_killed";
+
+/// Keys that are stored anew in each round, all at once.
+const KEYS: u64 = 8;
+
+/// How often the process is killed, and after how many values that completed.
+const KILLS: [usize; 5] = [3, 40, 61, 17, 90];
+
+/// The value of a key in a round: of another length each time.
+fn written(round: u64, key: u64) -> Vec<u8> {
+    let len = (round * 7919 + key * 104_729) % 60_000;
+    value(round * KEYS + key + 1, 16 + len as usize)
+}
+
+/// Stores until it is killed, and says what completed.
+fn store_for_ever(path: &Path, first: u64) -> ! {
+    let lab = lab_in(path);
+    let machine = lab.machine(&Setup::whole(LEASE));
+    let (_controller, mut pairs) = attach(&machine);
+    let mut out = std::io::stdout();
+    for round in first.. {
+        let values: Vec<_> = (0..KEYS)
+            .map(|key| {
+                let bytes = written(round, key);
+                let data = machine.memory.alloc(bytes.len()).unwrap();
+                data.write(0, &bytes);
+                let prepared = prp::buffer(&data, 0, bytes.len()).unwrap();
+                let sqe = Sqe::key_value(kv::STORE, 1, &[key as u8], bytes.len() as u32);
+                let cid = pairs.queue.submit(sqe.with_data(prepared.pointer)).unwrap();
+                (key, cid, data, prepared)
+            })
+            .collect();
+        for (key, cid, ..) in &values {
+            let status = pairs.queue.wait(*cid, HANG).unwrap().status();
+            assert!(status.is_success());
+            writeln!(out, "\ncompleted {round} {key}").unwrap();
+            out.flush().unwrap();
+        }
+    }
+    unreachable!("there are more rounds than time")
+}
+
+/// What the process said that completed: the last round of each key.
+fn run_and_kill(path: &Path, round: u64, after: usize) -> BTreeMap<u64, u64> {
+    let mut process = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", TEST, "--nocapture", "--test-threads=1"])
+        .env(FILE, path)
+        .env(ROUND, round.to_string())
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut completed = BTreeMap::new();
+    let mut count = 0;
+    let output = BufReader::new(process.stdout.take().unwrap());
+    for line in output.lines().map(Result::unwrap) {
+        let Some(said) = line.strip_prefix("completed ") else {
+            continue;
+        };
+        let (round, key) = said.split_once(' ').unwrap();
+        completed.insert(key.parse().unwrap(), round.parse().unwrap());
+        count += 1;
+        if count == after {
+            process.kill().unwrap();
+        }
+    }
+    let status = process.wait().unwrap();
+    assert!(count >= after, "it ended by itself: {status}");
+    completed
+}
+
+#[test]
+fn what_completed_outlives_a_process_that_is_killed() {
+    if let Some(path) = std::env::var_os(FILE) {
+        let round = std::env::var(ROUND).unwrap().parse().unwrap();
+        store_for_ever(&PathBuf::from(path), round);
+    }
+    let (file, lab) = file_lab();
+    drop(lab);
+    let mut round = 1;
+    for after in KILLS {
+        let completed = run_and_kill(file.path(), round, after);
+        let lab = lab_in(file.path());
+        let machine = lab.machine(&Setup::whole(LEASE));
+        let (_controller, mut pairs) = attach(&machine);
+        let mut latest = round;
+        for key in 0..KEYS {
+            let Some(&last) = completed.get(&key) else {
+                continue;
+            };
+            let (found, _) = pairs.retrieve(&[key as u8], 1 << 20).unwrap();
+            // It may have stored one more that it could not say.
+            let stored = [last, last + 1]
+                .into_iter()
+                .find(|round| found == written(*round, key));
+            assert!(
+                stored.is_some(),
+                "key {key} is not of round {last} or the next"
+            );
+            latest = latest.max(last + 1);
+        }
+        round = latest + 1;
+    }
+}

@@ -1,0 +1,185 @@
+//! Any commands on keys give what a map says, in memory and in a file.
+
+use std::collections::BTreeMap;
+
+use nvme_mpt_tests::Error;
+use nvme_mpt_tests::disk::Transfer;
+use nvme_mpt_tests::doorbell::DoorbellMode;
+use nvme_mpt_tests::key_value::{KeyValues, option};
+use nvme_mpt_tests::registers::CC_CSS_ALL;
+use nvme_mpt_tests::status::{CAPACITY_EXCEEDED, KEY_DOES_NOT_EXIST, KEY_EXISTS, SUCCESS};
+use proptest::prelude::*;
+use proptest::test_runner::TestCaseError;
+
+use super::{DRIVE, attach_with, file_lab, lab, open, value};
+use crate::common::{LEASE, MODES, Setup};
+
+/// A command, chosen by any numbers.
+#[derive(Clone, Debug)]
+struct Step {
+    command: u8,
+    key: Vec<u8>,
+    size: usize,
+    options: u32,
+    transfer: Transfer,
+}
+
+fn steps() -> impl Strategy<Value = Step> {
+    let key = prop::collection::vec(prop::sample::select(vec![0, 1, b'a', 0xFF]), 1..=16);
+    // Few keys, so that most of them are there now and then.
+    let key = prop_oneof![
+        3 => key,
+        7 => prop::collection::vec(prop::sample::select(b"ab".to_vec()), 1..=2)
+    ];
+    let size = prop_oneof![0..200_usize, 0..20_000_usize, Just(4096), Just(8192)];
+    let options = prop::sample::select(vec![0, option::MUST_EXIST, option::MUST_NOT_EXIST]);
+    let transfer = prop_oneof![
+        (0..1024_usize).prop_map(|words| Transfer::Prp { offset: 4 * words }),
+        (200..5000_usize, 2..30_usize)
+            .prop_map(|(piece, per_segment)| Transfer::Sgl { piece, per_segment }),
+    ];
+    (0..12_u8, key, size, options, transfer).prop_map(|(command, key, size, options, transfer)| {
+        Step {
+            command,
+            key,
+            size,
+            options,
+            transfer,
+        }
+    })
+}
+
+/// What a key space must answer.
+type Model = BTreeMap<Vec<u8>, Vec<u8>>;
+
+/// Bytes of the lease, which is full now and then.
+const CAPACITY: u64 = 128 << 10;
+
+fn footprint(value: &[u8]) -> u64 {
+    64 + (value.len() as u64).next_multiple_of(64)
+}
+
+fn step(
+    pairs: &mut KeyValues,
+    model: &mut Model,
+    tag: u64,
+    step: &Step,
+) -> Result<(), TestCaseError> {
+    let Step {
+        command,
+        key,
+        size,
+        options,
+        transfer,
+    } = step;
+    pairs.transfer = *transfer;
+    let code = |result: &Result<(), Error>| match result {
+        Ok(()) => SUCCESS,
+        Err(error) => error
+            .completion()
+            .map_or(SUCCESS, |cqe| cqe.status().code()),
+    };
+    let there = model.get(key);
+    match command {
+        0..5 => {
+            let bytes = value(tag, *size);
+            let used: u64 = model.values().map(|value| footprint(value)).sum();
+            let left = used - there.map_or(0, |value| footprint(value));
+            let after = left + footprint(&bytes);
+            let expected = match (*options, there) {
+                (option::MUST_EXIST, None) => KEY_DOES_NOT_EXIST,
+                (option::MUST_NOT_EXIST, Some(_)) => KEY_EXISTS,
+                _ if after > CAPACITY => CAPACITY_EXCEEDED,
+                _ => SUCCESS,
+            };
+            let result = pairs.store_with(key, &bytes, *options);
+            prop_assert_eq!(code(&result), expected);
+            if expected == SUCCESS {
+                model.insert(key.clone(), bytes);
+            }
+        }
+        5..8 => match (pairs.retrieve(key, *size), there) {
+            (Ok((bytes, len)), Some(value)) => {
+                prop_assert_eq!(len as usize, value.len());
+                prop_assert!(bytes == value[..value.len().min(*size)]);
+            }
+            (result, there) => {
+                prop_assert_eq!(code(&result.map(drop)), KEY_DOES_NOT_EXIST);
+                prop_assert!(there.is_none());
+            }
+        },
+        8 => prop_assert_eq!(pairs.exists(key).unwrap(), there.is_some()),
+        9 => {
+            let result = pairs.delete(key);
+            let expected = match model.remove(key) {
+                Some(_) => SUCCESS,
+                None => KEY_DOES_NOT_EXIST,
+            };
+            prop_assert_eq!(code(&result), expected);
+        }
+        _ => {
+            let room = 4 + size % 200;
+            let mut left = room - 4;
+            let expected: Vec<_> = model
+                .range(key.clone()..)
+                .map(|(key, _)| key.clone())
+                .take_while(|key| {
+                    let taken = (2 + key.len()).next_multiple_of(4);
+                    let fits = taken <= left;
+                    left = left.saturating_sub(taken);
+                    fits
+                })
+                .collect();
+            prop_assert_eq!(pairs.list(key, room).unwrap(), expected);
+        }
+    }
+    Ok(())
+}
+
+fn run(in_file: bool, doorbells: DoorbellMode, steps: &[Step]) -> Result<(), TestCaseError> {
+    let (_file, lab) = match in_file {
+        true => {
+            let (file, lab) = file_lab();
+            (Some(file), lab)
+        }
+        false => (None, lab(DRIVE)),
+    };
+    let setup = Setup {
+        start: LEASE,
+        length: CAPACITY,
+        ..Setup::default()
+    };
+    let machine = lab.machine(&setup.doorbells(doorbells));
+    let mut controller = attach_with(&machine, CC_CSS_ALL, doorbells);
+    let mut pairs = open(&mut controller, 1);
+    let mut model = Model::new();
+    for (tag, each) in (0..).zip(steps) {
+        step(&mut pairs, &mut model, tag, each)?;
+    }
+    for (key, value) in &model {
+        let (found, _) = pairs.retrieve(key, 20_000).unwrap();
+        prop_assert!(found == *value);
+    }
+    let all: Vec<_> = model.keys().cloned().collect();
+    pairs.transfer = Transfer::Prp { offset: 0 };
+    prop_assert_eq!(pairs.list(b"", 65_536).unwrap(), all);
+    let used = KeyValues::namespace(&mut controller, 1).unwrap().used;
+    prop_assert_eq!(
+        used,
+        model.values().map(|value| footprint(value)).sum::<u64>()
+    );
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn any_commands_give_what_a_map_says(
+        in_file in any::<bool>(),
+        doorbells in prop::sample::select(MODES.to_vec()),
+        steps in prop::collection::vec(steps(), 1..150),
+    ) {
+        run(in_file, doorbells, &steps)?;
+    }
+}

@@ -4,6 +4,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use integration::demo::{self, Options};
+use integration::guest;
 
 fn main() -> ExitCode {
     match demo::run(&Options::parse()) {
@@ -11,7 +12,11 @@ fn main() -> ExitCode {
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
             integration::print_error(&error);
-            ExitCode::FAILURE
+            if guest::is_lost(&error) {
+                ExitCode::from(demo::GUEST_LOST)
+            } else {
+                ExitCode::FAILURE
+            }
         }
     }
 }

@@ -3,9 +3,11 @@
 
 use std::fs;
 use std::io::{self, Write};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use super::{DemoError, Options};
+use crate::guest;
 use crate::lab::options::build;
 use crate::lab::{Lab, LabConfig, LabDrive};
 use crate::process;
@@ -25,11 +27,26 @@ const HOST_MIB: u32 = 2048;
 /// Longer than any demonstration takes: a job's run time is for each guest to choose.
 const PATIENCE: Duration = Duration::from_secs(3600);
 const REPORT: &str = "/tmp/demo.json";
+/// How many labs it is given in, one after the other, while guests are lost.
+const ATTEMPTS: u32 = 4;
 
-/// Gives the demonstration inside a lab of its own.
+/// Gives the demonstration inside a lab of its own, and in another one if a guest was lost.
 pub(super) fn run(options: &Options) -> Result<bool, DemoError> {
     let programs = build()?;
     let assets = LabAssets::provide(&KernelChoice::V6_12)?;
+    for _ in 1..ATTEMPTS {
+        match give(options, &programs, &assets) {
+            Err(error) if guest::is_lost(&error) => {
+                crate::print_error(&error);
+                say("The emulated host has lost a guest, or itself: once more, in another lab");
+            }
+            result => return result,
+        }
+    }
+    give(options, &programs, &assets)
+}
+
+fn give(options: &Options, programs: &[PathBuf], assets: &LabAssets) -> Result<bool, DemoError> {
     let folder = tempfile::Builder::new()
         .prefix("nvme-mpt-demo-")
         .tempdir()
@@ -41,12 +58,12 @@ pub(super) fn run(options: &Options) -> Result<bool, DemoError> {
     let mut config = LabConfig::new()
         .memory_mib(HOST_MIB + options.guests * GUEST_MIB)
         .drive(LabDrive::new(DRIVE, size));
-    for program in &programs {
+    for program in programs {
         config = config.bring(program);
     }
     let step =
         Step::start("Booting the lab: an emulated host with an NVMe drive, an IOMMU and KVM");
-    let lab = Lab::boot(&assets, &config, folder.path())?;
+    let lab = Lab::boot(assets, &config, folder.path())?;
     step.done(format!("kernel {}", assets.host.kernel.name));
     let mut said = Said::default();
     let status = lab.stream(&command(options), PATIENCE, &mut said)?;
@@ -57,10 +74,16 @@ pub(super) fn run(options: &Options) -> Result<bool, DemoError> {
     };
     let report = lab.finish(status, &wanted, folder.path())?;
     // Whoever waits for a report, and gets none, must hear why from us.
+    let said = String::from_utf8_lossy(&said.0);
+    if status == i32::from(super::GUEST_LOST) {
+        return Err(DemoError::GuestLost {
+            said: process::tail(&said),
+        });
+    }
     if report.files.len() < wanted.len() {
         return Err(DemoError::NotGiven {
             status,
-            said: process::tail(&String::from_utf8_lossy(&said.0)),
+            said: process::tail(&said),
         });
     }
     if let (Some(to), Some(from)) = (&options.json, report.files.first()) {

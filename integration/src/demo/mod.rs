@@ -82,6 +82,10 @@ impl Doorbells {
     }
 }
 
+/// The exit status of a demonstration whose guest was [lost](crate::guest::is_lost): that of a failure that
+/// need not happen again (`EX_TEMPFAIL`).
+pub const GUEST_LOST: u8 = 75;
+
 /// What the guests share.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum DriveChoice {
@@ -161,6 +165,12 @@ pub enum DemoError {
     /// The lab failed.
     #[error(transparent)]
     Lab(#[from] LabError),
+    /// A guest in the lab was [lost](crate::guest::is_lost).
+    #[error("In the lab a guest was lost:\n{said}")]
+    GuestLost {
+        /// The end of what the demonstration said.
+        said: String,
+    },
     /// The lab did not, but the demonstration in it did.
     #[error("The demonstration in the lab ended with status {status}, without a report:\n{said}")]
     NotGiven {
@@ -351,4 +361,17 @@ fn on_each<T: Send>(
             })
             .collect()
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::guest;
+
+    #[test]
+    fn a_guest_that_is_lost_in_the_lab_is_lost_outside() {
+        let said = "the end of its console".to_owned();
+        assert!(guest::is_lost(&DemoError::GuestLost { said: said.clone() }));
+        assert!(!guest::is_lost(&DemoError::NotGiven { status: 1, said }));
+    }
 }

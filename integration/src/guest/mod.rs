@@ -38,7 +38,7 @@ use qmp::Qmp;
 const MESSAGE_TIMEOUT_MS: u32 = 60_000;
 
 /// A guest emulated in software on a busy machine boots within this.
-pub const BOOT_PATIENCE: Duration = Duration::from_secs(150);
+pub const BOOT_PATIENCE: Duration = Duration::from_secs(90);
 /// What has a kernel boot from the file system on its first NVMe drive, whose user land is that of guests.
 pub const ROOT_ARGUMENTS: &str = "root=/dev/nvme0n1 rw init=/init";
 /// How much of a panic an error shows.
@@ -54,6 +54,7 @@ pub fn is_lost(error: &dyn std::error::Error) -> bool {
         "its VMM ended while",
         "It ended with exit status: 2",
         "in vain for the guest to come up",
+        "In the lab a guest was lost",
     ]
     .iter()
     .any(|said| text.contains(said))

@@ -19,8 +19,7 @@ use crate::{Group, Refused};
 
 /// Longer than any group takes on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(1800);
-/// How many labs a group may take in which no check comes to its end, and how often a check from outside
-/// is made, as guests are lost.
+/// How many labs a group may take in which no check comes to its end, as guests are lost.
 const ATTEMPTS: u32 = 4;
 /// How lines begin that tell of a check.
 const PASSED: &str = "ok      ";
@@ -44,21 +43,6 @@ pub(crate) fn report(name: &str, result: &Result<(), Fault>, started: Instant) {
             }
         }
     }
-}
-
-/// Makes a check from outside, and again if a guest of its own was lost. Whatever else fails, fails at once.
-pub(crate) fn attempt(
-    name: &str,
-    mut check: impl FnMut() -> Result<(), Fault>,
-) -> Result<(), Fault> {
-    for _ in 1..ATTEMPTS {
-        let started = Instant::now();
-        match check() {
-            Err(fault) if guest::is_lost(&fault) => report(name, &Err(fault), started),
-            result => return result,
-        }
-    }
-    check()
 }
 
 /// What all groups share.

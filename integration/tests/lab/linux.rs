@@ -20,14 +20,7 @@ pub(crate) const GROUP: Group = Group::Inside {
         vec![few]
     },
     refused: Refused::Nothing,
-    checks: &[
-        ("guests_share_queue_pairs_and_its_health", shared),
-        // Last: the drive is not plugged in again.
-        (
-            "guests_lose_their_disk_with_the_drive_and_do_not_hang",
-            gone,
-        ),
-    ],
+    checks: &[("guests_share_a_drive_until_it_is_gone", from_start_to_end)],
 };
 
 /// Two functions of a drive, and a guest on each. With one vCPU a guest is lost less often.
@@ -80,13 +73,21 @@ fn load(name: &str) -> Fio {
         .option("verify_backlog", "64")
 }
 
-fn shared(bench: &Bench) -> Result<(), Fault> {
-    let Scene {
-        mut server,
-        mut guests,
-        ..
-    } = scene(bench)?;
-    let [one, two] = &guests;
+/// One scene for all of it: with each guest that boots, one may be lost.
+fn from_start_to_end(bench: &Bench) -> Result<(), Fault> {
+    let mut scene = scene(bench)?;
+    shares_queue_pairs(bench, &scene)?;
+    knows_its_health(&scene)?;
+    loses_its_disk_and_does_not_hang(&mut scene)?;
+    for guest in &mut scene.guests {
+        guest.power_off(PATIENCE)?;
+    }
+    scene.server.stop()?;
+    Ok(())
+}
+
+fn shares_queue_pairs(bench: &Bench, scene: &Scene) -> Result<(), Fault> {
+    let [one, two] = &scene.guests;
     // QEMU's drive has neither Write Uncorrectable nor SGLs that could be offered; a lease has its blocks.
     let id = "nvme id-ctrl /dev/nvme0";
     for (name, expected) in [("oncs", 0x5d), ("sgls", 0), ("oaes", 0x100)] {
@@ -119,28 +120,27 @@ fn shared(bench: &Bench) -> Result<(), Fault> {
         let load = load("shared");
         load.report(&guest.finish(job?, load.patience())?.text)?;
     }
+    Ok(())
+}
 
+fn knows_its_health(scene: &Scene) -> Result<(), Fault> {
     for (bits, warning) in [("4", 4), ("0", 0)] {
         inside::control(&format!("warn a {bits}"))?;
-        for guest in [one, two] {
+        for guest in &scene.guests {
             await_that("the drive's warning", || {
                 Ok(critical_warning(guest)? == warning)
             })?;
         }
     }
-    for guest in &mut guests {
-        guest.power_off(PATIENCE)?;
-    }
-    server.stop()?;
     Ok(())
 }
 
-fn gone(bench: &Bench) -> Result<(), Fault> {
+fn loses_its_disk_and_does_not_hang(scene: &mut Scene) -> Result<(), Fault> {
     let Scene {
-        mut server,
-        mut guests,
+        server,
+        guests,
         address,
-    } = scene(bench)?;
+    } = scene;
     let endless = load("endless").runtime(Duration::from_secs(600)).script();
     let jobs = [guests[0].start(&endless)?, guests[1].start(&endless)?];
     await_that("load", || {
@@ -154,9 +154,9 @@ fn gone(bench: &Bench) -> Result<(), Fault> {
             "fio did not notice that the drive is gone".to_owned()
         })?;
     }
-    let stats = server.drive_stats(&address)?;
+    let stats = server.drive_stats(address)?;
     expect(stats.gone, || format!("The drive is not gone: {stats:?}"))?;
-    for guest in &guests {
+    for guest in guests.iter() {
         await_that("the disk to go", || {
             Ok(guest.run("[ ! -e /dev/nvme0n1 ]", PATIENCE)?.status == 0)
         })?;
@@ -180,9 +180,5 @@ fn gone(bench: &Bench) -> Result<(), Fault> {
         })?;
     }
     server.expect_alive()?;
-    for guest in &mut guests {
-        guest.power_off(PATIENCE)?;
-    }
-    server.stop()?;
     Ok(())
 }

@@ -7,7 +7,7 @@ use integration::demo;
 
 use crate::Group;
 use crate::fixture::{Fault, expect};
-use crate::harness::{Suite, attempt};
+use crate::harness::Suite;
 
 pub(crate) const GROUP: Group = Group::Around {
     name: "sharing",
@@ -17,10 +17,6 @@ pub(crate) const GROUP: Group = Group::Around {
 /// The guests' data is verified by themselves while both write, and, after the drive went back to the
 /// host's own driver, by the host: every range, and what lies between them.
 fn demo_in_lab(_: &Suite) -> Result<(), Fault> {
-    attempt("sharing::demo_on_a_physical_drive", give_demo)
-}
-
-fn give_demo() -> Result<(), Fault> {
     let folder = tempfile::tempdir().map_err(|source| Fault::File {
         path: std::env::temp_dir(),
         source,

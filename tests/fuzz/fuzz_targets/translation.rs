@@ -2,7 +2,8 @@
 //! this thread polls itself.
 //!
 //! The first byte of the input chooses the logical block size, how many regions and commands there are,
-//! and whether the drive is divided into zones, which are empty at first. Each region has four bytes: its first page, its length, and what a device may do with it. Each
+//! and whether the drive is divided into zones, which are empty at first, or has keys and values, of which the
+//! guest has none at first. Each region has four bytes: its first page, its length, and what a device may do with it. Each
 //! command has 64 bytes. The rest is the content of the regions, one after the other.
 //!
 //! Whatever is submitted, each command completes once, with its identifier and a status that the
@@ -48,7 +49,7 @@ const MARK: u8 = 0xA5;
 const EDGE: u64 = 64 << 10;
 
 /// Status Code Type and Status Code of what may come of a command.
-const LEGAL: [u16; 20] = [
+const LEGAL: [u16; 25] = [
     0x000, // Successful Completion
     0x001, // Invalid Command Opcode
     0x002, // Invalid Field in Command
@@ -60,6 +61,11 @@ const LEGAL: [u16; 20] = [
     0x011, // SGL Descriptor Type Invalid
     0x013, // PRP Offset Invalid
     0x080, // LBA Out of Range
+    0x081, // Capacity Exceeded
+    0x085, // Invalid Value Size
+    0x086, // Invalid Key Size
+    0x087, // KV Key Does Not Exist
+    0x089, // Key Exists
     0x183, // Command Size Limit Exceeded
     0x1B8, // Zone Boundary Error
     0x1B9, // Zone Is Full
@@ -79,16 +85,32 @@ const DATASET_MANAGEMENT: u8 = 0x09;
 const COPY: u8 = 0x19;
 const ZONE_MANAGEMENT_SEND: u8 = 0x79;
 const ZONE_MANAGEMENT_RECEIVE: u8 = 0x7A;
+const STORE: u8 = 0x01;
+const RETRIEVE: u8 = 0x02;
+const LIST: u8 = 0x06;
+const DELETE: u8 = 0x10;
+const EXIST: u8 = 0x14;
 
 /// What a drive with zones is like: each lease has 16, of which 4 can be open and 6 active.
 const ZONES: &str = "model = \"zns\"\nzone_size = \"64K\"\nzone_capacity = \"64K\"\n\
                      max_open = 12\nmax_active = 18\nappend_limit = \"16K\"\n";
 
+/// What a drive of keys and values is like.
+const PAIRS: &str = "model = \"kv\"\nmax_value = \"64K\"\n";
+
+/// What the drive has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Kind {
+    Blocks,
+    Zones,
+    Pairs,
+}
+
 /// Most times that a command is looked after: one that resets all zones takes a turn for each.
 const TURNS: usize = 64;
 
 thread_local! {
-    static FIXTURES: RefCell<BTreeMap<(u32, bool), Fixture>> =
+    static FIXTURES: RefCell<BTreeMap<(u32, Kind), Fixture>> =
         const { RefCell::new(BTreeMap::new()) };
 }
 
@@ -208,15 +230,21 @@ struct Fixture {
     neighbours: [Lane; 2],
     neighbours_memory: File,
     lba_size: u32,
+    kind: Kind,
 }
 
 impl Fixture {
-    fn new(lba_size: u32, zoned: bool) -> Self {
-        let profile = Profile::parse("zones", ZONES).expect("a profile");
+    fn new(lba_size: u32, kind: Kind) -> Self {
+        let profile = match kind {
+            Kind::Blocks => None,
+            Kind::Zones => Some(ZONES),
+            Kind::Pairs => Some(PAIRS),
+        };
+        let profile = profile.map(|text| Profile::parse("fuzz", text).expect("a profile"));
         let path = format!("memory:{}", 3 * LEASE).parse().expect("a drive");
         let options = DriveOptions {
             lba_size,
-            profile: zoned.then(|| Arc::new(profile)),
+            profile: profile.map(Arc::new),
             ..DriveOptions::default()
         };
         let drive = Drive::open(&path, options).expect("memory");
@@ -238,7 +266,7 @@ impl Fixture {
             neighbours_memory
                 .write_all_at(&[MARK; 2 * EDGE as usize], 0)
                 .expect("memory");
-            let status = neighbour.run(edge(WRITE, index, lba_size));
+            let status = neighbour.run(edge(WRITE, index, lba_size, kind));
             assert_eq!(status, 0, "the neighbour's own write");
         }
         Self {
@@ -247,6 +275,7 @@ impl Fixture {
             neighbours,
             neighbours_memory,
             lba_size,
+            kind,
         }
     }
 
@@ -265,7 +294,7 @@ impl Fixture {
             self.neighbours_memory
                 .write_all_at(&zeroes, 0)
                 .expect("memory");
-            let status = neighbour.run(edge(READ, index, self.lba_size));
+            let status = neighbour.run(edge(READ, index, self.lba_size, self.kind));
             assert_eq!(status, 0, "another guest's blocks became unreadable");
             // Its completion queue is one that is never full.
             let head = neighbour.tail;
@@ -286,8 +315,9 @@ impl Fixture {
     }
 }
 
-/// A neighbour's command on its blocks next to the guest's lease.
-fn edge(opcode: u8, index: u64, lba_size: u32) -> [u8; 64] {
+/// A neighbour's command on its blocks next to the guest's lease, or on a key. Write and Read have the same
+/// opcodes as Store and Retrieve.
+fn edge(opcode: u8, index: u64, lba_size: u32, kind: Kind) -> [u8; 64] {
     let blocks = EDGE / u64::from(lba_size);
     let slba = if index == 0 {
         LEASE / u64::from(lba_size) - blocks
@@ -300,6 +330,12 @@ fn edge(opcode: u8, index: u64, lba_size: u32) -> [u8; 64] {
     command[1] = 0x40;
     command[4] = 1;
     command[32..36].copy_from_slice(&(EDGE as u32).to_le_bytes());
+    if kind == Kind::Pairs {
+        command[8..12].copy_from_slice(b"edge");
+        command[40..44].copy_from_slice(&(EDGE as u32).to_le_bytes());
+        command[44] = 4;
+        return command;
+    }
     command[40..48].copy_from_slice(&slba.to_le_bytes());
     command[48..52].copy_from_slice(&(blocks as u32 - 1).to_le_bytes());
     command
@@ -350,8 +386,15 @@ fn map_part(
     attachment.window().map(region).is_ok()
 }
 
+/// Deletes what a command stored.
+fn undo(store: &[u8; 64]) -> [u8; 64] {
+    let mut command = *store;
+    command[0] = DELETE;
+    command
+}
+
 /// Whether a command that succeeded was one that may.
-fn check_success(command: &[u8; 64], lba_size: u32) {
+fn check_success(command: &[u8; 64], lba_size: u32, kind: Kind) {
     let number = |at: usize, len: usize| {
         let mut bytes = [0; 8];
         bytes[..len].copy_from_slice(&command[at..at + len]);
@@ -366,6 +409,18 @@ fn check_success(command: &[u8; 64], lba_size: u32) {
     assert!(matches!(command[1] >> 6, 0 | 1), "PSDT: {command:x?}");
     let lba_size = u64::from(lba_size);
     let blocks = LEASE / lba_size;
+    if kind == Kind::Pairs {
+        let (size, key) = (number(40, 4), command[44]);
+        match opcode {
+            FLUSH => {}
+            STORE => assert!((1..=16).contains(&key) && size <= 64 << 10, "{command:x?}"),
+            RETRIEVE => assert!((1..=16).contains(&key) && size <= 1 << 20, "{command:x?}"),
+            LIST => assert!(key <= 16 && (4..=1 << 20).contains(&size), "{command:x?}"),
+            DELETE | EXIST => assert!((1..=16).contains(&key), "{command:x?}"),
+            _ => panic!("no command of keys and values: {command:x?}"),
+        }
+        return;
+    }
     match opcode {
         FLUSH | DATASET_MANAGEMENT => {}
         // All zones, whichever block is named.
@@ -389,13 +444,16 @@ fuzz_target!(|input: &[u8]| {
     let mut input = Input(input);
     let choice = input.byte();
     let lba_size = if choice & 1 == 0 { 512 } else { 4096 };
-    let regions = usize::from(choice >> 1) % REGIONS + 1;
     let commands = usize::from(choice >> 3) % 16 + 1;
-    let zoned = choice >> 7 == 1;
+    let (kind, regions) = match (choice >> 7, choice >> 2 & 1) {
+        (0, _) => (Kind::Blocks, usize::from(choice >> 1) % REGIONS + 1),
+        (_, 0) => (Kind::Zones, usize::from(choice >> 1 & 1) + 1),
+        _ => (Kind::Pairs, usize::from(choice >> 1 & 1) + 1),
+    };
     FIXTURES.with_borrow_mut(|fixtures| {
         let fixture = fixtures
-            .entry((lba_size, zoned))
-            .or_insert_with(|| Fixture::new(lba_size, zoned));
+            .entry((lba_size, kind))
+            .or_insert_with(|| Fixture::new(lba_size, kind));
         let mut mapped = Vec::new();
         for index in 0..regions as u64 {
             let first = u64::from(input.number());
@@ -436,15 +494,27 @@ fuzz_target!(|input: &[u8]| {
             .collect();
 
         fixture.guest.begin();
-        if zoned {
+        if kind == Kind::Zones {
             assert_eq!(fixture.guest.run(reset_all()), 0, "zones are reset");
         }
+        let mut stored = Vec::new();
         for command in submitted {
             if fixture.guest.run(command) == 0 {
-                check_success(&command, lba_size);
+                check_success(&command, lba_size, kind);
+                if kind == Kind::Pairs && command[0] == STORE {
+                    stored.push(command);
+                }
             }
         }
         fixture.guest.end();
+        if !stored.is_empty() {
+            fixture.guest.begin();
+            for command in stored {
+                // It may have been deleted already.
+                fixture.guest.run(undo(&command));
+            }
+            fixture.guest.end();
+        }
         for ((gpa, pages, offset, writable), content) in mapped.into_iter().zip(contents) {
             if !writable {
                 let mut bytes = vec![0; content.len()];

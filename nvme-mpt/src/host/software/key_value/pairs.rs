@@ -68,9 +68,10 @@ pub(super) struct Reply {
 
 impl Reply {
     /// A command that did what it is for and has nothing to tell.
-    pub(super) const DONE: Self = Self::failed(Status::SUCCESS);
+    pub(super) const DONE: Self = Self::of(Status::SUCCESS);
 
-    pub(super) const fn failed(status: Status) -> Self {
+    /// A status, and nothing else.
+    pub(super) const fn of(status: Status) -> Self {
         Self {
             status,
             dw0: 0,
@@ -129,7 +130,7 @@ pub(super) fn answer<P: Pairs>(pairs: &P, query: Query) -> Result<Reply, P::Erro
     }
 }
 
-const MISSING: Reply = Reply::failed(Status::KV_KEY_DOES_NOT_EXIST);
+const MISSING: Reply = Reply::of(Status::KV_KEY_DOES_NOT_EXIST);
 
 /// Tells of a value of so many bytes: no more than a command can have.
 fn sized(value: usize) -> Reply {
@@ -154,7 +155,7 @@ pub(super) fn change<P: PairsMut>(
         } => {
             let there = pairs.with_value(&key, <[u8]>::len)?;
             match (only_if, there) {
-                (Some(Presence::Absent), Some(_)) => return Ok(Reply::failed(Status::KEY_EXISTS)),
+                (Some(Presence::Absent), Some(_)) => return Ok(Reply::of(Status::KEY_EXISTS)),
                 (Some(Presence::Present), None) => return Ok(MISSING),
                 _ => {}
             }
@@ -163,7 +164,7 @@ pub(super) fn change<P: PairsMut>(
             // A smaller value for a key that is there is always taken, so that a lease which became
             // smaller than what it holds can be brought back below its capacity.
             if bytes > capacity && bytes >= usage.bytes {
-                return Ok(Reply::failed(Status::CAPACITY_EXCEEDED));
+                return Ok(Reply::of(Status::CAPACITY_EXCEEDED));
             }
             pairs.insert(&key, value)?;
             usage.bytes = bytes;

@@ -112,7 +112,7 @@ impl FileLane {
                     });
                 }
                 Ok(None) => completed.push(complete(&sqe, &Reply::DONE, memory)),
-                Err(status) => completed.push(complete(&sqe, &Reply::failed(status), memory)),
+                Err(status) => completed.push(complete(&sqe, &Reply::of(status), memory)),
             }
         }
         if !asked.is_empty() {
@@ -248,7 +248,7 @@ impl HostBatch for &mut KeyValueQueue {
                     let reply = match request(&sqe, memory) {
                         Ok(Some(request)) => space.execute(request, *capacity),
                         Ok(None) => Reply::DONE,
-                        Err(status) => Reply::failed(status),
+                        Err(status) => Reply::of(status),
                     };
                     complete(&sqe, &reply, memory)
                 }));

@@ -9,10 +9,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use log::error;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use crate::host::software::key_value::pairs::{Change, Reply, Request};
+use crate::host::software::key_value::pairs::{Change, Query, Reply, Request};
 
-/// Most requests on one key space in a transaction, and most bytes of values after which no more of them
-/// are added: a guest that stores a lot makes others wait for that much of it.
+/// Most requests on one key space in a transaction, and bytes that they move after which no more of them
+/// are added: a guest that asks for a lot makes others wait for that much of it.
 const BATCH_REQUESTS: usize = 64;
 const BATCH_BYTES: usize = 4 << 20;
 
@@ -29,10 +29,12 @@ pub(in super::super) struct Asked {
 }
 
 impl Asked {
+    /// Bytes that it moves at most.
     fn bytes(&self) -> usize {
         match &self.request {
             Request::Change(Change::Store { value, .. }) => value.len(),
-            _ => 0,
+            Request::Query(Query::Retrieve { room, .. } | Query::List { room, .. }) => *room,
+            Request::Change(Change::Delete { .. }) | Request::Query(Query::Exist { .. }) => 0,
         }
     }
 }

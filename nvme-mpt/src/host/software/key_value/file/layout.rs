@@ -3,7 +3,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -133,15 +133,17 @@ fn has_database(file: &File) -> io::Result<bool> {
 
 /// Whether a file has nothing but zeroes in it. Anything else could be somebody's data.
 fn is_empty(file: &File) -> io::Result<bool> {
+    // What a file system keeps without a block of its own is at the beginning.
+    let has_blocks = file.metadata()?.blocks() > 0;
     let mut file = file;
     let mut bytes = vec![0; LOOK];
     loop {
         let count = file.read(&mut bytes)?;
-        if count == 0 {
-            return Ok(true);
-        }
         if bytes.iter().take(count).any(|byte| *byte != 0) {
             return Ok(false);
+        }
+        if count == 0 || !has_blocks {
+            return Ok(true);
         }
     }
 }

@@ -92,7 +92,7 @@ impl<B: StorageBackend + Clone> PairStore<B> {
             error!("The keys and values in {path} cannot be read or written: {error}");
             // After an error it refuses everything: opened again, it is as before the transaction.
             self.database = None;
-            let failed = Reply::failed(Status::UNRECOVERED_ERROR);
+            let failed = Reply::of(Status::UNRECOVERED_ERROR);
             vec![failed; places.len()]
         });
         for ((mailbox, slot), reply) in places.into_iter().zip(replies) {

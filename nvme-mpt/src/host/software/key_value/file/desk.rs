@@ -141,9 +141,13 @@ impl Mailbox {
     pub(super) fn put(&self, slot: u16, reply: Reply) {
         let mut replies = self.lock();
         replies.push((slot, reply));
-        if !self.any.swap(true, Ordering::Release)
-            && let Err(error) = self.event.write(1)
-        {
+        if !self.any.swap(true, Ordering::Release) {
+            self.signal();
+        }
+    }
+
+    fn signal(&self) {
+        if let Err(error) = self.event.write(1) {
             error!("A poller cannot be woken for keys and values: {error}");
         }
     }
@@ -151,5 +155,70 @@ impl Mailbox {
     fn lock(&self) -> MutexGuard<'_, Vec<(u16, Reply)>> {
         // Each change is complete before anything can panic.
         self.replies.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::spec::key_value::Key;
+
+    fn asked(mailbox: &Arc<Mailbox>, slot: u16, bytes: usize) -> Asked {
+        Asked {
+            mailbox: mailbox.clone(),
+            slot,
+            capacity: 0,
+            request: Request::Change(Change::Store {
+                key: Key::default(),
+                value: vec![0; bytes],
+                only_if: None,
+            }),
+        }
+    }
+
+    #[test]
+    fn a_guest_that_asks_for_a_lot_leaves_others_their_part() {
+        let (desk, mailbox) = (
+            Desk::default(),
+            Arc::new(Mailbox::new(1).expect("an eventfd")),
+        );
+        let many =
+            |count: u16, bytes: usize| (0..count).map(|n| asked(&mailbox, n, bytes)).collect();
+        desk.ask(1, many(150, 10));
+        desk.ask(2, many(10, 1 << 20));
+        desk.ask(3, many(1, 10));
+        desk.close();
+        let mut slots = BTreeMap::<u64, Vec<u16>>::new();
+        let mut counts = Vec::new();
+        while let Some(batch) = desk.next_batch() {
+            let count = |wanted: u64| batch.iter().filter(|(name, _)| *name == wanted).count();
+            counts.push([1, 2, 3].map(count));
+            for (name, asked) in batch {
+                slots.entry(name).or_default().push(asked.slot);
+            }
+        }
+        assert_eq!(counts, [[64, 4, 1], [64, 4, 0], [22, 2, 0]]);
+        // Each key space's in the order that they came in.
+        for slots in slots.values() {
+            assert!(slots.is_sorted());
+        }
+    }
+
+    #[test]
+    fn a_mailbox_wakes_while_there_are_replies() {
+        let mailbox = Mailbox::new(4).expect("an eventfd");
+        let mut replies = Vec::new();
+        let is_signalled = || mailbox.event.read().inspect(|_| mailbox.signal()).is_ok();
+        for _ in 0..3 {
+            assert!(!mailbox.has_replies() && !is_signalled());
+            mailbox.put(1, Reply::DONE);
+            mailbox.put(2, Reply::DONE);
+            assert!(mailbox.has_replies() && is_signalled());
+            mailbox.take(&mut replies);
+            // Once more, by whom it was woken too late.
+            mailbox.take(&mut replies);
+        }
+        let slots: Vec<u16> = replies.into_iter().map(|(slot, _)| slot).collect();
+        assert_eq!(slots, [1, 2, 1, 2, 1, 2]);
     }
 }

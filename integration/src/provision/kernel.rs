@@ -1,17 +1,18 @@
 //! Guest kernels: Debian's cloud kernels, unmodified. NVMe, ext4 and the serial port are built into
-//! them, so a guest needs no modules.
+//! them, so that most guests need no modules.
 
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use super::ProvisionError;
 use super::apt::{self, Suites};
 use super::cache::Cache;
+use super::modules;
+use super::{ProvisionError, at};
 
 /// The package that brings a kernel, in every suite.
-pub(super) const PACKAGE: &str = "linux-image-cloud-amd64";
+const PACKAGE: &str = "linux-image-cloud-amd64";
 
 /// Which kernel a guest boots.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -68,15 +69,38 @@ impl Kernel {
         let recipe = format!("{PACKAGE} of {suites:?}, image only");
         let folder = cache.entry(name, &recipe, |folder| {
             let root = folder.join("root");
-            fs::create_dir(&root).map_err(|source| ProvisionError::File {
-                path: root.clone(),
-                source,
-            })?;
+            fs::create_dir(&root).map_err(at(&root))?;
             apt::unpack(suites, &[PACKAGE], &root)?;
             keep_image(&root, folder, suites)?;
-            fs::remove_dir_all(&root).map_err(|source| ProvisionError::File { path: root, source })
+            fs::remove_dir_all(&root).map_err(at(&root))
         })?;
         Self::in_folder(&folder, suites)
+    }
+
+    /// A kernel, and a folder with the modules `wanted` and all that these need. The cache has them under
+    /// the name of whom they are for.
+    pub(super) fn with_modules(
+        cache: &Cache,
+        choice: &KernelChoice,
+        whom: &str,
+        wanted: &[&str],
+    ) -> Result<(Self, PathBuf), ProvisionError> {
+        let Ok((suites, name)) = packaged(choice) else {
+            return Err(ProvisionError::NoModules);
+        };
+        let recipe = format!("{PACKAGE} of {suites:?} with {wanted:?}");
+        let folder = cache.entry(&format!("{whom}-{name}"), &recipe, |folder| {
+            let root = folder.join("root");
+            let copies = folder.join("modules");
+            for path in [&root, &copies] {
+                fs::create_dir(path).map_err(at(path))?;
+            }
+            apt::unpack(suites, &[PACKAGE], &root)?;
+            keep_image(&root, folder, suites)?;
+            modules::copy(&root, wanted, &copies)?;
+            fs::remove_dir_all(&root).map_err(at(&root))
+        })?;
+        Ok((Self::in_folder(&folder, suites)?, folder.join("modules")))
     }
 
     /// The kernel whose image lies in `folder`.
@@ -117,22 +141,15 @@ pub(super) fn packaged(choice: &KernelChoice) -> Result<(Suites, &'static str), 
 }
 
 /// Moves the image out of an unpacked package in `root` to `folder`.
-pub(super) fn keep_image(root: &Path, folder: &Path, suites: Suites) -> Result<(), ProvisionError> {
+fn keep_image(root: &Path, folder: &Path, suites: Suites) -> Result<(), ProvisionError> {
     let image = find_image(&root.join("boot"), suites)?;
     let kept = folder.join(image.file_name().unwrap_or_default());
-    fs::rename(&image, kept).map_err(|source| ProvisionError::File {
-        path: image,
-        source,
-    })
+    fs::rename(&image, kept).map_err(at(&image))
 }
 
 fn find_image(folder: &Path, suites: Suites) -> Result<PathBuf, ProvisionError> {
-    let at = |source| ProvisionError::File {
-        path: folder.to_owned(),
-        source,
-    };
-    for entry in fs::read_dir(folder).map_err(at)? {
-        let entry = entry.map_err(at)?;
+    for entry in fs::read_dir(folder).map_err(at(folder))? {
+        let entry = entry.map_err(at(folder))?;
         if entry.file_name().to_string_lossy().starts_with("vmlinuz-") {
             return Ok(entry.path());
         }

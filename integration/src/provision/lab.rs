@@ -1,18 +1,16 @@
 //! What the lab boots: a kernel with the modules of a virtualisation host, a user land, and a disk with
 //! all that its own guests need. A program inside the lab finds the same things on that disk.
 
-use std::fs::{self, File};
-use std::io::{self, BufWriter, Write};
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::apt;
 use super::cache::Cache;
-use super::cpio::Archive;
 use super::host::{self, Tool};
 use super::kernel::{self, Kernel, KernelChoice};
 use super::qemu::Qemu;
-use super::{Assets, ProvisionError, image, modules, userland};
+use super::userland::{self, Additions};
+use super::{Assets, ProvisionError, at, image};
 use crate::process;
 use crate::progress::Step;
 
@@ -77,13 +75,19 @@ impl LabAssets {
     pub fn provide(kernel: &KernelChoice) -> Result<Self, ProvisionError> {
         host::ensure(TOOLS)?;
         let cache = Cache::open()?;
-        let (kernel, modules) = kernel_with_modules(&cache, kernel)?;
+        let (kernel, modules) = Kernel::with_modules(&cache, kernel, "lab", MODULES)?;
         let userland = userland::provide(&cache)?;
+        // What makes the guests' user land that of a virtualisation host.
+        let additions = Additions {
+            folders: FOLDERS,
+            scripts: SCRIPTS,
+            modules: &modules,
+        };
         Ok(Self {
             host: Assets {
                 qemu: Qemu::provide(&cache)?,
                 kernel,
-                initramfs: initramfs(&cache, &userland, &modules)?,
+                initramfs: additions.to(&cache, "lab-userland", &userland)?,
             },
             disk: disk(&cache, &userland)?,
         })
@@ -111,57 +115,6 @@ pub(super) fn nested(choice: &KernelChoice) -> Result<Assets, ProvisionError> {
         },
         initramfs: assets.join("initramfs"),
     })
-}
-
-fn kernel_with_modules(
-    cache: &Cache,
-    choice: &KernelChoice,
-) -> Result<(Kernel, PathBuf), ProvisionError> {
-    let Ok((suites, name)) = kernel::packaged(choice) else {
-        return Err(ProvisionError::NoModules);
-    };
-    let recipe = format!("{} of {suites:?} with {MODULES:?}", kernel::PACKAGE);
-    let folder = cache.entry(&format!("lab-{name}"), &recipe, |folder| {
-        let root = folder.join("root");
-        let copies = folder.join("modules");
-        for path in [&root, &copies] {
-            fs::create_dir(path).map_err(at(path))?;
-        }
-        apt::unpack(suites, &[kernel::PACKAGE], &root)?;
-        kernel::keep_image(&root, folder, suites)?;
-        modules::copy(&root, MODULES, &copies)?;
-        fs::remove_dir_all(&root).map_err(at(&root))
-    })?;
-    Ok((Kernel::in_folder(&folder, suites)?, folder.join("modules")))
-}
-
-/// The guests' user land and, over it, what makes it a virtualisation host: Linux unpacks one archive
-/// after the other.
-fn initramfs(cache: &Cache, userland: &Path, modules: &Path) -> Result<PathBuf, ProvisionError> {
-    let recipe = format!("{userland:?} {modules:?} {FOLDERS:?} {SCRIPTS:?}");
-    let folder = cache.entry("lab-userland", &recipe, |folder| {
-        let image = folder.join("initramfs");
-        let write = || -> io::Result<()> {
-            let mut out = BufWriter::new(File::create(&image)?);
-            io::copy(&mut File::open(userland)?, &mut out)?;
-            let mut archive = Archive::new(out);
-            for name in FOLDERS {
-                archive.directory(name)?;
-            }
-            for (name, text) in SCRIPTS {
-                archive.file(name, 0o755, text.as_bytes())?;
-            }
-            for entry in fs::read_dir(modules)? {
-                let entry = entry?;
-                let name = entry.file_name();
-                let name = format!("lib/modules/{}", name.to_string_lossy());
-                archive.file(&name, 0o644, &fs::read(entry.path())?)?;
-            }
-            archive.finish()?.flush()
-        };
-        write().map_err(at(&image))
-    })?;
-    Ok(folder.join("initramfs"))
 }
 
 /// A QEMU with its libraries, the guests' kernels and user land.
@@ -197,9 +150,4 @@ fn disk(cache: &Cache, userland: &Path) -> Result<PathBuf, ProvisionError> {
         Ok(())
     })?;
     Ok(folder.join("disk"))
-}
-
-fn at(path: &Path) -> impl FnOnce(io::Error) -> ProvisionError {
-    let path = path.to_owned();
-    |source| ProvisionError::File { path, source }
 }

@@ -4,7 +4,7 @@
 //! nothing on the machine is upgraded. What was made is kept in the [cache](cache::Cache).
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
@@ -80,8 +80,8 @@ pub enum ProvisionError {
         /// The program.
         qemu: PathBuf,
     },
-    /// A kernel that the lab can't use.
-    #[error("The lab needs a kernel with its modules: 6.1 or 6.12, not an image")]
+    /// A kernel without its modules where they are needed.
+    #[error("There are modules for the kernels 6.1 and 6.12 only, and none inside the lab")]
     NoModules,
     /// A program failed.
     #[error(transparent)]
@@ -116,6 +116,31 @@ impl Assets {
         })
     }
 
+    /// Debian 13's kernel with the modules `wanted`, which a guest finds in `/lib/modules`, in the order in
+    /// which they load.
+    ///
+    /// # Errors
+    /// If something can't be found, fetched or verified; inside the lab, which has none.
+    pub fn provide_with_modules(wanted: &[&str]) -> Result<Self, ProvisionError> {
+        if lab::is_inside() {
+            return Err(ProvisionError::NoModules);
+        }
+        let cache = Cache::open()?;
+        let (kernel, modules) =
+            Kernel::with_modules(&cache, &KernelChoice::V6_12, "guest", wanted)?;
+        let userland = userland::provide(&cache)?;
+        let additions = userland::Additions {
+            folders: &["lib/modules"],
+            scripts: &[],
+            modules: &modules,
+        };
+        Ok(Self {
+            qemu: Qemu::provide(&cache)?,
+            kernel,
+            initramfs: additions.to(&cache, "guest-userland", &userland)?,
+        })
+    }
+
     /// The same with another kernel.
     ///
     /// # Errors
@@ -130,4 +155,9 @@ impl Assets {
             ..self.clone()
         })
     }
+}
+
+fn at(path: &Path) -> impl FnOnce(io::Error) -> ProvisionError {
+    let path = path.to_owned();
+    |source| ProvisionError::File { path, source }
 }

@@ -1,24 +1,31 @@
-//! The guests' user land: busybox, fio, nvme-cli and the ext4 tools with the libraries they load, as
-//! an initial file system. It is left uncompressed: a guest emulated in software would spend longer
+//! The guests' user land: busybox, fio, nvme-cli, tools of file systems and zones with the libraries they
+//! load, as an initial file system. It is left uncompressed: a guest emulated in software would spend longer
 //! on unpacking it than the host saves in reading it.
 
 use std::collections::BTreeSet;
-use std::fs;
-use std::io::BufWriter;
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::ProvisionError;
 use super::apt::{self, Suites};
 use super::cache::Cache;
 use super::cpio::Archive;
+use super::{ProvisionError, at};
 use crate::process;
 
 const SUITES: Suites = Suites {
     known: &["trixie"],
     preferred: "trixie",
 };
-const PACKAGES: &[&str] = &["busybox-static", "e2fsprogs", "fio", "nvme-cli"];
+const PACKAGES: &[&str] = &[
+    "btrfs-progs",
+    "busybox-static",
+    "e2fsprogs",
+    "fio",
+    "nvme-cli",
+    "util-linux",
+];
 const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
 
 /// Programs: where the package has them, where the guest has them.
@@ -28,6 +35,9 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("usr/sbin/nvme", "sbin/nvme"),
     ("usr/sbin/mke2fs", "sbin/mkfs.ext4"),
     ("usr/sbin/e2fsck", "sbin/e2fsck"),
+    ("usr/bin/btrfs", "sbin/btrfs"),
+    ("usr/sbin/mkfs.btrfs", "sbin/mkfs.btrfs"),
+    ("usr/sbin/blkzone", "sbin/blkzone"),
 ];
 
 /// Scripts of ours: where the guest has them, what they say.
@@ -69,6 +79,55 @@ pub(super) fn provide(cache: &Cache) -> Result<PathBuf, ProvisionError> {
         pack(&root, &folder.join("initramfs"))
     })?;
     Ok(folder.join("initramfs"))
+}
+
+/// What some guests have beyond it.
+pub(super) struct Additions<'a> {
+    pub(super) folders: &'a [&'a str],
+    /// Where the guest has them, what they say.
+    pub(super) scripts: &'a [(&'a str, &'a str)],
+    /// A folder of modules, which the guest has in `lib/modules`.
+    pub(super) modules: &'a Path,
+}
+
+impl Additions<'_> {
+    /// An image of `userland` and these over it: Linux unpacks one archive after the other.
+    pub(super) fn to(
+        &self,
+        cache: &Cache,
+        name: &str,
+        userland: &Path,
+    ) -> Result<PathBuf, ProvisionError> {
+        let Self {
+            folders,
+            scripts,
+            modules,
+        } = self;
+        let recipe = format!("{userland:?} {modules:?} {folders:?} {scripts:?}");
+        let folder = cache.entry(name, &recipe, |folder| {
+            let image = folder.join("initramfs");
+            let write = || -> io::Result<()> {
+                let mut out = BufWriter::new(File::create(&image)?);
+                io::copy(&mut File::open(userland)?, &mut out)?;
+                let mut archive = Archive::new(out);
+                for name in *folders {
+                    archive.directory(name)?;
+                }
+                for (name, text) in *scripts {
+                    archive.file(name, 0o755, text.as_bytes())?;
+                }
+                for entry in fs::read_dir(modules)? {
+                    let entry = entry?;
+                    let name = entry.file_name();
+                    let name = format!("lib/modules/{}", name.to_string_lossy());
+                    archive.file(&name, 0o644, &fs::read(entry.path())?)?;
+                }
+                archive.finish()?.flush()
+            };
+            write().map_err(at(&image))
+        })?;
+        Ok(folder.join("initramfs"))
+    }
 }
 
 fn pack(root: &Path, image: &Path) -> Result<(), ProvisionError> {

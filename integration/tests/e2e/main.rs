@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use integration::progress::{say, seconds};
 
+mod btrfs;
 mod doorbells;
 mod ext4;
 mod faults;
@@ -53,6 +54,7 @@ const GROUPS: &[Group] = &[
     ext4::GROUP,
     sharing::GROUP,
     zones::GROUP,
+    btrfs::GROUP,
     faults::GROUP,
     firmware::GROUP,
 ];

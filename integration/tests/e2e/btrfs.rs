@@ -1,0 +1,77 @@
+//! A file system that writes zones: made, filled, emptied in part, and found as it was.
+
+use std::fs;
+use std::time::Duration;
+
+use integration::provision::Assets;
+use integration::server::FunctionOptions;
+
+use crate::Group;
+use crate::lab::{FUNCTION, Fault, Lab, PATIENCE, expect};
+
+pub(crate) const GROUP: Group = Group::Alone {
+    name: "btrfs",
+    checks: &[("fills_a_drive_with_zones", fills_a_drive_with_zones)],
+};
+
+/// A guest that computes checksums of all that it writes, in software, in an emulated processor.
+const WORK: Duration = Duration::from_secs(180);
+
+/// Linux wants at least eight zones active for it (`BTRFS_MIN_ACTIVE_ZONES`); the lease has half of these.
+const PROFILE: &str = "model = \"zns\"\nzone_size = \"4M\"\nzone_capacity = \"4M\"\n\
+                       max_open = 32\nmax_active = 32\nappend_limit = \"128K\"\n";
+/// Zones of the lease.
+const ZONES: u64 = 128;
+/// Those that it fills. It needs others to have room for its metadata, of which each change is another copy.
+const FILLED: u64 = 80;
+
+const MODULES: &str = "for module in /lib/modules/*.ko; do insmod $module || exit 1; done";
+const MAKE: &str = "mkfs.btrfs -q -d single -m single /dev/nvme0n1 && mount -t btrfs /dev/nvme0n1 /mnt && \
+                    grep /mnt /proc/mounts";
+/// Files to be found again, and a large one.
+const FILL: &str = "for i in $(seq 8); do seq $i 300000 > /mnt/$i || exit 1; done; sync; \
+                    cd /mnt && md5sum * > /tmp/sums && cd / && \
+                    dd if=/dev/zero of=/mnt/rest bs=1M count=320 && sync";
+/// What goes leaves zones to be reset, into which other files go.
+const TURN_OVER: &str = "rm /mnt/rest && sync && sleep 1 && \
+                         for i in $(seq 3); do seq $i 600000 > /mnt/new || exit 1; sync; done; \
+                         rm /mnt/new && umount /mnt && btrfs check /dev/nvme0n1";
+const FIND: &str = "mount -t btrfs /dev/nvme0n1 /mnt && cd /mnt && md5sum -c /tmp/sums && \
+                    cd / && umount /mnt";
+
+fn fills_a_drive_with_zones(lab: &Lab) -> Result<(), Fault> {
+    let profile = lab.folder().join("zones.toml");
+    fs::write(&profile, PROFILE).map_err(|source| Fault::File {
+        path: profile.clone(),
+        source,
+    })?;
+    let drive = lab.drive("zoned.img", 1024)?.display().to_string();
+    let function = FunctionOptions::new(FUNCTION, drive, "128M+512M")
+        .option(format!("profile={}", profile.display()))
+        .option("lba=4096");
+    let assets = Assets::provide_with_modules(&["btrfs"])?;
+    let bench = lab.bench_with(&assets, function, 2)?;
+    let guest = &bench.guest;
+    guest.check(MODULES, PATIENCE)?;
+
+    // The zone condition, as blkzone writes it: `zcond: 1(em)`.
+    let zones = |condition: &str| -> Result<u64, Fault> {
+        let count = format!("blkzone report /dev/nvme0n1 | grep -c '({condition})' || true");
+        let text = guest.check(&count, PATIENCE)?;
+        let count = text.trim().parse();
+        count.map_err(|_| Fault::Wrong(format!("blkzone says {text}")))
+    };
+    let empty = zones("em")?;
+    expect(empty == ZONES, || {
+        format!("{empty} zones are empty, not {ZONES}")
+    })?;
+    guest.check(MAKE, WORK)?;
+    guest.check(FILL, WORK)?;
+    let full = zones("fu")?;
+    expect(full >= FILLED, || {
+        format!("{full} zones are full, not {FILLED}")
+    })?;
+    guest.check(TURN_OVER, WORK)?;
+    guest.check(FIND, WORK)?;
+    bench.expect_well()
+}

@@ -14,6 +14,7 @@ mod ext4;
 mod faults;
 mod firmware;
 mod hotplug;
+mod key_value;
 mod lab;
 mod lifecycle;
 mod linux;
@@ -55,6 +56,7 @@ const GROUPS: &[Group] = &[
     sharing::GROUP,
     zones::GROUP,
     btrfs::GROUP,
+    key_value::GROUP,
     faults::GROUP,
     firmware::GROUP,
 ];

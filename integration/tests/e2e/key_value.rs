@@ -1,0 +1,214 @@
+//! A drive of keys and values: Linux makes no block device of it, but a character device for commands, which
+//! nvme-cli sends them to.
+
+use integration::guest::{Drive, Guest, GuestConfig};
+use integration::server::FunctionOptions;
+
+use crate::Group;
+use crate::lab::{FUNCTION, Fault, Lab, PATIENCE, expect, expect_no_complaints};
+
+pub(crate) const GROUP: Group = Group::Alone {
+    name: "key_value",
+    checks: &[
+        (
+            "nvme_cli_stores_and_retrieves",
+            nvme_cli_stores_and_retrieves,
+        ),
+        (
+            "values_outlive_a_server_that_is_killed",
+            values_outlive_a_server_that_is_killed,
+        ),
+    ],
+};
+
+const NAMESPACE: &str = "/dev/ng0n1";
+
+/// Opcodes (Key Value Command Set 1.0, section 3.2).
+mod opcode {
+    pub(super) const STORE: u8 = 0x01;
+    pub(super) const RETRIEVE: u8 = 0x02;
+    pub(super) const LIST: u8 = 0x06;
+    pub(super) const DELETE: u8 = 0x10;
+    pub(super) const EXIST: u8 = 0x14;
+}
+
+/// Status codes (section 3.1.2), and what dword 11 asks for besides the length of the key.
+mod status {
+    pub(super) const SUCCESS: u16 = 0x000;
+    pub(super) const INVALID_VALUE_SIZE: u16 = 0x085;
+    pub(super) const INVALID_KEY_SIZE: u16 = 0x086;
+    pub(super) const KEY_DOES_NOT_EXIST: u16 = 0x087;
+    pub(super) const KEY_EXISTS: u16 = 0x089;
+}
+const MUST_NOT_EXIST: u32 = 1 << 9;
+
+/// The lease is the second half of the drive.
+fn function(lab: &Lab) -> Result<FunctionOptions, Fault> {
+    let drive = lab.drive("pairs.img", 64)?.display().to_string();
+    Ok(FunctionOptions::new(FUNCTION, drive, "32M+32M").option("profile=kv"))
+}
+
+/// A command on a key, of a length that need not be the key's, with a value or a buffer of so many bytes.
+struct Command<'a> {
+    opcode: u8,
+    key: &'a [u8],
+    /// Dword 11.
+    dword11: u32,
+    len: usize,
+    /// What nvme-cli is told of the data.
+    data: &'a str,
+}
+
+impl<'a> Command<'a> {
+    fn new(opcode: u8, key: &'a [u8]) -> Self {
+        Self {
+            opcode,
+            key,
+            dword11: key.len() as u32,
+            len: 0,
+            data: "",
+        }
+    }
+
+    fn data(mut self, len: usize, data: &'a str) -> Self {
+        (self.len, self.data) = (len, data);
+        self
+    }
+
+    /// Runs it, and returns what nvme-cli printed.
+    fn run(&self, guest: &Guest, status: u16) -> Result<String, Fault> {
+        let dword = |at: usize| {
+            let bytes = [0, 1, 2, 3].map(|byte| self.key.get(at + byte).copied().unwrap_or(0));
+            u32::from_le_bytes(bytes)
+        };
+        let line = format!(
+            "io-passthru {NAMESPACE} --opcode={} --namespace-id=1 --cdw2={} --cdw3={} --cdw14={} \
+             --cdw15={} --cdw10={len} --cdw11={} --data-len={len} {}",
+            self.opcode,
+            dword(0),
+            dword(4),
+            dword(8),
+            dword(12),
+            self.dword11,
+            self.data,
+            len = self.len,
+        );
+        Ok(guest.expect_nvme(&line, status)?)
+    }
+}
+
+/// Makes a file in the guest of so many bytes that nobody could guess.
+fn make_value(guest: &Guest, file: &str, len: usize) -> Result<(), Fault> {
+    guest.check(&format!("head -c {len} /dev/urandom > {file}"), PATIENCE)?;
+    Ok(())
+}
+
+fn store(guest: &Guest, key: &[u8], file: &str, len: usize) -> Result<(), Fault> {
+    let data = format!("--write --input-file={file}");
+    let command = Command::new(opcode::STORE, key).data(len, &data);
+    command.run(guest, status::SUCCESS)?;
+    Ok(())
+}
+
+/// Fails unless the value of a key is that of a file in the guest.
+fn expect_value(guest: &Guest, key: &[u8], file: &str, len: usize) -> Result<(), Fault> {
+    let command = Command::new(opcode::RETRIEVE, key);
+    let said = command
+        .data(len, "--read --raw-binary > /tmp/found")
+        .run(guest, status::SUCCESS)?;
+    expect(said.contains(&format!("{len:08x}")), || {
+        format!("The size of the value, {len:#x}, is not the result: {said}")
+    })?;
+    guest.check(&format!("cmp {file} /tmp/found"), PATIENCE)?;
+    Ok(())
+}
+
+fn nvme_cli_stores_and_retrieves(lab: &Lab) -> Result<(), Fault> {
+    let bench = lab.bench_with(lab.v6_12(), function(lab)?, 2)?;
+    let guest = &bench.guest;
+    guest.check(&format!("[ -c {NAMESPACE} ]"), PATIENCE)?;
+    let blocks = guest.check("grep -c nvme /proc/partitions || true", PATIENCE)?;
+    expect(blocks.trim() == "0", || {
+        format!("There are block devices: {blocks}")
+    })?;
+
+    make_value(guest, "/tmp/small", 5)?;
+    make_value(guest, "/tmp/large", 100_000)?;
+    let long = b"0123456789abcdef";
+    let exist = |key| Command::new(opcode::EXIST, key);
+    exist(b"a").run(guest, status::KEY_DOES_NOT_EXIST)?;
+    store(guest, b"a", "/tmp/small", 5)?;
+    store(guest, long, "/tmp/large", 100_000)?;
+    exist(b"a").run(guest, status::SUCCESS)?;
+    expect_value(guest, b"a", "/tmp/small", 5)?;
+    expect_value(guest, long, "/tmp/large", 100_000)?;
+
+    // Two keys, each with its length, in whole dwords.
+    Command::new(opcode::LIST, b"")
+        .data(64, "--read --raw-binary > /tmp/list")
+        .run(guest, status::SUCCESS)?;
+    let listed = "printf '\\2\\0\\0\\0\\20\\0000123456789abcdef\\0\\0\\1\\0a\\0'";
+    guest.check(
+        &format!("{listed} > /tmp/listed; head -c 28 /tmp/list | cmp /tmp/listed -"),
+        PATIENCE,
+    )?;
+
+    let data = "--write --input-file=/tmp/small";
+    let mut command = Command::new(opcode::STORE, b"a").data(5, data);
+    command.dword11 |= MUST_NOT_EXIST;
+    command.run(guest, status::KEY_EXISTS)?;
+    for (opcode, len) in [
+        (opcode::STORE, 17),
+        (opcode::EXIST, 0),
+        (opcode::DELETE, 255),
+    ] {
+        let mut command = Command::new(opcode, long);
+        command.dword11 = len;
+        command.run(guest, status::INVALID_KEY_SIZE)?;
+    }
+    // More than a value can have; that many bytes are not even looked for.
+    let line = format!(
+        "io-passthru {NAMESPACE} --opcode=1 --namespace-id=1 --cdw2=97 --cdw10={} --cdw11=1",
+        (1 << 20) + 1
+    );
+    guest.expect_nvme(&line, status::INVALID_VALUE_SIZE)?;
+
+    Command::new(opcode::DELETE, b"a").run(guest, status::SUCCESS)?;
+    Command::new(opcode::DELETE, b"a").run(guest, status::KEY_DOES_NOT_EXIST)?;
+    exist(b"a").run(guest, status::KEY_DOES_NOT_EXIST)?;
+    expect_value(guest, long, "/tmp/large", 100_000)?;
+    bench.expect_well()
+}
+
+/// With Linux 6.1, whose character devices are the same.
+fn values_outlive_a_server_that_is_killed(lab: &Lab) -> Result<(), Fault> {
+    let mut server = lab.serve(&[function(lab)?])?;
+    let config = GuestConfig::new("guest").drive(Drive::vfio_user(server.socket(FUNCTION)));
+    let guest = lab.boot(lab.v6_1(), &config)?;
+    let keys: [&[u8]; 3] = [b"a", b"some key", b"0123456789abcdef"];
+    let mut sums = String::new();
+    for (index, key) in (0..).zip(keys) {
+        let (file, len) = (format!("/tmp/value{index}"), 1000 + 50_000 * index);
+        make_value(&guest, &file, len)?;
+        store(&guest, key, &file, len)?;
+        sums = guest.check("md5sum /tmp/value*", PATIENCE)?;
+    }
+    // Nothing was flushed: what completed is durable.
+    server.kill();
+    drop(guest);
+    server.restart()?;
+    let guest = lab.boot(lab.v6_1(), &config)?;
+    for (index, key) in (0..).zip(keys) {
+        let data = format!("--read --raw-binary > /tmp/value{index}");
+        Command::new(opcode::RETRIEVE, key)
+            .data(1000 + 50_000 * index, &data)
+            .run(&guest, status::SUCCESS)?;
+    }
+    let found = guest.check("md5sum /tmp/value*", PATIENCE)?;
+    expect(found == sums, || {
+        format!("Values are not what they were:\n{found}\nwere:\n{sums}")
+    })?;
+    expect_no_complaints(&guest)?;
+    server.expect_alive()?;
+    Ok(())
+}

@@ -36,6 +36,8 @@ pub(super) struct PairStore<B> {
     file: B,
     /// Closed after a failure, until it can be opened again.
     database: Option<Database>,
+    /// Whether the log says so already.
+    failing: bool,
     usages: Arc<Usages>,
 }
 
@@ -46,6 +48,7 @@ impl<B: StorageBackend + Clone> PairStore<B> {
             path,
             file,
             database: None,
+            failing: false,
             usages,
         };
         store.database = Some(store.open_database()?);
@@ -87,9 +90,12 @@ impl<B: StorageBackend + Clone> PairStore<B> {
         let replies = replies.unwrap_or_else(|_panic| {
             Err(StorageError::Corrupted("the database panicked".to_owned()).into())
         });
+        let failing = std::mem::replace(&mut self.failing, replies.is_err());
         let replies = replies.unwrap_or_else(|error| {
-            let path = self.path.display();
-            error!("The keys and values in {path} cannot be read or written: {error}");
+            if !failing {
+                let path = self.path.display();
+                error!("The keys and values in {path} cannot be read or written: {error}");
+            }
             // After an error it refuses everything: opened again, it is as before the transaction.
             self.database = None;
             let failed = Reply::of(Status::UNRECOVERED_ERROR);

@@ -359,10 +359,16 @@ fn offer(
     };
     let summary = format!("{drive_name}, range {}", attachment.lease().bytes());
     let namespace = attachment.namespace();
+    let contents = match namespace.keys {
+        Some(_) => "keys and values".to_owned(),
+        None => format!(
+            "{} blocks of {} bytes",
+            namespace.blocks,
+            1_u64 << namespace.lba_shift
+        ),
+    };
     let summary = format!(
-        "{summary} ({} blocks of {} bytes); serial {}; doorbells {}, poll {}, {} queue pairs",
-        namespace.blocks,
-        1_u64 << namespace.lba_shift,
+        "{summary} ({contents}); serial {}; doorbells {}, poll {}, {} queue pairs",
         namespace.serial,
         function.doorbells,
         function.poll,

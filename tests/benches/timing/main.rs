@@ -3,6 +3,7 @@
 //! ```text
 //! cargo bench -p nvme-mpt-tests --bench timing              # achieved against configured
 //! cargo bench -p nvme-mpt-tests --bench timing -- --smoke   # a short run of every case
+//! cargo bench -p nvme-mpt-tests --bench timing -- --variation FILE.svg   # ten runs, drawn
 //! ```
 //!
 //! A guest driver and the poller's work are in one thread, so that it takes one free processor. What
@@ -11,6 +12,9 @@
 //! drive whose commands are due at once less those of one without a profile. Such commands are held
 //! and released as all others are. It fails if keeping time costs more than [`TIME_MAX`].
 
+mod variation;
+
+use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -401,6 +405,16 @@ fn main() -> ExitCode {
         let mut rig = Rig::new(profile);
         rig.run(&counted(), commands.parse().expect("a number"));
         rig.finish();
+        return ExitCode::SUCCESS;
+    }
+    let variation = arguments
+        .iter()
+        .position(|argument| argument == "--variation");
+    if let Some(file) = variation.and_then(|at| arguments.get(at + 1)) {
+        if let Err(error) = variation::draw_to(Path::new(file)) {
+            println!("Cannot draw {file}: {error}");
+            return ExitCode::FAILURE;
+        }
         return ExitCode::SUCCESS;
     }
     let smoke = arguments.iter().any(|argument| argument == "--smoke");

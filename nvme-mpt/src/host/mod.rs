@@ -318,6 +318,11 @@ pub trait HostQueue {
     fn has_failed(&self) -> bool {
         false
     }
+
+    /// Whether its drive was removed, so that all that it is given fails.
+    fn is_gone(&self) -> bool {
+        false
+    }
 }
 
 /// Commands on their way into a host SQ: what they need in common is done once for all of them.
@@ -420,6 +425,11 @@ impl HostQueuePair {
     /// See [`HostQueue::has_failed`].
     pub(crate) fn has_failed(&self) -> bool {
         each_kind!(self, queue => queue.has_failed())
+    }
+
+    /// See [`HostQueue::is_gone`].
+    pub(crate) fn is_gone(&self) -> bool {
+        each_kind!(self, queue => queue.is_gone())
     }
 
     /// Whether commands can complete without anybody being told.

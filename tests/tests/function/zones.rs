@@ -15,9 +15,9 @@ use nvme_mpt_tests::identify::{cns, field};
 use nvme_mpt_tests::registers::{CC_CSS_ALL, CC_CSS_NVM};
 use nvme_mpt_tests::rng::{self, Rng};
 use nvme_mpt_tests::status::{
-    INVALID_FIELD, INVALID_OPCODE, INVALID_ZONE_TRANSITION, LBA_OUT_OF_RANGE, SUCCESS, StatusCode,
-    TOO_MANY_ACTIVE_ZONES, TOO_MANY_OPEN_ZONES, WRITE_FAULT, ZONE_BOUNDARY_ERROR,
-    ZONE_INVALID_WRITE, ZONE_IS_FULL, ZONE_IS_OFFLINE, ZONE_IS_READ_ONLY,
+    INTERNAL_ERROR, INVALID_FIELD, INVALID_OPCODE, INVALID_ZONE_TRANSITION, LBA_OUT_OF_RANGE,
+    SUCCESS, StatusCode, TOO_MANY_ACTIVE_ZONES, TOO_MANY_OPEN_ZONES, WRITE_FAULT,
+    ZONE_BOUNDARY_ERROR, ZONE_INVALID_WRITE, ZONE_IS_FULL, ZONE_IS_OFFLINE, ZONE_IS_READ_ONLY,
 };
 use nvme_mpt_tests::zoned::{Zone, action, state};
 use nvme_mpt_tests::{Error, prp};
@@ -459,6 +459,26 @@ fn a_zone_whose_media_failed_is_read_only_and_its_guest_is_told() {
     assert_eq!(other_controller.log_page(page(1)).unwrap(), [0; 4096]);
     other.write(zslba, &blocks(2, zslba, 4)).unwrap();
     assert_eq!(other.report_zones(0, 4, 6, false).unwrap().0, 0);
+}
+
+#[test]
+fn zones_of_a_drive_that_is_removed_are_neither_reported_nor_managed() {
+    let plan = "[[fault]]\nkind = \"removal\"\noperations = [\"flush\"]\n";
+    let options = options(PROFILE, Some(plan));
+    let lab = Lab::of(Drive::open(&DRIVE.parse().unwrap(), options).unwrap());
+    let machine = lab.machine(&Setup::nth(0));
+    let (_, mut disk) = attach(&machine);
+    disk.zone_action(SIZE, action::OPEN).unwrap();
+    assert_eq!(refused(disk.flush()), INTERNAL_ERROR);
+    assert_eq!(
+        refused(disk.zone_action(SIZE, action::CLOSE)),
+        INTERNAL_ERROR
+    );
+    assert_eq!(
+        refused(disk.all_zones_action(action::RESET)),
+        INTERNAL_ERROR
+    );
+    assert_eq!(refused(disk.zone(SIZE)), INTERNAL_ERROR);
 }
 
 #[test]

@@ -265,4 +265,8 @@ impl<C: Clock> HostQueue for FaultQueue<C> {
     fn has_failed(&self) -> bool {
         self.broken
     }
+
+    fn is_gone(&self) -> bool {
+        self.faults.is_gone()
+    }
 }

@@ -136,6 +136,10 @@ impl ZonedQueue {
         let first = self.zones.start;
         // It was translated, so it lies in the lease.
         let in_lease = |Lba(lba): Lba| Lba(lba.wrapping_sub(first.0));
+        // It fails whatever it is given, zone management too.
+        if self.drive.is_gone() {
+            return Ok(Some((*sqe, Fate::Complete)));
+        }
         let table = &mut state.table;
         match NvmOpcode(sqe.opcode()) {
             // All of them have both fields there.

@@ -13,6 +13,7 @@
 
 mod dirty;
 mod error;
+mod held;
 mod table;
 
 use std::os::fd::{AsFd, OwnedFd};
@@ -22,6 +23,7 @@ use std::time::{Duration, Instant};
 
 pub use dirty::DirtyRange;
 pub use error::DmaError;
+pub use held::HeldMemory;
 pub(crate) use table::RegionPages;
 pub use table::{Direction, Region, RegionHint, RegionTable};
 
@@ -153,13 +155,29 @@ impl DmaWindow {
             readable,
             writable,
         } = memory;
-        let end = gpa
-            .0
-            .checked_add(len)
-            .ok_or(DmaError::InvalidRegion { gpa, len })?;
-        if len == 0 || len >> 63 != 0 || !gpa.is_page_aligned() || len % PAGE_SIZE != 0 {
+        let wraps = gpa.0.checked_add(len).is_none();
+        if wraps || len == 0 || len >> 63 != 0 || !gpa.is_page_aligned() || len % PAGE_SIZE != 0 {
             return Err(DmaError::InvalidRegion { gpa, len });
         }
+        let access = if writable {
+            Access::ReadWrite
+        } else {
+            Access::Read
+        };
+        let bytes = usize::try_from(len).map_err(|_| DmaError::InvalidRegion { gpa, len })?;
+        let mapping = Mapping::shared(fd.as_fd(), offset, bytes, access)
+            .map_err(|source| DmaError::Map { gpa, len, source })?;
+        let limits = [
+            if readable { len } else { 0 },
+            if writable { len } else { 0 },
+        ];
+        self.insert(gpa, limits, Arc::new(mapping))
+    }
+
+    /// Maps `mapping` at `gpa`, which a device may use up to `limits`.
+    fn insert(&self, gpa: Gpa, limits: [u64; 2], mapping: Arc<Mapping>) -> Result<(), DmaError> {
+        let len = mapping.len() as u64;
+        let end = gpa.0 + len;
         // One change at a time: the lock is held while the table is rebuilt.
         let mut current = lock(&self.tables.current);
         if current.regions.len() >= MAX_REGIONS {
@@ -173,27 +191,15 @@ impl DmaWindow {
         {
             return Err(DmaError::Overlap { gpa, len });
         }
-        let access = if writable {
-            Access::ReadWrite
-        } else {
-            Access::Read
-        };
-        let bytes = usize::try_from(len).map_err(|_| DmaError::InvalidRegion { gpa, len })?;
-        let mapping = Mapping::shared(fd.as_fd(), offset, bytes, access)
-            .map_err(|source| DmaError::Map { gpa, len, source })?;
         let mut iova = self.space.allocate(len).ok_or(DmaError::NoIova { len })?;
-        iova.map(&mapping, access)
+        iova.map(&mapping, mapping.access())
             .map_err(|source| DmaError::Iommu { gpa, len, source })?;
-        let limits = [
-            if readable { len } else { 0 },
-            if writable { len } else { 0 },
-        ];
         let region = Region {
             gpa: gpa.0,
             len,
             limits,
             iova,
-            mapping: Arc::new(mapping),
+            mapping,
         };
         let mut regions = current.regions.clone();
         regions.insert(index, Arc::new(region));

@@ -1,0 +1,88 @@
+//! A VM's memory apart from any window: what is kept of it while nothing is attached to a drive, and
+//! mapped again when something is.
+
+use std::sync::Arc;
+
+use super::{DmaError, DmaWindow, Region};
+use crate::address::Gpa;
+use crate::memory::Mapping;
+
+/// The memory of a window that may be gone since: no drive reaches it by this.
+#[derive(Clone, Debug)]
+pub struct HeldMemory(Vec<HeldRegion>);
+
+#[derive(Clone, Debug)]
+struct HeldRegion {
+    gpa: Gpa,
+    limits: [u64; 2],
+    mapping: Arc<Mapping>,
+}
+
+impl DmaWindow {
+    /// The VM's memory as it is now.
+    #[must_use]
+    pub fn hold(&self) -> HeldMemory {
+        let table = self.table();
+        let held = |region: &Arc<Region>| HeldRegion {
+            gpa: Gpa(region.gpa),
+            limits: region.limits,
+            mapping: region.mapping.clone(),
+        };
+        HeldMemory(table.regions.iter().map(held).collect())
+    }
+
+    /// Maps all that was held of another window, at the same guest addresses.
+    ///
+    /// # Errors
+    /// As [`Self::map`]; what was mapped until then stays.
+    pub fn map_held(&self, memory: &HeldMemory) -> Result<(), DmaError> {
+        for HeldRegion {
+            gpa,
+            limits,
+            mapping,
+        } in &memory.0
+        {
+            self.insert(*gpa, *limits, mapping.clone())?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::address::Gpa;
+    use crate::dma::tests::{region, window};
+    use crate::dma::{Direction, DmaError, MemoryRegion, RegionHint};
+
+    #[test]
+    fn memory_outlives_its_window_and_is_mapped_into_another() {
+        let held = {
+            let before = window();
+            before.map(region(0x1000, 0x2000)).expect("map");
+            let constant = MemoryRegion {
+                writable: false,
+                ..region(0x8000, 0x1000)
+            };
+            before.map(constant).expect("map");
+            before.write(Gpa(0x1800), b"kept").expect("mapped");
+            let held = before.hold();
+            assert_eq!(before.unmap_all().expect("idle"), 0x3000);
+            held
+        };
+        let after = window();
+        after.map_held(&held).expect("free");
+        let mut read = [0; 4];
+        after.read(Gpa(0x1800), &mut read).expect("mapped");
+        assert_eq!(&read, b"kept");
+        after
+            .write(Gpa(0x8000), &[1])
+            .expect_err("not to be written");
+        let table = after.table();
+        let translate =
+            |direction| table.translate(Gpa(0x8000), 8, direction, &mut RegionHint::default());
+        assert!(translate(Direction::FromGuest).is_some());
+        assert!(translate(Direction::ToGuest).is_none());
+        let error = after.map_held(&held).expect_err("it is there already");
+        assert!(matches!(error, DmaError::Overlap { .. }), "{error}");
+    }
+}

@@ -1,73 +1,37 @@
 //! A function as a VMM holds it in its own process, with its control thread.
 
+mod error;
+mod hand_over;
 mod snapshot;
 
 use std::fmt;
 use std::io;
+use std::mem;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use nvme_mpt::Gpa;
 use nvme_mpt::dma::MemoryRegion;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::spec::registers::offset::DOORBELLS;
-use nvme_mpt::{DmaError, Gpa, QueueError, StateError};
-use thiserror::Error;
 use vm_device::DeviceMmio;
 use vm_device::bus::{MmioAddress, MmioAddressOffset};
-use vmm_device::{Bar, BarMove, NvmeFunction, SnapshotError};
+use vmm_device::{Bar, BarMove, NvmeFunction};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
+use super::Vmm;
 use super::doorbells::{DoorbellFigures, MappedDoorbells, TiedDoorbells};
 use super::routes::Routes;
-use super::{Vmm, VmmError};
 use crate::report;
 
-/// A function cannot be put into a VMM, or not be taken out of it.
-#[derive(Debug, Error)]
-pub enum DeviceError {
-    /// The VMM does not provide what the function needs.
-    #[error(transparent)]
-    Vmm(#[from] VmmError),
-    /// The kernel does not.
-    #[error("Cannot wire {id}; raise the limit on open files")]
-    Wiring {
-        /// The function.
-        id: String,
-        /// What the kernel reports.
-        source: io::Error,
-    },
-    /// The control thread cannot be started.
-    #[error("Cannot start the control thread of {id}")]
-    Thread {
-        /// The function.
-        id: String,
-        /// What the kernel reports.
-        source: io::Error,
-    },
-    /// Guest memory cannot be made reachable for the function, or not be taken from it.
-    #[error("Cannot follow the guest's memory")]
-    Memory(#[from] DmaError),
-    /// Commands in flight do not finish.
-    #[error("The function cannot be paused; its guest has to reset it")]
-    Pause(#[from] QueueError),
-    /// The state cannot be taken.
-    #[error("The state of the function cannot be saved")]
-    Save(#[from] StateError),
-    /// The state does not fit, or is damaged.
-    #[error("The function cannot be restored")]
-    Restore(#[from] SnapshotError),
-    /// The drive cannot make what was written durable.
-    #[error("Cannot flush the drive: what the guest wrote and did not flush may be lost")]
-    Flush(#[source] io::Error),
-    /// The control thread died.
-    #[error("The control thread of {0} panicked")]
-    Panicked(String),
-}
+pub use error::DeviceError;
+use hand_over::HandedOver;
+pub use hand_over::Remake;
 
 /// An NVMe function in a VMM's process.
 ///
@@ -78,21 +42,39 @@ pub enum DeviceError {
 /// [`Vmm`]'s functions take while it calls in here.
 pub struct FunctionDevice {
     shared: Arc<Shared>,
+    /// As [`Bar::ALL`] has them.
+    bar_sizes: [u64; Bar::ALL.len()],
+    remake: Option<Remake>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 struct Shared {
     id: String,
     vmm: Arc<dyn Vmm>,
+    /// What the control thread waits for: [`WAKE`], and [`EVENTS`] of the function while it is here.
+    epoll: Epoll,
     /// Ends the sleep of the control thread.
     wake: EventFd,
     stopping: AtomicBool,
-    state: Mutex<State>,
+    slot: Mutex<Slot>,
 }
 
+/// What a VMM's slot has in it.
+enum Slot {
+    /// The function.
+    Function(Box<State>),
+    /// What it takes to have it here again.
+    HandedOver(Box<HandedOver>),
+    /// Nothing: reads are ones, and writes reach nobody.
+    Empty,
+}
+
+/// A function that is wired to its VMM.
 struct State {
     function: NvmeFunction,
-    routes: Option<Routes>,
+    /// What the control thread waits for.
+    events: EventFd,
+    routes: Routes,
     mapped: Option<MappedDoorbells>,
     tied: TiedDoorbells,
 }
@@ -111,44 +93,31 @@ impl FunctionDevice {
     ///
     /// # Errors
     /// All of [`DeviceError`] but those of memory and of the end.
-    pub fn start(
-        id: &str,
-        mut function: NvmeFunction,
-        vmm: Arc<dyn Vmm>,
-    ) -> Result<Self, DeviceError> {
-        let wiring = |source| DeviceError::Wiring {
-            id: id.to_owned(),
-            source,
-        };
-        // At most 128.
-        let vectors = vmm.vectors(function.vectors().len() as u16)?;
-        let routes = Routes::connect(vectors, &function).map_err(wiring)?;
-        let mapped = MappedDoorbells::of(&mut function).map_err(wiring)?;
-        let events = function.events_fd().try_clone().map_err(wiring)?;
+    pub fn start(id: &str, function: NvmeFunction, vmm: Arc<dyn Vmm>) -> Result<Self, DeviceError> {
+        let wiring = |source| DeviceError::wiring(id, source);
+        let bar_sizes = Bar::ALL.map(|bar| function.bar_size(bar));
         let wake = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(wiring)?;
         let epoll = Epoll::new().map_err(wiring)?;
-        for (token, eventfd) in [(EVENTS, &events), (WAKE, &wake)] {
-            let event = EpollEvent::new(EventSet::IN, token);
-            epoll
-                .ctl(ControlOperation::Add, eventfd.as_raw_fd(), event)
-                .map_err(wiring)?;
-        }
+        epoll
+            .ctl(
+                ControlOperation::Add,
+                wake.as_raw_fd(),
+                EpollEvent::new(EventSet::IN, WAKE),
+            )
+            .map_err(wiring)?;
         let shared = Arc::new(Shared {
             id: id.to_owned(),
             vmm: vmm.clone(),
+            epoll,
             wake,
             stopping: AtomicBool::new(false),
-            state: Mutex::new(State {
-                function,
-                routes: Some(routes),
-                mapped,
-                tied: TiedDoorbells::default(),
-            }),
+            slot: Mutex::new(Slot::Empty),
         });
+        let state = shared.wire(function)?;
+        *shared.slot() = Slot::Function(Box::new(state));
         let work = {
             let shared = shared.clone();
-            // The descriptor that epoll watches stays open as long as it is watched.
-            Box::new(move || shared.run(&epoll, events))
+            Box::new(move || shared.run())
         };
         let thread = vmm.spawn(id, work).map_err(|source| DeviceError::Thread {
             id: id.to_owned(),
@@ -156,6 +125,8 @@ impl FunctionDevice {
         })?;
         Ok(Self {
             shared,
+            bar_sizes,
+            remake: None,
             thread: Mutex::new(Some(thread)),
         })
     }
@@ -166,24 +137,26 @@ impl FunctionDevice {
         &self.shared.id
     }
 
-    /// Lets somebody look at the function.
-    pub fn with<T>(&self, look: impl FnOnce(&NvmeFunction) -> T) -> T {
-        look(&self.shared.state().function)
+    /// Lets somebody look at the function, if it is here.
+    pub fn with<T>(&self, look: impl FnOnce(&NvmeFunction) -> T) -> Option<T> {
+        let mut slot = self.shared.slot();
+        slot.function().map(|state| look(&state.function))
     }
 
     /// Reads configuration space.
     pub fn read_config(&self, offset: u64, data: &mut [u8]) {
-        self.shared.state().function.read_config(offset, data);
+        match self.shared.slot().function() {
+            Some(state) => state.function.read_config(offset, data),
+            None => read_nothing(data),
+        }
     }
 
     /// Writes configuration space. Returns the BARs that moved: their accesses are to reach the
     /// function at their new places from now on, and at the old ones no more.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn write_config(&self, offset: u64, data: &[u8]) -> Vec<BarMove> {
-        let mut state = self.shared.state();
-        let moves = state.function.write_config(offset, data);
-        state.follow(&*self.shared.vmm);
-        moves
+        self.change(|function| function.write_config(offset, data))
+            .unwrap_or_default()
     }
 
     /// Gives a BAR an address, as firmware does. The guest finds it there once it enables accesses.
@@ -195,26 +168,35 @@ impl FunctionDevice {
     /// Size of a BAR in bytes, a power of two.
     #[must_use]
     pub fn bar_size(&self, bar: Bar) -> u64 {
-        self.shared.state().function.bar_size(bar)
+        match bar {
+            Bar::Registers => self.bar_sizes[0],
+            Bar::Msix => self.bar_sizes[1],
+        }
     }
 
     /// Reads from a BAR.
     pub fn read_bar(&self, bar: Bar, offset: u64, data: &mut [u8]) {
-        self.shared.state().function.read_bar(bar, offset, data);
+        match self.shared.slot().function() {
+            Some(state) => state.function.read_bar(bar, offset, data),
+            None => read_nothing(data),
+        }
     }
 
     /// Writes to a BAR.
     pub fn write_bar(&self, bar: Bar, offset: u64, data: &[u8]) {
-        let mut state = self.shared.state();
+        let mut slot = self.shared.slot();
+        let Some(state) = slot.function() else {
+            return;
+        };
         let State {
             function,
             routes,
             mapped,
             ..
-        } = &mut *state;
-        match (bar, routes) {
-            (Bar::Msix, Some(routes)) => routes.write_table(function, offset, data),
-            (bar, _) => function.write_bar(bar, offset, data),
+        } = state;
+        match bar {
+            Bar::Msix => routes.write_table(function, offset, data),
+            Bar::Registers => function.write_bar(bar, offset, data),
         }
         if bar == Bar::Registers && offset >= DOORBELLS {
             // It changes nothing but what mapping is worth.
@@ -242,40 +224,45 @@ impl FunctionDevice {
     /// What mapping the function's doorbells into the guest has cost, where that is done at all.
     #[must_use]
     pub fn doorbell_figures(&self) -> DoorbellFigures {
-        let state = self.shared.state();
-        let figures = state.mapped.as_ref().map(MappedDoorbells::figures);
-        figures.unwrap_or_default()
+        let mut slot = self.shared.slot();
+        let mapped = slot.function().and_then(|state| state.mapped.as_ref());
+        mapped.map(MappedDoorbells::figures).unwrap_or_default()
     }
 
     /// Resets the function as power-on does: for a guest that is restarted. When it returns, nothing
     /// touches the guest's memory.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn reset(&self) -> Vec<BarMove> {
-        let mut state = self.shared.state();
-        let moves = state.function.reset();
-        state.follow(&*self.shared.vmm);
-        moves
+        self.change(NvmeFunction::reset).unwrap_or_default()
     }
 
     /// Tells of guest memory: all that there is when the function is started, and all that is added.
     ///
     /// # Errors
-    /// [`DeviceError::Memory`].
+    /// [`DeviceError::Memory`], [`DeviceError::HandedOver`].
     pub fn map_memory(&self, memory: MemoryRegion) -> Result<(), DeviceError> {
-        Ok(self.shared.state().function.memory().map(memory)?)
+        match &*self.shared.slot() {
+            Slot::Function(state) => Ok(state.function.memory().map(memory)?),
+            Slot::HandedOver(_) => Err(self.handed_over()),
+            Slot::Empty => Ok(()),
+        }
     }
 
     /// Tells that guest memory goes. When it returns, nothing of the function touches it.
     ///
     /// # Errors
-    /// [`DeviceError::Memory`].
+    /// [`DeviceError::Memory`], [`DeviceError::HandedOver`].
     pub fn unmap_memory(&self, gpa: Gpa, len: u64) -> Result<u64, DeviceError> {
-        Ok(self.shared.state().function.memory().unmap(gpa, len)?)
+        match &*self.shared.slot() {
+            Slot::Function(state) => Ok(state.function.memory().unmap(gpa, len)?),
+            Slot::HandedOver(_) => Err(self.handed_over()),
+            Slot::Empty => Ok(0),
+        }
     }
 
     /// Takes the function out of the VMM. When it returns, nothing of it touches the guest's memory,
     /// nothing of it is mapped into the guest, and what was written to the drive is durable. From
-    /// then on it is as a function whose slot is empty.
+    /// then on its slot is empty, and the drive and its lease are given back.
     ///
     /// # Errors
     /// [`DeviceError::Panicked`], [`DeviceError::Memory`], [`DeviceError::Flush`]; it is out all the
@@ -287,18 +274,32 @@ impl FunctionDevice {
         self.shared.stopping.store(true, Ordering::Release);
         self.shared.wake();
         let joined = thread.join();
-        let mut state = self.shared.state();
-        drop(state.function.reset());
-        state.follow(&*self.shared.vmm);
-        for vector in state.function.vectors() {
-            vector.set_eventfd(None);
+        let mut result = Ok(());
+        let before = mem::replace(&mut *self.shared.slot(), Slot::Empty);
+        if let Slot::Function(mut state) = before {
+            let unmapped = self.shared.unwire(&mut state);
+            let flushed = state.flush().map_err(DeviceError::Flush);
+            result = unmapped.and(flushed);
         }
-        state.routes = None;
-        let unmapped = state.function.memory().unmap_all();
-        let flushed = state.flush();
         joined.map_err(|_| DeviceError::Panicked(self.shared.id.clone()))?;
-        unmapped?;
-        flushed.map_err(DeviceError::Flush)
+        result
+    }
+
+    /// Does something to the function, if it is here, that the VMM has to follow.
+    fn change<T>(&self, change: impl FnOnce(&mut NvmeFunction) -> T) -> Option<T> {
+        let mut slot = self.shared.slot();
+        let state = slot.function()?;
+        let changed = change(&mut state.function);
+        state.follow(&*self.shared.vmm);
+        Some(changed)
+    }
+
+    fn handed_over(&self) -> DeviceError {
+        DeviceError::HandedOver(self.shared.id.clone())
+    }
+
+    fn empty(&self) -> DeviceError {
+        DeviceError::Empty(self.shared.id.clone())
     }
 }
 
@@ -313,29 +314,46 @@ impl Drop for FunctionDevice {
 /// Both BARs, at the addresses that the guest gave them.
 impl DeviceMmio for FunctionDevice {
     fn mmio_read(&self, base: MmioAddress, offset: MmioAddressOffset, data: &mut [u8]) {
-        let found = self.shared.state().function.bar_at(base, offset);
-        match found {
+        match self
+            .with(|function| function.bar_at(base, offset))
+            .flatten()
+        {
             Some((bar, offset)) => self.read_bar(bar, offset, data),
-            // As a bus without a device there: it has moved away just now.
-            None => data.fill(0xFF),
+            // It has moved away just now, or is not here.
+            None => read_nothing(data),
         }
     }
 
     fn mmio_write(&self, base: MmioAddress, offset: MmioAddressOffset, data: &[u8]) {
-        let found = self.shared.state().function.bar_at(base, offset);
-        if let Some((bar, offset)) = found {
+        let found = self.with(|function| function.bar_at(base, offset));
+        if let Some((bar, offset)) = found.flatten() {
             self.write_bar(bar, offset, data);
         }
     }
+}
+
+/// A read that nobody answers.
+fn read_nothing(data: &mut [u8]) {
+    data.fill(0xFF);
 }
 
 /// What the control thread wakes up for.
 const EVENTS: u64 = 0;
 const WAKE: u64 = 1;
 
+impl Slot {
+    /// The function, if it is here.
+    fn function(&mut self) -> Option<&mut State> {
+        match self {
+            Self::Function(state) => Some(state),
+            Self::HandedOver(_) | Self::Empty => None,
+        }
+    }
+}
+
 impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
-        lock(&self.state)
+    fn slot(&self) -> MutexGuard<'_, Slot> {
+        lock(&self.slot)
     }
 
     /// Has the control thread look what there is to do.
@@ -344,16 +362,55 @@ impl Shared {
         let _ = self.wake.write(1);
     }
 
+    /// Connects a function to the VMM and to the control thread.
+    fn wire(&self, mut function: NvmeFunction) -> Result<State, DeviceError> {
+        let wiring = |source| DeviceError::wiring(&self.id, source);
+        // At most 128.
+        let vectors = self.vmm.vectors(function.vectors().len() as u16)?;
+        let routes = Routes::connect(vectors, &function).map_err(wiring)?;
+        let mapped = MappedDoorbells::of(&mut function).map_err(wiring)?;
+        // Not lent, so that what is watched stays open as long as it is watched.
+        let events = function.events_fd().try_clone().map_err(wiring)?;
+        let event = EpollEvent::new(EventSet::IN, EVENTS);
+        self.epoll
+            .ctl(ControlOperation::Add, events.as_raw_fd(), event)
+            .map_err(wiring)?;
+        Ok(State {
+            function,
+            events,
+            routes,
+            mapped,
+            tied: TiedDoorbells::default(),
+        })
+    }
+
+    /// Ends all that the function does, and disconnects it. When this returns, nothing of it touches
+    /// the guest's memory, and nothing of it is mapped into the guest.
+    fn unwire(&self, state: &mut State) -> Result<(), DeviceError> {
+        drop(state.function.reset());
+        state.follow(&*self.vmm);
+        for vector in state.function.vectors() {
+            vector.set_eventfd(None);
+        }
+        let events = state.events.as_raw_fd();
+        let event = EpollEvent::default();
+        if let Err(error) = self.epoll.ctl(ControlOperation::Delete, events, event) {
+            log::error!("{} is watched still: {error}", self.id);
+        }
+        state.function.memory().unmap_all()?;
+        Ok(())
+    }
+
     /// The control thread: carries out admin commands and tells the guest of events.
-    fn run(&self, epoll: &Epoll, events: EventFd) {
+    fn run(&self) {
         let mut ready = [EpollEvent::default(); 2];
         loop {
-            let interval = self.state().interval();
+            let interval = self.slot().function().and_then(|state| state.interval());
             // Not too early, where a part of a millisecond is left; -1 is for however long it takes.
             let timeout = interval.map_or(-1, |interval| {
                 i32::try_from(interval.as_millis() + 1).unwrap_or(i32::MAX)
             });
-            match epoll.wait(timeout, &mut ready) {
+            match self.epoll.wait(timeout, &mut ready) {
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
@@ -361,17 +418,18 @@ impl Shared {
                     break;
                 }
             }
+            // It may not be what has woken us. What it tells of is looked at after it is taken back, so
+            // that whatever comes later wakes us again.
+            let _ = self.wake.read();
             if self.stopping.load(Ordering::Acquire) {
                 break;
             }
-            // It may not be what has woken us.
-            let _ = self.wake.read();
-            let mut state = self.state();
-            state.function.process_events();
-            state.decide();
-            state.follow(&*self.vmm);
+            if let Some(state) = self.slot().function() {
+                state.function.process_events();
+                state.decide();
+                state.follow(&*self.vmm);
+            }
         }
-        drop(events);
     }
 }
 

@@ -19,6 +19,7 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 pub use nvme_mpt::memory::Mapping;
 use nvme_mpt::poller::Threads;
@@ -32,7 +33,7 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::open::{self, Ledgers, OpenError};
 use crate::options::{FunctionConfig, OptionError};
 
-pub use device::{DeviceError, FunctionDevice};
+pub use device::{DeviceError, FunctionDevice, Remake};
 pub use doorbells::DoorbellFigures;
 
 /// The hypervisor, or the VMM in front of it, refuses something.
@@ -135,6 +136,10 @@ pub enum StartError {
     Device(#[from] DeviceError),
 }
 
+/// How long a drive that was handed over is waited for, where somebody else has it: longer than a
+/// process that failed to take it takes to end, and shorter than a guest's driver waits for I/O.
+const TAKE_BACK_PATIENCE: Duration = Duration::from_secs(5);
+
 /// Puts the function that `config` describes into `vmm`, which knows it as `id`. It reaches no guest
 /// memory until it is told of some with [`FunctionDevice::map_memory`].
 ///
@@ -147,7 +152,12 @@ pub fn start(
     pollers: &Arc<Pollers>,
 ) -> Result<FunctionDevice, StartError> {
     let ledgers = Ledgers::open(&config.state_dir);
-    let attachment = open::open(&config.options()?, &ledgers, pollers)?;
-    let function = NvmeFunction::new(attachment, MsixMasking::Function);
-    Ok(FunctionDevice::start(id, function, vmm)?)
+    let options = config.options()?;
+    let pollers = pollers.clone();
+    let make = move || -> Result<NvmeFunction, OpenError> {
+        let attachment = open::open(&options, &ledgers, &pollers)?;
+        Ok(NvmeFunction::new(attachment, MsixMasking::Function))
+    };
+    let device = FunctionDevice::start(id, make()?, vmm)?;
+    Ok(device.remade_by(Remake::new(make, TAKE_BACK_PATIENCE)))
 }

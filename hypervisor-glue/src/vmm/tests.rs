@@ -1,5 +1,7 @@
 //! A function in a VMM that writes down what it is asked.
 
+mod hand_over;
+
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -172,6 +174,11 @@ fn polled(doorbells: DoorbellMode, poll: &str) -> (FunctionDevice, Arc<Asked>) {
     (device, vmm.0)
 }
 
+/// Looks at a function that is there.
+fn with<T>(device: &FunctionDevice, look: impl FnOnce(&NvmeFunction) -> T) -> T {
+    device.with(look).unwrap()
+}
+
 /// Writes to configuration space, and returns how many BARs moved.
 fn configure(device: &FunctionDevice, offset: u64, data: &[u8]) -> usize {
     device.write_config(offset, data).len()
@@ -197,7 +204,7 @@ fn region() -> MemoryRegion {
 fn create(device: &FunctionDevice, qid: u16) {
     let (qid, entries) = (QueueId(qid), 16);
     let base = Gpa(0x1_0000 * u64::from(qid.0));
-    device.with(|function| {
+    with(device, |function| {
         let attachment = function.attachment();
         attachment
             .create_cq(CqConfig {
@@ -227,8 +234,9 @@ fn look(device: &FunctionDevice) {
 
 /// Where a doorbell of queue 1 is in its page.
 fn place_of(device: &FunctionDevice, doorbell: Doorbell) -> u64 {
-    device
-        .with(|function| doorbell.bar_offset(function.attachment().doorbells().dstrd()) - DOORBELLS)
+    with(device, |function| {
+        doorbell.bar_offset(function.attachment().doorbells().dstrd()) - DOORBELLS
+    })
 }
 
 /// Waits until `happened`, `meanwhile` doing something again and again.
@@ -247,8 +255,16 @@ const TAIL: Doorbell = Doorbell::SqTail(QueueId(1));
 fn running(doorbells: DoorbellMode, poll: &str) -> (FunctionDevice, Arc<Asked>) {
     let (device, asked) = polled(doorbells, poll);
     device.map_memory(region()).unwrap();
-    place(&device, BAR0, BAR);
-    configure(&device, COMMAND.0, &COMMAND.1);
+    begin(&device);
+    assert_eq!(asked.mapped_at(), NOWHERE, "there is no queue yet");
+    create(&device, 1);
+    (device, asked)
+}
+
+/// Places BAR0 and enables the controller, as a driver does.
+fn begin(device: &FunctionDevice) {
+    place(device, BAR0, BAR);
+    configure(device, COMMAND.0, &COMMAND.1);
     let register = |offset: u64, value: u32| {
         device.write_bar(Bar::Registers, offset, &value.to_le_bytes());
     };
@@ -260,9 +276,6 @@ fn running(doorbells: DoorbellMode, poll: &str) -> (FunctionDevice, Arc<Asked>) 
     let mut csts = [0; 4];
     device.read_bar(Bar::Registers, 0x1C, &mut csts);
     assert_eq!(csts, [1, 0, 0, 0]);
-    assert_eq!(asked.mapped_at(), NOWHERE, "there is no queue yet");
-    create(&device, 1);
-    (device, asked)
 }
 
 /// Writes a doorbell as long as the writes exit.
@@ -284,7 +297,9 @@ fn doorbells_are_mapped_while_there_is_io_and_not_while_there_is_none() {
             write_until_mapped(&device, &asked);
             await_that("it stays mapped", idle, || asked.mapped_at().is_empty());
             // The control thread has the state until it is all done.
-            assert!(!device.with(|function| function.attachment().has_silent_doorbells()));
+            assert!(!with(&device, |function| function
+                .attachment()
+                .has_silent_doorbells()));
             let figures = device.doorbell_figures();
             assert!(figures.mapped >= round && figures.unmapped == figures.mapped);
         }
@@ -312,10 +327,14 @@ fn few_writes_map_nothing() {
 fn pollers_that_never_sleep_have_doorbells_mapped_all_the_time() {
     let (device, asked) = running(DoorbellMode::Auto, "shared:busy");
     // The control thread does it when it carries out admin commands.
-    let wake = || drop(device.with(|function| function.events_fd().write(1)));
+    let wake = || drop(with(&device, |function| function.events_fd().write(1)));
     await_that("it is never mapped", wake, || !asked.mapped_at().is_empty());
-    device.with(|function| function.attachment().delete_sq(QueueId(1)).unwrap());
-    device.with(|function| function.attachment().delete_cq(QueueId(1)).unwrap());
+    with(&device, |function| {
+        function.attachment().delete_sq(QueueId(1)).unwrap()
+    });
+    with(&device, |function| {
+        function.attachment().delete_cq(QueueId(1)).unwrap()
+    });
     look(&device);
     assert_eq!(asked.mapped_at(), NOWHERE);
 }
@@ -332,7 +351,9 @@ fn mapped_doorbells_follow_the_bar() {
     let at = place_of(&device, TAIL) as usize;
     let page = memory.unwrap();
     page.bytes(at, 4).unwrap().copy_from(&7_u32.to_le_bytes());
-    let seen = device.with(|function| function.attachment().doorbells().load(TAIL));
+    let seen = with(&device, |function| {
+        function.attachment().doorbells().load(TAIL)
+    });
     assert_eq!(seen, 7);
 
     assert_eq!(place(&device, BAR0, 0x1_0000_0000), 1);
@@ -359,7 +380,9 @@ fn a_reset_leaves_no_doorbell_mapped() {
         write_until_mapped(&device, &asked);
         reset(&device);
         assert_eq!(asked.mapped_at(), NOWHERE, "{what}");
-        assert!(!device.with(|function| function.attachment().has_silent_doorbells()));
+        assert!(!with(&device, |function| function
+            .attachment()
+            .has_silent_doorbells()));
     }
 }
 
@@ -375,7 +398,7 @@ fn admin_doorbells_are_seen_while_they_are_mapped_and_after() {
         .next()
         .cloned()
         .unwrap();
-    let commands = || device.with(|function| function.admin_stats().commands);
+    let commands = || with(&device, |function| function.admin_stats().commands);
     let before = commands();
     let idle = || std::thread::sleep(Duration::from_millis(1));
     // What is in the ring is a command, if a bad one.
@@ -385,8 +408,12 @@ fn admin_doorbells_are_seen_while_they_are_mapped_and_after() {
     });
     // Stored right before it is unmapped.
     page.bytes(0, 4).unwrap().copy_from(&2_u32.to_le_bytes());
-    device.with(|function| function.attachment().delete_sq(QueueId(1)).unwrap());
-    device.with(|function| function.attachment().delete_cq(QueueId(1)).unwrap());
+    with(&device, |function| {
+        function.attachment().delete_sq(QueueId(1)).unwrap()
+    });
+    with(&device, |function| {
+        function.attachment().delete_cq(QueueId(1)).unwrap()
+    });
     look(&device);
     assert_eq!(asked.mapped_at(), NOWHERE);
     await_that("the admin doorbell is not seen", idle, || {
@@ -406,7 +433,9 @@ fn doorbells_that_cannot_be_mapped_go_on_to_exit() {
     for _ in 0..1000 {
         write();
     }
-    let silent = device.with(|function| function.attachment().has_silent_doorbells());
+    let silent = with(&device, |function| {
+        function.attachment().has_silent_doorbells()
+    });
     assert!(!silent, "its pollers sleep well");
     drop(device);
     assert_eq!(*asked.maps.lock().unwrap(), 1, "it is not tried again");
@@ -441,7 +470,7 @@ fn doorbells_in_guest_memory_wake_pollers_without_an_exit() {
         shadow: Gpa(0x8_0000),
         event_idx: Gpa(0x9_0000),
     };
-    device.with(|function| {
+    with(&device, |function| {
         let attachment = function.attachment();
         attachment.set_doorbell_buffer(Some(buffer)).unwrap();
     });
@@ -453,7 +482,7 @@ fn doorbells_in_guest_memory_wake_pollers_without_an_exit() {
     assert_eq!(asked.tied_at(BAR), [0x1080, 0x10C0, 0x1100, 0x1140]);
     place(&device, BAR0, 2 * BAR);
     assert_eq!(asked.tied_at(2 * BAR), [0x1080, 0x10C0, 0x1100, 0x1140]);
-    device.with(|function| {
+    with(&device, |function| {
         let attachment = function.attachment();
         attachment.delete_sq(QueueId(1)).unwrap();
     });
@@ -470,7 +499,7 @@ fn doorbells_in_guest_memory_wake_pollers_without_an_exit() {
 fn a_vector_leads_where_its_message_says_before_it_is_raised() {
     let (device, asked) = device(DoorbellMode::Shadow);
     configure(&device, MSIX_CONTROL.0, &MSIX_CONTROL.1);
-    let signal = |vector: usize| device.with(|function| function.vectors()[vector].signal());
+    let signal = |vector: usize| with(&device, |function| function.vectors()[vector].signal());
     signal(1);
     assert!(!asked.signalled(1), "it is masked");
 
@@ -536,10 +565,15 @@ fn nothing_is_left_of_a_function_that_is_taken_out() {
     assert_eq!(asked.mapped_at(), NOWHERE);
     assert!(asked.vectors.lock().unwrap().is_empty(), "given back");
     assert_eq!(device.unmap_memory(Gpa(0), 0x10_0000).unwrap(), 0);
-    // Whoever still has it finds a function that does nothing.
-    device.with(|function| function.vectors()[0].signal());
+    // Whoever still has it finds an empty slot.
+    assert!(device.with(|_| ()).is_none());
     device.write_bar(Bar::Msix, 12, &[0; 4]);
     let mut data = [0; 4];
     device.read_config(0, &mut data);
+    assert_eq!(data, [0xFF; 4]);
+    assert_eq!(device.bar_size(Bar::Registers), 0x4000);
+    assert!(matches!(device.save(), Err(DeviceError::Empty(_))));
+    assert!(matches!(device.hand_over(), Err(DeviceError::Empty(_))));
+    device.resume().unwrap();
     device.stop().unwrap();
 }

@@ -330,7 +330,7 @@ impl Shared {
             if !root.insert_at(saved.slot, device.clone(), &bars) {
                 return Err(MachineError::Functions);
             }
-            device.resume();
+            device.resume()?;
         }
         Ok(vcpus)
     }

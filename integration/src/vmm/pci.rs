@@ -89,7 +89,7 @@ impl RootComplex {
         let function = self.slots().iter_mut().find(is_it)?.take()?;
         for bar in Bar::ALL {
             let address = function.with(|function| function.bar_address(bar));
-            if let (Some(address), Some(bus)) = (address, self.bus.upgrade()) {
+            if let (Some(address), Some(bus)) = (address.flatten(), self.bus.upgrade()) {
                 bus.remove_addresses(address);
             }
         }

@@ -1,0 +1,76 @@
+//! What can go wrong with a function in a VMM.
+
+use std::io;
+
+use nvme_mpt::{DmaError, QueueError, StateError};
+use thiserror::Error;
+use vmm_device::SnapshotError;
+
+use crate::open::OpenError;
+use crate::vmm::VmmError;
+
+/// A function cannot be put into a VMM, or not be taken out of it.
+#[derive(Debug, Error)]
+pub enum DeviceError {
+    /// The VMM does not provide what the function needs.
+    #[error(transparent)]
+    Vmm(#[from] VmmError),
+    /// The kernel does not.
+    #[error("Cannot wire {id}; raise the limit on open files")]
+    Wiring {
+        /// The function.
+        id: String,
+        /// What the kernel reports.
+        source: io::Error,
+    },
+    /// The control thread cannot be started.
+    #[error("Cannot start the control thread of {id}")]
+    Thread {
+        /// The function.
+        id: String,
+        /// What the kernel reports.
+        source: io::Error,
+    },
+    /// Guest memory cannot be made reachable for the function, or not be taken from it.
+    #[error("Cannot follow the guest's memory")]
+    Memory(#[from] DmaError),
+    /// Commands in flight do not finish.
+    #[error("The function cannot be paused; its guest has to reset it")]
+    Pause(#[from] QueueError),
+    /// The state cannot be taken.
+    #[error("The state of the function cannot be saved")]
+    Save(#[from] StateError),
+    /// The state does not fit, or is damaged.
+    #[error("The function cannot be restored")]
+    Restore(#[from] SnapshotError),
+    /// The drive cannot make what was written durable.
+    #[error("Cannot flush the drive: what the guest wrote and did not flush may be lost")]
+    Flush(#[source] io::Error),
+    /// The control thread died.
+    #[error("The control thread of {0} panicked")]
+    Panicked(String),
+    /// The drive exists in this process only.
+    #[error("The drive of {0} cannot be handed over: it exists in this process only")]
+    Private(String),
+    /// Nobody said how to make the function again.
+    #[error("The drive of {0} cannot be handed over: it could not be taken back")]
+    Unique(String),
+    /// Somebody else has the drive, for now.
+    #[error("The drive of {0} was handed over; have the function go on first")]
+    HandedOver(String),
+    /// The drive was handed over, and cannot be had again.
+    #[error("The drive of {0} cannot be taken back; its slot is empty from now on")]
+    TakeBack(String, #[source] OpenError),
+    /// There is no function any more.
+    #[error("The slot of {0} is empty; remove it")]
+    Empty(String),
+}
+
+impl DeviceError {
+    pub(super) fn wiring(id: &str, source: io::Error) -> Self {
+        Self::Wiring {
+            id: id.to_owned(),
+            source,
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! Handing a function's drive over to another process, and taking it back.
+//!
+//! A VMM that moves a guest to another one on the same host pauses it, has its functions handed over,
+//! and sends their states. From then on the drive, its lease and all locks are free for whoever gets
+//! the states. If nobody takes the guest after all, it goes on here, and the function is made again:
+//! the same part of the same drive, with the guest's memory as it was, restored from its state.
+
+use std::fmt;
+use std::mem;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nvme_mpt::DirtyRange;
+use nvme_mpt::dma::HeldMemory;
+use vmm_device::{FunctionState, NvmeFunction};
+
+use super::{DeviceError, FunctionDevice, Shared, Slot, State};
+use crate::open::OpenError;
+
+/// How long to wait between two attempts to take a drive back.
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
+
+/// What is kept of a function whose drive another process may have.
+pub(super) struct HandedOver {
+    pub(super) saved: FunctionState,
+    memory: HeldMemory,
+    /// What it wrote at the last, if that was noted.
+    dirty: Option<Vec<DirtyRange>>,
+}
+
+impl HandedOver {
+    /// The pages that nobody has asked for yet.
+    pub(super) fn take_dirty_pages(&mut self) -> Option<Vec<DirtyRange>> {
+        self.dirty.as_mut().map(mem::take)
+    }
+
+    pub(super) fn stop_dirty_log(&mut self) {
+        self.dirty = None;
+    }
+}
+
+/// How a function is made once more.
+pub struct Remake {
+    make: Box<dyn Fn() -> Result<NvmeFunction, OpenError> + Send + Sync>,
+    /// For how long it is tried: who had the drive meanwhile may be about to give it back.
+    patience: Duration,
+}
+
+impl Remake {
+    /// Remakes by `make`, which is tried again for `patience` if it fails.
+    pub fn new(
+        make: impl Fn() -> Result<NvmeFunction, OpenError> + Send + Sync + 'static,
+        patience: Duration,
+    ) -> Self {
+        Self {
+            make: Box::new(make),
+            patience,
+        }
+    }
+
+    fn function(&self) -> Result<NvmeFunction, OpenError> {
+        let deadline = Instant::now() + self.patience;
+        loop {
+            match (self.make)() {
+                Err(_) if Instant::now() < deadline => thread::sleep(RETRY_INTERVAL),
+                made => return made,
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Remake {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Remake")
+            .field("patience", &self.patience)
+            .finish_non_exhaustive()
+    }
+}
+
+impl FunctionDevice {
+    /// Says how to make the function again, which [`Self::hand_over`] needs.
+    #[must_use]
+    pub fn remade_by(mut self, remake: Remake) -> Self {
+        self.remake = Some(remake);
+        self
+    }
+
+    /// Gives up the drive, the lease and all locks of a function that is paused, so that the function
+    /// can be restored elsewhere. What was written is durable then. Its state can be had still, and
+    /// the pages that it wrote; until it is [resumed](Self::resume), its slot is empty for the guest.
+    ///
+    /// # Errors
+    /// [`DeviceError::Private`], [`DeviceError::Unique`], [`DeviceError::Save`] if it is not paused,
+    /// [`DeviceError::Flush`]: it is as it was. [`DeviceError::Empty`].
+    pub fn hand_over(&self) -> Result<(), DeviceError> {
+        let Shared { id, .. } = &*self.shared;
+        let mut slot = self.shared.slot();
+        let state = match &mut *slot {
+            Slot::Function(state) => state,
+            Slot::HandedOver(_) => return Ok(()),
+            Slot::Empty => return Err(self.empty()),
+        };
+        if self.remake.is_none() {
+            return Err(DeviceError::Unique(id.clone()));
+        }
+        if state.function.attachment().drive().is_private() {
+            return Err(DeviceError::Private(id.clone()));
+        }
+        let saved = state.function.save()?;
+        state.flush().map_err(DeviceError::Flush)?;
+        let memory = state.function.memory();
+        let handed_over = HandedOver {
+            saved,
+            memory: memory.hold(),
+            // None are noted if it fails.
+            dirty: memory.take_dirty_pages().ok(),
+        };
+        // It is paused, so that nothing keeps the memory busy.
+        let unwired = self.shared.unwire(state);
+        *slot = Slot::HandedOver(Box::new(handed_over));
+        unwired
+    }
+
+    /// Makes the function again, and has it go on.
+    pub(super) fn take_back(&self, slot: &mut Slot) -> Result<(), DeviceError> {
+        let (handed_over, remake) = match (mem::replace(slot, Slot::Empty), &self.remake) {
+            (Slot::HandedOver(handed_over), Some(remake)) => (handed_over, remake),
+            (other, _) => {
+                *slot = other;
+                return Ok(());
+            }
+        };
+        let Shared { id, vmm, .. } = &*self.shared;
+        let function = remake
+            .function()
+            .map_err(|source| DeviceError::TakeBack(id.clone(), source))?;
+        let mut state = self.shared.wire(function)?;
+        if let Err(error) = state.become_again(&handed_over) {
+            self.shared.unwire(&mut state)?;
+            return Err(error);
+        }
+        state.function.resume();
+        state.follow(&**vmm);
+        *slot = Slot::Function(Box::new(state));
+        Ok(())
+    }
+}
+
+impl State {
+    fn become_again(&mut self, handed_over: &HandedOver) -> Result<(), DeviceError> {
+        self.function.memory().map_held(&handed_over.memory)?;
+        // The VMM has the BARs where it had them.
+        drop(self.function.restore(&handed_over.saved)?);
+        self.routes.follow_all(&self.function);
+        Ok(())
+    }
+}

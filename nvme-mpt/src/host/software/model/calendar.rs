@@ -10,8 +10,8 @@ use super::wheel::DueWheel;
 use crate::host::HostCompletion;
 use crate::spec::status::Status;
 
-/// Pages in the ring: as many as two levels of words have bits.
-const PAGES: usize = 64 * 64;
+/// Pages in the ring.
+const PAGES: u64 = 64 * 64;
 
 const NONE: u16 = u16::MAX;
 
@@ -27,23 +27,19 @@ struct Entry {
 struct Ring {
     /// The unit from which on there are pages: nothing is on an earlier one.
     begin: u64,
-    /// The first unit whose page is not empty.
-    first: u64,
-    /// Words of `occupied` that are not zero.
-    summary: u64,
     /// Pages that are not empty.
     occupied: [u64; 64],
     /// The first slot on each page.
-    pages: Box<[u16; PAGES]>,
+    pages: Box<[u16; PAGES as usize]>,
     /// By slot.
     entries: Box<[Entry]>,
 }
 
 impl Ring {
-    /// Whether there is a page for a unit that is not before the first page.
+    /// Whether there is a page for a unit.
     #[inline]
     fn has(&self, unit: u64) -> bool {
-        unit - self.begin < PAGES as u64
+        unit.wrapping_sub(self.begin) < PAGES
     }
 
     /// Puts a completion on the page of a unit.
@@ -53,12 +49,10 @@ impl Ring {
         let Some(entry) = self.entries.get_mut(usize::from(slot)) else {
             return;
         };
-        let page = unit as usize % PAGES;
+        let page = (unit % PAGES) as usize;
         let next = std::mem::replace(&mut self.pages[page], slot);
         *entry = Entry { completion, next };
         self.occupied[page / 64] |= 1 << (page % 64);
-        self.summary |= 1 << (page / 64);
-        self.first = self.first.min(unit);
     }
 
     /// Puts a completion on the page of a unit that was kept for later.
@@ -68,43 +62,45 @@ impl Ring {
         }
     }
 
+    /// Takes out what is on the pages up to that of a unit.
     #[inline]
     fn release_until(&mut self, until: u64, mut done: impl FnMut(HostCompletion)) {
-        while self.first <= until {
-            let page = self.first as usize % PAGES;
-            let mut slot = std::mem::replace(&mut self.pages[page], NONE);
-            while let Some(entry) = self.entries.get(usize::from(slot)) {
-                slot = entry.next;
-                done(entry.completion);
+        let mut left = (until.saturating_sub(self.begin) + 1).min(PAGES);
+        let mut page = self.begin % PAGES;
+        while left > 0 {
+            let (word, bit) = ((page / 64) as usize, page % 64);
+            let span = (64 - bit).min(left);
+            let asked = (u64::MAX >> (64 - span)) << bit;
+            let mut due = self.occupied[word] & asked;
+            if due != 0 {
+                self.occupied[word] &= !asked;
             }
-            let word = &mut self.occupied[page / 64];
-            *word &= !(1 << (page % 64));
-            if *word == 0 {
-                self.summary &= !(1 << (page / 64));
+            while due != 0 {
+                let page = word * 64 + due.trailing_zeros() as usize;
+                due &= due - 1;
+                let mut slot = std::mem::replace(&mut self.pages[page], NONE);
+                while let Some(entry) = self.entries.get(usize::from(slot)) {
+                    slot = entry.next;
+                    done(entry.completion);
+                }
             }
-            self.first = self.first_after(self.first);
+            left -= span;
+            page = (page + span) % PAGES;
         }
-        self.begin = self.begin.max(until);
     }
 
-    /// The first unit after one whose page is empty that has a page that is not; `u64::MAX` if there
-    /// is none.
-    #[inline]
-    fn first_after(&self, unit: u64) -> u64 {
-        let page = unit as usize % PAGES;
-        let (word, bit) = (page / 64, page as u32 % 64);
-        let rest = self.occupied[word] >> bit;
-        if rest != 0 {
-            return unit + u64::from(rest.trailing_zeros());
-        }
-        // Bit 0 for the next word, bit 63 for the part of this one that is before the page.
-        let others = self.summary.rotate_right(word as u32 + 1);
-        if others == 0 {
-            return u64::MAX;
-        }
-        let words = others.trailing_zeros() as usize + 1;
-        let pages = self.occupied[(word + words) % 64].trailing_zeros();
-        unit - u64::from(bit) + words as u64 * 64 + u64::from(pages)
+    /// The first unit whose page is not empty.
+    fn first(&self) -> Option<u64> {
+        let (word, bit) = ((self.begin % PAGES / 64) as usize, self.begin % 64);
+        // The first word's pages before the first page are the last ones of the ring.
+        let words = (0..=64).map(|i| match i {
+            0 => self.occupied[word] >> bit << bit,
+            64 => self.occupied[word] & !(u64::MAX << bit),
+            i => self.occupied[(word + i) % 64],
+        });
+        let (i, found) = words.enumerate().find(|(_, found)| *found != 0)?;
+        let of_word = self.begin - bit + i as u64 * 64;
+        Some(of_word + u64::from(found.trailing_zeros()))
     }
 }
 
@@ -138,10 +134,8 @@ impl Calendar {
             round: (1 << shift) - 1,
             near: Ring {
                 begin: 0,
-                first: u64::MAX,
-                summary: 0,
                 occupied: [0; 64],
-                pages: Box::new([NONE; PAGES]),
+                pages: Box::new([NONE; PAGES as usize]),
                 // One less than there are numbers at most, so that one of them is nobody's.
                 entries: vec![nothing; slots.into()].into_boxed_slice(),
             },
@@ -152,8 +146,10 @@ impl Calendar {
     /// It is at least `now`: what is put in next is near.
     #[inline]
     pub(super) fn begin(&mut self, now: u64) {
-        if self.near.first == u64::MAX {
-            self.near.begin = self.near.begin.max(now >> self.shift);
+        let unit = now >> self.shift;
+        // Nothing was released for long: most likely there was nothing.
+        if unit > self.near.begin + PAGES / 2 && self.near.first().is_none() {
+            self.near.begin = unit;
         }
         self.later.begin(now);
     }
@@ -162,10 +158,11 @@ impl Calendar {
     #[inline]
     pub(super) fn hold(&mut self, completion: HostCompletion, due: u64) {
         // Rounded up: never before it is due.
-        let unit = due.saturating_add(self.round) >> self.shift;
-        let unit = unit.max(self.near.begin);
+        let unit = due.wrapping_add(self.round) >> self.shift;
         if self.near.has(unit) {
             self.near.enter(completion, unit);
+        } else if unit < self.near.begin {
+            self.near.enter(completion, self.near.begin);
         } else {
             self.keep(completion, due);
         }
@@ -201,18 +198,15 @@ impl Calendar {
                 u64::MAX - 1
             }
         };
-        if until >= near.first {
-            near.release_until(until, done);
-            if now.is_none() {
-                near.begin = begin;
-            }
+        near.release_until(until, done);
+        if now.is_some() {
+            near.begin = begin.max(until);
         }
     }
 
     /// A time in ticks until which nothing comes out; `None` if there is nothing in it.
     pub(super) fn next_due(&self) -> Option<u64> {
-        let first = self.near.first;
-        let near = (first != u64::MAX).then(|| first << self.shift);
+        let near = self.near.first().map(|unit| unit << self.shift);
         [near, self.later.next_due()].into_iter().flatten().min()
     }
 }

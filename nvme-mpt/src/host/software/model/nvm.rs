@@ -29,7 +29,7 @@ impl Unit {
             // A unit orders nothing but its own time.
             match self.free.compare_exchange_weak(
                 free,
-                start.saturating_add(busy),
+                start.wrapping_add(busy),
                 Ordering::Relaxed,
                 Ordering::Relaxed,
             ) {
@@ -74,6 +74,35 @@ impl Cost {
     }
 }
 
+/// Remainders of a divisor that does not change, which cost two multiplications.
+///
+/// Exact for dividends of 32 bits: D. Lemire, O. Kaser, N. Kurz, "Faster remainder by direct computation",
+/// 2019.
+#[derive(Clone, Copy, Debug)]
+struct Remainder {
+    divisor: u32,
+    /// 2^64 / divisor, rounded up.
+    reciprocal: u64,
+}
+
+impl Remainder {
+    /// The divisor is not 0.
+    fn by(divisor: u16) -> Self {
+        let divisor = u32::from(divisor.max(1));
+        Self {
+            divisor,
+            // Of 1 it is 2^64, which leaves 0, and so does every remainder.
+            reciprocal: (u64::MAX / u64::from(divisor)).wrapping_add(1),
+        }
+    }
+
+    #[inline]
+    fn of(self, dividend: u32) -> u32 {
+        let fraction = self.reciprocal.wrapping_mul(u64::from(dividend));
+        ((u128::from(fraction) * u128::from(self.divisor)) >> 64) as u32
+    }
+}
+
 /// The units of a drive, which all its queues share.
 #[derive(Debug)]
 pub(crate) struct NvmModel {
@@ -82,6 +111,7 @@ pub(crate) struct NvmModel {
     read: Cost,
     write: Cost,
     units: Box<[Unit]>,
+    by_units: Remainder,
 }
 
 impl NvmModel {
@@ -94,6 +124,7 @@ impl NvmModel {
             read: Cost::new(&profile.read, profile, timebase),
             write: Cost::new(&profile.write, profile, timebase),
             units: units.take(profile.units.into()).collect(),
+            by_units: Remainder::by(profile.units),
         }
     }
 
@@ -110,14 +141,14 @@ impl NvmModel {
         };
         let first = work.slba >> self.stripe_shift;
         let last = (work.slba + work.blocks.saturating_sub(1)) >> self.stripe_shift;
-        let count = self.units.len() as u64;
-        let index = first % count;
+        // They are numbered by 32 bits: beyond, the numbers begin again.
+        let index = self.by_units.of(first as u32);
         if first == last
             && let Some(unit) = self.units.get(index as usize)
         {
-            return unit.occupy(now, cost.stripe).saturating_add(cost.of_one);
+            return unit.occupy(now, cost.stripe).wrapping_add(cost.of_one);
         }
-        self.due_of_many(index, last - first + 1, cost, now)
+        self.due_of_many(index.into(), last - first + 1, cost, now)
     }
 
     #[inline]
@@ -167,6 +198,20 @@ mod tests {
             access,
             slba,
             blocks,
+        }
+    }
+
+    #[test]
+    fn remainders_are_exact() {
+        for divisor in [1, 2, 3, 5, 7, 12, 64, 100, 641, 32_767, u16::MAX] {
+            let remainder = Remainder::by(divisor);
+            let divisor = u32::from(divisor);
+            let near = [0, divisor, u32::MAX / divisor * divisor, u32::MAX, 1 << 31];
+            for near in near {
+                for dividend in (0..3).flat_map(|i| [near.wrapping_add(i), near.wrapping_sub(i)]) {
+                    assert_eq!(remainder.of(dividend), dividend % divisor, "{dividend}");
+                }
+            }
         }
     }
 

@@ -12,7 +12,7 @@ pub enum Meets {
     Io,
     /// I/O commands of an opcode.
     IoOpcode(u8),
-    /// I/O commands of which the first block is in a range.
+    /// I/O commands of which any block, as SLBA and NLB say, is in a range.
     Blocks(std::ops::Range<u64>),
     /// Admin commands of an opcode.
     Admin(u8),
@@ -23,7 +23,11 @@ impl Meets {
         match self {
             Self::Io => queue != 0,
             Self::IoOpcode(opcode) => queue != 0 && sqe.opcode() == *opcode,
-            Self::Blocks(range) => queue != 0 && range.contains(&sqe.0[5]),
+            Self::Blocks(range) => {
+                let first = sqe.0[5];
+                let last = first.saturating_add(sqe.0[6] & 0xFFFF);
+                queue != 0 && range.start <= last && first < range.end
+            }
             Self::Admin(opcode) => queue == 0 && sqe.opcode() == *opcode,
         }
     }
@@ -167,7 +171,7 @@ mod tests {
                 .times(2),
         );
         faults.add(Fault::once(Meets::Blocks(8..16), Effect::Hang));
-        let (read, write) = (Sqe::read(1, 8, 1), Sqe::write(1, 7, 1));
+        let (read, write) = (Sqe::read(1, 7, 2), Sqe::write(1, 7, 1));
         let met: Vec<_> = [read, write, read, read, read]
             .iter()
             .map(|sqe| faults.meet(1, sqe))

@@ -174,7 +174,8 @@ fn a_guest_goes_on_with_another_vmm() {
 
         let (next, next_asked) = host.vmm(Duration::ZERO).unwrap();
         assert_eq!(next.restore(&saved).unwrap().len(), 1, "BAR0");
-        assert_eq!(next.save().unwrap(), saved);
+        // Not all of it: the Timestamp of the controller goes on.
+        assert_eq!(next.save().unwrap().attachment(), saved.attachment());
         next.resume().unwrap();
         host.await_writes(&next, first..first + 10);
         host.write(&next, first + 10..first + 20);

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use super::DemoError;
 use super::report::{GuestReport, JobReport};
+use super::{DemoError, Options};
 use crate::guest::Guest;
 use crate::guest::fio::Fio;
 use crate::progress::say;
@@ -26,16 +26,29 @@ fn jobs(runtime: Duration) -> Vec<Fio> {
     ]
 }
 
-/// Runs all jobs in a guest. A job that fails is noted and the others go on.
+/// A part of the names of jobs, for the command line.
+pub(super) fn named(text: &str) -> Result<String, String> {
+    let jobs = jobs(Duration::ZERO);
+    if jobs.iter().any(|job| job.name().contains(text)) {
+        return Ok(text.to_owned());
+    }
+    let names: Vec<&str> = jobs.iter().map(Fio::name).collect();
+    Err(format!("no job has it in its name: {}", names.join(", ")))
+}
+
+/// Runs the jobs that are wanted in a guest. A job that fails is noted and the others go on.
 pub(super) fn measure(
     guest: &Guest,
     server: &Server,
-    runtime: Duration,
-    vcpus: u32,
+    options: &Options,
 ) -> Result<GuestReport, DemoError> {
     let name = guest.name();
-    let mut report = identify(guest, vcpus)?;
-    for job in jobs(runtime) {
+    let mut report = identify(guest, options.vcpus)?;
+    let mut jobs = jobs(Duration::from_secs(options.runtime));
+    if let Some(text) = &options.jobs {
+        jobs.retain(|job| job.name().contains(text));
+    }
+    for job in jobs {
         let before = server.function_stats(name)?.totals();
         let result = job.run(guest);
         let counted = server.function_stats(name)?.totals().since(before);

@@ -125,6 +125,11 @@ fn command(options: &Options) -> String {
         options.vcpus,
         options.runtime,
     );
+    if let Some(text) = &options.jobs {
+        // A part of the name of a job, so nothing in it is of the shell.
+        command.push_str(" --jobs ");
+        command.push_str(text);
+    }
     if options.json.is_some() {
         command.push_str(" --json ");
         command.push_str(REPORT);

@@ -11,7 +11,7 @@ use nvme_mpt::host::vfio::function::PciAddress;
 use thiserror::Error;
 
 use crate::guest::fio::FioError;
-use crate::guest::{Drive, Guest, GuestConfig, GuestError};
+use crate::guest::{BOOT_PATIENCE, Drive, Guest, GuestConfig, GuestError};
 use crate::lab::LabError;
 use crate::process::ProcessError;
 use crate::progress::{Step, say};
@@ -55,6 +55,9 @@ pub struct Options {
     /// How long each job runs
     #[arg(long, value_name = "SECONDS", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
     runtime: u64,
+    /// Only the jobs that have this in their names, such as randread or verify
+    #[arg(long, value_name = "TEXT", value_parser = jobs::named)]
+    jobs: Option<String>,
     /// Writes the figures into a file
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -284,23 +287,26 @@ fn share(
         names.len(),
         assets.kernel.name
     ));
+    // In a lab, of guests that boot at the same time one is lost more often.
+    let one_by_one = crate::lab::inside::is_inside();
     let mut guests = Vec::new();
     for name in &names {
         let config = GuestConfig::new(name)
             .vcpus(options.vcpus)
             .drive(Drive::vfio_user(server.socket(name)));
-        guests.push(Guest::start_booting(assets, &config, folder)?);
+        let guest = Guest::start_booting(assets, &config, folder)?;
+        if one_by_one {
+            guest.await_ready(BOOT_PATIENCE)?;
+        }
+        guests.push(guest);
     }
-    for guest in &guests {
-        guest.await_ready(crate::guest::BOOT_PATIENCE)?;
+    for guest in guests.iter().filter(|_| !one_by_one) {
+        guest.await_ready(BOOT_PATIENCE)?;
     }
     step.done("");
 
-    let runtime = Duration::from_secs(options.runtime);
     let step = Step::start("Measuring, all guests at once");
-    let mut reports = on_each(&guests, |guest| {
-        jobs::measure(guest, &server, runtime, options.vcpus)
-    })?;
+    let mut reports = on_each(&guests, |guest| jobs::measure(guest, &server, options))?;
     step.done("");
 
     let step = Step::start("Each guest fills its range with a pattern of its own, all at once");

@@ -29,7 +29,7 @@ pub struct Options {
     #[arg(long)]
     list: bool,
     /// How long each fuzz target runs
-    #[arg(long, value_name = "SECONDS", default_value_t = 10)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 6)]
     fuzz_seconds: u64,
     /// Only the end-to-end tests with this in their name
     #[arg(long, value_name = "FILTER")]

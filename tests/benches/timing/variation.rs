@@ -93,6 +93,8 @@ fn draw(path: &Path, all: &[Runs]) -> Result<(), Box<dyn Error>> {
     let mut chart = ChartBuilder::on(&root)
         .caption(title, ("sans-serif", 20))
         .margin(12)
+        // Half of the last figure's name.
+        .margin_right(32)
         .x_label_area_size(44)
         .y_label_area_size(64)
         .build_cartesian_2d(0.0..last, (5.0..slowest * 1.5).log_scale())?;

@@ -156,7 +156,11 @@ impl Agent {
     /// # Errors
     /// If the stream can't be used.
     pub(crate) fn reconnect(&mut self, stream: UnixStream) -> Result<(), GuestError> {
-        self.channel = Channel::new(stream).map_err(|reason| self.silent(reason))?;
+        let mut channel = Channel::new(stream).map_err(|reason| self.silent(reason))?;
+        if self.channel.reminds() {
+            channel.remind();
+        }
+        self.channel = channel;
         Ok(())
     }
 

@@ -128,6 +128,11 @@ impl Channel {
         self.reminds = true;
     }
 
+    /// Whether it does.
+    pub(super) fn reminds(&self) -> bool {
+        self.reminds
+    }
+
     /// Waits for the end of a script.
     pub(super) fn wait(&self, job: Job, patience: Duration) -> Result<Output, ChannelError> {
         let what = || format!("the end of `{}`", job.script);

@@ -37,10 +37,19 @@ impl KvmCounters {
     /// # Errors
     /// It has none, or the kernel's debugfs is not there or not ours to read.
     pub fn of_process(pid: u32) -> io::Result<Self> {
-        let prefix = format!("{pid}-");
+        // A machine goes by the thread that made it.
+        let mut threads = Vec::new();
+        for thread in fs::read_dir(format!("/proc/{pid}/task"))? {
+            threads.push(thread?.file_name());
+        }
         for folder in fs::read_dir(FOLDERS)? {
             let folder = folder?;
-            if folder.file_name().to_string_lossy().starts_with(&prefix) {
+            let name = folder.file_name();
+            let name = name.to_string_lossy();
+            if name
+                .split_once('-')
+                .is_some_and(|(maker, _)| threads.iter().any(|thread| thread == maker))
+            {
                 return Self::read(&folder.path());
             }
         }

@@ -9,11 +9,12 @@ use nvme_mpt_tests::rng;
 use super::Work;
 use crate::fixture::{Fault, expect};
 
-/// The writes that a place may hold: the last that completed, and one whose end is not known.
+/// The writes that a place may hold: the last that completed, and those after it, whose ends are not known. A
+/// drive that goes away may have carried out one that failed, and not the next.
 #[derive(Clone, Copy, Debug, Default)]
 struct Place {
     completed: u64,
-    unknown: Option<u64>,
+    last: u64,
 }
 
 /// What every place of a range holds: each write is a generation of its place.
@@ -68,22 +69,20 @@ impl Contents {
     pub(super) fn written(&mut self, place: usize, generation: u64) {
         self.places[place] = Place {
             completed: generation,
-            unknown: None,
+            last: generation,
         };
     }
 
     /// A write ended in a way that leaves open whether it took place.
     pub(super) fn maybe_written(&mut self, place: usize, generation: u64) {
-        self.places[place].unknown = Some(generation);
+        self.places[place].last = generation;
     }
 
     /// Whether what was read is what a place must hold: block by block, as a write whose end is not known
     /// may have ended in the middle.
     pub(super) fn check(&self, place: usize, read: &[u8]) -> Result<(), Fault> {
-        let Place { completed, unknown } = self.places[place];
-        let allowed: Vec<Vec<u8>> = [Some(completed), unknown]
-            .into_iter()
-            .flatten()
+        let Place { completed, last } = self.places[place];
+        let allowed: Vec<Vec<u8>> = (completed..=last)
             .map(|generation| match generation {
                 // Before the first write there was anything.
                 0 => read.to_vec(),
@@ -97,7 +96,7 @@ impl Contents {
         });
         expect(wrong.is_none(), || {
             let block = self.slba(place) + wrong.map_or(0, |(index, _)| index as u64);
-            format!("Block {block} does not hold write {completed} of its place, or {unknown:?}")
+            format!("Block {block} holds none of the writes {completed} to {last} of its place")
         })
     }
 

@@ -16,8 +16,6 @@ use crate::vmm::boot;
 /// spin.
 const READS: u64 = 10_000;
 const READS_BEFORE: u64 = 1000;
-/// Those by virtio-blk, which take four times as long each.
-const READS_OF_OTHERS: u64 = 2500;
 
 /// Exits by memory for each read.
 const MMIO_EXITS_MAX: f64 = 0.01;
@@ -136,7 +134,7 @@ pub(crate) fn with_virtio_blk(bench: &Bench) -> Result<(), Fault> {
     guest.load_module(&PathBuf::from(module.trim()))?;
     let reads = |count: u64| format!("{FUNCTIONS}\nreads /dev/vda {count}\n");
     // What is said over the console meanwhile is to be little.
-    for count in [READS_BEFORE, READS_OF_OTHERS] {
+    for count in [READS_BEFORE, READS] {
         let write = format!("cat >/tmp/reads-{count} <<'end'\n{}end\n", reads(count));
         guest.check(&write, PATIENCE)?;
     }
@@ -148,15 +146,13 @@ pub(crate) fn with_virtio_blk(bench: &Bench) -> Result<(), Fault> {
         })
     };
     let before = counters()?;
-    let said = guest.check(&format!("sh /tmp/reads-{READS_OF_OTHERS}"), PATIENCE)?;
+    let said = guest.check(&format!("sh /tmp/reads-{READS}"), PATIENCE)?;
     let after = counters()?;
-    expect(
-        said.contains(&format!("guest: read {READS_OF_OTHERS}")),
-        || format!("The guest has not read:\n{said}"),
-    )?;
-    let per_read = |of: fn(&KvmCounters) -> u64| {
-        of(&after).saturating_sub(of(&before)) as f64 / READS_OF_OTHERS as f64
-    };
+    expect(said.contains(&format!("guest: read {READS}")), || {
+        format!("The guest has not read:\n{said}")
+    })?;
+    let per_read =
+        |of: fn(&KvmCounters) -> u64| of(&after).saturating_sub(of(&before)) as f64 / READS as f64;
     let mmio = per_read(|counters| counters.mmio_exits);
     tell(
         "virtio-blk in QEMU",

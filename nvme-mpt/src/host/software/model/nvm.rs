@@ -26,7 +26,7 @@ impl Unit {
         let mut free = self.free.load(Ordering::Relaxed);
         loop {
             let start = free.max(now);
-            // A unit orders nothing but its own time.
+            // A unit orders nothing but its own time. A sum that wraps is centuries away, and due at once.
             match self.free.compare_exchange_weak(
                 free,
                 start.wrapping_add(busy),

@@ -106,9 +106,16 @@ impl ZonedQueue {
         let zones = self.zones.clone();
         let mut state = zones.lock();
         let mut arriving = std::mem::take(&mut self.arriving);
+        // A drive that is gone fails whatever it is given, zone management too.
+        let gone = self.drive.is_gone();
         for sqe in arriving.drain(..) {
             let slot = sqe.cid().0;
-            match self.begin(&mut state, &sqe, memory) {
+            let begun = if gone {
+                Ok(Some((sqe, Fate::Complete)))
+            } else {
+                self.begin(&mut state, &sqe, memory)
+            };
+            match begun {
                 Ok(Some((command, fate))) => {
                     self.resets += usize::from(matches!(fate, Fate::Reset(_)));
                     if let Some(place) = self.fates.get_mut(usize::from(slot)) {
@@ -136,10 +143,6 @@ impl ZonedQueue {
         let first = self.zones.start;
         // It was translated, so it lies in the lease.
         let in_lease = |Lba(lba): Lba| Lba(lba.wrapping_sub(first.0));
-        // It fails whatever it is given, zone management too.
-        if self.drive.is_gone() {
-            return Ok(Some((*sqe, Fate::Complete)));
-        }
         let table = &mut state.table;
         match NvmOpcode(sqe.opcode()) {
             // All of them have both fields there.

@@ -22,6 +22,12 @@ pub(super) const RESET_VALUE: u8 = 1;
 const SLEEP_ENABLE: u8 = 1 << 5;
 const SLEEP_TYPE_SHIFT: u8 = 2;
 
+/// Interrupt Enable, Interrupt Identification and Line Status Register, and Data Ready in the last.
+const IER: u8 = 1;
+const IIR: u8 = 2;
+const LSR: u8 = 5;
+const LSR_DATA_READY: u8 = 1 << 0;
+
 /// An interrupt line that rises.
 pub(super) struct Line(EventFd);
 
@@ -76,6 +82,17 @@ impl SerialPort {
         self.serial.state().into()
     }
 
+    /// Identifies data that is there, as a UART does for as long as it is (16550D data sheet, section 8.5).
+    /// Left to itself the port forgets at the first byte that is read, and a guest that takes no more than so
+    /// many bytes at once is never told of the rest.
+    fn identify_data(&mut self) {
+        if self.serial.read(LSR) & LSR_DATA_READY != 0 {
+            let enabled = self.serial.read(IER);
+            // Interrupts that are enabled while there is cause for them are raised.
+            let _ = self.serial.write(IER, enabled);
+        }
+    }
+
     /// Has the guest receive all that comes from `reader`, as it makes room for it.
     pub(super) fn feed(port: &Mutex<Self>, mut reader: impl Read) {
         let mut bytes = [0; 64];
@@ -104,6 +121,9 @@ impl MutDevicePio for SerialPort {
     fn pio_read(&mut self, _: PioAddress, offset: PioAddressOffset, data: &mut [u8]) {
         data.fill(0xFF);
         if let (Ok(offset), Some(byte)) = (u8::try_from(offset), data.first_mut()) {
+            if offset == IIR {
+                self.identify_data();
+            }
             *byte = self.serial.read(offset);
         }
     }
@@ -175,6 +195,33 @@ mod tests {
         feeder.join().expect("feeder");
         assert_eq!(received, sent);
         assert_eq!(read(LINE_STATUS) & DATA_READY, 0);
+    }
+
+    /// Linux reads at most 256 bytes for what it found in the IIR, then reads the IIR again.
+    #[test]
+    fn data_that_is_left_is_identified_again() {
+        const IER_DATA: u8 = 1 << 0;
+        const IIR_CAUSE: u8 = 0b1111;
+        const IIR_DATA: u8 = 0b0100;
+        const IIR_NONE: u8 = 0b0001;
+        let line = EventFd::new(libc::EFD_NONBLOCK).expect("eventfd");
+        let mut port = SerialPort::new(line, Box::new(io::sink()), None).expect("port");
+        let read = |port: &mut SerialPort, offset: u8| {
+            let mut byte = [0];
+            port.pio_read(PioAddress(0x2F8), offset.into(), &mut byte);
+            byte[0]
+        };
+        let cause = |port: &mut SerialPort| read(port, IIR) & IIR_CAUSE;
+        port.pio_write(PioAddress(0x2F8), IER.into(), &[IER_DATA]);
+        assert_eq!(port.serial.enqueue_raw_bytes(b"abc").expect("room"), 3);
+        assert_eq!(cause(&mut port), IIR_DATA);
+        assert_eq!(read(&mut port, 0), b'a');
+        // More comes while the guest reads: what tells of it is gone with the next byte.
+        assert_eq!(port.serial.enqueue_raw_bytes(b"d").expect("room"), 1);
+        assert_eq!(read(&mut port, 0), b'b');
+        assert_eq!(cause(&mut port), IIR_DATA);
+        assert_eq!([read(&mut port, 0), read(&mut port, 0)], *b"cd");
+        assert_eq!(cause(&mut port), IIR_NONE);
     }
 
     #[test]

@@ -20,16 +20,21 @@ const REMINDERS: [(Duration, Duration); 2] = [
     (Duration::MAX, Duration::from_secs(1)),
 ];
 
+/// How long a guest that left a script without an end may take to run one that does nothing.
+const SIGN_OF_LIFE: Duration = Duration::from_secs(10);
+
 /// The guest does not answer.
 #[derive(Debug, Error)]
 pub enum ChannelError {
     /// It says nothing.
-    #[error("waited {patience:?} in vain for {what}")]
+    #[error("waited {patience:?} in vain for {what}{}", sign_of_life(*.alive))]
     Timeout {
         /// What was waited for.
         what: String,
         /// How long.
         patience: Duration,
+        /// Whether it ran something else afterwards, if it was asked to.
+        alive: Option<bool>,
     },
     /// The line was cut: the VMM has ended.
     #[error("its VMM ended while {what} was waited for")]
@@ -42,16 +47,12 @@ pub enum ChannelError {
     Io(#[from] std::io::Error),
 }
 
-impl ChannelError {
-    /// Waited for that long in all.
-    fn after(self, all: Duration) -> Self {
-        match self {
-            Self::Timeout { what, .. } => Self::Timeout {
-                what,
-                patience: all,
-            },
-            other => other,
-        }
+/// Tells a script that hangs from a guest that does.
+fn sign_of_life(alive: Option<bool>) -> &'static str {
+    match alive {
+        None => "",
+        Some(true) => "\nIt ran another script afterwards.",
+        Some(false) => "\nIt ran nothing else afterwards.",
     }
 }
 
@@ -142,7 +143,14 @@ impl Channel {
             let left = patience.saturating_sub(waited);
             let turn = REMINDERS.iter().find(|(until, _)| waited < *until);
             let Some((_, turn)) = turn.filter(|(_, turn)| self.reminds && *turn < left) else {
-                return receive(&job.result, left, what).map_err(|error| error.after(patience));
+                return receive(&job.result, left, what).map_err(|error| match error {
+                    ChannelError::Timeout { what, .. } => ChannelError::Timeout {
+                        what,
+                        patience,
+                        alive: Some(self.is_alive()),
+                    },
+                    other => other,
+                });
             };
             match receive(&job.result, *turn, what) {
                 Err(ChannelError::Timeout { .. }) => {
@@ -153,6 +161,11 @@ impl Channel {
                 result => return result,
             }
         }
+    }
+
+    fn is_alive(&self) -> bool {
+        let nothing = self.start("true");
+        nothing.is_ok_and(|job| job.result.recv_timeout(SIGN_OF_LIFE).is_ok())
     }
 
     pub(super) fn await_ready(&self, patience: Duration) -> Result<(), ChannelError> {
@@ -212,6 +225,7 @@ fn receive<T>(
         RecvTimeoutError::Timeout => ChannelError::Timeout {
             what: what(),
             patience,
+            alive: None,
         },
         RecvTimeoutError::Disconnected => ChannelError::Closed { what: what() },
     })
@@ -314,11 +328,27 @@ mod tests {
             guest
         });
         assert_eq!(channel.wait(job, PATIENCE).expect("an end").status, 0);
-        let _guest = answers.join().expect("answers");
+        let mut guest = answers.join().expect("answers");
         let job = channel.start("never").expect("start");
         let patience = Duration::from_millis(120);
-        let error = channel.wait(job, patience).expect_err("no end");
-        assert!(error.to_string().contains("120ms in vain"), "{error}");
+        let answers = std::thread::spawn(move || {
+            let mut lines = BufReader::new(guest.try_clone().expect("clone")).lines();
+            while !lines
+                .next()
+                .expect("a line")
+                .expect("read")
+                .starts_with("run 3 ")
+            {}
+            guest.write_all(b"end 3 0\r\n").expect("write");
+            guest
+        });
+        let error = channel.wait(job, patience).expect_err("no end").to_string();
+        assert!(error.contains("120ms in vain"), "{error}");
+        assert!(
+            error.ends_with("It ran another script afterwards."),
+            "{error}"
+        );
+        let _guest = answers.join().expect("answers");
     }
 
     #[test]

@@ -43,7 +43,7 @@ const BYTES: u64 = 512 << 20;
 const MIB: f64 = 1_048_576.0;
 
 /// Instructions per command that keeping time may cost at most.
-const TIME_MAX: f64 = 70.0;
+const TIME_MAX: f64 = 40.0;
 
 /// A drive whose commands are due when they arrive.
 const AT_ONCE: &str = "model = \"nvm\"\nunits = 64\nstripe = \"4K\"\n\

@@ -15,11 +15,30 @@ const PAGES: u64 = 64 * 64;
 
 const NONE: u16 = u16::MAX;
 
+/// A time in ticks and one tick less than a unit, so that what is left of it in whole units is rounded up: nothing
+/// comes out before it is due. What is counted from such a time is such a time, and nothing has to be added to each.
+pub(super) type RoundedUp = u64;
+
+/// A slot's completion: its status in the upper half, and the next slot on its page in the lower one. As a word, it
+/// is written and read at once.
 #[derive(Clone, Copy, Debug)]
-struct Entry {
-    completion: HostCompletion,
-    /// The next one on its page.
-    next: u16,
+struct Entry(u32);
+
+impl Entry {
+    #[inline]
+    fn new(status: Status, next: u16) -> Self {
+        Self(u32::from(status.0) << 16 | u32::from(next))
+    }
+
+    #[inline]
+    fn status(self) -> Status {
+        Status((self.0 >> 16) as u16)
+    }
+
+    #[inline]
+    fn next(self) -> u16 {
+        self.0 as u16
+    }
 }
 
 /// The pages of the near future, in units of time.
@@ -30,7 +49,7 @@ struct Ring {
     /// Pages that are not empty.
     occupied: [u64; 64],
     /// The first slot on each page.
-    pages: Box<[u16; PAGES as usize]>,
+    pages: [u16; PAGES as usize],
     /// By slot.
     entries: Box<[Entry]>,
 }
@@ -44,21 +63,20 @@ impl Ring {
 
     /// Puts a completion on the page of a unit.
     #[inline]
-    fn enter(&mut self, completion: HostCompletion, unit: u64) {
-        let slot = completion.slot;
+    fn enter(&mut self, slot: u16, status: Status, unit: u64) {
         let Some(entry) = self.entries.get_mut(usize::from(slot)) else {
             return;
         };
         let page = (unit % PAGES) as usize;
         let next = std::mem::replace(&mut self.pages[page], slot);
-        *entry = Entry { completion, next };
+        *entry = Entry::new(status, next);
         self.occupied[page / 64] |= 1 << (page % 64);
     }
 
     /// Puts a completion on the page of a unit that was kept for later.
     fn enter_kept(&mut self, slot: u32, unit: u64) {
         if let Some(entry) = self.entries.get(slot as usize) {
-            self.enter(entry.completion, unit);
+            self.enter(slot as u16, entry.status(), unit);
         }
     }
 
@@ -69,27 +87,41 @@ impl Ring {
         let Some(ahead) = until.checked_sub(self.begin) else {
             return;
         };
-        let mut left = (ahead + 1).min(PAGES);
-        let mut page = self.begin % PAGES;
-        while left > 0 {
-            let (word, bit) = ((page / 64) as usize, page % 64);
-            let span = (64 - bit).min(left);
-            let asked = (u64::MAX >> (64 - span)) << bit;
-            let mut due = self.occupied[word] & asked;
-            if due != 0 {
-                self.occupied[word] &= !asked;
+        // By words of pages. Those before the first page, if they are asked for, come last.
+        let last = self.begin + ahead.min(PAGES - 1);
+        let (mut word, mut asked) = (self.begin / 64, u64::MAX << (self.begin % 64));
+        loop {
+            while word < last / 64 && self.occupied[(word % 64) as usize] & asked == 0 {
+                word += 1;
+                asked = u64::MAX;
             }
-            while due != 0 {
-                let page = word * 64 + due.trailing_zeros() as usize;
-                due &= due - 1;
-                let mut slot = std::mem::replace(&mut self.pages[page], NONE);
-                while let Some(entry) = self.entries.get(usize::from(slot)) {
-                    slot = entry.next;
-                    done(entry.completion);
-                }
+            let is_last = word == last / 64;
+            if is_last {
+                asked &= u64::MAX >> (63 - last % 64);
             }
-            left -= span;
-            page = (page + span) % PAGES;
+            self.release_word((word % 64) as usize, asked, &mut done);
+            if is_last {
+                return;
+            }
+            word += 1;
+            asked = u64::MAX;
+        }
+    }
+
+    /// Takes out what is on those pages of a word that are asked for.
+    #[inline(always)]
+    fn release_word(&mut self, word: usize, asked: u64, done: &mut impl FnMut(HostCompletion)) {
+        let mut due = self.occupied[word] & asked;
+        self.occupied[word] ^= due;
+        while due != 0 {
+            let page = word * 64 + due.trailing_zeros() as usize;
+            due &= due - 1;
+            let mut slot = std::mem::replace(&mut self.pages[page], NONE);
+            while let Some(&entry) = self.entries.get(usize::from(slot)) {
+                let (status, dw0) = (entry.status(), 0);
+                done(HostCompletion { slot, status, dw0 });
+                slot = entry.next();
+            }
         }
     }
 
@@ -124,14 +156,7 @@ impl Calendar {
     /// A calendar for slots 0 to `slots`-1 that tells times apart that are `resolution` ticks apart,
     /// or less.
     pub(super) fn new(slots: u16, resolution: u64) -> Self {
-        let nothing = Entry {
-            completion: HostCompletion {
-                slot: 0,
-                status: Status::SUCCESS,
-                dw0: 0,
-            },
-            next: NONE,
-        };
+        let nothing = Entry::new(Status::SUCCESS, NONE);
         let shift = resolution.max(1).ilog2();
         Self {
             shift,
@@ -139,7 +164,7 @@ impl Calendar {
             near: Ring {
                 begin: 0,
                 occupied: [0; 64],
-                pages: Box::new([NONE; PAGES as usize]),
+                pages: [NONE; PAGES as usize],
                 // One less than there are numbers at most, so that one of them is nobody's.
                 entries: vec![nothing; slots.into()].into_boxed_slice(),
             },
@@ -147,37 +172,38 @@ impl Calendar {
         }
     }
 
-    /// It is at least `now`: what is put in next is near.
+    /// It is at least `now`: what is put in next is near. Returns `now` rounded up, for due times to be counted from.
     #[inline]
-    pub(super) fn begin(&mut self, now: u64) {
+    pub(super) fn begin(&mut self, now: u64) -> RoundedUp {
         let unit = now >> self.shift;
         // Nothing was released for long: most likely there was nothing.
         if unit > self.near.begin + PAGES / 2 && self.near.first().is_none() {
             self.near.begin = unit;
         }
         self.later.begin(now);
+        now.wrapping_add(self.round)
     }
 
     /// Puts a completion in whose slot has none in it. What is due already comes out next.
     #[inline]
-    pub(super) fn hold(&mut self, completion: HostCompletion, due: u64) {
-        // Rounded up: never before it is due.
-        let unit = due.wrapping_add(self.round) >> self.shift;
+    pub(super) fn hold(&mut self, slot: u16, status: Status, due: RoundedUp) {
+        let unit = due >> self.shift;
         if self.near.has(unit) {
-            self.near.enter(completion, unit);
-        } else if unit < self.near.begin {
-            self.near.enter(completion, self.near.begin);
+            self.near.enter(slot, status, unit);
         } else {
-            self.keep(completion, due);
+            self.hold_elsewhere(slot, status, due);
         }
     }
 
-    /// Keeps a completion for later.
+    /// Puts a completion in for which there is no page.
     #[cold]
-    fn keep(&mut self, completion: HostCompletion, due: u64) {
-        if let Some(entry) = self.near.entries.get_mut(usize::from(completion.slot)) {
-            entry.completion = completion;
-            self.later.insert(completion.slot.into(), due);
+    fn hold_elsewhere(&mut self, slot: u16, status: Status, due: RoundedUp) {
+        if due >> self.shift < self.near.begin {
+            self.near.enter(slot, status, self.near.begin);
+        } else if let Some(entry) = self.near.entries.get_mut(usize::from(slot)) {
+            *entry = Entry::new(status, NONE);
+            // It rounds by itself.
+            self.later.insert(slot.into(), due - self.round);
         }
     }
 
@@ -221,18 +247,19 @@ mod tests {
 
     use super::*;
 
-    fn completion(slot: u16) -> HostCompletion {
-        HostCompletion {
-            slot,
-            status: Status::SUCCESS,
-            dw0: slot.into(),
-        }
+    /// A status that tells a slot's completion from others.
+    fn status(slot: u16) -> Status {
+        Status(slot & 0xFF)
+    }
+
+    fn hold(calendar: &mut Calendar, slot: u16, due: u64) {
+        calendar.hold(slot, status(slot), due + calendar.round);
     }
 
     fn release(calendar: &mut Calendar, now: u64) -> Vec<u16> {
         let mut out = Vec::new();
         calendar.release(Some(now), |completion| {
-            assert_eq!(completion.dw0, u32::from(completion.slot));
+            assert_eq!(completion.status, status(completion.slot));
             out.push(completion.slot);
         });
         out.sort_unstable();
@@ -242,16 +269,16 @@ mod tests {
     #[test]
     fn nothing_comes_out_before_it_is_due_and_all_of_it_then() {
         let mut calendar = Calendar::new(4, 256);
-        calendar.hold(completion(0), 1000);
-        calendar.hold(completion(1), 256);
-        calendar.hold(completion(2), 1 << 40);
+        hold(&mut calendar, 0, 1000);
+        hold(&mut calendar, 1, 256);
+        hold(&mut calendar, 2, 1 << 40);
         assert_eq!(calendar.next_due(), Some(256));
         assert!(release(&mut calendar, 255).is_empty());
         assert_eq!(release(&mut calendar, 256), [1]);
         assert!(release(&mut calendar, 1000).is_empty());
         // A resolution of 256 ticks makes it 24 ticks late.
         assert_eq!(release(&mut calendar, 1024), [0]);
-        calendar.hold(completion(3), 0);
+        hold(&mut calendar, 3, 0);
         assert_eq!(release(&mut calendar, 1024), [3]);
         assert!(calendar.next_due().is_some_and(|next| next > 1 << 38));
         assert!(release(&mut calendar, (1 << 40) - 1).is_empty());
@@ -263,7 +290,7 @@ mod tests {
     fn a_clock_that_is_behind_releases_nothing_early() {
         let mut calendar = Calendar::new(1, 1);
         assert!(release(&mut calendar, 100).is_empty());
-        calendar.hold(completion(0), 100);
+        hold(&mut calendar, 0, 100);
         assert!(release(&mut calendar, 99).is_empty());
         assert_eq!(release(&mut calendar, 100), [0]);
     }
@@ -273,12 +300,12 @@ mod tests {
         let mut calendar = Calendar::new(3, 1);
         assert!(release(&mut calendar, 100).is_empty());
         calendar.begin(100);
-        calendar.hold(completion(0), 1 << 40);
-        calendar.hold(completion(1), 200);
+        hold(&mut calendar, 0, 1 << 40);
+        hold(&mut calendar, 1, 200);
         let mut out = 0;
         calendar.release(None, |_| out += 1);
         assert_eq!((out, calendar.next_due()), (2, None));
-        calendar.hold(completion(2), 150);
+        hold(&mut calendar, 2, 150);
         assert!(release(&mut calendar, 149).is_empty());
         assert_eq!(release(&mut calendar, 150), [2]);
     }
@@ -310,9 +337,9 @@ mod tests {
                         expected.sort_unstable();
                         prop_assert_eq!(release(&mut calendar, now), expected);
                     }
-                    1 => calendar.begin(now),
+                    1 => prop_assert_eq!(calendar.begin(now), now + unit - 1),
                     _ => {
-                        calendar.hold(completion(slot), now + time);
+                        hold(&mut calendar, slot, now + time);
                         model.push(((now + time).div_ceil(unit), slot));
                         slot += 1;
                     }

@@ -166,20 +166,26 @@ fn admit<'a>(
 }
 
 /// When a command is done: what it asks of the media, one thing after the other where it has to be.
-#[inline]
 fn due_of(
     sqe: &Sqe,
     memory: HostMemory<'_>,
     now: u64,
     model: &mut impl FnMut(Work, u64) -> u64,
 ) -> u64 {
-    // Nearly all are reads and writes.
-    let access = match NvmOpcode(sqe.opcode()) {
-        NvmOpcode::READ => Access::Read,
-        NvmOpcode::WRITE => Access::Write,
-        _ => return due_of_other(sqe, memory, now, model),
-    };
-    model(work(access, sqe), now)
+    match read_or_write(sqe) {
+        Some(work) => model(work, now),
+        None => due_of_other(sqe, memory, now, model),
+    }
+}
+
+/// What a Read or Write asks of the media, as nearly all commands are; `None` for others.
+#[inline]
+fn read_or_write(sqe: &Sqe) -> Option<Work> {
+    match NvmOpcode(sqe.opcode()) {
+        NvmOpcode::READ => Some(work(Access::Read, sqe)),
+        NvmOpcode::WRITE => Some(work(Access::Write, sqe)),
+        _ => None,
+    }
 }
 
 /// An access to the blocks that a command names.

@@ -21,22 +21,26 @@ struct Unit {
 
 impl Unit {
     /// Keeps it busy for some ticks from `now` on, or from when it is free. Returns when it begins.
-    #[inline]
     fn occupy(&self, now: u64, busy: u64) -> u64 {
-        let mut free = self.free.load(Ordering::Relaxed);
         loop {
-            let start = free.max(now);
-            // A unit orders nothing but its own time. A sum that wraps is centuries away, and due at once.
-            match self.free.compare_exchange_weak(
-                free,
-                start.wrapping_add(busy),
-                Ordering::Relaxed,
-                Ordering::Relaxed,
-            ) {
-                Ok(_) => return start,
-                Err(changed) => free = changed,
+            if let Some(start) = self.try_occupy(now, busy) {
+                return start;
             }
         }
+    }
+
+    /// As [`Self::occupy`]; `None` if another queue came between.
+    #[inline]
+    fn try_occupy(&self, now: u64, busy: u64) -> Option<u64> {
+        let free = self.free.load(Ordering::Relaxed);
+        let start = free.max(now);
+        // A sum that wraps is centuries away, and due at once.
+        let done = start.wrapping_add(busy);
+        // A unit orders nothing but its own time.
+        self.free
+            .compare_exchange(free, done, Ordering::Relaxed, Ordering::Relaxed)
+            .ok()?;
+        Some(start)
     }
 }
 
@@ -80,7 +84,7 @@ impl Cost {
 /// 2019.
 #[derive(Clone, Copy, Debug)]
 struct Remainder {
-    divisor: u32,
+    divisor: u64,
     /// 2^64 / divisor, rounded up.
     reciprocal: u64,
 }
@@ -88,11 +92,11 @@ struct Remainder {
 impl Remainder {
     /// The divisor is not 0.
     fn by(divisor: u16) -> Self {
-        let divisor = u32::from(divisor.max(1));
+        let divisor = u64::from(divisor.max(1));
         Self {
             divisor,
             // Of 1 it is 2^64, which leaves 0, and so does every remainder.
-            reciprocal: (u64::MAX / u64::from(divisor)).wrapping_add(1),
+            reciprocal: (u64::MAX / divisor).wrapping_add(1),
         }
     }
 
@@ -129,8 +133,10 @@ impl NvmModel {
     }
 
     /// When something that arrives `now` is done.
-    #[inline]
     pub(super) fn due(&self, work: &Work, now: u64) -> u64 {
+        if let Some(due) = self.due_of_stripe(work, now) {
+            return due;
+        }
         let cost = match work.access {
             Access::Read => &self.read,
             Access::Write => &self.write,
@@ -139,16 +145,35 @@ impl NvmModel {
             // Nothing that was completed is volatile.
             Access::Flush => return now,
         };
-        let first = work.slba >> self.stripe_shift;
-        let last = (work.slba + work.blocks.saturating_sub(1)) >> self.stripe_shift;
-        // They are numbered by 32 bits: beyond, the numbers begin again.
+        let (first, last) = self.stripes(work);
         let index = self.by_units.of(first as u32);
-        if first == last
-            && let Some(unit) = self.units.get(index as usize)
-        {
-            return unit.occupy(now, cost.stripe).wrapping_add(cost.of_one);
-        }
         self.due_of_many(index.into(), last - first + 1, cost, now)
+    }
+
+    /// As [`Self::due`], for nearly all that is asked: reads and writes of one stripe, while no other queue
+    /// comes between. `None` for what else there is, and nothing is done about it yet.
+    #[inline]
+    pub(super) fn due_of_stripe(&self, work: &Work, now: u64) -> Option<u64> {
+        let cost = match work.access {
+            Access::Read => &self.read,
+            Access::Write => &self.write,
+            Access::Deallocate | Access::Flush => return None,
+        };
+        let (first, last) = self.stripes(work);
+        if first != last {
+            return None;
+        }
+        // They are numbered by 32 bits: beyond, the numbers begin again.
+        let unit = self.units.get(self.by_units.of(first as u32) as usize)?;
+        let start = unit.try_occupy(now, cost.stripe)?;
+        Some(start.wrapping_add(cost.of_one))
+    }
+
+    /// The first and the last stripe of some blocks.
+    #[inline]
+    fn stripes(&self, work: &Work) -> (u64, u64) {
+        let last = work.slba + work.blocks.saturating_sub(1);
+        (work.slba >> self.stripe_shift, last >> self.stripe_shift)
     }
 
     #[inline]
@@ -225,6 +250,28 @@ mod tests {
         assert_eq!(model.due(&work(Access::Read, 31, 2), 50_000), 60_000);
         assert_eq!(model.due(&work(Access::Flush, 0, 0), 7), 7);
         assert_eq!(model.due(&work(Access::Deallocate, 0, 99), 7), 10_007);
+    }
+
+    #[test]
+    fn a_stripe_by_itself_takes_what_it_takes_among_many() {
+        let (model, general) = (model(), model());
+        for i in 0..1000_u64 {
+            let access = [Access::Read, Access::Write][usize::from(i.is_multiple_of(3))];
+            let (work, now) = (work(access, i * 7919 % 4096, 1), i * 700);
+            let (index, cost) = match access {
+                Access::Read => (work.slba / 8 % 4, &general.read),
+                _ => (work.slba / 8 % 4, &general.write),
+            };
+            let expected = general.due_of_many(index, 1, cost, now);
+            assert_eq!(model.due_of_stripe(&work, now), Some(expected));
+        }
+        for other in [
+            work(Access::Read, 7, 2),
+            work(Access::Flush, 0, 0),
+            work(Access::Deallocate, 0, 8),
+        ] {
+            assert_eq!(model.due_of_stripe(&other, 0), None);
+        }
     }
 
     #[test]

@@ -4,9 +4,10 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::calendar::Calendar;
+use super::calendar::{Calendar, RoundedUp};
+use super::nvm::NvmModel;
 use super::time::{Clock, HostClock};
-use super::{Model, due_of};
+use super::{Model, due_of, read_or_write};
 use crate::clock::{Ticks, ticks_in};
 use crate::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
 use crate::spec::sqe::Sqe;
@@ -15,7 +16,7 @@ use crate::spec::status::Status;
 /// Times that are told apart. A completion is late by so much at most, beside what its poller takes.
 const RESOLUTION: Duration = Duration::from_nanos(250);
 
-/// A store's queue, as a timed queue drives it.
+/// A store's queue, as a timed queue drives it. Its commands leave Dword 0 of their completions 0.
 pub trait TimedStore: HostQueue {
     /// Whether every command completes while it is rung in.
     const AT_ONCE: bool;
@@ -36,7 +37,7 @@ pub struct TimedQueue<Q, C = HostClock> {
     model: Arc<Model>,
     clock: C,
     /// When each slot's command is due, where that is not known as it completes.
-    due: Box<[u64]>,
+    due: Box<[RoundedUp]>,
     held: Calendar,
     hurried: bool,
 }
@@ -75,14 +76,36 @@ impl<Q: TimedStore, C: Clock> TimedQueue<Q, C> {
     }
 }
 
-/// How a command ended.
-#[inline]
-fn completion(sqe: &Sqe, status: Status) -> HostCompletion {
-    HostCompletion {
-        slot: sqe.cid().0,
-        status,
-        dw0: 0,
-    }
+/// Rings in what completes meanwhile, and holds it until model `nvm` is done with it. A function of its own, called
+/// once per batch, whose loop has all of the processor's registers.
+#[inline(never)]
+fn ring_at_once<Q: TimedStore>(
+    store: &mut Q,
+    model: &NvmModel,
+    held: &mut Calendar,
+    memory: HostMemory<'_>,
+    now: RoundedUp,
+) {
+    store.ring_through(memory, |sqe, status| {
+        match read_or_write(sqe).and_then(|work| model.due_of_stripe(&work, now)) {
+            Some(due) => held.hold(sqe.cid().0, status, due),
+            None => hold_other(sqe, status, model, held, memory, now),
+        }
+    });
+}
+
+/// Holds what is not done with one stripe.
+#[cold]
+fn hold_other(
+    sqe: &Sqe,
+    status: Status,
+    model: &NvmModel,
+    held: &mut Calendar,
+    memory: HostMemory<'_>,
+    now: RoundedUp,
+) {
+    let due = due_of(sqe, memory, now, &mut |work, now| model.due(&work, now));
+    held.hold(sqe.cid().0, status, due);
 }
 
 impl<Q: TimedStore, C: Clock> HostBatch for &mut TimedQueue<Q, C> {
@@ -98,7 +121,7 @@ impl<Q: TimedStore, C: Clock> HostBatch for &mut TimedQueue<Q, C> {
     #[inline]
     fn ring(self, memory: HostMemory<'_>) {
         // Before the store has its turn, which takes time that the model counts already.
-        let now = self.clock.now();
+        let now = self.held.begin(self.clock.now());
         let TimedQueue {
             store,
             model,
@@ -106,19 +129,15 @@ impl<Q: TimedStore, C: Clock> HostBatch for &mut TimedQueue<Q, C> {
             held,
             ..
         } = self;
-        held.begin(now);
         match &**model {
             // It takes no lock, so it can be asked while the store has its turn.
-            Model::Nvm(model) if Q::AT_ONCE => store.ring_through(memory, |sqe, status| {
-                let due = due_of(sqe, memory, now, &mut |work, now| model.due(&work, now));
-                held.hold(completion(sqe, status), due);
-            }),
+            Model::Nvm(model) if Q::AT_ONCE => ring_at_once(store, model, held, memory, now),
             model => {
                 model.admit(store.arriving(), memory, now, due);
                 store.ring_through(memory, |sqe, status| {
-                    let slot = usize::from(sqe.cid().0);
-                    let due = due.get(slot).copied().unwrap_or(now);
-                    held.hold(completion(sqe, status), due);
+                    let slot = sqe.cid().0;
+                    let due = due.get(usize::from(slot)).copied().unwrap_or(now);
+                    held.hold(slot, status, due);
                 });
             }
         }
@@ -144,8 +163,9 @@ impl<Q: TimedStore, C: Clock> HostQueue for TimedQueue<Q, C> {
         } = self;
         if !Q::AT_ONCE {
             store.reap(memory, |completion: HostCompletion| {
-                if let Some(due) = due.get(usize::from(completion.slot)) {
-                    held.hold(completion, *due);
+                let HostCompletion { slot, status, .. } = completion;
+                if let Some(due) = due.get(usize::from(slot)) {
+                    held.hold(slot, status, *due);
                 }
             });
         }

@@ -131,8 +131,9 @@ pub(crate) struct InterruptGate {
     ticks_per_100us: u64,
 }
 
-/// A guest whose interrupt handler takes longer than this gets another interrupt.
-const PATIENCE: Duration = Duration::from_micros(100);
+/// A guest whose interrupt handler takes longer than this gets another interrupt: one that says late how far it
+/// consumed is owed it, one that is only slow is not.
+const PATIENCE: Duration = Duration::from_millis(1);
 
 impl InterruptGate {
     pub(crate) fn new(vector: Option<Arc<InterruptVector>>, coalescing: Arc<Coalescing>) -> Self {

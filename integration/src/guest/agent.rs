@@ -7,7 +7,7 @@ use std::process::ExitStatus;
 use std::time::Duration;
 
 use super::channel::{Channel, ChannelError, Job, Output};
-use super::{BOOT_PATIENCE, GuestError, PANIC_LINES, base64};
+use super::{BOOT_PATIENCE, GuestError, PANIC_LINES};
 use crate::process::{self, Supervised};
 
 /// The agent of a guest, and the process of the VMM that the guest runs in. Dropping it kills the VMM.
@@ -136,18 +136,13 @@ impl Agent {
         self.channel.pending_events()
     }
 
-    /// Loads a module of its kernel, of which its user land has none.
+    /// Loads the modules that its user land has, in their order.
     ///
     /// # Errors
-    /// If the module can't be read, or the guest does not take it.
-    pub fn load_module(&self, module: &Path) -> Result<(), GuestError> {
-        let bytes = fs::read(module).map_err(|source| GuestError::Folder {
-            path: module.to_owned(),
-            source,
-        })?;
-        let encoded = base64::encode(&bytes);
-        let script = format!("echo {encoded} | base64 -d >/tmp/module.ko && insmod /tmp/module.ko");
-        self.check(&script, BOOT_PATIENCE)?;
+    /// If its kernel does not take one.
+    pub fn load_modules(&self) -> Result<(), GuestError> {
+        let script = "for module in /lib/modules/*.ko; do insmod $module || exit 1; done";
+        self.check(script, BOOT_PATIENCE)?;
         Ok(())
     }
 

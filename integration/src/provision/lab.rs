@@ -47,6 +47,9 @@ const SCRIPTS: &[(&str, &str)] = &[
 
 const FOLDERS: &[&str] = &["lab", "lab/assets", "lab/run", "lib/modules"];
 
+/// Modules that its guests have, of Debian 13's kernel.
+const GUEST_MODULES: &[&str] = &["virtio_blk"];
+
 const TOOLS: &[Tool] = &[
     Tool {
         program: "mkfs.ext4",
@@ -89,7 +92,7 @@ impl LabAssets {
                 kernel,
                 initramfs: additions.to(&cache, "lab-userland", &userland)?,
             },
-            disk: disk(&cache, &userland)?,
+            disk: disk(&cache, &guest_userland(&cache, &userland)?)?,
         })
     }
 }
@@ -115,6 +118,17 @@ pub(super) fn nested(choice: &KernelChoice) -> Result<Assets, ProvisionError> {
         },
         initramfs: assets.join("initramfs"),
     })
+}
+
+/// The user land that its guests have.
+fn guest_userland(cache: &Cache, userland: &Path) -> Result<PathBuf, ProvisionError> {
+    let (_, modules) = Kernel::with_modules(cache, &KernelChoice::V6_12, "guest", GUEST_MODULES)?;
+    let additions = Additions {
+        folders: &["lib/modules"],
+        scripts: &[],
+        modules: &modules,
+    };
+    additions.to(cache, "guest-userland", userland)
 }
 
 /// A QEMU with its libraries, the guests' kernels and user land.

@@ -1,6 +1,5 @@
 //! The ways, each set up as its own documentation recommends, and put away again.
 
-use std::fs;
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
@@ -14,8 +13,6 @@ use crate::server::{FunctionOptions, Server};
 
 const PATIENCE: Duration = Duration::from_secs(120);
 const FUNCTION: &str = "f";
-/// Where the lab has the modules of its kernel, which is the guests' as well.
-const MODULES: &str = "/lib/modules";
 
 /// A way to the drive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -79,7 +76,7 @@ impl Way {
             Self::Virtio => {
                 inside::bind(DRIVE, "nvme")?;
                 let guest = boot(Drive::virtio_blk(inside::block_device(DRIVE, 1)?))?;
-                load_module(&guest, "virtio_blk")?;
+                guest.load_modules()?;
                 in_guest(jobs, guest, "/dev/vda")
             }
         }
@@ -135,19 +132,4 @@ fn served(
     let sides = in_guest(jobs, guest, "/dev/nvme0n1")?;
     server.stop()?;
     Ok(sides)
-}
-
-/// Loads one of the lab's modules into a guest, whose user land has none.
-fn load_module(guest: &Guest, name: &str) -> Result<(), ThroughputError> {
-    let listing = fs::read_dir(MODULES).map_err(|source| ThroughputError::File {
-        path: MODULES.into(),
-        source,
-    })?;
-    let suffix = format!("-{name}.ko");
-    for entry in listing.flatten() {
-        if entry.file_name().to_string_lossy().ends_with(&suffix) {
-            guest.load_module(&entry.path())?;
-        }
-    }
-    Ok(())
 }

@@ -25,7 +25,6 @@ const ZONES: u64 = 128;
 /// Those that it fills. It needs others to have room for its metadata, of which each change is another copy.
 const FILLED: u64 = 80;
 
-const MODULES: &str = "for module in /lib/modules/*.ko; do insmod $module || exit 1; done";
 const MAKE: &str = "mkfs.btrfs -q -d single -m single /dev/nvme0n1 && mount -t btrfs /dev/nvme0n1 /mnt && \
                     grep /mnt /proc/mounts";
 /// Files to be found again, and a large one.
@@ -52,7 +51,7 @@ fn fills_a_drive_with_zones(lab: &Lab) -> Result<(), Fault> {
     let assets = Assets::provide_with_modules(&["btrfs"])?;
     let bench = lab.bench_with(&assets, function, 2)?;
     let guest = &bench.guest;
-    guest.check(MODULES, PATIENCE)?;
+    guest.load_modules()?;
 
     // The zone condition, as blkzone writes it: `zcond: 1(em)`.
     let zones = |condition: &str| -> Result<u64, Fault> {

@@ -1,8 +1,6 @@
 //! What a guest's I/O costs in exits and interrupts, counted by KVM: of the reference VMM, and of QEMU
 //! with virtio-blk beside it.
 
-use std::path::PathBuf;
-
 use integration::guest::{Drive, GuestConfig};
 use integration::progress::say;
 use integration::provision::KernelChoice;
@@ -130,8 +128,7 @@ pub(crate) fn with_virtio_blk(bench: &Bench) -> Result<(), Fault> {
     ))?;
     let drive = Drive::virtio_blk(&image);
     let mut guest = bench.boot(&GuestConfig::new("guest").drive(drive).memory_mib(384))?;
-    let module = sh("ls /lib/modules/*-virtio_blk.ko")?;
-    guest.load_module(&PathBuf::from(module.trim()))?;
+    guest.load_modules()?;
     let reads = |count: u64| format!("{FUNCTIONS}\nreads /dev/vda {count}\n");
     // What is said over the console meanwhile is to be little.
     for count in [READS_BEFORE, READS] {

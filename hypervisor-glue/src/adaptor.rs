@@ -115,7 +115,7 @@ impl Device for NvmeDevice {
     }
 
     fn max_dma_maps(&self) -> u32 {
-        // A few hundred.
+        // Some thousands.
         MAX_REGIONS as u32
     }
 
@@ -252,7 +252,7 @@ fn refused(error: DmaError) -> io::Error {
             libc::EINVAL
         }
         DmaError::Overlap { .. } => libc::EEXIST,
-        DmaError::TooManyRegions | DmaError::NoIova { .. } => libc::ENOSPC,
+        DmaError::TooManyRegions | DmaError::TooManyFiles | DmaError::NoIova { .. } => libc::ENOSPC,
         DmaError::NotMapped { .. } => libc::ENOENT,
         DmaError::Busy { .. } => libc::EBUSY,
         DmaError::Map { source, .. } | DmaError::Iommu { source, .. } => return source,

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
-use std::ops::RangeInclusive;
+use std::ops::{Range, RangeInclusive};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use log::error;
@@ -19,7 +20,21 @@ pub trait Iommu: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// What the kernel reports.
-    fn map(&self, iova: u64, memory: &Mapping, access: Access) -> io::Result<()>;
+    fn map(&self, iova: u64, memory: &Mapping, access: Access) -> io::Result<()> {
+        self.map_part(iova, memory, 0..memory.len(), access)
+    }
+
+    /// Lets the device reach a part of a mapping's memory from `iova` on; `access` is the device's.
+    ///
+    /// # Errors
+    /// What the kernel reports; `InvalidInput` if there is no such part.
+    fn map_part(
+        &self,
+        iova: u64,
+        memory: &Mapping,
+        part: Range<usize>,
+        access: Access,
+    ) -> io::Result<()>;
 
     /// Takes what was mapped at `iova..iova+len` away from the device. When it returns, the device
     /// cannot reach the memory.
@@ -91,6 +106,7 @@ impl IovaSpace {
             space: self.clone(),
             start,
             mapped: None,
+            stuck: AtomicBool::new(false),
         })
     }
 }
@@ -102,6 +118,8 @@ pub struct IovaRange {
     start: u64,
     /// Bytes that the IOMMU has mapped here.
     mapped: Option<u64>,
+    /// Some of it cannot be unmapped.
+    stuck: AtomicBool,
 }
 
 impl IovaRange {
@@ -124,18 +142,68 @@ impl IovaRange {
         }
         Ok(())
     }
+
+    /// Has the IOMMU, if there is one, map `part` of this memory from `iova` on, which lies in this
+    /// range with all of it, until what is returned is dropped. The memory must outlive that.
+    /// `access` is the device's.
+    ///
+    /// # Errors
+    /// What the kernel reports; `InvalidInput` if there is no such part.
+    pub fn map_part(
+        self: &Arc<Self>,
+        iova: u64,
+        memory: &Mapping,
+        part: Range<usize>,
+        access: Access,
+    ) -> io::Result<IovaPart> {
+        let len = part.len() as u64;
+        if let Some(iommu) = &self.space.iommu {
+            iommu.map_part(iova, memory, part, access)?;
+        }
+        let range = self.clone();
+        Ok(IovaPart { range, iova, len })
+    }
+
+    /// Takes memory away from the device. Where that fails, all addresses of the range stay taken:
+    /// nobody else may be reached through them.
+    fn unmap(&self, iova: u64, len: u64) {
+        if let Some(iommu) = &self.space.iommu
+            && let Err(error) = iommu.unmap(iova, len)
+        {
+            error!("{len:#x} bytes at IOVA {iova:#x} stay mapped: {error}");
+            self.stuck.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+/// What is mapped in a part of an [`IovaRange`].
+#[derive(Debug)]
+pub struct IovaPart {
+    range: Arc<IovaRange>,
+    iova: u64,
+    len: u64,
+}
+
+impl IovaPart {
+    /// Its first address.
+    #[must_use]
+    pub fn start(&self) -> u64 {
+        self.iova
+    }
+}
+
+impl Drop for IovaPart {
+    fn drop(&mut self) {
+        self.range.unmap(self.iova, self.len);
+    }
 }
 
 impl Drop for IovaRange {
     fn drop(&mut self) {
-        if let (Some(iommu), Some(len)) = (&self.space.iommu, self.mapped)
-            && let Err(error) = iommu.unmap(self.start, len)
-        {
-            // The addresses stay taken: nobody else may be reached through them.
-            error!(
-                "{len:#x} bytes at IOVA {:#x} stay mapped: {error}",
-                self.start
-            );
+        if let Some(len) = self.mapped {
+            self.unmap(self.start, len);
+        }
+        if self.stuck.load(Ordering::Relaxed) {
             return;
         }
         self.space
@@ -154,7 +222,7 @@ mod tests {
     struct NoIommu;
 
     impl Iommu for NoIommu {
-        fn map(&self, _: u64, _: &Mapping, _: Access) -> io::Result<()> {
+        fn map_part(&self, _: u64, _: &Mapping, _: Range<usize>, _: Access) -> io::Result<()> {
             Ok(())
         }
 

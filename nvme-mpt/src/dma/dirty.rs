@@ -9,7 +9,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::{DmaError, DmaWindow, Region, RegionTable, lock};
+use super::region::Region;
+use super::{DmaError, DmaWindow, RegionTable, lock};
 use crate::address::{Gpa, PAGE_SIZE};
 
 /// Pages that were written, one after the other.
@@ -55,7 +56,11 @@ impl DirtyPages {
                 let first = bits.trailing_zeros();
                 let pages = (bits >> first).trailing_ones();
                 let page = index * 64 + u64::from(first);
-                push(ranges, region.gpa + page * PAGE_SIZE, u64::from(pages));
+                push(
+                    ranges,
+                    region.place.gpa + page * PAGE_SIZE,
+                    u64::from(pages),
+                );
                 // All bits below the run are clear, so that the carry clears just the run.
                 bits = bits.wrapping_add(1 << first) & bits;
             }
@@ -80,30 +85,35 @@ impl RegionTable {
         self.dirty.is_some()
     }
 
-    /// Notes a write of `len` bytes at a guest address, of all that lies in one region.
+    /// Notes a write of `len` bytes at a guest address, of all up to where no memory is.
     pub(crate) fn note_written(&self, gpa: Gpa, len: u64) {
-        self.note(len, |region| gpa.0.wrapping_sub(region.gpa));
-    }
-
-    /// Notes a write of `len` bytes at an IOVA, of all that lies in one region. Returns whether some
-    /// did.
-    pub(crate) fn note_written_by_drive(&self, iova: u64, len: u64) -> bool {
-        self.note(len, |region| iova.wrapping_sub(region.iova.start()))
-    }
-
-    fn note(&self, len: u64, offset_in: impl Fn(&Region) -> u64) -> bool {
-        let pages = self.dirty.iter().flatten();
-        for (region, pages) in self.regions.iter().zip(pages) {
-            let offset = offset_in(region);
-            if offset < region.len {
-                let len = len.min(region.len - offset);
-                if len > 0 {
-                    pages.note(offset, len);
-                }
-                return true;
+        let Some(dirty) = &self.dirty else { return };
+        let (mut at, mut rest) = (gpa.0, len);
+        let after = self
+            .regions
+            .partition_point(|region| region.place.gpa <= at);
+        let first = after.saturating_sub(1);
+        for (region, pages) in self.regions.iter().zip(dirty).skip(first) {
+            let offset = at.wrapping_sub(region.place.gpa);
+            if rest == 0 || offset >= region.place.len {
+                return;
             }
+            let len = rest.min(region.place.len - offset);
+            pages.note(offset, len);
+            at = at.wrapping_add(len);
+            rest -= len;
         }
-        false
+    }
+
+    /// Notes a write of at most `len` bytes at an IOVA: of as many as this table knows memory for,
+    /// which it returns.
+    pub(crate) fn note_written_by_drive(&self, iova: u64, len: u64) -> u64 {
+        let Some((gpa, mapped)) = self.guest_address(iova) else {
+            return 0;
+        };
+        let len = len.min(mapped);
+        self.note_written(gpa, len);
+        len
     }
 
     /// Takes all notes, by ascending address.
@@ -116,12 +126,14 @@ impl RegionTable {
     /// Notes for `regions`, as those of this table where it has them; none if nothing is noted.
     pub(super) fn notes_for(&self, regions: &[Arc<Region>]) -> Option<Vec<Arc<DirtyPages>>> {
         let dirty = self.dirty.as_ref()?;
+        // Both are sorted by address, and a region does not move.
+        let mut known = self.regions.iter().zip(dirty).peekable();
         let notes = regions.iter().map(|region| {
-            let known = self.regions.iter().zip(dirty);
-            let mut known = known.filter(|(other, _)| Arc::ptr_eq(other, region));
-            match known.next() {
-                Some((_, pages)) => pages.clone(),
-                None => Arc::new(DirtyPages::new(region.len)),
+            let before = |(other, _): &(&Arc<Region>, _)| other.place.gpa < region.place.gpa;
+            while known.next_if(before).is_some() {}
+            match known.peek() {
+                Some((other, pages)) if Arc::ptr_eq(other, region) => Arc::clone(pages),
+                _ => Arc::new(DirtyPages::new(region.place.len)),
             }
         });
         Some(notes.collect())
@@ -142,10 +154,10 @@ impl DmaWindow {
             let mut current = lock(&self.tables.current);
             lock(&self.departed).clear();
             let regions = current.regions.clone();
-            let pages = |region: &Arc<Region>| Arc::new(DirtyPages::new(region.len));
+            let pages = |region: &Arc<Region>| Arc::new(DirtyPages::new(region.place.len));
             let dirty = Some(regions.iter().map(pages).collect());
             self.publish(&mut current, regions, dirty);
-            current.generation
+            current.generation()
         };
         if self.wait_settled(generation) {
             return Ok(());

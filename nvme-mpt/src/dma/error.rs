@@ -2,7 +2,7 @@
 
 use std::io;
 
-use super::{MAX_REGIONS, UNMAP_DEADLINE};
+use super::{MAX_FILES, MAX_REGIONS, UNMAP_DEADLINE};
 use crate::address::Gpa;
 
 /// What can go wrong with a VM's memory.
@@ -27,6 +27,9 @@ pub enum DmaError {
     /// The VM has as many regions as it may have.
     #[error("No more than {MAX_REGIONS} regions of memory can be mapped")]
     TooManyRegions,
+    /// The VM's memory is in as many files as it may be in.
+    #[error("Memory in no more than {MAX_FILES} files can be mapped")]
+    TooManyFiles,
     /// A range to unmap cuts through a region.
     #[error("Range {gpa}+{len:#x} cuts a mapped region in two; unmap whole regions")]
     PartialUnmap {

@@ -1,34 +1,20 @@
 //! A VM's memory apart from any window: what is kept of it while nothing is attached to a drive, and
 //! mapped again when something is.
 
-use std::sync::Arc;
-
-use super::{DmaError, DmaWindow, Region};
-use crate::address::Gpa;
-use crate::memory::Mapping;
+use super::region::Place;
+use super::{DmaError, DmaWindow, lock};
 
 /// The memory of a window that may be gone since: no drive reaches it by this.
 #[derive(Clone, Debug)]
-pub struct HeldMemory(Vec<HeldRegion>);
-
-#[derive(Clone, Debug)]
-struct HeldRegion {
-    gpa: Gpa,
-    limits: [u64; 2],
-    mapping: Arc<Mapping>,
-}
+pub struct HeldMemory(Vec<Place>);
 
 impl DmaWindow {
     /// The VM's memory as it is now.
     #[must_use]
     pub fn hold(&self) -> HeldMemory {
         let table = self.table();
-        let held = |region: &Arc<Region>| HeldRegion {
-            gpa: Gpa(region.gpa),
-            limits: region.limits,
-            mapping: region.mapping.clone(),
-        };
-        HeldMemory(table.regions.iter().map(held).collect())
+        let places = table.regions.iter().map(|region| region.place.clone());
+        HeldMemory(places.collect())
     }
 
     /// Maps all that was held of another window, at the same guest addresses.
@@ -36,13 +22,10 @@ impl DmaWindow {
     /// # Errors
     /// As [`Self::map`]; what was mapped until then stays.
     pub fn map_held(&self, memory: &HeldMemory) -> Result<(), DmaError> {
-        for HeldRegion {
-            gpa,
-            limits,
-            mapping,
-        } in &memory.0
-        {
-            self.insert(*gpa, *limits, mapping.clone())?;
+        for place in &memory.0 {
+            let mut current = lock(&self.tables.current);
+            let index = Self::check_free(&current, place.gpa, place.len)?;
+            self.insert(&mut current, index, place.clone())?;
         }
         Ok(())
     }

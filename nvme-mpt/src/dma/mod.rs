@@ -7,6 +7,11 @@
 //! (Regions may lie anywhere in 64 bits, as some VMMs use their own virtual addresses; that is why
 //! a window is not one base to add.)
 //!
+//! Memory that a VMM maps block by block, as it plugs it, is many regions: it may unmap any of them.
+//! Those that follow one another in a file and in guest memory do so in our address space, where the
+//! file is mapped as a whole, and in the IOVA space, of which a region takes more than it needs, for
+//! those that may follow. So they are *runs*, and what is translated is looked up among few of them.
+//!
 //! Pollers translate with a [`RegionTable`], an immutable snapshot. A change publishes a new table
 //! with the next generation; each shadow queue takes it up at its next pass and, once nothing is in
 //! flight that was translated by an older one, says so. [`DmaWindow::unmap`] returns after that.
@@ -14,9 +19,10 @@
 mod dirty;
 mod error;
 mod held;
+mod region;
 mod table;
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -24,17 +30,22 @@ use std::time::{Duration, Instant};
 pub use dirty::DirtyRange;
 pub use error::DmaError;
 pub use held::HeldMemory;
-pub(crate) use table::RegionPages;
-pub use table::{Direction, Region, RegionHint, RegionTable};
+pub(crate) use table::RunPages;
+pub use table::{Direction, RegionHint, RegionTable};
 
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::iova::IovaSpace;
-use crate::memory::{Access, Mapping, RawBytes};
+use crate::memory::{Access, RawBytes};
 use crate::poller::Waker;
 use dirty::DirtyPages;
+use region::{Extent, GuestFile, Place, Region};
 
-/// Regions that one VM may have. VMMs have a few; a client that maps without end is stopped here.
-pub const MAX_REGIONS: usize = 256;
+/// Regions that one VM may have: 16 GiB of memory that is plugged in blocks of 2 MiB. A client that
+/// maps without end is stopped here. A drive behind VFIO takes 65,535 in all, of all its VMs.
+pub const MAX_REGIONS: usize = 8192;
+
+/// Files that the regions of one VM may be in. VMMs have a few.
+const MAX_FILES: usize = 256;
 
 /// How long an unmap waits for commands in flight before it is refused.
 const UNMAP_DEADLINE: Duration = Duration::from_secs(30);
@@ -98,7 +109,7 @@ impl Tables {
         let mut users = lock(&self.users);
         let table = self.current();
         let user = Arc::new(TableUser {
-            settled: AtomicU64::new(table.generation),
+            settled: AtomicU64::new(table.generation()),
             waker,
         });
         users.retain(|user| user.strong_count() > 0);
@@ -112,6 +123,11 @@ impl Tables {
 pub struct DmaWindow {
     space: Arc<IovaSpace>,
     tables: Arc<Tables>,
+    /// The table before the current one, if no region went since: so that it is this window's users who
+    /// end a table, which may be long, and not a poller.
+    previous: Mutex<Arc<RegionTable>>,
+    /// The files of its regions, for those that come.
+    files: Mutex<Vec<Weak<GuestFile>>>,
     /// Pages that were written of regions that were unmapped since somebody asked.
     departed: Mutex<Vec<DirtyRange>>,
 }
@@ -128,6 +144,8 @@ impl DmaWindow {
         Self {
             space,
             tables: Arc::new(tables),
+            previous: Mutex::default(),
+            files: Mutex::default(),
             departed: Mutex::default(),
         }
     }
@@ -165,46 +183,75 @@ impl DmaWindow {
             Access::Read
         };
         let bytes = usize::try_from(len).map_err(|_| DmaError::InvalidRegion { gpa, len })?;
-        let mapping = Mapping::shared(fd.as_fd(), offset, bytes, access)
-            .map_err(|source| DmaError::Map { gpa, len, source })?;
-        let limits = [
-            if readable { len } else { 0 },
-            if writable { len } else { 0 },
-        ];
-        self.insert(gpa, limits, Arc::new(mapping))
-    }
-
-    /// Maps `mapping` at `gpa`, which a device may use up to `limits`.
-    fn insert(&self, gpa: Gpa, limits: [u64; 2], mapping: Arc<Mapping>) -> Result<(), DmaError> {
-        let len = mapping.len() as u64;
-        let end = gpa.0 + len;
         // One change at a time: the lock is held while the table is rebuilt.
         let mut current = lock(&self.tables.current);
-        if current.regions.len() >= MAX_REGIONS {
-            return Err(DmaError::TooManyRegions);
+        let index = Self::check_free(&current, gpa.0, len)?;
+        let mut files = lock(&self.files);
+        files.retain(|file| file.strong_count() > 0);
+        let known = files.iter().filter_map(Weak::upgrade);
+        let file = GuestFile::find_or_map(known, fd, (offset, bytes), access)
+            .map_err(|source| DmaError::Map { gpa, len, source })?;
+        let is_it = |known: &Weak<GuestFile>| known.as_ptr() == Arc::as_ptr(&file);
+        if !files.iter().any(is_it) {
+            if files.len() >= MAX_FILES {
+                return Err(DmaError::TooManyFiles);
+            }
+            files.push(Arc::downgrade(&file));
         }
-        let index = current.regions.partition_point(|region| region.gpa < gpa.0);
-        let follows = |region: &Arc<Region>| region.gpa + (region.len - 1) < gpa.0;
-        let precedes = |region: &Arc<Region>| region.gpa >= end;
-        if !(index == 0 || follows(&current.regions[index - 1]))
-            || !current.regions.get(index).is_none_or(precedes)
-        {
-            return Err(DmaError::Overlap { gpa, len });
-        }
-        let mut iova = self.space.allocate(len).ok_or(DmaError::NoIova { len })?;
-        iova.map(&mapping, mapping.access())
-            .map_err(|source| DmaError::Iommu { gpa, len, source })?;
-        let region = Region {
+        drop(files);
+        let offset = file
+            .offset_of(offset, bytes)
+            .ok_or(DmaError::InvalidRegion { gpa, len })?;
+        let place = Place {
             gpa: gpa.0,
             len,
-            limits,
-            iova,
-            mapping,
+            rights: [readable, writable],
+            file,
+            offset,
         };
+        self.insert(&mut current, index, place)
+    }
+
+    /// Where in the table a region goes that may be mapped at `gpa..gpa+len`.
+    fn check_free(table: &RegionTable, gpa: u64, len: u64) -> Result<usize, DmaError> {
+        let regions = &table.regions;
+        if regions.len() >= MAX_REGIONS {
+            return Err(DmaError::TooManyRegions);
+        }
+        let index = regions.partition_point(|region| region.place.gpa < gpa);
+        let before = index.checked_sub(1).map(|before| &regions[before]);
+        let is_free = before.is_none_or(|before| before.place.last() < gpa)
+            && regions
+                .get(index)
+                .is_none_or(|next| next.place.gpa >= gpa + len);
+        let gpa = Gpa(gpa);
+        is_free
+            .then_some(index)
+            .ok_or(DmaError::Overlap { gpa, len })
+    }
+
+    /// Maps what was [found free](Self::check_free).
+    fn insert(
+        &self,
+        current: &mut MutexGuard<'_, Arc<RegionTable>>,
+        index: usize,
+        place: Place,
+    ) -> Result<(), DmaError> {
+        let (gpa, len) = (Gpa(place.gpa), place.len);
+        let neighbours = current.regions[index.saturating_sub(1)..].iter().take(2);
+        let extent = neighbours.map(|region| &region.extent);
+        let extent = match extent.into_iter().find(|extent| extent.has(&place)) {
+            Some(extent) => extent.clone(),
+            None => Extent::new(&self.space, &place, spare_iovas(&current.regions))
+                .ok_or(DmaError::NoIova { len })?,
+        };
+        let region =
+            Region::new(place, extent).map_err(|source| DmaError::Iommu { gpa, len, source })?;
         let mut regions = current.regions.clone();
         regions.insert(index, Arc::new(region));
         let dirty = current.notes_for(&regions);
-        self.publish(&mut current, regions, dirty);
+        *lock(&self.previous) = Arc::clone(current);
+        self.publish(current, regions, dirty);
         Ok(())
     }
 
@@ -222,10 +269,9 @@ impl DmaWindow {
         };
         let (generation, bytes, before) = {
             let mut current = lock(&self.tables.current);
-            let ends_before = |region: &Region| region.gpa + (region.len - 1) < gpa.0;
-            let touched = |region: &Region| !ends_before(region) && region.gpa <= last;
-            let inside =
-                |region: &Region| region.gpa >= gpa.0 && region.gpa + (region.len - 1) <= last;
+            let touched =
+                |region: &Region| region.place.last() >= gpa.0 && region.place.gpa <= last;
+            let inside = |region: &Region| region.place.gpa >= gpa.0 && region.place.last() <= last;
             if current
                 .regions
                 .iter()
@@ -242,10 +288,11 @@ impl DmaWindow {
                 return Ok(0);
             }
             let before = current.clone();
+            *lock(&self.previous) = Arc::default();
             let dirty = current.notes_for(&kept);
             self.publish(&mut current, kept, dirty);
-            let bytes = gone.iter().map(|region| region.len).sum();
-            (current.generation, bytes, before)
+            let bytes = gone.iter().map(|region| region.place.len).sum();
+            (current.generation(), bytes, before)
         };
         let settled = self.wait_settled(generation);
         // What commands in flight wrote until now is noted, too.
@@ -285,12 +332,7 @@ impl DmaWindow {
         });
         let table = self.table();
         if table.is_logged() {
-            for at in (0..len as u64).step_by(PAGE_SIZE as usize) {
-                table.note_written(Gpa(gpa.0.wrapping_add(at)), 1);
-            }
-            if let Some(last) = (len as u64).checked_sub(1) {
-                table.note_written(Gpa(gpa.0.wrapping_add(last)), 1);
-            }
+            table.note_written(gpa, len as u64);
         }
         written
     }
@@ -313,13 +355,10 @@ impl DmaWindow {
             let Some(at) = gpa.checked_add(done as u64) else {
                 return Err(not_mapped);
             };
-            let Some((region, offset)) = table.find(at, 1, direction, &mut hint) else {
+            let Some(bytes) = table.some_bytes(at, len - done, direction, &mut hint) else {
                 return Err(not_mapped);
             };
-            let size = (region.len - offset).min((len - done) as u64) as usize;
-            let Some(bytes) = region.mapping.bytes(offset as usize, size) else {
-                return Err(not_mapped);
-            };
+            let size = bytes.len();
             part(bytes, done..done + size);
             done += size;
         }
@@ -332,12 +371,8 @@ impl DmaWindow {
         regions: Vec<Arc<Region>>,
         dirty: Option<Vec<Arc<DirtyPages>>>,
     ) {
-        let generation = current.generation + 1;
-        **current = Arc::new(RegionTable {
-            generation,
-            regions,
-            dirty,
-        });
+        let generation = current.generation() + 1;
+        **current = Arc::new(RegionTable::new(generation, regions, dirty));
         self.tables.generation.store(generation, Ordering::Release);
     }
 
@@ -368,180 +403,28 @@ impl DmaWindow {
     }
 }
 
+/// IOVAs that a VM may take for memory that it has not mapped: with what it has taken so, as many as
+/// it has for memory. So nobody takes more than twice what its memory does.
+fn spare_iovas(regions: &[Arc<Region>]) -> u64 {
+    let mapped: u64 = regions.iter().map(|region| region.place.len).sum();
+    let mut taken = 0_u64;
+    let mut last = None;
+    for region in regions {
+        let extent = Arc::as_ptr(&region.extent);
+        if last != Some(extent) {
+            taken = taken.saturating_add(region.extent.len());
+            last = Some(extent);
+        }
+    }
+    mapped.saturating_mul(2).saturating_sub(taken)
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // What these locks protect is replaced as a whole, so a panic elsewhere leaves it intact.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::memory::tests_support::memfd;
-
-    pub(super) fn window() -> DmaWindow {
-        DmaWindow::new(Arc::new(IovaSpace::software()))
-    }
-
-    pub(super) fn region(gpa: u64, len: u64) -> MemoryRegion {
-        MemoryRegion {
-            gpa: Gpa(gpa),
-            len,
-            fd: memfd(len),
-            offset: 0,
-            readable: true,
-            writable: true,
-        }
-    }
-
-    #[test]
-    fn regions_do_not_overlap() {
-        let window = window();
-        window.map(region(0x10000, 0x4000)).expect("first");
-        for (gpa, len) in [
-            (0x10000, 0x1000),
-            (0xF000, 0x2000),
-            (0x13000, 0x8000),
-            (0, 0x40000),
-        ] {
-            let error = window.map(region(gpa, len)).expect_err("overlaps");
-            assert!(matches!(error, DmaError::Overlap { .. }), "{error}");
-        }
-        window.map(region(0x14000, 0x1000)).expect("right after");
-        window.map(region(0xF000, 0x1000)).expect("right before");
-        for (gpa, len) in [(0x1001, 0x1000), (0x1000, 0), (u64::MAX - 0xFFF, 0x2000)] {
-            let memory = MemoryRegion {
-                len,
-                ..region(gpa, 0x1000)
-            };
-            let error = window.map(memory).expect_err("invalid");
-            assert!(matches!(error, DmaError::InvalidRegion { .. }), "{error}");
-        }
-    }
-
-    #[test]
-    fn the_region_at_the_end_of_the_address_space_works() {
-        let window = window();
-        let top = u64::MAX - 0x1FFF;
-        window.map(region(top, 0x1000)).expect("fits");
-        window.write(Gpa(top + 0xFFC), &[1; 4]).expect("inside");
-        window.write(Gpa(top + 0xFFD), &[1; 4]).expect_err("beyond");
-        assert_eq!(window.unmap_all().expect("idle"), 0x1000);
-    }
-
-    #[test]
-    fn an_access_must_lie_in_one_region_for_a_device_but_not_for_the_control_path() {
-        let window = window();
-        window.map(region(0x1000, 0x1000)).expect("map");
-        window.map(region(0x2000, 0x1000)).expect("map");
-        let table = window.table();
-        let mut hint = RegionHint::default();
-        let mut translate =
-            |gpa, len| table.translate(Gpa(gpa), len, Direction::ToGuest, &mut hint);
-        assert!(translate(0x1F00, 0x100).is_some());
-        assert!(translate(0x1F00, 0x101).is_none());
-        assert!(translate(0x1000, u64::MAX).is_none());
-        assert!(translate(0x3000, 1).is_none());
-        assert!(translate(0xFFF, 1).is_none());
-        assert!(translate(u64::MAX, 1).is_none());
-        window.write(Gpa(0x1FFE), &[1, 2, 3, 4]).expect("across");
-        let mut read = [0; 4];
-        window.read(Gpa(0x1FFE), &mut read).expect("across");
-        assert_eq!(read, [1, 2, 3, 4]);
-    }
-
-    #[test]
-    fn a_region_is_used_only_as_it_may_be() {
-        let window = window();
-        window
-            .map(MemoryRegion {
-                writable: false,
-                ..region(0x1000, 0x1000)
-            })
-            .expect("map");
-        let table = window.table();
-        let mut hint = RegionHint::default();
-        assert!(
-            table
-                .translate(Gpa(0x1000), 8, Direction::FromGuest, &mut hint)
-                .is_some()
-        );
-        assert!(
-            table
-                .translate(Gpa(0x1000), 8, Direction::ToGuest, &mut hint)
-                .is_none()
-        );
-        assert!(table.locate(Gpa(0x1000), 8).is_none());
-        window.write(Gpa(0x1000), &[1]).expect_err("read only");
-    }
-
-    #[test]
-    fn iovas_resolve_to_the_same_bytes_and_windows_stay_apart() {
-        let space = Arc::new(IovaSpace::software());
-        let (a, b) = (DmaWindow::new(space.clone()), DmaWindow::new(space));
-        a.map(region(0x1000, 0x2000)).expect("map");
-        b.map(region(0x1000, 0x2000)).expect("map");
-        a.write(Gpa(0x1800), b"mine").expect("write");
-        let mut hint = RegionHint::default();
-        let iova = a
-            .table()
-            .translate(Gpa(0x1800), 4, Direction::ToGuest, &mut hint)
-            .expect("in");
-        let mut read = [0; 4];
-        let table = a.table();
-        table
-            .resolve(iova.bits(), 4, &mut hint)
-            .expect("mapped")
-            .copy_to(&mut read);
-        assert_eq!(&read, b"mine");
-        assert!(
-            table
-                .resolve(iova.bits() + 0x1000, 0x801, &mut hint)
-                .is_none()
-        );
-        assert!(
-            b.table()
-                .resolve(iova.bits(), 4, &mut RegionHint::default())
-                .is_none()
-        );
-    }
-
-    #[test]
-    fn unmapping_takes_whole_regions() {
-        let window = window();
-        window.map(region(0x1000, 0x2000)).expect("map");
-        window.map(region(0x4000, 0x1000)).expect("map");
-        let error = window.unmap(Gpa(0x1000), 0x1000).expect_err("cuts");
-        assert!(matches!(error, DmaError::PartialUnmap { .. }), "{error}");
-        assert_eq!(window.unmap(Gpa(0x8000), 0x1000).expect("nothing there"), 0);
-        assert_eq!(window.unmap(Gpa(0x1000), 0x2000).expect("whole"), 0x2000);
-        window.write(Gpa(0x1000), &[0]).expect_err("gone");
-        assert_eq!(window.unmap_all().expect("rest"), 0x1000);
-    }
-
-    #[test]
-    fn an_unmap_waits_for_who_uses_the_memory() {
-        let window = Arc::new(window());
-        window.map(region(0x1000, 0x1000)).expect("map");
-        let (user, table) = window.tables().register(Waker::new().expect("eventfd"));
-        let unmapper = {
-            let window = window.clone();
-            std::thread::spawn(move || window.unmap_all())
-        };
-        while window.tables().generation() == table.generation() {
-            std::thread::yield_now();
-        }
-        assert!(!unmapper.is_finished());
-        user.settle(window.tables().generation());
-        assert_eq!(unmapper.join().expect("no panic").expect("settled"), 0x1000);
-    }
-
-    #[test]
-    fn regions_are_bounded() {
-        let window = window();
-        for i in 0..MAX_REGIONS as u64 {
-            window.map(region(i * 0x2000, 0x1000)).expect("map");
-        }
-        let error = window.map(region(1 << 40, 0x1000)).expect_err("too many");
-        assert!(matches!(error, DmaError::TooManyRegions), "{error}");
-    }
-}
+mod property;
+#[cfg(test)]
+mod tests;

@@ -43,6 +43,31 @@ impl Mapping {
     /// What `fstat` or `mmap` report; `InvalidInput` where the file ends before the range does,
     /// or where the range is empty or not aligned to the host's page size.
     pub fn shared(fd: BorrowedFd<'_>, offset: u64, len: usize, access: Access) -> io::Result<Self> {
+        Self::of_file(fd, offset, len, access, libc::MAP_SHARED)
+    }
+
+    /// As [`Self::shared`], but nothing is set aside for what is never touched: of huge pages, that
+    /// would be taken from others.
+    ///
+    /// # Errors
+    /// As [`Self::shared`].
+    pub fn shared_unreserved(
+        fd: BorrowedFd<'_>,
+        offset: u64,
+        len: usize,
+        access: Access,
+    ) -> io::Result<Self> {
+        let flags = libc::MAP_SHARED | libc::MAP_NORESERVE;
+        Self::of_file(fd, offset, len, access, flags)
+    }
+
+    fn of_file(
+        fd: BorrowedFd<'_>,
+        offset: u64,
+        len: usize,
+        access: Access,
+        flags: libc::c_int,
+    ) -> io::Result<Self> {
         let invalid = |what: String| io::Error::new(io::ErrorKind::InvalidInput, what);
         let file_offset = libc::off_t::try_from(offset)
             .map_err(|_| invalid(format!("file offset {offset:#x} is too large")))?;
@@ -59,7 +84,7 @@ impl Mapping {
                 "the file has {size:#x} bytes, fewer than {offset:#x} + {len:#x}"
             )));
         }
-        let mut mapping = Self::map(len, access, libc::MAP_SHARED, fd.as_raw_fd(), file_offset)?;
+        let mut mapping = Self::map(len, access, flags, fd.as_raw_fd(), file_offset)?;
         let guard = sigbus::Guard::new(mapping.start, len, sigbus::Kind::Memory)?;
         mapping.guard = Some(guard);
         Ok(mapping)

@@ -8,7 +8,7 @@ use super::lists::ListMemory;
 use zerocopy::IntoBytes;
 
 use crate::address::{Gpa, PAGE_SIZE};
-use crate::dma::{Direction, RegionHint, RegionPages, RegionTable};
+use crate::dma::{Direction, RegionHint, RegionTable, RunPages};
 use crate::spec::status::Status;
 
 const PAGE_OFFSET: u64 = PAGE_SIZE - 1;
@@ -160,41 +160,41 @@ fn translate_entries(
         return Ok(());
     };
     let page = Gpa(first & !PAGE_OFFSET);
-    let region = table
+    let run = table
         .pages_around(page, direction, &mut hints.data)
         .ok_or(Failure::at(Status::DATA_TRANSFER_ERROR, PRP2))?;
-    // Without a branch per entry: nearly always, all pages lie in one region.
+    // Without a branch per entry: nearly always, all pages lie in one run.
     let mut offsets = 0;
     for entry in entries.iter_mut() {
-        let offset = entry.wrapping_sub(region.first);
+        let offset = entry.wrapping_sub(run.first);
         offsets |= offset;
-        *entry = region.iova.wrapping_add(offset);
+        *entry = run.iova.wrapping_add(offset);
     }
-    // Regions start at pages, so the offset in the region has the offset in the page.
+    // Runs start at pages, so the offset in the run has the offset in the page.
     if offsets & PAGE_OFFSET != 0 {
         return Err(Failure::at(Status::PRP_OFFSET_INVALID, PRP2));
     }
-    // No offset is larger than all of them together, bit by bit. Regions end at pages, too, so a
+    // No offset is larger than all of them together, bit by bit. Runs end at pages, too, so a
     // page whose first byte lies in one lies in it as a whole.
-    if offsets <= region.last_byte {
+    if offsets <= run.last_byte {
         return Ok(());
     }
-    translate_one_by_one(table, hints, entries, region, direction)
+    translate_one_by_one(table, hints, entries, run, direction)
 }
 
-/// Translates entries again that were translated by one region, for those that may lie in others.
+/// Translates entries again that were translated by one run, for those that may lie in others.
 #[inline(never)]
 fn translate_one_by_one(
     table: &RegionTable,
     hints: &mut PrpHints,
     entries: &mut [u64],
-    region: RegionPages,
+    run: RunPages,
     direction: Direction,
 ) -> Result<(), Failure> {
     for entry in entries {
-        let offset = entry.wrapping_sub(region.iova);
-        if offset > region.last_byte {
-            let guest = Gpa(offset.wrapping_add(region.first));
+        let offset = entry.wrapping_sub(run.iova);
+        if offset > run.last_byte {
+            let guest = Gpa(offset.wrapping_add(run.first));
             let iova = table.translate(guest, PAGE_SIZE, direction, &mut hints.data);
             *entry = iova
                 .ok_or(Failure::at(Status::DATA_TRANSFER_ERROR, PRP2))?

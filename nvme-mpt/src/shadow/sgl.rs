@@ -8,7 +8,7 @@ use zerocopy::transmute;
 
 use super::Failure;
 use super::lists::{LIST_BYTES, ListMemory};
-use crate::address::Gpa;
+use crate::address::{Gpa, Iova};
 use crate::dma::{Direction, RegionHint, RegionTable};
 use crate::spec::dma::{SglDescriptor, SglSubType, SglType};
 use crate::spec::status::Status;
@@ -46,18 +46,45 @@ impl Builder<'_> {
             .missing
             .checked_sub(len)
             .ok_or(failure(Status::DATA_SGL_LENGTH_INVALID))?;
-        let iova = self
-            .table
-            .translate(Gpa(guest.address), len, self.direction, self.hint)
-            .ok_or(failure(Status::DATA_TRANSFER_ERROR))?;
-        let host = SglDescriptor::data_block(iova.bits(), guest.length);
+        let (address, hint) = (Gpa(guest.address), &mut *self.hint);
+        match self.table.translate(address, len, self.direction, hint) {
+            Some(iova) => self.push(iova, guest.length),
+            None => self.block_in_pieces(address, guest.length),
+        }
+    }
+
+    /// Guest addresses that go on where the host controller's do not take a block each.
+    #[cold]
+    fn block_in_pieces(&mut self, mut address: Gpa, mut len: u32) -> Result<(), Failure> {
+        let outside = failure(Status::DATA_TRANSFER_ERROR);
+        loop {
+            let (iova, piece) = self
+                .table
+                .translate_some(address, len.into(), self.direction, self.hint)
+                .ok_or(outside)?;
+            // No more than `len`, which is of 32 bits.
+            let piece = piece as u32;
+            self.push(iova, piece)?;
+            len -= piece;
+            if len == 0 {
+                return Ok(());
+            }
+            address = address.checked_add(piece.into()).ok_or(outside)?;
+        }
+    }
+
+    fn push(&mut self, iova: Iova, len: u32) -> Result<(), Failure> {
+        let host = SglDescriptor::data_block(iova.bits(), len);
         if self.count == 0 {
             self.first = host;
         }
-        // The bound on descriptors is the size of the list, so there is room.
+        // The bound on the guest's descriptors is the size of the list. Those that were translated in
+        // pieces may still be too many.
         let words: [u64; 2] = transmute!(host);
         let (list, _) = self.lists.of_slot(self.slot);
-        list[2 * self.count..][..2].copy_from_slice(&words);
+        list.get_mut(2 * self.count..2 * self.count + 2)
+            .ok_or(failure(Status::INVALID_NUMBER_OF_SGL_DESCRIPTORS))?
+            .copy_from_slice(&words);
         self.count += 1;
         Ok(())
     }

@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::ops::Range;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError, RwLock};
@@ -169,13 +170,19 @@ impl ModelIommu {
 }
 
 impl Iommu for ModelIommu {
-    fn map(&self, iova: u64, memory: &Mapping, access: Access) -> io::Result<()> {
-        let len = memory.len() as u64;
+    fn map_part(
+        &self,
+        iova: u64,
+        memory: &Mapping,
+        part: Range<usize>,
+        access: Access,
+    ) -> io::Result<()> {
+        let len = part.len() as u64;
         let invalid = || io::Error::from(io::ErrorKind::InvalidInput);
         if self.refusing.load(Ordering::Relaxed) {
             return Err(io::ErrorKind::OutOfMemory.into());
         }
-        let bytes = memory.bytes(0, memory.len()).ok_or_else(invalid)?;
+        let bytes = memory.bytes(part.start, part.len()).ok_or_else(invalid)?;
         let start = NonNull::new(bytes.as_ptr()).ok_or_else(invalid)?;
         let end = iova.checked_add(len).ok_or_else(invalid)?;
         if len == 0 || !iova.is_multiple_of(PAGE) || !len.is_multiple_of(PAGE) {

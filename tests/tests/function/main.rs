@@ -6,6 +6,7 @@
 mod common;
 
 mod admin;
+mod blocks;
 mod dirty_pages;
 mod doorbells;
 mod faults;

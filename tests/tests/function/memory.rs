@@ -155,7 +155,7 @@ fn a_region_can_be_replaced_under_io() {
 }
 
 /// A queue pair whose parts lie where a test wants them.
-fn queue_pair_at(
+pub(crate) fn queue_pair_at(
     controller: &mut Controller,
     (sq, cq): (DmaBuffer, DmaBuffer),
     entries: u32,

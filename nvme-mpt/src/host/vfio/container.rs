@@ -6,7 +6,7 @@
 use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::ops::RangeInclusive;
+use std::ops::{Range, RangeInclusive};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{PoisonError, RwLock};
@@ -164,14 +164,20 @@ impl Type1Container {
 }
 
 impl Iommu for Type1Container {
-    fn map(&self, iova: u64, memory: &Mapping, access: Access) -> io::Result<()> {
+    fn map_part(
+        &self,
+        iova: u64,
+        memory: &Mapping,
+        part: Range<usize>,
+        access: Access,
+    ) -> io::Result<()> {
         let files = self.files.read().unwrap_or_else(PoisonError::into_inner);
         let Some(Files { container, .. }) = &*files else {
             return Err(io::ErrorKind::NotConnected.into());
         };
-        let size = self.whole_pages(iova, memory.len() as u64)?;
+        let size = self.whole_pages(iova, part.len() as u64)?;
         let bytes = memory
-            .bytes(0, memory.len())
+            .bytes(part.start, part.len())
             .ok_or(io::ErrorKind::InvalidInput)?;
         let mut writable = access == Access::ReadWrite;
         if !writable && memory.access() == Access::ReadWrite {

@@ -57,8 +57,16 @@ impl WriteLog {
         }
         let data = DataPointer::of(&command);
         let noted = data.for_each_iova(memory.lists, slot.bytes.into(), |iova, len| {
-            let mut tables = std::iter::once(memory.table).chain(old_tables.iter().map(|t| &**t));
-            tables.any(|table| table.note_written_by_drive(iova, len));
+            // Memory that was in one table may be in several by now, as parts of it went.
+            let (mut at, end) = (iova, iova.wrapping_add(len));
+            while at < end {
+                let tables = std::iter::once(memory.table).chain(old_tables.iter().map(|t| &**t));
+                let mut noted = tables.map(|table| table.note_written_by_drive(at, end - at));
+                match noted.find(|bytes| *bytes > 0) {
+                    Some(bytes) => at += bytes,
+                    None => break,
+                }
+            }
             Ok(())
         });
         // It was translated by us, and has not changed since.

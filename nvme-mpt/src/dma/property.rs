@@ -1,0 +1,291 @@
+//! Windows against a model of single pages, behind an IOMMU that knows what is mapped.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex};
+
+use proptest::prelude::*;
+
+use super::{Direction, DmaError, DmaWindow, MemoryRegion, RegionHint};
+use crate::address::{Gpa, PAGE_SIZE};
+use crate::iova::{Iommu, IovaSpace};
+use crate::memory::tests_support::memfd;
+use crate::memory::{Access, Mapping};
+
+/// Pages of the guest's, and of each of the files.
+const PAGES: u64 = 48;
+const FILES: usize = 2;
+
+/// What the IOMMU has mapped: IOVA to bytes and address.
+#[derive(Debug, Default)]
+struct Mapped(Mutex<BTreeMap<u64, (u64, usize)>>);
+
+impl Mapped {
+    fn maps(&self) -> std::sync::MutexGuard<'_, BTreeMap<u64, (u64, usize)>> {
+        self.0.lock().expect("no panic")
+    }
+
+    /// The address that a device reaches at an IOVA.
+    fn reaches(&self, iova: u64) -> Option<usize> {
+        let maps = self.maps();
+        let (start, (len, address)) = maps.range(..=iova).next_back()?;
+        let offset = iova - start;
+        (offset < *len).then_some(address + offset as usize)
+    }
+}
+
+impl Iommu for Mapped {
+    fn map_part(
+        &self,
+        iova: u64,
+        memory: &Mapping,
+        part: Range<usize>,
+        _: Access,
+    ) -> io::Result<()> {
+        let bytes = memory
+            .bytes(part.start, part.len())
+            .expect("in the mapping");
+        let mut maps = self.maps();
+        let end = iova + part.len() as u64;
+        let before = maps.range(..end).next_back();
+        assert!(before.is_none_or(|(start, (len, _))| start + len <= iova));
+        maps.insert(iova, (part.len() as u64, bytes.as_ptr() as usize));
+        Ok(())
+    }
+
+    fn unmap(&self, iova: u64, len: u64) -> io::Result<()> {
+        let unmapped = self.maps().remove(&iova);
+        assert_eq!(unmapped.map(|(len, _)| len), Some(len), "what was mapped");
+        Ok(())
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Map {
+        page: u64,
+        count: u64,
+        file: usize,
+        /// Page of the file.
+        from: u64,
+        writable: bool,
+    },
+    Unmap {
+        page: u64,
+        count: u64,
+    },
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let map = (0..PAGES, 1..6_u64, 0..FILES, 0..PAGES, 0..5_u8).prop_map(
+        |(page, count, file, from, kind)| Step::Map {
+            page,
+            count,
+            file,
+            // Mostly as virtio-mem does it: where it is in the file is where it is for the guest.
+            from: if kind == 0 { from } else { page },
+            writable: kind != 1,
+        },
+    );
+    let unmap = (0..PAGES, 1..12_u64).prop_map(|(page, count)| Step::Unmap { page, count });
+    prop_oneof![3 => map, 1 => unmap]
+}
+
+/// A page that the model has: which mapping it came with, and what is there.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Page {
+    mapping: usize,
+    file: usize,
+    page: u64,
+    writable: bool,
+}
+
+struct Scene {
+    iommu: Arc<Mapped>,
+    space: Arc<IovaSpace>,
+    window: DmaWindow,
+    files: Vec<OwnedFd>,
+    model: BTreeMap<u64, Page>,
+}
+
+/// What says which page of which file it is.
+fn stamp(file: usize, page: u64) -> [u8; 2] {
+    [file as u8 + 1, page as u8]
+}
+
+impl Scene {
+    fn new() -> Self {
+        let iommu = Arc::new(Mapped::default());
+        let space = Arc::new(IovaSpace::behind_iommu(iommu.clone(), &[0..=(1 << 39) - 1]));
+        let files = (0..FILES).map(|file| {
+            let fd = memfd(PAGES * PAGE_SIZE);
+            let writer = std::fs::File::from(fd.try_clone().expect("descriptor"));
+            for page in 0..PAGES {
+                let at = page * PAGE_SIZE;
+                std::os::unix::fs::FileExt::write_all_at(&writer, &stamp(file, page), at)
+                    .expect("written");
+            }
+            fd
+        });
+        Self {
+            iommu,
+            files: files.collect(),
+            window: DmaWindow::new(space.clone()),
+            space,
+            model: BTreeMap::new(),
+        }
+    }
+
+    fn apply(&mut self, number: usize, step: &Step) {
+        match *step {
+            Step::Map {
+                page,
+                count,
+                file,
+                from,
+                writable,
+            } => {
+                let result = self.window.map(MemoryRegion {
+                    gpa: Gpa(page * PAGE_SIZE),
+                    len: count * PAGE_SIZE,
+                    fd: self.files[file].try_clone().expect("descriptor"),
+                    offset: from * PAGE_SIZE,
+                    readable: true,
+                    writable,
+                });
+                if self.model.range(page..page + count).next().is_some() {
+                    assert!(matches!(result, Err(DmaError::Overlap { .. })));
+                } else if from + count > PAGES {
+                    assert!(matches!(result, Err(DmaError::Map { .. })));
+                } else {
+                    result.expect("free, and in the file");
+                    for i in 0..count {
+                        let here = Page {
+                            mapping: number,
+                            file,
+                            page: from + i,
+                            writable,
+                        };
+                        self.model.insert(page + i, here);
+                    }
+                }
+            }
+            Step::Unmap { page, count } => {
+                let range = page..page + count;
+                let is_cut = self.model.range(range.clone()).any(|(_, inside)| {
+                    let mut others = self.model.iter().filter(|(at, _)| !range.contains(at));
+                    others.any(|(_, other)| other.mapping == inside.mapping)
+                });
+                let result = self.window.unmap(Gpa(page * PAGE_SIZE), count * PAGE_SIZE);
+                if is_cut {
+                    assert!(matches!(result, Err(DmaError::PartialUnmap { .. })));
+                } else {
+                    let pages = self.model.range(range.clone()).count() as u64;
+                    assert_eq!(result.expect("whole regions"), pages * PAGE_SIZE);
+                    self.model.retain(|at, _| !range.contains(at));
+                }
+            }
+        }
+    }
+
+    /// Every page is where the model has it, for the drive and for us, and is nowhere else.
+    fn check(&self) {
+        let table = self.window.table();
+        let (mut hint, mut resolve_hint) = (RegionHint::default(), RegionHint::default());
+        for at in 0..PAGES + 6 {
+            let gpa = Gpa(at * PAGE_SIZE);
+            let mut translate = |len, direction| table.translate(gpa, len, direction, &mut hint);
+            let found = translate(PAGE_SIZE, Direction::FromGuest);
+            let writable = translate(PAGE_SIZE, Direction::ToGuest);
+            let Some(page) = self.model.get(&at) else {
+                assert!(found.is_none(), "page {at} is not mapped");
+                continue;
+            };
+            let iova = found.expect("mapped").bits();
+            assert_eq!(writable.map(|w| w.bits()), page.writable.then_some(iova));
+            let mut resolve = |iova: u64, len| table.resolve(iova, len, &mut resolve_hint);
+            let bytes = resolve(iova, PAGE_SIZE as usize).expect("ours");
+            let mut read = [0; 2];
+            bytes.slice(0, 2).expect("inside").copy_to(&mut read);
+            assert_eq!(read, stamp(page.file, page.page), "page {at}");
+            assert_eq!(self.iommu.reaches(iova), Some(bytes.as_ptr() as usize));
+            // As far as it goes on, there is what the model has, and no further than that.
+            for pages in 2..8 {
+                let len = pages * PAGE_SIZE;
+                let last = self.model.get(&(at + pages - 1));
+                match translate(len, Direction::FromGuest) {
+                    Some(whole) => {
+                        let last = last.expect("mapped");
+                        assert_eq!(whole.bits(), iova);
+                        let bytes = resolve(iova, len as usize).expect("ours");
+                        let end = bytes.slice((len - PAGE_SIZE) as usize, 2).expect("inside");
+                        end.copy_to(&mut read);
+                        assert_eq!(read, stamp(last.file, last.page));
+                        let device = self.iommu.reaches(iova + len - PAGE_SIZE);
+                        assert_eq!(device, Some(end.as_ptr() as usize));
+                    }
+                    None => assert!(
+                        resolve(iova, len as usize).is_none(),
+                        "no more is resolved than is translated"
+                    ),
+                }
+            }
+        }
+        let mapped: u64 = self.iommu.maps().values().map(|(len, _)| len).sum();
+        assert_eq!(mapped, self.model.len() as u64 * PAGE_SIZE);
+    }
+}
+
+proptest! {
+    #[test]
+    fn every_page_is_where_it_was_mapped(steps in prop::collection::vec(step(), 1..60)) {
+        let mut scene = Scene::new();
+        for (number, step) in steps.iter().enumerate() {
+            scene.apply(number, step);
+            scene.check();
+        }
+        scene.window.unmap_all().expect("idle");
+        prop_assert!(scene.iommu.maps().is_empty());
+        // All of the space is free again.
+        prop_assert!(scene.space.allocate((1 << 39) - (4 << 20)).is_some());
+    }
+
+    #[test]
+    fn notes_of_writes_name_the_pages_that_were_written(
+        steps in prop::collection::vec(step(), 1..30),
+        writes in prop::collection::vec((0..PAGES * PAGE_SIZE, 1..5 * PAGE_SIZE), 1..8),
+    ) {
+        let mut scene = Scene::new();
+        let (before, after) = steps.split_at(steps.len() / 2);
+        for (number, step) in before.iter().enumerate() {
+            scene.apply(number, step);
+        }
+        scene.window.start_dirty_log().expect("idle");
+        let mut expected = std::collections::BTreeSet::new();
+        for (at, len) in writes {
+            // As a drive does it: by IOVAs, each stretch of which goes on as far as the table says.
+            let table = scene.window.table();
+            let (mut at, end) = (at, at + len);
+            while at < end {
+                let run = table.translate_some(
+                    Gpa(at), end - at, Direction::ToGuest, &mut RegionHint::default(),
+                );
+                let Some((iova, bytes)) = run else { break };
+                prop_assert_eq!(table.note_written_by_drive(iova.bits(), bytes), bytes);
+                expected.extend(at / PAGE_SIZE..(at + bytes).div_ceil(PAGE_SIZE));
+                at += bytes;
+            }
+        }
+        for (number, step) in after.iter().enumerate() {
+            scene.apply(before.len() + number, step);
+        }
+        let told = scene.window.take_dirty_pages().expect("logged");
+        let told = told.iter().flat_map(|range| {
+            let first = range.gpa.0 / PAGE_SIZE;
+            first..first + range.len / PAGE_SIZE
+        });
+        prop_assert_eq!(told.collect::<std::collections::BTreeSet<_>>(), expected);
+    }
+}

@@ -1,0 +1,176 @@
+//! Regions as a VMM maps them, and what they share: the file that holds them, and the stretch of IOVA
+//! space in which they lie side by side.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
+
+use crate::iova::{IovaPart, IovaRange, IovaSpace};
+use crate::memory::{Access, Mapping, host_page_size};
+
+/// A file that holds memory of a VM, as it is mapped into this process: as a whole, so that regions
+/// which follow one another in the file do so in our address space. Which of it the VM may use is for
+/// the table to say. Where a whole file does not fit, there is one of these for each region.
+#[derive(Debug)]
+pub(super) struct GuestFile {
+    /// Device and inode.
+    id: (u64, u64),
+    /// Where in the file the mapping starts.
+    start: u64,
+    mapping: Arc<Mapping>,
+}
+
+impl GuestFile {
+    /// Finds the file of `fd` among those that are mapped, or maps it.
+    pub(super) fn find_or_map(
+        known: impl Iterator<Item = Arc<Self>>,
+        fd: OwnedFd,
+        (offset, len): (u64, usize),
+        access: Access,
+    ) -> io::Result<Arc<Self>> {
+        if !offset.is_multiple_of(host_page_size() as u64) {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!("file offset {offset:#x} is not aligned to the pages of the host"),
+            ));
+        }
+        let file = File::from(fd);
+        let status = file.metadata()?;
+        let id = (status.dev(), status.ino());
+        let has_it = |file: &Arc<Self>| {
+            // A file that was cut short and grew again has other pages than what took their place.
+            file.id == id
+                && file.mapping.access() == access
+                && !file.mapping.is_lost()
+                && file.offset_of(offset, len).is_some()
+        };
+        if let Some(file) = { known }.find(has_it) {
+            return Ok(file);
+        }
+        let whole = usize::try_from(status.len())
+            .ok()
+            .filter(|size| *size > len && offset + len as u64 <= status.len())
+            .and_then(|size| Mapping::shared_unreserved(file.as_fd(), 0, size, access).ok());
+        let (start, mapping) = match whole {
+            Some(mapping) => (0, mapping),
+            None => (offset, Mapping::shared(file.as_fd(), offset, len, access)?),
+        };
+        let mapping = Arc::new(mapping);
+        Ok(Arc::new(Self { id, start, mapping }))
+    }
+
+    /// Where in the mapping the bytes from `offset` of the file on are, if it has all of them.
+    pub(super) fn offset_of(&self, offset: u64, len: usize) -> Option<u64> {
+        let at = offset.checked_sub(self.start)?;
+        self.mapping.bytes(usize::try_from(at).ok()?, len)?;
+        Some(at)
+    }
+
+    pub(super) fn mapping(&self) -> &Arc<Mapping> {
+        &self.mapping
+    }
+}
+
+/// A part of a VM's memory: where the guest sees it, and where it is here.
+#[derive(Clone, Debug)]
+pub(super) struct Place {
+    /// Guest address.
+    pub(super) gpa: u64,
+    /// Bytes.
+    pub(super) len: u64,
+    /// Whether a device may read it, and write it: by [`Direction`](super::Direction).
+    pub(super) rights: [bool; 2],
+    pub(super) file: Arc<GuestFile>,
+    /// Where it is in the file's mapping.
+    pub(super) offset: u64,
+}
+
+impl Place {
+    /// The last guest address in it.
+    pub(super) fn last(&self) -> u64 {
+        self.gpa + (self.len - 1)
+    }
+
+    /// Whether `inner` is a part of this: there is as far from the start in guest memory as in the file.
+    fn has(&self, inner: &Self) -> bool {
+        let from_start = inner.gpa.wrapping_sub(self.gpa);
+        Arc::ptr_eq(&self.file, &inner.file)
+            && self.rights == inner.rights
+            && inner.offset.wrapping_sub(self.offset) == from_start
+            && from_start < self.len
+            && inner.len <= self.len - from_start
+    }
+}
+
+/// A stretch of IOVA space for a part of a VM's memory of which some is mapped: regions in it have the
+/// distances of their guest addresses.
+#[derive(Debug)]
+pub(super) struct Extent {
+    place: Place,
+    iova: Arc<IovaRange>,
+}
+
+impl Extent {
+    /// Takes IOVAs for `place`, and for up to `spare` bytes that follow it in its file.
+    pub(super) fn new(space: &Arc<IovaSpace>, place: &Place, spare: u64) -> Option<Arc<Self>> {
+        let mapped = place.file.mapping.len() as u64;
+        let follows = (mapped - place.offset - place.len)
+            .min(spare)
+            .min(u64::MAX - place.last());
+        let iova = |len| Some((len, space.allocate(len)?));
+        let (len, iova) = iova(place.len + follows).or_else(|| iova(place.len))?;
+        let place = Place {
+            len,
+            ..place.clone()
+        };
+        let iova = Arc::new(iova);
+        Some(Arc::new(Self { place, iova }))
+    }
+
+    /// Whether there are IOVAs for it.
+    pub(super) fn has(&self, place: &Place) -> bool {
+        self.place.has(place)
+    }
+
+    pub(super) fn len(&self) -> u64 {
+        self.place.len
+    }
+}
+
+/// A part of a VM's memory that its VMM mapped, and can unmap.
+#[derive(Debug)]
+pub(super) struct Region {
+    /// What the drive reaches; it is dropped, and thereby unmapped, before the memory is.
+    part: IovaPart,
+    pub(super) place: Place,
+    pub(super) extent: Arc<Extent>,
+}
+
+impl Region {
+    /// Lets the host controller reach `place` at its IOVAs in `extent`, which has it.
+    pub(super) fn new(place: Place, extent: Arc<Extent>) -> io::Result<Self> {
+        let mapping = &place.file.mapping;
+        let part = place.offset as usize..(place.offset + place.len) as usize;
+        let iova = extent.iova.start() + (place.gpa - extent.place.gpa);
+        let part = extent
+            .iova
+            .map_part(iova, mapping, part, mapping.access())?;
+        Ok(Self {
+            part,
+            place,
+            extent,
+        })
+    }
+
+    /// The first IOVA.
+    pub(super) fn iova(&self) -> u64 {
+        self.part.start()
+    }
+
+    /// Whether `self` goes on where `before` ends: in guest memory, here, and for the host controller.
+    pub(super) fn continues(&self, before: &Self) -> bool {
+        Arc::ptr_eq(&self.extent, &before.extent) && before.place.last() + 1 == self.place.gpa
+    }
+}

@@ -1,0 +1,320 @@
+//! Regions that come and go, through the window's public interface.
+
+use super::*;
+use crate::memory::tests_support::memfd;
+
+pub(super) fn window() -> DmaWindow {
+    DmaWindow::new(Arc::new(IovaSpace::software()))
+}
+
+pub(super) fn region(gpa: u64, len: u64) -> MemoryRegion {
+    MemoryRegion {
+        gpa: Gpa(gpa),
+        len,
+        fd: memfd(len),
+        offset: 0,
+        readable: true,
+        writable: true,
+    }
+}
+
+#[test]
+fn regions_do_not_overlap() {
+    let window = window();
+    window.map(region(0x10000, 0x4000)).expect("first");
+    for (gpa, len) in [
+        (0x10000, 0x1000),
+        (0xF000, 0x2000),
+        (0x13000, 0x8000),
+        (0, 0x40000),
+    ] {
+        let error = window.map(region(gpa, len)).expect_err("overlaps");
+        assert!(matches!(error, DmaError::Overlap { .. }), "{error}");
+    }
+    window.map(region(0x14000, 0x1000)).expect("right after");
+    window.map(region(0xF000, 0x1000)).expect("right before");
+    for (gpa, len) in [(0x1001, 0x1000), (0x1000, 0), (u64::MAX - 0xFFF, 0x2000)] {
+        let memory = MemoryRegion {
+            len,
+            ..region(gpa, 0x1000)
+        };
+        let error = window.map(memory).expect_err("invalid");
+        assert!(matches!(error, DmaError::InvalidRegion { .. }), "{error}");
+    }
+}
+
+#[test]
+fn the_region_at_the_end_of_the_address_space_works() {
+    let window = window();
+    let top = u64::MAX - 0x1FFF;
+    window.map(region(top, 0x1000)).expect("fits");
+    window.write(Gpa(top + 0xFFC), &[1; 4]).expect("inside");
+    window.write(Gpa(top + 0xFFD), &[1; 4]).expect_err("beyond");
+    assert_eq!(window.unmap_all().expect("idle"), 0x1000);
+}
+
+#[test]
+fn an_access_must_lie_in_one_region_for_a_device_but_not_for_the_control_path() {
+    let window = window();
+    window.map(region(0x1000, 0x1000)).expect("map");
+    window.map(region(0x2000, 0x1000)).expect("map");
+    let table = window.table();
+    let mut hint = RegionHint::default();
+    let mut translate = |gpa, len| table.translate(Gpa(gpa), len, Direction::ToGuest, &mut hint);
+    assert!(translate(0x1F00, 0x100).is_some());
+    assert!(translate(0x1F00, 0x101).is_none());
+    assert!(translate(0x1000, u64::MAX).is_none());
+    assert!(translate(0x3000, 1).is_none());
+    assert!(translate(0xFFF, 1).is_none());
+    assert!(translate(u64::MAX, 1).is_none());
+    window.write(Gpa(0x1FFE), &[1, 2, 3, 4]).expect("across");
+    let mut read = [0; 4];
+    window.read(Gpa(0x1FFE), &mut read).expect("across");
+    assert_eq!(read, [1, 2, 3, 4]);
+}
+
+#[test]
+fn a_region_is_used_only_as_it_may_be() {
+    let window = window();
+    window
+        .map(MemoryRegion {
+            writable: false,
+            ..region(0x1000, 0x1000)
+        })
+        .expect("map");
+    let table = window.table();
+    let mut hint = RegionHint::default();
+    assert!(
+        table
+            .translate(Gpa(0x1000), 8, Direction::FromGuest, &mut hint)
+            .is_some()
+    );
+    assert!(
+        table
+            .translate(Gpa(0x1000), 8, Direction::ToGuest, &mut hint)
+            .is_none()
+    );
+    assert!(table.locate(Gpa(0x1000), 8).is_none());
+    window.write(Gpa(0x1000), &[1]).expect_err("read only");
+}
+
+#[test]
+fn iovas_resolve_to_the_same_bytes_and_windows_stay_apart() {
+    let space = Arc::new(IovaSpace::software());
+    let (a, b) = (DmaWindow::new(space.clone()), DmaWindow::new(space));
+    a.map(region(0x1000, 0x2000)).expect("map");
+    b.map(region(0x1000, 0x2000)).expect("map");
+    a.write(Gpa(0x1800), b"mine").expect("write");
+    let mut hint = RegionHint::default();
+    let iova = a
+        .table()
+        .translate(Gpa(0x1800), 4, Direction::ToGuest, &mut hint)
+        .expect("in");
+    let mut read = [0; 4];
+    let table = a.table();
+    table
+        .resolve(iova.bits(), 4, &mut hint)
+        .expect("mapped")
+        .copy_to(&mut read);
+    assert_eq!(&read, b"mine");
+    assert!(
+        table
+            .resolve(iova.bits() + 0x1000, 0x801, &mut hint)
+            .is_none()
+    );
+    assert!(
+        b.table()
+            .resolve(iova.bits(), 4, &mut RegionHint::default())
+            .is_none()
+    );
+}
+
+#[test]
+fn unmapping_takes_whole_regions() {
+    let window = window();
+    window.map(region(0x1000, 0x2000)).expect("map");
+    window.map(region(0x4000, 0x1000)).expect("map");
+    let error = window.unmap(Gpa(0x1000), 0x1000).expect_err("cuts");
+    assert!(matches!(error, DmaError::PartialUnmap { .. }), "{error}");
+    assert_eq!(window.unmap(Gpa(0x8000), 0x1000).expect("nothing there"), 0);
+    assert_eq!(window.unmap(Gpa(0x1000), 0x2000).expect("whole"), 0x2000);
+    window.write(Gpa(0x1000), &[0]).expect_err("gone");
+    assert_eq!(window.unmap_all().expect("rest"), 0x1000);
+}
+
+#[test]
+fn an_unmap_waits_for_who_uses_the_memory() {
+    let window = Arc::new(window());
+    window.map(region(0x1000, 0x1000)).expect("map");
+    let (user, table) = window.tables().register(Waker::new().expect("eventfd"));
+    let unmapper = {
+        let window = window.clone();
+        std::thread::spawn(move || window.unmap_all())
+    };
+    while window.tables().generation() == table.generation() {
+        std::thread::yield_now();
+    }
+    assert!(!unmapper.is_finished());
+    user.settle(window.tables().generation());
+    assert_eq!(unmapper.join().expect("no panic").expect("settled"), 0x1000);
+}
+
+/// `len` bytes at `gpa`, `offset` bytes into the file.
+fn part(file: &OwnedFd, gpa: u64, offset: u64, len: u64) -> MemoryRegion {
+    MemoryRegion {
+        gpa: Gpa(gpa),
+        len,
+        fd: file.try_clone().expect("descriptor"),
+        offset,
+        readable: true,
+        writable: true,
+    }
+}
+
+const BLOCK: u64 = 2 << 20;
+
+/// 1 GiB of memory, none of it plugged, beside 256 MiB that the VM has from the start.
+fn window_with_a_hot_plug_file() -> (DmaWindow, OwnedFd) {
+    let window = window();
+    window.map(region(0, 256 << 20)).expect("map");
+    (window, memfd(1 << 30))
+}
+
+fn block(file: &OwnedFd, number: u64) -> MemoryRegion {
+    part(file, (4 << 30) + number * BLOCK, number * BLOCK, BLOCK)
+}
+
+#[test]
+fn blocks_that_are_plugged_one_after_the_other_are_few_runs() {
+    let (window, file) = window_with_a_hot_plug_file();
+    for number in 0..512 {
+        window.map(block(&file, number)).expect("map");
+    }
+    let table = window.table();
+    assert_eq!(table.regions.len(), 513);
+    // The boot memory, and three: IOVAs for as much again as is mapped are taken each time.
+    assert_eq!(table.runs(), 4);
+    // Any of them goes, and comes back to where it was.
+    let start = Gpa(4 << 30);
+    let at = |number: u64| Gpa(start.0 + number * BLOCK);
+    for number in [7, 300, 5, 6, 511, 0] {
+        assert_eq!(window.unmap(at(number), BLOCK).expect("whole"), BLOCK);
+    }
+    window.unmap(Gpa(at(9).0 + 4096), 4096).expect_err("cuts");
+    window
+        .unmap(at(8), BLOCK + 4096)
+        .expect_err("cuts the second");
+    assert!(window.table().runs() > 4);
+    for number in [6, 5, 511, 300, 7, 0] {
+        window.map(block(&file, number)).expect("free again");
+    }
+    assert_eq!(window.table().runs(), 4);
+    assert_eq!(window.unmap(start, 512 * BLOCK).expect("all"), 512 * BLOCK);
+    assert_eq!(window.table().runs(), 1);
+}
+
+#[test]
+fn blocks_are_one_run_only_where_all_of_it_goes_on() {
+    let (window, file) = window_with_a_hot_plug_file();
+    let other = memfd(64 << 20);
+    let runs = |window: &DmaWindow| window.table().runs();
+    window.map(block(&file, 0)).expect("map");
+    window.map(block(&file, 1)).expect("map");
+    assert_eq!(runs(&window), 2);
+    // Other rights, another part of the file, another file.
+    let constant = MemoryRegion {
+        writable: false,
+        ..block(&file, 2)
+    };
+    window.map(constant).expect("map");
+    assert_eq!(runs(&window), 3);
+    let elsewhere = MemoryRegion {
+        offset: 9 * BLOCK,
+        ..block(&file, 3)
+    };
+    window.map(elsewhere).expect("map");
+    assert_eq!(runs(&window), 4);
+    window
+        .map(part(&other, (4 << 30) + 4 * BLOCK, 4 * BLOCK, BLOCK))
+        .expect("map");
+    assert_eq!(runs(&window), 5);
+    let mut hint = RegionHint::default();
+    let table = window.table();
+    let mut translate = |number: u64, len| {
+        let gpa = Gpa((4 << 30) + number * BLOCK - 512);
+        table.translate(gpa, len, Direction::FromGuest, &mut hint)
+    };
+    assert!(translate(1, 1024).is_some());
+    for number in 2..=5 {
+        assert!(translate(number, 512).is_some(), "{number}");
+        assert!(translate(number, 1024).is_none(), "{number}");
+    }
+}
+
+#[test]
+fn a_file_that_cannot_be_mapped_as_a_whole_is_mapped_in_parts() {
+    let window = window();
+    // More than there are addresses; no memory is taken for it.
+    let file = memfd(1 << 62);
+    let unaligned = part(&file, 0, 512, BLOCK);
+    let error = window.map(unaligned).expect_err("inside a page");
+    assert!(matches!(error, DmaError::Map { .. }), "{error}");
+    window.map(part(&file, 0, 1 << 40, BLOCK)).expect("map");
+    window.map(part(&file, BLOCK, 3 << 40, BLOCK)).expect("map");
+    window.write(Gpa(BLOCK - 2), &[1, 2, 3, 4]).expect("across");
+    let mut read = [0; 4];
+    window.read(Gpa(BLOCK - 2), &mut read).expect("across");
+    assert_eq!(read, [1, 2, 3, 4]);
+}
+
+#[test]
+fn memory_that_was_lost_is_mapped_anew() {
+    let window = window();
+    let file = memfd(2 * BLOCK);
+    window.map(part(&file, 0, 0, BLOCK)).expect("map");
+    let as_file = std::fs::File::from(file.try_clone().expect("descriptor"));
+    as_file.set_len(4096).expect("cut");
+    window
+        .write(Gpa(8192), &[7])
+        .expect("zeroes took its place");
+    assert!(window.table().is_lost());
+    as_file.set_len(2 * BLOCK).expect("grow");
+    assert_eq!(window.unmap_all().expect("idle"), BLOCK);
+    window.map(part(&file, 0, 0, BLOCK)).expect("map");
+    assert!(!window.table().is_lost());
+    window.write(Gpa(8192), b"there").expect("mapped");
+    let mut read = [0; 5];
+    std::os::unix::fs::FileExt::read_exact_at(&as_file, &mut read, 8192).expect("in the file");
+    assert_eq!(&read, b"there");
+}
+
+#[test]
+fn regions_are_bounded() {
+    // A page at a time, each from elsewhere: as many runs as regions.
+    let window = window();
+    let file = memfd(MAX_REGIONS as u64 * 0x1000);
+    let page = |i: u64, at: u64| part(&file, at, (i * 5 % MAX_REGIONS as u64) * 0x1000, 0x1000);
+    for i in 0..MAX_REGIONS as u64 {
+        window.map(page(i, i * 0x1000)).expect("map");
+    }
+    assert_eq!(window.table().runs(), MAX_REGIONS);
+    let error = window.map(page(0, 1 << 40)).expect_err("too many");
+    assert!(matches!(error, DmaError::TooManyRegions), "{error}");
+    assert!(error.to_string().contains("8192"), "{error}");
+    assert_eq!(
+        window.unmap_all().expect("idle"),
+        MAX_REGIONS as u64 * 0x1000
+    );
+}
+
+#[test]
+fn files_are_bounded() {
+    let window = window();
+    for i in 0..MAX_FILES as u64 {
+        window.map(region(i * 0x2000, 0x1000)).expect("map");
+    }
+    let error = window.map(region(1 << 40, 0x1000)).expect_err("too many");
+    assert!(matches!(error, DmaError::TooManyFiles), "{error}");
+    window.unmap(Gpa(0x2000), 0x1000).expect("idle");
+    window.map(region(1 << 40, 0x1000)).expect("one is gone");
+}

@@ -1,0 +1,296 @@
+//! Guest memory that is plugged block by block, as virtio-mem does it: to the guest it is one memory,
+//! wherever blocks end, and to its VMM each block is one that can be unplugged.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use nvme_mpt::dma::MAX_REGIONS;
+use nvme_mpt::{DmaError, Gpa, MemoryRegion};
+use nvme_mpt_tests::command::{DataPointer, Sqe, io};
+use nvme_mpt_tests::doorbell::Side;
+use nvme_mpt_tests::memory::{DmaBuffer, PAGE_SIZE, Region};
+use nvme_mpt_tests::rng::{self, Rng};
+use nvme_mpt_tests::sgl::{data_block, last_segment};
+use nvme_mpt_tests::status::{DATA_TRANSFER_ERROR, INVALID_FIELD, INVALID_SGL_COUNT, SUCCESS};
+use nvme_mpt_tests::{prp, queue::QueuePair};
+
+use crate::common::bystander::Bystander;
+use crate::common::{
+    HIGH, LEASE, Lab, Machine, NOWHERE, Setup, admin_status, queue_pair, status, written_file,
+};
+use crate::memory::queue_pair_at;
+
+const BLOCK: u64 = 64 << 10;
+const BLOCKS: u64 = 32;
+/// Behind the memory that the machine has from the start, with a gap.
+const PLUGGED: u64 = HIGH + (1 << 30);
+const PAGE: u64 = PAGE_SIZE as u64;
+const MDTS: usize = 1 << 20;
+
+/// A file for two leases.
+fn file() -> tempfile::NamedTempFile {
+    let file = written_file(LEASE);
+    file.as_file().set_len(2 * LEASE).unwrap();
+    file
+}
+
+/// The guest's memory there, of which the function has nothing yet.
+fn unplugged(machine: &Machine) -> Region {
+    machine.memory.add_region(PLUGGED, BLOCKS * BLOCK).unwrap()
+}
+
+/// A part of a region, as a VMM maps it.
+fn part(machine: &Machine, region: &Region, offset: u64, len: u64) -> MemoryRegion {
+    MemoryRegion {
+        gpa: Gpa(region.gpa + offset),
+        len,
+        fd: machine.memory.fd().try_clone_to_owned().unwrap(),
+        offset: region.fd_offset + offset,
+        readable: true,
+        writable: true,
+    }
+}
+
+fn plug(machine: &Machine, region: &Region, block: u64) {
+    let memory = part(machine, region, block * BLOCK, BLOCK);
+    machine.function().memory().map(memory).unwrap();
+}
+
+fn unplug(machine: &Machine, region: &Region, block: u64) {
+    let gpa = Gpa(region.gpa + block * BLOCK);
+    let unmapped = machine.function().memory().unmap(gpa, BLOCK);
+    assert_eq!(unmapped.unwrap(), BLOCK);
+}
+
+/// Plugged upwards, blocks are few runs; downwards, each is one; and anything between.
+fn orders() -> [Vec<u64>; 3] {
+    let upwards: Vec<u64> = (0..BLOCKS).collect();
+    let downwards = upwards.iter().rev().copied().collect();
+    let mut rng = Rng::new(7);
+    let mut any = upwards.clone();
+    for i in (1..any.len()).rev() {
+        any.swap(i, rng.below(i as u64 + 1) as usize);
+    }
+    [upwards, downwards, any]
+}
+
+/// Writes what one buffer has and reads it into another, which are anywhere in memory.
+#[track_caller]
+fn round_trip(
+    queue: &mut QueuePair,
+    from: (DataPointer, &DmaBuffer),
+    to: (DataPointer, &DmaBuffer),
+) {
+    let blocks = (MDTS / 512) as u32;
+    let mut bytes = vec![0; MDTS];
+    rng::fill_blocks(&mut bytes, from.1.gpa(), 0, 512);
+    from.1.write(0, &bytes);
+    to.1.fill(0);
+    let write = Sqe::write(1, 0, blocks).with_data(from.0);
+    assert_eq!(status(queue, write), SUCCESS);
+    let read = Sqe::read(1, 0, blocks).with_data(to.0);
+    assert_eq!(status(queue, read), SUCCESS);
+    assert!(to.1.to_vec(0, MDTS) == bytes, "other data");
+}
+
+#[test]
+fn data_goes_on_from_block_to_block() {
+    let file = file();
+    for lab in [Lab::new("memory:32M", 512), Lab::of_file(file.path(), 512)] {
+        let bystander = Bystander::start(&lab, &Setup::nth(1));
+        for order in orders() {
+            let machine = lab.machine(&Setup::nth(0));
+            let region = unplugged(&machine);
+            for block in order {
+                plug(&machine, &region, block);
+            }
+            let mut controller = machine.attach();
+            let mut queue = queue_pair(&mut controller, 1, 64);
+            let [a, b] = [0, 1].map(|half| {
+                let gpa = PLUGGED + half * BLOCKS / 2 * BLOCK;
+                machine.memory.alloc_at(gpa, MDTS).unwrap()
+            });
+            let list = |buffer| prp::buffer(buffer, 0, MDTS).unwrap();
+            let (list_a, list_b) = (list(&a), list(&b));
+            // One block of an SGL, for all of it.
+            let sgl = |buffer: &DmaBuffer| DataPointer::sgl(data_block(buffer.gpa(), MDTS as u32));
+            round_trip(&mut queue, (list_a.pointer, &a), (list_b.pointer, &b));
+            round_trip(&mut queue, (sgl(&b), &b), (sgl(&a), &a));
+            round_trip(&mut queue, (list_a.pointer, &a), (sgl(&b), &b));
+            // Without one block, none of it is written.
+            unplug(&machine, &region, BLOCKS / 2 + 3);
+            b.fill(0x5a);
+            for pointer in [list_b.pointer, sgl(&b)] {
+                let read = Sqe::read(1, 0, (MDTS / 512) as u32).with_data(pointer);
+                assert_eq!(status(&mut queue, read), DATA_TRANSFER_ERROR);
+            }
+            assert!(b.to_vec(0, MDTS).iter().all(|&byte| byte == 0x5a));
+            plug(&machine, &region, BLOCKS / 2 + 3);
+            round_trip(&mut queue, (sgl(&a), &a), (sgl(&b), &b));
+        }
+        bystander.finish();
+    }
+}
+
+#[test]
+fn descriptors_that_cross_too_many_blocks_are_refused() {
+    let lab = Lab::new("memory:32M", 512);
+    let bystander = Bystander::start(&lab, &Setup::nth(1));
+    let machine = lab.machine(&Setup::nth(0));
+    let region = unplugged(&machine);
+    // A page each, downwards: no two of them are one run.
+    for page in (0..BLOCKS * BLOCK / PAGE).rev() {
+        let memory = part(&machine, &region, page * PAGE, PAGE);
+        machine.function().memory().map(memory).unwrap();
+    }
+    let mut controller = machine.attach();
+    let mut queue = queue_pair(&mut controller, 1, 64);
+    let read = |descriptors: u64, len: u32, first: u64| {
+        let list: Vec<u8> = (0..descriptors)
+            .flat_map(|i| data_block(PLUGGED + first + i * u64::from(len), len))
+            .flat_map(u64::to_le_bytes)
+            .collect();
+        let memory = machine.memory.alloc(list.len()).unwrap();
+        memory.write(0, &list);
+        let pointer = DataPointer::sgl(last_segment(memory.gpa(), list.len() as u32));
+        let blocks = descriptors as u32 * len / 512;
+        (
+            Sqe::range(io::READ, 1, 0, blocks).with_data(pointer),
+            memory,
+        )
+    };
+    // 512 descriptors are what a command may have. Every second one of these lies in two pages.
+    let (sqe, _memory) = read(512, 2048, 3072);
+    assert_eq!(status(&mut queue, sqe), INVALID_SGL_COUNT);
+    let (sqe, _memory) = read(512, 2048, 0);
+    assert_eq!(status(&mut queue, sqe), SUCCESS);
+    let (sqe, _memory) = read(256, 4096, 3072);
+    assert_eq!(status(&mut queue, sqe), SUCCESS);
+    bystander.finish();
+}
+
+#[test]
+fn blocks_come_and_go_under_io_to_others() {
+    let file = file();
+    let lab = Lab::of_file(file.path(), 512);
+    let bystander = Bystander::start(&lab, &Setup::nth(1));
+    let machine = lab.machine(&Setup::nth(0));
+    let region = unplugged(&machine);
+    (0..BLOCKS).for_each(|block| plug(&machine, &region, block));
+    let mut controller = machine.attach();
+    let mut queue = queue_pair(&mut controller, 1, 64);
+    // The first half stays, in the middle of what comes and goes.
+    let stays = BLOCKS / 4..BLOCKS * 3 / 4;
+    let buffer = machine
+        .memory
+        .alloc_at(PLUGGED + stays.start * BLOCK, MDTS)
+        .unwrap();
+    let sgl = DataPointer::sgl(data_block(buffer.gpa(), MDTS as u32));
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for _ in 0..100 {
+                let list = prp::buffer(&buffer, 0, MDTS).unwrap();
+                let mut bytes = vec![0; MDTS];
+                rng::fill_blocks(&mut bytes, 9, 0, 512);
+                buffer.write(0, &bytes);
+                let blocks = (MDTS / 512) as u32;
+                let write = Sqe::write(1, 0, blocks).with_data(list.pointer);
+                assert_eq!(status(&mut queue, write), SUCCESS);
+                buffer.fill(0);
+                let read = Sqe::read(1, 0, blocks).with_data(sgl);
+                assert_eq!(status(&mut queue, read), SUCCESS);
+                assert!(buffer.to_vec(0, MDTS) == bytes, "other data");
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+        let mut rng = Rng::new(3);
+        let mut plugged = vec![true; BLOCKS as usize];
+        while !stop.load(Ordering::Relaxed) {
+            let block = rng.below(BLOCKS);
+            if stays.contains(&block) {
+                continue;
+            }
+            let is_plugged = &mut plugged[block as usize];
+            if *is_plugged {
+                unplug(&machine, &region, block);
+            } else {
+                plug(&machine, &region, block);
+            }
+            *is_plugged = !*is_plugged;
+        }
+    });
+    bystander.finish();
+}
+
+#[test]
+fn queues_may_lie_in_blocks_that_are_one_run() {
+    let lab = Lab::new("memory:32M", 512);
+    let bystander = Bystander::start(&lab, &Setup::nth(1));
+    for (order, is_run) in orders().into_iter().zip([true, false]) {
+        let machine = lab.machine(&Setup::nth(0));
+        let region = unplugged(&machine);
+        for block in order {
+            plug(&machine, &region, block);
+        }
+        let mut controller = machine.attach();
+        // 64 KiB, of which half are in the next block.
+        let sq = PLUGGED + 9 * BLOCK + BLOCK / 2;
+        let sq = machine.memory.alloc_at(sq, 64 << 10).unwrap();
+        let cq = machine.memory.alloc(16 << 10).unwrap();
+        if !is_run {
+            let create_cq = Sqe::create_cq(1, cq.gpa(), 1024, None);
+            assert_eq!(admin_status(&mut controller, create_cq), SUCCESS);
+            let create_sq = Sqe::create_sq(1, sq.gpa(), 1024, 1);
+            assert_eq!(admin_status(&mut controller, create_sq), INVALID_FIELD);
+            continue;
+        }
+        let mut queue = queue_pair_at(&mut controller, (sq, cq), 1024);
+        for _ in 0..3000 {
+            assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
+        }
+        // A queue ends with any of its blocks.
+        unplug(&machine, &region, 10);
+        machine.poke(&controller, 1, Side::SqTail, 0);
+        machine.wait_fatal(&controller);
+    }
+    bystander.finish();
+}
+
+#[test]
+fn a_client_that_maps_page_by_page_is_stopped() {
+    let lab = Lab::new("memory:32M", 512);
+    let bystander = Bystander::start(&lab, &Setup::nth(1));
+    let machine = lab.machine(&Setup::nth(0));
+    let count = (MAX_REGIONS - machine.memory.regions().len()) as u64;
+    let len = count * PAGE;
+    let region = machine.memory.add_region(PLUGGED, len).unwrap();
+    let map = |memory| machine.function().memory().map(memory);
+    for page in 0..count {
+        map(part(&machine, &region, page * PAGE, PAGE)).unwrap();
+    }
+    let more = MemoryRegion {
+        gpa: Gpa(NOWHERE),
+        ..part(&machine, &region, 0, PAGE)
+    };
+    let refused = map(more);
+    assert!(
+        matches!(refused, Err(DmaError::TooManyRegions)),
+        "{refused:?}"
+    );
+    // It can use what it has, to the last page.
+    let mut controller = machine.attach();
+    let mut queue = queue_pair(&mut controller, 1, 64);
+    let end = PLUGGED + len;
+    let [a, b] = [2, 1].map(|n| {
+        let gpa = end - n * MDTS as u64;
+        machine.memory.alloc_at(gpa, MDTS).unwrap()
+    });
+    let list = |buffer| prp::buffer(buffer, 0, MDTS).unwrap();
+    let (list_a, list_b) = (list(&a), list(&b));
+    round_trip(&mut queue, (list_a.pointer, &a), (list_b.pointer, &b));
+    bystander.goes_on();
+    let unmapped = machine.function().memory().unmap(Gpa(PLUGGED), len);
+    assert_eq!(unmapped.unwrap(), len);
+    assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
+    bystander.finish();
+}

@@ -11,17 +11,22 @@ use super::FitError;
 /// The median, as fio names it.
 const MEDIAN: &str = "50.000000";
 
+/// fio's options for blocks of several sizes.
+const SIZES: [&str; 3] = ["bsrange", "blocksize_range", "bssplit"];
+
 /// What jobs measured that only read, and what those that only wrote.
 pub(super) struct Report {
     pub(super) reads: Vec<Measurement>,
     pub(super) writes: Vec<Measurement>,
 }
 
-/// What one job measured.
+/// What one job measured, all its processes together.
 pub(super) struct Measurement {
     /// Its name, without characters that end a comment.
     pub(super) job: String,
-    /// Bytes of a block.
+    /// The jobs that it ran beside.
+    group: u64,
+    /// Bytes of a block, the mean where they are of several sizes.
     pub(super) block: u64,
     /// Commands in flight.
     pub(super) in_flight: u64,
@@ -55,6 +60,8 @@ struct File {
 #[derive(Deserialize)]
 struct Job {
     jobname: String,
+    #[serde(default)]
+    groupid: u64,
     #[serde(rename = "job options", default)]
     options: BTreeMap<String, String>,
     #[serde(default)]
@@ -66,8 +73,11 @@ struct Job {
 #[derive(Deserialize)]
 struct Side {
     total_ios: u64,
+    #[serde(default)]
+    io_bytes: u64,
     iops: f64,
     clat_ns: Latency,
+    lat_ns: Option<Latency>,
 }
 
 #[derive(Deserialize)]
@@ -78,7 +88,8 @@ struct Latency {
 }
 
 impl Report {
-    /// Reads a report, before which fio may have said other things.
+    /// Reads a report, before and after which fio may have said other things. Of several (`--status-interval`)
+    /// the last one counts, which is of all that was done.
     pub(super) fn parse(path: &Path, text: &str) -> Result<Self, FitError> {
         let mut start = 0;
         for line in text.split_inclusive('\n') {
@@ -88,14 +99,15 @@ impl Report {
             start += line.len();
         }
         let json = text.get(start..).unwrap_or_default();
-        let file: File = serde_json::Deserializer::from_str(json)
-            .into_iter()
+        let mut reports = serde_json::Deserializer::from_str(json).into_iter();
+        let first = reports
             .next()
             .unwrap_or_else(|| serde_json::from_str(json))
             .map_err(|source| FitError::Report {
                 path: path.to_owned(),
                 source,
             })?;
+        let file: File = reports.map_while(Result::ok).last().unwrap_or(first);
         let mut report = Self {
             reads: Vec::new(),
             writes: Vec::new(),
@@ -111,13 +123,24 @@ impl Report {
             let measured = |side| job.measurement(path, &file.global, side);
             match (job.read.total_ios, job.write.total_ios) {
                 (0, 0) => {}
-                (_, 0) => report.reads.push(measured(Direction::Read)?),
-                (0, _) => report.writes.push(measured(Direction::Write)?),
+                (_, 0) => add(&mut report.reads, measured(Direction::Read)?),
+                (0, _) => add(&mut report.writes, measured(Direction::Write)?),
                 // What they do to each other is another matter.
                 _ => {}
             }
         }
         Ok(report)
+    }
+}
+
+/// Adds what a job measured, or what another process of the last one did: without `group_reporting` fio reports each by
+/// itself, with the options of the job.
+fn add(measurements: &mut Vec<Measurement>, measured: Measurement) {
+    match measurements.last_mut() {
+        Some(last) if last.job == measured.job && last.group == measured.group => {
+            last.iops += measured.iops;
+        }
+        _ => measurements.push(measured),
     }
 }
 
@@ -147,28 +170,45 @@ impl Job {
             let number = value.parse::<u64>().ok().filter(|number| *number > 0);
             number.ok_or_else(|| wrong(name, &value, "number of 1 or more"))
         };
-        let block = option(["bs", "blocksize"], "4k");
-        // Of reads, writes and trims, where they are told apart; this job does one of them.
-        let sizes: Option<Vec<u64>> = block.split(',').map(size).collect();
-        let sizes = sizes.unwrap_or_default();
-        let (side, size) = match direction {
-            Direction::Read => (&self.read, sizes.first()),
-            Direction::Write => (&self.write, sizes.get(1).or(sizes.first())),
+        let side = match direction {
+            Direction::Read => &self.read,
+            Direction::Write => &self.write,
         };
-        let size = size.ok_or_else(|| wrong("bs", &block, "size such as 4k"))?;
+        let has_sizes =
+            |options: &BTreeMap<_, _>| SIZES.iter().any(|name| options.contains_key(*name));
+        let block = if has_sizes(&self.options) || has_sizes(global) {
+            side.io_bytes / side.total_ios.max(1)
+        } else {
+            let block = option(["bs", "blocksize"], "4k");
+            // Of reads, writes and trims, where they are told apart; this job does one of them.
+            let sizes: Option<Vec<u64>> = block.split(',').map(size).collect();
+            let sizes = sizes.unwrap_or_default();
+            let size = match direction {
+                Direction::Read => sizes.first(),
+                Direction::Write => sizes.get(1).or(sizes.first()),
+            };
+            *size.ok_or_else(|| wrong("bs", &block, "size such as 4k"))?
+        };
         Ok(Measurement {
             job: self.jobname.replace(|c: char| c.is_control(), " "),
-            block: *size,
+            group: self.groupid,
+            block,
             in_flight: count("iodepth")?.saturating_mul(count("numjobs")?),
             iops: side.iops,
-            latency: side.clat_ns.median(),
+            latency: side.latency(),
         })
     }
 }
 
-impl Latency {
-    fn median(&self) -> f64 {
-        *self.percentile.get(MEDIAN).unwrap_or(&self.mean)
+impl Side {
+    /// The median from when a command is submitted, or from when fio begins to submit it, whichever there is
+    /// (`lat_percentiles`); or the mean.
+    fn latency(&self) -> f64 {
+        [Some(&self.clat_ns), self.lat_ns.as_ref()]
+            .into_iter()
+            .flatten()
+            .find_map(|latency| latency.percentile.get(MEDIAN).copied())
+            .unwrap_or(self.clat_ns.mean)
     }
 }
 

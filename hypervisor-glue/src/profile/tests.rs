@@ -6,7 +6,7 @@ use nvme_mpt::host::software::model::{NvmProfile, NvmRates, Profile, Size, Span}
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-use super::{FitError, fit, fit_text};
+use super::{FitError, Measurement, Report, fit, fit_text};
 
 const PATH: &str = "report.json";
 
@@ -118,6 +118,64 @@ fn a_profile_says_where_its_values_are_from() {
         [read]\n# From: one.\nlatency = \"19000ns\"\n# From: big.\nbandwidth = \"3125M\"\n\n\
         [write]\n# From: one w.\nlatency = \"15000ns\"\n# From: split.\nbandwidth = \"1250M\"\n";
     assert_eq!(profile, expected);
+}
+
+/// What fio 3.39 reported in a guest of `resources/drives/measure.fio`, each job run for a second, on a drive with
+/// 4 units, a stripe of 32 KiB, and 5 ms and 32 MiB/s for reads, 8 ms and 24 MiB/s for writes.
+const MEASURED: &str = include_str!("reports/measure.json");
+
+/// The same guest and drive: jobs from fio's command line, one of two processes that are not reported together, and one
+/// with blocks of 64 to 128 KiB.
+const PROCESSES: &str = include_str!("reports/processes.json");
+
+#[test]
+fn what_a_guest_measured_is_the_drive_that_it_had() {
+    let found = fitted(MEASURED);
+    assert_eq!(found.stripe, Size(32 << 10));
+    assert_eq!(
+        (found.read.latency, found.write.latency),
+        (Span(5_734_400), Span(8_716_288))
+    );
+    assert_eq!(
+        (found.read.bandwidth, found.write.bandwidth),
+        (Size(31_808 << 10), Size(23_865 << 10))
+    );
+    assert_eq!(found.units, 5);
+}
+
+#[test]
+fn processes_of_a_job_count_together() {
+    let report = Report::parse(Path::new(PATH), PROCESSES).expect("a report");
+    let jobs = |side: &[Measurement]| -> Vec<_> {
+        let job = |m: &Measurement| (m.job.clone(), m.block, m.in_flight, m.iops.round() as u64);
+        side.iter().map(job).collect()
+    };
+    let named = |name: &str, block, in_flight, iops| (name.to_owned(), block, in_flight, iops);
+    assert_eq!(
+        jobs(&report.reads),
+        [
+            named("reads", 4096, 1, 112),
+            named("many", 4096, 32, 721),
+            named("range", 96_149, 8, 273),
+        ]
+    );
+    assert_eq!(jobs(&report.writes), [named("writes", 4096, 1, 83)]);
+}
+
+#[test]
+fn of_several_reports_the_last_counts() {
+    let text = format!("fio: a word before\n{PROCESSES}{MEASURED}\nDisk stats (read/write):\n");
+    assert_eq!(fitted(&text), fitted(MEASURED));
+}
+
+#[test]
+fn percentiles_of_the_whole_latency_do_as_well() {
+    let mut reads = job("r", "read", json!({}), 50e3, 20e3);
+    reads["read"]["lat_ns"] = reads["read"]["clat_ns"].take();
+    reads["read"]["clat_ns"] = json!({"mean": 21e3});
+    let writes = job("w", "write", json!({}), 50e3, 20e3);
+    let profile = fitted(&json!({"jobs": [reads, writes]}).to_string());
+    assert_eq!(profile.read.latency, Span(20_000));
 }
 
 #[test]

@@ -131,6 +131,11 @@ impl Lab<'_> {
         &self.folder
     }
 
+    /// The `nvme-mpt` command.
+    pub(crate) fn binary(&self) -> &Path {
+        &self.suite.binary
+    }
+
     /// Keeps the logs and consoles for a person to look at.
     pub(crate) fn keep_logs(&self) {
         self.keep_logs.set(true);

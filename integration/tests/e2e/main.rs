@@ -20,6 +20,7 @@ mod lifecycle;
 mod linux;
 mod nvme_cli;
 mod pauses;
+mod profiles;
 mod reset;
 mod sharing;
 mod zones;
@@ -57,6 +58,7 @@ const GROUPS: &[Group] = &[
     zones::GROUP,
     btrfs::GROUP,
     key_value::GROUP,
+    profiles::GROUP,
     faults::GROUP,
     firmware::GROUP,
 ];

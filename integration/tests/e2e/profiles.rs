@@ -1,0 +1,132 @@
+//! A profile made from what fio measures in a guest, on a drive of which the profile is known.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use integration::guest::fio::Fio;
+use integration::guest::{Drive, Guest, GuestConfig, HOTPLUG_BUS};
+use integration::process;
+use integration::server::{FunctionOptions, Server};
+use nvme_mpt::host::software::model::{NvmProfile, NvmRates, Profile};
+
+use crate::Group;
+use crate::lab::{FUNCTION, Fault, Lab, PATIENCE, await_path, expect};
+
+pub(crate) const GROUP: Group = Group::Alone {
+    name: "profiles",
+    checks: &[("fitted_to_what_a_guest_measures", fitted)],
+};
+
+/// So slow that a guest's own time matters little, and few commands are its limit.
+const GIVEN: &str = "model = \"nvm\"\nunits = 4\nstripe = \"32K\"\n\
+    read = { latency = \"5ms\", bandwidth = \"32M\" }\nwrite = { latency = \"8ms\", bandwidth = \"24M\" }\n";
+
+/// On a machine with other work a drive looks worse than it is, and so much worse at most. The latency may look better:
+/// fio counts it from when it has submitted a command, and the drive may have that for a while.
+const OFF: f64 = 4.0;
+
+/// A drive is never faster than it is, but for what fio rounds.
+const EXACT: f64 = 1.01;
+
+fn fitted(lab: &Lab) -> Result<(), Fault> {
+    let given = written(&lab.folder().join("given.toml"), GIVEN)?;
+    let mut server = lab.serve(&[function("given.toml", lab.folder())])?;
+    let config = GuestConfig::new("guest")
+        .vcpus(2)
+        .hotplug()
+        .drive(Drive::vfio_user(server.socket(FUNCTION)));
+    let mut guest = lab.boot(lab.v6_12(), &config)?;
+    let report = lab.folder().join("drive.json");
+    write(&report, &measured(&guest)?)?;
+
+    let text = process::run(
+        Command::new(lab.binary())
+            .args(["profile", "fit"])
+            .arg(&report),
+    )?;
+    let folder = lab.folder().join("fitted");
+    fs::create_dir_all(&folder).map_err(|source| Fault::File {
+        path: folder.clone(),
+        source,
+    })?;
+    let found = written(&folder.join("fitted.toml"), &text)?;
+    let sides = [(&found.read, &given.read), (&found.write, &given.write)];
+    let resembles = found.stripe.0 >= given.stripe.0
+        && sides.iter().all(|(found, given)| is_like(found, given));
+    expect(resembles, || format!("{found:?} of {given:?}:\n{text}"))?;
+
+    let mut second = Server::start(lab.binary(), &[function("fitted.toml", &folder)], &folder)?;
+    guest.plug(
+        &Drive::vfio_user(second.socket(FUNCTION))
+            .id("fitted")
+            .bus(HOTPLUG_BUS),
+    )?;
+    await_path(&guest, "/dev/nvme1n1", true)?;
+    let reads = Fio::new("reads", "randread", "4k", 1)
+        .option("filename", "/dev/nvme1n1")
+        .runtime(Duration::from_secs(1))
+        .run(&guest)?
+        .read;
+    // One after the other, each for as long as the profile says.
+    let busy = reads.iops * found.read.latency.0 as f64 / 1e9;
+    expect(reads.ios > 0 && busy <= EXACT, || {
+        format!("{reads:?} of {found:?}")
+    })?;
+    second.expect_alive()?;
+    server.expect_alive()?;
+    Ok(())
+}
+
+fn function(profile: &str, folder: &Path) -> FunctionOptions {
+    let profile = folder.join(profile);
+    FunctionOptions::new(FUNCTION, "memory:64M", "0+64M")
+        .option(format!("profile={}", profile.display()))
+}
+
+fn write(path: &Path, text: &str) -> Result<(), Fault> {
+    fs::write(path, text).map_err(|source| Fault::File {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+/// Writes a profile of model `nvm` down, and reads it.
+fn written(path: &Path, text: &str) -> Result<NvmProfile, Fault> {
+    write(path, text)?;
+    match Profile::parse(&path.display().to_string(), text) {
+        Ok(Profile::Nvm(profile)) => Ok(profile),
+        other => Err(Fault::Wrong(format!("No profile of a drive: {other:?}"))),
+    }
+}
+
+fn is_like(found: &NvmRates, given: &NvmRates) -> bool {
+    let latency = found.latency.0 as f64 / given.latency.0 as f64;
+    let bandwidth = found.bandwidth.0 as f64 / given.bandwidth.0 as f64;
+    (1.0 / OFF..=OFF).contains(&latency) && (1.0 / OFF..=EXACT).contains(&bandwidth)
+}
+
+/// What fio reports of the jobs that are meant for it, made short.
+fn measured(guest: &Guest) -> Result<String, Fault> {
+    let path = integration::workspace_dir().join("resources/drives/measure.fio");
+    let jobs = fs::read_to_string(&path).map_err(|source| Fault::File { path, source })?;
+    let (mut short, mut shortened) = (String::new(), 0);
+    for line in jobs.lines() {
+        let line = match line.split_once('=') {
+            Some(("runtime", _)) => "runtime=1",
+            Some(("ramp_time", _)) => "ramp_time=0",
+            _ => line,
+        };
+        shortened += usize::from(line == "runtime=1" || line == "ramp_time=0");
+        short.push_str(line);
+        short.push('\n');
+    }
+    expect(shortened == 2, || format!("{short} runs for too long"))?;
+    let script = format!(
+        "cat >/tmp/measure.fio <<'END'\n{short}END\n\
+         fio --filename=/dev/nvme0n1 --output-format=json --output=/tmp/drive.json /tmp/measure.fio && \
+         cat /tmp/drive.json"
+    );
+    Ok(guest.check(&script, 2 * PATIENCE)?)
+}

@@ -255,6 +255,9 @@ impl Refused {
     }
 }
 
+/// Files of this size are images of drives and of memory, which take minutes to bring back.
+const LOG_KIB_MAX: u64 = 4096;
+
 /// Runs the checks in one lab after another, until something is told of each of them, and returns how many
 /// accesses the IOMMUs have refused. A lab in which any of them comes to its end was worth its while.
 fn run_in_labs(
@@ -292,7 +295,13 @@ fn run_in_labs(
 /// has refused.
 fn run_checks(lab: Lab, suite: &Suite, wanted: &[String], told: &mut Told) -> Result<u64, Fault> {
     let (itself, wanted) = (suite.itself(), wanted.join(" "));
-    let command = format!("{}{itself} {wanted}", cloud_hypervisor::assignment());
+    let command = format!(
+        "{}{itself} {wanted}
+        status=$?
+        [ -d {LOGS} ] && find {LOGS} -type f -size +{LOG_KIB_MAX}k -exec rm {{}} +
+        exit $status",
+        cloud_hypervisor::assignment()
+    );
     let status = lab.stream(&command, PATIENCE, told)?;
     let mut files = Vec::new();
     if status != 0 {

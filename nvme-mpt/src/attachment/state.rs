@@ -3,7 +3,7 @@
 //!
 //! None of it is guest memory or a drive's data. All of it is untrusted when it comes back: it is
 //! checked as a whole before the first queue is made. Each type here is the format of a snapshot, so
-//! a change to one is a new version of it.
+//! a change to one is a new version of it; but for a field that is left out where there is nothing in it.
 
 use std::collections::BTreeSet;
 use std::fmt::{Display, Write};
@@ -16,10 +16,12 @@ use super::{Attachment, LeasedNamespace, NamespaceZones, QueueError};
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::doorbell::DoorbellBuffer;
 use crate::host::Limits;
+use crate::host::software::zones::ChangedZones;
 use crate::interrupt::InterruptVector;
-use crate::spec::ids::QueueId;
+use crate::spec::ids::{Lba, QueueId};
 use crate::spec::key_value::KvFormat;
 use crate::spec::registers::Doorbell;
+use crate::spec::zns::ChangedZoneList;
 use crate::stats::Counters;
 
 /// Why the state of an attachment cannot be saved or restored.
@@ -100,6 +102,25 @@ pub struct AttachmentState {
     pub revoked: bool,
     /// What the lease did so far.
     pub counters: Counters,
+    /// What the guest's Changed Zone List has. It is left out where that is empty, as it was before it was kept.
+    #[serde(default, skip_serializing_if = "ChangedZonesState::is_empty")]
+    pub changed_zones: ChangedZonesState,
+}
+
+/// Zones that changed by themselves, of which the guest was not told.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ChangedZonesState {
+    /// Their Zone Start LBAs.
+    pub starts: Vec<u64>,
+    /// There are others.
+    pub more: bool,
+}
+
+impl ChangedZonesState {
+    fn is_empty(&self) -> bool {
+        self.starts.is_empty() && !self.more
+    }
 }
 
 /// Something that a guest was told and may rely on.
@@ -194,7 +215,19 @@ impl Attachment {
             queues: saved.collect(),
             revoked: queues.revoked,
             counters: self.counted() + queues.counted_before,
+            changed_zones: self.save_changed_zones(),
         })
+    }
+
+    fn save_changed_zones(&self) -> ChangedZonesState {
+        let Some(zones) = self.zones() else {
+            return ChangedZonesState::default();
+        };
+        let changed = zones.changed();
+        ChangedZonesState {
+            starts: changed.starts().iter().map(|start| start.0).collect(),
+            more: changed.are_more(),
+        }
     }
 
     /// Makes an attachment without queues, which is paused and whose window has the guest's memory,
@@ -215,6 +248,7 @@ impl Attachment {
             queues: saved,
             revoked,
             counters,
+            changed_zones,
         } = state;
         let mut queues = self.queues();
         if !queues.paused {
@@ -232,6 +266,11 @@ impl Attachment {
         });
         queues.revoked = *revoked;
         queues.counted_before = *counters;
+        if let Some(zones) = self.zones() {
+            let ChangedZonesState { starts, more } = changed_zones;
+            let starts: Vec<Lba> = starts.iter().map(|start| Lba(*start)).collect();
+            zones.recall_changed(&ChangedZones::new(&starts, *more));
+        }
         for state in saved {
             let qid = QueueId(state.qid);
             self.restore_queue(&mut queues, state, vectors)
@@ -252,8 +291,10 @@ impl Attachment {
             queues,
             revoked,
             counters: _,
+            changed_zones,
         } = state;
         self.check_promises(promises)?;
+        self.check_changed_zones(changed_zones)?;
         if !revoked && !self.has_blocks() {
             return Err(StateError::Mismatch {
                 promise: "namespace".to_owned(),
@@ -289,6 +330,30 @@ impl Attachment {
             }
         }
         Ok(())
+    }
+
+    fn check_changed_zones(&self, state: &ChangedZonesState) -> Result<(), StateError> {
+        let Some(zones) = self.zones() else {
+            if state.is_empty() {
+                return Ok(());
+            }
+            let (count, valid) = (state.starts.len(), "left out, as there are no zones");
+            return Err(StateError::invalid("changed_zones", count, valid));
+        };
+        if state.starts.len() > ChangedZoneList::CAPACITY {
+            let (count, valid) = (state.starts.len(), ChangedZoneList::CAPACITY);
+            let valid = format!("up to {valid} zones");
+            return Err(StateError::invalid("changed_zones.starts", count, valid));
+        }
+        let (size, blocks) = (zones.geometry().size, self.namespace().blocks);
+        let is_wrong = |start: &&u64| !start.is_multiple_of(size) || **start >= blocks;
+        match state.starts.iter().find(is_wrong) {
+            None => Ok(()),
+            Some(start) => {
+                let valid = format!("a multiple of {size} below {blocks}");
+                Err(StateError::invalid("changed_zones.starts", start, valid))
+            }
+        }
     }
 
     fn check_promises(&self, saved: &[PromiseState]) -> Result<(), StateError> {

@@ -1,5 +1,7 @@
 //! Drives that are divided into zones, as a guest's driver sees them: whole zones of its lease, from 0 on.
 
+mod changes;
+
 use std::sync::Arc;
 use std::time::Duration;
 

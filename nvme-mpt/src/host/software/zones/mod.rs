@@ -259,6 +259,27 @@ pub struct ChangedZones {
 }
 
 impl ChangedZones {
+    /// Those that start at some LBAs, and others if there are `more`.
+    #[must_use]
+    pub fn new(starts: &[Lba], more: bool) -> Self {
+        let mut changed = Self::default();
+        starts.iter().for_each(|start| changed.add(*start));
+        changed.more |= more;
+        changed
+    }
+
+    /// Those that are known one by one.
+    #[must_use]
+    pub fn starts(&self) -> &[Lba] {
+        &self.starts
+    }
+
+    /// Whether there are others.
+    #[must_use]
+    pub fn are_more(&self) -> bool {
+        self.more
+    }
+
     /// All of them; `None` if there are more than a Changed Zone List has room for.
     #[must_use]
     pub fn listed(&self) -> Option<&[Lba]> {
@@ -326,6 +347,13 @@ impl LeasedZones {
     #[must_use]
     pub fn changed(&self) -> ChangedZones {
         self.lock().changed.clone()
+    }
+
+    /// These changed, too, and nobody was told.
+    pub fn recall_changed(&self, untold: &ChangedZones) {
+        let changed = &mut self.lock().changed;
+        untold.starts.iter().for_each(|start| changed.add(*start));
+        changed.more |= untold.more;
     }
 
     /// Somebody was told of these; what changed since stays.

@@ -1,0 +1,76 @@
+//! Zones that changed by themselves, in snapshots.
+
+use nvme_mpt::Drive;
+use nvme_mpt_tests::admin::{LogPage, log};
+use nvme_mpt_tests::controller::Controller;
+use nvme_mpt_tests::identify::field;
+use nvme_mpt_tests::status::WRITE_FAULT;
+use serde_json::json;
+use vmm_device::FunctionState;
+
+use super::{DRIVE, PROFILE, SIZE, ZONES, attach, blocks, lab, options, refused};
+use crate::common::{Lab, Setup, Suspended};
+
+/// The Changed Zone List: how many zones it has, and the first of them.
+fn changed_zones(controller: &mut Controller) -> (u16, u64) {
+    let page = LogPage {
+        nsid: 1,
+        ..LogPage::of_controller(log::CHANGED_ZONES, 4096)
+    };
+    let list = controller.log_page(page).unwrap();
+    (field::u16(&list, 0), field::u64(&list, 8))
+}
+
+#[test]
+fn zones_that_changed_before_a_snapshot_are_told_of_once_after_it() {
+    let plan = "[[fault]]\nkind = \"media-error\"\noperations = [\"write\"]\nrange = \"18M+4K\"\n";
+    let options = options(PROFILE, Some(plan));
+    let lab = Lab::of(Drive::open(&DRIVE.parse().unwrap(), options).unwrap());
+    let setup = Setup::nth(1);
+    let machine = lab.machine(&setup);
+    let (mut controller, mut disk) = attach(&machine);
+    let zslba = 2 * SIZE;
+    assert_eq!(refused(disk.append(zslba, &blocks(1, 0, 1))), WRITE_FAULT);
+    let mut suspended = machine.suspend();
+    for expected in [(1, zslba), (0, 0)] {
+        let machine = lab.restore(&suspended, &setup).unwrap();
+        machine.function().resume();
+        controller.move_to(machine.bar()).unwrap();
+        assert_eq!(changed_zones(&mut controller), expected);
+        suspended = machine.suspend();
+    }
+}
+
+#[test]
+fn a_snapshot_with_a_changed_zone_where_none_begins_is_refused() {
+    let lab = lab(DRIVE);
+    let setup = Setup::nth(0);
+    let suspended = lab.machine(&setup).suspend();
+    let sound = FunctionState::from_bytes(&suspended.state).unwrap();
+    let with = |starts: Vec<u64>| {
+        let mut state = serde_json::to_value(&sound).unwrap();
+        assert_eq!(
+            state["attachment"].get("changed_zones"),
+            None,
+            "none changed"
+        );
+        state["attachment"]["changed_zones"] = json!({"starts": starts, "more": false});
+        let state: FunctionState = serde_json::from_value(state).unwrap();
+        let suspended = Suspended {
+            id: suspended.id.clone(),
+            memory: suspended.memory.clone(),
+            interrupts: suspended.interrupts.clone(),
+            state: state.to_bytes().unwrap(),
+        };
+        lab.restore(&suspended, &setup)
+    };
+    for (starts, named) in [
+        (vec![SIZE + 1], "changed_zones.starts is 257"),
+        (vec![0, ZONES * SIZE], "changed_zones.starts is 4096"),
+        (vec![0; 512], "up to 511 zones"),
+    ] {
+        let error = with(starts).err().expect("refused").to_string();
+        assert!(error.contains(named), "`{error}` should name `{named}`");
+    }
+    drop(with(vec![SIZE, 0]).unwrap());
+}

@@ -47,6 +47,10 @@ pub const MAX_REGIONS: usize = 8192;
 /// Files that the regions of one VM may be in. VMMs have a few.
 const MAX_FILES: usize = 256;
 
+/// Bytes of this process's address space that the files of one VM may take: a sixteenth of 47 bits, so that
+/// one that hands over files without end leaves room for others.
+const MAX_FILE_BYTES: u64 = 8 << 40;
+
 /// How long an unmap waits for commands in flight before it is refused.
 const UNMAP_DEADLINE: Duration = Duration::from_secs(30);
 
@@ -188,8 +192,10 @@ impl DmaWindow {
         let index = Self::check_free(&current, gpa.0, len)?;
         let mut files = lock(&self.files);
         files.retain(|file| file.strong_count() > 0);
-        let known = files.iter().filter_map(Weak::upgrade);
-        let file = GuestFile::find_or_map(known, fd, (offset, bytes), access)
+        let known: Vec<_> = files.iter().filter_map(Weak::upgrade).collect();
+        let taken: u64 = known.iter().map(|file| file.mapping().len() as u64).sum();
+        let room = MAX_FILE_BYTES.saturating_sub(taken);
+        let file = GuestFile::find_or_map(&known, fd, (offset, bytes), access, room)
             .map_err(|source| DmaError::Map { gpa, len, source })?;
         let is_it = |known: &Weak<GuestFile>| known.as_ptr() == Arc::as_ptr(&file);
         if !files.iter().any(is_it) {

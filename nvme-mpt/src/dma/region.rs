@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
+use super::MAX_FILE_BYTES;
 use crate::iova::{IovaPart, IovaRange, IovaSpace};
 use crate::memory::{Access, Mapping, host_page_size};
 
@@ -23,12 +24,14 @@ pub(super) struct GuestFile {
 }
 
 impl GuestFile {
-    /// Finds the file of `fd` among those that are mapped, or maps it.
+    /// Finds the file of `fd` among those that are mapped, or maps it, into `room` bytes of address space at
+    /// most.
     pub(super) fn find_or_map(
-        known: impl Iterator<Item = Arc<Self>>,
+        known: &[Arc<Self>],
         fd: OwnedFd,
         (offset, len): (u64, usize),
         access: Access,
+        room: u64,
     ) -> io::Result<Arc<Self>> {
         if !offset.is_multiple_of(host_page_size() as u64) {
             return Err(io::Error::new(
@@ -39,18 +42,27 @@ impl GuestFile {
         let file = File::from(fd);
         let status = file.metadata()?;
         let id = (status.dev(), status.ino());
-        let has_it = |file: &Arc<Self>| {
+        let has_it = |file: &&Arc<Self>| {
             // A file that was cut short and grew again has other pages than what took their place.
             file.id == id
                 && file.mapping.access() == access
                 && !file.mapping.is_lost()
                 && file.offset_of(offset, len).is_some()
         };
-        if let Some(file) = { known }.find(has_it) {
-            return Ok(file);
+        if let Some(file) = known.iter().find(has_it) {
+            return Ok(file.clone());
+        }
+        if len as u64 > room {
+            return Err(io::Error::new(
+                io::ErrorKind::OutOfMemory,
+                format!(
+                    "{len:#x} bytes are more than the {room:#x} that are left of {MAX_FILE_BYTES:#x} for one VM"
+                ),
+            ));
         }
         let whole = usize::try_from(status.len())
             .ok()
+            .filter(|size| *size as u64 <= room)
             .filter(|size| *size > len && offset + len as u64 <= status.len())
             .and_then(|size| Mapping::shared_unreserved(file.as_fd(), 0, size, access).ok());
         let (start, mapping) = match whole {

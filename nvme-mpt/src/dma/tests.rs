@@ -318,3 +318,25 @@ fn files_are_bounded() {
     window.unmap(Gpa(0x2000), 0x1000).expect("idle");
     window.map(region(1 << 40, 0x1000)).expect("one is gone");
 }
+
+#[test]
+fn no_vm_takes_the_address_space_of_others() {
+    const LARGE: u64 = MAX_FILE_BYTES * 3 / 4;
+    let greedy = window();
+    let first = memfd(LARGE);
+    greedy.map(part(&first, 0, 0, BLOCK)).expect("map");
+    // As a whole, this one has no room.
+    let second = memfd(LARGE);
+    let far = part(&second, 1 << 30, LARGE / 2, BLOCK);
+    greedy.map(far).expect("only what is asked for");
+    let error = greedy.map(part(&second, 1 << 50, 0, LARGE));
+    let error = error.expect_err("more than is left");
+    let DmaError::Map { source, .. } = &error else {
+        panic!("{error}");
+    };
+    assert!(source.to_string().contains("0x80000000000"), "{source}");
+    // What is there goes on, and so do others.
+    greedy.write(Gpa(1 << 30), &[1]).expect("mapped");
+    let other = window();
+    other.map(part(&second, 0, 0, LARGE)).expect("its own room");
+}

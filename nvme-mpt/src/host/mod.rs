@@ -323,6 +323,11 @@ pub trait HostQueue {
     fn is_gone(&self) -> bool {
         false
     }
+
+    /// Blocks that its drive's namespace has now; `None` if it keeps those that it had.
+    fn blocks(&self) -> Option<u64> {
+        None
+    }
 }
 
 /// Commands on their way into a host SQ: what they need in common is done once for all of them.
@@ -430,6 +435,11 @@ impl HostQueuePair {
     /// See [`HostQueue::is_gone`].
     pub(crate) fn is_gone(&self) -> bool {
         each_kind!(self, queue => queue.is_gone())
+    }
+
+    /// See [`HostQueue::blocks`].
+    pub(crate) fn blocks(&self) -> Option<u64> {
+        each_kind!(self, queue => queue.blocks())
     }
 
     /// Whether commands can complete without anybody being told.

@@ -484,6 +484,40 @@ fn zones_of_a_drive_that_is_removed_are_neither_reported_nor_managed() {
 }
 
 #[test]
+fn zones_that_a_namespace_lost_are_neither_reported_nor_managed_until_it_has_them_again() {
+    // The second lease keeps four zones and a half of sixteen.
+    let plan = "[[fault]]\nkind = \"resize\"\nsize = \"20992K\"\noperations = [\"flush\"]\n\
+                [[fault]]\nkind = \"resize\"\nsize = \"32M\"\noperations = [\"flush\"]\nafter = 1\n";
+    let options = options(PROFILE, Some(plan));
+    let lab = Lab::of(Drive::open(&DRIVE.parse().unwrap(), options).unwrap());
+    let machines = [0, 1].map(|index| lab.machine(&Setup::nth(index)));
+    let [(_, mut other), (_, mut disk)] = machines.each_ref().map(attach);
+    let (kept, lost) = (3 * SIZE, 4 * SIZE);
+    for zslba in [kept, lost] {
+        disk.append(zslba, &blocks(1, zslba, 2)).unwrap();
+    }
+    let zones = |disk: &mut Disk| disk.report_zones(0, 4096, 0, false).unwrap().0;
+    assert_eq!(zones(&mut disk), ZONES);
+    disk.flush().unwrap();
+    assert_eq!([zones(&mut other), zones(&mut disk)], [ZONES, 4]);
+    for (zslba, status) in [(lost, LBA_OUT_OF_RANGE), (15 * SIZE, LBA_OUT_OF_RANGE)] {
+        assert_eq!(refused(disk.zone(zslba)), status);
+        assert_eq!(refused(disk.append(zslba, &blocks(1, 0, 1))), status);
+        assert_eq!(refused(disk.zone_action(zslba, action::RESET)), status);
+    }
+    disk.all_zones_action(action::FINISH).unwrap();
+    assert_eq!(disk.zone(kept).unwrap().state, state::FULL);
+    disk.flush().unwrap();
+    assert_eq!(zones(&mut disk), ZONES);
+    let zone = disk.zone(lost).unwrap();
+    assert_eq!(
+        (zone.state, zone.write_pointer),
+        (state::IMPLICITLY_OPENED, lost + 2)
+    );
+    assert_eq!(disk.read(lost, 2).unwrap(), blocks(1, lost, 2));
+}
+
+#[test]
 fn part_of_a_zone_is_not_leased() {
     let lab = lab(DRIVE);
     let attach = |start, length| {

@@ -269,4 +269,8 @@ impl<C: Clock> HostQueue for FaultQueue<C> {
     fn is_gone(&self) -> bool {
         self.faults.is_gone()
     }
+
+    fn blocks(&self) -> Option<u64> {
+        Some(self.faults.blocks())
+    }
 }

@@ -108,6 +108,10 @@ impl ZonedQueue {
         let mut arriving = std::mem::take(&mut self.arriving);
         // A drive that is gone fails whatever it is given, zone management too.
         let gone = self.drive.is_gone();
+        let blocks = self.drive.blocks().unwrap_or(u64::MAX);
+        state
+            .table
+            .cut_to(blocks.saturating_sub(self.zones.start.0));
         for sqe in arriving.drain(..) {
             let slot = sqe.cid().0;
             let begun = if gone {

@@ -68,6 +68,8 @@ pub(super) struct ZoneTable {
     geometry: Geometry,
     resources: Resources,
     zones: Box<[Zone]>,
+    /// Those of them, from the first on, that the namespace has: it may have been cut.
+    there: u32,
     /// Where they are kept.
     words: SharedWords,
     first_word: usize,
@@ -109,20 +111,29 @@ impl ZoneTable {
             active: active as u32,
             offline: offline as u32,
             implicit: implicit.collect(),
+            there: zones.len() as u32,
             zones,
             words,
             first_word,
         }
     }
 
+    /// The namespace has so many blocks from the lease's first on: zones that it does not have whole are not
+    /// there until it has them again.
+    pub(super) fn cut_to(&mut self, blocks: u64) {
+        let whole = blocks / self.geometry.size;
+        self.there = whole.min(self.zones.len() as u64) as u32;
+    }
+
+    /// Zones that are there.
     pub(super) fn count(&self) -> u32 {
-        self.zones.len() as u32
+        self.there
     }
 
     /// The zone that an LBA lies in, and how far.
     fn locate(&self, Lba(lba): Lba) -> Result<(u32, u64), Status> {
         let index = lba / self.geometry.size;
-        if index >= self.zones.len() as u64 {
+        if index >= u64::from(self.there) {
             return Err(Status::LBA_OUT_OF_RANGE);
         }
         Ok((index as u32, lba % self.geometry.size))
@@ -415,7 +426,7 @@ impl ZoneTable {
         from: u32,
         options: ReportingOptions,
     ) -> impl Iterator<Item = (Lba, Zone)> {
-        let zones = self.zones.iter().zip(0..).skip(from as usize);
+        let zones = self.zones.iter().zip(0..self.there).skip(from as usize);
         zones
             .filter(move |(zone, _)| is_listed(zone.state, options))
             .map(|(zone, index)| (self.start(index), *zone))

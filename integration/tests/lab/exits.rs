@@ -18,9 +18,10 @@ const READS_BEFORE: u64 = 1000;
 /// Exits by memory for each read.
 const MMIO_EXITS_MAX: f64 = 0.01;
 /// Interrupts for each read, those of timers and of the console included.
-// The goal is 0.5. An idle lab takes its interrupts sooner, so that fewer completions share one: 0.61 to 0.90 of
-// ours were measured there, beside 0.89 to 0.97 of virtio-blk, and 0.27 on a busy one. No read has more than one.
-const INTERRUPTS_MAX: f64 = 1.1;
+// The goal is 0.5. An idle lab takes its interrupts sooner, so that fewer completions share one: 0.61 to 1.00 of
+// ours were measured there, beside 0.43 to 0.97 of virtio-blk, and 0.26 to 0.44 on a busy one. No read has more than
+// one; the slower the machine, the more timers there are to one.
+const INTERRUPTS_MAX: f64 = 1.5;
 /// Time that the VMM may take to map doorbells and to unmap them, of all the time that I/O takes. The rule
 /// that it goes by keeps to 0.01 of the time, as its own test shows; here it may also wait for its turn on
 /// a processor, and for the guest's.

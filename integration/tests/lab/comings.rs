@@ -329,9 +329,13 @@ fn functions_come_and_go(bench: &Bench) -> Result<(), Fault> {
         held.as_ref()
             .map_or_else(String::new, |held| format!("{held:?}"))
     ));
-    expect(after <= before + GROWTH_MAX_KIB, || {
-        format!("Memory grew: {memory:?} KiB")
-    })?;
+    // Some 2 MiB are taken once, sooner or later, and kept: what is lost grows each time.
+    let steps = memory[WARM..].windows(2);
+    let once = steps.map(|step| step[1].saturating_sub(step[0])).max();
+    expect(
+        after <= before + GROWTH_MAX_KIB + once.unwrap_or_default(),
+        || format!("Memory grew: {memory:?} KiB"),
+    )?;
     let sum = sh(&format!(
         "head -c {READ} {} | md5sum | cut -d ' ' -f 1",
         second.display()

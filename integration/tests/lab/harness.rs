@@ -20,7 +20,7 @@ use crate::{Group, Refused};
 /// Longer than any group takes on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(1800);
 /// How many labs a group may take in which no check comes to its end, as guests are lost.
-const ATTEMPTS: u32 = 6;
+const ATTEMPTS: u32 = 8;
 /// How lines begin that tell of a check.
 const PASSED: &str = "ok      ";
 const FAILED: &str = "FAILED  ";

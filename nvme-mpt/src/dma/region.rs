@@ -60,10 +60,11 @@ impl GuestFile {
                 ),
             ));
         }
+        let end = offset.checked_add(len as u64);
         let whole = usize::try_from(status.len())
             .ok()
             .filter(|size| *size as u64 <= room)
-            .filter(|size| *size > len && offset + len as u64 <= status.len())
+            .filter(|size| *size > len && end.is_some_and(|end| end <= status.len()))
             .and_then(|size| Mapping::shared_unreserved(file.as_fd(), 0, size, access).ok());
         let (start, mapping) = match whole {
             Some(mapping) => (0, mapping),

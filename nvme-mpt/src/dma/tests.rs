@@ -268,6 +268,14 @@ fn a_file_that_cannot_be_mapped_as_a_whole_is_mapped_in_parts() {
 }
 
 #[test]
+fn an_offset_beyond_all_files_is_refused() {
+    let file = memfd(2 * BLOCK);
+    let error = window().map(part(&file, 0, u64::MAX - 0xFFF, BLOCK));
+    let error = error.expect_err("no file is so long");
+    assert!(matches!(error, DmaError::Map { .. }), "{error}");
+}
+
+#[test]
 fn memory_that_was_lost_is_mapped_anew() {
     let window = window();
     let file = memfd(2 * BLOCK);

@@ -286,12 +286,13 @@ impl SoftwareController {
         Ok(self)
     }
 
-    /// The same drive, with these faults, and such as are injected later.
+    /// The same drive, with zones if it is to have any, with these faults, and such as are injected later.
     ///
     /// # Errors
     /// See [`Faults::inject`].
     pub fn faulty(mut self, plan: &FaultPlan) -> Result<Self, FaultError> {
-        self.faults = Some(Arc::new(Faults::new(plan, self.namespace)?));
+        let unit = self.zones.as_ref().map_or(1, Zones::size);
+        self.faults = Some(Arc::new(Faults::new(plan, self.namespace, unit)?));
         Ok(self)
     }
 

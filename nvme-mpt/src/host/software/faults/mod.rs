@@ -125,6 +125,8 @@ pub struct FaultStats {
 pub struct Faults {
     /// As it was opened.
     namespace: HostNamespace,
+    /// What the namespace consists of, in blocks: its zones, if it has zones.
+    unit: u64,
     armed: Mutex<Vec<Armed>>,
     /// Whether there are any.
     any: AtomicBool,
@@ -136,21 +138,26 @@ pub struct Faults {
 }
 
 impl Faults {
-    /// Faults of a drive with one namespace.
+    /// Faults of a drive with one namespace, which consists of units of so many blocks.
     ///
     /// # Errors
     /// As [`Self::inject`].
-    pub(crate) fn new(plan: &FaultPlan, namespace: HostNamespace) -> Result<Self, FaultError> {
-        Self::with_timebase(plan, namespace, Timebase::Host)
+    pub(crate) fn new(
+        plan: &FaultPlan,
+        namespace: HostNamespace,
+        unit: u64,
+    ) -> Result<Self, FaultError> {
+        Self::with_timebase(plan, (namespace, unit), Timebase::Host)
     }
 
     fn with_timebase(
         plan: &FaultPlan,
-        namespace: HostNamespace,
+        (namespace, unit): (HostNamespace, u64),
         timebase: Timebase,
     ) -> Result<Self, FaultError> {
         let faults = Self {
             namespace,
+            unit,
             armed: Mutex::default(),
             any: AtomicBool::new(false),
             blocks: AtomicU64::new(namespace.blocks),
@@ -165,8 +172,8 @@ impl Faults {
     /// Adds faults to those that are there.
     ///
     /// # Errors
-    /// [`FaultError::Range`], [`FaultError::TooLarge`] and [`FaultError::TooMany`]; then none is
-    /// added.
+    /// [`FaultError::Range`], [`FaultError::TooLarge`], [`FaultError::LessThanZone`] and
+    /// [`FaultError::TooMany`]; then none is added.
     pub fn inject(&self, plan: &FaultPlan) -> Result<(), FaultError> {
         let armed = plan.faults.iter().zip(1..);
         let armed = armed.map(|(fault, number)| self.arm(fault, number, plan.seed));
@@ -222,6 +229,13 @@ impl Faults {
             let whole = ByteRange::new(0, size);
             let whole = whole.map_err(|source| FaultError::Range { number, source })?;
             fits(whole)?;
+            if size >> lba_shift < self.unit {
+                return Err(FaultError::LessThanZone {
+                    number,
+                    size: Bytes(size),
+                    zone: Bytes(self.unit << lba_shift),
+                });
+            }
         }
         let mut random = seed.wrapping_add(number as u64);
         // Seeds that are close to one another begin far from one another.
@@ -285,7 +299,10 @@ impl Faults {
         self.tell(DriveEvent::Gone);
     }
 
+    /// Gives the namespace another size. Zones are all of one size (ZNS 1.1, section 2.1), so the last one that is not
+    /// there as a whole is not there at all.
     fn resize(&self, blocks: u64) {
+        let blocks = blocks - blocks % self.unit;
         warn!("A fault makes the drive {blocks} blocks long");
         self.blocks.store(blocks, Ordering::Release);
         self.tell(DriveEvent::NamespaceChanged(self.namespace.nsid));

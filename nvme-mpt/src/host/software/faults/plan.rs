@@ -87,6 +87,16 @@ pub enum FaultError {
         /// What the drive has.
         capacity: Bytes,
     },
+    /// A drive with zones has one at least.
+    #[error("Fault {number} cannot resize the drive to {size}: its zones are of {zone} each")]
+    LessThanZone {
+        /// Which fault, from 1 on.
+        number: usize,
+        /// The size.
+        size: Bytes,
+        /// The size of a zone.
+        zone: Bytes,
+    },
     /// More faults than a drive can have.
     #[error(
         "A drive has at most {MAX_FAULTS} faults, and these would be {0}: clear those that are there first"

@@ -42,8 +42,12 @@ struct Drive {
 
 impl Drive {
     fn new(plan: &str) -> Self {
+        Self::with_unit(plan, 1)
+    }
+
+    fn with_unit(plan: &str, unit: u64) -> Self {
         let plan = FaultPlan::parse("test", plan).expect("sound");
-        let faults = Faults::with_timebase(&plan, NAMESPACE, Timebase::Nanoseconds);
+        let faults = Faults::with_timebase(&plan, (NAMESPACE, unit), Timebase::Nanoseconds);
         let faults = Arc::new(faults.expect("fits"));
         let clock = VirtualClock::default();
         let store = HostQueuePair::Null(SoftwareQueue::new(NullStore, SLOTS));
@@ -353,6 +357,21 @@ fn no_command_reaches_what_was_cut_off_until_it_is_back() {
     }
     let changed = Event::Drive(DriveEvent::NamespaceChanged(Nsid(1)));
     assert_eq!(events.take(), [changed, changed]);
+}
+
+#[test]
+fn a_drive_with_zones_ends_where_a_zone_does() {
+    let plan = "[[fault]]\nkind = \"resize\"\nsize = \"3584K\"\noperations = [\"flush\"]\n";
+    let mut drive = Drive::with_unit(plan, 2048);
+    assert_eq!(drive.status(Sqe::new(NvmOpcode::FLUSH.0)), GOOD);
+    assert_eq!(drive.faults.blocks(), 3 * 2048);
+    assert_eq!(drive.status(read(3 * 2048 - 8)), GOOD);
+    let beyond = Status::LBA_OUT_OF_RANGE.with_dnr(true);
+    assert_eq!(drive.status(read(3 * 2048 - 7)), beyond);
+    let none = FaultPlan::parse("test", &plan.replace("3584K", "512K")).expect("sound");
+    let error = drive.faults.inject(&none).expect_err("not one zone");
+    let said = "Fault 1 cannot resize the drive to 512K: its zones are of 1M each";
+    assert_eq!(error.to_string(), said);
 }
 
 #[test]

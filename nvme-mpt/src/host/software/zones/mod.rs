@@ -195,6 +195,11 @@ impl Zones {
         })
     }
 
+    /// Blocks of each of them.
+    pub(super) fn size(&self) -> u64 {
+        self.geometry.size
+    }
+
     /// Blocks of all of them.
     pub(super) fn blocks(&self) -> u64 {
         u64::from(self.count) * self.geometry.size

@@ -118,8 +118,8 @@ impl ZoneTable {
         }
     }
 
-    /// The namespace has so many blocks from the lease's first on: zones that it does not have whole are not
-    /// there until it has them again.
+    /// The namespace has so many blocks from the lease's first on, all of them in whole zones: others are not there
+    /// until it has them again.
     pub(super) fn cut_to(&mut self, blocks: u64) {
         let whole = blocks / self.geometry.size;
         self.there = whole.min(self.zones.len() as u64) as u32;

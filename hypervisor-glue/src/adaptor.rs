@@ -252,7 +252,11 @@ fn refused(error: DmaError) -> io::Error {
             libc::EINVAL
         }
         DmaError::Overlap { .. } => libc::EEXIST,
-        DmaError::TooManyRegions | DmaError::TooManyFiles | DmaError::NoIova { .. } => libc::ENOSPC,
+        DmaError::TooManyRegions
+        | DmaError::TooManyFiles
+        | DmaError::TooManyMappings { .. }
+        | DmaError::FilesTooLarge { .. }
+        | DmaError::NoIova { .. } => libc::ENOSPC,
         DmaError::NotMapped { .. } => libc::ENOENT,
         DmaError::Busy { .. } => libc::EBUSY,
         DmaError::Map { source, .. } | DmaError::Iommu { source, .. } => return source,

@@ -1,5 +1,7 @@
 //! A host controller's IOVA space: who has which part of it.
 
+mod budget;
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
@@ -10,25 +12,19 @@ use std::sync::{Arc, Mutex, PoisonError};
 use log::error;
 
 use crate::memory::{Access, Mapping};
+use budget::MappingBudget;
+pub(crate) use budget::{MappingPermit, NoMapping, VmMappings};
 
 /// Parts start at multiples of this, so that the IOMMU can map them with large pages.
 const ALIGNMENT: u64 = 2 << 20;
 
 /// What stands between a physical host controller and memory.
 pub trait Iommu: Send + Sync + fmt::Debug {
-    /// Lets the device reach all of a mapping's memory from `iova` on; `access` is the device's.
-    ///
-    /// # Errors
-    /// What the kernel reports.
-    fn map(&self, iova: u64, memory: &Mapping, access: Access) -> io::Result<()> {
-        self.map_part(iova, memory, 0..memory.len(), access)
-    }
-
     /// Lets the device reach a part of a mapping's memory from `iova` on; `access` is the device's.
     ///
     /// # Errors
     /// What the kernel reports; `InvalidInput` if there is no such part.
-    fn map_part(
+    fn map(
         &self,
         iova: u64,
         memory: &Mapping,
@@ -42,6 +38,9 @@ pub trait Iommu: Send + Sync + fmt::Debug {
     /// # Errors
     /// What the kernel reports, or that fewer bytes were unmapped than were asked for.
     fn unmap(&self, iova: u64, len: u64) -> io::Result<()>;
+
+    /// How many mappings there can be at a time; `None` if as many as anybody likes.
+    fn mappings_max(&self) -> Option<u64>;
 }
 
 /// The addresses that a host controller can be given, allotted so that no two parts overlap or
@@ -53,6 +52,7 @@ pub struct IovaSpace {
     taken: Mutex<BTreeMap<u64, u64>>,
     /// `None`: addresses are resolved by the [table](crate::dma::RegionTable) alone.
     iommu: Option<Arc<dyn Iommu>>,
+    mappings: Arc<MappingBudget>,
 }
 
 impl IovaSpace {
@@ -65,6 +65,7 @@ impl IovaSpace {
             end: 1 << 52,
             taken: Mutex::new(BTreeMap::from([(0, 1 << 32)])),
             iommu: None,
+            mappings: MappingBudget::new(None),
         }
     }
 
@@ -83,6 +84,7 @@ impl IovaSpace {
         Self {
             end: next,
             taken: Mutex::new(taken),
+            mappings: MappingBudget::new(iommu.mappings_max()),
             iommu: Some(iommu),
         }
     }
@@ -105,9 +107,31 @@ impl IovaSpace {
         Some(IovaRange {
             space: self.clone(),
             start,
-            mapped: None,
             stuck: AtomicBool::new(false),
         })
+    }
+
+    /// The mappings of another VM.
+    pub(crate) fn new_vm(&self) -> Arc<VmMappings> {
+        VmMappings::new(&self.mappings)
+    }
+
+    /// Has the IOMMU, if there is one, map all of this memory, which is the driver's own, at addresses
+    /// that nobody has, until what is returned is dropped. The memory must outlive that. `access` is the
+    /// device's.
+    ///
+    /// # Errors
+    /// That there are no addresses for it, or what the kernel reports.
+    pub fn map(self: &Arc<Self>, memory: &Mapping, access: Access) -> io::Result<IovaPart> {
+        let range = self.allocate(memory.len() as u64).ok_or_else(|| {
+            let len = memory.len();
+            io::Error::other(format!(
+                "The IOVA space of the host controller has no {len:#x} bytes left"
+            ))
+        })?;
+        let start = range.start();
+        let permit = self.mappings.for_driver();
+        Arc::new(range).map(start, memory, 0..memory.len(), access, permit)
     }
 }
 
@@ -116,8 +140,6 @@ impl IovaSpace {
 pub struct IovaRange {
     space: Arc<IovaSpace>,
     start: u64,
-    /// Bytes that the IOMMU has mapped here.
-    mapped: Option<u64>,
     /// Some of it cannot be unmapped.
     stuck: AtomicBool,
 }
@@ -130,49 +152,31 @@ impl IovaRange {
         self.start
     }
 
-    /// Has the IOMMU, if there is one, map this memory here until the part is given back. The
-    /// memory must outlive it. `access` is the device's.
-    ///
-    /// # Errors
-    /// What the kernel reports.
-    pub fn map(&mut self, memory: &Mapping, access: Access) -> io::Result<()> {
-        if let Some(iommu) = &self.space.iommu {
-            iommu.map(self.start, memory, access)?;
-            self.mapped = Some(memory.len() as u64);
-        }
-        Ok(())
-    }
-
     /// Has the IOMMU, if there is one, map `part` of this memory from `iova` on, which lies in this
     /// range with all of it, until what is returned is dropped. The memory must outlive that.
     /// `access` is the device's.
     ///
     /// # Errors
     /// What the kernel reports; `InvalidInput` if there is no such part.
-    pub fn map_part(
+    pub(crate) fn map(
         self: &Arc<Self>,
         iova: u64,
         memory: &Mapping,
         part: Range<usize>,
         access: Access,
+        permit: MappingPermit,
     ) -> io::Result<IovaPart> {
         let len = part.len() as u64;
         if let Some(iommu) = &self.space.iommu {
-            iommu.map_part(iova, memory, part, access)?;
+            iommu.map(iova, memory, part, access)?;
         }
         let range = self.clone();
-        Ok(IovaPart { range, iova, len })
-    }
-
-    /// Takes memory away from the device. Where that fails, all addresses of the range stay taken:
-    /// nobody else may be reached through them.
-    fn unmap(&self, iova: u64, len: u64) {
-        if let Some(iommu) = &self.space.iommu
-            && let Err(error) = iommu.unmap(iova, len)
-        {
-            error!("{len:#x} bytes at IOVA {iova:#x} stay mapped: {error}");
-            self.stuck.store(true, Ordering::Relaxed);
-        }
+        Ok(IovaPart {
+            range,
+            iova,
+            len,
+            permit,
+        })
     }
 }
 
@@ -182,6 +186,7 @@ pub struct IovaPart {
     range: Arc<IovaRange>,
     iova: u64,
     len: u64,
+    permit: MappingPermit,
 }
 
 impl IovaPart {
@@ -193,16 +198,22 @@ impl IovaPart {
 }
 
 impl Drop for IovaPart {
+    /// Takes the memory away from the device. Where that fails, all addresses of the range stay taken:
+    /// nobody else may be reached through them.
     fn drop(&mut self) {
-        self.range.unmap(self.iova, self.len);
+        let Self { iova, len, .. } = *self;
+        if let Some(iommu) = &self.range.space.iommu
+            && let Err(error) = iommu.unmap(iova, len)
+        {
+            error!("{len:#x} bytes at IOVA {iova:#x} stay mapped: {error}");
+            self.range.stuck.store(true, Ordering::Relaxed);
+            self.permit.stick();
+        }
     }
 }
 
 impl Drop for IovaRange {
     fn drop(&mut self) {
-        if let Some(len) = self.mapped {
-            self.unmap(self.start, len);
-        }
         if self.stuck.load(Ordering::Relaxed) {
             return;
         }
@@ -222,12 +233,16 @@ mod tests {
     struct NoIommu;
 
     impl Iommu for NoIommu {
-        fn map_part(&self, _: u64, _: &Mapping, _: Range<usize>, _: Access) -> io::Result<()> {
+        fn map(&self, _: u64, _: &Mapping, _: Range<usize>, _: Access) -> io::Result<()> {
             Ok(())
         }
 
         fn unmap(&self, _: u64, _: u64) -> io::Result<()> {
             Ok(())
+        }
+
+        fn mappings_max(&self) -> Option<u64> {
+            None
         }
     }
 

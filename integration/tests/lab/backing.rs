@@ -11,7 +11,7 @@ use std::time::Duration;
 use integration::lab::{LabDrive, inside};
 use nvme_mpt::host::vfio::function::PciAddress;
 use nvme_mpt::host::vfio::{Backing, VfioBacking, VfioError};
-use nvme_mpt::iova::IovaSpace;
+use nvme_mpt::iova::{Iommu, IovaSpace};
 use nvme_mpt::memory::{Access, Cell32, Mapping};
 
 use crate::fixture::{Bench, Fault, PATIENCE, await_that, expect, sh};
@@ -129,15 +129,21 @@ fn reset(_: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
+/// Has all of some memory mapped.
+fn map(iommu: &dyn Iommu, iova: u64, memory: &Mapping, access: Access) -> io::Result<()> {
+    iommu.map(iova, memory, 0..memory.len(), access)
+}
+
 fn mapping(_: &Bench) -> Result<(), Fault> {
     let a = open("a")?;
     let iommu = a.iommu();
     let memory = kernel("memory", Mapping::anonymous(3 * 4096 + 1))?;
     let at = 1 << 32;
-    kernel("map", iommu.map(at, &memory, Access::ReadWrite))?;
-    expect(iommu.map(at + 4096, &memory, Access::Read).is_err(), || {
-        "Mapped on top of another".to_owned()
-    })?;
+    kernel("map", map(iommu.as_ref(), at, &memory, Access::ReadWrite))?;
+    expect(
+        map(iommu.as_ref(), at + 4096, &memory, Access::Read).is_err(),
+        || "Mapped on top of another".to_owned(),
+    )?;
     // Part of what was mapped is not what was mapped: nothing may be taken for unmapped then.
     let parts = [(at + 4096, 4096), (at, 4096), (at + (1 << 20), 4096)];
     for (start, len) in parts {
@@ -147,24 +153,22 @@ fn mapping(_: &Bench) -> Result<(), Fault> {
     }
     // The last page counts as a whole.
     kernel("unmap", iommu.unmap(at, memory.len() as u64))?;
-    kernel("map again", iommu.map(at, &memory, Access::Read))?;
+    kernel("map again", map(iommu.as_ref(), at, &memory, Access::Read))?;
     for (iova, what) in [
         (0xFEE0_0000, "interrupts"),
         (u64::MAX - 0xFFFF, "nowhere"),
         (7, "no page"),
     ] {
-        expect(iommu.map(iova, &memory, Access::Read).is_err(), || {
-            format!("Mapped at {iova:#x}, which is {what}")
-        })?;
+        expect(
+            map(iommu.as_ref(), iova, &memory, Access::Read).is_err(),
+            || format!("Mapped at {iova:#x}, which is {what}"),
+        )?;
     }
     let usable = a.usable_iovas();
     let space = Arc::new(IovaSpace::behind_iommu(iommu, &usable));
     let large = kernel("memory", Mapping::anonymous(64 << 20))?;
     for _ in 0..3 {
-        let mut range = space
-            .allocate(large.len() as u64)
-            .ok_or_else(|| Fault::Wrong("No room".to_owned()))?;
-        kernel("map", range.map(&large, Access::ReadWrite))?;
+        drop(kernel("map", space.map(&large, Access::ReadWrite))?);
     }
     Ok(())
 }
@@ -178,10 +182,20 @@ fn too_many_mappings(_: &Bench) -> Result<(), Fault> {
     for number in 0..limit {
         kernel(
             "map",
-            iommu.map((1 << 32) + 4096 * number, &page, Access::Read),
+            map(
+                iommu.as_ref(),
+                (1 << 32) + 4096 * number,
+                &page,
+                Access::Read,
+            ),
         )?;
     }
-    let refused = iommu.map((1 << 32) + 4096 * limit, &page, Access::Read);
+    let refused = map(
+        iommu.as_ref(),
+        (1 << 32) + 4096 * limit,
+        &page,
+        Access::Read,
+    );
     let said = refused.map_err(|error| error.to_string());
     expect(
         said.as_ref()
@@ -206,7 +220,7 @@ fn expect_gone(a: &VfioBacking) -> Result<(), Fault> {
     let results = [
         a.reset(),
         a.set_bus_master(true),
-        a.iommu().map(1 << 32, &page, Access::Read),
+        map(a.iommu().as_ref(), 1 << 32, &page, Access::Read),
     ];
     for result in results {
         let kind = result.as_ref().map_err(io::Error::kind);
@@ -222,10 +236,7 @@ fn released_while_read(_: &Bench) -> Result<(), Fault> {
         let a = open("a")?;
         let space = Arc::new(IovaSpace::behind_iommu(a.iommu(), &a.usable_iovas()));
         let memory = kernel("memory", Mapping::anonymous(1 << 20))?;
-        let mut range = space
-            .allocate(1 << 20)
-            .ok_or_else(|| Fault::Wrong("No room".to_owned()))?;
-        kernel("map", range.map(&memory, Access::ReadWrite))?;
+        let mapped = kernel("map", space.map(&memory, Access::ReadWrite))?;
         thread::scope(|scope| {
             let reader = scope.spawn(|| {
                 loop {
@@ -249,7 +260,7 @@ fn released_while_read(_: &Bench) -> Result<(), Fault> {
         expect(again.read32(VS) == 0x0001_0400, || {
             "Not opened again".to_owned()
         })?;
-        drop((range, doorbells));
+        drop((mapped, doorbells));
     }
     Ok(())
 }
@@ -299,7 +310,10 @@ fn pulled(_: &Bench) -> Result<(), Fault> {
     let a = open("a")?;
     let other = open("b")?;
     let memory = kernel("memory", Mapping::anonymous(1 << 20))?;
-    kernel("map", a.iommu().map(1 << 32, &memory, Access::ReadWrite))?;
+    kernel(
+        "map",
+        map(a.iommu().as_ref(), 1 << 32, &memory, Access::ReadWrite),
+    )?;
     inside::control("remove a")?;
     await_that("it is noticed", || Ok(a.is_gone()))?;
     // Before anything is given up.

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use super::{MAX_FILES, MAX_REGIONS, UNMAP_DEADLINE};
+use super::{MAX_FILE_BYTES, MAX_FILES, MAX_REGIONS, UNMAP_DEADLINE};
 use crate::address::Gpa;
 
 /// What can go wrong with a VM's memory.
@@ -30,6 +30,32 @@ pub enum DmaError {
     /// The VM's memory is in as many files as it may be in.
     #[error("Memory in no more than {MAX_FILES} files can be mapped")]
     TooManyFiles,
+    /// The VM has as many mappings of a physical drive's IOMMU as it may have.
+    #[error(
+        "The VM's memory has {taken} of the {max} mappings that the drive takes for all VMs, and can have no \
+         more while {left} are left; have it in fewer and larger regions, or its disk on another drive"
+    )]
+    TooManyMappings {
+        /// Mappings of the VM's memory.
+        taken: u64,
+        /// Mappings that are left, for all VMs.
+        left: u64,
+        /// Mappings that the drive takes, in all.
+        max: u64,
+    },
+    /// The VM's files take as much of this process's address space as they may.
+    #[error(
+        "The memory of region {gpa}+{len:#x} has no room: of the {MAX_FILE_BYTES:#x} bytes of address space \
+         that the files of one VM may take, {left:#x} are left; unmap others first, or map less of it"
+    )]
+    FilesTooLarge {
+        /// Where it starts.
+        gpa: Gpa,
+        /// Its length in bytes.
+        len: u64,
+        /// What is left, in bytes.
+        left: u64,
+    },
     /// A range to unmap cuts through a region.
     #[error("Range {gpa}+{len:#x} cuts a mapped region in two; unmap whole regions")]
     PartialUnmap {

@@ -34,14 +34,14 @@ pub(crate) use table::RunPages;
 pub use table::{Direction, RegionHint, RegionTable};
 
 use crate::address::{Gpa, PAGE_SIZE};
-use crate::iova::IovaSpace;
+use crate::iova::{IovaSpace, NoMapping, VmMappings};
 use crate::memory::{Access, RawBytes};
 use crate::poller::Waker;
 use dirty::DirtyPages;
 use region::{Extent, GuestFile, Place, Region};
 
 /// Regions that one VM may have: 16 GiB of memory that is plugged in blocks of 2 MiB. A client that
-/// maps without end is stopped here. A drive behind VFIO takes 65,535 in all, of all its VMs.
+/// maps without end is stopped here, or earlier where its drive takes fewer of all VMs together.
 pub const MAX_REGIONS: usize = 8192;
 
 /// Files that the regions of one VM may be in. VMMs have a few.
@@ -126,6 +126,7 @@ impl Tables {
 #[derive(Debug)]
 pub struct DmaWindow {
     space: Arc<IovaSpace>,
+    mappings: Arc<VmMappings>,
     tables: Arc<Tables>,
     /// The table before the current one, if no region went since: so that it is this window's users who
     /// end a table, which may be long, and not a poller.
@@ -146,6 +147,7 @@ impl DmaWindow {
             users: Mutex::default(),
         };
         Self {
+            mappings: space.new_vm(),
             space,
             tables: Arc::new(tables),
             previous: Mutex::default(),
@@ -194,9 +196,10 @@ impl DmaWindow {
         files.retain(|file| file.strong_count() > 0);
         let known: Vec<_> = files.iter().filter_map(Weak::upgrade).collect();
         let taken: u64 = known.iter().map(|file| file.mapping().len() as u64).sum();
-        let room = MAX_FILE_BYTES.saturating_sub(taken);
-        let file = GuestFile::find_or_map(&known, fd, (offset, bytes), access, room)
-            .map_err(|source| DmaError::Map { gpa, len, source })?;
+        let left = MAX_FILE_BYTES.saturating_sub(taken);
+        let file = GuestFile::find_or_map(&known, fd, (offset, bytes), access, left)
+            .map_err(|source| DmaError::Map { gpa, len, source })?
+            .ok_or(DmaError::FilesTooLarge { gpa, len, left })?;
         let is_it = |known: &Weak<GuestFile>| known.as_ptr() == Arc::as_ptr(&file);
         if !files.iter().any(is_it) {
             if files.len() >= MAX_FILES {
@@ -251,8 +254,15 @@ impl DmaWindow {
             None => Extent::new(&self.space, &place, spare_iovas(&current.regions))
                 .ok_or(DmaError::NoIova { len })?,
         };
-        let region =
-            Region::new(place, extent).map_err(|source| DmaError::Iommu { gpa, len, source })?;
+        let permit = self.mappings.take().map_err(|no_mapping| {
+            let NoMapping { taken, left, max } = no_mapping;
+            DmaError::TooManyMappings { taken, left, max }
+        })?;
+        let region = Region::new(place, extent, permit).map_err(|source| DmaError::Iommu {
+            gpa,
+            len,
+            source,
+        })?;
         let mut regions = current.regions.clone();
         regions.insert(index, Arc::new(region));
         let dirty = current.notes_for(&regions);

@@ -37,13 +37,7 @@ impl Mapped {
 }
 
 impl Iommu for Mapped {
-    fn map_part(
-        &self,
-        iova: u64,
-        memory: &Mapping,
-        part: Range<usize>,
-        _: Access,
-    ) -> io::Result<()> {
+    fn map(&self, iova: u64, memory: &Mapping, part: Range<usize>, _: Access) -> io::Result<()> {
         let bytes = memory
             .bytes(part.start, part.len())
             .expect("in the mapping");
@@ -59,6 +53,10 @@ impl Iommu for Mapped {
         let unmapped = self.maps().remove(&iova);
         assert_eq!(unmapped.map(|(len, _)| len), Some(len), "what was mapped");
         Ok(())
+    }
+
+    fn mappings_max(&self) -> Option<u64> {
+        None
     }
 }
 

@@ -7,8 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
-use super::MAX_FILE_BYTES;
-use crate::iova::{IovaPart, IovaRange, IovaSpace};
+use crate::iova::{IovaPart, IovaRange, IovaSpace, MappingPermit};
 use crate::memory::{Access, Mapping, host_page_size};
 
 /// A file that holds memory of a VM, as it is mapped into this process: as a whole, so that regions
@@ -25,14 +24,14 @@ pub(super) struct GuestFile {
 
 impl GuestFile {
     /// Finds the file of `fd` among those that are mapped, or maps it, into `room` bytes of address space at
-    /// most.
+    /// most; nothing if that is too little.
     pub(super) fn find_or_map(
         known: &[Arc<Self>],
         fd: OwnedFd,
         (offset, len): (u64, usize),
         access: Access,
         room: u64,
-    ) -> io::Result<Arc<Self>> {
+    ) -> io::Result<Option<Arc<Self>>> {
         if !offset.is_multiple_of(host_page_size() as u64) {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
@@ -50,15 +49,10 @@ impl GuestFile {
                 && file.offset_of(offset, len).is_some()
         };
         if let Some(file) = known.iter().find(has_it) {
-            return Ok(file.clone());
+            return Ok(Some(file.clone()));
         }
         if len as u64 > room {
-            return Err(io::Error::new(
-                io::ErrorKind::OutOfMemory,
-                format!(
-                    "{len:#x} bytes are more than the {room:#x} that are left of {MAX_FILE_BYTES:#x} for one VM"
-                ),
-            ));
+            return Ok(None);
         }
         let end = offset.checked_add(len as u64);
         let whole = usize::try_from(status.len())
@@ -71,7 +65,7 @@ impl GuestFile {
             None => (offset, Mapping::shared(file.as_fd(), offset, len, access)?),
         };
         let mapping = Arc::new(mapping);
-        Ok(Arc::new(Self { id, start, mapping }))
+        Ok(Some(Arc::new(Self { id, start, mapping })))
     }
 
     /// Where in the mapping the bytes from `offset` of the file on are, if it has all of them.
@@ -163,13 +157,16 @@ pub(super) struct Region {
 
 impl Region {
     /// Lets the host controller reach `place` at its IOVAs in `extent`, which has it.
-    pub(super) fn new(place: Place, extent: Arc<Extent>) -> io::Result<Self> {
+    pub(super) fn new(
+        place: Place,
+        extent: Arc<Extent>,
+        permit: MappingPermit,
+    ) -> io::Result<Self> {
         let mapping = &place.file.mapping;
         let part = place.offset as usize..(place.offset + place.len) as usize;
         let iova = extent.iova.start() + (place.gpa - extent.place.gpa);
-        let part = extent
-            .iova
-            .map_part(iova, mapping, part, mapping.access())?;
+        let access = mapping.access();
+        let part = extent.iova.map(iova, mapping, part, access, permit)?;
         Ok(Self {
             part,
             place,

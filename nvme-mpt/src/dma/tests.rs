@@ -339,10 +339,19 @@ fn no_vm_takes_the_address_space_of_others() {
     greedy.map(far).expect("only what is asked for");
     let error = greedy.map(part(&second, 1 << 50, 0, LARGE));
     let error = error.expect_err("more than is left");
-    let DmaError::Map { source, .. } = &error else {
+    let DmaError::FilesTooLarge { gpa, len, left } = error else {
         panic!("{error}");
     };
-    assert!(source.to_string().contains("0x80000000000"), "{source}");
+    assert_eq!((gpa, len), (Gpa(1 << 50), LARGE));
+    assert_eq!(left, MAX_FILE_BYTES - LARGE - BLOCK);
+    let said = error.to_string();
+    for named in [
+        "0x4000000000000+0x60000000000",
+        "0x80000000000",
+        "0x1ffffe00000",
+    ] {
+        assert!(said.contains(named), "{said}");
+    }
     // What is there goes on, and so do others.
     greedy.write(Gpa(1 << 30), &[1]).expect("mapped");
     let other = window();

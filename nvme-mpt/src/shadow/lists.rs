@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 
 use crate::address::{Iova, PAGE_SIZE};
-use crate::iova::{IovaRange, IovaSpace};
+use crate::iova::{IovaPart, IovaSpace};
 use crate::memory::{Access, PrivateWords, RawBytes};
 
 /// Bytes per slot: two memory pages, for the 257 SGL descriptors that 1 MiB can take when it
@@ -19,19 +19,16 @@ const LIST_WORDS: usize = LIST_BYTES / 8;
 #[derive(Debug)]
 pub(crate) struct ListMemory {
     /// Dropped first: what is mapped for the drive goes before the memory does.
-    iova: IovaRange,
+    iova: IovaPart,
     words: PrivateWords,
 }
 
 impl ListMemory {
     pub(crate) fn new(space: &Arc<IovaSpace>, slots: usize) -> io::Result<Self> {
-        let mut iova = space
-            .allocate((slots * LIST_BYTES) as u64)
-            .ok_or_else(|| io::Error::other("The host controller's IOVA space is full"))?;
         // Without an IOMMU, which pins them, pages are taken when a slot first needs them: most
         // never see a list.
         let words = PrivateWords::new(slots * LIST_WORDS)?;
-        iova.map(words.mapping(), Access::Read)?;
+        let iova = space.map(words.mapping(), Access::Read)?;
         Ok(Self { iova, words })
     }
 
@@ -42,8 +39,15 @@ impl ListMemory {
     #[inline]
     pub(crate) fn of_slot(&mut self, slot: u16) -> (&mut [u64], Iova) {
         let first = usize::from(slot) * LIST_WORDS;
+        let iova = self.iova_of_slot(slot);
         let list = &mut self.words.as_mut_slice()[first..][..LIST_WORDS];
-        (list, Iova(self.iova.start() + 8 * first as u64))
+        (list, iova)
+    }
+
+    /// The address of a slot's list there.
+    #[inline]
+    pub(crate) fn iova_of_slot(&self, slot: u16) -> Iova {
+        Iova(self.iova.start() + u64::from(slot) * LIST_BYTES as u64)
     }
 
     /// What the host controller finds at an IOVA of a list.

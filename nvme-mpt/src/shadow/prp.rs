@@ -57,11 +57,11 @@ pub(super) fn translate(
         let host_prp2 = table.translate(Gpa(prp2), rest, direction, &mut hints.data);
         return Ok([host_prp1, host_prp2.ok_or(outside(PRP2))?.bits()]);
     }
-    let host_list = translate_list(table, hints, prp2, rest, direction, lists, slot)?;
-    Ok([host_prp1, host_list])
+    translate_list(table, hints, prp2, rest, direction, lists, slot)?;
+    Ok([host_prp1, lists.iova_of_slot(slot).bits()])
 }
 
-/// Copies and translates a PRP list for `len` bytes. Returns the IOVA of the copy.
+/// Copies and translates a PRP list for `len` bytes, to where a slot has its list.
 fn translate_list(
     table: &RegionTable,
     hints: &mut PrpHints,
@@ -70,20 +70,19 @@ fn translate_list(
     direction: Direction,
     lists: &mut ListMemory,
     slot: u16,
-) -> Result<u64, Failure> {
+) -> Result<(), Failure> {
     if !pointer.is_multiple_of(8) {
         return Err(Failure::at(Status::PRP_OFFSET_INVALID, PRP2));
     }
-    let (host_list, host_list_iova) = lists.of_slot(slot);
+    let (host_list, _) = lists.of_slot(slot);
     // Regions are whole pages, so the page of the last entry lies in one even if its end is unused.
     let entries = ((len - 1) / PAGE_SIZE + 1) as usize;
     if entries <= entries_to_page_end(pointer) {
         let copy = copy_entries(table, hints, pointer, host_list, (0, entries))?;
-        translate_entries(table, hints, copy, direction)?;
+        translate_entries(table, hints, copy, direction)
     } else {
-        translate_chain(table, hints, pointer, entries, direction, host_list)?;
+        translate_chain(table, hints, pointer, entries, direction, host_list)
     }
-    Ok(host_list_iova.bits())
 }
 
 /// Entries of a PRP list from a pointer to the end of its page.

@@ -51,7 +51,7 @@ impl ModelDrive {
     /// # Panics
     /// When the system has no memory or threads left.
     pub fn start(options: Options) -> Arc<Self> {
-        let iommu = Arc::new(ModelIommu::default());
+        let iommu = Arc::new(ModelIommu::new(options.mappings_max));
         let stride = 4 << options.dstrd;
         let all = 2 * (usize::from(options.queue_pairs) + 1) * stride;
         let len = options.doorbell_bytes.unwrap_or(all).next_multiple_of(4096);

@@ -46,6 +46,8 @@ unsafe impl Sync for Mapped {}
 /// The IOMMU in front of the drive.
 #[derive(Debug, Default)]
 pub struct ModelIommu {
+    /// As many as can be at a time, if there is a limit.
+    mappings_max: Option<usize>,
     maps: RwLock<BTreeMap<u64, Mapped>>,
     faults: Mutex<Vec<DmaFault>>,
     count: AtomicU64,
@@ -53,6 +55,13 @@ pub struct ModelIommu {
 }
 
 impl ModelIommu {
+    pub(super) fn new(mappings_max: Option<usize>) -> Self {
+        Self {
+            mappings_max,
+            ..Self::default()
+        }
+    }
+
     /// The first accesses that reached no memory.
     pub fn faults(&self) -> Vec<DmaFault> {
         self.faults
@@ -170,7 +179,7 @@ impl ModelIommu {
 }
 
 impl Iommu for ModelIommu {
-    fn map_part(
+    fn map(
         &self,
         iova: u64,
         memory: &Mapping,
@@ -194,6 +203,9 @@ impl Iommu for ModelIommu {
         {
             return Err(io::ErrorKind::AlreadyExists.into());
         }
+        if self.mappings_max.is_some_and(|max| maps.len() >= max) {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
         // The memory outlives the mapping, as whoever maps it promises.
         maps.insert(iova, Mapped { len, start, access });
         Ok(())
@@ -207,6 +219,10 @@ impl Iommu for ModelIommu {
             _ => return Err(io::ErrorKind::InvalidInput.into()),
         }
         Ok(())
+    }
+
+    fn mappings_max(&self) -> Option<u64> {
+        self.mappings_max.map(|max| max as u64)
     }
 }
 
@@ -257,10 +273,11 @@ mod tests {
     fn only_what_is_mapped_is_reached() {
         let iommu = ModelIommu::default();
         let [a, b] = [8192, 4096].map(|len| Mapping::anonymous(len).unwrap());
-        iommu.map(0x10_0000, &a, Access::ReadWrite).unwrap();
-        iommu.map(0x10_2000, &b, Access::Read).unwrap();
-        iommu.map(0x10_1000, &b, Access::Read).unwrap_err();
-        iommu.map(0xF_F000, &a, Access::Read).unwrap_err();
+        let map = |iova, memory: &Mapping, access| iommu.map(iova, memory, 0..memory.len(), access);
+        map(0x10_0000, &a, Access::ReadWrite).unwrap();
+        map(0x10_2000, &b, Access::Read).unwrap();
+        map(0x10_1000, &b, Access::Read).unwrap_err();
+        map(0xF_F000, &a, Access::Read).unwrap_err();
         iommu.write(0x10_0FFE, &[1, 2, 3, 4]).unwrap();
         let mut bytes = [0; 3];
         a.bytes(0xFFF, 3).unwrap().copy_to(&mut bytes);

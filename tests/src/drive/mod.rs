@@ -101,6 +101,8 @@ pub struct Options {
     pub volatile_cache: bool,
     /// WZSL, VSL and WUSL, as MDTS is given; 0 is no limit.
     pub no_data_limit: u8,
+    /// Mappings that its IOMMU takes; none for as many as anybody likes.
+    pub mappings_max: Option<usize>,
     /// The namespaces.
     pub namespaces: Vec<NamespaceOptions>,
     /// How long it takes to become ready, and to be disabled.
@@ -135,6 +137,7 @@ impl Default for Options {
             doorbell_buffer: DoorbellBufferUse::None,
             volatile_cache: true,
             no_data_limit: 0,
+            mappings_max: None,
             namespaces: vec![NamespaceOptions::new(1, 64 << 20, 512)],
             reset_time: Duration::ZERO,
             latency: Duration::ZERO,

@@ -61,7 +61,9 @@ fn scene(options: Options, doorbells: DoorbellMode) -> Scene {
         let (offset, len) = (region.fd_offset, region.len as usize);
         let mapping = Mapping::shared(memory.fd(), offset, len, Access::ReadWrite).unwrap();
         let iommu = drive.iommu();
-        iommu.map(region.gpa, &mapping, Access::ReadWrite).unwrap();
+        iommu
+            .map(region.gpa, &mapping, 0..len, Access::ReadWrite)
+            .unwrap();
         mapping
     };
     let mappings = memory.regions().into_iter().map(map).collect();

@@ -304,7 +304,12 @@ fn a_drive_that_was_left_enabled_is_begun_anew() {
     let memory = Arc::new(nvme_mpt::memory::Mapping::anonymous(8192).unwrap());
     let iommu = model.iommu();
     iommu
-        .map(0x1000, &memory, nvme_mpt::memory::Access::ReadWrite)
+        .map(
+            0x1000,
+            &memory,
+            0..8192,
+            nvme_mpt::memory::Access::ReadWrite,
+        )
         .unwrap();
     model.write32(0x24, 0x1F_001F);
     model.write64(0x28, 0x1000);
@@ -331,6 +336,56 @@ fn a_drive_may_take_its_time() {
         LONG,
     );
     Load::start(&lab, &Setup::nth(0), 1, 4).finish_undisturbed();
+    lab.finish();
+}
+
+/// A VM's memory as its VMM maps it, page by page: as much of it as is taken, and what is said of the rest.
+fn map_page_by_page(lab: &Lab) -> (nvme_mpt::DmaWindow, u64, nvme_mpt::DmaError) {
+    let memory = nvme_mpt_tests::memory::GuestMemory::new(&[(0, 4 << 20)]).unwrap();
+    let window = nvme_mpt::DmaWindow::new(lab.drive.controller().iova_space().clone());
+    for page in 0.. {
+        let mapped = window.map(nvme_mpt::MemoryRegion {
+            gpa: nvme_mpt::Gpa(page * 4096),
+            len: 4096,
+            fd: memory.fd().try_clone_to_owned().unwrap(),
+            offset: page * 4096,
+            readable: true,
+            writable: true,
+        });
+        if let Err(refused) = mapped {
+            return (window, page, refused);
+        }
+    }
+    unreachable!("memory ends");
+}
+
+#[test]
+fn vms_that_map_without_end_leave_mappings_for_others_and_for_the_drive() {
+    const MAPPINGS: usize = 2048;
+    let options = Options {
+        mappings_max: Some(MAPPINGS),
+        ..plain()
+    };
+    let lab = Lab::with(options, LONG);
+    let early = Load::start(&lab, &Setup::nth(0), 1, 4);
+    let hostile: Vec<_> = (0..6).map(|_| map_page_by_page(&lab)).collect();
+    for (nth, (_, mapped, refused)) in hostile.iter().enumerate() {
+        let nvme_mpt::DmaError::TooManyMappings { taken, max, .. } = refused else {
+            panic!("{refused}");
+        };
+        assert_eq!((*taken, *max), (*mapped, MAPPINGS as u64));
+        // The first has a third of what no VM is assured, and all have what they are.
+        assert!(nth > 0 || *mapped > 450, "{mapped}");
+        assert!(*mapped >= 64, "{mapped}");
+    }
+    // Who comes next has memory, queues, and lists of pages.
+    Load::start(&lab, &Setup::nth(1), 4, 8).finish_undisturbed();
+    early.finish_undisturbed();
+    // What they give back is there for others.
+    drop(hostile);
+    let (alone, mapped, _) = map_page_by_page(&lab);
+    assert!(mapped > 450, "{mapped}");
+    drop(alone);
     lab.finish();
 }
 

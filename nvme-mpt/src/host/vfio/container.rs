@@ -33,6 +33,10 @@ pub(super) trait IommuContext: Iommu {
     fn release(&self);
 }
 
+/// Mappings that a container takes by default (`dma_entry_limit` of `vfio_iommu_type1`): Linux 5.1 to 5.9 do not
+/// tell how many there can be.
+const MAPPINGS_MAX: u32 = 65_535;
+
 /// A container of VFIO's with one group in it.
 #[derive(Debug)]
 pub(super) struct Type1Container {
@@ -42,8 +46,8 @@ pub(super) struct Type1Container {
     usable: Vec<RangeInclusive<u64>>,
     /// Smallest page that the IOMMU maps.
     page: u64,
-    /// How many mappings there can be, where the kernel tells.
-    mappings_max: Option<u32>,
+    /// How many mappings there can be.
+    mappings_max: u32,
 }
 
 #[derive(Debug)]
@@ -122,7 +126,7 @@ impl Type1Container {
                 0 => host_page_size() as u64,
                 sizes => 1 << sizes.trailing_zeros(),
             },
-            mappings_max: info.mappings_left,
+            mappings_max: info.mappings_left.unwrap_or(MAPPINGS_MAX),
         })
     }
 
@@ -155,7 +159,7 @@ impl Type1Container {
                 }
             }
             Some(libc::ENOSPC) => {
-                let limit = self.mappings_max.unwrap_or_default();
+                let limit = self.mappings_max;
                 io::Error::new(io::ErrorKind::StorageFull, VfioError::Mappings { limit })
             }
             _ => error,
@@ -164,7 +168,7 @@ impl Type1Container {
 }
 
 impl Iommu for Type1Container {
-    fn map_part(
+    fn map(
         &self,
         iova: u64,
         memory: &Mapping,
@@ -208,6 +212,10 @@ impl Iommu for Type1Container {
             }));
         }
         Ok(())
+    }
+
+    fn mappings_max(&self) -> Option<u64> {
+        Some(self.mappings_max.into())
     }
 }
 

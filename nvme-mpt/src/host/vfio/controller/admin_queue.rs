@@ -3,7 +3,6 @@
 //! Commands are executed one at a time, in the thread that asks. The one exception is Asynchronous
 //! Event Request, which stays outstanding and completes into a list of events.
 
-use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
@@ -11,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::super::backing::Backing;
 use super::error::ControllerError;
 use crate::address::{Iova, PAGE_SIZE};
-use crate::iova::{IovaRange, IovaSpace};
+use crate::iova::{IovaPart, IovaSpace};
 use crate::memory::{Access, Cell32, Mapping, RawBytes};
 use crate::spec::cqe::{Cqe, CqeHigh};
 use crate::spec::event::AsyncEvent;
@@ -48,7 +47,7 @@ const EVENT_CID: u16 = u16::MAX;
 pub(super) struct AdminQueue {
     backing: Arc<dyn Backing>,
     /// Dropped before the memory that is mapped there.
-    iova: IovaRange,
+    iova: IovaPart,
     memory: Mapping,
     tail_doorbell: Cell32,
     head_doorbell: Cell32,
@@ -69,11 +68,8 @@ impl AdminQueue {
     ) -> Result<Self, ControllerError> {
         let len = PAGES * PAGE_SIZE as usize;
         let memory = Mapping::anonymous(len).map_err(ControllerError::Memory)?;
-        let no_room = || io::Error::other("the IOVA space is full");
-        let mut iova = space
-            .allocate(len as u64)
-            .ok_or_else(|| ControllerError::Memory(no_room()))?;
-        iova.map(&memory, Access::ReadWrite)
+        let iova = space
+            .map(&memory, Access::ReadWrite)
             .map_err(ControllerError::Memory)?;
         let (doorbells, first) = backing.doorbells();
         let cell = |doorbell: Doorbell| {

@@ -1,7 +1,6 @@
 //! The Doorbell Buffer of a drive that has one: those that are emulated themselves, in nested and
 //! cloud machines (Base 2.0, section 5.8). A doorbell is then mostly a store to memory.
 
-use std::io;
 use std::sync::Arc;
 
 use super::super::backing::Backing;
@@ -9,7 +8,7 @@ use super::super::pair::{BufferedDoorbell, DriveDoorbell, PairDoorbells};
 use super::admin_queue::AdminQueue;
 use super::error::ControllerError;
 use crate::address::PAGE_SIZE;
-use crate::iova::{IovaRange, IovaSpace};
+use crate::iova::{IovaPart, IovaSpace};
 use crate::memory::{Access, Cell32, Mapping};
 use crate::spec::ids::QueueId;
 use crate::spec::opcode::AdminOpcode;
@@ -23,7 +22,7 @@ const EVENT_IDX: usize = PAGE_SIZE as usize;
 #[derive(Debug)]
 pub(super) struct DoorbellBuffer {
     /// Dropped before the memory that is mapped there.
-    iova: IovaRange,
+    iova: IovaPart,
     memory: Arc<Mapping>,
 }
 
@@ -31,9 +30,8 @@ impl DoorbellBuffer {
     pub(super) fn new(space: &Arc<IovaSpace>) -> Result<Self, ControllerError> {
         let len = 2 * PAGE_SIZE;
         let memory = Mapping::anonymous(len as usize).map_err(ControllerError::Memory)?;
-        let no_room = || ControllerError::Memory(io::Error::other("the IOVA space is full"));
-        let mut iova = space.allocate(len).ok_or_else(no_room)?;
-        iova.map(&memory, Access::ReadWrite)
+        let iova = space
+            .map(&memory, Access::ReadWrite)
             .map_err(ControllerError::Memory)?;
         Ok(Self {
             iova,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::doorbell::{Bell, DriveDoorbell};
 use crate::address::{Iova, PAGE_SIZE};
-use crate::iova::{IovaRange, IovaSpace};
+use crate::iova::{IovaPart, IovaSpace};
 use crate::memory::{Access, HostCompletionRing, HostSubmissionRing, Mapping};
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::CommandId;
@@ -27,7 +27,7 @@ pub struct PairDoorbells {
 #[derive(Debug)]
 pub(super) struct Rings {
     /// Dropped first: the drive loses the memory before we do.
-    iova: IovaRange,
+    iova: IovaPart,
     cq_offset: u64,
     sq: HostSubmissionRing,
     cq: HostCompletionRing,
@@ -57,10 +57,7 @@ impl Rings {
         let cq_offset = sq_len.next_multiple_of(PAGE_SIZE as usize);
         let len = cq_offset + entries as usize * size_of::<Cqe>();
         let mapping = Arc::new(Mapping::huge(len.next_multiple_of(PAGE_SIZE as usize))?);
-        let mut iova = space
-            .allocate(mapping.len() as u64)
-            .ok_or_else(|| io::Error::other("The drive's IOVA space is full"))?;
-        iova.map(&mapping, Access::ReadWrite)?;
+        let iova = space.map(&mapping, Access::ReadWrite)?;
         let outside = || io::Error::other("The rings do not lie in their memory");
         Ok(Self {
             iova,

@@ -207,10 +207,14 @@ impl Translator {
     /// What is the same for every command (Base 2.0, section 3.3.3.1).
     #[inline(always)]
     fn check_common(&self, guest: &Sqe) -> Result<(), Failure> {
-        let psdt = guest.cdw0.psdt();
-        let sgl = psdt == Psdt::SGL_MPTR_BUFFER && self.limits.sgl_descriptors_max > 0;
-        if guest.cdw0.fuse() != Fuse::NORMAL || (psdt != Psdt::PRP && !sgl) {
-            return Err(Failure::at(Status::INVALID_FIELD, location::FUSE_AND_PSDT));
+        // None of these is set in a command by itself that has PRPs, as nearly all are: one look tells.
+        const FUSE_AND_PSDT: Cdw0 = Cdw0(0).with_fuse(Fuse(0b11)).with_psdt(Psdt(0b11));
+        let cdw0 = guest.cdw0;
+        if cdw0.0 & FUSE_AND_PSDT.0 != 0 {
+            let sgl = cdw0.psdt() == Psdt::SGL_MPTR_BUFFER && self.limits.sgl_descriptors_max > 0;
+            if cdw0.fuse() != Fuse::NORMAL || !sgl {
+                return Err(Failure::at(Status::INVALID_FIELD, location::FUSE_AND_PSDT));
+            }
         }
         if guest.nsid != self.blocks.guest_nsid {
             return Err(Failure::at(

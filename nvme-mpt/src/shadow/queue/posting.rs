@@ -81,9 +81,9 @@ impl<H: HostQueue, const LOG: bool> CompletionTaker for &mut Posting<'_, H, LOG>
         if H::KEY_VALUE && slot.opcode.0 == KvOpcode::RETRIEVE.0 {
             // A value may be smaller than the host's buffer.
             let bytes = slot.bytes.min(dw0);
-            count(&sq.counters, &Slot { bytes, ..*slot }, self.now);
+            count::<H>(&sq.counters, &Slot { bytes, ..*slot }, self.now);
         } else {
-            count(&sq.counters, slot, self.now);
+            count::<H>(&sq.counters, slot, self.now);
         }
     }
 }
@@ -119,18 +119,16 @@ pub(super) fn fail_command<H: HostQueue>(
 }
 
 #[inline]
-fn count(counters: &QueueCounters, slot: &Slot, now: Ticks) {
+fn count<H: HostQueue>(counters: &QueueCounters, slot: &Slot, now: Ticks) {
     counters.commands.add(1);
-    match slot.opcode {
-        NvmOpcode::READ => {
-            counters.reads.add(1);
-            counters.read_bytes.add(u64::from(slot.bytes));
-        }
-        NvmOpcode::WRITE | NvmOpcode::ZONE_APPEND => {
-            counters.writes.add(1);
-            counters.write_bytes.add(u64::from(slot.bytes));
-        }
-        _ => {}
+    let writes =
+        slot.opcode == NvmOpcode::WRITE || (H::ZONED && slot.opcode == NvmOpcode::ZONE_APPEND);
+    if writes {
+        counters.writes.add(1);
+        counters.write_bytes.add(u64::from(slot.bytes));
+    } else if slot.opcode == NvmOpcode::READ {
+        counters.reads.add(1);
+        counters.read_bytes.add(u64::from(slot.bytes));
     }
     counters.latency.record(now.since(slot.taken));
 }

@@ -17,7 +17,8 @@ const NONE: u16 = u16::MAX;
 
 /// A time in ticks and one tick less than a unit, so that what is left of it in whole units is rounded up: nothing
 /// comes out before it is due. What is counted from such a time is such a time, and nothing has to be added to each.
-pub(super) type RoundedUp = u64;
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct RoundedUp(pub(super) u64);
 
 /// A slot's completion: its status in the upper half, and the next slot on its page in the lower one. As a word, it
 /// is written and read at once.
@@ -181,13 +182,13 @@ impl Calendar {
             self.near.begin = unit;
         }
         self.later.begin(now);
-        now.wrapping_add(self.round)
+        RoundedUp(now.wrapping_add(self.round))
     }
 
     /// Puts a completion in whose slot has none in it. What is due already comes out next.
     #[inline]
     pub(super) fn hold(&mut self, slot: u16, status: Status, due: RoundedUp) {
-        let unit = due >> self.shift;
+        let unit = due.0 >> self.shift;
         if self.near.has(unit) {
             self.near.enter(slot, status, unit);
         } else {
@@ -198,12 +199,12 @@ impl Calendar {
     /// Puts a completion in for which there is no page.
     #[cold]
     fn hold_elsewhere(&mut self, slot: u16, status: Status, due: RoundedUp) {
-        if due >> self.shift < self.near.begin {
+        if due.0 >> self.shift < self.near.begin {
             self.near.enter(slot, status, self.near.begin);
         } else if let Some(entry) = self.near.entries.get_mut(usize::from(slot)) {
             *entry = Entry::new(status, NONE);
             // It rounds by itself.
-            self.later.insert(slot.into(), due - self.round);
+            self.later.insert(slot.into(), due.0 - self.round);
         }
     }
 
@@ -253,7 +254,7 @@ mod tests {
     }
 
     fn hold(calendar: &mut Calendar, slot: u16, due: u64) {
-        calendar.hold(slot, status(slot), due + calendar.round);
+        calendar.hold(slot, status(slot), RoundedUp(due + calendar.round));
     }
 
     fn release(calendar: &mut Calendar, now: u64) -> Vec<u16> {
@@ -337,7 +338,7 @@ mod tests {
                         expected.sort_unstable();
                         prop_assert_eq!(release(&mut calendar, now), expected);
                     }
-                    1 => prop_assert_eq!(calendar.begin(now), now + unit - 1),
+                    1 => prop_assert_eq!(calendar.begin(now), RoundedUp(now + unit - 1)),
                     _ => {
                         hold(&mut calendar, slot, now + time);
                         model.push(((now + time).div_ceil(unit), slot));

@@ -36,8 +36,9 @@ pub struct TimedQueue<Q, C = HostClock> {
     store: Q,
     model: Arc<Model>,
     clock: C,
-    /// When each slot's command is due, where that is not known as it completes.
-    due: Box<[RoundedUp]>,
+    /// When each slot's command is due, counted from a time that is [rounded up](RoundedUp), where that is not
+    /// known as it completes.
+    due: Box<[u64]>,
     held: Calendar,
     hurried: bool,
 }
@@ -87,8 +88,8 @@ fn ring_at_once<Q: TimedStore>(
     now: RoundedUp,
 ) {
     store.ring_through(memory, |sqe, status| {
-        match read_or_write(sqe).and_then(|work| model.due_of_stripe(&work, now)) {
-            Some(due) => held.hold(sqe.cid().0, status, due),
+        match read_or_write(sqe).and_then(|work| model.due_of_stripe(&work, now.0)) {
+            Some(due) => held.hold(sqe.cid().0, status, RoundedUp(due)),
             None => hold_other(sqe, status, model, held, memory, now),
         }
     });
@@ -104,8 +105,8 @@ fn hold_other(
     memory: HostMemory<'_>,
     now: RoundedUp,
 ) {
-    let due = due_of(sqe, memory, now, &mut |work, now| model.due(&work, now));
-    held.hold(sqe.cid().0, status, due);
+    let due = due_of(sqe, memory, now.0, &mut |work, now| model.due(&work, now));
+    held.hold(sqe.cid().0, status, RoundedUp(due));
 }
 
 impl<Q: TimedStore, C: Clock> HostBatch for &mut TimedQueue<Q, C> {
@@ -133,11 +134,11 @@ impl<Q: TimedStore, C: Clock> HostBatch for &mut TimedQueue<Q, C> {
             // It takes no lock, so it can be asked while the store has its turn.
             Model::Nvm(model) if Q::AT_ONCE => ring_at_once(store, model, held, memory, now),
             model => {
-                model.admit(store.arriving(), memory, now, due);
+                model.admit(store.arriving(), memory, now.0, due);
                 store.ring_through(memory, |sqe, status| {
                     let slot = sqe.cid().0;
-                    let due = due.get(usize::from(slot)).copied().unwrap_or(now);
-                    held.hold(slot, status, due);
+                    let due = due.get(usize::from(slot)).copied().unwrap_or(now.0);
+                    held.hold(slot, status, RoundedUp(due));
                 });
             }
         }
@@ -165,7 +166,7 @@ impl<Q: TimedStore, C: Clock> HostQueue for TimedQueue<Q, C> {
             store.reap(memory, |completion: HostCompletion| {
                 let HostCompletion { slot, status, .. } = completion;
                 if let Some(due) = due.get(usize::from(slot)) {
-                    held.hold(slot, status, *due);
+                    held.hold(slot, status, RoundedUp(*due));
                 }
             });
         }

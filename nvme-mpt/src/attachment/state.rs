@@ -5,12 +5,15 @@
 //! checked as a whole before the first queue is made. Each type here is the format of a snapshot, so
 //! a change to one is a new version of it; but for a field that is left out where there is nothing in it.
 
-use std::collections::BTreeSet;
+mod queues;
+
 use std::fmt::{Display, Write};
 use std::io;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
+
+pub use queues::{CompletionQueueState, SubmissionQueueState};
 
 use super::{Attachment, LeasedNamespace, NamespaceZones, QueueError};
 use crate::address::{Gpa, PAGE_SIZE};
@@ -23,6 +26,7 @@ use crate::spec::key_value::KvFormat;
 use crate::spec::registers::Doorbell;
 use crate::spec::zns::ChangedZoneList;
 use crate::stats::Counters;
+use queues::QueueLimits;
 
 /// Why the state of an attachment cannot be saved or restored.
 #[derive(Debug, thiserror::Error)]
@@ -141,50 +145,6 @@ pub struct DoorbellBufferState {
     pub shadow: u64,
     /// Guest address of the EventIdx buffer.
     pub event_idx: u64,
-}
-
-/// A Completion Queue.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct CompletionQueueState {
-    /// Its identifier.
-    pub qid: u16,
-    /// Guest address of its first entry.
-    pub base: u64,
-    /// Its entries.
-    pub entries: u32,
-    /// Where the next entry is posted, and with which Phase Tag.
-    pub tail: u32,
-    /// The Phase Tag.
-    pub phase: bool,
-    /// How far the guest has consumed.
-    pub head: u32,
-    /// The last invalid value of its doorbell, which was reported.
-    pub bad_head: Option<u32>,
-    /// The vector that it raises.
-    pub vector: Option<u16>,
-    /// It takes and posts nothing until the next reset.
-    pub failed: bool,
-    /// Completions that could not be posted yet: dwords 0 and 1, 2 and 3.
-    pub held: Vec<[u64; 2]>,
-    /// Submission Queues that complete here.
-    pub submission_queues: Vec<SubmissionQueueState>,
-}
-
-/// A Submission Queue.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct SubmissionQueueState {
-    /// Its identifier.
-    pub qid: u16,
-    /// Guest address of its first entry.
-    pub base: u64,
-    /// Its entries.
-    pub entries: u32,
-    /// The entry that is taken next.
-    pub head: u32,
-    /// The last invalid value of its doorbell, which was reported.
-    pub bad_tail: Option<u32>,
 }
 
 impl Attachment {
@@ -320,16 +280,7 @@ impl Attachment {
             entries: self.limits().entries_max,
             vectors,
         };
-        let (mut cqids, mut sqids) = (BTreeSet::new(), BTreeSet::new());
-        for cq in queues {
-            limits.check_cq(cq)?;
-            unique("completion queue", cq.qid, &mut cqids)?;
-            for sq in &cq.submission_queues {
-                limits.check_sq(sq)?;
-                unique("submission queue", sq.qid, &mut sqids)?;
-            }
-        }
-        Ok(())
+        limits.check(queues)
     }
 
     fn check_changed_zones(&self, state: &ChangedZonesState) -> Result<(), StateError> {
@@ -477,132 +428,12 @@ impl Attachment {
     }
 }
 
-/// What queues of a state are held against.
-struct QueueLimits {
-    pairs: u16,
-    entries: u32,
-    vectors: usize,
-}
-
-impl QueueLimits {
-    fn check_cq(&self, cq: &CompletionQueueState) -> Result<(), StateError> {
-        let CompletionQueueState {
-            qid,
-            base,
-            entries,
-            tail,
-            phase: _,
-            head,
-            bad_head: _,
-            vector,
-            failed: _,
-            held,
-            submission_queues: _,
-        } = cq;
-        let name = format!("completion queue {qid}");
-        self.check_ring(&name, (*qid, *base, *entries))?;
-        below(format!("tail of {name}"), *tail, *entries)?;
-        below(format!("head of {name}"), *head, *entries)?;
-        if let Some(vector) = vector
-            && usize::from(*vector) >= self.vectors
-        {
-            let valid = format!("less than {}", self.vectors);
-            return Err(StateError::invalid(
-                format!("vector of {name}"),
-                vector,
-                valid,
-            ));
-        }
-        let room = cq.room();
-        if held.len() > room as usize {
-            let valid = format!("at most {room}");
-            return Err(StateError::invalid(
-                format!("completions held by {name}"),
-                held.len(),
-                valid,
-            ));
-        }
-        Ok(())
-    }
-
-    fn check_sq(&self, sq: &SubmissionQueueState) -> Result<(), StateError> {
-        let SubmissionQueueState {
-            qid,
-            base,
-            entries,
-            head,
-            bad_tail: _,
-        } = sq;
-        let name = format!("submission queue {qid}");
-        self.check_ring(&name, (*qid, *base, *entries))?;
-        below(format!("head of {name}"), *head, *entries)
-    }
-
-    fn check_ring(
-        &self,
-        name: &str,
-        (qid, base, entries): (u16, u64, u32),
-    ) -> Result<(), StateError> {
-        if !(1..=self.pairs).contains(&qid) {
-            let valid = format!("1 to {}", self.pairs);
-            return Err(StateError::invalid("identifier of a queue", qid, valid));
-        }
-        if !(2..=self.entries).contains(&entries) {
-            let valid = format!("2 to {}", self.entries);
-            return Err(StateError::invalid(
-                format!("entries of {name}"),
-                entries,
-                valid,
-            ));
-        }
-        page_aligned(&format!("base of {name}"), base)
-    }
-}
-
-impl CompletionQueueState {
-    /// Entries that the guest has yet to consume.
-    pub(crate) fn unconsumed(&self) -> u32 {
-        if self.tail >= self.head {
-            self.tail - self.head
-        } else {
-            self.tail + self.entries - self.head
-        }
-    }
-
-    /// Entries that can be posted before the guest consumes one.
-    fn room(&self) -> u32 {
-        self.entries - 1 - self.unconsumed()
-    }
-}
-
-fn below(field: String, value: u32, entries: u32) -> Result<(), StateError> {
-    if value < entries {
-        return Ok(());
-    }
-    Err(StateError::invalid(
-        field,
-        value,
-        format!("less than its entries, {entries}"),
-    ))
-}
-
 fn page_aligned(field: &str, value: u64) -> Result<(), StateError> {
     if value.is_multiple_of(PAGE_SIZE) {
         return Ok(());
     }
     let value = format!("{value:#x}");
     Err(StateError::invalid(field, value, "the start of a page"))
-}
-
-fn unique(kind: &str, qid: u16, seen: &mut BTreeSet<u16>) -> Result<(), StateError> {
-    if seen.insert(qid) {
-        return Ok(());
-    }
-    Err(StateError::invalid(
-        format!("{kind} {qid}"),
-        "there twice",
-        "there once",
-    ))
 }
 
 /// All doorbell registers, in the order of their offsets.

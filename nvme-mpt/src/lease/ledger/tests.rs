@@ -1,0 +1,228 @@
+//! Leases that overlap, go stale, and are released, through two ledgers of one folder and in memory.
+
+use super::*;
+
+const DRIVE: &str = "file:/drive";
+
+fn request<'a>(id: &'a str, range: &str) -> LeaseRequest<'a> {
+    LeaseRequest {
+        id,
+        drive: DRIVE,
+        nsid: Nsid(1),
+        range: range.parse().unwrap(),
+        lba_shift: 9,
+        blocks: 1 << 30,
+    }
+}
+
+fn both() -> (tempfile::TempDir, [Ledger; 2]) {
+    let dir = tempfile::tempdir().unwrap();
+    let ledgers = [
+        Ledger::open(&dir.path().join("state")),
+        Ledger::in_process(),
+    ];
+    (dir, ledgers)
+}
+
+/// What a holder leaves that dies: its lock is gone, its lease is not.
+fn die(mut lease: Lease) {
+    lease.slot = None;
+}
+
+#[test]
+fn ranges_that_overlap_are_refused() {
+    let (_dir, ledgers) = both();
+    for ledger in ledgers {
+        let a = ledger.acquire(&request("a", "1G+1G")).unwrap();
+        assert_eq!((a.range().start.0, a.range().blocks), (1 << 21, 1 << 21));
+        for range in ["1G+1G", "0+1025M", "2047M+1M", "1500M+1M", "0+8G"] {
+            let error = ledger.acquire(&request("b", range)).unwrap_err();
+            assert!(matches!(error, LeaseError::Overlap { .. }), "{error}");
+        }
+        let before = ledger.acquire(&request("b", "0+1G")).unwrap();
+        let behind = ledger.acquire(&request("c", "2G+1G")).unwrap();
+        let ids: Vec<_> = ledger.list().unwrap().into_iter().map(|e| e.id).collect();
+        assert_eq!(ids, ["a", "b", "c"]);
+        drop((before, behind));
+
+        // Other namespaces and other drives are other ranges.
+        let mut other = request("d", "1G+1G");
+        other.nsid = Nsid(2);
+        let other_namespace = ledger.acquire(&other).unwrap();
+        let mut other = request("e", "1G+1G");
+        other.drive = "file:/other";
+        let other_drive = ledger.acquire(&other).unwrap();
+        drop((other_namespace, other_drive));
+
+        drop(a);
+        assert_eq!(ledger.list().unwrap(), []);
+        ledger
+            .acquire(&request("b", "1G+1G"))
+            .unwrap()
+            .release()
+            .unwrap();
+    }
+}
+
+#[test]
+fn block_sizes_do_not_hide_an_overlap() {
+    let (_dir, ledgers) = both();
+    for ledger in ledgers {
+        let _small = ledger.acquire(&request("a", "8K+8K")).unwrap();
+        let mut large = request("b", "12K+8K");
+        large.lba_shift = 12;
+        ledger.acquire(&large).unwrap_err();
+        large.range = "16K+8K".parse().unwrap();
+        ledger.acquire(&large).unwrap();
+    }
+}
+
+#[test]
+fn the_refusal_names_the_other_lease_and_what_to_do() {
+    let (dir, [ledger, _]) = both();
+    let state = dir.path().join("state");
+    let a = ledger.acquire(&request("a", "0+1G")).unwrap();
+    assert_eq!(
+        ledger
+            .acquire(&request("b", "512M+1G"))
+            .unwrap_err()
+            .to_string(),
+        "Range 512M+1G of file:/drive overlaps lease \"a\" (range 0+1G of file:/drive, held by this process); \
+         choose ranges that do not overlap"
+    );
+    assert_eq!(
+        ledger
+            .acquire(&request("a", "4G+1G"))
+            .unwrap_err()
+            .to_string(),
+        "The id \"a\" is taken by lease \"a\" (range 0+1G of file:/drive, held by this process); choose another id"
+    );
+    die(a);
+    assert_eq!(
+        ledger
+            .acquire(&request("b", "512M+1G"))
+            .unwrap_err()
+            .to_string(),
+        format!(
+            "Range 512M+1G of file:/drive overlaps lease \"a\" (range 0+1G of file:/drive, stale: process {} \
+             ended without releasing it); if nobody needs that lease any more, run `nvme-mpt leases release a \
+             --state-dir {}`",
+            process::id(),
+            state.display()
+        )
+    );
+}
+
+#[test]
+fn a_stale_lease_is_taken_over_by_its_own_id_and_range_alone() {
+    let (_dir, [ledger, _]) = both();
+    die(ledger.acquire(&request("a", "0+1G")).unwrap());
+    let [stale] = &ledger.list().unwrap()[..] else {
+        panic!("one lease");
+    };
+    assert_eq!(stale.state, LeaseState::Stale);
+
+    for (id, range) in [
+        ("b", "0+1G"),
+        ("a", "0+2G"),
+        ("a", "4G+1G"),
+        ("b", "512M+4K"),
+    ] {
+        ledger.acquire(&request(id, range)).unwrap_err();
+    }
+    let mut elsewhere = request("a", "0+1G");
+    elsewhere.drive = "file:/other";
+    ledger.acquire(&elsewhere).unwrap_err();
+
+    let again = ledger.acquire(&request("a", "0+1G")).unwrap();
+    let [held] = &ledger.list().unwrap()[..] else {
+        panic!("one lease");
+    };
+    assert_eq!(held.state, LeaseState::Held);
+    // Alive, it is taken over by nobody.
+    ledger.acquire(&request("a", "0+1G")).unwrap_err();
+    drop(again);
+    assert_eq!(ledger.list().unwrap(), []);
+}
+
+#[test]
+fn release_takes_stale_leases_and_refuses_held_ones() {
+    let (_dir, [ledger, private]) = both();
+    for ledger in [&ledger, &private] {
+        let error = ledger.release("a", false).unwrap_err();
+        assert!(matches!(error, LeaseError::NoSuchLease { .. }), "{error}");
+
+        let held = ledger.acquire(&request("a", "0+1G")).unwrap();
+        let error = ledger.release("a", false).unwrap_err();
+        assert!(matches!(error, LeaseError::Held { .. }), "{error}");
+        assert!(error.to_string().starts_with(
+            "Cannot release lease \"a\" (range 0+1G of file:/drive, held by this process), which is in use: stop"
+        ));
+        ledger.release("a", true).unwrap();
+        assert_eq!(ledger.list().unwrap(), []);
+
+        // The range is someone else's now: the old holder takes nothing from it.
+        let next = ledger.acquire(&request("a", "0+1G")).unwrap();
+        held.release().unwrap();
+        assert_eq!(ledger.list().unwrap().len(), 1);
+        drop(next);
+    }
+
+    die(ledger.acquire(&request("a", "0+1G")).unwrap());
+    assert_eq!(ledger.release("a", false).unwrap().state, LeaseState::Stale);
+    assert_eq!(ledger.list().unwrap(), []);
+}
+
+#[test]
+fn looking_makes_no_folder() {
+    let dir = tempfile::tempdir().unwrap();
+    let state = dir.path().join("state");
+    let ledger = Ledger::open(&state);
+    assert_eq!(ledger.list().unwrap(), []);
+    ledger.release("a", false).unwrap_err();
+    assert!(!state.exists());
+}
+
+#[test]
+fn ids_are_short_and_plain() {
+    let (_dir, ledgers) = both();
+    let longest = "x".repeat(64);
+    let too_long = "x".repeat(65);
+    for ledger in ledgers {
+        for id in ["a", "vm-1.disk_0", &longest] {
+            ledger.acquire(&request(id, "0+1G")).unwrap();
+        }
+        for id in [
+            "", " ", "a b", "a,b", "a\"", "a\n", "ä", "a/b", "a:b", "1a", "-a", &too_long,
+        ] {
+            let error = ledger.acquire(&request(id, "0+1G")).unwrap_err();
+            assert!(matches!(error, LeaseError::Id(_)), "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_range_that_is_none_of_the_drive_is_refused() {
+    let (_dir, ledgers) = both();
+    for ledger in ledgers {
+        for range in ["0+513", "511G+2G"] {
+            let error = ledger.acquire(&request("a", range)).unwrap_err();
+            assert!(matches!(error, LeaseError::Range(_)), "{error}");
+        }
+        assert_eq!(ledger.list().unwrap(), []);
+    }
+}
+
+#[test]
+fn names_last_as_long_as_the_drive_does() {
+    let dir = tempfile::tempdir().unwrap();
+    let names = |ledger: Ledger| ledger.acquire(&request("a", "0+1G")).unwrap().identity();
+    assert_eq!(
+        names(Ledger::open(dir.path())),
+        names(Ledger::open(dir.path()))
+    );
+
+    let private = Ledger::in_process();
+    assert_eq!(names(private.clone()), names(private.clone()));
+    assert_ne!(names(private), names(Ledger::in_process()));
+}

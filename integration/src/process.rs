@@ -104,6 +104,25 @@ pub fn file_tail(path: &Path) -> String {
     }
 }
 
+/// What the threads of a process are at: the name of each, its state, and how long it ran in user and in kernel
+/// mode, in ticks of the kernel's clock (Linux, Documentation/filesystems/proc.rst).
+pub fn threads_of(pid: u32) -> String {
+    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else {
+        return format!("(process {pid} has no threads)");
+    };
+    let stat = |thread: io::Result<std::fs::DirEntry>| {
+        let stat = std::fs::read_to_string(thread.ok()?.path().join("stat")).ok()?;
+        // A name may have anything in it, so that the rest begins behind its last parenthesis.
+        let (start, rest) = stat.rsplit_once(") ")?;
+        let (_, name) = start.split_once(" (")?;
+        let fields: Vec<&str> = rest.split(' ').collect();
+        let (state, user, kernel) = (fields.first()?, fields.get(11)?, fields.get(12)?);
+        Some(format!("{name} {state} {user}+{kernel}"))
+    };
+    let threads: Vec<String> = threads.filter_map(stat).collect();
+    threads.join(", ")
+}
+
 fn command_line(command: &Command) -> String {
     std::iter::once(command.get_program())
         .chain(command.get_args())
@@ -269,4 +288,22 @@ fn spawn_from_lasting_thread(command: Command) -> io::Result<Child> {
     let (reply, answer) = mpsc::channel();
     SPAWNER.send((command, reply)).map_err(|_| gone())?;
     answer.recv().map_err(|_| gone())?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_are_told_with_what_they_do() {
+        let this = std::thread::Builder::new().name("(a) b) 1".into());
+        let look = || threads_of(std::process::id());
+        let threads = this
+            .spawn(look)
+            .expect("a thread")
+            .join()
+            .expect("no panic");
+        assert!(threads.contains("(a) b) 1 R "), "{threads}");
+        assert!(threads_of(u32::MAX).contains("no threads"));
+    }
 }

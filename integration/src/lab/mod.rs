@@ -63,6 +63,12 @@ const CPU: &str = "EPYC,+svm,+npt,+vgif";
 /// machine it would think that the timer does not tick, when it looks for ten ticks right at the start.
 const KERNEL_ARGUMENTS: &str = "intel_iommu=on oops=panic log_buf_len=4M no_timer_check quiet";
 
+/// Gives guests' memory, which is in memfds, huge pages: all of it is mapped for a physical drive whenever a VMM
+/// tells of its memory, page by page, and in an emulated IOMMU each page is dear. Files that are smaller than a
+/// huge page, such as those of doorbells, get none.
+const HUGE_PAGES: &str = "policy=/sys/kernel/mm/transparent_hugepage/shmem_enabled; \
+                          [ ! -e $policy ] || echo within_size >$policy";
+
 /// What went wrong with the lab.
 #[derive(Debug, Error)]
 pub enum LabError {
@@ -253,6 +259,7 @@ impl Lab {
 
         let guest = Guest::start_booting(&assets.host, &guest, folder)?;
         guest.await_ready(BOOT_PATIENCE)?;
+        guest.check(HUGE_PAGES, PATIENCE)?;
         if config.brings(anchor::PROGRAM) {
             anchor::hold(&guest)?;
         }

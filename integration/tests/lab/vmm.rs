@@ -3,10 +3,13 @@
 use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
+use std::thread;
+use std::time::Duration;
 
 use integration::lab::inside;
-use integration::process::{Supervised, file_tail};
+use integration::process::{ProcessError, Supervised, file_tail, threads_of};
 use integration::provision::{Assets, KernelChoice};
+use integration::vmm::counters::KvmCounters;
 
 use crate::fixture::{Bench, Fault, PATIENCE, expect, sh};
 use crate::{Group, Refused, exits, init};
@@ -98,7 +101,13 @@ pub(crate) fn boot(
         .arg("--nvme-mpt")
         .arg(format!("path={},doorbells={doorbells}", image.display()));
     let mut vmm = Supervised::spawn("reference-vmm", &command, &console)?;
-    let status = vmm.wait(PATIENCE)?;
+    let status = vmm.wait(PATIENCE).map_err(|error| match error {
+        ProcessError::StillRuns { .. } => {
+            let said = file_tail(&console);
+            Fault::Wrong(format!("{error}:\n{}{said}", at_work(vmm.pid())))
+        }
+        error => error.into(),
+    })?;
     expect(status.success(), || {
         format!("It ended with {status}:\n{}", file_tail(&console))
     })?;
@@ -113,6 +122,19 @@ pub(crate) fn boot(
         source,
     })?;
     Ok(String::from_utf8_lossy(&said).into_owned())
+}
+
+/// What a VMM does that does not end, twice within some seconds: whether its guest runs, waits, or is gone.
+fn at_work(pid: u32) -> String {
+    let look = |_| {
+        thread::sleep(Duration::from_secs(2));
+        let counters = match KvmCounters::of_process(pid) {
+            Ok(counters) => counters.to_string(),
+            Err(error) => error.to_string(),
+        };
+        format!("{}; {counters}\n", threads_of(pid))
+    };
+    (0..2).map(look).collect()
 }
 
 /// An image of a file system with the guests' user land and the script.

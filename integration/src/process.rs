@@ -104,23 +104,77 @@ pub fn file_tail(path: &Path) -> String {
     }
 }
 
-/// What the threads of a process are at: the name of each, its state, and how long it ran in user and in kernel
-/// mode, in ticks of the kernel's clock (Linux, Documentation/filesystems/proc.rst).
-pub fn threads_of(pid: u32) -> String {
-    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else {
+/// What the processes that this one started are at: their threads, and what their io_urings hold.
+pub fn children_at_work() -> String {
+    let own = std::process::id().to_string();
+    let Ok(processes) = std::fs::read_dir("/proc") else {
+        return "(there is no /proc)".to_owned();
+    };
+    let of_child = |process: io::Result<std::fs::DirEntry>| {
+        let process = process.ok()?;
+        let pid: u32 = process.file_name().to_str()?.parse().ok()?;
+        let (_, fields) = stat_of(&process.path())?;
+        (fields.get(1) == Some(&own)).then(|| at_work(pid))
+    };
+    let children: Vec<String> = processes.filter_map(of_child).collect();
+    children.join("\n")
+}
+
+/// What a process is at: its threads, with the state of each and how long it ran in user and in kernel mode, in
+/// ticks of the kernel's clock (Linux, Documentation/filesystems/proc.rst), and how far its io_urings are
+/// (io_uring/fdinfo.c).
+pub fn at_work(pid: u32) -> String {
+    let process = PathBuf::from(format!("/proc/{pid}"));
+    let Ok(threads) = std::fs::read_dir(process.join("task")) else {
         return format!("(process {pid} has no threads)");
     };
-    let stat = |thread: io::Result<std::fs::DirEntry>| {
-        let stat = std::fs::read_to_string(thread.ok()?.path().join("stat")).ok()?;
-        // A name may have anything in it, so that the rest begins behind its last parenthesis.
-        let (start, rest) = stat.rsplit_once(") ")?;
-        let (_, name) = start.split_once(" (")?;
-        let fields: Vec<&str> = rest.split(' ').collect();
+    let of_thread = |thread: io::Result<std::fs::DirEntry>| {
+        let thread = thread.ok()?.path();
+        let (name, fields) = stat_of(&thread)?;
         let (state, user, kernel) = (fields.first()?, fields.get(11)?, fields.get(12)?);
-        Some(format!("{name} {state} {user}+{kernel}"))
+        // Where it waits is for root to see.
+        let stack = std::fs::read_to_string(thread.join("stack")).unwrap_or_default();
+        let place = stack.lines().find_map(|line| line.split(' ').nth(1));
+        Some(format!(
+            "{name} {state} {user}+{kernel} {}",
+            place.unwrap_or_default()
+        ))
     };
-    let threads: Vec<String> = threads.filter_map(stat).collect();
-    threads.join(", ")
+    let threads: Vec<String> = threads.filter_map(of_thread).collect();
+    let mut told = format!("Process {pid}: {}", threads.join(", "));
+    for file in std::fs::read_dir(process.join("fd")).into_iter().flatten() {
+        let Ok(file) = file else { continue };
+        let is_ring = std::fs::read_link(file.path())
+            .is_ok_and(|target| target.as_os_str() == "anon_inode:[io_uring]");
+        if is_ring {
+            let number = file.file_name();
+            let info = process.join("fdinfo").join(&number);
+            let info = std::fs::read_to_string(info).unwrap_or_default();
+            let ring = info.lines().filter(|line| {
+                RING_FIELDS
+                    .iter()
+                    .any(|field| line.trim_start().starts_with(field))
+            });
+            let ring: Vec<&str> = ring.map(str::trim).collect();
+            told += &format!("\n  io_uring {}: {}", number.display(), ring.join(", "));
+        }
+    }
+    told
+}
+
+/// What is told of an io_uring.
+const RING_FIELDS: [&str; 5] = ["SqHead", "SqTail", "CqHead", "CqTail", "task_works"];
+
+/// The name of a process or thread, and the fields behind that of its `stat`.
+fn stat_of(folder: &Path) -> Option<(String, Vec<String>)> {
+    let stat = std::fs::read_to_string(folder.join("stat")).ok()?;
+    // A name may have anything in it, so that the rest begins behind its last parenthesis.
+    let (start, rest) = stat.rsplit_once(") ")?;
+    let (_, name) = start.split_once(" (")?;
+    Some((
+        name.to_owned(),
+        rest.split_whitespace().map(str::to_owned).collect(),
+    ))
 }
 
 fn command_line(command: &Command) -> String {
@@ -297,13 +351,23 @@ mod tests {
     #[test]
     fn threads_are_told_with_what_they_do() {
         let this = std::thread::Builder::new().name("(a) b) 1".into());
-        let look = || threads_of(std::process::id());
+        let look = || at_work(std::process::id());
         let threads = this
             .spawn(look)
             .expect("a thread")
             .join()
             .expect("no panic");
         assert!(threads.contains("(a) b) 1 R "), "{threads}");
-        assert!(threads_of(u32::MAX).contains("no threads"));
+        assert!(at_work(u32::MAX).contains("no threads"));
+    }
+
+    #[test]
+    fn children_are_told_of() {
+        let mut child = Command::new("sleep").arg("60").spawn().expect("sleep");
+        let told = children_at_work();
+        child.kill().expect("kill");
+        child.wait().expect("an end");
+        let name = format!("Process {}: ", child.id());
+        assert!(told.contains(&name), "{told}");
     }
 }

@@ -223,7 +223,7 @@ impl Agent {
             guest: self.name.clone(),
             reason,
             console: self.console_tail(),
-            log: self.vmm_log_tail(),
+            log: self.vmm_log_tail() + "\n" + &process::children_at_work(),
         }
     }
 }

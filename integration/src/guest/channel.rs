@@ -20,21 +20,22 @@ const REMINDERS: [(Duration, Duration); 2] = [
     (Duration::MAX, Duration::from_secs(1)),
 ];
 
-/// How long a guest that left a script without an end may take to run one that does nothing.
-const SIGN_OF_LIFE: Duration = Duration::from_secs(10);
+/// What a guest is asked that left a script without an end, and how long it may take to answer.
+const INQUIRY: &str = include_str!("../../../resources/guest/inquiry");
+const INQUIRY_PATIENCE: Duration = Duration::from_secs(20);
 
 /// The guest does not answer.
 #[derive(Debug, Error)]
 pub enum ChannelError {
     /// It says nothing.
-    #[error("waited {patience:?} in vain for {what}{}", sign_of_life(*.alive))]
+    #[error("waited {patience:?} in vain for {what}{}", sign_of_life(.life.as_deref()))]
     Timeout {
         /// What was waited for.
         what: String,
         /// How long.
         patience: Duration,
-        /// Whether it ran something else afterwards, if it was asked to.
-        alive: Option<bool>,
+        /// What came of another script, if it was asked to run one.
+        life: Option<Box<Life>>,
     },
     /// The line was cut: the VMM has ended.
     #[error("its VMM ended while {what} was waited for")]
@@ -48,11 +49,19 @@ pub enum ChannelError {
 }
 
 /// Tells a script that hangs from a guest that does.
-fn sign_of_life(alive: Option<bool>) -> &'static str {
-    match alive {
-        None => "",
-        Some(true) => "\nIt ran another script afterwards.",
-        Some(false) => "\nIt ran nothing else afterwards.",
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Life {
+    /// It ran another script, which looked for what hangs and said this.
+    Said(String),
+    /// It ran nothing else.
+    None,
+}
+
+fn sign_of_life(life: Option<&Life>) -> String {
+    match life {
+        None => String::new(),
+        Some(Life::Said(text)) => format!("\nIt ran another script afterwards:\n{text}"),
+        Some(Life::None) => "\nIt ran nothing else afterwards.".to_owned(),
     }
 }
 
@@ -147,7 +156,7 @@ impl Channel {
                     ChannelError::Timeout { what, .. } => ChannelError::Timeout {
                         what,
                         patience,
-                        alive: Some(self.is_alive()),
+                        life: Some(Box::new(self.inquire())),
                     },
                     other => other,
                 });
@@ -163,9 +172,12 @@ impl Channel {
         }
     }
 
-    fn is_alive(&self) -> bool {
-        let nothing = self.start("true");
-        nothing.is_ok_and(|job| job.result.recv_timeout(SIGN_OF_LIFE).is_ok())
+    fn inquire(&self) -> Life {
+        let answer = |job: Job| job.result.recv_timeout(INQUIRY_PATIENCE).ok();
+        match self.start(INQUIRY).ok().and_then(answer) {
+            Some(Output { text, .. }) => Life::Said(text),
+            None => Life::None,
+        }
     }
 
     pub(super) fn await_ready(&self, patience: Duration) -> Result<(), ChannelError> {
@@ -225,7 +237,7 @@ fn receive<T>(
         RecvTimeoutError::Timeout => ChannelError::Timeout {
             what: what(),
             patience,
-            alive: None,
+            life: None,
         },
         RecvTimeoutError::Disconnected => ChannelError::Closed { what: what() },
     })
@@ -339,13 +351,15 @@ mod tests {
                 .expect("read")
                 .starts_with("run 3 ")
             {}
-            guest.write_all(b"end 3 0\r\n").expect("write");
+            let said = base64::encode(b"no interrupts");
+            let answer = format!("out 3 {said}\r\nend 3 0\r\n");
+            guest.write_all(answer.as_bytes()).expect("write");
             guest
         });
         let error = channel.wait(job, patience).expect_err("no end").to_string();
         assert!(error.contains("120ms in vain"), "{error}");
         assert!(
-            error.ends_with("It ran another script afterwards."),
+            error.ends_with("It ran another script afterwards:\nno interrupts"),
             "{error}"
         );
         let _guest = answers.join().expect("answers");

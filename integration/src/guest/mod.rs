@@ -92,7 +92,7 @@ pub enum GuestError {
         reason: ChannelError,
         /// The end of its console.
         console: String,
-        /// The end of what the VMM printed.
+        /// The end of what the VMM printed, and what it and other processes are at.
         log: String,
     },
     /// A command in the guest failed.

@@ -88,7 +88,7 @@ impl CloudHypervisor {
             .arg(&kernel.image)
             .arg("--cmdline")
             .arg(format!(
-                "console=hvc0 quiet panic=-1 agent=ttyS0 {RESET_BY_ACPI} {ROOT_ARGUMENTS}"
+                "console=hvc0 loglevel=5 panic=-1 agent=ttyS0 {RESET_BY_ACPI} {ROOT_ARGUMENTS}"
             ))
             .args(["--cpus", &format!("boot={VCPUS}")])
             // A server maps it.

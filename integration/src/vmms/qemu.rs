@@ -30,8 +30,8 @@ impl Qemu {
             .reboots()
             .drive(Drive::vfio_user(server.socket(&setup.root.id)))
             .root_on_drive()
-            // Each letter that it says takes an exit.
-            .kernel_arguments("quiet");
+            // Each letter that it says takes an exit: warnings, such as those of commands that are late, do.
+            .kernel_arguments("loglevel=5");
         Ok(Self {
             guest: Guest::boot(setup.assets, &config, setup.folder)?,
             server,

@@ -85,7 +85,7 @@ impl Machine {
             .arg(&self.kernel.1)
             .arg("--cmdline")
             .arg(format!(
-                "console=ttyS0 quiet panic=-1 {RESET_BY_ACPI} {ROOT_ARGUMENTS}"
+                "console=ttyS0 loglevel=5 panic=-1 {RESET_BY_ACPI} {ROOT_ARGUMENTS}"
             ))
             .args(["--cpus", &VCPUS.to_string()])
             .args(["--memory", &MEMORY_MIB.to_string()])

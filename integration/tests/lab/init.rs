@@ -19,7 +19,7 @@ poweroff -f
 
 /// How the kernel is told of it. Scripts may look at registers that a driver has.
 pub(crate) const COMMAND_LINE: &str =
-    "console=ttyS0 quiet root=/dev/nvme0n1 rw init=/check panic=-1 iomem=relaxed";
+    "console=ttyS0 loglevel=5 root=/dev/nvme0n1 rw init=/check panic=-1 iomem=relaxed";
 
 /// An init that runs `body` and turns the machine off.
 pub(crate) fn script(body: &str) -> String {

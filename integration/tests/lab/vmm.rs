@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use integration::lab::inside;
-use integration::process::{ProcessError, Supervised, file_tail, threads_of};
+use integration::process::{ProcessError, Supervised, at_work, file_tail};
 use integration::provision::{Assets, KernelChoice};
 use integration::vmm::counters::KvmCounters;
 
@@ -104,7 +104,7 @@ pub(crate) fn boot(
     let status = vmm.wait(PATIENCE).map_err(|error| match error {
         ProcessError::StillRuns { .. } => {
             let said = file_tail(&console);
-            Fault::Wrong(format!("{error}:\n{}{said}", at_work(vmm.pid())))
+            Fault::Wrong(format!("{error}:\n{}{said}", watch(vmm.pid())))
         }
         error => error.into(),
     })?;
@@ -125,14 +125,14 @@ pub(crate) fn boot(
 }
 
 /// What a VMM does that does not end, twice within some seconds: whether its guest runs, waits, or is gone.
-fn at_work(pid: u32) -> String {
+fn watch(pid: u32) -> String {
     let look = |_| {
         thread::sleep(Duration::from_secs(2));
         let counters = match KvmCounters::of_process(pid) {
             Ok(counters) => counters.to_string(),
             Err(error) => error.to_string(),
         };
-        format!("{}; {counters}\n", threads_of(pid))
+        format!("{}; {counters}\n", at_work(pid))
     };
     (0..2).map(look).collect()
 }

@@ -1,12 +1,17 @@
 //! Interrupts to the guest: one eventfd per vector, at most one signal per batch of completions.
 
+mod gate;
+mod moderation;
+#[cfg(test)]
+mod simulation;
+
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::clock::{Ticks, ticks_in};
+pub(crate) use gate::InterruptGate;
+pub(crate) use moderation::Standing;
 
 /// One MSI-X vector of a guest controller, on its way to the VMM.
 #[derive(Debug, Default)]
@@ -114,112 +119,6 @@ impl Coalescing {
     }
 }
 
-/// Decides when a Completion Queue's guest is interrupted.
-///
-/// A guest that has not consumed what the last interrupt told it of will find the newer
-/// completions too, as it consumes in order; it is owed another interrupt only if it stops short
-/// of them. It tells by its CQ head doorbell, which is looked at again until the debt is settled,
-/// and no debt is kept while the poller sleeps.
-#[derive(Debug)]
-pub(crate) struct InterruptGate {
-    vector: Option<Arc<InterruptVector>>,
-    coalescing: Arc<Coalescing>,
-    /// Completions posted since the last signal.
-    owed: u32,
-    owed_since: Ticks,
-    patience: u64,
-    ticks_per_100us: u64,
-}
-
-/// A guest whose interrupt handler takes longer than this gets another interrupt: one that says late how far it
-/// consumed is owed it, one that is only slow is not.
-const PATIENCE: Duration = Duration::from_millis(1);
-
-impl InterruptGate {
-    pub(crate) fn new(vector: Option<Arc<InterruptVector>>, coalescing: Arc<Coalescing>) -> Self {
-        Self {
-            vector,
-            coalescing,
-            owed: 0,
-            owed_since: Ticks::default(),
-            patience: ticks_in(PATIENCE),
-            ticks_per_100us: ticks_in(Duration::from_micros(100)),
-        }
-    }
-
-    /// What it raises.
-    pub(crate) fn vector(&self) -> Option<&Arc<InterruptVector>> {
-        self.vector.as_ref()
-    }
-
-    /// Whether completions were posted that the guest may not know of.
-    #[inline]
-    pub(crate) fn is_owed(&self) -> bool {
-        self.owed != 0
-    }
-
-    /// Completions were posted.
-    #[inline]
-    pub(crate) fn post(&mut self, completions: u32, now: Ticks) {
-        if self.vector.is_some() {
-            if self.owed == 0 {
-                self.owed_since = now;
-            }
-            self.owed = self.owed.saturating_add(completions);
-        }
-    }
-
-    /// Signals if it is time to, with `unconsumed` entries before the guest. Returns whether it
-    /// did.
-    #[inline]
-    pub(crate) fn settle(&mut self, unconsumed: u32, now: Ticks) -> bool {
-        if self.owed == 0 {
-            return false;
-        }
-        if unconsumed == 0 {
-            self.owed = 0;
-            return false;
-        }
-        let waited = now.since(self.owed_since);
-        let knows_of_older = unconsumed > self.owed;
-        if knows_of_older && waited < self.patience {
-            return false;
-        }
-        let (threshold, time) = self.coalescing.get();
-        if time != 0
-            && self.owed < threshold
-            && waited < u64::from(time) * self.ticks_per_100us
-            && !self
-                .vector
-                .as_ref()
-                .is_some_and(|v| v.coalescing_disabled.load(Ordering::Relaxed))
-        {
-            return false;
-        }
-        self.signal()
-    }
-
-    /// Signals what is owed, because nobody will look again for a while.
-    pub(crate) fn settle_now(&mut self, unconsumed: u32) -> bool {
-        if self.owed == 0 {
-            return false;
-        }
-        if unconsumed == 0 {
-            self.owed = 0;
-            return false;
-        }
-        self.signal()
-    }
-
-    fn signal(&mut self) -> bool {
-        self.owed = 0;
-        if let Some(vector) = &self.vector {
-            vector.signal();
-        }
-        true
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -254,71 +153,5 @@ mod tests {
         let (ours, theirs) = eventfd();
         vector.set_eventfd(Some(ours));
         assert_eq!(theirs.read().expect("kept"), 1);
-    }
-
-    fn gate() -> (Arc<InterruptVector>, Arc<Coalescing>, InterruptGate) {
-        let (vector, coalescing) = (InterruptVector::new(), Arc::new(Coalescing::default()));
-        let gate = InterruptGate::new(Some(vector.clone()), coalescing.clone());
-        (vector, coalescing, gate)
-    }
-
-    #[test]
-    fn one_signal_per_batch_and_none_before_the_last_was_consumed() {
-        let (vector, _, mut gate) = gate();
-        gate.post(5, Ticks(1));
-        assert!(gate.settle(5, Ticks(1)));
-        gate.post(3, Ticks(2));
-        assert!(
-            !gate.settle(8, Ticks(2)),
-            "the guest has not consumed the first five"
-        );
-        assert!(!gate.settle(4, Ticks(3)), "nor all of them now");
-        assert!(
-            gate.settle(3, Ticks(4)),
-            "it stopped short of the last three"
-        );
-        gate.post(1, Ticks(5));
-        assert!(!gate.settle(0, Ticks(6)), "it found the last one by itself");
-        assert!(!gate.is_owed());
-        assert_eq!(vector.count(), 2);
-    }
-
-    #[test]
-    fn a_slow_guest_is_reminded() {
-        let (_, _, mut gate) = gate();
-        gate.post(1, Ticks(1));
-        assert!(gate.settle(1, Ticks(1)));
-        gate.post(1, Ticks(2));
-        assert!(!gate.settle(2, Ticks(3)));
-        assert!(gate.settle(2, Ticks(2 + gate.patience)));
-        gate.post(1, Ticks(9));
-        assert!(gate.settle_now(2));
-    }
-
-    #[test]
-    fn coalescing_waits_for_its_threshold_or_time() {
-        let (vector, coalescing, mut gate) = gate();
-        coalescing.set(3, 2);
-        gate.post(3, Ticks(0));
-        assert!(!gate.settle(3, Ticks(1)));
-        gate.post(1, Ticks(2));
-        assert!(gate.settle(4, Ticks(2)), "four completions");
-        gate.post(1, Ticks(10));
-        assert!(!gate.settle(1, Ticks(11)));
-        assert!(
-            gate.settle(1, Ticks(10 + 2 * gate.ticks_per_100us)),
-            "200 us"
-        );
-        vector.set_coalescing_disabled(true);
-        gate.post(1, Ticks(0));
-        assert!(gate.settle(1, Ticks(0)));
-    }
-
-    #[test]
-    fn a_queue_without_interrupts_owes_none() {
-        let mut gate = InterruptGate::new(None, Arc::default());
-        gate.post(1, Ticks(0));
-        assert!(!gate.is_owed());
-        assert!(!gate.settle(1, Ticks(u64::MAX)));
     }
 }

@@ -24,6 +24,7 @@ use crate::dma::{RegionTable, TableUser, Tables};
 use crate::doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage};
 use crate::event::{Event, EventQueue, QueueFailure};
 use crate::host::{HostBatch, HostQueue, HostQueuePair, Limits};
+use crate::interrupt::Standing;
 use crate::memory::lost_memory_epoch;
 use crate::poller::Silence;
 use crate::spec::cqe::Cqe;
@@ -214,11 +215,14 @@ impl ShadowQueue {
         self.host.wait_fd()
     }
 
-    /// A moment before which none of the commands completes that wait for nothing but their time;
-    /// `None` if there are no such commands.
+    /// A moment before which none of the commands completes that wait for nothing but their time, and no
+    /// interrupt is due that is held back; `None` if there are no such commands and interrupts.
     #[must_use]
     pub fn next_due(&self) -> Option<Ticks> {
-        self.host.next_due()
+        // Where nothing is posted, nothing is settled either.
+        let held = self.core.cq.gate.due().filter(|_| self.core.is_sound());
+        let due = [self.host.next_due(), held];
+        due.into_iter().flatten().min()
     }
 
     /// Takes no more commands.
@@ -340,6 +344,7 @@ impl Core {
         }
         let taken = Ticks::now();
         batch.announce(count, taken);
+        cq.gate.taken(taken);
         let mut bytes = 0;
         for _ in 0..count {
             // A slot is free for each of them, by the count above.
@@ -426,8 +431,18 @@ impl Core {
 
     fn settle_interrupt(&mut self) {
         self.cq.look_at_head(&self.context.events);
-        if self.cq.gate.settle(self.cq.unconsumed(), Ticks::now()) {
+        let standing = self.standing();
+        if self.cq.gate.settle(standing, Ticks::now()) {
             self.cq.counters.interrupts.add(1);
+        }
+    }
+
+    /// What the guest has outstanding.
+    #[inline]
+    fn standing(&self) -> Standing {
+        Standing {
+            unconsumed: self.cq.unconsumed(),
+            in_flight: self.slots.in_flight() as u32,
         }
     }
 
@@ -436,7 +451,8 @@ impl Core {
             return;
         }
         self.cq.look_at_head(&self.context.events);
-        if self.cq.gate.settle_now(self.cq.unconsumed()) {
+        let standing = self.standing();
+        if self.cq.gate.settle_for_sleep(standing, Ticks::now()) {
             self.cq.counters.interrupts.add(1);
         }
         for sq in &mut self.sqs {

@@ -1,0 +1,323 @@
+//! When the guest of a Completion Queue is interrupted.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::moderation::{Moderation, Standing};
+use super::{Coalescing, InterruptVector};
+use crate::clock::{Ticks, ticks_in};
+
+/// Decides when a Completion Queue's guest is interrupted.
+///
+/// A guest that has not consumed what the last interrupt told it of will find the newer
+/// completions too, as it consumes in order; it is owed another interrupt only if it stops short
+/// of them. It tells by its CQ head doorbell, which is looked at again until the debt is settled.
+/// An interrupt may also wait for [more completions](Moderation) to tell of; a poller that sleeps wakes up
+/// [in time](Self::due) for that, and keeps no other debt.
+#[derive(Debug)]
+pub(crate) struct InterruptGate {
+    vector: Option<Arc<InterruptVector>>,
+    coalescing: Arc<Coalescing>,
+    /// Completions posted since the last signal.
+    owed: u32,
+    owed_since: Ticks,
+    moderation: Moderation,
+    /// Until when an interrupt is held back for others.
+    held_until: Option<Ticks>,
+    patience: u64,
+    ticks_per_100us: u64,
+}
+
+/// A guest whose interrupt handler takes longer than this gets another interrupt: one that says late how far it
+/// consumed is owed it, one that is only slow is not.
+const PATIENCE: Duration = Duration::from_millis(1);
+
+impl InterruptGate {
+    pub(crate) fn new(vector: Option<Arc<InterruptVector>>, coalescing: Arc<Coalescing>) -> Self {
+        Self {
+            vector,
+            coalescing,
+            owed: 0,
+            owed_since: Ticks::default(),
+            moderation: Moderation::new(),
+            held_until: None,
+            patience: ticks_in(PATIENCE),
+            ticks_per_100us: ticks_in(Duration::from_micros(100)),
+        }
+    }
+
+    /// Has a tick be a nanosecond.
+    #[cfg(test)]
+    pub(super) fn in_nanoseconds(&mut self) {
+        let nanoseconds = |time: Duration| time.as_nanos() as u64;
+        self.moderation = Moderation::with_clock(nanoseconds);
+        self.patience = nanoseconds(PATIENCE);
+    }
+
+    /// What it raises.
+    pub(crate) fn vector(&self) -> Option<&Arc<InterruptVector>> {
+        self.vector.as_ref()
+    }
+
+    /// Whether completions were posted that the guest may not know of.
+    #[inline]
+    pub(crate) fn is_owed(&self) -> bool {
+        self.owed != 0
+    }
+
+    /// Completions were posted.
+    #[inline]
+    pub(crate) fn post(&mut self, completions: u32, now: Ticks) {
+        if self.vector.is_some() {
+            if self.owed == 0 {
+                self.owed_since = now;
+            }
+            self.owed = self.owed.saturating_add(completions);
+            self.moderation.posted(completions, now);
+        }
+    }
+
+    /// Commands were taken.
+    #[inline]
+    pub(crate) fn taken(&mut self, now: Ticks) {
+        self.moderation.taken(now);
+    }
+
+    /// The moment at which an interrupt is due that is held back.
+    pub(crate) fn due(&self) -> Option<Ticks> {
+        self.held_until
+    }
+
+    /// Signals if it is time to, with that before the guest. Returns whether it did.
+    #[inline]
+    pub(crate) fn settle(&mut self, standing: Standing, now: Ticks) -> bool {
+        let unconsumed = standing.unconsumed;
+        self.held_until = None;
+        if self.owed == 0 {
+            return false;
+        }
+        if unconsumed == 0 {
+            self.owed = 0;
+            return false;
+        }
+        let waited = now.since(self.owed_since);
+        let knows_of_older = unconsumed > self.owed;
+        if knows_of_older && waited < self.patience {
+            return false;
+        }
+        let (threshold, time) = self.coalescing.get();
+        let vector = self.vector.as_ref();
+        let may_wait =
+            !vector.is_some_and(|vector| vector.coalescing_disabled.load(Ordering::Relaxed));
+        if may_wait && time != 0 {
+            if self.owed < threshold && waited < u64::from(time) * self.ticks_per_100us {
+                return false;
+            }
+        } else if may_wait {
+            // Some of them the guest may have found by itself.
+            let unknown = self.owed.min(unconsumed);
+            let owed = (unknown, self.owed_since);
+            self.held_until = self.moderation.until(owed, standing.in_flight, now);
+            if self.held_until.is_some() {
+                return false;
+            }
+        }
+        self.signal()
+    }
+
+    /// Signals what is owed and not held back, because nobody will look again before that is
+    /// [due](Self::due). Returns whether it did.
+    pub(crate) fn settle_for_sleep(&mut self, standing: Standing, now: Ticks) -> bool {
+        self.settle(standing, now)
+            || (self.held_until.is_none() && self.settle_now(standing.unconsumed))
+    }
+
+    /// Signals what is owed, because nobody will look again for a while.
+    pub(crate) fn settle_now(&mut self, unconsumed: u32) -> bool {
+        self.held_until = None;
+        if self.owed == 0 {
+            return false;
+        }
+        if unconsumed == 0 {
+            self.owed = 0;
+            return false;
+        }
+        self.signal()
+    }
+
+    fn signal(&mut self) -> bool {
+        self.owed = 0;
+        if let Some(vector) = &self.vector {
+            vector.signal();
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// A guest with so many completions before it, and no more to come.
+    fn left(unconsumed: u32) -> Standing {
+        let in_flight = 0;
+        Standing {
+            unconsumed,
+            in_flight,
+        }
+    }
+
+    fn gate() -> (Arc<InterruptVector>, Arc<Coalescing>, InterruptGate) {
+        let (vector, coalescing) = (InterruptVector::new(), Arc::new(Coalescing::default()));
+        let gate = InterruptGate::new(Some(vector.clone()), coalescing.clone());
+        (vector, coalescing, gate)
+    }
+
+    #[test]
+    fn one_signal_per_batch_and_none_before_the_last_was_consumed() {
+        let (vector, _, mut gate) = gate();
+        gate.post(5, Ticks(1));
+        assert!(gate.settle(left(5), Ticks(1)));
+        gate.post(3, Ticks(2));
+        assert!(
+            !gate.settle(left(8), Ticks(2)),
+            "the guest has not consumed the first five"
+        );
+        assert!(!gate.settle(left(4), Ticks(3)), "nor all of them now");
+        assert!(
+            gate.settle(left(3), Ticks(4)),
+            "it stopped short of the last three"
+        );
+        gate.post(1, Ticks(5));
+        assert!(
+            !gate.settle(left(0), Ticks(6)),
+            "it found the last one by itself"
+        );
+        assert!(!gate.is_owed());
+        assert_eq!(vector.count(), 2);
+    }
+
+    #[test]
+    fn a_slow_guest_is_reminded() {
+        let (_, _, mut gate) = gate();
+        gate.post(1, Ticks(1));
+        assert!(gate.settle(left(1), Ticks(1)));
+        gate.post(1, Ticks(2));
+        assert!(!gate.settle(left(2), Ticks(3)));
+        assert!(gate.settle(left(2), Ticks(2 + gate.patience)));
+        gate.post(1, Ticks(9));
+        assert!(gate.settle_now(2));
+    }
+
+    #[test]
+    fn coalescing_waits_for_its_threshold_or_time() {
+        let (vector, coalescing, mut gate) = gate();
+        coalescing.set(3, 2);
+        gate.post(3, Ticks(0));
+        assert!(!gate.settle(left(3), Ticks(1)));
+        gate.post(1, Ticks(2));
+        assert!(gate.settle(left(4), Ticks(2)), "four completions");
+        gate.post(1, Ticks(10));
+        assert!(!gate.settle(left(1), Ticks(11)));
+        assert!(
+            gate.settle(left(1), Ticks(10 + 2 * gate.ticks_per_100us)),
+            "200 us"
+        );
+        vector.set_coalescing_disabled(true);
+        gate.post(1, Ticks(0));
+        assert!(gate.settle(left(1), Ticks(0)));
+    }
+
+    #[test]
+    fn a_queue_without_interrupts_owes_none() {
+        let mut gate = InterruptGate::new(None, Arc::default());
+        gate.post(1, Ticks(0));
+        assert!(!gate.is_owed());
+        assert!(!gate.settle(left(1), Ticks(u64::MAX)));
+    }
+
+    /// What happens to a gate.
+    #[derive(Clone, Debug)]
+    enum Step {
+        /// The guest submits, and the poller takes it.
+        Take(u32),
+        /// The drive completes commands that are in flight.
+        Complete(u32),
+        /// The guest consumes, without an interrupt or with one.
+        Consume(u32),
+        /// Time goes by, and the poller looks.
+        Look(u64),
+        /// The poller sleeps, for as long as nothing is due.
+        Sleep,
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        prop_oneof![
+            (1..40_u32).prop_map(Step::Take),
+            (1..40_u32).prop_map(Step::Complete),
+            (1..40_u32).prop_map(Step::Consume),
+            (0..200_000_u64).prop_map(Step::Look),
+            Just(Step::Sleep),
+        ]
+    }
+
+    proptest! {
+        /// A poller that falls asleep owes nothing that it does not wake up for, whatever was learned, and
+        /// what it wakes up for is signalled then.
+        #[test]
+        fn no_interrupt_is_lost(
+            level in 0..=5_u8,
+            steps in prop::collection::vec(step(), 1..200),
+        ) {
+            let (vector, _, mut gate) = gate();
+            gate.in_nanoseconds();
+            gate.moderation.learned(level, 20_000);
+            let (mut standing, mut now) = (Standing::default(), Ticks(1 << 40));
+            // Completions that the guest was told of.
+            let (mut told, mut signals) = (0, 0);
+            for step in steps {
+                match step {
+                    Step::Take(commands) => {
+                        standing.in_flight += commands;
+                        gate.taken(now);
+                    }
+                    Step::Complete(commands) => {
+                        let done = commands.min(standing.in_flight);
+                        standing.in_flight -= done;
+                        standing.unconsumed += done;
+                        if done > 0 {
+                            gate.post(done, now);
+                        }
+                    }
+                    Step::Consume(entries) => {
+                        let consumed = entries.min(standing.unconsumed);
+                        standing.unconsumed -= consumed;
+                        told = u32::min(told, standing.unconsumed);
+                    }
+                    Step::Look(ticks) => {
+                        now.0 += ticks;
+                        gate.settle(standing, now);
+                    }
+                    Step::Sleep => {
+                        gate.settle_for_sleep(standing, now);
+                        if let Some(due) = gate.due() {
+                            prop_assert!(due > now && due.since(now) <= 4_000_000);
+                            prop_assert!(gate.is_owed());
+                            now = due;
+                            prop_assert!(gate.settle(standing, now));
+                        }
+                        prop_assert!(!gate.is_owed());
+                    }
+                }
+                if vector.count() > signals {
+                    (signals, told) = (vector.count(), standing.unconsumed);
+                }
+                // What it was not told of, it is owed.
+                prop_assert!(gate.is_owed() || told == standing.unconsumed);
+            }
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! How many completions one interrupt is to tell of.
+//!
+//! A guest that is interrupted for each completion while it submits more cannot spend on its I/O what interrupts
+//! cost it. One that waits for a completion, on the other hand, has nothing of an interrupt that comes late. Which
+//! of the two a guest is cannot be seen, but it can be tried: every now and then, twice or half as many
+//! completions share an interrupt for some time, and that is kept if the guest gets more done, or no less with
+//! fewer.
+//!
+//! An interrupt waits only as long as more completions are to be expected: commands are in flight, or
+//! the guest has just submitted some. Where that is in vain more often than not, the guest does not have as many
+//! commands outstanding, and fewer completions share an interrupt at once.
+
+use std::time::Duration;
+
+use crate::clock::{Ticks, ticks_in};
+
+/// Completions after which it is judged how they went.
+const EPOCH: u32 = 128;
+
+/// Completions after which a trial ends that is much worse, taking more than so many hundredths of the time.
+const GLIMPSE: u32 = EPOCH / 4;
+const HOPELESS: u64 = 115;
+
+/// At most 2 to the power of this many completions share an interrupt by our doing.
+const LEVEL_MAX: u8 = 5;
+
+/// How long an interrupt is held back at most.
+const HOLD_MAX: Duration = Duration::from_millis(4);
+
+/// Completions that come more rarely than this are not worth it.
+const INTERVAL_MAX: Duration = Duration::from_millis(2);
+
+/// Where nothing is completed for this long, the guest has paused, and what was seen says nothing.
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// To have more completions share an interrupt has to take less than this many hundredths of the time; fewer may
+/// take at most as many.
+const BETTER: u64 = 96;
+const WORSE: u64 = 104;
+
+/// A trial ends before its time when so many interrupts waited in vain, and more than did not.
+const VAIN_MAX: u32 = 4;
+
+/// Epochs between two trials, after many that brought nothing.
+const WAIT_MAX: u32 = 128;
+
+/// What a guest has outstanding.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Standing {
+    /// Completions that it has not consumed.
+    pub(crate) unconsumed: u32,
+    /// Commands that are not complete.
+    pub(crate) in_flight: u32,
+}
+
+/// What is tried.
+#[derive(Clone, Copy, Debug)]
+struct Trial {
+    level: u8,
+    /// What [`Moderation::interval`] was before.
+    reference: u64,
+}
+
+/// Learns how many completions of a queue are to share an interrupt.
+#[derive(Debug)]
+pub(crate) struct Moderation {
+    /// As a power of 2.
+    level: u8,
+    trial: Option<Trial>,
+    /// Whether the next trial is of more.
+    rises: bool,
+    /// Epochs until the next trial, and after that one if it fails.
+    wait: u32,
+    next_wait: u32,
+    /// Ticks for [`FINE`] completions, in the last epoch; 0 if there was none.
+    interval: u64,
+    epoch: Epoch,
+    last_post: Ticks,
+    last_taken: Ticks,
+    hold_max: u64,
+    interval_max: u64,
+    pause: u64,
+}
+
+/// Ticks for one completion are counted in parts of so many.
+const FINE: u64 = 16;
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Epoch {
+    began: Ticks,
+    completions: u32,
+    /// Interrupts for which as many completions came as were waited for, and for which fewer did.
+    full: u32,
+    in_vain: u32,
+}
+
+impl Moderation {
+    pub(crate) fn new() -> Self {
+        Self::with_clock(ticks_in)
+    }
+
+    pub(super) fn with_clock(ticks: impl Fn(Duration) -> u64) -> Self {
+        Self {
+            level: 0,
+            trial: None,
+            rises: true,
+            wait: 1,
+            next_wait: 1,
+            interval: 0,
+            epoch: Epoch::default(),
+            last_post: Ticks::default(),
+            last_taken: Ticks::default(),
+            hold_max: ticks(HOLD_MAX),
+            interval_max: FINE * ticks(INTERVAL_MAX),
+            pause: ticks(PAUSE),
+        }
+    }
+
+    /// Has it learned something: a level, and the ticks that a completion takes.
+    #[cfg(test)]
+    pub(super) fn learned(&mut self, level: u8, interval: u64) {
+        (self.level, self.interval) = (level, FINE * interval);
+    }
+
+    /// Commands were taken.
+    #[inline]
+    pub(crate) fn taken(&mut self, now: Ticks) {
+        self.last_taken = now;
+    }
+
+    /// Completions were posted.
+    #[inline]
+    pub(crate) fn posted(&mut self, completions: u32, now: Ticks) {
+        let paused = now.since(self.last_post) > self.pause;
+        self.last_post = now;
+        if paused {
+            self.begin_epoch(now);
+            return;
+        }
+        self.epoch.completions += completions;
+        if self.epoch.completions >= EPOCH {
+            self.judge(now);
+        } else if self.epoch.completions >= GLIMPSE && self.is_hopeless(now) {
+            self.reject();
+            self.begin_epoch(now);
+        }
+    }
+
+    /// Until when the interrupt for `owed` completions may wait that has been owed `since`, with commands in flight
+    /// or not; nothing if it is time.
+    #[inline]
+    pub(crate) fn until(
+        &mut self,
+        (owed, since): (u32, Ticks),
+        in_flight: u32,
+        now: Ticks,
+    ) -> Option<Ticks> {
+        let level = self.trial.map_or(self.level, |trial| trial.level);
+        if level == 0 {
+            return None;
+        }
+        let enough = 1 << level;
+        if owed >= enough {
+            self.epoch.full += 1;
+            return None;
+        }
+        let (from, ticks) = if in_flight > 0 {
+            (since, 2 * u64::from(enough) * self.interval / FINE)
+        } else {
+            (self.last_taken, 2 * self.interval / FINE)
+        };
+        let until = Ticks(from.0 + ticks).min(Ticks(since.0 + self.hold_max));
+        if now < until {
+            return Some(until);
+        }
+        self.waited_in_vain(now);
+        None
+    }
+
+    fn begin_epoch(&mut self, now: Ticks) {
+        self.epoch = Epoch {
+            began: now,
+            ..Epoch::default()
+        };
+    }
+
+    fn is_hopeless(&self, now: Ticks) -> bool {
+        let Epoch {
+            began, completions, ..
+        } = self.epoch;
+        let took = now.since(began) * FINE * 100;
+        self.trial
+            .is_some_and(|trial| took > trial.reference * HOPELESS * u64::from(completions))
+    }
+
+    #[cold]
+    fn waited_in_vain(&mut self, now: Ticks) {
+        self.epoch.in_vain += 1;
+        let Epoch { full, in_vain, .. } = self.epoch;
+        if in_vain < VAIN_MAX || in_vain <= full {
+            return;
+        }
+        if self.trial.is_some() {
+            self.reject();
+        } else {
+            self.level -= 1;
+        }
+        self.begin_epoch(now);
+    }
+
+    #[cold]
+    fn judge(&mut self, now: Ticks) {
+        let Epoch {
+            began, completions, ..
+        } = self.epoch;
+        let interval = now.since(began) * FINE / u64::from(completions);
+        self.begin_epoch(now);
+        let before = std::mem::replace(&mut self.interval, interval);
+        if interval > self.interval_max {
+            (self.level, self.trial) = (0, None);
+            (self.rises, self.wait, self.next_wait) = (true, 1, 1);
+            return;
+        }
+        match self.trial {
+            Some(Trial { level, reference }) => {
+                let percent = if level > self.level { BETTER } else { WORSE };
+                if interval * 100 < reference * percent {
+                    (self.level, self.trial) = (level, None);
+                    (self.wait, self.next_wait) = (1, 1);
+                } else {
+                    self.reject();
+                }
+            }
+            None if self.wait > 0 => self.wait -= 1,
+            None => {
+                let level = match (self.rises, self.level) {
+                    (true, LEVEL_MAX) => LEVEL_MAX - 1,
+                    (true, level) => level + 1,
+                    (false, 0) => 1,
+                    (false, level) => level - 1,
+                };
+                // Two epochs, so that one that was disturbed does not decide by itself.
+                let reference = u64::midpoint(before, interval);
+                self.trial = Some(Trial { level, reference });
+            }
+        }
+    }
+
+    /// What was tried is worse than what was before.
+    fn reject(&mut self) {
+        self.trial = None;
+        self.rises = !self.rises;
+        self.wait = self.next_wait;
+        self.next_wait = (self.next_wait * 2).min(WAIT_MAX);
+    }
+}

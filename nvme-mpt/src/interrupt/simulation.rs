@@ -1,0 +1,244 @@
+//! What moderation does to guests of many kinds, in time that is made up: one tick is a nanosecond.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, VecDeque};
+use std::sync::Arc;
+
+use super::{Coalescing, InterruptGate, InterruptVector, Standing};
+use crate::clock::Ticks;
+
+/// What guests do that do one thing all the time.
+const COMMANDS: u32 = 8_000;
+
+/// A guest with one processor.
+#[derive(Clone, Copy, Debug)]
+struct Guest {
+    /// What an interrupt takes, besides the completions that it tells of.
+    interrupt: u64,
+    /// What a completion takes, with the next command.
+    command: u64,
+}
+
+/// A drive that takes `latency` for a command, and works on so many at a time.
+#[derive(Clone, Copy, Debug)]
+struct Drive {
+    latency: u64,
+    parallel: usize,
+}
+
+/// How many commands a guest keeps outstanding, until it has had so many completions.
+type Phase = (u32, u32);
+
+/// What became of a phase.
+#[derive(Clone, Copy, Debug)]
+struct Outcome {
+    ticks: u64,
+    interrupts: u64,
+    /// The longest that a completion waited to be consumed.
+    longest: u64,
+}
+
+/// The guest's processor: whatever it is at ends before it is interrupted, and its interrupt handler before it
+/// submits again.
+#[derive(Debug, Default)]
+struct Processor {
+    free_at: u64,
+    handles: bool,
+    interrupts: u64,
+}
+
+/// Has a guest go through phases. `moderated` is whether interrupts may be held back.
+fn run<const N: usize>(
+    guest: Guest,
+    drive: Drive,
+    moderated: bool,
+    phases: [Phase; N],
+) -> [Outcome; N] {
+    // How often the poller looks: a guest and its host are about as quick.
+    let pass = guest.command / 20;
+    let vector = InterruptVector::new();
+    let mut gate = InterruptGate::new(Some(vector.clone()), Arc::<Coalescing>::default());
+    gate.in_nanoseconds();
+    vector.set_coalescing_disabled(!moderated);
+    let mut servers = vec![0_u64; drive.parallel];
+    let mut flying = BinaryHeap::new();
+    // Completions that were posted and not consumed, by when they were.
+    let mut posted = VecDeque::new();
+    let mut processor = Processor::default();
+    let (mut now, mut outstanding) = (0_u64, 0_u32);
+    phases.map(|(depth, commands)| {
+        let (began, before) = (now, vector.count());
+        let (mut consumed, mut longest) = (0, 0);
+        while consumed < commands {
+            now += pass;
+            let mut submitted = 0;
+            while processor.free_at <= now {
+                let free_at = processor.free_at.max(now - pass);
+                processor.free_at = if processor.handles {
+                    match posted.pop_front() {
+                        Some(at) => {
+                            longest = longest.max(free_at.saturating_sub(at));
+                            consumed += 1;
+                            outstanding -= 1;
+                            free_at + guest.command / 2
+                        }
+                        None => {
+                            processor.handles = false;
+                            free_at
+                        }
+                    }
+                } else if vector.count() > processor.interrupts {
+                    processor.interrupts = vector.count();
+                    processor.handles = true;
+                    free_at + guest.interrupt
+                } else if outstanding < depth {
+                    outstanding += 1;
+                    submitted += 1;
+                    free_at + guest.command / 2
+                } else {
+                    now + pass
+                };
+            }
+            if submitted > 0 {
+                gate.taken(Ticks(now));
+            }
+            for _ in 0..submitted {
+                let server = servers.iter_mut().min().expect("one at least");
+                *server = now.max(*server) + drive.latency;
+                flying.push(Reverse(*server));
+            }
+            let mut done = 0;
+            while flying.peek().is_some_and(|Reverse(at)| *at <= now) {
+                flying.pop();
+                posted.push_back(now);
+                done += 1;
+            }
+            if done > 0 {
+                gate.post(done, Ticks(now));
+            }
+            let standing = Standing {
+                unconsumed: posted.len() as u32,
+                in_flight: flying.len() as u32,
+            };
+            gate.settle(standing, Ticks(now));
+        }
+        Outcome {
+            ticks: now - began,
+            interrupts: vector.count() - before,
+            longest,
+        }
+    })
+}
+
+/// Flash, little of it, a quick drive, and drives that do one thing at a time.
+const DRIVES: [Drive; 5] = [
+    Drive {
+        latency: 80_000,
+        parallel: 64,
+    },
+    Drive {
+        latency: 80_000,
+        parallel: 4,
+    },
+    Drive {
+        latency: 10_000,
+        parallel: 16,
+    },
+    Drive {
+        latency: 1000,
+        parallel: 1,
+    },
+    Drive {
+        latency: 20_000,
+        parallel: 1,
+    },
+];
+
+/// By KVM; in an emulator; such as interrupts cost next to nothing, and such as they cost a lot.
+const GUESTS: [Guest; 4] = [
+    Guest {
+        interrupt: 3000,
+        command: 2000,
+    },
+    Guest {
+        interrupt: 100_000,
+        command: 50_000,
+    },
+    Guest {
+        interrupt: 200,
+        command: 2000,
+    },
+    Guest {
+        interrupt: 10_000,
+        command: 3000,
+    },
+];
+
+/// What each of these guests gets on each of these drives, without moderation and with it.
+fn each(depths: &[u32], mut check: impl FnMut(String, Outcome, Outcome)) {
+    for guest in GUESTS {
+        for drive in DRIVES {
+            for depth in depths {
+                let [[without], [with]] = [false, true]
+                    .map(|moderated| run(guest, drive, moderated, [(*depth, COMMANDS)]));
+                let what =
+                    format!("{guest:?}, {drive:?}, {depth} outstanding: {without:?}, {with:?}");
+                check(what, without, with);
+            }
+        }
+    }
+}
+
+#[test]
+fn nobody_loses_by_it() {
+    let mut quicker = 0;
+    each(&[1, 2, 4, 8, 32, 128], |what, without, with| {
+        assert!(with.ticks * 100 <= without.ticks * 102, "{what}");
+        assert!(with.interrupts * 100 <= without.interrupts * 102, "{what}");
+        quicker += usize::from(with.ticks * 100 < without.ticks * 95);
+    });
+    assert!(quicker >= 40, "{quicker} gain by it");
+}
+
+#[test]
+fn a_guest_with_one_command_outstanding_has_its_interrupts_at_once() {
+    each(&[1], |what, without, with| {
+        assert_eq!(with.interrupts, without.interrupts, "{what}");
+        assert!(with.ticks * 100 <= without.ticks * 101, "{what}");
+    });
+}
+
+#[test]
+fn guests_that_interrupts_keep_from_their_work_get_more_done() {
+    // Each completion came right behind its command, in the middle of the next.
+    let drive = Drive {
+        latency: 1000,
+        parallel: 1,
+    };
+    let emulated = Guest {
+        interrupt: 100_000,
+        command: 50_000,
+    };
+    let [[without], [with]] =
+        [false, true].map(|moderated| run(emulated, drive, moderated, [(32, COMMANDS)]));
+    assert!(without.interrupts == u64::from(COMMANDS), "{without:?}");
+    assert!(with.interrupts * 8 < u64::from(COMMANDS), "{with:?}");
+    assert!(with.ticks * 2 < without.ticks, "{without:?} {with:?}");
+    // Nothing waits for longer than for all that come before it.
+    assert!(with.longest < 32 * (100_000 + 50_000), "{with:?}");
+}
+
+#[test]
+fn what_was_learned_with_many_commands_outstanding_costs_one_with_few_little() {
+    for guest in GUESTS {
+        for drive in DRIVES {
+            for few in [1, 2, 4] {
+                let phases = [(128, COMMANDS), (few, 2000)];
+                let [[_, without], [_, with]] =
+                    [false, true].map(|moderated| run(guest, drive, moderated, phases));
+                let what = format!("{guest:?}, {drive:?}, {few}: {without:?} {with:?}");
+                assert!(with.ticks * 100 <= without.ticks * 105, "{what}");
+            }
+        }
+    }
+}

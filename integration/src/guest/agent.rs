@@ -9,6 +9,7 @@ use std::time::Duration;
 use super::channel::{Channel, ChannelError, Job, Output};
 use super::{BOOT_PATIENCE, GuestError, PANIC_LINES};
 use crate::process::{self, Supervised};
+use crate::vmm::counters::has_foreign_registers;
 
 /// The agent of a guest, and the process of the VMM that the guest runs in. Dropping it kills the VMM.
 #[derive(Debug)]
@@ -107,7 +108,7 @@ impl Agent {
     /// If it does not end in time, or the guest dies.
     pub fn finish(&self, job: Job, patience: Duration) -> Result<Output, GuestError> {
         self.channel
-            .wait(job, patience)
+            .wait(job, patience, || has_foreign_registers(self.pid()))
             .map_err(|reason| self.silent(reason))
     }
 

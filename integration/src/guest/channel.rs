@@ -20,6 +20,9 @@ const REMINDERS: [(Duration, Duration); 2] = [
     (Duration::MAX, Duration::from_secs(1)),
 ];
 
+/// How often it is looked whether a guest is lost.
+const LOOK: Duration = Duration::from_secs(5);
+
 /// What a guest is asked that left a script without an end, and how long it may take to answer.
 const INQUIRY: &str = include_str!("../../../resources/guest/inquiry");
 const INQUIRY_PATIENCE: Duration = Duration::from_secs(20);
@@ -36,6 +39,12 @@ pub enum ChannelError {
         patience: Duration,
         /// What came of another script, if it was asked to run one.
         life: Option<Box<Life>>,
+    },
+    /// It will never answer again.
+    #[error("it runs with its host's registers, and {what} was waited for")]
+    Lost {
+        /// What was waited for.
+        what: String,
     },
     /// The line was cut: the VMM has ended.
     #[error("its VMM ended while {what} was waited for")]
@@ -143,15 +152,23 @@ impl Channel {
         self.reminds
     }
 
-    /// Waits for the end of a script.
-    pub(super) fn wait(&self, job: Job, patience: Duration) -> Result<Output, ChannelError> {
+    /// Waits for the end of a script. `is_lost` is asked now and then whether there is a guest to wait for.
+    pub(super) fn wait(
+        &self,
+        job: Job,
+        patience: Duration,
+        is_lost: impl Fn() -> bool,
+    ) -> Result<Output, ChannelError> {
         let what = || format!("the end of `{}`", job.script);
         let started = Instant::now();
+        let mut looked = Duration::ZERO;
         loop {
             let waited = started.elapsed();
             let left = patience.saturating_sub(waited);
-            let turn = REMINDERS.iter().find(|(until, _)| waited < *until);
-            let Some((_, turn)) = turn.filter(|(_, turn)| self.reminds && *turn < left) else {
+            let reminder = REMINDERS.iter().find(|(until, _)| waited < *until);
+            let reminder = reminder.filter(|_| self.reminds).map(|(_, turn)| *turn);
+            let turn = reminder.unwrap_or(LOOK);
+            if turn >= left {
                 return receive(&job.result, left, what).map_err(|error| match error {
                     ChannelError::Timeout { what, .. } => ChannelError::Timeout {
                         what,
@@ -160,14 +177,21 @@ impl Channel {
                     },
                     other => other,
                 });
-            };
-            match receive(&job.result, *turn, what) {
-                Err(ChannelError::Timeout { .. }) => {
-                    let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
-                    // One that is cut is seen by whoever listens.
-                    let _ = out.write_all(b"\n");
-                }
+            }
+            match receive(&job.result, turn, what) {
+                Err(ChannelError::Timeout { .. }) => {}
                 result => return result,
+            }
+            if reminder.is_some() {
+                let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
+                // One that is cut is seen by whoever listens.
+                let _ = out.write_all(b"\n");
+            }
+            if waited >= looked + LOOK {
+                looked = waited;
+                if is_lost() {
+                    return Err(ChannelError::Lost { what: what() });
+                }
             }
         }
     }
@@ -317,11 +341,11 @@ mod tests {
             text: text.to_owned(),
         };
         assert_eq!(
-            channel.wait(first, PATIENCE).expect("first"),
+            channel.wait(first, PATIENCE, || false).expect("first"),
             output(0, "aaaa")
         );
         assert_eq!(
-            channel.wait(second, PATIENCE).expect("second"),
+            channel.wait(second, PATIENCE, || false).expect("second"),
             output(3, "b")
         );
     }
@@ -339,7 +363,13 @@ mod tests {
             guest.write_all(b"end 1 0\r\n").expect("write");
             guest
         });
-        assert_eq!(channel.wait(job, PATIENCE).expect("an end").status, 0);
+        assert_eq!(
+            channel
+                .wait(job, PATIENCE, || false)
+                .expect("an end")
+                .status,
+            0
+        );
         let mut guest = answers.join().expect("answers");
         let job = channel.start("never").expect("start");
         let patience = Duration::from_millis(120);
@@ -356,7 +386,10 @@ mod tests {
             guest.write_all(answer.as_bytes()).expect("write");
             guest
         });
-        let error = channel.wait(job, patience).expect_err("no end").to_string();
+        let error = channel
+            .wait(job, patience, || false)
+            .expect_err("no end")
+            .to_string();
         assert!(error.contains("120ms in vain"), "{error}");
         assert!(
             error.ends_with("It ran another script afterwards:\nno interrupts"),
@@ -371,7 +404,7 @@ mod tests {
         let job = channel.start("sleep").expect("start");
         drop(guest);
         assert!(matches!(
-            channel.wait(job, PATIENCE),
+            channel.wait(job, PATIENCE, || false),
             Err(ChannelError::Closed { .. })
         ));
         assert!(matches!(
@@ -391,7 +424,7 @@ mod tests {
         guest.write_all(b"ready\r\n").expect("write");
         channel.await_ready(PATIENCE).expect("ready");
         assert!(matches!(
-            channel.wait(job, PATIENCE),
+            channel.wait(job, PATIENCE, || false),
             Err(ChannelError::Closed { .. })
         ));
     }

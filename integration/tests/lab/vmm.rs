@@ -9,7 +9,7 @@ use std::time::Duration;
 use integration::lab::inside;
 use integration::process::{ProcessError, Supervised, at_work, file_tail};
 use integration::provision::{Assets, KernelChoice};
-use integration::vmm::counters::KvmCounters;
+use integration::vmm::counters::{KvmCounters, has_foreign_registers};
 
 use crate::fixture::{Bench, Fault, PATIENCE, expect, sh};
 use crate::{Group, Refused, exits, init};
@@ -102,6 +102,9 @@ pub(crate) fn boot(
         .arg(format!("path={},doorbells={doorbells}", image.display()));
     let mut vmm = Supervised::spawn("reference-vmm", &command, &console)?;
     let status = vmm.wait(PATIENCE).map_err(|error| match error {
+        ProcessError::StillRuns { .. } if has_foreign_registers(vmm.pid()) => {
+            Fault::Wrong(format!("{error}, and it runs with its host's registers"))
+        }
         ProcessError::StillRuns { .. } => {
             let said = file_tail(&console);
             Fault::Wrong(format!("{error}:\n{}{said}", watch(vmm.pid())))

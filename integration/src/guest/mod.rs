@@ -49,12 +49,15 @@ const START_PATIENCE: Duration = Duration::from_secs(30);
 
 /// Whether an error came of a guest that was lost: KVM on an emulated processor now and then ends one without
 /// a word. Its VMM has ended then, or the guest has reset itself in the reference VMM, or it never came up, or it
-/// goes on with [registers of its host](crate::vmm::counters::has_foreign_registers).
+/// goes on with [registers of its host](crate::vmm::counters::has_foreign_registers), or KVM itself says that it
+/// cannot go on.
 pub fn is_lost(error: &dyn std::error::Error) -> bool {
     let text = crate::error_chain(error);
     [
         "its VMM ended while",
         "it runs with its host's registers",
+        "KVM: entry failed",
+        "KVM internal error",
         "It ended with exit status: 2",
         "in vain for the guest to come up",
         "In the lab a guest was lost",

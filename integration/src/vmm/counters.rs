@@ -87,8 +87,12 @@ fn read(folder: &Path, name: &str) -> io::Result<u64> {
 /// is a fault, which KVM gives to the guest, and which ends in the next. With nested paging no other faults
 /// come to the counter: it stands at 0 for machines that are well, and grows by 19,000 in a second.
 pub fn has_foreign_registers(pid: u32) -> bool {
+    folder_of_process(pid).is_ok_and(|folder| faults_for_ever(&folder))
+}
+
+fn faults_for_ever(folder: &Path) -> bool {
     const MANY: u64 = 1000;
-    let faults = || folder_of_process(pid).and_then(|folder| read(&folder, "pf_guest"));
+    let faults = || read(folder, "pf_guest");
     let Ok(before) = faults() else { return false };
     if before < MANY {
         return false;
@@ -195,5 +199,32 @@ mod tests {
         fs::write(folder.path().join("exits"), "many").expect("a file");
         let error = KvmCounters::read(folder.path()).expect_err("no number");
         assert!(error.to_string().ends_with("exits is no number"), "{error}");
+    }
+
+    #[test]
+    fn a_machine_that_faults_for_ever_is_told_from_one_that_did_once() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let count = |faults: u64| {
+            let (new, path) = (folder.path().join("new"), folder.path().join("pf_guest"));
+            fs::write(&new, format!("{faults}\n")).expect("written");
+            fs::rename(new, path).expect("renamed");
+        };
+        assert!(!faults_for_ever(folder.path()), "not counted");
+        for faults in [0, 1_000_000] {
+            count(faults);
+            assert!(!faults_for_ever(folder.path()), "{faults}");
+        }
+        thread::scope(|scope| {
+            let looks = scope.spawn(|| faults_for_ever(folder.path()));
+            for faults in 1001.. {
+                if looks.is_finished() {
+                    break;
+                }
+                count(1000 * faults);
+                thread::sleep(Duration::from_millis(10));
+            }
+            assert!(looks.join().expect("no panic"));
+        });
+        assert!(!has_foreign_registers(std::process::id()));
     }
 }

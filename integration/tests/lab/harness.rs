@@ -35,6 +35,10 @@ pub(crate) fn report(name: &str, result: &Result<(), Fault>, started: Instant) {
         Ok(()) => say(&format!("{PASSED}{name} ({time})")),
         Err(fault) if guest::is_lost(fault) => {
             say(&format!("{AGAIN}{name} ({time}): a guest was lost"));
+            // How shows in the first line; what follows is its console.
+            if let Some(line) = integration::error_chain(fault).lines().next() {
+                say(&format!("        {line}"));
+            }
         }
         Err(fault) => {
             say(&format!("{FAILED}{name} ({time})"));

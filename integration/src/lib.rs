@@ -5,6 +5,7 @@
 //! - [`provision`]: makes the guests and finds a QEMU, from Debian's own signed packages, into a cache;
 //! - [`guest`]: boots a guest, runs commands in it, plugs devices, kills it;
 //! - [`server`]: `nvme-mpt serve` as a child, and what `nvme-mpt stats` says;
+//! - [`checks`]: the arguments of programs that run checks on machines;
 //! - [`lab`]: an emulated host with NVMe drives, an IOMMU and KVM, for all that needs one;
 //! - [`verify`]: everything that must hold, step by step;
 //! - [`demo`]: the demonstration;
@@ -13,6 +14,7 @@
 //! - [`vmms`]: every VMM behind one trait, for checks that are the same for all;
 //! - [`load`]: load at native speed, without a guest.
 
+pub mod checks;
 pub mod demo;
 pub mod guest;
 pub mod lab;

@@ -447,6 +447,8 @@ pub struct PollerStats {
     pub busy_share: f64,
     /// The share of time that it slept, 0 to 1.
     pub parked_share: f64,
+    /// How often it went to sleep.
+    pub parks: u64,
 }
 
 /// The counters of all I/O queues of a function, added up.
@@ -514,7 +516,7 @@ mod tests {
             {"qid":1,"commands":100,"doorbell_exits":2,"interrupts":50,"errors":3},
             {"qid":2,"commands":300,"doorbell_exits":2,"interrupts":50}],
             "admin":{"commands":9,"doorbell_exits":9,"interrupts":9}}],
-            "pollers":[{"name":"p0","cpu":1,"busy_share":0.5,"parked_share":0.25,"queues":2}]}"#;
+            "pollers":[{"name":"p0","cpu":1,"busy_share":0.5,"parked_share":0.25,"parks":7,"queues":2}]}"#;
         let stats: Stats = serde_json::from_str(text).expect("statistics");
         let totals = stats.functions[0].totals();
         assert_eq!(

@@ -9,6 +9,7 @@ use std::process::{Command, ExitStatus, Stdio};
 use serde_json::{Value, json};
 
 use super::{Context, Count, VerifyError};
+use crate::checks::LOST;
 use crate::process;
 use crate::progress::say;
 
@@ -78,8 +79,10 @@ impl Context<'_> {
         let line = describe(command);
         let (status, count) = self.run_logged(command, &line, worth == Worth::ItsTestsShown)?;
         match worth {
-            Worth::One if status.success() => self.count.add(Count::ONE_PASSED),
-            Worth::One => {}
+            Worth::One => {
+                self.count.built += count.built;
+                self.count.passed += u64::from(status.success());
+            }
             Worth::ItsTests | Worth::ItsTestsShown => self.count.add(count),
         }
         if !status.success() {
@@ -89,7 +92,7 @@ impl Context<'_> {
                 tail: process::file_tail(&self.log),
             });
         }
-        if worth != Worth::One && count == Count::default() {
+        if worth != Worth::One && count.passed + count.failed == 0 {
             return Err(VerifyError::NothingTested {
                 command: line,
                 log: self.log.clone(),
@@ -170,9 +173,22 @@ fn describe(command: &Command) -> String {
     words.join(" ")
 }
 
-/// Results in a line of a test program: `test result: ok. 3 passed; 0 failed; …` of Rust's own harness,
-/// or `3 passed, 0 failed` alone.
+/// Counts in a line of cargo or of a test program: `test result: ok. 3 passed; 0 failed; …` of Rust's own harness,
+/// or `3 passed, 0 failed` alone, or a crate that is built, or a guest that is lost.
 fn results_in(line: &str) -> Option<Count> {
+    if line.starts_with(LOST) {
+        return Some(Count {
+            lost: 1,
+            ..Count::default()
+        });
+    }
+    let building = ["   Compiling ", "    Checking ", " Documenting "];
+    if building.iter().any(|word| line.starts_with(word)) {
+        return Some(Count {
+            built: 1,
+            ..Count::default()
+        });
+    }
     let own = line.strip_prefix("test result: ").and_then(|rest| {
         let (_, rest) = rest.split_once(". ")?;
         let mut parts = rest.split("; ");
@@ -182,6 +198,7 @@ fn results_in(line: &str) -> Option<Count> {
     Some(Count {
         passed: passed.strip_suffix(" passed")?.parse().ok()?,
         failed: failed.strip_suffix(" failed")?.parse().ok()?,
+        ..Count::default()
     })
 }
 
@@ -196,16 +213,22 @@ mod tests {
             results_in(line),
             Some(Count {
                 passed: 26,
-                failed: 1
+                failed: 1,
+                ..Count::default()
             })
         );
         assert_eq!(
             results_in("3 passed, 4 failed"),
             Some(Count {
                 passed: 3,
-                failed: 4
+                failed: 4,
+                ..Count::default()
             })
         );
+        let built = results_in("   Compiling nvme-mpt v0.1.0 (/nvme-mpt)").unwrap();
+        assert_eq!((built.built, built.passed), (1, 0));
+        let lost = results_in("AGAIN   vmms::qemu (3.0 s): a guest was lost").unwrap();
+        assert_eq!((lost.lost, lost.failed), (1, 0));
         for other in [
             "",
             "x passed, y failed",

@@ -18,6 +18,18 @@ const FLAGS: &str = "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer
      -Ccodegen-units=1";
 
 pub(super) fn run(context: &mut Context) -> Result<(), VerifyError> {
+    run_targets(context, run_target)
+}
+
+/// Runs every input of the corpora once.
+pub(super) fn run_corpora(context: &mut Context) -> Result<(), VerifyError> {
+    run_targets(context, run_corpus)
+}
+
+/// Runs one target, whose program is built.
+type RunTarget = fn(&mut Context, target: &str, program: &Path) -> Result<(), VerifyError>;
+
+fn run_targets(context: &mut Context, run: RunTarget) -> Result<(), VerifyError> {
     let build = [
         "build",
         "--release",
@@ -43,7 +55,7 @@ pub(super) fn run(context: &mut Context) -> Result<(), VerifyError> {
     }
     let mut result = Ok(());
     for target in targets {
-        let outcome = run_target(context, &target, &programs.join(&target));
+        let outcome = run(context, &target, &programs.join(&target));
         if outcome.is_err() {
             context.count.failed += 1;
         }
@@ -67,9 +79,7 @@ fn run_target(context: &mut Context, target: &str, program: &Path) -> Result<(),
         .args(["-timeout=10", "-rss_limit_mb=2048", "-print_final_stats=1"])
         // New finds go to the first folder, the others are read.
         .arg(&finds);
-    let corpus = crate::workspace_dir()
-        .join("tests/fuzz/corpus")
-        .join(target);
+    let corpus = corpus(target);
     if corpus.is_dir() {
         command.arg(corpus);
     }
@@ -89,6 +99,20 @@ fn run_target(context: &mut Context, target: &str, program: &Path) -> Result<(),
         }
         (Err(error), None) => Err(error),
     }
+}
+
+fn run_corpus(context: &mut Context, target: &str, program: &Path) -> Result<(), VerifyError> {
+    let inputs = files(&corpus(target))?;
+    let mut command = Command::new(program);
+    // Named one by one, inputs are run and nothing is made of them.
+    command.arg("-timeout=10").args(inputs);
+    context.run(&mut command, Worth::One)
+}
+
+fn corpus(target: &str) -> PathBuf {
+    crate::workspace_dir()
+        .join("tests/fuzz/corpus")
+        .join(target)
 }
 
 fn folder(path: &Path) -> Result<PathBuf, VerifyError> {

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use thiserror::Error;
 
+use crate::checks::Shard;
 use crate::process::ProcessError;
 use crate::progress::{Step as Announced, say, seconds};
 use crate::provision::ProvisionError;
@@ -17,19 +18,26 @@ mod command;
 mod fuzz;
 mod steps;
 
-/// Checks everything: format, lints, documentation, unit tests, models, fuzz targets, end-to-end tests,
-/// and a whole host in the lab.
+/// Checks the project: format, lints, documentation, tests, models, fuzz corpora, one guest and one lab.
+///
+/// Nothing is retried, and nothing depends on guests inside of guests. With --full it checks everything.
 #[derive(Debug, Parser)]
 #[command(name = "verify", about, version)]
 pub struct Options {
-    /// Runs only these steps
-    #[arg(long, value_name = "STEP")]
+    /// Runs every step: the lab's nested guests, which may get lost and are tried again, included
+    #[arg(long, conflicts_with = "only")]
+    full: bool,
+    /// Runs one of N shares of everything, to be spread over machines
+    #[arg(long, value_name = "I/N", requires = "full")]
+    shard: Option<Shard>,
+    /// Runs only these steps, separated by commas
+    #[arg(long, value_name = "STEP", value_delimiter = ',')]
     only: Vec<String>,
     /// Lists the steps and ends
     #[arg(long)]
     list: bool,
     /// How long each fuzz target runs
-    #[arg(long, value_name = "SECONDS", default_value_t = 6)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 10)]
     fuzz_seconds: u64,
     /// Only the end-to-end tests with this in their name
     #[arg(long, value_name = "FILTER")]
@@ -92,22 +100,29 @@ pub enum VerifyError {
     },
 }
 
-/// Tests and checks that passed and failed.
+/// Tests and checks that passed and failed, and what it took.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Count {
     passed: u64,
     failed: u64,
+    /// Guests that were lost and tried again.
+    lost: u64,
+    /// Crates that were compiled or checked.
+    built: u64,
 }
 
 impl Count {
-    const ONE_PASSED: Self = Self {
-        passed: 1,
-        failed: 0,
-    };
-
     fn add(&mut self, more: Self) {
-        self.passed += more.passed;
-        self.failed += more.failed;
+        let Self {
+            passed,
+            failed,
+            lost,
+            built,
+        } = more;
+        self.passed += passed;
+        self.failed += failed;
+        self.lost += lost;
+        self.built += built;
     }
 }
 
@@ -118,13 +133,41 @@ struct Context<'a> {
     folder: &'a Path,
     log: PathBuf,
     count: Count,
+    not_checked: Vec<String>,
+}
+
+/// When a step runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum When {
+    /// Always, unless others are named.
+    Always,
+    /// Where `--full` does not run what contains it.
+    UnlessFull,
+    /// With `--full`.
+    Full,
 }
 
 /// One thing to verify.
 struct Step {
     name: &'static str,
     what: &'static str,
+    when: When,
+    /// The step runs a part of itself for each [`Shard`], instead of belonging to one.
+    is_shared_out: bool,
     run: fn(&mut Context) -> Result<(), VerifyError>,
+}
+
+impl Step {
+    fn is_wanted(&self, options: &Options) -> bool {
+        if !options.only.is_empty() {
+            return options.only.iter().any(|name| name == self.name);
+        }
+        match self.when {
+            When::Always => true,
+            When::UnlessFull => !options.full,
+            When::Full => options.full,
+        }
+    }
 }
 
 struct Outcome {
@@ -132,6 +175,8 @@ struct Outcome {
     count: Count,
     time: Duration,
     well: bool,
+    /// Parts of the step that could not be run here.
+    not_checked: Vec<String>,
 }
 
 /// What the builds need beside Rust.
@@ -157,7 +202,11 @@ const TOOLS: &[Tool] = &[
 pub fn run(options: &Options) -> Result<bool, VerifyError> {
     if options.list {
         for step in steps::ALL {
-            say(&format!("{:<10} {}", step.name, step.what));
+            let when = match step.when {
+                When::Always | When::UnlessFull => "",
+                When::Full => " (--full)",
+            };
+            say(&format!("{:<10} {}{when}", step.name, step.what));
         }
         return Ok(true);
     }
@@ -173,12 +222,15 @@ pub fn run(options: &Options) -> Result<bool, VerifyError> {
         source,
     })?;
 
-    let wanted =
-        |step: &&Step| options.only.is_empty() || options.only.iter().any(|n| n == step.name);
+    let belongs = |(place, step): &(usize, &Step)| {
+        step.is_shared_out || options.shard.is_none_or(|shard| shard.has(*place))
+    };
     let outcomes: Vec<Outcome> = steps::ALL
         .iter()
-        .filter(wanted)
-        .map(|step| run_step(step, options, &folder))
+        .filter(|step| step.is_wanted(options))
+        .enumerate()
+        .filter(belongs)
+        .map(|(_, step)| run_step(step, options, &folder))
         .collect();
     Ok(summarize(&outcomes))
 }
@@ -191,6 +243,7 @@ fn run_step(step: &Step, options: &Options, folder: &Path) -> Outcome {
         folder,
         log: folder.join(format!("{}.log", step.name)),
         count: Count::default(),
+        not_checked: Vec::new(),
     };
     // The log of an earlier run says nothing about this one.
     let _ = fs::remove_file(&context.log);
@@ -214,6 +267,7 @@ fn run_step(step: &Step, options: &Options, folder: &Path) -> Outcome {
         count,
         time: started.elapsed(),
         well,
+        not_checked: context.not_checked,
     }
 }
 
@@ -221,24 +275,42 @@ fn run_step(step: &Step, options: &Options, folder: &Path) -> Outcome {
 fn summarize(outcomes: &[Outcome]) -> bool {
     let mut sum = Count::default();
     say(&format!(
-        "\n{:<10} {:<8} {:>7} {:>7} {:>14}",
-        "step", "", "passed", "failed", "time"
+        "\n{:<10} {:<8} {:>7} {:>7} {:>7} {:>7} {:>14}",
+        "step", "", "passed", "failed", "lost", "built", "time"
     ));
     for Outcome {
         name,
         count,
         time,
         well,
+        not_checked: _,
     } in outcomes
     {
         say(&format!(
-            "{name:<10} {:<8} {:>7} {:>7} {:>14}",
+            "{name:<10} {:<8} {:>7} {:>7} {:>7} {:>7} {:>14}",
             if *well { "ok" } else { "FAILED" },
             count.passed,
             count.failed,
+            count.lost,
+            count.built,
             seconds(*time),
         ));
         sum.add(*count);
+    }
+    let time: Duration = outcomes.iter().map(|outcome| outcome.time).sum();
+    say(&format!(
+        "{:<10} {:<8} {:>7} {:>7} {:>7} {:>7} {:>14}",
+        "all",
+        "",
+        sum.passed,
+        sum.failed,
+        sum.lost,
+        sum.built,
+        seconds(time),
+    ));
+    say("lost: guests that were lost and tried again; built: crates that were compiled or checked");
+    for what in outcomes.iter().flat_map(|outcome| &outcome.not_checked) {
+        say(&format!("NOT CHECKED: {what}"));
     }
     say(&format!("\n{} passed, {} failed", sum.passed, sum.failed));
     !outcomes.is_empty() && outcomes.iter().all(|outcome| outcome.well)

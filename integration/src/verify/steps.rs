@@ -1,9 +1,7 @@
 //! The steps, in the order in which a mistake is cheapest to find.
 
 use super::command::Worth;
-use super::{Context, Step, VerifyError, fuzz};
-use crate::progress::say;
-use crate::provision::host;
+use super::{Context, Step, VerifyError, When, fuzz};
 
 /// The crate whose concurrency is modelled and whose memory accesses are checked.
 const DATA_PATH: &str = "nvme-mpt";
@@ -14,56 +12,99 @@ pub(super) const ALL: &[Step] = &[
     Step {
         name: "fmt",
         what: "the format of all sources",
+        when: When::Always,
+        is_shared_out: false,
         run: fmt,
     },
     Step {
         name: "clippy",
         what: "lints, as errors",
+        when: When::Always,
+        is_shared_out: false,
         run: clippy,
     },
     Step {
         name: "doc",
         what: "documentation without broken links",
+        when: When::Always,
+        is_shared_out: false,
         run: doc,
     },
     Step {
         name: "test",
         what: "unit tests and those that cross crates",
+        when: When::Always,
+        is_shared_out: false,
         run: test,
     },
     Step {
         name: "loom",
         what: "models of what threads do to each other",
+        when: When::Always,
+        is_shared_out: false,
         run: loom,
+    },
+    Step {
+        name: "corpus",
+        what: "every input that a fuzz target ever learned from",
+        when: When::UnlessFull,
+        is_shared_out: false,
+        run: fuzz::run_corpora,
+    },
+    Step {
+        name: "guest",
+        what: "one guest on a stock QEMU, with a function for each way of doorbells",
+        when: When::UnlessFull,
+        is_shared_out: false,
+        run: guest,
+    },
+    Step {
+        name: "host",
+        what: "one host in software, with two drives and an IOMMU",
+        when: When::UnlessFull,
+        is_shared_out: false,
+        run: host,
     },
     Step {
         name: "asan",
         what: "the data path's tests under AddressSanitizer",
+        when: When::Full,
+        is_shared_out: false,
         run: asan,
     },
     Step {
         name: "fuzz",
         what: "every fuzz target for a while",
+        when: When::Full,
+        is_shared_out: false,
         run: fuzz::run,
     },
     Step {
         name: "bench",
         what: "benchmarks run, and commands allocate nothing",
+        when: When::Full,
+        is_shared_out: false,
         run: bench,
     },
     Step {
         name: "deny",
-        what: "licences and advisories of dependencies",
+        what: "licences, sources and advisories of dependencies",
+        when: When::Full,
+        is_shared_out: false,
         run: deny,
     },
     Step {
         name: "e2e",
         what: "guests on a stock QEMU",
+        when: When::Full,
+        is_shared_out: true,
         run: e2e,
     },
     Step {
         name: "lab",
-        what: "a host in software, with drives, an IOMMU and KVM",
+        what: "hosts in software, with drives, an IOMMU, KVM and guests of their own",
+        when: When::Full,
+        is_shared_out: true,
         run: lab,
     },
 ];
@@ -95,8 +136,10 @@ fn doc(context: &mut Context) -> Result<(), VerifyError> {
     context.run(&mut command, Worth::One)
 }
 
+/// In the profile of what the guests, the lab and the benchmarks run, so that all of them share one build.
+/// The debug profile's checks of arithmetic are in the builds of `asan` and `fuzz`.
 fn test(context: &mut Context) -> Result<(), VerifyError> {
-    let mut command = context.cargo(&["test", "--workspace"]);
+    let mut command = context.cargo(&["test", "--release", "--workspace", "--no-fail-fast"]);
     context.run(&mut command, Worth::ItsTests)
 }
 
@@ -139,31 +182,67 @@ fn bench(context: &mut Context) -> Result<(), VerifyError> {
 }
 
 fn deny(context: &mut Context) -> Result<(), VerifyError> {
-    let cargo_home = std::env::var_os("CARGO_HOME").map(std::path::PathBuf::from);
-    let beside_cargo = cargo_home.is_some_and(|home| home.join("bin/cargo-deny").is_file());
-    if !host::on_path("cargo-deny") && !beside_cargo {
-        say("    NOT CHECKED: cargo-deny is not installed (cargo install cargo-deny)");
-        return Ok(());
+    let check = |checks: &[&str]| {
+        let mut command = context.cargo(&["deny", "check"]);
+        command.args(checks);
+        command
+    };
+    let (mut offline, mut advisories) = (
+        check(&["bans", "licenses", "sources"]),
+        check(&["advisories"]),
+    );
+    context.run(&mut offline, Worth::One)?;
+    match context.run(&mut advisories, Worth::One) {
+        // Their database is no package of a registry: there are networks without it.
+        Err(VerifyError::Failed { tail, .. }) if tail.contains(NO_ADVISORIES) => {
+            let what = "advisories of dependencies: their database cannot be fetched from here";
+            context.not_checked.push(what.to_owned());
+            Ok(())
+        }
+        result => result,
     }
-    let mut command = context.cargo(&["deny", "check"]);
-    context.run(&mut command, Worth::One)
+}
+
+/// What cargo-deny says where it does not reach the database of advisories.
+const NO_ADVISORIES: &str = "failed to fetch advisory database";
+
+fn guest(context: &mut Context) -> Result<(), VerifyError> {
+    machines(context, "e2e", &["modes::"])
+}
+
+fn host(context: &mut Context) -> Result<(), VerifyError> {
+    machines(context, "lab", &["--once", "native::"])
 }
 
 fn e2e(context: &mut Context) -> Result<(), VerifyError> {
     let filter = context.options.e2e_filter.clone();
-    machines(context, "e2e", filter.as_deref())
+    share_of_machines(context, "e2e", filter.as_deref())
 }
 
 fn lab(context: &mut Context) -> Result<(), VerifyError> {
     let filter = context.options.lab_filter.clone();
-    machines(context, "lab", filter.as_deref())
+    share_of_machines(context, "lab", filter.as_deref())
 }
 
-/// Tests that boot machines: a program of its own, which tells as it goes on.
-fn machines(context: &mut Context, name: &str, filter: Option<&str>) -> Result<(), VerifyError> {
+fn share_of_machines(
+    context: &mut Context,
+    name: &str,
+    filter: Option<&str>,
+) -> Result<(), VerifyError> {
+    let shard = context.options.shard.map(|shard| shard.to_string());
+    let mut arguments = Vec::new();
+    if let Some(shard) = &shard {
+        arguments.extend(["--shard", shard]);
+    }
+    arguments.extend(filter);
+    machines(context, name, &arguments)
+}
+
+/// Runs checks that boot machines: a program of its own, which reports as it goes on.
+fn machines(context: &mut Context, name: &str, more: &[&str]) -> Result<(), VerifyError> {
     let mut arguments = vec!["test", "--release", "--package", "integration", "--test"];
     arguments.extend([name, "--"]);
-    arguments.extend(filter);
+    arguments.extend(more);
     let mut command = context.cargo(&arguments);
     context.run(&mut command, Worth::ItsTestsShown)
 }

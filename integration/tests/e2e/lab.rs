@@ -4,6 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 use std::time::Duration;
 
 use integration::demo::DemoError;
@@ -200,19 +201,75 @@ impl Lab<'_> {
             .drive(Drive::vfio_user(server.socket(FUNCTION)));
         let guest = self.boot(assets, &config)?;
         Ok(Bench {
-            guest,
-            server: RefCell::new(server),
+            guest: Rc::new(guest),
+            server: Rc::new(RefCell::new(server)),
+            function: FUNCTION.to_owned(),
+            controller: "/dev/nvme0".to_owned(),
+            namespace: "/dev/nvme0n1".to_owned(),
         })
+    }
+
+    /// One server with a function for each of `functions`, and one guest of Linux 6.12 on all of them.
+    pub(crate) fn benches(
+        &self,
+        functions: &[FunctionOptions],
+        vcpus: u32,
+    ) -> Result<Vec<Bench>, Fault> {
+        let server = self.serve(functions)?;
+        let mut config = GuestConfig::new("guest").vcpus(vcpus);
+        for function in functions {
+            let drive = Drive::vfio_user(server.socket(&function.id));
+            config = config.drive(drive.id(&function.id));
+        }
+        let guest = Rc::new(self.boot(self.v6_12(), &config)?);
+        let server = Rc::new(RefCell::new(server));
+        let bench = |function: &FunctionOptions| {
+            // Linux numbers controllers in the order in which its probes end.
+            let serial = server.borrow().function_stats(&function.id)?.serial;
+            let named = guest.check(
+                &format!(
+                    "cd /sys/class/nvme && for c in *; do \
+                       if grep -q '^{serial}' $c/serial; then echo $c; (cd $c && ls -d nvme*n1); fi; \
+                     done"
+                ),
+                PATIENCE,
+            )?;
+            let mut names = named.split_whitespace();
+            let mut name = || {
+                let missing = || Fault::Wrong(format!("Names of serial {serial}: '{named}'"));
+                let name = names.next().ok_or_else(missing)?;
+                Ok::<_, Fault>(format!("/dev/{name}"))
+            };
+            Ok(Bench {
+                controller: name()?,
+                namespace: name()?,
+                function: function.id.clone(),
+                guest: Rc::clone(&guest),
+                server: Rc::clone(&server),
+            })
+        };
+        functions.iter().map(bench).collect()
     }
 }
 
-/// A guest on a served drive. The guest goes before its server does.
+/// One function of a guest, with its server. The guest goes before its server does.
 pub(crate) struct Bench {
-    pub(crate) guest: Guest,
-    pub(crate) server: RefCell<Server>,
+    pub(crate) guest: Rc<Guest>,
+    pub(crate) server: Rc<RefCell<Server>>,
+    /// The function's id.
+    pub(crate) function: String,
+    /// The guest's path of its controller.
+    pub(crate) controller: String,
+    /// The guest's path of its namespace.
+    pub(crate) namespace: String,
 }
 
 impl Bench {
+    /// [`verified_load`] on this function's namespace.
+    pub(crate) fn verified_load(&self, name: &str, jobs: u32) -> Fio {
+        verified_load(name, jobs).option("filename", &self.namespace)
+    }
+
     /// Sees that the server lives and that the guest's kernel has nothing to complain of.
     pub(crate) fn expect_well(&self) -> Result<(), Fault> {
         self.server.borrow_mut().expect_alive()?;

@@ -1,11 +1,13 @@
 //! End-to-end tests: unmodified guests on a stock QEMU, with drives served by `nvme-mpt serve`.
 //!
-//! `cargo test --package integration --test e2e -- [--list] [FILTER]`: FILTER is a part of a check's name.
-//! These tests need minutes, so that `cargo test` alone does not run them; `cargo verify` does.
+//! `cargo test --release --package integration --test e2e -- [--list] [--shard I/N] [FILTER]`: FILTER is a part of a
+//! check's name. These tests need minutes: `cargo test` alone does not run them, `cargo verify` runs the group
+//! `modes`, and `cargo verify --full` runs all of them.
 
 use std::process::ExitCode;
 use std::time::Instant;
 
+use integration::checks::Selection;
 use integration::progress::{say, seconds};
 
 mod btrfs;
@@ -18,6 +20,7 @@ mod key_value;
 mod lab;
 mod lifecycle;
 mod linux;
+mod modes;
 mod nvme_cli;
 mod pauses;
 mod profiles;
@@ -29,7 +32,7 @@ use lab::{Bench, Fault, Lab, Suite};
 
 /// A check with what it needs to itself.
 type Alone = fn(&Lab) -> Result<(), Fault>;
-/// A check that shares a booted guest with others of its group.
+/// A check that shares a booted guest with others of its group; it is made on each function of the guest.
 type OnBench = fn(&Bench) -> Result<(), Fault>;
 
 /// Checks that belong together.
@@ -40,16 +43,14 @@ enum Group {
     },
     OnBench {
         name: &'static str,
-        boot: fn(&Lab) -> Result<Bench, Fault>,
+        boot: fn(&Lab) -> Result<Vec<Bench>, Fault>,
         checks: &'static [(&'static str, OnBench)],
     },
 }
 
 const GROUPS: &[Group] = &[
     linux::GROUP,
-    nvme_cli::GROUP,
-    doorbells::GROUP,
-    pauses::GROUP,
+    modes::GROUP,
     reset::GROUP,
     lifecycle::GROUP,
     hotplug::GROUP,
@@ -92,21 +93,20 @@ impl Tally {
 }
 
 fn main() -> ExitCode {
-    let mut list = false;
-    let mut filter = String::new();
-    for argument in std::env::args().skip(1) {
-        match argument.as_str() {
-            "--list" => list = true,
-            // What cargo and its friends pass to every test program.
-            "--nocapture" | "--quiet" | "-q" => {}
-            other => filter = other.to_owned(),
+    let selection = match Selection::from_arguments(std::env::args().skip(1)) {
+        Ok(selection) => selection,
+        Err(error) => {
+            integration::print_error(&error);
+            return ExitCode::FAILURE;
         }
-    }
-    let is_wanted = |group: &str, check: &str| format!("{group}::{check}").contains(&filter);
-    if list {
-        for (group, check) in GROUPS
+    };
+    let filter = &selection.filter;
+    let is_wanted = |group: &str, check: &str| format!("{group}::{check}").contains(filter);
+    let groups: Vec<&Group> = selection.share_of(GROUPS).collect();
+    if selection.list {
+        for (group, check) in groups
             .iter()
-            .flat_map(names)
+            .flat_map(|group| names(group))
             .filter(|(g, c)| is_wanted(g, c))
         {
             say(&format!("{group}::{check}: test"));
@@ -126,7 +126,7 @@ fn main() -> ExitCode {
         }
     };
     let mut tally = Tally::default();
-    for group in GROUPS {
+    for group in groups {
         run_group(group, &suite, &is_wanted, &mut tally);
     }
     for name in &tally.failed {
@@ -176,11 +176,17 @@ fn run_group(
             }
             let mut reached = false;
             let booted = suite.with_lab(name, |lab| {
-                let bench = boot(lab)?;
+                let benches = boot(lab)?;
                 reached = true;
                 let failed = tally.failed.len();
                 for (check, run) in &wanted {
-                    tally.count(&format!("{name}::{check}"), || run(&bench));
+                    for bench in &benches {
+                        let function = match benches.len() {
+                            1 => String::new(),
+                            _ => format!("::{}", bench.function),
+                        };
+                        tally.count(&format!("{name}::{check}{function}"), || run(bench));
+                    }
                 }
                 if tally.failed.len() > failed {
                     lab.keep_logs();

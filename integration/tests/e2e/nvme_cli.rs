@@ -2,37 +2,7 @@
 
 use serde_json::Value;
 
-use crate::Group;
-use crate::lab::{Bench, DRIVE_MIB, FUNCTION, Fault, PATIENCE, await_path, expect, verified_load};
-
-pub(crate) const GROUP: Group = Group::OnBench {
-    name: "nvme_cli",
-    boot: |lab| lab.bench(1),
-    checks: &[
-        ("id_ctrl", id_ctrl),
-        ("id_ns", id_ns),
-        ("list", list),
-        ("smart_log", smart_log),
-        ("error_log", error_log),
-        ("fw_log", fw_log),
-        ("effects_log", effects_log),
-        ("get_feature", get_feature),
-        ("dsm", dsm),
-        ("write_zeroes", write_zeroes),
-        ("compare", compare),
-        ("verify", verify),
-        ("copy", copy),
-        ("write_uncor_then_read", write_uncor_then_read),
-        ("flush", flush),
-        ("lba_out_of_range", lba_out_of_range),
-        ("unknown_commands", unknown_commands),
-        ("reset", reset),
-        ("unbind_and_bind", unbind_and_bind),
-    ],
-};
-
-const CONTROLLER: &str = "/dev/nvme0";
-const NAMESPACE: &str = "/dev/nvme0n1";
+use crate::lab::{Bench, DRIVE_MIB, Fault, PATIENCE, await_path, expect};
 
 /// Status codes (NVMe Base 2.0, 4.6.1.2): Status Code Type in bits 10:8.
 mod status {
@@ -61,6 +31,7 @@ fn number(value: &Value, field: &str) -> Result<u64, Fault> {
 
 /// Fills `blocks` blocks from `start` with `byte`.
 fn write_blocks(bench: &Bench, start: u64, blocks: u64, byte: char) -> Result<(), Fault> {
+    let namespace = &bench.namespace;
     let bytes = blocks * 512;
     bench.guest.check(
         &format!("head -c {bytes} /dev/zero | tr '\\0' '{byte}' > /tmp/data"),
@@ -68,7 +39,7 @@ fn write_blocks(bench: &Bench, start: u64, blocks: u64, byte: char) -> Result<()
     )?;
     bench.guest.expect_nvme(
         &format!(
-            "write {NAMESPACE} -s {start} -c {} -z {bytes} -d /tmp/data",
+            "write {namespace} -s {start} -c {} -z {bytes} -d /tmp/data",
             blocks - 1
         ),
         status::SUCCESS,
@@ -78,12 +49,13 @@ fn write_blocks(bench: &Bench, start: u64, blocks: u64, byte: char) -> Result<()
 
 /// Fails unless `blocks` blocks from `start` hold nothing but `byte` (as tr writes it).
 fn expect_blocks(bench: &Bench, start: u64, blocks: u64, byte: &str) -> Result<(), Fault> {
+    let namespace = &bench.namespace;
     let bytes = blocks * 512;
     // nvme-cli does not shorten a file that is there.
     bench.guest.check("rm -f /tmp/found", PATIENCE)?;
     bench.guest.expect_nvme(
         &format!(
-            "read {NAMESPACE} -s {start} -c {} -z {bytes} -d /tmp/found",
+            "read {namespace} -s {start} -c {} -z {bytes} -d /tmp/found",
             blocks - 1
         ),
         status::SUCCESS,
@@ -98,9 +70,10 @@ fn expect_blocks(bench: &Bench, start: u64, blocks: u64, byte: &str) -> Result<(
     Ok(())
 }
 
-fn id_ctrl(bench: &Bench) -> Result<(), Fault> {
-    let controller = json(bench, &format!("id-ctrl {CONTROLLER}"))?;
-    let stats = bench.server.borrow().function_stats(FUNCTION)?;
+pub(crate) fn id_ctrl(bench: &Bench) -> Result<(), Fault> {
+    let controller = &bench.controller;
+    let controller = json(bench, &format!("id-ctrl {controller}"))?;
+    let stats = bench.server.borrow().function_stats(&bench.function)?;
     let text = |field: &str| {
         controller[field]
             .as_str()
@@ -128,48 +101,53 @@ fn id_ctrl(bench: &Bench) -> Result<(), Fault> {
     expect(version >= 0x0002_0000, || format!("VER {version:#x}"))
 }
 
-fn id_ns(bench: &Bench) -> Result<(), Fault> {
-    let namespace = json(bench, &format!("id-ns {NAMESPACE}"))?;
+pub(crate) fn id_ns(bench: &Bench) -> Result<(), Fault> {
+    let controller = &bench.controller;
+    let namespace = &bench.namespace;
+    let identified = json(bench, &format!("id-ns {namespace}"))?;
     let blocks = (DRIVE_MIB << 20) / 512;
     for field in ["nsze", "ncap"] {
-        let found = number(&namespace, field)?;
+        let found = number(&identified, field)?;
         expect(found == blocks, || format!("{field} {found}, not {blocks}"))?;
     }
-    let identity = format!("{}{}", namespace["nguid"], namespace["eui64"]);
+    let identity = format!("{}{}", identified["nguid"], identified["eui64"]);
     expect(
         identity.contains(|c: char| c.is_ascii_hexdigit() && c != '0'),
-        || format!("The namespace has neither an NGUID nor an EUI-64: {namespace}"),
+        || format!("The namespace has neither an NGUID nor an EUI-64: {identified}"),
     )?;
     // The same through the descriptor list, and the list of active namespaces.
     bench
         .guest
-        .expect_nvme(&format!("ns-descs {NAMESPACE}"), status::SUCCESS)?;
+        .expect_nvme(&format!("ns-descs {namespace}"), status::SUCCESS)?;
     let active = bench
         .guest
-        .expect_nvme(&format!("list-ns {CONTROLLER}"), status::SUCCESS)?;
+        .expect_nvme(&format!("list-ns {controller}"), status::SUCCESS)?;
     expect(active.contains("0x1"), || format!("list-ns: {active}"))
 }
 
-fn list(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn list(bench: &Bench) -> Result<(), Fault> {
+    let namespace = &bench.namespace;
     let devices = json(bench, "list")?;
-    let device = &devices["Devices"][0];
-    expect(device["DevicePath"] == NAMESPACE, || {
-        format!("nvme list: {devices}")
-    })?;
+    let listed = devices["Devices"].as_array().cloned().unwrap_or_default();
+    let device = listed
+        .iter()
+        .find(|device| device["DevicePath"] == **namespace)
+        .ok_or_else(|| Fault::Wrong(format!("nvme list, without {namespace}: {devices}")))?;
     let size = number(device, "PhysicalSize")?;
     expect(size == DRIVE_MIB << 20, || {
         format!("nvme list: size {size}")
     })
 }
 
-fn smart_log(bench: &Bench) -> Result<(), Fault> {
-    let before = json(bench, &format!("smart-log {CONTROLLER}"))?;
+pub(crate) fn smart_log(bench: &Bench) -> Result<(), Fault> {
+    let controller = &bench.controller;
+    let before = json(bench, &format!("smart-log {controller}"))?;
     expect(number(&before, "critical_warning")? == 0, || {
         format!("{before}")
     })?;
     let reads = number(&before, "host_read_commands")?;
     expect_read(bench)?;
-    let after = json(bench, &format!("smart-log {CONTROLLER}"))?;
+    let after = json(bench, &format!("smart-log {controller}"))?;
     let more = number(&after, "host_read_commands")?;
     expect(more > reads, || {
         format!("Host read commands: {reads}, after a read {more}")
@@ -177,29 +155,33 @@ fn smart_log(bench: &Bench) -> Result<(), Fault> {
 }
 
 fn expect_read(bench: &Bench) -> Result<(), Fault> {
+    let namespace = &bench.namespace;
     bench.guest.expect_nvme(
-        &format!("read {NAMESPACE} -s 0 -c 0 -z 512 -d /tmp/found"),
+        &format!("read {namespace} -s 0 -c 0 -z 512 -d /tmp/found"),
         status::SUCCESS,
     )?;
     Ok(())
 }
 
-fn error_log(bench: &Bench) -> Result<(), Fault> {
-    let log = json(bench, &format!("error-log {CONTROLLER}"))?;
+pub(crate) fn error_log(bench: &Bench) -> Result<(), Fault> {
+    let controller = &bench.controller;
+    let log = json(bench, &format!("error-log {controller}"))?;
     expect(log["errors"].is_array(), || format!("error-log: {log}"))
 }
 
-fn fw_log(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn fw_log(bench: &Bench) -> Result<(), Fault> {
+    let controller = &bench.controller;
     let text = bench
         .guest
-        .expect_nvme(&format!("fw-log {CONTROLLER}"), status::SUCCESS)?;
+        .expect_nvme(&format!("fw-log {controller}"), status::SUCCESS)?;
     expect(text.contains("afi"), || format!("fw-log: {text}"))
 }
 
-fn effects_log(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn effects_log(bench: &Bench) -> Result<(), Fault> {
+    let controller = &bench.controller;
     // Without --csi nvme-cli wants to map the registers, which the kernel keeps to its driver.
     let text = bench.guest.expect_nvme(
-        &format!("effects-log {CONTROLLER} --csi=0"),
+        &format!("effects-log {controller} --csi=0"),
         status::SUCCESS,
     )?;
     for supported in ["Identify", "Get Log Page", "Read", "Write", "Flush", "Copy"] {
@@ -210,7 +192,8 @@ fn effects_log(bench: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-fn get_feature(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn get_feature(bench: &Bench) -> Result<(), Fault> {
+    let controller = &bench.controller;
     // NVMe Base 2.0, figure 317: arbitration, power, LBA range type, temperature, error recovery, write
     // cache, queues, interrupt coalescing, vector configuration, write atomicity, async events,
     // timestamp, host behaviour.
@@ -220,32 +203,33 @@ fn get_feature(bench: &Bench) -> Result<(), Fault> {
         let namespace = u32::from(matches!(feature, 3 | 5));
         for select in [0, 1] {
             bench.guest.expect_nvme(
-                &format!("get-feature {CONTROLLER} -f {feature} -n {namespace} -s {select}"),
+                &format!("get-feature {controller} -f {feature} -n {namespace} -s {select}"),
                 status::SUCCESS,
             )?;
         }
     }
     bench.guest.expect_nvme(
-        &format!("get-feature {CONTROLLER} -f 0x7f"),
+        &format!("get-feature {controller} -f 0x7f"),
         status::INVALID_FIELD,
     )?;
     Ok(())
 }
 
-fn dsm(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn dsm(bench: &Bench) -> Result<(), Fault> {
+    let namespace = &bench.namespace;
     write_blocks(bench, 64, 16, 'd')?;
     bench.guest.expect_nvme(
-        &format!("dsm {NAMESPACE} --ad -s 64 -b 16"),
+        &format!("dsm {namespace} --ad -s 64 -b 16"),
         status::SUCCESS,
     )?;
     // What is deallocated may read as zeroes or as before (NVM Command Set 1.0, 3.2.3.2), but does read.
     bench.guest.expect_nvme(
-        &format!("read {NAMESPACE} -s 64 -c 15 -z 8192 -d /tmp/found"),
+        &format!("read {namespace} -s 64 -c 15 -z 8192 -d /tmp/found"),
         status::SUCCESS,
     )?;
     bench.guest.expect_nvme(
         &format!(
-            "dsm {NAMESPACE} --ad -s {} -b 16",
+            "dsm {namespace} --ad -s {} -b 16",
             (DRIVE_MIB << 20) / 512 - 8
         ),
         status::LBA_OUT_OF_RANGE,
@@ -253,10 +237,11 @@ fn dsm(bench: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-fn write_zeroes(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn write_zeroes(bench: &Bench) -> Result<(), Fault> {
+    let namespace = &bench.namespace;
     write_blocks(bench, 128, 16, 'z')?;
     bench.guest.expect_nvme(
-        &format!("write-zeroes {NAMESPACE} -s 132 -c 7"),
+        &format!("write-zeroes {namespace} -s 132 -c 7"),
         status::SUCCESS,
     )?;
     expect_blocks(bench, 128, 4, "z")?;
@@ -264,9 +249,10 @@ fn write_zeroes(bench: &Bench) -> Result<(), Fault> {
     expect_blocks(bench, 140, 4, "z")
 }
 
-fn compare(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn compare(bench: &Bench) -> Result<(), Fault> {
+    let namespace = &bench.namespace;
     write_blocks(bench, 256, 8, 'c')?;
-    let compare = |start| format!("compare {NAMESPACE} -s {start} -c 7 -z 4096 -d /tmp/data");
+    let compare = |start| format!("compare {namespace} -s {start} -c 7 -z 4096 -d /tmp/data");
     bench.guest.expect_nvme(&compare(256), status::SUCCESS)?;
     bench
         .guest
@@ -274,48 +260,51 @@ fn compare(bench: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-fn verify(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn verify(bench: &Bench) -> Result<(), Fault> {
+    let namespace = &bench.namespace;
     write_blocks(bench, 320, 8, 'v')?;
     bench
         .guest
-        .expect_nvme(&format!("verify {NAMESPACE} -s 320 -c 7"), status::SUCCESS)?;
+        .expect_nvme(&format!("verify {namespace} -s 320 -c 7"), status::SUCCESS)?;
     Ok(())
 }
 
-fn copy(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn copy(bench: &Bench) -> Result<(), Fault> {
+    let namespace = &bench.namespace;
     write_blocks(bench, 512, 8, '1')?;
     write_blocks(bench, 600, 4, '2')?;
     // Two ranges, the lengths of which nvme-cli takes zero-based.
     bench.guest.expect_nvme(
-        &format!("copy {NAMESPACE} --sdlba=700 --slbs=512,600 --blocks=7,3"),
+        &format!("copy {namespace} --sdlba=700 --slbs=512,600 --blocks=7,3"),
         status::SUCCESS,
     )?;
     expect_blocks(bench, 700, 8, "1")?;
     expect_blocks(bench, 708, 4, "2")?;
     let end = (DRIVE_MIB << 20) / 512;
     bench.guest.expect_nvme(
-        &format!("copy {NAMESPACE} --sdlba=700 --slbs={} --blocks=7", end - 4),
+        &format!("copy {namespace} --sdlba=700 --slbs={} --blocks=7", end - 4),
         status::LBA_OUT_OF_RANGE,
     )?;
     bench.guest.expect_nvme(
-        &format!("copy {NAMESPACE} --sdlba={} --slbs=512 --blocks=7", end - 4),
+        &format!("copy {namespace} --sdlba={} --slbs=512 --blocks=7", end - 4),
         status::LBA_OUT_OF_RANGE,
     )?;
     Ok(())
 }
 
-fn write_uncor_then_read(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn write_uncor_then_read(bench: &Bench) -> Result<(), Fault> {
+    let namespace = &bench.namespace;
     write_blocks(bench, 800, 4, 'u')?;
     bench.guest.expect_nvme(
-        &format!("write-uncor {NAMESPACE} -s 801 -c 0"),
+        &format!("write-uncor {namespace} -s 801 -c 0"),
         status::SUCCESS,
     )?;
-    let read = |start| format!("read {NAMESPACE} -s {start} -c 0 -z 512 -d /tmp/found");
+    let read = |start| format!("read {namespace} -s {start} -c 0 -z 512 -d /tmp/found");
     bench
         .guest
         .expect_nvme(&read(801), status::UNRECOVERED_READ_ERROR)?;
     bench.guest.expect_nvme(
-        &format!("verify {NAMESPACE} -s 800 -c 3"),
+        &format!("verify {namespace} -s 800 -c 3"),
         status::UNRECOVERED_READ_ERROR,
     )?;
     expect_blocks(bench, 800, 1, "u")?;
@@ -325,18 +314,20 @@ fn write_uncor_then_read(bench: &Bench) -> Result<(), Fault> {
     expect_blocks(bench, 801, 1, "U")
 }
 
-fn flush(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn flush(bench: &Bench) -> Result<(), Fault> {
+    let namespace = &bench.namespace;
     bench
         .guest
-        .expect_nvme(&format!("flush {NAMESPACE}"), status::SUCCESS)?;
+        .expect_nvme(&format!("flush {namespace}"), status::SUCCESS)?;
     Ok(())
 }
 
-fn lba_out_of_range(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn lba_out_of_range(bench: &Bench) -> Result<(), Fault> {
+    let namespace = &bench.namespace;
     let end = (DRIVE_MIB << 20) / 512;
     let last = end - 1;
     bench.guest.expect_nvme(
-        &format!("read {NAMESPACE} -s {last} -c 0 -z 512"),
+        &format!("read {namespace} -s {last} -c 0 -z 512"),
         status::SUCCESS,
     )?;
     for (start, blocks) in [
@@ -349,61 +340,67 @@ fn lba_out_of_range(bench: &Bench) -> Result<(), Fault> {
         let bytes = blocks * 512;
         let range = format!("-s {start} -c {} -z {bytes}", blocks - 1);
         bench.guest.expect_nvme(
-            &format!("read {NAMESPACE} {range}"),
+            &format!("read {namespace} {range}"),
             status::LBA_OUT_OF_RANGE,
         )?;
         bench.guest.expect_nvme(
-            &format!("write {NAMESPACE} {range} -d /dev/zero"),
+            &format!("write {namespace} {range} -d /dev/zero"),
             status::LBA_OUT_OF_RANGE,
         )?;
     }
     bench.guest.expect_nvme(
-        &format!("write-zeroes {NAMESPACE} -s {last} -c 1"),
+        &format!("write-zeroes {namespace} -s {last} -c 1"),
         status::LBA_OUT_OF_RANGE,
     )?;
     Ok(())
 }
 
-fn unknown_commands(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn unknown_commands(bench: &Bench) -> Result<(), Fault> {
+    let controller = &bench.controller;
+    let namespace = &bench.namespace;
     for opcode in ["0x3f", "0x7f"] {
         bench.guest.expect_nvme(
-            &format!("admin-passthru {CONTROLLER} --opcode={opcode}"),
+            &format!("admin-passthru {controller} --opcode={opcode}"),
             status::INVALID_OPCODE,
         )?;
         bench.guest.expect_nvme(
-            &format!("io-passthru {NAMESPACE} --opcode={opcode} --namespace-id=1"),
+            &format!("io-passthru {namespace} --opcode={opcode} --namespace-id=1"),
             status::INVALID_OPCODE,
         )?;
     }
     // Identify with a CNS that does not exist.
     bench.guest.expect_nvme(
-        &format!("admin-passthru {CONTROLLER} --opcode=6 --cdw10=0xff --data-len=4096 --read"),
+        &format!("admin-passthru {controller} --opcode=6 --cdw10=0xff --data-len=4096 --read"),
         status::INVALID_FIELD,
     )?;
     Ok(())
 }
 
-fn reset(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn reset(bench: &Bench) -> Result<(), Fault> {
+    let controller = &bench.controller;
     for _ in 0..3 {
         bench
             .guest
-            .expect_nvme(&format!("reset {CONTROLLER}"), status::SUCCESS)?;
+            .expect_nvme(&format!("reset {controller}"), status::SUCCESS)?;
         expect_read(bench)?;
     }
     Ok(())
 }
 
-fn unbind_and_bind(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn unbind_and_bind(bench: &Bench) -> Result<(), Fault> {
+    let (controller, namespace) = (&bench.controller, &bench.namespace);
     for _ in 0..3 {
         bench.guest.check(
-            "address=$(basename $(readlink -f /sys/class/nvme/nvme0/device)) && \
-             cd /sys/bus/pci/drivers/nvme && echo $address > unbind && [ ! -e /dev/nvme0n1 ] && \
-             echo $address > bind",
+            &format!(
+                "address=$(basename $(readlink -f /sys/class/nvme/$(basename {controller})/device)) && \
+                 cd /sys/bus/pci/drivers/nvme && echo $address > unbind && [ ! -e {namespace} ] && \
+                 echo $address > bind"
+            ),
             PATIENCE,
         )?;
-        await_path(&bench.guest, NAMESPACE, true)?;
+        await_path(&bench.guest, namespace, true)?;
     }
-    verified_load("after-bind", 1).run(&bench.guest)?;
+    bench.verified_load("after-bind", 1).run(&bench.guest)?;
     bench.server.borrow_mut().expect_alive()?;
     Ok(())
 }

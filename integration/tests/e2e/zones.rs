@@ -44,7 +44,7 @@ mod status {
     pub(super) const INVALID_ZONE_STATE_TRANSITION: u16 = 0x1BF;
 }
 
-fn boot(lab: &Lab) -> Result<Bench, Fault> {
+fn boot(lab: &Lab) -> Result<Vec<Bench>, Fault> {
     let profile = lab.folder().join("zones.toml");
     fs::write(&profile, PROFILE).map_err(|source| Fault::File {
         path: profile.clone(),
@@ -54,7 +54,7 @@ fn boot(lab: &Lab) -> Result<Bench, Fault> {
     let function = FunctionOptions::new(FUNCTION, drive, "64M+128M")
         .option(format!("profile={}", profile.display()))
         .option("lba=4096");
-    lab.bench_with(lab.v6_12(), function, 2)
+    Ok(vec![lab.bench_with(lab.v6_12(), function, 2)?])
 }
 
 /// `nvme COMMAND`, with the namespace behind the command's name.

@@ -441,7 +441,7 @@ fn leave(
 }
 
 /// The card is pulled: its guests have errors, and nobody else notices.
-fn removal(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn removal(bench: &Bench) -> Result<(), Fault> {
     let mut scene = Scene::start(bench, "drive is removed", &[])?;
     inside::control("remove a")?;
     scene.await_drive("the drive to be gone", |drive| drive.gone)?;

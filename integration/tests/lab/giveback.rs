@@ -101,7 +101,7 @@ fn number(text: &str) -> Result<u64, Fault> {
     number.map_err(|error| Fault::Wrong(format!("{text}: {error}")))
 }
 
-fn stopped(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn stopped(bench: &Bench) -> Result<(), Fault> {
     let mut server = serve(bench)?;
     let outcome = client(&server, 1)?.finish()?;
     server.stop()?;

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use integration::checks::{LOST, Selection};
 use integration::guest;
 use integration::lab::options;
 use integration::lab::{Lab, LabConfig, LabDrive};
@@ -21,11 +22,11 @@ use crate::{Group, Refused};
 const PATIENCE: Duration = Duration::from_secs(1800);
 /// How many labs a group may take in which no check comes to its end, as guests are lost.
 const ATTEMPTS: u32 = 8;
+/// The same with `--once`.
+const ONE_ATTEMPT: u32 = 1;
 /// How lines begin that tell of a check.
 const PASSED: &str = "ok      ";
 const FAILED: &str = "FAILED  ";
-/// It says nothing of what is checked.
-const AGAIN: &str = "AGAIN   ";
 
 /// Says what became of a check: in the lab to the one who counts, and to a person. A check is to be made
 /// again whose guest was [lost](guest::is_lost).
@@ -34,7 +35,7 @@ pub(crate) fn report(name: &str, result: &Result<(), Fault>, started: Instant) {
     match result {
         Ok(()) => say(&format!("{PASSED}{name} ({time})")),
         Err(fault) if guest::is_lost(fault) => {
-            say(&format!("{AGAIN}{name} ({time}): a guest was lost"));
+            say(&format!("{LOST}{name} ({time}): a guest was lost"));
             // How shows in the first line; what follows is its console.
             if let Some(line) = integration::error_chain(fault).lines().next() {
                 say(&format!("        {line}"));
@@ -178,8 +179,8 @@ impl Write for Told {
     }
 }
 
-/// Runs the checks of `groups` that have `filter` in their names.
-pub(crate) fn run(groups: &[Group], filter: &str) -> ExitCode {
+/// Runs the checks of `groups` that `selection` names.
+pub(crate) fn run(groups: &[&Group], selection: &Selection) -> ExitCode {
     let suite = match Suite::provide() {
         Ok(suite) => suite,
         Err(fault) => {
@@ -193,7 +194,7 @@ pub(crate) fn run(groups: &[Group], filter: &str) -> ExitCode {
     };
     let mut tally = Tally::default();
     for group in groups {
-        run_group(group, &suite, filter, &mut tally);
+        run_group(group, &suite, selection, &mut tally);
     }
     for name in &tally.failed {
         say(&format!("failed: {name}"));
@@ -210,8 +211,8 @@ pub(crate) fn run(groups: &[Group], filter: &str) -> ExitCode {
     }
 }
 
-fn run_group(group: &Group, suite: &Suite, filter: &str, tally: &mut Tally) {
-    let wanted = group.wanted(filter);
+fn run_group(group: &Group, suite: &Suite, selection: &Selection, tally: &mut Tally) {
+    let wanted = group.wanted(&selection.filter);
     if wanted.is_empty() {
         return;
     }
@@ -233,7 +234,11 @@ fn run_group(group: &Group, suite: &Suite, filter: &str, tally: &mut Tally) {
         } => {
             let started = Instant::now();
             let mut told = Told::new();
-            let result = run_in_labs(name, *drives, suite, &wanted, &mut told)
+            let attempts = match selection.once {
+                true => ONE_ATTEMPT,
+                false => ATTEMPTS,
+            };
+            let result = run_in_labs(name, *drives, suite, &wanted, &mut told, attempts)
                 .and_then(|refusals| refused.expect(refusals));
             tally.passed += told.passed.len();
             tally.failed.extend(told.failed.iter().cloned());
@@ -270,9 +275,10 @@ fn run_in_labs(
     suite: &Suite,
     wanted: &[String],
     told: &mut Told,
+    attempts: u32,
 ) -> Result<u64, Fault> {
     let (mut refusals, mut in_vain) = (0, 0);
-    while in_vain < ATTEMPTS {
+    while in_vain < attempts {
         let started = Instant::now();
         let left = told.left_of(wanted);
         match suite.with_lab(drives(), |lab| run_checks(lab, suite, &left, told)) {
@@ -285,13 +291,13 @@ fn run_in_labs(
         if still_left.is_empty() {
             return Ok(refusals);
         }
-        in_vain = match still_left.len() < left.len() {
+        in_vain = match still_left.len() < left.len() && attempts > ONE_ATTEMPT {
             true => 0,
             false => in_vain + 1,
         };
     }
     Err(Fault::Wrong(format!(
-        "A guest was lost in each of {ATTEMPTS} labs, one after the other"
+        "A guest was lost in each of {attempts} labs, one after the other"
     )))
 }
 

@@ -1,7 +1,8 @@
 //! Tests on an emulated host with NVMe drives, an IOMMU and KVM: see `integration::lab`.
 //!
-//! `cargo test --release --package integration --test lab -- [--list] [FILTER]`: FILTER is a part of a
-//! check's name. These tests need minutes, so that `cargo test` alone does not run them; `cargo verify` does.
+//! `cargo test --release --package integration --test lab -- [--list] [--once] [--shard I/N] [FILTER]`: FILTER is a
+//! part of a check's name. These tests need many minutes: `cargo test` alone does not run them, `cargo verify` runs
+//! the group `native`, and `cargo verify --full` runs all of them.
 //!
 //! A group boots one lab with the drives that it names, and this same program runs the group's checks
 //! inside it, one after the other. A check is a function of a [`Bench`]: it binds, serves and boots guests
@@ -10,6 +11,7 @@
 use std::process::ExitCode;
 use std::time::Instant;
 
+use integration::checks::Selection;
 use integration::guest;
 use integration::lab::{LabDrive, inside};
 use integration::progress::say;
@@ -30,6 +32,7 @@ mod init;
 mod iommu;
 mod isolation;
 mod linux;
+mod native;
 mod nested;
 mod scarcity;
 mod sharing;
@@ -80,6 +83,7 @@ const GROUPS: &[Group] = &[
     iommu::GROUP,
     isolation::GROUP,
     linux::GROUP,
+    native::GROUP,
     nested::GROUP,
     scarcity::GROUP,
     sharing::GROUP,
@@ -110,23 +114,22 @@ fn main() -> ExitCode {
     if inside::is_inside() {
         return run_inside(&std::env::args().skip(1).collect::<Vec<_>>());
     }
-    let mut list = false;
-    let mut filter = String::new();
-    for argument in std::env::args().skip(1) {
-        match argument.as_str() {
-            "--list" => list = true,
-            // What cargo and its friends pass to every test program.
-            "--nocapture" | "--quiet" | "-q" => {}
-            other => filter = other.to_owned(),
+    let selection = match Selection::from_arguments(std::env::args().skip(1)) {
+        Ok(selection) => selection,
+        Err(error) => {
+            integration::print_error(&error);
+            return ExitCode::FAILURE;
         }
-    }
-    if list {
-        for name in GROUPS.iter().flat_map(|group| group.wanted(&filter)) {
+    };
+    let groups: Vec<&Group> = selection.share_of(GROUPS).collect();
+    if selection.list {
+        let wanted = |group: &&Group| group.wanted(&selection.filter);
+        for name in groups.iter().flat_map(wanted) {
             say(&format!("{name}: test"));
         }
         return ExitCode::SUCCESS;
     }
-    harness::run(GROUPS, &filter)
+    harness::run(&groups, &selection)
 }
 
 /// Runs the checks of these names, in the lab that was booted for them.

@@ -1,0 +1,48 @@
+//! One guest with a function for each way of doorbells, through everything that a guest does with a drive.
+
+use crate::lab::{Bench, DRIVE_MIB, Fault, Lab};
+use crate::{Group, doorbells, nvme_cli, pauses};
+use integration::server::FunctionOptions;
+
+pub(crate) const GROUP: Group = Group::OnBench {
+    name: "modes",
+    boot,
+    // What the guest's kernel complains of is looked at first: commands that must fail come later.
+    checks: &[
+        ("doorbells", doorbells::exit_as_their_mode_has_it),
+        ("pauses", pauses::none_is_lost),
+        ("id_ctrl", nvme_cli::id_ctrl),
+        ("id_ns", nvme_cli::id_ns),
+        ("list", nvme_cli::list),
+        ("smart_log", nvme_cli::smart_log),
+        ("error_log", nvme_cli::error_log),
+        ("fw_log", nvme_cli::fw_log),
+        ("effects_log", nvme_cli::effects_log),
+        ("get_feature", nvme_cli::get_feature),
+        ("dsm", nvme_cli::dsm),
+        ("write_zeroes", nvme_cli::write_zeroes),
+        ("compare", nvme_cli::compare),
+        ("verify", nvme_cli::verify),
+        ("copy", nvme_cli::copy),
+        ("write_uncor_then_read", nvme_cli::write_uncor_then_read),
+        ("flush", nvme_cli::flush),
+        ("lba_out_of_range", nvme_cli::lba_out_of_range),
+        ("unknown_commands", nvme_cli::unknown_commands),
+        ("reset", nvme_cli::reset),
+        ("unbind_and_bind", nvme_cli::unbind_and_bind),
+    ],
+};
+
+/// Values of `doorbells=`, which name the functions as well.
+const MODES: [&str; 3] = ["shadow", "mapped", "trap"];
+
+fn boot(lab: &Lab) -> Result<Vec<Bench>, Fault> {
+    let function = |mode: &str| {
+        let drive = lab.drive(&format!("{mode}.img"), DRIVE_MIB)?;
+        let range = format!("0+{DRIVE_MIB}M");
+        let function = FunctionOptions::new(mode, drive.display().to_string(), range);
+        Ok::<_, Fault>(function.option(format!("doorbells={mode}")))
+    };
+    let functions: Vec<_> = MODES.into_iter().map(function).collect::<Result<_, _>>()?;
+    lab.benches(&functions, 1)
+}

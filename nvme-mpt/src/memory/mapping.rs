@@ -8,6 +8,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 
 use super::bytes::RawBytes;
+use super::file_system::page_size;
 use super::sigbus;
 
 /// What may be done with a mapping's memory.
@@ -26,6 +27,8 @@ pub enum Access {
 pub struct Mapping {
     start: NonNull<u8>,
     len: usize,
+    /// What the kernel mapped: whole pages, huge ones where memory is in such.
+    mapped: usize,
     access: Access,
     guard: Option<sigbus::Guard>,
 }
@@ -84,9 +87,11 @@ impl Mapping {
                 "the file has {size:#x} bytes, fewer than {offset:#x} + {len:#x}"
             )));
         }
+        let page = page_size(fd)?;
         let mut mapping = Self::map(len, access, flags, fd.as_raw_fd(), file_offset)?;
-        let guard = sigbus::Guard::new(mapping.start, len, sigbus::Kind::Memory)?;
-        mapping.guard = Some(guard);
+        mapping.mapped = len.next_multiple_of(page);
+        let (start, kind) = (mapping.start, sigbus::Kind::Memory);
+        mapping.guard = Some(sigbus::Guard::new(start, mapping.mapped, page, kind)?);
         Ok(mapping)
     }
 
@@ -105,8 +110,8 @@ impl Mapping {
         })?;
         let (access, flags) = (Access::ReadWrite, libc::MAP_SHARED);
         let mut mapping = Self::map(len, access, flags, fd.as_raw_fd(), file_offset)?;
-        let guard = sigbus::Guard::new(mapping.start, len, sigbus::Kind::Device)?;
-        mapping.guard = Some(guard);
+        let (page, kind) = (host_page_size(), sigbus::Kind::Device);
+        mapping.guard = Some(sigbus::Guard::new(mapping.start, len, page, kind)?);
         Ok(mapping)
     }
 
@@ -172,6 +177,7 @@ impl Mapping {
         Ok(Self {
             start,
             len,
+            mapped: len,
             access,
             guard: None,
         })
@@ -266,7 +272,7 @@ impl Drop for Mapping {
         self.guard = None;
         // SAFETY: the range was mapped by us and is unmapped once; every user of its addresses
         // borrows from, or holds a count of, this mapping.
-        unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
+        unsafe { libc::munmap(self.start.as_ptr().cast(), self.mapped) };
     }
 }
 

@@ -7,6 +7,7 @@
 
 mod bytes;
 mod cell;
+mod file_system;
 mod host_ring;
 mod mapping;
 mod private;

@@ -1,24 +1,31 @@
 //! Memory that goes away while it is mapped.
 //!
 //! A client hands over guest memory as a file descriptor and can truncate the file later; a drive
-//! can be pulled while its registers are mapped. Touching what is not there any more raises SIGBUS,
-//! which would end the process and with it every other guest. The handler here puts pages in the
-//! place of what was lost, and remembers whose it was: zeroes for memory, ones for a device, as a
-//! bus reads where nobody answers. Faults anywhere else end the process as before.
+//! can be pulled while its registers are mapped; hardware can lose a page. Touching what is not there
+//! any more raises SIGBUS, which would end the process and with it every other guest. The handler here
+//! puts pages in the place of what was lost, and marks the mapping: zeroes for memory, ones for a
+//! device, as a bus reads without an answer. It replaces whole pages of the mapping's own size, as the
+//! kernel takes huge pages apart nowhere else. Faults anywhere else go to the handler that was there
+//! before, as a VMM has one for memory errors.
+//!
+//! A VMM that installs a handler later has to call this one for addresses that are not its own.
 #![expect(unsafe_code, reason = "a signal handler that maps pages")]
 
 use std::fs::File;
+use std::hint;
 use std::io::{self, Write};
+use std::ops::Range;
 use std::os::fd::IntoRawFd;
-use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
-use std::sync::{Mutex, Once, PoisonError};
+use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::mapping::{host_page_size, memfd};
 
-/// Guarded mappings at once, in all VMs of the process. A handler may not take locks or allocate,
-/// so the table is fixed: 8 regions each for 512 VMs.
-const GUARDS: usize = 4096;
+/// Guarded mappings in one part of the table. The table grows by such parts, which stay: the handler may
+/// neither lock nor allocate, so what it reads must not go away. A VM takes one guard for each file of
+/// its memory, 256 at most (`dma`), so none takes those of others.
+const PART: usize = 256;
 
 /// What a mapping is of, and thus what is read where it was lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,19 +40,53 @@ struct Entry {
     taken: AtomicBool,
     start: AtomicUsize,
     end: AtomicUsize,
+    /// Size of the mapping's pages: the host's, or that of huge pages.
+    page: AtomicUsize,
     device: AtomicBool,
     lost: AtomicBool,
+    /// Handlers that may be replacing pages of the mapping.
+    handlers: AtomicUsize,
 }
 
-static TABLE: [Entry; GUARDS] = [const {
-    Entry {
-        taken: AtomicBool::new(false),
-        start: AtomicUsize::new(0),
-        end: AtomicUsize::new(0),
-        device: AtomicBool::new(false),
-        lost: AtomicBool::new(false),
+impl Entry {
+    const fn new() -> Self {
+        Self {
+            taken: AtomicBool::new(false),
+            start: AtomicUsize::new(0),
+            end: AtomicUsize::new(0),
+            page: AtomicUsize::new(0),
+            device: AtomicBool::new(false),
+            lost: AtomicBool::new(false),
+            handlers: AtomicUsize::new(0),
+        }
     }
-}; GUARDS];
+
+    fn range(&self) -> Range<usize> {
+        let end = self.end.load(Ordering::SeqCst);
+        self.start.load(Ordering::Relaxed)..end
+    }
+}
+
+struct Part {
+    entries: [Entry; PART],
+    next: AtomicPtr<Part>,
+}
+
+impl Part {
+    const fn new() -> Self {
+        Self {
+            entries: [const { Entry::new() }; PART],
+            next: AtomicPtr::new(ptr::null_mut()),
+        }
+    }
+
+    fn next(&self) -> Option<&'static Self> {
+        // SAFETY: the pointer is null or that of a part that was leaked, and never changes again.
+        unsafe { self.next.load(Ordering::Acquire).as_ref() }
+    }
+}
+
+static TABLE: Part = Part::new();
 
 static EPOCH: AtomicUsize = AtomicUsize::new(0);
 static HOST_PAGE: AtomicUsize = AtomicUsize::new(4096);
@@ -60,41 +101,38 @@ pub(crate) fn lost_memory_epoch() -> usize {
 }
 
 /// The registration of one mapping.
-#[derive(Debug)]
-pub(super) struct Guard {
-    index: usize,
+pub(super) struct Guard(&'static Entry);
+
+impl std::fmt::Debug for Guard {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Guard").field(&self.0.range()).finish()
+    }
 }
 
 impl Guard {
-    pub(super) fn new(start: NonNull<u8>, len: usize, kind: Kind) -> io::Result<Self> {
+    /// Registers a mapping of pages of `page` bytes, from `start` on.
+    pub(super) fn new(start: NonNull<u8>, len: usize, page: usize, kind: Kind) -> io::Result<Self> {
         install_handler()?;
         if kind == Kind::Device {
             make_ones()?;
         }
         let start = start.as_ptr() as usize;
-        let index = TABLE
-            .iter()
-            .position(|entry| !entry.taken.swap(true, Ordering::AcqRel))
-            .ok_or_else(|| {
-                io::Error::other(format!(
-                    "more than {GUARDS} regions of guest memory are mapped"
-                ))
-            })?;
-        let entry = &TABLE[index];
+        let entry = take_entry();
         entry.lost.store(false, Ordering::Relaxed);
         entry.device.store(kind == Kind::Device, Ordering::Relaxed);
+        entry.page.store(page, Ordering::Relaxed);
         entry.start.store(start, Ordering::Relaxed);
         // The end last: an entry without an end contains no address.
-        entry.end.store(start + len, Ordering::Release);
-        Ok(Self { index })
+        entry.end.store(start + len, Ordering::SeqCst);
+        Ok(Self(entry))
     }
 
     pub(super) fn is_lost(&self) -> bool {
-        TABLE[self.index].lost.load(Ordering::Acquire)
+        self.0.lost.load(Ordering::Acquire)
     }
 
     pub(super) fn kind(&self) -> Kind {
-        if TABLE[self.index].device.load(Ordering::Relaxed) {
+        if self.0.device.load(Ordering::Relaxed) {
             Kind::Device
         } else {
             Kind::Memory
@@ -104,12 +142,11 @@ impl Guard {
     /// Puts ones in the place of the whole device, as if it were gone already: the kernel's mapping
     /// of it, which would keep it from being removed, ends here.
     pub(super) fn give_up_device(&self) -> io::Result<()> {
-        let entry = &TABLE[self.index];
-        let end = entry.end.load(Ordering::Acquire);
+        let entry = self.0;
         let host_page = HOST_PAGE.load(Ordering::Relaxed);
-        // Before its pages: who reads ones that are no register's must find it lost.
+        // Before its pages: a user that reads ones of no register must find it lost.
         entry.lost.store(true, Ordering::Release);
-        for page in (entry.start.load(Ordering::Relaxed)..end).step_by(host_page) {
+        for page in entry.range().step_by(host_page) {
             if !put_ones(page) {
                 return Err(io::Error::last_os_error());
             }
@@ -120,36 +157,92 @@ impl Guard {
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        let entry = &TABLE[self.index];
-        entry.end.store(0, Ordering::Release);
+        let entry = self.0;
+        entry.end.store(0, Ordering::SeqCst);
+        // A handler that came before, for a memory error that no access of ours found, replaces pages of
+        // a range that will be another mapping's. It makes one system call.
+        while entry.handlers.load(Ordering::SeqCst) != 0 {
+            hint::spin_loop();
+        }
         entry.start.store(0, Ordering::Relaxed);
         entry.taken.store(false, Ordering::Release);
     }
 }
 
-fn install_handler() -> io::Result<()> {
-    static INSTALL: Once = Once::new();
-    let mut result = Ok(());
-    INSTALL.call_once(|| {
-        HOST_PAGE.store(host_page_size(), Ordering::Relaxed);
-        // SAFETY: the action is fully initialised, and the handler is async-signal-safe: it uses
-        // atomics of a static table and the mmap and sigaction system calls only.
-        unsafe {
-            let mut action = std::mem::zeroed::<libc::sigaction>();
-            action.sa_sigaction = on_sigbus as *const () as usize;
-            action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
-            libc::sigemptyset(&raw mut action.sa_mask);
-            if libc::sigaction(libc::SIGBUS, &raw const action, std::ptr::null_mut()) < 0 {
-                result = Err(io::Error::last_os_error());
-            }
+/// Takes a free entry, in a new part of the table if there is none.
+fn take_entry() -> &'static Entry {
+    static TAKING: Mutex<()> = Mutex::new(());
+    let _taking = lock(&TAKING);
+    let is_free = |entry: &&Entry| !entry.taken.load(Ordering::Acquire);
+    let mut part = &TABLE;
+    loop {
+        if let Some(entry) = part.entries.iter().find(is_free) {
+            entry.taken.store(true, Ordering::Relaxed);
+            return entry;
         }
-    });
-    result
+        part = match part.next() {
+            Some(next) => next,
+            None => {
+                let new: &'static Part = Box::leak(Box::new(Part::new()));
+                let new = ptr::from_ref(new).cast_mut();
+                part.next.store(new, Ordering::Release);
+                continue;
+            }
+        };
+    }
+}
+
+/// The action for SIGBUS that was there before ours.
+static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
+/// It was to be used once, and was.
+static PREVIOUS_USED: AtomicBool = AtomicBool::new(false);
+
+fn install_handler() -> io::Result<()> {
+    static INSTALLED: Mutex<bool> = Mutex::new(false);
+    let mut installed = lock(&INSTALLED);
+    if *installed {
+        return Ok(());
+    }
+    HOST_PAGE.store(host_page_size(), Ordering::Relaxed);
+    // SAFETY: both actions are fully initialised, and the handler is async-signal-safe: it uses atomics
+    // of tables that stay, and the mmap, sigaction and kill system calls only.
+    unsafe {
+        // Remembered before ours is there, which may be called at once.
+        let mut previous = std::mem::zeroed::<libc::sigaction>();
+        if libc::sigaction(libc::SIGBUS, ptr::null(), &raw mut previous) < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let previous = PREVIOUS.get_or_init(|| previous);
+        let mut action = std::mem::zeroed::<libc::sigaction>();
+        action.sa_sigaction = on_sigbus as *const () as usize;
+        // The previous handler runs in ours, with the mask and on the stack that it asked for.
+        let inherited = libc::SA_ONSTACK | libc::SA_NODEFER | libc::SA_RESTART;
+        action.sa_mask = previous.sa_mask;
+        action.sa_flags = libc::SA_SIGINFO
+            | match is_handler(previous) {
+                true => previous.sa_flags & inherited,
+                false => libc::SA_ONSTACK,
+            };
+        if libc::sigaction(libc::SIGBUS, &raw const action, ptr::null_mut()) < 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    *installed = true;
+    Ok(())
+}
+
+fn is_handler(action: &libc::sigaction) -> bool {
+    ![libc::SIG_DFL, libc::SIG_IGN].contains(&action.sa_sigaction)
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // What these locks protect is complete after each step.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn make_ones() -> io::Result<()> {
     static MAKING: Mutex<()> = Mutex::new(());
-    let _making = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
+    let _making = lock(&MAKING);
     if ONES.load(Ordering::Relaxed) < 0 {
         let mut file = File::from(memfd(c"all ones", 0)?);
         file.write_all(&vec![0xFF; HOST_PAGE.load(Ordering::Relaxed)])?;
@@ -158,43 +251,137 @@ fn make_ones() -> io::Result<()> {
     Ok(())
 }
 
-extern "C" fn on_sigbus(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
+/// Why there is no memory at an address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Cause {
+    /// The file ends before it, or has no memory to give.
+    CutShort,
+    /// The hardware lost a page.
+    MemoryError,
+}
+
+extern "C" fn on_sigbus(
+    signal: libc::c_int,
+    info: *mut libc::siginfo_t,
+    context: *mut libc::c_void,
+) {
+    // SAFETY: the address of this thread's errno, which code that the signal interrupted may be about to
+    // read.
+    let errno = unsafe { *libc::__errno_location() };
     // SAFETY: the kernel passes a valid siginfo to an SA_SIGINFO handler.
-    let address = unsafe { (*info).si_addr() } as usize;
-    if !replace_lost_pages(address) {
-        // SAFETY: restoring the default action lets the fault, raised again on return, end the
-        // process as it would have without us.
-        unsafe { libc::signal(libc::SIGBUS, libc::SIG_DFL) };
+    let (address, code) = unsafe { ((*info).si_addr() as usize, (*info).si_code) };
+    let cause = match code {
+        libc::BUS_MCEERR_AR | libc::BUS_MCEERR_AO => Some(Cause::MemoryError),
+        libc::BUS_ADRERR | libc::BUS_OBJERR => Some(Cause::CutShort),
+        // Other codes, those of signals that a process sent among them, come without an address.
+        _ => None,
+    };
+    if !cause.is_some_and(|cause| replace_lost_pages(address, cause)) {
+        // A fault is raised again on return; what is no fault is not.
+        let is_fault = code > 0 && code != libc::BUS_MCEERR_AO;
+        pass_on(signal, info, context, is_fault);
+    }
+    // SAFETY: as above.
+    unsafe { *libc::__errno_location() = errno };
+}
+
+/// Does what would have been done without our handler.
+fn pass_on(
+    signal: libc::c_int,
+    info: *mut libc::siginfo_t,
+    context: *mut libc::c_void,
+    is_fault: bool,
+) {
+    let previous = PREVIOUS.get().filter(|previous| {
+        let once = previous.sa_flags & libc::SA_RESETHAND != 0;
+        !(once && PREVIOUS_USED.swap(true, Ordering::AcqRel))
+    });
+    match previous {
+        Some(previous) if is_handler(previous) => {
+            // SAFETY: it is the address of a function that its owner registered with the kernel, to be
+            // called with these arguments.
+            unsafe {
+                if previous.sa_flags & libc::SA_SIGINFO != 0 {
+                    let handler: extern "C" fn(
+                        libc::c_int,
+                        *mut libc::siginfo_t,
+                        *mut libc::c_void,
+                    ) = std::mem::transmute(previous.sa_sigaction);
+                    handler(signal, info, context);
+                } else {
+                    let handler: extern "C" fn(libc::c_int) =
+                        std::mem::transmute(previous.sa_sigaction);
+                    handler(signal);
+                }
+            }
+        }
+        Some(previous) if previous.sa_sigaction == libc::SIG_IGN && !is_fault => {}
+        _ => {
+            // SAFETY: with the default action, the fault that is raised again on return, or the signal that
+            // is sent again, ends the process as it would have without us.
+            unsafe {
+                libc::signal(signal, libc::SIG_DFL);
+                if !is_fault {
+                    libc::raise(signal);
+                }
+            }
+        }
     }
 }
 
-fn replace_lost_pages(address: usize) -> bool {
-    for entry in &TABLE {
-        let end = entry.end.load(Ordering::Acquire);
-        let start = entry.start.load(Ordering::Relaxed);
-        if address < start || address >= end {
-            continue;
+fn replace_lost_pages(address: usize, cause: Cause) -> bool {
+    let mut part = Some(&TABLE);
+    while let Some(entries) = part {
+        for entry in &entries.entries {
+            if !entry.range().contains(&address) {
+                continue;
+            }
+            entry.handlers.fetch_add(1, Ordering::SeqCst);
+            // Looked at again: now the mapping stays until this is done, or was gone before.
+            let range = entry.range();
+            let replaced = range.contains(&address) && replace_in(entry, range, address, cause);
+            entry.handlers.fetch_sub(1, Ordering::SeqCst);
+            if replaced {
+                return true;
+            }
         }
-        let page = address - address % HOST_PAGE.load(Ordering::Relaxed);
-        if entry.device.load(Ordering::Relaxed) {
-            // Before its page, as in `give_up_device`.
-            entry.lost.store(true, Ordering::Release);
-            return put_ones(page);
-        }
-        if !put_zeroes(page, end - page) {
-            return false;
-        }
-        entry.lost.store(true, Ordering::Release);
-        EPOCH.fetch_add(1, Ordering::Relaxed);
-        return true;
+        part = entries.next();
     }
     false
 }
 
-/// Replaces the pages of a registered mapping from `start` on.
-fn put_zeroes(start: usize, len: usize) -> bool {
+fn replace_in(entry: &Entry, range: Range<usize>, address: usize, cause: Cause) -> bool {
+    if entry.device.load(Ordering::Relaxed) {
+        // Before its page, as in `give_up_device`.
+        entry.lost.store(true, Ordering::Release);
+        let page = HOST_PAGE.load(Ordering::Relaxed);
+        return put_ones(address - address % page);
+    }
+    let lost = lost_part(&range, entry.page.load(Ordering::Relaxed), address, cause);
+    // Where the kernel has no room for one more mapping, the whole is replaced, which needs none.
+    if !put_zeroes(lost) && !put_zeroes(range) {
+        return false;
+    }
+    entry.lost.store(true, Ordering::Release);
+    EPOCH.fetch_add(1, Ordering::Relaxed);
+    true
+}
+
+/// What is replaced of a mapping of memory, in whole pages of it.
+fn lost_part(mapping: &Range<usize>, page: usize, address: usize, cause: Cause) -> Range<usize> {
+    let start = address - (address - mapping.start) % page;
+    let end = match cause {
+        // What follows in a file that was cut short is lost as well.
+        Cause::CutShort => mapping.end,
+        Cause::MemoryError => mapping.end.min(start + page),
+    };
+    start..end
+}
+
+/// Replaces pages of a registered mapping.
+fn put_zeroes(pages: Range<usize>) -> bool {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
-    put(start, len, flags, -1)
+    put(pages.start, pages.len(), flags, -1)
 }
 
 /// Replaces one host page of a registered mapping. The exchange is a single step: no access finds
@@ -206,8 +393,8 @@ fn put_ones(page: usize) -> bool {
 }
 
 fn put(start: usize, len: usize, flags: libc::c_int, fd: libc::c_int) -> bool {
-    // SAFETY: the range lies in whole pages of a registered mapping, whose owner cannot be unmapping
-    // it while one of its users faults in it, or while it gives the device up itself.
+    // SAFETY: the range lies in whole pages of a registered mapping. Its owner is not unmapping it: it
+    // waits for handlers before, or gives the device up itself.
     let replaced = unsafe {
         libc::mmap(
             start as *mut libc::c_void,
@@ -219,4 +406,54 @@ fn put(start: usize, len: usize, flags: libc::c_int, fd: libc::c_int) -> bool {
         )
     };
     replaced != libc::MAP_FAILED
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: usize = 1 << 20;
+
+    #[test]
+    fn whole_pages_of_the_mappings_own_size_are_replaced() {
+        let mapping = 64 * MIB..72 * MIB;
+        let lost = |page, address, cause| lost_part(&mapping, page, address, cause);
+        let (cut, error) = (Cause::CutShort, Cause::MemoryError);
+        let at = 67 * MIB + 0x1234;
+        assert_eq!(lost(4096, at, cut), 67 * MIB + 0x1000..72 * MIB);
+        assert_eq!(lost(4096, at, error), 67 * MIB + 0x1000..67 * MIB + 0x2000);
+        assert_eq!(lost(2 * MIB, at, cut), 66 * MIB..72 * MIB);
+        assert_eq!(lost(2 * MIB, at, error), 66 * MIB..68 * MIB);
+        assert_eq!(lost(2 * MIB, mapping.start, error), 64 * MIB..66 * MIB);
+        assert_eq!(lost(2 * MIB, mapping.end - 1, cut), 70 * MIB..72 * MIB);
+        // A page of 1 GiB that starts where the mapping does.
+        let gigabytes = 1 << 30..3 << 30;
+        assert_eq!(
+            lost_part(&gigabytes, 1 << 30, (2 << 30) + 5, error),
+            2 << 30..3 << 30
+        );
+    }
+
+    #[test]
+    fn no_number_of_mappings_takes_the_guards_of_others() {
+        // More than 16 VMs with all their files once had.
+        let memory = memfd(c"test", 4096).expect("memory");
+        let map = |_| {
+            use std::os::fd::AsFd;
+            let access = super::super::Access::Read;
+            super::super::Mapping::shared(memory.as_fd(), 0, 4096, access)
+        };
+        let mappings: Vec<_> = (0..5000)
+            .map(map)
+            .collect::<Result<_, _>>()
+            .expect("mapped");
+        // The last of them is guarded as the first is.
+        File::from(memory).set_len(0).expect("cut short");
+        for mapping in [&mappings[0], &mappings[4999]] {
+            let mut read = [9];
+            mapping.bytes(4000, 1).expect("inside").copy_to(&mut read);
+            assert_eq!((read, mapping.is_lost()), ([0], true));
+        }
+        assert!(!mappings[2500].is_lost());
+    }
 }

@@ -258,6 +258,7 @@ fn refused(error: DmaError) -> io::Error {
         | DmaError::FilesTooLarge { .. }
         | DmaError::NoIova { .. } => libc::ENOSPC,
         DmaError::NotMapped { .. } => libc::ENOENT,
+        DmaError::MayWait { .. } => libc::EPERM,
         DmaError::Busy { .. } => libc::EBUSY,
         DmaError::Map { source, .. } | DmaError::Iommu { source, .. } => return source,
     };
@@ -308,6 +309,7 @@ mod tests {
             doorbells,
             poll: PollPolicy::default(),
             pollers: Pollers::new(),
+            memory: nvme_mpt::MemoryKinds::default(),
             serial: None,
         })
         .unwrap();
@@ -315,7 +317,7 @@ mod tests {
     }
 
     fn memory(size: u64) -> OwnedFd {
-        let file = tempfile::tempfile().unwrap();
+        let file = tempfile::tempfile_in("/dev/shm").unwrap();
         file.set_len(size).unwrap();
         file.into()
     }
@@ -408,6 +410,22 @@ mod tests {
         device.dma_map(region(0x10_0000, 0x2000)).unwrap();
         device.dma_map(region(0x20_0000, 0x3000)).unwrap();
         assert_eq!(device.dma_unmap(None).unwrap(), 0x5000);
+    }
+
+    #[test]
+    fn memory_whose_faults_may_wait_is_refused() {
+        let mut device = device(DoorbellMode::Shadow);
+        // Beside the program: /tmp may be memory.
+        let program = std::env::current_exe().unwrap();
+        let file = tempfile::tempfile_in(program.parent().unwrap()).unwrap();
+        file.set_len(0x10_0000).unwrap();
+        let mut on_disk = region(0x10_0000, 0x10_0000);
+        on_disk.memory = Some(DmaMemory {
+            fd: file.into(),
+            offset: 0,
+        });
+        assert_eq!(errno(device.dma_map(on_disk)), Some(libc::EPERM));
+        device.dma_map(region(0x10_0000, 0x10_0000)).unwrap();
     }
 
     #[test]

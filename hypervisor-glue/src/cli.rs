@@ -53,8 +53,8 @@ enum Command {
 #[derive(Args, Debug)]
 struct Serve {
     /// A function: socket=PATH,path=DRIVE[,range=START+LENGTH][,queues=N][,id=ID]
-    /// [,doorbells=auto|shadow|mapped|trap][,poll=POLICY][,serial=SERIAL][,lba=512|4096]
-    /// [,profile=PROFILE][,faults=PLAN][,namespace=N][,timeout=SECONDS]
+    /// [,doorbells=auto|shadow|mapped|trap][,poll=POLICY][,memory=resident|any]
+    /// [,serial=SERIAL][,lba=512|4096][,profile=PROFILE][,faults=PLAN][,namespace=N][,timeout=SECONDS]
     ///
     /// Can be given many times.
     ///
@@ -65,6 +65,8 @@ struct Serve {
     ///              [default: all of it]
     ///   queues     most I/O queue pairs that the guest gets, 1 to 64 [default: 16]
     ///   id         name of the function and of its lease [default: made from drive and range]
+    ///   memory     files that the guest's memory may be in: resident (memfd, tmpfs, hugetlbfs), or any,
+    ///              whose page faults may wait, with poll=dedicated alone [default: resident]
     ///   doorbells  auto, shadow, mapped or trap [default: auto]
     ///   poll       shared or dedicated, then :adaptive or :busy, then @ and processor numbers joined
     ///              by +, as in dedicated:busy@2+3 [default: shared]

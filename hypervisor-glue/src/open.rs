@@ -97,6 +97,7 @@ pub fn attach(
         doorbells: options.doorbells,
         pollers: pollers.clone(),
         poll: options.poll.clone(),
+        memory: options.memory,
         serial: options.serial.clone(),
     })?)
 }

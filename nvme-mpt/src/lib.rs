@@ -31,7 +31,7 @@ pub use attachment::{
     AttachError, Attachment, AttachmentConfig, AttachmentState, AttachmentStats, CqConfig,
     LeasedNamespace, NamespaceZones, QueueError, SqConfig, StateError,
 };
-pub use dma::{DirtyRange, DmaError, DmaWindow, MemoryRegion};
+pub use dma::{DirtyRange, DmaError, DmaWindow, MemoryKinds, MemoryRegion};
 pub use doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage};
 pub use drive::{Drive, DriveError, DriveOptions, DrivePath};
 pub use event::{DriveEvent, ErrorEntry, Event, EventQueue, QueueFailure};

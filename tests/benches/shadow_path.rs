@@ -310,6 +310,7 @@ fn rig(case: &Case) -> Rig {
             doorbells: nvme_mpt::DoorbellMode::Shadow,
             poll: PollPolicy::default(),
             pollers: Pollers::new(),
+            memory: nvme_mpt::MemoryKinds::default(),
             serial: None,
         })
         .unwrap(),

@@ -100,6 +100,7 @@ pub(crate) fn attachment(mode: DoorbellMode) -> Attachment {
         doorbells: mode,
         poll: PollPolicy::default(),
         pollers: Pollers::new(),
+        memory: nvme_mpt::MemoryKinds::default(),
         serial: None,
     })
     .expect("an attachment")
@@ -119,7 +120,7 @@ impl Guest {
     /// A guest that has not touched its controller yet.
     pub(crate) fn new(mode: DoorbellMode) -> Self {
         let function = NvmeFunction::new(attachment(mode), MsixMasking::Client);
-        let memory = tempfile::tempfile().expect("a file");
+        let memory = tempfile::tempfile_in("/dev/shm").expect("memory");
         memory.set_len(MEMORY.end - MEMORY.start).expect("room");
         let region = MemoryRegion {
             gpa: Gpa(MEMORY.start),

@@ -29,6 +29,9 @@ pub struct FunctionConfig {
     /// Who looks at the guest's queues.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub poll: Option<String>,
+    /// Kinds of files that the VM's memory may be in.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<String>,
     /// Serial number.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub serial: Option<String>,
@@ -64,6 +67,7 @@ impl FunctionConfig {
         "queues",
         "doorbells",
         "poll",
+        "memory",
         "serial",
         "lba",
         "profile",
@@ -90,6 +94,7 @@ impl FunctionConfig {
             queues: parsed("queues", get("queues"), str::parse)?,
             doorbells: get("doorbells"),
             poll: get("poll"),
+            memory: get("memory"),
             serial: get("serial"),
             lba: parsed("lba", get("lba"), str::parse::<LbaSize>)?.map(LbaSize::bytes),
             profile: get("profile"),
@@ -146,6 +151,7 @@ impl FunctionConfig {
             queues,
             doorbells,
             poll,
+            memory,
             serial,
             lba,
             profile,
@@ -160,6 +166,7 @@ impl FunctionConfig {
             ("queues", queues.map(|queues| queues.to_string())),
             ("doorbells", doorbells.clone()),
             ("poll", poll.clone()),
+            ("memory", memory.clone()),
             ("serial", serial.clone()),
             ("lba", lba.map(|lba| lba.to_string())),
             ("profile", profile.clone()),

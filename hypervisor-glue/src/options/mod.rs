@@ -1,6 +1,6 @@
 //! The option string that describes an NVMe function, the same for every VMM:
 //!
-//! `path=PATH[,range=START+LENGTH][,queues=N][,id=ID][,doorbells=MODE][,poll=POLICY][,serial=SERIAL]`,
+//! `path=PATH[,range=START+LENGTH][,queues=N][,id=ID][,doorbells=MODE][,poll=POLICY][,memory=KINDS][,serial=SERIAL]`,
 //! and `[,lba=BYTES][,profile=PROFILE][,faults=PLAN]` for a software drive, `[,namespace=N][,timeout=SECONDS]` for a
 //! physical one.
 //!
@@ -20,8 +20,9 @@ use nvme_mpt::attachment::MAX_QUEUE_PAIRS;
 use nvme_mpt::host::software::faults::FaultPlan;
 use nvme_mpt::host::software::model::Profile;
 use nvme_mpt::lease::ByteRange;
+use nvme_mpt::poller::Placement;
 use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::{DoorbellMode, DrivePath, PollPolicy};
+use nvme_mpt::{DoorbellMode, DrivePath, MemoryKinds, PollPolicy};
 use thiserror::Error;
 
 pub use config::FunctionConfig;
@@ -37,8 +38,7 @@ const MAX_SERIAL: usize = 20;
 const MAX_TIMEOUT: u64 = 3600;
 
 /// What every function can be given.
-const FUNCTION_KEYS: &str =
-    "path, range, queues, id, doorbells, poll, serial, lba, profile, faults, namespace, timeout";
+const FUNCTION_KEYS: &str = "path, range, queues, id, doorbells, poll, memory, serial, lba, profile, faults, namespace, timeout";
 
 /// An option string is wrong.
 #[derive(Debug, Error)]
@@ -90,6 +90,18 @@ pub enum OptionError {
         key: &'static str,
         /// The drive.
         path: DrivePath,
+        /// Why.
+        why: &'static str,
+    },
+    /// A value that another option has to go with.
+    #[error("Option \"{key}={value}\" needs {other}: {why}; add that, or leave it out")]
+    Needs {
+        /// The key.
+        key: &'static str,
+        /// The value.
+        value: String,
+        /// The option that it needs.
+        other: &'static str,
         /// Why.
         why: &'static str,
     },
@@ -161,6 +173,8 @@ pub struct FunctionOptions {
     pub doorbells: DoorbellMode,
     /// Who looks at the guest's queues, and how eagerly.
     pub poll: PollPolicy,
+    /// Kinds of files that the VM's memory may be in.
+    pub memory: MemoryKinds,
     /// Serial number that the guest sees, in place of the one that belongs to the range.
     pub serial: Option<String>,
     /// Size of a logical block, where the drive is a software one.
@@ -193,6 +207,7 @@ impl FunctionOptions {
             id: keys.take("id"),
             doorbells: take(keys, "doorbells", str::parse)?.unwrap_or_default(),
             poll: take(keys, "poll", str::parse)?.unwrap_or_default(),
+            memory: take(keys, "memory", str::parse)?.unwrap_or_default(),
             serial: take(keys, "serial", parse_serial)?,
             lba: take(keys, "lba", str::parse)?,
             profile: take(keys, "profile", |name| Profile::load(name).map(Arc::new))?,
@@ -200,6 +215,17 @@ impl FunctionOptions {
             namespace: take(keys, "namespace", parse_namespace)?,
             timeout: take(keys, "timeout", parse_timeout)?,
         };
+        if options.memory == MemoryKinds::Any
+            && !matches!(options.path, DrivePath::Pci(_))
+            && options.poll.placement != Placement::Dedicated
+        {
+            return Err(OptionError::Needs {
+                key: "memory",
+                value: options.memory.to_string(),
+                other: "poll=dedicated",
+                why: "page faults in such memory may stop its pollers",
+            });
+        }
         match options.meaningless() {
             None => Ok(options),
             Some((key, why)) => Err(OptionError::Meaningless {
@@ -219,7 +245,9 @@ impl FunctionOptions {
             let profile = self.profile.as_ref().map(|_| ("profile", why));
             let why = "what goes wrong with a physical drive is its own";
             let faults = self.faults.as_ref().map(|_| ("faults", why));
-            return lba.or(profile).or(faults);
+            let why = "it pins the memory of all its VMs, so that page faults that wait would hold up others";
+            let memory = (self.memory == MemoryKinds::Any).then_some(("memory", why));
+            return lba.or(profile).or(faults).or(memory);
         }
         if let Some(Profile::Kv(_)) = self.profile.as_deref() {
             let why = "a drive of keys and values has no logical blocks";

@@ -25,6 +25,7 @@ fn a_path_is_enough() {
             id: None,
             doorbells: DoorbellMode::Auto,
             poll: PollPolicy::default(),
+            memory: MemoryKinds::Resident,
             serial: None,
             lba: None,
             profile: None,
@@ -38,7 +39,7 @@ fn a_path_is_enough() {
 #[test]
 fn every_option_is_understood_in_any_order() {
     let options = function(
-        "serial=A 1,lba=4096,profile=nvm,faults=none,poll=dedicated,doorbells=mapped,id=vm-1,queues=4,range=64G+64G,path=memory:1T",
+        "serial=A 1,lba=4096,profile=nvm,faults=none,poll=dedicated,memory=any,doorbells=mapped,id=vm-1,queues=4,range=64G+64G,path=memory:1T",
     );
     assert_eq!(
         options,
@@ -49,6 +50,7 @@ fn every_option_is_understood_in_any_order() {
             id: Some("vm-1".to_owned()),
             doorbells: DoorbellMode::Mapped,
             poll: "dedicated".parse().unwrap(),
+            memory: MemoryKinds::Any,
             serial: Some("A 1".to_owned()),
             lba: Some(LbaSize::B4096),
             profile: Some(Arc::new(Profile::named("nvm").unwrap())),
@@ -79,13 +81,13 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=/d,size=4",
-            "There is no option \"size\": the options are path, range, queues, id, doorbells, poll, serial, lba, \
-             profile, faults, namespace, timeout",
+            "There is no option \"size\": the options are path, range, queues, id, doorbells, poll, memory, serial, \
+             lba, profile, faults, namespace, timeout",
         ),
         (
             "path=/d,socket=/run/a.sock",
-            "There is no option \"socket\": the options are path, range, queues, id, doorbells, poll, serial, lba, \
-             profile, faults, namespace, timeout",
+            "There is no option \"socket\": the options are path, range, queues, id, doorbells, poll, memory, serial, \
+             lba, profile, faults, namespace, timeout",
         ),
         (
             "path=/d,queues=0",
@@ -147,6 +149,16 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
             "Option \"timeout\" cannot be \"0\"\n  A timeout is 1 to 3600 whole seconds",
         ),
         (
+            "path=/d,memory=any",
+            "Option \"memory=any\" needs poll=dedicated: page faults in such memory may stop its pollers; add \
+             that, or leave it out",
+        ),
+        (
+            "path=0000:01:00.0,memory=any,poll=dedicated",
+            "Option \"memory\" is not for 0000:01:00.0: it pins the memory of all its VMs, so that page faults \
+             that wait would hold up others; leave it out",
+        ),
+        (
             "path=/d,lba=520",
             "Option \"lba\" cannot be \"520\"\n  A logical block has 512 or 4096 bytes",
         ),
@@ -167,7 +179,7 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
     ] {
         assert_eq!(complaint::<FunctionOptions>(text), message);
     }
-    for key in ["doorbells", "poll"] {
+    for key in ["doorbells", "poll", "memory"] {
         let complaint = complaint::<FunctionOptions>(&format!("path=/d,{key}=never"));
         assert!(
             complaint.starts_with(&format!("Option \"{key}\" cannot be \"never\"\n  ")),

@@ -165,6 +165,7 @@ fn polled(doorbells: DoorbellMode, poll: &str) -> (FunctionDevice, Arc<Asked>) {
         doorbells,
         poll: poll.parse().unwrap(),
         pollers: Pollers::new(),
+        memory: nvme_mpt::MemoryKinds::default(),
         serial: None,
     })
     .unwrap();

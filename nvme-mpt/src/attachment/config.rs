@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::address::Gpa;
+use crate::dma::MemoryKinds;
 use crate::doorbell::DoorbellMode;
 use crate::drive::Drive;
 use crate::host::software::zones::{Geometry, Resources};
@@ -27,6 +28,8 @@ pub struct AttachmentConfig {
     pub poll: PollPolicy,
     /// The pollers of the process.
     pub pollers: Arc<Pollers>,
+    /// Kinds of files that the VM's memory may be in.
+    pub memory: MemoryKinds,
     /// Serial Number to show instead of the lease's own, up to 20 ASCII characters.
     pub serial: Option<String>,
 }

@@ -17,6 +17,21 @@ pub enum AttachError {
     /// A serial number that does not fit its field.
     #[error("Serial number `{0}` is not possible; use 1 to 20 printable ASCII characters")]
     InvalidSerial(String),
+    /// Memory whose page faults may wait, with pollers that others wait for.
+    #[error(
+        "Memory in any kind of file needs pollers of its own, since page faults may stop them: use memory=any \
+         with poll=dedicated"
+    )]
+    MemoryMayWait,
+    /// A physical drive pins its VMs' memory, for which page faults may not wait.
+    #[error(
+        "Drive {drive} is physical and pins the memory of all its VMs, so that memory in any kind of file could \
+         hold up others: use memory=resident"
+    )]
+    MemoryIsPinned {
+        /// The drive.
+        drive: String,
+    },
     /// Somebody uses part of the range without a lease in the same ledger.
     #[error(
         "Range {range} of drive {drive} is locked by another program: a server with another state \

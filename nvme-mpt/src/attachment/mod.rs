@@ -28,16 +28,16 @@ pub use error::{AttachError, QueueError};
 pub use state::{AttachmentState, StateError};
 pub use wakers::DoorbellWaker;
 
-use crate::dma::DmaWindow;
+use crate::dma::{DmaWindow, MemoryKinds};
 use crate::doorbell::{DoorbellMode, DoorbellPage};
-use crate::drive::Drive;
+use crate::drive::{Drive, DrivePath};
 use crate::event::EventQueue;
 use crate::host::software::key_value::KeySpace;
 use crate::host::software::zones::LeasedZones;
 use crate::host::{HostNamespace, Limits};
 use crate::interrupt::Coalescing;
 use crate::lease::Lease;
-use crate::poller::{PollPolicy, Pollers, Silence, Spin};
+use crate::poller::{Placement, PollPolicy, Pollers, Silence, Spin};
 use crate::range_lock::RangeLock;
 use crate::shadow::{QueueContext, ShadowQueue};
 use crate::spec::ids::{Nsid, QueueId};
@@ -86,10 +86,20 @@ impl Attachment {
             doorbells,
             poll,
             pollers,
+            memory,
             serial,
         } = config;
         if queue_pairs == 0 || queue_pairs > MAX_QUEUE_PAIRS {
             return Err(AttachError::InvalidQueuePairs(queue_pairs));
+        }
+        if memory == MemoryKinds::Any {
+            if poll.placement != Placement::Dedicated {
+                return Err(AttachError::MemoryMayWait);
+            }
+            if matches!(drive.path(), DrivePath::Pci(_)) {
+                let drive = drive.path().to_string();
+                return Err(AttachError::MemoryIsPinned { drive });
+            }
         }
         let identity = lease.identity();
         let serial = match serial {
@@ -130,7 +140,7 @@ impl Attachment {
                 },
                 _ => AttachError::Io(error),
             })?;
-        let window = DmaWindow::new(drive.controller().iova_space().clone());
+        let window = DmaWindow::new(drive.controller().iova_space().clone()).taking(memory);
         let events = Arc::new(EventQueue::new()?);
         drive.controller().subscribe(&events);
         if let Some(zones) = &zones {

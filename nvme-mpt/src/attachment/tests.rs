@@ -19,6 +19,7 @@ fn config(drive: &Arc<Drive>, range: &str) -> AttachmentConfig {
         doorbells: DoorbellMode::Shadow,
         poll: PollPolicy::default(),
         pollers: Pollers::new(),
+        memory: MemoryKinds::default(),
         serial: None,
     }
 }
@@ -58,3 +59,5 @@ fn impossible_attachments_are_refused_by_name() {
     assert!(attach(|config| config.serial = Some("x".repeat(21))).contains("20 printable"));
     assert!(attach(|config| config.serial = Some("a\nb".into())).contains("20 printable"));
 }
+    let message = attach(|config| config.memory = MemoryKinds::Any);
+    assert!(message.contains("poll=dedicated"), "{message}");

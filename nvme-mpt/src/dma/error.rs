@@ -88,6 +88,19 @@ pub enum DmaError {
         /// What the kernel said.
         source: io::Error,
     },
+    /// Page faults in the region's file may wait, and hold up a poller.
+    #[error(
+        "Region {gpa}+{len:#x} is in a file of {file_system}, which may let page faults wait: give the VM \
+         memory in a memfd, in /dev/shm or in hugetlbfs, or its function memory=any with poll=dedicated"
+    )]
+    MayWait {
+        /// Where it starts.
+        gpa: Gpa,
+        /// Its length in bytes.
+        len: u64,
+        /// Type of the file system, as mount(8) names it.
+        file_system: String,
+    },
     /// The region's file cannot be mapped.
     #[error("The memory of region {gpa}+{len:#x} cannot be mapped into this process")]
     Map {

@@ -19,10 +19,11 @@
 mod dirty;
 mod error;
 mod held;
+mod kinds;
 mod region;
 mod table;
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -30,12 +31,13 @@ use std::time::{Duration, Instant};
 pub use dirty::DirtyRange;
 pub use error::DmaError;
 pub use held::HeldMemory;
+pub use kinds::MemoryKinds;
 pub(crate) use table::RunPages;
 pub use table::{Direction, RegionHint, RegionTable};
 
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::iova::{IovaSpace, NoMapping, VmMappings};
-use crate::memory::{Access, RawBytes};
+use crate::memory::{Access, RawBytes, is_memory, type_of};
 use crate::poller::Waker;
 use dirty::DirtyPages;
 use region::{Extent, GuestFile, Place, Region};
@@ -126,6 +128,7 @@ impl Tables {
 #[derive(Debug)]
 pub struct DmaWindow {
     space: Arc<IovaSpace>,
+    kinds: MemoryKinds,
     mappings: Arc<VmMappings>,
     tables: Arc<Tables>,
     /// The table before the current one, if no region went since: so that it is this window's users who
@@ -149,11 +152,18 @@ impl DmaWindow {
         Self {
             mappings: space.new_vm(),
             space,
+            kinds: MemoryKinds::default(),
             tables: Arc::new(tables),
             previous: Mutex::default(),
             files: Mutex::default(),
             departed: Mutex::default(),
         }
+    }
+
+    /// The same window, for memory in other kinds of files.
+    #[must_use]
+    pub fn taking(self, kinds: MemoryKinds) -> Self {
+        Self { kinds, ..self }
     }
 
     pub(crate) fn tables(&self) -> &Arc<Tables> {
@@ -182,6 +192,16 @@ impl DmaWindow {
         let wraps = gpa.0.checked_add(len).is_none();
         if wraps || len == 0 || len >> 63 != 0 || !gpa.is_page_aligned() || len % PAGE_SIZE != 0 {
             return Err(DmaError::InvalidRegion { gpa, len });
+        }
+        // First of all that is asked about the file, as other questions may wait.
+        if self.kinds == MemoryKinds::Resident && !is_memory(fd.as_fd()) {
+            let file_system = type_of(fd.as_fd());
+            let file_system = file_system.unwrap_or_else(|| "another kind".to_owned());
+            return Err(DmaError::MayWait {
+                gpa,
+                len,
+                file_system,
+            });
         }
         let access = if writable {
             Access::ReadWrite

@@ -276,6 +276,29 @@ fn an_offset_beyond_all_files_is_refused() {
 }
 
 #[test]
+fn memory_that_may_wait_is_taken_on_request_alone() {
+    // Beside the program: /tmp may be memory.
+    let program = std::env::current_exe().expect("a path");
+    let folder = program.parent().expect("a folder");
+    let file = tempfile::tempfile_in(folder).expect("a file");
+    file.set_len(BLOCK).expect("room");
+    let file = OwnedFd::from(file);
+    let error = window()
+        .map(part(&file, 0, 0, BLOCK))
+        .expect_err("it may wait");
+    let DmaError::MayWait { file_system, .. } = &error else {
+        panic!("{error}");
+    };
+    let remedies = ["memfd", "/dev/shm", "hugetlbfs", "memory=any"];
+    for said in remedies.iter().chain([&file_system.as_str()]) {
+        assert!(error.to_string().contains(said), "{error}");
+    }
+    assert_ne!(file_system, "another kind", "{error}");
+    let any = window().taking(MemoryKinds::Any);
+    any.map(part(&file, 0, 0, BLOCK)).expect("asked for");
+}
+
+#[test]
 fn memory_that_was_lost_is_mapped_anew() {
     let window = window();
     let file = memfd(2 * BLOCK);

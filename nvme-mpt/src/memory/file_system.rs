@@ -1,6 +1,7 @@
-//! The file system of a file that holds memory: its pages.
-#![expect(unsafe_code, reason = "fstatfs has no safe interface")]
+//! The file system of a file that holds memory: its pages, and whether a fault may wait for it.
+#![expect(unsafe_code, reason = "fstatfs and fcntl have no safe interface")]
 
+use std::fs;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
@@ -31,16 +32,53 @@ pub(super) fn page_size(fd: BorrowedFd<'_>) -> io::Result<usize> {
     })
 }
 
+/// Whether a file lies in the kernel's own memory: memfd, tmpfs or hugetlbfs.
+///
+/// The kernel keeps seals for such files alone (memfd_create(2)), whatever their mount says of itself.
+/// It answers by itself, where fstat and fstatfs may wait for the process behind a FUSE mount.
+pub(crate) fn is_memory(fd: BorrowedFd<'_>) -> bool {
+    // SAFETY: `fd` is open; F_GET_SEALS has no argument.
+    unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) >= 0 }
+}
+
+/// Returns the type of a file's file system as mount(8) names it, where its mount is seen from here.
+///
+/// The kernel's lists are read for that, since a question to the file system may wait.
+pub(crate) fn type_of(fd: BorrowedFd<'_>) -> Option<String> {
+    let of_fd = fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_raw_fd())).ok()?;
+    let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
+    let mount = of_fd
+        .lines()
+        .find_map(|line| line.strip_prefix("mnt_id:"))?
+        .trim();
+    let line = mounts
+        .lines()
+        .find(|line| line.split(' ').next() == Some(mount))?;
+    let (_, behind) = line.split_once(" - ")?;
+    behind.split(' ').next().map(str::to_owned)
+}
+
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
     use std::os::fd::AsFd;
 
     use super::*;
     use crate::memory::memfd;
 
     #[test]
-    fn memory_of_no_huge_pages_has_the_hosts() {
+    fn memory_is_told_from_files() {
         let memory = memfd(c"test", 4096).expect("memory");
+        assert!(is_memory(memory.as_fd()));
+        let shm = tempfile::tempfile_in("/dev/shm").expect("tmpfs");
+        assert!(is_memory(shm.as_fd()));
+        assert_eq!(type_of(shm.as_fd()).as_deref(), Some("tmpfs"));
+        let regular = File::open("/proc/self/exe").expect("a file");
+        assert!(!is_memory(regular.as_fd()));
+        let zero = File::open("/dev/zero").expect("a device");
+        assert!(!is_memory(zero.as_fd()));
+        let proc = File::open("/proc/self/status").expect("a file of the kernel's");
+        assert_eq!(type_of(proc.as_fd()).as_deref(), Some("proc"));
         assert_eq!(page_size(memory.as_fd()).expect("size"), host_page_size());
     }
 }

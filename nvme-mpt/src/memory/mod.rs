@@ -18,6 +18,7 @@ mod words;
 
 pub use bytes::{RawBytes, RawWords};
 pub use cell::Cell32;
+pub(crate) use file_system::{is_memory, type_of};
 pub(crate) use host_ring::{HostCompletionRing, HostSubmissionRing};
 pub(crate) use mapping::host_page_size;
 #[cfg(test)]

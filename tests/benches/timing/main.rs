@@ -98,6 +98,7 @@ impl Rig {
             doorbells: nvme_mpt::DoorbellMode::Shadow,
             poll: PollPolicy::default(),
             pollers: Pollers::new(),
+            memory: nvme_mpt::MemoryKinds::default(),
             serial: None,
         };
         let attachment = Arc::new(Attachment::new(config).unwrap());

@@ -98,10 +98,11 @@ impl Lane {
             doorbells: DoorbellMode::Trap,
             poll: PollPolicy::default(),
             pollers: pollers.clone(),
+            memory: nvme_mpt::MemoryKinds::default(),
             serial: None,
         })
         .expect("an attachment");
-        let memory = tempfile::tempfile().expect("a file");
+        let memory = tempfile::tempfile_in("/dev/shm").expect("memory");
         let len = DATA + DATA_PAGES * PAGE;
         memory.set_len(len).expect("room");
         let region = MemoryRegion {

@@ -140,6 +140,7 @@ impl Lane {
             doorbells: DoorbellMode::Trap,
             poll: PollPolicy::default(),
             pollers: pollers.clone(),
+            memory: nvme_mpt::MemoryKinds::default(),
             serial: None,
         })
         .expect("an attachment");
@@ -352,7 +353,7 @@ fn reset_all() -> [u8; 64] {
 }
 
 fn file(len: u64) -> File {
-    let file = tempfile::tempfile().expect("a file");
+    let file = tempfile::tempfile_in("/dev/shm").expect("memory");
     file.set_len(len).expect("room");
     file
 }

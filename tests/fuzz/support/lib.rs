@@ -44,6 +44,7 @@ impl Fixture {
             doorbells: mode,
             poll: PollPolicy::default(),
             pollers: Pollers::new(),
+            memory: nvme_mpt::MemoryKinds::default(),
             serial: None,
         })
         .expect("an attachment");
@@ -77,7 +78,7 @@ impl Fixture {
 }
 
 fn map(function: &NvmeFunction, gpa: u64, len: u64) {
-    let file = tempfile::tempfile().expect("a file");
+    let file = tempfile::tempfile_in("/dev/shm").expect("memory");
     file.set_len(len).expect("room");
     let region = MemoryRegion {
         gpa: Gpa(gpa),

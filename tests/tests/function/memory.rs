@@ -320,7 +320,7 @@ fn admin_queues_unmapped() {
 /// A file that the device has as a region, and that this process does not map: what is cut off it, the
 /// test cannot stumble over.
 fn truncatable(machine: &Machine) -> File {
-    let file = tempfile::tempfile().unwrap();
+    let file = tempfile::tempfile_in("/dev/shm").unwrap();
     file.set_len(REGION).unwrap();
     let region = MemoryRegion {
         gpa: Gpa(NOWHERE),

@@ -423,6 +423,7 @@ fn part_of_a_zone_is_not_leased() {
             doorbells: nvme_mpt::DoorbellMode::Trap,
             poll: "shared".parse().unwrap(),
             pollers: lab.pollers.clone(),
+            memory: nvme_mpt::MemoryKinds::default(),
             serial: None,
         })
     };

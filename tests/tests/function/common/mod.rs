@@ -150,6 +150,7 @@ impl Lab {
             doorbells,
             poll: setup.poll.parse().unwrap(),
             pollers: self.pollers.clone(),
+            memory: nvme_mpt::MemoryKinds::default(),
             serial: None,
         })
         .unwrap();

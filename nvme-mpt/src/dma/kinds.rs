@@ -1,0 +1,59 @@
+//! Kinds of files that a VM's memory may be in.
+//!
+//! A poller copies to and from guest memory itself, and a page fault there waits for as long as the
+//! file's keeper likes: behind FUSE that is a process of the client's. So by default memory is taken
+//! from the kernel alone (memfd, tmpfs, hugetlbfs), where a fault takes a free page or fails with
+//! SIGBUS, which `memory/sigbus.rs` handles.
+//!
+//! Of such files, these were considered:
+//!
+//! * **userfaultfd** holds up faults in the address space that registered it. Ours is registered
+//!   nowhere, so a fault here takes a page at once, whatever the client registered
+//!   (`tests/userfaultfd.rs`). Minor faults and write protection are kept per address space as well.
+//! * **Holes.** fallocate holds up faults in a range while it punches a hole there. That is bounded by
+//!   the hole's pages, and a guest's balloon does the same; seals that forbid it would forbid
+//!   virtio-mem.
+//! * **Truncation** raises SIGBUS, as do a full tmpfs and an empty pool of huge pages.
+//! * **Swap** makes faults wait for the host's swap device. That is the host's choice, as for any
+//!   memory of its VMs.
+//!
+//! [`MemoryKinds::Any`] takes all files, for a function with dedicated pollers: only they and the
+//! function's own control thread wait. The kernel can still hold up others of the same process that map
+//! memory at that moment, so a client that is not trusted belongs to a server of its own. A physical
+//! drive pins all memory of its VMs under one lock of the kernel's, so it takes memory alone.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// Kinds of files that a VM's memory may be in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MemoryKinds {
+    /// The kernel's own memory: memfd, tmpfs and hugetlbfs.
+    #[default]
+    Resident,
+    /// Any file that can be mapped. Page faults may wait for its file system.
+    Any,
+}
+
+impl FromStr for MemoryKinds {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "resident" => Ok(Self::Resident),
+            "any" => Ok(Self::Any),
+            _ => Err(format!(
+                "`{text}` is no kind of memory; use resident (memfd, tmpfs, hugetlbfs) or any"
+            )),
+        }
+    }
+}
+
+impl fmt::Display for MemoryKinds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Resident => "resident",
+            Self::Any => "any",
+        })
+    }
+}

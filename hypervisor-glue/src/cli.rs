@@ -13,7 +13,7 @@ use clap::{Args, Parser, Subcommand};
 use nvme_mpt::DrivePath;
 use nvme_mpt::host::software::faults::FaultPlan;
 use nvme_mpt::host::vfio::function::{HostRoot, PciAddress};
-use nvme_mpt::lease::{LeaseEntry, LeaseState, Ledger};
+use nvme_mpt::lease::{CONTROL_SOCKET, LeaseEntry, LeaseState, Ledger};
 
 use crate::control::ControlError;
 use crate::faults::FaultRequest;
@@ -22,9 +22,6 @@ use crate::options::{ServedFunction, parse_socket_path};
 use crate::report;
 use crate::serve::{ServeOptions, serve};
 use crate::{bind, control, drives, logging, profile};
-
-/// Name of the control socket in the state folder.
-const CONTROL_SOCKET: &str = "control.sock";
 
 /// Lets many virtual machines share one NVMe drive.
 #[derive(Debug, Parser)]
@@ -65,11 +62,11 @@ struct Serve {
     ///              [default: all of it]
     ///   queues     most I/O queue pairs that the guest gets, 1 to 64 [default: 16]
     ///   id         name of the function and of its lease [default: made from drive and range]
-    ///   memory     files that the guest's memory may be in: resident (memfd, tmpfs, hugetlbfs), or any,
-    ///              whose page faults may wait, with poll=dedicated alone [default: resident]
     ///   doorbells  auto, shadow, mapped or trap [default: auto]
     ///   poll       shared or dedicated, then :adaptive or :busy, then @ and processor numbers joined
     ///              by +, as in dedicated:busy@2+3 [default: shared]
+    ///   memory     files that the guest's memory may be in: resident (memfd, tmpfs, hugetlbfs), or any,
+    ///              whose page faults may wait, with poll=dedicated alone [default: resident]
     ///   serial     serial number that the guest sees [default: made from drive and range]
     ///   lba        bytes of a logical block of a software drive, 512 or 4096 [default: 512]
     ///   profile    a drive that a software drive keeps time like: nvm, ssd, or a path with a slash

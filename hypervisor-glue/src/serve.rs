@@ -6,6 +6,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use nvme_mpt::lease::{PrivateError, make_state_folder};
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{Drive, DriveError, DriveOptions, DrivePath, Pollers};
 use thiserror::Error;
@@ -60,9 +61,12 @@ pub enum ServeError {
         #[source]
         source: OfferError,
     },
+    /// The state folder cannot be had for our user alone.
+    #[error("Cannot use the state folder; choose another one with --state-dir")]
+    StateDir(#[source] PrivateError),
     /// The folder of the control socket cannot be made.
-    #[error("Cannot create the state folder {}: run as a user who may, or choose another one with --state-dir", path.display())]
-    StateDir {
+    #[error("Cannot create the folder {} for the control socket; choose another place with --control", path.display())]
+    ControlDir {
         /// The folder.
         path: PathBuf,
         /// Why.
@@ -144,6 +148,8 @@ struct Server {
 impl Server {
     fn start(options: &ServeOptions) -> Result<Self, ServeError> {
         let functions = resolve(&options.functions)?;
+        // Before anything is opened: a folder that others may use is told at once.
+        make_state_folder(&options.state_dir).map_err(ServeError::StateDir)?;
         let mut drives = Drives::default();
         let ledgers = Ledgers::open(&options.state_dir);
         let pollers = Pollers::new();
@@ -395,7 +401,7 @@ fn start_control(
     pollers: Arc<Pollers>,
 ) -> Result<ControlServer, ServeError> {
     if let Some(folder) = path.parent() {
-        fs::create_dir_all(folder).map_err(|source| ServeError::StateDir {
+        fs::create_dir_all(folder).map_err(|source| ServeError::ControlDir {
             path: folder.to_owned(),
             source,
         })?;

@@ -1,17 +1,58 @@
 //! Locks on ranges of files, by open file description: the kernel drops them with the description,
 //! after SIGKILL too, and they exclude other descriptions in this process as in any other.
+//!
+//! The range of an image that a lease has is locked in the image itself, since servers with another state
+//! folder and VMMs respect no other place. Any user who may read the image can put a shared lock there,
+//! which stands in the way of an exclusive one. So [`RangeLock::claim`] distinguishes:
+//!
+//! * A lock that is exclusive, or was taken through a descriptor that may write, belongs to a user of the
+//!   image: QEMU shares the locks of an image that it writes. The claim is refused, and its holder named.
+//! * A shared lock through a descriptor that may only read, of another user than root and our own, refuses
+//!   nothing. We share the lock then, through a descriptor that may write, so that others that claim the
+//!   range find a user of it. The log names that process.
+//! * A holder that the kernel does not show to us may be either, and refuses the claim. A server that is
+//!   not root sees its own user's processes alone: its images should be for its user to read alone.
 #![expect(
     unsafe_code,
-    reason = "open file description locks are reached through fcntl alone"
+    reason = "open file description locks are reached through fcntl alone, our user through getauxval"
 )]
+
+mod holders;
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::AsRawFd;
 
-use libc::{F_OFD_GETLK, F_OFD_SETLK, F_UNLCK, F_WRLCK, SEEK_SET, c_int, c_short, off_t};
+use libc::{F_OFD_GETLK, F_OFD_SETLK, F_RDLCK, F_UNLCK, F_WRLCK, SEEK_SET, c_int, c_short, off_t};
+use log::warn;
 
-/// An exclusive lock on a range of a file, held until dropped.
+pub(crate) use holders::{Holders, Kind, find};
+
+/// A range of a file cannot be claimed.
+#[derive(Debug, thiserror::Error)]
+pub enum ClaimError {
+    /// Another process uses part of it.
+    #[error("It is locked by {holders}")]
+    Taken {
+        /// The processes, as far as they can be seen.
+        holders: String,
+    },
+    /// A system call failed.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+impl From<ClaimError> for io::Error {
+    fn from(error: ClaimError) -> Self {
+        match error {
+            ClaimError::Taken { .. } => Self::new(io::ErrorKind::WouldBlock, error),
+            ClaimError::Io(error) => error,
+        }
+    }
+}
+
+/// A lock on a range of a file, held until dropped.
 #[derive(Debug)]
 pub struct RangeLock {
     // The lock belongs to this open file description, hence one description per lock. Rust opens
@@ -26,35 +67,100 @@ impl RangeLock {
     /// # Errors
     /// What `fcntl` reports.
     pub fn take(file: File, start: u64, length: u64) -> io::Result<Option<Self>> {
-        match fcntl(&file, F_OFD_SETLK, &mut exclusive(start, length)?) {
-            Ok(()) => Ok(Some(Self { _file: file })),
-            Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {
-                Ok(None)
-            }
-            Err(error) => Err(error),
+        let taken = try_lock(&file, F_WRLCK, start, length)?;
+        Ok(taken.then_some(Self { _file: file }))
+    }
+
+    /// As [`Self::take`], but other users' locks that only share what they read refuse nothing. A length
+    /// of 0 reaches to the end of what can be locked.
+    ///
+    /// # Errors
+    /// [`ClaimError::Taken`] names the processes that have part of it locked; else what `fcntl` reports.
+    pub fn claim(file: File, start: u64, length: u64) -> Result<Self, ClaimError> {
+        let range = start..match length {
+            0 => u64::MAX,
+            length => start.saturating_add(length),
+        };
+        Self::claim_as(own_user(), file, &range, (start, length))
+    }
+
+    fn claim_as(
+        user: u32,
+        file: File,
+        range: &Range<u64>,
+        (start, length): (u64, u64),
+    ) -> Result<Self, ClaimError> {
+        if try_lock(&file, F_WRLCK, start, length)? {
+            return Ok(Self { _file: file });
         }
+        // Shared first and looked at then: of two that claim at the same time, one at least sees the other.
+        let shared = try_lock(&file, F_RDLCK, start, length)?;
+        let holders = find(&file, Kind::Range, range);
+        let reads_only = |holder: &holders::LockHolder| {
+            !holder.exclusive && !holder.writes && holder.is_foreign_to(user)
+        };
+        if !shared || holders.unseen || !holders.seen.iter().all(reads_only) {
+            let holders = describe(&holders);
+            return Err(ClaimError::Taken { holders });
+        }
+        if !holders.seen.is_empty() {
+            warn!(
+                "A lock on the drive's file is shared with {}, which only reads it; take the permission to read \
+                 the file from others",
+                describe(&holders)
+            );
+        }
+        Ok(Self { _file: file })
     }
 }
 
-/// Whether someone else has part of `length` bytes from `start` on locked. A length of 0 reaches to
-/// the end of what can be locked.
+/// Names the holders of locks, for messages.
+pub(crate) fn describe(holders: &Holders) -> String {
+    let mut names: Vec<String> = holders.seen.iter().map(ToString::to_string).collect();
+    if names.is_empty() || holders.unseen {
+        names.push("a process that cannot be seen from here".to_owned());
+    }
+    names.join(" and ")
+}
+
+/// Whether someone else has part of `length` bytes from `start` on locked for itself alone. A length of 0
+/// reaches to the end of what can be locked.
 ///
 /// # Errors
 /// What `fcntl` reports.
 pub fn is_locked(file: &File, start: u64, length: u64) -> io::Result<bool> {
-    let mut lock = exclusive(start, length)?;
+    // What a shared lock would have in its way: other shared ones, which any reader can take, are not.
+    let mut lock = range(F_RDLCK, start, length)?;
     fcntl(file, F_OFD_GETLK, &mut lock)?;
     // The kernel writes the lock that stands in the way, or F_UNLCK for none.
     Ok(c_int::from(lock.l_type) != F_UNLCK)
 }
 
-fn exclusive(start: u64, length: u64) -> io::Result<libc::flock> {
+/// User that this process was started as, for which the kernel need not be asked: a thread in a sandbox
+/// may be let ask for nothing.
+pub(crate) fn own_user() -> u32 {
+    // SAFETY: getauxval reads what the kernel gave the process at its start, and has no preconditions.
+    let user = unsafe { libc::getauxval(libc::AT_EUID) };
+    u32::try_from(user).unwrap_or(u32::MAX)
+}
+
+fn try_lock(file: &File, kind: c_int, start: u64, length: u64) -> io::Result<bool> {
+    match fcntl(file, F_OFD_SETLK, &mut range(kind, start, length)?) {
+        Ok(()) => Ok(true),
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {
+            Ok(false)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+fn range(kind: c_int, start: u64, length: u64) -> io::Result<libc::flock> {
     let offset = |value: u64| {
         off_t::try_from(value).map_err(|_| io::Error::from_raw_os_error(libc::EOVERFLOW))
     };
-    // F_WRLCK and SEEK_SET are 1 and 0; l_pid must be 0 for open file description locks.
+    // The kinds are 0 to 2 and SEEK_SET is 0; l_pid must be 0 for open file description locks.
     Ok(libc::flock {
-        l_type: F_WRLCK as c_short,
+        l_type: kind as c_short,
         l_whence: SEEK_SET as c_short,
         l_start: offset(start)?,
         l_len: offset(length)?,
@@ -70,4 +176,173 @@ fn fcntl(file: &File, command: c_int, lock: &mut libc::flock) -> io::Result<()> 
         return Err(io::Error::last_os_error());
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, OpenOptions};
+    use std::io::{BufRead, BufReader};
+    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::process::CommandExt;
+    use std::process::{Child, Command, Stdio};
+
+    use super::*;
+
+    const EOF: Range<u64> = 0..u64::MAX;
+
+    struct Image(tempfile::NamedTempFile);
+
+    impl Image {
+        fn new() -> Self {
+            let file = tempfile::NamedTempFile::new().expect("a file");
+            file.as_file().set_len(1 << 20).expect("room");
+            Self(file)
+        }
+
+        fn open(&self, write: bool) -> File {
+            let mut options = OpenOptions::new();
+            options
+                .read(true)
+                .write(write)
+                .open(self.0.path())
+                .expect("opens")
+        }
+
+        /// A shared lock on all of it.
+        fn share(&self, write: bool) -> File {
+            let file = self.open(write);
+            assert!(try_lock(&file, F_RDLCK, 0, 0).expect("fcntl"));
+            file
+        }
+
+        /// Claims a part of it, as a server of another user than this test's, which is not root.
+        fn claim(&self, user: u32, start: u64) -> Result<RangeLock, ClaimError> {
+            let length = 1 << 10;
+            let range = start..start + length;
+            RangeLock::claim_as(user, self.open(true), &range, (start, length))
+        }
+    }
+
+    /// A user that this test is not.
+    fn other_user() -> u32 {
+        own_user().wrapping_add(1000)
+    }
+
+    /// Environment of [`reads_and_locks`]: the file.
+    const READ: &str = "NVME_MPT_TEST_READS";
+
+    #[test]
+    #[ignore = "a process of `a_reader_of_another_user_refuses_nothing`"]
+    fn reads_and_locks() {
+        let Some(path) = std::env::var_os(READ) else {
+            return;
+        };
+        let file = File::open(path).expect("others may read it");
+        assert!(try_lock(&file, F_RDLCK, 0, 0).expect("fcntl"));
+        println!("locked");
+        // Until the other end goes.
+        let _ = std::io::stdin().read_line(&mut String::new());
+    }
+
+    /// Another user's process, which may only read an image and has all of it locked.
+    fn reader_of_another_user(image: &Image) -> Child {
+        const NOBODY: u32 = 65534;
+        let path = image.0.path();
+        fs::set_permissions(path, fs::Permissions::from_mode(0o644)).expect("chmod");
+        let mut child = Command::new(std::env::current_exe().expect("a path"))
+            .args(["--exact", "range_lock::tests::reads_and_locks"])
+            .args(["--ignored", "--nocapture"])
+            .env(READ, path)
+            .uid(NOBODY)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("a process");
+        let out = BufReader::new(child.stdout.as_mut().expect("piped"));
+        assert!(
+            out.lines()
+                .any(|line| line.expect("text").contains("locked")),
+            "it locks"
+        );
+        child
+    }
+
+    #[test]
+    fn a_reader_of_another_user_refuses_nothing() {
+        let image = Image::new();
+        let mut child = None;
+        // The server's user: root sees others' processes; any other sees its own, which are foreign to a
+        // user that this test is not.
+        let user = if own_user() == 0 {
+            child = Some(reader_of_another_user(&image));
+            0
+        } else {
+            other_user()
+        };
+        let reader = child.is_none().then(|| image.share(false));
+        assert!(!try_lock(&image.open(true), F_WRLCK, 0, 1).expect("fcntl"));
+        let claimed = image.claim(user, 0).expect("only read");
+        // What is claimed is taken all the same, for us and for a VMM that wants it for itself.
+        image.claim(user, 512).expect_err("taken");
+        let next = image.claim(user, 1 << 10).expect("the next part");
+        drop(reader);
+        if let Some(mut child) = child {
+            drop(child.stdin.take());
+            assert!(child.wait().expect("it ends").success());
+        }
+        assert!(!try_lock(&image.open(true), F_WRLCK, 0, 1).expect("fcntl"));
+        image.claim(user, 0).expect_err("taken");
+        drop((claimed, next));
+        image.claim(user, 0).expect("free again");
+    }
+
+    #[test]
+    fn a_reader_of_our_own_refuses() {
+        let image = Image::new();
+        let _reader = image.share(false);
+        let own = image.claim(own_user(), 0).expect_err("our own user's");
+        let pid = format!("process {} (", std::process::id());
+        assert!(own.to_string().contains(&pid), "{own}");
+    }
+
+    #[test]
+    fn a_user_of_the_image_is_refused_by_name() {
+        for exclusive in [true, false] {
+            let image = Image::new();
+            let vmm = match exclusive {
+                true => {
+                    RangeLock::take(image.open(true), 0, 0)
+                        .expect("fcntl")
+                        .expect("free")
+                        ._file
+                }
+                // As QEMU locks what it writes.
+                false => image.share(true),
+            };
+            let taken = image.claim(other_user(), 4096).expect_err("in use");
+            let pid = format!("process {} (", std::process::id());
+            assert!(taken.to_string().contains(&pid), "{taken}");
+            let found = find(&image.open(true), Kind::Range, &EOF);
+            assert_eq!((found.seen.len(), found.unseen), (1, false));
+            assert_eq!(
+                (found.seen[0].exclusive, found.seen[0].writes),
+                (exclusive, true)
+            );
+            drop(vmm);
+            image.claim(other_user(), 4096).expect("free again");
+        }
+    }
+
+    #[test]
+    fn shared_locks_of_readers_make_no_holder() {
+        let image = Image::new();
+        let _reader = image.share(false);
+        assert!(!is_locked(&image.open(false), 0, 0).expect("fcntl"));
+        let other = Image::new();
+        let _holder = RangeLock::take(other.open(true), 7, 1)
+            .expect("fcntl")
+            .expect("free");
+        assert!(is_locked(&other.open(false), 0, 0).expect("fcntl"));
+        assert!(!is_locked(&other.open(false), 8, 0).expect("fcntl"));
+    }
 }

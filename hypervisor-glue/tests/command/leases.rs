@@ -1,5 +1,7 @@
 //! Leases between processes.
 
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::process::Stdio;
 use std::thread;
 use std::time::Duration;
@@ -191,6 +193,34 @@ fn killed_at_any_moment_a_server_leaves_a_whole_ledger() {
     }
     bench.serve("one", &[function]).unwrap().stop();
     assert_eq!(bench.leases(), []);
+}
+
+#[test]
+fn the_ledger_is_for_one_user_alone() {
+    let bench = Bench::new();
+    let function = "socket=a.sock,path=drive.img,id=a,range=0+16M";
+    let mode_of = |name: &str| fs::metadata(bench.path(name)).unwrap().mode() & 0o7777;
+    let narrow = || {
+        assert_eq!(mode_of("state"), 0o700);
+        for file in ["leases.json", "leases.lock", "holders.lock"] {
+            assert_eq!(mode_of(&format!("state/{file}")), 0o600, "{file}");
+        }
+    };
+    bench.serve("one", &[function]).unwrap().stop();
+    narrow();
+    // As versions before left it.
+    let widen = |name: &str, mode| {
+        fs::set_permissions(bench.path(name), fs::Permissions::from_mode(mode)).unwrap();
+    };
+    widen("state", 0o755);
+    for file in ["leases.json", "leases.lock", "holders.lock"] {
+        widen(&format!("state/{file}"), 0o644);
+    }
+    let server = bench.serve("one", &[function]).unwrap();
+    narrow();
+    let (status, _) = server.signal("TERM");
+    assert!(status.success(), "{status}");
+    narrow();
 }
 
 #[test]

@@ -42,6 +42,8 @@ pub enum AttachError {
         drive: String,
         /// The range, in bytes.
         range: ByteRange,
+        /// The processes that have it locked.
+        source: io::Error,
     },
     /// A drive that is divided into zones is leased in whole zones.
     #[error(transparent)]

@@ -137,6 +137,7 @@ impl Attachment {
                 io::ErrorKind::WouldBlock => AttachError::InUse {
                     drive: drive.path().to_string(),
                     range,
+                    source: error,
                 },
                 _ => AttachError::Io(error),
             })?;

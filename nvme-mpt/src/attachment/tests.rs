@@ -40,6 +40,9 @@ fn a_range_of_a_file_is_attached_once_whatever_the_ledger_says() {
     let error = Attachment::new(config(&other, "256K+512K")).expect_err("taken");
     assert!(matches!(error, AttachError::InUse { .. }), "{error}");
     assert!(error.to_string().contains("256K+512K"), "{error}");
+    let holder = std::error::Error::source(&error).expect("names the holder");
+    let process = format!("process {} (", std::process::id());
+    assert!(holder.to_string().contains(&process), "{holder}");
     Attachment::new(config(&other, "512K+512K")).expect("another range");
     drop(first);
     Attachment::new(config(&other, "256K+512K")).expect("free again");
@@ -56,8 +59,8 @@ fn impossible_attachments_are_refused_by_name() {
     };
     assert!(attach(|config| config.queue_pairs = 0).contains("1 to 64"));
     assert!(attach(|config| config.queue_pairs = 65).contains("65"));
+    let message = attach(|config| config.memory = MemoryKinds::Any);
+    assert!(message.contains("poll=dedicated"), "{message}");
     assert!(attach(|config| config.serial = Some("x".repeat(21))).contains("20 printable"));
     assert!(attach(|config| config.serial = Some("a\nb".into())).contains("20 printable"));
 }
-    let message = attach(|config| config.memory = MemoryKinds::Any);
-    assert!(message.contains("poll=dedicated"), "{message}");

@@ -6,11 +6,11 @@
 //! pid would tell neither that a process died and its number was given out again, nor anything
 //! about a process in another container.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
 use std::path::Path;
 
-use crate::range_lock::{self, RangeLock};
+use crate::range_lock::{self, Kind, RangeLock};
 
 /// A byte of the lock file that stands for one lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -32,14 +32,8 @@ pub(super) struct Holder {
 }
 
 impl Holder {
-    /// Takes `slot` in the lock file `path`. `None`: someone else holds it.
-    pub(super) fn take(path: &Path, slot: Slot) -> io::Result<Option<Self>> {
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(path)?;
+    /// Takes `slot` in a lock file that was opened for this holder alone. `None`: another one holds it.
+    pub(super) fn take(file: File, slot: Slot) -> io::Result<Option<Self>> {
         Ok(RangeLock::take(file, slot.0, 1)?.map(|_lock| Self { _lock }))
     }
 }
@@ -69,6 +63,14 @@ impl Holders {
         self.is_locked(first.0, 0)
     }
 
+    /// The processes with locks on `first` or a slot above it.
+    pub(super) fn users_from(&self, first: Slot) -> range_lock::Holders {
+        match &self.0 {
+            Some(file) => range_lock::find(file, Kind::Range, &(first.0..u64::MAX)),
+            None => range_lock::Holders::default(),
+        }
+    }
+
     fn is_locked(&self, start: u64, length: u64) -> io::Result<bool> {
         let Some(file) = &self.0 else {
             return Ok(false);
@@ -80,6 +82,13 @@ impl Holders {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs::OpenOptions;
+
+    fn take(path: &Path, slot: Slot) -> io::Result<Option<Holder>> {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(false);
+        Holder::take(options.open(path)?, slot)
+    }
 
     #[test]
     fn a_slot_has_one_holder_and_is_free_when_that_one_is_gone() {
@@ -87,7 +96,7 @@ mod tests {
         let path = dir.path().join("holders.lock");
         assert!(!Holders::open(&path).unwrap().holds(Slot(3)).unwrap());
 
-        let holder = Holder::take(&path, Slot(3)).unwrap().unwrap();
+        let holder = take(&path, Slot(3)).unwrap().unwrap();
         let holders = Holders::open(&path).unwrap();
         assert!(holders.holds(Slot(3)).unwrap());
         assert!(!holders.holds(Slot(2)).unwrap());
@@ -95,13 +104,13 @@ mod tests {
         assert!(holders.any_from(Slot(0)).unwrap());
         assert!(holders.any_from(Slot(3)).unwrap());
         assert!(!holders.any_from(Slot(4)).unwrap());
-        assert!(Holder::take(&path, Slot(3)).unwrap().is_none());
-        let neighbour = Holder::take(&path, Slot(4)).unwrap().unwrap();
+        assert!(take(&path, Slot(3)).unwrap().is_none());
+        let neighbour = take(&path, Slot(4)).unwrap().unwrap();
 
         drop(holder);
         assert!(!holders.holds(Slot(3)).unwrap());
         assert!(holders.holds(Slot(4)).unwrap());
-        assert!(Holder::take(&path, Slot(3)).unwrap().is_some());
+        assert!(take(&path, Slot(3)).unwrap().is_some());
         drop(neighbour);
     }
 
@@ -112,6 +121,6 @@ mod tests {
         assert!(!Slot(i64::MAX as u64).is_valid());
         assert!(!Slot(u64::MAX).is_valid());
         let dir = tempfile::tempdir().unwrap();
-        assert!(Holder::take(&dir.path().join("l"), Slot(u64::MAX)).is_err());
+        assert!(take(&dir.path().join("l"), Slot(u64::MAX)).is_err());
     }
 }

@@ -16,6 +16,7 @@ mod error;
 mod holder;
 pub mod identity;
 pub mod ledger;
+mod private;
 pub mod range;
 mod store;
 
@@ -23,5 +24,6 @@ pub use entry::{LeaseEntry, LeaseState};
 pub use error::LeaseError;
 pub use identity::LeaseIdentity;
 pub use ledger::{Lease, LeaseRequest, Ledger};
+pub use private::PrivateError;
 pub use range::{ByteRange, Bytes, LbaRange, RangeError, SizeError};
-pub use store::StoreError;
+pub use store::{CONTROL_SOCKET, StoreError, make_state_folder};

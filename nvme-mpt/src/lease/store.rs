@@ -10,6 +10,9 @@
 //!   lock on a file that is then replaced excludes nobody.
 //! * `holders.lock`: the slots of the living holders, see [`super::holder`].
 //!
+//! The folder and its files belong to one user, and no other may open them (`private`): a lock that another
+//! user could take there would refuse every lease.
+//!
 //! Readers take no lock: the rename shows them one whole state or the other.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -23,7 +26,13 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use super::holder::{Holder, Holders, Slot};
+use super::private::{PrivateError, make_folder, open_file};
 use super::range::ByteRange;
+use crate::range_lock::{Holders as LockHolders, Kind, describe, find};
+
+const LEDGER: &str = "leases.json";
+const LOCK: &str = "leases.lock";
+const HOLDERS: &str = "holders.lock";
 
 /// Version of the ledger's format.
 const VERSION: u32 = 1;
@@ -35,17 +44,9 @@ const LOCK_PATIENCE: Duration = Duration::from_secs(10);
 /// The ledger's file, or a file beside it, cannot be used.
 #[derive(Debug, Error)]
 pub enum StoreError {
-    /// The folder cannot be made.
-    #[error(
-        "Cannot create the state folder {}; choose another one with --state-dir",
-        path.display()
-    )]
-    Folder {
-        /// The folder.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
+    /// The folder or a file in it cannot be had for our user alone.
+    #[error(transparent)]
+    Private(#[from] PrivateError),
     /// A step of reading or changing the ledger failed.
     #[error("Cannot {action} {}{}", path.display(), remedy(source))]
     Io {
@@ -58,13 +59,15 @@ pub enum StoreError {
     },
     /// Someone else is changing the ledger and does not finish.
     #[error(
-        "Another process has kept the ledger locked for {} seconds; find it with `fuser {}`",
-        LOCK_PATIENCE.as_secs(),
-        path.display()
+        "The ledger has been locked with {} for {} seconds by {holders}; it is stopped or stuck: end it",
+        path.display(),
+        LOCK_PATIENCE.as_secs()
     )]
     Locked {
         /// The lock file.
         path: PathBuf,
+        /// The processes that have it locked, as far as they can be seen.
+        holders: String,
     },
     /// The ledger's content is not a ledger.
     #[error(
@@ -90,7 +93,8 @@ pub enum StoreError {
     },
     /// A lease lives that the ledger does not name.
     #[error(
-        "The ledger {} was removed or replaced while leases were held: stop every process with `fuser {}` before new leases are given out",
+        "The ledger {} was removed or replaced while leases were held, according to locks on {} by {users}: stop these \
+         processes before new leases are given out",
         path.display(),
         holders.display()
     )]
@@ -99,6 +103,8 @@ pub enum StoreError {
         path: PathBuf,
         /// The file with the holders' locks.
         holders: PathBuf,
+        /// The processes that have locks there, as far as they can be seen.
+        users: String,
     },
 }
 
@@ -228,6 +234,21 @@ pub(super) struct Exclusive<'folder> {
     _lock: File,
 }
 
+/// Name of a server's control socket in its state folder.
+pub const CONTROL_SOCKET: &str = "control.sock";
+
+/// Makes a state folder for our user alone, or makes sure that one is.
+///
+/// # Errors
+/// See [`PrivateError`].
+pub fn make_state_folder(path: &Path) -> Result<(), PrivateError> {
+    let starts = [LEDGER, LOCK, HOLDERS, CONTROL_SOCKET];
+    // A server that is about to make a socket, and a crash, leave files under longer names.
+    make_folder(path, |name| {
+        starts.iter().any(|start| name.starts_with(start))
+    })
+}
+
 impl Folder {
     pub(super) fn new(path: &Path) -> Self {
         Self {
@@ -240,11 +261,11 @@ impl Folder {
     }
 
     fn ledger(&self) -> PathBuf {
-        self.path.join("leases.json")
+        self.path.join(LEDGER)
     }
 
     fn holders_lock(&self) -> PathBuf {
-        self.path.join("holders.lock")
+        self.path.join(HOLDERS)
     }
 
     /// The present state. Where nothing was ever leased, there is no file.
@@ -287,22 +308,15 @@ impl Folder {
 
     /// Waits until nobody else changes the ledger. Makes the folder if it is the first.
     pub(super) fn lock(&self) -> Result<Exclusive<'_>, StoreError> {
-        fs::create_dir_all(&self.path).map_err(|source| StoreError::Folder {
-            path: self.path.clone(),
-            source,
-        })?;
-        let path = self.path.join("leases.lock");
+        make_state_folder(&self.path)?;
+        let path = self.path.join(LOCK);
         let error = |source| StoreError::Io {
             action: "lock the ledger with",
             path: path.clone(),
             source,
         };
-        let lock = OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(&path)
-            .map_err(error)?;
+        let mut options = OpenOptions::new();
+        let lock = open_file(&path, options.write(true).create(true).truncate(false))?;
         let deadline = Instant::now() + LOCK_PATIENCE;
         loop {
             match lock.try_lock() {
@@ -314,7 +328,8 @@ impl Folder {
                 }
                 Err(TryLockError::Error(source)) => return Err(error(source)),
                 Err(TryLockError::WouldBlock) if Instant::now() >= deadline => {
-                    return Err(StoreError::Locked { path });
+                    let holders = describe(&find(&lock, Kind::Whole, &(0..u64::MAX)));
+                    return Err(StoreError::Locked { path, holders });
                 }
                 // Asked again and again, rather than waited for: a wait has no deadline.
                 Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_millis(2)),
@@ -328,9 +343,10 @@ impl Exclusive<'_> {
     pub(super) fn take_slot(&self, records: &mut Records) -> Result<(Slot, Holder), StoreError> {
         let slot = Slot(records.next_slot);
         let path = self.folder.holders_lock();
-        let lost = || StoreError::Lost {
+        let lost = |users: &LockHolders| StoreError::Lost {
             path: self.folder.ledger(),
             holders: path.clone(),
+            users: describe(users),
         };
         // Slots that were never given out have no holder, unless the ledger that gave them out is
         // gone: then there are leases that no rule protects.
@@ -339,15 +355,18 @@ impl Exclusive<'_> {
             .any_from(slot)
             .map_err(|error| self.folder.holders_error(error))?
         {
-            return Err(lost());
+            return Err(lost(&holders.users_from(slot)));
         }
-        let holder = Holder::take(&path, slot)
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(false);
+        let file = open_file(&path, &mut options)?;
+        let holder = Holder::take(file, slot)
             .map_err(|source| StoreError::Io {
                 action: "take a holder's lock in",
                 path: path.clone(),
                 source,
             })?
-            .ok_or_else(lost)?;
+            .ok_or_else(|| lost(&holders.users_from(slot)))?;
         records.next_slot += 1;
         Ok((slot, holder))
     }
@@ -367,7 +386,9 @@ impl Exclusive<'_> {
 
         let text = serde_json::to_vec_pretty(records)
             .map_err(|error| failed("write the ledger to", &temporary)(error.into()))?;
-        write_synced(&temporary, &text).map_err(failed("write the ledger to", &temporary))?;
+        let mut options = OpenOptions::new();
+        let file = open_file(&temporary, options.write(true).create(true).truncate(true))?;
+        write_synced(file, &text).map_err(failed("write the ledger to", &temporary))?;
         self.rename_synced(&temporary, &ledger)
             .map_err(failed("replace the ledger", &ledger))
     }
@@ -382,8 +403,7 @@ impl Exclusive<'_> {
 }
 
 /// Writes a file that will be renamed: synced, since a rename can reach the disk before the content.
-fn write_synced(path: &Path, text: &[u8]) -> io::Result<()> {
-    let mut file = File::create(path)?;
+fn write_synced(mut file: File, text: &[u8]) -> io::Result<()> {
     reached(Step::Created)?;
     file.write_all(text)?;
     file.write_all(b"\n")?;

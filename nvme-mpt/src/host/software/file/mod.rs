@@ -125,13 +125,13 @@ impl FileStore {
     /// Locks a range of the file against others who lock what they use.
     ///
     /// # Errors
-    /// `WouldBlock` if somebody has part of it locked; else what the kernel reports.
+    /// `WouldBlock` names the processes that have part of it locked; else what the kernel reports.
     pub(super) fn claim(&self, start: u64, length: u64) -> io::Result<RangeLock> {
         let file = OpenOptions::new()
             .read(true)
             .write(true)
             .open(&self.shared.path)?;
-        RangeLock::take(file, start, length)?.ok_or_else(|| io::ErrorKind::WouldBlock.into())
+        Ok(RangeLock::claim(file, start, length)?)
     }
 
     /// Makes another file durable from now on whenever blocks are, after them.

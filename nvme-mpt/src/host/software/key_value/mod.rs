@@ -27,7 +27,7 @@ use crate::host::{HostController, HostNamespace, HostQueuePair, Limits};
 use crate::iova::IovaSpace;
 use crate::lease::LbaRange;
 use crate::poller::Threads;
-use crate::range_lock::RangeLock;
+use crate::range_lock::{ClaimError, RangeLock};
 use crate::spec::identify::Oncs;
 use crate::spec::ids::Nsid;
 use crate::spec::key_value::{KEY_LENGTH_MAX, KvFormat};
@@ -75,9 +75,14 @@ pub enum KeyValueError {
     /// Somebody has the file open.
     #[error(
         "{} is in use by another process: functions that share a drive of keys and values are served by one",
-        .0.display()
+        path.display()
     )]
-    InUse(PathBuf),
+    InUse {
+        /// The file.
+        path: PathBuf,
+        /// Which process that is.
+        source: ClaimError,
+    },
     /// The file cannot be read or written.
     #[error("{} cannot be used for keys and values", .path.display())]
     Io {

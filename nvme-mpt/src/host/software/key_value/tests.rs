@@ -52,7 +52,7 @@ fn a_file_is_open_once() {
     let path = empty(folder.path(), 1 << 20);
     let drive = open(&path).expect("empty");
     let error = open(&path).expect_err("locked");
-    assert!(matches!(error, KeyValueError::InUse(_)), "{error}");
+    assert!(matches!(error, KeyValueError::InUse { .. }), "{error}");
     // Nor does anybody get its blocks.
     let blocks = crate::host::software::SoftwareController::file(&path, 9).expect("a file");
     let error = blocks.claim(0, 512).expect_err("locked");
@@ -60,7 +60,7 @@ fn a_file_is_open_once() {
     drop(drive);
     let _claim = blocks.claim(0, 512).expect("not locked any more");
     let error = open(&path).expect_err("locked");
-    assert!(matches!(error, KeyValueError::InUse(_)), "{error}");
+    assert!(matches!(error, KeyValueError::InUse { .. }), "{error}");
 }
 
 #[test]

@@ -11,7 +11,7 @@ use redb::StorageBackend;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::host::software::key_value::KeyValueError;
-use crate::range_lock::RangeLock;
+use crate::range_lock::{ClaimError, RangeLock};
 
 /// Which format it has.
 pub(in super::super) const VERSION: u32 = 1;
@@ -58,8 +58,13 @@ impl PairsFile {
         }
         let open = || OpenOptions::new().read(true).write(true).open(&path);
         // To the end of what can be locked.
-        let lock = RangeLock::take(open().map_err(io)?, 0, 0).map_err(io)?;
-        let lock = lock.ok_or_else(|| KeyValueError::InUse(path.clone()))?;
+        let lock = RangeLock::claim(open().map_err(io)?, 0, 0).map_err(|error| match error {
+            ClaimError::Io(source) => io(source),
+            taken @ ClaimError::Taken { .. } => KeyValueError::InUse {
+                path: path.clone(),
+                source: taken,
+            },
+        })?;
         let file = open().map_err(io)?;
         let capacity = match read_header(&file).map_err(io)? {
             Some(Header {

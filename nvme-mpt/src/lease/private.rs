@@ -1,0 +1,230 @@
+//! A folder and files of one user: a lock on a file that others may open keeps its owner out.
+
+use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use log::{info, warn};
+use thiserror::Error;
+
+use crate::range_lock::own_user;
+
+const FOLDER_MODE: u32 = 0o700;
+const FILE_MODE: u32 = 0o600;
+/// Write permissions of others than the owner.
+const OTHERS_WRITE: u32 = 0o022;
+const PERMISSIONS: u32 = 0o7777;
+
+/// A folder or file is not for our user alone.
+#[derive(Debug, Error)]
+pub enum PrivateError {
+    /// A system call failed.
+    #[error("Cannot {action} {}", path.display())]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// With which folder or file.
+        path: PathBuf,
+        /// Why it failed.
+        source: io::Error,
+    },
+    /// It belongs to another user.
+    #[error(
+        "{} belongs to user {owner}, and this process runs as user {user}: run as user {owner}, or choose \
+         another folder with --state-dir",
+        path.display()
+    )]
+    Foreign {
+        /// The folder or file.
+        path: PathBuf,
+        /// Its owner.
+        owner: u32,
+        /// Our user.
+        user: u32,
+    },
+    /// Others may write in it, and it has files of others in it.
+    #[error(
+        "Other users may write in {} (mode {mode:04o}), which holds more than leases: make a folder for leases \
+         alone with `mkdir -m 700`, and name it with --state-dir",
+        path.display()
+    )]
+    Shared {
+        /// The folder.
+        path: PathBuf,
+        /// Its mode.
+        mode: u32,
+    },
+}
+
+fn failed(action: &'static str, path: &Path) -> impl Fn(io::Error) -> PrivateError {
+    move |source| PrivateError::Io {
+        action,
+        path: path.to_owned(),
+        source,
+    }
+}
+
+fn check_owner(path: &Path, owner: u32, user: u32) -> Result<(), PrivateError> {
+    if owner == user {
+        return Ok(());
+    }
+    Err(PrivateError::Foreign {
+        path: path.to_owned(),
+        owner,
+        user,
+    })
+}
+
+/// Makes a folder for our user alone, or makes sure that one is. `is_own` knows the names of what belongs
+/// there: a folder with anything else in it has other users, so its mode stays, unless they may write.
+///
+/// # Errors
+/// See [`PrivateError`].
+pub(super) fn make_folder(path: &Path, is_own: impl Fn(&str) -> bool) -> Result<(), PrivateError> {
+    if let Some(parent) = path.parent() {
+        fs::create_dir_all(parent).map_err(failed("make the folder", parent))?;
+    }
+    match DirBuilder::new().mode(FOLDER_MODE).create(path) {
+        Ok(()) => return Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+        Err(error) => return Err(failed("make the state folder", path)(error)),
+    }
+    let status = fs::metadata(path).map_err(failed("look at the state folder", path))?;
+    check_owner(path, status.uid(), own_user())?;
+    let mode = status.mode() & PERMISSIONS;
+    if mode & !FOLDER_MODE == 0 {
+        return Ok(());
+    }
+    let mut entries = fs::read_dir(path).map_err(failed("list the state folder", path))?;
+    let only_own = entries.all(|entry| {
+        let name = entry.map(|entry| entry.file_name());
+        name.is_ok_and(|name| name.to_str().is_some_and(&is_own))
+    });
+    if only_own {
+        info!(
+            "The state folder {} was open to other users (mode {mode:04o}): it is not any more",
+            path.display()
+        );
+        let permissions = Permissions::from_mode(FOLDER_MODE);
+        return fs::set_permissions(path, permissions)
+            .map_err(failed("take permissions from others at", path));
+    }
+    if mode & OTHERS_WRITE != 0 {
+        return Err(PrivateError::Shared {
+            path: path.to_owned(),
+            mode,
+        });
+    }
+    warn!(
+        "The state folder {} is open to other users (mode {mode:04o}), and stays so because it holds more than \
+         leases",
+        path.display()
+    );
+    Ok(())
+}
+
+/// Opens a file for our user alone, and makes it if it is not there.
+///
+/// # Errors
+/// See [`PrivateError`].
+pub(super) fn open_file(path: &Path, options: &mut OpenOptions) -> Result<File, PrivateError> {
+    let file = options
+        .mode(FILE_MODE)
+        // A link could lead to another user's file.
+        .custom_flags(libc::O_NOFOLLOW)
+        .open(path)
+        .map_err(failed("open", path))?;
+    let status = file.metadata().map_err(failed("look at", path))?;
+    check_owner(path, status.uid(), own_user())?;
+    if status.mode() & PERMISSIONS & !FILE_MODE != 0 {
+        file.set_permissions(Permissions::from_mode(FILE_MODE))
+            .map_err(failed("take permissions from others at", path))?;
+    }
+    Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mode_of(path: &Path) -> u32 {
+        fs::metadata(path).unwrap().mode() & PERMISSIONS
+    }
+
+    #[test]
+    fn what_is_made_is_for_one_user() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("a/state");
+        make_folder(&folder, |_| true).unwrap();
+        assert_eq!(mode_of(&folder), FOLDER_MODE);
+        let file = folder.join("lock");
+        open_file(&file, OpenOptions::new().write(true).create(true)).unwrap();
+        assert_eq!(mode_of(&file), FILE_MODE);
+    }
+
+    #[test]
+    fn what_is_too_open_is_closed() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("state");
+        fs::create_dir(&folder).unwrap();
+        let file = folder.join("lock");
+        fs::write(&file, "").unwrap();
+        for open in [0o755, 0o750, 0o777, 0o1777, 0o2755] {
+            fs::set_permissions(&folder, Permissions::from_mode(open)).unwrap();
+            fs::set_permissions(&file, Permissions::from_mode(open & 0o666)).unwrap();
+            make_folder(&folder, |name| name == "lock").unwrap();
+            open_file(&file, OpenOptions::new().write(true)).unwrap();
+            assert_eq!((mode_of(&folder), mode_of(&file)), (FOLDER_MODE, FILE_MODE));
+        }
+        // Narrower is narrow enough.
+        fs::set_permissions(&folder, Permissions::from_mode(0o500)).unwrap();
+        make_folder(&folder, |_| false).unwrap();
+        assert_eq!(mode_of(&folder), 0o500);
+    }
+
+    #[test]
+    fn a_folder_of_others_keeps_its_mode() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("else"), "").unwrap();
+        let open = |mode| fs::set_permissions(dir.path(), Permissions::from_mode(mode)).unwrap();
+        open(0o755);
+        make_folder(dir.path(), |_| false).unwrap();
+        assert_eq!(mode_of(dir.path()), 0o755);
+        open(0o1777);
+        let error = make_folder(dir.path(), |_| false).unwrap_err();
+        assert!(matches!(error, PrivateError::Shared { .. }), "{error}");
+        assert!(error.to_string().contains("mode 1777"), "{error}");
+        assert_eq!(mode_of(dir.path()), 0o1777);
+    }
+
+    #[test]
+    fn what_belongs_to_another_user_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = check_owner(dir.path(), 7, 1000).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            format!(
+                "{} belongs to user 7, and this process runs as user 1000: run as user 7, or choose another folder \
+                 with --state-dir",
+                dir.path().display()
+            )
+        );
+        // Of a process that may give files away.
+        if own_user() == 0 {
+            let file = dir.path().join("lock");
+            fs::write(&file, "").unwrap();
+            std::os::unix::fs::chown(&file, Some(65534), None).unwrap();
+            let error = open_file(&file, OpenOptions::new().write(true)).unwrap_err();
+            assert!(matches!(error, PrivateError::Foreign { .. }), "{error}");
+            std::os::unix::fs::chown(dir.path(), Some(65534), None).unwrap();
+            let error = make_folder(dir.path(), |_| true).unwrap_err();
+            assert!(matches!(error, PrivateError::Foreign { .. }), "{error}");
+        }
+        let target = dir.path().join("target");
+        let link = dir.path().join("link");
+        std::os::unix::fs::symlink(&target, &link).unwrap();
+        open_file(&link, OpenOptions::new().write(true).create(true)).unwrap_err();
+        assert!(!target.exists());
+    }
+}

@@ -1,0 +1,220 @@
+//! Processes that hold locks on a file, as far as the kernel shows them.
+//!
+//! A lock of an open file description has no process in what fcntl answers. `/proc/PID/fdinfo` lists the
+//! locks of each descriptor, to root of all processes, to others of their own.
+
+use std::fmt;
+use std::fs::{self, File};
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+/// A lock that a process holds on a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct LockHolder {
+    pid: u32,
+    /// Name of its program.
+    program: String,
+    /// Its user.
+    user: u32,
+    /// Whether the lock shuts others out that want to share it.
+    pub(super) exclusive: bool,
+    /// Whether the file may be written through the descriptor of the lock.
+    pub(super) writes: bool,
+}
+
+impl LockHolder {
+    /// Whether another user than `user` holds it, and not root.
+    pub(super) fn is_foreign_to(&self, user: u32) -> bool {
+        self.user != user && self.user != 0
+    }
+}
+
+impl fmt::Display for LockHolder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            pid, program, user, ..
+        } = self;
+        write!(f, "process {pid} ({program}, user {user})")
+    }
+}
+
+/// The locks on a file.
+#[derive(Debug, Default)]
+pub(crate) struct Holders {
+    pub(super) seen: Vec<LockHolder>,
+    /// Whether there are locks whose holder is not among them.
+    pub(super) unseen: bool,
+}
+
+/// Kinds of locks, by the name that the kernel prints.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Of fcntl: on ranges, by process or by open file description.
+    Range,
+    /// Of flock: on whole files.
+    Whole,
+}
+
+impl Kind {
+    fn of(name: &str) -> Option<Self> {
+        match name {
+            "POSIX" | "OFDLCK" => Some(Self::Range),
+            "FLOCK" => Some(Self::Whole),
+            _ => None,
+        }
+    }
+}
+
+/// One line about a lock: `1: OFDLCK ADVISORY  WRITE -1 fe:00:5243 0 4095`.
+#[derive(Debug, PartialEq, Eq)]
+struct Line<'a> {
+    kind: Kind,
+    exclusive: bool,
+    /// Device and inode, as printed.
+    file: &'a str,
+    first: u64,
+    last: u64,
+}
+
+impl<'a> Line<'a> {
+    fn parse(text: &'a str) -> Option<Self> {
+        let mut words = text.split_whitespace();
+        let kind = Kind::of(words.nth(1)?)?;
+        let exclusive = words.nth(1)? == "WRITE";
+        let file = words.nth(1)?;
+        let first = words.next()?.parse().ok()?;
+        let last = match words.next()? {
+            "EOF" => u64::MAX,
+            last => last.parse().ok()?,
+        };
+        Some(Self {
+            kind,
+            exclusive,
+            file,
+            first,
+            last,
+        })
+    }
+
+    fn concerns(&self, kind: Kind, range: &Range<u64>) -> bool {
+        self.kind == kind && self.first < range.end && self.last >= range.start
+    }
+}
+
+/// Finds the locks of `kind` on bytes in `range` of `file`, but for those of `file`'s own descriptor.
+pub(crate) fn find(file: &File, kind: Kind, range: &Range<u64>) -> Holders {
+    look(Path::new("/proc"), file, kind, range).unwrap_or(Holders {
+        seen: Vec::new(),
+        unseen: true,
+    })
+}
+
+fn look(proc: &Path, file: &File, kind: Kind, range: &Range<u64>) -> io::Result<Holders> {
+    let wanted = file.metadata()?;
+    let own = (std::process::id(), file.as_raw_fd());
+    let mut holders = Holders::default();
+    let mut found = 0;
+    // As the kernel names the file in /proc/locks, which some file systems have another name for.
+    let mut name = None;
+    for process in fs::read_dir(proc)?.flatten() {
+        let pid = process
+            .file_name()
+            .to_str()
+            .and_then(|pid| pid.parse().ok());
+        let Some(pid) = pid else { continue };
+        let path = process.path();
+        // A process may end at any time, and others may be hidden: what cannot be read is not seen.
+        let Ok(descriptors) = fs::read_dir(path.join("fd")) else {
+            continue;
+        };
+        for descriptor in descriptors.flatten() {
+            let is_it = fs::metadata(descriptor.path())
+                .is_ok_and(|status| (status.dev(), status.ino()) == (wanted.dev(), wanted.ino()));
+            if !is_it {
+                continue;
+            }
+            let number = descriptor.file_name();
+            let Ok(info) = fs::read_to_string(path.join("fdinfo").join(&number)) else {
+                continue;
+            };
+            let is_own = (pid, number.to_str()) == (own.0, Some(own.1.to_string().as_str()));
+            for line in locks_in(&info).filter(|line| line.concerns(kind, range)) {
+                name.get_or_insert_with(|| line.file.to_owned());
+                found += 1;
+                if !is_own {
+                    let holder = LockHolder {
+                        pid,
+                        program: fs::read_to_string(path.join("comm"))
+                            .map_or_else(|_| "ended".to_owned(), |name| name.trim().to_owned()),
+                        user: fs::metadata(&path).map_or(0, |status| status.uid()),
+                        exclusive: line.exclusive,
+                        writes: may_write(&info),
+                    };
+                    if !holders.seen.contains(&holder) {
+                        holders.seen.push(holder);
+                    }
+                }
+            }
+        }
+    }
+    let all = fs::read_to_string(proc.join("locks"))?;
+    let inode = format!(":{}", wanted.ino());
+    let concerned = all
+        .lines()
+        // Requests that wait for a lock are printed behind an arrow.
+        .filter(|line| !line.contains("->"))
+        .filter_map(Line::parse)
+        .filter(|line| line.concerns(kind, range))
+        .filter(|line| match &name {
+            Some(name) => line.file == name,
+            None => line.file.ends_with(&inode),
+        });
+    holders.unseen = concerned.count() > found;
+    Ok(holders)
+}
+
+fn locks_in(info: &str) -> impl Iterator<Item = Line<'_>> {
+    info.lines()
+        .filter_map(|line| line.strip_prefix("lock:"))
+        .filter_map(Line::parse)
+}
+
+/// Whether a descriptor may be written to, by its `/proc/PID/fdinfo`.
+fn may_write(info: &str) -> bool {
+    let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
+    let flags = flags.and_then(|flags| i32::from_str_radix(flags.trim(), 8).ok());
+    // Without flags, it may.
+    flags.is_none_or(|flags| flags & libc::O_ACCMODE != libc::O_RDONLY)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_of_the_kernel_are_understood() {
+        let text = "1: OFDLCK ADVISORY  READ -1 fe:00:5243 100 100";
+        let line = Line::parse(text).expect("a lock");
+        assert_eq!((line.exclusive, line.file), (false, "fe:00:5243"));
+        assert!(line.concerns(Kind::Range, &(0..101)));
+        assert!(!line.concerns(Kind::Range, &(0..100)));
+        assert!(!line.concerns(Kind::Range, &(101..200)));
+        assert!(!line.concerns(Kind::Whole, &(0..101)));
+        let text = "\t12: FLOCK  ADVISORY  WRITE 77 00:2b:33 0 EOF";
+        let line = Line::parse(text).expect("a lock");
+        assert!(line.exclusive && line.concerns(Kind::Whole, &(5..6)));
+        for no_lock in [
+            "",
+            "1: LEASE  ACTIVE    READ 5 fe:00:1 0 EOF",
+            "1: POSIX ADVISORY",
+        ] {
+            assert_eq!(Line::parse(no_lock), None);
+        }
+        assert!(may_write("pos:\t0\nflags:\t0100002\n"));
+        assert!(!may_write("pos:\t0\nflags:\t0100000\n"));
+        assert!(may_write("pos:\t0\n"));
+    }
+}

@@ -93,12 +93,7 @@ impl InterruptGate {
     #[inline]
     pub(crate) fn settle(&mut self, standing: Standing, now: Ticks) -> bool {
         let unconsumed = standing.unconsumed;
-        self.held_until = None;
-        if self.owed == 0 {
-            return false;
-        }
-        if unconsumed == 0 {
-            self.owed = 0;
+        if !self.owes(unconsumed) {
             return false;
         }
         let waited = now.since(self.owed_since);
@@ -135,15 +130,17 @@ impl InterruptGate {
 
     /// Signals what is owed, because nobody will look again for a while.
     pub(crate) fn settle_now(&mut self, unconsumed: u32) -> bool {
+        self.owes(unconsumed) && self.signal()
+    }
+
+    /// Returns `true` if a signal is owed to a guest that has so many entries before it. Decides anew on what was held back.
+    #[inline]
+    fn owes(&mut self, unconsumed: u32) -> bool {
         self.held_until = None;
-        if self.owed == 0 {
-            return false;
-        }
         if unconsumed == 0 {
             self.owed = 0;
-            return false;
         }
-        self.signal()
+        self.owed != 0
     }
 
     fn signal(&mut self) -> bool {

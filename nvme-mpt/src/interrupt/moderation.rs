@@ -134,7 +134,9 @@ impl Moderation {
         let paused = now.since(self.last_post) > self.pause;
         self.last_post = now;
         if paused {
-            self.begin_epoch(now);
+            // What was waited for in vain still counts: a guest that pauses all the time is one that has little
+            // outstanding.
+            (self.epoch.began, self.epoch.completions) = (now, 0);
             return;
         }
         self.epoch.completions += completions;
@@ -252,5 +254,27 @@ impl Moderation {
         self.rises = !self.rises;
         self.wait = self.next_wait;
         self.next_wait = (self.next_wait * 2).min(WAIT_MAX);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_that_pauses_after_each_command_does_not_wait_for_ever() {
+        let mut moderation = Moderation::with_clock(|time| time.as_nanos() as u64);
+        moderation.learned(LEVEL_MAX, 500_000);
+        let (mut now, mut late) = (Ticks(1 << 40), 0);
+        for _ in 0..100 {
+            now.0 += 2 * PAUSE.as_nanos() as u64;
+            moderation.taken(now);
+            moderation.posted(1, now);
+            if let Some(until) = moderation.until((1, now), 0, now) {
+                late += 1;
+                assert_eq!(moderation.until((1, now), 0, until), None);
+            }
+        }
+        assert_eq!(late, u32::from(LEVEL_MAX) * VAIN_MAX);
     }
 }

@@ -210,6 +210,10 @@ impl Device for NvmeDevice {
         drop(self.function.reset());
     }
 
+    fn connected(&mut self) {
+        self.function.attachment().begin_anew();
+    }
+
     fn disconnected(&mut self) {
         // First, so that no queue finds its memory gone, and nothing is in flight below.
         self.forget_client();

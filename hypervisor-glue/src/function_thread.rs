@@ -241,7 +241,7 @@ impl Function {
             log::warn!("{}: its drive is gone, and not flushed", self.id);
             return Ok(());
         }
-        self.drive.controller().flush(self.drive.namespace())
+        self.server.device().function().attachment().flush()
     }
 
     /// Lets the function look how its drive fares, if it is time. Returns how long events may be

@@ -129,6 +129,7 @@ impl<D: Device> Server<D> {
                     waits_for: Progress::Reading,
                     refused: 0,
                 });
+                self.device.connected();
             }
             Err(error) => error!("Cannot serve a client on {path}: {error}"),
         }

@@ -464,12 +464,12 @@ impl State {
 
     /// Leaves the drive as the guest may expect to find it again.
     fn flush(&self) -> io::Result<()> {
-        let drive = self.function.attachment().drive();
-        if drive.controller().incidents().gone {
+        let attachment = self.function.attachment();
+        if attachment.drive().controller().incidents().gone {
             log::warn!("The drive is gone, and not flushed");
             return Ok(());
         }
-        drive.controller().flush(drive.namespace())
+        attachment.flush()
     }
 }
 

@@ -170,7 +170,7 @@ impl Attachment {
         let controller = self.drive.controller();
         let host = match &self.keys {
             Some(keys) => keys.create_queue(slots),
-            None => controller.create_queue(slots, self.drive.namespace()),
+            None => controller.create_queue(slots, self.drive.namespace(), &self.host),
         };
         let host = host.map_err(failed)?;
         let host = match &self.zones {

@@ -34,7 +34,7 @@ use crate::drive::{Drive, DrivePath};
 use crate::event::EventQueue;
 use crate::host::software::key_value::KeySpace;
 use crate::host::software::zones::LeasedZones;
-use crate::host::{HostNamespace, Limits};
+use crate::host::{Damage, HostLease, HostNamespace, Limits};
 use crate::interrupt::Coalescing;
 use crate::lease::Lease;
 use crate::poller::{Placement, PollPolicy, Pollers, Silence, Spin};
@@ -59,6 +59,7 @@ pub struct Attachment {
     drive: Arc<Drive>,
     lease: Lease,
     _claim: Option<RangeLock>,
+    host: HostLease,
     namespace: LeasedNamespace,
     zones: Option<Arc<LeasedZones>>,
     keys: Option<KeySpace>,
@@ -141,9 +142,11 @@ impl Attachment {
                 },
                 _ => AttachError::Io(error),
             })?;
+        let host = drive.controller().open_lease(lease.id())?;
         let window = DmaWindow::new(drive.controller().iova_space().clone()).taking(memory);
         let events = Arc::new(EventQueue::new()?);
         drive.controller().subscribe(&events);
+        host.subscribe(&events);
         if let Some(zones) = &zones {
             zones.subscribe(&events);
         }
@@ -158,6 +161,7 @@ impl Attachment {
             drive,
             lease,
             _claim: claim,
+            host,
             namespace,
             zones: zones.map(Arc::new),
             keys,
@@ -296,9 +300,21 @@ impl Attachment {
     /// Makes everything durable that was completed until now.
     ///
     /// # Errors
-    /// What the host controller reports.
+    /// What the host controller reports; any error if completed writes were lost.
     pub fn flush(&self) -> io::Result<()> {
-        self.drive.controller().flush(self.drive.namespace())
+        let controller = self.drive.controller();
+        controller.flush(self.drive.namespace(), &self.host)
+    }
+
+    /// Returns the damage of the lease's data.
+    #[must_use]
+    pub fn damage(&self) -> Damage {
+        self.host.damage()
+    }
+
+    /// Begins anew for a VMM that connected: what was lost was lost for the one before.
+    pub fn begin_anew(&self) {
+        self.host.begin_anew();
     }
 
     /// What the lease did so far.

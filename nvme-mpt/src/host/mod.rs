@@ -5,6 +5,7 @@
 //! completions. Both kinds of host controller take the same commands, with host LBAs and IOVAs.
 
 pub(crate) mod data;
+mod lease;
 pub mod software;
 pub mod vfio;
 
@@ -26,6 +27,7 @@ use crate::spec::log::{ErrorInformation, SmartHealth};
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
 use crate::spec::status::Status;
+pub use lease::{Damage, HostLease};
 use software::SoftwareQueue;
 use software::faults::{FaultQueue, Faults};
 use software::key_value::{KeySpace, KeyValueQueue};
@@ -186,12 +188,26 @@ pub trait HostController: Send + Sync + fmt::Debug {
     /// `WouldBlock` if somebody has part of it; else what the kernel reports.
     fn claim(&self, start: u64, length: u64) -> io::Result<Option<RangeLock>>;
 
+    /// Opens what one lease has to itself. `name` is the lease's in the log.
+    ///
+    /// # Errors
+    /// What the kernel reports.
+    fn open_lease(&self, name: &str) -> io::Result<HostLease> {
+        let _ = name;
+        Ok(HostLease::default())
+    }
+
     /// Creates a queue pair with room for `slots` commands in flight, all of them for one
-    /// namespace; or a share of a queue pair, where the drive has no more of them.
+    /// namespace and one lease; or a share of a queue pair, where the drive has no more of them.
     ///
     /// # Errors
     /// What the kernel or the drive reports.
-    fn create_queue(&self, slots: u16, namespace: &HostNamespace) -> io::Result<HostQueuePair>;
+    fn create_queue(
+        &self,
+        slots: u16,
+        namespace: &HostNamespace,
+        lease: &HostLease,
+    ) -> io::Result<HostQueuePair>;
 
     /// The zones of a part of its namespace, for whoever has leased that part; `None` if it is not
     /// divided into zones.
@@ -210,11 +226,11 @@ pub trait HostController: Send + Sync + fmt::Debug {
         None
     }
 
-    /// Makes everything of a namespace durable that was completed until now.
+    /// Makes everything of a namespace durable that a lease completed until now.
     ///
     /// # Errors
-    /// What the kernel or the drive reports.
-    fn flush(&self, namespace: &HostNamespace) -> io::Result<()>;
+    /// What the kernel or the drive reports; any error if the lease has lost writes.
+    fn flush(&self, namespace: &HostNamespace, lease: &HostLease) -> io::Result<()>;
 
     /// How its I/O queue pairs are used; `None` if it has as many as anybody wants.
     fn queue_pairs(&self) -> Option<QueuePairUse> {

@@ -10,7 +10,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use nvme_mpt::host::HostController;
+use nvme_mpt::host::{HostController, HostLease};
 use nvme_mpt::host::vfio::{ControllerOptions, VfioController};
 use nvme_mpt::poller::Threads;
 use nvme_mpt_fuzz::Input;
@@ -84,7 +84,7 @@ fuzz_target!(|input: &[u8]| {
         let _ = controller.error_information();
         // It may say that it has no namespace at all.
         if let Some(namespace) = namespaces.first()
-            && let Ok(queue) = controller.create_queue(4, namespace)
+            && let Ok(queue) = controller.create_queue(4, namespace, &HostLease::default())
         {
             drop(queue);
         }

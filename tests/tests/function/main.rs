@@ -14,6 +14,7 @@ mod file_drive;
 mod interrupts;
 mod key_values;
 mod leases;
+mod lost_writes;
 mod memory;
 mod parking;
 mod physical;

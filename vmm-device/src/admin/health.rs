@@ -7,7 +7,7 @@
 use std::time::{Duration, Instant};
 
 use nvme_mpt::{
-    host::{HostController, TemperatureThresholds},
+    host::{Damage, HostController, TemperatureThresholds},
     spec::log::{CriticalWarning, SmartHealth},
 };
 use zerocopy::{
@@ -54,6 +54,7 @@ pub(super) struct Health {
     reading: Reading,
     asked: Option<Instant>,
     gone: bool,
+    damage: Damage,
     since: Instant,
 }
 
@@ -64,6 +65,7 @@ impl Health {
             reading: Reading::Unknown,
             asked: None,
             gone: false,
+            damage: Damage::default(),
             since: Instant::now(),
         }
     }
@@ -84,6 +86,11 @@ impl Health {
     /// Whether the drive's health can change at all.
     pub(super) fn can_change(&self) -> bool {
         self.thresholds.is_some()
+    }
+
+    /// Takes note of the lease's own damage, which costs the drive nothing.
+    pub(super) fn note(&mut self, damage: Damage) {
+        self.damage = damage;
     }
 
     /// Asks the drive, unless it was asked just now.
@@ -127,8 +134,11 @@ impl Health {
     }
 
     /// Critical Warning: the drive's own, but for its temperature, which is held against the
-    /// thresholds of this guest; and a drive that is gone is not reliable.
+    /// thresholds of this guest; and a drive that is gone is not reliable. A lease that lost completed
+    /// writes is less reliable by an internal error (bit 2) and takes no writes (bit 3), which no write
+    /// protection of the namespace has brought about (Base 2.0, Figure 207).
     pub(super) fn warnings(&self, features: &Features) -> CriticalWarning {
+        let Damage { lost_writes } = self.damage;
         let temperature = self.temperature();
         let beyond =
             temperature != 0 && features.is_beyond_threshold(temperature, self.default_threshold());
@@ -139,8 +149,8 @@ impl Health {
         CriticalWarning::default()
             .with_spare(drive.spare())
             .with_temperature(beyond)
-            .with_reliability(drive.reliability() || self.gone)
-            .with_read_only(drive.read_only())
+            .with_reliability(drive.reliability() || self.gone || lost_writes)
+            .with_read_only(drive.read_only() || lost_writes)
             .with_volatile_backup(drive.volatile_backup())
     }
 

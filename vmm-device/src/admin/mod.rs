@@ -204,12 +204,14 @@ impl Admin {
     /// Asks the drive for its health, if it was not asked for long.
     pub(crate) fn watch_health(&mut self, attachment: &Attachment) {
         if self.watches_health() {
+            self.health.note(attachment.damage());
             self.health.watch(attachment.drive().controller());
             self.report_health();
         }
     }
 
     fn read_health(&mut self, attachment: &Attachment) {
+        self.health.note(attachment.damage());
         self.health.read(attachment.drive().controller());
         self.report_health();
     }
@@ -376,6 +378,7 @@ impl Admin {
     ) -> Result<(), Status> {
         let Controller { attachment, .. } = controller;
         if request.lid == LogPageId::SMART_HEALTH {
+            self.health.note(attachment.damage());
             self.health.refresh(attachment.drive().controller());
             self.report_health();
         }
@@ -422,6 +425,7 @@ impl Admin {
                     FeatureId::TEMPERATURE_THRESHOLD => self.warned.with_temperature(false),
                     _ => CriticalWarning::default(),
                 };
+                self.health.note(controller.attachment.damage());
                 self.health
                     .refresh(controller.attachment.drive().controller());
                 self.report_health();

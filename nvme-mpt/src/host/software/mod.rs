@@ -15,7 +15,7 @@ use std::os::fd::RawFd;
 use std::path::Path;
 use std::sync::Arc;
 
-pub use file::{FileQueue, FileStore};
+pub use file::{FileQueue, FileStore, LeasedFile};
 pub use memory::MemoryStore;
 pub use null::NullStore;
 pub(crate) use uncorrectable::UncorrectableBlocks;
@@ -25,8 +25,8 @@ use model::{Model, Profile, TimedQueue, TimedStore, Wear, ZnsProfile};
 use zones::{LeasedZones, ZoneError, Zones};
 
 use super::{
-    CompletionTaker, HostBatch, HostCompletion, HostController, HostMemory, HostNamespace,
-    HostQueue, HostQueuePair, Incidents, Limits,
+    CompletionTaker, HostBatch, HostCompletion, HostController, HostLease, HostMemory,
+    HostNamespace, HostQueue, HostQueuePair, Incidents, Limits,
 };
 use crate::clock::Ticks;
 use crate::event::EventQueue;
@@ -409,18 +409,32 @@ impl HostController for SoftwareController {
         }
     }
 
-    fn create_queue(&self, slots: u16, _: &HostNamespace) -> io::Result<HostQueuePair> {
+    fn open_lease(&self, name: &str) -> io::Result<HostLease> {
+        match &self.blocks {
+            Blocks::Null | Blocks::Memory(_) => Ok(HostLease::default()),
+            Blocks::File(store) => store.lease(name).map(HostLease::of_file),
+        }
+    }
+
+    fn create_queue(
+        &self,
+        slots: u16,
+        _: &HostNamespace,
+        lease: &HostLease,
+    ) -> io::Result<HostQueuePair> {
         if self.is_gone() {
             return Err(io::ErrorKind::NotConnected.into());
         }
+        let file_queue = || {
+            let file = lease.file().ok_or(io::ErrorKind::InvalidInput)?;
+            FileQueue::new(file, slots)
+        };
         let queue = match (&self.blocks, &self.timing) {
             (Blocks::Null, None) => HostQueuePair::Null(SoftwareQueue::new(NullStore, slots)),
             (Blocks::Memory(store), None) => {
                 HostQueuePair::Memory(SoftwareQueue::new(store.clone(), slots))
             }
-            (Blocks::File(store), None) => {
-                HostQueuePair::File(Box::new(FileQueue::new(store, slots)?))
-            }
+            (Blocks::File(_), None) => HostQueuePair::File(Box::new(file_queue()?)),
             (Blocks::Null, Some(model)) => {
                 HostQueuePair::TimedNull(timed(SoftwareQueue::new(NullStore, slots), model, slots))
             }
@@ -428,8 +442,8 @@ impl HostController for SoftwareController {
                 let queue = SoftwareQueue::new(store.clone(), slots);
                 HostQueuePair::TimedMemory(timed(queue, model, slots))
             }
-            (Blocks::File(store), Some(model)) => {
-                HostQueuePair::TimedFile(timed(FileQueue::new(store, slots)?, model, slots))
+            (Blocks::File(_), Some(model)) => {
+                HostQueuePair::TimedFile(timed(file_queue()?, model, slots))
             }
         };
         Ok(match &self.faults {
@@ -448,14 +462,11 @@ impl HostController for SoftwareController {
             .transpose()
     }
 
-    fn flush(&self, _: &HostNamespace) -> io::Result<()> {
+    fn flush(&self, _: &HostNamespace, lease: &HostLease) -> io::Result<()> {
         if self.is_gone() {
             return Err(io::ErrorKind::NotConnected.into());
         }
-        match &self.blocks {
-            Blocks::Null | Blocks::Memory(_) => Ok(()),
-            Blocks::File(store) => store.sync(),
-        }
+        lease.file().map_or(Ok(()), |file| file.sync())
     }
 
     fn incidents(&self) -> Incidents {

@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use nvme_mpt::host::software::SoftwareController;
 use nvme_mpt::host::{
-    HostController, HostNamespace, HostQueuePair, Incidents, Limits, TemperatureThresholds,
+    HostController, HostLease, HostNamespace, HostQueuePair, Incidents, Limits,
+    TemperatureThresholds,
 };
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::range_lock::RangeLock;
@@ -138,12 +139,17 @@ impl HostController for FakeDrive {
         Ok(None)
     }
 
-    fn create_queue(&self, slots: u16, namespace: &HostNamespace) -> io::Result<HostQueuePair> {
+    fn create_queue(
+        &self,
+        slots: u16,
+        namespace: &HostNamespace,
+        lease: &HostLease,
+    ) -> io::Result<HostQueuePair> {
         let store = &self.stores[namespace.nsid.0 as usize - 1];
-        store.create_queue(slots, namespace)
+        store.create_queue(slots, namespace, lease)
     }
 
-    fn flush(&self, _: &HostNamespace) -> io::Result<()> {
+    fn flush(&self, _: &HostNamespace, _: &HostLease) -> io::Result<()> {
         match self.incidents().gone {
             true => Err(io::ErrorKind::NotConnected.into()),
             false => Ok(()),

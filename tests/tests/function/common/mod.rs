@@ -2,6 +2,7 @@
 
 pub(crate) mod bystander;
 pub(crate) mod fake_drive;
+pub(crate) mod loop_device;
 pub(crate) mod sentinel;
 
 use std::os::fd::AsRawFd;

@@ -21,6 +21,7 @@ fn health(log: SmartHealth) -> Health {
         reading: Reading::Drive(Box::new(log)),
         asked: Some(Instant::now()),
         gone: false,
+        damage: Damage::default(),
         since: Instant::now(),
     }
 }

@@ -1,17 +1,18 @@
 //! A file or block device as a drive, through io_uring.
 
+mod lease;
 mod queue;
 mod uring;
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use log::info;
 
+pub use lease::LeasedFile;
 pub use queue::FileQueue;
 
 use super::UncorrectableBlocks;
@@ -37,9 +38,11 @@ pub(super) struct SharedFile {
     path: PathBuf,
     bytes: u64,
     pub(super) lba_shift: u8,
-    pub(super) buffered: File,
-    /// The same file without the page cache, if the file system can do that.
-    pub(super) direct: Option<(File, DirectAlignment)>,
+    /// Keeps the file open, and a block device to this process. No I/O uses it: each lease has
+    /// descriptions of its own.
+    opened: File,
+    /// How the file is read and written without the page cache, if the file system can do that.
+    pub(super) direct: Option<DirectAlignment>,
     /// Whether it can deallocate, after which a range reads as zeroes.
     pub(super) punches_holes: bool,
     pub(super) uncorrectable: UncorrectableBlocks,
@@ -67,23 +70,20 @@ impl FileStore {
         } else {
             0
         };
-        let mut buffered = options.custom_flags(exclusive).open(&path)?;
-        let bytes = buffered.seek(SeekFrom::End(0))?;
+        let mut opened = options.custom_flags(exclusive).open(&path)?;
+        let bytes = opened.seek(SeekFrom::End(0))?;
         let direct = options
             .custom_flags(libc::O_DIRECT)
             .open(&path)
             .ok()
-            .and_then(|file| {
-                let alignment = uring::direct_alignment(&file)?;
-                Some((file, alignment))
-            });
+            .and_then(|file| uring::direct_alignment(&file));
         if direct.is_none() {
             info!(
                 "{} cannot bypass the page cache, which costs a copy",
                 path.display()
             );
         }
-        let punches_holes = uring::can_punch_holes(&buffered, bytes);
+        let punches_holes = uring::can_punch_holes(&opened, bytes);
         // Said now, not when a guest creates its first queue.
         uring::Uring::new(1).map_err(|error| {
             let what = format!("io_uring cannot be used (is kernel.io_uring_disabled 0?): {error}");
@@ -93,7 +93,7 @@ impl FileStore {
             path,
             bytes,
             lba_shift,
-            buffered,
+            opened,
             direct,
             punches_holes,
             uncorrectable: UncorrectableBlocks::default(),
@@ -140,41 +140,11 @@ impl FileStore {
         let _ = self.shared.companion.set(file);
     }
 
-    /// Makes all that was written durable.
+    /// Opens the file for one lease, which is called `name` in the log.
     ///
     /// # Errors
-    /// What fdatasync reports.
-    pub fn sync(&self) -> io::Result<()> {
-        self.shared.buffered.sync_data()?;
-        match self.shared.companion.get() {
-            Some(file) => file.sync_data(),
-            None => Ok(()),
-        }
-    }
-}
-
-impl SharedFile {
-    /// The descriptor for a transfer: the direct one if all its parts are aligned for it.
-    pub(super) fn descriptor(
-        &self,
-        offset: u64,
-        parts: impl Iterator<Item = (usize, usize)>,
-    ) -> std::os::fd::RawFd {
-        if let Some((file, alignment)) = &self.direct {
-            let DirectAlignment {
-                memory,
-                offset: step,
-            } = *alignment;
-            let mut total = 0;
-            let mut aligned = offset.is_multiple_of(step);
-            for (address, len) in parts {
-                aligned &= address.is_multiple_of(memory) && len.is_multiple_of(memory);
-                total += len as u64;
-            }
-            if aligned && total.is_multiple_of(step) {
-                return file.as_raw_fd();
-            }
-        }
-        self.buffered.as_raw_fd()
+    /// What the kernel reports when the file cannot be opened once more.
+    pub(super) fn lease(&self, name: &str) -> io::Result<Arc<LeasedFile>> {
+        LeasedFile::open(self.shared.clone(), name).map(Arc::new)
     }
 }

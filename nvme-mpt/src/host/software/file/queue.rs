@@ -8,8 +8,9 @@ use std::sync::Arc;
 
 use log::error;
 
+use super::lease::{self, Witness};
 use super::uring::{Request, Uring, Vectors};
-use super::{FileStore, SharedFile};
+use super::{LeasedFile, SharedFile};
 use crate::clock::Ticks;
 use crate::host::data::DataPointer;
 use crate::host::software::memory::range;
@@ -78,6 +79,8 @@ pub struct FileQueue {
     uring: Uring,
     operations: Box<[Operation]>,
     file: Arc<SharedFile>,
+    lease: Arc<LeasedFile>,
+    witness: Witness,
     /// Commands that were submitted and not started, or wait for a bounce.
     waiting: VecDeque<Sqe>,
     /// Those of them, at the end, that were submitted and not rung in.
@@ -99,7 +102,7 @@ enum Step {
 }
 
 impl FileQueue {
-    pub(in crate::host::software) fn new(store: &FileStore, slots: u16) -> io::Result<Self> {
+    pub(in crate::host::software) fn new(lease: &Arc<LeasedFile>, slots: u16) -> io::Result<Self> {
         let room = usize::from(slots);
         // Each command has one request at a time, so the ring has room for all.
         let uring = Uring::new(u32::from(slots).next_power_of_two())?;
@@ -108,7 +111,9 @@ impl FileQueue {
             operations: std::iter::repeat_with(Operation::default)
                 .take(room)
                 .collect(),
-            file: store.shared.clone(),
+            file: lease.shared.clone(),
+            lease: lease.clone(),
+            witness: lease.open_witness()?,
             waiting: VecDeque::with_capacity(room),
             arriving: 0,
             bounces: Vec::with_capacity(BOUNCES),
@@ -148,6 +153,7 @@ impl FileQueue {
 
     fn start(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<Step, Status> {
         let opcode = NvmOpcode(sqe.opcode());
+        self.lease.check(opcode)?;
         let needs_bounce = matches!(
             opcode,
             NvmOpcode::COMPARE | NvmOpcode::VERIFY | NvmOpcode::COPY
@@ -235,7 +241,7 @@ impl FileQueue {
         } = WriteZeroes::from(sqe);
         let shift = self.file.lba_shift;
         let (offset, len) = (slba.0 << shift, (u64::from(nlb_z) + 1) << shift);
-        let fd = self.file.buffered.as_raw_fd();
+        let fd = self.lease.buffered.as_raw_fd();
         let request = if deac && self.file.punches_holes {
             Request::Punch { fd, offset, len }
         } else {
@@ -259,12 +265,18 @@ impl FileQueue {
             .get_mut(index)
             .ok_or(Status::INTERNAL_ERROR)?;
         let sqe = operation.sqe;
-        let fd = file.buffered.as_raw_fd();
+        let fd = self.lease.buffered.as_raw_fd();
         match operation.next {
-            Next::Done => Ok(Step::Complete(operation.finish(&file))),
+            Next::Done => {
+                let status = operation.finish(&file);
+                if NvmOpcode(sqe.opcode()) == NvmOpcode::FLUSH {
+                    self.end_flush()?;
+                }
+                Ok(Step::Complete(status))
+            }
             Next::ReadInto | Next::WriteFrom => {
                 let offset = operation.offset;
-                let fd = file.descriptor(offset, operation.vectors.parts());
+                let fd = self.lease.descriptor(offset, operation.vectors.parts());
                 // Copy and Write Zeroes write too; all three have FUA in the same place.
                 let durable = ReadWrite::from(&sqe).fua;
                 let vectors = &operation.vectors;
@@ -289,7 +301,7 @@ impl FileQueue {
             }
             Next::SyncCompanion => {
                 operation.next = Next::Done;
-                match file.companion.get() {
+                match &self.lease.companion {
                     Some(companion) => {
                         let fd = companion.as_raw_fd();
                         prepare(&mut self.uring, slot, Request::Sync { fd })
@@ -366,6 +378,10 @@ impl FileQueue {
             .get_mut(index)
             .ok_or(Status::INTERNAL_ERROR)?;
         let next = operation.next;
+        let result = match next {
+            Next::SyncCompanion | Next::Done => lease::synced(result),
+            _ => result,
+        };
         let done = match (result, next) {
             (Ok(done), _) => done,
             // The kernel could not start it, or was interrupted: it is asked again.
@@ -373,7 +389,22 @@ impl FileQueue {
             (Err(libc::EOPNOTSUPP | libc::EINVAL), Next::Zeroed) => {
                 return self.zero_by_hand(slot, memory);
             }
-            (Err(errno), _) => return Err(failure(errno, next)),
+            // It did not run, or not to its end, so nothing is known of what was written.
+            (Err(libc::EAGAIN | libc::EINTR | libc::ECANCELED), _) => {
+                return Err(failure(libc::EAGAIN, next));
+            }
+            // What is next after a sync, of the file or its companion.
+            (Err(errno), Next::SyncCompanion | Next::Done) => {
+                let cause = io::Error::from_raw_os_error(errno);
+                return Err(self.lease.lose_writes(&cause));
+            }
+            (Err(errno), _) => {
+                // RWF_DSYNC reports by the same error that another write's write-back failed.
+                if next == Next::WriteFrom && ReadWrite::from(&operation.sqe).fua {
+                    self.lease.ask(&self.witness)?;
+                }
+                return Err(failure(errno, next));
+            }
         };
         if matches!(next, Next::ReadInto | Next::WriteFrom) {
             if done == 0 && result.is_ok() {
@@ -387,6 +418,12 @@ impl FileQueue {
             }
         }
         self.go_on(slot, memory)
+    }
+
+    /// Fails a Flush whose error the kernel told to another one, of this queue or of another.
+    fn end_flush(&self) -> Result<(), Status> {
+        self.lease.ask(&self.witness)?;
+        self.lease.check(NvmOpcode::FLUSH)
     }
 
     /// Writes zeroes, because the file system cannot zero a range by itself.

@@ -239,6 +239,25 @@ pub(super) fn direct_alignment(file: &File) -> Option<DirectAlignment> {
     (memory > 0 && offset > 0).then_some(DirectAlignment { memory, offset })
 }
 
+/// Returns the error of a write-back of the file that its open file description has not heard of yet. It waits for
+/// nothing: no page lies where it looks.
+pub(super) fn write_back_error(file: &File) -> io::Result<()> {
+    const BEYOND: libc::off64_t = i64::MAX - 4095;
+    // SAFETY: the call takes numbers alone.
+    let result = unsafe {
+        libc::sync_file_range(
+            file.as_raw_fd(),
+            BEYOND,
+            1,
+            libc::SYNC_FILE_RANGE_WAIT_BEFORE,
+        )
+    };
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
 /// Whether ranges of the file can be deallocated: tried behind its end, where there is nothing.
 pub(super) fn can_punch_holes(file: &File, bytes: u64) -> bool {
     let Ok(offset) = libc::off_t::try_from(bytes) else {

@@ -23,7 +23,7 @@ use pairs::PAIR_BYTES;
 use super::LIMITS;
 use super::model::KvProfile;
 use crate::address::PAGE_SIZE;
-use crate::host::{HostController, HostNamespace, HostQueuePair, Limits};
+use crate::host::{HostController, HostLease, HostNamespace, HostQueuePair, Limits};
 use crate::iova::IovaSpace;
 use crate::lease::LbaRange;
 use crate::poller::Threads;
@@ -216,7 +216,7 @@ impl HostController for KeyValueController {
     }
 
     /// A queue is of a key space: see [`KeySpace::create_queue`].
-    fn create_queue(&self, _: u16, _: &HostNamespace) -> io::Result<HostQueuePair> {
+    fn create_queue(&self, _: u16, _: &HostNamespace, _: &HostLease) -> io::Result<HostQueuePair> {
         Err(io::ErrorKind::Unsupported.into())
     }
 
@@ -238,7 +238,7 @@ impl HostController for KeyValueController {
     }
 
     /// What completed is durable, or ends with the process.
-    fn flush(&self, _: &HostNamespace) -> io::Result<()> {
+    fn flush(&self, _: &HostNamespace, _: &HostLease) -> io::Result<()> {
         Ok(())
     }
 }

@@ -28,7 +28,7 @@ pub use error::ControllerError;
 use super::backing::Backing;
 use crate::event::{DriveEvent, Event, EventQueue};
 use crate::host::{
-    HostController, HostNamespace, HostQueuePair, Incidents, Limits, QueuePairUse,
+    HostController, HostLease, HostNamespace, HostQueuePair, Incidents, Limits, QueuePairUse,
     TemperatureThresholds,
 };
 use crate::iova::IovaSpace;
@@ -298,12 +298,17 @@ impl HostController for VfioController {
         Ok(None)
     }
 
-    fn create_queue(&self, slots: u16, namespace: &HostNamespace) -> io::Result<HostQueuePair> {
+    fn create_queue(
+        &self,
+        slots: u16,
+        namespace: &HostNamespace,
+        _: &HostLease,
+    ) -> io::Result<HostQueuePair> {
         let queue = self.drive.join_queue_pair(slots, namespace)?;
         Ok(HostQueuePair::Vfio(Box::new(queue)))
     }
 
-    fn flush(&self, namespace: &HostNamespace) -> io::Result<()> {
+    fn flush(&self, namespace: &HostNamespace, _: &HostLease) -> io::Result<()> {
         Ok(self.drive.flush(namespace)?)
     }
 

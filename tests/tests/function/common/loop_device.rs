@@ -1,0 +1,105 @@
+//! A loop device on a file system of its own, which may be too small for it. Needs root.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use tempfile::TempDir;
+
+/// A file, a loop device of it, and the tmpfs that the file is in.
+pub(crate) struct LoopDevice {
+    device: PathBuf,
+    file: PathBuf,
+    dir: TempDir,
+}
+
+impl LoopDevice {
+    /// A device of `bytes` in a file without content. The file system has room for `room` bytes. `None`, with a
+    /// message, where this process may not make one.
+    pub(crate) fn new(bytes: u64, room: u64) -> Option<Self> {
+        let dir = tempfile::tempdir().unwrap();
+        let at = dir.path().to_str().unwrap().to_owned();
+        run(&[
+            "mount",
+            "-t",
+            "tmpfs",
+            "-o",
+            &format!("size={room}"),
+            "drive",
+            &at,
+        ])?;
+        let file = dir.path().join("drive.img");
+        std::fs::File::create(&file)
+            .unwrap()
+            .set_len(bytes)
+            .unwrap();
+        let mut made = Self {
+            device: PathBuf::new(),
+            file,
+            dir,
+        };
+        made.device = made.another(0)?;
+        Some(made)
+    }
+
+    /// Its path.
+    pub(crate) fn device(&self) -> &Path {
+        &self.device
+    }
+
+    /// Another loop device of the same file, from `offset` on, which lives as long as this one.
+    pub(crate) fn another(&self, offset: u64) -> Option<PathBuf> {
+        let file = self.file.to_str().unwrap();
+        let device = run(&[
+            "losetup",
+            "--find",
+            "--show",
+            "--offset",
+            &offset.to_string(),
+            file,
+        ])?;
+        Some(device.trim().into())
+    }
+
+    /// All loop devices of the file.
+    fn devices(&self) -> Vec<String> {
+        let file = self.file.to_str().unwrap();
+        let list = run(&[
+            "losetup",
+            "--noheadings",
+            "--output",
+            "NAME",
+            "--associated",
+            file,
+        ]);
+        list.unwrap_or_default()
+            .lines()
+            .map(|line| line.trim().to_owned())
+            .collect()
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        for device in self.devices() {
+            run(&["losetup", "--detach", &device]);
+        }
+        run(&["umount", "--lazy", self.dir.path().to_str().unwrap()]);
+    }
+}
+
+/// Runs a command, and returns what it prints; `None` if it fails, which it says.
+pub(crate) fn run(command: &[&str]) -> Option<String> {
+    let ran = Command::new(command[0]).args(&command[1..]).output();
+    let failure = match ran {
+        Ok(output) if output.status.success() => {
+            return Some(String::from_utf8_lossy(&output.stdout).into_owned());
+        }
+        Ok(output) => String::from_utf8_lossy(&output.stderr).into_owned(),
+        Err(error) => error.to_string(),
+    };
+    eprintln!(
+        "NOT TESTED, loop devices need root: {}: {failure}",
+        command.join(" ")
+    );
+    None
+}

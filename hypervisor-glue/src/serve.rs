@@ -118,8 +118,9 @@ pub fn serve(options: &ServeOptions, out: &mut dyn Write) -> Result<(), ServeErr
     server.announce(out).map_err(ServeError::Print)?;
     let signal = signals.wait().map_err(ServeError::Signals)?;
     log::info!("{signal}: no more clients are taken, and the functions are reset");
-    // A second signal ends a process that hangs here.
-    drop(signals);
+    // To the end: a signal that ends the process now would leave leases behind, for data that is not yet
+    // durable. Each wait on the way has its own bound.
+    signals.hold_for_good();
     server.end()
 }
 

@@ -15,8 +15,7 @@ const RECORD: usize = size_of::<libc::signalfd_siginfo>();
 
 /// SIGTERM and SIGINT, held back from this thread and all that it starts later.
 ///
-/// Dropping it lets them through again, as they were meant to: a second one then ends a process
-/// that does not manage to end by itself.
+/// Dropping it lets them through again, as they were meant to.
 #[derive(Debug)]
 pub struct EndSignals {
     fd: File,
@@ -57,6 +56,11 @@ impl EndSignals {
             Ok(libc::SIGINT) => "SIGINT",
             _ => "SIGTERM",
         })
+    }
+
+    /// Holds the signals back as long as the process lives: it is about to end by itself.
+    pub fn hold_for_good(self) {
+        std::mem::forget(self);
     }
 }
 

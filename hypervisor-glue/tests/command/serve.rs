@@ -68,6 +68,24 @@ fn sigterm_and_sigint_end_it_cleanly_whoever_is_connected() {
 }
 
 #[test]
+fn a_second_signal_does_not_cut_the_end_short() {
+    for (first, second) in [("TERM", "INT"), ("INT", "TERM")] {
+        let bench = Bench::new();
+        let server = bench
+            .serve("one", &["socket=a.sock,path=drive.img,range=0+16M"])
+            .unwrap();
+        // Both are there when it looks for one.
+        for signal in ["STOP", first, second] {
+            server.send(signal);
+        }
+        let (status, stderr) = server.signal("CONT");
+        assert!(status.success(), "{first}, {second}: {status}: {stderr}");
+        assert_eq!(bench.leases(), [], "{first}, {second}");
+        assert_eq!(bench.names(), ["drive.img", "state"]);
+    }
+}
+
+#[test]
 fn what_it_prints_attaches_each_function() {
     let bench = Bench::new();
     let server = bench

@@ -135,11 +135,16 @@ impl Server {
         self.process.wait().unwrap();
     }
 
-    /// Sends a signal by name and waits for the end; returns what was logged as well.
-    pub(crate) fn signal(mut self, signal: &str) -> (ExitStatus, String) {
+    /// Sends a signal by name.
+    pub(crate) fn send(&self, signal: &str) {
         let pid = self.process.id().to_string();
         let sent = Command::new("kill").args(["-s", signal, &pid]).status();
         assert!(sent.unwrap().success());
+    }
+
+    /// Sends a signal by name and waits for the end; returns what was logged as well.
+    pub(crate) fn signal(mut self, signal: &str) -> (ExitStatus, String) {
+        self.send(signal);
         self.wait()
     }
 

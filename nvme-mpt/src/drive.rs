@@ -18,6 +18,7 @@ use crate::host::vfio::{
 };
 use crate::host::{HostController, HostNamespace, Limits};
 use crate::lease::Bytes;
+use crate::origin::{self, Origin};
 use crate::poller::Threads;
 use crate::spec::ids::Nsid;
 
@@ -56,6 +57,14 @@ pub enum DriveError {
         path: String,
         /// What the kernel said.
         source: io::Error,
+    },
+    /// Its bytes are in use by something that knows nothing of leases.
+    #[error("Drive `{path}` is in use by {user}; end that use, or choose another drive")]
+    InUse {
+        /// What was to be opened.
+        path: String,
+        /// The mount, swap, device or program.
+        user: String,
     },
     /// The file does not exist.
     #[error("Drive file `{0}` does not exist; create it with: truncate -s 16G {0}")]
@@ -202,11 +211,24 @@ impl Drive {
         };
         let failed = |source: io::Error| match source.kind() {
             io::ErrorKind::NotFound => DriveError::NotFound(path.to_string()),
+            io::ErrorKind::ResourceBusy => DriveError::InUse {
+                path: path.to_string(),
+                user: exclusive_user(path),
+            },
             _ => DriveError::Open {
                 path: path.to_string(),
                 source,
             },
         };
+        if let DrivePath::File(file) = path {
+            let user = file.canonicalize().and_then(|file| Origin::of(&file));
+            if let Some(user) = user.map_err(failed)?.user() {
+                return Err(DriveError::InUse {
+                    path: path.to_string(),
+                    user,
+                });
+            }
+        }
         if let Some(Profile::Kv(profile)) = options.profile.as_deref()
             && !matches!(path, DrivePath::Pci(_))
         {
@@ -342,6 +364,17 @@ impl Drive {
     pub fn controller(&self) -> &dyn HostController {
         self.controller.as_ref()
     }
+}
+
+/// Returns what keeps a block device from being opened exclusively.
+fn exclusive_user(path: &DrivePath) -> String {
+    let DrivePath::File(file) = path else {
+        return "another program".to_owned();
+    };
+    origin::holder(file).unwrap_or_else(|| {
+        let file = file.display();
+        format!("a program that has it open exclusively (`fuser -v {file}` names it)")
+    })
 }
 
 /// Opens a drive of keys and values.

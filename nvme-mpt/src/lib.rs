@@ -19,6 +19,7 @@ pub mod interrupt;
 pub mod iova;
 pub mod lease;
 pub mod memory;
+mod origin;
 pub mod poller;
 pub mod range_lock;
 pub mod shadow;

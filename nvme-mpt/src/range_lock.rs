@@ -58,9 +58,31 @@ pub struct RangeLock {
     // The lock belongs to this open file description, hence one description per lock. Rust opens
     // it with O_CLOEXEC, so that no program started later keeps the lock.
     _file: File,
+    /// Another lock that is held for as long.
+    _below: Option<Box<Self>>,
 }
 
 impl RangeLock {
+    fn of(file: File) -> Self {
+        Self {
+            _file: file,
+            _below: None,
+        }
+    }
+
+    /// Holds another lock for as long as this one.
+    #[must_use]
+    pub fn and(self, other: Self) -> Self {
+        let below = match self._below {
+            Some(below) => below.and(other),
+            None => other,
+        };
+        Self {
+            _below: Some(Box::new(below)),
+            _file: self._file,
+        }
+    }
+
     /// Locks `length` bytes from `start` on of a file that was opened for this lock alone, to
     /// read and write. `None`: someone else has part of it locked.
     ///
@@ -68,7 +90,7 @@ impl RangeLock {
     /// What `fcntl` reports.
     pub fn take(file: File, start: u64, length: u64) -> io::Result<Option<Self>> {
         let taken = try_lock(&file, F_WRLCK, start, length)?;
-        Ok(taken.then_some(Self { _file: file }))
+        Ok(taken.then_some(Self::of(file)))
     }
 
     /// As [`Self::take`], but other users' locks that only share what they read refuse nothing. A length
@@ -91,7 +113,7 @@ impl RangeLock {
         (start, length): (u64, u64),
     ) -> Result<Self, ClaimError> {
         if try_lock(&file, F_WRLCK, start, length)? {
-            return Ok(Self { _file: file });
+            return Ok(Self::of(file));
         }
         // Shared first and looked at then: of two that claim at the same time, one at least sees the other.
         let shared = try_lock(&file, F_RDLCK, start, length)?;
@@ -110,7 +132,7 @@ impl RangeLock {
                 describe(&holders)
             );
         }
-        Ok(Self { _file: file })
+        Ok(Self::of(file))
     }
 }
 

@@ -127,6 +127,9 @@ impl FunctionConfig {
                 // A model's state is in a file beside it, which is written under another name first.
                 let folder = file.parent().filter(|_| self.profile.is_some());
                 files.push((folder.unwrap_or(&file).to_owned(), true));
+                // They tell where the bytes of a path lie, and what else uses them.
+                files.push(("/sys".into(), false));
+                files.push(("/proc".into(), false));
             }
             Some(DrivePath::Pci(_)) => {
                 files.push(("/sys".into(), false));
@@ -268,15 +271,21 @@ mod tests {
         let state = (PathBuf::from(STATE_DIR), true);
         assert_eq!(files(&[("path", "null:1G")]), vec![state.clone()]);
         let image = ("path", "/srv/drive.img");
+        let [sys, proc] = ["/sys", "/proc"].map(|path| (PathBuf::from(path), false));
         assert_eq!(
             files(&[image]),
-            [state.clone(), ("/srv/drive.img".into(), true)]
+            [
+                state.clone(),
+                ("/srv/drive.img".into(), true),
+                sys.clone(),
+                proc.clone()
+            ]
         );
         let profile = ("profile", "/etc/slow.toml");
         let described = ("/etc/slow.toml".into(), false);
         assert_eq!(
             files(&[image, profile]),
-            [state, ("/srv".into(), true), described]
+            [state, ("/srv".into(), true), sys, proc, described]
         );
     }
 }

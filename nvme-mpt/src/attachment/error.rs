@@ -34,8 +34,8 @@ pub enum AttachError {
     },
     /// Somebody uses part of the range without a lease in the same ledger.
     #[error(
-        "Range {range} of drive {drive} is locked by another program: a server with another state \
-         folder, or a VMM that has the file open; stop it, or choose another range"
+        "Range {range} of drive {drive} is locked by a user with no lease in this ledger: a server or a \
+         function with another state folder, or a VMM that has the file open; stop it, or choose another range"
     )]
     InUse {
         /// The drive.

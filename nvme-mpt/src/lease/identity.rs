@@ -3,6 +3,7 @@
 use uuid::Uuid;
 
 use super::range::ByteRange;
+use crate::origin::extent::{self, Extent};
 use crate::spec::ids::Nsid;
 
 /// The name space of all names of leases, which are UUIDs of version 5 (RFC 9562, section 5.5), or
@@ -35,14 +36,11 @@ impl LeaseIdentity {
     /// The names of `range` of namespace `nsid` of the drive that is called `drive`.
     #[must_use]
     pub fn derive(drive: &str, nsid: Nsid, range: ByteRange) -> Self {
+        let at = place(drive, range);
         // One name per purpose, so that none can be computed from another. The drive comes last:
         // it alone can hold any character.
         let name = |purpose: &str| {
-            let name = format!(
-                "{purpose}\n{nsid}\n{}+{}\n{drive}",
-                range.start(),
-                range.length()
-            );
+            let name = format!("{purpose}\n{nsid}\n{at}");
             Uuid::new_v5(&NAME_SPACE, name.as_bytes())
         };
 
@@ -71,9 +69,24 @@ impl LeaseIdentity {
 /// leased, so that a server started again with the same options takes its own leases over.
 #[must_use]
 pub fn default_id(drive: &str, nsid: Nsid, range: ByteRange) -> String {
-    let name = format!("id\n{nsid}\n{}+{}\n{drive}", range.start(), range.length());
+    let name = format!("id\n{nsid}\n{}", place(drive, range));
     let hash = Uuid::new_v5(&NAME_SPACE, name.as_bytes()).as_u128();
     format!("nvme-{:08x}", hash >> 96)
+}
+
+/// Where the range lies, in the words that names are made of: the same for each path to the same bytes.
+fn place(drive: &str, range: ByteRange) -> String {
+    let (start, length) = (range.start(), range.length());
+    match &extent::places(drive, range)[..] {
+        [
+            Extent {
+                base,
+                start,
+                length: part,
+            },
+        ] if *part == length => format!("{start}+{length}\n{base}"),
+        _ => format!("{start}+{length}\n{drive}"),
+    }
 }
 
 #[cfg(test)]
@@ -107,6 +120,24 @@ mod tests {
         assert_eq!(
             default_id("file:/drive", Nsid(1), range("64G+64G")),
             "nvme-18c54e01"
+        );
+    }
+
+    #[test]
+    fn names_are_those_of_the_bytes() {
+        let disk = LeaseIdentity::derive("disk:a", Nsid(1), range("1M+64K"));
+        let partition = "1048576+1073741824 of disk:a";
+        assert_eq!(
+            LeaseIdentity::derive(partition, Nsid(1), range("0+64K")),
+            disk
+        );
+        assert_ne!(
+            LeaseIdentity::derive("disk:a", Nsid(1), range("0+64K")),
+            disk
+        );
+        assert_eq!(
+            default_id(partition, Nsid(1), range("0+64K")),
+            default_id("disk:a", Nsid(1), range("1M+64K"))
         );
     }
 

@@ -11,6 +11,7 @@ use super::holder::{Holder, Slot};
 use super::identity::LeaseIdentity;
 use super::range::{ByteRange, LbaRange};
 use super::store::{Folder, Record, Records, StoreError};
+use crate::origin::extent;
 use crate::spec::ids::Nsid;
 
 /// What someone wants to lease.
@@ -289,14 +290,17 @@ fn admit(
 ) -> Result<Option<Slot>, Refusal> {
     let mut taken_over = None;
     for record in &records.leases {
-        let same_namespace = record.drive == request.drive && record.nsid == request.nsid.0;
-        let overlaps = same_namespace && record.range.overlaps(&request.range);
+        // By the bytes: a disk and its partition are two drives that overlap.
+        let taken = (record.drive.as_str(), record.range);
+        let wanted = (request.drive, request.range);
+        let overlaps = record.nsid == request.nsid.0 && extent::overlap(taken, wanted);
+        let same_bytes = extent::places(taken.0, taken.1) == extent::places(wanted.0, wanted.1);
         let same_id = record.id == request.id;
         if !overlaps && !same_id {
             continue;
         }
         let held = is_held(Slot(record.slot)).map_err(Refusal::Store)?;
-        if overlaps && same_id && record.range == request.range && !held {
+        if overlaps && same_id && same_bytes && !held {
             taken_over = Some(Slot(record.slot));
         } else if overlaps {
             return Err(Refusal::Overlap(LeaseEntry::new(record, held)));

@@ -16,6 +16,7 @@ mod key_values;
 mod leases;
 mod lost_writes;
 mod memory;
+mod one_drive;
 mod parking;
 mod physical;
 mod property;

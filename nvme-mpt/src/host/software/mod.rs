@@ -350,7 +350,7 @@ impl SoftwareController {
     /// What the kernel reports when it is opened.
     pub fn file(path: &Path, lba_shift: u8) -> io::Result<Self> {
         let store = FileStore::open(path, lba_shift)?;
-        let identity = format!("file:{}", store.canonical_path().display());
+        let identity = store.identity();
         let limits = Limits {
             volatile_write_cache: true,
             deallocated_reads_zeroes: store.punches_holes(),

@@ -65,6 +65,38 @@ fn ranges_that_overlap_are_refused() {
 }
 
 #[test]
+fn paths_to_the_same_bytes_overlap() {
+    let (_dir, ledgers) = both();
+    for ledger in ledgers {
+        let partition = |id, range| LeaseRequest {
+            drive: "1073741824+4294967296 of file:/drive",
+            ..request(id, range)
+        };
+        let disk = ledger.acquire(&request("a", "1G+1G")).unwrap();
+        let error = ledger.acquire(&partition("b", "512M+1G")).unwrap_err();
+        assert!(matches!(error, LeaseError::Overlap { .. }), "{error}");
+        let beside = ledger.acquire(&partition("b", "1G+1G")).unwrap();
+        ledger.acquire(&request("c", "2G+1G")).unwrap_err();
+        drop((disk, beside));
+    }
+}
+
+#[test]
+fn a_lease_is_taken_over_by_any_path_to_its_bytes() {
+    let (_dir, [folder, _]) = both();
+    let partition = |range| LeaseRequest {
+        drive: "1073741824+4294967296 of file:/drive",
+        ..request("a", range)
+    };
+    die(folder.acquire(&request("a", "1G+1G")).unwrap());
+    let error = folder.acquire(&partition("0+2G")).unwrap_err();
+    assert!(matches!(error, LeaseError::Overlap { .. }), "{error}");
+    let lease = folder.acquire(&partition("0+1G")).unwrap();
+    assert_eq!(folder.list().unwrap().len(), 1);
+    drop(lease);
+}
+
+#[test]
 fn block_sizes_do_not_hide_an_overlap() {
     let (_dir, ledgers) = both();
     for ledger in ledgers {

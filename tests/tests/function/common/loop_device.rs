@@ -46,6 +46,11 @@ impl LoopDevice {
         &self.device
     }
 
+    /// The path of its file.
+    pub(crate) fn file(&self) -> &Path {
+        &self.file
+    }
+
     /// Another loop device of the same file, from `offset` on, which lives as long as this one.
     pub(crate) fn another(&self, offset: u64) -> Option<PathBuf> {
         let file = self.file.to_str().unwrap();

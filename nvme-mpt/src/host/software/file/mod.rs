@@ -16,6 +16,7 @@ pub use lease::LeasedFile;
 pub use queue::FileQueue;
 
 use super::UncorrectableBlocks;
+use crate::origin::{BackingFile, Origin};
 use crate::range_lock::RangeLock;
 
 /// How a file must be read and written to bypass the page cache.
@@ -36,6 +37,7 @@ pub struct FileStore {
 #[derive(Debug)]
 pub(super) struct SharedFile {
     path: PathBuf,
+    origin: Origin,
     bytes: u64,
     pub(super) lba_shift: u8,
     /// Keeps the file open, and a block device to this process. No I/O uses it: each lease has
@@ -62,6 +64,7 @@ impl FileStore {
             let what = "it is neither a file nor a block device";
             return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
         }
+        let origin = Origin::of(&path)?;
         let mut options = OpenOptions::new();
         options.read(true).write(true);
         // A block device that is mounted or otherwise in use refuses an exclusive open.
@@ -91,6 +94,7 @@ impl FileStore {
         })?;
         let shared = SharedFile {
             path,
+            origin,
             bytes,
             lba_shift,
             opened,
@@ -110,6 +114,12 @@ impl FileStore {
         &self.shared.path
     }
 
+    /// Returns a name of its bytes, whatever path leads to them.
+    #[must_use]
+    pub fn identity(&self) -> String {
+        self.shared.origin.identity()
+    }
+
     /// Its size when it was opened.
     #[must_use]
     pub fn bytes(&self) -> u64 {
@@ -127,11 +137,14 @@ impl FileStore {
     /// # Errors
     /// `WouldBlock` names the processes that have part of it locked; else what the kernel reports.
     pub(super) fn claim(&self, start: u64, length: u64) -> io::Result<RangeLock> {
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .open(&self.shared.path)?;
-        Ok(RangeLock::claim(file, start, length)?)
+        let opened = lease::reopen(&self.shared.opened, Some(&self.shared.path), 0)?;
+        let mut claim = RangeLock::claim(opened, start, length)?;
+        // A program that has the file of a loop device locks that, and knows of no device.
+        for below in self.shared.origin.files() {
+            let file = open_below(below)?;
+            claim = claim.and(RangeLock::claim(file, below.offset + start, length)?);
+        }
+        Ok(claim)
     }
 
     /// Makes another file durable from now on whenever blocks are, after them.
@@ -146,5 +159,21 @@ impl FileStore {
     /// What the kernel reports when the file cannot be opened once more.
     pub(super) fn lease(&self, name: &str) -> io::Result<Arc<LeasedFile>> {
         LeasedFile::open(self.shared.clone(), name).map(Arc::new)
+    }
+}
+
+/// Opens the file of a loop device.
+fn open_below(below: &BackingFile) -> io::Result<File> {
+    let file = OpenOptions::new().read(true).write(true).open(&below.path);
+    let failed = |why: &str| {
+        let path = below.path.display();
+        io::Error::other(format!(
+            "the loop device's file {path} cannot be locked: {why}"
+        ))
+    };
+    let file = file.map_err(|error| failed(&error.to_string()))?;
+    match below.is(&file)? {
+        true => Ok(file),
+        false => Err(failed("its path leads to another file")),
     }
 }

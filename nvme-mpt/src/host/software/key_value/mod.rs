@@ -26,6 +26,7 @@ use crate::address::PAGE_SIZE;
 use crate::host::{HostController, HostLease, HostNamespace, HostQueuePair, Limits};
 use crate::iova::IovaSpace;
 use crate::lease::LbaRange;
+use crate::origin::Origin;
 use crate::poller::Threads;
 use crate::range_lock::{ClaimError, RangeLock};
 use crate::spec::identify::Oncs;
@@ -181,7 +182,11 @@ impl KeyValueController {
         threads: &Threads,
     ) -> Result<Self, KeyValueError> {
         let pairs = FilePairs::open(path, threads)?;
-        let identity = format!("file:{}", pairs.path().display());
+        let origin = Origin::of(pairs.path()).map_err(|source| KeyValueError::Io {
+            path: pairs.path().to_owned(),
+            source,
+        })?;
+        let identity = origin.identity();
         let model = "nvme-mpt file key value drive";
         let capacity = pairs.capacity();
         let home = Home::File(Arc::new(pairs));

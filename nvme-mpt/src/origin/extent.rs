@@ -1,0 +1,198 @@
+//! Extents, and the identity of a drive that is made of them.
+
+use std::fmt::Write;
+
+use crate::lease::ByteRange;
+
+/// A part of something that holds bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Extent {
+    /// The name of what holds them, without spaces.
+    pub(crate) base: String,
+    /// The first byte.
+    pub(crate) start: u64,
+    /// How many.
+    pub(crate) length: u64,
+}
+
+impl Extent {
+    /// Returns whether they have a byte in common.
+    pub(crate) fn overlaps(&self, other: &Self) -> bool {
+        let end = |extent: &Self| extent.start.saturating_add(extent.length);
+        self.base == other.base && self.start < end(other) && other.start < end(self)
+    }
+}
+
+/// Separates the extents of an identity. No base has a space.
+const AND: &str = " and ";
+/// Separates an extent's bytes and its base.
+const OF: &str = " of ";
+
+/// Makes the name of a base, of the kind of it and a name that may have any characters.
+pub(crate) fn base(kind: &str, name: &str) -> String {
+    let printable = |c: char| match c.is_ascii_graphic() {
+        true => c,
+        false => '_',
+    };
+    let name: String = name.trim().chars().map(printable).collect();
+    format!("{kind}:{name}")
+}
+
+/// Returns the part of `extents` that begins at `offset` and has `length` bytes.
+pub(crate) fn part(extents: &[Extent], offset: u64, length: u64) -> Vec<Extent> {
+    let (mut skip, mut left) = (offset, length);
+    let mut part = Vec::new();
+    for extent in extents {
+        if skip >= extent.length {
+            skip -= extent.length;
+            continue;
+        }
+        let length = (extent.length - skip).min(left);
+        if length > 0 {
+            part.push(Extent {
+                base: extent.base.clone(),
+                start: extent.start + skip,
+                length,
+            });
+        }
+        skip = 0;
+        left -= length;
+    }
+    part
+}
+
+/// Writes extents as the identity of a drive. One that begins where its base does is just that base, as its length
+/// is the drive's.
+pub(crate) fn join(extents: &[Extent]) -> String {
+    if let [extent] = extents
+        && extent.start == 0
+    {
+        return extent.base.clone();
+    }
+    let mut text = String::new();
+    for (i, extent) in extents.iter().enumerate() {
+        let Extent {
+            base,
+            start,
+            length,
+        } = extent;
+        let and = if i > 0 { AND } else { "" };
+        // Writing to a string does not fail.
+        let _ = write!(text, "{and}{start}+{length}{OF}{base}");
+    }
+    text
+}
+
+/// Returns where a range of a drive lies, by the drive's identity. A drive whose identity is no list of extents is a
+/// base of its own.
+pub(crate) fn places(identity: &str, range: ByteRange) -> Vec<Extent> {
+    let whole = || {
+        vec![Extent {
+            base: identity.to_owned(),
+            start: 0,
+            length: u64::MAX,
+        }]
+    };
+    let extents: Option<Vec<Extent>> = identity.split(AND).map(parse).collect();
+    part(
+        &extents.unwrap_or_else(whole),
+        range.start(),
+        range.length(),
+    )
+}
+
+fn parse(text: &str) -> Option<Extent> {
+    let (bytes, base) = text.split_once(OF)?;
+    let (start, length) = bytes.split_once('+')?;
+    Some(Extent {
+        base: base.to_owned(),
+        start: start.parse().ok()?,
+        length: length.parse().ok()?,
+    })
+}
+
+/// Returns whether two ranges of two drives have a byte in common.
+pub(crate) fn overlap(
+    (one, of_one): (&str, ByteRange),
+    (other, of_other): (&str, ByteRange),
+) -> bool {
+    let others = places(other, of_other);
+    let ours = places(one, of_one);
+    ours.iter()
+        .any(|ours| others.iter().any(|other| ours.overlaps(other)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn range(text: &str) -> ByteRange {
+        text.parse().unwrap()
+    }
+
+    fn extent(base: &str, start: u64, length: u64) -> Extent {
+        Extent {
+            base: base.to_owned(),
+            start,
+            length,
+        }
+    }
+
+    #[test]
+    fn an_identity_is_read_as_it_was_written() {
+        let whole = [extent("disk:a", 0, 1 << 30)];
+        assert_eq!(join(&whole), "disk:a");
+        assert_eq!(
+            places("disk:a", range("4K+4K")),
+            [extent("disk:a", 4096, 4096)]
+        );
+        let part = [extent("disk:a", 4096, 1 << 20)];
+        assert_eq!(join(&part), "4096+1048576 of disk:a");
+        assert_eq!(
+            places(&join(&part), range("4K+4K")),
+            [extent("disk:a", 8192, 4096)]
+        );
+        let two = [
+            extent("disk:a", 4096, 8192),
+            extent("file:7@disk:b", 0, 8192),
+        ];
+        assert_eq!(
+            join(&two),
+            "4096+8192 of disk:a and 0+8192 of file:7@disk:b"
+        );
+        assert_eq!(
+            places(&join(&two), range("4K+8K")),
+            [
+                extent("disk:a", 8192, 4096),
+                extent("file:7@disk:b", 0, 4096)
+            ]
+        );
+        for other in [
+            "nvme:serial with spaces",
+            "a of b",
+            "1+x of b",
+            "file:/a and b",
+        ] {
+            assert_eq!(places(other, range("0+4K")), [extent(other, 0, 4096)]);
+        }
+        assert_eq!(
+            base("disk", " t10.ATA  QEMU \u{e4}"),
+            "disk:t10.ATA__QEMU__"
+        );
+    }
+
+    #[test]
+    fn ranges_overlap_where_their_bytes_do() {
+        let disk = "disk:a";
+        let partition = "1048576+1048576 of disk:a";
+        let overlaps = |a, b, c, d| overlap((a, range(b)), (c, range(d)));
+        assert!(overlaps(disk, "1M+4K", partition, "0+4K"));
+        assert!(overlaps(partition, "0+4K", disk, "1M+4K"));
+        assert!(!overlaps(disk, "0+1M", partition, "0+1M"));
+        assert!(!overlaps(disk, "2M+1M", partition, "0+1M"));
+        assert!(!overlaps("disk:b", "1M+4K", partition, "0+4K"));
+        let striped = "0+4096 of disk:b and 1048576+4096 of disk:a";
+        assert!(overlaps(striped, "4K+4K", partition, "0+4K"));
+        assert!(!overlaps(striped, "0+4K", partition, "0+4K"));
+    }
+}

@@ -1,0 +1,140 @@
+//! Origins: where the bytes of a drive lie, whatever path leads to them, and what else uses them.
+//!
+//! A file, a loop device of that file and a partition of that loop device are three paths to the same bytes. Leases,
+//! locks and the names that guests see follow the bytes. So a path is resolved to *extents*: parts of *bases*, which
+//! have stable names. A base is a disk, by its world-wide identifier or serial number, or a file, by its file system
+//! and inode.
+//!
+//! * `system`: the kernel's view of block devices and file systems, below a folder that tests replace.
+//! * [`extent`]: extents, and the identity that they are written as.
+
+mod device;
+pub(crate) mod extent;
+mod system;
+#[cfg(test)]
+mod tests;
+
+use std::fs::{self, Metadata};
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use device::Device;
+pub(crate) use extent::Extent;
+pub(crate) use system::System;
+use system::{DeviceNumber, Mount};
+
+/// Where the bytes behind a path lie.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Origin {
+    /// The bytes, in order.
+    extents: Vec<Extent>,
+    /// The files among them that the path does not lead to by itself.
+    files: Vec<BackingFile>,
+}
+
+/// A file that a loop device makes a block device of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct BackingFile {
+    /// Its path.
+    pub(crate) path: PathBuf,
+    /// Device and inode.
+    place: (u64, u64),
+    /// The first of its bytes that is used.
+    pub(crate) offset: u64,
+}
+
+impl BackingFile {
+    /// Returns whether this is the file, and not another one that took its path.
+    pub(crate) fn is(&self, file: &fs::File) -> io::Result<bool> {
+        let metadata = file.metadata()?;
+        Ok((metadata.dev(), metadata.ino()) == self.place)
+    }
+}
+
+impl Origin {
+    /// Resolves a path without links.
+    ///
+    /// # Errors
+    /// What the kernel reports about the path itself. What it does not tell of a device makes a name that holds until
+    /// the next boot.
+    pub(crate) fn of(path: &Path) -> io::Result<Self> {
+        Self::of_path(&System::real(), path)
+    }
+
+    fn of_path(system: &System, path: &Path) -> io::Result<Self> {
+        let metadata = fs::metadata(path)?;
+        if metadata.file_type().is_block_device() {
+            let Device { extents, files, .. } =
+                Device::resolve(system, DeviceNumber(metadata.rdev()));
+            return Ok(Self { extents, files });
+        }
+        Ok(Self {
+            extents: vec![file_extent(system, path, &metadata)],
+            files: Vec::new(),
+        })
+    }
+
+    /// Returns the name that leases, locks and guests know the bytes by.
+    pub(crate) fn identity(&self) -> String {
+        extent::join(&self.extents)
+    }
+
+    /// Returns the files that lie below a loop device.
+    pub(crate) fn files(&self) -> &[BackingFile] {
+        &self.files
+    }
+
+    /// Returns what uses the bytes: a mount or swap.
+    pub(crate) fn user(&self) -> Option<String> {
+        self.user_in(&System::real())
+    }
+
+    fn user_in(&self, system: &System) -> Option<String> {
+        let is_ours = |device: &Device| {
+            let all = device.extents.iter().chain(&device.below);
+            all.into_iter()
+                .any(|extent| self.extents.iter().any(|ours| ours.overlaps(extent)))
+        };
+        let mount = |mount: &Mount| {
+            let device = Device::resolve(system, mount.block_device()?);
+            is_ours(&device).then(|| format!("the file system on {}", mount.point.display()))
+        };
+        let swap = |path: &PathBuf| {
+            let metadata = fs::metadata(path).ok()?;
+            let device = match metadata.file_type().is_block_device() {
+                true => Device::resolve(system, DeviceNumber(metadata.rdev())),
+                false => Device::of(file_extent(system, path, &metadata)),
+            };
+            is_ours(&device).then(|| format!("swap ({})", path.display()))
+        };
+        let mounts = system.mounts();
+        let swaps = system.swaps();
+        mounts
+            .iter()
+            .find_map(mount)
+            .or_else(|| swaps.iter().find_map(swap))
+    }
+}
+
+/// Returns what keeps a block device from being opened exclusively, as far as the kernel names it.
+pub(crate) fn holder(path: &Path) -> Option<String> {
+    let device = DeviceNumber(fs::metadata(path).ok()?.rdev());
+    let holders = System::real().holders(device);
+    (!holders.is_empty()).then(|| format!("the device {}", holders.join(", ")))
+}
+
+/// A whole file: its inode, and the file system that it is in.
+fn file_extent(system: &System, path: &Path, metadata: &Metadata) -> Extent {
+    let device = DeviceNumber(metadata.dev());
+    let file_system = if system.is_block_device(device) {
+        extent::join(&Device::resolve(system, device).extents)
+    } else {
+        system.file_system(path, device)
+    };
+    Extent {
+        base: extent::base("file", &format!("{}@{file_system}", metadata.ino())),
+        start: 0,
+        length: metadata.len(),
+    }
+}

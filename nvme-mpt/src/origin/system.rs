@@ -1,0 +1,273 @@
+//! The kernel's view of block devices and file systems: sysfs and proc, below a folder that tests replace.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::fs;
+use std::os::unix::ffi::OsStringExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+/// Number of a device, as `stat` reports it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct DeviceNumber(pub(super) u64);
+
+impl DeviceNumber {
+    fn major(self) -> u32 {
+        libc::major(self.0)
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        let (major, minor) = text.trim().split_once(':')?;
+        Some(Self(libc::makedev(
+            major.parse().ok()?,
+            minor.parse().ok()?,
+        )))
+    }
+}
+
+impl fmt::Display for DeviceNumber {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.major(), libc::minor(self.0))
+    }
+}
+
+/// A mounted file system.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Mount {
+    device: DeviceNumber,
+    /// The folder of the file system that is mounted.
+    root: PathBuf,
+    /// Where it is mounted.
+    pub(super) point: PathBuf,
+    kind: String,
+    source: PathBuf,
+}
+
+impl Mount {
+    /// Returns the block device that it is on. Some kinds, such as btrfs, have a number that is no device's.
+    pub(super) fn block_device(&self) -> Option<DeviceNumber> {
+        if self.device.major() != 0 {
+            return Some(self.device);
+        }
+        if !self.source.is_absolute() {
+            return None;
+        }
+        let metadata = fs::metadata(&self.source).ok()?;
+        let is_device = metadata.file_type().is_block_device();
+        is_device.then(|| DeviceNumber(metadata.rdev()))
+    }
+}
+
+/// sysfs and proc.
+#[derive(Clone, Debug)]
+pub(crate) struct System {
+    root: PathBuf,
+}
+
+impl System {
+    /// Those of this machine.
+    pub(crate) fn real() -> Self {
+        Self { root: "/".into() }
+    }
+
+    /// Those below a folder.
+    #[cfg(test)]
+    pub(super) fn below(root: &Path) -> Self {
+        Self {
+            root: root.to_owned(),
+        }
+    }
+
+    fn text(&self, path: &str) -> Option<Vec<u8>> {
+        fs::read(self.root.join(path)).ok()
+    }
+
+    fn folder(&self, device: DeviceNumber) -> PathBuf {
+        self.root.join(format!("sys/dev/block/{device}"))
+    }
+
+    /// Returns an attribute of a block device; `None` also for one that says nothing.
+    pub(super) fn attribute(&self, device: DeviceNumber, name: &str) -> Option<String> {
+        let bytes = fs::read(self.folder(device).join(name)).ok()?;
+        let text = String::from_utf8_lossy(&bytes);
+        let text = text.trim_matches(|c: char| c.is_whitespace() || c == '\0');
+        (!text.is_empty()).then(|| text.to_owned())
+    }
+
+    pub(super) fn is_block_device(&self, device: DeviceNumber) -> bool {
+        device.major() != 0 && self.folder(device).join("dev").exists()
+    }
+
+    /// Returns the disk of a partition.
+    pub(super) fn parent(&self, device: DeviceNumber) -> Option<DeviceNumber> {
+        let folder = fs::canonicalize(self.folder(device)).ok()?;
+        let text = fs::read_to_string(folder.parent()?.join("dev")).ok()?;
+        DeviceNumber::parse(&text)
+    }
+
+    /// Returns what a device is made of.
+    pub(super) fn slaves(&self, device: DeviceNumber) -> Vec<DeviceNumber> {
+        let number = |path: PathBuf| {
+            let text = fs::read_to_string(path.join("dev")).ok()?;
+            DeviceNumber::parse(&text)
+        };
+        let slaves = entries(&self.folder(device).join("slaves"));
+        slaves.into_iter().filter_map(number).collect()
+    }
+
+    /// Returns the names of the devices that are made of a device, or of a partition of it.
+    pub(super) fn holders(&self, device: DeviceNumber) -> Vec<String> {
+        let folder = self.folder(device);
+        let partitions = entries(&folder)
+            .into_iter()
+            .filter(|path| path.join("partition").exists());
+        let holders = std::iter::once(folder.clone())
+            .chain(partitions)
+            .flat_map(|folder| entries(&folder.join("holders")));
+        let mut names: Vec<_> = holders
+            .filter_map(|path| Some(path.file_name()?.to_string_lossy().into_owned()))
+            .collect();
+        names.sort();
+        names
+    }
+
+    /// Returns what tells this boot from others.
+    pub(super) fn boot(&self) -> String {
+        let id = self.text("proc/sys/kernel/random/boot_id");
+        let id = id.map(|bytes| String::from_utf8_lossy(&bytes).trim().to_owned());
+        id.unwrap_or_else(|| "boot".to_owned())
+    }
+
+    /// Returns the mounts that this process sees.
+    pub(super) fn mounts(&self) -> Vec<Mount> {
+        let text = self.text("proc/self/mountinfo").unwrap_or_default();
+        let lines = text.split(|byte| *byte == b'\n');
+        lines.filter_map(parse_mount).collect()
+    }
+
+    /// Returns the files and devices that are swapped on.
+    pub(super) fn swaps(&self) -> Vec<PathBuf> {
+        let text = self.text("proc/swaps").unwrap_or_default();
+        let lines = text.split(|byte| *byte == b'\n').skip(1);
+        let first = |line: &[u8]| Some(unescape(line.split(u8::is_ascii_whitespace).next()?));
+        let named = lines.filter(|line| !line.is_empty());
+        named.filter_map(first).collect()
+    }
+
+    /// Returns a name of a file system that is on no block device of its own.
+    pub(super) fn file_system(&self, path: &Path, device: DeviceNumber) -> String {
+        let mounts = self.mounts();
+        let holding = mounts.iter().filter(|mount| path.starts_with(&mount.point));
+        // The last of those on one folder hides the others.
+        let mount = holding.max_by_key(|mount| mount.point.as_os_str().len());
+        match mount {
+            // What is in memory ends with this boot.
+            None => format!("{}/{device}", self.boot()),
+            Some(mount) if matches!(mount.kind.as_str(), "tmpfs" | "ramfs" | "devtmpfs") => {
+                format!("{}/{device}", self.boot())
+            }
+            Some(mount) => {
+                let Mount {
+                    root, kind, source, ..
+                } = mount;
+                let source = match mount.block_device() {
+                    Some(device) => {
+                        super::extent::join(&super::Device::resolve(self, device).extents)
+                    }
+                    None => source.display().to_string(),
+                };
+                format!("{kind}:{source}:{}", root.display())
+            }
+        }
+    }
+}
+
+fn entries(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).into_iter().flatten();
+    entries
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .collect()
+}
+
+/// A line of mountinfo (`proc_pid_mountinfo(5)`).
+fn parse_mount(line: &[u8]) -> Option<Mount> {
+    let mut fields = line.split(|byte| *byte == b' ');
+    let device = fields.nth(2)?;
+    let (root, point) = (fields.next()?, fields.next()?);
+    let mut rest = fields.skip_while(|field| *field != b"-").skip(1);
+    let (kind, source) = (rest.next()?, rest.next()?);
+    Some(Mount {
+        device: DeviceNumber::parse(std::str::from_utf8(device).ok()?)?,
+        root: unescape(root),
+        point: unescape(point),
+        kind: String::from_utf8_lossy(kind).into_owned(),
+        source: unescape(source),
+    })
+}
+
+/// Undoes what the kernel writes of spaces and backslashes in names: three octal digits behind a backslash.
+fn unescape(text: &[u8]) -> PathBuf {
+    let mut name = Vec::with_capacity(text.len());
+    let mut rest = text;
+    while let Some((&first, after)) = rest.split_first() {
+        let octal = after
+            .get(..3)
+            .filter(|_| first == b'\\')
+            .and_then(|digits| {
+                let digits = std::str::from_utf8(digits).ok()?;
+                u8::from_str_radix(digits, 8).ok()
+            });
+        match octal {
+            Some(byte) => {
+                name.push(byte);
+                rest = &after[3..];
+            }
+            None => {
+                name.push(first);
+                rest = after;
+            }
+        }
+    }
+    OsString::from_vec(name).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::ffi::OsStrExt;
+
+    use super::*;
+
+    #[test]
+    fn mounts_and_swaps_are_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let proc = dir.path().join("proc");
+        fs::create_dir_all(proc.join("self")).unwrap();
+        fs::write(
+            proc.join("self/mountinfo"),
+            "36 35 98:5 /sub /mnt\\040two rw,noatime master:1 shared:7 - ext4 /dev/root rw,errors=continue\n\
+             malformed\n\
+             37 35 0:40 / / rw - overlay overlay rw\n",
+        )
+        .unwrap();
+        fs::write(
+            proc.join("swaps"),
+            "Filename\tType\tSize\n/swap\\040file   file 1 2 3\n/dev/sda2 partition 1 2 3\n",
+        )
+        .unwrap();
+        let system = System::below(dir.path());
+        let mounts = system.mounts();
+        assert_eq!(mounts.len(), 2);
+        assert_eq!(mounts[0].device.to_string(), "98:5");
+        assert_eq!(mounts[0].point.as_os_str().as_bytes(), b"/mnt two");
+        assert_eq!(
+            (mounts[0].root.to_str(), mounts[0].kind.as_str()),
+            (Some("/sub"), "ext4")
+        );
+        assert_eq!(mounts[0].block_device(), Some(mounts[0].device));
+        assert_eq!(mounts[1].block_device(), None);
+        let swaps: [PathBuf; 2] = ["/swap file".into(), "/dev/sda2".into()];
+        assert_eq!(system.swaps(), swaps);
+        let nothing = System::below(&dir.path().join("none"));
+        assert!(nothing.mounts().is_empty() && nothing.swaps().is_empty());
+    }
+}

@@ -1,0 +1,306 @@
+//! Paths resolved in trees of sysfs and proc.
+
+use std::os::unix::fs::symlink;
+
+use tempfile::TempDir;
+
+use super::*;
+
+/// A machine's sysfs and proc.
+struct Tree {
+    dir: TempDir,
+    system: System,
+}
+
+impl Tree {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let system = System::below(dir.path());
+        let tree = Self { dir, system };
+        tree.write("proc/sys/kernel/random/boot_id", "this-boot\n");
+        tree
+    }
+
+    fn write(&self, path: &str, content: &str) {
+        let path = self.dir.path().join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, content).unwrap();
+    }
+
+    /// A block device with a folder in `sys/devices`, and these attributes.
+    fn device(&self, folder: &str, number: &str, attributes: &[(&str, &str)]) -> DeviceNumber {
+        for (name, value) in attributes {
+            self.write(
+                &format!("sys/devices/{folder}/{name}"),
+                &format!("{value}\n"),
+            );
+        }
+        self.write(&format!("sys/devices/{folder}/dev"), number);
+        let links = self.dir.path().join("sys/dev/block");
+        fs::create_dir_all(&links).unwrap();
+        let target = self.dir.path().join("sys/devices").join(folder);
+        symlink(target, links.join(number)).unwrap();
+        let (major, minor) = number.split_once(':').unwrap();
+        DeviceNumber(libc::makedev(
+            major.parse().unwrap(),
+            minor.parse().unwrap(),
+        ))
+    }
+
+    fn loop_device(&self, nth: u32, file: &Path, (offset, sectors): (u64, u64)) -> DeviceNumber {
+        let attributes = [
+            ("size", sectors.to_string()),
+            ("loop/backing_file", file.display().to_string()),
+            ("loop/offset", offset.to_string()),
+        ];
+        let attributes = attributes
+            .each_ref()
+            .map(|(name, value)| (*name, value.as_str()));
+        self.device(
+            &format!("virtual/loop{nth}"),
+            &format!("7:{nth}"),
+            &attributes,
+        )
+    }
+
+    fn mount(&self, device: &str, point: &str) {
+        let line = format!("36 35 {device} / {point} rw - ext4 /dev/any rw\n");
+        self.write("proc/self/mountinfo", &line);
+    }
+
+    fn origin(&self, device: DeviceNumber) -> Origin {
+        let Device { extents, files, .. } = Device::resolve(&self.system, device);
+        Origin { extents, files }
+    }
+
+    fn identity(&self, device: DeviceNumber) -> String {
+        self.origin(device).identity()
+    }
+
+    fn of_file(&self, path: &Path) -> Origin {
+        Origin::of_path(&self.system, path).unwrap()
+    }
+}
+
+const GIB: u64 = 1 << 30;
+
+fn image() -> tempfile::NamedTempFile {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(GIB).unwrap();
+    file
+}
+
+#[test]
+fn a_disk_keeps_its_name_when_the_kernel_numbers_it_anew() {
+    let disk = |wwid: &'static str| [("size", "2097152"), ("device/wwid", wwid)];
+    let (one, other) = ("naa.5000c500a1b2c3d4", "t10.ATA     QEMU HARDDISK  QM00001");
+    let partition = [("size", "1048576"), ("start", "2048"), ("partition", "1")];
+    let identities = |first, second| {
+        let tree = Tree::new();
+        let a = tree.device("pci/ata1/sda", "8:0", &disk(first));
+        let a1 = tree.device("pci/ata1/sda/sda1", "8:1", &partition);
+        let b = tree.device("pci/ata2/sdb", "8:16", &disk(second));
+        let b1 = tree.device("pci/ata2/sdb/sdb1", "8:17", &partition);
+        [a, a1, b, b1].map(|device| tree.identity(device))
+    };
+    let before = identities(one, other);
+    assert_eq!(
+        before,
+        [
+            "disk:naa.5000c500a1b2c3d4",
+            "1048576+536870912 of disk:naa.5000c500a1b2c3d4",
+            "disk:t10.ATA_____QEMU_HARDDISK__QM00001",
+            "1048576+536870912 of disk:t10.ATA_____QEMU_HARDDISK__QM00001",
+        ]
+    );
+    let [a, a1, b, b1] = identities(other, one);
+    assert_eq!(before, [b, b1, a, a1]);
+}
+
+#[test]
+fn disks_of_each_kind_have_a_name_that_is_not_the_kernels() {
+    let tree = Tree::new();
+    let names = [
+        // The serial number is that of the controller, and of all its namespaces.
+        (
+            "259:0",
+            "nvme0n1",
+            &[("wwid", "eui.0025385b71b0a1c2"), ("device/serial", "S4EV")][..],
+            "disk:eui.0025385b71b0a1c2",
+        ),
+        ("254:0", "vda", &[("serial", "root disk")], "disk:root_disk"),
+        (
+            "179:0",
+            "mmcblk0",
+            &[("device/cid", "1501004d")],
+            "disk:1501004d",
+        ),
+        (
+            "253:0",
+            "dm-0",
+            &[("dm/uuid", "LVM-abc"), ("dm/name", "vg-lv")],
+            "dm:LVM-abc",
+        ),
+        (
+            "253:1",
+            "dm-1",
+            &[("dm/uuid", ""), ("dm/name", "by hand")],
+            "dm:by_hand",
+        ),
+        ("9:0", "md0", &[("md/uuid", "1234")], "md:1234"),
+        // Nothing is known of these but that they are there until the next boot.
+        ("252:0", "zram0", &[("diskseq", "9")], "disk:this-boot/9"),
+        ("1:0", "ram0", &[("serial", "")], "disk:this-boot/1:0"),
+    ];
+    for (number, folder, attributes, identity) in names {
+        let device = tree.device(folder, number, attributes);
+        assert_eq!(tree.identity(device), identity);
+    }
+}
+
+#[test]
+fn a_loop_device_is_its_file() {
+    let tree = Tree::new();
+    let file = image();
+    let of_file = tree.of_file(file.path());
+    let whole = tree.loop_device(0, file.path(), (0, 1 << 21));
+    assert_eq!(tree.identity(whole), of_file.identity());
+    let again = tree.loop_device(1, file.path(), (0, 1 << 20));
+    assert_eq!(tree.identity(again), of_file.identity(), "a shorter one");
+    let part = tree.loop_device(2, file.path(), (4096, 8));
+    let base = of_file.identity();
+    assert_eq!(tree.identity(part), format!("4096+4096 of {base}"));
+    let long = tree.loop_device(3, file.path(), (4096, 1 << 20));
+    let on_long = [("size", "8"), ("start", "2048"), ("partition", "1")];
+    let on_long = tree.device("virtual/loop3/loop3p1", "259:10", &on_long);
+    assert_eq!(tree.identity(on_long), format!("1052672+4096 of {base}"));
+    let files = tree.origin(on_long).files;
+    assert_eq!(files.len(), 1);
+    assert_eq!(
+        (files[0].path.as_path(), files[0].offset),
+        (file.path(), 1_052_672)
+    );
+    assert!(files[0].is(&file.reopen().unwrap()).unwrap());
+    assert!(!files[0].is(&tempfile::tempfile().unwrap()).unwrap());
+    assert_eq!(tree.origin(long).files.len(), 1);
+
+    let other = image();
+    assert_ne!(tree.of_file(other.path()).identity(), base);
+    let link = tree.dir.path().join("link");
+    fs::hard_link(file.path(), &link).unwrap();
+    assert_eq!(
+        tree.of_file(&link).identity(),
+        base,
+        "another path of one inode"
+    );
+
+    let deleted = tree.loop_device(4, Path::new("/gone (deleted)"), (0, 8));
+    assert_eq!(tree.identity(deleted), "disk:this-boot/7:4");
+}
+
+#[test]
+fn a_file_is_of_the_disk_that_its_file_system_is_on() {
+    let tree = Tree::new();
+    let file = image();
+    let metadata = file.as_file().metadata().unwrap();
+    let number = DeviceNumber(metadata.dev()).to_string();
+    let inode = metadata.ino();
+    if !number.starts_with("0:") {
+        tree.device("disk", &number, &[("serial", "abc")]);
+        assert_eq!(
+            tree.of_file(file.path()).identity(),
+            format!("file:{inode}@disk:abc")
+        );
+    }
+    let tree = Tree::new();
+    let mount = |kind, source| {
+        let folder = file.path().parent().unwrap().display();
+        let lines = format!(
+            "1 0 0:9 / / rw - overlay overlay rw\n2 1 0:99 /sub {folder} rw - {kind} {source} rw\n"
+        );
+        tree.write("proc/self/mountinfo", &lines);
+        tree.of_file(file.path()).identity()
+    };
+    assert_eq!(
+        mount("nfs4", "host:/export"),
+        format!("file:{inode}@nfs4:host:/export:/sub")
+    );
+    assert_eq!(
+        mount("tmpfs", "none"),
+        format!("file:{inode}@this-boot/{number}")
+    );
+}
+
+#[test]
+fn what_is_mounted_or_swapped_on_is_in_use() {
+    let tree = Tree::new();
+    let disk = tree.device(
+        "sda",
+        "8:0",
+        &[("size", "2097152"), ("device/wwid", "naa.1")],
+    );
+    let partition = |number, start| {
+        let attributes = [("size", "1048576"), ("start", start), ("partition", "1")];
+        tree.device(&format!("sda/{number}"), number, &attributes)
+    };
+    let (first, second) = (partition("8:1", "0"), partition("8:2", "1048576"));
+    let file = image();
+    let whole = tree.loop_device(0, file.path(), (0, 1 << 20));
+    let far = tree.loop_device(1, file.path(), (1 << 29, 1 << 20));
+    let of_file = tree.of_file(file.path());
+    let crypt = [("size", "2048"), ("dm/uuid", "CRYPT-1")];
+    tree.device("virtual/dm-0", "253:0", &crypt);
+    tree.write("sys/devices/virtual/dm-0/slaves/loop0/dev", "7:0\n");
+
+    let user = |origin: &Origin| origin.user_in(&tree.system);
+    let all = [disk, first, second, whole, far].map(|device| tree.origin(device));
+    let used = || {
+        let devices = all.each_ref().map(|origin| user(origin).is_some());
+        (devices, user(&of_file).is_some())
+    };
+    assert_eq!(used(), ([false; 5], false));
+    tree.mount("8:1", "/mnt\\040one");
+    assert_eq!(user(&all[1]).unwrap(), "the file system on /mnt one");
+    assert_eq!(used(), ([true, true, false, false, false], false));
+    tree.mount("7:0", "/mnt");
+    assert_eq!(used(), ([false, false, false, true, false], true));
+    tree.mount("253:0", "/mnt");
+    assert_eq!(
+        used(),
+        ([false, false, false, true, false], true),
+        "through a mapping"
+    );
+    tree.mount("7:1", "/mnt");
+    assert_eq!(used(), ([false, false, false, false, true], true));
+    tree.mount("0:30", "/mnt");
+    assert_eq!(used(), ([false; 5], false));
+    tree.write(
+        "proc/swaps",
+        &format!("Filename\n{} file 1 2 3\n", file.path().display()),
+    );
+    assert_eq!(used(), ([false, false, false, true, true], true));
+    assert!(user(&of_file).unwrap().starts_with("swap (/"));
+}
+
+#[test]
+fn the_names_of_holders_are_those_of_a_disk_and_its_partitions() {
+    let tree = Tree::new();
+    let disk = tree.device("sda", "8:0", &[("size", "2048")]);
+    tree.device(
+        "sda/sda1",
+        "8:1",
+        &[("partition", "1"), ("start", "0"), ("size", "8")],
+    );
+    assert!(tree.system.holders(disk).is_empty());
+    tree.write("sys/devices/sda/sda1/holders/dm-3/dev", "253:3");
+    tree.write("sys/devices/sda/holders/md0/dev", "9:0");
+    assert_eq!(tree.system.holders(disk), ["dm-3", "md0"]);
+}
+
+#[test]
+fn devices_that_are_made_of_each_other_end() {
+    let tree = Tree::new();
+    let device = tree.device("virtual/dm-0", "253:0", &[("size", "8"), ("dm/uuid", "a")]);
+    tree.write("sys/devices/virtual/dm-0/slaves/dm-0/dev", "253:0");
+    assert_eq!(tree.identity(device), "dm:a");
+}

@@ -1,0 +1,150 @@
+//! A drive is its bytes: paths to the same ones are one drive, and what others use is refused. Needs loop devices.
+
+use std::fs::OpenOptions;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use nvme_mpt::lease::{ByteRange, Lease, LeaseError, LeaseRequest, Ledger};
+use nvme_mpt::{
+    AttachError, Attachment, AttachmentConfig, Drive, DriveError, DriveOptions, DrivePath,
+};
+use nvme_mpt::{DoorbellMode, PollPolicy, Pollers};
+
+use crate::common::LEASE;
+use crate::common::loop_device::{LoopDevice, run};
+
+fn open(path: &Path) -> Result<Arc<Drive>, DriveError> {
+    Drive::open(&DrivePath::File(path.to_owned()), DriveOptions::default())
+}
+
+fn lease(ledger: &Ledger, id: &str, drive: &Drive, start: u64) -> Result<Lease, LeaseError> {
+    ledger.acquire(&LeaseRequest {
+        id,
+        drive: drive.identity(),
+        nsid: drive.namespace().nsid,
+        range: ByteRange::new(start, LEASE).unwrap(),
+        lba_shift: drive.lba_shift(),
+        blocks: drive.blocks(),
+    })
+}
+
+fn attach(drive: &Arc<Drive>, lease: Lease) -> Result<Attachment, AttachError> {
+    Attachment::new(AttachmentConfig {
+        drive: drive.clone(),
+        lease,
+        queue_pairs: 1,
+        doorbells: DoorbellMode::Shadow,
+        poll: PollPolicy::default(),
+        pollers: Pollers::new(),
+        serial: None,
+    })
+}
+
+#[test]
+fn a_file_and_its_loop_devices_are_one_drive_for_leases_and_names() {
+    let Some(device) = LoopDevice::new(4 * LEASE, 1 << 20) else {
+        return;
+    };
+    let Some(part) = device.another(LEASE) else {
+        return;
+    };
+    let file = open(device.file()).unwrap();
+    let whole = open(device.device()).unwrap();
+    let part = open(&part).unwrap();
+    assert_eq!(file.identity(), whole.identity());
+    assert_ne!(file.identity(), part.identity());
+
+    let dir = tempfile::tempdir().unwrap();
+    let ledger = Ledger::open(dir.path());
+    let first = lease(&ledger, "a", &file, LEASE).unwrap();
+    let refused = |drive, start| {
+        let error = lease(&ledger, "b", drive, start).unwrap_err();
+        assert!(matches!(error, LeaseError::Overlap { .. }), "{error}");
+    };
+    refused(&whole, LEASE);
+    refused(&part, 0);
+    let second = lease(&ledger, "b", &part, LEASE).unwrap();
+    refused(&file, 2 * LEASE);
+    let third = lease(&ledger, "c", &whole, 0).unwrap();
+    let names = first.identity();
+    drop((first, second, third));
+    let again = lease(&ledger, "a", &part, 0).unwrap();
+    assert_eq!(again.identity(), names, "the same bytes by another path");
+}
+
+#[test]
+fn a_loop_device_and_its_file_are_locked_as_one_whatever_ledger_there_is() {
+    let Some(device) = LoopDevice::new(4 * LEASE, 1 << 20) else {
+        return;
+    };
+    let Some(part) = device.another(LEASE) else {
+        return;
+    };
+    let drives = [device.file(), device.device(), &part].map(|path| open(path).unwrap());
+    let [file, whole, part] = &drives;
+    let ours = |drive: &Arc<Drive>, start| {
+        let ledger = Ledger::in_process();
+        attach(drive, lease(&ledger, "id", drive, start).unwrap())
+    };
+    for (holds, at) in [(file, LEASE), (whole, LEASE), (part, 0)] {
+        let held = ours(holds, at).unwrap();
+        for (wants, at) in [(file, LEASE), (whole, LEASE), (part, 0)] {
+            let error = ours(wants, at).unwrap_err();
+            assert!(matches!(error, AttachError::InUse { .. }), "{error}");
+        }
+        let beside = [(file, 0), (whole, 2 * LEASE), (part, 2 * LEASE)];
+        let beside = beside.map(|(drive, at)| ours(drive, at).unwrap());
+        drop((held, beside));
+    }
+}
+
+#[test]
+fn what_is_mounted_or_open_exclusively_is_refused_with_its_user() {
+    let Some(device) = LoopDevice::new(4 * LEASE, 8 << 20) else {
+        return;
+    };
+    let (node, file) = (device.device(), device.file());
+    let user = |path: &Path| match open(path).map(drop) {
+        Err(DriveError::InUse { user, .. }) => Some(user),
+        result => {
+            result.unwrap();
+            None
+        }
+    };
+    assert_eq!((user(node), user(file)), (None, None));
+    let text = node.to_str().unwrap();
+    let point = tempfile::tempdir().unwrap();
+    let at = point.path().to_str().unwrap();
+    if run(&["mkfs.ext4", "-q", text]).is_none() || run(&["mount", text, at]).is_none() {
+        return;
+    }
+    let users = [node, file].map(user);
+    let swapped = {
+        run(&["umount", at]).unwrap();
+        run(&["mkswap", "-q", text])
+            .and_then(|_| run(&["swapon", text]))
+            .map(|_| {
+                let users = [node, file].map(user);
+                run(&["swapoff", text]).unwrap();
+                users
+            })
+    };
+    let mounted = format!("the file system on {at}");
+    assert_eq!(users, [Some(mounted.clone()), Some(mounted)]);
+    if let Some(users) = swapped {
+        let swap = format!("swap ({text})");
+        assert_eq!(users, [Some(swap.clone()), Some(swap)]);
+    }
+
+    let mut options = OpenOptions::new();
+    let options = options.read(true).custom_flags(libc::O_EXCL);
+    let held = options.open(node).unwrap();
+    let exclusive = user(node).unwrap();
+    assert!(
+        exclusive.contains(&format!("fuser -v {text}")),
+        "{exclusive}"
+    );
+    drop(held);
+    assert_eq!((user(node), user(file)), (None, None));
+}

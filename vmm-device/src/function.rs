@@ -246,7 +246,7 @@ impl NvmeFunction {
     #[must_use]
     pub fn events_interval(&self) -> Option<Duration> {
         let watches = self.registers.is_running()
-            && self.admin.watches_health()
+            && self.admin.watches_health(&self.attachment)
             && !self.attachment.is_paused();
         watches.then_some(WATCH_INTERVAL)
     }

@@ -142,7 +142,7 @@ impl Attachment {
                 },
                 _ => AttachError::Io(error),
             })?;
-        let host = drive.controller().open_lease(lease.id())?;
+        let host = drive.controller().open_lease(lease.id(), lease.range())?;
         let window = DmaWindow::new(drive.controller().iova_space().clone()).taking(memory);
         let events = Arc::new(EventQueue::new()?);
         drive.controller().subscribe(&events);
@@ -306,10 +306,16 @@ impl Attachment {
         controller.flush(self.drive.namespace(), &self.host)
     }
 
-    /// Returns the damage of the lease's data.
+    /// Looks for damage of the lease's data, which takes system calls, and returns it.
     #[must_use]
     pub fn damage(&self) -> Damage {
         self.host.damage()
+    }
+
+    /// Returns whether its damage has to be looked for now and then.
+    #[must_use]
+    pub fn can_be_damaged(&self) -> bool {
+        self.host.can_be_damaged()
     }
 
     /// Begins anew for a VMM that connected: what was lost was lost for the one before.

@@ -16,6 +16,10 @@ pub struct HostLease {
 pub struct Damage {
     /// Completed writes were lost before they were durable. The lease is read only until its VMM connects again.
     pub lost_writes: bool,
+    /// The drive's file was cut short, and blocks of the lease are gone. They are neither read nor written.
+    pub cut_short: bool,
+    /// The path of the drive's file leads to another one, or to none.
+    pub replaced: bool,
 }
 
 impl HostLease {
@@ -32,9 +36,13 @@ impl HostLease {
     /// Returns the damage of the lease's data.
     #[must_use]
     pub fn damage(&self) -> Damage {
-        Damage {
-            lost_writes: self.file.as_ref().is_some_and(|f| f.has_lost_writes()),
-        }
+        let file = self.file.as_ref();
+        file.map(|file| file.damage()).unwrap_or_default()
+    }
+
+    /// Returns whether its damage has to be looked for now and then.
+    pub(crate) fn can_be_damaged(&self) -> bool {
+        self.file.as_ref().is_some_and(|file| file.can_be_damaged())
     }
 
     /// Begins anew for a VMM that connected: what was lost was lost for the one before.

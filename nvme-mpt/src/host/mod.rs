@@ -188,12 +188,12 @@ pub trait HostController: Send + Sync + fmt::Debug {
     /// `WouldBlock` if somebody has part of it; else what the kernel reports.
     fn claim(&self, start: u64, length: u64) -> io::Result<Option<RangeLock>>;
 
-    /// Opens what one lease has to itself. `name` is the lease's in the log.
+    /// Opens what the lease of a range has to itself. `name` is the lease's in the log.
     ///
     /// # Errors
     /// What the kernel reports.
-    fn open_lease(&self, name: &str) -> io::Result<HostLease> {
-        let _ = name;
+    fn open_lease(&self, name: &str, range: LbaRange) -> io::Result<HostLease> {
+        let _ = (name, range);
         Ok(HostLease::default())
     }
 

@@ -10,12 +10,15 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 
 use nvme_mpt_tests::Error;
+use nvme_mpt_tests::admin::{LogPage, log};
 use nvme_mpt_tests::command::{DataPointer, FUA, Sqe};
 use nvme_mpt_tests::controller::Controller;
 use nvme_mpt_tests::disk::{Disk, Transfer};
 use nvme_mpt_tests::rng;
 use nvme_mpt_tests::sgl;
-use nvme_mpt_tests::status::{COMPARE_FAILURE, SUCCESS, StatusCode, UNRECOVERED_READ_ERROR};
+use nvme_mpt_tests::status::{
+    COMPARE_FAILURE, SUCCESS, StatusCode, UNRECOVERED_READ_ERROR, WRITE_FAULT,
+};
 use tempfile::NamedTempFile;
 
 use crate::common::{LEASE, Lab, Machine, Setup, status};
@@ -285,9 +288,84 @@ fn a_file_that_is_cut_short() {
         unreadable(disk.copy(100, &[(last, 8)]));
         assert!(disk.read(0, 8).unwrap() == data);
     }
-    // What is written is there again.
+    // No write makes it longer again, and no Flush says that what was written is safe.
+    let length = || scene.file.as_file().metadata().unwrap().len();
+    let unwritable = |result: nvme_mpt_tests::Result<()>| {
+        assert_eq!(error_status(&result.unwrap_err()), Some(WRITE_FAULT));
+        assert_eq!(length(), LEASE / 2 + 100);
+    };
     disk.transfer = Transfer::Prp { offset: 0 };
-    disk.write(last, &data).unwrap();
-    assert!(disk.read(last, 8).unwrap() == data);
-    disk.flush().unwrap();
+    unwritable(disk.write(last, &data));
+    unwritable(disk.write(LEASE / 2 / 4096 - 4, &data));
+    unwritable(disk.write_zeroes(last, 8, false));
+    unwritable(disk.write_zeroes(last, 8, true));
+    unwritable(disk.copy(last, &[(0, 8)]));
+    unwritable(disk.flush());
+    disk.write(8, &data).unwrap();
+    // Nor is it the same if somebody makes it longer.
+    scene.file.as_file().set_len(LEASE).unwrap();
+    unreadable(disk.read(last, 8).map(drop));
+    assert!(disk.write(last, &data).is_err());
+}
+
+/// Critical Warning.
+fn warnings(controller: &mut Controller) -> u8 {
+    let page = LogPage {
+        id: log::SMART,
+        nsid: u32::MAX,
+        offset: 0,
+        len: 512,
+        retain: true,
+    };
+    controller.log_page(page).unwrap()[0]
+}
+
+/// Critical Warning, bit 2: reliability degraded (Base 2.0, Figure 207).
+const RELIABILITY: u8 = 0b100;
+
+#[test]
+fn a_write_is_the_first_to_find_a_file_cut_short_and_leaves_it_so() {
+    for blocks in [8_u64, 64] {
+        let mut scene = scene(4096);
+        let disk = &mut scene.disk;
+        let last = disk.blocks() - blocks;
+        disk.write(last, &pattern(1, blocks as usize * 4096))
+            .unwrap();
+        assert_eq!(warnings(&mut scene.controller), 0);
+        scene.file.as_file().set_len(LEASE / 2).unwrap();
+        let error = disk
+            .write(last, &pattern(2, blocks as usize * 4096))
+            .unwrap_err();
+        assert_eq!(error_status(&error), Some(WRITE_FAULT));
+        assert_eq!(scene.file.as_file().metadata().unwrap().len(), LEASE / 2);
+        assert_eq!(warnings(&mut scene.controller), RELIABILITY);
+    }
+}
+
+#[test]
+fn a_guest_is_warned_of_a_file_that_is_cut_short_or_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    for replace in [false, true] {
+        let path = dir.path().join("drive.img");
+        let file = File::create(&path).unwrap();
+        file.set_len(2 * LEASE).unwrap();
+        let lab = Lab::of_file(&path, 4096);
+        let machines = [0, 1].map(|nth| lab.machine(&Setup::nth(nth)));
+        let mut guests = machines.each_ref().map(Machine::disk);
+        if replace {
+            std::fs::write(dir.path().join("other"), [0; 4096]).unwrap();
+            std::fs::rename(dir.path().join("other"), &path).unwrap();
+        } else {
+            file.set_len(LEASE).unwrap();
+        }
+        let warned = guests
+            .each_mut()
+            .map(|(controller, _)| warnings(controller));
+        // A lease that lies before the end is whole.
+        assert_eq!(warned, [if replace { RELIABILITY } else { 0 }, RELIABILITY]);
+        let [(_, first), (_, second)] = &mut guests;
+        first.write(0, &pattern(1, 4096)).unwrap();
+        first.flush().unwrap();
+        assert_eq!(second.write(0, &pattern(1, 4096)).is_ok(), replace);
+    }
 }

@@ -100,14 +100,10 @@ impl Health {
         }
     }
 
-    /// Asks the drive, if it was not asked for so long that its guest may have missed something.
-    pub(super) fn watch(&mut self, drive: &dyn HostController) {
-        if self
-            .asked
+    /// Returns whether the drive was not asked for so long that its guest may have missed something.
+    pub(super) fn is_due(&self) -> bool {
+        self.asked
             .is_none_or(|asked| asked.elapsed() >= WATCH_INTERVAL)
-        {
-            self.read(drive);
-        }
     }
 
     /// Asks the drive. While it does not answer, what it said last stays.
@@ -134,11 +130,16 @@ impl Health {
     }
 
     /// Critical Warning: the drive's own, but for its temperature, which is held against the
-    /// thresholds of this guest; and a drive that is gone is not reliable. A lease that lost completed
-    /// writes is less reliable by an internal error (bit 2) and takes no writes (bit 3), which no write
-    /// protection of the namespace has brought about (Base 2.0, Figure 207).
+    /// thresholds of this guest; and a drive that is gone is not reliable. A lease whose
+    /// data is damaged is less reliable by an internal error (bit 2). One that lost completed writes takes no
+    /// writes either (bit 3), which no write protection of the namespace has brought about (Base 2.0, Figure 207).
     pub(super) fn warnings(&self, features: &Features) -> CriticalWarning {
-        let Damage { lost_writes } = self.damage;
+        let Damage {
+            lost_writes,
+            cut_short,
+            replaced,
+        } = self.damage;
+        let damaged = lost_writes || cut_short || replaced;
         let temperature = self.temperature();
         let beyond =
             temperature != 0 && features.is_beyond_threshold(temperature, self.default_threshold());
@@ -149,7 +150,7 @@ impl Health {
         CriticalWarning::default()
             .with_spare(drive.spare())
             .with_temperature(beyond)
-            .with_reliability(drive.reliability() || self.gone || lost_writes)
+            .with_reliability(drive.reliability() || self.gone || damaged)
             .with_read_only(drive.read_only() || lost_writes)
             .with_volatile_backup(drive.volatile_backup())
     }

@@ -197,16 +197,16 @@ impl Admin {
     }
 
     /// Whether the drive has to be asked for its health now and then.
-    pub(crate) fn watches_health(&self) -> bool {
-        self.health.can_change() && self.features.async_events().critical_warnings().0 != 0
+    pub(crate) fn watches_health(&self, attachment: &Attachment) -> bool {
+        // Damage is for the log, too, whatever the guest wants to hear of.
+        let wanted = self.features.async_events().critical_warnings().0 != 0;
+        attachment.can_be_damaged() || (wanted && self.health.can_change())
     }
 
     /// Asks the drive for its health, if it was not asked for long.
     pub(crate) fn watch_health(&mut self, attachment: &Attachment) {
-        if self.watches_health() {
-            self.health.note(attachment.damage());
-            self.health.watch(attachment.drive().controller());
-            self.report_health();
+        if self.watches_health(attachment) && self.health.is_due() {
+            self.read_health(attachment);
         }
     }
 

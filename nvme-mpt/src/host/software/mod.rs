@@ -409,10 +409,11 @@ impl HostController for SoftwareController {
         }
     }
 
-    fn open_lease(&self, name: &str) -> io::Result<HostLease> {
+    fn open_lease(&self, name: &str, range: LbaRange) -> io::Result<HostLease> {
+        let end = (range.start.0 + range.blocks) << self.namespace.lba_shift;
         match &self.blocks {
             Blocks::Null | Blocks::Memory(_) => Ok(HostLease::default()),
-            Blocks::File(store) => store.lease(name).map(HostLease::of_file),
+            Blocks::File(store) => store.lease(name, end).map(HostLease::of_file),
         }
     }
 

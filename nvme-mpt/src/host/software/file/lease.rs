@@ -20,6 +20,7 @@ use log::{error, info};
 
 use super::{DirectAlignment, SharedFile, uring};
 use crate::event::{DriveEvent, Event, EventQueue};
+use crate::host::Damage;
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::status::Status;
 
@@ -57,6 +58,8 @@ pub struct LeasedFile {
     pub(super) shared: Arc<SharedFile>,
     /// The lease's name in the log.
     name: String,
+    /// The byte of the drive behind its last one.
+    end: u64,
     pub(super) buffered: File,
     /// The same file without the page cache, if the file system can do that.
     direct: Option<(File, DirectAlignment)>,
@@ -69,11 +72,12 @@ pub struct LeasedFile {
 }
 
 impl LeasedFile {
-    pub(super) fn open(shared: Arc<SharedFile>, name: &str) -> io::Result<Self> {
+    pub(super) fn open(shared: Arc<SharedFile>, name: &str, end: u64) -> io::Result<Self> {
         let path = &shared.path;
         let companion = shared.companion.get();
         Ok(Self {
             name: name.to_owned(),
+            end,
             buffered: reopen(&shared.opened, Some(path), 0)?,
             direct: match shared.direct {
                 Some(alignment) => {
@@ -141,12 +145,33 @@ impl LeasedFile {
                 self.name,
                 self.shared.path.display(),
             );
-            let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(events) = events.upgrade() {
-                events.report(Event::Drive(DriveEvent::Health));
-            }
+            self.report();
         }
         LOST
+    }
+
+    /// Reports that there is new damage.
+    pub(super) fn report(&self) {
+        let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(events) = events.upgrade() {
+            events.report(Event::Drive(DriveEvent::Health));
+        }
+    }
+
+    /// Returns whether there can be damage that is found by looking alone.
+    pub(crate) fn can_be_damaged(&self) -> bool {
+        self.shared.watched.can_change()
+    }
+
+    /// Looks at the file and its path, and returns the damage.
+    pub(crate) fn damage(&self) -> Damage {
+        self.shared.look_at_size();
+        self.shared.look_at_path();
+        Damage {
+            lost_writes: self.has_lost_writes(),
+            cut_short: !self.shared.watched.has(self.end),
+            replaced: self.shared.watched.is_replaced(),
+        }
     }
 
     /// Refuses commands of a lease that lost writes: a flush that succeeded would promise the lost ones, and
@@ -154,7 +179,11 @@ impl LeasedFile {
     #[inline]
     pub(super) fn check(&self, opcode: NvmOpcode) -> Result<(), Status> {
         if !self.has_lost_writes() {
-            return Ok(());
+            // What was written behind the end of a file that was cut short is not durable.
+            return match opcode {
+                NvmOpcode::FLUSH if !self.shared.watched.has(self.end) => Err(LOST),
+                _ => Ok(()),
+            };
         }
         match opcode {
             NvmOpcode::READ | NvmOpcode::COMPARE | NvmOpcode::VERIFY => Ok(()),

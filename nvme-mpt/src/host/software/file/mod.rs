@@ -3,6 +3,7 @@
 mod lease;
 mod queue;
 mod uring;
+mod watch;
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
@@ -14,6 +15,8 @@ use log::info;
 
 pub use lease::LeasedFile;
 pub use queue::FileQueue;
+
+use watch::Watched;
 
 use super::UncorrectableBlocks;
 use crate::origin::{BackingFile, Origin};
@@ -48,6 +51,7 @@ pub(super) struct SharedFile {
     /// Whether it can deallocate, after which a range reads as zeroes.
     pub(super) punches_holes: bool,
     pub(super) uncorrectable: UncorrectableBlocks,
+    watched: Watched,
     /// What is to be as durable as the blocks are.
     pub(super) companion: OnceLock<Arc<File>>,
 }
@@ -101,6 +105,7 @@ impl FileStore {
             direct,
             punches_holes,
             uncorrectable: UncorrectableBlocks::default(),
+            watched: Watched::new(kind.is_file(), bytes),
             companion: OnceLock::new(),
         };
         Ok(Self {
@@ -153,12 +158,14 @@ impl FileStore {
         let _ = self.shared.companion.set(file);
     }
 
-    /// Opens the file for one lease, which is called `name` in the log.
+    /// Opens the file for one lease, which is called `name` in the log and ends at byte `end` of the drive.
     ///
     /// # Errors
     /// What the kernel reports when the file cannot be opened once more.
-    pub(super) fn lease(&self, name: &str) -> io::Result<Arc<LeasedFile>> {
-        LeasedFile::open(self.shared.clone(), name).map(Arc::new)
+    pub(super) fn lease(&self, name: &str, end: u64) -> io::Result<Arc<LeasedFile>> {
+        let lease = Arc::new(LeasedFile::open(self.shared.clone(), name, end)?);
+        self.shared.watched.tell(&lease);
+        Ok(lease)
     }
 }
 

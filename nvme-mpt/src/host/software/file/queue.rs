@@ -81,6 +81,8 @@ pub struct FileQueue {
     file: Arc<SharedFile>,
     lease: Arc<LeasedFile>,
     witness: Witness,
+    /// The file's size was looked at since the last batch.
+    looked: bool,
     /// Commands that were submitted and not started, or wait for a bounce.
     waiting: VecDeque<Sqe>,
     /// Those of them, at the end, that were submitted and not rung in.
@@ -114,6 +116,7 @@ impl FileQueue {
             file: lease.shared.clone(),
             lease: lease.clone(),
             witness: lease.open_witness()?,
+            looked: false,
             waiting: VecDeque::with_capacity(room),
             arriving: 0,
             bounces: Vec::with_capacity(BOUNCES),
@@ -241,6 +244,10 @@ impl FileQueue {
         } = WriteZeroes::from(sqe);
         let shift = self.file.lba_shift;
         let (offset, len) = (slba.0 << shift, (u64::from(nlb_z) + 1) << shift);
+        look(&mut self.looked, &self.file, Next::WriteFrom);
+        if !self.file.watched.has(offset + len) {
+            return Err(failure(libc::EIO, Next::WriteFrom));
+        }
         let fd = self.lease.buffered.as_raw_fd();
         let request = if deac && self.file.punches_holes {
             Request::Punch { fd, offset, len }
@@ -276,6 +283,11 @@ impl FileQueue {
             }
             Next::ReadInto | Next::WriteFrom => {
                 let offset = operation.offset;
+                let end = offset + operation.vectors.len() as u64;
+                look(&mut self.looked, &file, operation.next);
+                if !file.watched.has(end) {
+                    return Err(failure(libc::EIO, operation.next));
+                }
                 let fd = self.lease.descriptor(offset, operation.vectors.parts());
                 // Copy and Write Zeroes write too; all three have FUA in the same place.
                 let durable = ReadWrite::from(&sqe).fua;
@@ -409,6 +421,7 @@ impl FileQueue {
         if matches!(next, Next::ReadInto | Next::WriteFrom) {
             if done == 0 && result.is_ok() {
                 // The file ends before the drive does: somebody cut it short.
+                self.file.look_at_size();
                 return Err(failure(libc::EIO, next));
             }
             operation.offset += done as u64;
@@ -423,6 +436,7 @@ impl FileQueue {
     /// Fails a Flush whose error the kernel told to another one, of this queue or of another.
     fn end_flush(&self) -> Result<(), Status> {
         self.lease.ask(&self.witness)?;
+        self.file.look_at_size();
         self.lease.check(NvmOpcode::FLUSH)
     }
 
@@ -457,6 +471,14 @@ impl FileQueue {
         })?;
         self.bounces_made += 1;
         Ok(bounce)
+    }
+}
+
+/// Looks at the file's size ahead of the first write of a batch: none may make a file longer that was cut short.
+#[inline]
+fn look(looked: &mut bool, file: &SharedFile, step: Next) {
+    if step == Next::WriteFrom && !std::mem::replace(looked, true) {
+        file.look_at_size();
     }
 }
 
@@ -553,6 +575,7 @@ impl HostBatch for &mut FileQueue {
 
     fn ring(self, memory: HostMemory<'_>) {
         self.arriving = 0;
+        self.looked = false;
         self.start_waiting(memory);
         self.uring.submit();
     }
@@ -567,6 +590,7 @@ impl HostQueue for FileQueue {
 
     fn reap(&mut self, memory: HostMemory<'_>, mut taker: impl CompletionTaker) {
         let mut ended = false;
+        self.looked = false;
         while let Some((tag, result)) = self.uring.take() {
             ended = true;
             let slot = CommandId(tag as u16);

@@ -149,9 +149,7 @@ impl Uring {
             Request::Sync { fd } => opcode::Fsync::new(types::Fd(fd))
                 .flags(types::FsyncFlags::DATASYNC)
                 .build(),
-            Request::Zero { fd, offset, len } => {
-                fallocate(fd, offset, len, libc::FALLOC_FL_ZERO_RANGE)
-            }
+            Request::Zero { fd, offset, len } => fallocate(fd, offset, len, ZERO),
             Request::Punch { fd, offset, len } => fallocate(fd, offset, len, PUNCH),
         };
         let entry = entry.user_data(tag);
@@ -207,6 +205,9 @@ impl Drop for Uring {
 }
 
 const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+
+/// Zeroes a range, and does not make a file longer.
+const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
 
 fn fallocate(fd: RawFd, offset: u64, len: u64, mode: i32) -> squeue::Entry {
     opcode::Fallocate::new(types::Fd(fd), len)

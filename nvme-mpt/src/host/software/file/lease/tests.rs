@@ -63,7 +63,7 @@ fn zeroes(fua: bool) -> Sqe {
 #[test]
 fn a_write_back_that_failed_once_fails_every_flush_and_write_until_a_vmm_connects() {
     let scene = Scene::new();
-    let [a, b] = ["a", "b"].map(|name| scene.store.lease(name).unwrap());
+    let [a, b] = ["a", "b"].map(|name| scene.store.lease(name, 1 << 20).unwrap());
     let mut queues = [&a, &a, &b].map(|lease| FileQueue::new(lease, 4).unwrap());
     let [one, two, other] = &mut queues;
     let flush = command(NvmOpcode::FLUSH);
@@ -99,7 +99,7 @@ fn a_write_back_that_failed_once_fails_every_flush_and_write_until_a_vmm_connect
 #[test]
 fn a_flush_that_did_not_run_loses_nothing() {
     let scene = Scene::new();
-    let lease = scene.store.lease("a").unwrap();
+    let lease = scene.store.lease("a", 1 << 20).unwrap();
     let mut queue = FileQueue::new(&lease, 4).unwrap();
     let flush = command(NvmOpcode::FLUSH);
     for errno in [libc::EAGAIN, libc::EINTR, libc::ECANCELED] {
@@ -121,7 +121,7 @@ fn a_lease_is_of_the_file_that_was_opened_whatever_its_path_leads_to() {
         if let Some(bytes) = replacement {
             std::fs::write(&path, bytes).unwrap();
         }
-        let lease = store.lease("a").unwrap();
+        let lease = store.lease("a", 4096).unwrap();
         assert_eq!(place(&lease.buffered).unwrap(), opened);
         assert_eq!(place(&lease.witness.file).unwrap(), opened);
     }

@@ -1,0 +1,111 @@
+//! Changes of a drive's file that none of its users made: it was cut short, removed, or replaced.
+//!
+//! No kernel interface keeps others from cutting a file short. So its size is looked at once per batch of commands
+//! that write, before any of them is made, and with its path whenever the control thread asks for damage.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use log::error;
+
+use super::{LeasedFile, SharedFile};
+
+/// The state of a regular file; nothing changes that of a block device.
+#[derive(Debug)]
+pub(super) struct Watched {
+    regular: bool,
+    /// The fewest bytes that the file had. What grows again has lost its content.
+    left: AtomicU64,
+    replaced: AtomicBool,
+    leases: Mutex<Vec<Weak<LeasedFile>>>,
+}
+
+impl Watched {
+    pub(super) fn new(regular: bool, bytes: u64) -> Self {
+        Self {
+            regular,
+            left: AtomicU64::new(bytes),
+            replaced: AtomicBool::new(false),
+            leases: Mutex::default(),
+        }
+    }
+
+    /// Tells a lease of changes from now on.
+    pub(super) fn tell(&self, lease: &Arc<LeasedFile>) {
+        let mut leases = self.leases.lock().unwrap_or_else(PoisonError::into_inner);
+        leases.retain(|lease| lease.strong_count() > 0);
+        leases.push(Arc::downgrade(lease));
+    }
+
+    /// Returns whether the bytes before `end` are those that were there when the file was opened.
+    #[inline]
+    pub(super) fn has(&self, end: u64) -> bool {
+        end <= self.left.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether the file can change at all.
+    pub(super) const fn can_change(&self) -> bool {
+        self.regular
+    }
+
+    /// Returns whether the path of the file leads to another one, or to none.
+    pub(super) fn is_replaced(&self) -> bool {
+        self.replaced.load(Ordering::Relaxed)
+    }
+
+    fn report(&self) {
+        let leases = self.leases.lock().unwrap_or_else(PoisonError::into_inner);
+        for lease in leases.iter().filter_map(Weak::upgrade) {
+            lease.report();
+        }
+    }
+}
+
+impl SharedFile {
+    /// Looks whether the file was cut short.
+    pub(super) fn look_at_size(&self) {
+        if !self.watched.regular {
+            return;
+        }
+        // It is open: nothing but a file system that is gone fails this, and then all I/O fails.
+        let Ok(metadata) = self.opened.metadata() else {
+            return;
+        };
+        let bytes = metadata.len();
+        let before = self.watched.left.fetch_min(bytes, Ordering::Relaxed);
+        if bytes < before {
+            error!(
+                "The file {} was cut short from {before} to {bytes} bytes while it is served. What lay behind is \
+                 lost, and is neither read nor written until the drive is opened anew",
+                self.path.display()
+            );
+            self.watched.report();
+        }
+    }
+
+    /// Looks whether the file's path leads to another one.
+    pub(super) fn look_at_path(&self) {
+        if !self.watched.regular || self.watched.is_replaced() {
+            return;
+        }
+        let Ok(opened) = self.opened.metadata() else {
+            return;
+        };
+        let replaced = match fs::metadata(&self.path) {
+            Ok(found) => (found.dev(), found.ino()) != (opened.dev(), opened.ino()),
+            // A sandbox may hide what is there.
+            Err(error) => error.kind() == io::ErrorKind::NotFound,
+        };
+        if replaced && !self.watched.replaced.swap(true, Ordering::Relaxed) {
+            error!(
+                "The file {} was removed or replaced while it is served. Guests go on with the file that was \
+                 opened, which may have no other name and be lost when the last of them ends",
+                self.path.display()
+            );
+            self.watched.report();
+        }
+    }
+}

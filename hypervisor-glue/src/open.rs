@@ -111,11 +111,12 @@ pub fn open(
     ledgers: &Ledgers,
     pollers: &Arc<Pollers>,
 ) -> Result<Attachment, OpenError> {
-    let default = DriveOptions::default();
+    // What nobody says is as the functions have it that the drive is open for.
+    let default = Drive::opened_options(&options.path).unwrap_or_default();
     let drive = Drive::open_on(
         &options.path,
         DriveOptions {
-            lba_size: options.lba.unwrap_or_default().bytes(),
+            lba_size: options.lba.map_or(default.lba_size, |lba| lba.bytes()),
             deadline: options.timeout.unwrap_or(default.deadline),
             namespace: options.namespace,
             profile: options.profile.clone(),

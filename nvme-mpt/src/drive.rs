@@ -1,5 +1,7 @@
 //! Drives: what a PATH names, opened once and leased in parts.
 
+mod opened;
+
 use std::fmt;
 use std::io;
 use std::path::PathBuf;
@@ -65,6 +67,17 @@ pub enum DriveError {
         path: String,
         /// The mount, swap, device or program.
         user: String,
+    },
+    /// This process has it open, with an option that another function asked for.
+    #[error(
+        "Drive `{path}` is open in this process with another {key}=: give the same {key}= to all functions that \
+         share it"
+    )]
+    OpenedOtherwise {
+        /// What was to be opened.
+        path: String,
+        /// The option that differs.
+        key: &'static str,
     },
     /// The file does not exist.
     #[error("Drive file `{0}` does not exist; create it with: truncate -s 16G {0}")]
@@ -186,7 +199,7 @@ pub struct Drive {
 }
 
 impl Drive {
-    /// Opens a drive.
+    /// Opens a drive, or finds the one that this process has open.
     ///
     /// # Errors
     /// All of [`DriveError`] but [`DriveError::InvalidPath`].
@@ -203,6 +216,23 @@ impl Drive {
         options: DriveOptions,
         threads: &Threads,
     ) -> Result<Arc<Self>, DriveError> {
+        let open = || Self::open_controller(path, &options, threads);
+        let controller = opened::find_or_open(path, &options, open)?;
+        Self::new(path.clone(), controller, options.namespace)
+    }
+
+    /// Returns the options that this process has a drive open with; `None` for one that it has not, and for
+    /// `null:` and `memory:`, which are another drive each time.
+    #[must_use]
+    pub fn opened_options(path: &DrivePath) -> Option<DriveOptions> {
+        opened::options(path)
+    }
+
+    fn open_controller(
+        path: &DrivePath,
+        options: &DriveOptions,
+        threads: &Threads,
+    ) -> Result<Arc<dyn HostController>, DriveError> {
         let lba_size = options.lba_size;
         let lba_shift = match lba_size {
             512 => 9,
@@ -235,8 +265,7 @@ impl Drive {
             if options.faults.is_some() {
                 return Err(KeyValueError::Faults.into());
             }
-            let controller = open_key_value(path, profile, threads)?;
-            return Self::new(path.clone(), Arc::new(controller), options.namespace);
+            return Ok(Arc::new(open_key_value(path, profile, threads)?));
         }
         let software = |drive: SoftwareController| -> Result<Arc<dyn HostController>, DriveError> {
             let drive = match options.profile.as_deref() {
@@ -249,7 +278,7 @@ impl Drive {
                 None => drive,
             }))
         };
-        let controller: Arc<dyn HostController> = match path {
+        Ok(match path {
             DrivePath::Null(bytes) => software(SoftwareController::null(*bytes, lba_shift))?,
             DrivePath::Memory(bytes) => {
                 software(SoftwareController::memory(*bytes, lba_shift).map_err(failed)?)?
@@ -269,8 +298,7 @@ impl Drive {
                     }
                 })?
             }
-        };
-        Self::new(path.clone(), controller, options.namespace)
+        })
     }
 
     /// A namespace of a host controller that is there already.
@@ -427,6 +455,47 @@ mod tests {
         ] {
             parse(text).expect_err(text);
         }
+    }
+
+    #[test]
+    fn a_process_opens_a_drive_once() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let [path, link] = ["drive", "link"].map(|name| dir.path().join(name));
+        std::fs::write(&path, vec![0; 1 << 20]).expect("written");
+        std::fs::hard_link(&path, &link).expect("linked");
+        let open = |path: &std::path::Path, options: &DriveOptions| {
+            Drive::open(&DrivePath::File(path.to_owned()), options.clone())
+        };
+        let shares = |a: &Drive, b: &Drive| Arc::ptr_eq(&a.controller, &b.controller);
+        let small = DriveOptions::default();
+        let large = DriveOptions {
+            lba_size: 4096,
+            ..DriveOptions::default()
+        };
+        let faulty = DriveOptions {
+            faults: Some(Arc::new(FaultPlan::default())),
+            ..DriveOptions::default()
+        };
+        let first = open(&path, &small).expect("opened");
+        for path in [&path, &link] {
+            assert!(shares(&first, &open(path, &small).expect("found")));
+            for (other, key) in [(&large, "lba"), (&faulty, "faults")] {
+                let error = open(path, other).expect_err("refused").to_string();
+                assert!(error.contains("in this process"), "{error}");
+                assert!(error.contains(&format!("the same {key}=")), "{error}");
+            }
+        }
+        let opened = Drive::opened_options(&DrivePath::File(link.clone()));
+        assert_eq!(opened, Some(small.clone()));
+        drop(first);
+        assert_eq!(Drive::opened_options(&DrivePath::File(link)), None);
+        // Faults are those of all that share the drive.
+        let first = open(&path, &faulty).expect("opened");
+        assert!(shares(&first, &open(&path, &small).expect("found")));
+
+        let memory = DrivePath::Memory(1 << 20);
+        let each = [(); 2].map(|()| Drive::open(&memory, small.clone()).expect("memory"));
+        assert!(!shares(&each[0], &each[1]));
     }
 
     #[test]

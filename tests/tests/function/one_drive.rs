@@ -100,6 +100,23 @@ fn a_loop_device_and_its_file_are_locked_as_one_whatever_ledger_there_is() {
 }
 
 #[test]
+fn functions_of_one_process_share_a_block_device() {
+    let Some(device) = LoopDevice::new(4 * LEASE, 1 << 20) else {
+        return;
+    };
+    let ledger = Ledger::in_process();
+    let drives = [(); 2].map(|()| open(device.device()).unwrap());
+    let leases =
+        [("a", 0), ("b", LEASE)].map(|(id, at)| lease(&ledger, id, &drives[0], at).unwrap());
+    let held: Vec<_> = drives
+        .iter()
+        .zip(leases)
+        .map(|(drive, lease)| attach(drive, lease).unwrap())
+        .collect();
+    assert_eq!(held.len(), 2);
+}
+
+#[test]
 fn what_is_mounted_or_open_exclusively_is_refused_with_its_user() {
     let Some(device) = LoopDevice::new(4 * LEASE, 8 << 20) else {
         return;

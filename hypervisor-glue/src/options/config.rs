@@ -138,6 +138,9 @@ impl FunctionConfig {
             }
             Some(DrivePath::Null(_) | DrivePath::Memory(_)) | None => {}
         }
+        if self.poll.as_ref().is_some_and(|poll| poll.contains('@')) {
+            files.push(("/sys/devices/system/cpu".into(), false));
+        }
         let described = [&self.profile, &self.faults].into_iter().flatten();
         files.extend(
             described

@@ -6,6 +6,7 @@ use super::{DRAIN_DEADLINE, MAX_QUEUE_PAIRS};
 use crate::address::Gpa;
 use crate::host::software::zones::ZoneError;
 use crate::lease::ByteRange;
+use crate::poller::NoSuchProcessor;
 use crate::spec::ids::QueueId;
 
 /// Why a guest controller cannot attach.
@@ -45,6 +46,9 @@ pub enum AttachError {
         /// The processes that have it locked.
         source: io::Error,
     },
+    /// Pollers are to be pinned to a processor that is not there.
+    #[error(transparent)]
+    Processor(#[from] NoSuchProcessor),
     /// A drive that is divided into zones is leased in whole zones.
     #[error(transparent)]
     Zones(#[from] ZoneError),

@@ -102,6 +102,7 @@ impl Attachment {
                 return Err(AttachError::MemoryIsPinned { drive });
             }
         }
+        poll.check()?;
         let identity = lease.identity();
         let serial = match serial {
             Some(serial) => {

@@ -7,6 +7,7 @@ mod placement;
 mod threads;
 mod worker;
 
+pub use affinity::NoSuchProcessor;
 pub use courtesy::Courtesy;
 pub(crate) use park::{Silence, Waker};
 pub use placement::{Placement, PollPolicy, Pollers, Spin};

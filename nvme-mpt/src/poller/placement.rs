@@ -5,6 +5,9 @@ use std::io;
 use std::str::FromStr;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
+use log::warn;
+
+use super::affinity::{self, NoSuchProcessor};
 use super::threads::Threads;
 use super::worker::Poller;
 use crate::stats::PollerStats;
@@ -81,6 +84,16 @@ impl FromStr for PollPolicy {
     }
 }
 
+impl PollPolicy {
+    /// Refuses a policy that names a processor that this machine does not have.
+    ///
+    /// # Errors
+    /// [`NoSuchProcessor`].
+    pub fn check(&self) -> Result<(), NoSuchProcessor> {
+        affinity::check(&self.cpus)
+    }
+}
+
 impl fmt::Display for PollPolicy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self.placement {
@@ -102,6 +115,8 @@ impl fmt::Display for PollPolicy {
 pub struct Pollers {
     threads: Threads,
     groups: Mutex<Vec<Group>>,
+    /// Processors of which it was said that several pollers share them.
+    crowded: Mutex<Vec<usize>>,
 }
 
 /// The pollers that were started for one policy.
@@ -132,6 +147,12 @@ impl Group {
         Ok(Arc::new(poller))
     }
 
+    /// Its pollers that run.
+    fn running(&self) -> Vec<Arc<Poller>> {
+        let dedicated = self.dedicated.iter().filter_map(Weak::upgrade);
+        self.shared.iter().cloned().chain(dedicated).collect()
+    }
+
     /// How many shared pollers the group may have.
     fn shared_max(&self) -> usize {
         match self.policy.cpus.len() {
@@ -157,6 +178,7 @@ impl Pollers {
         Arc::new(Self {
             threads,
             groups: Mutex::default(),
+            crowded: Mutex::default(),
         })
     }
 
@@ -169,6 +191,23 @@ impl Pollers {
     /// The poller for one more shadow queue.
     pub(crate) fn place(&self, policy: &PollPolicy) -> io::Result<Arc<Poller>> {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
+        let poller = self.place_among(&mut groups, policy)?;
+        let mut told = self.crowded.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(cpu) = poller.cpu()
+            && let Some(names) = crowd(&groups, cpu)
+            && !told.contains(&cpu)
+        {
+            told.push(cpu);
+            warn!(
+                "Pollers {} are pinned to processor {cpu}, and one of them never sleeps: they take turns by time \
+                 slices. Name as many processors in poll= as there are queues, or leave out :busy",
+                names.join(", ")
+            );
+        }
+        Ok(poller)
+    }
+
+    fn place_among(&self, groups: &mut Vec<Group>, policy: &PollPolicy) -> io::Result<Arc<Poller>> {
         let index = match groups.iter().position(|group| group.policy == *policy) {
             Some(index) => index,
             None => {
@@ -212,19 +251,22 @@ impl Pollers {
     #[must_use]
     pub fn stats(&self) -> Vec<PollerStats> {
         let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
-        let dedicated = |group: &Group| -> Vec<Arc<Poller>> {
-            group.dedicated.iter().filter_map(Weak::upgrade).collect()
-        };
-        let all = groups.iter().flat_map(|group| {
-            group
-                .shared
-                .iter()
-                .cloned()
-                .chain(dedicated(group))
-                .collect::<Vec<_>>()
-        });
+        let all = groups.iter().flat_map(Group::running);
         all.map(|poller| poller.stats()).collect()
     }
+}
+
+/// Returns the pollers of a processor, if there are several and one of them never sleeps.
+fn crowd(groups: &[Group], cpu: usize) -> Option<Vec<String>> {
+    let (mut names, mut busy) = (Vec::new(), false);
+    for group in groups {
+        let pinned = group.running().into_iter();
+        for poller in pinned.filter(|poller| poller.cpu() == Some(cpu)) {
+            names.push(poller.name().to_owned());
+            busy |= group.policy.spin == Spin::Busy;
+        }
+    }
+    (busy && names.len() > 1).then_some(names)
 }
 
 #[cfg(test)]
@@ -275,6 +317,39 @@ mod tests {
         let shared = pollers.place(&PollPolicy::default()).expect("thread");
         drop(shared);
         assert_eq!(pollers.stats().len(), 2);
+    }
+
+    #[test]
+    fn busy_pollers_that_share_a_processor_are_told_of_once() {
+        let place = |policies: &[&str]| {
+            let pollers = Pollers::new();
+            let policies = policies.iter().map(|text| text.parse().expect("valid"));
+            let placed: Vec<_> = policies
+                .map(|policy: PollPolicy| pollers.place(&policy).expect("thread"))
+                .collect();
+            let told = pollers.crowded.lock().expect("not poisoned").clone();
+            drop(placed);
+            told
+        };
+        assert_eq!(place(&["dedicated:busy@0"; 3]), [0]);
+        assert_eq!(place(&["dedicated:busy@0", "shared@0"]), [0]);
+        assert_eq!(place(&["dedicated@0", "shared:busy@0"]), [0]);
+        for alone in [
+            &["dedicated:busy@0"][..],
+            &["dedicated@0", "dedicated@0"],
+            &["dedicated:busy", "dedicated:busy"],
+            &["shared:busy@0", "shared:busy@0"],
+        ] {
+            assert!(place(alone).is_empty(), "{alone:?}");
+        }
+        let pollers = Pollers::new();
+        let policy = "dedicated:busy@0".parse().expect("valid");
+        drop(pollers.place(&policy).expect("thread"));
+        let _next = pollers.place(&policy).expect("thread");
+        assert!(
+            pollers.crowded.lock().expect("not poisoned").is_empty(),
+            "one after the other"
+        );
     }
 
     #[test]

@@ -155,6 +155,16 @@ impl Poller {
         &self.shared.waker
     }
 
+    /// Its name.
+    pub(crate) fn name(&self) -> &str {
+        &self.shared.name
+    }
+
+    /// The processor that it is pinned to.
+    pub(crate) fn cpu(&self) -> Option<usize> {
+        self.shared.cpu
+    }
+
     /// Shadow queues it runs.
     pub(crate) fn queues(&self) -> usize {
         self.shared.queues.load(Ordering::Relaxed)

@@ -9,7 +9,7 @@ use nvme_mpt::lease::{ByteRange, Lease, LeaseError, LeaseRequest, Ledger};
 use nvme_mpt::{
     AttachError, Attachment, AttachmentConfig, Drive, DriveError, DriveOptions, DrivePath,
 };
-use nvme_mpt::{DoorbellMode, PollPolicy, Pollers};
+use nvme_mpt::{DoorbellMode, MemoryKinds, PollPolicy, Pollers};
 
 use crate::common::LEASE;
 use crate::common::loop_device::{LoopDevice, run};
@@ -37,6 +37,7 @@ fn attach(drive: &Arc<Drive>, lease: Lease) -> Result<Attachment, AttachError> {
         doorbells: DoorbellMode::Shadow,
         poll: PollPolicy::default(),
         pollers: Pollers::new(),
+        memory: MemoryKinds::default(),
         serial: None,
     })
 }

@@ -1,6 +1,12 @@
-//! Atomics, which a model checker replaces by its own.
+//! Atomics and locks, which a model checker replaces by its own.
 
 #[cfg(loom)]
-pub(crate) use loom::sync::atomic::{AtomicBool, Ordering, fence};
+pub(crate) use loom::sync::{
+    Mutex, MutexGuard,
+    atomic::{AtomicBool, AtomicU64, Ordering, fence},
+};
 #[cfg(not(loom))]
-pub(crate) use std::sync::atomic::{AtomicBool, Ordering, fence};
+pub(crate) use std::sync::{
+    Mutex, MutexGuard,
+    atomic::{AtomicBool, AtomicU64, Ordering, fence},
+};

@@ -4,13 +4,14 @@
 //! Nothing is noted until somebody asks for it, by a table of the VM's memory that has a note of each
 //! region's pages beside it. All writes are noted *after* they are done, so that a page which is
 //! copied when its note is found has what was written, or is found again. [`DmaWindow::start_dirty_log`]
-//! returns when no command is in flight that was translated by a table without notes.
+//! returns when every shadow queue has taken up a table with notes: from then on it notes what commands wrote
+//! when they complete, also those that were in flight before.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::region::Region;
-use super::{DmaError, DmaWindow, RegionTable, lock};
+use super::{DmaError, DmaWindow, RegionTable};
 use crate::address::{Gpa, PAGE_SIZE};
 
 /// Pages that were written, one after the other.
@@ -33,7 +34,7 @@ impl DirtyPages {
     }
 
     /// Notes a write of `len` bytes, at least one, at `offset` in the region.
-    fn note(&self, offset: u64, len: u64) {
+    pub(super) fn note(&self, offset: u64, len: u64) {
         let mut page = offset / PAGE_SIZE;
         let end = (offset + len).div_ceil(PAGE_SIZE);
         while page < end {
@@ -48,19 +49,15 @@ impl DirtyPages {
         }
     }
 
-    /// Takes all notes.
-    fn take(&self, region: &Region, ranges: &mut Vec<DirtyRange>) {
+    /// Takes all notes. The first page is at `start`.
+    pub(super) fn take(&self, start: Gpa, ranges: &mut Vec<DirtyRange>) {
         for (index, word) in (0..).zip(&self.0) {
             let mut bits = word.swap(0, Ordering::AcqRel);
             while bits != 0 {
                 let first = bits.trailing_zeros();
                 let pages = (bits >> first).trailing_ones();
                 let page = index * 64 + u64::from(first);
-                push(
-                    ranges,
-                    region.place.gpa + page * PAGE_SIZE,
-                    u64::from(pages),
-                );
+                push(ranges, start.0 + page * PAGE_SIZE, u64::from(pages));
                 // All bits below the run are clear, so that the carry clears just the run.
                 bits = bits.wrapping_add(1 << first) & bits;
             }
@@ -119,7 +116,7 @@ impl RegionTable {
     /// Takes all notes, by ascending address.
     pub(super) fn take_notes(&self, ranges: &mut Vec<DirtyRange>) {
         for (region, pages) in self.regions.iter().zip(self.dirty.iter().flatten()) {
-            pages.take(region, ranges);
+            pages.take(Gpa(region.place.gpa), ranges);
         }
     }
 
@@ -148,18 +145,18 @@ impl DmaWindow {
     /// admin command.
     ///
     /// # Errors
-    /// [`DmaError::Busy`] if commands in flight do not finish; then nothing is noted.
+    /// [`DmaError::Busy`] if a poller does not take up a table with notes; then nothing is noted.
     pub fn start_dirty_log(&self) -> Result<(), DmaError> {
         let generation = {
-            let mut current = lock(&self.tables.current);
-            lock(&self.departed).clear();
-            let regions = current.regions.clone();
+            let mut changes = self.changes();
+            changes.departed.clear();
+            let regions = self.table().regions.clone();
             let pages = |region: &Arc<Region>| Arc::new(DirtyPages::new(region.place.len));
             let dirty = Some(regions.iter().map(pages).collect());
-            self.publish(&mut current, regions, dirty);
-            current.generation()
+            let before = self.tables.publish(&changes, regions, dirty);
+            before.generation() + 1
         };
-        if self.wait_settled(generation) {
+        if self.tables.wait_left(generation) {
             return Ok(());
         }
         self.stop_dirty_log();
@@ -169,10 +166,10 @@ impl DmaWindow {
 
     /// Ends [`Self::start_dirty_log`], and forgets what was noted.
     pub fn stop_dirty_log(&self) {
-        let mut current = lock(&self.tables.current);
-        lock(&self.departed).clear();
-        let regions = current.regions.clone();
-        self.publish(&mut current, regions, None);
+        let mut changes = self.changes();
+        changes.departed.clear();
+        let regions = self.table().regions.clone();
+        self.tables.publish(&changes, regions, None);
     }
 
     /// The pages that were written since the last time somebody asked, or since it began; also those
@@ -181,11 +178,12 @@ impl DmaWindow {
     /// # Errors
     /// [`DmaError::NotLogged`] unless it began.
     pub fn take_dirty_pages(&self) -> Result<Vec<DirtyRange>, DmaError> {
-        let current = lock(&self.tables.current);
+        let mut changes = self.changes();
+        let current = self.table();
         if !current.is_logged() {
             return Err(DmaError::NotLogged);
         }
-        let mut ranges = std::mem::take(&mut *lock(&self.departed));
+        let mut ranges = std::mem::take(&mut changes.departed);
         current.take_notes(&mut ranges);
         Ok(ranges)
     }
@@ -249,14 +247,11 @@ mod tests {
     #[test]
     fn runs_of_bits_become_ranges() {
         let pages = DirtyPages::new(200 * PAGE_SIZE);
-        let window = window();
-        window.map(region(0, 200 * PAGE_SIZE)).expect("map");
-        let table = window.table();
         for run in [0..1, 3..64, 65..66, 127..130, 199..200] {
             pages.note(run.start * PAGE_SIZE, (run.end - run.start) * PAGE_SIZE);
         }
         let mut ranges = Vec::new();
-        pages.take(&table.regions[0], &mut ranges);
+        pages.take(Gpa(0), &mut ranges);
         let expected = [(0, 1), (3, 61), (65, 1), (127, 3), (199, 1)];
         assert_eq!(
             ranges,
@@ -266,7 +261,7 @@ mod tests {
         pages.note(0, 64 * PAGE_SIZE);
         pages.note(300 * PAGE_SIZE, 1);
         ranges.clear();
-        pages.take(&table.regions[0], &mut ranges);
+        pages.take(Gpa(0), &mut ranges);
         assert_eq!(ranges, [range(0, 64)]);
     }
 }

@@ -2,7 +2,7 @@
 //! mapped again when something is.
 
 use super::region::Place;
-use super::{DmaError, DmaWindow, lock};
+use super::{DmaError, DmaWindow};
 
 /// The memory of a window that may be gone since: no drive reaches it by this.
 #[derive(Clone, Debug)]
@@ -23,9 +23,9 @@ impl DmaWindow {
     /// As [`Self::map`]; what was mapped until then stays.
     pub fn map_held(&self, memory: &HeldMemory) -> Result<(), DmaError> {
         for place in &memory.0 {
-            let mut current = lock(&self.tables.current);
-            let index = Self::check_free(&current, place.gpa, place.len)?;
-            self.insert(&mut current, index, place.clone())?;
+            let mut changes = self.changes();
+            let index = Self::check_free(&self.table(), place.gpa, place.len)?;
+            self.insert(&mut changes, index, place.clone())?;
         }
         Ok(())
     }

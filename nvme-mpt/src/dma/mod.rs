@@ -13,34 +13,40 @@
 //! those that may follow. So they are *runs*, and what is translated is looked up among few of them.
 //!
 //! Pollers translate with a [`RegionTable`], an immutable snapshot. A change publishes a new table
-//! with the next generation; each shadow queue takes it up at its next pass and, once nothing is in
-//! flight that was translated by an older one, says so. [`DmaWindow::unmap`] returns after that.
+//! with the next generation; each shadow queue takes it up at its next pass, and reports which of the
+//! regions that went ([`Departure`]) its commands in flight use. [`DmaWindow::unmap`] returns when none does.
 
+mod departure;
 mod dirty;
 mod error;
 mod held;
 mod kinds;
+mod published;
 mod region;
 mod table;
+mod users;
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+pub(crate) use departure::Departure;
 pub use dirty::DirtyRange;
 pub use error::DmaError;
 pub use held::HeldMemory;
 pub use kinds::MemoryKinds;
 pub(crate) use table::RunPages;
 pub use table::{Direction, RegionHint, RegionTable};
+pub(crate) use users::TableUse;
 
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::iova::{IovaSpace, NoMapping, VmMappings};
 use crate::memory::{Access, RawBytes, is_memory, type_of};
 use crate::poller::Waker;
 use dirty::DirtyPages;
+use published::Published;
 use region::{Extent, GuestFile, Place, Region};
+use users::{TableUser, wait_left};
 
 /// Regions that one VM may have: 16 GiB of memory that is plugged in blocks of 2 MiB. A client that
 /// maps without end is stopped here, or earlier where its drive takes fewer of all VMs together.
@@ -73,71 +79,90 @@ pub struct MemoryRegion {
     pub writable: bool,
 }
 
-/// What a shadow queue says about the tables it uses.
-#[derive(Debug)]
-pub(crate) struct TableUser {
-    /// Nothing is in flight that a table older than this generation translated.
-    settled: AtomicU64,
-    /// Whose poller has to look when there is a new table.
-    waker: Arc<Waker>,
-}
-
-impl TableUser {
-    /// Says that nothing in flight was translated by a table older than `generation`.
-    pub(crate) fn settle(&self, generation: u64) {
-        self.settled.store(generation, Ordering::Release);
-    }
-}
-
 /// The current table, as all users of a window see it.
 #[derive(Debug)]
 pub(crate) struct Tables {
-    generation: AtomicU64,
-    current: Mutex<Arc<RegionTable>>,
-    users: Mutex<Vec<Weak<TableUser>>>,
+    published: Published<RegionTable>,
+    users: Mutex<Vec<Arc<TableUser>>>,
+    /// Held throughout a change. What keeps the tables, as a queue with commands in flight does, keeps the memory.
+    changes: Mutex<Changes>,
 }
 
 impl Tables {
-    /// Generation of the current table: one load tells a user that it has the newest.
+    /// Whether there is no newer table than that of `generation`: one load tells a user so. See [`Published`]
+    /// for when to ask.
     #[inline]
-    pub(crate) fn generation(&self) -> u64 {
-        self.generation.load(Ordering::Acquire)
+    pub(crate) fn is_newest(&self, generation: u64) -> bool {
+        self.published.generation() <= generation
     }
 
     /// The current table.
     pub(crate) fn current(&self) -> Arc<RegionTable> {
-        lock(&self.current).clone()
+        self.published.current()
     }
 
     /// Registers a user, which has the current table and nothing in flight.
-    pub(crate) fn register(&self, waker: Arc<Waker>) -> (Arc<TableUser>, Arc<RegionTable>) {
+    pub(crate) fn register(&self, waker: Arc<Waker>) -> (TableUse, Arc<RegionTable>) {
         // Under the users' lock, so that a change waits for this user or comes before it.
         let mut users = lock(&self.users);
         let table = self.current();
-        let user = Arc::new(TableUser {
-            settled: AtomicU64::new(table.generation()),
-            waker,
-        });
-        users.retain(|user| user.strong_count() > 0);
-        users.push(Arc::downgrade(&user));
-        (user, table)
+        let user = Arc::new(TableUser::new(table.generation(), waker));
+        users.retain(|user| !user.is_gone());
+        users.push(user.clone());
+        (TableUse(user), table)
+    }
+
+    /// Whether no user uses memory that went with the table of this generation.
+    fn have_left(&self, departure: u64) -> bool {
+        lock(&self.users)
+            .iter()
+            .all(|user| user.has_left(departure))
+    }
+
+    /// Waits for [`Self::have_left`]. Returns whether it is so.
+    fn wait_left(&self, departure: u64) -> bool {
+        let users = lock(&self.users).clone();
+        wait_left(&users, departure, Instant::now() + UNMAP_DEADLINE)
+    }
+
+    /// Publishes the next table, while [`Self::changes`] is held. Returns the one before.
+    fn publish(
+        &self,
+        changes: &Changes,
+        regions: Vec<Arc<Region>>,
+        dirty: Option<Vec<Arc<DirtyPages>>>,
+    ) -> Arc<RegionTable> {
+        let generation = self.current().generation() + 1;
+        let departures = changes.departures.clone();
+        let table = RegionTable::new(generation, regions, dirty, departures);
+        self.published.publish(generation, Arc::new(table))
     }
 }
 
 /// One VM's memory: regions come and go while commands are in flight.
+///
+/// A change may take seconds: the IOMMU pins memory page by page. So the lock of those that change the
+/// memory is one that no poller takes.
 #[derive(Debug)]
 pub struct DmaWindow {
     space: Arc<IovaSpace>,
     kinds: MemoryKinds,
     mappings: Arc<VmMappings>,
     tables: Arc<Tables>,
+}
+
+/// What a change of the memory needs besides the current table.
+#[derive(Debug, Default)]
+struct Changes {
     /// The table before the current one, if no region went since: so that it is this window's users who
     /// end a table, which may be long, and not a poller.
-    previous: Mutex<Arc<RegionTable>>,
+    previous: Arc<RegionTable>,
     /// The files of its regions, for those that come.
-    files: Mutex<Vec<Weak<GuestFile>>>,
+    files: Vec<Weak<GuestFile>>,
+    /// Regions that went, until no user uses their memory.
+    departures: Vec<Arc<Departure>>,
     /// Pages that were written of regions that were unmapped since somebody asked.
-    departed: Mutex<Vec<DirtyRange>>,
+    departed: Vec<DirtyRange>,
 }
 
 impl DmaWindow {
@@ -145,18 +170,15 @@ impl DmaWindow {
     #[must_use]
     pub fn new(space: Arc<IovaSpace>) -> Self {
         let tables = Tables {
-            generation: AtomicU64::new(0),
-            current: Mutex::default(),
+            published: Published::new(Arc::default()),
             users: Mutex::default(),
+            changes: Mutex::default(),
         };
         Self {
             mappings: space.new_vm(),
             space,
             kinds: MemoryKinds::default(),
             tables: Arc::new(tables),
-            previous: Mutex::default(),
-            files: Mutex::default(),
-            departed: Mutex::default(),
         }
     }
 
@@ -168,6 +190,19 @@ impl DmaWindow {
 
     pub(crate) fn tables(&self) -> &Arc<Tables> {
         &self.tables
+    }
+
+    /// Begins a change. Memory that earlier ones could not wait for is given back, if it is not used any more.
+    fn changes(&self) -> MutexGuard<'_, Changes> {
+        let mut changes = lock(&self.tables.changes);
+        changes.departures.retain(|departure| {
+            let used = !self.tables.have_left(departure.generation());
+            if !used {
+                departure.release();
+            }
+            used
+        });
+        changes
     }
 
     /// The current snapshot of the VM's memory.
@@ -209,10 +244,9 @@ impl DmaWindow {
             Access::Read
         };
         let bytes = usize::try_from(len).map_err(|_| DmaError::InvalidRegion { gpa, len })?;
-        // One change at a time: the lock is held while the table is rebuilt.
-        let mut current = lock(&self.tables.current);
-        let index = Self::check_free(&current, gpa.0, len)?;
-        let mut files = lock(&self.files);
+        let mut changes = self.changes();
+        let index = Self::check_free(&self.table(), gpa.0, len)?;
+        let files = &mut changes.files;
         files.retain(|file| file.strong_count() > 0);
         let known: Vec<_> = files.iter().filter_map(Weak::upgrade).collect();
         let taken: u64 = known.iter().map(|file| file.mapping().len() as u64).sum();
@@ -227,7 +261,6 @@ impl DmaWindow {
             }
             files.push(Arc::downgrade(&file));
         }
-        drop(files);
         let offset = file
             .offset_of(offset, bytes)
             .ok_or(DmaError::InvalidRegion { gpa, len })?;
@@ -238,7 +271,7 @@ impl DmaWindow {
             file,
             offset,
         };
-        self.insert(&mut current, index, place)
+        self.insert(&mut changes, index, place)
     }
 
     /// Where in the table a region goes that may be mapped at `gpa..gpa+len`.
@@ -260,12 +293,8 @@ impl DmaWindow {
     }
 
     /// Maps what was [found free](Self::check_free).
-    fn insert(
-        &self,
-        current: &mut MutexGuard<'_, Arc<RegionTable>>,
-        index: usize,
-        place: Place,
-    ) -> Result<(), DmaError> {
+    fn insert(&self, changes: &mut Changes, index: usize, place: Place) -> Result<(), DmaError> {
+        let current = self.table();
         let (gpa, len) = (Gpa(place.gpa), place.len);
         let neighbours = current.regions[index.saturating_sub(1)..].iter().take(2);
         let extent = neighbours.map(|region| &region.extent);
@@ -286,8 +315,7 @@ impl DmaWindow {
         let mut regions = current.regions.clone();
         regions.insert(index, Arc::new(region));
         let dirty = current.notes_for(&regions);
-        *lock(&self.previous) = Arc::clone(current);
-        self.publish(current, regions, dirty);
+        changes.previous = self.tables.publish(changes, regions, dirty);
         Ok(())
     }
 
@@ -296,46 +324,49 @@ impl DmaWindow {
     ///
     /// # Errors
     /// [`DmaError::PartialUnmap`] where the range cuts a region, and nothing is unmapped;
-    /// [`DmaError::Busy`] if commands in flight do not finish: no new ones can use the memory,
-    /// and it stays mapped in this process until they do.
+    /// [`DmaError::Busy`] if commands in flight that use the memory do not finish: no new ones can use it, and
+    /// it stays mapped in this process. The first change after they did finish gives it back.
     pub fn unmap(&self, gpa: Gpa, len: u64) -> Result<u64, DmaError> {
         let last = match len.checked_sub(1).and_then(|rest| gpa.0.checked_add(rest)) {
             Some(last) => last,
             None => return Err(DmaError::InvalidRegion { gpa, len }),
         };
-        let (generation, bytes, before) = {
-            let mut current = lock(&self.tables.current);
-            let touched =
-                |region: &Region| region.place.last() >= gpa.0 && region.place.gpa <= last;
-            let inside = |region: &Region| region.place.gpa >= gpa.0 && region.place.last() <= last;
-            if current
-                .regions
-                .iter()
-                .any(|region| touched(region) && !inside(region))
-            {
+        let (departure, bytes) = {
+            let mut changes = self.changes();
+            let current = self.table();
+            let regions = &current.regions;
+            let first = regions.partition_point(|region| region.place.last() < gpa.0);
+            let end = regions.partition_point(|region| region.place.gpa <= last);
+            let gone = regions.get(first..end).unwrap_or_default();
+            let (Some(lowest), Some(highest)) = (gone.first(), gone.last()) else {
+                return Ok(0);
+            };
+            if lowest.place.gpa < gpa.0 || highest.place.last() > last {
                 return Err(DmaError::PartialUnmap { gpa, len });
             }
-            let (gone, kept): (Vec<_>, Vec<_>) = current
-                .regions
-                .iter()
-                .cloned()
-                .partition(|region| touched(region));
-            if gone.is_empty() {
-                return Ok(0);
-            }
-            let before = current.clone();
-            *lock(&self.previous) = Arc::default();
-            let dirty = current.notes_for(&kept);
-            self.publish(&mut current, kept, dirty);
+            let notes = current
+                .dirty
+                .as_ref()
+                .and_then(|notes| notes.get(first..end));
+            let departure = Departure::new(current.generation() + 1, gone, notes);
+            let departure = Arc::new(departure);
             let bytes = gone.iter().map(|region| region.place.len).sum();
-            (current.generation(), bytes, before)
+            let kept = [&regions[..first], &regions[end..]].concat();
+            let dirty = current.notes_for(&kept);
+            changes.departures.push(departure.clone());
+            changes.previous = Arc::default();
+            self.tables.publish(&changes, kept, dirty);
+            (departure, bytes)
         };
-        let settled = self.wait_settled(generation);
+        // Without the lock: others may map meanwhile.
+        let left = self.tables.wait_left(departure.generation());
         // What commands in flight wrote until now is noted, too.
-        if before.is_logged() {
-            before.take_notes(&mut lock(&self.departed));
+        departure.take_notes(&mut lock(&self.tables.changes).departed);
+        if !left {
+            return Err(DmaError::Busy { gpa, len });
         }
-        settled.then_some(bytes).ok_or(DmaError::Busy { gpa, len })
+        departure.release();
+        Ok(bytes)
     }
 
     /// Unmaps everything. Returns how many bytes that were.
@@ -399,43 +430,6 @@ impl DmaWindow {
             done += size;
         }
         Ok(())
-    }
-
-    fn publish(
-        &self,
-        current: &mut MutexGuard<'_, Arc<RegionTable>>,
-        regions: Vec<Arc<Region>>,
-        dirty: Option<Vec<Arc<DirtyPages>>>,
-    ) {
-        let generation = current.generation() + 1;
-        **current = Arc::new(RegionTable::new(generation, regions, dirty));
-        self.tables.generation.store(generation, Ordering::Release);
-    }
-
-    /// Waits until nothing in flight was translated by a table older than `generation`.
-    fn wait_settled(&self, generation: u64) -> bool {
-        let users: Vec<_> = lock(&self.tables.users)
-            .iter()
-            .filter_map(Weak::upgrade)
-            .collect();
-        let settled = |user: &Arc<TableUser>| user.settled.load(Ordering::Acquire) >= generation;
-        let deadline = Instant::now() + UNMAP_DEADLINE;
-        for user in &users {
-            user.waker.wake();
-        }
-        // A pass of a poller takes microseconds, a command in flight at most what the drive takes.
-        let mut pause = Duration::from_micros(20);
-        for user in users {
-            // A user that nobody else holds any more is a queue that is gone.
-            while !settled(&user) && Arc::strong_count(&user) > 1 {
-                if Instant::now() >= deadline {
-                    return false;
-                }
-                std::thread::sleep(pause);
-                pause = (pause * 2).min(Duration::from_millis(1));
-            }
-        }
-        true
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::departure::Departure;
 use super::dirty::DirtyPages;
 use super::region::Region;
 use crate::address::{Gpa, Iova, PAGE_SIZE};
@@ -85,6 +86,8 @@ pub struct RegionTable {
     pub(super) regions: Vec<Arc<Region>>,
     /// Which pages of each region were written, where that is noted.
     pub(super) dirty: Option<Vec<Arc<DirtyPages>>>,
+    /// Regions that went, of which some user may have commands in flight.
+    departures: Vec<Arc<Departure>>,
 }
 
 /// One run's pages, for one direction: what a loop over a list of pages needs of it.
@@ -108,6 +111,7 @@ impl RegionTable {
         generation: u64,
         regions: Vec<Arc<Region>>,
         dirty: Option<Vec<Arc<DirtyPages>>>,
+        departures: Vec<Arc<Departure>>,
     ) -> Self {
         let mut runs: Vec<Run> = Vec::new();
         let mut before: Option<&Region> = None;
@@ -127,7 +131,18 @@ impl RegionTable {
             by_iova,
             regions,
             dirty,
+            departures,
         }
+    }
+
+    /// The departures since another generation that users may have commands in flight of: for a user whose
+    /// table was of that generation, all that matter to it.
+    pub(crate) fn departures_since(
+        &self,
+        generation: u64,
+    ) -> impl Iterator<Item = &Arc<Departure>> {
+        let departures = self.departures.iter();
+        departures.filter(move |departure| departure.generation() > generation)
     }
 
     /// Number of the snapshot; each change of the window makes the next one.

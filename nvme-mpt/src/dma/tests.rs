@@ -151,11 +151,11 @@ fn an_unmap_waits_for_who_uses_the_memory() {
         let window = window.clone();
         std::thread::spawn(move || window.unmap_all())
     };
-    while window.tables().generation() == table.generation() {
+    while window.table().generation() == table.generation() {
         std::thread::yield_now();
     }
     assert!(!unmapper.is_finished());
-    user.settle(window.tables().generation());
+    user.take_up(window.table().generation(), std::iter::empty());
     assert_eq!(unmapper.join().expect("no panic").expect("settled"), 0x1000);
 }
 

@@ -2,6 +2,7 @@
 //! pair. One poller runs it; per command it takes no lock, allocates nothing and makes no system
 //! call.
 
+mod departures;
 mod dirty;
 mod memory;
 mod posting;
@@ -11,7 +12,7 @@ mod state;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use self::dirty::WriteLog;
+use self::departures::HeldDepartures;
 use self::posting::{Posting, fail_command, named_lba};
 pub(crate) use self::rings::{CompletionQueue, SubmissionQueue};
 use super::LeasedBlocks;
@@ -20,7 +21,7 @@ use super::slot::{Slot, Slots};
 use super::translate::Translator;
 use crate::address::Gpa;
 use crate::clock::Ticks;
-use crate::dma::{RegionTable, TableUser, Tables};
+use crate::dma::{RegionTable, TableUse, Tables};
 use crate::doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage};
 use crate::event::{Event, EventQueue, QueueFailure};
 use crate::host::{HostBatch, HostQueue, HostQueuePair, Limits};
@@ -83,20 +84,20 @@ struct Core {
     sqs: Vec<SubmissionQueue>,
     slots: Slots,
     translator: Translator,
-    /// The command that is being translated.
-    command: Sqe,
-    /// `None` while the queue rests.
-    table_user: Option<Arc<TableUser>>,
+    /// What the host controller was given, by slot: where its data lies is said here and in the slot's list, which
+    /// no guest can change.
+    commands: Box<[Sqe]>,
     generation: u64,
-    /// Tables that commands in flight were translated by, besides the current one.
-    old_tables: Vec<Arc<RegionTable>>,
+    departures: HeldDepartures,
     lost_epoch: usize,
     stopped: bool,
     condition: Condition,
     /// Completions that wait for the memory of the ring to come back. Their room is reserved.
     held: Vec<Cqe>,
-    /// What is written is noted.
-    log: Option<Box<WriteLog>>,
+    /// Whether what is written is noted.
+    is_logged: bool,
+    /// `None` while the queue rests. Dropped last: all memory of the VM's was let go of by then.
+    table_use: Option<TableUse>,
 }
 
 impl ShadowQueue {
@@ -108,7 +109,7 @@ impl ShadowQueue {
         buffer: Option<DoorbellBuffer>,
         (host, slots, lists): (HostQueuePair, u16, ListMemory),
         (blocks, limits): (LeasedBlocks, Limits),
-        (table_user, table): (Arc<TableUser>, Arc<RegionTable>),
+        (table_use, table): (TableUse, Arc<RegionTable>),
     ) -> Self {
         let generation = table.generation();
         let mut core = Core {
@@ -119,15 +120,15 @@ impl ShadowQueue {
             sqs: Vec::new(),
             slots: Slots::new(slots),
             translator: Translator::new(table, lists, blocks, limits),
-            command: Sqe::default(),
-            table_user: Some(table_user),
+            commands: vec![Sqe::default(); usize::from(slots)].into_boxed_slice(),
             generation,
-            old_tables: Vec::new(),
+            departures: HeldDepartures::default(),
             lost_epoch: lost_memory_epoch(),
             stopped: false,
             condition: Condition::Sound,
             held: Vec::with_capacity(usize::from(slots)),
-            log: None,
+            is_logged: false,
+            table_use: Some(table_use),
         };
         core.follow_log();
         Self { host, core }
@@ -247,16 +248,16 @@ impl ShadowQueue {
 impl Core {
     #[inline]
     fn poll<H: HostQueue>(&mut self, host: &mut H) -> bool {
-        if self.context.tables.generation() != self.generation {
+        if !self.context.tables.is_newest(self.generation) {
             self.take_up_table();
         }
         if lost_memory_epoch() != self.lost_epoch {
             self.check_lost_memory();
         }
-        if self.log.is_none() {
-            self.pass::<H, false>(host)
-        } else {
+        if self.is_logged {
             self.logged_pass(host)
+        } else {
+            self.pass::<H, false>(host)
         }
     }
 
@@ -281,7 +282,7 @@ impl Core {
             let mut batch = host.batch();
             let mut taken = false;
             for index in 0..self.sqs.len() {
-                taken |= self.take::<H, LOG>(index, &mut batch);
+                taken |= self.take::<H>(index, &mut batch);
             }
             if taken {
                 batch.ring(self.translator.memory());
@@ -307,11 +308,7 @@ impl Core {
 
     /// Takes commands of one Submission Queue and submits them. Returns whether there were any.
     #[inline]
-    fn take<H: HostQueue, const LOG: bool>(
-        &mut self,
-        index: usize,
-        batch: &mut impl HostBatch,
-    ) -> bool {
+    fn take<H: HostQueue>(&mut self, index: usize, batch: &mut impl HostBatch) -> bool {
         let sq = &mut self.sqs[index];
         let available = sq.available(&self.context.events);
         if available == 0 {
@@ -331,9 +328,8 @@ impl Core {
             sqs,
             slots,
             translator,
-            command,
+            commands,
             context,
-            log,
             ..
         } = self;
         let Some(sq) = sqs.get_mut(index) else {
@@ -349,6 +345,9 @@ impl Core {
         for _ in 0..count {
             // A slot is free for each of them, by the count above.
             let Some(number) = slots.next() else { break };
+            let Some(command) = commands.get_mut(usize::from(number)) else {
+                break;
+            };
             let guest = sq.ring.read(sq.head);
             sq.ring.prefetch(sq.head + PREFETCH);
             sq.head = sq.after(sq.head);
@@ -370,9 +369,6 @@ impl Core {
                         slba: named_lba::<H>(&guest),
                         taken,
                     });
-                    if LOG && let Some(log) = log {
-                        log.submitted(number, command);
-                    }
                     batch.submit(command);
                     bytes += u64::from(transfer);
                     if bytes >= BATCH_BYTES {
@@ -399,8 +395,8 @@ impl Core {
             context,
             condition,
             held,
-            log,
-            old_tables,
+            commands,
+            departures,
             ..
         } = self;
         let mut posting = Posting::<H, LOG> {
@@ -411,9 +407,9 @@ impl Core {
             context,
             condition: *condition,
             held,
-            log,
+            commands,
             translator,
-            old_tables,
+            departures,
             completed: 0,
             now: Ticks::default(),
         };
@@ -423,8 +419,8 @@ impl Core {
             return false;
         }
         cq.gate.post(completed, now);
-        if !self.old_tables.is_empty() && self.slots.stale() == 0 {
-            self.settle_table();
+        if self.departures.have_ended() {
+            self.departures.let_go(self.table_use.as_ref());
         }
         true
     }
@@ -458,7 +454,7 @@ impl Core {
         for sq in &mut self.sqs {
             sq.doorbell.arm(sq.head);
         }
-        if self.log.is_some() {
+        if self.is_logged {
             self.note_event_idx();
         }
         // Only a full queue waits for the guest to consume.
@@ -468,7 +464,7 @@ impl Core {
     }
 
     fn look_again(&mut self) -> bool {
-        if self.context.tables.generation() != self.generation {
+        if !self.context.tables.is_newest(self.generation) {
             return true;
         }
         if !self.is_sound() || self.stopped {
@@ -506,3 +502,6 @@ impl Core {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

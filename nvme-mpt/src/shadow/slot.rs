@@ -14,10 +14,9 @@ pub(crate) struct Slot {
     /// As the NVM Command Set names it: Store and Retrieve of a key value namespace are its Write and Read.
     pub(crate) opcode: NvmOpcode,
     pub(crate) busy: bool,
-    /// Whether an older table of the VM's memory translated it.
+    /// Whether some of the memory that its data lies in was unmapped since.
     pub(crate) stale: bool,
-    /// Data length of a Read, Write, Zone Append, Zone Management Receive, Store, Retrieve or List, in
-    /// bytes.
+    /// Bytes of data in the VM's memory. Ranges to deallocate or copy are none: the host has a copy of them.
     pub(crate) bytes: u32,
     /// First LBA as the guest names it, for the error log; 0 where there are no LBAs.
     pub(crate) slba: u64,
@@ -30,7 +29,6 @@ pub(crate) struct Slot {
 pub(crate) struct Slots {
     slots: Box<[Slot]>,
     free: Vec<u16>,
-    stale: usize,
 }
 
 impl Slots {
@@ -40,7 +38,6 @@ impl Slots {
         Self {
             slots,
             free: (0..count).rev().collect(),
-            stale: 0,
         }
     }
 
@@ -84,26 +81,15 @@ impl Slots {
             .get_mut(usize::from(index))
             .filter(|slot| slot.busy)?;
         slot.busy = false;
-        if slot.stale {
-            slot.stale = false;
-            self.stale -= 1;
-        }
         // There is room: each slot is in the list once at most.
         self.free.push(index);
         Some(slot)
     }
 
-    /// Marks all that is in flight as translated by an older table.
-    pub(crate) fn make_stale(&mut self) {
-        self.stale = self.in_flight();
-        for slot in &mut self.slots {
-            slot.stale = slot.busy;
-        }
-    }
-
-    /// Commands in flight that an older table translated.
-    pub(crate) fn stale(&self) -> usize {
-        self.stale
+    /// The commands in flight, by slot.
+    pub(crate) fn in_flight_mut(&mut self) -> impl Iterator<Item = (usize, &mut Slot)> {
+        let slots = self.slots.iter_mut().enumerate();
+        slots.filter(|(_, slot)| slot.busy)
     }
 }
 
@@ -120,17 +106,18 @@ mod tests {
             ..Slot::default()
         });
         assert_eq!((slots.next(), slots.in_flight()), (Some(1), 1));
-        slots.make_stale();
         slots.occupy(Slot {
             cid: CommandId(8),
             ..Slot::default()
         });
-        assert_eq!(slots.stale(), 1);
+        let in_flight = slots
+            .in_flight_mut()
+            .map(|(number, slot)| (number, slot.cid.0));
+        assert_eq!(in_flight.collect::<Vec<_>>(), [(0, 7), (1, 8)]);
         assert_eq!(slots.release(1).map(|slot| slot.cid), Some(CommandId(8)));
-        assert_eq!(slots.stale(), 1);
         assert!(slots.release(1).is_none());
         assert!(slots.release(99).is_none());
         assert_eq!(slots.release(0).map(|slot| slot.cid), Some(CommandId(7)));
-        assert_eq!((slots.stale(), slots.in_flight(), slots.free()), (0, 0, 3));
+        assert_eq!((slots.in_flight(), slots.free()), (0, 3));
     }
 }

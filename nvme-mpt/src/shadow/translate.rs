@@ -137,8 +137,8 @@ impl Translator {
     }
 
     /// Translates a command that will have this slot at the host controller, into `host`. After an
-    /// error, what is there is no command. Returns the bytes that a Read, Write, Zone Append or Zone
-    /// Management Receive transfers, and 0 for other commands.
+    /// error, what is there is no command. Returns the bytes of data in the VM's memory that the host controller
+    /// reads or writes: ranges to deallocate or copy are none, as they were copied.
     #[inline(always)]
     pub(super) fn translate(
         &mut self,
@@ -321,7 +321,7 @@ impl Translator {
         }
         .write_to(host);
         self.data(guest, len, Direction::FromGuest, slot, host)?;
-        Ok(0)
+        Ok(len as u32)
     }
 
     /// Write Zeroes, Write Uncorrectable and Verify: a range of blocks and nothing else.

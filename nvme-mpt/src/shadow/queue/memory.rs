@@ -22,20 +22,28 @@ impl Core {
     #[cold]
     pub(super) fn take_up_table(&mut self) {
         let table = self.context.tables.current();
-        self.generation = table.generation();
-        let old = self.translator.set_table(table);
-        self.slots.make_stale();
+        let before = std::mem::replace(&mut self.generation, table.generation());
+        let mut held = Vec::new();
+        for departure in table.departures_since(before) {
+            let lists = self.translator.memory().lists;
+            if self
+                .departures
+                .hold(departure, &mut self.slots, &self.commands, lists)
+            {
+                held.push(departure.generation());
+            }
+        }
+        // The last hold on regions that went, but for the departures'.
+        drop(self.translator.set_table(table));
         self.follow_log();
         let tail = self.cq.tail;
         self.rebind();
-        if self.log.is_some() {
+        if self.is_logged {
             // Completions that were held, and EventIdx at its new place.
             self.note_pass(tail);
         }
-        // Memory that commands in flight use stays mapped until they are done.
-        self.old_tables.push(old);
-        if self.slots.stale() == 0 {
-            self.settle_table();
+        if let Some(table_use) = &self.table_use {
+            table_use.take_up(self.generation, held.into_iter());
         }
     }
 
@@ -72,14 +80,6 @@ impl Core {
             && nanoseconds(Ticks::now().since(since)) > SUSPENSION.as_nanos() as u64
         {
             self.fail(QueueFailure::RingUnmapped(gone));
-        }
-    }
-
-    #[cold]
-    pub(super) fn settle_table(&mut self) {
-        self.old_tables.clear();
-        if let Some(user) = &self.table_user {
-            user.settle(self.generation);
         }
     }
 

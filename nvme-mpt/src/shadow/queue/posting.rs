@@ -1,12 +1,11 @@
 //! What the guest is told of its commands: completions, counters, its error log.
 
 use std::marker::PhantomData;
-use std::sync::Arc;
 
-use super::dirty::WriteLog;
+use super::departures::HeldDepartures;
+use super::dirty::note_completed;
 use super::{CompletionQueue, Condition, QueueContext, SubmissionQueue};
 use crate::clock::Ticks;
-use crate::dma::RegionTable;
 use crate::event::{ErrorEntry, Event};
 use crate::host::{CompletionTaker, HostCompletion, HostQueue};
 use crate::shadow::Failure;
@@ -29,9 +28,10 @@ pub(super) struct Posting<'a, H, const LOG: bool> {
     pub(super) context: &'a QueueContext,
     pub(super) condition: Condition,
     pub(super) held: &'a mut Vec<Cqe>,
-    pub(super) log: &'a mut Option<Box<WriteLog>>,
+    /// What the host controller was given, by slot.
+    pub(super) commands: &'a [Sqe],
     pub(super) translator: &'a Translator,
-    pub(super) old_tables: &'a [Arc<RegionTable>],
+    pub(super) departures: &'a mut HeldDepartures,
     /// How many there were.
     pub(super) completed: u32,
     /// When the first of them was posted.
@@ -46,9 +46,11 @@ impl<H: HostQueue, const LOG: bool> CompletionTaker for &mut Posting<'_, H, LOG>
             return;
         };
         self.completed += 1;
-        if LOG && let Some(log) = self.log.as_mut() {
-            let memory = self.translator.memory();
-            log.completed(completion.slot, slot, memory, self.old_tables);
+        if LOG && let Some(command) = self.commands.get(usize::from(completion.slot)) {
+            note_completed(command, slot, self.translator.memory(), self.departures);
+        }
+        if slot.stale {
+            self.departures.completed(completion.slot);
         }
         let Some(sq) = self.sqs.get(usize::from(slot.sq)) else {
             return;

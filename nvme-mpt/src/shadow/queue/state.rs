@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::{CompletionQueue, Condition, Core, ShadowQueue, SubmissionQueue};
 use crate::attachment::state::{CompletionQueueState, SubmissionQueueState};
 use crate::clock::Ticks;
-use crate::dma::{RegionTable, TableUser};
+use crate::dma::{RegionTable, TableUse};
 use crate::interrupt::InterruptVector;
 use crate::spec::cqe::{Cqe, CqeHigh};
 
@@ -21,7 +21,7 @@ impl ShadowQueue {
         if core.cq.gate.settle_now(core.cq.unconsumed()) {
             core.cq.counters.interrupts.add(1);
         }
-        if core.log.is_some() {
+        if core.is_logged {
             core.note_event_idx();
         }
     }
@@ -30,21 +30,20 @@ impl ShadowQueue {
     /// for this queue.
     pub(crate) fn let_go(&mut self) {
         let core = &mut self.core;
-        core.old_tables.clear();
         drop(core.translator.set_table(Arc::default()));
-        core.table_user = None;
+        core.table_use = None;
     }
 
     /// Takes hold of the VM's memory again, as it is now.
-    pub(crate) fn take_hold(&mut self, (user, table): (Arc<TableUser>, Arc<RegionTable>)) {
+    pub(crate) fn take_hold(&mut self, (table_use, table): (TableUse, Arc<RegionTable>)) {
         let core = &mut self.core;
-        core.table_user = Some(user);
+        core.table_use = Some(table_use);
         core.generation = table.generation();
         drop(core.translator.set_table(table));
         core.follow_log();
         let tail = core.cq.tail;
         core.rebind();
-        if core.log.is_some() {
+        if core.is_logged {
             core.note_pass(tail);
         }
     }

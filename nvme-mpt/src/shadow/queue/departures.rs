@@ -1,0 +1,121 @@
+//! Commands in flight whose memory was unmapped: which they are, and when the last of them is done.
+//!
+//! No command costs anything for this. Where a command's data lies is known from what the host controller was
+//! given, so the poller looks through its commands in flight when a region goes.
+
+use std::sync::Arc;
+
+use crate::dma::{Departure, TableUse};
+use crate::host::data::DataPointer;
+use crate::shadow::lists::ListMemory;
+use crate::shadow::slot::Slots;
+use crate::spec::sqe::Sqe;
+
+/// A departure with commands in flight that use its memory.
+#[derive(Debug)]
+struct Held {
+    departure: Arc<Departure>,
+    /// By slot: whether its command does.
+    commands: Box<[bool]>,
+    /// How many do.
+    count: usize,
+}
+
+/// All departures that a shadow queue has commands in flight of.
+#[derive(Debug, Default)]
+pub(super) struct HeldDepartures {
+    held: Vec<Held>,
+    /// Whether one of them has no command any more.
+    has_ended: bool,
+}
+
+impl HeldDepartures {
+    /// Looks for commands in flight that use memory of a departure. `commands` is what the host controller was
+    /// given, by slot. Returns whether there are any.
+    pub(super) fn hold(
+        &mut self,
+        departure: &Arc<Departure>,
+        slots: &mut Slots,
+        commands: &[Sqe],
+        lists: &ListMemory,
+    ) -> bool {
+        let mut users = vec![false; slots.count()].into_boxed_slice();
+        let mut count = 0;
+        for (number, slot) in slots.in_flight_mut() {
+            let Some(command) = commands.get(number) else {
+                continue;
+            };
+            if slot.bytes > 0 && uses(command, slot.bytes, departure, lists) {
+                slot.stale = true;
+                users[number] = true;
+                count += 1;
+            }
+        }
+        if count > 0 {
+            self.held.push(Held {
+                departure: departure.clone(),
+                commands: users,
+                count,
+            });
+        }
+        count > 0
+    }
+
+    /// A command is done that uses memory of one of them at least.
+    #[cold]
+    pub(super) fn completed(&mut self, slot: u16) {
+        for held in &mut self.held {
+            if let Some(uses @ true) = held.commands.get_mut(usize::from(slot)) {
+                *uses = false;
+                held.count -= 1;
+                self.has_ended |= held.count == 0;
+            }
+        }
+    }
+
+    /// Whether [`Self::let_go`] has anything to do.
+    #[inline]
+    pub(super) fn have_ended(&self) -> bool {
+        self.has_ended
+    }
+
+    /// Reports those that no command uses any more.
+    #[cold]
+    pub(super) fn let_go(&mut self, user: Option<&TableUse>) {
+        self.has_ended = false;
+        self.held.retain(|held| {
+            if held.count == 0
+                && let Some(user) = user
+            {
+                user.let_go(held.departure.generation());
+            }
+            held.count > 0
+        });
+    }
+
+    /// Notes a write of at most `len` bytes at an IOVA: of as many as lie in memory that went, which it returns.
+    pub(super) fn note_written_by_drive(&self, iova: u64, len: u64) -> u64 {
+        let mut departures = self.held.iter().map(|held| &held.departure);
+        departures
+            .find_map(
+                |departure| match departure.note_written_by_drive(iova, len) {
+                    0 => None,
+                    noted => Some(noted),
+                },
+            )
+            .unwrap_or(0)
+    }
+}
+
+/// Whether a command's data lies in memory of a departure, even in part.
+fn uses(command: &Sqe, bytes: u32, departure: &Departure, lists: &ListMemory) -> bool {
+    let mut uses = false;
+    let data = DataPointer::of(command);
+    let walked = data.for_each_iova(lists, bytes.into(), |iova, len| {
+        uses |= len > 0 && departure.has_iova(iova, len);
+        Ok(())
+    });
+    // It was translated by us, and has not changed since.
+    debug_assert!(walked.is_ok());
+    uses || walked.is_err()
+}

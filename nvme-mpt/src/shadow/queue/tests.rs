@@ -1,0 +1,196 @@
+//! A shadow queue that a test polls by itself, over a host queue that does what the test says.
+
+mod memory;
+
+use std::os::fd::RawFd;
+
+use zerocopy::IntoBytes;
+
+use super::*;
+use crate::dma::{DmaWindow, MemoryRegion};
+use crate::host::software::SoftwareController;
+use crate::host::{CompletionTaker, HostCompletion, HostController, HostLease, HostMemory};
+use crate::interrupt::InterruptGate;
+use crate::iova::IovaSpace;
+use crate::memory::tests_support::memfd;
+use crate::poller::Waker;
+use crate::spec::ids::{CommandId, Lba, Nsid};
+use crate::spec::registers::Doorbell;
+use crate::spec::status::Status;
+
+const QUEUE: QueueId = QueueId(1);
+const ENTRIES: u32 = 16;
+const SQ: Gpa = Gpa(0x1000);
+const CQ: Gpa = Gpa(0x2000);
+const PAGE: u64 = crate::address::PAGE_SIZE;
+
+/// A host queue that keeps commands until the test completes them.
+#[derive(Default)]
+struct Host {
+    /// Called when a batch begins: after the poller looked for a newer table, before it reads a doorbell.
+    at_batch: Option<Box<dyn FnOnce()>>,
+    commands: Vec<Sqe>,
+    done: Vec<CommandId>,
+}
+
+struct Batch<'a>(&'a mut Vec<Sqe>);
+
+impl HostBatch for Batch<'_> {
+    fn announce(&mut self, _: u32, _: Ticks) {}
+
+    fn submit(&mut self, sqe: &Sqe) {
+        self.0.push(*sqe);
+    }
+
+    fn ring(self, _: HostMemory<'_>) {}
+}
+
+impl HostQueue for Host {
+    const COMPLETES_AT_ONCE: bool = false;
+
+    type Batch<'a> = Batch<'a>;
+
+    fn batch(&mut self) -> Batch<'_> {
+        if let Some(at_batch) = self.at_batch.take() {
+            at_batch();
+        }
+        Batch(&mut self.commands)
+    }
+
+    fn reap(&mut self, _: HostMemory<'_>, mut taker: impl CompletionTaker) {
+        for CommandId(slot) in self.done.drain(..) {
+            taker.take(HostCompletion {
+                slot,
+                status: Status::SUCCESS,
+                dw0: 0,
+            });
+        }
+    }
+
+    fn wait_fd(&self) -> Option<RawFd> {
+        None
+    }
+}
+
+impl Host {
+    /// Completes the `index`th command that it has.
+    fn complete(&mut self, index: usize) {
+        let command = self.commands.remove(index);
+        self.done.push(command.cdw0.cid());
+    }
+}
+
+/// A guest with one queue pair.
+struct Guest {
+    window: Arc<DmaWindow>,
+    context: Arc<QueueContext>,
+    queue: Box<ShadowQueue>,
+    tail: u32,
+    next_cid: u16,
+}
+
+fn region(gpa: Gpa, len: u64) -> MemoryRegion {
+    MemoryRegion {
+        gpa,
+        len,
+        fd: memfd(len),
+        offset: 0,
+        readable: true,
+        writable: true,
+    }
+}
+
+impl Guest {
+    /// A guest whose rings lie in a page each.
+    fn new(space: Arc<IovaSpace>) -> Self {
+        let window = DmaWindow::new(space.clone());
+        for ring in [SQ, CQ] {
+            window.map(region(ring, PAGE)).expect("free");
+        }
+        Self::with_rings(window, &space)
+    }
+
+    fn with_rings(window: DmaWindow, space: &Arc<IovaSpace>) -> Self {
+        let mode = DoorbellMode::Trap;
+        let context = Arc::new(QueueContext {
+            mode,
+            doorbells: Arc::new(DoorbellPage::new(mode, 1).expect("memory")),
+            silence: Silence::new(false),
+            events: Arc::new(EventQueue::new().expect("eventfd")),
+            tables: window.tables().clone(),
+        });
+        let controller = SoftwareController::null(1 << 30, 9);
+        let slots = (ENTRIES - 1) as u16;
+        let namespace = controller.namespaces()[0];
+        let host = controller
+            .create_queue(slots, &namespace, &HostLease::default())
+            .expect("a queue");
+        let lists = ListMemory::new(space, slots.into()).expect("memory");
+        let gate = InterruptGate::new(None, Arc::default());
+        let cq = CompletionQueue::new((QUEUE, CQ, ENTRIES), &context, None, gate, Arc::default());
+        let sq = SubmissionQueue::new((QUEUE, SQ, ENTRIES), &context, None, Arc::default());
+        let blocks = LeasedBlocks {
+            guest_nsid: Nsid(1),
+            host_nsid: Nsid(1),
+            first: Lba(0),
+            blocks: namespace.blocks,
+            lba_shift: 9,
+        };
+        let user = context.tables.register(Waker::new().expect("eventfd"));
+        let mut queue = Box::new(ShadowQueue::new(
+            0,
+            context.clone(),
+            cq.expect("mapped"),
+            None,
+            (host, slots, lists),
+            (blocks, *controller.limits()),
+            user,
+        ));
+        queue.add_sq(sq.expect("mapped"));
+        Self {
+            window: Arc::new(window),
+            context,
+            queue,
+            tail: 0,
+            next_cid: 0,
+        }
+    }
+
+    /// Writes a command into the ring, and not yet the doorbell.
+    fn push(&mut self, opcode: NvmOpcode, blocks: u16, dptr: [u64; 2]) {
+        let mut sqe = Sqe::new(opcode.0);
+        sqe.cdw0 = sqe.cdw0.with_cid(CommandId(self.next_cid));
+        sqe.nsid = Nsid(1);
+        sqe.dptr = dptr;
+        sqe.cdw12 = u32::from(blocks) - 1;
+        let at = Gpa(SQ.0 + u64::from(self.tail) * size_of::<Sqe>() as u64);
+        self.window.write(at, sqe.as_bytes()).expect("mapped");
+        self.tail = (self.tail + 1) % ENTRIES;
+        self.next_cid += 1;
+    }
+
+    fn ring(&self) {
+        let doorbell = Doorbell::SqTail(QUEUE);
+        self.context.doorbells.store(doorbell, self.tail);
+    }
+
+    /// Reads into these pages, 4 KiB or 8 KiB.
+    fn submit_read(&mut self, dptr: [u64; 2]) {
+        let blocks = if dptr[1] == 0 { 8 } else { 16 };
+        self.push(NvmOpcode::READ, blocks, dptr);
+        self.ring();
+    }
+
+    fn poll(&mut self, host: &mut Host) {
+        self.queue.core.poll(host);
+    }
+
+    /// Status of the `index`th completion of the first round, if it is there.
+    fn completion(&self, index: u64) -> Option<Status> {
+        let mut entry = [0; size_of::<Cqe>()];
+        let at = Gpa(CQ.0 + index * size_of::<Cqe>() as u64);
+        self.window.read(at, &mut entry).expect("mapped");
+        let high = u16::from_le_bytes([entry[14], entry[15]]);
+        (high & 1 == 1).then_some(Status(high >> 1))
+    }
+}

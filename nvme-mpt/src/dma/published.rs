@@ -5,6 +5,11 @@ use std::sync::{Arc, PoisonError};
 use crate::sync::{AtomicU64, Mutex, Ordering};
 
 /// The newest snapshot, and its number.
+///
+/// A user learns of work by a word that another thread stores: a doorbell. It asks for the newest
+/// generation *after* it loaded that word with acquire semantics. Then it has every snapshot that was
+/// published before the word was stored: a guest that submits a command for memory which was just mapped
+/// finds it mapped. A user that asked before it loaded the word would use a snapshot without that memory.
 #[derive(Debug)]
 pub(super) struct Published<T> {
     generation: AtomicU64,
@@ -41,5 +46,63 @@ impl<T> Published<T> {
         };
         self.generation.store(generation, Ordering::Release);
         before
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_models {
+    use loom::sync::atomic::AtomicU32;
+    use loom::thread;
+
+    use super::*;
+
+    /// What a snapshot says of the memory: whether it is mapped.
+    type Snapshot = bool;
+
+    /// A VMM maps memory, then its guest submits a command that uses it. The poller takes up snapshots
+    /// when its pass begins, and asks once more where `asks_again` says so. Returns whether the command
+    /// found the memory mapped.
+    fn command_on_new_memory(asks_again: bool) {
+        loom::model(move || {
+            let published = loom::sync::Arc::new(Published::<Snapshot>::new(Arc::new(false)));
+            let doorbell = loom::sync::Arc::new(AtomicU32::new(0));
+            let guest = {
+                let (published, doorbell) = (published.clone(), doorbell.clone());
+                thread::spawn(move || {
+                    published.publish(1, Arc::new(true));
+                    doorbell.store(1, Ordering::Release);
+                })
+            };
+            let mut known = 0;
+            let mut snapshot = published.current();
+            loop {
+                if published.generation() != known {
+                    known = published.generation();
+                    snapshot = published.current();
+                }
+                if doorbell.load(Ordering::Acquire) == 0 {
+                    thread::yield_now();
+                    continue;
+                }
+                if asks_again && published.generation() != known {
+                    continue;
+                }
+                assert!(*snapshot, "the command finds its memory mapped");
+                break;
+            }
+            guest.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn memory_that_is_mapped_before_a_doorbell_is_written_is_found() {
+        command_on_new_memory(true);
+    }
+
+    /// The order that lost commands: without it, the model above could not fail.
+    #[test]
+    #[should_panic(expected = "finds its memory mapped")]
+    fn a_poller_that_does_not_ask_again_misses_it() {
+        command_on_new_memory(false);
     }
 }

@@ -306,13 +306,18 @@ impl Core {
         worked
     }
 
-    /// Takes commands of one Submission Queue and submits them. Returns whether there were any.
+    /// Takes commands of one Submission Queue and submits them. Returns whether there are any.
     #[inline]
     fn take<H: HostQueue>(&mut self, index: usize, batch: &mut impl HostBatch) -> bool {
         let sq = &mut self.sqs[index];
         let available = sq.available(&self.context.events);
         if available == 0 {
             return false;
+        }
+        if !self.context.tables.is_newest(self.generation) {
+            // Memory that was mapped before the guest wrote its doorbell is in the newest table, which
+            // the next pass begins with.
+            return true;
         }
         // At least once per half round, so that its EventIdx stays behind it.
         if self.cq.room < available.max(self.cq.entries / 2) {

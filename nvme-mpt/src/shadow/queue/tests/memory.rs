@@ -6,6 +6,26 @@ use super::*;
 const DATA: Gpa = Gpa(0x10_0000);
 
 #[test]
+fn memory_that_was_mapped_before_the_doorbell_was_written_is_there() {
+    let mut guest = Guest::new(Arc::new(IovaSpace::software()));
+    guest.push(NvmOpcode::READ, 8, [DATA.0, 0]);
+    let mut host = Host::default();
+    let (window, context, tail) = (guest.window.clone(), guest.context.clone(), guest.tail);
+    host.at_batch = Some(Box::new(move || {
+        window.map(region(DATA, PAGE)).expect("free");
+        context.doorbells.store(Doorbell::SqTail(QUEUE), tail);
+    }));
+    guest.poll(&mut host);
+    // Once more, for a poller that leaves the command to its next pass.
+    guest.poll(&mut host);
+    assert_eq!(guest.completion(0), None, "it did not fail");
+    assert_eq!(host.commands.len(), 1, "the host has it");
+    host.complete(0);
+    guest.poll(&mut host);
+    assert_eq!(guest.completion(0), Some(Status::SUCCESS));
+}
+
+#[test]
 fn an_unmap_waits_for_commands_that_use_the_region_and_for_no_others() {
     const OTHER: Gpa = Gpa(0x20_0000);
     let mut guest = Guest::new(Arc::new(IovaSpace::software()));

@@ -22,6 +22,7 @@ impl DmaWindow {
     /// # Errors
     /// As [`Self::map`]; what was mapped until then stays.
     pub fn map_held(&self, memory: &HeldMemory) -> Result<(), DmaError> {
+        let _change = self.tables.under_way.begin();
         for place in &memory.0 {
             let mut changes = self.changes();
             let index = Self::check_free(&self.table(), place.gpa, place.len)?;

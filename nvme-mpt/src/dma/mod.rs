@@ -24,6 +24,7 @@ mod kinds;
 mod published;
 mod region;
 mod table;
+mod under_way;
 mod users;
 
 use std::os::fd::{AsFd, OwnedFd};
@@ -40,12 +41,14 @@ pub use table::{Direction, RegionHint, RegionTable};
 pub(crate) use users::TableUse;
 
 use crate::address::{Gpa, PAGE_SIZE};
+use crate::clock::Ticks;
 use crate::iova::{IovaSpace, NoMapping, VmMappings};
 use crate::memory::{Access, RawBytes, is_memory, type_of};
 use crate::poller::Waker;
 use dirty::DirtyPages;
 use published::Published;
 use region::{Extent, GuestFile, Place, Region};
+use under_way::UnderWay;
 use users::{TableUser, wait_left};
 
 /// Regions that one VM may have: 16 GiB of memory that is plugged in blocks of 2 MiB. A client that
@@ -84,6 +87,7 @@ pub struct MemoryRegion {
 pub(crate) struct Tables {
     published: Published<RegionTable>,
     users: Mutex<Vec<Arc<TableUser>>>,
+    under_way: UnderWay,
     /// Held throughout a change. What keeps the tables, as a queue with commands in flight does, keeps the memory.
     changes: Mutex<Changes>,
 }
@@ -110,6 +114,11 @@ impl Tables {
         users.retain(|user| !user.is_gone());
         users.push(user.clone());
         (TableUse(user), table)
+    }
+
+    /// Since when no change of the memory is under way: `now` while one is.
+    pub(crate) fn quiet_since(&self, now: Ticks) -> Ticks {
+        self.under_way.quiet_since(now)
     }
 
     /// Whether no user uses memory that went with the table of this generation.
@@ -172,6 +181,7 @@ impl DmaWindow {
         let tables = Tables {
             published: Published::new(Arc::default()),
             users: Mutex::default(),
+            under_way: UnderWay::default(),
             changes: Mutex::default(),
         };
         Self {
@@ -244,6 +254,7 @@ impl DmaWindow {
             Access::Read
         };
         let bytes = usize::try_from(len).map_err(|_| DmaError::InvalidRegion { gpa, len })?;
+        let _change = self.tables.under_way.begin();
         let mut changes = self.changes();
         let index = Self::check_free(&self.table(), gpa.0, len)?;
         let files = &mut changes.files;
@@ -331,6 +342,7 @@ impl DmaWindow {
             Some(last) => last,
             None => return Err(DmaError::InvalidRegion { gpa, len }),
         };
+        let _change = self.tables.under_way.begin();
         let (departure, bytes) = {
             let mut changes = self.changes();
             let current = self.table();

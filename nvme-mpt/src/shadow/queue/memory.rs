@@ -15,7 +15,18 @@ use crate::spec::registers::Doorbell;
 /// How long the memory of a queue's rings may be gone before the queue fails. A VMM that changes the
 /// map of its guest's memory takes a region away and brings it back at once, as firmware makes it do
 /// when it write-protects itself with its disk driver's queues set up.
+/// The time counts from the end of the last change of the memory: to pin a large region takes longer.
 const SUSPENSION: Duration = Duration::from_secs(1);
+
+/// How long it may be gone in all: drivers wait as long for a command.
+const SUSPENSION_MAX: Duration = Duration::from_secs(30);
+
+/// Whether the memory of a queue's rings is gone for too long: `since` this moment, and with no change of the
+/// memory under way since the other.
+pub(super) fn is_over(now: Ticks, since: Ticks, quiet_since: Ticks) -> bool {
+    let lasts = |from: Ticks| Duration::from_nanos(nanoseconds(now.since(from)));
+    lasts(since.max(quiet_since)) > SUSPENSION || lasts(since) > SUSPENSION_MAX
+}
 
 impl Core {
     /// Takes up the newest snapshot of the VM's memory.
@@ -76,9 +87,11 @@ impl Core {
     /// A suspension that lasts is no change of the memory map any more.
     #[cold]
     pub(super) fn end_suspension(&mut self) {
-        if let Condition::Suspended { gone, since } = self.condition
-            && nanoseconds(Ticks::now().since(since)) > SUSPENSION.as_nanos() as u64
-        {
+        let Condition::Suspended { gone, since } = self.condition else {
+            return;
+        };
+        let now = Ticks::now();
+        if is_over(now, since, self.context.tables.quiet_since(now)) {
             self.fail(QueueFailure::RingUnmapped(gone));
         }
     }

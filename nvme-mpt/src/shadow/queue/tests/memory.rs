@@ -1,6 +1,14 @@
 //! Memory that comes and goes while commands are in flight.
 
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use super::super::memory::is_over;
 use super::*;
+use crate::clock::ticks_in;
+use crate::iova::Iommu;
+use crate::memory::{Access, Mapping};
 
 /// A page that the tests map and unmap.
 const DATA: Gpa = Gpa(0x10_0000);
@@ -75,4 +83,80 @@ fn an_unmap_waits_for_commands_that_use_the_region_and_for_no_others() {
         assert_eq!(unmapped, 2 * PAGE);
         assert!(!waits, "it waited for commands that use other memory");
     });
+}
+
+/// An IOMMU whose maps take as long as a test wants.
+#[derive(Debug, Default)]
+struct SlowIommu {
+    holds: AtomicBool,
+    has_map: AtomicBool,
+}
+
+impl Iommu for SlowIommu {
+    fn map(&self, _: u64, _: &Mapping, _: Range<usize>, _: Access) -> std::io::Result<()> {
+        self.has_map.store(true, Ordering::Release);
+        while self.holds.load(Ordering::Acquire) {
+            std::thread::yield_now();
+        }
+        self.has_map.store(false, Ordering::Release);
+        Ok(())
+    }
+
+    fn unmap(&self, _: u64, _: u64) -> std::io::Result<()> {
+        Ok(())
+    }
+
+    fn mappings_max(&self) -> Option<u64> {
+        None
+    }
+}
+
+#[test]
+fn a_ring_that_is_being_mapped_again_is_waited_for() {
+    let iommu = Arc::new(SlowIommu::default());
+    let usable = [0..=(1 << 39) - 1];
+    let space = Arc::new(IovaSpace::behind_iommu(iommu.clone(), &usable));
+    let mut guest = Guest::new(space);
+    let mut host = Host::default();
+    let window = guest.window.clone();
+    std::thread::scope(|scope| {
+        let unmap = scope.spawn(|| window.unmap(SQ, PAGE));
+        while !unmap.is_finished() {
+            guest.poll(&mut host);
+        }
+        unmap.join().expect("no panic").expect("idle");
+        // Much longer ago than a ring may be gone while nothing happens.
+        let since = Ticks(Ticks::now().0 - ticks_in(Duration::from_secs(10)));
+        let suspended = Condition::Suspended { gone: SQ, since };
+        guest.queue.core.condition = suspended;
+        iommu.holds.store(true, Ordering::Release);
+        let map = scope.spawn(|| window.map(region(SQ, PAGE)));
+        while !iommu.has_map.load(Ordering::Acquire) && !map.is_finished() {
+            std::thread::yield_now();
+        }
+        guest.poll(&mut host);
+        let meanwhile = guest.queue.core.condition;
+        iommu.holds.store(false, Ordering::Release);
+        map.join().expect("no panic").expect("free");
+        assert_eq!(meanwhile, suspended, "the map is under way");
+    });
+    guest.poll(&mut host);
+    assert_eq!(guest.queue.core.condition, Condition::Sound);
+}
+
+#[test]
+fn a_ring_is_waited_for_while_memory_changes_and_a_second_longer() {
+    let start = 1 << 60;
+    let at = |milliseconds| Ticks(start + ticks_in(Duration::from_millis(milliseconds)));
+    let never = Ticks(0);
+    assert!(!is_over(at(990), at(0), never));
+    assert!(is_over(at(1010), at(0), never));
+    // A change that lasts, and one that ended.
+    assert!(!is_over(at(20_000), at(0), at(20_000)));
+    assert!(!is_over(at(20_000), at(0), at(19_010)));
+    assert!(is_over(at(20_000), at(0), at(18_990)));
+    assert!(
+        is_over(at(31_000), at(0), at(31_000)),
+        "it is not waited for ever"
+    );
 }

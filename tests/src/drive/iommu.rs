@@ -9,7 +9,7 @@ use std::io;
 use std::ops::Range;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError, RwLock};
+use std::sync::{Condvar, Mutex, PoisonError, RwLock};
 
 use nvme_mpt::iova::Iommu;
 use nvme_mpt::memory::{Access, Mapping};
@@ -52,6 +52,39 @@ pub struct ModelIommu {
     faults: Mutex<Vec<DmaFault>>,
     count: AtomicU64,
     refusing: AtomicBool,
+    gate: Gate,
+}
+
+/// Where maps wait, as they do while an IOMMU pins memory page by page.
+#[derive(Debug, Default)]
+struct Gate {
+    state: Mutex<GateState>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct GateState {
+    closed: bool,
+    waiting: usize,
+}
+
+impl Gate {
+    fn change<T>(&self, change: impl FnOnce(&mut GateState) -> T) -> T {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let result = change(&mut state);
+        self.changed.notify_all();
+        result
+    }
+
+    fn pass(&self) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.waiting += 1;
+        while state.closed {
+            let woken = self.changed.wait(state);
+            state = woken.unwrap_or_else(PoisonError::into_inner);
+        }
+        state.waiting -= 1;
+    }
 }
 
 impl ModelIommu {
@@ -83,6 +116,21 @@ impl ModelIommu {
     /// From now on maps fail as if the memory that may be locked were used up, or no longer do.
     pub fn refuse_maps(&self, refuse: bool) {
         self.refusing.store(refuse, Ordering::Relaxed);
+    }
+
+    /// From now on maps take until [`Self::let_maps_through`].
+    pub fn hold_maps(&self) {
+        self.gate.change(|state| state.closed = true);
+    }
+
+    /// Maps that are held.
+    pub fn held_maps(&self) -> usize {
+        self.gate.change(|state| state.waiting)
+    }
+
+    /// Ends [`Self::hold_maps`].
+    pub fn let_maps_through(&self) {
+        self.gate.change(|state| state.closed = false);
     }
 
     fn read_maps(&self) -> std::sync::RwLockReadGuard<'_, BTreeMap<u64, Mapped>> {
@@ -197,6 +245,7 @@ impl Iommu for ModelIommu {
         if len == 0 || !iova.is_multiple_of(PAGE) || !len.is_multiple_of(PAGE) {
             return Err(invalid());
         }
+        self.gate.pass();
         let mut maps = self.maps.write().unwrap_or_else(PoisonError::into_inner);
         if let Some((&start, mapped)) = maps.range(..end).next_back()
             && start + mapped.len > iova

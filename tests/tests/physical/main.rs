@@ -14,6 +14,7 @@ mod failures;
 mod function;
 mod guests;
 mod load;
+mod memory;
 #[path = "../function/prp.rs"]
 mod prp;
 #[path = "../function/sgl.rs"]

@@ -74,6 +74,53 @@ impl Mapping {
         Ok(Self { base, len })
     }
 
+    /// Maps pages of a file one behind the other, which lie anywhere in it.
+    pub(crate) fn of_pages(
+        fd: BorrowedFd<'_>,
+        offsets: &[u64],
+        page: usize,
+    ) -> Result<Self, MemoryError> {
+        let (&first, rest) = offsets
+            .split_first()
+            .ok_or(MemoryError::Region { gpa: 0, len: 0 })?;
+        // Takes the addresses for all of them.
+        let mut mapping = Self::new(fd, first, page)?;
+        let len = page * offsets.len();
+        let failed = |call| MemoryError::System {
+            call,
+            len: len as u64,
+            source: io::Error::last_os_error(),
+        };
+        // SAFETY: the mapping grows, and moves if it has to; nothing points into it yet. Pages of it behind the
+        // first one are replaced below.
+        let base = unsafe {
+            let base = mapping.base.as_ptr().cast();
+            libc::mremap(base, mapping.len, len, libc::MREMAP_MAYMOVE)
+        };
+        if base == libc::MAP_FAILED {
+            return Err(failed("mremap"));
+        }
+        mapping.base = NonNull::new(base.cast::<u8>()).ok_or_else(|| failed("mremap"))?;
+        mapping.len = len;
+        for (index, &offset) in (1..).zip(rest) {
+            // SAFETY: the page lies in the mapping, which nothing points into yet.
+            let mapped = unsafe {
+                libc::mmap(
+                    mapping.base.as_ptr().add(index * page).cast(),
+                    page,
+                    libc::PROT_READ | libc::PROT_WRITE,
+                    libc::MAP_SHARED | libc::MAP_FIXED,
+                    fd.as_raw_fd(),
+                    offset as libc::off_t,
+                )
+            };
+            if mapped == libc::MAP_FAILED {
+                return Err(failed("mmap"));
+            }
+        }
+        Ok(mapping)
+    }
+
     /// Asks for huge pages. Without them everything works too, so a refusal is no error.
     pub(crate) fn advise_huge(&self) {
         // SAFETY: the range is this mapping; the advice changes no content.

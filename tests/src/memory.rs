@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use crate::mapping::{self, Mapping};
 pub use crate::mapping::{Cell, SharedSlice};
+use crate::rng::Rng;
 
 /// The memory page size that the driver sets in CC.MPS (0), whatever the host's page size is.
 pub const PAGE_SIZE: usize = 4096;
@@ -64,10 +65,43 @@ pub struct Region {
     pub len: u64,
     /// Where it starts in [`GuestMemory::fd`].
     pub fd_offset: u64,
+    /// Where its pages are in the memfd, if they do not follow one another.
+    pages: Option<Arc<[u64]>>,
     mapping: Arc<Mapping>,
 }
 
+/// A part of a region that is mapped by itself.
+#[derive(Clone, Copy, Debug)]
+pub struct Piece {
+    /// Guest physical address.
+    pub gpa: u64,
+    /// Bytes.
+    pub len: u64,
+    /// Where it starts in [`GuestMemory::fd`].
+    pub fd_offset: u64,
+}
+
 impl Region {
+    /// The parts to map: one, or each page of scattered memory by itself.
+    pub fn pieces(&self) -> Vec<Piece> {
+        let page = PAGE_SIZE as u64;
+        match &self.pages {
+            None => vec![Piece {
+                gpa: self.gpa,
+                len: self.len,
+                fd_offset: self.fd_offset,
+            }],
+            Some(pages) => (0..)
+                .zip(pages.iter())
+                .map(|(index, &fd_offset)| Piece {
+                    gpa: self.gpa + index * page,
+                    len: page,
+                    fd_offset,
+                })
+                .collect(),
+        }
+    }
+
     fn offset_of(&self, gpa: u64, len: usize) -> Option<usize> {
         let offset = gpa.checked_sub(self.gpa)?;
         let end = offset.checked_add(len as u64)?;
@@ -78,6 +112,8 @@ impl Region {
 #[derive(Debug)]
 struct Inner {
     memfd: File,
+    /// Where pages of regions lie, if they are to be scattered: the seed of their order.
+    scattered: Option<u64>,
     regions: RwLock<Vec<Region>>,
     /// Free runs: guest physical address to bytes. Runs of two regions are never merged.
     free: Mutex<BTreeMap<u64, u64>>,
@@ -95,10 +131,24 @@ impl GuestMemory {
     /// # Errors
     /// When a region is empty, unaligned or overlaps another one, or memory cannot be had.
     pub fn new(regions: &[(u64, u64)]) -> Result<Self, MemoryError> {
+        Self::with_order(regions, None)
+    }
+
+    /// As [`GuestMemory::new`], with the pages of each region anywhere in the region's part of the memfd: as a device
+    /// sees the memory of a guest that has a virtual IOMMU. Each page is to be mapped by itself.
+    ///
+    /// # Errors
+    /// As [`GuestMemory::new`].
+    pub fn scattered(regions: &[(u64, u64)], seed: u64) -> Result<Self, MemoryError> {
+        Self::with_order(regions, Some(seed))
+    }
+
+    fn with_order(regions: &[(u64, u64)], scattered: Option<u64>) -> Result<Self, MemoryError> {
         let memfd = mapping::memfd()?;
         let memory = Self {
             inner: Arc::new(Inner {
                 memfd,
+                scattered,
                 regions: RwLock::default(),
                 free: Mutex::default(),
             }),
@@ -140,12 +190,27 @@ impl GuestMemory {
                 len,
                 source,
             })?;
-        let mapping = Mapping::new(self.fd(), fd_offset, len as usize)?;
-        mapping.advise_huge();
+        let pages = self.inner.scattered.map(|seed| {
+            let mut rng = Rng::new(seed ^ gpa);
+            let mut pages: Vec<_> = (fd_offset..fd_offset + len).step_by(PAGE_SIZE).collect();
+            for left in (1..pages.len()).rev() {
+                pages.swap(left, rng.below(left as u64 + 1) as usize);
+            }
+            Arc::<[u64]>::from(pages)
+        });
+        let mapping = match &pages {
+            Some(pages) => Mapping::of_pages(self.fd(), pages, PAGE_SIZE)?,
+            None => {
+                let mapping = Mapping::new(self.fd(), fd_offset, len as usize)?;
+                mapping.advise_huge();
+                mapping
+            }
+        };
         let region = Region {
             gpa,
             len,
             fd_offset,
+            pages,
             mapping: Arc::new(mapping),
         };
         regions.push(region.clone());
@@ -405,6 +470,25 @@ mod tests {
             let mut back = [0; 100];
             memory.read(at, &mut back).unwrap();
             assert_eq!(&back[..], data);
+        }
+    }
+
+    #[test]
+    fn scattered_pages_are_where_their_pieces_say() {
+        let memory = GuestMemory::scattered(&[(BASE, 0x10_0000)], 7).unwrap();
+        let data: Vec<u8> = (0..0x10_0000_u32).map(|at| (at / 4096) as u8).collect();
+        memory.write(BASE, &data).unwrap();
+        let pieces = memory.regions()[0].pieces();
+        assert_eq!(pieces.len(), 256);
+        let moved = pieces
+            .iter()
+            .filter(|piece| piece.fd_offset != piece.gpa - BASE);
+        assert!(moved.count() > 200);
+        for piece in pieces {
+            let page = Mapping::new(memory.fd(), piece.fd_offset, PAGE_SIZE).unwrap();
+            let mut back = [0; PAGE_SIZE];
+            page.read(0, &mut back);
+            assert_eq!(back, [((piece.gpa - BASE) / 4096) as u8; PAGE_SIZE]);
         }
     }
 

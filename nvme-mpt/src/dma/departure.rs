@@ -68,6 +68,16 @@ impl Departure {
         part.is_some_and(|part| part.iova + part.len > iova)
     }
 
+    /// Whether any of `len` bytes at a guest address is in one of the regions.
+    pub(crate) fn has_gpa(&self, gpa: Gpa, len: u64) -> bool {
+        let overlaps = |part: &Part| {
+            let (first, other) = (part.gpa.max(gpa.0), part.gpa.min(gpa.0));
+            let len = if part.gpa < gpa.0 { part.len } else { len };
+            first - other < len
+        };
+        self.parts.iter().any(overlaps)
+    }
+
     /// Notes a write of at most `len` bytes at an IOVA: of as many as lie in one of the regions, which it
     /// returns.
     pub(crate) fn note_written_by_drive(&self, iova: u64, len: u64) -> u64 {

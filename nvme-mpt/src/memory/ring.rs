@@ -10,15 +10,95 @@ use super::Mapping;
 use crate::spec::cqe::Cqe;
 use crate::spec::sqe::Sqe;
 
-/// A Submission Queue's entries, read only (Base 2.0, section 3.3.3.1).
+/// The entries of a ring, and where they are.
+///
+/// Most rings lie in one stretch of our address space. A guest behind a virtual IOMMU has the pages of a ring
+/// mapped one by one, and they lie anywhere. Then entries beyond the first stretch are found by their page. Entries
+/// of a ring in one stretch cost nothing for this, as their index is to be checked anyway.
 #[derive(Debug)]
-pub struct SubmissionRing {
-    first: *const [u64; 8],
+struct Entries<T> {
+    first: *const T,
+    /// Entries that follow one another from `first` on.
+    in_first_stretch: u32,
     entries: u32,
-    _mapping: Arc<Mapping>,
+    /// All pages, where there is more than one stretch.
+    pages: Box<[*const u8]>,
+    _mappings: Box<[Arc<Mapping>]>,
 }
 
-// SAFETY: the entries are only copied out by volatile reads, and the mapping is kept.
+/// Bytes of a ring's pages, which divide into whole entries.
+const PAGE: usize = crate::address::PAGE_SIZE as usize;
+
+impl<T> Entries<T> {
+    fn in_one_stretch(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
+        let len = (entries as usize).checked_mul(size_of::<T>())?;
+        let first = mapping.bytes(offset, len)?.as_ptr().cast::<T>();
+        first.is_aligned().then(|| Self {
+            first: first.cast_const(),
+            in_first_stretch: entries,
+            entries,
+            pages: Box::default(),
+            _mappings: Box::new([mapping.clone()]),
+        })
+    }
+
+    fn in_pages(pages: &[(Arc<Mapping>, usize)], entries: u32) -> Option<Self> {
+        const { assert!(PAGE.is_multiple_of(size_of::<T>())) };
+        let len = (entries as usize).checked_mul(size_of::<T>())?;
+        let mut mappings: Vec<Arc<Mapping>> = Vec::new();
+        let mut addresses: Vec<*const u8> = Vec::with_capacity(pages.len());
+        for (mapping, offset) in pages {
+            let page = mapping.bytes(*offset, PAGE)?.as_ptr();
+            if !page.cast::<T>().is_aligned() {
+                return None;
+            }
+            addresses.push(page.cast_const());
+            if !mappings.iter().any(|known| Arc::ptr_eq(known, mapping)) {
+                mappings.push(mapping.clone());
+            }
+        }
+        let first = addresses.first()?.cast::<T>();
+        if addresses.len() != len.div_ceil(PAGE) {
+            return None;
+        }
+        let follow = addresses.windows(2).take_while(|pair| match pair {
+            [before, page] => before.wrapping_add(PAGE) == *page,
+            _ => false,
+        });
+        let in_first_stretch = ((follow.count() + 1) * PAGE / size_of::<T>()).min(entries as usize);
+        Some(Self {
+            first,
+            in_first_stretch: in_first_stretch as u32,
+            entries,
+            pages: addresses.into(),
+            _mappings: mappings.into(),
+        })
+    }
+
+    /// Where an entry is: in a mapping that is kept.
+    #[inline]
+    fn at(&self, index: u32) -> *const T {
+        if index < self.in_first_stretch {
+            return self.first.wrapping_add(index as usize);
+        }
+        self.beyond_first_stretch(index)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn beyond_first_stretch(&self, index: u32) -> *const T {
+        assert!(index < self.entries, "queue index out of range");
+        let offset = index as usize * size_of::<T>();
+        let page = self.pages[offset / PAGE].cast::<T>();
+        page.wrapping_add(offset % PAGE / size_of::<T>())
+    }
+}
+
+/// A Submission Queue's entries, read only (Base 2.0, section 3.3.3.1).
+#[derive(Debug)]
+pub struct SubmissionRing(Entries<[u64; 8]>);
+
+// SAFETY: the entries are only copied out by volatile reads, and the mappings are kept.
 unsafe impl Send for SubmissionRing {}
 
 impl SubmissionRing {
@@ -26,17 +106,14 @@ impl SubmissionRing {
     /// words or does not lie inside the mapping.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
-        let len = (entries as usize).checked_mul(size_of::<Sqe>())?;
-        let first = mapping
-            .bytes(offset, len)?
-            .as_ptr()
-            .cast::<[u64; 8]>()
-            .cast_const();
-        first.is_aligned().then(|| Self {
-            first,
-            entries,
-            _mapping: mapping.clone(),
-        })
+        Entries::in_one_stretch(mapping, offset, entries).map(Self)
+    }
+
+    /// The ring of `entries` entries in these pages: mappings, and offsets in them. `None` if they are not as many
+    /// as the ring needs, or not aligned, or do not lie inside their mappings.
+    #[must_use]
+    pub fn in_pages(pages: &[(Arc<Mapping>, usize)], entries: u32) -> Option<Self> {
+        Entries::in_pages(pages, entries).map(Self)
     }
 
     /// Copies an entry out of guest memory: the one read of it.
@@ -46,17 +123,13 @@ impl SubmissionRing {
     #[inline]
     #[must_use]
     pub fn read(&self, index: u32) -> Sqe {
-        assert!(index < self.entries, "submission queue index out of range");
-        // SAFETY: the entry lies inside the mapping by the constructor's check and the assertion;
-        // volatile, as the guest may write it at any time.
+        let entry = self.0.at(index);
+        // SAFETY: the entry lies inside a mapping by the constructor's check and `at`; volatile, as the guest may
+        // write it at any time.
         #[cfg(target_arch = "x86_64")]
         let words: [u64; 8] = unsafe {
             use core::arch::x86_64::__m128i;
-            let entry = self
-                .first
-                .add(index as usize)
-                .cast::<[u8; 16]>()
-                .cast::<__m128i>();
+            let entry = entry.cast::<[u8; 16]>().cast::<__m128i>();
             let quarter = |i| core::ptr::read_volatile(entry.add(i));
             core::mem::transmute::<[__m128i; 4], [u64; 8]>([
                 quarter(0),
@@ -67,31 +140,27 @@ impl SubmissionRing {
         };
         // SAFETY: as above.
         #[cfg(not(target_arch = "x86_64"))]
-        let words: [u64; 8] = unsafe { self.first.add(index as usize).read_volatile() };
+        let words: [u64; 8] = unsafe { entry.read_volatile() };
         transmute!(words)
     }
 
-    /// Asks the processor to fetch an entry that is read soon. Any index is safe to name.
+    /// Asks the processor to fetch an entry that is read soon, of the first stretch. Any index is safe to name.
     #[inline]
     pub fn prefetch(&self, index: u32) {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: a prefetch has no architectural effect, wherever it points.
         unsafe {
             use core::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            _mm_prefetch::<_MM_HINT_T0>(self.first.wrapping_add(index as usize).cast());
+            _mm_prefetch::<_MM_HINT_T0>(self.0.first.wrapping_add(index as usize).cast());
         }
     }
 }
 
 /// A Completion Queue's entries, write only (Base 2.0, section 3.3.3.2).
 #[derive(Debug)]
-pub struct CompletionRing {
-    first: *const [AtomicU64; 2],
-    entries: u32,
-    _mapping: Arc<Mapping>,
-}
+pub struct CompletionRing(Entries<[AtomicU64; 2]>);
 
-// SAFETY: the entries are only stored to atomically, and the mapping is kept.
+// SAFETY: the entries are only stored to atomically, and the mappings are kept.
 unsafe impl Send for CompletionRing {}
 
 impl CompletionRing {
@@ -99,17 +168,13 @@ impl CompletionRing {
     /// words or does not lie inside the mapping.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
-        let len = (entries as usize).checked_mul(size_of::<Cqe>())?;
-        let first = mapping
-            .bytes(offset, len)?
-            .as_ptr()
-            .cast::<[AtomicU64; 2]>()
-            .cast_const();
-        first.is_aligned().then(|| Self {
-            first,
-            entries,
-            _mapping: mapping.clone(),
-        })
+        Entries::in_one_stretch(mapping, offset, entries).map(Self)
+    }
+
+    /// As [`SubmissionRing::in_pages`].
+    #[must_use]
+    pub fn in_pages(pages: &[(Arc<Mapping>, usize)], entries: u32) -> Option<Self> {
+        Entries::in_pages(pages, entries).map(Self)
     }
 
     /// Publishes an entry: the half with the Phase Tag last, after everything before it.
@@ -118,10 +183,9 @@ impl CompletionRing {
     /// If there is no such entry: indices are the caller's own, never a guest's word.
     #[inline]
     pub fn publish(&self, index: u32, entry: Cqe) {
-        assert!(index < self.entries, "completion queue index out of range");
-        // SAFETY: the entry lies inside the mapping, which is writable, by the constructor's and
-        // this function's check; the guest reads it as words.
-        let [low, high] = unsafe { &*self.first.add(index as usize) };
+        // SAFETY: the entry lies inside a mapping, which is writable, by the constructor's check and `at`; the
+        // guest reads it as words.
+        let [low, high] = unsafe { &*self.0.at(index) };
         low.store(entry.low, Ordering::Relaxed);
         high.store(entry.high.0, Ordering::Release);
     }
@@ -154,6 +218,55 @@ mod tests {
     fn no_entry_beyond_the_ring_is_read() {
         let mapping = Arc::new(Mapping::anonymous(4096).expect("map"));
         let _ = SubmissionRing::new(&mapping, 0, 2).expect("fits").read(2);
+    }
+
+    #[test]
+    fn entries_of_a_ring_in_pages_are_where_their_page_is() {
+        // Two pages that follow one another, one before them, and one elsewhere.
+        let mappings = [4, 1].map(|pages| Arc::new(Mapping::anonymous(pages * PAGE).expect("map")));
+        let places = [(0, 2), (0, 3), (0, 0), (1, 0)];
+        let pages =
+            places.map(|(mapping, page): (usize, usize)| (mappings[mapping].clone(), page * PAGE));
+        let bytes_of = |offset: usize, len: usize| {
+            let (mapping, page) = &pages[offset / PAGE];
+            mapping.bytes(page + offset % PAGE, len).expect("inside")
+        };
+        let entries = 3 * 64 + 10;
+        let submissions = SubmissionRing::in_pages(&pages, entries).expect("enough");
+        assert_eq!(submissions.0.in_first_stretch, 128);
+        for index in 0..entries {
+            bytes_of(index as usize * 64, 64).copy_from(&[index as u8; 64]);
+            assert_eq!(submissions.read(index).as_bytes(), [index as u8; 64]);
+        }
+        let entries = 4 * 256;
+        let completions = CompletionRing::in_pages(&pages, entries).expect("enough");
+        for index in 0..entries {
+            let entry = Cqe::new(
+                QueueId(1),
+                1,
+                CommandId(index as u16),
+                Status::SUCCESS,
+                index,
+                2,
+            );
+            completions.publish(index, entry);
+            let mut bytes = [0; 16];
+            bytes_of(index as usize * 16, 16).copy_to(&mut bytes);
+            assert_eq!(Cqe::read_from_bytes(&bytes).expect("16 bytes"), entry);
+        }
+        for (pages, entries) in [(&pages[..3], 3 * 64 + 1), (&pages[..4], 3 * 64), (&[], 2)] {
+            assert!(SubmissionRing::in_pages(pages, entries).is_none());
+        }
+        let outside = [(mappings[1].clone(), 8)];
+        assert!(SubmissionRing::in_pages(&outside, 2).is_none());
+    }
+
+    #[test]
+    #[should_panic(expected = "out of range")]
+    fn no_entry_beyond_a_ring_in_pages_is_written() {
+        let mapping = Arc::new(Mapping::anonymous(PAGE).expect("map"));
+        let ring = CompletionRing::in_pages(&[(mapping, 0)], 16).expect("fits");
+        ring.publish(16, Cqe::default());
     }
 
     #[test]

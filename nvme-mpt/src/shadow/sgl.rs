@@ -10,6 +10,7 @@ use super::Failure;
 use super::lists::{LIST_BYTES, ListMemory};
 use crate::address::{Gpa, Iova};
 use crate::dma::{Direction, RegionHint, RegionTable};
+use crate::memory::{RawBytes, RawWords};
 use crate::spec::dma::{SglDescriptor, SglSubType, SglType};
 use crate::spec::status::Status;
 
@@ -102,6 +103,64 @@ impl Builder<'_> {
     }
 }
 
+/// A segment in the guest's memory, each word of which is read once.
+enum Segment<'a> {
+    /// In one stretch of our address space.
+    Whole(RawWords<'a>),
+    /// In pages that lie anywhere, from an address on.
+    Scattered(&'a RegionTable, Gpa),
+}
+
+impl<'a> Segment<'a> {
+    fn find(
+        table: &'a RegionTable,
+        descriptor: &SglDescriptor,
+        hint: &mut RegionHint,
+    ) -> Result<Self, Failure> {
+        let (start, len) = (Gpa(descriptor.address), u64::from(descriptor.length));
+        match table.bytes(start, len, Direction::FromGuest, hint) {
+            Some(bytes) => words(bytes).map(Self::Whole),
+            None => Ok(Self::Scattered(table, start)),
+        }
+    }
+
+    #[inline]
+    fn read(&self, index: u32, hint: &mut RegionHint) -> Result<SglDescriptor, Failure> {
+        match self {
+            Self::Whole(words) => {
+                let word = 2 * index as usize;
+                Ok(transmute!([words.read(word), words.read(word + 1)]))
+            }
+            Self::Scattered(table, start) => read_scattered(table, *start, index, hint),
+        }
+    }
+}
+
+/// Reads a descriptor word by word: a page may end between the two.
+#[cold]
+fn read_scattered(
+    table: &RegionTable,
+    start: Gpa,
+    index: u32,
+    hint: &mut RegionHint,
+) -> Result<SglDescriptor, Failure> {
+    let offset = u64::from(index) * SglDescriptor::SIZE as u64;
+    let mut word = |offset| {
+        let bytes = start
+            .checked_add(offset)
+            .and_then(|at| table.bytes(at, 8, Direction::FromGuest, hint));
+        let bytes = bytes.ok_or(failure(Status::DATA_TRANSFER_ERROR))?;
+        Ok(words(bytes)?.read(0))
+    };
+    Ok(transmute!([word(offset)?, word(offset + 8)?]))
+}
+
+/// A segment's words (Base 2.0, section 4.1.2).
+fn words(bytes: RawBytes<'_>) -> Result<RawWords<'_>, Failure> {
+    let words = bytes.words();
+    words.ok_or(failure(Status::INVALID_SGL_SEGMENT_DESCRIPTOR))
+}
+
 /// Translates the SGL of a command that transfers `len` bytes, at least one.
 pub(super) fn translate(
     table: &RegionTable,
@@ -149,23 +208,11 @@ pub(super) fn translate(
         if seen > MAX_DESCRIPTORS {
             return Err(failure(Status::INVALID_NUMBER_OF_SGL_DESCRIPTORS));
         }
-        let segment = table
-            .bytes(
-                Gpa(descriptor.address),
-                u64::from(descriptor.length),
-                Direction::FromGuest,
-                &mut segment_hint,
-            )
-            .ok_or(failure(Status::DATA_TRANSFER_ERROR))?
-            .words()
-            .ok_or(failure(Status::INVALID_SGL_SEGMENT_DESCRIPTOR))?;
-        let read = |i: u32| -> SglDescriptor {
-            let i = i as usize;
-            transmute!([segment.read(2 * i), segment.read(2 * i + 1)])
-        };
+        let segment = Segment::find(table, &descriptor, &mut segment_hint)?;
+        let mut read = |index| segment.read(index, &mut segment_hint);
         let blocks = if last { count } else { count - 1 };
         for i in 0..blocks {
-            let block = read(i);
+            let block = read(i)?;
             match (block.id.sgl_type(), block.id.sub_type()) {
                 (SglType::DATA_BLOCK, SglSubType::ADDRESS) => builder.data_block(block)?,
                 // Only the last descriptor of a segment that is not the last one may point on.
@@ -178,7 +225,7 @@ pub(super) fn translate(
         if last {
             return builder.finish();
         }
-        descriptor = read(count - 1);
+        descriptor = read(count - 1)?;
         if !matches!(
             descriptor.id.sgl_type(),
             SglType::SEGMENT | SglType::LAST_SEGMENT

@@ -10,13 +10,11 @@ use nvme_mpt_tests::doorbell::Side;
 use nvme_mpt_tests::memory::{DmaBuffer, PAGE_SIZE, Region};
 use nvme_mpt_tests::rng::{self, Rng};
 use nvme_mpt_tests::sgl::{data_block, last_segment};
-use nvme_mpt_tests::status::{DATA_TRANSFER_ERROR, INVALID_FIELD, INVALID_SGL_COUNT, SUCCESS};
+use nvme_mpt_tests::status::{DATA_TRANSFER_ERROR, INVALID_SGL_COUNT, SUCCESS};
 use nvme_mpt_tests::{prp, queue::QueuePair};
 
 use crate::common::bystander::Bystander;
-use crate::common::{
-    HIGH, LEASE, Lab, Machine, NOWHERE, Setup, admin_status, queue_pair, status, written_file,
-};
+use crate::common::{HIGH, LEASE, Lab, Machine, NOWHERE, Setup, queue_pair, status, written_file};
 use crate::memory::queue_pair_at;
 
 const BLOCK: u64 = 64 << 10;
@@ -223,10 +221,10 @@ fn blocks_come_and_go_under_io_to_others() {
 }
 
 #[test]
-fn queues_may_lie_in_blocks_that_are_one_run() {
+fn queues_may_lie_in_several_blocks() {
     let lab = Lab::new("memory:32M", 512);
     let bystander = Bystander::start(&lab, &Setup::nth(1));
-    for (order, is_run) in orders().into_iter().zip([true, false]) {
+    for order in orders() {
         let machine = lab.machine(&Setup::nth(0));
         let region = unplugged(&machine);
         for block in order {
@@ -237,13 +235,6 @@ fn queues_may_lie_in_blocks_that_are_one_run() {
         let sq = PLUGGED + 9 * BLOCK + BLOCK / 2;
         let sq = machine.memory.alloc_at(sq, 64 << 10).unwrap();
         let cq = machine.memory.alloc(16 << 10).unwrap();
-        if !is_run {
-            let create_cq = Sqe::create_cq(1, cq.gpa(), 1024, None);
-            assert_eq!(admin_status(&mut controller, create_cq), SUCCESS);
-            let create_sq = Sqe::create_sq(1, sq.gpa(), 1024, 1);
-            assert_eq!(admin_status(&mut controller, create_sq), INVALID_FIELD);
-            continue;
-        }
         let mut queue = queue_pair_at(&mut controller, (sq, cq), 1024);
         for _ in 0..3000 {
             assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);

@@ -17,6 +17,7 @@ mod leases;
 mod lost_writes;
 mod memory;
 mod one_drive;
+mod pages;
 mod parking;
 mod physical;
 mod property;

@@ -14,6 +14,8 @@ struct Variant {
     file: bool,
     lba_size: u32,
     doorbells: DoorbellMode,
+    /// Whether the guest's pages are mapped one by one.
+    scattered: bool,
     poll: &'static str,
     /// Bytes of the largest transfer.
     transfer: u32,
@@ -27,16 +29,20 @@ fn variants() -> impl Strategy<Value = Variant> {
         any::<bool>(),
         prop::sample::select(vec![512, 4096]),
         prop::sample::select(MODES.to_vec()),
+        prop::sample::select(vec![false, false, false, true]),
         prop::sample::select(vec!["shared", "dedicated", "shared:busy"]),
         prop::sample::select(vec![SMALL, SMALL, SMALL, LARGE]),
     )
-        .prop_map(|(file, lba_size, doorbells, poll, transfer)| Variant {
-            file,
-            lba_size,
-            doorbells,
-            poll,
-            transfer,
-        })
+        .prop_map(
+            |(file, lba_size, doorbells, scattered, poll, transfer)| Variant {
+                file,
+                lba_size,
+                doorbells,
+                scattered,
+                poll,
+                transfer,
+            },
+        )
 }
 
 /// A layout from any number, within the descriptors that a command may have.
@@ -69,6 +75,10 @@ fn run(variant: Variant, steps: &[([u64; 4], u32)]) -> Result<(), TestCaseError>
     let setup = Setup::nth(1)
         .doorbells(variant.doorbells)
         .poll(variant.poll);
+    let setup = match variant.scattered {
+        true => setup.scattered(),
+        false => setup,
+    };
     let machine = lab.machine(&setup);
     let (_controller, mut disk) = machine.disk();
     let limits = Limits::of(&disk, variant.transfer / variant.lba_size);

@@ -329,16 +329,8 @@ fn queues_where_there_is_no_memory() {
     let machine = lab.machine(&Setup::nth(0));
     let mut controller = machine.attach();
     let _cq = controller.create_cq(1, &QueueOptions::polled(64)).unwrap();
-    // Two pages of entries each, of which one is there: beyond the end, over the boundary of two
-    // regions that touch, before the start.
-    for base in [
-        0,
-        NOWHERE,
-        HIGH + REGION - 4096,
-        LOW + REGION - 4096,
-        LOW - 4096,
-        !0xfff,
-    ] {
+    // Two pages of entries each, of which one is there: beyond the end, before the start.
+    for base in [0, NOWHERE, HIGH + REGION - 4096, LOW - 4096, !0xfff] {
         let cq = Sqe::create_cq(2, base, 512, None);
         assert_eq!(
             admin_status(&mut controller, cq),

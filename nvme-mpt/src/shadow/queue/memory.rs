@@ -3,10 +3,11 @@
 
 use std::time::Duration;
 
-use super::rings::{completion_ring, submission_ring};
+use super::rings::{completion_ring, completion_ring_len, submission_ring, submission_ring_len};
 use super::{Condition, Core};
-use crate::address::Gpa;
+use crate::address::{Gpa, PAGE_SIZE};
 use crate::clock::{Ticks, nanoseconds};
+use crate::dma::Departure;
 use crate::doorbell::DoorbellSource;
 use crate::event::QueueFailure;
 use crate::memory::lost_memory_epoch;
@@ -35,6 +36,8 @@ impl Core {
         let table = self.context.tables.current();
         let before = std::mem::replace(&mut self.generation, table.generation());
         let mut held = Vec::new();
+        // One that waits for its rings looks for them in every table.
+        let mut rebind = !self.is_sound();
         for departure in table.departures_since(before) {
             let lists = self.translator.memory().lists;
             if self
@@ -43,12 +46,15 @@ impl Core {
             {
                 held.push(departure.generation());
             }
+            rebind |= self.has_rings_in(departure);
         }
         // The last hold on regions that went, but for the departures'.
         drop(self.translator.set_table(table));
         self.follow_log();
         let tail = self.cq.tail;
-        self.rebind();
+        if rebind {
+            self.rebind();
+        }
         if self.is_logged {
             // Completions that were held, and EventIdx at its new place.
             self.note_pass(tail);
@@ -56,6 +62,18 @@ impl Core {
         if let Some(table_use) = &self.table_use {
             table_use.take_up(self.generation, held.into_iter());
         }
+    }
+
+    /// Whether memory of its rings or of its doorbells went.
+    fn has_rings_in(&self, departure: &Departure) -> bool {
+        let cq = (self.cq.base, completion_ring_len(self.cq.entries));
+        let sqs = self.sqs.iter();
+        let sqs = sqs.map(|sq| (sq.base, submission_ring_len(sq.entries)));
+        let buffer = self.buffer.iter();
+        let buffer = buffer.flat_map(|buffer| [buffer.shadow, buffer.event_idx]);
+        let buffer = buffer.map(|page| (page, PAGE_SIZE));
+        let mut parts = std::iter::once(cq).chain(sqs).chain(buffer);
+        parts.any(|(gpa, len)| departure.has_gpa(gpa, len))
     }
 
     /// Finds the rings in another table, with nothing in flight or everything of it held.

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use super::QueueContext;
-use crate::address::Gpa;
+use crate::address::{Gpa, PAGE_SIZE};
 use crate::dma::RegionTable;
 use crate::doorbell::{DoorbellBuffer, DoorbellSource};
 use crate::event::{Event, EventQueue};
 use crate::interrupt::InterruptGate;
-use crate::memory::{CompletionRing, SubmissionRing};
+use crate::memory::{CompletionRing, Mapping, SubmissionRing};
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::QueueId;
 use crate::spec::registers::Doorbell;
@@ -190,8 +190,11 @@ pub(super) fn submission_ring(
     base: Gpa,
     entries: u32,
 ) -> Option<SubmissionRing> {
-    let (mapping, offset) = table.locate(base, u64::from(entries) * size_of::<Sqe>() as u64)?;
-    SubmissionRing::new(mapping, offset, entries)
+    let len = submission_ring_len(entries);
+    match table.locate(base, len) {
+        Some((mapping, offset)) => SubmissionRing::new(mapping, offset, entries),
+        None => SubmissionRing::in_pages(&pages(table, base, len)?, entries),
+    }
 }
 
 pub(super) fn completion_ring(
@@ -199,6 +202,28 @@ pub(super) fn completion_ring(
     base: Gpa,
     entries: u32,
 ) -> Option<CompletionRing> {
-    let (mapping, offset) = table.locate(base, u64::from(entries) * size_of::<Cqe>() as u64)?;
-    CompletionRing::new(mapping, offset, entries)
+    let len = completion_ring_len(entries);
+    match table.locate(base, len) {
+        Some((mapping, offset)) => CompletionRing::new(mapping, offset, entries),
+        None => CompletionRing::in_pages(&pages(table, base, len)?, entries),
+    }
+}
+
+/// Where the pages of a ring lie that no run holds as a whole.
+fn pages(table: &RegionTable, base: Gpa, len: u64) -> Option<Vec<(Arc<Mapping>, usize)>> {
+    let pages = (0..len).step_by(PAGE_SIZE as usize).map(|at| {
+        let (mapping, offset) = table.locate(base.checked_add(at)?, PAGE_SIZE)?;
+        Some((mapping.clone(), offset))
+    });
+    pages.collect()
+}
+
+/// Bytes of a Submission Queue.
+pub(super) fn submission_ring_len(entries: u32) -> u64 {
+    u64::from(entries) * size_of::<Sqe>() as u64
+}
+
+/// Bytes of a Completion Queue.
+pub(super) fn completion_ring_len(entries: u32) -> u64 {
+    u64::from(entries) * size_of::<Cqe>() as u64
 }

@@ -24,7 +24,7 @@ use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
 use nvme_mpt_tests::disk::Disk;
 use nvme_mpt_tests::doorbell::{DoorbellMode, Side};
 use nvme_mpt_tests::interrupt::Interrupt;
-use nvme_mpt_tests::memory::{GuestMemory, Region};
+use nvme_mpt_tests::memory::{GuestMemory, Piece, Region};
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::registers::{CSTS_FATAL, Cap};
 use nvme_mpt_tests::status::StatusCode;
@@ -117,7 +117,11 @@ impl Lab {
     /// A function on a part of the drive, and its guest.
     pub(crate) fn machine(&self, setup: &Setup) -> Machine {
         let id = format!("lease-{}", self.next_id.fetch_add(1, Ordering::Relaxed));
-        let memory = GuestMemory::new(&setup.regions).unwrap();
+        let memory = match setup.scattered {
+            false => GuestMemory::new(&setup.regions),
+            true => GuestMemory::scattered(&setup.regions, 1),
+        };
+        let memory = memory.unwrap();
         let function = self.function(&id, setup);
         let interrupts = function.vectors().iter();
         let interrupts = interrupts.map(|_| Arc::new(Interrupt::new().unwrap()));
@@ -203,6 +207,8 @@ pub(crate) struct Setup {
     pub(crate) masking: MsixMasking,
     /// Guest physical address and length of each region of the guest's memory.
     pub(crate) regions: Vec<(u64, u64)>,
+    /// Whether its pages are mapped one by one, and lie anywhere: as behind a virtual IOMMU.
+    pub(crate) scattered: bool,
 }
 
 impl Default for Setup {
@@ -216,6 +222,7 @@ impl Default for Setup {
             masking: MsixMasking::Client,
             // Two that touch, and one beyond.
             regions: vec![(LOW, REGION), (LOW + REGION, REGION), (HIGH, REGION)],
+            scattered: false,
         }
     }
 }
@@ -235,6 +242,13 @@ impl Setup {
             length,
             ..Self::default()
         }
+    }
+
+    /// With a region of pages that lie anywhere, and are mapped one by one.
+    pub(crate) fn scattered(mut self) -> Self {
+        self.regions = vec![(LOW, REGION / 2)];
+        self.scattered = true;
+        self
     }
 
     /// With this doorbell mode.
@@ -362,6 +376,17 @@ impl Machine {
         map(&self.function(), &self.memory, region);
     }
 
+    /// Maps a part of a region.
+    pub(crate) fn map_piece(&self, piece: Piece) {
+        map_piece(&self.function(), &self.memory, piece);
+    }
+
+    /// Takes a part of a region away from the function; waits for commands in flight.
+    pub(crate) fn unmap_piece(&self, piece: Piece) {
+        let unmapped = self.function().memory().unmap(Gpa(piece.gpa), piece.len);
+        assert_eq!(unmapped.unwrap(), piece.len);
+    }
+
     /// Takes a region away from the function; waits for commands in flight.
     pub(crate) fn unmap(&self, region: &Region) {
         let unmapped = self.function().memory().unmap(Gpa(region.gpa), region.len);
@@ -467,13 +492,19 @@ fn doorbell_offset(cap: Cap, queue: u16, side: Side) -> u64 {
 }
 
 fn map(function: &NvmeFunction, memory: &GuestMemory, region: &Region) {
+    for piece in region.pieces() {
+        map_piece(function, memory, piece);
+    }
+}
+
+fn map_piece(function: &NvmeFunction, memory: &GuestMemory, piece: Piece) {
     function
         .memory()
         .map(MemoryRegion {
-            gpa: Gpa(region.gpa),
-            len: region.len,
+            gpa: Gpa(piece.gpa),
+            len: piece.len,
             fd: memory.fd().try_clone_to_owned().unwrap(),
-            offset: region.fd_offset,
+            offset: piece.fd_offset,
             readable: true,
             writable: true,
         })

@@ -11,11 +11,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use log::error;
 
-use crate::memory::{Access, Mapping};
+use crate::memory::{Access, Mapping, host_page_size};
 use budget::MappingBudget;
 pub(crate) use budget::{MappingPermit, NoMapping, VmMappings};
 
-/// Parts start at multiples of this, so that the IOMMU can map them with large pages.
+/// Parts as large as this start at multiples of it, so that the IOMMU can map them with large pages.
 const ALIGNMENT: u64 = 2 << 20;
 
 /// What stands between a physical host controller and memory.
@@ -48,11 +48,41 @@ pub trait Iommu: Send + Sync + fmt::Debug {
 #[derive(Debug)]
 pub struct IovaSpace {
     end: u64,
-    /// Start and end of each part that is taken.
-    taken: Mutex<BTreeMap<u64, u64>>,
+    taken: Mutex<Taken>,
     /// `None`: addresses are resolved by the [table](crate::dma::RegionTable) alone.
     iommu: Option<Arc<dyn Iommu>>,
     mappings: Arc<MappingBudget>,
+}
+
+/// The parts of a space that are taken.
+#[derive(Debug)]
+struct Taken {
+    /// Start and end of each, of which the first starts at 0.
+    parts: BTreeMap<u64, u64>,
+    /// Start of the last one that was allotted.
+    last: u64,
+}
+
+impl Taken {
+    fn new(parts: BTreeMap<u64, u64>) -> Self {
+        Self { parts, last: 0 }
+    }
+
+    /// The first room for `len` bytes behind the last part that starts at `from` or before, with a gap on either side.
+    fn find(&self, from: u64, end: u64, len: u64) -> Option<u64> {
+        let page = host_page_size() as u64;
+        let alignment = if len < ALIGNMENT { page } else { ALIGNMENT };
+        let (&first, _) = self.parts.range(..=from).next_back()?;
+        let mut start = 0_u64;
+        for (&next, &end) in self.parts.range(first..) {
+            if start > 0 && next > start && next - start > len {
+                break;
+            }
+            start = start.max(end.checked_add(1)?.checked_next_multiple_of(alignment)?);
+        }
+        let fits = start.checked_add(len).is_some_and(|last| last <= end);
+        fits.then_some(start)
+    }
 }
 
 impl IovaSpace {
@@ -63,7 +93,7 @@ impl IovaSpace {
     pub fn software() -> Self {
         Self {
             end: 1 << 52,
-            taken: Mutex::new(BTreeMap::from([(0, 1 << 32)])),
+            taken: Mutex::new(Taken::new(BTreeMap::from([(0, 1 << 32)]))),
             iommu: None,
             mappings: MappingBudget::new(None),
         }
@@ -83,27 +113,26 @@ impl IovaSpace {
         }
         Self {
             end: next,
-            taken: Mutex::new(taken),
+            taken: Mutex::new(Taken::new(taken)),
             mappings: MappingBudget::new(iommu.mappings_max()),
             iommu: Some(iommu),
         }
     }
 
-    /// Takes the first part with room for `len` bytes; it is given back when dropped.
+    /// Takes a part with room for `len` bytes, the next one behind the last that was taken; it is given back when
+    /// dropped. So a VM that maps page by page does not look through all that is taken each time.
     #[must_use]
     pub fn allocate(self: &Arc<Self>, len: u64) -> Option<IovaRange> {
-        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut start = 0_u64;
-        for (&next, &end) in taken.iter() {
-            if next > start && next - start > len {
-                break;
-            }
-            start = start.max(end.checked_add(1)?.checked_next_multiple_of(ALIGNMENT)?);
+        if len == 0 {
+            return None;
         }
-        let end = start
-            .checked_add(len)
-            .filter(|end| *end <= self.end && len > 0)?;
-        taken.insert(start, end);
+        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let start = match taken.find(taken.last, self.end, len) {
+            Some(start) => start,
+            None => taken.find(0, self.end, len)?,
+        };
+        taken.parts.insert(start, start + len);
+        taken.last = start;
         Some(IovaRange {
             space: self.clone(),
             start,
@@ -221,6 +250,7 @@ impl Drop for IovaRange {
             .taken
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
+            .parts
             .remove(&self.start);
     }
 }
@@ -272,7 +302,14 @@ mod tests {
         drop(b);
         let touching = space.allocate(ALIGNMENT).expect("room elsewhere");
         assert!(touching.start() > c.start());
-        let inside = space.allocate(ALIGNMENT - 1).expect("the gap");
+        // Each goes behind the last one, until there is no room.
+        let next = touching.start() + 2 * ALIGNMENT;
+        let rest = space.allocate((1 << 52) - next).expect("the rest");
+        assert_eq!(rest.start(), next);
+        // Before the first of them, and where the one was that came back.
+        let before = space.allocate(ALIGNMENT / 2).expect("a gap");
+        assert!(before.start() < a.start());
+        let inside = space.allocate(ALIGNMENT / 2).expect("the gap");
         assert_eq!(inside.start(), start);
         assert!(space.allocate(1 << 52).is_none());
         assert!(space.allocate(u64::MAX).is_none());

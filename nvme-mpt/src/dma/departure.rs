@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use super::dirty::{DirtyPages, DirtyRange};
+use super::dirty::{DirtyRange, Notes};
 use super::lock;
 use super::region::Region;
 use crate::address::Gpa;
@@ -25,29 +25,31 @@ struct Part {
     gpa: u64,
     len: u64,
     /// Which of its pages were written, where that is noted.
-    notes: Option<Arc<DirtyPages>>,
+    notes: Option<Arc<Notes>>,
 }
 
 impl Departure {
-    /// The departure of `regions`, with their notes if there are any. `generation` is that of the first table
+    /// The departure of regions, each with its notes if there are any. `generation` is that of the first table
     /// without them.
     pub(super) fn new(
         generation: u64,
-        regions: &[Arc<Region>],
-        notes: Option<&[Arc<DirtyPages>]>,
+        regions: impl Iterator<Item = (Arc<Region>, Option<Arc<Notes>>)>,
     ) -> Self {
-        let parts = regions.iter().enumerate().map(|(index, region)| Part {
-            iova: region.iova(),
-            gpa: region.place.gpa,
-            len: region.place.len,
-            notes: notes.and_then(|notes| notes.get(index).cloned()),
-        });
-        let mut parts: Vec<_> = parts.collect();
+        let (mut parts, mut kept) = (Vec::new(), Vec::new());
+        for (region, notes) in regions {
+            parts.push(Part {
+                iova: region.iova(),
+                gpa: region.place.gpa,
+                len: region.place.len,
+                notes,
+            });
+            kept.push(region);
+        }
         parts.sort_unstable_by_key(|part| part.iova);
         Self {
             generation,
             parts,
-            regions: Mutex::new(regions.to_vec()),
+            regions: Mutex::new(kept),
         }
     }
 
@@ -95,12 +97,11 @@ impl Departure {
 
     /// Takes the notes of all regions, by ascending address.
     pub(super) fn take_notes(&self, ranges: &mut Vec<DirtyRange>) {
-        let mut parts: Vec<_> = self.parts.iter().collect();
-        parts.sort_unstable_by_key(|part| part.gpa);
-        for part in parts {
-            if let Some(notes) = &part.notes {
-                notes.take(Gpa(part.gpa), ranges);
-            }
+        let notes = self.parts.iter().filter_map(|part| part.notes.as_ref());
+        let mut notes: Vec<_> = notes.collect();
+        notes.sort_unstable_by_key(|notes| notes.gpa());
+        for notes in notes {
+            notes.take(ranges);
         }
     }
 

@@ -10,7 +10,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::region::Region;
+use super::region::Place;
+use super::sorted::Sorted;
 use super::{DmaError, DmaWindow, RegionTable};
 use crate::address::{Gpa, PAGE_SIZE};
 
@@ -23,14 +24,21 @@ pub struct DirtyRange {
     pub len: u64,
 }
 
-/// The pages of one region that were written, as bits.
+/// The pages of one region that were written.
 #[derive(Debug)]
-pub(super) struct DirtyPages(Box<[AtomicU64]>);
+pub(super) struct Notes {
+    /// Guest address of the region.
+    gpa: u64,
+    len: u64,
+    /// By page.
+    written: Box<[AtomicU64]>,
+}
 
-impl DirtyPages {
-    pub(super) fn new(len: u64) -> Self {
+impl Notes {
+    pub(super) fn new(gpa: u64, len: u64) -> Self {
         let words = (len / PAGE_SIZE).div_ceil(64);
-        Self((0..words).map(|_| AtomicU64::new(0)).collect())
+        let written = (0..words).map(|_| AtomicU64::new(0)).collect();
+        Self { gpa, len, written }
     }
 
     /// Notes a write of `len` bytes, at least one, at `offset` in the region.
@@ -42,22 +50,27 @@ impl DirtyPages {
             let bits = (u64::MAX >> (64 - in_word)) << (page % 64);
             // Beyond the region there is none. A note that is there already is made once more: only
             // so is what was written before it seen by whoever takes it.
-            if let Some(word) = self.0.get((page / 64) as usize) {
+            if let Some(word) = self.written.get((page / 64) as usize) {
                 word.fetch_or(bits, Ordering::AcqRel);
             }
             page += in_word;
         }
     }
 
-    /// Takes all notes. The first page is at `start`.
-    pub(super) fn take(&self, start: Gpa, ranges: &mut Vec<DirtyRange>) {
-        for (index, word) in (0..).zip(&self.0) {
+    /// Guest address of the region.
+    pub(super) fn gpa(&self) -> u64 {
+        self.gpa
+    }
+
+    /// Takes all notes.
+    pub(super) fn take(&self, ranges: &mut Vec<DirtyRange>) {
+        for (index, word) in (0..).zip(&self.written) {
             let mut bits = word.swap(0, Ordering::AcqRel);
             while bits != 0 {
                 let first = bits.trailing_zeros();
                 let pages = (bits >> first).trailing_ones();
                 let page = index * 64 + u64::from(first);
-                push(ranges, start.0 + page * PAGE_SIZE, u64::from(pages));
+                push(ranges, self.gpa + page * PAGE_SIZE, u64::from(pages));
                 // All bits below the run are clear, so that the carry clears just the run.
                 bits = bits.wrapping_add(1 << first) & bits;
             }
@@ -86,17 +99,13 @@ impl RegionTable {
     pub(crate) fn note_written(&self, gpa: Gpa, len: u64) {
         let Some(dirty) = &self.dirty else { return };
         let (mut at, mut rest) = (gpa.0, len);
-        let after = self
-            .regions
-            .partition_point(|region| region.place.gpa <= at);
-        let first = after.saturating_sub(1);
-        for (region, pages) in self.regions.iter().zip(dirty).skip(first) {
-            let offset = at.wrapping_sub(region.place.gpa);
-            if rest == 0 || offset >= region.place.len {
+        for notes in dirty.values_from(at) {
+            let offset = at.wrapping_sub(notes.gpa);
+            if rest == 0 || offset >= notes.len {
                 return;
             }
-            let len = rest.min(region.place.len - offset);
-            pages.note(offset, len);
+            let len = rest.min(notes.len - offset);
+            notes.note(offset, len);
             at = at.wrapping_add(len);
             rest -= len;
         }
@@ -115,25 +124,9 @@ impl RegionTable {
 
     /// Takes all notes, by ascending address.
     pub(super) fn take_notes(&self, ranges: &mut Vec<DirtyRange>) {
-        for (region, pages) in self.regions.iter().zip(self.dirty.iter().flatten()) {
-            pages.take(Gpa(region.place.gpa), ranges);
+        for notes in self.dirty.iter().flat_map(Sorted::values) {
+            notes.take(ranges);
         }
-    }
-
-    /// Notes for `regions`, as those of this table where it has them; none if nothing is noted.
-    pub(super) fn notes_for(&self, regions: &[Arc<Region>]) -> Option<Vec<Arc<DirtyPages>>> {
-        let dirty = self.dirty.as_ref()?;
-        // Both are sorted by address, and a region does not move.
-        let mut known = self.regions.iter().zip(dirty).peekable();
-        let notes = regions.iter().map(|region| {
-            let before = |(other, _): &(&Arc<Region>, _)| other.place.gpa < region.place.gpa;
-            while known.next_if(before).is_some() {}
-            match known.peek() {
-                Some((other, pages)) if Arc::ptr_eq(other, region) => Arc::clone(pages),
-                _ => Arc::new(DirtyPages::new(region.place.len)),
-            }
-        });
-        Some(notes.collect())
     }
 }
 
@@ -150,11 +143,13 @@ impl DmaWindow {
         let generation = {
             let mut changes = self.changes();
             changes.departed.clear();
-            let regions = self.table().regions.clone();
-            let pages = |region: &Arc<Region>| Arc::new(DirtyPages::new(region.place.len));
-            let dirty = Some(regions.iter().map(pages).collect());
-            let before = self.tables.publish(&changes, regions, dirty);
-            before.generation() + 1
+            let mut dirty = Sorted::default();
+            for Place { gpa, len, .. } in changes.regions.values().map(|region| &region.place) {
+                dirty.insert(*gpa, Arc::new(Notes::new(*gpa, *len)));
+            }
+            let mut table = self.next_table();
+            table.dirty = Some(dirty);
+            self.tables.publish(&changes, table)
         };
         if self.tables.wait_left(generation) {
             return Ok(());
@@ -168,8 +163,9 @@ impl DmaWindow {
     pub fn stop_dirty_log(&self) {
         let mut changes = self.changes();
         changes.departed.clear();
-        let regions = self.table().regions.clone();
-        self.tables.publish(&changes, regions, None);
+        let mut table = self.next_table();
+        table.dirty = None;
+        self.tables.publish(&changes, table);
     }
 
     /// The pages that were written since the last time somebody asked, or since it began; also those
@@ -246,12 +242,12 @@ mod tests {
 
     #[test]
     fn runs_of_bits_become_ranges() {
-        let pages = DirtyPages::new(200 * PAGE_SIZE);
+        let pages = Notes::new(0, 200 * PAGE_SIZE);
         for run in [0..1, 3..64, 65..66, 127..130, 199..200] {
             pages.note(run.start * PAGE_SIZE, (run.end - run.start) * PAGE_SIZE);
         }
         let mut ranges = Vec::new();
-        pages.take(Gpa(0), &mut ranges);
+        pages.take(&mut ranges);
         let expected = [(0, 1), (3, 61), (65, 1), (127, 3), (199, 1)];
         assert_eq!(
             ranges,
@@ -261,7 +257,7 @@ mod tests {
         pages.note(0, 64 * PAGE_SIZE);
         pages.note(300 * PAGE_SIZE, 1);
         ranges.clear();
-        pages.take(Gpa(0), &mut ranges);
+        pages.take(&mut ranges);
         assert_eq!(ranges, [range(0, 64)]);
     }
 }

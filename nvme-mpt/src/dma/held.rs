@@ -2,7 +2,7 @@
 //! mapped again when something is.
 
 use super::region::Place;
-use super::{DmaError, DmaWindow};
+use super::{DmaError, DmaWindow, lock};
 
 /// The memory of a window that may be gone since: no drive reaches it by this.
 #[derive(Clone, Debug)]
@@ -12,8 +12,8 @@ impl DmaWindow {
     /// The VM's memory as it is now.
     #[must_use]
     pub fn hold(&self) -> HeldMemory {
-        let table = self.table();
-        let places = table.regions.iter().map(|region| region.place.clone());
+        let changes = lock(&self.tables.changes);
+        let places = changes.regions.values().map(|region| region.place.clone());
         HeldMemory(places.collect())
     }
 
@@ -25,8 +25,8 @@ impl DmaWindow {
         let _change = self.tables.under_way.begin();
         for place in &memory.0 {
             let mut changes = self.changes();
-            let index = Self::check_free(&self.table(), place.gpa, place.len)?;
-            self.insert(&mut changes, index, place.clone())?;
+            changes.check_free(place.gpa, place.len)?;
+            self.insert(&mut changes, place.clone())?;
         }
         Ok(())
     }

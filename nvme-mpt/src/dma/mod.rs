@@ -23,11 +23,14 @@ mod held;
 mod kinds;
 mod published;
 mod region;
+mod sorted;
 mod table;
 mod under_way;
 mod users;
 
+use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -45,7 +48,6 @@ use crate::clock::Ticks;
 use crate::iova::{IovaSpace, NoMapping, VmMappings};
 use crate::memory::{Access, RawBytes, is_memory, type_of};
 use crate::poller::Waker;
-use dirty::DirtyPages;
 use published::Published;
 use region::{Extent, GuestFile, Place, Region};
 use under_way::UnderWay;
@@ -134,17 +136,12 @@ impl Tables {
         wait_left(&users, departure, Instant::now() + UNMAP_DEADLINE)
     }
 
-    /// Publishes the next table, while [`Self::changes`] is held. Returns the one before.
-    fn publish(
-        &self,
-        changes: &Changes,
-        regions: Vec<Arc<Region>>,
-        dirty: Option<Vec<Arc<DirtyPages>>>,
-    ) -> Arc<RegionTable> {
-        let generation = self.current().generation() + 1;
-        let departures = changes.departures.clone();
-        let table = RegionTable::new(generation, regions, dirty, departures);
-        self.published.publish(generation, Arc::new(table))
+    /// Publishes the next table, while [`Self::changes`] is held. Returns its generation.
+    fn publish(&self, changes: &Changes, mut table: RegionTable) -> u64 {
+        table.complete(changes.departures.clone());
+        let generation = table.generation();
+        self.published.publish(generation, Arc::new(table));
+        generation
     }
 }
 
@@ -163,9 +160,12 @@ pub struct DmaWindow {
 /// What a change of the memory needs besides the current table.
 #[derive(Debug, Default)]
 struct Changes {
-    /// The table before the current one, if no region went since: so that it is this window's users who
-    /// end a table, which may be long, and not a poller.
-    previous: Arc<RegionTable>,
+    /// By guest address, not overlapping.
+    regions: BTreeMap<u64, Arc<Region>>,
+    /// Bytes of all regions.
+    mapped: u64,
+    /// IOVAs that they and those that went take.
+    taken: Arc<AtomicU64>,
     /// The files of its regions, for those that come.
     files: Vec<Weak<GuestFile>>,
     /// Regions that went, until no user uses their memory.
@@ -256,7 +256,7 @@ impl DmaWindow {
         let bytes = usize::try_from(len).map_err(|_| DmaError::InvalidRegion { gpa, len })?;
         let _change = self.tables.under_way.begin();
         let mut changes = self.changes();
-        let index = Self::check_free(&self.table(), gpa.0, len)?;
+        changes.check_free(gpa.0, len)?;
         let files = &mut changes.files;
         files.retain(|file| file.strong_count() > 0);
         let known: Vec<_> = files.iter().filter_map(Weak::upgrade).collect();
@@ -282,36 +282,15 @@ impl DmaWindow {
             file,
             offset,
         };
-        self.insert(&mut changes, index, place)
+        self.insert(&mut changes, place)
     }
 
-    /// Where in the table a region goes that may be mapped at `gpa..gpa+len`.
-    fn check_free(table: &RegionTable, gpa: u64, len: u64) -> Result<usize, DmaError> {
-        let regions = &table.regions;
-        if regions.len() >= MAX_REGIONS {
-            return Err(DmaError::TooManyRegions);
-        }
-        let index = regions.partition_point(|region| region.place.gpa < gpa);
-        let before = index.checked_sub(1).map(|before| &regions[before]);
-        let is_free = before.is_none_or(|before| before.place.last() < gpa)
-            && regions
-                .get(index)
-                .is_none_or(|next| next.place.gpa >= gpa + len);
-        let gpa = Gpa(gpa);
-        is_free
-            .then_some(index)
-            .ok_or(DmaError::Overlap { gpa, len })
-    }
-
-    /// Maps what was [found free](Self::check_free).
-    fn insert(&self, changes: &mut Changes, index: usize, place: Place) -> Result<(), DmaError> {
-        let current = self.table();
+    /// Maps what was [found free](Changes::check_free).
+    fn insert(&self, changes: &mut Changes, place: Place) -> Result<(), DmaError> {
         let (gpa, len) = (Gpa(place.gpa), place.len);
-        let neighbours = current.regions[index.saturating_sub(1)..].iter().take(2);
-        let extent = neighbours.map(|region| &region.extent);
-        let extent = match extent.into_iter().find(|extent| extent.has(&place)) {
-            Some(extent) => extent.clone(),
-            None => Extent::new(&self.space, &place, spare_iovas(&current.regions))
+        let extent = match changes.extent_of(&place) {
+            Some(extent) => extent,
+            None => Extent::new(&self.space, &place, changes.spare_iovas(), &changes.taken)
                 .ok_or(DmaError::NoIova { len })?,
         };
         let permit = self.mappings.take().map_err(|no_mapping| {
@@ -323,11 +302,17 @@ impl DmaWindow {
             len,
             source,
         })?;
-        let mut regions = current.regions.clone();
-        regions.insert(index, Arc::new(region));
-        let dirty = current.notes_for(&regions);
-        changes.previous = self.tables.publish(changes, regions, dirty);
+        let mut table = self.next_table();
+        table.add(&region);
+        changes.regions.insert(gpa.0, Arc::new(region));
+        changes.mapped += len;
+        self.tables.publish(changes, table);
         Ok(())
+    }
+
+    /// The current table, to be changed.
+    fn next_table(&self) -> RegionTable {
+        RegionTable::clone(&self.table())
     }
 
     /// Unmaps the regions in `gpa..gpa+len` and waits until no command in flight uses them.
@@ -345,29 +330,35 @@ impl DmaWindow {
         let _change = self.tables.under_way.begin();
         let (departure, bytes) = {
             let mut changes = self.changes();
-            let current = self.table();
-            let regions = &current.regions;
-            let first = regions.partition_point(|region| region.place.last() < gpa.0);
-            let end = regions.partition_point(|region| region.place.gpa <= last);
-            let gone = regions.get(first..end).unwrap_or_default();
-            let (Some(lowest), Some(highest)) = (gone.first(), gone.last()) else {
-                return Ok(0);
-            };
-            if lowest.place.gpa < gpa.0 || highest.place.last() > last {
+            let before = changes.regions.range(..gpa.0).next_back();
+            if before.is_some_and(|(_, before)| before.place.last() >= gpa.0) {
                 return Err(DmaError::PartialUnmap { gpa, len });
             }
-            let notes = current
-                .dirty
-                .as_ref()
-                .and_then(|notes| notes.get(first..end));
-            let departure = Departure::new(current.generation() + 1, gone, notes);
+            let gone: Vec<_> = changes
+                .regions
+                .range(gpa.0..=last)
+                .map(|(_, region)| region.clone())
+                .collect();
+            match gone.last() {
+                None => return Ok(0),
+                Some(highest) if highest.place.last() > last => {
+                    return Err(DmaError::PartialUnmap { gpa, len });
+                }
+                Some(_) => {}
+            }
+            let mut table = self.next_table();
+            let mut bytes = 0;
+            let gone = gone.into_iter().map(|region| {
+                changes.regions.remove(&region.place.gpa);
+                bytes += region.place.len;
+                let notes = table.take_away(&region);
+                (region, notes)
+            });
+            let departure = Departure::new(self.table().generation() + 1, gone);
             let departure = Arc::new(departure);
-            let bytes = gone.iter().map(|region| region.place.len).sum();
-            let kept = [&regions[..first], &regions[end..]].concat();
-            let dirty = current.notes_for(&kept);
+            changes.mapped -= bytes;
             changes.departures.push(departure.clone());
-            changes.previous = Arc::default();
-            self.tables.publish(&changes, kept, dirty);
+            self.tables.publish(&changes, table);
             (departure, bytes)
         };
         // Without the lock: others may map meanwhile.
@@ -445,20 +436,33 @@ impl DmaWindow {
     }
 }
 
-/// IOVAs that a VM may take for memory that it has not mapped: with what it has taken so, as many as
-/// it has for memory. So nobody takes more than twice what its memory does.
-fn spare_iovas(regions: &[Arc<Region>]) -> u64 {
-    let mapped: u64 = regions.iter().map(|region| region.place.len).sum();
-    let mut taken = 0_u64;
-    let mut last = None;
-    for region in regions {
-        let extent = Arc::as_ptr(&region.extent);
-        if last != Some(extent) {
-            taken = taken.saturating_add(region.extent.len());
-            last = Some(extent);
+impl Changes {
+    /// Whether a region may be mapped at `gpa..gpa+len`.
+    fn check_free(&self, gpa: u64, len: u64) -> Result<(), DmaError> {
+        if self.regions.len() >= MAX_REGIONS {
+            return Err(DmaError::TooManyRegions);
         }
+        let before = self.regions.range(..gpa + len).next_back();
+        let is_free = before.is_none_or(|(_, before)| before.place.last() < gpa);
+        let gpa = Gpa(gpa);
+        is_free.then_some(()).ok_or(DmaError::Overlap { gpa, len })
     }
-    mapped.saturating_mul(2).saturating_sub(taken)
+
+    /// The IOVAs that a neighbour took for what may follow it, if they have a place.
+    fn extent_of(&self, place: &Place) -> Option<Arc<Extent>> {
+        let before = self.regions.range(..place.gpa).next_back();
+        let next = self.regions.range(place.gpa..).next();
+        let neighbours = before.into_iter().chain(next);
+        let mut extents = neighbours.map(|(_, region)| &region.extent);
+        extents.find(|extent| extent.has(place)).cloned()
+    }
+
+    /// IOVAs that a VM may take for memory that it has not mapped: with what it has taken so, as many as
+    /// it has for memory. So nobody takes more than twice what its memory does.
+    fn spare_iovas(&self) -> u64 {
+        let taken = self.taken.load(Ordering::Relaxed);
+        self.mapped.saturating_mul(2).saturating_sub(taken)
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

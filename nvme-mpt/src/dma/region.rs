@@ -6,6 +6,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::iova::{IovaPart, IovaRange, IovaSpace, MappingPermit};
 use crate::memory::{Access, Mapping, host_page_size};
@@ -117,11 +118,18 @@ impl Place {
 pub(super) struct Extent {
     place: Place,
     iova: Arc<IovaRange>,
+    /// Bytes of all extents of the VM.
+    taken: Arc<AtomicU64>,
 }
 
 impl Extent {
-    /// Takes IOVAs for `place`, and for up to `spare` bytes that follow it in its file.
-    pub(super) fn new(space: &Arc<IovaSpace>, place: &Place, spare: u64) -> Option<Arc<Self>> {
+    /// Takes IOVAs for `place`, and for up to `spare` bytes that follow it in its file. `taken` counts them.
+    pub(super) fn new(
+        space: &Arc<IovaSpace>,
+        place: &Place,
+        spare: u64,
+        taken: &Arc<AtomicU64>,
+    ) -> Option<Arc<Self>> {
         let mapped = place.file.mapping.len() as u64;
         let follows = (mapped - place.offset - place.len)
             .min(spare)
@@ -132,17 +140,23 @@ impl Extent {
             len,
             ..place.clone()
         };
-        let iova = Arc::new(iova);
-        Some(Arc::new(Self { place, iova }))
+        taken.fetch_add(len, Ordering::Relaxed);
+        Some(Arc::new(Self {
+            place,
+            iova: Arc::new(iova),
+            taken: taken.clone(),
+        }))
     }
 
     /// Whether there are IOVAs for it.
     pub(super) fn has(&self, place: &Place) -> bool {
         self.place.has(place)
     }
+}
 
-    pub(super) fn len(&self) -> u64 {
-        self.place.len
+impl Drop for Extent {
+    fn drop(&mut self) {
+        self.taken.fetch_sub(self.place.len, Ordering::Relaxed);
     }
 }
 
@@ -177,10 +191,5 @@ impl Region {
     /// The first IOVA.
     pub(super) fn iova(&self) -> u64 {
         self.part.start()
-    }
-
-    /// Whether `self` goes on where `before` ends: in guest memory, here, and for the host controller.
-    pub(super) fn continues(&self, before: &Self) -> bool {
-        Arc::ptr_eq(&self.extent, &before.extent) && before.place.last() + 1 == self.place.gpa
     }
 }

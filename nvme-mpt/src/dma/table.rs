@@ -3,14 +3,15 @@
 use std::sync::Arc;
 
 use super::departure::Departure;
-use super::dirty::DirtyPages;
-use super::region::Region;
+use super::dirty::Notes;
+use super::region::{Place, Region};
+use super::sorted::Sorted;
 use crate::address::{Gpa, Iova, PAGE_SIZE};
 use crate::memory::{Mapping, RawBytes};
 
 /// Regions that follow one another in guest memory, in our address space, and in the host
 /// controller's: for a translation they are one.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Run {
     gpa: u64,
     len: u64,
@@ -44,11 +45,41 @@ impl Run {
         }
     }
 
-    /// Adds a region that [continues](Region::continues) the last one, and so has the same rights.
-    fn push(&mut self, region: &Region) {
-        self.len += region.place.len;
-        for limit in self.limits.iter_mut().filter(|limit| **limit > 0) {
-            *limit += region.place.len;
+    /// The last guest address in it.
+    fn last(&self) -> u64 {
+        self.gpa + (self.len - 1)
+    }
+
+    /// Whether `next` goes on where this ends: in guest memory, here, and for the host controller. Ranges of IOVAs that
+    /// were taken one by one do not touch, so the two are parts of one of them.
+    fn goes_on_in(&self, next: &Self) -> bool {
+        let may = |run: &Self| run.limits.map(|limit| limit > 0);
+        self.last().checked_add(1) == Some(next.gpa)
+            && self.iova + self.len == next.iova
+            && self.offset + self.len == next.offset
+            && Arc::ptr_eq(&self.mapping, &next.mapping)
+            && may(self) == may(next)
+    }
+
+    /// The `len` bytes of it at a guest address.
+    fn part(&self, gpa: u64, len: u64) -> Self {
+        let offset = gpa - self.gpa;
+        Self {
+            gpa,
+            len,
+            limits: self.limits.map(|limit| if limit > 0 { len } else { 0 }),
+            iova: self.iova + offset,
+            mapping: self.mapping.clone(),
+            offset: self.offset + offset,
+        }
+    }
+
+    /// This and what [goes on](Self::goes_on_in) behind it.
+    fn with(&self, next: &Self) -> Self {
+        let len = self.len + next.len;
+        Self {
+            len,
+            ..self.part(self.gpa, len)
         }
     }
 
@@ -74,18 +105,21 @@ impl Run {
     }
 }
 
+/// Most runs that lie side by side: most VMs have fewer, and what is translated is looked up among these first.
+const FEW: usize = 64;
+
 /// A snapshot of a VM's memory.
-#[derive(Debug, Default)]
+///
+/// It does not keep the memory mapped: a window does, until none of its users has the snapshot any more.
+#[derive(Clone, Debug, Default)]
 pub struct RegionTable {
     generation: u64,
-    /// Sorted by guest address, not overlapping.
-    runs: Vec<Run>,
-    /// Where each run starts for the host controller, and its place in `runs`: sorted.
-    by_iova: Vec<(u64, usize)>,
-    /// What the runs are made of: sorted by guest address.
-    pub(super) regions: Vec<Arc<Region>>,
+    /// All runs by guest address, not overlapping, if they are [`FEW`]; else none.
+    few: Vec<Run>,
+    by_gpa: Sorted<Arc<Run>>,
+    by_iova: Sorted<Arc<Run>>,
     /// Which pages of each region were written, where that is noted.
-    pub(super) dirty: Option<Vec<Arc<DirtyPages>>>,
+    pub(super) dirty: Option<Sorted<Arc<Notes>>>,
     /// Regions that went, of which some user may have commands in flight.
     departures: Vec<Arc<Departure>>,
 }
@@ -106,33 +140,61 @@ pub(crate) struct RunPages {
 pub struct RegionHint(usize);
 
 impl RegionTable {
-    /// The table of regions that are sorted by guest address.
-    pub(super) fn new(
-        generation: u64,
-        regions: Vec<Arc<Region>>,
-        dirty: Option<Vec<Arc<DirtyPages>>>,
-        departures: Vec<Arc<Departure>>,
-    ) -> Self {
-        let mut runs: Vec<Run> = Vec::new();
-        let mut before: Option<&Region> = None;
-        for region in &regions {
-            match (runs.last_mut(), before) {
-                (Some(run), Some(before)) if region.continues(before) => run.push(region),
-                _ => runs.push(Run::new(region)),
+    /// Makes this the next snapshot, with these regions that went.
+    pub(super) fn complete(&mut self, departures: Vec<Arc<Departure>>) {
+        self.generation += 1;
+        self.departures = departures;
+        self.few = match self.by_gpa.len() <= FEW {
+            true => self.by_gpa.values().map(|run| Run::clone(run)).collect(),
+            false => Vec::new(),
+        };
+    }
+
+    fn insert(&mut self, run: Run) {
+        let run = Arc::new(run);
+        self.by_gpa.insert(run.gpa, run.clone());
+        self.by_iova.insert(run.iova, run);
+    }
+
+    fn remove(&mut self, run: &Run) {
+        self.by_gpa.remove(run.gpa);
+        self.by_iova.remove(run.iova);
+    }
+
+    /// Adds a region that overlaps none.
+    pub(super) fn add(&mut self, region: &Region) {
+        let mut run = Run::new(region);
+        let before = self.by_gpa.at_or_before(run.gpa);
+        if let Some(before) = before.filter(|before| before.goes_on_in(&run)).cloned() {
+            self.remove(&before);
+            run = before.with(&run);
+        }
+        let next = run.last().checked_add(1);
+        let next = next.and_then(|gpa| self.by_gpa.get(gpa));
+        if let Some(next) = next.filter(|next| run.goes_on_in(next)).cloned() {
+            self.remove(&next);
+            run = run.with(&next);
+        }
+        self.insert(run);
+        if let Some(dirty) = &mut self.dirty {
+            let Place { gpa, len, .. } = region.place;
+            dirty.insert(gpa, Arc::new(Notes::new(gpa, len)));
+        }
+    }
+
+    /// Takes away a region that was added. Returns its notes.
+    pub(super) fn take_away(&mut self, region: &Region) -> Option<Arc<Notes>> {
+        let place = &region.place;
+        if let Some(run) = self.by_gpa.at_or_before(place.gpa).cloned() {
+            self.remove(&run);
+            if run.gpa < place.gpa {
+                self.insert(run.part(run.gpa, place.gpa - run.gpa));
             }
-            before = Some(region);
+            if run.last() > place.last() {
+                self.insert(run.part(place.last() + 1, run.last() - place.last()));
+            }
         }
-        let starts = runs.iter().enumerate();
-        let mut by_iova: Vec<_> = starts.map(|(index, run)| (run.iova, index)).collect();
-        by_iova.sort_unstable();
-        Self {
-            generation,
-            runs,
-            by_iova,
-            regions,
-            dirty,
-            departures,
-        }
+        self.dirty.as_mut()?.remove(place.gpa)
     }
 
     /// The departures since another generation that users may have commands in flight of: for a user whose
@@ -159,7 +221,7 @@ impl RegionTable {
         direction: Direction,
         hint: &mut RegionHint,
     ) -> Option<(&Run, u64)> {
-        if let Some(run) = self.runs.get(hint.0)
+        if let Some(run) = self.few.get(hint.0)
             && let Some(offset) = run.offset_of(gpa, len, direction)
         {
             return Some((run, offset));
@@ -175,11 +237,16 @@ impl RegionTable {
         direction: Direction,
         hint: &mut RegionHint,
     ) -> Option<(&Run, u64)> {
-        let index = self
-            .runs
+        let Some(index) = self
+            .few
             .partition_point(|run| run.gpa <= gpa.0)
-            .checked_sub(1)?;
-        let run = &self.runs[index];
+            .checked_sub(1)
+        else {
+            // None, or more than a few.
+            let run = self.by_gpa.at_or_before(gpa.0)?;
+            return Some((run, run.offset_of(gpa, len, direction)?));
+        };
+        let run = &self.few[index];
         let offset = run.offset_of(gpa, len, direction)?;
         *hint = RegionHint(index);
         Some((run, offset))
@@ -269,7 +336,7 @@ impl RegionTable {
     #[inline]
     #[must_use]
     pub fn resolve(&self, iova: u64, len: usize, hint: &mut RegionHint) -> Option<RawBytes<'_>> {
-        let (run, offset) = match self.runs.get(hint.0) {
+        let (run, offset) = match self.few.get(hint.0) {
             Some(run) if let Some(offset) = run.offset_of_iova(iova) => (run, offset),
             _ => self.find_iova(iova, hint)?,
         };
@@ -281,11 +348,11 @@ impl RegionTable {
 
     #[cold]
     fn find_iova(&self, iova: u64, hint: &mut RegionHint) -> Option<(&Run, u64)> {
-        let after = self.by_iova.partition_point(|(start, _)| *start <= iova);
-        let (_, index) = self.by_iova[after.checked_sub(1)?];
-        let run = &self.runs[index];
+        let run = self.by_iova.at_or_before(iova)?;
         let offset = run.offset_of_iova(iova)?;
-        *hint = RegionHint(index);
+        if let Ok(index) = self.few.binary_search_by_key(&run.gpa, |run| run.gpa) {
+            *hint = RegionHint(index);
+        }
         Some((run, offset))
     }
 
@@ -298,11 +365,11 @@ impl RegionTable {
     /// Whether some of the memory was taken away under us (its file was cut short).
     #[must_use]
     pub fn is_lost(&self) -> bool {
-        self.runs.iter().any(|run| run.mapping.is_lost())
+        self.by_gpa.values().any(|run| run.mapping.is_lost())
     }
 
     #[cfg(test)]
     pub(super) fn runs(&self) -> usize {
-        self.runs.len()
+        self.by_gpa.len()
     }
 }

@@ -191,7 +191,7 @@ fn blocks_that_are_plugged_one_after_the_other_are_few_runs() {
         window.map(block(&file, number)).expect("map");
     }
     let table = window.table();
-    assert_eq!(table.regions.len(), 513);
+    assert_eq!(lock(&window.tables.changes).regions.len(), 513);
     // The boot memory, and three: IOVAs for as much again as is mapped are taken each time.
     assert_eq!(table.runs(), 4);
     // Any of them goes, and comes back to where it was.

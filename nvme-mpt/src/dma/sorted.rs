@@ -1,0 +1,208 @@
+//! A sorted map that is copied cheaply: a copy shares all entries, and a change of it copies a few of them.
+
+use std::sync::Arc;
+
+/// Most entries of a chunk. A change copies one or two chunks, and the list of chunks.
+const CHUNK: usize = 64;
+
+/// Neighbours with fewer entries in all become one chunk, so that there are never many small ones.
+const JOINED: usize = CHUNK / 2;
+
+/// Values by key, in chunks that copies of the map share.
+#[derive(Clone, Debug)]
+pub(super) struct Sorted<V> {
+    /// None is empty; by ascending keys.
+    chunks: Vec<Chunk<V>>,
+    len: usize,
+}
+
+#[derive(Clone, Debug)]
+struct Chunk<V> {
+    /// The first key.
+    first: u64,
+    entries: Arc<Vec<(u64, V)>>,
+}
+
+impl<V> Default for Sorted<V> {
+    fn default() -> Self {
+        Self {
+            chunks: Vec::new(),
+            len: 0,
+        }
+    }
+}
+
+impl<V> Sorted<V> {
+    /// How many entries there are.
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Chunk and place of the last entry whose key is `key` or less.
+    fn position(&self, key: u64) -> Option<(usize, usize)> {
+        let after = self.chunks.partition_point(|chunk| chunk.first <= key);
+        let chunk = after.checked_sub(1)?;
+        let entries = &self.chunks[chunk].entries;
+        let after = entries.partition_point(|(other, _)| *other <= key);
+        Some((chunk, after.checked_sub(1)?))
+    }
+
+    /// The last entry whose key is `key` or less.
+    pub(super) fn at_or_before(&self, key: u64) -> Option<&V> {
+        let (chunk, place) = self.position(key)?;
+        Some(&self.chunks[chunk].entries[place].1)
+    }
+
+    /// The entry of a key.
+    pub(super) fn get(&self, key: u64) -> Option<&V> {
+        let (chunk, place) = self.position(key)?;
+        let (found, value) = &self.chunks[chunk].entries[place];
+        (*found == key).then_some(value)
+    }
+
+    /// All values, by ascending keys.
+    pub(super) fn values(&self) -> impl Iterator<Item = &V> {
+        let entries = self.chunks.iter().flat_map(|chunk| chunk.entries.iter());
+        entries.map(|(_, value)| value)
+    }
+
+    /// Values by ascending keys, from the last one on whose key is `key` or less.
+    pub(super) fn values_from(&self, key: u64) -> impl Iterator<Item = &V> {
+        let (chunk, place) = self.position(key).unwrap_or_default();
+        let chunks = self.chunks.get(chunk..).unwrap_or_default();
+        let entries = chunks.iter().flat_map(|chunk| chunk.entries.iter());
+        entries.skip(place).map(|(_, value)| value)
+    }
+}
+
+impl<V: Clone> Sorted<V> {
+    /// Adds an entry, in place of one of the same key.
+    pub(super) fn insert(&mut self, key: u64, value: V) {
+        let index = match self.chunks.partition_point(|chunk| chunk.first <= key) {
+            0 if self.chunks.is_empty() => {
+                self.chunks.push(Chunk::new(vec![(key, value)]));
+                self.len = 1;
+                return;
+            }
+            after => after.saturating_sub(1),
+        };
+        let chunk = &mut self.chunks[index];
+        let entries = Arc::make_mut(&mut chunk.entries);
+        match entries.binary_search_by_key(&key, |(other, _)| *other) {
+            Ok(place) => entries[place].1 = value,
+            Err(place) => {
+                entries.insert(place, (key, value));
+                self.len += 1;
+            }
+        }
+        chunk.first = chunk.first.min(key);
+        if entries.len() > CHUNK {
+            let second = Chunk::new(entries.split_off(CHUNK / 2));
+            self.chunks.insert(index + 1, second);
+        }
+    }
+
+    /// Removes the entry of a key, if there is one.
+    pub(super) fn remove(&mut self, key: u64) -> Option<V> {
+        let (index, place) = self.position(key)?;
+        let chunk = &mut self.chunks[index];
+        if chunk.entries[place].0 != key {
+            return None;
+        }
+        let entries = Arc::make_mut(&mut chunk.entries);
+        let (_, value) = entries.remove(place);
+        self.len -= 1;
+        match entries.first() {
+            Some((first, _)) => {
+                chunk.first = *first;
+                self.join(index);
+            }
+            None => drop(self.chunks.remove(index)),
+        }
+        Some(value)
+    }
+
+    /// Joins a chunk with one of its neighbours, if both are small.
+    fn join(&mut self, index: usize) {
+        let len = |index: usize| self.chunks.get(index).map(|chunk| chunk.entries.len());
+        let fits = |first: usize| match (len(first), len(first + 1)) {
+            (Some(one), Some(other)) => one + other <= JOINED,
+            _ => false,
+        };
+        let candidates = [Some(index), index.checked_sub(1)];
+        let Some(first) = candidates.into_iter().flatten().find(|first| fits(*first)) else {
+            return;
+        };
+        let second = self.chunks.remove(first + 1);
+        let entries = Arc::make_mut(&mut self.chunks[first].entries);
+        entries.extend(second.entries.iter().cloned());
+    }
+}
+
+impl<V> Chunk<V> {
+    /// A chunk of these entries, of which there is one at least.
+    fn new(entries: Vec<(u64, V)>) -> Self {
+        let first = entries.first().map_or(0, |(key, _)| *key);
+        let entries = Arc::new(entries);
+        Self { first, entries }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const KEYS: u64 = 2000;
+
+    fn check(map: &Sorted<u64>, model: &BTreeMap<u64, u64>) {
+        assert_eq!(map.len(), model.len());
+        assert!(map.values().eq(model.values()));
+        for key in (0..KEYS).step_by(37) {
+            let before = model.range(..=key).next_back();
+            assert_eq!(map.at_or_before(key), before.map(|(_, value)| value));
+            assert_eq!(map.get(key), model.get(&key));
+            let from = before.map_or(0, |(key, _)| *key);
+            assert!(
+                map.values_from(key)
+                    .eq(model.range(from..).map(|(_, value)| value))
+            );
+        }
+        assert!(map.chunks.iter().all(|chunk| {
+            chunk.first == chunk.entries[0].0 && (1..=CHUNK).contains(&chunk.entries.len())
+        }));
+        let small = map.chunks.windows(2).filter(|pair| match pair {
+            [one, other] => one.entries.len() + other.entries.len() <= JOINED,
+            _ => false,
+        });
+        assert_eq!(small.count(), 0);
+    }
+
+    proptest! {
+        #[test]
+        fn it_is_a_map_and_copies_do_not_change(
+            steps in prop::collection::vec((0..KEYS, 0..200_u64, any::<bool>()), 1..60),
+        ) {
+            let (mut map, mut model) = (Sorted::default(), BTreeMap::new());
+            let mut copies = Vec::new();
+            for (number, (start, count, inserts)) in (0..).zip(steps) {
+                copies.push((map.clone(), model.clone()));
+                for key in (start..KEYS).step_by(1 + start as usize % 3).take(count as usize) {
+                    if inserts {
+                        map.insert(key, number);
+                        model.insert(key, number);
+                    } else {
+                        prop_assert_eq!(map.remove(key), model.remove(&key));
+                    }
+                }
+                check(&map, &model);
+            }
+            for (map, model) in copies {
+                check(&map, &model);
+            }
+        }
+    }
+}

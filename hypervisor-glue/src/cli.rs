@@ -343,7 +343,7 @@ fn write_leases(out: &mut dyn Write, leases: &[LeaseEntry]) -> io::Result<()> {
         .max(5);
     writeln!(
         out,
-        "{:id_width$}  {:range_width$}  {:5}  {:>10}  {:>9}  DRIVE",
+        "{:id_width$}  {:range_width$}  {:6}  {:>10}  {:>9}  DRIVE",
         "ID", "RANGE", "STATE", "PID", "NAMESPACE"
     )?;
     for LeaseEntry {
@@ -357,7 +357,14 @@ fn write_leases(out: &mut dyn Write, leases: &[LeaseEntry]) -> io::Result<()> {
     {
         writeln!(
             out,
-            "{id:id_width$}  {range:range_width$}  {state:5}  {pid:>10}  {nsid:>9}  {drive}"
+            "{id:id_width$}  {range:range_width$}  {state:6}  {pid:>10}  {nsid:>9}  {drive}"
+        )?;
+    }
+    if leases.iter().any(|lease| lease.state == LeaseState::Ending) {
+        writeln!(
+            out,
+            "\nThe holder of an ending lease gave it up while commands of it were in flight. Nothing can have its \
+             range until the last of them has ended."
         )?;
     }
     if leases.iter().any(|lease| lease.state == LeaseState::Stale) {

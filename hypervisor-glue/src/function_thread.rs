@@ -6,14 +6,13 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender, SyncSender, TryRecvError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
-use nvme_mpt::Drive;
 use thiserror::Error;
+use vmm_device::EndError;
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::adaptor::NvmeDevice;
@@ -39,9 +38,9 @@ pub enum FunctionThreadError {
         /// What the kernel reports.
         source: io::Error,
     },
-    /// The drive cannot make what was written durable.
-    #[error("Cannot flush the drive: what the guest wrote and did not flush may be lost")]
-    Flush(#[source] io::Error),
+    /// The function has not ended in order.
+    #[error(transparent)]
+    End(#[from] EndError),
     /// The thread died.
     #[error("The control thread panicked")]
     Panicked,
@@ -109,20 +108,15 @@ impl FunctionHandle {
 #[derive(Debug)]
 pub struct FunctionThread {
     handle: FunctionHandle,
-    thread: Option<JoinHandle<io::Result<()>>>,
+    thread: Option<JoinHandle<Result<(), EndError>>>,
 }
 
 impl FunctionThread {
-    /// Serves `device`, the function `id` with a part of `drive`, on a socket at `path`.
+    /// Serves `device`, the function `id`, on a socket at `path`.
     ///
     /// # Errors
     /// The socket or the thread cannot be made.
-    pub fn start(
-        id: &str,
-        path: &Path,
-        device: NvmeDevice,
-        drive: Arc<Drive>,
-    ) -> Result<Self, FunctionThreadError> {
+    pub fn start(id: &str, path: &Path, device: NvmeDevice) -> Result<Self, FunctionThreadError> {
         let thread_error = |source| FunctionThreadError::Thread {
             id: id.to_owned(),
             source,
@@ -137,7 +131,6 @@ impl FunctionThread {
             id: id.to_owned(),
             socket: path.to_owned(),
             server: Server::bind(path, device)?,
-            drive,
             inbox,
             wake: wake.try_clone().map_err(thread_error)?,
             ended: false,
@@ -172,7 +165,8 @@ impl FunctionThread {
     /// is given back.
     ///
     /// # Errors
-    /// The drive could not be flushed, or the thread panicked.
+    /// Commands did not end within 30 seconds, and keep the lease until they have; the drive could not be
+    /// flushed; or the thread panicked.
     pub fn end(mut self) -> Result<(), FunctionThreadError> {
         self.join()
     }
@@ -181,7 +175,7 @@ impl FunctionThread {
         self.stop();
         match self.thread.take().map(JoinHandle::join) {
             None | Some(Ok(Ok(()))) => Ok(()),
-            Some(Ok(Err(error))) => Err(FunctionThreadError::Flush(error)),
+            Some(Ok(Err(error))) => Err(error.into()),
             Some(Err(_)) => Err(FunctionThreadError::Panicked),
         }
     }
@@ -196,7 +190,7 @@ impl Drop for FunctionThread {
 }
 
 /// The control thread.
-fn run(mut events: EventManager<Function>, function: Function) -> io::Result<()> {
+fn run(mut events: EventManager<Function>, function: Function) -> Result<(), EndError> {
     let id = events.add_subscriber(function);
     loop {
         let patience = match events.subscriber_mut(id) {
@@ -225,7 +219,6 @@ struct Function {
     id: String,
     socket: PathBuf,
     server: Server<NvmeDevice>,
-    drive: Arc<Drive>,
     inbox: Receiver<Message>,
     wake: EventFd,
     ended: bool,
@@ -235,13 +228,8 @@ struct Function {
 
 impl Function {
     /// Leaves the drive as the guest may expect to find it again. The lease goes last.
-    fn end(mut self) -> io::Result<()> {
-        drop(self.server.device_mut().function_mut().reset());
-        if self.drive.controller().incidents().gone {
-            log::warn!("{}: its drive is gone, and not flushed", self.id);
-            return Ok(());
-        }
-        self.server.device().function().attachment().flush()
+    fn end(mut self) -> Result<(), EndError> {
+        self.server.device_mut().function_mut().end()
     }
 
     /// Lets the function look how its drive fares, if it is time. Returns how long events may be

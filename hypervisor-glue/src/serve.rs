@@ -384,7 +384,7 @@ fn offer(
     let queues = attachment.max_queue_pairs();
     let function = NvmeFunction::new(attachment, MsixMasking::Client);
     let device = NvmeDevice::new(function).map_err(OfferError::Doorbells)?;
-    let thread = FunctionThread::start(&id, socket, device, drive.clone())?;
+    let thread = FunctionThread::start(&id, socket, device)?;
     Ok(Offer {
         id,
         socket: socket.clone(),

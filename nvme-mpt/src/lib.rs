@@ -10,6 +10,7 @@
 pub mod address;
 pub mod attachment;
 pub mod clock;
+pub mod deadline;
 pub mod dma;
 pub mod doorbell;
 pub mod drive;

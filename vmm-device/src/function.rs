@@ -7,7 +7,8 @@ mod tests;
 use std::{io, os::fd::BorrowedFd, sync::Arc, time::Duration};
 
 use nvme_mpt::{
-    Attachment, DmaWindow, DoorbellMode, DriveEvent, Event, InterruptVector,
+    Attachment, DmaWindow, DoorbellMode, DriveEvent, Event, InterruptVector, QueueError,
+    deadline::Deadline,
     spec::{
         ids::QueueId,
         registers::{Doorbell, ShutdownNotification, offset::DOORBELLS},
@@ -34,6 +35,17 @@ const ADMIN_CQ_HEAD: Doorbell = Doorbell::CqHead(QueueId::ADMIN);
 /// Vector of the Admin Completion Queue (Base 2.0, section 3.3.1).
 const ADMIN_VECTOR: u16 = 0;
 
+/// A function did not end in time, or its drive did not keep what was written.
+#[derive(Debug, thiserror::Error)]
+pub enum EndError {
+    /// Commands are in flight.
+    #[error("The function ends with commands in flight; its lease lives until they have ended")]
+    Busy(#[source] QueueError),
+    /// The drive was not flushed.
+    #[error("Cannot flush the drive: what the guest wrote and did not flush may be lost")]
+    Flush(#[source] io::Error),
+}
+
 /// Doorbells that a VMM can map into the guest, so that they are stores to memory.
 #[derive(Clone, Copy, Debug)]
 pub struct DoorbellRegion<'a> {
@@ -59,8 +71,9 @@ pub struct AdminStats {
 /// An NVMe controller as a PCI function: configuration space, BAR0, BAR4 and interrupts.
 ///
 /// Accesses never fail, and carry out no admin command: that is done in [`Self::process_events`].
-/// An access that resets or shuts down the controller waits for I/O commands in flight, since what
-/// the guest reads afterwards must be true; 30 seconds at most, and then the controller has failed.
+/// An access that resets or shuts down the controller waits for I/O commands in flight and for the drive's
+/// flush, since what the guest reads afterwards must be true. It waits 30 seconds at most in all, and then
+/// the controller has failed (`CSTS.CFS`; Base 2.0, section 3.1.3.6).
 #[derive(Debug)]
 pub struct NvmeFunction {
     config: ConfigSpace,
@@ -108,7 +121,9 @@ impl NvmeFunction {
     pub fn write_config(&mut self, offset: u64, data: &[u8]) -> Vec<BarMove> {
         let write = self.config.write(offset, data);
         if write.function_level_reset {
-            self.reset_controller();
+            let deadline = self.attachment.deadline();
+            // What remains is seen by CSTS.CFS.
+            let _ = self.reset_controller(&deadline);
         }
         self.msix.apply(self.config.msix_control());
         write.moves
@@ -225,12 +240,42 @@ impl NvmeFunction {
         }
     }
 
+    /// Ends all that the function does and makes durable what was written, within 30 seconds in all. It is
+    /// the last before the function is dropped.
+    ///
+    /// # Errors
+    /// [`EndError::Busy`] if commands are still in flight, [`EndError::Flush`] if the drive was not flushed. The
+    /// lease lives until both are done.
+    pub fn end(&mut self) -> Result<(), EndError> {
+        let deadline = self.attachment.deadline();
+        drop(self.config.reset());
+        let stopped = self.reset_controller(&deadline);
+        // What did complete is made durable whatever became of the rest.
+        let flushed = self.flush(&deadline);
+        stopped.map_err(EndError::Busy)?;
+        flushed.map_err(EndError::Flush)
+    }
+
+    /// Makes durable what was written, unless the drive is gone.
+    ///
+    /// # Errors
+    /// What the drive reports; [`io::ErrorKind::TimedOut`] after the deadline.
+    pub fn flush(&self, deadline: &Deadline) -> io::Result<()> {
+        if self.attachment.drive().controller().incidents().gone {
+            log::warn!("The drive is gone, and not flushed");
+            return Ok(());
+        }
+        self.attachment.flush_by(deadline)
+    }
+
     /// Resets the function as power-on does. When it returns, nothing touches the guest's memory.
     /// What the VMM has connected and mapped stays.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn reset(&mut self) -> Vec<BarMove> {
         let moves = self.config.reset();
-        self.reset_controller();
+        let deadline = self.attachment.deadline();
+        // What remains is seen by CSTS.CFS.
+        let _ = self.reset_controller(&deadline);
         moves
     }
 
@@ -301,9 +346,12 @@ impl NvmeFunction {
     }
 
     fn carry_out(&mut self, transition: Transition) {
+        let deadline = self.attachment.deadline();
         // Each of them ends what was: a guest that enables the controller finds no leftovers, and
-        // what was stored to doorbells while there was no controller means nothing.
-        if !self.stop() {
+        // what was stored to doorbells while there was no controller means nothing. If that fails, CSTS.RDY
+        // and CSTS.SHST stay as they are beside CSTS.CFS: a reset or shutdown that is not complete (Base
+        // 2.0, sections 3.1.3.6 and 3.6.1).
+        if self.stop(&deadline).is_err() {
             return;
         }
         match transition {
@@ -321,8 +369,7 @@ impl NvmeFunction {
             Transition::Shutdown(notification) => {
                 // A guest that is in a hurry does without, and a drive that is gone keeps nothing.
                 if notification == ShutdownNotification::NORMAL
-                    && !self.attachment.drive().controller().incidents().gone
-                    && let Err(error) = self.attachment.flush()
+                    && let Err(error) = self.flush(&deadline)
                 {
                     return self.fail(&format!("its drive cannot be flushed: {error}"));
                 }
@@ -348,19 +395,20 @@ impl NvmeFunction {
 
     /// A reset that leaves nothing of the controller's state (Base 2.0, section 3.7.2), but for
     /// configuration space, which is done already.
-    fn reset_controller(&mut self) {
+    fn reset_controller(&mut self, deadline: &Deadline) -> Result<(), QueueError> {
         self.registers.reset();
-        self.stop();
+        let stopped = self.stop(deadline);
         self.msix.reset();
         self.owed.clear();
+        stopped
     }
 
-    /// Ends all that the controller does. Unless it returns false, nothing touches the guest's
-    /// memory any more; if it does, the controller has failed.
-    fn stop(&mut self) -> bool {
+    /// Ends all that the controller does. Unless it fails, nothing touches the guest's memory any more; if
+    /// it does, the controller has failed.
+    fn stop(&mut self, deadline: &Deadline) -> Result<(), QueueError> {
         self.admin.reset();
         self.attachment.unwatch_admin_doorbells();
-        let stopped = self.attachment.reset();
+        let stopped = self.attachment.reset_by(deadline);
         // What is left of the queues that went: their errors stay in the log. What happened to the
         // drive is found out anew by who asks for it.
         for event in self.attachment.events().take() {
@@ -371,7 +419,7 @@ impl NvmeFunction {
         if let Err(error) = &stopped {
             self.fail(&format!("it cannot be stopped: {error}"));
         }
-        stopped.is_ok()
+        stopped
     }
 
     /// A doorbell write that exited to the VMM.

@@ -26,7 +26,7 @@ mod registers;
 pub mod state;
 
 pub use crate::{
-    function::{AdminStats, DoorbellRegion, NvmeFunction},
+    function::{AdminStats, DoorbellRegion, EndError, NvmeFunction},
     pci::{
         config_space::{Bar, BarMove, CONFIG_SPACE_SIZE, DEVICE_ID, VENDOR_ID},
         msix::{MSIX_VECTORS_MAX, MsixMasking, MsixMessage},

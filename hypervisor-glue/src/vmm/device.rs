@@ -20,7 +20,7 @@ use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::spec::registers::offset::DOORBELLS;
 use vm_device::DeviceMmio;
 use vm_device::bus::{MmioAddress, MmioAddressOffset};
-use vmm_device::{Bar, BarMove, NvmeFunction};
+use vmm_device::{Bar, BarMove, EndError, NvmeFunction};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
@@ -265,8 +265,9 @@ impl FunctionDevice {
     /// then on its slot is empty, and the drive and its lease are given back.
     ///
     /// # Errors
-    /// [`DeviceError::Panicked`], [`DeviceError::Memory`], [`DeviceError::Flush`]; it is out all the
-    /// same.
+    /// [`DeviceError::Panicked`], [`DeviceError::Memory`], [`DeviceError::End`]; it is out all the
+    /// same. Commands that did not end within 30 seconds keep the guest's memory and the lease until they
+    /// have.
     pub fn stop(&self) -> Result<(), DeviceError> {
         let Some(thread) = lock(&self.thread).take() else {
             return Ok(());
@@ -277,9 +278,17 @@ impl FunctionDevice {
         let mut result = Ok(());
         let before = mem::replace(&mut *self.shared.slot(), Slot::Empty);
         if let Slot::Function(mut state) = before {
-            let unmapped = self.shared.unwire(&mut state);
-            let flushed = state.flush().map_err(DeviceError::Flush);
-            result = unmapped.and(flushed);
+            let ended = state.function.end();
+            self.shared.disconnect(&mut state);
+            result = match ended {
+                // What is in flight was waited for, and the memory that it names is kept.
+                Err(busy @ EndError::Busy(_)) => Err(busy.into()),
+                ended => {
+                    let unmapped = state.function.memory().unmap_all();
+                    let unmapped = unmapped.map(drop).map_err(DeviceError::from);
+                    unmapped.and(ended.map_err(DeviceError::from))
+                }
+            };
         }
         joined.map_err(|_| DeviceError::Panicked(self.shared.id.clone()))?;
         result
@@ -388,6 +397,13 @@ impl Shared {
     /// the guest's memory, and nothing of it is mapped into the guest.
     fn unwire(&self, state: &mut State) -> Result<(), DeviceError> {
         drop(state.function.reset());
+        self.disconnect(state);
+        state.function.memory().unmap_all()?;
+        Ok(())
+    }
+
+    /// Disconnects a function that does nothing any more from the VMM and from the control thread.
+    fn disconnect(&self, state: &mut State) {
         state.follow(&*self.vmm);
         for vector in state.function.vectors() {
             vector.set_eventfd(None);
@@ -397,8 +413,6 @@ impl Shared {
         if let Err(error) = self.epoll.ctl(ControlOperation::Delete, events, event) {
             log::error!("{} is watched still: {error}", self.id);
         }
-        state.function.memory().unmap_all()?;
-        Ok(())
     }
 
     /// The control thread: carries out admin commands and tells the guest of events.
@@ -460,16 +474,6 @@ impl State {
             mapped.follow(function, vmm);
         }
         tied.follow(function, vmm);
-    }
-
-    /// Leaves the drive as the guest may expect to find it again.
-    fn flush(&self) -> io::Result<()> {
-        let attachment = self.function.attachment();
-        if attachment.drive().controller().incidents().gone {
-            log::warn!("The drive is gone, and not flushed");
-            return Ok(());
-        }
-        attachment.flush()
     }
 }
 

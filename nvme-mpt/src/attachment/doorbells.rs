@@ -128,8 +128,9 @@ impl Attachment {
         if let Some(DoorbellBuffer { shadow, .. }) = buffer {
             self.carry_doorbells_over(&queues, shadow);
         }
+        let deadline = self.deadline();
         for entry in queues.cqs.values_mut() {
-            entry.change(|queue| {
+            entry.change(&deadline, |queue| {
                 // The pages were found above; where they are gone meanwhile, the queue's poller
                 // finds that out from the new table.
                 queue.set_doorbell_buffer(buffer);

@@ -52,8 +52,8 @@ pub enum AttachError {
     /// A drive that is divided into zones is leased in whole zones.
     #[error(transparent)]
     Zones(#[from] ZoneError),
-    /// The kernel has no memory or no file descriptors to give.
-    #[error("Doorbells or events cannot be created")]
+    /// The kernel has no memory, no file descriptors or no threads to give.
+    #[error("Doorbells, events or a thread cannot be created")]
     Io(#[from] io::Error),
 }
 
@@ -86,7 +86,7 @@ pub enum QueueError {
     /// The address is not that of a memory page.
     #[error("Address {0} is not aligned to a memory page")]
     Misaligned(Gpa),
-    /// Commands in flight did not finish in time.
+    /// Commands in flight did not end in time.
     #[error("Commands of queue {0} are still in flight after {DRAIN_DEADLINE:?}")]
     Timeout(QueueId),
     /// It rests, and nobody polls it.

@@ -5,12 +5,15 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use log::info;
 
 use super::state::{self, CompletionQueueState};
-use super::{Attachment, CqConfig, DRAIN_DEADLINE, GUEST_NSID, QueueError, SqConfig};
+use super::steward::Leaving;
+use super::{Attachment, CqConfig, GUEST_NSID, QueueError, SqConfig};
 use crate::address::Gpa;
+use crate::deadline::Deadline;
 use crate::doorbell::DoorbellBuffer;
 use crate::host::HostQueuePair;
 use crate::host::software::zones::ZonedQueue;
@@ -54,13 +57,14 @@ impl QueueEntry {
     /// Changes the shadow queue while no poller has it and nothing of it is in flight.
     pub(super) fn change(
         &mut self,
+        deadline: &Deadline,
         change: impl FnOnce(&mut ShadowQueue),
     ) -> Result<(), QueueError> {
         if let Some(queue) = &mut self.parked {
             change(queue);
             return Ok(());
         }
-        let mut queue = self.take_from_poller()?;
+        let mut queue = self.take_from_poller(deadline)?;
         change(&mut queue);
         queue.resume();
         self.poller.add(queue);
@@ -74,10 +78,10 @@ impl QueueEntry {
     }
 
     /// Takes the shadow queue from its poller, once nothing of it is in flight.
-    fn take_from_poller(&self) -> Result<Box<ShadowQueue>, QueueError> {
+    fn take_from_poller(&self, deadline: &Deadline) -> Result<Box<ShadowQueue>, QueueError> {
         let receiver = self.poller.remove(self.id);
-        receiver
-            .recv_timeout(DRAIN_DEADLINE)
+        deadline
+            .receive(&receiver)
             .map_err(|_| QueueError::Timeout(self.cqid))
     }
 }
@@ -91,6 +95,8 @@ pub(super) struct Queues {
     pub(super) revoked: bool,
     /// No queue is polled: each rests here.
     pub(super) paused: bool,
+    /// The last reset gave up waiting for queues. Whoever ends them next does not wait as long again.
+    overdue: bool,
     /// What the lease did before it was restored here.
     pub(super) counted_before: Counters,
     /// Who watches the admin queue's mapped doorbells, and under which name.
@@ -167,10 +173,13 @@ impl Attachment {
         let slots = u16::try_from(entries - 1)
             .unwrap_or(MAX_SLOTS)
             .min(MAX_SLOTS);
-        let controller = self.drive.controller();
+        let controller = self.drive().controller();
         let host = match &self.keys {
             Some(keys) => keys.create_queue(slots),
-            None => controller.create_queue(slots, self.drive.namespace(), &self.host),
+            None => {
+                let namespace = self.drive().namespace();
+                controller.create_queue(slots, namespace, self.holding.host())
+            }
         };
         let host = host.map_err(failed)?;
         let host = match &self.zones {
@@ -185,8 +194,8 @@ impl Attachment {
         {
             info!(
                 "I/O queue {qid} of lease {} shares a queue pair of drive {}, which has no other",
-                self.lease.id(),
-                self.drive.path(),
+                self.lease().id(),
+                self.drive().path(),
             );
         }
         let lists = ListMemory::new(controller.iova_space(), slots.into()).map_err(failed)?;
@@ -203,9 +212,9 @@ impl Attachment {
         let id = next_id();
         let blocks = LeasedBlocks {
             guest_nsid: GUEST_NSID,
-            host_nsid: self.lease.nsid(),
-            first: self.lease.range().start,
-            blocks: self.lease.range().blocks,
+            host_nsid: self.lease().nsid(),
+            first: self.lease().range().start,
+            blocks: self.lease().range().blocks,
             lba_shift: self.namespace.lba_shift,
         };
         let queue = Box::new(ShadowQueue::new(
@@ -214,8 +223,9 @@ impl Attachment {
             cq,
             buffer,
             (host, slots, lists),
-            (blocks, *self.drive.limits()),
+            (blocks, *self.drive().limits()),
             table_user,
+            self.holding.clone(),
         ));
         let entry = QueueEntry {
             cqid: qid,
@@ -274,6 +284,7 @@ impl Attachment {
             base,
             entries,
         } = config;
+        let deadline = self.deadline();
         let mut queues = self.queues();
         if queues.cq_of_sq(qid).is_some() {
             return Err(QueueError::AlreadyExists(qid));
@@ -284,7 +295,7 @@ impl Attachment {
         let sq = self.new_sq(&queues, (qid, base, entries))?;
         self.begin_doorbell(Doorbell::SqTail(qid), queues.buffer);
         let entry = queues.entry(cqid)?;
-        entry.change(|queue| queue.add_sq(sq))?;
+        entry.change(&deadline, |queue| queue.add_sq(sq))?;
         entry.sqs.push(qid);
         Ok(())
     }
@@ -313,10 +324,11 @@ impl Attachment {
     /// # Errors
     /// [`QueueError::NoSuchQueue`] and [`QueueError::Timeout`].
     pub fn delete_sq(&self, qid: QueueId) -> Result<(), QueueError> {
+        let deadline = self.deadline();
         let mut queues = self.queues();
         let cqid = queues.cq_of_sq(qid).ok_or(QueueError::NoSuchQueue(qid))?;
         let entry = queues.entry(QueueId(cqid))?;
-        entry.change(|queue| queue.remove_sq(qid))?;
+        entry.change(&deadline, |queue| queue.remove_sq(qid))?;
         entry.sqs.retain(|sqid| *sqid != qid);
         Ok(())
     }
@@ -332,7 +344,7 @@ impl Attachment {
             return Err(QueueError::CqInUse(qid));
         }
         if entry.parked.is_none() {
-            drop(entry.take_from_poller()?);
+            drop(entry.take_from_poller(&self.deadline())?);
         }
         queues.cqs.remove(&qid.0);
         Ok(())
@@ -349,7 +361,7 @@ impl Attachment {
         if entry.parked.is_some() {
             return Err(QueueError::Paused(cqid));
         }
-        let mut queue = entry.take_from_poller()?;
+        let mut queue = entry.take_from_poller(&self.deadline())?;
         queue.resume();
         Ok(queue)
     }
@@ -378,36 +390,70 @@ impl Attachment {
         self.queues().cqs.contains_key(&qid.0)
     }
 
-    /// Deletes all queues, forgets the Doorbell Buffer, and sets the doorbells to zero. When it
-    /// returns, neither the pollers nor the host controller touch the VM's memory.
+    /// Deletes all queues, as [`Self::reset_by`] does, within 30 seconds.
     ///
     /// # Errors
-    /// [`QueueError::Timeout`] if commands in flight do not finish. Their queues take no more
-    /// commands, and what of them can be deleted is.
+    /// As [`Self::reset_by`].
     pub fn reset(&self) -> Result<(), QueueError> {
+        self.reset_by(&self.deadline())
+    }
+
+    /// Deletes all queues, forgets the Doorbell Buffer, and sets the doorbells to zero. Commands in flight
+    /// begin no further step. When it returns, neither the pollers nor the host controller touch the VM's
+    /// memory.
+    ///
+    /// # Errors
+    /// [`QueueError::Timeout`] if commands in flight do not end by the deadline, which is that of all
+    /// queues. Their queues take no more commands, and all others are deleted.
+    pub fn reset_by(&self, deadline: &Deadline) -> Result<(), QueueError> {
         let mut queues = self.queues();
         queues.buffer = None;
         queues.revoked = false;
+        let overdue = self.end_each(&mut queues, deadline);
+        self.context.doorbells.clear();
+        match overdue.first() {
+            Some((cqid, _)) => Err(QueueError::Timeout(*cqid)),
+            None => Ok(()),
+        }
+    }
+
+    /// Ends all queues for good. Returns those that are overdue.
+    pub(super) fn end_queues(&self) -> Vec<Leaving> {
+        let mut queues = self.queues();
+        let deadline = match queues.overdue {
+            // They were waited for already.
+            true => Deadline::after(&self.clock, Duration::ZERO),
+            false => self.deadline(),
+        };
+        let overdue = self.end_each(&mut queues, &deadline);
+        overdue.into_iter().map(|(_, leaving)| leaving).collect()
+    }
+
+    fn end_each(&self, queues: &mut Queues, deadline: &Deadline) -> Vec<(QueueId, Leaving)> {
         // All are stopped before the first one is waited for.
         let leaving: Vec<_> = queues
             .cqs
             .iter()
-            .map(|(cqid, entry)| (QueueId(*cqid), entry.poller.remove(entry.id)))
+            .map(|(cqid, entry)| {
+                let queue = entry.poller.end(entry.id);
+                let poller = entry.poller.clone();
+                (QueueId(*cqid), Leaving { queue, poller })
+            })
             .collect();
-        let mut result = Ok(());
-        for (cqid, receiver) in leaving {
-            match receiver.recv_timeout(DRAIN_DEADLINE) {
+        let mut overdue = Vec::new();
+        for (cqid, leaving) in leaving {
+            match deadline.receive(&leaving.queue) {
                 Ok(queue) => {
                     drop(queue);
                     queues.cqs.remove(&cqid.0);
                 }
-                // An earlier call gave up waiting, and the queue ended with its poller meanwhile.
+                // It rested here, or an earlier call gave up waiting and it ended with its poller meanwhile.
                 Err(RecvTimeoutError::Disconnected) => drop(queues.cqs.remove(&cqid.0)),
-                Err(RecvTimeoutError::Timeout) => result = Err(QueueError::Timeout(cqid)),
+                Err(RecvTimeoutError::Timeout) => overdue.push((cqid, leaving)),
             }
         }
-        self.context.doorbells.clear();
-        result
+        queues.overdue = !overdue.is_empty();
+        overdue
     }
 
     /// A new queue begins at entry 0. The buffer may still hold what the guest last wrote for a
@@ -420,7 +466,7 @@ impl Attachment {
     }
 
     fn check_ring(&self, base: Gpa, entries: u32) -> Result<(), QueueError> {
-        if entries < 2 || entries > self.drive.limits().entries_max {
+        if entries < 2 || entries > self.drive().limits().entries_max {
             return Err(QueueError::InvalidSize(entries));
         }
         if base.is_page_aligned() {

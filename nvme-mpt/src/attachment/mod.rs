@@ -9,40 +9,45 @@
 mod config;
 mod doorbells;
 mod error;
+mod holding;
 mod io_queues;
 mod pause;
 pub mod state;
+mod steward;
 #[cfg(test)]
 mod tests;
 mod wakers;
 
 use std::io;
+use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use log::error;
+use log::{error, warn};
 use serde::{Deserialize, Serialize};
 
 pub use config::{AttachmentConfig, CqConfig, LeasedNamespace, NamespaceZones, SqConfig};
 pub use error::{AttachError, QueueError};
+pub(crate) use holding::Holding;
 pub use state::{AttachmentState, StateError};
 pub use wakers::DoorbellWaker;
 
+use crate::deadline::{Deadline, SystemClock, WaitClock};
 use crate::dma::{DmaWindow, MemoryKinds};
 use crate::doorbell::{DoorbellMode, DoorbellPage};
 use crate::drive::{Drive, DrivePath};
 use crate::event::EventQueue;
 use crate::host::software::key_value::KeySpace;
 use crate::host::software::zones::LeasedZones;
-use crate::host::{Damage, HostLease, HostNamespace, Limits};
+use crate::host::{Damage, HostNamespace, Limits};
 use crate::interrupt::Coalescing;
 use crate::lease::Lease;
 use crate::poller::{Placement, PollPolicy, Pollers, Silence, Spin};
-use crate::range_lock::RangeLock;
 use crate::shadow::{QueueContext, ShadowQueue};
 use crate::spec::ids::{Nsid, QueueId};
 use crate::stats::{Counters, QueueCounters, QueueStats};
 use io_queues::Queues;
+use steward::Steward;
 
 /// The namespace that every guest sees its lease as.
 pub const GUEST_NSID: Nsid = Nsid(1);
@@ -50,16 +55,13 @@ pub const GUEST_NSID: Nsid = Nsid(1);
 /// I/O queue pairs that a guest controller can have at most.
 pub const MAX_QUEUE_PAIRS: u16 = 64;
 
-/// How long a queue is waited for until it has nothing in flight.
+/// How long commands in flight and flushes are waited for, in all, when a controller is reset, shut down
+/// or ended.
 const DRAIN_DEADLINE: Duration = Duration::from_secs(30);
 
 /// All that one guest controller holds of a drive: a lease, a DMA window, doorbells, queues.
 #[derive(Debug)]
 pub struct Attachment {
-    drive: Arc<Drive>,
-    lease: Lease,
-    _claim: Option<RangeLock>,
-    host: HostLease,
     namespace: LeasedNamespace,
     zones: Option<Arc<LeasedZones>>,
     keys: Option<KeySpace>,
@@ -72,6 +74,10 @@ pub struct Attachment {
     /// Index 0 is queue 1.
     counters: Vec<Arc<QueueCounters>>,
     queues: Mutex<Queues>,
+    clock: Arc<dyn WaitClock>,
+    steward: Steward,
+    /// Dropped last, and owned by each queue as well: see [`Holding`].
+    holding: Arc<Holding>,
 }
 
 impl Attachment {
@@ -158,11 +164,8 @@ impl Attachment {
             events,
             tables: window.tables().clone(),
         });
+        let steward = Steward::start(pollers.threads())?;
         Ok(Self {
-            drive,
-            lease,
-            _claim: claim,
-            host,
             namespace,
             zones: zones.map(Arc::new),
             keys,
@@ -176,13 +179,30 @@ impl Attachment {
                 .take(queue_pairs.into())
                 .collect(),
             queues: Mutex::default(),
+            clock: Arc::<SystemClock>::default(),
+            steward,
+            holding: Arc::new(Holding::new(lease, claim, host, drive)),
         })
+    }
+
+    /// The same attachment, whose waits go by another clock.
+    #[must_use]
+    pub fn with_clock(mut self, clock: Arc<dyn WaitClock>) -> Self {
+        self.clock = clock;
+        self
+    }
+
+    /// The moment by which a reset, a shutdown or an end that begins now has to be done with all that it
+    /// waits for: 30 seconds from now.
+    #[must_use]
+    pub fn deadline(&self) -> Deadline {
+        Deadline::after(&self.clock, DRAIN_DEADLINE)
     }
 
     /// The drive.
     #[must_use]
     pub fn drive(&self) -> &Arc<Drive> {
-        &self.drive
+        &self.holding.drive
     }
 
     /// Whether the leased blocks are there: the drive is, and its namespace still has them.
@@ -195,7 +215,7 @@ impl Attachment {
     }
 
     fn has_blocks(&self) -> bool {
-        let controller = self.drive.controller();
+        let controller = self.drive().controller();
         let blocks = self.blocks();
         let whole = blocks == self.namespace.blocks;
         let fits = whole || (blocks > 0 && controller.resizes_in_place());
@@ -206,10 +226,10 @@ impl Attachment {
     #[must_use]
     pub fn blocks(&self) -> u64 {
         let same = |namespace: &&HostNamespace| {
-            namespace.nsid == self.lease.nsid() && namespace.lba_shift == self.namespace.lba_shift
+            namespace.nsid == self.lease().nsid() && namespace.lba_shift == self.namespace.lba_shift
         };
-        let namespaces = self.drive.controller().namespaces();
-        let range = self.lease.range();
+        let namespaces = self.drive().controller().namespaces();
+        let range = self.lease().range();
         namespaces.iter().find(same).map_or(0, |namespace| {
             let left = namespace.blocks.saturating_sub(range.start.0);
             left.min(range.blocks)
@@ -223,10 +243,11 @@ impl Attachment {
     pub fn revoke(&self) -> Result<(), QueueError> {
         let mut queues = self.queues();
         queues.revoked = true;
+        let deadline = self.deadline();
         let mut result = Ok(());
         for entry in queues.cqs.values_mut() {
             // All of them, also after one that does not finish.
-            let revoked = entry.change(ShadowQueue::revoke);
+            let revoked = entry.change(&deadline, ShadowQueue::revoke);
             result = result.and(revoked);
         }
         result
@@ -241,7 +262,7 @@ impl Attachment {
     /// The lease.
     #[must_use]
     pub fn lease(&self) -> &Lease {
-        &self.lease
+        &self.holding.lease
     }
 
     /// What the guest sees the lease as.
@@ -265,7 +286,7 @@ impl Attachment {
     /// What may be promised to the guest.
     #[must_use]
     pub fn limits(&self) -> &Limits {
-        self.drive.limits()
+        self.drive().limits()
     }
 
     /// I/O queue pairs that can exist.
@@ -298,19 +319,29 @@ impl Attachment {
         &self.context.events
     }
 
-    /// Makes everything durable that was completed until now.
+    /// Makes everything durable that was completed until now, and waits for that until `deadline`. A drive
+    /// that takes longer goes on with it, and the lease lives until it is done.
     ///
     /// # Errors
-    /// What the host controller reports; any error if completed writes were lost.
-    pub fn flush(&self) -> io::Result<()> {
-        let controller = self.drive.controller();
-        controller.flush(self.drive.namespace(), &self.host)
+    /// What the host controller reports, any error if completed writes were lost; [`io::ErrorKind::TimedOut`]
+    /// after the deadline.
+    pub fn flush_by(&self, deadline: &Deadline) -> io::Result<()> {
+        let result = self.steward.flush(self.holding.clone());
+        deadline.receive(&result).unwrap_or_else(|error| {
+            Err(match error {
+                RecvTimeoutError::Timeout => io::Error::new(
+                    io::ErrorKind::TimedOut,
+                    format!("The drive has not flushed within {DRAIN_DEADLINE:?}"),
+                ),
+                RecvTimeoutError::Disconnected => io::Error::other("The flush panicked"),
+            })
+        })
     }
 
     /// Looks for damage of the lease's data, which takes system calls, and returns it.
     #[must_use]
     pub fn damage(&self) -> Damage {
-        self.host.damage()
+        self.holding.host().damage()
     }
 
     /// Returns whether its damage has to be looked for now and then.
@@ -321,7 +352,7 @@ impl Attachment {
 
     /// Begins anew for a VMM that connected: what was lost was lost for the one before.
     pub fn begin_anew(&self) {
-        self.host.begin_anew();
+        self.holding.host().begin_anew();
     }
 
     /// What the lease did so far.
@@ -374,7 +405,7 @@ impl Attachment {
                 ..counters.stats(qid)
             });
         AttachmentStats {
-            id: self.lease.id().to_owned(),
+            id: self.lease().id().to_owned(),
             model: self.namespace.model.clone(),
             serial: self.namespace.serial.clone(),
             capacity_bytes: self.namespace.blocks << self.namespace.lba_shift,
@@ -393,12 +424,16 @@ impl Attachment {
 impl Drop for Attachment {
     fn drop(&mut self) {
         self.unwatch_admin_doorbells();
-        if let Err(error) = self.reset() {
-            error!(
-                "Lease {} was detached with commands in flight: {error}",
-                self.lease.id()
-            );
+        let overdue = self.end_queues();
+        // A share that is not the attachment's is that of a queue, or of a flush.
+        if Arc::strong_count(&self.holding) > 1 {
+            let id = self.lease().id();
+            warn!("Lease {id} is detached with commands in flight, and ends with the last of them");
+            if let Err(error) = self.lease().mark_ending() {
+                error!("Lease {id} is not marked as ending: {error}");
+            }
         }
+        self.steward.outlive(overdue);
     }
 }
 

@@ -4,10 +4,8 @@
 //! A queue that rests holds nothing of the VM's memory but its rings, and touches not even those,
 //! so memory can come and go meanwhile. When it goes on it takes up the memory that there is then.
 
-use std::time::Instant;
-
 use super::io_queues::Queues;
-use super::{Attachment, DRAIN_DEADLINE, QueueError};
+use super::{Attachment, QueueError};
 use crate::spec::ids::QueueId;
 
 impl Attachment {
@@ -30,14 +28,13 @@ impl Attachment {
             .iter()
             .map(|(cqid, entry)| (*cqid, entry.poller.remove(entry.id)))
             .collect();
-        let deadline = Instant::now() + DRAIN_DEADLINE;
+        let deadline = self.deadline();
         let mut result = Ok(());
         for (cqid, receiver) in leaving {
-            let left = deadline.saturating_duration_since(Instant::now());
             let Some(entry) = queues.cqs.get_mut(&cqid) else {
                 continue;
             };
-            match receiver.recv_timeout(left) {
+            match deadline.receive(&receiver) {
                 Ok(mut queue) => {
                     queue.settle();
                     entry.park(queue);

@@ -326,6 +326,11 @@ pub trait HostQueue {
     /// Hands over completions that are there.
     fn reap(&mut self, memory: HostMemory<'_>, taker: impl CompletionTaker);
 
+    /// Begins no further step of any command: one that has steps left ends with
+    /// [`Status::ABORTED_SQ_DELETION`] when the step is done that the drive has of it. The queue gets no
+    /// more commands, and is deleted when the last one has ended.
+    fn cut_short(&mut self);
+
     /// Becomes readable when completions are there, for a poller that wants to sleep; `None` if
     /// commands complete while they are rung in, so that there is nothing to wait for.
     fn wait_fd(&self) -> Option<RawFd>;
@@ -436,6 +441,11 @@ impl HostQueuePair {
         each_kind!(self, queue => {
             queue.reap(memory, |completion: HostCompletion| done.push(completion));
         });
+    }
+
+    /// See [`HostQueue::cut_short`].
+    pub(crate) fn cut_short(&mut self) {
+        each_kind!(self, queue => queue.cut_short());
     }
 
     /// See [`HostQueue::wait_fd`].

@@ -16,13 +16,16 @@ pub(super) fn own_pid() -> u32 {
     *OWN
 }
 
-/// Whether the holder of a lease lives.
+/// State of a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LeaseState {
-    /// It lives.
+    /// Its holder lives.
     Held,
-    /// It died without giving the lease back.
+    /// Its holder gave it up, and commands of it are still in flight. It leaves the ledger when the last of
+    /// them has ended.
+    Ending,
+    /// Its holder died without giving it back.
     Stale,
 }
 
@@ -30,6 +33,7 @@ impl fmt::Display for LeaseState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Self::Held => "held",
+            Self::Ending => "ending",
             Self::Stale => "stale",
         })
     }
@@ -48,7 +52,7 @@ pub struct LeaseEntry {
     pub range: ByteRange,
     /// The process that holds or held it.
     pub pid: u32,
-    /// Whether that process lives.
+    /// Its state.
     pub state: LeaseState,
 }
 
@@ -61,6 +65,7 @@ impl LeaseEntry {
             range,
             pid,
             slot: _,
+            ending,
         } = record.clone();
         Self {
             id,
@@ -68,10 +73,10 @@ impl LeaseEntry {
             nsid,
             range,
             pid,
-            state: if held {
-                LeaseState::Held
-            } else {
-                LeaseState::Stale
+            state: match (held, ending) {
+                (true, false) => LeaseState::Held,
+                (true, true) => LeaseState::Ending,
+                (false, _) => LeaseState::Stale,
             },
         }
     }
@@ -87,6 +92,11 @@ impl fmt::Display for LeaseEntry {
         match self.state {
             LeaseState::Held if self.pid == own_pid() => write!(f, "held by this process)"),
             LeaseState::Held => write!(f, "held by process {})", self.pid),
+            LeaseState::Ending => write!(
+                f,
+                "ending: commands of process {} are still in flight)",
+                self.pid
+            ),
             LeaseState::Stale => {
                 write!(f, "stale: process {} ended without releasing it)", self.pid)
             }

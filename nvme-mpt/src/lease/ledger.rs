@@ -190,20 +190,22 @@ impl Ledger {
 
     /// Takes the lease in `slot`, whose holder gives it back, out of the ledger.
     fn give_back(&self, slot: Slot) -> Result<(), StoreError> {
+        self.change(|records| records.remove(slot))
+    }
+
+    /// Changes the record of a holder's lease. `change` returns whether there is one: there is none if an
+    /// operator has released the lease by force.
+    fn change(&self, change: impl FnOnce(&mut Records) -> bool) -> Result<(), StoreError> {
         match &*self.0 {
             Book::Folder(folder) => {
                 let exclusive = folder.lock()?;
                 let mut records = folder.read()?;
-                // It is not there if someone forced it.
-                if records.remove(slot) {
+                if change(&mut records) {
                     exclusive.write(&records)?;
                 }
             }
             Book::Process { records, .. } => {
-                records
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .remove(slot);
+                change(&mut records.lock().unwrap_or_else(PoisonError::into_inner));
             }
         }
         Ok(())
@@ -228,6 +230,7 @@ fn new_record(request: &LeaseRequest<'_>, slot: Slot) -> Record {
         range: request.range,
         pid: own_pid(),
         slot: slot.0,
+        ending: false,
     }
 }
 
@@ -251,6 +254,7 @@ impl Refusal {
                     LeaseState::Held => {
                         "choose a range that does not overlap, or stop that process".to_owned()
                     }
+                    LeaseState::Ending => wait_for_end(folder),
                     LeaseState::Stale => release_command(&other.id, folder),
                 },
                 other: Box::new(other),
@@ -259,6 +263,7 @@ impl Refusal {
                 id: request.id.to_owned(),
                 remedy: match other.state {
                     LeaseState::Held => "choose another id".to_owned(),
+                    LeaseState::Ending => format!("choose another id, or {}", wait_for_end(folder)),
                     LeaseState::Stale => {
                         format!(
                             "choose another id, or {}",
@@ -271,6 +276,17 @@ impl Refusal {
             Self::Store(error) => error.into(),
         }
     }
+}
+
+fn wait_for_end(folder: &Path) -> String {
+    let list = match folder.as_os_str().is_empty() {
+        true => String::new(),
+        false => format!(
+            ": `nvme-mpt leases --state-dir {}` shows it until then",
+            folder.display()
+        ),
+    };
+    format!("try again once the last of them has ended{list}")
 }
 
 fn release_command(id: &str, folder: &Path) -> String {
@@ -368,6 +384,18 @@ impl Lease {
                 LeaseIdentity::derive(&drive, self.nsid, self.bytes)
             }
         }
+    }
+
+    /// Marks the lease as ending in the ledger: its holder gave it up, and commands of it are still in flight.
+    /// It is given back when it is dropped, as ever.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used: others see the lease as held.
+    pub fn mark_ending(&self) -> Result<(), LeaseError> {
+        if let Some(slot) = self.slot {
+            self.ledger.change(|records| records.mark_ending(slot))?;
+        }
+        Ok(())
     }
 
     /// Gives the lease back, as dropping it does, and says whether that worked.

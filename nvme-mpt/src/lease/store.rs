@@ -129,6 +129,9 @@ pub(super) struct Record {
     /// Process that holds it. For people to read: [`super::holder`] tells whether it lives.
     pub(super) pid: u32,
     pub(super) slot: u64,
+    /// Its holder gave it up, and commands of it are still in flight.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(super) ending: bool,
 }
 
 /// The whole ledger.
@@ -155,6 +158,15 @@ impl Default for Records {
 impl Records {
     pub(super) fn find(&self, slot: Slot) -> Option<&Record> {
         self.leases.iter().find(|record| record.slot == slot.0)
+    }
+
+    /// Marks the lease of `slot` as ending; `false` if there is none.
+    pub(super) fn mark_ending(&mut self, slot: Slot) -> bool {
+        let mut of_slot = self
+            .leases
+            .iter_mut()
+            .filter(|record| record.slot == slot.0);
+        of_slot.next().map(|record| record.ending = true).is_some()
     }
 
     /// Removes the lease of `slot`; `false` if there is none.
@@ -439,6 +451,7 @@ mod tests {
             range: ByteRange::new(slot << 20, 1 << 20).unwrap(),
             pid: 7,
             slot,
+            ending: false,
         }
     }
 

@@ -66,9 +66,18 @@ impl DoorbellWatch {
     }
 }
 
+/// What becomes of the commands of a queue that leaves its poller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Departure {
+    /// They complete.
+    Drains,
+    /// They end with the step that they are at.
+    Ends,
+}
+
 enum Mail {
     Add(Box<ShadowQueue>),
-    Remove(u64, SyncSender<Box<ShadowQueue>>),
+    Remove(u64, Departure, SyncSender<Box<ShadowQueue>>),
     Watch(DoorbellWatch),
     Unwatch(u64),
     Stop,
@@ -179,8 +188,17 @@ impl Poller {
     /// Takes a shadow queue back. It takes no more commands from now on, and arrives when the
     /// host controller has none of its commands any more.
     pub(crate) fn remove(&self, id: u64) -> Receiver<Box<ShadowQueue>> {
+        self.let_leave(id, Departure::Drains)
+    }
+
+    /// As [`Self::remove`], for a queue that is to be deleted: its commands begin no further step.
+    pub(crate) fn end(&self, id: u64) -> Receiver<Box<ShadowQueue>> {
+        self.let_leave(id, Departure::Ends)
+    }
+
+    fn let_leave(&self, id: u64, departure: Departure) -> Receiver<Box<ShadowQueue>> {
         let (sender, receiver) = sync_channel(1);
-        self.send(Mail::Remove(id, sender));
+        self.send(Mail::Remove(id, departure, sender));
         receiver
     }
 
@@ -395,9 +413,14 @@ impl Worker {
                     }
                     self.queues.push(queue);
                 }
-                Mail::Remove(id, reply) => {
+                Mail::Remove(id, departure, reply) => {
                     if let Some(queue) = self.queues.iter_mut().find(|queue| queue.id() == id) {
                         queue.stop();
+                        if departure == Departure::Ends {
+                            queue.cut_short();
+                        }
+                        // Who asked before has given up waiting.
+                        self.leaving.retain(|(other, _)| *other != id);
                         self.leaving.push((id, reply));
                     }
                 }

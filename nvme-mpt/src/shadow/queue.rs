@@ -20,6 +20,7 @@ use super::lists::ListMemory;
 use super::slot::{Slot, Slots};
 use super::translate::Translator;
 use crate::address::Gpa;
+use crate::attachment::Holding;
 use crate::clock::Ticks;
 use crate::dma::{RegionTable, TableUse, Tables};
 use crate::doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage};
@@ -72,6 +73,8 @@ pub struct ShadowQueue {
     /// Dropped first: it waits for what it has in flight, which uses memory that the core keeps.
     host: HostQueuePair,
     core: Core,
+    /// Dropped last: the lease lives as long as commands of it do.
+    _holding: Arc<Holding>,
 }
 
 /// All of a shadow queue but its host queue, so that the two can be borrowed apart.
@@ -110,6 +113,7 @@ impl ShadowQueue {
         (host, slots, lists): (HostQueuePair, u16, ListMemory),
         (blocks, limits): (LeasedBlocks, Limits),
         (table_use, table): (TableUse, Arc<RegionTable>),
+        holding: Arc<Holding>,
     ) -> Self {
         let generation = table.generation();
         let mut core = Core {
@@ -131,7 +135,11 @@ impl ShadowQueue {
             table_use: Some(table_use),
         };
         core.follow_log();
-        Self { host, core }
+        Self {
+            host,
+            core,
+            _holding: holding,
+        }
     }
 
     /// Its name among the pollers' queues.
@@ -230,6 +238,12 @@ impl ShadowQueue {
     pub fn stop(&mut self) {
         self.core.stopped = true;
         self.host.hurry(true);
+    }
+
+    /// Begins no further step of its commands, which then end as [`HostQueue::cut_short`] has it: it is
+    /// about to be deleted.
+    pub(crate) fn cut_short(&mut self) {
+        self.host.cut_short();
     }
 
     /// Takes commands again.

@@ -7,6 +7,7 @@
 mod bring_up;
 mod common;
 mod data;
+mod ending;
 mod events;
 mod failures;
 #[path = "../function/common/mod.rs"]

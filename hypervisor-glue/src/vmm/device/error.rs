@@ -4,7 +4,7 @@ use std::io;
 
 use nvme_mpt::{DmaError, QueueError, StateError};
 use thiserror::Error;
-use vmm_device::SnapshotError;
+use vmm_device::{EndError, SnapshotError};
 
 use crate::open::OpenError;
 use crate::vmm::VmmError;
@@ -46,6 +46,9 @@ pub enum DeviceError {
     /// The drive cannot make what was written durable.
     #[error("Cannot flush the drive: what the guest wrote and did not flush may be lost")]
     Flush(#[source] io::Error),
+    /// The function is out of the VMM, but has not ended in order.
+    #[error(transparent)]
+    End(#[from] EndError),
     /// The control thread died.
     #[error("The control thread of {0} panicked")]
     Panicked(String),

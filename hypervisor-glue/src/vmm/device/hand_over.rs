@@ -107,7 +107,11 @@ impl FunctionDevice {
             return Err(DeviceError::Private(id.clone()));
         }
         let saved = state.function.save()?;
-        state.flush().map_err(DeviceError::Flush)?;
+        let deadline = state.function.attachment().deadline();
+        state
+            .function
+            .flush(&deadline)
+            .map_err(DeviceError::Flush)?;
         let memory = state.function.memory();
         let handed_over = HandedOver {
             saved,

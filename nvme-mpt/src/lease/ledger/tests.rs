@@ -146,6 +146,63 @@ fn the_refusal_names_the_other_lease_and_what_to_do() {
 }
 
 #[test]
+fn an_ending_lease_is_refused_and_seen_as_ending_until_it_is_dropped() {
+    let (dir, ledgers) = both();
+    let state = dir.path().join("state");
+    for (ledger, where_to_look) in ledgers.into_iter().zip([
+        format!(
+            ": `nvme-mpt leases --state-dir {}` shows it until then",
+            state.display()
+        ),
+        String::new(),
+    ]) {
+        let a = ledger.acquire(&request("a", "0+1G")).unwrap();
+        a.mark_ending().unwrap();
+        let entry = &ledger.list().unwrap()[0];
+        assert_eq!(entry.state, LeaseState::Ending);
+        assert_eq!(serde_json::to_value(entry).unwrap()["state"], "ending");
+        let ending = format!(
+            "lease \"a\" (range 0+1G of file:/drive, ending: commands of process {} are still in flight)",
+            process::id()
+        );
+        for id in ["a", "b"] {
+            assert_eq!(
+                ledger
+                    .acquire(&request(id, "0+1G"))
+                    .unwrap_err()
+                    .to_string(),
+                format!(
+                    "Range 0+1G of file:/drive overlaps {ending}; try again once the last of them has \
+                     ended{where_to_look}"
+                )
+            );
+        }
+        assert_eq!(
+            ledger
+                .acquire(&request("a", "4G+1G"))
+                .unwrap_err()
+                .to_string(),
+            format!(
+                "The id \"a\" is taken by {ending}; choose another id, or try again once the last of them \
+                 has ended{where_to_look}"
+            )
+        );
+        ledger.release("a", false).unwrap_err();
+        drop(a);
+        ledger.acquire(&request("b", "0+1G")).unwrap();
+    }
+}
+
+#[test]
+fn a_lease_whose_holder_died_while_it_ended_is_stale() {
+    let (_dir, [ledger, _]) = both();
+    let lease = ledger.acquire(&request("a", "0+1G")).unwrap();
+    lease.mark_ending().unwrap();
+    die(lease);
+    assert_eq!(ledger.list().unwrap()[0].state, LeaseState::Stale);
+}
+
+#[test]
 fn a_stale_lease_is_taken_over_by_its_own_id_and_range_alone() {
     let (_dir, [ledger, _]) = both();
     die(ledger.acquire(&request("a", "0+1G")).unwrap());

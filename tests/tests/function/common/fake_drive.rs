@@ -2,7 +2,7 @@
 //! and whatever state a test gives it.
 
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 
 use nvme_mpt::host::software::SoftwareController;
 use nvme_mpt::host::{
@@ -29,6 +29,8 @@ struct State {
     health_reads: u32,
     incidents: Incidents,
     subscribers: Vec<Weak<EventQueue>>,
+    /// Flushes take until it is let go.
+    holds_flushes: bool,
 }
 
 /// A drive that a test can do anything to.
@@ -37,6 +39,7 @@ pub(crate) struct FakeDrive {
     stores: [SoftwareController; 2],
     limits: Limits,
     state: Mutex<State>,
+    flushes: Condvar,
 }
 
 impl FakeDrive {
@@ -58,11 +61,13 @@ impl FakeDrive {
             health_reads: 0,
             incidents: Incidents::default(),
             subscribers: Vec::new(),
+            holds_flushes: false,
         };
         let drive = Self {
             stores,
             limits,
             state: Mutex::new(state),
+            flushes: Condvar::new(),
         };
         drive.heat(300);
         Arc::new(drive)
@@ -102,6 +107,12 @@ impl FakeDrive {
     pub(crate) fn remove(&self) {
         self.state().incidents.gone = true;
         self.tell(DriveEvent::Gone);
+    }
+
+    /// Has no flush end, or all that have begun.
+    pub(crate) fn hold_flushes(&self, hold: bool) {
+        self.state().holds_flushes = hold;
+        self.flushes.notify_all();
     }
 
     /// Tells its users of an event.
@@ -150,6 +161,8 @@ impl HostController for FakeDrive {
     }
 
     fn flush(&self, _: &HostNamespace, _: &HostLease) -> io::Result<()> {
+        let held = |state: &mut State| state.holds_flushes;
+        drop(self.flushes.wait_while(self.state(), held).unwrap());
         match self.incidents().gone {
             true => Err(io::ErrorKind::NotConnected.into()),
             false => Ok(()),

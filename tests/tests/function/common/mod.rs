@@ -1,6 +1,7 @@
 //! Functions in this process and the guests that hold them: what every test begins with.
 
 pub(crate) mod bystander;
+pub(crate) mod clock;
 pub(crate) mod fake_drive;
 pub(crate) mod loop_device;
 pub(crate) mod sentinel;
@@ -13,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
+use nvme_mpt::lease::{ByteRange, Lease, LeaseError, LeaseRequest, Ledger};
 use nvme_mpt::stats::{PollerStats, QueueStats};
 use nvme_mpt::{
     Attachment, AttachmentConfig, Drive, DriveOptions, DrivePath, Gpa, MemoryRegion, Pollers,
@@ -31,6 +32,8 @@ use nvme_mpt_tests::status::StatusCode;
 use vmm_device::{Bar as FunctionBar, FunctionState, MsixMasking, NvmeFunction, SnapshotError};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use clock::TestClock;
 
 /// All the ways to ring a doorbell.
 pub(crate) const MODES: [DoorbellMode; 3] = [
@@ -83,6 +86,8 @@ pub(crate) struct Lab {
     pub(crate) ledger: Ledger,
     pub(crate) pollers: Arc<Pollers>,
     pub(crate) next_id: AtomicU64,
+    /// What its functions' waits go by.
+    pub(crate) clock: Arc<TestClock>,
 }
 
 impl Lab {
@@ -111,6 +116,7 @@ impl Lab {
             ledger: Ledger::in_process(),
             pollers: Pollers::new(),
             next_id: AtomicU64::new(0),
+            clock: Arc::default(),
         }
     }
 
@@ -129,20 +135,21 @@ impl Lab {
         Machine::new(id, function, memory, interrupts, setup)
     }
 
+    /// A lease of that name.
+    pub(crate) fn lease(&self, id: &str, setup: &Setup) -> Result<Lease, LeaseError> {
+        self.ledger.acquire(&LeaseRequest {
+            id,
+            drive: self.drive.identity(),
+            nsid: self.drive.namespace().nsid,
+            range: ByteRange::new(setup.start, setup.length).unwrap(),
+            lba_shift: self.drive.lba_shift(),
+            blocks: self.drive.blocks(),
+        })
+    }
+
     /// A function, with all of a guest's memory, on the lease of that name.
     fn function(&self, id: &str, setup: &Setup) -> NvmeFunction {
-        let lba_shift = self.drive.lba_shift();
-        let lease = self
-            .ledger
-            .acquire(&LeaseRequest {
-                id,
-                drive: self.drive.identity(),
-                nsid: self.drive.namespace().nsid,
-                range: ByteRange::new(setup.start, setup.length).unwrap(),
-                lba_shift,
-                blocks: self.drive.blocks(),
-            })
-            .unwrap();
+        let lease = self.lease(id, setup).unwrap();
         let doorbells = match setup.doorbells {
             DoorbellMode::Shadow => nvme_mpt::DoorbellMode::Shadow,
             DoorbellMode::Mapped => nvme_mpt::DoorbellMode::Mapped,
@@ -158,7 +165,8 @@ impl Lab {
             memory: nvme_mpt::MemoryKinds::default(),
             serial: None,
         })
-        .unwrap();
+        .unwrap()
+        .with_clock(self.clock.clone());
         NvmeFunction::new(attachment, setup.masking)
     }
 

@@ -258,6 +258,10 @@ impl<C: Clock> HostQueue for FaultQueue<C> {
         }
     }
 
+    fn cut_short(&mut self) {
+        self.drive.cut_short();
+    }
+
     fn wait_fd(&self) -> Option<RawFd> {
         self.drive.wait_fd()
     }

@@ -91,6 +91,8 @@ pub struct FileQueue {
     bounces_made: usize,
     completed: Vec<HostCompletion>,
     completing: Vec<HostCompletion>,
+    /// No further request is made.
+    cut_short: bool,
 }
 
 /// What became of a step of a command.
@@ -123,6 +125,7 @@ impl FileQueue {
             bounces_made: 0,
             completed: Vec::with_capacity(room),
             completing: Vec::with_capacity(room),
+            cut_short: false,
         })
     }
 
@@ -272,6 +275,9 @@ impl FileQueue {
             .get_mut(index)
             .ok_or(Status::INTERNAL_ERROR)?;
         let sqe = operation.sqe;
+        if self.cut_short && !matches!(operation.next, Next::Done | Next::Compare) {
+            return Err(Status::ABORTED_SQ_DELETION);
+        }
         let fd = self.lease.buffered.as_raw_fd();
         match operation.next {
             Next::Done => {
@@ -612,7 +618,18 @@ impl HostQueue for FileQueue {
         }
     }
 
+    fn cut_short(&mut self) {
+        self.cut_short = true;
+        while let Some(sqe) = self.waiting.pop_front() {
+            self.complete(sqe.cid(), Status::ABORTED_SQ_DELETION);
+        }
+        self.arriving = 0;
+    }
+
     fn wait_fd(&self) -> Option<RawFd> {
         Some(self.uring.fd())
     }
 }
+
+#[cfg(test)]
+mod tests;

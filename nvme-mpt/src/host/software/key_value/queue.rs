@@ -282,6 +282,18 @@ impl HostQueue for KeyValueQueue {
         }
     }
 
+    /// Requests that wait for room do not reach the thread any more.
+    fn cut_short(&mut self) {
+        if let Lane::File(lane) = &mut self.lane {
+            let ended = lane.waiting.drain(..).map(|sqe| HostCompletion {
+                slot: sqe.cid().0,
+                status: Status::ABORTED_SQ_DELETION,
+                dw0: 0,
+            });
+            self.completed.extend(ended);
+        }
+    }
+
     fn wait_fd(&self) -> Option<RawFd> {
         match &self.lane {
             Lane::Memory(_) => None,

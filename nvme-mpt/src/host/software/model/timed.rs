@@ -177,6 +177,10 @@ impl<Q: TimedStore, C: Clock> HostQueue for TimedQueue<Q, C> {
         held.release(now, |completion| taker.take(completion));
     }
 
+    fn cut_short(&mut self) {
+        self.store.cut_short();
+    }
+
     fn wait_fd(&self) -> Option<RawFd> {
         self.store.wait_fd()
     }

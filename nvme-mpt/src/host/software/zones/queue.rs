@@ -67,6 +67,8 @@ pub struct ZonedQueue {
     report: Vec<u8>,
     /// Resets that the drive has a step of.
     resets: usize,
+    /// No further step of a reset begins.
+    cut_short: bool,
 }
 
 impl ZonedQueue {
@@ -82,6 +84,7 @@ impl ZonedQueue {
             completed: Vec::with_capacity(room),
             report: Vec::new(),
             resets: 0,
+            cut_short: false,
         }
     }
 
@@ -312,7 +315,9 @@ impl ZonedQueue {
 
     /// What a guest is told of a command that the drive is done with; nothing if that goes on.
     fn end(&mut self, completion: HostCompletion) -> Option<HostCompletion> {
-        let HostCompletion { slot, status, .. } = completion;
+        let HostCompletion {
+            slot, mut status, ..
+        } = completion;
         let fate = self.fates.get_mut(usize::from(slot))?;
         let fate = std::mem::take(fate);
         match fate {
@@ -325,6 +330,10 @@ impl ZonedQueue {
             Fate::Reset(reset) => {
                 let zones = self.zones.clone();
                 let mut state = zones.lock();
+                let has_more = reset.all || reset.next < reset.end;
+                if status.is_success() && self.cut_short && has_more {
+                    status = Status::ABORTED_SQ_DELETION;
+                }
                 if !status.is_success() {
                     state.table.end_reset(reset.zone);
                 } else if self.go_on(&mut state, slot, reset) {
@@ -333,7 +342,10 @@ impl ZonedQueue {
                 self.resets -= 1;
             }
         }
-        Some(completion)
+        Some(HostCompletion {
+            status,
+            ..completion
+        })
     }
 }
 
@@ -395,6 +407,11 @@ impl HostQueue for ZonedQueue {
             self.drive.ring_in(&self.passing, memory);
             self.passing.clear();
         }
+    }
+
+    fn cut_short(&mut self) {
+        self.cut_short = true;
+        self.drive.cut_short();
     }
 
     fn wait_fd(&self) -> Option<RawFd> {

@@ -93,6 +93,27 @@ impl Core {
         self.flights.of_member(number) == 0
     }
 
+    /// Ends what waits of a member: the drive gets no further command or child of it.
+    pub(super) fn cut_short(&mut self, number: u16) {
+        let Some(member) = self.member(number) else {
+            return;
+        };
+        while let Some(waiting) = member.waiting.pop_front() {
+            let begun = match &mut member.splits {
+                Some(splits) if waiting.split => {
+                    splits.cut_short(waiting.sqe.cid().0, Status::ABORTED_SQ_DELETION)
+                }
+                _ => false,
+            };
+            // One that the drive has parts of ends with the last of these.
+            if !begun {
+                let ended = failed(&waiting.sqe, Status::ABORTED_SQ_DELETION);
+                member.done.push(ended);
+            }
+        }
+        self.tell_waiting();
+    }
+
     /// A member is gone, of which the drive has nothing.
     pub(super) fn leave(&mut self, number: u16) {
         if let Some(member) = self.members.get_mut(usize::from(number))

@@ -194,6 +194,10 @@ impl HostQueue for VfioQueue {
         self.reap_by(Ticks::now, taker);
     }
 
+    fn cut_short(&mut self) {
+        self.shared.lock().cut_short(self.member);
+    }
+
     /// The drive's completions are polled.
     fn wait_fd(&self) -> Option<RawFd> {
         None

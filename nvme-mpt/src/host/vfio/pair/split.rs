@@ -208,6 +208,17 @@ impl Splits {
         (sqe, first, progress.dispatched == progress.grains)
     }
 
+    /// Has no further child of a command dispatched, which ends with this status unless a child fails.
+    /// Returns whether the drive has children of it.
+    pub(super) fn cut_short(&mut self, slot: u16, status: Status) -> bool {
+        let progress = &mut self.progress[usize::from(slot)];
+        progress.grains = progress.dispatched;
+        progress
+            .failure
+            .get_or_insert((progress.dispatched, status));
+        progress.in_flight > 0
+    }
+
     /// The child that begins with grain `child` has completed. After a failure no more are
     /// dispatched.
     pub(super) fn complete(&mut self, slot: u16, child: u16, status: Status) -> Joined {

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::drive::FakeDrive;
 use super::{Lender, command, reap, submit};
+use crate::host::HostQueue;
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::status::Status;
 
@@ -106,4 +107,39 @@ fn a_member_leaves_when_the_drive_has_nothing_of_it() {
     assert!(gone.load(Ordering::SeqCst));
     assert_eq!((pair.members(), pair.in_flight()), (0, 0));
     assert_eq!(drive.fetch(), 0, "what waited never reached the drive");
+}
+
+#[test]
+fn a_member_that_is_cut_short_has_nothing_more_begun() {
+    // Parts of two pages, three at a time.
+    let (mut drive, pair) = FakeDrive::new(4, 8192, false);
+    let mut lender = Lender::new(8);
+    let mut queue = pair.join(8, 9, Box::new(()));
+    let (_, list) = lender.lists.of_slot(0);
+    let mut split = command(NvmOpcode::WRITE, 0, 0, 128);
+    split.dptr = [0, list.0];
+    submit(
+        &mut queue,
+        &lender,
+        &[split, command(NvmOpcode::READ, 1, 0, 8)],
+    );
+    assert_eq!(drive.fetch(), 3, "the first parts");
+    queue.cut_short();
+    let done = reap(&mut queue);
+    assert_eq!(done.len(), 1, "what the drive has nothing of ends at once");
+    assert_eq!(done[0].slot, 1);
+    assert_eq!(done[0].status, Status::ABORTED_SQ_DELETION);
+    for left in (0..3).rev() {
+        assert!(reap(&mut queue).is_empty());
+        drive.complete(0, Status::SUCCESS);
+        assert_eq!(drive.fetch(), 0, "no further part");
+        assert_eq!(drive.commands.len(), left);
+    }
+    let done = reap(&mut queue);
+    assert_eq!(done.len(), 1);
+    assert_eq!(
+        (done[0].slot, done[0].status),
+        (0, Status::ABORTED_SQ_DELETION)
+    );
+    assert_eq!(pair.in_flight(), 0);
 }

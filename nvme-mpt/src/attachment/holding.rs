@@ -1,0 +1,49 @@
+//! What an attachment holds of its drive: given back when nothing works on it any more.
+
+use std::io;
+use std::sync::Arc;
+
+use crate::drive::Drive;
+use crate::host::HostLease;
+use crate::lease::Lease;
+use crate::range_lock::RangeLock;
+
+/// A lease with its range lock and its drive.
+///
+/// The attachment, each of its shadow queues and each flush own a share of it. So the lease lives until
+/// its last command has ended, whoever gave up waiting for that.
+#[derive(Debug)]
+pub(crate) struct Holding {
+    // Dropped before the lease: whoever gets the lease next finds the range unlocked.
+    _claim: Option<RangeLock>,
+    pub(super) lease: Lease,
+    host: HostLease,
+    pub(super) drive: Arc<Drive>,
+}
+
+impl Holding {
+    pub(super) fn new(
+        lease: Lease,
+        claim: Option<RangeLock>,
+        host: HostLease,
+        drive: Arc<Drive>,
+    ) -> Self {
+        Self {
+            _claim: claim,
+            lease,
+            host,
+            drive,
+        }
+    }
+
+    /// What the host controller keeps for the lease alone.
+    pub(super) fn host(&self) -> &HostLease {
+        &self.host
+    }
+
+    /// Makes everything durable that was completed until now. It takes as long as the drive does.
+    pub(super) fn flush(&self) -> io::Result<()> {
+        let controller = self.drive.controller();
+        controller.flush(self.drive.namespace(), &self.host)
+    }
+}

@@ -1,0 +1,74 @@
+//! The steward: an attachment's thread for what may take longer than anybody waits for it, flushes and
+//! queues whose commands do not end.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+
+use super::holding::Holding;
+use crate::poller::{Poller, Threads};
+use crate::shadow::ShadowQueue;
+
+/// A shadow queue on its way from its poller, which hands it over once nothing of it is in flight.
+#[derive(Debug)]
+pub(super) struct Leaving {
+    pub(super) queue: Receiver<Box<ShadowQueue>>,
+    /// It runs the queue until then.
+    pub(super) poller: Arc<Poller>,
+}
+
+enum Task {
+    Flush(Arc<Holding>, SyncSender<io::Result<()>>),
+    Outlive(Vec<Leaving>),
+}
+
+/// A handle to the steward, which ends when this is dropped and its tasks are done.
+#[derive(Debug)]
+pub(super) struct Steward(Sender<Task>);
+
+impl Steward {
+    pub(super) fn start(threads: &Threads) -> io::Result<Self> {
+        let (sender, tasks) = channel();
+        let work = move || {
+            for task in tasks {
+                carry_out(task);
+            }
+        };
+        // Nobody waits for its end: a drive that never answers would keep it for ever.
+        drop(threads.spawn("nvme-steward", Box::new(work))?);
+        Ok(Self(sender))
+    }
+
+    /// Has the drive flushed. The result arrives when the drive is done.
+    pub(super) fn flush(&self, holding: Arc<Holding>) -> Receiver<io::Result<()>> {
+        let (reply, result) = sync_channel(1);
+        // Without a steward the reply is dropped, which the receiver tells.
+        let _ = self.0.send(Task::Flush(holding, reply));
+        result
+    }
+
+    /// Keeps queues until the last of their commands has ended. Pollers do not end them, because a lease
+    /// is given back in a file.
+    pub(super) fn outlive(&self, queues: Vec<Leaving>) {
+        let _ = self.0.send(Task::Outlive(queues));
+    }
+}
+
+fn carry_out(task: Task) {
+    match task {
+        Task::Flush(holding, reply) => {
+            let result = holding.flush();
+            // Before the reply, so that who waits for it is the last who holds the lease.
+            drop(holding);
+            // Who asked may have given up waiting.
+            let _ = reply.send(result);
+        }
+        Task::Outlive(queues) => {
+            for Leaving { queue, poller } in queues {
+                // A queue that does not arrive has ended with its poller.
+                drop(queue.recv());
+                drop(poller);
+            }
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! Deadlines of the control path: one for all that a reset, a shutdown or the end of a function waits for.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+/// Clock of the control path's waits. A test brings one that moves by itself.
+pub trait WaitClock: fmt::Debug + Send + Sync {
+    /// Returns the time since some moment in the past.
+    fn now(&self) -> Duration;
+
+    /// Lets `attempt` wait for `time` at most. Returns whether it succeeded.
+    fn wait(&self, time: Duration, attempt: &mut dyn FnMut(Duration) -> bool) -> bool;
+}
+
+/// The system's clock.
+#[derive(Debug)]
+pub struct SystemClock(Instant);
+
+impl Default for SystemClock {
+    fn default() -> Self {
+        Self(Instant::now())
+    }
+}
+
+impl WaitClock for SystemClock {
+    fn now(&self) -> Duration {
+        self.0.elapsed()
+    }
+
+    fn wait(&self, time: Duration, attempt: &mut dyn FnMut(Duration) -> bool) -> bool {
+        attempt(time)
+    }
+}
+
+/// A moment by which several waits end together. Clones are the same moment.
+#[derive(Clone, Debug)]
+pub struct Deadline {
+    clock: Arc<dyn WaitClock>,
+    at: Duration,
+}
+
+impl Deadline {
+    /// The moment after `time`.
+    #[must_use]
+    pub fn after(clock: &Arc<dyn WaitClock>, time: Duration) -> Self {
+        Self {
+            clock: clock.clone(),
+            at: clock.now().saturating_add(time),
+        }
+    }
+
+    /// Time that is left; zero once the moment has passed.
+    #[must_use]
+    pub fn left(&self) -> Duration {
+        self.at.saturating_sub(self.clock.now())
+    }
+
+    /// Receives a value. After the deadline it takes only one that is there already.
+    ///
+    /// # Errors
+    /// As [`Receiver::recv_timeout`].
+    pub(crate) fn receive<T>(&self, receiver: &Receiver<T>) -> Result<T, RecvTimeoutError> {
+        let mut result = Err(RecvTimeoutError::Timeout);
+        self.clock.wait(self.left(), &mut |time| {
+            result = receiver.recv_timeout(time);
+            !matches!(result, Err(RecvTimeoutError::Timeout))
+        });
+        result
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    /// A clock on which every wait that does not succeed at once lasts as long as it may.
+    #[derive(Debug, Default)]
+    struct Impatient(Mutex<Duration>);
+
+    impl WaitClock for Impatient {
+        fn now(&self) -> Duration {
+            *self.0.lock().expect("sound")
+        }
+
+        fn wait(&self, time: Duration, attempt: &mut dyn FnMut(Duration) -> bool) -> bool {
+            let succeeded = attempt(Duration::ZERO);
+            if !succeeded {
+                *self.0.lock().expect("sound") += time;
+            }
+            succeeded
+        }
+    }
+
+    #[test]
+    fn waits_share_a_deadline() {
+        let clock: Arc<dyn WaitClock> = Arc::new(Impatient::default());
+        let deadline = Deadline::after(&clock, Duration::from_secs(30));
+        let (sender, receiver) = channel();
+        sender.send(1).expect("receiver");
+        assert_eq!(deadline.receive(&receiver), Ok(1));
+        assert_eq!(deadline.left(), Duration::from_secs(30));
+        for _ in 0..3 {
+            let nothing = deadline.receive(&receiver);
+            assert_eq!(nothing, Err(RecvTimeoutError::Timeout));
+            assert_eq!(deadline.left(), Duration::ZERO);
+        }
+        assert_eq!(clock.now(), Duration::from_secs(30));
+        sender.send(2).expect("receiver");
+        assert_eq!(deadline.receive(&receiver), Ok(2), "it is there already");
+        drop(sender);
+        let gone = deadline.receive(&receiver);
+        assert_eq!(gone, Err(RecvTimeoutError::Disconnected));
+    }
+}

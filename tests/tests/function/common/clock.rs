@@ -1,0 +1,41 @@
+//! Clock of the control path's waits in tests.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use nvme_mpt::deadline::WaitClock;
+
+/// A clock that counts time only while somebody waits in vain.
+#[derive(Debug, Default)]
+pub(crate) struct TestClock {
+    waited: Mutex<Duration>,
+    skips: AtomicBool,
+}
+
+impl TestClock {
+    /// Has a wait whose end is not there already end at once, as if it had lasted; or last again.
+    pub(crate) fn skip_waits(&self, skip: bool) {
+        self.skips.store(skip, Ordering::Release);
+    }
+
+    /// How long was waited in vain.
+    pub(crate) fn waited(&self) -> Duration {
+        *self.waited.lock().unwrap()
+    }
+}
+
+impl WaitClock for TestClock {
+    fn now(&self) -> Duration {
+        self.waited()
+    }
+
+    fn wait(&self, time: Duration, attempt: &mut dyn FnMut(Duration) -> bool) -> bool {
+        let skips = self.skips.load(Ordering::Acquire);
+        let succeeded = attempt(if skips { Duration::ZERO } else { time });
+        if !succeeded {
+            *self.waited.lock().unwrap() += time;
+        }
+        succeeded
+    }
+}

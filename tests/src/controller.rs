@@ -31,6 +31,8 @@ pub struct Config {
     pub command_set: u32,
     /// How long an admin command may take.
     pub admin_timeout: Duration,
+    /// Whether the admin queue's doorbells are in the Doorbell Buffer, too, as libvfn has them.
+    pub admin_in_buffer: bool,
 }
 
 impl Default for Config {
@@ -40,6 +42,7 @@ impl Default for Config {
             doorbells: DoorbellMode::Trap,
             command_set: CC_CSS_NVM,
             admin_timeout: Duration::from_secs(10),
+            admin_in_buffer: false,
         }
     }
 }
@@ -334,6 +337,9 @@ impl Controller {
                 queue.detach();
             }
             return Err(error);
+        }
+        if self.config.admin_in_buffer {
+            self.admin_queue()?.attach(&buffer);
         }
         self.doorbell_buffer = Some(Arc::clone(&buffer));
         Ok(buffer)

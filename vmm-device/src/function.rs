@@ -304,7 +304,7 @@ impl NvmeFunction {
             return;
         }
         // A guest that has the doorbells mapped just stores to them.
-        self.admin.ring(self.attachment.doorbells());
+        self.ring_admin();
         self.admin.watch_health(&self.attachment);
         match self
             .admin
@@ -435,7 +435,7 @@ impl NvmeFunction {
             Some(doorbell @ (ADMIN_SQ_TAIL | ADMIN_CQ_HEAD)) => {
                 self.admin_doorbell_exits += 1;
                 self.attachment.doorbells().store(doorbell, value);
-                self.admin.ring(self.attachment.doorbells());
+                self.ring_admin();
             }
             Some(doorbell) if self.has_queue(doorbell) => {
                 self.attachment.ring_doorbell(doorbell, value);
@@ -446,6 +446,19 @@ impl NvmeFunction {
         // Commands are carried out when the VMM gets to it, not while a vCPU waits for this write.
         // A counter that is full wakes as well as one that is not.
         let _ = self.events_fd().write(1);
+    }
+
+    /// Takes over what the admin doorbells hold.
+    fn ring_admin(&mut self) {
+        // What is paused touches no memory, the Doorbell Buffer neither; it looks when it goes on.
+        if self.attachment.is_paused() {
+            return;
+        }
+        if self.admin.ring(&self.attachment) {
+            // A driver that moves them on without end delays nobody else. A counter that is full wakes as
+            // well as one that is not.
+            let _ = self.events_fd().write(1);
+        }
     }
 
     fn has_queue(&self, doorbell: Doorbell) -> bool {

@@ -10,9 +10,11 @@ use super::io_queues::{Queues, next_id};
 use super::{Attachment, QueueError};
 use crate::address::Gpa;
 use crate::doorbell::DoorbellBuffer;
+use crate::memory::Cell32;
 use crate::poller::DoorbellWatch;
 use crate::spec::ids::QueueId;
 use crate::spec::registers::Doorbell;
+use crate::sync::{Ordering, fence};
 
 impl Attachment {
     /// A write to an I/O queue's doorbell register exited to the VMM.
@@ -137,6 +139,46 @@ impl Attachment {
             })?;
         }
         Ok(())
+    }
+
+    /// What a doorbell's place in the Doorbell Buffer holds; `None` without a buffer. For the admin queue,
+    /// whose doorbells no poller reads.
+    #[must_use]
+    pub fn buffered_doorbell(&self, doorbell: Doorbell) -> Option<u32> {
+        let buffer = self.queues().buffer?;
+        Some(self.buffered(buffer.shadow, doorbell)?.0.load())
+    }
+
+    /// Stores a value in a doorbell's place in the Doorbell Buffer, if there is one.
+    pub fn store_buffered_doorbell(&self, doorbell: Doorbell, value: u32) {
+        let buffer = self.queues().buffer;
+        self.store_buffered(buffer.map(|buffer| buffer.shadow), doorbell, value);
+    }
+
+    /// Has the guest write a doorbell's register at the doorbell's next move from `value`, if there is a
+    /// Doorbell Buffer (Base 2.0, section B.5). What the doorbell holds is looked at once more afterwards.
+    pub fn ask_for_doorbell(&self, doorbell: Doorbell, value: u32) {
+        let buffer = self.queues().buffer;
+        self.store_buffered(buffer.map(|buffer| buffer.event_idx), doorbell, value);
+        fence(Ordering::SeqCst);
+    }
+
+    /// A doorbell's place in one of the two pages, if that is mapped.
+    fn buffered(&self, page: Gpa, doorbell: Doorbell) -> Option<(Cell32, Gpa)> {
+        let gpa = page.checked_add(doorbell.offset(self.context.doorbells.dstrd()))?;
+        let table = self.window.table();
+        let (mapping, offset) = table.locate(gpa, 4)?;
+        Some((Cell32::new(mapping, offset)?, gpa))
+    }
+
+    fn store_buffered(&self, page: Option<Gpa>, doorbell: Doorbell, value: u32) {
+        if let Some((cell, gpa)) = page.and_then(|page| self.buffered(page, doorbell)) {
+            cell.store(value);
+            let table = self.window.table();
+            if table.is_logged() {
+                table.note_written(gpa, 4);
+            }
+        }
     }
 
     /// Queues that exist go on in the buffer from where their registers are.

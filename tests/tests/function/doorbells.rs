@@ -1,9 +1,14 @@
 //! Doorbell values that cannot be, and doorbells of queues that do not exist (NVMe Base 2.0, section
 //! 3.1.4; asynchronous events, section 5.2).
 
-use nvme_mpt_tests::admin::{AsyncEvent, LogPage, log};
-use nvme_mpt_tests::command::Sqe;
-use nvme_mpt_tests::controller::{Controller, QueueOptions};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use nvme_mpt_tests::admin::{AsyncEvent, LogPage, feature, log};
+use nvme_mpt_tests::bar::Bar;
+use nvme_mpt_tests::command::{Sqe, admin};
+use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
 use nvme_mpt_tests::doorbell::{DoorbellMode, Side};
 use nvme_mpt_tests::queue::{CompletionQueue, SubmissionQueue};
 use nvme_mpt_tests::status::SUCCESS;
@@ -195,4 +200,130 @@ fn admin_doorbells_beyond_the_queue() {
         }
         assert_eq!(controller.active_namespaces(0).unwrap(), [1]);
     });
+}
+
+/// A driver that keeps the admin queue's doorbells in the Doorbell Buffer, as libvfn does: it writes a
+/// register only when EventIdx asks for it.
+fn buffered_admin_queue(machine: &Machine, bar: Arc<dyn Bar>) -> Controller {
+    let config = Config {
+        doorbells: DoorbellMode::Shadow,
+        admin_entries: ADMIN_ENTRIES,
+        admin_timeout: Duration::from_secs(20),
+        admin_in_buffer: true,
+        ..Config::default()
+    };
+    Controller::attach(bar, machine.memory.clone(), config, 1).unwrap()
+}
+
+const ADMIN_ENTRIES: u16 = 8;
+
+/// A command that needs no memory.
+fn number_of_queues() -> Sqe {
+    Sqe::new(admin::GET_FEATURES, 0).with_cdw(10, feature::NUMBER_OF_QUEUES.into())
+}
+
+#[test]
+fn an_admin_queue_in_the_doorbell_buffer_is_served_round_after_round() {
+    let lab = Lab::new("memory:32M", 512);
+    let machine = lab.machine(&Setup::nth(0));
+    let mut controller = buffered_admin_queue(&machine, machine.bar());
+    for _ in 0..10 * ADMIN_ENTRIES {
+        controller.identify_controller().unwrap();
+    }
+    // By one move of the doorbell, and by one each.
+    for count in 1..ADMIN_ENTRIES {
+        for at_once in [true, false] {
+            let queue = controller.admin_queue().unwrap();
+            for cid in 0..count {
+                let sqe = number_of_queues().with_cid(cid);
+                assert!(queue.push(&sqe));
+                if !at_once {
+                    queue.ring();
+                }
+            }
+            queue.ring();
+            for cid in 0..count {
+                let cqe = queue.wait(cid, HANG).unwrap();
+                assert_eq!(cqe.status().code(), SUCCESS);
+            }
+        }
+    }
+    // I/O goes on as ever.
+    let mut disk = crate::common::disk(&mut controller, 1);
+    disk.verify(0, 8).unwrap();
+    // A driver that comes after it may have registers alone.
+    let mut controller = machine.attach();
+    for _ in 0..4 * ADMIN_ENTRIES {
+        controller.identify_controller().unwrap();
+    }
+}
+
+/// A BAR whose doorbell writes arrive when the test says so, as those of a client that waits for no reply.
+struct Posted {
+    bar: Arc<dyn Bar>,
+    posts: AtomicBool,
+    writes: Mutex<Vec<(u64, u32)>>,
+}
+
+impl Posted {
+    fn deliver(&self) {
+        for (offset, value) in self.writes.lock().unwrap().drain(..) {
+            self.bar.write32(offset, value);
+        }
+    }
+}
+
+impl Bar for Posted {
+    fn read32(&self, offset: u64) -> u32 {
+        self.bar.read32(offset)
+    }
+
+    fn read64(&self, offset: u64) -> u64 {
+        self.bar.read64(offset)
+    }
+
+    fn write32(&self, offset: u64, value: u32) {
+        if offset >= 0x1000 && self.posts.load(Ordering::Relaxed) {
+            self.writes.lock().unwrap().push((offset, value));
+        } else {
+            self.bar.write32(offset, value);
+        }
+    }
+
+    fn write64(&self, offset: u64, value: u64) {
+        self.bar.write64(offset, value);
+    }
+}
+
+#[test]
+fn register_writes_that_arrive_late_hide_no_admin_command() {
+    let lab = Lab::new("memory:32M", 512);
+    let machine = lab.machine(&Setup::nth(0));
+    let posted = Arc::new(Posted {
+        bar: machine.bar(),
+        posts: AtomicBool::new(false),
+        writes: Mutex::default(),
+    });
+    let mut controller = buffered_admin_queue(&machine, posted.clone());
+    posted.posts.store(true, Ordering::Relaxed);
+    for round in 0..4 * ADMIN_ENTRIES {
+        let queue = controller.admin_queue().unwrap();
+        for cid in 0..3 {
+            let sqe = number_of_queues().with_cid(cid);
+            assert!(queue.push(&sqe));
+            // The second and the third move find EventIdx where the first one did.
+            queue.ring();
+            if round % 3 == cid {
+                // Something else has the device look before the write arrives.
+                machine.function().process_events();
+            }
+        }
+        posted.deliver();
+        for cid in 0..3 {
+            let cqe = queue.wait(cid, HANG).unwrap();
+            assert_eq!(cqe.status().code(), SUCCESS);
+        }
+        posted.deliver();
+    }
+    assert_eq!(controller.status().unwrap(), 1);
 }

@@ -1,8 +1,8 @@
 //! Doorbell Buffer Config (Base 2.0, section 5.8).
 //!
-//! The buffers are for I/O queues. Guest drivers never update the places of the admin queue in
-//! them, so its doorbells always come through BAR0. A reset of the controller forgets the buffers:
-//! their pages may be anything by the time the next driver looks at them.
+//! I/O queues are served from the buffers. The admin queue's places in them are kept such that every move
+//! of a doorbell leads to a register write, see [`AdminRings`](super::ring::AdminRings). A reset of the
+//! controller forgets the buffers: their pages may be anything by the time the next driver looks at them.
 
 use nvme_mpt::{
     Attachment, DoorbellBuffer, Gpa,

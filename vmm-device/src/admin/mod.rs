@@ -21,10 +21,10 @@ mod state;
 #[cfg(test)]
 mod tests;
 
-use std::{collections::VecDeque, sync::Arc};
+use std::{collections::VecDeque, mem, sync::Arc};
 
 use nvme_mpt::{
-    Attachment, DmaError, DoorbellPage, Drive, DriveEvent, ErrorEntry, Event, Gpa, InterruptVector,
+    Attachment, DmaError, Drive, DriveEvent, ErrorEntry, Event, Gpa, InterruptVector,
     LeasedNamespace,
     host::software::{key_value::KeySpace, zones::LeasedZones},
     spec::{
@@ -33,7 +33,7 @@ use nvme_mpt::{
         identify::IDENTIFY_SIZE,
         ids::QueueId,
         log::{CriticalWarning, LogPageId, LogPageRequest, ParameterErrorLocation},
-        registers::{Cc, CommandSetSelected, Doorbell},
+        registers::{Cc, CommandSetSelected},
         sqe::Sqe,
         status::Status,
     },
@@ -80,6 +80,8 @@ pub(crate) struct Admin {
     /// I/O Completion Queues that there are. Submission queues need one each.
     io_completion_queues: u32,
     commands: u64,
+    /// The command that is carried out has set up a Doorbell Buffer.
+    buffer_configured: bool,
 }
 
 /// How a command that was carried out goes on.
@@ -103,6 +105,7 @@ impl Admin {
             namespace_changed: false,
             io_completion_queues: 0,
             commands: 0,
+            buffer_configured: false,
         }
     }
 
@@ -130,19 +133,16 @@ impl Admin {
         self.commands
     }
 
-    /// Takes over what the admin doorbells hold.
-    pub(crate) fn ring(&mut self, doorbells: &DoorbellPage) {
-        let Some(rings) = &mut self.rings else { return };
-        // Both are taken over, whatever is wrong with one of them.
-        let invalid = [
-            Doorbell::CqHead(QueueId::ADMIN),
-            Doorbell::SqTail(QueueId::ADMIN),
-        ]
-        .map(|doorbell| rings.ring(doorbell, doorbells.load(doorbell)).is_err())
-        .contains(&true);
-        if invalid {
+    /// Takes over what the admin doorbells hold. Returns whether another look is due.
+    pub(crate) fn ring(&mut self, attachment: &Attachment) -> bool {
+        let Some(rings) = &mut self.rings else {
+            return false;
+        };
+        let look = rings.look(attachment);
+        if look.invalid {
             self.report_doorbell(AsyncEvent::INVALID_DOORBELL_VALUE);
         }
+        look.moves_on
     }
 
     /// A doorbell was written whose queue does not exist.
@@ -273,6 +273,10 @@ impl Admin {
             } else if let Some(sqe) = rings.take(&room, memory)? {
                 self.commands += 1;
                 self.carry_out(&sqe, controller);
+                // Before its completion is posted: from then on the driver may use the buffer.
+                if mem::take(&mut self.buffer_configured) {
+                    rings.enter_buffer(controller.attachment);
+                }
             } else {
                 break;
             }
@@ -365,7 +369,10 @@ impl Admin {
                 self.events.request(sqe.cid())?;
                 return Ok(Outcome::Waits);
             }
-            AdminCommand::DoorbellBufferConfig => doorbell_buffer::configure(attachment, sqe)?,
+            AdminCommand::DoorbellBufferConfig => {
+                doorbell_buffer::configure(attachment, sqe)?;
+                self.buffer_configured = true;
+            }
         }
         Ok(Outcome::Done(dw0))
     }

@@ -3,7 +3,7 @@
 use std::sync::atomic::{Ordering, fence};
 
 use nvme_mpt::{
-    DmaError, DmaWindow, Gpa, StateError,
+    Attachment, DmaError, DmaWindow, Gpa, StateError,
     spec::{
         cqe::Cqe,
         ids::{CommandId, QueueId},
@@ -36,6 +36,15 @@ pub(super) struct Room(());
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct InvalidValue;
 
+/// What a look at the doorbells found.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Look {
+    /// A value that its queue cannot have.
+    pub(super) invalid: bool,
+    /// The driver moves a doorbell on: another look is due.
+    pub(super) moves_on: bool,
+}
+
 /// The admin queue pair of a controller that is enabled.
 #[derive(Debug)]
 pub(super) struct AdminRings {
@@ -48,7 +57,14 @@ pub(super) struct AdminRings {
     phase: bool,
     /// What the doorbells were found to hold last, valid or not.
     seen: [u32; 2],
+    /// What the Doorbell Buffer was found to hold last. Only a driver that uses it changes that.
+    held: [u32; 2],
+    /// Positions by which the registers may lag behind what the Doorbell Buffer had.
+    behind: [u32; 2],
 }
+
+/// Looks that are taken at a doorbell whose driver moves it on meanwhile.
+const LOOKS: u32 = 4;
 
 impl AdminRings {
     /// Empty rings.
@@ -61,16 +77,119 @@ impl AdminRings {
             cq_head: 0,
             phase: true,
             seen: [0; 2],
+            held: [0; 2],
+            behind: [0; 2],
         }
     }
 
-    /// Takes over what a doorbell holds. A value that the queue cannot have changes nothing, and
-    /// is an error once, not each time that it is found.
-    pub(super) fn ring(&mut self, doorbell: Doorbell, value: u32) -> Result<(), InvalidValue> {
-        let seen = match doorbell {
-            Doorbell::SqTail(_) => &mut self.seen[0],
-            Doorbell::CqHead(_) => &mut self.seen[1],
+    /// Takes over what the doorbells hold.
+    pub(super) fn look(&mut self, attachment: &Attachment) -> Look {
+        let mut look = Look::default();
+        // Both are taken over, whatever is wrong with one of them.
+        for doorbell in [
+            Doorbell::CqHead(QueueId::ADMIN),
+            Doorbell::SqTail(QueueId::ADMIN),
+        ] {
+            self.look_at(doorbell, attachment, &mut look);
+        }
+        look
+    }
+
+    /// Takes over what one doorbell holds, and has the driver write the register at its next move.
+    ///
+    /// Some drivers write only the registers of the admin queue (Linux, SPDK), others keep its doorbells in
+    /// the buffer and write the register where EventIdx asks for that (libvfn; Base 2.0, sections 5.8 and
+    /// B.5). EventIdx at the doorbell's value asks for every move. The driver stores the doorbell and reads
+    /// EventIdx; we store EventIdx and read the doorbell. Of two moves the second may find EventIdx behind
+    /// the first, and write no register; the look after EventIdx sees it.
+    ///
+    /// A value in the buffer that was not there before is the driver's newest. Register writes may arrive
+    /// after it: those are values that the buffer had, and told of already.
+    fn look_at(&mut self, doorbell: Doorbell, attachment: &Attachment, look: &mut Look) {
+        let place = place(doorbell);
+        for _ in 0..LOOKS {
+            // The register first: a driver that uses the buffer stores there before it writes the register.
+            let register = attachment.doorbells().load(doorbell);
+            let buffered = attachment.buffered_doorbell(doorbell);
+            let moved = buffered.filter(|value| *value != self.held[place]);
+            if moved.is_none() && self.is_told(doorbell, register) {
+                return;
+            }
+            let before = self.position(doorbell);
+            let value = moved.unwrap_or(register);
+            look.invalid |= self.ring(doorbell, value).is_err();
+            if buffered.is_none() {
+                return;
+            }
+            if let Some(moved) = moved {
+                self.held[place] = moved;
+                let by = self.distance(doorbell, before, self.position(doorbell));
+                self.behind[place] = self.behind[place].saturating_add(by);
+            } else {
+                self.behind[place] = 0;
+            }
+            attachment.ask_for_doorbell(doorbell, self.position(doorbell));
+        }
+        look.moves_on = true;
+    }
+
+    /// Whether a value of the register tells nothing new: it is what was seen last, or what the buffer had
+    /// before that.
+    fn is_told(&mut self, doorbell: Doorbell, register: u32) -> bool {
+        let place = place(doorbell);
+        let seen = self.seen[place];
+        let entries = self.entries(doorbell);
+        let lag = match register {
+            same if same == seen => 0,
+            _ if register < entries && seen < entries => self.distance(doorbell, register, seen),
+            _ => return false,
         };
+        let is_told = lag <= self.behind[place];
+        if is_told {
+            self.behind[place] = lag;
+        }
+        is_told
+    }
+
+    /// Positions from one index of a queue to another.
+    fn distance(&self, doorbell: Doorbell, from: u32, to: u32) -> u32 {
+        let entries = self.entries(doorbell);
+        (to + entries - from) % entries
+    }
+
+    fn entries(&self, doorbell: Doorbell) -> u32 {
+        match doorbell {
+            Doorbell::SqTail(_) => self.queues.sq_entries,
+            Doorbell::CqHead(_) => self.queues.cq_entries,
+        }
+    }
+
+    /// The Doorbell Buffer was set up: it holds what the doorbells do, and asks for every move.
+    pub(super) fn enter_buffer(&mut self, attachment: &Attachment) {
+        self.behind = [0; 2];
+        for doorbell in [
+            Doorbell::CqHead(QueueId::ADMIN),
+            Doorbell::SqTail(QueueId::ADMIN),
+        ] {
+            // Where a driver that uses the buffer goes on from.
+            attachment.store_buffered_doorbell(doorbell, self.position(doorbell));
+            self.held[place(doorbell)] = self.position(doorbell);
+            attachment.ask_for_doorbell(doorbell, self.position(doorbell));
+        }
+    }
+
+    /// The last value of a doorbell that the queue can have.
+    fn position(&self, doorbell: Doorbell) -> u32 {
+        match doorbell {
+            Doorbell::SqTail(_) => self.sq_tail,
+            Doorbell::CqHead(_) => self.cq_head,
+        }
+    }
+
+    /// Takes over a value of a doorbell. One that the queue cannot have changes nothing, and is an error
+    /// once, not each time that it is found.
+    pub(super) fn ring(&mut self, doorbell: Doorbell, value: u32) -> Result<(), InvalidValue> {
+        let seen = &mut self.seen[place(doorbell)];
         if *seen == value {
             return Ok(());
         }
@@ -154,6 +273,8 @@ impl AdminRings {
             cq_head,
             phase,
             seen,
+            held,
+            behind,
         } = *self;
         AdminRingsState {
             sq_base: sq_base.0,
@@ -166,6 +287,8 @@ impl AdminRings {
             cq_tail,
             phase,
             seen,
+            held,
+            behind,
         }
     }
 
@@ -214,6 +337,8 @@ impl AdminRings {
             cq_tail,
             phase,
             seen,
+            held,
+            behind,
         } = *state;
         Self {
             queues: AdminQueues {
@@ -228,12 +353,22 @@ impl AdminRings {
             cq_head,
             phase,
             seen,
+            held,
+            behind,
         }
     }
 
     /// Whether the host has yet to consume completions.
     pub(super) fn has_unconsumed(&self) -> bool {
         self.cq_head != self.cq_tail
+    }
+}
+
+/// Place of a doorbell where both have one.
+fn place(doorbell: Doorbell) -> usize {
+    match doorbell {
+        Doorbell::SqTail(_) => 0,
+        Doorbell::CqHead(_) => 1,
     }
 }
 

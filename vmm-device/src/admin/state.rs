@@ -28,6 +28,8 @@ impl Admin {
             // As many as the attachment has.
             io_completion_queues: _,
             commands,
+            // Set within a command alone.
+            buffer_configured: _,
         } = self;
         AdminState {
             rings: rings.as_ref().map(AdminRings::save),

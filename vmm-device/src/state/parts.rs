@@ -65,6 +65,16 @@ pub(crate) struct AdminRingsState {
     pub(crate) phase: bool,
     /// What its doorbells were found to hold last: tail and head.
     pub(crate) seen: [u32; 2],
+    /// What their places in the Doorbell Buffer were found to hold last.
+    #[serde(default, skip_serializing_if = "are_zero")]
+    pub(crate) held: [u32; 2],
+    /// Positions by which the registers may lag behind the Doorbell Buffer.
+    #[serde(default, skip_serializing_if = "are_zero")]
+    pub(crate) behind: [u32; 2],
+}
+
+fn are_zero(words: &[u32; 2]) -> bool {
+    *words == [0; 2]
 }
 
 /// A completion of the admin queue.

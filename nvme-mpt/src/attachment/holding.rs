@@ -4,9 +4,8 @@ use std::io;
 use std::sync::Arc;
 
 use crate::drive::Drive;
-use crate::host::HostLease;
+use crate::host::{Claim, HostLease};
 use crate::lease::Lease;
-use crate::range_lock::RangeLock;
 
 /// A lease with its range lock and its drive.
 ///
@@ -15,19 +14,14 @@ use crate::range_lock::RangeLock;
 #[derive(Debug)]
 pub(crate) struct Holding {
     // Dropped before the lease: whoever gets the lease next finds the range unlocked.
-    _claim: Option<RangeLock>,
+    _claim: Claim,
     pub(super) lease: Lease,
     host: HostLease,
     pub(super) drive: Arc<Drive>,
 }
 
 impl Holding {
-    pub(super) fn new(
-        lease: Lease,
-        claim: Option<RangeLock>,
-        host: HostLease,
-        drive: Arc<Drive>,
-    ) -> Self {
+    pub(super) fn new(lease: Lease, claim: Claim, host: HostLease, drive: Arc<Drive>) -> Self {
         Self {
             _claim: claim,
             lease,

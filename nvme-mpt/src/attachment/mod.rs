@@ -140,7 +140,7 @@ impl Attachment {
         let range = lease.bytes();
         let claim = drive
             .controller()
-            .claim(range.start(), range.length())
+            .claim(drive.namespace(), range.start(), range.length())
             .map_err(|error| match error.kind() {
                 io::ErrorKind::WouldBlock => AttachError::InUse {
                     drive: drive.path().to_string(),

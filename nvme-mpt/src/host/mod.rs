@@ -28,11 +28,11 @@ use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
 use crate::spec::status::Status;
 pub use lease::{Damage, HostLease};
-use software::SoftwareQueue;
 use software::faults::{FaultQueue, Faults};
 use software::key_value::{KeySpace, KeyValueQueue};
 use software::model::TimedQueue;
 use software::zones::{LeasedZones, ZoneError, ZonedQueue};
+use software::{MarkRoom, SoftwareQueue};
 
 /// What a host controller can do, and what a guest controller may therefore promise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -163,6 +163,13 @@ pub struct TemperatureThresholds {
     pub critical: u16,
 }
 
+/// What a lease has of its host controller besides blocks, until dropped.
+#[derive(Debug, Default)]
+pub struct Claim {
+    pub(crate) _lock: Option<RangeLock>,
+    pub(crate) _marks: Option<MarkRoom>,
+}
+
 /// The control path of a host controller.
 pub trait HostController: Send + Sync + fmt::Debug {
     /// A name that stays the same for the same drive, whatever path leads to it.
@@ -180,13 +187,13 @@ pub trait HostController: Send + Sync + fmt::Debug {
     /// The addresses that it can be given.
     fn iova_space(&self) -> &Arc<IovaSpace>;
 
-    /// Keeps everybody else who asks from a range of the namespace, in bytes, for as long as the
+    /// Keeps everybody else who asks from a range of a namespace, in bytes, for as long as the
     /// result lives. This finds what a ledger cannot know of: a server with another ledger, or a
-    /// VMM that has the same file open as a disk image. `None` where nobody else can have it.
+    /// VMM that has the same file open as a disk image. What is remembered of the lease ends with it.
     ///
     /// # Errors
     /// `WouldBlock` if somebody has part of it; else what the kernel reports.
-    fn claim(&self, start: u64, length: u64) -> io::Result<Option<RangeLock>>;
+    fn claim(&self, namespace: &HostNamespace, start: u64, length: u64) -> io::Result<Claim>;
 
     /// Opens what the lease of a range has to itself. `name` is the lease's in the log.
     ///

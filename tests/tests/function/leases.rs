@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use nvme_mpt_tests::disk::{Disk, Transfer};
 use nvme_mpt_tests::rng::{self, Rng};
 
-use crate::common::{Lab, MODES, Setup};
+use crate::common::{LEASE, Lab, MODES, Setup, written_file};
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 16 * MIB;
@@ -118,5 +118,31 @@ fn ranges_that_touch_within_a_page() {
 fn ranges_at_both_ends() {
     for lba_size in [512, 4096] {
         check(lba_size, [(0, 2 * MIB), (SIZE - 2 * MIB, 2 * MIB)]);
+    }
+}
+
+#[test]
+fn unreadable_blocks_end_with_their_lease_and_take_no_room_from_others() {
+    let file = written_file(2 * LEASE);
+    for lab in [Lab::of_file(file.path(), 512), Lab::new("memory:32M", 512)] {
+        let neighbour = lab.machine(&Setup::nth(1));
+        let (_its_controller, mut its_disk) = neighbour.disk();
+        let machine = lab.machine(&Setup::nth(0));
+        let (_controller, mut disk) = machine.disk();
+        let mut marked = 0;
+        while disk.write_uncorrectable(2 * marked, 1).is_ok() {
+            marked += 1;
+            assert!(2 * marked < disk.blocks(), "without bound");
+        }
+        disk.read(0, 1).unwrap_err();
+        its_disk.write_uncorrectable(0, 1).unwrap();
+        its_disk.read(0, 1).unwrap_err();
+
+        drop((disk, _controller));
+        drop(machine);
+        let next = lab.machine(&Setup::nth(0));
+        let (_controller, mut disk) = next.disk();
+        disk.read(0, 1).unwrap();
+        its_disk.read(0, 1).unwrap_err();
     }
 }

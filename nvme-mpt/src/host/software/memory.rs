@@ -41,6 +41,10 @@ impl MemoryStore {
         })
     }
 
+    pub(super) fn uncorrectable(&self) -> &Arc<UncorrectableBlocks> {
+        &self.uncorrectable
+    }
+
     /// The bytes of `count` blocks from `slba`.
     #[inline]
     fn bytes(&self, slba: Lba, count: u64) -> Result<RawBytes<'_>, Status> {

@@ -18,21 +18,20 @@ use std::sync::Arc;
 pub use file::{FileQueue, FileStore, LeasedFile};
 pub use memory::MemoryStore;
 pub use null::NullStore;
-pub(crate) use uncorrectable::UncorrectableBlocks;
+pub(crate) use uncorrectable::{MarkRoom, UncorrectableBlocks};
 
 use faults::{FaultError, FaultPlan, FaultQueue, Faults};
 use model::{Model, Profile, TimedQueue, TimedStore, Wear, ZnsProfile};
 use zones::{LeasedZones, ZoneError, Zones};
 
 use super::{
-    CompletionTaker, HostBatch, HostCompletion, HostController, HostLease, HostMemory,
+    Claim, CompletionTaker, HostBatch, HostCompletion, HostController, HostLease, HostMemory,
     HostNamespace, HostQueue, HostQueuePair, Incidents, Limits,
 };
 use crate::clock::Ticks;
 use crate::event::EventQueue;
 use crate::iova::IovaSpace;
 use crate::lease::LbaRange;
-use crate::range_lock::RangeLock;
 use crate::shadow::MAX_SGL_DESCRIPTORS;
 use crate::spec::identify::Oncs;
 use crate::spec::ids::Nsid;
@@ -405,11 +404,17 @@ impl HostController for SoftwareController {
         &self.iova_space
     }
 
-    fn claim(&self, start: u64, length: u64) -> io::Result<Option<RangeLock>> {
-        match &self.blocks {
-            Blocks::Null | Blocks::Memory(_) => Ok(None),
-            Blocks::File(store) => store.claim(start, length).map(Some),
-        }
+    fn claim(&self, _: &HostNamespace, start: u64, length: u64) -> io::Result<Claim> {
+        let (lock, marks) = match &self.blocks {
+            Blocks::Null => return Ok(Claim::default()),
+            Blocks::Memory(store) => (None, store.uncorrectable()),
+            Blocks::File(store) => (Some(store.claim(start, length)?), store.uncorrectable()),
+        };
+        let shift = self.namespace.lba_shift;
+        Ok(Claim {
+            _lock: lock,
+            _marks: Some(marks.make_room(start >> shift, length >> shift)),
+        })
     }
 
     fn open_lease(&self, name: &str, range: LbaRange) -> io::Result<HostLease> {

@@ -6,11 +6,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 
 use nvme_mpt::host::software::SoftwareController;
 use nvme_mpt::host::{
-    HostController, HostLease, HostNamespace, HostQueuePair, Incidents, Limits,
+    Claim, HostController, HostLease, HostNamespace, HostQueuePair, Incidents, Limits,
     TemperatureThresholds,
 };
 use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::range_lock::RangeLock;
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::spec::log::{CriticalWarning, SmartHealth};
 use nvme_mpt::{Drive, DriveEvent, DrivePath, Event, EventQueue};
@@ -146,8 +145,9 @@ impl HostController for FakeDrive {
         self.stores[0].iova_space()
     }
 
-    fn claim(&self, _: u64, _: u64) -> io::Result<Option<RangeLock>> {
-        Ok(None)
+    fn claim(&self, namespace: &HostNamespace, start: u64, length: u64) -> io::Result<Claim> {
+        let store = &self.stores[namespace.nsid.0 as usize - 1];
+        store.claim(namespace, start, length)
     }
 
     fn create_queue(

@@ -50,7 +50,7 @@ pub(super) struct SharedFile {
     pub(super) direct: Option<DirectAlignment>,
     /// Whether it can deallocate, after which a range reads as zeroes.
     pub(super) punches_holes: bool,
-    pub(super) uncorrectable: UncorrectableBlocks,
+    pub(super) uncorrectable: Arc<UncorrectableBlocks>,
     watched: Watched,
     /// What is to be as durable as the blocks are.
     pub(super) companion: OnceLock<Arc<File>>,
@@ -104,7 +104,7 @@ impl FileStore {
             opened,
             direct,
             punches_holes,
-            uncorrectable: UncorrectableBlocks::default(),
+            uncorrectable: Arc::default(),
             watched: Watched::new(kind.is_file(), bytes),
             companion: OnceLock::new(),
         };
@@ -135,6 +135,10 @@ impl FileStore {
     #[must_use]
     pub fn punches_holes(&self) -> bool {
         self.shared.punches_holes
+    }
+
+    pub(super) fn uncorrectable(&self) -> &Arc<UncorrectableBlocks> {
+        &self.shared.uncorrectable
     }
 
     /// Locks a range of the file against others who lock what they use.

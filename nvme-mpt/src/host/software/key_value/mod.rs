@@ -23,12 +23,12 @@ use pairs::PAIR_BYTES;
 use super::LIMITS;
 use super::model::KvProfile;
 use crate::address::PAGE_SIZE;
-use crate::host::{HostController, HostLease, HostNamespace, HostQueuePair, Limits};
+use crate::host::{Claim, HostController, HostLease, HostNamespace, HostQueuePair, Limits};
 use crate::iova::IovaSpace;
 use crate::lease::LbaRange;
 use crate::origin::Origin;
 use crate::poller::Threads;
-use crate::range_lock::{ClaimError, RangeLock};
+use crate::range_lock::ClaimError;
 use crate::spec::identify::Oncs;
 use crate::spec::ids::Nsid;
 use crate::spec::key_value::{KEY_LENGTH_MAX, KvFormat};
@@ -216,8 +216,8 @@ impl HostController for KeyValueController {
     }
 
     /// A file of pairs is locked as a whole when it is opened.
-    fn claim(&self, _: u64, _: u64) -> io::Result<Option<RangeLock>> {
-        Ok(None)
+    fn claim(&self, _: &HostNamespace, _: u64, _: u64) -> io::Result<Claim> {
+        Ok(Claim::default())
     }
 
     /// A queue is of a key space: see [`KeySpace::create_queue`].

@@ -55,10 +55,13 @@ fn a_file_is_open_once() {
     assert!(matches!(error, KeyValueError::InUse { .. }), "{error}");
     // Nor does anybody get its blocks.
     let blocks = crate::host::software::SoftwareController::file(&path, 9).expect("a file");
-    let error = blocks.claim(0, 512).expect_err("locked");
+    let namespace = blocks.namespaces()[0];
+    let error = blocks.claim(&namespace, 0, 512).expect_err("locked");
     assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
     drop(drive);
-    let _claim = blocks.claim(0, 512).expect("not locked any more");
+    let _claim = blocks
+        .claim(&namespace, 0, 512)
+        .expect("not locked any more");
     let error = open(&path).expect_err("locked");
     assert!(matches!(error, KeyValueError::InUse { .. }), "{error}");
 }

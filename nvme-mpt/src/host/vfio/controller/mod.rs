@@ -28,12 +28,11 @@ pub use error::ControllerError;
 use super::backing::Backing;
 use crate::event::{DriveEvent, Event, EventQueue};
 use crate::host::{
-    HostController, HostLease, HostNamespace, HostQueuePair, Incidents, Limits, QueuePairUse,
-    TemperatureThresholds,
+    Claim, HostController, HostLease, HostNamespace, HostQueuePair, Incidents, Limits,
+    QueuePairUse, TemperatureThresholds,
 };
 use crate::iova::IovaSpace;
 use crate::poller::Threads;
-use crate::range_lock::RangeLock;
 use crate::spec::log::{ErrorInformation, SmartHealth};
 use admin_queue::AdminQueue;
 use doorbell_buffer::DoorbellBuffer;
@@ -293,9 +292,9 @@ impl HostController for VfioController {
         &self.drive.space
     }
 
-    fn claim(&self, _: u64, _: u64) -> io::Result<Option<RangeLock>> {
+    fn claim(&self, _: &HostNamespace, _: u64, _: u64) -> io::Result<Claim> {
         // One process alone can have the function, and its ledger knows its ranges.
-        Ok(None)
+        Ok(Claim::default())
     }
 
     fn create_queue(

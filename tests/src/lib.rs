@@ -40,6 +40,7 @@ mod driver_tests;
 mod error;
 #[cfg(any(test, feature = "fake"))]
 pub mod fake;
+pub mod huge_pages;
 pub mod identify;
 pub mod interrupt;
 pub mod key_value;

@@ -21,8 +21,14 @@ use crate::memory::MemoryError;
 
 /// A new, empty memfd.
 pub(crate) fn memfd() -> Result<File, MemoryError> {
+    memfd_with(0)
+}
+
+/// A new, empty memfd, with more flags.
+pub(crate) fn memfd_with(flags: libc::c_uint) -> Result<File, MemoryError> {
+    let flags = flags | libc::MFD_CLOEXEC;
     // SAFETY: the name is a C string; the call has no other requirement.
-    let fd = unsafe { libc::memfd_create(c"guest-memory".as_ptr(), libc::MFD_CLOEXEC) };
+    let fd = unsafe { libc::memfd_create(c"guest-memory".as_ptr(), flags) };
     if fd < 0 {
         return Err(MemoryError::System {
             call: "memfd_create",

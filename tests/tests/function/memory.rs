@@ -9,6 +9,7 @@ use nvme_mpt::{Gpa, MemoryRegion};
 use nvme_mpt_tests::command::{DataPointer, Sqe, io};
 use nvme_mpt_tests::controller::{Controller, QueueOptions};
 use nvme_mpt_tests::doorbell::{Doorbell, DoorbellMode, Side};
+use nvme_mpt_tests::huge_pages::{HUGE_PAGE, HugePages};
 use nvme_mpt_tests::memory::{DmaBuffer, Region};
 use nvme_mpt_tests::queue::{CompletionQueue, QueuePair, SubmissionQueue};
 use nvme_mpt_tests::rng;
@@ -320,7 +321,11 @@ fn admin_queues_unmapped() {
 /// A file that the device has as a region, and that this process does not map: what is cut off it, the
 /// test cannot stumble over.
 fn truncatable(machine: &Machine) -> File {
-    let file = tempfile::tempfile_in("/dev/shm").unwrap();
+    region_of(machine, tempfile::tempfile_in("/dev/shm").unwrap())
+}
+
+/// As [`truncatable`], of a file that is there.
+fn region_of(machine: &Machine, file: File) -> File {
     file.set_len(REGION).unwrap();
     let region = MemoryRegion {
         gpa: Gpa(NOWHERE),
@@ -336,11 +341,24 @@ fn truncatable(machine: &Machine) -> File {
 
 #[test]
 fn data_truncated_under_io() {
+    data_is_cut_off(|| tempfile::tempfile_in("/dev/shm").unwrap());
+}
+
+#[test]
+fn data_in_huge_pages_truncated_under_io() {
+    match HugePages::set_aside(REGION / HUGE_PAGE) {
+        Some(pages) => data_is_cut_off(|| pages.file().unwrap()),
+        None => eprintln!("NOT TESTED: no huge pages can be had here"),
+    }
+}
+
+/// Cuts memory of a guest off, but for a huge page, while there is I/O to it.
+fn data_is_cut_off(memory: impl Fn() -> File) {
     let lab = Lab::new("memory:32M", 512);
     let bystander = Bystander::start(&lab, &Setup::nth(1));
     for mode in MODES {
         let machine = lab.machine(&Setup::nth(0).doorbells(mode));
-        let file = truncatable(&machine);
+        let file = region_of(&machine, memory());
         let mut controller = machine.attach();
         let mut queue = queue_pair(&mut controller, 1, 64);
         let pointer = DataPointer::prp(NOWHERE + (8 << 20), 0);
@@ -350,7 +368,7 @@ fn data_truncated_under_io() {
             queue.submit(sqe).unwrap();
         }
         queue.ring();
-        file.set_len(4096).unwrap();
+        file.set_len(HUGE_PAGE).unwrap();
         // All of those may have been done before, so here is one more.
         wait_for("room for one more", || {
             while queue.poll().is_some() {}

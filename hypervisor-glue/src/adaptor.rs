@@ -304,6 +304,7 @@ mod tests {
                 range: ByteRange::new(0, 1 << 20).unwrap(),
                 lba_shift: drive.lba_shift(),
                 blocks: drive.blocks(),
+                former_data: nvme_mpt::lease::FormerData::Kept,
             })
             .unwrap();
         let attachment = Attachment::new(AttachmentConfig {

@@ -13,7 +13,7 @@ use clap::{Args, Parser, Subcommand};
 use nvme_mpt::DrivePath;
 use nvme_mpt::host::software::faults::FaultPlan;
 use nvme_mpt::host::vfio::function::{HostRoot, PciAddress};
-use nvme_mpt::lease::{CONTROL_SOCKET, LeaseEntry, LeaseState, Ledger};
+use nvme_mpt::lease::{CONTROL_SOCKET, FormerData, LeaseEntry, LeaseState, Ledger};
 
 use crate::control::ControlError;
 use crate::faults::FaultRequest;
@@ -51,7 +51,7 @@ enum Command {
 struct Serve {
     /// A function: socket=PATH,path=DRIVE[,range=START+LENGTH][,queues=N][,id=ID]
     /// [,doorbells=auto|shadow|mapped|trap][,poll=POLICY][,memory=resident|any]
-    /// [,serial=SERIAL][,lba=512|4096][,profile=PROFILE][,faults=PLAN][,namespace=N][,timeout=SECONDS]
+    /// [,data=keep|wipe][,serial=SERIAL][,lba=512|4096][,profile=PROFILE][,faults=PLAN][,namespace=N][,timeout=SECONDS]
     ///
     /// Can be given many times.
     ///
@@ -67,6 +67,8 @@ struct Serve {
     ///              by +, as in dedicated:busy@2+3 [default: shared]
     ///   memory     files that the guest's memory may be in: resident (memfd, tmpfs, hugetlbfs), or any,
     ///              whose page faults may wait, with poll=dedicated alone [default: resident]
+    ///   data       what becomes of data that another id left in the range: keep hands it over, wipe erases
+    ///              it first [default: such a range is refused]
     ///   serial     serial number that the guest sees [default: made from drive and range]
     ///   lba        bytes of a logical block of a software drive, 512 or 4096 [default: 512]
     ///   profile    a drive that a software drive keeps time like: nvm, ssd, or a path with a slash
@@ -87,6 +89,15 @@ struct Serve {
         value_parser = |text: &str| text.parse::<ServedFunction>().map_err(|error| told(&error))
     )]
     functions: Vec<ServedFunction>,
+    /// Hand data that another id left in a range over to its new id, for functions without data=
+    #[arg(long, conflicts_with = "wipe")]
+    keep_data: bool,
+    /// Erase data that another id left in a range before its new id gets it, for functions without data=
+    ///
+    /// It takes its time, which the log tells of. A server that is ended meanwhile goes on with it when it
+    /// is started again.
+    #[arg(long)]
+    wipe: bool,
     #[command(flatten)]
     state: State,
     #[command(flatten)]
@@ -293,8 +304,19 @@ fn is_broken_pipe(error: &(dyn Error + 'static)) -> bool {
 
 fn run_serve(options: Serve) -> Result<(), Box<dyn Error>> {
     let control = options.control.path(&options.state);
+    let data = match (options.keep_data, options.wipe) {
+        (true, _) => FormerData::Kept,
+        (_, true) => FormerData::Wiped,
+        _ => FormerData::Refused,
+    };
+    let mut functions = options.functions;
+    for served in &mut functions {
+        if served.function.data == FormerData::Refused {
+            served.function.data = data;
+        }
+    }
     let options = ServeOptions {
-        functions: options.functions,
+        functions,
         state_dir: options.state.state_dir,
         control,
     };

@@ -5,9 +5,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use nvme_mpt::lease::identity::default_id;
-use nvme_mpt::lease::{ByteRange, Lease, LeaseError, LeaseRequest, Ledger, RangeError};
+use nvme_mpt::lease::{ByteRange, FormerData, Lease, LeaseError, LeaseRequest, Ledger, RangeError};
+use nvme_mpt::wipe::{WipeError, wipe};
 use nvme_mpt::{
-    AttachError, Attachment, AttachmentConfig, Drive, DriveError, DriveOptions, Pollers,
+    AttachError, Attachment, AttachmentConfig, Drive, DriveError, DriveOptions, DrivePath, Pollers,
 };
 use thiserror::Error;
 
@@ -29,6 +30,9 @@ pub enum OpenError {
     /// The range is not given out.
     #[error(transparent)]
     Lease(#[from] LeaseError),
+    /// Data that another id left in the range cannot be wiped.
+    #[error(transparent)]
+    Wipe(#[from] WipeError),
     /// The data path cannot be set up.
     #[error(transparent)]
     Attach(#[from] AttachError),
@@ -75,6 +79,11 @@ impl Ledgers {
             range,
             lba_shift: namespace.lba_shift,
             blocks: namespace.blocks,
+            former_data: match drive.path() {
+                // It keeps nothing.
+                DrivePath::Null(_) => FormerData::Kept,
+                _ => options.data,
+            },
         })?)
     }
 }
@@ -82,14 +91,15 @@ impl Ledgers {
 /// Attaches to the part of `drive` that `options` ask for.
 ///
 /// # Errors
-/// [`OpenError::Range`], [`OpenError::Lease`], [`OpenError::Attach`].
+/// [`OpenError::Range`], [`OpenError::Lease`], [`OpenError::Wipe`], [`OpenError::Attach`].
 pub fn attach(
     options: &FunctionOptions,
     drive: &Arc<Drive>,
     ledgers: &Ledgers,
     pollers: &Arc<Pollers>,
 ) -> Result<Attachment, OpenError> {
-    let lease = ledgers.lease(options, drive)?;
+    let mut lease = ledgers.lease(options, drive)?;
+    wipe(drive, &mut lease)?;
     Ok(Attachment::new(AttachmentConfig {
         drive: drive.clone(),
         lease,

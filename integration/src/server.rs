@@ -354,7 +354,9 @@ fn spawn(
         .arg("--control")
         .arg(control(folder))
         .arg("--state-dir")
-        .arg(folder.join("state"));
+        .arg(folder.join("state"))
+        // Checks look at what functions with other ids left.
+        .arg("--keep-data");
     for function in functions {
         command
             .arg("--function")

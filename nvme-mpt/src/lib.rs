@@ -27,6 +27,7 @@ pub mod shadow;
 pub mod spec;
 pub mod stats;
 mod sync;
+pub mod wipe;
 
 pub use address::{Gpa, Iova};
 pub use attachment::{

@@ -301,6 +301,7 @@ fn rig(case: &Case) -> Rig {
         range: ByteRange::new(0, drive.blocks() << drive.lba_shift()).unwrap(),
         lba_shift: drive.lba_shift(),
         blocks: drive.blocks(),
+        former_data: nvme_mpt::lease::FormerData::Kept,
     };
     let attachment = Arc::new(
         Attachment::new(AttachmentConfig {

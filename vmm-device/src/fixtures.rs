@@ -91,6 +91,7 @@ pub(crate) fn attachment(mode: DoorbellMode) -> Attachment {
         range: ByteRange::new(0, blocks << lba_shift).expect("a range"),
         lba_shift,
         blocks,
+        former_data: nvme_mpt::lease::FormerData::Kept,
     };
     let lease = Ledger::in_process().acquire(&request).expect("a lease");
     Attachment::new(AttachmentConfig {

@@ -32,6 +32,9 @@ pub struct FunctionConfig {
     /// Kinds of files that the VM's memory may be in.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<String>,
+    /// Fate of data that another id left in the range.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data: Option<String>,
     /// Serial number.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub serial: Option<String>,
@@ -68,6 +71,7 @@ impl FunctionConfig {
         "doorbells",
         "poll",
         "memory",
+        "data",
         "serial",
         "lba",
         "profile",
@@ -95,6 +99,7 @@ impl FunctionConfig {
             doorbells: get("doorbells"),
             poll: get("poll"),
             memory: get("memory"),
+            data: get("data"),
             serial: get("serial"),
             lba: parsed("lba", get("lba"), str::parse::<LbaSize>)?.map(LbaSize::bytes),
             profile: get("profile"),
@@ -158,6 +163,7 @@ impl FunctionConfig {
             doorbells,
             poll,
             memory,
+            data,
             serial,
             lba,
             profile,
@@ -173,6 +179,7 @@ impl FunctionConfig {
             ("doorbells", doorbells.clone()),
             ("poll", poll.clone()),
             ("memory", memory.clone()),
+            ("data", data.clone()),
             ("serial", serial.clone()),
             ("lba", lba.map(|lba| lba.to_string())),
             ("profile", profile.clone()),

@@ -1,6 +1,6 @@
 //! The option string that describes an NVMe function, the same for every VMM:
 //!
-//! `path=PATH[,range=START+LENGTH][,queues=N][,id=ID][,doorbells=MODE][,poll=POLICY][,memory=KINDS][,serial=SERIAL]`,
+//! `path=PATH[,range=START+LENGTH][,queues=N][,id=ID][,doorbells=MODE][,poll=POLICY][,memory=KINDS][,data=keep|wipe][,serial=SERIAL]`,
 //! and `[,lba=BYTES][,profile=PROFILE][,faults=PLAN]` for a software drive, `[,namespace=N][,timeout=SECONDS]` for a
 //! physical one.
 //!
@@ -19,7 +19,7 @@ use std::time::Duration;
 use nvme_mpt::attachment::MAX_QUEUE_PAIRS;
 use nvme_mpt::host::software::faults::FaultPlan;
 use nvme_mpt::host::software::model::Profile;
-use nvme_mpt::lease::ByteRange;
+use nvme_mpt::lease::{ByteRange, FormerData};
 use nvme_mpt::poller::Placement;
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{DoorbellMode, DrivePath, MemoryKinds, PollPolicy};
@@ -38,7 +38,7 @@ const MAX_SERIAL: usize = 20;
 const MAX_TIMEOUT: u64 = 3600;
 
 /// What every function can be given.
-const FUNCTION_KEYS: &str = "path, range, queues, id, doorbells, poll, memory, serial, lba, profile, faults, namespace, timeout";
+const FUNCTION_KEYS: &str = "path, range, queues, id, doorbells, poll, memory, data, serial, lba, profile, faults, namespace, timeout";
 
 /// An option string is wrong.
 #[derive(Debug, Error)]
@@ -175,6 +175,8 @@ pub struct FunctionOptions {
     pub poll: PollPolicy,
     /// Kinds of files that the VM's memory may be in.
     pub memory: MemoryKinds,
+    /// Fate of data that another id left in the range.
+    pub data: FormerData,
     /// Serial number that the guest sees, in place of the one that belongs to the range.
     pub serial: Option<String>,
     /// Size of a logical block, where the drive is a software one.
@@ -208,6 +210,7 @@ impl FunctionOptions {
             doorbells: take(keys, "doorbells", str::parse)?.unwrap_or_default(),
             poll: take(keys, "poll", str::parse)?.unwrap_or_default(),
             memory: take(keys, "memory", str::parse)?.unwrap_or_default(),
+            data: take(keys, "data", str::parse)?.unwrap_or_default(),
             serial: take(keys, "serial", parse_serial)?,
             lba: take(keys, "lba", str::parse)?,
             profile: take(keys, "profile", |name| Profile::load(name).map(Arc::new))?,

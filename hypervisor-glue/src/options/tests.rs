@@ -26,6 +26,7 @@ fn a_path_is_enough() {
             doorbells: DoorbellMode::Auto,
             poll: PollPolicy::default(),
             memory: MemoryKinds::Resident,
+            data: FormerData::Refused,
             serial: None,
             lba: None,
             profile: None,
@@ -39,7 +40,7 @@ fn a_path_is_enough() {
 #[test]
 fn every_option_is_understood_in_any_order() {
     let options = function(
-        "serial=A 1,lba=4096,profile=nvm,faults=none,poll=dedicated,memory=any,doorbells=mapped,id=vm-1,queues=4,range=64G+64G,path=memory:1T",
+        "serial=A 1,lba=4096,profile=nvm,faults=none,poll=dedicated,memory=any,data=wipe,doorbells=mapped,id=vm-1,queues=4,range=64G+64G,path=memory:1T",
     );
     assert_eq!(
         options,
@@ -51,6 +52,7 @@ fn every_option_is_understood_in_any_order() {
             doorbells: DoorbellMode::Mapped,
             poll: "dedicated".parse().unwrap(),
             memory: MemoryKinds::Any,
+            data: FormerData::Wiped,
             serial: Some("A 1".to_owned()),
             lba: Some(LbaSize::B4096),
             profile: Some(Arc::new(Profile::named("nvm").unwrap())),
@@ -81,12 +83,12 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=/d,size=4",
-            "There is no option \"size\": the options are path, range, queues, id, doorbells, poll, memory, serial, \
+            "There is no option \"size\": the options are path, range, queues, id, doorbells, poll, memory, data, serial, \
              lba, profile, faults, namespace, timeout",
         ),
         (
             "path=/d,socket=/run/a.sock",
-            "There is no option \"socket\": the options are path, range, queues, id, doorbells, poll, memory, serial, \
+            "There is no option \"socket\": the options are path, range, queues, id, doorbells, poll, memory, data, serial, \
              lba, profile, faults, namespace, timeout",
         ),
         (
@@ -179,7 +181,7 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
     ] {
         assert_eq!(complaint::<FunctionOptions>(text), message);
     }
-    for key in ["doorbells", "poll", "memory"] {
+    for key in ["doorbells", "poll", "memory", "data"] {
         let complaint = complaint::<FunctionOptions>(&format!("path=/d,{key}=never"));
         assert!(
             complaint.starts_with(&format!("Option \"{key}\" cannot be \"never\"\n  ")),

@@ -156,6 +156,7 @@ fn polled(doorbells: DoorbellMode, poll: &str) -> (FunctionDevice, Arc<Asked>) {
             range: ByteRange::new(0, 1 << 20).unwrap(),
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
+            former_data: nvme_mpt::lease::FormerData::Kept,
         })
         .unwrap();
     let attachment = Attachment::new(AttachmentConfig {

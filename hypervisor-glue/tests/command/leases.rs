@@ -224,6 +224,51 @@ fn the_ledger_is_for_one_user_alone() {
 }
 
 #[test]
+fn the_data_of_another_id_is_handed_over_or_wiped_on_request_alone() {
+    let bench = Bench::new();
+    let drive = bench.path("drive.img");
+    let fill = |byte| fs::write(&drive, vec![byte; 64 << 20]).unwrap();
+    let range_of = || fs::read(&drive).unwrap()[..16 << 20].to_vec();
+    let serial = |printed: &str| {
+        let (_, serial) = printed.split_once("serial ").unwrap();
+        serial.split(';').next().unwrap().to_owned()
+    };
+    fill(1);
+    let first = "socket=a.sock,path=drive.img,id=a,range=0+16M";
+    let other = "socket=b.sock,path=drive.img,id=b,range=0+16M";
+    let server = bench.serve("one", &[first]).unwrap();
+    let of_first = serial(&server.printed);
+    server.stop();
+    let refused = bench.serve("two", &[other]).unwrap_err();
+    for said in ["data of lease \"a\" in 0+16M", "--keep-data", "--wipe"] {
+        assert!(refused.stderr.contains(said), "{}", refused.stderr);
+    }
+    let keep = format!("{other},data=keep");
+    let server = bench.serve("two", &[&keep]).unwrap();
+    assert_ne!(serial(&server.printed), of_first);
+    server.stop();
+    assert_eq!(range_of(), vec![1; 16 << 20]);
+    // It is the new id's from now on, and the first one has to ask.
+    bench.serve("two", &[other]).unwrap().stop();
+    bench.serve("one", &[first]).unwrap_err();
+
+    let wipe = format!("{first},data=wipe");
+    let (status, log) = bench.serve("one", &[&wipe]).unwrap().signal("TERM");
+    assert!(status.success(), "{status}: {log}");
+    assert!(
+        log.contains("is being wiped") && log.contains("is wiped"),
+        "{log}"
+    );
+    assert_eq!(range_of(), vec![0; 16 << 20]);
+    let behind = fs::read(&drive).unwrap().split_off(16 << 20);
+    assert_eq!(behind, vec![1; 48 << 20]);
+    // What it wipes once is its own: started again in the same way, it keeps it.
+    fill(2);
+    bench.serve("one", &[&wipe]).unwrap().stop();
+    assert_eq!(range_of(), vec![2; 16 << 20]);
+}
+
+#[test]
 fn private_drives_are_in_no_ledger() {
     let bench = Bench::new();
     let function = "socket=a.sock,path=memory:1M,id=a";

@@ -18,6 +18,11 @@ pub enum AttachError {
     /// A serial number that does not fit its field.
     #[error("Serial number `{0}` is not possible; use 1 to 20 printable ASCII characters")]
     InvalidSerial(String),
+    /// A lease whose range has data of another id that is to be wiped.
+    #[error(
+        "Range {0} has data of another lease, which is to be wiped before it can be attached to"
+    )]
+    Unwiped(ByteRange),
     /// Memory whose page faults may wait, with pollers that others wait for.
     #[error(
         "Memory in any kind of file needs pollers of its own, since page faults may stop them: use memory=any \

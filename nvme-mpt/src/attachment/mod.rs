@@ -99,6 +99,9 @@ impl Attachment {
         if queue_pairs == 0 || queue_pairs > MAX_QUEUE_PAIRS {
             return Err(AttachError::InvalidQueuePairs(queue_pairs));
         }
+        if let Some(&range) = lease.unwiped().first() {
+            return Err(AttachError::Unwiped(range));
+        }
         if memory == MemoryKinds::Any {
             if poll.placement != Placement::Dedicated {
                 return Err(AttachError::MemoryMayWait);

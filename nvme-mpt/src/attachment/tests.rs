@@ -1,6 +1,6 @@
 use super::*;
 use crate::drive::DriveOptions;
-use crate::lease::{LeaseRequest, Ledger};
+use crate::lease::{FormerData, LeaseRequest, Ledger};
 
 fn config(drive: &Arc<Drive>, range: &str) -> AttachmentConfig {
     // A ledger of its own, as a server with another state folder has.
@@ -11,6 +11,7 @@ fn config(drive: &Arc<Drive>, range: &str) -> AttachmentConfig {
         range: range.parse().expect("a range"),
         lba_shift: drive.lba_shift(),
         blocks: drive.blocks(),
+        former_data: FormerData::Refused,
     });
     AttachmentConfig {
         drive: drive.clone(),

@@ -5,6 +5,7 @@ use thiserror::Error;
 use super::entry::LeaseEntry;
 use super::range::{ByteRange, RangeError};
 use super::store::StoreError;
+use super::tenants::Left;
 
 /// Longest id of a lease, in bytes.
 pub(super) const ID_MAX: usize = 64;
@@ -23,6 +24,21 @@ pub enum LeaseError {
         other: Box<LeaseEntry>,
         /// What to do.
         remedy: String,
+    },
+    /// Another id left data in the range.
+    #[error(
+        "Range {range} of {drive} has {left}: say data=keep (or --keep-data) to hand it over to lease \"{id}\", or \
+         data=wipe (or --wipe) to have it erased first"
+    )]
+    OthersData {
+        /// The range that was asked for.
+        range: ByteRange,
+        /// The drive's name.
+        drive: String,
+        /// The id that asked for it.
+        id: String,
+        /// The data.
+        left: Box<Left>,
     },
     /// Another lease has the id.
     #[error("The id \"{id}\" is taken by {other}; {remedy}")]

@@ -18,8 +18,8 @@ const GROUP: u8 = 0x01;
 /// (Base 2.0, section 4.5: bytes 8 to 10).
 const NGUID_COMPANY_ID: usize = 8;
 
-/// The names of a lease: the same whenever the same range of the same drive is leased, different
-/// for any other range or drive.
+/// The names of a lease: the same whenever the same id leases the same range of the same drive, different
+/// for any other id, range or drive. A guest that finds names again finds its data again.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeaseIdentity {
     /// Serial Number of the guest controller: 20 ASCII characters.
@@ -33,14 +33,14 @@ pub struct LeaseIdentity {
 }
 
 impl LeaseIdentity {
-    /// The names of `range` of namespace `nsid` of the drive that is called `drive`.
+    /// Returns the names of the lease `id` of `range` of namespace `nsid` of the drive that is called `drive`.
     #[must_use]
-    pub fn derive(drive: &str, nsid: Nsid, range: ByteRange) -> Self {
+    pub fn derive(drive: &str, nsid: Nsid, range: ByteRange, id: &str) -> Self {
         let at = place(drive, range);
         // One name per purpose, so that none can be computed from another. The drive comes last:
         // it alone can hold any character.
         let name = |purpose: &str| {
-            let name = format!("{purpose}\n{nsid}\n{at}");
+            let name = format!("{purpose}\n{nsid}\n{id}\n{at}");
             Uuid::new_v5(&NAME_SPACE, name.as_bytes())
         };
 
@@ -102,21 +102,21 @@ mod tests {
     #[test]
     fn names_are_stable() {
         // Guests find their file systems by these: a change of this test's values breaks them.
-        let identity = LeaseIdentity::derive("file:/drive", Nsid(1), range("64G+64G"));
+        let identity = LeaseIdentity::derive("file:/drive", Nsid(1), range("64G+64G"), "vm-1");
         assert_eq!(
             identity,
-            LeaseIdentity::derive("file:/drive", Nsid(1), range("64G+64G"))
+            LeaseIdentity::derive("file:/drive", Nsid(1), range("64G+64G"), "vm-1")
         );
-        assert_eq!(identity.serial, "MPT1AD7BD73C10D5093A");
+        assert_eq!(identity.serial, "MPTC4E30B32873651428");
         assert_eq!(
             Uuid::from_bytes(identity.uuid).to_string(),
-            "ca5301d3-fdd9-5198-9fa0-8fc9416f787f"
+            "1e360a2d-ba66-5200-bf0f-3febf07dd269"
         );
         assert_eq!(
             Uuid::from_bytes(identity.nguid).simple().to_string(),
-            "9ebb33e0226a59e582eed2774b55ea02"
+            "17e463e1170e5085aa3ea36d445371c5"
         );
-        assert_eq!(u64::from_be_bytes(identity.eui64), 0x2260_12b2_49ab_9dce);
+        assert_eq!(u64::from_be_bytes(identity.eui64), 0xa2ba_5522_0d5d_f069);
         assert_eq!(
             default_id("file:/drive", Nsid(1), range("64G+64G")),
             "nvme-18c54e01"
@@ -147,11 +147,13 @@ mod tests {
         for drive in ["file:/a", "file:/b"] {
             for nsid in [1, 2] {
                 for text in ["0+1G", "0+2G", "1G+1G", "1+1G"] {
-                    let identity = LeaseIdentity::derive(drive, Nsid(nsid), range(text));
-                    assert!(seen.insert(identity.serial.into_bytes()));
-                    assert!(seen.insert(identity.nguid.to_vec()));
-                    assert!(seen.insert(identity.eui64.to_vec()));
-                    assert!(seen.insert(identity.uuid.to_vec()));
+                    for id in ["vm-1", "vm-2"] {
+                        let identity = LeaseIdentity::derive(drive, Nsid(nsid), range(text), id);
+                        assert!(seen.insert(identity.serial.into_bytes()));
+                        assert!(seen.insert(identity.nguid.to_vec()));
+                        assert!(seen.insert(identity.eui64.to_vec()));
+                        assert!(seen.insert(identity.uuid.to_vec()));
+                    }
                     assert!(seen.insert(default_id(drive, Nsid(nsid), range(text)).into_bytes()));
                 }
             }
@@ -162,7 +164,7 @@ mod tests {
     fn names_have_the_form_of_their_standard() {
         for start in 0..64 {
             let range = ByteRange::new(start << 30, 1 << 30).unwrap();
-            let identity = LeaseIdentity::derive("file:/drive", Nsid(1), range);
+            let identity = LeaseIdentity::derive("file:/drive", Nsid(1), range, "vm-1");
             assert_eq!(identity.serial.len(), 20);
             assert!(identity.serial.bytes().all(|b| b.is_ascii_alphanumeric()));
             assert_eq!(identity.eui64[0] & 0b11, 0b10);

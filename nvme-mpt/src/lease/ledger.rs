@@ -11,6 +11,7 @@ use super::holder::{Holder, Slot};
 use super::identity::LeaseIdentity;
 use super::range::{ByteRange, LbaRange};
 use super::store::{Folder, Record, Records, StoreError};
+use super::tenants::{self, FormerData, Left, Place};
 use crate::origin::extent;
 use crate::spec::ids::Nsid;
 
@@ -29,6 +30,19 @@ pub struct LeaseRequest<'a> {
     pub lba_shift: u8,
     /// Size of the namespace in logical blocks.
     pub blocks: u64,
+    /// Fate of data that another id left in the range.
+    pub former_data: FormerData,
+}
+
+impl<'a> LeaseRequest<'a> {
+    fn place(&self) -> Place<'a> {
+        Place {
+            id: self.id,
+            drive: self.drive,
+            nsid: self.nsid.0,
+            range: self.range,
+        }
+    }
 }
 
 /// Who holds which range of which drive. A clone is the same ledger.
@@ -74,7 +88,7 @@ impl Ledger {
     pub fn acquire(&self, request: &LeaseRequest<'_>) -> Result<Lease, LeaseError> {
         check_id(request.id)?;
         let blocks = request.range.to_blocks(request.lba_shift, request.blocks)?;
-        let (slot, holder) = match &*self.0 {
+        let (slot, holder, unwiped) = match &*self.0 {
             Book::Folder(folder) => {
                 let exclusive = folder.lock()?;
                 let mut records = folder.read()?;
@@ -87,9 +101,9 @@ impl Ledger {
                 // The slot is held before the lease is in the ledger, and until it is out of it
                 // again, so that nobody ever sees a living holder's lease as stale.
                 let (slot, holder) = exclusive.take_slot(&mut records)?;
-                records.leases.push(new_record(request, slot));
+                let unwiped = enter(&mut records, request, slot);
                 exclusive.write(&records)?;
-                (slot, Some(holder))
+                (slot, Some(holder), unwiped)
             }
             Book::Process { records, .. } => {
                 let mut records = records.lock().unwrap_or_else(PoisonError::into_inner);
@@ -97,8 +111,8 @@ impl Ledger {
                     .map_err(|refusal| refusal.into_error(request, Path::new("")))?;
                 let slot = Slot(records.next_slot);
                 records.next_slot += 1;
-                records.leases.push(new_record(request, slot));
-                (slot, None)
+                let unwiped = enter(&mut records, request, slot);
+                (slot, None, unwiped)
             }
         };
         Ok(Lease {
@@ -110,6 +124,7 @@ impl Ledger {
             nsid: request.nsid,
             bytes: request.range,
             range: blocks,
+            unwiped,
         })
     }
 
@@ -188,6 +203,23 @@ impl Ledger {
         }
     }
 
+    /// Enters that `place`, of a lease, has been wiped.
+    fn wiped(&self, place: &Place<'_>) -> Result<(), StoreError> {
+        match &*self.0 {
+            Book::Folder(folder) => {
+                let exclusive = folder.lock()?;
+                let mut records = folder.read()?;
+                tenants::enter(&mut records.tenants, place, false);
+                exclusive.write(&records)?;
+            }
+            Book::Process { records, .. } => {
+                let mut records = records.lock().unwrap_or_else(PoisonError::into_inner);
+                tenants::enter(&mut records.tenants, place, false);
+            }
+        }
+        Ok(())
+    }
+
     /// Takes the lease in `slot`, whose holder gives it back, out of the ledger.
     fn give_back(&self, slot: Slot) -> Result<(), StoreError> {
         self.change(|records| records.remove(slot))
@@ -222,6 +254,14 @@ fn check_id(id: &str) -> Result<(), LeaseError> {
     Ok(())
 }
 
+/// Enters a lease that is admitted. Returns which parts of its range have to be wiped.
+fn enter(records: &mut Records, request: &LeaseRequest<'_>, slot: Slot) -> Vec<ByteRange> {
+    records.leases.push(new_record(request, slot));
+    let wipe = request.former_data == FormerData::Wiped;
+    tenants::enter(&mut records.tenants, &request.place(), wipe);
+    tenants::marked(&records.tenants, &request.place())
+}
+
 fn new_record(request: &LeaseRequest<'_>, slot: Slot) -> Record {
     Record {
         id: request.id.to_owned(),
@@ -238,6 +278,7 @@ fn new_record(request: &LeaseRequest<'_>, slot: Slot) -> Record {
 enum Refusal {
     Overlap(LeaseEntry),
     IdTaken(LeaseEntry),
+    OthersData(Left),
     Store(StoreError),
 }
 
@@ -273,6 +314,12 @@ impl Refusal {
                 },
                 other: Box::new(other),
             },
+            Self::OthersData(left) => LeaseError::OthersData {
+                range: request.range,
+                drive: request.drive.to_owned(),
+                id: request.id.to_owned(),
+                left: Box::new(left),
+            },
             Self::Store(error) => error.into(),
         }
     }
@@ -298,7 +345,8 @@ fn release_command(id: &str, folder: &Path) -> String {
 
 /// The rules: `request` is admitted unless a lease has the same id or part of the same range. The
 /// one exception is the same id *and* the same range of the same drive, whose holder died; its slot
-/// is returned, to be taken over.
+/// is returned, to be taken over. What another id left in the range is in the way, unless the request says
+/// what becomes of it.
 fn admit(
     records: &Records,
     request: &LeaseRequest<'_>,
@@ -324,6 +372,11 @@ fn admit(
             return Err(Refusal::IdTaken(LeaseEntry::new(record, held)));
         }
     }
+    if request.former_data == FormerData::Refused
+        && let Some(left) = tenants::in_the_way(&records.tenants, &request.place())
+    {
+        return Err(Refusal::OthersData(left));
+    }
     Ok(taken_over)
 }
 
@@ -340,6 +393,7 @@ pub struct Lease {
     nsid: Nsid,
     bytes: ByteRange,
     range: LbaRange,
+    unwiped: Vec<ByteRange>,
 }
 
 impl Lease {
@@ -373,15 +427,41 @@ impl Lease {
         self.range
     }
 
-    /// The names that a guest sees. The same range of the same drive has the same names, unless the
-    /// drive is of this process alone: then what it holds ends with the process, and so do its names.
+    /// The parts of its range that have data of another id which is to be wiped, before the lease can be
+    /// attached to.
+    #[must_use]
+    pub fn unwiped(&self) -> &[ByteRange] {
+        &self.unwiped
+    }
+
+    /// Enters that the first of the [unwiped](Self::unwiped) parts reads as zeroes, and durably so.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used: the part stays marked.
+    pub(crate) fn wiped(&mut self) -> Result<(), LeaseError> {
+        if let Some(&range) = self.unwiped.first() {
+            let place = Place {
+                id: &self.id,
+                drive: &self.drive,
+                nsid: self.nsid.0,
+                range,
+            };
+            self.ledger.wiped(&place)?;
+            self.unwiped.remove(0);
+        }
+        Ok(())
+    }
+
+    /// The names that a guest sees. The same id has the same names on the same range of the same drive, and
+    /// another id others, unless the drive is of this process alone: then what it holds ends with the
+    /// process, and so do its names.
     #[must_use]
     pub fn identity(&self) -> LeaseIdentity {
         match &*self.ledger.0 {
-            Book::Folder(_) => LeaseIdentity::derive(&self.drive, self.nsid, self.bytes),
+            Book::Folder(_) => LeaseIdentity::derive(&self.drive, self.nsid, self.bytes, &self.id),
             Book::Process { salt, .. } => {
                 let drive = format!("{}#{salt:016x}", self.drive);
-                LeaseIdentity::derive(&drive, self.nsid, self.bytes)
+                LeaseIdentity::derive(&drive, self.nsid, self.bytes, &self.id)
             }
         }
     }

@@ -9,6 +9,7 @@
 //! * `store`: the file that holds the ledger, changed so that a crash at any point leaves
 //!   either the old or the new state.
 //! * `holder`: how one process sees whether the holder of a lease, another process, lives.
+//! * `tenants`: which id last held a range, and what becomes of its data.
 //! * [`identity`]: the names (serial number, NGUID, EUI-64, UUID) that a guest sees for its lease.
 
 mod entry;
@@ -19,6 +20,7 @@ pub mod ledger;
 mod private;
 pub mod range;
 mod store;
+mod tenants;
 
 pub use entry::{LeaseEntry, LeaseState};
 pub use error::LeaseError;
@@ -27,3 +29,4 @@ pub use ledger::{Lease, LeaseRequest, Ledger};
 pub use private::PrivateError;
 pub use range::{ByteRange, Bytes, LbaRange, RangeError, SizeError};
 pub use store::{CONTROL_SOCKET, StoreError, make_state_folder};
+pub use tenants::{FormerData, Left};

@@ -28,6 +28,7 @@ use thiserror::Error;
 use super::holder::{Holder, Holders, Slot};
 use super::private::{PrivateError, make_folder, open_file};
 use super::range::ByteRange;
+use super::tenants::{Place, Tenant};
 use crate::range_lock::{Holders as LockHolders, Kind, describe, find};
 
 const LEDGER: &str = "leases.json";
@@ -35,7 +36,10 @@ const LOCK: &str = "leases.lock";
 const HOLDERS: &str = "holders.lock";
 
 /// Version of the ledger's format.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
+
+/// Format that knew no former tenants: those of its leases are.
+const VERSION_WITHOUT_TENANTS: u64 = 1;
 
 /// How long to wait for another process that changes the ledger. It does so in milliseconds, so that
 /// more means that it is stopped or stuck.
@@ -134,6 +138,17 @@ pub(super) struct Record {
     pub(super) ending: bool,
 }
 
+impl Record {
+    pub(super) fn place(&self) -> Place<'_> {
+        Place {
+            id: &self.id,
+            drive: &self.drive,
+            nsid: self.nsid,
+            range: self.range,
+        }
+    }
+}
+
 /// The whole ledger.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -143,6 +158,9 @@ pub(super) struct Records {
     /// same slot is the same lease.
     pub(super) next_slot: u64,
     pub(super) leases: Vec<Record>,
+    /// The ids that last held ranges.
+    #[serde(default)]
+    pub(super) tenants: Vec<Tenant>,
 }
 
 impl Default for Records {
@@ -151,6 +169,7 @@ impl Default for Records {
             version: VERSION,
             next_slot: 0,
             leases: Vec::new(),
+            tenants: Vec::new(),
         }
     }
 }
@@ -187,13 +206,19 @@ impl Records {
             source,
         };
         let header: Header = serde_json::from_slice(text).map_err(damaged)?;
-        if header.version != u64::from(VERSION) {
+        if ![VERSION.into(), VERSION_WITHOUT_TENANTS].contains(&header.version) {
             return Err(StoreError::Version {
                 path: path.to_owned(),
                 found: header.version,
             });
         }
-        let records: Self = serde_json::from_slice(text).map_err(damaged)?;
+        let mut records: Self = serde_json::from_slice(text).map_err(damaged)?;
+        if header.version == VERSION_WITHOUT_TENANTS {
+            records.version = VERSION;
+            let places = records.leases.iter().map(Record::place);
+            let tenants = places.flat_map(|place| Tenant::of(&place));
+            records.tenants = tenants.collect();
+        }
         let bad_slot = records
             .leases
             .iter()
@@ -531,15 +556,27 @@ mod tests {
     }
 
     #[test]
+    fn leases_of_the_format_before_are_tenants() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = Folder::new(dir.path());
+        let before = r#"{"version":1,"next_slot":4,"leases":[{"id":"a","drive":"d","nsid":1,"range":{"start":0,"length":512},"pid":1,"slot":3}]}"#;
+        fs::write(dir.path().join("leases.json"), before).unwrap();
+        let records = folder.read().unwrap();
+        assert_eq!(records.tenants, Tenant::of(&records.leases[0].place()));
+        folder.lock().unwrap().write(&records).unwrap();
+        assert_eq!(folder.read().unwrap(), records);
+    }
+
+    #[test]
     fn a_ledger_of_another_version_is_not_touched() {
         let dir = tempfile::tempdir().unwrap();
         let folder = Folder::new(dir.path());
         let path = dir.path().join("leases.json");
-        fs::write(&path, r#"{"version":2,"unknown":[]}"#).unwrap();
+        fs::write(&path, r#"{"version":3,"unknown":[]}"#).unwrap();
         assert_eq!(
             folder.read().unwrap_err().to_string(),
             format!(
-                "The ledger {} has format 2, this program knows format 1; use the version that wrote it",
+                "The ledger {} has format 3, this program knows format 2; use the version that wrote it",
                 path.display()
             )
         );

@@ -90,6 +90,7 @@ impl Rig {
             range: ByteRange::new(0, BYTES).unwrap(),
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
+            former_data: nvme_mpt::lease::FormerData::Kept,
         };
         let config = AttachmentConfig {
             lease: Ledger::in_process().acquire(&request).unwrap(),

@@ -131,6 +131,7 @@ impl Lane {
             range: ByteRange::new(index * LEASE, LEASE).expect("a range"),
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
+            former_data: nvme_mpt::lease::FormerData::Kept,
         };
         let attachment = Attachment::new(AttachmentConfig {
             drive: drive.clone(),

@@ -35,6 +35,7 @@ impl Fixture {
             range: ByteRange::new(0, blocks << lba_shift).expect("a range"),
             lba_shift,
             blocks,
+            former_data: nvme_mpt::lease::FormerData::Kept,
         };
         let lease = Ledger::in_process().acquire(&request).expect("a lease");
         let attachment = Attachment::new(AttachmentConfig {

@@ -3,6 +3,7 @@
 use std::io;
 use std::time::Duration;
 
+use nvme_mpt::lease::FormerData;
 use nvme_mpt_tests::registers::{CSTS_FATAL, CSTS_SHST_COMPLETE, CSTS_SHST_MASK};
 use vmm_device::EndError;
 
@@ -33,11 +34,14 @@ fn a_shutdown_whose_flush_takes_too_long_is_seen_in_csts() {
     assert_eq!(lab.clock.waited(), DEADLINE);
 
     drop((bar, controller, machine));
-    let error = lab.lease("next", &Setup::nth(0)).unwrap_err().to_string();
+    let error = lab
+        .lease("next", &Setup::nth(0), FormerData::Kept)
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("ending"), "{error}");
     drive.hold_flushes(false);
     wait_for("the end of the flush", || {
-        lab.lease("next", &Setup::nth(0)).is_ok()
+        lab.lease("next", &Setup::nth(0), FormerData::Kept).is_ok()
     });
 
     lab.clock.skip_waits(false);
@@ -67,9 +71,10 @@ fn a_function_ends_although_its_drive_does_not_flush() {
     }
     drop(machine);
     assert_eq!(lab.clock.waited(), DEADLINE);
-    lab.lease("next", &Setup::nth(0)).unwrap_err();
+    lab.lease("next", &Setup::nth(0), FormerData::Kept)
+        .unwrap_err();
     drive.hold_flushes(false);
     wait_for("the end of the flush", || {
-        lab.lease("next", &Setup::nth(0)).is_ok()
+        lab.lease("next", &Setup::nth(0), FormerData::Kept).is_ok()
     });
 }

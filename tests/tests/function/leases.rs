@@ -2,6 +2,7 @@
 
 use std::os::unix::fs::FileExt;
 
+use nvme_mpt::lease::FormerData;
 use nvme_mpt_tests::disk::{Disk, Transfer};
 use nvme_mpt_tests::rng::{self, Rng};
 
@@ -144,5 +145,44 @@ fn unreadable_blocks_end_with_their_lease_and_take_no_room_from_others() {
         let (_controller, mut disk) = next.disk();
         disk.read(0, 1).unwrap();
         its_disk.read(0, 1).unwrap_err();
+    }
+}
+
+#[test]
+fn what_another_id_left_is_gone_after_a_wipe() {
+    let file = written_file(2 * LEASE);
+    let path = format!("{}", file.path().display());
+    for (path, lba_size) in [(&*path, 512), (&*path, 4096), ("memory:32M", 512)] {
+        let lab = Lab::new(path, lba_size);
+        let (ours, theirs) = (Setup::nth(0), Setup::nth(1));
+        let neighbour = lab.machine(&theirs);
+        let (_its_controller, mut its_disk) = neighbour.disk();
+        fill(&mut its_disk, 1);
+        {
+            let machine = lab.machine(&ours);
+            let (_controller, mut disk) = machine.disk();
+            fill(&mut disk, 0);
+            disk.flush().unwrap();
+        }
+        lab.lease("next", &ours, FormerData::Refused).unwrap_err();
+        let unwiped = lab.lease("next", &ours, FormerData::Wiped).unwrap();
+        assert_eq!(unwiped.unwiped().len(), 1);
+        drop(unwiped);
+
+        lab.wipe(&ours);
+        let machine = lab.machine(&ours);
+        let (_controller, mut disk) = machine.disk();
+        let read = |disk: &mut Disk| {
+            let blocks = disk.blocks();
+            let piece = 128;
+            let pieces = (0..blocks).step_by(piece as usize);
+            pieces
+                .flat_map(|at| disk.read(at, piece).unwrap())
+                .collect::<Vec<u8>>()
+        };
+        assert!(read(&mut disk).iter().all(|&byte| byte == 0), "{path}");
+        let mut want = vec![0; LEASE as usize];
+        rng::fill_blocks(&mut want, 1, 0, lba_size as usize);
+        assert!(read(&mut its_disk) == want, "{path}: the neighbour's data");
     }
 }

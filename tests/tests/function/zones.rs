@@ -405,6 +405,31 @@ fn zones_outlive_the_process_and_a_move_of_their_guest() {
 }
 
 #[test]
+fn zones_of_another_id_are_empty_after_a_wipe() {
+    let lab = lab(DRIVE);
+    let neighbour = lab.machine(&Setup::nth(1));
+    let (_its_controller, mut its_disk) = attach(&neighbour);
+    its_disk.write(0, &blocks(2, 0, 8)).unwrap();
+    {
+        let machine = lab.machine(&Setup::nth(0));
+        let (_controller, mut disk) = attach(&machine);
+        disk.write(0, &blocks(1, 0, CAPACITY)).unwrap();
+        disk.write(SIZE, &blocks(1, SIZE, 5)).unwrap();
+        assert_eq!(disk.zone(0).unwrap().state, state::FULL);
+    }
+    lab.wipe(&Setup::nth(0));
+    let machine = lab.machine(&Setup::nth(0));
+    let (_controller, mut disk) = attach(&machine);
+    for start in [0, SIZE] {
+        assert_eq!(disk.zone(start).unwrap(), zone(state::EMPTY, start, start));
+        assert!(disk.read(start, 8).unwrap().iter().all(|&byte| byte == 0));
+    }
+    disk.write(0, &blocks(3, 0, 8)).unwrap();
+    assert_eq!(its_disk.zone(0).unwrap().write_pointer, 8);
+    assert_eq!(its_disk.read(0, 8).unwrap(), blocks(2, 0, 8));
+}
+
+#[test]
 fn part_of_a_zone_is_not_leased() {
     let lab = lab(DRIVE);
     let attach = |start, length| {
@@ -415,6 +440,7 @@ fn part_of_a_zone_is_not_leased() {
             range: ByteRange::new(start, length).unwrap(),
             lba_shift: lab.drive.lba_shift(),
             blocks: lab.drive.blocks(),
+            former_data: nvme_mpt::lease::FormerData::Kept,
         });
         Attachment::new(AttachmentConfig {
             drive: lab.drive.clone(),

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use nvme_mpt::lease::LeaseState;
+use nvme_mpt::lease::{FormerData, LeaseState};
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::Controller;
 use nvme_mpt_tests::drive::{HandQueue, NamespaceOptions, Options};
@@ -103,7 +103,7 @@ fn a_lease_lives_until_its_last_command_has_ended() {
     lab.clock.skip_waits(true);
     drop((driver, controller, machine));
 
-    let next = || lab.lease("next", &Setup::nth(0));
+    let next = || lab.lease("next", &Setup::nth(0), FormerData::Kept);
     let error = next().expect_err("the drive has commands of the range");
     assert!(error.to_string().contains("ending"), "{error}");
     let [entry] = &lab.ledger.list().unwrap()[..] else {
@@ -152,7 +152,7 @@ fn all_queues_of_a_reset_share_one_deadline() {
     assert_eq!(bar.read32(CSTS), 0);
     stuck.iter_mut().for_each(Stuck::has_no_more);
     drop((drivers, controller, bar, machine));
-    lab.lease("next", &Setup::nth(0)).unwrap();
+    lab.lease("next", &Setup::nth(0), FormerData::Kept).unwrap();
     lab.finish();
 }
 
@@ -179,7 +179,7 @@ fn a_function_that_ends_waits_once() {
                 }
             }
         }
-        lab.lease("next", &Setup::nth(0)).is_ok()
+        lab.lease("next", &Setup::nth(0), FormerData::Kept).is_ok()
     });
     lab.finish();
 }

@@ -12,6 +12,7 @@ fn request<'a>(id: &'a str, range: &str) -> LeaseRequest<'a> {
         range: range.parse().unwrap(),
         lba_shift: 9,
         blocks: 1 << 30,
+        former_data: FormerData::Kept,
     }
 }
 
@@ -314,4 +315,100 @@ fn names_last_as_long_as_the_drive_does() {
     let private = Ledger::in_process();
     assert_eq!(names(private.clone()), names(private.clone()));
     assert_ne!(names(private), names(Ledger::in_process()));
+}
+
+/// A request that says what becomes of others' data.
+fn with(id: &'static str, range: &str, former_data: FormerData) -> LeaseRequest<'static> {
+    LeaseRequest {
+        former_data,
+        ..request(id, range)
+    }
+}
+
+/// A request that does not.
+fn strict(id: &'static str, range: &str) -> LeaseRequest<'static> {
+    with(id, range, FormerData::Refused)
+}
+
+#[test]
+fn the_data_of_another_id_refuses_a_range_until_somebody_decides() {
+    let (_dir, ledgers) = both();
+    for ledger in ledgers {
+        let names = |lease: &Lease| {
+            let LeaseIdentity {
+                serial,
+                nguid,
+                eui64,
+                uuid,
+            } = lease.identity();
+            (serial, nguid, eui64, uuid)
+        };
+        let first = ledger.acquire(&strict("a", "1G+1G")).unwrap();
+        let of_first = names(&first);
+        drop(first);
+        let again = ledger.acquire(&strict("a", "1G+1G")).unwrap();
+        assert_eq!(names(&again), of_first);
+        drop(again);
+
+        for range in ["1G+1G", "0+1025M", "2047M+1G"] {
+            let error = ledger.acquire(&strict("b", range)).unwrap_err();
+            let message = error.to_string();
+            assert!(matches!(error, LeaseError::OthersData { .. }), "{message}");
+            for said in ["data of lease \"a\" in 1G+1G", "data=keep", "data=wipe"] {
+                assert!(message.contains(said), "{message}");
+            }
+        }
+        ledger.acquire(&strict("b", "2G+1G")).unwrap();
+
+        let kept = ledger
+            .acquire(&with("b", "1G+1G", FormerData::Kept))
+            .unwrap();
+        assert!(kept.unwiped().is_empty());
+        let of_second = names(&kept);
+        assert_ne!(of_second.0, of_first.0);
+        assert_ne!(of_second.1, of_first.1);
+        assert_ne!(of_second.2, of_first.2);
+        assert_ne!(of_second.3, of_first.3);
+        drop(kept);
+        ledger.acquire(&strict("b", "1G+1G")).unwrap();
+        // The first has no more right to it than any other.
+        ledger.acquire(&strict("a", "1G+1G")).unwrap_err();
+    }
+}
+
+#[test]
+fn a_wipe_that_does_not_end_leaves_its_range_marked() {
+    let (_dir, ledgers) = both();
+    for ledger in ledgers {
+        ledger.acquire(&strict("a", "1G+1G")).unwrap();
+        ledger.acquire(&strict("b", "3G+1G")).unwrap();
+        // The parts that have others' data, and no other.
+        let range = |text: &str| text.parse::<ByteRange>().unwrap();
+        let parts = [range("1536M+512M"), range("3G+512M")];
+        let wide = "1536M+2G";
+        let lease = ledger.acquire(&with("c", wide, FormerData::Wiped)).unwrap();
+        assert_eq!(lease.unwiped(), parts);
+        // As a crash leaves it.
+        drop(lease);
+        for id in ["a", "b", "c"] {
+            let error = ledger.acquire(&strict(id, wide)).unwrap_err();
+            assert!(
+                error.to_string().contains("not wiped to the end"),
+                "{error}"
+            );
+        }
+        let mut lease = ledger.acquire(&with("c", wide, FormerData::Wiped)).unwrap();
+        assert_eq!(lease.unwiped(), parts);
+        lease.wiped().unwrap();
+        assert_eq!(lease.unwiped(), &parts[1..]);
+        drop(lease);
+        let mut lease = ledger.acquire(&with("c", wide, FormerData::Wiped)).unwrap();
+        assert_eq!(lease.unwiped(), &parts[1..]);
+        lease.wiped().unwrap();
+        drop(lease);
+        ledger.acquire(&strict("c", wide)).unwrap();
+        // What is outside stays whose it was.
+        ledger.acquire(&strict("a", "1G+512M")).unwrap();
+        ledger.acquire(&strict("a", "1G+1G")).unwrap_err();
+    }
 }

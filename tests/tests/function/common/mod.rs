@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use nvme_mpt::lease::{ByteRange, Lease, LeaseError, LeaseRequest, Ledger};
+use nvme_mpt::lease::{ByteRange, FormerData, Lease, LeaseError, LeaseRequest, Ledger};
 use nvme_mpt::stats::{PollerStats, QueueStats};
 use nvme_mpt::{
     Attachment, AttachmentConfig, Drive, DriveOptions, DrivePath, Gpa, MemoryRegion, Pollers,
@@ -135,8 +135,13 @@ impl Lab {
         Machine::new(id, function, memory, interrupts, setup)
     }
 
-    /// A lease of that name.
-    pub(crate) fn lease(&self, id: &str, setup: &Setup) -> Result<Lease, LeaseError> {
+    /// A lease for a setup.
+    pub(crate) fn lease(
+        &self,
+        id: &str,
+        setup: &Setup,
+        former_data: FormerData,
+    ) -> Result<Lease, LeaseError> {
         self.ledger.acquire(&LeaseRequest {
             id,
             drive: self.drive.identity(),
@@ -144,12 +149,22 @@ impl Lab {
             range: ByteRange::new(setup.start, setup.length).unwrap(),
             lba_shift: self.drive.lba_shift(),
             blocks: self.drive.blocks(),
+            former_data,
         })
+    }
+
+    /// Wipes the range of a setup, for an id that had nothing there before.
+    pub(crate) fn wipe(&self, setup: &Setup) {
+        let mut lease = self.lease("wipes", setup, FormerData::Wiped).unwrap();
+        assert!(!lease.unwiped().is_empty());
+        nvme_mpt::wipe::wipe(&self.drive, &mut lease).unwrap();
+        assert!(lease.unwiped().is_empty());
     }
 
     /// A function, with all of a guest's memory, on the lease of that name.
     fn function(&self, id: &str, setup: &Setup) -> NvmeFunction {
-        let lease = self.lease(id, setup).unwrap();
+        // Tests look at what machines before left.
+        let lease = self.lease(id, setup, FormerData::Kept).unwrap();
         let doorbells = match setup.doorbells {
             DoorbellMode::Shadow => nvme_mpt::DoorbellMode::Shadow,
             DoorbellMode::Mapped => nvme_mpt::DoorbellMode::Mapped,

@@ -370,6 +370,16 @@ impl LeasedZones {
         changed.more &= !told.more;
     }
 
+    /// Makes the zones empty that have one of `blocks` blocks from `start` of the lease on, whose blocks are
+    /// zeroes already.
+    pub(crate) fn empty(&self, start: u64, blocks: u64) {
+        let size = self.geometry.size;
+        let end = start.saturating_add(blocks).div_ceil(size);
+        // A drive has 65,536 zones at most.
+        let zones = (start / size) as u32..end.min(MAX_ZONES) as u32;
+        self.lock().table.empty(zones);
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         // Each change is complete before anything can panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)

@@ -2,6 +2,7 @@
 //! (ZNS 1.1, section 2.1.1). LBAs here are the lease's own: its first zone starts at 0.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 
 use super::{Geometry, Resources};
 use crate::memory::SharedWords;
@@ -188,6 +189,16 @@ impl ZoneTable {
         }
         self.words
             .store(self.first_word + index as usize, zone.to_word());
+    }
+
+    /// Makes zones empty, but for those whose media failed.
+    pub(super) fn empty(&mut self, zones: Range<u32>) {
+        for index in zones.start..zones.end.min(self.count()) {
+            let failed = [ZoneState::READ_ONLY, ZoneState::OFFLINE];
+            if !failed.contains(&self.zone(index).state) {
+                self.set(index, Zone::EMPTY);
+            }
+        }
     }
 
     fn set_state(&mut self, index: u32, state: ZoneState) {

@@ -1,0 +1,343 @@
+//! Ids that last held ranges, whose data is there until somebody decides otherwise.
+//!
+//! A lease enters its id for its range when it is given out, and the entry outlives it. So the next lease of
+//! any part of that range either has the same id, or says what becomes of the data ([`FormerData`]). What is
+//! to be wiped is marked before the first block is, and the mark goes when the last one is zeroes and
+//! durable: after a crash in between, the range is nobody's and has to be wiped by the next lease.
+//!
+//! Entries name bytes by what holds them (`origin::extent`), so that a disk, its partition and a loop device of a file
+//! have the same tenants.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use super::range::ByteRange;
+use crate::origin::extent;
+
+/// Fate of data that another id left in the range of a lease.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum FormerData {
+    /// The lease is refused.
+    #[default]
+    Refused,
+    /// The lease gets it.
+    Kept,
+    /// The lease has to wipe it before it can be attached to.
+    Wiped,
+}
+
+impl FromStr for FormerData {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "keep" => Ok(Self::Kept),
+            "wipe" => Ok(Self::Wiped),
+            _ => Err(format!(
+                "`{text}` is nothing that can become of data which another id left in the range; use keep or wipe"
+            )),
+        }
+    }
+}
+
+/// A range, and the id that last held it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Tenant {
+    id: String,
+    drive: String,
+    nsid: u32,
+    range: ByteRange,
+    /// It is being wiped: what is left is nobody's.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    wiping: bool,
+}
+
+/// Data in the way of a lease.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Left {
+    id: String,
+    range: ByteRange,
+    wiping: bool,
+}
+
+impl fmt::Display for Left {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { id, range, wiping } = self;
+        match wiping {
+            true => write!(
+                f,
+                "data of lease \"{id}\" in {range}, which was not wiped to the end"
+            ),
+            false => write!(f, "data of lease \"{id}\" in {range}"),
+        }
+    }
+}
+
+/// A range that is about to be leased, and the id that wants it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place<'a> {
+    pub(super) id: &'a str,
+    pub(super) drive: &'a str,
+    pub(super) nsid: u32,
+    pub(super) range: ByteRange,
+}
+
+/// A part of a place in one of the bases that hold its bytes.
+struct Part {
+    base: String,
+    /// Bytes of the base.
+    range: ByteRange,
+    /// Where the part begins, as the drive of the place numbers its bytes.
+    at: u64,
+}
+
+impl Part {
+    fn place<'a>(&'a self, of: &Place<'a>) -> Place<'a> {
+        Place {
+            drive: &self.base,
+            range: self.range,
+            ..*of
+        }
+    }
+}
+
+/// Returns the parts of `place` in the bases of its drive.
+fn parts(place: &Place<'_>) -> Vec<Part> {
+    let mut at = place.range.start();
+    let part = |extent: extent::Extent| {
+        let part = Part {
+            range: ByteRange::new(extent.start, extent.length).ok()?,
+            base: extent.base,
+            at,
+        };
+        at += extent.length;
+        Some(part)
+    };
+    let extents = extent::places(place.drive, place.range);
+    extents.into_iter().filter_map(part).collect()
+}
+
+impl Tenant {
+    /// Returns the entries of a place that its id holds.
+    pub(super) fn of(place: &Place<'_>) -> Vec<Self> {
+        let parts = parts(place);
+        let tenants = parts.iter().map(|part| Self::new(part.place(place)));
+        tenants.collect()
+    }
+
+    fn new(place: Place<'_>) -> Self {
+        Self {
+            id: place.id.to_owned(),
+            drive: place.drive.to_owned(),
+            nsid: place.nsid,
+            range: place.range,
+            wiping: false,
+        }
+    }
+
+    fn overlaps(&self, place: &Place<'_>) -> bool {
+        self.drive == place.drive && self.nsid == place.nsid && self.range.overlaps(&place.range)
+    }
+}
+
+/// The first data in the way of `place`: that of another id, or what is left of a wipe.
+pub(super) fn in_the_way(tenants: &[Tenant], place: &Place<'_>) -> Option<Left> {
+    let parts = parts(place);
+    let left = |part: &Part| in_the_way_of_part(tenants, &part.place(place));
+    parts.iter().find_map(left)
+}
+
+fn in_the_way_of_part(tenants: &[Tenant], place: &Place<'_>) -> Option<Left> {
+    let foreign =
+        |tenant: &&Tenant| tenant.overlaps(place) && (tenant.wiping || tenant.id != place.id);
+    tenants.iter().find(foreign).map(|tenant| Left {
+        id: tenant.id.clone(),
+        range: tenant.range,
+        wiping: tenant.wiping,
+    })
+}
+
+/// Enters `place` for its id. With `wipe`, parts with data of others are marked instead.
+pub(super) fn enter(tenants: &mut Vec<Tenant>, place: &Place<'_>, wipe: bool) {
+    for part in parts(place) {
+        enter_part(tenants, &part.place(place), wipe);
+    }
+}
+
+fn enter_part(tenants: &mut Vec<Tenant>, place: &Place<'_>, wipe: bool) {
+    let (touched, mut kept): (Vec<_>, Vec<_>) =
+        tenants.drain(..).partition(|tenant| tenant.overlaps(place));
+    let mut marked = Vec::new();
+    for tenant in touched {
+        let [before, within, behind] = split(&tenant.range, &place.range);
+        let part = |range| Tenant {
+            range,
+            ..tenant.clone()
+        };
+        kept.extend(before.into_iter().chain(behind).map(part));
+        if wipe && (tenant.wiping || tenant.id != place.id) {
+            marked.extend(within.map(|range| Tenant {
+                wiping: true,
+                ..part(range)
+            }));
+        }
+    }
+    // The rest of the range is the new id's.
+    let mut at = place.range.start();
+    marked.sort_by_key(|tenant: &Tenant| tenant.range.start());
+    for tenant in marked {
+        kept.extend(between(place, at, tenant.range.start()));
+        at = tenant.range.end();
+        kept.push(tenant);
+    }
+    kept.extend(between(place, at, place.range.end()));
+    *tenants = kept;
+}
+
+/// The parts of `place` that are marked, as its drive numbers its bytes.
+pub(super) fn marked(tenants: &[Tenant], place: &Place<'_>) -> Vec<ByteRange> {
+    let of_part = |part: &Part| {
+        let marked = marked_in_part(tenants, &part.place(place));
+        let (start, at) = (part.range.start(), part.at);
+        let moved =
+            move |range: ByteRange| ByteRange::new(range.start() - start + at, range.length()).ok();
+        marked.into_iter().filter_map(moved)
+    };
+    parts(place).iter().flat_map(of_part).collect()
+}
+
+fn marked_in_part(tenants: &[Tenant], place: &Place<'_>) -> Vec<ByteRange> {
+    let marked = tenants
+        .iter()
+        .filter(|tenant| tenant.wiping && tenant.overlaps(place));
+    marked
+        .filter_map(|tenant| {
+            let [_, within, _] = split(&tenant.range, &place.range);
+            within
+        })
+        .collect()
+}
+
+fn between(place: &Place<'_>, start: u64, end: u64) -> Option<Tenant> {
+    let range = ByteRange::new(start, end.checked_sub(start)?).ok()?;
+    Some(Tenant::new(Place { range, ..*place }))
+}
+
+/// The parts of `range` before, within and behind `other`, which it overlaps.
+fn split(range: &ByteRange, other: &ByteRange) -> [Option<ByteRange>; 3] {
+    let part = |start: u64, end: u64| ByteRange::new(start, end.checked_sub(start)?).ok();
+    let (start, end) = (
+        range.start().max(other.start()),
+        range.end().min(other.end()),
+    );
+    [
+        part(range.start(), start),
+        part(start, end),
+        part(end, range.end()),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn place(id: &'static str, start: u64, length: u64) -> Place<'static> {
+        Place {
+            id,
+            drive: "file:/drive",
+            nsid: 1,
+            range: ByteRange::new(start, length).unwrap(),
+        }
+    }
+
+    #[test]
+    fn data_is_in_the_way_of_other_ids_alone() {
+        let mut tenants = Vec::new();
+        enter(&mut tenants, &place("a", 10, 10), false);
+        assert_eq!(in_the_way(&tenants, &place("a", 0, 30)), None);
+        assert_eq!(in_the_way(&tenants, &place("b", 0, 10)), None);
+        let other = Place {
+            drive: "file:/other",
+            ..place("b", 10, 10)
+        };
+        assert_eq!(in_the_way(&tenants, &other), None);
+        let left = in_the_way(&tenants, &place("b", 19, 1)).unwrap();
+        assert_eq!(left.to_string(), "data of lease \"a\" in 10+10");
+
+        enter(&mut tenants, &place("b", 15, 2), true);
+        assert_eq!(
+            marked(&tenants, &place("b", 0, 30)),
+            [ByteRange::new(15, 2).unwrap()]
+        );
+        // What is left of a wipe is nobody's.
+        let left = in_the_way(&tenants, &place("b", 15, 2)).unwrap();
+        assert!(left.to_string().ends_with("not wiped to the end"), "{left}");
+        enter(&mut tenants, &place("b", 15, 2), false);
+        assert_eq!(in_the_way(&tenants, &place("b", 15, 2)), None);
+        assert!(in_the_way(&tenants, &place("b", 10, 7)).is_some());
+        assert!(in_the_way(&tenants, &place("b", 17, 3)).is_some());
+    }
+
+    #[test]
+    fn a_partition_has_the_tenants_of_its_disk() {
+        let mut tenants = Vec::new();
+        let disk = |id, start, length| Place {
+            drive: "disk:one",
+            ..place(id, start, length)
+        };
+        let partition = |id, start, length| Place {
+            drive: "100+50 of disk:one",
+            ..place(id, start, length)
+        };
+        enter(&mut tenants, &disk("a", 110, 10), false);
+        assert_eq!(in_the_way(&tenants, &partition("b", 0, 10)), None);
+        assert!(in_the_way(&tenants, &partition("b", 15, 10)).is_some());
+        enter(&mut tenants, &partition("b", 15, 10), true);
+        assert_eq!(
+            marked(&tenants, &partition("b", 15, 10)),
+            [ByteRange::new(15, 5).unwrap()]
+        );
+        assert!(in_the_way(&tenants, &disk("a", 124, 1)).is_some());
+    }
+
+    proptest! {
+        #[test]
+        fn every_byte_has_the_tenant_that_last_entered(
+            steps in prop::collection::vec((0..3usize, 0..60u64, 1..20u64, any::<bool>()), 1..40)
+        ) {
+            let ids = ["a", "b", "c"];
+            // Whose a byte is, and whether it is marked.
+            let mut model: [Option<(usize, bool)>; 80] = [None; 80];
+            let mut tenants = Vec::new();
+            for (id, start, length, wipe) in steps {
+                let place = place(ids[id], start, length);
+                let bytes = start as usize..(start + length) as usize;
+                let foreign = |byte: &Option<(usize, bool)>| {
+                    byte.is_some_and(|(owner, wiping)| wiping || owner != id)
+                };
+                let expected = model[bytes.clone()].iter().any(foreign);
+                prop_assert_eq!(in_the_way(&tenants, &place).is_some(), expected);
+                enter(&mut tenants, &place, wipe);
+                for byte in &mut model[bytes] {
+                    *byte = match *byte {
+                        Some((owner, _)) if wipe && foreign(byte) => Some((owner, true)),
+                        _ => Some((id, false)),
+                    };
+                }
+                for (at, byte) in model.iter().enumerate() {
+                    let found: Vec<_> = tenants
+                        .iter()
+                        .filter(|tenant| (tenant.range.start()..tenant.range.end()).contains(&(at as u64)))
+                        .map(|tenant| (tenant.id.as_str(), tenant.wiping))
+                        .collect();
+                    let expected: Vec<_> = byte.iter().map(|(owner, wiping)| (ids[*owner], *wiping)).collect();
+                    prop_assert_eq!(found, expected, "byte {}", at);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! Erasing what another id left in a lease's range, before a guest gets it.
+//!
+//! Write Zeroes does it, with its Deallocate bit where the drive promises zeroes in deallocated blocks:
+//! blocks read as zeroes after it in any case, while Dataset Management is advice that a drive may ignore.
+//! The log tells of it without being asked, since data goes and a server starts no sooner.
+//!
+//! The ledger has each part marked until it is zeroes and flushed, so a crash leaves nothing unnoticed.
+
+use std::io;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use log::warn;
+
+use crate::dma::RegionTable;
+use crate::drive::Drive;
+use crate::host::software::zones::ZoneError;
+use crate::host::{HostCompletion, HostLease, HostMemory, HostQueuePair};
+use crate::lease::{ByteRange, Lease, LeaseError};
+use crate::shadow::ListMemory;
+use crate::spec::ids::{CommandId, Lba};
+use crate::spec::nvm::WriteZeroes;
+use crate::spec::opcode::NvmOpcode;
+use crate::spec::sqe::Sqe;
+use crate::spec::status::Status;
+
+/// Commands in flight: enough for a drive to work on some at a time.
+const DEPTH: u16 = 8;
+
+/// Longest time without a completion. A drive's own deadline is shorter.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Time between two looks for completions.
+const PAUSE: Duration = Duration::from_micros(50);
+
+/// Percent of a part between two lines of the log.
+const STEP: u64 = 10;
+
+/// A lease's range cannot be wiped. It stays marked.
+#[derive(Debug, thiserror::Error)]
+pub enum WipeError {
+    /// The drive has no command for it.
+    #[error(
+        "Drive {drive} cannot be wiped from here: it has no Write Zeroes. Erase {range} by other means, then say \
+         data=keep"
+    )]
+    Unsupported {
+        /// The drive.
+        drive: String,
+        /// What is to be wiped.
+        range: ByteRange,
+    },
+    /// A command failed.
+    #[error("Wiping {range} of drive {drive} failed at block {block} with status {status:?}")]
+    Command {
+        /// The drive.
+        drive: String,
+        /// What was to be wiped.
+        range: ByteRange,
+        /// The command's first block.
+        block: Lba,
+        /// Its status.
+        status: Status,
+    },
+    /// No command completes any more, or the drive is gone.
+    #[error("Wiping {range} of drive {drive} came to a stop: the drive completes no commands")]
+    Stopped {
+        /// The drive.
+        drive: String,
+        /// What was to be wiped.
+        range: ByteRange,
+    },
+    /// The drive's queues or its cache cannot be used.
+    #[error("Drive {drive} cannot be wiped")]
+    Io {
+        /// The drive.
+        drive: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// The lease is not one of whole zones.
+    #[error(transparent)]
+    Zones(#[from] ZoneError),
+    /// The end of it cannot be entered in the ledger.
+    #[error(transparent)]
+    Ledger(#[from] LeaseError),
+}
+
+/// Erases all [unwiped](Lease::unwiped) parts of a lease, and tells how far it is in the log.
+///
+/// # Errors
+/// See [`WipeError`]; what is not wiped stays marked in the ledger.
+pub fn wipe(drive: &Arc<Drive>, lease: &mut Lease) -> Result<(), WipeError> {
+    let Some(&first) = lease.unwiped().first() else {
+        return Ok(());
+    };
+    let name = drive.path().to_string();
+    let failed = |source| WipeError::Io {
+        drive: name.clone(),
+        source,
+    };
+    let controller = drive.controller();
+    if !drive.limits().offers(NvmOpcode::WRITE_ZEROES) {
+        return Err(WipeError::Unsupported {
+            drive: name,
+            range: first,
+        });
+    }
+    let whole = lease.bytes();
+    let _claim = controller
+        .claim(drive.namespace(), whole.start(), whole.length())
+        .map_err(failed)?;
+    let zones = controller.lease_zones(lease.range())?;
+    let host = controller.open_lease(lease.id()).map_err(failed)?;
+    while let Some(&range) = lease.unwiped().first() {
+        warn!(
+            "Lease {}: {range} of {name}, with another lease's data, is being wiped",
+            lease.id()
+        );
+        let mut eraser = Eraser::new(drive, &host, range).map_err(failed)?;
+        eraser.run()?;
+        drop(eraser);
+        if let Some(zones) = &zones {
+            // Those of the lease that had no other's data stay as they are.
+            let start = range.start().saturating_sub(whole.start()) >> drive.lba_shift();
+            zones.empty(start, range.length() >> drive.lba_shift());
+        }
+        controller.flush(drive.namespace(), &host).map_err(failed)?;
+        lease.wiped()?;
+        warn!("Lease {}: {range} of {name} is wiped", lease.id());
+    }
+    Ok(())
+}
+
+/// A part of a drive that is being wiped.
+struct Eraser<'a> {
+    drive: &'a Arc<Drive>,
+    range: ByteRange,
+    queue: HostQueuePair,
+    lists: ListMemory,
+    table: RegionTable,
+    /// The next block that no command was made for, and the first behind the part.
+    next: u64,
+    end: u64,
+    /// Blocks of one command at most.
+    step: u64,
+    /// First blocks of the commands in flight, by slot.
+    flying: [Option<Lba>; DEPTH as usize],
+}
+
+impl<'a> Eraser<'a> {
+    fn new(drive: &'a Arc<Drive>, host: &HostLease, range: ByteRange) -> io::Result<Self> {
+        let controller = drive.controller();
+        let shift = drive.lba_shift();
+        let most = (drive.limits().no_data_bytes_max >> shift).clamp(1, 1 << 16);
+        Ok(Self {
+            drive,
+            range,
+            queue: controller.create_queue(DEPTH, drive.namespace(), host)?,
+            lists: ListMemory::new(controller.iova_space(), DEPTH.into())?,
+            table: RegionTable::default(),
+            next: range.start() >> shift,
+            end: range.end() >> shift,
+            step: most,
+            flying: [None; DEPTH as usize],
+        })
+    }
+
+    fn run(&mut self) -> Result<(), WipeError> {
+        let first = self.next;
+        let all = self.end - first;
+        let mut told = 0;
+        let mut done = Vec::with_capacity(DEPTH.into());
+        let mut progress = Instant::now();
+        loop {
+            self.submit();
+            if self.flying.iter().all(Option::is_none) {
+                return Ok(());
+            }
+            done.clear();
+            let memory = HostMemory {
+                table: &self.table,
+                lists: &self.lists,
+            };
+            self.queue.reap_into(memory, &mut done);
+            for completion in &done {
+                self.complete(completion)?;
+            }
+            if !done.is_empty() {
+                progress = Instant::now();
+                let percent = (self.next - first) * 100 / all;
+                if percent >= told + STEP && percent < 100 {
+                    told = percent;
+                    warn!(
+                        "{percent} % of {} of {} is wiped",
+                        self.range,
+                        self.drive.path()
+                    );
+                }
+            } else if self.queue.is_gone()
+                || self.queue.has_failed()
+                || progress.elapsed() > PATIENCE
+            {
+                return Err(WipeError::Stopped {
+                    drive: self.drive.path().to_string(),
+                    range: self.range,
+                });
+            } else {
+                thread::sleep(PAUSE);
+            }
+        }
+    }
+
+    fn submit(&mut self) {
+        let mut commands = Vec::with_capacity(DEPTH.into());
+        for (slot, flying) in (0..).zip(&mut self.flying) {
+            if flying.is_some() || self.next == self.end {
+                continue;
+            }
+            let blocks = (self.end - self.next).min(self.step);
+            let mut sqe = Sqe::new(NvmOpcode::WRITE_ZEROES.0);
+            sqe.cdw0 = sqe.cdw0.with_cid(CommandId(slot));
+            sqe.nsid = self.drive.namespace().nsid;
+            WriteZeroes {
+                slba: Lba(self.next),
+                // At most 65,536 blocks.
+                nlb_z: (blocks - 1) as u16,
+                deac: self.drive.limits().deallocated_reads_zeroes,
+                ..WriteZeroes::default()
+            }
+            .write_to(&mut sqe);
+            commands.push(sqe);
+            *flying = Some(Lba(self.next));
+            self.next += blocks;
+        }
+        if !commands.is_empty() {
+            let memory = HostMemory {
+                table: &self.table,
+                lists: &self.lists,
+            };
+            self.queue.ring_in(&commands, memory);
+        }
+    }
+
+    fn complete(&mut self, completion: &HostCompletion) -> Result<(), WipeError> {
+        let flying = self.flying.get_mut(usize::from(completion.slot));
+        let Some(block) = flying.and_then(Option::take) else {
+            return Ok(());
+        };
+        if completion.status != Status::SUCCESS {
+            return Err(WipeError::Command {
+                drive: self.drive.path().to_string(),
+                range: self.range,
+                block,
+                status: completion.status,
+            });
+        }
+        Ok(())
+    }
+}

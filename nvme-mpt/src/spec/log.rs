@@ -318,6 +318,42 @@ bit_field! {
     }
 }
 
+/// Feature Identifiers Supported and Effects (LID 12h; Base 2.0, section 5.16.1.18): an entry for each
+/// Feature Identifier.
+#[repr(transparent)]
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
+pub struct FeaturesSupportedAndEffects(pub [FeatureEffects; 256]);
+
+const _: () = assert!(size_of::<FeaturesSupportedAndEffects>() == 1024);
+
+bit_field! {
+    /// Support and effects of one feature (Base 2.0, section 5.16.1.18).
+    pub struct FeatureEffects(u32) {
+        /// Feature Supported.
+        fsupp / with_fsupp: bool [0];
+        /// User Data Content Change.
+        udcc / with_udcc: bool [1];
+        /// Namespace Capability Change.
+        ncc / with_ncc: bool [2];
+        /// Namespace Inventory Change.
+        nic / with_nic: bool [3];
+        /// Controller Capability Change.
+        ccc / with_ccc: bool [4];
+        /// UUID Selection Supported.
+        uss / with_uss: bool [19];
+        /// Feature Scope: a bit for namespace, controller, NVM set, endurance group, domain and NVM
+        /// subsystem, in this order from bit 0.
+        fsp / with_fsp: u16 [31:20];
+    }
+}
+
+impl FeatureEffects {
+    /// The scope of a namespace.
+    pub const NAMESPACE: u16 = 1 << 0;
+    /// The scope of a controller.
+    pub const CONTROLLER: u16 = 1 << 1;
+}
+
 open_enum! {
     /// Command Submission and Execution (Base 2.0, section 5.16.1.6).
     pub struct CommandSubmissionExecution(u8) {

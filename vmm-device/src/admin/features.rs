@@ -354,7 +354,10 @@ pub(super) fn check_set(
 }
 
 /// What can be done with a feature, if there is one of that identifier.
-fn capabilities(fid: FeatureId, context: &FeatureContext<'_>) -> Option<FeatureCapabilities> {
+pub(super) fn capabilities(
+    fid: FeatureId,
+    context: &FeatureContext<'_>,
+) -> Option<FeatureCapabilities> {
     let capabilities = FeatureCapabilities::default();
     let changeable = capabilities.with_changeable(true);
     match fid {

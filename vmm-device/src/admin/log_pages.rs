@@ -5,11 +5,13 @@ use nvme_mpt::{
     host::software::zones::ChangedZones,
     spec::{
         event::AsyncEventType,
+        feature::FeatureId,
         identify::Csi,
         ids::Nsid,
         log::{
             ActiveFirmware, ChangedNamespaceList, CommandEffects, CommandsSupportedAndEffects,
-            FirmwareSlots, LogPageId, LogPageRequest, LogPageSupport, SupportedLogPages,
+            FeatureEffects, FeaturesSupportedAndEffects, FirmwareSlots, LogPageId, LogPageRequest,
+            LogPageSupport, SupportedLogPages,
         },
         opcode::{AdminOpcode, KvOpcode, NvmOpcode},
         status::Status,
@@ -20,19 +22,21 @@ use zerocopy::{FromZeros, IntoBytes, little_endian::U128};
 
 use super::{
     error_log::ErrorLog,
-    features::Features,
+    features::{self, FeatureContext, Features},
     health::Health,
     identify::{FIRMWARE_REVISION, Subject},
 };
 
-/// The log pages there always are.
-const SUPPORTED: [LogPageId; 6] = [
+/// The log pages there always are, among them all that version 2.0 demands of an I/O controller (Base 2.0,
+/// section 3.1.2.1.2).
+const SUPPORTED: [LogPageId; 7] = [
     LogPageId::SUPPORTED_LOG_PAGES,
     LogPageId::ERROR_INFORMATION,
     LogPageId::SMART_HEALTH,
     LogPageId::FIRMWARE_SLOT,
     LogPageId::CHANGED_NAMESPACE_LIST,
     LogPageId::COMMANDS_SUPPORTED_AND_EFFECTS,
+    LogPageId::FEATURES_SUPPORTED_AND_EFFECTS,
 ];
 
 /// Admin commands that are always there.
@@ -83,6 +87,7 @@ const KEY_VALUE_COMMANDS: [(KvOpcode, bool); 6] = [
 pub(super) struct LogPages<'a> {
     pub(super) subject: Subject<'a>,
     pub(super) features: &'a Features,
+    pub(super) context: FeatureContext<'a>,
     pub(super) errors: &'a ErrorLog,
     pub(super) counters: Counters,
     pub(super) health: &'a Health,
@@ -126,6 +131,7 @@ impl LogPages<'_> {
             LogPageId::FIRMWARE_SLOT => Ok(firmware_slots()),
             LogPageId::CHANGED_NAMESPACE_LIST => Ok(self.changed_namespaces()),
             LogPageId::COMMANDS_SUPPORTED_AND_EFFECTS => Ok(self.commands(request.csi)),
+            LogPageId::FEATURES_SUPPORTED_AND_EFFECTS => Ok(self.supported_features()),
             LogPageId::CHANGED_ZONE_LIST => {
                 let changed = self.changed_zones.ok_or(Status::INVALID_LOG_PAGE)?;
                 // It is of one namespace.
@@ -142,6 +148,22 @@ impl LogPages<'_> {
         let zones = self.changed_zones.map(|_| LogPageId::CHANGED_ZONE_LIST);
         for lid in SUPPORTED.into_iter().chain(zones) {
             log.0[usize::from(lid.0)] = LogPageSupport::default().with_lsupp(true);
+        }
+        log.as_bytes().to_vec()
+    }
+
+    /// Feature Identifiers Supported and Effects (Base 2.0, section 5.16.1.18).
+    fn supported_features(&self) -> Vec<u8> {
+        let mut log = FeaturesSupportedAndEffects::new_zeroed();
+        for (fid, entry) in (0..=u8::MAX).zip(&mut log.0) {
+            let Some(capabilities) = features::capabilities(FeatureId(fid), &self.context) else {
+                continue;
+            };
+            let scope = match capabilities.namespace_specific() {
+                true => FeatureEffects::NAMESPACE,
+                false => FeatureEffects::CONTROLLER,
+            };
+            *entry = FeatureEffects::default().with_fsupp(true).with_fsp(scope);
         }
         log.as_bytes().to_vec()
     }
@@ -295,9 +317,18 @@ mod tests {
                 active: true,
                 thresholds: fixtures::THRESHOLDS,
             };
+            let context = FeatureContext {
+                namespace: &self.namespace,
+                volatile_write_cache: self.limits.volatile_write_cache,
+                queue_pairs_max: 4,
+                default_threshold: 343,
+                vectors: &[],
+                io_queues_exist: false,
+            };
             LogPages {
                 subject,
                 features: &self.features,
+                context,
                 errors: &self.errors,
                 counters: self.counters,
                 health: &self.health,
@@ -328,12 +359,13 @@ mod tests {
             (3, 512),
             (4, 4096),
             (5, 4096),
+            (0x12, 1024),
         ] {
             // 64 KiB are asked for.
             let page = fixture.read(request(lid, 16_384), 0).expect("a page");
             assert_eq!(page.len(), size, "log page {lid:#x}");
         }
-        for lid in 6..=u8::MAX {
+        for lid in (6..=u8::MAX).filter(|lid| *lid != 0x12) {
             assert_eq!(
                 fixture.read(request(lid, 1), 0),
                 Err(Status::INVALID_LOG_PAGE)
@@ -386,7 +418,26 @@ mod tests {
     fn supported_pages_are_listed() {
         let page = Fixture::new().read(request(0x00, 256), 0).expect("a page");
         for (lid, entry) in page.chunks(4).enumerate() {
-            assert_eq!(entry, [u8::from(lid < 6), 0, 0, 0], "log page {lid:#x}");
+            let supported = lid < 6 || lid == 0x12;
+            assert_eq!(entry, [u8::from(supported), 0, 0, 0], "log page {lid:#x}");
+        }
+    }
+
+    #[test]
+    fn features_are_listed_as_get_features_has_them() {
+        let mut fixture = Fixture::new();
+        for cache in [true, false] {
+            fixture.limits.volatile_write_cache = cache;
+            let page = fixture.read(request(0x12, 256), 0).expect("a page");
+            for (fid, entry) in page.chunks(4).enumerate() {
+                let want = match fid {
+                    0x03 | 0x05 => [1, 0, 0x10, 0],
+                    0x06 if !cache => [0; 4],
+                    0x01 | 0x02 | 0x04 | 0x06..=0x0B | 0x0E | 0x16 | 0x19 => [1, 0, 0x20, 0],
+                    _ => [0; 4],
+                };
+                assert_eq!(entry, want, "feature {fid:#x}");
+            }
         }
     }
 

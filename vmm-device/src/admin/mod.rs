@@ -393,6 +393,7 @@ impl Admin {
         let pages = LogPages {
             subject: self.subject(controller),
             features: &self.features,
+            context: self.feature_context(controller),
             errors: &self.errors,
             counters: attachment.counters(),
             health: &self.health,

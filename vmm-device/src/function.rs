@@ -24,7 +24,7 @@ use crate::{
     admin::{Admin, Controller, WATCH_INTERVAL},
     pci::{
         config_space::{Bar, BarMove, ConfigSpace},
-        msix::{MSIX_VECTORS_MAX, Msix, MsixMasking, MsixMessage},
+        msix::{MSIX_VECTORS_MAX, Msix, MsixControl, MsixMasking, MsixMessage},
     },
     registers::{Capabilities, Registers, Transition},
 };
@@ -84,6 +84,8 @@ pub struct NvmeFunction {
     admin_doorbell_exits: u64,
     /// Vectors to raise when a function that was restored goes on.
     owed: Vec<u16>,
+    /// The VMM has paused it. Without Bus Master Enable the attachment is paused, too.
+    paused: bool,
 }
 
 impl NvmeFunction {
@@ -107,6 +109,7 @@ impl NvmeFunction {
             attachment,
             admin_doorbell_exits: 0,
             owed: Vec::new(),
+            paused: false,
         }
     }
 
@@ -125,7 +128,7 @@ impl NvmeFunction {
             // What remains is seen by CSTS.CFS.
             let _ = self.reset_controller(&deadline);
         }
-        self.msix.apply(self.config.msix_control());
+        self.follow_bus_master();
         write.moves
     }
 
@@ -158,7 +161,7 @@ impl NvmeFunction {
                     self.carry_out(transition);
                 }
             }
-            Bar::Msix => self.msix.write(offset, data, self.config.msix_control()),
+            Bar::Msix => self.msix.write(offset, data, self.msix_control()),
         }
     }
 
@@ -276,6 +279,7 @@ impl NvmeFunction {
         let deadline = self.attachment.deadline();
         // What remains is seen by CSTS.CFS.
         let _ = self.reset_controller(&deadline);
+        self.follow_bus_master();
         moves
     }
 
@@ -382,6 +386,37 @@ impl NvmeFunction {
     fn fail(&mut self, why: &str) {
         log::warn!("The guest's controller has failed: {why}");
         self.registers.fail();
+    }
+
+    /// Message Control, as far as vectors follow it: all are masked without Bus Master Enable.
+    fn msix_control(&self) -> MsixControl {
+        let control = self.config.msix_control();
+        MsixControl {
+            function_masked: control.function_masked || !self.config.is_bus_master(),
+            ..control
+        }
+    }
+
+    /// Has the queues rest while the guest does not let the function master the bus: then nothing of it reads
+    /// or writes memory, and no interrupt message is sent.
+    fn follow_bus_master(&mut self) {
+        self.msix.apply(self.msix_control());
+        let rests = self.paused || !self.config.is_bus_master();
+        if rests == self.attachment.is_paused() {
+            return;
+        }
+        if !rests {
+            self.attachment.resume();
+            for vector in std::mem::take(&mut self.owed) {
+                if let Some(vector) = self.msix.vector(vector) {
+                    vector.signal();
+                }
+            }
+            // Admin commands may have come meanwhile. A counter that is full wakes as well.
+            let _ = self.events_fd().write(1);
+        } else if let Err(error) = self.attachment.pause() {
+            self.fail(&format!("it cannot stop mastering the bus: {error}"));
+        }
     }
 
     /// Lets mapped admin doorbells wake the admin queue: no store to them ends up here.

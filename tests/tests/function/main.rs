@@ -7,6 +7,7 @@ mod common;
 
 mod admin;
 mod blocks;
+mod bus_master;
 mod deadlines;
 mod dirty_pages;
 mod doorbells;

@@ -18,9 +18,11 @@ impl NvmeFunction {
     /// they are of does not, and the controller has failed.
     pub fn pause(&mut self) -> Result<(), QueueError> {
         let paused = self.attachment.pause();
+        self.paused = true;
         // What the queues reported on their way to rest is a part of what is saved.
         self.take_events();
         if let Err(error) = &paused {
+            self.paused = false;
             self.fail(&format!("it cannot be paused: {error}"));
         }
         paused
@@ -28,20 +30,15 @@ impl NvmeFunction {
 
     /// Goes on where it was when it was paused, or saved.
     pub fn resume(&mut self) {
-        self.attachment.resume();
-        for vector in std::mem::take(&mut self.owed) {
-            if let Some(vector) = self.msix.vector(vector) {
-                vector.signal();
-            }
-        }
-        // Admin commands may have come meanwhile. A counter that is full wakes as well.
-        let _ = self.events_fd().write(1);
+        self.paused = false;
+        // Unless its guest does not let it master the bus: then it goes on when that changes.
+        self.follow_bus_master();
     }
 
     /// Whether it is paused.
     #[must_use]
     pub fn is_paused(&self) -> bool {
-        self.attachment.is_paused()
+        self.paused
     }
 
     /// What it is, while it is paused.
@@ -130,7 +127,7 @@ impl NvmeFunction {
             self.fail(&format!("its admin doorbells cannot be watched: {error}"));
         }
         moves.extend(self.config.restore(config_space));
-        self.msix.restore(msix, self.config.msix_control());
+        self.msix.restore(msix, self.msix_control());
         self.owed.clone_from(&msix.pending);
         // The interrupt that told of admin completions may have been lost on the way, as those of
         // I/O queues. One too many harms nobody.

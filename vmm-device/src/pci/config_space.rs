@@ -34,9 +34,11 @@ const REGISTERS_BAR_MIN: u64 = 0x4000;
 const COMMAND: u8 = 0x04;
 /// Memory Space Enable, as a bit of the lower byte of Command.
 const MEMORY_SPACE: u8 = 1 << 1;
+/// Bus Master Enable, as a bit of the lower byte of Command.
+const BUS_MASTER: u8 = 1 << 2;
 /// Memory Space, Bus Master, Parity Error Response, SERR#, Interrupt Disable. There is no I/O BAR,
-/// so I/O Space is read-only. Neither Memory Space nor Bus Master is enforced on accesses that
-/// reach the function: a driver in user space sets neither.
+/// so I/O Space is read-only. Memory Space is not enforced on accesses that reach the function: a
+/// driver in user space does not set it.
 const COMMAND_WRITABLE: u16 = 1 << 1 | 1 << 2 | 1 << 6 | 1 << 8 | 1 << 10;
 const STATUS: u8 = 0x06;
 /// Status: Capabilities List.
@@ -114,6 +116,8 @@ pub(crate) struct ConfigWrite {
 pub(crate) struct ConfigSpace {
     contents: [u8; COMPATIBLE_SIZE],
     layout: Layout,
+    /// Command was written since power-on.
+    commanded: bool,
 }
 
 /// What does not change while a function lives.
@@ -134,12 +138,14 @@ impl ConfigSpace {
         Self {
             contents: layout.reset,
             layout,
+            commanded: false,
         }
     }
 
     /// As after power-on.
     pub(crate) fn reset(&mut self) -> Vec<BarMove> {
         let before = self.addresses();
+        self.commanded = false;
         self.contents = self.layout.reset;
         self.moves_since(before)
     }
@@ -160,6 +166,8 @@ impl ConfigSpace {
         let start = saturate(offset);
         let before = self.addresses();
         let power_state = self.power_state();
+        let end = start.saturating_add(data.len());
+        self.commanded |= (start..end).contains(&usize::from(COMMAND));
 
         let writable = self
             .contents
@@ -233,6 +241,7 @@ impl ConfigSpace {
         for (content, saved) in self.contents.iter_mut().zip(saved) {
             *content = *saved;
         }
+        self.commanded = self.contents[usize::from(COMMAND)] != 0;
         self.moves_since(before)
     }
 
@@ -246,6 +255,16 @@ impl ConfigSpace {
         // All ones is sizing in progress, with Memory Space left enabled.
         let sizing = address == !(self.bar_size(bar) - 1);
         (enabled && address != 0 && !sizing).then_some(address)
+    }
+
+    /// Whether the function may read and write memory and send interrupt messages: Bus Master Enable (PCI
+    /// Express 4.0, section 7.5.1.1.3).
+    ///
+    /// A client that never writes Command may as well: a driver in user space that leaves configuration
+    /// space alone. All guests write it, and their firmware does, before they can access the BARs. SPDK's and
+    /// libvfn's drivers set Bus Master Enable.
+    pub(crate) fn is_bus_master(&self) -> bool {
+        !self.commanded || self.contents[usize::from(COMMAND)] & BUS_MASTER != 0
     }
 
     /// Size of a BAR, a power of two.

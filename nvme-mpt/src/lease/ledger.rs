@@ -88,6 +88,8 @@ impl Ledger {
     pub fn acquire(&self, request: &LeaseRequest<'_>) -> Result<Lease, LeaseError> {
         check_id(request.id)?;
         let blocks = request.range.to_blocks(request.lba_shift, request.blocks)?;
+        let capacity = request.blocks.saturating_mul(1 << request.lba_shift);
+        request.range.check_boundaries(capacity)?;
         let (slot, holder, unwiped) = match &*self.0 {
             Book::Folder(folder) => {
                 let exclusive = folder.lock()?;

@@ -27,6 +27,6 @@ pub use error::LeaseError;
 pub use identity::LeaseIdentity;
 pub use ledger::{Lease, LeaseRequest, Ledger};
 pub use private::PrivateError;
-pub use range::{ByteRange, Bytes, LbaRange, RangeError, SizeError};
+pub use range::{BOUNDARY, ByteRange, Bytes, LbaRange, RangeError, SizeError};
 pub use store::{CONTROL_SOCKET, StoreError, make_state_folder};
 pub use tenants::{FormerData, Left};

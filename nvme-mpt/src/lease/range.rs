@@ -11,6 +11,10 @@ use crate::spec::ids::Lba;
 /// The suffixes of a size and the power of two that each stands for, largest first.
 const SUFFIXES: [(char, u32); 4] = [('T', 40), ('G', 30), ('M', 20), ('K', 10)];
 
+/// Leases begin and end at multiples of so many bytes: a store that changes a part of a block of that size rewrites all
+/// of it, and the rest of it must belong to no other lease.
+pub const BOUNDARY: u64 = 4096;
+
 /// A size that is not one.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum SizeError {
@@ -108,6 +112,22 @@ pub enum RangeError {
         /// The next higher value that would do.
         above: Bytes,
     },
+    /// A lease does not begin and end where leases do.
+    #[error(
+        "The {part} of range {range} is not a multiple of {boundary} bytes, as that of a lease has to be: {below} and \
+         {above} are",
+        boundary = BOUNDARY
+    )]
+    NotOnBoundary {
+        /// The range.
+        range: ByteRange,
+        /// `start` or `length`.
+        part: &'static str,
+        /// The next lower value that would do.
+        below: Bytes,
+        /// The next higher value that would do.
+        above: Bytes,
+    },
     /// The range ends beyond the drive.
     #[error("Range {range} ends at {end}, beyond the drive's {capacity}; {advice}")]
     BeyondDrive {
@@ -197,6 +217,27 @@ impl ByteRange {
     #[must_use]
     pub const fn overlaps(&self, other: &Self) -> bool {
         self.start < other.end() && other.start < self.end()
+    }
+
+    /// Checks that this range of a drive of so many bytes begins and ends where leases do. The last one may end with
+    /// the drive.
+    ///
+    /// # Errors
+    /// [`RangeError::NotOnBoundary`].
+    pub fn check_boundaries(&self, capacity: u64) -> Result<(), RangeError> {
+        let length = (self.end() != capacity).then_some(("length", self.length));
+        for (part, value) in [Some(("start", self.start)), length].into_iter().flatten() {
+            if !value.is_multiple_of(BOUNDARY) {
+                let below = value - value % BOUNDARY;
+                return Err(RangeError::NotOnBoundary {
+                    range: *self,
+                    part,
+                    below: Bytes(below),
+                    above: Bytes(below.saturating_add(BOUNDARY)),
+                });
+            }
+        }
+        Ok(())
     }
 
     /// This range as logical blocks of `1 << lba_shift` bytes of a drive of `blocks` blocks.
@@ -413,6 +454,30 @@ mod tests {
                 blocks: 2048
             })
         );
+    }
+
+    #[test]
+    fn leases_begin_and_end_at_multiples_of_4_kib() {
+        let check = |text: &str| {
+            let range: ByteRange = text.parse().unwrap();
+            range.check_boundaries((1 << 20) + 512)
+        };
+        for sound in ["0+4K", "8K+1000K", "4K+1044992", "0+1049088"] {
+            check(sound).expect(sound);
+        }
+        for (text, message) in [
+            (
+                "512+4K",
+                "The start of range 512+4K is not a multiple of 4096 bytes, as that of a lease has to be: 0 and 4K are",
+            ),
+            (
+                "4K+6K",
+                "The length of range 4K+6K is not a multiple of 4096 bytes, as that of a lease has to be: 4K and 8K \
+                 are",
+            ),
+        ] {
+            assert_eq!(check(text).unwrap_err().to_string(), message);
+        }
     }
 
     #[test]

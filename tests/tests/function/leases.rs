@@ -2,7 +2,7 @@
 
 use std::os::unix::fs::FileExt;
 
-use nvme_mpt::lease::FormerData;
+use nvme_mpt::lease::{ByteRange, FormerData, LeaseRequest};
 use nvme_mpt_tests::disk::{Disk, Transfer};
 use nvme_mpt_tests::rng::{self, Rng};
 
@@ -107,12 +107,26 @@ fn ranges_that_touch() {
     }
 }
 
+/// A store that changes a part of a page rewrites the page, so no page belongs to two leases.
 #[test]
-fn ranges_that_touch_within_a_page() {
-    check(
-        512,
-        [(MIB + 512, 2 * MIB + 1536), (3 * MIB + 2048, MIB + 512)],
-    );
+fn ranges_that_touch_within_a_page_are_refused() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(SIZE).unwrap();
+    let lab = Lab::of_file(file.path(), 512);
+    for (start, length) in [(MIB + 512, 2 * MIB), (MIB, 2 * MIB + 1536)] {
+        let request = LeaseRequest {
+            id: "half",
+            drive: lab.drive.identity(),
+            nsid: lab.drive.namespace().nsid,
+            range: ByteRange::new(start, length).unwrap(),
+            lba_shift: 9,
+            blocks: lab.drive.blocks(),
+            former_data: FormerData::Refused,
+        };
+        let refusal = lab.ledger.acquire(&request).unwrap_err();
+        let refusal = refusal.to_string();
+        assert!(refusal.contains("4096"), "{refusal}");
+    }
 }
 
 #[test]

@@ -40,6 +40,9 @@ const SPIN_MAX: Duration = Duration::from_millis(4);
 const TIMED_MIN: Duration = Duration::from_micros(50);
 const TIMED_MAX: Duration = Duration::from_millis(1);
 
+/// Longest sleep that ends as exactly as a timer does. Others end to the millisecond.
+const EXACT_MAX: Duration = Duration::from_millis(20);
+
 /// A poller does not sleep over so short a time until a command is due: to fall asleep and to be
 /// woken takes about as long.
 const DUE_SOON: Duration = Duration::from_micros(100);
@@ -506,7 +509,12 @@ impl Sleeper {
     }
 
     fn sleep(&mut self, timeout: Option<Duration>) {
-        if let Some(timeout) = timeout
+        // A long sleep needs no exact end, and so no system calls for a timer.
+        let (exact, milliseconds) = match timeout {
+            Some(timeout) if timeout > EXACT_MAX => (None, timeout.as_millis()),
+            exact => (exact, u128::MAX),
+        };
+        if let Some(timeout) = exact
             && let Err(error) = self.timer.reset(timeout, None)
         {
             warn!("A poller cannot set its timer: {error}");
@@ -514,12 +522,13 @@ impl Sleeper {
         }
         let mut events = [EpollEvent::default(); 8];
         // An interrupted sleep is a short one: the poller looks and comes back.
-        let ready = self.epoll.wait(-1, &mut events).unwrap_or(0);
+        let milliseconds = i32::try_from(milliseconds).unwrap_or(-1);
+        let ready = self.epoll.wait(milliseconds, &mut events).unwrap_or(0);
         if events[..ready].iter().any(|event| event.fd() == self.bell) {
             // Nothing to read is no error: the bell may have been rung for the last sleep.
             let _ = self.waker.eventfd().read();
         }
-        if timeout.is_some() {
+        if exact.is_some() {
             let _ = self.timer.clear();
         }
     }

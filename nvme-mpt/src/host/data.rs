@@ -23,10 +23,11 @@ pub(crate) struct DataPointer {
 
 impl DataPointer {
     pub(crate) fn of(sqe: &Sqe) -> Self {
-        Self {
-            psdt: sqe.cdw0.psdt(),
-            dptr: sqe.dptr,
-        }
+        Self::new(sqe.cdw0.psdt(), sqe.dptr)
+    }
+
+    pub(crate) fn new(psdt: Psdt, dptr: [u64; 2]) -> Self {
+        Self { psdt, dptr }
     }
 
     /// Calls `part` with each stretch of the first `len` bytes, in order.

@@ -87,9 +87,8 @@ struct Core {
     sqs: Vec<SubmissionQueue>,
     slots: Slots,
     translator: Translator,
-    /// What the host controller was given, by slot: where its data lies is said here and in the slot's list, which
-    /// no guest can change.
-    commands: Box<[Sqe]>,
+    /// The command that is being translated.
+    command: Sqe,
     generation: u64,
     departures: HeldDepartures,
     lost_epoch: usize,
@@ -124,7 +123,7 @@ impl ShadowQueue {
             sqs: Vec::new(),
             slots: Slots::new(slots),
             translator: Translator::new(table, lists, blocks, limits),
-            commands: vec![Sqe::default(); usize::from(slots)].into_boxed_slice(),
+            command: Sqe::default(),
             generation,
             departures: HeldDepartures::default(),
             lost_epoch: lost_memory_epoch(),
@@ -347,7 +346,7 @@ impl Core {
             sqs,
             slots,
             translator,
-            commands,
+            command,
             context,
             ..
         } = self;
@@ -364,9 +363,6 @@ impl Core {
         for _ in 0..count {
             // A slot is free for each of them, by the count above.
             let Some(number) = slots.next() else { break };
-            let Some(command) = commands.get_mut(usize::from(number)) else {
-                break;
-            };
             let guest = sq.ring.read(sq.head);
             sq.ring.prefetch(sq.head + PREFETCH);
             sq.head = sq.after(sq.head);
@@ -385,6 +381,8 @@ impl Core {
                         busy: true,
                         stale: false,
                         bytes: transfer,
+                        psdt: command.cdw0.psdt(),
+                        dptr: command.dptr,
                         slba: named_lba::<H>(&guest),
                         taken,
                     });
@@ -414,7 +412,6 @@ impl Core {
             context,
             condition,
             held,
-            commands,
             departures,
             ..
         } = self;
@@ -426,7 +423,6 @@ impl Core {
             context,
             condition: *condition,
             held,
-            commands,
             translator,
             departures,
             completed: 0,

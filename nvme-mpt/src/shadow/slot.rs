@@ -1,8 +1,10 @@
 //! Slots: what a shadow queue remembers of each command it has in flight.
 
 use crate::clock::Ticks;
+use crate::host::data::DataPointer;
 use crate::spec::ids::CommandId;
 use crate::spec::opcode::NvmOpcode;
+use crate::spec::sqe::Psdt;
 
 /// A command in flight.
 #[derive(Clone, Copy, Debug, Default)]
@@ -18,10 +20,21 @@ pub(crate) struct Slot {
     pub(crate) stale: bool,
     /// Bytes of data in the VM's memory. Ranges to deallocate or copy are none: the host has a copy of them.
     pub(crate) bytes: u32,
+    /// The kind of data pointer that the host controller was given, and the pointer: with the slot's list, which no
+    /// guest can change, it says where the data lies.
+    pub(crate) psdt: Psdt,
+    pub(crate) dptr: [u64; 2],
     /// First LBA as the guest names it, for the error log; 0 where there are no LBAs.
     pub(crate) slba: u64,
     /// When it was taken.
     pub(crate) taken: Ticks,
+}
+
+impl Slot {
+    /// Where the command's data lies for the host controller.
+    pub(crate) fn data(&self) -> DataPointer {
+        DataPointer::new(self.psdt, self.dptr)
+    }
 }
 
 /// The slots of a shadow queue. A slot's index is the command's identifier at the host controller.

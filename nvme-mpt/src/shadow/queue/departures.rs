@@ -6,10 +6,8 @@
 use std::sync::Arc;
 
 use crate::dma::{Departure, TableUse};
-use crate::host::data::DataPointer;
 use crate::shadow::lists::ListMemory;
-use crate::shadow::slot::Slots;
-use crate::spec::sqe::Sqe;
+use crate::shadow::slot::{Slot, Slots};
 
 /// A departure with commands in flight that use its memory.
 #[derive(Debug)]
@@ -30,22 +28,17 @@ pub(super) struct HeldDepartures {
 }
 
 impl HeldDepartures {
-    /// Looks for commands in flight that use memory of a departure. `commands` is what the host controller was
-    /// given, by slot. Returns whether there are any.
+    /// Looks for commands in flight that use memory of a departure. Returns whether there are any.
     pub(super) fn hold(
         &mut self,
         departure: &Arc<Departure>,
         slots: &mut Slots,
-        commands: &[Sqe],
         lists: &ListMemory,
     ) -> bool {
         let mut users = vec![false; slots.count()].into_boxed_slice();
         let mut count = 0;
         for (number, slot) in slots.in_flight_mut() {
-            let Some(command) = commands.get(number) else {
-                continue;
-            };
-            if slot.bytes > 0 && uses(command, slot.bytes, departure, lists) {
+            if slot.bytes > 0 && uses(slot, departure, lists) {
                 slot.stale = true;
                 users[number] = true;
                 count += 1;
@@ -108,10 +101,10 @@ impl HeldDepartures {
 }
 
 /// Whether a command's data lies in memory of a departure, even in part.
-fn uses(command: &Sqe, bytes: u32, departure: &Departure, lists: &ListMemory) -> bool {
+fn uses(slot: &Slot, departure: &Departure, lists: &ListMemory) -> bool {
     let mut uses = false;
-    let data = DataPointer::of(command);
-    let walked = data.for_each_iova(lists, bytes.into(), |iova, len| {
+    let data = slot.data();
+    let walked = data.for_each_iova(lists, slot.bytes.into(), |iova, len| {
         uses |= len > 0 && departure.has_iova(iova, len);
         Ok(())
     });

@@ -9,41 +9,35 @@ use crate::address::{Gpa, PAGE_SIZE};
 use crate::dma::RegionTable;
 use crate::doorbell::DoorbellBuffer;
 use crate::host::HostMemory;
-use crate::host::data::DataPointer;
 use crate::spec::cqe::Cqe;
 use crate::spec::opcode::DataTransfer;
-use crate::spec::sqe::Sqe;
 
 /// Notes what the host controller wrote, which is done with a command, however it ended. Where that is, is looked
 /// up in the table that the VM's memory has now, and in what went from it since the command was translated.
 #[cold]
-pub(super) fn note_completed(
-    command: &Sqe,
-    slot: &Slot,
-    memory: HostMemory<'_>,
-    departures: &HeldDepartures,
-) {
+pub(super) fn note_completed(slot: &Slot, memory: HostMemory<'_>, departures: &HeldDepartures) {
     // Of every command set, these alone write into the VM's memory.
     let writes = DataTransfer::of_opcode(slot.opcode.0) == DataTransfer::ControllerToHost;
     if !writes || slot.bytes == 0 {
         return;
     }
-    let data = DataPointer::of(command);
-    let noted = data.for_each_iova(memory.lists, slot.bytes.into(), |iova, len| {
-        // Memory that was in one table may be in several parts by now, as some of it went.
-        let (mut at, end) = (iova, iova.wrapping_add(len));
-        while at < end {
-            let noted = match memory.table.note_written_by_drive(at, end - at) {
-                0 => departures.note_written_by_drive(at, end - at),
-                noted => noted,
-            };
-            if noted == 0 {
-                break;
+    let noted = slot
+        .data()
+        .for_each_iova(memory.lists, slot.bytes.into(), |iova, len| {
+            // Memory that was in one table may be in several parts by now, as some of it went.
+            let (mut at, end) = (iova, iova.wrapping_add(len));
+            while at < end {
+                let noted = match memory.table.note_written_by_drive(at, end - at) {
+                    0 => departures.note_written_by_drive(at, end - at),
+                    noted => noted,
+                };
+                if noted == 0 {
+                    break;
+                }
+                at += noted;
             }
-            at += noted;
-        }
-        Ok(())
-    });
+            Ok(())
+        });
     // It was translated by us, and has not changed since.
     debug_assert!(noted.is_ok());
 }

@@ -40,10 +40,7 @@ impl Core {
         let mut rebind = !self.is_sound();
         for departure in table.departures_since(before) {
             let lists = self.translator.memory().lists;
-            if self
-                .departures
-                .hold(departure, &mut self.slots, &self.commands, lists)
-            {
+            if self.departures.hold(departure, &mut self.slots, lists) {
                 held.push(departure.generation());
             }
             rebind |= self.has_rings_in(departure);

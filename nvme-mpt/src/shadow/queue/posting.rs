@@ -28,8 +28,6 @@ pub(super) struct Posting<'a, H, const LOG: bool> {
     pub(super) context: &'a QueueContext,
     pub(super) condition: Condition,
     pub(super) held: &'a mut Vec<Cqe>,
-    /// What the host controller was given, by slot.
-    pub(super) commands: &'a [Sqe],
     pub(super) translator: &'a Translator,
     pub(super) departures: &'a mut HeldDepartures,
     /// How many there were.
@@ -46,8 +44,8 @@ impl<H: HostQueue, const LOG: bool> CompletionTaker for &mut Posting<'_, H, LOG>
             return;
         };
         self.completed += 1;
-        if LOG && let Some(command) = self.commands.get(usize::from(completion.slot)) {
-            note_completed(command, slot, self.translator.memory(), self.departures);
+        if LOG {
+            note_completed(slot, self.translator.memory(), self.departures);
         }
         if slot.stale {
             self.departures.completed(completion.slot);

@@ -44,6 +44,10 @@ pub(crate) enum Fault {
     Firmware(#[from] FirmwareError),
     #[error(transparent)]
     Demo(#[from] DemoError),
+    #[error(transparent)]
+    Driver(#[from] nvme_mpt_tests::Error),
+    #[error(transparent)]
+    Memory(#[from] nvme_mpt_tests::memory::MemoryError),
     #[error("Cannot use {path}")]
     File { path: PathBuf, source: io::Error },
     #[error("The guest that the check needs did not come up")]

@@ -26,6 +26,8 @@ mod pauses;
 mod profiles;
 mod reset;
 mod sharing;
+mod tenants;
+mod viommu;
 mod zones;
 
 use lab::{Bench, Fault, Lab, Suite};
@@ -62,6 +64,8 @@ const GROUPS: &[Group] = &[
     profiles::GROUP,
     faults::GROUP,
     firmware::GROUP,
+    viommu::GROUP,
+    tenants::GROUP,
 ];
 
 /// What passed and what did not.

@@ -1,0 +1,356 @@
+//! Tenants that share a file: a quiet one verifies its data, while loud ones storm their own ranges with Deallocate,
+//! Write Zeroes, Flush, writes of odd lengths from odd addresses, and memory that comes and goes.
+//!
+//! Native clients: at the speed of a guest in software a storm is a breeze.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use clap::Parser;
+use integration::load;
+use integration::process;
+use integration::progress::say;
+use integration::provision::host::{self, Tool};
+use integration::server::FunctionOptions;
+use nvme_mpt_tests::bar::Bar;
+use nvme_mpt_tests::controller::{Config, Controller};
+use nvme_mpt_tests::disk::{Disk, Transfer};
+use nvme_mpt_tests::memory::{GuestMemory, Region};
+use nvme_mpt_tests::rng::Rng;
+use nvme_mpt_tests::vfio_user::VfioUserBar;
+
+use crate::Group;
+use crate::lab::{Fault, Lab, expect};
+
+pub(crate) const GROUP: Group = Group::Alone {
+    name: "tenants",
+    checks: &[
+        ("on_a_file", |lab| {
+            storm(lab, &lab.drive("shared.img", SHARED_MIB)?)
+        }),
+        ("on_tmpfs", on_tmpfs),
+        ("on_xfs", on_xfs),
+    ],
+};
+
+const SHARED_MIB: u64 = 512;
+const RANGE_MIB: u64 = 64;
+const LOUD: [&str; 3] = ["loud1", "loud2", "loud3"];
+const SECONDS: &str = "8";
+
+/// Where the memory of a loud client begins, and where memory comes and goes.
+const MEMORY: (u64, u64) = (1 << 32, 16 << 20);
+const COMING: (u64, u64) = (1 << 33, 1 << 20);
+/// Most blocks of a write, a Deallocate's range, a Write Zeroes.
+const WRITE_BLOCKS: u64 = 300;
+const RANGE_BLOCKS: u64 = 2048;
+
+fn on_tmpfs(lab: &Lab) -> Result<(), Fault> {
+    let folder = tempfile::Builder::new()
+        .prefix("nvme-mpt-e2e-")
+        .tempdir_in("/dev/shm")
+        .map_err(|source| Fault::File {
+            path: "/dev/shm".into(),
+            source,
+        })?;
+    storm(lab, &image(folder.path())?)
+}
+
+fn on_xfs(lab: &Lab) -> Result<(), Fault> {
+    host::ensure(&[Tool {
+        program: "mkfs.xfs",
+        package: "xfsprogs",
+    }])?;
+    let disk = LoopDevice::of(&lab.drive("xfs.img", 2 * SHARED_MIB)?)?;
+    run("mkfs.xfs", &[Path::new("-q"), &disk.path])?;
+    let mounted = Mounted::at(&disk.path, lab.folder().join("xfs"))?;
+    storm(lab, &image(&mounted.folder)?)
+}
+
+fn image(folder: &Path) -> Result<PathBuf, Fault> {
+    let path = folder.join("shared.img");
+    fs::File::create(&path)
+        .and_then(|file| file.set_len(SHARED_MIB << 20))
+        .map_err(|source| Fault::File {
+            path: path.clone(),
+            source,
+        })?;
+    Ok(path)
+}
+
+fn run(program: &str, arguments: &[&Path]) -> Result<String, Fault> {
+    Ok(process::run(Command::new(program).args(arguments))?)
+}
+
+/// A loop device, detached when it is dropped.
+struct LoopDevice {
+    path: PathBuf,
+}
+
+impl LoopDevice {
+    fn of(file: &Path) -> Result<Self, Fault> {
+        let found = run("losetup", &[Path::new("--find"), Path::new("--show"), file])?;
+        Ok(Self {
+            path: found.trim().into(),
+        })
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        // What it was made for has ended, well or not.
+        let _ = run("losetup", &[Path::new("--detach"), &self.path]);
+    }
+}
+
+/// A mounted file system, unmounted when it is dropped.
+struct Mounted {
+    folder: PathBuf,
+}
+
+impl Mounted {
+    fn at(device: &Path, folder: PathBuf) -> Result<Self, Fault> {
+        fs::create_dir_all(&folder).map_err(|source| Fault::File {
+            path: folder.clone(),
+            source,
+        })?;
+        run("mount", &[device, &folder])?;
+        Ok(Self { folder })
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = run("umount", &[&self.folder]);
+    }
+}
+
+#[derive(Parser)]
+struct Quiet {
+    #[command(flatten)]
+    load: load::options::Options,
+}
+
+/// Runs the quiet tenant's load, which fails on the first block that is not what was written.
+fn verified(socket: &Path) -> Result<load::report::Report, Fault> {
+    let arguments = [
+        "quiet",
+        "--verify",
+        "--mix",
+        "50",
+        "--qd",
+        "4",
+        "--size",
+        "4K",
+        "--range",
+        "16M",
+        "--seconds",
+        SECONDS,
+        "--timeout",
+        "60",
+    ];
+    let arguments = arguments.iter().map(|word| (*word).into());
+    let quiet = Quiet::try_parse_from(arguments.chain([socket.as_os_str().to_owned()]))
+        .map_err(|error| Fault::Wrong(error.to_string()))?;
+    load::run(&quiet.load)
+        .map_err(|error| Fault::Wrong(format!("Quiet: {}", integration::error_chain(&error))))
+}
+
+fn storm(lab: &Lab, drive: &Path) -> Result<(), Fault> {
+    let functions: Vec<_> = ["quiet"]
+        .into_iter()
+        .chain(LOUD)
+        .zip(0_u64..)
+        .map(|(id, place)| {
+            let range = format!("{}M+{RANGE_MIB}M", place * RANGE_MIB);
+            FunctionOptions::new(id, drive.display().to_string(), range)
+        })
+        .collect();
+    let mut server = lab.serve(&functions)?;
+    let alone = verified(&server.socket("quiet"))?;
+
+    let (stop, commands) = (AtomicBool::new(false), AtomicU64::new(0));
+    let (beside, loud) = std::thread::scope(|scope| {
+        let tenants: Vec<_> = LOUD
+            .iter()
+            .zip(1..)
+            .map(|(id, seed)| {
+                let (socket, stop, commands) = (server.socket(id), &stop, &commands);
+                scope.spawn(move || Loud::connect(&socket, seed)?.rage(stop, commands))
+            })
+            .collect();
+        let beside = verified(&server.socket("quiet"));
+        stop.store(true, Ordering::Relaxed);
+        let loud: Vec<_> = tenants
+            .into_iter()
+            .map(|tenant| {
+                let panicked = |_| Err(Fault::Wrong("A loud tenant's thread panicked".to_owned()));
+                tenant.join().unwrap_or_else(panicked)
+            })
+            .collect();
+        (beside, loud)
+    });
+    let beside = beside?;
+    for (id, result) in LOUD.iter().zip(loud) {
+        result
+            .map_err(|fault| Fault::Wrong(format!("{id}: {}", integration::error_chain(&fault))))?;
+    }
+    let commands = commands.into_inner();
+    expect(commands > 200, || {
+        format!("The storm was {commands} commands")
+    })?;
+    say(&format!(
+        "        quiet p99: {:.0} us alone, {:.0} us in a storm of {commands} commands; max {:.0} and {:.0} us",
+        alone.latency_us.p99, beside.latency_us.p99, alone.latency_us.max, beside.latency_us.max
+    ));
+    server.stop()?;
+    Ok(())
+}
+
+/// What a loud tenant knows of a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Block {
+    /// Deallocated: zeroes, or what was there before.
+    Any,
+    /// Every 8 bytes hold this.
+    Filled(u64),
+}
+
+/// A tenant without regard for others.
+struct Loud {
+    bar: Arc<VfioUserBar>,
+    memory: GuestMemory,
+    coming: Region,
+    disk: Disk,
+    // The queues go first.
+    _controller: Controller,
+    blocks: Vec<Block>,
+    rng: Rng,
+    writes: u64,
+}
+
+impl Loud {
+    fn connect(socket: &Path, seed: u64) -> Result<Self, Fault> {
+        let memory = GuestMemory::new(&[MEMORY])?;
+        let bar = Arc::new(VfioUserBar::attach(socket, &memory)?);
+        let registers: Arc<dyn Bar> = bar.clone();
+        let mut controller = Controller::attach(registers, memory.clone(), Config::default(), 1)?;
+        let disk = Disk::open(&mut controller, 1)?;
+        let coming = memory.add_region(COMING.0, COMING.1)?;
+        let blocks = vec![Block::Any; usize::try_from(disk.blocks()).unwrap_or(0)];
+        Ok(Self {
+            bar,
+            memory,
+            coming,
+            disk,
+            _controller: controller,
+            blocks,
+            rng: Rng::new(seed),
+            writes: seed << 32,
+        })
+    }
+
+    /// A range of at most `most` blocks.
+    fn range(&mut self, most: u64) -> (usize, u32) {
+        let start = self.rng.below(self.blocks.len() as u64 - most);
+        let blocks = 1 + self.rng.below(most);
+        (start as usize, blocks as u32)
+    }
+
+    fn rage(mut self, stop: &AtomicBool, commands: &AtomicU64) -> Result<(), Fault> {
+        while !stop.load(Ordering::Relaxed) {
+            match self.rng.below(100) {
+                0..40 => self.write()?,
+                40..70 => self.read()?,
+                70..80 => self.deallocate()?,
+                80..85 => self.write_zeroes()?,
+                85..95 => self.disk.flush()?,
+                _ => self.plug_and_write()?,
+            }
+            commands.fetch_add(1, Ordering::Relaxed);
+        }
+        // All of it, at the end.
+        for start in (0..self.blocks.len()).step_by(256) {
+            self.check(start, 256)?;
+        }
+        Ok(())
+    }
+
+    fn write(&mut self) -> Result<(), Fault> {
+        let (start, blocks) = self.range(WRITE_BLOCKS);
+        self.disk.transfer = match self.rng.below(3) {
+            0 => Transfer::Prp { offset: 0 },
+            1 => Transfer::Prp {
+                offset: 4 * (1 + self.rng.below(1000) as usize),
+            },
+            _ => Transfer::Prp { offset: 512 },
+        };
+        self.disk.fua = self.rng.below(8) == 0;
+        self.writes += 1;
+        let bytes: Vec<u8> = self.writes.to_le_bytes().repeat(blocks as usize * 64);
+        self.disk.write(start as u64, &bytes)?;
+        self.blocks[start..start + blocks as usize].fill(Block::Filled(self.writes));
+        Ok(())
+    }
+
+    fn read(&mut self) -> Result<(), Fault> {
+        let (start, blocks) = self.range(WRITE_BLOCKS);
+        self.check(start, blocks)
+    }
+
+    fn check(&mut self, start: usize, blocks: u32) -> Result<(), Fault> {
+        let found = self.disk.read(start as u64, blocks)?;
+        for (place, bytes) in (start..).zip(found.chunks(512)) {
+            let Block::Filled(word) = self.blocks[place] else {
+                continue;
+            };
+            let wrong = bytes.chunks(8).find(|chunk| **chunk != word.to_le_bytes());
+            if let Some(wrong) = wrong {
+                return Err(Fault::Wrong(format!(
+                    "Block {place} of the lease holds {wrong:02x?}, and was filled with {:02x?}",
+                    word.to_le_bytes()
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    fn deallocate(&mut self) -> Result<(), Fault> {
+        let ranges: Vec<_> = (0..1 + self.rng.below(16))
+            .map(|_| self.range(RANGE_BLOCKS))
+            .collect();
+        let described: Vec<_> = ranges.iter().map(|(s, n)| (*s as u64, *n)).collect();
+        self.disk.deallocate(&described)?;
+        for (start, blocks) in ranges {
+            self.blocks[start..start + blocks as usize].fill(Block::Any);
+        }
+        Ok(())
+    }
+
+    fn write_zeroes(&mut self) -> Result<(), Fault> {
+        let (start, blocks) = self.range(RANGE_BLOCKS);
+        let deallocate = self.rng.below(2) == 0;
+        self.disk.write_zeroes(start as u64, blocks, deallocate)?;
+        self.blocks[start..start + blocks as usize].fill(Block::Filled(0));
+        Ok(())
+    }
+
+    /// Maps memory, writes from it at once, and takes it away.
+    fn plug_and_write(&mut self) -> Result<(), Fault> {
+        self.bar.dma_map(&self.memory, &self.coming)?;
+        let (start, _) = self.range(WRITE_BLOCKS);
+        self.writes += 1;
+        let data = self.memory.alloc_at(COMING.0, 4096)?;
+        data.write(0, &self.writes.to_le_bytes().repeat(512));
+        let prepared = nvme_mpt_tests::prp::buffer(&data, 0, 4096)?;
+        let write = nvme_mpt_tests::command::Sqe::write(self.disk.nsid(), start as u64, 8);
+        self.disk.command(write.with_data(prepared.pointer))?;
+        self.blocks[start..start + 8].fill(Block::Filled(self.writes));
+        drop(data);
+        self.bar.dma_unmap(&self.coming)?;
+        Ok(())
+    }
+}

@@ -1,0 +1,67 @@
+//! Guests with an IOMMU of their own, whose driver maps pages one by one for the time of an I/O: boot, verified I/O,
+//! a file system, resets under load.
+
+use std::time::Duration;
+
+use integration::guest::fio::Fio;
+use integration::guest::{Drive, GuestConfig};
+use integration::provision::Assets;
+
+use crate::Group;
+use crate::lab::{FUNCTION, Fault, Lab, PATIENCE, expect, expect_no_complaints, verified_load};
+
+pub(crate) const GROUP: Group = Group::Alone {
+    name: "viommu",
+    checks: &[
+        ("v6_1", |lab| from_boot_to_resets(lab, lab.v6_1())),
+        ("v6_12", |lab| from_boot_to_resets(lab, lab.v6_12())),
+    ],
+};
+
+/// Unmaps wait for the device, as with a host that shields itself from its devices.
+const ARGUMENTS: &str = "intel_iommu=on iommu.passthrough=0 iommu.strict=1";
+
+const FILE_SYSTEM: &str = "mkfs.ext4 -q -F /dev/nvme0n1 && mount -t ext4 /dev/nvme0n1 /mnt && \
+     for i in $(seq 8); do seq $i 200000 > /mnt/$i || exit 1; done && \
+     cd /mnt && md5sum ? > /tmp/sums && sync && cd / && umount /mnt && \
+     mount -t ext4 /dev/nvme0n1 /mnt && cd /mnt && md5sum -c /tmp/sums && cd / && umount /mnt && \
+     e2fsck -f -n /dev/nvme0n1";
+
+fn from_boot_to_resets(lab: &Lab, assets: &Assets) -> Result<(), Fault> {
+    let mut server = lab.serve(&[lab.function()?])?;
+    let config = GuestConfig::new("guest")
+        .vcpus(2)
+        .virtual_iommu()
+        .kernel_arguments(ARGUMENTS)
+        .drive(Drive::vfio_user(server.socket(FUNCTION)));
+    let guest = lab.boot(assets, &config)?;
+    let domain = guest.check(
+        "cat /sys/class/nvme/nvme0/device/iommu_group/type",
+        PATIENCE,
+    )?;
+    expect(domain.trim() == "DMA", || {
+        format!("The drive's IOMMU domain is '{domain}', not DMA")
+    })?;
+
+    verified_load("verify", 2).run(&guest)?;
+    // Large commands from memory that begins in mid-page: lists of as many pages as a command has.
+    Fio::new("large", "randwrite", "512k", 4)
+        .option("size", "64m")
+        .option("iomem_align", "512")
+        .verified()
+        .run(&guest)?;
+    guest.check(FILE_SYSTEM, Duration::from_secs(180))?;
+    expect_no_complaints(&guest)?;
+
+    let load = verified_load("load", 1).runtime(Duration::from_secs(8));
+    let job = guest.start(&load.script())?;
+    guest.check(
+        "for i in 1 2 3 4; do sleep 1; nvme reset /dev/nvme0 || exit 1; done",
+        PATIENCE,
+    )?;
+    let output = guest.finish(job, load.patience())?;
+    load.report(&output.text)?;
+    verified_load("afterwards", 2).run(&guest)?;
+    server.expect_alive()?;
+    Ok(())
+}

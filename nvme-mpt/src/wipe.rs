@@ -112,7 +112,9 @@ pub fn wipe(drive: &Arc<Drive>, lease: &mut Lease) -> Result<(), WipeError> {
         .claim(drive.namespace(), whole.start(), whole.length())
         .map_err(failed)?;
     let zones = controller.lease_zones(lease.range())?;
-    let host = controller.open_lease(lease.id()).map_err(failed)?;
+    let host = controller
+        .open_lease(lease.id(), lease.range())
+        .map_err(failed)?;
     while let Some(&range) = lease.unwiped().first() {
         warn!(
             "Lease {}: {range} of {name}, with another lease's data, is being wiped",

@@ -40,4 +40,28 @@ impl Holding {
         let controller = self.drive.controller();
         controller.flush(self.drive.namespace(), &self.host)
     }
+
+    /// A lease of a drive that keeps nothing.
+    #[cfg(test)]
+    pub(crate) fn of_nothing() -> Self {
+        use crate::drive::{DriveOptions, DrivePath};
+        use crate::lease::{FormerData, LeaseRequest, Ledger};
+
+        let drive = Drive::open(&DrivePath::Null(1 << 30), DriveOptions::default()).expect("opens");
+        let lease = Ledger::in_process().acquire(&LeaseRequest {
+            id: "test",
+            drive: drive.identity(),
+            nsid: drive.namespace().nsid,
+            range: "0+1M".parse().expect("a range"),
+            lba_shift: drive.lba_shift(),
+            blocks: drive.blocks(),
+            former_data: FormerData::Refused,
+        });
+        Self::new(
+            lease.expect("free"),
+            Claim::default(),
+            HostLease::default(),
+            drive,
+        )
+    }
 }

@@ -222,10 +222,9 @@ impl Attachment {
             self.context.clone(),
             cq,
             buffer,
-            (host, slots, lists),
+            (self.holding.clone(), host, slots, lists),
             (blocks, *self.drive().limits()),
             table_user,
-            self.holding.clone(),
         ));
         let entry = QueueEntry {
             cqid: qid,

@@ -322,6 +322,14 @@ impl Attachment {
         &self.context.events
     }
 
+    /// Makes everything durable that was completed until now, as [`Self::flush_by`] does, within 30 seconds.
+    ///
+    /// # Errors
+    /// As [`Self::flush_by`].
+    pub fn flush(&self) -> io::Result<()> {
+        self.flush_by(&self.deadline())
+    }
+
     /// Makes everything durable that was completed until now, and waits for that until `deadline`. A drive
     /// that takes longer goes on with it, and the lease lives until it is done.
     ///
@@ -350,7 +358,7 @@ impl Attachment {
     /// Returns whether its damage has to be looked for now and then.
     #[must_use]
     pub fn can_be_damaged(&self) -> bool {
-        self.host.can_be_damaged()
+        self.holding.host().can_be_damaged()
     }
 
     /// Begins anew for a VMM that connected: what was lost was lost for the one before.

@@ -107,16 +107,16 @@ mod tests {
             identity,
             LeaseIdentity::derive("file:/drive", Nsid(1), range("64G+64G"), "vm-1")
         );
-        assert_eq!(identity.serial, "MPTC4E30B32873651428");
+        assert_eq!(identity.serial, "MPTC30E6D298DD056CC9");
         assert_eq!(
             Uuid::from_bytes(identity.uuid).to_string(),
-            "1e360a2d-ba66-5200-bf0f-3febf07dd269"
+            "0868f84e-f2b5-5ded-998d-4c800c068d12"
         );
         assert_eq!(
             Uuid::from_bytes(identity.nguid).simple().to_string(),
-            "17e463e1170e5085aa3ea36d445371c5"
+            "cd6bbe1426f3552aa6c7026f4d657061"
         );
-        assert_eq!(u64::from_be_bytes(identity.eui64), 0xa2ba_5522_0d5d_f069);
+        assert_eq!(u64::from_be_bytes(identity.eui64), 0x8227_9c7e_bd06_01bb);
         assert_eq!(
             default_id("file:/drive", Nsid(1), range("64G+64G")),
             "nvme-18c54e01"
@@ -125,14 +125,14 @@ mod tests {
 
     #[test]
     fn names_are_those_of_the_bytes() {
-        let disk = LeaseIdentity::derive("disk:a", Nsid(1), range("1M+64K"));
+        let disk = LeaseIdentity::derive("disk:a", Nsid(1), range("1M+64K"), "a");
         let partition = "1048576+1073741824 of disk:a";
         assert_eq!(
-            LeaseIdentity::derive(partition, Nsid(1), range("0+64K")),
+            LeaseIdentity::derive(partition, Nsid(1), range("0+64K"), "a"),
             disk
         );
         assert_ne!(
-            LeaseIdentity::derive("disk:a", Nsid(1), range("0+64K")),
+            LeaseIdentity::derive("disk:a", Nsid(1), range("0+64K"), "a"),
             disk
         );
         assert_eq!(

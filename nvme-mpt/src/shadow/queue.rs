@@ -109,10 +109,9 @@ impl ShadowQueue {
         context: Arc<QueueContext>,
         cq: CompletionQueue,
         buffer: Option<DoorbellBuffer>,
-        (host, slots, lists): (HostQueuePair, u16, ListMemory),
+        (holding, host, slots, lists): (Arc<Holding>, HostQueuePair, u16, ListMemory),
         (blocks, limits): (LeasedBlocks, Limits),
         (table_use, table): (TableUse, Arc<RegionTable>),
-        holding: Arc<Holding>,
     ) -> Self {
         let generation = table.generation();
         let mut core = Core {

@@ -26,6 +26,7 @@ fn lease(ledger: &Ledger, id: &str, drive: &Drive, start: u64) -> Result<Lease, 
         range: ByteRange::new(start, LEASE).unwrap(),
         lba_shift: drive.lba_shift(),
         blocks: drive.blocks(),
+        former_data: nvme_mpt::lease::FormerData::Kept,
     })
 }
 

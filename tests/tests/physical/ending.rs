@@ -11,7 +11,6 @@ use nvme_mpt_tests::memory::DmaBuffer;
 use nvme_mpt_tests::prp;
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::registers::{CSTS, CSTS_FATAL, CSTS_READY};
-use vmm_device::EndError;
 
 use crate::common::{LEASE, Lab, Machine, Setup, queue_pair, wait_for};
 
@@ -153,33 +152,5 @@ fn all_queues_of_a_reset_share_one_deadline() {
     stuck.iter_mut().for_each(Stuck::has_no_more);
     drop((drivers, controller, bar, machine));
     lab.lease("next", &Setup::nth(0), FormerData::Kept).unwrap();
-    lab.finish();
-}
-
-#[test]
-fn a_function_that_ends_waits_once() {
-    let lab = lab();
-    let machine = lab.machine(&Setup::nth(0));
-    let mut controller = machine.attach();
-    let (mut stuck, driver) = begin(&lab, &machine, &mut controller, 1);
-    lab.clock.skip_waits(true);
-    let ended = machine.function().end();
-    assert!(matches!(ended, Err(EndError::Busy(_))), "{ended:?}");
-    drop((driver, controller, machine));
-    assert_eq!(lab.clock.waited(), DEADLINE, "reset, flush and drop");
-    // The flush is a command of the drive, too.
-    let mut flushed = false;
-    wait_for("the lease's end", || {
-        stuck.complete();
-        for id in 1..=QUEUE_PAIRS {
-            if !flushed && let Some(mut hand) = lab.model.hand_queue(id).filter(|_| id > 1) {
-                for sqe in take(&mut hand) {
-                    hand.post([0, u64::from(sqe.cid()) << 32]);
-                    flushed = true;
-                }
-            }
-        }
-        lab.lease("next", &Setup::nth(0), FormerData::Kept).is_ok()
-    });
     lab.finish();
 }

@@ -458,9 +458,11 @@ fn a_doorbell_buffer_is_two_pages_of_memory() {
         assert_fails(guest.admin(config(prp1, prp2)), Status::INVALID_FIELD);
     }
     assert_ok(guest.admin(config(DATA, DATA + PAGE)));
-    // The admin queue goes on through its register.
+    // The admin queue goes on through its register, and its doorbells begin where the register was.
+    let tail = guest.read_memory(DATA, 4);
     assert_ok(guest.admin(identify(DATA + 2 * PAGE, 0)));
-    assert_eq!(guest.read_memory(DATA, 8), [0; 8]);
+    assert_eq!(guest.read_memory(DATA, 4), tail);
+    assert_eq!(guest.read_memory(DATA + 4, 4), [0; 4]);
 }
 
 #[test]

@@ -67,6 +67,8 @@ impl HostQueue for Host {
         }
     }
 
+    fn cut_short(&mut self) {}
+
     fn wait_fd(&self) -> Option<RawFd> {
         None
     }
@@ -142,7 +144,7 @@ impl Guest {
             context.clone(),
             cq.expect("mapped"),
             None,
-            (host, slots, lists),
+            (Arc::new(Holding::of_nothing()), host, slots, lists),
             (blocks, *controller.limits()),
             user,
         ));

@@ -23,7 +23,7 @@ fn a_deallocate_that_is_cut_short_begins_no_further_range() {
     if !store.punches_holes() {
         return;
     }
-    let lease = LeasedFile::open(store.shared.clone(), "test").expect("opens");
+    let lease = LeasedFile::open(store.shared.clone(), "test", 1 << 40).expect("opens");
     let mut queue = FileQueue::new(&Arc::new(lease), 2).expect("a queue");
     let space = Arc::new(IovaSpace::software());
     let mut lists = ListMemory::new(&space, 2).expect("memory");

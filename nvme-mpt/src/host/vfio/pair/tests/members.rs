@@ -115,14 +115,13 @@ fn a_member_that_is_cut_short_has_nothing_more_begun() {
     let (mut drive, pair) = FakeDrive::new(4, 8192, false);
     let mut lender = Lender::new(8);
     let mut queue = pair.join(8, 9, Box::new(()));
-    let (_, list) = lender.lists.of_slot(0);
-    let mut split = command(NvmOpcode::WRITE, 0, 0, 128);
-    split.dptr = [0, list.0];
-    submit(
-        &mut queue,
-        &lender,
-        &[split, command(NvmOpcode::READ, 1, 0, 8)],
-    );
+    let commands = [0, 1].map(|slot| {
+        let (_, list) = lender.lists.of_slot(slot);
+        let mut split = command(NvmOpcode::WRITE, slot, 0, 128);
+        split.dptr = [0, list.0];
+        split
+    });
+    submit(&mut queue, &lender, &commands);
     assert_eq!(drive.fetch(), 3, "the first parts");
     queue.cut_short();
     let done = reap(&mut queue);

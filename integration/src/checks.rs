@@ -2,7 +2,7 @@
 
 use thiserror::Error;
 
-/// How a line begins that reports a lost guest, whose check is made again.
+/// Beginning of a line that reports a lost guest, whose check is made again.
 pub const LOST: &str = "AGAIN   ";
 
 /// An argument that makes no sense.

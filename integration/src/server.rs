@@ -449,7 +449,7 @@ pub struct PollerStats {
     pub busy_share: f64,
     /// The share of time that it slept, 0 to 1.
     pub parked_share: f64,
-    /// How often it went to sleep.
+    /// Number of times that it went to sleep.
     pub parks: u64,
 }
 

@@ -141,7 +141,7 @@ struct Context<'a> {
 enum When {
     /// Always, unless others are named.
     Always,
-    /// Where `--full` does not run what contains it.
+    /// Without `--full`, which runs a step that contains it.
     UnlessFull,
     /// With `--full`.
     Full,

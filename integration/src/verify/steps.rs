@@ -203,7 +203,7 @@ fn deny(context: &mut Context) -> Result<(), VerifyError> {
     }
 }
 
-/// What cargo-deny says where it does not reach the database of advisories.
+/// Message of cargo-deny where it does not reach the database of advisories.
 const NO_ADVISORIES: &str = "failed to fetch advisory database";
 
 fn guest(context: &mut Context) -> Result<(), VerifyError> {

@@ -14,7 +14,7 @@ const MOST_EXITS_PER_PARK: u64 = 2;
 /// once for a batch, a submission queue's for each batch: with 32 at once there are fewer than one for each.
 const LEAST_EXITS_PER_IO: f64 = 0.03;
 
-/// How often the server's pollers went to sleep so far.
+/// Returns the number of times that the server's pollers went to sleep so far.
 fn parks(bench: &Bench) -> Result<u64, Fault> {
     let stats = bench.server.borrow().stats()?;
     Ok(stats.pollers.iter().map(|poller| poller.parks).sum())

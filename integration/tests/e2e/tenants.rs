@@ -41,7 +41,7 @@ const RANGE_MIB: u64 = 64;
 const LOUD: [&str; 3] = ["loud1", "loud2", "loud3"];
 const SECONDS: &str = "8";
 
-/// Where the memory of a loud client begins, and where memory comes and goes.
+/// Memory of a loud client, and memory that comes and goes: start and length.
 const MEMORY: (u64, u64) = (1 << 32, 16 << 20);
 const COMING: (u64, u64) = (1 << 33, 1 << 20);
 /// Most blocks of a write, a Deallocate's range, a Write Zeroes.
@@ -210,7 +210,7 @@ fn storm(lab: &Lab, drive: &Path) -> Result<(), Fault> {
     Ok(())
 }
 
-/// What a loud tenant knows of a block.
+/// Known content of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Block {
     /// Deallocated: zeroes, or what was there before.

@@ -14,7 +14,7 @@
 //!
 //! Pollers translate with a [`RegionTable`], an immutable snapshot. A change publishes a new table
 //! with the next generation; each shadow queue takes it up at its next pass, and reports which of the
-//! regions that went ([`Departure`]) its commands in flight use. [`DmaWindow::unmap`] returns when none does.
+//! regions that went (`departure.rs`) its commands in flight use. [`DmaWindow::unmap`] returns when none does.
 
 mod departure;
 mod dirty;

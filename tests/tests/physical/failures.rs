@@ -6,7 +6,8 @@ use std::time::Duration;
 use nvme_mpt::host::Incidents;
 use nvme_mpt_tests::command::{Sqe, admin, io};
 use nvme_mpt_tests::drive::{
-    Aborts, Counters, DoorbellBufferUse, Effect, Fault, Meets, NamespaceOptions, Options, Resets,
+    Aborts, Counters, DoorbellBufferUse, Effect, Fault, HandQueue, Meets, NamespaceOptions,
+    Options, Resets,
 };
 use nvme_mpt_tests::status::{
     INTERNAL_ERROR, INVALID_NAMESPACE, NAMESPACE_NOT_READY, SUCCESS, WRITE_FAULT,
@@ -480,4 +481,59 @@ proptest! {
             lab.model.heal();
         });
     }
+}
+
+/// An Abort that is on its way names its command, and no command that comes after it: the drive may be
+/// slow to look at it.
+#[test]
+fn an_abort_that_comes_late_meets_no_other_command() {
+    let options = Options {
+        by_hand: true,
+        ..scarce()
+    };
+    let lab = Lab::with(options, SHORT);
+    let abort = Meets::Admin(admin::ABORT);
+    let slow = Effect::Delay(Duration::from_secs(3));
+    lab.model.inject(Fault::once(abort, slow));
+    let machine = lab.machine(&Setup::nth(0));
+    let mut controller = machine.attach();
+    let mut queue = queue_pair(&mut controller, 1, 4);
+    let mut hand = lab.model.hand_queue(1).unwrap();
+    let verify = queue.submit(Sqe::verify(1, 0, 1)).unwrap();
+    queue.ring();
+    let late = taken(&mut hand);
+    wait_for("an Abort", || lab.model.counters().faults_met == 1);
+    complete(&mut hand, late);
+    assert_eq!(queue.wait(verify, HANG).unwrap().status().code(), SUCCESS);
+    let mut before_it = 0;
+    for _ in 0..100 {
+        let verify = queue.submit(Sqe::verify(1, 0, 1)).unwrap();
+        queue.ring();
+        let cid = taken(&mut hand);
+        if lab.model.counters().aborts == 0 {
+            assert_ne!(cid, late, "the Abort would meet it");
+            before_it += 1;
+        }
+        complete(&mut hand, cid);
+        assert_eq!(queue.wait(verify, HANG).unwrap().status().code(), SUCCESS);
+    }
+    assert!(before_it > 32, "the machine is too slow for this test");
+    wait_for("the Abort's end", || lab.model.counters().aborts == 1);
+    assert_eq!(lab.incidents().resets, 0);
+    drop((queue, controller, machine));
+    lab.finish();
+}
+
+/// The identifier of the next command that the host has sent.
+fn taken(hand: &mut HandQueue) -> u16 {
+    let mut taken = None;
+    wait_for("a command", || {
+        taken = hand.take();
+        taken.is_some()
+    });
+    taken.unwrap().cid()
+}
+
+fn complete(hand: &mut HandQueue, cid: u16) {
+    hand.post([0, u64::from(cid) << 32]);
 }

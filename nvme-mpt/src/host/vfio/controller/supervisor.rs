@@ -20,6 +20,7 @@ use super::{PhysicalDrive, lock, log_pages};
 use crate::clock::{Ticks, ticks_in};
 use crate::event::DriveEvent;
 use crate::host::Incidents;
+use crate::host::vfio::pair::LateCommand;
 use crate::poller::Threads;
 use crate::spec::admin::Abort;
 use crate::spec::event::{AsyncEvent, AsyncEventType, NoticeEvent};
@@ -82,7 +83,7 @@ pub(super) fn start(drive: Arc<PhysicalDrive>, threads: &Threads) -> io::Result<
 /// A command that was to be aborted.
 struct Overdue {
     qid: QueueId,
-    cid: CommandId,
+    late: LateCommand,
     since: Instant,
 }
 
@@ -140,23 +141,22 @@ impl Supervisor {
         {
             let pairs = lock(&self.drive.pairs);
             for (qid, pair) in pairs.iter() {
-                for cid in pair.overdue(now, deadline) {
+                for command in pair.overdue(now, deadline) {
                     // Before the drive can be done with it.
-                    pair.mark_aborted(cid);
-                    late.push((qid, cid));
+                    pair.begin_abort(&command);
+                    late.push((qid, pair.clone(), command));
                 }
             }
-            // An identifier is not soon given to another command, so one that is in flight still
-            // names the same.
-            self.overdue.retain(|Overdue { qid, cid, .. }| {
-                pairs.get(*qid).is_some_and(|pair| pair.mark_aborted(*cid))
+            self.overdue.retain(|Overdue { qid, late, .. }| {
+                pairs.get(*qid).is_some_and(|pair| pair.has(late))
             });
         }
-        if let Some(Overdue { qid, cid, .. }) = self
+        if let Some(Overdue { qid, late, .. }) = self
             .overdue
             .iter()
             .find(|overdue| overdue.since.elapsed() > ABORT_GRACE)
         {
+            let cid = late.cid();
             let cause = format!("command {cid} of queue {qid} was to be aborted and is not done");
             self.reset(&cause);
             return;
@@ -166,15 +166,21 @@ impl Supervisor {
             .counters
             .timeouts
             .fetch_add(count, Ordering::Relaxed);
-        for (qid, cid) in late {
-            if let Err(error) = self.abort(qid, cid) {
+        for (qid, pair, late) in late {
+            // One that has completed meanwhile needs no Abort.
+            if pair.has(&late)
+                && let Err(error) = self.abort(qid, late.cid())
+            {
+                let cid = late.cid();
+                // It ends all Aborts, too.
                 self.reset(&format!(
                     "command {cid} of queue {qid} is overdue, and: {error}"
                 ));
                 return;
             }
+            pair.end_abort(&late);
             let since = Instant::now();
-            self.overdue.push(Overdue { qid, cid, since });
+            self.overdue.push(Overdue { qid, late, since });
         }
     }
 

@@ -13,7 +13,7 @@
 
 use std::sync::Arc;
 
-use super::flight::{Flight, Flights, Landing};
+use super::flight::{Flight, Flights, Landing, LateCommand};
 use super::governor::{Class, Governor, Window};
 use super::member::{Member, Waiting};
 use super::rings::{PairDoorbells, Rings};
@@ -23,7 +23,6 @@ use super::stats::PairStats;
 use crate::clock::Ticks;
 use crate::host::{CompletionTaker, HostCompletion, HostMemory};
 use crate::spec::cqe::Cqe;
-use crate::spec::ids::CommandId;
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
 use crate::spec::status::Status;
@@ -517,12 +516,20 @@ impl Core {
         }
     }
 
-    pub(super) fn overdue(&mut self, now: Ticks, deadline: u64) -> Vec<CommandId> {
+    pub(super) fn overdue(&mut self, now: Ticks, deadline: u64) -> Vec<LateCommand> {
         self.flights.overdue(now, deadline)
     }
 
-    pub(super) fn mark_aborted(&mut self, cid: CommandId) -> bool {
-        self.flights.mark_aborted(cid)
+    pub(super) fn has(&mut self, late: &LateCommand) -> bool {
+        self.flights.has(late)
+    }
+
+    pub(super) fn begin_abort(&mut self, late: &LateCommand) -> bool {
+        self.flights.begin_abort(late)
+    }
+
+    pub(super) fn end_abort(&mut self, late: &LateCommand) {
+        self.flights.end_abort(late);
     }
 
     pub(super) fn stop(&mut self) {
@@ -563,6 +570,7 @@ impl Core {
     pub(super) fn restart(&mut self, doorbells: PairDoorbells) {
         // What the drive had, it has no more.
         self.fail_in_flight(Status::COMMAND_INTERRUPTED);
+        self.flights.end_aborts();
         self.rings.restart(doorbells);
         if self.state == State::Stopped {
             self.state = State::Running;

@@ -46,6 +46,8 @@ impl Tag {
     const ABORTED: u32 = 1 << 17;
     /// It was reported as overdue.
     const REPORTED: u32 = 1 << 18;
+    /// The drive has an Abort of it, which may still abort whatever has the identifier.
+    const HELD: u32 = 1 << 19;
 
     #[inline]
     fn cid(self) -> CommandId {
@@ -100,6 +102,21 @@ impl Entry {
     }
 }
 
+/// A command that the drive has had for too long: its identifier, and which of the commands that have it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LateCommand {
+    cid: CommandId,
+    submitted: Ticks,
+}
+
+impl LateCommand {
+    /// Its identifier, as an Abort names it.
+    #[must_use]
+    pub fn cid(&self) -> CommandId {
+        self.cid
+    }
+}
+
 /// A member's command, or one part of it, that the drive has, when the member shares the queue pair
 /// or the command is split: what is to be known at its end.
 #[derive(Clone, Copy, Debug, Default)]
@@ -137,14 +154,23 @@ pub(super) struct Flights {
     plain: Box<[Entry; PLAIN]>,
     /// Whose they are.
     owner: u16,
+    /// Whose commands may go by their slots now: the owner's, unless an identifier of a slot is held.
+    user: u16,
+    /// Identifiers of slots that are held.
+    held_slots: usize,
     /// All others.
     special: Box<[Entry]>,
     /// What there is to them.
     flights: Box<[Flight]>,
     /// Indices of those that are free.
     free: Vec<u16>,
+    /// Those of them that are neither in flight nor free, since an identifier is held.
+    held_back: usize,
     in_flight: usize,
 }
+
+/// No member.
+const NOBODY: u16 = u16::MAX;
 
 impl Flights {
     /// Room for `room` commands in flight, fewer than 1024.
@@ -153,10 +179,13 @@ impl Flights {
         Self {
             plain: Box::new(std::array::from_fn(|slot| Entry::new(slot as u16))),
             owner: 0,
+            user: 0,
+            held_slots: 0,
             special: (0..room).map(|index| Entry::new(index | SPECIAL)).collect(),
             flights: vec![Flight::default(); room.into()].into_boxed_slice(),
             // Lowest first: the same few entries stay in the cache.
             free: (0..room).rev().collect(),
+            held_back: 0,
             in_flight: 0,
         }
     }
@@ -174,7 +203,7 @@ impl Flights {
     /// How many more can be taken up.
     #[inline]
     pub(super) fn free(&self) -> usize {
-        self.special.len() - self.in_flight
+        self.special.len() - self.in_flight - self.held_back
     }
 
     /// How many of them are a member's.
@@ -194,17 +223,17 @@ impl Flights {
     }
 
     /// Whether a member's commands can go by their slots. Once they may, they may until another
-    /// member asks, when the drive has none of them.
+    /// member asks, when the drive has none of them, or while an identifier is held.
     #[inline]
     pub(super) fn own(&mut self, member: u16) -> bool {
-        self.owner == member || self.change_owner(member)
+        self.user == member || self.change_owner(member)
     }
 
     #[cold]
     fn change_owner(&mut self, member: u16) -> bool {
-        let is_unused = !self.plain.iter().any(Entry::is_in_flight);
+        let is_unused = self.held_slots == 0 && !self.plain.iter().any(Entry::is_in_flight);
         if is_unused {
-            self.owner = member;
+            (self.owner, self.user) = (member, member);
         }
         is_unused
     }
@@ -250,6 +279,7 @@ impl Flights {
     pub(super) fn land(&mut self, cid: CommandId, status: Status) -> Option<Landing> {
         let entry = self.entry(cid)?;
         let status = entry.end(status);
+        let held = entry.tag.has(Tag::HELD);
         entry.vacate();
         self.in_flight -= 1;
         let index = cid.0 & INDEX_MASK;
@@ -260,7 +290,11 @@ impl Flights {
                 status,
             });
         }
-        self.free.push(index);
+        if held {
+            self.held_back += 1;
+        } else {
+            self.free.push(index);
+        }
         let flight = self.flights.get(usize::from(index))?;
         Some(Landing::Special(*flight, status))
     }
@@ -288,9 +322,8 @@ impl Flights {
         self.entries().map(|entry| entry.tag.cid()).collect()
     }
 
-    /// Identifiers of the commands that the drive has had for longer than `deadline` ticks, each
-    /// reported once.
-    pub(super) fn overdue(&mut self, now: Ticks, deadline: u64) -> Vec<CommandId> {
+    /// The commands that the drive has had for longer than `deadline` ticks, each reported once.
+    pub(super) fn overdue(&mut self, now: Ticks, deadline: u64) -> Vec<LateCommand> {
         let is_overdue = |entry: &&mut Entry| {
             !entry.tag.has(Tag::REPORTED) && now.since(entry.submitted) > deadline
         };
@@ -298,18 +331,75 @@ impl Flights {
             .filter(is_overdue)
             .map(|entry| {
                 entry.tag.0 |= Tag::REPORTED;
-                entry.tag.cid()
+                LateCommand {
+                    cid: entry.tag.cid(),
+                    submitted: entry.submitted,
+                }
             })
             .collect()
     }
 
-    /// Notes that the drive was asked to abort a command. Returns whether the drive has it.
-    pub(super) fn mark_aborted(&mut self, cid: CommandId) -> bool {
-        let Some(entry) = self.entry(cid) else {
+    /// Whether the drive has a command still: it, and not a later one with its identifier.
+    pub(super) fn has(&mut self, late: &LateCommand) -> bool {
+        self.entry(late.cid)
+            .is_some_and(|entry| entry.submitted == late.submitted)
+    }
+
+    /// Notes that the drive is asked to abort a command, whose identifier no other command gets until
+    /// [`Self::end_abort`]: an Abort that comes too late must find none. Returns whether the drive has the
+    /// command.
+    pub(super) fn begin_abort(&mut self, late: &LateCommand) -> bool {
+        if !self.has(late) {
+            return false;
+        }
+        let Some(entry) = self.entry(late.cid) else {
             return false;
         };
-        entry.tag.0 |= Tag::ABORTED;
+        let again = entry.tag.has(Tag::HELD);
+        entry.tag.0 |= Tag::ABORTED | Tag::HELD;
+        if late.cid.0 & SPECIAL == 0 && !again {
+            self.held_slots += 1;
+            self.user = NOBODY;
+        }
         true
+    }
+
+    /// The drive has answered the Abort of a command, or was never asked.
+    pub(super) fn end_abort(&mut self, late: &LateCommand) {
+        let is_it = |entry: &Entry| entry.tag.cid() == late.cid;
+        self.let_go(late.cid.0 & SPECIAL != 0, late.cid.0 & INDEX_MASK, is_it);
+    }
+
+    /// The drive has no Abort any more.
+    pub(super) fn end_aborts(&mut self) {
+        for index in 0..PLAIN as u16 {
+            self.let_go(false, index, |_| true);
+        }
+        for index in 0..self.special.len() as u16 {
+            self.let_go(true, index, |_| true);
+        }
+    }
+
+    fn let_go(&mut self, special: bool, index: u16, is_it: impl Fn(&Entry) -> bool) {
+        let entry = if special {
+            self.special.get_mut(usize::from(index))
+        } else {
+            self.plain.get_mut(usize::from(index))
+        };
+        let Some(entry) = entry.filter(|entry| entry.tag.has(Tag::HELD) && is_it(entry)) else {
+            return;
+        };
+        entry.tag.0 &= !Tag::HELD;
+        let is_free = !entry.is_in_flight();
+        if !special {
+            self.held_slots -= 1;
+            if self.held_slots == 0 {
+                self.user = self.owner;
+            }
+        } else if is_free {
+            self.held_back -= 1;
+            self.free.push(index);
+        }
     }
 }
 
@@ -410,17 +500,86 @@ mod tests {
             let mut flights = Flights::new(4);
             let cid = take_off(&mut flights, 1, special, Ticks(10));
             assert!(flights.overdue(Ticks(15), 5).is_empty());
-            assert_eq!(flights.overdue(Ticks(16), 5), [cid]);
+            let overdue = flights.overdue(Ticks(16), 5);
+            assert_eq!(overdue.len(), 1);
+            let late = overdue[0];
+            assert_eq!(late.cid(), cid);
             assert!(flights.overdue(Ticks(99), 5).is_empty(), "reported once");
-            assert!(flights.mark_aborted(cid));
+            assert!(flights.begin_abort(&late));
             assert!(flights.land_plain(cid).is_none(), "there is more to it");
             let status = Status::ABORT_REQUESTED.with_dnr(true);
             let landed = told(flights.land(cid, status));
             assert_eq!(landed, Some((1, Status::COMMAND_INTERRUPTED)));
-            assert!(!flights.mark_aborted(cid));
+            assert!(!flights.begin_abort(&late));
+            flights.end_abort(&late);
             let next = take_off(&mut flights, 1, special, Ticks(20));
             let landed = told(flights.land(next, status));
             assert_eq!(landed, Some((1, status)), "the guest's own abort");
+        }
+    }
+
+    #[test]
+    fn an_identifier_with_an_abort_outstanding_is_not_used_again() {
+        for special in [false, true] {
+            let mut flights = Flights::new(3);
+            let cid = take_off(&mut flights, 1, special, Ticks(10));
+            let late = flights.overdue(Ticks(99), 5)[0];
+            assert!(flights.begin_abort(&late));
+            assert!(flights.begin_abort(&late), "twice is once");
+            // The command ends by itself, and the Abort is on its way still.
+            assert!(flights.land(cid, Status::SUCCESS).is_some());
+            assert!(!flights.has(&late));
+            assert_eq!(
+                flights.own(3),
+                special,
+                "slots are closed for a slot's sake"
+            );
+            assert_eq!(flights.free(), if special { 2 } else { 3 });
+            let mut count = 0;
+            for now in 20..200 {
+                let flight = Flight {
+                    member: 3,
+                    ..Flight::default()
+                };
+                let next = flights.take_off_special(flight, Ticks(now));
+                let next = next.expect("room");
+                assert_ne!(next, cid);
+                assert!(flights.land(next, Status::SUCCESS).is_some());
+                count += 1;
+            }
+            assert!(count > 32, "more often than an identifier comes again");
+            flights.end_abort(&late);
+            assert!(flights.own(3));
+            assert_eq!((flights.in_flight(), flights.free()), (0, 3));
+            // Sooner or later there is one with the same identifier, which is another command.
+            let again = loop {
+                let next = take_off(&mut flights, 1, special, Ticks(300));
+                if next == cid {
+                    break next;
+                }
+                assert!(flights.land(next, Status::SUCCESS).is_some());
+            };
+            assert!(!flights.has(&late));
+            assert!(!flights.begin_abort(&late));
+            assert!(flights.land(again, Status::SUCCESS).is_some());
+        }
+    }
+
+    #[test]
+    fn a_reset_ends_all_aborts() {
+        for special in [false, true] {
+            let mut flights = Flights::new(2);
+            let cids = [1, 2].map(|slot| take_off(&mut flights, slot, special, Ticks(10)));
+            for late in flights.overdue(Ticks(99), 5) {
+                assert!(flights.begin_abort(&late));
+            }
+            for cid in cids {
+                assert!(flights.land(cid, Status::COMMAND_INTERRUPTED).is_some());
+            }
+            assert_eq!(flights.own(3), special);
+            flights.end_aborts();
+            assert!(flights.own(3));
+            assert_eq!((flights.in_flight(), flights.free()), (0, 2));
         }
     }
 }

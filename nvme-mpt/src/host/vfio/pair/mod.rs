@@ -26,6 +26,7 @@ use std::io;
 use std::sync::{Arc, Mutex};
 
 pub use doorbell::{BufferedDoorbell, DriveDoorbell};
+pub use flight::LateCommand;
 pub use governor::Governor;
 pub use queue::VfioQueue;
 pub use rings::{ENTRIES_MAX, PairDoorbells};
@@ -35,7 +36,6 @@ use self::core::Core;
 use crate::address::Iova;
 use crate::clock::Ticks;
 use crate::iova::IovaSpace;
-use crate::spec::ids::CommandId;
 use crate::spec::status::Status;
 use rings::Rings;
 
@@ -124,17 +124,28 @@ impl Pair {
         self.shared.lock().stats()
     }
 
-    /// Identifiers of the commands that the drive has had for more than `deadline` ticks, each
-    /// reported once: what Abort needs.
+    /// The commands that the drive has had for more than `deadline` ticks, each reported once.
     #[must_use]
-    pub fn overdue(&self, now: Ticks, deadline: u64) -> Vec<CommandId> {
+    pub fn overdue(&self, now: Ticks, deadline: u64) -> Vec<LateCommand> {
         self.shared.lock().overdue(now, deadline)
     }
 
+    /// Whether the drive has a command still.
+    #[must_use]
+    pub fn has(&self, late: &LateCommand) -> bool {
+        self.shared.lock().has(late)
+    }
+
     /// Notes that the drive is asked to abort a command: if it does, the guest is told Command
-    /// Interrupted, so that its driver tries again. Returns whether the drive has the command.
-    pub fn mark_aborted(&self, cid: CommandId) -> bool {
-        self.shared.lock().mark_aborted(cid)
+    /// Interrupted, so that its driver tries again. No other command gets the identifier until
+    /// [`Self::end_abort`] or [`Self::restart`]. Returns whether the drive has the command.
+    pub fn begin_abort(&self, late: &LateCommand) -> bool {
+        self.shared.lock().begin_abort(late)
+    }
+
+    /// The drive has answered the Abort of a command, or was not asked after all.
+    pub fn end_abort(&self, late: &LateCommand) {
+        self.shared.lock().end_abort(late);
     }
 
     /// Writes no entries and doorbells any more, and reads no completions: from now on submissions

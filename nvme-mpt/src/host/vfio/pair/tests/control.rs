@@ -70,11 +70,11 @@ fn an_abort_of_ours_is_to_be_retried_and_one_that_came_too_late_is_nothing() {
     let overdue = pair.overdue(late, 10);
     assert_eq!(overdue.len(), 2);
     assert!(pair.overdue(late, 10).is_empty());
-    assert!(overdue.iter().all(|cid| pair.mark_aborted(*cid)));
+    assert!(overdue.iter().all(|late| pair.begin_abort(late)));
     drive.complete(0, Status::SUCCESS);
     drive.complete(0, Status::ABORT_REQUESTED);
     let done = reap(&mut queue);
     assert_eq!(done[0].status, Status::SUCCESS);
     assert_eq!(done[1].status, Status::COMMAND_INTERRUPTED);
-    assert!(!pair.mark_aborted(overdue[0]));
+    assert!(!pair.begin_abort(&overdue[0]));
 }

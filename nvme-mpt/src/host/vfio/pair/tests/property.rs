@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use proptest::prelude::*;
 
-use super::super::{Pair, VfioQueue};
+use super::super::{LateCommand, Pair, VfioQueue};
 use super::drive::FakeDrive;
 use super::{Lender, command, submit_at};
 use crate::clock::Ticks;
@@ -90,6 +90,10 @@ struct World {
     next: u64,
     now: u64,
     killed: bool,
+    /// Commands that were reported as overdue.
+    late: Vec<LateCommand>,
+    /// Those of them whose Abort is not answered.
+    aborts: Vec<LateCommand>,
 }
 
 impl World {
@@ -112,6 +116,8 @@ impl World {
             next: 0,
             now: 1,
             killed: false,
+            late: Vec::new(),
+            aborts: Vec::new(),
         }
     }
 
@@ -261,9 +267,18 @@ impl World {
             Op::Abort(index) if !self.drive.commands.is_empty() => {
                 let index = index.index(self.drive.commands.len());
                 let sqe = self.drive.commands[index];
-                assert!(self.pair.mark_aborted(sqe.cid()));
+                self.late.extend(self.pair.overdue(Ticks(u64::MAX), 0));
+                let is_it = |late: &&LateCommand| late.cid() == sqe.cid() && self.pair.has(late);
+                let late = *self.late.iter().find(is_it).expect("the drive has it");
+                assert!(self.pair.begin_abort(&late));
                 self.drive_has(&sqe, Status::COMMAND_INTERRUPTED);
                 self.drive.complete(index, Status::ABORT_REQUESTED);
+                // Sooner or later than the command's completion is found.
+                self.aborts.push(late);
+                if self.aborts.len() > 2 {
+                    let answered = self.aborts.remove(0);
+                    self.pair.end_abort(&answered);
+                }
             }
             Op::Stop => self.pair.stop(),
             Op::Reset => self.reset(),

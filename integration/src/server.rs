@@ -81,7 +81,7 @@ pub fn build() -> Result<PathBuf, ProcessError> {
                 "build",
                 "--release",
                 "--package",
-                "hypervisor-glue",
+                "nvme-mpt-cli",
                 "--bin",
                 "nvme-mpt",
             ])

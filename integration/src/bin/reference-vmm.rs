@@ -7,7 +7,7 @@ use integration::vmm::Ended;
 use integration::vmm::options::{self, Options};
 
 fn main() -> ExitCode {
-    hypervisor_glue::logging::start();
+    nvme_mpt_cli::logging::start();
     match options::run(Options::parse()) {
         Ok(Ended::PoweredOff | Ended::Suspended) => ExitCode::SUCCESS,
         // There is nobody who would start it again.

@@ -157,7 +157,7 @@ pub fn build() -> Result<Vec<PathBuf>, LabError> {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.args(["build", "--release"]).args([
         "--package",
-        "hypervisor-glue",
+        "nvme-mpt-cli",
         "--package",
         "integration",
     ]);

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use hypervisor_glue::vmm::DoorbellFigures;
 use kvm_ioctls::VmFd;
+use nvme_mpt_vmm::DoorbellFigures;
 use vm_device::MutDeviceMmio;
 use vm_device::bus::{MmioAddress, MmioAddressOffset};
 

@@ -7,12 +7,12 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
-use hypervisor_glue::open::{self, Ledgers};
-use hypervisor_glue::options::FunctionOptions;
-use hypervisor_glue::vmm::kvm::KvmVmm;
-use hypervisor_glue::vmm::{self, FunctionDevice, Vmm};
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use nvme_mpt::Pollers;
+use nvme_mpt_vmm::kvm::KvmVmm;
+use nvme_mpt_vmm::open::{self, Ledgers};
+use nvme_mpt_vmm::options::FunctionOptions;
+use nvme_mpt_vmm::{self, FunctionDevice, Vmm};
 use vm_device::bus;
 use vmm_device::{MsixMasking, NvmeFunction};
 use vmm_sys_util::eventfd::EventFd;
@@ -137,7 +137,7 @@ impl Machine {
             .map_err(place_device)?;
 
         let functions = Functions {
-            pollers: vmm::pollers(vmm.clone()),
+            pollers: nvme_mpt_vmm::pollers(vmm.clone()),
             vmm,
             memory,
             root,

@@ -5,10 +5,10 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use hypervisor_glue::vmm::Vmm;
 use nvme_mpt::Gpa;
 use nvme_mpt::dma::MemoryRegion;
 use nvme_mpt::memory::{Access, Mapping, memfd};
+use nvme_mpt_vmm::Vmm;
 use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap};
 
 use super::MachineError;

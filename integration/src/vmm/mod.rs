@@ -10,7 +10,7 @@
 //! - `control`, `snapshot`: functions that come and go, and a machine that goes on in another process;
 //! - `counters`: what KVM has counted meanwhile.
 //!
-//! [`FunctionDevice`]: hypervisor_glue::vmm::FunctionDevice
+//! [`FunctionDevice`]: nvme_mpt_vmm::FunctionDevice
 
 mod acpi;
 mod boot;
@@ -29,9 +29,9 @@ mod vcpu;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use hypervisor_glue::open::OpenError;
-use hypervisor_glue::options::OptionError;
-use hypervisor_glue::vmm::{DeviceError, VmmError};
+use nvme_mpt_vmm::open::OpenError;
+use nvme_mpt_vmm::options::OptionError;
+use nvme_mpt_vmm::{DeviceError, VmmError};
 use thiserror::Error;
 
 pub use machine::{Ended, Machine, MachineConfig};

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Parser;
-use hypervisor_glue::options::FunctionOptions;
+use nvme_mpt_vmm::options::FunctionOptions;
 
 use super::{Ended, Machine, MachineConfig, MachineError};
 

@@ -3,7 +3,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use hypervisor_glue::vmm::FunctionDevice;
+use nvme_mpt_vmm::FunctionDevice;
 use vm_device::DeviceMmio;
 use vm_device::bus::{MmioAddress, MmioAddressOffset};
 use vmm_device::{Bar, BarMove};

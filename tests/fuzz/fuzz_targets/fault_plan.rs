@@ -7,10 +7,10 @@
 
 use std::sync::Arc;
 
-use hypervisor_glue::report;
 use libfuzzer_sys::fuzz_target;
 use nvme_mpt::host::software::faults::{FaultPlan, MAX_FAULTS};
 use nvme_mpt::{Drive, DriveError, DriveOptions};
+use nvme_mpt_vmm::report;
 
 fuzz_target!(|text: &str| {
     let plan = match FaultPlan::parse("fuzz", text) {

@@ -7,11 +7,11 @@
 
 use std::os::unix::ffi::OsStrExt;
 
-use hypervisor_glue::options::{FunctionOptions, OptionError, ServedFunction};
-use hypervisor_glue::report;
 use libfuzzer_sys::fuzz_target;
 use nvme_mpt::attachment::MAX_QUEUE_PAIRS;
 use nvme_mpt::lease::{ByteRange, Bytes};
+use nvme_mpt_vmm::options::{FunctionOptions, OptionError, ServedFunction};
+use nvme_mpt_vmm::report;
 
 fn check_error(error: &OptionError) {
     assert!(!report::chain(error).is_empty());

@@ -21,11 +21,11 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, LazyLock};
 
-use hypervisor_glue::vfio_user::{
+use libfuzzer_sys::fuzz_target;
+use vfio_user_server::{
     Device, DmaRegion, IrqCommand, IrqData, IrqIndex, IrqInfo, MappableArea, Progress, Region,
     RegionIndex, Session,
 };
-use libfuzzer_sys::fuzz_target;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 const HEADER: usize = 16;

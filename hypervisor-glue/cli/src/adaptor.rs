@@ -1,0 +1,533 @@
+//! An NVMe function as the vfio-user server wants a PCI function to be.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use nvme_mpt::dma::{DmaError, MAX_REGIONS, MemoryRegion};
+use nvme_mpt::{Gpa, InterruptVector};
+use vmm_device::{Bar, CONFIG_SPACE_SIZE, NvmeFunction};
+
+use crate::irq_fd;
+use nvme_mpt_vmm::report;
+use vfio_user_server::{
+    Device, DmaMemory, DmaRegion, IrqAction, IrqCommand, IrqData, IrqIndex, IrqInfo, MappableArea,
+    Region, RegionIndex,
+};
+
+/// An NVMe function behind a vfio-user server.
+#[derive(Debug)]
+pub struct NvmeDevice {
+    function: NvmeFunction,
+    registers: Region,
+}
+
+impl NvmeDevice {
+    /// Offers `function`, which was made for a client that emulates the MSI-X table.
+    ///
+    /// # Errors
+    /// What the kernel reports when there are no file descriptors left.
+    pub fn new(function: NvmeFunction) -> io::Result<Self> {
+        let mappable = match function.doorbell_region() {
+            None => None,
+            Some(doorbells) => Some(MappableArea {
+                offset: doorbells.offset,
+                size: doorbells.length,
+                memory: Arc::new(doorbells.fd.try_clone_to_owned()?),
+                base: 0,
+            }),
+        };
+        let registers = Region {
+            size: function.bar_size(Bar::Registers),
+            readable: true,
+            writable: true,
+            mappable,
+        };
+        Ok(Self {
+            function,
+            registers,
+        })
+    }
+
+    /// The function.
+    #[must_use]
+    pub fn function(&self) -> &NvmeFunction {
+        &self.function
+    }
+
+    /// The function.
+    pub fn function_mut(&mut self) -> &mut NvmeFunction {
+        &mut self.function
+    }
+
+    /// Whoever attaches next finds the function as after power-on, and nothing of the guest's
+    /// before.
+    fn forget_client(&mut self) {
+        for vector in self.function.vectors() {
+            vector.set_eventfd(None);
+            vector.set_masked(false);
+        }
+        self.reset();
+        for vector in self.function.vectors() {
+            vector.clear_pending();
+        }
+    }
+}
+
+impl Device for NvmeDevice {
+    fn region(&self, index: RegionIndex) -> Region {
+        match index {
+            RegionIndex::Bar0 => self.registers.clone(),
+            RegionIndex::Bar4 => Region {
+                size: self.function.bar_size(Bar::Msix),
+                readable: true,
+                writable: true,
+                mappable: None,
+            },
+            RegionIndex::Config => Region {
+                size: CONFIG_SPACE_SIZE,
+                readable: true,
+                writable: true,
+                mappable: None,
+            },
+            _ => Region::default(),
+        }
+    }
+
+    fn read(&mut self, region: RegionIndex, offset: u64, data: &mut [u8]) {
+        match region {
+            RegionIndex::Bar0 => self.function.read_bar(Bar::Registers, offset, data),
+            RegionIndex::Bar4 => self.function.read_bar(Bar::Msix, offset, data),
+            RegionIndex::Config => self.function.read_config(offset, data),
+            // All ones are there already.
+            _ => {}
+        }
+    }
+
+    fn write(&mut self, region: RegionIndex, offset: u64, data: &[u8]) {
+        match region {
+            RegionIndex::Bar0 => self.function.write_bar(Bar::Registers, offset, data),
+            RegionIndex::Bar4 => self.function.write_bar(Bar::Msix, offset, data),
+            // The client sees the same write and follows the BARs by itself.
+            RegionIndex::Config => drop(self.function.write_config(offset, data)),
+            _ => {}
+        }
+    }
+
+    fn max_dma_maps(&self) -> u32 {
+        // Some thousands.
+        MAX_REGIONS as u32
+    }
+
+    fn dma_map(&mut self, region: DmaRegion) -> io::Result<()> {
+        let DmaRegion {
+            iova,
+            size,
+            readable,
+            writable,
+            memory,
+        } = region;
+        // What the client cannot share cannot be reached: a command that points there fails as one
+        // that points nowhere.
+        let Some(DmaMemory { fd, offset }) = memory else {
+            return Ok(());
+        };
+        self.function
+            .memory()
+            .map(MemoryRegion {
+                gpa: Gpa(iova),
+                len: size,
+                fd,
+                offset,
+                readable,
+                writable,
+            })
+            .map_err(refused)
+    }
+
+    fn dma_unmap(&mut self, range: Option<(u64, u64)>) -> io::Result<u64> {
+        let memory = self.function.memory();
+        match range {
+            Some((iova, size)) => memory.unmap(Gpa(iova), size),
+            None => memory.unmap_all(),
+        }
+        .map_err(refused)
+    }
+
+    fn irq(&self, index: IrqIndex) -> IrqInfo {
+        match index {
+            IrqIndex::Msix => IrqInfo {
+                // At most 128.
+                count: self.function.vectors().len() as u32,
+                maskable: true,
+                automasked: false,
+                noresize: false,
+            },
+            _ => IrqInfo::default(),
+        }
+    }
+
+    fn set_irqs(&mut self, command: IrqCommand) -> io::Result<()> {
+        let IrqCommand {
+            index,
+            start,
+            count,
+            action,
+            data,
+        } = command;
+        if index != IrqIndex::Msix {
+            // There are none of the others: clients disconnect them all the same.
+            return Ok(());
+        }
+        let vectors = self.function.vectors();
+        let start = start as usize;
+        let chosen = vectors
+            .get(start..)
+            .and_then(|vectors| vectors.get(..count as usize))
+            .ok_or_else(invalid)?;
+        match (action, data) {
+            (IrqAction::Trigger, IrqData::None) if count == 0 => connect(vectors, Vec::new()),
+            (IrqAction::Trigger, IrqData::Connect(fds)) => connect(chosen, fds),
+            (IrqAction::Trigger, IrqData::Disconnect) => connect(chosen, Vec::new()),
+            (_, IrqData::None) => {
+                chosen.iter().for_each(|vector| act(vector, action));
+                Ok(())
+            }
+            (_, IrqData::Bools(wanted)) => {
+                let wanted = chosen.iter().zip(wanted).filter(|(_, wanted)| *wanted);
+                wanted.for_each(|(vector, _)| act(vector, action));
+                Ok(())
+            }
+            // To be told when the guest masks a vector is for interrupts that mask themselves.
+            (IrqAction::Mask | IrqAction::Unmask, IrqData::Connect(_) | IrqData::Disconnect) => {
+                Err(invalid())
+            }
+        }
+    }
+
+    fn reset(&mut self) {
+        // The client resets its own view of the BARs.
+        drop(self.function.reset());
+    }
+
+    fn connected(&mut self) {
+        self.function.attachment().begin_anew();
+    }
+
+    fn disconnected(&mut self) {
+        // First, so that no queue finds its memory gone, and nothing is in flight below.
+        self.forget_client();
+        if let Err(error) = self.function.memory().unmap_all() {
+            log::error!("Memory of a client that is gone stays mapped: {error}");
+        }
+    }
+}
+
+/// Connects the vectors with the eventfds in order, and disconnects those that get none.
+fn connect(vectors: &[Arc<InterruptVector>], fds: Vec<OwnedFd>) -> io::Result<()> {
+    // All or none.
+    let eventfds = fds
+        .into_iter()
+        .map(irq_fd::take)
+        .collect::<io::Result<Vec<_>>>()?;
+    let mut eventfds = eventfds.into_iter();
+    for vector in vectors {
+        vector.set_eventfd(eventfds.next());
+    }
+    Ok(())
+}
+
+fn act(vector: &InterruptVector, action: IrqAction) {
+    match action {
+        IrqAction::Mask => vector.set_masked(true),
+        IrqAction::Unmask => vector.set_masked(false),
+        IrqAction::Trigger => vector.signal(),
+    }
+}
+
+/// What a client is told, as an errno, and a person, in the log.
+fn refused(error: DmaError) -> io::Error {
+    log::warn!(
+        "A request of the client about its memory is refused: {}",
+        report::chain(&error)
+    );
+    let errno = match error {
+        DmaError::InvalidRegion { .. } | DmaError::PartialUnmap { .. } | DmaError::NotLogged => {
+            libc::EINVAL
+        }
+        DmaError::Overlap { .. } => libc::EEXIST,
+        DmaError::TooManyRegions
+        | DmaError::TooManyFiles
+        | DmaError::TooManyMappings { .. }
+        | DmaError::FilesTooLarge { .. }
+        | DmaError::NoIova { .. } => libc::ENOSPC,
+        DmaError::NotMapped { .. } => libc::ENOENT,
+        DmaError::MayWait { .. } => libc::EPERM,
+        DmaError::Busy { .. } => libc::EBUSY,
+        DmaError::Map { source, .. } | DmaError::Iommu { source, .. } => return source,
+    };
+    io::Error::from_raw_os_error(errno)
+}
+
+fn invalid() -> io::Error {
+    io::Error::from_raw_os_error(libc::EINVAL)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::unix::fs::FileExt;
+
+    use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
+    use nvme_mpt::spec::ids::QueueId;
+    use nvme_mpt::spec::registers::Doorbell;
+    use nvme_mpt::{
+        Attachment, AttachmentConfig, DoorbellMode, Drive, DriveOptions, PollPolicy, Pollers,
+    };
+    use vmm_device::MsixMasking;
+    use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+    use super::*;
+
+    const QUEUE_PAIRS: u16 = 4;
+    /// Controller Configuration (Base 2.0, section 3.1.3.5), with entry sizes as they must be.
+    const CC: (u64, u32) = (0x14, 0x0046_0000);
+
+    fn device(doorbells: DoorbellMode) -> NvmeDevice {
+        let path = "memory:1M".parse().unwrap();
+        let drive = Drive::open(&path, DriveOptions::default()).unwrap();
+        let lease = Ledger::in_process()
+            .acquire(&LeaseRequest {
+                id: "test",
+                drive: drive.identity(),
+                nsid: drive.namespace().nsid,
+                range: ByteRange::new(0, 1 << 20).unwrap(),
+                lba_shift: drive.lba_shift(),
+                blocks: drive.blocks(),
+                former_data: nvme_mpt::lease::FormerData::Kept,
+            })
+            .unwrap();
+        let attachment = Attachment::new(AttachmentConfig {
+            drive,
+            lease,
+            queue_pairs: QUEUE_PAIRS,
+            doorbells,
+            poll: PollPolicy::default(),
+            pollers: Pollers::new(),
+            memory: nvme_mpt::MemoryKinds::default(),
+            serial: None,
+        })
+        .unwrap();
+        NvmeDevice::new(NvmeFunction::new(attachment, MsixMasking::Client)).unwrap()
+    }
+
+    fn memory(size: u64) -> OwnedFd {
+        let file = tempfile::tempfile_in("/dev/shm").unwrap();
+        file.set_len(size).unwrap();
+        file.into()
+    }
+
+    fn region(iova: u64, size: u64) -> DmaRegion {
+        DmaRegion {
+            iova,
+            size,
+            readable: true,
+            writable: true,
+            memory: Some(DmaMemory {
+                fd: memory(size),
+                offset: 0,
+            }),
+        }
+    }
+
+    fn msix(start: u32, count: u32, action: IrqAction, data: IrqData) -> IrqCommand {
+        IrqCommand {
+            index: IrqIndex::Msix,
+            start,
+            count,
+            action,
+            data,
+        }
+    }
+
+    fn errno<T: std::fmt::Debug>(result: io::Result<T>) -> Option<i32> {
+        result.unwrap_err().raw_os_error()
+    }
+
+    #[test]
+    fn it_is_a_pci_function_with_two_bars() {
+        let mut device = device(DoorbellMode::Shadow);
+        for index in RegionIndex::ALL {
+            let region = device.region(index);
+            match index {
+                RegionIndex::Bar0 => assert!(region.size >= 0x4000),
+                RegionIndex::Bar4 => assert!(region.size >= 0x1000),
+                RegionIndex::Config => assert_eq!(region.size, 0x1000),
+                _ => assert_eq!(region.size, 0),
+            }
+            assert!(region.mappable.is_none());
+            assert_eq!(region.readable, region.size != 0);
+        }
+        for index in IrqIndex::ALL {
+            let vectors = u32::from(QUEUE_PAIRS) + 1;
+            let count = if index == IrqIndex::Msix { vectors } else { 0 };
+            assert_eq!(device.irq(index).count, count);
+        }
+        let mut data = [0xFF; 4];
+        device.read(RegionIndex::Rom, 0, &mut data);
+        assert_eq!(data, [0xFF; 4]);
+        device.write(RegionIndex::Rom, 0, &data);
+    }
+
+    #[test]
+    fn a_mapped_doorbell_is_where_the_client_maps_it() {
+        let device = device(DoorbellMode::Mapped);
+        let area = device.region(RegionIndex::Bar0).mappable.unwrap();
+        assert_eq!(area.offset, 0x1000);
+        let doorbells = device.function().attachment().doorbells();
+        let doorbell = Doorbell::SqTail(QueueId(3));
+        let client = File::from(area.memory.try_clone().unwrap());
+        let place = area.base + doorbell.bar_offset(doorbells.dstrd());
+        assert!((area.offset..area.offset + area.size).contains(&(place - area.base)));
+        client.write_all_at(&7_u32.to_le_bytes(), place).unwrap();
+        assert_eq!(doorbells.load(doorbell), 7);
+    }
+
+    #[test]
+    fn memory_comes_and_goes() {
+        let mut device = device(DoorbellMode::Shadow);
+        device.dma_map(region(0x10_0000, 0x10_0000)).unwrap();
+        let overlap = device.dma_map(region(0x18_0000, 0x10_0000));
+        assert_eq!(errno(overlap), Some(libc::EEXIST));
+        let cut = device.dma_unmap(Some((0x10_0000, 0x1000)));
+        assert_eq!(errno(cut), Some(libc::EINVAL));
+
+        // A device's BAR, say: nothing to map, and no reason to fail.
+        let unshared = DmaRegion {
+            memory: None,
+            ..region(0x80_0000, 0x1000)
+        };
+        device.dma_map(unshared).unwrap();
+        assert_eq!(device.dma_unmap(Some((0x80_0000, 0x1000))).unwrap(), 0);
+
+        let unmapped = device.dma_unmap(Some((0, 0x1000_0000)));
+        assert_eq!(unmapped.unwrap(), 0x10_0000);
+        device.dma_map(region(0x10_0000, 0x2000)).unwrap();
+        device.dma_map(region(0x20_0000, 0x3000)).unwrap();
+        assert_eq!(device.dma_unmap(None).unwrap(), 0x5000);
+    }
+
+    #[test]
+    fn memory_whose_faults_may_wait_is_refused() {
+        let mut device = device(DoorbellMode::Shadow);
+        // Beside the program: /tmp may be memory.
+        let program = std::env::current_exe().unwrap();
+        let file = tempfile::tempfile_in(program.parent().unwrap()).unwrap();
+        file.set_len(0x10_0000).unwrap();
+        let mut on_disk = region(0x10_0000, 0x10_0000);
+        on_disk.memory = Some(DmaMemory {
+            fd: file.into(),
+            offset: 0,
+        });
+        assert_eq!(errno(device.dma_map(on_disk)), Some(libc::EPERM));
+        device.dma_map(region(0x10_0000, 0x10_0000)).unwrap();
+    }
+
+    #[test]
+    fn vectors_follow_the_client() {
+        let mut device = device(DoorbellMode::Shadow);
+        let eventfds: Vec<_> = (0..2)
+            .map(|_| EventFd::new(EFD_NONBLOCK).unwrap())
+            .collect();
+        let sent = || IrqData::Connect(eventfds.iter().map(irq_fd::sent).collect());
+        let signalled = || -> Vec<_> { eventfds.iter().map(|fd| fd.read().is_ok()).collect() };
+        let mut set =
+            |start, count, action, data| device.set_irqs(msix(start, count, action, data));
+
+        set(1, 2, IrqAction::Trigger, sent()).unwrap();
+        set(1, 2, IrqAction::Trigger, IrqData::None).unwrap();
+        assert_eq!(signalled(), [true, true]);
+        set(1, 2, IrqAction::Trigger, IrqData::Bools(vec![false, true])).unwrap();
+        assert_eq!(signalled(), [false, true]);
+        set(0, 2, IrqAction::Mask, IrqData::Bools(vec![true, true])).unwrap();
+        set(1, 1, IrqAction::Trigger, IrqData::None).unwrap();
+        assert_eq!(signalled(), [false, false]);
+        set(1, 1, IrqAction::Unmask, IrqData::None).unwrap();
+        assert_eq!(signalled(), [true, false]);
+
+        // One that is no eventfd, and none of them is taken.
+        let mut fds: Vec<_> = eventfds.iter().map(irq_fd::sent).collect();
+        fds[1] = memory(8);
+        let refused = set(3, 2, IrqAction::Trigger, IrqData::Connect(fds));
+        assert_eq!(errno(refused), Some(libc::EINVAL));
+        set(3, 1, IrqAction::Trigger, IrqData::None).unwrap();
+        assert_eq!(signalled(), [false, false]);
+
+        set(1, 1, IrqAction::Trigger, IrqData::Disconnect).unwrap();
+        set(1, 2, IrqAction::Trigger, IrqData::None).unwrap();
+        assert_eq!(signalled(), [false, true]);
+        set(0, 0, IrqAction::Trigger, IrqData::None).unwrap();
+        set(2, 1, IrqAction::Trigger, IrqData::None).unwrap();
+        assert_eq!(signalled(), [false, false]);
+    }
+
+    #[test]
+    fn interrupts_that_there_are_not_are_refused_or_disconnected_in_vain() {
+        let mut device = device(DoorbellMode::Shadow);
+        for (start, count) in [(5, 1), (0, 6), (u32::MAX, u32::MAX), (6, 0)] {
+            let refused = device.set_irqs(msix(start, count, IrqAction::Mask, IrqData::None));
+            assert_eq!(errno(refused), Some(libc::EINVAL), "{start}+{count}");
+        }
+        let eventfd = EventFd::new(EFD_NONBLOCK).unwrap();
+        let wanted = IrqData::Connect(vec![irq_fd::sent(&eventfd)]);
+        let refused = device.set_irqs(msix(0, 1, IrqAction::Mask, wanted));
+        assert_eq!(errno(refused), Some(libc::EINVAL));
+        let intx = IrqCommand {
+            index: IrqIndex::Intx,
+            ..msix(0, 0, IrqAction::Trigger, IrqData::None)
+        };
+        device.set_irqs(intx).unwrap();
+    }
+
+    #[test]
+    fn nothing_of_a_client_is_left_when_it_goes() {
+        let mut device = device(DoorbellMode::Shadow);
+        device.dma_map(region(0x10_0000, 0x10_0000)).unwrap();
+        device.write(RegionIndex::Bar0, CC.0, &CC.1.to_le_bytes());
+        device.write(RegionIndex::Config, 0x04, &[0x06, 0x00]);
+        let eventfd = EventFd::new(EFD_NONBLOCK).unwrap();
+        let connect = IrqData::Connect(vec![irq_fd::sent(&eventfd)]);
+        device
+            .set_irqs(msix(0, 1, IrqAction::Trigger, connect))
+            .unwrap();
+        device
+            .set_irqs(msix(1, 1, IrqAction::Mask, IrqData::None))
+            .unwrap();
+        device
+            .set_irqs(msix(1, 1, IrqAction::Trigger, IrqData::None))
+            .unwrap();
+
+        device.disconnected();
+
+        assert_eq!(device.dma_unmap(None).unwrap(), 0);
+        let mut data = [0; 4];
+        device.read(RegionIndex::Bar0, CC.0, &mut data);
+        assert_eq!(data, [0; 4]);
+        device.read(RegionIndex::Config, 0x04, &mut data[..2]);
+        assert_eq!(data[..2], [0, 0]);
+        device
+            .set_irqs(msix(0, 1, IrqAction::Trigger, IrqData::None))
+            .unwrap();
+        assert!(eventfd.read().is_err());
+        // The next client gets what is signalled from now on, masked by itself alone.
+        let connect = IrqData::Connect(vec![irq_fd::sent(&eventfd)]);
+        device
+            .set_irqs(msix(1, 1, IrqAction::Trigger, connect))
+            .unwrap();
+        assert!(eventfd.read().is_err(), "of the client before");
+        device
+            .set_irqs(msix(1, 1, IrqAction::Trigger, IrqData::None))
+            .unwrap();
+        assert_eq!(eventfd.read().unwrap(), 1);
+    }
+}

@@ -1,0 +1,538 @@
+//! The `nvme-mpt` command.
+
+use std::error::Error;
+use std::fs;
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use clap::{Args, Parser, Subcommand};
+
+use nvme_mpt::DrivePath;
+use nvme_mpt::host::software::faults::FaultPlan;
+use nvme_mpt::host::vfio::function::{HostRoot, PciAddress};
+use nvme_mpt::lease::{CONTROL_SOCKET, FormerData, LeaseEntry, LeaseState, Ledger};
+
+use crate::control::ControlError;
+use crate::faults::FaultRequest;
+use crate::serve::{ServeOptions, serve};
+use crate::{bind, control, drives, logging, profile};
+use nvme_mpt_vmm::options::{STATE_DIR, ServedFunction, parse_socket_path};
+use nvme_mpt_vmm::report;
+
+/// Lets many virtual machines share one NVMe drive.
+#[derive(Debug, Parser)]
+#[command(name = "nvme-mpt", version, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Serve(Serve),
+    Leases(Leases),
+    Stats(Stats),
+    Fault(Fault),
+    Profile(Profile),
+    Drives(Drives),
+    Bind(Bind),
+    Unbind(Unbind),
+}
+
+/// Offer NVMe functions to VMMs over vfio-user, until SIGTERM or SIGINT
+///
+/// Prints, for each function, the arguments with which Cloud Hypervisor and QEMU attach it, and then
+/// "ready".
+#[derive(Args, Debug)]
+struct Serve {
+    /// A function: socket=PATH,path=DRIVE[,range=START+LENGTH][,queues=N][,id=ID]
+    /// [,doorbells=auto|shadow|mapped|trap][,poll=POLICY][,memory=resident|any]
+    /// [,data=keep|wipe][,serial=SERIAL][,lba=512|4096][,profile=PROFILE][,faults=PLAN][,namespace=N][,timeout=SECONDS]
+    ///
+    /// Can be given many times.
+    ///
+    ///   socket     where the VMM connects
+    ///   path       the address of a PCI function, as in 0000:01:00.0, a file, a block device,
+    ///              memory:SIZE or null:SIZE; functions with the same path share the drive
+    ///   range      the part of the drive that the guest gets, in bytes, as in 64G+64G
+    ///              [default: all of it]
+    ///   queues     most I/O queue pairs that the guest gets, 1 to 64 [default: 16]
+    ///   id         name of the function and of its lease [default: made from drive and range]
+    ///   doorbells  auto, shadow, mapped or trap [default: auto]
+    ///   poll       shared or dedicated, then :adaptive or :busy, then @ and processor numbers joined
+    ///              by +, as in dedicated:busy@2+3 [default: shared]
+    ///   memory     files that the guest's memory may be in: resident (memfd, tmpfs, hugetlbfs), or any,
+    ///              whose page faults may wait, with poll=dedicated alone [default: resident]
+    ///   data       what becomes of data that another id left in the range: keep hands it over, wipe erases
+    ///              it first [default: such a range is refused]
+    ///   serial     serial number that the guest sees [default: made from drive and range]
+    ///   lba        bytes of a logical block of a software drive, 512 or 4096 [default: 512]
+    ///   profile    a drive that a software drive keeps time like: nvm, ssd, or a path with a slash
+    ///              to a file like those in resources/drives [default: as fast as it can be]
+    ///   faults     a file that says what goes wrong with a software drive, like
+    ///              resources/faults/example.toml, or none, to inject faults later with
+    ///              `nvme-mpt fault` [default: nothing ever does]
+    ///   namespace  which namespace of a physical drive [default: its first]
+    ///   timeout    seconds that a physical drive may take for a command before it is aborted, and
+    ///              the drive reset if that does not help [default: 10]
+    ///
+    /// A value with a comma stands in double quotes.
+    #[arg(
+        long = "function",
+        value_name = "OPTIONS",
+        required = true,
+        verbatim_doc_comment,
+        value_parser = |text: &str| text.parse::<ServedFunction>().map_err(|error| told(&error))
+    )]
+    functions: Vec<ServedFunction>,
+    /// Hand data that another id left in a range over to its new id, for functions without data=
+    #[arg(long, conflicts_with = "wipe")]
+    keep_data: bool,
+    /// Erase data that another id left in a range before its new id gets it, for functions without data=
+    ///
+    /// It takes its time, which the log tells of. A server that is ended meanwhile goes on with it when it
+    /// is started again.
+    #[arg(long)]
+    wipe: bool,
+    #[command(flatten)]
+    state: State,
+    #[command(flatten)]
+    control: Control,
+}
+
+/// Show who holds which range of which drive, or release what a dead holder left
+#[derive(Args, Debug)]
+struct Leases {
+    #[command(subcommand)]
+    command: Option<LeasesCommand>,
+    #[command(flatten)]
+    state: State,
+}
+
+#[derive(Debug, Subcommand)]
+enum LeasesCommand {
+    /// Show all leases (what `leases` alone does)
+    List {
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Take a stale lease out of the ledger, so that its range can be leased again
+    Release {
+        /// The lease's id
+        id: String,
+        /// Release it although its holder lives. Whoever leases the range next shares it with a
+        /// process that may still write
+        #[arg(long)]
+        force: bool,
+    },
+}
+
+/// Show what the functions, queues and pollers of a running server did so far
+#[derive(Args, Debug)]
+struct Stats {
+    #[command(flatten)]
+    state: State,
+    #[command(flatten)]
+    control: Control,
+    /// As JSON, one line
+    #[arg(long)]
+    json: bool,
+    /// Again and again, so many seconds apart; the table then counts from one time to the next
+    #[arg(long, value_name = "SECONDS", value_parser = parse_interval)]
+    watch: Option<Duration>,
+}
+
+/// Let something go wrong with a software drive of a running server
+///
+/// The drive must have been served with faults=none, or with faults of its own.
+#[derive(Args, Debug)]
+struct Fault {
+    #[command(subcommand)]
+    command: Option<FaultCommand>,
+    #[command(flatten)]
+    state: State,
+    #[command(flatten)]
+    control: Control,
+}
+
+#[derive(Debug, Subcommand)]
+enum FaultCommand {
+    /// Show the faults of all drives, and how many commands each struck (what `fault` alone does)
+    List {
+        /// As JSON, one line
+        #[arg(long)]
+        json: bool,
+    },
+    /// Add the faults of a file to those of a drive
+    Inject {
+        /// The drive, as in path=
+        drive: DrivePath,
+        /// The file, like resources/faults/example.toml
+        plan: String,
+    },
+    /// Take the faults of a drive away. What they did stays: a drive that was removed is gone
+    Clear {
+        /// The drive, as in path=
+        drive: DrivePath,
+    },
+}
+
+/// Make profiles of drives for profile=
+#[derive(Args, Debug)]
+struct Profile {
+    #[command(subcommand)]
+    command: ProfileCommand,
+}
+
+#[derive(Debug, Subcommand)]
+enum ProfileCommand {
+    /// Print a profile that does what fio measured on a real drive
+    ///
+    /// FILE is what fio wrote with --output-format=json --output=FILE; resources/drives/measure.fio has the
+    /// jobs that are needed.
+    Fit {
+        /// fio's report
+        file: PathBuf,
+    },
+}
+
+/// Show the NVMe functions of this host, and what stands in the way of serving each
+#[derive(Args, Debug)]
+struct Drives {
+    #[command(flatten)]
+    state: State,
+    #[command(flatten)]
+    control: Control,
+    /// As JSON, one line
+    #[arg(long)]
+    json: bool,
+}
+
+/// Take a drive from the host's own driver, so that it can be served
+///
+/// Refuses a drive that is mounted, swap space, part of another block device, or open. The modules
+/// vfio-pci and vfio_iommu_type1 must be loaded.
+#[derive(Args, Debug)]
+struct Bind {
+    /// The drive's PCI address, as in 0000:01:00.0, or its folder in /sys/bus/pci/devices
+    address: PciAddress,
+    /// Take it also if a process has it open, or if a driver has it of which nothing is known
+    #[arg(long)]
+    force: bool,
+}
+
+/// Give a drive back to the host's own driver
+///
+/// Refuses a drive that is served, or that a virtual machine has.
+#[derive(Args, Debug)]
+struct Unbind {
+    /// The drive's PCI address, as in 0000:01:00.0, or its folder in /sys/bus/pci/devices
+    address: PciAddress,
+}
+
+#[derive(Args, Debug)]
+struct State {
+    /// Folder with the ledger of leases, the same for all servers that share a drive
+    #[arg(long, value_name = "DIR", default_value = STATE_DIR, global = true)]
+    state_dir: PathBuf,
+}
+
+#[derive(Args, Debug)]
+struct Control {
+    /// Control socket of the server [default: control.sock in the state folder]
+    #[arg(long, value_name = "SOCKET", value_parser = parse_socket_path, global = true)]
+    control: Option<PathBuf>,
+}
+
+impl Control {
+    fn path(self, state: &State) -> PathBuf {
+        self.control
+            .unwrap_or_else(|| state.state_dir.join(CONTROL_SOCKET))
+    }
+}
+
+/// An error and its causes, as the command line's parser shows it.
+fn told(error: &dyn Error) -> String {
+    report::chain(error)
+}
+
+fn parse_interval(text: &str) -> Result<Duration, &'static str> {
+    text.parse()
+        .ok()
+        .filter(|seconds: &f64| *seconds >= 0.1)
+        .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
+        .ok_or("use a number of seconds, 0.1 or more")
+}
+
+/// Runs the command that the process was started as.
+#[must_use]
+pub fn run() -> ExitCode {
+    let Cli { command } = Cli::parse();
+    logging::start();
+    let result = match command {
+        Command::Serve(options) => run_serve(options),
+        Command::Leases(options) => run_leases(options),
+        Command::Stats(options) => run_stats(options),
+        Command::Fault(options) => run_fault(options),
+        Command::Profile(options) => run_profile(&options),
+        Command::Drives(options) => run_drives(options),
+        Command::Bind(options) => run_bind(&options),
+        Command::Unbind(options) => run_unbind(&options),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        // Whoever read the output has seen enough.
+        Err(error) if is_broken_pipe(&*error) => ExitCode::SUCCESS,
+        Err(error) => {
+            // Where standard error is closed, there is nobody to tell.
+            let _ = writeln!(io::stderr(), "nvme-mpt: {}", report::chain(&*error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn is_broken_pipe(error: &(dyn Error + 'static)) -> bool {
+    error
+        .downcast_ref::<io::Error>()
+        .is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
+}
+
+fn run_serve(options: Serve) -> Result<(), Box<dyn Error>> {
+    let control = options.control.path(&options.state);
+    let data = match (options.keep_data, options.wipe) {
+        (true, _) => FormerData::Kept,
+        (_, true) => FormerData::Wiped,
+        _ => FormerData::Refused,
+    };
+    let mut functions = options.functions;
+    for served in &mut functions {
+        if served.function.data == FormerData::Refused {
+            served.function.data = data;
+        }
+    }
+    let options = ServeOptions {
+        functions,
+        state_dir: options.state.state_dir,
+        control,
+    };
+    Ok(serve(&options, &mut io::stdout())?)
+}
+
+fn run_leases(options: Leases) -> Result<(), Box<dyn Error>> {
+    let state_dir = options.state.state_dir;
+    let ledger = Ledger::open(&state_dir);
+    let mut out = io::stdout().lock();
+    match options
+        .command
+        .unwrap_or(LeasesCommand::List { json: false })
+    {
+        LeasesCommand::List { json: true } => {
+            writeln!(out, "{}", serde_json::to_string(&ledger.list()?)?)?;
+        }
+        LeasesCommand::List { json: false } => {
+            let leases = ledger.list()?;
+            if leases.is_empty() {
+                writeln!(out, "No leases in {}", state_dir.display())?;
+            } else {
+                write_leases(&mut out, &leases)?;
+            }
+        }
+        LeasesCommand::Release { id, force } => {
+            let LeaseEntry { range, drive, .. } = ledger.release(&id, force)?;
+            writeln!(out, "Released {id}: range {range} of {drive}")?;
+        }
+    }
+    Ok(())
+}
+
+fn write_leases(out: &mut dyn Write, leases: &[LeaseEntry]) -> io::Result<()> {
+    let id_width = leases
+        .iter()
+        .map(|lease| lease.id.len())
+        .max()
+        .unwrap_or(0)
+        .max(2);
+    let range_width = leases
+        .iter()
+        .map(|lease| lease.range.to_string().len())
+        .max()
+        .unwrap_or(0)
+        .max(5);
+    writeln!(
+        out,
+        "{:id_width$}  {:range_width$}  {:6}  {:>10}  {:>9}  DRIVE",
+        "ID", "RANGE", "STATE", "PID", "NAMESPACE"
+    )?;
+    for LeaseEntry {
+        id,
+        drive,
+        nsid,
+        range,
+        pid,
+        state,
+    } in leases
+    {
+        writeln!(
+            out,
+            "{id:id_width$}  {range:range_width$}  {state:6}  {pid:>10}  {nsid:>9}  {drive}"
+        )?;
+    }
+    if leases.iter().any(|lease| lease.state == LeaseState::Ending) {
+        writeln!(
+            out,
+            "\nThe holder of an ending lease gave it up while commands of it were in flight. Nothing can have its \
+             range until the last of them has ended."
+        )?;
+    }
+    if leases.iter().any(|lease| lease.state == LeaseState::Stale) {
+        writeln!(
+            out,
+            "\nThe holder of a stale lease ended without releasing it. Started again with the same options, it \
+             takes the lease over; if it is not needed any more: nvme-mpt leases release ID"
+        )?;
+    }
+    Ok(())
+}
+
+fn run_stats(options: Stats) -> Result<(), Box<dyn Error>> {
+    let path = options.control.path(&options.state);
+    let mut out = io::stdout().lock();
+    let mut earlier = None;
+    let mut next = Instant::now();
+    loop {
+        let stats = control::query_stats(&path)?;
+        if options.json {
+            writeln!(out, "{}", serde_json::to_string(&stats)?)?;
+        } else {
+            match &earlier {
+                None => write!(out, "{stats}")?,
+                Some((then, earlier)) => write!(
+                    out,
+                    "\nIn the last {:.1} s:\n{}",
+                    Instant::now().duration_since(*then).as_secs_f64(),
+                    stats.since(earlier)
+                )?,
+            }
+        }
+        out.flush()?;
+        let Some(interval) = options.watch else {
+            return Ok(());
+        };
+        earlier = Some((Instant::now(), stats));
+        // From the plan, not from now, so that the samples stay that far apart.
+        next = (next + interval).max(Instant::now());
+        thread::sleep(next.saturating_duration_since(Instant::now()));
+    }
+}
+
+fn run_fault(options: Fault) -> Result<(), Box<dyn Error>> {
+    let path = options.control.path(&options.state);
+    let command = options
+        .command
+        .unwrap_or(FaultCommand::List { json: false });
+    let mut as_json = false;
+    let request = match command {
+        FaultCommand::List { json } => {
+            as_json = json;
+            FaultRequest::List {}
+        }
+        FaultCommand::Inject { drive, plan } => {
+            // What is wrong with the plan itself is told here, where its name is known.
+            let text = FaultPlan::read(&plan)?;
+            FaultPlan::parse(&plan, &text)?;
+            FaultRequest::Inject {
+                drive: canonical(drive).to_string(),
+                plan: text,
+            }
+        }
+        FaultCommand::Clear { drive } => FaultRequest::Clear {
+            drive: canonical(drive).to_string(),
+        },
+    };
+    let drives = control::query_faults(&path, request)?;
+    let mut out = io::stdout().lock();
+    if as_json {
+        writeln!(out, "{}", serde_json::to_string(&drives)?)?;
+    } else if drives.is_empty() {
+        writeln!(out, "No drive of the server was given faults=")?;
+    } else {
+        for drive in &drives {
+            write!(out, "{drive}")?;
+        }
+    }
+    Ok(())
+}
+
+fn run_profile(options: &Profile) -> Result<(), Box<dyn Error>> {
+    let ProfileCommand::Fit { file } = &options.command;
+    write!(io::stdout(), "{}", profile::fit(file)?)?;
+    Ok(())
+}
+
+/// The path as the server knows it, whose folder may be another one.
+fn canonical(path: DrivePath) -> DrivePath {
+    match path {
+        DrivePath::File(file) => DrivePath::File(fs::canonicalize(&file).unwrap_or(file)),
+        other => other,
+    }
+}
+
+fn run_drives(options: Drives) -> Result<(), Box<dyn Error>> {
+    let path = options.control.path(&options.state);
+    let served = match control::query_stats(&path) {
+        Ok(stats) => stats.drives,
+        // Without a server, the kernel alone tells.
+        Err(ControlError::NoServer { .. }) => Vec::new(),
+        Err(error) => return Err(error.into()),
+    };
+    let drives = drives::drives(&HostRoot::default(), &served)?;
+    let mut out = io::stdout().lock();
+    if options.json {
+        writeln!(out, "{}", serde_json::to_string(&drives)?)?;
+    } else if drives.is_empty() {
+        writeln!(out, "No NVMe functions on this host")?;
+    } else {
+        for (index, drive) in drives.iter().enumerate() {
+            let gap = if index == 0 { "" } else { "\n" };
+            write!(out, "{gap}{drive}")?;
+        }
+    }
+    Ok(())
+}
+
+fn run_bind(options: &Bind) -> Result<(), Box<dyn Error>> {
+    let bound = bind::bind(&HostRoot::default(), options.address, options.force)?;
+    writeln!(io::stdout(), "{bound}")?;
+    Ok(())
+}
+
+fn run_unbind(options: &Unbind) -> Result<(), Box<dyn Error>> {
+    let bound = bind::unbind(&HostRoot::default(), options.address)?;
+    writeln!(io::stdout(), "{bound}")?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn intervals_are_positive_seconds() {
+        assert_eq!(parse_interval("2"), Ok(Duration::from_secs(2)));
+        assert_eq!(parse_interval("0.1"), Ok(Duration::from_millis(100)));
+        for text in ["", "0", "-1", "NaN", "inf", "1e300", "1s"] {
+            assert!(parse_interval(text).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,470 @@
+//! The control socket: one line of JSON asks, one line of JSON answers, and the connection ends.
+//!
+//! It has a thread of its own, so that asking for figures disturbs no function, and serves one
+//! client at a time, each for two seconds at most: whoever may open the socket can delay others
+//! who may, and nothing else.
+
+use std::io::{self, Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::faults::{DriveFaults, FaultRequest};
+use crate::stats::ServerStats;
+use vfio_user_server::Listener;
+
+/// How long a client has for its request and for taking the answer.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Longest request in bytes: a fault plan, and what JSON writes for its line ends and quotes.
+const REQUEST_MAX: usize = 128 << 10;
+
+/// Longest answer that is taken, in bytes: thousands of queues.
+const ANSWER_MAX: usize = 16 << 20;
+
+/// The control socket cannot be offered, or a server does not answer on it.
+#[derive(Debug, Error)]
+pub enum ControlError {
+    /// The socket cannot be made.
+    #[error(
+        "Cannot offer the control socket; choose another path with --control if one server is to run beside another"
+    )]
+    Offer(#[source] vfio_user_server::Error),
+    /// The thread or what it waits with cannot be made.
+    #[error("Cannot start the control thread")]
+    Thread(#[source] io::Error),
+    /// Events cannot be waited for.
+    #[error("Cannot wait for control clients")]
+    Events(#[source] event_manager::Error),
+    /// Nobody listens.
+    #[error("No server answers on {}: start `nvme-mpt serve`, or give its control socket with --control", path.display())]
+    NoServer {
+        /// The socket.
+        path: PathBuf,
+        /// Why it cannot be connected to.
+        source: io::Error,
+    },
+    /// The server did not answer.
+    #[error("The server on {} does not answer", path.display())]
+    NoAnswer {
+        /// The socket.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The answer is none.
+    #[error("The server on {} answers what this version does not understand: use the version that runs it", path.display())]
+    BadAnswer {
+        /// The socket.
+        path: PathBuf,
+        /// What is wrong with the answer.
+        source: serde_json::Error,
+    },
+    /// The server refused.
+    #[error("The server on {} refused: {reason}", path.display())]
+    Refused {
+        /// The socket.
+        path: PathBuf,
+        /// Its words.
+        reason: String,
+    },
+}
+
+/// What a client can ask for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "command", rename_all = "snake_case", deny_unknown_fields)]
+enum Request {
+    /// The figures of the server.
+    Stats {},
+    /// Something about the faults of its drives.
+    Faults {
+        /// What.
+        request: FaultRequest,
+    },
+}
+
+/// What a server answers.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Answer {
+    /// To [`Request::Stats`].
+    Stats(ServerStats),
+    /// To [`Request::Faults`]: those of all drives that can have some.
+    Faults(Vec<DriveFaults>),
+    /// To what is no request, or cannot be done.
+    Error(String),
+}
+
+/// What a control socket gives access to.
+pub trait Service: Send + 'static {
+    /// The figures of the server.
+    fn stats(&self) -> ServerStats;
+
+    /// Does something about the faults of its drives, and tells those that there are.
+    ///
+    /// # Errors
+    /// Why it cannot be done, in words.
+    fn faults(&self, request: &FaultRequest) -> Result<Vec<DriveFaults>, String>;
+}
+
+/// A control socket that is served until this is dropped.
+#[derive(Debug)]
+pub struct ControlServer {
+    stop: EventFd,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl ControlServer {
+    /// Offers `service` on a socket at `path`.
+    ///
+    /// # Errors
+    /// The socket or the thread cannot be made.
+    pub fn start(path: &Path, service: impl Service) -> Result<Self, ControlError> {
+        let listener = Listener::bind(path).map_err(ControlError::Offer)?;
+        let stop =
+            EventFd::new(libc::EFD_CLOEXEC | libc::EFD_NONBLOCK).map_err(ControlError::Thread)?;
+        let clients = Clients {
+            listener,
+            stop: stop.try_clone().map_err(ControlError::Thread)?,
+            stopped: false,
+            service,
+        };
+        let mut events = EventManager::new().map_err(ControlError::Events)?;
+        let thread = thread::Builder::new()
+            .name("control".to_owned())
+            .spawn(move || {
+                let clients = events.add_subscriber(clients);
+                while events
+                    .subscriber_mut(clients)
+                    .is_ok_and(|clients| !clients.stopped)
+                {
+                    if let Err(error) = events.run() {
+                        log::error!("The control socket is closed: {error}");
+                        return;
+                    }
+                }
+            })
+            .map_err(ControlError::Thread)?;
+        Ok(Self {
+            stop,
+            thread: Some(thread),
+        })
+    }
+}
+
+impl Drop for ControlServer {
+    fn drop(&mut self) {
+        // The counter cannot be full: this is its one writer.
+        let _ = self.stop.write(1);
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            log::error!("The control thread ended by itself");
+        }
+    }
+}
+
+/// The listening side, in the control thread.
+struct Clients<S> {
+    listener: Listener,
+    stop: EventFd,
+    stopped: bool,
+    service: S,
+}
+
+impl<S: Service> MutEventSubscriber for Clients<S> {
+    fn init(&mut self, ops: &mut EventOps) {
+        for events in [
+            Events::new(&self.listener, EventSet::IN),
+            Events::new(&self.stop, EventSet::IN),
+        ] {
+            if let Err(error) = ops.add(events) {
+                log::error!("The control socket is closed: {error}");
+                self.stopped = true;
+            }
+        }
+    }
+
+    fn process(&mut self, events: Events, _: &mut EventOps) {
+        if events.fd() == self.stop.as_raw_fd() {
+            self.stopped = true;
+            return;
+        }
+        match self.listener.accept() {
+            Ok(Some(stream)) => {
+                if let Err(error) = self.answer(&stream) {
+                    log::info!("A control client was not answered: {error}");
+                }
+            }
+            Ok(None) => {}
+            Err(error) => log::warn!("Cannot accept a control client: {error}"),
+        }
+    }
+}
+
+impl<S: Service> Clients<S> {
+    fn answer(&self, stream: &UnixStream) -> io::Result<()> {
+        let line = Line::new(stream)?;
+        let answer = match serde_json::from_slice(&line.read(REQUEST_MAX)?) {
+            Ok(Request::Stats {}) => Answer::Stats(self.service.stats()),
+            Ok(Request::Faults { request }) => match self.service.faults(&request) {
+                Ok(faults) => Answer::Faults(faults),
+                Err(reason) => Answer::Error(reason),
+            },
+            Err(error) => Answer::Error(format!(
+                "not a request: {error}; write {{\"command\":\"stats\"}} and a new line"
+            )),
+        };
+        line.write(&serde_json::to_vec(&answer)?)
+    }
+}
+
+/// Asks the server on the control socket at `path` for its figures.
+///
+/// # Errors
+/// There is no server, or no answer that can be understood.
+pub fn query_stats(path: &Path) -> Result<ServerStats, ControlError> {
+    match ask(path, &Request::Stats {})? {
+        Answer::Stats(stats) => Ok(stats),
+        other => Err(other.unexpected(path)),
+    }
+}
+
+/// Asks the server on the control socket at `path` for something about the faults of its drives.
+///
+/// # Errors
+/// There is no server, it refuses, or there is no answer that can be understood.
+pub fn query_faults(path: &Path, request: FaultRequest) -> Result<Vec<DriveFaults>, ControlError> {
+    match ask(path, &Request::Faults { request })? {
+        Answer::Faults(faults) => Ok(faults),
+        other => Err(other.unexpected(path)),
+    }
+}
+
+impl Answer {
+    /// What to tell of an answer that is not the one to the request.
+    fn unexpected(self, path: &Path) -> ControlError {
+        let reason = match self {
+            Self::Error(reason) => reason,
+            Self::Stats(_) | Self::Faults(_) => "it answers another request".to_owned(),
+        };
+        ControlError::Refused {
+            path: path.to_owned(),
+            reason,
+        }
+    }
+}
+
+fn ask(path: &Path, request: &Request) -> Result<Answer, ControlError> {
+    let no_server = |source| ControlError::NoServer {
+        path: path.to_owned(),
+        source,
+    };
+    let no_answer = |source| ControlError::NoAnswer {
+        path: path.to_owned(),
+        source,
+    };
+    let bad_answer = |source| ControlError::BadAnswer {
+        path: path.to_owned(),
+        source,
+    };
+    let stream = UnixStream::connect(path).map_err(no_server)?;
+    let line = Line::new(&stream).map_err(no_answer)?;
+    let request = serde_json::to_vec(request).map_err(bad_answer)?;
+    line.write(&request).map_err(no_answer)?;
+    let answer = line.read(ANSWER_MAX).map_err(no_answer)?;
+    serde_json::from_slice(&answer).map_err(bad_answer)
+}
+
+/// A line in and a line out, before a deadline that is the same for both.
+struct Line<'stream> {
+    stream: &'stream UnixStream,
+    deadline: Instant,
+}
+
+impl<'stream> Line<'stream> {
+    fn new(stream: &'stream UnixStream) -> io::Result<Self> {
+        stream.set_nonblocking(false)?;
+        Ok(Self {
+            stream,
+            deadline: Instant::now() + PATIENCE,
+        })
+    }
+
+    fn time_left(&self) -> io::Result<Duration> {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        Ok(left)
+    }
+
+    /// Reads a line, without its end.
+    fn read(&self, limit: usize) -> io::Result<Vec<u8>> {
+        let mut line = Vec::new();
+        let mut chunk = [0; 4096];
+        loop {
+            self.stream.set_read_timeout(Some(self.time_left()?))?;
+            let count = match { self.stream }.read(&mut chunk) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(count) => count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(error),
+            };
+            let chunk = &chunk[..count];
+            match chunk.iter().position(|byte| *byte == b'\n') {
+                Some(end) => line.extend_from_slice(&chunk[..end]),
+                None => line.extend_from_slice(chunk),
+            }
+            if line.len() > limit {
+                return Err(io::ErrorKind::FileTooLarge.into());
+            }
+            if chunk.contains(&b'\n') {
+                return Ok(line);
+            }
+        }
+    }
+
+    /// Writes a line and its end.
+    fn write(&self, line: &[u8]) -> io::Result<()> {
+        for mut part in [line, b"\n"] {
+            while !part.is_empty() {
+                self.stream.set_write_timeout(Some(self.time_left()?))?;
+                match { self.stream }.write(part) {
+                    Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                    Ok(count) => part = &part[count..],
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader};
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use super::*;
+    use crate::stats::FunctionStats;
+
+    /// Counts how often it was asked for figures, and has faults on one drive.
+    #[derive(Default)]
+    struct Counting(AtomicU64);
+
+    impl Service for Counting {
+        fn stats(&self) -> ServerStats {
+            ServerStats {
+                functions: vec![FunctionStats {
+                    capacity_bytes: self.0.fetch_add(1, Ordering::Relaxed),
+                    ..FunctionStats::default()
+                }],
+                ..ServerStats::default()
+            }
+        }
+
+        fn faults(&self, request: &FaultRequest) -> Result<Vec<DriveFaults>, String> {
+            match request {
+                FaultRequest::Inject { drive, plan } if plan.len() == 60_000 => {
+                    Ok(vec![DriveFaults {
+                        drive: drive.clone(),
+                        faults: Vec::new(),
+                    }])
+                }
+                _ => Err("no such drive".to_owned()),
+            }
+        }
+    }
+
+    fn server(path: &Path) -> ControlServer {
+        ControlServer::start(path, Counting::default()).unwrap()
+    }
+
+    #[test]
+    fn faults_are_injected_and_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("control.sock");
+        let _server = server(&path);
+        // As long as plans become, in the characters that JSON writes longest.
+        let inject = FaultRequest::Inject {
+            drive: "memory:1G".to_owned(),
+            plan: "\n".repeat(60_000),
+        };
+        let faults = query_faults(&path, inject).unwrap();
+        assert_eq!(faults[0].drive, "memory:1G");
+        let error = query_faults(&path, FaultRequest::List {}).unwrap_err();
+        assert!(
+            error.to_string().ends_with("refused: no such drive"),
+            "{error}"
+        );
+    }
+
+    fn ask(path: &Path, request: &[u8]) -> String {
+        let mut stream = UnixStream::connect(path).unwrap();
+        stream.write_all(request).unwrap();
+        let mut answer = String::new();
+        BufReader::new(stream).read_line(&mut answer).unwrap();
+        answer
+    }
+
+    #[test]
+    fn figures_are_asked_for_each_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("control.sock");
+        let server = server(&path);
+        for asked in 0..3 {
+            let stats = query_stats(&path).unwrap();
+            assert_eq!(stats.functions[0].capacity_bytes, asked);
+        }
+        drop(server);
+        assert!(!path.exists());
+        let error = query_stats(&path).unwrap_err();
+        assert!(matches!(error, ControlError::NoServer { .. }), "{error}");
+    }
+
+    #[test]
+    fn what_is_no_request_is_answered_and_harms_nobody() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("control.sock");
+        let _server = server(&path);
+        for request in [
+            &b"\n"[..],
+            b"stats\n",
+            b"{\"command\":\"halt\"}\n",
+            b"{\"command\":\"stats\",\"more\":1}\n",
+            b"\xff\xff\n",
+        ] {
+            let answer = ask(&path, request);
+            assert!(
+                answer.starts_with("{\"error\":\"not a request: "),
+                "{answer}"
+            );
+            assert!(answer.ends_with("\"}\n"), "{answer}");
+        }
+        // Too long, and ended early: no answer, and the next client gets one.
+        let mut stream = UnixStream::connect(&path).unwrap();
+        let _ = stream.write_all(&[b'x'; 2 * REQUEST_MAX]);
+        assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0);
+        drop(UnixStream::connect(&path).unwrap());
+        query_stats(&path).unwrap();
+    }
+
+    #[test]
+    fn a_second_server_does_not_take_the_socket() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("control.sock");
+        let _server = server(&path);
+        let error = ControlServer::start(&path, Counting::default()).unwrap_err();
+        assert!(matches!(error, ControlError::Offer(_)), "{error}");
+        query_stats(&path).unwrap();
+    }
+}

@@ -1,0 +1,223 @@
+//! `nvme-mpt fault`: what goes wrong with the drives of a running server.
+
+use std::fmt;
+use std::sync::Arc;
+
+use nvme_mpt::host::software::faults::{FaultError, FaultPlan, FaultStats, Faults};
+use nvme_mpt::{Drive, DrivePath};
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use nvme_mpt_vmm::report;
+
+/// What is asked of the faults of a server's drives.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum FaultRequest {
+    /// How they fare.
+    List {},
+    /// Adds faults to a drive's.
+    Inject {
+        /// The drive, as in `path=`.
+        drive: String,
+        /// The fault plan, as its file has it.
+        plan: String,
+    },
+    /// Takes a drive's faults away.
+    Clear {
+        /// The drive, as in `path=`.
+        drive: String,
+    },
+}
+
+/// Faults cannot be injected or cleared.
+#[derive(Debug, Error)]
+pub enum FaultRequestError {
+    /// The server has no such drive.
+    #[error(
+        "It serves no drive {drive}; its drives with faults are: {}",
+        known(drives)
+    )]
+    NoDrive {
+        /// What was asked for.
+        drive: String,
+        /// What there is.
+        drives: Vec<String>,
+    },
+    /// The drive was opened without.
+    #[error(
+        "Drive {0} was opened without faults, which cost a drive something: serve it with faults=none to inject them later"
+    )]
+    NoFaults(String),
+    /// The plan is none, or does not fit the drive.
+    #[error("{}", report::chain(.0))]
+    Plan(#[source] FaultError),
+}
+
+fn known(drives: &[String]) -> String {
+    match drives {
+        [] => "none".to_owned(),
+        drives => drives.join(", "),
+    }
+}
+
+/// The faults of a drive.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DriveFaults {
+    /// The drive, as in `path=`.
+    pub drive: String,
+    /// Its faults, in the order in which they are looked at.
+    pub faults: Vec<FaultStats>,
+}
+
+/// Does what is asked, and tells the faults of all drives that can have some.
+///
+/// # Errors
+/// See [`FaultRequestError`]; then nothing has changed.
+pub fn carry_out(
+    request: &FaultRequest,
+    drives: &[Arc<Drive>],
+) -> Result<Vec<DriveFaults>, FaultRequestError> {
+    match request {
+        FaultRequest::List {} => {}
+        FaultRequest::Inject { drive, plan } => {
+            let faults = find(drive, drives)?;
+            let plan = FaultPlan::parse("request", plan).map_err(FaultRequestError::Plan)?;
+            faults.inject(&plan).map_err(FaultRequestError::Plan)?;
+        }
+        FaultRequest::Clear { drive } => find(drive, drives)?.clear(),
+    }
+    let listed = drives.iter().filter_map(|drive| {
+        Some(DriveFaults {
+            drive: drive.path().to_string(),
+            faults: drive.controller().faults()?.stats(),
+        })
+    });
+    Ok(listed.collect())
+}
+
+fn find<'a>(path: &str, drives: &'a [Arc<Drive>]) -> Result<&'a Faults, FaultRequestError> {
+    let wanted: Option<DrivePath> = path.parse().ok();
+    let same = |drive: &&Arc<Drive>| Some(drive.path()) == wanted.as_ref();
+    let Some(drive) = drives.iter().find(same) else {
+        let faulty = drives
+            .iter()
+            .filter(|drive| drive.controller().faults().is_some());
+        return Err(FaultRequestError::NoDrive {
+            drive: path.to_owned(),
+            drives: faulty.map(|drive| drive.path().to_string()).collect(),
+        });
+    };
+    let none = || FaultRequestError::NoFaults(path.to_owned());
+    drive.controller().faults().ok_or_else(none)
+}
+
+impl fmt::Display for DriveFaults {
+    /// A table, or a line if there are no faults.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.faults.is_empty() {
+            return writeln!(f, "Drive {}: no faults", self.drive);
+        }
+        writeln!(f, "Drive {}", self.drive)?;
+        writeln!(
+            f,
+            "  {:11}  {:>12}  {:>12}  {:>12}  RANGE",
+            "FAULT", "COMMANDS", "STRUCK", "AT MOST"
+        )?;
+        for fault in &self.faults {
+            let most = fault
+                .count
+                .map_or("-".to_owned(), |count| count.to_string());
+            let range = fault.range.as_deref().unwrap_or("all");
+            writeln!(
+                f,
+                "  {:11}  {:>12}  {:>12}  {most:>12}  {range}",
+                fault.kind, fault.seen, fault.struck
+            )?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nvme_mpt::DriveOptions;
+
+    use super::*;
+
+    fn drives() -> Vec<Arc<Drive>> {
+        let open = |path: &str, faults| {
+            let options = DriveOptions {
+                faults,
+                ..DriveOptions::default()
+            };
+            Drive::open(&path.parse().unwrap(), options).unwrap()
+        };
+        vec![
+            open("memory:1M", Some(Arc::default())),
+            open("null:1M", None),
+        ]
+    }
+
+    fn inject(drive: &str, plan: &str) -> FaultRequest {
+        FaultRequest::Inject {
+            drive: drive.to_owned(),
+            plan: plan.to_owned(),
+        }
+    }
+
+    #[test]
+    fn faults_are_injected_listed_and_cleared() {
+        let drives = drives();
+        let plan = "[[fault]]\nkind = \"lost\"\nrange = \"0+4K\"\n";
+        for faults in 1..3 {
+            let listed = carry_out(&inject("memory:1024K", plan), &drives).unwrap();
+            let [drive] = listed.as_slice() else {
+                panic!("{listed:?}");
+            };
+            assert_eq!(
+                (drive.drive.as_str(), drive.faults.len()),
+                ("memory:1M", faults)
+            );
+            assert!(drive.to_string().contains("\n  lost "), "{drive}");
+            assert!(drive.to_string().ends_with(" 0+4K\n"), "{drive}");
+        }
+        let clear = FaultRequest::Clear {
+            drive: "memory:1M".to_owned(),
+        };
+        let listed = carry_out(&clear, &drives).unwrap();
+        assert_eq!(listed, carry_out(&FaultRequest::List {}, &drives).unwrap());
+        assert_eq!(listed[0].to_string(), "Drive memory:1M: no faults\n");
+    }
+
+    #[test]
+    fn what_cannot_be_done_is_refused_with_a_reason() {
+        let drives = drives();
+        let plan = "[[fault]]\nkind = \"resize\"\nsize = \"2M\"\n";
+        for (request, said) in [
+            (
+                inject("memory:2M", plan),
+                "no drive memory:2M; its drives with faults are: memory:1M",
+            ),
+            (inject("null:1M", plan), "serve it with faults=none"),
+            (
+                inject("memory:1M", plan),
+                "Fault 1 cannot resize the drive to 2M: it has 1M at most",
+            ),
+            (
+                inject("memory:1M", "fault = 1"),
+                "Fault plan `request` is not one",
+            ),
+            (
+                inject(
+                    "memory:1M",
+                    "[[fault]]\nkind = \"lost\"\nrange = \"0+100\"\n",
+                ),
+                "Fault 1 does not fit the drive\n",
+            ),
+        ] {
+            let error = carry_out(&request, &drives).unwrap_err().to_string();
+            assert!(error.contains(said), "{said}: {error}");
+        }
+    }
+}

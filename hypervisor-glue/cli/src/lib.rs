@@ -1,0 +1,29 @@
+//! The `nvme-mpt` command.
+//!
+//! `nvme-mpt serve` opens drives, leases their parts, and offers each function over vfio-user ([`serve`]). An
+//! [`adaptor`] makes an NVMe function a `vfio_user_server::Device`, and a [`function_thread`] runs the
+//! two. The other commands ask a server for its figures on its control socket ([`control`], [`stats`]), change
+//! the faults of its drives ([`faults`]), find the host's physical drives ([`drives`]), take them from the host's own
+//! driver ([`mod@bind`]), and make profiles of drives ([`profile`]).
+//!
+//! [`logging`] is what a program of ours logs with.
+//!
+//! # Not implemented
+//!
+//! Options of functions, drives and leases are `nvme-mpt-vmm`'s, the protocol is `vfio-user-server`'s. A VMM that holds
+//! functions in its own process needs nothing of this crate.
+
+pub mod adaptor;
+pub mod attach;
+pub mod bind;
+pub mod cli;
+pub mod control;
+pub mod drives;
+pub mod faults;
+pub mod function_thread;
+mod irq_fd;
+pub mod logging;
+pub mod profile;
+pub mod serve;
+pub mod signals;
+pub mod stats;

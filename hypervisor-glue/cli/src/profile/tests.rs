@@ -1,0 +1,228 @@
+//! What fio says of a drive makes a profile that says the same.
+
+use std::path::Path;
+
+use nvme_mpt::host::software::model::{NvmProfile, NvmRates, Profile, Size, Span};
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+use super::{FitError, Measurement, Report, fit, fit_text};
+
+const PATH: &str = "report.json";
+
+/// A job in fio's words; `direction` is "read" or "write".
+fn job(name: &str, direction: &str, options: Value, iops: f64, median: f64) -> Value {
+    let idle = json!({"total_ios": 0, "iops": 0.0, "clat_ns": {"mean": 0.0}});
+    let mut job = json!({
+        "jobname": name, "error": 0, "job options": options, "read": idle, "write": idle,
+    });
+    job[direction] = json!({
+        "total_ios": 1000, "iops": iops,
+        "clat_ns": {"mean": 2.0 * median, "percentile": {"50.000000": median, "99.000000": 9.0 * median}},
+    });
+    job
+}
+
+/// What fio would measure of a modelled drive, by the model's own rules.
+fn measured(profile: &NvmProfile) -> String {
+    let mut jobs = Vec::new();
+    for (direction, rates) in [("read", &profile.read), ("write", &profile.write)] {
+        let latency = rates.latency.0 as f64;
+        let bandwidth = rates.bandwidth.0 as f64;
+        for (bs, depth, iops) in [
+            // A stripe that takes longer than the latency is waited for.
+            (
+                "4k",
+                "1",
+                (1e9 / latency).min(bandwidth / profile.stripe.0 as f64),
+            ),
+            ("4k", "256", bandwidth / profile.stripe.0 as f64),
+            ("1m", "32", bandwidth / f64::from(1 << 20)),
+        ] {
+            let options = json!({"bs": bs, "iodepth": depth});
+            jobs.push(job(
+                &format!("{direction}-{bs}-{depth}"),
+                direction,
+                options,
+                iops,
+                latency,
+            ));
+        }
+    }
+    json!({"fio version": "fio-3.33", "jobs": jobs}).to_string()
+}
+
+fn fitted(text: &str) -> NvmProfile {
+    let profile = fit_text(Path::new(PATH), text).expect("a profile");
+    match Profile::parse(PATH, &profile).expect("one that can be used") {
+        Profile::Nvm(profile) => profile,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn complaint(text: &str) -> String {
+    let error = fit_text(Path::new(PATH), text).expect_err("nothing to go by");
+    nvme_mpt_vmm::report::chain(&error)
+}
+
+proptest! {
+    #[test]
+    fn a_profile_is_found_again(
+        stripe in 12_u32..=20,
+        units in 1_u64..=64,
+        read in (2_000_u64..500_000, 100_u64..20_000),
+        write in (2_000_u64..500_000, 100_u64..20_000),
+    ) {
+        let rates = |(latency, mib): (u64, u64)| NvmRates {
+            latency: Span(latency),
+            bandwidth: Size(mib << 20),
+        };
+        let given = NvmProfile {
+            units: units as u16,
+            stripe: Size(1 << stripe),
+            read: rates(read),
+            write: rates(write),
+        };
+        let found = fitted(&measured(&given));
+        prop_assert_eq!(found.stripe, given.stripe);
+        for (found, given) in [(&found.read, &given.read), (&found.write, &given.write)] {
+            prop_assert_eq!(found.latency, given.latency);
+            let ratio = found.bandwidth.0 as f64 / given.bandwidth.0 as f64;
+            prop_assert!((0.999..=1.001).contains(&ratio), "{} for {}", found.bandwidth.0, given.bandwidth.0);
+        }
+        // A stripe keeps its unit busy for no longer than the latency, unless one unit is too slow for it.
+        for rates in [&found.read, &found.write] {
+            let stripe = found.stripe.0 as f64 * f64::from(found.units) / rates.bandwidth.0 as f64 * 1e9;
+            prop_assert!(found.units == 1 || stripe <= 1.001 * rates.latency.0 as f64);
+        }
+    }
+}
+
+#[test]
+fn a_profile_says_where_its_values_are_from() {
+    let report = json!({
+        "global options": {"bs": "4k", "rw": "randread"},
+        "jobs": [
+            job("one", "read", json!({"iodepth": "1"}), 50e3, 19e3),
+            job("one\nw", "write", json!({"blocksize": "4096"}), 60e3, 15e3),
+            job("deep", "read", json!({"numjobs": "4", "iodepth": "64"}), 500e3, 500e3),
+            job("big", "read", json!({"bs": "128KiB,4k", "iodepth": "8"}), 25e3, 300e3),
+            job("split", "write", json!({"bs": "4k,128k", "iodepth": "8"}), 10e3, 700e3),
+        ],
+    });
+    let text = format!("fio: a word before\n{report}\n");
+    let profile = fit_text(Path::new(PATH), &text).expect("a profile");
+    // 25,000 of 128 KiB and 500,000 commands a second: 6.4 KiB for each, nearer to 8 than to 4.
+    let expected = "# Made from report.json. resources/drives/nvm.toml explains the fields.\n\
+        model = \"nvm\"\nunits = 2\n# From: deep.\nstripe = \"8K\"\n\n\
+        [read]\n# From: one.\nlatency = \"19000ns\"\n# From: big.\nbandwidth = \"3125M\"\n\n\
+        [write]\n# From: one w.\nlatency = \"15000ns\"\n# From: split.\nbandwidth = \"1250M\"\n";
+    assert_eq!(profile, expected);
+}
+
+/// What fio 3.39 reported in a guest of `resources/drives/measure.fio`, each job run for a second, on a drive with
+/// 4 units, a stripe of 32 KiB, and 5 ms and 32 MiB/s for reads, 8 ms and 24 MiB/s for writes.
+const MEASURED: &str = include_str!("reports/measure.json");
+
+/// The same guest and drive: jobs from fio's command line, one of two processes that are not reported together, and one
+/// with blocks of 64 to 128 KiB.
+const PROCESSES: &str = include_str!("reports/processes.json");
+
+#[test]
+fn what_a_guest_measured_is_the_drive_that_it_had() {
+    let found = fitted(MEASURED);
+    assert_eq!(found.stripe, Size(32 << 10));
+    assert_eq!(
+        (found.read.latency, found.write.latency),
+        (Span(5_734_400), Span(8_716_288))
+    );
+    assert_eq!(
+        (found.read.bandwidth, found.write.bandwidth),
+        (Size(31_808 << 10), Size(23_865 << 10))
+    );
+    assert_eq!(found.units, 5);
+}
+
+#[test]
+fn processes_of_a_job_count_together() {
+    let report = Report::parse(Path::new(PATH), PROCESSES).expect("a report");
+    let jobs = |side: &[Measurement]| -> Vec<_> {
+        let job = |m: &Measurement| (m.job.clone(), m.block, m.in_flight, m.iops.round() as u64);
+        side.iter().map(job).collect()
+    };
+    let named = |name: &str, block, in_flight, iops| (name.to_owned(), block, in_flight, iops);
+    assert_eq!(
+        jobs(&report.reads),
+        [
+            named("reads", 4096, 1, 112),
+            named("many", 4096, 32, 721),
+            named("range", 96_149, 8, 273),
+        ]
+    );
+    assert_eq!(jobs(&report.writes), [named("writes", 4096, 1, 83)]);
+}
+
+#[test]
+fn of_several_reports_the_last_counts() {
+    let text = format!("fio: a word before\n{PROCESSES}{MEASURED}\nDisk stats (read/write):\n");
+    assert_eq!(fitted(&text), fitted(MEASURED));
+}
+
+#[test]
+fn percentiles_of_the_whole_latency_do_as_well() {
+    let mut reads = job("r", "read", json!({}), 50e3, 20e3);
+    reads["read"]["lat_ns"] = reads["read"]["clat_ns"].take();
+    reads["read"]["clat_ns"] = json!({"mean": 21e3});
+    let writes = job("w", "write", json!({}), 50e3, 20e3);
+    let profile = fitted(&json!({"jobs": [reads, writes]}).to_string());
+    assert_eq!(profile.read.latency, Span(20_000));
+}
+
+#[test]
+fn without_percentiles_the_mean_counts() {
+    let mut reads = job("r", "read", json!({}), 50e3, 20e3);
+    reads["read"]["clat_ns"] = json!({"mean": 21e3});
+    let writes = job("w", "write", json!({}), 50e3, 20e3);
+    let profile = fitted(&json!({"jobs": [reads, writes]}).to_string());
+    assert_eq!(profile.read.latency, Span(21_000));
+    assert_eq!(profile.stripe, Size(4096), "when nothing is known of it");
+}
+
+#[test]
+fn what_is_missing_or_wrong_is_said() {
+    let reads = job("r", "read", json!({}), 50e3, 20e3);
+    let deep = job("w", "write", json!({"iodepth": "32"}), 50e3, 20e3);
+    let mut mixed = job("m", "write", json!({}), 50e3, 20e3);
+    mixed["read"] = reads["read"].clone();
+    let mut failed = job("w", "write", json!({}), 50e3, 20e3);
+    failed["error"] = json!(5);
+    let with = |write: &Value| json!({"jobs": [reads, write]}).to_string();
+    let mut odd = job("w", "write", json!({"bs": "4kk"}), 50e3, 20e3);
+    for (text, said) in [
+        (with(&deep), "no job that writes with one command in flight"),
+        (
+            with(&mixed),
+            "no job that writes with one command in flight",
+        ),
+        (with(&failed), "Job w of report.json failed with error 5"),
+        (with(&odd), "has bs=4kk, which is no size such as 4k"),
+        (String::new(), "is no report of fio"),
+        ("{}".to_owned(), "missing field `jobs`"),
+        ("fio: no such file\n".to_owned(), "is no report of fio"),
+    ] {
+        assert!(
+            complaint(&text).contains(said),
+            "{said}: {}",
+            complaint(&text)
+        );
+    }
+    odd["job options"] = json!({"numjobs": "0"});
+    assert!(complaint(&with(&odd)).contains("has numjobs=0, which is no number"));
+    // 1 KiB/s is no drive's.
+    let slow = job("w", "write", json!({}), 0.25, 20e3);
+    assert!(complaint(&with(&slow)).contains("write.bandwidth cannot be 1K"));
+    assert!(matches!(
+        fit(Path::new("/nowhere")),
+        Err(FitError::Read { .. })
+    ));
+}

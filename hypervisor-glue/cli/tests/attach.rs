@@ -1,0 +1,35 @@
+//! The arguments that attach a function, as a shell takes them. (Not beside the code: starting a
+//! program there would keep file descriptors open that other tests count.)
+
+use std::path::Path;
+use std::process::Command;
+
+use nvme_mpt_cli::attach::{cloud_hypervisor, qemu};
+
+#[test]
+fn a_shell_takes_odd_paths_as_they_are() {
+    for path in [
+        "/a b", "/a,b", "/it's", "/$HOME", "/a\"b", "/ä", "/a\\b", "/*",
+    ] {
+        let words = |arguments: &str| {
+            let output = Command::new("sh")
+                .args(["-c", &format!("printf '%s\\n' {arguments}")])
+                .output()
+                .unwrap();
+            let text = String::from_utf8(output.stdout).unwrap();
+            text.lines().map(str::to_owned).collect::<Vec<_>>()
+        };
+        let socket = Path::new(path);
+        let device = words(&qemu("a", socket)).pop().unwrap();
+        let device: serde_json::Value = serde_json::from_str(&device).unwrap();
+        assert_eq!(device["socket"]["path"], path);
+
+        let option = words(&cloud_hypervisor("a", socket)).pop().unwrap();
+        let expected = if path.contains(',') {
+            format!("socket=\"{path}\",id=a")
+        } else {
+            format!("socket={path},id=a")
+        };
+        assert_eq!(option, expected);
+    }
+}

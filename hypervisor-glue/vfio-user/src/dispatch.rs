@@ -1,0 +1,346 @@
+//! A request becomes device calls and a reply.
+
+use std::fmt;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use log::{debug, warn};
+use zerocopy::IntoBytes;
+
+use crate::connection::Message;
+use crate::device::{Device, IrqCommand, IrqIndex, MappableArea, Region, RegionIndex};
+use crate::error::{Error, Refusal};
+use crate::message::{
+    DeviceInfo, DmaUnmap, IrqInfo, NUM_IRQS, NUM_REGIONS, RegionAccess, RegionInfo, RegionIoFds,
+    SparseMmap, Version,
+};
+use crate::request::{RegionWrite, Request};
+use crate::version::Proposal;
+
+/// What a mappable area has to be a multiple of, at the least: the smallest page there is.
+const PAGE: u64 = 4096;
+
+/// The device's regions, as they are for as long as the server runs.
+#[derive(Debug)]
+pub(crate) struct Regions([Region; NUM_REGIONS as usize]);
+
+impl Regions {
+    /// Asks the device.
+    pub(crate) fn of(device: &impl Device) -> Result<Self, Error> {
+        let regions = RegionIndex::ALL.map(|index| device.region(index));
+        for (index, region) in RegionIndex::ALL.into_iter().zip(&regions) {
+            let Some(area) = &region.mappable else {
+                continue;
+            };
+            let (offset, size) = (area.offset, area.size);
+            let inside = end(offset, size).is_some_and(|end| end <= region.size);
+            // A file ends within 63 bits.
+            let file_end = end(area.base, offset).and_then(|offset| end(offset, size));
+            let in_file = file_end.is_some_and(|end| i64::try_from(end).is_ok());
+            let pages = [offset, size, area.base].iter().all(|x| x % PAGE == 0);
+            if size == 0 || !inside || !in_file || !pages {
+                return Err(Error::MappableArea {
+                    region: index,
+                    region_size: region.size,
+                    offset,
+                    size,
+                });
+            }
+        }
+        Ok(Self(regions))
+    }
+
+    fn get(&self, index: RegionIndex) -> &Region {
+        &self.0[index as usize]
+    }
+
+    /// The region that an access is for, when all of it lies in there.
+    fn find(&self, region: u32, offset: u64, count: usize) -> Option<(RegionIndex, &Region)> {
+        let index = RegionIndex::new(region)?;
+        let region = self.get(index);
+        let inside = end(offset, count as u64).is_some_and(|end| end <= region.size);
+        inside.then_some((index, region))
+    }
+}
+
+fn end(start: u64, size: u64) -> Option<u64> {
+    start.checked_add(size)
+}
+
+/// Answers one client's requests.
+#[derive(Debug)]
+pub(crate) struct Dispatch {
+    regions: Arc<Regions>,
+    /// What the client proposed; `None` before `VERSION`.
+    agreed: Option<Proposal>,
+    pub(crate) complaints: Complaints,
+}
+
+impl Dispatch {
+    pub(crate) fn new(regions: Arc<Regions>) -> Self {
+        Self {
+            regions,
+            agreed: None,
+            complaints: Complaints::default(),
+        }
+    }
+
+    /// Does what a message asks for, and appends the reply's payload to `reply`. Returns the file
+    /// descriptor that goes with the reply.
+    pub(crate) fn answer<D: Device>(
+        &mut self,
+        device: &mut D,
+        message: Message<'_>,
+        reply: &mut Vec<u8>,
+    ) -> Result<Option<Arc<OwnedFd>>, Refusal> {
+        let command = message.header.command();
+        if message.fds_lost {
+            return Err(Refusal::FdsLost { command });
+        }
+        let request = Request::parse(&message.header, message.payload, message.fds)?;
+        match (&self.agreed, &request) {
+            (None, Request::Version(_)) | (Some(_), _) => {}
+            (None, _) => return Err(Refusal::NotNegotiated { command }),
+        }
+        let refused = |source| Refusal::Device { command, source };
+
+        match request {
+            Request::Version(_) if self.agreed.is_some() => return Err(Refusal::NegotiatedTwice),
+            Request::Version(proposal) => {
+                let (major, minor, data) = proposal.answer(device.max_dma_maps());
+                let version = Version {
+                    major: major.into(),
+                    minor: minor.into(),
+                };
+                reply.extend_from_slice(version.as_bytes());
+                reply.extend_from_slice(&data);
+                self.agreed = Some(proposal);
+            }
+            Request::DmaMap(region) => device.dma_map(region).map_err(refused)?,
+            Request::DmaUnmap { payload, range } => {
+                let unmapped = device.dma_unmap(range).map_err(refused)?;
+                let payload = DmaUnmap {
+                    size: unmapped.into(),
+                    ..payload
+                };
+                reply.extend_from_slice(payload.as_bytes());
+            }
+            Request::DeviceGetInfo => {
+                let info = DeviceInfo {
+                    argsz: (size_of::<DeviceInfo>() as u32).into(),
+                    flags: (DeviceInfo::RESET | DeviceInfo::PCI).into(),
+                    num_regions: NUM_REGIONS.into(),
+                    num_irqs: NUM_IRQS.into(),
+                };
+                reply.extend_from_slice(info.as_bytes());
+            }
+            Request::DeviceGetRegionInfo { region, argsz } => {
+                return Ok(self.region_info(region, argsz, reply));
+            }
+            Request::DeviceGetRegionIoFds { region } => {
+                let none = RegionIoFds {
+                    argsz: (size_of::<RegionIoFds>() as u32).into(),
+                    index: (region as u32).into(),
+                    ..RegionIoFds::default()
+                };
+                reply.extend_from_slice(none.as_bytes());
+            }
+            Request::DeviceGetIrqInfo { index } => irq_info(device, index, reply),
+            Request::DeviceSetIrqs(command) => {
+                check_irqs(device, &command)?;
+                device.set_irqs(command).map_err(refused)?;
+            }
+            Request::RegionRead {
+                region,
+                offset,
+                count,
+            } => self.read(device, region, offset, count, reply),
+            Request::RegionWrite(write) => {
+                self.write(device, write);
+                let access = RegionAccess {
+                    offset: write.offset.into(),
+                    region: write.region.into(),
+                    // Checked against `max_data_xfer_size`.
+                    count: (write.data.len() as u32).into(),
+                };
+                reply.extend_from_slice(access.as_bytes());
+            }
+            Request::RegionWriteMulti(writes) => {
+                for write in writes {
+                    let count = write.access.count.get() as usize;
+                    let write = RegionWrite {
+                        region: write.access.region.get(),
+                        offset: write.access.offset.get(),
+                        data: &write.data[..count],
+                    };
+                    self.write(device, write);
+                }
+                reply.extend_from_slice((writes.len() as u64).as_bytes());
+            }
+            Request::DeviceReset => device.reset(),
+        }
+        Ok(None)
+    }
+
+    /// Answers `DEVICE_GET_REGION_INFO`. Of mapping nothing is said unless `argsz` has room for
+    /// all there is to say: a client that sees the MMAP flag maps the whole region where it sees no
+    /// capability, and unwraps the file descriptor. QEMU refuses a CAPS flag without capabilities.
+    fn region_info(
+        &self,
+        index: RegionIndex,
+        argsz: u32,
+        reply: &mut Vec<u8>,
+    ) -> Option<Arc<OwnedFd>> {
+        const FIXED: u32 = size_of::<RegionInfo>() as u32;
+        const FULL: u32 = FIXED + size_of::<SparseMmap>() as u32;
+
+        let region = self.regions.get(index);
+        let takes_fds = self.agreed.as_ref().is_some_and(Proposal::takes_fds);
+        let area = region.mappable.as_ref().filter(|_| takes_fds);
+        let told: Option<&MappableArea> = area.filter(|_| argsz >= FULL);
+
+        let mut flags = 0;
+        if region.readable {
+            flags |= RegionInfo::READ;
+        }
+        if region.writable {
+            flags |= RegionInfo::WRITE;
+        }
+        if told.is_some() {
+            flags |= RegionInfo::MMAP | RegionInfo::CAPS;
+        }
+        let info = RegionInfo {
+            argsz: area.map_or(FIXED, |_| FULL).into(),
+            flags: flags.into(),
+            index: (index as u32).into(),
+            cap_offset: told.map_or(0, |_| FIXED).into(),
+            size: region.size.into(),
+            offset: told.map_or(0, |area| area.base).into(),
+        };
+        reply.extend_from_slice(info.as_bytes());
+
+        let area = told?;
+        let sparse = SparseMmap {
+            id: SparseMmap::ID.into(),
+            version: 1.into(),
+            next: 0.into(),
+            nr_areas: 1.into(),
+            reserved: 0.into(),
+            offset: area.offset.into(),
+            size: area.size.into(),
+        };
+        reply.extend_from_slice(sparse.as_bytes());
+        Some(area.memory.clone())
+    }
+
+    fn read<D: Device>(
+        &mut self,
+        device: &mut D,
+        region: u32,
+        offset: u64,
+        count: u32,
+        reply: &mut Vec<u8>,
+    ) {
+        let access = RegionAccess {
+            offset: offset.into(),
+            region: region.into(),
+            count: count.into(),
+        };
+        reply.extend_from_slice(access.as_bytes());
+        let start = reply.len();
+        let count = count as usize;
+        reply.resize(start + count, 0xff);
+        if count == 0 {
+            return;
+        }
+        match self.regions.find(region, offset, count) {
+            Some((index, found)) if found.readable => {
+                device.read(index, offset, &mut reply[start..]);
+            }
+            _ => self.complaints.log(format_args!(
+                "Read of {count} bytes at {offset:#x} of region {region} reads nothing"
+            )),
+        }
+    }
+
+    fn write<D: Device>(&mut self, device: &mut D, write: RegionWrite<'_>) {
+        let RegionWrite {
+            region,
+            offset,
+            data,
+        } = write;
+        if data.is_empty() {
+            return;
+        }
+        match self.regions.find(region, offset, data.len()) {
+            Some((index, found)) if found.writable => device.write(index, offset, data),
+            _ => self.complaints.log(format_args!(
+                "Write of {} bytes at {offset:#x} of region {region} writes nothing",
+                data.len()
+            )),
+        }
+    }
+}
+
+fn irq_info<D: Device>(device: &D, index: IrqIndex, reply: &mut Vec<u8>) {
+    let irq = device.irq(index);
+    let flags = [
+        (irq.count > 0, IrqInfo::EVENTFD),
+        (irq.maskable, IrqInfo::MASKABLE),
+        (irq.automasked, IrqInfo::AUTOMASKED),
+        (irq.noresize, IrqInfo::NORESIZE),
+    ];
+    let flags = flags.iter().filter(|(set, _)| *set);
+    let info = IrqInfo {
+        argsz: (size_of::<IrqInfo>() as u32).into(),
+        flags: flags.fold(0, |flags, (_, flag)| flags | flag).into(),
+        index: (index as u32).into(),
+        count: irq.count.into(),
+    };
+    reply.extend_from_slice(info.as_bytes());
+}
+
+fn check_irqs<D: Device>(device: &D, command: &IrqCommand) -> Result<(), Refusal> {
+    let available = device.irq(command.index).count;
+    let end = command.start.checked_add(command.count);
+    if end.is_some_and(|end| end <= available) {
+        return Ok(());
+    }
+    Err(Refusal::IrqRange {
+        index: command.index,
+        start: command.start,
+        count: command.count,
+        available,
+    })
+}
+
+/// Logs what a client does wrong, so often and no more: a client must not fill the log.
+#[derive(Debug)]
+pub(crate) struct Complaints {
+    left: u32,
+}
+
+impl Default for Complaints {
+    fn default() -> Self {
+        Self { left: 16 }
+    }
+}
+
+impl Complaints {
+    pub(crate) fn log(&mut self, what: fmt::Arguments<'_>) {
+        match self.left {
+            0 => debug!("vfio-user: {what}"),
+            1 => warn!("vfio-user: {what}; no more is logged of this client"),
+            _ => warn!("vfio-user: {what}"),
+        }
+        self.left = self.left.saturating_sub(1);
+    }
+
+    /// Logs that a command is refused, with the whole chain of reasons.
+    pub(crate) fn log_refusal(&mut self, refusal: &Refusal) {
+        match std::error::Error::source(refusal) {
+            Some(source) => self.log(format_args!("{refusal}: {source}")),
+            None => self.log(format_args!("{refusal}")),
+        }
+    }
+}

@@ -1,0 +1,279 @@
+//! What goes wrong: [`Error`] for who runs a server, [`Refusal`] for a client.
+
+use std::io;
+use std::path::PathBuf;
+
+use thiserror::Error;
+
+use crate::device::{IrqIndex, RegionIndex};
+use crate::message::{Command, Header};
+
+/// A server cannot be started.
+#[derive(Debug, Error)]
+pub enum Error {
+    /// Another server answers at this path.
+    #[error("Socket {path} is in use: stop the server that listens on it, or choose another path")]
+    SocketInUse {
+        /// The socket file.
+        path: PathBuf,
+    },
+    /// Something else than a socket lies at this path; it is left alone.
+    #[error("{path} exists and is not a socket: remove it, or choose another path")]
+    NotASocket {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The path has no file name.
+    #[error("{path} names no socket file: give the path of the file to create")]
+    NoFileName {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The socket file cannot be created.
+    #[error("Cannot {action} for socket {path}")]
+    Socket {
+        /// The socket file.
+        path: PathBuf,
+        /// What was tried.
+        action: &'static str,
+        /// Why it failed.
+        source: io::Error,
+    },
+    /// The device's mappable area cannot be mapped by a client.
+    #[error(
+        "Mappable area {offset:#x}+{size:#x} of region {region:?} is empty, not made of pages, \
+         beyond the region's {region_size:#x} bytes, or beyond what a file can have"
+    )]
+    MappableArea {
+        /// The region.
+        region: RegionIndex,
+        /// The region's size.
+        region_size: u64,
+        /// Where the area begins.
+        offset: u64,
+        /// The area's size.
+        size: u64,
+    },
+}
+
+/// A command that a client gets an error reply for.
+#[derive(Debug, Error)]
+pub enum Refusal {
+    /// The message is no command.
+    #[error("{command} has message type {found}: only commands (type 0) are expected")]
+    NotACommand {
+        /// The message's command.
+        command: Command,
+        /// The message's type.
+        found: u32,
+    },
+    /// The message size is less than a header, or more than is read for the command.
+    #[error("{command} has a message size of {size}: must be {minimum} to {maximum}")]
+    MessageSize {
+        /// The message's command.
+        command: Command,
+        /// The message's size.
+        size: u32,
+        /// Smallest size.
+        minimum: usize,
+        /// Largest size.
+        maximum: usize,
+    },
+    /// More file descriptors than a message can have.
+    #[error("{command} has more than {maximum} file descriptors")]
+    TooManyFds {
+        /// The message's command.
+        command: Command,
+        /// Largest number.
+        maximum: usize,
+    },
+    /// The kernel could not hand over the file descriptors of the message.
+    #[error("File descriptors of {command} are lost: this process has too many open files")]
+    FdsLost {
+        /// The message's command.
+        command: Command,
+    },
+    /// The payload does not have the size that its command needs.
+    #[error("{command} has a payload of {size} bytes: must be {needed}")]
+    PayloadSize {
+        /// The message's command.
+        command: Command,
+        /// Bytes of payload.
+        size: usize,
+        /// Bytes needed.
+        needed: u64,
+    },
+    /// `argsz` has no room for the fixed part of the reply.
+    #[error("{command} has an argsz of {argsz}: must be {needed} or more")]
+    Argsz {
+        /// The message's command.
+        command: Command,
+        /// The value of `argsz`.
+        argsz: u32,
+        /// Smallest value.
+        needed: usize,
+    },
+    /// The first command was not `VERSION`.
+    #[error("{command} came before VERSION")]
+    NotNegotiated {
+        /// The message's command.
+        command: Command,
+    },
+    /// A second `VERSION`.
+    #[error("VERSION came twice")]
+    NegotiatedTwice,
+    /// A protocol that is not spoken here. The connection ends.
+    #[error("Protocol version {major}.{minor} is not supported: major version must be 0")]
+    Version {
+        /// Proposed major version.
+        major: u16,
+        /// Proposed minor version.
+        minor: u16,
+    },
+    /// The version data is no JSON, or a capability has the wrong type.
+    #[error("Version data is malformed")]
+    VersionData(#[source] serde_json::Error),
+    /// Flags that the command does not have, or that exclude each other.
+    #[error("{command} has flags {flags:#x}, which are not allowed")]
+    Flags {
+        /// The message's command.
+        command: Command,
+        /// The value of `flags`.
+        flags: u32,
+    },
+    /// The wrong number of file descriptors.
+    #[error("{command} has {found} file descriptors: must be {needed}")]
+    Fds {
+        /// The message's command.
+        command: Command,
+        /// File descriptors that came.
+        found: usize,
+        /// What is needed.
+        needed: &'static str,
+    },
+    /// An address range that is empty or ends beyond 64 bits.
+    #[error("{command} of {address:#x}+{size:#x} is empty or overflows")]
+    Range {
+        /// The message's command.
+        command: Command,
+        /// First address.
+        address: u64,
+        /// Bytes.
+        size: u64,
+    },
+    /// More data than `max_data_xfer_size` allows.
+    #[error("{command} has a count of {count}: must be {maximum} or less")]
+    Count {
+        /// The message's command.
+        command: Command,
+        /// The value of `count`.
+        count: u64,
+        /// Largest value.
+        maximum: u32,
+    },
+    /// No region has this number.
+    #[error("{command} is for region {index}: there are 9 regions")]
+    NoSuchRegion {
+        /// The message's command.
+        command: Command,
+        /// The region's number.
+        index: u32,
+    },
+    /// No interrupt type has this number.
+    #[error("{command} is for interrupt type {index}: there are 5 types")]
+    NoSuchIrq {
+        /// The message's command.
+        command: Command,
+        /// The interrupt type's number.
+        index: u32,
+    },
+    /// No interrupts are meant, and it is not the command that means all.
+    #[error("DEVICE_SET_IRQS is for {start}+0 with flags {flags:#x}, which is no interrupt")]
+    NoIrqs {
+        /// First interrupt.
+        start: u32,
+        /// The value of `flags`.
+        flags: u32,
+    },
+    /// Interrupts that the device does not have.
+    #[error("DEVICE_SET_IRQS is for {start}+{count} of the {available} interrupts of {index:?}")]
+    IrqRange {
+        /// The interrupt type.
+        index: IrqIndex,
+        /// First interrupt.
+        start: u32,
+        /// Number of interrupts.
+        count: u32,
+        /// Number of interrupts of the device.
+        available: u32,
+    },
+    /// A part of the protocol that is not implemented here.
+    #[error("{command} is not supported")]
+    Unsupported {
+        /// The message's command.
+        command: Command,
+    },
+    /// The device refused.
+    #[error("{command} failed")]
+    Device {
+        /// The message's command.
+        command: Command,
+        /// What the device says.
+        source: io::Error,
+    },
+}
+
+impl Refusal {
+    /// The errno of the error reply.
+    pub fn errno(&self) -> u32 {
+        let errno = match self {
+            Self::Unsupported { .. } | Self::Version { .. } => libc::ENOTSUP,
+            Self::FdsLost { .. } => libc::EMFILE,
+            Self::Device { source, .. } => errno_of(source),
+            _ => libc::EINVAL,
+        };
+        errno.unsigned_abs()
+    }
+
+    /// Whether the connection ends with this: the protocol is not spoken by both sides, or it is
+    /// not known where the next message begins.
+    pub fn ends_connection(&self) -> bool {
+        matches!(
+            self,
+            Self::Version { .. } | Self::MessageSize { .. } | Self::TooManyFds { .. }
+        )
+    }
+
+    /// The message size of this header, unless no message of this command has it.
+    pub(crate) fn check_size(header: &Header) -> Result<usize, Self> {
+        let command = header.command();
+        let size = header.message_size.get();
+        let maximum = Header::SIZE + command.max_payload();
+        if (Header::SIZE..=maximum).contains(&(size as usize)) {
+            Ok(size as usize)
+        } else {
+            Err(Self::MessageSize {
+                command,
+                size,
+                minimum: Header::SIZE,
+                maximum,
+            })
+        }
+    }
+}
+
+/// The errno of an error that need not come from the operating system.
+fn errno_of(error: &io::Error) -> i32 {
+    use io::ErrorKind;
+    match (error.raw_os_error(), error.kind()) {
+        (Some(errno), _) if errno != 0 => errno,
+        (_, ErrorKind::AlreadyExists) => libc::EEXIST,
+        (_, ErrorKind::InvalidInput) => libc::EINVAL,
+        (_, ErrorKind::NotFound) => libc::ENOENT,
+        (_, ErrorKind::OutOfMemory) => libc::ENOMEM,
+        (_, ErrorKind::PermissionDenied) => libc::EACCES,
+        (_, ErrorKind::StorageFull) => libc::ENOSPC,
+        (_, ErrorKind::Unsupported) => libc::ENOTSUP,
+        _ => libc::EIO,
+    }
+}

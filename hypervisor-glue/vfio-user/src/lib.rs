@@ -1,0 +1,136 @@
+//! A vfio-user server: offers an emulated PCI function to a VMM over a UNIX socket.
+//!
+//! The protocol is QEMU's `docs/interop/vfio-user.rst`, version 0.1. Names of sections in this crate are that
+//! document's. [`Server`] listens, one [`Session`] speaks with the one client, and the client's requests reach a
+//! [`Device`]. The crate knows nothing of the device: mapping the client's memory, raising interrupts and emulating
+//! registers are the device's part.
+//!
+//! # Example
+//!
+//! A function with 4 KiB of scratch registers:
+//!
+//! ```
+//! use std::io;
+//!
+//! use event_manager::{EventManager, SubscriberOps};
+//! use vfio_user_server::{
+//!     Device, DmaRegion, IrqCommand, IrqIndex, IrqInfo, Region, RegionIndex, Server,
+//! };
+//!
+//! struct Scratch {
+//!     registers: [u8; 4096],
+//! }
+//!
+//! impl Device for Scratch {
+//!     fn region(&self, index: RegionIndex) -> Region {
+//!         let size = match index {
+//!             RegionIndex::Bar0 => 4096,
+//!             RegionIndex::Config => 256,
+//!             _ => return Region::default(),
+//!         };
+//!         Region { size, readable: true, writable: true, mappable: None }
+//!     }
+//!
+//!     // The server calls these for accesses within the region only.
+//!     fn read(&mut self, region: RegionIndex, offset: u64, data: &mut [u8]) {
+//!         if region == RegionIndex::Bar0 {
+//!             data.copy_from_slice(&self.registers[offset as usize..][..data.len()]);
+//!         }
+//!     }
+//!
+//!     fn write(&mut self, region: RegionIndex, offset: u64, data: &[u8]) {
+//!         if region == RegionIndex::Bar0 {
+//!             self.registers[offset as usize..][..data.len()].copy_from_slice(data);
+//!         }
+//!     }
+//!
+//!     // It reaches no memory of the client and raises no interrupts.
+//!     fn dma_map(&mut self, _: DmaRegion) -> io::Result<()> {
+//!         Ok(())
+//!     }
+//!
+//!     fn dma_unmap(&mut self, _: Option<(u64, u64)>) -> io::Result<u64> {
+//!         Ok(0)
+//!     }
+//!
+//!     fn irq(&self, _: IrqIndex) -> IrqInfo {
+//!         IrqInfo::default()
+//!     }
+//!
+//!     fn set_irqs(&mut self, _: IrqCommand) -> io::Result<()> {
+//!         Ok(())
+//!     }
+//!
+//!     fn reset(&mut self) {
+//!         self.registers.fill(0);
+//!     }
+//!
+//!     fn disconnected(&mut self) {}
+//! }
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let folder = tempfile::tempdir()?;
+//! # let path = folder.path().join("scratch.sock");
+//! let server = Server::bind(&path, Scratch { registers: [0; 4096] })?;
+//! let mut events = EventManager::new()?;
+//! events.add_subscriber(server);
+//! // A program calls `events.run()` in a loop instead.
+//! events.run_with_timeout(0)?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Modules
+//!
+//! | file | job |
+//! |---|---|
+//! | `message.rs` | wire format: structures, numbers, flags |
+//! | `request.rs` | turns a raw message into a [`Request`] or a [`Refusal`] |
+//! | `version.rs` | negotiates capabilities |
+//! | `socket.rs` | passes bytes and file descriptors through a socket; the only unsafe code |
+//! | `connection.rs` | turns a byte stream into messages and replies into bytes, both bounded |
+//! | `dispatch.rs` | turns a request into device calls and a reply |
+//! | `session.rs` | serves one client, from its first byte to its last |
+//! | `listener.rs` | makes and removes the socket file |
+//! | `server.rs` | joins listener, session and device to an event loop |
+//! | `device.rs` | defines what a PCI function has to offer |
+//!
+//! # Trust
+//!
+//! A client is not trusted. The server checks every length before it allocates for it. Each message is answered or ends the
+//! connection. A session holds at most one request and one reply in memory. While a reply cannot be sent, the session
+//! reads nothing more: a client that sends and never reads stops itself alone.
+//!
+//! # Not implemented
+//!
+//! - Messages from the server to the client (`DMA_READ`, `DMA_WRITE`, the `twin_socket` capability). The device gets a DMA
+//!   region without a file descriptor as one without memory, and can refuse commands that point into it.
+//! - Migration (`DEVICE_FEATURE`, `MIG_DATA_READ`, `MIG_DATA_WRITE`) and dirty page logging: answered with `ENOTSUP`.
+//! - File descriptors in `DEVICE_GET_REGION_IO_FDS`: answered with none.
+
+mod connection;
+mod device;
+mod dispatch;
+mod error;
+mod listener;
+pub mod message;
+mod request;
+mod server;
+mod session;
+mod socket;
+#[cfg(test)]
+mod testing;
+#[cfg(test)]
+mod tests;
+mod version;
+
+pub use device::{
+    Device, DmaMemory, DmaRegion, IrqAction, IrqCommand, IrqData, IrqIndex, IrqInfo, MappableArea,
+    Region, RegionIndex,
+};
+pub use error::{Error, Refusal};
+pub use listener::Listener;
+pub use request::{RegionWrite, Request};
+pub use server::Server;
+pub use session::{Progress, Session};
+pub use version::Proposal;

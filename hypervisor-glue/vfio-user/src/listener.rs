@@ -1,0 +1,360 @@
+//! The socket file: made, and removed, without stepping on another server's.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::error::Error;
+
+/// Who may connect: the server's user.
+const MODE: u32 = 0o600;
+
+/// Listening UNIX socket with its file.
+///
+/// [`Server`](crate::Server) has one. It is public for programs that offer other sockets by the same rules: the
+/// file is for this process's user alone, it replaces the file of a dead server and no other, and it is removed with the
+/// listener.
+#[derive(Debug)]
+pub struct Listener {
+    socket: UnixListener,
+    file: SocketFile,
+    /// A file descriptor to let go of when there is no other one for a connection.
+    reserve: Option<File>,
+}
+
+impl Listener {
+    /// Listens on `path`. Replaces the file of a server that is gone.
+    ///
+    /// # Errors
+    ///
+    /// Another server has the path, or the file cannot be made.
+    pub fn bind(path: &Path) -> Result<Self, Error> {
+        let (file, socket) = SocketFile::create(path)?;
+        Ok(Self {
+            socket,
+            file,
+            reserve: reserve().ok(),
+        })
+    }
+
+    /// Returns the path that was given to [`Self::bind`].
+    pub fn path(&self) -> &Path {
+        &self.file.path
+    }
+
+    /// Returns the next connection, which is non-blocking, or `None` if no client waits.
+    ///
+    /// # Errors
+    ///
+    /// Returns the kernel's error. Without a file descriptor for it, the connection is closed.
+    pub fn accept(&mut self) -> io::Result<Option<UnixStream>> {
+        loop {
+            match self.socket.accept() {
+                Ok((stream, _)) => {
+                    stream.set_nonblocking(true)?;
+                    return Ok(Some(stream));
+                }
+                Err(error) => match error.raw_os_error() {
+                    Some(libc::EAGAIN) => return Ok(None),
+                    Some(libc::EINTR | libc::ECONNABORTED) => {}
+                    Some(libc::EMFILE | libc::ENFILE) => {
+                        self.turn_away();
+                        return Err(error);
+                    }
+                    _ => return Err(error),
+                },
+            }
+        }
+    }
+
+    /// Closes the next connection, for which there is no file descriptor. Left where it is, it
+    /// would wake the event loop for ever.
+    fn turn_away(&mut self) {
+        if self.reserve.take().is_some() {
+            drop(self.socket.accept());
+        }
+        self.reserve = reserve().ok();
+    }
+}
+
+impl AsRawFd for Listener {
+    fn as_raw_fd(&self) -> RawFd {
+        self.socket.as_raw_fd()
+    }
+}
+
+fn reserve() -> io::Result<File> {
+    File::open("/dev/null")
+}
+
+/// What lies at a path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Found {
+    Nothing,
+    /// A socket that nobody has open.
+    Stale,
+    /// A socket that somebody has open, or that cannot be asked.
+    Live,
+    NotASocket,
+}
+
+/// The name of a listening socket in the file system. Removed with this, unless it is another
+/// socket's meanwhile.
+#[derive(Debug)]
+struct SocketFile {
+    path: PathBuf,
+    directory: Directory,
+    name: OsString,
+    identity: (u64, u64),
+}
+
+impl SocketFile {
+    fn create(path: &Path) -> Result<(Self, UnixListener), Error> {
+        let failed = |action| {
+            move |source| Error::Socket {
+                path: path.into(),
+                action,
+                source,
+            }
+        };
+        let name = path
+            .file_name()
+            .ok_or_else(|| Error::NoFileName { path: path.into() })?;
+        let directory = match path.parent() {
+            Some(parent) if !parent.as_os_str().is_empty() => parent,
+            _ => Path::new("."),
+        };
+        let directory = Directory::open(directory).map_err(failed("open the directory"))?;
+
+        // Under a name of its own until it has its permissions: from bind(2) on, the socket takes
+        // connections from whoever may write the file.
+        let own = directory.temporary();
+        let socket = UnixListener::bind(&own.0).map_err(failed("bind"))?;
+        socket
+            .set_nonblocking(true)
+            .map_err(failed("set the mode"))?;
+        fs::set_permissions(&own.0, Permissions::from_mode(MODE))
+            .map_err(failed("set the permissions"))?;
+        let identity = identity(&own.0).map_err(failed("look at the file"))?;
+
+        // link(2) replaces nothing, so that two servers cannot both have the path.
+        let target = directory.entry(name);
+        loop {
+            match fs::hard_link(&own.0, &target) {
+                Ok(()) => break,
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                    let moved = directory.temporary();
+                    match make_way(&target, &moved).map_err(failed("replace the file"))? {
+                        Found::Live => return Err(Error::SocketInUse { path: path.into() }),
+                        Found::NotASocket => return Err(Error::NotASocket { path: path.into() }),
+                        Found::Nothing | Found::Stale => {}
+                    }
+                }
+                Err(error) => return Err(failed("create the file")(error)),
+            }
+        }
+        drop(own);
+
+        let file = Self {
+            path: path.into(),
+            name: name.into(),
+            directory,
+            identity,
+        };
+        Ok((file, socket))
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let entry = self.directory.entry(&self.name);
+        if identity(&entry).is_ok_and(|found| found == self.identity) {
+            // Whoever comes next finds a stale socket, and knows what to do.
+            let _ = fs::remove_file(entry);
+        }
+    }
+}
+
+/// Removes a stale socket, and says what was found. It is moved aside first and looked at again,
+/// because between two looks another server may have replaced it with its own.
+fn make_way(target: &Path, aside: &Temporary) -> io::Result<Found> {
+    let found = look(target)?;
+    if found != Found::Stale {
+        return Ok(found);
+    }
+    match fs::rename(target, &aside.0) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Found::Nothing),
+        other => other?,
+    }
+    let found = look(&aside.0)?;
+    if found != Found::Stale {
+        fs::hard_link(&aside.0, target)?;
+    }
+    Ok(found)
+}
+
+/// Looks what lies at a path, without a connection to what may be a server: a datagram socket
+/// cannot be connected with a listening one, and is told so only when that one is alive.
+fn look(path: &Path) -> io::Result<Found> {
+    match fs::symlink_metadata(path) {
+        Ok(metadata) if metadata.file_type().is_socket() => {}
+        Ok(_) => return Ok(Found::NotASocket),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Found::Nothing),
+        Err(error) => return Err(error),
+    }
+    let connected = UnixDatagram::unbound()?.connect(path);
+    Ok(
+        match connected.err().and_then(|error| error.raw_os_error()) {
+            Some(libc::ECONNREFUSED) => Found::Stale,
+            Some(libc::ENOENT) => Found::Nothing,
+            _ => Found::Live,
+        },
+    )
+}
+
+/// What tells a file from any other: device and inode.
+fn identity(path: &Path) -> io::Result<(u64, u64)> {
+    fs::symlink_metadata(path).map(|metadata| (metadata.dev(), metadata.ino()))
+}
+
+/// The directory of the socket file. Its entries are named through the open directory, so that the
+/// names are short whatever the path is: a socket's address has room for 107 bytes.
+#[derive(Debug)]
+struct Directory(File);
+
+impl Directory {
+    fn open(path: &Path) -> io::Result<Self> {
+        let mut options = OpenOptions::new();
+        options
+            .read(true)
+            .custom_flags(libc::O_PATH | libc::O_DIRECTORY);
+        options.open(path).map(Self)
+    }
+
+    fn entry(&self, name: &OsStr) -> PathBuf {
+        Path::new("/proc/self/fd")
+            .join(self.0.as_raw_fd().to_string())
+            .join(name)
+    }
+
+    /// A name that nothing else uses.
+    fn temporary(&self) -> Temporary {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let name = format!(".vfio-user.{}.{number}", process::id());
+        let path = self.entry(OsStr::new(&name));
+        // Left behind by a process that had this number.
+        let _ = fs::remove_file(&path);
+        Temporary(path)
+    }
+}
+
+/// A name in the directory, removed with this.
+struct Temporary(PathBuf);
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        // Gone already, or of no harm.
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tempfile::TempDir;
+
+    use super::*;
+
+    fn directory() -> (TempDir, PathBuf) {
+        let directory = TempDir::new().unwrap();
+        let path = directory.path().join("device.sock");
+        (directory, path)
+    }
+
+    fn names(directory: &TempDir) -> Vec<OsString> {
+        let entries = fs::read_dir(directory.path()).unwrap();
+        entries.map(|entry| entry.unwrap().file_name()).collect()
+    }
+
+    #[test]
+    fn file_is_there_while_the_listener_is_and_only_for_its_user() {
+        let (directory, path) = directory();
+        let listener = Listener::bind(&path).unwrap();
+        assert_eq!(names(&directory), ["device.sock"]);
+        assert_eq!(listener.path(), path);
+        let metadata = fs::metadata(&path).unwrap();
+        assert!(metadata.file_type().is_socket());
+        assert_eq!(metadata.mode() & 0o777, 0o600);
+        drop(listener);
+        assert!(names(&directory).is_empty());
+    }
+
+    #[test]
+    fn stale_file_is_replaced() {
+        let (directory, path) = directory();
+        drop(UnixListener::bind(&path).unwrap());
+        assert_eq!(names(&directory), ["device.sock"], "left by a dead server");
+
+        let mut listener = Listener::bind(&path).unwrap();
+        assert!(listener.accept().unwrap().is_none());
+        let client = UnixStream::connect(&path).unwrap();
+        assert!(listener.accept().unwrap().is_some());
+        assert_eq!(names(&directory), ["device.sock"]);
+        drop(client);
+    }
+
+    #[test]
+    fn live_file_is_refused_and_its_server_not_disturbed() {
+        let (directory, path) = directory();
+        let mut first = Listener::bind(&path).unwrap();
+        let error = Listener::bind(&path).unwrap_err();
+        assert!(matches!(error, Error::SocketInUse { path: named } if named == path));
+        assert!(first.accept().unwrap().is_none(), "no connection was made");
+        assert_eq!(names(&directory), ["device.sock"]);
+        UnixStream::connect(&path).unwrap();
+        assert!(first.accept().unwrap().is_some());
+    }
+
+    #[test]
+    fn other_files_are_left_alone() {
+        let (directory, path) = directory();
+        fs::write(&path, "precious").unwrap();
+        let error = Listener::bind(&path).unwrap_err();
+        assert!(matches!(error, Error::NotASocket { .. }));
+        assert_eq!(fs::read(&path).unwrap(), b"precious");
+        assert_eq!(names(&directory), ["device.sock"]);
+
+        let error = Listener::bind(Path::new("/")).unwrap_err();
+        assert!(matches!(error, Error::NoFileName { .. }));
+        let error = Listener::bind(&directory.path().join("no/such.sock")).unwrap_err();
+        assert!(matches!(error, Error::Socket { .. }));
+    }
+
+    #[test]
+    fn file_of_a_later_server_is_not_removed() {
+        let (directory, path) = directory();
+        let first = Listener::bind(&path).unwrap();
+        fs::remove_file(&path).unwrap();
+        let second = Listener::bind(&path).unwrap();
+        drop(first);
+        assert_eq!(names(&directory), ["device.sock"]);
+        drop(second);
+        assert!(names(&directory).is_empty());
+    }
+
+    #[test]
+    fn path_may_be_as_long_as_a_client_can_connect_to() {
+        let directory = TempDir::new().unwrap();
+        let room = 107 - directory.path().as_os_str().len() - 1;
+        let path = directory.path().join("s".repeat(room));
+        let mut listener = Listener::bind(&path).unwrap();
+        UnixStream::connect(&path).unwrap();
+        assert!(listener.accept().unwrap().is_some());
+    }
+}

@@ -1,0 +1,378 @@
+//! A raw message becomes a request: everything the protocol demands of it is checked here, once.
+
+use std::os::fd::OwnedFd;
+
+use zerocopy::FromBytes;
+
+use crate::device::{DmaMemory, DmaRegion, IrqAction, IrqCommand, IrqData, IrqIndex, RegionIndex};
+use crate::error::Refusal;
+use crate::message::{
+    Command, DeviceInfo, DmaMap, DmaUnmap, Header, IrqInfo, IrqSet, MAX_DATA_XFER_SIZE,
+    RegionAccess, RegionInfo, RegionIoFds, SingleWrite, Version,
+};
+use crate::version::Proposal;
+
+/// A command of a client, well-formed as far as that can be told without the device.
+#[derive(Debug)]
+pub enum Request<'a> {
+    /// `VERSION`
+    Version(Proposal),
+    /// `DMA_MAP`
+    DmaMap(DmaRegion),
+    /// `DMA_UNMAP`: of a range (address, bytes), or of everything.
+    DmaUnmap {
+        /// The payload, which the reply repeats.
+        payload: DmaUnmap,
+        /// What to unmap; `None`: all.
+        range: Option<(u64, u64)>,
+    },
+    /// `DEVICE_GET_INFO`
+    DeviceGetInfo,
+    /// `DEVICE_GET_REGION_INFO`
+    DeviceGetRegionInfo {
+        /// The region.
+        region: RegionIndex,
+        /// Largest reply payload, at least that of the fixed part.
+        argsz: u32,
+    },
+    /// `DEVICE_GET_REGION_IO_FDS`
+    DeviceGetRegionIoFds {
+        /// The region.
+        region: RegionIndex,
+    },
+    /// `DEVICE_GET_IRQ_INFO`
+    DeviceGetIrqInfo {
+        /// The interrupt type.
+        index: IrqIndex,
+    },
+    /// `DEVICE_SET_IRQS`. That the device has these interrupts is not checked yet.
+    DeviceSetIrqs(IrqCommand),
+    /// `REGION_READ`. The region need not exist: what does not is read as all ones.
+    RegionRead {
+        /// Number of the region.
+        region: u32,
+        /// First byte.
+        offset: u64,
+        /// Bytes, at most [`MAX_DATA_XFER_SIZE`].
+        count: u32,
+    },
+    /// `REGION_WRITE`
+    RegionWrite(RegionWrite<'a>),
+    /// `REGION_WRITE_MULTI`
+    RegionWriteMulti(&'a [SingleWrite]),
+    /// `DEVICE_RESET`
+    DeviceReset,
+}
+
+/// A write to a region. The region need not exist: what does not is not written.
+#[derive(Clone, Copy, Debug)]
+pub struct RegionWrite<'a> {
+    /// Number of the region.
+    pub region: u32,
+    /// First byte.
+    pub offset: u64,
+    /// What to write.
+    pub data: &'a [u8],
+}
+
+impl<'a> Request<'a> {
+    /// Makes a request of a message. File descriptors that the request has no use for are closed.
+    ///
+    /// # Errors
+    ///
+    /// The refusal that goes to the client.
+    pub fn parse(header: &Header, payload: &'a [u8], fds: Vec<OwnedFd>) -> Result<Self, Refusal> {
+        let command = header.command();
+        if header.message_type() != Header::TYPE_COMMAND {
+            return Err(Refusal::NotACommand {
+                command,
+                found: header.message_type(),
+            });
+        }
+        match command {
+            Command::VERSION => {
+                let (version, data) = prefix::<Version>(command, payload)?;
+                Proposal::parse(version.major.get(), version.minor.get(), data).map(Self::Version)
+            }
+            Command::DMA_MAP => dma_map(payload, fds).map(Self::DmaMap),
+            Command::DMA_UNMAP => dma_unmap(payload),
+            Command::DEVICE_GET_INFO => {
+                let (info, _) = prefix::<DeviceInfo>(command, payload)?;
+                argsz::<DeviceInfo>(command, info.argsz.get())?;
+                Ok(Self::DeviceGetInfo)
+            }
+            Command::DEVICE_GET_REGION_INFO => {
+                // A client may send as much as it wants to get, so there may be more.
+                let (info, _) = prefix::<RegionInfo>(command, payload)?;
+                Ok(Self::DeviceGetRegionInfo {
+                    region: region(command, info.index.get())?,
+                    argsz: argsz::<RegionInfo>(command, info.argsz.get())?,
+                })
+            }
+            Command::DEVICE_GET_REGION_IO_FDS => {
+                let (info, _) = prefix::<RegionIoFds>(command, payload)?;
+                argsz::<RegionIoFds>(command, info.argsz.get())?;
+                Ok(Self::DeviceGetRegionIoFds {
+                    region: region(command, info.index.get())?,
+                })
+            }
+            Command::DEVICE_GET_IRQ_INFO => {
+                let (info, _) = prefix::<IrqInfo>(command, payload)?;
+                argsz::<IrqInfo>(command, info.argsz.get())?;
+                Ok(Self::DeviceGetIrqInfo {
+                    index: irq(command, info.index.get())?,
+                })
+            }
+            Command::DEVICE_SET_IRQS => set_irqs(payload, fds).map(Self::DeviceSetIrqs),
+            Command::REGION_READ => {
+                let (access, _) = prefix::<RegionAccess>(command, payload)?;
+                Ok(Self::RegionRead {
+                    region: access.region.get(),
+                    offset: access.offset.get(),
+                    count: count(command, access.count.get().into(), MAX_DATA_XFER_SIZE)?,
+                })
+            }
+            Command::REGION_WRITE => {
+                let (access, data) = prefix::<RegionAccess>(command, payload)?;
+                let count = count(command, access.count.get().into(), MAX_DATA_XFER_SIZE)?;
+                exact(command, payload, size_of::<RegionAccess>(), count.into(), 1)?;
+                Ok(Self::RegionWrite(RegionWrite {
+                    region: access.region.get(),
+                    offset: access.offset.get(),
+                    data,
+                }))
+            }
+            Command::REGION_WRITE_MULTI => region_write_multi(payload),
+            Command::DEVICE_RESET => Ok(Self::DeviceReset),
+            _ => Err(Refusal::Unsupported { command }),
+        }
+    }
+}
+
+fn dma_map(payload: &[u8], mut fds: Vec<OwnedFd>) -> Result<DmaRegion, Refusal> {
+    let command = Command::DMA_MAP;
+    let (map, _) = prefix::<DmaMap>(command, payload)?;
+    argsz::<DmaMap>(command, map.argsz.get())?;
+
+    let flags = map.flags.get();
+    if flags & DmaMap::FILE_IO != 0 {
+        return Err(Refusal::Unsupported { command });
+    }
+    if flags & !(DmaMap::READ | DmaMap::WRITE | DmaMap::MMAP) != 0 {
+        return Err(Refusal::Flags { command, flags });
+    }
+
+    let (iova, size) = range(command, map.address.get(), map.size.get())?;
+    let found = fds.len();
+    let memory = match (fds.pop(), found) {
+        (fd, 0 | 1) => fd,
+        _ => {
+            return Err(Refusal::Fds {
+                command,
+                found,
+                needed: "0 or 1",
+            });
+        }
+    };
+    let memory = match memory {
+        Some(fd) => {
+            let (offset, _) = range(command, map.offset.get(), size)?;
+            Some(DmaMemory { fd, offset })
+        }
+        None if flags & DmaMap::MMAP != 0 => {
+            return Err(Refusal::Fds {
+                command,
+                found,
+                needed: "1",
+            });
+        }
+        None => None,
+    };
+    Ok(DmaRegion {
+        iova,
+        size,
+        readable: flags & DmaMap::READ != 0,
+        writable: flags & DmaMap::WRITE != 0,
+        memory,
+    })
+}
+
+/// A client may send the region's file descriptor again; it is closed with the message.
+fn dma_unmap(payload: &[u8]) -> Result<Request<'_>, Refusal> {
+    let command = Command::DMA_UNMAP;
+    let (unmap, _) = prefix::<DmaUnmap>(command, payload)?;
+    argsz::<DmaUnmap>(command, unmap.argsz.get())?;
+
+    let (address, size) = (unmap.address.get(), unmap.size.get());
+    let range = match unmap.flags.get() {
+        0 => Some(range(command, address, size)?),
+        DmaUnmap::ALL if address == 0 && size == 0 => None,
+        DmaUnmap::ALL => {
+            return Err(Refusal::Range {
+                command,
+                address,
+                size,
+            });
+        }
+        flags if flags & DmaUnmap::GET_DIRTY_BITMAP != 0 => {
+            return Err(Refusal::Unsupported { command });
+        }
+        flags => return Err(Refusal::Flags { command, flags }),
+    };
+    Ok(Request::DmaUnmap {
+        payload: *unmap,
+        range,
+    })
+}
+
+fn set_irqs(payload: &[u8], fds: Vec<OwnedFd>) -> Result<IrqCommand, Refusal> {
+    let command = Command::DEVICE_SET_IRQS;
+    let (set, data) = prefix::<IrqSet>(command, payload)?;
+    argsz::<IrqSet>(command, set.argsz.get())?;
+
+    let flags = set.flags.get();
+    let bad_flags = Refusal::Flags { command, flags };
+    const DATA: u32 = IrqSet::DATA_NONE | IrqSet::DATA_BOOL | IrqSet::DATA_EVENTFD;
+    let action = match flags & !DATA {
+        IrqSet::ACTION_MASK => IrqAction::Mask,
+        IrqSet::ACTION_UNMASK => IrqAction::Unmask,
+        IrqSet::ACTION_TRIGGER => IrqAction::Trigger,
+        _ => return Err(bad_flags),
+    };
+    let index = irq(command, set.index.get())?;
+    let (start, count) = (set.start.get(), set.count.get());
+
+    // No interrupts at all is a command of its own: disconnect those of this type.
+    let all = (flags, start) == (IrqSet::DATA_NONE | IrqSet::ACTION_TRIGGER, 0);
+    if count == 0 && !all {
+        return Err(Refusal::NoIrqs { start, flags });
+    }
+
+    let data = match flags & DATA {
+        IrqSet::DATA_NONE => IrqData::None,
+        IrqSet::DATA_BOOL => {
+            exact(command, payload, size_of::<IrqSet>(), count.into(), 1)?;
+            IrqData::Bools(data.iter().map(|&byte| byte != 0).collect())
+        }
+        // All interrupts of the range get an eventfd, or none does and they lose theirs.
+        IrqSet::DATA_EVENTFD if fds.is_empty() => IrqData::Disconnect,
+        IrqSet::DATA_EVENTFD if fds.len() == count as usize => IrqData::Connect(fds),
+        IrqSet::DATA_EVENTFD => {
+            return Err(Refusal::Fds {
+                command,
+                found: fds.len(),
+                needed: "none, or as many as interrupts",
+            });
+        }
+        _ => return Err(bad_flags),
+    };
+    Ok(IrqCommand {
+        index,
+        start,
+        count,
+        action,
+        data,
+    })
+}
+
+fn region_write_multi(payload: &[u8]) -> Result<Request<'_>, Refusal> {
+    let command = Command::REGION_WRITE_MULTI;
+    let (wr_cnt, writes) = prefix::<zerocopy::little_endian::U64>(command, payload)?;
+    exact(
+        command,
+        payload,
+        size_of::<u64>(),
+        wr_cnt.get(),
+        size_of::<SingleWrite>(),
+    )?;
+    let writes = <[SingleWrite]>::ref_from_bytes(writes).map_err(|_| Refusal::PayloadSize {
+        command,
+        size: payload.len(),
+        needed: wr_cnt.get(),
+    })?;
+    // All or nothing: a message that is refused has written nothing.
+    for write in writes {
+        let maximum = write.data.len() as u32;
+        count(command, write.access.count.get().into(), maximum)?;
+    }
+    Ok(Request::RegionWriteMulti(writes))
+}
+
+/// The structure that a payload begins with, and what follows it.
+fn prefix<T>(command: Command, payload: &[u8]) -> Result<(&T, &[u8]), Refusal>
+where
+    T: FromBytes + zerocopy::KnownLayout + zerocopy::Immutable + zerocopy::Unaligned,
+{
+    T::ref_from_prefix(payload).map_err(|_| Refusal::PayloadSize {
+        command,
+        size: payload.len(),
+        needed: size_of::<T>() as u64,
+    })
+}
+
+/// `argsz`, when there is room for a `T`.
+fn argsz<T>(command: Command, argsz: u32) -> Result<u32, Refusal> {
+    if argsz as usize >= size_of::<T>() {
+        Ok(argsz)
+    } else {
+        Err(Refusal::Argsz {
+            command,
+            argsz,
+            needed: size_of::<T>(),
+        })
+    }
+}
+
+/// Checks that a payload is a fixed part and `count` elements, exactly.
+fn exact(
+    command: Command,
+    payload: &[u8],
+    fixed: usize,
+    count: u64,
+    element: usize,
+) -> Result<(), Refusal> {
+    let needed = count
+        .saturating_mul(element as u64)
+        .saturating_add(fixed as u64);
+    if payload.len() as u64 == needed {
+        Ok(())
+    } else {
+        Err(Refusal::PayloadSize {
+            command,
+            size: payload.len(),
+            needed,
+        })
+    }
+}
+
+/// A `count` that is at most `maximum`.
+fn count(command: Command, count: u64, maximum: u32) -> Result<u32, Refusal> {
+    match u32::try_from(count) {
+        Ok(count) if count <= maximum => Ok(count),
+        _ => Err(Refusal::Count {
+            command,
+            count,
+            maximum,
+        }),
+    }
+}
+
+/// A range of one byte or more whose last byte has a 64-bit address.
+fn range(command: Command, address: u64, size: u64) -> Result<(u64, u64), Refusal> {
+    size.checked_sub(1)
+        .and_then(|last| address.checked_add(last))
+        .map(|_| (address, size))
+        .ok_or(Refusal::Range {
+            command,
+            address,
+            size,
+        })
+}
+
+fn region(command: Command, index: u32) -> Result<RegionIndex, Refusal> {
+    RegionIndex::new(index).ok_or(Refusal::NoSuchRegion { command, index })
+}
+
+fn irq(command: Command, index: u32) -> Result<IrqIndex, Refusal> {
+    IrqIndex::new(index).ok_or(Refusal::NoSuchIrq { command, index })
+}

@@ -1,0 +1,417 @@
+//! One client, from its first byte to its last.
+
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+use log::{info, warn};
+
+use crate::connection::{Ended, Reader, Writer};
+use crate::device::Device;
+use crate::dispatch::{Dispatch, Regions};
+use crate::error::Error;
+use crate::message::Header;
+use crate::socket;
+
+/// Messages that are answered before others on the thread get their turn. What is left makes the
+/// socket readable again.
+const MESSAGES_PER_TURN: usize = 32;
+
+/// What a [`Session`] waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// That the socket is readable.
+    Reading,
+    /// That the socket is writable: the client has not read its replies.
+    Writing,
+    /// Nothing any more: the connection has ended.
+    Ended,
+}
+
+/// The connection with one client.
+#[derive(Debug)]
+pub struct Session {
+    stream: UnixStream,
+    reader: Reader,
+    writer: Writer,
+    dispatch: Dispatch,
+}
+
+impl Session {
+    /// A session on a connected socket, with a client that has not said anything yet.
+    ///
+    /// # Errors
+    ///
+    /// A mappable area of the device is no good.
+    pub fn new<D: Device>(stream: UnixStream, device: &D) -> Result<Self, Error> {
+        Ok(Self::with_regions(stream, Arc::new(Regions::of(device)?)))
+    }
+
+    pub(crate) fn with_regions(stream: UnixStream, regions: Arc<Regions>) -> Self {
+        Self {
+            stream,
+            reader: Reader::default(),
+            writer: Writer::default(),
+            dispatch: Dispatch::new(regions),
+        }
+    }
+
+    /// Answers what the client has sent, as far as that goes without waiting. To be called again
+    /// when the socket is ready for what is returned.
+    ///
+    /// The socket has to be non-blocking for sending. When the connection has ended, the device has
+    /// not been told: that is the caller's part.
+    pub fn run<D: Device>(&mut self, device: &mut D) -> Progress {
+        for _ in 0..MESSAGES_PER_TURN {
+            match self.turn(device) {
+                Ok(None) => {}
+                Ok(Some(progress)) => return progress,
+                Err(ended) => {
+                    self.end(ended);
+                    return Progress::Ended;
+                }
+            }
+        }
+        Progress::Reading
+    }
+
+    /// Whether the client has closed the connection, even if not all it sent has been answered.
+    pub(crate) fn hung_up(&self) -> bool {
+        socket::hung_up(&self.stream).unwrap_or(false)
+    }
+
+    /// Answers one message, and returns `None`, or what has to be waited for first.
+    fn turn<D: Device>(&mut self, device: &mut D) -> Result<Option<Progress>, Ended> {
+        // The reply before this one. While it is here no message is read, so that there is never
+        // more than one.
+        if !self.writer.flush(&self.stream).map_err(Ended::Failed)? {
+            return Ok(Some(Progress::Writing));
+        }
+        let Some(message) = self.reader.next(&self.stream)? else {
+            return Ok(Some(Progress::Reading));
+        };
+
+        let header = message.header;
+        let answer = self.dispatch.answer(device, message, self.writer.payload());
+        match answer {
+            Ok(fd) => self.writer.reply(&header, fd),
+            Err(refusal) => {
+                if refusal.ends_connection() {
+                    return Err(Ended::OutOfStep { header, refusal });
+                }
+                self.dispatch.complaints.log_refusal(&refusal);
+                self.writer.error_reply(&header, refusal.errno());
+            }
+        }
+        if header.no_reply() {
+            self.writer.discard();
+        }
+        match self.writer.flush(&self.stream).map_err(Ended::Failed)? {
+            true => Ok(None),
+            false => Ok(Some(Progress::Writing)),
+        }
+    }
+
+    fn end(&mut self, ended: Ended) {
+        match ended {
+            Ended::Closed { cut_short: false } => info!("vfio-user: the client has disconnected"),
+            Ended::Closed { cut_short: true } => {
+                warn!("vfio-user: the client has disconnected in the middle of a message");
+            }
+            // As it is when a client is killed.
+            Ended::Failed(error) if error.kind() == io::ErrorKind::BrokenPipe => {
+                info!("vfio-user: the client has disconnected without waiting for a reply");
+            }
+            Ended::Failed(error) => warn!("vfio-user: the connection failed: {error}"),
+            Ended::OutOfStep { header, refusal } => {
+                self.dispatch.complaints.log_refusal(&refusal);
+                warn!("vfio-user: the connection is closed");
+                self.say(&header, refusal.errno());
+            }
+        }
+    }
+
+    /// A last word, as far as the socket takes it now.
+    fn say(&mut self, header: &Header, errno: u32) {
+        if header.message_type() == Header::TYPE_COMMAND && !header.no_reply() {
+            self.writer.error_reply(header, errno);
+            // The connection ends in any case.
+            let _ = self.writer.flush(&self.stream);
+        }
+    }
+}
+
+impl AsRawFd for Session {
+    fn as_raw_fd(&self) -> RawFd {
+        self.stream.as_raw_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::os::fd::AsRawFd;
+
+    use vmm_sys_util::sock_ctrl_msg::ScmSocket;
+
+    use super::*;
+    use crate::message::{Command, MAX_CONTROL_PAYLOAD, MAX_DATA_XFER_SIZE};
+    use crate::testing::{Conversation, Memo, Tracer, message};
+
+    const VERSION: &[u8] = b"\0\0\x01\0{\"capabilities\":{}}\0";
+
+    /// 20 bytes: connect one MSI-X vector.
+    const SET_IRQS: [u32; 5] = [20, 0x24, 2, 0, 1];
+
+    fn irqs() -> Vec<u8> {
+        SET_IRQS
+            .iter()
+            .flat_map(|word| word.to_le_bytes())
+            .collect()
+    }
+
+    fn write_all(talk: &Conversation, bytes: &[u8]) {
+        (&talk.client).write_all(bytes).unwrap();
+    }
+
+    #[test]
+    fn messages_may_come_in_pieces_cut_anywhere() {
+        let stream = [
+            message(1, Command::VERSION, 0, VERSION),
+            message(
+                2,
+                Command::REGION_WRITE,
+                0,
+                &[&[0; 12][..], &[4, 0, 0, 0, 9, 9, 9, 9]].concat(),
+            ),
+            message(3, Command::DEVICE_RESET, 0, &[]),
+        ]
+        .concat();
+        for cut in 0..=stream.len() {
+            let mut talk = Conversation::begin(Memo::new());
+            for piece in [&stream[..cut], &stream[cut..]] {
+                write_all(&talk, piece);
+                assert_eq!(talk.run(), Progress::Reading, "cut at {cut}");
+            }
+            for id in 1..=3 {
+                let reply = talk.hear().unwrap();
+                assert_eq!((reply.header.message_id.get(), reply.errno()), (id, 0));
+            }
+            assert!(talk.hear().is_none());
+            assert_eq!((talk.device.resets, talk.device.bar0[0]), (1, 9));
+        }
+    }
+
+    #[test]
+    fn fds_belong_to_the_message_whose_bytes_they_come_with() {
+        let stream = [
+            message(1, Command::VERSION, 0, VERSION),
+            message(2, Command::DEVICE_RESET, 0, &[]),
+            message(3, Command::DEVICE_SET_IRQS, 0, &irqs()),
+            message(4, Command::DEVICE_RESET, 0, &[]),
+        ];
+        let before = stream[..2].concat().len();
+        let stream = stream.concat();
+        // With any byte of the message: header, payload, the last one.
+        for with in before..before + 36 {
+            let mut talk = Conversation::begin(Memo::new());
+            let (tracer, fd) = Tracer::new();
+            write_all(&talk, &stream[..with]);
+            let one = [&stream[with..][..1]];
+            talk.client.send_with_fds(&one, &[fd.as_raw_fd()]).unwrap();
+            drop(fd);
+            write_all(&talk, &stream[with + 1..]);
+            assert_eq!(talk.run(), Progress::Reading);
+            for _ in 0..4 {
+                assert_eq!(talk.hear().unwrap().errno(), 0, "with byte {with}");
+            }
+            assert_eq!(talk.device.irqs.len(), 1);
+            assert!(!tracer.is_closed());
+            talk.device.irqs.clear();
+            assert!(tracer.is_closed());
+        }
+    }
+
+    #[test]
+    fn client_may_go_at_any_byte() {
+        let stream = [
+            message(1, Command::VERSION, 0, VERSION),
+            message(2, Command::DEVICE_SET_IRQS, 0, &irqs()),
+        ]
+        .concat();
+        let first = message(1, Command::VERSION, 0, VERSION).len();
+        for cut in 0..=stream.len() {
+            let mut talk = Conversation::begin(Memo::new());
+            let (tracer, fd) = Tracer::new();
+            write_all(&talk, &stream[..cut.min(first)]);
+            if cut > first {
+                let rest = [&stream[first..cut]];
+                talk.client.send_with_fds(&rest, &[fd.as_raw_fd()]).unwrap();
+            }
+            drop(fd);
+            talk.client.shutdown(std::net::Shutdown::Write).unwrap();
+            assert!(talk.session.hung_up());
+            assert_eq!(talk.run(), Progress::Ended, "cut at {cut}");
+            assert_eq!(talk.device.irqs.len(), usize::from(cut == stream.len()));
+            drop(talk);
+            assert!(tracer.is_closed());
+        }
+    }
+
+    #[test]
+    fn sizes_that_no_message_has_end_the_connection_with_an_error() {
+        let region_write = 32 + MAX_DATA_XFER_SIZE;
+        let control = (Header::SIZE + MAX_CONTROL_PAYLOAD) as u32;
+        for (command, size) in [
+            (Command::DEVICE_RESET, 0),
+            (Command::DEVICE_RESET, 15),
+            (Command::DEVICE_RESET, control + 1),
+            (Command::VERSION, control + 1),
+            (Command::DMA_MAP, u32::MAX),
+            (Command(999), u32::MAX),
+            (Command::REGION_WRITE, region_write + 1),
+        ] {
+            let mut talk = Conversation::negotiated(Memo::new());
+            let mut message = message(7, command, 0, &[]);
+            message[4..8].copy_from_slice(&size.to_le_bytes());
+            write_all(&talk, &message);
+            assert_eq!(talk.run(), Progress::Ended, "{command} of {size}");
+            let reply = talk.hear().unwrap();
+            assert_eq!(reply.errno(), libc::EINVAL as u32);
+            assert_eq!(reply.header.message_id.get(), 7);
+            assert!(talk.closes_for_client());
+        }
+    }
+
+    #[test]
+    fn largest_messages_are_taken() {
+        let mut talk = Conversation::negotiated(Memo::new());
+        let payload = vec![0; MAX_CONTROL_PAYLOAD];
+        assert_ne!(talk.ask(Command(999), &payload).errno(), 0);
+
+        let access = [&[0; 12][..], &MAX_DATA_XFER_SIZE.to_le_bytes()].concat();
+        let payload = [&access[..], &vec![3; MAX_DATA_XFER_SIZE as usize]].concat();
+        let message = message(8, Command::REGION_WRITE, 0, &payload);
+        for piece in message.chunks(100_000) {
+            write_all(&talk, piece);
+            assert_eq!(talk.run(), Progress::Reading);
+        }
+        // Beyond the region's end, so that nothing is written.
+        let reply = talk.hear().unwrap();
+        assert_eq!((reply.errno(), reply.payload), (0, access));
+        assert_eq!(talk.ask(Command::DEVICE_RESET, &[]).errno(), 0);
+    }
+
+    #[test]
+    fn replies_are_no_commands() {
+        let mut talk = Conversation::negotiated(Memo::new());
+        for kind in [1, 2, 15] {
+            write_all(
+                &talk,
+                &message(kind as u16, Command::DEVICE_RESET, kind, &[1, 2]),
+            );
+            assert_eq!(talk.run(), Progress::Reading);
+            assert_eq!(talk.hear().unwrap().errno(), libc::EINVAL as u32);
+        }
+        assert_eq!(talk.device.resets, 0);
+        assert_eq!(talk.ask(Command::DEVICE_RESET, &[]).errno(), 0);
+    }
+
+    #[test]
+    fn no_reply_is_sent_where_none_is_wanted() {
+        let mut talk = Conversation::negotiated(Memo::new());
+        let stream = [
+            message(1, Command::DEVICE_RESET, Header::NO_REPLY, &[]),
+            message(2, Command::REGION_READ, Header::NO_REPLY, &[0; 3]),
+            message(3, Command(999), Header::NO_REPLY, &[]),
+            message(4, Command::DEVICE_RESET, 0, &[]),
+        ];
+        write_all(&talk, &stream.concat());
+        assert_eq!(talk.run(), Progress::Reading);
+        assert_eq!(talk.hear().unwrap().header.message_id.get(), 4);
+        assert!(talk.hear().is_none());
+        assert_eq!(talk.device.resets, 2);
+
+        let mut bad_size = message(5, Command::DEVICE_RESET, Header::NO_REPLY, &[]);
+        bad_size[4] = 1;
+        write_all(&talk, &bad_size);
+        assert_eq!(talk.run(), Progress::Ended);
+        assert!(talk.hear().is_none());
+    }
+
+    #[test]
+    fn more_fds_than_a_message_can_have_end_the_connection() {
+        let mut talk = Conversation::negotiated(Memo::new());
+        let (tracer, fd) = Tracer::new();
+        let message = message(1, Command::DEVICE_SET_IRQS, 0, &irqs());
+        let fds = [fd.as_raw_fd(); 100];
+        for byte in message[..3].chunks(1) {
+            talk.client.send_with_fds(&[byte], &fds).unwrap();
+        }
+        drop(fd);
+        assert_eq!(talk.run(), Progress::Ended);
+        drop(talk);
+        assert!(tracer.is_closed());
+    }
+
+    /// A client that sends and does not read: what it sends stays in its socket.
+    #[test]
+    fn unread_replies_stop_the_client_and_nothing_else() {
+        let mut talk = Conversation::negotiated(Memo::new());
+        let read = [&[0; 12][..], &MAX_DATA_XFER_SIZE.to_le_bytes()].concat();
+        let asked = 20_u16;
+        for id in 0..asked {
+            write_all(&talk, &message(id, Command::REGION_READ, 0, &read));
+        }
+        for _ in 0..100 {
+            assert_eq!(talk.run(), Progress::Writing);
+        }
+        assert!(talk.device.accesses.is_empty(), "beyond the end of BAR0");
+
+        // It reads after all, and misses nothing.
+        let whole = 32 + MAX_DATA_XFER_SIZE as usize;
+        let mut stream = Vec::new();
+        let mut buffer = vec![0; 1 << 20];
+        while stream.len() < whole * usize::from(asked) {
+            let read = (&talk.client).read(&mut buffer).unwrap();
+            stream.extend_from_slice(&buffer[..read]);
+            talk.run();
+        }
+        for (id, reply) in (0..asked).zip(stream.chunks(whole)) {
+            assert_eq!(reply[..2], id.to_le_bytes());
+            assert!(reply[32..].iter().all(|&byte| byte == 0xff));
+        }
+        assert_eq!(talk.run(), Progress::Reading);
+        assert_eq!(talk.ask(Command::DEVICE_RESET, &[]).errno(), 0);
+    }
+
+    #[test]
+    fn client_that_goes_without_reading_ends_the_session() {
+        let mut talk = Conversation::negotiated(Memo::new());
+        let read = [&[0; 12][..], &MAX_DATA_XFER_SIZE.to_le_bytes()].concat();
+        write_all(&talk, &message(1, Command::REGION_READ, 0, &read));
+        assert_eq!(talk.run(), Progress::Writing);
+        let Conversation {
+            client,
+            mut session,
+            mut device,
+            ..
+        } = talk;
+        drop(client);
+        assert_eq!(session.run(&mut device), Progress::Ended);
+    }
+
+    #[test]
+    fn one_client_does_not_keep_the_thread() {
+        let mut talk = Conversation::negotiated(Memo::new());
+        let posted = message(1, Command::DEVICE_RESET, Header::NO_REPLY, &[]);
+        let messages = 3 * MESSAGES_PER_TURN;
+        write_all(&talk, &posted.repeat(messages));
+        assert_eq!(talk.run(), Progress::Reading);
+        assert_eq!(talk.device.resets as usize, MESSAGES_PER_TURN);
+        talk.run();
+        talk.run();
+        assert_eq!(talk.device.resets as usize, messages);
+    }
+}

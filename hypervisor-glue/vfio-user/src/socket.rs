@@ -1,0 +1,192 @@
+//! Bytes and file descriptors through a UNIX socket.
+//!
+//! Sending is `vmm-sys-util`'s. Receiving is not: there the control message is received without
+//! `MSG_CMSG_CLOEXEC`, so that a process started meanwhile inherits guest memory, and where file
+//! descriptors are lost the bytes that came with them are lost too, which puts a stream out of step.
+
+#![expect(
+    unsafe_code,
+    reason = "recvmsg(2) and its control messages have no safe interface"
+)]
+
+use std::io;
+use std::mem::{self, MaybeUninit};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
+
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+use vmm_sys_util::sock_ctrl_msg::ScmSocket;
+
+use crate::message::MAX_FDS_ACCEPTED;
+
+/// What one `recvmsg` returned.
+#[derive(Debug)]
+pub(crate) struct Received {
+    /// Bytes; 0 at the end of the stream.
+    pub(crate) bytes: usize,
+    /// File descriptors came that the kernel could not hand over.
+    pub(crate) fds_lost: bool,
+}
+
+/// Room for the control message, aligned as `cmsghdr` is.
+const CONTROL_WORDS: usize = {
+    let fds = (MAX_FDS_ACCEPTED * size_of::<RawFd>()) as libc::c_uint;
+    // SAFETY: CMSG_SPACE computes a size, and has no conditions.
+    (unsafe { libc::CMSG_SPACE(fds) } as usize).div_ceil(size_of::<u64>())
+};
+
+const _: () = assert!(align_of::<libc::cmsghdr>() <= align_of::<u64>());
+
+/// Receives bytes into `buffer`, and appends the file descriptors that come with them to `fds`.
+/// Does not wait.
+pub(crate) fn receive(
+    stream: &UnixStream,
+    buffer: &mut [u8],
+    fds: &mut Vec<OwnedFd>,
+) -> io::Result<Received> {
+    let mut control = [const { MaybeUninit::<u64>::uninit() }; CONTROL_WORDS];
+    let mut iovec = libc::iovec {
+        iov_base: buffer.as_mut_ptr().cast(),
+        iov_len: buffer.len(),
+    };
+    // SAFETY: all zeroes is a valid msghdr, one without buffers.
+    let mut message: libc::msghdr = unsafe { mem::zeroed() };
+    message.msg_iov = &raw mut iovec;
+    message.msg_iovlen = 1;
+    message.msg_control = control.as_mut_ptr().cast();
+    message.msg_controllen = mem::size_of_val(&control) as _;
+
+    let flags = libc::MSG_CMSG_CLOEXEC | libc::MSG_DONTWAIT;
+    let bytes = loop {
+        // SAFETY: the message points to one iovec, that of `buffer`, and to `control`, with their
+        // sizes; all of them outlive the call.
+        let result = unsafe { libc::recvmsg(stream.as_raw_fd(), &raw mut message, flags) };
+        match usize::try_from(result) {
+            Ok(bytes) => break bytes,
+            Err(_) => match io::Error::last_os_error() {
+                error if error.kind() == io::ErrorKind::Interrupted => {}
+                error => return Err(error),
+            },
+        }
+    };
+
+    // SAFETY: recvmsg succeeded, so that the kernel has set msg_controllen to the bytes of
+    // `control` that it wrote, which hold whole control messages.
+    let mut header = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
+    while !header.is_null() {
+        // SAFETY: CMSG_FIRSTHDR and CMSG_NXTHDR return a header within `control`, or null.
+        let (level, kind, length) = unsafe {
+            let header = &*header;
+            (
+                header.cmsg_level,
+                header.cmsg_type,
+                header.cmsg_len as usize,
+            )
+        };
+        if (level, kind) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
+            // SAFETY: CMSG_LEN computes a size, and has no conditions.
+            let data = length.saturating_sub(unsafe { libc::CMSG_LEN(0) } as usize);
+            // SAFETY: `header` is a header within `control`, and its data follows it.
+            let first = unsafe { libc::CMSG_DATA(header) }.cast::<RawFd>();
+            for index in 0..data / size_of::<RawFd>() {
+                // SAFETY: cmsg_len says that the data has this many file descriptors, which the
+                // kernel opened for this process and nothing else knows of yet. They need not be
+                // aligned.
+                let fd = unsafe { OwnedFd::from_raw_fd(first.add(index).read_unaligned()) };
+                fds.push(fd);
+            }
+        }
+        // SAFETY: `message` is as recvmsg left it, and `header` is one of its headers.
+        header = unsafe { libc::CMSG_NXTHDR(&raw const message, header) };
+    }
+
+    Ok(Received {
+        bytes,
+        fds_lost: message.msg_flags & libc::MSG_CTRUNC != 0,
+    })
+}
+
+/// Sends bytes, and a file descriptor with the first of them. Returns how many bytes were sent.
+/// Does not wait where `stream` is non-blocking; raises no signal when the other side is gone.
+pub(crate) fn send(stream: &UnixStream, bytes: &[u8], fd: Option<&OwnedFd>) -> io::Result<usize> {
+    let fd = fd.map(AsRawFd::as_raw_fd);
+    loop {
+        match stream.send_with_fds(&[bytes], fd.as_slice()) {
+            Ok(sent) => return Ok(sent),
+            Err(error) if error.errno() == libc::EINTR => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// Whether the other side has closed the connection, even if not all it sent has been read.
+pub(crate) fn hung_up(stream: &UnixStream) -> io::Result<bool> {
+    let epoll = Epoll::new()?;
+    let closed = EventSet::HANG_UP | EventSet::READ_HANG_UP | EventSet::ERROR;
+    let mut event = [EpollEvent::new(closed, 0)];
+    epoll.ctl(ControlOperation::Add, stream.as_raw_fd(), event[0])?;
+    Ok(epoll.wait(0, &mut event)? > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::io::{Read, Write};
+
+    use super::*;
+
+    #[test]
+    fn file_descriptors_are_received_close_on_exec() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let (mut reader, writer) = io::pipe().unwrap();
+        theirs
+            .send_with_fds(&[&b"ab"[..]], &[writer.as_raw_fd(), writer.as_raw_fd()])
+            .unwrap();
+        drop(writer);
+
+        let (mut buffer, mut fds) = ([0; 8], Vec::new());
+        let received = receive(&ours, &mut buffer, &mut fds).unwrap();
+        assert_eq!((received.bytes, received.fds_lost), (2, false));
+        assert_eq!(fds.len(), 2);
+        for fd in &fds {
+            let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_raw_fd())).unwrap();
+            let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
+            let flags = i32::from_str_radix(flags.unwrap().trim(), 8).unwrap();
+            assert_ne!(flags & libc::O_CLOEXEC, 0);
+        }
+
+        fs::File::from(fds.remove(0)).write_all(b"x").unwrap();
+        drop(fds);
+        // The end of the pipe is seen only when every copy of the other end is closed.
+        let mut read = Vec::new();
+        reader.read_to_end(&mut read).unwrap();
+        assert_eq!(read, b"x");
+    }
+
+    #[test]
+    fn receives_as_many_fds_as_a_message_can_have() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let (reader, _writer) = io::pipe().unwrap();
+        let sent = vec![reader.as_raw_fd(); MAX_FDS_ACCEPTED];
+        theirs.send_with_fds(&[&b"x"[..]], &sent).unwrap();
+
+        let mut fds = Vec::new();
+        let received = receive(&ours, &mut [0; 1], &mut fds).unwrap();
+        assert!(!received.fds_lost);
+        assert_eq!(fds.len(), MAX_FDS_ACCEPTED);
+    }
+
+    #[test]
+    fn does_not_wait() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let error = receive(&ours, &mut [0; 1], &mut Vec::new()).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+        assert!(!hung_up(&ours).unwrap());
+        drop(theirs);
+        assert!(hung_up(&ours).unwrap());
+        let end = receive(&ours, &mut [0; 1], &mut Vec::new()).unwrap();
+        assert_eq!(end.bytes, 0);
+        let error = send(&ours, b"x", None).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
+    }
+}

@@ -1,0 +1,208 @@
+//! Conversations: what each command does to the device, and what the client gets to see.
+
+mod dma;
+mod irqs;
+mod regions;
+
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+
+use zerocopy::IntoBytes;
+
+use crate::device::{IrqAction, IrqData, IrqIndex, RegionIndex};
+use crate::message::{
+    Command, DeviceInfo, DmaMap, DmaUnmap, Header, IrqInfo, IrqSet, MAX_DATA_XFER_SIZE, NUM_IRQS,
+    NUM_REGIONS, RegionAccess, RegionInfo, RegionIoFds, SingleWrite, SparseMmap, Version,
+};
+use crate::session::Progress;
+use crate::testing::{BAR0_SIZE, CONFIG_SIZE, Conversation, MSIX_VECTORS, Memo, Tracer, message};
+
+const EINVAL: u32 = libc::EINVAL as u32;
+const ENOTSUP: u32 = libc::ENOTSUP as u32;
+
+fn dma_map(flags: u32, offset: u64, address: u64, size: u64) -> Vec<u8> {
+    let map = DmaMap {
+        argsz: 32.into(),
+        flags: flags.into(),
+        offset: offset.into(),
+        address: address.into(),
+        size: size.into(),
+    };
+    map.as_bytes().to_vec()
+}
+
+fn dma_unmap(flags: u32, address: u64, size: u64) -> Vec<u8> {
+    let unmap = DmaUnmap {
+        argsz: 24.into(),
+        flags: flags.into(),
+        address: address.into(),
+        size: size.into(),
+    };
+    unmap.as_bytes().to_vec()
+}
+
+fn access(region: u32, offset: u64, count: u32) -> Vec<u8> {
+    let access = RegionAccess {
+        offset: offset.into(),
+        region: region.into(),
+        count: count.into(),
+    };
+    access.as_bytes().to_vec()
+}
+
+fn write(region: u32, offset: u64, data: &[u8]) -> Vec<u8> {
+    [&access(region, offset, data.len() as u32), data].concat()
+}
+
+fn region_info(index: u32, argsz: u32) -> Vec<u8> {
+    let info = RegionInfo {
+        argsz: argsz.into(),
+        index: index.into(),
+        ..RegionInfo::default()
+    };
+    info.as_bytes().to_vec()
+}
+
+fn irq_set(flags: u32, index: IrqIndex, start: u32, count: u32) -> Vec<u8> {
+    let set = IrqSet {
+        argsz: 20.into(),
+        flags: flags.into(),
+        index: (index as u32).into(),
+        start: start.into(),
+        count: count.into(),
+    };
+    set.as_bytes().to_vec()
+}
+
+const CONNECT: u32 = IrqSet::DATA_EVENTFD | IrqSet::ACTION_TRIGGER;
+
+/// Pipes in place of eventfds: they tell when they are closed.
+fn tracers(count: usize) -> (Vec<Tracer>, Vec<OwnedFd>) {
+    (0..count).map(|_| Tracer::new()).unzip()
+}
+
+fn raw(fds: &[OwnedFd]) -> Vec<RawFd> {
+    fds.iter().map(AsRawFd::as_raw_fd).collect()
+}
+
+#[test]
+fn version_comes_first_and_once() {
+    let mut talk = Conversation::begin(Memo::new());
+    // The stream stays in step: what came too early is refused, and can be said later.
+    for (command, payload) in [
+        (Command::DEVICE_RESET, vec![]),
+        (Command::REGION_READ, access(0, 0, 8)),
+        (Command::REGION_WRITE, write(0, 0, &[0; 9])),
+        (Command::DMA_MAP, dma_map(DmaMap::READ, 0, 0, 4096)),
+        (Command(99), vec![1, 2, 3]),
+    ] {
+        let errno = talk.ask(command, &payload).errno();
+        assert!(errno == EINVAL || command == Command(99), "{command}");
+    }
+    assert_eq!(talk.device.resets, 0);
+    assert!(talk.device.accesses.is_empty());
+
+    // A version message that is no good leaves the right one to come.
+    assert_eq!(talk.ask(Command::VERSION, &[0, 0, 1]).errno(), EINVAL);
+    assert_eq!(talk.ask(Command::VERSION, b"\0\0\x01\0{").errno(), EINVAL);
+    let reply = talk.ask(Command::VERSION, b"\0\0\x05\0{\"capabilities\":{}}\0");
+    let version: Version = reply.read();
+    assert_eq!((version.major.get(), version.minor.get()), (0, 1));
+    assert_eq!(reply.payload.last(), Some(&0));
+
+    assert_eq!(talk.ask(Command::VERSION, &[0, 0, 1, 0]).errno(), EINVAL);
+    assert_eq!(talk.ask(Command::DEVICE_RESET, &[]).errno(), 0);
+    assert_eq!(talk.device.resets, 1);
+}
+
+#[test]
+fn another_major_version_ends_the_connection_with_an_error() {
+    let mut talk = Conversation::begin(Memo::new());
+    let message = talk.message(Command::VERSION, &[1, 0, 0, 0]);
+    std::io::Write::write_all(&mut &talk.client, &message).unwrap();
+    assert_eq!(talk.run(), Progress::Ended);
+    assert_eq!(talk.hear().unwrap().errno(), ENOTSUP);
+    assert!(talk.closes_for_client());
+}
+
+#[test]
+fn reset_is_harmless_right_after_version() {
+    let mut talk = Conversation::negotiated(Memo::new());
+    for resets in 1..=3 {
+        let reply = talk.ask(Command::DEVICE_RESET, &[]);
+        assert_eq!((reply.errno(), reply.payload.len()), (0, 0));
+        assert_eq!(talk.device.resets, resets);
+    }
+}
+
+#[test]
+fn device_info_is_a_pci_function_with_nine_regions_and_five_interrupt_types() {
+    let mut talk = Conversation::negotiated(Memo::new());
+    // 32 is what Cloud Hypervisor's client asks with.
+    for argsz in [16_u32, 32, u32::MAX] {
+        let mut payload = [0; 16];
+        payload[..4].copy_from_slice(argsz.as_bytes());
+        let reply = talk.ask(Command::DEVICE_GET_INFO, &payload);
+        assert_eq!(reply.payload.len(), 16);
+        let info: DeviceInfo = reply.read();
+        assert_eq!(info.argsz.get(), 16);
+        assert_eq!(info.flags.get(), DeviceInfo::RESET | DeviceInfo::PCI);
+        assert_eq!(info.num_regions.get(), NUM_REGIONS);
+        assert_eq!(info.num_irqs.get(), NUM_IRQS);
+    }
+    let short = talk.ask(
+        Command::DEVICE_GET_INFO,
+        &[15, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+    );
+    assert_eq!(short.errno(), EINVAL);
+    let mut payload = [0; 16];
+    payload[0] = 15;
+    assert_eq!(talk.ask(Command::DEVICE_GET_INFO, &payload).errno(), EINVAL);
+}
+
+#[test]
+fn errno_of_the_device_reaches_the_client() {
+    let mut talk = Conversation::negotiated(Memo::new());
+    let (tracer, fd) = Tracer::new();
+    for (command, payload) in [
+        (Command::DMA_MAP, dma_map(3, 0, 0, 0x1000)),
+        (Command::DMA_UNMAP, dma_unmap(0, 0, 0x1000)),
+        (
+            Command::DEVICE_SET_IRQS,
+            irq_set(CONNECT, IrqIndex::Msix, 0, 1),
+        ),
+    ] {
+        talk.device.fail = Some(libc::EEXIST);
+        let reply = talk.ask_with(command, &payload, &[fd.as_raw_fd()]);
+        assert_eq!(reply.errno(), libc::EEXIST as u32, "{command}");
+    }
+    drop(fd);
+    assert!(tracer.is_closed());
+}
+
+#[test]
+fn what_is_not_supported_is_said_to_be() {
+    let mut talk = Conversation::negotiated(Memo::new());
+    for number in [0, 11, 12, 14, 16, 17, 18, 19, 0x7fff, u16::MAX] {
+        for payload in [&[][..], &[0; 8], &[0xff; 4096]] {
+            assert_eq!(talk.ask(Command(number), payload).errno(), ENOTSUP);
+        }
+    }
+    assert_eq!(talk.ask(Command::DEVICE_RESET, &[]).errno(), 0);
+}
+
+#[test]
+fn file_descriptors_that_no_command_wants_are_closed() {
+    let mut talk = Conversation::negotiated(Memo::new());
+    let (tracer, fd) = Tracer::new();
+    for (command, payload) in [
+        (Command::REGION_READ, access(0, 0, 4)),
+        (Command::REGION_WRITE, write(0, 0, &[0; 4])),
+        (Command::DEVICE_RESET, vec![]),
+        (Command::DEVICE_GET_REGION_INFO, region_info(0, 32)),
+        (Command(77), vec![]),
+    ] {
+        talk.ask_with(command, &payload, &[fd.as_raw_fd(); 5]);
+    }
+    drop(fd);
+    assert!(tracer.is_closed());
+}

@@ -1,0 +1,206 @@
+//! `VERSION`: the capabilities that both sides agree on.
+
+use serde::de::IgnoredAny;
+use serde::{Deserialize, Serialize};
+
+use crate::error::Refusal;
+use crate::message::{MAX_DATA_XFER_SIZE, MAX_MSG_FDS};
+
+/// The protocol's major version. Another one is another protocol.
+const MAJOR: u16 = 0;
+
+/// The newest minor version that is spoken here.
+const MINOR: u16 = 1;
+
+/// More DMA regions than this a client does not let a server ask for.
+const MAX_DMA_MAPS: u32 = 65_535;
+
+/// DMA regions are made of these page sizes: 4 KiB, the smallest page of any host, and its
+/// multiples.
+const PAGE_SIZES: u64 = !0xfff;
+
+/// What a client proposes.
+#[derive(Clone, Debug, Default)]
+pub struct Proposal {
+    /// Minor version; the major one is 0.
+    minor: u16,
+    /// The capabilities, where the client sent version data with an object of that name.
+    capabilities: ProposedCapabilities,
+}
+
+#[derive(Debug, Default, Deserialize)]
+struct VersionData {
+    capabilities: Option<ProposedCapabilities>,
+}
+
+/// Capabilities of a client that change what the server does. Others are ignored.
+#[derive(Clone, Debug, Default, Deserialize)]
+struct ProposedCapabilities {
+    max_msg_fds: Option<u64>,
+    max_dma_maps: Option<u64>,
+    pgsizes: Option<u64>,
+    write_multiple: Option<bool>,
+    /// Known, and not taken: named here so that its absence from the reply is no accident.
+    #[serde(rename = "twin_socket")]
+    _twin_socket: Option<IgnoredAny>,
+}
+
+impl Proposal {
+    /// Reads the version data, `data` being all that follows the two numbers.
+    pub(crate) fn parse(major: u16, minor: u16, data: &[u8]) -> Result<Self, Refusal> {
+        if major != MAJOR {
+            return Err(Refusal::Version { major, minor });
+        }
+        // The terminating NUL is part of the size; what might follow it is not version data.
+        let json = data.split(|&byte| byte == 0).next().unwrap_or_default();
+        let data: VersionData = if json.is_empty() {
+            // Optional, and a client in use does not send any.
+            VersionData::default()
+        } else {
+            serde_json::from_slice(json).map_err(Refusal::VersionData)?
+        };
+        Ok(Self {
+            minor,
+            capabilities: data.capabilities.unwrap_or_default(),
+        })
+    }
+
+    /// Whether the client takes a file descriptor with a reply. It does unless it says so (the
+    /// default of `max_msg_fds` is 1).
+    pub(crate) fn takes_fds(&self) -> bool {
+        self.capabilities.max_msg_fds != Some(0)
+    }
+
+    /// The reply: major and minor version, and the version data with its NUL.
+    ///
+    /// The two limits of what may be sent here are always told. Of the rest only what the client
+    /// proposed, as the protocol demands; that also keeps the reply within the size of the request,
+    /// which is the room that QEMU has for it.
+    pub(crate) fn answer(&self, max_dma_maps: u32) -> (u16, u16, Vec<u8>) {
+        let proposed = &self.capabilities;
+        let data = Answer {
+            capabilities: AnsweredCapabilities {
+                max_msg_fds: MAX_MSG_FDS,
+                max_data_xfer_size: MAX_DATA_XFER_SIZE,
+                max_dma_maps: proposed
+                    .max_dma_maps
+                    .map(|theirs| theirs.min(max_dma_maps.min(MAX_DMA_MAPS).into())),
+                pgsizes: proposed
+                    .pgsizes
+                    .map(|theirs| theirs & PAGE_SIZES)
+                    .filter(|&common| common != 0),
+                write_multiple: proposed.write_multiple.filter(|&wanted| wanted),
+            },
+        };
+        // Numbers and booleans under fixed names: serialising them cannot fail.
+        let mut json = serde_json::to_vec(&data).unwrap_or_else(|_| b"{}".to_vec());
+        json.push(0);
+        (MAJOR, self.minor.min(MINOR), json)
+    }
+}
+
+#[derive(Serialize)]
+struct Answer {
+    capabilities: AnsweredCapabilities,
+}
+
+#[derive(Serialize)]
+struct AnsweredCapabilities {
+    max_msg_fds: u32,
+    max_data_xfer_size: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    max_dma_maps: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pgsizes: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    write_multiple: Option<bool>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As QEMU 10.1 sends it.
+    const QEMU: &[u8] = b"{\"capabilities\": {\"max_dma_maps\": 65535, \"max_msg_fds\": 16, \
+        \"max_data_xfer_size\": 1048576, \"migration\": {\"pgsize\": 4096, \"max_bitmap_size\": \
+        268435456}, \"pgsizes\": 4096, \"write_multiple\": true}}\0";
+
+    fn answer(data: &[u8]) -> serde_json::Value {
+        let (_, _, mut json) = Proposal::parse(0, 1, data).unwrap().answer(1000);
+        assert_eq!(json.pop(), Some(0), "terminating NUL");
+        serde_json::from_slice(&json).unwrap()
+    }
+
+    #[test]
+    fn answers_what_qemu_proposes_within_the_size_of_its_request() {
+        assert_eq!(
+            answer(QEMU),
+            serde_json::json!({"capabilities": {
+                "max_msg_fds": 16, "max_data_xfer_size": 1_048_576, "max_dma_maps": 1000,
+                "pgsizes": 4096, "write_multiple": true,
+            }})
+        );
+        let (_, _, reply) = Proposal::parse(0, 0, QEMU).unwrap().answer(65_535);
+        assert!(reply.len() <= QEMU.len());
+    }
+
+    #[test]
+    fn takes_a_client_without_version_data() {
+        let limits = serde_json::json!({"capabilities": {
+            "max_msg_fds": 16, "max_data_xfer_size": 1_048_576,
+        }});
+        for data in [&b""[..], b"\0", b"{}\0", b"{}", b"{\"capabilities\":{}}\0"] {
+            assert_eq!(answer(data), limits, "{data:?}");
+            assert!(Proposal::parse(0, 1, data).unwrap().takes_fds());
+        }
+    }
+
+    #[test]
+    fn ignores_what_it_does_not_know_and_does_not_do() {
+        let data =
+            br#"{"later":[1],"capabilities":{"twin_socket":{"supported":true},"x":{"y":null},
+            "write_multiple":false,"pgsizes":2048,"max_dma_maps":7}}"#;
+        assert_eq!(
+            answer(data)["capabilities"],
+            serde_json::json!({
+                "max_msg_fds": 16, "max_data_xfer_size": 1_048_576, "max_dma_maps": 7,
+            })
+        );
+    }
+
+    #[test]
+    fn minor_version_is_at_most_the_proposed_one() {
+        for (theirs, agreed) in [(0, 0), (1, 1), (2, 1), (u16::MAX, 1)] {
+            let proposal = Proposal::parse(0, theirs, b"").unwrap();
+            assert_eq!(proposal.answer(1).1, agreed);
+        }
+        let refused = Proposal::parse(1, 0, b"").unwrap_err();
+        assert!(refused.ends_connection());
+    }
+
+    #[test]
+    fn refuses_malformed_version_data() {
+        let deep = [&b"{\"capabilities\":"[..], &vec![b'['; 60_000]].concat();
+        for data in [
+            &b"{"[..],
+            b"[]",
+            b"1",
+            b"{\"capabilities\":3}",
+            b"{\"capabilities\":{\"max_msg_fds\":\"8\"}}",
+            b"{\"capabilities\":{\"max_msg_fds\":-1}}",
+            b"{\"capabilities\":{\"pgsizes\":1.5}}",
+            b"\xff\xfe",
+            &deep,
+        ] {
+            let refused = Proposal::parse(0, 1, data).unwrap_err();
+            assert!(matches!(refused, Refusal::VersionData(_)), "{data:?}");
+            assert!(!refused.ends_connection());
+        }
+    }
+
+    #[test]
+    fn a_client_that_takes_no_fds_says_so() {
+        let none = Proposal::parse(0, 1, b"{\"capabilities\":{\"max_msg_fds\":0}}").unwrap();
+        assert!(!none.takes_fds());
+    }
+}

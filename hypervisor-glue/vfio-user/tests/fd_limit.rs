@@ -1,0 +1,143 @@
+//! The vfio-user server in a process that has no file descriptor left.
+//!
+//! Each test starts itself again, alone in a process with a low limit.
+
+use std::env;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::process::Command;
+
+use event_manager::{EventManager, SubscriberOps};
+use vfio_user_server::{
+    Device, DmaRegion, IrqCommand, IrqIndex, IrqInfo, Progress, Region, RegionIndex, Server,
+    Session,
+};
+use vmm_sys_util::sock_ctrl_msg::ScmSocket;
+
+const ALONE: &str = "VFIO_USER_FD_LIMIT_ALONE";
+
+/// Runs `test` in a process that may have 64 files open.
+fn with_low_limit(name: &str, test: impl FnOnce()) {
+    if env::var_os(ALONE).is_some() {
+        return test();
+    }
+    let output = Command::new("sh")
+        .args(["-c", "ulimit -n 64 && exec \"$0\" --exact \"$1\""])
+        .arg(env::current_exe().unwrap())
+        .arg(name)
+        .env(ALONE, "1")
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{said}");
+    assert!(said.contains("1 passed"), "{said}");
+}
+
+/// Takes all file descriptors that are left.
+fn exhaust() -> Vec<File> {
+    let mut taken = Vec::new();
+    loop {
+        match File::open("/dev/null") {
+            Ok(file) => taken.push(file),
+            Err(error) => {
+                assert_eq!(error.raw_os_error(), Some(libc::EMFILE));
+                return taken;
+            }
+        }
+    }
+}
+
+/// Has nothing.
+struct Nothing;
+
+impl Device for Nothing {
+    fn region(&self, _: RegionIndex) -> Region {
+        Region::default()
+    }
+    fn read(&mut self, _: RegionIndex, _: u64, _: &mut [u8]) {}
+    fn write(&mut self, _: RegionIndex, _: u64, _: &[u8]) {}
+    fn dma_map(&mut self, _: DmaRegion) -> io::Result<()> {
+        Ok(())
+    }
+    fn dma_unmap(&mut self, _: Option<(u64, u64)>) -> io::Result<u64> {
+        Ok(0)
+    }
+    fn irq(&self, _: IrqIndex) -> IrqInfo {
+        IrqInfo::default()
+    }
+    fn set_irqs(&mut self, _: IrqCommand) -> io::Result<()> {
+        Ok(())
+    }
+    fn reset(&mut self) {}
+    fn disconnected(&mut self) {}
+}
+
+/// `VERSION` 0.1 without version data.
+const VERSION: [u8; 20] = [1, 0, 1, 0, 20, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0];
+
+/// `DEVICE_RESET`.
+const RESET: [u8; 16] = [2, 0, 13, 0, 16, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+
+/// The errno of the next reply.
+fn hear(mut stream: &UnixStream) -> u32 {
+    let mut header = [0; 16];
+    stream.read_exact(&mut header).unwrap();
+    let word = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().unwrap());
+    io::copy(&mut stream.take(u64::from(word(4)) - 16), &mut io::sink()).unwrap();
+    word(12)
+}
+
+#[test]
+fn message_whose_fds_are_lost_is_refused_and_the_next_one_answered() {
+    let name = "message_whose_fds_are_lost_is_refused_and_the_next_one_answered";
+    with_low_limit(name, || {
+        let (mut client, server) = UnixStream::pair().unwrap();
+        server.set_nonblocking(true).unwrap();
+        let mut session = Session::new(server, &Nothing).unwrap();
+        client.write_all(&VERSION).unwrap();
+        session.run(&mut Nothing);
+        assert_eq!(hear(&client), 0);
+
+        let null = File::open("/dev/null").unwrap();
+        let mut taken = exhaust();
+        // Room for none of the two, and for one.
+        for room in [0, 1] {
+            taken.truncate(taken.len() - room);
+            let fds = [null.as_raw_fd(); 2];
+            client.send_with_fds(&[&RESET[..]], &fds).unwrap();
+            assert_eq!(session.run(&mut Nothing), Progress::Reading);
+            assert_eq!(hear(&client), libc::EMFILE as u32);
+        }
+        client.write_all(&RESET).unwrap();
+        assert_eq!(session.run(&mut Nothing), Progress::Reading);
+        assert_eq!(hear(&client), 0);
+        // The one that came was closed.
+        drop(File::open("/dev/null").unwrap());
+    });
+}
+
+#[test]
+fn client_without_an_fd_is_turned_away_and_does_not_keep_the_thread_busy() {
+    let name = "client_without_an_fd_is_turned_away_and_does_not_keep_the_thread_busy";
+    with_low_limit(name, || {
+        let directory = tempfile::TempDir::new().unwrap();
+        let path = directory.path().join("full.sock");
+        let mut manager = EventManager::new().unwrap();
+        manager.add_subscriber(Server::bind(&path, Nothing).unwrap());
+
+        let mut early = UnixStream::connect(&path).unwrap();
+        let taken = exhaust();
+        assert_eq!(manager.run().unwrap(), 1);
+        assert_eq!(early.read(&mut [0; 1]).unwrap(), 0);
+        assert_eq!(manager.run_with_timeout(0).unwrap(), 0);
+
+        drop(taken);
+        let mut client = UnixStream::connect(&path).unwrap();
+        client.write_all(&VERSION).unwrap();
+        manager.run().unwrap();
+        manager.run().unwrap();
+        assert_eq!(hear(&client), 0);
+    });
+}

@@ -1,0 +1,492 @@
+//! A function as a VMM holds it in its own process, with its control thread.
+
+mod error;
+mod hand_over;
+mod snapshot;
+
+use std::fmt;
+use std::io;
+use std::mem;
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use nvme_mpt::Gpa;
+use nvme_mpt::dma::MemoryRegion;
+use nvme_mpt::spec::ids::QueueId;
+use nvme_mpt::spec::registers::Doorbell;
+use nvme_mpt::spec::registers::offset::DOORBELLS;
+use vm_device::DeviceMmio;
+use vm_device::bus::{MmioAddress, MmioAddressOffset};
+use vmm_device::{Bar, BarMove, EndError, NvmeFunction};
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::doorbells::{DoorbellFigures, MappedDoorbells, TiedDoorbells};
+use crate::report;
+use crate::routes::Routes;
+use crate::vmm::Vmm;
+
+pub use error::DeviceError;
+use hand_over::HandedOver;
+pub use hand_over::Remake;
+
+/// An NVMe function in a VMM's process.
+///
+/// Any thread may call any of it. Accesses wait for each other, and for an admin command that is
+/// being carried out; a guest's I/O waits for none of that.
+///
+/// Lock order: the state, then whatever the [`Vmm`] takes. A VMM holds no lock of its own that
+/// [`Vmm`]'s functions take while it calls in here.
+pub struct FunctionDevice {
+    shared: Arc<Shared>,
+    /// As [`Bar::ALL`] has them.
+    bar_sizes: [u64; Bar::ALL.len()],
+    remake: Option<Remake>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+struct Shared {
+    id: String,
+    vmm: Arc<dyn Vmm>,
+    /// What the control thread waits for: [`WAKE`], and [`EVENTS`] of the function while it is here.
+    epoll: Epoll,
+    /// Ends the sleep of the control thread.
+    wake: EventFd,
+    stopping: AtomicBool,
+    slot: Mutex<Slot>,
+}
+
+/// What a VMM's slot has in it.
+enum Slot {
+    /// The function.
+    Function(Box<State>),
+    /// What it takes to have it here again.
+    HandedOver(Box<HandedOver>),
+    /// Nothing: reads are ones, and writes reach nobody.
+    Empty,
+}
+
+/// A function that is wired to its VMM.
+struct State {
+    function: NvmeFunction,
+    /// What the control thread waits for.
+    events: EventFd,
+    routes: Routes,
+    mapped: Option<MappedDoorbells>,
+    tied: TiedDoorbells,
+}
+
+impl fmt::Debug for FunctionDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FunctionDevice")
+            .field("id", &self.shared.id)
+            .finish_non_exhaustive()
+    }
+}
+
+impl FunctionDevice {
+    /// Puts `function`, which was made with [`MsixMasking::Function`](vmm_device::MsixMasking), into
+    /// `vmm`. It reaches no guest memory until it is told of some with [`Self::map_memory`].
+    ///
+    /// # Errors
+    /// All of [`DeviceError`] but those of memory and of the end.
+    pub fn start(id: &str, function: NvmeFunction, vmm: Arc<dyn Vmm>) -> Result<Self, DeviceError> {
+        let wiring = |source| DeviceError::wiring(id, source);
+        let bar_sizes = Bar::ALL.map(|bar| function.bar_size(bar));
+        let wake = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(wiring)?;
+        let epoll = Epoll::new().map_err(wiring)?;
+        epoll
+            .ctl(
+                ControlOperation::Add,
+                wake.as_raw_fd(),
+                EpollEvent::new(EventSet::IN, WAKE),
+            )
+            .map_err(wiring)?;
+        let shared = Arc::new(Shared {
+            id: id.to_owned(),
+            vmm: vmm.clone(),
+            epoll,
+            wake,
+            stopping: AtomicBool::new(false),
+            slot: Mutex::new(Slot::Empty),
+        });
+        let state = shared.wire(function)?;
+        *shared.slot() = Slot::Function(Box::new(state));
+        let work = {
+            let shared = shared.clone();
+            Box::new(move || shared.run())
+        };
+        let thread = vmm.spawn(id, work).map_err(|source| DeviceError::Thread {
+            id: id.to_owned(),
+            source,
+        })?;
+        Ok(Self {
+            shared,
+            bar_sizes,
+            remake: None,
+            thread: Mutex::new(Some(thread)),
+        })
+    }
+
+    /// The name it was started with.
+    #[must_use]
+    pub fn id(&self) -> &str {
+        &self.shared.id
+    }
+
+    /// Lets somebody look at the function, if it is here.
+    pub fn with<T>(&self, look: impl FnOnce(&NvmeFunction) -> T) -> Option<T> {
+        let mut slot = self.shared.slot();
+        slot.function().map(|state| look(&state.function))
+    }
+
+    /// Reads configuration space.
+    pub fn read_config(&self, offset: u64, data: &mut [u8]) {
+        match self.shared.slot().function() {
+            Some(state) => state.function.read_config(offset, data),
+            None => read_nothing(data),
+        }
+    }
+
+    /// Writes configuration space. Returns the BARs that moved: their accesses are to reach the
+    /// function at their new places from now on, and at the old ones no more.
+    #[must_use = "the VMM has to follow the BARs"]
+    pub fn write_config(&self, offset: u64, data: &[u8]) -> Vec<BarMove> {
+        self.change(|function| function.write_config(offset, data))
+            .unwrap_or_default()
+    }
+
+    /// Gives a BAR an address, as firmware does. The guest finds it there once it enables accesses.
+    #[must_use = "the VMM has to follow the BARs"]
+    pub fn place_bar(&self, bar: Bar, address: u64) -> Vec<BarMove> {
+        self.write_config(bar.config_offset(), &address.to_le_bytes())
+    }
+
+    /// Size of a BAR in bytes, a power of two.
+    #[must_use]
+    pub fn bar_size(&self, bar: Bar) -> u64 {
+        match bar {
+            Bar::Registers => self.bar_sizes[0],
+            Bar::Msix => self.bar_sizes[1],
+        }
+    }
+
+    /// Reads from a BAR.
+    pub fn read_bar(&self, bar: Bar, offset: u64, data: &mut [u8]) {
+        match self.shared.slot().function() {
+            Some(state) => state.function.read_bar(bar, offset, data),
+            None => read_nothing(data),
+        }
+    }
+
+    /// Writes to a BAR.
+    pub fn write_bar(&self, bar: Bar, offset: u64, data: &[u8]) {
+        let mut slot = self.shared.slot();
+        let Some(state) = slot.function() else {
+            return;
+        };
+        let State {
+            function,
+            routes,
+            mapped,
+            ..
+        } = state;
+        match bar {
+            Bar::Msix => routes.write_table(function, offset, data),
+            Bar::Registers => function.write_bar(bar, offset, data),
+        }
+        if bar == Bar::Registers && offset >= DOORBELLS {
+            // It changes nothing but what mapping is worth.
+            if let Some(mapped) = mapped
+                && is_io_doorbell(function, offset)
+                && mapped.exited()
+            {
+                self.shared.wake();
+            }
+            return;
+        }
+        state.follow(&*self.shared.vmm);
+    }
+
+    /// Reads from the BAR that is at a guest address, for a VMM with a bus of its own.
+    pub fn read_at(&self, base: u64, offset: u64, data: &mut [u8]) {
+        self.mmio_read(MmioAddress(base), offset, data);
+    }
+
+    /// Writes to the BAR that is at a guest address, for a VMM with a bus of its own.
+    pub fn write_at(&self, base: u64, offset: u64, data: &[u8]) {
+        self.mmio_write(MmioAddress(base), offset, data);
+    }
+
+    /// What mapping the function's doorbells into the guest has cost, where that is done at all.
+    #[must_use]
+    pub fn doorbell_figures(&self) -> DoorbellFigures {
+        let mut slot = self.shared.slot();
+        let mapped = slot.function().and_then(|state| state.mapped.as_ref());
+        mapped.map(MappedDoorbells::figures).unwrap_or_default()
+    }
+
+    /// Resets the function as power-on does: for a guest that is restarted. When it returns, nothing
+    /// touches the guest's memory.
+    #[must_use = "the VMM has to follow the BARs"]
+    pub fn reset(&self) -> Vec<BarMove> {
+        self.change(NvmeFunction::reset).unwrap_or_default()
+    }
+
+    /// Tells of guest memory: all that there is when the function is started, and all that is added.
+    ///
+    /// # Errors
+    /// [`DeviceError::Memory`], [`DeviceError::HandedOver`].
+    pub fn map_memory(&self, memory: MemoryRegion) -> Result<(), DeviceError> {
+        match &*self.shared.slot() {
+            Slot::Function(state) => Ok(state.function.memory().map(memory)?),
+            Slot::HandedOver(_) => Err(self.handed_over()),
+            Slot::Empty => Ok(()),
+        }
+    }
+
+    /// Tells that guest memory goes. When it returns, nothing of the function touches it.
+    ///
+    /// # Errors
+    /// [`DeviceError::Memory`], [`DeviceError::HandedOver`].
+    pub fn unmap_memory(&self, gpa: Gpa, len: u64) -> Result<u64, DeviceError> {
+        match &*self.shared.slot() {
+            Slot::Function(state) => Ok(state.function.memory().unmap(gpa, len)?),
+            Slot::HandedOver(_) => Err(self.handed_over()),
+            Slot::Empty => Ok(0),
+        }
+    }
+
+    /// Takes the function out of the VMM. When it returns, nothing of it touches the guest's memory,
+    /// nothing of it is mapped into the guest, and what was written to the drive is durable. From
+    /// then on its slot is empty, and the drive and its lease are given back.
+    ///
+    /// # Errors
+    /// [`DeviceError::Panicked`], [`DeviceError::Memory`], [`DeviceError::End`]; it is out all the
+    /// same. Commands that did not end within 30 seconds keep the guest's memory and the lease until they
+    /// have.
+    pub fn stop(&self) -> Result<(), DeviceError> {
+        let Some(thread) = lock(&self.thread).take() else {
+            return Ok(());
+        };
+        self.shared.stopping.store(true, Ordering::Release);
+        self.shared.wake();
+        let joined = thread.join();
+        let mut result = Ok(());
+        let before = mem::replace(&mut *self.shared.slot(), Slot::Empty);
+        if let Slot::Function(mut state) = before {
+            let ended = state.function.end();
+            self.shared.disconnect(&mut state);
+            result = match ended {
+                // What is in flight was waited for, and the memory that it names is kept.
+                Err(busy @ EndError::Busy(_)) => Err(busy.into()),
+                ended => {
+                    let unmapped = state.function.memory().unmap_all();
+                    let unmapped = unmapped.map(drop).map_err(DeviceError::from);
+                    unmapped.and(ended.map_err(DeviceError::from))
+                }
+            };
+        }
+        joined.map_err(|_| DeviceError::Panicked(self.shared.id.clone()))?;
+        result
+    }
+
+    /// Does something to the function, if it is here, that the VMM has to follow.
+    fn change<T>(&self, change: impl FnOnce(&mut NvmeFunction) -> T) -> Option<T> {
+        let mut slot = self.shared.slot();
+        let state = slot.function()?;
+        let changed = change(&mut state.function);
+        state.follow(&*self.shared.vmm);
+        Some(changed)
+    }
+
+    fn handed_over(&self) -> DeviceError {
+        DeviceError::HandedOver(self.shared.id.clone())
+    }
+
+    fn empty(&self) -> DeviceError {
+        DeviceError::Empty(self.shared.id.clone())
+    }
+}
+
+impl Drop for FunctionDevice {
+    fn drop(&mut self) {
+        if let Err(error) = self.stop() {
+            log::error!("{}: {}", self.shared.id, report::chain(&error));
+        }
+    }
+}
+
+/// Both BARs, at the addresses that the guest gave them.
+impl DeviceMmio for FunctionDevice {
+    fn mmio_read(&self, base: MmioAddress, offset: MmioAddressOffset, data: &mut [u8]) {
+        match self
+            .with(|function| function.bar_at(base, offset))
+            .flatten()
+        {
+            Some((bar, offset)) => self.read_bar(bar, offset, data),
+            // It has moved away just now, or is not here.
+            None => read_nothing(data),
+        }
+    }
+
+    fn mmio_write(&self, base: MmioAddress, offset: MmioAddressOffset, data: &[u8]) {
+        let found = self.with(|function| function.bar_at(base, offset));
+        if let Some((bar, offset)) = found.flatten() {
+            self.write_bar(bar, offset, data);
+        }
+    }
+}
+
+/// A read that nobody answers.
+fn read_nothing(data: &mut [u8]) {
+    data.fill(0xFF);
+}
+
+/// What the control thread wakes up for.
+const EVENTS: u64 = 0;
+const WAKE: u64 = 1;
+
+impl Slot {
+    /// The function, if it is here.
+    fn function(&mut self) -> Option<&mut State> {
+        match self {
+            Self::Function(state) => Some(state),
+            Self::HandedOver(_) | Self::Empty => None,
+        }
+    }
+}
+
+impl Shared {
+    fn slot(&self) -> MutexGuard<'_, Slot> {
+        lock(&self.slot)
+    }
+
+    /// Has the control thread look what there is to do.
+    fn wake(&self) {
+        // A counter that is full wakes the thread as well.
+        let _ = self.wake.write(1);
+    }
+
+    /// Connects a function to the VMM and to the control thread.
+    fn wire(&self, mut function: NvmeFunction) -> Result<State, DeviceError> {
+        let wiring = |source| DeviceError::wiring(&self.id, source);
+        // At most 128.
+        let vectors = self.vmm.vectors(function.vectors().len() as u16)?;
+        let routes = Routes::connect(vectors, &function).map_err(wiring)?;
+        let mapped = MappedDoorbells::of(&mut function).map_err(wiring)?;
+        // Not lent, so that what is watched stays open as long as it is watched.
+        let events = function.events_fd().try_clone().map_err(wiring)?;
+        let event = EpollEvent::new(EventSet::IN, EVENTS);
+        self.epoll
+            .ctl(ControlOperation::Add, events.as_raw_fd(), event)
+            .map_err(wiring)?;
+        Ok(State {
+            function,
+            events,
+            routes,
+            mapped,
+            tied: TiedDoorbells::default(),
+        })
+    }
+
+    /// Ends all that the function does, and disconnects it. When this returns, nothing of it touches
+    /// the guest's memory, and nothing of it is mapped into the guest.
+    fn unwire(&self, state: &mut State) -> Result<(), DeviceError> {
+        drop(state.function.reset());
+        self.disconnect(state);
+        state.function.memory().unmap_all()?;
+        Ok(())
+    }
+
+    /// Disconnects a function that does nothing any more from the VMM and from the control thread.
+    fn disconnect(&self, state: &mut State) {
+        state.follow(&*self.vmm);
+        for vector in state.function.vectors() {
+            vector.set_eventfd(None);
+        }
+        let events = state.events.as_raw_fd();
+        let event = EpollEvent::default();
+        if let Err(error) = self.epoll.ctl(ControlOperation::Delete, events, event) {
+            log::error!("{} is watched still: {error}", self.id);
+        }
+    }
+
+    /// The control thread: carries out admin commands and tells the guest of events.
+    fn run(&self) {
+        let mut ready = [EpollEvent::default(); 2];
+        loop {
+            let interval = self.slot().function().and_then(|state| state.interval());
+            // Not too early, where a part of a millisecond is left; -1 is for however long it takes.
+            let timeout = interval.map_or(-1, |interval| {
+                i32::try_from(interval.as_millis() + 1).unwrap_or(i32::MAX)
+            });
+            match self.epoll.wait(timeout, &mut ready) {
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => {
+                    log::error!("{} is not served any more: {error}", self.id);
+                    break;
+                }
+            }
+            // It may not be what has woken us. What it tells of is looked at after it is taken back, so
+            // that whatever comes later wakes us again.
+            let _ = self.wake.read();
+            if self.stopping.load(Ordering::Acquire) {
+                break;
+            }
+            if let Some(state) = self.slot().function() {
+                state.function.process_events();
+                state.decide();
+                state.follow(&*self.vmm);
+            }
+        }
+    }
+}
+
+impl State {
+    /// How long nothing has to be done, unless something happens; `None` for ever.
+    fn interval(&self) -> Option<Duration> {
+        let decision = self.mapped.as_ref().and_then(MappedDoorbells::decides_in);
+        let events = self.function.events_interval();
+        [decision, events].into_iter().flatten().min()
+    }
+
+    /// Decides whether doorbells are worth being mapped from now on.
+    fn decide(&mut self) {
+        if let Some(mapped) = &mut self.mapped {
+            mapped.decide(&self.function);
+        }
+    }
+
+    /// Has the hypervisor as the function is now.
+    fn follow(&mut self, vmm: &dyn Vmm) {
+        let Self {
+            function,
+            mapped,
+            tied,
+            ..
+        } = self;
+        if let Some(mapped) = mapped {
+            mapped.follow(function, vmm);
+        }
+        tied.follow(function, vmm);
+    }
+}
+
+/// Whether it is one of those that a guest writes for every I/O.
+fn is_io_doorbell(function: &NvmeFunction, offset: u64) -> bool {
+    let doorbell = function.attachment().doorbells().at_bar_offset(offset);
+    doorbell.is_some_and(|doorbell| {
+        let (Doorbell::SqTail(qid) | Doorbell::CqHead(qid)) = doorbell;
+        qid != QueueId::ADMIN
+    })
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // The function is built so that what a panic leaves behind is at worst a failed controller.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

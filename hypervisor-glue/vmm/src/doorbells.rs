@@ -1,0 +1,208 @@
+//! Has the guest's doorbell writes reach pollers without an exit to the VMM.
+//!
+//! Where doorbells are mapped, the guest stores to the memory that a poller reads, but nobody could wake one
+//! that sleeps: so they are mapped while there is I/O, and unmapped when there is none. Where they are in
+//! the Doorbell Buffer, a poller that is awake asks for no register writes, and one that sleeps is woken by
+//! an eventfd. A write whose value is needed has to exit: an eventfd does not keep it.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nvme_mpt::Gpa;
+use nvme_mpt::attachment::DoorbellWaker;
+use nvme_mpt::memory::{Access, Mapping};
+use vmm_device::{Bar, NvmeFunction};
+
+use crate::hysteresis::{Hysteresis, Moment};
+use crate::report;
+use crate::vmm::{Vmm, VmmError};
+
+/// Doorbells that the guest stores to at times: while they are mapped. At other times, or for a guest
+/// whose doorbells are in the Doorbell Buffer, its writes exit.
+#[derive(Debug)]
+pub(super) struct MappedDoorbells {
+    /// Where in BAR0.
+    offset: u64,
+    memory: Arc<Mapping>,
+    /// Where in the guest, while they are mapped.
+    at: Option<Gpa>,
+    /// Where they are to be mapped, wherever BAR0 is.
+    wanted: bool,
+    /// The VMM cannot map them.
+    refused: bool,
+    /// Whether pollers ever sleep. If not, nobody has to wake them, and the doorbells stay mapped.
+    parks: bool,
+    hysteresis: Hysteresis,
+    began: Instant,
+    figures: DoorbellFigures,
+}
+
+/// What it cost to map doorbells, and to unmap them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DoorbellFigures {
+    /// Times that they were mapped.
+    pub mapped: u64,
+    /// Times that they were unmapped.
+    pub unmapped: u64,
+    /// Time that the VMM took to map them, and to unmap them.
+    pub took: Duration,
+}
+
+impl MappedDoorbells {
+    /// Those of a function that may have them mapped. They are not yet.
+    pub(super) fn of(function: &mut NvmeFunction) -> io::Result<Option<Self>> {
+        if !function.attachment().doorbell_mode().maps_at_times() {
+            return Ok(None);
+        }
+        function.end_mapped_doorbells();
+        let region = function.doorbell_memory();
+        let len = usize::try_from(region.length).map_err(io::Error::other)?;
+        let memory = Mapping::shared(region.fd, region.offset, len, Access::ReadWrite)?;
+        Ok(Some(Self {
+            offset: region.offset,
+            memory: Arc::new(memory),
+            at: None,
+            wanted: false,
+            refused: false,
+            parks: function.attachment().parks(),
+            hysteresis: Hysteresis::default(),
+            began: Instant::now(),
+            figures: DoorbellFigures::default(),
+        }))
+    }
+
+    pub(super) fn figures(&self) -> DoorbellFigures {
+        self.figures
+    }
+
+    fn now(&self) -> Moment {
+        self.began.elapsed()
+    }
+
+    /// A write to an I/O queue's doorbell has exited. Returns whether [`Self::decide`] is to be called.
+    pub(super) fn exited(&mut self) -> bool {
+        let now = self.now();
+        !self.refused && self.hysteresis.exited(now)
+    }
+
+    /// Decides whether they are to be mapped from now on.
+    pub(super) fn decide(&mut self, function: &NvmeFunction) {
+        let attachment = function.attachment();
+        let now = self.now();
+        self.wanted = !self.parks || self.hysteresis.wants_mapped(now, attachment.commands());
+    }
+
+    /// When to decide anew, at the latest; `None` for whenever [`Self::exited`] says so.
+    pub(super) fn decides_in(&self) -> Option<Duration> {
+        let unchanged = self.hysteresis.unchanged_for(self.now());
+        unchanged.filter(|_| self.parks)
+    }
+
+    /// Has them mapped where BAR0 is now, if they are to be mapped; and not mapped if not.
+    pub(super) fn follow(&mut self, function: &mut NvmeFunction, vmm: &dyn Vmm) {
+        // Without I/O queues there is nobody for whom it would pay; after a reset, for one.
+        self.wanted &= function.attachment().uses_doorbell_registers();
+        let bar = function.bar_address(Bar::Registers);
+        let place = bar.and_then(|bar| bar.checked_add(self.offset)).map(Gpa);
+        let wanted = place.filter(|_| self.wanted && !self.refused);
+        if wanted == self.at {
+            return;
+        }
+        if let Some(at) = self.at {
+            let began = Instant::now();
+            if let Err(error) = vmm.unmap(at) {
+                log::error!("Doorbells stay behind: {}", report::chain(&error));
+                return;
+            }
+            let took = self.note(began);
+            self.figures.unmapped += 1;
+            self.at = None;
+            function.end_mapped_doorbells();
+            self.hysteresis.unmapped(self.now(), took);
+        }
+        if let Some(gpa) = wanted
+            && let Err(error) = self.map(gpa, function, vmm)
+        {
+            log::warn!("Doorbell writes exit to the VMM: {}", report::chain(&error));
+            self.refused = true;
+            function.end_mapped_doorbells();
+        }
+    }
+
+    fn map(
+        &mut self,
+        gpa: Gpa,
+        function: &mut NvmeFunction,
+        vmm: &dyn Vmm,
+    ) -> Result<(), VmmError> {
+        function
+            .begin_mapped_doorbells()
+            .map_err(|error| VmmError::new("watch the admin queue's doorbells", error))?;
+        let began = Instant::now();
+        vmm.map(gpa, &self.memory)?;
+        let took = self.note(began);
+        self.at = Some(gpa);
+        self.figures.mapped += 1;
+        let done = function.attachment().commands();
+        self.hysteresis.mapped(self.now(), took, done);
+        Ok(())
+    }
+
+    fn note(&mut self, began: Instant) -> Duration {
+        let took = began.elapsed();
+        self.figures.took += took;
+        took
+    }
+}
+
+/// Doorbells that only wake a poller, by guest address.
+#[derive(Debug, Default)]
+pub(super) struct TiedDoorbells(BTreeMap<Gpa, DoorbellWaker>);
+
+impl TiedDoorbells {
+    /// Ties what is to be tied now, where BAR0 is now, and nothing else.
+    pub(super) fn follow(&mut self, function: &NvmeFunction, vmm: &dyn Vmm) {
+        let wanted = Self::wanted(function);
+        self.0.retain(|address, waker| {
+            if wanted.get(address) == Some(waker) {
+                return true;
+            }
+            if let Err(error) = vmm.untie(*address, waker.eventfd()) {
+                log::error!("A doorbell stays tied: {}", report::chain(&error));
+            }
+            false
+        });
+        for (address, waker) in wanted {
+            if self.0.contains_key(&address) {
+                continue;
+            }
+            match vmm.tie(address, waker.eventfd()) {
+                Ok(()) => {
+                    // A write may have signalled the poller of the queue before, a moment ago: this
+                    // one looks for itself. A counter that is full wakes it as well.
+                    let _ = waker.eventfd().write(1);
+                    self.0.insert(address, waker);
+                }
+                Err(error) => {
+                    log::warn!("Doorbell writes exit to the VMM: {}", report::chain(&error));
+                }
+            }
+        }
+    }
+
+    fn wanted(function: &NvmeFunction) -> BTreeMap<Gpa, DoorbellWaker> {
+        let Some(bar) = function.bar_address(Bar::Registers) else {
+            return BTreeMap::new();
+        };
+        let attachment = function.attachment();
+        let dstrd = attachment.doorbells().dstrd();
+        let tied = attachment.wake_only_doorbells().into_iter();
+        tied.filter_map(|(doorbell, waker)| {
+            let address = bar.checked_add(doorbell.bar_offset(dstrd))?;
+            Some((Gpa(address), waker))
+        })
+        .collect()
+    }
+}

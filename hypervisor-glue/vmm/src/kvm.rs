@@ -1,0 +1,386 @@
+//! A VMM's lower half over KVM: memory slots, ioeventfds, irqfds and the routes of MSI messages.
+#![expect(
+    unsafe_code,
+    reason = "hands memory of this process to KVM, which has no safe interface for it"
+)]
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use kvm_bindings::{
+    KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQ_ROUTING_MSI, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER,
+    KVM_IRQCHIP_PIC_SLAVE, KvmIrqRouting, kvm_irq_routing_entry, kvm_irq_routing_irqchip,
+    kvm_irq_routing_msi, kvm_userspace_memory_region,
+};
+use kvm_ioctls::{IoEventAddress, NoDatamatch, VmFd};
+use nvme_mpt::Gpa;
+use nvme_mpt::memory::Mapping;
+use vmm_device::MsixMessage;
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::vmm::{Vectors, Vmm, VmmError};
+
+/// Pins of KVM's I/O APIC, which are the first GSIs.
+const IOAPIC_PINS: u32 = 24;
+/// Pins of each of the two PICs.
+const PIC_PINS: u32 = 8;
+/// GSIs that KVM has routes for (Linux, `KVM_MAX_IRQ_ROUTES`).
+const MAX_GSIS: u32 = 4096;
+
+/// A virtual machine of KVM that has its interrupt controllers in the kernel. Its memory slots and
+/// its GSIs beyond the I/O APIC are given out here and nowhere else.
+pub struct KvmVmm {
+    vm: Arc<VmFd>,
+    /// Memory slots by guest address, with the memory that must outlive them.
+    slots: Mutex<BTreeMap<u64, Slot>>,
+    routes: Arc<Mutex<RouteTable>>,
+}
+
+struct Slot {
+    number: u32,
+    _memory: Arc<Mapping>,
+}
+
+impl fmt::Debug for KvmVmm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("KvmVmm")
+            .field("slots", &lock(&self.slots).len())
+            .field("routes", &lock(&self.routes).0.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl KvmVmm {
+    /// Over `vm`, which has no memory yet and has had its interrupt controllers made.
+    #[must_use]
+    pub fn new(vm: Arc<VmFd>) -> Self {
+        Self {
+            vm,
+            slots: Mutex::default(),
+            routes: Arc::new(Mutex::new(RouteTable::of_pins())),
+        }
+    }
+
+    /// Memory slots in use.
+    #[must_use]
+    pub fn slots(&self) -> usize {
+        lock(&self.slots).len()
+    }
+
+    /// GSIs that are routed as messages.
+    #[must_use]
+    pub fn message_routes(&self) -> usize {
+        let gsis = lock(&self.routes);
+        gsis.0.range(IOAPIC_PINS..).count()
+    }
+}
+
+impl Vmm for KvmVmm {
+    fn map(&self, gpa: Gpa, memory: &Arc<Mapping>) -> Result<(), VmmError> {
+        let mut slots = lock(&self.slots);
+        let len = memory.len();
+        let action = || format!("map {len:#x} bytes at guest address {gpa}");
+        let bytes = memory
+            .bytes(0, len)
+            .ok_or_else(|| VmmError::new(action(), "It has no bytes"))?;
+        if slots.contains_key(&gpa.0) {
+            return Err(VmmError::new(action(), "There is memory already"));
+        }
+        // As many as there are in use leave one of the numbers up to that free.
+        let number = (0..)
+            .find(|number| slots.values().all(|slot| slot.number != *number))
+            .unwrap_or(u32::MAX);
+        let region = kvm_userspace_memory_region {
+            slot: number,
+            flags: 0,
+            guest_phys_addr: gpa.0,
+            memory_size: len as u64,
+            userspace_addr: bytes.as_ptr() as u64,
+        };
+        // SAFETY: the memory is mapped as long as `memory` is held, which it is until the slot is
+        // deleted; it is only ever accessed by raw copies and atomics, which a guest may race with.
+        unsafe { self.vm.set_user_memory_region(region) }
+            .map_err(|error| VmmError::new(action(), io::Error::from(error)))?;
+        let slot = Slot {
+            number,
+            _memory: memory.clone(),
+        };
+        slots.insert(gpa.0, slot);
+        Ok(())
+    }
+
+    fn unmap(&self, gpa: Gpa) -> Result<(), VmmError> {
+        let mut slots = lock(&self.slots);
+        let action = || format!("unmap the memory at guest address {gpa}");
+        let slot = slots
+            .get(&gpa.0)
+            .ok_or_else(|| VmmError::new(action(), "There is none"))?;
+        let region = kvm_userspace_memory_region {
+            slot: slot.number,
+            flags: 0,
+            guest_phys_addr: gpa.0,
+            // A size of 0 deletes the slot (Linux, Documentation/virt/kvm/api.rst, 4.35).
+            memory_size: 0,
+            userspace_addr: 0,
+        };
+        // SAFETY: a slot is deleted, and no memory given to it.
+        unsafe { self.vm.set_user_memory_region(region) }
+            .map_err(|error| VmmError::new(action(), io::Error::from(error)))?;
+        slots.remove(&gpa.0);
+        Ok(())
+    }
+
+    fn tie(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError> {
+        self.vm
+            .register_ioevent(eventfd, &IoEventAddress::Mmio(address.0), NoDatamatch)
+            .map_err(|error| {
+                let action = format!("tie an eventfd to guest address {address}");
+                VmmError::new(action, io::Error::from(error))
+            })
+    }
+
+    fn untie(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError> {
+        self.vm
+            .unregister_ioevent(eventfd, &IoEventAddress::Mmio(address.0), NoDatamatch)
+            .map_err(|error| {
+                let action = format!("untie an eventfd from guest address {address}");
+                VmmError::new(action, io::Error::from(error))
+            })
+    }
+
+    fn vectors(&self, count: u16) -> Result<Box<dyn Vectors>, VmmError> {
+        let mut vectors = KvmVectors {
+            vm: self.vm.clone(),
+            routes: self.routes.clone(),
+            vectors: Vec::new(),
+        };
+        let action = || format!("set up {count} interrupt vectors");
+        for _ in 0..count {
+            let gsi = lock(&self.routes)
+                .reserve()
+                .ok_or_else(|| VmmError::new(action(), "KVM has no more GSIs"))?;
+            let eventfd = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)
+                .and_then(|eventfd| {
+                    self.vm.register_irqfd(&eventfd, gsi)?;
+                    Ok(eventfd)
+                })
+                .map_err(|error| {
+                    lock(&self.routes).0.remove(&gsi);
+                    VmmError::new(action(), error)
+                })?;
+            vectors.vectors.push((gsi, eventfd));
+        }
+        Ok(Box::new(vectors))
+    }
+}
+
+/// The vectors of one function: each a GSI with an irqfd.
+struct KvmVectors {
+    vm: Arc<VmFd>,
+    routes: Arc<Mutex<RouteTable>>,
+    vectors: Vec<(u32, EventFd)>,
+}
+
+impl fmt::Debug for KvmVectors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("KvmVectors")
+            .field("vectors", &self.vectors)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Vectors for KvmVectors {
+    fn eventfd(&self, vector: u16) -> io::Result<EventFd> {
+        let (_, eventfd) = self
+            .vectors
+            .get(usize::from(vector))
+            .ok_or(io::ErrorKind::NotFound)?;
+        eventfd.try_clone()
+    }
+
+    fn set_message(&self, vector: u16, message: MsixMessage) -> Result<(), VmmError> {
+        let action = || {
+            let MsixMessage { address, data, .. } = message;
+            format!("route vector {vector} to message {data:#x} at {address:#x}")
+        };
+        let (gsi, _) = self
+            .vectors
+            .get(usize::from(vector))
+            .ok_or_else(|| VmmError::new(action(), "There is no such vector"))?;
+        let mut routes = lock(&self.routes);
+        routes.0.insert(*gsi, Some(message_route(message)));
+        routes
+            .load_into(&self.vm)
+            .map_err(|error| VmmError::new(action(), error))
+    }
+}
+
+impl Drop for KvmVectors {
+    fn drop(&mut self) {
+        for (gsi, eventfd) in &self.vectors {
+            if let Err(error) = self.vm.unregister_irqfd(eventfd, *gsi) {
+                log::error!("GSI {gsi} stays connected: {error}");
+            }
+        }
+        let mut routes = lock(&self.routes);
+        for (gsi, _) in &self.vectors {
+            routes.0.remove(gsi);
+        }
+        if let Err(error) = routes.load_into(&self.vm) {
+            log::error!("The interrupt routes of a function that is gone stay: {error}");
+        }
+    }
+}
+
+/// The routes of a virtual machine, which KVM takes as a whole.
+struct RouteTable(
+    /// By GSI; none where a GSI is reserved and leads nowhere yet.
+    BTreeMap<u32, Option<Route>>,
+);
+
+/// Where a GSI leads.
+#[derive(Clone, Copy)]
+enum Route {
+    /// To a pin of the I/O APIC, and of a PIC if it is one of the first sixteen.
+    Pin,
+    /// To this message.
+    Message(kvm_irq_routing_msi),
+}
+
+impl RouteTable {
+    /// As KVM has it when the interrupt controllers are made.
+    fn of_pins() -> Self {
+        Self(
+            (0..IOAPIC_PINS)
+                .map(|pin| (pin, Some(Route::Pin)))
+                .collect(),
+        )
+    }
+
+    /// A GSI that nobody has.
+    fn reserve(&mut self) -> Option<u32> {
+        let gsi = (IOAPIC_PINS..MAX_GSIS).find(|gsi| !self.0.contains_key(gsi))?;
+        self.0.insert(gsi, None);
+        Some(gsi)
+    }
+
+    fn entries(&self) -> Vec<kvm_irq_routing_entry> {
+        let mut entries = Vec::new();
+        for (gsi, route) in &self.0 {
+            match route {
+                None => {}
+                Some(Route::Message(message)) => entries.push(message_entry(*gsi, *message)),
+                Some(Route::Pin) => {
+                    entries.push(pin_entry(*gsi, KVM_IRQCHIP_IOAPIC, *gsi));
+                    match gsi.checked_sub(PIC_PINS) {
+                        None => entries.push(pin_entry(*gsi, KVM_IRQCHIP_PIC_MASTER, *gsi)),
+                        Some(pin) if pin < PIC_PINS => {
+                            entries.push(pin_entry(*gsi, KVM_IRQCHIP_PIC_SLAVE, pin));
+                        }
+                        Some(_) => {}
+                    }
+                }
+            }
+        }
+        entries
+    }
+
+    fn load_into(&self, vm: &VmFd) -> io::Result<()> {
+        let entries = KvmIrqRouting::from_entries(&self.entries())
+            .map_err(|_| io::Error::other("There are more routes than KVM takes"))?;
+        Ok(vm.set_gsi_routing(&entries)?)
+    }
+}
+
+fn message_route(message: MsixMessage) -> Route {
+    let [a0, a1, a2, a3, a4, a5, a6, a7] = message.address.to_le_bytes();
+    Route::Message(kvm_irq_routing_msi {
+        address_lo: u32::from_le_bytes([a0, a1, a2, a3]),
+        address_hi: u32::from_le_bytes([a4, a5, a6, a7]),
+        data: message.data,
+        ..Default::default()
+    })
+}
+
+fn message_entry(gsi: u32, message: kvm_irq_routing_msi) -> kvm_irq_routing_entry {
+    let mut entry = kvm_irq_routing_entry {
+        gsi,
+        type_: KVM_IRQ_ROUTING_MSI,
+        ..Default::default()
+    };
+    entry.u.msi = message;
+    entry
+}
+
+fn pin_entry(gsi: u32, irqchip: u32, pin: u32) -> kvm_irq_routing_entry {
+    let mut entry = kvm_irq_routing_entry {
+        gsi,
+        type_: KVM_IRQ_ROUTING_IRQCHIP,
+        ..Default::default()
+    };
+    entry.u.irqchip = kvm_irq_routing_irqchip { irqchip, pin };
+    entry
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Each change of what these protect is complete before anything can panic.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// GSI, type, and where it leads: irqchip and pin, or the message's low address and data.
+    fn described(table: &RouteTable) -> Vec<(u32, u32, u32, u32)> {
+        let describe = |entry: &kvm_irq_routing_entry| {
+            // SAFETY: both kinds of entries begin with two words, and all are initialised.
+            let (first, second) = unsafe {
+                match entry.type_ {
+                    KVM_IRQ_ROUTING_MSI => (entry.u.msi.address_lo, entry.u.msi.data),
+                    _ => (entry.u.irqchip.irqchip, entry.u.irqchip.pin),
+                }
+            };
+            (entry.gsi, entry.type_, first, second)
+        };
+        table.entries().iter().map(describe).collect()
+    }
+
+    #[test]
+    fn the_pins_stay_routed_beside_messages() {
+        let mut table = RouteTable::of_pins();
+        let pins = described(&table);
+        // 24 to the I/O APIC, 16 to the PICs.
+        assert_eq!(pins.len(), 40);
+        assert!(pins.contains(&(4, KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQCHIP_PIC_MASTER, 4)));
+        assert!(pins.contains(&(12, KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQCHIP_PIC_SLAVE, 4)));
+        assert!(pins.contains(&(23, KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQCHIP_IOAPIC, 23)));
+
+        let (first, second) = (table.reserve(), table.reserve());
+        assert_eq!((first, second), (Some(24), Some(25)));
+        assert_eq!(described(&table), pins, "they lead nowhere yet");
+        let message = MsixMessage {
+            address: 0xFEE0_1000,
+            data: 0x31,
+            masked: false,
+        };
+        table.0.insert(25, Some(message_route(message)));
+        let routed = described(&table);
+        assert_eq!(routed[40..], [(25, KVM_IRQ_ROUTING_MSI, 0xFEE0_1000, 0x31)]);
+        table.0.remove(&24);
+        assert_eq!(
+            table.reserve(),
+            Some(24),
+            "what was given back is given out"
+        );
+    }
+
+    #[test]
+    fn gsis_end_where_kvm_ends() {
+        let mut table = RouteTable::of_pins();
+        let reserved = std::iter::from_fn(|| table.reserve()).count();
+        assert_eq!(reserved, (MAX_GSIS - IOAPIC_PINS) as usize);
+    }
+}

@@ -1,0 +1,121 @@
+//! NVMe functions in a VMM's own process.
+//!
+//! A function's doorbells and interrupts go through the hypervisor, without another process in between. A VMM
+//! implements [`Vmm`], which is all that a function asks of it, and holds a [`FunctionDevice`] for each function. It passes on
+//! accesses to configuration space and to the BARs, follows BARs that move, and reports guest memory that comes and
+//! goes.
+//!
+//! # Example
+//!
+//! A function on a drive in memory, in a VMM that maps and raises nothing:
+//!
+//! ```
+//! use std::io;
+//! use std::sync::Arc;
+//!
+//! use nvme_mpt_vmm::options::FunctionConfig;
+//! use nvme_mpt_vmm::{Bar, Gpa, Mapping, MsixMessage, Vectors, Vmm, VmmError};
+//! use vmm_sys_util::eventfd::EventFd;
+//!
+//! #[derive(Debug)]
+//! struct Hypervisor;
+//!
+//! impl Vmm for Hypervisor {
+//!     fn map(&self, _: Gpa, _: &Arc<Mapping>) -> Result<(), VmmError> {
+//!         Ok(())
+//!     }
+//!
+//!     fn unmap(&self, _: Gpa) -> Result<(), VmmError> {
+//!         Ok(())
+//!     }
+//!
+//!     fn tie(&self, _: Gpa, _: &EventFd) -> Result<(), VmmError> {
+//!         Ok(())
+//!     }
+//!
+//!     fn untie(&self, _: Gpa, _: &EventFd) -> Result<(), VmmError> {
+//!         Ok(())
+//!     }
+//!
+//!     fn vectors(&self, count: u16) -> Result<Box<dyn Vectors>, VmmError> {
+//!         let eventfds = (0..count).map(|_| EventFd::new(libc::EFD_NONBLOCK));
+//!         let eventfds = eventfds.collect::<io::Result<_>>();
+//!         let eventfds = eventfds.map_err(|error| VmmError::new("make eventfds", error))?;
+//!         Ok(Box::new(Irqs(eventfds)))
+//!     }
+//! }
+//!
+//! #[derive(Debug)]
+//! struct Irqs(Vec<EventFd>);
+//!
+//! impl Vectors for Irqs {
+//!     fn eventfd(&self, vector: u16) -> io::Result<EventFd> {
+//!         self.0[usize::from(vector)].try_clone()
+//!     }
+//!
+//!     fn set_message(&self, _: u16, _: MsixMessage) -> Result<(), VmmError> {
+//!         Ok(())
+//!     }
+//! }
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let vmm: Arc<dyn Vmm> = Arc::new(Hypervisor);
+//! let pollers = nvme_mpt_vmm::pollers(vmm.clone());
+//! let value = |key: &str| (key == "path").then(|| "memory:64M".to_owned());
+//! let config = FunctionConfig::from_keys(value)?;
+//! let function = nvme_mpt_vmm::start(&config, "nvme0", vmm, &pollers)?;
+//!
+//! // What a guest's firmware does: read the class code, give BAR0 an address.
+//! let mut class = [0; 4];
+//! function.read_config(0x08, &mut class);
+//! assert_eq!(class[1..], [0x02, 0x08, 0x01]);
+//! for bar in function.place_bar(Bar::Registers, 0xE000_0000) {
+//!     println!("Accesses to {bar:?} go to the function from now on");
+//! }
+//! function.stop()?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Modules
+//!
+//! | module | job |
+//! |---|---|
+//! | [`options`] | parses and checks the options of a function |
+//! | [`open`] | opens the drive, leases its part, and attaches to it |
+//! | [`report`] | prints an error with its causes |
+//! | `kvm` | implements [`Vmm`] over KVM's own interface |
+//!
+//! # Features
+//!
+//! All are off by default.
+//!
+//! - `kvm`: the module of that name.
+//!
+//! # Not implemented
+//!
+//! This crate serves no sockets and reads no command line: `vfio-user-server` and `nvme-mpt-cli` do. It emulates no PCI
+//! bus: the VMM decides where a function is and which accesses reach it.
+
+mod device;
+mod doorbells;
+mod hysteresis;
+#[cfg(feature = "kvm")]
+pub mod kvm;
+pub mod open;
+pub mod options;
+pub mod report;
+mod routes;
+mod start;
+#[cfg(test)]
+mod tests;
+mod vmm;
+
+pub use device::{DeviceError, FunctionDevice, Remake};
+pub use doorbells::DoorbellFigures;
+pub use nvme_mpt::memory::Mapping;
+pub use nvme_mpt::poller::Work;
+pub use nvme_mpt::{DirtyRange, Gpa, MemoryRegion, Pollers};
+pub use start::{StartError, start};
+pub use vmm::{Vectors, Vmm, VmmError, pollers};
+pub use vmm_device::{Bar, BarMove, FunctionState, MsixMessage};

@@ -1,0 +1,134 @@
+//! Opens what an option string describes: a drive, a lease of a part of it, and what attaches a guest
+//! controller to that.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use nvme_mpt::lease::identity::default_id;
+use nvme_mpt::lease::{ByteRange, FormerData, Lease, LeaseError, LeaseRequest, Ledger, RangeError};
+use nvme_mpt::wipe::{WipeError, wipe};
+use nvme_mpt::{
+    AttachError, Attachment, AttachmentConfig, Drive, DriveError, DriveOptions, DrivePath, Pollers,
+};
+use thiserror::Error;
+
+use crate::options::FunctionOptions;
+
+/// What an option string describes cannot be opened.
+#[derive(Debug, Error)]
+pub enum OpenError {
+    /// The drive cannot be opened.
+    #[error(transparent)]
+    Drive(#[from] DriveError),
+    /// The drive has no bytes.
+    #[error(transparent)]
+    Range(#[from] RangeError),
+    /// The range is not given out.
+    #[error(transparent)]
+    Lease(#[from] LeaseError),
+    /// Data that another id left in the range cannot be wiped.
+    #[error(transparent)]
+    Wipe(#[from] WipeError),
+    /// The data path cannot be set up.
+    #[error(transparent)]
+    Attach(#[from] AttachError),
+}
+
+/// Who may know of a lease.
+#[derive(Debug)]
+pub struct Ledgers {
+    /// All processes that use the same state folder.
+    shared: Ledger,
+    /// This process.
+    private: Ledger,
+}
+
+impl Ledgers {
+    /// The ledger in a state folder, and one for drives that only this process has.
+    #[must_use]
+    pub fn open(state_dir: &Path) -> Self {
+        Self {
+            shared: Ledger::open(state_dir),
+            private: Ledger::in_process(),
+        }
+    }
+
+    fn lease(&self, options: &FunctionOptions, drive: &Drive) -> Result<Lease, OpenError> {
+        let namespace = drive.namespace();
+        let range = match options.range {
+            Some(range) => range,
+            None => ByteRange::new(0, namespace.blocks << namespace.lba_shift)?,
+        };
+        let id = match &options.id {
+            Some(id) => id.clone(),
+            None => default_id(drive.identity(), namespace.nsid, range),
+        };
+        let ledger = if drive.is_private() {
+            &self.private
+        } else {
+            &self.shared
+        };
+        Ok(ledger.acquire(&LeaseRequest {
+            id: &id,
+            drive: drive.identity(),
+            nsid: namespace.nsid,
+            range,
+            lba_shift: namespace.lba_shift,
+            blocks: namespace.blocks,
+            former_data: match drive.path() {
+                // It keeps nothing.
+                DrivePath::Null(_) => FormerData::Kept,
+                _ => options.data,
+            },
+        })?)
+    }
+}
+
+/// Attaches to the part of `drive` that `options` ask for.
+///
+/// # Errors
+/// [`OpenError::Range`], [`OpenError::Lease`], [`OpenError::Wipe`], [`OpenError::Attach`].
+pub fn attach(
+    options: &FunctionOptions,
+    drive: &Arc<Drive>,
+    ledgers: &Ledgers,
+    pollers: &Arc<Pollers>,
+) -> Result<Attachment, OpenError> {
+    let mut lease = ledgers.lease(options, drive)?;
+    wipe(drive, &mut lease)?;
+    Ok(Attachment::new(AttachmentConfig {
+        drive: drive.clone(),
+        lease,
+        queue_pairs: options.queues,
+        doorbells: options.doorbells,
+        pollers: pollers.clone(),
+        poll: options.poll.clone(),
+        memory: options.memory,
+        serial: options.serial.clone(),
+    })?)
+}
+
+/// Opens the drive of `options` for a function alone, and attaches to it.
+///
+/// # Errors
+/// See [`OpenError`].
+pub fn open(
+    options: &FunctionOptions,
+    ledgers: &Ledgers,
+    pollers: &Arc<Pollers>,
+) -> Result<Attachment, OpenError> {
+    // What nobody says is as the functions have it that the drive is open for.
+    let default = Drive::opened_options(&options.path).unwrap_or_default();
+    let drive = Drive::open_on(
+        &options.path,
+        DriveOptions {
+            lba_size: options.lba.map_or(default.lba_size, |lba| lba.bytes()),
+            deadline: options.timeout.unwrap_or(default.deadline),
+            namespace: options.namespace,
+            profile: options.profile.clone(),
+            faults: options.faults.clone(),
+        },
+        pollers.threads(),
+    )?;
+    attach(options, &drive, ledgers, pollers)
+}

@@ -1,0 +1,306 @@
+//! A function as a VMM's own configuration has it: a value per option, which its API takes and its
+//! files keep, where a person writes an option string.
+
+use std::path::PathBuf;
+
+use nvme_mpt::DrivePath;
+use serde::{Deserialize, Serialize};
+
+use super::key_values::KeyValues;
+use super::{FunctionOptions, LbaSize, OptionError, parsed};
+
+/// Folder of the ledger of leases unless another one is chosen.
+///
+/// It is not in /run: after a power failure, the range of an owner that died stays that owner's until an operator
+/// releases it.
+pub const STATE_DIR: &str = "/var/lib/nvme-mpt";
+
+/// What can be chosen about a function of a VM: what is in a [`FunctionOptions`], as it is written.
+///
+/// The names that a VMM gives its devices are not among it: they are unique within a VM only.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FunctionConfig {
+    /// The drive.
+    pub path: String,
+    /// The part of it that the guest gets.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub range: Option<String>,
+    /// Most I/O queue pairs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub queues: Option<u16>,
+    /// How the guest's doorbells are seen.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub doorbells: Option<String>,
+    /// Who looks at the guest's queues.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub poll: Option<String>,
+    /// Kinds of files that the VM's memory may be in.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<String>,
+    /// Fate of data that another id left in the range.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data: Option<String>,
+    /// Serial number.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub serial: Option<String>,
+    /// Bytes of a logical block of a software drive.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lba: Option<u32>,
+    /// What a software drive is to be as fast as.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub profile: Option<String>,
+    /// What is to go wrong with a software drive.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub faults: Option<String>,
+    /// Namespace of a physical drive.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub namespace: Option<u32>,
+    /// How many seconds a physical drive may take for a command.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout: Option<u64>,
+    /// Folder with the ledger of leases.
+    #[serde(default = "default_state_dir")]
+    pub state_dir: PathBuf,
+}
+
+fn default_state_dir() -> PathBuf {
+    STATE_DIR.into()
+}
+
+impl FunctionConfig {
+    /// The keys of an option string that has all of it.
+    pub const KEYS: &[&str] = &[
+        "path",
+        "range",
+        "queues",
+        "doorbells",
+        "poll",
+        "memory",
+        "data",
+        "serial",
+        "lba",
+        "profile",
+        "faults",
+        "namespace",
+        "timeout",
+        "state_dir",
+    ];
+
+    /// From the values of keys, which `get` knows.
+    ///
+    /// # Errors
+    /// [`OptionError::Missing`] without a path, and [`OptionError::Value`] for what is no number. All
+    /// else is looked at by [`Self::options`].
+    pub fn from_keys(mut get: impl FnMut(&str) -> Option<String>) -> Result<Self, OptionError> {
+        let path = get("path").ok_or(OptionError::Missing {
+            key: "path",
+            example: "DRIVE, a PCI address, a file, a block device, memory:SIZE or null:SIZE",
+        })?;
+        let state_dir = get("state_dir").map_or_else(default_state_dir, PathBuf::from);
+        Ok(Self {
+            path,
+            range: get("range"),
+            queues: parsed("queues", get("queues"), str::parse)?,
+            doorbells: get("doorbells"),
+            poll: get("poll"),
+            memory: get("memory"),
+            data: get("data"),
+            serial: get("serial"),
+            lba: parsed("lba", get("lba"), str::parse::<LbaSize>)?.map(LbaSize::bytes),
+            profile: get("profile"),
+            faults: get("faults"),
+            namespace: parsed("namespace", get("namespace"), str::parse)?,
+            timeout: parsed("timeout", get("timeout"), str::parse)?,
+            state_dir,
+        })
+    }
+
+    /// What it means.
+    ///
+    /// # Errors
+    /// All of [`OptionError`] that values can cause.
+    pub fn options(&self) -> Result<FunctionOptions, OptionError> {
+        let mut keys = KeyValues::of(self.pairs());
+        FunctionOptions::take(&mut keys)
+    }
+
+    /// The files that a sandbox has to let the function use, each with whether it has to let it write
+    /// there. The folder of the ledger has to be there before.
+    ///
+    /// # Errors
+    /// [`OptionError::Value`] if the path names no drive.
+    pub fn files(&self) -> Result<Vec<(PathBuf, bool)>, OptionError> {
+        let path = Some(self.path.clone());
+        let mut files = vec![(self.state_dir.clone(), true)];
+        match parsed("path", path, str::parse)? {
+            Some(DrivePath::File(file)) => {
+                // A model's state is in a file beside it, which is written under another name first.
+                let folder = file.parent().filter(|_| self.profile.is_some());
+                files.push((folder.unwrap_or(&file).to_owned(), true));
+                // They tell where the bytes of a path lie, and what else uses them.
+                files.push(("/sys".into(), false));
+                files.push(("/proc".into(), false));
+            }
+            Some(DrivePath::Pci(_)) => {
+                files.push(("/sys".into(), false));
+                files.push(("/proc".into(), false));
+                files.push(("/dev/vfio".into(), true));
+            }
+            Some(DrivePath::Null(_) | DrivePath::Memory(_)) | None => {}
+        }
+        if self.poll.as_ref().is_some_and(|poll| poll.contains('@')) {
+            files.push(("/sys/devices/system/cpu".into(), false));
+        }
+        let described = [&self.profile, &self.faults].into_iter().flatten();
+        files.extend(
+            described
+                .filter(|name| name.contains('/'))
+                .map(|name| (name.into(), false)),
+        );
+        Ok(files)
+    }
+
+    fn pairs(&self) -> Vec<(String, String)> {
+        let Self {
+            path,
+            range,
+            queues,
+            doorbells,
+            poll,
+            memory,
+            data,
+            serial,
+            lba,
+            profile,
+            faults,
+            namespace,
+            timeout,
+            state_dir: _,
+        } = self;
+        let pairs = [
+            ("path", Some(path.clone())),
+            ("range", range.clone()),
+            ("queues", queues.map(|queues| queues.to_string())),
+            ("doorbells", doorbells.clone()),
+            ("poll", poll.clone()),
+            ("memory", memory.clone()),
+            ("data", data.clone()),
+            ("serial", serial.clone()),
+            ("lba", lba.map(|lba| lba.to_string())),
+            ("profile", profile.clone()),
+            ("faults", faults.clone()),
+            ("namespace", namespace.map(|nsid| nsid.to_string())),
+            ("timeout", timeout.map(|seconds| seconds.to_string())),
+        ];
+        let given = pairs.into_iter();
+        given
+            .filter_map(|(key, value)| Some((key.to_owned(), value?)))
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(pairs: &[(&str, &str)]) -> Result<FunctionConfig, OptionError> {
+        let value = |key: &str| pairs.iter().find(|(known, _)| *known == key);
+        FunctionConfig::from_keys(|key| value(key).map(|(_, value)| (*value).to_owned()))
+    }
+
+    #[test]
+    fn it_means_what_an_option_string_means() {
+        let pairs = [
+            ("path", "/srv/a,b.img"),
+            ("range", "1M+2M"),
+            ("queues", "3"),
+            ("doorbells", "trap"),
+            ("poll", "shared"),
+            ("serial", "S 1"),
+            ("lba", "4K"),
+        ];
+        let config = config(&pairs).expect("valid");
+        let string = "path=\"/srv/a,b.img\",range=1M+2M,queues=3,doorbells=trap,poll=shared,\
+                      serial=S 1,lba=4096";
+        let options: FunctionOptions = string.parse().expect("valid");
+        assert_eq!(config.options().expect("valid"), options);
+        let physical = [
+            ("path", "0000:01:00.0"),
+            ("namespace", "2"),
+            ("timeout", "7"),
+        ];
+        let config = self::config(&physical).expect("valid");
+        let options = "path=0000:01:00.0,namespace=2,timeout=7"
+            .parse()
+            .expect("valid");
+        assert_eq!(config.options().expect("valid"), options);
+    }
+
+    #[test]
+    fn every_key_is_asked_for() {
+        let mut asked = Vec::new();
+        let config = FunctionConfig::from_keys(|key| {
+            asked.push(key.to_owned());
+            (key == "path").then(|| "null:1G".to_owned())
+        });
+        assert_eq!(config.expect("valid").state_dir, PathBuf::from(STATE_DIR));
+        asked.sort();
+        let mut keys = FunctionConfig::KEYS.to_vec();
+        keys.sort_unstable();
+        assert_eq!(asked, keys);
+    }
+
+    #[test]
+    fn what_is_no_function_is_refused() {
+        let message = |pairs: &[(&str, &str)]| {
+            let options = config(pairs).and_then(|config| config.options());
+            options.expect_err("invalid").to_string()
+        };
+        assert!(message(&[]).starts_with("Option \"path\" is missing"));
+        let path = ("path", "memory:64M");
+        for (key, value) in [
+            ("queues", "x"),
+            ("queues", "0"),
+            ("range", "5"),
+            ("lba", "520"),
+        ] {
+            let wrong = format!("Option \"{key}\" cannot be \"{value}\"");
+            assert_eq!(message(&[path, (key, value)]), wrong);
+        }
+        assert!(message(&[path, ("timeout", "1")]).contains("is not for memory:"));
+    }
+
+    #[test]
+    fn it_survives_being_kept() {
+        let pairs = [("path", "/dev/x"), ("queues", "2"), ("state_dir", "/srv/s")];
+        let config = config(&pairs).expect("valid");
+        let kept = serde_json::to_string(&config).expect("kept");
+        assert_eq!(kept, r#"{"path":"/dev/x","queues":2,"state_dir":"/srv/s"}"#);
+        let restored: FunctionConfig = serde_json::from_str(&kept).expect("restored");
+        assert_eq!(restored, config);
+    }
+
+    #[test]
+    fn a_sandbox_lets_it_use_what_it_needs() {
+        let files = |pairs: &[(&str, &str)]| config(pairs).expect("valid").files().expect("valid");
+        let state = (PathBuf::from(STATE_DIR), true);
+        assert_eq!(files(&[("path", "null:1G")]), vec![state.clone()]);
+        let image = ("path", "/srv/drive.img");
+        let [sys, proc] = ["/sys", "/proc"].map(|path| (PathBuf::from(path), false));
+        assert_eq!(
+            files(&[image]),
+            [
+                state.clone(),
+                ("/srv/drive.img".into(), true),
+                sys.clone(),
+                proc.clone()
+            ]
+        );
+        let profile = ("profile", "/etc/slow.toml");
+        let described = ("/etc/slow.toml".into(), false);
+        assert_eq!(
+            files(&[image, profile]),
+            [state, ("/srv".into(), true), sys, proc, described]
+        );
+    }
+}

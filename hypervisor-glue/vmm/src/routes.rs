@@ -1,0 +1,93 @@
+//! Keeps the hypervisor's interrupt routes as the guest's MSI-X table says.
+
+use std::io;
+
+use vmm_device::{Bar, MsixMessage, NvmeFunction};
+
+use crate::report;
+use crate::vmm::Vectors;
+
+/// Bytes of an MSI-X table entry (PCI Local Bus 3.0, section 6.8.2).
+const ENTRY_SIZE: u64 = 16;
+/// Where in it the Vector Control is.
+const VECTOR_CONTROL: u64 = 12;
+/// The unit in which a driver is to write the table.
+const DWORD: u64 = 4;
+
+/// The routes of one function's vectors.
+#[derive(Debug)]
+pub(super) struct Routes {
+    vectors: Box<dyn Vectors>,
+    /// What the hypervisor was told last.
+    told: Vec<Option<(u64, u32)>>,
+}
+
+impl Routes {
+    /// Connects the vectors of `function`.
+    pub(super) fn connect(vectors: Box<dyn Vectors>, function: &NvmeFunction) -> io::Result<Self> {
+        for (number, vector) in (0..).zip(function.vectors()) {
+            vector.set_eventfd(Some(vectors.eventfd(number)?));
+        }
+        Ok(Self {
+            vectors,
+            told: vec![None; function.vectors().len()],
+        })
+    }
+
+    /// Passes a write on to the MSI-X table. A vector's route is as the table says before the vector
+    /// can be raised: it is set when a message changes that is not masked, and before a Vector
+    /// Control is written, which may unmask it. So that no write does both, it is taken dword by
+    /// dword, as the specification has drivers write them (PCI Local Bus 3.0, section 6.8.2).
+    pub(super) fn write_table(&mut self, function: &mut NvmeFunction, offset: u64, data: &[u8]) {
+        let mut rest = data;
+        let mut offset = offset;
+        while !rest.is_empty() {
+            let to_boundary = (DWORD - offset % DWORD) as usize;
+            let (dword, later) = rest.split_at(to_boundary.min(rest.len()));
+            let vector = u16::try_from(offset / ENTRY_SIZE).unwrap_or(u16::MAX);
+            let is_control = offset % ENTRY_SIZE >= VECTOR_CONTROL;
+            if is_control {
+                self.follow(function, vector);
+            }
+            function.write_bar(Bar::Msix, offset, dword);
+            let unmasked = |message: MsixMessage| !message.masked;
+            if !is_control && function.msix_message(vector).is_some_and(unmasked) {
+                self.follow(function, vector);
+            }
+            offset = offset.saturating_add(dword.len() as u64);
+            rest = later;
+        }
+    }
+
+    /// Sets the routes of all vectors that the guest has given a message.
+    pub(super) fn follow_all(&mut self, function: &NvmeFunction) {
+        for vector in 0..self.told.len() {
+            // At most 128.
+            let vector = vector as u16;
+            let given = |message: MsixMessage| message.address != 0;
+            if function.msix_message(vector).is_some_and(given) {
+                self.follow(function, vector);
+            }
+        }
+    }
+
+    fn follow(&mut self, function: &NvmeFunction, vector: u16) {
+        let Some(message) = function.msix_message(vector) else {
+            return;
+        };
+        let Some(told) = self.told.get_mut(usize::from(vector)) else {
+            return;
+        };
+        let wanted = Some((message.address, message.data));
+        if *told == wanted {
+            return;
+        }
+        match self.vectors.set_message(vector, message) {
+            Ok(()) => *told = wanted,
+            Err(error) => log::error!(
+                "Vector {vector} of the guest's controller stays where it was: {}",
+                report::chain(&error)
+            ),
+        }
+    }
+}

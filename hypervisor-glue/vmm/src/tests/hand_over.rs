@@ -1,0 +1,327 @@
+//! Guests that go on with another VMM, and those that had to stay after all.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::AtomicU32;
+use std::thread;
+
+use nvme_mpt::{DirtyRange, DmaError};
+use tempfile::TempDir;
+use vmm_device::FunctionState;
+
+use super::*;
+use crate::device::Remake;
+use crate::open::{self, Ledgers, OpenError};
+use crate::options::FunctionConfig;
+
+const BLOCK: usize = 512;
+/// Where queue 1 of [`create`] lies.
+const CQ: u64 = 0x1_0000;
+const SQ: u64 = 0x1_8000;
+const ENTRIES: u16 = 16;
+const DATA: u64 = 0x2_0000;
+
+/// A host with a drive, and the memory of a guest that moves.
+struct Host {
+    folder: TempDir,
+    memory: File,
+    pollers: Arc<Pollers>,
+}
+
+impl Host {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        File::create(folder.path().join("drive"))
+            .and_then(|file| file.set_len(1 << 20))
+            .unwrap();
+        let MemoryRegion { fd, .. } = region();
+        Self {
+            folder,
+            memory: fd.into(),
+            pollers: Pollers::new(),
+        }
+    }
+
+    fn make(&self) -> impl Fn() -> Result<NvmeFunction, OpenError> + Send + Sync + use<> {
+        let config = FunctionConfig {
+            path: self.folder.path().join("drive").display().to_string(),
+            state_dir: self.folder.path().join("state"),
+            queues: Some(QUEUE_PAIRS),
+            ..FunctionConfig::default()
+        };
+        let ledgers = Ledgers::open(&config.state_dir);
+        let options = config.options().unwrap();
+        let pollers = self.pollers.clone();
+        move || {
+            let attachment = open::open(&options, &ledgers, &pollers)?;
+            Ok(NvmeFunction::new(attachment, MsixMasking::Function))
+        }
+    }
+
+    /// A VMM that has the drive and the guest's memory.
+    fn vmm(&self, patience: Duration) -> Result<(FunctionDevice, Arc<Asked>), OpenError> {
+        let make = self.make();
+        self.vmm_with(make()?, Remake::new(make, patience))
+    }
+
+    fn vmm_with(
+        &self,
+        function: NvmeFunction,
+        remake: Remake,
+    ) -> Result<(FunctionDevice, Arc<Asked>), OpenError> {
+        let vmm = FakeVmm::default();
+        let device = FunctionDevice::start("root", function, Arc::new(vmm.clone())).unwrap();
+        device.map_memory(self.region()).unwrap();
+        Ok((device.remade_by(remake), vmm.0))
+    }
+
+    /// The VMM that gets the guest.
+    fn receive(&self, saved: &FunctionState) -> FunctionDevice {
+        let (device, _) = self.vmm(Duration::ZERO).unwrap();
+        assert_eq!(device.restore(saved).unwrap().len(), 1, "BAR0");
+        device
+    }
+
+    fn region(&self) -> MemoryRegion {
+        MemoryRegion {
+            fd: self.memory.try_clone().unwrap().into(),
+            ..region()
+        }
+    }
+
+    /// Has the guest write the blocks `commands`, each with its own number all over.
+    fn write(&self, device: &FunctionDevice, commands: std::ops::Range<u16>) {
+        for cid in commands.clone() {
+            let data = DATA + u64::from(cid) * BLOCK as u64;
+            let bytes = [cid as u8 + 1; BLOCK];
+            self.memory.write_all_at(&bytes, data).unwrap();
+            let mut sqe = [0; 64];
+            sqe[0] = 0x01;
+            sqe[2..4].copy_from_slice(&cid.to_le_bytes());
+            sqe[4] = 1;
+            sqe[24..32].copy_from_slice(&data.to_le_bytes());
+            sqe[40..48].copy_from_slice(&u64::from(cid).to_le_bytes());
+            let at = SQ + 64 * u64::from(cid % ENTRIES);
+            self.memory.write_all_at(&sqe, at).unwrap();
+        }
+        let tail = u32::from(commands.end % ENTRIES);
+        ring(device, TAIL, tail);
+    }
+
+    /// Waits until each of `commands` has succeeded, and consumes their completions.
+    fn await_writes(&self, device: &FunctionDevice, commands: std::ops::Range<u16>) {
+        let mut completed = BTreeSet::new();
+        for number in commands.clone() {
+            // Successful, with the Phase Tag of this round.
+            let status = u16::from((number / ENTRIES).is_multiple_of(2));
+            await_that("it does not complete", thread::yield_now, || {
+                self.completion(number).1 == status
+            });
+            completed.insert(self.completion(number).0);
+        }
+        assert!(completed.into_iter().eq(commands.clone()));
+        let head = u32::from(commands.end % ENTRIES);
+        ring(device, Doorbell::CqHead(QueueId(1)), head);
+        let drive = fs::read(self.folder.path().join("drive")).unwrap();
+        for cid in commands {
+            let at = usize::from(cid) * BLOCK;
+            assert_eq!(drive[at..at + BLOCK], [cid as u8 + 1; BLOCK]);
+        }
+    }
+
+    /// Command Identifier and Status with the Phase Tag of a completion.
+    fn completion(&self, number: u16) -> (u16, u16) {
+        let mut cqe = [0; 4];
+        let at = CQ + 16 * u64::from(number % ENTRIES) + 12;
+        self.memory.read_exact_at(&mut cqe, at).unwrap();
+        let half = |at: usize| u16::from_le_bytes([cqe[at], cqe[at + 1]]);
+        (half(0), half(2))
+    }
+}
+
+fn ring(device: &FunctionDevice, doorbell: Doorbell, value: u32) {
+    let at = DOORBELLS + place_of(device, doorbell);
+    device.write_bar(Bar::Registers, at, &value.to_le_bytes());
+}
+
+/// What a guest reads as Vendor ID and Device ID, and as CSTS.
+fn reads(device: &FunctionDevice) -> [u32; 2] {
+    let (mut ids, mut csts) = ([0; 4], [0; 4]);
+    device.read_config(0, &mut ids);
+    device.read_at(BAR, 0x1C, &mut csts);
+    [ids, csts].map(u32::from_le_bytes)
+}
+
+const NOTHING: [u32; 2] = [u32::MAX; 2];
+
+#[test]
+fn a_guest_goes_on_with_another_vmm() {
+    let host = Host::new();
+    let (mut device, mut asked) = host.vmm(Duration::ZERO).unwrap();
+    begin(&device);
+    create(&device, 1);
+    // Some of them are taken when it is paused, and some are not.
+    host.write(&device, 0..10);
+    for first in [0, 10, 20] {
+        device.pause().unwrap();
+        host.vmm(Duration::ZERO).expect_err("it is leased");
+        device.hand_over().unwrap();
+        assert_eq!(reads(&device), NOTHING);
+        assert!(asked.vectors.lock().unwrap().is_empty(), "given back");
+        device.pause().unwrap();
+        let saved = device.save().unwrap();
+
+        let (next, next_asked) = host.vmm(Duration::ZERO).unwrap();
+        assert_eq!(next.restore(&saved).unwrap().len(), 1, "BAR0");
+        // Not all of it: the Timestamp of the controller goes on.
+        assert_eq!(next.save().unwrap().attachment(), saved.attachment());
+        next.resume().unwrap();
+        host.await_writes(&next, first..first + 10);
+        host.write(&next, first + 10..first + 20);
+        assert_eq!(reads(&device), NOTHING);
+        // The other one is done with it.
+        device.stop().unwrap();
+        device.resume().unwrap();
+        (device, asked) = (next, next_asked);
+    }
+    host.await_writes(&device, 30..40);
+}
+
+#[test]
+fn a_guest_that_is_not_wanted_goes_on_where_it_was() {
+    let host = Host::new();
+    let (device, asked) = host.vmm(Duration::ZERO).unwrap();
+    begin(&device);
+    create(&device, 1);
+    let running = reads(&device);
+    for first in [0, 10, 20] {
+        host.write(&device, first..first + 10);
+        device.pause().unwrap();
+        device.hand_over().unwrap();
+        // One that has it, and fails.
+        drop(host.receive(&device.save().unwrap()));
+        device.resume().unwrap();
+        assert_eq!(reads(&device), running);
+        assert!(!asked.vectors.lock().unwrap().is_empty());
+        host.await_writes(&device, first..first + 10);
+    }
+    // Its control thread serves it again.
+    let before = with(&device, |function| function.admin_stats().commands);
+    device.write_bar(Bar::Registers, DOORBELLS, &1_u32.to_le_bytes());
+    await_that("the admin doorbell is not seen", thread::yield_now, || {
+        with(&device, |function| function.admin_stats().commands) == before + 1
+    });
+}
+
+#[test]
+fn a_drive_that_is_given_back_late_is_taken_back() {
+    let host = Host::new();
+    let attempts = Arc::new(AtomicU32::new(0));
+    let make = host.make();
+    let function = make().unwrap();
+    let counted = {
+        let attempts = attempts.clone();
+        move || {
+            attempts.fetch_add(1, Ordering::Relaxed);
+            make()
+        }
+    };
+    let remake = Remake::new(counted, Duration::from_secs(60));
+    let (device, _) = host.vmm_with(function, remake).unwrap();
+    begin(&device);
+    create(&device, 1);
+    device.pause().unwrap();
+    device.hand_over().unwrap();
+    let other = host.receive(&device.save().unwrap());
+    let giver = thread::spawn(move || {
+        await_that("it is not tried", thread::yield_now, || {
+            attempts.load(Ordering::Relaxed) > 0
+        });
+        other.stop().unwrap();
+    });
+    device.resume().unwrap();
+    giver.join().unwrap();
+    host.write(&device, 0..10);
+    host.await_writes(&device, 0..10);
+}
+
+#[test]
+fn a_drive_that_somebody_else_has_is_not_taken_back() {
+    let host = Host::new();
+    let (device, asked) = host.vmm(Duration::ZERO).unwrap();
+    begin(&device);
+    create(&device, 1);
+    device.pause().unwrap();
+    device.hand_over().unwrap();
+    assert!(matches!(
+        device.map_memory(region()),
+        Err(DeviceError::HandedOver(_))
+    ));
+    let other = host.receive(&device.save().unwrap());
+    other.resume().unwrap();
+
+    let error = device.resume().unwrap_err();
+    assert!(
+        matches!(error, DeviceError::TakeBack(_, OpenError::Lease(_))),
+        "{error}"
+    );
+    // Whatever is done to it now, its slot is empty.
+    for _ in 0..2 {
+        assert_eq!(reads(&device), NOTHING);
+        assert!(asked.vectors.lock().unwrap().is_empty());
+        device.write_bar(Bar::Registers, DOORBELLS + 8, &1_u32.to_le_bytes());
+        device.map_memory(region()).unwrap();
+        assert_eq!(device.unmap_memory(Gpa(0), 0x10_0000).unwrap(), 0);
+        device.pause().unwrap();
+        device.start_dirty_log().unwrap();
+        assert_eq!(device.take_dirty_pages().unwrap(), []);
+        assert!(matches!(device.save(), Err(DeviceError::Empty(_))));
+        device.resume().unwrap();
+    }
+    drop(device);
+    host.write(&other, 0..10);
+    host.await_writes(&other, 0..10);
+}
+
+#[test]
+fn what_it_wrote_at_the_last_is_told() {
+    let host = Host::new();
+    let (device, _) = host.vmm(Duration::ZERO).unwrap();
+    begin(&device);
+    create(&device, 1);
+    device.start_dirty_log().unwrap();
+    host.write(&device, 0..10);
+    host.await_writes(&device, 0..10);
+    device.pause().unwrap();
+    device.hand_over().unwrap();
+    let completions = DirtyRange {
+        gpa: Gpa(CQ),
+        len: 0x1000,
+    };
+    assert_eq!(device.take_dirty_pages().unwrap(), [completions]);
+    assert_eq!(device.take_dirty_pages().unwrap(), []);
+    device.stop_dirty_log();
+    let error = device.take_dirty_pages().unwrap_err();
+    assert!(matches!(error, DeviceError::Memory(DmaError::NotLogged)));
+}
+
+#[test]
+fn what_could_not_be_had_again_is_not_handed_over() {
+    let host = Host::new();
+    let (device, _) = host.vmm(Duration::ZERO).unwrap();
+    begin(&device);
+    create(&device, 1);
+    assert!(matches!(device.hand_over(), Err(DeviceError::Save(_))));
+    host.write(&device, 0..10);
+    host.await_writes(&device, 0..10);
+
+    let (device, _) = super::device(DoorbellMode::Auto);
+    device.pause().unwrap();
+    assert!(matches!(device.hand_over(), Err(DeviceError::Unique(_))));
+    let nobody = Remake::new(host.make(), Duration::ZERO);
+    let device = device.remade_by(nobody);
+    assert!(matches!(device.hand_over(), Err(DeviceError::Private(_))));
+    device.resume().unwrap();
+    with(&device, |function| assert!(!function.is_paused()));
+}

@@ -1,0 +1,109 @@
+//! The patch for Cloud Hypervisor holds nothing but lines of ours, and all that can be chosen about a
+//! function.
+
+use std::ops::Range;
+
+use nvme_mpt_vmm::options::FunctionConfig;
+
+const PATCH: &str = include_str!("../../cloud-hypervisor/v53.0.patch");
+
+/// The hunks of a file that the patch touches.
+struct Touched {
+    path: &'static str,
+    hunks: Vec<Hunk>,
+}
+
+/// Lines in a row.
+struct Hunk {
+    header: &'static str,
+    lines: Vec<&'static str>,
+}
+
+fn touched() -> Vec<Touched> {
+    let mut files: Vec<Touched> = Vec::new();
+    let mut lines = PATCH.lines().peekable();
+    while let Some(line) = lines.next() {
+        if let Some(path) = line.strip_prefix("+++ b/") {
+            let hunks = Vec::new();
+            files.push(Touched { path, hunks });
+        } else if let Some(header) = line.strip_prefix("@@ ") {
+            let added = numbers(header, '+').len();
+            let lines = (0..added).map(|_| lines.next().expect("as many lines as were announced"));
+            let hunk = Hunk {
+                header,
+                lines: lines.collect(),
+            };
+            files.last_mut().expect("a file").hunks.push(hunk);
+        } else {
+            let of_a_file = [
+                "diff --git a/",
+                "index ",
+                "new file mode 100644",
+                "--- a/",
+                "--- /dev/null",
+            ];
+            assert!(
+                of_a_file.iter().any(|start| line.starts_with(start)),
+                "{line}"
+            );
+        }
+    }
+    files
+}
+
+/// The lines of a hunk on one side, by its header: `-3,0 +4,2 @@ …`.
+fn numbers(header: &str, side: char) -> Range<usize> {
+    let range = header.split(' ').find_map(|word| word.strip_prefix(side));
+    let range = range.expect("a range of lines");
+    let (start, len) = range.split_once(',').unwrap_or((range, "1"));
+    let (start, len): (usize, usize) =
+        (start.parse().expect("start"), len.parse().expect("length"));
+    start..start + len
+}
+
+#[test]
+fn it_only_adds_lines() {
+    let files = touched();
+    assert!(files.iter().all(|file| !file.hunks.is_empty()));
+    for Touched { path, hunks } in files {
+        for Hunk { header, lines } in hunks {
+            assert!(numbers(header, '-').is_empty(), "{path}: {header}");
+            for line in lines {
+                assert!(line.starts_with('+'), "{path}: {line}");
+            }
+        }
+    }
+}
+
+#[test]
+fn it_names_nothing_that_is_elsewhere_only() {
+    assert!(PATCH.is_ascii());
+    for line in PATCH.lines().filter(|line| line.starts_with('+')) {
+        for place in ["/home/", "/root/", "/tmp/", "/work/"] {
+            assert!(!line.contains(place), "{line}");
+        }
+        assert_eq!(line.trim_end(), line, "blanks at the end");
+    }
+}
+
+#[test]
+fn it_has_every_key_of_a_function() {
+    let files = touched();
+    let added = |end: &str| -> String {
+        let file = files.iter().find(|file| file.path.ends_with(end));
+        let hunks = file.expect("a file").hunks.iter();
+        let lines: Vec<&str> = hunks.flat_map(|hunk| hunk.lines.iter().copied()).collect();
+        lines.join("\n")
+    };
+    let (api, syntax) = (added("cloud-hypervisor.yaml"), added("config/nvme_mpt.rs"));
+    for key in FunctionConfig::KEYS {
+        assert!(
+            api.contains(&format!("+        {key}:")),
+            "{key} is not in the API's description"
+        );
+        assert!(
+            syntax.contains(&format!("{key}=")),
+            "{key} is not in the option's syntax"
+        );
+    }
+}

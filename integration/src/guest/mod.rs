@@ -42,6 +42,9 @@ const MESSAGE_TIMEOUT_MS: u32 = 60_000;
 pub const BOOT_PATIENCE: Duration = Duration::from_secs(180);
 /// What has a kernel boot from the file system on its first NVMe drive, whose user land is that of guests.
 pub const ROOT_ARGUMENTS: &str = "root=/dev/nvme0n1 rw init=/init";
+/// A panic ends the machine. A kernel looks for ten ticks of its timer when it starts; on a busy machine it would
+/// find too few of them and panic.
+const KERNEL_ARGUMENTS: &str = "console=ttyS0 panic=-1 no_timer_check";
 /// How much of a panic an error shows.
 const PANIC_LINES: usize = 25;
 /// How long QEMU may take to open its sockets.
@@ -424,7 +427,7 @@ impl Guest {
             .arg("-kernel")
             .arg(&assets.kernel.image)
             .arg("-append")
-            .arg(format!("console=ttyS0 panic=-1{}", config.kernel_arguments))
+            .arg(format!("{KERNEL_ARGUMENTS}{}", config.kernel_arguments))
             .arg("-serial")
             .arg(format!("file:{}", console.display()))
             .arg("-chardev")

@@ -1,4 +1,13 @@
-//! Doorbells: where they lie, and how a poller reads them (Base 2.0, sections 3.1.4 and B.5).
+//! Doorbells: their registers, the Doorbell Buffer, and the reads of a poller (Base 2.0, sections 3.1.4 and B.5).
+//!
+//! The doorbell registers are a memfd. The control thread stores a trapped write there. In mapped mode the guest stores
+//! there itself, admin doorbells included, so a poller watches those as well and wakes the control thread. With a Doorbell
+//! Buffer, I/O doorbells are read from guest memory.
+//!
+//! # EventIdx
+//! While a queue is polled, EventIdx lags the doorbell by a quarter of a round, and moves once per half round. Right behind
+//! the doorbell would be wrong: the guest may have stored the doorbell and not yet read EventIdx. So would standing still: a round
+//! later, EventIdx would ask for a register write. For the same reason the CQ head is read once per half round.
 
 use std::fmt;
 use std::io;

@@ -1,9 +1,17 @@
-//! Has the guest's doorbell writes reach pollers without an exit to the VMM.
+//! Doorbell writes of the guest that reach pollers without an exit to the VMM.
 //!
 //! Where doorbells are mapped, the guest stores to the memory that a poller reads, but nobody could wake one
 //! that sleeps: so they are mapped while there is I/O, and unmapped when there is none. Where they are in
 //! the Doorbell Buffer, a poller that is awake asks for no register writes, and one that sleeps is woken by
 //! an eventfd. A write whose value is needed has to exit: an eventfd does not keep it.
+//!
+//! The control thread maps and unmaps, never a poller or a vCPU: it may take long, and a shared poller has other guests
+//! (`hysteresis.rs` decides when). The order is [`Attachment::begin_silent_doorbells`], map; unmap,
+//! [`Attachment::end_silent_doorbells`]. Pollers that never sleep have doorbells mapped all the time. When a tie changes, the new poller is
+//! woken once, as a write may have gone to the poller before.
+//!
+//! [`Attachment::begin_silent_doorbells`]: nvme_mpt::Attachment::begin_silent_doorbells
+//! [`Attachment::end_silent_doorbells`]: nvme_mpt::Attachment::end_silent_doorbells
 
 use std::collections::BTreeMap;
 use std::io;

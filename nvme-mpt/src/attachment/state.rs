@@ -4,6 +4,10 @@
 //! None of it is guest memory or a drive's data. All of it is untrusted when it comes back: it is
 //! checked as a whole before the first queue is made. Each type here is the format of a snapshot, so
 //! a change to one is a new version of it; but for a field that is left out where there is nothing in it.
+//!
+//! Each part is saved and restored by its owner, in full destructuring, so that an added field cannot be forgotten. Derived
+//! values are not saved. Queue entries and the Doorbell Buffer are in guest memory; they stay untouched until the function goes
+//! on. After a restore the guest is interrupted once for completions that it has not consumed.
 
 mod queues;
 

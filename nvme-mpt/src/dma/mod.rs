@@ -1,4 +1,4 @@
-//! DMA windows: where one VM's memory lies, for us and for the host controller.
+//! DMA windows: places of one VM's memory in this process and in the host controller's IOVA space.
 //!
 //! A VM's memory is a set of *regions*, each a range of guest physical addresses backed by a part
 //! of a file that the VMM handed over. Every region has a range of the host controller's IOVA
@@ -15,6 +15,17 @@
 //! Pollers translate with a [`RegionTable`], an immutable snapshot. A change publishes a new table
 //! with the next generation; each shadow queue takes it up at its next pass, and reports which of the
 //! regions that went (`departure.rs`) its commands in flight use. [`DmaWindow::unmap`] returns when none does.
+//!
+//! A VM has at most 8,192 regions, in 256 files and 8 TiB of address space. A region takes IOVAs for the rest of its file
+//! with it, as long as a VM takes at most twice the IOVAs of its memory. So 1 GiB that is plugged upwards in blocks of 2 MiB
+//! is about four runs, and each block is still mapped, pinned and unmapped by itself.
+//!
+//! Data goes on where a run ends: PRP lists by pages, data blocks of SGLs in pieces (`shadow/sgl.rs`), rings by their pages
+//! (`memory/ring.rs`). A guest with a virtual IOMMU has each page mapped by itself.
+//!
+//! For a software drive, the store resolves IOVAs again (`host/data.rs`), so a mistake in translation is no access. For a
+//! physical drive, the IOMMU does: each region is mapped at its IOVA and pinned, lists are read-only for the drive, and nothing
+//! else is mapped. Translation is the first wall, the IOMMU the second.
 
 mod departure;
 mod dirty;

@@ -2,6 +2,8 @@
 //!
 //! A block device and a VFIO group can be opened once only, and a file of keys and values is locked as a whole. So the
 //! second function in a VMM's process finds the drive that the first one opened.
+//!
+//! `memory:` and `null:` drives are not among them: each call opens one of its own, and `serve` shares those by itself.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};

@@ -1,4 +1,4 @@
-//! When the guest of a Completion Queue is interrupted.
+//! Interrupts of one Completion Queue: at most one signal per batch, and none lost.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

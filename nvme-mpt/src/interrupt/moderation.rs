@@ -1,4 +1,4 @@
-//! How many completions one interrupt is to tell of.
+//! Moderation: the number of completions that share one interrupt, learned for each queue.
 //!
 //! A guest that is interrupted for each completion while it submits more cannot spend on its I/O what interrupts
 //! cost it. One that waits for a completion, on the other hand, has nothing of an interrupt that comes late. Which
@@ -9,6 +9,12 @@
 //! An interrupt waits only as long as more completions are to be expected: commands are in flight, or
 //! the guest has just submitted some. Where that is in vain more often than not, the guest does not have as many
 //! commands outstanding, and fewer completions share an interrupt at once.
+//!
+//! The bounds: 1 to 32 completions share an interrupt. A trial lasts 128 completions, and stays if they took 4 % less time,
+//! or at most 4 % more with fewer per interrupt. An interrupt waits at most 4 ms. Interrupt Coalescing that the guest has set
+//! holds instead, and Coalescing Disable of a vector switches this off for it (Base 2.0, sections 5.27.1.6 and 5.27.1.7).
+//!
+//! In `simulation.rs`, no guest takes more than 2 % longer than without this, and at most 1 % with one command outstanding.
 
 use std::time::Duration;
 

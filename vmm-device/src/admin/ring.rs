@@ -1,4 +1,8 @@
 //! The admin queue pair: two rings in guest memory and their doorbells (Base 2.0, section 3.3.1).
+//!
+//! Some drivers write the registers of queue 0 alone (Linux, SPDK). Others keep its doorbells in the Doorbell Buffer too, and
+//! write a register when EventIdx asks (libvfn). Both are served: EventIdx follows each tail and head, so every move leads to a
+//! register write, and a value that such a driver changed in the buffer counts.
 
 use std::sync::atomic::{Ordering, fence};
 

@@ -4,6 +4,10 @@
 //! and sends their states. From then on the drive, its lease and all locks are free for whoever gets
 //! the states. If nobody takes the guest after all, it goes on here, and the function is made again:
 //! the same part of the same drive, with the guest's memory as it was, restored from its state.
+//!
+//! The drive has one owner at a time. The slot keeps the state, the guest's memory (`dma/held.rs`) and the pages written last.
+//! `resume` waits some seconds for a drive that another process has; if that process keeps it, the slot stays empty. So of two
+//! VMMs that both believe to have the guest, one has its drive.
 
 use std::fmt;
 use std::mem;

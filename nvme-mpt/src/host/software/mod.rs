@@ -1,5 +1,7 @@
-//! The software host controller: an NVMe drive in this process, over one of three stores, which a
-//! [model] makes as fast as another drive, and which may be divided into [zones].
+//! The software host controller: an NVMe drive in this process, over one of three stores.
+//!
+//! From the guest to the store, a queue passes through [zones], [faults] and a timing [model], each only where the drive's
+//! options ask for it. A drive of [keys and values](key_value) is a host controller of its own.
 
 pub mod faults;
 mod file;

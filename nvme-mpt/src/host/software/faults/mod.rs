@@ -6,6 +6,13 @@
 //! All queues of a drive share what decides, under one lock that a queue takes once for what it rings
 //! in together. Every fault draws random numbers of its own, for the commands that it is about alone:
 //! the same commands in the same order have the same faults, whatever others do.
+//!
+//! A command that the media fails goes to the store as a Verify of its blocks, so it takes its time and touches nothing. The
+//! fault's block range decides which guests see it. A queue that broke reports it by `HostQueue::has_failed`, and the guest's
+//! controller sets CSTS.CFS. A lost command ends when its queue is hurried; until then, an unmap of its memory waits. A
+//! resized drive keeps the blocks that it has (`resizes_in_place`), so a guest whose lease is cut sees the rest of it.
+//!
+//! To add a kind: `Kind` and `Effect` in `plan.rs`, its effect here, an entry in `resources/faults/example.toml`.
 
 mod command;
 mod plan;

@@ -3,6 +3,14 @@
 //! `pairs` is what commands do, `memory` and `file` are where pairs are kept, `queue` takes commands and
 //! moves values. A lease has a key space of its own, and a capacity; the two have a name in common, which
 //! is where the lease starts in the drive.
+//!
+//! A guest's keys need no translation: `HostController::lease_keys` gives a lease its key space, and its queues know no other.
+//! Values move between guest memory and requests in the poller alone, so values are allocated, and a queue of a file has at
+//! most 4 MiB of them on the way. Only queues with `HostQueue::KEY_VALUE` translate these commands, so others have no
+//! instruction for it.
+//!
+//! A Retrieve or List whose memory the VMM takes away meanwhile fails with Data Transfer Error: its address is resolved when
+//! the reply is there.
 
 mod file;
 mod memory;

@@ -3,6 +3,13 @@
 //!
 //! `calendar` holds completions until they are due (`wheel` those that are far away), `timed` is the queue, `profile` says what a drive is
 //! like, `simulation` has a model by itself, and there is a file for each model.
+//!
+//! The timed queue executes a command at once and holds its completion back. A poller asks each queue for `next_due()`: it
+//! does not sleep for less than 100 us, and wakes 100 us early and spins for the rest. A queue that stops is hurried: held
+//! completions complete at once.
+//!
+//! Model `nvm` has an atomic per unit, model `ssd` one lock, taken once per batch. To add a model: a file here, a variant of
+//! `Profile` and of `Model`, a TOML file in `resources/drives/`.
 
 mod calendar;
 mod nvm;

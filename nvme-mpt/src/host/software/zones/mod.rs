@@ -6,6 +6,14 @@
 //!
 //! A lease has whole zones, and its share of the drive's resources. Its zones have a lock of their own,
 //! which a queue takes once for what it rings in together: no guest waits for another one's.
+//!
+//! A write pointer moves when a write is taken up, not when it is done, so later commands are judged by it. A failed write
+//! leaves blocks of unknown content; a failure of the media makes the zone read only, and the guest gets an event. A reset
+//! makes a zone empty at once and then gives its blocks back, by steps of Write Zeroes in the slot of its command. Until that
+//! is done, the zone takes no writes.
+//!
+//! Zone Append returns the LBA as the drive numbers its blocks; `Translator::appended_at` makes it the guest's. Only queues
+//! with `HostQueue::ZONED` do that, so others have no instruction for it.
 
 mod keep;
 mod queue;

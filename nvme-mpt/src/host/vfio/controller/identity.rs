@@ -1,4 +1,8 @@
-//! What a physical controller says of itself, and what may be promised to guests because of it.
+//! Identity of a physical controller, and the promises to guests that follow from it.
+//!
+//! MDTS is 1 MiB whatever the drive's is, since longer commands are split (`pair/split.rs`). Optional commands, atomic units,
+//! limits of ranges and the volatile write cache are the drive's. Commands that the drive lacks are not offered, and refused with Invalid
+//! Opcode (`Limits::offers`). SGLs are offered if the drive takes a guest's command whole.
 
 use zerocopy::FromZeros;
 

@@ -2,6 +2,9 @@
 //!
 //! It looks at everything ten times a second. What it finds it deals with itself, so a drive's
 //! failure costs no poller and no other drive more than the lock of a queue pair.
+//!
+//! A command beyond its deadline (`timeout=`, 10 s) is aborted. If it is still there a second later, or the drive reports
+//! CSTS.CFS or answers no admin commands, the controller is reset and its queues are made again (`recovery.rs`).
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};

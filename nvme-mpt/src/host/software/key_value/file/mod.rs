@@ -3,6 +3,9 @@
 //! `layout` is the file, `store` carries requests out in transactions of an embedded database, `desk` is
 //! between the queues and the thread that does so. A transaction takes a sync of the file, so it makes no
 //! poller wait, and has as many requests in it as there are.
+//!
+//! After an error of the file system the database is opened again, which undoes the transaction; the commands in it get
+//! Unrecovered Error.
 
 mod desk;
 mod layout;

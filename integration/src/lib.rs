@@ -80,3 +80,23 @@ pub fn error_chain(error: &dyn std::error::Error) -> String {
 pub fn print_error(error: &dyn std::error::Error) {
     eprintln!("Error: {}", error_chain(error));
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use clap::CommandFactory;
+
+    #[test]
+    fn each_command_has_a_first_line_of_help_of_its_own() {
+        let commands = [
+            super::demo::Options::command(),
+            super::lab::options::Options::command(),
+            super::throughput::Options::command(),
+            super::verify::Options::command(),
+        ];
+        let first = |command: &clap::Command| command.get_about().map(ToString::to_string);
+        let lines: BTreeSet<_> = commands.iter().filter_map(first).collect();
+        assert_eq!(lines.len(), commands.len(), "{lines:?}");
+    }
+}

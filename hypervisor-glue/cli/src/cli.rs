@@ -54,9 +54,9 @@ struct Serve {
     ///
     /// Can be given many times.
     ///
-    ///   socket     where the VMM connects
+    ///   socket     path of the UNIX socket on which the VMM connects
     ///   path       the address of a PCI function, as in 0000:01:00.0, a file, a block device,
-    ///              memory:SIZE or null:SIZE; functions with the same path share the drive
+    ///              memory:SIZE or null:SIZE; functions of this server with the same path share the drive
     ///   range      the part of the drive that the guest gets, in bytes, as in 64G+64G
     ///              [default: all of it]
     ///   queues     most I/O queue pairs that the guest gets, 1 to 64 [default: 16]
@@ -66,20 +66,19 @@ struct Serve {
     ///              by +, as in dedicated:busy@2+3 [default: shared]
     ///   memory     files that the guest's memory may be in: resident (memfd, tmpfs, hugetlbfs), or any,
     ///              whose page faults may wait, with poll=dedicated alone [default: resident]
-    ///   data       what becomes of data that another id left in the range: keep hands it over, wipe erases
+    ///   data       fate of data that another id left in the range: keep hands it over, wipe erases
     ///              it first [default: such a range is refused]
-    ///   serial     serial number that the guest sees [default: made from drive and range]
+    ///   serial     serial number that the guest sees [default: made from drive, range and id]
     ///   lba        bytes of a logical block of a software drive, 512 or 4096 [default: 512]
-    ///   profile    a drive that a software drive keeps time like: nvm, ssd, or a path with a slash
-    ///              to a file like those in resources/drives [default: as fast as it can be]
-    ///   faults     a file that says what goes wrong with a software drive, like
-    ///              resources/faults/example.toml, or none, to inject faults later with
-    ///              `nvme-mpt fault` [default: nothing ever does]
-    ///   namespace  which namespace of a physical drive [default: its first]
-    ///   timeout    seconds that a physical drive may take for a command before it is aborted, and
-    ///              the drive reset if that does not help [default: 10]
+    ///   profile    kind of software drive: nvm or ssd (timing), zns (zones), kv (keys and values), or a
+    ///              path with a slash to a file like those in resources/drives [default: as fast as it can be]
+    ///   faults     a file with faults of a software drive, like resources/faults/example.toml, or none, to
+    ///              inject faults later with `nvme-mpt fault` [default: the drive never fails]
+    ///   namespace  namespace of a physical drive [default: its first]
+    ///   timeout    seconds that a physical drive may take for a command; then it is aborted, and the
+    ///              drive reset if that does not help [default: 10]
     ///
-    /// A value with a comma stands in double quotes.
+    /// A value with a comma stands in double quotes. docs/options.md has the details.
     #[arg(
         long = "function",
         value_name = "OPTIONS",
@@ -93,8 +92,7 @@ struct Serve {
     keep_data: bool,
     /// Erase data that another id left in a range before its new id gets it, for functions without data=
     ///
-    /// It takes its time, which the log tells of. A server that is ended meanwhile goes on with it when it
-    /// is started again.
+    /// The log reports the progress. A server that is ended meanwhile continues when it is started again.
     #[arg(long)]
     wipe: bool,
     #[command(flatten)]
@@ -103,7 +101,7 @@ struct Serve {
     control: Control,
 }
 
-/// Show who holds which range of which drive, or release what a dead holder left
+/// Show the holder of each leased range, or release the lease of a dead holder
 #[derive(Args, Debug)]
 struct Leases {
     #[command(subcommand)]
@@ -124,14 +122,14 @@ enum LeasesCommand {
     Release {
         /// The lease's id
         id: String,
-        /// Release it although its holder lives. Whoever leases the range next shares it with a
-        /// process that may still write
+        /// Release it although its holder lives. The next tenant then shares the range with a process
+        /// that may still write
         #[arg(long)]
         force: bool,
     },
 }
 
-/// Show what the functions, queues and pollers of a running server did so far
+/// Show figures of the functions, queues, pollers and drives of a running server
 #[derive(Args, Debug)]
 struct Stats {
     #[command(flatten)]
@@ -141,12 +139,12 @@ struct Stats {
     /// As JSON, one line
     #[arg(long)]
     json: bool,
-    /// Again and again, so many seconds apart; the table then counts from one time to the next
+    /// Repeat at this interval; each further table counts from the one before
     #[arg(long, value_name = "SECONDS", value_parser = parse_interval)]
     watch: Option<Duration>,
 }
 
-/// Let something go wrong with a software drive of a running server
+/// Inject, show or clear faults of a software drive of a running server
 ///
 /// The drive must have been served with faults=none, or with faults of its own.
 #[derive(Args, Debug)]
@@ -174,7 +172,7 @@ enum FaultCommand {
         /// The file, like resources/faults/example.toml
         plan: String,
     },
-    /// Take the faults of a drive away. What they did stays: a drive that was removed is gone
+    /// Remove the faults of a drive. Their effects stay: a removed drive is gone
     Clear {
         /// The drive, as in path=
         drive: DrivePath,
@@ -190,17 +188,16 @@ struct Profile {
 
 #[derive(Debug, Subcommand)]
 enum ProfileCommand {
-    /// Print a profile that does what fio measured on a real drive
+    /// Print a profile with the timing that fio measured on a real drive
     ///
-    /// FILE is what fio wrote with --output-format=json --output=FILE; resources/drives/measure.fio has the
-    /// jobs that are needed.
+    /// FILE is fio's output of --output-format=json --output=FILE; resources/drives/measure.fio has the jobs.
     Fit {
         /// fio's report
         file: PathBuf,
     },
 }
 
-/// Show the NVMe functions of this host, and what stands in the way of serving each
+/// Show the NVMe functions of this host, with the obstacles to serving each
 #[derive(Args, Debug)]
 struct Drives {
     #[command(flatten)]
@@ -220,7 +217,7 @@ struct Drives {
 struct Bind {
     /// The drive's PCI address, as in 0000:01:00.0, or its folder in /sys/bus/pci/devices
     address: PciAddress,
-    /// Take it also if a process has it open, or if a driver has it of which nothing is known
+    /// Take it also if a process has it open, or if an unknown driver has it
     #[arg(long)]
     force: bool,
 }

@@ -30,10 +30,11 @@ use report::Report;
 
 const POWER_OFF_PATIENCE: Duration = Duration::from_secs(60);
 
-/// Boots guests that share one drive, measures each, and checks that each range holds what its guest
-/// wrote and nothing else.
+/// Boots guests that share one drive, and checks that each range holds its own guest's data alone
+///
+/// Measures each guest's I/O. The exit status is not 0 if a verification or the isolation check fails.
 #[derive(Debug, Parser)]
-#[command(name = "demo", about, version)]
+#[command(name = "demo", version)]
 pub struct Options {
     /// How many guests share the drive
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=16))]

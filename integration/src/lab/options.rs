@@ -22,10 +22,11 @@ const PROGRAMS: &[&str] = &[
     anchor::PROGRAM,
 ];
 
-/// Boots an emulated host with NVMe drives, an IOMMU and KVM, runs a command in it, and ends with the
-/// command's exit status.
+/// Runs a command on an emulated host with NVMe drives, an IOMMU and KVM
+///
+/// Ends with the command's exit status.
 #[derive(Debug, Parser)]
-#[command(name = "lab", about, version)]
+#[command(name = "lab", version)]
 pub struct Options {
     /// A drive: id=NAME[,size=SIZE][,lba=512|4096][,namespaces=N][,queues=N][,mdts=N][,dbcs=on|off]
     /// [,iops=N][,bandwidth=SIZE][,image=FILE]. By default one, 'a', of 1 GiB

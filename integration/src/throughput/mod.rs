@@ -38,9 +38,9 @@ const REPORT: &str = "/tmp/throughput.json";
 /// How often a way is measured whose guest is lost.
 const ATTEMPTS: u32 = 3;
 
-/// Measures a drive through each way into a guest, in the lab, and prints a table with ratios.
+/// Measures a drive through each way into a guest, in the lab, and prints a table with ratios
 #[derive(Debug, Parser)]
-#[command(name = "throughput", about, version)]
+#[command(name = "throughput", version)]
 pub struct Options {
     /// How long each job runs
     #[arg(long, value_name = "SECONDS", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]

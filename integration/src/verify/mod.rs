@@ -18,11 +18,11 @@ mod command;
 mod fuzz;
 mod steps;
 
-/// Checks the project: format, lints, documentation, tests, models, fuzz corpora, one guest and one lab.
+/// Checks the project: format, lints, documentation, tests, models, fuzz corpora, one guest and one lab
 ///
 /// Nothing is retried, and nothing depends on guests inside of guests. With --full it checks everything.
 #[derive(Debug, Parser)]
-#[command(name = "verify", about, version)]
+#[command(name = "verify", version)]
 pub struct Options {
     /// Runs every step: the lab's nested guests, which may get lost and are tried again, included
     #[arg(long, conflicts_with = "only")]

@@ -1,5 +1,6 @@
 //! The `nvme-mpt` command, as processes.
 
+mod documents;
 mod leases;
 mod serve;
 mod support;

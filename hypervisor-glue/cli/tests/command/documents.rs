@@ -1,0 +1,166 @@
+//! The documents: their sizes, their links, the table of options, and the tests that they name.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use hypervisor_glue::options::{OptionError, ServedFunction};
+
+fn workspace() -> PathBuf {
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    package.parent().unwrap().to_owned()
+}
+
+/// All documents, each with its text.
+fn documents() -> Vec<(PathBuf, String)> {
+    let root = workspace();
+    let mut paths = vec![
+        root.join("README.md"),
+        root.join("ARCHITECTURE.md"),
+        root.join("CHANGELOG.md"),
+        root.join("hypervisor-glue/cloud-hypervisor/README.md"),
+    ];
+    let pages = root.join("docs").read_dir().unwrap();
+    paths.extend(pages.map(|entry| entry.unwrap().path()));
+    paths.retain(|path| path.extension().is_some_and(|extension| extension == "md"));
+    let read = |path: PathBuf| {
+        let text = fs::read_to_string(&path).unwrap();
+        (path, text)
+    };
+    paths.into_iter().map(read).collect()
+}
+
+/// Lines outside of code blocks between fences.
+fn prose(text: &str) -> impl Iterator<Item = &str> {
+    let mut in_code = false;
+    text.lines().filter(move |line| {
+        let is_fence = line.starts_with("```");
+        in_code ^= is_fence;
+        !in_code && !is_fence
+    })
+}
+
+/// The anchor of a heading, as GitHub makes it.
+fn anchor(heading: &str) -> String {
+    let heading = heading.trim_start_matches('#').trim().to_lowercase();
+    let kept = heading.chars().filter_map(|c| match c {
+        ' ' => Some('-'),
+        c if c.is_alphanumeric() || c == '-' || c == '_' => Some(c),
+        _ => None,
+    });
+    kept.collect()
+}
+
+/// The targets of all links and pictures, also those whose text is broken across lines.
+fn links(text: &str) -> Vec<String> {
+    let text = prose(text).collect::<Vec<_>>().join("\n");
+    let targets = text.split("](").skip(1);
+    targets
+        .filter_map(|rest| rest.split_once(')'))
+        .map(|(target, _)| target.to_owned())
+        .collect()
+}
+
+/// The spans of code in prose.
+fn code_spans(text: &str) -> Vec<String> {
+    let lines = prose(text).map(|line| line.split('`').skip(1).step_by(2).map(str::to_owned));
+    lines.flatten().collect()
+}
+
+#[test]
+fn the_first_documents_are_short() {
+    for (name, most) in [("README.md", 5_000), ("ARCHITECTURE.md", 12_000)] {
+        let bytes = fs::metadata(workspace().join(name)).unwrap().len();
+        assert!(bytes <= most, "{name} has {bytes} bytes of {most}");
+    }
+}
+
+#[test]
+fn links_lead_to_files_and_headings_that_exist() {
+    for (path, text) in documents() {
+        for link in links(&text) {
+            if link.starts_with("https://") {
+                continue;
+            }
+            let (file, heading) = link.split_once('#').unwrap_or((&link, ""));
+            let target = match file {
+                "" => path.clone(),
+                file => path.parent().unwrap().join(file),
+            };
+            assert!(target.exists(), "{}: no file for {link}", path.display());
+            if heading.is_empty() {
+                continue;
+            }
+            let there = fs::read_to_string(&target).unwrap();
+            let mut headings = prose(&there).filter(|line| line.starts_with('#'));
+            assert!(
+                headings.any(|line| anchor(line) == heading),
+                "{}: no heading for {link}",
+                path.display()
+            );
+        }
+    }
+}
+
+#[test]
+fn the_table_of_options_and_the_help_have_the_keys_of_the_parser() {
+    let Err(OptionError::Unknown { allowed, .. }) = "path=/d,none=1".parse::<ServedFunction>()
+    else {
+        panic!("there is no key `none`");
+    };
+    let keys: Vec<&str> = allowed.split(", ").collect();
+
+    let page = fs::read_to_string(workspace().join("docs/options.md")).unwrap();
+    let rows = page.lines().skip_while(|line| !line.starts_with("| key"));
+    let rows = rows.skip(2).take_while(|line| line.starts_with('|'));
+    let documented: Vec<&str> = rows.map(|row| row.split('`').nth(1).unwrap()).collect();
+    assert_eq!(documented, keys, "docs/options.md");
+
+    let mut serve = Command::new(env!("CARGO_BIN_EXE_nvme-mpt"));
+    let help = serve.args(["serve", "--help"]).output().unwrap().stdout;
+    let help = String::from_utf8(help).unwrap();
+    let helped = help.lines().filter_map(|line| {
+        let first = line.split_whitespace().next()?;
+        let explained = line.trim_start().strip_prefix(first)?.starts_with("  ");
+        keys.contains(&first).then_some(first).filter(|_| explained)
+    });
+    assert_eq!(helped.collect::<Vec<_>>(), keys, "serve --help");
+    for profile in ["nvm", "ssd", "zns", "kv"] {
+        assert!(help.contains(profile), "serve --help has no `{profile}`");
+        assert!(page.contains(&format!("`{profile}`")), "docs/options.md");
+    }
+}
+
+/// The sources of all tests.
+fn sources(folder: &Path, names: &mut String) {
+    for entry in folder.read_dir().unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap_or_default();
+        if path.is_dir() && name != "target" && name != ".git" {
+            sources(&path, names);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            names.push_str(&fs::read_to_string(&path).unwrap());
+        }
+    }
+}
+
+#[test]
+fn tests_that_documents_name_exist() {
+    let mut text = String::new();
+    sources(&workspace(), &mut text);
+    let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+    let words: BTreeSet<&str> = words.collect();
+    for name in ["docs/data-safety.md", "docs/neighbours.md"] {
+        let page = fs::read_to_string(workspace().join(name)).unwrap();
+        for span in code_spans(&page) {
+            let test = span.rsplit_once(".rs: ").map_or(&*span, |(_, test)| test);
+            let is_name = test
+                .chars()
+                .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_');
+            if is_name && test.contains('_') {
+                assert!(words.contains(test), "{name}: there is no {test}");
+            }
+        }
+    }
+}

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use thiserror::Error;
 
-/// How much of a failed command's output an error shows.
+/// Lines of a failed command's output that an error shows.
 const TAIL_LINES: usize = 25;
 
 /// A child process that did not do what was asked.
@@ -34,7 +34,7 @@ pub enum ProcessError {
     Failed {
         /// The command line.
         command: String,
-        /// How it ended.
+        /// Status with which it ended.
         status: ExitStatus,
         /// The end of what it printed.
         tail: String,
@@ -60,7 +60,7 @@ pub enum ProcessError {
     StillRuns {
         /// The child.
         name: String,
-        /// How long it was waited for.
+        /// Time that was waited.
         after: Duration,
     },
 }
@@ -104,7 +104,8 @@ pub fn file_tail(path: &Path) -> String {
     }
 }
 
-/// What the processes that this one started are at: their threads, and what their io_urings hold.
+/// Reports the work of the processes that this one started: their threads, and the content of their
+/// io_urings.
 pub fn children_at_work() -> String {
     let own = std::process::id().to_string();
     let Ok(processes) = std::fs::read_dir("/proc") else {
@@ -120,9 +121,9 @@ pub fn children_at_work() -> String {
     children.join("\n")
 }
 
-/// What a process is at: its threads, with the state of each and how long it ran in user and in kernel mode, in
-/// ticks of the kernel's clock (Linux, Documentation/filesystems/proc.rst), and how far its io_urings are
-/// (io_uring/fdinfo.c).
+/// Reports the work of a process: its threads, with the state of each and its time in user and in kernel
+/// mode, in ticks of the kernel's clock (Linux, Documentation/filesystems/proc.rst), and the progress of its
+/// io_urings (io_uring/fdinfo.c).
 pub fn at_work(pid: u32) -> String {
     let process = PathBuf::from(format!("/proc/{pid}"));
     let Ok(threads) = std::fs::read_dir(process.join("task")) else {
@@ -162,7 +163,7 @@ pub fn at_work(pid: u32) -> String {
     told
 }
 
-/// What is told of an io_uring.
+/// Reported fields of an io_uring.
 const RING_FIELDS: [&str; 5] = ["SqHead", "SqTail", "CqHead", "CqTail", "task_works"];
 
 /// The name of a process or thread, and the fields behind that of its `stat`.
@@ -251,12 +252,12 @@ impl Supervised {
         self.child.id()
     }
 
-    /// Where its output goes.
+    /// Returns the path of the log of its output.
     pub fn log(&self) -> &Path {
         &self.log
     }
 
-    /// How it ended, if it has.
+    /// Returns the status with which it ended, if it has.
     ///
     /// # Errors
     /// If the system can't tell.

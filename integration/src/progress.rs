@@ -5,7 +5,7 @@ use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How often a running step says that it still runs.
+/// Interval at which a running step reports that it still runs.
 const REMIND: Duration = Duration::from_secs(10);
 
 /// One step: announced when it starts, reminded of while it runs, timed when it ends.

@@ -13,10 +13,10 @@ use crate::lab::inside;
 use crate::process::{self, ProcessError, Supervised};
 use crate::progress::Step;
 
-/// How long the server may take to listen, or to stop.
+/// Longest time that the server may take to listen, or to stop.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What went wrong with the server.
+/// Errors of the server.
 #[derive(Debug, Error)]
 pub enum ServerError {
     /// A process of ours failed.
@@ -39,7 +39,7 @@ pub enum ServerError {
     /// It ended in another way than asked to.
     #[error("nvme-mpt serve ended badly ({status}):\n{log}")]
     Ended {
-        /// How.
+        /// Exit status.
         status: ExitStatus,
         /// The end of its log.
         log: String,
@@ -49,7 +49,7 @@ pub enum ServerError {
     Stats {
         /// Why.
         source: serde_json::Error,
-        /// What it printed.
+        /// Its output.
         text: String,
     },
     /// A function that was asked for is not in the statistics.
@@ -61,7 +61,7 @@ pub enum ServerError {
     /// A drive that was asked for is not in the statistics.
     #[error("`nvme-mpt stats` knows no drive {path}")]
     NoDrive {
-        /// What it was opened by.
+        /// Path by which it was opened.
         path: String,
     },
 }
@@ -126,7 +126,7 @@ impl FunctionOptions {
         format!("socket={},{}", socket.display(), self.in_process())
     }
 
-    /// What has a VMM take the function into its own process.
+    /// Returns the option string with which a VMM takes the function into its own process.
     pub fn in_process(&self) -> String {
         let options = self.pairs().map(|(key, value)| format!("{key}={value}"));
         options.collect::<Vec<_>>().join(",")
@@ -373,7 +373,7 @@ fn control(folder: &Path) -> PathBuf {
     folder.join("control.sock")
 }
 
-/// What `nvme-mpt stats --json` prints, as far as it is used here.
+/// Output of `nvme-mpt stats --json`, as far as it is used here.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Stats {
     /// One entry for each function.
@@ -386,10 +386,10 @@ pub struct Stats {
     pub drives: Vec<DriveStats>,
 }
 
-/// What happened to a drive.
+/// Incidents of a drive.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct DriveStats {
-    /// What it was opened by, such as its PCI address.
+    /// Path by which it was opened, such as its PCI address.
     pub path: String,
     /// Its I/O queue pairs; `None` if it has as many as anybody wants.
     pub queue_pairs: Option<QueuePairStats>,
@@ -399,18 +399,18 @@ pub struct DriveStats {
     pub aborts: u64,
     /// Controller resets.
     pub resets: u64,
-    /// Whether it failed for good or was removed.
+    /// True if it failed for good or was removed.
     pub gone: bool,
 }
 
-/// How the I/O queue pairs of a drive are used.
+/// Use of the I/O queue pairs of a drive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 pub struct QueuePairStats {
-    /// What the drive has.
+    /// Total of the drive.
     pub total: u16,
-    /// What one queue has to itself.
+    /// Pairs of one queue each.
     pub exclusive: u16,
-    /// What several queues share.
+    /// Pairs of several queues each.
     pub shared: u16,
 }
 
@@ -477,7 +477,7 @@ impl FunctionStats {
 }
 
 impl Totals {
-    /// What happened since `before`.
+    /// Returns the difference from `before`.
     #[must_use]
     pub fn since(self, before: Self) -> Self {
         Self {

@@ -29,7 +29,7 @@ impl Gpa {
         self.0 % PAGE_SIZE
     }
 
-    /// Whether it is the start of a memory page.
+    /// Returns whether it is the start of a memory page.
     #[must_use]
     pub const fn is_page_aligned(self) -> bool {
         self.page_offset() == 0

@@ -28,13 +28,13 @@ impl Ticks {
     }
 }
 
-/// How many ticks a time takes, to be asked at set-up.
+/// Returns the number of ticks in a time, to be asked at set-up.
 #[must_use]
 pub fn ticks_in(time: Duration) -> u64 {
     (time.as_nanos() as f64 * per_nanosecond()) as u64
 }
 
-/// How many nanoseconds some ticks took.
+/// Returns the nanoseconds that some ticks took.
 #[must_use]
 pub fn nanoseconds(ticks: u64) -> u64 {
     (ticks as f64 / per_nanosecond()) as u64

@@ -1,13 +1,14 @@
 //! Doorbells: their registers, the Doorbell Buffer, and the reads of a poller (Base 2.0, sections 3.1.4 and B.5).
 //!
-//! The doorbell registers are a memfd. The control thread stores a trapped write there. In mapped mode the guest stores
-//! there itself, admin doorbells included, so a poller watches those as well and wakes the control thread. With a Doorbell
-//! Buffer, I/O doorbells are read from guest memory.
+//! The doorbell registers are a memfd. The control thread stores a trapped write there. In mapped mode the guest
+//! stores there itself, admin doorbells included, so a poller watches those as well and wakes the control thread.
+//! With a Doorbell Buffer, I/O doorbells are read from guest memory.
 //!
 //! # EventIdx
-//! While a queue is polled, EventIdx lags the doorbell by a quarter of a round, and moves once per half round. Right behind
-//! the doorbell would be wrong: the guest may have stored the doorbell and not yet read EventIdx. So would standing still: a round
-//! later, EventIdx would ask for a register write. For the same reason the CQ head is read once per half round.
+//! While a queue is polled, EventIdx lags the doorbell by a quarter of a round, and moves once per half round. Right
+//! behind the doorbell would be wrong: the guest may have stored the doorbell and not yet read EventIdx. So would
+//! standing still: a round later, EventIdx would ask for a register write. For the same reason the CQ head is read
+//! once per half round.
 
 use std::fmt;
 use std::io;
@@ -22,7 +23,7 @@ use crate::spec::registers::Doorbell;
 use crate::spec::registers::offset::DOORBELLS;
 use crate::sync::{Ordering, fence};
 
-/// How a guest's doorbell writes reach a poller.
+/// Path of a guest's doorbell writes to a poller.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DoorbellMode {
     /// As in [`Self::Shadow`] for guests that set up a Doorbell Buffer, and as in [`Self::Mapped`] for
@@ -39,14 +40,14 @@ pub enum DoorbellMode {
 }
 
 impl DoorbellMode {
-    /// Whether the guest is offered a Doorbell Buffer: where its stores to registers are seen anyway,
+    /// Returns whether the guest is offered a Doorbell Buffer: where its stores to registers are seen anyway,
     /// or are to be seen, it would only hide them.
     #[must_use]
     pub fn offers_buffer(self) -> bool {
         matches!(self, Self::Auto | Self::Shadow)
     }
 
-    /// Whether a VMM that maps and unmaps the registers as it goes along is to do so.
+    /// Returns whether a VMM that maps and unmaps the registers as it goes along is to do so.
     #[must_use]
     pub fn maps_at_times(self) -> bool {
         matches!(self, Self::Auto | Self::Mapped)
@@ -140,7 +141,7 @@ impl DoorbellPage {
         self.mapping.len() - DOORBELLS as usize
     }
 
-    /// Whether there are no doorbells; never the case.
+    /// Returns whether there are no doorbells; never the case.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
@@ -160,7 +161,7 @@ impl DoorbellPage {
         Doorbell::at_bar_offset(bar_offset, self.dstrd).filter(|doorbell| self.exists(*doorbell))
     }
 
-    /// What was last written to a doorbell; 0 for one that does not exist.
+    /// Returns the value that was last written to a doorbell; 0 for one that does not exist.
     #[must_use]
     pub fn load(&self, doorbell: Doorbell) -> u32 {
         self.cell(doorbell).map_or(0, |cell| cell.load())
@@ -284,7 +285,7 @@ impl<W: Word> EventIdx<W> {
     }
 }
 
-/// Where a poller reads one doorbell of an I/O queue.
+/// Place from which a poller reads one doorbell of an I/O queue.
 #[derive(Debug)]
 pub(crate) struct DoorbellSource {
     value: Cell32,
@@ -317,7 +318,7 @@ impl DoorbellSource {
         Some(Self { value, event_idx })
     }
 
-    /// What the guest last wrote, with everything it wrote before visible.
+    /// Returns the guest's last value, with everything that it wrote before visible.
     #[inline]
     pub(crate) fn load(&self) -> u32 {
         Word::load(&self.value)

@@ -24,7 +24,7 @@ use crate::origin::{self, Origin};
 use crate::poller::Threads;
 use crate::spec::ids::Nsid;
 
-/// What can go wrong when a drive is opened.
+/// Errors of opening a drive.
 #[derive(Debug, thiserror::Error)]
 pub enum DriveError {
     /// The path names nothing that can be a drive.
@@ -40,7 +40,7 @@ pub enum DriveError {
     Controller {
         /// The drive.
         path: String,
-        /// What is wrong with it.
+        /// Cause.
         source: ControllerError,
     },
     /// It cannot be divided into zones.
@@ -55,15 +55,15 @@ pub enum DriveError {
     /// The drive cannot be opened.
     #[error("Drive `{path}` cannot be opened")]
     Open {
-        /// What was to be opened.
+        /// Path that was to be opened.
         path: String,
-        /// What the kernel said.
+        /// Kernel's error.
         source: io::Error,
     },
     /// Its bytes are in use by something that knows nothing of leases.
     #[error("Drive `{path}` is in use by {user}; end that use, or choose another drive")]
     InUse {
-        /// What was to be opened.
+        /// Path that was to be opened.
         path: String,
         /// The mount, swap, device or program.
         user: String,
@@ -74,7 +74,7 @@ pub enum DriveError {
          share it"
     )]
     OpenedOtherwise {
-        /// What was to be opened.
+        /// Path that was to be opened.
         path: String,
         /// The option that differs.
         key: &'static str,
@@ -93,9 +93,9 @@ pub enum DriveError {
     NoSuchNamespace {
         /// The drive.
         path: String,
-        /// What was asked for.
+        /// Namespace that was asked for.
         nsid: Nsid,
-        /// What there is.
+        /// Active namespaces.
         active: Vec<u32>,
     },
     /// The drive has no block.
@@ -108,7 +108,7 @@ pub enum DriveError {
     },
 }
 
-/// What a PATH names.
+/// A drive, as a PATH names it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum DrivePath {
     /// `null:SIZE`, a drive that keeps nothing, of so many bytes.
@@ -158,24 +158,23 @@ impl fmt::Display for DrivePath {
     }
 }
 
-/// How a drive is opened.
+/// Options with which a drive is opened.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DriveOptions {
     /// Logical block size of a software drive, in bytes: 512 or 4096. A physical drive has its own.
     pub lba_size: u32,
     /// Which namespace; `None` for the first that is active.
     pub namespace: Option<Nsid>,
-    /// How long a physical drive may take for a command, before it is aborted and the drive reset.
+    /// Time that a physical drive may take for a command, before it is aborted and the drive reset.
     pub deadline: Duration,
-    /// What a software drive is to be as fast as; `None` for as fast as it can be. A physical drive
-    /// has its own speed.
+    /// Timing of a software drive; `None` for as fast as it can be. A physical drive has its own speed.
     pub profile: Option<Arc<Profile>>,
-    /// What is to go wrong with a software drive; `None` if nothing ever is.
+    /// Faults of a software drive; `None` for a drive that never fails.
     pub faults: Option<Arc<FaultPlan>>,
 }
 
-/// How long a physical drive may take for a command, unless somebody says otherwise: far longer
-/// than one that is well needs, and less than drivers wait (Linux: 30 seconds).
+/// Default time that a physical drive may take for a command: far longer than a healthy one needs, and less
+/// than drivers wait (Linux: 30 seconds).
 const DEFAULT_DEADLINE: Duration = Duration::from_secs(10);
 
 impl Default for DriveOptions {
@@ -345,7 +344,7 @@ impl Drive {
         Self::new(self.path.clone(), self.controller.clone(), nsid)
     }
 
-    /// What was opened.
+    /// Returns the path that was opened.
     #[must_use]
     pub fn path(&self) -> &DrivePath {
         &self.path
@@ -357,7 +356,7 @@ impl Drive {
         self.controller.identity()
     }
 
-    /// Whether the drive exists in this process only, so that no other can have a lease of it.
+    /// Returns whether the drive exists in this process only, so that no other can have a lease of it.
     #[must_use]
     pub fn is_private(&self) -> bool {
         matches!(self.path, DrivePath::Null(_) | DrivePath::Memory(_))
@@ -381,7 +380,7 @@ impl Drive {
         self.namespace.lba_shift
     }
 
-    /// What the host controller can do.
+    /// Returns the abilities of the host controller.
     #[must_use]
     pub fn limits(&self) -> &Limits {
         self.controller.limits()

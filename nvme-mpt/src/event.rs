@@ -1,4 +1,4 @@
-//! What the data path tells the guest controller, apart from completions.
+//! Events of the data path for the guest controller, apart from completions.
 
 use std::collections::VecDeque;
 use std::io;
@@ -75,7 +75,7 @@ pub struct ErrorEntry {
     pub sqid: QueueId,
     /// The command.
     pub cid: CommandId,
-    /// What it completed with.
+    /// Status of its completion.
     pub status: Status,
     /// The first LBA that the command names, as the guest names it.
     pub lba: u64,

@@ -65,7 +65,7 @@ impl InterruptVector {
         }
     }
 
-    /// Whether a signal waits for the vector to be unmasked or connected.
+    /// Returns whether a signal waits for the vector to be unmasked or connected.
     #[must_use]
     pub fn pending(&self) -> bool {
         self.state().pending
@@ -82,7 +82,7 @@ impl InterruptVector {
         self.state().deliver();
     }
 
-    /// How often the vector was raised.
+    /// Returns the number of times that the vector was raised.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.signals.load(Ordering::Relaxed)

@@ -18,7 +18,7 @@ pub(crate) use budget::{MappingPermit, NoMapping, VmMappings};
 /// Parts as large as this start at multiples of it, so that the IOMMU can map them with large pages.
 const ALIGNMENT: u64 = 2 << 20;
 
-/// What stands between a physical host controller and memory.
+/// Memory access of a physical host controller.
 pub trait Iommu: Send + Sync + fmt::Debug {
     /// Lets the device reach a part of a mapping's memory from `iova` on; `access` is the device's.
     ///
@@ -39,7 +39,7 @@ pub trait Iommu: Send + Sync + fmt::Debug {
     /// What the kernel reports, or that fewer bytes were unmapped than were asked for.
     fn unmap(&self, iova: u64, len: u64) -> io::Result<()>;
 
-    /// How many mappings there can be at a time; `None` if as many as anybody likes.
+    /// Most mappings at a time; `None` without a bound.
     fn mappings_max(&self) -> Option<u64>;
 }
 
@@ -209,7 +209,7 @@ impl IovaRange {
     }
 }
 
-/// What is mapped in a part of an [`IovaRange`].
+/// Mapping of a part of an [`IovaRange`].
 #[derive(Debug)]
 pub struct IovaPart {
     range: Arc<IovaRange>,

@@ -145,8 +145,8 @@ pub(crate) fn describe(holders: &Holders) -> String {
     names.join(" and ")
 }
 
-/// Whether someone else has part of `length` bytes from `start` on locked for itself alone. A length of 0
-/// reaches to the end of what can be locked.
+/// Returns whether someone else has part of `length` bytes from `start` on locked for itself alone. A length
+/// of 0 reaches to the end of what can be locked.
 ///
 /// # Errors
 /// What `fcntl` reports.

@@ -20,7 +20,7 @@ impl Counter {
         );
     }
 
-    /// What was counted so far.
+    /// Returns the count so far.
     #[must_use]
     pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
@@ -79,7 +79,7 @@ impl Histogram {
         (buckets, self.max.load(Ordering::Relaxed))
     }
 
-    /// What a quantile of the commands stayed within, in microseconds, rounded up to a bucket.
+    /// Returns the bounds of quantiles of the commands, in microseconds, rounded up to a bucket.
     #[must_use]
     pub fn latency(&self) -> LatencyStats {
         let (buckets, max) = self.snapshot();
@@ -124,7 +124,7 @@ pub struct QueueCounters {
     pub interrupts: Counter,
     /// Looks at the doorbell after re-arming that found a new value: each saved a lost wake-up.
     pub rearm_saves: Counter,
-    /// How long commands took.
+    /// Latencies of commands.
     pub latency: Histogram,
     /// Doorbell writes that exited to the VMM. Written by the control thread.
     pub doorbell_exits: Counter,
@@ -143,7 +143,7 @@ pub struct LatencyStats {
     pub max: f64,
 }
 
-/// Who uses the drive's queue pair behind a guest's.
+/// Use of the drive's queue pair behind a guest's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum HostQueueUse {
@@ -172,10 +172,10 @@ pub struct QueueStats {
     pub errors: u64,
     /// Looks at the doorbell after re-arming that found a new value.
     pub rearm_saves: u64,
-    /// How long commands took, from being taken to their completion.
+    /// Latencies of commands, from being taken to their completion.
     pub latency_us: LatencyStats,
-    /// Who uses the drive's queue pair behind it; `None` while there is none, or the drive has as
-    /// many as anybody wants.
+    /// Use of the drive's queue pair behind it; `None` while there is none, or the drive has no bound on
+    /// them.
     #[serde(default)]
     pub host_queue: Option<HostQueueUse>,
 }
@@ -210,13 +210,13 @@ pub struct PollerStats {
     pub parked_share: f64,
     /// Shadow queues it runs.
     pub queues: usize,
-    /// How often it went to sleep.
+    /// Number of times that it went to sleep.
     pub parks: u64,
-    /// How often it woke up and found nothing to do.
+    /// Number of times that it woke up and found nothing to do.
     pub spurious_wakes: u64,
 }
 
-/// What one lease did so far, for the SMART / Health Information log page and in snapshots.
+/// Figures of one lease, for the SMART / Health Information log page and in snapshots.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Counters {

@@ -48,7 +48,7 @@ pub enum WipeError {
     Unsupported {
         /// The drive.
         drive: String,
-        /// What is to be wiped.
+        /// Range to wipe.
         range: ByteRange,
     },
     /// A command failed.
@@ -56,7 +56,7 @@ pub enum WipeError {
     Command {
         /// The drive.
         drive: String,
-        /// What was to be wiped.
+        /// Range that was to be wiped.
         range: ByteRange,
         /// The command's first block.
         block: Lba,
@@ -68,7 +68,7 @@ pub enum WipeError {
     Stopped {
         /// The drive.
         drive: String,
-        /// What was to be wiped.
+        /// Range that was to be wiped.
         range: ByteRange,
     },
     /// The drive's queues or its cache cannot be used.

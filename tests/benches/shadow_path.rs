@@ -1,5 +1,5 @@
-//! What a command costs on its way through a shadow queue: a guest driver and the poller's work
-//! in one thread, so that nothing but the path itself is measured.
+//! Cost of a command on its way through a shadow queue: a guest driver and the poller's work in one thread,
+//! so that nothing but the path itself is measured.
 //!
 //! ```text
 //! cargo bench -p nvme-mpt-tests --bench shadow_path              # nanoseconds and instructions
@@ -45,7 +45,7 @@ struct Counting;
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
-    /// Whether this thread is at the device's work.
+    /// True if this thread is at the device's work.
     static IN_DEVICE: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -69,7 +69,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// What a case's drive is.
+/// Drive of a case.
 #[derive(Clone, Copy)]
 enum On {
     Software(&'static str),
@@ -252,7 +252,7 @@ struct Lane {
     _memory: Vec<DmaBuffer>,
 }
 
-/// What a case runs on.
+/// Rig of a case.
 struct Rig {
     lanes: Vec<Lane>,
     attachment: Arc<Attachment>,

@@ -25,7 +25,7 @@ use nvme_mpt_tests::vfio_user::VfioUserBar;
 
 const USAGE: &str = "key_value SOCKET store KEY VALUE | retrieve KEY | delete KEY | list [FROM]";
 
-/// Where this guest's memory begins, and how much it has: for queues, and for values of 1 MiB.
+/// Start and size of this guest's memory: for queues, and for values of 1 MiB.
 const MEMORY: (u64, u64) = (1 << 32, 8 << 20);
 
 /// Bytes of a list, which is asked for again from its last key on.

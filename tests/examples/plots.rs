@@ -1,4 +1,4 @@
-//! What modelled drives of flash do, as pictures: `resources/drives/plots/`.
+//! Behaviour of modelled drives of flash, as pictures: `resources/drives/plots/`.
 //!
 //! ```text
 //! cargo run --release -p nvme-mpt-tests --example plots                # all of them, where they are kept

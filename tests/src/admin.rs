@@ -53,7 +53,7 @@ pub enum Select {
     Default = 1,
     /// The saved value.
     Saved = 2,
-    /// What may be done with the feature.
+    /// Abilities of the feature.
     Capabilities = 3,
 }
 
@@ -62,7 +62,7 @@ pub enum Select {
 pub struct AsyncEvent {
     /// Type: 0 error, 1 SMART, 2 notice.
     pub kind: u8,
-    /// What happened, by type.
+    /// Event, by type.
     pub info: u8,
     /// The log page that tells more, and clears the event.
     pub log_page: u8,
@@ -75,7 +75,7 @@ pub struct LogPage {
     pub id: u8,
     /// Namespace, or all ones for the controller.
     pub nsid: u32,
-    /// Where to start.
+    /// Offset at which it starts.
     pub offset: u64,
     /// Bytes, a multiple of 4.
     pub len: usize,
@@ -289,7 +289,7 @@ impl Controller {
         Ok(())
     }
 
-    /// How many Asynchronous Event Requests are outstanding.
+    /// Returns the number of outstanding Asynchronous Event Requests.
     pub fn outstanding_event_requests(&self) -> usize {
         self.event_requests.len()
     }

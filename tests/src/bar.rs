@@ -1,4 +1,4 @@
-//! How the driver reaches the controller's registers.
+//! Access of the driver to the controller's registers.
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::AtomicU32;

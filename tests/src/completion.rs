@@ -14,7 +14,7 @@ pub struct Cqe {
 }
 
 impl Cqe {
-    /// Where the phase tag is in [`Cqe::tail`].
+    /// Position of the phase tag in [`Cqe::tail`].
     pub(crate) const PHASE_SHIFT: u32 = 48;
 
     /// Dword 0.

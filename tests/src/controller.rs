@@ -20,18 +20,18 @@ use crate::registers::{
     Cap, VS,
 };
 
-/// How the controller is brought up.
+/// Options with which the controller is brought up.
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
     /// Entries of the admin queues.
     pub admin_entries: u16,
-    /// How doorbells are rung.
+    /// Way in which doorbells are rung.
     pub doorbells: DoorbellMode,
     /// The command sets to select in CC.CSS.
     pub command_set: u32,
-    /// How long an admin command may take.
+    /// Longest time of an admin command.
     pub admin_timeout: Duration,
-    /// Whether the admin queue's doorbells are in the Doorbell Buffer, too, as libvfn has them.
+    /// True if the admin queue's doorbells are in the Doorbell Buffer, too, as libvfn has them.
     pub admin_in_buffer: bool,
 }
 
@@ -47,7 +47,7 @@ impl Default for Config {
     }
 }
 
-/// How an I/O queue pair is created.
+/// Options of a new I/O queue pair.
 #[derive(Clone, Debug)]
 pub struct QueueOptions {
     /// Entries of each of the two queues.
@@ -203,7 +203,7 @@ impl Controller {
         self.admin.as_mut().ok_or(Error::Disabled)
     }
 
-    /// How long CSTS may take to follow CC: CAP.TO, and never less than one of its units.
+    /// Returns the time that CSTS may take to follow CC: CAP.TO, and never less than one of its units.
     fn ready_timeout(&self) -> Duration {
         Duration::from_millis(self.cap.timeout_ms().max(500))
     }

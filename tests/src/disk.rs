@@ -12,7 +12,7 @@ use crate::prp::{self, Prepared};
 use crate::queue::QueuePair;
 use crate::sgl;
 
-/// How data is described to the controller.
+/// Description of data to the controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transfer {
     /// PRPs, with the data at this offset in its first page (a multiple of 4).
@@ -60,9 +60,9 @@ impl Transfer {
 pub struct Disk {
     /// The queue pair, for commands that have no function here.
     pub queue: QueuePair,
-    /// How data is described.
+    /// Description of data.
     pub transfer: Transfer,
-    /// How long a command may take.
+    /// Longest time of a command.
     pub timeout: Duration,
     /// Sets Force Unit Access on reads and writes.
     pub fua: bool,

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::memory::{DmaBuffer, GuestMemory, MemoryError, PAGE_SIZE, SharedSlice};
 use crate::registers::Cap;
 
-/// How the I/O queues' doorbells are rung.
+/// Way in which the I/O queues' doorbells are rung.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DoorbellMode {
     /// By register writes.
@@ -88,7 +88,7 @@ impl DoorbellBuffer {
     }
 }
 
-/// Whether moving a doorbell from `old` to `new` passes `event_idx`, so that the register must be
+/// Returns whether moving a doorbell from `old` to `new` passes `event_idx`, so that the register must be
 /// written. Wraps like the 16-bit values do.
 #[inline]
 pub fn need_event(event_idx: u16, new: u16, old: u16) -> bool {
@@ -199,12 +199,13 @@ impl Doorbell {
         self.value
     }
 
-    /// How often it was rung, by whatever means.
+    /// Returns the number of times that it was rung, by any means.
     pub fn rings(&self) -> u64 {
         self.rings
     }
 
-    /// How often the register was written and trapped: the exits that a guest would have had.
+    /// Returns the number of times that the register was written and trapped: the exits that a guest would
+    /// have had.
     pub fn writes(&self) -> u64 {
         self.writes
     }

@@ -1,4 +1,4 @@
-//! What can go wrong on the guest's side of a controller.
+//! Errors on the guest's side of a controller.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ pub enum Error {
     NotReached {
         /// The state waited for.
         want: &'static str,
-        /// How long.
+        /// Time after which it ended.
         after: Duration,
         /// The register as last read.
         csts: u32,
@@ -51,7 +51,7 @@ pub enum Error {
         cid: u16,
         /// Submission queue identifier.
         queue: u16,
-        /// How long it was waited for.
+        /// Time that was waited.
         after: Duration,
     },
     /// A completion queue entry that no command asked for, or the second for one command.
@@ -73,7 +73,7 @@ pub enum Error {
     Invalid {
         /// The structure or field.
         what: &'static str,
-        /// What it held.
+        /// Its value.
         value: String,
     },
     /// A doorbell outside of every mapped window.

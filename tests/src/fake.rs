@@ -24,7 +24,7 @@ mod commands;
 const QUEUES: usize = 9;
 const BLOCK: usize = 512;
 
-/// What the toy is to be.
+/// Options of the toy.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     /// Logical blocks of 512 bytes.
@@ -84,7 +84,7 @@ struct Shared {
     interrupts: Vec<Arc<Interrupt>>,
     /// Registers that are trapped.
     doorbells: [AtomicU32; 2 * QUEUES],
-    /// How often each was written since last looked at.
+    /// Writes of each since the last look.
     written: [AtomicU32; 2 * QUEUES],
     /// The same doorbells, where they are mapped.
     window: Option<DoorbellWindow>,
@@ -287,7 +287,7 @@ impl Shared {
         })
     }
 
-    /// What the guest rang last, from wherever it rings.
+    /// Returns the guest's last ring, from wherever it rings.
     fn doorbell(&self, state: &State, queue: u16, side: Side) -> u32 {
         let index = 2 * usize::from(queue) + (side == Side::CqHead) as usize;
         match &state.shadow {

@@ -149,12 +149,12 @@ impl IdentifyController {
         }
     }
 
-    /// Whether Doorbell Buffer Config is supported.
+    /// Returns whether Doorbell Buffer Config is supported.
     pub fn doorbell_buffer(&self) -> bool {
         self.oacs & OACS_DOORBELL_BUFFER != 0
     }
 
-    /// Whether SGLs are supported.
+    /// Returns whether SGLs are supported.
     pub fn sgl(&self) -> bool {
         self.sgls & SGLS_SUPPORTED != 0
     }
@@ -223,7 +223,7 @@ impl IdentifyNamespace {
         }
     }
 
-    /// Whether the namespace exists: an inactive one is all zeroes.
+    /// Returns whether the namespace exists: an inactive one is all zeroes.
     pub fn is_active(&self) -> bool {
         self.nsze != 0
     }

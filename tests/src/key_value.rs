@@ -23,7 +23,7 @@ pub mod option {
     pub const NO_COMPRESSION: u32 = 1 << 10;
 }
 
-/// What a namespace says about itself (section 4.1.5.1).
+/// A namespace's own description (section 4.1.5.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Namespace {
     /// Namespace Size, in bytes.
@@ -75,9 +75,9 @@ pub fn parse_list(bytes: &[u8]) -> Vec<Vec<u8>> {
 pub struct KeyValues {
     /// The queue pair, for commands that have no function here.
     pub queue: QueuePair,
-    /// How data is described.
+    /// Description of data.
     pub transfer: Transfer,
-    /// How long a command may take.
+    /// Longest time of a command.
     pub timeout: Duration,
     nsid: u32,
     memory: GuestMemory,
@@ -108,7 +108,7 @@ impl KeyValues {
         Self::new(controller, queue, 1)
     }
 
-    /// What a namespace says about itself now.
+    /// Returns a namespace's own description as it is now.
     ///
     /// # Errors
     /// When it has no keys and values.
@@ -191,7 +191,7 @@ impl KeyValues {
         Ok((value, cqe.dw0()))
     }
 
-    /// Whether a key is there.
+    /// Returns whether a key is there.
     ///
     /// # Errors
     /// As [`KeyValues::command`], unless it is not there.

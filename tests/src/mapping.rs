@@ -195,7 +195,7 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// What shared memory may be seen as: atomics, and arrays of them.
+/// Views of shared memory: atomics, and arrays of them.
 ///
 /// Sealed, because [`SharedSlice`] relies on every bit pattern being valid and on interior mutability.
 pub trait Cell: sealed::Sealed + Sync + 'static {}

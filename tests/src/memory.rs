@@ -63,9 +63,9 @@ pub struct Region {
     pub gpa: u64,
     /// Bytes.
     pub len: u64,
-    /// Where it starts in [`GuestMemory::fd`].
+    /// Offset in [`GuestMemory::fd`].
     pub fd_offset: u64,
-    /// Where its pages are in the memfd, if they do not follow one another.
+    /// Places of its pages in the memfd, if they do not follow one another.
     pages: Option<Arc<[u64]>>,
     mapping: Arc<Mapping>,
 }
@@ -77,7 +77,7 @@ pub struct Piece {
     pub gpa: u64,
     /// Bytes.
     pub len: u64,
-    /// Where it starts in [`GuestMemory::fd`].
+    /// Offset in [`GuestMemory::fd`].
     pub fd_offset: u64,
 }
 
@@ -112,7 +112,7 @@ impl Region {
 #[derive(Debug)]
 struct Inner {
     memfd: File,
-    /// Where pages of regions lie, if they are to be scattered: the seed of their order.
+    /// Seed of the order of pages of regions, if they are to be scattered.
     scattered: Option<u64>,
     regions: RwLock<Vec<Region>>,
     /// Free runs: guest physical address to bytes. Runs of two regions are never merged.

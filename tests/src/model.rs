@@ -1,4 +1,4 @@
-//! What a namespace must answer: a model for property tests.
+//! Model of a namespace's answers, for property tests.
 //!
 //! The model knows, for every logical block, what it may read as. That is one thing after a write; after
 //! a deallocation, which is a hint, it is zeroes or what was there, until a read tells which. A test
@@ -16,7 +16,7 @@ mod op;
 
 pub use op::{Limits, Op};
 
-/// What one logical block may read as.
+/// Possible content of one logical block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Content {
     Zero,
@@ -56,7 +56,7 @@ pub enum Mismatch {
     Driver {
         /// The operation.
         op: Op,
-        /// What failed.
+        /// Error.
         source: Error,
     },
     /// Not the status that the model says.
@@ -66,7 +66,7 @@ pub enum Mismatch {
         op: Op,
         /// The device's status.
         got: StatusCode,
-        /// What the model allows.
+        /// Answer that the model allows.
         want: String,
     },
     /// Not the data that the model says.
@@ -76,9 +76,9 @@ pub enum Mismatch {
         op: Op,
         /// The first wrong block.
         lba: u64,
-        /// How its content starts.
+        /// Start of its content.
         got: Vec<u8>,
-        /// What the model allows.
+        /// Answer that the model allows.
         want: String,
     },
 }
@@ -87,7 +87,7 @@ pub enum Mismatch {
 #[derive(Clone, Debug)]
 pub struct Model {
     limits: Limits,
-    /// What untouched blocks may be.
+    /// Possible content of untouched blocks.
     initial: Possible,
     touched: BTreeMap<u64, Possible>,
 }
@@ -265,7 +265,7 @@ impl Model {
         Ok(())
     }
 
-    /// Whether every block of the operation is in the namespace.
+    /// Returns whether every block of the operation is in the namespace.
     fn addressed(&self, op: &Op) -> bool {
         match op {
             Op::Read { slba, blocks }
@@ -283,7 +283,7 @@ impl Model {
         }
     }
 
-    /// Whether a source block of a copy may be bad.
+    /// Returns whether a source block of a copy may be bad.
     fn may_fail_first(&self, op: &Op) -> bool {
         let Op::Copy { ranges, .. } = op else {
             return false;
@@ -294,8 +294,8 @@ impl Model {
             .any(|&(slba, blocks)| Self::range(slba, blocks).any(|lba| self.may_fail(lba)))
     }
 
-    /// What a refused operation may have done all the same: a command of several ranges may have begun
-    /// with those that were good.
+    /// Notes the possible effects of a refused operation: a command of several ranges may have begun with
+    /// those that were good.
     fn refused(&mut self, op: &Op) {
         match op {
             Op::Deallocate { ranges } => {
@@ -352,7 +352,7 @@ impl Model {
         }
     }
 
-    /// Whether success, or Unrecovered Read Error, is possible for these blocks.
+    /// Checks whether success, or Unrecovered Read Error, is possible for these blocks.
     fn judge_media(&self, slba: u64, blocks: u32, code: StatusCode) -> bool {
         let mut range = Self::range(slba, blocks);
         match code {

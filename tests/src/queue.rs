@@ -191,7 +191,7 @@ impl CompletionQueue {
         &self.memory
     }
 
-    /// Whether an entry is there to be consumed.
+    /// Returns whether an entry is there to be consumed.
     #[inline]
     pub fn ready(&self) -> bool {
         let tail = self.entries[self.head as usize][1].load(Ordering::Acquire);

@@ -102,12 +102,12 @@ impl Cap {
         1 << (12 + self.field(52, 4))
     }
 
-    /// Where a submission queue's tail doorbell is in BAR0.
+    /// Returns the offset of a submission queue's tail doorbell in BAR0.
     pub fn sq_doorbell(self, queue: u16) -> u64 {
         DOORBELLS + 2 * u64::from(queue) * self.doorbell_stride()
     }
 
-    /// Where a completion queue's head doorbell is in BAR0.
+    /// Returns the offset of a completion queue's head doorbell in BAR0.
     pub fn cq_doorbell(self, queue: u16) -> u64 {
         DOORBELLS + (2 * u64::from(queue) + 1) * self.doorbell_stride()
     }

@@ -152,7 +152,7 @@ impl VfioUserBar {
         self.config_write(capability + 2, &control.to_le_bytes())
     }
 
-    /// Where the MSI-X capability (11h) is in configuration space.
+    /// Returns the offset of the MSI-X capability (11h) in configuration space.
     fn msix_capability(&self) -> Result<u64> {
         let mut pointer = [0; 1];
         self.config_read(0x34, &mut pointer)?;

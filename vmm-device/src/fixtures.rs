@@ -1,4 +1,4 @@
-//! What tests of several files begin with: plain values, and a guest that drives a function.
+//! Shared parts of several files' tests: plain values, and a guest that drives a function.
 
 use std::{ops::Range, os::fd::OwnedFd};
 

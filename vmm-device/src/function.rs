@@ -57,7 +57,7 @@ pub struct DoorbellRegion<'a> {
     pub fd: BorrowedFd<'a>,
 }
 
-/// What the admin queue cost so far.
+/// Costs of the admin queue so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AdminStats {
     /// Admin commands taken.
@@ -138,7 +138,7 @@ impl NvmeFunction {
         self.config.bar_size(bar)
     }
 
-    /// Where the guest has a BAR decoded, if anywhere.
+    /// Returns the address at which the guest has a BAR decoded, if any.
     #[must_use]
     pub fn bar_address(&self, bar: Bar) -> Option<u64> {
         self.config.bar_address(bar)
@@ -224,13 +224,13 @@ impl NvmeFunction {
         self.attachment.window()
     }
 
-    /// What the function holds of its drive.
+    /// Returns the function's share of its drive.
     #[must_use]
     pub fn attachment(&self) -> &Attachment {
         &self.attachment
     }
 
-    /// What the admin queue cost so far.
+    /// Returns the costs of the admin queue so far.
     #[must_use]
     pub fn admin_stats(&self) -> AdminStats {
         AdminStats {
@@ -289,9 +289,8 @@ impl NvmeFunction {
         self.attachment.events().eventfd()
     }
 
-    /// How often [`Self::process_events`] is to be called although [`Self::events_fd`] is not
-    /// readable; `None` for never. A guest that wants to hear of its drive's temperature has it
-    /// looked at now and then.
+    /// Returns the interval at which [`Self::process_events`] is to be called although [`Self::events_fd`] is
+    /// not readable; `None` for never. A guest that wants to hear of its drive's temperature needs it.
     #[must_use]
     pub fn events_interval(&self) -> Option<Duration> {
         let watches = self.registers.is_running()
@@ -514,7 +513,7 @@ impl NvmeFunction {
     }
 }
 
-/// What admin commands act upon.
+/// Returns the parts that admin commands act upon.
 fn controller<'a>(
     attachment: &'a Attachment,
     msix: &'a Msix,

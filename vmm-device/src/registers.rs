@@ -27,7 +27,7 @@ const BASE_MASK: u64 = !0xFFF;
 /// Bits of `AQA` that are not reserved.
 const AQA_MASK: u32 = 0x0FFF_0FFF;
 
-/// What a guest has asked of the controller by writing a property.
+/// Request of a guest to the controller, by writing a property.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Transition {
     /// `CC.EN` went from 0 to 1, with everything valid that has to be.
@@ -38,7 +38,7 @@ pub(crate) enum Transition {
     Shutdown(ShutdownNotification),
 }
 
-/// Where the admin queues lie, as `AQA`, `ASQ` and `ACQ` had it when the controller was enabled.
+/// Places of the admin queues, by `AQA`, `ASQ` and `ACQ` when the controller was enabled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct AdminQueues {
     pub(crate) sq_base: Gpa,
@@ -47,7 +47,7 @@ pub(crate) struct AdminQueues {
     pub(crate) cq_entries: u32,
 }
 
-/// What the controller's `CAP` promises that depends on what is behind it.
+/// Promises in the controller's `CAP` that depend on the layers behind it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Capabilities {
     /// Most entries of an I/O queue, 2 to 65,536.
@@ -123,7 +123,7 @@ impl Registers {
         transition
     }
 
-    /// Whether admin commands are processed: enabled, not failed, not shut down.
+    /// Returns whether admin commands are processed: enabled, not failed, not shut down.
     pub(crate) fn is_running(&self) -> bool {
         self.csts.rdy() && !self.csts.cfs() && self.csts.shst() == ShutdownStatus::NORMAL
     }
@@ -261,8 +261,8 @@ impl Registers {
     }
 }
 
-/// Whether the controller can be enabled with these values. Sizes of I/O queue entries are due
-/// only when I/O queues are created, so zero stands for "not yet".
+/// Returns whether the controller can be enabled with these values. Sizes of I/O queue entries are due only
+/// when I/O queues are created, so zero stands for "not yet".
 fn is_supported(cc: Cc) -> bool {
     matches!(cc.css(), CommandSetSelected::NVM | CommandSetSelected::ALL)
         && cc.mps() == 0

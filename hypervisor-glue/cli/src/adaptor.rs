@@ -60,8 +60,8 @@ impl NvmeDevice {
         &mut self.function
     }
 
-    /// Whoever attaches next finds the function as after power-on, and nothing of the guest's
-    /// before.
+    /// Forgets the client: the next one to attach finds the function as after power-on, and nothing of the
+    /// guest's before.
     fn forget_client(&mut self) {
         for vector in self.function.vectors() {
             vector.set_eventfd(None);
@@ -245,7 +245,7 @@ fn act(vector: &InterruptVector, action: IrqAction) {
     }
 }
 
-/// What a client is told, as an errno, and a person, in the log.
+/// Returns the error for a client, as an errno, and logs it for a person.
 fn refused(error: DmaError) -> io::Error {
     log::warn!(
         "A request of the client about its memory is refused: {}",

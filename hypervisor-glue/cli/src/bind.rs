@@ -105,9 +105,9 @@ pub enum BindError {
     NotTaken {
         /// The function.
         address: PciAddress,
-        /// Who was to have it.
+        /// Driver that was to have it.
         wanted: &'static str,
-        /// Who has it.
+        /// Driver that has it.
         now: Option<String>,
     },
 }
@@ -117,14 +117,14 @@ fn list(users: &[User]) -> String {
     users.join(", ")
 }
 
-/// What became of a drive.
+/// Result for a drive.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bound {
     address: PciAddress,
     /// The driver that has it.
     driver: &'static str,
     change: Change,
-    /// What keeps it from being used there nevertheless.
+    /// Obstacles to its use there nevertheless.
     remarks: Vec<String>,
 }
 
@@ -261,7 +261,7 @@ fn find(root: &HostRoot, address: PciAddress) -> Result<PciFunction, BindError> 
     Ok(function)
 }
 
-/// What keeps a drive that is bound to `vfio-pci` from being used.
+/// Returns the obstacles to the use of a drive that is bound to `vfio-pci`.
 pub(crate) fn group_remarks(function: &PciFunction) -> Vec<String> {
     let Some(group) = &function.iommu_group else {
         return Vec::new();

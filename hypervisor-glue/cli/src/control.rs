@@ -20,7 +20,7 @@ use crate::faults::{DriveFaults, FaultRequest};
 use crate::stats::ServerStats;
 use vfio_user_server::Listener;
 
-/// How long a client has for its request and for taking the answer.
+/// Time that a client has for its request and for taking the answer.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Longest request in bytes: a fault plan, and what JSON writes for its line ends and quotes.
@@ -64,7 +64,7 @@ pub enum ControlError {
     BadAnswer {
         /// The socket.
         path: PathBuf,
-        /// What is wrong with the answer.
+        /// Cause.
         source: serde_json::Error,
     },
     /// The server refused.
@@ -77,7 +77,7 @@ pub enum ControlError {
     },
 }
 
-/// What a client can ask for.
+/// Request of a client.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "snake_case", deny_unknown_fields)]
 enum Request {
@@ -85,12 +85,12 @@ enum Request {
     Stats {},
     /// Something about the faults of its drives.
     Faults {
-        /// What.
+        /// Request.
         request: FaultRequest,
     },
 }
 
-/// What a server answers.
+/// Answer of a server.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Answer {
@@ -102,7 +102,7 @@ enum Answer {
     Error(String),
 }
 
-/// What a control socket gives access to.
+/// Service behind a control socket.
 pub trait Service: Send + 'static {
     /// The figures of the server.
     fn stats(&self) -> ServerStats;
@@ -249,7 +249,7 @@ pub fn query_faults(path: &Path, request: FaultRequest) -> Result<Vec<DriveFault
 }
 
 impl Answer {
-    /// What to tell of an answer that is not the one to the request.
+    /// Returns the error for an answer that is not the one to the request.
     fn unexpected(self, path: &Path) -> ControlError {
         let reason = match self {
             Self::Error(reason) => reason,

@@ -33,9 +33,9 @@ pub struct HostDrive {
     pub namespaces: Option<Vec<NamespaceStats>>,
     /// Its I/O queue pairs, where a server drives it.
     pub queue_pairs: Option<QueuePairStats>,
-    /// Whether the server that was asked drives it.
+    /// True if the server that was asked drives it.
     pub served: bool,
-    /// What stands in the way of driving it from here: nothing, if a server can have it now.
+    /// Obstacles to driving it from here: none, if a server can have it now.
     pub in_the_way: Vec<String>,
 }
 
@@ -96,7 +96,7 @@ fn namespaces(controller: &KernelController) -> Vec<NamespaceStats> {
         .collect()
 }
 
-/// What a person would have to do first, most important first.
+/// Returns the steps that a person would have to take first, most important first.
 fn in_the_way(root: &HostRoot, function: &PciFunction) -> Result<Vec<String>, PciFunctionError> {
     let mut obstacles = Vec::new();
     let users = match (&function.controller, &function.iommu_group) {

@@ -10,11 +10,11 @@ use thiserror::Error;
 
 use nvme_mpt_vmm::report;
 
-/// What is asked of the faults of a server's drives.
+/// Request about the faults of a server's drives.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum FaultRequest {
-    /// How they fare.
+    /// List of their figures.
     List {},
     /// Adds faults to a drive's.
     Inject {
@@ -39,9 +39,9 @@ pub enum FaultRequestError {
         known(drives)
     )]
     NoDrive {
-        /// What was asked for.
+        /// Drive that was asked for.
         drive: String,
-        /// What there is.
+        /// Drives that there are.
         drives: Vec<String>,
     },
     /// The drive was opened without.

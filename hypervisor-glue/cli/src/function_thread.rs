@@ -20,8 +20,8 @@ use crate::stats::{AdminStats, FunctionStats};
 use nvme_mpt_vmm::report;
 use vfio_user_server::Server;
 
-/// How long a function has to tell its figures. It needs microseconds, unless it waits for
-/// commands in flight.
+/// Time that a function has to report its figures. It needs microseconds, unless it waits for commands in
+/// flight.
 const STATS_PATIENCE: Duration = Duration::from_secs(1);
 
 /// A function cannot be served.
@@ -35,7 +35,7 @@ pub enum FunctionThreadError {
     Thread {
         /// The function.
         id: String,
-        /// What the kernel reports.
+        /// Kernel's error.
         source: io::Error,
     },
     /// The function has not ended in order.
@@ -49,12 +49,12 @@ pub enum FunctionThreadError {
     Events {
         /// The function.
         id: String,
-        /// What the kernel reports.
+        /// Kernel's error.
         source: event_manager::Error,
     },
 }
 
-/// What a control thread is asked.
+/// Request to a control thread.
 enum Message {
     /// The figures of the function.
     Stats(SyncSender<FunctionStats>),
@@ -214,7 +214,7 @@ const WAKE: u32 = 0x100;
 /// Token of events of the function.
 const EVENTS: u32 = 0x101;
 
-/// What the control thread runs: the server, with the function in it, and what else wakes it.
+/// State of the control thread: the server, with the function in it, and its other wake-ups.
 struct Function {
     id: String,
     socket: PathBuf,

@@ -14,7 +14,7 @@ use log::{Log, Metadata, Record};
 /// Messages that a thread may log at once.
 const BURST: u32 = 20;
 
-/// How long a thread that has used its burst waits for each further message.
+/// Time that a thread that has used its burst waits for each further message.
 const REFILL: Duration = Duration::from_secs(1);
 
 /// Logs warnings and errors to standard error, or what the environment variable `RUST_LOG` asks for.
@@ -87,7 +87,7 @@ impl Log for Limited {
     }
 }
 
-/// What becomes of a message.
+/// Fate of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
     Pass,

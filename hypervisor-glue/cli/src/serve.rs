@@ -22,7 +22,7 @@ use crate::stats::{DriveStats, ServerStats};
 use nvme_mpt_vmm::open::{self, Ledgers, OpenError};
 use nvme_mpt_vmm::options::ServedFunction;
 
-/// What a server offers, and where it keeps its state.
+/// Functions of a server, and the places of its state.
 #[derive(Clone, Debug)]
 pub struct ServeOptions {
     /// The functions.
@@ -78,7 +78,7 @@ pub enum ServeError {
     /// Signals cannot be waited for.
     #[error("Cannot wait for SIGTERM and SIGINT")]
     Signals(#[source] io::Error),
-    /// What is offered cannot be told.
+    /// The offered functions cannot be printed.
     #[error("Cannot print what is offered")]
     Print(#[source] io::Error),
     /// A function did not end well.
@@ -130,7 +130,7 @@ struct Offer {
     id: String,
     socket: PathBuf,
     summary: String,
-    /// What its drive is opened by, and the queue pairs that it may use of it.
+    /// Path by which its drive is opened, and the queue pairs that it may use of it.
     path: DrivePath,
     queues: u16,
     thread: FunctionThread,
@@ -248,7 +248,7 @@ fn resolve(functions: &[ServedFunction]) -> Result<Vec<ServedFunction>, ServeErr
     Ok(resolved)
 }
 
-/// How the drive at `path` is opened: as the functions that share it ask.
+/// Returns the options of the drive at `path`: as the functions that share it ask.
 fn drive_options(
     functions: &[ServedFunction],
     path: &DrivePath,
@@ -331,7 +331,7 @@ impl Drives {
     }
 }
 
-/// What a person needs to know of a drive that has its own ideas of queues.
+/// Returns the facts that a person needs to know of a drive with a number of queues of its own.
 fn summary_of(drive: &Drive, offers: &[Offer]) -> Option<String> {
     let pairs = drive.controller().queue_pairs()?;
     let users = offers.iter().filter(|offer| offer.path == *drive.path());
@@ -421,7 +421,7 @@ fn start_control(
     )?)
 }
 
-/// What the control socket gives access to.
+/// State behind the control socket.
 struct Controlled {
     handles: Vec<FunctionHandle>,
     drives: Vec<Arc<Drive>>,

@@ -39,7 +39,7 @@ pub(crate) enum Ended {
     },
     /// The socket failed.
     Failed(io::Error),
-    /// What came is no message, and where the next one begins is unknown.
+    /// The bytes are no message, and the start of the next one is unknown.
     OutOfStep { header: Header, refusal: Refusal },
 }
 

@@ -1,4 +1,4 @@
-//! What the server needs from the PCI function that it offers.
+//! The PCI function that the server offers.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -123,7 +123,7 @@ impl RegionIndex {
     }
 }
 
-/// What a client may do with a region.
+/// Rights of a client to a region.
 #[derive(Clone, Debug, Default)]
 pub struct Region {
     /// Bytes; 0 where the function does not have the region.
@@ -148,9 +148,9 @@ pub struct MappableArea {
     pub size: u64,
     /// The memory.
     pub memory: Arc<OwnedFd>,
-    /// Where in `memory` the *region* begins: the area begins at `base + offset`. A client knows
-    /// this one number for the whole region, so the memory has room for what lies before the area
-    /// (a memfd has it for nothing).
+    /// Start of the *region* in `memory`: the area begins at `base + offset`. A client knows this one number
+    /// for the whole region, so the memory has room for what lies before the area (a memfd has it for
+    /// nothing).
     pub base: u64,
 }
 
@@ -165,7 +165,7 @@ pub struct DmaRegion {
     pub readable: bool,
     /// The device may write it.
     pub writable: bool,
-    /// What to map to get at it; `None` where the client cannot share it.
+    /// Memory to map to get at it; `None` where the client cannot share it.
     pub memory: Option<DmaMemory>,
 }
 
@@ -174,7 +174,7 @@ pub struct DmaRegion {
 pub struct DmaMemory {
     /// The file.
     pub fd: OwnedFd,
-    /// Where the region begins in it. The region's end does not overflow.
+    /// Start of the region in it. The region's end does not overflow.
     pub offset: u64,
 }
 
@@ -218,22 +218,22 @@ pub struct IrqInfo {
     pub noresize: bool,
 }
 
-/// What a client wants to happen with interrupts `start..start + count` of a type.
+/// Request of a client for interrupts `start..start + count` of a type.
 #[derive(Debug)]
 pub struct IrqCommand {
     /// The interrupt type.
     pub index: IrqIndex,
     /// The first interrupt.
     pub start: u32,
-    /// How many; 0 with [`IrqData::None`] and [`IrqAction::Trigger`]: disconnect all.
+    /// Number of interrupts; 0 with [`IrqData::None`] and [`IrqAction::Trigger`]: disconnect all.
     pub count: u32,
-    /// What `data` is for.
+    /// Use of `data`.
     pub action: IrqAction,
     /// To which of the interrupts, or to which eventfds.
     pub data: IrqData,
 }
 
-/// What a client wants done with interrupts.
+/// Request of a client for interrupts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IrqAction {
     /// Mask; with eventfds: signal them when the guest masks.

@@ -17,7 +17,7 @@ use crate::message::{
 use crate::request::{RegionWrite, Request};
 use crate::version::Proposal;
 
-/// What a mappable area has to be a multiple of, at the least: the smallest page there is.
+/// Smallest unit of a mappable area: the smallest page there is.
 const PAGE: u64 = 4096;
 
 /// The device's regions, as they are for as long as the server runs.
@@ -71,7 +71,7 @@ fn end(start: u64, size: u64) -> Option<u64> {
 #[derive(Debug)]
 pub(crate) struct Dispatch {
     regions: Arc<Regions>,
-    /// What the client proposed; `None` before `VERSION`.
+    /// The client's proposal; `None` before `VERSION`.
     agreed: Option<Proposal>,
     pub(crate) complaints: Complaints,
 }

@@ -1,4 +1,4 @@
-//! What goes wrong: [`Error`] for who runs a server, [`Refusal`] for a client.
+//! Errors: [`Error`] for the operator of a server, [`Refusal`] for a client.
 
 use std::io;
 use std::path::PathBuf;
@@ -34,7 +34,7 @@ pub enum Error {
     Socket {
         /// The socket file.
         path: PathBuf,
-        /// What was tried.
+        /// Action that failed.
         action: &'static str,
         /// Why it failed.
         source: io::Error,
@@ -49,7 +49,7 @@ pub enum Error {
         region: RegionIndex,
         /// The region's size.
         region_size: u64,
-        /// Where the area begins.
+        /// Start of the area.
         offset: u64,
         /// The area's size.
         size: u64,
@@ -148,7 +148,7 @@ pub enum Refusal {
         command: Command,
         /// File descriptors that came.
         found: usize,
-        /// What is needed.
+        /// Bytes that are needed.
         needed: &'static str,
     },
     /// An address range that is empty or ends beyond 64 bits.
@@ -218,7 +218,7 @@ pub enum Refusal {
     Device {
         /// The message's command.
         command: Command,
-        /// What the device says.
+        /// The device's error.
         source: io::Error,
     },
 }
@@ -235,8 +235,8 @@ impl Refusal {
         errno.unsigned_abs()
     }
 
-    /// Whether the connection ends with this: the protocol is not spoken by both sides, or it is
-    /// not known where the next message begins.
+    /// Returns whether the connection ends with this: the protocol is not spoken by both sides, or it is not
+    /// known where the next message begins.
     pub fn ends_connection(&self) -> bool {
         matches!(
             self,

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::error::Error;
 
-/// Who may connect: the server's user.
+/// Mode of the socket: the server's user alone may connect.
 const MODE: u32 = 0o600;
 
 /// Listening UNIX socket with its file.
@@ -93,7 +93,7 @@ fn reserve() -> io::Result<File> {
     File::open("/dev/null")
 }
 
-/// What lies at a path.
+/// Occupant of a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Found {
     Nothing,
@@ -218,7 +218,7 @@ fn look(path: &Path) -> io::Result<Found> {
     )
 }
 
-/// What tells a file from any other: device and inode.
+/// Returns the identity of a file: device and inode.
 fn identity(path: &Path) -> io::Result<(u64, u64)> {
     fs::symlink_metadata(path).map(|metadata| (metadata.dev(), metadata.ino()))
 }

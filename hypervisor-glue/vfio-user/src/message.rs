@@ -1,4 +1,4 @@
-//! What lies on the wire: message structures, command numbers, flags.
+//! Messages on the wire: structures, command numbers, flags.
 //!
 //! Offsets and sizes are those of the protocol's section of the same name. Integers are
 //! little-endian; the structures have no alignment, so that they are read in place.
@@ -144,7 +144,7 @@ impl Header {
         self.flags.get() & Self::TYPE_MASK
     }
 
-    /// Whether the sender wants no reply.
+    /// Returns whether the sender wants no reply.
     pub fn no_reply(&self) -> bool {
         self.flags.get() & Self::NO_REPLY != 0
     }
@@ -191,7 +191,7 @@ pub struct DmaMap {
     pub argsz: U32,
     /// `READ`, `WRITE`, `MMAP`.
     pub flags: U32,
-    /// Where the region begins in the file that comes with the message.
+    /// Start of the region in the file that comes with the message.
     pub offset: U64,
     /// First DMA address.
     pub address: U64,
@@ -268,11 +268,11 @@ pub struct RegionInfo {
     pub flags: U32,
     /// Index of the region.
     pub index: U32,
-    /// Where the capabilities begin, from the beginning of this structure.
+    /// Offset of the capabilities, from the beginning of this structure.
     pub cap_offset: U32,
     /// Bytes; 0 for a region that does not exist.
     pub size: U64,
-    /// What a client adds to an area's offset to get the file offset to map.
+    /// Number that a client adds to an area's offset to get the file offset to map.
     pub offset: U64,
 }
 
@@ -304,7 +304,7 @@ pub struct SparseMmap {
     pub nr_areas: U32,
     /// Zero.
     pub reserved: U32,
-    /// Where the area begins in the region.
+    /// Start of the area in the region.
     pub offset: U64,
     /// Bytes of the area.
     pub size: U64,
@@ -411,7 +411,7 @@ const _: () = assert!(size_of::<RegionAccess>() == 16);
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct SingleWrite {
-    /// Where.
+    /// Place of the access.
     pub access: RegionAccess,
     /// The first `count` bytes are written.
     pub data: [u8; 8],

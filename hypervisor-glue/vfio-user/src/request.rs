@@ -23,7 +23,7 @@ pub enum Request<'a> {
     DmaUnmap {
         /// The payload, which the reply repeats.
         payload: DmaUnmap,
-        /// What to unmap; `None`: all.
+        /// Range to unmap; `None`: all.
         range: Option<(u64, u64)>,
     },
     /// `DEVICE_GET_INFO`
@@ -71,7 +71,7 @@ pub struct RegionWrite<'a> {
     pub region: u32,
     /// First byte.
     pub offset: u64,
-    /// What to write.
+    /// Data to write.
     pub data: &'a [u8],
 }
 

@@ -41,7 +41,7 @@ pub struct Server<D: Device> {
 #[derive(Debug)]
 struct Client {
     session: Session,
-    /// What the event manager watches the socket for.
+    /// Readiness of the socket that the event manager watches for.
     waits_for: Progress,
     /// Others that were refused meanwhile.
     refused: u64,
@@ -80,7 +80,7 @@ impl<D: Device> Server<D> {
         &mut self.device
     }
 
-    /// Whether there is a client.
+    /// Returns whether there is a client.
     pub fn is_connected(&self) -> bool {
         self.client.is_some()
     }

@@ -18,7 +18,7 @@ use crate::socket;
 /// socket readable again.
 const MESSAGES_PER_TURN: usize = 32;
 
-/// What a [`Session`] waits for.
+/// Readiness that a [`Session`] waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
     /// That the socket is readable.
@@ -76,7 +76,7 @@ impl Session {
         Progress::Reading
     }
 
-    /// Whether the client has closed the connection, even if not all it sent has been answered.
+    /// Returns whether the client has closed the connection, even if not all it sent has been answered.
     pub(crate) fn hung_up(&self) -> bool {
         socket::hung_up(&self.stream).unwrap_or(false)
     }

@@ -19,7 +19,7 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use crate::message::MAX_FDS_ACCEPTED;
 
-/// What one `recvmsg` returned.
+/// Result of one `recvmsg`.
 #[derive(Debug)]
 pub(crate) struct Received {
     /// Bytes; 0 at the end of the stream.
@@ -119,7 +119,7 @@ pub(crate) fn send(stream: &UnixStream, bytes: &[u8], fd: Option<&OwnedFd>) -> i
     }
 }
 
-/// Whether the other side has closed the connection, even if not all it sent has been read.
+/// Returns whether the other side has closed the connection, even if not all it sent has been read.
 pub(crate) fn hung_up(stream: &UnixStream) -> io::Result<bool> {
     let epoll = Epoll::new()?;
     let closed = EventSet::HANG_UP | EventSet::READ_HANG_UP | EventSet::ERROR;

@@ -144,7 +144,7 @@ impl Device for Memo {
     }
 }
 
-/// What came back.
+/// A reply as it came back.
 #[derive(Debug)]
 pub(crate) struct Reply {
     pub(crate) header: Header,
@@ -253,7 +253,7 @@ impl Conversation {
         })
     }
 
-    /// Whether the client sees the end of the stream.
+    /// Returns whether the client sees the end of the stream.
     pub(crate) fn closes_for_client(self) -> bool {
         let Self {
             session, client, ..

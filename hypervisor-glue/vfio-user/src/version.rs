@@ -19,7 +19,7 @@ const MAX_DMA_MAPS: u32 = 65_535;
 /// multiples.
 const PAGE_SIZES: u64 = !0xfff;
 
-/// What a client proposes.
+/// Proposal of a client.
 #[derive(Clone, Debug, Default)]
 pub struct Proposal {
     /// Minor version; the major one is 0.
@@ -65,7 +65,7 @@ impl Proposal {
         })
     }
 
-    /// Whether the client takes a file descriptor with a reply. It does unless it says so (the
+    /// Returns whether the client takes a file descriptor with a reply. It does unless it says so (the
     /// default of `max_msg_fds` is 1).
     pub(crate) fn takes_fds(&self) -> bool {
         self.capabilities.max_msg_fds != Some(0)

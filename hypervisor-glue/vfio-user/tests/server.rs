@@ -25,7 +25,7 @@ const BAR0_SIZE: u64 = 0x4000;
 const AREA: (u64, u64) = (0x1000, 0x1000);
 const VECTORS: u32 = 128;
 
-/// What a test sees of the device while the server has it.
+/// A test's view of the device while the server has it.
 #[derive(Default)]
 struct State {
     registers: BTreeMap<u64, u8>,

@@ -51,7 +51,7 @@ pub struct FunctionDevice {
 struct Shared {
     id: String,
     vmm: Arc<dyn Vmm>,
-    /// What the control thread waits for: [`WAKE`], and [`EVENTS`] of the function while it is here.
+    /// Waits of the control thread: [`WAKE`], and [`EVENTS`] of the function while it is here.
     epoll: Epoll,
     /// Ends the sleep of the control thread.
     wake: EventFd,
@@ -59,11 +59,11 @@ struct Shared {
     slot: Mutex<Slot>,
 }
 
-/// What a VMM's slot has in it.
+/// Content of a VMM's slot.
 enum Slot {
     /// The function.
     Function(Box<State>),
-    /// What it takes to have it here again.
+    /// Everything to have the function here again.
     HandedOver(Box<HandedOver>),
     /// Nothing: reads are ones, and writes reach nobody.
     Empty,
@@ -72,7 +72,7 @@ enum Slot {
 /// A function that is wired to its VMM.
 struct State {
     function: NvmeFunction,
-    /// What the control thread waits for.
+    /// Event of the control thread.
     events: EventFd,
     routes: Routes,
     mapped: Option<MappedDoorbells>,
@@ -221,7 +221,7 @@ impl FunctionDevice {
         self.mmio_write(MmioAddress(base), offset, data);
     }
 
-    /// What mapping the function's doorbells into the guest has cost, where that is done at all.
+    /// Returns the costs of mapping the function's doorbells into the guest, where that is done at all.
     #[must_use]
     pub fn doorbell_figures(&self) -> DoorbellFigures {
         let mut slot = self.shared.slot();
@@ -346,7 +346,7 @@ fn read_nothing(data: &mut [u8]) {
     data.fill(0xFF);
 }
 
-/// What the control thread wakes up for.
+/// Token of the function's events for the control thread.
 const EVENTS: u64 = 0;
 const WAKE: u64 = 1;
 
@@ -448,7 +448,7 @@ impl Shared {
 }
 
 impl State {
-    /// How long nothing has to be done, unless something happens; `None` for ever.
+    /// Returns the time in which nothing has to be done, unless something happens; `None` for ever.
     fn interval(&self) -> Option<Duration> {
         let decision = self.mapped.as_ref().and_then(MappedDoorbells::decides_in);
         let events = self.function.events_interval();
@@ -477,7 +477,7 @@ impl State {
     }
 }
 
-/// Whether it is one of those that a guest writes for every I/O.
+/// Returns whether it is one of those that a guest writes for every I/O.
 fn is_io_doorbell(function: &NvmeFunction, offset: u64) -> bool {
     let doorbell = function.attachment().doorbells().at_bar_offset(offset);
     doorbell.is_some_and(|doorbell| {

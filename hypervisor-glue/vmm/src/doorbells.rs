@@ -5,10 +5,10 @@
 //! the Doorbell Buffer, a poller that is awake asks for no register writes, and one that sleeps is woken by
 //! an eventfd. A write whose value is needed has to exit: an eventfd does not keep it.
 //!
-//! The control thread maps and unmaps, never a poller or a vCPU: it may take long, and a shared poller has other guests
-//! (`hysteresis.rs` decides when). The order is [`Attachment::begin_silent_doorbells`], map; unmap,
-//! [`Attachment::end_silent_doorbells`]. Pollers that never sleep have doorbells mapped all the time. When a tie changes, the new poller is
-//! woken once, as a write may have gone to the poller before.
+//! The control thread maps and unmaps, never a poller or a vCPU: it may take long, and a shared poller has other
+//! guests (`hysteresis.rs` decides when). The order is [`Attachment::begin_silent_doorbells`], map; unmap,
+//! [`Attachment::end_silent_doorbells`]. Pollers that never sleep have doorbells mapped all the time. When a tie
+//! changes, the new poller is woken once, as a write may have gone to the poller before.
 //!
 //! [`Attachment::begin_silent_doorbells`]: nvme_mpt::Attachment::begin_silent_doorbells
 //! [`Attachment::end_silent_doorbells`]: nvme_mpt::Attachment::end_silent_doorbells
@@ -31,23 +31,23 @@ use crate::vmm::{Vmm, VmmError};
 /// whose doorbells are in the Doorbell Buffer, its writes exit.
 #[derive(Debug)]
 pub(super) struct MappedDoorbells {
-    /// Where in BAR0.
+    /// Offset in BAR0.
     offset: u64,
     memory: Arc<Mapping>,
-    /// Where in the guest, while they are mapped.
+    /// Address in the guest, while they are mapped.
     at: Option<Gpa>,
-    /// Where they are to be mapped, wherever BAR0 is.
+    /// True if they are to be mapped, wherever BAR0 is.
     wanted: bool,
     /// The VMM cannot map them.
     refused: bool,
-    /// Whether pollers ever sleep. If not, nobody has to wake them, and the doorbells stay mapped.
+    /// True if pollers ever sleep. If not, no wake-up is needed, and the doorbells stay mapped.
     parks: bool,
     hysteresis: Hysteresis,
     began: Instant,
     figures: DoorbellFigures,
 }
 
-/// What it cost to map doorbells, and to unmap them.
+/// Costs of mapping doorbells, and of unmapping them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DoorbellFigures {
     /// Times that they were mapped.

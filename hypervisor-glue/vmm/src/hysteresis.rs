@@ -1,10 +1,10 @@
 //! When doorbells are worth being mapped: a rule over time, without a clock of its own.
 //!
-//! To map and unmap them takes the hypervisor a while, and its guest another while to find its way
-//! again, so it pays only for many writes. The unit of time here, a *hold*, is a hundred times what that
-//! took last. Doorbells are mapped when [`EXITS`] writes exited within a hold, and stay mapped until a
-//! hold goes by with fewer than [`KEPT_BY`] I/Os. Since there is a hold at least between mapping and unmapping, both together
-//! take at most a hundredth of the time in which they are of use, whatever the guest does.
+//! To map and unmap them takes the hypervisor a while, and its guest another while to find its way again, so it pays
+//! only for many writes. The unit of time here, a *hold*, is a hundred times what that took last. Doorbells are
+//! mapped when [`EXITS`] writes exited within a hold, and stay mapped until a hold goes by with fewer than
+//! [`KEPT_BY`] I/Os. Since there is a hold at least between mapping and unmapping, both together take at most a
+//! hundredth of the time in which they are of use, whatever the guest does.
 
 use std::time::Duration;
 
@@ -23,8 +23,8 @@ const SHARE: u32 = 100;
 /// not just the next that is not there yet.
 const HOLD_MIN: Duration = Duration::from_millis(10);
 
-/// What mapping and unmapping may take each, as long as nobody has tried: a lot, since the longer the hold,
-/// the sooner it is tried.
+/// First guess of the cost of mapping, and of unmapping: a lot, since the longer the hold, the sooner it is
+/// tried.
 const GUESS: Duration = Duration::from_millis(2);
 
 /// A moment: the time since any other.
@@ -33,7 +33,7 @@ pub(super) type Moment = Duration;
 /// Decides on one function's doorbells.
 #[derive(Debug)]
 pub(super) struct Hysteresis {
-    /// What it took last.
+    /// Cost of the last one.
     mapping: Duration,
     unmapping: Duration,
     phase: Phase,
@@ -79,7 +79,7 @@ impl Hysteresis {
         *exits == EXITS
     }
 
-    /// Whether doorbells are better mapped, with `done` I/Os done until now.
+    /// Returns whether doorbells are better mapped, with `done` I/Os done until now.
     pub(super) fn wants_mapped(&mut self, now: Moment, done: u64) -> bool {
         let hold = self.hold();
         match &mut self.phase {
@@ -98,7 +98,8 @@ impl Hysteresis {
         }
     }
 
-    /// How long [`Self::wants_mapped`] says the same, unless a write exits; `None` for ever.
+    /// Returns the time for which [`Self::wants_mapped`] stays the same, unless a write exits; `None` for
+    /// ever.
     pub(super) fn unchanged_for(&self, now: Moment) -> Option<Duration> {
         match self.phase {
             Phase::Trapped { .. } => None,
@@ -138,7 +139,7 @@ mod tests {
         now: Moment,
         done: u64,
         is_mapped: bool,
-        /// What mapping takes, and unmapping.
+        /// Costs of mapping, and of unmapping.
         costs: [Duration; 2],
         exits: u64,
         toggles: u64,
@@ -159,7 +160,7 @@ mod tests {
             }
         }
 
-        /// What the control thread does when it wakes up.
+        /// Does the work of a control thread that wakes up.
         fn decide(&mut self) {
             let wanted = self.hysteresis.wants_mapped(self.now, self.done);
             if wanted == self.is_mapped {

@@ -240,7 +240,7 @@ struct RouteTable(
     BTreeMap<u32, Option<Route>>,
 );
 
-/// Where a GSI leads.
+/// Destination of a GSI.
 #[derive(Clone, Copy)]
 enum Route {
     /// To a pin of the I/O APIC, and of a PIC if it is one of the first sixteen.

@@ -14,7 +14,7 @@ use thiserror::Error;
 
 use crate::options::FunctionOptions;
 
-/// What an option string describes cannot be opened.
+/// Errors of opening the drive and range of an option string.
 #[derive(Debug, Error)]
 pub enum OpenError {
     /// The drive cannot be opened.
@@ -34,7 +34,7 @@ pub enum OpenError {
     Attach(#[from] AttachError),
 }
 
-/// Who may know of a lease.
+/// Ledgers of leases, by the processes that may know of them.
 #[derive(Debug)]
 pub struct Ledgers {
     /// All processes that use the same state folder.

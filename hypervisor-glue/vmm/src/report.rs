@@ -1,4 +1,4 @@
-//! How an error is told to a person.
+//! Text of an error for a person.
 
 use std::error::Error;
 

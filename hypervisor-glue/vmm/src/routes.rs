@@ -9,7 +9,7 @@ use crate::vmm::Vectors;
 
 /// Bytes of an MSI-X table entry (PCI Local Bus 3.0, section 6.8.2).
 const ENTRY_SIZE: u64 = 16;
-/// Where in it the Vector Control is.
+/// Offset of the Vector Control in it.
 const VECTOR_CONTROL: u64 = 12;
 /// The unit in which a driver is to write the table.
 const DWORD: u64 = 4;
@@ -18,7 +18,7 @@ const DWORD: u64 = 4;
 #[derive(Debug)]
 pub(super) struct Routes {
     vectors: Box<dyn Vectors>,
-    /// What the hypervisor was told last.
+    /// The hypervisor's last routes.
     told: Vec<Option<(u64, u32)>>,
 }
 

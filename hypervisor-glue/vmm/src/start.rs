@@ -15,7 +15,7 @@ use crate::vmm::Vmm;
 /// A function that a VMM's configuration describes cannot be had.
 #[derive(Debug, Error)]
 pub enum StartError {
-    /// What is described is no function.
+    /// The description is that of no function.
     #[error(transparent)]
     Option(#[from] OptionError),
     /// The drive or the part of it cannot be had.
@@ -26,8 +26,8 @@ pub enum StartError {
     Device(#[from] DeviceError),
 }
 
-/// How long a drive that was handed over is waited for, where somebody else has it: longer than a
-/// process that failed to take it takes to end, and shorter than a guest's driver waits for I/O.
+/// Longest wait for a drive that was handed over, while another process has it: longer than a process that
+/// failed to take it takes to end, and shorter than a guest's driver waits for I/O.
 const TAKE_BACK_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Puts the function that `config` describes into `vmm`, which knows it as `id`. It reaches no guest

@@ -32,15 +32,15 @@ const BAR0: u64 = 0x10;
 const BAR4: u64 = 0x20;
 /// Message Control of MSI-X, and its enable bit.
 const MSIX_CONTROL: (u64, [u8; 2]) = (0x52, [0x00, 0x80]);
-/// Where doorbells begin.
+/// Start of the doorbells.
 const DOORBELLS: u64 = 0x1000;
 const NOWHERE: [u64; 0] = [];
 
-/// What a VMM was asked.
+/// Requests to a VMM.
 #[derive(Debug, Default)]
 struct Asked {
     mapped: Mutex<BTreeMap<u64, Arc<Mapping>>>,
-    /// How often it was asked to map something, and whether it refuses to.
+    /// Number of requests to map something, and whether it refuses them.
     maps: Mutex<u32>,
     refuses: AtomicBool,
     tied: Mutex<BTreeMap<u64, RawFd>>,
@@ -127,7 +127,7 @@ impl Asked {
         self.mapped.lock().unwrap().keys().copied().collect()
     }
 
-    /// Where in BAR0, if that begins at `bar`.
+    /// Returns the offsets in BAR0, if that begins at `bar`.
     fn tied_at(&self, bar: u64) -> Vec<u64> {
         let tied = self.tied.lock().unwrap();
         tied.keys().map(|address| address - bar).collect()
@@ -234,7 +234,7 @@ fn look(device: &FunctionDevice) {
     configure(device, COMMAND.0, &COMMAND.1);
 }
 
-/// Where a doorbell of queue 1 is in its page.
+/// Returns the place of a doorbell of queue 1 in its page.
 fn place_of(device: &FunctionDevice, doorbell: Doorbell) -> u64 {
     with(device, |function| {
         doorbell.bar_offset(function.attachment().doorbells().dstrd()) - DOORBELLS

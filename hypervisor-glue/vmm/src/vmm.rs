@@ -34,7 +34,7 @@ impl VmmError {
     }
 }
 
-/// What a function asks of the VMM that it lives in. Any thread may call any of it.
+/// Demands of a function on the VMM that it lives in. Any thread may call any of it.
 pub trait Vmm: fmt::Debug + Send + Sync {
     /// Makes `memory` what the guest has at `gpa`: from now on its accesses there exit to nobody.
     ///
@@ -79,7 +79,7 @@ pub trait Vmm: fmt::Debug + Send + Sync {
 
 /// The interrupt vectors of one function. Dropping them gives them back.
 pub trait Vectors: fmt::Debug + Send {
-    /// What raises a vector when it is signalled.
+    /// Returns the eventfd that raises a vector when it is signalled.
     ///
     /// # Errors
     /// There is no such vector, or there are no file descriptors left.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::DemoError;
 use crate::process;
 
-/// How long the host's driver may take to show a drive's namespace.
+/// Longest time that the host's driver may take to show a drive's namespace.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The block device of the drive's first namespace, which the host's driver shows a moment after it has

@@ -1,4 +1,4 @@
-//! How the drive is divided, and the proof that everyone kept to it.
+//! Division of the drive, and the proof that each guest kept to its part.
 //!
 //! Between, before and after the ranges lie guards that nobody leases. The host marks them, each guest
 //! fills its whole range with blocks that name the guest and the block, and in the end the host reads
@@ -20,7 +20,7 @@ const RANGE: u64 = 256 * MIB;
 const SMALLEST_RANGE: u64 = 64 * MIB;
 /// A guest's pattern names the block of this size that it is in.
 const BLOCK: u64 = 128 << 10;
-/// What a guard holds: a mark, and where it is.
+/// Content of a guard: a mark, and its place.
 const GUARD_TAG: [u8; 8] = *b"no-lease";
 /// No more faults are told than a person would read.
 const FAULTS: usize = 10;
@@ -39,7 +39,7 @@ impl Range {
     }
 }
 
-/// Where the drive's data is.
+/// Place of the drive's data.
 #[derive(Debug)]
 enum Place {
     /// In the server's memory, where only the guests can look.
@@ -120,7 +120,7 @@ impl Layout {
         }
     }
 
-    /// Where the host can read and write the drive's data, while nobody serves it.
+    /// Returns the path by which the host can read and write the drive's data, while no server has it.
     fn path(&self) -> Result<Option<PathBuf>, DemoError> {
         match &self.place {
             Place::Memory => Ok(None),

@@ -1,4 +1,4 @@
-//! What each guest measures.
+//! Measurements of each guest.
 
 use std::time::Duration;
 
@@ -84,7 +84,7 @@ pub(super) fn measure(
     Ok(report)
 }
 
-/// What the guest itself says about its kernel and its drive.
+/// Asks the guest itself about its kernel and its drive.
 fn identify(guest: &Guest, vcpus: u32) -> Result<GuestReport, DemoError> {
     let said = guest.check(
         "uname -r; cat /sys/class/nvme/nvme0/model /sys/block/nvme0n1/size",

@@ -18,16 +18,16 @@ use crate::provision::lab::LabAssets;
 /// The lab's only drive, and where it is in there.
 const DRIVE: &str = "a";
 const ADDRESS: &str = "0000:01:00.0";
-/// What the drive has for each guest, and what is left between them.
+/// Bytes of the drive for each guest, and those left between them.
 const SHARE: u64 = (64 + 16) << 20;
 const GUARD: u64 = 16 << 20;
-/// What each guest takes of the lab's memory, and what the lab itself does.
+/// Memory of the lab that each guest takes, and that of the lab itself.
 const GUEST_MIB: u32 = 640;
 const HOST_MIB: u32 = 2048;
 /// Longer than any demonstration takes: a job's run time is for each guest to choose.
 const PATIENCE: Duration = Duration::from_secs(3600);
 const REPORT: &str = "/tmp/demo.json";
-/// How many labs it is given in, one after the other, while guests are lost.
+/// Most labs that it is given in, one after the other, while guests are lost.
 const ATTEMPTS: u32 = 4;
 
 /// Gives the demonstration inside a lab of its own, and in another one if a guest was lost.
@@ -115,7 +115,7 @@ impl Write for Said {
     }
 }
 
-/// What was asked of us, asked of the program inside.
+/// Returns the command of the program inside, with the options given here.
 fn command(options: &Options) -> String {
     let mut command = format!(
         "demo --drive {ADDRESS} --guests {} --kernel {} --doorbells {} --vcpus {} --runtime {}",

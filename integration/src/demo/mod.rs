@@ -36,7 +36,7 @@ const POWER_OFF_PATIENCE: Duration = Duration::from_secs(60);
 #[derive(Debug, Parser)]
 #[command(name = "demo", version)]
 pub struct Options {
-    /// How many guests share the drive
+    /// Number of guests that share the drive
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=16))]
     guests: u32,
     /// The guests' kernel: 6.1 (Debian 12), 6.12 (Debian 13), or the path of an image
@@ -47,13 +47,13 @@ pub struct Options {
     /// default a file that is made for it
     #[arg(long, value_name = "PATH|ADDRESS|memory:SIZE|lab")]
     drive: Option<DriveChoice>,
-    /// How guests ring doorbells
+    /// Way in which guests ring doorbells
     #[arg(long, value_enum, default_value_t = Doorbells::Shadow)]
     doorbells: Doorbells,
     /// vCPUs of each guest, and so its I/O queues
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=16))]
     vcpus: u32,
-    /// How long each job runs
+    /// Duration of each job
     #[arg(long, value_name = "SECONDS", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
     runtime: u64,
     /// Only the jobs that have this in their names, such as randread or verify
@@ -90,7 +90,7 @@ impl Doorbells {
 /// need not happen again (`EX_TEMPFAIL`).
 pub const GUEST_LOST: u8 = 75;
 
-/// What the guests share.
+/// Drive that the guests share.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum DriveChoice {
     Path(PathBuf),
@@ -188,7 +188,7 @@ pub enum DemoError {
     Drive {
         /// The guest.
         guest: String,
-        /// What it said.
+        /// Its output.
         said: String,
     },
 }

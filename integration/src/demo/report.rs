@@ -45,9 +45,9 @@ impl GuestReport {
 pub(super) struct Report {
     pub(super) doorbells: Doorbells,
     pub(super) guests: Vec<GuestReport>,
-    /// Whether the host could read what lies between the ranges.
+    /// True if the host could read what lies between the ranges.
     pub(super) guards_checked: bool,
-    /// What the host found in the wrong place.
+    /// Bytes that the host found in the wrong place.
     pub(super) faults: Vec<String>,
 }
 
@@ -62,7 +62,7 @@ struct JsonGuest<'a> {
     name: &'a str,
     kernel: &'a str,
     verify_ok: bool,
-    /// What went wrong, in words.
+    /// Failures, in words.
     failures: &'a [String],
     jobs: &'a [JobReport],
 }

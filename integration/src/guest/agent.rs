@@ -1,4 +1,4 @@
-//! What is said to a guest, whatever VMM it runs in: scripts for its agent, and its end.
+//! Requests to a guest, whatever VMM it runs in: scripts for its agent, and its end.
 
 use std::fs;
 use std::os::unix::net::UnixStream;
@@ -160,7 +160,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Whether the VMM has ended.
+    /// Returns whether the VMM has ended.
     ///
     /// # Errors
     /// If the system can't tell.

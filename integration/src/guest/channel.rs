@@ -14,16 +14,16 @@ use thiserror::Error;
 
 use super::base64;
 
-/// How often a guest is reminded of what it has not read yet, at first and later.
+/// Intervals at which a guest is reminded of unread input, at first and later.
 const REMINDERS: [(Duration, Duration); 2] = [
     (Duration::from_secs(3), Duration::from_millis(50)),
     (Duration::MAX, Duration::from_secs(1)),
 ];
 
-/// How often it is looked whether a guest is lost.
+/// Interval of checks for lost guests.
 const LOOK: Duration = Duration::from_secs(5);
 
-/// What a guest is asked that left a script without an end, and how long it may take to answer.
+/// Inquiry to a guest that left a script without an end, and the longest time for its answer.
 const INQUIRY: &str = include_str!("../../../resources/guest/inquiry");
 const INQUIRY_PATIENCE: Duration = Duration::from_secs(20);
 
@@ -33,23 +33,23 @@ pub enum ChannelError {
     /// It says nothing.
     #[error("waited {patience:?} in vain for {what}{}", sign_of_life(.life.as_deref()))]
     Timeout {
-        /// What was waited for.
+        /// Event that was waited for.
         what: String,
-        /// How long.
+        /// Time that was waited.
         patience: Duration,
-        /// What came of another script, if it was asked to run one.
+        /// Result of another script, if it was asked to run one.
         life: Option<Box<Life>>,
     },
     /// It will never answer again.
     #[error("it runs with its host's registers, and {what} was waited for")]
     Lost {
-        /// What was waited for.
+        /// Event that was waited for.
         what: String,
     },
     /// The line was cut: the VMM has ended.
     #[error("its VMM ended while {what} was waited for")]
     Closed {
-        /// What was waited for.
+        /// Event that was waited for.
         what: String,
     },
     /// The line could not be set up.
@@ -74,7 +74,7 @@ fn sign_of_life(life: Option<&Life>) -> String {
     }
 }
 
-/// What a script printed, and its exit status.
+/// Output of a script, and its exit status.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Output {
     /// The exit status; 128 + N for a script that died of signal N.
@@ -91,7 +91,7 @@ pub struct Job {
 }
 
 impl Job {
-    /// What it runs.
+    /// Returns the script that it runs.
     pub fn script(&self) -> &str {
         &self.script
     }
@@ -147,7 +147,7 @@ impl Channel {
         self.reminds = true;
     }
 
-    /// Whether it does.
+    /// Returns whether it does.
     pub(super) fn reminds(&self) -> bool {
         self.reminds
     }

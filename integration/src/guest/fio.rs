@@ -21,9 +21,9 @@ pub enum FioError {
     Report {
         /// The job.
         job: String,
-        /// What is wrong with it.
+        /// Cause.
         reason: String,
-        /// What fio printed instead.
+        /// Output of fio instead.
         text: String,
     },
     /// fio itself reports an error: an I/O error or wrong data.
@@ -33,7 +33,7 @@ pub enum FioError {
         job: String,
         /// An errno; 84 (EILSEQ) is wrong data.
         code: i64,
-        /// What fio printed.
+        /// Output of fio.
         text: String,
     },
 }
@@ -106,7 +106,7 @@ impl Fio {
         )
     }
 
-    /// How long to wait for it.
+    /// Returns the longest wait for it.
     pub fn patience(&self) -> Duration {
         self.runtime + SLACK
     }
@@ -165,7 +165,7 @@ impl Fio {
     }
 }
 
-/// What a job did.
+/// Result of a job.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Report {
     /// Reads, those for verification included.

@@ -22,7 +22,7 @@ pub enum FirmwareError {
     /// The text never appeared.
     #[error("The firmware's console never says {expected:?}:\n{console}\nQEMU says:\n{log}")]
     Silent {
-        /// What was waited for.
+        /// Text that was waited for.
         expected: String,
         /// The end of the console.
         console: String,

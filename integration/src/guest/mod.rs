@@ -34,26 +34,27 @@ pub use qmp::QmpError;
 
 use qmp::Qmp;
 
-/// How long QEMU waits for an answer to a vfio-user message; 5 s unless it is told.
+/// Time that QEMU waits for an answer to a vfio-user message; 5 s by default.
 const MESSAGE_TIMEOUT_MS: u32 = 60_000;
 
 /// A guest emulated in software on a busy machine boots within this. One in the lab, on a physical drive, took up to
 /// 135 s to boot and verify 4 MiB where a dozen other processes wanted its two processors.
 pub const BOOT_PATIENCE: Duration = Duration::from_secs(180);
-/// What has a kernel boot from the file system on its first NVMe drive, whose user land is that of guests.
+/// Arguments with which a kernel boots from the file system on its first NVMe drive, whose user land is that
+/// of guests.
 pub const ROOT_ARGUMENTS: &str = "root=/dev/nvme0n1 rw init=/init";
 /// A panic ends the machine. A kernel looks for ten ticks of its timer when it starts; on a busy machine it would
 /// find too few of them and panic.
 const KERNEL_ARGUMENTS: &str = "console=ttyS0 panic=-1 no_timer_check";
-/// How much of a panic an error shows.
+/// Lines of a panic that an error shows.
 const PANIC_LINES: usize = 25;
-/// How long QEMU may take to open its sockets.
+/// Longest time that QEMU may take to open its sockets.
 const START_PATIENCE: Duration = Duration::from_secs(30);
 
-/// Whether an error came of a guest that was lost: KVM on an emulated processor now and then ends one without
-/// a word. Its VMM has ended then, or the guest has reset itself in the reference VMM, or it never came up, or it
-/// goes on with [registers of its host](crate::vmm::counters::has_foreign_registers), or KVM itself says that it
-/// cannot go on.
+/// Returns whether an error came of a guest that was lost: KVM on an emulated processor now and then ends one
+/// without a word. Its VMM has ended then, or the guest has reset itself in the reference VMM, or it never
+/// came up, or it goes on with [registers of its host](crate::vmm::counters::has_foreign_registers), or KVM
+/// itself says that it cannot go on.
 pub fn is_lost(error: &dyn std::error::Error) -> bool {
     let text = crate::error_chain(error);
     [
@@ -69,7 +70,7 @@ pub fn is_lost(error: &dyn std::error::Error) -> bool {
     .any(|said| text.contains(said))
 }
 
-/// What went wrong with a guest.
+/// Errors of a guest.
 #[derive(Debug, Error)]
 pub enum GuestError {
     /// The guest's folder or a socket in it can't be made.
@@ -96,7 +97,7 @@ pub enum GuestError {
     Silent {
         /// The guest.
         guest: String,
-        /// What was waited for.
+        /// Cause.
         reason: ChannelError,
         /// The end of its console.
         console: String,
@@ -108,7 +109,7 @@ pub enum GuestError {
     Command {
         /// The guest.
         guest: String,
-        /// What was run.
+        /// Script that was run.
         script: String,
         /// Its exit status.
         status: i32,
@@ -120,12 +121,12 @@ pub enum GuestError {
     Monitor {
         /// The guest.
         guest: String,
-        /// What.
+        /// Cause.
         reason: QmpError,
     },
 }
 
-/// Where a drive of a guest comes from.
+/// Source of a guest's drive.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
     /// A vfio-user socket.
@@ -141,7 +142,7 @@ pub enum Source {
 pub struct Drive {
     /// QEMU's name for the device.
     pub id: String,
-    /// Where it comes from.
+    /// Source.
     pub source: Source,
     /// The bus that it is plugged into; `None`: the root bus.
     pub bus: Option<String>,
@@ -225,7 +226,8 @@ impl Drive {
         format!("{}-thread", self.id)
     }
 
-    /// What QEMU must open before it makes the device: past the page cache, as drives are.
+    /// Returns the block device that QEMU must open before it makes the device: past the page cache, as
+    /// drives are.
     fn block_device(&self) -> Option<serde_json::Value> {
         let Source::VirtioBlk(path) = &self.source else {
             return None;
@@ -241,7 +243,7 @@ impl Drive {
     }
 }
 
-/// What runs a guest's instructions.
+/// Execution of a guest's instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Accelerator {
     /// QEMU emulates them, as this CPU: on any machine.
@@ -268,7 +270,7 @@ impl Accelerator {
 /// The bus of a PCIe root port that a guest with [`GuestConfig::hotplug`] has.
 pub const HOTPLUG_BUS: &str = "port0";
 
-/// How a guest is made.
+/// Configuration of a guest.
 #[derive(Debug, Clone)]
 pub struct GuestConfig {
     name: String,

@@ -23,7 +23,7 @@ pub enum NvmeError {
     NoStatus {
         /// The command.
         command: String,
-        /// What it printed.
+        /// Output.
         text: String,
     },
     /// The command ended with another status than the specification asks for.
@@ -31,21 +31,21 @@ pub enum NvmeError {
     Unexpected {
         /// The command.
         command: String,
-        /// What the device answered.
+        /// Status that the device answered.
         found: u16,
-        /// What it should have answered.
+        /// Status that it should have answered.
         expected: u16,
-        /// What the command printed.
+        /// Output of the command.
         text: String,
     },
 }
 
-/// What a command ended with.
+/// End of a command.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Completion {
     /// Status Code Type (bits 10:8) and Status Code (bits 7:0); 0 is success.
     pub status: u16,
-    /// What nvme-cli printed.
+    /// Output of nvme-cli.
     pub text: String,
 }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use thiserror::Error;
 
-/// How long QEMU may take to answer.
+/// Longest time that QEMU may take to answer.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The monitor did not do what was asked.
@@ -16,7 +16,7 @@ pub enum QmpError {
     /// The connection failed, or nothing came in time.
     #[error("QEMU's monitor does not answer `{asked}`: {reason}")]
     Io {
-        /// What was asked.
+        /// Request.
         asked: String,
         /// Why.
         reason: std::io::Error,
@@ -24,7 +24,7 @@ pub enum QmpError {
     /// QEMU refused.
     #[error("QEMU refused `{asked}`: {reason}")]
     Refused {
-        /// What was asked.
+        /// Request.
         asked: String,
         /// QEMU's words.
         reason: String,

@@ -18,7 +18,7 @@ use crate::guest::Guest;
 
 /// The program that calls [`drop_anchor`].
 pub(super) const PROGRAM: &str = "kvm-anchor";
-/// What it says when the machines are there.
+/// Output when the machines are there.
 pub const DROPPED: &str = "holding the static keys of KVM";
 /// Inputs of an I/O APIC, which is all that the ioctl wants to know.
 const IO_APIC_PINS: u64 = 24;

@@ -11,9 +11,9 @@ use super::LabError;
 
 /// The bus of the first root port; the next ones follow, in the order of the drives.
 const FIRST_BUS: usize = 1;
-/// How many namespaces a drive can have.
+/// Most namespaces of a drive.
 const MAX_NAMESPACES: u32 = 16;
-/// How many I/O queue pairs QEMU's device can have (hw/nvme/ctrl.c).
+/// Most I/O queue pairs of QEMU's device (hw/nvme/ctrl.c).
 const MAX_QUEUES: u32 = 0xffff - 1;
 
 /// A drive of the lab.
@@ -25,13 +25,13 @@ pub struct LabDrive {
     pub size: u64,
     /// The size of a logical block: 512 or 4096.
     pub lba_size: u32,
-    /// How many namespaces it has. With more than one it can't be plugged in again after it was removed.
+    /// Number of namespaces. With more than one it can't be plugged in again after it was removed.
     pub namespaces: u32,
-    /// How many I/O queue pairs it grants.
+    /// Number of I/O queue pairs that it grants.
     pub max_ioqpairs: u32,
     /// Maximum Data Transfer Size, a power of two of 4 KiB pages; 0: no limit.
     pub mdts: u8,
-    /// Whether it offers Doorbell Buffer Config.
+    /// True if it offers Doorbell Buffer Config.
     pub dbcs: bool,
     /// It does no more than this many I/Os a second.
     pub iops: Option<u64>,
@@ -42,13 +42,13 @@ pub struct LabDrive {
     pub image: Option<PathBuf>,
 }
 
-/// What is wrong with a drive's description.
+/// Mistakes in a drive's description.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum DriveError {
     /// Not `key=value`.
     #[error("'{part}' is not KEY=VALUE")]
     NotAPair {
-        /// What stands there.
+        /// Text at that place.
         part: String,
     },
     /// No such key.
@@ -66,7 +66,7 @@ pub enum DriveError {
         key: String,
         /// The value.
         value: String,
-        /// What it must be.
+        /// Rule that it must keep.
         rule: &'static str,
     },
     /// A drive without a name.
@@ -301,7 +301,7 @@ impl Placed {
         format!("{node}-file")
     }
 
-    /// What QEMU's `device_add` takes.
+    /// Returns the arguments of QEMU's `device_add`.
     pub(super) fn device(&self) -> Value {
         let drive = &self.drive;
         let mut device = json!({

@@ -1,4 +1,4 @@
-//! What chance does to drives, done on request through QEMU's monitor.
+//! Mishaps of drives, made on request through QEMU's monitor.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -10,19 +10,19 @@ use thiserror::Error;
 use super::drive::{LabDrive, Placed};
 use crate::guest::qmp::{Qmp, QmpError};
 
-/// What is read once a drive is held to a byte a second: it then owes more than any test waits for.
+/// Read after a drive is held to a byte a second: it then owes more than any test waits for.
 const FREEZING_READ: &str = "aio_read 0 1M";
 
-/// What can be done to a drive.
+/// Request to do something to a drive.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
     /// The drive.
     pub drive: String,
-    /// What.
+    /// Action.
     pub action: Action,
 }
 
-/// What can be done to a drive, in the words in which it is asked for.
+/// Action on a drive, in the words of the request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
     /// `freeze DRIVE`: no read or write completes any more. Registers, admin commands and Flush go on, and
@@ -46,7 +46,7 @@ pub enum Action {
     Plug,
 }
 
-/// What fails.
+/// Direction that fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     /// Reads.
@@ -66,7 +66,7 @@ pub enum FaultError {
          [BLOCK], heal DRIVE, warn DRIVE BITS, unplug DRIVE or plug DRIVE"
     )]
     NotARequest {
-        /// What was asked.
+        /// Request.
         text: String,
     },
     /// No such drive.

@@ -1,4 +1,4 @@
-//! What a program that runs inside the lab has there.
+//! Surroundings of a program that runs inside the lab.
 
 use std::fs;
 use std::io;
@@ -10,7 +10,7 @@ use thiserror::Error;
 use crate::process::{self, ProcessError};
 use crate::provision::lab as place;
 
-/// What went wrong inside the lab.
+/// Errors inside the lab.
 #[derive(Debug, Error)]
 pub enum InsideError {
     /// A file of the lab can't be used.

@@ -53,9 +53,9 @@ use control::Control;
 const PATIENCE: Duration = Duration::from_secs(60);
 /// The host's own guests take half a GiB each, and its file systems live in memory.
 const MEMORY_MIB: u32 = 3072;
-/// How often the lab is asked whether it is there while a long command runs.
+/// Interval of checks that the lab is alive while a long command runs.
 const HEARTBEAT: Duration = Duration::from_secs(15);
-/// How often a command's output is looked at.
+/// Interval at which a command's output is read.
 const FOLLOW: Duration = Duration::from_millis(20);
 /// Memory encryption and the like are not emulated; SVM with nested paging is what KVM needs.
 const CPU: &str = "EPYC,+svm,+npt,+vgif";
@@ -69,7 +69,7 @@ const KERNEL_ARGUMENTS: &str = "intel_iommu=on oops=panic log_buf_len=4M no_time
 const HUGE_PAGES: &str = "policy=/sys/kernel/mm/transparent_hugepage/shmem_enabled; \
                           [ ! -e $policy ] || echo within_size >$policy";
 
-/// What went wrong with the lab.
+/// Errors of the lab.
 #[derive(Debug, Error)]
 pub enum LabError {
     /// It can't be provided.
@@ -97,7 +97,7 @@ pub enum LabError {
     NotHandedOver {
         /// The files.
         wanted: String,
-        /// How many there are.
+        /// Number that was found.
         found: usize,
     },
     /// Two drives of one name.
@@ -108,12 +108,12 @@ pub enum LabError {
     },
 }
 
-/// What became of a command in the lab.
+/// Result of a command in the lab.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LabReport {
     /// Its exit status.
     pub status: i32,
-    /// How many accesses of devices the IOMMU has refused.
+    /// Number of accesses of devices that the IOMMU has refused.
     pub iommu_faults: u64,
     /// The files brought back, as they are called here.
     pub files: Vec<PathBuf>,
@@ -121,7 +121,7 @@ pub struct LabReport {
     pub console: String,
 }
 
-/// How the lab is made.
+/// Configuration of a lab.
 #[derive(Debug, Clone)]
 pub struct LabConfig {
     drives: Vec<LabDrive>,
@@ -192,7 +192,7 @@ pub struct Lab {
     folder: PathBuf,
 }
 
-/// What the lab has written into one of its ports, which is a file here, and how much of it was taken.
+/// Output of one of the lab's ports, which is a file here, and the part of it that was taken.
 #[derive(Debug)]
 struct Stream {
     path: PathBuf,
@@ -388,8 +388,8 @@ impl Lab {
         self.check(&format!("lab-ctl {request}"), PATIENCE)
     }
 
-    /// How many accesses of devices the IOMMU has refused so far, by the kernel's log. The kernel leaves
-    /// some out when there are many, never all.
+    /// Returns the number of accesses of devices that the IOMMU has refused so far, by the kernel's log. The
+    /// kernel leaves some out when there are many, never all.
     ///
     /// # Errors
     /// If the lab does not answer.

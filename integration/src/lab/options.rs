@@ -50,7 +50,7 @@ pub struct Options {
     /// Brings a file back, to the folder of --into
     #[arg(long = "get", value_name = "FILE")]
     get: Vec<String>,
-    /// Where files that are brought back go
+    /// Folder to which files are brought back
     #[arg(long, value_name = "FOLDER", default_value = ".")]
     into: PathBuf,
     /// Gives the command this long

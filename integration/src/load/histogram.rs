@@ -5,7 +5,7 @@ const SUB: usize = 1 << SUB_BITS;
 /// Values below `2 * SUB` have a bucket each; each octave above has `SUB` buckets.
 const BUCKETS: usize = (64 - SUB_BITS as usize + 1) * SUB;
 
-/// How often each value came.
+/// Count of each value.
 #[derive(Clone, Debug)]
 pub(super) struct Histogram {
     counts: Box<[u64]>,
@@ -82,7 +82,7 @@ impl Histogram {
         self.max
     }
 
-    /// How many values were above `limit`, to the precision of a bucket.
+    /// Returns the number of values above `limit`, to the precision of a bucket.
     pub(super) fn above(&self, limit: u64) -> u64 {
         self.counts[Self::bucket(limit).min(BUCKETS - 1) + 1..]
             .iter()

@@ -12,7 +12,7 @@ use super::clock::ticks;
 use super::histogram::Histogram;
 use super::plan::{Plan, SlotData};
 
-/// What a lane has measured.
+/// Measurements of a lane.
 #[derive(Clone, Debug)]
 pub(super) struct Tally {
     /// Latencies in ticks, of every command since measuring began.
@@ -24,7 +24,7 @@ pub(super) struct Tally {
     pub(super) doorbell_writes: u64,
     pub(super) doorbell_rings: u64,
     pub(super) interrupts: u64,
-    /// How often completions were there that no interrupt had come for.
+    /// Number of completions that no interrupt had come for.
     pub(super) lost_interrupts: u64,
 }
 
@@ -70,7 +70,7 @@ impl Limits {
     }
 }
 
-/// What a lane counts all the time.
+/// Counts of a lane from its start.
 #[derive(Clone, Copy, Debug)]
 struct Counters {
     doorbell_writes: u64,
@@ -94,7 +94,7 @@ pub(super) struct Lane {
     _lists: Vec<DmaBuffer>,
     /// Interrupts taken so far.
     interrupts: u64,
-    /// What had been counted when measuring began.
+    /// Counts at the beginning of the measurement.
     base: Option<Counters>,
 }
 

@@ -50,7 +50,7 @@ pub enum LoadError {
     /// An operating system call failed.
     #[error("{what} failed")]
     System {
-        /// What was tried.
+        /// Action that failed.
         what: &'static str,
         /// Its error.
         source: std::io::Error,
@@ -84,7 +84,7 @@ pub enum LoadError {
         queue: u16,
         /// Commands without completion.
         outstanding: usize,
-        /// How long.
+        /// Time after which it happened.
         after: Duration,
     },
     /// A read did not give what was written.

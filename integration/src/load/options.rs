@@ -1,4 +1,4 @@
-//! What load to run.
+//! Options of a load.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -16,7 +16,7 @@ pub enum Pattern {
     Sequential,
 }
 
-/// How doorbells are rung.
+/// Way in which doorbells are rung.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Doorbells {
     /// The first of `shadow`, `mapped` and `trap` that the controller offers.
@@ -42,7 +42,7 @@ impl Doorbells {
     }
 }
 
-/// What load to run on which function.
+/// Load to run, and the function to run it on.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
     /// vfio-user socket of the function
@@ -97,7 +97,7 @@ pub struct Options {
     #[arg(long, value_delimiter = ',', value_name = "CPU,…")]
     pub cpu: Vec<usize>,
 
-    /// How doorbells are rung
+    /// Way in which doorbells are rung
     #[arg(long, value_enum, default_value_t)]
     pub doorbells: Doorbells,
 

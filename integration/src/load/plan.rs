@@ -15,7 +15,7 @@ pub(super) struct Next {
     pub(super) slba: u64,
 }
 
-/// Where the data of a slot is.
+/// Place of a slot's data.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SlotData<'a> {
     pub(super) slot: usize,

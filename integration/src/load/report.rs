@@ -1,4 +1,4 @@
-//! What a load measured.
+//! Report of a load.
 
 use std::fmt;
 
@@ -52,7 +52,7 @@ pub struct Report {
     pub size: u64,
     /// Percentage of reads.
     pub read_percent: u8,
-    /// Whether addresses were random.
+    /// True if addresses were random.
     pub random: bool,
     /// I/O queue pairs.
     pub queues: u16,
@@ -60,9 +60,9 @@ pub struct Report {
     pub qd: u16,
     /// `shadow`, `mapped` or `trap`.
     pub doorbells: &'static str,
-    /// Whether interrupts were waited for.
+    /// True if interrupts were waited for.
     pub interrupts: bool,
-    /// Whether all data was verified.
+    /// True if all data was verified.
     pub verified: bool,
     /// Seconds measured.
     pub seconds: f64,

@@ -1,4 +1,4 @@
-//! What a load needs before it runs: memory, a controller that is up, queue pairs with their slots.
+//! Needs of a load before it runs: memory, a controller that is up, queue pairs with their slots.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use super::clock::Calibration;
 use super::lane::Lane;
 use super::options::{Options, Pattern};
 
-/// Where the guest's memory begins: above 4 GiB, as most of a large guest's is.
+/// Start of the guest's memory: above 4 GiB, as most of a large guest's is.
 const MEMORY_BASE: u64 = 1 << 32;
 const HUGE_PAGE: usize = 2 << 20;
 /// The namespace under load.
@@ -163,7 +163,7 @@ pub(super) fn bring_up(
     Ok((controller, target))
 }
 
-/// Whether the options fit the namespace and each other.
+/// Checks whether the options fit the namespace and each other.
 fn check(
     target: &Target,
     range: u64,

@@ -47,7 +47,7 @@ enum Phase {
     Check,
 }
 
-/// What a slot has outstanding.
+/// Outstanding command of a slot.
 #[derive(Clone, Copy, Debug)]
 struct Pending {
     place: u64,

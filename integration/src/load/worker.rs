@@ -15,7 +15,7 @@ use super::{paced, verified};
 
 /// Turns without a completion between two looks at the clock.
 const IDLE_TURNS: u32 = 64;
-/// How long an interrupt may be missing before the queue is looked at all the same.
+/// Time without an interrupt after which the queue is examined all the same.
 const LOST_INTERRUPT: Duration = Duration::from_secs(1);
 
 /// Runs the load on all lanes, by threads; gives what each lane measured.

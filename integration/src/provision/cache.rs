@@ -1,4 +1,4 @@
-//! What was provisioned once is kept: a folder per recipe, complete or absent.
+//! Cache of provisioned things: a folder per recipe, complete or absent.
 
 use std::fs::{self, File};
 use std::io;

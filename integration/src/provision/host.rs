@@ -1,4 +1,4 @@
-//! What the machine itself must have: asked for by program, installed by package where allowed.
+//! Programs of the machine itself: asked for by name, installed by package where allowed.
 
 use std::path::Path;
 use std::process::Command;
@@ -57,7 +57,7 @@ pub fn ensure(tools: &[Tool]) -> Result<(), ProvisionError> {
     Ok(())
 }
 
-/// Whether a program can be found.
+/// Returns whether a program can be found.
 pub fn on_path(program: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)

@@ -7,7 +7,7 @@ use std::process::Command;
 use super::ProvisionError;
 use crate::process;
 
-/// What an ext4 needs beside the files themselves.
+/// Bytes of an ext4 beside the files themselves.
 const OVERHEAD: u64 = 32 << 20;
 
 /// Makes an ext4 image of all that is in `folder`.

@@ -1,4 +1,4 @@
-//! What the lab boots: a kernel with the modules of a virtualisation host, a user land, and a disk with
+//! Parts that the lab boots: a kernel with the modules of a virtualisation host, a user land, and a disk with
 //! all that its own guests need. A program inside the lab finds the same things on that disk.
 
 use std::fs;
@@ -16,9 +16,9 @@ use crate::progress::Step;
 
 /// Set inside the lab.
 const INSIDE_VARIABLE: &str = "NVME_MPT_LAB";
-/// Where the lab has the disk of all that its guests need.
+/// Folder in which the lab has the disk of all that its guests need.
 const ASSETS: &str = "/lab/assets";
-/// Where the lab has what this run brought.
+/// Folder in which the lab has the files of this run.
 const RUN: &str = "/lab/run";
 
 /// Modules of a virtualisation host. What these need comes with them; what a kernel has built in, as
@@ -97,7 +97,7 @@ impl LabAssets {
     }
 }
 
-/// Whether this program runs inside the lab.
+/// Returns whether this program runs inside the lab.
 pub fn is_inside() -> bool {
     std::env::var_os(INSIDE_VARIABLE).is_some() && Path::new(ASSETS).is_dir()
 }
@@ -107,7 +107,7 @@ pub fn brought(name: &str) -> PathBuf {
     Path::new(RUN).join(name)
 }
 
-/// What a guest inside the lab boots.
+/// Returns the parts that a guest inside the lab boots.
 pub(super) fn nested(choice: &KernelChoice) -> Result<Assets, ProvisionError> {
     let assets = Path::new(ASSETS);
     Ok(Assets {

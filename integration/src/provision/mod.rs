@@ -61,7 +61,7 @@ pub enum ProvisionError {
     /// Something is missing and only root may install it.
     #[error("Missing: {programs}. Run as root: apt-get update && apt-get install -y {packages}")]
     Missing {
-        /// What is missing.
+        /// Missing programs.
         programs: String,
         /// The packages that bring it.
         packages: String,
@@ -71,7 +71,7 @@ pub enum ProvisionError {
     NotInPackages {
         /// The suite.
         suite: String,
-        /// What was looked for.
+        /// Name that was looked for.
         what: String,
     },
     /// A QEMU that doesn't do what is needed.

@@ -93,7 +93,7 @@ impl Qemu {
         image.is_file().then_some(image)
     }
 
-    /// What it calls itself.
+    /// Returns its version, as it reports it.
     ///
     /// # Errors
     /// If it can't be run.

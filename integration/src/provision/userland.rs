@@ -81,10 +81,10 @@ pub(super) fn provide(cache: &Cache) -> Result<PathBuf, ProvisionError> {
     Ok(folder.join("initramfs"))
 }
 
-/// What some guests have beyond it.
+/// Additions of some guests.
 pub(super) struct Additions<'a> {
     pub(super) folders: &'a [&'a str],
-    /// Where the guest has them, what they say.
+    /// Paths of scripts in the guest, with their text.
     pub(super) scripts: &'a [(&'a str, &'a str)],
     /// A folder of modules, which the guest has in `lib/modules`.
     pub(super) modules: &'a Path,

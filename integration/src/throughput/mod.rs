@@ -1,5 +1,5 @@
-//! What an NVMe drive does through each way into a guest, in one run, in the lab: the host's own driver
-//! without any guest, whole-device pass-through, nvme-mpt, and virtio over the host's driver.
+//! Comparison of ways into a guest for one NVMe drive, in one run, in the lab: the host's own driver without
+//! any guest, whole-device pass-through, nvme-mpt, and virtio over the host's driver.
 //!
 //! In the lab an instruction costs many times what it costs on a processor, and the drive next to nothing:
 //! ratios between the ways are what is to be read, and they favour the way with fewer instructions.
@@ -35,17 +35,17 @@ const DRIVE_SIZE: u64 = 512 << 20;
 /// Longer than any run takes.
 const PATIENCE: Duration = Duration::from_secs(4 * 3600);
 const REPORT: &str = "/tmp/throughput.json";
-/// How often a way is measured whose guest is lost.
+/// Attempts to measure a way whose guest is lost.
 const ATTEMPTS: u32 = 3;
 
 /// Measures a drive through each way into a guest, in the lab, and prints a table with ratios
 #[derive(Debug, Parser)]
 #[command(name = "throughput", version)]
 pub struct Options {
-    /// How long each job runs
+    /// Duration of each job
     #[arg(long, value_name = "SECONDS", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
     runtime: u64,
-    /// How often everything is measured; the table has the medians
+    /// Rounds of measurements; the table has the medians
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
     /// Only the jobs with this in their names, such as "4k" or "qd32"
@@ -102,7 +102,7 @@ pub enum ThroughputError {
     /// No job is left.
     #[error("There is no job with '{part}' in its name")]
     NoJob {
-        /// What was looked for.
+        /// Part that was looked for.
         part: String,
     },
 }

@@ -17,7 +17,7 @@ const OURS: &str = "nvme-mpt";
 pub(super) struct Table {
     ways: Vec<String>,
     rows: Vec<Row>,
-    /// What the IOMMU has refused meanwhile.
+    /// Accesses that the IOMMU has refused meanwhile.
     pub(super) iommu_faults: u64,
 }
 

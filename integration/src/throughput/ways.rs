@@ -38,7 +38,7 @@ impl Way {
         Self::Virtio,
     ];
 
-    /// What the table calls it.
+    /// Returns its name in the table.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Host => "host driver",

@@ -13,7 +13,7 @@ use crate::checks::LOST;
 use crate::process;
 use crate::progress::say;
 
-/// What a program's success is worth.
+/// Worth of a program's success.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Worth {
     /// One check.

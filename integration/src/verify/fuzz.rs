@@ -11,7 +11,7 @@ use crate::progress::say;
 
 const MANIFEST: &str = "tests/fuzz/Cargo.toml";
 
-/// What libFuzzer wants of the compiler (LLVM, SanitizerCoverage): edges counted, comparisons traced.
+/// Options of the compiler for libFuzzer (LLVM, SanitizerCoverage): edges counted, comparisons traced.
 const FLAGS: &str = "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
      -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
      -Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-coverage-trace-compares \

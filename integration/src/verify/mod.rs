@@ -36,7 +36,7 @@ pub struct Options {
     /// Lists the steps and ends
     #[arg(long)]
     list: bool,
-    /// How long each fuzz target runs
+    /// Duration of each fuzz target
     #[arg(long, value_name = "SECONDS", default_value_t = 10)]
     fuzz_seconds: u64,
     /// Only the end-to-end tests with this in their name
@@ -95,7 +95,7 @@ pub enum VerifyError {
     /// No such step.
     #[error("There is no step '{name}': see --list")]
     NoStep {
-        /// What was asked for.
+        /// Name that was asked for.
         name: String,
     },
 }
@@ -126,7 +126,7 @@ impl Count {
     }
 }
 
-/// What a step works with.
+/// Tools of a step.
 struct Context<'a> {
     options: &'a Options,
     /// Logs, and builds that must not be mixed with the usual ones.
@@ -179,7 +179,7 @@ struct Outcome {
     not_checked: Vec<String>,
 }
 
-/// What the builds need beside Rust.
+/// Needs of the builds beside Rust.
 const TOOLS: &[Tool] = &[
     Tool {
         program: "cc",

@@ -22,7 +22,7 @@ const OEM: [u8; 6] = *b"NVMMPT";
 const TABLE: [u8; 8] = *b"REFERENC";
 const REVISION: u32 = 1;
 const IOAPIC_ID: u8 = 0;
-/// What a kernel need not look for (ACPI 6.5, table 5.11).
+/// Hardware that a kernel need not look for (ACPI 6.5, table 5.11).
 const NO_VGA: u16 = 1 << 2;
 const NO_CMOS_RTC: u16 = 1 << 5;
 

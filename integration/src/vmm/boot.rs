@@ -32,7 +32,7 @@ const CODE_SELECTOR: u16 = 0x10;
 const DATA_SELECTOR: u16 = 0x18;
 const GDT: [u64; 4] = [0, 0, 0x00AF_9B00_0000_FFFF, 0x00CF_9300_0000_FFFF];
 
-/// What the first vCPU starts with.
+/// Initial registers of the first vCPU.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Entry {
     address: u64,

@@ -1,4 +1,4 @@
-//! Where the guest's accesses go.
+//! Routing of the guest's accesses.
 
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -64,7 +64,7 @@ impl Bus {
         }
     }
 
-    /// What nobody answers reads as ones.
+    /// Reads a port; one that nothing answers reads as ones.
     pub(super) fn read_port(&self, port: u16, data: &mut [u8]) {
         match self.at_port(port) {
             Some((base, device)) => device.pio_read(PioAddress(base), port - base, data),
@@ -78,7 +78,7 @@ impl Bus {
         }
     }
 
-    /// What nobody answers reads as ones.
+    /// Reads an address; one that nothing answers reads as ones.
     pub(super) fn read_address(&self, address: u64, data: &mut [u8]) {
         match self.at_address(address) {
             Some((base, device)) => device.mmio_read(MmioAddress(base), address - base, data),

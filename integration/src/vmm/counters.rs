@@ -16,10 +16,10 @@ use vm_device::bus::{MmioAddress, MmioAddressOffset};
 
 use super::pci::RootComplex;
 
-/// Where KVM has a folder of counters for each machine (Linux, virt/kvm/kvm_main.c).
+/// Folder in which KVM has a folder of counters for each machine (Linux, virt/kvm/kvm_main.c).
 const FOLDERS: &str = "/sys/kernel/debug/kvm";
 
-/// What KVM has counted of a machine so far (Linux, arch/x86/kvm/x86.c).
+/// KVM's counts of a machine so far (Linux, arch/x86/kvm/x86.c).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct KvmCounters {
     /// Accesses of memory that exited to the VMM.
@@ -52,7 +52,7 @@ impl KvmCounters {
     }
 }
 
-/// Where KVM counts for the machine of a process, which goes by the thread that made it.
+/// Returns the folder of counters of a process's machine, which goes by the thread that made it.
 fn folder_of_process(pid: u32) -> io::Result<PathBuf> {
     let mut threads = Vec::new();
     for thread in fs::read_dir(format!("/proc/{pid}/task"))? {
@@ -80,7 +80,7 @@ fn read(folder: &Path, name: &str) -> io::Result<u64> {
     value.trim().parse().map_err(|_| no_number())
 }
 
-/// Whether the machine that a process has runs with registers that are not its guest's.
+/// Returns whether the machine that a process has runs with registers that are not its guest's.
 ///
 /// KVM on an emulated processor now and then has a guest go on with the registers of the host: at the host's
 /// VMRUN, with the host's page tables. Where these are, the guest has no memory, so that each access of them
@@ -116,9 +116,8 @@ impl fmt::Display for KvmCounters {
     }
 }
 
-/// What a guest writes to in order to have the counters told, while its vCPU stands still: KVM's, and
-/// how often and how long the VMM mapped doorbells, in how much time. It reads as how often the VMM
-/// unmapped them.
+/// Address that a guest writes to in order to have the counters printed, while its vCPU stands still: KVM's,
+/// and the number and time of the VMM's mappings of doorbells. It reads as the number of unmappings.
 pub(super) struct Teller {
     folder: PathBuf,
     root: Arc<RootComplex>,

@@ -1,4 +1,4 @@
-//! What lies where in the guest's physical address space.
+//! Layout of the guest's physical address space.
 
 /// The Global Descriptor Table that the kernel starts with.
 pub(super) const GDT: u64 = 0x500;
@@ -10,11 +10,11 @@ pub(super) const PAGE_TABLES: u64 = 0x9000;
 pub(super) const COMMAND_LINE: u64 = 0x2_0000;
 /// Longest command line, with its end.
 pub(super) const COMMAND_LINE_MAX: usize = 0x1000;
-/// Where low memory ends.
+/// End of low memory.
 pub(super) const LOW_MEMORY_END: u64 = 0x9_FC00;
 /// ACPI tables, where kernels look for them; not told to be memory.
 pub(super) const ACPI_TABLES: u64 = 0xE_0000;
-/// Where memory goes on.
+/// Start of high memory.
 pub(super) const HIGH_MEMORY: u64 = 0x10_0000;
 /// BARs: what lies between memory and the interrupt controllers.
 pub(super) const BAR_WINDOW: (u32, u32) = (0xC000_0000, 0xDFFF_FFFF);

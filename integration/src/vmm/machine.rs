@@ -29,12 +29,12 @@ use super::{MachineError, boot, control, layout};
 /// Most vCPUs: as many as a small guest has.
 pub(super) const MAX_VCPUS: u8 = 4;
 
-/// What a machine is made of.
+/// Parts of a machine.
 #[derive(Debug, Clone)]
 pub struct MachineConfig {
     /// The kernel, a bzImage.
     pub kernel: PathBuf,
-    /// What its initial user land is unpacked from.
+    /// Archive from which its initial user land is unpacked.
     pub initramfs: Option<PathBuf>,
     /// Its command line.
     pub command_line: String,
@@ -46,13 +46,13 @@ pub struct MachineConfig {
     pub functions: Vec<FunctionOptions>,
     /// Folder with the ledger of leases.
     pub state_dir: PathBuf,
-    /// Whether a guest that writes to address FE000000h has KVM's counters of the machine printed.
+    /// True if a guest that writes to address FE000000h has KVM's counters of the machine printed.
     pub counters: bool,
     /// A socket that is listened on, for the second serial port.
     pub serial: Option<PathBuf>,
-    /// Where functions are added and removed, and a snapshot is asked for.
+    /// Socket on which functions are added and removed, and a snapshot is requested.
     pub control: Option<PathBuf>,
-    /// Where a machine was written to that is to go on, in place of one that is started.
+    /// Folder of a written machine that is to go on, in place of one that is started.
     pub restore: Option<PathBuf>,
 }
 
@@ -76,7 +76,7 @@ pub struct Machine {
     ended: Receiver<Ended>,
 }
 
-/// What those reach who ask a machine for something while it runs.
+/// State for requests to a machine while it runs.
 pub(super) struct Shared {
     /// First to go: nobody is to access what follows. None when the machine has ended.
     vcpus: Mutex<Option<Vcpus>>,
@@ -205,7 +205,7 @@ impl Shared {
         Ok(function.stop()?)
     }
 
-    /// What it has from KVM for its functions, memory of the guest included.
+    /// Returns the KVM resources of its functions, memory of the guest included.
     pub(super) fn count(&self) -> String {
         let vmm = &self.functions.vmm;
         format!(

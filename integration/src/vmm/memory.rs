@@ -64,7 +64,7 @@ impl Memory {
         Ok(File::from(self.fd.try_clone()?))
     }
 
-    /// What a function is told of it.
+    /// Returns its description for a function.
     pub(super) fn region(&self) -> io::Result<MemoryRegion> {
         Ok(MemoryRegion {
             gpa: Gpa(0),

@@ -51,7 +51,7 @@ pub enum MachineError {
     /// The kernel refuses something.
     #[error("Cannot {action}")]
     Kvm {
-        /// What was to be done.
+        /// Action that failed.
         action: &'static str,
         /// Why it was not.
         source: io::Error,
@@ -72,7 +72,7 @@ pub enum MachineError {
         /// Why.
         source: linux_loader::loader::Error,
     },
-    /// What the guest is to find does not fit into its memory.
+    /// Data for the guest does not fit into its memory.
     #[error("Cannot place {0} in the guest's memory: give it more")]
     Place(&'static str),
     /// There is no function of that name.
@@ -87,7 +87,7 @@ pub enum MachineError {
     /// A function is described wrongly.
     #[error(transparent)]
     Options(#[from] OptionError),
-    /// What a function is described with cannot be opened.
+    /// The description of a function cannot be opened.
     #[error(transparent)]
     Open(#[from] OpenError),
     /// A function cannot be taken in.

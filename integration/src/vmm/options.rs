@@ -14,7 +14,7 @@ pub struct Options {
     /// The kernel, a bzImage.
     #[arg(long, required_unless_present = "restore")]
     kernel: Option<PathBuf>,
-    /// What its initial user land is unpacked from.
+    /// Archive from which its initial user land is unpacked.
     #[arg(long)]
     initramfs: Option<PathBuf>,
     /// Its command line.

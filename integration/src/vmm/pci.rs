@@ -13,7 +13,7 @@ use super::bus::Bus;
 /// Device numbers of a bus but for the host bridge's.
 pub(super) const SLOTS: usize = 31;
 
-/// Where in an offset the register, the function and the device number are.
+/// Bits of an offset that have the register, the function and the device number.
 const REGISTER_MASK: u64 = 0xFFF;
 const FUNCTION_SHIFT: u32 = 12;
 const FUNCTION_MASK: u64 = 0b111;
@@ -125,7 +125,7 @@ impl RootComplex {
     }
 }
 
-/// What has a device number.
+/// Occupant of a device number.
 enum Place {
     HostBridge,
     Function(Arc<FunctionDevice>),

@@ -1,4 +1,4 @@
-//! What a machine without legacy hardware has beside PCI: serial ports, and power.
+//! Devices of a machine without legacy hardware beside PCI: serial ports, and power.
 
 use std::io::{self, Read, Write};
 use std::sync::mpsc::Sender;
@@ -15,7 +15,7 @@ use super::snapshot::SerialPortState;
 
 /// SLP_TYP of soft off, as the DSDT says (ACPI 6.5, section 7.4.2.6).
 pub(super) const SLEEP_TYPE_OFF: u8 = 5;
-/// What resets the machine, as the FADT says (ACPI 6.5, section 4.8.3.6).
+/// Value that resets the machine, as the FADT says (ACPI 6.5, section 4.8.3.6).
 pub(super) const RESET_VALUE: u8 = 1;
 
 /// Sleep Control Register: SLP_EN, and where SLP_TYP is (ACPI 6.5, section 4.8.3.7).
@@ -77,7 +77,7 @@ impl SerialPort {
         Some(Self { serial, room })
     }
 
-    /// Where it is.
+    /// Returns its state.
     pub(super) fn save(&self) -> SerialPortState {
         self.serial.state().into()
     }

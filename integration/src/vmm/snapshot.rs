@@ -100,7 +100,7 @@ impl MachineState {
             .map_err(MachineError::file(&path))
     }
 
-    /// What was written to a folder, but for memory.
+    /// Reads a machine from a folder, but for its memory.
     pub(super) fn read_from(folder: &Path) -> Result<Self, MachineError> {
         let path = folder.join(STATE);
         let state = fs::read(&path).and_then(|state| Ok(serde_json::from_slice::<Self>(&state)?));

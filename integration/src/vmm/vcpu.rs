@@ -14,8 +14,8 @@ use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 use super::bus::Bus;
 use super::machine::Ended;
 
-/// How long a thread that was kicked has to end before it is kicked again: the signal may come right
-/// before the guest is entered.
+/// Time that a kicked thread has to end before it is kicked again: the signal may come right before the guest
+/// is entered.
 const KICK_AGAIN: Duration = Duration::from_millis(1);
 
 /// Processor features as KVM has them, for the processor with this local APIC.

@@ -46,7 +46,7 @@ pub fn to_bring() -> Option<PathBuf> {
     named().filter(|path| path.is_file())
 }
 
-/// How a command in the lab begins that is to find it, if one is named.
+/// Returns the prefix of a command in the lab that is to find it, if one is named.
 pub fn assignment() -> String {
     let Some(path) = named() else {
         return String::new();

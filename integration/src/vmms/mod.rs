@@ -26,21 +26,21 @@ pub use cloud_hypervisor::CloudHypervisor;
 pub use qemu::Qemu;
 pub use reference::Reference;
 
-/// What every guest has.
+/// Number of vCPUs of every guest.
 const VCPUS: u32 = 2;
 const MEMORY_MIB: u32 = 384;
 /// Longer than a guest takes to end, or a VMM to answer.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What kernels are told that boot without firmware: to reset the machine as ACPI says. On a machine without
+/// Parameter for kernels that boot without firmware: to reset the machine as ACPI says. On a machine without
 /// legacy hardware they would jump to where a BIOS begins.
 const RESET_BY_ACPI: &str = "reboot=acpi";
 
-/// What a guest runs to end, or to begin again: its root is left in order.
+/// Script that a guest runs to end, or to begin again: its root is left in order.
 const POWER_OFF: &str = "sync; mount -o remount,ro / && poweroff -f";
 const REBOOT: &str = "sync; mount -o remount,ro / && reboot -f";
 
-/// What went wrong with a VMM.
+/// Errors of a VMM.
 #[derive(Debug, Error)]
 pub enum VmmsError {
     /// The guest failed.
@@ -60,7 +60,7 @@ pub enum VmmsError {
         /// Why.
         source: io::Error,
     },
-    /// What the user names is no Cloud Hypervisor.
+    /// The user names a program that is no Cloud Hypervisor.
     #[error("{path} does not say in its --help that it is a Cloud Hypervisor: {variable} is to name one", variable = cloud_hypervisor::VARIABLE)]
     NoCloudHypervisor {
         /// The path.
@@ -69,15 +69,15 @@ pub enum VmmsError {
     /// The VMM does not do what it is asked for.
     #[error("The VMM refused `{asked}`: {answer}")]
     Refused {
-        /// What it was asked.
+        /// Request.
         asked: String,
-        /// What it said.
+        /// Answer.
         answer: String,
     },
     /// The VMM ended in another way than it should have.
     #[error("It ended with {status}:\n{log}")]
     Ended {
-        /// How.
+        /// Exit status.
         status: ExitStatus,
         /// The end of what it printed.
         log: String,
@@ -91,7 +91,7 @@ impl VmmsError {
     }
 }
 
-/// What a VMM made of what it was asked for.
+/// Result of a request to a VMM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
     /// It did it.
@@ -100,7 +100,7 @@ pub enum Outcome {
     Lacking(&'static str),
 }
 
-/// What a guest is made of.
+/// Parts of a guest.
 #[derive(Debug)]
 pub struct Setup<'a> {
     /// Kernel and programs.

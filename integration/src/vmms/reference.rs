@@ -15,7 +15,7 @@ use super::{
 };
 
 const NAME: &str = "reference-vmm";
-/// How it ends when its guest resets the machine.
+/// Exit status after the guest reset the machine.
 const RESET: i32 = 2;
 
 /// The reference VMM.
@@ -26,7 +26,7 @@ pub struct Reference {
     pluggable: (String, String),
 }
 
-/// What is needed to start it, and to start it again.
+/// Needs for starting it, and for starting it again.
 #[derive(Debug)]
 struct Machine {
     kernel: (String, PathBuf),

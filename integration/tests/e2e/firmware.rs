@@ -1,4 +1,4 @@
-//! What firmware makes of the drive, long before an operating system does.
+//! Use of the drive by firmware, long before an operating system.
 
 use std::fs::File;
 use std::io::Write;

@@ -55,7 +55,7 @@ struct Command<'a> {
     /// Dword 11.
     dword11: u32,
     len: usize,
-    /// What nvme-cli is told of the data.
+    /// nvme-cli's arguments about the data.
     data: &'a str,
 }
 

@@ -1,4 +1,4 @@
-//! What a check works with: provisioned guests, a server to start, a folder of its own.
+//! Tools of a check: provisioned guests, a server to start, a folder of its own.
 
 use std::cell::{Cell, RefCell};
 use std::fs::{self, File};
@@ -65,7 +65,7 @@ pub(crate) fn expect(holds: bool, message: impl FnOnce() -> String) -> Result<()
     }
 }
 
-/// What all checks share.
+/// State that all checks share.
 pub(crate) struct Suite {
     binary: PathBuf,
     v6_1: Assets,
@@ -122,7 +122,7 @@ impl Suite {
     }
 }
 
-/// What one check has to itself.
+/// Possessions of one check.
 pub(crate) struct Lab<'a> {
     suite: &'a Suite,
     folder: PathBuf,

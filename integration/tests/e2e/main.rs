@@ -68,7 +68,7 @@ const GROUPS: &[Group] = &[
     tenants::GROUP,
 ];
 
-/// What passed and what did not.
+/// Numbers of checks that passed and did not.
 #[derive(Default)]
 struct Tally {
     passed: usize,

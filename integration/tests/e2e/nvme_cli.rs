@@ -14,7 +14,7 @@ mod status {
     pub(super) const COMPARE_FAILURE: u16 = 0x285;
 }
 
-/// What `nvme COMMAND -o json` says.
+/// Returns the output of `nvme COMMAND -o json`.
 fn json(bench: &Bench, command: &str) -> Result<Value, Fault> {
     let text = bench
         .guest

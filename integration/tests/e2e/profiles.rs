@@ -107,7 +107,7 @@ fn is_like(found: &NvmRates, given: &NvmRates) -> bool {
     (1.0 / OFF..=OFF).contains(&latency) && (1.0 / OFF..=EXACT).contains(&bandwidth)
 }
 
-/// What fio reports of the jobs that are meant for it, made short.
+/// Returns fio's report of the jobs that are meant for it, made short.
 fn measured(guest: &Guest) -> Result<String, Fault> {
     let path = integration::workspace_dir().join("resources/drives/measure.fio");
     let jobs = fs::read_to_string(&path).map_err(|source| Fault::File { path, source })?;

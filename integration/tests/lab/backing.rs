@@ -265,7 +265,7 @@ fn released_while_read(_: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Whether the kernel asks for the function.
+/// Returns whether the kernel asks for the function.
 fn is_asked_for(a: &VfioBacking) -> bool {
     let Some(fd) = a.removal_request() else {
         return false;

@@ -113,7 +113,7 @@ impl HostDrive {
         Ok(())
     }
 
-    /// What `nvme-mpt drives --json` says of it.
+    /// Returns its entry in `nvme-mpt drives --json`.
     fn listed(&self, more: &str) -> Result<Value, Fault> {
         let text = nvme_mpt(&format!("drives --json {more}"))?.map_err(Fault::Wrong)?;
         let wrong = |why: String| Fault::Wrong(format!("{why}: {text}"));

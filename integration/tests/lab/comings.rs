@@ -30,7 +30,7 @@ pub(crate) const GROUP: Group = Group::Inside {
     ],
 };
 
-/// How often a guest is moved, and how often a function comes and goes.
+/// Number of moves of a guest, and of times that a function comes and goes.
 const MOVES: usize = 20;
 const COMINGS: usize = 50;
 
@@ -38,10 +38,10 @@ const COMINGS: usize = 50;
 const WARM: usize = 10;
 const GROWTH_MAX_KIB: u64 = 1024;
 
-/// How long what is not needed any more may take to be closed.
+/// Longest time until resources that are not needed any more are closed.
 const CLOSED_WITHIN: Duration = Duration::from_secs(10);
 
-/// What the second disk is full of, and how much of it is read.
+/// Byte that fills the second disk, and the part of it that is read.
 const FILL: u8 = 0x5A;
 const READ: usize = 65536;
 
@@ -119,7 +119,7 @@ impl Asked {
         Ok(Self { vmm, control })
     }
 
-    /// What it says to a request; an error is one.
+    /// Returns its answer to a request; an error is one.
     fn ask(&mut self, request: &str) -> Result<String, Fault> {
         let answer = match self.answer(request) {
             Ok(answer) => answer,
@@ -179,7 +179,7 @@ impl Asked {
         said(self.vmm.log())
     }
 
-    /// What it holds that a function must not leave behind.
+    /// Returns its holdings that a function must not leave behind.
     fn holds(&mut self) -> Result<Holdings, Fault> {
         let of = |what: &str| PathBuf::from(format!("/proc/{}/{what}", self.vmm.pid()));
         let count = |path: PathBuf, is_ours: fn(&Path) -> bool| {
@@ -244,7 +244,7 @@ impl Asked {
     }
 }
 
-/// What a machine holds.
+/// Holdings of a machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Holdings {
     files: usize,

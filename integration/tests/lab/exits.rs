@@ -1,5 +1,5 @@
-//! What a guest's I/O costs in exits and interrupts, counted by KVM: of the reference VMM, and of QEMU
-//! with virtio-blk beside it.
+//! Costs of a guest's I/O in exits and interrupts, counted by KVM: of the reference VMM, and of QEMU with
+//! virtio-blk beside it.
 
 use integration::guest::{Drive, GuestConfig};
 use integration::progress::say;
@@ -25,7 +25,7 @@ const INTERRUPTS_MAX: f64 = 0.5;
 /// a processor, and for the guest's.
 const MAPPING_MAX: f64 = 0.05;
 
-/// What reads at random, 32 at a time, and says that it did.
+/// Shell functions that read at random, 32 at a time, and report that they did.
 const FUNCTIONS: &str = r"
 count() { devmem 0xfe000000 32 1; }
 reads() {
@@ -99,7 +99,7 @@ count"
     })
 }
 
-/// How many interrupts of the function the guest counted between the two times.
+/// Returns the number of the function's interrupts that the guest counted between the two times.
 fn own_interrupts(said: &str) -> Result<u64, Fault> {
     let line = said.lines().find(|line| line.ends_with(" interrupts"));
     let words = line.and_then(|line| line.split_once("guest: "));
@@ -211,7 +211,7 @@ fn boot_counting(bench: &Bench, script: &str, doorbells: &str) -> Result<String,
     )
 }
 
-/// What was told the `time`th time.
+/// Returns the figure that was reported the `time`th time.
 fn told(said: &str, time: u32, name: &str) -> Result<u64, Fault> {
     let told = format!("vmm: counters {time} ");
     let line = said.lines().find_map(|line| line.split(&told).nth(1));
@@ -223,7 +223,7 @@ fn told(said: &str, time: u32, name: &str) -> Result<u64, Fault> {
     value.ok_or_else(|| Fault::Wrong(format!("{name} was not told {time} times:\n{said}")))
 }
 
-/// How much has come to it between the two times that it was told.
+/// Returns the difference of a figure between the two times that it was reported.
 fn delta(said: &str, name: &str) -> Result<u64, Fault> {
     Ok(told(said, 2, name)?.saturating_sub(told(said, 1, name)?))
 }

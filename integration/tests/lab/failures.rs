@@ -1,4 +1,4 @@
-//! What goes wrong with a drive, its guests and its server while three guests work: two on the drive that it
+//! Failures of a drive, of its guests and of its server while three guests work: two on the drive that it
 //! happens to, one on another drive. Each command ends once, all data is where it belongs, and the other
 //! drive's guest notices nothing. The counts of all of them are one table, at the end.
 //!
@@ -49,7 +49,7 @@ const RANGE: u64 = 16 << 20;
 /// Deadline of a command where one is to be missed: the shortest that there is.
 const SHORT: &str = "timeout=1";
 
-/// What one failure did to the guests.
+/// Effects of one failure on the guests.
 struct Row {
     failure: String,
     /// The two guests of the drive that failed.

@@ -1,4 +1,4 @@
-//! What a check inside the lab works with: a folder of its own, servers, guests, drives.
+//! Tools of a check inside the lab: a folder of its own, servers, guests, drives.
 
 use std::fs;
 use std::io;
@@ -19,7 +19,7 @@ use thiserror::Error;
 
 /// Long enough for anything that ends by itself.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(180);
-/// Where checks leave their logs.
+/// Folder in which checks leave their logs.
 pub(crate) const LOGS: &str = "/tmp/logs";
 
 /// Why a check failed.
@@ -67,7 +67,7 @@ pub(crate) fn sh(script: &str) -> Result<String, Fault> {
     Ok(process::run(Command::new("sh").args(["-c", script]))?)
 }
 
-/// How many accesses of devices the IOMMU of the lab's host has refused so far.
+/// Returns the number of accesses of devices that the IOMMU of the lab's host has refused so far.
 pub(crate) fn iommu_faults() -> Result<u64, Fault> {
     let count = sh("dmesg | grep 'DMAR: \\[' | grep -c 'fault reason' || true")?;
     let count = count.trim().parse();
@@ -89,7 +89,7 @@ pub(crate) fn await_that(
     Ok(())
 }
 
-/// What one check has to itself, inside the lab.
+/// Possessions of one check, inside the lab.
 pub(crate) struct Bench {
     folder: PathBuf,
     assets: Assets,

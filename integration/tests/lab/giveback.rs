@@ -38,7 +38,7 @@ fn client(server: &Server, seed: u64) -> Result<Client, Fault> {
     Ok(client)
 }
 
-/// What a drive says of itself, past every driver.
+/// A drive's own report, past every driver.
 struct Registers {
     bar: u64,
     config: String,
@@ -152,7 +152,7 @@ fn failed_start(bench: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-/// What each has written the other finds, time and again.
+/// Has each side find what the other wrote, time and again.
 fn back_and_forth(bench: &Bench) -> Result<(), Fault> {
     for round in 0..4 {
         let mut server = serve(bench)?;

@@ -20,11 +20,11 @@ use crate::{Group, Refused};
 
 /// Longer than any group takes on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(1800);
-/// How many labs a group may take in which no check comes to its end, as guests are lost.
+/// Most labs that a group may take in which no check comes to its end, as guests are lost.
 const ATTEMPTS: u32 = 8;
 /// The same with `--once`.
 const ONE_ATTEMPT: u32 = 1;
-/// How lines begin that tell of a check.
+/// Beginnings of lines that report a check.
 const PASSED: &str = "ok      ";
 const FAILED: &str = "FAILED  ";
 
@@ -50,7 +50,7 @@ pub(crate) fn report(name: &str, result: &Result<(), Fault>, started: Instant) {
     }
 }
 
-/// What all groups share.
+/// State that all groups share.
 pub(crate) struct Suite {
     assets: LabAssets,
     programs: Vec<PathBuf>,
@@ -103,7 +103,7 @@ impl Suite {
         result
     }
 
-    /// What this program is called inside a lab.
+    /// Returns the name of this program inside a lab.
     fn itself(&self) -> String {
         let path = self.programs.last().cloned().unwrap_or_default();
         let name = path.file_name().unwrap_or_default().to_string_lossy();

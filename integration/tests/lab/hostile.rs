@@ -27,12 +27,12 @@ const SIZE: u64 = 8 << 20;
 const HIDDEN: u64 = BASE + SIZE;
 const HIDDEN_SIZE: u64 = 1 << 20;
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// What memory is filled with that nobody may write.
+/// Byte that fills memory which the guest may not write.
 const SENTINEL: u8 = 0xA5;
 /// Commands whose data pointer changes while the device reads it.
 const RACES: u64 = 400;
 
-/// What was tried.
+/// Counts of attempts.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Tried {
     pub(crate) commands: u64,

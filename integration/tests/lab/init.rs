@@ -1,4 +1,4 @@
-//! What a guest of the reference VMM runs in place of an init.
+//! Script that a guest of the reference VMM runs in place of an init.
 
 /// Has what a script needs at hand.
 const PROLOGUE: &str = r"#!/bin/busybox sh
@@ -17,7 +17,7 @@ mount -o remount,ro /
 poweroff -f
 ";
 
-/// How the kernel is told of it. Scripts may look at registers that a driver has.
+/// Parameter of the kernel that names it. Scripts may look at registers that a driver has.
 pub(crate) const COMMAND_LINE: &str =
     "console=ttyS0 loglevel=5 root=/dev/nvme0n1 rw init=/check panic=-1 iomem=relaxed";
 

@@ -1,4 +1,4 @@
-//! What the IOMMU refuses is counted: without this, a count of none would say nothing.
+//! Refusals of the IOMMU are counted: without this check, a count of none would prove nothing.
 
 use integration::lab::{LabDrive, inside};
 

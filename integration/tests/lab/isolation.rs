@@ -55,7 +55,7 @@ const BYSTANDER: u64 = 20 << 20;
 const RANGE: u64 = 8 << 20;
 const MIB: usize = 1 << 20;
 
-/// What the host writes all over a drive, and what it writes to the hostile guest's range.
+/// Pattern that the host writes all over a drive, and the one for the hostile guest's range.
 const SECRET: u64 = 0x5ec2e7;
 const OWN: u64 = 0x0135;
 
@@ -106,7 +106,7 @@ fn attack(bench: &Bench, id: &str, block_size: usize) -> Result<(), Fault> {
     expect_unchanged(&device, block_size)
 }
 
-/// Whose range a byte of the drive is in, as far as it may have been written.
+/// Returns true if a byte of the drive is in a range that may have been written.
 fn may_have_changed(offset: u64) -> bool {
     (HOSTILE..HOSTILE + RANGE).contains(&offset) || (BYSTANDER..BYSTANDER + RANGE).contains(&offset)
 }

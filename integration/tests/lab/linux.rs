@@ -1,5 +1,5 @@
-//! What an unmodified Linux makes of a physical drive behind its function: what it can do, how it fares,
-//! queue pairs that it shares with another guest, and that it is gone.
+//! An unmodified Linux on a physical drive behind its function: abilities, health, queue pairs shared with
+//! another guest, and removal.
 
 use std::time::Duration;
 

@@ -47,7 +47,7 @@ type Inside = fn(&Bench) -> Result<(), Fault>;
 /// A check from outside, which boots its own labs.
 type Around = fn(&Suite) -> Result<(), Fault>;
 
-/// What the IOMMU must have refused by the end of a group.
+/// Refusals that the IOMMU must have counted by the end of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Refused {
     /// Nothing: what the device was told was right in the first place.

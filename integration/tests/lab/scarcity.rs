@@ -48,7 +48,7 @@ struct Terms {
     warmup: &'static str,
     /// Rounds of all neighbours.
     rounds: usize,
-    /// How many times as long as alone a quiet guest's 99th percentile may be.
+    /// Longest 99th percentile of a quiet guest, as a multiple of alone.
     limit: f64,
 }
 
@@ -132,7 +132,7 @@ fn four_guests(bench: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-/// What a guest measured.
+/// Measurements of a guest.
 #[derive(Clone, Copy, Debug)]
 struct Measured {
     p50: f64,

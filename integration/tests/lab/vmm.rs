@@ -34,7 +34,7 @@ pub(crate) const GROUP: Group = Group::Inside {
     ],
 };
 
-/// What the guest does with its root.
+/// Script by which the guest verifies its root.
 const VERIFY: &str = r"
 echo guest: cpus $(nproc)
 echo guest: root $(sed -n 's/ .*ext4.*//p' /proc/mounts)
@@ -127,7 +127,7 @@ pub(crate) fn boot(
     Ok(String::from_utf8_lossy(&said).into_owned())
 }
 
-/// What a VMM does that does not end, twice within some seconds: whether its guest runs, waits, or is gone.
+/// Watches a VMM that does not end, twice within some seconds: its guest runs, waits, or is gone.
 fn watch(pid: u32) -> String {
     let look = |_| {
         thread::sleep(Duration::from_secs(2));

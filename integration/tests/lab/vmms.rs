@@ -54,20 +54,20 @@ const BLOCK: u64 = 512;
 /// Reads that KVM counts the exits of, and how many of these there may be for each.
 const READS: u64 = 1000;
 const MMIO_EXITS_MAX: f64 = 0.01;
-/// How often the controller is reset under load.
+/// Number of resets of the controller under load.
 const RESETS: usize = 3;
-/// What is written and discarded.
+/// Bytes that are written and discarded.
 const PATTERN_BYTES: u64 = 1 << 20;
 /// OACS: Doorbell Buffer Config (NVMe Base 2.0, figure 275).
 const OACS_DOORBELL_BUFFER: u64 = 1 << 8;
-/// How often a guest looks, every tenth of a second, whether a function has come or gone.
+/// Most looks of a guest, one per tenth of a second, for a function that comes or goes.
 const TRIES: u32 = 200;
 
 /// A VMM, with what its functions lie on.
 struct Subject<'a> {
     vmm: Box<dyn Vmm>,
     images: &'a Images,
-    /// What the guest calls the controller that is plugged.
+    /// The guest's name of the controller that is plugged.
     plugged: String,
 }
 
@@ -196,7 +196,7 @@ impl Subject<'_> {
     }
 }
 
-/// What nvme-cli says of a field, as in `nsze    : 0x80000`.
+/// Returns a field of nvme-cli's output, as in `nsze    : 0x80000`.
 fn field<'a>(text: &'a str, name: &str) -> Result<&'a str, Fault> {
     let mut fields = text.lines().filter_map(|line| line.split_once(':'));
     let found = fields.find(|(found, _)| found.trim() == name);
@@ -227,7 +227,7 @@ fn verifies(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
     Ok(Outcome::Done)
 }
 
-/// What was written before is there afterwards.
+/// Checks that earlier data is there after a reboot.
 fn reboots(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
     const KEPT: &str = "md5sum </kept; cat /proc/sys/kernel/random/boot_id";
     let write = format!("dd if=/dev/urandom of=/kept bs=64k count=32 2>/dev/null && {KEPT}");
@@ -307,7 +307,7 @@ fn resets(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
     Ok(Outcome::Done)
 }
 
-/// What the guest has flushed is in the file; what it discards is not any more, and reads as zeroes.
+/// Checks that flushed data is in the file, and that discarded data is not any more and reads as zeroes.
 fn flushes_and_discards(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
     let (controller, file) = (&subject.plugged, &subject.images.plugged);
     let occupied = || {

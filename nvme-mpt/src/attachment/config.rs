@@ -1,4 +1,4 @@
-//! What a guest controller attaches with, and what it gets.
+//! Configuration of an attachment, and the namespace that it gets.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::poller::{PollPolicy, Pollers};
 use crate::spec::ids::{Nsid, QueueId};
 use crate::spec::key_value::KvFormat;
 
-/// What a guest controller attaches with.
+/// Configuration with which a guest controller attaches.
 #[derive(Debug)]
 pub struct AttachmentConfig {
     /// The drive.
@@ -22,9 +22,9 @@ pub struct AttachmentConfig {
     pub lease: Lease,
     /// I/O queue pairs, 1 to [`MAX_QUEUE_PAIRS`](super::MAX_QUEUE_PAIRS).
     pub queue_pairs: u16,
-    /// How doorbell writes reach the pollers.
+    /// Path of doorbell writes to the pollers.
     pub doorbells: DoorbellMode,
-    /// How the queues are polled.
+    /// Polling of the queues.
     pub poll: PollPolicy,
     /// The pollers of the process.
     pub pollers: Arc<Pollers>,
@@ -39,7 +39,7 @@ pub struct AttachmentConfig {
 pub struct CqConfig {
     /// Its identifier.
     pub qid: QueueId,
-    /// Where it lies: physically contiguous, at the start of a memory page.
+    /// Base: physically contiguous, at the start of a memory page.
     pub base: Gpa,
     /// Its entries, at least 2.
     pub entries: u32,
@@ -54,22 +54,22 @@ pub struct SqConfig {
     pub qid: QueueId,
     /// The Completion Queue that it completes to.
     pub cqid: QueueId,
-    /// Where it lies: physically contiguous, at the start of a memory page.
+    /// Base: physically contiguous, at the start of a memory page.
     pub base: Gpa,
     /// Its entries, at least 2.
     pub entries: u32,
 }
 
-/// What a guest is told of the zones of its namespace.
+/// Zones of a guest's namespace, as Identify describes them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NamespaceZones {
-    /// How they divide it.
+    /// Division of the lease into zones.
     pub geometry: Geometry,
-    /// How many can be in use at a time.
+    /// Most zones in use at a time.
     pub resources: Resources,
 }
 
-/// What a guest sees its lease as.
+/// A lease as its guest sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeasedNamespace {
     /// Its identifier, always 1.
@@ -90,6 +90,6 @@ pub struct LeasedNamespace {
     pub uuid: [u8; 16],
     /// Its zones, if it is divided into zones.
     pub zones: Option<NamespaceZones>,
-    /// What its keys and values may be, if it has those instead of logical blocks.
+    /// Limits of its keys and values, if it has those instead of logical blocks.
     pub keys: Option<KvFormat>,
 }

@@ -49,13 +49,13 @@ impl Attachment {
         self.context.silence.end();
     }
 
-    /// Whether stores of the guest to doorbell registers may be told to nobody.
+    /// Returns whether stores of the guest to doorbell registers may be told to nobody.
     #[must_use]
     pub fn has_silent_doorbells(&self) -> bool {
         self.context.silence.may_be()
     }
 
-    /// Whether the guest has I/O queues whose doorbells are the registers alone.
+    /// Returns whether the guest has I/O queues whose doorbells are the registers alone.
     #[must_use]
     pub fn uses_doorbell_registers(&self) -> bool {
         let queues = self.queues();
@@ -141,8 +141,8 @@ impl Attachment {
         Ok(())
     }
 
-    /// What a doorbell's place in the Doorbell Buffer holds; `None` without a buffer. For the admin queue,
-    /// whose doorbells no poller reads.
+    /// Returns the content of a doorbell's place in the Doorbell Buffer; `None` without a buffer. For the
+    /// admin queue, whose doorbells no poller reads.
     #[must_use]
     pub fn buffered_doorbell(&self, doorbell: Doorbell) -> Option<u32> {
         let buffer = self.queues().buffer?;

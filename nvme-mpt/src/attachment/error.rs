@@ -1,4 +1,4 @@
-//! What can go wrong with an attachment and its queues.
+//! Errors of an attachment and its queues.
 
 use std::io;
 
@@ -83,7 +83,7 @@ pub enum QueueError {
     /// The queue or the buffer does not lie in one region of the VM's memory.
     #[error("Memory {gpa}+{len:#x} is not mapped, or not in one region")]
     NotMapped {
-        /// Where it should start.
+        /// Start that was asked for.
         gpa: Gpa,
         /// Its length in bytes.
         len: u64,
@@ -102,7 +102,7 @@ pub enum QueueError {
     Host {
         /// The queue.
         qid: QueueId,
-        /// What was said.
+        /// Kernel's error.
         source: io::Error,
     },
 }

@@ -1,4 +1,4 @@
-//! What an attachment holds of its drive: given back when nothing works on it any more.
+//! Holdings of an attachment on its drive, given back when nothing works on it any more.
 
 use std::io;
 use std::sync::Arc;
@@ -30,7 +30,7 @@ impl Holding {
         }
     }
 
-    /// What the host controller keeps for the lease alone.
+    /// Returns the host controller's share for the lease alone.
     pub(super) fn host(&self) -> &HostLease {
         &self.host
     }

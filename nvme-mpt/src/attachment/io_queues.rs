@@ -97,9 +97,9 @@ pub(super) struct Queues {
     pub(super) paused: bool,
     /// The last reset gave up waiting for queues. Whoever ends them next does not wait as long again.
     overdue: bool,
-    /// What the lease did before it was restored here.
+    /// Figures of the lease from before it was restored here.
     pub(super) counted_before: Counters,
-    /// Who watches the admin queue's mapped doorbells, and under which name.
+    /// Poller that watches the admin queue's mapped doorbells, and the name of the watch.
     pub(super) watch: Option<(u64, Arc<Poller>)>,
 }
 
@@ -377,13 +377,13 @@ impl Attachment {
         Ok(())
     }
 
-    /// Whether an I/O Submission Queue exists.
+    /// Returns whether an I/O Submission Queue exists.
     #[must_use]
     pub fn has_sq(&self, qid: QueueId) -> bool {
         self.queues().cq_of_sq(qid).is_some()
     }
 
-    /// Whether an I/O Completion Queue exists.
+    /// Returns whether an I/O Completion Queue exists.
     #[must_use]
     pub fn has_cq(&self, qid: QueueId) -> bool {
         self.queues().cqs.contains_key(&qid.0)

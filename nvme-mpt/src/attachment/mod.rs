@@ -6,9 +6,9 @@
 //! Lock order: `queues`, then those of the pollers and of the DMA window. None is taken on the way
 //! of an I/O.
 //!
-//! A change of a queue (an added SQ, the Doorbell Buffer) takes it from its poller, once none of its commands is in flight,
-//! and gives it back. A lease that outlives its attachment is *ending* in the ledger: the steward keeps its queues until their
-//! poller hands them over, since giving a lease back writes a file, which no poller does.
+//! A change of a queue (an added SQ, the Doorbell Buffer) takes it from its poller, once none of its commands is in
+//! flight, and gives it back. A lease that outlives its attachment is *ending* in the ledger: the steward keeps its
+//! queues until their poller hands them over, since giving a lease back writes a file, which no poller does.
 
 mod config;
 mod doorbells;
@@ -59,8 +59,7 @@ pub const GUEST_NSID: Nsid = Nsid(1);
 /// I/O queue pairs that a guest controller can have at most.
 pub const MAX_QUEUE_PAIRS: u16 = 64;
 
-/// How long commands in flight and flushes are waited for, in all, when a controller is reset, shut down
-/// or ended.
+/// Longest wait in all for commands in flight and flushes, when a controller is reset, shut down or ended.
 const DRAIN_DEADLINE: Duration = Duration::from_secs(30);
 
 /// All that one guest controller holds of a drive: a lease, a DMA window, doorbells, queues.
@@ -212,7 +211,7 @@ impl Attachment {
         &self.holding.drive
     }
 
-    /// Whether the leased blocks are there: the drive is, and its namespace still has them.
+    /// Returns whether the leased blocks are there: the drive is, and its namespace still has them.
     ///
     /// A namespace can be formatted, resized or detached by whoever manages the drive. With other
     /// blocks the same LBAs are other bytes, and the same commands other lengths.
@@ -272,7 +271,7 @@ impl Attachment {
         &self.holding.lease
     }
 
-    /// What the guest sees the lease as.
+    /// Returns the namespace as the guest sees it.
     #[must_use]
     pub fn namespace(&self) -> &LeasedNamespace {
         &self.namespace
@@ -290,7 +289,7 @@ impl Attachment {
         self.keys.as_ref()
     }
 
-    /// What may be promised to the guest.
+    /// Returns the promises that may be made to the guest.
     #[must_use]
     pub fn limits(&self) -> &Limits {
         self.drive().limits()
@@ -308,7 +307,7 @@ impl Attachment {
         &self.context.doorbells
     }
 
-    /// How doorbell writes reach the pollers.
+    /// Returns the path of doorbell writes to the pollers.
     #[must_use]
     pub fn doorbell_mode(&self) -> DoorbellMode {
         self.context.mode
@@ -320,7 +319,7 @@ impl Attachment {
         self.coalescing.set(threshold_z, time_100us);
     }
 
-    /// What the queues report.
+    /// Returns the events of the queues.
     #[must_use]
     pub fn events(&self) -> &EventQueue {
         &self.context.events
@@ -370,13 +369,13 @@ impl Attachment {
         self.holding.host().begin_anew();
     }
 
-    /// What the lease did so far.
+    /// Returns the figures of the lease so far.
     #[must_use]
     pub fn counters(&self) -> Counters {
         self.counted() + self.queues().counted_before
     }
 
-    /// What was counted here.
+    /// Returns the counts made here.
     fn counted(&self) -> Counters {
         let mut sum = Counters::default();
         for counters in &self.counters {
@@ -397,7 +396,7 @@ impl Attachment {
         commands.sum()
     }
 
-    /// Whether its pollers ever sleep.
+    /// Returns whether its pollers ever sleep.
     #[must_use]
     pub fn parks(&self) -> bool {
         self.poll.spin != Spin::Busy
@@ -463,7 +462,7 @@ pub struct AttachmentStats {
     pub serial: String,
     /// Size of the lease in bytes.
     pub capacity_bytes: u64,
-    /// How doorbell writes reach the pollers.
+    /// Path of doorbell writes to the pollers.
     pub doorbells: String,
     /// The I/O queue pairs that did anything.
     pub queues: Vec<QueueStats>,

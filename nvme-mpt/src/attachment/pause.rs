@@ -66,7 +66,7 @@ impl Attachment {
         }
     }
 
-    /// Whether it is paused.
+    /// Returns whether it is paused.
     #[must_use]
     pub fn is_paused(&self) -> bool {
         self.queues().paused

@@ -5,9 +5,9 @@
 //! checked as a whole before the first queue is made. Each type here is the format of a snapshot, so
 //! a change to one is a new version of it; but for a field that is left out where there is nothing in it.
 //!
-//! Each part is saved and restored by its owner, in full destructuring, so that an added field cannot be forgotten. Derived
-//! values are not saved. Queue entries and the Doorbell Buffer are in guest memory; they stay untouched until the function goes
-//! on. After a restore the guest is interrupted once for completions that it has not consumed.
+//! Each part is saved and restored by its owner, in full destructuring, so that an added field cannot be forgotten.
+//! Derived values are not saved. Queue entries and the Doorbell Buffer are in guest memory; they stay untouched until
+//! the function goes on. After a restore the guest is interrupted once for completions that it has not consumed.
 
 mod queues;
 
@@ -47,11 +47,11 @@ pub enum StateError {
          size, identity and options, of a drive with the same features"
     )]
     Mismatch {
-        /// What was promised, by name.
+        /// Name of the promise.
         promise: String,
-        /// What the guest was promised.
+        /// Promise that the guest has.
         saved: String,
-        /// What is here.
+        /// Promise that holds here.
         here: String,
     },
     /// A value that no controller saves.
@@ -98,7 +98,7 @@ impl StateError {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AttachmentState {
-    /// What the guest was promised.
+    /// Promises that the guest has.
     pub promises: Vec<PromiseState>,
     /// Doorbell registers: SQ0TDBL, CQ0HDBL, SQ1TDBL and so on.
     pub doorbells: Vec<u32>,
@@ -108,9 +108,9 @@ pub struct AttachmentState {
     pub queues: Vec<CompletionQueueState>,
     /// Every I/O command fails until the next reset.
     pub revoked: bool,
-    /// What the lease did so far.
+    /// Figures of the lease so far.
     pub counters: Counters,
-    /// What the guest's Changed Zone List has. It is left out where that is empty, as it was before it was kept.
+    /// The guest's Changed Zone List. It is left out where that is empty, as it was before it was kept.
     #[serde(default, skip_serializing_if = "ChangedZonesState::is_empty")]
     pub changed_zones: ChangedZonesState,
 }
@@ -135,7 +135,7 @@ impl ChangedZonesState {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PromiseState {
-    /// What it is.
+    /// Name.
     pub name: String,
     /// Its value, as people read it.
     pub value: String,
@@ -152,8 +152,8 @@ pub struct DoorbellBufferState {
 }
 
 impl Attachment {
-    /// What the attachment is doing, while it is [paused](Self::pause). `vectors` are those that
-    /// its Completion Queues were created with, by number.
+    /// Saves the attachment, while it is [paused](Self::pause). `vectors` are those that its Completion
+    /// Queues were created with, by number.
     ///
     /// # Errors
     /// [`StateError::NotPaused`].
@@ -331,7 +331,7 @@ impl Attachment {
         Ok(())
     }
 
-    /// What the guest was told and may rely on for as long as its controller is there.
+    /// Returns the promises on which the guest may rely for as long as its controller is there.
     fn promises(&self) -> Vec<PromiseState> {
         let LeasedNamespace {
             nsid,

@@ -12,7 +12,7 @@ use crate::poller::Waker;
 use crate::spec::ids::QueueId;
 use crate::spec::registers::Doorbell;
 
-/// What wakes a queue's poller.
+/// Waker of a queue's poller.
 #[derive(Clone)]
 pub struct DoorbellWaker(Arc<Waker>);
 
@@ -24,7 +24,7 @@ impl DoorbellWaker {
     }
 }
 
-/// Whether both wake the same poller.
+/// Wakers are equal if both wake the same poller.
 impl PartialEq for DoorbellWaker {
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)

@@ -64,13 +64,13 @@ impl Departure {
         self.parts.get(after.checked_sub(1)?)
     }
 
-    /// Whether any of `len` bytes at an IOVA, at least one, is in one of the regions.
+    /// Returns whether any of `len` bytes at an IOVA, at least one, is in one of the regions.
     pub(crate) fn has_iova(&self, iova: u64, len: u64) -> bool {
         let part = self.before(iova.saturating_add(len));
         part.is_some_and(|part| part.iova + part.len > iova)
     }
 
-    /// Whether any of `len` bytes at a guest address is in one of the regions.
+    /// Returns whether any of `len` bytes at a guest address is in one of the regions.
     pub(crate) fn has_gpa(&self, gpa: Gpa, len: u64) -> bool {
         let overlaps = |part: &Part| {
             let (first, other) = (part.gpa.max(gpa.0), part.gpa.min(gpa.0));

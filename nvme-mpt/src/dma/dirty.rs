@@ -88,7 +88,7 @@ fn push(ranges: &mut Vec<DirtyRange>, gpa: u64, pages: u64) {
 }
 
 impl RegionTable {
-    /// Whether writes are noted.
+    /// Returns whether writes are noted.
     #[inline]
     #[must_use]
     pub fn is_logged(&self) -> bool {

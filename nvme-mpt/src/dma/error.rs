@@ -1,17 +1,17 @@
-//! What can go wrong with a VM's memory.
+//! Errors of a VM's memory.
 
 use std::io;
 
 use super::{MAX_FILE_BYTES, MAX_FILES, MAX_REGIONS, UNMAP_DEADLINE};
 use crate::address::Gpa;
 
-/// What can go wrong with a VM's memory.
+/// Errors of a VM's memory.
 #[derive(Debug, thiserror::Error)]
 pub enum DmaError {
     /// The range is empty, wraps, or is not aligned to the pages of the host.
     #[error("Region {gpa}+{len:#x} is empty, wraps around, or is not aligned")]
     InvalidRegion {
-        /// Where it starts.
+        /// Start.
         gpa: Gpa,
         /// Its length in bytes.
         len: u64,
@@ -19,7 +19,7 @@ pub enum DmaError {
     /// Something is mapped there already.
     #[error("Region {gpa}+{len:#x} overlaps one that is mapped")]
     Overlap {
-        /// Where it starts.
+        /// Start.
         gpa: Gpa,
         /// Its length in bytes.
         len: u64,
@@ -49,17 +49,17 @@ pub enum DmaError {
          that the files of one VM may take, {left:#x} are left; unmap others first, or map less of it"
     )]
     FilesTooLarge {
-        /// Where it starts.
+        /// Start.
         gpa: Gpa,
         /// Its length in bytes.
         len: u64,
-        /// What is left, in bytes.
+        /// Bytes that are left.
         left: u64,
     },
     /// A range to unmap cuts through a region.
     #[error("Range {gpa}+{len:#x} cuts a mapped region in two; unmap whole regions")]
     PartialUnmap {
-        /// Where it starts.
+        /// Start.
         gpa: Gpa,
         /// Its length in bytes.
         len: u64,
@@ -67,7 +67,7 @@ pub enum DmaError {
     /// No memory is mapped there, or not for this kind of access.
     #[error("No memory of the VM is mapped at {gpa}+{len:#x}, or not for this access")]
     NotMapped {
-        /// Where it starts.
+        /// Start.
         gpa: Gpa,
         /// Its length in bytes.
         len: u64,
@@ -75,17 +75,17 @@ pub enum DmaError {
     /// The host controller's address space has no room.
     #[error("No {len:#x} bytes are left in the host controller's IOVA space")]
     NoIova {
-        /// What was wanted, in bytes.
+        /// Bytes that were wanted.
         len: u64,
     },
     /// The IOMMU does not take the region.
     #[error("The memory of region {gpa}+{len:#x} cannot be mapped for the drive")]
     Iommu {
-        /// Where it starts.
+        /// Start.
         gpa: Gpa,
         /// Its length in bytes.
         len: u64,
-        /// What the kernel said.
+        /// Kernel's error.
         source: io::Error,
     },
     /// Page faults in the region's file may wait, and hold up a poller.
@@ -94,7 +94,7 @@ pub enum DmaError {
          memory in a memfd, in /dev/shm or in hugetlbfs, or its function memory=any with poll=dedicated"
     )]
     MayWait {
-        /// Where it starts.
+        /// Start.
         gpa: Gpa,
         /// Its length in bytes.
         len: u64,
@@ -104,11 +104,11 @@ pub enum DmaError {
     /// The region's file cannot be mapped.
     #[error("The memory of region {gpa}+{len:#x} cannot be mapped into this process")]
     Map {
-        /// Where it starts.
+        /// Start.
         gpa: Gpa,
         /// Its length in bytes.
         len: u64,
-        /// What the kernel said.
+        /// Kernel's error.
         source: io::Error,
     },
     /// It was not begun.
@@ -117,7 +117,7 @@ pub enum DmaError {
     /// Commands in flight did not finish in time; the memory stays mapped.
     #[error("Commands in flight still use {gpa}+{len:#x} after {UNMAP_DEADLINE:?}")]
     Busy {
-        /// Where it starts.
+        /// Start.
         gpa: Gpa,
         /// Its length in bytes.
         len: u64,

@@ -16,16 +16,16 @@
 //! with the next generation; each shadow queue takes it up at its next pass, and reports which of the
 //! regions that went (`departure.rs`) its commands in flight use. [`DmaWindow::unmap`] returns when none does.
 //!
-//! A VM has at most 8,192 regions, in 256 files and 8 TiB of address space. A region takes IOVAs for the rest of its file
-//! with it, as long as a VM takes at most twice the IOVAs of its memory. So 1 GiB that is plugged upwards in blocks of 2 MiB
-//! is about four runs, and each block is still mapped, pinned and unmapped by itself.
+//! A VM has at most 8,192 regions, in 256 files and 8 TiB of address space. A region takes IOVAs for the rest of its
+//! file with it, as long as a VM takes at most twice the IOVAs of its memory. So 1 GiB that is plugged upwards in
+//! blocks of 2 MiB is about four runs, and each block is still mapped, pinned and unmapped by itself.
 //!
-//! Data goes on where a run ends: PRP lists by pages, data blocks of SGLs in pieces (`shadow/sgl.rs`), rings by their pages
-//! (`memory/ring.rs`). A guest with a virtual IOMMU has each page mapped by itself.
+//! Data goes on where a run ends: PRP lists by pages, data blocks of SGLs in pieces (`shadow/sgl.rs`), rings by their
+//! pages (`memory/ring.rs`). A guest with a virtual IOMMU has each page mapped by itself.
 //!
-//! For a software drive, the store resolves IOVAs again (`host/data.rs`), so a mistake in translation is no access. For a
-//! physical drive, the IOMMU does: each region is mapped at its IOVA and pinned, lists are read-only for the drive, and nothing
-//! else is mapped. Translation is the first wall, the IOMMU the second.
+//! For a software drive, the store resolves IOVAs again (`host/data.rs`), so a mistake in translation is no access.
+//! For a physical drive, the IOMMU does: each region is mapped at its IOVA and pinned, lists are read-only for the
+//! drive, and nothing else is mapped. Translation is the first wall, the IOMMU the second.
 
 mod departure;
 mod dirty;
@@ -75,23 +75,23 @@ const MAX_FILES: usize = 256;
 /// one that hands over files without end leaves room for others.
 const MAX_FILE_BYTES: u64 = 8 << 40;
 
-/// How long an unmap waits for commands in flight before it is refused.
+/// Longest time that an unmap waits for commands in flight before it is refused.
 const UNMAP_DEADLINE: Duration = Duration::from_secs(30);
 
 /// Memory that a VMM hands over.
 #[derive(Debug)]
 pub struct MemoryRegion {
-    /// Where the guest sees it.
+    /// Guest address.
     pub gpa: Gpa,
     /// Its length in bytes.
     pub len: u64,
     /// The file that holds it.
     pub fd: OwnedFd,
-    /// Where in the file it starts, in bytes.
+    /// Offset in the file at which it starts, in bytes.
     pub offset: u64,
-    /// Whether a device may read it.
+    /// True if a device may read it.
     pub readable: bool,
-    /// Whether a device may write it.
+    /// True if a device may write it.
     pub writable: bool,
 }
 
@@ -106,8 +106,8 @@ pub(crate) struct Tables {
 }
 
 impl Tables {
-    /// Whether there is no newer table than that of `generation`: one load tells a user so. See [`Published`]
-    /// for when to ask.
+    /// Returns whether there is no newer table than that of `generation`, by one load. See [`Published`] for
+    /// when to ask.
     #[inline]
     pub(crate) fn is_newest(&self, generation: u64) -> bool {
         self.published.generation() <= generation
@@ -134,7 +134,7 @@ impl Tables {
         self.under_way.quiet_since(now)
     }
 
-    /// Whether no user uses memory that went with the table of this generation.
+    /// Returns whether no user uses memory that went with the table of this generation.
     fn have_left(&self, departure: u64) -> bool {
         lock(&self.users)
             .iter()
@@ -168,7 +168,7 @@ pub struct DmaWindow {
     tables: Arc<Tables>,
 }
 
-/// What a change of the memory needs besides the current table.
+/// State that a change of the memory needs besides the current table.
 #[derive(Debug, Default)]
 struct Changes {
     /// By guest address, not overlapping.
@@ -448,7 +448,7 @@ impl DmaWindow {
 }
 
 impl Changes {
-    /// Whether a region may be mapped at `gpa..gpa+len`.
+    /// Checks whether a region may be mapped at `gpa..gpa+len`.
     fn check_free(&self, gpa: u64, len: u64) -> Result<(), DmaError> {
         if self.regions.len() >= MAX_REGIONS {
             return Err(DmaError::TooManyRegions);

@@ -18,7 +18,7 @@ use crate::memory::{Access, Mapping};
 const PAGES: u64 = 48;
 const FILES: usize = 2;
 
-/// What the IOMMU has mapped: IOVA to bytes and address.
+/// Mappings of the IOMMU: IOVA to bytes and address.
 #[derive(Debug, Default)]
 struct Mapped(Mutex<BTreeMap<u64, (u64, usize)>>);
 
@@ -108,7 +108,7 @@ struct Scene {
     model: BTreeMap<u64, Page>,
 }
 
-/// What says which page of which file it is.
+/// Returns the stamp of a page of a file.
 fn stamp(file: usize, page: u64) -> [u8; 2] {
     [file as u8 + 1, page as u8]
 }

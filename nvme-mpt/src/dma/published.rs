@@ -56,7 +56,7 @@ mod loom_models {
 
     use super::*;
 
-    /// What a snapshot says of the memory: whether it is mapped.
+    /// Snapshot of the memory: true if it is mapped.
     type Snapshot = bool;
 
     /// A VMM maps memory, then its guest submits a command that uses it. The poller takes up snapshots

@@ -18,7 +18,7 @@ use crate::memory::{Access, Mapping, host_page_size};
 pub(super) struct GuestFile {
     /// Device and inode.
     id: (u64, u64),
-    /// Where in the file the mapping starts.
+    /// Offset in the file at which the mapping starts.
     start: u64,
     mapping: Arc<Mapping>,
 }
@@ -69,7 +69,7 @@ impl GuestFile {
         Ok(Some(Arc::new(Self { id, start, mapping })))
     }
 
-    /// Where in the mapping the bytes from `offset` of the file on are, if it has all of them.
+    /// Returns the place in the mapping of the bytes from `offset` of the file on, if it has all of them.
     pub(super) fn offset_of(&self, offset: u64, len: usize) -> Option<u64> {
         let at = offset.checked_sub(self.start)?;
         self.mapping.bytes(usize::try_from(at).ok()?, len)?;
@@ -88,10 +88,10 @@ pub(super) struct Place {
     pub(super) gpa: u64,
     /// Bytes.
     pub(super) len: u64,
-    /// Whether a device may read it, and write it: by [`Direction`](super::Direction).
+    /// Rights of a device to read it, and to write it: by [`Direction`](super::Direction).
     pub(super) rights: [bool; 2],
     pub(super) file: Arc<GuestFile>,
-    /// Where it is in the file's mapping.
+    /// Offset in the file's mapping.
     pub(super) offset: u64,
 }
 
@@ -101,7 +101,8 @@ impl Place {
         self.gpa + (self.len - 1)
     }
 
-    /// Whether `inner` is a part of this: there is as far from the start in guest memory as in the file.
+    /// Returns whether `inner` is a part of this: there is as far from the start in guest memory as in the
+    /// file.
     fn has(&self, inner: &Self) -> bool {
         let from_start = inner.gpa.wrapping_sub(self.gpa);
         Arc::ptr_eq(&self.file, &inner.file)
@@ -148,7 +149,7 @@ impl Extent {
         }))
     }
 
-    /// Whether there are IOVAs for it.
+    /// Returns whether there are IOVAs for it.
     pub(super) fn has(&self, place: &Place) -> bool {
         self.place.has(place)
     }
@@ -163,7 +164,7 @@ impl Drop for Extent {
 /// A part of a VM's memory that its VMM mapped, and can unmap.
 #[derive(Debug)]
 pub(super) struct Region {
-    /// What the drive reaches; it is dropped, and thereby unmapped, before the memory is.
+    /// Mapping for the drive; it is dropped, and thereby unmapped, before the memory is.
     part: IovaPart,
     pub(super) place: Place,
     pub(super) extent: Arc<Extent>,

@@ -33,7 +33,7 @@ impl<V> Default for Sorted<V> {
 }
 
 impl<V> Sorted<V> {
-    /// How many entries there are.
+    /// Returns the number of entries.
     pub(super) fn len(&self) -> usize {
         self.len
     }

@@ -15,11 +15,11 @@ use crate::memory::{Mapping, RawBytes};
 pub(super) struct Run {
     gpa: u64,
     len: u64,
-    /// What a device may read or write of it, in bytes: `len` or 0.
+    /// Bytes of it that a device may read or write: `len` or 0.
     limits: [u64; 2],
     iova: u64,
     mapping: Arc<Mapping>,
-    /// Where in the mapping it starts.
+    /// Offset in the mapping at which it starts.
     offset: u64,
 }
 
@@ -50,8 +50,8 @@ impl Run {
         self.gpa + (self.len - 1)
     }
 
-    /// Whether `next` goes on where this ends: in guest memory, here, and for the host controller. Ranges of IOVAs that
-    /// were taken one by one do not touch, so the two are parts of one of them.
+    /// Returns whether `next` goes on where this ends: in guest memory, here, and for the host controller.
+    /// Ranges of IOVAs that were taken one by one do not touch, so the two are parts of one of them.
     fn goes_on_in(&self, next: &Self) -> bool {
         let may = |run: &Self| run.limits.map(|limit| limit > 0);
         self.last().checked_add(1) == Some(next.gpa)
@@ -135,7 +135,7 @@ pub(crate) struct RunPages {
     pub(crate) iova: u64,
 }
 
-/// Where a lookup found its last run: a place to look first.
+/// Place at which a lookup found its last run, to look there first.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RegionHint(usize);
 
@@ -362,7 +362,7 @@ impl RegionTable {
         Some((Gpa(run.gpa + offset), run.len - offset))
     }
 
-    /// Whether some of the memory was taken away under us (its file was cut short).
+    /// Returns whether some of the memory was taken away under us (its file was cut short).
     #[must_use]
     pub fn is_lost(&self) -> bool {
         self.by_gpa.values().any(|run| run.mapping.is_lost())

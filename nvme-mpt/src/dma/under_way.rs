@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use crate::clock::Ticks;
 
-/// How many changes are under way, and when the last one ended.
+/// Number of changes under way, and the end of the last one.
 #[derive(Debug, Default)]
 pub(super) struct UnderWay {
     count: AtomicUsize,

@@ -66,12 +66,12 @@ impl TableUser {
         }
     }
 
-    /// Whether it uses none of the memory that went with the table of this generation.
+    /// Returns whether it uses none of the memory that went with the table of this generation.
     pub(super) fn has_left(&self, departure: u64) -> bool {
         self.progress.has_left(departure)
     }
 
-    /// Whether it uses no table any more.
+    /// Returns whether it uses no table any more.
     pub(super) fn is_gone(&self) -> bool {
         self.has_left(u64::MAX)
     }
@@ -133,7 +133,7 @@ mod loom_models {
     use super::super::published::Published;
     use super::*;
 
-    /// What was last written to the memory, and by whom.
+    /// Last writers of the memory.
     const POLLER: u32 = 1;
     const NEXT_OWNER: u32 = 2;
 

@@ -13,8 +13,8 @@ use super::{DriveError, DriveOptions, DrivePath};
 use crate::host::HostController;
 use crate::host::vfio::function::PciAddress;
 
-/// What is open, whatever path led to it. It is not the drive's identity, by which two devices could have one serial
-/// number.
+/// A drive that is open, whatever path led to it. It is not the drive's identity, by which two devices could
+/// have one serial number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
     Function(PciAddress),

@@ -11,7 +11,7 @@ use crate::spec::dma::{SglDescriptor, SglType};
 use crate::spec::sqe::{Psdt, Sqe};
 use crate::spec::status::Status;
 
-/// Where the data of one command lies: PRPs or an SGL of IOVAs, as translation made them.
+/// Place of the data of one command: PRPs or an SGL of IOVAs, as translation made them.
 ///
 /// What it names was checked when it was translated; it is resolved here again because that is
 /// what an IOMMU does, and a mistake there must not become an access here.

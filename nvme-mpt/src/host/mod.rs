@@ -34,7 +34,7 @@ use software::model::TimedQueue;
 use software::zones::{LeasedZones, ZoneError, ZonedQueue};
 use software::{MarkRoom, SoftwareQueue};
 
-/// What a host controller can do, and what a guest controller may therefore promise.
+/// Abilities of a host controller, and so the promises that a guest controller may make.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Maximum Data Transfer Size: a power of two of 4 KiB pages.
@@ -48,9 +48,9 @@ pub struct Limits {
     pub awun_z: u16,
     /// Atomic Write Unit Power Fail, in logical blocks, zero-based.
     pub awupf_z: u16,
-    /// Whether writes may be lost by a power failure unless they are flushed.
+    /// True if writes may be lost by a power failure unless they are flushed.
     pub volatile_write_cache: bool,
-    /// Whether deallocated blocks read as zeroes (DLFEAT 001b); else what they read is not known.
+    /// True if deallocated blocks read as zeroes (DLFEAT 001b); else what they read is not known.
     pub deallocated_reads_zeroes: bool,
     /// Most SGL descriptors of a command.
     pub sgl_descriptors_max: u32,
@@ -78,21 +78,21 @@ impl Limits {
         crate::address::PAGE_SIZE << self.mdts
     }
 
-    /// Whether there are zones, and the commands of the Zoned Namespace Command Set.
+    /// Returns whether there are zones, and the commands of the Zoned Namespace Command Set.
     #[must_use]
     pub const fn is_zoned(&self) -> bool {
         self.zone_append_bytes_max > 0
     }
 
-    /// Whether there are keys and values instead of logical blocks, and the commands of the Key Value
+    /// Returns whether there are keys and values instead of logical blocks, and the commands of the Key Value
     /// Command Set.
     #[must_use]
     pub const fn is_key_value(&self) -> bool {
         self.value_bytes_max > 0
     }
 
-    /// Whether an I/O command on logical blocks is executed: Read, Write and Flush always, the optional ones where
-    /// [`Self::commands`] says so (Base 2.0, Figure 275, `ONCS`).
+    /// Returns whether an I/O command on logical blocks is executed: Read, Write and Flush always, the
+    /// optional ones where [`Self::commands`] says so (Base 2.0, Figure 275, `ONCS`).
     #[must_use]
     pub const fn offers(&self, opcode: NvmOpcode) -> bool {
         match opcode {
@@ -125,7 +125,7 @@ pub struct HostNamespace {
 /// I/O queue pairs of a host controller that has a number of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct QueuePairUse {
-    /// What the drive has.
+    /// Total of the drive.
     pub total: u16,
     /// Those that one shadow queue has to itself.
     pub exclusive: u16,
@@ -141,7 +141,7 @@ impl QueuePairUse {
     }
 }
 
-/// What went wrong with a drive since it was opened, and what was done about it.
+/// Incidents of a drive since it was opened, and the reactions to them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Incidents {
     /// Commands that did not complete within their deadline.
@@ -150,7 +150,7 @@ pub struct Incidents {
     pub aborts: u64,
     /// Controller resets.
     pub resets: u64,
-    /// Whether it failed for good or was removed: every command fails.
+    /// True if it failed for good or was removed: every command fails.
     pub gone: bool,
 }
 
@@ -163,7 +163,7 @@ pub struct TemperatureThresholds {
     pub critical: u16,
 }
 
-/// What a lease has of its host controller besides blocks, until dropped.
+/// Share of a lease in its host controller besides blocks, until dropped.
 #[derive(Debug, Default)]
 pub struct Claim {
     pub(crate) _lock: Option<RangeLock>,
@@ -178,7 +178,7 @@ pub trait HostController: Send + Sync + fmt::Debug {
     /// Model Number, up to 40 characters.
     fn model(&self) -> &str;
 
-    /// What it can do.
+    /// Returns its abilities.
     fn limits(&self) -> &Limits;
 
     /// Its active namespaces, by ascending identifier.
@@ -239,7 +239,7 @@ pub trait HostController: Send + Sync + fmt::Debug {
     /// What the kernel or the drive reports; any error if the lease has lost writes.
     fn flush(&self, namespace: &HostNamespace, lease: &HostLease) -> io::Result<()>;
 
-    /// How its I/O queue pairs are used; `None` if it has as many as anybody wants.
+    /// Returns the use of its I/O queue pairs; `None` without a bound on them.
     fn queue_pairs(&self) -> Option<QueuePairUse> {
         None
     }
@@ -267,18 +267,17 @@ pub trait HostController: Send + Sync + fmt::Debug {
         None
     }
 
-    /// What went wrong so far.
+    /// Returns its incidents so far.
     fn incidents(&self) -> Incidents {
         Incidents::default()
     }
 
-    /// What goes wrong with it because somebody wants it to; `None` for a drive that nothing was asked
-    /// of when it was opened.
+    /// Returns its injected faults; `None` for a drive that was opened without `faults=`.
     fn faults(&self) -> Option<&Faults> {
         None
     }
 
-    /// Whether a namespace whose size changes keeps its blocks, as far as it has them. That of a
+    /// Returns whether a namespace whose size changes keeps its blocks, as far as it has them. That of a
     /// physical drive is deleted, and another one created in its place.
     fn resizes_in_place(&self) -> bool {
         false
@@ -291,12 +290,12 @@ pub trait HostController: Send + Sync + fmt::Debug {
     }
 }
 
-/// What a host controller says about a command.
+/// Completion of a command by a host controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostCompletion {
     /// The command's identifier at the host controller: its slot.
     pub slot: u16,
-    /// How it ended.
+    /// Status with which it ended.
     pub status: Status,
     /// Dword 0 of the completion.
     pub dw0: u32,
@@ -313,13 +312,13 @@ pub struct HostMemory<'a> {
 
 /// The data path of one host queue pair. It is used by one thread at a time.
 pub trait HostQueue {
-    /// Whether commands may have completed as soon as they are rung in.
+    /// True if commands may have completed as soon as they are rung in.
     const COMPLETES_AT_ONCE: bool = true;
 
-    /// Whether there are completions of Zone Append among others, which tell where data went.
+    /// True if there are completions of Zone Append among others, which report the place of data.
     const ZONED: bool = false;
 
-    /// Whether commands are those of the Key Value Command Set.
+    /// True if commands are those of the Key Value Command Set.
     const KEY_VALUE: bool = false;
 
     /// See [`Self::batch`].
@@ -342,12 +341,12 @@ pub trait HostQueue {
     /// commands complete while they are rung in, so that there is nothing to wait for.
     fn wait_fd(&self) -> Option<RawFd>;
 
-    /// Whether it cannot be used any more, but by whoever deletes it.
+    /// Returns whether it can only be deleted.
     fn has_failed(&self) -> bool {
         false
     }
 
-    /// Whether its drive was removed, so that all that it is given fails.
+    /// Returns whether its drive was removed, so that all that it is given fails.
     fn is_gone(&self) -> bool {
         false
     }
@@ -371,8 +370,8 @@ pub trait HostBatch {
     fn ring(self, memory: HostMemory<'_>);
 }
 
-/// Who is handed completions. Any closure that takes one is; a type of its own can say that its
-/// work is to be compiled into each place where there is one.
+/// Taker of completions. Any closure that takes one is; a type of its own can ask that its work is compiled
+/// into each place of use.
 pub trait CompletionTaker {
     /// Takes a completion.
     fn take(&mut self, completion: HostCompletion);
@@ -475,7 +474,7 @@ impl HostQueuePair {
         each_kind!(self, queue => queue.blocks())
     }
 
-    /// Whether commands can complete without anybody being told.
+    /// Returns whether commands can complete without a notification.
     pub(crate) fn is_polled(&self) -> bool {
         match self {
             Self::Vfio(_) | Self::Faulty(_) => true,
@@ -496,8 +495,8 @@ impl HostQueuePair {
         }
     }
 
-    /// Whether commands complete as soon as they can, instead of when they are due: while somebody
-    /// waits for the queue to be empty.
+    /// Sets whether commands complete as soon as they can, instead of when they are due: while a caller waits
+    /// for the queue to be empty.
     pub(crate) fn hurry(&mut self, hurried: bool) {
         match self {
             Self::TimedNull(queue) => queue.hurry(hurried),

@@ -55,12 +55,12 @@ impl InterruptGate {
         self.patience = nanoseconds(PATIENCE);
     }
 
-    /// What it raises.
+    /// Returns the vector that it raises.
     pub(crate) fn vector(&self) -> Option<&Arc<InterruptVector>> {
         self.vector.as_ref()
     }
 
-    /// Whether completions were posted that the guest may not know of.
+    /// Returns whether completions were posted that the guest may not know of.
     #[inline]
     pub(crate) fn is_owed(&self) -> bool {
         self.owed != 0
@@ -236,7 +236,7 @@ mod tests {
         assert!(!gate.settle(left(1), Ticks(u64::MAX)));
     }
 
-    /// What happens to a gate.
+    /// Event at a gate.
     #[derive(Clone, Debug)]
     enum Step {
         /// The guest submits, and the poller takes it.

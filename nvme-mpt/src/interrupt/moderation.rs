@@ -10,11 +10,13 @@
 //! the guest has just submitted some. Where that is in vain more often than not, the guest does not have as many
 //! commands outstanding, and fewer completions share an interrupt at once.
 //!
-//! The bounds: 1 to 32 completions share an interrupt. A trial lasts 128 completions, and stays if they took 4 % less time,
-//! or at most 4 % more with fewer per interrupt. An interrupt waits at most 4 ms. Interrupt Coalescing that the guest has set
-//! holds instead, and Coalescing Disable of a vector switches this off for it (Base 2.0, sections 5.27.1.6 and 5.27.1.7).
+//! The bounds: 1 to 32 completions share an interrupt. A trial lasts 128 completions, and stays if they took 4 % less
+//! time, or at most 4 % more with fewer per interrupt. An interrupt waits at most 4 ms. Interrupt Coalescing that the
+//! guest has set holds instead, and Coalescing Disable of a vector switches this off for it (Base 2.0, sections
+//! 5.27.1.6 and 5.27.1.7).
 //!
-//! In `simulation.rs`, no guest takes more than 2 % longer than without this, and at most 1 % with one command outstanding.
+//! In `simulation.rs`, no guest takes more than 2 % longer than without this, and at most 1 % with one command
+//! outstanding.
 
 use std::time::Duration;
 
@@ -30,13 +32,13 @@ const HOPELESS: u64 = 115;
 /// At most 2 to the power of this many completions share an interrupt by our doing.
 const LEVEL_MAX: u8 = 5;
 
-/// How long an interrupt is held back at most.
+/// Longest time that an interrupt is held back.
 const HOLD_MAX: Duration = Duration::from_millis(4);
 
 /// Completions that come more rarely than this are not worth it.
 const INTERVAL_MAX: Duration = Duration::from_millis(2);
 
-/// Where nothing is completed for this long, the guest has paused, and what was seen says nothing.
+/// Time without a completion after which the guest has paused, and observations mean nothing.
 const PAUSE: Duration = Duration::from_millis(50);
 
 /// To have more completions share an interrupt has to take less than this many hundredths of the time; fewer may
@@ -50,7 +52,7 @@ const VAIN_MAX: u32 = 4;
 /// Epochs between two trials, after many that brought nothing.
 const WAIT_MAX: u32 = 128;
 
-/// What a guest has outstanding.
+/// Outstanding work of a guest.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Standing {
     /// Completions that it has not consumed.
@@ -59,11 +61,11 @@ pub(crate) struct Standing {
     pub(crate) in_flight: u32,
 }
 
-/// What is tried.
+/// A trial.
 #[derive(Clone, Copy, Debug)]
 struct Trial {
     level: u8,
-    /// What [`Moderation::interval`] was before.
+    /// Value of [`Moderation::interval`] before.
     reference: u64,
 }
 
@@ -73,7 +75,7 @@ pub(crate) struct Moderation {
     /// As a power of 2.
     level: u8,
     trial: Option<Trial>,
-    /// Whether the next trial is of more.
+    /// True if the next trial is of more.
     rises: bool,
     /// Epochs until the next trial, and after that one if it fails.
     wait: u32,
@@ -254,7 +256,7 @@ impl Moderation {
         }
     }
 
-    /// What was tried is worse than what was before.
+    /// Ends a trial that is worse than its reference.
     fn reject(&mut self) {
         self.trial = None;
         self.rises = !self.rises;

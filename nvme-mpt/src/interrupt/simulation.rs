@@ -1,4 +1,4 @@
-//! What moderation does to guests of many kinds, in time that is made up: one tick is a nanosecond.
+//! Effect of moderation on guests of many kinds, in simulated time: one tick is a nanosecond.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -7,15 +7,15 @@ use std::sync::Arc;
 use super::{Coalescing, InterruptGate, InterruptVector, Standing};
 use crate::clock::Ticks;
 
-/// What guests do that do one thing all the time.
+/// Commands of guests that do one thing all the time.
 const COMMANDS: u32 = 8_000;
 
 /// A guest with one processor.
 #[derive(Clone, Copy, Debug)]
 struct Guest {
-    /// What an interrupt takes, besides the completions that it tells of.
+    /// Cost of an interrupt, besides the completions that it reports.
     interrupt: u64,
-    /// What a completion takes, with the next command.
+    /// Cost of a completion, with the next command.
     command: u64,
 }
 
@@ -26,10 +26,10 @@ struct Drive {
     parallel: usize,
 }
 
-/// How many commands a guest keeps outstanding, until it has had so many completions.
+/// Number of commands that a guest keeps outstanding, until it has had the second number of completions.
 type Phase = (u32, u32);
 
-/// What became of a phase.
+/// Result of a phase.
 #[derive(Clone, Copy, Debug)]
 struct Outcome {
     ticks: u64,
@@ -174,7 +174,7 @@ const GUESTS: [Guest; 4] = [
     },
 ];
 
-/// What each of these guests gets on each of these drives, without moderation and with it.
+/// Checks the results of each of these guests on each of these drives, without moderation and with it.
 fn each(depths: &[u32], mut check: impl FnMut(String, Outcome, Outcome)) {
     for guest in GUESTS {
         for drive in DRIVES {

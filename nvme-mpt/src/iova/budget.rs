@@ -1,4 +1,4 @@
-//! How many mappings of a host controller's IOMMU each VM may have.
+//! Budget of a host controller's IOMMU mappings, shared by its VMs.
 //!
 //! VFIO takes a number of mappings for each drive: 65,535, unless the host's administrator says otherwise.
 //! How many regions its memory is in, a VM decides, so a few hostile ones could take all of them, and the
@@ -16,11 +16,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// Mappings that every VM may have.
 const ASSURED: u64 = 64;
 
-/// What part of all mappings is there for these: 255 VMs can have theirs, of 65,535.
+/// Divisor for the part of all mappings that is there for these: 255 VMs can have theirs, of 65,535.
 const FOR_ASSURED: u64 = 4;
 
-/// What part of all mappings is kept for the driver itself. Of 65,535 these are 4,095: 1,024 queue pairs,
-/// and the lists of 3,000 queues of guests.
+/// Divisor for the part of all mappings that is kept for the driver itself. Of 65,535 these are 4,095: 1,024
+/// queue pairs, and the lists of 3,000 queues of guests.
 const FOR_DRIVER: u64 = 16;
 
 /// The mappings that an IOMMU takes.
@@ -152,7 +152,7 @@ mod tests {
 
     use super::*;
 
-    /// What VFIO takes by default.
+    /// VFIO's default.
     const MAX: u64 = 65_535;
 
     /// Takes mappings until no more are given, `most` at most.
@@ -206,7 +206,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whoever takes and gives back in whatever order.
+        /// VMs take and give back in any order.
         #[test]
         fn what_is_assured_is_there(
             max in 256..5000_u64,

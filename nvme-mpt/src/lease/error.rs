@@ -22,7 +22,7 @@ pub enum LeaseError {
         drive: String,
         /// The lease that has part of it.
         other: Box<LeaseEntry>,
-        /// What to do.
+        /// Remedy.
         remedy: String,
     },
     /// Another id left data in the range.
@@ -47,7 +47,7 @@ pub enum LeaseError {
         id: String,
         /// The lease that has it.
         other: Box<LeaseEntry>,
-        /// What to do.
+        /// Remedy.
         remedy: String,
     },
     /// The id is not one.

@@ -1,4 +1,4 @@
-//! How one process sees whether the holder of a lease, perhaps in another process, lives.
+//! Liveness of the holder of a lease, as another process sees it.
 //!
 //! Every lease has a *slot*: one byte offset in a lock file. Its holder keeps an open file
 //! description lock on that byte for as long as the lease lives. The kernel drops the lock when the
@@ -17,7 +17,7 @@ use crate::range_lock::{self, Kind, RangeLock};
 pub(super) struct Slot(pub(super) u64);
 
 impl Slot {
-    /// Whether the kernel can lock this byte and the one after it.
+    /// Returns whether the kernel can lock this byte and the one after it.
     pub(super) fn is_valid(self) -> bool {
         libc::off_t::try_from(self.0).is_ok_and(|offset| offset < libc::off_t::MAX)
     }
@@ -52,12 +52,12 @@ impl Holders {
         }
     }
 
-    /// Whether the holder of `slot` lives.
+    /// Returns whether the holder of `slot` lives.
     pub(super) fn holds(&self, slot: Slot) -> io::Result<bool> {
         self.is_locked(slot.0, 1)
     }
 
-    /// Whether anyone holds `first` or a slot above it.
+    /// Returns whether anyone holds `first` or a slot above it.
     pub(super) fn any_from(&self, first: Slot) -> io::Result<bool> {
         // A length of 0 reaches to the end of what can be locked.
         self.is_locked(first.0, 0)

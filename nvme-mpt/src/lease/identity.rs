@@ -14,8 +14,8 @@ const NAME_SPACE: Uuid = Uuid::from_u128(0x6e76_6d65_2d6d_5074_a001_6c65_6173_65
 const LOCALLY_ADMINISTERED: u8 = 0x02;
 /// In EUI-64, bit 0 of the first byte says that the name is a group's (IEEE 802, "I/G").
 const GROUP: u8 = 0x01;
-/// Where an NGUID has its company identifier, whose first byte has the same two bits as an EUI-64's
-/// (Base 2.0, section 4.5: bytes 8 to 10).
+/// Offset of an NGUID's company identifier, whose first byte has the same two bits as an EUI-64's (Base 2.0,
+/// section 4.5: bytes 8 to 10).
 const NGUID_COMPANY_ID: usize = 8;
 
 /// The names of a lease: the same whenever the same id leases the same range of the same drive, different
@@ -74,7 +74,8 @@ pub fn default_id(drive: &str, nsid: Nsid, range: ByteRange) -> String {
     format!("nvme-{:08x}", hash >> 96)
 }
 
-/// Where the range lies, in the words that names are made of: the same for each path to the same bytes.
+/// Names the place of the range, in the words that names are made of: the same for each path to the same
+/// bytes.
 fn place(drive: &str, range: ByteRange) -> String {
     let (start, length) = (range.start(), range.length());
     match &extent::places(drive, range)[..] {

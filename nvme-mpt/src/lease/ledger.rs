@@ -15,7 +15,7 @@ use super::tenants::{self, FormerData, Left, Place};
 use crate::origin::extent;
 use crate::spec::ids::Nsid;
 
-/// What someone wants to lease.
+/// Request for a lease.
 #[derive(Clone, Copy, Debug)]
 pub struct LeaseRequest<'a> {
     /// Id of the lease, unique in the ledger.
@@ -45,11 +45,11 @@ impl<'a> LeaseRequest<'a> {
     }
 }
 
-/// Who holds which range of which drive. A clone is the same ledger.
+/// Holders of ranges of drives. A clone is the same ledger.
 #[derive(Clone, Debug)]
 pub struct Ledger(Arc<Book>);
 
-/// Where a ledger is kept.
+/// Place in which a ledger is kept.
 #[derive(Debug)]
 enum Book {
     /// In a folder, for all processes that use the same one.

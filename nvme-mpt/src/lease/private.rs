@@ -22,7 +22,7 @@ pub enum PrivateError {
     /// A system call failed.
     #[error("Cannot {action} {}", path.display())]
     Io {
-        /// What was tried.
+        /// Action that failed.
         action: &'static str,
         /// With which folder or file.
         path: PathBuf,

@@ -81,7 +81,7 @@ pub enum RangeError {
         text: String,
         /// `start` or `length`.
         part: &'static str,
-        /// What is wrong with it.
+        /// Cause.
         source: SizeError,
     },
     /// The length is zero.
@@ -133,11 +133,11 @@ pub enum RangeError {
     BeyondDrive {
         /// The range.
         range: ByteRange,
-        /// Where it ends.
+        /// End.
         end: Bytes,
         /// Size of the drive.
         capacity: Bytes,
-        /// What would fit.
+        /// Ranges that would fit.
         advice: String,
     },
 }
@@ -151,7 +151,7 @@ pub struct ByteRange {
     length: u64,
 }
 
-/// How a range is stored: plain numbers, checked when they are read.
+/// A range as it is stored: plain numbers, checked when they are read.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RawRange {
@@ -213,7 +213,7 @@ impl ByteRange {
         self.start + self.length
     }
 
-    /// Whether any byte lies in both ranges.
+    /// Returns whether any byte lies in both ranges.
     #[must_use]
     pub const fn overlaps(&self, other: &Self) -> bool {
         self.start < other.end() && other.start < self.end()

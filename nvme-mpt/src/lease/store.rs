@@ -41,8 +41,8 @@ const VERSION: u32 = 2;
 /// Format that knew no former tenants: those of its leases are.
 const VERSION_WITHOUT_TENANTS: u64 = 1;
 
-/// How long to wait for another process that changes the ledger. It does so in milliseconds, so that
-/// more means that it is stopped or stuck.
+/// Longest wait for another process that changes the ledger. It does so in milliseconds, so that more means
+/// that it is stopped or stuck.
 const LOCK_PATIENCE: Duration = Duration::from_secs(10);
 
 /// The ledger's file, or a file beside it, cannot be used.
@@ -54,7 +54,7 @@ pub enum StoreError {
     /// A step of reading or changing the ledger failed.
     #[error("Cannot {action} {}{}", path.display(), remedy(source))]
     Io {
-        /// What was tried.
+        /// Action that failed.
         action: &'static str,
         /// With which file.
         path: PathBuf,
@@ -81,7 +81,7 @@ pub enum StoreError {
     Damaged {
         /// The ledger's file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Cause.
         source: serde_json::Error,
     },
     /// The ledger was written by another version.
@@ -112,7 +112,7 @@ pub enum StoreError {
     },
 }
 
-/// What a person can do about an error, where the error's own text does not say it.
+/// Returns the remedy for an error whose own text does not name it.
 fn remedy(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
@@ -239,7 +239,7 @@ impl Records {
     }
 }
 
-/// What has been done of a change to the ledger; a crash can come after each.
+/// Step of a change to the ledger; a crash can come after each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Step {
     Created,
@@ -328,7 +328,7 @@ impl Folder {
         })
     }
 
-    /// Whether the holder of `slot` lives.
+    /// Returns whether the holder of `slot` lives.
     pub(super) fn is_held(&self, holders: &Holders, slot: Slot) -> Result<bool, StoreError> {
         holders
             .holds(slot)
@@ -451,7 +451,7 @@ fn write_synced(mut file: File, text: &[u8]) -> io::Result<()> {
 
 #[cfg(test)]
 thread_local! {
-    /// Where the next change of the ledger on this thread stops as if the machine had crashed.
+    /// Step after which the next change of the ledger on this thread stops as if the machine had crashed.
     static CRASH_AFTER: std::cell::Cell<Option<Step>> = const { std::cell::Cell::new(None) };
 }
 

@@ -90,7 +90,7 @@ struct Part {
     base: String,
     /// Bytes of the base.
     range: ByteRange,
-    /// Where the part begins, as the drive of the place numbers its bytes.
+    /// Start of the part, as the drive of the place numbers its bytes.
     at: u64,
 }
 

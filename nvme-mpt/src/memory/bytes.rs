@@ -37,13 +37,13 @@ impl<'a> RawBytes<'a> {
         self.len
     }
 
-    /// Whether there are no bytes.
+    /// Returns whether there are no bytes.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Where the bytes are, for the kernel to read or write them.
+    /// Returns the address of the bytes, for the kernel to read or write them.
     #[must_use]
     pub const fn as_ptr(&self) -> *mut u8 {
         self.start
@@ -91,7 +91,7 @@ impl<'a> RawBytes<'a> {
         unsafe { core::ptr::write_bytes(self.start, 0, self.len) };
     }
 
-    /// Whether the bytes are, at this moment, those of `other` (both as long).
+    /// Returns whether the bytes are, at this moment, those of `other` (both as long).
     #[must_use]
     pub fn equals(&self, other: RawBytes<'_>) -> bool {
         if self.len != other.len {
@@ -143,7 +143,7 @@ impl RawWords<'_> {
         self.len
     }
 
-    /// Whether there are no words.
+    /// Returns whether there are no words.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0

@@ -32,7 +32,7 @@ pub(super) fn page_size(fd: BorrowedFd<'_>) -> io::Result<usize> {
     })
 }
 
-/// Whether a file lies in the kernel's own memory: memfd, tmpfs or hugetlbfs.
+/// Returns whether a file lies in the kernel's own memory: memfd, tmpfs or hugetlbfs.
 ///
 /// The kernel keeps seals for such files alone (memfd_create(2)), whatever their mount says of itself.
 /// It answers by itself, where fstat and fstatfs may wait for the process behind a FUSE mount.

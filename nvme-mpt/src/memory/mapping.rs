@@ -11,7 +11,7 @@ use super::bytes::RawBytes;
 use super::file_system::page_size;
 use super::sigbus;
 
-/// What may be done with a mapping's memory.
+/// Access to a mapping's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// Loads only; a store would fault.
@@ -27,7 +27,7 @@ pub enum Access {
 pub struct Mapping {
     start: NonNull<u8>,
     len: usize,
-    /// What the kernel mapped: whole pages, huge ones where memory is in such.
+    /// Bytes that the kernel mapped: whole pages, huge ones where memory is in such.
     mapped: usize,
     access: Access,
     guard: Option<sigbus::Guard>,
@@ -234,13 +234,13 @@ impl Mapping {
         self.len
     }
 
-    /// Whether it has no bytes; never the case, as the kernel refuses such a mapping.
+    /// Returns whether it has no bytes; never the case, as the kernel refuses such a mapping.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// What may be done with the memory.
+    /// Returns the access to the memory.
     #[must_use]
     pub fn access(&self) -> Access {
         self.access
@@ -258,7 +258,7 @@ impl Mapping {
         Some(unsafe { RawBytes::new(self.start.as_ptr().add(offset), len) })
     }
 
-    /// Whether what is behind the mapping went away, and zeroes (for memory whose file was cut short)
+    /// Returns whether what is behind the mapping went away, and zeroes (for memory whose file was cut short)
     /// or ones (for a device) took its place. What a guest has there is lost, so its queues must stop.
     #[must_use]
     pub fn is_lost(&self) -> bool {

@@ -20,7 +20,7 @@ impl Registers {
         Self { mapping }
     }
 
-    /// What they are mapped by.
+    /// Returns the mapping.
     #[must_use]
     pub fn mapping(&self) -> &Arc<Mapping> {
         &self.mapping

@@ -75,7 +75,7 @@ impl<T> Entries<T> {
         })
     }
 
-    /// Where an entry is: in a mapping that is kept.
+    /// Returns the address of an entry, in a mapping that is kept.
     #[inline]
     fn at(&self, index: u32) -> *const T {
         if index < self.in_first_stretch {

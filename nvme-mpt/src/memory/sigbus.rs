@@ -27,7 +27,7 @@ use super::mapping::{host_page_size, memfd};
 /// its memory, 256 at most (`dma`), so none takes those of others.
 const PART: usize = 256;
 
-/// What a mapping is of, and thus what is read where it was lost.
+/// Kind of a mapping, and thus of the bytes read where it was lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     /// A file's memory, replaced to its end by zeroes: they stay for as long as the mapping does.
@@ -367,7 +367,7 @@ fn replace_in(entry: &Entry, range: Range<usize>, address: usize, cause: Cause) 
     true
 }
 
-/// What is replaced of a mapping of memory, in whole pages of it.
+/// Returns the part of a mapping of memory that is replaced, in whole pages of it.
 fn lost_part(mapping: &Range<usize>, page: usize, address: usize, cause: Cause) -> Range<usize> {
     let start = address - (address - mapping.start) % page;
     let end = match cause {

@@ -19,7 +19,7 @@ const SECTOR: u64 = 512;
 pub(super) struct Device {
     /// Its bytes, in order.
     pub(super) extents: Vec<Extent>,
-    /// What it is made of, where it is not known which byte lies where.
+    /// Extents below it, where the place of each byte is not known.
     pub(super) below: Vec<Extent>,
     /// The files that loop devices make it of.
     pub(super) files: Vec<BackingFile>,

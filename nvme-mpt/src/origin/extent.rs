@@ -11,7 +11,7 @@ pub(crate) struct Extent {
     pub(crate) base: String,
     /// The first byte.
     pub(crate) start: u64,
-    /// How many.
+    /// Number of bytes.
     pub(crate) length: u64,
 }
 

@@ -24,7 +24,7 @@ pub(crate) use extent::Extent;
 pub(crate) use system::System;
 use system::{DeviceNumber, Mount};
 
-/// Where the bytes behind a path lie.
+/// Origin of the bytes behind a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Origin {
     /// The bytes, in order.

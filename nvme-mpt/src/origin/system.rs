@@ -37,7 +37,7 @@ pub(super) struct Mount {
     device: DeviceNumber,
     /// The folder of the file system that is mounted.
     root: PathBuf,
-    /// Where it is mounted.
+    /// Mount point.
     pub(super) point: PathBuf,
     kind: String,
     source: PathBuf,

@@ -35,7 +35,8 @@ fn check_among(cpus: &[usize], online: &str) -> Result<(), NoSuchProcessor> {
     }
 }
 
-/// Whether a list such as `0-3,8` has a processor (Linux, `Documentation/admin-guide/cputopology.rst`).
+/// Returns whether a list such as `0-3,8` has a processor (Linux,
+/// `Documentation/admin-guide/cputopology.rst`).
 fn lists(online: &str, cpu: usize) -> bool {
     online.split(',').any(|range| {
         let (first, last) = range.split_once('-').unwrap_or((range, range));

@@ -11,7 +11,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::sync::{AtomicBool, Ordering, fence};
 
-/// What ends the sleep of a poller.
+/// End of a poller's sleep.
 pub(crate) trait Bell {
     /// Makes the sleeper wake up, now or as soon as it falls asleep.
     fn ring(&self);
@@ -59,8 +59,8 @@ impl<B: Bell> DoorBell<B> {
     }
 }
 
-/// Whether a guest may store to doorbells without anybody being told: while their page is mapped into
-/// it. A poller that parks meanwhile looks at them by the clock.
+/// Silence of doorbells: true while the guest may store to them unnoticed, as their page is mapped into it. A
+/// poller that parks meanwhile looks at them by the clock.
 ///
 /// Pages are mapped and unmapped while guests write and pollers park. It begins before the page is
 /// mapped, and pollers that are parked are woken, as they sleep without a clock. It ends after the page
@@ -223,8 +223,7 @@ mod loom_models {
     /// A guest's doorbell whose page is mapped at times.
     #[derive(Default)]
     struct ToggledDoorbell {
-        /// Where the page is mapped, and no store is under way when that changes: what the hypervisor
-        /// does when it maps and unmaps.
+        /// Mapping of the page: no store is under way when it changes, as when a hypervisor maps and unmaps.
         mapped: Mutex<bool>,
         value: loom::sync::Arc<AtomicU32>,
     }

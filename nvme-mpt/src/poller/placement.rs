@@ -16,7 +16,7 @@ use crate::stats::PollerStats;
 /// others run guests.
 const PROCESSORS_PER_SHARED_POLLER: usize = 4;
 
-/// Who shares a poller.
+/// Sharing of a poller.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Placement {
     /// A few pollers run all shadow queues of all VMs.
@@ -26,7 +26,7 @@ pub enum Placement {
     Dedicated,
 }
 
-/// What a poller does without work.
+/// Behaviour of a poller without work.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Spin {
     /// It spins for a bounded time and then parks.
@@ -36,12 +36,12 @@ pub enum Spin {
     Busy,
 }
 
-/// How a guest controller's queues are polled: `MODE[:adaptive|:busy][@CPU[+CPU…]]`.
+/// Polling of a guest controller's queues: `MODE[:adaptive|:busy][@CPU[+CPU…]]`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PollPolicy {
-    /// Who shares a poller.
+    /// Sharing of a poller.
     pub placement: Placement,
-    /// What a poller does without work.
+    /// Behaviour of a poller without work.
     pub spin: Spin,
     /// Processors to pin pollers to, in turn; none pinned if empty, since a pinned poller cannot
     /// get out of the way of whatever else runs on its processor.
@@ -153,7 +153,7 @@ impl Group {
         self.shared.iter().cloned().chain(dedicated).collect()
     }
 
-    /// How many shared pollers the group may have.
+    /// Most shared pollers of the group.
     fn shared_max(&self) -> usize {
         match self.policy.cpus.len() {
             0 => {
@@ -182,7 +182,7 @@ impl Pollers {
         })
     }
 
-    /// What starts their threads, and those of drives that are opened for them.
+    /// Returns the source of their threads, and those of drives that are opened for them.
     #[must_use]
     pub fn threads(&self) -> &Threads {
         &self.threads

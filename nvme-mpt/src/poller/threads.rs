@@ -1,12 +1,12 @@
-//! Where threads come from, of pollers and of those who watch over drives: a VMM that confines its threads
-//! starts them itself.
+//! Sources of threads, of pollers and of those that watch over drives: a VMM that confines its threads starts
+//! them itself.
 
 use std::fmt;
 use std::io;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
-/// What a thread does.
+/// Work of a thread.
 pub type Work = Box<dyn FnOnce() + Send>;
 
 type Spawn = dyn Fn(&str, Work) -> io::Result<JoinHandle<()>> + Send + Sync;

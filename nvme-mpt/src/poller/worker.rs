@@ -31,8 +31,8 @@ use crate::stats::PollerStats;
 /// answers within them, and a pause would be part of its latency.
 const EAGER_PASSES: u32 = 64;
 
-/// How long a poller spins for work before it parks: the bounds between which it learns. It spins
-/// longer when work came soon after it had parked, and less when it slept for long.
+/// Bounds of the time that a poller spins for work before it parks, between which it learns. It spins longer
+/// when work came soon after it had parked, and less when it slept for long.
 const SPIN_MIN: Duration = Duration::from_micros(20);
 const SPIN_MAX: Duration = Duration::from_millis(4);
 
@@ -69,7 +69,7 @@ impl DoorbellWatch {
     }
 }
 
-/// What becomes of the commands of a queue that leaves its poller.
+/// Fate of the commands of a queue that leaves its poller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Departure {
     /// They complete.
@@ -392,7 +392,7 @@ impl Worker {
         due.min().map(|due| due.since(now))
     }
 
-    /// Whether some doorbell here is only ever stored to, so that nobody would wake us.
+    /// Returns whether some doorbell here is only ever stored to, so that no store would wake us.
     fn is_timed(&self) -> bool {
         !self.watches.is_empty() || self.queues.iter().any(|queue| queue.is_silent())
     }
@@ -470,7 +470,7 @@ fn add(counter: &AtomicU64, by: u64) {
     );
 }
 
-/// What a parked poller waits on.
+/// Wait of a parked poller.
 struct Sleeper {
     epoll: Epoll,
     timer: TimerFd,

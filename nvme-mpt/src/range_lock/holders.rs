@@ -19,14 +19,14 @@ pub(crate) struct LockHolder {
     program: String,
     /// Its user.
     user: u32,
-    /// Whether the lock shuts others out that want to share it.
+    /// True if the lock shuts others out that want to share it.
     pub(super) exclusive: bool,
-    /// Whether the file may be written through the descriptor of the lock.
+    /// True if the file may be written through the descriptor of the lock.
     pub(super) writes: bool,
 }
 
 impl LockHolder {
-    /// Whether another user than `user` holds it, and not root.
+    /// Returns whether another user than `user` holds it, and not root.
     pub(super) fn is_foreign_to(&self, user: u32) -> bool {
         self.user != user && self.user != 0
     }
@@ -45,7 +45,7 @@ impl fmt::Display for LockHolder {
 #[derive(Debug, Default)]
 pub(crate) struct Holders {
     pub(super) seen: Vec<LockHolder>,
-    /// Whether there are locks whose holder is not among them.
+    /// True if there are locks whose holder is not among them.
     pub(super) unseen: bool,
 }
 
@@ -182,7 +182,7 @@ fn locks_in(info: &str) -> impl Iterator<Item = Line<'_>> {
         .filter_map(Line::parse)
 }
 
-/// Whether a descriptor may be written to, by its `/proc/PID/fdinfo`.
+/// Returns whether a descriptor may be written to, by its `/proc/PID/fdinfo`.
 fn may_write(info: &str) -> bool {
     let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
     let flags = flags.and_then(|flags| i32::from_str_radix(flags.trim(), 8).ok());

@@ -50,7 +50,7 @@ impl ListMemory {
         Iova(self.iova.start() + u64::from(slot) * LIST_BYTES as u64)
     }
 
-    /// What the host controller finds at an IOVA of a list.
+    /// Resolves an IOVA of a list as the host controller does.
     #[inline]
     pub(crate) fn resolve(&self, iova: u64, len: usize) -> Option<RawBytes<'_>> {
         let offset = iova.checked_sub(self.iova.start())?;

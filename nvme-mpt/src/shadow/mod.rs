@@ -31,7 +31,7 @@ impl Failure {
         Self((location as u32) << 16 | status.with_dnr(true).0 as u32)
     }
 
-    /// What the guest is told.
+    /// Returns the status for the guest.
     pub(crate) const fn status(self) -> Status {
         Status(self.0 as u16)
     }

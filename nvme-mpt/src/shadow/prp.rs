@@ -17,7 +17,7 @@ const PAGE_OFFSET: u64 = PAGE_SIZE - 1;
 const PRP1: u16 = 24;
 const PRP2: u16 = 32;
 
-/// Where to look first for data and for lists.
+/// Places to look first for data and for lists.
 #[derive(Debug, Default)]
 pub(super) struct PrpHints {
     data: RegionHint,

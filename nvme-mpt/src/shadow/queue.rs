@@ -43,7 +43,7 @@ const BATCH_BYTES: u64 = 4 << 20;
 /// Entries that are fetched ahead of the one that is read.
 const PREFETCH: u32 = 8;
 
-/// Whether a shadow queue can go on.
+/// Ability of a shadow queue to go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Condition {
     Sound,
@@ -56,12 +56,12 @@ enum Condition {
     Failed,
 }
 
-/// What all shadow queues of a guest controller share.
+/// State that all shadow queues of a guest controller share.
 #[derive(Debug)]
 pub(crate) struct QueueContext {
     pub(crate) mode: DoorbellMode,
     pub(crate) doorbells: Arc<DoorbellPage>,
-    /// Whether the guest may store to them without anybody being told.
+    /// True while the guest may store to them unnoticed.
     pub(crate) silence: Silence,
     pub(crate) events: Arc<EventQueue>,
     pub(crate) tables: Arc<Tables>,
@@ -96,7 +96,7 @@ struct Core {
     condition: Condition,
     /// Completions that wait for the memory of the ring to come back. Their room is reserved.
     held: Vec<Cqe>,
-    /// Whether what is written is noted.
+    /// True if what is written is noted.
     is_logged: bool,
     /// `None` while the queue rests. Dropped last: all memory of the VM's was let go of by then.
     table_use: Option<TableUse>,
@@ -201,7 +201,7 @@ impl ShadowQueue {
         self.core.look_again()
     }
 
-    /// Whether something can happen here that notifies nobody: a doorbell write of its guest, or a
+    /// Returns whether something can happen here that notifies nobody: a doorbell write of its guest, or a
     /// completion of a drive that is polled.
     #[must_use]
     pub fn is_silent(&self) -> bool {
@@ -250,7 +250,7 @@ impl ShadowQueue {
         self.host.hurry(false);
     }
 
-    /// Whether the host controller has none of its commands.
+    /// Returns whether the host controller has none of its commands.
     #[must_use]
     pub fn is_drained(&self) -> bool {
         self.core.slots.in_flight() == 0
@@ -447,7 +447,7 @@ impl Core {
         }
     }
 
-    /// What the guest has outstanding.
+    /// Returns the guest's outstanding work.
     #[inline]
     fn standing(&self) -> Standing {
         Standing {

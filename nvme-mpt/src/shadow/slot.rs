@@ -16,7 +16,7 @@ pub(crate) struct Slot {
     /// As the NVM Command Set names it: Store and Retrieve of a key value namespace are its Write and Read.
     pub(crate) opcode: NvmOpcode,
     pub(crate) busy: bool,
-    /// Whether some of the memory that its data lies in was unmapped since.
+    /// True if some of the memory that its data lies in was unmapped since.
     pub(crate) stale: bool,
     /// Bytes of data in the VM's memory. Ranges to deallocate or copy are none: the host has a copy of them.
     pub(crate) bytes: u32,
@@ -31,7 +31,7 @@ pub(crate) struct Slot {
 }
 
 impl Slot {
-    /// Where the command's data lies for the host controller.
+    /// Returns the place of the command's data for the host controller.
     pub(crate) fn data(&self) -> DataPointer {
         DataPointer::new(self.psdt, self.dptr)
     }
@@ -59,7 +59,7 @@ impl Slots {
         self.free.len()
     }
 
-    /// How many there are.
+    /// Returns the number of slots.
     pub(crate) fn count(&self) -> usize {
         self.slots.len()
     }

@@ -38,7 +38,7 @@ mod location {
     pub(super) const DATA: u16 = 24;
 }
 
-/// What of a Read's or Write's dword 12 reaches the host controller: NLB, FUA and LR. Directives and
+/// Bits of a Read's or Write's dword 12 that reach the host controller: NLB, FUA and LR. Directives and
 /// protection information are not offered.
 const READ_WRITE_CDW12: u32 = 0xC000_FFFF;
 
@@ -51,7 +51,7 @@ pub struct LeasedBlocks {
     pub host_nsid: Nsid,
     /// The first leased block of the host's namespace.
     pub first: Lba,
-    /// How many blocks are leased.
+    /// Number of leased blocks.
     pub blocks: u64,
     /// Logical block size as a power of two, in bytes.
     pub lba_shift: u8,
@@ -118,7 +118,7 @@ impl Translator {
         self.blocks.blocks = 0;
     }
 
-    /// What the host controller may reach for translated commands.
+    /// Returns the memory that the host controller may reach for translated commands.
     #[inline]
     pub(super) fn memory(&self) -> HostMemory<'_> {
         HostMemory {
@@ -127,9 +127,9 @@ impl Translator {
         }
     }
 
-    /// Where a Zone Append to the guest's zone that starts at `zslba` went, in the guest's LBAs, by
-    /// dword 0 of the host's completion (ZNS 1.1, section 3.4.1, `ALBA`). A zone has fewer blocks than
-    /// a dword counts, so the rest of the host's LBA is known.
+    /// Returns the guest's LBA to which a Zone Append to the guest's zone at `zslba` went, by dword 0 of the
+    /// host's completion (ZNS 1.1, section 3.4.1, `ALBA`). A zone has fewer blocks than a dword counts, so
+    /// the rest of the host's LBA is known.
     pub(super) fn appended_at(&self, zslba: Lba, dw0: u32) -> Lba {
         let host_zslba = self.blocks.first.0.wrapping_add(zslba.0);
         let offset = dw0.wrapping_sub(host_zslba as u32);
@@ -204,7 +204,7 @@ impl Translator {
         }
     }
 
-    /// What is the same for every command (Base 2.0, section 3.3.3.1).
+    /// Checks the fields that all commands share (Base 2.0, section 3.3.3.1).
     #[inline(always)]
     fn check_common(&self, guest: &Sqe) -> Result<(), Failure> {
         // None of these is set in a command by itself that has PRPs, as nearly all are: one look tells.

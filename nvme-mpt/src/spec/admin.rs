@@ -1,4 +1,4 @@
-//! What admin commands have in their dwords (Base 2.0, section 5).
+//! Fields of admin commands' dwords (Base 2.0, section 5).
 //!
 //! Get Log Page is in [`super::log`]. Asynchronous Event Request and Keep Alive have nothing;
 //! Doorbell Buffer Config has two page addresses, [`Sqe::prp1`](super::sqe::Sqe::prp1) of the
@@ -99,7 +99,7 @@ command! {
         fid: FeatureId(u8) = cdw10[7:0];
         /// Select: which value.
         sel: FeatureSelect(u8) = cdw10[10:8];
-        /// What of the feature is asked for, feature specific.
+        /// Selection within the feature, feature specific.
         dword11: u32 = cdw11[31:0];
         /// UUID Index.
         uuid_index: u8 = cdw14[6:0];

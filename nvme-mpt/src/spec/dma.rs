@@ -1,4 +1,4 @@
-//! Where a command's data lies: PRP entries and SGL descriptors (Base 2.0, section 4.1).
+//! Places of a command's data: PRP entries and SGL descriptors (Base 2.0, section 4.1).
 
 use core::mem::{offset_of, size_of};
 
@@ -40,7 +40,7 @@ impl PrpEntry {
         (1 << page_shift) - self.offset(page_shift)
     }
 
-    /// Whether the address is one that every entry may have: the two low bits are clear.
+    /// Returns whether the address is one that every entry may have: the two low bits are clear.
     #[inline]
     #[must_use]
     pub const fn is_dword_aligned(self) -> bool {

@@ -283,7 +283,7 @@ bit_field! {
 pub struct Timestamp {
     /// Milliseconds since 1970-01-01 00:00:00 UTC, or since the last controller level reset.
     pub milliseconds: [u8; 6],
-    /// Where the timestamp comes from; Get Features only.
+    /// Source of the timestamp; Get Features only.
     pub attributes: TimestampAttributes,
     /// Reserved.
     pub rsvd7: u8,

@@ -94,7 +94,7 @@ impl Key {
         self.bytes.get(..usize::from(self.length)).unwrap_or(&[])
     }
 
-    /// Whether it has no bytes.
+    /// Returns whether it has no bytes.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.length == 0
@@ -119,8 +119,8 @@ impl fmt::Debug for Key {
     }
 }
 
-/// What List returns (KV 1.0, section 3.2.3): the Number of Returned Keys, then for each key its length
-/// in two bytes and its bytes, each filled up to whole dwords.
+/// Data of List (KV 1.0, section 3.2.3): the Number of Returned Keys, then for each key its length in two
+/// bytes and its bytes, each filled up to whole dwords.
 #[derive(Clone, Debug)]
 pub struct KeyList {
     bytes: Vec<u8>,

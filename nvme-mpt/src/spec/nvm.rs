@@ -1,4 +1,4 @@
-//! What the NVM Command Set's I/O commands have in their dwords and data (NVM 1.0, section 3.2).
+//! Fields of the NVM Command Set's I/O commands, and their data (NVM 1.0, section 3.2).
 
 use core::mem::{offset_of, size_of};
 
@@ -111,7 +111,7 @@ bit_field! {
 }
 
 bit_field! {
-    /// How the data of a Read or a Write will be used (NVM 1.0, sections 3.2.4 and 3.2.6, `DSM`).
+    /// Later use of the data of a Read or a Write (NVM 1.0, sections 3.2.4 and 3.2.6, `DSM`).
     pub struct DsmHint(u8) {
         /// Access Frequency.
         access_frequency / with_access_frequency: u8 [3:0];

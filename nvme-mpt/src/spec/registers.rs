@@ -64,7 +64,7 @@ pub mod offset {
     pub const DOORBELLS: u64 = 0x1000;
 }
 
-/// What a read of a 4-byte property returns once the device has gone from the bus.
+/// Value of a 4-byte property once the device has gone from the bus.
 pub const REMOVED: u32 = 0xFFFF_FFFF;
 
 bit_field! {
@@ -202,7 +202,7 @@ open_enum! {
     }
 }
 
-/// What has to be written to `NSSR` to reset the NVM subsystem: "NVMe" (Base 2.0, section 3.1.3.7).
+/// Value to write to `NSSR` to reset the NVM subsystem: "NVMe" (Base 2.0, section 3.1.3.7).
 pub const NSSR_RESET: u32 = 0x4E56_4D65;
 
 bit_field! {

@@ -47,7 +47,7 @@ impl Status {
         Self(self.0 & Self::CODE_MASK)
     }
 
-    /// Whether the command completed without error.
+    /// Returns whether the command completed without error.
     #[inline]
     #[must_use]
     pub const fn is_success(self) -> bool {

@@ -1,5 +1,5 @@
-//! What the Zoned Namespace Command Set adds to the NVM Command Set: its commands and their data,
-//! its Identify data structures and its log page, after the *NVM Express Zoned Namespace Command Set
+//! Additions of the Zoned Namespace Command Set to the NVM Command Set: its commands and their data, its
+//! Identify data structures and its log page, after the *NVM Express Zoned Namespace Command Set
 //! Specification 1.1* ("ZNS 1.1").
 
 use core::mem::{offset_of, size_of};
@@ -123,7 +123,7 @@ open_enum! {
     }
 }
 
-/// What a report begins with, before the zone descriptors (ZNS 1.1, section 3.4.2).
+/// Header of a report, before the zone descriptors (ZNS 1.1, section 3.4.2).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct ReportZonesHeader {

@@ -1,4 +1,4 @@
-//! Whether a software drive with a profile is as fast as the profile says, and what keeping time costs.
+//! Accuracy of a software drive with a profile, and the cost of keeping time.
 //!
 //! ```text
 //! cargo bench -p nvme-mpt-tests --bench timing              # achieved against configured
@@ -225,9 +225,9 @@ fn poll_device(shadow: &mut ShadowQueue) {
     shadow.poll();
 }
 
-/// What a case is to show.
+/// Claim that a case is to show.
 enum Configured {
-    /// What half of the commands take at most, and 99 of 100, in nanoseconds.
+    /// Bounds of half of the commands and of 99 of 100, in nanoseconds.
     Latency(f64),
     /// In bytes per second.
     Bandwidth(f64),
@@ -370,7 +370,7 @@ fn report(name: &str, profile: &Profile, smoke: bool) {
     }
 }
 
-/// What a 4 KiB read is counted with.
+/// Returns the case by which a 4 KiB read is counted.
 fn counted() -> Case {
     case(
         "counted",

@@ -1,4 +1,4 @@
-//! How much the latency of a read differs from one run to the next, as a picture.
+//! Variation of the latency of a read from one run to the next, as a picture.
 
 use std::error::Error;
 use std::path::Path;
@@ -31,7 +31,7 @@ type Run = [f64; FIGURES.len()];
 struct Runs {
     profile: &'static str,
     colour: RGBColor,
-    /// What a read takes on an idle drive, in microseconds.
+    /// Time of a read on an idle drive, in microseconds.
     configured: f64,
     runs: Vec<Run>,
 }

@@ -20,7 +20,7 @@ thread_local! {
         RefCell::new(Fixture::new(DoorbellMode::Shadow, MsixMasking::Function));
 }
 
-/// Where the BARs are, by what was reported of them.
+/// Places of the BARs, as reported.
 struct Places([Option<u64>; 2]);
 
 impl Places {

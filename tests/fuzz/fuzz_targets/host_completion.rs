@@ -59,7 +59,7 @@ thread_local! {
     static FIXTURES: RefCell<BTreeMap<u8, Fixture>> = const { RefCell::new(BTreeMap::new()) };
 }
 
-/// What is to come of a guest's command.
+/// Expected fate of a guest's command.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Fate {
     #[default]
@@ -234,7 +234,7 @@ struct Fixture {
     lanes: Vec<Lane>,
     model: Arc<ModelDrive>,
     queue: Option<HandQueue>,
-    /// What the drive has.
+    /// Commands that the drive has.
     commands: Vec<Sqe>,
 }
 

@@ -1,10 +1,10 @@
 //! A guest that submits any I/O commands, with any memory and anything in it, to a shadow queue that
 //! this thread polls itself.
 //!
-//! The first byte of the input chooses the logical block size, how many regions and commands there are,
-//! and whether the drive is divided into zones, which are empty at first, or has keys and values, of which the
-//! guest has none at first. Each region has four bytes: its first page, its length, and what a device may do with it. Each
-//! command has 64 bytes. The rest is the content of the regions, one after the other.
+//! The first byte of the input chooses the logical block size, how many regions and commands there are, and whether
+//! the drive is divided into zones, which are empty at first, or has keys and values, of which the guest has none at
+//! first. Each region has four bytes: its first page, its length, and what a device may do with it. Each command has
+//! 64 bytes. The rest is the content of the regions, one after the other.
 //!
 //! Whatever is submitted, each command completes once, with its identifier and a status that the
 //! specification has for it; one that succeeds lies in the lease. A region that a device may not write
@@ -43,9 +43,9 @@ const SQ: u64 = RINGS;
 const CQ: u64 = RINGS + 2 * PAGE;
 /// Bytes of each lease: those of the two neighbours lie on both sides of the guest's.
 const LEASE: u64 = 1 << 20;
-/// What the neighbours have in their memory and their blocks.
+/// Byte of the neighbours' memory and blocks.
 const MARK: u8 = 0xA5;
-/// How much of it is looked at: what is next to the guest's blocks.
+/// Bytes of it that are checked: those next to the guest's blocks.
 const EDGE: u64 = 64 << 10;
 
 /// Status Code Type and Status Code of what may come of a command.
@@ -91,14 +91,14 @@ const LIST: u8 = 0x06;
 const DELETE: u8 = 0x10;
 const EXIST: u8 = 0x14;
 
-/// What a drive with zones is like: each lease has 16, of which 4 can be open and 6 active.
+/// Profile of a drive with zones: each lease has 16, of which 4 can be open and 6 active.
 const ZONES: &str = "model = \"zns\"\nzone_size = \"64K\"\nzone_capacity = \"64K\"\n\
                      max_open = 12\nmax_active = 18\nappend_limit = \"16K\"\n";
 
-/// What a drive of keys and values is like.
+/// Profile of a drive of keys and values.
 const PAIRS: &str = "model = \"kv\"\nmax_value = \"64K\"\n";
 
-/// What the drive has.
+/// Kind of the drive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Kind {
     Blocks,
@@ -395,7 +395,7 @@ fn undo(store: &[u8; 64]) -> [u8; 64] {
     command
 }
 
-/// Whether a command that succeeded was one that may.
+/// Checks whether a command that succeeded was one that may.
 fn check_success(command: &[u8; 64], lba_size: u32, kind: Kind) {
     let number = |at: usize, len: usize| {
         let mut bytes = [0; 8];

@@ -50,7 +50,7 @@ const PIECES: [usize; 16] = [
     70_000,
 ];
 
-/// What is sent as a file descriptor, and opened once.
+/// File that is sent as a file descriptor, and opened once.
 static NULL: LazyLock<File> = LazyLock::new(|| File::open("/dev/null").expect("a null device"));
 
 /// Open files before the first conversation.
@@ -206,7 +206,7 @@ fn message(id: u16, command: u8, flags: u8, payload: &[u8]) -> Vec<u8> {
     message
 }
 
-/// What is sent: bytes, and how many file descriptors with each piece.
+/// Returns the pieces to send: bytes, with a number of file descriptors each.
 fn script(mode: u8, mut data: &[u8]) -> Vec<(Vec<u8>, usize)> {
     let some = usize::from(mode & 4 != 0);
     let mut script = Vec::new();

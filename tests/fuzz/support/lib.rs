@@ -1,5 +1,5 @@
-//! What fuzz targets share: a function on a drive that keeps nothing, with memory, for those that
-//! play its guest; and how they cut up their input.
+//! Shared parts of fuzz targets: a function on a drive that keeps nothing, with memory, for those that play
+//! its guest; and the division of their input.
 
 use std::os::fd::OwnedFd;
 
@@ -96,7 +96,7 @@ fn map(function: &NvmeFunction, gpa: u64, len: u64) {
 pub struct Input<'a>(pub &'a [u8]);
 
 impl<'a> Input<'a> {
-    /// Whether nothing is left.
+    /// Returns whether nothing is left.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()

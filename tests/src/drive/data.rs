@@ -1,4 +1,4 @@
-//! Where a command's data is: PRP entries and lists, SGLs (NVMe Base 2.0, sections 4.1.1 and 4.1.2).
+//! Places of a command's data: PRP entries and lists, SGLs (NVMe Base 2.0, sections 4.1.1 and 4.1.2).
 
 use super::iommu::ModelIommu;
 use crate::command::Sqe;

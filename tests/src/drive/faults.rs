@@ -1,4 +1,4 @@
-//! What goes wrong with the drive, as data: which commands, how often, and what becomes of them.
+//! Faults of the drive, as data: their commands, their number, and their effects.
 
 use std::time::Duration;
 
@@ -33,7 +33,7 @@ impl Meets {
     }
 }
 
-/// What becomes of a command.
+/// Fate of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// It is never completed, unless it is aborted. Its data still moves when the controller is reset.
@@ -61,11 +61,11 @@ pub enum Effect {
 pub struct Fault {
     /// Which commands.
     pub meets: Meets,
-    /// How many such commands go well first.
+    /// Number of such commands that go well first.
     pub after: u64,
-    /// How many of them it meets then.
+    /// Number of commands that it then meets.
     pub times: u64,
-    /// What becomes of them.
+    /// Their fate.
     pub effect: Effect,
 }
 
@@ -95,7 +95,7 @@ impl Fault {
     }
 }
 
-/// What the drive does about Abort.
+/// The drive's reaction to Abort.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Aborts {
     /// It aborts the command.
@@ -107,7 +107,7 @@ pub enum Aborts {
     Hang,
 }
 
-/// What the drive does about being enabled and disabled.
+/// The drive's reaction to being enabled and disabled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Resets {
     /// It follows.
@@ -125,7 +125,7 @@ pub(super) struct Faults {
     list: Vec<Fault>,
     pub(super) aborts: Aborts,
     pub(super) resets: Resets,
-    /// How many commands met a fault.
+    /// Number of commands that met a fault.
     pub(super) met: u64,
 }
 
@@ -138,7 +138,7 @@ impl Faults {
         self.list.clear();
     }
 
-    /// What becomes of a command that the drive has just taken.
+    /// Returns the fate of a command that the drive has just taken.
     pub(super) fn meet(&mut self, queue: u16, sqe: &Sqe) -> Option<Effect> {
         let mut effect = None;
         for fault in &mut self.list {

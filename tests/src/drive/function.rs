@@ -20,7 +20,7 @@ use crate::registers::CC_ENABLE;
 /// Turns without work before the drive's thread sleeps between turns.
 const IDLE_TURNS: u32 = 200;
 
-/// How long it sleeps then.
+/// Time that it then sleeps.
 const IDLE: Duration = Duration::from_micros(100);
 
 /// A drive, there as long as somebody holds it.
@@ -90,7 +90,7 @@ impl ModelDrive {
         &self.iommu
     }
 
-    /// What it did so far.
+    /// Returns its figures so far.
     pub fn counters(&self) -> Counters {
         self.controller().counters
     }
@@ -113,12 +113,12 @@ impl ModelDrive {
         controller.faults.resets = Resets::Work;
     }
 
-    /// What it does about Abort from now on.
+    /// Sets its reaction to Abort from now on.
     pub fn set_aborts(&self, aborts: Aborts) {
         self.controller().faults.aborts = aborts;
     }
 
-    /// What it does about resets from now on.
+    /// Sets its reaction to resets from now on.
     pub fn set_resets(&self, resets: Resets) {
         self.controller().faults.resets = resets;
     }
@@ -146,7 +146,7 @@ impl ModelDrive {
         (&self.removal.1).write_all(&[1]).expect("room for a byte");
     }
 
-    /// Whether its driver gave it up.
+    /// Returns whether its driver gave it up.
     pub fn is_released(&self) -> bool {
         self.released.load(Ordering::Acquire)
     }
@@ -200,7 +200,7 @@ impl ModelDrive {
         namespace.expect("a namespace").poke(offset, bytes);
     }
 
-    /// Whether CC.EN is set.
+    /// Returns whether CC.EN is set.
     pub fn is_enabled(&self) -> bool {
         self.controller().cc & CC_ENABLE != 0
     }
@@ -210,7 +210,7 @@ impl ModelDrive {
         self.controller().sqs.len().saturating_sub(1)
     }
 
-    /// What the host did that it must not do: complaints of the drive's, and accesses that the IOMMU
+    /// Returns an error for the host's misdeeds: complaints of the drive's, and accesses that the IOMMU
     /// refused.
     ///
     /// # Errors
@@ -248,7 +248,7 @@ fn run(drive: &Weak<ModelDrive>) {
 }
 
 impl Controller {
-    /// Whether a command was taken with which the drive goes from the bus.
+    /// Returns whether a command was taken with which the drive goes from the bus.
     fn vanishing(&self) -> bool {
         let vanish = Some(super::faults::Effect::Vanish);
         self.work.iter().any(|work| work.effect == vanish)

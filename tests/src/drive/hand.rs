@@ -7,7 +7,7 @@ use super::iommu::{DoorbellRegisters, ModelIommu};
 use crate::command::Sqe;
 use crate::queue::{CQE_SIZE, SQE_SIZE};
 
-/// Where the phase tag is in an entry's upper half.
+/// Phase tag in an entry's upper half.
 const PHASE: u64 = 1 << 48;
 
 /// An I/O queue pair of a drive with [`by_hand`](super::Options::by_hand).

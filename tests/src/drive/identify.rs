@@ -1,4 +1,4 @@
-//! What the drive says of itself: Identify data structures and log pages.
+//! The drive's own description: Identify data structures and log pages.
 
 use super::{Controller, DoorbellBufferUse};
 use crate::identify::{IDENTIFY_SIZE, OACS_DOORBELL_BUFFER, cns};

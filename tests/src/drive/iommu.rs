@@ -1,4 +1,4 @@
-//! What the drive can reach of memory. Everything else that it is told to reach is a fault, and counted.
+//! Memory that the drive can reach. Any other access that it is told to make is a fault, and counted.
 #![expect(
     unsafe_code,
     reason = "DMA: memory that others write at the same time, by address"
@@ -27,7 +27,7 @@ pub struct DmaFault {
     pub iova: u64,
     /// Bytes.
     pub len: usize,
-    /// Whether it was a write to memory.
+    /// True if it was a write to memory.
     pub write: bool,
 }
 
@@ -55,7 +55,7 @@ pub struct ModelIommu {
     gate: Gate,
 }
 
-/// Where maps wait, as they do while an IOMMU pins memory page by page.
+/// Gate at which maps wait, as they do while an IOMMU pins memory page by page.
 #[derive(Debug, Default)]
 struct Gate {
     state: Mutex<GateState>,
@@ -103,7 +103,7 @@ impl ModelIommu {
             .clone()
     }
 
-    /// How many accesses reached no memory.
+    /// Returns the number of accesses that reached no memory.
     pub fn fault_count(&self) -> u64 {
         self.count.load(Ordering::Relaxed)
     }
@@ -279,7 +279,7 @@ impl Iommu for ModelIommu {
 #[derive(Debug)]
 pub(super) struct DoorbellRegisters(pub(super) std::sync::Arc<Mapping>);
 
-/// What a doorbell register holds that nobody wrote since. No queue has so many entries.
+/// Value of a doorbell register that was not written since. No queue has so many entries.
 const UNTOUCHED: u32 = u32::MAX;
 
 impl DoorbellRegisters {
@@ -296,7 +296,7 @@ impl DoorbellRegisters {
         Some(unsafe { AtomicU32::from_ptr(bytes.as_ptr().cast()) })
     }
 
-    /// What was written to a doorbell since this was last asked.
+    /// Takes the value that was written to a doorbell since the last call.
     pub(super) fn take(&self, offset: usize) -> Option<u32> {
         let value = self
             .register(offset)?

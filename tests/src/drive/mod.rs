@@ -59,7 +59,7 @@ pub const ONCS_ALL: u16 = ONCS_COMPARE
 /// Complaints that are kept.
 const COMPLAINTS: usize = 16;
 
-/// What a drive has of a Doorbell Buffer, and how it uses it.
+/// The drive's Doorbell Buffer, and its use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DoorbellBufferUse {
     /// Doorbells are registers only.
@@ -70,7 +70,7 @@ pub enum DoorbellBufferUse {
     Asked,
 }
 
-/// What a drive is.
+/// Options of a drive.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// VS.
@@ -93,7 +93,7 @@ pub struct Options {
     pub mdts: u8,
     /// ONCS.
     pub oncs: u16,
-    /// Whether SGLs are supported.
+    /// True if SGLs are supported.
     pub sgl: bool,
     /// Doorbell Buffer Config.
     pub doorbell_buffer: DoorbellBufferUse,
@@ -105,9 +105,9 @@ pub struct Options {
     pub mappings_max: Option<usize>,
     /// The namespaces.
     pub namespaces: Vec<NamespaceOptions>,
-    /// How long it takes to become ready, and to be disabled.
+    /// Time in which it becomes ready, and in which it is disabled.
     pub reset_time: Duration,
-    /// How long a command takes at least.
+    /// Shortest time of a command.
     pub latency: Duration,
     /// Commands that are worked on at once.
     pub parallel: usize,
@@ -115,8 +115,8 @@ pub struct Options {
     pub seed: Option<u64>,
     /// I/O queues are left to the test ([`ModelDrive::hand_queue`]).
     pub by_hand: bool,
-    /// Whether `release` panics where the host did not behave ([`ModelDrive::judgement`]), for tests that
-    /// do not hold the drive to its end.
+    /// True if `release` panics where the host did not behave ([`ModelDrive::judgement`]), for tests that do
+    /// not hold the drive to its end.
     pub judge_on_release: bool,
 }
 
@@ -149,7 +149,7 @@ impl Default for Options {
     }
 }
 
-/// What a drive did.
+/// Figures of a drive.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
     /// I/O commands taken.
@@ -160,11 +160,11 @@ pub struct Counters {
     pub flushes: u64,
     /// Abort commands taken.
     pub aborts: u64,
-    /// How often the controller was enabled.
+    /// Number of times that the controller was enabled.
     pub enables: u64,
-    /// How often it was disabled.
+    /// Number of times that it was disabled.
     pub disables: u64,
-    /// How often it was shut down.
+    /// Number of times that it was shut down.
     pub shutdowns: u64,
     /// Function level resets.
     pub function_resets: u64,
@@ -226,7 +226,7 @@ struct Controller {
     critical_warning: u8,
     temperature: u16,
     error_count: u64,
-    /// What it says is not what it is.
+    /// Forger of its description.
     forger: Option<Box<Forger>>,
 }
 

@@ -1,4 +1,4 @@
-//! What is stored: namespaces, their blocks, and the commands that work on them.
+//! Storage: namespaces, their blocks, and the commands that work on them.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -7,7 +7,7 @@ use crate::command::{Sqe, io};
 use crate::identify::field;
 use crate::status::{self, StatusCode};
 
-/// How a namespace is made.
+/// Options of a new namespace.
 #[derive(Clone, Copy, Debug)]
 pub struct NamespaceOptions {
     /// Its identifier.
@@ -33,7 +33,7 @@ impl NamespaceOptions {
     }
 }
 
-/// What one Copy may be.
+/// Limits of one Copy.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CopyLimits {
     pub(super) range_blocks: u16,
@@ -81,7 +81,7 @@ impl Namespace {
         self.bytes.get(self.range(slba, blocks).ok()?)
     }
 
-    /// Whether the bytes at an offset are changed, from outside of all commands.
+    /// Changes the bytes at an offset, from outside of all commands.
     pub(super) fn poke(&mut self, offset: usize, bytes: &[u8]) {
         self.bytes[offset..offset + bytes.len()].copy_from_slice(bytes);
     }
@@ -98,7 +98,7 @@ impl Namespace {
         }
     }
 
-    /// Where blocks lie.
+    /// Returns the place of blocks.
     fn range(&self, slba: u64, blocks: u64) -> Result<Range<usize>, StatusCode> {
         match slba.checked_add(blocks) {
             Some(end) if end <= self.options.blocks => {

@@ -81,7 +81,7 @@ impl Controller {
         (cq.entries == sq.entries).then_some((sq.base, sq.entries, cq.base))
     }
 
-    /// What a doorbell was last rung with, if it was rung since.
+    /// Returns the last ring of a doorbell, if it was rung since.
     fn doorbell(&mut self, queue: u16, head: bool) -> Option<u32> {
         let offset = self.doorbell_offset(queue, head);
         let register = self.doorbells.take(offset);

@@ -14,7 +14,7 @@ use crate::registers::{
 /// CC.CSS, CC.MPS and CC.AMS.
 const CC_CSS_MPS_AMS: u32 = 0x3FF0;
 
-/// Where the controller is between disabled and ready.
+/// Phase of the controller between disabled and ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
     Disabled,
@@ -157,7 +157,7 @@ impl Controller {
         self.doorbells.forget();
     }
 
-    /// What the function does when it is reset.
+    /// Resets the function.
     pub(super) fn reset_function(&mut self) {
         self.counters.function_resets += 1;
         self.forget();

@@ -3,7 +3,7 @@
 use crate::disk::Disk;
 use crate::rng;
 
-/// What the namespace allows in one command.
+/// Limits of the namespace for one command.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Logical blocks of the namespace.
@@ -19,7 +19,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// What `disk` says of itself, with transfers of at most `transfer` blocks.
+    /// Returns the limits of `disk`, with transfers of at most `transfer` blocks.
     pub fn of(disk: &Disk, transfer: u32) -> Self {
         let namespace = disk.namespace();
         Self {

@@ -1,4 +1,4 @@
-//! What a drive does not flush in time: its guest's controller says so, and its lease lives meanwhile.
+//! Drives that do not flush in time: the guest's controller reports it, and its lease lives meanwhile.
 
 use std::io;
 use std::time::Duration;

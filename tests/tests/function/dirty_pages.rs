@@ -34,7 +34,7 @@ fn pages_told(ranges: &[DirtyRange]) -> Pages {
         .collect()
 }
 
-/// What is in every page of a guest's memory.
+/// Returns the content of every page of a guest's memory.
 fn contents(machine: &Machine) -> Vec<(u64, Vec<u8>)> {
     let regions = machine.memory.regions();
     let pages = regions
@@ -106,7 +106,7 @@ fn transfers(rng: &mut Rng) -> Transfer {
     }
 }
 
-/// What the guest itself writes: its rings, doorbells and lists.
+/// Returns the guest's own writes: its rings, doorbells and lists.
 fn written_by_guest(controller: &mut Controller, disk: &Disk, reads: &[Read]) -> Pages {
     let mut pages: Pages = pages_of(disk.queue.sq.memory()).collect();
     pages.extend(pages_of(controller.admin_queue().unwrap().sq.memory()));

@@ -1,5 +1,5 @@
-//! What a drive in a file does to the file: durability, holes, data at any alignment, and a file that
-//! somebody cuts short.
+//! Effects of a drive in a file on the file: durability, holes, data at any alignment, and a file that is cut
+//! short.
 #![expect(
     unsafe_code,
     reason = "asks the kernel how much of a file is in its cache only"
@@ -44,7 +44,7 @@ fn scene(lba_size: u32) -> Scene {
     }
 }
 
-/// What a command that failed completed with.
+/// Returns the status of a command that failed.
 fn error_status(error: &Error) -> Option<StatusCode> {
     error.completion().map(|cqe| cqe.status().code())
 }
@@ -76,7 +76,7 @@ fn unwritten(file: &File) -> Option<u64> {
     (result == 0).then_some(counts[1] + counts[2])
 }
 
-/// Whether the kernel tells of the files here what is not on the device yet.
+/// Returns whether the kernel tells of the files here what is not on the device yet.
 fn dirt_shows() -> bool {
     let file = tempfile::tempfile().unwrap();
     (0..20).any(|_| {

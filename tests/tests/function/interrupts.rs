@@ -191,7 +191,7 @@ fn none_while_masked_and_one_after() {
     }
 }
 
-/// What was measured may be a little shorter by another clock.
+/// Slack for times that another clock measured.
 const AGGREGATION: Duration = Duration::from_micros(25_000);
 
 #[test]

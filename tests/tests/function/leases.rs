@@ -10,7 +10,7 @@ use crate::common::{LEASE, Lab, MODES, Setup, written_file};
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 16 * MIB;
-/// Where no guest writes.
+/// Bytes in which no guest writes.
 const OUTSIDE: u8 = 0x77;
 
 /// Writes all of a namespace, in pieces of all sizes and in any order.

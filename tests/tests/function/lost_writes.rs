@@ -15,7 +15,7 @@ use crate::common::{HANG, LEASE, Lab, Machine, Setup, disk};
 /// Critical Warning, bits 2 and 3: reliability degraded, media read only (Base 2.0, Figure 207).
 const RELIABILITY_AND_READ_ONLY: u8 = 0b1100;
 
-/// What the device has less room for than a guest writes.
+/// Room of the device, less than a guest writes.
 const ROOM: u64 = 1 << 20;
 
 /// A command's status, and whether it is not to be retried.

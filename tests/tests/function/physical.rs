@@ -1,5 +1,5 @@
-//! What a guest sees of a physical drive: what it can do, how it fares, and what becomes of a guest
-//! whose namespace is not what it was, or whose drive is gone.
+//! A guest's view of a physical drive: its abilities, its health, and the guest's fate when its namespace is
+//! not the same or its drive is gone.
 
 use std::sync::Arc;
 use std::time::Duration;

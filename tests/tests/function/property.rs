@@ -14,7 +14,7 @@ struct Variant {
     file: bool,
     lba_size: u32,
     doorbells: DoorbellMode,
-    /// Whether the guest's pages are mapped one by one.
+    /// True if the guest's pages are mapped one by one.
     scattered: bool,
     poll: &'static str,
     /// Bytes of the largest transfer.

@@ -16,7 +16,7 @@ use crate::common::{
 
 const DEPTH: u16 = 64;
 const PIECE: usize = 32 << 10;
-/// What the guest's memory holds for the next owner.
+/// Byte of the guest's memory for the next owner.
 const MARK: u8 = 0x6b;
 
 /// The ways to reset a controller.
@@ -26,7 +26,7 @@ enum Reset {
     Controller,
     /// Function Level Reset.
     FunctionLevel,
-    /// What the VMM does to the function.
+    /// The VMM's own reset of the function.
     Function,
     /// CC.SHN, then CC.EN = 0.
     Shutdown,

@@ -72,7 +72,7 @@ fn variants() -> impl Strategy<Value = Variant> {
         })
 }
 
-/// What a guest does before, while and after it is moved.
+/// Actions of a guest before, while and after it is moved.
 #[derive(Clone, Copy, Debug)]
 struct Move {
     /// Fills every queue, or submits some.

@@ -14,12 +14,12 @@ use nvme_mpt_tests::rng::Rng;
 
 use crate::common::{HANG, Lab, Machine, Setup, queue_pair};
 
-/// Where doorbells begin.
+/// Start of the doorbells.
 const DOORBELLS: u64 = 0x1000;
 /// Longest pause, of the guest's and between mapping and unmapping: some times longer than a poller
 /// spins.
 const PAUSE: u64 = 300;
-/// How much has to happen of each kind.
+/// Least number of events of each kind.
 const COMMANDS: u64 = 5000;
 const TOGGLES: u64 = 1000;
 const WRITES: u64 = 100;

@@ -463,7 +463,7 @@ fn part_of_a_zone_is_not_leased() {
     attach(ZONE, 3 * ZONE).unwrap();
 }
 
-/// What a guest sends that knows no rules, several commands at a time, while another one is careful.
+/// A guest sends commands against all rules, several at a time, while another one is careful.
 #[test]
 fn a_guest_that_does_anything_with_its_zones_leaves_those_of_others_alone() {
     let lab = lab(DRIVE);

@@ -12,10 +12,10 @@ use nvme_mpt_tests::drive::{ModelDrive, NamespaceOptions, Options};
 
 pub(crate) use crate::function::*;
 
-/// How long the drive may take for a command in tests of what happens when it takes longer.
+/// Time that the drive may take for a command, in tests of longer commands.
 pub(crate) const SHORT: Duration = Duration::from_millis(300);
 
-/// How long it may take elsewhere: the machine may be busy.
+/// Time that it may take elsewhere: the machine may be busy.
 pub(crate) const LONG: Duration = Duration::from_secs(30);
 
 /// A drive and its controller in use, with what functions share to use it.
@@ -79,7 +79,7 @@ impl Lab {
         other
     }
 
-    /// What went wrong with the drive so far.
+    /// Returns the incidents of the drive so far.
     pub(crate) fn incidents(&self) -> Incidents {
         self.drive.controller().incidents()
     }

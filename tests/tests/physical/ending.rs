@@ -17,7 +17,7 @@ use crate::common::{LEASE, Lab, Machine, Setup, queue_pair, wait_for};
 /// The drive may take as long as it likes: the test completes its commands.
 const FOR_EVER: Duration = Duration::from_secs(24 * 3600);
 
-/// What a reset or an end waits for at most, in all.
+/// Longest wait of a reset or an end, in all.
 const DEADLINE: Duration = Duration::from_secs(30);
 
 const CC: u64 = 0x14;
@@ -57,7 +57,7 @@ struct Stuck {
     begun: Vec<Sqe>,
 }
 
-/// What the guest's driver holds of such a write.
+/// The guest's driver's part in such a write.
 type Driver = (QueuePair, DmaBuffer, prp::Prepared);
 
 /// Leaves a write at the drive, by a queue of its own.

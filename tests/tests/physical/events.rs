@@ -1,4 +1,4 @@
-//! What the drive tells of itself on its own accord, all the way to guests.
+//! Events that the drive reports on its own accord, all the way to guests.
 
 use nvme_mpt_tests::admin::{LogPage, feature, log};
 use nvme_mpt_tests::controller::Controller;

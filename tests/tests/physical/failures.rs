@@ -1,5 +1,5 @@
-//! What goes wrong with drives, under load from several guests: every command completes once, none is
-//! lost, and guests go on as if nothing had been, or hear of it at once.
+//! Failures of drives, under load from several guests: every command completes once, none is lost, and guests
+//! go on undisturbed, or learn of it at once.
 
 use std::time::Duration;
 
@@ -43,7 +43,7 @@ fn scarce_with(queue_pairs: u16) -> Options {
     }
 }
 
-/// What was counted in the end.
+/// Counts in the end.
 struct Outcome {
     tally: Tally,
     drive: Counters,

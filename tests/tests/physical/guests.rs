@@ -16,7 +16,7 @@ use crate::load::Load;
 
 const DEPTH: u16 = 32;
 const LEN: usize = 64 << 10;
-/// What the guest's memory holds for its next owner.
+/// Byte of the guest's memory for its next owner.
 const MARK: u8 = 0x6B;
 
 fn options(queue_pairs: u16) -> Options {
@@ -30,7 +30,7 @@ fn options(queue_pairs: u16) -> Options {
 
 /// Reads that the drive takes its time for.
 struct Reads {
-    /// What the guest's driver holds; the function lives as long as it does.
+    /// Holdings of the guest's driver; the function lives as long as it does.
     driver: Option<(QueuePair, Vec<(DmaBuffer, prp::Prepared)>)>,
     memory: GuestMemory,
     /// All that the drive and the function could write to.
@@ -92,7 +92,7 @@ impl Reads {
     }
 }
 
-/// How a guest goes.
+/// Way in which a guest goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Goes {
     Disabled,

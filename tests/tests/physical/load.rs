@@ -22,7 +22,7 @@ const PIECE: usize = 128 << 10;
 /// Entries of a queue.
 const ENTRIES: u32 = 64;
 
-/// What a guest counted.
+/// Counts of a guest.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Tally {
     pub(crate) submitted: u64,
@@ -34,7 +34,7 @@ pub(crate) struct Tally {
     pub(crate) failed: Vec<StatusCode>,
 }
 
-/// What a command in flight does.
+/// Task of a command in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Task {
     Write,
@@ -47,7 +47,7 @@ struct Slot {
     blocks: u32,
     buffer: DmaBuffer,
     prepared: Prepared,
-    /// What was last written.
+    /// Tag that was last written.
     tag: u64,
     task: Task,
     in_flight: bool,

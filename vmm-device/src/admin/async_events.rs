@@ -121,7 +121,7 @@ impl AsyncEvents {
         Ok(())
     }
 
-    /// What was saved has been checked.
+    /// Restores the saved state, which has been checked.
     pub(super) fn restored(state: &AsyncEventsState) -> Self {
         let AsyncEventsState {
             requests,

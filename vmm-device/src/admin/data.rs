@@ -14,11 +14,11 @@ const PAGE_SHIFT: u32 = 12;
 /// A part of a data buffer that lies in one memory page.
 type Segment = (Gpa, usize);
 
-/// Where the data of one admin command goes or comes from.
+/// Buffer that the data of one admin command goes to or comes from.
 pub(super) struct DataBuffer<'a> {
     memory: &'a DmaWindow,
     prp: [PrpEntry; 2],
-    /// How much data the command transfers by its own word, which decides what PRP2 means.
+    /// Bytes that the command transfers by its own word, which decides what PRP2 means.
     length: u64,
 }
 

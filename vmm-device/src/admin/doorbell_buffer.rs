@@ -9,7 +9,7 @@ use nvme_mpt::{
     spec::{sqe::Sqe, status::Status},
 };
 
-/// Whether the command is offered.
+/// Returns whether the command is offered.
 pub(super) fn is_supported(attachment: &Attachment) -> bool {
     attachment.doorbell_mode().offers_buffer()
 }

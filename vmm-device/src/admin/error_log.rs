@@ -90,7 +90,7 @@ impl ErrorLog {
         Err(StateError::invalid("bytes of the error log", len, valid))
     }
 
-    /// What was saved has been checked.
+    /// Restores the saved state, which has been checked.
     pub(super) fn restored(state: &ErrorLogState) -> Self {
         let entries = state.entries.chunks_exact(size_of::<ErrorInformation>());
         Self {

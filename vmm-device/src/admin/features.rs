@@ -30,7 +30,7 @@ use super::{identify::ARBITRATION_BURST, io_queues::Allocated};
 /// I/O Command Set Combination Index, of the I/O Command Set Profile: bits of dword 11.
 const COMBINATION_INDEX: u32 = 0x1FF;
 
-/// What features are about, besides the values that they hold.
+/// Surroundings of features, besides the values that they hold.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct FeatureContext<'a> {
     pub(super) namespace: &'a LeasedNamespace,
@@ -39,11 +39,11 @@ pub(super) struct FeatureContext<'a> {
     /// The Over Temperature Threshold that nobody has set.
     pub(super) default_threshold: u16,
     pub(super) vectors: &'a [Arc<InterruptVector>],
-    /// Whether I/O queues were created and not deleted since.
+    /// True if I/O queues were created and not deleted since.
     pub(super) io_queues_exist: bool,
 }
 
-/// What Get Features returns: dword 0 of the completion, and data if the feature has any.
+/// Value of Get Features: dword 0 of the completion, and data if the feature has any.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct FeatureValue {
     pub(super) dw0: u32,
@@ -59,7 +59,7 @@ pub(super) struct Features {
     over_temperature: Option<u16>,
     under_temperature: u16,
     error_recovery: ErrorRecovery,
-    /// What Number of Queues allocated, if it was asked to.
+    /// Allocation of Number of Queues, if it was asked for one.
     queues: Option<Allocated>,
     coalescing: InterruptCoalescing,
     /// Vectors with Coalescing Disable, as bits.
@@ -110,13 +110,13 @@ impl Features {
         })
     }
 
-    /// Whether a Composite Temperature is beyond a threshold.
+    /// Returns whether a Composite Temperature is beyond a threshold.
     pub(super) fn is_beyond_threshold(&self, temperature: u16, default_threshold: u16) -> bool {
         temperature >= self.over_temperature.unwrap_or(default_threshold)
             || temperature <= self.under_temperature
     }
 
-    /// What the host wants to hear of.
+    /// Returns the events that the host wants to learn of.
     pub(super) fn async_events(&self) -> AsyncEventConfiguration {
         self.async_events
     }
@@ -332,7 +332,7 @@ impl Features {
     }
 }
 
-/// Whether Set Features may go on with a feature (Base 2.0, section 5.27).
+/// Checks whether Set Features may go on with a feature (Base 2.0, section 5.27).
 pub(super) fn check_set(
     fid: FeatureId,
     save: bool,
@@ -353,7 +353,7 @@ pub(super) fn check_set(
     require(changeable, Status::FEATURE_NOT_CHANGEABLE)
 }
 
-/// What can be done with a feature, if there is one of that identifier.
+/// Returns the possible uses of a feature, if there is one of that identifier.
 pub(super) fn capabilities(
     fid: FeatureId,
     context: &FeatureContext<'_>,

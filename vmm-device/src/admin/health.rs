@@ -4,9 +4,9 @@
 //! of them: spare, wear, temperatures, hours, power cycles. What was read, written and lost is
 //! counted for the lease alone: nobody learns what others do.
 //!
-//! The drive's log is read at most once a second for a guest, every 10 s while the guest has health events enabled, and
-//! whenever the drive raises an event. A drive that is gone leaves its guest a controller that works and has no namespace. CSTS.CFS
-//! would make Linux reset the controller in vain.
+//! The drive's log is read at most once a second for a guest, every 10 s while the guest has health events enabled,
+//! and whenever the drive raises an event. A drive that is gone leaves its guest a controller that works and has no
+//! namespace. CSTS.CFS would make Linux reset the controller in vain.
 
 use std::time::{Duration, Instant};
 
@@ -21,12 +21,12 @@ use zerocopy::{
 
 use super::features::Features;
 
-/// How long what the drive said is taken as true: a guest that asks again and again does not keep
+/// Time for which the drive's last report is taken as true: a guest that asks again and again does not keep
 /// the drive's admin queue busy, which others need.
 const FRESH: Duration = Duration::from_secs(1);
 
-/// How often the drive is asked while the guest wants to hear of warnings. A drive tells of its own
-/// thresholds by itself, not of those that a guest has set.
+/// Interval at which the drive is asked while the guest wants to hear of warnings. A drive reports its own
+/// thresholds by itself, not those that a guest has set.
 pub(crate) const WATCH_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Of a drive without a sensor: 37 °C, 70 °C and 100 °C.
@@ -40,14 +40,14 @@ const THRESHOLDS: TemperatureThresholds = TemperatureThresholds {
 const SPARE: u8 = 100;
 const SPARE_THRESHOLD: u8 = 10;
 
-/// What is known of the drive's health.
+/// Knowledge of the drive's health.
 #[derive(Debug)]
 enum Reading {
     /// Nobody asked, or the drive did not answer yet.
     Unknown,
     /// The drive keeps no log: nothing in it wears out.
     None,
-    /// What the drive said last.
+    /// The drive's last report.
     Drive(Box<SmartHealth>),
 }
 
@@ -87,7 +87,7 @@ impl Health {
         }
     }
 
-    /// Whether the drive's health can change at all.
+    /// Returns whether the drive's health can change at all.
     pub(super) fn can_change(&self) -> bool {
         self.thresholds.is_some()
     }

@@ -36,7 +36,7 @@ const SHUTDOWN_TIME: u32 = 5_000_000;
 /// `RAB`, as a power of two: 64 commands.
 pub(super) const ARBITRATION_BURST: u8 = 6;
 
-/// What Identify describes.
+/// Subject of an Identify command.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Subject<'a> {
     pub(super) namespace: &'a LeasedNamespace,
@@ -45,9 +45,9 @@ pub(super) struct Subject<'a> {
     /// Bytes of it that are in use, of a namespace of keys and values.
     pub(super) used: u64,
     pub(super) limits: &'a Limits,
-    /// Whether Doorbell Buffer Config is offered.
+    /// True if Doorbell Buffer Config is offered.
     pub(super) doorbell_buffer: bool,
-    /// Whether the namespace is active: a drive that is gone leaves a controller without one.
+    /// True if the namespace is active: a drive that is gone leaves a controller without one.
     pub(super) active: bool,
     pub(super) thresholds: TemperatureThresholds,
 }

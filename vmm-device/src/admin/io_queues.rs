@@ -14,7 +14,7 @@ use nvme_mpt::{
     },
 };
 
-/// What I/O queues are created from.
+/// Parts from which I/O queues are created.
 pub(super) struct IoQueues<'a> {
     pub(super) attachment: &'a Attachment,
     pub(super) vectors: &'a [Arc<InterruptVector>],
@@ -116,7 +116,7 @@ fn require_id(qid: QueueId, allocated: u16) -> Result<(), Status> {
     require((1..=allocated).contains(&qid.0), Status::INVALID_QUEUE_ID)
 }
 
-/// What a guest is told of a queue that could not be created or deleted.
+/// Returns the guest's status for a queue that could not be created or deleted.
 fn status(error: &QueueError) -> Status {
     match error {
         QueueError::NoSuchQueue { .. }

@@ -83,7 +83,7 @@ const KEY_VALUE_COMMANDS: [(KvOpcode, bool); 6] = [
     (KvOpcode::EXIST, false),
 ];
 
-/// What log pages report.
+/// Data of log pages.
 pub(super) struct LogPages<'a> {
     pub(super) subject: Subject<'a>,
     pub(super) features: &'a Features,
@@ -91,7 +91,7 @@ pub(super) struct LogPages<'a> {
     pub(super) errors: &'a ErrorLog,
     pub(super) counters: Counters,
     pub(super) health: &'a Health,
-    /// Whether the namespace changed since the host was told which.
+    /// True if the namespace changed since the host was told which.
     pub(super) namespace_changed: bool,
     /// Zones that changed since the host was told which, of a namespace that has zones.
     pub(super) changed_zones: Option<&'a ChangedZones>,

@@ -54,7 +54,7 @@ use self::{
 };
 use crate::registers::AdminQueues;
 
-/// What admin commands act upon, apart from the state that they keep here.
+/// Parts that admin commands act upon, apart from the state that they keep here.
 #[derive(Clone, Copy)]
 pub(crate) struct Controller<'a> {
     pub(crate) attachment: &'a Attachment,
@@ -84,7 +84,7 @@ pub(crate) struct Admin {
     buffer_configured: bool,
 }
 
-/// How a command that was carried out goes on.
+/// Continuation of a command that was carried out.
 enum Outcome {
     /// It completes, with dword 0 of its completion.
     Done(u32),
@@ -196,7 +196,7 @@ impl Admin {
         }
     }
 
-    /// Whether the drive has to be asked for its health now and then.
+    /// Returns whether the drive has to be asked for its health now and then.
     pub(crate) fn watches_health(&self, attachment: &Attachment) -> bool {
         // Damage is for the log, too, whatever the guest wants to hear of.
         let wanted = self.features.async_events().critical_warnings().0 != 0;
@@ -420,7 +420,7 @@ impl Admin {
         Ok(())
     }
 
-    /// What a feature asks for when it gets another value.
+    /// Carries out the demand of a feature that got another value.
     fn feature_changed(&mut self, fid: FeatureId, controller: Controller<'_>) {
         match fid {
             FeatureId::INTERRUPT_COALESCING | FeatureId::INTERRUPT_VECTOR_CONFIGURATION => {

@@ -1,8 +1,8 @@
 //! The admin queue pair: two rings in guest memory and their doorbells (Base 2.0, section 3.3.1).
 //!
-//! Some drivers write the registers of queue 0 alone (Linux, SPDK). Others keep its doorbells in the Doorbell Buffer too, and
-//! write a register when EventIdx asks (libvfn). Both are served: EventIdx follows each tail and head, so every move leads to a
-//! register write, and a value that such a driver changed in the buffer counts.
+//! Some drivers write the registers of queue 0 alone (Linux, SPDK). Others keep its doorbells in the Doorbell Buffer
+//! too, and write a register when EventIdx asks (libvfn). Both are served: EventIdx follows each tail and head, so
+//! every move leads to a register write, and a value that such a driver changed in the buffer counts.
 
 use std::sync::atomic::{Ordering, fence};
 
@@ -23,7 +23,7 @@ use crate::{registers::AdminQueues, state::parts::AdminRingsState};
 /// The most that AQA can say.
 const ENTRIES_MAX: u32 = 4096;
 
-/// How an admin command ends.
+/// End of an admin command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Completion {
     pub(super) cid: CommandId,
@@ -40,7 +40,7 @@ pub(super) struct Room(());
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct InvalidValue;
 
-/// What a look at the doorbells found.
+/// Result of a look at the doorbells.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Look {
     /// A value that its queue cannot have.
@@ -59,9 +59,9 @@ pub(super) struct AdminRings {
     cq_head: u32,
     /// Phase Tag of the entries of this pass (Base 2.0, section 3.3.3.2.2).
     phase: bool,
-    /// What the doorbells were found to hold last, valid or not.
+    /// Values of the doorbells at the last look, valid or not.
     seen: [u32; 2],
-    /// What the Doorbell Buffer was found to hold last. Only a driver that uses it changes that.
+    /// Values of the Doorbell Buffer at the last look. Only a driver that uses it changes them.
     held: [u32; 2],
     /// Positions by which the registers may lag behind what the Doorbell Buffer had.
     behind: [u32; 2],
@@ -137,8 +137,8 @@ impl AdminRings {
         look.moves_on = true;
     }
 
-    /// Whether a value of the register tells nothing new: it is what was seen last, or what the buffer had
-    /// before that.
+    /// Returns whether a value of the register tells nothing new: it is what was seen last, or what the
+    /// buffer had before that.
     fn is_told(&mut self, doorbell: Doorbell, register: u32) -> bool {
         let place = place(doorbell);
         let seen = self.seen[place];
@@ -206,7 +206,7 @@ impl AdminRings {
         Ok(())
     }
 
-    /// Whether the host can have consumed entries up to `head`: no more than were posted.
+    /// Returns whether the host can have consumed entries up to `head`: no more than were posted.
     fn is_consumable(&self, head: u32) -> bool {
         let entries = self.queues.cq_entries;
         let ahead_of_head = |index: u32| (index + entries - self.cq_head) % entries;
@@ -296,7 +296,7 @@ impl AdminRings {
         }
     }
 
-    /// Whether this can be the state of an admin queue pair.
+    /// Checks whether this can be the state of an admin queue pair.
     pub(super) fn check(state: &AdminRingsState) -> Result<(), StateError> {
         let AdminRingsState {
             sq_entries,
@@ -328,7 +328,7 @@ impl AdminRings {
         Ok(())
     }
 
-    /// What was saved has been checked.
+    /// Restores the saved state, which has been checked.
     pub(super) fn restored(state: &AdminRingsState) -> Self {
         let AdminRingsState {
             sq_base,
@@ -362,7 +362,7 @@ impl AdminRings {
         }
     }
 
-    /// Whether the host has yet to consume completions.
+    /// Returns whether the host has yet to consume completions.
     pub(super) fn has_unconsumed(&self) -> bool {
         self.cq_head != self.cq_tail
     }

@@ -75,7 +75,7 @@ impl Admin {
         ErrorLog::check(errors)
     }
 
-    /// What was saved has been checked.
+    /// Restores the saved state, which has been checked.
     pub(crate) fn restore(
         &mut self,
         state: &AdminState,
@@ -106,7 +106,7 @@ impl Admin {
             .apply(controller.attachment, controller.vectors);
     }
 
-    /// Whether the host has yet to consume completions.
+    /// Returns whether the host has yet to consume completions.
     pub(crate) fn has_unconsumed(&self) -> bool {
         self.rings.as_ref().is_some_and(AdminRings::has_unconsumed)
     }

@@ -35,13 +35,13 @@ impl NvmeFunction {
         self.follow_bus_master();
     }
 
-    /// Whether it is paused.
+    /// Returns whether it is paused.
     #[must_use]
     pub fn is_paused(&self) -> bool {
         self.paused
     }
 
-    /// What it is, while it is paused.
+    /// Saves the function, while it is paused.
     ///
     /// # Errors
     /// [`StateError::NotPaused`].

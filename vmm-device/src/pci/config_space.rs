@@ -78,7 +78,7 @@ impl Bar {
         }
     }
 
-    /// Where in configuration space its address is, in eight bytes.
+    /// Offset of its address in configuration space, in eight bytes.
     #[must_use]
     pub const fn config_offset(self) -> u64 {
         (BARS + 4 * self.index()) as u64
@@ -96,13 +96,13 @@ pub struct BarMove {
     pub bar: Bar,
     /// Its size in bytes.
     pub size: u64,
-    /// Where it was decoded before, if it was.
+    /// Address at which it was decoded before, if any.
     pub from: Option<u64>,
-    /// Where it is decoded from now on, if it is.
+    /// Address at which it is decoded from now on, if any.
     pub to: Option<u64>,
 }
 
-/// What a write to configuration space did besides changing bits.
+/// Effects of a write to configuration space besides changed bits.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct ConfigWrite {
     /// BARs that moved, appeared or vanished.
@@ -120,7 +120,7 @@ pub(crate) struct ConfigSpace {
     commanded: bool,
 }
 
-/// What does not change while a function lives.
+/// Facts that do not change while a function lives.
 #[derive(Clone, Debug)]
 struct Layout {
     registers_bar_size: u64,
@@ -204,8 +204,8 @@ impl ConfigSpace {
         self.contents.to_vec()
     }
 
-    /// Whether these can be its contents: those of a function with other BARs, vectors or
-    /// capabilities cannot.
+    /// Checks whether these can be its contents: those of a function with other BARs, vectors or capabilities
+    /// cannot.
     pub(crate) fn check(&self, saved: &[u8]) -> Result<(), StateError> {
         if saved.len() != COMPATIBLE_SIZE {
             let valid = COMPATIBLE_SIZE.to_string();
@@ -245,8 +245,8 @@ impl ConfigSpace {
         self.moves_since(before)
     }
 
-    /// Where a BAR is decoded: nowhere until the guest has given it an address and set Memory
-    /// Space Enable.
+    /// Returns the address at which a BAR is decoded: none until the guest has given it an address and set
+    /// Memory Space Enable.
     pub(crate) fn bar_address(&self, bar: Bar) -> Option<u64> {
         let enabled = self.contents[usize::from(COMMAND)] & MEMORY_SPACE != 0;
         let mut raw = [0; 8];
@@ -257,8 +257,8 @@ impl ConfigSpace {
         (enabled && address != 0 && !sizing).then_some(address)
     }
 
-    /// Whether the function may read and write memory and send interrupt messages: Bus Master Enable (PCI
-    /// Express 4.0, section 7.5.1.1.3).
+    /// Returns whether the function may read and write memory and send interrupt messages: Bus Master Enable
+    /// (PCI Express 4.0, section 7.5.1.1.3).
     ///
     /// A client that never writes Command may as well: a driver in user space that leaves configuration
     /// space alone. All guests write it, and their firmware does, before they can access the BARs. SPDK's and

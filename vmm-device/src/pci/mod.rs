@@ -1,4 +1,4 @@
-//! What makes the controller a PCI function: configuration space and MSI-X.
+//! The controller as a PCI function: configuration space and MSI-X.
 
 pub(crate) mod capabilities;
 pub(crate) mod config_space;

@@ -20,7 +20,7 @@ const MASK_BIT: u32 = 1;
 pub const MSIX_VECTORS_MAX: u16 = 128;
 const _: () = assert!(MSIX_VECTORS_MAX as usize * ENTRY_SIZE <= PBA_OFFSET as usize);
 
-/// Who holds interrupts back while a vector is masked.
+/// Side that holds interrupts back while a vector is masked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MsixMasking {
     /// The function: the guest's accesses to the table and to Message Control reach it.
@@ -39,7 +39,7 @@ pub(crate) struct MsixControl {
     pub(crate) function_masked: bool,
 }
 
-/// What a vector writes where when it fires.
+/// Message that a vector writes when it fires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MsixMessage {
     /// Message Address.
@@ -180,7 +180,7 @@ impl Msix {
         }
     }
 
-    /// Whether this can be its state.
+    /// Checks whether this can be its state.
     pub(crate) fn check(&self, state: &MsixState) -> Result<(), StateError> {
         let MsixState { table, pending } = state;
         if table.len() != self.table.len() {

@@ -31,7 +31,7 @@ impl Registers {
         }
     }
 
-    /// Whether these can be the properties: of a controller with this `CAP`, and as accesses leave
+    /// Checks whether these can be the properties: of a controller with this `CAP`, and as accesses leave
     /// them.
     pub(crate) fn check(&self, state: &RegistersState) -> Result<(), StateError> {
         let RegistersState {
@@ -106,7 +106,7 @@ impl Registers {
 }
 
 impl RegistersState {
-    /// Whether the controller is enabled.
+    /// Returns whether the controller is enabled.
     pub(crate) fn is_enabled(&self) -> bool {
         Cc(self.cc).en()
     }

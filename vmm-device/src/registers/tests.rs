@@ -1,4 +1,4 @@
-//! What a guest reads from the properties, and what its writes ask for.
+//! Reads of the properties by a guest, and the requests of its writes.
 
 use super::*;
 

@@ -7,7 +7,7 @@ use std::fmt;
 
 use super::{FunctionState, SnapshotError, VERSION};
 
-/// What every snapshot begins with.
+/// First bytes of every snapshot.
 pub(super) const MAGIC: &str = "nvme-mpt function state";
 
 /// Most bytes of a state: 64 Completion Queues that each hold all completions that they can take
@@ -82,7 +82,7 @@ impl FunctionState {
     }
 }
 
-/// What the first line says.
+/// First line of a snapshot.
 struct Line {
     version: u32,
     len: usize,

@@ -63,9 +63,9 @@ pub(crate) struct AdminRingsState {
     pub(crate) cq_head: u32,
     pub(crate) cq_tail: u32,
     pub(crate) phase: bool,
-    /// What its doorbells were found to hold last: tail and head.
+    /// Values of its doorbells at the last look: tail and head.
     pub(crate) seen: [u32; 2],
-    /// What their places in the Doorbell Buffer were found to hold last.
+    /// Values of their places in the Doorbell Buffer at the last look.
     #[serde(default, skip_serializing_if = "are_zero")]
     pub(crate) held: [u32; 2],
     /// Positions by which the registers may lag behind the Doorbell Buffer.

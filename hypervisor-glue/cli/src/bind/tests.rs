@@ -80,7 +80,8 @@ impl Host {
         fs::read_to_string(self.folder.path().join("sys/bus/pci").join(path)).unwrap()
     }
 
-    /// What was told to the kernel: driver_override, unbind of the nvme driver, drivers_probe.
+    /// Returns the files that were written for the kernel: driver_override, unbind of the nvme driver,
+    /// drivers_probe.
     fn told(&self) -> [String; 3] {
         [
             self.read(&format!("devices/{ADDRESS}/driver_override")),

@@ -1,4 +1,4 @@
-//! What fio's JSON report says of each job, as far as a profile needs it.
+//! Jobs of fio's JSON report, as far as a profile needs them.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -14,13 +14,13 @@ const MEDIAN: &str = "50.000000";
 /// fio's options for blocks of several sizes.
 const SIZES: [&str; 3] = ["bsrange", "blocksize_range", "bssplit"];
 
-/// What jobs measured that only read, and what those that only wrote.
+/// Measurements of jobs that only read, and of those that only wrote.
 pub(super) struct Report {
     pub(super) reads: Vec<Measurement>,
     pub(super) writes: Vec<Measurement>,
 }
 
-/// What one job measured, all its processes together.
+/// Measurement of one job, all its processes together.
 pub(super) struct Measurement {
     /// Its name, without characters that end a comment.
     pub(super) job: String,
@@ -43,7 +43,7 @@ impl Measurement {
     }
 }
 
-/// What a job does.
+/// Direction of a job.
 #[derive(Clone, Copy)]
 enum Direction {
     Read,

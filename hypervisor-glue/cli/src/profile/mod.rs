@@ -21,11 +21,11 @@ const LONGEST: u64 = 64 << 20;
 /// The fewest commands in flight by which a job tells how many a drive does in a second.
 const DEEP: u64 = 8;
 
-/// What `stripe` may be, in bytes.
+/// Bounds of `stripe`, in bytes.
 const STRIPE_MIN: u64 = 4 << 10;
 const STRIPE_MAX: u64 = 1 << 20;
 
-/// What `units` may be.
+/// Upper bound of `units`.
 const UNITS_MAX: f64 = 1024.0;
 
 /// Why no profile was made.
@@ -36,7 +36,7 @@ pub enum FitError {
     Read {
         /// Its path.
         path: PathBuf,
-        /// What the kernel said.
+        /// Kernel's error.
         source: io::Error,
     },
     /// It is not what fio writes.
@@ -44,7 +44,7 @@ pub enum FitError {
     Report {
         /// Its path.
         path: PathBuf,
-        /// What is wrong, and where.
+        /// Cause, and its place.
         source: serde_json::Error,
     },
     /// A job failed: what it measured is not what the drive does.
@@ -54,7 +54,7 @@ pub enum FitError {
         path: PathBuf,
         /// The job.
         job: String,
-        /// What fio gave as its error.
+        /// fio's error.
         code: i64,
     },
     /// A value that cannot be understood.
@@ -68,7 +68,7 @@ pub enum FitError {
         option: &'static str,
         /// Its value.
         value: String,
-        /// What it should be.
+        /// Value that it should be.
         what: &'static str,
     },
     /// Something was not measured.
@@ -79,12 +79,12 @@ pub enum FitError {
     Missing {
         /// The report.
         path: PathBuf,
-        /// What the job would do.
+        /// Contribution that the job would make.
         what: &'static str,
         /// fio's options for it.
         options: &'static str,
     },
-    /// What was measured makes no profile.
+    /// The measurements make no profile.
     #[error("{path} tells of a drive that cannot be modelled")]
     Profile {
         /// The report.
@@ -145,7 +145,7 @@ fn fit_text(path: &Path, text: &str) -> Result<String, FitError> {
     }
 }
 
-/// What was measured of reads or of writes.
+/// Measurements of reads or of writes.
 struct Rates<'a> {
     /// The job that tells the latency.
     alone: &'a Measurement,

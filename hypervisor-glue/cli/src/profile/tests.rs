@@ -1,4 +1,4 @@
-//! What fio says of a drive makes a profile that says the same.
+//! A report of fio about a drive makes a profile with the same figures.
 
 use std::path::Path;
 
@@ -23,7 +23,7 @@ fn job(name: &str, direction: &str, options: Value, iops: f64, median: f64) -> V
     job
 }
 
-/// What fio would measure of a modelled drive, by the model's own rules.
+/// Returns fio's measurements of a modelled drive, by the model's own rules.
 fn measured(profile: &NvmProfile) -> String {
     let mut jobs = Vec::new();
     for (direction, rates) in [("read", &profile.read), ("write", &profile.write)] {
@@ -120,8 +120,8 @@ fn a_profile_says_where_its_values_are_from() {
     assert_eq!(profile, expected);
 }
 
-/// What fio 3.39 reported in a guest of `resources/drives/measure.fio`, each job run for a second, on a drive with
-/// 4 units, a stripe of 32 KiB, and 5 ms and 32 MiB/s for reads, 8 ms and 24 MiB/s for writes.
+/// Report of fio 3.39 in a guest of `resources/drives/measure.fio`, each job run for a second, on a drive
+/// with 4 units, a stripe of 32 KiB, and 5 ms and 32 MiB/s for reads, 8 ms and 24 MiB/s for writes.
 const MEASURED: &str = include_str!("reports/measure.json");
 
 /// The same guest and drive: jobs from fio's command line, one of two processes that are not reported together, and one

@@ -1,4 +1,4 @@
-//! What `nvme-mpt stats` tells: figures of every function, queue, poller and drive of a server.
+//! Report of `nvme-mpt stats`: figures of every function, queue, poller and drive of a server.
 
 mod table;
 
@@ -21,10 +21,10 @@ pub struct ServerStats {
     pub drives: Vec<DriveStats>,
 }
 
-/// What a drive is, and how it fares.
+/// Identity and figures of a drive.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DriveStats {
-    /// What it was opened by, such as its PCI address.
+    /// Path by which it was opened, such as its PCI address.
     pub path: String,
     /// Model Number.
     pub model: String,
@@ -38,7 +38,7 @@ pub struct DriveStats {
     pub aborts: u64,
     /// Controller resets.
     pub resets: u64,
-    /// Whether it failed for good or was removed.
+    /// True if it failed for good or was removed.
     pub gone: bool,
 }
 
@@ -53,10 +53,10 @@ pub struct NamespaceStats {
     pub lba_bytes: u32,
 }
 
-/// How the I/O queue pairs of a drive are used.
+/// Use of the I/O queue pairs of a drive.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QueuePairStats {
-    /// What the drive has.
+    /// Total of the drive.
     pub total: u16,
     /// Those that one queue of a guest has to itself.
     pub exclusive: u16,
@@ -120,7 +120,7 @@ impl NamespaceStats {
 pub struct FunctionStats {
     /// Name of the function and of its lease.
     pub id: String,
-    /// Where a VMM connects.
+    /// Socket on which a VMM connects.
     pub socket: String,
     /// Model Number that the guest sees.
     pub model: String,
@@ -148,8 +148,7 @@ pub struct AdminStats {
 }
 
 impl ServerStats {
-    /// What was counted since `earlier`. Percentiles and shares have no difference: they stay as
-    /// they are.
+    /// Returns the counts since `earlier`. Percentiles and shares have no difference: they stay as they are.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
         let functions = self.functions.iter().map(|now| {

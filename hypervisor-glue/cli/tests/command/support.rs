@@ -65,7 +65,7 @@ impl Bench {
         serve
     }
 
-    /// What `leases list --json` says: id, state and range.
+    /// Returns the output of `leases list --json`: id, state and range.
     pub(crate) fn leases(&self) -> Vec<(String, String, String)> {
         let output = self.run("leases", &["list", "--json"]);
         assert!(output.status.success(), "{output:?}");
@@ -91,7 +91,7 @@ pub(crate) struct Failure {
 #[derive(Debug)]
 pub(crate) struct Server {
     process: Child,
-    /// What it printed before "ready".
+    /// Output before "ready".
     pub(crate) printed: String,
 }
 
@@ -163,7 +163,7 @@ impl Drop for Server {
     }
 }
 
-/// Whether a file exists, dangling or not.
+/// Returns whether a file exists, dangling or not.
 pub(crate) fn exists(path: &Path) -> bool {
     path.symlink_metadata().is_ok()
 }

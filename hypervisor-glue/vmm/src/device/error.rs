@@ -1,4 +1,4 @@
-//! What can go wrong with a function in a VMM.
+//! Errors of a function in a VMM.
 
 use std::io;
 
@@ -20,7 +20,7 @@ pub enum DeviceError {
     Wiring {
         /// The function.
         id: String,
-        /// What the kernel reports.
+        /// Kernel's error.
         source: io::Error,
     },
     /// The control thread cannot be started.
@@ -28,7 +28,7 @@ pub enum DeviceError {
     Thread {
         /// The function.
         id: String,
-        /// What the kernel reports.
+        /// Kernel's error.
         source: io::Error,
     },
     /// Guest memory cannot be made reachable for the function, or not be taken from it.

@@ -5,9 +5,9 @@
 //! the states. If nobody takes the guest after all, it goes on here, and the function is made again:
 //! the same part of the same drive, with the guest's memory as it was, restored from its state.
 //!
-//! The drive has one owner at a time. The slot keeps the state, the guest's memory (`dma/held.rs`) and the pages written last.
-//! `resume` waits some seconds for a drive that another process has; if that process keeps it, the slot stays empty. So of two
-//! VMMs that both believe to have the guest, one has its drive.
+//! The drive has one owner at a time. The slot keeps the state, the guest's memory (`dma/held.rs`) and the pages
+//! written last. `resume` waits some seconds for a drive that another process has; if that process keeps it, the slot
+//! stays empty. So of two VMMs that both believe to have the guest, one has its drive.
 
 use std::fmt;
 use std::mem;
@@ -21,14 +21,14 @@ use vmm_device::{FunctionState, NvmeFunction};
 use super::{DeviceError, FunctionDevice, Shared, Slot, State};
 use crate::open::OpenError;
 
-/// How long to wait between two attempts to take a drive back.
+/// Pause between two attempts to take a drive back.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// What is kept of a function whose drive another process may have.
+/// Remains of a function whose drive another process may have.
 pub(super) struct HandedOver {
     pub(super) saved: FunctionState,
     memory: HeldMemory,
-    /// What it wrote at the last, if that was noted.
+    /// Pages that it wrote last, if that was noted.
     dirty: Option<Vec<DirtyRange>>,
 }
 
@@ -43,7 +43,7 @@ impl HandedOver {
     }
 }
 
-/// How a function is made once more.
+/// Recipe by which a function is made once more.
 pub struct Remake {
     make: Box<dyn Fn() -> Result<NvmeFunction, OpenError> + Send + Sync>,
     /// For how long it is tried: who had the drive meanwhile may be about to give it back.

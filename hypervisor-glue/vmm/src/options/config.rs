@@ -15,7 +15,7 @@ use super::{FunctionOptions, LbaSize, OptionError, parsed};
 /// releases it.
 pub const STATE_DIR: &str = "/var/lib/nvme-mpt";
 
-/// What can be chosen about a function of a VM: what is in a [`FunctionOptions`], as it is written.
+/// Choices about a function of a VM: those of a [`FunctionOptions`], as they are written.
 ///
 /// The names that a VMM gives its devices are not among it: they are unique within a VM only.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -28,10 +28,10 @@ pub struct FunctionConfig {
     /// Most I/O queue pairs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queues: Option<u16>,
-    /// How the guest's doorbells are seen.
+    /// Path of the guest's doorbell writes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub doorbells: Option<String>,
-    /// Who looks at the guest's queues.
+    /// Polling of the guest's queues.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub poll: Option<String>,
     /// Kinds of files that the VM's memory may be in.
@@ -46,16 +46,16 @@ pub struct FunctionConfig {
     /// Bytes of a logical block of a software drive.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lba: Option<u32>,
-    /// What a software drive is to be as fast as.
+    /// Timing of a software drive.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub profile: Option<String>,
-    /// What is to go wrong with a software drive.
+    /// Faults of a software drive.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub faults: Option<String>,
     /// Namespace of a physical drive.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub namespace: Option<u32>,
-    /// How many seconds a physical drive may take for a command.
+    /// Seconds that a physical drive may take for a command.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout: Option<u64>,
     /// Folder with the ledger of leases.
@@ -115,7 +115,7 @@ impl FunctionConfig {
         })
     }
 
-    /// What it means.
+    /// Returns the parsed options.
     ///
     /// # Errors
     /// All of [`OptionError`] that values can cause.

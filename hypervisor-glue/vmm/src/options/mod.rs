@@ -37,7 +37,7 @@ const MAX_SERIAL: usize = 20;
 /// Longest timeout of a drive's commands, in seconds: no driver waits that long by itself.
 const MAX_TIMEOUT: u64 = 3600;
 
-/// What every function can be given.
+/// Keys of every function.
 const FUNCTION_KEYS: &str = "path, range, queues, id, doorbells, poll, memory, data, serial, lba, profile, faults, namespace, timeout";
 
 /// An option string is wrong.
@@ -112,7 +112,7 @@ pub enum OptionError {
         key: &'static str,
         /// The value.
         value: String,
-        /// What is wrong with it, and what is allowed.
+        /// Cause, with the values that are allowed.
         source: Box<dyn StdError + Send + Sync>,
     },
 }
@@ -169,9 +169,9 @@ pub struct FunctionOptions {
     pub queues: u16,
     /// Name of the function and of its lease.
     pub id: Option<String>,
-    /// How the guest's doorbells are seen.
+    /// Path of the guest's doorbell writes.
     pub doorbells: DoorbellMode,
-    /// Who looks at the guest's queues, and how eagerly.
+    /// Polling of the guest's queues.
     pub poll: PollPolicy,
     /// Kinds of files that the VM's memory may be in.
     pub memory: MemoryKinds,
@@ -181,13 +181,13 @@ pub struct FunctionOptions {
     pub serial: Option<String>,
     /// Size of a logical block, where the drive is a software one.
     pub lba: Option<LbaSize>,
-    /// What a software drive is to be as fast as.
+    /// Timing of a software drive.
     pub profile: Option<Arc<Profile>>,
-    /// What is to go wrong with a software drive.
+    /// Faults of a software drive.
     pub faults: Option<Arc<FaultPlan>>,
     /// Namespace of a physical drive; its first if not given.
     pub namespace: Option<Nsid>,
-    /// How long a physical drive may take for a command before it is aborted.
+    /// Time that a physical drive may take for a command before it is aborted.
     pub timeout: Option<Duration>,
 }
 
@@ -287,7 +287,7 @@ impl FromStr for FunctionOptions {
 /// A function that a server offers on a socket.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ServedFunction {
-    /// Where a VMM connects.
+    /// Socket on which a VMM connects.
     pub socket: PathBuf,
     /// The function.
     pub function: FunctionOptions,

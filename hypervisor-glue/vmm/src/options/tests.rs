@@ -1,4 +1,4 @@
-//! What option strings are taken as, and how they are refused.
+//! Readings of option strings, and their refusals.
 
 use super::*;
 

@@ -16,7 +16,7 @@ use crate::open::{self, Ledgers, OpenError};
 use crate::options::FunctionConfig;
 
 const BLOCK: usize = 512;
-/// Where queue 1 of [`create`] lies.
+/// Place of queue 1 of [`create`].
 const CQ: u64 = 0x1_0000;
 const SQ: u64 = 0x1_8000;
 const ENTRIES: u16 = 16;
@@ -145,7 +145,7 @@ fn ring(device: &FunctionDevice, doorbell: Doorbell, value: u32) {
     device.write_bar(Bar::Registers, at, &value.to_le_bytes());
 }
 
-/// What a guest reads as Vendor ID and Device ID, and as CSTS.
+/// Returns the guest's reads of Vendor ID and Device ID, and of CSTS.
 fn reads(device: &FunctionDevice) -> [u32; 2] {
     let (mut ids, mut csts) = ([0; 4], [0; 4]);
     device.read_config(0, &mut ids);

@@ -1,4 +1,4 @@
-//! What the blocks of a client's range must hold.
+//! Expected content of the blocks of a client's range.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -17,7 +17,7 @@ struct Place {
     last: u64,
 }
 
-/// What every place of a range holds: each write is a generation of its place.
+/// Content of every place of a range: each write is a generation of its place.
 #[derive(Clone, Debug)]
 pub(crate) struct Contents {
     seed: u64,
@@ -58,7 +58,7 @@ impl Contents {
         self.started[place]
     }
 
-    /// What a write of a generation writes.
+    /// Returns the data of a write of a generation.
     pub(super) fn data(&self, place: usize, generation: u64) -> Vec<u8> {
         let mut bytes = vec![0; self.bytes];
         let tag = self.seed << 32 ^ generation;
@@ -78,8 +78,8 @@ impl Contents {
         self.places[place].last = generation;
     }
 
-    /// Whether what was read is what a place must hold: block by block, as a write whose end is not known
-    /// may have ended in the middle.
+    /// Checks whether what was read is what a place must hold: block by block, as a write whose end is not
+    /// known may have ended in the middle.
     pub(super) fn check(&self, place: usize, read: &[u8]) -> Result<(), Fault> {
         let Place { completed, last } = self.places[place];
         let allowed: Vec<Vec<u8>> = (completed..=last)
@@ -100,7 +100,7 @@ impl Contents {
         })
     }
 
-    /// Whether a block device of the host holds it, from byte `start` on.
+    /// Checks whether a block device of the host holds it, from byte `start` on.
     pub(crate) fn check_device(&self, device: &Path, start: u64) -> Result<(), Fault> {
         let at = |source| Fault::File {
             path: device.to_owned(),

@@ -24,7 +24,7 @@ use worker::Worker;
 /// Commands that complete before a client counts as under way.
 const UNDER_WAY: u64 = 40;
 
-/// What a client does: reads and writes, half of each, at random places of its range.
+/// Work of a client: reads and writes, half of each, at random places of its range.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Work {
     /// I/O queue pairs.
@@ -37,7 +37,7 @@ pub(crate) struct Work {
     pub(crate) places: usize,
     /// Of addresses and data.
     pub(crate) seed: u64,
-    /// Whether data is described by SGLs, of two blocks for a command, instead of PRPs.
+    /// True if data is described by SGLs, of two blocks for a command, instead of PRPs.
     pub(crate) sgl: bool,
 }
 
@@ -55,14 +55,14 @@ impl Work {
     }
 }
 
-/// What became of a client's commands. One that was sent again is still one command.
+/// Fates of a client's commands. One that was sent again is still one command.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Counts {
     /// Commands that were started.
     pub(crate) submitted: u64,
     /// Those that ended well, once.
     pub(crate) completed: u64,
-    /// How often one was sent again.
+    /// Number of commands that were sent again.
     pub(crate) retried: u64,
     /// Those that ended in an error.
     pub(crate) errors: u64,
@@ -103,15 +103,15 @@ impl Counts {
     }
 }
 
-/// How a client ended.
+/// End of a client.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     pub(crate) counts: Counts,
-    /// What its range holds.
+    /// Content of its range.
     pub(crate) contents: Contents,
 }
 
-/// What a client is told to do while it works.
+/// Order to a client while it works.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Order {
     /// Resets its controller with commands in flight, sees that the device leaves its memory alone from
@@ -128,7 +128,7 @@ enum Order {
     Finish,
 }
 
-/// What the client's thread shows while it runs.
+/// State that the client's thread shows while it runs.
 #[derive(Debug, Default)]
 struct Progress {
     completed: AtomicU64,

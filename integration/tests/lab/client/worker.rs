@@ -22,20 +22,20 @@ use nvme_mpt_tests::vfio_user::VfioUserBar;
 use super::{Contents, Counts, Order, Outcome, Progress, Work};
 use crate::fixture::{Fault, expect};
 
-/// Where the guest's memory begins: above 4 GiB, as most of a large guest's is.
+/// Start of the guest's memory: above 4 GiB, as most of a large guest's is.
 const MEMORY_BASE: u64 = 1 << 32;
 const MEMORY: u64 = 32 << 20;
 /// The namespace that a function has.
 const NSID: u32 = 1;
-/// How often a command is sent again (Linux: `nvme_core.max_retries`).
+/// Most repetitions of a command (Linux: `nvme_core.max_retries`).
 const RETRIES: u32 = 5;
-/// How long nothing may complete: as long as Linux waits for a command before it resets its controller.
+/// Longest time without a completion: as long as Linux waits for a command before it resets its controller.
 const HANG: Duration = Duration::from_secs(30);
 /// After this long without a completion the device is asked whether it is still there.
 const LOOK: Duration = Duration::from_millis(200);
-/// How long memory is watched that a device must not write any more.
+/// Time for which memory is watched that a device must not write any more.
 const WATCH: Duration = Duration::from_millis(300);
-/// What that memory is filled with.
+/// Byte that fills that memory.
 const SENTINEL: u8 = 0xA5;
 /// The low bits of a command identifier are the slot's number, and the others count its commands: a second
 /// completion of a command does not pass for the first one of the next.
@@ -45,7 +45,7 @@ const SLOT_BITS: u32 = 8;
 #[derive(Clone, Copy, Debug)]
 struct Command {
     place: usize,
-    /// What it writes, or nothing if it reads.
+    /// Generation that it writes, or nothing if it reads.
     write: Option<u64>,
     attempts: u32,
     cid: u16,
@@ -56,7 +56,7 @@ struct Slot {
     queue: usize,
     buffer: DmaBuffer,
     pointer: DataPointer,
-    /// What the pointer leads to.
+    /// Lists to which the pointer leads.
     _lists: Vec<DmaBuffer>,
     sequence: u16,
     command: Option<Command>,
@@ -83,11 +83,11 @@ pub(super) struct Worker {
     phase: Phase,
     /// The next place, where all have their turn.
     next: usize,
-    /// Whether a command for a place is outstanding: one at a time.
+    /// True if a command for a place is outstanding: one at a time.
     busy: Vec<bool>,
 }
 
-/// What is gone when the connection is.
+/// Resources that go with the connection.
 struct Device {
     bar: Arc<VfioUserBar>,
     controller: Controller,
@@ -371,7 +371,7 @@ impl Worker {
         Ok(())
     }
 
-    /// What is outstanding will not be heard of any more.
+    /// Withdraws outstanding commands, of which nothing more will be heard.
     fn withdraw(&mut self) {
         for slot in &mut self.slots {
             if let Some(command) = slot.command.take() {

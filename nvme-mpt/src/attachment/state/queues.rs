@@ -16,11 +16,11 @@ pub struct CompletionQueueState {
     pub base: u64,
     /// Its entries.
     pub entries: u32,
-    /// Where the next entry is posted, and with which Phase Tag.
+    /// Index of the next entry to post, with its Phase Tag.
     pub tail: u32,
     /// The Phase Tag.
     pub phase: bool,
-    /// How far the guest has consumed.
+    /// Index up to which the guest has consumed.
     pub head: u32,
     /// The last invalid value of its doorbell, which was reported.
     pub bad_head: Option<u32>,
@@ -50,7 +50,7 @@ pub struct SubmissionQueueState {
     pub bad_tail: Option<u32>,
 }
 
-/// What queues of a state are held against.
+/// Limits against which queues of a state are checked.
 pub(super) struct QueueLimits {
     pub(super) pairs: u16,
     pub(super) entries: u32,

@@ -1,7 +1,7 @@
 //! The software host controller: an NVMe drive in this process, over one of three stores.
 //!
-//! From the guest to the store, a queue passes through [zones], [faults] and a timing [model], each only where the drive's
-//! options ask for it. A drive of [keys and values](key_value) is a host controller of its own.
+//! From the guest to the store, a queue passes through [zones], [faults] and a timing [model], each only where the
+//! drive's options ask for it. A drive of [keys and values](key_value) is a host controller of its own.
 
 pub mod faults;
 mod file;
@@ -154,7 +154,7 @@ impl<S: Store> HostQueue for SoftwareQueue<S> {
     }
 }
 
-/// Where a software controller keeps its blocks.
+/// Place in which a software controller keeps its blocks.
 #[derive(Debug)]
 enum Blocks {
     Null,
@@ -172,9 +172,9 @@ pub struct SoftwareController {
     blocks: Blocks,
     /// Says when commands complete; without one they do when the store is done.
     timing: Option<Arc<Model>>,
-    /// What it is divided into, if it is.
+    /// Its zones, if it is divided.
     zones: Option<Zones>,
-    /// What goes wrong, and what has become of the drive by that.
+    /// Faults, and their lasting effects on the drive.
     faults: Option<Arc<Faults>>,
     iova_space: Arc<IovaSpace>,
 }
@@ -182,7 +182,7 @@ pub struct SoftwareController {
 /// Most bytes of a command that moves or names data: 1 MiB.
 const MAX_TRANSFER_LOG2: u8 = 20;
 
-/// What the software controller promises over any store.
+/// Promises of the software controller over any store.
 const LIMITS: Limits = Limits {
     mdts: MAX_TRANSFER_LOG2 - 12,
     entries_max: 4096,
@@ -312,7 +312,7 @@ impl SoftwareController {
         }
     }
 
-    /// What its commands did to the flash of the drive whose timing it has; `None` if that has none.
+    /// Returns the effects of its commands on the flash of the modelled drive; `None` if that has none.
     #[must_use]
     pub fn wear(&self) -> Option<Wear> {
         self.timing.as_ref()?.wear()

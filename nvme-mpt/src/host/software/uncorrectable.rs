@@ -59,13 +59,13 @@ impl UncorrectableBlocks {
         }
     }
 
-    /// Whether there are none, as nearly always: one load.
+    /// Returns whether there are none, as nearly always: one load.
     #[inline]
     pub(crate) fn is_empty(&self) -> bool {
         !self.any.load(Ordering::Acquire)
     }
 
-    /// Whether some block of `start..start+count`, which lies in one lease, cannot be read.
+    /// Returns whether some block of `start..start+count`, which lies in one lease, cannot be read.
     pub(crate) fn intersects(&self, start: u64, count: u64) -> bool {
         if self.is_empty() {
             return false;

@@ -1,4 +1,4 @@
-//! How the driver reaches an NVMe function.
+//! Access of the driver to an NVMe function.
 
 use std::fmt;
 use std::io;
@@ -14,7 +14,7 @@ use crate::memory::Mapping;
 /// A function may disappear at any time (hot removal). Then registers read as all ones, writes go
 /// nowhere, and everything else says [`io::ErrorKind::NotConnected`]; nothing faults.
 pub trait Backing: Send + Sync + fmt::Debug {
-    /// What messages call it: a PCI address, as in `0000:01:00.0`.
+    /// Returns its name for messages: a PCI address, as in `0000:01:00.0`.
     fn name(&self) -> &str;
 
     /// Reads a 32-bit controller register (Base 2.0, section 3.1.3).
@@ -29,11 +29,11 @@ pub trait Backing: Send + Sync + fmt::Debug {
     /// Writes a 64-bit controller register.
     fn write64(&self, offset: usize, value: u64);
 
-    /// Where the doorbells are mapped: BAR0 or part of it, and the offset of doorbell 0 (which is
+    /// Returns the mapping of the doorbells: BAR0 or part of it, and the offset of doorbell 0 (which is
     /// offset 1000h of BAR0) in the mapping. Its end bounds the queues that can be used.
     fn doorbells(&self) -> (Arc<Mapping>, usize);
 
-    /// What the function's DMA goes through.
+    /// Returns the IOMMU that the function's DMA goes through.
     fn iommu(&self) -> Arc<dyn Iommu>;
 
     /// The addresses that its DMA can use: sorted, not overlapping, without those the platform
@@ -57,7 +57,7 @@ pub trait Backing: Send + Sync + fmt::Debug {
     /// [`Self::release`] is the answer.
     fn removal_request(&self) -> Option<BorrowedFd<'_>>;
 
-    /// Whether the function is there no more: removed, or [released](Self::release).
+    /// Returns whether the function is there no more: removed, or [released](Self::release).
     fn is_gone(&self) -> bool;
 
     /// Gives the function up. No DMA of it reaches memory afterwards; registers read as all ones.

@@ -1,4 +1,4 @@
-//! What a function's DMA goes through: an IOMMU of type 1, in a container of its own.
+//! IOMMU of a function's DMA: of type 1, in a container of its own.
 //!
 //! A container for each drive: its IOVA space is its own, and what goes wrong with one touches no
 //! other.
@@ -20,7 +20,7 @@ use super::ioctl;
 use crate::iova::Iommu;
 use crate::memory::{Access, Mapping, host_page_size};
 
-/// What VFIO puts between a function and memory: the type 1 container, or what may take its place.
+/// VFIO's layer between a function and memory: the type 1 container, or a replacement of it.
 pub(super) trait IommuContext: Iommu {
     /// Opens the function's file.
     fn open_device(&self) -> Result<File, VfioError>;
@@ -46,7 +46,7 @@ pub(super) struct Type1Container {
     usable: Vec<RangeInclusive<u64>>,
     /// Smallest page that the IOMMU maps.
     page: u64,
-    /// How many mappings there can be.
+    /// Most mappings.
     mappings_max: u32,
 }
 
@@ -130,8 +130,8 @@ impl Type1Container {
         })
     }
 
-    /// What is mapped for `len` bytes: whole pages of the kernel's, as memory is mapped in those.
-    /// The rest of a last page belongs to the same mapping.
+    /// Returns the bytes that are mapped for `len` bytes: whole pages of the kernel's, as memory is mapped in
+    /// those. The rest of a last page belongs to the same mapping.
     fn whole_pages(&self, iova: u64, len: u64) -> io::Result<u64> {
         let size = len.checked_next_multiple_of(host_page_size() as u64);
         match size {
@@ -291,7 +291,7 @@ fn not_viable(function: &PciFunction) -> VfioError {
     }
 }
 
-/// How many bytes of this process are locked, as far as the kernel tells.
+/// Returns the bytes of this process that are locked, as far as the kernel reports.
 fn locked_memory() -> Option<u64> {
     let status = fs::read_to_string("/proc/self/status").ok()?;
     let line = status
@@ -301,7 +301,7 @@ fn locked_memory() -> Option<u64> {
     kib.checked_mul(1024)
 }
 
-/// How many bytes this process may lock; `None` if as many as it likes.
+/// Returns the most bytes that this process may lock; `None` without a limit.
 fn lock_limit() -> Option<u64> {
     let limits = fs::read_to_string("/proc/self/limits").ok()?;
     let line = limits

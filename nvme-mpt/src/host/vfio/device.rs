@@ -27,7 +27,7 @@ use super::ioctl::{self, Region};
 use crate::iova::Iommu;
 use crate::memory::{Mapping, Registers};
 
-/// Where the doorbells begin in BAR0 (NVMe over PCIe Transport 1.0, section 3.1.2).
+/// Start of the doorbells in BAR0 (NVMe over PCIe Transport 1.0, section 3.1.2).
 const DOORBELLS: u64 = 0x1000;
 
 /// The most of them that is mapped: two for each of 65,536 queue identifiers, side by side. Drives
@@ -65,7 +65,7 @@ pub struct VfioBacking {
 /// A mapped part of BAR0.
 #[derive(Clone, Debug)]
 struct Window {
-    /// Where it begins in BAR0.
+    /// Offset in BAR0.
     start: usize,
     registers: Registers,
 }
@@ -202,7 +202,7 @@ impl VfioBacking {
         }
     }
 
-    /// What is mapped of BAR0.
+    /// Returns the mapped parts of BAR0.
     fn windows(&self) -> impl Iterator<Item = &Window> {
         self.registers.iter().chain([&self.doorbells])
     }
@@ -367,7 +367,7 @@ fn change_command(device: &File, config: &Region, set: u16, clear: u16) -> io::R
     Ok(())
 }
 
-/// Whether nothing answers in the function's place.
+/// Returns whether nothing answers in the function's place.
 fn is_absent(device: &File, config: &Region) -> bool {
     let mut word = [0; 4];
     let read = device.read_exact_at(&mut word, config.offset + REVISION_AND_CLASS);

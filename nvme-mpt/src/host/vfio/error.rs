@@ -1,4 +1,4 @@
-//! What keeps a drive from being driven through VFIO, and what to do about it.
+//! Obstacles to driving a drive through VFIO, with their remedies.
 
 use std::io;
 use std::path::PathBuf;
@@ -115,9 +115,9 @@ pub enum VfioError {
         "Cannot lock {len} bytes of memory for the drive: {locked} are locked already, of {limit} that are allowed; raise the limit with `ulimit -l` (in KiB) or LimitMEMLOCK= of the unit to the memory of all virtual machines that use the drive and 256 MiB more"
     )]
     MemoryLock {
-        /// What was to be locked, in bytes.
+        /// Bytes that were to be locked.
         len: u64,
-        /// What is locked, in bytes.
+        /// Bytes that are locked.
         locked: u64,
         /// `RLIMIT_MEMLOCK`, in bytes.
         limit: u64,
@@ -127,7 +127,7 @@ pub enum VfioError {
         "The drive's IOMMU takes {limit} mappings, all of which are used; raise vfio_iommu_type1.dma_entry_limit"
     )]
     Mappings {
-        /// How many there can be.
+        /// Most mappings.
         limit: u32,
     },
     /// Less was unmapped than had been mapped.
@@ -135,11 +135,11 @@ pub enum VfioError {
         "The kernel unmapped {unmapped:#x} bytes at IOVA {iova:#x} instead of {len:#x}; the drive may reach memory still"
     )]
     PartlyUnmapped {
-        /// Where.
+        /// IOVA.
         iova: u64,
-        /// What was asked for, in bytes.
+        /// Bytes that were asked for.
         len: u64,
-        /// What it says, in bytes.
+        /// Bytes that it reports.
         unmapped: u64,
     },
     /// The kernel refuses something else.
@@ -147,9 +147,9 @@ pub enum VfioError {
     Refused {
         /// The function.
         address: PciAddress,
-        /// What was tried.
+        /// Action that failed.
         what: &'static str,
-        /// What the kernel said.
+        /// Kernel's error.
         source: io::Error,
     },
 }

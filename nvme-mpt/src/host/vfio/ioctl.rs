@@ -58,14 +58,14 @@ const fn argsz<T>() -> u32 {
     size_of::<T>() as u32
 }
 
-/// Whether the container speaks the one version of the interface that there is.
+/// Returns whether the container speaks the one version of the interface that there is.
 pub(super) fn is_version_known(container: &File) -> io::Result<bool> {
     // SAFETY: the call has no argument.
     let version = checked(unsafe { ioctl(container, GET_API_VERSION) })?;
     Ok(u32::try_from(version) == Ok(abi::VFIO_API_VERSION))
 }
 
-/// Whether the container has an extension, such as a kind of IOMMU.
+/// Returns whether the container has an extension, such as a kind of IOMMU.
 pub(super) fn has_extension(container: &File, extension: u32) -> io::Result<bool> {
     // SAFETY: the argument is a number.
     let result = unsafe { ioctl_with_val(container, CHECK_EXTENSION, extension.into()) };
@@ -127,7 +127,7 @@ pub(super) fn device_flags(device: &File) -> io::Result<u32> {
 pub(super) struct Region {
     /// Its length in bytes; 0 if the device has no such region.
     pub(super) size: u64,
-    /// Where it begins in the device's file.
+    /// Offset in the device's file.
     pub(super) offset: u64,
     /// The parts of it that can be mapped: offset in the region, and length.
     pub(super) mappable: Vec<(u64, u64)>,
@@ -173,7 +173,7 @@ fn parse_region(info: &Info) -> Region {
     }
 }
 
-/// Whether a device has an interrupt index that is signalled through an eventfd.
+/// Returns whether a device has an interrupt index that is signalled through an eventfd.
 pub(super) fn has_event(device: &File, index: u32) -> io::Result<bool> {
     let mut info = abi::vfio_irq_info {
         argsz: argsz::<abi::vfio_irq_info>(),
@@ -223,14 +223,14 @@ pub(super) fn reset(device: &File) -> io::Result<()> {
     checked(unsafe { ioctl(device, DEVICE_RESET) }).map(drop)
 }
 
-/// What a type 1 IOMMU can do.
+/// Abilities of a type 1 IOMMU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct IommuInfo {
     /// A bit for each size of page.
     pub(super) page_sizes: u64,
     /// The addresses that it translates; `None` if the kernel does not tell (before 5.4).
     pub(super) usable: Option<Vec<RangeInclusive<u64>>>,
-    /// How many more mappings it takes; `None` if the kernel does not tell (before 5.10).
+    /// Number of mappings that it still takes; `None` if the kernel does not report it (before 5.10).
     pub(super) mappings_left: Option<u32>,
 }
 
@@ -384,7 +384,7 @@ impl Info {
             .collect()
     }
 
-    /// Where the capability with this id is, in the chain that begins at `first`.
+    /// Returns the offset of the capability with this id, in the chain that begins at `first`.
     fn capability(&self, first: u32, id: u32) -> Option<usize> {
         type Header = abi::vfio_info_cap_header;
         let mut at = first as usize;

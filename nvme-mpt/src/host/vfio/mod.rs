@@ -3,10 +3,10 @@
 //! The driver proper knows no VFIO: it reaches the function through a [`Backing`], so that it runs
 //! on a PCI function behind `vfio-pci` as well as on an emulated one in tests.
 //!
-//! The drive is polled and raises no interrupts. [`pair`] shares queue pairs, `controller` brings the drive up, watches it and recovers
-//! it. Commands end only when the drive can touch memory no more. A drive that does not come back in three attempts, reads as
-//! all ones or is wanted back by the host is *gone*: its commands end with Internal Error (Do Not Retry), and the process
-//! lives.
+//! The drive is polled and raises no interrupts. [`pair`] shares queue pairs, `controller` brings the drive up,
+//! watches it and recovers it. Commands end only when the drive can touch memory no more. A drive that does not come
+//! back in three attempts, reads as all ones or is wanted back by the host is *gone*: its commands end with Internal
+//! Error (Do Not Retry), and the process lives.
 
 mod backing;
 mod container;

@@ -25,7 +25,7 @@ fn both() -> (tempfile::TempDir, [Ledger; 2]) {
     (dir, ledgers)
 }
 
-/// What a holder leaves that dies: its lock is gone, its lease is not.
+/// Leaves a lease as a dying holder does: its lock is gone, its lease is not.
 fn die(mut lease: Lease) {
     lease.slot = None;
 }

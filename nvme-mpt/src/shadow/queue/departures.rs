@@ -15,7 +15,7 @@ struct Held {
     departure: Arc<Departure>,
     /// By slot: whether its command does.
     commands: Box<[bool]>,
-    /// How many do.
+    /// Number of such commands.
     count: usize,
 }
 
@@ -23,7 +23,7 @@ struct Held {
 #[derive(Debug, Default)]
 pub(super) struct HeldDepartures {
     held: Vec<Held>,
-    /// Whether one of them has no command any more.
+    /// True if one of them has no command any more.
     has_ended: bool,
 }
 
@@ -66,7 +66,7 @@ impl HeldDepartures {
         }
     }
 
-    /// Whether [`Self::let_go`] has anything to do.
+    /// Returns whether [`Self::let_go`] has anything to do.
     #[inline]
     pub(super) fn have_ended(&self) -> bool {
         self.has_ended
@@ -100,7 +100,7 @@ impl HeldDepartures {
     }
 }
 
-/// Whether a command's data lies in memory of a departure, even in part.
+/// Returns whether a command's data lies in memory of a departure, even in part.
 fn uses(slot: &Slot, departure: &Departure, lists: &ListMemory) -> bool {
     let mut uses = false;
     let data = slot.data();

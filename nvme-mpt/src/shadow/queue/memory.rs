@@ -13,17 +13,17 @@ use crate::event::QueueFailure;
 use crate::memory::lost_memory_epoch;
 use crate::spec::registers::Doorbell;
 
-/// How long the memory of a queue's rings may be gone before the queue fails. A VMM that changes the
-/// map of its guest's memory takes a region away and brings it back at once, as firmware makes it do
-/// when it write-protects itself with its disk driver's queues set up.
-/// The time counts from the end of the last change of the memory: to pin a large region takes longer.
+/// Longest time that the memory of a queue's rings may be gone before the queue fails. A VMM that changes the
+/// map of its guest's memory takes a region away and brings it back at once, as firmware makes it do when it
+/// write-protects itself with its disk driver's queues set up. The time counts from the end of the last
+/// change of the memory: to pin a large region takes longer.
 const SUSPENSION: Duration = Duration::from_secs(1);
 
-/// How long it may be gone in all: drivers wait as long for a command.
+/// Longest time in all that it may be gone: drivers wait as long for a command.
 const SUSPENSION_MAX: Duration = Duration::from_secs(30);
 
-/// Whether the memory of a queue's rings is gone for too long: `since` this moment, and with no change of the
-/// memory under way since the other.
+/// Returns whether the memory of a queue's rings is gone for too long: `since` this moment, and with no
+/// change of the memory under way since the other.
 pub(super) fn is_over(now: Ticks, since: Ticks, quiet_since: Ticks) -> bool {
     let lasts = |from: Ticks| Duration::from_nanos(nanoseconds(now.since(from)));
     lasts(since.max(quiet_since)) > SUSPENSION || lasts(since) > SUSPENSION_MAX
@@ -61,7 +61,7 @@ impl Core {
         }
     }
 
-    /// Whether memory of its rings or of its doorbells went.
+    /// Returns whether memory of its rings or of its doorbells went.
     fn has_rings_in(&self, departure: &Departure) -> bool {
         let cq = (self.cq.base, completion_ring_len(self.cq.entries));
         let sqs = self.sqs.iter();

@@ -1,4 +1,4 @@
-//! What the guest is told of its commands: completions, counters, its error log.
+//! Reports to the guest about its commands: completions, counters, its error log.
 
 use std::marker::PhantomData;
 
@@ -30,7 +30,7 @@ pub(super) struct Posting<'a, H, const LOG: bool> {
     pub(super) held: &'a mut Vec<Cqe>,
     pub(super) translator: &'a Translator,
     pub(super) departures: &'a mut HeldDepartures,
-    /// How many there were.
+    /// Number of completions.
     pub(super) completed: u32,
     /// When the first of them was posted.
     pub(super) now: Ticks,

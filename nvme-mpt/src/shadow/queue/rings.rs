@@ -95,7 +95,7 @@ pub(crate) struct CompletionQueue {
     pub(super) entries: u32,
     pub(super) tail: u32,
     pub(super) phase: bool,
-    /// How far the guest has consumed, as far as we looked.
+    /// Index up to which the guest has consumed, as last read.
     pub(super) head: u32,
     /// Entries that neither wait for the guest nor are promised to a command in flight. A command
     /// is taken only against one of them, so a completion never finds the queue full.
@@ -209,7 +209,7 @@ pub(super) fn completion_ring(
     }
 }
 
-/// Where the pages of a ring lie that no run holds as a whole.
+/// Finds the pages of a ring that no run holds as a whole.
 fn pages(table: &RegionTable, base: Gpa, len: u64) -> Option<Vec<(Arc<Mapping>, usize)>> {
     let pages = (0..len).step_by(PAGE_SIZE as usize).map(|at| {
         let (mapping, offset) = table.locate(base.checked_add(at)?, PAGE_SIZE)?;

@@ -48,7 +48,7 @@ impl ShadowQueue {
         }
     }
 
-    /// What it is doing, while it rests. `vectors` are all there are, by number.
+    /// Saves its state, while it rests. `vectors` are all there are, by number.
     pub(crate) fn save(&self, vectors: &[Arc<InterruptVector>]) -> CompletionQueueState {
         let Core {
             cq,

@@ -386,7 +386,7 @@ bit_field! {
 }
 
 open_enum! {
-    /// What Flush with NSID FFFFFFFFh does (Base 2.0, Figure 275, `VWC`).
+    /// Effect of Flush with NSID FFFFFFFFh (Base 2.0, Figure 275, `VWC`).
     pub struct FlushBroadcast(u8) {
         NOT_INDICATED = 0b00, "Support not indicated";
         NOT_SUPPORTED = 0b10, "Flush with the broadcast NSID is not supported";

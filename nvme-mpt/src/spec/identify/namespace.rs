@@ -159,7 +159,7 @@ impl Flbas {
 bit_field! {
     /// Deallocate Logical Block Features (NVM 1.0, Figure 97, `DLFEAT`).
     pub struct Dlfeat(u8) {
-        /// What a deallocated logical block reads as.
+        /// Value of a deallocated logical block.
         read / with_read: DeallocatedRead(u8) [2:0];
         /// Write Zeroes honours its Deallocate bit.
         write_zeroes_deac / with_write_zeroes_deac: bool [3];
@@ -169,7 +169,7 @@ bit_field! {
 }
 
 open_enum! {
-    /// What a deallocated logical block reads as (NVM 1.0, Figure 97, `DLFEAT`).
+    /// Value of a deallocated logical block (NVM 1.0, Figure 97, `DLFEAT`).
     pub struct DeallocatedRead(u8) {
         NOT_REPORTED = 0b000, "Not reported";
         ZEROES = 0b001, "All bytes 00h";

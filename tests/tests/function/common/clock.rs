@@ -22,7 +22,7 @@ impl TestClock {
         self.skips.store(skip, Ordering::Release);
     }
 
-    /// How long was waited in vain.
+    /// Returns the time that was waited in vain.
     pub(crate) fn waited(&self) -> Duration {
         *self.waited.lock().unwrap()
     }

@@ -16,10 +16,10 @@ use nvme_mpt::{Drive, DriveEvent, DrivePath, Event, EventQueue};
 
 use super::{LEASE, Lab};
 
-/// What a drive says in a log page is little-endian bytes, whatever the type is called elsewhere.
+/// Offset of the temperature in the log page, whose values are little-endian bytes.
 const TEMPERATURE: usize = 1;
 
-/// What can change about a drive.
+/// Changeable facts of a drive.
 #[derive(Debug)]
 struct State {
     namespaces: Vec<HostNamespace>,
@@ -72,7 +72,7 @@ impl FakeDrive {
         Arc::new(drive)
     }
 
-    /// What functions share to use a namespace of it.
+    /// Returns the lab of functions that share a namespace of it.
     pub(crate) fn lab(self: &Arc<Self>, nsid: u32) -> Lab {
         let path = DrivePath::Pci("0000:01:00.0".parse().unwrap());
         Lab::of(Drive::new(path, self.clone(), Some(Nsid(nsid))).unwrap())
@@ -92,7 +92,7 @@ impl FakeDrive {
         self.state().health[0] = warnings.0;
     }
 
-    /// How often somebody read its health.
+    /// Returns the number of reads of its health.
     pub(crate) fn health_reads(&self) -> u32 {
         self.state().health_reads
     }

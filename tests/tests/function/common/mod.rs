@@ -42,7 +42,7 @@ pub(crate) const MODES: [DoorbellMode; 3] = [
     DoorbellMode::Trap,
 ];
 
-/// How long anything may take before it is called a hang: much longer than a loaded machine needs.
+/// Time after which a wait is called a hang: much longer than a loaded machine needs.
 pub(crate) const HANG: Duration = Duration::from_secs(60);
 
 /// A region of a guest's memory at address 1 MiB.
@@ -51,7 +51,7 @@ pub(crate) const LOW: u64 = 0x10_0000;
 pub(crate) const REGION: u64 = 16 << 20;
 /// A region beyond 4 GiB.
 pub(crate) const HIGH: u64 = 1 << 32;
-/// Where no guest has memory.
+/// Address at which no guest has memory.
 pub(crate) const NOWHERE: u64 = 0x7000_0000_0000;
 
 /// Bytes of a lease, unless a test says otherwise.
@@ -86,7 +86,7 @@ pub(crate) struct Lab {
     pub(crate) ledger: Ledger,
     pub(crate) pollers: Arc<Pollers>,
     pub(crate) next_id: AtomicU64,
-    /// What its functions' waits go by.
+    /// Clock of its functions' waits.
     pub(crate) clock: Arc<TestClock>,
 }
 
@@ -211,13 +211,13 @@ impl Lab {
         self.pollers.stats()
     }
 
-    /// How often pollers went to sleep.
+    /// Returns the number of times that pollers went to sleep.
     pub(crate) fn parks(&self) -> u64 {
         self.pollers().iter().map(|poller| poller.parks).sum()
     }
 }
 
-/// How a function is made.
+/// Configuration of a function.
 #[derive(Clone, Debug)]
 pub(crate) struct Setup {
     /// Bytes of the drive: where the lease starts, and how long it is.
@@ -230,7 +230,7 @@ pub(crate) struct Setup {
     pub(crate) masking: MsixMasking,
     /// Guest physical address and length of each region of the guest's memory.
     pub(crate) regions: Vec<(u64, u64)>,
-    /// Whether its pages are mapped one by one, and lie anywhere: as behind a virtual IOMMU.
+    /// True if its pages are mapped one by one, and lie anywhere: as behind a virtual IOMMU.
     pub(crate) scattered: bool,
 }
 
@@ -287,7 +287,7 @@ impl Setup {
     }
 }
 
-/// What is left of a machine whose process ended: its guest's memory, and a snapshot.
+/// Rest of a machine whose process ended: its guest's memory, and a snapshot.
 pub(crate) struct Suspended {
     pub(crate) id: String,
     pub(crate) memory: GuestMemory,
@@ -495,13 +495,13 @@ pub(crate) fn queue_pair(controller: &mut Controller, id: u16, entries: u32) -> 
         .unwrap()
 }
 
-/// What a command completes with.
+/// Returns the status of a command's completion.
 #[track_caller]
 pub(crate) fn status(queue: &mut QueuePair, sqe: Sqe) -> StatusCode {
     queue.submit_and_wait(sqe, HANG).unwrap().status().code()
 }
 
-/// What an admin command completes with.
+/// Returns the status of an admin command's completion.
 #[track_caller]
 pub(crate) fn admin_status(controller: &mut Controller, sqe: Sqe) -> StatusCode {
     controller.admin_raw(sqe).unwrap().status().code()
@@ -534,7 +534,7 @@ fn map_piece(function: &NvmeFunction, memory: &GuestMemory, piece: Piece) {
         .unwrap();
 }
 
-/// What a VMM's control thread does: it lets the function work whenever there is something to do.
+/// Plays a VMM's control thread: lets the function work whenever there is something to do.
 fn control(function: &Mutex<NvmeFunction>, events: &EventFd, stop: &EventFd) {
     let epoll = Epoll::new().unwrap();
     for fd in [events, stop] {

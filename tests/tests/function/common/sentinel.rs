@@ -2,7 +2,7 @@
 
 use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory};
 
-/// What sentinels are made of.
+/// Byte of sentinels.
 const BYTE: u8 = 0xA5;
 
 /// Pages of a guest's that must stay as they are.
@@ -20,7 +20,7 @@ impl Sentinel {
         Self(pages)
     }
 
-    /// Where they are.
+    /// Returns their address.
     pub(crate) fn gpa(&self) -> u64 {
         self.0.gpa()
     }

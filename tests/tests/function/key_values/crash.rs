@@ -12,7 +12,8 @@ use nvme_mpt_tests::prp;
 use super::{attach, file_lab, lab_in, value};
 use crate::common::{HANG, LEASE, Setup};
 
-/// Where the process that is killed finds the file, and from which round on it stores.
+/// Variables with the path of the file for the process that is killed, and with the round from which on it
+/// stores.
 const FILE: &str = "NVME_MPT_TEST_PAIRS";
 const ROUND: &str = "NVME_MPT_TEST_ROUND";
 
@@ -21,7 +22,7 @@ const TEST: &str = "key_values::crash::what_completed_outlives_a_process_that_is
 /// Keys that are stored anew in each round, all at once.
 const KEYS: u64 = 8;
 
-/// How often the process is killed, and after how many values that completed.
+/// Kills of the process, each after this many completed values.
 const KILLS: [usize; 5] = [3, 40, 61, 17, 90];
 
 /// The value of a key in a round: of another length each time.
@@ -58,7 +59,7 @@ fn store_for_ever(path: &Path, first: u64) -> ! {
     unreachable!("there are more rounds than time")
 }
 
-/// What the process said that completed: the last round of each key.
+/// Runs the process and kills it. Returns the last completed round of each key, by the process's output.
 fn run_and_kill(path: &Path, round: u64, after: usize) -> BTreeMap<u64, u64> {
     let mut process = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", TEST, "--nocapture", "--test-threads=1"])

@@ -49,7 +49,7 @@ fn steps() -> impl Strategy<Value = Step> {
     })
 }
 
-/// What a key space must answer.
+/// Expected content of a key space.
 type Model = BTreeMap<Vec<u8>, Vec<u8>>;
 
 /// Bytes of the lease, which is full now and then.

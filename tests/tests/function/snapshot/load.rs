@@ -21,7 +21,7 @@ struct Place {
     data: DmaBuffer,
     /// The way to it.
     prepared: Prepared,
-    /// What was written last, if anything was.
+    /// Tag that was written last, if any was.
     tag: Option<u64>,
     in_flight: Option<Command>,
 }

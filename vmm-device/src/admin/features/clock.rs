@@ -9,7 +9,7 @@ use crate::state::parts::TimestampState;
 /// The clock of one controller.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Clock {
-    /// What it showed at `since`, in milliseconds.
+    /// Its value at `since`, in milliseconds.
     start: u64,
     since: Instant,
     origin: TimestampOrigin,

@@ -1,4 +1,4 @@
-//! What of dword 11 a feature keeps: bits that are reserved, or not offered, read as zero.
+//! Bits of dword 11 that a feature keeps: those that are reserved, or not offered, read as zero.
 
 use nvme_mpt::spec::feature::{
     Arbitration, AsyncEventConfiguration, ErrorRecovery, InterruptCoalescing, PowerManagement,

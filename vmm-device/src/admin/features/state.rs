@@ -44,7 +44,7 @@ impl Features {
         }
     }
 
-    /// Whether these are values that Set Features leaves.
+    /// Checks whether these are values that Set Features leaves.
     pub(in crate::admin) fn check(
         state: &FeaturesState,
         vectors: usize,
@@ -122,7 +122,7 @@ impl Features {
         Ok(())
     }
 
-    /// What was saved has been checked.
+    /// Restores the saved state, which has been checked.
     pub(in crate::admin) fn restored(state: &FeaturesState) -> Self {
         let FeaturesState {
             arbitration,

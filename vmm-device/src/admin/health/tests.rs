@@ -1,4 +1,4 @@
-//! What of a drive's health a guest sees.
+//! A guest's view of a drive's health.
 
 use nvme_mpt::host::software::SoftwareController;
 use zerocopy::IntoBytes;

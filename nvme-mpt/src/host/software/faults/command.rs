@@ -14,7 +14,7 @@ use crate::spec::status::Status;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Extent {
     pub(super) blocks: Range<u64>,
-    /// What its command completes with if the media fails there.
+    /// Status of its command if the media fails there.
     pub(super) media_error: Status,
 }
 
@@ -25,7 +25,7 @@ fn extent(Lba(start): Lba, count: u64, media_error: Status) -> Extent {
     }
 }
 
-/// Whether one of the extents that a command touches is as asked for. What has none is none.
+/// Returns whether one of the extents that a command touches is as asked for. What has none is none.
 pub(super) fn any_extent(
     sqe: &Sqe,
     memory: HostMemory<'_>,

@@ -7,10 +7,11 @@
 //! in together. Every fault draws random numbers of its own, for the commands that it is about alone:
 //! the same commands in the same order have the same faults, whatever others do.
 //!
-//! A command that the media fails goes to the store as a Verify of its blocks, so it takes its time and touches nothing. The
-//! fault's block range decides which guests see it. A queue that broke reports it by `HostQueue::has_failed`, and the guest's
-//! controller sets CSTS.CFS. A lost command ends when its queue is hurried; until then, an unmap of its memory waits. A
-//! resized drive keeps the blocks that it has (`resizes_in_place`), so a guest whose lease is cut sees the rest of it.
+//! A command that the media fails goes to the store as a Verify of its blocks, so it takes its time and touches
+//! nothing. The fault's block range decides which guests see it. A queue that broke reports it by
+//! `HostQueue::has_failed`, and the guest's controller sets CSTS.CFS. A lost command ends when its queue is hurried;
+//! until then, an unmap of its memory waits. A resized drive keeps the blocks that it has (`resizes_in_place`), so a
+//! guest whose lease is cut sees the rest of it.
 //!
 //! To add a kind: `Kind` and `Effect` in `plan.rs`, its effect here, an entry in `resources/faults/example.toml`.
 
@@ -39,7 +40,7 @@ use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
 use crate::spec::status::Status;
 
-/// What commands of a drive that was removed complete with: no driver is to try them again.
+/// Status of commands of a drive that was removed: no driver is to try them again.
 const REMOVED: Status = Status::INTERNAL_ERROR.with_dnr(true);
 
 /// A fault of a drive, and how it fared.
@@ -54,12 +55,12 @@ struct Armed {
     seen: u64,
     /// Commands that it struck.
     struck: u64,
-    /// What a latency adds, in ticks.
+    /// Ticks that a latency adds.
     ticks: u64,
 }
 
 impl Armed {
-    /// Whether it strikes a command, and what the command completes with if that is a media error.
+    /// Returns the status of a media error, if the fault strikes the command; of another kind it means nothing.
     fn strikes(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Option<Status> {
         if !self.fault.operations.contain(NvmOpcode(sqe.opcode())) {
             return None;
@@ -97,7 +98,7 @@ fn split_mix(state: &mut u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// What is to become of a command.
+/// Decision about a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
     /// It is carried out, and completes so many ticks later than it would.
@@ -123,7 +124,7 @@ pub struct FaultStats {
     pub seen: u64,
     /// Commands that it struck.
     pub struck: u64,
-    /// How many it strikes at most.
+    /// Most commands that it strikes.
     pub count: Option<u64>,
 }
 
@@ -132,10 +133,10 @@ pub struct FaultStats {
 pub struct Faults {
     /// As it was opened.
     namespace: HostNamespace,
-    /// What the namespace consists of, in blocks: its zones, if it has zones.
+    /// Unit of the namespace, in blocks: its zones, if it has zones.
     unit: u64,
     armed: Mutex<Vec<Armed>>,
-    /// Whether there are any.
+    /// True if there are any.
     any: AtomicBool,
     /// Blocks that the namespace has now.
     blocks: AtomicU64,
@@ -201,7 +202,7 @@ impl Faults {
         self.any.store(false, Ordering::Release);
     }
 
-    /// How each fault fared.
+    /// Returns the figures of each fault.
     #[must_use]
     pub fn stats(&self) -> Vec<FaultStats> {
         let stats = |armed: &Armed| FaultStats {
@@ -333,7 +334,7 @@ impl Faults {
         }
     }
 
-    /// Whether the drive was removed.
+    /// Returns whether the drive was removed.
     pub(crate) fn is_gone(&self) -> bool {
         self.gone.load(Ordering::Acquire)
     }
@@ -343,7 +344,7 @@ impl Faults {
         self.blocks.load(Ordering::Acquire)
     }
 
-    /// Whether every command passes: no fault is there, and none has left anything behind.
+    /// Returns whether every command passes: no fault is there, and none has left anything behind.
     fn is_idle(&self) -> bool {
         !self.any.load(Ordering::Acquire)
             && !self.is_gone()

@@ -30,7 +30,7 @@ pub enum FaultError {
     Read {
         /// The file.
         path: String,
-        /// What the kernel said.
+        /// Kernel's error.
         source: io::Error,
     },
     /// It is not written as fault plans are.
@@ -38,15 +38,15 @@ pub enum FaultError {
         "Fault plan `{origin}` is not one; resources/faults/example.toml has every field explained"
     )]
     Syntax {
-        /// Where it is from.
+        /// Source of the plan.
         origin: String,
-        /// What is wrong, and where.
+        /// Cause, and its place.
         source: Box<toml::de::Error>,
     },
     /// A value that means nothing.
     #[error("Fault plan `{origin}`, fault {number}: {field} cannot be {value}; {allowed}")]
     Value {
-        /// Where it is from.
+        /// Source of the plan.
         origin: String,
         /// Which fault, from 1 on.
         number: usize,
@@ -54,19 +54,19 @@ pub enum FaultError {
         field: &'static str,
         /// Its value.
         value: String,
-        /// What is allowed.
+        /// Values that are allowed.
         allowed: &'static str,
     },
     /// A field that a kind of fault cannot do without, or has no use for.
     #[error("Fault plan `{origin}`, fault {number}: {field} {advice}")]
     Field {
-        /// Where it is from.
+        /// Source of the plan.
         origin: String,
         /// Which fault, from 1 on.
         number: usize,
         /// The field.
         field: &'static str,
-        /// What to do about it.
+        /// Remedy.
         advice: &'static str,
     },
     /// A range or a size that the drive does not have.
@@ -84,7 +84,7 @@ pub enum FaultError {
         number: usize,
         /// The size.
         size: Bytes,
-        /// What the drive has.
+        /// Capacity of the drive.
         capacity: Bytes,
     },
     /// A drive with zones has one at least.
@@ -104,7 +104,7 @@ pub enum FaultError {
     TooMany(usize),
 }
 
-/// What a command does, as far as faults tell commands apart.
+/// Kind of a command, as far as faults distinguish commands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Operation {
@@ -174,7 +174,7 @@ impl Operations {
     }
 }
 
-/// How likely a fault strikes, of [`Self::CERTAIN`].
+/// Probability that a fault strikes, of [`Self::CERTAIN`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Probability(u64);
 
@@ -188,13 +188,13 @@ impl Probability {
         (share > 0.0 && share <= 1.0).then_some(Self((times as u64).max(1)))
     }
 
-    /// Whether a fault strikes, by a random number.
+    /// Returns whether a fault strikes, by a random number.
     pub(super) fn strikes(self, random: u64) -> bool {
         random >> 11 < self.0
     }
 }
 
-/// What goes wrong.
+/// Effect of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Effect {
     /// Unrecovered Read Error, or Write Fault.
@@ -221,7 +221,7 @@ pub(super) struct Fault {
     pub(super) probability: Probability,
     /// Commands that it lets pass first.
     pub(super) after: u64,
-    /// How often it strikes at most.
+    /// Most times that it strikes.
     pub(super) count: Option<u64>,
 }
 
@@ -282,7 +282,7 @@ impl Kind {
         }
     }
 
-    /// How often it strikes if nobody chose: what leaves something behind, once.
+    /// Returns the default number of strikes: one for faults with lasting effects.
     const fn count(self) -> Option<u64> {
         match self {
             Self::MediaError | Self::Latency => None,
@@ -326,7 +326,7 @@ struct WrittenFault {
     size: Option<Size>,
 }
 
-/// What is wrong with a fault.
+/// Mistake in a fault.
 enum Unusable {
     Value(&'static str, String, &'static str),
     Field(&'static str, &'static str),
@@ -387,7 +387,7 @@ impl WrittenFault {
     }
 }
 
-/// What is to go wrong with a drive.
+/// Faults that a drive is to have.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct FaultPlan {
     pub(super) seed: u64,

@@ -18,12 +18,12 @@ use crate::spec::status::Status;
 /// Times that are told apart.
 const RESOLUTION: Duration = Duration::from_nanos(250);
 
-/// What was decided about a command that the drive has.
+/// Decision about a command that the drive has.
 #[derive(Clone, Copy, Debug, Default)]
 struct Fate {
     /// Ticks that it completes later than the drive has it.
     delay: u64,
-    /// What it completes with, if not with what the drive says.
+    /// Status of its completion, if not the drive's.
     status: Option<Status>,
 }
 
@@ -39,13 +39,13 @@ pub struct FaultQueue<C = HostClock> {
     passing: Vec<Sqe>,
     /// By slot.
     fates: Box<[Fate]>,
-    /// What the drive is done with.
+    /// Completions of the drive.
     reaped: Vec<HostCompletion>,
     /// Commands that completed without the drive.
     refused: Vec<HostCompletion>,
     /// Slots of commands that never complete.
     lost: Vec<u16>,
-    /// How each slot's command ended that is delayed.
+    /// Completion of each slot's delayed command.
     delayed: Box<[HostCompletion]>,
     wheel: DueWheel,
     hurried: bool,
@@ -90,7 +90,7 @@ impl<C> FaultQueue<C> {
         }
     }
 
-    /// Whether commands complete as soon as they can, also those that never would: while the queue is
+    /// Sets whether commands complete as soon as they can, also those that never would: while the queue is
     /// about to be deleted or changed, which waits for them.
     pub(crate) fn hurry(&mut self, hurried: bool) {
         self.hurried = hurried;

@@ -1,4 +1,4 @@
-//! What strikes which command, on a clock that is moved by hand.
+//! Strikes of faults on commands, on a clock that is moved by hand.
 
 use std::cell::Cell;
 use std::rc::Rc;

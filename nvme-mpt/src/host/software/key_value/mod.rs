@@ -4,13 +4,13 @@
 //! moves values. A lease has a key space of its own, and a capacity; the two have a name in common, which
 //! is where the lease starts in the drive.
 //!
-//! A guest's keys need no translation: `HostController::lease_keys` gives a lease its key space, and its queues know no other.
-//! Values move between guest memory and requests in the poller alone, so values are allocated, and a queue of a file has at
-//! most 4 MiB of them on the way. Only queues with `HostQueue::KEY_VALUE` translate these commands, so others have no
-//! instruction for it.
+//! A guest's keys need no translation: `HostController::lease_keys` gives a lease its key space, and its queues know
+//! no other. Values move between guest memory and requests in the poller alone, so values are allocated, and a queue
+//! of a file has at most 4 MiB of them on the way. Only queues with `HostQueue::KEY_VALUE` translate these commands,
+//! so others have no instruction for it.
 //!
-//! A Retrieve or List whose memory the VMM takes away meanwhile fails with Data Transfer Error: its address is resolved when
-//! the reply is there.
+//! A Retrieve or List whose memory the VMM takes away meanwhile fails with Data Transfer Error: its address is
+//! resolved when the reply is there.
 
 mod file;
 mod memory;
@@ -97,10 +97,10 @@ pub enum KeyValueError {
     Io {
         /// The file.
         path: PathBuf,
-        /// What the kernel said.
+        /// Kernel's error.
         source: io::Error,
     },
-    /// What is in the file cannot be read.
+    /// The file's content cannot be read.
     #[error(
         "The keys and values in {} cannot be read: restore the file from a backup, or use an empty one",
         .path.display()
@@ -108,7 +108,7 @@ pub enum KeyValueError {
     Store {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Cause.
         source: Box<redb::Error>,
     },
     /// Faults are about logical blocks.
@@ -130,7 +130,7 @@ pub struct KeyValueController {
     iova_space: Arc<IovaSpace>,
 }
 
-/// Where the pairs are.
+/// Place of the pairs.
 #[derive(Debug)]
 enum Home {
     /// In memory, by the name of their key space.
@@ -250,7 +250,7 @@ impl HostController for KeyValueController {
         })
     }
 
-    /// What completed is durable, or ends with the process.
+    /// Does nothing: completed commands are durable, or end with the process.
     fn flush(&self, _: &HostNamespace, _: &HostLease) -> io::Result<()> {
         Ok(())
     }
@@ -272,7 +272,7 @@ enum SpaceHome {
 }
 
 impl KeySpace {
-    /// What keys and values may be.
+    /// Returns the limits of keys and values.
     #[must_use]
     pub fn format(&self) -> KvFormat {
         KvFormat {
@@ -284,13 +284,13 @@ impl KeySpace {
         }
     }
 
-    /// How many bytes there is room for, keys and what finds them included.
+    /// Returns the bytes that there is room for, keys and their overhead included.
     #[must_use]
     pub fn capacity(&self) -> u64 {
         self.capacity
     }
 
-    /// How many of them are in use.
+    /// Returns the bytes in use.
     #[must_use]
     pub fn used(&self) -> u64 {
         match &self.home {
@@ -299,7 +299,7 @@ impl KeySpace {
         }
     }
 
-    /// How many keys there are.
+    /// Returns the number of keys.
     #[must_use]
     pub fn keys(&self) -> u64 {
         match &self.home {

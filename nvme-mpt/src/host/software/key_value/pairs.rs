@@ -1,42 +1,42 @@
-//! What the commands of the Key Value Command Set do to the pairs of a key space, wherever those are.
+//! Effects of the Key Value Command Set's commands on the pairs of a key space, wherever those are.
 
 use crate::spec::key_value::{Key, KeyList};
 use crate::spec::status::Status;
 
-/// What a pair takes of a capacity besides its value: the key, and what finds it.
+/// Bytes of a capacity that a pair takes besides its value: the key, and its overhead.
 pub(super) const PAIR_BYTES: u64 = 64;
 
-/// What a pair with a value of so many bytes takes of a capacity.
+/// Returns the bytes of a capacity that a pair with a value of this many bytes takes.
 pub(super) fn footprint(value: usize) -> u64 {
     PAIR_BYTES + (value as u64).next_multiple_of(PAIR_BYTES)
 }
 
-/// How much of its capacity a key space uses.
+/// Part of its capacity that a key space uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Usage {
     pub(super) bytes: u64,
     pub(super) keys: u64,
 }
 
-/// What a command asks for.
+/// Request of a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Request {
     Query(Query),
     Change(Change),
 }
 
-/// What changes nothing.
+/// Request that changes nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Query {
     /// The first bytes of a value.
     Retrieve { key: Key, room: usize },
-    /// Whether a key is there.
+    /// Asks whether a key is there.
     Exist { key: Key },
     /// Keys from one on.
     List { from: Key, room: usize },
 }
 
-/// What changes pairs.
+/// Request that changes pairs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Change {
     /// A value for a key, if the key is there or not there as it has to be.
@@ -49,20 +49,20 @@ pub(super) enum Change {
     Delete { key: Key },
 }
 
-/// Whether a key is there.
+/// Presence of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Presence {
     Present,
     Absent,
 }
 
-/// How a command ended.
+/// End of a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Reply {
     pub(super) status: Status,
     /// Dword 0 of the completion.
     pub(super) dw0: u32,
-    /// What the host gets, if it has as much room.
+    /// Data for the host, if it has as much room.
     pub(super) data: Vec<u8>,
 }
 
@@ -82,7 +82,7 @@ impl Reply {
 
 /// The pairs of a key space.
 pub(super) trait Pairs {
-    /// What can go wrong where they are kept.
+    /// Error of the place in which they are kept.
     type Error;
 
     /// Shows the value of a key, if there is one.

@@ -32,7 +32,7 @@ pub struct KeyValueQueue {
     completed: Vec<HostCompletion>,
 }
 
-/// Where requests go.
+/// Way of requests.
 #[derive(Debug)]
 enum Lane {
     Memory(Arc<MemorySpace>),
@@ -51,7 +51,7 @@ struct FileLane {
     /// Commands that wait for others to leave room.
     waiting: VecDeque<Sqe>,
     bytes: usize,
-    /// What the thread is done with.
+    /// Replies of the thread.
     replies: Vec<(u16, Reply)>,
 }
 
@@ -143,7 +143,7 @@ fn bytes_of(sqe: &Sqe) -> usize {
     data as usize + size_of::<Asked>()
 }
 
-/// What a command asks for; nothing if it is complete.
+/// Returns the request of a command; nothing if it is complete.
 fn request(sqe: &Sqe, memory: HostMemory<'_>) -> Result<Option<Request>, Status> {
     let key = Key::of(sqe).ok_or(Status::INVALID_KEY_SIZE)?;
     Ok(Some(match KvOpcode(sqe.opcode()) {

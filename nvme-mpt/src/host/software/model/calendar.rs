@@ -56,7 +56,7 @@ struct Ring {
 }
 
 impl Ring {
-    /// Whether there is a page for a unit.
+    /// Returns whether there is a page for a unit.
     #[inline]
     fn has(&self, unit: u64) -> bool {
         unit.wrapping_sub(self.begin) < PAGES
@@ -146,7 +146,7 @@ impl Ring {
 pub(super) struct Calendar {
     /// Ticks per unit as a power of two.
     shift: u32,
-    /// What a time is rounded up by: one tick less than a unit.
+    /// Ticks added to round a time up: one less than a unit.
     round: u64,
     near: Ring,
     /// Beyond the ring.

@@ -1,15 +1,15 @@
 //! Software drives that keep time like hardware: a model says when a command is done, a timed queue
 //! in front of a store's queue completes it then, and not before. What a command does is the store's.
 //!
-//! `calendar` holds completions until they are due (`wheel` those that are far away), `timed` is the queue, `profile` says what a drive is
-//! like, `simulation` has a model by itself, and there is a file for each model.
+//! `calendar` holds completions until they are due (`wheel` those that are far away), `timed` is the queue, `profile`
+//! says what a drive is like, `simulation` has a model by itself, and there is a file for each model.
 //!
-//! The timed queue executes a command at once and holds its completion back. A poller asks each queue for `next_due()`: it
-//! does not sleep for less than 100 us, and wakes 100 us early and spins for the rest. A queue that stops is hurried: held
-//! completions complete at once.
+//! The timed queue executes a command at once and holds its completion back. A poller asks each queue for
+//! `next_due()`: it does not sleep for less than 100 us, and wakes 100 us early and spins for the rest. A queue that
+//! stops is hurried: held completions complete at once.
 //!
-//! Model `nvm` has an atomic per unit, model `ssd` one lock, taken once per batch. To add a model: a file here, a variant of
-//! `Profile` and of `Model`, a TOML file in `resources/drives/`.
+//! Model `nvm` has an atomic per unit, model `ssd` one lock, taken once per batch. To add a model: a file here, a
+//! variant of `Profile` and of `Model`, a TOML file in `resources/drives/`.
 
 mod calendar;
 mod nvm;
@@ -43,7 +43,7 @@ use crate::spec::status::Status;
 use nvm::NvmModel;
 use ssd::SsdModel;
 
-/// What a command, or a part of it, asks of the drive's media.
+/// Demand of a command, or of a part of it, on the drive's media.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
     Read,
@@ -95,7 +95,7 @@ impl Model {
         }
     }
 
-    /// What was done to the drive's flash so far; `None` if it has none.
+    /// Returns the effects on the drive's flash so far; `None` if it has none.
     pub(crate) fn wear(&self) -> Option<Wear> {
         match self {
             Self::Nvm(_) => None,
@@ -185,7 +185,7 @@ fn due_of(
     }
 }
 
-/// What a Read or Write asks of the media, as nearly all commands are; `None` for others.
+/// Returns the demand of a Read or Write on the media, as nearly all commands are; `None` for others.
 #[inline]
 fn read_or_write(sqe: &Sqe) -> Option<Work> {
     match NvmOpcode(sqe.opcode()) {

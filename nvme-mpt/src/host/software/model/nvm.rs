@@ -44,17 +44,17 @@ impl Unit {
     }
 }
 
-/// What reads or writes take, in ticks.
+/// Cost of reads or writes, in ticks.
 #[derive(Clone, Copy, Debug)]
 struct Cost {
-    /// How long a stripe keeps its unit busy.
+    /// Time that a stripe keeps its unit busy.
     stripe: u64,
     /// From when a unit begins with its first stripe until the command is done, less the time the
     /// stripes take where they take longer.
     latency: u64,
-    /// What the latency has beyond the time of one stripe.
+    /// Latency beyond the time of one stripe.
     beyond: u64,
-    /// How long after its unit begins with it a command of one stripe is done.
+    /// Time from the unit's beginning with a command of one stripe to its end.
     of_one: u64,
 }
 
@@ -71,7 +71,7 @@ impl Cost {
         }
     }
 
-    /// How long after a unit begins with a command's stripes they are done.
+    /// Returns the time from a unit's beginning with a command's stripes to their end.
     #[inline]
     fn of_stripes(&self, busy: u64) -> u64 {
         self.latency.max(busy + self.beyond)

@@ -44,7 +44,7 @@ pub enum ProfileError {
         names()
     )]
     Unknown {
-        /// What was asked for.
+        /// Name that was asked for.
         name: String,
     },
     /// Its file cannot be read.
@@ -52,7 +52,7 @@ pub enum ProfileError {
     Read {
         /// The file.
         path: String,
-        /// What the kernel said.
+        /// Kernel's error.
         source: io::Error,
     },
     /// It is not written as profiles are.
@@ -62,7 +62,7 @@ pub enum ProfileError {
     Syntax {
         /// Its name or path.
         origin: String,
-        /// What is wrong, and where.
+        /// Cause, and its place.
         source: Box<toml::de::Error>,
     },
     /// A value that no drive can have.
@@ -74,7 +74,7 @@ pub enum ProfileError {
         field: &'static str,
         /// Its value.
         value: String,
-        /// What is allowed.
+        /// Values that are allowed.
         allowed: &'static str,
     },
 }
@@ -110,7 +110,7 @@ impl<'de> Deserialize<'de> for Span {
     }
 }
 
-/// What a modelled drive is like.
+/// Description of a modelled drive.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
 #[serde(tag = "model", rename_all = "lowercase")]
 pub enum Profile {
@@ -132,13 +132,13 @@ pub struct NvmProfile {
     pub units: u16,
     /// Bytes that lie together on one unit: a power of two, 4K to 1M.
     pub stripe: Size,
-    /// What reads take.
+    /// Rates of reads.
     pub read: NvmRates,
-    /// What writes take.
+    /// Rates of writes.
     pub write: NvmRates,
 }
 
-/// What reads or writes take.
+/// Rates of reads or writes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NvmRates {
@@ -166,11 +166,11 @@ pub struct SsdProfile {
     pub block: Size,
     /// Flash beyond the drive's capacity, in percent of it; 3 to 100.
     pub over_provisioning: u8,
-    /// How long a die reads a flash page.
+    /// Time in which a die reads a flash page.
     pub read: Span,
-    /// How long a die programs a unit.
+    /// Time in which a die programs a unit.
     pub program: Span,
-    /// How long a die erases a block.
+    /// Time in which a die erases a block.
     pub erase: Span,
     /// Of each channel, in bytes per second.
     pub channel_bandwidth: Size,
@@ -178,9 +178,9 @@ pub struct SsdProfile {
     pub link_bandwidth: Size,
     /// Memory for data that is not programmed yet: two program units per instance at least.
     pub write_buffer: Size,
-    /// What the controller itself takes for a read.
+    /// Time of the controller itself for a read.
     pub read_overhead: Span,
-    /// What the controller itself takes for a write.
+    /// Time of the controller itself for a write.
     pub write_overhead: Span,
 }
 
@@ -198,7 +198,7 @@ pub struct ZnsProfile {
     pub max_active: u32,
     /// Most bytes of a Zone Append: a power of two, 4K to 1M.
     pub append_limit: Size,
-    /// How fast it is; as fast as it can be if it is left out.
+    /// Speed; without it, as fast as it can be.
     pub timing: Option<NvmProfile>,
 }
 

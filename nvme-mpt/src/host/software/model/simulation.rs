@@ -19,7 +19,7 @@ pub struct Simulation {
     random: u64,
 }
 
-/// What commands do.
+/// Direction of commands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// They read.
@@ -40,7 +40,7 @@ pub enum Order {
 /// Commands that are kept in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Load {
-    /// What they do.
+    /// Direction.
     pub direction: Direction,
     /// Which blocks they are to.
     pub order: Order,
@@ -52,7 +52,7 @@ pub struct Load {
     pub commands: usize,
 }
 
-/// What became of a load. All times are in nanoseconds.
+/// Result of a load. All times are in nanoseconds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Outcome {
     /// When it began.
@@ -61,7 +61,7 @@ pub struct Outcome {
     pub ended: u64,
     /// When each command was done, in the order of their arrival.
     pub done: Vec<u64>,
-    /// How long each command took, in the same order.
+    /// Latency of each command, in the same order.
     pub latencies: Vec<u64>,
 }
 
@@ -73,7 +73,7 @@ impl Outcome {
         bytes as f64 * self.done.len() as f64 * 1e9 / nanoseconds as f64
     }
 
-    /// How long at most so many of a thousand commands took; 0 without commands.
+    /// Returns the longest latency of this many of a thousand commands; 0 without commands.
     #[must_use]
     pub fn quantile(&self, per_mille: f64) -> u64 {
         let mut sorted = self.latencies.clone();
@@ -134,7 +134,7 @@ impl Simulation {
         outcome
     }
 
-    /// What was done to the drive's flash so far; `None` if it has none.
+    /// Returns the effects on the drive's flash so far; `None` if it has none.
     #[must_use]
     pub fn wear(&self) -> Option<Wear> {
         self.model.wear()

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::clock::{Ticks, ticks_in};
 
-/// Where a [`TimedQueue`](super::TimedQueue) gets the time from.
+/// Source of a [`TimedQueue`](super::TimedQueue)'s time.
 pub trait Clock: fmt::Debug {
     /// Ticks since some moment in the past. They never go back.
     fn now(&self) -> u64;
@@ -23,7 +23,7 @@ impl Clock for HostClock {
     }
 }
 
-/// What a tick is, to be asked when a model is made.
+/// Meaning of a tick, to be asked when a model is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Timebase {
     /// A tick of the host's clock.

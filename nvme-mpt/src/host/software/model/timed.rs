@@ -18,7 +18,7 @@ const RESOLUTION: Duration = Duration::from_nanos(250);
 
 /// A store's queue, as a timed queue drives it. Its commands leave Dword 0 of their completions 0.
 pub trait TimedStore: HostQueue {
-    /// Whether every command completes while it is rung in.
+    /// True if every command completes while it is rung in.
     const AT_ONCE: bool;
 
     /// The commands that were submitted and not rung in.
@@ -56,9 +56,9 @@ impl<Q: TimedStore> TimedQueue<Q> {
 }
 
 impl<Q, C> TimedQueue<Q, C> {
-    /// Whether commands complete as soon as the store is done with them: while the queue is about to
-    /// be deleted or changed, which waits for them. A reset of a drive takes no longer for what it
-    /// has in flight.
+    /// Sets whether commands complete as soon as the store is done with them: while the queue is about to be
+    /// deleted or changed, which waits for them. A reset of a drive takes no longer for what it has in
+    /// flight.
     pub(crate) fn hurry(&mut self, hurried: bool) {
         self.hurried = hurried;
     }

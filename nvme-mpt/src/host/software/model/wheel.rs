@@ -62,7 +62,7 @@ impl DueWheel {
         }
     }
 
-    /// Whether something may have to be taken out at `now`.
+    /// Returns whether something may have to be taken out at `now`.
     #[inline]
     pub(crate) fn is_due(&self, now: u64) -> bool {
         now >> self.shift >= self.next

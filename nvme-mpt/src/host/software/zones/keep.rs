@@ -1,6 +1,5 @@
-//! Where the states of zones are kept: a word for each, in memory that is shared with a file beside
-//! the drive's. So they are what they were however the process ends, and several processes can each
-//! have zones of one drive.
+//! States of zones on disk: a word for each, in memory that is shared with a file beside the drive's. So they
+//! are what they were however the process ends, and several processes can each have zones of one drive.
 //!
 //! The file is made durable with the drive's data, by a Flush or a write with FUA.
 
@@ -15,7 +14,7 @@ use super::{Geometry, ZoneError};
 use crate::lease::Bytes;
 use crate::memory::{Access, Mapping, SharedWords};
 
-/// What such a file begins with, and its version.
+/// First bytes of such a file, with its version.
 const MAGIC: &[u8; 8] = b"nvmezns1";
 
 /// Bytes before the words.
@@ -28,7 +27,7 @@ pub(super) struct KeptZones {
     file: Option<Arc<File>>,
 }
 
-/// What a file says that its words are about.
+/// Description of the words in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Header {
     geometry: Geometry,

@@ -7,13 +7,13 @@
 //! A lease has whole zones, and its share of the drive's resources. Its zones have a lock of their own,
 //! which a queue takes once for what it rings in together: no guest waits for another one's.
 //!
-//! A write pointer moves when a write is taken up, not when it is done, so later commands are judged by it. A failed write
-//! leaves blocks of unknown content; a failure of the media makes the zone read only, and the guest gets an event. A reset
-//! makes a zone empty at once and then gives its blocks back, by steps of Write Zeroes in the slot of its command. Until that
-//! is done, the zone takes no writes.
+//! A write pointer moves when a write is taken up, not when it is done, so later commands are judged by it. A failed
+//! write leaves blocks of unknown content; a failure of the media makes the zone read only, and the guest gets an
+//! event. A reset makes a zone empty at once and then gives its blocks back, by steps of Write Zeroes in the slot of
+//! its command. Until that is done, the zone takes no writes.
 //!
-//! Zone Append returns the LBA as the drive numbers its blocks; `Translator::appended_at` makes it the guest's. Only queues
-//! with `HostQueue::ZONED` do that, so others have no instruction for it.
+//! Zone Append returns the LBA as the drive numbers its blocks; `Translator::appended_at` makes it the guest's. Only
+//! queues with `HostQueue::ZONED` do that, so others have no instruction for it.
 
 mod keep;
 mod queue;
@@ -64,7 +64,7 @@ pub enum ZoneError {
         capacity: Bytes,
         /// Size of a zone.
         zone: Bytes,
-        /// How many there would be.
+        /// Number of zones that there would be.
         zones: u64,
         /// A size that would do.
         least: Bytes,
@@ -75,7 +75,7 @@ pub enum ZoneError {
         .0.display()
     )]
     NoPlace(PathBuf),
-    /// What is kept is of other zones.
+    /// The states in the file are of other zones.
     #[error(
         "{} has the states of {there}, but the profile makes {here}: use the profile that the drive was \
          made with, or delete that file to begin with empty zones",
@@ -89,7 +89,7 @@ pub enum ZoneError {
         /// Which zones there are.
         here: String,
     },
-    /// What is kept is no such thing.
+    /// The file has no states of zones.
     #[error(
         "{} has no zone states: move it away, or delete it to begin with empty zones",
         .0.display()
@@ -100,7 +100,7 @@ pub enum ZoneError {
     Keep {
         /// The file.
         path: PathBuf,
-        /// What the kernel said.
+        /// Kernel's error.
         source: io::Error,
     },
     /// A lease begins or ends within a zone.
@@ -122,7 +122,7 @@ pub enum ZoneError {
     },
 }
 
-/// How a drive is divided, in logical blocks.
+/// Division of a drive into zones, in logical blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
     /// Zone Size: from the start of a zone to that of the next, a power of two.
@@ -131,7 +131,7 @@ pub struct Geometry {
     pub capacity: u64,
 }
 
-/// How many zones can be in use at a time.
+/// Most zones that can be in use at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Resources {
     /// Maximum Open Resources: zones that are open, implicitly or explicitly.
@@ -287,7 +287,7 @@ impl ChangedZones {
         &self.starts
     }
 
-    /// Whether there are others.
+    /// Returns whether there are others.
     #[must_use]
     pub fn are_more(&self) -> bool {
         self.more
@@ -331,7 +331,7 @@ impl State {
 /// The zones of a lease.
 #[derive(Debug)]
 pub struct LeasedZones {
-    /// Where the lease starts in the host's namespace.
+    /// Start of the lease in the host's namespace.
     start: Lba,
     geometry: Geometry,
     resources: Resources,
@@ -339,13 +339,13 @@ pub struct LeasedZones {
 }
 
 impl LeasedZones {
-    /// How they divide the lease.
+    /// Returns the division of the lease into zones.
     #[must_use]
     pub fn geometry(&self) -> Geometry {
         self.geometry
     }
 
-    /// How many can be in use at a time.
+    /// Returns the most zones that can be in use at a time.
     #[must_use]
     pub fn resources(&self) -> Resources {
         self.resources

@@ -23,7 +23,7 @@ use crate::spec::zns::{ZoneAppend, ZoneManagementReceive, ZoneManagementSend, Zo
 /// wait meanwhile.
 const RESET_BLOCKS: u64 = 1 << 16;
 
-/// What becomes of a command when the drive is done with what it was given for it.
+/// Fate of a command after the drive's part of it.
 #[derive(Clone, Copy, Debug, Default)]
 enum Fate {
     /// It is complete.
@@ -55,11 +55,11 @@ pub struct ZonedQueue {
     zones: Arc<LeasedZones>,
     /// Commands that were submitted and not rung in.
     arriving: Vec<Sqe>,
-    /// What the drive gets for commands.
+    /// Commands that the drive gets.
     passing: Vec<Sqe>,
     /// By slot.
     fates: Box<[Fate]>,
-    /// What the drive is done with.
+    /// Completions of the drive.
     reaped: Vec<HostCompletion>,
     /// Commands that completed without the drive.
     completed: Vec<HostCompletion>,
@@ -140,7 +140,7 @@ impl ZonedQueue {
         self.arriving = arriving;
     }
 
-    /// What the drive gets for a command, and what becomes of that; nothing if it is complete.
+    /// Returns the drive's part of a command, and the command's fate after it; nothing if it is complete.
     fn begin(
         &mut self,
         state: &mut State,
@@ -271,7 +271,7 @@ impl ZonedQueue {
         }
     }
 
-    /// What the drive gets to give back the next blocks of a zone.
+    /// Returns the command by which the drive gives back the next blocks of a zone.
     fn give_back(&self, sqe: &Sqe, reset: Reset) -> (Sqe, Fate) {
         let count = (reset.end - reset.next).min(RESET_BLOCKS);
         let mut zeroes = Sqe::new(NvmOpcode::WRITE_ZEROES.0);
@@ -313,7 +313,8 @@ impl ZonedQueue {
         true
     }
 
-    /// What a guest is told of a command that the drive is done with; nothing if that goes on.
+    /// Returns the guest's completion of a command after the drive's part of it; nothing if the command goes
+    /// on.
     fn end(&mut self, completion: HostCompletion) -> Option<HostCompletion> {
         let HostCompletion {
             slot, mut status, ..

@@ -71,7 +71,7 @@ pub(super) struct ZoneTable {
     zones: Box<[Zone]>,
     /// Those of them, from the first on, that the namespace has: it may have been cut.
     there: u32,
-    /// Where they are kept.
+    /// Words that keep them.
     words: SharedWords,
     first_word: usize,
     open: u32,
@@ -206,7 +206,7 @@ impl ZoneTable {
         self.set(index, Zone { state, ..zone });
     }
 
-    /// Whether blocks can be read; across zone boundaries, too (`OZCS.RAZB`).
+    /// Checks whether blocks can be read; across zone boundaries, too (`OZCS.RAZB`).
     pub(super) fn read(&self, slba: Lba, count: u64) -> Result<(), Status> {
         if self.offline == 0 {
             return Ok(());

@@ -1,4 +1,4 @@
-//! How drives are divided, leased and taken up again.
+//! Division, leasing and reopening of drives.
 
 use std::fs::{self, File};
 use std::path::PathBuf;

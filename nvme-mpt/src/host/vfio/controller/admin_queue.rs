@@ -24,10 +24,10 @@ use zerocopy::IntoBytes;
 /// were given up.
 pub(super) const ENTRIES: u16 = 32;
 
-/// How long an admin command may take. Those that are sent here touch no media.
+/// Longest time of an admin command. Those that are sent here touch no media.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How often the function is asked whether it is still there, in rounds of the wait.
+/// Rounds of the wait between two looks at the function's presence.
 const ROUNDS_PER_LOOK: u32 = 16;
 
 /// Submission Queue, Completion Queue, data: a page each.
@@ -55,7 +55,7 @@ pub(super) struct AdminQueue {
     head: u16,
     phase: bool,
     next_cid: u16,
-    /// Whether the Asynchronous Event Request is outstanding.
+    /// True if the Asynchronous Event Request is outstanding.
     listening: bool,
     events: Vec<AsyncEvent>,
 }
@@ -93,12 +93,12 @@ impl AdminQueue {
         })
     }
 
-    /// Where the two queues lie.
+    /// Returns the IOVAs of the two queues.
     pub(super) fn bases(&self) -> (Iova, Iova) {
         (Iova(self.iova.start()), self.iova_of(CQ_OFFSET))
     }
 
-    /// Where a command's data lies.
+    /// Returns the IOVA of a command's data.
     pub(super) fn data_iova(&self) -> Iova {
         self.iova_of(DATA_OFFSET)
     }

@@ -60,7 +60,7 @@ impl DoorbellBuffer {
     }
 }
 
-/// How the doorbells of an I/O queue pair are rung: through the buffer, if there is one.
+/// Returns the doorbells of an I/O queue pair: through the buffer, if there is one.
 pub(super) fn pair_doorbells(
     backing: &dyn Backing,
     dstrd: u8,

@@ -1,4 +1,4 @@
-//! What can go wrong with a physical controller.
+//! Errors of a physical controller.
 
 use std::io;
 
@@ -8,7 +8,7 @@ use crate::spec::opcode::AdminOpcode;
 use crate::spec::registers::Csts;
 use crate::spec::status::Status;
 
-/// What can go wrong with a physical controller.
+/// Errors of a physical controller.
 #[derive(Debug, thiserror::Error)]
 pub enum ControllerError {
     /// The function does not answer: it was removed, or has lost power.
@@ -29,11 +29,11 @@ pub enum ControllerError {
     /// A state that the specification promises within a time was not reached.
     #[error("The drive did not {state} within {seconds} s; its status is {csts:?}")]
     NotInTime {
-        /// What it was to do.
+        /// State that it was to reach.
         state: &'static str,
-        /// How long that may take.
+        /// Longest time that it may take.
         seconds: u64,
-        /// What it reported last.
+        /// Last report.
         csts: Csts,
     },
     /// The controller reports that it cannot go on.
@@ -44,7 +44,7 @@ pub enum ControllerError {
     AdminTimeout {
         /// The command.
         opcode: AdminOpcode,
-        /// How long it was waited for.
+        /// Time that was waited.
         seconds: u64,
     },
     /// An admin command failed.
@@ -52,7 +52,7 @@ pub enum ControllerError {
     Admin {
         /// The command.
         opcode: AdminOpcode,
-        /// What it completed with.
+        /// Status of its completion.
         status: Status,
     },
     /// It grants no I/O queues, or its BAR has no doorbells for any.
@@ -83,7 +83,7 @@ pub enum ControllerError {
     Flush {
         /// The namespace.
         namespace: HostNamespace,
-        /// What the Flush completed with.
+        /// Status of the Flush.
         status: Status,
     },
 }

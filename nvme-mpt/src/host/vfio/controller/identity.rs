@@ -1,8 +1,9 @@
 //! Identity of a physical controller, and the promises to guests that follow from it.
 //!
-//! MDTS is 1 MiB whatever the drive's is, since longer commands are split (`pair/split.rs`). Optional commands, atomic units,
-//! limits of ranges and the volatile write cache are the drive's. Commands that the drive lacks are not offered, and refused with Invalid
-//! Opcode (`Limits::offers`). SGLs are offered if the drive takes a guest's command whole.
+//! MDTS is 1 MiB whatever the drive's is, since longer commands are split (`pair/split.rs`). Optional commands,
+//! atomic units, limits of ranges and the volatile write cache are the drive's. Commands that the drive lacks are not
+//! offered, and refused with Invalid Opcode (`Limits::offers`). SGLs are offered if the drive takes a guest's command
+//! whole.
 
 use zerocopy::FromZeros;
 
@@ -107,7 +108,7 @@ fn identify_nvm(admin: &mut AdminQueue, version: Version) -> Option<IdentifyCont
         .then_some(structure)
 }
 
-/// What holds for all namespaces that are used.
+/// Common facts of all namespaces that are used.
 #[derive(Debug)]
 struct Namespaces {
     deallocated_reads_zeroes: bool,

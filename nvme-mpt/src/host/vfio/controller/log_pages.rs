@@ -1,5 +1,4 @@
-//! What the drive tells of itself: log pages and asynchronous events (Base 2.0, sections 5.2 and
-//! 5.16).
+//! Reports of the drive about itself: log pages and asynchronous events (Base 2.0, sections 5.2 and 5.16).
 
 use zerocopy::FromZeros;
 

@@ -41,11 +41,11 @@ use queue_pairs::QueuePairs;
 use registers::{Registers, SHUTDOWN_TIMEOUT};
 use supervisor::DriveCounters;
 
-/// How a physical controller is driven.
+/// Options with which a physical controller is driven.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ControllerOptions {
-    /// How long the drive may take for a command before it is aborted, and the drive reset if that
-    /// does not help. Guests' drivers wait for 30 s before they reset their own controller.
+    /// Time that the drive may take for a command before it is aborted, and the drive reset if that does not
+    /// help. Guests' drivers wait for 30 s before they reset their own controller.
     pub deadline: Duration,
 }
 
@@ -74,7 +74,7 @@ impl fmt::Debug for VfioController {
     }
 }
 
-/// What the control threads and the supervisor share of a drive.
+/// State of a drive that the control threads and the supervisor share.
 #[derive(Debug)]
 struct PhysicalDrive {
     backing: Arc<dyn Backing>,

@@ -68,7 +68,7 @@ impl QueuePairs {
         self.total
     }
 
-    /// Whether the doorbells of all pairs fit a Doorbell Buffer, which is a page.
+    /// Returns whether the doorbells of all pairs fit a Doorbell Buffer, which is a page.
     pub(super) fn fit_doorbell_buffer(&self, dstrd: u8) -> bool {
         Doorbell::area(self.total, dstrd) <= PAGE_SIZE
     }

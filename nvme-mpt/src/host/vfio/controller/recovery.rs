@@ -22,10 +22,10 @@ use crate::spec::status::Status;
 /// Attempts at bringing a drive up again before it is given up.
 const ATTEMPTS: u32 = 3;
 
-/// What commands complete with that a reset took away: the driver is to send them again.
+/// Status of commands that a reset took away: the driver is to send them again.
 const INTERRUPTED: Status = Status::COMMAND_INTERRUPTED;
 
-/// What commands complete with once the drive is gone: there is no use in sending them again.
+/// Status of commands once the drive is gone: there is no use in sending them again.
 const FAILED: Status = Status::INTERNAL_ERROR.with_dnr(true);
 
 /// Enables a disabled controller, with empty admin queues.

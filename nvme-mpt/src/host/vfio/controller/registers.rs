@@ -13,16 +13,16 @@ use crate::spec::registers::{
 };
 use crate::spec::{cqe::IOCQES, sqe::IOSQES};
 
-/// What `CAP.TO` counts in.
+/// Unit of `CAP.TO`.
 const TIMEOUT_UNIT: Duration = Duration::from_millis(500);
 
-/// What a controller gets at least, whatever its `CAP.TO` says: some say 0.
+/// Least time of a controller, whatever its `CAP.TO`: some have 0.
 const TIMEOUT_MIN: Duration = Duration::from_secs(2);
 
-/// What a shutdown may take where the drive reports nothing (`RTD3E`).
+/// Time of a shutdown where the drive reports none (`RTD3E`).
 pub(super) const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How often a register is read while it is waited for.
+/// Pause between two reads of a register that is waited for.
 const PAUSE: Duration = Duration::from_millis(1);
 
 /// A controller's properties, read and written through its backing.

@@ -3,8 +3,9 @@
 //! It looks at everything ten times a second. What it finds it deals with itself, so a drive's
 //! failure costs no poller and no other drive more than the lock of a queue pair.
 //!
-//! A command beyond its deadline (`timeout=`, 10 s) is aborted. If it is still there a second later, or the drive reports
-//! CSTS.CFS or answers no admin commands, the controller is reset and its queues are made again (`recovery.rs`).
+//! A command beyond its deadline (`timeout=`, 10 s) is aborted. If it is still there a second later, or the drive
+//! reports CSTS.CFS or answers no admin commands, the controller is reset and its queues are made again
+//! (`recovery.rs`).
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -32,13 +33,13 @@ use crate::spec::log::LogPageId;
 use crate::spec::opcode::AdminOpcode;
 use crate::spec::sqe::Sqe;
 
-/// How often the drive is looked at.
+/// Interval between two looks at the drive.
 const TICK: Duration = Duration::from_millis(100);
 
-/// How long a command may take that was to be aborted.
+/// Longest time of a command that was to be aborted.
 const ABORT_GRACE: Duration = Duration::from_secs(1);
 
-/// What happened to a drive.
+/// Incidents of a drive.
 #[derive(Debug, Default)]
 pub(super) struct DriveCounters {
     pub(super) resets: AtomicU64,
@@ -46,7 +47,7 @@ pub(super) struct DriveCounters {
     timeouts: AtomicU64,
     /// Abort commands that were sent.
     aborts: AtomicU64,
-    /// Whether queue pairs had to be shared at some time.
+    /// True if queue pairs had to be shared at some time.
     pub(super) sharing: AtomicBool,
 }
 

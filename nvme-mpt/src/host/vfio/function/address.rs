@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// Where a PCI function is: domain, bus, device and function number.
+/// Address of a PCI function: domain, bus, device and function number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PciAddress {
     domain: u32,

@@ -19,7 +19,7 @@ const CLASS_NVME: u32 = 0x01_0802;
 /// The driver through which user space reaches a function.
 pub const VFIO_PCI: &str = "vfio-pci";
 
-/// Where the kernel's file systems are.
+/// Root of the kernel's file systems.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostRoot {
     /// `/sys`.
@@ -76,7 +76,7 @@ pub enum PciFunctionError {
     Form {
         /// The file.
         path: PathBuf,
-        /// What it holds.
+        /// Content.
         text: String,
     },
 }
@@ -93,18 +93,18 @@ pub struct IommuGroup {
 /// A function of a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GroupMember {
-    /// Where it is, as the kernel names it.
+    /// Address, as the kernel names it.
     pub address: String,
     /// The driver that it is bound to.
     pub driver: Option<String>,
-    /// Whether it is a bridge, which does no DMA of its own.
+    /// True if it is a bridge, which does no DMA of its own.
     pub is_bridge: bool,
 }
 
 /// A PCI function, as it is at this moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PciFunction {
-    /// Where it is.
+    /// Address.
     pub address: PciAddress,
     /// Vendor ID.
     pub vendor: u16,
@@ -120,7 +120,7 @@ pub struct PciFunction {
     pub iommu_group: Option<IommuGroup>,
     /// The node of the host's memory that it is next to.
     pub numa_node: Option<u32>,
-    /// What the `nvme` driver shows of it; `None` if that does not have it.
+    /// The `nvme` driver's view of it; `None` if that does not have it.
     pub controller: Option<KernelController>,
 }
 
@@ -183,7 +183,7 @@ impl PciFunction {
         Ok(functions)
     }
 
-    /// Whether it is an NVMe controller.
+    /// Returns whether it is an NVMe controller.
     #[must_use]
     pub fn is_nvme(&self) -> bool {
         self.class == CLASS_NVME
@@ -203,7 +203,7 @@ impl PciFunction {
 }
 
 impl PciFunctionError {
-    /// Whether what was looked at is there no more.
+    /// Returns whether what was looked at is there no more.
     fn is_gone(&self) -> bool {
         match self {
             Self::NotFound(_) => true,
@@ -217,7 +217,7 @@ impl PciFunctionError {
     }
 }
 
-/// Whether functions with this driver may be in a group that user space uses: VFIO's own drivers and
+/// Returns whether functions with this driver may be in a group that user space uses: VFIO's own drivers and
 /// the one that only reserves a function.
 fn is_user_space_driver(driver: &str) -> bool {
     driver.contains("vfio") || driver == "pci-stub"

@@ -1,4 +1,4 @@
-//! What the kernel's `nvme` driver shows of a controller that it has.
+//! The kernel's `nvme` driver's view of a controller that it has.
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,4 @@
-//! Who uses the disks of a controller that the kernel's driver has.
+//! Users of the disks of a controller that the kernel's driver has.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,7 +17,7 @@ pub enum User {
     Mounted {
         /// The disk or partition.
         device: String,
-        /// Where.
+        /// Place of the use.
         on: String,
     },
     /// The host swaps to it.
@@ -49,7 +49,7 @@ pub enum User {
 }
 
 impl User {
-    /// Whether it is a process that merely has the device open, and whoever asks may decide that it
+    /// Returns whether it is a process that merely has the device open, and the operator may decide that it
     /// can do without. All others would lose data.
     #[must_use]
     pub fn can_be_overridden(&self) -> bool {
@@ -100,7 +100,7 @@ pub struct Claim {
 }
 
 impl KernelController {
-    /// Who uses its disks, as far as this process may know.
+    /// Returns the users of its disks, as far as this process may know.
     ///
     /// # Errors
     /// What the kernel does not tell.
@@ -193,7 +193,7 @@ impl IommuGroup {
     }
 }
 
-/// Whether a device is the disk, or a partition of it as in `nvme0n1p2`.
+/// Returns whether a device is the disk, or a partition of it as in `nvme0n1p2`.
 fn is_part_of(device: &str, disk: &str) -> bool {
     device
         .strip_prefix(disk)
@@ -248,7 +248,7 @@ fn swaps(root: &HostRoot, devices: &[BlockDevice]) -> Result<Vec<User>, PciFunct
         .collect())
 }
 
-/// Whether a path, as the kernel tells it, is that of a device: by its name or by a link to it.
+/// Returns whether a path, as the kernel tells it, is that of a device: by its name or by a link to it.
 fn is_file_of(root: &HostRoot, path: &str, device: &BlockDevice) -> bool {
     let Some(name) = path.strip_prefix("/dev/") else {
         return false;

@@ -1,4 +1,4 @@
-//! What the members of a queue pair share, under its lock: who is next, and what the drive has.
+//! Shared state of a queue pair's members, under its lock: their order, and the commands that the drive has.
 //!
 //! A member that is alone goes straight from its staged commands to the ring and from the ring to
 //! its completions. Otherwise commands wait in front of the ring, and are dispatched in an order
@@ -30,7 +30,7 @@ use crate::spec::status::Status;
 /// Bytes that a member may dispatch before the next one gets its turn.
 const QUANTUM: u64 = 64 << 10;
 
-/// Whether the drive takes commands.
+/// State of the drive: it takes commands, or does not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Running,
@@ -40,7 +40,7 @@ enum State {
     Dead(Status),
 }
 
-/// What the members of a queue pair share.
+/// Shared state of a queue pair's members.
 #[derive(Debug)]
 pub(super) struct Core {
     pub(super) rings: Rings,
@@ -139,7 +139,7 @@ impl Core {
         self.flights.in_flight()
     }
 
-    /// Whether a member's commands can go straight to the ring, and what is in the ring is all its
+    /// Returns whether a member's commands can go straight to the ring, and what is in the ring is all its
     /// own.
     #[inline]
     pub(super) fn is_direct(&self, number: u16) -> bool {
@@ -152,8 +152,8 @@ impl Core {
                 .is_some_and(|member| member.waiting.is_empty() && member.done.is_empty())
     }
 
-    /// Whether `count` commands of a member can go straight to the ring now, with
-    /// [`Self::submit_directly`]; and which of them.
+    /// Returns the commands of a member that can go straight to the ring, if `count` of them can now, with
+    /// [`Self::submit_directly`].
     #[inline]
     pub(super) fn takes_directly(
         &mut self,
@@ -271,7 +271,7 @@ impl Core {
         self.dispatch(now);
     }
 
-    /// Whether commands may be waiting for [`Self::dispatch`].
+    /// Returns whether commands may be waiting for [`Self::dispatch`].
     #[inline]
     pub(super) fn may_dispatch(&self) -> bool {
         self.state == State::Running && !self.sharing.turns.is_empty()
@@ -458,8 +458,8 @@ impl Core {
         }
     }
 
-    /// What a member gets of a completion, if that is something. `clock` is asked for commands whose
-    /// latency counts.
+    /// Hands a member its part of a completion, if it gets any. `clock` is asked for commands whose latency
+    /// counts.
     #[inline]
     fn land(
         &mut self,

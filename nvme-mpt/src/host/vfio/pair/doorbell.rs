@@ -14,7 +14,7 @@ pub struct BufferedDoorbell {
     pub event_idx: Cell32,
 }
 
-/// Where the host writes one doorbell of the drive.
+/// Place to which the host writes one doorbell of the drive.
 #[derive(Clone, Debug)]
 pub struct DriveDoorbell {
     /// The register (Base 2.0, sections 3.1.3.12 and following).
@@ -60,7 +60,7 @@ impl Bell {
     }
 }
 
-/// Whether the doorbell passed EventIdx on its way from `old` to `new` (Base 2.0, section B.5).
+/// Returns whether the doorbell passed EventIdx on its way from `old` to `new` (Base 2.0, section B.5).
 fn drive_wants_register(event_idx: u32, new: u32, old: u32) -> bool {
     (new as u16).wrapping_sub(event_idx as u16).wrapping_sub(1)
         < (new as u16).wrapping_sub(old as u16)

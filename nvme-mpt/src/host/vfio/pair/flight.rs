@@ -24,7 +24,7 @@ const USE: u16 = SPECIAL << 1;
 /// Most commands of a member that go by their slots.
 const PLAIN: usize = 1 << INDEX_BITS;
 
-/// What is known of every command: little, as it is written for each.
+/// Record of every command: little, as it is written for each.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     /// When the drive got it.
@@ -86,12 +86,12 @@ impl Entry {
         !self.tag.has(Tag::FREE)
     }
 
-    /// Whether it is the command in flight that has this identifier.
+    /// Returns whether it is the command in flight that has this identifier.
     fn is(&self, cid: CommandId) -> bool {
         self.is_in_flight() && self.tag.cid() == cid
     }
 
-    /// How the command ended, for its member, when the drive says this.
+    /// Returns the member's status for a command that the drive ended with this one.
     fn end(&self, status: Status) -> Status {
         // We asked for the abort, not the guest: its driver is told to try again.
         if self.tag.has(Tag::ABORTED) && status.code() == Status::ABORT_REQUESTED {
@@ -127,14 +127,14 @@ pub(super) struct Flight {
     pub(super) slot: u16,
     /// Which child of a command that was split.
     pub(super) child: Option<u16>,
-    /// What it weighs in the queue pair's window; 0 for commands that the window does not bound.
+    /// Weight in the queue pair's window; 0 for commands that the window does not bound.
     pub(super) weight: u32,
     pub(super) class: Class,
     /// When it arrived from the member.
     pub(super) arrived: Ticks,
 }
 
-/// What became of a command that the drive had.
+/// Fate of a command that the drive had.
 #[derive(Debug)]
 pub(super) enum Landing {
     /// A whole command of a member has ended, and there is no more to it.
@@ -152,7 +152,7 @@ pub(super) enum Landing {
 pub(super) struct Flights {
     /// Commands whose end needs no more than to be told to their member, by slot.
     plain: Box<[Entry; PLAIN]>,
-    /// Whose they are.
+    /// Owner.
     owner: u16,
     /// Whose commands may go by their slots now: the owner's, unless an identifier of a slot is held.
     user: u16,
@@ -160,7 +160,7 @@ pub(super) struct Flights {
     held_slots: usize,
     /// All others.
     special: Box<[Entry]>,
-    /// What there is to them.
+    /// Records of the flights.
     flights: Box<[Flight]>,
     /// Indices of those that are free.
     free: Vec<u16>,
@@ -200,13 +200,13 @@ impl Flights {
         self.in_flight
     }
 
-    /// How many more can be taken up.
+    /// Returns the number of commands that can still be taken up.
     #[inline]
     pub(super) fn free(&self) -> usize {
         self.special.len() - self.in_flight - self.held_back
     }
 
-    /// How many of them are a member's.
+    /// Returns the number of a member's commands.
     pub(super) fn of_member(&self, member: u16) -> usize {
         let plain = if self.owner == member {
             self.plain
@@ -422,7 +422,7 @@ mod tests {
         }
     }
 
-    /// What its member is told of a landing: slot and status.
+    /// Returns slot and status of a landing, as its member gets them.
     fn told(landing: Option<Landing>) -> Option<(u16, Status)> {
         landing.map(|landing| match landing {
             Landing::Plain {

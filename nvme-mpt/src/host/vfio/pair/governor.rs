@@ -1,4 +1,4 @@
-//! How much of a drive busy members may fill while quiet ones use it, too.
+//! The governor: part of a drive that busy members may fill while quiet ones use it, too.
 //!
 //! The one rule of sharing in time; who is next is the other one (`core.rs`: deficit round robin).
 //!
@@ -41,7 +41,7 @@ pub(super) const WINDOW_MAX: u64 = 8 << 20;
 /// The window that the first light member finds. It doubles until it proves too large.
 const WINDOW_FIRST: u64 = 16 << 10;
 
-/// How much longer than alone light commands may take, in 256ths.
+/// Longest latency of light commands, relative to alone, in 256ths.
 const LONGER: u64 = 256 * 9 / 4;
 
 /// For how many medians the window stays below what has proved too large: what a light command meets
@@ -56,7 +56,7 @@ const LIGHT_BYTES: u64 = 16 << 10;
 /// outstanding.
 const KINDS: usize = 2 * LIGHT_COMMANDS as usize;
 
-/// How a command counts when the drive is shared.
+/// Weight of a command when the drive is shared.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Class(u8);
 
@@ -77,7 +77,7 @@ impl Class {
         Self(first + outstanding.clamp(1, LIGHT_COMMANDS) as u8 - 1)
     }
 
-    /// Whether a member is heavy that has so many commands outstanding, and submits one that
+    /// Returns whether a member is heavy that has so many commands outstanding, and submits one that
     /// transfers so many bytes.
     pub(super) fn is_heavy(outstanding: u32, bytes: u64) -> bool {
         outstanding > LIGHT_COMMANDS || bytes > LIGHT_BYTES
@@ -89,7 +89,7 @@ impl Class {
     }
 }
 
-/// What a queue pair may have in flight of heavy members.
+/// Room of a queue pair for commands of heavy members in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Window {
     /// There is no light member: all the drive takes.
@@ -112,12 +112,12 @@ const TURN: u64 = 8;
 /// Times, in ticks.
 #[derive(Clone, Copy, Debug)]
 struct Times {
-    /// How long a member counts as present after its last command, a light one after its completion:
-    /// until then it may be waiting for all that heavy members had in the drive before.
+    /// Time that a member counts as present after its last command, a light one after its completion: until
+    /// then it may be waiting for all that heavy members had in the drive before.
     presence: u64,
     /// From one measurement of the latency alone to the next.
     probe_interval: u64,
-    /// How soon it is measured again for a kind of command that was not among the last ones.
+    /// Time until the next measurement of a kind of command that was not among the last ones.
     probe_again: u64,
     /// The longest that heavy members pause.
     pause: u64,
@@ -143,26 +143,26 @@ struct State {
     /// Median latency alone, in ticks, of each kind; 0 if it is not known.
     alone: [u64; KINDS],
     probe: Option<Probe>,
-    /// How much longer than alone the last light commands took, in 256ths.
+    /// Latencies of the last light commands, relative to alone, in 256ths.
     longer: [u64; SAMPLES],
     count: usize,
     /// When the window last changed: what arrived before tells nothing of it.
     changed: Ticks,
-    /// Whether the window has once been too large. Until then it doubles.
+    /// True if the window has once been too large. Until then it doubles.
     is_found: bool,
-    /// What the window does not reach for as many medians as `hold`, as it was too large.
+    /// Bound that the window does not reach for as many medians as `hold`, as it was too large.
     ceiling: u64,
     hold: u32,
 }
 
-/// What the queue pairs of one drive agree on about sharing it.
+/// Agreement of the queue pairs of one drive about sharing it.
 #[derive(Debug)]
 pub struct Governor {
     times: Times,
     window: AtomicU64,
     /// Until when light members count as present; `u64::MAX` while the drive has commands of theirs.
     light_until: AtomicU64,
-    /// How many that are.
+    /// Number of light commands.
     lights: AtomicU64,
     /// Until when heavy members pause.
     pause_until: AtomicU64,
@@ -172,9 +172,9 @@ pub struct Governor {
     pairs: AtomicU64,
     /// Which of them, by the lowest bits of their numbers, have heavy members waiting.
     waiting: AtomicU64,
-    /// What the drive has of heavy members, in bytes.
+    /// Bytes of heavy members that the drive has.
     in_flight: AtomicU64,
-    /// How long a pair's turn at the window lasts, in ticks.
+    /// Length of a pair's turn at the window, in ticks.
     turn: AtomicU64,
     state: Mutex<State>,
 }
@@ -219,7 +219,7 @@ impl Governor {
         self.pairs.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Whether heavy members of a queue pair wait.
+    /// Sets whether heavy members of a queue pair wait.
     pub(super) fn waiting(&self, pair: u64, is_waiting: bool) {
         let bit = Self::bit(pair);
         if is_waiting {
@@ -229,7 +229,7 @@ impl Governor {
         }
     }
 
-    /// Whether it is a queue pair's turn, among those that wait.
+    /// Returns whether it is a queue pair's turn, among those that wait.
     fn is_turn_of(&self, pair: u64, waiting: u64, now: Ticks) -> bool {
         // Turns by the clock: who completes a command would always be the first to try again.
         let turn = now.0 / self.turn.load(Ordering::Relaxed).max(1);
@@ -252,26 +252,26 @@ impl Governor {
         self.in_flight.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// What the drive has of heavy members, in bytes.
+    /// Returns the bytes of heavy members that the drive has.
     #[inline]
     pub(super) fn in_flight(&self) -> u64 {
         self.in_flight.load(Ordering::Relaxed)
     }
 
-    /// How long somebody counts as present after the last command, in ticks.
+    /// Returns the time that a member counts as present after its last command, in ticks.
     pub(super) fn presence(&self) -> u64 {
         self.times.presence
     }
 
-    /// Whether some light member uses the drive.
+    /// Returns whether some light member uses the drive.
     #[inline]
     pub(super) fn is_light_present(&self, now: Ticks) -> bool {
         now.0 < self.light_until.load(Ordering::Relaxed)
     }
 
-    /// What heavy members of a queue pair may have in flight now. Pairs that wait share the window,
-    /// or have turns at it where it is small: one large command keeps a drive busier than small ones
-    /// of several pairs that a light member's command waits for as long.
+    /// Returns the room of a queue pair's heavy members now. Pairs that wait share the window, or have turns
+    /// at it where it is small: one large command keeps a drive busier than small ones of several pairs, for
+    /// which a light member's command waits as long.
     #[inline]
     pub(super) fn window(&self, pair: u64, now: Ticks) -> Window {
         if now.0 < self.pause_until.load(Ordering::Relaxed) {

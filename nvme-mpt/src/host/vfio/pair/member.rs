@@ -8,7 +8,7 @@ use crate::clock::Ticks;
 use crate::host::HostCompletion;
 use crate::spec::sqe::Sqe;
 
-/// What a command counts that transfers less, or nothing.
+/// Weight of a command that transfers less, or nothing.
 const WEIGHT_MIN: u64 = 4096;
 
 /// A command that waits for its turn; its Command Identifier is the member's slot.
@@ -19,14 +19,14 @@ pub(super) struct Waiting {
     pub(super) len: u64,
     pub(super) class: Class,
     pub(super) arrived: Ticks,
-    /// Whether it goes to the drive in parts.
+    /// True if it goes to the drive in parts.
     pub(super) split: bool,
 }
 
 /// A member of a queue pair.
 #[derive(Debug)]
 pub(super) struct Member {
-    /// What of its commands the drive takes whole.
+    /// Limit up to which the drive takes its commands whole.
     pub(super) whole: WholeLimit,
     /// Commands that wait for their turn, oldest first.
     pub(super) waiting: VecDeque<Waiting>,
@@ -34,7 +34,7 @@ pub(super) struct Member {
     pub(super) done: Vec<HostCompletion>,
     /// Bytes that it may still dispatch in its turn.
     pub(super) deficit: u64,
-    /// Whether it has a place among those that take turns.
+    /// True if it has a place among those that take turns.
     pub(super) in_turn: bool,
     /// Until when it counts as heavy.
     pub(super) heavy_until: Ticks,

@@ -39,16 +39,16 @@ use crate::iova::IovaSpace;
 use crate::spec::status::Status;
 use rings::Rings;
 
-/// What a queue pair is made of.
+/// Parts of a queue pair.
 #[derive(Clone, Debug)]
 pub struct PairConfig {
     /// Entries of each ring, 2 to [`ENTRIES_MAX`].
     pub entries: u32,
     /// Most bytes that the drive transfers per command (MDTS); `u64::MAX` if it says no limit.
     pub max_transfer: u64,
-    /// Where the drive hears of it.
+    /// Doorbells by which the drive learns of it.
     pub doorbells: PairDoorbells,
-    /// What the drive's queue pairs have in common.
+    /// Governor, which the drive's queue pairs share.
     pub governor: Arc<Governor>,
 }
 
@@ -84,13 +84,13 @@ impl Pair {
         self.shared.lock().rings.entries()
     }
 
-    /// Where the drive finds the Submission Queue: PRP1 of Create I/O Submission Queue.
+    /// Returns the IOVA of the Submission Queue: PRP1 of Create I/O Submission Queue.
     #[must_use]
     pub fn sq_iova(&self) -> Iova {
         self.shared.lock().rings.sq_iova()
     }
 
-    /// Where the drive finds the Completion Queue: PRP1 of Create I/O Completion Queue.
+    /// Returns the IOVA of the Completion Queue: PRP1 of Create I/O Completion Queue.
     #[must_use]
     pub fn cq_iova(&self) -> Iova {
         self.shared.lock().rings.cq_iova()
@@ -106,7 +106,7 @@ impl Pair {
         VfioQueue::new(self, slots, lba_shift, guard)
     }
 
-    /// How many members it has.
+    /// Returns the number of members.
     #[must_use]
     pub fn members(&self) -> usize {
         self.shared.lock().members()
@@ -118,7 +118,7 @@ impl Pair {
         self.shared.lock().in_flight()
     }
 
-    /// What it has done so far.
+    /// Returns its figures so far.
     #[must_use]
     pub fn stats(&self) -> PairStats {
         self.shared.lock().stats()

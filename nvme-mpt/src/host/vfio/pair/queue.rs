@@ -12,7 +12,7 @@ use crate::clock::Ticks;
 use crate::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
 use crate::spec::sqe::Sqe;
 
-/// How long a queue that is dropped waits before it looks again for what the drive still has.
+/// Pause of a dropped queue between two looks for commands that the drive still has.
 const DRAIN_WAIT: Duration = Duration::from_micros(50);
 
 /// A share of a host queue pair, or all of one.
@@ -27,7 +27,7 @@ pub struct VfioQueue {
     staged: Vec<Sqe>,
     /// Commands that were submitted and not yet handed back.
     outstanding: u32,
-    /// Where completions lie between the pair and their taker; empty but while reaping.
+    /// Completions between the pair and their taker; empty but while reaping.
     ready: Vec<HostCompletion>,
     /// Dropped last: what its maker wants to live as long as it does.
     _guard: Box<dyn Any + Send>,
@@ -93,12 +93,12 @@ pub struct VfioBatch<'a> {
     taken: Ticks,
 }
 
-/// What commands need that go straight to the ring.
+/// Needs of commands that go straight to the ring.
 #[derive(Debug)]
 struct Direct<'a> {
     core: MutexGuard<'a, Core>,
     limit: WholeLimit,
-    /// How many were in flight before.
+    /// Number of commands in flight before.
     before: usize,
 }
 

@@ -14,7 +14,7 @@ use crate::spec::sqe::Sqe;
 /// Most entries of a host queue: more would only wait longer in the drive.
 pub const ENTRIES_MAX: u32 = 1024;
 
-/// Where the drive hears of a host queue pair.
+/// Doorbells by which the drive learns of a host queue pair.
 #[derive(Clone, Debug)]
 pub struct PairDoorbells {
     /// Submission Queue Tail.
@@ -77,12 +77,12 @@ impl Rings {
         self.entries
     }
 
-    /// Where the drive finds the Submission Queue.
+    /// Returns the IOVA of the Submission Queue.
     pub(super) fn sq_iova(&self) -> Iova {
         Iova(self.iova.start())
     }
 
-    /// Where the drive finds the Completion Queue.
+    /// Returns the IOVA of the Completion Queue.
     pub(super) fn cq_iova(&self) -> Iova {
         Iova(self.iova.start() + self.cq_offset)
     }

@@ -1,4 +1,4 @@
-//! Who is next, and how much of the drive heavy members of this queue pair may fill.
+//! Order of the members, and the part of the drive that heavy members of this queue pair may fill.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::governor::{Governor, WINDOW_MAX, Window};
 use crate::clock::Ticks;
 
-/// Who was here last, to tell whether somebody is alone.
+/// Last commands of members, which decide if one is alone.
 #[derive(Clone, Copy, Debug, Default)]
 struct Presence {
     last: u16,
@@ -29,7 +29,7 @@ impl Presence {
     }
 }
 
-/// What a queue pair knows of how its members share it.
+/// Knowledge of a queue pair about its members' sharing.
 #[derive(Debug)]
 pub(super) struct Sharing {
     pub(super) governor: Arc<Governor>,
@@ -37,9 +37,9 @@ pub(super) struct Sharing {
     number: u64,
     /// Members that may have commands waiting, in the order of their turns.
     pub(super) turns: VecDeque<u16>,
-    /// What heavy members have in flight, as far as the window bounds it.
+    /// Bytes of heavy members in flight, as far as the window bounds them.
     heavy_bytes: u64,
-    /// Whether the governor knows that heavy members wait here.
+    /// True if the governor knows that heavy members wait here.
     is_waiting: bool,
     presence: Presence,
 }
@@ -64,7 +64,7 @@ impl Sharing {
         }
     }
 
-    /// What heavy members may have in flight.
+    /// Returns the room of heavy members.
     pub(super) fn window(&self, now: Ticks) -> Window {
         let window = self.governor.window(self.number, now);
         let is_alone = || self.presence.is_alone(now, self.governor.presence());
@@ -75,7 +75,7 @@ impl Sharing {
         window
     }
 
-    /// Whether the window has room for so many bytes more.
+    /// Returns whether the window has room for so many bytes more.
     pub(super) fn has_room(&self, window: Window, weight: u64) -> bool {
         let (bytes, in_flight) = match window {
             Window::Open => return true,

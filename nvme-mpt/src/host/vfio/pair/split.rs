@@ -21,7 +21,7 @@ use crate::spec::status::Status;
 /// Most bytes of a guest's command (MDTS of a guest controller).
 pub(super) const PARENT_BYTES_MAX: u64 = 1 << 20;
 
-/// What the drive takes whole of a member's commands.
+/// Limit up to which the drive takes a member's commands whole.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WholeLimit {
     bytes: u64,
@@ -54,7 +54,7 @@ impl WholeLimit {
         }
     }
 
-    /// Whether the drive takes a command at once.
+    /// Returns whether the drive takes a command at once.
     #[inline]
     pub(super) fn is_whole(&self, sqe: &Sqe) -> bool {
         // Commands whose dword 12 is something else are rarely that large there.
@@ -65,7 +65,7 @@ impl WholeLimit {
 /// The smallest grain: two pages, so that a command of more than one has a PRP list.
 pub(super) const GRAIN: u64 = 2 * PAGE_SIZE;
 
-/// How far a command that was split has come.
+/// Progress of a command that was split.
 #[derive(Clone, Copy, Debug, Default)]
 struct Progress {
     /// Bytes of a grain.
@@ -247,7 +247,7 @@ impl Splits {
     }
 }
 
-/// What becomes of a parent when a child has completed.
+/// Fate of a parent when a child has completed.
 #[derive(Debug)]
 pub(super) struct Joined {
     /// Its other children are not dispatched any more.

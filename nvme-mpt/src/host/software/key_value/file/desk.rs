@@ -1,4 +1,4 @@
-//! Where queues leave requests for the thread of a file of pairs, and where it leaves their replies.
+//! Desk between queues and the thread of a file of pairs: requests, and their replies.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -19,11 +19,11 @@ const BATCH_BYTES: usize = 4 << 20;
 /// A request of a queue.
 #[derive(Debug)]
 pub(in super::super) struct Asked {
-    /// Where its reply goes.
+    /// Mailbox of its reply.
     pub(in super::super) mailbox: Arc<Mailbox>,
     /// Which command of the queue it is.
     pub(in super::super) slot: u16,
-    /// How many bytes of pairs the key space has room for.
+    /// Bytes of pairs that the key space has room for.
     pub(in super::super) capacity: u64,
     pub(in super::super) request: Request,
 }

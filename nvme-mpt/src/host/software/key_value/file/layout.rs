@@ -18,13 +18,13 @@ pub(in super::super) const VERSION: u32 = 1;
 
 const MAGIC: [u8; 8] = *b"mpt-kv\r\n";
 
-/// Where the database begins.
+/// Start of the database.
 const DATABASE: u64 = 4096;
 
-/// What the database begins with once it has been made.
+/// First bytes of the database once it has been made.
 const DATABASE_MAGIC: [u8; 4] = *b"redb";
 
-/// How much of a file is looked at together to see whether there is anything in it.
+/// Bytes of a file that are examined together for content.
 const LOOK: usize = 1 << 20;
 
 #[repr(C)]
@@ -33,7 +33,7 @@ struct Header {
     magic: [u8; 8],
     version: u32,
     reserved: u32,
-    /// How long the file was when it was empty.
+    /// Length of the file when it was empty.
     capacity: u64,
 }
 
@@ -136,7 +136,7 @@ fn has_database(file: &File) -> io::Result<bool> {
     Ok(magic == DATABASE_MAGIC)
 }
 
-/// Whether a file has nothing but zeroes in it. Anything else could be somebody's data.
+/// Returns whether a file has nothing but zeroes in it. Anything else could be somebody's data.
 fn is_empty(file: &File) -> io::Result<bool> {
     // What a file system keeps without a block of its own is at the beginning.
     let has_blocks = file.metadata()?.blocks() > 0;

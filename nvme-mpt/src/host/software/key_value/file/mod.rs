@@ -27,7 +27,7 @@ use desk::Desk;
 use layout::PairsFile;
 use store::PairStore;
 
-/// How much each key space uses, by name, as of the last transaction.
+/// Usage of each key space, by name, as of the last transaction.
 #[derive(Debug, Default)]
 struct Usages(Mutex<BTreeMap<u64, Usage>>);
 
@@ -106,7 +106,7 @@ impl FilePairs {
         self.capacity
     }
 
-    /// How much of its capacity a key space uses.
+    /// Returns the part of its capacity that a key space uses.
     pub(super) fn usage(&self, name: u64) -> Usage {
         self.usages.get(name)
     }

@@ -36,7 +36,7 @@ pub(super) struct PairStore<B> {
     file: B,
     /// Closed after a failure, until it can be opened again.
     database: Option<Database>,
-    /// Whether the log says so already.
+    /// True if the log says so already.
     failing: bool,
     usages: Arc<Usages>,
 }

@@ -9,7 +9,7 @@ use super::tokens::Tokens;
 use crate::host::software::model::profile::SsdProfile;
 use crate::host::software::model::time::Timebase;
 
-/// What an operation keeps a die busy for, in ticks.
+/// Times for which operations keep a die busy, in ticks.
 #[derive(Clone, Copy, Debug)]
 struct Busy {
     read: u64,
@@ -78,7 +78,7 @@ impl Flash {
     }
 }
 
-/// Where the host's data is until it is programmed. It is done for the host once it is here.
+/// Buffer of the host's data until it is programmed. A write is done for the host once its data is here.
 #[derive(Debug)]
 pub(super) struct WriteBuffer {
     bytes: u64,
@@ -126,7 +126,7 @@ impl WriteBuffer {
     }
 }
 
-/// What an FTL instance collects for a program unit until it is full.
+/// Pages that an FTL instance collects for a program unit until it is full.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Units {
     /// Bytes of the host's that the open unit holds.

@@ -18,7 +18,7 @@ const COLLECT_BELOW: usize = 4;
 /// Lines that only collection may take.
 const RESERVED: usize = 1;
 
-/// What happens to the flash.
+/// Flash, as the FTL uses it.
 pub(super) trait Media {
     /// A page of the host's is written.
     fn write(&mut self, to: FlashPage);
@@ -44,11 +44,11 @@ struct Line {
     state: State,
     /// Pages that a logical page is mapped to.
     valid: u32,
-    /// How often it was erased.
+    /// Number of erasures.
     erased: u32,
 }
 
-/// Where pages of one kind are written next.
+/// Place of the next write of pages of one kind.
 #[derive(Clone, Copy, Debug, Default)]
 struct WritePoint {
     /// A page of an open line, and the pages that are left of it.
@@ -66,7 +66,7 @@ struct Victim {
     rate: u32,
 }
 
-/// What was done to the flash since the drive was made.
+/// Effects on the flash since the drive was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Wear {
     /// Pages that the host wrote.
@@ -124,7 +124,7 @@ impl Ftl {
         self.wear
     }
 
-    /// Where a logical page lies; `None` if it was never written, or deallocated since.
+    /// Returns the place of a logical page; `None` if it was never written, or deallocated since.
     pub(super) fn find(&self, logical: u32) -> Option<FlashPage> {
         self.map
             .get(logical as usize)?
@@ -132,7 +132,7 @@ impl Ftl {
             .map(FlashPage)
     }
 
-    /// Whether a page waits in the write buffer for the rest of its program unit.
+    /// Returns whether a page waits in the write buffer for the rest of its program unit.
     pub(super) fn is_buffered(&self, page: FlashPage) -> bool {
         self.host.left != 0
             && page.0 < self.host.next
@@ -163,7 +163,7 @@ impl Ftl {
         self.forget(logical);
     }
 
-    /// What the host wrote is programmed, whole units or not.
+    /// Programs the host's buffered writes, whole units or not.
     pub(super) fn flush(&mut self, media: &mut impl Media) {
         let unit = self.geometry.unit_pages;
         let padding = (unit - self.host.next % unit) % unit;
@@ -299,7 +299,7 @@ mod tests {
     /// Flash that remembers what was written to each page, and is as strict as flash is.
     struct Contents {
         geometry: Geometry,
-        /// What a page holds: a number for each write of the host's.
+        /// Content of each page: a number for each write of the host's.
         pages: Vec<Option<u64>>,
         writing: u64,
     }
@@ -350,7 +350,7 @@ mod tests {
     pub(super) struct Drive {
         pub(super) ftl: Ftl,
         flash: Contents,
-        /// What the host wrote last.
+        /// The host's last write of each page.
         expected: Vec<Option<u64>>,
     }
 

@@ -1,4 +1,4 @@
-//! How the flash of an FTL instance is laid out.
+//! Layout of the flash of an FTL instance.
 //!
 //! Pages are counted in the order in which they are written. A program unit lies on one die, the next
 //! unit on the next die, and so on around; a line is one erase block of each die.
@@ -74,7 +74,7 @@ impl Geometry {
         page.0 / self.read_pages
     }
 
-    /// Whether a page is the last of its program unit.
+    /// Returns whether a page is the last of its program unit.
     pub(super) fn ends_unit(&self, page: FlashPage) -> bool {
         (page.0 + 1).is_multiple_of(self.unit_pages)
     }

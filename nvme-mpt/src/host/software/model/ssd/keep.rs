@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use super::SsdModel;
 use super::ftl::{Ftl, StateError};
 
-/// What such a file begins with, and its version.
+/// First bytes of such a file, with its version.
 const MAGIC: &[u8; 8] = b"nvmeftl1";
 
 /// The file beside a drive's file.

@@ -103,7 +103,7 @@ impl SsdModel {
         }
     }
 
-    /// What was done to the flash so far.
+    /// Returns the effects on the flash so far.
     pub(crate) fn wear(&self) -> Wear {
         let mut sum = Wear::default();
         for instance in &self.instances {

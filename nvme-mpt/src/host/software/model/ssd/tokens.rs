@@ -1,4 +1,4 @@
-//! What shares a bandwidth: a flash channel, the link to the host.
+//! Shared bandwidth: of a flash channel, of the link to the host.
 //!
 //! Time is cut into slots, and each slot has tokens for the bytes that can move in it. A transfer takes
 //! the tokens that are left from its beginning on, so that one that begins later, because its data is

@@ -1,4 +1,4 @@
-//! What commands do to zones, against a model that keeps no counts and no order of its own.
+//! Effects of commands on zones, against a model that keeps no counts and no order of its own.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! What the controller's supervision does with a queue pair.
+//! Supervision of a queue pair by its controller.
 
 use super::drive::FakeDrive;
 use super::{Lender, command, reap, submit};

@@ -20,7 +20,7 @@ fn cells() -> [Cell32; 6] {
     [0, 64, 128, 192, 256, 320].map(|offset| Cell32::new(&mapping, offset).expect("aligned"))
 }
 
-/// What a doorbell register holds, for a drive that has a Doorbell Buffer, until it is written.
+/// Value of a doorbell register until it is written, for a drive that has a Doorbell Buffer.
 const NOT_WRITTEN: u32 = u32::MAX;
 
 /// The drive's side of one queue pair.

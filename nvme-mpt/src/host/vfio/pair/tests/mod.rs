@@ -17,7 +17,7 @@ use crate::spec::nvm::ReadWrite;
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
 
-/// What a shadow queue lends its host queue.
+/// Loan of a shadow queue to its host queue.
 struct Lender {
     table: RegionTable,
     lists: ListMemory,

@@ -65,12 +65,12 @@ struct Submitted {
     member: usize,
     slot: u16,
     opcode: u8,
-    /// Where its data lies: address and length of each stretch.
+    /// Place of its data: address and length of each stretch.
     data: Vec<(u64, u64)>,
     len: u64,
     /// Parts that the drive has completed: offset, length, and how.
     parts: Vec<(u64, u64, Status)>,
-    /// Whether the drive was reset meanwhile.
+    /// True if the drive was reset meanwhile.
     was_reset: bool,
 }
 
@@ -326,7 +326,7 @@ impl Drop for World {
     }
 }
 
-/// Where the drive finds a command's data (Base 2.0, section 4.1.1).
+/// Finds a command's data as the drive does (Base 2.0, section 4.1.1).
 fn data_of(sqe: &Sqe, len: u64, lender: &Lender) -> Vec<(u64, u64)> {
     let [prp1, prp2] = sqe.dptr;
     let first = len.min(PAGE - prp1 % PAGE);

@@ -1,4 +1,4 @@
-//! What members see of each other, on simulated drives and a virtual clock.
+//! Effects of members on each other, on simulated drives and a virtual clock.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -19,13 +19,13 @@ const MICROSECOND: u64 = 1_000;
 const MILLISECOND: u64 = 1_000 * MICROSECOND;
 const SECOND: u64 = 1_000 * MILLISECOND;
 
-/// What the drives take at once.
+/// Largest transfer of the drives.
 const MAX_TRANSFER: u64 = 512 << 10;
 
-/// How often members poll at least.
+/// Longest pause of members between polls.
 const POLL: u64 = 25 * MICROSECOND;
 
-/// How fast a drive is.
+/// Speed of a drive.
 #[derive(Clone, Copy)]
 struct Speed {
     /// Commands that it works on at a time.
@@ -33,7 +33,7 @@ struct Speed {
     /// Time per command, and per 4 KiB of it.
     command: u64,
     page: u64,
-    /// How much the time varies, in percent up.
+    /// Variation of the time, in percent up.
     jitter: u64,
     /// One of so many commands takes four times as long; 0: none.
     hiccup: u64,
@@ -122,7 +122,7 @@ impl Drive {
     }
 }
 
-/// What a guest does: so many reads of so many bytes at a time, each followed by a pause.
+/// Load of a guest: this many reads of this many bytes at a time, each followed by a pause.
 #[derive(Clone, Copy)]
 struct Load {
     pair: usize,
@@ -163,7 +163,7 @@ struct Guest {
     latencies: Vec<u64>,
 }
 
-/// What a guest saw.
+/// Observations of a guest.
 #[derive(Debug)]
 struct Seen {
     commands: usize,
@@ -399,7 +399,7 @@ fn nobody_waits_beside_a_neighbour_that_is_idle() {
     assert!(share >= 90, "{share} % of what the drive can do");
 }
 
-/// What the loud guests of these tests do.
+/// Loads of the loud guests of these tests.
 const SHAPES: [Load; 2] = [
     Load {
         bytes: 128 << 10,

@@ -1,5 +1,4 @@
-//! What is there after a power failure, and after the file system failed, whatever of the rest reached the
-//! disk.
+//! Content after a power failure, and after the file system failed, whatever of the rest reached the disk.
 
 use std::io;
 use std::sync::{Mutex, MutexGuard};

@@ -3,7 +3,8 @@
 //! It looks at everything ten times a second. What it finds it deals with itself, so a drive's
 //! failure costs no poller and no other drive more than the lock of a queue pair.
 //!
-//! A command beyond its deadline (`timeout=`, 10 s) is aborted. If it is still there a second later, or the drive
+//! A command beyond its deadline (`timeout=`, 10 s) is aborted. No other command gets its identifier before the drive
+//! has answered the Abort. If it is still there a second later, or the drive
 //! reports CSTS.CFS or answers no admin commands, the controller is reset and its queues are made again
 //! (`recovery.rs`).
 

@@ -154,7 +154,7 @@ pub(super) struct Flights {
     plain: Box<[Entry; PLAIN]>,
     /// Owner.
     owner: u16,
-    /// Whose commands may go by their slots now: the owner's, unless an identifier of a slot is held.
+    /// Member with commands that may go by their slots now: the owner, unless an identifier of a slot is held.
     user: u16,
     /// Identifiers of slots that are held.
     held_slots: usize,
@@ -222,7 +222,7 @@ impl Flights {
         plain + special.filter(is_its).count()
     }
 
-    /// Whether a member's commands can go by their slots. Once they may, they may until another
+    /// Returns whether a member's commands can go by their slots. Once they may, they may until another
     /// member asks, when the drive has none of them, or while an identifier is held.
     #[inline]
     pub(super) fn own(&mut self, member: u16) -> bool {
@@ -339,7 +339,7 @@ impl Flights {
             .collect()
     }
 
-    /// Whether the drive has a command still: it, and not a later one with its identifier.
+    /// Returns whether the drive has a command still: it, and not a later one with its identifier.
     pub(super) fn has(&mut self, late: &LateCommand) -> bool {
         self.entry(late.cid)
             .is_some_and(|entry| entry.submitted == late.submitted)

@@ -130,7 +130,7 @@ impl Pair {
         self.shared.lock().overdue(now, deadline)
     }
 
-    /// Whether the drive has a command still.
+    /// Returns whether the drive has a command still.
     #[must_use]
     pub fn has(&self, late: &LateCommand) -> bool {
         self.shared.lock().has(late)

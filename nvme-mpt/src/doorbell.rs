@@ -115,7 +115,7 @@ impl DoorbellPage {
     /// Doorbells, all zero, of the admin queue and of `queue_pairs` I/O queue pairs.
     ///
     /// # Errors
-    /// What the kernel reports when it has no memory to give.
+    /// Returns the kernel's error when it has no memory to give.
     pub fn new(mode: DoorbellMode, queue_pairs: u16) -> io::Result<Self> {
         let dstrd = choose_dstrd(mode, queue_pairs);
         let len = DOORBELLS + Doorbell::area(queue_pairs, dstrd).next_multiple_of(PAGE_SIZE);

@@ -96,7 +96,7 @@ impl EventQueue {
     /// An empty queue.
     ///
     /// # Errors
-    /// What the kernel reports when there are no file descriptors left.
+    /// Returns the kernel's error when there are no file descriptors left.
     pub fn new() -> io::Result<Self> {
         let eventfd = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
         Ok(Self {

@@ -23,7 +23,7 @@ pub trait Iommu: Send + Sync + fmt::Debug {
     /// Lets the device reach a part of a mapping's memory from `iova` on; `access` is the device's.
     ///
     /// # Errors
-    /// What the kernel reports; `InvalidInput` if there is no such part.
+    /// Returns the kernel's error; `InvalidInput` if there is no such part.
     fn map(
         &self,
         iova: u64,
@@ -36,7 +36,7 @@ pub trait Iommu: Send + Sync + fmt::Debug {
     /// cannot reach the memory.
     ///
     /// # Errors
-    /// What the kernel reports, or that fewer bytes were unmapped than were asked for.
+    /// Returns the kernel's error, or that fewer bytes were unmapped than were asked for.
     fn unmap(&self, iova: u64, len: u64) -> io::Result<()>;
 
     /// Most mappings at a time; `None` without a bound.
@@ -186,7 +186,7 @@ impl IovaRange {
     /// `access` is the device's.
     ///
     /// # Errors
-    /// What the kernel reports; `InvalidInput` if there is no such part.
+    /// Returns the kernel's error; `InvalidInput` if there is no such part.
     pub(crate) fn map(
         self: &Arc<Self>,
         iova: u64,

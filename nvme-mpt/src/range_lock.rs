@@ -87,7 +87,7 @@ impl RangeLock {
     /// read and write. `None`: someone else has part of it locked.
     ///
     /// # Errors
-    /// What `fcntl` reports.
+    /// Returns the error of `fcntl`.
     pub fn take(file: File, start: u64, length: u64) -> io::Result<Option<Self>> {
         let taken = try_lock(&file, F_WRLCK, start, length)?;
         Ok(taken.then_some(Self::of(file)))
@@ -149,7 +149,7 @@ pub(crate) fn describe(holders: &Holders) -> String {
 /// of 0 reaches to the end of what can be locked.
 ///
 /// # Errors
-/// What `fcntl` reports.
+/// Returns the error of `fcntl`.
 pub fn is_locked(file: &File, start: u64, length: u64) -> io::Result<bool> {
     // What a shared lock would have in its way: other shared ones, which any reader can take, are not.
     let mut lock = range(F_RDLCK, start, length)?;

@@ -188,7 +188,7 @@ impl NvmeFunction {
     /// The VMM is about to map the doorbells: what the guest stores there, it is not told of.
     ///
     /// # Errors
-    /// What the kernel reports when nobody can be found to watch the admin queue's doorbells.
+    /// Returns the kernel's error when there is no poller to watch the admin queue's doorbells.
     pub fn begin_mapped_doorbells(&mut self) -> io::Result<()> {
         let wake = self.events_fd().try_clone()?;
         self.attachment.watch_admin_doorbells(wake)?;
@@ -262,7 +262,7 @@ impl NvmeFunction {
     /// Makes durable what was written, unless the drive is gone.
     ///
     /// # Errors
-    /// What the drive reports; [`io::ErrorKind::TimedOut`] after the deadline.
+    /// Returns the drive's error; [`io::ErrorKind::TimedOut`] after the deadline.
     pub fn flush(&self, deadline: &Deadline) -> io::Result<()> {
         if self.attachment.drive().controller().incidents().gone {
             log::warn!("The drive is gone, and not flushed");

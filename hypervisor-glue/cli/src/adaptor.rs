@@ -26,7 +26,7 @@ impl NvmeDevice {
     /// Offers `function`, which was made for a client that emulates the MSI-X table.
     ///
     /// # Errors
-    /// What the kernel reports when there are no file descriptors left.
+    /// Returns the kernel's error when there are no file descriptors left.
     pub fn new(function: NvmeFunction) -> io::Result<Self> {
         let mappable = match function.doorbell_region() {
             None => None,

@@ -162,7 +162,7 @@ impl fmt::Display for Bound {
 /// of which nothing is known; never one that is mounted, swap space or part of another device.
 ///
 /// # Errors
-/// What stands against it. The drive stays where it was.
+/// Returns the obstacle. The drive stays where it was.
 pub fn bind(root: &HostRoot, address: PciAddress, force: bool) -> Result<Bound, BindError> {
     let function = find(root, address)?;
     if function.iommu_group.is_none() {
@@ -212,7 +212,7 @@ pub fn bind(root: &HostRoot, address: PciAddress, force: bool) -> Result<Bound, 
 /// Binds a drive to the host's own driver, `nvme`.
 ///
 /// # Errors
-/// What stands against it, as a process that drives it.
+/// Returns the obstacle, such as a process that drives it.
 pub fn unbind(root: &HostRoot, address: PciAddress) -> Result<Bound, BindError> {
     let function = find(root, address)?;
     let folder = root.function_folder(address);

@@ -42,7 +42,7 @@ pub struct HostDrive {
 /// The NVMe functions of the host. `served` are the drives of a running server.
 ///
 /// # Errors
-/// What the kernel does not tell.
+/// The kernel does not report something that is needed.
 pub fn drives(root: &HostRoot, served: &[DriveStats]) -> Result<Vec<HostDrive>, PciFunctionError> {
     PciFunction::list(root)?
         .iter()

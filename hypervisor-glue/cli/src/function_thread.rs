@@ -150,7 +150,7 @@ impl FunctionThread {
     /// A handle to ask for the function's figures.
     ///
     /// # Errors
-    /// What the kernel reports when there are no file descriptors left.
+    /// Returns the kernel's error when there are no file descriptors left.
     pub fn handle(&self) -> io::Result<FunctionHandle> {
         self.handle.try_clone()
     }

@@ -26,7 +26,7 @@ impl EndSignals {
     /// any thread that lets it through.
     ///
     /// # Errors
-    /// What the kernel reports.
+    /// Returns the kernel's error.
     pub fn hold_back() -> io::Result<Self> {
         let signals = signal_set();
         mask(libc::SIG_BLOCK, &signals)?;
@@ -45,7 +45,7 @@ impl EndSignals {
     /// Waits for a signal and says which came.
     ///
     /// # Errors
-    /// What the kernel reports.
+    /// Returns the kernel's error.
     pub fn wait(&self) -> io::Result<&'static str> {
         let mut record = [0; RECORD];
         (&self.fd).read_exact(&mut record)?;

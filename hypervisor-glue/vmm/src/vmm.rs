@@ -71,7 +71,7 @@ pub trait Vmm: fmt::Debug + Send + Sync {
     /// Starts a thread. A VMM that confines its threads does so here.
     ///
     /// # Errors
-    /// What the kernel reports.
+    /// Returns the kernel's error.
     fn spawn(&self, name: &str, work: Work) -> io::Result<JoinHandle<()>> {
         thread::Builder::new().name(name.to_owned()).spawn(work)
     }

@@ -66,7 +66,7 @@ impl Attachment {
     /// signalled when one has changed. It ends with [`Self::unwatch_admin_doorbells`].
     ///
     /// # Errors
-    /// What the kernel reports when no poller can be started.
+    /// Returns the kernel's error when no poller can be started.
     pub fn watch_admin_doorbells(&self, wake: EventFd) -> io::Result<()> {
         let mut queues = self.queues();
         self.unwatch(&mut queues);

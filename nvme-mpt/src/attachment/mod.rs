@@ -337,7 +337,7 @@ impl Attachment {
     /// that takes longer goes on with it, and the lease lives until it is done.
     ///
     /// # Errors
-    /// What the host controller reports, any error if completed writes were lost; [`io::ErrorKind::TimedOut`]
+    /// Returns the host controller's error, any error if completed writes were lost; [`io::ErrorKind::TimedOut`]
     /// after the deadline.
     pub fn flush_by(&self, deadline: &Deadline) -> io::Result<()> {
         let result = self.steward.flush(self.holding.clone());

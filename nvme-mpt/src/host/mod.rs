@@ -198,7 +198,7 @@ pub trait HostController: Send + Sync + fmt::Debug {
     /// Opens what the lease of a range has to itself. `name` is the lease's in the log.
     ///
     /// # Errors
-    /// What the kernel reports.
+    /// Returns the kernel's error.
     fn open_lease(&self, name: &str, range: LbaRange) -> io::Result<HostLease> {
         let _ = (name, range);
         Ok(HostLease::default())
@@ -208,7 +208,7 @@ pub trait HostController: Send + Sync + fmt::Debug {
     /// namespace and one lease; or a share of a queue pair, where the drive has no more of them.
     ///
     /// # Errors
-    /// What the kernel or the drive reports.
+    /// Returns the error of the kernel or of the drive.
     fn create_queue(
         &self,
         slots: u16,
@@ -236,7 +236,7 @@ pub trait HostController: Send + Sync + fmt::Debug {
     /// Makes everything of a namespace durable that a lease completed until now.
     ///
     /// # Errors
-    /// What the kernel or the drive reports; any error if the lease has lost writes.
+    /// Returns the error of the kernel or of the drive; any error if the lease has lost writes.
     fn flush(&self, namespace: &HostNamespace, lease: &HostLease) -> io::Result<()>;
 
     /// Returns the use of its I/O queue pairs; `None` without a bound on them.
@@ -248,7 +248,7 @@ pub trait HostController: Send + Sync + fmt::Debug {
     /// if it keeps none.
     ///
     /// # Errors
-    /// What the drive reports; nothing of it is known while the drive is reset or gone.
+    /// Returns the drive's error; nothing of it is known while the drive is reset or gone.
     fn smart_health(&self) -> io::Result<Option<SmartHealth>> {
         Ok(None)
     }

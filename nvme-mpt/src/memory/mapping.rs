@@ -43,7 +43,7 @@ impl Mapping {
     /// Maps `len` bytes of `fd` from `offset`, shared with whoever else maps the file.
     ///
     /// # Errors
-    /// What `fstat` or `mmap` report; `InvalidInput` where the file ends before the range does,
+    /// Returns the error of `fstat` or `mmap`; `InvalidInput` where the file ends before the range does,
     /// or where the range is empty or not aligned to the host's page size.
     pub fn shared(fd: BorrowedFd<'_>, offset: u64, len: usize, access: Access) -> io::Result<Self> {
         Self::of_file(fd, offset, len, access, libc::MAP_SHARED)
@@ -102,7 +102,7 @@ impl Mapping {
     /// [`give_up_device`](Self::give_up_device) on.
     ///
     /// # Errors
-    /// What `mmap` reports; `InvalidInput` where the offset is too large.
+    /// Returns the error of `mmap`; `InvalidInput` where the offset is too large.
     pub fn device(fd: BorrowedFd<'_>, offset: u64, len: usize) -> io::Result<Self> {
         let file_offset = libc::off_t::try_from(offset).map_err(|_| {
             let what = format!("file offset {offset:#x} is too large");
@@ -119,7 +119,7 @@ impl Mapping {
     /// users need not know; those that read or write at this moment reach one or the other.
     ///
     /// # Errors
-    /// What `mmap` reports; part of the device is mapped still. `InvalidInput` for memory.
+    /// Returns the error of `mmap`; part of the device is mapped still. `InvalidInput` for memory.
     pub fn give_up_device(&self) -> io::Result<()> {
         match &self.guard {
             Some(guard) if guard.kind() == sigbus::Kind::Device => guard.give_up_device(),
@@ -130,7 +130,7 @@ impl Mapping {
     /// Maps `len` bytes of zeroes of this process's own. Memory is taken when it is first written.
     ///
     /// # Errors
-    /// What `mmap` reports.
+    /// Returns the error of `mmap`.
     pub fn anonymous(len: usize) -> io::Result<Self> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         Self::map(len, Access::ReadWrite, flags, -1, 0)
@@ -140,7 +140,7 @@ impl Mapping {
     /// kernel has some set aside, else as [`Self::anonymous`] does.
     ///
     /// # Errors
-    /// What `mmap` reports.
+    /// Returns the error of `mmap`.
     pub fn huge(len: usize) -> io::Result<Self> {
         const HUGE_PAGE: usize = 2 << 20;
         let flags =
@@ -197,7 +197,7 @@ impl Mapping {
     /// have long been written.
     ///
     /// # Errors
-    /// What `madvise` reports: `InvalidInput` for kernels before 5.14, which cannot do it.
+    /// Returns the error of `madvise`: `InvalidInput` for kernels before 5.14, which cannot do it.
     pub fn populate(&self) -> io::Result<()> {
         // SAFETY: the range is this mapping; populating it changes no content.
         let result = unsafe {
@@ -213,7 +213,7 @@ impl Mapping {
     /// Gives the memory of an anonymous mapping's range back; it reads as zeroes from now on.
     ///
     /// # Errors
-    /// What `madvise` reports; `InvalidInput` outside the mapping.
+    /// Returns the error of `madvise`; `InvalidInput` outside the mapping.
     pub fn discard(&self, offset: usize, len: usize) -> io::Result<()> {
         let bytes = self.bytes(offset, len).ok_or(io::ErrorKind::InvalidInput)?;
         // SAFETY: the range lies in this mapping, which is private anonymous memory when this is
@@ -279,7 +279,7 @@ impl Drop for Mapping {
 /// Anonymous memory of `len` bytes as a file that can be shared with another process.
 ///
 /// # Errors
-/// What the kernel reports when it has none to give.
+/// Returns the kernel's error when it has none to give.
 pub fn memfd(name: &CStr, len: u64) -> io::Result<OwnedFd> {
     // SAFETY: the name is a C string; the result is checked and owned once.
     let fd = unsafe {

@@ -16,7 +16,7 @@ impl PrivateWords {
     /// `len` words. Memory is taken when a page is first written.
     ///
     /// # Errors
-    /// What the kernel reports when it has none to give.
+    /// Returns the kernel's error when it has none to give.
     pub fn new(len: usize) -> io::Result<Self> {
         Ok(Self {
             mapping: Mapping::anonymous(8 * len)?,

@@ -56,7 +56,7 @@ impl Origin {
     /// Resolves a path without links.
     ///
     /// # Errors
-    /// What the kernel reports about the path itself. What it does not tell of a device makes a name that holds until
+    /// Returns the kernel's error about the path itself. Unknown facts of a device make a name that holds until
     /// the next boot.
     pub(crate) fn of(path: &Path) -> io::Result<Self> {
         Self::of_path(&System::real(), path)

@@ -28,7 +28,7 @@ impl Threads {
     /// Starts a thread.
     ///
     /// # Errors
-    /// What the kernel reports, or whoever starts threads.
+    /// Returns the error of the kernel, or of the starter of threads.
     pub(crate) fn spawn(&self, name: &str, work: Work) -> io::Result<JoinHandle<()>> {
         (self.0)(name, work)
     }

@@ -334,7 +334,7 @@ impl SoftwareController {
     /// A drive in memory.
     ///
     /// # Errors
-    /// What the kernel reports when there is no room in the address space.
+    /// Returns the kernel's error when there is no room in the address space.
     pub fn memory(bytes: u64, lba_shift: u8) -> io::Result<Self> {
         let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
         let blocks = Blocks::Memory(MemoryStore::new(len, lba_shift, Arc::default())?);
@@ -351,7 +351,7 @@ impl SoftwareController {
     /// A drive in a file or a block device.
     ///
     /// # Errors
-    /// What the kernel reports when it is opened.
+    /// Returns the kernel's error when it is opened.
     pub fn file(path: &Path, lba_shift: u8) -> io::Result<Self> {
         let store = FileStore::open(path, lba_shift)?;
         let identity = store.identity();

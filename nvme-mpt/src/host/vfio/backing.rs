@@ -44,13 +44,13 @@ pub trait Backing: Send + Sync + fmt::Debug {
     /// or keeps it from all further DMA.
     ///
     /// # Errors
-    /// What the kernel reports.
+    /// Returns the kernel's error.
     fn set_bus_master(&self, enabled: bool) -> io::Result<()>;
 
     /// Resets the function (function level reset, or what the platform has in its place).
     ///
     /// # Errors
-    /// What the kernel reports; `Unsupported` if there is no way to reset it.
+    /// Returns the kernel's error; `Unsupported` if there is no way to reset it.
     fn reset(&self) -> io::Result<()>;
 
     /// Becomes readable when the host wants the function back: it is being removed, or unbound.

@@ -96,7 +96,7 @@ impl VfioBacking {
     /// can do no DMA before [`set_bus_master`](Backing::set_bus_master) lets it.
     ///
     /// # Errors
-    /// What keeps it from being used, and what to do about it.
+    /// Returns the obstacle to its use, with the remedy.
     pub fn open(address: PciAddress) -> Result<Self, VfioError> {
         Self::open_in(&HostRoot::default(), address)
     }

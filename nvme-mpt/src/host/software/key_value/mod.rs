@@ -311,7 +311,7 @@ impl KeySpace {
     /// A queue pair for commands on these keys.
     ///
     /// # Errors
-    /// What the kernel reports.
+    /// Returns the kernel's error.
     pub fn create_queue(&self, slots: u16) -> io::Result<HostQueuePair> {
         let queue = KeyValueQueue::new(self.clone(), slots)?;
         Ok(HostQueuePair::KeyValue(Box::new(queue)))

@@ -103,7 +103,7 @@ impl KernelController {
     /// Returns the users of its disks, as far as this process may know.
     ///
     /// # Errors
-    /// What the kernel does not tell.
+    /// The kernel does not report something that is needed.
     pub fn users(&self, root: &HostRoot) -> Result<Vec<User>, PciFunctionError> {
         let mut devices = Vec::new();
         for namespace in &self.namespaces {
@@ -125,7 +125,7 @@ impl KernelController {
     /// With those that somebody has, tells who.
     ///
     /// # Errors
-    /// What the kernel does not tell.
+    /// The kernel does not report something that is needed.
     pub fn claim(&self, root: &HostRoot) -> Result<(Claim, Vec<User>), UsersError> {
         let mut disks = Vec::new();
         let mut exclusive = Vec::new();

@@ -67,7 +67,7 @@ impl Pair {
     /// A queue pair in memory of its own, which the drive is yet to be told of.
     ///
     /// # Errors
-    /// What the kernel reports; `InvalidInput` for a number of entries that no queue has.
+    /// Returns the kernel's error; `InvalidInput` for a number of entries that no queue has.
     pub fn new(space: &Arc<IovaSpace>, config: PairConfig) -> io::Result<Self> {
         let rings = Rings::new(space, config.entries, config.doorbells)?;
         let core = Core::new(rings, config.max_transfer, config.governor);

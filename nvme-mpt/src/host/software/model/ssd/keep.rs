@@ -52,7 +52,7 @@ impl SsdModel {
     /// Saves the state: there is all of it, or what was there before.
     ///
     /// # Errors
-    /// What the kernel reports.
+    /// Returns the kernel's error.
     pub(in crate::host::software) fn save(&self, path: &Path) -> io::Result<()> {
         let temporary = with_suffix(path, &format!(".{}", std::process::id()));
         let written = self.write_to(&temporary);

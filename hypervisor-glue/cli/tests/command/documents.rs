@@ -5,11 +5,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use hypervisor_glue::options::{OptionError, ServedFunction};
+use nvme_mpt_vmm::options::{OptionError, ServedFunction};
 
 fn workspace() -> PathBuf {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
-    package.parent().unwrap().to_owned()
+    package.ancestors().nth(2).unwrap().to_owned()
 }
 
 /// All documents, each with its text.

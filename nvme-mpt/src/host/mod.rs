@@ -310,10 +310,21 @@ pub struct HostMemory<'a> {
     pub(crate) lists: &'a ListMemory,
 }
 
+/// Time at which a host queue's commands complete.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Completes {
+    /// All of them while they are rung in.
+    AtOnce,
+    /// Some of them while they are rung in.
+    SoonOrLater,
+    /// None of them before a poll is over.
+    Later,
+}
+
 /// The data path of one host queue pair. It is used by one thread at a time.
 pub trait HostQueue {
-    /// True if commands may have completed as soon as they are rung in.
-    const COMPLETES_AT_ONCE: bool = true;
+    /// Time at which its commands complete: a poller looks for completions then.
+    const COMPLETES: Completes = Completes::SoonOrLater;
 
     /// True if there are completions of Zone Append among others, which report the place of data.
     const ZONED: bool = false;

@@ -25,14 +25,13 @@ use crate::clock::Ticks;
 use crate::dma::{RegionTable, TableUse, Tables};
 use crate::doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage};
 use crate::event::{Event, EventQueue, QueueFailure};
-use crate::host::{HostBatch, HostQueue, HostQueuePair, Limits};
+use crate::host::{Completes, HostBatch, HostQueue, HostQueuePair, Limits};
 use crate::interrupt::Standing;
 use crate::memory::lost_memory_epoch;
 use crate::poller::Silence;
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::QueueId;
 use crate::spec::opcode::NvmOpcode;
-use crate::spec::sqe::Sqe;
 
 /// Commands taken from one Submission Queue before its neighbours get their turn.
 const BATCH_COMMANDS: u32 = 64;
@@ -87,8 +86,6 @@ struct Core {
     sqs: Vec<SubmissionQueue>,
     slots: Slots,
     translator: Translator,
-    /// The command that is being translated.
-    command: Sqe,
     generation: u64,
     departures: HeldDepartures,
     lost_epoch: usize,
@@ -122,7 +119,6 @@ impl ShadowQueue {
             sqs: Vec::new(),
             slots: Slots::new(slots),
             translator: Translator::new(table, lists, blocks, limits),
-            command: Sqe::default(),
             generation,
             departures: HeldDepartures::default(),
             lost_epoch: lost_memory_epoch(),
@@ -288,7 +284,9 @@ impl Core {
 
     #[inline]
     fn pass<H: HostQueue, const LOG: bool>(&mut self, host: &mut H) -> bool {
-        let mut worked = self.slots.in_flight() > 0 && self.reap::<H, LOG>(host);
+        let mut worked = H::COMPLETES != Completes::AtOnce
+            && self.slots.in_flight() > 0
+            && self.reap::<H, LOG>(host);
         let sound = self.is_sound();
         if sound && !self.stopped {
             let mut batch = host.batch();
@@ -298,7 +296,7 @@ impl Core {
             }
             if taken {
                 batch.ring(self.translator.memory());
-                if H::COMPLETES_AT_ONCE {
+                if H::COMPLETES != Completes::Later {
                     self.reap::<H, LOG>(host);
                 }
                 worked = true;
@@ -345,7 +343,6 @@ impl Core {
             sqs,
             slots,
             translator,
-            command,
             context,
             ..
         } = self;
@@ -361,31 +358,29 @@ impl Core {
         let mut bytes = 0;
         for _ in 0..count {
             // A slot is free for each of them, by the count above.
-            let Some(number) = slots.next() else { break };
+            let Some((number, slot)) = slots.next() else {
+                break;
+            };
             let guest = sq.ring.read(sq.head);
             sq.ring.prefetch(sq.head + PREFETCH);
             sq.head = sq.after(sq.head);
             cq.room -= 1;
             let translated = if H::KEY_VALUE {
-                translator.translate_key_value(&guest, number, command)
+                translator.translate_key_value(&guest, number, &mut slot.host)
             } else {
-                translator.translate(&guest, number, command)
+                translator.translate(&guest, number, &mut slot.host)
             };
             match translated {
                 Ok(transfer) => {
-                    slots.occupy(Slot {
-                        cid: guest.cid(),
-                        sq: index as u16,
-                        opcode: NvmOpcode(guest.opcode()),
-                        busy: true,
-                        stale: false,
-                        bytes: transfer,
-                        psdt: command.cdw0.psdt(),
-                        dptr: command.dptr,
-                        slba: named_lba::<H>(&guest),
-                        taken,
-                    });
-                    batch.submit(command);
+                    slot.cid = guest.cid();
+                    slot.sq = index as u16;
+                    slot.opcode = NvmOpcode(guest.opcode());
+                    slot.busy = true;
+                    slot.bytes = transfer;
+                    slot.slba = named_lba::<H>(&guest);
+                    slot.taken = taken;
+                    batch.submit(&slot.host);
+                    slots.occupy();
                     bytes += u64::from(transfer);
                     if bytes >= BATCH_BYTES {
                         break;

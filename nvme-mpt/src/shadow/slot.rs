@@ -4,10 +4,10 @@ use crate::clock::Ticks;
 use crate::host::data::DataPointer;
 use crate::spec::ids::CommandId;
 use crate::spec::opcode::NvmOpcode;
-use crate::spec::sqe::Psdt;
+use crate::spec::sqe::Sqe;
 
 /// A command in flight.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Debug, Default)]
 pub(crate) struct Slot {
     /// The guest's identifier of the command.
     pub(crate) cid: CommandId,
@@ -20,20 +20,19 @@ pub(crate) struct Slot {
     pub(crate) stale: bool,
     /// Bytes of data in the VM's memory. Ranges to deallocate or copy are none: the host has a copy of them.
     pub(crate) bytes: u32,
-    /// The kind of data pointer that the host controller was given, and the pointer: with the slot's list, which no
-    /// guest can change, it says where the data lies.
-    pub(crate) psdt: Psdt,
-    pub(crate) dptr: [u64; 2],
     /// First LBA as the guest names it, for the error log; 0 where there are no LBAs.
     pub(crate) slba: u64,
     /// When it was taken.
     pub(crate) taken: Ticks,
+    /// The command that the host controller was given. With the slot's list, which no guest can change, it names
+    /// the places of the data.
+    pub(crate) host: Sqe,
 }
 
 impl Slot {
     /// Returns the place of the command's data for the host controller.
     pub(crate) fn data(&self) -> DataPointer {
-        DataPointer::new(self.psdt, self.dptr)
+        DataPointer::of(&self.host)
     }
 }
 
@@ -46,7 +45,7 @@ pub(crate) struct Slots {
 
 impl Slots {
     pub(crate) fn new(count: u16) -> Self {
-        let slots = vec![Slot::default(); usize::from(count)].into_boxed_slice();
+        let slots = (0..count).map(|_| Slot::default()).collect();
         // Lowest first: the same few slots and their list pages stay in the cache.
         Self {
             slots,
@@ -69,26 +68,23 @@ impl Slots {
         self.slots.len() - self.free.len()
     }
 
-    /// The slot that [`Self::occupy`] takes next.
+    /// The slot that [`Self::occupy`] takes next, and its index. The caller fills it in before.
     #[inline]
-    pub(crate) fn next(&self) -> Option<u16> {
-        self.free.last().copied()
+    pub(crate) fn next(&mut self) -> Option<(u16, &mut Slot)> {
+        let index = *self.free.last()?;
+        Some((index, self.slots.get_mut(usize::from(index))?))
     }
 
-    /// Takes the slot that [`Self::next`] named, for a command.
+    /// Takes the slot that [`Self::next`] returned, for the command that is in it, which is marked as busy.
     #[inline]
-    pub(crate) fn occupy(&mut self, command: Slot) {
-        if let Some(index) = self.free.pop()
-            && let Some(slot) = self.slots.get_mut(usize::from(index))
-        {
-            *slot = command;
-            slot.busy = true;
-        }
+    pub(crate) fn occupy(&mut self) {
+        let left = self.free.len().saturating_sub(1);
+        self.free.truncate(left);
     }
 
     /// Gives a slot back; `None` for a number that no command in flight has.
     #[inline]
-    pub(crate) fn release(&mut self, index: u16) -> Option<&Slot> {
+    pub(crate) fn release(&mut self, index: u16) -> Option<&mut Slot> {
         let slot = self
             .slots
             .get_mut(usize::from(index))
@@ -110,19 +106,20 @@ impl Slots {
 mod tests {
     use super::*;
 
+    fn occupy(slots: &mut Slots, cid: CommandId) {
+        let (_, slot) = slots.next().expect("a free slot");
+        (slot.cid, slot.busy) = (cid, true);
+        slots.occupy();
+    }
+
     #[test]
     fn slots_come_back_once() {
         let mut slots = Slots::new(3);
-        assert_eq!(slots.next(), Some(0));
-        slots.occupy(Slot {
-            cid: CommandId(7),
-            ..Slot::default()
-        });
-        assert_eq!((slots.next(), slots.in_flight()), (Some(1), 1));
-        slots.occupy(Slot {
-            cid: CommandId(8),
-            ..Slot::default()
-        });
+        assert_eq!(slots.next().map(|(index, _)| index), Some(0));
+        occupy(&mut slots, CommandId(7));
+        assert_eq!(slots.next().map(|(index, _)| index), Some(1));
+        assert_eq!(slots.in_flight(), 1);
+        occupy(&mut slots, CommandId(8));
         let in_flight = slots
             .in_flight_mut()
             .map(|(number, slot)| (number, slot.cid.0));

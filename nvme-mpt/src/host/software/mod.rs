@@ -27,8 +27,8 @@ use model::{Model, Profile, TimedQueue, TimedStore, Wear, ZnsProfile};
 use zones::{LeasedZones, ZoneError, Zones};
 
 use super::{
-    Claim, CompletionTaker, HostBatch, HostCompletion, HostController, HostLease, HostMemory,
-    HostNamespace, HostQueue, HostQueuePair, Incidents, Limits,
+    Claim, Completes, CompletionTaker, HostBatch, HostCompletion, HostController, HostLease,
+    HostMemory, HostNamespace, HostQueue, HostQueuePair, Incidents, Limits,
 };
 use crate::clock::Ticks;
 use crate::event::EventQueue;
@@ -129,6 +129,8 @@ impl<S: Store> HostBatch for &mut SoftwareQueue<S> {
 }
 
 impl<S: Store> HostQueue for SoftwareQueue<S> {
+    const COMPLETES: Completes = Completes::AtOnce;
+
     type Batch<'a>
         = &'a mut Self
     where

@@ -48,6 +48,7 @@ impl<H: HostQueue, const LOG: bool> CompletionTaker for &mut Posting<'_, H, LOG>
             note_completed(slot, self.translator.memory(), self.departures);
         }
         if slot.stale {
+            slot.stale = false;
             self.departures.completed(completion.slot);
         }
         let Some(sq) = self.sqs.get(usize::from(slot.sq)) else {
@@ -80,10 +81,9 @@ impl<H: HostQueue, const LOG: bool> CompletionTaker for &mut Posting<'_, H, LOG>
         }
         if H::KEY_VALUE && slot.opcode.0 == KvOpcode::RETRIEVE.0 {
             // A value may be smaller than the host's buffer.
-            let bytes = slot.bytes.min(dw0);
-            count::<H>(&sq.counters, &Slot { bytes, ..*slot }, self.now);
+            count::<H>(&sq.counters, slot, slot.bytes.min(dw0), self.now);
         } else {
-            count::<H>(&sq.counters, slot, self.now);
+            count::<H>(&sq.counters, slot, slot.bytes, self.now);
         }
     }
 }
@@ -119,16 +119,16 @@ pub(super) fn fail_command<H: HostQueue>(
 }
 
 #[inline]
-fn count<H: HostQueue>(counters: &QueueCounters, slot: &Slot, now: Ticks) {
+fn count<H: HostQueue>(counters: &QueueCounters, slot: &Slot, bytes: u32, now: Ticks) {
     counters.commands.add(1);
     let writes =
         slot.opcode == NvmOpcode::WRITE || (H::ZONED && slot.opcode == NvmOpcode::ZONE_APPEND);
     if writes {
         counters.writes.add(1);
-        counters.write_bytes.add(u64::from(slot.bytes));
+        counters.write_bytes.add(u64::from(bytes));
     } else if slot.opcode == NvmOpcode::READ {
         counters.reads.add(1);
-        counters.read_bytes.add(u64::from(slot.bytes));
+        counters.read_bytes.add(u64::from(bytes));
     }
     counters.latency.record(now.since(slot.taken));
 }

@@ -9,13 +9,16 @@ use zerocopy::IntoBytes;
 use super::*;
 use crate::dma::{DmaWindow, MemoryRegion};
 use crate::host::software::SoftwareController;
-use crate::host::{CompletionTaker, HostCompletion, HostController, HostLease, HostMemory};
+use crate::host::{
+    Completes, CompletionTaker, HostCompletion, HostController, HostLease, HostMemory,
+};
 use crate::interrupt::InterruptGate;
 use crate::iova::IovaSpace;
 use crate::memory::tests_support::memfd;
 use crate::poller::Waker;
 use crate::spec::ids::{CommandId, Lba, Nsid};
 use crate::spec::registers::Doorbell;
+use crate::spec::sqe::Sqe;
 use crate::spec::status::Status;
 
 const QUEUE: QueueId = QueueId(1);
@@ -46,7 +49,7 @@ impl HostBatch for Batch<'_> {
 }
 
 impl HostQueue for Host {
-    const COMPLETES_AT_ONCE: bool = false;
+    const COMPLETES: Completes = Completes::Later;
 
     type Batch<'a> = Batch<'a>;
 

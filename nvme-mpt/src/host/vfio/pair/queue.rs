@@ -9,7 +9,7 @@ use super::core::Core;
 use super::split::WholeLimit;
 use super::{Pair, Shared};
 use crate::clock::Ticks;
-use crate::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
+use crate::host::{Completes, CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
 use crate::spec::sqe::Sqe;
 
 /// Pause of a dropped queue between two looks for commands that the drive still has.
@@ -173,7 +173,7 @@ impl HostBatch for VfioBatch<'_> {
 
 impl HostQueue for VfioQueue {
     /// A drive takes longer than a poll.
-    const COMPLETES_AT_ONCE: bool = false;
+    const COMPLETES: Completes = Completes::Later;
 
     type Batch<'a> = VfioBatch<'a>;
 

@@ -520,8 +520,7 @@ impl HostQueuePair {
         }
     }
 
-    /// A moment before which none of the commands completes that wait for nothing but their time;
-    /// `None` if there are no such commands.
+    /// A moment before which nothing happens here but by a completion that wakes the poller; `None` if nothing ever does.
     #[must_use]
     pub fn next_due(&self) -> Option<Ticks> {
         match self {
@@ -530,9 +529,8 @@ impl HostQueuePair {
             Self::TimedFile(queue) => queue.next_due(),
             Self::Faulty(queue) => queue.next_due(),
             Self::Zoned(queue) => queue.next_due(),
-            Self::Null(_) | Self::Memory(_) | Self::File(_) | Self::KeyValue(_) | Self::Vfio(_) => {
-                None
-            }
+            Self::File(queue) => queue.next_due(),
+            Self::Null(_) | Self::Memory(_) | Self::KeyValue(_) | Self::Vfio(_) => None,
         }
     }
 }

@@ -7,7 +7,7 @@
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 
 use nvme_mpt_tests::Error;
 use nvme_mpt_tests::admin::{LogPage, log};
@@ -32,8 +32,12 @@ struct Scene {
 }
 
 fn scene(lba_size: u32) -> Scene {
+    scene_of(LEASE, lba_size)
+}
+
+fn scene_of(bytes: u64, lba_size: u32) -> Scene {
     let file = NamedTempFile::new().unwrap();
-    file.as_file().set_len(LEASE).unwrap();
+    file.as_file().set_len(bytes).unwrap();
     let machine = Lab::of_file(file.path(), lba_size).machine(&Setup::nth(0));
     let (controller, disk) = machine.disk();
     Scene {
@@ -58,6 +62,12 @@ fn pattern(tag: u64, bytes: usize) -> Vec<u8> {
 /// Pages of a file that are in the page cache and not on the device: dirty or being written. None if
 /// the kernel cannot tell (before Linux 6.5).
 fn unwritten(file: &File) -> Option<u64> {
+    cached(file).map(|[_, dirty, writeback, ..]| dirty + writeback)
+}
+
+/// Pages of a file in the page cache: all, dirty, being written, and two more. None if the kernel cannot tell (before
+/// Linux 6.5).
+fn cached(file: &File) -> Option<[u64; 5]> {
     const SYS_CACHESTAT: libc::c_long = 451;
     /// Of the whole file.
     static RANGE: [u64; 2] = [0, 0];
@@ -73,7 +83,7 @@ fn unwritten(file: &File) -> Option<u64> {
             0,
         )
     };
-    (result == 0).then_some(counts[1] + counts[2])
+    (result == 0).then_some(counts)
 }
 
 /// Returns whether the kernel tells of the files here what is not on the device yet.
@@ -88,7 +98,7 @@ fn dirt_shows() -> bool {
     })
 }
 
-/// A write from an odd address, which goes through the page cache whatever the file system can do.
+/// A write, with flags.
 fn write_through_cache(scene: &mut Scene, flags: u32) {
     let data = scene.machine.memory.alloc(2 * 65_536).unwrap();
     data.fill(0x41);
@@ -108,7 +118,8 @@ fn flush_and_force_unit_access_reach_the_device() {
         );
         return;
     }
-    let mut scene = scene(512);
+    // A file with such an end cannot be written past the page cache.
+    let mut scene = scene_of(LEASE + 100, 512);
     let file = scene.file.reopen().unwrap();
     // The kernel may write by itself at any time, but hardly each time at once.
     let dirty = (0..20).any(|_| {
@@ -253,6 +264,109 @@ fn buffers_at_any_alignment() {
             // What was written one way is read another way.
             disk.transfer = Transfer::Prp { offset: 0 };
             assert!(disk.read(3 + tag, 8).unwrap() == data, "{transfer:?}");
+        }
+    }
+}
+
+/// Whether the file system of the files here reads and writes past its page cache.
+fn is_direct() -> bool {
+    let file = NamedTempFile::new().unwrap();
+    file.as_file().set_len(8192).unwrap();
+    let direct = std::fs::OpenOptions::new()
+        .write(true)
+        .custom_flags(libc::O_DIRECT)
+        .open(file.path());
+    direct.is_ok() && dirt_shows()
+}
+
+#[test]
+fn no_buffer_brings_data_into_the_page_cache() {
+    if !is_direct() {
+        eprintln!("not tested: the file system has nothing but its page cache, or does not tell");
+        return;
+    }
+    let mut scene = scene(512);
+    let file = scene.file.reopen().unwrap();
+    for (tag, offset) in (0..).zip([0, 4, 512, 1020, 4092]) {
+        let data = pattern(tag, 8 * 512);
+        scene.disk.transfer = Transfer::Prp { offset };
+        // Whole blocks of the file system, and parts of two.
+        for slba in [64, 67] {
+            scene.disk.write(slba, &data).unwrap();
+            assert!(scene.disk.read(slba, 8).unwrap() == data);
+            scene.disk.compare(slba, &data).unwrap();
+            scene.disk.copy(slba + 101, &[(slba, 8)]).unwrap();
+            scene
+                .disk
+                .write_zeroes(slba + 201, 9, tag % 2 == 0)
+                .unwrap();
+            scene.disk.deallocate(&[(slba + 301, 21)]).unwrap();
+        }
+        let pages = cached(&file).unwrap()[0];
+        assert_eq!(pages, 0, "with data at {offset} of a page");
+    }
+}
+
+/// Two commands at a time in one page, of which one has memory that the device cannot take.
+#[test]
+fn two_writes_in_one_page_are_both_there() {
+    let mut scene = scene(512);
+    let memory = &scene.machine.memory;
+    let (even, odd) = (memory.alloc(4096).unwrap(), memory.alloc(4096).unwrap());
+    let whole = memory.alloc(4096).unwrap();
+    for round in 0..4000_u32 {
+        let slba = u64::from(round % 16) * 8;
+        let tags = [round as u8, !(round as u8), round.wrapping_mul(7) as u8];
+        even.fill(tags[0]);
+        odd.fill(tags[1]);
+        whole.fill(tags[2]);
+        let write = |slba, blocks, gpa, bytes| {
+            Sqe::write(1, slba, blocks).with_data(DataPointer::sgl(sgl::data_block(gpa, bytes)))
+        };
+        let queue = &mut scene.disk.queue;
+        let commands = [
+            write(slba, 1, even.gpa(), 512),
+            write(slba + 1, 1, odd.gpa() + 1, 512),
+            // All of the next page, where the last command changes a part, too.
+            write(slba + 8, 8, whole.gpa(), 4096),
+        ];
+        let cids = commands.map(|command| queue.submit(command).unwrap());
+        let timeout = std::time::Duration::from_secs(20);
+        for cid in cids {
+            let cqe = queue.wait(cid, timeout).unwrap();
+            assert_eq!(cqe.status().code(), SUCCESS, "{round}");
+        }
+        let found = scene.disk.read(slba, 16).unwrap();
+        assert!(found[..512].iter().all(|&byte| byte == tags[0]), "{round}");
+        assert!(
+            found[512..1024].iter().all(|&byte| byte == tags[1]),
+            "{round}"
+        );
+        assert!(found[4096..].iter().all(|&byte| byte == tags[2]), "{round}");
+    }
+    scene.disk.flush().unwrap();
+    scene.file.as_file().sync_all().unwrap();
+}
+
+#[test]
+fn deallocated_blocks_read_zeroes_wherever_a_range_begins() {
+    let mut scene = scene(512);
+    if scene.disk.namespace().dlfeat & 0b111 != 1 {
+        eprintln!("not tested: the file system has no holes");
+        return;
+    }
+    let data = pattern(9, 128 * 512);
+    for (start, blocks) in [(0, 8), (1, 3), (1, 7), (5, 6), (3, 40), (8, 1), (7, 2)] {
+        for zero in [false, true] {
+            scene.disk.write(0, &data).unwrap();
+            if zero {
+                scene.disk.write_zeroes(start, blocks, false).unwrap();
+            } else {
+                scene.disk.deallocate(&[(start, blocks)]).unwrap();
+            }
+            let mut want = data.clone();
+            want[start as usize * 512..(start as usize + blocks as usize) * 512].fill(0);
+            assert!(scene.disk.read(0, 128).unwrap() == want, "{start}+{blocks}");
         }
     }
 }

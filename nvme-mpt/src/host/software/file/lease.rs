@@ -18,7 +18,8 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use log::{error, info};
 
-use super::{DirectAlignment, SharedFile, uring};
+use super::way::Way;
+use super::{SharedFile, uring};
 use crate::event::{DriveEvent, Event, EventQueue};
 use crate::host::Damage;
 use crate::spec::opcode::NvmOpcode;
@@ -60,11 +61,11 @@ pub struct LeasedFile {
     name: String,
     /// The byte of the drive behind its last one.
     end: u64,
-    pub(super) buffered: File,
-    /// The same file without the page cache, if the file system can do that.
-    direct: Option<(File, DirectAlignment)>,
+    buffered: File,
+    /// The same file without the page cache, if that is its [`Way`].
+    direct: Option<File>,
     /// The drive's companion file, in a description of this lease.
-    pub(super) companion: Option<File>,
+    companion: Option<File>,
     /// Knows of errors from before a queue's own witness.
     witness: Witness,
     lost: AtomicBool,
@@ -79,12 +80,9 @@ impl LeasedFile {
             name: name.to_owned(),
             end,
             buffered: reopen(&shared.opened, Some(path), 0)?,
-            direct: match shared.direct {
-                Some(alignment) => {
-                    let file = reopen(&shared.opened, Some(path), libc::O_DIRECT)?;
-                    Some((file, alignment))
-                }
-                None => None,
+            direct: match shared.way {
+                Way::Direct(_) => Some(reopen(&shared.opened, Some(path), libc::O_DIRECT)?),
+                Way::Cached => None,
             },
             companion: companion.map(|file| reopen(file, None, 0)).transpose()?,
             witness: Witness::open(&shared)?,
@@ -121,9 +119,8 @@ impl LeasedFile {
     /// Forgets what was lost: a VMM connected, and its guest begins anew.
     pub(crate) fn forget_lost_writes(&self) {
         let files = [Some(&self.buffered), self.companion.as_ref()];
-        let direct = self.direct.as_ref().map(|(file, _)| file);
         // What they would report next was before.
-        for file in files.into_iter().chain([direct]).flatten() {
+        for file in files.into_iter().chain([self.direct.as_ref()]).flatten() {
             let _ = uring::write_back_error(file);
         }
         let _ = self.ask(&self.witness);
@@ -212,28 +209,19 @@ impl LeasedFile {
         Ok(())
     }
 
-    /// The descriptor for a transfer: the direct one if all its parts are aligned for it.
-    pub(super) fn descriptor(
-        &self,
-        offset: u64,
-        parts: impl Iterator<Item = (usize, usize)>,
-    ) -> RawFd {
-        if let Some((file, alignment)) = &self.direct {
-            let DirectAlignment {
-                memory,
-                offset: step,
-            } = *alignment;
-            let mut total = 0;
-            let mut aligned = offset.is_multiple_of(step);
-            for (address, len) in parts {
-                aligned &= address.is_multiple_of(memory) && len.is_multiple_of(memory);
-                total += len as u64;
-            }
-            if aligned && total.is_multiple_of(step) {
-                return file.as_raw_fd();
-            }
-        }
+    /// The descriptor for all data.
+    pub(super) fn data_fd(&self) -> RawFd {
+        self.direct.as_ref().unwrap_or(&self.buffered).as_raw_fd()
+    }
+
+    /// The descriptor for all that is no data.
+    pub(super) fn sync_fd(&self) -> RawFd {
         self.buffered.as_raw_fd()
+    }
+
+    /// The descriptor of the file that is to be as durable, if there is one.
+    pub(super) fn companion_fd(&self) -> Option<RawFd> {
+        self.companion.as_ref().map(AsRawFd::as_raw_fd)
     }
 }
 

@@ -1,14 +1,41 @@
 //! A file or block device as a drive, through io_uring.
+//!
+//! Each command is a small state machine with one request to the kernel at a time (`operation`, `steps`), and `queue`
+//! runs those of one queue pair. Flush is fdatasync, FUA is RWF_DSYNC.
+//!
+//! A file has one way for all of its data (`way`): past the page cache where statx names the alignment for that, else
+//! (tmpfs, no `O_DIRECT`) through it. Buffered writes on ext4 complete sooner, but fill the host's memory, and both
+//! ways at once lose data. Past the cache, memory that the device cannot take is copied through a stage (`bounces`). A
+//! write of a part of a 4 KiB block reads the block and writes all of it, and excludes other changes of the block
+//! meanwhile (`claims`). Leases begin and end at 4 KiB, so no other process writes the rest of a block.
+//!
+//! The file system zeroes ranges and punches holes where it can, in slices (`slices`). Parts of blocks at both ends
+//! are zeroed by hand (`zeroes`). Deallocation is advice: a range that the file system refuses keeps its data.
+//!
+//! A queue looks four times a second at its requests (`deadline`). A request that the kernel keeps for 10 s is logged,
+//! cancelled, and repeated by another thread of the kernel. The queue fails, and its guest sees CSTS.CFS, if the
+//! request is not back after 30 s or the repetition takes 10 s too.
 
+mod bounces;
+mod claims;
+mod deadline;
 mod lease;
+mod operation;
 mod queue;
+mod slices;
+mod steps;
+#[cfg(test)]
+mod tests;
 mod uring;
 mod watch;
+mod way;
+mod zeroes;
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, FileType, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use log::info;
@@ -16,20 +43,15 @@ use log::info;
 pub use lease::LeasedFile;
 pub use queue::FileQueue;
 
+use claims::Claims;
+use operation::{Means, Next, Operation, Zeroing};
+use slices::Turns;
 use watch::Watched;
+use way::{Direction, Plan, Way};
 
 use super::UncorrectableBlocks;
 use crate::origin::{BackingFile, Origin};
 use crate::range_lock::RangeLock;
-
-/// How a file must be read and written to bypass the page cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct DirectAlignment {
-    /// Buffers start and end at multiples of this, in bytes.
-    pub(super) memory: usize,
-    /// File offsets and lengths are multiples of this, in bytes.
-    pub(super) offset: u64,
-}
 
 /// An open file or block device.
 #[derive(Clone, Debug)]
@@ -46,10 +68,13 @@ pub(super) struct SharedFile {
     /// Keeps the file open, and a block device to this process. No I/O uses it: each lease has
     /// descriptions of its own.
     opened: File,
-    /// How the file is read and written without the page cache, if the file system can do that.
-    pub(super) direct: Option<DirectAlignment>,
+    way: Way,
     /// Whether it can deallocate, after which a range reads as zeroes.
-    pub(super) punches_holes: bool,
+    punches_holes: AtomicBool,
+    /// Whether it can zero a range and keep its room.
+    zeroes_ranges: AtomicBool,
+    claims: Claims,
+    turns: Turns,
     pub(super) uncorrectable: Arc<UncorrectableBlocks>,
     watched: Watched,
     /// What is to be as durable as the blocks are.
@@ -79,18 +104,15 @@ impl FileStore {
         };
         let mut opened = options.custom_flags(exclusive).open(&path)?;
         let bytes = opened.seek(SeekFrom::End(0))?;
-        let direct = options
-            .custom_flags(libc::O_DIRECT)
-            .open(&path)
-            .ok()
-            .and_then(|file| uring::direct_alignment(&file));
-        if direct.is_none() {
+        let direct = options.custom_flags(libc::O_DIRECT).open(&path).ok();
+        let way = Way::of(bytes, direct.as_ref().and_then(uring::direct_alignment));
+        if way == Way::Cached {
             info!(
-                "{} cannot bypass the page cache, which costs a copy",
+                "{} is not read and written past the page cache, which costs a copy",
                 path.display()
             );
         }
-        let punches_holes = uring::can_punch_holes(&opened, bytes);
+        let punches_holes = AtomicBool::new(deallocates(&opened, kind, bytes)?);
         // Said now, not when a guest creates its first queue.
         uring::Uring::new(1).map_err(|error| {
             let what = format!("io_uring cannot be used (is kernel.io_uring_disabled 0?): {error}");
@@ -102,8 +124,11 @@ impl FileStore {
             bytes,
             lba_shift,
             opened,
-            direct,
+            way,
             punches_holes,
+            zeroes_ranges: AtomicBool::new(true),
+            claims: Claims::default(),
+            turns: Turns::new(),
             uncorrectable: Arc::default(),
             watched: Watched::new(kind.is_file(), bytes),
             companion: OnceLock::new(),
@@ -134,7 +159,7 @@ impl FileStore {
     /// Whether deallocated ranges read as zeroes.
     #[must_use]
     pub fn punches_holes(&self) -> bool {
-        self.shared.punches_holes
+        self.shared.punches_holes()
     }
 
     pub(super) fn uncorrectable(&self) -> &Arc<UncorrectableBlocks> {
@@ -173,6 +198,50 @@ impl FileStore {
     }
 }
 
+impl SharedFile {
+    /// Plans the transfer of an operation's data.
+    #[inline]
+    fn plan(&self, direction: Direction, operation: &Operation) -> Plan {
+        let parts = operation.vectors.parts();
+        self.way
+            .plan(direction, operation.data_offset, parts, self.bytes)
+    }
+
+    /// The zeroing of a range of bytes, deallocated if that is wanted and can be done.
+    fn zeroing(&self, start: u64, end: u64, deallocate: bool, then: Next) -> Zeroing {
+        let means = if deallocate && self.punches_holes() {
+            Means::Punch
+        } else if self.zeroes_ranges.load(Ordering::Relaxed) {
+            Means::Zero
+        } else {
+            Means::Hand
+        };
+        Zeroing {
+            at: start,
+            end,
+            means,
+            then,
+            ..Zeroing::default()
+        }
+    }
+
+    fn punches_holes(&self) -> bool {
+        self.punches_holes.load(Ordering::Relaxed)
+    }
+
+    /// Does without what the file system or the device turned out not to do.
+    fn gives_up(&self, means: Means) {
+        let (can, what) = match means {
+            Means::Punch => (&self.punches_holes, "deallocate ranges"),
+            Means::Zero => (&self.zeroes_ranges, "zero ranges by itself"),
+            Means::Hand => return,
+        };
+        if can.swap(false, Ordering::Relaxed) {
+            info!("{} cannot {what}", self.path.display());
+        }
+    }
+}
+
 /// Opens the file of a loop device.
 fn open_below(below: &BackingFile) -> io::Result<File> {
     let file = OpenOptions::new().read(true).write(true).open(&below.path);
@@ -187,4 +256,25 @@ fn open_below(below: &BackingFile) -> io::Result<File> {
         true => Ok(file),
         false => Err(failed("its path leads to another file")),
     }
+}
+
+/// Returns whether a deallocated range of a file or block device reads as zeroes.
+fn deallocates(file: &File, kind: FileType, bytes: u64) -> io::Result<bool> {
+    if kind.is_file() {
+        return Ok(uring::can_punch_holes(file, bytes));
+    }
+    // A device that cannot write zeroes deallocates nothing on demand: what its discarded blocks read is not known.
+    let device = file.metadata()?.rdev();
+    let folder = format!(
+        "/sys/dev/block/{}:{}",
+        libc::major(device),
+        libc::minor(device)
+    );
+    // A partition has the queue of its whole device.
+    let limit = ["queue", "../queue"].iter().find_map(|queue| {
+        let path = format!("{folder}/{queue}/write_zeroes_max_bytes");
+        std::fs::read_to_string(path).ok()
+    });
+    let limit = limit.and_then(|limit| limit.trim().parse().ok());
+    Ok(limit.unwrap_or(0_u64) > 0)
 }

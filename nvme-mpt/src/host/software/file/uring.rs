@@ -5,14 +5,16 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 
+use std::time::{Duration, Instant};
+
 use io_uring::{IoUring, opcode, squeue, types};
 
-use super::DirectAlignment;
+use super::way::DirectAlignment;
 use crate::memory::RawBytes;
 
 /// Parts of memory for one transfer, in the kernel's form.
 #[derive(Debug, Default)]
-pub(super) struct Vectors {
+pub struct Vectors {
     vectors: Vec<libc::iovec>,
     /// Vectors before this one are done.
     first: usize,
@@ -47,12 +49,47 @@ impl Vectors {
     pub(super) fn parts(&self) -> impl Iterator<Item = (usize, usize)> {
         self.vectors[self.first..]
             .iter()
-            .map(|v| (v.iov_base as usize, v.iov_len))
+            .map(|v| (v.iov_base.expose_provenance(), v.iov_len))
     }
 
     /// Bytes that are left.
     pub(super) fn len(&self) -> usize {
         self.parts().map(|(_, len)| len).sum()
+    }
+
+    /// Copies the bytes of all parts to `target`, as many as it has.
+    ///
+    /// # Safety
+    /// The memory that the parts name must be mapped.
+    pub(super) unsafe fn copy_to(&self, target: RawBytes<'_>) {
+        let mut done = 0;
+        for (address, len) in self.parts() {
+            let Some(target) = target.slice(done, len) else {
+                return;
+            };
+            let source = std::ptr::with_exposed_provenance::<u8>(address);
+            // SAFETY: the part is mapped by this function's contract, the target for its lifetime; `copy` allows
+            // overlap.
+            unsafe { std::ptr::copy(source, target.as_ptr(), len) };
+            done += len;
+        }
+    }
+
+    /// Copies the bytes of `source` to all parts, as many as it has.
+    ///
+    /// # Safety
+    /// The memory that the parts name must be mapped, and may be written.
+    pub(super) unsafe fn copy_from(&self, source: RawBytes<'_>) {
+        let mut done = 0;
+        for (address, len) in self.parts() {
+            let Some(source) = source.slice(done, len) else {
+                return;
+            };
+            let target = std::ptr::with_exposed_provenance_mut::<u8>(address);
+            // SAFETY: as in `copy_to`.
+            unsafe { std::ptr::copy(source.as_ptr(), target, len) };
+            done += len;
+        }
     }
 
     /// `done` bytes were transferred.
@@ -71,7 +108,7 @@ impl Vectors {
 
 /// A request to the kernel.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Request<'a> {
+pub enum Request<'a> {
     Read {
         fd: RawFd,
         offset: u64,
@@ -98,16 +135,58 @@ pub(super) enum Request<'a> {
     },
 }
 
+/// Manner in which the kernel is to carry a request out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Manner {
+    /// At once if it can, else by a thread of its own.
+    AtOnce,
+    /// By a thread of its own, which may wait: another way through the kernel.
+    ByThread,
+}
+
+/// The way to the kernel of one queue.
+pub trait Ring: std::fmt::Debug {
+    /// Prepares a request, named by `tag` in its completion.
+    ///
+    /// # Safety
+    /// The vectors must stay where they are, and the memory they name must stay mapped, until the
+    /// completion with this tag was taken.
+    unsafe fn prepare(&mut self, tag: u64, request: Request<'_>, manner: Manner) -> io::Result<()>;
+
+    /// Prepares the cancellation of the request that `target` names, named by `tag` itself.
+    fn cancel(&mut self, tag: u64, target: u64) -> io::Result<()>;
+
+    /// Hands what was prepared to the kernel. What it does not take now, it gets the next time.
+    fn submit(&mut self);
+
+    /// Whether the kernel did not take all that was prepared.
+    fn is_behind(&self) -> bool;
+
+    /// Takes one completion: its tag, and the result or the error.
+    fn take(&mut self) -> Option<(u64, Result<usize, i32>)>;
+
+    /// Requests that were prepared and whose completions were not taken.
+    fn in_flight(&self) -> usize;
+
+    /// Readable when completions are there.
+    fn fd(&self) -> RawFd;
+
+    /// Waits until nothing is in flight. Returns whether that is so; else the kernel has kept some request for so long.
+    fn settle(&mut self, patience: Duration) -> bool;
+}
+
 /// The io_uring of one queue.
-pub(super) struct Uring {
+pub struct Uring {
     ring: IoUring,
     in_flight: usize,
+    behind: bool,
 }
 
 impl std::fmt::Debug for Uring {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Uring")
             .field("in_flight", &self.in_flight)
+            .field("behind", &self.behind)
             .finish_non_exhaustive()
     }
 }
@@ -117,15 +196,27 @@ impl Uring {
         Ok(Self {
             ring: IoUring::new(entries)?,
             in_flight: 0,
+            behind: false,
         })
     }
 
-    /// Prepares a request, named by `tag` in its completion.
-    ///
     /// # Safety
-    /// The vectors must stay where they are, and the memory they name must stay mapped, until the
-    /// completion with this tag was taken.
-    pub(super) unsafe fn prepare(&mut self, tag: u64, request: Request<'_>) -> io::Result<()> {
+    /// As of [`Ring::prepare`].
+    unsafe fn push(&mut self, entry: &squeue::Entry) -> io::Result<()> {
+        // SAFETY: the buffers live long enough by this function's contract.
+        if unsafe { self.ring.submission().push(entry) }.is_err() {
+            self.ring.submit()?;
+            // SAFETY: as above.
+            unsafe { self.ring.submission().push(entry) }
+                .map_err(|_| io::Error::other("The io_uring submission queue is full"))?;
+        }
+        self.in_flight += 1;
+        Ok(())
+    }
+}
+
+impl Ring for Uring {
+    unsafe fn prepare(&mut self, tag: u64, request: Request<'_>, manner: Manner) -> io::Result<()> {
         let count = |vectors: &Vectors| (vectors.vectors.len() - vectors.first) as u32;
         let start = |vectors: &Vectors| vectors.vectors[vectors.first..].as_ptr();
         let entry: squeue::Entry = match request {
@@ -153,27 +244,34 @@ impl Uring {
             Request::Punch { fd, offset, len } => fallocate(fd, offset, len, PUNCH),
         };
         let entry = entry.user_data(tag);
+        let entry = match manner {
+            Manner::AtOnce => entry,
+            Manner::ByThread => entry.flags(squeue::Flags::ASYNC),
+        };
         // SAFETY: the buffers live long enough by this function's contract.
-        if unsafe { self.ring.submission().push(&entry) }.is_err() {
-            self.ring.submit()?;
-            // SAFETY: as above.
-            unsafe { self.ring.submission().push(&entry) }
-                .map_err(|_| io::Error::other("The io_uring submission queue is full"))?;
-        }
-        self.in_flight += 1;
-        Ok(())
+        unsafe { self.push(&entry) }
     }
 
-    /// Hands what was prepared to the kernel. What it does not take now, it gets the next time.
-    pub(super) fn submit(&mut self) {
-        if !self.ring.submission().is_empty() {
+    fn cancel(&mut self, tag: u64, target: u64) -> io::Result<()> {
+        let entry = opcode::AsyncCancel::new(target).build().user_data(tag);
+        // SAFETY: the request names no memory.
+        unsafe { self.push(&entry) }
+    }
+
+    fn submit(&mut self) {
+        let waiting = self.ring.submission().len();
+        if waiting > 0 {
             // EAGAIN, EBUSY and EINTR leave the requests in the ring.
-            let _ = self.ring.submit();
+            let taken = self.ring.submit().unwrap_or(0);
+            self.behind = taken < waiting;
         }
     }
 
-    /// Takes one completion: its tag, and the result or the error.
-    pub(super) fn take(&mut self) -> Option<(u64, Result<usize, i32>)> {
+    fn is_behind(&self) -> bool {
+        self.behind
+    }
+
+    fn take(&mut self) -> Option<(u64, Result<usize, i32>)> {
         let completion = self.ring.completion().next()?;
         self.in_flight -= 1;
         let result = completion.result();
@@ -183,24 +281,31 @@ impl Uring {
         ))
     }
 
-    /// Readable when completions are there.
-    pub(super) fn fd(&self) -> RawFd {
+    fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    fn fd(&self) -> RawFd {
         self.ring.as_raw_fd()
     }
-}
 
-impl Drop for Uring {
-    fn drop(&mut self) {
-        // The kernel may not write to memory that goes away with us.
+    fn settle(&mut self, patience: Duration) -> bool {
+        let began = Instant::now();
+        let slice = types::Timespec::from(Duration::from_millis(100));
         while self.in_flight > 0 {
-            let waited = self.ring.submit_and_wait(1);
+            let arguments = types::SubmitArgs::new().timespec(&slice);
+            let waited = self.ring.submitter().submit_with_args(1, &arguments);
             while self.take().is_some() {}
             if let Err(error) = waited
                 && error.raw_os_error() == Some(libc::EBADF)
             {
-                return;
+                return true;
+            }
+            if began.elapsed() > patience {
+                return self.in_flight == 0;
             }
         }
+        true
     }
 }
 
@@ -216,8 +321,14 @@ fn fallocate(fd: RawFd, offset: u64, len: u64, mode: i32) -> squeue::Entry {
         .build()
 }
 
-/// How the file can be accessed without the page cache, if the kernel knows.
+/// Returns what transfers past the page cache have to keep to; `None` for files that have no such transfers.
 pub(super) fn direct_alignment(file: &File) -> Option<DirectAlignment> {
+    // SAFETY: the call only reads the file's seals, which files of tmpfs and hugetlbfs alone have.
+    let in_memory = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) } >= 0;
+    if in_memory {
+        // There is nothing but the page cache.
+        return None;
+    }
     // SAFETY: statx is a plain structure that the call fills, and the path is a C string.
     let stat = unsafe {
         let mut stat = std::mem::zeroed::<libc::statx>();
@@ -266,6 +377,5 @@ pub(super) fn can_punch_holes(file: &File, bytes: u64) -> bool {
     };
     // SAFETY: the call changes nothing but the file, and there only what lies behind its end.
     let result = unsafe { libc::fallocate(file.as_raw_fd(), PUNCH, offset, 4096) };
-    // A block device refuses a range behind its end as invalid, after it saw that it can punch.
-    result == 0 || io::Error::last_os_error().raw_os_error() == Some(libc::EINVAL)
+    result == 0
 }

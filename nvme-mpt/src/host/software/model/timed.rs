@@ -27,6 +27,11 @@ pub trait TimedStore: HostQueue {
     /// As [`HostBatch::ring`], and hands over the commands that complete meanwhile, instead of their
     /// completions.
     fn ring_through(&mut self, memory: HostMemory<'_>, done: impl FnMut(&Sqe, Status));
+
+    /// A moment before which nothing happens in the store that no completion brings about.
+    fn next_due(&self) -> Option<Ticks> {
+        None
+    }
 }
 
 /// A queue of a store, and a model in front of it. A command is executed at once and its completion
@@ -51,7 +56,8 @@ impl<Q: TimedStore> TimedQueue<Q> {
     /// A moment before which nothing completes; `None` if nothing waits for its time.
     #[must_use]
     pub fn next_due(&self) -> Option<Ticks> {
-        self.held.next_due().map(Ticks)
+        let due = [self.held.next_due().map(Ticks), self.store.next_due()];
+        due.into_iter().flatten().min()
     }
 }
 
@@ -183,6 +189,10 @@ impl<Q: TimedStore, C: Clock> HostQueue for TimedQueue<Q, C> {
 
     fn wait_fd(&self) -> Option<RawFd> {
         self.store.wait_fd()
+    }
+
+    fn has_failed(&self) -> bool {
+        self.store.has_failed()
     }
 }
 

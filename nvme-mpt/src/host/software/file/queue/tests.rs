@@ -9,6 +9,8 @@ use super::*;
 use crate::dma::RegionTable;
 use crate::iova::IovaSpace;
 use crate::shadow::ListMemory;
+use crate::spec::ids::Lba;
+use crate::spec::nvm::DsmRange;
 
 const BLOCKS: u64 = 8;
 /// A block that the file system can give back by itself.

@@ -1,0 +1,320 @@
+//! Exclusion between changes of parts of blocks and all other changes of the same blocks, over all queues of a file.
+//!
+//! A part of a block is changed by reading the block, changing it and writing it as a whole. A write that is done
+//! between the two would be undone. Such changes are rare, so all other writes pass on a fast lane while there are
+//! none: each queue counts its own on its lane, and looks for a partial change after that. A partial change announces
+//! itself first, and then waits for the lanes to become empty once. One of the two sees the other.
+//!
+//! While there are partial changes, all changes stand in a list, in the order of their arrival. A change may begin
+//! when no earlier one in the list that overlaps it excludes it. Each command holds one claim at a time and waits for
+//! nothing else while it holds one, so none waits for ever.
+
+use std::sync::{Arc, PoisonError};
+
+use crate::sync::{AtomicUsize, Mutex, MutexGuard, Ordering, fence};
+
+/// A change of bytes of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Change {
+    pub(super) start: u64,
+    pub(super) end: u64,
+    /// Whether it reads blocks and writes them back: it excludes every other change of them.
+    pub(super) partial: bool,
+}
+
+impl Change {
+    fn excludes(&self, other: &Self) -> bool {
+        (self.partial || other.partial) && self.start < other.end && other.start < self.end
+    }
+}
+
+/// What a command holds while it changes blocks, or waits to.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) enum Claim {
+    /// Nothing.
+    #[default]
+    None,
+    /// A place on the fast lane.
+    Lane,
+    /// A place in the list.
+    Listed(u64),
+}
+
+/// The fast lane of one queue: how many of its changes are on it.
+#[derive(Debug)]
+pub(super) struct Lane(AtomicUsize);
+
+#[derive(Debug)]
+struct Entry {
+    number: u64,
+    change: Change,
+    /// Whether the lanes were empty after it was listed; of importance for partial changes only.
+    lanes_left: bool,
+}
+
+#[derive(Debug, Default)]
+struct List {
+    entries: Vec<Entry>,
+    numbers: u64,
+    lanes: Vec<Arc<Lane>>,
+}
+
+/// The changes of one file.
+#[derive(Debug)]
+pub(super) struct Claims {
+    /// Partial changes in the list.
+    partial: AtomicUsize,
+    list: Mutex<List>,
+}
+
+impl Default for Claims {
+    fn default() -> Self {
+        Self {
+            partial: AtomicUsize::new(0),
+            list: Mutex::new(List::default()),
+        }
+    }
+}
+
+impl Claims {
+    /// Adds a lane, for one queue.
+    pub(super) fn open_lane(&self) -> Arc<Lane> {
+        let lane = Arc::new(Lane(AtomicUsize::new(0)));
+        self.list().lanes.push(lane.clone());
+        lane
+    }
+
+    /// Removes a lane.
+    pub(super) fn close_lane(&self, lane: &Arc<Lane>) {
+        self.list().lanes.retain(|other| !Arc::ptr_eq(other, lane));
+    }
+
+    /// Enters a change. It may begin if this returns `true`, else once [`Self::may_begin`] does.
+    #[inline]
+    pub(super) fn enter(&self, lane: &Lane, change: Change) -> (Claim, bool) {
+        if !change.partial {
+            lane.add(1);
+            fence(Ordering::SeqCst);
+            if self.partial.load(Ordering::Acquire) == 0 {
+                return (Claim::Lane, true);
+            }
+            lane.add(usize::MAX);
+        }
+        self.enter_list(change)
+    }
+
+    #[cold]
+    fn enter_list(&self, change: Change) -> (Claim, bool) {
+        let mut list = self.list();
+        if change.partial {
+            let partial = self.partial.load(Ordering::Relaxed);
+            self.partial.store(partial + 1, Ordering::Relaxed);
+            fence(Ordering::SeqCst);
+        }
+        let number = list.numbers;
+        list.numbers += 1;
+        list.entries.push(Entry {
+            number,
+            change,
+            lanes_left: false,
+        });
+        let begins = list.may_begin(number);
+        (Claim::Listed(number), begins)
+    }
+
+    /// Returns whether a change that was entered may begin.
+    pub(super) fn may_begin(&self, claim: &Claim) -> bool {
+        match claim {
+            Claim::None | Claim::Lane => true,
+            Claim::Listed(number) => self.list().may_begin(*number),
+        }
+    }
+
+    /// Ends a change, or the wait for one.
+    #[inline]
+    pub(super) fn leave(&self, lane: &Lane, claim: Claim) {
+        match claim {
+            Claim::None => {}
+            Claim::Lane => lane.add(usize::MAX),
+            Claim::Listed(number) => self.leave_list(number),
+        }
+    }
+
+    #[cold]
+    fn leave_list(&self, number: u64) {
+        let mut list = self.list();
+        let place = list.entries.iter().position(|entry| entry.number == number);
+        if let Some(place) = place
+            && list.entries.remove(place).change.partial
+        {
+            let partial = self.partial.load(Ordering::Relaxed);
+            self.partial.store(partial - 1, Ordering::Release);
+        }
+    }
+
+    fn list(&self) -> MutexGuard<'_, List> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl List {
+    fn may_begin(&mut self, number: u64) -> bool {
+        let Some(place) = self.entries.iter().position(|entry| entry.number == number) else {
+            return true;
+        };
+        let (earlier, rest) = self.entries.split_at_mut(place);
+        let Some(entry) = rest.first_mut() else {
+            return true;
+        };
+        if entry.change.partial && !entry.lanes_left {
+            // Each change that is on a lane still was there before this one was announced.
+            entry.lanes_left = self.lanes.iter().all(|lane| lane.is_empty());
+            if !entry.lanes_left {
+                return false;
+            }
+        }
+        let change = entry.change;
+        !earlier.iter().any(|other| other.change.excludes(&change))
+    }
+}
+
+impl Lane {
+    /// Adds to the number, modulo 2^64; only the lane's own queue does.
+    #[inline]
+    fn add(&self, by: usize) {
+        let changes = self.0.load(Ordering::Relaxed).wrapping_add(by);
+        self.0.store(changes, Ordering::Release);
+    }
+
+    fn is_empty(&self) -> bool {
+        self.0.load(Ordering::Acquire) == 0
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    fn change(start: u64, end: u64, partial: bool) -> Change {
+        Change {
+            start,
+            end,
+            partial,
+        }
+    }
+
+    #[test]
+    fn whole_blocks_exclude_nothing_but_partial_changes() {
+        let claims = Claims::default();
+        let (a, b) = (claims.open_lane(), claims.open_lane());
+        let (first, begins) = claims.enter(&a, change(0, 8192, false));
+        assert!(begins && first == Claim::Lane);
+        let (second, begins) = claims.enter(&b, change(0, 4096, false));
+        assert!(begins && second == Claim::Lane);
+        // It does not know where the two write.
+        let (partial, begins) = claims.enter(&a, change(65_536, 69_632, true));
+        assert!(!begins);
+        // From now on, others are known exactly.
+        let (third, begins) = claims.enter(&b, change(0, 65_536, false));
+        assert!(begins && third != Claim::Lane);
+        let (fourth, begins) = claims.enter(&b, change(65_536, 131_072, false));
+        assert!(!begins);
+        claims.leave(&a, first);
+        assert!(!claims.may_begin(&partial));
+        claims.leave(&b, second);
+        assert!(claims.may_begin(&partial) && !claims.may_begin(&fourth));
+        claims.leave(&a, partial);
+        assert!(claims.may_begin(&fourth));
+        claims.leave(&b, third);
+        claims.leave(&b, fourth);
+        let (again, begins) = claims.enter(&b, change(65_536, 131_072, false));
+        assert!(begins && again == Claim::Lane);
+    }
+
+    #[test]
+    fn partial_changes_take_turns_in_their_order() {
+        let claims = Claims::default();
+        let lane = claims.open_lane();
+        let partial = change(0, 4096, true);
+        let (first, begins) = claims.enter(&lane, partial);
+        assert!(begins);
+        let (second, begins) = claims.enter(&lane, partial);
+        assert!(!begins);
+        let (third, begins) = claims.enter(&lane, change(0, 8192, false));
+        assert!(!begins);
+        let (fourth, begins) = claims.enter(&lane, change(4096, 8192, true));
+        assert!(!begins, "behind the third");
+        claims.leave(&lane, first);
+        assert!(claims.may_begin(&second) && !claims.may_begin(&third));
+        claims.leave(&lane, second);
+        assert!(claims.may_begin(&third) && !claims.may_begin(&fourth));
+        // One that gives up waiting stands in nobody's way.
+        claims.leave(&lane, third);
+        assert!(claims.may_begin(&fourth));
+        claims.leave(&lane, fourth);
+        assert_eq!(claims.partial.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn a_lane_that_is_closed_is_waited_for_no_more() {
+        let claims = Claims::default();
+        let (gone, lane) = (claims.open_lane(), claims.open_lane());
+        let (_, begins) = claims.enter(&gone, change(0, 4096, false));
+        assert!(begins);
+        let (partial, begins) = claims.enter(&lane, change(0, 4096, true));
+        assert!(!begins);
+        claims.close_lane(&gone);
+        assert!(claims.may_begin(&partial));
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_models {
+    use loom::cell::UnsafeCell;
+    use loom::sync::Arc;
+    use loom::thread;
+
+    use super::*;
+
+    /// A block, and what two queues do with it: loom reports accesses at the same time.
+    fn model(partial: [bool; 2]) {
+        loom::model(move || {
+            let claims = Arc::new(Claims::default());
+            let block = Arc::new(UnsafeCell::new(0));
+            let change = move |claims: &Claims, lane: &Lane, block: &UnsafeCell<u32>, partial| {
+                let change = Change {
+                    start: 0,
+                    end: 4096,
+                    partial,
+                };
+                let (claim, mut begins) = claims.enter(lane, change);
+                while !begins {
+                    thread::yield_now();
+                    begins = claims.may_begin(&claim);
+                }
+                #[expect(unsafe_code, reason = "an access that loom watches")]
+                // SAFETY: loom stops the model where two threads are here at the same time.
+                block.with_mut(|block| unsafe { *block += 1 });
+                claims.leave(lane, claim);
+            };
+            let lanes = [claims.open_lane(), claims.open_lane()];
+            let [mine, other] = lanes;
+            let thread = {
+                let (claims, block) = (claims.clone(), block.clone());
+                thread::spawn(move || change(&claims, &other, &block, partial[1]))
+            };
+            change(&claims, &mine, &block, partial[0]);
+            thread.join().expect("no panic");
+        });
+    }
+
+    #[test]
+    fn a_partial_change_and_a_whole_one_exclude_each_other() {
+        model([true, false]);
+    }
+
+    #[test]
+    fn two_partial_changes_exclude_each_other() {
+        model([true, true]);
+    }
+}

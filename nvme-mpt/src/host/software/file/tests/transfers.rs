@@ -1,0 +1,143 @@
+//! Reads and writes: alignment, parts of blocks, the end of the file.
+
+use super::*;
+
+#[test]
+fn memory_at_any_alignment_goes_the_same_way() {
+    let (mut drive, ring, _) = Drive::fake();
+    let fd = drive.lease.data_fd();
+    for at in [0, 512, 4, 1023] {
+        for opcode in [NvmOpcode::WRITE, NvmOpcode::READ] {
+            drive.ring(&[drive.transfer(opcode, 1, 16, 8, at)]);
+            let given = ring.succeed();
+            assert_eq!(
+                (given.fd, given.offset, given.len),
+                (fd, 8192, 4096),
+                "{at}"
+            );
+            assert_eq!(drive.reap(), [(1, Status::SUCCESS)]);
+        }
+    }
+    // Where a part of a block is written, whole blocks are, and what is kept is read before.
+    drive.ring(&[drive.transfer(NvmOpcode::WRITE, 1, 6, 4, 0)]);
+    let given = ring.succeed();
+    assert_eq!((given.what, given.offset, given.len), (What::Read, 0, 8192));
+    assert!(drive.reap().is_empty());
+    let given = ring.succeed();
+    assert_eq!(
+        (given.what, given.fd, given.offset, given.len),
+        (What::Write, fd, 0, 8192)
+    );
+    assert_eq!(drive.reap(), [(1, Status::SUCCESS)]);
+}
+
+#[test]
+fn a_part_of_a_block_waits_for_the_block_and_the_block_for_it() {
+    let (mut drive, ring, clock) = Drive::fake();
+    let block = drive.transfer(NvmOpcode::WRITE, 0, 0, 8, 0);
+    let part = drive.transfer(NvmOpcode::WRITE, 1, 2, 2, 0);
+    let again = drive.transfer(NvmOpcode::WRITE, 2, 0, 8, 0);
+    drive.ring(&[block, part, again]);
+    let given = ring.succeed();
+    assert_eq!((given.tag, given.what), (0, What::Write));
+    // A poller that sleeps comes back for those that wait.
+    let due = drive.queue.next_due().expect("two wait");
+    assert!(due.0 <= clock.now() + ticks_in(Duration::from_millis(1)));
+    assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
+    let given = ring.succeed();
+    assert_eq!((given.tag, given.what, given.len), (1, What::Read, UNIT));
+    assert!(drive.reap().is_empty());
+    let given = ring.succeed();
+    assert_eq!((given.tag, given.what, given.len), (1, What::Write, UNIT));
+    assert_eq!(drive.reap(), [(1, Status::SUCCESS)]);
+    drive.reap();
+    let given = ring.succeed();
+    assert_eq!((given.tag, given.what), (2, What::Write));
+    assert_eq!(drive.reap(), [(2, Status::SUCCESS)]);
+    assert_eq!(drive.queue.next_due(), None);
+}
+
+#[test]
+fn the_kernel_is_asked_for_nothing_behind_the_end_of_a_file_that_was_cut_short() {
+    let (mut drive, ring, _) = Drive::fake();
+    drive.file.as_file().set_len(8192).expect("shorter");
+    let part = drive.transfer(NvmOpcode::WRITE, 1, 14, 4, 0);
+    let mut refused = vec![
+        drive.transfer(NvmOpcode::WRITE, 0, 8, 16, 0),
+        part,
+        drive.transfer(NvmOpcode::WRITE_ZEROES, 2, 8, 16, 0),
+    ];
+    if drive.store.punches_holes() {
+        refused.push(drive.deallocate(3, 8, 16));
+    }
+    let fault = Status::WRITE_FAULT;
+    let expected: Vec<_> = (0..refused.len())
+        .map(|slot| (slot as u16, fault))
+        .collect();
+    drive.ring(&refused);
+    assert_eq!(drive.reap(), expected);
+    assert_eq!(ring.has(), []);
+    drive.ring(&[drive.transfer(NvmOpcode::READ, 0, 8, 16, 0)]);
+    assert_eq!(drive.reap(), [(0, Status::UNRECOVERED_READ_ERROR)]);
+    drive.ring(&[drive.transfer(NvmOpcode::WRITE, 0, 8, 8, 0)]);
+    assert_eq!(ring.succeed().offset, 4096);
+    assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
+}
+
+/// The pattern after which a guest waited for ever: writes of 1 KiB, right behind them one of 14 KiB in two parts that
+/// begins in the same block, in a sparse file, with more of them under way and the thread asleep in between.
+#[test]
+fn parts_of_blocks_in_a_sparse_file_all_complete() {
+    let ring = Uring::new(SLOTS.into()).expect("io_uring");
+    let mut drive = Drive::new(ring, HostClock);
+    for round in 0..200_u64 {
+        let base = round % 60 * 32;
+        let mut commands = Vec::new();
+        for (slot, (block, blocks)) in [(0, 2), (2, 2), (4, 2), (6, 16), (22, 2), (24, 8), (30, 2)]
+            .into_iter()
+            .enumerate()
+        {
+            let slot = slot as u16;
+            let (list, _) = drive.lists.of_slot(slot);
+            list.fill(round << 8 | u64::from(slot));
+            // Two parts: the slot's list begins at half of a block.
+            let at = if blocks == 16 { 0 } else { 512 };
+            commands.push(drive.transfer(NvmOpcode::WRITE, slot, base + block, blocks, at));
+        }
+        drive.ring(&commands);
+        let mut done = Vec::new();
+        while done.len() < commands.len() {
+            wait(drive.queue.ring.fd());
+            done.extend(drive.reap());
+        }
+        assert!(
+            done.iter().all(|(_, status)| status.is_success()),
+            "{done:?}"
+        );
+        let mut found = vec![0; 32 * 512];
+        drive
+            .file
+            .as_file()
+            .read_exact_at(&mut found, base * 512)
+            .expect("read");
+        for (slot, blocks) in [(0, 0..2), (1, 2..4), (2, 4..6), (3, 6..22), (4, 22..24)] {
+            let word = (round << 8 | slot).to_le_bytes();
+            let bytes = &found[blocks.start * 512..blocks.end * 512];
+            assert!(
+                bytes.chunks(8).all(|chunk| chunk == word),
+                "round {round}, slot {slot}"
+            );
+        }
+    }
+}
+
+/// Sleeps until a descriptor is readable, for some milliseconds at most: commands may wait for their turn only.
+fn wait(fd: RawFd) {
+    use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+    let epoll = Epoll::new().expect("epoll");
+    let event = EpollEvent::new(EventSet::IN, 0);
+    epoll
+        .ctl(ControlOperation::Add, fd, event)
+        .expect("watched");
+    let _ = epoll.wait(2, &mut [EpollEvent::default()]);
+}

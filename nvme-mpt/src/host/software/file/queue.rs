@@ -175,7 +175,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
     }
 
     /// Gives back what keeps other commands waiting.
-    fn release(&mut self, index: usize) {
+    pub(super) fn release(&mut self, index: usize) {
         if let Some(operation) = self.operations.get_mut(index) {
             let claim = std::mem::take(&mut operation.claim);
             self.file.claims.leave(&self.lane, claim);
@@ -385,7 +385,8 @@ impl<R: Ring, C: Clock> HostQueue for FileQueue<R, C> {
             }
             self.retry_at = Ticks(now.0 + self.retry_ticks);
         }
-        if ended && !self.waiting.is_empty() {
+        // A command that failed without a request gives memory back, too.
+        if !self.waiting.is_empty() && (ended || !self.completed.is_empty()) {
             self.start_waiting(memory);
         }
         self.ring.submit();

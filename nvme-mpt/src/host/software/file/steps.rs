@@ -324,8 +324,10 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         let claim = std::mem::take(&mut operation.claim);
         file.claims.leave(lane, claim);
         let zeroing = &mut operation.zeroing;
-        zeroing.has_turn = false;
-        zeroing.pause = file.turns.done(zeroing.slice, zeroing.began, now);
+        // A queue that failed meanwhile has given the turn back, and another command may have it.
+        if std::mem::take(&mut zeroing.has_turn) {
+            zeroing.pause = file.turns.done(zeroing.slice, zeroing.began, now);
+        }
         operation.next = Next::Zero;
         match result {
             Ok(_) => zeroing.at += zeroing.slice,

@@ -22,6 +22,7 @@ use tempfile::NamedTempFile;
 use zerocopy::IntoBytes;
 
 use super::bounces::Bounces;
+use super::claims::Change;
 use super::deadline::{LOST, OVERDUE};
 use super::queue::FileQueue;
 use super::uring::{Manner, Request, Ring, Uring};
@@ -34,7 +35,7 @@ use crate::host::{HostBatch, HostCompletion, HostMemory, HostQueue};
 use crate::iova::IovaSpace;
 use crate::shadow::ListMemory;
 use crate::spec::ids::{CommandId, Lba};
-use crate::spec::nvm::{DsmRange, ReadWrite};
+use crate::spec::nvm::{CopyCommand, CopyRange0, DsmRange, ReadWrite};
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
 use crate::spec::status::Status;
@@ -232,6 +233,26 @@ impl<R: Ring, C: Clock> Drive<R, C> {
         list.as_mut_bytes()[..16].copy_from_slice(range.as_bytes());
         let mut sqe = Sqe::new(NvmOpcode::DATASET_MANAGEMENT.0);
         sqe.cdw11 = 4;
+        sqe.dptr[0] = iova.0;
+        sqe.set_cid(CommandId(slot));
+        sqe
+    }
+
+    /// A Copy of blocks.
+    fn copy(&mut self, slot: u16, from: u64, blocks: u16, to: u64) -> Sqe {
+        let range = CopyRange0 {
+            slba: Lba(from),
+            nlb_z: blocks - 1,
+            ..CopyRange0::default()
+        };
+        let (list, iova) = self.lists.of_slot(slot);
+        list.as_mut_bytes()[..size_of_val(&range)].copy_from_slice(range.as_bytes());
+        let mut sqe = Sqe::new(NvmOpcode::COPY.0);
+        CopyCommand {
+            sdlba: Lba(to),
+            ..CopyCommand::default()
+        }
+        .write_to(&mut sqe);
         sqe.dptr[0] = iova.0;
         sqe.set_cid(CommandId(slot));
         sqe

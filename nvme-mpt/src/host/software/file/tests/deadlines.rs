@@ -117,3 +117,27 @@ fn a_queue_that_is_cut_short_begins_no_further_slice_or_request() {
     assert_eq!(drive.queue.next_due(), None);
     assert!(drive.store.shared.turns.take().is_some());
 }
+
+/// The turn of a queue that fails goes to another. The slice that ends late does not take it away.
+#[test]
+fn a_slice_that_ends_after_its_queue_failed_gives_no_turn_back() {
+    let (mut drive, ring, clock) = Drive::fake();
+    if !drive.store.punches_holes() {
+        eprintln!("not tested: the file system has no holes");
+        return;
+    }
+    let command = drive.deallocate(0, 0, 8);
+    drive.ring(&[command]);
+    let [slice] = ring.has()[..] else {
+        panic!("one request");
+    };
+    drive.let_pass(&clock, LOST + 1);
+    assert!(drive.queue.has_failed());
+    assert!(drive.store.shared.turns.take().is_some(), "it is free");
+    ring.0.borrow_mut().end(slice, Ok(0));
+    drive.reap();
+    assert!(
+        drive.store.shared.turns.take().is_none(),
+        "another command has it"
+    );
+}

@@ -141,3 +141,33 @@ fn wait(fd: RawFd) {
         .expect("watched");
     let _ = epoll.wait(2, &mut [EpollEvent::default()]);
 }
+
+/// Four Copies have all of the large memory and wait for a block. The fifth waits for memory.
+#[test]
+fn a_command_gets_the_memory_of_one_that_failed_without_a_request() {
+    let (mut drive, ring, _) = Drive::fake();
+    let shared = drive.store.shared.clone();
+    let lane = shared.claims.open_lane();
+    let partial = Change {
+        start: 1 << 20,
+        end: (1 << 20) + UNIT,
+        partial: true,
+    };
+    let (claim, begins) = shared.claims.enter(&lane, partial);
+    assert!(begins);
+    let copies: Vec<Sqe> = (0..5).map(|slot| drive.copy(slot, 0, 8, 2048)).collect();
+    drive.ring(&copies);
+    for given in ring.has() {
+        ring.0.borrow_mut().end(given, Ok(given.len as usize));
+    }
+    assert!(drive.reap().is_empty());
+    assert_eq!(ring.has(), [], "four wait for the block, one for memory");
+    drive.file.as_file().set_len(1 << 20).expect("shorter");
+    shared.look_at_size();
+    shared.claims.leave(&lane, claim);
+    let fault = Status::WRITE_FAULT;
+    let failed: Vec<_> = (0..4).map(|slot| (slot, fault)).collect();
+    assert_eq!(drive.reap(), failed);
+    assert_eq!(ring.succeed().what, What::Read, "the fifth has begun");
+    drive.reap();
+}

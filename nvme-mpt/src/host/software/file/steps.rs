@@ -130,7 +130,9 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                     match first.take().or_else(|| second.take()) {
                         Some((start, end)) => {
                             operation.use_stage(start, end)?;
-                            return self.request(slot);
+                            if !self.skips_lost_range(slot) {
+                                return self.request(slot);
+                            }
                         }
                         None => prepare_write(operation)?,
                     }
@@ -146,7 +148,9 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                     operation.next = Next::Done;
                 }
                 Next::Read | Next::Write | Next::Sync | Next::SyncCompanion | Next::Slice => {
-                    return self.request(slot);
+                    if !self.skips_lost_range(slot) {
+                        return self.request(slot);
+                    }
                 }
                 Next::Compare => {
                     let equal = operation.equals_data(file.lba_shift, memory)?;
@@ -349,10 +353,41 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         Ok(())
     }
 
+    /// Looks at the file's size, once per batch.
+    fn look_at_size(&mut self) {
+        if !std::mem::replace(&mut self.looked, true) {
+            self.file.look_at_size();
+        }
+    }
+
+    /// Gives up the rest of a range to deallocate that reaches beyond the end of a file that was cut short. Returns
+    /// `true` if it did.
+    fn skips_lost_range(&mut self, slot: CommandId) -> bool {
+        let index = usize::from(slot.0);
+        if !self.operations[index].is_advice() {
+            return false;
+        }
+        self.look_at_size();
+        if self.file.watched.has(self.operations[index].reach()) {
+            return false;
+        }
+        self.release(index);
+        let operation = &mut self.operations[index];
+        operation.fills = [None; 2];
+        operation.zeroing.at = operation.zeroing.end;
+        operation.next = Next::Zero;
+        true
+    }
+
     /// Asks the kernel for what a command's step is.
     fn request(&mut self, slot: CommandId) -> Result<Step, Status> {
         if self.cut_short {
             return Err(Status::ABORTED_SQ_DELETION);
+        }
+        // Ahead of the first write of a batch: none may make a file longer that was cut short.
+        let next = self.operations[usize::from(slot.0)].next;
+        if matches!(next, Next::Write | Next::Slice) {
+            self.look_at_size();
         }
         let Self {
             operations,
@@ -360,14 +395,9 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             lease,
             ring,
             looks,
-            looked,
             ..
         } = self;
         let operation = &mut operations[usize::from(slot.0)];
-        // Ahead of the first write of a batch: none may make a file longer that was cut short.
-        if matches!(operation.next, Next::Write | Next::Slice) && !std::mem::replace(looked, true) {
-            file.look_at_size();
-        }
         if !file.watched.has(operation.reach()) {
             return Err(failure(libc::EIO, operation.next));
         }

@@ -49,7 +49,7 @@ impl Witness {
         let files = [Some(&self.file), self.companion.as_ref()];
         // All are asked, so that none has old news the next time.
         let asked = files.map(|file| file.map_or(Ok(()), uring::write_back_error));
-        asked.into_iter().collect()
+        heard(asked.into_iter().collect())
     }
 }
 
@@ -253,8 +253,22 @@ pub(super) const fn synced(result: Result<usize, i32>) -> Result<usize, i32> {
     result
 }
 
+/// Returns the answer of a witness.
+#[cfg(not(test))]
+fn heard(result: io::Result<()>) -> io::Result<()> {
+    result
+}
+
+#[cfg(test)]
+fn heard(result: io::Result<()>) -> io::Result<()> {
+    let told = NEXT_WITNESS_HEARS.take();
+    told.map_or(result, |errno| Err(io::Error::from_raw_os_error(errno)))
+}
+
 #[cfg(test)]
 thread_local! {
+    /// Error that the next witness asked on this thread hears of, instead of the kernel's answer.
+    static NEXT_WITNESS_HEARS: std::cell::Cell<Option<i32>> = const { std::cell::Cell::new(None) };
     /// What the next sync that ends on this thread ends with, instead of what the kernel reports.
     static NEXT_SYNC_FAILS: std::cell::Cell<Option<i32>> = const { std::cell::Cell::new(None) };
 }

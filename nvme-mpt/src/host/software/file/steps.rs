@@ -455,10 +455,12 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         } else {
             Manner::AtOnce
         };
-        // SAFETY: the vectors are those of the slot's operation, which changes them only after the request has ended,
-        // as a slot has one request at a time. The memory they name is a bounce of that operation, the zeroes of the
-        // process, or the guest's, which a shadow queue keeps mapped while the command is in flight and beyond the end
-        // of this queue, which waits for all requests when dropped.
+        // SAFETY: the vectors are those of the slot's operation. It changes them only after the request has ended, as a
+        // slot has one request at a time, and they are leaked with a queue whose requests the kernel keeps. The memory
+        // is a bounce of that operation, leaked likewise, the zeroes of the process, or the guest's. A shadow queue
+        // keeps the guest's memory mapped while the command is in flight, and drops it after this queue, whose end
+        // waits for its requests. That wait ends after `PATIENCE`: the kernel has pinned the memory of a direct
+        // transfer by then, and closing the ring cancels what has not begun.
         let prepared = unsafe { ring.prepare(u64::from(slot.0), request, manner) };
         prepared.map_err(|error| {
             error!("A request to the kernel could not be made: {error}");
@@ -484,7 +486,9 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         let was_overdue = std::mem::take(&mut operation.overdue) && result.is_err();
         if was_overdue {
             operation.repeats += 1;
-            info!("A request that was overdue was cancelled and is repeated by another thread");
+            if !self.cut_short {
+                info!("A request that was overdue was cancelled and is repeated by another thread");
+            }
         }
         let result = match operation.next {
             Next::Sync | Next::SyncCompanion => lease::synced(result),
@@ -493,8 +497,13 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         match (operation.next, result) {
             (Next::Slice, result) => self.slice_ended(slot, result)?,
             // The kernel could not start it, was interrupted, or cancelled it for want of a thread.
-            (_, Err(libc::EAGAIN | libc::EINTR | libc::ECANCELED)) => {
+            (next, Err(libc::EAGAIN | libc::EINTR | libc::ECANCELED)) => {
                 let since = operation.since;
+                // A sync that was interrupted may have taken the only report of an error of its description.
+                let fua = next == Next::Write && ReadWrite::from(&operation.sqe).fua;
+                if fua || matches!(next, Next::Sync | Next::SyncCompanion) {
+                    self.lease.ask(&self.witness)?;
+                }
                 let step = self.request(slot)?;
                 if !was_overdue {
                     // It is as old as its first attempt.

@@ -114,6 +114,19 @@ fn a_flush_that_did_not_run_loses_nothing() {
 }
 
 #[test]
+fn a_sync_that_was_interrupted_hides_no_error() {
+    for errno in [libc::EAGAIN, libc::EINTR, libc::ECANCELED] {
+        let scene = Scene::new();
+        let lease = scene.store.lease("a", 1 << 20).unwrap();
+        let mut queue = FileQueue::new(&lease, 4).unwrap();
+        NEXT_SYNC_FAILS.set(Some(errno));
+        NEXT_WITNESS_HEARS.set(Some(libc::EIO));
+        assert_eq!(scene.run(&mut queue, &zeroes(true)), LOST);
+        assert!(lease.has_lost_writes());
+    }
+}
+
+#[test]
 fn a_lease_is_of_the_file_that_was_opened_whatever_its_path_leads_to() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("drive");

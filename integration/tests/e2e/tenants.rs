@@ -33,6 +33,7 @@ pub(crate) const GROUP: Group = Group::Alone {
         }),
         ("on_tmpfs", on_tmpfs),
         ("on_xfs", on_xfs),
+        ("on_a_loop_device", on_a_loop_device),
     ],
 };
 
@@ -68,6 +69,11 @@ fn on_xfs(lab: &Lab) -> Result<(), Fault> {
     run("mkfs.xfs", &[Path::new("-q"), &disk.path])?;
     let mounted = Mounted::at(&disk.path, lab.folder().join("xfs"))?;
     storm(lab, &image(&mounted.folder)?)
+}
+
+fn on_a_loop_device(lab: &Lab) -> Result<(), Fault> {
+    let disk = LoopDevice::of(&lab.drive("loop.img", SHARED_MIB)?)?;
+    storm(lab, &disk.path)
 }
 
 fn image(folder: &Path) -> Result<PathBuf, Fault> {

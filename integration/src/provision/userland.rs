@@ -21,6 +21,7 @@ const SUITES: Suites = Suites {
 const PACKAGES: &[&str] = &[
     "btrfs-progs",
     "busybox-static",
+    "dmsetup",
     "e2fsprogs",
     "fio",
     "nvme-cli",
@@ -33,6 +34,7 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("usr/bin/busybox", "bin/busybox"),
     ("usr/bin/fio", "sbin/fio"),
     ("usr/sbin/nvme", "sbin/nvme"),
+    ("usr/sbin/dmsetup", "sbin/dmsetup"),
     ("usr/sbin/mke2fs", "sbin/mkfs.ext4"),
     ("usr/sbin/e2fsck", "sbin/e2fsck"),
     ("usr/bin/btrfs", "sbin/btrfs"),

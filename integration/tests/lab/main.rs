@@ -21,6 +21,7 @@ mod backing;
 mod bind;
 mod client;
 mod comings;
+mod disks;
 mod drives;
 mod exits;
 mod failures;
@@ -77,6 +78,7 @@ const GROUPS: &[Group] = &[
     backing::GROUP,
     bind::GROUP,
     comings::GROUP,
+    disks::GROUP,
     drives::GROUP,
     failures::GROUP,
     giveback::GROUP,

@@ -1,0 +1,413 @@
+//! Disks that are full, or that fail, under a drive: each success that a guest was told holds.
+//!
+//! A client writes and flushes through a function, and a peer does the same to a local file with `write` and
+//! `fsync`. Half-way, the disk beneath gets into trouble. Afterwards it is sound again, and what was flushed is read
+//! from it.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use integration::lab::{LabDrive, inside};
+use integration::progress::say;
+use integration::server::{FunctionOptions, Server, ServerError};
+use nvme_mpt_tests::bar::Bar;
+use nvme_mpt_tests::controller::{Config, Controller};
+use nvme_mpt_tests::disk::Disk;
+use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::rng::Rng;
+use nvme_mpt_tests::vfio_user::VfioUserBar;
+
+use crate::fixture::{Bench, Fault, expect, sh};
+use crate::{Group, Refused};
+
+pub(crate) const GROUP: Group = Group::Inside {
+    name: "disks",
+    drives: || vec![LabDrive::new("a", DISK)],
+    refused: Refused::Nothing,
+    checks: &[
+        ("full_under_a_file", |bench| {
+            compare(bench, Layer::File, Trouble::Full)
+        }),
+        ("failing_under_a_file", |bench| {
+            compare(bench, Layer::File, Trouble::Error)
+        }),
+        ("flaky_under_a_file", |bench| {
+            compare(bench, Layer::File, Trouble::Flaky)
+        }),
+        ("failing", |bench| {
+            compare(bench, Layer::Device, Trouble::Error)
+        }),
+        ("flaky", |bench| {
+            compare(bench, Layer::Device, Trouble::Flaky)
+        }),
+    ],
+};
+
+/// Bytes of the disk.
+const DISK: u64 = 96 << 20;
+/// Bytes that are leased.
+const LEASE: u64 = 48 << 20;
+/// Bytes of a file system that is too small for them.
+const SMALL: u64 = 40 << 20;
+const SECTOR: u64 = 512;
+/// Bytes of a write, all of which hold one generation.
+const PLACE: u64 = 64 << 10;
+const PLACES: u64 = LEASE / PLACE;
+/// Writes before each flush.
+const BATCH: u64 = 8;
+/// Flushes before and after the disk gets into trouble, at least.
+const FLUSHES: u64 = 12;
+/// Time for which the trouble lasts, at least: a flaky disk is sound for a second, and fails for a second.
+const TROUBLE: Duration = Duration::from_secs(5);
+/// The device of device mapper that stands for the disk.
+const MAPPED: &str = "/dev/mapper/trouble";
+const MEMORY: (u64, u64) = (1 << 32, 4 << 20);
+
+/// What a drive lies on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Layer {
+    /// An ext4 file system with an image.
+    File,
+    /// The disk itself.
+    Device,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Trouble {
+    /// The file system has less room than the image is long.
+    Full,
+    /// Every access fails.
+    Error,
+    /// Writes fail for every other second.
+    Flaky,
+}
+
+/// Where a check writes.
+trait Target {
+    fn write(&mut self, place: u64, bytes: &[u8]) -> Result<(), String>;
+    fn flush(&mut self) -> Result<(), String>;
+}
+
+/// A local file or device, as any program uses it.
+struct Local(File);
+
+impl Target for Local {
+    fn write(&mut self, place: u64, bytes: &[u8]) -> Result<(), String> {
+        let written = self.0.write_all_at(bytes, place * PLACE);
+        written.map_err(|error| error.to_string())
+    }
+
+    fn flush(&mut self) -> Result<(), String> {
+        self.0.sync_all().map_err(|error| error.to_string())
+    }
+}
+
+/// A function of a server.
+struct Function {
+    disk: Disk,
+    // The queues go first.
+    _controller: Controller,
+    server: Server,
+}
+
+impl Function {
+    fn connect(bench: &Bench, path: &Path) -> Result<Self, Fault> {
+        let options = FunctionOptions::new("x", path.display().to_string(), format!("0+{LEASE}"));
+        let server = bench.serve(&[options])?;
+        let memory = GuestMemory::new(&[MEMORY])?;
+        let bar: Arc<dyn Bar> = Arc::new(VfioUserBar::attach(&server.socket("x"), &memory)?);
+        let mut controller = Controller::attach(bar, memory, Config::default(), 1)?;
+        let disk = Disk::open(&mut controller, 1)?;
+        Ok(Self {
+            disk,
+            _controller: controller,
+            server,
+        })
+    }
+
+    /// Ends its server, which reports an error if it cannot flush, and only then.
+    fn end(self, lost_writes: bool) -> Result<(), Fault> {
+        let Self {
+            disk,
+            _controller: controller,
+            mut server,
+        } = self;
+        drop((disk, controller));
+        let ended = server.stop();
+        match ended {
+            Err(ServerError::Ended { .. }) if lost_writes => Ok(()),
+            ended => Ok(ended?),
+        }
+    }
+}
+
+impl Target for Function {
+    fn write(&mut self, place: u64, bytes: &[u8]) -> Result<(), String> {
+        let slba = place * (PLACE / SECTOR);
+        let written = self.disk.write(slba, bytes);
+        written.map_err(|error| integration::error_chain(&error))
+    }
+
+    fn flush(&mut self) -> Result<(), String> {
+        let flushed = self.disk.flush();
+        flushed.map_err(|error| integration::error_chain(&error))
+    }
+}
+
+/// Results that the writer was told, and content that must be there therefore.
+#[derive(Debug, Default)]
+struct Record {
+    /// By place: the generation that a flush covered. The place holds it, or one that was written later.
+    flushed: BTreeMap<u64, u64>,
+    /// By place: the generation that was written last with success, and not yet flushed.
+    written: BTreeMap<u64, u64>,
+    /// Numbers of writes and flushes: with success, without.
+    writes: (u64, u64),
+    flushes: (u64, u64),
+    /// Flushes with success after one without, beside new writes with success.
+    recovered: u64,
+    first_error: Option<String>,
+}
+
+impl Record {
+    fn write(&mut self, target: &mut impl Target, place: u64, generation: u64) {
+        let bytes = generation.to_le_bytes().repeat((PLACE / 8) as usize);
+        match target.write(place, &bytes) {
+            Ok(()) => {
+                self.writes.0 += 1;
+                self.written.insert(place, generation);
+            }
+            Err(error) => {
+                self.writes.1 += 1;
+                self.first_error.get_or_insert(error);
+            }
+        }
+    }
+
+    /// A flush without success takes the promise back that the writes before it ever become durable.
+    fn flush(&mut self, target: &mut impl Target) {
+        match target.flush() {
+            Ok(()) => {
+                self.flushes.0 += 1;
+                if self.flushes.1 > 0 && !self.written.is_empty() {
+                    self.recovered += 1;
+                }
+                self.flushed.append(&mut self.written);
+            }
+            Err(error) => {
+                self.flushes.1 += 1;
+                self.written.clear();
+                self.first_error.get_or_insert(error);
+            }
+        }
+    }
+
+    fn failures(&self) -> u64 {
+        self.writes.1 + self.flushes.1
+    }
+}
+
+/// Writes and flushes, and has `trouble` begin half-way.
+fn work(
+    target: &mut impl Target,
+    trouble: Trouble,
+    begin: impl FnOnce() -> Result<(), Fault>,
+) -> Result<Record, Fault> {
+    let mut record = Record::default();
+    let mut rng = Rng::new(7);
+    let mut generation = 0;
+    let mut batch = |record: &mut Record, places: &mut dyn FnMut() -> u64| {
+        for _ in 0..BATCH {
+            generation += 1;
+            record.write(target, places(), generation);
+        }
+        record.flush(target);
+    };
+    if trouble == Trouble::Full {
+        // Each place once, which is more than there is room for.
+        let mut next = 0..PLACES;
+        for _ in 0..PLACES / BATCH {
+            batch(&mut record, &mut || next.next().unwrap_or(0));
+        }
+        return Ok(record);
+    }
+    let mut anywhere = || rng.below(PLACES);
+    for _ in 0..FLUSHES {
+        batch(&mut record, &mut anywhere);
+    }
+    expect(record.failures() == 0, || {
+        format!("Before there was any trouble: {:?}", record.first_error)
+    })?;
+    begin()?;
+    let started = Instant::now();
+    let before = record.flushes;
+    while record.flushes.0 + record.flushes.1 < before.0 + FLUSHES || started.elapsed() < TROUBLE {
+        batch(&mut record, &mut anywhere);
+    }
+    Ok(record)
+}
+
+/// The disk, through device mapper.
+struct Mapped {
+    device: PathBuf,
+    bytes: u64,
+}
+
+impl Mapped {
+    fn create(bytes: u64) -> Result<Self, Fault> {
+        inside::bind("a", "nvme")?;
+        let device = inside::block_device("a", 1)?;
+        let mapped = Self { device, bytes };
+        let table = mapped.linear();
+        sh(&format!(
+            "DM_DISABLE_UDEV=1 dmsetup create trouble --table '{table}'"
+        ))?;
+        Ok(mapped)
+    }
+
+    fn sectors(&self) -> u64 {
+        self.bytes / SECTOR
+    }
+
+    fn linear(&self) -> String {
+        format!("0 {} linear {} 0", self.sectors(), self.device.display())
+    }
+
+    fn load(&self, table: &str) -> Result<(), Fault> {
+        sh(&format!(
+            "export DM_DISABLE_UDEV=1; dmsetup load trouble --table '{table}' \
+             && dmsetup suspend --noflush --nolockfs trouble && dmsetup resume trouble"
+        ))?;
+        Ok(())
+    }
+
+    fn begin(&self, trouble: Trouble) -> Result<(), Fault> {
+        let (sectors, device) = (self.sectors(), self.device.display());
+        match trouble {
+            Trouble::Full => Ok(()),
+            Trouble::Error => self.load(&format!("0 {sectors} error")),
+            Trouble::Flaky => {
+                self.load(&format!("0 {sectors} flakey {device} 0 1 1 1 error_writes"))
+            }
+        }
+    }
+
+    fn end(&self) -> Result<(), Fault> {
+        self.load(&self.linear())
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // Left over if a check failed: the next one makes it anew.
+        let _ = sh("umount /mnt 2> /dev/null; DM_DISABLE_UDEV=1 dmsetup remove --retry trouble");
+    }
+}
+
+fn open(path: &Path) -> Result<File, Fault> {
+    let opened = OpenOptions::new().read(true).write(true).open(path);
+    opened.map_err(at(path))
+}
+
+fn at(path: &Path) -> impl FnOnce(io::Error) -> Fault {
+    let path = path.to_owned();
+    |source| Fault::File { path, source }
+}
+
+/// Runs the same work on a new disk, through a function or locally. Returns what the writer was told.
+fn run(bench: &Bench, layer: Layer, trouble: Trouble, locally: bool) -> Result<Record, Fault> {
+    let bytes = if trouble == Trouble::Full {
+        SMALL
+    } else {
+        DISK
+    };
+    let disk = Mapped::create(bytes)?;
+    let path = match layer {
+        Layer::Device => PathBuf::from(MAPPED),
+        Layer::File => {
+            sh(&format!("mkfs.ext4 -q -F {MAPPED} && mount {MAPPED} /mnt"))?;
+            let path = PathBuf::from("/mnt/drive.img");
+            let image = File::create(&path).map_err(at(&path))?;
+            image.set_len(LEASE).map_err(at(&path))?;
+            if trouble != Trouble::Full {
+                // With all its blocks, so that only data is written.
+                let zeroes = vec![0; PLACE as usize];
+                for place in 0..PLACES {
+                    let written = image.write_all_at(&zeroes, place * PLACE);
+                    written.map_err(at(&path))?;
+                }
+                image.sync_all().map_err(at(&path))?;
+            }
+            path
+        }
+    };
+    let begin = || disk.begin(trouble);
+    let record = if locally {
+        work(&mut Local(open(&path)?), trouble, begin)?
+    } else {
+        let mut function = Function::connect(bench, &path)?;
+        let record = work(&mut function, trouble, begin)?;
+        function.end(record.flushes.1 > 0)?;
+        record
+    };
+    disk.end()?;
+    if layer == Layer::File {
+        // The page cache goes with the mount.
+        sh(&format!("umount /mnt && mount {MAPPED} /mnt"))?;
+    } else {
+        sh("echo 3 > /proc/sys/vm/drop_caches")?;
+    }
+    verify(&path, &record)?;
+    Ok(record)
+}
+
+/// Checks that all that was flushed is there, or what was written to its place later.
+fn verify(path: &Path, record: &Record) -> Result<(), Fault> {
+    let file = open(path)?;
+    let mut bytes = vec![0; PLACE as usize];
+    for (place, flushed) in &record.flushed {
+        file.read_exact_at(&mut bytes, place * PLACE)
+            .map_err(at(path))?;
+        let old = bytes
+            .chunks_exact(8)
+            .map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()))
+            .find(|found| found < flushed);
+        if let Some(old) = old {
+            return Err(Fault::Wrong(format!(
+                "Place {place} holds generation {old}, and {flushed} was flushed with success"
+            )));
+        }
+    }
+    Ok(())
+}
+
+fn compare(bench: &Bench, layer: Layer, trouble: Trouble) -> Result<(), Fault> {
+    fs::create_dir_all("/mnt").map_err(at(Path::new("/mnt")))?;
+    for (who, locally) in [("a local file", true), ("a function", false)] {
+        let record = run(bench, layer, trouble, locally)?;
+        let Record {
+            writes, flushes, ..
+        } = record;
+        say(&format!(
+            "        {who}: writes {} done, {} failed; flushes {} done, {} failed: {}",
+            writes.0,
+            writes.1,
+            flushes.0,
+            flushes.1,
+            record.first_error.as_deref().unwrap_or("no error")
+        ));
+        expect(record.failures() > 0, || {
+            format!("{who} was told of no failure")
+        })?;
+        expect(locally || record.recovered == 0, || {
+            let times = record.recovered;
+            format!("After a flush that failed, {times} succeeded before the VMM connected again")
+        })?;
+    }
+    Ok(())
+}

@@ -91,6 +91,9 @@
 //! All are off by default.
 //!
 //! - `kvm`: the module of that name.
+//! - `key-value-files`: drives of keys and values in files.
+//! - `toml`: the options `profile=` and `faults=`, whose values are written in TOML. Without it, `faults=none` works, and
+//!   any other value is refused.
 //!
 //! # Not implemented
 //!

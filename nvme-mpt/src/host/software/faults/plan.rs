@@ -33,7 +33,16 @@ pub enum FaultError {
         /// Kernel's error.
         source: io::Error,
     },
+    /// This build reads no fault plans.
+    #[error(
+        "Fault plan `{origin}` cannot be read: this program was built without the feature `toml`"
+    )]
+    NotBuilt {
+        /// Where it is from.
+        origin: String,
+    },
     /// It is not written as fault plans are.
+    #[cfg(feature = "toml")]
     #[error(
         "Fault plan `{origin}` is not one; resources/faults/example.toml has every field explained"
     )]
@@ -312,6 +321,23 @@ struct WrittenPlan {
     fault: Vec<WrittenFault>,
 }
 
+impl WrittenPlan {
+    #[cfg(feature = "toml")]
+    fn read(origin: &str, text: &str) -> Result<Self, FaultError> {
+        toml::from_str(text).map_err(|source| FaultError::Syntax {
+            origin: origin.to_owned(),
+            source: Box::new(source),
+        })
+    }
+
+    #[cfg(not(feature = "toml"))]
+    fn read(origin: &str, _: &str) -> Result<Self, FaultError> {
+        Err(FaultError::NotBuilt {
+            origin: origin.to_owned(),
+        })
+    }
+}
+
 /// A fault as it is written.
 #[derive(Debug, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -426,13 +452,10 @@ impl FaultPlan {
     /// Reads a plan; `origin` says where the text is from.
     ///
     /// # Errors
-    /// [`FaultError::Syntax`], [`FaultError::Value`], [`FaultError::Field`] and
-    /// [`FaultError::TooMany`].
+    /// `FaultError::Syntax`, [`FaultError::Value`], [`FaultError::Field`],
+    /// [`FaultError::TooMany`], and [`FaultError::NotBuilt`] without the feature `toml`.
     pub fn parse(origin: &str, text: &str) -> Result<Self, FaultError> {
-        let written: WrittenPlan = toml::from_str(text).map_err(|source| FaultError::Syntax {
-            origin: origin.to_owned(),
-            source: Box::new(source),
-        })?;
+        let written = WrittenPlan::read(origin, text)?;
         if written.fault.len() > MAX_FAULTS {
             return Err(FaultError::TooMany(written.fault.len()));
         }

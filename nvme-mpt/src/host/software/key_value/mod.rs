@@ -12,6 +12,10 @@
 //! A Retrieve or List whose memory the VMM takes away meanwhile fails with Data Transfer Error: its address is
 //! resolved when the reply is there.
 
+#[cfg_attr(
+    not(feature = "key-value-files"),
+    expect(dead_code, reason = "without it, no file can be opened")
+)]
 mod file;
 mod memory;
 mod pairs;
@@ -100,7 +104,15 @@ pub enum KeyValueError {
         /// Kernel's error.
         source: io::Error,
     },
+    /// This build has no drives of keys and values in files.
+    #[error(
+        "{} cannot be used for keys and values: this program was built without the feature `key-value-files`; \
+         use memory:SIZE",
+        .0.display()
+    )]
+    NotBuilt(PathBuf),
     /// The file's content cannot be read.
+    #[cfg(feature = "key-value-files")]
     #[error(
         "The keys and values in {} cannot be read: restore the file from a backup, or use an empty one",
         .path.display()

@@ -55,7 +55,14 @@ pub enum ProfileError {
         /// Kernel's error.
         source: io::Error,
     },
+    /// This build reads no profiles.
+    #[error("Profile `{origin}` cannot be read: this program was built without the feature `toml`")]
+    NotBuilt {
+        /// Its name or path.
+        origin: String,
+    },
     /// It is not written as profiles are.
+    #[cfg(feature = "toml")]
     #[error(
         "Profile `{origin}` is not one; resources/drives has examples with every field explained"
     )]
@@ -236,7 +243,7 @@ impl Profile {
     /// A profile that comes along.
     ///
     /// # Errors
-    /// [`ProfileError::Unknown`].
+    /// [`ProfileError::Unknown`] and [`ProfileError::NotBuilt`].
     pub fn named(name: &str) -> Result<Self, ProfileError> {
         match BUILT_IN.iter().find(|(known, _)| *known == name) {
             Some((_, text)) => Self::parse(name, text),
@@ -249,12 +256,9 @@ impl Profile {
     /// Reads a profile; `origin` says where the text is from.
     ///
     /// # Errors
-    /// [`ProfileError::Syntax`] and [`ProfileError::Value`].
+    /// `ProfileError::Syntax`, [`ProfileError::Value`], and [`ProfileError::NotBuilt`] without the feature `toml`.
     pub fn parse(origin: &str, text: &str) -> Result<Self, ProfileError> {
-        let profile: Self = toml::from_str(text).map_err(|source| ProfileError::Syntax {
-            origin: origin.to_owned(),
-            source: Box::new(source),
-        })?;
+        let profile = Self::read(origin, text)?;
         let checks = match &profile {
             Self::Nvm(nvm) => nvm.check(),
             Self::Ssd(ssd) => ssd.check(),
@@ -274,6 +278,21 @@ impl Profile {
                 allowed,
             }),
         }
+    }
+
+    #[cfg(feature = "toml")]
+    fn read(origin: &str, text: &str) -> Result<Self, ProfileError> {
+        toml::from_str(text).map_err(|source| ProfileError::Syntax {
+            origin: origin.to_owned(),
+            source: Box::new(source),
+        })
+    }
+
+    #[cfg(not(feature = "toml"))]
+    fn read(origin: &str, _: &str) -> Result<Self, ProfileError> {
+        Err(ProfileError::NotBuilt {
+            origin: origin.to_owned(),
+        })
     }
 }
 

@@ -10,11 +10,9 @@ use std::sync::Arc;
 use redb::StorageBackend;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use super::VERSION;
 use crate::host::software::key_value::KeyValueError;
 use crate::range_lock::{ClaimError, RangeLock};
-
-/// Which format it has.
-pub(in super::super) const VERSION: u32 = 1;
 
 const MAGIC: [u8; 8] = *b"mpt-kv\r\n";
 

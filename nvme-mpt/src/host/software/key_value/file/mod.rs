@@ -8,7 +8,9 @@
 //! Unrecovered Error.
 
 mod desk;
+#[cfg(feature = "key-value-files")]
 mod layout;
+#[cfg(feature = "key-value-files")]
 mod store;
 
 use std::collections::BTreeMap;
@@ -17,15 +19,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 pub(super) use desk::{Asked, Mailbox};
-pub(super) use layout::VERSION;
 
 use super::KeyValueError;
 use super::pairs::Usage;
 use crate::poller::Threads;
 use crate::range_lock::RangeLock;
 use desk::Desk;
+#[cfg(feature = "key-value-files")]
 use layout::PairsFile;
+#[cfg(feature = "key-value-files")]
 use store::PairStore;
+
+/// Format of a file of pairs.
+pub(super) const VERSION: u32 = 1;
 
 /// Usage of each key space, by name, as of the last transaction.
 #[derive(Debug, Default)]
@@ -59,7 +65,14 @@ pub(super) struct FilePairs {
 }
 
 impl FilePairs {
+    /// Refuses: this build has no database for them.
+    #[cfg(not(feature = "key-value-files"))]
+    pub(super) fn open(path: &Path, _: &Threads) -> Result<Self, KeyValueError> {
+        Err(KeyValueError::NotBuilt(path.to_owned()))
+    }
+
     /// Opens a file of pairs, or makes one of an empty file.
+    #[cfg(feature = "key-value-files")]
     pub(super) fn open(path: &Path, threads: &Threads) -> Result<Self, KeyValueError> {
         let (file, lock) = PairsFile::open(path)?;
         let path = file.path().to_owned();

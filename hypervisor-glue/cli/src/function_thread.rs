@@ -5,18 +5,19 @@
 //! wait for a reset, delays no other function.
 
 use std::io;
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{self, Receiver, Sender, SyncSender, TryRecvError};
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, Sender, SyncSender};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
 use thiserror::Error;
 use vmm_device::EndError;
-use vmm_sys_util::eventfd::EventFd;
 
 use crate::adaptor::NvmeDevice;
 use crate::stats::{AdminStats, FunctionStats};
+use nvme_mpt_vmm::control::{ControlLoop, Controlled};
 use nvme_mpt_vmm::report;
 use vfio_user_server::Server;
 
@@ -44,29 +45,16 @@ pub enum FunctionThreadError {
     /// The thread died.
     #[error("The control thread panicked")]
     Panicked,
-    /// Events cannot be waited for.
-    #[error("Cannot wait for events of {id}")]
-    Events {
-        /// The function.
-        id: String,
-        /// Kernel's error.
-        source: event_manager::Error,
-    },
 }
 
-/// Request to a control thread.
-enum Message {
-    /// The figures of the function.
-    Stats(SyncSender<FunctionStats>),
-    /// To end.
-    Stop,
-}
+/// Request for the figures of a function: where they go.
+type StatsRequest = SyncSender<FunctionStats>;
 
 /// A handle to ask a control thread, from any thread.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct FunctionHandle {
-    messages: Sender<Message>,
-    wake: EventFd,
+    requests: Sender<StatsRequest>,
+    control: Arc<ControlLoop>,
 }
 
 impl FunctionHandle {
@@ -85,22 +73,9 @@ impl FunctionHandle {
 
     fn ask(&self) -> Option<Receiver<FunctionStats>> {
         let (answer, figures) = mpsc::sync_channel(1);
-        self.send(Message::Stats(answer)).ok()?;
+        self.requests.send(answer).ok()?;
+        self.control.wake();
         Some(figures)
-    }
-
-    fn send(&self, message: Message) -> io::Result<()> {
-        self.messages
-            .send(message)
-            .map_err(|_| io::ErrorKind::BrokenPipe)?;
-        self.wake.write(1)
-    }
-
-    fn try_clone(&self) -> io::Result<Self> {
-        Ok(Self {
-            messages: self.messages.clone(),
-            wake: self.wake.try_clone()?,
-        })
     }
 }
 
@@ -121,44 +96,45 @@ impl FunctionThread {
             id: id.to_owned(),
             source,
         };
-        let events_error = |source| FunctionThreadError::Events {
-            id: id.to_owned(),
-            source,
-        };
-        let (messages, inbox) = mpsc::channel();
-        let wake = EventFd::new(libc::EFD_CLOEXEC | libc::EFD_NONBLOCK).map_err(thread_error)?;
-        let function = Function {
+        let (requests, inbox) = mpsc::channel();
+        let control = Arc::new(ControlLoop::new().map_err(thread_error)?);
+        let server = Server::bind(path, device)?;
+        server.watch(&mut control.epoll()).map_err(thread_error)?;
+        let events = server.device().function().events_fd().as_raw_fd();
+        control.watch(events, EVENTS).map_err(thread_error)?;
+        let mut function = Function {
             id: id.to_owned(),
             socket: path.to_owned(),
-            server: Server::bind(path, device)?,
+            server,
             inbox,
-            wake: wake.try_clone().map_err(thread_error)?,
-            ended: false,
+            control: control.clone(),
             looked: Instant::now(),
         };
-        let events = EventManager::new().map_err(events_error)?;
         let thread = thread::Builder::new()
             .name(id.to_owned())
-            .spawn(move || run(events, function))
+            .spawn(move || {
+                function
+                    .control
+                    .clone()
+                    .run(&function.id.clone(), &mut function);
+                function.end()
+            })
             .map_err(thread_error)?;
         Ok(Self {
-            handle: FunctionHandle { messages, wake },
+            handle: FunctionHandle { requests, control },
             thread: Some(thread),
         })
     }
 
-    /// A handle to ask for the function's figures.
-    ///
-    /// # Errors
-    /// Returns the kernel's error when there are no file descriptors left.
-    pub fn handle(&self) -> io::Result<FunctionHandle> {
-        self.handle.try_clone()
+    /// Returns a handle to ask for the function's figures.
+    #[must_use]
+    pub fn handle(&self) -> FunctionHandle {
+        self.handle.clone()
     }
 
     /// Asks the thread to end. [`Self::end`] waits until it has.
     pub fn stop(&self) {
-        // It has ended already if nobody takes the message.
-        let _ = self.handle.send(Message::Stop);
+        self.handle.control.stop();
     }
 
     /// Ends the thread: when this returns, nothing is written to the drive any more, and the lease
@@ -189,39 +165,16 @@ impl Drop for FunctionThread {
     }
 }
 
-/// The control thread.
-fn run(mut events: EventManager<Function>, function: Function) -> Result<(), EndError> {
-    let id = events.add_subscriber(function);
-    loop {
-        let patience = match events.subscriber_mut(id) {
-            Ok(function) if !function.ended => function.look_after_drive(),
-            _ => break,
-        };
-        if let Err(error) = events.run_with_timeout(patience) {
-            log::error!("The function is not served any more: {error}");
-            break;
-        }
-    }
-    match events.remove_subscriber(id) {
-        Ok(function) => function.end(),
-        // It was added just now, and by nobody removed.
-        Err(_) => Ok(()),
-    }
-}
+/// Token of the function's events. The server's own tokens are [`Server::TOKENS`].
+const EVENTS: u64 = 0x100;
 
-/// Token of a message's wake-up; the server's own tokens are small.
-const WAKE: u32 = 0x100;
-/// Token of events of the function.
-const EVENTS: u32 = 0x101;
-
-/// State of the control thread: the server, with the function in it, and its other wake-ups.
+/// State of the control thread: the server, with the function in it, and requests for figures.
 struct Function {
     id: String,
     socket: PathBuf,
     server: Server<NvmeDevice>,
-    inbox: Receiver<Message>,
-    wake: EventFd,
-    ended: bool,
+    inbox: Receiver<StatsRequest>,
+    control: Arc<ControlLoop>,
     /// When the function had its last look at its drive.
     looked: Instant,
 }
@@ -232,36 +185,16 @@ impl Function {
         self.server.device_mut().function_mut().end()
     }
 
-    /// Lets the function look how its drive fares, if it is time. Returns how long events may be
-    /// waited for until it is time again, in milliseconds; -1 for however long it takes.
-    fn look_after_drive(&mut self) -> i32 {
-        let function = self.server.device_mut().function_mut();
-        let Some(interval) = function.events_interval() else {
-            return -1;
-        };
-        let mut left = interval.saturating_sub(self.looked.elapsed());
-        if left.is_zero() {
-            function.process_events();
-            self.looked = Instant::now();
-            left = interval;
-        }
-        // Not too early, where a part of a millisecond is left.
-        i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX)
+    /// Returns the time that is left until the function looks at its drive again.
+    fn left(&mut self) -> Option<Duration> {
+        let interval = self.server.device().function().events_interval()?;
+        Some(interval.saturating_sub(self.looked.elapsed()))
     }
 
-    fn take_messages(&mut self) {
-        // Nothing to read is no error: messages may be taken before their wake-up is.
-        let _ = self.wake.read();
-        loop {
-            match self.inbox.try_recv() {
-                // Who asked may have stopped waiting.
-                Ok(Message::Stats(answer)) => drop(answer.try_send(self.stats())),
-                Ok(Message::Stop) | Err(TryRecvError::Disconnected) => {
-                    self.ended = true;
-                    return;
-                }
-                Err(TryRecvError::Empty) => return,
-            }
+    fn answer_requests(&self) {
+        for answer in self.inbox.try_iter() {
+            // Who asked may have stopped waiting.
+            let _ = answer.try_send(self.stats());
         }
     }
 
@@ -287,26 +220,24 @@ impl Function {
     }
 }
 
-impl MutEventSubscriber for Function {
-    fn init(&mut self, ops: &mut EventOps) {
-        self.server.init(ops);
-        let function = self.server.device().function();
-        for events in [
-            Events::with_data(&self.wake, WAKE, EventSet::IN),
-            Events::with_data(function.events_fd(), EVENTS, EventSet::IN),
-        ] {
-            if let Err(error) = ops.add(events) {
-                log::error!("The function is not served: {error}");
-                self.ended = true;
-            }
-        }
+impl Controlled for Function {
+    fn due_in(&mut self) -> Option<Duration> {
+        self.left()
     }
 
-    fn process(&mut self, events: Events, ops: &mut EventOps) {
-        match events.data() {
-            WAKE => self.take_messages(),
-            EVENTS => self.server.device_mut().function_mut().process_events(),
-            _ => self.server.process(events, ops),
+    fn turn(&mut self, ready: &[u64]) {
+        for token in ready {
+            match u32::try_from(*token) {
+                Ok(token) if Server::<NvmeDevice>::TOKENS.contains(&token) => {
+                    self.server.handle(token, &mut self.control.epoll());
+                }
+                _ => self.server.device_mut().function_mut().process_events(),
+            }
         }
+        if self.left().is_some_and(|left| left.is_zero()) {
+            self.server.device_mut().function_mut().process_events();
+            self.looked = Instant::now();
+        }
+        self.answer_requests();
     }
 }

@@ -407,10 +407,7 @@ fn start_control(
             source,
         })?;
     }
-    let handles = offers.iter().map(|offer| offer.thread.handle());
-    let handles: Vec<FunctionHandle> = handles
-        .collect::<io::Result<_>>()
-        .map_err(ControlError::Thread)?;
+    let handles = offers.iter().map(|offer| offer.thread.handle()).collect();
     Ok(ControlServer::start(
         path,
         Controlled {

@@ -92,7 +92,8 @@
 //! | `dispatch.rs` | turns a request into device calls and a reply |
 //! | `session.rs` | serves one client, from its first byte to its last |
 //! | `listener.rs` | makes and removes the socket file |
-//! | `server.rs` | joins listener, session and device to an event loop |
+//! | `server.rs` | joins listener, session and device |
+//! | `watcher.rs` | joins a server to an event loop |
 //! | `device.rs` | defines what a PCI function has to offer |
 //!
 //! # Trust
@@ -123,6 +124,7 @@ mod testing;
 #[cfg(test)]
 mod tests;
 mod version;
+mod watcher;
 
 pub use device::{
     Device, DmaMemory, DmaRegion, IrqAction, IrqCommand, IrqData, IrqIndex, IrqInfo, MappableArea,
@@ -134,3 +136,4 @@ pub use request::{RegionWrite, Request};
 pub use server::Server;
 pub use session::{Progress, Session};
 pub use version::Proposal;
+pub use watcher::Watcher;

@@ -1,5 +1,7 @@
 //! The event loop's side: a listening socket and at most one client.
 
+use std::io;
+use std::ops::Range;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -13,6 +15,7 @@ use crate::dispatch::Regions;
 use crate::error::Error;
 use crate::listener::Listener;
 use crate::session::{Progress, Session};
+use crate::watcher::Watcher;
 
 /// Token of the listening socket's events.
 const LISTENER: u32 = 0;
@@ -27,8 +30,8 @@ const LAST_TURNS: usize = 1024;
 
 /// Serves a device to one client after the other.
 ///
-/// To be added to an event manager. It has no thread and no timer: a request is answered on the
-/// event manager's thread as soon as that sees it. A second client is refused at once, by closing
+/// It is added to an event manager, or watched by an event loop of one's own ([`Self::watch`], [`Self::handle`]). It has
+/// no thread and no timer: the loop's thread answers a request as soon as it sees it. A second client is refused at once, by closing
 /// its connection; when the first one goes, the next one finds the device as it was left.
 #[derive(Debug)]
 pub struct Server<D: Device> {
@@ -48,6 +51,9 @@ struct Client {
 }
 
 impl<D: Device> Server<D> {
+    /// Tokens of the server's events. Other sources of the same event loop use other tokens.
+    pub const TOKENS: Range<u32> = LISTENER..CLIENT + 1;
+
     /// Offers `device` at `path`. The socket file is for this process's user alone, replaces that
     /// of a server that is gone, and is removed with the server.
     ///
@@ -85,10 +91,29 @@ impl<D: Device> Server<D> {
         self.client.is_some()
     }
 
-    fn accept(&mut self, ops: &mut EventOps) {
+    /// Has `watcher` watch the listening socket. The server has it watch its client as well, once there is one.
+    ///
+    /// A server in an event manager does so by itself.
+    ///
+    /// # Errors
+    ///
+    /// Returns the watcher's error.
+    pub fn watch(&self, watcher: &mut impl Watcher) -> io::Result<()> {
+        watcher.add(self.listener.as_raw_fd(), LISTENER, EventSet::IN)
+    }
+
+    /// Handles an event that the watcher reports with `token`, one of [`Self::TOKENS`].
+    pub fn handle(&mut self, token: u32, watcher: &mut impl Watcher) {
+        match token {
+            LISTENER => self.accept(watcher),
+            _ => self.serve(watcher),
+        }
+    }
+
+    fn accept(&mut self, watcher: &mut impl Watcher) {
         for _ in 0..ACCEPTS_PER_TURN {
             match self.listener.accept() {
-                Ok(Some(stream)) => self.admit(stream, ops),
+                Ok(Some(stream)) => self.admit(stream, watcher),
                 Ok(None) => return,
                 Err(error) => {
                     warn!(
@@ -101,14 +126,14 @@ impl<D: Device> Server<D> {
         }
     }
 
-    fn admit(&mut self, stream: UnixStream, ops: &mut EventOps) {
+    fn admit(&mut self, stream: UnixStream, watcher: &mut impl Watcher) {
         // A VMM that is restarted connects before this thread has seen its predecessor go.
         if self
             .client
             .as_ref()
             .is_some_and(|client| client.session.hung_up())
         {
-            self.finish(ops);
+            self.finish(watcher);
         }
         let path = self.listener.path().display();
         if let Some(client) = &mut self.client {
@@ -121,7 +146,7 @@ impl<D: Device> Server<D> {
         }
 
         let session = Session::with_regions(stream, self.regions.clone());
-        match ops.add(Events::with_data(&session, CLIENT, EventSet::IN)) {
+        match watcher.add(session.as_raw_fd(), CLIENT, EventSet::IN) {
             Ok(()) => {
                 info!("A client has connected to {path}");
                 self.client = Some(Client {
@@ -135,29 +160,29 @@ impl<D: Device> Server<D> {
         }
     }
 
-    fn serve(&mut self, ops: &mut EventOps) {
+    fn serve(&mut self, watcher: &mut impl Watcher) {
         let Some(client) = &mut self.client else {
             return;
         };
         let progress = client.session.run(&mut self.device);
         let wanted = match progress {
-            Progress::Ended => return self.disconnect(ops),
+            Progress::Ended => return self.disconnect(watcher),
             waits_for if waits_for == client.waits_for => return,
             Progress::Reading => EventSet::IN,
             Progress::Writing => EventSet::OUT,
         };
         client.waits_for = progress;
-        if let Err(error) = ops.modify(Events::with_data(&client.session, CLIENT, wanted)) {
+        if let Err(error) = watcher.modify(client.session.as_raw_fd(), CLIENT, wanted) {
             error!(
                 "Cannot serve the client on {}: {error}",
                 self.path().display()
             );
-            self.disconnect(ops);
+            self.disconnect(watcher);
         }
     }
 
     /// Answers what a client sent before it went, and lets it go.
-    fn finish(&mut self, ops: &mut EventOps) {
+    fn finish(&mut self, watcher: &mut impl Watcher) {
         if let Some(client) = &mut self.client {
             for _ in 0..LAST_TURNS {
                 if client.session.run(&mut self.device) != Progress::Reading {
@@ -165,15 +190,15 @@ impl<D: Device> Server<D> {
                 }
             }
         }
-        self.disconnect(ops);
+        self.disconnect(watcher);
     }
 
-    fn disconnect(&mut self, ops: &mut EventOps) {
+    fn disconnect(&mut self, watcher: &mut impl Watcher) {
         let Some(client) = self.client.take() else {
             return;
         };
         // Before the socket is closed: the event manager must not see its number again.
-        if let Err(error) = ops.remove(Events::empty(&client.session)) {
+        if let Err(error) = watcher.remove(client.session.as_raw_fd()) {
             error!("Cannot stop watching a client's socket: {error}");
         }
         drop(client);
@@ -183,15 +208,11 @@ impl<D: Device> Server<D> {
 
 impl<D: Device> MutEventSubscriber for Server<D> {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
-        match events.data() {
-            LISTENER => self.accept(ops),
-            _ => self.serve(ops),
-        }
+        self.handle(events.data(), ops);
     }
 
     fn init(&mut self, ops: &mut EventOps) {
-        let listener = Events::with_data(&self.listener, LISTENER, EventSet::IN);
-        if let Err(error) = ops.add(listener) {
+        if let Err(error) = self.watch(ops) {
             error!("Cannot watch socket {}: {error}", self.path().display());
         }
     }

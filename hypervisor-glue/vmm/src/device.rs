@@ -5,10 +5,8 @@ mod hand_over;
 mod snapshot;
 
 use std::fmt;
-use std::io;
 use std::mem;
 use std::os::fd::AsRawFd;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -21,9 +19,9 @@ use nvme_mpt::spec::registers::offset::DOORBELLS;
 use vm_device::DeviceMmio;
 use vm_device::bus::{MmioAddress, MmioAddressOffset};
 use vmm_device::{Bar, BarMove, EndError, NvmeFunction};
-use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
+use crate::control::{ControlLoop, Controlled};
 use crate::doorbells::{DoorbellFigures, MappedDoorbells, TiedDoorbells};
 use crate::report;
 use crate::routes::Routes;
@@ -51,11 +49,8 @@ pub struct FunctionDevice {
 struct Shared {
     id: String,
     vmm: Arc<dyn Vmm>,
-    /// Waits of the control thread: [`WAKE`], and [`EVENTS`] of the function while it is here.
-    epoll: Epoll,
-    /// Ends the sleep of the control thread.
-    wake: EventFd,
-    stopping: AtomicBool,
+    /// Loop of the control thread. It watches the function's events while the function is here.
+    control: ControlLoop,
     slot: Mutex<Slot>,
 }
 
@@ -96,28 +91,17 @@ impl FunctionDevice {
     pub fn start(id: &str, function: NvmeFunction, vmm: Arc<dyn Vmm>) -> Result<Self, DeviceError> {
         let wiring = |source| DeviceError::wiring(id, source);
         let bar_sizes = Bar::ALL.map(|bar| function.bar_size(bar));
-        let wake = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(wiring)?;
-        let epoll = Epoll::new().map_err(wiring)?;
-        epoll
-            .ctl(
-                ControlOperation::Add,
-                wake.as_raw_fd(),
-                EpollEvent::new(EventSet::IN, WAKE),
-            )
-            .map_err(wiring)?;
         let shared = Arc::new(Shared {
             id: id.to_owned(),
             vmm: vmm.clone(),
-            epoll,
-            wake,
-            stopping: AtomicBool::new(false),
+            control: ControlLoop::new().map_err(wiring)?,
             slot: Mutex::new(Slot::Empty),
         });
         let state = shared.wire(function)?;
         *shared.slot() = Slot::Function(Box::new(state));
         let work = {
             let shared = shared.clone();
-            Box::new(move || shared.run())
+            Box::new(move || shared.control.run(&shared.id, &mut &*shared))
         };
         let thread = vmm.spawn(id, work).map_err(|source| DeviceError::Thread {
             id: id.to_owned(),
@@ -204,7 +188,7 @@ impl FunctionDevice {
                 && is_io_doorbell(function, offset)
                 && mapped.exited()
             {
-                self.shared.wake();
+                self.shared.control.wake();
             }
             return;
         }
@@ -272,8 +256,7 @@ impl FunctionDevice {
         let Some(thread) = lock(&self.thread).take() else {
             return Ok(());
         };
-        self.shared.stopping.store(true, Ordering::Release);
-        self.shared.wake();
+        self.shared.control.stop();
         let joined = thread.join();
         let mut result = Ok(());
         let before = mem::replace(&mut *self.shared.slot(), Slot::Empty);
@@ -346,9 +329,8 @@ fn read_nothing(data: &mut [u8]) {
     data.fill(0xFF);
 }
 
-/// Token of the function's events for the control thread.
+/// Token of the function's events.
 const EVENTS: u64 = 0;
-const WAKE: u64 = 1;
 
 impl Slot {
     /// The function, if it is here.
@@ -365,12 +347,6 @@ impl Shared {
         lock(&self.slot)
     }
 
-    /// Has the control thread look what there is to do.
-    fn wake(&self) {
-        // A counter that is full wakes the thread as well.
-        let _ = self.wake.write(1);
-    }
-
     /// Connects a function to the VMM and to the control thread.
     fn wire(&self, mut function: NvmeFunction) -> Result<State, DeviceError> {
         let wiring = |source| DeviceError::wiring(&self.id, source);
@@ -380,9 +356,8 @@ impl Shared {
         let mapped = MappedDoorbells::of(&mut function).map_err(wiring)?;
         // Not lent, so that what is watched stays open as long as it is watched.
         let events = function.events_fd().try_clone().map_err(wiring)?;
-        let event = EpollEvent::new(EventSet::IN, EVENTS);
-        self.epoll
-            .ctl(ControlOperation::Add, events.as_raw_fd(), event)
+        self.control
+            .watch(events.as_raw_fd(), EVENTS)
             .map_err(wiring)?;
         Ok(State {
             function,
@@ -408,41 +383,24 @@ impl Shared {
         for vector in state.function.vectors() {
             vector.set_eventfd(None);
         }
-        let events = state.events.as_raw_fd();
-        let event = EpollEvent::default();
-        if let Err(error) = self.epoll.ctl(ControlOperation::Delete, events, event) {
+        if let Err(error) = self.control.forget(state.events.as_raw_fd()) {
             log::error!("{} is watched still: {error}", self.id);
         }
     }
+}
 
-    /// The control thread: carries out admin commands and tells the guest of events.
-    fn run(&self) {
-        let mut ready = [EpollEvent::default(); 2];
-        loop {
-            let interval = self.slot().function().and_then(|state| state.interval());
-            // Not too early, where a part of a millisecond is left; -1 is for however long it takes.
-            let timeout = interval.map_or(-1, |interval| {
-                i32::try_from(interval.as_millis() + 1).unwrap_or(i32::MAX)
-            });
-            match self.epoll.wait(timeout, &mut ready) {
-                Ok(_) => {}
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => {
-                    log::error!("{} is not served any more: {error}", self.id);
-                    break;
-                }
-            }
-            // It may not be what has woken us. What it tells of is looked at after it is taken back, so
-            // that whatever comes later wakes us again.
-            let _ = self.wake.read();
-            if self.stopping.load(Ordering::Acquire) {
-                break;
-            }
-            if let Some(state) = self.slot().function() {
-                state.function.process_events();
-                state.decide();
-                state.follow(&*self.vmm);
-            }
+/// The function's share of its control thread: admin commands, events of the guest, and doorbells that are worth
+/// mapping or no longer.
+impl Controlled for &Shared {
+    fn due_in(&mut self) -> Option<Duration> {
+        self.slot().function().and_then(|state| state.interval())
+    }
+
+    fn turn(&mut self, _: &[u64]) {
+        if let Some(state) = self.slot().function() {
+            state.function.process_events();
+            state.decide();
+            state.follow(&*self.vmm);
         }
     }
 }

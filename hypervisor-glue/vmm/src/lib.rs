@@ -83,6 +83,7 @@
 //! |---|---|
 //! | [`options`] | parses and checks the options of a function |
 //! | [`open`] | opens the drive, leases its part, and attaches to it |
+//! | [`control`] | runs the control thread of a function |
 //! | [`report`] | prints an error with its causes |
 //! | `kvm` | implements [`Vmm`] over KVM's own interface |
 //!
@@ -100,6 +101,7 @@
 //! This crate serves no sockets and reads no command line: `vfio-user-server` and `nvme-mpt-cli` do. It emulates no PCI
 //! bus: the VMM decides where a function is and which accesses reach it.
 
+pub mod control;
 mod device;
 mod doorbells;
 mod hysteresis;

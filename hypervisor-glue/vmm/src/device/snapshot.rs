@@ -40,7 +40,7 @@ impl FunctionDevice {
             Slot::HandedOver(_) => {
                 let taken_back = self.take_back(&mut slot);
                 // How long the control thread is to sleep is another matter now.
-                self.shared.wake();
+                self.shared.control.wake();
                 taken_back
             }
             Slot::Empty => Ok(()),

@@ -1,0 +1,178 @@
+//! The control thread of a function, whatever its transport.
+//!
+//! A function has one control thread: it carries out admin commands and tells the guest of events, so that a
+//! slow admin command delays no I/O and no other function. [`ControlLoop`] is the loop of that thread; [`Controlled`] is
+//! what a transport does in one turn of it.
+
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+use vmm_sys_util::eventfd::EventFd;
+
+/// Sources that can be ready in one turn. More are ready in the next.
+const READY_MAX: usize = 8;
+
+/// Token of the loop's own wake-ups.
+const WAKE: u64 = u64::MAX;
+
+/// Part of a function that its control thread runs.
+pub trait Controlled {
+    /// Returns the time after which a turn is due without any event; `None` if there is none.
+    fn due_in(&mut self) -> Option<Duration>;
+
+    /// Does what there is to do. `ready` has the tokens of the sources that are ready.
+    ///
+    /// Wake-ups are taken back before a turn. An event that comes during the turn causes another one.
+    fn turn(&mut self, ready: &[u64]);
+}
+
+/// Loop of a control thread. Any thread may call any of it.
+#[derive(Debug)]
+pub struct ControlLoop {
+    epoll: Epoll,
+    wake: EventFd,
+    stopping: AtomicBool,
+}
+
+impl ControlLoop {
+    /// Makes a loop that watches nothing yet.
+    ///
+    /// # Errors
+    /// Returns the kernel's error.
+    pub fn new() -> io::Result<Self> {
+        let this = Self {
+            epoll: Epoll::new()?,
+            wake: EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?,
+            stopping: AtomicBool::new(false),
+        };
+        this.watch(this.wake.as_raw_fd(), WAKE)?;
+        Ok(this)
+    }
+
+    /// Returns the loop's epoll instance, for sources that change what they wait for.
+    #[must_use]
+    pub fn epoll(&self) -> &Epoll {
+        &self.epoll
+    }
+
+    /// Reports `token` whenever `fd` is readable. `u64::MAX` is the loop's own token.
+    ///
+    /// # Errors
+    /// Returns the kernel's error.
+    pub fn watch(&self, fd: RawFd, token: u64) -> io::Result<()> {
+        let event = EpollEvent::new(EventSet::IN, token);
+        self.epoll.ctl(ControlOperation::Add, fd, event)
+    }
+
+    /// Ends [`Self::watch`].
+    ///
+    /// # Errors
+    /// Returns the kernel's error.
+    pub fn forget(&self, fd: RawFd) -> io::Result<()> {
+        let event = EpollEvent::default();
+        self.epoll.ctl(ControlOperation::Delete, fd, event)
+    }
+
+    /// Causes a turn.
+    pub fn wake(&self) {
+        // A counter that is full wakes the thread as well.
+        let _ = self.wake.write(1);
+    }
+
+    /// Ends the loop once its present turn is over.
+    pub fn stop(&self) {
+        self.stopping.store(true, Ordering::Release);
+        self.wake();
+    }
+
+    /// Runs the function `id` until [`Self::stop`] is called.
+    pub fn run(&self, id: &str, controlled: &mut impl Controlled) {
+        let mut events = [EpollEvent::default(); READY_MAX];
+        let mut ready = [0; READY_MAX];
+        loop {
+            // Not too early, where a part of a millisecond is left; -1 waits for an event.
+            let timeout = controlled.due_in().map_or(-1, |due| {
+                i32::try_from(due.as_millis() + 1).unwrap_or(i32::MAX)
+            });
+            let count = match self.epoll.wait(timeout, &mut events) {
+                Ok(count) => count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => 0,
+                Err(error) => {
+                    log::error!("{id} is not served any more: {error}");
+                    return;
+                }
+            };
+            // Taken back before the turn, so that a later wake-up causes another one.
+            let _ = self.wake.read();
+            if self.stopping.load(Ordering::Acquire) {
+                return;
+            }
+            let mut len = 0;
+            for event in &events[..count] {
+                if event.data() != WAKE {
+                    ready[len] = event.data();
+                    len += 1;
+                }
+            }
+            controlled.turn(&ready[..len]);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::mpsc::{self, Sender};
+    use std::thread;
+
+    use super::*;
+
+    /// Reports its turns.
+    struct Probe {
+        due: Option<Duration>,
+        turns: Sender<Vec<u64>>,
+        source: EventFd,
+    }
+
+    impl Controlled for Probe {
+        fn due_in(&mut self) -> Option<Duration> {
+            self.due.take()
+        }
+
+        fn turn(&mut self, ready: &[u64]) {
+            // It is readable for as long as nobody reads it.
+            let _ = self.source.read();
+            self.turns.send(ready.to_vec()).unwrap();
+        }
+    }
+
+    #[test]
+    fn turns_follow_events_wake_ups_and_time_until_the_loop_stops() {
+        let control = Arc::new(ControlLoop::new().unwrap());
+        let source = EventFd::new(libc::EFD_NONBLOCK).unwrap();
+        control.watch(source.as_raw_fd(), 7).unwrap();
+        let (turns, seen) = mpsc::channel();
+        let mut probe = Probe {
+            due: Some(Duration::from_millis(1)),
+            turns,
+            source: source.try_clone().unwrap(),
+        };
+        let thread = thread::spawn({
+            let control = control.clone();
+            move || control.run("probe", &mut probe)
+        });
+        assert_eq!(seen.recv().unwrap(), [0; 0], "it was due");
+        control.wake();
+        assert_eq!(seen.recv().unwrap(), [0; 0], "it was woken");
+        source.write(1).unwrap();
+        assert_eq!(seen.recv().unwrap(), [7]);
+        control.forget(source.as_raw_fd()).unwrap();
+        source.write(1).unwrap();
+        control.stop();
+        thread.join().unwrap();
+        assert!(seen.recv().is_err(), "no turn after the end");
+    }
+}

@@ -19,7 +19,7 @@ use crate::control::ControlError;
 use crate::faults::FaultRequest;
 use crate::serve::{ServeOptions, serve};
 use crate::{bind, control, drives, logging, profile};
-use nvme_mpt_vmm::options::{STATE_DIR, ServedFunction, parse_socket_path};
+use nvme_mpt_vmm::options::{STATE_DIR, ServedFunction, parse_socket_path, table};
 use nvme_mpt_vmm::report;
 
 /// Lets many virtual machines share one NVMe drive.
@@ -48,42 +48,12 @@ enum Command {
 /// "ready".
 #[derive(Args, Debug)]
 struct Serve {
-    /// A function: socket=PATH,path=DRIVE[,range=START+LENGTH][,queues=N][,id=ID]
-    /// [,doorbells=auto|shadow|mapped|trap][,poll=POLICY][,memory=resident|any]
-    /// [,data=keep|wipe][,serial=SERIAL][,lba=512|4096][,profile=PROFILE][,faults=PLAN][,namespace=N][,timeout=SECONDS]
-    ///
-    /// Can be given many times.
-    ///
-    ///   socket     path of the UNIX socket on which the VMM connects
-    ///   path       the address of a PCI function, as in 0000:01:00.0, a file, a block device,
-    ///              memory:SIZE or null:SIZE; functions of this server with the same path share the drive
-    ///   range      the part of the drive that the guest gets, in bytes, as in 64G+64G
-    ///              [default: all of it]
-    ///   queues     most I/O queue pairs that the guest gets, 1 to 64 [default: 16]
-    ///   id         name of the function and of its lease [default: made from drive and range]
-    ///   doorbells  auto, shadow, mapped or trap [default: auto]
-    ///   poll       shared or dedicated, then :adaptive or :busy, then @ and processor numbers joined
-    ///              by +, as in dedicated:busy@2+3 [default: shared]
-    ///   memory     files that the guest's memory may be in: resident (memfd, tmpfs, hugetlbfs), or any,
-    ///              whose page faults may wait, with poll=dedicated alone [default: resident]
-    ///   data       fate of data that another id left in the range: keep hands it over, wipe erases
-    ///              it first [default: such a range is refused]
-    ///   serial     serial number that the guest sees [default: made from drive, range and id]
-    ///   lba        bytes of a logical block of a software drive, 512 or 4096 [default: 512]
-    ///   profile    kind of software drive: nvm or ssd (timing), zns (zones), kv (keys and values), or a
-    ///              path with a slash to a file like those in resources/drives [default: as fast as it can be]
-    ///   faults     a file with faults of a software drive, like resources/faults/example.toml, or none, to
-    ///              inject faults later with `nvme-mpt fault` [default: the drive never fails]
-    ///   namespace  namespace of a physical drive [default: its first]
-    ///   timeout    seconds that a physical drive may take for a command; then it is aborted, and the
-    ///              drive reset if that does not help [default: 10]
-    ///
-    /// A value with a comma stands in double quotes. docs/options.md has the details.
     #[arg(
         long = "function",
         value_name = "OPTIONS",
         required = true,
-        verbatim_doc_comment,
+        help = function_synopsis(),
+        long_help = function_help(),
         value_parser = |text: &str| text.parse::<ServedFunction>().map_err(|error| told(&error))
     )]
     functions: Vec<ServedFunction>,
@@ -243,6 +213,18 @@ struct Control {
     /// Control socket of the server [default: control.sock in the state folder]
     #[arg(long, value_name = "SOCKET", value_parser = parse_socket_path, global = true)]
     control: Option<PathBuf>,
+}
+
+fn function_synopsis() -> String {
+    format!("A function: {}", table::synopsis(&table::SOCKET))
+}
+
+fn function_help() -> String {
+    format!(
+        "{}\n\nCan be given many times.\n\n{}\nA value with a comma stands in double quotes. docs/options.md has the details.",
+        function_synopsis(),
+        table::help(&table::SOCKET)
+    )
 }
 
 impl Control {

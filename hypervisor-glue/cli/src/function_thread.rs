@@ -1,8 +1,8 @@
-//! The control thread of one function: it serves the function's socket, carries out its admin
-//! commands, and answers what others want to know of it.
+//! Control thread of a function over vfio-user. It serves the function's socket, carries out its admin commands, and
+//! answers requests for its figures.
 //!
-//! One thread per function, so that a client or guest that keeps its function busy, or makes it
-//! wait for a reset, delays no other function.
+//! Each function has a thread. A client or guest that keeps its function busy, or makes it wait for a reset, delays no
+//! other function.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -25,7 +25,7 @@ use vfio_user_server::Server;
 /// flight.
 const STATS_PATIENCE: Duration = Duration::from_secs(1);
 
-/// A function cannot be served.
+/// Error serving a function.
 #[derive(Debug, Error)]
 pub enum FunctionThreadError {
     /// The server cannot be made.
@@ -175,7 +175,7 @@ struct Function {
     server: Server<NvmeDevice>,
     inbox: Receiver<StatsRequest>,
     control: Arc<ControlLoop>,
-    /// When the function had its last look at its drive.
+    /// Time of the function's last look at its drive.
     looked: Instant,
 }
 

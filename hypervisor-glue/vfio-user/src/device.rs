@@ -229,7 +229,7 @@ pub struct IrqCommand {
     pub count: u32,
     /// Use of `data`.
     pub action: IrqAction,
-    /// To which of the interrupts, or to which eventfds.
+    /// The interrupts that are meant, or their eventfds.
     pub data: IrqData,
 }
 
@@ -244,7 +244,7 @@ pub enum IrqAction {
     Trigger,
 }
 
-/// Which of the interrupts an [`IrqCommand`] is for.
+/// The interrupts that an [`IrqCommand`] is for, or their eventfds.
 #[derive(Debug)]
 pub enum IrqData {
     /// All of `start..start + count`.

@@ -102,7 +102,7 @@ impl MappedDoorbells {
         self.wanted = !self.parks || self.hysteresis.wants_mapped(now, attachment.commands());
     }
 
-    /// When to decide anew, at the latest; `None` for whenever [`Self::exited`] says so.
+    /// Returns the time until the next decision; `None` if it follows [`Self::exited`] alone.
     pub(super) fn decides_in(&self) -> Option<Duration> {
         let unchanged = self.hysteresis.unchanged_for(self.now());
         unchanged.filter(|_| self.parks)

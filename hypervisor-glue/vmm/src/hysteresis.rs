@@ -1,4 +1,4 @@
-//! When doorbells are worth being mapped: a rule over time, without a clock of its own.
+//! Rule that decides when doorbells are worth mapping. It has no clock of its own.
 //!
 //! To map and unmap them takes the hypervisor a while, and its guest another while to find its way again, so it pays
 //! only for many writes. The unit of time here, a *hold*, is a hundred times what that took last. Doorbells are

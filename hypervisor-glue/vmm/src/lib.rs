@@ -101,6 +101,8 @@
 //! This crate serves no sockets and reads no command line: `vfio-user-server` and `nvme-mpt-cli` do. It emulates no PCI
 //! bus: the VMM decides where a function is and which accesses reach it.
 
+#![cfg_attr(not(feature = "kvm"), forbid(unsafe_code))]
+
 pub mod control;
 mod device;
 mod doorbells;

@@ -2,7 +2,7 @@
 
 use std::error::Error;
 
-/// The error and its causes, outermost first, one a line.
+/// Returns the error and its causes, outermost first, one a line.
 ///
 /// A cause that says what was said already (an error that passes its source's text on) is left out.
 #[must_use]

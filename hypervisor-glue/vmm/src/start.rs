@@ -12,13 +12,13 @@ use crate::open::{self, Ledgers, OpenError};
 use crate::options::{FunctionConfig, OptionError};
 use crate::vmm::Vmm;
 
-/// A function that a VMM's configuration describes cannot be had.
+/// Error starting a configured function.
 #[derive(Debug, Error)]
 pub enum StartError {
     /// The description is that of no function.
     #[error(transparent)]
     Option(#[from] OptionError),
-    /// The drive or the part of it cannot be had.
+    /// The drive or its part cannot be opened.
     #[error(transparent)]
     Open(#[from] OpenError),
     /// The function cannot be put into the VMM.

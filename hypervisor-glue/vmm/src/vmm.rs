@@ -13,7 +13,7 @@ use thiserror::Error;
 use vmm_device::MsixMessage;
 use vmm_sys_util::eventfd::EventFd;
 
-/// The hypervisor, or the VMM in front of it, refuses something.
+/// Error of the hypervisor or of the VMM in front of it.
 #[derive(Debug, Error)]
 #[error("Cannot {action}")]
 pub struct VmmError {
@@ -22,7 +22,7 @@ pub struct VmmError {
 }
 
 impl VmmError {
-    /// `action` could not be done, as in "map a page"; and why.
+    /// Makes the error "Cannot `action`", as in "map a page", with its cause.
     pub fn new(
         action: impl Into<String>,
         source: impl Into<Box<dyn StdError + Send + Sync>>,
@@ -36,33 +36,33 @@ impl VmmError {
 
 /// Demands of a function on the VMM that it lives in. Any thread may call any of it.
 pub trait Vmm: fmt::Debug + Send + Sync {
-    /// Makes `memory` what the guest has at `gpa`: from now on its accesses there exit to nobody.
+    /// Maps `memory` at `gpa` into the guest. From then on, the guest's accesses there do not trap.
     ///
     /// # Errors
     /// The memory cannot be mapped there.
     fn map(&self, gpa: Gpa, memory: &Arc<Mapping>) -> Result<(), VmmError>;
 
-    /// Ends [`Self::map`]: when this returns, accesses there exit to the VMM again, and all that the
-    /// guest stored before is in the memory.
+    /// Unmaps what [`Self::map`] mapped. After it returns, accesses trap to the VMM, and all earlier stores of
+    /// the guest are in the memory.
     ///
     /// # Errors
     /// The hypervisor does not unmap it.
     fn unmap(&self, gpa: Gpa) -> Result<(), VmmError>;
 
-    /// Has a guest's write to `address`, of any size, signal `eventfd`, and exit to nobody. What was
-    /// written is lost.
+    /// Makes a guest's write to `address`, of any size, signal `eventfd` instead of trapping. The written value
+    /// is lost.
     ///
     /// # Errors
     /// The hypervisor does not watch the address.
     fn tie(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError>;
 
-    /// Ends [`Self::tie`]: writes exit to the VMM again.
+    /// Ends [`Self::tie`]. After it returns, writes trap to the VMM.
     ///
     /// # Errors
     /// The hypervisor goes on watching the address.
     fn untie(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError>;
 
-    /// Interrupt vectors for a function, that lead nowhere yet.
+    /// Returns interrupt vectors for a function. They have no message yet.
     ///
     /// # Errors
     /// There are no more of them.
@@ -85,15 +85,15 @@ pub trait Vectors: fmt::Debug + Send {
     /// There is no such vector, or there are no file descriptors left.
     fn eventfd(&self, vector: u16) -> io::Result<EventFd>;
 
-    /// Sets what a vector writes where when it is raised. Whether it is masked is the function's
-    /// business: a vector that is masked is not raised.
+    /// Sets the address and data that a vector writes when it is raised. The function itself masks: it does not
+    /// raise a masked vector.
     ///
     /// # Errors
     /// There is no such vector, or the hypervisor does not take the message.
     fn set_message(&self, vector: u16, message: MsixMessage) -> Result<(), VmmError>;
 }
 
-/// Pollers whose threads `vmm` starts, as it starts those of functions.
+/// Returns pollers whose threads are started by `vmm`, as the threads of functions are.
 #[must_use]
 pub fn pollers(vmm: Arc<dyn Vmm>) -> Arc<Pollers> {
     Pollers::on(Threads::from_spawn(move |name, work| vmm.spawn(name, work)))

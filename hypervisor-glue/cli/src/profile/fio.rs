@@ -6,7 +6,7 @@ use std::path::Path;
 use nvme_mpt::lease::Bytes;
 use serde::Deserialize;
 
-use super::FitError;
+use super::error::FitError;
 
 /// The median, as fio names it.
 const MEDIAN: &str = "50.000000";

@@ -9,7 +9,7 @@ use vmm_device::{EndError, SnapshotError};
 use crate::open::OpenError;
 use crate::vmm::VmmError;
 
-/// A function cannot be put into a VMM, or not be taken out of it.
+/// Error of a function in a VMM.
 #[derive(Debug, Error)]
 pub enum DeviceError {
     /// The VMM does not provide what the function needs.
@@ -31,7 +31,7 @@ pub enum DeviceError {
         /// Kernel's error.
         source: io::Error,
     },
-    /// Guest memory cannot be made reachable for the function, or not be taken from it.
+    /// The function cannot map guest memory, or cannot unmap it.
     #[error("Cannot follow the guest's memory")]
     Memory(#[from] DmaError),
     /// Commands in flight do not finish.
@@ -55,13 +55,13 @@ pub enum DeviceError {
     /// The drive exists in this process only.
     #[error("The drive of {0} cannot be handed over: it exists in this process only")]
     Private(String),
-    /// Nobody said how to make the function again.
+    /// The function has no recipe to be made again.
     #[error("The drive of {0} cannot be handed over: it could not be taken back")]
     Unique(String),
-    /// Somebody else has the drive, for now.
+    /// Another process has the drive for now.
     #[error("The drive of {0} was handed over; have the function go on first")]
     HandedOver(String),
-    /// The drive was handed over, and cannot be had again.
+    /// The drive was handed over and cannot be taken back.
     #[error("The drive of {0} cannot be taken back; its slot is empty from now on")]
     TakeBack(String, #[source] OpenError),
     /// There is no function any more.

@@ -9,77 +9,10 @@
 //! written last. `resume` waits some seconds for a drive that another process has; if that process keeps it, the slot
 //! stays empty. So of two VMMs that both believe to have the guest, one has its drive.
 
-use std::fmt;
 use std::mem;
-use std::thread;
-use std::time::{Duration, Instant};
 
-use nvme_mpt::DirtyRange;
-use nvme_mpt::dma::HeldMemory;
-use vmm_device::{FunctionState, NvmeFunction};
-
+use super::remake::{HandedOver, Remake};
 use super::{DeviceError, FunctionDevice, Shared, Slot, State};
-use crate::open::OpenError;
-
-/// Pause between two attempts to take a drive back.
-const RETRY_INTERVAL: Duration = Duration::from_millis(50);
-
-/// Remains of a function whose drive another process may have.
-pub(super) struct HandedOver {
-    pub(super) saved: FunctionState,
-    memory: HeldMemory,
-    /// Pages that it wrote last, if that was noted.
-    dirty: Option<Vec<DirtyRange>>,
-}
-
-impl HandedOver {
-    /// The pages that nobody has asked for yet.
-    pub(super) fn take_dirty_pages(&mut self) -> Option<Vec<DirtyRange>> {
-        self.dirty.as_mut().map(mem::take)
-    }
-
-    pub(super) fn stop_dirty_log(&mut self) {
-        self.dirty = None;
-    }
-}
-
-/// Recipe by which a function is made once more.
-pub struct Remake {
-    make: Box<dyn Fn() -> Result<NvmeFunction, OpenError> + Send + Sync>,
-    /// For how long it is tried: who had the drive meanwhile may be about to give it back.
-    patience: Duration,
-}
-
-impl Remake {
-    /// Remakes by `make`, which is tried again for `patience` if it fails.
-    pub fn new(
-        make: impl Fn() -> Result<NvmeFunction, OpenError> + Send + Sync + 'static,
-        patience: Duration,
-    ) -> Self {
-        Self {
-            make: Box::new(make),
-            patience,
-        }
-    }
-
-    fn function(&self) -> Result<NvmeFunction, OpenError> {
-        let deadline = Instant::now() + self.patience;
-        loop {
-            match (self.make)() {
-                Err(_) if Instant::now() < deadline => thread::sleep(RETRY_INTERVAL),
-                made => return made,
-            }
-        }
-    }
-}
-
-impl fmt::Debug for Remake {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Remake")
-            .field("patience", &self.patience)
-            .finish_non_exhaustive()
-    }
-}
 
 impl FunctionDevice {
     /// Says how to make the function again, which [`Self::hand_over`] needs.

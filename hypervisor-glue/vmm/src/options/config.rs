@@ -6,8 +6,9 @@ use std::path::PathBuf;
 use nvme_mpt::DrivePath;
 use serde::{Deserialize, Serialize};
 
-use super::key_values::KeyValues;
-use super::{FunctionOptions, LbaSize, OptionError, parsed};
+use super::error::OptionError;
+use super::function::{FunctionOptions, LbaSize};
+use super::key_values::{KeyValues, parsed};
 
 /// Folder of the ledger of leases unless another one is chosen.
 ///
@@ -17,7 +18,7 @@ pub const STATE_DIR: &str = "/var/lib/nvme-mpt";
 
 /// Choices about a function of a VM: those of a [`FunctionOptions`], as they are written.
 ///
-/// The names that a VMM gives its devices are not among it: they are unique within a VM only.
+/// It has no `id`: names that a VMM gives its devices are unique within a VM only.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FunctionConfig {
     /// The drive.
@@ -201,6 +202,7 @@ impl FunctionConfig {
 
 #[cfg(test)]
 mod tests {
+    use super::super::table;
     use super::*;
 
     fn config(pairs: &[(&str, &str)]) -> Result<FunctionConfig, OptionError> {
@@ -234,6 +236,13 @@ mod tests {
             .parse()
             .expect("valid");
         assert_eq!(config.options().expect("valid"), options);
+    }
+
+    #[test]
+    fn keys_are_those_of_an_option_string_but_for_the_id() {
+        let of_a_string = table::keys().filter(|key| *key != "id");
+        let keys: Vec<&str> = of_a_string.chain(["state_dir"]).collect();
+        assert_eq!(FunctionConfig::KEYS, keys);
     }
 
     #[test]

@@ -3,10 +3,11 @@
 //! A value that holds a comma stands in double quotes, `path="/a,b"`, and a double quote within
 //! quotes is written twice, as in the options of Cloud Hypervisor.
 
+use std::error::Error as StdError;
 use std::iter::Peekable;
 use std::str::Chars;
 
-use super::OptionError;
+use super::error::OptionError;
 
 /// The keys of an option string with their values, each key once, no value empty.
 #[derive(Debug)]
@@ -88,6 +89,48 @@ fn quoted(
     Err(OptionError::Unclosed {
         key: key.to_owned(),
     })
+}
+
+/// Takes `key` out of `keys` and makes a value of it.
+pub(super) fn take<T, E: Into<Box<dyn StdError + Send + Sync>>>(
+    keys: &mut KeyValues,
+    key: &'static str,
+    parse: impl FnOnce(&str) -> Result<T, E>,
+) -> Result<Option<T>, OptionError> {
+    parsed(key, keys.take(key), parse)
+}
+
+/// Makes what it means of the value of `key`, if it has one.
+pub(super) fn parsed<T, E: Into<Box<dyn StdError + Send + Sync>>>(
+    key: &'static str,
+    value: Option<String>,
+    parse: impl FnOnce(&str) -> Result<T, E>,
+) -> Result<Option<T>, OptionError> {
+    let Some(value) = value else {
+        return Ok(None);
+    };
+    match parse(&value) {
+        Ok(parsed) => Ok(Some(parsed)),
+        Err(error) => Err(OptionError::Value {
+            key,
+            value,
+            source: error.into(),
+        }),
+    }
+}
+
+/// Refuses a key that nobody took. `allowed` are the keys that there are.
+pub(super) fn no_more<'a>(
+    keys: KeyValues,
+    allowed: impl Iterator<Item = &'a str>,
+) -> Result<(), OptionError> {
+    match keys.rest() {
+        None => Ok(()),
+        Some(key) => Err(OptionError::Unknown {
+            key,
+            allowed: allowed.collect::<Vec<_>>().join(", "),
+        }),
+    }
 }
 
 #[cfg(test)]

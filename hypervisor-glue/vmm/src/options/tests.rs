@@ -1,5 +1,15 @@
 //! Readings of option strings, and their refusals.
 
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nvme_mpt::host::software::model::Profile;
+use nvme_mpt::lease::{ByteRange, FormerData};
+use nvme_mpt::spec::ids::Nsid;
+use nvme_mpt::{DoorbellMode, MemoryKinds, PollPolicy};
+
 use super::*;
 
 fn function(text: &str) -> FunctionOptions {

@@ -2,6 +2,7 @@
 
 mod error;
 mod hand_over;
+mod remake;
 mod snapshot;
 
 use std::fmt;
@@ -28,8 +29,8 @@ use crate::routes::Routes;
 use crate::vmm::Vmm;
 
 pub use error::DeviceError;
-use hand_over::HandedOver;
-pub use hand_over::Remake;
+use remake::HandedOver;
+pub use remake::Remake;
 
 /// An NVMe function in a VMM's process.
 ///
@@ -121,7 +122,7 @@ impl FunctionDevice {
         &self.shared.id
     }
 
-    /// Lets somebody look at the function, if it is here.
+    /// Calls `look` with the function, if it is here.
     pub fn with<T>(&self, look: impl FnOnce(&NvmeFunction) -> T) -> Option<T> {
         let mut slot = self.shared.slot();
         slot.function().map(|state| look(&state.function))

@@ -1,0 +1,261 @@
+//! The options of a function, parsed and checked.
+
+use std::iter;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nvme_mpt::attachment::MAX_QUEUE_PAIRS;
+use nvme_mpt::host::software::faults::FaultPlan;
+use nvme_mpt::host::software::model::Profile;
+use nvme_mpt::lease::{ByteRange, FormerData};
+use nvme_mpt::poller::Placement;
+use nvme_mpt::spec::ids::Nsid;
+use nvme_mpt::{DoorbellMode, DrivePath, MemoryKinds, PollPolicy};
+
+use super::error::OptionError;
+use super::key_values::{KeyValues, no_more, take};
+use super::table;
+
+/// Longest path of a UNIX socket in bytes: `sun_path` has 108, with a terminating zero.
+const MAX_SOCKET_PATH: usize = 107;
+
+/// Longest serial number (Base 2.0, Identify Controller data structure, SN).
+const MAX_SERIAL: usize = 20;
+
+/// Longest timeout of a drive's commands, in seconds: no driver waits that long by itself.
+const MAX_TIMEOUT: u64 = 3600;
+
+/// Size of a logical block of a software drive.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LbaSize {
+    /// 512 bytes.
+    #[default]
+    B512,
+    /// 4096 bytes.
+    B4096,
+}
+
+impl LbaSize {
+    /// The size in bytes.
+    #[must_use]
+    pub const fn bytes(self) -> u32 {
+        match self {
+            Self::B512 => 512,
+            Self::B4096 => 4096,
+        }
+    }
+}
+
+impl FromStr for LbaSize {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "512" => Ok(Self::B512),
+            "4096" | "4K" => Ok(Self::B4096),
+            _ => Err("A logical block has 512 or 4096 bytes"),
+        }
+    }
+}
+
+/// Options of an NVMe function.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FunctionOptions {
+    /// The drive.
+    pub path: DrivePath,
+    /// The part of it that the guest gets; the whole drive if not given.
+    pub range: Option<ByteRange>,
+    /// Most I/O queue pairs that the guest gets, 1 to [`MAX_QUEUE_PAIRS`].
+    pub queues: u16,
+    /// Name of the function and of its lease.
+    pub id: Option<String>,
+    /// Path of the guest's doorbell writes.
+    pub doorbells: DoorbellMode,
+    /// Polling of the guest's queues.
+    pub poll: PollPolicy,
+    /// Kinds of files that the VM's memory may be in.
+    pub memory: MemoryKinds,
+    /// Fate of data that another id left in the range.
+    pub data: FormerData,
+    /// Serial number that the guest sees, in place of the one that belongs to the range.
+    pub serial: Option<String>,
+    /// Size of a logical block, where the drive is a software one.
+    pub lba: Option<LbaSize>,
+    /// Timing of a software drive, or its zones, or its keys and values.
+    pub profile: Option<Arc<Profile>>,
+    /// Faults of a software drive.
+    pub faults: Option<Arc<FaultPlan>>,
+    /// Namespace of a physical drive; its first if not given.
+    pub namespace: Option<Nsid>,
+    /// Time that a physical drive may take for a command before it is aborted.
+    pub timeout: Option<Duration>,
+}
+
+/// I/O queue pairs of a function for which nobody chose: one for each vCPU of most guests. Queues
+/// that a guest does not create cost nothing.
+const DEFAULT_QUEUES: u16 = 16;
+
+impl FunctionOptions {
+    /// Takes the options of a function out of `keys`.
+    pub(super) fn take(keys: &mut KeyValues) -> Result<Self, OptionError> {
+        let path = take(keys, "path", str::parse)?.ok_or(OptionError::Missing {
+            key: "path",
+            example: "DRIVE, a PCI address, a file, a block device, memory:SIZE or null:SIZE",
+        })?;
+        let options = Self {
+            path,
+            range: take(keys, "range", str::parse)?,
+            queues: take(keys, "queues", parse_queues)?.unwrap_or(DEFAULT_QUEUES),
+            id: keys.take("id"),
+            doorbells: take(keys, "doorbells", str::parse)?.unwrap_or_default(),
+            poll: take(keys, "poll", str::parse)?.unwrap_or_default(),
+            memory: take(keys, "memory", str::parse)?.unwrap_or_default(),
+            data: take(keys, "data", str::parse)?.unwrap_or_default(),
+            serial: take(keys, "serial", parse_serial)?,
+            lba: take(keys, "lba", str::parse)?,
+            profile: take(keys, "profile", |name| Profile::load(name).map(Arc::new))?,
+            faults: take(keys, "faults", |name| FaultPlan::load(name).map(Arc::new))?,
+            namespace: take(keys, "namespace", parse_namespace)?,
+            timeout: take(keys, "timeout", parse_timeout)?,
+        };
+        if options.memory == MemoryKinds::Any
+            && !matches!(options.path, DrivePath::Pci(_))
+            && options.poll.placement != Placement::Dedicated
+        {
+            return Err(OptionError::Needs {
+                key: "memory",
+                value: options.memory.to_string(),
+                other: "poll=dedicated",
+                why: "page faults in such memory may stop its pollers",
+            });
+        }
+        match options.meaningless() {
+            None => Ok(options),
+            Some((key, why)) => Err(OptionError::Meaningless {
+                key,
+                path: options.path,
+                why,
+            }),
+        }
+    }
+
+    /// An option that the kind of drive makes meaningless, and why.
+    fn meaningless(&self) -> Option<(&'static str, &'static str)> {
+        if matches!(self.path, DrivePath::Pci(_)) {
+            let why = "the logical blocks of a physical drive are as it was formatted";
+            let lba = self.lba.map(|_| ("lba", why));
+            let why = "a physical drive is as fast as it is";
+            let profile = self.profile.as_ref().map(|_| ("profile", why));
+            let why = "what goes wrong with a physical drive is its own";
+            let faults = self.faults.as_ref().map(|_| ("faults", why));
+            let why = "it pins the memory of all its VMs, so that page faults that wait would hold up others";
+            let memory = (self.memory == MemoryKinds::Any).then_some(("memory", why));
+            return lba.or(profile).or(faults).or(memory);
+        }
+        if let Some(Profile::Kv(_)) = self.profile.as_deref() {
+            let why = "a drive of keys and values has no logical blocks";
+            let lba = self.lba.map(|_| ("lba", why));
+            let why = "what goes wrong is declared for logical blocks, which a drive of keys and values has none of";
+            let faults = self.faults.as_ref().map(|_| ("faults", why));
+            if let Some(meaningless) = lba.or(faults) {
+                return Some(meaningless);
+            }
+        }
+        let namespace = self.namespace.map(|_| {
+            let why = "only a physical drive, as in path=0000:01:00.0, has more than one";
+            ("namespace", why)
+        });
+        let timeout = self.timeout.map(|_| {
+            let why = "only a physical drive, as in path=0000:01:00.0, can be aborted and reset";
+            ("timeout", why)
+        });
+        namespace.or(timeout)
+    }
+}
+
+impl FromStr for FunctionOptions {
+    type Err = OptionError;
+
+    fn from_str(text: &str) -> Result<Self, OptionError> {
+        let mut keys = KeyValues::parse(text)?;
+        let options = Self::take(&mut keys)?;
+        no_more(keys, table::keys())?;
+        Ok(options)
+    }
+}
+
+/// A function that a server offers on a socket.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ServedFunction {
+    /// Socket on which a VMM connects.
+    pub socket: PathBuf,
+    /// The function.
+    pub function: FunctionOptions,
+}
+
+impl FromStr for ServedFunction {
+    type Err = OptionError;
+
+    fn from_str(text: &str) -> Result<Self, OptionError> {
+        let mut keys = KeyValues::parse(text)?;
+        let socket = take(&mut keys, "socket", parse_socket_path)?;
+        let function = FunctionOptions::take(&mut keys)?;
+        no_more(keys, iter::once(table::SOCKET.key).chain(table::keys()))?;
+        let socket = socket.ok_or(OptionError::Missing {
+            key: "socket",
+            example: "PATH, where the VMM connects",
+        })?;
+        Ok(Self { socket, function })
+    }
+}
+
+fn parse_queues(text: &str) -> Result<u16, String> {
+    text.parse()
+        .ok()
+        .filter(|queues| (1..=MAX_QUEUE_PAIRS).contains(queues))
+        .ok_or_else(|| format!("A function has 1 to {MAX_QUEUE_PAIRS} I/O queue pairs"))
+}
+
+fn parse_namespace(text: &str) -> Result<Nsid, &'static str> {
+    text.parse()
+        .ok()
+        .filter(|nsid| (1..Nsid::BROADCAST.0).contains(nsid))
+        .map(Nsid)
+        .ok_or("A namespace has a number from 1 on; `nvme-mpt drives` shows them")
+}
+
+fn parse_timeout(text: &str) -> Result<Duration, String> {
+    text.parse()
+        .ok()
+        .filter(|seconds| (1..=MAX_TIMEOUT).contains(seconds))
+        .map(Duration::from_secs)
+        .ok_or_else(|| format!("A timeout is 1 to {MAX_TIMEOUT} whole seconds"))
+}
+
+fn parse_serial(text: &str) -> Result<String, String> {
+    let visible = text.bytes().all(|byte| matches!(byte, b' '..=b'~'));
+    // It is padded with spaces, so that spaces around it would be lost.
+    if text.len() > MAX_SERIAL || !visible || text.trim() != text {
+        return Err(format!(
+            "A serial number has 1 to {MAX_SERIAL} ASCII characters, without spaces around it"
+        ));
+    }
+    Ok(text.to_owned())
+}
+
+/// A path that a UNIX socket can have.
+///
+/// # Errors
+/// It is too long.
+pub fn parse_socket_path(text: &str) -> Result<PathBuf, String> {
+    if text.len() > MAX_SOCKET_PATH {
+        return Err(format!(
+            "The path of a socket has at most {MAX_SOCKET_PATH} bytes, this one has {}: use a shorter folder, \
+             such as one in /run",
+            text.len()
+        ));
+    }
+    Ok(PathBuf::from(text))
+}

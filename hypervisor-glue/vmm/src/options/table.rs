@@ -1,0 +1,180 @@
+//! Table of all options, from which messages and help are made.
+
+/// An option of a function.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OptionHelp {
+    /// The key.
+    pub key: &'static str,
+    /// Form of its value, as in `START+LENGTH`.
+    pub value: &'static str,
+    /// Help, in lines of at most 92 characters.
+    pub help: &'static str,
+}
+
+const fn option(key: &'static str, value: &'static str, help: &'static str) -> OptionHelp {
+    OptionHelp { key, value, help }
+}
+
+/// The option of a function that a server offers, besides [`OPTIONS`].
+pub const SOCKET: OptionHelp = option(
+    "socket",
+    "PATH",
+    "path of the UNIX socket on which the VMM connects",
+);
+
+/// The options of an option string. The first one cannot be left out.
+pub const OPTIONS: &[OptionHelp] = &[
+    option(
+        "path",
+        "DRIVE",
+        "the address of a PCI function, as in 0000:01:00.0, a file, a block device,
+memory:SIZE or null:SIZE; functions of this server with the same path share the drive",
+    ),
+    option(
+        "range",
+        "START+LENGTH",
+        "the part of the drive that the guest gets, in bytes, as in 64G+64G
+[default: all of it]",
+    ),
+    option(
+        "queues",
+        "N",
+        "most I/O queue pairs that the guest gets, 1 to 64 [default: 16]",
+    ),
+    option(
+        "id",
+        "ID",
+        "name of the function and of its lease [default: made from drive and range]",
+    ),
+    option(
+        "doorbells",
+        "auto|shadow|mapped|trap",
+        "auto, shadow, mapped or trap [default: auto]",
+    ),
+    option(
+        "poll",
+        "POLICY",
+        "shared or dedicated, then :adaptive or :busy, then @ and processor numbers joined
+by +, as in dedicated:busy@2+3 [default: shared]",
+    ),
+    option(
+        "memory",
+        "resident|any",
+        "files that the guest's memory may be in: resident (memfd, tmpfs, hugetlbfs), or any,
+whose page faults may wait, with poll=dedicated alone [default: resident]",
+    ),
+    option(
+        "data",
+        "keep|wipe",
+        "fate of data that another id left in the range: keep hands it over, wipe erases
+it first [default: such a range is refused]",
+    ),
+    option(
+        "serial",
+        "SERIAL",
+        "serial number that the guest sees [default: made from drive, range and id]",
+    ),
+    option(
+        "lba",
+        "512|4096",
+        "bytes of a logical block of a software drive, 512 or 4096 [default: 512]",
+    ),
+    option(
+        "profile",
+        "PROFILE",
+        "kind of software drive: nvm or ssd (timing), zns (zones), kv (keys and values), or a
+path with a slash to a file like those in resources/drives [default: as fast as it can be]",
+    ),
+    option(
+        "faults",
+        "PLAN",
+        "a file with faults of a software drive, like resources/faults/example.toml, or none, to
+inject faults later with `nvme-mpt fault` [default: the drive never fails]",
+    ),
+    option(
+        "namespace",
+        "N",
+        "namespace of a physical drive [default: its first]",
+    ),
+    option(
+        "timeout",
+        "SECONDS",
+        "seconds that a physical drive may take for a command; then it is aborted, and the
+drive reset if that does not help [default: 10]",
+    ),
+];
+
+/// Returns the keys of [`OPTIONS`].
+pub(super) fn keys() -> impl Iterator<Item = &'static str> {
+    OPTIONS.iter().map(|option| option.key)
+}
+
+/// Longest line of [`synopsis`] but for its last option.
+const LINE: usize = 90;
+
+/// Returns the form of an option string with `first` and all of [`OPTIONS`], in several lines.
+#[must_use]
+pub fn synopsis(first: &OptionHelp) -> String {
+    let mut text = format!("{}={}", first.key, first.value);
+    let mut line = text.len();
+    for (index, OptionHelp { key, value, .. }) in OPTIONS.iter().enumerate() {
+        let option = match index {
+            0 => format!(",{key}={value}"),
+            _ => format!("[,{key}={value}]"),
+        };
+        if line + option.len() > LINE {
+            text.push('\n');
+            line = 0;
+        }
+        line += option.len();
+        text.push_str(&option);
+    }
+    text
+}
+
+/// Returns the help of `first` and of all [`OPTIONS`]: a line or more for each.
+#[must_use]
+pub fn help(first: &OptionHelp) -> String {
+    let all = || std::iter::once(first).chain(OPTIONS);
+    let width = all().map(|option| option.key.len()).max().unwrap_or(0);
+    let mut text = String::new();
+    for OptionHelp { key, help, .. } in all() {
+        let mut key = *key;
+        for line in help.lines() {
+            text.push_str(&format!("  {key:width$}  {line}\n"));
+            key = "";
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::{FunctionOptions, OptionError};
+
+    #[test]
+    fn every_option_is_parsed() {
+        for key in keys() {
+            let text = match key {
+                "path" => "path=null:1G".to_owned(),
+                key => format!("path=null:1G,{key}=x"),
+            };
+            let parsed = text.parse::<FunctionOptions>();
+            assert!(!matches!(parsed, Err(OptionError::Unknown { .. })), "{key}");
+        }
+    }
+
+    #[test]
+    fn help_has_a_line_of_bounded_length_for_every_option() {
+        let (synopsis, help) = (synopsis(&SOCKET), help(&SOCKET));
+        assert!(synopsis.starts_with("socket=PATH,path=DRIVE[,range=START+LENGTH]"));
+        for key in keys() {
+            assert!(synopsis.contains(&format!("{key}=")), "{key}");
+            assert!(help.contains(&format!("\n  {key}")), "{key}");
+        }
+        for line in synopsis.lines().chain(help.lines()) {
+            assert!(line.len() <= 105, "{line}");
+        }
+    }
+}

@@ -24,10 +24,12 @@ mod origin;
 pub mod poller;
 pub mod range_lock;
 pub mod shadow;
-pub mod spec;
 pub mod stats;
 mod sync;
 pub mod wipe;
+
+#[doc(inline)]
+pub use nvme_spec as spec;
 
 pub use address::{Gpa, Iova};
 pub use attachment::{

@@ -156,7 +156,7 @@ open_enum! {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::spec::{opcode::AdminOpcode, sqe::Sqe};
+    use crate::{opcode::AdminOpcode, sqe::Sqe};
 
     #[test]
     fn linux_creates_its_first_queues() {

@@ -267,7 +267,7 @@ const _: () = assert!(offset_of!(CopyRange1, elbt) == 26);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::spec::sqe::Sqe;
+    use crate::sqe::Sqe;
 
     #[test]
     fn a_write_has_its_fields_where_specified() {

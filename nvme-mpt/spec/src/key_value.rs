@@ -243,7 +243,7 @@ mod tests {
     use zerocopy::FromZeros;
 
     use super::*;
-    use crate::spec::opcode::KvOpcode;
+    use crate::opcode::KvOpcode;
 
     fn key(bytes: &[u8]) -> Key {
         Key::new(bytes).expect("short enough")

@@ -175,9 +175,9 @@ macro_rules! command {
             $( $(#[$field_meta])* pub $field: $ty, )*
         }
 
-        impl From<&$crate::spec::sqe::Sqe> for $name {
+        impl From<&$crate::sqe::Sqe> for $name {
             #[inline]
-            fn from(sqe: &$crate::spec::sqe::Sqe) -> Self {
+            fn from(sqe: &$crate::sqe::Sqe) -> Self {
                 Self {
                     $(
                         $field: command!(
@@ -191,7 +191,7 @@ macro_rules! command {
         impl $name {
             /// Replaces the bits of these fields in an entry.
             #[inline]
-            pub const fn write_to(self, sqe: &mut $crate::spec::sqe::Sqe) {
+            pub const fn write_to(self, sqe: &mut $crate::sqe::Sqe) {
                 $(
                     let value = self.$field $( .0 as $inner )?;
                     command!(@set sqe value = $dword $(. $high_dword)? $([$($bits)+])?);
@@ -235,7 +235,7 @@ macro_rules! command {
     reason = "the macros declare public types, wherever they are used"
 )]
 mod tests {
-    use crate::spec::sqe::Sqe;
+    use crate::sqe::Sqe;
 
     open_enum! {
         /// A number of which two values have names.

@@ -5,7 +5,7 @@ use core::mem::{offset_of, size_of};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, little_endian::U128};
 
 use super::{IDENTIFY_SIZE, PowerStateDescriptor};
-use crate::spec::{cqe::IOCQES, registers::Version, sqe::IOSQES};
+use crate::{cqe::IOCQES, registers::Version, sqe::IOSQES};
 
 /// Identify Controller (CNS 01h; Base 2.0, section 5.17.2.1, Figure 275).
 #[repr(C)]

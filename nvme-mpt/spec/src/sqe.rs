@@ -157,7 +157,7 @@ impl Sqe {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::spec::opcode::NvmOpcode;
+    use crate::opcode::NvmOpcode;
 
     /// A Read as the specification lays it out, written by hand.
     const READ: [u8; 64] = [

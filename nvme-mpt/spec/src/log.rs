@@ -368,7 +368,7 @@ mod tests {
     use zerocopy::FromZeros;
 
     use super::*;
-    use crate::spec::sqe::Sqe;
+    use crate::sqe::Sqe;
 
     #[test]
     fn a_request_joins_its_halves() {

@@ -275,7 +275,7 @@ mod tests {
     use zerocopy::FromZeros;
 
     use super::*;
-    use crate::spec::sqe::Sqe;
+    use crate::sqe::Sqe;
 
     #[test]
     fn commands_have_their_fields_where_specified() {

@@ -3,9 +3,7 @@
 
 use core::fmt;
 
-/// Memory page size of both controllers, in bytes: `CC.MPS` = 0 is the only size offered
-/// (Base 2.0, section 3.1.3.5). It has nothing to do with the page size of the host's kernel.
-pub const PAGE_SIZE: u64 = 4096;
+pub use nvme_mpt_memory::PAGE_SIZE;
 
 /// A guest physical address: what a guest writes into PRPs, SGLs and queue base registers.
 /// Over vfio-user it is the address that the client mapped, whatever that is on its side.

@@ -5,11 +5,13 @@
 //! shadow queue translates the guest's commands and passes them to a queue of the [host
 //! controller](host).
 //!
+//! Two crates lie below: [`spec`] has the wire format, and [`memory`] the unsafe code that reaches
+//! guest memory, rings and registers.
+//!
 //! What it does not do: it knows no guest's PCI configuration space or admin queue, and no hypervisor.
 
 pub mod address;
 pub mod attachment;
-pub mod clock;
 pub mod deadline;
 pub mod dma;
 pub mod doorbell;
@@ -19,7 +21,6 @@ pub mod host;
 pub mod interrupt;
 pub mod iova;
 pub mod lease;
-pub mod memory;
 mod origin;
 pub mod poller;
 pub mod range_lock;
@@ -28,6 +29,10 @@ pub mod stats;
 mod sync;
 pub mod wipe;
 
+#[doc(inline)]
+pub use nvme_mpt_memory as memory;
+#[doc(inline)]
+pub use nvme_mpt_memory::clock;
 #[doc(inline)]
 pub use nvme_spec as spec;
 

@@ -12,20 +12,16 @@
 //!   range find a user of it. The log names that process.
 //! * A holder that the kernel does not show to us may be either, and refuses the claim. A server that is
 //!   not root sees its own user's processes alone: its images should be for its user to read alone.
-#![expect(
-    unsafe_code,
-    reason = "open file description locks are reached through fcntl alone, our user through getauxval"
-)]
 
 mod holders;
 
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::AsRawFd;
 
-use libc::{F_OFD_GETLK, F_OFD_SETLK, F_RDLCK, F_UNLCK, F_WRLCK, SEEK_SET, c_int, c_short, off_t};
 use log::warn;
+
+use crate::memory::system::{LockKind, is_lock_excluded, process_user, try_lock};
 
 pub(crate) use holders::{Holders, Kind, find};
 
@@ -89,7 +85,7 @@ impl RangeLock {
     /// # Errors
     /// Returns the error of `fcntl`.
     pub fn take(file: File, start: u64, length: u64) -> io::Result<Option<Self>> {
-        let taken = try_lock(&file, F_WRLCK, start, length)?;
+        let taken = try_lock(&file, LockKind::Exclusive, start, length)?;
         Ok(taken.then_some(Self::of(file)))
     }
 
@@ -103,7 +99,7 @@ impl RangeLock {
             0 => u64::MAX,
             length => start.saturating_add(length),
         };
-        Self::claim_as(own_user(), file, &range, (start, length))
+        Self::claim_as(process_user(), file, &range, (start, length))
     }
 
     fn claim_as(
@@ -112,11 +108,11 @@ impl RangeLock {
         range: &Range<u64>,
         (start, length): (u64, u64),
     ) -> Result<Self, ClaimError> {
-        if try_lock(&file, F_WRLCK, start, length)? {
+        if try_lock(&file, LockKind::Exclusive, start, length)? {
             return Ok(Self::of(file));
         }
         // Shared first and looked at then: of two that claim at the same time, one at least sees the other.
-        let shared = try_lock(&file, F_RDLCK, start, length)?;
+        let shared = try_lock(&file, LockKind::Shared, start, length)?;
         let holders = find(&file, Kind::Range, range);
         let reads_only = |holder: &holders::LockHolder| {
             !holder.exclusive && !holder.writes && holder.is_foreign_to(user)
@@ -152,52 +148,7 @@ pub(crate) fn describe(holders: &Holders) -> String {
 /// Returns the error of `fcntl`.
 pub fn is_locked(file: &File, start: u64, length: u64) -> io::Result<bool> {
     // What a shared lock would have in its way: other shared ones, which any reader can take, are not.
-    let mut lock = range(F_RDLCK, start, length)?;
-    fcntl(file, F_OFD_GETLK, &mut lock)?;
-    // The kernel writes the lock that stands in the way, or F_UNLCK for none.
-    Ok(c_int::from(lock.l_type) != F_UNLCK)
-}
-
-/// User that this process was started as, for which the kernel need not be asked: a thread in a sandbox
-/// may be let ask for nothing.
-pub(crate) fn own_user() -> u32 {
-    // SAFETY: getauxval reads what the kernel gave the process at its start, and has no preconditions.
-    let user = unsafe { libc::getauxval(libc::AT_EUID) };
-    u32::try_from(user).unwrap_or(u32::MAX)
-}
-
-fn try_lock(file: &File, kind: c_int, start: u64, length: u64) -> io::Result<bool> {
-    match fcntl(file, F_OFD_SETLK, &mut range(kind, start, length)?) {
-        Ok(()) => Ok(true),
-        Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {
-            Ok(false)
-        }
-        Err(error) => Err(error),
-    }
-}
-
-fn range(kind: c_int, start: u64, length: u64) -> io::Result<libc::flock> {
-    let offset = |value: u64| {
-        off_t::try_from(value).map_err(|_| io::Error::from_raw_os_error(libc::EOVERFLOW))
-    };
-    // The kinds are 0 to 2 and SEEK_SET is 0; l_pid must be 0 for open file description locks.
-    Ok(libc::flock {
-        l_type: kind as c_short,
-        l_whence: SEEK_SET as c_short,
-        l_start: offset(start)?,
-        l_len: offset(length)?,
-        l_pid: 0,
-    })
-}
-
-fn fcntl(file: &File, command: c_int, lock: &mut libc::flock) -> io::Result<()> {
-    // SAFETY: the descriptor is open for as long as `file` is borrowed; both commands read and
-    // write one `struct flock`, which `lock` is, and keep no pointer to it.
-    let result = unsafe { libc::fcntl(file.as_raw_fd(), command, std::ptr::from_mut(lock)) };
-    if result == -1 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(())
+    is_lock_excluded(file, LockKind::Shared, start, length)
 }
 
 #[cfg(test)]
@@ -233,7 +184,7 @@ mod tests {
         /// A shared lock on all of it.
         fn share(&self, write: bool) -> File {
             let file = self.open(write);
-            assert!(try_lock(&file, F_RDLCK, 0, 0).expect("fcntl"));
+            assert!(try_lock(&file, LockKind::Shared, 0, 0).expect("fcntl"));
             file
         }
 
@@ -247,7 +198,7 @@ mod tests {
 
     /// A user that this test is not.
     fn other_user() -> u32 {
-        own_user().wrapping_add(1000)
+        process_user().wrapping_add(1000)
     }
 
     /// Environment of [`reads_and_locks`]: the file.
@@ -260,7 +211,7 @@ mod tests {
             return;
         };
         let file = File::open(path).expect("others may read it");
-        assert!(try_lock(&file, F_RDLCK, 0, 0).expect("fcntl"));
+        assert!(try_lock(&file, LockKind::Shared, 0, 0).expect("fcntl"));
         println!("locked");
         // Until the other end goes.
         let _ = std::io::stdin().read_line(&mut String::new());
@@ -295,14 +246,14 @@ mod tests {
         let mut child = None;
         // The server's user: root sees others' processes; any other sees its own, which are foreign to a
         // user that this test is not.
-        let user = if own_user() == 0 {
+        let user = if process_user() == 0 {
             child = Some(reader_of_another_user(&image));
             0
         } else {
             other_user()
         };
         let reader = child.is_none().then(|| image.share(false));
-        assert!(!try_lock(&image.open(true), F_WRLCK, 0, 1).expect("fcntl"));
+        assert!(!try_lock(&image.open(true), LockKind::Exclusive, 0, 1).expect("fcntl"));
         let claimed = image.claim(user, 0).expect("only read");
         // What is claimed is taken all the same, for us and for a VMM that wants it for itself.
         image.claim(user, 512).expect_err("taken");
@@ -312,7 +263,7 @@ mod tests {
             drop(child.stdin.take());
             assert!(child.wait().expect("it ends").success());
         }
-        assert!(!try_lock(&image.open(true), F_WRLCK, 0, 1).expect("fcntl"));
+        assert!(!try_lock(&image.open(true), LockKind::Exclusive, 0, 1).expect("fcntl"));
         image.claim(user, 0).expect_err("taken");
         drop((claimed, next));
         image.claim(user, 0).expect("free again");
@@ -322,7 +273,7 @@ mod tests {
     fn a_reader_of_our_own_refuses() {
         let image = Image::new();
         let _reader = image.share(false);
-        let own = image.claim(own_user(), 0).expect_err("our own user's");
+        let own = image.claim(process_user(), 0).expect_err("our own user's");
         let pid = format!("process {} (", std::process::id());
         assert!(own.to_string().contains(&pid), "{own}");
     }

@@ -3,8 +3,10 @@
 use super::command::Worth;
 use super::{Context, Step, VerifyError, When, fuzz};
 
-/// The crate whose concurrency is modelled and whose memory accesses are checked.
+/// Crate of the data path's concurrency, which is modelled.
 const DATA_PATH: &str = "nvme-mpt";
+/// Crate of the data path's memory accesses, which are checked where it and [`DATA_PATH`] use them.
+const MEMORY: &str = "nvme-mpt-memory";
 /// Sanitizers want the target named, so that build scripts are built without them.
 pub(super) const TARGET: &str = "x86_64-unknown-linux-gnu";
 
@@ -150,7 +152,8 @@ fn loom(context: &mut Context) -> Result<(), VerifyError> {
 }
 
 fn asan(context: &mut Context) -> Result<(), VerifyError> {
-    let arguments = ["test", "--package", DATA_PATH, "--target", TARGET, "--lib"];
+    let packages = ["--package", MEMORY, "--package", DATA_PATH];
+    let arguments = [&["test"][..], &packages, &["--target", TARGET, "--lib"]].concat();
     let mut command = context.cargo_apart(&arguments, "asan", "-Zsanitizer=address");
     // The sanitizer's switch is unstable; what it instruments is the stable compiler's code.
     command.env("RUSTC_BOOTSTRAP", "1");

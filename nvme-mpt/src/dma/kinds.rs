@@ -9,7 +9,7 @@
 //!
 //! * **userfaultfd** holds up faults in the address space that registered it. Ours is registered
 //!   nowhere, so a fault here takes a page at once, whatever the client registered
-//!   (`tests/userfaultfd.rs`). Minor faults and write protection are kept per address space as well.
+//!   (`nvme-mpt/memory/tests/userfaultfd.rs`). Minor faults and write protection are kept per address space as well.
 //! * **Holes.** fallocate holds up faults in a range while it punches a hole there. That is bounded by
 //!   the hole's pages, and a guest's balloon does the same; seals that forbid it would forbid
 //!   virtio-mem.

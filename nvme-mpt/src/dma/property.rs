@@ -11,8 +11,7 @@ use proptest::prelude::*;
 use super::{Direction, DmaError, DmaWindow, MemoryRegion, RegionHint};
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::iova::{Iommu, IovaSpace};
-use crate::memory::tests_support::memfd;
-use crate::memory::{Access, Mapping};
+use crate::memory::{Access, Mapping, memfd};
 
 /// Pages of the guest's, and of each of the files.
 const PAGES: u64 = 48;
@@ -118,7 +117,7 @@ impl Scene {
         let iommu = Arc::new(Mapped::default());
         let space = Arc::new(IovaSpace::behind_iommu(iommu.clone(), &[0..=(1 << 39) - 1]));
         let files = (0..FILES).map(|file| {
-            let fd = memfd(PAGES * PAGE_SIZE);
+            let fd = memfd(c"test", PAGES * PAGE_SIZE).expect("memory");
             let writer = std::fs::File::from(fd.try_clone().expect("descriptor"));
             for page in 0..PAGES {
                 let at = page * PAGE_SIZE;

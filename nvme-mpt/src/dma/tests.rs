@@ -1,7 +1,11 @@
 //! Regions that come and go, through the window's public interface.
 
 use super::*;
-use crate::memory::tests_support::memfd;
+use crate::memory;
+
+fn memfd(len: u64) -> OwnedFd {
+    memory::memfd(c"test", len).expect("memory")
+}
 
 pub(super) fn window() -> DmaWindow {
     DmaWindow::new(Arc::new(IovaSpace::software()))

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use log::{info, warn};
 use thiserror::Error;
 
-use crate::range_lock::own_user;
+use crate::memory::system::process_user;
 
 const FOLDER_MODE: u32 = 0o700;
 const FILE_MODE: u32 = 0o600;
@@ -91,7 +91,7 @@ pub(super) fn make_folder(path: &Path, is_own: impl Fn(&str) -> bool) -> Result<
         Err(error) => return Err(failed("make the state folder", path)(error)),
     }
     let status = fs::metadata(path).map_err(failed("look at the state folder", path))?;
-    check_owner(path, status.uid(), own_user())?;
+    check_owner(path, status.uid(), process_user())?;
     let mode = status.mode() & PERMISSIONS;
     if mode & !FOLDER_MODE == 0 {
         return Ok(());
@@ -136,7 +136,7 @@ pub(super) fn open_file(path: &Path, options: &mut OpenOptions) -> Result<File, 
         .open(path)
         .map_err(failed("open", path))?;
     let status = file.metadata().map_err(failed("look at", path))?;
-    check_owner(path, status.uid(), own_user())?;
+    check_owner(path, status.uid(), process_user())?;
     if status.mode() & PERMISSIONS & !FILE_MODE != 0 {
         file.set_permissions(Permissions::from_mode(FILE_MODE))
             .map_err(failed("take permissions from others at", path))?;
@@ -211,7 +211,7 @@ mod tests {
             )
         );
         // Of a process that may give files away.
-        if own_user() == 0 {
+        if process_user() == 0 {
             let file = dir.path().join("lock");
             fs::write(&file, "").unwrap();
             std::os::unix::fs::chown(&file, Some(65534), None).unwrap();

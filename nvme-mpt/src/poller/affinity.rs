@@ -1,8 +1,6 @@
-//! Pinning a poller to a processor.
-#![expect(unsafe_code, reason = "sched_setaffinity takes a raw set")]
+//! Processors that pollers are pinned to.
 
 use std::fs;
-use std::io;
 
 /// A processor that pollers are to be pinned to is not there.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -45,22 +43,6 @@ fn lists(online: &str, cpu: usize) -> bool {
             _ => false,
         }
     })
-}
-
-/// Lets the calling thread run on one processor only.
-pub(super) fn pin_this_thread(cpu: usize) -> io::Result<()> {
-    // SAFETY: a set of zeroes is a valid empty set.
-    let mut set = unsafe { std::mem::zeroed::<libc::cpu_set_t>() };
-    if cpu >= 8 * size_of::<libc::cpu_set_t>() {
-        return Err(io::ErrorKind::InvalidInput.into());
-    }
-    // SAFETY: the processor's bit lies in the set, as was just checked.
-    unsafe { libc::CPU_SET(cpu, &mut set) };
-    // SAFETY: the set is valid for its size; thread 0 is the calling one.
-    if unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &raw const set) } < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(())
 }
 
 #[cfg(test)]

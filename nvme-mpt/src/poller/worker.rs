@@ -17,13 +17,13 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 use vmm_sys_util::timerfd::TimerFd;
 
-use super::affinity::pin_this_thread;
 use super::courtesy::Courtesy;
 use super::park::Waker;
 use super::placement::Spin;
 use super::threads::Threads;
 use crate::clock::{Ticks, ticks_in};
 use crate::memory::Cell32;
+use crate::memory::system::pin_this_thread;
 use crate::shadow::ShadowQueue;
 use crate::stats::PollerStats;
 

@@ -14,7 +14,7 @@ use crate::host::{
 };
 use crate::interrupt::InterruptGate;
 use crate::iova::IovaSpace;
-use crate::memory::tests_support::memfd;
+use crate::memory::memfd;
 use crate::poller::Waker;
 use crate::spec::ids::{CommandId, Lba, Nsid};
 use crate::spec::registers::Doorbell;
@@ -98,7 +98,7 @@ fn region(gpa: Gpa, len: u64) -> MemoryRegion {
     MemoryRegion {
         gpa,
         len,
-        fd: memfd(len),
+        fd: memfd(c"test", len).expect("memory"),
         offset: 0,
         readable: true,
         writable: true,

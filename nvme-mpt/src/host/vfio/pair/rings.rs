@@ -113,7 +113,7 @@ impl Rings {
     /// The next completion that the drive has posted.
     #[inline]
     pub(super) fn next(&mut self) -> Option<Cqe> {
-        self.cq.next()
+        self.cq.take()
     }
 
     /// Tells the drive how far the Completion Queue was read, if that is news.

@@ -224,23 +224,27 @@ impl Mapping {
         Ok(())
     }
 
+    #[inline]
     pub(super) fn start(&self) -> NonNull<u8> {
         self.start
     }
 
     /// Length in bytes.
+    #[inline]
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
     /// Returns whether it has no bytes; never the case, as the kernel refuses such a mapping.
+    #[inline]
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
     /// Returns the access to the memory.
+    #[inline]
     #[must_use]
     pub fn access(&self) -> Access {
         self.access
@@ -260,6 +264,7 @@ impl Mapping {
 
     /// Returns whether what is behind the mapping went away, and zeroes (for memory whose file was cut short)
     /// or ones (for a device) took its place. What a guest has there is lost, so its queues must stop.
+    #[inline]
     #[must_use]
     pub fn is_lost(&self) -> bool {
         self.guard.as_ref().is_some_and(sigbus::Guard::is_lost)
@@ -294,19 +299,21 @@ pub fn memfd(name: &CStr, len: u64) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
-/// Size of a page of the host's kernel, in bytes. No NVMe page: see [`crate::address::PAGE_SIZE`].
-pub(crate) fn host_page_size() -> usize {
+/// Returns the size of a page of the host's kernel, in bytes. NVMe pages have [`crate::PAGE_SIZE`]
+/// bytes.
+#[must_use]
+pub fn host_page_size() -> usize {
     // SAFETY: sysconf has no preconditions.
     let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
     usize::try_from(size).unwrap_or(4096)
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
+mod tests {
     use super::*;
     use std::os::fd::AsFd;
 
-    pub(crate) fn memfd(len: u64) -> OwnedFd {
+    fn memfd(len: u64) -> OwnedFd {
         super::memfd(c"test", len).expect("memory")
     }
 
@@ -380,14 +387,14 @@ pub(crate) mod tests {
             .bytes(8192, 4)
             .expect("inside")
             .copy_from(&[1, 2, 3, 4]);
-        let epoch = crate::memory::lost_memory_epoch();
+        let epoch = crate::lost_memory_epoch();
         File::from(fd).set_len(4096).expect("cut short");
         let mut read = [9; 4];
         mapping.bytes(8192, 4).expect("inside").copy_to(&mut read);
         assert_eq!(read, [0; 4]);
         assert!(mapping.is_lost());
         assert!(!untouched.is_lost());
-        assert_ne!(crate::memory::lost_memory_epoch(), epoch);
+        assert_ne!(crate::lost_memory_epoch(), epoch);
     }
 
     fn read(mapping: &Mapping, offset: usize) -> [u8; 4] {
@@ -405,7 +412,7 @@ pub(crate) mod tests {
 
     #[test]
     fn a_device_that_is_gone_reads_as_ones_and_takes_writes() {
-        let pages = 3 * crate::memory::host_page_size();
+        let pages = 3 * crate::host_page_size();
         let (file, mapping) = device(pages as u64);
         let (_other_file, other) = device(pages as u64);
         mapping
@@ -429,7 +436,7 @@ pub(crate) mod tests {
 
     #[test]
     fn a_device_that_is_given_up_is_reached_no_more() {
-        let pages = 3 * crate::memory::host_page_size();
+        let pages = 3 * crate::host_page_size();
         let (file, mapping) = device(pages as u64);
         let witness = Mapping::shared(file.as_fd(), 0, pages, Access::Read).expect("map");
         mapping.bytes(0, 4).expect("inside").copy_from(&[1; 4]);

@@ -8,20 +8,22 @@ use super::Mapping;
 
 /// The words of a [`Mapping`] from an offset on, each read and written as a whole.
 #[derive(Clone, Debug)]
-pub(crate) struct SharedWords {
+pub struct SharedWords {
     mapping: Arc<Mapping>,
     offset: usize,
 }
 
 impl SharedWords {
     /// The words from `offset` on, or `None` if that is not aligned or not inside.
-    pub(crate) fn new(mapping: Arc<Mapping>, offset: usize) -> Option<Self> {
+    #[must_use]
+    pub fn new(mapping: Arc<Mapping>, offset: usize) -> Option<Self> {
         mapping.bytes(offset, 0)?;
         offset
             .is_multiple_of(size_of::<u64>())
             .then_some(Self { mapping, offset })
     }
 
+    #[inline]
     fn word(&self, index: usize) -> Option<&AtomicU64> {
         let offset = index
             .checked_mul(size_of::<u64>())?
@@ -33,13 +35,16 @@ impl SharedWords {
     }
 
     /// Reads a word; 0 beyond the end.
-    pub(crate) fn load(&self, index: usize) -> u64 {
+    #[inline]
+    #[must_use]
+    pub fn load(&self, index: usize) -> u64 {
         let word = self.word(index);
         word.map_or(0, |word| u64::from_le(word.load(Ordering::Relaxed)))
     }
 
     /// Writes a word; nothing beyond the end.
-    pub(crate) fn store(&self, index: usize, value: u64) {
+    #[inline]
+    pub fn store(&self, index: usize, value: u64) {
         debug_assert_eq!(self.mapping.access(), super::Access::ReadWrite);
         if let Some(word) = self.word(index) {
             word.store(value.to_le(), Ordering::Relaxed);
@@ -52,7 +57,7 @@ mod tests {
     use std::os::fd::AsFd;
 
     use super::*;
-    use crate::memory::{Access, memfd};
+    use crate::{Access, memfd};
 
     #[test]
     fn words_are_where_another_mapping_finds_them() {

@@ -5,7 +5,7 @@
 use std::fs::{self, File};
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 
-use nvme_mpt::memory::{Access, Mapping};
+use nvme_mpt_memory::{Access, Mapping};
 
 const HUGE: usize = 2 << 20;
 const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
@@ -66,7 +66,7 @@ fn is_mapped(start: usize) -> bool {
 fn huge_pages_that_are_cut_off_are_lost_not_fatal() {
     let Some(_pages) = HugePages::set_aside(8) else {
         eprintln!(
-            "NOT TESTED: no huge pages can be had here ({POOL}); `nvme-mpt/src/memory/sigbus.rs` tests the arithmetic"
+            "NOT TESTED: no huge pages can be had here ({POOL}); `nvme-mpt/memory/src/sigbus.rs` tests the arithmetic"
         );
         return;
     };

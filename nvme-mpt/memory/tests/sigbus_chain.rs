@@ -6,7 +6,7 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use nvme_mpt::memory::{Access, Mapping, memfd};
+use nvme_mpt_memory::{Access, Mapping, memfd};
 
 const LEN: usize = 1 << 16;
 

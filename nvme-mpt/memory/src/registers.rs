@@ -21,11 +21,13 @@ impl Registers {
     }
 
     /// Returns the mapping.
+    #[inline]
     #[must_use]
     pub fn mapping(&self) -> &Arc<Mapping> {
         &self.mapping
     }
 
+    #[inline]
     fn word<T>(&self, offset: usize) -> Option<*mut T> {
         let bytes = self.mapping.bytes(offset, size_of::<T>())?;
         let word = bytes.as_ptr().cast::<T>();
@@ -33,6 +35,7 @@ impl Registers {
     }
 
     /// The 32-bit register at `offset`; `None` if there is none, or none aligned.
+    #[inline]
     #[must_use]
     pub fn read32(&self, offset: usize) -> Option<u32> {
         let word = self.word::<u32>(offset)?;
@@ -46,6 +49,7 @@ impl Registers {
     }
 
     /// The 64-bit register at `offset`, in one access.
+    #[inline]
     #[must_use]
     pub fn read64(&self, offset: usize) -> Option<u64> {
         let word = self.word::<u64>(offset)?;
@@ -59,6 +63,7 @@ impl Registers {
     }
 
     /// Writes the 32-bit register at `offset`; `None` if there is none, or none aligned.
+    #[inline]
     pub fn write32(&self, offset: usize, value: u32) -> Option<()> {
         let word = self.word::<u32>(offset)?;
         // SAFETY: as in `read32`; a device is always mapped for writing.
@@ -67,6 +72,7 @@ impl Registers {
     }
 
     /// Writes the 64-bit register at `offset`, in one access.
+    #[inline]
     pub fn write64(&self, offset: usize, value: u64) -> Option<()> {
         let word = self.word::<u64>(offset)?;
         // SAFETY: as in `write32`.
@@ -81,7 +87,7 @@ mod tests {
     use std::os::fd::AsFd;
 
     use super::*;
-    use crate::memory::{host_page_size, memfd};
+    use crate::{host_page_size, memfd};
 
     fn registers(len: usize) -> (File, Registers) {
         let file = File::from(memfd(c"registers", len as u64).expect("memory"));

@@ -93,10 +93,11 @@ static HOST_PAGE: AtomicUsize = AtomicUsize::new(4096);
 /// A file of one host page of ones, made when the first device is mapped. It is never closed.
 static ONES: AtomicI32 = AtomicI32::new(-1);
 
-/// Changes whenever some mapping's memory was lost; one load tells a poller that nothing was.
-/// Devices do not count: what becomes of their guests is for their driver to say.
+/// Returns a number that changes whenever some mapping's memory was lost. One load shows a poller that
+/// no memory was. Devices do not count: their drivers report them.
 #[inline]
-pub(crate) fn lost_memory_epoch() -> usize {
+#[must_use]
+pub fn lost_memory_epoch() -> usize {
     EPOCH.load(Ordering::Relaxed)
 }
 
@@ -127,6 +128,7 @@ impl Guard {
         Ok(Self(entry))
     }
 
+    #[inline]
     pub(super) fn is_lost(&self) -> bool {
         self.0.lost.load(Ordering::Acquire)
     }

@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use zerocopy::transmute;
 
-use super::Mapping;
-use crate::spec::cqe::Cqe;
-use crate::spec::sqe::Sqe;
+use super::{Access, Mapping};
+use nvme_spec::cqe::Cqe;
+use nvme_spec::sqe::Sqe;
 
 /// The entries of a ring, and where they are.
 ///
@@ -26,8 +26,12 @@ struct Entries<T> {
     _mappings: Box<[Arc<Mapping>]>,
 }
 
+/// Memory page size of guest controllers and of drives' controllers, in bytes: `CC.MPS` = 0 is the only
+/// size offered (Base 2.0, section 3.1.3.5). It does not depend on the page size of the host's kernel.
+pub const PAGE_SIZE: u64 = 4096;
+
 /// Bytes of a ring's pages, which divide into whole entries.
-const PAGE: usize = crate::address::PAGE_SIZE as usize;
+const PAGE: usize = PAGE_SIZE as usize;
 
 impl<T> Entries<T> {
     fn in_one_stretch(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
@@ -165,15 +169,22 @@ unsafe impl Send for CompletionRing {}
 
 impl CompletionRing {
     /// The ring of `entries` entries at `offset`, or `None` if it is not aligned to an entry's
-    /// words or does not lie inside the mapping.
+    /// words or does not lie inside a mapping that can be written.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
+        if mapping.access() != Access::ReadWrite {
+            return None;
+        }
         Entries::in_one_stretch(mapping, offset, entries).map(Self)
     }
 
-    /// As [`SubmissionRing::in_pages`].
+    /// As [`SubmissionRing::in_pages`], in mappings that can be written.
     #[must_use]
     pub fn in_pages(pages: &[(Arc<Mapping>, usize)], entries: u32) -> Option<Self> {
+        let is_writable = |(mapping, _): &(Arc<Mapping>, _)| mapping.access() == Access::ReadWrite;
+        if !pages.iter().all(is_writable) {
+            return None;
+        }
         Entries::in_pages(pages, entries).map(Self)
     }
 
@@ -193,9 +204,11 @@ impl CompletionRing {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd;
+
     use super::*;
-    use crate::spec::ids::{CommandId, QueueId};
-    use crate::spec::status::Status;
+    use nvme_spec::ids::{CommandId, QueueId};
+    use nvme_spec::status::Status;
     use zerocopy::{FromBytes, IntoBytes};
 
     #[test]
@@ -267,6 +280,18 @@ mod tests {
         let mapping = Arc::new(Mapping::anonymous(PAGE).expect("map"));
         let ring = CompletionRing::in_pages(&[(mapping, 0)], 16).expect("fits");
         ring.publish(16, Cqe::default());
+    }
+
+    #[test]
+    fn completions_need_memory_that_can_be_written() {
+        let file = crate::memfd(c"test", PAGE_SIZE).expect("memory");
+        let mapping = Mapping::shared(file.as_fd(), 0, PAGE, Access::Read).expect("map");
+        let mapping = Arc::new(mapping);
+        assert!(SubmissionRing::new(&mapping, 0, 4).is_some());
+        assert!(CompletionRing::new(&mapping, 0, 4).is_none());
+        let pages = [(mapping, 0)];
+        assert!(SubmissionRing::in_pages(&pages, 4).is_some());
+        assert!(CompletionRing::in_pages(&pages, 4).is_none());
     }
 
     #[test]

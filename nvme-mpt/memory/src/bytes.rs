@@ -32,18 +32,21 @@ impl<'a> RawBytes<'a> {
     }
 
     /// Length in bytes.
+    #[inline]
     #[must_use]
     pub const fn len(&self) -> usize {
         self.len
     }
 
     /// Returns whether there are no bytes.
+    #[inline]
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
 
     /// Returns the address of the bytes, for the kernel to read or write them.
+    #[inline]
     #[must_use]
     pub const fn as_ptr(&self) -> *mut u8 {
         self.start
@@ -86,12 +89,14 @@ impl<'a> RawBytes<'a> {
     }
 
     /// Fills the range with zeroes.
+    #[inline]
     pub fn zero(&self) {
         // SAFETY: the range is valid for writes of `len` bytes.
         unsafe { core::ptr::write_bytes(self.start, 0, self.len) };
     }
 
     /// Returns whether the bytes are, at this moment, those of `other` (both as long).
+    #[inline]
     #[must_use]
     pub fn equals(&self, other: RawBytes<'_>) -> bool {
         if self.len != other.len {
@@ -138,12 +143,14 @@ pub struct RawWords<'a> {
 
 impl RawWords<'_> {
     /// Number of words.
+    #[inline]
     #[must_use]
     pub const fn len(&self) -> usize {
         self.len
     }
 
     /// Returns whether there are no words.
+    #[inline]
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0

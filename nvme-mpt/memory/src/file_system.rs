@@ -36,7 +36,8 @@ pub(super) fn page_size(fd: BorrowedFd<'_>) -> io::Result<usize> {
 ///
 /// The kernel keeps seals for such files alone (memfd_create(2)), whatever their mount says of itself.
 /// It answers by itself, where fstat and fstatfs may wait for the process behind a FUSE mount.
-pub(crate) fn is_memory(fd: BorrowedFd<'_>) -> bool {
+#[must_use]
+pub fn is_memory(fd: BorrowedFd<'_>) -> bool {
     // SAFETY: `fd` is open; F_GET_SEALS has no argument.
     unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) >= 0 }
 }
@@ -44,7 +45,8 @@ pub(crate) fn is_memory(fd: BorrowedFd<'_>) -> bool {
 /// Returns the type of a file's file system as mount(8) names it, where its mount is seen from here.
 ///
 /// The kernel's lists are read for that, since a question to the file system may wait.
-pub(crate) fn type_of(fd: BorrowedFd<'_>) -> Option<String> {
+#[must_use]
+pub fn type_of(fd: BorrowedFd<'_>) -> Option<String> {
     let of_fd = fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_raw_fd())).ok()?;
     let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
     let mount = of_fd
@@ -64,7 +66,7 @@ mod tests {
     use std::os::fd::AsFd;
 
     use super::*;
-    use crate::memory::memfd;
+    use crate::memfd;
 
     #[test]
     fn memory_is_told_from_files() {

@@ -11,7 +11,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
-use nvme_mpt::memory::{Access, Mapping, memfd};
+use nvme_mpt_memory::{Access, Mapping, memfd};
 
 const LEN: usize = 1 << 16;
 

@@ -35,8 +35,10 @@ impl PrivateWords {
         }
     }
 
-    /// The mapping they lie in.
-    pub(crate) fn mapping(&self) -> &Mapping {
+    /// Returns the mapping of the words.
+    #[inline]
+    #[must_use]
+    pub fn mapping(&self) -> &Mapping {
         &self.mapping
     }
 

@@ -8,18 +8,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use zerocopy::transmute;
 
 use super::{Access, Mapping};
-use crate::spec::cqe::{Cqe, CqeHigh};
-use crate::spec::ids::CommandId;
-use crate::spec::sqe::Sqe;
+use nvme_spec::cqe::{Cqe, CqeHigh};
+use nvme_spec::ids::CommandId;
+use nvme_spec::sqe::Sqe;
 
 /// A host Submission Queue's entries, write only (Base 2.0, section 3.3.3.1), and its tail.
 #[derive(Debug)]
-pub(crate) struct HostSubmissionRing {
+pub struct HostSubmissionRing {
     first: *mut [u64; 8],
     entries: u32,
     /// Below `entries`, always.
     tail: u32,
-    _mapping: Arc<Mapping>,
+    mapping: Arc<Mapping>,
 }
 
 // SAFETY: the entries are only stored to by volatile writes, and the mapping is kept.
@@ -28,7 +28,8 @@ unsafe impl Send for HostSubmissionRing {}
 impl HostSubmissionRing {
     /// The ring of `entries` entries at `offset`, or `None` if it has none, is not aligned to an
     /// entry or does not lie inside a mapping that can be written.
-    pub(crate) fn new(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
+    #[must_use]
+    pub fn new(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
         let len = (entries as usize).checked_mul(size_of::<Sqe>())?;
         let first = mapping.bytes(offset, len)?.as_ptr();
         let usable = mapping.access() == Access::ReadWrite
@@ -38,20 +39,21 @@ impl HostSubmissionRing {
             first: first.cast(),
             entries,
             tail: 0,
-            _mapping: mapping.clone(),
+            mapping: mapping.clone(),
         })
     }
 
-    /// The entry that is written next.
+    /// Returns the index of the entry that is written next.
     #[inline]
-    pub(crate) fn tail(&self) -> u32 {
+    #[must_use]
+    pub fn tail(&self) -> u32 {
         self.tail
     }
 
     /// Writes an entry at the tail, with this Command Identifier in place of its own. The drive may
     /// read it once the doorbell says so.
     #[inline]
-    pub(crate) fn push(&mut self, entry: &Sqe, cid: CommandId) {
+    pub fn push(&mut self, entry: &Sqe, cid: CommandId) {
         self.write(self.tail, entry);
         // SAFETY: as in `write`. Bytes 2 and 3 of an entry are its Command Identifier; nobody reads
         // the entry yet.
@@ -91,24 +93,25 @@ impl HostSubmissionRing {
     }
 
     /// Zeroes all entries, and starts anew.
-    pub(crate) fn restart(&mut self) {
+    pub fn restart(&mut self) {
         for index in 0..self.entries {
             self.write(index, &Sqe::default());
         }
         self.tail = 0;
     }
 
-    /// The memory it lies in, as its drive finds it.
-    #[cfg(test)]
-    pub(crate) fn mapping(&self) -> &Arc<Mapping> {
-        &self._mapping
+    /// Returns the mapping that the entries lie in.
+    #[inline]
+    #[must_use]
+    pub fn mapping(&self) -> &Arc<Mapping> {
+        &self.mapping
     }
 }
 
 /// A host Completion Queue's entries, read only but for being cleared (Base 2.0, section 3.3.3.2),
 /// and its head.
 #[derive(Debug)]
-pub(crate) struct HostCompletionRing {
+pub struct HostCompletionRing {
     first: *const [AtomicU64; 2],
     entries: u32,
     /// Below `entries`, always.
@@ -124,7 +127,8 @@ unsafe impl Send for HostCompletionRing {}
 impl HostCompletionRing {
     /// The ring of `entries` entries at `offset`, or `None` if it has none, is not aligned to an
     /// entry's words or does not lie inside a mapping that can be written.
-    pub(crate) fn new(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
+    #[must_use]
+    pub fn new(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
         let len = (entries as usize).checked_mul(size_of::<Cqe>())?;
         let first = mapping
             .bytes(offset, len)?
@@ -141,9 +145,10 @@ impl HostCompletionRing {
         })
     }
 
-    /// The entry that is read next.
+    /// Returns the index of the entry that is read next.
     #[inline]
-    pub(crate) fn head(&self) -> u32 {
+    #[must_use]
+    pub fn head(&self) -> u32 {
         self.head
     }
 
@@ -151,7 +156,7 @@ impl HostCompletionRing {
     /// with the tag is read first, so what is then read of the other half was posted with it or
     /// before.
     #[inline]
-    pub(crate) fn next(&mut self) -> Option<Cqe> {
+    pub fn take(&mut self) -> Option<Cqe> {
         let head = self.head;
         let [low, high] = self.entry(head);
         let high = CqeHigh(u64::from_le(high.load(Ordering::Acquire)));
@@ -168,7 +173,7 @@ impl HostCompletionRing {
     }
 
     /// Zeroes all entries, and starts anew; no drive may write them meanwhile.
-    pub(crate) fn restart(&mut self) {
+    pub fn restart(&mut self) {
         for index in 0..self.entries {
             for half in self.entry(index) {
                 half.store(0, Ordering::Relaxed);
@@ -190,10 +195,10 @@ impl HostCompletionRing {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::CompletionRing;
-    use crate::memory::SubmissionRing;
-    use crate::spec::ids::QueueId;
-    use crate::spec::status::Status;
+    use crate::CompletionRing;
+    use crate::SubmissionRing;
+    use nvme_spec::ids::QueueId;
+    use nvme_spec::status::Status;
 
     #[test]
     fn the_other_side_reads_what_is_written() {
@@ -235,15 +240,15 @@ mod tests {
         let entry = Cqe::new(QueueId(1), 2, CommandId(3), Status::INTERNAL_ERROR, 4, 5);
         for phase in [true, false, true] {
             for index in 0..256 {
-                assert_eq!((ring.next(), ring.head()), (None, index));
+                assert_eq!((ring.take(), ring.head()), (None, index));
                 drive.publish(index, entry.with_phase(phase));
-                assert_eq!(ring.next(), Some(entry.with_phase(phase)));
+                assert_eq!(ring.take(), Some(entry.with_phase(phase)));
             }
         }
         drive.publish(0, entry.with_phase(false));
         ring.restart();
-        assert_eq!((ring.next(), ring.head()), (None, 0));
+        assert_eq!((ring.take(), ring.head()), (None, 0));
         drive.publish(0, entry.with_phase(true));
-        assert_eq!(ring.next(), Some(entry.with_phase(true)));
+        assert_eq!(ring.take(), Some(entry.with_phase(true)));
     }
 }

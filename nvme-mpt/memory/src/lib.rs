@@ -1,0 +1,69 @@
+//! Access to memory that guests and NVMe drives write at any time.
+//!
+//! The crate holds the unsafe code of the data path, behind safe interfaces:
+//!
+//! - [`Mapping`] is a range of guest memory or of a device's registers. Lost memory (a truncated
+//!   file, a removed drive) becomes zeroes or ones instead of SIGBUS.
+//! - [`RawBytes`], [`RawWords`], [`Cell32`], [`SharedWords`] and [`Registers`] read and write bytes
+//!   and words of a mapping.
+//! - [`SubmissionRing`] and [`CompletionRing`] are a guest's queues; [`HostSubmissionRing`] and
+//!   [`HostCompletionRing`] are a drive's.
+//! - [`clock`] reads the time stamp counter. [`system`] and [`file_system`] make the system calls
+//!   that std has no safe interface for.
+//!
+//! No Rust reference to shared memory leaves the crate. The crate copies bytes in and out, and reads
+//! and writes words by volatile or atomic access. A word may change between two reads, so callers
+//! read once and use the copy.
+//!
+//! The crate knows no guest physical address, no IOVA and no command. It moves queue entries and
+//! does not check them.
+//!
+//! # Example
+//!
+//! A guest writes a command into its submission queue, and the device reads it:
+//!
+//! ```
+//! use std::os::fd::AsFd;
+//! use std::sync::Arc;
+//!
+//! use nvme_mpt_memory::{Access, Mapping, SubmissionRing, memfd};
+//! use nvme_spec::{opcode::NvmOpcode, sqe::Sqe};
+//! use zerocopy::IntoBytes;
+//!
+//! # fn main() -> std::io::Result<()> {
+//! let file = memfd(c"guest", 1 << 20)?;
+//! let guest = Mapping::shared(file.as_fd(), 0, 1 << 20, Access::ReadWrite)?;
+//! let device = Mapping::shared(file.as_fd(), 0, 1 << 20, Access::ReadWrite)?;
+//!
+//! let entry = Sqe::new(NvmOpcode::FLUSH.0);
+//! let slot = guest.bytes(0x1000 + 3 * 64, 64).expect("inside");
+//! slot.copy_from(entry.as_bytes());
+//!
+//! let ring = SubmissionRing::new(&Arc::new(device), 0x1000, 16).expect("aligned and inside");
+//! assert_eq!(ring.read(3), entry);
+//! # Ok(())
+//! # }
+//! ```
+
+mod bytes;
+mod cell;
+pub mod clock;
+pub mod file_system;
+mod host_ring;
+mod mapping;
+mod private;
+mod registers;
+mod ring;
+mod sigbus;
+pub mod system;
+mod words;
+
+pub use bytes::{RawBytes, RawWords};
+pub use cell::Cell32;
+pub use host_ring::{HostCompletionRing, HostSubmissionRing};
+pub use mapping::{Access, Mapping, host_page_size, memfd};
+pub use private::PrivateWords;
+pub use registers::Registers;
+pub use ring::{CompletionRing, PAGE_SIZE, SubmissionRing};
+pub use sigbus::lost_memory_epoch;
+pub use words::SharedWords;

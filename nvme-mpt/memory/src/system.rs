@@ -1,0 +1,141 @@
+//! System calls without a safe interface in std: a thread's processor, locks on ranges of files, the
+//! process's user.
+#![expect(
+    unsafe_code,
+    reason = "sched_setaffinity, fcntl and getauxval take raw arguments"
+)]
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+
+use libc::{F_OFD_GETLK, F_OFD_SETLK, F_RDLCK, F_UNLCK, F_WRLCK, SEEK_SET, c_int, c_short, off_t};
+
+/// Lets the calling thread run on one processor only.
+///
+/// # Errors
+/// Returns the kernel's error; `InvalidInput` for a number that no processor has.
+pub fn pin_this_thread(cpu: usize) -> io::Result<()> {
+    // SAFETY: a set of zeroes is a valid empty set.
+    let mut set = unsafe { std::mem::zeroed::<libc::cpu_set_t>() };
+    if cpu >= 8 * size_of::<libc::cpu_set_t>() {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    // SAFETY: the processor's bit lies in the set, as was just checked.
+    unsafe { libc::CPU_SET(cpu, &mut set) };
+    // SAFETY: the set is valid for its size; thread 0 is the calling one.
+    if unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &raw const set) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+/// Returns the user that this process was started as.
+///
+/// The answer comes from the process's own memory: a thread in a sandbox may be forbidden to ask the
+/// kernel.
+#[must_use]
+pub fn process_user() -> u32 {
+    // SAFETY: getauxval reads what the kernel gave the process at its start, and has no preconditions.
+    let user = unsafe { libc::getauxval(libc::AT_EUID) };
+    u32::try_from(user).unwrap_or(u32::MAX)
+}
+
+/// Kind of a lock on a range of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LockKind {
+    /// Excludes exclusive locks. The file must be open for reading.
+    Shared,
+    /// Excludes all locks. The file must be open for writing.
+    Exclusive,
+}
+
+impl LockKind {
+    const fn bits(self) -> c_int {
+        match self {
+            Self::Shared => F_RDLCK,
+            Self::Exclusive => F_WRLCK,
+        }
+    }
+}
+
+/// Locks `length` bytes from `start` on for the file's open file description. Returns `false` if
+/// another description has a lock that excludes this one.
+///
+/// A length of 0 reaches to the end of what can be locked. The kernel drops the lock with the
+/// description.
+///
+/// # Errors
+/// Returns the error of `fcntl`; `EOVERFLOW` for a range that it cannot express.
+pub fn try_lock(file: &File, kind: LockKind, start: u64, length: u64) -> io::Result<bool> {
+    match fcntl(file, F_OFD_SETLK, &mut range(kind, start, length)?) {
+        Ok(()) => Ok(true),
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {
+            Ok(false)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Returns whether another open file description has a lock that excludes one of `kind` on `length`
+/// bytes from `start` on. A length of 0 reaches to the end of what can be locked.
+///
+/// # Errors
+/// Returns the error of `fcntl`; `EOVERFLOW` for a range that it cannot express.
+pub fn is_lock_excluded(file: &File, kind: LockKind, start: u64, length: u64) -> io::Result<bool> {
+    let mut lock = range(kind, start, length)?;
+    fcntl(file, F_OFD_GETLK, &mut lock)?;
+    // The kernel writes the lock that stands in the way, or F_UNLCK for none.
+    Ok(c_int::from(lock.l_type) != F_UNLCK)
+}
+
+fn range(kind: LockKind, start: u64, length: u64) -> io::Result<libc::flock> {
+    let offset = |value: u64| {
+        off_t::try_from(value).map_err(|_| io::Error::from_raw_os_error(libc::EOVERFLOW))
+    };
+    // The kinds are 0 and 1 and SEEK_SET is 0; l_pid must be 0 for open file description locks.
+    Ok(libc::flock {
+        l_type: kind.bits() as c_short,
+        l_whence: SEEK_SET as c_short,
+        l_start: offset(start)?,
+        l_len: offset(length)?,
+        l_pid: 0,
+    })
+}
+
+fn fcntl(file: &File, command: c_int, lock: &mut libc::flock) -> io::Result<()> {
+    // SAFETY: the descriptor is open for as long as `file` is borrowed; both commands read and
+    // write one `struct flock`, which `lock` is, and keep no pointer to it.
+    let result = unsafe { libc::fcntl(file.as_raw_fd(), command, std::ptr::from_mut(lock)) };
+    if result == -1 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_excludes_those_of_other_descriptions() {
+        let named = tempfile::NamedTempFile::new().expect("a file");
+        let other = named.reopen().expect("another description");
+        let file = named.as_file();
+        assert!(try_lock(file, LockKind::Shared, 0, 10).expect("fcntl"));
+        assert!(try_lock(&other, LockKind::Shared, 5, 1).expect("fcntl"));
+        assert!(!try_lock(&other, LockKind::Exclusive, 5, 1).expect("fcntl"));
+        assert!(!is_lock_excluded(&other, LockKind::Shared, 0, 0).expect("fcntl"));
+        assert!(is_lock_excluded(&other, LockKind::Exclusive, 0, 0).expect("fcntl"));
+        assert!(try_lock(&other, LockKind::Exclusive, 10, 0).expect("fcntl"));
+        let error = try_lock(file, LockKind::Shared, u64::MAX, 1).expect_err("too far");
+        assert_eq!(error.raw_os_error(), Some(libc::EOVERFLOW));
+    }
+
+    #[test]
+    fn a_thread_runs_on_a_processor_that_there_is() {
+        let pin = |cpu| std::thread::spawn(move || pin_this_thread(cpu)).join();
+        let error = pin(1 << 20).expect("a thread").expect_err("no such bit");
+        assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
+    }
+}

@@ -4,6 +4,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use serde::Deserialize;
@@ -35,6 +36,14 @@ pub enum ServerError {
     NotReady {
         /// The end of its log.
         log: String,
+    },
+    /// A client stays connected.
+    #[error("A client is still connected to {path}, {patience:?} after it was killed")]
+    Connected {
+        /// The socket.
+        path: PathBuf,
+        /// Time that was waited.
+        patience: Duration,
     },
     /// It ended in another way than asked to.
     #[error("nvme-mpt serve ended badly ({status}):\n{log}")]
@@ -264,6 +273,37 @@ impl Server {
         Ok(())
     }
 
+    /// Waits until no VMM is connected to the function `name`. The kernel may close the socket of a VMM that was
+    /// killed after the process has ended: requests in an io_uring, which QEMU waits with, hold it a little longer.
+    ///
+    /// # Errors
+    /// If one stays connected.
+    pub fn await_no_client(&self, name: &str) -> Result<(), ServerError> {
+        // A connected socket's state in the list (proc_net_unix in Linux, net/unix/af_unix.c).
+        const CONNECTED: &str = "03";
+        let path = self.socket(name);
+        let list = Path::new("/proc/net/unix");
+        let deadline = Instant::now() + PATIENCE;
+        while Instant::now() < deadline {
+            let sockets = fs::read_to_string(list).map_err(|source| ServerError::File {
+                path: list.to_owned(),
+                source,
+            })?;
+            let is_connected = |line: &str| {
+                let mut fields = line.split_whitespace().skip(5);
+                fields.next() == Some(CONNECTED) && fields.nth(1).map(Path::new) == Some(&path)
+            };
+            if !sockets.lines().any(is_connected) {
+                return Ok(());
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
+        Err(ServerError::Connected {
+            path,
+            patience: PATIENCE,
+        })
+    }
+
     /// Kills it, as a crash would.
     pub fn kill(&mut self) {
         self.process.kill();
@@ -323,7 +363,7 @@ impl Server {
                     log: self.log_tail(),
                 });
             }
-            std::thread::sleep(Duration::from_millis(10));
+            thread::sleep(Duration::from_millis(10));
         }
     }
 }

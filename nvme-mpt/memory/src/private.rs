@@ -16,10 +16,12 @@ impl PrivateWords {
     /// `len` words. Memory is taken when a page is first written.
     ///
     /// # Errors
-    /// Returns the kernel's error when it has none to give.
+    /// Returns the kernel's error when it has none to give; `InvalidInput` for more words than there are
+    /// addresses.
     pub fn new(len: usize) -> io::Result<Self> {
+        let bytes = len.checked_mul(8).ok_or(io::ErrorKind::InvalidInput)?;
         Ok(Self {
-            mapping: Mapping::anonymous(8 * len)?,
+            mapping: Mapping::anonymous(bytes)?,
             len,
         })
     }
@@ -63,5 +65,8 @@ mod tests {
         words.bytes(8184, 8).expect("inside").copy_to(&mut bytes);
         assert_eq!(bytes, [8, 7, 6, 5, 4, 3, 2, 1]);
         assert!(words.bytes(8185, 8).is_none());
+        // The bytes of that many words would wrap round to eight.
+        let error = PrivateWords::new(usize::MAX / 8 + 2).expect_err("too many");
+        assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
     }
 }

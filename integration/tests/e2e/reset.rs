@@ -44,7 +44,7 @@ fn under_load(lab: &Lab, reset: &str) -> Result<(), Fault> {
     let resets: u32 = resets
         .trim()
         .parse()
-        .map_err(|_| format!("No number of resets: {resets:?}"))?;
+        .map_err(|_| Fault::Wrong(format!("No number of resets: {resets:?}")))?;
     expect(resets >= RESETS_MIN, || {
         format!("The load met {resets} resets, and {RESETS_MIN} at least were meant")
     })?;

@@ -129,6 +129,10 @@ fn clippy(context: &mut Context) -> Result<(), VerifyError> {
         "warnings",
     ];
     let mut command = context.cargo(&arguments);
+    context.run(&mut command, Worth::One)?;
+    // `--all-targets` leaves out what `cargo test` does not run by itself.
+    let mut command = context.cargo(&["clippy", "--package", "integration"]);
+    command.args(["--test", "e2e", "--test", "lab", "--", "--deny", "warnings"]);
     context.run(&mut command, Worth::One)
 }
 

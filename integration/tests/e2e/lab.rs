@@ -43,7 +43,7 @@ pub(crate) enum Fault {
     #[error(transparent)]
     Firmware(#[from] FirmwareError),
     #[error(transparent)]
-    Demo(#[from] DemoError),
+    Demo(Box<DemoError>),
     #[error(transparent)]
     Driver(#[from] nvme_mpt_tests::Error),
     #[error(transparent)]
@@ -54,6 +54,12 @@ pub(crate) enum Fault {
     NoBench,
     #[error("{0}")]
     Wrong(String),
+}
+
+impl From<DemoError> for Fault {
+    fn from(error: DemoError) -> Self {
+        Self::Demo(Box::new(error))
+    }
 }
 
 /// Fails with `message` unless `holds`.

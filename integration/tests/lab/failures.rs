@@ -441,7 +441,7 @@ fn leave(
 }
 
 /// The card is pulled: its guests have errors, and nobody else notices.
-pub(crate) fn removal(bench: &Bench) -> Result<(), Fault> {
+fn removal(bench: &Bench) -> Result<(), Fault> {
     let mut scene = Scene::start(bench, "drive is removed", &[])?;
     inside::control("remove a")?;
     scene.await_drive("the drive to be gone", |drive| drive.gone)?;
@@ -472,7 +472,7 @@ pub(crate) fn removal(bench: &Bench) -> Result<(), Fault> {
 }
 
 /// Drive a's block device, after it was plugged in.
-fn reappeared() -> Result<PathBuf, Fault> {
+pub(crate) fn reappeared() -> Result<PathBuf, Fault> {
     let address = inside::address("a")?;
     let there = format!("test -d /sys/bus/pci/devices/{address}");
     await_that("the drive is back", || Ok(sh(&there).is_ok()))?;

@@ -68,7 +68,7 @@ const TROUBLE: Duration = Duration::from_secs(5);
 const MAPPED: &str = "/dev/mapper/trouble";
 const MEMORY: (u64, u64) = (1 << 32, 4 << 20);
 
-/// What a drive lies on.
+/// Storage below a drive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Layer {
     /// An ext4 file system with an image.
@@ -87,7 +87,7 @@ enum Trouble {
     Flaky,
 }
 
-/// Where a check writes.
+/// Destination of a check's writes.
 trait Target {
     fn write(&mut self, place: u64, bytes: &[u8]) -> Result<(), String>;
     fn flush(&mut self) -> Result<(), String>;

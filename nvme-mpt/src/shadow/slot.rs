@@ -75,7 +75,7 @@ impl Slots {
         Some((index, self.slots.get_mut(usize::from(index))?))
     }
 
-    /// Takes the slot that [`Self::next`] returned, for the command that is in it, which is marked as busy.
+    /// Takes the slot that [`Self::next`] returned, after the caller put a command into it and set `busy`.
     #[inline]
     pub(crate) fn occupy(&mut self) {
         let left = self.free.len().saturating_sub(1);

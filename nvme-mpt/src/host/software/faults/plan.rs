@@ -38,7 +38,7 @@ pub enum FaultError {
         "Fault plan `{origin}` cannot be read: this program was built without the feature `toml`"
     )]
     NotBuilt {
-        /// Where it is from.
+        /// Origin of the plan.
         origin: String,
     },
     /// It is not written as fault plans are.

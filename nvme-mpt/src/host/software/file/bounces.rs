@@ -126,7 +126,7 @@ impl Bounces {
     /// Takes memory; `None` if as much as there may be is in use.
     ///
     /// # Errors
-    /// What `mmap` reports.
+    /// Returns the error of `mmap`.
     pub(super) fn take(&mut self, need: Need) -> io::Result<Option<Bounce>> {
         let pool = self.of(need);
         if pool.has_one() {

@@ -18,7 +18,7 @@ use crate::sync::{AtomicUsize, Mutex, MutexGuard, Ordering, fence};
 pub(super) struct Change {
     pub(super) start: u64,
     pub(super) end: u64,
-    /// Whether it reads blocks and writes them back: it excludes every other change of them.
+    /// True if it reads blocks and writes them back: it excludes every other change of them.
     pub(super) partial: bool,
 }
 
@@ -28,7 +28,7 @@ impl Change {
     }
 }
 
-/// What a command holds while it changes blocks, or waits to.
+/// Permission of a command to change blocks, or its place in the queue for one.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) enum Claim {
     /// Nothing.
@@ -48,7 +48,7 @@ pub(super) struct Lane(AtomicUsize);
 struct Entry {
     number: u64,
     change: Change,
-    /// Whether the lanes were empty after it was listed; of importance for partial changes only.
+    /// True once the lanes were empty after it was listed. Only partial changes use it.
     lanes_left: bool,
 }
 

@@ -193,7 +193,7 @@ impl LeasedFile {
     /// Makes all that was written durable.
     ///
     /// # Errors
-    /// What fdatasync reports; any error if writes were lost before.
+    /// Returns the error of `fdatasync`, or an error if writes were lost before.
     pub(crate) fn sync(&self) -> io::Result<()> {
         let files = [Some(&self.buffered), self.companion.as_ref()];
         let synced = files.map(|file| file.map_or(Ok(()), File::sync_data));
@@ -241,13 +241,13 @@ pub(super) fn reopen(file: &File, path: Option<&Path>, flags: i32) -> io::Result
     options.open(path)
 }
 
-/// What tells a file from others: device and inode, and the device that a special file stands for.
+/// Identity of a file: device and inode, and the device that a special file stands for.
 fn place(file: &File) -> io::Result<(u64, u64, u64)> {
     let metadata = file.metadata()?;
     Ok((metadata.dev(), metadata.ino(), metadata.rdev()))
 }
 
-/// What a sync ended with.
+/// Result of a sync.
 #[cfg(not(test))]
 pub(super) const fn synced(result: Result<usize, i32>) -> Result<usize, i32> {
     result
@@ -269,7 +269,7 @@ fn heard(result: io::Result<()>) -> io::Result<()> {
 thread_local! {
     /// Error that the next witness asked on this thread hears of, instead of the kernel's answer.
     static NEXT_WITNESS_HEARS: std::cell::Cell<Option<i32>> = const { std::cell::Cell::new(None) };
-    /// What the next sync that ends on this thread ends with, instead of what the kernel reports.
+    /// Result of the next sync that ends on this thread, in place of the kernel's.
     static NEXT_SYNC_FAILS: std::cell::Cell<Option<i32>> = const { std::cell::Cell::new(None) };
 }
 

@@ -69,15 +69,15 @@ pub(super) struct SharedFile {
     /// descriptions of its own.
     opened: File,
     way: Way,
-    /// Whether it can deallocate, after which a range reads as zeroes.
+    /// True if it can deallocate, after which a range reads as zeroes.
     punches_holes: AtomicBool,
-    /// Whether it can zero a range and keep its room.
+    /// True if it can zero a range and keep its room.
     zeroes_ranges: AtomicBool,
     claims: Claims,
     turns: Turns,
     pub(super) uncorrectable: Arc<UncorrectableBlocks>,
     watched: Watched,
-    /// What is to be as durable as the blocks are.
+    /// The file that must be as durable as the blocks.
     pub(super) companion: OnceLock<Arc<File>>,
 }
 
@@ -85,7 +85,7 @@ impl FileStore {
     /// Opens a file or block device for reading and writing.
     ///
     /// # Errors
-    /// What the kernel reports; `InvalidInput` for something that is neither.
+    /// Returns the kernel's error, and `InvalidInput` for something that is neither.
     pub(super) fn open(path: &Path, lba_shift: u8) -> io::Result<Self> {
         let path = path.canonicalize()?;
         let kind = path.metadata()?.file_type();
@@ -156,7 +156,7 @@ impl FileStore {
         self.shared.bytes
     }
 
-    /// Whether deallocated ranges read as zeroes.
+    /// Returns whether deallocated ranges read as zeroes.
     #[must_use]
     pub fn punches_holes(&self) -> bool {
         self.shared.punches_holes()
@@ -190,7 +190,7 @@ impl FileStore {
     /// Opens the file for one lease, which is called `name` in the log and ends at byte `end` of the drive.
     ///
     /// # Errors
-    /// What the kernel reports when the file cannot be opened once more.
+    /// Returns the kernel's error if the file cannot be opened once more.
     pub(super) fn lease(&self, name: &str, end: u64) -> io::Result<Arc<LeasedFile>> {
         let lease = Arc::new(LeasedFile::open(self.shared.clone(), name, end)?);
         self.shared.watched.tell(&lease);

@@ -74,7 +74,7 @@ pub(super) struct Zeroing {
     pub(super) then: Next,
     /// Bytes of the slice that is under way.
     pub(super) slice: u64,
-    /// Whether this command has the file's turn.
+    /// True if this command has the file's turn.
     pub(super) has_turn: bool,
     /// Start of the slice that is under way.
     pub(super) began: Ticks,
@@ -109,11 +109,11 @@ pub(super) struct Operation {
     /// Ranges that were dealt with, and bytes of theirs.
     pub(super) ranges: usize,
     pub(super) bytes: usize,
-    /// Whether the kernel has a request of it.
+    /// True if the kernel has a request of it.
     pub(super) requested: bool,
     /// The queue's count of looks when that request was made.
     pub(super) since: u32,
-    /// Whether that request is overdue and its cancellation was asked for.
+    /// True if that request is overdue and its cancellation was requested.
     pub(super) overdue: bool,
     /// Requests that were repeated because they were overdue.
     pub(super) repeats: u8,
@@ -202,7 +202,7 @@ impl Operation {
         }
     }
 
-    /// Whether it is to have further requests, or waits for its first one.
+    /// Returns whether it has further requests to make, or waits for its first one.
     pub(super) fn has_more(&self) -> bool {
         match self.next {
             Next::Done | Next::Compare | Next::Scatter => false,
@@ -226,7 +226,7 @@ impl Operation {
         }
     }
 
-    /// Whether the data that was read is what the guest has.
+    /// Returns whether the data that was read equals the guest's.
     pub(super) fn equals_data(
         &self,
         lba_shift: u8,
@@ -263,8 +263,8 @@ impl Operation {
         Status::SUCCESS
     }
 
-    /// Whether it deallocates, which is advice (NVM 1.0, section 3.2.3.1): a range that cannot be deallocated keeps its
-    /// data, and the command succeeds.
+    /// Returns whether it deallocates, which is advice (NVM 1.0, section 3.2.3.1): a range that cannot be deallocated
+    /// keeps its data, and the command succeeds.
     pub(super) fn is_advice(&self) -> bool {
         NvmOpcode(self.sqe.opcode()) == NvmOpcode::DATASET_MANAGEMENT
     }
@@ -292,7 +292,7 @@ pub(super) fn failure(errno: i32, step: Next) -> Status {
     }
 }
 
-/// Whether an error of deallocation leaves the range as it was: the file system cannot do it, or not now.
+/// Returns whether an error of deallocation leaves the range as it was: the file system cannot do it, or not now.
 pub(super) fn leaves_as_it_was(errno: i32) -> bool {
     matches!(
         errno,

@@ -68,13 +68,13 @@ pub struct FileQueue<R: Ring = Uring, C: Clock = HostClock> {
     retry_ticks: u64,
     /// Moment to look after commands that are blocked and requests that the kernel did not take.
     retry_at: Ticks,
-    /// Whether the kernel keeps a request for good.
+    /// True if the kernel keeps a request for good.
     pub(super) failed: bool,
     /// No further request is made.
     pub(super) cut_short: bool,
 }
 
-/// What became of a step of a command.
+/// Outcome of a step of a command.
 #[derive(Debug)]
 pub(super) enum Step {
     /// A request is on its way.
@@ -310,7 +310,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         self.unblocking.clear();
     }
 
-    /// Whether it is time to read the clock.
+    /// Returns whether it is time to read the clock.
     #[inline]
     fn watches(&mut self, ended: bool) -> bool {
         self.passes = self.passes.wrapping_add(1);

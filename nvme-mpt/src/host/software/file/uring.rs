@@ -159,7 +159,7 @@ pub trait Ring: std::fmt::Debug {
     /// Hands what was prepared to the kernel. What it does not take now, it gets the next time.
     fn submit(&mut self);
 
-    /// Whether the kernel did not take all that was prepared.
+    /// Returns whether the kernel did not take all that was prepared.
     fn is_behind(&self) -> bool;
 
     /// Takes one completion: its tag, and the result or the error.
@@ -370,7 +370,7 @@ pub(super) fn write_back_error(file: &File) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether ranges of the file can be deallocated: tried behind its end, where there is nothing.
+/// Returns whether ranges of the file can be deallocated. It tries behind the file's end, where there is nothing.
 pub(super) fn can_punch_holes(file: &File, bytes: u64) -> bool {
     let Ok(offset) = libc::off_t::try_from(bytes) else {
         return false;

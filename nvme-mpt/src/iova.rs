@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use log::error;
 
+use crate::address::Iova;
 use crate::memory::{Access, Mapping, host_page_size};
 use budget::MappingBudget;
 pub(crate) use budget::{MappingPermit, NoMapping, VmMappings};
@@ -119,6 +120,12 @@ impl IovaSpace {
         }
     }
 
+    /// Returns whether there is an IOMMU, for which memory is pinned.
+    #[must_use]
+    pub fn has_iommu(&self) -> bool {
+        self.iommu.is_some()
+    }
+
     /// Takes a part with room for `len` bytes, the next one behind the last that was taken; it is given back when
     /// dropped. So a VM that maps page by page does not look through all that is taken each time.
     #[must_use]
@@ -223,6 +230,13 @@ impl IovaPart {
     #[must_use]
     pub fn start(&self) -> u64 {
         self.iova
+    }
+
+    /// The address of its byte `offset`.
+    #[must_use]
+    pub fn at(&self, offset: u64) -> Iova {
+        debug_assert!(offset < self.len);
+        Iova(self.iova + offset)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Host side of NVMe mediated pass-through: many VMs share one NVMe drive.
 //!
-//! A [`Drive`] is opened once. Each guest controller has a [`lease`] of it and an [`Attachment`]:
+//! A [`Drive`] is a namespace of a [host controller](host), of any kind. Each guest controller has a [`lease`] of it and an [`Attachment`]:
 //! the VM's memory as a [`DmaWindow`], doorbells, and shadow queues, which [`Pollers`] run. A
 //! shadow queue translates the guest's commands and passes them to a queue of the [host
 //! controller](host).
@@ -8,7 +8,12 @@
 //! Two crates lie below: [`spec`] has the wire format, and [`memory`] the unsafe code that reaches
 //! guest memory, rings and registers.
 //!
-//! What it does not do: it knows no guest's PCI configuration space or admin queue, and no hypervisor.
+//! # Not implemented
+//!
+//! This crate has no host controller: `nvme-vfio` drives physical ones, and `nvme-software` has drives in software. It
+//! knows no guest's PCI configuration space or admin queue, and no hypervisor.
+
+#![forbid(unsafe_code)]
 
 pub mod address;
 pub mod attachment;
@@ -21,7 +26,7 @@ pub mod host;
 pub mod interrupt;
 pub mod iova;
 pub mod lease;
-mod origin;
+pub mod origin;
 pub mod poller;
 pub mod range_lock;
 pub mod shadow;
@@ -43,7 +48,7 @@ pub use attachment::{
 };
 pub use dma::{DirtyRange, DmaError, DmaWindow, MemoryKinds, MemoryRegion};
 pub use doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage};
-pub use drive::{Drive, DriveError, DriveOptions, DrivePath};
+pub use drive::{Drive, DriveError};
 pub use event::{DriveEvent, ErrorEntry, Event, EventQueue, QueueFailure};
 pub use host::Limits;
 pub use interrupt::InterruptVector;

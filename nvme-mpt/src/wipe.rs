@@ -15,8 +15,7 @@ use log::warn;
 
 use crate::dma::RegionTable;
 use crate::drive::Drive;
-use crate::host::software::zones::ZoneError;
-use crate::host::{HostCompletion, HostLease, HostMemory, HostQueuePair};
+use crate::host::{HostCompletion, HostLease, HostLeaseError, HostMemory, HostQueuePair};
 use crate::lease::{ByteRange, Lease, LeaseError};
 use crate::shadow::ListMemory;
 use crate::spec::ids::{CommandId, Lba};
@@ -79,9 +78,16 @@ pub enum WipeError {
         /// Why.
         source: io::Error,
     },
-    /// The lease is not one of whole zones.
-    #[error(transparent)]
-    Zones(#[from] ZoneError),
+    /// The host controller does not give the lease.
+    #[error("Range {range} of drive {drive} cannot be leased to be wiped")]
+    Lease {
+        /// The drive.
+        drive: String,
+        /// Range that was to be wiped.
+        range: ByteRange,
+        /// Why.
+        source: HostLeaseError,
+    },
     /// The end of it cannot be entered in the ledger.
     #[error(transparent)]
     Ledger(#[from] LeaseError),
@@ -100,7 +106,6 @@ pub fn wipe(drive: &Arc<Drive>, lease: &mut Lease) -> Result<(), WipeError> {
         drive: name.clone(),
         source,
     };
-    let controller = drive.controller();
     if !drive.limits().offers(NvmOpcode::WRITE_ZEROES) {
         return Err(WipeError::Unsupported {
             drive: name,
@@ -108,27 +113,25 @@ pub fn wipe(drive: &Arc<Drive>, lease: &mut Lease) -> Result<(), WipeError> {
         });
     }
     let whole = lease.bytes();
-    let _claim = controller
-        .claim(drive.namespace(), whole.start(), whole.length())
-        .map_err(failed)?;
-    let zones = controller.lease_zones(lease.range())?;
-    let host = controller
+    let host = drive
         .open_lease(lease.id(), lease.range())
-        .map_err(failed)?;
+        .map_err(|source| WipeError::Lease {
+            drive: name.clone(),
+            range: whole,
+            source,
+        })?;
     while let Some(&range) = lease.unwiped().first() {
         warn!(
             "Lease {}: {range} of {name}, with another lease's data, is being wiped",
             lease.id()
         );
-        let mut eraser = Eraser::new(drive, &host, range).map_err(failed)?;
+        let mut eraser = Eraser::new(drive, host.as_ref(), range).map_err(failed)?;
         eraser.run()?;
         drop(eraser);
-        if let Some(zones) = &zones {
-            // Those of the lease that had no other's data stay as they are.
-            let start = range.start().saturating_sub(whole.start()) >> drive.lba_shift();
-            zones.empty(start, range.length() >> drive.lba_shift());
-        }
-        controller.flush(drive.namespace(), &host).map_err(failed)?;
+        // Other parts of the lease had no other's data, and stay as they are.
+        let start = range.start().saturating_sub(whole.start()) >> drive.lba_shift();
+        host.wiped(start, range.length() >> drive.lba_shift());
+        host.flush().map_err(failed)?;
         lease.wiped()?;
         warn!("Lease {}: {range} of {name} is wiped", lease.id());
     }
@@ -152,14 +155,14 @@ struct Eraser<'a> {
 }
 
 impl<'a> Eraser<'a> {
-    fn new(drive: &'a Arc<Drive>, host: &HostLease, range: ByteRange) -> io::Result<Self> {
+    fn new(drive: &'a Arc<Drive>, host: &dyn HostLease, range: ByteRange) -> io::Result<Self> {
         let controller = drive.controller();
         let shift = drive.lba_shift();
         let most = (drive.limits().no_data_bytes_max >> shift).clamp(1, 1 << 16);
         Ok(Self {
             drive,
             range,
-            queue: controller.create_queue(DEPTH, drive.namespace(), host)?,
+            queue: host.create_wiping_queue(DEPTH)?,
             lists: ListMemory::new(controller.iova_space(), DEPTH.into())?,
             table: RegionTable::default(),
             next: range.start() >> shift,

@@ -20,15 +20,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use nvme_mpt::host::vfio::{ControllerOptions, VfioController};
 use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
 use nvme_mpt::poller::Threads;
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::{Nsid, QueueId};
 use nvme_mpt::spec::registers::Doorbell as Register;
 use nvme_mpt::{
-    Attachment, AttachmentConfig, CqConfig, Drive, DriveOptions, Gpa, MemoryRegion, PollPolicy,
-    Pollers, SqConfig,
+    Attachment, AttachmentConfig, CqConfig, Drive, Gpa, MemoryRegion, PollPolicy, Pollers, SqConfig,
 };
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::command::{DataPointer, Sqe};
@@ -38,6 +36,8 @@ use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory};
 use nvme_mpt_tests::queue::{CompletionQueue, QueuePair, SubmissionQueue};
 use nvme_mpt_tests::registers::Cap;
 use nvme_mpt_tests::rng::Rng;
+use nvme_mpt_vmm::drives::{self, DriveOptions};
+use nvme_vfio::{ControllerOptions, VfioController};
 
 /// Counts the device's allocations, to show that there are none.
 struct Counting;
@@ -267,7 +267,7 @@ fn open(on: On) -> (Arc<Drive>, Option<Arc<ModelDrive>>) {
     match on {
         On::Software(path) => {
             let path = path.parse().unwrap();
-            (Drive::open(&path, DriveOptions::default()).unwrap(), None)
+            (drives::open(&path, DriveOptions::default()).unwrap(), None)
         }
         On::Physical {
             queue_pairs,
@@ -286,7 +286,7 @@ fn open(on: On) -> (Arc<Drive>, Option<Arc<ModelDrive>>) {
                 &Threads::default(),
             )
             .unwrap();
-            let path = "0000:01:00.0".parse().unwrap();
+            let path = "0000:01:00.0";
             (Drive::new(path, controller, None).unwrap(), Some(model))
         }
     }

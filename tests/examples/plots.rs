@@ -10,8 +10,8 @@
 use std::error::Error;
 use std::path::{Path, PathBuf};
 
-use nvme_mpt::host::software::model::simulation::{Direction, Load, Order, Outcome, Simulation};
-use nvme_mpt::host::software::model::{Profile, Size, SsdProfile};
+use nvme_software::model::simulation::{Direction, Load, Order, Outcome, Simulation};
+use nvme_software::model::{Profile, Size, SsdProfile};
 use plotters::coord::ranged1d::{AsRangedCoord, Ranged, ValueFormatter};
 use plotters::prelude::*;
 

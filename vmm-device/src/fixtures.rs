@@ -1,10 +1,10 @@
 //! Shared parts of several files' tests: plain values, and a guest that drives a function.
 
-use std::{ops::Range, os::fd::OwnedFd};
+use std::{ops::Range, os::fd::OwnedFd, sync::Arc};
 
 use nvme_mpt::{
-    Attachment, AttachmentConfig, DoorbellMode, Drive, DriveOptions, Gpa, LeasedNamespace, Limits,
-    MemoryRegion, PollPolicy, Pollers,
+    Attachment, AttachmentConfig, DoorbellMode, Drive, Gpa, LeasedNamespace, Limits, MemoryRegion,
+    PollPolicy, Pollers,
     host::TemperatureThresholds,
     lease::{ByteRange, LeaseRequest, Ledger},
     spec::{
@@ -14,6 +14,7 @@ use nvme_mpt::{
         sqe::Sqe,
     },
 };
+use nvme_software::SoftwareController;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -81,8 +82,8 @@ pub(crate) const NOWHERE: u64 = 0x80_0000;
 
 /// An attachment to a drive of 64 MiB in memory, leased as a whole.
 pub(crate) fn attachment(mode: DoorbellMode) -> Attachment {
-    let path = "memory:64M".parse().expect("a drive");
-    let drive = Drive::open(&path, DriveOptions::default()).expect("memory");
+    let controller = SoftwareController::memory(64 << 20, 9).expect("memory");
+    let drive = Drive::new("memory:64M", Arc::new(controller), None).expect("a namespace");
     let (blocks, lba_shift) = (drive.blocks(), drive.lba_shift());
     let request = LeaseRequest {
         id: "test",

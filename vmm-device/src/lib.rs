@@ -15,7 +15,7 @@
 //! Device Self-test, Directives; reservations; fused operations; SGLs in admin commands; Keep
 //! Alive, which a PCIe host has no need of.
 
-#![deny(unsafe_code)]
+#![forbid(unsafe_code)]
 
 mod admin;
 #[cfg(test)]

@@ -281,9 +281,8 @@ mod tests {
     use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
     use nvme_mpt::spec::ids::QueueId;
     use nvme_mpt::spec::registers::Doorbell;
-    use nvme_mpt::{
-        Attachment, AttachmentConfig, DoorbellMode, Drive, DriveOptions, PollPolicy, Pollers,
-    };
+    use nvme_mpt::{Attachment, AttachmentConfig, DoorbellMode, PollPolicy, Pollers};
+    use nvme_mpt_vmm::drives::{self, DriveOptions};
     use vmm_device::MsixMasking;
     use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -295,7 +294,7 @@ mod tests {
 
     fn device(doorbells: DoorbellMode) -> NvmeDevice {
         let path = "memory:1M".parse().unwrap();
-        let drive = Drive::open(&path, DriveOptions::default()).unwrap();
+        let drive = drives::open(&path, DriveOptions::default()).unwrap();
         let lease = Ledger::in_process()
             .acquire(&LeaseRequest {
                 id: "test",

@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, Parser, Subcommand};
 
-use nvme_mpt::DrivePath;
-use nvme_mpt::host::software::faults::FaultPlan;
-use nvme_mpt::host::vfio::function::{HostRoot, PciAddress};
 use nvme_mpt::lease::{CONTROL_SOCKET, FormerData, LeaseEntry, LeaseState, Ledger};
+use nvme_mpt_vmm::drives::DrivePath;
+use nvme_software::faults::FaultPlan;
+use nvme_vfio::function::{HostRoot, PciAddress};
 
 use crate::control::ControlError;
 use crate::faults::FaultRequest;

@@ -3,10 +3,10 @@
 
 use std::fmt;
 
-use nvme_mpt::host::vfio::function::{
+use nvme_mpt::lease::Bytes;
+use nvme_vfio::function::{
     HostRoot, KernelController, PciFunction, PciFunctionError, User, VFIO_PCI,
 };
-use nvme_mpt::lease::Bytes;
 use serde::Serialize;
 
 use crate::bind::group_remarks;

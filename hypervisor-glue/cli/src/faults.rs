@@ -3,8 +3,10 @@
 use std::fmt;
 use std::sync::Arc;
 
-use nvme_mpt::host::software::faults::{FaultError, FaultPlan, FaultStats, Faults};
-use nvme_mpt::{Drive, DrivePath};
+use nvme_mpt::Drive;
+use nvme_mpt_vmm::drives::DrivePath;
+use nvme_software::SoftwareController;
+use nvme_software::faults::{FaultError, FaultPlan, FaultStats, Faults};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -89,8 +91,8 @@ pub fn carry_out(
     }
     let listed = drives.iter().filter_map(|drive| {
         Some(DriveFaults {
-            drive: drive.path().to_string(),
-            faults: drive.controller().faults()?.stats(),
+            drive: drive.path().to_owned(),
+            faults: faults_of(drive)?.stats(),
         })
     });
     Ok(listed.collect())
@@ -98,18 +100,22 @@ pub fn carry_out(
 
 fn find<'a>(path: &str, drives: &'a [Arc<Drive>]) -> Result<&'a Faults, FaultRequestError> {
     let wanted: Option<DrivePath> = path.parse().ok();
-    let same = |drive: &&Arc<Drive>| Some(drive.path()) == wanted.as_ref();
+    let wanted = wanted.map_or_else(|| path.to_owned(), |path| path.to_string());
+    let same = |drive: &&Arc<Drive>| drive.path() == wanted;
     let Some(drive) = drives.iter().find(same) else {
-        let faulty = drives
-            .iter()
-            .filter(|drive| drive.controller().faults().is_some());
+        let faulty = drives.iter().filter(|drive| faults_of(drive).is_some());
         return Err(FaultRequestError::NoDrive {
             drive: path.to_owned(),
-            drives: faulty.map(|drive| drive.path().to_string()).collect(),
+            drives: faulty.map(|drive| drive.path().to_owned()).collect(),
         });
     };
     let none = || FaultRequestError::NoFaults(path.to_owned());
-    drive.controller().faults().ok_or_else(none)
+    faults_of(drive).ok_or_else(none)
+}
+
+/// Returns a drive's injected faults; `None` for a drive that was opened without `faults=`.
+fn faults_of(drive: &Drive) -> Option<&Faults> {
+    SoftwareController::of(drive.controller())?.faults()
 }
 
 impl fmt::Display for DriveFaults {
@@ -141,7 +147,7 @@ impl fmt::Display for DriveFaults {
 
 #[cfg(test)]
 mod tests {
-    use nvme_mpt::DriveOptions;
+    use nvme_mpt_vmm::drives::{self, DriveOptions};
 
     use super::*;
 
@@ -151,7 +157,7 @@ mod tests {
                 faults,
                 ..DriveOptions::default()
             };
-            Drive::open(&path.parse().unwrap(), options).unwrap()
+            drives::open(&path.parse().unwrap(), options).unwrap()
         };
         vec![
             open("memory:1M", Some(Arc::default())),

@@ -8,7 +8,8 @@ use std::sync::Arc;
 
 use nvme_mpt::lease::{PrivateError, make_state_folder};
 use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::{Drive, DriveError, DriveOptions, DrivePath, Pollers};
+use nvme_mpt::{Drive, Pollers};
+use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath, OpenDriveError};
 use thiserror::Error;
 use vmm_device::{MsixMasking, NvmeFunction};
 
@@ -131,7 +132,7 @@ struct Offer {
     socket: PathBuf,
     summary: String,
     /// Path by which its drive is opened, and the queue pairs that it may use of it.
-    path: DrivePath,
+    path: String,
     queues: u16,
     thread: FunctionThread,
 }
@@ -297,11 +298,12 @@ impl Drives {
         path: &DrivePath,
         options: DriveOptions,
         namespace: Option<Nsid>,
-    ) -> Result<Arc<Drive>, DriveError> {
-        let of_path = |drive: &&Arc<Drive>| drive.path() == path;
+    ) -> Result<Arc<Drive>, OpenDriveError> {
+        let name = path.to_string();
+        let of_path = |drive: &&Arc<Drive>| drive.path() == name;
         let drive = match self.0.iter().find(of_path) {
             Some(open) => open.sibling(namespace)?,
-            None => Drive::open(
+            None => drives::open(
                 path,
                 DriveOptions {
                     namespace,
@@ -310,7 +312,7 @@ impl Drives {
             )?,
         };
         let same = |open: &&Arc<Drive>| {
-            open.path() == path && open.namespace().nsid == drive.namespace().nsid
+            open.path() == name && open.namespace().nsid == drive.namespace().nsid
         };
         if let Some(open) = self.0.iter().find(same) {
             return Ok(open.clone());
@@ -334,7 +336,7 @@ impl Drives {
 /// Returns the facts that a person needs to know of a drive with a number of queues of its own.
 fn summary_of(drive: &Drive, offers: &[Offer]) -> Option<String> {
     let pairs = drive.controller().queue_pairs()?;
-    let users = offers.iter().filter(|offer| offer.path == *drive.path());
+    let users = offers.iter().filter(|offer| offer.path == drive.path());
     let wanted: u32 = users.map(|offer| u32::from(offer.queues)).sum();
     let mut summary = format!(
         "{}: {}, {} I/O queue pair{}",
@@ -389,7 +391,7 @@ fn offer(
         id,
         socket: socket.clone(),
         summary,
-        path: drive.path().clone(),
+        path: drive.path().to_owned(),
         queues,
         thread,
     })

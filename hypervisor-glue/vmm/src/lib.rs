@@ -81,8 +81,9 @@
 //!
 //! | module | job |
 //! |---|---|
+//! | [`drives`] | opens drives by their paths, each once in a process |
 //! | [`options`] | parses and checks the options of a function |
-//! | [`open`] | opens the drive, leases its part, and attaches to it |
+//! | [`open`] | leases a part of a drive, and attaches to it |
 //! | [`control`] | runs the control thread of a function |
 //! | [`report`] | prints an error with its causes |
 //! | `kvm` | implements [`Vmm`] over KVM's own interface |
@@ -106,6 +107,7 @@
 pub mod control;
 mod device;
 mod doorbells;
+pub mod drives;
 mod hysteresis;
 #[cfg(feature = "kvm")]
 pub mod kvm;

@@ -7,11 +7,10 @@ use std::sync::Arc;
 use nvme_mpt::lease::identity::default_id;
 use nvme_mpt::lease::{ByteRange, FormerData, Lease, LeaseError, LeaseRequest, Ledger, RangeError};
 use nvme_mpt::wipe::{WipeError, wipe};
-use nvme_mpt::{
-    AttachError, Attachment, AttachmentConfig, Drive, DriveError, DriveOptions, DrivePath, Pollers,
-};
+use nvme_mpt::{AttachError, Attachment, AttachmentConfig, Drive, Pollers};
 use thiserror::Error;
 
+use crate::drives::{self, DriveOptions, DrivePath, OpenDriveError};
 use crate::options::FunctionOptions;
 
 /// Errors of opening the drive and range of an option string.
@@ -19,7 +18,7 @@ use crate::options::FunctionOptions;
 pub enum OpenError {
     /// The drive cannot be opened.
     #[error(transparent)]
-    Drive(#[from] DriveError),
+    Drive(#[from] OpenDriveError),
     /// The drive has no bytes.
     #[error(transparent)]
     Range(#[from] RangeError),
@@ -75,7 +74,7 @@ impl Ledgers {
             range,
             lba_shift: namespace.lba_shift,
             blocks: namespace.blocks,
-            former_data: match drive.path() {
+            former_data: match options.path {
                 // It keeps nothing.
                 DrivePath::Null(_) => FormerData::Kept,
                 _ => options.data,
@@ -118,8 +117,8 @@ pub fn open(
     pollers: &Arc<Pollers>,
 ) -> Result<Attachment, OpenError> {
     // What nobody says is as the functions have it that the drive is open for.
-    let default = Drive::opened_options(&options.path).unwrap_or_default();
-    let drive = Drive::open_on(
+    let default = drives::opened_options(&options.path).unwrap_or_default();
+    let drive = drives::open_on(
         &options.path,
         DriveOptions {
             lba_size: options.lba.map_or(default.lba_size, |lba| lba.bytes()),

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
-use nvme_mpt::host::vfio::function::PciAddress;
+use nvme_vfio::function::PciAddress;
 use thiserror::Error;
 
 use crate::guest::fio::FioError;

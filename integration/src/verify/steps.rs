@@ -3,10 +3,10 @@
 use super::command::Worth;
 use super::{Context, Step, VerifyError, When, fuzz};
 
-/// Crate of the data path's concurrency, which is modelled.
-const DATA_PATH: &str = "nvme-mpt";
-/// Crate of the data path's memory accesses, which are checked where it and [`DATA_PATH`] use them.
-const MEMORY: &str = "nvme-mpt-memory";
+/// Crates of which loom models parts.
+const MODELLED: [&str; 2] = ["nvme-mpt", "nvme-software"];
+/// Crates with accesses to memory that no type checks, and those that use them most.
+const SANITIZED: [&str; 4] = ["nvme-mpt-memory", "nvme-mpt", "nvme-software", "nvme-vfio"];
 /// Sanitizers want the target named, so that build scripts are built without them.
 pub(super) const TARGET: &str = "x86_64-unknown-linux-gnu";
 
@@ -150,14 +150,16 @@ fn test(context: &mut Context) -> Result<(), VerifyError> {
 }
 
 fn loom(context: &mut Context) -> Result<(), VerifyError> {
-    let arguments = ["test", "--package", DATA_PATH, "--release", "--lib", "loom"];
+    let packages = MODELLED.map(|package| ["--package", package]).concat();
+    let arguments = [&["test"][..], &packages, &["--release", "--lib", "loom"]].concat();
     let mut command = context.cargo_apart(&arguments, "loom", "--cfg loom");
     context.run(&mut command, Worth::ItsTests)
 }
 
 fn asan(context: &mut Context) -> Result<(), VerifyError> {
-    let packages = ["--package", MEMORY, "--package", DATA_PATH];
-    let arguments = [&["test"][..], &packages, &["--target", TARGET, "--lib"]].concat();
+    let packages = SANITIZED.map(|package| ["--package", package]).concat();
+    let how = ["--target", TARGET, "--lib", "--all-features"];
+    let arguments = [&["test"][..], &packages, &how].concat();
     let mut command = context.cargo_apart(&arguments, "asan", "-Zsanitizer=address");
     // The sanitizer's switch is unstable; what it instruments is the stable compiler's code.
     command.env("RUSTC_BOOTSTRAP", "1");

@@ -9,7 +9,7 @@ use integration::guest::fio::Fio;
 use integration::guest::{Drive, Guest, GuestConfig, HOTPLUG_BUS};
 use integration::process;
 use integration::server::{FunctionOptions, Server};
-use nvme_mpt::host::software::model::{NvmProfile, NvmRates, Profile};
+use nvme_software::model::{NvmProfile, NvmRates, Profile};
 
 use crate::Group;
 use crate::lab::{FUNCTION, Fault, Lab, PATIENCE, await_path, expect};

@@ -9,10 +9,10 @@ use std::thread;
 use std::time::Duration;
 
 use integration::lab::{LabDrive, inside};
-use nvme_mpt::host::vfio::function::PciAddress;
-use nvme_mpt::host::vfio::{Backing, VfioBacking, VfioError};
 use nvme_mpt::iova::{Iommu, IovaSpace};
 use nvme_mpt::memory::{Access, Cell32, Mapping};
+use nvme_vfio::function::PciAddress;
+use nvme_vfio::{Backing, VfioBacking, VfioError};
 
 use crate::fixture::{Bench, Fault, PATIENCE, await_that, expect, sh};
 use crate::{Group, Refused};

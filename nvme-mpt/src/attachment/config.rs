@@ -6,7 +6,7 @@ use crate::address::Gpa;
 use crate::dma::MemoryKinds;
 use crate::doorbell::DoorbellMode;
 use crate::drive::Drive;
-use crate::host::software::zones::{Geometry, Resources};
+use crate::host::{Geometry, Resources};
 use crate::interrupt::InterruptVector;
 use crate::lease::Lease;
 use crate::poller::{PollPolicy, Pollers};

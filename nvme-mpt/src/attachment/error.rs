@@ -4,7 +4,7 @@ use std::io;
 
 use super::{DRAIN_DEADLINE, MAX_QUEUE_PAIRS};
 use crate::address::Gpa;
-use crate::host::software::zones::ZoneError;
+use crate::host::HostLeaseError;
 use crate::lease::ByteRange;
 use crate::poller::NoSuchProcessor;
 use crate::spec::ids::QueueId;
@@ -54,9 +54,9 @@ pub enum AttachError {
     /// Pollers are to be pinned to a processor that is not there.
     #[error(transparent)]
     Processor(#[from] NoSuchProcessor),
-    /// A drive that is divided into zones is leased in whole zones.
+    /// The host controller does not give the lease.
     #[error(transparent)]
-    Zones(#[from] ZoneError),
+    Lease(HostLeaseError),
     /// The kernel has no memory, no file descriptors or no threads to give.
     #[error("Doorbells, events or a thread cannot be created")]
     Io(#[from] io::Error),

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 
 use crate::drive::Drive;
-use crate::host::{Claim, HostLease};
+use crate::host::HostLease;
 use crate::lease::Lease;
 
 /// A lease with its range lock and its drive.
@@ -13,41 +13,34 @@ use crate::lease::Lease;
 /// its last command has ended, whoever gave up waiting for that.
 #[derive(Debug)]
 pub(crate) struct Holding {
-    // Dropped before the lease: whoever gets the lease next finds the range unlocked.
-    _claim: Claim,
+    /// Dropped before the lease: the lease's next holder finds the range unlocked.
+    host: Box<dyn HostLease>,
     pub(super) lease: Lease,
-    host: HostLease,
     pub(super) drive: Arc<Drive>,
 }
 
 impl Holding {
-    pub(super) fn new(lease: Lease, claim: Claim, host: HostLease, drive: Arc<Drive>) -> Self {
-        Self {
-            _claim: claim,
-            lease,
-            host,
-            drive,
-        }
+    pub(super) fn new(lease: Lease, host: Box<dyn HostLease>, drive: Arc<Drive>) -> Self {
+        Self { host, lease, drive }
     }
 
     /// Returns the host controller's share for the lease alone.
-    pub(super) fn host(&self) -> &HostLease {
-        &self.host
+    pub(crate) fn host(&self) -> &dyn HostLease {
+        self.host.as_ref()
     }
 
     /// Makes everything durable that was completed until now. It takes as long as the drive does.
     pub(super) fn flush(&self) -> io::Result<()> {
-        let controller = self.drive.controller();
-        controller.flush(self.drive.namespace(), &self.host)
+        self.host.flush()
     }
 
     /// A lease of a drive that keeps nothing.
     #[cfg(test)]
     pub(crate) fn of_nothing() -> Self {
-        use crate::drive::{DriveOptions, DrivePath};
+        use crate::host::idle::IdleController;
         use crate::lease::{FormerData, LeaseRequest, Ledger};
 
-        let drive = Drive::open(&DrivePath::Null(1 << 30), DriveOptions::default()).expect("opens");
+        let drive = IdleController::drive();
         let lease = Ledger::in_process().acquire(&LeaseRequest {
             id: "test",
             drive: drive.identity(),
@@ -57,11 +50,8 @@ impl Holding {
             blocks: drive.blocks(),
             former_data: FormerData::Refused,
         });
-        Self::new(
-            lease.expect("free"),
-            Claim::default(),
-            HostLease::default(),
-            drive,
-        )
+        let lease = lease.expect("free");
+        let host = drive.open_lease("test", lease.range()).expect("opens");
+        Self::new(lease, host, drive)
     }
 }

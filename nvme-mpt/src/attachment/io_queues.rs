@@ -15,9 +15,7 @@ use super::{Attachment, CqConfig, GUEST_NSID, QueueError, SqConfig};
 use crate::address::Gpa;
 use crate::deadline::Deadline;
 use crate::doorbell::DoorbellBuffer;
-use crate::host::HostQueuePair;
-use crate::host::software::zones::ZonedQueue;
-use crate::host::vfio::pair::Pair;
+use crate::host::SharedPair;
 use crate::interrupt::{InterruptGate, InterruptVector};
 use crate::poller::Poller;
 use crate::shadow::{CompletionQueue, LeasedBlocks, ListMemory, ShadowQueue, SubmissionQueue};
@@ -39,7 +37,7 @@ pub(super) struct QueueEntry {
     pub(super) id: u64,
     pub(super) poller: Arc<Poller>,
     /// The drive's queue pair behind it, if it has a limited number of them.
-    pair: Option<Pair>,
+    pair: Option<Arc<dyn SharedPair>>,
     pub(super) sqs: Vec<QueueId>,
     /// The shadow queue itself, while it rests.
     pub(super) parked: Option<Box<ShadowQueue>>,
@@ -173,22 +171,8 @@ impl Attachment {
         let slots = u16::try_from(entries - 1)
             .unwrap_or(MAX_SLOTS)
             .min(MAX_SLOTS);
-        let controller = self.drive().controller();
-        let host = match &self.keys {
-            Some(keys) => keys.create_queue(slots),
-            None => {
-                let namespace = self.drive().namespace();
-                controller.create_queue(slots, namespace, self.holding.host())
-            }
-        };
-        let host = host.map_err(failed)?;
-        let host = match &self.zones {
-            Some(zones) => {
-                HostQueuePair::Zoned(Box::new(ZonedQueue::new(host, zones.clone(), slots)))
-            }
-            None => host,
-        };
-        let pair = host.pair();
+        let host = self.holding.host().create_queue(slots).map_err(failed)?;
+        let pair = host.shared_pair();
         if let Some(pair) = &pair
             && pair.members() > 1
         {
@@ -198,7 +182,8 @@ impl Attachment {
                 self.drive().path(),
             );
         }
-        let lists = ListMemory::new(controller.iova_space(), slots.into()).map_err(failed)?;
+        let lists = ListMemory::new(self.drive().controller().iova_space(), slots.into())
+            .map_err(failed)?;
         let gate = InterruptGate::new(interrupt, self.coalescing.clone());
         let table_user = self.context.tables.register(poller.waker().clone());
         let buffer = queues.buffer;

@@ -39,11 +39,9 @@ pub use wakers::DoorbellWaker;
 use crate::deadline::{Deadline, SystemClock, WaitClock};
 use crate::dma::{DmaWindow, MemoryKinds};
 use crate::doorbell::{DoorbellMode, DoorbellPage};
-use crate::drive::{Drive, DrivePath};
+use crate::drive::Drive;
 use crate::event::EventQueue;
-use crate::host::software::key_value::KeySpace;
-use crate::host::software::zones::LeasedZones;
-use crate::host::{Damage, HostNamespace, Limits};
+use crate::host::{Damage, HostKeys, HostLeaseError, HostNamespace, HostZones, Limits};
 use crate::interrupt::Coalescing;
 use crate::lease::Lease;
 use crate::poller::{Placement, PollPolicy, Pollers, Silence, Spin};
@@ -66,8 +64,6 @@ const DRAIN_DEADLINE: Duration = Duration::from_secs(30);
 #[derive(Debug)]
 pub struct Attachment {
     namespace: LeasedNamespace,
-    zones: Option<Arc<LeasedZones>>,
-    keys: Option<KeySpace>,
     queue_pairs: u16,
     poll: PollPolicy,
     pollers: Arc<Pollers>,
@@ -109,7 +105,7 @@ impl Attachment {
             if poll.placement != Placement::Dedicated {
                 return Err(AttachError::MemoryMayWait);
             }
-            if matches!(drive.path(), DrivePath::Pci(_)) {
+            if drive.controller().iova_space().has_iommu() {
                 let drive = drive.path().to_string();
                 return Err(AttachError::MemoryIsPinned { drive });
             }
@@ -126,8 +122,17 @@ impl Attachment {
             }
             None => identity.serial,
         };
-        let zones = drive.controller().lease_zones(lease.range())?;
-        let keys = drive.controller().lease_keys(lease.range());
+        let range = lease.bytes();
+        let host = drive
+            .open_lease(lease.id(), lease.range())
+            .map_err(|error| match error {
+                HostLeaseError::InUse(source) => AttachError::InUse {
+                    drive: drive.path().to_owned(),
+                    range,
+                    source,
+                },
+                other => AttachError::Lease(other),
+            })?;
         let namespace = LeasedNamespace {
             nsid: GUEST_NSID,
             lba_shift: drive.lba_shift(),
@@ -137,32 +142,16 @@ impl Attachment {
             nguid: identity.nguid,
             eui64: identity.eui64,
             uuid: identity.uuid,
-            zones: zones.as_ref().map(|zones| NamespaceZones {
+            zones: host.zones().map(|zones| NamespaceZones {
                 geometry: zones.geometry(),
                 resources: zones.resources(),
             }),
-            keys: keys.as_ref().map(KeySpace::format),
+            keys: host.keys().map(|keys| keys.format()),
         };
-        let range = lease.bytes();
-        let claim = drive
-            .controller()
-            .claim(drive.namespace(), range.start(), range.length())
-            .map_err(|error| match error.kind() {
-                io::ErrorKind::WouldBlock => AttachError::InUse {
-                    drive: drive.path().to_string(),
-                    range,
-                    source: error,
-                },
-                _ => AttachError::Io(error),
-            })?;
-        let host = drive.controller().open_lease(lease.id(), lease.range())?;
         let window = DmaWindow::new(drive.controller().iova_space().clone()).taking(memory);
         let events = Arc::new(EventQueue::new()?);
         drive.controller().subscribe(&events);
         host.subscribe(&events);
-        if let Some(zones) = &zones {
-            zones.subscribe(&events);
-        }
         let context = Arc::new(QueueContext {
             mode: doorbells,
             doorbells: Arc::new(DoorbellPage::new(doorbells, queue_pairs)?),
@@ -173,8 +162,6 @@ impl Attachment {
         let steward = Steward::start(pollers.threads())?;
         Ok(Self {
             namespace,
-            zones: zones.map(Arc::new),
-            keys,
             queue_pairs,
             poll,
             pollers,
@@ -187,7 +174,7 @@ impl Attachment {
             queues: Mutex::default(),
             clock: Arc::<SystemClock>::default(),
             steward,
-            holding: Arc::new(Holding::new(lease, claim, host, drive)),
+            holding: Arc::new(Holding::new(lease, host, drive)),
         })
     }
 
@@ -279,14 +266,14 @@ impl Attachment {
 
     /// The zones of the lease, if its drive is divided into zones.
     #[must_use]
-    pub fn zones(&self) -> Option<&LeasedZones> {
-        self.zones.as_deref()
+    pub fn zones(&self) -> Option<&dyn HostZones> {
+        self.holding.host().zones()
     }
 
     /// Keys and values of the lease, if its drive has those.
     #[must_use]
-    pub fn keys(&self) -> Option<&KeySpace> {
-        self.keys.as_ref()
+    pub fn keys(&self) -> Option<&dyn HostKeys> {
+        self.holding.host().keys()
     }
 
     /// Returns the promises that may be made to the guest.

@@ -1,5 +1,5 @@
 use super::*;
-use crate::drive::DriveOptions;
+use crate::host::idle::IdleController;
 use crate::lease::{FormerData, LeaseRequest, Ledger};
 
 fn config(drive: &Arc<Drive>, range: &str) -> AttachmentConfig {
@@ -26,33 +26,8 @@ fn config(drive: &Arc<Drive>, range: &str) -> AttachmentConfig {
 }
 
 #[test]
-fn a_range_of_a_file_is_attached_once_whatever_the_ledger_says() {
-    let file = tempfile::NamedTempFile::new().expect("a file");
-    file.as_file().set_len(1 << 20).expect("set_len");
-    let path = file
-        .path()
-        .to_str()
-        .expect("UTF-8")
-        .parse()
-        .expect("a path");
-    let open = || Drive::open(&path, DriveOptions::default()).expect("opens");
-    let (one, other) = (open(), open());
-    let first = Attachment::new(config(&one, "0+512K")).expect("free");
-    let error = Attachment::new(config(&other, "256K+512K")).expect_err("taken");
-    assert!(matches!(error, AttachError::InUse { .. }), "{error}");
-    assert!(error.to_string().contains("256K+512K"), "{error}");
-    let holder = std::error::Error::source(&error).expect("names the holder");
-    let process = format!("process {} (", std::process::id());
-    assert!(holder.to_string().contains(&process), "{holder}");
-    Attachment::new(config(&other, "512K+512K")).expect("another range");
-    drop(first);
-    Attachment::new(config(&other, "256K+512K")).expect("free again");
-}
-
-#[test]
 fn impossible_attachments_are_refused_by_name() {
-    let path = "null:1M".parse().expect("a path");
-    let drive = Drive::open(&path, DriveOptions::default()).expect("opens");
+    let drive = IdleController::drive();
     let attach = |change: fn(&mut AttachmentConfig)| {
         let mut config = config(&drive, "0+1M");
         change(&mut config);

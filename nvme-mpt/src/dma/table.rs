@@ -84,7 +84,7 @@ impl Run {
     }
 
     /// Offset of `gpa..gpa+len` in the run, if a device may do this with all of it.
-    #[inline]
+    #[inline(always)]
     fn offset_of(&self, gpa: Gpa, len: u64, direction: Direction) -> Option<u64> {
         let offset = gpa.0.wrapping_sub(self.gpa);
         let limit = self.limits[direction as usize];
@@ -213,7 +213,7 @@ impl RegionTable {
         self.generation
     }
 
-    #[inline]
+    #[inline(always)]
     fn find(
         &self,
         gpa: Gpa,
@@ -253,7 +253,7 @@ impl RegionTable {
     }
 
     /// The IOVA of `gpa..gpa+len`, if all of it lies in one run that allows the access.
-    #[inline]
+    #[inline(always)]
     #[must_use]
     pub fn translate(
         &self,

@@ -16,23 +16,30 @@ use crate::spec::status::Status;
 /// What it names was checked when it was translated; it is resolved here again because that is
 /// what an IOMMU does, and a mistake there must not become an access here.
 #[derive(Debug)]
-pub(crate) struct DataPointer {
+pub struct DataPointer {
     psdt: Psdt,
     dptr: [u64; 2],
 }
 
 impl DataPointer {
-    pub(crate) fn of(sqe: &Sqe) -> Self {
+    /// Place of a translated command's data.
+    #[must_use]
+    pub fn of(sqe: &Sqe) -> Self {
         Self::new(sqe.cdw0.psdt(), sqe.dptr)
     }
 
-    pub(crate) fn new(psdt: Psdt, dptr: [u64; 2]) -> Self {
+    /// Place that a Data Pointer names.
+    #[must_use]
+    pub fn new(psdt: Psdt, dptr: [u64; 2]) -> Self {
         Self { psdt, dptr }
     }
 
     /// Calls `part` with each stretch of the first `len` bytes, in order.
+    ///
+    /// # Errors
+    /// Data Transfer Error, or Data SGL Length Invalid.
     #[inline]
-    pub(crate) fn for_each<'a>(
+    pub fn for_each<'a>(
         &self,
         memory: HostMemory<'a>,
         len: u64,
@@ -46,8 +53,11 @@ impl DataPointer {
     }
 
     /// Calls `part` with address and length of each stretch of the first `len` bytes, in order.
+    ///
+    /// # Errors
+    /// Data Transfer Error, Data SGL Length Invalid, and those of `part`.
     #[inline]
-    pub(crate) fn for_each_iova(
+    pub fn for_each_iova(
         &self,
         lists: &ListMemory,
         len: u64,

@@ -317,6 +317,17 @@ pub struct LbaRange {
     pub blocks: u64,
 }
 
+impl LbaRange {
+    /// Returns the same range in bytes. It lies in a namespace, whose size in bytes 64 bits count.
+    #[must_use]
+    pub const fn bytes(&self, lba_shift: u8) -> ByteRange {
+        ByteRange {
+            start: self.start.0 << lba_shift,
+            length: self.blocks << lba_shift,
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

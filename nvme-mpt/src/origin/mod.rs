@@ -9,7 +9,7 @@
 //! * [`extent`]: extents, and the identity that they are written as.
 
 mod device;
-pub(crate) mod extent;
+pub mod extent;
 mod system;
 #[cfg(test)]
 mod tests;
@@ -26,7 +26,7 @@ use system::{DeviceNumber, Mount};
 
 /// Origin of the bytes behind a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Origin {
+pub struct Origin {
     /// The bytes, in order.
     extents: Vec<Extent>,
     /// The files among them that the path does not lead to by itself.
@@ -35,18 +35,18 @@ pub(crate) struct Origin {
 
 /// A file that a loop device makes a block device of.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct BackingFile {
+pub struct BackingFile {
     /// Its path.
-    pub(crate) path: PathBuf,
+    pub path: PathBuf,
     /// Device and inode.
     place: (u64, u64),
     /// The first of its bytes that is used.
-    pub(crate) offset: u64,
+    pub offset: u64,
 }
 
 impl BackingFile {
     /// Returns whether this is the file, and not another one that took its path.
-    pub(crate) fn is(&self, file: &fs::File) -> io::Result<bool> {
+    pub fn is(&self, file: &fs::File) -> io::Result<bool> {
         let metadata = file.metadata()?;
         Ok((metadata.dev(), metadata.ino()) == self.place)
     }
@@ -58,7 +58,7 @@ impl Origin {
     /// # Errors
     /// Returns the kernel's error about the path itself. Unknown facts of a device make a name that holds until
     /// the next boot.
-    pub(crate) fn of(path: &Path) -> io::Result<Self> {
+    pub fn of(path: &Path) -> io::Result<Self> {
         Self::of_path(&System::real(), path)
     }
 
@@ -76,17 +76,17 @@ impl Origin {
     }
 
     /// Returns the name that leases, locks and guests know the bytes by.
-    pub(crate) fn identity(&self) -> String {
+    pub fn identity(&self) -> String {
         extent::join(&self.extents)
     }
 
     /// Returns the files that lie below a loop device.
-    pub(crate) fn files(&self) -> &[BackingFile] {
+    pub fn files(&self) -> &[BackingFile] {
         &self.files
     }
 
     /// Returns what uses the bytes: a mount or swap.
-    pub(crate) fn user(&self) -> Option<String> {
+    pub fn user(&self) -> Option<String> {
         self.user_in(&System::real())
     }
 
@@ -118,7 +118,7 @@ impl Origin {
 }
 
 /// Returns what keeps a block device from being opened exclusively, as far as the kernel names it.
-pub(crate) fn holder(path: &Path) -> Option<String> {
+pub fn holder(path: &Path) -> Option<String> {
     let device = DeviceNumber(fs::metadata(path).ok()?.rdev());
     let holders = System::real().holders(device);
     (!holders.is_empty()).then(|| format!("the device {}", holders.join(", ")))

@@ -29,7 +29,7 @@ impl Threads {
     ///
     /// # Errors
     /// Returns the error of the kernel, or of the starter of threads.
-    pub(crate) fn spawn(&self, name: &str, work: Work) -> io::Result<JoinHandle<()>> {
+    pub fn spawn(&self, name: &str, work: Work) -> io::Result<JoinHandle<()>> {
         (self.0)(name, work)
     }
 }

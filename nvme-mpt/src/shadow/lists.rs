@@ -11,20 +11,24 @@ use crate::memory::{Access, PrivateWords, RawBytes};
 /// Bytes per slot: two memory pages, for the 257 SGL descriptors that 1 MiB can take when it
 /// starts within a page. A PRP list, a Dataset Management range list and a Copy source list take
 /// one page at most.
-pub(crate) const LIST_BYTES: usize = 2 * PAGE_SIZE as usize;
+pub(super) const LIST_BYTES: usize = 2 * PAGE_SIZE as usize;
 
 const LIST_WORDS: usize = LIST_BYTES / 8;
 
 /// The list memory of one shadow queue's slots.
 #[derive(Debug)]
-pub(crate) struct ListMemory {
+pub struct ListMemory {
     /// Dropped first: what is mapped for the drive goes before the memory does.
     iova: IovaPart,
     words: PrivateWords,
 }
 
 impl ListMemory {
-    pub(crate) fn new(space: &Arc<IovaSpace>, slots: usize) -> io::Result<Self> {
+    /// Lists of so many slots.
+    ///
+    /// # Errors
+    /// Returns the error of the kernel.
+    pub fn new(space: &Arc<IovaSpace>, slots: usize) -> io::Result<Self> {
         // Without an IOMMU, which pins them, pages are taken when a slot first needs them: most
         // never see a list.
         let words = PrivateWords::new(slots * LIST_WORDS)?;
@@ -37,7 +41,7 @@ impl ListMemory {
     /// # Panics
     /// If there is no such slot: slot numbers are the shadow queue's own.
     #[inline]
-    pub(crate) fn of_slot(&mut self, slot: u16) -> (&mut [u64], Iova) {
+    pub fn of_slot(&mut self, slot: u16) -> (&mut [u64], Iova) {
         let first = usize::from(slot) * LIST_WORDS;
         let iova = self.iova_of_slot(slot);
         let list = &mut self.words.as_mut_slice()[first..][..LIST_WORDS];
@@ -46,13 +50,13 @@ impl ListMemory {
 
     /// The address of a slot's list there.
     #[inline]
-    pub(crate) fn iova_of_slot(&self, slot: u16) -> Iova {
+    pub fn iova_of_slot(&self, slot: u16) -> Iova {
         Iova(self.iova.start() + u64::from(slot) * LIST_BYTES as u64)
     }
 
     /// Resolves an IOVA of a list as the host controller does.
     #[inline]
-    pub(crate) fn resolve(&self, iova: u64, len: usize) -> Option<RawBytes<'_>> {
+    pub fn resolve(&self, iova: u64, len: usize) -> Option<RawBytes<'_>> {
         let offset = iova.checked_sub(self.iova.start())?;
         self.words.bytes(usize::try_from(offset).ok()?, len)
     }

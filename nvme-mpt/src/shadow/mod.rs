@@ -3,6 +3,7 @@
 //! `translate` decides what of a guest's command reaches the host controller,
 //! `queue` moves commands and completions.
 
+mod command_set;
 mod lists;
 mod prp;
 mod queue;
@@ -10,11 +11,12 @@ mod sgl;
 mod slot;
 mod translate;
 
-pub(crate) use lists::ListMemory;
+pub use command_set::{CommandSet, CompletedCommand, NvmCommands, Traffic};
+pub use lists::ListMemory;
 pub use queue::ShadowQueue;
-pub(crate) use queue::{CompletionQueue, QueueContext, SubmissionQueue};
+pub(crate) use queue::{CompletionQueue, QueueContext, ShadowCore, SubmissionQueue};
 pub use sgl::MAX_DESCRIPTORS as MAX_SGL_DESCRIPTORS;
-pub use translate::LeasedBlocks;
+pub use translate::{LeasedBlocks, Translator, location};
 
 use crate::spec::status::Status;
 
@@ -23,11 +25,12 @@ use crate::spec::status::Status;
 ///
 /// Both in one word, so that it comes back from translation in a register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Failure(u32);
+pub struct Failure(u32);
 
 impl Failure {
     /// The same command would fail again, so the guest is told not to retry.
-    pub(crate) const fn at(status: Status, location: u16) -> Self {
+    #[must_use]
+    pub const fn at(status: Status, location: u16) -> Self {
         Self((location as u32) << 16 | status.with_dnr(true).0 as u32)
     }
 

@@ -1,7 +1,7 @@
 //! Slots: what a shadow queue remembers of each command it has in flight.
 
 use crate::clock::Ticks;
-use crate::host::data::DataPointer;
+use crate::host::DataPointer;
 use crate::spec::ids::CommandId;
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;

@@ -3,8 +3,6 @@
 //! A command for the host controller is built anew from fields that were checked, never a guest's
 //! entry with some fields replaced: what is not known here does not get through.
 
-mod key_value;
-
 use std::sync::Arc;
 
 use zerocopy::{FromBytes, IntoBytes};
@@ -14,7 +12,7 @@ use super::prp::{self, PrpHints};
 use super::{Failure, sgl};
 use crate::address::PAGE_SIZE;
 use crate::dma::{Direction, RegionHint, RegionTable};
-use crate::host::data::DataPointer;
+use crate::host::DataPointer;
 use crate::host::{HostMemory, Limits};
 use crate::spec::ids::{CommandId, Lba, Nsid};
 use crate::spec::nvm::{
@@ -24,18 +22,25 @@ use crate::spec::nvm::{
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::{Cdw0, Fuse, Psdt, Sqe};
 use crate::spec::status::Status;
-use crate::spec::zns::{ZoneAppend, ZoneManagementReceive, ZoneManagementSend, ZoneSendAction};
 
 /// Byte offsets of fields in a command, for the error log.
-mod location {
-    pub(super) const OPCODE: u16 = 0;
-    pub(super) const FUSE_AND_PSDT: u16 = 1;
-    pub(super) const NSID: u16 = 4;
-    pub(super) const CDW10: u16 = 40;
-    pub(super) const CDW11: u16 = 44;
-    pub(super) const CDW12: u16 = 48;
-    pub(super) const CDW13: u16 = 52;
-    pub(super) const DATA: u16 = 24;
+pub mod location {
+    /// Opcode.
+    pub const OPCODE: u16 = 0;
+    /// Fused operation, and PRPs or SGLs.
+    pub const FUSE_AND_PSDT: u16 = 1;
+    /// Namespace Identifier.
+    pub const NSID: u16 = 4;
+    /// Dword 10.
+    pub const CDW10: u16 = 40;
+    /// Dword 11.
+    pub const CDW11: u16 = 44;
+    /// Dword 12.
+    pub const CDW12: u16 = 48;
+    /// Dword 13.
+    pub const CDW13: u16 = 52;
+    /// Data Pointer.
+    pub const DATA: u16 = 24;
 }
 
 /// Bits of a Read's or Write's dword 12 that reach the host controller: NLB, FUA and LR. Directives and
@@ -58,9 +63,12 @@ pub struct LeasedBlocks {
 }
 
 impl LeasedBlocks {
-    /// The host's name of the first of `count` blocks, if all of them are leased.
+    /// Returns the host's name of the first of `count` blocks.
+    ///
+    /// # Errors
+    /// LBA Out of Range, if not all of them are leased.
     #[inline(always)]
-    fn translate(&self, slba: Lba, count: u64) -> Result<Lba, Failure> {
+    pub fn translate(&self, slba: Lba, count: u64) -> Result<Lba, Failure> {
         match slba.checked_add(count) {
             // The lease lies in the host's namespace, so this sum cannot wrap.
             Some(end) if end.0 <= self.blocks => Ok(Lba(self.first.0 + slba.0)),
@@ -71,7 +79,7 @@ impl LeasedBlocks {
 
 /// Turns guest commands into host commands, for one shadow queue.
 #[derive(Debug)]
-pub(super) struct Translator {
+pub struct Translator {
     table: Arc<RegionTable>,
     lists: ListMemory,
     blocks: LeasedBlocks,
@@ -127,25 +135,26 @@ impl Translator {
         }
     }
 
-    /// Returns the guest's LBA to which a Zone Append to the guest's zone at `zslba` went, by dword 0 of the
-    /// host's completion (ZNS 1.1, section 3.4.1, `ALBA`). A zone has fewer blocks than a dword counts, so
-    /// the rest of the host's LBA is known.
-    pub(super) fn appended_at(&self, zslba: Lba, dw0: u32) -> Lba {
-        let host_zslba = self.blocks.first.0.wrapping_add(zslba.0);
-        let offset = dw0.wrapping_sub(host_zslba as u32);
-        Lba(zslba.0.wrapping_add(offset.into()))
+    /// Returns the leased blocks.
+    #[must_use]
+    pub fn blocks(&self) -> &LeasedBlocks {
+        &self.blocks
+    }
+
+    /// Returns the promises that the guest has.
+    #[must_use]
+    pub fn limits(&self) -> &Limits {
+        &self.limits
     }
 
     /// Translates a command that will have this slot at the host controller, into `host`. After an
     /// error, what is there is no command. Returns the bytes of data in the VM's memory that the host controller
     /// reads or writes: ranges to deallocate or copy are none, as they were copied.
+    ///
+    /// # Errors
+    /// [`Failure`] of a command that does not reach the host controller.
     #[inline(always)]
-    pub(super) fn translate(
-        &mut self,
-        guest: &Sqe,
-        slot: u16,
-        host: &mut Sqe,
-    ) -> Result<u32, Failure> {
+    pub fn translate(&mut self, guest: &Sqe, slot: u16, host: &mut Sqe) -> Result<u32, Failure> {
         let opcode = NvmOpcode(guest.opcode());
         if matches!(opcode, NvmOpcode::READ | NvmOpcode::WRITE) {
             self.check_common(guest)?;
@@ -179,10 +188,7 @@ impl Translator {
             | NvmOpcode::WRITE_ZEROES
             | NvmOpcode::DATASET_MANAGEMENT
             | NvmOpcode::VERIFY
-            | NvmOpcode::COPY
-            | NvmOpcode::ZONE_APPEND
-            | NvmOpcode::ZONE_MANAGEMENT_RECEIVE
-            | NvmOpcode::ZONE_MANAGEMENT_SEND => {
+            | NvmOpcode::COPY => {
                 self.check_common(guest)?;
                 match opcode {
                     NvmOpcode::FLUSH => {
@@ -192,11 +198,6 @@ impl Translator {
                     NvmOpcode::COMPARE => self.compare(guest, slot, host),
                     NvmOpcode::DATASET_MANAGEMENT => self.dataset_management(guest, slot, host),
                     NvmOpcode::COPY => self.copy(guest, slot, host),
-                    NvmOpcode::ZONE_APPEND => self.zone_append(guest, slot, host),
-                    NvmOpcode::ZONE_MANAGEMENT_RECEIVE => {
-                        self.zone_management_receive(guest, slot, host)
-                    }
-                    NvmOpcode::ZONE_MANAGEMENT_SEND => self.zone_management_send(guest, slot, host),
                     _ => self.without_data(guest, opcode, slot, host),
                 }
             }
@@ -205,8 +206,11 @@ impl Translator {
     }
 
     /// Checks the fields that all commands share (Base 2.0, section 3.3.3.1).
+    ///
+    /// # Errors
+    /// Invalid Field, or Invalid Namespace or Format.
     #[inline(always)]
-    fn check_common(&self, guest: &Sqe) -> Result<(), Failure> {
+    pub fn check_common(&self, guest: &Sqe) -> Result<(), Failure> {
         // None of these is set in a command by itself that has PRPs, as nearly all are: one look tells.
         const FUSE_AND_PSDT: Cdw0 = Cdw0(0).with_fuse(Fuse(0b11)).with_psdt(Psdt(0b11));
         let cdw0 = guest.cdw0;
@@ -227,7 +231,7 @@ impl Translator {
 
     /// Makes `host` a command without parameters.
     #[inline(always)]
-    fn begin(&self, host: &mut Sqe, opcode: u8, slot: u16) {
+    pub fn begin(&self, host: &mut Sqe, opcode: u8, slot: u16) {
         let cdw0 = Cdw0::default()
             .with_opcode(opcode)
             .with_cid(CommandId(slot));
@@ -239,8 +243,11 @@ impl Translator {
     }
 
     /// Translates a Data Pointer into `host`.
+    ///
+    /// # Errors
+    /// [`Failure`] of a command whose data does not lie in the VM's memory.
     #[inline(always)]
-    fn data(
+    pub fn data(
         &mut self,
         guest: &Sqe,
         len: u64,
@@ -451,77 +458,6 @@ impl Translator {
             ..CopyCommand::default()
         }
         .write_to(host);
-        Ok(0)
-    }
-
-    fn zone_append(&mut self, guest: &Sqe, slot: u16, host: &mut Sqe) -> Result<u32, Failure> {
-        let ZoneAppend {
-            zslba,
-            nlb_z,
-            fua,
-            lr,
-            piremap,
-            prinfo,
-            ..
-        } = ZoneAppend::from(guest);
-        let invalid = Failure::at(Status::INVALID_FIELD, location::CDW12);
-        let len = (u64::from(nlb_z) + 1) << self.blocks.lba_shift;
-        // ZASL; and no protection information is offered that could be remapped.
-        if len > self.limits.zone_append_bytes_max || piremap || prinfo.pract() {
-            return Err(invalid);
-        }
-        // The first block of a zone is leased with all of it.
-        let zslba = self.blocks.translate(zslba, 1)?;
-        self.begin(host, NvmOpcode::ZONE_APPEND.0, slot);
-        ZoneAppend {
-            zslba,
-            nlb_z,
-            fua,
-            lr,
-            ..ZoneAppend::default()
-        }
-        .write_to(host);
-        self.data(guest, len, Direction::FromGuest, slot, host)?;
-        Ok(len as u32)
-    }
-
-    fn zone_management_receive(
-        &mut self,
-        guest: &Sqe,
-        slot: u16,
-        host: &mut Sqe,
-    ) -> Result<u32, Failure> {
-        let command = ZoneManagementReceive::from(guest);
-        let len = command.length();
-        if len > self.max_transfer {
-            return Err(Failure::at(Status::INVALID_FIELD, location::CDW12));
-        }
-        let slba = self.blocks.translate(command.slba, 1)?;
-        self.begin(host, NvmOpcode::ZONE_MANAGEMENT_RECEIVE.0, slot);
-        ZoneManagementReceive { slba, ..command }.write_to(host);
-        self.data(guest, len, Direction::ToGuest, slot, host)?;
-        Ok(len as u32)
-    }
-
-    fn zone_management_send(
-        &mut self,
-        guest: &Sqe,
-        slot: u16,
-        host: &mut Sqe,
-    ) -> Result<u32, Failure> {
-        let command = ZoneManagementSend::from(guest);
-        // The one action with data sets a zone descriptor extension, which there are none of. The
-        // host would take it from where nothing was translated to.
-        if command.zsa == ZoneSendAction::SET_ZONE_DESCRIPTOR_EXTENSION {
-            return Err(Failure::at(Status::INVALID_FIELD, location::CDW13));
-        }
-        // All zones are those of the lease; which LBA is named then means nothing.
-        let slba = match command.select_all {
-            true => self.blocks.first,
-            false => self.blocks.translate(command.slba, 1)?,
-        };
-        self.begin(host, NvmOpcode::ZONE_MANAGEMENT_SEND.0, slot);
-        ZoneManagementSend { slba, ..command }.write_to(host);
         Ok(0)
     }
 

@@ -19,14 +19,12 @@ use std::process::{Command, ExitCode};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nvme_mpt::host::software::model::{NvmProfile, Profile, SsdProfile};
 use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::{Nsid, QueueId};
 use nvme_mpt::spec::registers::Doorbell as Register;
 use nvme_mpt::{
-    Attachment, AttachmentConfig, CqConfig, Drive, DriveOptions, Gpa, MemoryRegion, PollPolicy,
-    Pollers, SqConfig,
+    Attachment, AttachmentConfig, CqConfig, Gpa, MemoryRegion, PollPolicy, Pollers, SqConfig,
 };
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::command::{DataPointer, Sqe};
@@ -36,6 +34,8 @@ use nvme_mpt_tests::prp;
 use nvme_mpt_tests::queue::{CompletionQueue, QueuePair, SubmissionQueue};
 use nvme_mpt_tests::registers::Cap;
 use nvme_mpt_tests::rng::Rng;
+use nvme_mpt_vmm::drives::{self, DriveOptions};
+use nvme_software::model::{NvmProfile, Profile, SsdProfile};
 
 const ENTRIES: u32 = 256;
 const DRIVE: &str = "null:512M";
@@ -82,7 +82,7 @@ impl Rig {
             profile: profile.map(Arc::new),
             ..DriveOptions::default()
         };
-        let drive = Drive::open(&DRIVE.parse().unwrap(), options).unwrap();
+        let drive = drives::open(&DRIVE.parse().unwrap(), options).unwrap();
         let request = LeaseRequest {
             id: "bench",
             drive: drive.identity(),

@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::path::Path;
 
-use nvme_mpt::host::software::model::Profile;
+use nvme_software::model::Profile;
 use plotters::prelude::*;
 
 use super::{Configured, Rig, cases, fill};

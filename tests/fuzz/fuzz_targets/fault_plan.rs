@@ -8,9 +8,10 @@
 use std::sync::Arc;
 
 use libfuzzer_sys::fuzz_target;
-use nvme_mpt::host::software::faults::{FaultPlan, MAX_FAULTS};
-use nvme_mpt::{Drive, DriveError, DriveOptions};
+use nvme_software::SoftwareController;
+use nvme_software::faults::{FaultPlan, MAX_FAULTS};
 use nvme_mpt_vmm::report;
+use nvme_mpt_vmm::drives::{self, DriveOptions, OpenDriveError};
 
 fuzz_target!(|text: &str| {
     let plan = match FaultPlan::parse("fuzz", text) {
@@ -22,9 +23,10 @@ fuzz_target!(|text: &str| {
         ..DriveOptions::default()
     };
     let Ok(path) = "null:1M".parse() else { return };
-    match Drive::open(&path, options) {
+    match drives::open(&path, options) {
         Ok(drive) => {
-            let Some(faults) = drive.controller().faults() else {
+            let drive = SoftwareController::of(drive.controller());
+            let Some(faults) = drive.and_then(SoftwareController::faults) else {
                 panic!("a drive with faults has none");
             };
             let before = faults.stats();
@@ -38,7 +40,7 @@ fuzz_target!(|text: &str| {
                 assert_ne!(fault.count, Some(0));
             }
         }
-        Err(error @ DriveError::Faults(_)) => assert!(!report::chain(&error).is_empty()),
+        Err(error @ OpenDriveError::Faults(_)) => assert!(!report::chain(&error).is_empty()),
         Err(error) => panic!("{error}"),
     }
 });

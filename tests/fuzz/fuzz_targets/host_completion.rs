@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
-use nvme_mpt::host::vfio::{ControllerOptions, VfioController};
+use nvme_vfio::{ControllerOptions, VfioController};
 use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
 use nvme_mpt::poller::Threads;
 use nvme_mpt::shadow::ShadowQueue;
@@ -258,7 +258,7 @@ impl Fixture {
         };
         let controller =
             VfioController::open(model.clone(), options, &Threads::default()).expect("a drive");
-        let path = "0000:01:00.0".parse().expect("an address");
+        let path = "0000:01:00.0";
         let drive = Drive::new(path, controller, None).expect("a namespace");
         let (ledger, pollers) = (Ledger::in_process(), Pollers::new());
         let lanes = (0..GUESTS as u64)

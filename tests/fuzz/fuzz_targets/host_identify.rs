@@ -10,7 +10,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use nvme_mpt::host::vfio::{ControllerOptions, VfioController};
+use nvme_vfio::{ControllerOptions, VfioController};
 use nvme_mpt::host::{HostController, HostLease};
 use nvme_mpt::poller::Threads;
 use nvme_mpt_fuzz::Input;

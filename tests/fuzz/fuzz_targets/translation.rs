@@ -22,16 +22,17 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use libfuzzer_sys::fuzz_target;
-use nvme_mpt::host::software::model::Profile;
+use nvme_software::model::Profile;
 use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{
-    Attachment, AttachmentConfig, CqConfig, DoorbellMode, Drive, DriveOptions, Gpa, MemoryRegion,
+    Attachment, AttachmentConfig, CqConfig, DoorbellMode, Drive, Gpa, MemoryRegion,
     PollPolicy, Pollers, SqConfig,
 };
 use nvme_mpt_fuzz::{Input, RINGS};
+use nvme_mpt_vmm::drives::{self, DriveOptions};
 
 const PAGE: u64 = 4096;
 /// Pages of the largest region.
@@ -249,7 +250,7 @@ impl Fixture {
             profile: profile.map(Arc::new),
             ..DriveOptions::default()
         };
-        let drive = Drive::open(&path, options).expect("memory");
+        let drive = drives::open(&path, options).expect("memory");
         let (ledger, pollers) = (Ledger::in_process(), Pollers::new());
         let lane = |index| Lane::new(&drive, &ledger, &pollers, index);
         let mut neighbours = [lane(0), lane(2)];

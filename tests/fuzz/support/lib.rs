@@ -5,9 +5,10 @@ use std::os::fd::OwnedFd;
 
 use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
 use nvme_mpt::{
-    Attachment, AttachmentConfig, DoorbellMode, Drive, DriveOptions, Gpa, MemoryRegion, PollPolicy,
+    Attachment, AttachmentConfig, DoorbellMode, Gpa, MemoryRegion, PollPolicy,
     Pollers,
 };
+use nvme_mpt_vmm::drives::{self, DriveOptions};
 use vmm_device::{Bar, MsixMasking, NvmeFunction};
 
 /// Memory that inputs are likely to name: 1 MiB at address 0.
@@ -26,7 +27,7 @@ impl Fixture {
     #[must_use]
     pub fn new(mode: DoorbellMode, masking: MsixMasking) -> Self {
         let path = "null:1G".parse().expect("a drive");
-        let drive = Drive::open(&path, DriveOptions::default()).expect("null");
+        let drive = drives::open(&path, DriveOptions::default()).expect("null");
         let (blocks, lba_shift) = (drive.blocks(), drive.lba_shift());
         let request = LeaseRequest {
             id: "fuzz",

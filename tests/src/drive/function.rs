@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use nvme_mpt::host::vfio::Backing;
 use nvme_mpt::iova::Iommu;
 use nvme_mpt::memory::Mapping;
+use nvme_vfio::Backing;
 
 use super::faults::{Aborts, Fault, Resets};
 use super::iommu::{DoorbellRegisters, ModelIommu};

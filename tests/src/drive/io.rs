@@ -15,7 +15,7 @@ use crate::status::{self, StatusCode};
 /// Commands that are executed in a turn: registers are not answered meanwhile.
 const AT_ONCE: usize = 16;
 
-/// A command identifier that no host has in use for long.
+/// A command identifier that no host has in use for long. Hosts number slots by its lower 11 bits, from 0.
 const UNKNOWN_CID: u16 = 0xFFF0;
 
 impl Controller {
@@ -64,7 +64,9 @@ impl Controller {
                 return self.complete(*sq, sqe, Err(*code), *dnr);
             }
             Some(Effect::Garbage) => {
-                let entry = [self.rng.next_u64(), self.rng.next_u64()];
+                // With the identifier of a command in flight it would be no garbage: such an entry completes it.
+                let cid = u64::from(UNKNOWN_CID & 0x7FF) << 32;
+                let entry = [self.rng.next_u64(), self.rng.next_u64() | cid];
                 self.post(*sq, entry);
             }
             Some(Effect::CompleteUnknown) => {

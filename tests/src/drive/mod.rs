@@ -2,7 +2,7 @@
 //! real drives differ in, and what goes wrong with them.
 //!
 //! The drive is one thread that does what hardware does: it is reached by registers and by doorbells
-//! that are plain stores ([`ModelDrive`] is a [`Backing`](nvme_mpt::host::vfio::Backing)), and reaches
+//! that are plain stores ([`ModelDrive`] is a [`Backing`](nvme_vfio::Backing)), and reaches
 //! memory by DMA through an IOMMU only ([`ModelIommu`]). It shares no wire type with the driver under test,
 //! and judges what it is told: accesses to memory that is not mapped, and whatever a host must not do, are
 //! kept for the test to find ([`ModelDrive::judgement`]).

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt::host::vfio::Backing;
 use nvme_mpt::memory::{Access, Cell32, Mapping};
+use nvme_vfio::Backing;
 
 use super::*;
 use crate::bar::Bar;

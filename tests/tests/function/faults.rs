@@ -4,9 +4,6 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nvme_mpt::host::software::faults::FaultPlan;
-use nvme_mpt::host::software::model::Profile;
-use nvme_mpt::{Drive, DriveOptions};
 use nvme_mpt_tests::Error;
 use nvme_mpt_tests::admin::{AsyncEvent, LogPage, feature, log};
 use nvme_mpt_tests::command::{Sqe, io};
@@ -16,6 +13,10 @@ use nvme_mpt_tests::status::{
     ABORTED_SQ_DELETION, INTERNAL_ERROR, LBA_OUT_OF_RANGE, SUCCESS, StatusCode,
     UNRECOVERED_READ_ERROR, WRITE_FAULT,
 };
+use nvme_mpt_vmm::drives::{self, DriveOptions};
+use nvme_software::SoftwareController;
+use nvme_software::faults::{FaultPlan, Faults};
+use nvme_software::model::Profile;
 
 use crate::common::bystander::Bystander;
 use crate::common::sentinel::Sentinel;
@@ -51,20 +52,25 @@ impl Faulty {
             ..DriveOptions::default()
         };
         Self {
-            lab: Lab::of(Drive::open(&path.parse().unwrap(), options).unwrap()),
+            lab: Lab::of(drives::open(&path.parse().unwrap(), options).unwrap()),
             _file: file,
         }
     }
 
+    fn faults(&self) -> &Faults {
+        let drive = SoftwareController::of(self.lab.drive.controller());
+        drive.and_then(SoftwareController::faults).unwrap()
+    }
+
     /// Commands that each fault struck.
     fn struck(&self) -> Vec<u64> {
-        let faults = self.lab.drive.controller().faults().unwrap().stats();
+        let faults = self.faults().stats();
         faults.iter().map(|fault| fault.struck).collect()
     }
 
     fn inject(&self, plan: &str) {
         let plan = FaultPlan::parse("test", plan).unwrap();
-        let faults = self.lab.drive.controller().faults().unwrap();
+        let faults = self.faults();
         faults.inject(&plan).unwrap();
     }
 }
@@ -91,7 +97,7 @@ fn media_errors_are_told_and_change_nothing() {
             let machine = drive.lab.machine(&Setup::nth(0));
             let (mut controller, mut disk) = machine.disk();
             // What was there before the media went bad.
-            drive.lab.drive.controller().faults().unwrap().clear();
+            drive.faults().clear();
             disk.write(120, &[0xA5; 24 * 512]).unwrap();
             drive.inject(plan);
             for (sqe, expected) in [
@@ -119,7 +125,7 @@ fn media_errors_are_told_and_change_nothing() {
             assert_eq!(health[160], 7, "media errors");
             assert_eq!(drive.struck(), [7]);
             // The media is good again, and nothing of what failed was carried out.
-            drive.lab.drive.controller().faults().unwrap().clear();
+            drive.faults().clear();
             assert_eq!(disk.read(120, 24).unwrap(), [0xA5; 24 * 512]);
             bystander.finish();
         }

@@ -6,8 +6,6 @@ mod property;
 use std::path::Path;
 use std::sync::Arc;
 
-use nvme_mpt::host::software::model::Profile;
-use nvme_mpt::{Drive, DriveOptions, DrivePath};
 use nvme_mpt_tests::admin::log;
 use nvme_mpt_tests::command::{DataPointer, Sqe, admin, io, kv};
 use nvme_mpt_tests::controller::{Config, Controller};
@@ -21,6 +19,8 @@ use nvme_mpt_tests::status::{
     PRP_OFFSET_INVALID, SUCCESS, StatusCode,
 };
 use nvme_mpt_tests::{Error, prp, rng};
+use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath};
+use nvme_software::model::Profile;
 
 use crate::common::{HANG, HIGH, LEASE, LOW, Lab, Machine, NOWHERE, Setup, status};
 
@@ -37,12 +37,12 @@ fn options(profile: &str) -> DriveOptions {
 const PROFILE: &str = "model = \"kv\"\nmax_value = \"1M\"\n";
 
 fn lab(path: &str) -> Lab {
-    Lab::of(Drive::open(&path.parse().unwrap(), options(PROFILE)).unwrap())
+    Lab::of(drives::open(&path.parse().unwrap(), options(PROFILE)).unwrap())
 }
 
 fn lab_in(path: &Path) -> Lab {
     let path = DrivePath::File(path.to_owned());
-    Lab::of(Drive::open(&path, options(PROFILE)).unwrap())
+    Lab::of(drives::open(&path, options(PROFILE)).unwrap())
 }
 
 /// A file for two leases, and the drive in it.

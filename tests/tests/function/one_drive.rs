@@ -6,16 +6,15 @@ use std::path::Path;
 use std::sync::Arc;
 
 use nvme_mpt::lease::{ByteRange, Lease, LeaseError, LeaseRequest, Ledger};
-use nvme_mpt::{
-    AttachError, Attachment, AttachmentConfig, Drive, DriveError, DriveOptions, DrivePath,
-};
+use nvme_mpt::{AttachError, Attachment, AttachmentConfig, Drive};
 use nvme_mpt::{DoorbellMode, MemoryKinds, PollPolicy, Pollers};
+use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath, OpenDriveError};
 
 use crate::common::LEASE;
 use crate::common::loop_device::{LoopDevice, run};
 
-fn open(path: &Path) -> Result<Arc<Drive>, DriveError> {
-    Drive::open(&DrivePath::File(path.to_owned()), DriveOptions::default())
+fn open(path: &Path) -> Result<Arc<Drive>, OpenDriveError> {
+    drives::open(&DrivePath::File(path.to_owned()), DriveOptions::default())
 }
 
 fn lease(ledger: &Ledger, id: &str, drive: &Drive, start: u64) -> Result<Lease, LeaseError> {
@@ -125,7 +124,7 @@ fn what_is_mounted_or_open_exclusively_is_refused_with_its_user() {
     };
     let (node, file) = (device.device(), device.file());
     let user = |path: &Path| match open(path).map(drop) {
-        Err(DriveError::InUse { user, .. }) => Some(user),
+        Err(OpenDriveError::InUse { user, .. }) => Some(user),
         result => {
             result.unwrap();
             None

@@ -3,14 +3,14 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nvme_mpt::host::software::model::Profile;
-use nvme_mpt::{Drive, DriveOptions};
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::disk::Transfer;
 use nvme_mpt_tests::doorbell::DoorbellMode;
 use nvme_mpt_tests::model::{Limits, Model, Op};
 use nvme_mpt_tests::prp;
 use nvme_mpt_tests::rng::Rng;
+use nvme_mpt_vmm::drives::{self, DriveOptions};
+use nvme_software::model::Profile;
 
 use crate::common::bystander::Bystander;
 use crate::common::{HANG, LEASE, Lab, Setup, queue_pair};
@@ -20,7 +20,7 @@ fn lab(path: &str, profile: Profile) -> Lab {
         profile: Some(Arc::new(profile)),
         ..DriveOptions::default()
     };
-    Lab::of(Drive::open(&path.parse().unwrap(), options).unwrap())
+    Lab::of(drives::open(&path.parse().unwrap(), options).unwrap())
 }
 
 /// A drive whose commands take this long, at any depth.

@@ -5,10 +5,8 @@ mod failures;
 
 use std::sync::Arc;
 
-use nvme_mpt::host::software::faults::FaultPlan;
-use nvme_mpt::host::software::model::Profile;
 use nvme_mpt::lease::{ByteRange, LeaseRequest};
-use nvme_mpt::{Attachment, AttachmentConfig, Drive, DriveOptions};
+use nvme_mpt::{Attachment, AttachmentConfig};
 use nvme_mpt_tests::admin::log;
 use nvme_mpt_tests::command::{Sqe, io};
 use nvme_mpt_tests::controller::{Config, Controller};
@@ -23,6 +21,9 @@ use nvme_mpt_tests::status::{
 };
 use nvme_mpt_tests::zoned::{Zone, action, state};
 use nvme_mpt_tests::{Error, prp};
+use nvme_mpt_vmm::drives::{self, DriveOptions};
+use nvme_software::faults::FaultPlan;
+use nvme_software::model::Profile;
 
 use crate::common::{HANG, Lab, Machine, Setup, disk, status};
 
@@ -53,7 +54,7 @@ fn options(profile: &str, faults: Option<&str>) -> DriveOptions {
 }
 
 fn lab(path: &str) -> Lab {
-    Lab::of(Drive::open(&path.parse().unwrap(), options(PROFILE, None)).unwrap())
+    Lab::of(drives::open(&path.parse().unwrap(), options(PROFILE, None)).unwrap())
 }
 
 /// The driver, with all command sets enabled, and its namespace.
@@ -166,7 +167,7 @@ fn each_guest_has_zones_of_its_own_from_zero_on() {
         (DRIVE, timed.as_str()),
         (file.to_str().unwrap(), PROFILE),
     ] {
-        let drive = Drive::open(&path.parse().unwrap(), options(profile, None)).unwrap();
+        let drive = drives::open(&path.parse().unwrap(), options(profile, None)).unwrap();
         let lab = Lab::of(drive);
         let machines = [0, 1].map(|index| lab.machine(&Setup::nth(index)));
         let mut guests = machines.each_ref().map(attach);
@@ -352,7 +353,7 @@ fn an_append_beyond_four_billion_blocks_is_found_again() {
         lba_size: 512,
         ..options(profile, None)
     };
-    let lab = Lab::of(Drive::open(&"null:8T".parse().unwrap(), options).unwrap());
+    let lab = Lab::of(drives::open(&"null:8T".parse().unwrap(), options).unwrap());
     let setup = Setup {
         start: 3 * (64 << 30),
         length: 100 * (64 << 30),

@@ -4,7 +4,6 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use std::{io, thread};
 
-use nvme_mpt::host::vfio::{Backing, ControllerError, ControllerOptions, VfioController};
 use nvme_mpt::poller::Threads;
 use nvme_mpt_tests::command::admin;
 use nvme_mpt_tests::drive::{
@@ -13,6 +12,7 @@ use nvme_mpt_tests::drive::{
 };
 use nvme_mpt_tests::identify::{IdentifyController, ONCS_DSM, ONCS_WRITE_ZEROES};
 use nvme_mpt_tests::status;
+use nvme_vfio::{Backing, ControllerError, ControllerOptions, VfioController};
 
 use crate::common::{LEASE, LONG, Lab, Setup, open, wait_for};
 use crate::load::Load;

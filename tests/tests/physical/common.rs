@@ -4,11 +4,12 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvme_mpt::Drive;
 use nvme_mpt::host::Incidents;
-use nvme_mpt::host::vfio::{ControllerError, ControllerOptions, VfioController};
 use nvme_mpt::poller::Threads;
-use nvme_mpt::{Drive, DrivePath};
 use nvme_mpt_tests::drive::{ModelDrive, NamespaceOptions, Options};
+use nvme_mpt_vmm::drives::DrivePath;
+use nvme_vfio::{ControllerError, ControllerOptions, VfioController};
 
 pub(crate) use crate::function::*;
 
@@ -43,7 +44,7 @@ pub(crate) fn open(
         ControllerOptions { deadline },
         &Threads::default(),
     )?;
-    let path = "0000:01:00.0".parse().expect("an address");
+    let path = "0000:01:00.0";
     Ok(Drive::new(path, controller, None).expect("a namespace"))
 }
 

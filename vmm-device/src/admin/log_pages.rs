@@ -2,7 +2,7 @@
 
 use nvme_mpt::{
     Counters,
-    host::software::zones::ChangedZones,
+    host::ChangedZones,
     spec::{
         event::AsyncEventType,
         feature::FeatureId,
@@ -205,12 +205,11 @@ impl LogPages<'_> {
         let limits = self.subject.limits;
         let zoned = csi == Csi::ZONED_NAMESPACE && limits.is_zoned();
         if csi == Csi::NVM || zoned {
-            let zone_commands = ZONE_COMMANDS.into_iter().filter(|_| zoned);
-            for (opcode, changes_content) in IO_COMMANDS
+            let commands = IO_COMMANDS
                 .into_iter()
-                .chain(zone_commands)
-                .filter(|(opcode, _)| limits.offers(*opcode))
-            {
+                .filter(|(opcode, _)| limits.offers(*opcode));
+            let zone_commands = ZONE_COMMANDS.into_iter().filter(|_| zoned);
+            for (opcode, changes_content) in commands.chain(zone_commands) {
                 log.iocs[usize::from(opcode.0)] = supported.with_lbcc(changes_content);
             }
         }
@@ -271,12 +270,13 @@ fn wide(value: u64) -> U128 {
 mod tests {
     use nvme_mpt::{
         ErrorEntry, LeasedNamespace, Limits,
-        host::software::SoftwareController,
         spec::{
             identify::Oncs,
             ids::{CommandId, QueueId},
         },
     };
+
+    use nvme_software::SoftwareController;
 
     use super::*;
     use crate::fixtures;

@@ -26,7 +26,6 @@ use std::{collections::VecDeque, mem, sync::Arc};
 use nvme_mpt::{
     Attachment, DmaError, Drive, DriveEvent, ErrorEntry, Event, Gpa, InterruptVector,
     LeasedNamespace,
-    host::software::{key_value::KeySpace, zones::LeasedZones},
     spec::{
         event::{AsyncEvent, SmartEvent},
         feature::FeatureId,
@@ -389,7 +388,7 @@ impl Admin {
             self.health.refresh(attachment.drive().controller());
             self.report_health();
         }
-        let changed_zones = attachment.zones().map(LeasedZones::changed);
+        let changed_zones = attachment.zones().map(|zones| zones.changed());
         let pages = LogPages {
             subject: self.subject(controller),
             features: &self.features,
@@ -470,7 +469,7 @@ impl Admin {
         Subject {
             namespace: attachment.namespace(),
             blocks: attachment.blocks(),
-            used: attachment.keys().map_or(0, KeySpace::used),
+            used: attachment.keys().map_or(0, |keys| keys.used()),
             limits: attachment.limits(),
             doorbell_buffer: doorbell_buffer::is_supported(attachment),
             active: enabled && attachment.is_backed(),

@@ -8,7 +8,7 @@ use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use nvme_mpt::host::vfio::function::{
+use nvme_vfio::function::{
     HostRoot, PciAddress, PciFunction, PciFunctionError, User, UsersError, VFIO_PCI,
 };
 use thiserror::Error;

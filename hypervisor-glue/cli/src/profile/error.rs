@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-use nvme_mpt::host::software::model::ProfileError;
+use nvme_software::model::ProfileError;
 use thiserror::Error;
 
 /// Error making a profile.

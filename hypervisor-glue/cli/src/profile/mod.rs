@@ -5,8 +5,8 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use nvme_mpt::host::software::model::Profile;
 use nvme_mpt::lease::Bytes;
+use nvme_software::model::Profile;
 
 mod error;
 mod fio;

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use nvme_mpt::host::software::model::{NvmProfile, NvmRates, Profile, Size, Span};
+use nvme_software::model::{NvmProfile, NvmRates, Profile, Size, Span};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 

@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use nvme_mpt::DrivePath;
+use crate::drives::DrivePath;
 use serde::{Deserialize, Serialize};
 
 use super::error::OptionError;

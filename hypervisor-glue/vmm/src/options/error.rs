@@ -2,7 +2,7 @@
 
 use std::error::Error as StdError;
 
-use nvme_mpt::DrivePath;
+use crate::drives::DrivePath;
 use thiserror::Error;
 
 /// Error in the options of a function.

@@ -7,12 +7,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nvme_mpt::attachment::MAX_QUEUE_PAIRS;
-use nvme_mpt::host::software::faults::FaultPlan;
-use nvme_mpt::host::software::model::Profile;
 use nvme_mpt::lease::{ByteRange, FormerData};
 use nvme_mpt::poller::Placement;
 use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::{DoorbellMode, DrivePath, MemoryKinds, PollPolicy};
+use nvme_mpt::{DoorbellMode, MemoryKinds, PollPolicy};
+use nvme_software::faults::FaultPlan;
+use nvme_software::model::Profile;
+
+use crate::drives::DrivePath;
 
 use super::error::OptionError;
 use super::key_values::{KeyValues, no_more, take};

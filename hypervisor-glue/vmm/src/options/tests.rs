@@ -5,10 +5,10 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt::host::software::model::Profile;
 use nvme_mpt::lease::{ByteRange, FormerData};
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{DoorbellMode, MemoryKinds, PollPolicy};
+use nvme_software::model::Profile;
 
 use super::*;
 

@@ -15,8 +15,7 @@ use nvme_mpt::memory::{Mapping, memfd};
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{
-    Attachment, AttachmentConfig, CqConfig, DoorbellBuffer, DoorbellMode, Drive, DriveOptions, Gpa,
-    Pollers, SqConfig,
+    Attachment, AttachmentConfig, CqConfig, DoorbellBuffer, DoorbellMode, Gpa, Pollers, SqConfig,
 };
 use vm_device::DeviceMmio;
 use vm_device::bus::MmioAddress;
@@ -24,6 +23,7 @@ use vmm_device::{Bar, MsixMasking, MsixMessage, NvmeFunction};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::{DeviceError, FunctionDevice, Vectors, Vmm, VmmError};
+use crate::drives::{self, DriveOptions};
 
 const QUEUE_PAIRS: u16 = 2;
 /// Command register: Memory Space and Bus Master.
@@ -147,7 +147,7 @@ fn device(doorbells: DoorbellMode) -> (FunctionDevice, Arc<Asked>) {
 }
 
 fn polled(doorbells: DoorbellMode, poll: &str) -> (FunctionDevice, Arc<Asked>) {
-    let drive = Drive::open(&"memory:1M".parse().unwrap(), DriveOptions::default()).unwrap();
+    let drive = drives::open(&"memory:1M".parse().unwrap(), DriveOptions::default()).unwrap();
     let lease = Ledger::in_process()
         .acquire(&LeaseRequest {
             id: "test",

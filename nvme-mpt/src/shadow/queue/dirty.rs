@@ -4,7 +4,7 @@
 //! for it.
 
 use super::departures::HeldDepartures;
-use super::{CompletionQueue, Core, Slot};
+use super::{CompletionQueue, ShadowCore, Slot};
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::dma::RegionTable;
 use crate::doorbell::DoorbellBuffer;
@@ -42,7 +42,7 @@ pub(super) fn note_completed(slot: &Slot, memory: HostMemory<'_>, departures: &H
     debug_assert!(noted.is_ok());
 }
 
-impl Core {
+impl ShadowCore {
     /// Begins or ends notes, as the table that was taken up has it.
     #[cold]
     pub(super) fn follow_log(&mut self) {

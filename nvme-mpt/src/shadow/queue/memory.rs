@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use super::rings::{completion_ring, completion_ring_len, submission_ring, submission_ring_len};
-use super::{Condition, Core};
+use super::{Condition, ShadowCore};
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::clock::{Ticks, nanoseconds};
 use crate::dma::Departure;
@@ -29,7 +29,7 @@ pub(super) fn is_over(now: Ticks, since: Ticks, quiet_since: Ticks) -> bool {
     lasts(since.max(quiet_since)) > SUSPENSION || lasts(since) > SUSPENSION_MAX
 }
 
-impl Core {
+impl ShadowCore {
     /// Takes up the newest snapshot of the VM's memory.
     #[cold]
     pub(super) fn take_up_table(&mut self) {

@@ -8,12 +8,10 @@ use super::{CompletionQueue, Condition, QueueContext, SubmissionQueue};
 use crate::clock::Ticks;
 use crate::event::{ErrorEntry, Event};
 use crate::host::{CompletionTaker, HostCompletion, HostQueue};
-use crate::shadow::Failure;
 use crate::shadow::slot::{Slot, Slots};
 use crate::shadow::translate::Translator;
+use crate::shadow::{CommandSet, CompletedCommand, Failure, Traffic};
 use crate::spec::cqe::Cqe;
-use crate::spec::ids::Lba;
-use crate::spec::opcode::{KvOpcode, NvmOpcode};
 use crate::spec::sqe::Sqe;
 use crate::spec::status::{Status, StatusCodeType};
 use crate::stats::QueueCounters;
@@ -62,13 +60,14 @@ impl<H: HostQueue, const LOG: bool> CompletionTaker for &mut Posting<'_, H, LOG>
             report_failure(self.context, sq, slot, completion.status);
         }
         let HostCompletion { status, dw0, .. } = completion;
-        let (dw0, dw1) = if H::ZONED && slot.opcode == NvmOpcode::ZONE_APPEND && status.is_success()
-        {
-            let Lba(alba) = self.translator.appended_at(Lba(slot.slba), dw0);
-            (alba as u32, (alba >> 32) as u32)
-        } else {
-            (dw0, 0)
+        let command = CompletedCommand {
+            opcode: slot.opcode,
+            slba: slot.slba,
+            bytes: slot.bytes,
+            status,
+            dw0,
         };
+        let (dw0, dw1) = H::Commands::result(self.translator, &command);
         let entry = Cqe::new(sq.qid, sq.head as u16, slot.cid, status, dw0, dw1);
         if self.condition == Condition::Sound {
             self.cq.publish(entry);
@@ -79,19 +78,12 @@ impl<H: HostQueue, const LOG: bool> CompletionTaker for &mut Posting<'_, H, LOG>
         if self.completed == 1 {
             self.now = Ticks::now();
         }
-        if H::KEY_VALUE && slot.opcode.0 == KvOpcode::RETRIEVE.0 {
-            // A value may be smaller than the host's buffer.
-            count::<H>(&sq.counters, slot, slot.bytes.min(dw0), self.now);
-        } else {
-            count::<H>(&sq.counters, slot, slot.bytes, self.now);
-        }
+        count(
+            &sq.counters,
+            H::Commands::traffic(&command),
+            self.now.since(slot.taken),
+        );
     }
-}
-
-/// The LBA that a command begins with, where the error log has it; 0 where there are none.
-#[inline(always)]
-pub(super) fn named_lba<H: HostQueue>(guest: &Sqe) -> u64 {
-    if H::KEY_VALUE { 0 } else { guest.cdw10_11() }
 }
 
 /// Completes a command that does not reach the host controller.
@@ -109,7 +101,7 @@ pub(super) fn fail_command<H: HostQueue>(
         sqid: sq.qid,
         cid: guest.cid(),
         status: failure.status(),
-        lba: named_lba::<H>(guest),
+        lba: H::Commands::named_lba(guest),
         nsid: guest.nsid,
         parameter_location: failure.location(),
     }));
@@ -119,18 +111,20 @@ pub(super) fn fail_command<H: HostQueue>(
 }
 
 #[inline]
-fn count<H: HostQueue>(counters: &QueueCounters, slot: &Slot, bytes: u32, now: Ticks) {
+fn count(counters: &QueueCounters, traffic: Traffic, latency: u64) {
     counters.commands.add(1);
-    let writes =
-        slot.opcode == NvmOpcode::WRITE || (H::ZONED && slot.opcode == NvmOpcode::ZONE_APPEND);
-    if writes {
-        counters.writes.add(1);
-        counters.write_bytes.add(u64::from(bytes));
-    } else if slot.opcode == NvmOpcode::READ {
-        counters.reads.add(1);
-        counters.read_bytes.add(u64::from(bytes));
+    match traffic {
+        Traffic::Written(bytes) => {
+            counters.writes.add(1);
+            counters.write_bytes.add(u64::from(bytes));
+        }
+        Traffic::Read(bytes) => {
+            counters.reads.add(1);
+            counters.read_bytes.add(u64::from(bytes));
+        }
+        Traffic::Other => {}
     }
-    counters.latency.record(now.since(slot.taken));
+    counters.latency.record(latency);
 }
 
 #[cold]

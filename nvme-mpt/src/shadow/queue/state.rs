@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::{CompletionQueue, Condition, Core, ShadowQueue, SubmissionQueue};
+use super::{CompletionQueue, Condition, ShadowCore, ShadowQueue, SubmissionQueue};
 use crate::attachment::state::{CompletionQueueState, SubmissionQueueState};
 use crate::clock::Ticks;
 use crate::dma::{RegionTable, TableUse};
@@ -50,7 +50,7 @@ impl ShadowQueue {
 
     /// Saves its state, while it rests. `vectors` are all there are, by number.
     pub(crate) fn save(&self, vectors: &[Arc<InterruptVector>]) -> CompletionQueueState {
-        let Core {
+        let ShadowCore {
             cq,
             sqs,
             condition,

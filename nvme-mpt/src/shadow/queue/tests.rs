@@ -8,10 +8,8 @@ use zerocopy::IntoBytes;
 
 use super::*;
 use crate::dma::{DmaWindow, MemoryRegion};
-use crate::host::software::SoftwareController;
-use crate::host::{
-    Completes, CompletionTaker, HostCompletion, HostController, HostLease, HostMemory,
-};
+use crate::host::idle::IdleController;
+use crate::host::{Completes, CompletionTaker, HostCompletion, HostMemory};
 use crate::interrupt::InterruptGate;
 use crate::iova::IovaSpace;
 use crate::memory::memfd;
@@ -50,6 +48,8 @@ impl HostBatch for Batch<'_> {
 
 impl HostQueue for Host {
     const COMPLETES: Completes = Completes::Later;
+
+    type Commands = crate::shadow::NvmCommands;
 
     type Batch<'a> = Batch<'a>;
 
@@ -124,12 +124,10 @@ impl Guest {
             events: Arc::new(EventQueue::new().expect("eventfd")),
             tables: window.tables().clone(),
         });
-        let controller = SoftwareController::null(1 << 30, 9);
+        let holding = Arc::new(Holding::of_nothing());
         let slots = (ENTRIES - 1) as u16;
-        let namespace = controller.namespaces()[0];
-        let host = controller
-            .create_queue(slots, &namespace, &HostLease::default())
-            .expect("a queue");
+        let host = holding.host().create_queue(slots).expect("a queue");
+        let drive = IdleController::drive();
         let lists = ListMemory::new(space, slots.into()).expect("memory");
         let gate = InterruptGate::new(None, Arc::default());
         let cq = CompletionQueue::new((QUEUE, CQ, ENTRIES), &context, None, gate, Arc::default());
@@ -138,7 +136,7 @@ impl Guest {
             guest_nsid: Nsid(1),
             host_nsid: Nsid(1),
             first: Lba(0),
-            blocks: namespace.blocks,
+            blocks: drive.blocks(),
             lba_shift: 9,
         };
         let user = context.tables.register(Waker::new().expect("eventfd"));
@@ -147,8 +145,8 @@ impl Guest {
             context.clone(),
             cq.expect("mapped"),
             None,
-            (Arc::new(Holding::of_nothing()), host, slots, lists),
-            (blocks, *controller.limits()),
+            (holding, host, slots, lists),
+            (blocks, *drive.limits()),
             user,
         ));
         queue.add_sq(sq.expect("mapped"));

@@ -4,15 +4,15 @@
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 
-use nvme_mpt::host::software::SoftwareController;
 use nvme_mpt::host::{
-    Claim, HostController, HostLease, HostNamespace, HostQueuePair, Incidents, Limits,
-    TemperatureThresholds,
+    HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace, HostQueuePair,
+    Incidents, Limits, TemperatureThresholds,
 };
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::spec::log::{CriticalWarning, SmartHealth};
-use nvme_mpt::{Drive, DriveEvent, DrivePath, Event, EventQueue};
+use nvme_mpt::{Drive, DriveEvent, Event, EventQueue};
+use nvme_software::SoftwareController;
 
 use super::{LEASE, Lab};
 
@@ -35,7 +35,7 @@ struct State {
 /// A drive that a test can do anything to.
 #[derive(Debug)]
 pub(crate) struct FakeDrive {
-    stores: [SoftwareController; 2],
+    stores: [Arc<SoftwareController>; 2],
     limits: Limits,
     state: Mutex<State>,
     flushes: Condvar,
@@ -44,7 +44,7 @@ pub(crate) struct FakeDrive {
 impl FakeDrive {
     /// A drive with two namespaces of two leases each.
     pub(crate) fn new(change: impl FnOnce(&mut Limits)) -> Arc<Self> {
-        let stores = [0; 2].map(|_| SoftwareController::memory(2 * LEASE, 9).unwrap());
+        let stores = [0; 2].map(|_| Arc::new(SoftwareController::memory(2 * LEASE, 9).unwrap()));
         let mut limits = *stores[0].limits();
         change(&mut limits);
         let namespaces = [1, 2].map(|nsid| HostNamespace {
@@ -74,8 +74,7 @@ impl FakeDrive {
 
     /// Returns the lab of functions that share a namespace of it.
     pub(crate) fn lab(self: &Arc<Self>, nsid: u32) -> Lab {
-        let path = DrivePath::Pci("0000:01:00.0".parse().unwrap());
-        Lab::of(Drive::new(path, self.clone(), Some(Nsid(nsid))).unwrap())
+        Lab::of(Drive::new("0000:01:00.0", self.clone(), Some(Nsid(nsid))).unwrap())
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -145,28 +144,13 @@ impl HostController for FakeDrive {
         self.stores[0].iova_space()
     }
 
-    fn claim(&self, namespace: &HostNamespace, start: u64, length: u64) -> io::Result<Claim> {
-        let store = &self.stores[namespace.nsid.0 as usize - 1];
-        store.claim(namespace, start, length)
-    }
-
-    fn create_queue(
-        &self,
-        slots: u16,
-        namespace: &HostNamespace,
-        lease: &HostLease,
-    ) -> io::Result<HostQueuePair> {
-        let store = &self.stores[namespace.nsid.0 as usize - 1];
-        store.create_queue(slots, namespace, lease)
-    }
-
-    fn flush(&self, _: &HostNamespace, _: &HostLease) -> io::Result<()> {
-        let held = |state: &mut State| state.holds_flushes;
-        drop(self.flushes.wait_while(self.state(), held).unwrap());
-        match self.incidents().gone {
-            true => Err(io::ErrorKind::NotConnected.into()),
-            false => Ok(()),
-        }
+    fn open_lease(
+        self: Arc<Self>,
+        request: &HostLeaseRequest<'_>,
+    ) -> Result<Box<dyn HostLease>, HostLeaseError> {
+        let store = &self.stores[request.namespace.nsid.0 as usize - 1];
+        let store = store.clone().open_lease(request)?;
+        Ok(Box::new(FakeLease { store, drive: self }))
     }
 
     fn smart_health(&self) -> io::Result<Option<SmartHealth>> {
@@ -191,5 +175,28 @@ impl HostController for FakeDrive {
 
     fn subscribe(&self, events: &Arc<EventQueue>) {
         self.state().subscribers.push(Arc::downgrade(events));
+    }
+}
+
+/// A lease of its drive's stores.
+#[derive(Debug)]
+struct FakeLease {
+    store: Box<dyn HostLease>,
+    drive: Arc<FakeDrive>,
+}
+
+impl HostLease for FakeLease {
+    fn create_queue(&self, slots: u16) -> io::Result<HostQueuePair> {
+        self.store.create_queue(slots)
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        let held = |state: &mut State| state.holds_flushes;
+        let state = self.drive.state();
+        drop(self.drive.flushes.wait_while(state, held).unwrap());
+        match self.drive.incidents().gone {
+            true => Err(io::ErrorKind::NotConnected.into()),
+            false => Ok(()),
+        }
     }
 }

@@ -16,9 +16,7 @@ use std::time::{Duration, Instant};
 
 use nvme_mpt::lease::{ByteRange, FormerData, Lease, LeaseError, LeaseRequest, Ledger};
 use nvme_mpt::stats::{PollerStats, QueueStats};
-use nvme_mpt::{
-    Attachment, AttachmentConfig, Drive, DriveOptions, DrivePath, Gpa, MemoryRegion, Pollers,
-};
+use nvme_mpt::{Attachment, AttachmentConfig, Drive, Gpa, MemoryRegion, Pollers};
 use nvme_mpt_tests::bar::{Bar, DoorbellWindow};
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
@@ -29,6 +27,7 @@ use nvme_mpt_tests::memory::{GuestMemory, Piece, Region};
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::registers::{CSTS_FATAL, Cap};
 use nvme_mpt_tests::status::StatusCode;
+use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath};
 use vmm_device::{Bar as FunctionBar, FunctionState, MsixMasking, NvmeFunction, SnapshotError};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -106,7 +105,7 @@ impl Lab {
             lba_size,
             ..DriveOptions::default()
         };
-        Self::of(Drive::open(path, options).unwrap())
+        Self::of(drives::open(path, options).unwrap())
     }
 
     /// A drive that is open.

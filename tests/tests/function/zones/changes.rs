@@ -1,10 +1,10 @@
 //! Zones that changed by themselves, in snapshots.
 
-use nvme_mpt::Drive;
 use nvme_mpt_tests::admin::{LogPage, log};
 use nvme_mpt_tests::controller::Controller;
 use nvme_mpt_tests::identify::field;
 use nvme_mpt_tests::status::WRITE_FAULT;
+use nvme_mpt_vmm::drives;
 use serde_json::json;
 use vmm_device::FunctionState;
 
@@ -25,7 +25,7 @@ fn changed_zones(controller: &mut Controller) -> (u16, u64) {
 fn zones_that_changed_before_a_snapshot_are_told_of_once_after_it() {
     let plan = "[[fault]]\nkind = \"media-error\"\noperations = [\"write\"]\nrange = \"18M+4K\"\n";
     let options = options(PROFILE, Some(plan));
-    let lab = Lab::of(Drive::open(&DRIVE.parse().unwrap(), options).unwrap());
+    let lab = Lab::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
     let setup = Setup::nth(1);
     let machine = lab.machine(&setup);
     let (mut controller, mut disk) = attach(&machine);

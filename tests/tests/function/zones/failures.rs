@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use nvme_mpt::Drive;
 use nvme_mpt_tests::admin::{AsyncEvent, LogPage, feature, log};
 use nvme_mpt_tests::disk::Disk;
 use nvme_mpt_tests::identify::{cns, field};
@@ -11,6 +10,7 @@ use nvme_mpt_tests::status::{
     ZONE_IS_READ_ONLY,
 };
 use nvme_mpt_tests::zoned::{action, state};
+use nvme_mpt_vmm::drives;
 
 use super::{CAPACITY, DRIVE, PROFILE, SIZE, ZONES, attach, blocks, options, refused, zone};
 use crate::common::{HANG, Lab, Setup};
@@ -19,7 +19,7 @@ use crate::common::{HANG, Lab, Setup};
 fn a_zone_whose_media_failed_is_read_only_and_its_guest_is_told() {
     let plan = "[[fault]]\nkind = \"media-error\"\noperations = [\"write\"]\nrange = \"18M+4K\"\n";
     let options = options(PROFILE, Some(plan));
-    let lab = Lab::of(Drive::open(&DRIVE.parse().unwrap(), options).unwrap());
+    let lab = Lab::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
     let machines = [0, 1].map(|index| lab.machine(&Setup::nth(index)));
     let mut guests = machines.each_ref().map(attach);
     for (controller, _) in &mut guests {
@@ -78,7 +78,7 @@ fn a_zone_whose_media_failed_is_read_only_and_its_guest_is_told() {
 fn zones_of_a_drive_that_is_removed_are_neither_reported_nor_managed() {
     let plan = "[[fault]]\nkind = \"removal\"\noperations = [\"flush\"]\n";
     let options = options(PROFILE, Some(plan));
-    let lab = Lab::of(Drive::open(&DRIVE.parse().unwrap(), options).unwrap());
+    let lab = Lab::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
     let machine = lab.machine(&Setup::nth(0));
     let (_, mut disk) = attach(&machine);
     disk.zone_action(SIZE, action::OPEN).unwrap();
@@ -100,7 +100,7 @@ fn zones_that_a_namespace_lost_are_neither_reported_nor_managed_until_it_has_the
     let plan = "[[fault]]\nkind = \"resize\"\nsize = \"20992K\"\noperations = [\"flush\"]\n\
                 [[fault]]\nkind = \"resize\"\nsize = \"32M\"\noperations = [\"flush\"]\nafter = 1\n";
     let options = options(PROFILE, Some(plan));
-    let lab = Lab::of(Drive::open(&DRIVE.parse().unwrap(), options).unwrap());
+    let lab = Lab::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
     let machines = [0, 1].map(|index| lab.machine(&Setup::nth(index)));
     let [(_, mut other), (mut controller, mut disk)] = machines.each_ref().map(attach);
     let (kept, lost) = (3 * SIZE, 4 * SIZE);

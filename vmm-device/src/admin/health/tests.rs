@@ -1,6 +1,6 @@
 //! A guest's view of a drive's health.
 
-use nvme_mpt::host::software::SoftwareController;
+use nvme_software::SoftwareController;
 use zerocopy::IntoBytes;
 
 use super::*;

@@ -1,0 +1,305 @@
+//! Drives, as a PATH names them: opened once in a process, and leased in parts.
+//!
+//! A new kind of drive is a variant of [`DrivePath`] and the line of [`open_on`] that opens it.
+
+mod opened;
+
+use std::fmt;
+use std::io;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nvme_mpt::Drive;
+use nvme_mpt::host::HostController;
+use nvme_mpt::lease::Bytes;
+use nvme_mpt::origin::{self, Origin};
+use nvme_mpt::poller::Threads;
+use nvme_mpt::spec::ids::Nsid;
+use nvme_software::SoftwareController;
+use nvme_software::faults::{FaultError, FaultPlan};
+use nvme_software::key_value::{KeyValueController, KeyValueError};
+use nvme_software::model::{KvProfile, Profile};
+use nvme_software::zones::ZoneError;
+use nvme_vfio::function::PciAddress;
+use nvme_vfio::{ControllerError, ControllerOptions, VfioBacking, VfioController, VfioError};
+
+/// Errors of opening a drive.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenDriveError {
+    /// The path names nothing that can be a drive.
+    #[error(
+        "`{0}` is no drive; use a file, a block device, memory:SIZE or null:SIZE, as in memory:4G"
+    )]
+    InvalidPath(String),
+    /// A PCI function cannot be reached.
+    #[error(transparent)]
+    Function(#[from] VfioError),
+    /// A physical drive cannot be taken into use.
+    #[error("Drive `{path}` cannot be taken into use")]
+    Controller {
+        /// The drive.
+        path: String,
+        /// Cause.
+        source: ControllerError,
+    },
+    /// It cannot be divided into zones.
+    #[error(transparent)]
+    Zones(#[from] ZoneError),
+    /// It cannot hold keys and values.
+    #[error(transparent)]
+    KeyValue(#[from] KeyValueError),
+    /// Its faults do not fit it.
+    #[error(transparent)]
+    Faults(#[from] FaultError),
+    /// The drive cannot be opened.
+    #[error("Drive `{path}` cannot be opened")]
+    Open {
+        /// Path that was to be opened.
+        path: String,
+        /// Kernel's error.
+        source: io::Error,
+    },
+    /// Its bytes are in use by something that knows nothing of leases.
+    #[error("Drive `{path}` is in use by {user}; end that use, or choose another drive")]
+    InUse {
+        /// Path that was to be opened.
+        path: String,
+        /// The mount, swap, device or program.
+        user: String,
+    },
+    /// This process has it open, with an option that another function asked for.
+    #[error(
+        "Drive `{path}` is open in this process with another {key}=: give the same {key}= to all functions that \
+         share it"
+    )]
+    OpenedOtherwise {
+        /// Path that was to be opened.
+        path: String,
+        /// The option that differs.
+        key: &'static str,
+    },
+    /// The file does not exist.
+    #[error("Drive file `{0}` does not exist; create it with: truncate -s 16G {0}")]
+    NotFound(String),
+    /// Logical blocks have one of two sizes.
+    #[error("A logical block of {0} bytes is not supported; use 512 or 4096")]
+    InvalidLbaSize(u32),
+    /// It has no such namespace, or no block.
+    #[error(transparent)]
+    Namespace(#[from] nvme_mpt::DriveError),
+}
+
+/// A drive, as a PATH names it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum DrivePath {
+    /// `null:SIZE`, a drive that keeps nothing, of so many bytes.
+    Null(u64),
+    /// `memory:SIZE`, a drive in this process's memory, of so many bytes.
+    Memory(u64),
+    /// A PCI function, by its address.
+    Pci(PciAddress),
+    /// A file or block device.
+    File(PathBuf),
+}
+
+impl FromStr for DrivePath {
+    type Err = OpenDriveError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let invalid = || OpenDriveError::InvalidPath(text.to_owned());
+        let size = |text: &str| match text.parse::<Bytes>() {
+            Ok(Bytes(bytes)) if bytes > 0 => Ok(bytes),
+            _ => Err(invalid()),
+        };
+        if let Some(bytes) = text.strip_prefix("null:") {
+            return Ok(Self::Null(size(bytes)?));
+        }
+        if let Some(bytes) = text.strip_prefix("memory:") {
+            return Ok(Self::Memory(size(bytes)?));
+        }
+        if let Ok(address) = text.parse::<PciAddress>() {
+            return Ok(Self::Pci(address));
+        }
+        if text.is_empty() {
+            Err(invalid())
+        } else {
+            Ok(Self::File(text.into()))
+        }
+    }
+}
+
+impl fmt::Display for DrivePath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Null(bytes) => write!(f, "null:{}", Bytes(*bytes)),
+            Self::Memory(bytes) => write!(f, "memory:{}", Bytes(*bytes)),
+            Self::Pci(address) => address.fmt(f),
+            Self::File(path) => path.display().fmt(f),
+        }
+    }
+}
+
+/// Options with which a drive is opened.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct DriveOptions {
+    /// Logical block size of a software drive, in bytes: 512 or 4096. A physical drive has its own.
+    pub lba_size: u32,
+    /// Which namespace; `None` for the first that is active.
+    pub namespace: Option<Nsid>,
+    /// Time that a physical drive may take for a command, before it is aborted and the drive reset.
+    pub deadline: Duration,
+    /// Timing of a software drive; `None` for as fast as it can be. A physical drive has its own speed.
+    pub profile: Option<Arc<Profile>>,
+    /// Faults of a software drive; `None` for a drive that never fails.
+    pub faults: Option<Arc<FaultPlan>>,
+}
+
+/// Default time that a physical drive may take for a command: far longer than a healthy one needs, and less
+/// than drivers wait (Linux: 30 seconds).
+const DEFAULT_DEADLINE: Duration = Duration::from_secs(10);
+
+impl Default for DriveOptions {
+    fn default() -> Self {
+        Self {
+            lba_size: 512,
+            namespace: None,
+            deadline: DEFAULT_DEADLINE,
+            profile: None,
+            faults: None,
+        }
+    }
+}
+
+/// Opens a drive, or finds the one that this process has open.
+///
+/// # Errors
+/// All of [`OpenDriveError`] but [`OpenDriveError::InvalidPath`].
+pub fn open(path: &DrivePath, options: DriveOptions) -> Result<Arc<Drive>, OpenDriveError> {
+    open_on(path, options, &Threads::default())
+}
+
+/// [Opens](open) a drive; what watches over a physical one runs on one of `threads`.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_on(
+    path: &DrivePath,
+    options: DriveOptions,
+    threads: &Threads,
+) -> Result<Arc<Drive>, OpenDriveError> {
+    let open = || open_controller(path, &options, threads);
+    let controller = opened::find_or_open(path, &options, open)?;
+    Ok(Drive::new(path.to_string(), controller, options.namespace)?)
+}
+
+/// Returns the options that this process has a drive open with; `None` for one that it has not, and for
+/// `null:` and `memory:`, which are another drive each time.
+#[must_use]
+pub fn opened_options(path: &DrivePath) -> Option<DriveOptions> {
+    opened::options(path)
+}
+
+fn open_controller(
+    path: &DrivePath,
+    options: &DriveOptions,
+    threads: &Threads,
+) -> Result<Arc<dyn HostController>, OpenDriveError> {
+    let lba_size = options.lba_size;
+    let lba_shift = match lba_size {
+        512 => 9,
+        4096 => 12,
+        other => return Err(OpenDriveError::InvalidLbaSize(other)),
+    };
+    let failed = |source: io::Error| match source.kind() {
+        io::ErrorKind::NotFound => OpenDriveError::NotFound(path.to_string()),
+        io::ErrorKind::ResourceBusy => OpenDriveError::InUse {
+            path: path.to_string(),
+            user: exclusive_user(path),
+        },
+        _ => OpenDriveError::Open {
+            path: path.to_string(),
+            source,
+        },
+    };
+    if let DrivePath::File(file) = path {
+        let user = file.canonicalize().and_then(|file| Origin::of(&file));
+        if let Some(user) = user.map_err(failed)?.user() {
+            return Err(OpenDriveError::InUse {
+                path: path.to_string(),
+                user,
+            });
+        }
+    }
+    if let Some(Profile::Kv(profile)) = options.profile.as_deref()
+        && !matches!(path, DrivePath::Pci(_))
+    {
+        if options.faults.is_some() {
+            return Err(KeyValueError::Faults.into());
+        }
+        return Ok(Arc::new(open_key_value(path, profile, threads)?));
+    }
+    let software = |drive: SoftwareController| -> Result<Arc<dyn HostController>, OpenDriveError> {
+        let drive = match options.profile.as_deref() {
+            Some(profile @ Profile::Zns(zones)) => drive.timed(profile).zoned(zones)?,
+            Some(profile) => drive.timed(profile),
+            None => drive,
+        };
+        Ok(Arc::new(match &options.faults {
+            Some(plan) => drive.faulty(plan)?,
+            None => drive,
+        }))
+    };
+    Ok(match path {
+        DrivePath::Null(bytes) => software(SoftwareController::null(*bytes, lba_shift))?,
+        DrivePath::Memory(bytes) => {
+            software(SoftwareController::memory(*bytes, lba_shift).map_err(failed)?)?
+        }
+        DrivePath::File(file) => {
+            software(SoftwareController::file(file, lba_shift).map_err(failed)?)?
+        }
+        DrivePath::Pci(address) => {
+            let backing = VfioBacking::open(*address)?;
+            let options = ControllerOptions {
+                deadline: options.deadline,
+            };
+            VfioController::open(Arc::new(backing), options, threads).map_err(|source| {
+                OpenDriveError::Controller {
+                    path: path.to_string(),
+                    source,
+                }
+            })?
+        }
+    })
+}
+
+/// Returns what keeps a block device from being opened exclusively.
+fn exclusive_user(path: &DrivePath) -> String {
+    let DrivePath::File(file) = path else {
+        return "another program".to_owned();
+    };
+    origin::holder(file).unwrap_or_else(|| {
+        let file = file.display();
+        format!("a program that has it open exclusively (`fuser -v {file}` names it)")
+    })
+}
+
+/// Opens a drive of keys and values.
+fn open_key_value(
+    path: &DrivePath,
+    profile: &KvProfile,
+    threads: &Threads,
+) -> Result<KeyValueController, OpenDriveError> {
+    match path {
+        DrivePath::Memory(bytes) => Ok(KeyValueController::memory(*bytes, profile)),
+        DrivePath::File(file) if file.exists() => {
+            Ok(KeyValueController::file(file, profile, threads)?)
+        }
+        DrivePath::File(_) => Err(OpenDriveError::NotFound(path.to_string())),
+        DrivePath::Null(_) | DrivePath::Pci(_) => Err(KeyValueError::Null.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests;

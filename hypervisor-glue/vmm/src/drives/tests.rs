@@ -1,0 +1,176 @@
+use std::fs;
+
+use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger};
+use nvme_mpt::{
+    AttachError, Attachment, AttachmentConfig, DoorbellMode, MemoryKinds, PollPolicy, Pollers,
+};
+use nvme_software::model::Size;
+
+use super::*;
+
+#[test]
+fn paths_name_drives() {
+    let parse = |text: &str| text.parse::<DrivePath>();
+    assert_eq!(parse("null:1T").expect("valid"), DrivePath::Null(1 << 40));
+    assert_eq!(
+        parse("memory:512M").expect("valid"),
+        DrivePath::Memory(512 << 20)
+    );
+    assert_eq!(
+        parse("/tmp/a:b").expect("valid"),
+        DrivePath::File("/tmp/a:b".into())
+    );
+    let pci = DrivePath::Pci("0000:01:00.0".parse().expect("valid"));
+    assert_eq!(parse("0000:01:00.0").expect("valid"), pci);
+    assert_eq!(parse("01:00.0").expect("valid"), pci);
+    assert_eq!(
+        parse("/sys/bus/pci/devices/0000:01:00.0/").expect("valid"),
+        pci
+    );
+    for text in [
+        "",
+        "null:",
+        "memory:0",
+        "memory:-1",
+        "memory:99999999T",
+        "null:1X",
+        "null:G",
+    ] {
+        parse(text).expect_err(text);
+    }
+}
+
+#[test]
+fn a_process_opens_a_drive_once() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let [path, link] = ["drive", "link"].map(|name| dir.path().join(name));
+    std::fs::write(&path, vec![0; 1 << 20]).expect("written");
+    std::fs::hard_link(&path, &link).expect("linked");
+    let open_file = |path: &std::path::Path, options: &DriveOptions| {
+        open(&DrivePath::File(path.to_owned()), options.clone())
+    };
+    let shares = |a: &Drive, b: &Drive| std::ptr::addr_eq(a.controller(), b.controller());
+    let small = DriveOptions::default();
+    let large = DriveOptions {
+        lba_size: 4096,
+        ..DriveOptions::default()
+    };
+    let faulty = DriveOptions {
+        faults: Some(Arc::new(FaultPlan::default())),
+        ..DriveOptions::default()
+    };
+    let first = open_file(&path, &small).expect("opened");
+    for path in [&path, &link] {
+        assert!(shares(&first, &open_file(path, &small).expect("found")));
+        for (other, key) in [(&large, "lba"), (&faulty, "faults")] {
+            let error = open_file(path, other).expect_err("refused").to_string();
+            assert!(error.contains("in this process"), "{error}");
+            assert!(error.contains(&format!("the same {key}=")), "{error}");
+        }
+    }
+    let opened = opened_options(&DrivePath::File(link.clone()));
+    assert_eq!(opened, Some(small.clone()));
+    drop(first);
+    assert_eq!(opened_options(&DrivePath::File(link)), None);
+    // Faults are those of all that share the drive.
+    let first = open_file(&path, &faulty).expect("opened");
+    assert!(shares(&first, &open_file(&path, &small).expect("found")));
+
+    let memory = DrivePath::Memory(1 << 20);
+    let each = [(); 2].map(|()| open(&memory, small.clone()).expect("memory"));
+    assert!(!shares(&each[0], &each[1]));
+}
+
+#[test]
+fn drives_are_refused_with_a_reason() {
+    let open = |path: &str, lba_size| {
+        let path = path.parse().expect("valid");
+        open(
+            &path,
+            DriveOptions {
+                lba_size,
+                ..DriveOptions::default()
+            },
+        )
+        .expect_err("refused")
+        .to_string()
+    };
+    assert!(open("/nonexistent/file", 512).contains("truncate -s"));
+    assert!(open("null:1G", 1024).contains("512 or 4096"));
+    assert!(open("null:4000", 4096).contains("smaller than one logical block"));
+    assert!(open("fffe:1f:1f.7", 512).contains("fffe:1f:1f.7"));
+    assert!(open("/dev/null", 512).contains("cannot be opened"));
+}
+
+#[test]
+fn drives_of_keys_and_values_are_refused_with_a_reason() {
+    let refused = |path: &str, faults: Option<&str>| {
+        let path: DrivePath = path.parse().expect("a path");
+        let options = DriveOptions {
+            profile: Some(Arc::new(Profile::Kv(KvProfile {
+                max_value: Size(1 << 20),
+            }))),
+            faults: faults.map(|plan| Arc::new(FaultPlan::parse("test", plan).expect("a plan"))),
+            ..DriveOptions::default()
+        };
+        open(&path, options).expect_err("refused")
+    };
+    let said = |error: OpenDriveError| error.to_string();
+    assert!(said(refused("null:1G", None)).contains("use memory:SIZE or a file"));
+    assert!(said(refused("memory:1G", Some("seed = 1"))).contains("leave faults= out"));
+    assert!(said(refused("/nonexistent/file", None)).contains("truncate -s"));
+    assert!(said(refused("/dev/null", None)).contains("no regular file"));
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("drive.img");
+    fs::write(&path, []).expect("written");
+    let path = path.to_str().expect("UTF-8");
+    assert!(said(refused(path, None)).contains("truncate -s 16G"));
+    assert_eq!(fs::metadata(path).expect("there").len(), 0);
+}
+
+fn config(drive: &Arc<Drive>, range: &str) -> AttachmentConfig {
+    // A ledger of its own, as a server with another state folder has.
+    let lease = Ledger::in_process().acquire(&LeaseRequest {
+        id: "test",
+        drive: drive.identity(),
+        nsid: Nsid(1),
+        range: range.parse().expect("a range"),
+        lba_shift: drive.lba_shift(),
+        blocks: drive.blocks(),
+        former_data: FormerData::Refused,
+    });
+    AttachmentConfig {
+        drive: drive.clone(),
+        lease: lease.expect("free"),
+        queue_pairs: 1,
+        doorbells: DoorbellMode::Shadow,
+        poll: PollPolicy::default(),
+        pollers: Pollers::new(),
+        memory: MemoryKinds::default(),
+        serial: None,
+    }
+}
+
+#[test]
+fn a_range_of_a_file_is_attached_once_whatever_the_ledger_says() {
+    let file = tempfile::NamedTempFile::new().expect("a file");
+    file.as_file().set_len(1 << 20).expect("set_len");
+    let path = file
+        .path()
+        .to_str()
+        .expect("UTF-8")
+        .parse()
+        .expect("a path");
+    let open = || super::open(&path, DriveOptions::default()).expect("opens");
+    let (one, other) = (open(), open());
+    let first = Attachment::new(config(&one, "0+512K")).expect("free");
+    let error = Attachment::new(config(&other, "256K+512K")).expect_err("taken");
+    assert!(matches!(error, AttachError::InUse { .. }), "{error}");
+    assert!(error.to_string().contains("256K+512K"), "{error}");
+    let holder = std::error::Error::source(&error).expect("names the holder");
+    let process = format!("process {} (", std::process::id());
+    assert!(holder.to_string().contains(&process), "{holder}");
+    Attachment::new(config(&other, "512K+512K")).expect("another range");
+    drop(first);
+    Attachment::new(config(&other, "256K+512K")).expect("free again");
+}

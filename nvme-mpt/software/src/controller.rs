@@ -1,0 +1,342 @@
+//! The software host controller: layers over a [`Medium`].
+
+use std::any::Any;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use nvme_mpt::event::EventQueue;
+use nvme_mpt::host::{
+    Damage, HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace,
+    HostQueuePair, HostZones, Incidents, Limits,
+};
+use nvme_mpt::iova::IovaSpace;
+use nvme_mpt::shadow::MAX_SGL_DESCRIPTORS;
+use nvme_mpt::spec::identify::Oncs;
+use nvme_mpt::spec::ids::Nsid;
+
+use crate::faults::{FaultError, FaultPlan, FaultQueue, Faults};
+use crate::file::FileStore;
+use crate::medium::{LeasedMedium, Medium, Pace};
+use crate::memory::MemoryMedium;
+use crate::model::{Model, Profile, Wear, ZnsProfile};
+use crate::null::NullMedium;
+use crate::zones::{LeasedZones, ZoneError, ZonedQueue, Zones};
+
+/// An NVMe controller in this process, with one namespace.
+#[derive(Debug)]
+pub struct SoftwareController {
+    identity: String,
+    namespace: HostNamespace,
+    limits: Limits,
+    medium: Box<dyn Medium>,
+    /// Says when commands complete; without one they do when the store is done.
+    timing: Option<Arc<Model>>,
+    /// Its zones, if it is divided.
+    zones: Option<Zones>,
+    /// Faults, and their lasting effects on the drive.
+    faults: Option<Arc<Faults>>,
+    iova_space: Arc<IovaSpace>,
+}
+
+/// Most bytes of a command that moves or names data: 1 MiB.
+const MAX_TRANSFER_LOG2: u8 = 20;
+
+/// Promises of the software controller over any store.
+pub(crate) const LIMITS: Limits = Limits {
+    mdts: MAX_TRANSFER_LOG2 - 12,
+    entries_max: 4096,
+    commands: Oncs(0)
+        .with_compare(true)
+        .with_write_uncorrectable(true)
+        .with_dsm(true)
+        .with_write_zeroes(true)
+        .with_verify(true)
+        .with_copy(true),
+    awun_z: 0,
+    awupf_z: 0,
+    volatile_write_cache: false,
+    deallocated_reads_zeroes: true,
+    sgl_descriptors_max: MAX_SGL_DESCRIPTORS,
+    no_data_bytes_max: 1 << MAX_TRANSFER_LOG2,
+    // Giving memory back takes time that other queues of the poller wait for.
+    dsm_range_bytes_max: 256 << 20,
+    dsm_ranges_max: 256,
+    copy_bytes_max: 1 << MAX_TRANSFER_LOG2,
+    copy_ranges_max: 128,
+    zone_append_bytes_max: 0,
+    value_bytes_max: 0,
+};
+
+impl SoftwareController {
+    /// A drive whose blocks, of 2^`lba_shift` bytes, are kept in a medium.
+    #[must_use]
+    pub fn over(medium: impl Medium + 'static, lba_shift: u8) -> Self {
+        let namespace = HostNamespace {
+            nsid: Nsid(1),
+            blocks: medium.bytes() >> lba_shift,
+            lba_shift,
+        };
+        Self {
+            identity: medium.identity(),
+            namespace,
+            limits: medium.limits(LIMITS),
+            medium: Box::new(medium),
+            timing: None,
+            zones: None,
+            faults: None,
+            iova_space: Arc::new(IovaSpace::software()),
+        }
+    }
+
+    /// A drive that keeps nothing.
+    #[must_use]
+    pub fn null(bytes: u64, lba_shift: u8) -> Self {
+        Self::over(NullMedium::new(bytes), lba_shift)
+    }
+
+    /// A drive in memory.
+    ///
+    /// # Errors
+    /// Returns the kernel's error when there is no room in the address space.
+    pub fn memory(bytes: u64, lba_shift: u8) -> io::Result<Self> {
+        Ok(Self::over(MemoryMedium::new(bytes, lba_shift)?, lba_shift))
+    }
+
+    /// A drive in a file or a block device.
+    ///
+    /// # Errors
+    /// Returns the kernel's error when it is opened.
+    pub fn file(path: &Path, lba_shift: u8) -> io::Result<Self> {
+        Ok(Self::over(FileStore::open(path, lba_shift)?, lba_shift))
+    }
+
+    /// The same drive, with the timing of another.
+    #[must_use]
+    pub fn timed(mut self, profile: &Profile) -> Self {
+        let HostNamespace {
+            blocks, lba_shift, ..
+        } = self.namespace;
+        if let Profile::Ssd(_) = profile {
+            self.limits.volatile_write_cache = true;
+            // Each page is looked up, which other queues of the poller wait for.
+            self.limits.dsm_range_bytes_max = self.limits.dsm_range_bytes_max.min(64 << 20);
+            self.limits.dsm_ranges_max = 16;
+        }
+        let Some(model) = Model::new(profile, blocks, lba_shift) else {
+            return self;
+        };
+        if let Some(path) = self.regular_file() {
+            model.restore(path);
+        }
+        self.timing = Some(Arc::new(model));
+        self
+    }
+
+    /// The same drive, divided into zones.
+    ///
+    /// # Errors
+    /// All of [`ZoneError`] but [`ZoneError::NotWholeZones`].
+    pub fn zoned(mut self, profile: &ZnsProfile) -> Result<Self, ZoneError> {
+        let path = self.medium.path();
+        if let Some(path) = path.filter(|path| !path.is_file()) {
+            return Err(ZoneError::NoPlace(path.to_owned()));
+        }
+        let zones = Zones::new(profile, &self.namespace, path)?;
+        if let Some(file) = zones.file() {
+            self.medium.keep_durable_with(file.clone());
+        }
+        self.namespace.blocks = zones.blocks();
+        self.limits = Limits {
+            // Others move, name or lose blocks without regard to write pointers.
+            commands: Oncs(0)
+                .with_compare(true)
+                .with_write_zeroes(true)
+                .with_verify(true),
+            // Blocks beyond a write pointer may hold what was there before a crash.
+            deallocated_reads_zeroes: false,
+            zone_append_bytes_max: profile.append_limit.0,
+            ..self.limits
+        };
+        self.zones = Some(zones);
+        Ok(self)
+    }
+
+    /// The same drive, with zones if it is to have any, with these faults, and such as are injected later.
+    ///
+    /// # Errors
+    /// See [`Faults::inject`].
+    pub fn faulty(mut self, plan: &FaultPlan) -> Result<Self, FaultError> {
+        let unit = self.zones.as_ref().map_or(1, Zones::size);
+        self.faults = Some(Arc::new(Faults::new(plan, self.namespace, unit)?));
+        Ok(self)
+    }
+
+    /// Returns its injected faults; `None` for a drive that was opened without `faults=`.
+    #[must_use]
+    pub fn faults(&self) -> Option<&Faults> {
+        self.faults.as_deref()
+    }
+
+    /// Returns a host controller as a software drive of logical blocks, if it is one.
+    #[must_use]
+    pub fn of(controller: &dyn HostController) -> Option<&Self> {
+        let controller: &dyn Any = controller;
+        controller.downcast_ref()
+    }
+
+    fn is_gone(&self) -> bool {
+        self.faults.as_ref().is_some_and(|faults| faults.is_gone())
+    }
+
+    /// The file that the drive is in, if others can lie beside it.
+    fn regular_file(&self) -> Option<&Path> {
+        self.medium.path().filter(|path| path.is_file())
+    }
+
+    /// Returns the effects of its commands on the flash of the modelled drive; `None` if that has none.
+    #[must_use]
+    pub fn wear(&self) -> Option<Wear> {
+        self.timing.as_ref()?.wear()
+    }
+}
+
+impl Drop for SoftwareController {
+    fn drop(&mut self) {
+        if let (Some(model), Some(path)) = (&self.timing, self.regular_file()) {
+            model.save(path);
+        }
+    }
+}
+
+impl HostController for SoftwareController {
+    fn identity(&self) -> &str {
+        &self.identity
+    }
+
+    fn model(&self) -> &str {
+        self.medium.model()
+    }
+
+    fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    fn namespaces(&self) -> Vec<HostNamespace> {
+        let blocks = self.faults.as_ref().map(|faults| faults.blocks());
+        vec![HostNamespace {
+            blocks: blocks.unwrap_or(self.namespace.blocks),
+            ..self.namespace
+        }]
+    }
+
+    fn iova_space(&self) -> &Arc<IovaSpace> {
+        &self.iova_space
+    }
+
+    fn open_lease(
+        self: Arc<Self>,
+        request: &HostLeaseRequest<'_>,
+    ) -> Result<Box<dyn HostLease>, HostLeaseError> {
+        let zones = self.zones.as_ref().map(|zones| zones.lease(request.range));
+        let zones = zones
+            .transpose()
+            .map_err(|error| HostLeaseError::Unfit(error.into()))?;
+        let medium = self.medium.open_lease(request)?;
+        Ok(Box::new(SoftwareLease {
+            medium,
+            zones: zones.map(Arc::new),
+            drive: self,
+        }))
+    }
+
+    fn is_private(&self) -> bool {
+        self.medium.is_private()
+    }
+
+    fn incidents(&self) -> Incidents {
+        Incidents {
+            gone: self.is_gone(),
+            ..Incidents::default()
+        }
+    }
+
+    fn resizes_in_place(&self) -> bool {
+        true
+    }
+
+    fn subscribe(&self, events: &Arc<EventQueue>) {
+        if let Some(faults) = &self.faults {
+            faults.subscribe(events);
+        }
+    }
+}
+
+/// A lease of a software drive of logical blocks.
+#[derive(Debug)]
+struct SoftwareLease {
+    medium: Box<dyn LeasedMedium>,
+    zones: Option<Arc<LeasedZones>>,
+    drive: Arc<SoftwareController>,
+}
+
+impl HostLease for SoftwareLease {
+    fn create_queue(&self, slots: u16) -> io::Result<HostQueuePair> {
+        let queue = self.create_wiping_queue(slots)?;
+        Ok(match &self.zones {
+            Some(zones) => HostQueuePair::new(ZonedQueue::new(queue, zones.clone(), slots)),
+            None => queue,
+        })
+    }
+
+    /// A queue in front of which there are no zones.
+    fn create_wiping_queue(&self, slots: u16) -> io::Result<HostQueuePair> {
+        let drive = &self.drive;
+        if drive.is_gone() {
+            return Err(io::ErrorKind::NotConnected.into());
+        }
+        let queue = self
+            .medium
+            .create_queue(slots, Pace(drive.timing.as_ref()))?;
+        Ok(match &drive.faults {
+            Some(faults) => HostQueuePair::new(FaultQueue::new(queue, faults.clone(), slots)),
+            None => queue,
+        })
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        if self.drive.is_gone() {
+            return Err(io::ErrorKind::NotConnected.into());
+        }
+        self.medium.flush()
+    }
+
+    fn subscribe(&self, events: &Arc<EventQueue>) {
+        self.medium.subscribe(events);
+        if let Some(zones) = &self.zones {
+            zones.subscribe(events);
+        }
+    }
+
+    fn damage(&self) -> Damage {
+        self.medium.damage()
+    }
+
+    fn can_be_damaged(&self) -> bool {
+        self.medium.can_be_damaged()
+    }
+
+    fn begin_anew(&self) {
+        self.medium.begin_anew();
+    }
+
+    fn wiped(&self, start: u64, blocks: u64) {
+        if let Some(zones) = &self.zones {
+            zones.empty(start, blocks);
+        }
+    }
+
+    fn zones(&self) -> Option<&dyn HostZones> {
+        self.zones.as_deref().map(|zones| zones as &dyn HostZones)
+    }
+}

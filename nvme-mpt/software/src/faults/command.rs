@@ -1,0 +1,81 @@
+//! The blocks that a command touches, and which way.
+
+use std::ops::Range;
+
+use crate::memory::range;
+use nvme_mpt::host::HostMemory;
+use nvme_mpt::spec::ids::Lba;
+use nvme_mpt::spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadWrite};
+use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt::spec::status::Status;
+
+/// Blocks that a command touches.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Extent {
+    pub(super) blocks: Range<u64>,
+    /// Status of its command if the media fails there.
+    pub(super) media_error: Status,
+}
+
+fn extent(Lba(start): Lba, count: u64, media_error: Status) -> Extent {
+    Extent {
+        blocks: start..start.saturating_add(count),
+        media_error,
+    }
+}
+
+/// Returns whether one of the extents that a command touches is as asked for. What has none is none.
+pub(super) fn any_extent(
+    sqe: &Sqe,
+    memory: HostMemory<'_>,
+    mut wanted: impl FnMut(&Extent) -> bool,
+) -> bool {
+    find_extent(sqe, memory, |extent| wanted(extent).then_some(())).is_some()
+}
+
+/// The first answer about an extent that a command touches. Translated commands have ranges that
+/// were checked; a list that cannot be read is found out by the store.
+pub(super) fn find_extent<T>(
+    sqe: &Sqe,
+    memory: HostMemory<'_>,
+    mut answer: impl FnMut(&Extent) -> Option<T>,
+) -> Option<T> {
+    let read = Status::UNRECOVERED_READ_ERROR;
+    let written = Status::WRITE_FAULT;
+    match NvmOpcode(sqe.opcode()) {
+        // All of them have both fields there.
+        opcode @ (NvmOpcode::READ
+        | NvmOpcode::COMPARE
+        | NvmOpcode::VERIFY
+        | NvmOpcode::WRITE
+        | NvmOpcode::WRITE_ZEROES
+        | NvmOpcode::WRITE_UNCORRECTABLE) => {
+            let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
+            let status = match opcode {
+                NvmOpcode::READ | NvmOpcode::COMPARE | NvmOpcode::VERIFY => read,
+                _ => written,
+            };
+            answer(&extent(slba, u64::from(nlb_z) + 1, status))
+        }
+        NvmOpcode::DATASET_MANAGEMENT => {
+            let DatasetManagement { nr_z, .. } = DatasetManagement::from(sqe);
+            (0..=usize::from(nr_z)).find_map(|index| {
+                let DsmRange { slba, nlb, .. } = range(sqe, memory, index).ok()?;
+                answer(&extent(slba, nlb.into(), written))
+            })
+        }
+        NvmOpcode::COPY => {
+            let CopyCommand { sdlba, nr_z, .. } = CopyCommand::from(sqe);
+            let mut copied = 0;
+            let source = (0..=usize::from(nr_z)).find_map(|index| {
+                let CopyRange0 { slba, nlb_z, .. } = range(sqe, memory, index).ok()?;
+                let blocks = u64::from(nlb_z) + 1;
+                copied += blocks;
+                answer(&extent(slba, blocks, read))
+            });
+            source.or_else(|| answer(&extent(sdlba, copied, written)))
+        }
+        _ => None,
+    }
+}

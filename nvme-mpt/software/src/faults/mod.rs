@@ -1,0 +1,361 @@
+//! Faults of a software drive, declared as data: what goes wrong, with which commands, how often.
+//!
+//! `plan` is what is written, this file decides what strikes which command, and `queue` is the layer
+//! in front of a drive's queue that lets it happen. A drive that has no faults has no such layer.
+//!
+//! All queues of a drive share what decides, under one lock that a queue takes once for what it rings
+//! in together. Every fault draws random numbers of its own, for the commands that it is about alone:
+//! the same commands in the same order have the same faults, whatever others do.
+//!
+//! A command that the media fails goes to the store as a Verify of its blocks, so it takes its time and touches
+//! nothing. The fault's block range decides which guests see it. A queue that broke reports it by
+//! `HostQueue::has_failed`, and the guest's controller sets CSTS.CFS. A lost command ends when its queue is hurried;
+//! until then, an unmap of its memory waits. A resized drive keeps the blocks that it has (`resizes_in_place`), so a
+//! guest whose lease is cut sees the rest of it.
+//!
+//! To add a kind: `Kind` and `Effect` in `plan.rs`, its effect here, an entry in `resources/faults/example.toml`.
+
+mod command;
+mod plan;
+mod queue;
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use log::warn;
+use serde::{Deserialize, Serialize};
+
+pub use plan::{FaultError, FaultPlan, Kind, LONGEST, MAX_FAULTS, Operation};
+pub use queue::FaultQueue;
+
+use command::{any_extent, find_extent};
+use plan::{Effect, Fault};
+
+use super::model::Timebase;
+use nvme_mpt::event::{DriveEvent, Event, EventQueue};
+use nvme_mpt::host::{HostMemory, HostNamespace};
+use nvme_mpt::lease::{ByteRange, Bytes};
+use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt::spec::status::Status;
+
+/// Status of commands of a drive that was removed: no driver is to try them again.
+const REMOVED: Status = Status::INTERNAL_ERROR.with_dnr(true);
+
+/// A fault of a drive, and how it fared.
+#[derive(Debug)]
+struct Armed {
+    fault: Fault,
+    /// The blocks of its range.
+    blocks: Option<Range<u64>>,
+    /// State of its random numbers.
+    random: u64,
+    /// Commands that it was about so far.
+    seen: u64,
+    /// Commands that it struck.
+    struck: u64,
+    /// Ticks that a latency adds.
+    ticks: u64,
+}
+
+impl Armed {
+    /// Returns the status of a media error, if the fault strikes the command; of another kind it means nothing.
+    fn strikes(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Option<Status> {
+        if !self.fault.operations.contain(NvmOpcode(sqe.opcode())) {
+            return None;
+        }
+        let status = match &self.blocks {
+            Some(blocks) => find_extent(sqe, memory, |extent| {
+                let touches = extent.blocks.start < blocks.end && blocks.start < extent.blocks.end;
+                touches.then_some(extent.media_error)
+            })?,
+            None => find_extent(sqe, memory, |extent| Some(extent.media_error))
+                .unwrap_or(Status::WRITE_FAULT),
+        };
+        if self.fault.count.is_some_and(|count| self.struck >= count) {
+            return None;
+        }
+        self.seen += 1;
+        if self.seen <= self.fault.after {
+            return None;
+        }
+        let random = split_mix(&mut self.random);
+        if !self.fault.probability.strikes(random) {
+            return None;
+        }
+        self.struck += 1;
+        Some(status)
+    }
+}
+
+/// The next of a series of random numbers (`SplitMix64`).
+fn split_mix(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    let mut z = *state;
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}
+
+/// Decision about a command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Verdict {
+    /// It is carried out, and completes so many ticks later than it would.
+    Pass(u64),
+    /// It takes as long as the drive takes to look at its blocks, and so many ticks more, and fails.
+    Fail(Status, u64),
+    /// It is not carried out, and completes at once.
+    Refuse(Status),
+    /// It is not carried out, and does not complete.
+    Lose,
+    /// As [`Self::Lose`], and its controller reports a fatal status.
+    Break,
+}
+
+/// A fault of a drive, as it is told.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FaultStats {
+    /// Its kind.
+    pub kind: Kind,
+    /// The part of the drive that it is about, if not all.
+    pub range: Option<String>,
+    /// Commands that it was about so far.
+    pub seen: u64,
+    /// Commands that it struck.
+    pub struck: u64,
+    /// Most commands that it strikes.
+    pub count: Option<u64>,
+}
+
+/// The faults of a drive, and what has become of it.
+#[derive(Debug)]
+pub struct Faults {
+    /// As it was opened.
+    namespace: HostNamespace,
+    /// Unit of the namespace, in blocks: its zones, if it has zones.
+    unit: u64,
+    armed: Mutex<Vec<Armed>>,
+    /// True if there are any.
+    any: AtomicBool,
+    /// Blocks that the namespace has now.
+    blocks: AtomicU64,
+    gone: AtomicBool,
+    subscribers: Mutex<Vec<Weak<EventQueue>>>,
+    timebase: Timebase,
+}
+
+impl Faults {
+    /// Faults of a drive with one namespace, which consists of units of so many blocks.
+    ///
+    /// # Errors
+    /// As [`Self::inject`].
+    pub(crate) fn new(
+        plan: &FaultPlan,
+        namespace: HostNamespace,
+        unit: u64,
+    ) -> Result<Self, FaultError> {
+        Self::with_timebase(plan, (namespace, unit), Timebase::Host)
+    }
+
+    fn with_timebase(
+        plan: &FaultPlan,
+        (namespace, unit): (HostNamespace, u64),
+        timebase: Timebase,
+    ) -> Result<Self, FaultError> {
+        let faults = Self {
+            namespace,
+            unit,
+            armed: Mutex::default(),
+            any: AtomicBool::new(false),
+            blocks: AtomicU64::new(namespace.blocks),
+            gone: AtomicBool::new(false),
+            subscribers: Mutex::default(),
+            timebase,
+        };
+        faults.inject(plan)?;
+        Ok(faults)
+    }
+
+    /// Adds faults to those that are there.
+    ///
+    /// # Errors
+    /// [`FaultError::Range`], [`FaultError::TooLarge`], [`FaultError::LessThanZone`] and
+    /// [`FaultError::TooMany`]; then none is added.
+    pub fn inject(&self, plan: &FaultPlan) -> Result<(), FaultError> {
+        let armed = plan.faults.iter().zip(1..);
+        let armed = armed.map(|(fault, number)| self.arm(fault, number, plan.seed));
+        let armed = armed.collect::<Result<Vec<_>, _>>()?;
+        let mut all = lock(&self.armed);
+        if all.len() + armed.len() > MAX_FAULTS {
+            return Err(FaultError::TooMany(all.len() + armed.len()));
+        }
+        all.extend(armed);
+        self.any.store(!all.is_empty(), Ordering::Release);
+        Ok(())
+    }
+
+    /// Takes all faults away. What they left behind stays: a drive that was removed is gone.
+    pub fn clear(&self) {
+        let mut all = lock(&self.armed);
+        all.clear();
+        self.any.store(false, Ordering::Release);
+    }
+
+    /// Returns the figures of each fault.
+    #[must_use]
+    pub fn stats(&self) -> Vec<FaultStats> {
+        let stats = |armed: &Armed| FaultStats {
+            kind: armed.fault.effect.kind(),
+            range: armed.fault.range.as_ref().map(ByteRange::to_string),
+            seen: armed.seen,
+            struck: armed.struck,
+            count: armed.fault.count,
+        };
+        lock(&self.armed).iter().map(stats).collect()
+    }
+
+    fn arm(&self, fault: &Fault, number: usize, seed: u64) -> Result<Armed, FaultError> {
+        let HostNamespace {
+            blocks, lba_shift, ..
+        } = self.namespace;
+        let fits = |range: ByteRange| {
+            range
+                .to_blocks(lba_shift, blocks)
+                .map_err(|source| FaultError::Range { number, source })
+        };
+        let range = fault.range.map(fits).transpose()?;
+        if let Effect::Resize(size) = fault.effect {
+            if size > blocks << lba_shift {
+                return Err(FaultError::TooLarge {
+                    number,
+                    size: Bytes(size),
+                    capacity: Bytes(blocks << lba_shift),
+                });
+            }
+            // A namespace of no block is none; a part of a block is none either.
+            let whole = ByteRange::new(0, size);
+            let whole = whole.map_err(|source| FaultError::Range { number, source })?;
+            fits(whole)?;
+            if size >> lba_shift < self.unit {
+                return Err(FaultError::LessThanZone {
+                    number,
+                    size: Bytes(size),
+                    zone: Bytes(self.unit << lba_shift),
+                });
+            }
+        }
+        let mut random = seed.wrapping_add(number as u64);
+        // Seeds that are close to one another begin far from one another.
+        let random = split_mix(&mut random);
+        Ok(Armed {
+            fault: fault.clone(),
+            blocks: range.map(|range| range.start.0..range.start.0 + range.blocks),
+            random,
+            seen: 0,
+            struck: 0,
+            ticks: match fault.effect {
+                Effect::Latency(add) => self.timebase.of(add),
+                _ => 0,
+            },
+        })
+    }
+
+    /// Decides about commands, in the order in which they arrive.
+    fn judge(&self, commands: &[Sqe], memory: HostMemory<'_>, mut act: impl FnMut(&Sqe, Verdict)) {
+        let mut armed = lock(&self.armed);
+        for sqe in commands {
+            let verdict = self.verdict(&mut armed, sqe, memory);
+            act(sqe, verdict);
+        }
+    }
+
+    fn verdict(&self, armed: &mut [Armed], sqe: &Sqe, memory: HostMemory<'_>) -> Verdict {
+        if self.is_gone() {
+            return Verdict::Refuse(REMOVED);
+        }
+        let mut delay: u64 = 0;
+        for armed in armed {
+            let Some(media_error) = armed.strikes(sqe, memory) else {
+                continue;
+            };
+            match armed.fault.effect {
+                Effect::Latency(_) => delay = delay.saturating_add(armed.ticks),
+                Effect::MediaError => return Verdict::Fail(media_error, delay),
+                Effect::Lost => return Verdict::Lose,
+                Effect::Fatal => return Verdict::Break,
+                Effect::Removal => {
+                    self.remove();
+                    return Verdict::Refuse(REMOVED);
+                }
+                Effect::Resize(bytes) => self.resize(bytes >> self.namespace.lba_shift),
+            }
+        }
+        let blocks = self.blocks();
+        if blocks < self.namespace.blocks
+            && any_extent(sqe, memory, |extent| extent.blocks.end > blocks)
+        {
+            // NVM 1.0, section 2.1.1: no command reaches beyond the namespace.
+            return Verdict::Refuse(Status::LBA_OUT_OF_RANGE.with_dnr(true));
+        }
+        Verdict::Pass(delay)
+    }
+
+    fn remove(&self) {
+        warn!("A fault removes the drive");
+        self.gone.store(true, Ordering::Release);
+        self.tell(DriveEvent::Gone);
+    }
+
+    /// Gives the namespace another size. Zones are all of one size (ZNS 1.1, section 2.1), so the last one that is not
+    /// there as a whole is not there at all.
+    fn resize(&self, blocks: u64) {
+        let blocks = blocks - blocks % self.unit;
+        warn!("A fault makes the drive {blocks} blocks long");
+        self.blocks.store(blocks, Ordering::Release);
+        self.tell(DriveEvent::NamespaceChanged(self.namespace.nsid));
+    }
+
+    fn tell(&self, event: DriveEvent) {
+        lock(&self.subscribers).retain(|subscriber| {
+            let events = subscriber.upgrade();
+            if let Some(events) = &events {
+                events.report(Event::Drive(event));
+            }
+            events.is_some()
+        });
+    }
+
+    /// Tells of what becomes of the drive from now on.
+    pub(crate) fn subscribe(&self, events: &Arc<EventQueue>) {
+        lock(&self.subscribers).push(Arc::downgrade(events));
+        if self.is_gone() {
+            events.report(Event::Drive(DriveEvent::Gone));
+        }
+    }
+
+    /// Returns whether the drive was removed.
+    pub(crate) fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Acquire)
+    }
+
+    /// Blocks that the namespace has now.
+    pub(crate) fn blocks(&self) -> u64 {
+        self.blocks.load(Ordering::Acquire)
+    }
+
+    /// Returns whether every command passes: no fault is there, and none has left anything behind.
+    fn is_idle(&self) -> bool {
+        !self.any.load(Ordering::Acquire)
+            && !self.is_gone()
+            && self.blocks() == self.namespace.blocks
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Each change is complete before anything can panic.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,599 @@
+//! Fault plans: what is to go wrong with a drive, written in TOML. `resources/faults/example.toml`
+//! explains every field.
+
+use std::fmt;
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use serde::Deserialize;
+use serde::de::{self, Deserializer};
+
+use crate::model::{Size, Span};
+use nvme_mpt::lease::{ByteRange, Bytes, RangeError};
+use nvme_mpt::spec::opcode::NvmOpcode;
+
+/// Longest plan that is read, in bytes: a mistaken path must not be read for ever.
+pub const LONGEST: u64 = 64 << 10;
+
+/// Most faults that a drive has at a time: each one is looked at for each command.
+pub const MAX_FAULTS: usize = 64;
+
+/// The plan that has no faults yet, by name.
+const NONE: &str = "none";
+
+/// Faults cannot be made.
+#[derive(Debug, thiserror::Error)]
+pub enum FaultError {
+    /// The plan's file cannot be read.
+    #[error("Fault plan `{path}` cannot be read; name a file, or `none` to begin without faults")]
+    Read {
+        /// The file.
+        path: String,
+        /// Kernel's error.
+        source: io::Error,
+    },
+    /// This build reads no fault plans.
+    #[error(
+        "Fault plan `{origin}` cannot be read: this program was built without the feature `toml`"
+    )]
+    NotBuilt {
+        /// Origin of the plan.
+        origin: String,
+    },
+    /// It is not written as fault plans are.
+    #[cfg(feature = "toml")]
+    #[error(
+        "Fault plan `{origin}` is not one; resources/faults/example.toml has every field explained"
+    )]
+    Syntax {
+        /// Source of the plan.
+        origin: String,
+        /// Cause, and its place.
+        source: Box<toml::de::Error>,
+    },
+    /// A value that means nothing.
+    #[error("Fault plan `{origin}`, fault {number}: {field} cannot be {value}; {allowed}")]
+    Value {
+        /// Source of the plan.
+        origin: String,
+        /// Which fault, from 1 on.
+        number: usize,
+        /// The field.
+        field: &'static str,
+        /// Its value.
+        value: String,
+        /// Values that are allowed.
+        allowed: &'static str,
+    },
+    /// A field that a kind of fault cannot do without, or has no use for.
+    #[error("Fault plan `{origin}`, fault {number}: {field} {advice}")]
+    Field {
+        /// Source of the plan.
+        origin: String,
+        /// Which fault, from 1 on.
+        number: usize,
+        /// The field.
+        field: &'static str,
+        /// Remedy.
+        advice: &'static str,
+    },
+    /// A range or a size that the drive does not have.
+    #[error("Fault {number} does not fit the drive")]
+    Range {
+        /// Which fault, from 1 on.
+        number: usize,
+        /// Why.
+        source: RangeError,
+    },
+    /// A namespace cannot become larger than what it is stored in.
+    #[error("Fault {number} cannot resize the drive to {size}: it has {capacity} at most")]
+    TooLarge {
+        /// Which fault, from 1 on.
+        number: usize,
+        /// The size.
+        size: Bytes,
+        /// Capacity of the drive.
+        capacity: Bytes,
+    },
+    /// A drive with zones has one at least.
+    #[error("Fault {number} cannot resize the drive to {size}: its zones are of {zone} each")]
+    LessThanZone {
+        /// Which fault, from 1 on.
+        number: usize,
+        /// The size.
+        size: Bytes,
+        /// The size of a zone.
+        zone: Bytes,
+    },
+    /// More faults than a drive can have.
+    #[error(
+        "A drive has at most {MAX_FAULTS} faults, and these would be {0}: clear those that are there first"
+    )]
+    TooMany(usize),
+}
+
+/// Kind of a command, as far as faults distinguish commands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Operation {
+    /// Flush.
+    Flush,
+    /// Write.
+    Write,
+    /// Read.
+    Read,
+    /// Write Uncorrectable.
+    WriteUncorrectable,
+    /// Compare.
+    Compare,
+    /// Write Zeroes.
+    WriteZeroes,
+    /// Dataset Management.
+    DatasetManagement,
+    /// Verify.
+    Verify,
+    /// Copy.
+    Copy,
+}
+
+impl Operation {
+    /// All of them.
+    const ALL: [Self; 9] = [
+        Self::Flush,
+        Self::Write,
+        Self::Read,
+        Self::WriteUncorrectable,
+        Self::Compare,
+        Self::WriteZeroes,
+        Self::DatasetManagement,
+        Self::Verify,
+        Self::Copy,
+    ];
+
+    const fn opcode(self) -> NvmOpcode {
+        match self {
+            Self::Flush => NvmOpcode::FLUSH,
+            Self::Write => NvmOpcode::WRITE,
+            Self::Read => NvmOpcode::READ,
+            Self::WriteUncorrectable => NvmOpcode::WRITE_UNCORRECTABLE,
+            Self::Compare => NvmOpcode::COMPARE,
+            Self::WriteZeroes => NvmOpcode::WRITE_ZEROES,
+            Self::DatasetManagement => NvmOpcode::DATASET_MANAGEMENT,
+            Self::Verify => NvmOpcode::VERIFY,
+            Self::Copy => NvmOpcode::COPY,
+        }
+    }
+}
+
+/// Operations that a fault is about: a bit for each opcode, which are below 20h.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Operations(u32);
+
+impl Operations {
+    fn of(operations: impl IntoIterator<Item = Operation>) -> Self {
+        let bits = operations
+            .into_iter()
+            .map(|operation| 1 << operation.opcode().0);
+        Self(bits.fold(0, |all, bit: u32| all | bit))
+    }
+
+    pub(super) fn contain(self, opcode: NvmOpcode) -> bool {
+        1_u32.checked_shl(opcode.0.into()).unwrap_or(0) & self.0 != 0
+    }
+}
+
+/// Probability that a fault strikes, of [`Self::CERTAIN`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Probability(u64);
+
+impl Probability {
+    /// As many values as a number with 53 bits has, and an `f64` tells apart.
+    const CERTAIN: u64 = 1 << 53;
+
+    /// `None` for what is no share of one, and for never.
+    fn new(share: f64) -> Option<Self> {
+        let times = (share * Self::CERTAIN as f64).round();
+        (share > 0.0 && share <= 1.0).then_some(Self((times as u64).max(1)))
+    }
+
+    /// Returns whether a fault strikes, by a random number.
+    pub(super) fn strikes(self, random: u64) -> bool {
+        random >> 11 < self.0
+    }
+}
+
+/// Effect of a fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Effect {
+    /// Unrecovered Read Error, or Write Fault.
+    MediaError,
+    /// The command takes so much longer.
+    Latency(Span),
+    /// The command never completes.
+    Lost,
+    /// The controller that the command came through reports a fatal status.
+    Fatal,
+    /// The drive is removed.
+    Removal,
+    /// The namespace has so many bytes from now on.
+    Resize(u64),
+}
+
+/// Something that is to go wrong, and when.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Fault {
+    pub(super) effect: Effect,
+    pub(super) operations: Operations,
+    /// Bytes of the drive that the command has to touch; any command if not given.
+    pub(super) range: Option<ByteRange>,
+    pub(super) probability: Probability,
+    /// Commands that it lets pass first.
+    pub(super) after: u64,
+    /// Most times that it strikes.
+    pub(super) count: Option<u64>,
+}
+
+impl Effect {
+    pub(super) const fn kind(self) -> Kind {
+        match self {
+            Self::MediaError => Kind::MediaError,
+            Self::Latency(_) => Kind::Latency,
+            Self::Lost => Kind::Lost,
+            Self::Fatal => Kind::Fatal,
+            Self::Removal => Kind::Removal,
+            Self::Resize(_) => Kind::Resize,
+        }
+    }
+}
+
+/// A kind of fault, as it is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Kind {
+    /// `media-error`.
+    MediaError,
+    /// `latency`.
+    Latency,
+    /// `lost`.
+    Lost,
+    /// `fatal`.
+    Fatal,
+    /// `removal`.
+    Removal,
+    /// `resize`.
+    Resize,
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::MediaError => "media-error",
+            Self::Latency => "latency",
+            Self::Lost => "lost",
+            Self::Fatal => "fatal",
+            Self::Removal => "removal",
+            Self::Resize => "resize",
+        })
+    }
+}
+
+impl Kind {
+    /// The operations that it is about if nobody chose: those that can fail that way.
+    fn operations(self) -> Operations {
+        let media = |operation: &Operation| {
+            !matches!(operation, Operation::Flush | Operation::DatasetManagement)
+        };
+        let all = Operation::ALL.into_iter();
+        match self {
+            Self::MediaError => Operations::of(all.filter(media)),
+            _ => Operations::of(all),
+        }
+    }
+
+    /// Returns the default number of strikes: one for faults with lasting effects.
+    const fn count(self) -> Option<u64> {
+        match self {
+            Self::MediaError | Self::Latency => None,
+            Self::Lost | Self::Fatal | Self::Removal | Self::Resize => Some(1),
+        }
+    }
+}
+
+/// A range as it is written.
+#[derive(Debug)]
+struct Range(ByteRange);
+
+impl<'de> Deserialize<'de> for Range {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        text.parse().map(Self).map_err(de::Error::custom)
+    }
+}
+
+/// A plan as it is written.
+#[derive(Debug, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct WrittenPlan {
+    #[serde(default)]
+    seed: u64,
+    #[serde(default)]
+    fault: Vec<WrittenFault>,
+}
+
+impl WrittenPlan {
+    #[cfg(feature = "toml")]
+    fn read(origin: &str, text: &str) -> Result<Self, FaultError> {
+        toml::from_str(text).map_err(|source| FaultError::Syntax {
+            origin: origin.to_owned(),
+            source: Box::new(source),
+        })
+    }
+
+    #[cfg(not(feature = "toml"))]
+    fn read(origin: &str, _: &str) -> Result<Self, FaultError> {
+        Err(FaultError::NotBuilt {
+            origin: origin.to_owned(),
+        })
+    }
+}
+
+/// A fault as it is written.
+#[derive(Debug, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct WrittenFault {
+    kind: Kind,
+    operations: Option<Vec<Operation>>,
+    range: Option<Range>,
+    probability: Option<f64>,
+    after: Option<u64>,
+    count: Option<u64>,
+    add: Option<Span>,
+    size: Option<Size>,
+}
+
+/// Mistake in a fault.
+enum Unusable {
+    Value(&'static str, String, &'static str),
+    Field(&'static str, &'static str),
+}
+
+impl WrittenFault {
+    fn check(self) -> Result<Fault, Unusable> {
+        let Self { kind, .. } = self;
+        let effect = self.effect()?;
+        let operations = match self.operations {
+            None => kind.operations(),
+            Some(operations) if operations.is_empty() => {
+                let allowed = "name one at least, as in [\"read\"], or leave it out";
+                return Err(Unusable::Value("operations", "[]".to_owned(), allowed));
+            }
+            Some(operations) => Operations::of(operations),
+        };
+        let share = self.probability.unwrap_or(1.0);
+        let allowed = "it is above 0, and 1 at most";
+        let unlikely = || Unusable::Value("probability", share.to_string(), allowed);
+        let probability = Probability::new(share).ok_or_else(unlikely)?;
+        if self.count == Some(0) {
+            let allowed = "it is 1 at least; leave the fault out instead";
+            return Err(Unusable::Value("count", "0".to_owned(), allowed));
+        }
+        Ok(Fault {
+            effect,
+            operations,
+            range: self.range.map(|Range(range)| range),
+            probability,
+            after: self.after.unwrap_or(0),
+            count: self.count.or(kind.count()),
+        })
+    }
+
+    fn effect(&self) -> Result<Effect, Unusable> {
+        let meaningless = "means something for another kind of fault alone; leave it out";
+        if self.add.is_some() && self.kind != Kind::Latency {
+            return Err(Unusable::Field("add", meaningless));
+        }
+        if self.size.is_some() && self.kind != Kind::Resize {
+            return Err(Unusable::Field("size", meaningless));
+        }
+        Ok(match self.kind {
+            Kind::MediaError => Effect::MediaError,
+            Kind::Lost => Effect::Lost,
+            Kind::Fatal => Effect::Fatal,
+            Kind::Removal => Effect::Removal,
+            Kind::Latency => {
+                let missing = "is missing; say how much longer commands take, as in add = \"5ms\"";
+                Effect::Latency(self.add.ok_or(Unusable::Field("add", missing))?)
+            }
+            Kind::Resize => {
+                let missing = "is missing; say what the drive has left, as in size = \"1G\"";
+                Effect::Resize(self.size.ok_or(Unusable::Field("size", missing))?.0)
+            }
+        })
+    }
+}
+
+/// Faults that a drive is to have.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct FaultPlan {
+    pub(super) seed: u64,
+    pub(super) faults: Vec<Fault>,
+}
+
+impl FaultPlan {
+    /// The plan in a file; or, for the name `none`, one without faults, of a drive that gets them
+    /// later.
+    ///
+    /// # Errors
+    /// [`FaultError::Read`] and those of [`Self::parse`].
+    pub fn load(name: &str) -> Result<Self, FaultError> {
+        if name == NONE {
+            return Ok(Self::default());
+        }
+        Self::parse(name, &Self::read(name)?)
+    }
+
+    /// The text of the plan in a file.
+    ///
+    /// # Errors
+    /// [`FaultError::Read`].
+    pub fn read(name: &str) -> Result<String, FaultError> {
+        let failed = |source| FaultError::Read {
+            path: name.to_owned(),
+            source,
+        };
+        let path = Path::new(name);
+        if fs::metadata(path).map_err(failed)?.len() > LONGEST {
+            return Err(failed(io::ErrorKind::FileTooLarge.into()));
+        }
+        fs::read_to_string(path).map_err(failed)
+    }
+
+    /// Reads a plan; `origin` says where the text is from.
+    ///
+    /// # Errors
+    /// `FaultError::Syntax`, [`FaultError::Value`], [`FaultError::Field`],
+    /// [`FaultError::TooMany`], and [`FaultError::NotBuilt`] without the feature `toml`.
+    pub fn parse(origin: &str, text: &str) -> Result<Self, FaultError> {
+        let written = WrittenPlan::read(origin, text)?;
+        if written.fault.len() > MAX_FAULTS {
+            return Err(FaultError::TooMany(written.fault.len()));
+        }
+        let told = |number: usize, unusable| match unusable {
+            Unusable::Value(field, value, allowed) => FaultError::Value {
+                origin: origin.to_owned(),
+                number,
+                field,
+                value,
+                allowed,
+            },
+            Unusable::Field(field, advice) => FaultError::Field {
+                origin: origin.to_owned(),
+                number,
+                field,
+                advice,
+            },
+        };
+        let faults = written.fault.into_iter().zip(1..);
+        let faults = faults.map(|(fault, number)| fault.check().map_err(|e| told(number, e)));
+        Ok(Self {
+            seed: written.seed,
+            faults: faults.collect::<Result<_, _>>()?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn complaint(text: &str) -> String {
+        let error = FaultPlan::parse("here", text).expect_err(text);
+        let source = std::error::Error::source(&error).map_or(String::new(), |s| s.to_string());
+        format!("{error}\n{source}")
+    }
+
+    #[test]
+    fn the_example_has_a_fault_of_each_kind_and_every_field() {
+        let text = include_str!("../../../../resources/faults/example.toml");
+        let plan = FaultPlan::parse("example", text).expect("sound");
+        let kinds: Vec<Kind> = plan.faults.iter().map(|f| f.effect.kind()).collect();
+        let all = [
+            Kind::MediaError,
+            Kind::Latency,
+            Kind::Lost,
+            Kind::Fatal,
+            Kind::Removal,
+            Kind::Resize,
+        ];
+        assert_eq!(kinds, all);
+        for field in [
+            "seed",
+            "operations",
+            "range",
+            "probability",
+            "after",
+            "count",
+            "add",
+            "size",
+        ] {
+            assert!(text.contains(&format!("\n{field} = ")), "{field}");
+        }
+    }
+
+    #[test]
+    fn what_nobody_chose_is_what_the_kind_needs() {
+        let plan = "[[fault]]\nkind = \"media-error\"\n[[fault]]\nkind = \"lost\"\n";
+        let plan = FaultPlan::parse("here", plan).expect("sound");
+        let [media, lost] = plan.faults.as_slice() else {
+            panic!("{plan:?}");
+        };
+        assert_eq!((media.count, lost.count), (None, Some(1)));
+        assert!(media.operations.contain(NvmOpcode::READ));
+        assert!(!media.operations.contain(NvmOpcode::FLUSH));
+        assert!(lost.operations.contain(NvmOpcode::FLUSH));
+        assert!(!lost.operations.contain(NvmOpcode(0xC0)));
+        assert!(media.probability.strikes(u64::MAX));
+        assert_eq!(
+            FaultPlan::load("none").expect("a name"),
+            FaultPlan::default()
+        );
+    }
+
+    #[test]
+    fn what_is_wrong_is_said() {
+        let fault = |rest: &str| format!("[[fault]]\nkind = \"lost\"\n[[fault]]\n{rest}");
+        for (text, said) in [
+            ("kind = \"fire\"", "unknown variant `fire`"),
+            ("count = 1", "missing field `kind`"),
+            ("kind = \"lost\"\nwhen = 1", "unknown field `when`"),
+            (
+                "kind = \"lost\"\ncount = 0",
+                "fault 2: count cannot be 0; it is 1",
+            ),
+            ("kind = \"lost\"\nafter = -1", "invalid value: integer `-1`"),
+            (
+                "kind = \"lost\"\nadd = \"1ms\"",
+                "fault 2: add means something for another",
+            ),
+            (
+                "kind = \"lost\"\nsize = \"1M\"",
+                "fault 2: size means something for another",
+            ),
+            ("kind = \"latency\"", "fault 2: add is missing"),
+            ("kind = \"latency\"\nadd = \"1h\"", "\"1h\" is not a time"),
+            ("kind = \"resize\"", "fault 2: size is missing"),
+            (
+                "kind = \"lost\"\noperations = []",
+                "operations cannot be []",
+            ),
+            (
+                "kind = \"lost\"\noperations = [\"trim\"]",
+                "unknown variant `trim`",
+            ),
+            ("kind = \"lost\"\nrange = \"1M\"", "\"1M\" is not a range"),
+            (
+                "kind = \"lost\"\nprobability = 0.0",
+                "probability cannot be 0; it is above 0",
+            ),
+            (
+                "kind = \"lost\"\nprobability = 1.1",
+                "probability cannot be 1.1",
+            ),
+            (
+                "kind = \"lost\"\nprobability = nan",
+                "probability cannot be NaN",
+            ),
+        ] {
+            let complaint = complaint(&fault(text));
+            assert!(complaint.contains(said), "{said}: {complaint}");
+        }
+        let many = "[[fault]]\nkind = \"lost\"\n".repeat(MAX_FAULTS + 1);
+        assert!(complaint(&many).contains("at most 64 faults, and these would be 65"));
+        let unread = FaultPlan::load("/nonexistent/plan").expect_err("no file");
+        assert!(
+            unread.to_string().contains("`/nonexistent/plan`"),
+            "{unread}"
+        );
+    }
+}

@@ -1,0 +1,285 @@
+//! A queue pair of a drive that things go wrong with: a layer in front of the drive's own.
+
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{Faults, REMOVED, Verdict};
+use crate::model::{Clock, DueWheel, HostClock};
+use nvme_mpt::clock::{Ticks, ticks_in};
+use nvme_mpt::host::{
+    CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue, HostQueuePair,
+};
+use nvme_mpt::shadow::NvmCommands;
+use nvme_mpt::spec::nvm::{CompareVerify, ReadWrite};
+use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt::spec::status::Status;
+
+/// Times that are told apart.
+const RESOLUTION: Duration = Duration::from_nanos(250);
+
+/// Decision about a command that the drive has.
+#[derive(Clone, Copy, Debug, Default)]
+struct Fate {
+    /// Ticks that it completes later than the drive has it.
+    delay: u64,
+    /// Status of its completion, if not the drive's.
+    status: Option<Status>,
+}
+
+/// A queue of a drive, and the drive's faults in front of it.
+#[derive(Debug)]
+pub struct FaultQueue<C = HostClock> {
+    drive: HostQueuePair,
+    faults: Arc<Faults>,
+    clock: C,
+    /// Commands that were submitted and not rung in.
+    arriving: Vec<Sqe>,
+    /// Those of them that the drive gets.
+    passing: Vec<Sqe>,
+    /// By slot.
+    fates: Box<[Fate]>,
+    /// Completions of the drive.
+    reaped: Vec<HostCompletion>,
+    /// Commands that completed without the drive.
+    refused: Vec<HostCompletion>,
+    /// Slots of commands that never complete.
+    lost: Vec<u16>,
+    /// Completion of each slot's delayed command.
+    delayed: Box<[HostCompletion]>,
+    wheel: DueWheel,
+    hurried: bool,
+    /// A command came upon a fault that breaks the controller.
+    broken: bool,
+}
+
+impl FaultQueue {
+    pub(crate) fn new(drive: HostQueuePair, faults: Arc<Faults>, slots: u16) -> Self {
+        Self::with_clock(drive, faults, slots, HostClock, ticks_in(RESOLUTION))
+    }
+}
+
+impl<C> FaultQueue<C> {
+    pub(super) fn with_clock(
+        drive: HostQueuePair,
+        faults: Arc<Faults>,
+        slots: u16,
+        clock: C,
+        resolution: u64,
+    ) -> Self {
+        let room = usize::from(slots);
+        let nothing = HostCompletion {
+            slot: 0,
+            status: Status::SUCCESS,
+            dw0: 0,
+        };
+        Self {
+            drive,
+            faults,
+            clock,
+            arriving: Vec::with_capacity(room),
+            passing: Vec::with_capacity(room),
+            fates: vec![Fate::default(); room].into_boxed_slice(),
+            reaped: Vec::with_capacity(room),
+            refused: Vec::with_capacity(room),
+            lost: Vec::with_capacity(room),
+            delayed: vec![nothing; room].into_boxed_slice(),
+            wheel: DueWheel::new(room, resolution),
+            hurried: false,
+            broken: false,
+        }
+    }
+}
+
+/// A command that takes as long as the drive takes to look at its blocks, and does nothing with them
+/// and nothing with the guest's memory (Verify; NVM 1.0, section 3.2.5). What names its blocks in a
+/// list looks at one.
+fn looks_only(sqe: &Sqe) -> Sqe {
+    let mut verify = Sqe::new(NvmOpcode::VERIFY.0);
+    verify.set_cid(sqe.cid());
+    verify.nsid = sqe.nsid;
+    let ReadWrite { slba, nlb_z, .. } = match NvmOpcode(sqe.opcode()) {
+        NvmOpcode::COPY | NvmOpcode::DATASET_MANAGEMENT | NvmOpcode::FLUSH => ReadWrite::default(),
+        // All others have both fields there.
+        _ => ReadWrite::from(sqe),
+    };
+    let blocks = CompareVerify {
+        slba,
+        nlb_z,
+        ..CompareVerify::default()
+    };
+    blocks.write_to(&mut verify);
+    verify
+}
+
+impl<C: Clock> HostBatch for &mut FaultQueue<C> {
+    fn announce(&mut self, _: u32, _: Ticks) {}
+
+    fn submit(&mut self, sqe: &Sqe) {
+        debug_assert!(self.arriving.len() < self.arriving.capacity());
+        self.arriving.push(*sqe);
+    }
+
+    fn ring(self, memory: HostMemory<'_>) {
+        let FaultQueue {
+            drive,
+            faults,
+            arriving,
+            passing,
+            fates,
+            refused,
+            lost,
+            broken,
+            ..
+        } = self;
+        let mut act = |sqe: &Sqe, verdict| {
+            let slot = sqe.cid().0;
+            let Some(fate) = fates.get_mut(usize::from(slot)) else {
+                return;
+            };
+            *fate = Fate::default();
+            match verdict {
+                Verdict::Pass(delay) => {
+                    fate.delay = delay;
+                    passing.push(*sqe);
+                }
+                Verdict::Fail(status, delay) => {
+                    let status = Some(status);
+                    *fate = Fate { delay, status };
+                    passing.push(looks_only(sqe));
+                }
+                Verdict::Refuse(status) => refused.push(HostCompletion {
+                    slot,
+                    status,
+                    dw0: 0,
+                }),
+                Verdict::Lose => lost.push(slot),
+                Verdict::Break => {
+                    lost.push(slot);
+                    *broken = true;
+                }
+            }
+        };
+        if faults.is_idle() {
+            for sqe in arriving.iter() {
+                act(sqe, Verdict::Pass(0));
+            }
+        } else {
+            faults.judge(arriving, memory, act);
+        }
+        arriving.clear();
+        drive.ring_in(passing, memory);
+        passing.clear();
+    }
+}
+
+impl<C: Clock> HostQueue for FaultQueue<C> {
+    type Commands = NvmCommands;
+
+    type Batch<'a>
+        = &'a mut Self
+    where
+        C: 'a;
+
+    fn batch(&mut self) -> &mut Self {
+        self
+    }
+
+    fn reap(&mut self, memory: HostMemory<'_>, mut taker: impl CompletionTaker) {
+        let Self {
+            drive,
+            faults,
+            clock,
+            fates,
+            reaped,
+            refused,
+            lost,
+            delayed,
+            wheel,
+            ..
+        } = self;
+        let gone = faults.is_gone();
+        // Whatever a drive was about to say that is not there any more.
+        let told = |status| if gone { REMOVED } else { status };
+        drive.reap_into(memory, reaped);
+        for completion in reaped.drain(..) {
+            let slot = usize::from(completion.slot);
+            let (Some(fate), Some(delayed)) = (fates.get(slot), delayed.get_mut(slot)) else {
+                continue;
+            };
+            let status = told(fate.status.unwrap_or(completion.status));
+            let completion = HostCompletion {
+                status,
+                ..completion
+            };
+            if fate.delay == 0 {
+                taker.take(completion);
+            } else {
+                *delayed = completion;
+                let due = clock.now().saturating_add(fate.delay);
+                wheel.insert(completion.slot.into(), due);
+            }
+        }
+        for completion in refused.drain(..) {
+            taker.take(completion);
+        }
+        let mut due = |slot: u32| {
+            if let Some(completion) = delayed.get(slot as usize) {
+                taker.take(HostCompletion {
+                    status: told(completion.status),
+                    ..*completion
+                });
+            }
+        };
+        if !self.hurried && !gone {
+            if wheel.next_due().is_some() {
+                wheel.advance(clock.now(), due);
+            }
+            return;
+        }
+        wheel.drain(&mut due);
+        for slot in lost.drain(..) {
+            taker.take(HostCompletion {
+                slot,
+                status: told(Status::ABORTED_SQ_DELETION),
+                dw0: 0,
+            });
+        }
+    }
+
+    fn cut_short(&mut self) {
+        self.drive.cut_short();
+    }
+
+    fn is_polled(&self) -> bool {
+        true
+    }
+
+    /// Commands that never complete do so, too.
+    fn hurry(&mut self, hurried: bool) {
+        self.hurried = hurried;
+        self.drive.hurry(hurried);
+    }
+
+    fn next_due(&self) -> Option<Ticks> {
+        let delayed = self.wheel.next_due().map(Ticks);
+        [delayed, self.drive.next_due()].into_iter().flatten().min()
+    }
+
+    fn wait_fd(&self) -> Option<RawFd> {
+        self.drive.wait_fd()
+    }
+
+    fn has_failed(&self) -> bool {
+        self.broken
+    }
+
+    fn is_gone(&self) -> bool {
+        self.faults.is_gone()
+    }
+
+    fn blocks(&self) -> Option<u64> {
+        Some(self.faults.blocks())
+    }
+}

@@ -1,0 +1,143 @@
+//! Requests that the kernel keeps for too long: each is reported, cancelled, and repeated in another way; if that does
+//! not help, the queue fails.
+//!
+//! A queue looks at its requests a few times a second and counts its looks. A request remembers the count at which it
+//! was made, so its age costs nothing per command, and a host that was suspended makes no request old.
+
+use std::time::Duration;
+
+use log::{error, warn};
+
+use super::operation::Next;
+use super::queue::FileQueue;
+use super::uring::Ring;
+use crate::model::Clock;
+use nvme_mpt::clock::{Ticks, ticks_in};
+use nvme_mpt::spec::ids::CommandId;
+
+/// Time between two looks.
+const LOOK: Duration = Duration::from_millis(250);
+
+/// Looks after which a request is overdue: 10 s, far more than a drive that is well needs.
+pub(super) const OVERDUE: u32 = 40;
+
+/// Looks after which a request is given up that could not be cancelled: 30 s, as long as drivers wait.
+pub(super) const LOST: u32 = 120;
+
+/// Marks the tags of cancellations.
+const CANCELLATION: u64 = 1 << 32;
+
+/// The looks of one queue at its requests.
+#[derive(Debug)]
+pub(super) struct Looks {
+    /// Their number.
+    pub(super) count: u32,
+    /// Moment of the next one.
+    pub(super) next: Ticks,
+    interval: u64,
+}
+
+impl Looks {
+    pub(super) fn new() -> Self {
+        Self {
+            count: 0,
+            next: Ticks(0),
+            interval: ticks_in(LOOK),
+        }
+    }
+}
+
+impl<R: Ring, C: Clock> FileQueue<R, C> {
+    /// Looks at the requests that the kernel has.
+    #[cold]
+    pub(super) fn look(&mut self, now: Ticks) {
+        self.looks.next = Ticks(now.0 + self.looks.interval);
+        self.looks.count = self.looks.count.wrapping_add(1);
+        if self.ring.in_flight() == 0 || self.failed {
+            return;
+        }
+        for slot in 0..self.operations.len() {
+            let operation = &self.operations[slot];
+            let age = self.looks.count.wrapping_sub(operation.since);
+            if !operation.requested || age <= OVERDUE {
+                continue;
+            }
+            if operation.overdue {
+                if age > LOST {
+                    self.fail(slot, "cannot be cancelled");
+                }
+            } else if operation.repeats > 0 {
+                self.fail(slot, "was repeated in vain");
+            } else {
+                self.cancel(slot);
+            }
+        }
+    }
+
+    fn cancel(&mut self, slot: usize) {
+        warn!("{}: it is cancelled", self.report(slot));
+        self.operations[slot].overdue = true;
+        let tag = slot as u64;
+        if let Err(error) = self.ring.cancel(CANCELLATION | tag, tag) {
+            warn!("A request cannot be cancelled: {error}");
+        }
+    }
+
+    fn fail(&mut self, slot: usize, why: &str) {
+        error!("{} and {why}: its queue fails", self.report(slot));
+        self.failed = true;
+        // Others wait for it no more.
+        if std::mem::take(&mut self.operations[slot].zeroing.has_turn) {
+            self.file.turns.give_back();
+        }
+        self.file.claims.close_lane(&self.lane);
+    }
+
+    /// Names a request.
+    fn report(&self, slot: usize) -> String {
+        let operation = &self.operations[slot];
+        let (what, fd, offset, len) = match operation.next {
+            Next::Slice => {
+                let zeroing = &operation.zeroing;
+                (
+                    "deallocation",
+                    self.lease.sync_fd(),
+                    zeroing.at,
+                    zeroing.slice,
+                )
+            }
+            Next::Sync | Next::SyncCompanion => ("sync", self.lease.sync_fd(), 0, 0),
+            next => {
+                let what = if next == Next::Write { "write" } else { "read" };
+                let vectors = match operation.staged {
+                    Some(_) => &operation.stage,
+                    None => &operation.vectors,
+                };
+                let len = vectors.len() as u64;
+                (what, self.lease.data_fd(), operation.offset, len)
+            }
+        };
+        format!(
+            "The kernel keeps a {what} on {} (descriptor {fd}, offset {offset}, length {len}) for over {:?}",
+            self.file.path.display(),
+            LOOK * self.looks.count.wrapping_sub(operation.since)
+        )
+    }
+
+    /// The slot whose request a completion ends; `None` for that of a cancellation.
+    #[inline]
+    pub(super) fn slot_of(&self, tag: u64, result: Result<usize, i32>) -> Option<CommandId> {
+        if tag & CANCELLATION == 0 {
+            return Some(CommandId(tag as u16));
+        }
+        // The request itself tells if it was cancelled.
+        if let Err(errno) = result {
+            let error = std::io::Error::from_raw_os_error(errno);
+            warn!(
+                "The kernel cancels no request {}: {error}",
+                tag & !CANCELLATION
+            );
+        }
+        None
+    }
+}

@@ -1,0 +1,281 @@
+//! The file of a drive as one lease has it open.
+//!
+//! The kernel reports a failed write-back once to each open file description (Linux, `lib/errseq.c`). So each lease
+//! has descriptions of its own, and a Flush of one lease takes no error from another. The kernel reports it once,
+//! but the data stays lost. So the lease remembers the error until its VMM connects again.
+//!
+//! Queues of one lease share its descriptions for I/O. Two Flushes at once could therefore end out of order: one
+//! that succeeded before the one that has the error. So each queue has a [`Witness`] too, which it asks at the end
+//! of each Flush.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use log::{error, info};
+
+use super::way::Way;
+use super::{SharedFile, uring};
+use nvme_mpt::event::{DriveEvent, Event, EventQueue};
+use nvme_mpt::host::Damage;
+use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_mpt::spec::status::Status;
+
+/// The status of a command that finds, or would hide, that writes were lost.
+const LOST: Status = Status::WRITE_FAULT.with_dnr(true);
+
+/// Descriptions of a drive's files that do no I/O. Each is asked by one thread at a time.
+#[derive(Debug)]
+pub(super) struct Witness {
+    file: File,
+    companion: Option<File>,
+}
+
+impl Witness {
+    fn open(shared: &SharedFile) -> io::Result<Self> {
+        let companion = shared.companion.get();
+        Ok(Self {
+            file: reopen(&shared.opened, Some(&shared.path), 0)?,
+            companion: companion.map(|file| reopen(file, None, 0)).transpose()?,
+        })
+    }
+
+    /// Returns the error of a write-back that failed since it was asked last. It waits for nothing.
+    fn ask(&self) -> io::Result<()> {
+        let files = [Some(&self.file), self.companion.as_ref()];
+        // All are asked, so that none has old news the next time.
+        let asked = files.map(|file| file.map_or(Ok(()), uring::write_back_error));
+        heard(asked.into_iter().collect())
+    }
+}
+
+/// A file or block device, opened for one lease.
+#[derive(Debug)]
+pub(crate) struct LeasedFile {
+    pub(super) shared: Arc<SharedFile>,
+    /// The lease's name in the log.
+    name: String,
+    /// The byte of the drive behind its last one.
+    end: u64,
+    buffered: File,
+    /// The same file without the page cache, if that is its [`Way`].
+    direct: Option<File>,
+    /// The drive's companion file, in a description of this lease.
+    companion: Option<File>,
+    /// Knows of errors from before a queue's own witness.
+    witness: Witness,
+    lost: AtomicBool,
+    events: Mutex<Weak<EventQueue>>,
+}
+
+impl LeasedFile {
+    pub(super) fn open(shared: Arc<SharedFile>, name: &str, end: u64) -> io::Result<Self> {
+        let path = &shared.path;
+        let companion = shared.companion.get();
+        Ok(Self {
+            name: name.to_owned(),
+            end,
+            buffered: reopen(&shared.opened, Some(path), 0)?,
+            direct: match shared.way {
+                Way::Direct(_) => Some(reopen(&shared.opened, Some(path), libc::O_DIRECT)?),
+                Way::Cached => None,
+            },
+            companion: companion.map(|file| reopen(file, None, 0)).transpose()?,
+            witness: Witness::open(&shared)?,
+            lost: AtomicBool::new(false),
+            events: Mutex::default(),
+            shared,
+        })
+    }
+
+    /// Opens a witness for a queue. What happened before is the lease's to know.
+    pub(super) fn open_witness(&self) -> io::Result<Witness> {
+        let witness = Witness::open(&self.shared)?;
+        // An error in between is seen by both.
+        let _ = self.ask(&self.witness);
+        Ok(witness)
+    }
+
+    /// Returns the status of a Flush, or of a failed write with FUA, if its witness knows of lost writes.
+    pub(super) fn ask(&self, witness: &Witness) -> Result<(), Status> {
+        witness.ask().map_err(|error| self.lose_writes(&error))
+    }
+
+    /// Reports to these events from now on.
+    pub(crate) fn subscribe(&self, events: &Arc<EventQueue>) {
+        *self.events.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(events);
+    }
+
+    /// Returns whether completed writes were lost since the lease's VMM connected.
+    pub(crate) fn has_lost_writes(&self) -> bool {
+        self.lost.load(Ordering::Relaxed)
+    }
+
+    /// Forgets what was lost: a VMM connected, and its guest begins anew.
+    pub(crate) fn forget_lost_writes(&self) {
+        let files = [Some(&self.buffered), self.companion.as_ref()];
+        // What they would report next was before.
+        for file in files.into_iter().chain([self.direct.as_ref()]).flatten() {
+            let _ = uring::write_back_error(file);
+        }
+        let _ = self.ask(&self.witness);
+        if self.lost.swap(false, Ordering::Relaxed) {
+            info!(
+                "Lease {} takes writes again, as its VMM connected anew",
+                self.name
+            );
+        }
+    }
+
+    /// Notes that the kernel could not write back what completed writes left in the page cache. Returns the
+    /// status of the command that found it.
+    pub(super) fn lose_writes(&self, cause: &io::Error) -> Status {
+        if !self.lost.swap(true, Ordering::Relaxed) {
+            error!(
+                "Lease {} lost completed writes, as {} could not be written: {cause}. All its writes and flushes \
+                 fail until its VMM connects again",
+                self.name,
+                self.shared.path.display(),
+            );
+            self.report();
+        }
+        LOST
+    }
+
+    /// Reports that there is new damage.
+    pub(super) fn report(&self) {
+        let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(events) = events.upgrade() {
+            events.report(Event::Drive(DriveEvent::Health));
+        }
+    }
+
+    /// Returns whether there can be damage that is found by looking alone.
+    pub(crate) fn can_be_damaged(&self) -> bool {
+        self.shared.watched.can_change()
+    }
+
+    /// Looks at the file and its path, and returns the damage.
+    pub(crate) fn damage(&self) -> Damage {
+        self.shared.look_at_size();
+        self.shared.look_at_path();
+        Damage {
+            lost_writes: self.has_lost_writes(),
+            cut_short: !self.shared.watched.has(self.end),
+            replaced: self.shared.watched.is_replaced(),
+        }
+    }
+
+    /// Refuses commands of a lease that lost writes: a flush that succeeded would promise the lost ones, and
+    /// what is written behind them may rely on them.
+    #[inline]
+    pub(super) fn check(&self, opcode: NvmOpcode) -> Result<(), Status> {
+        if !self.has_lost_writes() {
+            // What was written behind the end of a file that was cut short is not durable.
+            return match opcode {
+                NvmOpcode::FLUSH if !self.shared.watched.has(self.end) => Err(LOST),
+                _ => Ok(()),
+            };
+        }
+        match opcode {
+            NvmOpcode::READ | NvmOpcode::COMPARE | NvmOpcode::VERIFY => Ok(()),
+            NvmOpcode::FLUSH => Err(LOST),
+            // The lease is read only (Base 2.0, Figure 207, Critical Warning, bit 3).
+            _ => Err(Status::WRITE_TO_READ_ONLY_RANGE.with_dnr(true)),
+        }
+    }
+
+    /// Makes all that was written durable.
+    ///
+    /// # Errors
+    /// Returns the error of `fdatasync`, or an error if writes were lost before.
+    pub(crate) fn sync(&self) -> io::Result<()> {
+        let files = [Some(&self.buffered), self.companion.as_ref()];
+        let synced = files.map(|file| file.map_or(Ok(()), File::sync_data));
+        let synced: io::Result<()> = synced.into_iter().collect();
+        if let Err(error) = &synced {
+            self.lose_writes(error);
+        }
+        let _ = self.ask(&self.witness);
+        if self.has_lost_writes() {
+            let what = format!("lease {} lost completed writes", self.name);
+            return Err(synced.err().unwrap_or_else(|| io::Error::other(what)));
+        }
+        Ok(())
+    }
+
+    /// The descriptor for all data.
+    pub(super) fn data_fd(&self) -> RawFd {
+        self.direct.as_ref().unwrap_or(&self.buffered).as_raw_fd()
+    }
+
+    /// The descriptor for all that is no data.
+    pub(super) fn sync_fd(&self) -> RawFd {
+        self.buffered.as_raw_fd()
+    }
+
+    /// The descriptor of the file that is to be as durable, if there is one.
+    pub(super) fn companion_fd(&self) -> Option<RawFd> {
+        self.companion.as_ref().map(AsRawFd::as_raw_fd)
+    }
+}
+
+/// Opens what `file` has open once more, for a description of its own. `path` may lead to another file by now;
+/// the kernel's name of the descriptor does not.
+pub(super) fn reopen(file: &File, path: Option<&Path>, flags: i32) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).custom_flags(flags);
+    let wanted = place(file)?;
+    if let Some(path) = path
+        && let Ok(opened) = options.open(path)
+        && place(&opened)? == wanted
+    {
+        return Ok(opened);
+    }
+    let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    options.open(path)
+}
+
+/// Identity of a file: device and inode, and the device that a special file stands for.
+fn place(file: &File) -> io::Result<(u64, u64, u64)> {
+    let metadata = file.metadata()?;
+    Ok((metadata.dev(), metadata.ino(), metadata.rdev()))
+}
+
+/// Result of a sync.
+#[cfg(not(test))]
+pub(super) const fn synced(result: Result<usize, i32>) -> Result<usize, i32> {
+    result
+}
+
+/// Returns the answer of a witness.
+#[cfg(not(test))]
+fn heard(result: io::Result<()>) -> io::Result<()> {
+    result
+}
+
+#[cfg(test)]
+fn heard(result: io::Result<()>) -> io::Result<()> {
+    let told = NEXT_WITNESS_HEARS.take();
+    told.map_or(result, |errno| Err(io::Error::from_raw_os_error(errno)))
+}
+
+#[cfg(test)]
+thread_local! {
+    /// Error that the next witness asked on this thread hears of, instead of the kernel's answer.
+    static NEXT_WITNESS_HEARS: std::cell::Cell<Option<i32>> = const { std::cell::Cell::new(None) };
+    /// Result of the next sync that ends on this thread, in place of the kernel's.
+    static NEXT_SYNC_FAILS: std::cell::Cell<Option<i32>> = const { std::cell::Cell::new(None) };
+}
+
+#[cfg(test)]
+pub(super) fn synced(result: Result<usize, i32>) -> Result<usize, i32> {
+    NEXT_SYNC_FAILS.take().map_or(result, Err)
+}
+
+#[cfg(test)]
+mod tests;

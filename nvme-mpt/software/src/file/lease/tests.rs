@@ -1,0 +1,145 @@
+//! A lease whose file system failed to write back once.
+
+use super::*;
+use crate::file::{FileQueue, FileStore};
+use nvme_mpt::dma::RegionTable;
+use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue};
+use nvme_mpt::iova::IovaSpace;
+use nvme_mpt::shadow::ListMemory;
+use nvme_mpt::spec::ids::Lba;
+use nvme_mpt::spec::nvm::WriteZeroes;
+use nvme_mpt::spec::sqe::Sqe;
+
+struct Scene {
+    _file: tempfile::NamedTempFile,
+    store: FileStore,
+    table: RegionTable,
+    lists: ListMemory,
+}
+
+impl Scene {
+    fn new() -> Self {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        Self {
+            store: FileStore::open(file.path(), 9).unwrap(),
+            _file: file,
+            table: RegionTable::default(),
+            lists: ListMemory::new(&Arc::new(IovaSpace::software()), 4).unwrap(),
+        }
+    }
+
+    fn run(&self, queue: &mut FileQueue, sqe: &Sqe) -> Status {
+        let memory = HostMemory {
+            table: &self.table,
+            lists: &self.lists,
+        };
+        let mut batch = queue.batch();
+        batch.submit(sqe);
+        batch.ring(memory);
+        let mut status = None;
+        while status.is_none() {
+            queue.reap(memory, |done: HostCompletion| status = Some(done.status));
+        }
+        status.unwrap()
+    }
+}
+
+fn command(opcode: NvmOpcode) -> Sqe {
+    Sqe::new(opcode.0)
+}
+
+fn zeroes(fua: bool) -> Sqe {
+    let mut sqe = command(NvmOpcode::WRITE_ZEROES);
+    let zeroes = WriteZeroes {
+        slba: Lba(8),
+        fua,
+        ..WriteZeroes::default()
+    };
+    zeroes.write_to(&mut sqe);
+    sqe
+}
+
+#[test]
+fn a_write_back_that_failed_once_fails_every_flush_and_write_until_a_vmm_connects() {
+    let scene = Scene::new();
+    let [a, b] = ["a", "b"].map(|name| scene.store.lease(name, 1 << 20).unwrap());
+    let mut queues = [&a, &a, &b].map(|lease| FileQueue::new(lease, 4).unwrap());
+    let [one, two, other] = &mut queues;
+    let flush = command(NvmOpcode::FLUSH);
+    let verify = command(NvmOpcode::VERIFY);
+    let refused = Status::WRITE_TO_READ_ONLY_RANGE.with_dnr(true);
+
+    for (errno, first) in [(libc::EIO, flush), (libc::ENOSPC, zeroes(true))] {
+        assert_eq!(scene.run(one, &zeroes(true)), Status::SUCCESS);
+        NEXT_SYNC_FAILS.set(Some(errno));
+        assert_eq!(scene.run(one, &first), LOST, "the command that finds it");
+        for queue in [&mut *one, &mut *two] {
+            for _ in 0..3 {
+                assert_eq!(scene.run(queue, &flush), LOST);
+                assert_eq!(scene.run(queue, &zeroes(false)), refused);
+                assert_eq!(scene.run(queue, &zeroes(true)), refused);
+                assert_eq!(scene.run(queue, &verify), Status::SUCCESS, "reads go on");
+            }
+        }
+        let mut later = FileQueue::new(&a, 4).unwrap();
+        assert_eq!(scene.run(&mut later, &flush), LOST, "a queue made later");
+        a.sync().unwrap_err();
+        assert!(a.has_lost_writes() && !b.has_lost_writes());
+        assert_eq!(scene.run(other, &flush), Status::SUCCESS, "another lease");
+        b.sync().unwrap();
+
+        a.forget_lost_writes();
+        assert_eq!(scene.run(two, &flush), Status::SUCCESS);
+        assert_eq!(scene.run(two, &zeroes(true)), Status::SUCCESS);
+        a.sync().unwrap();
+    }
+}
+
+#[test]
+fn a_flush_that_did_not_run_loses_nothing() {
+    let scene = Scene::new();
+    let lease = scene.store.lease("a", 1 << 20).unwrap();
+    let mut queue = FileQueue::new(&lease, 4).unwrap();
+    let flush = command(NvmOpcode::FLUSH);
+    for errno in [libc::EAGAIN, libc::EINTR, libc::ECANCELED] {
+        NEXT_SYNC_FAILS.set(Some(errno));
+        assert_eq!(
+            scene.run(&mut queue, &flush),
+            Status::SUCCESS,
+            "it is repeated"
+        );
+        assert!(!lease.has_lost_writes());
+    }
+}
+
+#[test]
+fn a_sync_that_was_interrupted_hides_no_error() {
+    for errno in [libc::EAGAIN, libc::EINTR, libc::ECANCELED] {
+        let scene = Scene::new();
+        let lease = scene.store.lease("a", 1 << 20).unwrap();
+        let mut queue = FileQueue::new(&lease, 4).unwrap();
+        NEXT_SYNC_FAILS.set(Some(errno));
+        NEXT_WITNESS_HEARS.set(Some(libc::EIO));
+        assert_eq!(scene.run(&mut queue, &zeroes(true)), LOST);
+        assert!(lease.has_lost_writes());
+    }
+}
+
+#[test]
+fn a_lease_is_of_the_file_that_was_opened_whatever_its_path_leads_to() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("drive");
+    std::fs::write(&path, [0; 4096]).unwrap();
+    let store = FileStore::open(&path, 9).unwrap();
+    let opened = place(&store.shared.opened).unwrap();
+    std::fs::rename(&path, dir.path().join("moved")).unwrap();
+    for replacement in [None, Some([1; 4096])] {
+        if let Some(bytes) = replacement {
+            std::fs::write(&path, bytes).unwrap();
+        }
+        let lease = store.lease("a", 4096).unwrap();
+        assert_eq!(place(&lease.buffered).unwrap(), opened);
+        assert_eq!(place(&lease.witness.file).unwrap(), opened);
+    }
+}

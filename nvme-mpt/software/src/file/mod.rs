@@ -1,0 +1,339 @@
+//! A file or block device as a drive, through io_uring.
+//!
+//! Each command is a small state machine with one request to the kernel at a time (`operation`, `steps`), and `queue`
+//! runs those of one queue pair. Flush is fdatasync, FUA is RWF_DSYNC.
+//!
+//! A file has one way for all of its data (`way`): past the page cache where statx names the alignment for that, else
+//! (tmpfs, no `O_DIRECT`) through it. Buffered writes on ext4 complete sooner, but fill the host's memory, and both
+//! ways at once lose data. Past the cache, memory that the device cannot take is copied through a stage (`bounces`). A
+//! write of a part of a 4 KiB block reads the block and writes all of it, and excludes other changes of the block
+//! meanwhile (`claims`). Leases begin and end at 4 KiB, so no other process writes the rest of a block.
+//!
+//! The file system zeroes ranges and punches holes where it can, in slices (`slices`). Parts of blocks at both ends
+//! are zeroed by hand (`zeroes`). Deallocation is advice: a range that the file system refuses keeps its data.
+//!
+//! A queue looks four times a second at its requests (`deadline`). A request that the kernel keeps for 10 s is logged,
+//! cancelled, and repeated by another thread of the kernel. The queue fails, and its guest sees CSTS.CFS, if the
+//! request is not back after 30 s or the repetition takes 10 s too.
+
+mod bounces;
+mod claims;
+mod deadline;
+mod lease;
+mod operation;
+mod queue;
+mod slices;
+mod steps;
+#[cfg(test)]
+mod tests;
+mod uring;
+mod watch;
+mod way;
+mod zeroes;
+
+use std::fs::{File, FileType, OpenOptions};
+use std::io::{self, Seek, SeekFrom};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use log::info;
+
+pub(crate) use lease::LeasedFile;
+pub(crate) use queue::FileQueue;
+
+use claims::Claims;
+use operation::{Means, Next, Operation, Zeroing};
+use slices::Turns;
+use watch::Watched;
+use way::{Direction, Plan, Way};
+
+use nvme_mpt::event::EventQueue;
+use nvme_mpt::host::{Damage, HostLeaseError, HostLeaseRequest, HostQueuePair, Limits};
+use nvme_mpt::origin::{BackingFile, Origin};
+use nvme_mpt::range_lock::RangeLock;
+
+use crate::medium::{LeasedMedium, Medium, Pace};
+use crate::uncorrectable::{MarkRoom, UncorrectableBlocks};
+
+/// An open file or block device.
+#[derive(Clone, Debug)]
+pub(crate) struct FileStore {
+    shared: Arc<SharedFile>,
+}
+
+#[derive(Debug)]
+pub(super) struct SharedFile {
+    path: PathBuf,
+    origin: Origin,
+    bytes: u64,
+    pub(super) lba_shift: u8,
+    /// Keeps the file open, and a block device to this process. No I/O uses it: each lease has
+    /// descriptions of its own.
+    opened: File,
+    way: Way,
+    /// True if it can deallocate, after which a range reads as zeroes.
+    punches_holes: AtomicBool,
+    /// True if it can zero a range and keep its room.
+    zeroes_ranges: AtomicBool,
+    claims: Claims,
+    turns: Turns,
+    pub(super) uncorrectable: Arc<UncorrectableBlocks>,
+    watched: Watched,
+    /// The file that must be as durable as the blocks.
+    pub(super) companion: OnceLock<Arc<File>>,
+}
+
+impl FileStore {
+    /// Opens a file or block device for reading and writing.
+    ///
+    /// # Errors
+    /// Returns the kernel's error, and `InvalidInput` for something that is neither.
+    pub(super) fn open(path: &Path, lba_shift: u8) -> io::Result<Self> {
+        let path = path.canonicalize()?;
+        let kind = path.metadata()?.file_type();
+        if !kind.is_file() && !kind.is_block_device() {
+            let what = "it is neither a file nor a block device";
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
+        }
+        let origin = Origin::of(&path)?;
+        let mut options = OpenOptions::new();
+        options.read(true).write(true);
+        // A block device that is mounted or otherwise in use refuses an exclusive open.
+        let exclusive = if kind.is_block_device() {
+            libc::O_EXCL
+        } else {
+            0
+        };
+        let mut opened = options.custom_flags(exclusive).open(&path)?;
+        let bytes = opened.seek(SeekFrom::End(0))?;
+        let direct = options.custom_flags(libc::O_DIRECT).open(&path).ok();
+        let way = Way::of(bytes, direct.as_ref().and_then(uring::direct_alignment));
+        if way == Way::Cached {
+            info!(
+                "{} is not read and written past the page cache, which costs a copy",
+                path.display()
+            );
+        }
+        let punches_holes = AtomicBool::new(deallocates(&opened, kind, bytes)?);
+        // Said now, not when a guest creates its first queue.
+        uring::Uring::new(1).map_err(|error| {
+            let what = format!("io_uring cannot be used (is kernel.io_uring_disabled 0?): {error}");
+            io::Error::new(error.kind(), what)
+        })?;
+        let shared = SharedFile {
+            path,
+            origin,
+            bytes,
+            lba_shift,
+            opened,
+            way,
+            punches_holes,
+            zeroes_ranges: AtomicBool::new(true),
+            claims: Claims::default(),
+            turns: Turns::new(),
+            uncorrectable: Arc::default(),
+            watched: Watched::new(kind.is_file(), bytes),
+            companion: OnceLock::new(),
+        };
+        Ok(Self {
+            shared: Arc::new(shared),
+        })
+    }
+
+    /// Locks a range of the file against others who lock what they use.
+    ///
+    /// # Errors
+    /// `WouldBlock` names the processes that have part of it locked; else what the kernel reports.
+    pub(super) fn claim(&self, start: u64, length: u64) -> io::Result<RangeLock> {
+        let opened = lease::reopen(&self.shared.opened, Some(&self.shared.path), 0)?;
+        let mut claim = RangeLock::claim(opened, start, length)?;
+        // A program that has the file of a loop device locks that, and knows of no device.
+        for below in self.shared.origin.files() {
+            let file = open_below(below)?;
+            claim = claim.and(RangeLock::claim(file, below.offset + start, length)?);
+        }
+        Ok(claim)
+    }
+
+    /// Opens the file for one lease, which is called `name` in the log and ends at byte `end` of the drive.
+    ///
+    /// # Errors
+    /// Returns the kernel's error if the file cannot be opened once more.
+    pub(super) fn lease(&self, name: &str, end: u64) -> io::Result<Arc<LeasedFile>> {
+        let lease = Arc::new(LeasedFile::open(self.shared.clone(), name, end)?);
+        self.shared.watched.tell(&lease);
+        Ok(lease)
+    }
+}
+
+impl Medium for FileStore {
+    fn identity(&self) -> String {
+        self.shared.origin.identity()
+    }
+
+    fn model(&self) -> &'static str {
+        "nvme-mpt file drive"
+    }
+
+    /// Its size when it was opened.
+    fn bytes(&self) -> u64 {
+        self.shared.bytes
+    }
+
+    fn limits(&self, limits: Limits) -> Limits {
+        Limits {
+            volatile_write_cache: true,
+            deallocated_reads_zeroes: self.shared.punches_holes(),
+            // A fallocate runs in the kernel's own threads, so its length makes nobody wait.
+            dsm_range_bytes_max: 2 << 40,
+            ..limits
+        }
+    }
+
+    fn is_private(&self) -> bool {
+        false
+    }
+
+    fn path(&self) -> Option<&Path> {
+        Some(&self.shared.path)
+    }
+
+    fn keep_durable_with(&self, file: Arc<File>) {
+        // The first one stays: a drive has one such file.
+        let _ = self.shared.companion.set(file);
+    }
+
+    fn open_lease(
+        &self,
+        request: &HostLeaseRequest<'_>,
+    ) -> Result<Box<dyn LeasedMedium>, HostLeaseError> {
+        let bytes = request.bytes();
+        let lock = self.claim(bytes.start(), bytes.length());
+        let lock = lock.map_err(|error| match error.kind() {
+            io::ErrorKind::WouldBlock => HostLeaseError::InUse(error),
+            _ => HostLeaseError::Io(error),
+        })?;
+        Ok(Box::new(FileLease {
+            file: self.lease(request.name, bytes.end())?,
+            _marks: self.shared.uncorrectable.make_room(request.range),
+            _lock: lock,
+        }))
+    }
+}
+
+/// A part of a file, locked for a lease.
+#[derive(Debug)]
+struct FileLease {
+    file: Arc<LeasedFile>,
+    _marks: MarkRoom,
+    _lock: RangeLock,
+}
+
+impl LeasedMedium for FileLease {
+    fn create_queue(&self, slots: u16, pace: Pace<'_>) -> io::Result<HostQueuePair> {
+        Ok(pace.queue(FileQueue::new(&self.file, slots)?, slots))
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        self.file.sync()
+    }
+
+    fn subscribe(&self, events: &Arc<EventQueue>) {
+        self.file.subscribe(events);
+    }
+
+    fn damage(&self) -> Damage {
+        self.file.damage()
+    }
+
+    fn can_be_damaged(&self) -> bool {
+        self.file.can_be_damaged()
+    }
+
+    fn begin_anew(&self) {
+        self.file.forget_lost_writes();
+    }
+}
+
+impl SharedFile {
+    /// Plans the transfer of an operation's data.
+    #[inline]
+    fn plan(&self, direction: Direction, operation: &Operation) -> Plan {
+        let parts = operation.vectors.parts();
+        self.way
+            .plan(direction, operation.data_offset, parts, self.bytes)
+    }
+
+    /// The zeroing of a range of bytes, deallocated if that is wanted and can be done.
+    fn zeroing(&self, start: u64, end: u64, deallocate: bool, then: Next) -> Zeroing {
+        let means = if deallocate && self.punches_holes() {
+            Means::Punch
+        } else if self.zeroes_ranges.load(Ordering::Relaxed) {
+            Means::Zero
+        } else {
+            Means::Hand
+        };
+        Zeroing {
+            at: start,
+            end,
+            means,
+            then,
+            ..Zeroing::default()
+        }
+    }
+
+    fn punches_holes(&self) -> bool {
+        self.punches_holes.load(Ordering::Relaxed)
+    }
+
+    /// Does without what the file system or the device turned out not to do.
+    fn gives_up(&self, means: Means) {
+        let (can, what) = match means {
+            Means::Punch => (&self.punches_holes, "deallocate ranges"),
+            Means::Zero => (&self.zeroes_ranges, "zero ranges by itself"),
+            Means::Hand => return,
+        };
+        if can.swap(false, Ordering::Relaxed) {
+            info!("{} cannot {what}", self.path.display());
+        }
+    }
+}
+
+/// Opens the file of a loop device.
+fn open_below(below: &BackingFile) -> io::Result<File> {
+    let file = OpenOptions::new().read(true).write(true).open(&below.path);
+    let failed = |why: &str| {
+        let path = below.path.display();
+        io::Error::other(format!(
+            "the loop device's file {path} cannot be locked: {why}"
+        ))
+    };
+    let file = file.map_err(|error| failed(&error.to_string()))?;
+    match below.is(&file)? {
+        true => Ok(file),
+        false => Err(failed("its path leads to another file")),
+    }
+}
+
+/// Returns whether a deallocated range of a file or block device reads as zeroes.
+fn deallocates(file: &File, kind: FileType, bytes: u64) -> io::Result<bool> {
+    if kind.is_file() {
+        return Ok(uring::can_punch_holes(file, bytes));
+    }
+    // A device that cannot write zeroes deallocates nothing on demand: what its discarded blocks read is not known.
+    let device = file.metadata()?.rdev();
+    let folder = format!(
+        "/sys/dev/block/{}:{}",
+        libc::major(device),
+        libc::minor(device)
+    );
+    // A partition has the queue of its whole device.
+    let limit = ["queue", "../queue"].iter().find_map(|queue| {
+        let path = format!("{folder}/{queue}/write_zeroes_max_bytes");
+        std::fs::read_to_string(path).ok()
+    });
+    let limit = limit.and_then(|limit| limit.trim().parse().ok());
+    Ok(limit.unwrap_or(0_u64) > 0)
+}

@@ -1,0 +1,311 @@
+//! A command in progress on a file drive.
+
+use super::SharedFile;
+use super::bounces::{Bounce, Need};
+use super::claims::Claim;
+use super::uring::Vectors;
+use super::way::{Plan, UNIT, Way};
+use nvme_mpt::clock::Ticks;
+use nvme_mpt::host::DataPointer;
+use nvme_mpt::host::HostMemory;
+use nvme_mpt::memory::RawBytes;
+use nvme_mpt::spec::ids::Lba;
+use nvme_mpt::spec::nvm::{CompareVerify, CopyCommand, ReadWrite, WriteZeroes};
+use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt::spec::status::Status;
+
+/// The next step of a command.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Next {
+    /// None: it is complete.
+    #[default]
+    Done,
+    /// Wait until the write may begin, see [`claims`](super::claims).
+    Claimed,
+    /// Read a block of which the write keeps a part.
+    Fill,
+    /// Read, or the rest of it.
+    Read,
+    /// Give the guest what was read into the stage.
+    Scatter,
+    /// Write, or the rest of it.
+    Write,
+    /// Make durable what was written.
+    Sync,
+    /// The same of the file that is to be as durable, if there is one.
+    SyncCompanion,
+    /// Zero the next part of a range.
+    Zero,
+    /// Wait for the file's turn, see [`slices`](super::slices).
+    Turn,
+    /// Wait until the slice may begin.
+    SliceClaimed,
+    /// Have the file system zero or deallocate a slice.
+    Slice,
+    /// Compare what was read with the guest's data.
+    Compare,
+    /// Read the next range to copy, or write what was read.
+    CopyRange,
+    /// Deallocate the next range.
+    Range,
+}
+
+/// A way to zero a range.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Means {
+    /// The file system zeroes it and keeps its room.
+    #[default]
+    Zero,
+    /// The file system deallocates it.
+    Punch,
+    /// Zeroes are written.
+    Hand,
+}
+
+/// A range on its way to be zeroes.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Zeroing {
+    /// First byte that is not zeroed.
+    pub(super) at: u64,
+    pub(super) end: u64,
+    pub(super) means: Means,
+    /// The step after the range.
+    pub(super) then: Next,
+    /// Bytes of the slice that is under way.
+    pub(super) slice: u64,
+    /// True if this command has the file's turn.
+    pub(super) has_turn: bool,
+    /// Start of the slice that is under way.
+    pub(super) began: Ticks,
+    /// Moment before which no further slice begins.
+    pub(super) pause: Ticks,
+}
+
+/// A command in progress.
+#[derive(Debug, Default)]
+pub(super) struct Operation {
+    pub(super) sqe: Sqe,
+    pub(super) next: Next,
+    /// The step after a transfer.
+    pub(super) then: Next,
+    /// The step after data was read into the stage and the guest has it.
+    pub(super) after_scatter: Next,
+    /// Next byte of the file that a transfer is to read or write.
+    pub(super) offset: u64,
+    /// First byte of the file that the command's data belongs to.
+    pub(super) data_offset: u64,
+    /// The command's data.
+    pub(super) vectors: Vectors,
+    /// Bytes of the file that the stage stands for, if the transfer has one.
+    pub(super) staged: Option<(u64, u64)>,
+    /// The part of the stage that the kernel transfers.
+    pub(super) stage: Vectors,
+    /// Blocks to read into the stage, of which the write keeps a part: start and end in the file.
+    pub(super) fills: [Option<(u64, u64)>; 2],
+    pub(super) bounce: Option<Bounce>,
+    pub(super) claim: Claim,
+    pub(super) zeroing: Zeroing,
+    /// Ranges that were dealt with, and bytes of theirs.
+    pub(super) ranges: usize,
+    pub(super) bytes: usize,
+    /// True if the kernel has a request of it.
+    pub(super) requested: bool,
+    /// The queue's count of looks when that request was made.
+    pub(super) since: u32,
+    /// True if that request is overdue and its cancellation was requested.
+    pub(super) overdue: bool,
+    /// Requests that were repeated because they were overdue.
+    pub(super) repeats: u8,
+}
+
+impl Operation {
+    /// Makes it that of another command.
+    pub(super) fn begin(&mut self, sqe: &Sqe) {
+        self.sqe = *sqe;
+        self.vectors.clear();
+        self.staged = None;
+        self.fills = [None; 2];
+        (self.ranges, self.bytes) = (0, 0);
+        (self.requested, self.overdue, self.repeats) = (false, false, 0);
+    }
+
+    /// Names part of the data memory as the command's data.
+    pub(super) fn use_data(&mut self, offset: usize, len: usize) -> Result<(), Status> {
+        let bytes = self
+            .bounce
+            .as_ref()
+            .and_then(|bounce| bounce.data(offset, len));
+        self.vectors.push(bytes.ok_or(Status::INTERNAL_ERROR)?);
+        Ok(())
+    }
+
+    /// Names the stage's part for these bytes of the file as what the kernel transfers next.
+    pub(super) fn use_stage(&mut self, start: u64, end: u64) -> Result<(), Status> {
+        let (base, _) = self.staged.ok_or(Status::INTERNAL_ERROR)?;
+        let bytes = self
+            .bounce
+            .as_ref()
+            .and_then(|bounce| bounce.stage((start - base) as usize, (end - start) as usize));
+        self.stage.clear();
+        self.stage.push(bytes.ok_or(Status::INTERNAL_ERROR)?);
+        self.offset = start;
+        Ok(())
+    }
+
+    /// The stage's part for the command's data.
+    pub(super) fn staged_data(&self) -> Result<RawBytes<'_>, Status> {
+        let (base, _) = self.staged.ok_or(Status::INTERNAL_ERROR)?;
+        let at = (self.data_offset - base) as usize;
+        self.bounce
+            .as_ref()
+            .and_then(|bounce| bounce.stage(at, self.vectors.len()))
+            .ok_or(Status::INTERNAL_ERROR)
+    }
+
+    /// Takes up the plan of a write of `len` bytes of data.
+    pub(super) fn stage_write(&mut self, plan: Plan, len: u64) {
+        let Plan::Staged { start, end } = plan else {
+            self.staged = None;
+            return;
+        };
+        self.staged = Some((start, end));
+        let head = start != self.data_offset;
+        let tail = end != self.data_offset + len;
+        // The last block of a file may be a part of one.
+        let last = (end - 1) - (end - 1) % UNIT;
+        self.fills = match (head, tail) {
+            (false, false) => [None; 2],
+            _ if end - start <= 2 * UNIT => [Some((start, end)), None],
+            (head, tail) => [
+                head.then_some((start, start + UNIT)),
+                tail.then_some((last, end)),
+            ],
+        };
+    }
+
+    /// Returns the need of memory of a command that is about to start.
+    pub(super) fn need(&self, file: &SharedFile, plan: Plan) -> Option<Need> {
+        match NvmOpcode(self.sqe.opcode()) {
+            NvmOpcode::COMPARE | NvmOpcode::VERIFY | NvmOpcode::COPY => Some(Need::Large),
+            // For the parts of blocks at both ends of a range.
+            NvmOpcode::WRITE_ZEROES => {
+                let WriteZeroes { slba, nlb_z, .. } = WriteZeroes::from(&self.sqe);
+                let ends = (slba.0 | (u64::from(nlb_z) + 1)) << file.lba_shift;
+                (file.way != Way::Cached && !ends.is_multiple_of(UNIT)).then_some(Need::Small)
+            }
+            NvmOpcode::DATASET_MANAGEMENT => (file.way != Way::Cached).then_some(Need::Small),
+            _ => match plan {
+                Plan::InPlace => None,
+                Plan::Staged { start, end } => Some(Need::of_stage((end - start) as usize)),
+            },
+        }
+    }
+
+    /// Returns whether it has further requests to make, or waits for its first one.
+    pub(super) fn has_more(&self) -> bool {
+        match self.next {
+            Next::Done | Next::Compare | Next::Scatter => false,
+            Next::Zero => self.zeroing.at < self.zeroing.end,
+            _ => true,
+        }
+    }
+
+    /// The end of the bytes of the file that its next request is about, or that a range it begins is.
+    pub(super) fn reach(&self) -> u64 {
+        match self.next {
+            Next::Read | Next::Fill | Next::Write => {
+                let vectors = match self.staged {
+                    Some(_) => &self.stage,
+                    None => &self.vectors,
+                };
+                self.offset + vectors.len() as u64
+            }
+            Next::Slice => self.zeroing.end,
+            _ => 0,
+        }
+    }
+
+    /// Returns whether the data that was read equals the guest's.
+    pub(super) fn equals_data(
+        &self,
+        lba_shift: u8,
+        memory: HostMemory<'_>,
+    ) -> Result<bool, Status> {
+        let bounce = self.bounce.as_ref().ok_or(Status::INTERNAL_ERROR)?;
+        let (mut done, mut equal) = (0, true);
+        let len = (u64::from(CompareVerify::from(&self.sqe).nlb_z) + 1) << lba_shift;
+        DataPointer::of(&self.sqe).for_each(memory, len, |part: RawBytes<'_>| {
+            equal &= bounce
+                .data(done, part.len())
+                .is_some_and(|read| read.equals(part));
+            done += part.len();
+        })?;
+        Ok(equal)
+    }
+
+    /// The status of a command all of whose requests succeeded.
+    pub(super) fn finish(&self, file: &SharedFile) -> Status {
+        let written = match NvmOpcode(self.sqe.opcode()) {
+            NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES => {
+                let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(&self.sqe);
+                Some((slba, u64::from(nlb_z) + 1))
+            }
+            NvmOpcode::COPY => {
+                let CopyCommand { sdlba, .. } = CopyCommand::from(&self.sqe);
+                Some((sdlba, self.bytes as u64 >> file.lba_shift))
+            }
+            _ => None,
+        };
+        if let Some((Lba(start), count)) = written {
+            file.uncorrectable.clear(start, count);
+        }
+        Status::SUCCESS
+    }
+
+    /// Returns whether it deallocates, which is advice (NVM 1.0, section 3.2.3.1): a range that cannot be deallocated
+    /// keeps its data, and the command succeeds.
+    pub(super) fn is_advice(&self) -> bool {
+        NvmOpcode(self.sqe.opcode()) == NvmOpcode::DATASET_MANAGEMENT
+    }
+
+    /// The step after a command's zeroes are written.
+    pub(super) fn after_zeroes(&self) -> Next {
+        if WriteZeroes::from(&self.sqe).fua {
+            Next::Sync
+        } else {
+            Next::Done
+        }
+    }
+}
+
+/// The status for an error of the kernel's in a step of a command.
+pub(super) fn failure(errno: i32, step: Next) -> Status {
+    match errno {
+        // A hole could not be filled.
+        libc::ENOSPC | libc::EDQUOT => Status::CAPACITY_EXCEEDED,
+        libc::EFAULT => Status::DATA_TRANSFER_ERROR,
+        libc::ENOMEM | libc::EAGAIN | libc::ECANCELED => Status::INTERNAL_ERROR,
+        // Of a Copy, too, as long as it reads; and of a write that keeps a part of a block.
+        _ if step == Next::Read => Status::UNRECOVERED_READ_ERROR,
+        _ => Status::WRITE_FAULT,
+    }
+}
+
+/// Returns whether an error of deallocation leaves the range as it was: the file system cannot do it, or not now.
+pub(super) fn leaves_as_it_was(errno: i32) -> bool {
+    matches!(
+        errno,
+        libc::EOPNOTSUPP
+            | libc::ENOSYS
+            | libc::EINVAL
+            | libc::EPERM
+            | libc::EACCES
+            | libc::EBUSY
+            | libc::ETXTBSY
+            | libc::EFBIG
+            | libc::ENOSPC
+            | libc::EDQUOT
+            | libc::ENOMEM
+    )
+}

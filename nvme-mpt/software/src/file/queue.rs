@@ -1,0 +1,438 @@
+//! One queue of a file drive: each command is a few requests to the kernel, one after the other.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use log::error;
+
+use super::bounces::Bounces;
+use super::claims::Lane;
+use super::deadline::Looks;
+use super::lease::Witness;
+use super::operation::{Next, Operation};
+use super::uring::{Ring, Uring};
+use super::way::{Direction, Plan};
+use super::{LeasedFile, SharedFile};
+use crate::model::{Clock, HostClock, TimedStore};
+use nvme_mpt::clock::{Ticks, ticks_in};
+use nvme_mpt::host::DataPointer;
+use nvme_mpt::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
+use nvme_mpt::shadow::NvmCommands;
+use nvme_mpt::spec::ids::CommandId;
+use nvme_mpt::spec::nvm::{
+    CompareVerify, DatasetManagement, ReadWrite, WriteUncorrectable, WriteZeroes,
+};
+use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt::spec::status::Status;
+
+/// Pause before commands that wait for others are looked at again, and before requests are offered again that the
+/// kernel did not take.
+const RETRY: Duration = Duration::from_micros(250);
+
+/// Time that the end of a queue waits for what the kernel still has.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// The same of a queue that has failed.
+const LAST_PATIENCE: Duration = Duration::from_secs(1);
+
+/// Passes with completions after which the clock is read in any case.
+const PASSES: u32 = 64;
+
+/// A queue pair of a file drive.
+#[derive(Debug)]
+pub struct FileQueue<R: Ring = Uring, C: Clock = HostClock> {
+    pub(super) ring: R,
+    pub(super) clock: C,
+    pub(super) operations: Box<[Operation]>,
+    pub(super) file: Arc<SharedFile>,
+    pub(super) lease: Arc<LeasedFile>,
+    pub(super) witness: Witness,
+    pub(super) lane: Arc<Lane>,
+    /// The file's size was looked at since the last batch.
+    pub(super) looked: bool,
+    /// Commands that were submitted and not started, or wait for memory.
+    waiting: VecDeque<Sqe>,
+    /// Those of them, at the end, that were submitted and not rung in.
+    arriving: usize,
+    pub(super) bounces: Bounces,
+    /// Slots of commands that wait for other commands, or for their turn.
+    pub(super) blocked: Vec<u16>,
+    unblocking: Vec<u16>,
+    completed: Vec<HostCompletion>,
+    completing: Vec<HostCompletion>,
+    pub(super) looks: Looks,
+    passes: u32,
+    retry_ticks: u64,
+    /// Moment to look after commands that are blocked and requests that the kernel did not take.
+    retry_at: Ticks,
+    /// True if the kernel keeps a request for good.
+    pub(super) failed: bool,
+    /// No further request is made.
+    pub(super) cut_short: bool,
+}
+
+/// Outcome of a step of a command.
+#[derive(Debug)]
+pub(super) enum Step {
+    /// A request is on its way.
+    Requested,
+    /// The command waits for another, or for its turn.
+    Blocked,
+    /// The command is complete.
+    Complete(Status),
+    /// It has to wait until another gives its memory back.
+    Wait,
+}
+
+impl FileQueue {
+    pub(crate) fn new(lease: &Arc<LeasedFile>, slots: u16) -> io::Result<Self> {
+        // Each command has one request at a time, so the ring has room for all.
+        let ring = Uring::new(u32::from(slots).next_power_of_two())?;
+        Self::with(ring, HostClock, lease, slots)
+    }
+}
+
+impl<R: Ring, C: Clock> FileQueue<R, C> {
+    pub(super) fn with(ring: R, clock: C, lease: &Arc<LeasedFile>, slots: u16) -> io::Result<Self> {
+        let room = usize::from(slots);
+        let file = lease.shared.clone();
+        Ok(Self {
+            lease: lease.clone(),
+            witness: lease.open_witness()?,
+            ring,
+            clock,
+            operations: std::iter::repeat_with(Operation::default)
+                .take(room)
+                .collect(),
+            lane: file.claims.open_lane(),
+            looked: false,
+            file,
+            waiting: VecDeque::with_capacity(room),
+            arriving: 0,
+            bounces: Bounces::new(),
+            blocked: Vec::with_capacity(room),
+            unblocking: Vec::with_capacity(room),
+            completed: Vec::with_capacity(room),
+            completing: Vec::with_capacity(room),
+            looks: Looks::new(),
+            passes: 0,
+            retry_ticks: ticks_in(RETRY),
+            retry_at: Ticks(0),
+            failed: false,
+            cut_short: false,
+        })
+    }
+
+    pub(super) fn now(&self) -> Ticks {
+        Ticks(self.clock.now())
+    }
+
+    /// Starts commands in order, as far as there is memory of our own for them.
+    fn start_waiting(&mut self, memory: HostMemory<'_>) {
+        for _ in 0..self.waiting.len() {
+            let Some(sqe) = self.waiting.pop_front() else {
+                return;
+            };
+            let slot = sqe.cid();
+            match self.start(&sqe, memory).unwrap_or_else(Step::Complete) {
+                Step::Wait => self.waiting.push_back(sqe),
+                step => self.follow(slot, step),
+            }
+        }
+    }
+
+    fn follow(&mut self, slot: CommandId, step: Step) {
+        match step {
+            Step::Requested | Step::Wait => {}
+            Step::Blocked => self.blocked.push(slot.0),
+            Step::Complete(status) => self.complete(slot, status),
+        }
+    }
+
+    fn complete(&mut self, slot: CommandId, status: Status) {
+        let index = usize::from(slot.0);
+        self.release(index);
+        if let Some(operation) = self.operations.get_mut(index)
+            && let Some(bounce) = operation.bounce.take()
+        {
+            self.bounces.put(bounce);
+        }
+        self.completed.push(HostCompletion {
+            slot: slot.0,
+            status,
+            dw0: 0,
+        });
+    }
+
+    /// Gives back what keeps other commands waiting.
+    pub(super) fn release(&mut self, index: usize) {
+        if let Some(operation) = self.operations.get_mut(index) {
+            let claim = std::mem::take(&mut operation.claim);
+            self.file.claims.leave(&self.lane, claim);
+            if std::mem::take(&mut operation.zeroing.has_turn) {
+                self.file.turns.give_back();
+            }
+        }
+    }
+
+    fn start(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<Step, Status> {
+        let opcode = NvmOpcode(sqe.opcode());
+        self.lease.check(opcode)?;
+        let Self {
+            operations,
+            file,
+            bounces,
+            ..
+        } = self;
+        let slot = sqe.cid();
+        let operation = operations
+            .get_mut(usize::from(slot.0))
+            .ok_or(Status::INTERNAL_ERROR)?;
+        operation.begin(sqe);
+        let mut plan = Plan::InPlace;
+        if matches!(opcode, NvmOpcode::READ | NvmOpcode::WRITE) {
+            let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
+            let len = (u64::from(nlb_z) + 1) << file.lba_shift;
+            operation.data_offset = slba.0 << file.lba_shift;
+            let vectors = &mut operation.vectors;
+            DataPointer::of(sqe).for_each(memory, len, |part| vectors.push(part))?;
+            let direction = match opcode {
+                NvmOpcode::READ => Direction::Read,
+                _ => Direction::Write,
+            };
+            plan = file.plan(direction, operation);
+        }
+        if let Some(need) = operation.need(file, plan) {
+            let bounce = bounces.take(need).map_err(|error| {
+                error!("No memory for a command that needs some of its own: {error}");
+                Status::INTERNAL_ERROR
+            })?;
+            let Some(bounce) = bounce else {
+                return Ok(Step::Wait);
+            };
+            operation.bounce = Some(bounce);
+        }
+        self.begin(slot, opcode, plan, memory)
+    }
+
+    fn begin(
+        &mut self,
+        slot: CommandId,
+        opcode: NvmOpcode,
+        plan: Plan,
+        memory: HostMemory<'_>,
+    ) -> Result<Step, Status> {
+        let Self {
+            operations, file, ..
+        } = self;
+        let operation = &mut operations[usize::from(slot.0)];
+        let sqe = &operation.sqe;
+        let uncorrectable = &file.uncorrectable;
+        let shift = file.lba_shift;
+        match opcode {
+            NvmOpcode::READ => {
+                let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
+                if uncorrectable.intersects(slba.0, u64::from(nlb_z) + 1) {
+                    return Err(Status::UNRECOVERED_READ_ERROR);
+                }
+                return self.read(slot, plan, Next::Done, memory);
+            }
+            NvmOpcode::WRITE => {
+                let then = match ReadWrite::from(sqe).fua {
+                    true => Next::SyncCompanion,
+                    false => Next::Done,
+                };
+                return self.write(slot, plan, then, memory);
+            }
+            NvmOpcode::FLUSH => operation.next = Next::Sync,
+            NvmOpcode::COMPARE | NvmOpcode::VERIFY => {
+                let CompareVerify { slba, nlb_z, .. } = CompareVerify::from(sqe);
+                let count = u64::from(nlb_z) + 1;
+                if uncorrectable.intersects(slba.0, count) {
+                    return Err(Status::UNRECOVERED_READ_ERROR);
+                }
+                operation.data_offset = slba.0 << shift;
+                operation.use_data(0, (count << shift) as usize)?;
+                let plan = file.plan(Direction::Read, operation);
+                let then = match opcode {
+                    NvmOpcode::COMPARE => Next::Compare,
+                    _ => Next::Done,
+                };
+                return self.read(slot, plan, then, memory);
+            }
+            NvmOpcode::WRITE_ZEROES => {
+                let WriteZeroes {
+                    slba, nlb_z, deac, ..
+                } = WriteZeroes::from(sqe);
+                let end = slba.0 + u64::from(nlb_z) + 1;
+                let then = operation.after_zeroes();
+                operation.zeroing = file.zeroing(slba.0 << shift, end << shift, deac, then);
+                operation.next = Next::Zero;
+            }
+            NvmOpcode::WRITE_UNCORRECTABLE => {
+                let WriteUncorrectable { slba, nlb_z } = WriteUncorrectable::from(sqe);
+                let marked = uncorrectable.mark(slba.0, u64::from(nlb_z) + 1);
+                return Ok(Step::Complete(if marked {
+                    Status::SUCCESS
+                } else {
+                    Status::INTERNAL_ERROR
+                }));
+            }
+            NvmOpcode::DATASET_MANAGEMENT => {
+                let deallocates = DatasetManagement::from(sqe).ad && file.punches_holes();
+                operation.next = if deallocates { Next::Range } else { Next::Done };
+            }
+            NvmOpcode::COPY => operation.next = Next::CopyRange,
+            _ => return Err(Status::INVALID_OPCODE),
+        }
+        self.go_on(slot, memory)
+    }
+
+    /// Looks after commands that wait for others or for their turn.
+    #[cold]
+    fn unblock(&mut self, memory: HostMemory<'_>) {
+        std::mem::swap(&mut self.blocked, &mut self.unblocking);
+        for index in 0..self.unblocking.len() {
+            let slot = CommandId(self.unblocking[index]);
+            let step = self.go_on(slot, memory).unwrap_or_else(Step::Complete);
+            self.follow(slot, step);
+        }
+        self.unblocking.clear();
+    }
+
+    /// Returns whether it is time to read the clock.
+    #[inline]
+    fn watches(&mut self, ended: bool) -> bool {
+        self.passes = self.passes.wrapping_add(1);
+        !ended || self.passes.is_multiple_of(PASSES) || !self.blocked.is_empty()
+    }
+}
+
+impl TimedStore for FileQueue {
+    const AT_ONCE: bool = false;
+
+    fn arriving(&self) -> impl Iterator<Item = &Sqe> {
+        let before = self.waiting.len().saturating_sub(self.arriving);
+        self.waiting.iter().skip(before)
+    }
+
+    fn ring_through(&mut self, memory: HostMemory<'_>, _: impl FnMut(&Sqe, Status)) {
+        self.ring(memory);
+    }
+}
+
+impl<R: Ring, C: Clock> HostBatch for &mut FileQueue<R, C> {
+    fn announce(&mut self, _: u32, _: Ticks) {}
+
+    fn submit(&mut self, sqe: &Sqe) {
+        self.waiting.push_back(*sqe);
+        self.arriving += 1;
+    }
+
+    fn ring(self, memory: HostMemory<'_>) {
+        self.arriving = 0;
+        self.looked = false;
+        self.start_waiting(memory);
+        self.ring.submit();
+    }
+}
+
+impl<R: Ring, C: Clock> HostQueue for FileQueue<R, C> {
+    type Commands = NvmCommands;
+
+    type Batch<'a>
+        = &'a mut Self
+    where
+        R: 'a,
+        C: 'a;
+
+    fn batch(&mut self) -> &mut Self {
+        self
+    }
+
+    fn reap(&mut self, memory: HostMemory<'_>, mut taker: impl CompletionTaker) {
+        let mut ended = false;
+        self.looked = false;
+        while let Some((tag, result)) = self.ring.take() {
+            ended = true;
+            let Some(slot) = self.slot_of(tag, result) else {
+                continue;
+            };
+            let step = self
+                .ended(slot, result, memory)
+                .unwrap_or_else(Step::Complete);
+            self.follow(slot, step);
+        }
+        if self.watches(ended) {
+            let now = self.now();
+            if now >= self.looks.next {
+                self.look(now);
+            }
+            if !self.blocked.is_empty() {
+                self.unblock(memory);
+            }
+            self.retry_at = Ticks(now.0 + self.retry_ticks);
+        }
+        // A command that failed without a request gives memory back, too.
+        if !self.waiting.is_empty() && (ended || !self.completed.is_empty()) {
+            self.start_waiting(memory);
+        }
+        self.ring.submit();
+        std::mem::swap(&mut self.completed, &mut self.completing);
+        for completion in self.completing.drain(..) {
+            taker.take(completion);
+        }
+    }
+
+    fn cut_short(&mut self) {
+        self.cut_short = true;
+        while let Some(sqe) = self.waiting.pop_front() {
+            self.complete(sqe.cid(), Status::ABORTED_SQ_DELETION);
+        }
+        while let Some(slot) = self.blocked.pop() {
+            self.complete(CommandId(slot), Status::ABORTED_SQ_DELETION);
+        }
+        self.arriving = 0;
+    }
+
+    fn next_due(&self) -> Option<Ticks> {
+        let look = (self.ring.in_flight() > 0 && !self.failed).then_some(self.looks.next);
+        let retry = (!self.blocked.is_empty() || self.ring.is_behind()).then_some(self.retry_at);
+        [look, retry].into_iter().flatten().min()
+    }
+
+    fn wait_fd(&self) -> Option<RawFd> {
+        Some(self.ring.fd())
+    }
+
+    fn has_failed(&self) -> bool {
+        self.failed
+    }
+}
+
+impl<R: Ring, C: Clock> Drop for FileQueue<R, C> {
+    fn drop(&mut self) {
+        // The kernel may not write to memory that goes away with us.
+        let patience = if self.failed { LAST_PATIENCE } else { PATIENCE };
+        let settled = self.ring.settle(patience);
+        for slot in 0..self.operations.len() {
+            self.release(slot);
+        }
+        self.file.claims.close_lane(&self.lane);
+        if !settled {
+            error!(
+                "The kernel keeps {} requests on {} for good; memory that they name is not used again",
+                self.ring.in_flight(),
+                self.file.path.display()
+            );
+            std::mem::forget(std::mem::take(&mut self.operations));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

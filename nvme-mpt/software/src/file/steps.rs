@@ -1,0 +1,603 @@
+//! The steps of a command on a file drive, from one request to the next.
+#![expect(unsafe_code, reason = "promises the kernel that memory stays")]
+
+use std::io;
+
+use log::{error, info};
+
+use super::claims::{Change, Claim};
+use super::lease;
+use super::operation::{Means, Next, Operation, failure, leaves_as_it_was};
+use super::queue::{FileQueue, Step};
+use super::uring::{Manner, Request, Ring};
+use super::way::{Direction, Plan, UNIT, Way};
+use super::zeroes;
+use crate::memory::range;
+use crate::model::Clock;
+use nvme_mpt::host::HostMemory;
+use nvme_mpt::spec::ids::CommandId;
+use nvme_mpt::spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadWrite};
+use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_mpt::spec::status::Status;
+
+impl<R: Ring, C: Clock> FileQueue<R, C> {
+    /// Starts to read a command's data.
+    pub(super) fn read(
+        &mut self,
+        slot: CommandId,
+        plan: Plan,
+        then: Next,
+        memory: HostMemory<'_>,
+    ) -> Result<Step, Status> {
+        let operation = &mut self.operations[usize::from(slot.0)];
+        operation.next = Next::Read;
+        match plan {
+            Plan::InPlace => {
+                operation.staged = None;
+                (operation.offset, operation.then) = (operation.data_offset, then);
+            }
+            Plan::Staged { start, end } => {
+                operation.staged = Some((start, end));
+                operation.use_stage(start, end)?;
+                (operation.then, operation.after_scatter) = (Next::Scatter, then);
+            }
+        }
+        self.go_on(slot, memory)
+    }
+
+    /// Starts to write a command's data, once nothing excludes it.
+    pub(super) fn write(
+        &mut self,
+        slot: CommandId,
+        plan: Plan,
+        then: Next,
+        memory: HostMemory<'_>,
+    ) -> Result<Step, Status> {
+        let Self {
+            operations,
+            file,
+            lane,
+            ..
+        } = self;
+        let operation = &mut operations[usize::from(slot.0)];
+        operation.then = then;
+        let len = operation.vectors.len() as u64;
+        let offset = operation.data_offset;
+        operation.stage_write(plan, len);
+        if file.way == Way::Cached {
+            (operation.offset, operation.next) = (offset, Next::Write);
+            return self.go_on(slot, memory);
+        }
+        let (start, end) = operation.staged.unwrap_or((offset, offset + len));
+        let change = Change {
+            start,
+            end,
+            partial: plan.is_partial(offset, len),
+        };
+        let (claim, begins) = file.claims.enter(lane, change);
+        operation.claim = claim;
+        operation.next = Next::Claimed;
+        if !begins {
+            return Ok(Step::Blocked);
+        }
+        self.begin_write(slot)?;
+        self.go_on(slot, memory)
+    }
+
+    /// Sets up the write that may begin now.
+    fn begin_write(&mut self, slot: CommandId) -> Result<(), Status> {
+        let operation = &mut self.operations[usize::from(slot.0)];
+        if operation.fills[0].is_some() || operation.fills[1].is_some() {
+            operation.next = Next::Fill;
+        } else {
+            prepare_write(operation)?;
+        }
+        Ok(())
+    }
+
+    /// Makes the next request of a command, or completes it.
+    pub(super) fn go_on(
+        &mut self,
+        slot: CommandId,
+        memory: HostMemory<'_>,
+    ) -> Result<Step, Status> {
+        let index = usize::from(slot.0);
+        loop {
+            let file = &self.file;
+            let operation = self
+                .operations
+                .get_mut(index)
+                .ok_or(Status::INTERNAL_ERROR)?;
+            if self.cut_short && operation.has_more() {
+                return Err(Status::ABORTED_SQ_DELETION);
+            }
+            match operation.next {
+                Next::Done => {
+                    let status = operation.finish(file);
+                    if NvmOpcode(operation.sqe.opcode()) == NvmOpcode::FLUSH {
+                        self.end_flush()?;
+                    }
+                    return Ok(Step::Complete(status));
+                }
+                Next::Claimed => {
+                    if !file.claims.may_begin(&operation.claim) {
+                        return Ok(Step::Blocked);
+                    }
+                    self.begin_write(slot)?;
+                }
+                Next::Fill => {
+                    let [first, second] = &mut operation.fills;
+                    match first.take().or_else(|| second.take()) {
+                        Some((start, end)) => {
+                            operation.use_stage(start, end)?;
+                            if !self.skips_lost_range(slot) {
+                                return self.request(slot);
+                            }
+                        }
+                        None => prepare_write(operation)?,
+                    }
+                }
+                Next::Scatter => {
+                    let bytes = operation.staged_data()?;
+                    // SAFETY: a shadow queue keeps the memory that the vectors name mapped while the command is in
+                    // flight, and one that reads may write to it; or it is the operation's own.
+                    unsafe { operation.vectors.copy_from(bytes) };
+                    operation.next = operation.after_scatter;
+                }
+                Next::SyncCompanion if self.lease.companion_fd().is_none() => {
+                    operation.next = Next::Done;
+                }
+                Next::Read | Next::Write | Next::Sync | Next::SyncCompanion | Next::Slice => {
+                    if !self.skips_lost_range(slot) {
+                        return self.request(slot);
+                    }
+                }
+                Next::Compare => {
+                    let equal = operation.equals_data(file.lba_shift, memory)?;
+                    return Ok(Step::Complete(if equal {
+                        Status::SUCCESS
+                    } else {
+                        Status::COMPARE_FAILURE
+                    }));
+                }
+                Next::CopyRange => return self.copy_range(slot, memory),
+                Next::Range => self.next_range(slot, memory)?,
+                Next::Zero => {
+                    if let Some(step) = self.zero(slot, memory)? {
+                        return Ok(step);
+                    }
+                }
+                Next::Turn => {
+                    if !self.take_turn(slot) {
+                        return Ok(Step::Blocked);
+                    }
+                }
+                Next::SliceClaimed => {
+                    if !file.claims.may_begin(&operation.claim) {
+                        return Ok(Step::Blocked);
+                    }
+                    operation.next = Next::Slice;
+                }
+            }
+        }
+    }
+
+    fn copy_range(&mut self, slot: CommandId, memory: HostMemory<'_>) -> Result<Step, Status> {
+        let Self {
+            operations, file, ..
+        } = self;
+        let operation = &mut operations[usize::from(slot.0)];
+        let sqe = operation.sqe;
+        let CopyCommand { sdlba, nr_z, .. } = CopyCommand::from(&sqe);
+        operation.vectors.clear();
+        if operation.ranges > usize::from(nr_z) {
+            operation.data_offset = sdlba.0 << file.lba_shift;
+            operation.use_data(0, operation.bytes)?;
+            let plan = file.plan(Direction::Write, operation);
+            return self.write(slot, plan, Next::Done, memory);
+        }
+        let range: CopyRange0 = range(&sqe, memory, operation.ranges)?;
+        let count = u64::from(range.nlb_z) + 1;
+        if file.uncorrectable.intersects(range.slba.0, count) {
+            return Err(Status::UNRECOVERED_READ_ERROR);
+        }
+        let len = (count << file.lba_shift) as usize;
+        operation.use_data(operation.bytes, len)?;
+        operation.data_offset = range.slba.0 << file.lba_shift;
+        operation.ranges += 1;
+        operation.bytes += len;
+        let plan = file.plan(Direction::Read, operation);
+        self.read(slot, plan, Next::CopyRange, memory)
+    }
+
+    /// Takes up the next range of a Dataset Management command.
+    fn next_range(&mut self, slot: CommandId, memory: HostMemory<'_>) -> Result<(), Status> {
+        let Self {
+            operations, file, ..
+        } = self;
+        let operation = &mut operations[usize::from(slot.0)];
+        let DatasetManagement { nr_z, .. } = DatasetManagement::from(&operation.sqe);
+        while operation.ranges <= usize::from(nr_z) && file.punches_holes() {
+            let range: DsmRange = range(&operation.sqe, memory, operation.ranges)?;
+            operation.ranges += 1;
+            let count = u64::from(range.nlb);
+            if count != 0 {
+                file.uncorrectable.clear(range.slba.0, count);
+                let start = range.slba.0 << file.lba_shift;
+                let end = start + (count << file.lba_shift);
+                operation.zeroing = file.zeroing(start, end, true, Next::Range);
+                operation.next = Next::Zero;
+                return Ok(());
+            }
+        }
+        operation.next = Next::Done;
+        Ok(())
+    }
+
+    /// Zeroes the next part of a range: whole blocks by the file system where it can, parts of blocks by hand.
+    fn zero(&mut self, slot: CommandId, memory: HostMemory<'_>) -> Result<Option<Step>, Status> {
+        let Self {
+            operations, file, ..
+        } = self;
+        let operation = &mut operations[usize::from(slot.0)];
+        let zeroing = &mut operation.zeroing;
+        let (at, end) = (zeroing.at, zeroing.end);
+        if at >= end {
+            operation.next = zeroing.then;
+            return Ok(None);
+        }
+        let unit = match file.way {
+            Way::Cached => 1,
+            Way::Direct(_) => UNIT,
+        };
+        let whole = end - end % unit;
+        let by_hand = if !at.is_multiple_of(unit) {
+            at.next_multiple_of(unit).min(end) - at
+        } else if whole <= at {
+            end - at
+        } else if zeroing.means == Means::Hand {
+            (whole - at).min(zeroes::BYTES as u64)
+        } else {
+            operation.next = Next::Turn;
+            return Ok(None);
+        };
+        let bytes = zeroes::bytes(by_hand as usize).ok_or_else(|| {
+            error!("No memory for zeroes to write");
+            Status::INTERNAL_ERROR
+        })?;
+        zeroing.at += by_hand;
+        operation.data_offset = at;
+        operation.vectors.clear();
+        operation.vectors.push(bytes);
+        let plan = file.plan(Direction::Write, operation);
+        self.write(slot, plan, Next::Zero, memory).map(Some)
+    }
+
+    /// Takes the file's turn for a slice, if it is free and the command's pause is over.
+    fn take_turn(&mut self, slot: CommandId) -> bool {
+        let now = self.now();
+        let Self {
+            operations,
+            file,
+            lane,
+            ..
+        } = self;
+        let operation = &mut operations[usize::from(slot.0)];
+        let zeroing = &mut operation.zeroing;
+        if now < zeroing.pause {
+            return false;
+        }
+        let Some(most) = file.turns.take() else {
+            return false;
+        };
+        zeroing.has_turn = true;
+        let left = zeroing.end - zeroing.at;
+        let whole = match file.way {
+            Way::Cached => left,
+            Way::Direct(_) => left - left % UNIT,
+        };
+        zeroing.slice = whole.min(most);
+        zeroing.began = now;
+        operation.next = Next::Slice;
+        if file.way != Way::Cached {
+            let change = Change {
+                start: zeroing.at,
+                end: zeroing.at + zeroing.slice,
+                partial: false,
+            };
+            let (claim, begins) = file.claims.enter(lane, change);
+            operation.claim = claim;
+            if !begins {
+                operation.next = Next::SliceClaimed;
+            }
+        }
+        true
+    }
+
+    /// A slice has ended.
+    fn slice_ended(&mut self, slot: CommandId, result: Result<usize, i32>) -> Result<(), Status> {
+        let now = self.now();
+        let Self {
+            operations,
+            file,
+            lane,
+            ..
+        } = self;
+        let operation = &mut operations[usize::from(slot.0)];
+        let is_advice = operation.is_advice();
+        let claim = std::mem::take(&mut operation.claim);
+        file.claims.leave(lane, claim);
+        let zeroing = &mut operation.zeroing;
+        // A queue that failed meanwhile has given the turn back, and another command may have it.
+        if std::mem::take(&mut zeroing.has_turn) {
+            zeroing.pause = file.turns.done(zeroing.slice, zeroing.began, now);
+        }
+        operation.next = Next::Zero;
+        match result {
+            Ok(_) => zeroing.at += zeroing.slice,
+            Err(libc::EAGAIN | libc::EINTR | libc::ECANCELED) => {}
+            Err(errno) if is_advice && leaves_as_it_was(errno) => {
+                if errno == libc::EOPNOTSUPP {
+                    file.gives_up(Means::Punch);
+                }
+                zeroing.at = zeroing.end;
+            }
+            Err(errno) if leaves_as_it_was(errno) && zeroing.means != Means::Hand => {
+                if errno == libc::EOPNOTSUPP {
+                    file.gives_up(zeroing.means);
+                }
+                zeroing.means = Means::Hand;
+            }
+            Err(errno) => return Err(failure(errno, Next::Slice)),
+        }
+        Ok(())
+    }
+
+    /// Looks at the file's size, once per batch.
+    fn look_at_size(&mut self) {
+        if !std::mem::replace(&mut self.looked, true) {
+            self.file.look_at_size();
+        }
+    }
+
+    /// Gives up the rest of a range to deallocate that reaches beyond the end of a file that was cut short. Returns
+    /// `true` if it did.
+    fn skips_lost_range(&mut self, slot: CommandId) -> bool {
+        let index = usize::from(slot.0);
+        if !self.operations[index].is_advice() {
+            return false;
+        }
+        self.look_at_size();
+        if self.file.watched.has(self.operations[index].reach()) {
+            return false;
+        }
+        self.release(index);
+        let operation = &mut self.operations[index];
+        operation.fills = [None; 2];
+        operation.zeroing.at = operation.zeroing.end;
+        operation.next = Next::Zero;
+        true
+    }
+
+    /// Asks the kernel for what a command's step is.
+    fn request(&mut self, slot: CommandId) -> Result<Step, Status> {
+        if self.cut_short {
+            return Err(Status::ABORTED_SQ_DELETION);
+        }
+        // Ahead of the first write of a batch: none may make a file longer that was cut short.
+        let next = self.operations[usize::from(slot.0)].next;
+        if matches!(next, Next::Write | Next::Slice) {
+            self.look_at_size();
+        }
+        let Self {
+            operations,
+            file,
+            lease,
+            ring,
+            looks,
+            ..
+        } = self;
+        let operation = &mut operations[usize::from(slot.0)];
+        if !file.watched.has(operation.reach()) {
+            return Err(failure(libc::EIO, operation.next));
+        }
+        let offset = operation.offset;
+        let sync = lease.sync_fd();
+        let request = match operation.next {
+            Next::Read | Next::Fill => Request::Read {
+                fd: lease.data_fd(),
+                offset,
+                into: if operation.staged.is_some() {
+                    &operation.stage
+                } else {
+                    &operation.vectors
+                },
+            },
+            Next::Write => Request::Write {
+                fd: lease.data_fd(),
+                offset,
+                from: if operation.staged.is_some() {
+                    &operation.stage
+                } else {
+                    &operation.vectors
+                },
+                // Copy and Write Zeroes write too; all three have FUA in the same place. Of a Write Zeroes, a sync
+                // follows.
+                durable: operation.then != Next::Zero && ReadWrite::from(&operation.sqe).fua,
+            },
+            Next::Sync => Request::Sync { fd: sync },
+            Next::SyncCompanion => Request::Sync {
+                fd: lease.companion_fd().ok_or(Status::INTERNAL_ERROR)?,
+            },
+            Next::Slice => {
+                let zeroing = &operation.zeroing;
+                let (offset, len) = (zeroing.at, zeroing.slice);
+                match zeroing.means {
+                    Means::Punch => Request::Punch {
+                        fd: sync,
+                        offset,
+                        len,
+                    },
+                    Means::Zero | Means::Hand => Request::Zero {
+                        fd: sync,
+                        offset,
+                        len,
+                    },
+                }
+            }
+            next => {
+                error!("A command has no request for its step {next:?}");
+                return Err(Status::INTERNAL_ERROR);
+            }
+        };
+        let manner = if operation.repeats > 0 {
+            Manner::ByThread
+        } else {
+            Manner::AtOnce
+        };
+        // SAFETY: the vectors are those of the slot's operation. It changes them only after the request has ended, as a
+        // slot has one request at a time, and they are leaked with a queue whose requests the kernel keeps. The memory
+        // is a bounce of that operation, leaked likewise, the zeroes of the process, or the guest's. A shadow queue
+        // keeps the guest's memory mapped while the command is in flight, and drops it after this queue, whose end
+        // waits for its requests. That wait ends after `PATIENCE`: the kernel has pinned the memory of a direct
+        // transfer by then, and closing the ring cancels what has not begun.
+        let prepared = unsafe { ring.prepare(u64::from(slot.0), request, manner) };
+        prepared.map_err(|error| {
+            error!("A request to the kernel could not be made: {error}");
+            Status::INTERNAL_ERROR
+        })?;
+        operation.since = looks.count;
+        operation.requested = true;
+        Ok(Step::Requested)
+    }
+
+    /// A request of the kernel has ended.
+    pub(super) fn ended(
+        &mut self,
+        slot: CommandId,
+        result: Result<usize, i32>,
+        memory: HostMemory<'_>,
+    ) -> Result<Step, Status> {
+        let operation = self
+            .operations
+            .get_mut(usize::from(slot.0))
+            .ok_or(Status::INTERNAL_ERROR)?;
+        operation.requested = false;
+        let was_overdue = std::mem::take(&mut operation.overdue) && result.is_err();
+        if was_overdue {
+            operation.repeats += 1;
+            if !self.cut_short {
+                info!("A request that was overdue was cancelled and is repeated by another thread");
+            }
+        }
+        let result = match operation.next {
+            Next::Sync | Next::SyncCompanion => lease::synced(result),
+            _ => result,
+        };
+        match (operation.next, result) {
+            (Next::Slice, result) => self.slice_ended(slot, result)?,
+            // The kernel could not start it, was interrupted, or cancelled it for want of a thread.
+            (next, Err(libc::EAGAIN | libc::EINTR | libc::ECANCELED)) => {
+                let since = operation.since;
+                // A sync that was interrupted may have taken the only report of an error of its description.
+                let fua = next == Next::Write && ReadWrite::from(&operation.sqe).fua;
+                if fua || matches!(next, Next::Sync | Next::SyncCompanion) {
+                    self.lease.ask(&self.witness)?;
+                }
+                let step = self.request(slot)?;
+                if !was_overdue {
+                    // It is as old as its first attempt.
+                    self.operations[usize::from(slot.0)].since = since;
+                }
+                return Ok(step);
+            }
+            (Next::Write, Err(errno)) if operation.is_advice() && leaves_as_it_was(errno) => {
+                let claim = std::mem::take(&mut operation.claim);
+                self.file.claims.leave(&self.lane, claim);
+                operation.next = Next::Zero;
+            }
+            (Next::Sync | Next::SyncCompanion, Err(errno)) => {
+                let cause = io::Error::from_raw_os_error(errno);
+                return Err(self.lease.lose_writes(&cause));
+            }
+            (next, Err(errno)) => {
+                // RWF_DSYNC reports by the same error that another write's write-back failed.
+                if next == Next::Write && ReadWrite::from(&operation.sqe).fua {
+                    self.lease.ask(&self.witness)?;
+                }
+                return Err(failure(errno, next));
+            }
+            (Next::Read | Next::Fill | Next::Write, Ok(done)) => {
+                if !self.transferred(slot, done)? {
+                    return self.request(slot);
+                }
+            }
+            (Next::Sync, Ok(_)) => operation.next = Next::SyncCompanion,
+            (_, Ok(_)) => operation.next = Next::Done,
+        }
+        self.go_on(slot, memory)
+    }
+
+    /// Fails a Flush whose error the kernel told to another one, of this queue or of another.
+    fn end_flush(&self) -> Result<(), Status> {
+        self.lease.ask(&self.witness)?;
+        self.file.look_at_size();
+        self.lease.check(NvmOpcode::FLUSH)
+    }
+
+    /// Takes note of the bytes that a request transferred. Returns whether that was all of them.
+    fn transferred(&mut self, slot: CommandId, done: usize) -> Result<bool, Status> {
+        let Self {
+            operations,
+            file,
+            lane,
+            ..
+        } = self;
+        let operation = &mut operations[usize::from(slot.0)];
+        let direction = match operation.next {
+            Next::Write => Direction::Write,
+            _ => Direction::Read,
+        };
+        let vectors = match operation.staged {
+            Some(_) => &mut operation.stage,
+            None => &mut operation.vectors,
+        };
+        if done < vectors.len() {
+            let step = file.way.step(direction) as usize;
+            let done = done - done % step;
+            if done == 0 {
+                // The file ends before the drive does: it was cut short.
+                file.look_at_size();
+                return Err(failure(libc::EIO, operation.next));
+            }
+            operation.offset += done as u64;
+            vectors.advance(done);
+            return Ok(false);
+        }
+        match operation.next {
+            // The next block to keep a part of, if there is one.
+            Next::Fill => {}
+            Next::Write => {
+                let claim = std::mem::replace(&mut operation.claim, Claim::None);
+                file.claims.leave(lane, claim);
+                operation.next = operation.then;
+            }
+            _ => operation.next = operation.then,
+        }
+        Ok(true)
+    }
+}
+
+/// Puts the command's data into its stage, if it has one, and makes the write its next step.
+fn prepare_write(operation: &mut Operation) -> Result<(), Status> {
+    operation.next = Next::Write;
+    let Some((start, end)) = operation.staged else {
+        operation.offset = operation.data_offset;
+        return Ok(());
+    };
+    let bytes = operation.staged_data()?;
+    // SAFETY: a shadow queue keeps the memory that the vectors name mapped while the command is in flight; or it is
+    // the operation's own, or the zeroes of the process.
+    unsafe { operation.vectors.copy_to(bytes) };
+    operation.use_stage(start, end)
+}

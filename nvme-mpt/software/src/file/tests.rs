@@ -1,0 +1,324 @@
+//! The queue of a file drive, over a kernel that does what a test says.
+#![expect(
+    unsafe_code,
+    reason = "a ring's requests name memory; this one only counts it"
+)]
+
+mod deadlines;
+mod ranges;
+mod transfers;
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io;
+use std::os::fd::RawFd;
+use std::os::unix::fs::FileExt;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tempfile::NamedTempFile;
+use zerocopy::IntoBytes;
+
+use super::bounces::Bounces;
+use super::claims::Change;
+use super::deadline::{LOST, OVERDUE};
+use super::queue::FileQueue;
+use super::uring::{Manner, Request, Ring, Uring};
+use super::way::{DirectAlignment, UNIT, Way};
+use super::{FileStore, LeasedFile};
+use crate::model::{Clock, HostClock};
+use nvme_mpt::clock::ticks_in;
+use nvme_mpt::dma::RegionTable;
+use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue};
+use nvme_mpt::iova::IovaSpace;
+use nvme_mpt::shadow::ListMemory;
+use nvme_mpt::spec::ids::{CommandId, Lba};
+use nvme_mpt::spec::nvm::{CopyCommand, CopyRange0, DsmRange, ReadWrite};
+use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt::spec::status::Status;
+
+const SLOTS: u16 = 8;
+const BYTES: u64 = 1 << 30;
+
+#[derive(Clone, Debug, Default)]
+struct TestClock(Rc<Cell<u64>>);
+
+impl Clock for TestClock {
+    fn now(&self) -> u64 {
+        self.0.get()
+    }
+}
+
+/// A request as the kernel got it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Given {
+    tag: u64,
+    what: What,
+    fd: RawFd,
+    offset: u64,
+    len: u64,
+    manner: Manner,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum What {
+    Read,
+    Write,
+    Sync,
+    Zero,
+    Punch,
+    Cancel(u64),
+}
+
+#[derive(Debug, Default)]
+struct Kernel {
+    prepared: Vec<Given>,
+    /// Requests that it has, by what it was given.
+    has: Vec<Given>,
+    completions: VecDeque<(u64, Result<usize, i32>)>,
+    /// Calls that it refuses from now on.
+    refuses: usize,
+    behind: bool,
+}
+
+impl Kernel {
+    fn end(&mut self, given: Given, result: Result<usize, i32>) {
+        self.has.retain(|other| *other != given);
+        self.completions.push_back((given.tag, result));
+    }
+}
+
+/// A ring whose kernel keeps every request until the test ends it.
+#[derive(Clone, Debug, Default)]
+struct FakeRing(Rc<RefCell<Kernel>>);
+
+impl Ring for FakeRing {
+    unsafe fn prepare(&mut self, tag: u64, request: Request<'_>, manner: Manner) -> io::Result<()> {
+        let (what, fd, offset, len) = match request {
+            Request::Read { fd, offset, into } => (What::Read, fd, offset, into.len() as u64),
+            Request::Write {
+                fd, offset, from, ..
+            } => (What::Write, fd, offset, from.len() as u64),
+            Request::Sync { fd } => (What::Sync, fd, 0, 0),
+            Request::Zero { fd, offset, len } => (What::Zero, fd, offset, len),
+            Request::Punch { fd, offset, len } => (What::Punch, fd, offset, len),
+        };
+        self.0.borrow_mut().prepared.push(Given {
+            tag,
+            what,
+            fd,
+            offset,
+            len,
+            manner,
+        });
+        Ok(())
+    }
+
+    fn cancel(&mut self, tag: u64, target: u64) -> io::Result<()> {
+        self.0.borrow_mut().prepared.push(Given {
+            tag,
+            what: What::Cancel(target),
+            fd: -1,
+            offset: 0,
+            len: 0,
+            manner: Manner::AtOnce,
+        });
+        Ok(())
+    }
+
+    fn submit(&mut self) {
+        let mut kernel = self.0.borrow_mut();
+        if kernel.prepared.is_empty() {
+            return;
+        }
+        if kernel.refuses > 0 {
+            kernel.refuses -= 1;
+            kernel.behind = true;
+            return;
+        }
+        kernel.behind = false;
+        let prepared = std::mem::take(&mut kernel.prepared);
+        kernel.has.extend(prepared);
+    }
+
+    fn is_behind(&self) -> bool {
+        self.0.borrow().behind
+    }
+
+    fn take(&mut self) -> Option<(u64, Result<usize, i32>)> {
+        self.0.borrow_mut().completions.pop_front()
+    }
+
+    fn in_flight(&self) -> usize {
+        let kernel = self.0.borrow();
+        kernel.prepared.len() + kernel.has.len() + kernel.completions.len()
+    }
+
+    fn fd(&self) -> RawFd {
+        -1
+    }
+
+    fn settle(&mut self, _: Duration) -> bool {
+        true
+    }
+}
+
+/// A queue over a kernel, and commands whose data lies in the slots' own lists.
+struct Drive<R: Ring, C: Clock> {
+    file: NamedTempFile,
+    store: FileStore,
+    lease: Arc<LeasedFile>,
+    queue: FileQueue<R, C>,
+    table: RegionTable,
+    lists: ListMemory,
+}
+
+/// A drive of 512-byte blocks in a file that is read and written past the page cache.
+fn store(file: &File, path: &std::path::Path) -> FileStore {
+    file.set_len(BYTES).expect("room");
+    let mut store = FileStore::open(path, 9).expect("a file");
+    let alignment = DirectAlignment {
+        memory: 512,
+        offset: 512,
+    };
+    Arc::get_mut(&mut store.shared).expect("no other user").way = Way::Direct(alignment);
+    store
+}
+
+impl<R: Ring, C: Clock> Drive<R, C> {
+    fn new(ring: R, clock: C) -> Self {
+        let file = NamedTempFile::new().expect("a file");
+        let store = store(file.as_file(), file.path());
+        Self::on(file, store, ring, clock)
+    }
+
+    fn on(file: NamedTempFile, store: FileStore, ring: R, clock: C) -> Self {
+        let lease = store.lease("test", BYTES).expect("opened anew");
+        let space = Arc::new(IovaSpace::software());
+        Self {
+            queue: FileQueue::with(ring, clock, &lease, SLOTS).expect("a witness"),
+            lease,
+            file,
+            store,
+            table: RegionTable::default(),
+            lists: ListMemory::new(&space, SLOTS.into()).expect("memory"),
+        }
+    }
+
+    /// A read or write of blocks, with its data at an offset in the slot's list.
+    fn transfer(&self, opcode: NvmOpcode, slot: u16, slba: u64, blocks: u16, at: u64) -> Sqe {
+        let mut sqe = Sqe::new(opcode.0);
+        ReadWrite {
+            slba: Lba(slba),
+            nlb_z: blocks - 1,
+            ..ReadWrite::default()
+        }
+        .write_to(&mut sqe);
+        sqe.set_cid(CommandId(slot));
+        let start = self.lists.iova_of_slot(slot).bits() + at;
+        sqe.dptr = [start, (start & !4095) + 4096];
+        sqe
+    }
+
+    fn deallocate(&mut self, slot: u16, slba: u64, blocks: u32) -> Sqe {
+        let range = DsmRange {
+            slba: Lba(slba),
+            nlb: blocks,
+            ..DsmRange::default()
+        };
+        let (list, iova) = self.lists.of_slot(slot);
+        list.as_mut_bytes()[..16].copy_from_slice(range.as_bytes());
+        let mut sqe = Sqe::new(NvmOpcode::DATASET_MANAGEMENT.0);
+        sqe.cdw11 = 4;
+        sqe.dptr[0] = iova.bits();
+        sqe.set_cid(CommandId(slot));
+        sqe
+    }
+
+    /// A Copy of blocks.
+    fn copy(&mut self, slot: u16, from: u64, blocks: u16, to: u64) -> Sqe {
+        let range = CopyRange0 {
+            slba: Lba(from),
+            nlb_z: blocks - 1,
+            ..CopyRange0::default()
+        };
+        let (list, iova) = self.lists.of_slot(slot);
+        list.as_mut_bytes()[..size_of_val(&range)].copy_from_slice(range.as_bytes());
+        let mut sqe = Sqe::new(NvmOpcode::COPY.0);
+        CopyCommand {
+            sdlba: Lba(to),
+            ..CopyCommand::default()
+        }
+        .write_to(&mut sqe);
+        sqe.dptr[0] = iova.bits();
+        sqe.set_cid(CommandId(slot));
+        sqe
+    }
+
+    fn ring(&mut self, commands: &[Sqe]) {
+        let memory = HostMemory {
+            table: &self.table,
+            lists: &self.lists,
+        };
+        let mut batch = self.queue.batch();
+        for sqe in commands {
+            batch.submit(sqe);
+        }
+        batch.ring(memory);
+    }
+
+    fn reap(&mut self) -> Vec<(u16, Status)> {
+        let memory = HostMemory {
+            table: &self.table,
+            lists: &self.lists,
+        };
+        let mut done = Vec::new();
+        self.queue.reap(memory, |completion: HostCompletion| {
+            done.push((completion.slot, completion.status));
+        });
+        done
+    }
+}
+
+impl Drive<FakeRing, TestClock> {
+    fn fake() -> (Self, FakeRing, TestClock) {
+        let (ring, clock) = (FakeRing::default(), TestClock::default());
+        (Self::new(ring.clone(), clock.clone()), ring, clock)
+    }
+
+    /// Lets so many looks' time go by, with the queue polled as often as it wants to be.
+    fn let_pass(&mut self, clock: &TestClock, looks: u32) -> Vec<(u16, Status)> {
+        let mut done = Vec::new();
+        for _ in 0..looks {
+            let due = self.queue.next_due().expect("a request is in flight");
+            assert!(due.0 <= clock.now() + ticks_in(Duration::from_secs(1)));
+            clock.0.set(clock.now().max(due.0));
+            done.extend(self.reap());
+        }
+        done
+    }
+}
+
+impl FakeRing {
+    fn has(&self) -> Vec<Given> {
+        self.0.borrow().has.clone()
+    }
+
+    /// Ends the only request that the kernel has.
+    fn end(&self, result: Result<usize, i32>) -> Given {
+        let has = self.has();
+        let [given] = has[..] else {
+            panic!("the kernel has {has:?}");
+        };
+        self.0.borrow_mut().end(given, result);
+        given
+    }
+
+    fn succeed(&self) -> Given {
+        let has = self.has();
+        self.end(Ok(has.first().map_or(0, |given| given.len as usize)))
+    }
+}

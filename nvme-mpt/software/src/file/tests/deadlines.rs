@@ -1,0 +1,143 @@
+//! Requests that the kernel keeps or does not take, and queues that end.
+
+use super::*;
+
+#[test]
+fn a_request_that_the_kernel_keeps_is_cancelled_and_repeated() {
+    let (mut drive, ring, clock) = Drive::fake();
+    drive.ring(&[drive.transfer(NvmOpcode::WRITE, 3, 8, 8, 0)]);
+    let [first] = ring.has()[..] else {
+        panic!("one request");
+    };
+    assert_eq!((first.what, first.manner), (What::Write, Manner::AtOnce));
+    assert!(drive.let_pass(&clock, OVERDUE).is_empty());
+    assert_eq!(ring.has(), [first], "it is not overdue");
+    assert!(drive.let_pass(&clock, 2).is_empty());
+    let [kept, cancellation] = ring.has()[..] else {
+        panic!("a cancellation beside it");
+    };
+    assert_eq!((kept, cancellation.what), (first, What::Cancel(first.tag)));
+    ring.0.borrow_mut().end(cancellation, Ok(0));
+    ring.0.borrow_mut().end(first, Err(libc::ECANCELED));
+    assert!(drive.reap().is_empty());
+    let repeated = ring.has();
+    let by_thread = Given {
+        manner: Manner::ByThread,
+        ..first
+    };
+    assert_eq!(repeated, [by_thread]);
+    ring.succeed();
+    assert_eq!(drive.reap(), [(3, Status::SUCCESS)]);
+    assert!(!drive.queue.has_failed());
+}
+
+#[test]
+fn a_request_that_is_repeated_in_vain_fails_its_queue() {
+    let (mut drive, ring, clock) = Drive::fake();
+    drive.ring(&[drive.transfer(NvmOpcode::READ, 0, 0, 8, 0)]);
+    drive.let_pass(&clock, OVERDUE + 2);
+    let [kept, cancellation] = ring.has()[..] else {
+        panic!("a cancellation beside it");
+    };
+    ring.0.borrow_mut().end(cancellation, Ok(0));
+    ring.0.borrow_mut().end(kept, Err(libc::ECANCELED));
+    drive.reap();
+    drive.let_pass(&clock, OVERDUE);
+    assert!(!drive.queue.has_failed());
+    drive.let_pass(&clock, 1);
+    assert!(drive.queue.has_failed());
+    // It waits for nothing any more.
+    assert_eq!(drive.queue.next_due(), None);
+}
+
+#[test]
+fn a_request_that_cannot_be_cancelled_fails_its_queue() {
+    let (mut drive, ring, clock) = Drive::fake();
+    drive.ring(&[drive.transfer(NvmOpcode::FLUSH, 0, 0, 1, 0)]);
+    drive.let_pass(&clock, OVERDUE + 2);
+    let [_, cancellation] = ring.has()[..] else {
+        panic!("a cancellation beside it");
+    };
+    ring.0.borrow_mut().end(cancellation, Err(libc::EALREADY));
+    drive.let_pass(&clock, LOST - OVERDUE - 2);
+    assert!(!drive.queue.has_failed(), "it may be slow only");
+    drive.let_pass(&clock, 2);
+    assert!(drive.queue.has_failed());
+}
+
+#[test]
+fn requests_that_the_kernel_did_not_take_are_offered_again() {
+    let (mut drive, ring, clock) = Drive::fake();
+    clock.0.set(1 << 40);
+    ring.0.borrow_mut().refuses = 2;
+    drive.ring(&[drive.transfer(NvmOpcode::READ, 0, 0, 8, 0)]);
+    assert!(ring.has().is_empty());
+    let soon = |drive: &Drive<FakeRing, TestClock>| {
+        let due = drive.queue.next_due().expect("to be looked after");
+        assert!(due.0 <= clock.now() + ticks_in(Duration::from_millis(1)));
+        due
+    };
+    soon(&drive);
+    drive.reap();
+    assert!(ring.has().is_empty());
+    let due = soon(&drive);
+    clock.0.set(due.0);
+    drive.reap();
+    ring.succeed();
+    assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
+    assert_eq!(drive.queue.next_due(), None);
+}
+
+#[test]
+fn a_queue_that_is_cut_short_begins_no_further_slice_or_request() {
+    let (mut drive, ring, _) = Drive::fake();
+    if !drive.store.shared.punches_holes() {
+        eprintln!("not tested: the file system has no holes");
+        return;
+    }
+    let commands = [0, 1].map(|slot| drive.deallocate(slot, 0, 2 << 20));
+    drive.ring(&commands);
+    let part = drive.transfer(NvmOpcode::WRITE, 2, 2, 2, 0);
+    let whole = drive.transfer(NvmOpcode::WRITE, 3, 8, 8, 0);
+    let read = drive.transfer(NvmOpcode::READ, 4, 8, 8, 4);
+    let rest = drive.transfer(NvmOpcode::READ, 5, 8, 8, 0);
+    drive.ring(&[whole, part, read, rest]);
+    drive.queue.cut_short();
+    // One waits for its turn, one for the block.
+    let aborted = Status::ABORTED_SQ_DELETION;
+    assert_eq!(drive.reap(), [(2, aborted), (1, aborted)]);
+    for given in ring.has() {
+        let done = if given.tag == 5 { 512 } else { given.len };
+        ring.0.borrow_mut().end(given, Ok(done as usize));
+    }
+    let done = drive.reap();
+    let ok = Status::SUCCESS;
+    assert_eq!(done, [(0, aborted), (3, ok), (4, ok), (5, aborted)]);
+    assert_eq!(ring.has(), []);
+    assert_eq!(drive.queue.next_due(), None);
+    assert!(drive.store.shared.turns.take().is_some());
+}
+
+/// The turn of a queue that fails goes to another. The slice that ends late does not take it away.
+#[test]
+fn a_slice_that_ends_after_its_queue_failed_gives_no_turn_back() {
+    let (mut drive, ring, clock) = Drive::fake();
+    if !drive.store.shared.punches_holes() {
+        eprintln!("not tested: the file system has no holes");
+        return;
+    }
+    let command = drive.deallocate(0, 0, 8);
+    drive.ring(&[command]);
+    let [slice] = ring.has()[..] else {
+        panic!("one request");
+    };
+    drive.let_pass(&clock, LOST + 1);
+    assert!(drive.queue.has_failed());
+    assert!(drive.store.shared.turns.take().is_some(), "it is free");
+    ring.0.borrow_mut().end(slice, Ok(0));
+    drive.reap();
+    assert!(
+        drive.store.shared.turns.take().is_none(),
+        "another command has it"
+    );
+}

@@ -1,0 +1,98 @@
+//! Deallocate and Write Zeroes: refusals, slices, memory.
+
+use super::*;
+
+#[test]
+fn deallocation_that_the_file_system_refuses_is_no_error() {
+    for errno in [libc::EOPNOTSUPP, libc::EINVAL, libc::ENOSPC] {
+        let (mut drive, ring, _) = Drive::fake();
+        if !drive.store.shared.punches_holes() {
+            eprintln!("not tested: the file system has no holes");
+            return;
+        }
+        let command = drive.deallocate(0, 8, 64);
+        drive.ring(&[command]);
+        let given = ring.end(Err(errno));
+        assert_eq!(
+            (given.what, given.offset, given.len),
+            (What::Punch, 4096, 32_768)
+        );
+        assert_eq!(drive.reap(), [(0, Status::SUCCESS)], "{errno}");
+        assert_eq!(
+            drive.store.shared.punches_holes(),
+            errno != libc::EOPNOTSUPP
+        );
+    }
+    let (mut drive, ring, _) = Drive::fake();
+    let command = drive.deallocate(0, 8, 64);
+    drive.ring(&[command]);
+    ring.end(Err(libc::EIO));
+    assert_eq!(drive.reap(), [(0, Status::WRITE_FAULT)]);
+}
+
+#[test]
+fn a_long_range_is_deallocated_in_turn_with_others() {
+    let (mut drive, ring, clock) = Drive::fake();
+    if !drive.store.shared.punches_holes() {
+        eprintln!("not tested: the file system has no holes");
+        return;
+    }
+    clock.0.set(1 << 40);
+    let shared = drive.store.shared.clone();
+    // Each MiB takes a second.
+    let command = drive.deallocate(0, 0, 2 << 20);
+    drive.ring(&[command]);
+    let (mut slices, mut at) = (0, 0);
+    while let [given] = ring.has()[..] {
+        assert_eq!((given.what, given.offset), (What::Punch, at));
+        at += given.len;
+        slices += 1;
+        assert!(shared.turns.take().is_none(), "no other slice meanwhile");
+        clock
+            .0
+            .set(clock.now() + ticks_in(Duration::from_millis(1)) * given.len / (1 << 18));
+        ring.succeed();
+        if !drive.reap().is_empty() {
+            break;
+        }
+        // Others come first.
+        assert!(ring.has().is_empty());
+        assert!(shared.turns.take().is_some());
+        shared.turns.give_back();
+        while ring.has().is_empty() {
+            let due = drive.queue.next_due().expect("it goes on");
+            assert!(due.0 <= clock.now() + ticks_in(Duration::from_millis(1)));
+            clock.0.set(clock.now().max(due.0));
+            drive.reap();
+        }
+    }
+    assert_eq!(at, 1 << 30);
+    // A quarter of a MiB a millisecond: slices of 128 KiB, but for the first ones.
+    assert!((7_000..9_000).contains(&slices), "{slices}");
+}
+
+#[test]
+fn write_zeroes_by_hand_takes_no_memory() {
+    let (mut drive, ring, _) = Drive::fake();
+    let zeroes = |slot| drive.transfer(NvmOpcode::WRITE_ZEROES, slot, u64::from(slot) * 64, 64, 0);
+    let commands: Vec<Sqe> = (0..SLOTS).map(zeroes).collect();
+    drive.ring(&commands);
+    let fresh = Bounces::new().bytes();
+    for slot in 0..SLOTS {
+        let mut done = Vec::new();
+        while done.is_empty() {
+            for given in ring.has() {
+                let result = match given.what {
+                    What::Zero => Err(libc::EOPNOTSUPP),
+                    _ => Ok(given.len as usize),
+                };
+                ring.0.borrow_mut().end(given, result);
+            }
+            done = drive.reap();
+            assert_eq!(drive.queue.bounces.bytes(), fresh, "{slot}");
+        }
+        if done.len() == usize::from(SLOTS) {
+            return;
+        }
+    }
+}

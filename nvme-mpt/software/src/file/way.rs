@@ -1,0 +1,219 @@
+//! The one way in which all data of a file is transferred: past the page cache or through it.
+//!
+//! Both at once lose data: the cache may write a page back over what was written past it, and reports an error of
+//! write-back to every user of the file. So the file decides on the way, never a command or a guest's buffer.
+
+/// Bytes of the blocks that are read, changed and written as a whole where a command changes part of one. Leases begin
+/// and end at multiples of it, so no other process changes the rest of a block.
+pub(super) const UNIT: u64 = nvme_mpt::lease::BOUNDARY;
+
+/// The most of a file that one command transfers, rounded out to whole blocks.
+pub(super) const STAGE_MAX: usize = (1 << 20) + 2 * UNIT as usize;
+
+/// Demands of the file system and the device on transfers past the page cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct DirectAlignment {
+    /// Parts of memory start and end at multiples of this, in bytes.
+    pub(super) memory: usize,
+    /// File offsets and lengths are multiples of this, in bytes.
+    pub(super) offset: u64,
+}
+
+/// The way of a file's data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    /// Through the page cache: transfers have any offset, length and memory.
+    Cached,
+    /// Past the page cache.
+    Direct(DirectAlignment),
+}
+
+/// Direction of a transfer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Direction {
+    Read,
+    Write,
+}
+
+/// Memory that the kernel transfers from or to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Plan {
+    /// The command's own.
+    InPlace,
+    /// A stage: memory of ours for these bytes of the file, which the command's data is part of.
+    Staged { start: u64, end: u64 },
+}
+
+impl Plan {
+    /// Returns whether the stage has bytes that are not the command's own.
+    pub(super) fn is_partial(self, offset: u64, len: u64) -> bool {
+        match self {
+            Self::InPlace => false,
+            Self::Staged { start, end } => start != offset || end != offset + len,
+        }
+    }
+}
+
+impl Way {
+    /// The way of a file of so many bytes, by what it demands of direct transfers; `None` if it does none.
+    pub(super) fn of(bytes: u64, direct: Option<DirectAlignment>) -> Self {
+        match direct {
+            Some(alignment)
+                if UNIT.is_multiple_of(alignment.offset)
+                    && UNIT.is_multiple_of(alignment.memory as u64)
+                    && bytes.is_multiple_of(alignment.offset) =>
+            {
+                Self::Direct(alignment)
+            }
+            _ => Self::Cached,
+        }
+    }
+
+    /// Bytes whose multiples a transfer that goes on after a part of it begins at.
+    pub(super) fn step(self, direction: Direction) -> u64 {
+        match (self, direction) {
+            (Self::Cached, _) => 1,
+            (Self::Direct(alignment), Direction::Read) => alignment.offset,
+            (Self::Direct(_), Direction::Write) => UNIT,
+        }
+    }
+
+    /// Plans a transfer from or to these parts of memory (address and length), in a file that ends at `file_end`.
+    #[inline]
+    pub(super) fn plan(
+        self,
+        direction: Direction,
+        offset: u64,
+        parts: impl Iterator<Item = (usize, usize)>,
+        file_end: u64,
+    ) -> Plan {
+        let Self::Direct(DirectAlignment { memory, .. }) = self else {
+            return Plan::InPlace;
+        };
+        let step = self.step(direction);
+        let (mut len, mut aligned) = (0, true);
+        for (address, part) in parts {
+            aligned &= (address | part).is_multiple_of(memory);
+            len += part as u64;
+        }
+        let end = offset + len;
+        // The file's last block may be part of one: all of it that there is counts as a whole.
+        let ends_well = end.is_multiple_of(step) || end == file_end;
+        if aligned && offset.is_multiple_of(step) && ends_well {
+            return Plan::InPlace;
+        }
+        let rounded = end.next_multiple_of(step);
+        Plan::Staged {
+            start: offset - offset % step,
+            end: if end <= file_end {
+                rounded.min(file_end)
+            } else {
+                rounded
+            },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const EXT4: Way = Way::Direct(DirectAlignment {
+        memory: 512,
+        offset: 512,
+    });
+
+    #[test]
+    fn the_file_decides_on_the_way() {
+        let direct = |offset| {
+            Some(DirectAlignment {
+                memory: 512,
+                offset,
+            })
+        };
+        assert_eq!(Way::of(1 << 20, direct(512)), EXT4);
+        assert_eq!(Way::of(1 << 20, None), Way::Cached);
+        // Its last bytes could not be reached.
+        assert_eq!(Way::of((1 << 20) + 512, direct(4096)), Way::Cached);
+        assert_eq!(Way::of((1 << 20) + 512, direct(512)), EXT4);
+        // Leases may share such a block.
+        assert_eq!(Way::of(1 << 20, direct(8192)), Way::Cached);
+    }
+
+    #[test]
+    fn parts_of_blocks_are_staged() {
+        let plan = |direction, offset, address, len| {
+            EXT4.plan(direction, offset, [(address, len)].into_iter(), 1 << 20)
+        };
+        let (read, write) = (Direction::Read, Direction::Write);
+        assert_eq!(plan(write, 4096, 0x1000, 8192), Plan::InPlace);
+        assert_eq!(plan(read, 1024, 0x1000, 512), Plan::InPlace);
+        assert_eq!(
+            plan(write, 3072, 0x1000, 14_336),
+            Plan::Staged {
+                start: 0,
+                end: 5 * 4096
+            }
+        );
+        // Memory that the device cannot take is staged, whichever part of the file it is.
+        assert_eq!(
+            plan(write, 4096, 0x1001, 4096),
+            Plan::Staged {
+                start: 4096,
+                end: 8192
+            }
+        );
+        assert_eq!(
+            plan(read, 512, 0x1001, 512),
+            Plan::Staged {
+                start: 512,
+                end: 1024
+            }
+        );
+    }
+
+    #[test]
+    fn the_end_of_the_file_is_never_moved() {
+        let end = (1 << 20) + 1536;
+        let plan =
+            |offset, len| EXT4.plan(Direction::Write, offset, [(0x1000, len)].into_iter(), end);
+        assert_eq!(plan(1 << 20, 1536), Plan::InPlace);
+        assert_eq!(
+            plan((1 << 20) + 512, 512),
+            Plan::Staged {
+                start: 1 << 20,
+                end
+            }
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn a_plan_names_whole_blocks_and_all_of_the_data(
+            write: bool,
+            offset in 0_u64..1000,
+            lens in prop::collection::vec((0_usize..3, 1_usize..40), 1..5),
+            odd in 0_usize..4,
+        ) {
+            let (offset, file_end) = (offset * 512, 1_u64 << 20);
+            let parts = lens.iter().map(|&(at, len)| (0x10_0000 * (at + 1) + odd * 256, len * 512));
+            let len: u64 = lens.iter().map(|&(_, len)| len as u64 * 512).sum();
+            let direction = if write { Direction::Write } else { Direction::Read };
+            let step = EXT4.step(direction);
+            match EXT4.plan(direction, offset, parts, file_end) {
+                Plan::InPlace => {
+                    let ends = [offset, offset + len];
+                    prop_assert!(ends.iter().all(|end| end.is_multiple_of(step)));
+                    prop_assert!(odd.is_multiple_of(2));
+                }
+                Plan::Staged { start, end } => {
+                    prop_assert!(start <= offset && end >= offset + len);
+                    prop_assert!(start.is_multiple_of(step) && end.is_multiple_of(step));
+                    prop_assert!(offset - start < step && end - (offset + len) < step);
+                }
+            }
+        }
+    }
+}

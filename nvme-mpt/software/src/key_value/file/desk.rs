@@ -1,0 +1,224 @@
+//! Desk between queues and the thread of a file of pairs: requests, and their replies.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use log::error;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use crate::key_value::pairs::{Change, Query, Reply, Request};
+
+/// Most requests on one key space in a transaction, and bytes that they move after which no more of them
+/// are added: a guest that asks for a lot makes others wait for that much of it.
+const BATCH_REQUESTS: usize = 64;
+const BATCH_BYTES: usize = 4 << 20;
+
+/// A request of a queue.
+#[derive(Debug)]
+pub(in super::super) struct Asked {
+    /// Mailbox of its reply.
+    pub(in super::super) mailbox: Arc<Mailbox>,
+    /// Which command of the queue it is.
+    pub(in super::super) slot: u16,
+    /// Bytes of pairs that the key space has room for.
+    pub(in super::super) capacity: u64,
+    pub(in super::super) request: Request,
+}
+
+impl Asked {
+    /// Bytes that it moves at most.
+    fn bytes(&self) -> usize {
+        match &self.request {
+            Request::Change(Change::Store { value, .. }) => value.len(),
+            Request::Query(Query::Retrieve { room, .. } | Query::List { room, .. }) => *room,
+            Request::Change(Change::Delete { .. }) | Request::Query(Query::Exist { .. }) => 0,
+        }
+    }
+}
+
+/// Requests that wait for the thread. Each queue bounds its own.
+#[derive(Debug, Default)]
+pub(super) struct Desk {
+    state: Mutex<State>,
+    bell: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// By key space, in the order that they came in.
+    asked: BTreeMap<u64, VecDeque<Asked>>,
+    closed: bool,
+}
+
+impl Desk {
+    pub(super) fn ask(&self, name: u64, asked: Vec<Asked>) {
+        self.lock().asked.entry(name).or_default().extend(asked);
+        self.bell.notify_one();
+    }
+
+    /// No more requests will come.
+    pub(super) fn close(&self) {
+        self.lock().closed = true;
+        self.bell.notify_one();
+    }
+
+    /// Waits for requests, and takes some of each key space; `None` once no more will come.
+    pub(super) fn next_batch(&self) -> Option<Vec<(u64, Asked)>> {
+        let state = self.lock();
+        let mut state = self
+            .bell
+            .wait_while(state, |state| state.asked.is_empty() && !state.closed)
+            .unwrap_or_else(PoisonError::into_inner);
+        let mut batch = Vec::new();
+        for (&name, queue) in &mut state.asked {
+            let mut bytes = 0;
+            for _ in 0..BATCH_REQUESTS {
+                let Some(asked) = queue.pop_front() else {
+                    break;
+                };
+                bytes += asked.bytes();
+                batch.push((name, asked));
+                if bytes >= BATCH_BYTES {
+                    break;
+                }
+            }
+        }
+        state.asked.retain(|_, queue| !queue.is_empty());
+        (!batch.is_empty()).then_some(batch)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Each change is complete before anything can panic.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Replies to a queue's requests.
+///
+/// The event is signalled while there are any, and changes with them under the lock: a poller that sleeps
+/// is woken for each, and never for none.
+#[derive(Debug)]
+pub(in super::super) struct Mailbox {
+    replies: Mutex<Vec<(u16, Reply)>>,
+    /// Spares a poller that looks the lock.
+    any: AtomicBool,
+    event: EventFd,
+}
+
+impl Mailbox {
+    pub(in super::super) fn new(slots: usize) -> io::Result<Self> {
+        Ok(Self {
+            replies: Mutex::new(Vec::with_capacity(slots)),
+            any: AtomicBool::new(false),
+            event: EventFd::new(EFD_NONBLOCK)?,
+        })
+    }
+
+    /// Becomes readable when there are replies.
+    pub(in super::super) fn wait_fd(&self) -> RawFd {
+        self.event.as_raw_fd()
+    }
+
+    #[inline]
+    pub(in super::super) fn has_replies(&self) -> bool {
+        self.any.load(Ordering::Acquire)
+    }
+
+    /// Takes all replies.
+    pub(in super::super) fn take(&self, into: &mut Vec<(u16, Reply)>) {
+        let mut replies = self.lock();
+        into.append(&mut replies);
+        if self.any.swap(false, Ordering::Relaxed)
+            && let Err(error) = self.event.read()
+        {
+            error!("A poller cannot stop being woken for keys and values: {error}");
+        }
+    }
+
+    pub(super) fn put(&self, slot: u16, reply: Reply) {
+        let mut replies = self.lock();
+        replies.push((slot, reply));
+        if !self.any.swap(true, Ordering::Release) {
+            self.signal();
+        }
+    }
+
+    fn signal(&self) {
+        if let Err(error) = self.event.write(1) {
+            error!("A poller cannot be woken for keys and values: {error}");
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<(u16, Reply)>> {
+        // Each change is complete before anything can panic.
+        self.replies.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nvme_mpt::spec::key_value::Key;
+
+    fn asked(mailbox: &Arc<Mailbox>, slot: u16, bytes: usize) -> Asked {
+        Asked {
+            mailbox: mailbox.clone(),
+            slot,
+            capacity: 0,
+            request: Request::Change(Change::Store {
+                key: Key::default(),
+                value: vec![0; bytes],
+                only_if: None,
+            }),
+        }
+    }
+
+    #[test]
+    fn a_guest_that_asks_for_a_lot_leaves_others_their_part() {
+        let (desk, mailbox) = (
+            Desk::default(),
+            Arc::new(Mailbox::new(1).expect("an eventfd")),
+        );
+        let many =
+            |count: u16, bytes: usize| (0..count).map(|n| asked(&mailbox, n, bytes)).collect();
+        desk.ask(1, many(150, 10));
+        desk.ask(2, many(10, 1 << 20));
+        desk.ask(3, many(1, 10));
+        desk.close();
+        let mut slots = BTreeMap::<u64, Vec<u16>>::new();
+        let mut counts = Vec::new();
+        while let Some(batch) = desk.next_batch() {
+            let count = |wanted: u64| batch.iter().filter(|(name, _)| *name == wanted).count();
+            counts.push([1, 2, 3].map(count));
+            for (name, asked) in batch {
+                slots.entry(name).or_default().push(asked.slot);
+            }
+        }
+        assert_eq!(counts, [[64, 4, 1], [64, 4, 0], [22, 2, 0]]);
+        // Each key space's in the order that they came in.
+        for slots in slots.values() {
+            assert!(slots.is_sorted());
+        }
+    }
+
+    #[test]
+    fn a_mailbox_wakes_while_there_are_replies() {
+        let mailbox = Mailbox::new(4).expect("an eventfd");
+        let mut replies = Vec::new();
+        let is_signalled = || mailbox.event.read().inspect(|_| mailbox.signal()).is_ok();
+        for _ in 0..3 {
+            assert!(!mailbox.has_replies() && !is_signalled());
+            mailbox.put(1, Reply::DONE);
+            mailbox.put(2, Reply::DONE);
+            assert!(mailbox.has_replies() && is_signalled());
+            mailbox.take(&mut replies);
+            // Once more, by whom it was woken too late.
+            mailbox.take(&mut replies);
+        }
+        let slots: Vec<u16> = replies.into_iter().map(|(slot, _)| slot).collect();
+        assert_eq!(slots, [1, 2, 1, 2, 1, 2]);
+    }
+}

@@ -1,0 +1,175 @@
+//! The file that pairs are in: a page that says so, and how much there is room for; the database behind it
+//! is as long as it has to be.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use redb::StorageBackend;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+use super::VERSION;
+use crate::key_value::KeyValueError;
+use nvme_mpt::range_lock::{ClaimError, RangeLock};
+
+const MAGIC: [u8; 8] = *b"mpt-kv\r\n";
+
+/// Start of the database.
+const DATABASE: u64 = 4096;
+
+/// First bytes of the database once it has been made.
+const DATABASE_MAGIC: [u8; 4] = *b"redb";
+
+/// Bytes of a file that are examined together for content.
+const LOOK: usize = 1 << 20;
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
+struct Header {
+    magic: [u8; 8],
+    version: u32,
+    reserved: u32,
+    /// Length of the file when it was empty.
+    capacity: u64,
+}
+
+/// A file of pairs.
+#[derive(Clone, Debug)]
+pub(super) struct PairsFile {
+    path: PathBuf,
+    file: Arc<File>,
+    capacity: u64,
+}
+
+impl PairsFile {
+    /// Opens a file of pairs, or makes one of an empty file, and keeps everybody else from it.
+    pub(super) fn open(path: &Path) -> Result<(Self, RangeLock), KeyValueError> {
+        let io = |source| KeyValueError::Io {
+            path: path.to_owned(),
+            source,
+        };
+        let path = path.canonicalize().map_err(io)?;
+        if !path.metadata().map_err(io)?.is_file() {
+            return Err(KeyValueError::NotAFile(path));
+        }
+        let open = || OpenOptions::new().read(true).write(true).open(&path);
+        // To the end of what can be locked.
+        let lock = RangeLock::claim(open().map_err(io)?, 0, 0).map_err(|error| match error {
+            ClaimError::Io(source) => io(source),
+            taken @ ClaimError::Taken { .. } => KeyValueError::InUse {
+                path: path.clone(),
+                source: taken,
+            },
+        })?;
+        let file = open().map_err(io)?;
+        let capacity = match read_header(&file).map_err(io)? {
+            Some(Header {
+                version: VERSION,
+                capacity,
+                ..
+            }) => capacity,
+            Some(Header { version, .. }) => return Err(KeyValueError::Version { path, version }),
+            None if file.metadata().map_err(io)?.len() < DATABASE => {
+                return Err(KeyValueError::TooSmall(path));
+            }
+            None if is_empty(&file).map_err(io)? => make(&file).map_err(io)?,
+            None => return Err(KeyValueError::Foreign(path)),
+        };
+        // The process ended before there was a database: there is nothing to lose.
+        if !has_database(&file).map_err(io)? {
+            file.set_len(DATABASE).map_err(io)?;
+            file.sync_all().map_err(io)?;
+        }
+        let file = Arc::new(file);
+        let pairs = Self {
+            path,
+            file,
+            capacity,
+        };
+        Ok((pairs, lock))
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(super) fn capacity(&self) -> u64 {
+        self.capacity
+    }
+}
+
+/// The header, if it is that of a file of pairs.
+fn read_header(file: &File) -> io::Result<Option<Header>> {
+    let mut bytes = [0; size_of::<Header>()];
+    if file.metadata()?.len() < DATABASE {
+        return Ok(None);
+    }
+    file.read_exact_at(&mut bytes, 0)?;
+    let header = Header::read_from_bytes(&bytes).ok();
+    Ok(header.filter(|header| header.magic == MAGIC))
+}
+
+/// Makes a file of pairs of an empty one. Returns its capacity, which is how long it was.
+fn make(file: &File) -> io::Result<u64> {
+    let capacity = file.metadata()?.len();
+    let header = Header {
+        magic: MAGIC,
+        version: VERSION,
+        reserved: 0,
+        capacity,
+    };
+    file.write_all_at(header.as_bytes(), 0)?;
+    file.sync_all()?;
+    Ok(capacity)
+}
+
+fn has_database(file: &File) -> io::Result<bool> {
+    let mut magic = DATABASE_MAGIC;
+    if file.metadata()?.len() < DATABASE + magic.len() as u64 {
+        return Ok(false);
+    }
+    file.read_exact_at(&mut magic, DATABASE)?;
+    Ok(magic == DATABASE_MAGIC)
+}
+
+/// Returns whether a file has nothing but zeroes in it. Anything else could be somebody's data.
+fn is_empty(file: &File) -> io::Result<bool> {
+    // What a file system keeps without a block of its own is at the beginning.
+    let has_blocks = file.metadata()?.blocks() > 0;
+    let mut file = file;
+    let mut bytes = vec![0; LOOK];
+    loop {
+        let count = file.read(&mut bytes)?;
+        if bytes.iter().take(count).any(|byte| *byte != 0) {
+            return Ok(false);
+        }
+        if count == 0 || !has_blocks {
+            return Ok(true);
+        }
+    }
+}
+
+/// The part of the file that the database has.
+impl StorageBackend for PairsFile {
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.file.metadata()?.len().saturating_sub(DATABASE))
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        self.file.read_exact_at(out, DATABASE + offset)
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        self.file.set_len(DATABASE + len)
+    }
+
+    fn sync_data(&self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        self.file.write_all_at(data, DATABASE + offset)
+    }
+}

@@ -1,0 +1,298 @@
+//! Requests on pairs in a file, carried out in transactions.
+
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use log::error;
+use redb::{
+    Database, ReadableDatabase, ReadableTable, StorageBackend, StorageError, Table,
+    TableDefinition, WriteTransaction,
+};
+
+use super::Usages;
+use super::desk::Asked;
+use crate::key_value::pairs::{Pairs, PairsMut, Reply, Request, Usage, answer, change};
+use nvme_mpt::spec::key_value::{KEY_LENGTH_MAX, Key};
+use nvme_mpt::spec::status::Status;
+
+/// Values by the name of their key space and their key.
+const PAIRS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("pairs");
+
+/// Bytes and keys by the name of their key space.
+const USAGE: TableDefinition<'_, u64, (u64, u64)> = TableDefinition::new("usage");
+
+/// Most memory for parts of the file, in bytes.
+const CACHE: usize = 64 << 20;
+
+/// The database.
+#[derive(Debug)]
+pub(super) struct PairStore<B> {
+    /// For the log.
+    path: PathBuf,
+    file: B,
+    /// Closed after a failure, until it can be opened again.
+    database: Option<Database>,
+    /// True if the log says so already.
+    failing: bool,
+    usages: Arc<Usages>,
+}
+
+impl<B: StorageBackend + Clone> PairStore<B> {
+    /// Opens the database, which undoes what a crash left unfinished, or makes one.
+    pub(super) fn open(path: PathBuf, file: B, usages: Arc<Usages>) -> Result<Self, redb::Error> {
+        let mut store = Self {
+            path,
+            file,
+            database: None,
+            failing: false,
+            usages,
+        };
+        store.database = Some(store.open_database()?);
+        Ok(store)
+    }
+
+    fn open_database(&self) -> Result<Database, redb::Error> {
+        let database = Database::builder()
+            .set_cache_size(CACHE)
+            .create_with_backend(self.file.clone())?;
+        let transaction = database.begin_write()?;
+        transaction.open_table(PAIRS)?;
+        let usages: Result<Vec<_>, redb::Error> = transaction
+            .open_table(USAGE)?
+            .iter()?
+            .map(|entry| {
+                let (name, usage) = entry?;
+                let (bytes, keys) = usage.value();
+                Ok((name.value(), Usage { bytes, keys }))
+            })
+            .collect();
+        transaction.commit()?;
+        self.usages.set(usages?);
+        Ok(database)
+    }
+
+    /// Carries requests out, all that change something in one transaction, and replies when that is
+    /// durable.
+    pub(super) fn carry_out(&mut self, asked: Vec<(u64, Asked)>) {
+        let (places, requests): (Vec<_>, Vec<_>) = asked
+            .into_iter()
+            .map(|(name, asked)| {
+                let place = (asked.mailbox, asked.slot);
+                (place, (name, asked.capacity, asked.request))
+            })
+            .unzip();
+        // A damaged file must leave no guest without an answer, whatever the database makes of it.
+        let replies = catch_unwind(AssertUnwindSafe(|| self.replies(requests)));
+        let replies = replies.unwrap_or_else(|_panic| {
+            Err(StorageError::Corrupted("the database panicked".to_owned()).into())
+        });
+        let failing = std::mem::replace(&mut self.failing, replies.is_err());
+        let replies = replies.unwrap_or_else(|error| {
+            if !failing {
+                let path = self.path.display();
+                error!("The keys and values in {path} cannot be read or written: {error}");
+            }
+            // After an error it refuses everything: opened again, it is as before the transaction.
+            self.database = None;
+            let failed = Reply::of(Status::UNRECOVERED_ERROR);
+            vec![failed; places.len()]
+        });
+        for ((mailbox, slot), reply) in places.into_iter().zip(replies) {
+            mailbox.put(slot, reply);
+        }
+    }
+
+    fn replies(&mut self, requests: Vec<(u64, u64, Request)>) -> Result<Vec<Reply>, redb::Error> {
+        let database = match self.database.take() {
+            Some(database) => database,
+            None => self.open_database()?,
+        };
+        let database = self.database.insert(database);
+        let changes = requests
+            .iter()
+            .any(|(_, _, request)| matches!(request, Request::Change(_)));
+        if changes {
+            let transaction = database.begin_write()?;
+            return change_all(transaction, requests, &self.usages);
+        }
+        let transaction = database.begin_read()?;
+        let table = &transaction.open_table(PAIRS)?;
+        let mut replies = Vec::with_capacity(requests.len());
+        for (name, _, request) in requests {
+            if let Request::Query(query) = request {
+                replies.push(answer(&Space { table, name }, query)?);
+            }
+        }
+        Ok(replies)
+    }
+}
+
+/// Carries requests out in a transaction, and commits it if anything changed.
+fn change_all(
+    transaction: WriteTransaction,
+    requests: Vec<(u64, u64, Request)>,
+    usages: &Usages,
+) -> Result<Vec<Reply>, redb::Error> {
+    let mut changed: BTreeMap<u64, Usage> = BTreeMap::new();
+    let mut replies = Vec::with_capacity(requests.len());
+    let mut table = transaction.open_table(PAIRS)?;
+    for (name, capacity, request) in requests {
+        let reply = match request {
+            Request::Query(query) => {
+                let table = &table;
+                answer(&Space { table, name }, query)?
+            }
+            Request::Change(asked) => {
+                let mut usage_now = match changed.get(&name) {
+                    Some(usage) => *usage,
+                    None => usages.get(name),
+                };
+                let table = &mut table;
+                let reply = change(
+                    &mut SpaceMut { table, name },
+                    &mut usage_now,
+                    capacity,
+                    asked,
+                )?;
+                if reply.status.is_success() {
+                    changed.insert(name, usage_now);
+                }
+                reply
+            }
+        };
+        replies.push(reply);
+    }
+    drop(table);
+    if changed.is_empty() {
+        transaction.abort()?;
+        return Ok(replies);
+    }
+    let mut table = transaction.open_table(USAGE)?;
+    for (name, Usage { bytes, keys }) in &changed {
+        table.insert(name, (*bytes, *keys))?;
+    }
+    drop(table);
+    transaction.commit()?;
+    usages.set(changed);
+    Ok(replies)
+}
+
+/// A key in the table: the name of its key space, so that those lie together, and its bytes.
+#[derive(Clone, Copy, Debug)]
+struct TableKey {
+    bytes: [u8; Self::NAME + KEY_LENGTH_MAX],
+    length: usize,
+}
+
+impl TableKey {
+    const NAME: usize = size_of::<u64>();
+
+    fn new(name: u64, key: &Key) -> Self {
+        let mut bytes = [0; Self::NAME + KEY_LENGTH_MAX];
+        let (space, rest) = bytes.split_at_mut(Self::NAME);
+        // The highest byte first, so that they are sorted as their numbers are.
+        space.copy_from_slice(&name.to_be_bytes());
+        let key = key.as_bytes();
+        for (place, byte) in rest.iter_mut().zip(key) {
+            *place = *byte;
+        }
+        let length = Self::NAME + key.len();
+        Self { bytes, length }
+    }
+
+    fn as_slice(&self) -> &[u8] {
+        self.bytes.get(..self.length).unwrap_or(&self.bytes)
+    }
+}
+
+/// A key space in the table.
+struct Space<'a, T> {
+    table: &'a T,
+    name: u64,
+}
+
+impl<T: ReadableTable<&'static [u8], &'static [u8]>> Pairs for Space<'_, T> {
+    type Error = redb::Error;
+
+    fn with_value<R>(
+        &self,
+        key: &Key,
+        show: impl FnOnce(&[u8]) -> R,
+    ) -> Result<Option<R>, redb::Error> {
+        let key = TableKey::new(self.name, key);
+        let value = self.table.get(key.as_slice())?;
+        Ok(value.map(|value| show(value.value())))
+    }
+
+    fn for_each_key(
+        &self,
+        from: &Key,
+        mut show: impl FnMut(&Key) -> bool,
+    ) -> Result<(), redb::Error> {
+        let from = TableKey::new(self.name, from);
+        for entry in self.table.range::<&[u8]>(from.as_slice()..)? {
+            let (key, _) = entry?;
+            let Some((name, key)) = key.value().split_first_chunk() else {
+                break;
+            };
+            let ours = u64::from_be_bytes(*name) == self.name;
+            let Some(key) = Key::new(key).filter(|_| ours) else {
+                break;
+            };
+            if !show(&key) {
+                break;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// As [`Space`], in a transaction that changes it.
+struct SpaceMut<'a, 'txn> {
+    table: &'a mut Table<'txn, &'static [u8], &'static [u8]>,
+    name: u64,
+}
+
+impl Pairs for SpaceMut<'_, '_> {
+    type Error = redb::Error;
+
+    fn with_value<R>(
+        &self,
+        key: &Key,
+        show: impl FnOnce(&[u8]) -> R,
+    ) -> Result<Option<R>, redb::Error> {
+        self.as_space().with_value(key, show)
+    }
+
+    fn for_each_key(&self, from: &Key, show: impl FnMut(&Key) -> bool) -> Result<(), redb::Error> {
+        self.as_space().for_each_key(from, show)
+    }
+}
+
+impl<'txn> SpaceMut<'_, 'txn> {
+    fn as_space(&self) -> Space<'_, Table<'txn, &'static [u8], &'static [u8]>> {
+        Space {
+            table: self.table,
+            name: self.name,
+        }
+    }
+}
+
+impl PairsMut for SpaceMut<'_, '_> {
+    fn insert(&mut self, key: &Key, value: Vec<u8>) -> Result<(), redb::Error> {
+        let key = TableKey::new(self.name, key);
+        self.table.insert(key.as_slice(), value.as_slice())?;
+        Ok(())
+    }
+
+    fn remove(&mut self, key: &Key) -> Result<(), redb::Error> {
+        let key = TableKey::new(self.name, key);
+        self.table.remove(key.as_slice())?;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,263 @@
+//! Content after a power failure, and after the file system failed, whatever of the rest reached the disk.
+
+use std::io;
+use std::sync::{Mutex, MutexGuard};
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::key_value::file::desk::Mailbox;
+use crate::key_value::pairs::{Change, Query};
+
+/// Something that was done to a disk since it was last synced.
+#[derive(Clone, Debug)]
+enum Unsynced {
+    Write(u64, Vec<u8>),
+    Length(u64),
+}
+
+#[derive(Debug, Default)]
+struct State {
+    durable: Vec<u8>,
+    now: Vec<u8>,
+    unsynced: Vec<Unsynced>,
+    /// Writes that work until all fail; `None` if none ever does.
+    writes_left: Option<usize>,
+}
+
+/// A disk in memory, of which a power failure leaves what was synced, and any part of the rest.
+#[derive(Clone, Debug, Default)]
+struct Disk(Arc<Mutex<State>>);
+
+impl Disk {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().expect("nothing panics with it")
+    }
+
+    /// The disk after a power failure. Each `chance` says of a sector whether it was written.
+    fn cut(&self, mut chance: impl FnMut() -> bool) -> Self {
+        let state = self.lock();
+        let mut left = state.durable.clone();
+        for done in &state.unsynced {
+            match done {
+                Unsynced::Write(offset, data) => {
+                    for (sector, bytes) in (0..).zip(data.chunks(512)) {
+                        if chance() {
+                            write(&mut left, offset + 512 * sector, bytes);
+                        }
+                    }
+                }
+                Unsynced::Length(length) => {
+                    if chance() {
+                        left.resize(*length as usize, 0);
+                    }
+                }
+            }
+        }
+        Self::of(left)
+    }
+
+    fn of(content: Vec<u8>) -> Self {
+        Self(Arc::new(Mutex::new(State {
+            durable: content.clone(),
+            now: content,
+            ..State::default()
+        })))
+    }
+}
+
+fn write(disk: &mut Vec<u8>, offset: u64, bytes: &[u8]) {
+    let offset = offset as usize;
+    let end = offset + bytes.len();
+    if disk.len() < end {
+        disk.resize(end, 0);
+    }
+    disk[offset..end].copy_from_slice(bytes);
+}
+
+impl StorageBackend for Disk {
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.lock().now.len() as u64)
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        let state = self.lock();
+        let bytes = state.now.get(offset as usize..).unwrap_or(&[]);
+        let bytes = bytes.get(..out.len()).ok_or(io::ErrorKind::UnexpectedEof)?;
+        out.copy_from_slice(bytes);
+        Ok(())
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        let mut state = self.lock();
+        state.now.resize(len as usize, 0);
+        state.unsynced.push(Unsynced::Length(len));
+        Ok(())
+    }
+
+    fn sync_data(&self) -> io::Result<()> {
+        let mut state = self.lock();
+        state.durable = state.now.clone();
+        state.unsynced.clear();
+        Ok(())
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        let mut state = self.lock();
+        if let Some(left) = &mut state.writes_left {
+            *left = left.checked_sub(1).ok_or(io::ErrorKind::StorageFull)?;
+        }
+        write(&mut state.now, offset, data);
+        state.unsynced.push(Unsynced::Write(offset, data.to_vec()));
+        Ok(())
+    }
+}
+
+fn open(disk: &Disk) -> (PairStore<Disk>, Arc<Usages>) {
+    let usages = Arc::new(Usages::default());
+    let store = PairStore::open("disk".into(), disk.clone(), usages.clone()).expect("sound");
+    (store, usages)
+}
+
+/// Carries out requests on a key space together. Returns their replies in order.
+fn carry_out(store: &mut PairStore<Disk>, name: u64, requests: Vec<Request>) -> Vec<Reply> {
+    let mailbox = Arc::new(Mailbox::new(requests.len()).expect("an eventfd"));
+    let asked = (0..).zip(requests).map(|(slot, request)| {
+        let asked = Asked {
+            mailbox: mailbox.clone(),
+            slot,
+            capacity: 1 << 30,
+            request,
+        };
+        (name, asked)
+    });
+    store.carry_out(asked.collect());
+    let mut replies = Vec::new();
+    mailbox.take(&mut replies);
+    replies.into_iter().map(|(_, reply)| reply).collect()
+}
+
+fn key(number: u8) -> Key {
+    Key::new(&[b'k', number]).expect("short")
+}
+
+fn stored(number: u8, value: &[u8]) -> Request {
+    Request::Change(Change::Store {
+        key: key(number),
+        value: value.to_vec(),
+        only_if: None,
+    })
+}
+
+/// The pairs of a key space, by number.
+fn content(store: &mut PairStore<Disk>, name: u64) -> BTreeMap<u8, Vec<u8>> {
+    let room = 1 << 20;
+    let numbers: Vec<u8> = (0..8).collect();
+    let queries = numbers.iter().map(|number| {
+        Request::Query(Query::Retrieve {
+            key: key(*number),
+            room,
+        })
+    });
+    let replies = carry_out(store, name, queries.collect());
+    numbers
+        .into_iter()
+        .zip(replies)
+        .filter(|(_, reply)| reply.status.is_success())
+        .map(|(number, reply)| (number, reply.data))
+        .collect()
+}
+
+type Changes = Vec<(u8, Option<(u8, usize)>)>;
+
+fn requests(changes: &Changes) -> Vec<Request> {
+    let requests = changes.iter().map(|(number, value)| match value {
+        Some((byte, len)) => stored(*number, &vec![*byte; *len]),
+        None => Request::Change(Change::Delete { key: key(*number) }),
+    });
+    requests.collect()
+}
+
+fn apply(model: &mut BTreeMap<u8, Vec<u8>>, changes: &Changes) {
+    for (number, value) in changes {
+        match value {
+            Some((byte, len)) => drop(model.insert(*number, vec![*byte; *len])),
+            None => drop(model.remove(number)),
+        }
+    }
+}
+
+fn batches() -> impl Strategy<Value = Vec<Changes>> {
+    let len = prop_oneof![0..300_usize, 0..9000_usize, Just(100_000)];
+    let value = prop::option::weighted(0.7, (any::<u8>(), len));
+    prop::collection::vec(prop::collection::vec((0..8_u8, value), 1..6), 1..8)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// A power failure leaves all that was replied to, and of what was not either all that was carried
+    /// out together, or nothing.
+    #[test]
+    fn a_power_failure_leaves_what_was_replied_to(
+        batches in batches(),
+        last in prop::collection::vec((0..8_u8, prop::option::weighted(0.7, (any::<u8>(), 0..20_000_usize))), 1..6),
+        chances in prop::collection::vec(any::<bool>(), 64),
+        failing in 0..12_usize,
+    ) {
+        let disk = Disk::default();
+        let (mut store, _) = open(&disk);
+        let mut model = BTreeMap::new();
+        for changes in &batches {
+            for reply in carry_out(&mut store, 5, requests(changes)) {
+                let status = reply.status;
+                prop_assert!(status.is_success() || status == Status::KV_KEY_DOES_NOT_EXIST);
+            }
+            apply(&mut model, changes);
+        }
+        let mut chances = chances.iter().copied().cycle();
+        let (mut after, usages) = open(&disk.cut(|| chances.next().unwrap_or(false)));
+        prop_assert!(content(&mut after, 5) == model);
+        prop_assert_eq!(usages.get(5).keys, model.len() as u64);
+        prop_assert!(content(&mut after, 4).is_empty());
+
+        // The power fails while the last ones are carried out: after some of its writes.
+        disk.lock().writes_left = Some(failing);
+        let replies = carry_out(&mut store, 5, requests(&last));
+        let mut changed = model.clone();
+        apply(&mut changed, &last);
+        let done = replies.iter().all(|reply| reply.status != Status::UNRECOVERED_ERROR);
+        let (mut after, usages) = open(&disk.cut(|| chances.next().unwrap_or(false)));
+        let found = content(&mut after, 5);
+        prop_assert!(found == changed || (!done && found == model));
+        prop_assert_eq!(usages.get(5).keys, found.len() as u64);
+
+        // The same disk goes on once it can be written again.
+        disk.lock().writes_left = None;
+        let reply = carry_out(&mut store, 5, vec![stored(7, b"again")]);
+        prop_assert!(reply[0].status.is_success());
+        let found = content(&mut store, 5);
+        prop_assert_eq!(found.get(&7).map(Vec::as_slice), Some(&b"again"[..]));
+        model.insert(7, b"again".to_vec());
+        changed.insert(7, b"again".to_vec());
+        prop_assert!(found == changed || (!done && found == model));
+    }
+}
+
+#[test]
+fn key_spaces_lie_apart() {
+    let (mut store, usages) = open(&Disk::default());
+    let names = [0, 1, 255, 256, u64::MAX - 1, u64::MAX];
+    for (number, name) in (0..).zip(names) {
+        carry_out(&mut store, name, vec![stored(number, &[number])]);
+    }
+    for (number, name) in (0..).zip(names) {
+        let expected = BTreeMap::from([(number, vec![number])]);
+        assert_eq!(content(&mut store, name), expected);
+        let from = Key::default();
+        let list = Request::Query(Query::List { from, room: 4096 });
+        let reply = carry_out(&mut store, name, vec![list]);
+        assert_eq!(reply[0].data, [1, 0, 0, 0, 2, 0, b'k', number]);
+        assert_eq!(usages.get(name).keys, 1);
+    }
+}

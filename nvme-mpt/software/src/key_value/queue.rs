@@ -1,0 +1,304 @@
+//! A queue pair of a drive of keys and values. Values move between guest memory and requests here, in the
+//! poller; requests are carried out at once in memory, and by a thread of the drive's own in a file.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+
+use super::KeyValueCommands;
+use super::file::{Asked, FilePairs, Mailbox};
+use super::memory::MemorySpace;
+use super::pairs::{Change, Presence, Query, Reply, Request};
+use super::{KeySpace, SpaceHome};
+use nvme_mpt::clock::Ticks;
+use nvme_mpt::host::DataPointer;
+use nvme_mpt::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
+use nvme_mpt::spec::key_value::{Key, List, Retrieve, Store};
+use nvme_mpt::spec::opcode::KvOpcode;
+use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt::spec::status::Status;
+
+/// Most bytes of values that a queue has on the way to or from a file: several of the largest, and not all
+/// that a guest can name at once.
+const BYTES_ON_THE_WAY: usize = 4 << 20;
+
+/// A queue of a key space.
+#[derive(Debug)]
+pub struct KeyValueQueue {
+    capacity: u64,
+    lane: Lane,
+    /// Commands that were submitted and not rung in.
+    arriving: Vec<Sqe>,
+    completed: Vec<HostCompletion>,
+}
+
+/// Way of requests.
+#[derive(Debug)]
+enum Lane {
+    Memory(Arc<MemorySpace>),
+    File(FileLane),
+}
+
+/// Requests of one queue that a file's thread has or is to get.
+#[derive(Debug)]
+struct FileLane {
+    pairs: Arc<FilePairs>,
+    /// The key space.
+    name: u64,
+    mailbox: Arc<Mailbox>,
+    /// Commands that the thread has, by slot.
+    asked: Box<[Sqe]>,
+    /// Commands that wait for others to leave room.
+    waiting: VecDeque<Sqe>,
+    bytes: usize,
+    /// Replies of the thread.
+    replies: Vec<(u16, Reply)>,
+}
+
+impl KeyValueQueue {
+    pub(super) fn new(keys: KeySpace, slots: u16) -> io::Result<Self> {
+        let room = usize::from(slots);
+        let lane = match keys.home {
+            SpaceHome::Memory(space) => Lane::Memory(space),
+            SpaceHome::File(pairs, name) => Lane::File(FileLane {
+                pairs,
+                name,
+                mailbox: Arc::new(Mailbox::new(room)?),
+                asked: vec![Sqe::default(); room].into_boxed_slice(),
+                waiting: VecDeque::with_capacity(room),
+                bytes: 0,
+                replies: Vec::with_capacity(room),
+            }),
+        };
+        Ok(Self {
+            capacity: keys.capacity,
+            lane,
+            arriving: Vec::with_capacity(room),
+            completed: Vec::with_capacity(room),
+        })
+    }
+}
+
+impl FileLane {
+    /// Hands requests over to the thread while there is room for what they move.
+    fn advance(
+        &mut self,
+        capacity: u64,
+        memory: HostMemory<'_>,
+        completed: &mut Vec<HostCompletion>,
+    ) {
+        let mut asked = Vec::new();
+        while let Some(sqe) = self.waiting.front() {
+            let bytes = bytes_of(sqe);
+            if self.bytes > 0 && self.bytes + bytes > BYTES_ON_THE_WAY {
+                break;
+            }
+            let Some(sqe) = self.waiting.pop_front() else {
+                break;
+            };
+            match request(&sqe, memory) {
+                Ok(Some(request)) => {
+                    let slot = sqe.cid().0;
+                    let Some(place) = self.asked.get_mut(usize::from(slot)) else {
+                        continue;
+                    };
+                    *place = sqe;
+                    self.bytes += bytes;
+                    asked.push(Asked {
+                        mailbox: self.mailbox.clone(),
+                        slot,
+                        capacity,
+                        request,
+                    });
+                }
+                Ok(None) => completed.push(complete(&sqe, &Reply::DONE, memory)),
+                Err(status) => completed.push(complete(&sqe, &Reply::of(status), memory)),
+            }
+        }
+        if !asked.is_empty() {
+            self.pairs.ask(self.name, asked);
+        }
+    }
+
+    /// Takes what the thread is done with.
+    fn take_replies(&mut self, memory: HostMemory<'_>, completed: &mut Vec<HostCompletion>) {
+        self.mailbox.take(&mut self.replies);
+        for (slot, reply) in self.replies.drain(..) {
+            let Some(sqe) = self.asked.get(usize::from(slot)) else {
+                continue;
+            };
+            self.bytes = self.bytes.saturating_sub(bytes_of(sqe));
+            completed.push(complete(sqe, &reply, memory));
+        }
+    }
+}
+
+/// Bytes that a command moves at most, and something for the request itself.
+fn bytes_of(sqe: &Sqe) -> usize {
+    // Those with data have its length in the same place.
+    let data = match KvOpcode(sqe.opcode()) {
+        KvOpcode::STORE | KvOpcode::RETRIEVE | KvOpcode::LIST => Retrieve::from(sqe).hbs,
+        _ => 0,
+    };
+    data as usize + size_of::<Asked>()
+}
+
+/// Returns the request of a command; nothing if it is complete.
+fn request(sqe: &Sqe, memory: HostMemory<'_>) -> Result<Option<Request>, Status> {
+    let key = Key::of(sqe).ok_or(Status::INVALID_KEY_SIZE)?;
+    Ok(Some(match KvOpcode(sqe.opcode()) {
+        // What completed is durable, or ends with the process.
+        KvOpcode::FLUSH => return Ok(None),
+        KvOpcode::STORE => {
+            let Store {
+                vs,
+                must_exist,
+                must_not_exist,
+                ..
+            } = Store::from(sqe);
+            let only_if = match (must_exist, must_not_exist) {
+                (true, _) => Some(Presence::Present),
+                (_, true) => Some(Presence::Absent),
+                _ => None,
+            };
+            let value = fetch(sqe, vs, memory)?;
+            Request::Change(Change::Store {
+                key,
+                value,
+                only_if,
+            })
+        }
+        KvOpcode::DELETE => Request::Change(Change::Delete { key }),
+        KvOpcode::RETRIEVE => {
+            let room = Retrieve::from(sqe).hbs as usize;
+            Request::Query(Query::Retrieve { key, room })
+        }
+        KvOpcode::EXIST => Request::Query(Query::Exist { key }),
+        KvOpcode::LIST => {
+            let room = List::from(sqe).hbs as usize;
+            Request::Query(Query::List { from: key, room })
+        }
+        _ => return Err(Status::INVALID_OPCODE),
+    }))
+}
+
+/// Copies a value out of guest memory.
+fn fetch(sqe: &Sqe, len: u32, memory: HostMemory<'_>) -> Result<Vec<u8>, Status> {
+    let mut value = vec![0; len as usize];
+    if value.is_empty() {
+        return Ok(value);
+    }
+    let mut rest = value.as_mut_slice();
+    DataPointer::of(sqe).for_each(memory, len.into(), |part| {
+        let (here, after) = std::mem::take(&mut rest).split_at_mut(part.len());
+        part.copy_to(here);
+        rest = after;
+    })?;
+    Ok(value)
+}
+
+/// The completion of a command, whose data goes into guest memory first.
+fn complete(sqe: &Sqe, reply: &Reply, memory: HostMemory<'_>) -> HostCompletion {
+    let handed_over = hand_over(sqe, &reply.data, memory);
+    let status = match handed_over {
+        Ok(()) => reply.status,
+        Err(status) => status,
+    };
+    HostCompletion {
+        slot: sqe.cid().0,
+        // None of them is healed by time.
+        status: status.with_dnr(!status.is_success()),
+        dw0: reply.dw0,
+    }
+}
+
+/// Copies data to where a command wants it; what follows it stays as it is.
+fn hand_over(sqe: &Sqe, data: &[u8], memory: HostMemory<'_>) -> Result<(), Status> {
+    if data.is_empty() {
+        return Ok(());
+    }
+    // Whether the second PRP entry is a list depends on how much the host has room for.
+    let room = Retrieve::from(sqe).hbs;
+    let mut rest = data;
+    DataPointer::of(sqe).for_each(memory, room.into(), |part| {
+        let (here, after) = rest.split_at(rest.len().min(part.len()));
+        part.copy_from(here);
+        rest = after;
+    })
+}
+
+impl HostBatch for &mut KeyValueQueue {
+    fn announce(&mut self, _: u32, _: Ticks) {}
+
+    fn submit(&mut self, sqe: &Sqe) {
+        debug_assert!(self.arriving.len() < self.arriving.capacity());
+        self.arriving.push(*sqe);
+    }
+
+    fn ring(self, memory: HostMemory<'_>) {
+        let KeyValueQueue {
+            capacity,
+            lane,
+            arriving,
+            completed,
+        } = self;
+        match lane {
+            Lane::Memory(space) => {
+                completed.extend(arriving.drain(..).map(|sqe| {
+                    let reply = match request(&sqe, memory) {
+                        Ok(Some(request)) => space.execute(request, *capacity),
+                        Ok(None) => Reply::DONE,
+                        Err(status) => Reply::of(status),
+                    };
+                    complete(&sqe, &reply, memory)
+                }));
+            }
+            Lane::File(lane) => {
+                lane.waiting.extend(arriving.drain(..));
+                lane.advance(*capacity, memory, completed);
+            }
+        }
+    }
+}
+
+impl HostQueue for KeyValueQueue {
+    type Commands = KeyValueCommands;
+
+    type Batch<'a> = &'a mut Self;
+
+    fn batch(&mut self) -> &mut Self {
+        self
+    }
+
+    fn reap(&mut self, memory: HostMemory<'_>, mut taker: impl CompletionTaker) {
+        if let Lane::File(lane) = &mut self.lane
+            && lane.mailbox.has_replies()
+        {
+            lane.take_replies(memory, &mut self.completed);
+            lane.advance(self.capacity, memory, &mut self.completed);
+        }
+        for completion in self.completed.drain(..) {
+            taker.take(completion);
+        }
+    }
+
+    /// Requests that wait for room do not reach the thread any more.
+    fn cut_short(&mut self) {
+        if let Lane::File(lane) = &mut self.lane {
+            let ended = lane.waiting.drain(..).map(|sqe| HostCompletion {
+                slot: sqe.cid().0,
+                status: Status::ABORTED_SQ_DELETION,
+                dw0: 0,
+            });
+            self.completed.extend(ended);
+        }
+    }
+
+    fn wait_fd(&self) -> Option<RawFd> {
+        match &self.lane {
+            Lane::Memory(_) => None,
+            Lane::File(lane) => Some(lane.mailbox.wait_fd()),
+        }
+    }
+}

@@ -1,0 +1,104 @@
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+
+use nvme_mpt::lease::LbaRange;
+use nvme_mpt::spec::ids::Lba;
+
+use super::*;
+use crate::model::Size;
+
+const PROFILE: KvProfile = KvProfile {
+    max_value: Size(1 << 20),
+};
+
+fn open(path: &Path) -> Result<KeyValueController, KeyValueError> {
+    KeyValueController::file(path, &PROFILE, &Threads::default())
+}
+
+/// A file without anything in it.
+fn empty(folder: &Path, len: u64) -> PathBuf {
+    let path = folder.join("drive.img");
+    File::create(&path)
+        .and_then(|file| file.set_len(len))
+        .expect("room");
+    path
+}
+
+fn capacity(drive: &KeyValueController) -> u64 {
+    drive.namespace.blocks << drive.namespace.lba_shift
+}
+
+#[test]
+fn an_empty_file_becomes_a_drive_as_large_as_it_is() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = empty(folder.path(), 64 << 20);
+    let drive = open(&path).expect("empty");
+    assert_eq!(capacity(&drive), 64 << 20);
+    let length = fs::metadata(&path).expect("there").len();
+    assert!(length < 64 << 20, "it takes what its pairs take: {length}");
+    drop(drive);
+    assert_eq!(capacity(&open(&path).expect("its own")), 64 << 20);
+    // Its process ended before there was a database behind the header.
+    let file = File::options().write(true).open(&path).expect("there");
+    for length in [4096, 4097, 64 << 20] {
+        file.set_len(4096).expect("shorter");
+        file.set_len(length).expect("as long");
+        assert_eq!(capacity(&open(&path).expect("begun")), 64 << 20);
+    }
+}
+
+#[test]
+fn a_file_is_open_once() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = empty(folder.path(), 1 << 20);
+    let drive = open(&path).expect("empty");
+    let error = open(&path).expect_err("locked");
+    assert!(matches!(error, KeyValueError::InUse { .. }), "{error}");
+    // Nor does anybody get its blocks.
+    let blocks = Arc::new(crate::SoftwareController::file(&path, 9).expect("a file"));
+    let request = HostLeaseRequest {
+        name: "test",
+        namespace: blocks.namespaces()[0],
+        range: LbaRange {
+            start: Lba(0),
+            blocks: 1,
+        },
+    };
+    let error = blocks.clone().open_lease(&request).expect_err("locked");
+    assert!(matches!(error, HostLeaseError::InUse(_)), "{error}");
+    drop(drive);
+    let _lease = blocks.open_lease(&request).expect("not locked any more");
+    let error = open(&path).expect_err("locked");
+    assert!(matches!(error, KeyValueError::InUse { .. }), "{error}");
+}
+
+#[test]
+fn what_is_no_such_drive_stays_as_it_is() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = empty(folder.path(), 4 << 20);
+    let file = File::options().write(true).open(&path).expect("there");
+    // Where a file system has its superblock, for one.
+    file.write_all_at(&[1], 3 << 20).expect("written");
+    let error = open(&path).expect_err("somebody's");
+    assert!(matches!(error, KeyValueError::Foreign(_)), "{error}");
+    let bytes = fs::read(&path).expect("there");
+    assert_eq!(bytes.len(), 4 << 20);
+    assert_eq!(bytes.iter().filter(|byte| **byte != 0).count(), 1);
+
+    let error = open(folder.path()).expect_err("a folder");
+    assert!(matches!(error, KeyValueError::NotAFile(_)), "{error}");
+
+    let path = empty(folder.path(), 1 << 20);
+    drop(open(&path).expect("empty"));
+    let file = File::options().write(true).open(&path).expect("there");
+    // The middle of the database's own header.
+    file.write_all_at(&[0xFF; 4000], 4096 + 9).expect("written");
+    let error = open(&path).expect_err("damaged");
+    assert!(matches!(error, KeyValueError::Store { .. }), "{error}");
+    file.write_all_at(&[2], 8).expect("written");
+    let error = open(&path).expect_err("of a later version");
+    assert!(
+        matches!(error, KeyValueError::Version { version: 2, .. }),
+        "{error}"
+    );
+}

@@ -1,0 +1,105 @@
+//! Media: the places in which software drives keep their blocks.
+
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use nvme_mpt::event::EventQueue;
+use nvme_mpt::host::{Damage, HostLeaseError, HostLeaseRequest, HostQueuePair, Limits};
+
+use crate::model::{Model, TimedQueue, TimedStore};
+
+/// A place in which a software drive keeps its blocks: a new kind of store implements it.
+pub trait Medium: fmt::Debug + Send + Sync {
+    /// Returns a name that stays the same for the same bytes, whatever path leads to them.
+    fn identity(&self) -> String;
+
+    /// Model Number, up to 40 characters.
+    fn model(&self) -> &'static str;
+
+    /// Returns its size in bytes.
+    fn bytes(&self) -> u64;
+
+    /// Returns its abilities, made from those of any software drive.
+    fn limits(&self, limits: Limits) -> Limits {
+        limits
+    }
+
+    /// Returns whether it exists in this process only.
+    fn is_private(&self) -> bool {
+        true
+    }
+
+    /// Returns the path of the file or block device that it is; `None` for one that ends with the process.
+    fn path(&self) -> Option<&Path> {
+        None
+    }
+
+    /// Makes another file durable from now on whenever blocks are, after them.
+    fn keep_durable_with(&self, file: Arc<File>) {
+        let _ = file;
+    }
+
+    /// Opens a lease of a part of it.
+    ///
+    /// # Errors
+    /// See [`HostLeaseError`].
+    fn open_lease(
+        &self,
+        request: &HostLeaseRequest<'_>,
+    ) -> Result<Box<dyn LeasedMedium>, HostLeaseError>;
+}
+
+/// A medium as one lease has it, until it is dropped.
+pub trait LeasedMedium: fmt::Debug + Send + Sync {
+    /// Creates a queue pair with room for `slots` commands, at a pace.
+    ///
+    /// # Errors
+    /// Returns the kernel's error.
+    fn create_queue(&self, slots: u16, pace: Pace<'_>) -> io::Result<HostQueuePair>;
+
+    /// Makes everything durable that the lease completed until now.
+    ///
+    /// # Errors
+    /// Returns the kernel's error; any error if the lease has lost writes.
+    fn flush(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    /// Reports new damage to these events from now on.
+    fn subscribe(&self, events: &Arc<EventQueue>) {
+        let _ = events;
+    }
+
+    /// Looks for damage of the lease's data, and returns it.
+    fn damage(&self) -> Damage {
+        Damage::default()
+    }
+
+    /// Returns whether its damage has to be looked for now and then.
+    fn can_be_damaged(&self) -> bool {
+        false
+    }
+
+    /// Begins anew for a VMM that connected.
+    fn begin_anew(&self) {}
+}
+
+/// The pace of a drive's commands: that of a timing model, or of the medium alone.
+#[derive(Clone, Copy, Debug)]
+pub struct Pace<'a>(pub(crate) Option<&'a Arc<Model>>);
+
+impl Pace<'_> {
+    /// Makes a medium's queue one of the drive.
+    pub fn queue<Q>(self, queue: Q, slots: u16) -> HostQueuePair
+    where
+        Q: TimedStore + fmt::Debug + Send + 'static,
+    {
+        match self.0 {
+            None => HostQueuePair::new(queue),
+            Some(model) => HostQueuePair::new(TimedQueue::new(queue, model.clone(), slots)),
+        }
+    }
+}

@@ -1,0 +1,302 @@
+//! `memory:SIZE`, a drive in this process's memory. Its content ends with the process.
+
+use std::io;
+use std::sync::Arc;
+
+use zerocopy::FromBytes;
+
+use nvme_mpt::host::{DataPointer, HostLeaseError, HostLeaseRequest, HostMemory, HostQueuePair};
+use nvme_mpt::memory::{Mapping, RawBytes};
+use nvme_mpt::spec::ids::Lba;
+use nvme_mpt::spec::nvm::{
+    CompareVerify, CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadWrite,
+    WriteUncorrectable, WriteZeroes,
+};
+use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt::spec::status::Status;
+
+use crate::medium::{LeasedMedium, Medium, Pace};
+use crate::store::{SoftwareQueue, Store};
+use crate::uncorrectable::{MarkRoom, UncorrectableBlocks};
+
+/// Memory of this process.
+#[derive(Debug)]
+pub(crate) struct MemoryMedium {
+    bytes: u64,
+    store: MemoryStore,
+}
+
+impl MemoryMedium {
+    pub(crate) fn new(bytes: u64, lba_shift: u8) -> io::Result<Self> {
+        let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
+        let store = MemoryStore::new(len, lba_shift, Arc::default())?;
+        Ok(Self { bytes, store })
+    }
+}
+
+impl Medium for MemoryMedium {
+    fn identity(&self) -> String {
+        format!("memory:{}", self.bytes)
+    }
+
+    fn model(&self) -> &'static str {
+        "nvme-mpt memory drive"
+    }
+
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn open_lease(
+        &self,
+        request: &HostLeaseRequest<'_>,
+    ) -> Result<Box<dyn LeasedMedium>, HostLeaseError> {
+        let store = self.store.clone();
+        let _marks = store.uncorrectable.make_room(request.range);
+        Ok(Box::new(MemoryLease { store, _marks }))
+    }
+}
+
+#[derive(Debug)]
+struct MemoryLease {
+    store: MemoryStore,
+    _marks: MarkRoom,
+}
+
+impl LeasedMedium for MemoryLease {
+    fn create_queue(&self, slots: u16, pace: Pace<'_>) -> io::Result<HostQueuePair> {
+        Ok(pace.queue(SoftwareQueue::new(self.store.clone(), slots), slots))
+    }
+}
+
+/// The blocks of a memory drive, for one queue. All queues have the same blocks.
+#[derive(Clone, Debug)]
+pub(crate) struct MemoryStore {
+    blocks: Arc<Mapping>,
+    lba_shift: u8,
+    uncorrectable: Arc<UncorrectableBlocks>,
+}
+
+impl MemoryStore {
+    pub(super) fn new(
+        bytes: usize,
+        lba_shift: u8,
+        uncorrectable: Arc<UncorrectableBlocks>,
+    ) -> io::Result<Self> {
+        let blocks = Mapping::anonymous(bytes)?;
+        blocks.advise_huge_pages();
+        Ok(Self {
+            blocks: Arc::new(blocks),
+            lba_shift,
+            uncorrectable,
+        })
+    }
+
+    /// The bytes of `count` blocks from `slba`.
+    #[inline]
+    fn bytes(&self, slba: Lba, count: u64) -> Result<RawBytes<'_>, Status> {
+        let offset = slba.0 << self.lba_shift;
+        self.blocks
+            .bytes(offset as usize, (count << self.lba_shift) as usize)
+            .ok_or(Status::LBA_OUT_OF_RANGE)
+    }
+
+    #[inline]
+    fn readable(&self, slba: Lba, count: u64) -> Result<(), Status> {
+        if !self.uncorrectable.is_empty() && self.uncorrectable.intersects(slba.0, count) {
+            return Err(Status::UNRECOVERED_READ_ERROR);
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn read(&self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<(), Status> {
+        let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
+        let count = u64::from(nlb_z) + 1;
+        self.readable(slba, count)?;
+        let blocks = self.bytes(slba, count)?;
+        let mut done = 0;
+        DataPointer::of(sqe).for_each(memory, blocks.len() as u64, |part| {
+            if let Some(source) = blocks.slice(done, part.len()) {
+                part.copy_from_bytes(source);
+            }
+            done += part.len();
+        })
+    }
+
+    #[inline]
+    fn write(&self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<(), Status> {
+        let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
+        let count = u64::from(nlb_z) + 1;
+        let blocks = self.bytes(slba, count)?;
+        let mut done = 0;
+        DataPointer::of(sqe).for_each(memory, blocks.len() as u64, |part| {
+            if let Some(target) = blocks.slice(done, part.len()) {
+                target.copy_from_bytes(part);
+            }
+            done += part.len();
+        })?;
+        self.uncorrectable.clear(slba.0, count);
+        Ok(())
+    }
+
+    fn compare(&self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<(), Status> {
+        let CompareVerify { slba, nlb_z, .. } = CompareVerify::from(sqe);
+        let count = u64::from(nlb_z) + 1;
+        self.readable(slba, count)?;
+        let blocks = self.bytes(slba, count)?;
+        let (mut done, mut equal) = (0, true);
+        DataPointer::of(sqe).for_each(memory, blocks.len() as u64, |part| {
+            equal &= blocks
+                .slice(done, part.len())
+                .is_some_and(|source| source.equals(part));
+            done += part.len();
+        })?;
+        if equal {
+            Ok(())
+        } else {
+            Err(Status::COMPARE_FAILURE)
+        }
+    }
+
+    fn verify(&self, sqe: &Sqe) -> Result<(), Status> {
+        let CompareVerify { slba, nlb_z, .. } = CompareVerify::from(sqe);
+        self.bytes(slba, u64::from(nlb_z) + 1)?;
+        self.readable(slba, u64::from(nlb_z) + 1)
+    }
+
+    fn write_zeroes(&self, sqe: &Sqe) -> Result<(), Status> {
+        let WriteZeroes {
+            slba, nlb_z, deac, ..
+        } = WriteZeroes::from(sqe);
+        let count = u64::from(nlb_z) + 1;
+        if deac {
+            self.deallocate(slba, count)?;
+        } else {
+            self.bytes(slba, count)?.zero();
+        }
+        self.uncorrectable.clear(slba.0, count);
+        Ok(())
+    }
+
+    fn write_uncorrectable(&self, sqe: &Sqe) -> Result<(), Status> {
+        let WriteUncorrectable { slba, nlb_z } = WriteUncorrectable::from(sqe);
+        let count = u64::from(nlb_z) + 1;
+        self.bytes(slba, count)?;
+        if self.uncorrectable.mark(slba.0, count) {
+            Ok(())
+        } else {
+            Err(Status::INTERNAL_ERROR)
+        }
+    }
+
+    /// Gives whole huge pages' worth of memory back where the range has it, and zeroes the rest.
+    fn deallocate(&self, slba: Lba, count: u64) -> Result<(), Status> {
+        const PAGE: u64 = 64 << 10;
+        let bytes = self.bytes(slba, count)?;
+        let start = slba.0 << self.lba_shift;
+        let end = start + bytes.len() as u64;
+        let (first, last) = (start.next_multiple_of(PAGE), end / PAGE * PAGE);
+        if first >= last
+            || self
+                .blocks
+                .discard(first as usize, (last - first) as usize)
+                .is_err()
+        {
+            bytes.zero();
+            return Ok(());
+        }
+        let edge = |from: u64, to: u64| {
+            if let Some(edge) = self.blocks.bytes(from as usize, (to - from) as usize) {
+                edge.zero();
+            }
+        };
+        edge(start, first);
+        edge(last, end);
+        Ok(())
+    }
+
+    fn dataset_management(&self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<(), Status> {
+        let DatasetManagement { nr_z, ad, .. } = DatasetManagement::from(sqe);
+        if !ad {
+            return Ok(());
+        }
+        for index in 0..=usize::from(nr_z) {
+            let DsmRange { slba, nlb, .. } = range(sqe, memory, index)?;
+            if nlb != 0 {
+                self.deallocate(slba, u64::from(nlb))?;
+                self.uncorrectable.clear(slba.0, u64::from(nlb));
+            }
+        }
+        Ok(())
+    }
+
+    /// Ranges that overlap the destination are read as they are when their turn comes, which the
+    /// specification leaves open.
+    fn copy(&self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<(), Status> {
+        let CopyCommand { sdlba, nr_z, .. } = CopyCommand::from(sqe);
+        for index in 0..=usize::from(nr_z) {
+            let CopyRange0 { slba, nlb_z, .. } = range(sqe, memory, index)?;
+            self.readable(slba, u64::from(nlb_z) + 1)?;
+        }
+        let mut target = sdlba;
+        for index in 0..=usize::from(nr_z) {
+            let CopyRange0 { slba, nlb_z, .. } = range(sqe, memory, index)?;
+            let count = u64::from(nlb_z) + 1;
+            self.bytes(target, count)?
+                .copy_from_bytes(self.bytes(slba, count)?);
+            self.uncorrectable.clear(target.0, count);
+            target = target.checked_add(count).ok_or(Status::LBA_OUT_OF_RANGE)?;
+        }
+        Ok(())
+    }
+}
+
+/// A range of those that a translated command has for its data. They lie in memory of the slot's
+/// own, so they are what was checked.
+pub(super) fn range<T: FromBytes>(
+    sqe: &Sqe,
+    memory: HostMemory<'_>,
+    index: usize,
+) -> Result<T, Status> {
+    let size = size_of::<T>();
+    let address = sqe.prp1() + (index * size) as u64;
+    let mut bytes = [0; 64];
+    memory
+        .lists
+        .resolve(address, size)
+        .ok_or(Status::INTERNAL_ERROR)?
+        .copy_to(&mut bytes);
+    T::read_from_bytes(&bytes[..size]).map_err(|_| Status::INTERNAL_ERROR)
+}
+
+impl Store for MemoryStore {
+    #[inline]
+    fn execute(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Status {
+        let result = match NvmOpcode(sqe.opcode()) {
+            NvmOpcode::READ => self.read(sqe, memory),
+            NvmOpcode::WRITE => self.write(sqe, memory),
+            // There is no cache in front of memory, and nothing outlives the process.
+            NvmOpcode::FLUSH => Ok(()),
+            NvmOpcode::COMPARE => self.compare(sqe, memory),
+            NvmOpcode::VERIFY => self.verify(sqe),
+            NvmOpcode::WRITE_ZEROES => self.write_zeroes(sqe),
+            NvmOpcode::WRITE_UNCORRECTABLE => self.write_uncorrectable(sqe),
+            NvmOpcode::DATASET_MANAGEMENT => self.dataset_management(sqe, memory),
+            NvmOpcode::COPY => self.copy(sqe, memory),
+            _ => Err(Status::INVALID_OPCODE),
+        };
+        result.err().unwrap_or(Status::SUCCESS)
+    }
+
+    #[inline]
+    fn prefetch(&self, sqe: &Sqe) {
+        if NvmOpcode(sqe.opcode()) == NvmOpcode::READ {
+            let command = ReadWrite::from(sqe);
+            if let Ok(bytes) = self.bytes(command.slba, u64::from(command.nlb_z) + 1) {
+                bytes.prefetch();
+            }
+        }
+    }
+}

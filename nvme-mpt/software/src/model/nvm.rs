@@ -1,0 +1,313 @@
+//! `model = "nvm"`: a drive without erase blocks, as of phase-change memory.
+//!
+//! It has parallel units. Blocks lie on them in stripes, one after the other; a command keeps each
+//! unit that it touches busy for each stripe of its there, and waits where the unit is busy with
+//! others' stripes. A command of one stripe on an idle drive takes the latency; all units together
+//! move the bandwidth. A part of a stripe takes as long as a whole one does.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::profile::{NvmProfile, NvmRates};
+use super::time::Timebase;
+use super::{Access, Work};
+
+/// A unit, on a cache line of its own, as pollers share it.
+#[derive(Debug, Default)]
+#[repr(align(64))]
+struct Unit {
+    /// When it is done with all that it was given, in ticks.
+    free: AtomicU64,
+}
+
+impl Unit {
+    /// Keeps it busy for some ticks from `now` on, or from when it is free. Returns when it begins.
+    fn occupy(&self, now: u64, busy: u64) -> u64 {
+        loop {
+            if let Some(start) = self.try_occupy(now, busy) {
+                return start;
+            }
+        }
+    }
+
+    /// As [`Self::occupy`]; `None` if another queue came between.
+    #[inline]
+    fn try_occupy(&self, now: u64, busy: u64) -> Option<u64> {
+        let free = self.free.load(Ordering::Relaxed);
+        let start = free.max(now);
+        // A sum that wraps is centuries away, and due at once.
+        let done = start.wrapping_add(busy);
+        // A unit orders nothing but its own time.
+        self.free
+            .compare_exchange(free, done, Ordering::Relaxed, Ordering::Relaxed)
+            .ok()?;
+        Some(start)
+    }
+}
+
+/// Cost of reads or writes, in ticks.
+#[derive(Clone, Copy, Debug)]
+struct Cost {
+    /// Time that a stripe keeps its unit busy.
+    stripe: u64,
+    /// From when a unit begins with its first stripe until the command is done, less the time the
+    /// stripes take where they take longer.
+    latency: u64,
+    /// Latency beyond the time of one stripe.
+    beyond: u64,
+    /// Time from the unit's beginning with a command of one stripe to its end.
+    of_one: u64,
+}
+
+impl Cost {
+    fn new(rates: &NvmRates, profile: &NvmProfile, timebase: Timebase) -> Self {
+        let units = u64::from(profile.units);
+        let stripe = timebase.transfer(profile.stripe.0 * units, rates.bandwidth.0);
+        let latency = timebase.of(rates.latency);
+        Self {
+            stripe,
+            latency,
+            beyond: latency.saturating_sub(stripe),
+            of_one: latency.max(stripe),
+        }
+    }
+
+    /// Returns the time from a unit's beginning with a command's stripes to their end.
+    #[inline]
+    fn of_stripes(&self, busy: u64) -> u64 {
+        self.latency.max(busy + self.beyond)
+    }
+}
+
+/// Remainders of a divisor that does not change, which cost two multiplications.
+///
+/// Exact for dividends of 32 bits: D. Lemire, O. Kaser, N. Kurz, "Faster remainder by direct computation",
+/// 2019.
+#[derive(Clone, Copy, Debug)]
+struct Remainder {
+    divisor: u64,
+    /// 2^64 / divisor, rounded up.
+    reciprocal: u64,
+}
+
+impl Remainder {
+    /// The divisor is not 0.
+    fn by(divisor: u16) -> Self {
+        let divisor = u64::from(divisor.max(1));
+        Self {
+            divisor,
+            // Of 1 it is 2^64, which leaves 0, and so does every remainder.
+            reciprocal: (u64::MAX / divisor).wrapping_add(1),
+        }
+    }
+
+    #[inline]
+    fn of(self, dividend: u32) -> u32 {
+        let fraction = self.reciprocal.wrapping_mul(u64::from(dividend));
+        ((u128::from(fraction) * u128::from(self.divisor)) >> 64) as u32
+    }
+}
+
+/// The units of a drive, which all its queues share.
+#[derive(Debug)]
+pub(crate) struct NvmModel {
+    /// Logical blocks of a stripe as a power of two.
+    stripe_shift: u32,
+    read: Cost,
+    write: Cost,
+    units: Box<[Unit]>,
+    by_units: Remainder,
+}
+
+impl NvmModel {
+    /// A profile is sound when it was loaded.
+    pub(super) fn new(profile: &NvmProfile, lba_shift: u8, timebase: Timebase) -> Self {
+        let stripe_blocks = (profile.stripe.0 >> lba_shift).max(1);
+        let units = std::iter::repeat_with(Unit::default);
+        Self {
+            stripe_shift: stripe_blocks.ilog2(),
+            read: Cost::new(&profile.read, profile, timebase),
+            write: Cost::new(&profile.write, profile, timebase),
+            units: units.take(profile.units.into()).collect(),
+            by_units: Remainder::by(profile.units),
+        }
+    }
+
+    /// When something that arrives `now` is done.
+    pub(super) fn due(&self, work: &Work, now: u64) -> u64 {
+        if let Some(due) = self.due_of_stripe(work, now) {
+            return due;
+        }
+        let cost = match work.access {
+            Access::Read => &self.read,
+            Access::Write => &self.write,
+            // It changes tables, and moves no data.
+            Access::Deallocate => return now.saturating_add(self.write.latency),
+            // Nothing that was completed is volatile.
+            Access::Flush => return now,
+        };
+        let (first, last) = self.stripes(work);
+        let index = self.by_units.of(first as u32);
+        self.due_of_many(index.into(), last - first + 1, cost, now)
+    }
+
+    /// As [`Self::due`], for nearly all that is asked: reads and writes of one stripe, while no other queue
+    /// comes between. `None` for what else there is, and nothing is done about it yet.
+    #[inline]
+    pub(super) fn due_of_stripe(&self, work: &Work, now: u64) -> Option<u64> {
+        let cost = match work.access {
+            Access::Read => &self.read,
+            Access::Write => &self.write,
+            Access::Deallocate | Access::Flush => return None,
+        };
+        let (first, last) = self.stripes(work);
+        if first != last {
+            return None;
+        }
+        // They are numbered by 32 bits: beyond, the numbers begin again.
+        let unit = self.units.get(self.by_units.of(first as u32) as usize)?;
+        let start = unit.try_occupy(now, cost.stripe)?;
+        Some(start.wrapping_add(cost.of_one))
+    }
+
+    /// The first and the last stripe of some blocks.
+    #[inline]
+    fn stripes(&self, work: &Work) -> (u64, u64) {
+        let last = work.slba + work.blocks.saturating_sub(1);
+        (work.slba >> self.stripe_shift, last >> self.stripe_shift)
+    }
+
+    #[inline]
+    fn due_of(&self, unit: u64, cost: &Cost, stripes: u64, now: u64) -> u64 {
+        let Some(unit) = self.units.get(unit as usize) else {
+            return now;
+        };
+        let busy = cost.stripe * stripes;
+        unit.occupy(now, busy).saturating_add(cost.of_stripes(busy))
+    }
+
+    fn due_of_many(&self, first: u64, stripes: u64, cost: &Cost, now: u64) -> u64 {
+        let count = self.units.len() as u64;
+        let (each, rest) = (stripes / count, stripes % count);
+        let mut due = now;
+        for i in 0..count.min(stripes) {
+            let stripes = each + u64::from(i < rest);
+            due = due.max(self.due_of((first + i) % count, cost, stripes, now));
+        }
+        due
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::profile::{Profile, Size};
+    use crate::model::time::Span;
+
+    /// 4 units; a stripe of 4 KiB takes a unit 4 us to read and 8 us to write.
+    fn model() -> NvmModel {
+        let rates = |latency, bandwidth| NvmRates {
+            latency: Span(latency),
+            bandwidth: Size(bandwidth),
+        };
+        let profile = NvmProfile {
+            units: 4,
+            stripe: Size(4096),
+            read: rates(10_000, 4_096_000_000),
+            write: rates(10_000, 2_048_000_000),
+        };
+        NvmModel::new(&profile, 9, Timebase::Nanoseconds)
+    }
+
+    fn work(access: Access, slba: u64, blocks: u64) -> Work {
+        Work {
+            access,
+            slba,
+            blocks,
+        }
+    }
+
+    #[test]
+    fn remainders_are_exact() {
+        for divisor in [1, 2, 3, 5, 7, 12, 64, 100, 641, 32_767, u16::MAX] {
+            let remainder = Remainder::by(divisor);
+            let divisor = u32::from(divisor);
+            let near = [0, divisor, u32::MAX / divisor * divisor, u32::MAX, 1 << 31];
+            for near in near {
+                for dividend in (0..3).flat_map(|i| [near.wrapping_add(i), near.wrapping_sub(i)]) {
+                    assert_eq!(remainder.of(dividend), dividend % divisor, "{dividend}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_stripe_on_an_idle_drive_takes_the_latency() {
+        let model = model();
+        assert_eq!(model.due(&work(Access::Read, 0, 8), 100), 10_100);
+        assert_eq!(model.due(&work(Access::Write, 8, 8), 100), 10_100);
+        // Part of a stripe takes what a stripe takes; two parts are two stripes, on two units.
+        assert_eq!(model.due(&work(Access::Read, 23, 1), 100), 10_100);
+        assert_eq!(model.due(&work(Access::Read, 31, 2), 50_000), 60_000);
+        assert_eq!(model.due(&work(Access::Flush, 0, 0), 7), 7);
+        assert_eq!(model.due(&work(Access::Deallocate, 0, 99), 7), 10_007);
+    }
+
+    #[test]
+    fn a_stripe_by_itself_takes_what_it_takes_among_many() {
+        let (model, general) = (model(), model());
+        for i in 0..1000_u64 {
+            let access = [Access::Read, Access::Write][usize::from(i.is_multiple_of(3))];
+            let (work, now) = (work(access, i * 7919 % 4096, 1), i * 700);
+            let (index, cost) = match access {
+                Access::Read => (work.slba / 8 % 4, &general.read),
+                _ => (work.slba / 8 % 4, &general.write),
+            };
+            let expected = general.due_of_many(index, 1, cost, now);
+            assert_eq!(model.due_of_stripe(&work, now), Some(expected));
+        }
+        for other in [
+            work(Access::Read, 7, 2),
+            work(Access::Flush, 0, 0),
+            work(Access::Deallocate, 0, 8),
+        ] {
+            assert_eq!(model.due_of_stripe(&other, 0), None);
+        }
+    }
+
+    #[test]
+    fn a_unit_does_one_stripe_after_the_other() {
+        let model = model();
+        let of_unit_0 = |stripe: u64| work(Access::Read, stripe * 4 * 8, 8);
+        assert_eq!(model.due(&of_unit_0(0), 0), 10_000);
+        assert_eq!(model.due(&of_unit_0(1), 0), 14_000);
+        assert_eq!(model.due(&of_unit_0(2), 0), 18_000);
+        // The other units are idle, and this one is so later.
+        assert_eq!(model.due(&work(Access::Read, 8, 8), 0), 10_000);
+        assert_eq!(model.due(&of_unit_0(3), 12_000), 22_000);
+    }
+
+    #[test]
+    fn all_units_together_have_the_bandwidth() {
+        for (access, bandwidth) in [(Access::Read, 4.096e9), (Access::Write, 2.048e9)] {
+            let model = model();
+            // 1 MiB is 64 stripes for each unit.
+            let due = (0..100).map(|i| model.due(&work(access, i * 2048, 2048), 0));
+            let nanoseconds = due.max().expect("commands");
+            let achieved = f64::from(100 << 20) / nanoseconds as f64 * 1e9;
+            let ratio = achieved / bandwidth;
+            assert!((0.99..=1.0).contains(&ratio), "{ratio}");
+        }
+    }
+
+    #[test]
+    fn the_profile_that_comes_along_keeps_its_latency_under_load() {
+        let Profile::Nvm(profile) = Profile::named("nvm").expect("comes along") else {
+            panic!("another model");
+        };
+        let model = NvmModel::new(&profile, 9, Timebase::Nanoseconds);
+        for command in 0..profile.units.into() {
+            let due = model.due(&work(Access::Read, command * 8, 8), 0);
+            assert_eq!(due, profile.read.latency.0);
+        }
+    }
+}

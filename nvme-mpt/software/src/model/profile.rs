@@ -1,0 +1,524 @@
+//! Profiles: what a modelled drive is like, written in TOML. `resources/drives/` has those that come
+//! along, with every field explained; they are part of the program.
+
+use std::fmt;
+use std::fs;
+use std::io;
+use std::path::Path;
+use std::str::FromStr;
+
+use serde::de::{self, Deserialize, Deserializer};
+
+use super::time::Span;
+use nvme_mpt::lease::Bytes;
+
+/// The profiles that come along, by name.
+const BUILT_IN: &[(&str, &str)] = &[
+    ("nvm", include_str!("../../../../resources/drives/nvm.toml")),
+    ("ssd", include_str!("../../../../resources/drives/ssd.toml")),
+    ("zns", include_str!("../../../../resources/drives/zns.toml")),
+    ("kv", include_str!("../../../../resources/drives/kv.toml")),
+];
+
+/// Longest profile that is read: a mistaken path must not be read for ever.
+const LONGEST: u64 = 64 << 10;
+
+/// A profile cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ProfileError {
+    /// No profile of that name comes along.
+    #[error(
+        "There is no profile `{name}`; use {}, or a path with a slash to one of your own, as in ./drive.toml",
+        names()
+    )]
+    Unknown {
+        /// Name that was asked for.
+        name: String,
+    },
+    /// Its file cannot be read.
+    #[error("Profile `{path}` cannot be read")]
+    Read {
+        /// The file.
+        path: String,
+        /// Kernel's error.
+        source: io::Error,
+    },
+    /// This build reads no profiles.
+    #[error("Profile `{origin}` cannot be read: this program was built without the feature `toml`")]
+    NotBuilt {
+        /// Its name or path.
+        origin: String,
+    },
+    /// It is not written as profiles are.
+    #[cfg(feature = "toml")]
+    #[error(
+        "Profile `{origin}` is not one; resources/drives has examples with every field explained"
+    )]
+    Syntax {
+        /// Its name or path.
+        origin: String,
+        /// Cause, and its place.
+        source: Box<toml::de::Error>,
+    },
+    /// A value that no drive can have.
+    #[error("Profile `{origin}`: {field} cannot be {value}; {allowed}")]
+    Value {
+        /// Its name or path.
+        origin: String,
+        /// The field.
+        field: &'static str,
+        /// Its value.
+        value: String,
+        /// Values that are allowed.
+        allowed: &'static str,
+    },
+}
+
+fn names() -> String {
+    let names: Vec<&str> = BUILT_IN.iter().map(|(name, _)| *name).collect();
+    names.join(", ")
+}
+
+/// A size in bytes, or bytes per second: a number with a suffix K, M, G or T (powers of 1024).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Size(pub u64);
+
+/// Reads a value that is written as text.
+fn from_text<'de, T, D>(deserializer: D) -> Result<T, D::Error>
+where
+    T: FromStr<Err: fmt::Display>,
+    D: Deserializer<'de>,
+{
+    let text = String::deserialize(deserializer)?;
+    text.parse().map_err(de::Error::custom)
+}
+
+impl<'de> Deserialize<'de> for Size {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        from_text(deserializer).map(|Bytes(bytes)| Self(bytes))
+    }
+}
+
+impl<'de> Deserialize<'de> for Span {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        from_text(deserializer)
+    }
+}
+
+/// Description of a modelled drive.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
+#[serde(tag = "model", rename_all = "lowercase")]
+pub enum Profile {
+    /// A drive without erase blocks.
+    Nvm(NvmProfile),
+    /// A drive of NAND flash.
+    Ssd(SsdProfile),
+    /// A drive that is divided into zones.
+    Zns(ZnsProfile),
+    /// A drive of keys and values.
+    Kv(KvProfile),
+}
+
+/// `model = "nvm"`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NvmProfile {
+    /// Parts that work at the same time, each on one stripe; 1 to 1024.
+    pub units: u16,
+    /// Bytes that lie together on one unit: a power of two, 4K to 1M.
+    pub stripe: Size,
+    /// Rates of reads.
+    pub read: NvmRates,
+    /// Rates of writes.
+    pub write: NvmRates,
+}
+
+/// Rates of reads or writes.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NvmRates {
+    /// A command of one stripe on an idle drive.
+    pub latency: Span,
+    /// All units together, in bytes per second.
+    pub bandwidth: Size,
+}
+
+/// `model = "ssd"`. The drive's capacity is that of what it is in.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SsdProfile {
+    /// Channels to the flash; 1 to 64.
+    pub channels: u16,
+    /// Dies on each channel; 1 to 64.
+    pub dies_per_channel: u16,
+    /// FTL instances, each with as many dies; 1 to 64.
+    pub instances: u16,
+    /// Bytes that a die reads at once: a multiple of 4K.
+    pub flash_page: Size,
+    /// Bytes that a die programs at once: a multiple of a flash page.
+    pub program_unit: Size,
+    /// Bytes that a die erases at once: a multiple of a program unit, up to 64M.
+    pub block: Size,
+    /// Flash beyond the drive's capacity, in percent of it; 3 to 100.
+    pub over_provisioning: u8,
+    /// Time in which a die reads a flash page.
+    pub read: Span,
+    /// Time in which a die programs a unit.
+    pub program: Span,
+    /// Time in which a die erases a block.
+    pub erase: Span,
+    /// Of each channel, in bytes per second.
+    pub channel_bandwidth: Size,
+    /// Of the link to the host, in bytes per second.
+    pub link_bandwidth: Size,
+    /// Memory for data that is not programmed yet: two program units per instance at least.
+    pub write_buffer: Size,
+    /// Time of the controller itself for a read.
+    pub read_overhead: Span,
+    /// Time of the controller itself for a write.
+    pub write_overhead: Span,
+}
+
+/// `model = "zns"`. The drive has as many zones as fit into what it is in.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ZnsProfile {
+    /// Bytes from the start of a zone to that of the next: a power of two, 64K to 64G.
+    pub zone_size: Size,
+    /// Those of them that can be written: a multiple of 4K.
+    pub zone_capacity: Size,
+    /// Zones that can be open at a time, on the whole drive; 1 to 1024.
+    pub max_open: u32,
+    /// Zones that can be open or closed at a time; as many at least, and 1024 at most.
+    pub max_active: u32,
+    /// Most bytes of a Zone Append: a power of two, 4K to 1M.
+    pub append_limit: Size,
+    /// Speed; without it, as fast as it can be.
+    pub timing: Option<NvmProfile>,
+}
+
+/// `model = "kv"`. The drive has room for as much as what it is in.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KvProfile {
+    /// Bytes of the largest value; 1 to 1M.
+    pub max_value: Size,
+}
+
+/// A model's bandwidths, in bytes per second: 1 MiB/s to 1 TiB/s.
+const BANDWIDTHS: std::ops::RangeInclusive<u64> = 1 << 20..=1 << 40;
+
+impl Profile {
+    /// A profile that comes along, by its name, or another one, by a path with a slash.
+    ///
+    /// # Errors
+    /// All of [`ProfileError`].
+    pub fn load(name: &str) -> Result<Self, ProfileError> {
+        if !name.contains('/') {
+            return Self::named(name);
+        }
+        let failed = |source| ProfileError::Read {
+            path: name.to_owned(),
+            source,
+        };
+        let path = Path::new(name);
+        if fs::metadata(path).map_err(failed)?.len() > LONGEST {
+            return Err(failed(io::ErrorKind::FileTooLarge.into()));
+        }
+        Self::parse(name, &fs::read_to_string(path).map_err(failed)?)
+    }
+
+    /// A profile that comes along.
+    ///
+    /// # Errors
+    /// [`ProfileError::Unknown`] and [`ProfileError::NotBuilt`].
+    pub fn named(name: &str) -> Result<Self, ProfileError> {
+        match BUILT_IN.iter().find(|(known, _)| *known == name) {
+            Some((_, text)) => Self::parse(name, text),
+            None => Err(ProfileError::Unknown {
+                name: name.to_owned(),
+            }),
+        }
+    }
+
+    /// Reads a profile; `origin` says where the text is from.
+    ///
+    /// # Errors
+    /// `ProfileError::Syntax`, [`ProfileError::Value`], and [`ProfileError::NotBuilt`] without the feature `toml`.
+    pub fn parse(origin: &str, text: &str) -> Result<Self, ProfileError> {
+        let profile = Self::read(origin, text)?;
+        let checks = match &profile {
+            Self::Nvm(nvm) => nvm.check(),
+            Self::Ssd(ssd) => ssd.check(),
+            Self::Zns(zns) => zns.check(),
+            Self::Kv(kv) => kv.check(),
+        };
+        match checks {
+            Ok(()) => Ok(profile),
+            Err(Unusable {
+                field,
+                value,
+                allowed,
+            }) => Err(ProfileError::Value {
+                origin: origin.to_owned(),
+                field,
+                value,
+                allowed,
+            }),
+        }
+    }
+
+    #[cfg(feature = "toml")]
+    fn read(origin: &str, text: &str) -> Result<Self, ProfileError> {
+        toml::from_str(text).map_err(|source| ProfileError::Syntax {
+            origin: origin.to_owned(),
+            source: Box::new(source),
+        })
+    }
+
+    #[cfg(not(feature = "toml"))]
+    fn read(origin: &str, _: &str) -> Result<Self, ProfileError> {
+        Err(ProfileError::NotBuilt {
+            origin: origin.to_owned(),
+        })
+    }
+}
+
+/// A value that no drive can have.
+#[derive(Debug)]
+pub(super) struct Unusable {
+    field: &'static str,
+    value: String,
+    allowed: &'static str,
+}
+
+/// Fails for a value that is not as it has to be.
+pub(super) fn require(
+    holds: bool,
+    field: &'static str,
+    value: impl fmt::Display,
+    allowed: &'static str,
+) -> Result<(), Unusable> {
+    if holds {
+        return Ok(());
+    }
+    Err(Unusable {
+        field,
+        value: value.to_string(),
+        allowed,
+    })
+}
+
+/// Fails for a bandwidth that is out of range.
+pub(super) fn require_bandwidth(field: &'static str, size: Size) -> Result<(), Unusable> {
+    let allowed = "a bandwidth is 1M to 1T bytes per second";
+    require(BANDWIDTHS.contains(&size.0), field, Bytes(size.0), allowed)
+}
+
+impl NvmProfile {
+    fn check(&self) -> Result<(), Unusable> {
+        let units = (1..=1024).contains(&self.units);
+        require(units, "units", self.units, "a drive has 1 to 1024")?;
+        let Size(stripe) = self.stripe;
+        let sound = stripe.is_power_of_two() && (4096..=1 << 20).contains(&stripe);
+        let allowed = "a stripe is a power of two, from 4K to 1M";
+        require(sound, "stripe", Bytes(stripe), allowed)?;
+        require_bandwidth("read.bandwidth", self.read.bandwidth)?;
+        require_bandwidth("write.bandwidth", self.write.bandwidth)
+    }
+}
+
+impl SsdProfile {
+    fn check(&self) -> Result<(), Unusable> {
+        let few = |number: u16| (1..=64).contains(&number);
+        let allowed = "a drive has 1 to 64";
+        require(few(self.channels), "channels", self.channels, allowed)?;
+        let dies = self.dies_per_channel;
+        require(few(dies), "dies_per_channel", dies, "a channel has 1 to 64")?;
+        let all = self.channels * dies;
+        let sound = few(self.instances) && all.is_multiple_of(self.instances);
+        let allowed = "a drive has 1 to 64, and its dies are divided evenly among them";
+        require(sound, "instances", self.instances, allowed)?;
+        self.check_sizes()?;
+        let sound = (3..=100).contains(&self.over_provisioning);
+        let allowed = "it is 3 to 100 percent";
+        require(sound, "over_provisioning", self.over_provisioning, allowed)?;
+        require_bandwidth("channel_bandwidth", self.channel_bandwidth)?;
+        require_bandwidth("link_bandwidth", self.link_bandwidth)
+    }
+
+    fn check_sizes(&self) -> Result<(), Unusable> {
+        let multiple = |size: Size, of: u64| size.0 != 0 && size.0.is_multiple_of(of);
+        let shown = |size: Size| Bytes(size.0);
+        let sound = multiple(self.flash_page, 4096) && self.flash_page.0 <= 1 << 20;
+        let allowed = "a flash page is a multiple of 4K, up to 1M";
+        require(sound, "flash_page", shown(self.flash_page), allowed)?;
+        let sound = multiple(self.program_unit, self.flash_page.0);
+        let allowed = "a program unit is a multiple of a flash page";
+        require(sound, "program_unit", shown(self.program_unit), allowed)?;
+        let sound = multiple(self.block, self.program_unit.0) && self.block.0 <= 64 << 20;
+        let allowed = "a block is a multiple of a program unit, up to 64M";
+        require(sound, "block", shown(self.block), allowed)?;
+        // A unit of each instance waits to be full, while room for the next has to come free.
+        let least = 2 * u64::from(self.instances) * self.program_unit.0;
+        let sound = (least..=1 << 30).contains(&self.write_buffer.0);
+        let allowed =
+            "a write buffer has two program units for each instance at least, and 1G at most";
+        require(sound, "write_buffer", shown(self.write_buffer), allowed)
+    }
+}
+
+impl ZnsProfile {
+    fn check(&self) -> Result<(), Unusable> {
+        let power = |size: Size, range: std::ops::RangeInclusive<u64>| {
+            size.0.is_power_of_two() && range.contains(&size.0)
+        };
+        let shown = |size: Size| Bytes(size.0);
+        let sound = power(self.zone_size, 64 << 10..=64 << 30);
+        let allowed = "a zone is a power of two, from 64K to 64G";
+        require(sound, "zone_size", shown(self.zone_size), allowed)?;
+        let Size(capacity) = self.zone_capacity;
+        let sound = capacity.is_multiple_of(4096) && (4096..=self.zone_size.0).contains(&capacity);
+        let allowed = "a zone capacity is a multiple of 4K, up to zone_size";
+        require(sound, "zone_capacity", Bytes(capacity), allowed)?;
+        let sound = (1..=1024).contains(&self.max_open);
+        require(sound, "max_open", self.max_open, "1 to 1024 zones are open")?;
+        let sound = (self.max_open..=1024).contains(&self.max_active);
+        let allowed = "at least max_open zones are active, and 1024 at most";
+        require(sound, "max_active", self.max_active, allowed)?;
+        let sound = power(self.append_limit, 4096..=1 << 20);
+        let allowed = "the limit of a Zone Append is a power of two, from 4K to 1M";
+        require(sound, "append_limit", shown(self.append_limit), allowed)?;
+        self.timing.as_ref().map_or(Ok(()), NvmProfile::check)
+    }
+}
+
+impl KvProfile {
+    /// Most bytes that a command transfers, and so of a value.
+    const MAX_VALUE: u32 = 1 << 20;
+
+    fn check(&self) -> Result<(), Unusable> {
+        let sound = (1..=u64::from(Self::MAX_VALUE)).contains(&self.max_value.0);
+        let allowed = "the largest value has 1 to 1M bytes";
+        require(sound, "max_value", Bytes(self.max_value.0), allowed)
+    }
+
+    /// [`Self::max_value`] as a number of bytes, which is no more than it may be.
+    pub(crate) fn max_value_bytes(&self) -> u32 {
+        u32::try_from(self.max_value.0).map_or(Self::MAX_VALUE, |bytes| bytes.min(Self::MAX_VALUE))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NVM: &str = "model = \"nvm\"\nunits = 2\nstripe = \"4K\"\n\
+        read = { latency = \"1us\", bandwidth = \"1G\" }\nwrite = { latency = \"2us\", bandwidth = \"1G\" }\n";
+
+    #[test]
+    fn a_drive_of_flash_has_sizes_that_fit_one_another() {
+        let text = include_str!("../../../../resources/drives/ssd.toml");
+        for (from, to, said) in [
+            ("channels = 8", "channels = 0", "channels cannot be 0"),
+            (
+                "dies_per_channel = 2",
+                "dies_per_channel = 65",
+                "dies_per_channel cannot be 65",
+            ),
+            ("instances = 4", "instances = 5", "divided evenly"),
+            (
+                "flash_page = \"32K\"",
+                "flash_page = \"5000\"",
+                "flash_page cannot be 5000",
+            ),
+            (
+                "program_unit = \"64K\"",
+                "program_unit = \"48K\"",
+                "program_unit cannot be 48K",
+            ),
+            ("block = \"4M\"", "block = \"65M\"", "block cannot be 65M"),
+            (
+                "write_buffer = \"8M\"",
+                "write_buffer = \"511K\"",
+                "write_buffer cannot be 511K",
+            ),
+            (
+                "over_provisioning = 7",
+                "over_provisioning = 2",
+                "over_provisioning cannot be 2",
+            ),
+        ] {
+            assert!(text.contains(from), "{from}");
+            let complaint = complaint(&text.replacen(from, to, 1));
+            assert!(complaint.contains(said), "{said}: {complaint}");
+        }
+    }
+
+    fn complaint(text: &str) -> String {
+        let error = Profile::parse("here", text).expect_err(text);
+        let source = std::error::Error::source(&error).map_or(String::new(), |s| s.to_string());
+        format!("{error}\n{source}")
+    }
+
+    #[test]
+    fn values_have_a_largest_size() {
+        let profile = |size: &str| format!("model = \"kv\"\nmax_value = \"{size}\"\n");
+        for size in ["1", "1M"] {
+            Profile::parse("here", &profile(size)).expect(size);
+        }
+        for size in ["0", "2M"] {
+            let complaint = complaint(&profile(size));
+            assert!(complaint.contains("1 to 1M bytes"), "{complaint}");
+        }
+    }
+
+    #[test]
+    fn all_that_come_along_are_sound() {
+        for (name, _) in BUILT_IN {
+            Profile::load(name).expect(name);
+        }
+    }
+
+    #[test]
+    fn a_profile_is_read_from_a_file() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("mine.toml");
+        let name = path.to_str().expect("UTF-8");
+        assert!(matches!(
+            Profile::load(name),
+            Err(ProfileError::Read { .. })
+        ));
+        fs::write(&path, NVM).expect("written");
+        let Profile::Nvm(nvm) = Profile::load(name).expect("sound") else {
+            panic!("another model");
+        };
+        assert_eq!((nvm.units, nvm.write.latency), (2, Span(2000)));
+        fs::write(&path, vec![b'#'; LONGEST as usize + 1]).expect("written");
+        assert!(matches!(
+            Profile::load(name),
+            Err(ProfileError::Read { .. })
+        ));
+    }
+
+    #[test]
+    fn what_is_wrong_is_said() {
+        let unknown = Profile::load("optane").expect_err("unknown").to_string();
+        assert!(unknown.contains("`optane`; use nvm, ssd"), "{unknown}");
+        for (from, to, said) in [
+            (
+                "units = 2",
+                "units = 0",
+                "units cannot be 0; a drive has 1 to 1024",
+            ),
+            ("\"4K\"", "\"3K\"", "stripe cannot be 3K"),
+            ("\"1G\"", "\"1023K\"", "read.bandwidth cannot be 1023K"),
+            ("\"1us\"", "\"1\"", "\"1\" is not a time"),
+            ("units", "unit", "unknown field `unit`"),
+            ("\"nvm\"", "\"tape\"", "unknown variant `tape`"),
+        ] {
+            let complaint = complaint(&NVM.replacen(from, to, 1));
+            assert!(complaint.contains(said), "{said}: {complaint}");
+        }
+    }
+}

@@ -1,0 +1,139 @@
+//! Shared bandwidth: of a flash channel, of the link to the host.
+//!
+//! Time is cut into slots, and each slot has tokens for the bytes that can move in it. A transfer takes
+//! the tokens that are left from its beginning on, so that one that begins later, because its data is
+//! not there yet, keeps nobody waiting who can begin before it.
+
+use crate::model::time::{Span, Timebase};
+
+/// Length of a slot.
+const SLOT: Span = Span(4_000);
+
+/// Slots that are remembered. What begins later than they reach, 65 ms ahead, finds nobody else.
+const SLOTS: u64 = 1 << 14;
+
+/// A bandwidth and who has how much of it when.
+#[derive(Debug)]
+pub(super) struct Tokens {
+    slot_ticks: u64,
+    slot_bytes: u64,
+    ticks_per_byte: f64,
+    /// Bytes that are taken of each slot, around.
+    taken: Box<[u32]>,
+    /// The first slot that is remembered.
+    first: u64,
+    /// All slots before it are taken entirely.
+    open: u64,
+    /// Nothing is taken of it, nor of what follows.
+    end: u64,
+}
+
+impl Tokens {
+    pub(super) fn new(bandwidth: u64, timebase: Timebase) -> Self {
+        let slot_bytes = (bandwidth as f64 * SLOT.0 as f64 / 1e9) as u64;
+        Self {
+            slot_ticks: timebase.of(SLOT).max(1),
+            slot_bytes: slot_bytes.clamp(1, u32::MAX.into()),
+            ticks_per_byte: timebase.transfer(1 << 30, bandwidth) as f64 / (1_u64 << 30) as f64,
+            taken: vec![0; SLOTS as usize].into_boxed_slice(),
+            first: 0,
+            open: 0,
+            end: 0,
+        }
+    }
+
+    /// Forgets what was before `now`: nothing begins there any more.
+    pub(super) fn forget(&mut self, now: u64) {
+        let first = now / self.slot_ticks;
+        if first <= self.first {
+            return;
+        }
+        for slot in self.first..first.min(self.end) {
+            self.taken[(slot % SLOTS) as usize] = 0;
+        }
+        self.first = first;
+        self.open = self.open.max(first);
+    }
+
+    /// Moves `bytes` from `start` on. Returns when the last of them has moved.
+    pub(super) fn transfer(&mut self, start: u64, bytes: u64) -> u64 {
+        let alone = start + (bytes as f64 * self.ticks_per_byte).round() as u64;
+        let mut slot = (start / self.slot_ticks).max(self.open);
+        let mut rest = bytes;
+        let mut end = start;
+        while rest > 0 {
+            if slot >= self.first + SLOTS {
+                let beyond = (rest as f64 * self.ticks_per_byte).round() as u64;
+                return alone.max(slot.saturating_mul(self.slot_ticks).saturating_add(beyond));
+            }
+            let taken = &mut self.taken[(slot % SLOTS) as usize];
+            let part = rest.min(self.slot_bytes - u64::from(*taken));
+            *taken += part as u32;
+            self.end = self.end.max(slot + 1);
+            rest -= part;
+            if part > 0 {
+                let share = u64::from(*taken) as f64 / self.slot_bytes as f64;
+                end = slot * self.slot_ticks + (share * self.slot_ticks as f64).round() as u64;
+            }
+            if slot == self.open && u64::from(*taken) == self.slot_bytes {
+                self.open += 1;
+            }
+            slot += 1;
+        }
+        alone.max(end)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// 1000 bytes in a microsecond.
+    fn tokens() -> Tokens {
+        Tokens::new(1_000_000_000, Timebase::Nanoseconds)
+    }
+
+    #[test]
+    fn a_transfer_alone_takes_its_share_of_a_second() {
+        assert_eq!(tokens().transfer(1234, 10_000), 11_234);
+        assert_eq!(tokens().transfer(0, 1), 1);
+        assert_eq!(tokens().transfer(7, 0), 7);
+    }
+
+    #[test]
+    fn transfers_that_meet_share_the_bandwidth() {
+        let mut tokens = tokens();
+        let ends = (0..10).map(|_| tokens.transfer(0, 10_000));
+        assert_eq!(ends.max(), Some(100_000));
+    }
+
+    #[test]
+    fn who_begins_later_keeps_nobody_waiting() {
+        let mut tokens = tokens();
+        assert_eq!(tokens.transfer(1_000_000, 4_000), 1_004_000);
+        assert_eq!(tokens.transfer(0, 4_000), 4_000);
+        assert!(tokens.transfer(1_000_000, 4_000) >= 1_008_000);
+    }
+
+    #[test]
+    fn the_bandwidth_is_never_exceeded() {
+        let mut tokens = tokens();
+        let (mut now, mut seed, mut bytes, mut last) = (0, 1_u64, 0, 0);
+        for _ in 0..20_000 {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            now += (seed >> 40) % 8_000;
+            tokens.forget(now);
+            let length = (seed >> 20) % 10_000;
+            bytes += length;
+            last = last.max(tokens.transfer(now + (seed >> 50) % 20_000, length));
+            // What moved until then cannot be more than what fits, to a slot.
+            assert!(bytes <= last + 4_000);
+        }
+    }
+
+    #[test]
+    fn what_is_far_ahead_still_takes_its_time() {
+        let mut tokens = tokens();
+        assert!(tokens.transfer(10_000_000_000, 5_000) >= 10_000_005_000);
+    }
+}

@@ -1,0 +1,138 @@
+//! Time as models count it: ticks of the host's clock, or of one that tests move by hand.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use nvme_mpt::clock::{Ticks, ticks_in};
+
+/// Source of a [`TimedQueue`](super::TimedQueue)'s time.
+pub trait Clock: fmt::Debug {
+    /// Ticks since some moment in the past. They never go back.
+    fn now(&self) -> u64;
+}
+
+/// The host's clock.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct HostClock;
+
+impl Clock for HostClock {
+    #[inline]
+    fn now(&self) -> u64 {
+        Ticks::now().0
+    }
+}
+
+/// Meaning of a tick, to be asked when a model is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Timebase {
+    /// A tick of the host's clock.
+    Host,
+    /// A nanosecond.
+    Nanoseconds,
+}
+
+impl Timebase {
+    /// Ticks in so many nanoseconds, rounded to the nearest.
+    pub(crate) fn ticks(self, nanoseconds: f64) -> u64 {
+        // A second's ticks tell the rate to nine digits.
+        let per_second = match self {
+            Self::Host => ticks_in(Duration::from_secs(1)) as f64,
+            Self::Nanoseconds => 1e9,
+        };
+        (nanoseconds * per_second / 1e9).round() as u64
+    }
+
+    pub(crate) fn of(self, span: Span) -> u64 {
+        self.ticks(span.0 as f64)
+    }
+
+    /// Ticks that `bytes` take at `bandwidth` bytes per second.
+    pub(crate) fn transfer(self, bytes: u64, bandwidth: u64) -> u64 {
+        self.ticks(bytes as f64 / bandwidth as f64 * 1e9)
+    }
+}
+
+/// A span of time, in nanoseconds; written as a number with a suffix ns, us, ms or s.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Span(pub u64);
+
+/// Longest span of a profile: a minute. Drivers give up on a command sooner.
+const LONGEST: u64 = 60_000_000_000;
+
+const SUFFIXES: [(&str, u64); 4] = [
+    ("ns", 1),
+    ("us", 1_000),
+    ("ms", 1_000_000),
+    ("s", 1_000_000_000),
+];
+
+/// A text that is no [`Span`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "\"{0}\" is not a time: write a whole number with ns, us, ms or s, up to 60s, such as 12us"
+)]
+pub struct SpanError(String);
+
+impl FromStr for Span {
+    type Err = SpanError;
+
+    fn from_str(text: &str) -> Result<Self, SpanError> {
+        let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
+        let suffix = &text[digits.len()..];
+        let unit = SUFFIXES.iter().find(|(name, _)| *name == suffix);
+        unit.and_then(|(_, unit)| digits.parse::<u64>().ok()?.checked_mul(*unit))
+            .filter(|nanoseconds| *nanoseconds <= LONGEST && !text.starts_with('+'))
+            .map(Self)
+            .ok_or_else(|| SpanError(text.to_owned()))
+    }
+}
+
+impl fmt::Display for Span {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let exact = |(_, unit): &&(&str, u64)| self.0.is_multiple_of(*unit);
+        match SUFFIXES.iter().rev().find(exact) {
+            Some((suffix, unit)) if self.0 != 0 => write!(f, "{}{suffix}", self.0 / unit),
+            _ => write!(f, "{}ns", self.0),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spans_are_written_as_people_write_them() {
+        for (text, nanoseconds) in [
+            ("0ns", 0),
+            ("12us", 12_000),
+            ("3ms", 3_000_000),
+            ("60s", LONGEST),
+        ] {
+            let span: Span = text.parse().expect(text);
+            assert_eq!((span.0, span.to_string().as_str()), (nanoseconds, text));
+        }
+        for text in [
+            "",
+            "12",
+            "us",
+            "+1us",
+            "-1us",
+            "1.5us",
+            "61s",
+            "1 us",
+            "9999999999999s",
+        ] {
+            text.parse::<Span>().expect_err(text);
+        }
+    }
+
+    #[test]
+    fn a_transfer_takes_its_share_of_a_second() {
+        assert_eq!(Timebase::Nanoseconds.transfer(4096, 1 << 30), 3815);
+        assert_eq!(Timebase::Nanoseconds.of(Span(12)), 12);
+        let microsecond = Timebase::Host.of(Span(1_000_000));
+        assert!(microsecond.abs_diff(ticks_in(Duration::from_millis(1))) <= 1);
+    }
+}

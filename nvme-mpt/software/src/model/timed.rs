@@ -1,0 +1,416 @@
+//! A queue pair whose commands complete when a model says so.
+
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::calendar::{Calendar, RoundedUp};
+use super::nvm::NvmModel;
+use super::time::{Clock, HostClock};
+use super::{Model, due_of, read_or_write};
+use nvme_mpt::clock::{Ticks, ticks_in};
+use nvme_mpt::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
+use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt::spec::status::Status;
+
+/// Times that are told apart. A completion is late by so much at most, beside what its poller takes.
+const RESOLUTION: Duration = Duration::from_nanos(250);
+
+/// A store's queue, as a timed queue drives it. Its commands leave Dword 0 of their completions 0.
+pub trait TimedStore: HostQueue {
+    /// True if every command completes while it is rung in.
+    const AT_ONCE: bool;
+
+    /// The commands that were submitted and not rung in.
+    fn arriving(&self) -> impl Iterator<Item = &Sqe>;
+
+    /// As [`HostBatch::ring`], and hands over the commands that complete meanwhile, instead of their
+    /// completions.
+    fn ring_through(&mut self, memory: HostMemory<'_>, done: impl FnMut(&Sqe, Status));
+}
+
+/// A queue of a store, and a model in front of it. A command is executed at once and its completion
+/// is held back until it is due; or until the store is done with it, where that takes longer.
+#[derive(Debug)]
+pub struct TimedQueue<Q, C = HostClock> {
+    store: Q,
+    model: Arc<Model>,
+    clock: C,
+    /// When each slot's command is due, counted from a time that is [rounded up](RoundedUp), where that is not
+    /// known as it completes.
+    due: Box<[u64]>,
+    held: Calendar,
+    hurried: bool,
+}
+
+impl<Q: TimedStore> TimedQueue<Q> {
+    pub(crate) fn new(store: Q, model: Arc<Model>, slots: u16) -> Self {
+        Self::with_clock(store, model, slots, HostClock, ticks_in(RESOLUTION))
+    }
+}
+
+impl<Q: TimedStore, C: Clock> TimedQueue<Q, C> {
+    fn with_clock(store: Q, model: Arc<Model>, slots: u16, clock: C, resolution: u64) -> Self {
+        Self {
+            store,
+            model,
+            clock,
+            due: vec![0; slots.into()].into_boxed_slice(),
+            held: Calendar::new(slots, resolution),
+            hurried: false,
+        }
+    }
+}
+
+/// Rings in what completes meanwhile, and holds it until model `nvm` is done with it. A function of its own, called
+/// once per batch, whose loop has all of the processor's registers.
+#[inline(never)]
+fn ring_at_once<Q: TimedStore>(
+    store: &mut Q,
+    model: &NvmModel,
+    held: &mut Calendar,
+    memory: HostMemory<'_>,
+    now: RoundedUp,
+) {
+    store.ring_through(memory, |sqe, status| {
+        match read_or_write(sqe).and_then(|work| model.due_of_stripe(&work, now.0)) {
+            Some(due) => held.hold(sqe.cid().0, status, RoundedUp(due)),
+            None => hold_other(sqe, status, model, held, memory, now),
+        }
+    });
+}
+
+/// Holds what is not done with one stripe.
+#[cold]
+fn hold_other(
+    sqe: &Sqe,
+    status: Status,
+    model: &NvmModel,
+    held: &mut Calendar,
+    memory: HostMemory<'_>,
+    now: RoundedUp,
+) {
+    let due = due_of(sqe, memory, now.0, &mut |work, now| model.due(&work, now));
+    held.hold(sqe.cid().0, status, RoundedUp(due));
+}
+
+impl<Q: TimedStore, C: Clock> HostBatch for &mut TimedQueue<Q, C> {
+    #[inline]
+    fn announce(&mut self, _: u32, _: Ticks) {}
+
+    #[inline]
+    fn submit(&mut self, sqe: &Sqe) {
+        // What a store's batch was given, the store keeps until it is rung.
+        self.store.batch().submit(sqe);
+    }
+
+    #[inline]
+    fn ring(self, memory: HostMemory<'_>) {
+        // Before the store has its turn, which takes time that the model counts already.
+        let now = self.held.begin(self.clock.now());
+        let TimedQueue {
+            store,
+            model,
+            due,
+            held,
+            ..
+        } = self;
+        match &**model {
+            // It takes no lock, so it can be asked while the store has its turn.
+            Model::Nvm(model) if Q::AT_ONCE => ring_at_once(store, model, held, memory, now),
+            model => {
+                model.admit(store.arriving(), memory, now.0, due);
+                store.ring_through(memory, |sqe, status| {
+                    let slot = sqe.cid().0;
+                    let due = due.get(usize::from(slot)).copied().unwrap_or(now.0);
+                    held.hold(slot, status, RoundedUp(due));
+                });
+            }
+        }
+    }
+}
+
+impl<Q: TimedStore, C: Clock> HostQueue for TimedQueue<Q, C> {
+    type Commands = Q::Commands;
+
+    type Batch<'a>
+        = &'a mut Self
+    where
+        Q: 'a,
+        C: 'a;
+
+    #[inline]
+    fn batch(&mut self) -> &mut Self {
+        self
+    }
+
+    #[inline]
+    fn reap(&mut self, memory: HostMemory<'_>, mut taker: impl CompletionTaker) {
+        let Self {
+            store, due, held, ..
+        } = self;
+        if !Q::AT_ONCE {
+            store.reap(memory, |completion: HostCompletion| {
+                let HostCompletion { slot, status, .. } = completion;
+                if let Some(due) = due.get(usize::from(slot)) {
+                    held.hold(slot, status, RoundedUp(*due));
+                }
+            });
+        }
+        let now = match self.hurried {
+            true => None,
+            false => Some(self.clock.now()),
+        };
+        held.release(now, |completion| taker.take(completion));
+    }
+
+    fn cut_short(&mut self) {
+        self.store.cut_short();
+    }
+
+    /// A reset of a drive takes no longer for what it has in flight.
+    fn hurry(&mut self, hurried: bool) {
+        self.hurried = hurried;
+    }
+
+    fn next_due(&self) -> Option<Ticks> {
+        let due = [self.held.next_due().map(Ticks), self.store.next_due()];
+        due.into_iter().flatten().min()
+    }
+
+    fn wait_fd(&self) -> Option<RawFd> {
+        self.store.wait_fd()
+    }
+
+    fn has_failed(&self) -> bool {
+        self.store.has_failed()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::rc::Rc;
+
+    use super::*;
+    use crate::SoftwareQueue;
+    use crate::model::Profile;
+    use crate::model::time::Timebase;
+    use crate::null::NullStore;
+    use nvme_mpt::dma::RegionTable;
+    use nvme_mpt::iova::IovaSpace;
+    use nvme_mpt::shadow::ListMemory;
+    use nvme_mpt::spec::ids::{CommandId, Lba};
+    use nvme_mpt::spec::nvm::{CopyRange0, DsmRange, ReadWrite};
+    use nvme_mpt::spec::opcode::NvmOpcode;
+    use zerocopy::IntoBytes;
+
+    /// A clock that stands still until it is moved.
+    #[derive(Clone, Debug, Default)]
+    struct VirtualClock(Rc<Cell<u64>>);
+
+    impl Clock for VirtualClock {
+        fn now(&self) -> u64 {
+            self.0.get()
+        }
+    }
+
+    struct Drive {
+        clock: VirtualClock,
+        table: RegionTable,
+        lists: ListMemory,
+        queue: TimedQueue<SoftwareQueue<NullStore>, VirtualClock>,
+    }
+
+    const PROFILE: &str = r#"
+        model = "nvm"
+        units = 2
+        stripe = "4K"
+        read = { latency = "10us", bandwidth = "1G" }
+        write = { latency = "20us", bandwidth = "1G" }
+    "#;
+
+    impl Drive {
+        fn new(slots: u16) -> Self {
+            let profile = Profile::parse("test", PROFILE).expect("sound");
+            let model = Model::with_timebase(&profile, (1 << 20, 9), Timebase::Nanoseconds)
+                .expect("a model of time");
+            let clock = VirtualClock::default();
+            clock.0.set(1_000_000_007);
+            let space = Arc::new(IovaSpace::software());
+            Self {
+                clock: clock.clone(),
+                table: RegionTable::default(),
+                lists: ListMemory::new(&space, slots.into()).expect("memory"),
+                queue: TimedQueue::with_clock(
+                    SoftwareQueue::new(NullStore, slots),
+                    Arc::new(model),
+                    slots,
+                    clock,
+                    1,
+                ),
+            }
+        }
+
+        fn run(&mut self, commands: &[Sqe]) {
+            let memory = HostMemory {
+                table: &self.table,
+                lists: &self.lists,
+            };
+            let mut batch = self.queue.batch();
+            for sqe in commands {
+                batch.submit(sqe);
+            }
+            batch.ring(memory);
+        }
+
+        fn reap(&mut self) -> Vec<u16> {
+            let mut done = Vec::new();
+            let memory = HostMemory {
+                table: &self.table,
+                lists: &self.lists,
+            };
+            self.queue.reap(memory, |completion: HostCompletion| {
+                assert!(completion.status.is_success());
+                done.push(completion.slot);
+            });
+            done
+        }
+
+        /// Moves the clock from one due time to the next. Returns when each slot completed, in
+        /// nanoseconds from now on.
+        fn finish(&mut self) -> Vec<(u64, u16)> {
+            let begin = self.clock.now();
+            let mut done: Vec<(u64, u16)> = Vec::new();
+            loop {
+                let now = self.clock.now() - begin;
+                done.extend(self.reap().into_iter().map(|slot| (now, slot)));
+                let Some(next) = self.queue.held.next_due() else {
+                    return done;
+                };
+                assert!(next > self.clock.now());
+                self.clock.0.set(next);
+            }
+        }
+    }
+
+    fn command(opcode: NvmOpcode, slot: u16, slba: u64, blocks: u16) -> Sqe {
+        let mut sqe = Sqe::new(opcode.0);
+        ReadWrite {
+            slba: Lba(slba),
+            nlb_z: blocks - 1,
+            ..ReadWrite::default()
+        }
+        .write_to(&mut sqe);
+        sqe.set_cid(CommandId(slot));
+        sqe
+    }
+
+    #[test]
+    fn a_command_completes_when_it_is_due_and_not_before() {
+        let mut drive = Drive::new(4);
+        drive.run(&[
+            command(NvmOpcode::WRITE, 0, 0, 8),
+            command(NvmOpcode::READ, 1, 8, 8),
+        ]);
+        assert!(drive.reap().is_empty());
+        drive.clock.0.update(|now| now + 9_999);
+        assert!(drive.reap().is_empty());
+        drive.clock.0.update(|now| now + 1);
+        assert_eq!(drive.reap(), [1]);
+        drive.clock.0.update(|now| now + 9_999);
+        assert!(drive.reap().is_empty());
+        drive.clock.0.update(|now| now + 1);
+        assert_eq!(drive.reap(), [0]);
+        assert_eq!(drive.queue.held.next_due(), None);
+    }
+
+    #[test]
+    fn a_queue_that_is_to_go_waits_for_no_time() {
+        let mut drive = Drive::new(2);
+        drive.run(&[command(NvmOpcode::WRITE, 0, 0, 8)]);
+        drive.queue.hurry(true);
+        assert_eq!(drive.reap(), [0]);
+        drive.queue.hurry(false);
+        drive.clock.0.update(|now| now + 30_000);
+        drive.run(&[command(NvmOpcode::WRITE, 1, 0, 8)]);
+        assert_eq!(drive.finish(), [(20_000, 1)]);
+    }
+
+    #[test]
+    fn every_opcode_takes_its_time() {
+        for (opcode, expected) in [
+            (NvmOpcode::FLUSH, 0),
+            (NvmOpcode::READ, 10_000),
+            (NvmOpcode::COMPARE, 10_000),
+            (NvmOpcode::VERIFY, 10_000),
+            (NvmOpcode::WRITE, 20_000),
+            (NvmOpcode::WRITE_ZEROES, 20_000),
+            (NvmOpcode::WRITE_UNCORRECTABLE, 20_000),
+            // Not even a model makes the store take what it does not know.
+            (NvmOpcode(0xC0), 0),
+        ] {
+            let mut drive = Drive::new(1);
+            drive.run(&[command(opcode, 0, 16, 8)]);
+            assert_eq!(drive.finish(), [(expected, 0)], "{opcode}");
+        }
+    }
+
+    /// Puts ranges into a slot's list. Returns their address.
+    fn put<T: IntoBytes + zerocopy::Immutable>(drive: &mut Drive, ranges: &[T]) -> u64 {
+        let (list, iova) = drive.lists.of_slot(0);
+        let bytes = ranges.as_bytes();
+        list.as_mut_bytes()[..bytes.len()].copy_from_slice(bytes);
+        iova.bits()
+    }
+
+    #[test]
+    fn a_copy_writes_after_it_read() {
+        let mut drive = Drive::new(1);
+        let range = CopyRange0 {
+            slba: Lba(64),
+            nlb_z: 7,
+            ..CopyRange0::default()
+        };
+        let mut sqe = Sqe::new(NvmOpcode::COPY.0);
+        sqe.dptr[0] = put(&mut drive, &[range]);
+        drive.run(&[sqe]);
+        assert_eq!(drive.finish(), [(30_000, 0)]);
+    }
+
+    #[test]
+    fn only_ranges_that_are_deallocated_take_time() {
+        for (deallocate, expected) in [(0, 0), (4, 20_000)] {
+            let mut drive = Drive::new(1);
+            let range = DsmRange {
+                nlb: 8,
+                ..DsmRange::default()
+            };
+            let mut sqe = Sqe::new(NvmOpcode::DATASET_MANAGEMENT.0);
+            sqe.cdw11 = deallocate;
+            sqe.dptr[0] = put(&mut drive, &[range]);
+            drive.run(&[sqe]);
+            assert_eq!(drive.finish(), [(expected, 0)]);
+        }
+    }
+
+    #[test]
+    fn the_same_commands_take_the_same_time() {
+        let commands: Vec<Sqe> = (0..1000)
+            .map(|i: u16| {
+                let opcode = [NvmOpcode::READ, NvmOpcode::WRITE][usize::from(i.is_multiple_of(3))];
+                command(opcode, i, u64::from(i) * 7919 % 100_000, i % 64 + 1)
+            })
+            .collect();
+        let run = || {
+            let mut drive = Drive::new(1000);
+            for batch in commands.chunks(37) {
+                drive.run(batch);
+                drive.clock.0.update(|now| now + 1234);
+            }
+            drive.finish()
+        };
+        let first = run();
+        assert_eq!((first.len(), &first), (1000, &run()));
+    }
+}

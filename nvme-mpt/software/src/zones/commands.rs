@@ -1,0 +1,136 @@
+//! Translation of the commands that the Zoned Namespace Command Set adds (ZNS 1.1, section 3).
+
+use nvme_mpt::dma::Direction;
+use nvme_mpt::shadow::{
+    CommandSet, CompletedCommand, Failure, NvmCommands, Traffic, Translator, location,
+};
+use nvme_mpt::spec::ids::Lba;
+use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt::spec::status::Status;
+use nvme_mpt::spec::zns::{ZoneAppend, ZoneManagementReceive, ZoneManagementSend, ZoneSendAction};
+
+/// The Zoned Namespace Command Set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ZonedCommands;
+
+impl CommandSet for ZonedCommands {
+    #[inline(always)]
+    fn translate(
+        translator: &mut Translator,
+        guest: &Sqe,
+        slot: u16,
+        host: &mut Sqe,
+    ) -> Result<u32, Failure> {
+        let translate = match NvmOpcode(guest.opcode()) {
+            NvmOpcode::ZONE_APPEND => zone_append,
+            NvmOpcode::ZONE_MANAGEMENT_RECEIVE => zone_management_receive,
+            NvmOpcode::ZONE_MANAGEMENT_SEND => zone_management_send,
+            _ => return translator.translate(guest, slot, host),
+        };
+        translator.check_common(guest)?;
+        translate(translator, guest, slot, host)
+    }
+
+    /// A successful Zone Append reports the LBA that it wrote (ZNS 1.1, section 3.4.1, `ALBA`).
+    #[inline]
+    fn result(translator: &Translator, completed: &CompletedCommand) -> (u32, u32) {
+        if completed.opcode != NvmOpcode::ZONE_APPEND || !completed.status.is_success() {
+            return (completed.dw0, 0);
+        }
+        let Lba(alba) = appended_at(translator, Lba(completed.slba), completed.dw0);
+        (alba as u32, (alba >> 32) as u32)
+    }
+
+    #[inline]
+    fn traffic(completed: &CompletedCommand) -> Traffic {
+        match completed.opcode {
+            NvmOpcode::ZONE_APPEND => Traffic::Written(completed.bytes),
+            _ => NvmCommands::traffic(completed),
+        }
+    }
+}
+
+/// Returns the guest's LBA to which a Zone Append to the guest's zone at `zslba` went, by dword 0 of the host's
+/// completion. A zone has fewer blocks than a dword counts, so the rest of the host's LBA is known.
+fn appended_at(translator: &Translator, zslba: Lba, dw0: u32) -> Lba {
+    let host_zslba = translator.blocks().first.0.wrapping_add(zslba.0);
+    let offset = dw0.wrapping_sub(host_zslba as u32);
+    Lba(zslba.0.wrapping_add(offset.into()))
+}
+
+fn zone_append(
+    translator: &mut Translator,
+    guest: &Sqe,
+    slot: u16,
+    host: &mut Sqe,
+) -> Result<u32, Failure> {
+    let ZoneAppend {
+        zslba,
+        nlb_z,
+        fua,
+        lr,
+        piremap,
+        prinfo,
+        ..
+    } = ZoneAppend::from(guest);
+    let invalid = Failure::at(Status::INVALID_FIELD, location::CDW12);
+    let len = (u64::from(nlb_z) + 1) << translator.blocks().lba_shift;
+    // ZASL; and no protection information is offered that could be remapped.
+    if len > translator.limits().zone_append_bytes_max || piremap || prinfo.pract() {
+        return Err(invalid);
+    }
+    // The first block of a zone is leased with all of it.
+    let zslba = translator.blocks().translate(zslba, 1)?;
+    translator.begin(host, NvmOpcode::ZONE_APPEND.0, slot);
+    ZoneAppend {
+        zslba,
+        nlb_z,
+        fua,
+        lr,
+        ..ZoneAppend::default()
+    }
+    .write_to(host);
+    translator.data(guest, len, Direction::FromGuest, slot, host)?;
+    Ok(len as u32)
+}
+
+fn zone_management_receive(
+    translator: &mut Translator,
+    guest: &Sqe,
+    slot: u16,
+    host: &mut Sqe,
+) -> Result<u32, Failure> {
+    let command = ZoneManagementReceive::from(guest);
+    let len = command.length();
+    if len > translator.limits().max_transfer() {
+        return Err(Failure::at(Status::INVALID_FIELD, location::CDW12));
+    }
+    let slba = translator.blocks().translate(command.slba, 1)?;
+    translator.begin(host, NvmOpcode::ZONE_MANAGEMENT_RECEIVE.0, slot);
+    ZoneManagementReceive { slba, ..command }.write_to(host);
+    translator.data(guest, len, Direction::ToGuest, slot, host)?;
+    Ok(len as u32)
+}
+
+fn zone_management_send(
+    translator: &mut Translator,
+    guest: &Sqe,
+    slot: u16,
+    host: &mut Sqe,
+) -> Result<u32, Failure> {
+    let command = ZoneManagementSend::from(guest);
+    // The one action with data sets a zone descriptor extension, which there are none of. The
+    // host would take it from where nothing was translated to.
+    if command.zsa == ZoneSendAction::SET_ZONE_DESCRIPTOR_EXTENSION {
+        return Err(Failure::at(Status::INVALID_FIELD, location::CDW13));
+    }
+    // All zones are those of the lease; which LBA is named then means nothing.
+    let slba = match command.select_all {
+        true => translator.blocks().first,
+        false => translator.blocks().translate(command.slba, 1)?,
+    };
+    translator.begin(host, NvmOpcode::ZONE_MANAGEMENT_SEND.0, slot);
+    ZoneManagementSend { slba, ..command }.write_to(host);
+    Ok(0)
+}

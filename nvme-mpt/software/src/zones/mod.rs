@@ -1,0 +1,323 @@
+//! Drives that are divided into zones: the Zoned Namespace Command Set in front of any store.
+//!
+//! `table` is what zones are and what commands do to them, `keep` is where their states outlive the
+//! process, `report` is how a guest reads them, and `queue` is the layer in front of a drive's queue:
+//! what reaches the store are reads and writes of blocks.
+//!
+//! A lease has whole zones, and its share of the drive's resources. Its zones have a lock of their own,
+//! which a queue takes once for what it rings in together: no guest waits for another one's.
+//!
+//! A write pointer moves when a write is taken up, not when it is done, so later commands are judged by it. A failed
+//! write leaves blocks of unknown content; a failure of the media makes the zone read only, and the guest gets an
+//! event. A reset makes a zone empty at once and then gives its blocks back, by steps of Write Zeroes in the slot of
+//! its command. Until that is done, the zone takes no writes.
+//!
+//! Zone Append returns the LBA as the drive numbers its blocks; `commands` makes it the guest's, for these queues
+//! alone.
+
+mod commands;
+mod keep;
+mod queue;
+mod report;
+mod table;
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+pub use commands::ZonedCommands;
+pub use queue::ZonedQueue;
+
+use keep::KeptZones;
+use table::ZoneTable;
+
+use super::model::ZnsProfile;
+use nvme_mpt::event::{Event, EventQueue};
+use nvme_mpt::host::{ChangedZones, Geometry, HostNamespace, HostZones, Resources};
+use nvme_mpt::lease::{Bytes, LbaRange};
+use nvme_mpt::memory::SharedWords;
+use nvme_mpt::spec::ids::Lba;
+
+/// Most zones of a drive: a report of all is made while other queues of the poller wait.
+const MAX_ZONES: u64 = 1 << 16;
+
+/// Why a drive cannot be divided into zones, or a range of it not be leased.
+#[derive(Debug, thiserror::Error)]
+pub enum ZoneError {
+    /// Not a single zone fits.
+    #[error(
+        "The drive's {capacity} are less than one zone of {zone}: make the drive larger, or choose \
+         a profile with a smaller zone_size"
+    )]
+    NoZone {
+        /// Size of the drive.
+        capacity: Bytes,
+        /// Size of a zone.
+        zone: Bytes,
+    },
+    /// More zones than are supported.
+    #[error(
+        "Zones of {zone} make {zones} of the drive's {capacity}, and there can be {MAX_ZONES}: \
+         choose a profile with a zone_size of {least} or more"
+    )]
+    TooMany {
+        /// Size of the drive.
+        capacity: Bytes,
+        /// Size of a zone.
+        zone: Bytes,
+        /// Number of zones that there would be.
+        zones: u64,
+        /// A size that would do.
+        least: Bytes,
+    },
+    /// There is no place to keep the zones' states.
+    #[error(
+        "Block device {} has no place beside it for the states of its zones: use a file, or memory:SIZE",
+        .0.display()
+    )]
+    NoPlace(PathBuf),
+    /// The states in the file are of other zones.
+    #[error(
+        "{} has the states of {there}, but the profile makes {here}: use the profile that the drive was \
+         made with, or delete that file to begin with empty zones",
+        .path.display()
+    )]
+    OtherZones {
+        /// The file.
+        path: PathBuf,
+        /// Which zones it is about.
+        there: String,
+        /// Which zones there are.
+        here: String,
+    },
+    /// The file has no states of zones.
+    #[error(
+        "{} has no zone states: move it away, or delete it to begin with empty zones",
+        .0.display()
+    )]
+    NotZones(PathBuf),
+    /// The states cannot be kept.
+    #[error("The states of the zones cannot be kept in {}", .path.display())]
+    Keep {
+        /// The file.
+        path: PathBuf,
+        /// Kernel's error.
+        source: io::Error,
+    },
+    /// A lease begins or ends within a zone.
+    #[error(
+        "The {part} {value} of the range is not a multiple of the drive's zone size of {zone}: \
+         {below} and {above} are"
+    )]
+    NotWholeZones {
+        /// `start` or `length`.
+        part: &'static str,
+        /// Its value.
+        value: Bytes,
+        /// Size of a zone.
+        zone: Bytes,
+        /// The next lower value that would do.
+        below: Bytes,
+        /// The next higher value that would do.
+        above: Bytes,
+    },
+}
+
+/// The zones of a drive.
+#[derive(Debug)]
+pub struct Zones {
+    geometry: Geometry,
+    resources: Resources,
+    lba_shift: u8,
+    count: u32,
+    kept: KeptZones,
+}
+
+impl Zones {
+    /// Divides a drive; `file` is what it is in, if not in memory.
+    ///
+    /// # Errors
+    /// All of [`ZoneError`] but [`ZoneError::NotWholeZones`].
+    pub(super) fn new(
+        profile: &ZnsProfile,
+        namespace: &HostNamespace,
+        file: Option<&Path>,
+    ) -> Result<Self, ZoneError> {
+        let HostNamespace {
+            blocks, lba_shift, ..
+        } = *namespace;
+        let geometry = Geometry {
+            size: profile.zone_size.0 >> lba_shift,
+            capacity: profile.zone_capacity.0 >> lba_shift,
+        };
+        let (zone, capacity) = (Bytes(profile.zone_size.0), Bytes(blocks << lba_shift));
+        let zones = blocks / geometry.size;
+        if zones == 0 {
+            return Err(ZoneError::NoZone { capacity, zone });
+        }
+        let count = match u32::try_from(zones) {
+            Ok(count) if zones <= MAX_ZONES => count,
+            _ => {
+                let least = Bytes(capacity.0.div_ceil(MAX_ZONES).next_power_of_two());
+                return Err(ZoneError::TooMany {
+                    capacity,
+                    zone,
+                    zones,
+                    least,
+                });
+            }
+        };
+        let kept = match file {
+            None => KeptZones::in_memory(count).map_err(|source| ZoneError::Keep {
+                path: "memory".into(),
+                source,
+            })?,
+            Some(drive) => KeptZones::beside(drive, geometry, lba_shift, count)?,
+        };
+        Ok(Self {
+            geometry,
+            resources: Resources {
+                open: profile.max_open,
+                active: profile.max_active,
+            },
+            lba_shift,
+            count,
+            kept,
+        })
+    }
+
+    /// Blocks of each of them.
+    pub(super) fn size(&self) -> u64 {
+        self.geometry.size
+    }
+
+    /// Blocks of all of them.
+    pub(super) fn blocks(&self) -> u64 {
+        u64::from(self.count) * self.geometry.size
+    }
+
+    /// The file that their states are kept in.
+    pub(super) fn file(&self) -> Option<&Arc<std::fs::File>> {
+        self.kept.file()
+    }
+
+    /// The zones of a lease, with its share of the resources: as many of a hundred as it has of a
+    /// hundred zones, and one at least.
+    ///
+    /// # Errors
+    /// [`ZoneError::NotWholeZones`].
+    pub(super) fn lease(&self, range: LbaRange) -> Result<LeasedZones, ZoneError> {
+        let Geometry { size, .. } = self.geometry;
+        for (part, blocks) in [("start", range.start.0), ("length", range.blocks)] {
+            if !blocks.is_multiple_of(size) {
+                let below = blocks - blocks % size;
+                let bytes = |blocks: u64| Bytes(blocks << self.lba_shift);
+                return Err(ZoneError::NotWholeZones {
+                    part,
+                    value: bytes(blocks),
+                    zone: bytes(size),
+                    below: bytes(below),
+                    above: bytes(below + size),
+                });
+            }
+        }
+        // A range lies in the namespace, which has fewer zones than fit.
+        let (first, count) = ((range.start.0 / size) as u32, (range.blocks / size) as u32);
+        let share = |all: u32| {
+            let share = u64::from(all) * u64::from(count) / u64::from(self.count);
+            (share as u32).max(1)
+        };
+        let resources = Resources {
+            open: share(self.resources.open),
+            active: share(self.resources.active),
+        };
+        let words: SharedWords = self.kept.words().clone();
+        let table = ZoneTable::new(self.geometry, resources, (words, first, count));
+        Ok(LeasedZones {
+            start: range.start,
+            geometry: self.geometry,
+            resources,
+            state: Mutex::new(State {
+                table,
+                changed: ChangedZones::default(),
+                listener: Weak::new(),
+            }),
+        })
+    }
+}
+
+#[derive(Debug)]
+struct State {
+    table: ZoneTable,
+    changed: ChangedZones,
+    listener: Weak<EventQueue>,
+}
+
+impl State {
+    /// The media failed a write to a zone: it is read only from now on, and its guest is told.
+    fn fail_media(&mut self, zone: u32) {
+        if self.table.fail_media(zone) {
+            self.changed.add(self.table.start(zone));
+            if let Some(events) = self.listener.upgrade() {
+                events.report(Event::ZonesChanged);
+            }
+        }
+    }
+}
+
+/// The zones of a lease.
+#[derive(Debug)]
+pub struct LeasedZones {
+    /// Start of the lease in the host's namespace.
+    start: Lba,
+    geometry: Geometry,
+    resources: Resources,
+    state: Mutex<State>,
+}
+
+impl LeasedZones {
+    /// Tells of zones that change by themselves from now on ([`Event::ZonesChanged`]).
+    pub fn subscribe(&self, events: &Arc<EventQueue>) {
+        self.lock().listener = Arc::downgrade(events);
+    }
+
+    /// Makes the zones empty that have one of `blocks` blocks from `start` of the lease on, whose blocks are
+    /// zeroes already.
+    pub(crate) fn empty(&self, start: u64, blocks: u64) {
+        let size = self.geometry.size;
+        let end = start.saturating_add(blocks).div_ceil(size);
+        // A drive has 65,536 zones at most.
+        let zones = (start / size) as u32..end.min(MAX_ZONES) as u32;
+        self.lock().table.empty(zones);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Each change is complete before anything can panic.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl HostZones for LeasedZones {
+    fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    fn resources(&self) -> Resources {
+        self.resources
+    }
+
+    fn changed(&self) -> ChangedZones {
+        self.lock().changed.clone()
+    }
+
+    fn recall_changed(&self, untold: &ChangedZones) {
+        self.lock().changed.recall(untold);
+    }
+
+    fn forget_changed(&self, told: &ChangedZones) {
+        self.lock().changed.forget(told);
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,435 @@
+//! A queue pair of a drive that is divided into zones: a layer in front of the drive's own. It decides
+//! what a command may do; the drive gets reads and writes of blocks, and gives back the blocks of
+//! zones that are reset.
+
+use std::os::fd::RawFd;
+use std::sync::Arc;
+
+use super::ZonedCommands;
+use super::report::report;
+use super::{LeasedZones, State};
+use nvme_mpt::clock::Ticks;
+use nvme_mpt::host::DataPointer;
+use nvme_mpt::host::{
+    CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue, HostQueuePair,
+};
+use nvme_mpt::spec::ids::Lba;
+use nvme_mpt::spec::nvm::{ReadWrite, WriteZeroes};
+use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt::spec::status::{Status, StatusCodeType};
+use nvme_mpt::spec::zns::{ZoneAppend, ZoneManagementReceive, ZoneManagementSend, ZoneSendAction};
+
+/// Most blocks that are given back at once, as much as a command can name: other queues of the poller
+/// wait meanwhile.
+const RESET_BLOCKS: u64 = 1 << 16;
+
+/// Fate of a command after the drive's part of it.
+#[derive(Clone, Copy, Debug, Default)]
+enum Fate {
+    /// It is complete.
+    #[default]
+    Complete,
+    /// A write to a zone is complete.
+    Write(u32),
+    /// As that, and dword 0 of its completion is this part of the LBA that it was written to.
+    Append(u32, u32),
+    /// A zone that was reset has given back some of its blocks.
+    Reset(Reset),
+}
+
+/// A zone whose blocks are given back.
+#[derive(Clone, Copy, Debug)]
+struct Reset {
+    zone: u32,
+    /// Blocks of it that are left to be given back, as the drive names them.
+    next: u64,
+    end: u64,
+    /// Other zones follow.
+    all: bool,
+}
+
+/// A queue of a drive, and the zones of a lease in front of it.
+#[derive(Debug)]
+pub struct ZonedQueue {
+    drive: HostQueuePair,
+    zones: Arc<LeasedZones>,
+    /// Commands that were submitted and not rung in.
+    arriving: Vec<Sqe>,
+    /// Commands that the drive gets.
+    passing: Vec<Sqe>,
+    /// By slot.
+    fates: Box<[Fate]>,
+    /// Completions of the drive.
+    reaped: Vec<HostCompletion>,
+    /// Commands that completed without the drive.
+    completed: Vec<HostCompletion>,
+    /// The report that was made last.
+    report: Vec<u8>,
+    /// Resets that the drive has a step of.
+    resets: usize,
+    /// No further step of a reset begins.
+    cut_short: bool,
+}
+
+impl ZonedQueue {
+    pub(crate) fn new(drive: HostQueuePair, zones: Arc<LeasedZones>, slots: u16) -> Self {
+        let room = usize::from(slots);
+        Self {
+            drive,
+            zones,
+            arriving: Vec::with_capacity(room),
+            passing: Vec::with_capacity(room),
+            fates: vec![Fate::default(); room].into_boxed_slice(),
+            reaped: Vec::with_capacity(room),
+            completed: Vec::with_capacity(room),
+            report: Vec::new(),
+            resets: 0,
+            cut_short: false,
+        }
+    }
+
+    /// Decides about what was submitted, and hands on what the drive is to do.
+    fn take_up(&mut self, memory: HostMemory<'_>) {
+        let zones = self.zones.clone();
+        let mut state = zones.lock();
+        let mut arriving = std::mem::take(&mut self.arriving);
+        // A drive that is gone fails whatever it is given, zone management too.
+        let gone = self.drive.is_gone();
+        let blocks = self.drive.blocks().unwrap_or(u64::MAX);
+        state
+            .table
+            .cut_to(blocks.saturating_sub(self.zones.start.0));
+        for sqe in arriving.drain(..) {
+            let slot = sqe.cid().0;
+            let begun = if gone {
+                Ok(Some((sqe, Fate::Complete)))
+            } else {
+                self.begin(&mut state, &sqe, memory)
+            };
+            match begun {
+                Ok(Some((command, fate))) => {
+                    self.resets += usize::from(matches!(fate, Fate::Reset(_)));
+                    if let Some(place) = self.fates.get_mut(usize::from(slot)) {
+                        *place = fate;
+                        self.passing.push(command);
+                    }
+                }
+                ended => self.completed.push(HostCompletion {
+                    slot,
+                    status: ended.err().map_or(Status::SUCCESS, lasting),
+                    dw0: 0,
+                }),
+            }
+        }
+        self.arriving = arriving;
+    }
+
+    /// Returns the drive's part of a command, and the command's fate after it; nothing if it is complete.
+    fn begin(
+        &mut self,
+        state: &mut State,
+        sqe: &Sqe,
+        memory: HostMemory<'_>,
+    ) -> Result<Option<(Sqe, Fate)>, Status> {
+        let first = self.zones.start;
+        // It was translated, so it lies in the lease.
+        let in_lease = |Lba(lba): Lba| Lba(lba.wrapping_sub(first.0));
+        let table = &mut state.table;
+        match NvmOpcode(sqe.opcode()) {
+            // All of them have both fields there.
+            opcode @ (NvmOpcode::READ
+            | NvmOpcode::COMPARE
+            | NvmOpcode::VERIFY
+            | NvmOpcode::WRITE
+            | NvmOpcode::WRITE_ZEROES) => {
+                let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
+                let (slba, count) = (in_lease(slba), u64::from(nlb_z) + 1);
+                if matches!(opcode, NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES) {
+                    table.write(slba, count)?;
+                    return Ok(Some((*sqe, Fate::Write(table.containing(slba)?))));
+                }
+                table.read(slba, count)?;
+                Ok(Some((*sqe, Fate::Complete)))
+            }
+            NvmOpcode::FLUSH => Ok(Some((*sqe, Fate::Complete))),
+            NvmOpcode::ZONE_APPEND => {
+                let ZoneAppend {
+                    zslba,
+                    nlb_z,
+                    fua,
+                    lr,
+                    ..
+                } = ZoneAppend::from(sqe);
+                let zslba = in_lease(zslba);
+                let Lba(written) = table.append(zslba, u64::from(nlb_z) + 1)?;
+                let slba = Lba(first.0 + written);
+                let mut write = *sqe;
+                write.cdw0 = write.cdw0.with_opcode(NvmOpcode::WRITE.0);
+                ReadWrite {
+                    slba,
+                    nlb_z,
+                    fua,
+                    lr,
+                    ..ReadWrite::default()
+                }
+                .write_to(&mut write);
+                let fate = Fate::Append(table.containing(zslba)?, slba.0 as u32);
+                Ok(Some((write, fate)))
+            }
+            NvmOpcode::ZONE_MANAGEMENT_SEND => {
+                let send = ZoneManagementSend::from(sqe);
+                let slba = in_lease(send.slba);
+                self.send(state, sqe, ZoneManagementSend { slba, ..send })
+            }
+            NvmOpcode::ZONE_MANAGEMENT_RECEIVE => {
+                let receive = ZoneManagementReceive::from(sqe);
+                let slba = in_lease(receive.slba);
+                let receive = ZoneManagementReceive { slba, ..receive };
+                report(
+                    table,
+                    &receive,
+                    self.zones.geometry.capacity,
+                    &mut self.report,
+                )?;
+                hand_over(&self.report, sqe, receive.length(), memory)?;
+                Ok(None)
+            }
+            _ => Err(Status::INVALID_OPCODE),
+        }
+    }
+
+    fn send(
+        &self,
+        state: &mut State,
+        sqe: &Sqe,
+        send: ZoneManagementSend,
+    ) -> Result<Option<(Sqe, Fate)>, Status> {
+        // An option of actions on zone random write areas, which there are none of (OZCS.ZRWASUP).
+        if send.zsaso {
+            return Err(Status::INVALID_FIELD);
+        }
+        let table = &mut state.table;
+        match (send.zsa, send.select_all) {
+            (ZoneSendAction::RESET, false) => {
+                let zone = table.starting_at(send.slba)?;
+                let written = table.reset(zone)?;
+                let reset = self.reset(state, zone, written, false);
+                Ok(reset.map(|reset| self.give_back(sqe, reset)))
+            }
+            (ZoneSendAction::RESET, true) => {
+                let reset = self.reset_all(state, 0);
+                Ok(reset.map(|reset| self.give_back(sqe, reset)))
+            }
+            (action, false) => {
+                let zone = table.starting_at(send.slba)?;
+                table.act(zone, action)?;
+                Ok(None)
+            }
+            (action, true) => {
+                table.act_on_all(action)?;
+                Ok(None)
+            }
+        }
+    }
+
+    /// The blocks that a zone gives back after it was reset; none if none of them was written.
+    fn reset(&self, state: &State, zone: u32, written: u64, all: bool) -> Option<Reset> {
+        let next = self.zones.start.0 + state.table.start(zone).0;
+        (written > 0).then_some(Reset {
+            zone,
+            next,
+            end: next + written,
+            all,
+        })
+    }
+
+    /// Resets zones from one on, up to the first that has blocks to give back.
+    fn reset_all(&self, state: &mut State, from: u32) -> Option<Reset> {
+        let mut from = from;
+        loop {
+            let (zone, written) = state.table.reset_next(from)?;
+            if let Some(reset) = self.reset(state, zone, written, true) {
+                return Some(reset);
+            }
+            from = zone + 1;
+        }
+    }
+
+    /// Returns the command by which the drive gives back the next blocks of a zone.
+    fn give_back(&self, sqe: &Sqe, reset: Reset) -> (Sqe, Fate) {
+        let count = (reset.end - reset.next).min(RESET_BLOCKS);
+        let mut zeroes = Sqe::new(NvmOpcode::WRITE_ZEROES.0);
+        zeroes.set_cid(sqe.cid());
+        zeroes.nsid = sqe.nsid;
+        WriteZeroes {
+            slba: Lba(reset.next),
+            // One to 65,536 of them.
+            nlb_z: (count - 1) as u16,
+            deac: true,
+            ..WriteZeroes::default()
+        }
+        .write_to(&mut zeroes);
+        let next = reset.next + count;
+        (zeroes, Fate::Reset(Reset { next, ..reset }))
+    }
+
+    /// Goes on with a reset whose last step the drive is done with. Returns whether it goes on.
+    fn go_on(&mut self, state: &mut State, slot: u16, reset: Reset) -> bool {
+        let next = if reset.next < reset.end {
+            Some(reset)
+        } else {
+            state.table.end_reset(reset.zone);
+            match reset.all {
+                true => self.reset_all(state, reset.zone + 1),
+                false => None,
+            }
+        };
+        let Some(reset) = next else {
+            return false;
+        };
+        let mut sqe = Sqe::default();
+        sqe.set_cid(nvme_mpt::spec::ids::CommandId(slot));
+        let (command, fate) = self.give_back(&sqe, reset);
+        if let Some(place) = self.fates.get_mut(usize::from(slot)) {
+            *place = fate;
+        }
+        self.passing.push(command);
+        true
+    }
+
+    /// Returns the guest's completion of a command after the drive's part of it; nothing if the command goes
+    /// on.
+    fn end(&mut self, completion: HostCompletion) -> Option<HostCompletion> {
+        let HostCompletion {
+            slot, mut status, ..
+        } = completion;
+        let fate = self.fates.get_mut(usize::from(slot))?;
+        let fate = std::mem::take(fate);
+        match fate {
+            Fate::Complete => {}
+            Fate::Write(zone) | Fate::Append(zone, _) if status.sct() == StatusCodeType::MEDIA => {
+                self.zones.lock().fail_media(zone);
+            }
+            Fate::Write(_) => {}
+            Fate::Append(_, dw0) => return Some(HostCompletion { dw0, ..completion }),
+            Fate::Reset(reset) => {
+                let zones = self.zones.clone();
+                let mut state = zones.lock();
+                let has_more = reset.all || reset.next < reset.end;
+                if status.is_success() && self.cut_short && has_more {
+                    status = Status::ABORTED_SQ_DELETION;
+                }
+                if !status.is_success() {
+                    state.table.end_reset(reset.zone);
+                } else if self.go_on(&mut state, slot, reset) {
+                    return None;
+                }
+                self.resets -= 1;
+            }
+        }
+        Some(HostCompletion {
+            status,
+            ..completion
+        })
+    }
+}
+
+/// A status as a guest is told it: all but those that time heals are no use to retry on.
+fn lasting(status: Status) -> Status {
+    status.with_dnr(status != Status::COMMAND_INTERRUPTED)
+}
+
+/// Copies a report to where a command wants it; what follows it is zero.
+fn hand_over(report: &[u8], sqe: &Sqe, length: u64, memory: HostMemory<'_>) -> Result<(), Status> {
+    let mut rest = report;
+    DataPointer::of(sqe).for_each(memory, length, |part| {
+        let (here, after) = rest.split_at(rest.len().min(part.len()));
+        part.copy_from(here);
+        if let Some(beyond) = part.slice(here.len(), part.len() - here.len()) {
+            beyond.zero();
+        }
+        rest = after;
+    })
+}
+
+impl HostBatch for &mut ZonedQueue {
+    fn announce(&mut self, _: u32, _: Ticks) {}
+
+    fn submit(&mut self, sqe: &Sqe) {
+        debug_assert!(self.arriving.len() < self.arriving.capacity());
+        self.arriving.push(*sqe);
+    }
+
+    fn ring(self, memory: HostMemory<'_>) {
+        self.take_up(memory);
+        self.drive.ring_in(&self.passing, memory);
+        self.passing.clear();
+    }
+}
+
+impl HostQueue for ZonedQueue {
+    type Commands = ZonedCommands;
+
+    type Batch<'a> = &'a mut Self;
+
+    fn batch(&mut self) -> &mut Self {
+        self
+    }
+
+    fn reap(&mut self, memory: HostMemory<'_>, mut taker: impl CompletionTaker) {
+        for completion in self.completed.drain(..) {
+            taker.take(completion);
+        }
+        let mut reaped = std::mem::take(&mut self.reaped);
+        self.drive.reap_into(memory, &mut reaped);
+        for completion in reaped.drain(..) {
+            if let Some(completion) = self.end(completion) {
+                taker.take(completion);
+            }
+        }
+        self.reaped = reaped;
+        if !self.passing.is_empty() {
+            self.drive.ring_in(&self.passing, memory);
+            self.passing.clear();
+        }
+    }
+
+    fn cut_short(&mut self) {
+        self.cut_short = true;
+        self.drive.cut_short();
+    }
+
+    /// Nothing notifies when a store is done with a step of a reset that was made while the last one was reaped.
+    fn is_polled(&self) -> bool {
+        self.drive.is_polled() || (self.resets > 0 && self.drive.wait_fd().is_none())
+    }
+
+    fn hurry(&mut self, hurried: bool) {
+        self.drive.hurry(hurried);
+    }
+
+    fn next_due(&self) -> Option<Ticks> {
+        self.drive.next_due()
+    }
+
+    fn wait_fd(&self) -> Option<RawFd> {
+        self.drive.wait_fd()
+    }
+
+    fn has_failed(&self) -> bool {
+        self.drive.has_failed()
+    }
+}
+
+impl Drop for ZonedQueue {
+    /// Whatever was being given back, its zones can be written again.
+    fn drop(&mut self) {
+        let mut state = self.zones.lock();
+        for fate in &self.fates {
+            if let Fate::Reset(reset) = fate {
+                state.table.end_reset(reset.zone);
+            }
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! Reports of zones, as Zone Management Receive returns them (ZNS 1.1, section 3.4.2).
+
+use zerocopy::{FromZeros, IntoBytes};
+
+use super::table::{Zone, ZoneTable};
+use nvme_mpt::spec::ids::Lba;
+use nvme_mpt::spec::status::Status;
+use nvme_mpt::spec::zns::{
+    ReportZonesHeader, ReportingOptions, ZoneDescriptor, ZoneManagementReceive, ZoneReceiveAction,
+    ZoneState, ZoneStateByte, ZoneType, ZoneTypeByte,
+};
+
+/// `WP` of a zone that has none.
+const NO_WRITE_POINTER: Lba = Lba(u64::MAX);
+
+/// Makes the report that a command asks for, whose SLBA is the lease's: as many bytes of it as the
+/// command takes at most.
+pub(super) fn report(
+    table: &ZoneTable,
+    command: &ZoneManagementReceive,
+    capacity: u64,
+    report: &mut Vec<u8>,
+) -> Result<(), Status> {
+    // Extended reports are of zone descriptor extensions, which there are none of (LBAFE.ZDES).
+    if command.zra != ZoneReceiveAction::REPORT_ZONES || command.zrasf > ReportingOptions::OFFLINE {
+        return Err(Status::INVALID_FIELD);
+    }
+    let first = table.containing(command.slba)?;
+    let length = usize::try_from(command.length()).map_err(|_| Status::INVALID_FIELD)?;
+    let room = length.saturating_sub(size_of::<ReportZonesHeader>()) / size_of::<ZoneDescriptor>();
+    report.clear();
+    report.extend_from_slice(ReportZonesHeader::new_zeroed().as_bytes());
+    let mut zones = table.reported(first, command.zrasf);
+    let mut count = 0;
+    for (start, zone) in zones.by_ref().take(room) {
+        report.extend_from_slice(descriptor(start, zone, capacity).as_bytes());
+        count += 1;
+    }
+    if !command.partial {
+        count += zones.count();
+    }
+    let header = ReportZonesHeader {
+        nz: count as u64,
+        ..ReportZonesHeader::new_zeroed()
+    };
+    report[..size_of::<ReportZonesHeader>()].copy_from_slice(header.as_bytes());
+    // A command may ask for less than the header has.
+    report.truncate(length);
+    Ok(())
+}
+
+fn descriptor(start: Lba, zone: Zone, capacity: u64) -> ZoneDescriptor {
+    let has_write_pointer = !matches!(
+        zone.state,
+        ZoneState::FULL | ZoneState::READ_ONLY | ZoneState::OFFLINE
+    );
+    ZoneDescriptor {
+        zt: ZoneTypeByte::default().with_zt(ZoneType::SEQUENTIAL_WRITE_REQUIRED),
+        zs: ZoneStateByte::default().with_zs(zone.state),
+        zcap: capacity,
+        zslba: start,
+        wp: match has_write_pointer {
+            true => Lba(start.0 + zone.written),
+            false => NO_WRITE_POINTER,
+        },
+        ..ZoneDescriptor::new_zeroed()
+    }
+}

@@ -1,0 +1,168 @@
+//! Division, leasing and reopening of drives.
+
+use std::fs::{self, File};
+use std::path::PathBuf;
+
+use super::*;
+use crate::model::Profile;
+use nvme_mpt::spec::ids::Nsid;
+
+const PROFILE: &str = "model = \"zns\"\nzone_size = \"1M\"\nzone_capacity = \"768K\"\n\
+                       max_open = 8\nmax_active = 12\nappend_limit = \"64K\"\n";
+
+fn profile(text: &str) -> ZnsProfile {
+    match Profile::parse("test", text).expect("sound") {
+        Profile::Zns(profile) => profile,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn namespace(bytes: u64) -> HostNamespace {
+    HostNamespace {
+        nsid: Nsid(1),
+        blocks: bytes >> 12,
+        lba_shift: 12,
+    }
+}
+
+fn zones(bytes: u64, file: Option<&Path>) -> Result<Zones, ZoneError> {
+    Zones::new(&profile(PROFILE), &namespace(bytes), file)
+}
+
+fn range(start: u64, length: u64) -> LbaRange {
+    LbaRange {
+        start: Lba(start >> 12),
+        blocks: length >> 12,
+    }
+}
+
+#[test]
+fn a_drive_has_as_many_zones_as_fit() {
+    let zones = zones((10 << 20) + 4096, None).expect("zones");
+    assert_eq!((zones.count, zones.blocks()), (10, 2560));
+    let message = |bytes, text: &str| {
+        let refused = Zones::new(&profile(text), &namespace(bytes), None);
+        refused.expect_err("refused").to_string()
+    };
+    let small = message(1 << 19, PROFILE);
+    assert!(
+        small.contains("512K are less than one zone of 1M"),
+        "{small}"
+    );
+    let many = message(1 << 40, PROFILE);
+    assert!(many.contains("zone_size of 16M or more"), "{many}");
+}
+
+#[test]
+fn a_lease_has_whole_zones_and_its_share_of_the_resources() {
+    let zones = zones(16 << 20, None).expect("zones");
+    for (start, length, open, active) in [(0, 16, 8, 12), (4, 8, 4, 6), (3, 1, 1, 1), (0, 3, 1, 2)]
+    {
+        let lease = zones
+            .lease(range(start << 20, length << 20))
+            .expect("a lease");
+        assert_eq!(lease.resources(), Resources { open, active });
+        let expected = Geometry {
+            size: 256,
+            capacity: 192,
+        };
+        assert_eq!(lease.geometry(), expected);
+    }
+    for (start, length, said) in [
+        (
+            1 << 19,
+            1 << 20,
+            "start 512K of the range is not a multiple of the drive's zone size of 1M: 0 and 1M are",
+        ),
+        (
+            1 << 20,
+            5 << 19,
+            "length 2560K of the range is not a multiple of the drive's zone size of 1M: 2M and 3M are",
+        ),
+    ] {
+        let refused = zones
+            .lease(range(start, length))
+            .expect_err("refused")
+            .to_string();
+        assert!(refused.contains(said), "{refused}");
+    }
+}
+
+/// A drive's file, in a folder of its own.
+fn file() -> (tempfile::TempDir, PathBuf) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("drive.img");
+    File::create(&path)
+        .expect("a file")
+        .set_len(8 << 20)
+        .expect("room");
+    (folder, path)
+}
+
+#[test]
+fn zones_of_a_file_are_what_they_were_and_those_of_others_are_too() {
+    let (folder, path) = file();
+    let drive = zones(8 << 20, Some(&path)).expect("zones");
+    let other = zones(8 << 20, Some(&path)).expect("the same zones");
+    let whole = |zones: &Zones| zones.lease(range(0, 8 << 20)).expect("a lease");
+    let parts = [(&drive, 0), (&other, 4 << 20)];
+    let parts = parts.map(|(zones, start)| zones.lease(range(start, 4 << 20)).expect("a lease"));
+    for (lease, zone) in parts.iter().zip([1, 2]) {
+        let mut state = lease.lock();
+        let zslba = state.table.start(zone);
+        state.table.write(zslba, 5).expect("a write");
+    }
+    // The others have not ended yet, as if they never did: nothing is written by anybody's end.
+    let lease = whole(&zones(8 << 20, Some(&path)).expect("zones"));
+    let state = lease.lock();
+    let written: Vec<u64> = state
+        .table
+        .reported(0, nvme_mpt::spec::zns::ReportingOptions::ALL)
+        .map(|(_, zone)| zone.written)
+        .collect();
+    assert_eq!(written, [0, 5, 0, 0, 0, 0, 5, 0]);
+    let files = fs::read_dir(folder.path()).expect("a folder").count();
+    assert_eq!(files, 2, "the drive, and its zones");
+    drop((parts, drive, other));
+}
+
+#[test]
+fn zones_that_were_made_otherwise_are_not_taken_up() {
+    let (_folder, path) = file();
+    let kept = path.with_extension("img.zones");
+    drop(zones(8 << 20, Some(&path)).expect("zones"));
+    let refused = |bytes| zones(bytes, Some(&path)).expect_err("refused").to_string();
+    let other = refused(4 << 20);
+    assert!(
+        other.contains("has the states of 8 zones of 1M, 768K of them to be written, in blocks of 4K bytes, but the profile makes 4 zones"),
+        "{other}"
+    );
+    for content in [&b"short"[..], &[0; 8192]] {
+        fs::write(&kept, content).expect("a write");
+        let refused = refused(8 << 20);
+        assert!(refused.contains("has no zone states"), "{refused}");
+    }
+}
+
+#[test]
+fn zones_that_changed_are_told_once_and_counted_beyond_what_a_list_has() {
+    let drive = Zones::new(&profile(PROFILE), &namespace(1 << 30), None).expect("zones");
+    let lease = drive.lease(range(0, 1 << 30)).expect("a lease");
+    let events = Arc::new(EventQueue::new().expect("an eventfd"));
+    lease.subscribe(&events);
+    lease.lock().fail_media(3);
+    lease.lock().fail_media(3);
+    assert_eq!(events.take(), [Event::ZonesChanged]);
+    let told = lease.changed();
+    assert_eq!(told.listed(), Some(&[Lba(3 * 256)][..]));
+    lease.lock().fail_media(5);
+    lease.forget_changed(&told);
+    assert_eq!(lease.changed().listed(), Some(&[Lba(5 * 256)][..]));
+    for zone in 6..600 {
+        lease.lock().fail_media(zone);
+    }
+    let told = lease.changed();
+    assert_eq!(told.listed(), None);
+    lease.forget_changed(&told);
+    assert_eq!(lease.changed().listed(), Some(&[][..]));
+}

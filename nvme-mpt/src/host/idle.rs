@@ -1,0 +1,129 @@
+//! A host controller for tests of this crate, whose queues complete nothing.
+
+use std::io;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+
+use super::{
+    CompletionTaker, HostBatch, HostController, HostLease, HostLeaseError, HostLeaseRequest,
+    HostMemory, HostNamespace, HostQueue, HostQueuePair, Limits,
+};
+use crate::clock::Ticks;
+use crate::drive::Drive;
+use crate::iova::IovaSpace;
+use crate::shadow::NvmCommands;
+use crate::spec::identify::Oncs;
+use crate::spec::ids::Nsid;
+use crate::spec::sqe::Sqe;
+
+/// A drive of 1 GiB.
+#[derive(Debug)]
+pub(crate) struct IdleController {
+    space: Arc<IovaSpace>,
+    limits: Limits,
+}
+
+impl IdleController {
+    pub(crate) fn new() -> Arc<Self> {
+        Arc::new(Self {
+            space: Arc::new(IovaSpace::software()),
+            limits: Limits {
+                mdts: 8,
+                entries_max: 4096,
+                commands: Oncs(0).with_compare(true),
+                awun_z: 0,
+                awupf_z: 0,
+                volatile_write_cache: false,
+                deallocated_reads_zeroes: false,
+                sgl_descriptors_max: 0,
+                no_data_bytes_max: 1 << 20,
+                dsm_range_bytes_max: 1 << 20,
+                dsm_ranges_max: 1,
+                copy_bytes_max: 1 << 20,
+                copy_ranges_max: 1,
+                zone_append_bytes_max: 0,
+                value_bytes_max: 0,
+            },
+        })
+    }
+
+    /// Its only namespace.
+    pub(crate) fn drive() -> Arc<Drive> {
+        Drive::new("idle", Self::new(), None).expect("a namespace")
+    }
+}
+
+impl HostController for IdleController {
+    fn identity(&self) -> &str {
+        "idle"
+    }
+
+    fn model(&self) -> &str {
+        "Idle drive"
+    }
+
+    fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    fn namespaces(&self) -> Vec<HostNamespace> {
+        vec![HostNamespace {
+            nsid: Nsid(1),
+            blocks: 1 << 21,
+            lba_shift: 9,
+        }]
+    }
+
+    fn iova_space(&self) -> &Arc<IovaSpace> {
+        &self.space
+    }
+
+    fn open_lease(
+        self: Arc<Self>,
+        _: &HostLeaseRequest<'_>,
+    ) -> Result<Box<dyn HostLease>, HostLeaseError> {
+        Ok(Box::new(IdleLease))
+    }
+}
+
+#[derive(Debug)]
+struct IdleLease;
+
+impl HostLease for IdleLease {
+    fn create_queue(&self, _: u16) -> io::Result<HostQueuePair> {
+        Ok(HostQueuePair::new(IdleQueue))
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+struct IdleQueue;
+
+impl HostBatch for &mut IdleQueue {
+    fn announce(&mut self, _: u32, _: Ticks) {}
+
+    fn submit(&mut self, _: &Sqe) {}
+
+    fn ring(self, _: HostMemory<'_>) {}
+}
+
+impl HostQueue for IdleQueue {
+    type Commands = NvmCommands;
+
+    type Batch<'a> = &'a mut Self;
+
+    fn batch(&mut self) -> &mut Self {
+        self
+    }
+
+    fn reap(&mut self, _: HostMemory<'_>, _: impl CompletionTaker) {}
+
+    fn cut_short(&mut self) {}
+
+    fn wait_fd(&self) -> Option<RawFd> {
+        None
+    }
+}

@@ -1,0 +1,168 @@
+//! A host queue of any kind.
+
+use std::fmt;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+
+use super::queue::{HostBatch, HostCompletion, HostMemory, HostQueue, SharedPair};
+use crate::clock::Ticks;
+use crate::shadow::ShadowCore;
+use crate::spec::sqe::Sqe;
+
+/// A host queue, whatever its kind.
+///
+/// A poll of a shadow queue is one virtual call: behind it, the code is generic over the kind of host queue.
+pub struct HostQueuePair(Box<dyn AnyQueue>);
+
+impl fmt::Debug for HostQueuePair {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// [`HostQueue`] without its types.
+trait AnyQueue: fmt::Debug + Send {
+    fn poll(&mut self, core: &mut ShadowCore) -> bool;
+    fn ring_in(&mut self, commands: &[Sqe], memory: HostMemory<'_>);
+    fn reap_into(&mut self, memory: HostMemory<'_>, done: &mut Vec<HostCompletion>);
+    fn cut_short(&mut self);
+    fn wait_fd(&self) -> Option<RawFd>;
+    fn has_failed(&self) -> bool;
+    fn is_gone(&self) -> bool;
+    fn blocks(&self) -> Option<u64>;
+    fn is_polled(&self) -> bool;
+    fn hurry(&mut self, hurried: bool);
+    fn next_due(&self) -> Option<Ticks>;
+    fn shared_pair(&self) -> Option<Arc<dyn SharedPair>>;
+}
+
+impl<Q: HostQueue + fmt::Debug + Send> AnyQueue for Q {
+    fn poll(&mut self, core: &mut ShadowCore) -> bool {
+        core.poll(self)
+    }
+
+    fn ring_in(&mut self, commands: &[Sqe], memory: HostMemory<'_>) {
+        let mut batch = self.batch();
+        batch.announce(commands.len() as u32, Ticks::now());
+        for sqe in commands {
+            batch.submit(sqe);
+        }
+        batch.ring(memory);
+    }
+
+    fn reap_into(&mut self, memory: HostMemory<'_>, done: &mut Vec<HostCompletion>) {
+        self.reap(memory, |completion: HostCompletion| done.push(completion));
+    }
+
+    fn cut_short(&mut self) {
+        HostQueue::cut_short(self);
+    }
+
+    fn wait_fd(&self) -> Option<RawFd> {
+        HostQueue::wait_fd(self)
+    }
+
+    fn has_failed(&self) -> bool {
+        HostQueue::has_failed(self)
+    }
+
+    fn is_gone(&self) -> bool {
+        HostQueue::is_gone(self)
+    }
+
+    fn blocks(&self) -> Option<u64> {
+        HostQueue::blocks(self)
+    }
+
+    fn is_polled(&self) -> bool {
+        HostQueue::is_polled(self)
+    }
+
+    fn hurry(&mut self, hurried: bool) {
+        HostQueue::hurry(self, hurried);
+    }
+
+    fn next_due(&self) -> Option<Ticks> {
+        HostQueue::next_due(self)
+    }
+
+    fn shared_pair(&self) -> Option<Arc<dyn SharedPair>> {
+        HostQueue::shared_pair(self)
+    }
+}
+
+impl HostQueuePair {
+    /// Makes a queue one whose kind is not known.
+    pub fn new<Q: HostQueue + fmt::Debug + Send + 'static>(queue: Q) -> Self {
+        Self(Box::new(queue))
+    }
+
+    /// Has the rest of its shadow queue take commands and complete what is done. Returns whether there was
+    /// anything to do.
+    #[inline]
+    pub(crate) fn poll(&mut self, core: &mut ShadowCore) -> bool {
+        self.0.poll(core)
+    }
+
+    /// Submits commands and rings: all of a [batch](HostQueue::batch).
+    pub fn ring_in(&mut self, commands: &[Sqe], memory: HostMemory<'_>) {
+        self.0.ring_in(commands, memory);
+    }
+
+    /// Appends completions that are there to `done`, as [`HostQueue::reap`] hands them over.
+    pub fn reap_into(&mut self, memory: HostMemory<'_>, done: &mut Vec<HostCompletion>) {
+        self.0.reap_into(memory, done);
+    }
+
+    /// See [`HostQueue::cut_short`].
+    pub fn cut_short(&mut self) {
+        self.0.cut_short();
+    }
+
+    /// See [`HostQueue::wait_fd`].
+    #[must_use]
+    pub fn wait_fd(&self) -> Option<RawFd> {
+        self.0.wait_fd()
+    }
+
+    /// See [`HostQueue::has_failed`].
+    #[must_use]
+    pub fn has_failed(&self) -> bool {
+        self.0.has_failed()
+    }
+
+    /// See [`HostQueue::is_gone`].
+    #[must_use]
+    pub fn is_gone(&self) -> bool {
+        self.0.is_gone()
+    }
+
+    /// See [`HostQueue::blocks`].
+    #[must_use]
+    pub fn blocks(&self) -> Option<u64> {
+        self.0.blocks()
+    }
+
+    /// See [`HostQueue::is_polled`].
+    #[must_use]
+    pub fn is_polled(&self) -> bool {
+        self.0.is_polled()
+    }
+
+    /// See [`HostQueue::hurry`].
+    pub fn hurry(&mut self, hurried: bool) {
+        self.0.hurry(hurried);
+    }
+
+    /// See [`HostQueue::next_due`].
+    #[must_use]
+    pub fn next_due(&self) -> Option<Ticks> {
+        self.0.next_due()
+    }
+
+    /// See [`HostQueue::shared_pair`].
+    #[must_use]
+    pub fn shared_pair(&self) -> Option<Arc<dyn SharedPair>> {
+        self.0.shared_pair()
+    }
+}

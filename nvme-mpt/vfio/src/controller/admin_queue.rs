@@ -1,0 +1,243 @@
+//! The admin queue pair of a physical controller (Base 2.0, section 3.3.1).
+//!
+//! Commands are executed one at a time, in the thread that asks. The one exception is Asynchronous
+//! Event Request, which stays outstanding and completes into a list of events.
+
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+use std::time::{Duration, Instant};
+
+use super::super::backing::Backing;
+use super::error::ControllerError;
+use nvme_mpt::address::{Iova, PAGE_SIZE};
+use nvme_mpt::iova::{IovaPart, IovaSpace};
+use nvme_mpt::memory::{Access, Cell32, Mapping, RawBytes};
+use nvme_mpt::spec::cqe::{Cqe, CqeHigh};
+use nvme_mpt::spec::event::AsyncEvent;
+use nvme_mpt::spec::ids::{CommandId, QueueId};
+use nvme_mpt::spec::opcode::AdminOpcode;
+use nvme_mpt::spec::registers::Doorbell;
+use nvme_mpt::spec::sqe::Sqe;
+use zerocopy::IntoBytes;
+
+/// Entries of both queues: one command, one Asynchronous Event Request, and room for those that
+/// were given up.
+pub(super) const ENTRIES: u16 = 32;
+
+/// Longest time of an admin command. Those that are sent here touch no media.
+const TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Rounds of the wait between two looks at the function's presence.
+const ROUNDS_PER_LOOK: u32 = 16;
+
+/// Submission Queue, Completion Queue, data: a page each.
+const PAGES: usize = 3;
+const CQ_OFFSET: usize = PAGE_SIZE as usize;
+const DATA_OFFSET: usize = 2 * PAGE_SIZE as usize;
+
+const SQE_SIZE: usize = size_of::<Sqe>();
+const CQE_SIZE: usize = size_of::<Cqe>();
+const _: () = assert!(ENTRIES as usize * SQE_SIZE <= CQ_OFFSET);
+
+/// `CID` of the Asynchronous Event Request; other commands count up below it.
+const EVENT_CID: u16 = u16::MAX;
+
+/// The admin queue pair, with a page of memory for data.
+#[derive(Debug)]
+pub(super) struct AdminQueue {
+    backing: Arc<dyn Backing>,
+    /// Dropped before the memory that is mapped there.
+    iova: IovaPart,
+    memory: Mapping,
+    tail_doorbell: Cell32,
+    head_doorbell: Cell32,
+    tail: u16,
+    head: u16,
+    phase: bool,
+    next_cid: u16,
+    /// True if the Asynchronous Event Request is outstanding.
+    listening: bool,
+    events: Vec<AsyncEvent>,
+}
+
+impl AdminQueue {
+    pub(super) fn new(
+        backing: Arc<dyn Backing>,
+        space: &Arc<IovaSpace>,
+        dstrd: u8,
+    ) -> Result<Self, ControllerError> {
+        let len = PAGES * PAGE_SIZE as usize;
+        let memory = Mapping::anonymous(len).map_err(ControllerError::Memory)?;
+        let iova = space
+            .map(&memory, Access::ReadWrite)
+            .map_err(ControllerError::Memory)?;
+        let (doorbells, first) = backing.doorbells();
+        let cell = |doorbell: Doorbell| {
+            Cell32::new(&doorbells, first + doorbell.offset(dstrd) as usize)
+                .ok_or(ControllerError::NoQueuePairs)
+        };
+        let tail_doorbell = cell(Doorbell::SqTail(QueueId::ADMIN))?;
+        let head_doorbell = cell(Doorbell::CqHead(QueueId::ADMIN))?;
+        Ok(Self {
+            backing,
+            iova,
+            memory,
+            tail_doorbell,
+            head_doorbell,
+            tail: 0,
+            head: 0,
+            phase: true,
+            next_cid: 0,
+            listening: false,
+            events: Vec::new(),
+        })
+    }
+
+    /// Returns the IOVAs of the two queues.
+    pub(super) fn bases(&self) -> (Iova, Iova) {
+        (self.iova.at(0), self.iova_of(CQ_OFFSET))
+    }
+
+    /// Returns the IOVA of a command's data.
+    pub(super) fn data_iova(&self) -> Iova {
+        self.iova_of(DATA_OFFSET)
+    }
+
+    fn iova_of(&self, offset: usize) -> Iova {
+        self.iova.at(offset as u64)
+    }
+
+    /// Starts over; the controller is disabled and has forgotten everything.
+    pub(super) fn reset(&mut self) {
+        if let Some(memory) = self.memory.bytes(0, self.memory.len()) {
+            memory.zero();
+        }
+        (self.tail, self.head, self.phase) = (0, 0, true);
+        self.listening = false;
+        self.events.clear();
+    }
+
+    /// Executes a command to its end.
+    pub(super) fn execute(&mut self, mut sqe: Sqe) -> Result<Cqe, ControllerError> {
+        let opcode = AdminOpcode(sqe.opcode());
+        self.next_cid = (self.next_cid + 1) % EVENT_CID;
+        let cid = CommandId(self.next_cid);
+        sqe.set_cid(cid);
+        self.submit(&sqe);
+        let started = Instant::now();
+        let mut pause = Duration::from_micros(10);
+        let mut rounds = 0;
+        loop {
+            // What another command left behind is late, and dropped.
+            for _ in 0..ENTRIES {
+                let Some(cqe) = self.take_completion() else {
+                    break;
+                };
+                if cqe.cid() != cid {
+                    continue;
+                }
+                let status = cqe.status();
+                return if status.is_success() {
+                    Ok(cqe)
+                } else {
+                    Err(ControllerError::Admin { opcode, status })
+                };
+            }
+            rounds += 1;
+            if rounds % ROUNDS_PER_LOOK == 0 && self.backing.is_gone() {
+                return Err(ControllerError::Gone);
+            }
+            if started.elapsed() >= TIMEOUT {
+                return Err(ControllerError::AdminTimeout {
+                    opcode,
+                    seconds: TIMEOUT.as_secs(),
+                });
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(Duration::from_millis(1));
+        }
+    }
+
+    /// Executes a command whose data, up to a page of it, comes from the controller.
+    pub(super) fn execute_in<T>(
+        &mut self,
+        mut sqe: Sqe,
+        data: &mut T,
+    ) -> Result<Cqe, ControllerError>
+    where
+        T: zerocopy::FromBytes + zerocopy::IntoBytes,
+    {
+        const { assert!(size_of::<T>() <= PAGE_SIZE as usize) };
+        if let Some(page) = self.data() {
+            page.zero();
+        }
+        sqe.dptr = [self.data_iova().bits(), 0];
+        let cqe = self.execute(sqe)?;
+        if let Some(page) = self.data() {
+            page.copy_to(data.as_mut_bytes());
+        }
+        Ok(cqe)
+    }
+
+    fn data(&self) -> Option<RawBytes<'_>> {
+        self.memory.bytes(DATA_OFFSET, PAGE_SIZE as usize)
+    }
+
+    /// Asks to be told of the next event, unless that is asked already.
+    pub(super) fn listen(&mut self) {
+        if !self.listening {
+            self.listening = true;
+            let mut sqe = Sqe::new(AdminOpcode::ASYNC_EVENT_REQUEST.0);
+            sqe.set_cid(CommandId(EVENT_CID));
+            self.submit(&sqe);
+        }
+    }
+
+    /// The events that came since the last call.
+    pub(super) fn take_events(&mut self) -> Vec<AsyncEvent> {
+        for _ in 0..ENTRIES {
+            if self.take_completion().is_none() {
+                break;
+            }
+        }
+        std::mem::take(&mut self.events)
+    }
+
+    /// There is room: one command at a time, and completions are taken before the next.
+    fn submit(&mut self, sqe: &Sqe) {
+        let offset = usize::from(self.tail) * SQE_SIZE;
+        if let Some(entry) = self.memory.bytes(offset, SQE_SIZE) {
+            entry.copy_from(sqe.as_bytes());
+        }
+        self.tail = (self.tail + 1) % ENTRIES;
+        fence(Ordering::Release);
+        self.tail_doorbell.store(self.tail.into());
+    }
+
+    /// The next completion. That of an event goes to the list of them, too.
+    fn take_completion(&mut self) -> Option<Cqe> {
+        let offset = CQ_OFFSET + usize::from(self.head) * CQE_SIZE;
+        let words = self.memory.bytes(offset, CQE_SIZE)?.words()?;
+        let high = CqeHigh(words.read(1));
+        if high.phase() != self.phase {
+            return None;
+        }
+        fence(Ordering::Acquire);
+        let cqe = Cqe {
+            low: words.read(0),
+            high,
+        };
+        self.head += 1;
+        if self.head == ENTRIES {
+            self.head = 0;
+            self.phase = !self.phase;
+        }
+        self.head_doorbell.store(self.head.into());
+        // A controller that refuses the request has no events to tell of, and is not asked again.
+        if cqe.cid().0 == EVENT_CID && self.listening && cqe.status().is_success() {
+            self.listening = false;
+            self.events.push(AsyncEvent(cqe.dw0()));
+        }
+        Some(cqe)
+    }
+}

@@ -1,0 +1,82 @@
+//! The Doorbell Buffer of a drive that has one: those that are emulated themselves, in nested and
+//! cloud machines (Base 2.0, section 5.8). A doorbell is then mostly a store to memory.
+
+use std::sync::Arc;
+
+use super::super::backing::Backing;
+use super::super::pair::{BufferedDoorbell, DriveDoorbell, PairDoorbells};
+use super::admin_queue::AdminQueue;
+use super::error::ControllerError;
+use nvme_mpt::address::PAGE_SIZE;
+use nvme_mpt::iova::{IovaPart, IovaSpace};
+use nvme_mpt::memory::{Access, Cell32, Mapping};
+use nvme_mpt::spec::ids::QueueId;
+use nvme_mpt::spec::opcode::AdminOpcode;
+use nvme_mpt::spec::registers::Doorbell;
+use nvme_mpt::spec::sqe::Sqe;
+
+/// The page of shadow doorbells, then that of EventIdx.
+const EVENT_IDX: usize = PAGE_SIZE as usize;
+
+/// The two pages.
+#[derive(Debug)]
+pub(super) struct DoorbellBuffer {
+    /// Dropped before the memory that is mapped there.
+    iova: IovaPart,
+    memory: Arc<Mapping>,
+}
+
+impl DoorbellBuffer {
+    pub(super) fn new(space: &Arc<IovaSpace>) -> Result<Self, ControllerError> {
+        let len = 2 * PAGE_SIZE;
+        let memory = Mapping::anonymous(len as usize).map_err(ControllerError::Memory)?;
+        let iova = space
+            .map(&memory, Access::ReadWrite)
+            .map_err(ControllerError::Memory)?;
+        Ok(Self {
+            iova,
+            memory: Arc::new(memory),
+        })
+    }
+
+    /// Tells the drive of the pages, which start over: no I/O queue exists yet.
+    pub(super) fn configure(&self, admin: &mut AdminQueue) -> Result<(), ControllerError> {
+        if let Some(memory) = self.memory.bytes(0, self.memory.len()) {
+            memory.zero();
+        }
+        let mut sqe = Sqe::new(AdminOpcode::DOORBELL_BUFFER_CONFIG.0);
+        let shadow = self.iova.start();
+        sqe.dptr = [shadow, shadow + EVENT_IDX as u64];
+        admin.execute(sqe).map(|_| ())
+    }
+
+    fn doorbell(&self, offset: usize) -> Option<BufferedDoorbell> {
+        // A doorbell beyond the first page has no place in the buffer.
+        (offset < EVENT_IDX).then_some(())?;
+        Some(BufferedDoorbell {
+            shadow: Cell32::new(&self.memory, offset)?,
+            event_idx: Cell32::new(&self.memory, EVENT_IDX + offset)?,
+        })
+    }
+}
+
+/// Returns the doorbells of an I/O queue pair: through the buffer, if there is one.
+pub(super) fn pair_doorbells(
+    backing: &dyn Backing,
+    dstrd: u8,
+    buffer: Option<&DoorbellBuffer>,
+    qid: QueueId,
+) -> Result<PairDoorbells, ControllerError> {
+    let (registers, first) = backing.doorbells();
+    let doorbell = |doorbell: Doorbell| {
+        let offset = doorbell.offset(dstrd) as usize;
+        let register =
+            Cell32::new(&registers, first + offset).ok_or(ControllerError::NoQueuePairs)?;
+        let buffer = buffer.and_then(|buffer| buffer.doorbell(offset));
+        Ok(DriveDoorbell { register, buffer })
+    };
+    Ok(PairDoorbells {
+        sq_tail: doorbell(Doorbell::SqTail(qid))?,
+        cq_head: doorbell(Doorbell::CqHead(qid))?,
+    })
+}

@@ -1,0 +1,348 @@
+//! Identity of a physical controller, and the promises to guests that follow from it.
+//!
+//! MDTS is 1 MiB whatever the drive's is, since longer commands are split (`pair/split.rs`). Optional commands,
+//! atomic units, limits of ranges and the volatile write cache are the drive's. Commands that the drive lacks are not
+//! offered, and refused with Invalid Opcode (`Limits::offers`). SGLs are offered if the drive takes a guest's command
+//! whole.
+
+use zerocopy::FromZeros;
+
+use super::admin_queue::AdminQueue;
+use super::error::ControllerError;
+use nvme_mpt::address::PAGE_SIZE;
+use nvme_mpt::host::{HostNamespace, Limits};
+use nvme_mpt::shadow::MAX_SGL_DESCRIPTORS;
+use nvme_mpt::spec::admin::Identify;
+use nvme_mpt::spec::identify::{
+    Cns, DeallocatedRead, IdentifyController, IdentifyControllerNvm, IdentifyNamespace, Oncs,
+};
+use nvme_mpt::spec::ids::Nsid;
+use nvme_mpt::spec::opcode::AdminOpcode;
+use nvme_mpt::spec::registers::Version;
+use nvme_mpt::spec::sqe::Sqe;
+
+/// Guests are given transfers of 1 MiB, whatever the drive takes at once: longer commands are split.
+const GUEST_MDTS: u8 = 8;
+
+/// Entries of a guest's queue at most: the host's queues are of their own size.
+const GUEST_ENTRIES: u32 = 4096;
+
+/// Namespaces of a drive that are looked at: a page of the list has as many.
+const NSIDS_PER_LIST: usize = 1024;
+
+/// The length of one data-less command where the drive reports no limit: what NLB can say in
+/// blocks of 512 bytes.
+const NO_DATA_BYTES_MAX: u64 = 1 << 25;
+
+/// Everything that is learned by Identify.
+#[derive(Debug)]
+pub(super) struct Identity {
+    /// The same for the same drive, in whatever slot it is.
+    pub(super) name: String,
+    pub(super) model: String,
+    pub(super) controller: IdentifyController,
+    pub(super) namespaces: Vec<HostNamespace>,
+    pub(super) limits: Limits,
+    /// Most bytes that one command to the drive transfers.
+    pub(super) max_transfer: u64,
+}
+
+impl Identity {
+    /// Asks the drive. At least one namespace must be one that can be shared.
+    pub(super) fn read(admin: &mut AdminQueue, version: Version) -> Result<Self, ControllerError> {
+        let mut controller = IdentifyController::new_zeroed();
+        identify(admin, Cns::CONTROLLER, Nsid(0), &mut controller)?;
+        let (namespaces, common) = Namespaces::read(admin)?;
+        let max_transfer = match controller.mdts {
+            0 => u64::MAX,
+            mdts => PAGE_SIZE.checked_shl(mdts.into()).unwrap_or(u64::MAX),
+        };
+        let nvm = identify_nvm(admin, version);
+        let limits = limits(&controller, nvm.as_ref(), &common, max_transfer);
+        Ok(Self {
+            name: name(&controller),
+            model: text(&controller.mn),
+            controller,
+            namespaces,
+            limits,
+            max_transfer,
+        })
+    }
+
+    /// Asks the drive for its namespaces again.
+    pub(super) fn read_namespaces(
+        admin: &mut AdminQueue,
+    ) -> Result<Vec<HostNamespace>, ControllerError> {
+        Namespaces::read(admin).map(|(namespaces, _)| namespaces)
+    }
+}
+
+fn identify<T>(
+    admin: &mut AdminQueue,
+    cns: Cns,
+    nsid: Nsid,
+    structure: &mut T,
+) -> Result<(), ControllerError>
+where
+    T: zerocopy::FromBytes + zerocopy::IntoBytes,
+{
+    let mut sqe = Sqe::new(AdminOpcode::IDENTIFY.0);
+    sqe.nsid = nsid;
+    let command = Identify {
+        cns,
+        ..Identify::default()
+    };
+    command.write_to(&mut sqe);
+    admin.execute_in(sqe, structure).map(|_| ())
+}
+
+/// The limits of the NVM Command Set, from controllers that can report them.
+fn identify_nvm(admin: &mut AdminQueue, version: Version) -> Option<IdentifyControllerNvm> {
+    if version.mjr() < 2 {
+        return None;
+    }
+    let mut structure = IdentifyControllerNvm::new_zeroed();
+    // A controller need not have it, so what it says instead is no error.
+    identify(admin, Cns::IOCS_CONTROLLER, Nsid(0), &mut structure)
+        .is_ok()
+        .then_some(structure)
+}
+
+/// Common facts of all namespaces that are used.
+#[derive(Debug)]
+struct Namespaces {
+    deallocated_reads_zeroes: bool,
+    copy_bytes_max: u64,
+    copy_ranges_max: u32,
+}
+
+impl Namespaces {
+    fn read(admin: &mut AdminQueue) -> Result<(Vec<HostNamespace>, Self), ControllerError> {
+        let mut list = [0_u32; NSIDS_PER_LIST];
+        identify(admin, Cns::ACTIVE_NSID_LIST, Nsid(0), &mut list)?;
+        let mut common = Self {
+            deallocated_reads_zeroes: true,
+            copy_bytes_max: u64::MAX,
+            copy_ranges_max: u32::MAX,
+        };
+        let mut namespaces = Vec::new();
+        let mut refused = None;
+        for nsid in list.into_iter().take_while(|nsid| *nsid != 0).map(Nsid) {
+            let mut structure = IdentifyNamespace::new_zeroed();
+            identify(admin, Cns::NAMESPACE, nsid, &mut structure)?;
+            match usable(nsid, &structure) {
+                Ok(namespace) => {
+                    common.take_in(&structure, namespace.lba_shift);
+                    namespaces.push(namespace);
+                }
+                Err(reason) => {
+                    let error = ControllerError::Namespace { nsid, reason };
+                    log::warn!("{error}");
+                    refused = refused.or(Some(error));
+                }
+            }
+        }
+        match refused {
+            Some(error) if namespaces.is_empty() => Err(error),
+            _ => Ok((namespaces, common)),
+        }
+    }
+
+    fn take_in(&mut self, structure: &IdentifyNamespace, lba_shift: u8) {
+        self.deallocated_reads_zeroes &= structure.dlfeat.read() == DeallocatedRead::ZEROES;
+        let blocks = u64::from(structure.mcl).min(structure.mssrl.into());
+        self.copy_bytes_max = self.copy_bytes_max.min(blocks << lba_shift);
+        self.copy_ranges_max = self.copy_ranges_max.min(u32::from(structure.msrc_z) + 1);
+    }
+}
+
+/// A namespace whose blocks guests can be given as they are.
+fn usable(nsid: Nsid, structure: &IdentifyNamespace) -> Result<HostNamespace, &'static str> {
+    let format = structure
+        .current_lba_format()
+        .ok_or("its LBA format is not one that it lists")?;
+    if format.ms() > 0 {
+        return Err("its blocks have metadata");
+    }
+    if !matches!(format.lbads(), 9 | 12) {
+        return Err("its blocks are neither of 512 nor of 4096 bytes");
+    }
+    // Sizes in bytes are counted in 64 bits everywhere else.
+    if structure.nsze > u64::MAX >> format.lbads() {
+        return Err("it reports more bytes than there are addresses for");
+    }
+    Ok(HostNamespace {
+        nsid,
+        blocks: structure.nsze,
+        lba_shift: format.lbads(),
+    })
+}
+
+fn limits(
+    id: &IdentifyController,
+    nvm: Option<&IdentifyControllerNvm>,
+    common: &Namespaces,
+    max_transfer: u64,
+) -> Limits {
+    // A command that is split on its way would be executed in several parts, so SGLs, whose parts
+    // cannot be named without being rewritten, are for drives that take a guest's command whole.
+    let whole = max_transfer >= PAGE_SIZE << GUEST_MDTS;
+    let sgl = id.sgls.support() == 1 && whole;
+    // Copy has formats; guests are offered format 0.
+    let copy = id.oncs.copy() && id.cdfs & 1 != 0 && common.copy_bytes_max > 0;
+    Limits {
+        mdts: GUEST_MDTS,
+        entries_max: GUEST_ENTRIES,
+        commands: Oncs(0)
+            .with_compare(id.oncs.compare())
+            .with_write_uncorrectable(id.oncs.write_uncorrectable())
+            .with_dsm(id.oncs.dsm())
+            .with_write_zeroes(id.oncs.write_zeroes())
+            .with_verify(id.oncs.verify())
+            .with_copy(copy),
+        // Where guests' writes can be split, only what the drive takes at once is atomic.
+        awun_z: if whole { id.awun_z } else { 0 },
+        awupf_z: if whole { id.awupf_z } else { 0 },
+        volatile_write_cache: id.vwc.present(),
+        deallocated_reads_zeroes: common.deallocated_reads_zeroes,
+        sgl_descriptors_max: if sgl { MAX_SGL_DESCRIPTORS } else { 0 },
+        no_data_bytes_max: no_data_bytes_max(nvm, max_transfer),
+        dsm_range_bytes_max: match nvm.map_or(0, |nvm| nvm.dmrsl) {
+            0 => u64::MAX,
+            blocks => u64::from(blocks) << 9,
+        },
+        dsm_ranges_max: match nvm.map_or(0, |nvm| nvm.dmrl) {
+            0 => 256,
+            ranges => ranges.into(),
+        },
+        copy_bytes_max: common.copy_bytes_max,
+        copy_ranges_max: common.copy_ranges_max,
+        // Namespaces of that command set are not driven.
+        zone_append_bytes_max: 0,
+        value_bytes_max: 0,
+    }
+}
+
+/// The smallest of VSL, WZSL and WUSL (NVM 1.0, section 4.1.5.2). A drive that cannot report them
+/// (before 2.0) is given no more than it takes with data: some are slow beyond that.
+fn no_data_bytes_max(nvm: Option<&IdentifyControllerNvm>, max_transfer: u64) -> u64 {
+    let Some(nvm) = nvm else {
+        return max_transfer.min(NO_DATA_BYTES_MAX);
+    };
+    [nvm.vsl, nvm.wzsl, nvm.wusl]
+        .into_iter()
+        .filter(|limit| *limit > 0)
+        .map(|limit| PAGE_SIZE.checked_shl(limit.into()).unwrap_or(u64::MAX))
+        .fold(NO_DATA_BYTES_MAX, u64::min)
+}
+
+/// A name of the drive: its NVM subsystem's, or what identified one before there were those names.
+fn name(id: &IdentifyController) -> String {
+    let end = id.subnqn.iter().position(|byte| *byte == 0);
+    let nqn = text(&id.subnqn[..end.unwrap_or(id.subnqn.len())]);
+    if nqn.starts_with("nqn.") {
+        format!("nvme:{nqn}:{}", text(&id.sn))
+    } else {
+        let (vid, model, serial) = (id.vid, text(&id.mn), text(&id.sn));
+        format!("nvme:{vid:04x}:{model}:{serial}")
+    }
+}
+
+/// An ASCII field without its padding. What is not printable is replaced: it comes from outside.
+fn text(field: &[u8]) -> String {
+    let printable = |byte: &u8| match byte {
+        0x20..0x7F => char::from(*byte),
+        _ => '?',
+    };
+    let text: String = field.iter().map(printable).collect();
+    text.trim_matches([' ', '?']).to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nvme_mpt::spec::identify::{Dlfeat, LbaFormat, Sgls, Vwc};
+
+    fn namespace(lbads: u8, ms: u16) -> IdentifyNamespace {
+        let mut structure = IdentifyNamespace::new_zeroed();
+        structure.nsze = 1 << 20;
+        structure.dlfeat = Dlfeat::default().with_read(DeallocatedRead::ZEROES);
+        structure.lbaf[0] = LbaFormat::default().with_lbads(lbads).with_ms(ms);
+        (structure.mssrl, structure.mcl, structure.msrc_z) = (128, 256, 127);
+        structure
+    }
+
+    #[test]
+    fn only_plain_blocks_of_512_and_4096_bytes_are_shared() {
+        assert_eq!(
+            usable(Nsid(3), &namespace(12, 0)),
+            Ok(HostNamespace {
+                nsid: Nsid(3),
+                blocks: 1 << 20,
+                lba_shift: 12
+            })
+        );
+        assert!(usable(Nsid(1), &namespace(9, 0)).is_ok());
+        usable(Nsid(1), &namespace(9, 8)).expect_err("metadata");
+        usable(Nsid(1), &namespace(13, 0)).expect_err("8192 bytes");
+        usable(Nsid(1), &namespace(0, 0)).expect_err("no format");
+        let mut endless = namespace(12, 0);
+        endless.nsze = u64::MAX >> 12;
+        assert!(usable(Nsid(1), &endless).is_ok());
+        endless.nsze += 1;
+        usable(Nsid(1), &endless).expect_err("more than 64 bits of bytes");
+    }
+
+    fn common(structures: &[(IdentifyNamespace, u8)]) -> Namespaces {
+        let mut common = Namespaces {
+            deallocated_reads_zeroes: true,
+            copy_bytes_max: u64::MAX,
+            copy_ranges_max: u32::MAX,
+        };
+        for (structure, lba_shift) in structures {
+            common.take_in(structure, *lba_shift);
+        }
+        common
+    }
+
+    #[test]
+    fn guests_are_promised_what_the_drive_keeps() {
+        let mut id = IdentifyController::new_zeroed();
+        id.oncs = Oncs(0).with_compare(true).with_copy(true);
+        id.vwc = Vwc::default().with_present(true);
+        id.sgls = Sgls::default().with_support(1);
+        (id.awun_z, id.cdfs) = (7, 1);
+        let common = common(&[(namespace(9, 0), 9), (namespace(12, 0), 12)]);
+        let wide = limits(&id, None, &common, u64::MAX);
+        assert!(wide.commands.compare() && wide.commands.copy() && !wide.commands.dsm());
+        assert!(wide.volatile_write_cache && wide.deallocated_reads_zeroes);
+        assert_eq!((wide.awun_z, wide.sgl_descriptors_max > 0), (7, true));
+        assert_eq!((wide.copy_bytes_max, wide.copy_ranges_max), (128 << 9, 128));
+        // A drive that takes 128 KiB at once has commands split, so less is promised.
+        let narrow = limits(&id, None, &common, 128 << 10);
+        assert_eq!((narrow.mdts, narrow.awun_z), (8, 0));
+        assert_eq!(narrow.sgl_descriptors_max, 0);
+        assert_eq!(narrow.no_data_bytes_max, 128 << 10);
+    }
+
+    #[test]
+    fn the_smallest_limit_of_commands_without_data_holds() {
+        let mut nvm = IdentifyControllerNvm::new_zeroed();
+        assert_eq!(no_data_bytes_max(Some(&nvm), 4096), NO_DATA_BYTES_MAX);
+        (nvm.vsl, nvm.wzsl) = (6, 5);
+        assert_eq!(no_data_bytes_max(Some(&nvm), 4096), PAGE_SIZE << 5);
+        nvm.wusl = 0xFF;
+        assert_eq!(no_data_bytes_max(Some(&nvm), 4096), PAGE_SIZE << 5);
+    }
+
+    #[test]
+    fn names_hold_nothing_unprintable() {
+        let mut id = IdentifyController::new_zeroed();
+        id.vid = 0x1B36;
+        id.sn[..3].copy_from_slice(b"abc");
+        id.mn[..4].copy_from_slice(b"Q\nX ");
+        assert_eq!(name(&id), "nvme:1b36:Q?X:abc");
+        id.subnqn[..10].copy_from_slice(b"nqn.2014:x");
+        assert_eq!(name(&id), "nvme:nqn.2014:x:abc");
+    }
+}

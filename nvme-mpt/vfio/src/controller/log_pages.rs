@@ -1,0 +1,111 @@
+//! Reports of the drive about itself: log pages and asynchronous events (Base 2.0, sections 5.2 and 5.16).
+
+use zerocopy::FromZeros;
+
+use super::admin_queue::AdminQueue;
+use super::error::ControllerError;
+use nvme_mpt::address::PAGE_SIZE;
+use nvme_mpt::spec::admin::SetFeatures;
+use nvme_mpt::spec::feature::{AsyncEventConfiguration, FeatureId};
+use nvme_mpt::spec::identify::IdentifyController;
+use nvme_mpt::spec::ids::Nsid;
+use nvme_mpt::spec::log::{
+    ChangedNamespaceList, CriticalWarning, ErrorInformation, LogPageId, LogPageRequest, SmartHealth,
+};
+use nvme_mpt::spec::opcode::AdminOpcode;
+use nvme_mpt::spec::sqe::Sqe;
+
+/// Critical warnings that are worth an event: all that the specification names.
+const CRITICAL_WARNINGS: CriticalWarning = CriticalWarning(0b11_1111);
+
+/// Error Information entries of a page.
+const ERRORS_PER_PAGE: usize = PAGE_SIZE as usize / size_of::<ErrorInformation>();
+
+/// Reads a log page of at most a memory page. `keep_event` is RAE: whether the event that tells of
+/// the page stays raised, as it does for everybody but the supervisor.
+fn read<T>(
+    admin: &mut AdminQueue,
+    lid: LogPageId,
+    len: usize,
+    keep_event: bool,
+    page: &mut T,
+) -> Result<(), ControllerError>
+where
+    T: zerocopy::FromBytes + zerocopy::IntoBytes,
+{
+    let mut sqe = Sqe::new(AdminOpcode::GET_LOG_PAGE.0);
+    sqe.nsid = Nsid::BROADCAST;
+    let request = LogPageRequest {
+        lid,
+        rae: keep_event,
+        numdl: (len / 4 - 1) as u16,
+        ..LogPageRequest::default()
+    };
+    request.write_to(&mut sqe);
+    admin.execute_in(sqe, page).map(|_| ())
+}
+
+pub(super) fn smart_health(
+    admin: &mut AdminQueue,
+    keep_event: bool,
+) -> Result<SmartHealth, ControllerError> {
+    let mut page = SmartHealth::new_zeroed();
+    let len = size_of_val(&page);
+    read(admin, LogPageId::SMART_HEALTH, len, keep_event, &mut page)?;
+    Ok(page)
+}
+
+/// The newest `entries` errors that there are, newest first.
+pub(super) fn error_information(
+    admin: &mut AdminQueue,
+    entries: u16,
+    keep_event: bool,
+) -> Result<Vec<ErrorInformation>, ControllerError> {
+    let mut page = [ErrorInformation::default(); ERRORS_PER_PAGE];
+    let entries = usize::from(entries).min(ERRORS_PER_PAGE);
+    let len = entries * size_of::<ErrorInformation>();
+    let lid = LogPageId::ERROR_INFORMATION;
+    read(admin, lid, len, keep_event, &mut page)?;
+    // An error count of 0 marks an entry that there is not (section 5.16.1.2).
+    let valid = page[..entries].iter().filter(|entry| entry.error_count > 0);
+    Ok(valid.copied().collect())
+}
+
+/// The namespaces that changed since this was last asked; `None` if there are too many to list.
+pub(super) fn changed_namespaces(
+    admin: &mut AdminQueue,
+) -> Result<Option<Vec<Nsid>>, ControllerError> {
+    let mut page = ChangedNamespaceList([Nsid(0); 1024]);
+    let len = size_of_val(&page);
+    let lid = LogPageId::CHANGED_NAMESPACE_LIST;
+    read(admin, lid, len, false, &mut page)?;
+    if page.0[0] == Nsid::BROADCAST {
+        return Ok(None);
+    }
+    let listed = page.0.into_iter().take_while(|nsid| nsid.0 != 0);
+    Ok(Some(listed.collect()))
+}
+
+/// Asks the drive to tell of its health and its namespaces.
+pub(super) fn listen(
+    admin: &mut AdminQueue,
+    id: &IdentifyController,
+) -> Result<(), ControllerError> {
+    let wanted = AsyncEventConfiguration(0)
+        .with_critical_warnings(CRITICAL_WARNINGS)
+        .with_namespace_attribute(id.oaes.namespace_attribute());
+    let mut sqe = Sqe::new(AdminOpcode::SET_FEATURES.0);
+    let set = SetFeatures {
+        fid: FeatureId::ASYNC_EVENT_CONFIGURATION,
+        dword11: wanted.0,
+        ..SetFeatures::default()
+    };
+    set.write_to(&mut sqe);
+    match admin.execute(sqe) {
+        // A drive need not let its events be chosen.
+        Ok(_) | Err(ControllerError::Admin { .. }) => {}
+        Err(error) => return Err(error),
+    }
+    admin.listen();
+    Ok(())
+}

@@ -1,0 +1,361 @@
+//! A physical NVMe controller: bring-up, admin commands, queue pairs on demand, and recovery.
+//!
+//! Lock order: `pairs`, then `admin`, then a pair's own. The threads that take them are the control
+//! threads of the drive's users and the drive's supervisor; pollers take a pair's own lock alone.
+
+mod admin_queue;
+mod doorbell_buffer;
+mod error;
+mod identity;
+mod log_pages;
+mod queue_pairs;
+mod recovery;
+mod registers;
+mod supervisor;
+
+use std::fmt;
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use log::{info, warn};
+use vmm_sys_util::eventfd::EventFd;
+
+pub use error::ControllerError;
+
+use super::backing::Backing;
+use admin_queue::AdminQueue;
+use doorbell_buffer::DoorbellBuffer;
+use identity::Identity;
+use nvme_mpt::event::{DriveEvent, Event, EventQueue};
+use nvme_mpt::host::{
+    HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace, HostQueuePair,
+    Incidents, Limits, QueuePairUse, TemperatureThresholds,
+};
+use nvme_mpt::iova::IovaSpace;
+use nvme_mpt::poller::Threads;
+use nvme_mpt::spec::log::{ErrorInformation, SmartHealth};
+use queue_pairs::QueuePairs;
+use registers::{Registers, SHUTDOWN_TIMEOUT};
+use supervisor::DriveCounters;
+
+/// Options with which a physical controller is driven.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ControllerOptions {
+    /// Time that the drive may take for a command before it is aborted, and the drive reset if that does not
+    /// help. Guests' drivers wait for 30 s before they reset their own controller.
+    pub deadline: Duration,
+}
+
+impl Default for ControllerOptions {
+    fn default() -> Self {
+        Self {
+            deadline: Duration::from_secs(10),
+        }
+    }
+}
+
+/// A physical NVMe controller.
+///
+/// When it is dropped the drive is shut down, disabled, and given back.
+pub struct VfioController {
+    drive: Arc<PhysicalDrive>,
+    supervisor: Option<JoinHandle<()>>,
+}
+
+impl fmt::Debug for VfioController {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("VfioController")
+            .field("function", &self.drive.backing.name())
+            .field("name", &self.drive.identity.name)
+            .finish_non_exhaustive()
+    }
+}
+
+/// State of a drive that the control threads and the supervisor share.
+#[derive(Debug)]
+struct PhysicalDrive {
+    backing: Arc<dyn Backing>,
+    registers: Registers,
+    space: Arc<IovaSpace>,
+    identity: Identity,
+    options: ControllerOptions,
+    namespaces: Mutex<Vec<HostNamespace>>,
+    pairs: Mutex<QueuePairs>,
+    admin: Mutex<AdminQueue>,
+    buffer: Option<DoorbellBuffer>,
+    /// The drive failed for good, or was removed.
+    gone: AtomicBool,
+    /// Somebody found that the drive must be reset.
+    reset_wanted: AtomicBool,
+    /// The drive is given back: the supervisor ends.
+    closing: AtomicBool,
+    wake: EventFd,
+    subscribers: Mutex<Vec<Weak<EventQueue>>>,
+    counters: DriveCounters,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl VfioController {
+    /// Takes a controller into use: resets and enables it, and learns what it is. One of `threads`
+    /// watches over it from then on.
+    ///
+    /// # Errors
+    /// See [`ControllerError`]. The function is released then.
+    pub fn open(
+        backing: Arc<dyn Backing>,
+        options: ControllerOptions,
+        threads: &Threads,
+    ) -> Result<Arc<Self>, ControllerError> {
+        let opened = PhysicalDrive::open(backing.clone(), options);
+        let drive = Arc::new(opened.inspect_err(|_| {
+            // No DMA of a controller that was not understood may go on.
+            let _ = backing.set_bus_master(false);
+            backing.release();
+        })?);
+        let Identity { model, name, .. } = &drive.identity;
+        info!(
+            "Drive {}: {model} ({name}), {} namespaces, {} queue pairs{}",
+            backing.name(),
+            lock(&drive.namespaces).len(),
+            lock(&drive.pairs).total(),
+            if drive.buffer.is_some() {
+                ", with a Doorbell Buffer"
+            } else {
+                ""
+            },
+        );
+        let supervisor =
+            supervisor::start(drive.clone(), threads).map_err(ControllerError::Supervisor)?;
+        Ok(Arc::new(Self {
+            drive,
+            supervisor: Some(supervisor),
+        }))
+    }
+}
+
+impl PhysicalDrive {
+    fn open(
+        backing: Arc<dyn Backing>,
+        options: ControllerOptions,
+    ) -> Result<Self, ControllerError> {
+        let registers = Registers::new(backing.clone())?;
+        // Whoever had it before may have left it enabled.
+        registers.disable()?;
+        let iovas = backing.usable_iovas();
+        let space = Arc::new(IovaSpace::behind_iommu(backing.iommu(), &iovas));
+        let dstrd = registers.cap().dstrd();
+        let mut admin = AdminQueue::new(backing.clone(), &space, dstrd)?;
+        recovery::enable(backing.as_ref(), &registers, &mut admin)?;
+        let identity = Identity::read(&mut admin, registers.version())?;
+        let pairs = QueuePairs::grant(&mut admin, backing.as_ref(), registers.cap())?;
+        let offered = identity.controller.oacs.doorbell_buffer_config();
+        let buffer = if offered && pairs.fit_doorbell_buffer(dstrd) {
+            let buffer = DoorbellBuffer::new(&space)?;
+            buffer.configure(&mut admin)?;
+            Some(buffer)
+        } else {
+            None
+        };
+        log_pages::listen(&mut admin, &identity.controller)?;
+        Ok(Self {
+            registers,
+            space,
+            namespaces: Mutex::new(identity.namespaces.clone()),
+            identity,
+            options,
+            pairs: Mutex::new(pairs),
+            admin: Mutex::new(admin),
+            buffer,
+            gone: AtomicBool::new(false),
+            reset_wanted: AtomicBool::new(false),
+            closing: AtomicBool::new(false),
+            wake: EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)
+                .map_err(ControllerError::Supervisor)?,
+            subscribers: Mutex::default(),
+            counters: DriveCounters::default(),
+            backing,
+        })
+    }
+
+    fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Acquire)
+    }
+
+    /// Runs admin commands, unless the drive is gone. One that is not answered has it reset.
+    fn with_admin<T>(
+        &self,
+        commands: impl FnOnce(&mut AdminQueue) -> Result<T, ControllerError>,
+    ) -> Result<T, ControllerError> {
+        let mut admin = lock(&self.admin);
+        if self.is_gone() {
+            return Err(ControllerError::Gone);
+        }
+        if self.reset_wanted.load(Ordering::Acquire) {
+            // A command that was given up may still write the data page.
+            return Err(ControllerError::Resetting);
+        }
+        let result = commands(&mut admin);
+        if let Err(ControllerError::AdminTimeout { .. } | ControllerError::Gone) = result {
+            self.want_reset();
+        }
+        result
+    }
+
+    fn want_reset(&self) {
+        self.reset_wanted.store(true, Ordering::Release);
+        self.wake_supervisor();
+    }
+
+    fn wake_supervisor(&self) {
+        // A counter that is full wakes as well.
+        let _ = self.wake.write(1);
+    }
+
+    fn tell(&self, event: DriveEvent) {
+        lock(&self.subscribers).retain(|queue| {
+            let Some(queue) = queue.upgrade() else {
+                return false;
+            };
+            queue.report(Event::Drive(event));
+            true
+        });
+    }
+
+    /// Gives the drive back: nothing of it is in use any more.
+    fn close(&self) {
+        if self.is_gone() {
+            return;
+        }
+        let rtd3e = Duration::from_micros(self.identity.controller.rtd3e.into());
+        let timeout = rtd3e.max(SHUTDOWN_TIMEOUT);
+        // A drive that does not shut down is disabled all the same.
+        let result = self.registers.shut_down(timeout);
+        if let Err(error) = result.and_then(|()| self.registers.disable()) {
+            warn!(
+                "Drive {} is not given back in order: {error}",
+                self.backing.name()
+            );
+            // It may still be working: no DMA of it reaches memory from now on.
+            let _ = self.backing.reset();
+        }
+        if let Err(error) = self.backing.set_bus_master(false) {
+            warn!(
+                "Drive {} keeps its bus mastering: {error}",
+                self.backing.name()
+            );
+        }
+        recovery::kill(&lock(&self.pairs));
+        self.backing.release();
+    }
+}
+
+impl Drop for VfioController {
+    fn drop(&mut self) {
+        self.drive.closing.store(true, Ordering::Release);
+        self.drive.wake_supervisor();
+        if let Some(supervisor) = self.supervisor.take()
+            && supervisor.join().is_err()
+        {
+            log::error!(
+                "The supervisor of drive {} panicked",
+                self.drive.backing.name()
+            );
+        }
+        self.drive.close();
+    }
+}
+
+impl HostController for VfioController {
+    fn identity(&self) -> &str {
+        &self.drive.identity.name
+    }
+
+    fn model(&self) -> &str {
+        &self.drive.identity.model
+    }
+
+    fn limits(&self) -> &Limits {
+        &self.drive.identity.limits
+    }
+
+    fn namespaces(&self) -> Vec<HostNamespace> {
+        lock(&self.drive.namespaces).clone()
+    }
+
+    fn iova_space(&self) -> &Arc<IovaSpace> {
+        &self.drive.space
+    }
+
+    /// One process alone can have the function, and its ledger knows its ranges.
+    fn open_lease(
+        self: Arc<Self>,
+        request: &HostLeaseRequest<'_>,
+    ) -> Result<Box<dyn HostLease>, HostLeaseError> {
+        Ok(Box::new(VfioLease {
+            namespace: request.namespace,
+            controller: self,
+        }))
+    }
+
+    fn queue_pairs(&self) -> Option<QueuePairUse> {
+        Some(lock(&self.drive.pairs).usage())
+    }
+
+    fn smart_health(&self) -> io::Result<Option<SmartHealth>> {
+        let health = self
+            .drive
+            .with_admin(|admin| log_pages::smart_health(admin, true))?;
+        Ok(Some(health))
+    }
+
+    fn error_information(&self) -> io::Result<Vec<ErrorInformation>> {
+        let entries = u16::from(self.drive.identity.controller.elpe_z) + 1;
+        Ok(self
+            .drive
+            .with_admin(|admin| log_pages::error_information(admin, entries, true))?)
+    }
+
+    fn temperature_thresholds(&self) -> Option<TemperatureThresholds> {
+        let id = &self.drive.identity.controller;
+        Some(TemperatureThresholds {
+            warning: id.wctemp,
+            critical: id.cctemp,
+        })
+    }
+
+    fn incidents(&self) -> Incidents {
+        self.drive.counters.incidents(self.drive.is_gone())
+    }
+
+    fn subscribe(&self, events: &Arc<EventQueue>) {
+        lock(&self.drive.subscribers).push(Arc::downgrade(events));
+        if self.drive.is_gone() {
+            events.report(Event::Drive(DriveEvent::Gone));
+        }
+    }
+}
+
+/// A lease of a physical drive.
+#[derive(Debug)]
+struct VfioLease {
+    namespace: HostNamespace,
+    controller: Arc<VfioController>,
+}
+
+impl HostLease for VfioLease {
+    fn create_queue(&self, slots: u16) -> io::Result<HostQueuePair> {
+        let drive = &self.controller.drive;
+        let queue = drive.join_queue_pair(slots, &self.namespace)?;
+        Ok(HostQueuePair::new(queue))
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        Ok(self.controller.drive.flush(&self.namespace)?)
+    }
+}

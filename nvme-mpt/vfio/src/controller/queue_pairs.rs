@@ -1,0 +1,251 @@
+//! The I/O queue pairs of a drive: granted, created on demand, shared when there are no more.
+//!
+//! A pair that was created stays: whoever comes next uses it. So none is ever deleted while the
+//! drive is in use, and a queue that goes needs no admin command.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use log::warn;
+
+use super::super::backing::Backing;
+use super::super::pair::{ENTRIES_MAX, Governor, Pair, PairConfig, PairDoorbells, VfioQueue};
+use super::admin_queue::AdminQueue;
+use super::doorbell_buffer::pair_doorbells;
+use super::error::ControllerError;
+use super::{PhysicalDrive, lock};
+use nvme_mpt::address::PAGE_SIZE;
+use nvme_mpt::clock::Ticks;
+use nvme_mpt::dma::RegionTable;
+use nvme_mpt::host::{
+    HostBatch, HostCompletion, HostMemory, HostNamespace, HostQueue, QueuePairUse,
+};
+use nvme_mpt::shadow::ListMemory;
+use nvme_mpt::spec::admin::{CreateIoCq, CreateIoSq, DeleteQueue, QueuePriority, SetFeatures};
+use nvme_mpt::spec::feature::{FeatureId, NumberOfQueues};
+use nvme_mpt::spec::ids::{CommandId, QueueId};
+use nvme_mpt::spec::opcode::{AdminOpcode, NvmOpcode};
+use nvme_mpt::spec::registers::{Cap, Doorbell};
+use nvme_mpt::spec::sqe::Sqe;
+
+/// Queue pairs that are asked for; the drive grants what it has.
+const WANTED: u16 = 1024;
+
+/// The I/O queue pairs of a drive. Queue `n` is the pair at index `n - 1`.
+#[derive(Debug)]
+pub(super) struct QueuePairs {
+    total: u16,
+    entries: u32,
+    pairs: Vec<Pair>,
+    governor: Arc<Governor>,
+}
+
+impl QueuePairs {
+    /// Number of Queues (Base 2.0, section 5.27.1.5), as far as BAR0 has doorbells for them.
+    pub(super) fn grant(
+        admin: &mut AdminQueue,
+        backing: &dyn Backing,
+        cap: Cap,
+    ) -> Result<Self, ControllerError> {
+        let (doorbells, first) = backing.doorbells();
+        let room = doorbells.len().saturating_sub(first) as u64;
+        let pairs = (room / (2 * Doorbell::spacing(cap.dstrd()))).saturating_sub(1);
+        let fit = u16::try_from(pairs).unwrap_or(u16::MAX);
+        let total = set_number_of_queues(admin)?.min(fit);
+        if total == 0 {
+            return Err(ControllerError::NoQueuePairs);
+        }
+        // MQES is zero-based, and at least 1 by the specification.
+        let entries = (u32::from(cap.mqes_z()) + 1).clamp(2, ENTRIES_MAX);
+        Ok(Self {
+            total,
+            entries,
+            pairs: Vec::new(),
+            governor: Arc::new(Governor::new()),
+        })
+    }
+
+    pub(super) fn total(&self) -> u16 {
+        self.total
+    }
+
+    /// Returns whether the doorbells of all pairs fit a Doorbell Buffer, which is a page.
+    pub(super) fn fit_doorbell_buffer(&self, dstrd: u8) -> bool {
+        Doorbell::area(self.total, dstrd) <= PAGE_SIZE
+    }
+
+    /// The pairs that were created, and their identifiers.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (QueueId, &Pair)> {
+        (1..).map(QueueId).zip(&self.pairs)
+    }
+
+    /// The pair with an identifier.
+    pub(super) fn get(&self, qid: QueueId) -> Option<&Pair> {
+        self.pairs.get(usize::from(qid.0).checked_sub(1)?)
+    }
+
+    pub(super) fn usage(&self) -> QueuePairUse {
+        let with = |wanted: fn(usize) -> bool| {
+            let count = self.pairs.iter().filter(|pair| wanted(pair.members()));
+            count.count() as u16
+        };
+        QueuePairUse {
+            total: self.total,
+            exclusive: with(|members| members == 1),
+            shared: with(|members| members > 1),
+        }
+    }
+
+    /// The pair that nobody uses, or that the fewest do.
+    fn least_used(&self) -> Option<&Pair> {
+        self.pairs.iter().min_by_key(|pair| pair.members())
+    }
+}
+
+/// After a reset, too: what was granted is forgotten then. Returns how many pairs that is.
+pub(super) fn set_number_of_queues(admin: &mut AdminQueue) -> Result<u16, ControllerError> {
+    let wanted = NumberOfQueues(0)
+        .with_nsq_z(WANTED - 1)
+        .with_ncq_z(WANTED - 1);
+    let mut sqe = Sqe::new(AdminOpcode::SET_FEATURES.0);
+    let set = SetFeatures {
+        fid: FeatureId::NUMBER_OF_QUEUES,
+        dword11: wanted.0,
+        ..SetFeatures::default()
+    };
+    set.write_to(&mut sqe);
+    let granted = NumberOfQueues(admin.execute(sqe)?.dw0());
+    Ok(granted
+        .nsq_z()
+        .min(granted.ncq_z())
+        .saturating_add(1)
+        .min(WANTED))
+}
+
+/// Creates a pair's queues at the controller (Base 2.0, sections 5.4 and 5.5): no interrupts.
+pub(super) fn create(
+    admin: &mut AdminQueue,
+    qid: QueueId,
+    pair: &Pair,
+) -> Result<(), ControllerError> {
+    // At most ENTRIES_MAX entries.
+    let qsize_z = (pair.entries() - 1) as u16;
+    let mut cq = Sqe::new(AdminOpcode::CREATE_IO_CQ.0);
+    cq.dptr = [pair.cq_iova().bits(), 0];
+    let create_cq = CreateIoCq {
+        qid,
+        qsize_z,
+        pc: true,
+        ien: false,
+        iv: 0,
+    };
+    create_cq.write_to(&mut cq);
+    admin.execute(cq)?;
+    let mut sq = Sqe::new(AdminOpcode::CREATE_IO_SQ.0);
+    sq.dptr = [pair.sq_iova().bits(), 0];
+    let create_sq = CreateIoSq {
+        qid,
+        qsize_z,
+        pc: true,
+        qprio: QueuePriority::MEDIUM,
+        cqid: qid,
+        nvmsetid: 0,
+    };
+    create_sq.write_to(&mut sq);
+    let Err(error) = admin.execute(sq) else {
+        return Ok(());
+    };
+    if let ControllerError::Admin { .. } = error {
+        // The next attempt is to find the identifier free, and the memory is given back.
+        let mut delete = Sqe::new(AdminOpcode::DELETE_IO_CQ.0);
+        DeleteQueue { qid }.write_to(&mut delete);
+        admin.execute(delete)?;
+    }
+    Err(error)
+}
+
+impl PhysicalDrive {
+    /// A queue pair of one's own while there is one, else a share of the least used.
+    pub(super) fn join_queue_pair(
+        &self,
+        slots: u16,
+        namespace: &HostNamespace,
+    ) -> Result<VfioQueue, ControllerError> {
+        let mut pairs = lock(&self.pairs);
+        if self.is_gone() {
+            return Err(ControllerError::Gone);
+        }
+        let idle = pairs.least_used().is_some_and(|pair| pair.members() == 0);
+        if !idle && pairs.pairs.len() < pairs.total.into() {
+            match self.create_pair(&pairs) {
+                Ok(pair) => pairs.pairs.push(pair),
+                // A drive may grant more queues than it can have at a time.
+                Err(error @ ControllerError::Admin { .. }) if !pairs.pairs.is_empty() => {
+                    warn!("Drive {} has no more queues: {error}", self.backing.name());
+                    pairs.total = pairs.pairs.len() as u16;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        let pair = pairs.least_used().ok_or(ControllerError::NoQueuePairs)?;
+        if pair.members() > 0 && !self.counters.sharing.swap(true, Ordering::Relaxed) {
+            warn!(
+                "Drive {} has {} queue pairs, fewer than its guests want: they share them from now on",
+                self.backing.name(),
+                pairs.total,
+            );
+        }
+        Ok(pair.join(slots, namespace.lba_shift, Box::new(())))
+    }
+
+    fn create_pair(&self, pairs: &QueuePairs) -> Result<Pair, ControllerError> {
+        let qid = QueueId(pairs.pairs.len() as u16 + 1);
+        let config = PairConfig {
+            entries: pairs.entries,
+            max_transfer: self.identity.max_transfer,
+            doorbells: self.doorbells(qid)?,
+            governor: pairs.governor.clone(),
+        };
+        let pair = Pair::new(&self.space, config).map_err(ControllerError::Memory)?;
+        self.with_admin(|admin| create(admin, qid, &pair))?;
+        Ok(pair)
+    }
+
+    pub(super) fn doorbells(&self, qid: QueueId) -> Result<PairDoorbells, ControllerError> {
+        let dstrd = self.registers.cap().dstrd();
+        pair_doorbells(self.backing.as_ref(), dstrd, self.buffer.as_ref(), qid)
+    }
+
+    /// Makes a namespace's writes durable, with a Flush of its own.
+    pub(super) fn flush(&self, namespace: &HostNamespace) -> Result<(), ControllerError> {
+        let mut queue = self.join_queue_pair(1, namespace)?;
+        let lists = ListMemory::new(&self.space, 1).map_err(ControllerError::Memory)?;
+        let memory = HostMemory {
+            table: &RegionTable::default(),
+            lists: &lists,
+        };
+        let mut sqe = Sqe::new(NvmOpcode::FLUSH.0);
+        sqe.set_cid(CommandId(0));
+        sqe.nsid = namespace.nsid;
+        let mut batch = queue.batch();
+        batch.announce(1, Ticks::now());
+        batch.submit(&sqe);
+        batch.ring(memory);
+        let mut completed = None;
+        // The supervisor sees to it that every command ends.
+        loop {
+            queue.reap(memory, |completion: HostCompletion| {
+                completed = Some(completion.status);
+            });
+            match completed {
+                None => std::thread::sleep(Duration::from_micros(200)),
+                Some(status) if status.is_success() => return Ok(()),
+                Some(status) => {
+                    let namespace = *namespace;
+                    return Err(ControllerError::Flush { namespace, status });
+                }
+            }
+        }
+    }
+}

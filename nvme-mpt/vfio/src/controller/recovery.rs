@@ -1,0 +1,150 @@
+//! Bringing a controller up, and bringing it up again after it failed (Base 2.0, sections 3.5.1 and
+//! 3.7.2).
+//!
+//! Commands in flight are completed only once the controller can touch memory no more: until then
+//! it may still write what they name. Each completes exactly once, with Command Interrupted, which
+//! a driver retries. Commands that the drive has not been given yet wait, and are given to it
+//! afterwards.
+
+use std::sync::atomic::Ordering;
+
+use log::{error, info, warn};
+
+use super::super::backing::Backing;
+use super::admin_queue::{AdminQueue, ENTRIES};
+use super::error::ControllerError;
+use super::queue_pairs::{self, QueuePairs};
+use super::registers::Registers;
+use super::{PhysicalDrive, lock, log_pages};
+use nvme_mpt::event::DriveEvent;
+use nvme_mpt::spec::status::Status;
+
+/// Attempts at bringing a drive up again before it is given up.
+const ATTEMPTS: u32 = 3;
+
+/// Status of commands that a reset took away: the driver is to send them again.
+const INTERRUPTED: Status = Status::COMMAND_INTERRUPTED;
+
+/// Status of commands once the drive is gone: there is no use in sending them again.
+const FAILED: Status = Status::INTERNAL_ERROR.with_dnr(true);
+
+/// Enables a disabled controller, with empty admin queues.
+pub(super) fn enable(
+    backing: &dyn Backing,
+    registers: &Registers,
+    admin: &mut AdminQueue,
+) -> Result<(), ControllerError> {
+    admin.reset();
+    backing
+        .set_bus_master(true)
+        .map_err(ControllerError::Function)?;
+    registers.enable(admin.bases(), ENTRIES)
+}
+
+/// Every command ends, now and from now on. The drive must not be able to touch memory any more.
+pub(super) fn kill(pairs: &QueuePairs) {
+    for (_, pair) in pairs.iter() {
+        pair.kill(FAILED);
+    }
+}
+
+impl PhysicalDrive {
+    /// Resets the controller and sets it up as it was.
+    pub(super) fn reset(&self, cause: &str) {
+        let name = self.backing.name();
+        warn!("Drive {name} is reset: {cause}");
+        self.counters.resets.fetch_add(1, Ordering::Relaxed);
+        let pairs = lock(&self.pairs);
+        let mut admin = lock(&self.admin);
+        for (_, pair) in pairs.iter() {
+            pair.stop();
+        }
+        for attempt in 1..=ATTEMPTS {
+            if self.backing.is_gone() {
+                break;
+            }
+            let result = self.quiesce(attempt > 1).and_then(|()| {
+                for (_, pair) in pairs.iter() {
+                    pair.fail_in_flight(INTERRUPTED);
+                }
+                self.set_up(&pairs, &mut admin)
+            });
+            match result {
+                Ok(()) => {
+                    self.reset_wanted.store(false, Ordering::Release);
+                    info!("Drive {name} works again");
+                    self.tell(DriveEvent::Reset);
+                    return;
+                }
+                Err(ControllerError::Gone) => break,
+                Err(error) => {
+                    warn!(
+                        "Drive {name} does not come back (attempt {attempt} of {ATTEMPTS}): {error}"
+                    );
+                }
+            }
+        }
+        drop(admin);
+        drop(pairs);
+        self.give_up("it does not come back after a reset; check it, and start again");
+    }
+
+    /// Brings the controller into a state in which it touches no memory.
+    fn quiesce(&self, function_too: bool) -> Result<(), ControllerError> {
+        if !function_too {
+            match self.registers.disable() {
+                Err(ControllerError::NotInTime { .. }) => {}
+                other => return other,
+            }
+        }
+        // The kernel lets nobody reset a function that it is removing.
+        if self.backing.is_gone() {
+            return Err(ControllerError::Gone);
+        }
+        self.backing.reset().map_err(ControllerError::Function)?;
+        self.registers.disable()
+    }
+
+    fn set_up(&self, pairs: &QueuePairs, admin: &mut AdminQueue) -> Result<(), ControllerError> {
+        enable(self.backing.as_ref(), &self.registers, admin)?;
+        let granted = queue_pairs::set_number_of_queues(admin)?;
+        if usize::from(granted) < pairs.iter().count() {
+            return Err(ControllerError::NoQueuePairs);
+        }
+        if let Some(buffer) = &self.buffer {
+            buffer.configure(admin)?;
+        }
+        for (qid, pair) in pairs.iter() {
+            queue_pairs::create(admin, qid, pair)?;
+        }
+        log_pages::listen(admin, &self.identity.controller)?;
+        // From here on commands go to the drive again.
+        for (qid, pair) in pairs.iter() {
+            pair.restart(self.doorbells(qid)?);
+        }
+        Ok(())
+    }
+
+    /// The drive is of no use any more: all commands fail, those of other drives are untouched.
+    pub(super) fn give_up(&self, cause: &str) {
+        error!("Drive {} is given up: {cause}", self.backing.name());
+        let pairs = lock(&self.pairs);
+        self.gone.store(true, Ordering::Release);
+        for (_, pair) in pairs.iter() {
+            pair.stop();
+        }
+        // Where it is still there, it must not touch memory that guests are told is theirs again.
+        let is_quiet = self.backing.is_gone()
+            || self.registers.disable().is_ok()
+            || self.backing.set_bus_master(false).is_ok();
+        if !is_quiet {
+            self.backing.release();
+        }
+        kill(&pairs);
+        drop(pairs);
+        self.tell(DriveEvent::Gone);
+        // Last: the kernel resets what it is given back, and waits up to a minute for a function that
+        // was pulled to answer.
+        self.backing.release();
+    }
+}

@@ -1,0 +1,166 @@
+//! The properties of a physical controller, and the waits between them (Base 2.0, sections 3.1.3,
+//! 3.5 and 3.6).
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::super::backing::Backing;
+use super::error::ControllerError;
+use nvme_mpt::address::{Iova, PAGE_SIZE};
+use nvme_mpt::spec::registers::{
+    Aqa, ArbitrationMechanism, Cap, Cc, CommandSetSelected, Crto, Csts, REMOVED,
+    ShutdownNotification, ShutdownStatus, Version, offset,
+};
+use nvme_mpt::spec::{cqe::IOCQES, sqe::IOSQES};
+
+/// Unit of `CAP.TO`.
+const TIMEOUT_UNIT: Duration = Duration::from_millis(500);
+
+/// Least time of a controller, whatever its `CAP.TO`: some have 0.
+const TIMEOUT_MIN: Duration = Duration::from_secs(2);
+
+/// Time of a shutdown where the drive reports none (`RTD3E`).
+pub(super) const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Pause between two reads of a register that is waited for.
+const PAUSE: Duration = Duration::from_millis(1);
+
+/// A controller's properties, read and written through its backing.
+#[derive(Clone, Debug)]
+pub(super) struct Registers {
+    backing: Arc<dyn Backing>,
+    cap: Cap,
+    timeout: Duration,
+}
+
+impl Registers {
+    /// Reads what the controller is capable of, and refuses one that cannot be driven.
+    pub(super) fn new(backing: Arc<dyn Backing>) -> Result<Self, ControllerError> {
+        let cap = Cap(backing.read64(offset::CAP as usize));
+        if cap.0 == u64::MAX {
+            return Err(ControllerError::Gone);
+        }
+        if !cap.css_nvm() {
+            return Err(ControllerError::NoNvmCommandSet);
+        }
+        if cap.mpsmin() > 0 {
+            return Err(ControllerError::MemoryPageSize {
+                min: PAGE_SIZE << cap.mpsmin(),
+            });
+        }
+        let mut timeout = TIMEOUT_UNIT * cap.to().into();
+        if cap.crwms() {
+            // CAP.TO ends at 127.5 s; CRTO goes on from there.
+            let crto = Crto(backing.read32(offset::CRTO as usize));
+            timeout = timeout.max(TIMEOUT_UNIT * crto.crwmt().into());
+        }
+        Ok(Self {
+            backing,
+            cap,
+            timeout: timeout.max(TIMEOUT_MIN),
+        })
+    }
+
+    pub(super) fn cap(&self) -> Cap {
+        self.cap
+    }
+
+    pub(super) fn version(&self) -> Version {
+        Version(self.backing.read32(offset::VS as usize))
+    }
+
+    /// Controller Status; `None` when the function has gone from the bus.
+    pub(super) fn status(&self) -> Option<Csts> {
+        let value = self.backing.read32(offset::CSTS as usize);
+        (value != REMOVED).then_some(Csts(value))
+    }
+
+    fn configuration(&self) -> Cc {
+        Cc(self.backing.read32(offset::CC as usize))
+    }
+
+    fn configure(&self, cc: Cc) {
+        self.backing.write32(offset::CC as usize, cc.0);
+    }
+
+    /// Waits until the status is as wanted.
+    fn wait(
+        &self,
+        state: &'static str,
+        timeout: Duration,
+        wanted: impl Fn(Csts) -> bool,
+    ) -> Result<(), ControllerError> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            let csts = self.status().ok_or(ControllerError::Gone)?;
+            if wanted(csts) {
+                return Ok(());
+            }
+            if self.backing.is_gone() {
+                return Err(ControllerError::Gone);
+            }
+            if Instant::now() >= deadline {
+                return Err(ControllerError::NotInTime {
+                    state,
+                    seconds: timeout.as_secs(),
+                    csts,
+                });
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    /// Controller Reset (section 3.7.2). Afterwards the controller touches no memory.
+    pub(super) fn disable(&self) -> Result<(), ControllerError> {
+        let cc = self.configuration();
+        let csts = self.status().ok_or(ControllerError::Gone)?;
+        if cc.en() && !csts.rdy() && !csts.cfs() {
+            // It may not be disabled while it is still being enabled (section 3.1.3.5). One that
+            // never becomes ready is disabled all the same.
+            let ready = self.wait("become ready", self.timeout, |csts| {
+                csts.rdy() || csts.cfs()
+            });
+            if let Err(ControllerError::Gone) = ready {
+                return Err(ControllerError::Gone);
+            }
+        }
+        self.configure(cc.with_en(false).with_shn(ShutdownNotification::NONE));
+        self.wait("be disabled", self.timeout, |csts| !csts.rdy())
+    }
+
+    /// Enables a controller that is disabled, with its admin queues.
+    pub(super) fn enable(
+        &self,
+        (asq, acq): (Iova, Iova),
+        entries: u16,
+    ) -> Result<(), ControllerError> {
+        let aqa = Aqa(0).with_asqs_z(entries - 1).with_acqs_z(entries - 1);
+        self.backing.write32(offset::AQA as usize, aqa.0);
+        self.backing.write64(offset::ASQ as usize, asq.bits());
+        self.backing.write64(offset::ACQ as usize, acq.bits());
+        let cc = Cc(0)
+            .with_css(CommandSetSelected::NVM)
+            .with_ams(ArbitrationMechanism::ROUND_ROBIN)
+            .with_iosqes(IOSQES)
+            .with_iocqes(IOCQES);
+        self.configure(cc);
+        self.configure(cc.with_en(true));
+        self.wait("become ready", self.timeout, |csts| {
+            csts.rdy() || csts.cfs()
+        })?;
+        match self.status() {
+            Some(csts) if csts.cfs() => Err(ControllerError::Fatal),
+            Some(_) => Ok(()),
+            None => Err(ControllerError::Gone),
+        }
+    }
+
+    /// Normal shutdown (section 3.6.1): what is in a volatile cache becomes durable.
+    pub(super) fn shut_down(&self, timeout: Duration) -> Result<(), ControllerError> {
+        let cc = self.configuration();
+        self.configure(cc.with_shn(ShutdownNotification::NORMAL));
+        self.wait("shut down", timeout, |csts| {
+            csts.shst() == ShutdownStatus::COMPLETE
+        })
+    }
+}

@@ -1,0 +1,271 @@
+//! The thread that watches over a drive: deadlines, fatal status, removal, and events.
+//!
+//! It looks at everything ten times a second. What it finds it deals with itself, so a drive's
+//! failure costs no poller and no other drive more than the lock of a queue pair.
+//!
+//! A command beyond its deadline (`timeout=`, 10 s) is aborted. No other command gets its identifier before the drive
+//! has answered the Abort. If it is still there a second later, or the drive
+//! reports CSTS.CFS or answers no admin commands, the controller is reset and its queues are made again
+//! (`recovery.rs`).
+
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use log::{debug, warn};
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+
+use super::admin_queue::AdminQueue;
+use super::error::ControllerError;
+use super::identity::Identity;
+use super::{PhysicalDrive, lock, log_pages};
+use crate::pair::LateCommand;
+use nvme_mpt::clock::{Ticks, ticks_in};
+use nvme_mpt::event::DriveEvent;
+use nvme_mpt::host::Incidents;
+use nvme_mpt::poller::Threads;
+use nvme_mpt::spec::admin::Abort;
+use nvme_mpt::spec::event::{AsyncEvent, AsyncEventType, NoticeEvent};
+use nvme_mpt::spec::ids::{CommandId, Nsid, QueueId};
+use nvme_mpt::spec::log::LogPageId;
+use nvme_mpt::spec::opcode::AdminOpcode;
+use nvme_mpt::spec::sqe::Sqe;
+
+/// Interval between two looks at the drive.
+const TICK: Duration = Duration::from_millis(100);
+
+/// Longest time of a command that was to be aborted.
+const ABORT_GRACE: Duration = Duration::from_secs(1);
+
+/// Incidents of a drive.
+#[derive(Debug, Default)]
+pub(super) struct DriveCounters {
+    pub(super) resets: AtomicU64,
+    /// Commands that missed their deadline.
+    timeouts: AtomicU64,
+    /// Abort commands that were sent.
+    aborts: AtomicU64,
+    /// True if queue pairs had to be shared at some time.
+    pub(super) sharing: AtomicBool,
+}
+
+impl DriveCounters {
+    pub(super) fn incidents(&self, gone: bool) -> Incidents {
+        Incidents {
+            timeouts: self.timeouts.load(Ordering::Relaxed),
+            aborts: self.aborts.load(Ordering::Relaxed),
+            resets: self.resets.load(Ordering::Relaxed),
+            gone,
+        }
+    }
+}
+
+/// Starts the supervisor, on one of `threads`. It ends when the drive is closing, or gone.
+pub(super) fn start(drive: Arc<PhysicalDrive>, threads: &Threads) -> io::Result<JoinHandle<()>> {
+    let epoll = Epoll::new()?;
+    let watch = |fd: RawFd| {
+        let event = EpollEvent::new(EventSet::IN, fd as u64);
+        epoll.ctl(ControlOperation::Add, fd, event)
+    };
+    watch(drive.wake.as_raw_fd())?;
+    let removal = drive.backing.removal_request().map(|fd| fd.as_raw_fd());
+    if let Some(fd) = removal {
+        watch(fd)?;
+    }
+    let mut supervisor = Supervisor {
+        drive,
+        epoll,
+        removal,
+        overdue: Vec::new(),
+    };
+    let work = move || while supervisor.watch() {};
+    threads.spawn("nvme-supervisor", Box::new(work))
+}
+
+/// A command that was to be aborted.
+struct Overdue {
+    qid: QueueId,
+    late: LateCommand,
+    since: Instant,
+}
+
+struct Supervisor {
+    drive: Arc<PhysicalDrive>,
+    epoll: Epoll,
+    removal: Option<RawFd>,
+    overdue: Vec<Overdue>,
+}
+
+impl Supervisor {
+    /// Waits, then looks at everything. Returns whether to go on.
+    fn watch(&mut self) -> bool {
+        let mut ready = [EpollEvent::default(); 2];
+        // An interrupted wait is a short one.
+        let count = self
+            .epoll
+            .wait(TICK.as_millis() as i32, &mut ready)
+            .unwrap_or(0);
+        let _ = self.drive.wake.read();
+        let drive = &self.drive;
+        if drive.closing.load(Ordering::Acquire) || drive.is_gone() {
+            return false;
+        }
+        let is_removal = |event: &EpollEvent| Some(event.fd()) == self.removal;
+        if ready[..count].iter().any(is_removal) {
+            drive.give_up("the host asks for it back");
+            return false;
+        }
+        // What is pulled can read as zeroes for a moment, as a controller does that was reset.
+        let status = drive.registers.status();
+        match status.filter(|_| !drive.backing.is_gone()) {
+            None => {
+                drive.give_up("it was removed, or lost its power");
+                return false;
+            }
+            Some(csts) if csts.cfs() => self.reset("it reports a fatal status (CSTS.CFS)"),
+            Some(_) if drive.reset_wanted.load(Ordering::Acquire) => {
+                self.reset("it does not answer admin commands");
+            }
+            Some(csts) if !csts.rdy() => self.reset("somebody else has reset it (CSTS.RDY)"),
+            Some(_) => {
+                self.check_deadlines();
+                self.check_events();
+            }
+        }
+        !self.drive.is_gone()
+    }
+
+    /// Aborts what takes too long; resets the drive if that does not help.
+    fn check_deadlines(&mut self) {
+        let now = Ticks::now();
+        let deadline = ticks_in(self.drive.options.deadline);
+        let mut late = Vec::new();
+        {
+            let pairs = lock(&self.drive.pairs);
+            for (qid, pair) in pairs.iter() {
+                for command in pair.overdue(now, deadline) {
+                    // Before the drive can be done with it.
+                    pair.begin_abort(&command);
+                    late.push((qid, pair.clone(), command));
+                }
+            }
+            self.overdue.retain(|Overdue { qid, late, .. }| {
+                pairs.get(*qid).is_some_and(|pair| pair.has(late))
+            });
+        }
+        if let Some(Overdue { qid, late, .. }) = self
+            .overdue
+            .iter()
+            .find(|overdue| overdue.since.elapsed() > ABORT_GRACE)
+        {
+            let cid = late.cid();
+            let cause = format!("command {cid} of queue {qid} was to be aborted and is not done");
+            self.reset(&cause);
+            return;
+        }
+        let count = late.len() as u64;
+        self.drive
+            .counters
+            .timeouts
+            .fetch_add(count, Ordering::Relaxed);
+        for (qid, pair, late) in late {
+            // One that has completed meanwhile needs no Abort.
+            if pair.has(&late)
+                && let Err(error) = self.abort(qid, late.cid())
+            {
+                let cid = late.cid();
+                // It ends all Aborts, too.
+                self.reset(&format!(
+                    "command {cid} of queue {qid} is overdue, and: {error}"
+                ));
+                return;
+            }
+            pair.end_abort(&late);
+            let since = Instant::now();
+            self.overdue.push(Overdue { qid, late, since });
+        }
+    }
+
+    fn reset(&mut self, cause: &str) {
+        self.overdue.clear();
+        self.drive.reset(cause);
+    }
+
+    /// Abort (Base 2.0, section 5.1). One at a time, so the drive's limit (`ACL`) does not matter.
+    fn abort(&self, qid: QueueId, cid: CommandId) -> Result<(), ControllerError> {
+        let name = self.drive.backing.name();
+        warn!("Drive {name}: command {cid} of queue {qid} is overdue, and aborted");
+        let mut sqe = Sqe::new(AdminOpcode::ABORT.0);
+        Abort { sqid: qid, cid }.write_to(&mut sqe);
+        self.drive.counters.aborts.fetch_add(1, Ordering::Relaxed);
+        // Whether it was aborted (bit 0 of Dword 0) is seen by its completion.
+        self.drive
+            .with_admin(|admin| admin.execute(sqe))
+            .map(|_| ())
+    }
+
+    /// Takes the drive's events, passes them on, and asks for the next.
+    fn check_events(&self) {
+        let events = {
+            let mut admin = lock(&self.drive.admin);
+            admin.take_events()
+        };
+        if events.is_empty() {
+            return;
+        }
+        for event in events {
+            if let Err(error) = self.handle(event) {
+                warn!(
+                    "Drive {}: an event is not dealt with: {error}",
+                    self.drive.backing.name()
+                );
+            }
+        }
+        // Refused only while a reset is to come, which listens again itself.
+        let _ = self.drive.with_admin(|admin| {
+            admin.listen();
+            Ok(())
+        });
+    }
+
+    /// Reading the log page that an event names lets the drive raise the next of its kind.
+    fn handle(&self, event: AsyncEvent) -> Result<(), ControllerError> {
+        let drive = &self.drive;
+        warn!("Drive {}: {event:?}", drive.backing.name());
+        match (event.event_type(), event.lid()) {
+            (AsyncEventType::SMART_HEALTH, _) => {
+                drive.with_admin(|admin| log_pages::smart_health(admin, false))?;
+                drive.tell(DriveEvent::Health);
+            }
+            (AsyncEventType::NOTICE, LogPageId::CHANGED_NAMESPACE_LIST)
+                if NoticeEvent(event.info()) == NoticeEvent::NAMESPACE_ATTRIBUTE_CHANGED =>
+            {
+                self.namespaces_changed()?;
+            }
+            (AsyncEventType::ERROR, _) => {
+                drive.with_admin(|admin| log_pages::error_information(admin, 1, false))?;
+            }
+            _ => debug!("Drive {}: the event needs nothing", drive.backing.name()),
+        }
+        Ok(())
+    }
+
+    fn namespaces_changed(&self) -> Result<(), ControllerError> {
+        let drive = &self.drive;
+        let read = |admin: &mut AdminQueue| {
+            let changed = log_pages::changed_namespaces(admin)?;
+            Ok((changed, Identity::read_namespaces(admin)?))
+        };
+        let (changed, namespaces) = drive.with_admin(read)?;
+        let all = || namespaces.iter().map(|namespace| namespace.nsid).collect();
+        let changed: Vec<Nsid> = changed.unwrap_or_else(all);
+        *lock(&drive.namespaces) = namespaces;
+        for nsid in changed {
+            drive.tell(DriveEvent::NamespaceChanged(nsid));
+        }
+        Ok(())
+    }
+}

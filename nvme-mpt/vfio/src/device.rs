@@ -1,0 +1,422 @@
+//! An NVMe function behind `vfio-pci`.
+//!
+//! # Giving it up
+//! Registers may be read by one thread while another gives the function up, and whoever has the
+//! doorbells mapped keeps them mapped. [`VfioBacking::release`] therefore exchanges what is mapped
+//! before it closes the function's file: a mapping that is left would keep the file open, and the
+//! kernel waits for that file to be closed before it lets the function go. Closing it makes the
+//! kernel reset the function; only after that is memory taken out of the IOMMU, so that no transfer
+//! that is under way meets an address that is gone.
+
+use std::fs::File;
+use std::io;
+use std::ops::RangeInclusive;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+
+use log::{debug, info, warn};
+use vfio_bindings::bindings::vfio as abi;
+
+use super::backing::Backing;
+use super::container::{IommuContext, Type1Container};
+use super::error::VfioError;
+use super::function::{HostRoot, PciAddress, PciFunction, VFIO_PCI};
+use super::ioctl::{self, Region};
+use nvme_mpt::iova::Iommu;
+use nvme_mpt::memory::{Mapping, Registers};
+
+/// Start of the doorbells in BAR0 (NVMe over PCIe Transport 1.0, section 3.1.2).
+const DOORBELLS: u64 = 0x1000;
+
+/// The most of them that is mapped: two for each of 65,536 queue identifiers, side by side. Drives
+/// whose doorbells are further apart have fewer queues.
+const DOORBELLS_LEN_MAX: u64 = 2 * 65_536 * 4;
+
+/// Least size of BAR0: registers, and a page of doorbells.
+const BAR0_LEN_MIN: u64 = 0x2000;
+
+/// Command register of the configuration space (PCI Express Base 5.0, section 7.5.1.1.3).
+const COMMAND: u64 = 0x04;
+const COMMAND_MEMORY_SPACE: u16 = 1 << 1;
+const COMMAND_BUS_MASTER: u16 = 1 << 2;
+
+/// Revision ID and class code: never all ones, and never answered by the kernel itself.
+const REVISION_AND_CLASS: u64 = 0x08;
+
+/// An NVMe function that the kernel's `vfio-pci` driver lets this process drive.
+#[derive(Debug)]
+pub struct VfioBacking {
+    name: String,
+    /// The function's file; `None` once released.
+    device: RwLock<Option<File>>,
+    context: Arc<dyn IommuContext>,
+    has_reset: bool,
+    config: Region,
+    bar0: Region,
+    doorbells: Window,
+    /// `None` if they cannot be mapped: then they are read and written through the file.
+    registers: Option<Window>,
+    removal: Option<OwnedFd>,
+    gone: AtomicBool,
+}
+
+/// A mapped part of BAR0.
+#[derive(Clone, Debug)]
+struct Window {
+    /// Offset in BAR0.
+    start: usize,
+    registers: Registers,
+}
+
+impl Window {
+    fn map(device: &File, bar: &Region, start: u64, end: u64) -> io::Result<Self> {
+        let too_large = |_| io::Error::from(io::ErrorKind::InvalidInput);
+        let len = usize::try_from(end - start).map_err(too_large)?;
+        let mapping = Mapping::device(device.as_fd(), bar.offset + start, len)?;
+        Ok(Self {
+            start: usize::try_from(start).map_err(too_large)?,
+            registers: Registers::new(Arc::new(mapping)),
+        })
+    }
+}
+
+/// The part of BAR0 to map that has `offset` in it, as start and end.
+fn part_with(bar: &Region, offset: u64) -> Option<(u64, u64)> {
+    let last = DOORBELLS + DOORBELLS_LEN_MAX;
+    bar.mappable
+        .iter()
+        .map(|(start, len)| (*start, (start + len).min(last)))
+        .find(|(start, end)| (*start..*end).contains(&offset))
+}
+
+impl VfioBacking {
+    /// Takes the function at `address`, which must be bound to `vfio-pci`. It is reset by that, and
+    /// can do no DMA before [`set_bus_master`](Backing::set_bus_master) lets it.
+    ///
+    /// # Errors
+    /// Returns the obstacle to its use, with the remedy.
+    pub fn open(address: PciAddress) -> Result<Self, VfioError> {
+        Self::open_in(&HostRoot::default(), address)
+    }
+
+    fn open_in(root: &HostRoot, address: PciAddress) -> Result<Self, VfioError> {
+        let function = PciFunction::find(root, address)?;
+        if !function.is_nvme() {
+            let class = function.class;
+            return Err(VfioError::NotNvme { address, class });
+        }
+        match function.driver.clone() {
+            Some(driver) if driver == VFIO_PCI => {}
+            Some(driver) => return Err(VfioError::OtherDriver { address, driver }),
+            None => return Err(VfioError::NoDriver { address }),
+        }
+        let context = Type1Container::open(root, &function)?;
+        Self::new(address, Arc::new(context))
+    }
+
+    fn new(address: PciAddress, context: Arc<dyn IommuContext>) -> Result<Self, VfioError> {
+        let refused = |what| {
+            move |source| VfioError::Refused {
+                address,
+                what,
+                source,
+            }
+        };
+        let device = context.open_device()?;
+        let flags = ioctl::device_flags(&device).map_err(refused("ask for the abilities"))?;
+        let config = ioctl::region(&device, abi::VFIO_PCI_CONFIG_REGION_INDEX)
+            .map_err(refused("find the configuration space"))?;
+        let bar0 = ioctl::region(&device, abi::VFIO_PCI_BAR0_REGION_INDEX)
+            .map_err(refused("find BAR0"))?;
+        if bar0.size < BAR0_LEN_MIN {
+            let size = bar0.size;
+            return Err(VfioError::SmallBar { address, size });
+        }
+        // A function whose memory space is disabled faults where it is mapped.
+        change_command(&device, &config, COMMAND_MEMORY_SPACE, COMMAND_BUS_MASTER)
+            .map_err(refused("enable the memory space"))?;
+        let (start, end) =
+            part_with(&bar0, DOORBELLS).ok_or(VfioError::DoorbellsNotMappable { address })?;
+        let doorbells = Window::map(&device, &bar0, start, end).map_err(refused("map BAR0"))?;
+        let registers = match part_with(&bar0, 0) {
+            Some(same) if same == (start, end) => Some(doorbells.clone()),
+            Some((start, end)) => {
+                Some(Window::map(&device, &bar0, start, end).map_err(refused("map BAR0"))?)
+            }
+            None => None,
+        };
+        let removal = removal_event(&device).map_err(refused("hear of the removal"))?;
+        debug!("{address}: BAR0 {bar0:x?}, flags {flags:#x}");
+        Ok(Self {
+            name: address.to_string(),
+            device: RwLock::new(Some(device)),
+            context,
+            has_reset: flags & abi::VFIO_DEVICE_FLAGS_RESET != 0,
+            config,
+            bar0,
+            doorbells,
+            registers,
+            removal,
+            gone: AtomicBool::new(false),
+        })
+    }
+
+    /// Does something with the function's file.
+    ///
+    /// # Errors
+    /// `NotConnected` if the function is gone.
+    fn with_device<T>(&self, act: impl FnOnce(&File) -> io::Result<T>) -> io::Result<T> {
+        let device = self.device.read().unwrap_or_else(PoisonError::into_inner);
+        let Some(device) = device
+            .as_ref()
+            .filter(|_| !self.gone.load(Ordering::Acquire))
+        else {
+            return Err(io::ErrorKind::NotConnected.into());
+        };
+        act(device).map_err(|error| {
+            if is_absent(device, &self.config) {
+                io::ErrorKind::NotConnected.into()
+            } else {
+                error
+            }
+        })
+    }
+
+    fn read_unmapped(&self, offset: usize) -> u32 {
+        let mut word = [0; 4];
+        let read = self.with_device(|device| {
+            device.read_exact_at(&mut word, self.bar0.offset + offset as u64)
+        });
+        // Nobody answers where the function is gone.
+        read.map_or(u32::MAX, |()| u32::from_le_bytes(word))
+    }
+
+    fn write_unmapped(&self, offset: usize, value: u32) {
+        let written = self.with_device(|device| {
+            device.write_all_at(&value.to_le_bytes(), self.bar0.offset + offset as u64)
+        });
+        if let Err(error) = written {
+            debug!("{}: register {offset:#x} not written: {error}", self.name);
+        }
+    }
+
+    /// Returns the mapped parts of BAR0.
+    fn windows(&self) -> impl Iterator<Item = &Window> {
+        self.registers.iter().chain([&self.doorbells])
+    }
+
+    /// From now on, the registers are those of a function that is gone, for all who have them mapped.
+    fn give_up_registers(&self) {
+        for window in self.windows() {
+            if let Err(error) = window.registers.mapping().give_up_device() {
+                warn!(
+                    "{}: BAR0 stays mapped, and keeps the function from being given back: {error}",
+                    self.name
+                );
+            }
+        }
+    }
+
+    /// The mapped registers, and where this one is among them.
+    fn mapped(&self, offset: usize) -> Option<(&Registers, usize)> {
+        let window = self.registers.as_ref()?;
+        Some((&window.registers, offset.checked_sub(window.start)?))
+    }
+}
+
+impl Backing for VfioBacking {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn read32(&self, offset: usize) -> u32 {
+        self.mapped(offset)
+            .and_then(|(registers, offset)| registers.read32(offset))
+            .unwrap_or_else(|| self.read_unmapped(offset))
+    }
+
+    fn read64(&self, offset: usize) -> u64 {
+        // Those that are not mapped are read by halves, low half first (Base 2.0, section 3.1).
+        self.mapped(offset)
+            .and_then(|(registers, offset)| registers.read64(offset))
+            .unwrap_or_else(|| {
+                let low = self.read_unmapped(offset);
+                u64::from(low) | u64::from(self.read_unmapped(offset + 4)) << 32
+            })
+    }
+
+    fn write32(&self, offset: usize, value: u32) {
+        if self
+            .mapped(offset)
+            .and_then(|(registers, offset)| registers.write32(offset, value))
+            .is_none()
+        {
+            self.write_unmapped(offset, value);
+        }
+    }
+
+    fn write64(&self, offset: usize, value: u64) {
+        if self
+            .mapped(offset)
+            .and_then(|(registers, offset)| registers.write64(offset, value))
+            .is_none()
+        {
+            self.write_unmapped(offset, value as u32);
+            self.write_unmapped(offset + 4, (value >> 32) as u32);
+        }
+    }
+
+    fn doorbells(&self) -> (Arc<Mapping>, usize) {
+        let Window { start, registers } = &self.doorbells;
+        (registers.mapping().clone(), DOORBELLS as usize - start)
+    }
+
+    fn iommu(&self) -> Arc<dyn Iommu> {
+        self.context.clone()
+    }
+
+    fn usable_iovas(&self) -> Vec<RangeInclusive<u64>> {
+        self.context.usable_iovas().to_vec()
+    }
+
+    fn set_bus_master(&self, enabled: bool) -> io::Result<()> {
+        let (set, clear) = if enabled {
+            (COMMAND_MEMORY_SPACE | COMMAND_BUS_MASTER, 0)
+        } else {
+            (COMMAND_MEMORY_SPACE, COMMAND_BUS_MASTER)
+        };
+        self.with_device(|device| {
+            change_command(device, &self.config, set, clear)?;
+            // Part of the register is the kernel's own, and takes what nobody is there to take.
+            if is_absent(device, &self.config) {
+                return Err(io::ErrorKind::NotConnected.into());
+            }
+            Ok(())
+        })
+    }
+
+    fn reset(&self) -> io::Result<()> {
+        if !self.has_reset {
+            return Err(io::Error::new(
+                io::ErrorKind::Unsupported,
+                format!("{} offers no way to reset it by itself", self.name),
+            ));
+        }
+        self.with_device(ioctl::reset)
+    }
+
+    fn removal_request(&self) -> Option<BorrowedFd<'_>> {
+        self.removal.as_ref().map(AsFd::as_fd)
+    }
+
+    fn is_gone(&self) -> bool {
+        if self.gone.load(Ordering::Acquire) {
+            return true;
+        }
+        let is_lost = self
+            .windows()
+            .any(|window| window.registers.mapping().is_lost());
+        let is_gone = is_lost
+            || self
+                .with_device(|device| Ok(is_absent(device, &self.config)))
+                .unwrap_or(true);
+        if is_gone && !self.gone.swap(true, Ordering::AcqRel) {
+            warn!("{} is there no more", self.name);
+            // Not every bus reads as ones where nobody answers, as a driver expects.
+            self.give_up_registers();
+        }
+        is_gone
+    }
+
+    fn release(&self) {
+        self.gone.store(true, Ordering::Release);
+        // Whoever comes second waits until it is given up.
+        let mut device = self.device.write().unwrap_or_else(PoisonError::into_inner);
+        let Some(device) = device.take() else {
+            return;
+        };
+        if let Err(error) = change_command(&device, &self.config, 0, COMMAND_BUS_MASTER) {
+            // Gone, or about to be reset.
+            debug!("{}: bus mastering is not disabled: {error}", self.name);
+        }
+        self.give_up_registers();
+        drop(device);
+        self.context.release();
+        info!("{} is given up", self.name);
+    }
+}
+
+impl Drop for VfioBacking {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+/// Sets and clears bits of the Command register.
+fn change_command(device: &File, config: &Region, set: u16, clear: u16) -> io::Result<()> {
+    let at = config.offset + COMMAND;
+    let mut bytes = [0; 2];
+    device.read_exact_at(&mut bytes, at)?;
+    let command = u16::from_le_bytes(bytes);
+    let changed = command & !clear | set;
+    if changed != command {
+        device.write_all_at(&changed.to_le_bytes(), at)?;
+    }
+    Ok(())
+}
+
+/// Returns whether nothing answers in the function's place.
+fn is_absent(device: &File, config: &Region) -> bool {
+    let mut word = [0; 4];
+    let read = device.read_exact_at(&mut word, config.offset + REVISION_AND_CLASS);
+    read.is_err() || word == [0xFF; 4]
+}
+
+/// An eventfd that the kernel signals when it wants the function back; `None` where it cannot.
+fn removal_event(device: &File) -> io::Result<Option<OwnedFd>> {
+    if !ioctl::has_event(device, abi::VFIO_PCI_REQ_IRQ_INDEX)? {
+        return Ok(None);
+    }
+    let event = ioctl::event_fd()?;
+    ioctl::set_event(device, abi::VFIO_PCI_REQ_IRQ_INDEX, &event)?;
+    Ok(Some(event))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bar(mappable: &[(u64, u64)]) -> Region {
+        Region {
+            size: 1 << 30,
+            offset: 0,
+            mappable: mappable.to_vec(),
+        }
+    }
+
+    #[test]
+    fn registers_and_doorbells_are_mapped_where_they_can_be() {
+        let whole = bar(&[(0, 0x4000)]);
+        assert_eq!(part_with(&whole, 0), Some((0, 0x4000)));
+        assert_eq!(part_with(&whole, DOORBELLS), Some((0, 0x4000)));
+        // The MSI-X table is kept from us, wherever it lies.
+        let after = bar(&[(0, 0x2000), (0x3000, 0x1000)]);
+        assert_eq!(part_with(&after, DOORBELLS), Some((0, 0x2000)));
+        let before = bar(&[(0x1000, 0x3000)]);
+        assert_eq!(part_with(&before, 0), None);
+        assert_eq!(part_with(&before, DOORBELLS), Some((0x1000, 0x4000)));
+        let on_top = bar(&[(0, 0x1000), (0x2000, 0x2000)]);
+        assert_eq!(part_with(&on_top, DOORBELLS), None);
+        assert_eq!(part_with(&bar(&[]), DOORBELLS), None);
+    }
+
+    #[test]
+    fn no_more_is_mapped_than_has_doorbells() {
+        let large = bar(&[(0, 1 << 30)]);
+        assert_eq!(part_with(&large, DOORBELLS), Some((0, 0x81_000)));
+        let beyond = bar(&[(0, 0x2000), (0x10_0000, 0x1000)]);
+        assert_eq!(part_with(&beyond, DOORBELLS), Some((0, 0x2000)));
+    }
+}

@@ -1,0 +1,517 @@
+//! VFIO's system calls, as `linux/vfio.h` documents them; each says what the kernel says.
+//!
+//! The structures are those of the bindings. The calls are made here, because a drive that is pulled
+//! makes any of them fail, and that must be an error for the caller instead of a log line.
+#![expect(unsafe_code, reason = "system calls on VFIO's files")]
+
+use std::ffi::CStr;
+use std::fs::File;
+use std::io;
+use std::mem::offset_of;
+use std::ops::RangeInclusive;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+
+use libc::c_ulong;
+use vfio_bindings::bindings::vfio as abi;
+use vmm_sys_util::ioctl::{
+    ioctl, ioctl_with_mut_ptr, ioctl_with_mut_ref, ioctl_with_ptr, ioctl_with_ref, ioctl_with_val,
+};
+use zerocopy::IntoBytes;
+
+use nvme_mpt::memory::RawBytes;
+
+/// The numbers of the calls: all are made without size and direction.
+const fn request(number: c_ulong) -> c_ulong {
+    ((abi::VFIO_TYPE as c_ulong) << 8) | (abi::VFIO_BASE as c_ulong + number)
+}
+
+const GET_API_VERSION: c_ulong = request(0);
+const CHECK_EXTENSION: c_ulong = request(1);
+const SET_IOMMU: c_ulong = request(2);
+const GROUP_GET_STATUS: c_ulong = request(3);
+const GROUP_SET_CONTAINER: c_ulong = request(4);
+const GROUP_UNSET_CONTAINER: c_ulong = request(5);
+const GROUP_GET_DEVICE_FD: c_ulong = request(6);
+const DEVICE_GET_INFO: c_ulong = request(7);
+const DEVICE_GET_REGION_INFO: c_ulong = request(8);
+const DEVICE_GET_IRQ_INFO: c_ulong = request(9);
+const DEVICE_SET_IRQS: c_ulong = request(10);
+const DEVICE_RESET: c_ulong = request(11);
+const IOMMU_GET_INFO: c_ulong = request(12);
+const IOMMU_MAP_DMA: c_ulong = request(13);
+const IOMMU_UNMAP_DMA: c_ulong = request(14);
+
+/// Longest structure that the kernel is believed to have to tell, in bytes.
+const INFO_MAX: usize = 1 << 20;
+
+/// The result of a call that returns a negative number where it fails.
+fn checked(result: libc::c_int) -> io::Result<libc::c_int> {
+    if result < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(result)
+    }
+}
+
+/// `argsz` of a structure that goes to the kernel.
+const fn argsz<T>() -> u32 {
+    size_of::<T>() as u32
+}
+
+/// Returns whether the container speaks the one version of the interface that there is.
+pub(super) fn is_version_known(container: &File) -> io::Result<bool> {
+    // SAFETY: the call has no argument.
+    let version = checked(unsafe { ioctl(container, GET_API_VERSION) })?;
+    Ok(u32::try_from(version) == Ok(abi::VFIO_API_VERSION))
+}
+
+/// Returns whether the container has an extension, such as a kind of IOMMU.
+pub(super) fn has_extension(container: &File, extension: u32) -> io::Result<bool> {
+    // SAFETY: the argument is a number.
+    let result = unsafe { ioctl_with_val(container, CHECK_EXTENSION, extension.into()) };
+    Ok(checked(result)? > 0)
+}
+
+/// Gives a container that has a group its IOMMU.
+pub(super) fn set_iommu(container: &File, kind: u32) -> io::Result<()> {
+    // SAFETY: the argument is a number.
+    checked(unsafe { ioctl_with_val(container, SET_IOMMU, kind.into()) }).map(drop)
+}
+
+/// `VFIO_GROUP_FLAGS_*` of a group.
+pub(super) fn group_flags(group: &File) -> io::Result<u32> {
+    let mut status = abi::vfio_group_status {
+        argsz: argsz::<abi::vfio_group_status>(),
+        flags: 0,
+    };
+    // SAFETY: the kernel fills the structure, whose size is in it.
+    checked(unsafe { ioctl_with_mut_ref(group, GROUP_GET_STATUS, &mut status) })?;
+    Ok(status.flags)
+}
+
+/// Puts a group into a container.
+pub(super) fn set_container(group: &File, container: &File) -> io::Result<()> {
+    let container = container.as_raw_fd();
+    // SAFETY: the kernel reads a descriptor's number.
+    checked(unsafe { ioctl_with_ref(group, GROUP_SET_CONTAINER, &container) }).map(drop)
+}
+
+/// Takes a group, none of whose devices is open, out of its container.
+pub(super) fn unset_container(group: &File) -> io::Result<()> {
+    // SAFETY: the call has no argument.
+    checked(unsafe { ioctl(group, GROUP_UNSET_CONTAINER) }).map(drop)
+}
+
+/// Opens a device of a group.
+pub(super) fn open_device(group: &File, name: &CStr) -> io::Result<File> {
+    // SAFETY: the kernel reads the C string; the descriptor that it returns is owned once.
+    unsafe {
+        let fd = checked(ioctl_with_ptr(group, GROUP_GET_DEVICE_FD, name.as_ptr()))?;
+        Ok(File::from_raw_fd(fd))
+    }
+}
+
+/// `VFIO_DEVICE_FLAGS_*` of a device.
+pub(super) fn device_flags(device: &File) -> io::Result<u32> {
+    let mut info = abi::vfio_device_info {
+        argsz: argsz::<abi::vfio_device_info>(),
+        ..Default::default()
+    };
+    // SAFETY: the kernel fills as much of the structure as it is said to have.
+    checked(unsafe { ioctl_with_mut_ref(device, DEVICE_GET_INFO, &mut info) })?;
+    Ok(info.flags)
+}
+
+/// A region of a device, such as a BAR.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Region {
+    /// Its length in bytes; 0 if the device has no such region.
+    pub(super) size: u64,
+    /// Offset in the device's file.
+    pub(super) offset: u64,
+    /// The parts of it that can be mapped: offset in the region, and length.
+    pub(super) mappable: Vec<(u64, u64)>,
+}
+
+/// Asks for a region by its index.
+pub(super) fn region(device: &File, index: u32) -> io::Result<Region> {
+    type Fixed = abi::vfio_region_info;
+    let info = Info::ask(
+        device,
+        DEVICE_GET_REGION_INFO,
+        size_of::<Fixed>(),
+        Some((offset_of!(Fixed, index), index)),
+    )?;
+    Ok(parse_region(&info))
+}
+
+fn parse_region(info: &Info) -> Region {
+    type Fixed = abi::vfio_region_info;
+    type Sparse = abi::vfio_region_info_cap_sparse_mmap;
+    let flags = info.u32(offset_of!(Fixed, flags));
+    let size = info.u64(offset_of!(Fixed, size));
+    let mut mappable = Vec::new();
+    if flags & abi::VFIO_REGION_INFO_FLAG_MMAP != 0 {
+        let sparse = (flags & abi::VFIO_REGION_INFO_FLAG_CAPS != 0)
+            .then(|| info.u32(offset_of!(Fixed, cap_offset)))
+            .and_then(|first| info.capability(first, abi::VFIO_REGION_INFO_CAP_SPARSE_MMAP));
+        match sparse {
+            None => mappable.push((0, size)),
+            Some(at) => {
+                let count = info.u32(at + offset_of!(Sparse, nr_areas));
+                mappable = info.pairs(at + offset_of!(Sparse, areas), count);
+                mappable.retain(|(start, len)| {
+                    *len > 0 && start.checked_add(*len).is_some_and(|end| end <= size)
+                });
+            }
+        }
+    }
+    Region {
+        size,
+        offset: info.u64(offset_of!(Fixed, offset)),
+        mappable,
+    }
+}
+
+/// Returns whether a device has an interrupt index that is signalled through an eventfd.
+pub(super) fn has_event(device: &File, index: u32) -> io::Result<bool> {
+    let mut info = abi::vfio_irq_info {
+        argsz: argsz::<abi::vfio_irq_info>(),
+        index,
+        ..Default::default()
+    };
+    // SAFETY: the kernel fills the structure, whose size is in it.
+    checked(unsafe { ioctl_with_mut_ref(device, DEVICE_GET_IRQ_INFO, &mut info) })?;
+    Ok(info.count > 0 && info.flags & abi::VFIO_IRQ_INFO_EVENTFD != 0)
+}
+
+/// An eventfd, which becomes readable when it is signalled.
+pub(super) fn event_fd() -> io::Result<OwnedFd> {
+    // SAFETY: the call has no pointers; the descriptor that it returns is owned once.
+    unsafe {
+        let fd = checked(libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK))?;
+        Ok(OwnedFd::from_raw_fd(fd))
+    }
+}
+
+/// Has the first interrupt of an index signalled through an eventfd.
+pub(super) fn set_event(device: &File, index: u32, event: &impl AsRawFd) -> io::Result<()> {
+    #[repr(C)]
+    struct SetEvent {
+        header: abi::vfio_irq_set,
+        event: i32,
+    }
+    let set = SetEvent {
+        header: abi::vfio_irq_set {
+            argsz: argsz::<SetEvent>(),
+            flags: abi::VFIO_IRQ_SET_DATA_EVENTFD | abi::VFIO_IRQ_SET_ACTION_TRIGGER,
+            index,
+            start: 0,
+            count: 1,
+            ..Default::default()
+        },
+        event: event.as_raw_fd(),
+    };
+    // SAFETY: the kernel reads the structure, whose size is in it; one descriptor's number follows
+    // the header, as `count` says.
+    checked(unsafe { ioctl_with_ref(device, DEVICE_SET_IRQS, &set) }).map(drop)
+}
+
+/// Resets a device.
+pub(super) fn reset(device: &File) -> io::Result<()> {
+    // SAFETY: the call has no argument.
+    checked(unsafe { ioctl(device, DEVICE_RESET) }).map(drop)
+}
+
+/// Abilities of a type 1 IOMMU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct IommuInfo {
+    /// A bit for each size of page.
+    pub(super) page_sizes: u64,
+    /// The addresses that it translates; `None` if the kernel does not tell (before 5.4).
+    pub(super) usable: Option<Vec<RangeInclusive<u64>>>,
+    /// Number of mappings that it still takes; `None` if the kernel does not report it (before 5.10).
+    pub(super) mappings_left: Option<u32>,
+}
+
+/// Asks a container for its IOMMU.
+pub(super) fn iommu_info(container: &File) -> io::Result<IommuInfo> {
+    let fixed = size_of::<abi::vfio_iommu_type1_info>();
+    Ok(parse_iommu(&Info::ask(
+        container,
+        IOMMU_GET_INFO,
+        fixed,
+        None,
+    )?))
+}
+
+fn parse_iommu(info: &Info) -> IommuInfo {
+    type Fixed = abi::vfio_iommu_type1_info;
+    type Ranges = abi::vfio_iommu_type1_info_cap_iova_range;
+    type Avail = abi::vfio_iommu_type1_info_dma_avail;
+    let flags = info.u32(offset_of!(Fixed, flags));
+    let capability = |id| {
+        (flags & abi::VFIO_IOMMU_INFO_CAPS != 0)
+            .then(|| info.u32(offset_of!(Fixed, cap_offset)))
+            .and_then(|first| info.capability(first, id))
+    };
+    let usable = capability(abi::VFIO_IOMMU_TYPE1_INFO_CAP_IOVA_RANGE).map(|at| {
+        let count = info.u32(at + offset_of!(Ranges, nr_iovas));
+        let ranges = info.pairs(at + offset_of!(Ranges, iova_ranges), count);
+        ranges
+            .into_iter()
+            .map(|(start, end)| start..=end)
+            .filter(|range| !range.is_empty())
+            .collect()
+    });
+    let page_sizes = if flags & abi::VFIO_IOMMU_INFO_PGSIZES != 0 {
+        info.u64(offset_of!(Fixed, iova_pgsizes))
+    } else {
+        0
+    };
+    IommuInfo {
+        page_sizes,
+        usable,
+        mappings_left: capability(abi::VFIO_IOMMU_TYPE1_INFO_DMA_AVAIL)
+            .map(|at| info.u32(at + offset_of!(Avail, avail))),
+    }
+}
+
+/// Lets the container's devices reach memory, and the rest of its last page, from `iova` on.
+pub(super) fn map_dma(
+    container: &File,
+    memory: RawBytes<'_>,
+    iova: u64,
+    size: u64,
+    writable: bool,
+) -> io::Result<()> {
+    let write = if writable {
+        abi::VFIO_DMA_MAP_FLAG_WRITE
+    } else {
+        0
+    };
+    let map = abi::vfio_iommu_type1_dma_map {
+        argsz: argsz::<abi::vfio_iommu_type1_dma_map>(),
+        flags: abi::VFIO_DMA_MAP_FLAG_READ | write,
+        vaddr: memory.as_ptr() as u64,
+        iova,
+        size,
+    };
+    // SAFETY: the kernel reads the structure, and pins pages that are mapped here, or refuses. They
+    // are those of a `Mapping`, which is written by others at any time and only accessed raw.
+    checked(unsafe { ioctl_with_ref(container, IOMMU_MAP_DMA, &map) }).map(drop)
+}
+
+/// Takes away what was mapped; returns how many bytes that were.
+pub(super) fn unmap_dma(container: &File, iova: u64, size: u64) -> io::Result<u64> {
+    let mut unmap = abi::vfio_iommu_type1_dma_unmap {
+        argsz: argsz::<abi::vfio_iommu_type1_dma_unmap>(),
+        iova,
+        size,
+        ..Default::default()
+    };
+    // SAFETY: the kernel reads the structure and stores a size into it.
+    checked(unsafe { ioctl_with_mut_ref(container, IOMMU_UNMAP_DMA, &mut unmap) })?;
+    Ok(unmap.size)
+}
+
+/// A structure of the kernel's that is followed by a chain of capabilities.
+///
+/// What lies outside of it reads as zero.
+struct Info {
+    /// In words, for their alignment.
+    words: Vec<u64>,
+}
+
+impl Info {
+    /// Asks for a structure of `fixed` bytes and all that belongs to it. `argument` is a word that
+    /// goes to the kernel, and its offset.
+    fn ask(
+        file: &File,
+        request: c_ulong,
+        fixed: usize,
+        argument: Option<(usize, u32)>,
+    ) -> io::Result<Self> {
+        let mut len = fixed;
+        loop {
+            let mut info = Self {
+                words: vec![0; len.div_ceil(8)],
+            };
+            // `argsz` is the first word of all of them (a length: at most INFO_MAX).
+            info.set_u32(0, len as u32);
+            if let Some((offset, value)) = argument {
+                info.set_u32(offset, value);
+            }
+            // SAFETY: the kernel fills as many bytes as `argsz` says at most, which are there.
+            checked(unsafe { ioctl_with_mut_ptr(file, request, info.words.as_mut_ptr()) })?;
+            let needed = info.u32(0) as usize;
+            if needed <= len {
+                return Ok(info);
+            }
+            if needed > INFO_MAX {
+                return Err(io::Error::other(format!(
+                    "the kernel has {needed} bytes to tell, more than {INFO_MAX}"
+                )));
+            }
+            len = needed;
+        }
+    }
+
+    fn set_u32(&mut self, offset: usize, value: u32) {
+        if let Some(bytes) = self.words.as_mut_bytes().get_mut(offset..offset + 4) {
+            bytes.copy_from_slice(&value.to_ne_bytes());
+        }
+    }
+
+    fn u32(&self, offset: usize) -> u32 {
+        let bytes = self.words.as_bytes().get(offset..).unwrap_or_default();
+        bytes.first_chunk().map_or(0, |b| u32::from_ne_bytes(*b))
+    }
+
+    fn u64(&self, offset: usize) -> u64 {
+        let bytes = self.words.as_bytes().get(offset..).unwrap_or_default();
+        bytes.first_chunk().map_or(0, |b| u64::from_ne_bytes(*b))
+    }
+
+    /// As many pairs of 64-bit numbers, at most, as there are.
+    fn pairs(&self, offset: usize, count: u32) -> Vec<(u64, u64)> {
+        let there = self.words.as_bytes().len().saturating_sub(offset) / 16;
+        (0..there.min(count as usize))
+            .map(|index| {
+                let at = offset + 16 * index;
+                (self.u64(at), self.u64(at + 8))
+            })
+            .collect()
+    }
+
+    /// Returns the offset of the capability with this id, in the chain that begins at `first`.
+    fn capability(&self, first: u32, id: u32) -> Option<usize> {
+        type Header = abi::vfio_info_cap_header;
+        let mut at = first as usize;
+        // A chain that never ends has more links than fit.
+        for _ in 0..self.words.len() {
+            if at == 0 {
+                return None;
+            }
+            // `id` and `version` are 16 bits each.
+            let bytes = self.words.as_bytes().get(at + offset_of!(Header, id)..);
+            let found = bytes?.first_chunk().map(|b| u16::from_ne_bytes(*b))?;
+            if u32::from(found) == id {
+                return Some(at);
+            }
+            at = self.u32(at + offset_of!(Header, next)) as usize;
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn info(words: &[u32]) -> Info {
+        let words = words.chunks(2).map(|pair| {
+            let high = pair.get(1).copied().unwrap_or(0);
+            u64::from(pair[0]) | u64::from(high) << 32
+        });
+        Info {
+            words: words.collect(),
+        }
+    }
+
+    #[test]
+    fn a_bar_without_capabilities_is_mapped_as_a_whole() {
+        let mmap = abi::VFIO_REGION_INFO_FLAG_MMAP;
+        let region = parse_region(&info(&[32, mmap | 3, 0, 0, 0x4000, 0, 0, 1 << 8]));
+        assert_eq!((region.size, region.offset), (0x4000, 1 << 40));
+        assert_eq!(region.mappable, [(0, 0x4000)]);
+        let region = parse_region(&info(&[32, 3, 0, 0, 0x4000, 0, 0, 0]));
+        assert_eq!(region.mappable, []);
+    }
+
+    #[test]
+    fn the_chain_of_a_bar_tells_what_can_be_mapped() {
+        let flags = abi::VFIO_REGION_INFO_FLAG_MMAP | abi::VFIO_REGION_INFO_FLAG_CAPS;
+        let words = [
+            96,
+            flags,
+            0,
+            32,
+            0x8000,
+            0,
+            0,
+            0, // the region
+            2 | 1 << 16,
+            48,
+            0,
+            0, // some other capability
+            1 | 1 << 16,
+            0,
+            3,
+            0, // areas, of which one is beyond the region
+            0,
+            0,
+            0x2000,
+            0, //
+            0x3000,
+            0,
+            0x5000,
+            0, //
+            0x7000,
+            0,
+            0x2000,
+            0,
+        ];
+        let region = parse_region(&info(&words));
+        assert_eq!(region.mappable, [(0, 0x2000), (0x3000, 0x5000)]);
+        // The kernel said more areas than it told: those that are there count.
+        let region = parse_region(&info(&words[..20]));
+        assert_eq!(region.mappable, [(0, 0x2000)]);
+    }
+
+    #[test]
+    fn the_chain_of_an_iommu_tells_its_addresses_and_mappings() {
+        let flags = abi::VFIO_IOMMU_INFO_PGSIZES | abi::VFIO_IOMMU_INFO_CAPS;
+        let words = [
+            104,
+            flags,
+            0x4020_1000,
+            0,
+            24,
+            0, // the IOMMU
+            3 | 1 << 16,
+            40,
+            65_535,
+            0, // mappings left
+            1 | 1 << 16,
+            0,
+            2,
+            0, //
+            0,
+            0,
+            0xFEDF_FFFF,
+            0, //
+            0xFEF0_0000,
+            0,
+            0xFFFF_FFFF,
+            0x7F,
+        ];
+        let told = parse_iommu(&info(&words));
+        assert_eq!(told.page_sizes, 0x4020_1000);
+        assert_eq!(told.mappings_left, Some(65_535));
+        let usable = [0..=0xFEDF_FFFF, 0xFEF0_0000..=0x7F_FFFF_FFFF];
+        assert_eq!(told.usable.as_deref(), Some(&usable[..]));
+
+        let told = parse_iommu(&info(&[24, abi::VFIO_IOMMU_INFO_PGSIZES, 4096, 0, 0, 0]));
+        assert_eq!((told.usable, told.mappings_left), (None, None));
+    }
+
+    #[test]
+    fn a_chain_that_leads_out_or_round_ends() {
+        let flags = abi::VFIO_IOMMU_INFO_CAPS;
+        for (first, next) in [(1000, 0), (u32::MAX, 0), (24, 24), (24, u32::MAX), (31, 31)] {
+            let words = [40, flags, 0, 0, first, 0, 9 | 1 << 16, next, 0, 0];
+            assert_eq!(parse_iommu(&info(&words)).usable, None, "{first} {next}");
+        }
+    }
+}

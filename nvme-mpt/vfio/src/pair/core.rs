@@ -1,0 +1,611 @@
+//! Shared state of a queue pair's members, under its lock: their order, and the commands that the drive has.
+//!
+//! A member that is alone goes straight from its staged commands to the ring and from the ring to
+//! its completions. Otherwise commands wait in front of the ring, and are dispatched in an order
+//! that is decided here alone:
+//!
+//! 1. commands of light members, at once;
+//! 2. commands of heavy members by deficit round robin in bytes, as far as the [governor's
+//!    window](super::governor) allows. What counts is what goes to the drive: the child of a
+//!    command that is split, not the command.
+//!
+//! While a light member uses the drive by any queue pair, that holds for a member that is alone, too.
+
+use std::sync::Arc;
+
+use super::flight::{Flight, Flights, Landing, LateCommand};
+use super::governor::{Class, Governor, Window};
+use super::member::{Member, Waiting};
+use super::rings::{PairDoorbells, Rings};
+use super::sharing::Sharing;
+use super::split::WholeLimit;
+use super::stats::PairStats;
+use nvme_mpt::clock::Ticks;
+use nvme_mpt::host::{CompletionTaker, HostCompletion, HostMemory};
+use nvme_mpt::spec::cqe::Cqe;
+use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt::spec::status::Status;
+
+/// Bytes that a member may dispatch before the next one gets its turn.
+const QUANTUM: u64 = 64 << 10;
+
+/// State of the drive: it takes commands, or does not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Running,
+    /// Commands wait; nothing is written to the rings and doorbells.
+    Stopped,
+    /// For ever: all commands complete with this status.
+    Dead(Status),
+}
+
+/// Shared state of a queue pair's members.
+#[derive(Debug)]
+pub(super) struct Core {
+    pub(super) rings: Rings,
+    flights: Flights,
+    /// Most bytes that the drive transfers per command.
+    max_transfer: u64,
+    members: Vec<Option<Box<Member>>>,
+    count: usize,
+    sharing: Sharing,
+    state: State,
+    stats: PairStats,
+}
+
+impl Core {
+    pub(super) fn new(rings: Rings, max_transfer: u64, governor: Arc<Governor>) -> Self {
+        // One entry stays empty, to tell a full ring from an empty one; fewer than 1024 are left.
+        let room = (rings.entries() - 1) as u16;
+        Self {
+            rings,
+            flights: Flights::new(room),
+            max_transfer,
+            members: Vec::new(),
+            count: 0,
+            sharing: Sharing::new(governor),
+            state: State::Running,
+            stats: PairStats::default(),
+        }
+    }
+
+    /// A new member. Returns its number.
+    pub(super) fn join(&mut self, slots: u16, lba_shift: u8) -> u16 {
+        let member = Some(Box::new(Member::new(slots, lba_shift, self.max_transfer)));
+        let free = self.members.iter().position(Option::is_none);
+        let number = free.unwrap_or(self.members.len());
+        if free.is_none() {
+            self.members.push(None);
+        }
+        self.members[number] = member;
+        self.count += 1;
+        self.sharing.turns.reserve(self.members.len());
+        number as u16
+    }
+
+    /// Lets go what waits of a member. Returns whether the drive has nothing of it.
+    pub(super) fn withdraw(&mut self, number: u16) -> bool {
+        if let Some(member) = self.member(number) {
+            member.waiting.clear();
+        }
+        self.flights.of_member(number) == 0
+    }
+
+    /// Ends what waits of a member: the drive gets no further command or child of it.
+    pub(super) fn cut_short(&mut self, number: u16) {
+        let Some(member) = self.member(number) else {
+            return;
+        };
+        while let Some(waiting) = member.waiting.pop_front() {
+            let begun = match &mut member.splits {
+                Some(splits) if waiting.split => {
+                    splits.cut_short(waiting.sqe.cid().0, Status::ABORTED_SQ_DELETION)
+                }
+                _ => false,
+            };
+            // One that the drive has parts of ends with the last of these.
+            if !begun {
+                let ended = failed(&waiting.sqe, Status::ABORTED_SQ_DELETION);
+                member.done.push(ended);
+            }
+        }
+        self.tell_waiting();
+    }
+
+    /// A member is gone, of which the drive has nothing.
+    pub(super) fn leave(&mut self, number: u16) {
+        if let Some(member) = self.members.get_mut(usize::from(number))
+            && member.take().is_some()
+        {
+            self.count -= 1;
+        }
+        self.sharing.turns.retain(|turn| *turn != number);
+        self.tell_waiting();
+    }
+
+    #[inline]
+    fn member(&mut self, number: u16) -> Option<&mut Member> {
+        self.members.get_mut(usize::from(number))?.as_deref_mut()
+    }
+
+    /// Members.
+    pub(super) fn members(&self) -> usize {
+        self.count
+    }
+
+    /// Commands and parts of commands that the drive has.
+    pub(super) fn in_flight(&self) -> usize {
+        self.flights.in_flight()
+    }
+
+    /// Returns whether a member's commands can go straight to the ring, and what is in the ring is all its
+    /// own.
+    #[inline]
+    pub(super) fn is_direct(&self, number: u16) -> bool {
+        self.count == 1
+            && self.state == State::Running
+            && self
+                .members
+                .get(usize::from(number))
+                .and_then(Option::as_deref)
+                .is_some_and(|member| member.waiting.is_empty() && member.done.is_empty())
+    }
+
+    /// Returns the commands of a member that can go straight to the ring, if `count` of them can now, with
+    /// [`Self::submit_directly`].
+    #[inline]
+    pub(super) fn takes_directly(
+        &mut self,
+        number: u16,
+        count: u32,
+        now: Ticks,
+    ) -> Option<WholeLimit> {
+        let can = self.is_direct(number)
+            && !self.sharing.governor.is_light_present(now)
+            && count as usize <= self.flights.free()
+            && self.flights.own(number);
+        can.then(|| self.member(number).map(|member| member.whole))
+            .flatten()
+    }
+
+    /// Writes a member's command into the ring, unless it has to be split. Returns whether it did.
+    #[inline(always)]
+    pub(super) fn submit_directly(&mut self, sqe: &Sqe, limit: WholeLimit, now: Ticks) -> bool {
+        if !limit.is_whole(sqe) {
+            return false;
+        }
+        let Some(cid) = self.flights.take_off(sqe.cid().0, now) else {
+            return false;
+        };
+        self.rings.push(sqe, cid);
+        true
+    }
+
+    /// Tells the drive of what went straight to the ring, since so many commands were in flight.
+    /// Returns how many it was.
+    #[inline]
+    pub(super) fn ring(&mut self, before: usize) -> usize {
+        let count = self.flights.in_flight() - before;
+        self.stats.commands += count as u64;
+        self.rings.ring();
+        count
+    }
+
+    /// Lets a member's commands wait for their turn, and dispatches what can be; `outstanding` is how
+    /// many it then has submitted that have not completed.
+    #[inline(never)]
+    pub(super) fn enqueue(
+        &mut self,
+        number: u16,
+        staged: &[Sqe],
+        outstanding: u32,
+        memory: HostMemory<'_>,
+        now: Ticks,
+    ) {
+        let is_light_present = self.sharing.governor.is_light_present(now);
+        let is_governed = self.count > 1 || is_light_present;
+        let Self {
+            members,
+            sharing,
+            stats,
+            ..
+        } = self;
+        let member = members.get_mut(usize::from(number));
+        let Some(member) = member.and_then(Option::as_deref_mut) else {
+            return;
+        };
+        if let State::Dead(status) = self.state {
+            for sqe in staged {
+                member.done.push(failed(sqe, status));
+            }
+            return;
+        }
+        let longest = staged
+            .iter()
+            .map(|sqe| member.whole.data_len(sqe))
+            .max()
+            .unwrap_or(0);
+        if !is_governed || Class::is_heavy(outstanding, longest) {
+            // For some time: between two bursts nobody becomes light.
+            member.heavy_until = Ticks(now.0.saturating_add(sharing.governor.presence() / 10));
+        }
+        let is_light = now > member.heavy_until && member.waiting.is_empty();
+        for sqe in staged {
+            let len = member.whole.data_len(sqe);
+            let class = if is_light {
+                Class::light(NvmOpcode(sqe.opcode()), outstanding)
+            } else {
+                Class::HEAVY
+            };
+            let interruptible = is_light_present && class == Class::HEAVY;
+            let split = member.splits.as_mut().and_then(|splits| {
+                let grain = splits.grain(len, interruptible)?;
+                Some((splits, grain))
+            });
+            let is_split = split.is_some();
+            if let Some((splits, grain)) = split {
+                if let Err(status) = splits.prepare(sqe, len, grain, memory) {
+                    member.done.push(failed(sqe, status));
+                    continue;
+                }
+                stats.splits += 1;
+            }
+            stats.commands += 1;
+            member.waiting.push_back(Waiting {
+                sqe: *sqe,
+                len,
+                class,
+                arrived: now,
+                split: is_split,
+            });
+        }
+        if !member.in_turn {
+            member.in_turn = true;
+            member.deficit = 0;
+            sharing.turns.push_back(number);
+        }
+        if is_governed {
+            sharing.arrived(number, is_light, now);
+        }
+        self.dispatch(now);
+    }
+
+    /// Returns whether commands may be waiting for [`Self::dispatch`].
+    #[inline]
+    pub(super) fn may_dispatch(&self) -> bool {
+        self.state == State::Running && !self.sharing.turns.is_empty()
+    }
+
+    /// Gives the drive what waits, as far as it may have it now.
+    pub(super) fn dispatch(&mut self, now: Ticks) {
+        if !self.may_dispatch() {
+            return;
+        }
+        for place in 0..self.sharing.turns.len() {
+            let number = self.sharing.turns[place];
+            while let Some((class, weight)) = self.next(number, u64::MAX)
+                && class != Class::HEAVY
+                && self.launch(number, (weight, u64::MAX), now)
+            {}
+        }
+        self.dispatch_heavy(now);
+        self.tell_waiting();
+        self.rings.ring();
+    }
+
+    fn tell_waiting(&mut self) {
+        let is_waiting = self.state == State::Running && !self.sharing.turns.is_empty();
+        self.sharing.tell_waiting(is_waiting);
+    }
+
+    /// Deficit round robin among the heavy members.
+    fn dispatch_heavy(&mut self, now: Ticks) {
+        let window = self.sharing.window(now);
+        // Light members find room in the drive, even while heavy ones fill it.
+        let reserve = match self.count {
+            0 | 1 => 0,
+            _ => self.flights.room() / 16,
+        };
+        let most = match window {
+            Window::Own(bytes) | Window::Drive(bytes) => bytes,
+            Window::Open | Window::Closed => u64::MAX,
+        };
+        while let Some(&number) = self.sharing.turns.front() {
+            let Some((class, weight)) = self.next(number, most) else {
+                self.sharing.turns.pop_front();
+                if let Some(member) = self.member(number) {
+                    member.in_turn = false;
+                }
+                continue;
+            };
+            // A light member's command is here only if the drive's queue is full.
+            if class != Class::HEAVY || self.flights.free() <= reserve {
+                return;
+            }
+            let is_only_one = self.sharing.turns.len() == 1;
+            let Some(member) = self.member(number) else {
+                return;
+            };
+            if member.deficit < weight {
+                member.deficit = if is_only_one {
+                    weight
+                } else {
+                    member.deficit + QUANTUM
+                };
+                self.sharing.turns.rotate_left(1);
+                continue;
+            }
+            if !self.sharing.has_room(window, weight) {
+                return;
+            }
+            if let Some(member) = self.member(number) {
+                member.deficit -= weight;
+            }
+            if !self.launch(number, (weight, most), now) {
+                return;
+            }
+        }
+    }
+
+    #[inline]
+    fn next(&self, number: u16, most: u64) -> Option<(Class, u64)> {
+        self.members.get(usize::from(number))?.as_ref()?.next(most)
+    }
+
+    /// Writes what a member has next into the ring: what [`Self::next`] said it weighs, asked for
+    /// `most` bytes. Returns whether there was room.
+    fn launch(&mut self, number: u16, (weight, most): (u64, u64), now: Ticks) -> bool {
+        let Self {
+            rings,
+            flights,
+            members,
+            sharing,
+            stats,
+            ..
+        } = self;
+        let member = members.get_mut(usize::from(number));
+        let Some(member) = member.and_then(Option::as_deref_mut) else {
+            return false;
+        };
+        let Some(head) = member.waiting.front() else {
+            return false;
+        };
+        if flights.free() == 0 {
+            return false;
+        }
+        let (class, arrived) = (head.class, head.arrived);
+        let Some((sqe, child)) = member.take_next(most) else {
+            return false;
+        };
+        let flight = Flight {
+            member: number,
+            slot: sqe.cid().0,
+            child,
+            weight: weight as u32,
+            class,
+            arrived,
+        };
+        let Some(cid) = flights.take_off_special(flight, now) else {
+            return false;
+        };
+        rings.push(&sqe, cid);
+        if class == Class::HEAVY {
+            sharing.launched(weight);
+        } else {
+            sharing.governor.light_launched();
+        }
+        stats.children += u64::from(child.is_some());
+        true
+    }
+
+    /// Hands the completions of a member that has the queue pair to itself straight to `taker`. Those
+    /// of commands that there is more to end up where [`Self::swap_done`] finds them. Returns how
+    /// many there were of the others.
+    #[inline(always)]
+    pub(super) fn reap_directly(
+        &mut self,
+        clock: impl Fn() -> Ticks,
+        taker: &mut impl CompletionTaker,
+    ) -> usize {
+        let before = self.flights.in_flight();
+        // Each command completes once, so a drive that posts without end does not keep us here.
+        let other = loop {
+            let Some(entry) = self.rings.next() else {
+                break None;
+            };
+            let Some(slot) = self.flights.land_plain(entry.cid()) else {
+                break Some(entry);
+            };
+            taker.take(HostCompletion {
+                slot,
+                status: entry.status(),
+                dw0: entry.dw0(),
+            });
+        };
+        let count = before - self.flights.in_flight();
+        if let Some(entry) = other {
+            self.harvest(Some(entry), || Some(clock()));
+        }
+        self.rings.release();
+        count
+    }
+
+    /// Gives every member what the drive has completed, and dispatches what waits.
+    pub(super) fn reap(&mut self, clock: impl Fn() -> Ticks) {
+        if self.state != State::Running {
+            return;
+        }
+        self.harvest(None, || Some(clock()));
+        self.rings.release();
+        if self.may_dispatch() {
+            self.dispatch(clock());
+        }
+    }
+
+    /// Gives members what the drive has posted to the Completion Queue: the first entry, if it was
+    /// taken from there, and those that follow.
+    #[inline(never)]
+    fn harvest(&mut self, mut first: Option<Cqe>, clock: impl Fn() -> Option<Ticks>) {
+        // Nor here.
+        for _ in 0..self.rings.entries() {
+            let Some(entry) = first.take().or_else(|| self.rings.next()) else {
+                return;
+            };
+            if let Some((member, completion)) = self.land(&entry, &clock) {
+                deliver(&mut self.members, member, completion);
+            }
+        }
+    }
+
+    /// Hands a member its part of a completion, if it gets any. `clock` is asked for commands whose latency
+    /// counts.
+    #[inline]
+    fn land(
+        &mut self,
+        entry: &Cqe,
+        clock: impl Fn() -> Option<Ticks>,
+    ) -> Option<(u16, HostCompletion)> {
+        let dw0 = entry.dw0();
+        match self.flights.land(entry.cid(), entry.status()) {
+            Some(Landing::Plain {
+                member,
+                slot,
+                status,
+            }) => Some((member, HostCompletion { slot, status, dw0 })),
+            Some(Landing::Special(flight, status)) => self
+                .settle(&flight, (status, dw0), clock())
+                .map(|completion| (flight.member, completion)),
+            None => {
+                self.stats.late_completions += 1;
+                None
+            }
+        }
+    }
+
+    /// Settles the accounts of a command or a child. Returns the completion that its member gets.
+    fn settle(
+        &mut self,
+        flight: &Flight,
+        (status, dw0): (Status, u32),
+        now: Option<Ticks>,
+    ) -> Option<HostCompletion> {
+        let slot = flight.slot;
+        if flight.class == Class::HEAVY {
+            self.sharing.landed(flight.weight);
+        } else {
+            self.sharing
+                .governor
+                .light_landed(flight.class, flight.arrived, now);
+        }
+        let Some(child) = flight.child else {
+            return Some(HostCompletion { slot, status, dw0 });
+        };
+        let member = self.member(flight.member)?;
+        let joined = member.splits.as_mut()?.complete(slot, child, status);
+        if joined.cut_short {
+            member.forget(slot);
+        }
+        joined.completion
+    }
+
+    /// Moves a member's completions out.
+    pub(super) fn swap_done(&mut self, number: u16, ready: &mut Vec<HostCompletion>) {
+        if let Some(member) = self.member(number) {
+            std::mem::swap(&mut member.done, ready);
+        }
+    }
+
+    pub(super) fn overdue(&mut self, now: Ticks, deadline: u64) -> Vec<LateCommand> {
+        self.flights.overdue(now, deadline)
+    }
+
+    pub(super) fn has(&mut self, late: &LateCommand) -> bool {
+        self.flights.has(late)
+    }
+
+    pub(super) fn begin_abort(&mut self, late: &LateCommand) -> bool {
+        self.flights.begin_abort(late)
+    }
+
+    pub(super) fn end_abort(&mut self, late: &LateCommand) {
+        self.flights.end_abort(late);
+    }
+
+    pub(super) fn stop(&mut self) {
+        if self.state == State::Running {
+            self.state = State::Stopped;
+            self.tell_waiting();
+        }
+    }
+
+    /// Completes all that the drive has: what it posted as it says, the rest with this status.
+    pub(super) fn fail_in_flight(&mut self, status: Status) {
+        self.harvest(None, || None);
+        for cid in self.flights.cids() {
+            let landed = match self.flights.land(cid, status) {
+                Some(Landing::Plain {
+                    member,
+                    slot,
+                    status,
+                }) => Some((
+                    member,
+                    HostCompletion {
+                        slot,
+                        status,
+                        dw0: 0,
+                    },
+                )),
+                Some(Landing::Special(flight, status)) => self
+                    .settle(&flight, (status, 0), None)
+                    .map(|completion| (flight.member, completion)),
+                None => None,
+            };
+            if let Some((member, completion)) = landed {
+                deliver(&mut self.members, member, completion);
+            }
+        }
+    }
+
+    pub(super) fn restart(&mut self, doorbells: PairDoorbells) {
+        // What the drive had, it has no more.
+        self.fail_in_flight(Status::COMMAND_INTERRUPTED);
+        self.flights.end_aborts();
+        self.rings.restart(doorbells);
+        if self.state == State::Stopped {
+            self.state = State::Running;
+        }
+    }
+
+    pub(super) fn kill(&mut self, status: Status) {
+        self.fail_in_flight(status);
+        self.state = State::Dead(status);
+        self.tell_waiting();
+        for member in self.members.iter_mut().flatten() {
+            for waiting in member.waiting.drain(..) {
+                member.done.push(failed(&waiting.sqe, status));
+            }
+        }
+    }
+
+    pub(super) fn stats(&self) -> PairStats {
+        PairStats {
+            doorbell_writes_saved: self.rings.doorbell_writes_saved(),
+            ..self.stats
+        }
+    }
+}
+
+fn deliver(members: &mut [Option<Box<Member>>], number: u16, completion: HostCompletion) {
+    if let Some(Some(member)) = members.get_mut(usize::from(number)) {
+        member.done.push(completion);
+    }
+}
+
+fn failed(sqe: &Sqe, status: Status) -> HostCompletion {
+    HostCompletion {
+        slot: sqe.cid().0,
+        status,
+        dw0: 0,
+    }
+}

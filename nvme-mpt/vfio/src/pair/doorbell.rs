@@ -1,0 +1,123 @@
+//! A doorbell of the drive, with or without the drive's Doorbell Buffer.
+
+use std::sync::atomic::{Ordering, fence};
+
+use nvme_mpt::memory::Cell32;
+
+/// A doorbell in the Doorbell Buffer that the drive was given with Doorbell Buffer Config
+/// (Base 2.0, section 5.8).
+#[derive(Clone, Debug)]
+pub struct BufferedDoorbell {
+    /// Its word in the shadow doorbell buffer, which the host writes.
+    pub shadow: Cell32,
+    /// Its word in the EventIdx buffer, which the drive writes.
+    pub event_idx: Cell32,
+}
+
+/// Place to which the host writes one doorbell of the drive.
+#[derive(Clone, Debug)]
+pub struct DriveDoorbell {
+    /// The register (Base 2.0, sections 3.1.3.12 and following).
+    pub register: Cell32,
+    /// Its place in the Doorbell Buffer, if the drive uses one.
+    pub buffer: Option<BufferedDoorbell>,
+}
+
+/// A doorbell and what was last written to it.
+#[derive(Debug)]
+pub(super) struct Bell {
+    doorbell: DriveDoorbell,
+    value: u32,
+    /// Writes of the register that EventIdx spared.
+    pub(super) saved: u64,
+}
+
+impl Bell {
+    /// The doorbell of a queue that was just created, or is just about to be.
+    pub(super) fn new(doorbell: DriveDoorbell) -> Self {
+        Self {
+            doorbell,
+            value: 0,
+            saved: 0,
+        }
+    }
+
+    /// Tells the drive a new value. What was stored before it is visible to the drive then.
+    #[inline]
+    pub(super) fn write(&mut self, value: u32) {
+        let last = std::mem::replace(&mut self.value, value);
+        if let Some(buffer) = &self.doorbell.buffer {
+            buffer.shadow.store(value);
+            // The drive stores EventIdx, fences, and reads the doorbell; one of the two sees what
+            // the other stored.
+            fence(Ordering::SeqCst);
+            if !drive_wants_register(buffer.event_idx.load(), value, last) {
+                self.saved += 1;
+                return;
+            }
+        }
+        self.doorbell.register.store(value);
+    }
+}
+
+/// Returns whether the doorbell passed EventIdx on its way from `old` to `new` (Base 2.0, section B.5).
+fn drive_wants_register(event_idx: u32, new: u32, old: u32) -> bool {
+    (new as u16).wrapping_sub(event_idx as u16).wrapping_sub(1)
+        < (new as u16).wrapping_sub(old as u16)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use nvme_mpt::memory::Mapping;
+
+    fn cells() -> [Cell32; 3] {
+        let mapping = Arc::new(Mapping::anonymous(4096).expect("map"));
+        [0, 1024, 2048].map(|offset| Cell32::new(&mapping, offset).expect("aligned"))
+    }
+
+    #[test]
+    fn without_a_buffer_every_value_goes_to_the_register() {
+        let [register, ..] = cells();
+        let mut bell = Bell::new(DriveDoorbell {
+            register: register.clone(),
+            buffer: None,
+        });
+        for value in [1, 5, 0] {
+            bell.write(value);
+            assert_eq!(register.load(), value);
+        }
+        assert_eq!(bell.saved, 0);
+    }
+
+    #[test]
+    fn the_register_is_written_when_event_idx_is_passed() {
+        let [register, shadow, event_idx] = cells();
+        let mut bell = Bell::new(DriveDoorbell {
+            register: register.clone(),
+            buffer: Some(BufferedDoorbell {
+                shadow: shadow.clone(),
+                event_idx: event_idx.clone(),
+            }),
+        });
+        bell.write(2);
+        assert_eq!((shadow.load(), register.load()), (2, 2), "0 was passed");
+        event_idx.store(10);
+        bell.write(10);
+        assert_eq!(
+            (shadow.load(), register.load()),
+            (10, 2),
+            "10 is not passed"
+        );
+        bell.write(11);
+        assert_eq!((shadow.load(), register.load()), (11, 11));
+        event_idx.store(3);
+        bell.write(3);
+        assert_eq!((shadow.load(), register.load()), (3, 11), "went round to 3");
+        bell.write(4);
+        assert_eq!(register.load(), 4);
+        assert_eq!(bell.saved, 2);
+    }
+}

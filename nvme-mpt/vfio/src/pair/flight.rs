@@ -1,0 +1,585 @@
+//! The commands that the drive has, by their host Command Identifiers.
+//!
+//! A command of a member that has the queue pair to itself goes by its slot: nothing is to be looked
+//! for, and little written down. Commands of members that share, and parts of commands that are
+//! split, go by a number of the queue pair's own.
+
+use super::governor::Class;
+use nvme_mpt::clock::Ticks;
+use nvme_mpt::spec::ids::CommandId;
+use nvme_mpt::spec::status::Status;
+
+/// Bits of a host Command Identifier that are an index of a table.
+const INDEX_BITS: u32 = 10;
+
+const INDEX_MASK: u16 = (1 << INDEX_BITS) - 1;
+
+/// The bit of a host Command Identifier that tells the table: set for [`Flights::special`].
+const SPECIAL: u16 = 1 << INDEX_BITS;
+
+/// The other bits count how often the index was used, so that a completion that comes twice, or too
+/// late, is recognised.
+const USE: u16 = SPECIAL << 1;
+
+/// Most commands of a member that go by their slots.
+const PLAIN: usize = 1 << INDEX_BITS;
+
+/// Record of every command: little, as it is written for each.
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    /// When the drive got it.
+    submitted: Ticks,
+    tag: Tag,
+}
+
+const _: () = assert!(size_of::<Entry>() == 16);
+
+/// The Command Identifier of the command that is in flight, and nothing but that while all is as
+/// usual: so one comparison tells whether a completion is for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Tag(u32);
+
+impl Tag {
+    /// There is none in flight; the identifier is the last one's.
+    const FREE: u32 = 1 << 16;
+    /// The drive was asked to abort it.
+    const ABORTED: u32 = 1 << 17;
+    /// It was reported as overdue.
+    const REPORTED: u32 = 1 << 18;
+    /// The drive has an Abort of it, which may still abort whatever has the identifier.
+    const HELD: u32 = 1 << 19;
+
+    #[inline]
+    fn cid(self) -> CommandId {
+        CommandId(self.0 as u16)
+    }
+
+    #[inline]
+    fn has(self, flag: u32) -> bool {
+        self.0 & flag != 0
+    }
+}
+
+impl Entry {
+    fn new(cid: u16) -> Self {
+        Self {
+            submitted: Ticks::default(),
+            tag: Tag(u32::from(cid) | Tag::FREE),
+        }
+    }
+
+    /// Takes up a command, with an identifier that the last one here did not have.
+    #[inline]
+    fn occupy(&mut self, submitted: Ticks) -> CommandId {
+        let cid = self.tag.cid().0.wrapping_add(USE);
+        self.tag = Tag(cid.into());
+        self.submitted = submitted;
+        CommandId(cid)
+    }
+
+    #[inline]
+    fn vacate(&mut self) {
+        self.tag.0 |= Tag::FREE;
+    }
+
+    fn is_in_flight(&self) -> bool {
+        !self.tag.has(Tag::FREE)
+    }
+
+    /// Returns whether it is the command in flight that has this identifier.
+    fn is(&self, cid: CommandId) -> bool {
+        self.is_in_flight() && self.tag.cid() == cid
+    }
+
+    /// Returns the member's status for a command that the drive ended with this one.
+    fn end(&self, status: Status) -> Status {
+        // We asked for the abort, not the guest: its driver is told to try again.
+        if self.tag.has(Tag::ABORTED) && status.code() == Status::ABORT_REQUESTED {
+            Status::COMMAND_INTERRUPTED
+        } else {
+            status
+        }
+    }
+}
+
+/// A command that the drive has had for too long: its identifier, and which of the commands that have it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LateCommand {
+    cid: CommandId,
+    submitted: Ticks,
+}
+
+impl LateCommand {
+    /// Its identifier, as an Abort names it.
+    #[must_use]
+    pub fn cid(&self) -> CommandId {
+        self.cid
+    }
+}
+
+/// A member's command, or one part of it, that the drive has, when the member shares the queue pair
+/// or the command is split: what is to be known at its end.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Flight {
+    /// Which member's.
+    pub(super) member: u16,
+    /// The member's name of the command.
+    pub(super) slot: u16,
+    /// Which child of a command that was split.
+    pub(super) child: Option<u16>,
+    /// Weight in the queue pair's window; 0 for commands that the window does not bound.
+    pub(super) weight: u32,
+    pub(super) class: Class,
+    /// When it arrived from the member.
+    pub(super) arrived: Ticks,
+}
+
+/// Fate of a command that the drive had.
+#[derive(Debug)]
+pub(super) enum Landing {
+    /// A whole command of a member has ended, and there is no more to it.
+    Plain {
+        member: u16,
+        slot: u16,
+        status: Status,
+    },
+    /// As above, or part of a command, with accounts to settle.
+    Special(Flight, Status),
+}
+
+/// The commands that the drive has.
+#[derive(Debug)]
+pub(super) struct Flights {
+    /// Commands whose end needs no more than to be told to their member, by slot.
+    plain: Box<[Entry; PLAIN]>,
+    /// Owner.
+    owner: u16,
+    /// Member with commands that may go by their slots now: the owner, unless an identifier of a slot is held.
+    user: u16,
+    /// Identifiers of slots that are held.
+    held_slots: usize,
+    /// All others.
+    special: Box<[Entry]>,
+    /// Records of the flights.
+    flights: Box<[Flight]>,
+    /// Indices of those that are free.
+    free: Vec<u16>,
+    /// Those of them that are neither in flight nor free, since an identifier is held.
+    held_back: usize,
+    in_flight: usize,
+}
+
+/// No member.
+const NOBODY: u16 = u16::MAX;
+
+impl Flights {
+    /// Room for `room` commands in flight, fewer than 1024.
+    pub(super) fn new(room: u16) -> Self {
+        debug_assert!(room <= INDEX_MASK, "index and count share an identifier");
+        Self {
+            plain: Box::new(std::array::from_fn(|slot| Entry::new(slot as u16))),
+            owner: 0,
+            user: 0,
+            held_slots: 0,
+            special: (0..room).map(|index| Entry::new(index | SPECIAL)).collect(),
+            flights: vec![Flight::default(); room.into()].into_boxed_slice(),
+            // Lowest first: the same few entries stay in the cache.
+            free: (0..room).rev().collect(),
+            held_back: 0,
+            in_flight: 0,
+        }
+    }
+
+    /// Most commands in flight.
+    pub(super) fn room(&self) -> usize {
+        self.special.len()
+    }
+
+    #[inline]
+    pub(super) fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    /// Returns the number of commands that can still be taken up.
+    #[inline]
+    pub(super) fn free(&self) -> usize {
+        self.special.len() - self.in_flight - self.held_back
+    }
+
+    /// Returns the number of a member's commands.
+    pub(super) fn of_member(&self, member: u16) -> usize {
+        let plain = if self.owner == member {
+            self.plain
+                .iter()
+                .filter(|entry| entry.is_in_flight())
+                .count()
+        } else {
+            0
+        };
+        let special = self.special.iter().zip(&self.flights);
+        let is_its =
+            |(entry, flight): &(&Entry, &Flight)| entry.is_in_flight() && flight.member == member;
+        plain + special.filter(is_its).count()
+    }
+
+    /// Returns whether a member's commands can go by their slots. Once they may, they may until another
+    /// member asks, when the drive has none of them, or while an identifier is held.
+    #[inline]
+    pub(super) fn own(&mut self, member: u16) -> bool {
+        self.user == member || self.change_owner(member)
+    }
+
+    #[cold]
+    fn change_owner(&mut self, member: u16) -> bool {
+        let is_unused = self.held_slots == 0 && !self.plain.iter().any(Entry::is_in_flight);
+        if is_unused {
+            (self.owner, self.user) = (member, member);
+        }
+        is_unused
+    }
+
+    /// Takes up a command of the member that [owns](Self::own) the slots, while there is
+    /// [room](Self::free). Returns its identifier; `None` for a slot too high.
+    #[inline]
+    pub(super) fn take_off(&mut self, slot: u16, now: Ticks) -> Option<CommandId> {
+        let entry = self.plain.get_mut(usize::from(slot))?;
+        self.in_flight += 1;
+        Some(entry.occupy(now))
+    }
+
+    /// Takes up any other command, if there is room.
+    pub(super) fn take_off_special(&mut self, flight: Flight, now: Ticks) -> Option<CommandId> {
+        if self.free() == 0 {
+            return None;
+        }
+        let index = usize::from(self.free.pop()?);
+        let entry = self.special.get_mut(index)?;
+        *self.flights.get_mut(index)? = flight;
+        self.in_flight += 1;
+        Some(entry.occupy(now))
+    }
+
+    /// Takes a command down that the drive has completed, if there is no more to its end than to tell
+    /// its member, and returns its slot.
+    #[inline]
+    pub(super) fn land_plain(&mut self, cid: CommandId) -> Option<u16> {
+        let slot = cid.0 & INDEX_MASK;
+        let entry = &mut self.plain[usize::from(slot)];
+        if entry.tag != Tag(cid.0.into()) {
+            return None;
+        }
+        entry.vacate();
+        self.in_flight -= 1;
+        Some(slot)
+    }
+
+    /// Takes a command down that the drive has completed; `None` if none in flight has this
+    /// identifier.
+    #[inline]
+    pub(super) fn land(&mut self, cid: CommandId, status: Status) -> Option<Landing> {
+        let entry = self.entry(cid)?;
+        let status = entry.end(status);
+        let held = entry.tag.has(Tag::HELD);
+        entry.vacate();
+        self.in_flight -= 1;
+        let index = cid.0 & INDEX_MASK;
+        if cid.0 & SPECIAL == 0 {
+            return Some(Landing::Plain {
+                member: self.owner,
+                slot: index,
+                status,
+            });
+        }
+        if held {
+            self.held_back += 1;
+        } else {
+            self.free.push(index);
+        }
+        let flight = self.flights.get(usize::from(index))?;
+        Some(Landing::Special(*flight, status))
+    }
+
+    /// The command in flight with this identifier.
+    #[inline]
+    fn entry(&mut self, cid: CommandId) -> Option<&mut Entry> {
+        let index = usize::from(cid.0 & INDEX_MASK);
+        let entry = if cid.0 & SPECIAL == 0 {
+            self.plain.get_mut(index)
+        } else {
+            self.special.get_mut(index)
+        };
+        entry.filter(|entry| entry.is(cid))
+    }
+
+    /// All that are in flight.
+    fn entries(&mut self) -> impl Iterator<Item = &mut Entry> {
+        let all = self.plain.iter_mut().chain(&mut self.special);
+        all.filter(|entry| entry.is_in_flight())
+    }
+
+    /// Identifiers of the commands that the drive has.
+    pub(super) fn cids(&mut self) -> Vec<CommandId> {
+        self.entries().map(|entry| entry.tag.cid()).collect()
+    }
+
+    /// The commands that the drive has had for longer than `deadline` ticks, each reported once.
+    pub(super) fn overdue(&mut self, now: Ticks, deadline: u64) -> Vec<LateCommand> {
+        let is_overdue = |entry: &&mut Entry| {
+            !entry.tag.has(Tag::REPORTED) && now.since(entry.submitted) > deadline
+        };
+        self.entries()
+            .filter(is_overdue)
+            .map(|entry| {
+                entry.tag.0 |= Tag::REPORTED;
+                LateCommand {
+                    cid: entry.tag.cid(),
+                    submitted: entry.submitted,
+                }
+            })
+            .collect()
+    }
+
+    /// Returns whether the drive has a command still: it, and not a later one with its identifier.
+    pub(super) fn has(&mut self, late: &LateCommand) -> bool {
+        self.entry(late.cid)
+            .is_some_and(|entry| entry.submitted == late.submitted)
+    }
+
+    /// Notes that the drive is asked to abort a command, whose identifier no other command gets until
+    /// [`Self::end_abort`]: an Abort that comes too late must find none. Returns whether the drive has the
+    /// command.
+    pub(super) fn begin_abort(&mut self, late: &LateCommand) -> bool {
+        if !self.has(late) {
+            return false;
+        }
+        let Some(entry) = self.entry(late.cid) else {
+            return false;
+        };
+        let again = entry.tag.has(Tag::HELD);
+        entry.tag.0 |= Tag::ABORTED | Tag::HELD;
+        if late.cid.0 & SPECIAL == 0 && !again {
+            self.held_slots += 1;
+            self.user = NOBODY;
+        }
+        true
+    }
+
+    /// The drive has answered the Abort of a command, or was never asked.
+    pub(super) fn end_abort(&mut self, late: &LateCommand) {
+        let is_it = |entry: &Entry| entry.tag.cid() == late.cid;
+        self.let_go(late.cid.0 & SPECIAL != 0, late.cid.0 & INDEX_MASK, is_it);
+    }
+
+    /// The drive has no Abort any more.
+    pub(super) fn end_aborts(&mut self) {
+        for index in 0..PLAIN as u16 {
+            self.let_go(false, index, |_| true);
+        }
+        for index in 0..self.special.len() as u16 {
+            self.let_go(true, index, |_| true);
+        }
+    }
+
+    fn let_go(&mut self, special: bool, index: u16, is_it: impl Fn(&Entry) -> bool) {
+        let entry = if special {
+            self.special.get_mut(usize::from(index))
+        } else {
+            self.plain.get_mut(usize::from(index))
+        };
+        let Some(entry) = entry.filter(|entry| entry.tag.has(Tag::HELD) && is_it(entry)) else {
+            return;
+        };
+        entry.tag.0 &= !Tag::HELD;
+        let is_free = !entry.is_in_flight();
+        if !special {
+            self.held_slots -= 1;
+            if self.held_slots == 0 {
+                self.user = self.owner;
+            }
+        } else if is_free {
+            self.held_back -= 1;
+            self.free.push(index);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A command of whoever it is, as each table has it.
+    fn take_off(flights: &mut Flights, slot: u16, special: bool, now: Ticks) -> CommandId {
+        if special {
+            let flight = Flight {
+                member: 3,
+                slot,
+                ..Flight::default()
+            };
+            flights.take_off_special(flight, now).expect("room")
+        } else {
+            assert!(flights.own(3));
+            flights.take_off(slot, now).expect("a slot")
+        }
+    }
+
+    /// Returns slot and status of a landing, as its member gets them.
+    fn told(landing: Option<Landing>) -> Option<(u16, Status)> {
+        landing.map(|landing| match landing {
+            Landing::Plain {
+                member,
+                slot,
+                status,
+            } => {
+                assert_eq!(member, 3);
+                (slot, status)
+            }
+            Landing::Special(flight, status) => {
+                assert_eq!(flight.member, 3);
+                (flight.slot, status)
+            }
+        })
+    }
+
+    #[test]
+    fn a_completion_counts_once() {
+        for special in [false, true] {
+            let mut flights = Flights::new(2);
+            let first = take_off(&mut flights, 7, special, Ticks(1));
+            assert_eq!((flights.in_flight(), flights.free()), (1, 1));
+            assert_eq!((flights.of_member(3), flights.of_member(0)), (1, 0));
+            let landed = told(flights.land(first, Status::SUCCESS));
+            assert_eq!(landed, Some((7, Status::SUCCESS)));
+            assert_eq!((flights.in_flight(), flights.free()), (0, 2));
+            assert!(flights.land(first, Status::SUCCESS).is_none(), "twice");
+            assert!(flights.land_plain(first).is_none());
+            let second = take_off(&mut flights, 7, special, Ticks(2));
+            assert_ne!(first, second);
+            assert!(flights.land(first, Status::SUCCESS).is_none(), "late");
+            assert!(flights.land_plain(first).is_none());
+            for unknown in [0, 2, SPECIAL, SPECIAL | 2, 0x7FF, 0xFFFF].map(CommandId) {
+                assert!(flights.land(unknown, Status::SUCCESS).is_none());
+                assert!(flights.land_plain(unknown).is_none());
+            }
+            let slot = flights.land_plain(second);
+            assert_eq!(slot, (!special).then_some(7));
+        }
+    }
+
+    #[test]
+    fn both_tables_share_the_room() {
+        let mut flights = Flights::new(2);
+        let plain = take_off(&mut flights, 0, false, Ticks(1));
+        let special = take_off(&mut flights, 0, true, Ticks(1));
+        assert_ne!(plain, special);
+        assert_eq!((flights.in_flight(), flights.free()), (2, 0));
+        assert!(
+            flights
+                .take_off_special(Flight::default(), Ticks(1))
+                .is_none()
+        );
+        assert_eq!(flights.cids(), [plain, special]);
+        assert_eq!(flights.land_plain(plain), Some(0));
+        assert_eq!(flights.free(), 1);
+    }
+
+    #[test]
+    fn slots_change_hands_when_none_of_them_is_in_flight() {
+        let mut flights = Flights::new(4);
+        let cid = take_off(&mut flights, 1, false, Ticks(1));
+        assert!(!flights.own(2));
+        assert!(flights.own(3));
+        assert_eq!(flights.land_plain(cid), Some(1));
+        assert!(flights.own(2));
+        assert!(flights.take_off(PLAIN as u16, Ticks(1)).is_none());
+        assert_eq!(flights.in_flight(), 0);
+    }
+
+    #[test]
+    fn what_we_aborted_is_to_be_retried() {
+        for special in [false, true] {
+            let mut flights = Flights::new(4);
+            let cid = take_off(&mut flights, 1, special, Ticks(10));
+            assert!(flights.overdue(Ticks(15), 5).is_empty());
+            let overdue = flights.overdue(Ticks(16), 5);
+            assert_eq!(overdue.len(), 1);
+            let late = overdue[0];
+            assert_eq!(late.cid(), cid);
+            assert!(flights.overdue(Ticks(99), 5).is_empty(), "reported once");
+            assert!(flights.begin_abort(&late));
+            assert!(flights.land_plain(cid).is_none(), "there is more to it");
+            let status = Status::ABORT_REQUESTED.with_dnr(true);
+            let landed = told(flights.land(cid, status));
+            assert_eq!(landed, Some((1, Status::COMMAND_INTERRUPTED)));
+            assert!(!flights.begin_abort(&late));
+            flights.end_abort(&late);
+            let next = take_off(&mut flights, 1, special, Ticks(20));
+            let landed = told(flights.land(next, status));
+            assert_eq!(landed, Some((1, status)), "the guest's own abort");
+        }
+    }
+
+    #[test]
+    fn an_identifier_with_an_abort_outstanding_is_not_used_again() {
+        for special in [false, true] {
+            let mut flights = Flights::new(3);
+            let cid = take_off(&mut flights, 1, special, Ticks(10));
+            let late = flights.overdue(Ticks(99), 5)[0];
+            assert!(flights.begin_abort(&late));
+            assert!(flights.begin_abort(&late), "twice is once");
+            // The command ends by itself, and the Abort is on its way still.
+            assert!(flights.land(cid, Status::SUCCESS).is_some());
+            assert!(!flights.has(&late));
+            assert_eq!(
+                flights.own(3),
+                special,
+                "slots are closed for a slot's sake"
+            );
+            assert_eq!(flights.free(), if special { 2 } else { 3 });
+            let mut count = 0;
+            for now in 20..200 {
+                let flight = Flight {
+                    member: 3,
+                    ..Flight::default()
+                };
+                let next = flights.take_off_special(flight, Ticks(now));
+                let next = next.expect("room");
+                assert_ne!(next, cid);
+                assert!(flights.land(next, Status::SUCCESS).is_some());
+                count += 1;
+            }
+            assert!(count > 32, "more often than an identifier comes again");
+            flights.end_abort(&late);
+            assert!(flights.own(3));
+            assert_eq!((flights.in_flight(), flights.free()), (0, 3));
+            // Sooner or later there is one with the same identifier, which is another command.
+            let again = loop {
+                let next = take_off(&mut flights, 1, special, Ticks(300));
+                if next == cid {
+                    break next;
+                }
+                assert!(flights.land(next, Status::SUCCESS).is_some());
+            };
+            assert!(!flights.has(&late));
+            assert!(!flights.begin_abort(&late));
+            assert!(flights.land(again, Status::SUCCESS).is_some());
+        }
+    }
+
+    #[test]
+    fn a_reset_ends_all_aborts() {
+        for special in [false, true] {
+            let mut flights = Flights::new(2);
+            let cids = [1, 2].map(|slot| take_off(&mut flights, slot, special, Ticks(10)));
+            for late in flights.overdue(Ticks(99), 5) {
+                assert!(flights.begin_abort(&late));
+            }
+            for cid in cids {
+                assert!(flights.land(cid, Status::COMMAND_INTERRUPTED).is_some());
+            }
+            assert_eq!(flights.own(3), special);
+            flights.end_aborts();
+            assert!(flights.own(3));
+            assert_eq!((flights.in_flight(), flights.free()), (0, 2));
+        }
+    }
+}

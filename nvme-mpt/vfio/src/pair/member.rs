@@ -1,0 +1,99 @@
+//! A member of a queue pair, as the pair sees it.
+
+use std::collections::VecDeque;
+
+use super::governor::Class;
+use super::split::{PARENT_BYTES_MAX, Splits, WholeLimit};
+use nvme_mpt::clock::Ticks;
+use nvme_mpt::host::HostCompletion;
+use nvme_mpt::spec::sqe::Sqe;
+
+/// Weight of a command that transfers less, or nothing.
+const WEIGHT_MIN: u64 = 4096;
+
+/// A command that waits for its turn; its Command Identifier is the member's slot.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Waiting {
+    pub(super) sqe: Sqe,
+    /// Bytes that it transfers; 0 for commands without data.
+    pub(super) len: u64,
+    pub(super) class: Class,
+    pub(super) arrived: Ticks,
+    /// True if it goes to the drive in parts.
+    pub(super) split: bool,
+}
+
+/// A member of a queue pair.
+#[derive(Debug)]
+pub(super) struct Member {
+    /// Limit up to which the drive takes its commands whole.
+    pub(super) whole: WholeLimit,
+    /// Commands that wait for their turn, oldest first.
+    pub(super) waiting: VecDeque<Waiting>,
+    /// Completions that somebody else has reaped, or that need no drive.
+    pub(super) done: Vec<HostCompletion>,
+    /// Bytes that it may still dispatch in its turn.
+    pub(super) deficit: u64,
+    /// True if it has a place among those that take turns.
+    pub(super) in_turn: bool,
+    /// Until when it counts as heavy.
+    pub(super) heavy_until: Ticks,
+    /// Its commands that are split, on a drive where that may be.
+    pub(super) splits: Option<Splits>,
+}
+
+impl Member {
+    /// A member with `slots` commands at most, on a drive that takes `max_transfer` bytes at once.
+    pub(super) fn new(slots: u16, lba_shift: u8, max_transfer: u64) -> Self {
+        let room = usize::from(slots);
+        let is_split = max_transfer < PARENT_BYTES_MAX;
+        Self {
+            whole: WholeLimit::new(max_transfer, lba_shift),
+            waiting: VecDeque::with_capacity(room),
+            done: Vec::with_capacity(room),
+            deficit: 0,
+            in_turn: false,
+            heavy_until: Ticks::default(),
+            splits: is_split.then(|| Splits::new(slots, max_transfer, lba_shift)),
+        }
+    }
+
+    /// The class of what is dispatched next, and what it weighs; of a command that is split, no more
+    /// than `most` bytes if that is possible.
+    #[inline]
+    pub(super) fn next(&self, most: u64) -> Option<(Class, u64)> {
+        let head = self.waiting.front()?;
+        let len = match &self.splits {
+            Some(splits) if head.split => splits.next_len(head.sqe.cid().0, head.len, most),
+            _ => head.len,
+        };
+        Some((head.class, len.max(WEIGHT_MIN)))
+    }
+
+    /// Takes what [`Self::next`] told of: a command or a child, with its number.
+    pub(super) fn take_next(&mut self, most: u64) -> Option<(Sqe, Option<u16>)> {
+        let head = self.waiting.front()?;
+        if let Some(splits) = &mut self.splits
+            && head.split
+        {
+            let (sqe, child, is_last) = splits.dispatch(&head.sqe, head.len, most);
+            if is_last {
+                self.waiting.pop_front();
+            }
+            return Some((sqe, Some(child)));
+        }
+        let head = self.waiting.pop_front()?;
+        Some((head.sqe, None))
+    }
+
+    /// Forgets the command in front if it is this one.
+    pub(super) fn forget(&mut self, slot: u16) {
+        if self
+            .waiting
+            .front()
+            .is_some_and(|head| head.sqe.cid().0 == slot)
+        {
+            self.waiting.pop_front();
+        }
+    }
+}

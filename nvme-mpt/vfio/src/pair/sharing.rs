@@ -1,0 +1,115 @@
+//! Order of the members, and the part of the drive that heavy members of this queue pair may fill.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::governor::{Governor, WINDOW_MAX, Window};
+use nvme_mpt::clock::Ticks;
+
+/// Last commands of members, which decide if one is alone.
+#[derive(Clone, Copy, Debug, Default)]
+struct Presence {
+    last: u16,
+    last_seen: Ticks,
+    /// When somebody else than the last one was here.
+    other_seen: Ticks,
+}
+
+impl Presence {
+    fn note(&mut self, member: u16, now: Ticks) {
+        if self.last != member {
+            self.other_seen = self.last_seen;
+            self.last = member;
+        }
+        self.last_seen = now;
+    }
+
+    fn is_alone(&self, now: Ticks, presence: u64) -> bool {
+        self.other_seen == Ticks::default() || now.since(self.other_seen) > presence
+    }
+}
+
+/// Knowledge of a queue pair about its members' sharing.
+#[derive(Debug)]
+pub(super) struct Sharing {
+    pub(super) governor: Arc<Governor>,
+    /// The pair's number at the governor.
+    number: u64,
+    /// Members that may have commands waiting, in the order of their turns.
+    pub(super) turns: VecDeque<u16>,
+    /// Bytes of heavy members in flight, as far as the window bounds them.
+    heavy_bytes: u64,
+    /// True if the governor knows that heavy members wait here.
+    is_waiting: bool,
+    presence: Presence,
+}
+
+impl Sharing {
+    pub(super) fn new(governor: Arc<Governor>) -> Self {
+        Self {
+            number: governor.register(),
+            governor,
+            turns: VecDeque::new(),
+            heavy_bytes: 0,
+            is_waiting: false,
+            presence: Presence::default(),
+        }
+    }
+
+    /// A member has submitted something, a light one if `is_light`.
+    pub(super) fn arrived(&mut self, member: u16, is_light: bool, now: Ticks) {
+        self.presence.note(member, now);
+        if is_light {
+            self.governor.light_arrived(now);
+        }
+    }
+
+    /// Returns the room of heavy members.
+    pub(super) fn window(&self, now: Ticks) -> Window {
+        let window = self.governor.window(self.number, now);
+        let is_alone = || self.presence.is_alone(now, self.governor.presence());
+        // Without a bound, turns would be taken within the drive, by who submits most.
+        if window == Window::Open && !is_alone() {
+            return Window::Own(WINDOW_MAX);
+        }
+        window
+    }
+
+    /// Returns whether the window has room for so many bytes more.
+    pub(super) fn has_room(&self, window: Window, weight: u64) -> bool {
+        let (bytes, in_flight) = match window {
+            Window::Open => return true,
+            Window::Closed => return false,
+            Window::Own(bytes) => (bytes, self.heavy_bytes),
+            Window::Drive(bytes) => (bytes, self.governor.in_flight()),
+        };
+        in_flight == 0 || in_flight + weight <= bytes
+    }
+
+    /// The drive got something of a heavy member.
+    pub(super) fn launched(&mut self, weight: u64) {
+        self.heavy_bytes += weight;
+        self.governor.launched(weight);
+    }
+
+    /// The drive has completed something of a heavy member.
+    pub(super) fn landed(&mut self, weight: u32) {
+        self.heavy_bytes -= u64::from(weight);
+        self.governor.landed(weight.into());
+    }
+
+    /// Tells the governor whether heavy members wait here.
+    pub(super) fn tell_waiting(&mut self, is_waiting: bool) {
+        if self.is_waiting != is_waiting {
+            self.is_waiting = is_waiting;
+            self.governor.waiting(self.number, is_waiting);
+        }
+    }
+}
+
+impl Drop for Sharing {
+    fn drop(&mut self) {
+        self.governor.waiting(self.number, false);
+        self.governor.landed(self.heavy_bytes);
+    }
+}

@@ -1,0 +1,144 @@
+//! Members that come, go, and share.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::drive::FakeDrive;
+use super::{Lender, command, reap, submit};
+use nvme_mpt::host::HostQueue;
+use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_mpt::spec::status::Status;
+
+#[test]
+fn a_single_member_has_the_ring_to_itself() {
+    let (mut drive, pair) = FakeDrive::new(8, u64::MAX, false);
+    let lender = Lender::new(16);
+    let mut queue = pair.join(16, 9, Box::new(()));
+    for round in 0..20_u64 {
+        let commands: Vec<_> = (0..10)
+            .map(|slot| command(NvmOpcode::READ, slot, round * 10 + u64::from(slot), 8))
+            .collect();
+        submit(&mut queue, &lender, &commands);
+        assert_eq!(drive.fetch(), 7, "one entry stays empty");
+        let mut slots = Vec::new();
+        while !drive.commands.is_empty() {
+            let first = drive.complete(0, Status::SUCCESS);
+            assert_eq!(first.cdw10_11(), round * 10 + slots.len() as u64);
+            for completion in reap(&mut queue) {
+                assert!(completion.status.is_success());
+                slots.push(completion.slot);
+            }
+            drive.fetch();
+        }
+        assert_eq!(slots, (0..10).collect::<Vec<u16>>());
+        assert_eq!(pair.in_flight(), 0);
+    }
+    assert_eq!(pair.stats().commands, 200);
+}
+
+#[test]
+fn completions_reach_their_member_whoever_reaps() {
+    let (mut drive, pair) = FakeDrive::new(16, u64::MAX, true);
+    let lender = Lender::new(4);
+    let mut one = pair.join(4, 9, Box::new(()));
+    let mut other = pair.join(4, 9, Box::new(()));
+    assert_eq!(pair.members(), 2);
+    submit(&mut one, &lender, &[command(NvmOpcode::READ, 3, 30, 8)]);
+    submit(&mut other, &lender, &[command(NvmOpcode::READ, 3, 31, 8)]);
+    assert_eq!(drive.fetch(), 2);
+    drive.complete(1, Status::SUCCESS);
+    drive.complete(0, Status::UNRECOVERED_READ_ERROR);
+    let done = reap(&mut other);
+    assert_eq!(done.len(), 1);
+    assert!(done[0].status.is_success());
+    let done = reap(&mut one);
+    assert_eq!(done.len(), 1);
+    assert_eq!(done[0].status, Status::UNRECOVERED_READ_ERROR);
+    assert!(reap(&mut one).is_empty());
+}
+
+#[test]
+fn what_completes_nothing_in_flight_is_dropped() {
+    let (mut drive, pair) = FakeDrive::new(16, u64::MAX, false);
+    let lender = Lender::new(4);
+    let mut queue = pair.join(4, 9, Box::new(()));
+    submit(&mut queue, &lender, &[command(NvmOpcode::READ, 1, 0, 8)]);
+    drive.fetch();
+    let completed = drive.complete(0, Status::SUCCESS);
+    drive.post(completed.cid(), Status::SUCCESS);
+    assert_eq!(reap(&mut queue).len(), 1);
+    submit(&mut queue, &lender, &[command(NvmOpcode::READ, 1, 0, 8)]);
+    drive.fetch();
+    drive.post(completed.cid(), Status::SUCCESS);
+    assert!(reap(&mut queue).is_empty());
+    assert_eq!(pair.stats().late_completions, 2);
+    drive.complete(0, Status::SUCCESS);
+    assert_eq!(reap(&mut queue).len(), 1);
+}
+
+/// Tells when it was dropped.
+struct Guard(Arc<AtomicBool>);
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn a_member_leaves_when_the_drive_has_nothing_of_it() {
+    let (mut drive, pair) = FakeDrive::new(4, u64::MAX, false);
+    let lender = Lender::new(8);
+    let gone = Arc::new(AtomicBool::new(false));
+    let mut queue = pair.join(8, 9, Box::new(Guard(gone.clone())));
+    let commands: Vec<_> = (0..5)
+        .map(|slot| command(NvmOpcode::WRITE, slot, 0, 8))
+        .collect();
+    submit(&mut queue, &lender, &commands);
+    let drop_it = std::thread::spawn(move || drop(queue));
+    drive.fetch();
+    for left in (0..3).rev() {
+        assert!(!gone.load(Ordering::SeqCst));
+        assert_eq!(pair.members(), 1);
+        drive.complete(0, Status::SUCCESS);
+        assert_eq!(drive.commands.len(), left);
+    }
+    drop_it.join().expect("no panic");
+    assert!(gone.load(Ordering::SeqCst));
+    assert_eq!((pair.members(), pair.in_flight()), (0, 0));
+    assert_eq!(drive.fetch(), 0, "what waited never reached the drive");
+}
+
+#[test]
+fn a_member_that_is_cut_short_has_nothing_more_begun() {
+    // Parts of two pages, three at a time.
+    let (mut drive, pair) = FakeDrive::new(4, 8192, false);
+    let mut lender = Lender::new(8);
+    let mut queue = pair.join(8, 9, Box::new(()));
+    let commands = [0, 1].map(|slot| {
+        let (_, list) = lender.lists.of_slot(slot);
+        let mut split = command(NvmOpcode::WRITE, slot, 0, 128);
+        split.dptr = [0, list.bits()];
+        split
+    });
+    submit(&mut queue, &lender, &commands);
+    assert_eq!(drive.fetch(), 3, "the first parts");
+    queue.cut_short();
+    let done = reap(&mut queue);
+    assert_eq!(done.len(), 1, "what the drive has nothing of ends at once");
+    assert_eq!(done[0].slot, 1);
+    assert_eq!(done[0].status, Status::ABORTED_SQ_DELETION);
+    for left in (0..3).rev() {
+        assert!(reap(&mut queue).is_empty());
+        drive.complete(0, Status::SUCCESS);
+        assert_eq!(drive.fetch(), 0, "no further part");
+        assert_eq!(drive.commands.len(), left);
+    }
+    let done = reap(&mut queue);
+    assert_eq!(done.len(), 1);
+    assert_eq!(
+        (done[0].slot, done[0].status),
+        (0, Status::ABORTED_SQ_DELETION)
+    );
+    assert_eq!(pair.in_flight(), 0);
+}

@@ -1,0 +1,78 @@
+//! Queue pairs against a drive that does what it is told.
+
+mod control;
+mod drive;
+mod members;
+mod property;
+mod sharing;
+
+use super::VfioQueue;
+use nvme_mpt::clock::Ticks;
+use nvme_mpt::dma::RegionTable;
+use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue};
+use nvme_mpt::iova::IovaSpace;
+use nvme_mpt::shadow::ListMemory;
+use nvme_mpt::spec::ids::CommandId;
+use nvme_mpt::spec::nvm::ReadWrite;
+use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_mpt::spec::sqe::Sqe;
+
+/// Loan of a shadow queue to its host queue.
+struct Lender {
+    table: RegionTable,
+    lists: ListMemory,
+}
+
+impl Lender {
+    fn new(slots: usize) -> Self {
+        let space = std::sync::Arc::new(IovaSpace::software());
+        Self {
+            table: RegionTable::default(),
+            lists: ListMemory::new(&space, slots).expect("memory"),
+        }
+    }
+
+    fn memory(&self) -> HostMemory<'_> {
+        HostMemory {
+            table: &self.table,
+            lists: &self.lists,
+        }
+    }
+}
+
+/// A Read or Write of `blocks` blocks of 512 bytes in a slot.
+fn command(opcode: NvmOpcode, slot: u16, slba: u64, blocks: u32) -> Sqe {
+    let mut sqe = Sqe::new(opcode.0);
+    ReadWrite {
+        slba: nvme_mpt::spec::ids::Lba(slba),
+        nlb_z: (blocks - 1) as u16,
+        ..ReadWrite::default()
+    }
+    .write_to(&mut sqe);
+    sqe.set_cid(CommandId(slot));
+    sqe
+}
+
+/// All that a queue has to hand over.
+fn reap(queue: &mut VfioQueue) -> Vec<HostCompletion> {
+    let mut done = Vec::new();
+    queue.reap_by(Ticks::now, |completion: HostCompletion| {
+        done.push(completion)
+    });
+    done
+}
+
+/// Submits commands and rings.
+fn submit(queue: &mut VfioQueue, lender: &Lender, commands: &[Sqe]) {
+    submit_at(queue, lender, commands, Ticks::now());
+}
+
+/// [`submit`] at some time.
+fn submit_at(queue: &mut VfioQueue, lender: &Lender, commands: &[Sqe], now: Ticks) {
+    let mut batch = queue.batch();
+    batch.announce(commands.len() as u32, now);
+    for command in commands {
+        batch.submit(command);
+    }
+    batch.ring(lender.memory());
+}

@@ -1,0 +1,428 @@
+//! Whatever members submit and whatever becomes of the drive: every command completes once, and
+//! what reaches the drive is what was submitted.
+
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+
+use super::super::{LateCommand, Pair, VfioQueue};
+use super::drive::FakeDrive;
+use super::{Lender, command, submit_at};
+use nvme_mpt::clock::Ticks;
+use nvme_mpt::host::HostCompletion;
+use nvme_mpt::spec::nvm::ReadWrite;
+use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt::spec::status::Status;
+
+const PAGE: u64 = 4096;
+const SLOTS: u16 = 6;
+
+/// Every command's blocks start at a multiple of this, so that they tell which one it is.
+const BLOCKS_APART: u64 = 4096;
+
+/// Virtual ticks in a millisecond.
+const MILLISECOND: u64 = 1_000_000;
+
+#[derive(Clone, Debug)]
+enum Op {
+    /// A member submits so many commands, the first one of so many pages from some offset.
+    Submit(usize, u16, u64, u64, u8),
+    Reap(usize),
+    Fetch,
+    /// The drive completes one of its commands.
+    Complete(prop::sample::Index, bool),
+    /// The drive is asked to abort one of its commands, and does.
+    Abort(prop::sample::Index),
+    Stop,
+    /// The drive is reset.
+    Reset,
+    Pause,
+    Kill,
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    prop_oneof![
+        8 => (0..3_usize, 1..4_u16, 1..256_u64, 0..4096_u64, 0..4_u8)
+            .prop_map(|(member, count, pages, offset, kind)| {
+                Op::Submit(member, count, pages, offset & !3, kind)
+            }),
+        4 => (0..3_usize).prop_map(Op::Reap),
+        4 => Just(Op::Fetch),
+        8 => (any::<prop::sample::Index>(), prop::bool::weighted(0.2))
+            .prop_map(|(index, fails)| Op::Complete(index, fails)),
+        1 => any::<prop::sample::Index>().prop_map(Op::Abort),
+        1 => Just(Op::Stop),
+        1 => Just(Op::Reset),
+        1 => Just(Op::Pause),
+        1 => prop::bool::weighted(0.05).prop_map(|kill| if kill { Op::Kill } else { Op::Fetch }),
+    ]
+}
+
+/// A command that was submitted.
+#[derive(Debug)]
+struct Submitted {
+    member: usize,
+    slot: u16,
+    opcode: u8,
+    /// Place of its data: address and length of each stretch.
+    data: Vec<(u64, u64)>,
+    len: u64,
+    /// Parts that the drive has completed: offset, length, and how.
+    parts: Vec<(u64, u64, Status)>,
+    /// True if the drive was reset meanwhile.
+    was_reset: bool,
+}
+
+struct Member {
+    queue: VfioQueue,
+    lender: Lender,
+    free: Vec<u16>,
+}
+
+struct World {
+    drive: FakeDrive,
+    pair: Pair,
+    members: Vec<Member>,
+    commands: BTreeMap<u64, Submitted>,
+    max_transfer: u64,
+    lba_shift: u8,
+    next: u64,
+    now: u64,
+    killed: bool,
+    /// Commands that were reported as overdue.
+    late: Vec<LateCommand>,
+    /// Those of them whose Abort is not answered.
+    aborts: Vec<LateCommand>,
+}
+
+impl World {
+    fn new(entries: u32, max_transfer: u64, members: usize, lba_shift: u8, buffer: bool) -> Self {
+        let (drive, pair) = FakeDrive::new(entries, max_transfer, buffer);
+        let members = (0..members)
+            .map(|_| Member {
+                queue: pair.join(SLOTS, lba_shift, Box::new(())),
+                lender: Lender::new(SLOTS.into()),
+                free: (0..SLOTS).collect(),
+            })
+            .collect();
+        Self {
+            drive,
+            pair,
+            members,
+            commands: BTreeMap::new(),
+            max_transfer,
+            lba_shift,
+            next: 0,
+            now: 1,
+            killed: false,
+            late: Vec::new(),
+            aborts: Vec::new(),
+        }
+    }
+
+    /// A command of a member that has a slot free.
+    fn prepare(&mut self, member: usize, pages: u64, offset: u64, kind: u8) -> Option<Sqe> {
+        let opcode = match kind {
+            0 => NvmOpcode::WRITE,
+            1 => NvmOpcode::COMPARE,
+            2 => NvmOpcode::FLUSH,
+            _ => NvmOpcode::READ,
+        };
+        let Member { lender, free, .. } = &mut self.members[member];
+        let slot = free.pop()?;
+        let slba = self.next;
+        self.next += BLOCKS_APART;
+        let len = pages * PAGE;
+        let mut sqe = command(opcode, slot, slba, (len >> self.lba_shift) as u32);
+        let mut data = Vec::new();
+        if opcode != NvmOpcode::FLUSH {
+            // Pages that do not follow one another.
+            let page = |index: u64| (slba * 512 + 2 * index) * PAGE;
+            let mut rest = len;
+            for index in 0.. {
+                let start = if index == 0 { offset } else { 0 };
+                let part = rest.min(PAGE - start);
+                data.push((page(index) + start, part));
+                rest -= part;
+                if rest == 0 {
+                    break;
+                }
+            }
+            let (list, iova) = lender.lists.of_slot(slot);
+            for (entry, (address, _)) in list.iter_mut().zip(&data[1..]) {
+                *entry = *address;
+            }
+            sqe.dptr = [
+                data[0].0,
+                match data.len() {
+                    1 => 0,
+                    2 => data[1].0,
+                    _ => iova.bits(),
+                },
+            ];
+        }
+        let submitted = Submitted {
+            member,
+            slot,
+            opcode: opcode.0,
+            data,
+            len: if opcode == NvmOpcode::FLUSH { 0 } else { len },
+            parts: Vec::new(),
+            was_reset: false,
+        };
+        self.commands.insert(slba, submitted);
+        Some(sqe)
+    }
+
+    fn submit(&mut self, member: usize, commands: &[Sqe]) {
+        let Member { queue, lender, .. } = &mut self.members[member];
+        submit_at(queue, lender, commands, Ticks(self.now));
+    }
+
+    fn reap(&mut self, member: usize) {
+        let (now, mut done) = (Ticks(self.now), Vec::new());
+        let Member { queue, free, .. } = &mut self.members[member];
+        queue.reap_by(|| now, |completion: HostCompletion| done.push(completion));
+        for completion in done {
+            let of =
+                |command: &Submitted| command.member == member && command.slot == completion.slot;
+            let slba = self.commands.iter().find(|(_, command)| of(command));
+            let slba = *slba
+                .expect("a completion of a command that is outstanding")
+                .0;
+            let command = self.commands.remove(&slba).expect("just found");
+            check_end(&command, completion.status, self.killed);
+            free.push(completion.slot);
+        }
+    }
+
+    /// Checks what the drive got, and takes note of it.
+    fn drive_has(&mut self, sqe: &Sqe, status: Status) {
+        let slba = sqe.cdw10_11();
+        let (first, command) = self
+            .commands
+            .range_mut(..=slba)
+            .next_back()
+            .expect("some command");
+        assert_eq!(sqe.opcode(), command.opcode);
+        let offset = (slba - first) << self.lba_shift;
+        if command.len == 0 {
+            assert_eq!(offset, 0);
+            command.parts.push((0, 0, status));
+            return;
+        }
+        let len = (u64::from(ReadWrite::from(sqe).nlb_z) + 1) << self.lba_shift;
+        assert!(len <= self.max_transfer, "{len:#x} bytes are too many");
+        assert!(offset + len <= command.len, "beyond its blocks");
+        let lender = &self.members[command.member].lender;
+        let found = data_of(sqe, len, lender);
+        let expected = part_of(&command.data, offset, len);
+        assert_eq!(found, expected, "other memory than was named");
+        command.parts.push((offset, len, status));
+    }
+
+    fn complete(&mut self, index: usize, status: Status) {
+        let sqe = self.drive.commands[index];
+        self.drive_has(&sqe, status);
+        self.drive.complete(index, status);
+    }
+
+    fn reset(&mut self) {
+        self.pair.stop();
+        self.pair.fail_in_flight(Status::COMMAND_INTERRUPTED);
+        for command in self.commands.values_mut() {
+            command.was_reset = true;
+        }
+        let doorbells = self.drive.restart();
+        self.pair.restart(doorbells);
+    }
+
+    fn apply(&mut self, op: &Op) {
+        self.now += MILLISECOND / 10;
+        match op {
+            Op::Submit(member, count, pages, offset, kind) => {
+                let member = member % self.members.len();
+                let commands: Vec<_> = (0..*count)
+                    // Shorter and shorter, so that some are split and others not.
+                    .map_while(|n| self.prepare(member, (pages >> (3 * n)).max(1), *offset, *kind))
+                    .collect();
+                self.submit(member, &commands);
+            }
+            Op::Reap(member) => self.reap(member % self.members.len()),
+            Op::Fetch => {
+                self.drive.fetch();
+            }
+            Op::Complete(index, fails) if !self.drive.commands.is_empty() => {
+                let status = if *fails {
+                    // One that tells which part failed.
+                    Status::new(nvme_mpt::spec::status::StatusCodeType::VENDOR_SPECIFIC, {
+                        (self.now / (MILLISECOND / 10)) as u8
+                    })
+                } else {
+                    Status::SUCCESS
+                };
+                self.complete(index.index(self.drive.commands.len()), status);
+            }
+            Op::Abort(index) if !self.drive.commands.is_empty() => {
+                let index = index.index(self.drive.commands.len());
+                let sqe = self.drive.commands[index];
+                self.late.extend(self.pair.overdue(Ticks(u64::MAX), 0));
+                let is_it = |late: &&LateCommand| late.cid() == sqe.cid() && self.pair.has(late);
+                let late = *self.late.iter().find(is_it).expect("the drive has it");
+                assert!(self.pair.begin_abort(&late));
+                self.drive_has(&sqe, Status::COMMAND_INTERRUPTED);
+                self.drive.complete(index, Status::ABORT_REQUESTED);
+                // Sooner or later than the command's completion is found.
+                self.aborts.push(late);
+                if self.aborts.len() > 2 {
+                    let answered = self.aborts.remove(0);
+                    self.pair.end_abort(&answered);
+                }
+            }
+            Op::Stop => self.pair.stop(),
+            Op::Reset => self.reset(),
+            Op::Pause => self.now += 2000 * MILLISECOND,
+            Op::Kill => {
+                self.pair.kill(Status::NAMESPACE_NOT_READY);
+                self.killed = true;
+                // It is gone.
+                let _ = self.drive.restart();
+            }
+            Op::Complete(..) | Op::Abort(_) => {}
+        }
+    }
+
+    /// Lets all that is outstanding complete.
+    fn drain(&mut self) {
+        if !self.killed {
+            self.reset();
+        }
+        for _ in 0..10_000 {
+            if self.commands.is_empty() {
+                break;
+            }
+            self.now += MILLISECOND;
+            self.drive.fetch();
+            while !self.drive.commands.is_empty() {
+                self.complete(0, Status::SUCCESS);
+            }
+            for member in 0..self.members.len() {
+                self.reap(member);
+            }
+        }
+        assert!(self.commands.is_empty(), "{:?} never ended", self.commands);
+        assert_eq!(self.pair.in_flight(), 0);
+        assert_eq!(self.pair.stats().late_completions, 0);
+        self.members.clear();
+        assert_eq!(self.pair.members(), 0);
+    }
+}
+
+impl Drop for World {
+    /// A test that fails does not wait for what its drive never completes.
+    fn drop(&mut self) {
+        self.pair.kill(Status::INTERNAL_ERROR);
+    }
+}
+
+/// Finds a command's data as the drive does (Base 2.0, section 4.1.1).
+fn data_of(sqe: &Sqe, len: u64, lender: &Lender) -> Vec<(u64, u64)> {
+    let [prp1, prp2] = sqe.dptr;
+    let first = len.min(PAGE - prp1 % PAGE);
+    let mut data = vec![(prp1, first)];
+    let mut rest = len - first;
+    if rest > PAGE {
+        let entries = rest.div_ceil(PAGE) as usize;
+        assert!(
+            prp2 % PAGE + 8 * entries as u64 <= PAGE,
+            "no list ends here"
+        );
+        let list = lender.lists.resolve(prp2, 8 * entries).expect("a list");
+        let words = list.words().expect("aligned");
+        for index in 0..entries {
+            data.push((words.read(index), rest.min(PAGE)));
+            rest = rest.saturating_sub(PAGE);
+        }
+    } else if rest > 0 {
+        data.push((prp2, rest));
+    } else {
+        assert_eq!(prp2, 0);
+    }
+    data
+}
+
+/// The stretches that hold `len` bytes of data from some offset.
+fn part_of(data: &[(u64, u64)], offset: u64, len: u64) -> Vec<(u64, u64)> {
+    let (mut skip, mut rest) = (offset, len);
+    let mut part = Vec::new();
+    for (address, size) in data {
+        let skipped = skip.min(*size);
+        skip -= skipped;
+        let size = (size - skipped).min(rest);
+        if size > 0 {
+            part.push((address + skipped, size));
+            rest -= size;
+        }
+    }
+    part
+}
+
+/// Checks that a command ended as its parts did.
+fn check_end(command: &Submitted, status: Status, killed: bool) {
+    let mut parts = command.parts.clone();
+    parts.sort_unstable_by_key(|(offset, ..)| *offset);
+    if status.is_success() {
+        let mut end = 0;
+        for (offset, len, status) in &parts {
+            assert!(status.is_success());
+            assert_eq!(*offset, end, "each block once");
+            end += len;
+        }
+        assert_eq!(end, command.len);
+        assert!(!parts.is_empty());
+        return;
+    }
+    if killed || command.was_reset {
+        return;
+    }
+    let first = parts.iter().find(|(.., status)| !status.is_success());
+    assert_eq!(Some(status), first.map(|(.., status)| *status));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 256, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_command_completes_once_and_is_what_was_submitted(
+        entries in 2..24_u32,
+        mdts in 1..10_u32,
+        members in 1..4_usize,
+        large_blocks: bool,
+        buffer: bool,
+        ops in prop::collection::vec(op(), 1..120),
+    ) {
+        let max_transfer = if mdts == 9 { u64::MAX } else { PAGE << mdts };
+        let lba_shift = if large_blocks { 12 } else { 9 };
+        let mut world = World::new(entries, max_transfer, members, lba_shift, buffer);
+        for op in &ops {
+            world.apply(op);
+        }
+        world.drain();
+    }
+}
+
+#[test]
+fn an_sgl_is_not_split() {
+    let mut world = World::new(8, 4 * PAGE, 1, 9, false);
+    let Member { queue, lender, .. } = &mut world.members[0];
+    let mut sqe = command(NvmOpcode::READ, 2, 0, 64);
+    sqe.cdw0 = sqe
+        .cdw0
+        .with_psdt(nvme_mpt::spec::sqe::Psdt::SGL_MPTR_BUFFER);
+    super::submit(queue, lender, &[sqe]);
+    assert_eq!(world.drive.fetch(), 0);
+    let done = super::reap(queue);
+    assert_eq!(done.len(), 1);
+    assert_eq!((done[0].slot, done[0].status), (2, Status::INTERNAL_ERROR));
+}

@@ -1,0 +1,483 @@
+//! Effects of members on each other, on simulated drives and a virtual clock.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::super::VfioQueue;
+use super::super::governor::Governor;
+use super::drive::FakeDrive;
+use super::{Lender, command, submit_at};
+use nvme_mpt::clock::Ticks;
+use nvme_mpt::host::HostCompletion;
+use nvme_mpt::spec::ids::CommandId;
+use nvme_mpt::spec::nvm::ReadWrite;
+use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_mpt::spec::status::Status;
+
+/// Ticks are nanoseconds here.
+const MICROSECOND: u64 = 1_000;
+const MILLISECOND: u64 = 1_000 * MICROSECOND;
+const SECOND: u64 = 1_000 * MILLISECOND;
+
+/// Largest transfer of the drives.
+const MAX_TRANSFER: u64 = 512 << 10;
+
+/// Longest pause of members between polls.
+const POLL: u64 = 25 * MICROSECOND;
+
+/// Speed of a drive.
+#[derive(Clone, Copy)]
+struct Speed {
+    /// Commands that it works on at a time.
+    channels: usize,
+    /// Time per command, and per 4 KiB of it.
+    command: u64,
+    page: u64,
+    /// Variation of the time, in percent up.
+    jitter: u64,
+    /// One of so many commands takes four times as long; 0: none.
+    hiccup: u64,
+}
+
+/// One that does one command after the other, as an emulated one does.
+const SERIAL: Speed = Speed {
+    channels: 1,
+    command: 100 * MICROSECOND,
+    page: 2 * MICROSECOND,
+    jitter: 0,
+    hiccup: 0,
+};
+
+/// A serial one where the size of a command counts for more, in a machine that does other things, too.
+const EMULATED: Speed = Speed {
+    channels: 1,
+    command: 60 * MICROSECOND,
+    page: 18 * MICROSECOND,
+    jitter: 30,
+    hiccup: 100,
+};
+
+/// As many SSDs are: the more it has to do, the more it does.
+const PARALLEL: Speed = Speed {
+    channels: 32,
+    command: 70 * MICROSECOND,
+    page: 10 * MICROSECOND,
+    jitter: 30,
+    hiccup: 0,
+};
+
+/// A drive with several queue pairs, which takes commands in the order of their arrival.
+struct Drive {
+    speed: Speed,
+    pairs: Vec<FakeDrive>,
+    waiting: VecDeque<(usize, CommandId, u64)>,
+    /// End, queue pair and identifier of what each channel works on.
+    working: Vec<Option<(u64, usize, CommandId)>>,
+    random: u64,
+}
+
+impl Drive {
+    fn fetch(&mut self, now: u64) {
+        for (index, pair) in self.pairs.iter_mut().enumerate() {
+            let known = pair.commands.len();
+            pair.fetch();
+            for sqe in &pair.commands[known..] {
+                let pages = (u64::from(ReadWrite::from(sqe).nlb_z) + 1) / 8;
+                self.waiting.push_back((index, sqe.cid(), pages));
+            }
+        }
+        for channel in self.working.iter_mut().filter(|channel| channel.is_none()) {
+            let Some((pair, cid, pages)) = self.waiting.pop_front() else {
+                return;
+            };
+            // A linear congruential generator: the upper bits are random enough.
+            self.random = self
+                .random
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
+            let mut percent = 100 + (self.random >> 33) % (self.speed.jitter + 1);
+            if (self.random >> 40).checked_rem(self.speed.hiccup) == Some(0) {
+                percent *= 4;
+            }
+            let time = (self.speed.command + pages * self.speed.page) * percent / 100;
+            *channel = Some((now + time, pair, cid));
+        }
+    }
+
+    fn next_end(&self) -> Option<u64> {
+        self.working.iter().flatten().map(|(end, ..)| *end).min()
+    }
+
+    fn complete(&mut self, now: u64) {
+        for channel in &mut self.working {
+            if let Some((end, pair, cid)) = *channel
+                && end <= now
+            {
+                *channel = None;
+                let commands = &mut self.pairs[pair].commands;
+                let index = commands.iter().position(|sqe| sqe.cid() == cid);
+                self.pairs[pair].complete(index.expect("in flight"), Status::SUCCESS);
+            }
+        }
+    }
+}
+
+/// Load of a guest: this many reads of this many bytes at a time, each followed by a pause.
+#[derive(Clone, Copy)]
+struct Load {
+    pair: usize,
+    depth: u16,
+    bytes: u64,
+    pause: u64,
+    /// When it begins, and when it ends.
+    from: u64,
+    until: u64,
+}
+
+const QUIET: Load = Load {
+    pair: 0,
+    depth: 1,
+    bytes: 4096,
+    pause: 0,
+    from: 0,
+    until: u64::MAX,
+};
+
+const LOUD: Load = Load {
+    pair: 0,
+    depth: 64,
+    bytes: 4096,
+    pause: 0,
+    from: 0,
+    until: u64::MAX,
+};
+
+struct Guest {
+    load: Load,
+    queue: VfioQueue,
+    lender: Lender,
+    /// When each slot was submitted.
+    submitted: Vec<u64>,
+    /// Slots that are free, and from when on they are used again.
+    free: VecDeque<(u64, u16)>,
+    latencies: Vec<u64>,
+}
+
+/// Observations of a guest.
+#[derive(Debug)]
+struct Seen {
+    commands: usize,
+    p99: u64,
+}
+
+/// A neighbour that does nothing, for each queue pair: it makes the pair a shared one.
+fn idle(pairs: usize) -> impl Iterator<Item = Load> {
+    (0..pairs).map(|pair| Load {
+        pair,
+        depth: 1,
+        from: u64::MAX,
+        ..QUIET
+    })
+}
+
+/// Runs guests on a drive for some time.
+fn simulate(speed: Speed, pairs: usize, loads: &[Load], time: u64) -> Vec<Seen> {
+    let governor = Arc::new(Governor::with_millisecond(MILLISECOND));
+    let (fakes, handles): (Vec<_>, Vec<_>) = (0..pairs)
+        .map(|_| FakeDrive::governed(512, MAX_TRANSFER, false, governor.clone()))
+        .unzip();
+    let mut drive = Drive {
+        speed,
+        pairs: fakes,
+        waiting: VecDeque::new(),
+        working: vec![None; speed.channels],
+        random: 1,
+    };
+    let mut guests: Vec<_> = loads
+        .iter()
+        .map(|load| Guest {
+            load: *load,
+            queue: handles[load.pair].join(load.depth, 9, Box::new(())),
+            lender: Lender::new(load.depth.into()),
+            submitted: vec![0; load.depth.into()],
+            free: (0..load.depth).map(|slot| (load.from, slot)).collect(),
+            latencies: Vec::new(),
+        })
+        .collect();
+    let mut now = MILLISECOND;
+    while now < time {
+        drive.complete(now);
+        for guest in &mut guests {
+            guest.poll(now);
+        }
+        drive.fetch(now);
+        let end = drive.next_end().unwrap_or(u64::MAX);
+        now = end.min(now + POLL);
+    }
+    let seen = guests.iter_mut().map(Guest::seen).collect();
+    for pair in &handles {
+        pair.kill(Status::COMMAND_INTERRUPTED);
+    }
+    seen
+}
+
+impl Guest {
+    fn poll(&mut self, now: u64) {
+        let Self {
+            load,
+            queue,
+            lender,
+            submitted,
+            free,
+            latencies,
+        } = self;
+        queue.reap_by(
+            || Ticks(now),
+            |completion: HostCompletion| {
+                assert!(completion.status.is_success());
+                latencies.push(now - submitted[usize::from(completion.slot)]);
+                free.push_back((now + load.pause, completion.slot));
+            },
+        );
+        let blocks = (load.bytes / 512) as u32;
+        let mut commands = Vec::new();
+        while let Some((from, slot)) = free.front().copied()
+            && from <= now
+            && now < load.until
+        {
+            free.pop_front();
+            submitted[usize::from(slot)] = now;
+            let mut sqe = command(NvmOpcode::READ, slot, 0, blocks);
+            // Where its data goes is of no interest, but for there being a list of that.
+            sqe.dptr[1] = lender.lists.of_slot(slot).1.bits();
+            commands.push(sqe);
+        }
+        if !commands.is_empty() {
+            submit_at(queue, lender, &commands, Ticks(now));
+        }
+    }
+
+    fn seen(&mut self) -> Seen {
+        self.latencies.sort_unstable();
+        let commands = self.latencies.len();
+        Seen {
+            commands,
+            p99: self
+                .latencies
+                .get(commands * 99 / 100)
+                .copied()
+                .unwrap_or(0),
+        }
+    }
+}
+
+/// The quiet guest's p99 beside others in per cent of what it is alone; and the first loud guest's
+/// commands in per cent of what they are alone. Every queue pair has an idle member, too.
+fn ratios(speed: Speed, pairs: usize, quiet: Load, loud: &[Load]) -> (u64, u64) {
+    let idle: Vec<_> = idle(pairs).collect();
+    ratios_beside(speed, pairs, &[quiet], loud, &idle)
+}
+
+/// The same of the first quiet guest and the first loud one, beside whoever `others` are.
+fn ratios_beside(
+    speed: Speed,
+    pairs: usize,
+    quiet: &[Load],
+    loud: &[Load],
+    others: &[Load],
+) -> (u64, u64) {
+    let alone = simulate(speed, pairs, &[quiet, others].concat(), SECOND);
+    let loud_alone = simulate(speed, pairs, &[loud, others].concat(), SECOND);
+    let together = simulate(speed, pairs, &[quiet, loud, others].concat(), SECOND);
+    let ratios = (
+        together[0].p99 * 100 / alone[0].p99,
+        (together[quiet.len()].commands * 100 / loud_alone[0].commands) as u64,
+    );
+    println!(
+        "quiet's p99: {} us, {} %; loud's commands: {} %",
+        together[0].p99 / MICROSECOND,
+        ratios.0,
+        ratios.1
+    );
+    ratios
+}
+
+#[test]
+fn a_quiet_guest_on_a_serial_drive() {
+    let (p99, _) = ratios(SERIAL, 1, QUIET, &[LOUD]);
+    assert!(p99 <= 300, "{p99} %");
+    let large = Load {
+        bytes: 128 << 10,
+        depth: 32,
+        ..LOUD
+    };
+    let (p99, _) = ratios(SERIAL, 1, QUIET, &[large]);
+    assert!(p99 <= 300, "{p99} %");
+    let thinking = Load {
+        pause: 300 * MICROSECOND,
+        ..QUIET
+    };
+    let (p99, loud) = ratios(SERIAL, 1, thinking, &[LOUD]);
+    assert!(p99 <= 300, "{p99} %");
+    assert!(loud >= 60, "{loud} %");
+}
+
+#[test]
+fn a_quiet_guest_on_a_parallel_drive() {
+    let deep = Load { depth: 256, ..LOUD };
+    let (p99, loud) = ratios(PARALLEL, 1, QUIET, &[deep]);
+    assert!(p99 <= 300, "{p99} %");
+    assert!(loud >= 85, "{loud} %");
+    let large = Load {
+        bytes: 128 << 10,
+        ..deep
+    };
+    let (p99, loud) = ratios(PARALLEL, 1, QUIET, &[large]);
+    assert!(p99 <= 300, "{p99} %");
+    assert!(loud >= 60, "{loud} %");
+}
+
+#[test]
+fn a_quiet_guest_with_some_commands_in_flight() {
+    let quiet = Load { depth: 4, ..QUIET };
+    for speed in [SERIAL, PARALLEL] {
+        let (p99, _) = ratios(speed, 1, quiet, &[LOUD]);
+        assert!(p99 <= 300, "{p99} %");
+    }
+}
+
+#[test]
+fn a_loud_guest_on_every_queue_pair() {
+    let other = Load { pair: 1, ..LOUD };
+    for speed in [SERIAL, PARALLEL] {
+        let (p99, _) = ratios(speed, 2, QUIET, &[LOUD, other]);
+        assert!(p99 <= 300, "{p99} %");
+    }
+}
+
+#[test]
+fn a_quiet_guest_that_comes_late() {
+    let late = Load {
+        from: SECOND / 2,
+        ..QUIET
+    };
+    let (p99, _) = ratios(SERIAL, 1, late, &[LOUD]);
+    assert!(p99 <= 300, "{p99} %");
+}
+
+#[test]
+fn loud_guests_get_the_same_bytes() {
+    for speed in [SERIAL, PARALLEL] {
+        let large = Load {
+            bytes: 128 << 10,
+            depth: 128,
+            ..LOUD
+        };
+        let medium = Load {
+            bytes: 64 << 10,
+            depth: 128,
+            ..LOUD
+        };
+        let loads: Vec<_> = [large, medium, large].into_iter().chain(idle(1)).collect();
+        let seen = simulate(speed, 1, &loads, SECOND);
+        let bytes = |index: usize, size: u64| seen[index].commands as u64 * size;
+        let [a, b, c] = [bytes(0, 128), bytes(1, 64), bytes(2, 128)];
+        println!("{a} {b} {c}");
+        let (least, most) = (a.min(b).min(c), a.max(b).max(c));
+        assert!(most - least <= most / 10, "{a} {b} {c}");
+    }
+}
+
+#[test]
+fn nobody_waits_beside_a_neighbour_that_is_idle() {
+    let speed = PARALLEL;
+    let loads: Vec<_> = [LOUD].into_iter().chain(idle(1)).collect();
+    let seen = simulate(speed, 1, &loads, SECOND);
+    let per_command = (speed.command + speed.page) * (200 + speed.jitter) / 200;
+    let possible = (SECOND - MILLISECOND) / per_command * speed.channels as u64;
+    let share = seen[0].commands as u64 * 100 / possible;
+    assert!(share >= 90, "{share} % of what the drive can do");
+}
+
+/// Loads of the loud guests of these tests.
+const SHAPES: [Load; 2] = [
+    Load {
+        bytes: 128 << 10,
+        depth: 32,
+        ..LOUD
+    },
+    Load { depth: 32, ..LOUD },
+];
+
+/// A load on the first two queue pairs.
+fn on_both(load: Load) -> [Load; 2] {
+    [load, Load { pair: 1, ..load }]
+}
+
+#[test]
+fn four_guests_with_two_queues_each_on_two_queue_pairs() {
+    for shape in SHAPES {
+        let idle: Vec<_> = idle(2).chain(idle(2)).collect();
+        let mut quiet = on_both(QUIET);
+        // Its driver has another queue that it does not use now.
+        quiet[1].from = u64::MAX;
+        for speed in [SERIAL, EMULATED] {
+            let (p99, loud) = ratios_beside(speed, 2, &quiet, &on_both(shape), &idle);
+            assert!(p99 <= 300, "{p99} %");
+            assert!(loud >= 15, "{loud} %");
+        }
+    }
+}
+
+#[test]
+fn a_loud_guest_that_has_another_queue_pair_to_itself() {
+    for shape in SHAPES {
+        for speed in [SERIAL, EMULATED] {
+            let (p99, loud) = ratios_beside(speed, 2, &[QUIET], &on_both(shape), &[]);
+            assert!(p99 <= 300, "{p99} %");
+            assert!(loud >= 15, "{loud} %");
+        }
+    }
+}
+
+#[test]
+fn a_quiet_guest_that_finds_more_in_the_drive_than_it_does_in_seconds() {
+    let slow = Speed {
+        channels: 1,
+        command: MILLISECOND,
+        page: MILLISECOND,
+        jitter: 0,
+        hiccup: 0,
+    };
+    let late = Load {
+        from: SECOND / 10,
+        ..QUIET
+    };
+    let mut loads = vec![late];
+    loads.extend(on_both(SHAPES[0]));
+    // 64 commands of 33 ms are in front of its first one. Then 3 ms for 8 KiB are in front of each.
+    let seen = simulate(slow, 2, &loads, 6 * SECOND);
+    println!("{seen:?}");
+    assert!(seen[0].commands >= 500, "{}", seen[0].commands);
+}
+
+#[test]
+fn a_loud_guest_has_the_drive_back_when_the_quiet_one_is_gone() {
+    let quiet = Load {
+        until: SECOND,
+        ..QUIET
+    };
+    for shape in SHAPES {
+        // A second after its last command, the quiet guest counts as gone.
+        let of_last_second = |loads: &[Load]| {
+            let until = |time| simulate(EMULATED, 2, loads, time)[0].commands;
+            until(3 * SECOND) - until(2 * SECOND)
+        };
+        let alone = of_last_second(&on_both(shape));
+        let mut loads = on_both(shape).to_vec();
+        loads.push(quiet);
+        let after = of_last_second(&loads);
+        println!("{after} of {alone} commands");
+        assert!(after >= alone * 98 / 100, "{after} of {alone}");
+    }
+}

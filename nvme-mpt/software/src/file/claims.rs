@@ -11,7 +11,7 @@
 
 use std::sync::{Arc, PoisonError};
 
-use crate::sync::{AtomicUsize, Mutex, MutexGuard, Ordering, fence};
+use crate::sync::{AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering, fence};
 
 /// A change of bytes of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,9 +40,14 @@ pub(super) enum Claim {
     Listed(u64),
 }
 
-/// The fast lane of one queue: how many of its changes are on it.
+/// The fast lane of one queue.
 #[derive(Debug)]
-pub(super) struct Lane(AtomicUsize);
+pub(super) struct Lane {
+    /// Number of its changes that are on it.
+    changes: AtomicUsize,
+    /// True if the queue made transfers since [`Claims::take_transfers`].
+    transfers: AtomicBool,
+}
 
 #[derive(Debug)]
 struct Entry {
@@ -79,7 +84,10 @@ impl Default for Claims {
 impl Claims {
     /// Adds a lane, for one queue.
     pub(super) fn open_lane(&self) -> Arc<Lane> {
-        let lane = Arc::new(Lane(AtomicUsize::new(0)));
+        let lane = Arc::new(Lane {
+            changes: AtomicUsize::new(0),
+            transfers: AtomicBool::new(false),
+        });
         self.list().lanes.push(lane.clone());
         lane
     }
@@ -152,6 +160,15 @@ impl Claims {
         }
     }
 
+    /// Returns whether a queue of the file made transfers since the last call.
+    pub(super) fn take_transfers(&self) -> bool {
+        let mut any = false;
+        for lane in &self.list().lanes {
+            any |= lane.transfers.swap(false, Ordering::Relaxed);
+        }
+        any
+    }
+
     fn list(&self) -> MutexGuard<'_, List> {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -182,12 +199,18 @@ impl Lane {
     /// Adds to the number, modulo 2^64; only the lane's own queue does.
     #[inline]
     fn add(&self, by: usize) {
-        let changes = self.0.load(Ordering::Relaxed).wrapping_add(by);
-        self.0.store(changes, Ordering::Release);
+        let changes = self.changes.load(Ordering::Relaxed).wrapping_add(by);
+        self.changes.store(changes, Ordering::Release);
     }
 
     fn is_empty(&self) -> bool {
-        self.0.load(Ordering::Acquire) == 0
+        self.changes.load(Ordering::Acquire) == 0
+    }
+
+    /// Notes a transfer. The queues' notes lie apart, so that they do not contend.
+    #[inline]
+    pub(super) fn note_transfer(&self) {
+        self.transfers.store(true, Ordering::Relaxed);
     }
 }
 

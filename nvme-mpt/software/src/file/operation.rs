@@ -78,8 +78,6 @@ pub(super) struct Zeroing {
     pub(super) has_turn: bool,
     /// Start of the slice that is under way.
     pub(super) began: Ticks,
-    /// Moment before which no further slice begins.
-    pub(super) pause: Ticks,
 }
 
 /// A command in progress.

@@ -273,7 +273,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         self.write(slot, plan, Next::Zero, memory).map(Some)
     }
 
-    /// Takes the file's turn for a slice, if it is free and the command's pause is over.
+    /// Takes the file's turn for a slice. Returns `false` if the command has to wait for it.
     fn take_turn(&mut self, slot: CommandId) -> bool {
         let now = self.now();
         let Self {
@@ -284,10 +284,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         } = self;
         let operation = &mut operations[usize::from(slot.0)];
         let zeroing = &mut operation.zeroing;
-        if now < zeroing.pause {
-            return false;
-        }
-        let Some(most) = file.turns.take() else {
+        let Some(most) = file.turns.take(now) else {
             return false;
         };
         zeroing.has_turn = true;
@@ -330,7 +327,9 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         let zeroing = &mut operation.zeroing;
         // A queue that failed meanwhile has given the turn back, and another command may have it.
         if std::mem::take(&mut zeroing.has_turn) {
-            zeroing.pause = file.turns.done(zeroing.slice, zeroing.began, now);
+            let transfers = file.claims.take_transfers();
+            file.turns
+                .done(zeroing.slice, zeroing.began, now, transfers);
         }
         operation.next = Next::Zero;
         match result {
@@ -395,11 +394,15 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             lease,
             ring,
             looks,
+            lane,
             ..
         } = self;
         let operation = &mut operations[usize::from(slot.0)];
         if !file.watched.has(operation.reach()) {
             return Err(failure(libc::EIO, operation.next));
+        }
+        if operation.next != Next::Slice {
+            lane.note_transfer();
         }
         let offset = operation.offset;
         let sync = lease.sync_fd();

@@ -121,7 +121,7 @@ impl SoftwareController {
             self.limits.volatile_write_cache = true;
             // Each page is looked up, which other queues of the poller wait for.
             self.limits.dsm_range_bytes_max = self.limits.dsm_range_bytes_max.min(64 << 20);
-            self.limits.dsm_ranges_max = 16;
+            self.limits.dsm_ranges_max = self.limits.dsm_ranges_max.min(16);
         }
         let Some(model) = Model::new(profile, blocks, lba_shift) else {
             return self;

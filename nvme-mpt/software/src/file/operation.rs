@@ -104,6 +104,8 @@ pub(super) struct Operation {
     pub(super) bounce: Option<Bounce>,
     pub(super) claim: Claim,
     pub(super) zeroing: Zeroing,
+    /// Moment after which it waits for no further turn, see [`slices`](super::slices).
+    pub(super) last_turn: Ticks,
     /// Ranges that were dealt with, and bytes of theirs.
     pub(super) ranges: usize,
     pub(super) bytes: usize,

@@ -33,6 +33,10 @@ use nvme_mpt::spec::status::Status;
 /// kernel did not take.
 const RETRY: Duration = Duration::from_micros(250);
 
+/// Time for which a command waits for turns: a third of the time that drivers wait for a command. Any number of
+/// commands may share the turns of a fragmented file, so short commands alone do not bound it.
+const TURNS: Duration = Duration::from_secs(10);
+
 /// Time that the end of a queue waits for what the kernel still has.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -67,6 +71,7 @@ pub struct FileQueue<R: Ring = Uring, C: Clock = HostClock> {
     pub(super) looks: Looks,
     passes: u32,
     retry_ticks: u64,
+    turns_ticks: u64,
     /// Moment to look after commands that are blocked and requests that the kernel did not take.
     retry_at: Ticks,
     /// True if the kernel keeps a request for good.
@@ -121,6 +126,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             looks: Looks::new(),
             passes: 0,
             retry_ticks: ticks_in(RETRY),
+            turns_ticks: ticks_in(TURNS),
             retry_at: Ticks(0),
             failed: false,
             cut_short: false,
@@ -211,10 +217,11 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                 error!("No memory for a command that needs some of its own: {error}");
                 Status::INTERNAL_ERROR
             })?;
-            let Some(bounce) = bounce else {
+            // Advice waits for no memory: its time counts from now on.
+            if bounce.is_none() && opcode != NvmOpcode::DATASET_MANAGEMENT {
                 return Ok(Step::Wait);
-            };
-            operation.bounce = Some(bounce);
+            }
+            operation.bounce = bounce;
         }
         self.begin(slot, opcode, plan, memory)
     }
@@ -226,10 +233,17 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         plan: Plan,
         memory: HostMemory<'_>,
     ) -> Result<Step, Status> {
+        let last_turn = match opcode {
+            NvmOpcode::WRITE_ZEROES | NvmOpcode::DATASET_MANAGEMENT => {
+                Ticks(self.now().0 + self.turns_ticks)
+            }
+            _ => Ticks(0),
+        };
         let Self {
             operations, file, ..
         } = self;
         let operation = &mut operations[usize::from(slot.0)];
+        operation.last_turn = last_turn;
         let sqe = &operation.sqe;
         let uncorrectable = &file.uncorrectable;
         let shift = file.lba_shift;

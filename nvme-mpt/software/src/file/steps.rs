@@ -234,12 +234,14 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         Ok(())
     }
 
-    /// Zeroes the next part of a range: whole blocks by the file system where it can, parts of blocks by hand.
+    /// Zeroes the next part of a range: whole blocks by the file system where it can, parts of blocks by hand. A
+    /// Deallocate that found no memory for parts of blocks leaves them as they are.
     fn zero(&mut self, slot: CommandId, memory: HostMemory<'_>) -> Result<Option<Step>, Status> {
         let Self {
             operations, file, ..
         } = self;
         let operation = &mut operations[usize::from(slot.0)];
+        let leaves_parts = operation.is_advice() && operation.bounce.is_none();
         let zeroing = &mut operation.zeroing;
         let (at, end) = (zeroing.at, zeroing.end);
         if at >= end {
@@ -261,6 +263,10 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             operation.next = Next::Turn;
             return Ok(None);
         };
+        if leaves_parts {
+            zeroing.at += by_hand;
+            return Ok(None);
+        }
         let bytes = zeroes::bytes(by_hand as usize).ok_or_else(|| {
             error!("No memory for zeroes to write");
             Status::INTERNAL_ERROR
@@ -283,6 +289,16 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             ..
         } = self;
         let operation = &mut operations[usize::from(slot.0)];
+        if now > operation.last_turn {
+            // What is advice ends here. Zeroes that must be there are written without a turn.
+            if operation.is_advice() {
+                operation.next = Next::Done;
+            } else {
+                operation.zeroing.means = Means::Hand;
+                operation.next = Next::Zero;
+            }
+            return true;
+        }
         let zeroing = &mut operation.zeroing;
         let Some(most) = file.turns.take(now) else {
             return false;

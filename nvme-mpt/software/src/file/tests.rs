@@ -21,7 +21,7 @@ use std::time::Duration;
 use tempfile::NamedTempFile;
 use zerocopy::IntoBytes;
 
-use super::bounces::Bounces;
+use super::bounces::{Bounces, Need};
 use super::claims::Change;
 use super::deadline::{LOST, OVERDUE};
 use super::queue::FileQueue;

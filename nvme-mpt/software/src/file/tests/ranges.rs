@@ -1,6 +1,8 @@
 //! Deallocate and Write Zeroes: refusals, slices, memory.
 
 use super::*;
+use crate::host::HostController;
+use crate::host::software::SoftwareController;
 
 #[test]
 fn deallocation_that_the_file_system_refuses_is_no_error() {
@@ -97,4 +99,87 @@ fn write_zeroes_by_hand_takes_no_memory() {
             return;
         }
     }
+}
+
+/// 256 MiB in extents of one block took 48 s at most, and drivers wait 30 s.
+#[test]
+fn one_command_deallocates_as_much_as_a_driver_waits_for() {
+    let file = NamedTempFile::new().expect("a file");
+    file.as_file().set_len(BYTES).expect("room");
+    let drive = SoftwareController::file(file.path(), 9).expect("a file");
+    let limits = drive.limits();
+    let most = limits.dsm_range_bytes_max * u64::from(limits.dsm_ranges_max);
+    assert!(most * 48 / (256 << 20) < 30, "{most}");
+}
+
+/// Ends the request that the kernel has after so long.
+fn end_after(ring: &FakeRing, clock: &TestClock, time: Duration) -> Given {
+    clock.0.set(clock.now() + ticks_in(time));
+    ring.succeed()
+}
+
+#[test]
+fn a_deallocate_ends_in_time_however_slow_the_file_system_is() {
+    let (mut drive, ring, clock) = Drive::fake();
+    if !drive.store.punches_holes() {
+        eprintln!("not tested: the file system has no holes");
+        return;
+    }
+    clock.0.set(1 << 40);
+    let commands = [0, 1, 2].map(|slot| drive.deallocate(slot, 0, 1 << 20));
+    let began = clock.now();
+    drive.ring(&commands);
+    let (mut done, mut slices) = (Vec::new(), 0);
+    while done.len() < 3 {
+        if ring.has().is_empty() {
+            let due = drive.queue.next_due().expect("it goes on");
+            clock.0.set(clock.now().max(due.0));
+        } else {
+            end_after(&ring, &clock, Duration::from_secs(1));
+            slices += 1;
+        }
+        done.extend(drive.reap());
+    }
+    assert!(done.iter().all(|(_, status)| *status == Status::SUCCESS));
+    assert!(slices >= 5, "{slices}");
+    let took = clock.now() - began;
+    assert!(took < ticks_in(Duration::from_secs(15)), "{took} ticks");
+    assert_eq!(ring.has(), []);
+}
+
+#[test]
+fn zeroes_that_wait_too_long_for_a_turn_are_written() {
+    let (mut drive, ring, clock) = Drive::fake();
+    clock.0.set(1 << 40);
+    let turn = drive.store.shared.turns.take(Ticks(clock.now()));
+    assert!(turn.is_some());
+    drive.ring(&[drive.transfer(NvmOpcode::WRITE_ZEROES, 0, 0, 64, 0)]);
+    assert_eq!(ring.has(), []);
+    clock.0.set(clock.now() + ticks_in(Duration::from_secs(11)));
+    assert!(drive.reap().is_empty());
+    let given = ring.succeed();
+    assert_eq!((given.what, given.len), (What::Write, 32_768));
+    assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
+}
+
+#[test]
+fn a_deallocate_waits_for_no_memory() {
+    let (mut drive, ring, _) = Drive::fake();
+    if !drive.store.punches_holes() {
+        eprintln!("not tested: the file system has no holes");
+        return;
+    }
+    let mut taken = Vec::new();
+    while let Ok(Some(bounce)) = drive.queue.bounces.take(Need::Small) {
+        taken.push(bounce);
+    }
+    // Parts of blocks at both ends stay as they are.
+    let command = drive.deallocate(0, 1, 30);
+    drive.ring(&[command]);
+    let given = ring.succeed();
+    assert_eq!(
+        (given.what, given.offset, given.len),
+        (What::Punch, 4096, 8192)
+    );
+    assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
 }

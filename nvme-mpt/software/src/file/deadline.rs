@@ -1,5 +1,6 @@
 //! Requests that the kernel keeps for too long: each is reported, cancelled, and repeated in another way; if that does
-//! not help, the queue fails.
+//! not help, the queue fails. A request that the kernel gives back undone, interrupted or for want of resources, is
+//! made again until it is as old. Then its command fails.
 //!
 //! A queue looks at its requests a few times a second and counts its looks. A request remembers the count at which it
 //! was made, so its age costs nothing per command, and a host that was suspended makes no request old.

@@ -111,7 +111,8 @@ pub(super) struct Operation {
     pub(super) bytes: usize,
     /// True if the kernel has a request of it.
     pub(super) requested: bool,
-    /// The queue's count of looks when that request was made.
+    /// The queue's count of looks when that request was made; the first one's, if the kernel did not carry it out and
+    /// it was made again.
     pub(super) since: u32,
     /// True if that request is overdue and its cancellation was requested.
     pub(super) overdue: bool,
@@ -285,7 +286,7 @@ pub(super) fn failure(errno: i32, step: Next) -> Status {
         // A hole could not be filled.
         libc::ENOSPC | libc::EDQUOT => Status::CAPACITY_EXCEEDED,
         libc::EFAULT => Status::DATA_TRANSFER_ERROR,
-        libc::ENOMEM | libc::EAGAIN | libc::ECANCELED => Status::INTERNAL_ERROR,
+        libc::ENOMEM | libc::EAGAIN | libc::EINTR | libc::ECANCELED => Status::INTERNAL_ERROR,
         // Of a Copy, too, as long as it reads; and of a write that keeps a part of a block.
         _ if step == Next::Read => Status::UNRECOVERED_READ_ERROR,
         _ => Status::WRITE_FAULT,

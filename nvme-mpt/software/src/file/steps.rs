@@ -6,6 +6,7 @@ use std::io;
 use log::{error, info};
 
 use super::claims::{Change, Claim};
+use super::deadline::OVERDUE;
 use super::lease;
 use super::operation::{Means, Next, Operation, failure, leaves_as_it_was};
 use super::queue::{FileQueue, Step};
@@ -516,8 +517,12 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         match (operation.next, result) {
             (Next::Slice, result) => self.slice_ended(slot, result)?,
             // The kernel could not start it, was interrupted, or cancelled it for want of a thread.
-            (next, Err(libc::EAGAIN | libc::EINTR | libc::ECANCELED)) => {
+            (next, Err(errno @ (libc::EAGAIN | libc::EINTR | libc::ECANCELED))) => {
                 let since = operation.since;
+                let age = self.looks.count.wrapping_sub(since);
+                if age >= OVERDUE && !was_overdue {
+                    return Err(failure(errno, next));
+                }
                 // A sync that was interrupted may have taken the only report of an error of its description.
                 let fua = next == Next::Write && ReadWrite::from(&operation.sqe).fua;
                 if fua || matches!(next, Next::Sync | Next::SyncCompanion) {

@@ -144,3 +144,38 @@ fn a_slice_that_ends_after_its_queue_failed_gives_no_turn_back() {
         "another command has it"
     );
 }
+
+#[test]
+fn a_request_that_is_interrupted_for_ever_is_an_error() {
+    for errno in [libc::EAGAIN, libc::EINTR] {
+        for opcode in [
+            NvmOpcode::READ,
+            NvmOpcode::WRITE,
+            NvmOpcode::FLUSH,
+            NvmOpcode::WRITE_ZEROES,
+        ] {
+            let (mut drive, ring, clock) = Drive::fake();
+            clock.0.set(1 << 40);
+            let began = clock.now();
+            drive.ring(&[drive.transfer(opcode, 0, 0, 8, 0)]);
+            let mut done = Vec::new();
+            while done.is_empty() {
+                for given in ring.has() {
+                    ring.0.borrow_mut().end(given, Err(errno));
+                }
+                clock
+                    .0
+                    .set(clock.now() + ticks_in(Duration::from_millis(100)));
+                let took = clock.now() - began;
+                assert!(took < ticks_in(Duration::from_secs(25)), "{opcode:?}");
+                // It reads the clock in one of many passes.
+                for _ in 0..64 {
+                    done.extend(drive.reap());
+                }
+            }
+            assert_eq!(done, [(0, Status::INTERNAL_ERROR)], "{opcode:?} {errno}");
+            assert!(!drive.queue.has_failed(), "{opcode:?}");
+            assert_eq!(ring.has(), []);
+        }
+    }
+}

@@ -16,7 +16,7 @@ use self::departures::HeldDepartures;
 use self::posting::{Posting, fail_command};
 pub(crate) use self::rings::{CompletionQueue, SubmissionQueue};
 use super::lists::ListMemory;
-use super::slot::{Slot, Slots};
+use super::slot::{Slot, Slots, Taken};
 use super::translate::Translator;
 use super::{CommandSet, LeasedBlocks};
 use crate::address::Gpa;
@@ -358,24 +358,25 @@ impl ShadowCore {
         let mut bytes = 0;
         for _ in 0..count {
             // A slot is free for each of them, by the count above.
-            let Some((number, slot)) = slots.next() else {
+            let Some(mut permit) = slots.reserve() else {
                 break;
             };
+            let (number, host) = permit.host();
             let guest = sq.ring.read(sq.head);
             sq.ring.prefetch(sq.head + PREFETCH);
             sq.head = sq.after(sq.head);
             cq.room -= 1;
-            match H::Commands::translate(translator, &guest, number, &mut slot.host) {
+            match H::Commands::translate(translator, &guest, number, host) {
                 Ok(transfer) => {
-                    slot.cid = guest.cid();
-                    slot.sq = index as u16;
-                    slot.opcode = NvmOpcode(guest.opcode());
-                    slot.busy = true;
-                    slot.bytes = transfer;
-                    slot.slba = H::Commands::named_lba(&guest);
-                    slot.taken = taken;
-                    batch.submit(&slot.host);
-                    slots.occupy();
+                    let command = Taken {
+                        cid: guest.cid(),
+                        sq: index as u16,
+                        opcode: NvmOpcode(guest.opcode()),
+                        bytes: transfer,
+                        slba: H::Commands::named_lba(&guest),
+                        taken,
+                    };
+                    batch.submit(permit.occupy(command));
                     bytes += u64::from(transfer);
                     if bytes >= BATCH_BYTES {
                         break;

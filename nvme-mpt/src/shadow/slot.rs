@@ -15,7 +15,8 @@ pub(crate) struct Slot {
     pub(crate) sq: u16,
     /// As the NVM Command Set names it: Store and Retrieve of a key value namespace are its Write and Read.
     pub(crate) opcode: NvmOpcode,
-    pub(crate) busy: bool,
+    /// True from [`Permit::occupy`] to [`Slots::release`].
+    busy: bool,
     /// True if some of the memory that its data lies in was unmapped since.
     pub(crate) stale: bool,
     /// Bytes of data in the VM's memory. Ranges to deallocate or copy are none: the host has a copy of them.
@@ -33,6 +34,59 @@ impl Slot {
     /// Returns the place of the command's data for the host controller.
     pub(crate) fn data(&self) -> DataPointer {
         DataPointer::of(&self.host)
+    }
+}
+
+/// Permission to put one command in flight. The slot is free, and stays so if the permit is dropped.
+#[must_use]
+#[derive(Debug)]
+pub(crate) struct Permit<'a> {
+    number: u16,
+    slot: &'a mut Slot,
+    free: &'a mut Vec<u16>,
+}
+
+/// Facts of a command that is put in flight, as in [`Slot`].
+#[derive(Debug)]
+pub(crate) struct Taken {
+    pub(crate) cid: CommandId,
+    pub(crate) sq: u16,
+    pub(crate) opcode: NvmOpcode,
+    pub(crate) bytes: u32,
+    pub(crate) slba: u64,
+    pub(crate) taken: Ticks,
+}
+
+impl<'a> Permit<'a> {
+    /// Returns the slot's number, and the place for the command that the host controller is given.
+    #[inline]
+    pub(crate) fn host(&mut self) -> (u16, &mut Sqe) {
+        (self.number, &mut self.slot.host)
+    }
+
+    /// Puts the command in flight. Returns what the host controller is given.
+    #[inline]
+    pub(crate) fn occupy(self, command: Taken) -> &'a Sqe {
+        let Self { slot, free, .. } = self;
+        let Taken {
+            cid,
+            sq,
+            opcode,
+            bytes,
+            slba,
+            taken,
+        } = command;
+        slot.cid = cid;
+        slot.sq = sq;
+        slot.opcode = opcode;
+        slot.busy = true;
+        slot.bytes = bytes;
+        slot.slba = slba;
+        slot.taken = taken;
+        // The permit was made of the last number.
+        let left = free.len().saturating_sub(1);
+        free.truncate(left);
+        &slot.host
     }
 }
 
@@ -68,18 +122,15 @@ impl Slots {
         self.slots.len() - self.free.len()
     }
 
-    /// The slot that [`Self::occupy`] takes next, and its index. The caller fills it in before.
+    /// Reserves a slot, if one is free.
     #[inline]
-    pub(crate) fn next(&mut self) -> Option<(u16, &mut Slot)> {
-        let index = *self.free.last()?;
-        Some((index, self.slots.get_mut(usize::from(index))?))
-    }
-
-    /// Takes the slot that [`Self::next`] returned, after the caller put a command into it and set `busy`.
-    #[inline]
-    pub(crate) fn occupy(&mut self) {
-        let left = self.free.len().saturating_sub(1);
-        self.free.truncate(left);
+    pub(crate) fn reserve(&mut self) -> Option<Permit<'_>> {
+        let number = *self.free.last()?;
+        Some(Permit {
+            number,
+            slot: self.slots.get_mut(usize::from(number))?,
+            free: &mut self.free,
+        })
     }
 
     /// Gives a slot back; `None` for a number that no command in flight has.
@@ -106,20 +157,26 @@ impl Slots {
 mod tests {
     use super::*;
 
-    fn occupy(slots: &mut Slots, cid: CommandId) {
-        let (_, slot) = slots.next().expect("a free slot");
-        (slot.cid, slot.busy) = (cid, true);
-        slots.occupy();
+    fn occupy(slots: &mut Slots, cid: CommandId) -> u16 {
+        let mut permit = slots.reserve().expect("a free slot");
+        let (number, _) = permit.host();
+        permit.occupy(Taken {
+            cid,
+            sq: 0,
+            opcode: NvmOpcode::READ,
+            bytes: 0,
+            slba: 0,
+            taken: Ticks(0),
+        });
+        number
     }
 
     #[test]
     fn slots_come_back_once() {
         let mut slots = Slots::new(3);
-        assert_eq!(slots.next().map(|(index, _)| index), Some(0));
-        occupy(&mut slots, CommandId(7));
-        assert_eq!(slots.next().map(|(index, _)| index), Some(1));
+        assert_eq!(occupy(&mut slots, CommandId(7)), 0);
         assert_eq!(slots.in_flight(), 1);
-        occupy(&mut slots, CommandId(8));
+        assert_eq!(occupy(&mut slots, CommandId(8)), 1);
         let in_flight = slots
             .in_flight_mut()
             .map(|(number, slot)| (number, slot.cid.0));
@@ -129,5 +186,15 @@ mod tests {
         assert!(slots.release(99).is_none());
         assert_eq!(slots.release(0).map(|slot| slot.cid), Some(CommandId(7)));
         assert_eq!((slots.in_flight(), slots.free()), (0, 3));
+    }
+
+    #[test]
+    fn a_permit_that_is_dropped_takes_no_slot() {
+        let mut slots = Slots::new(1);
+        drop(slots.reserve().expect("a free slot"));
+        assert_eq!((slots.in_flight(), slots.free()), (0, 1));
+        assert!(slots.release(0).is_none());
+        occupy(&mut slots, CommandId(7));
+        assert!(slots.reserve().is_none());
     }
 }

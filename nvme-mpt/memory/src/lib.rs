@@ -8,8 +8,8 @@
 //!   and words of a mapping.
 //! - [`SubmissionRing`] and [`CompletionRing`] are a guest's queues; [`HostSubmissionRing`] and
 //!   [`HostCompletionRing`] are a drive's.
-//! - [`clock`] reads the time stamp counter. [`system`] and [`file_system`] make the system calls
-//!   that std has no safe interface for.
+//! - [`clock`] reads the time stamp counter. [`system`], [`file_system`] and [`device_mapper`] make the
+//!   system calls that std has no safe interface for.
 //!
 //! No Rust reference to shared memory leaves the crate. The crate copies bytes in and out, and reads
 //! and writes words by volatile or atomic access. A word may change between two reads, so callers
@@ -48,6 +48,7 @@
 mod bytes;
 mod cell;
 pub mod clock;
+pub mod device_mapper;
 pub mod file_system;
 mod host_ring;
 mod mapping;

@@ -84,6 +84,7 @@ fn place(drive: &str, range: ByteRange) -> String {
                 base,
                 start,
                 length: part,
+                ..
             },
         ] if *part == length => format!("{start}+{length}\n{base}"),
         _ => format!("{start}+{length}\n{drive}"),

@@ -360,7 +360,7 @@ fn admit(
         let taken = (record.drive.as_str(), record.range);
         let wanted = (request.drive, request.range);
         let overlaps = record.nsid == request.nsid.0 && extent::overlap(taken, wanted);
-        let same_bytes = extent::places(taken.0, taken.1) == extent::places(wanted.0, wanted.1);
+        let same_bytes = extent::same_bytes(taken, wanted);
         let same_id = record.id == request.id;
         if !overlaps && !same_id {
             continue;

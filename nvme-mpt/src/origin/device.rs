@@ -4,6 +4,8 @@ use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
+use nvme_mpt_memory::device_mapper::Target;
+
 use super::extent::{self, Extent};
 use super::system::{DeviceNumber, System};
 use super::{BackingFile, file_extent};
@@ -19,8 +21,6 @@ const SECTOR: u64 = 512;
 pub(super) struct Device {
     /// Its bytes, in order.
     pub(super) extents: Vec<Extent>,
-    /// Extents below it, where the place of each byte is not known.
-    pub(super) below: Vec<Extent>,
     /// The files that loop devices make it of.
     pub(super) files: Vec<BackingFile>,
 }
@@ -39,15 +39,48 @@ impl Device {
 
     /// A part of it.
     fn part(self, offset: u64, length: u64) -> Self {
-        let files = self.files.into_iter().map(|file| BackingFile {
-            offset: file.offset + offset,
-            ..file
+        let end = offset.saturating_add(length);
+        let files = self.files.into_iter().filter_map(|file| {
+            let start = file.at.max(offset);
+            let length = file
+                .at
+                .saturating_add(file.length)
+                .min(end)
+                .checked_sub(start)?;
+            (length > 0).then(|| BackingFile {
+                offset: file.offset + (start - file.at),
+                at: start - offset,
+                length,
+                ..file
+            })
         });
         Self {
-            extents: extent::part(&self.extents, offset, length),
-            below: self.below,
             files: files.collect(),
+            extents: extent::part(&self.extents, offset, length),
         }
+    }
+
+    /// Adds another one behind it.
+    fn append(&mut self, other: Self, at: u64) {
+        for extent in other.extents {
+            match self.extents.last_mut() {
+                Some(last) if last.is_followed_by(&extent) => last.length += extent.length,
+                _ => self.extents.push(extent),
+            }
+        }
+        let files = other.files.into_iter();
+        self.files.extend(files.map(|file| BackingFile {
+            at: file.at + at,
+            ..file
+        }));
+    }
+
+    /// Returns its extents, and what is below each of them.
+    fn flat(self) -> impl Iterator<Item = Extent> {
+        self.extents.into_iter().flat_map(|mut extent| {
+            let below = std::mem::take(&mut extent.below);
+            std::iter::once(extent).chain(below)
+        })
     }
 }
 
@@ -74,16 +107,111 @@ fn resolve(system: &System, device: DeviceNumber, depth: u32) -> Device {
             return part;
         }
     }
-    let below = system.slaves(device).into_iter().map(next);
-    let below = below.flat_map(|device| device.extents.into_iter().chain(device.below));
-    Device {
-        below: below.collect(),
-        ..Device::of(Extent {
-            base: name(system, device),
-            start: 0,
-            length,
-        })
+    if system.attribute(device, "dm/name").is_some()
+        && let Some(table) = system.table(device)
+        && let Some(mapped) = resolve_table(system, device, &table, &next)
+    {
+        return mapped;
     }
+    Device::of(Extent {
+        base: name(system, device),
+        start: 0,
+        length,
+        below: gather(system.slaves(device), &next),
+    })
+}
+
+/// A device-mapper device: the devices of its `linear` targets, byte by byte. Other targets are bytes of its own, over
+/// all that they are made of.
+fn resolve_table(
+    system: &System,
+    device: DeviceNumber,
+    table: &[Target],
+    next: &impl Fn(DeviceNumber) -> Device,
+) -> Option<Device> {
+    let mut mapped = Device::default();
+    let mut end = 0;
+    for target in table {
+        let (start, length) = (
+            target.start.checked_mul(SECTOR)?,
+            target.sectors.checked_mul(SECTOR)?,
+        );
+        if start != end {
+            return None;
+        }
+        end = start.checked_add(length)?;
+        let linear = (target.kind == "linear")
+            .then(|| resolve_linear(&target.parameters, length, next))
+            .flatten();
+        let part = linear.unwrap_or_else(|| {
+            let (base, start) = match thin(system, target) {
+                // All devices of one number in the pool are the same bytes.
+                Some(base) => (base, 0),
+                None => (name(system, device), start),
+            };
+            Device::of(Extent {
+                base,
+                start,
+                length,
+                below: below(system, device, target, next),
+            })
+        });
+        mapped.append(part, start);
+    }
+    (end > 0).then_some(mapped)
+}
+
+/// The part of a device that a `linear` target has: the device, and its first sector.
+fn resolve_linear(
+    parameters: &str,
+    length: u64,
+    next: &impl Fn(DeviceNumber) -> Device,
+) -> Option<Device> {
+    let (device, start) = parameters.trim().split_once(' ')?;
+    let start: u64 = start.parse().ok()?;
+    let part = next(DeviceNumber::parse(device)?).part(start.checked_mul(SECTOR)?, length);
+    let whole = part.extents.iter().map(|extent| extent.length).sum::<u64>();
+    (whole == length).then_some(part)
+}
+
+/// The name of a `thin` target: its pool and its number there.
+fn thin(system: &System, target: &Target) -> Option<String> {
+    let mut words = target.parameters.split_whitespace();
+    let pool = DeviceNumber::parse(words.next()?)?;
+    let number = words.next()?;
+    (target.kind == "thin").then(|| extent::part_of(&name(system, pool), number))
+}
+
+/// Returns what the bytes of a target are made of, as far as they change with it.
+fn below(
+    system: &System,
+    device: DeviceNumber,
+    target: &Target,
+    next: &impl Fn(DeviceNumber) -> Device,
+) -> Vec<Extent> {
+    let mut words = target.parameters.split_whitespace();
+    let devices = match target.kind.as_str() {
+        "error" | "zero" => Vec::new(),
+        // The origin does not change with its snapshot, nor the snapshot with its origin.
+        "snapshot" => words
+            .nth(1)
+            .and_then(DeviceNumber::parse)
+            .into_iter()
+            .collect(),
+        _ => system.slaves(device),
+    };
+    gather(devices, next)
+}
+
+/// Returns all that devices are made of, each extent once.
+fn gather(devices: Vec<DeviceNumber>, next: &impl Fn(DeviceNumber) -> Device) -> Vec<Extent> {
+    let mut all = Vec::new();
+    for extent in devices.into_iter().flat_map(|device| next(device).flat()) {
+        if !all.contains(&extent) {
+            all.push(extent);
+        }
+    }
+    all
 }
 
 /// The file below a loop device. The kernel shows its present path, or that it has none.
@@ -106,6 +234,8 @@ fn resolve_loop(
             path: path.to_owned(),
             place: (metadata.dev(), metadata.ino()),
             offset: 0,
+            at: 0,
+            length: u64::MAX,
         }],
         ..Device::of(whole)
     })

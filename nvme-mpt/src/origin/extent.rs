@@ -5,7 +5,7 @@ use std::fmt::Write;
 use crate::lease::ByteRange;
 
 /// A part of something that holds bytes.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Extent {
     /// The name of what holds them, without spaces.
     pub(crate) base: String,
@@ -13,13 +13,43 @@ pub(crate) struct Extent {
     pub(crate) start: u64,
     /// Number of bytes.
     pub(crate) length: u64,
+    /// What the base is made of, where the place of each byte is not known.
+    pub(crate) below: Vec<Extent>,
 }
 
 impl Extent {
-    /// Returns whether they have a byte in common.
+    /// Returns whether they may have a byte in common.
+    ///
+    /// Bytes of one base have their places in it. Of two bases, all that is below them counts.
     pub(crate) fn overlaps(&self, other: &Self) -> bool {
+        if self.base == other.base {
+            return self.shares_place(other);
+        }
+        if let (Some((ours, _)), Some((others, _))) =
+            (self.base.split_once(PART), other.base.split_once(PART))
+            && ours == others
+        {
+            return false;
+        }
+        let others = || std::iter::once(other).chain(&other.below);
+        let mut ours = std::iter::once(self).chain(&self.below);
+        ours.any(|ours| others().any(|other| ours.shares_place(other)))
+    }
+
+    fn shares_place(&self, other: &Self) -> bool {
         let end = |extent: &Self| extent.start.saturating_add(extent.length);
         self.base == other.base && self.start < end(other) && other.start < end(self)
+    }
+
+    /// Returns whether `other` continues it.
+    pub(super) fn is_followed_by(&self, other: &Self) -> bool {
+        let end = self.start.checked_add(self.length);
+        self.base == other.base && end == Some(other.start) && self.below == other.below
+    }
+
+    /// Its place, without what is below.
+    fn place(&self) -> (&str, u64, u64) {
+        (&self.base, self.start, self.length)
     }
 }
 
@@ -27,6 +57,17 @@ impl Extent {
 const AND: &str = " and ";
 /// Separates an extent's bytes and its base.
 const OF: &str = " of ";
+/// Separates a base and each extent that is below it.
+const OVER: &str = " over ";
+/// Separates the bytes and the base of an extent that is below another.
+const BELOW_OF: char = '/';
+/// Separates what gives out room and the number of one of its parts, which have no byte in common.
+const PART: char = '#';
+
+/// Makes the name of a part that something gives room to.
+pub(super) fn part_of(base: &str, number: &str) -> String {
+    format!("{base}{PART}{number}")
+}
 
 /// Makes the name of a base, of the kind of it and a name that may have any characters.
 pub(crate) fn base(kind: &str, name: &str) -> String {
@@ -50,9 +91,9 @@ pub(crate) fn part(extents: &[Extent], offset: u64, length: u64) -> Vec<Extent> 
         let length = (extent.length - skip).min(left);
         if length > 0 {
             part.push(Extent {
-                base: extent.base.clone(),
                 start: extent.start + skip,
                 length,
+                ..extent.clone()
             });
         }
         skip = 0;
@@ -66,6 +107,7 @@ pub(crate) fn part(extents: &[Extent], offset: u64, length: u64) -> Vec<Extent> 
 pub(crate) fn join(extents: &[Extent]) -> String {
     if let [extent] = extents
         && extent.start == 0
+        && extent.below.is_empty()
     {
         return extent.base.clone();
     }
@@ -75,10 +117,20 @@ pub(crate) fn join(extents: &[Extent]) -> String {
             base,
             start,
             length,
+            below,
         } = extent;
         let and = if i > 0 { AND } else { "" };
         // Writing to a string does not fail.
         let _ = write!(text, "{and}{start}+{length}{OF}{base}");
+        for Extent {
+            base,
+            start,
+            length,
+            ..
+        } in below
+        {
+            let _ = write!(text, "{OVER}{start}+{length}{BELOW_OF}{base}");
+        }
     }
     text
 }
@@ -91,6 +143,7 @@ pub(crate) fn places(identity: &str, range: ByteRange) -> Vec<Extent> {
             base: identity.to_owned(),
             start: 0,
             length: u64::MAX,
+            below: Vec::new(),
         }]
     };
     let extents: Option<Vec<Extent>> = identity.split(AND).map(parse).collect();
@@ -102,13 +155,33 @@ pub(crate) fn places(identity: &str, range: ByteRange) -> Vec<Extent> {
 }
 
 fn parse(text: &str) -> Option<Extent> {
-    let (bytes, base) = text.split_once(OF)?;
-    let (start, length) = bytes.split_once('+')?;
-    Some(Extent {
-        base: base.to_owned(),
-        start: start.parse().ok()?,
-        length: length.parse().ok()?,
-    })
+    let (bytes, rest) = text.split_once(OF)?;
+    let mut parts = rest.split(OVER);
+    let extent = |bytes: &str, base: &str, below| {
+        let (start, length) = bytes.split_once('+')?;
+        Some(Extent {
+            base: base.to_owned(),
+            start: start.parse().ok()?,
+            length: length.parse().ok()?,
+            below,
+        })
+    };
+    let base = parts.next()?;
+    let below = parts.map(|part| {
+        let (bytes, base) = part.split_once(BELOW_OF)?;
+        extent(bytes, base, Vec::new())
+    });
+    extent(bytes, base, below.collect::<Option<_>>()?)
+}
+
+/// Returns whether two ranges of two drives are the same bytes, in the same order.
+pub(crate) fn same_bytes(
+    (one, of_one): (&str, ByteRange),
+    (other, of_other): (&str, ByteRange),
+) -> bool {
+    let (ours, others) = (places(one, of_one), places(other, of_other));
+    let ours = ours.iter().map(Extent::place);
+    ours.eq(others.iter().map(Extent::place))
 }
 
 /// Returns whether two ranges of two drives have a byte in common.
@@ -135,6 +208,7 @@ mod tests {
             base: base.to_owned(),
             start,
             length,
+            below: Vec::new(),
         }
     }
 
@@ -194,5 +268,52 @@ mod tests {
         let striped = "0+4096 of disk:b and 1048576+4096 of disk:a";
         assert!(overlaps(striped, "4K+4K", partition, "0+4K"));
         assert!(!overlaps(striped, "0+4K", partition, "0+4K"));
+    }
+
+    #[test]
+    fn what_is_below_is_part_of_an_identity() {
+        let crypt = |start, length| Extent {
+            below: vec![extent("disk:a", 4096, 8192), extent("file:7@disk:b", 0, 8)],
+            ..extent("dm:crypt", start, length)
+        };
+        let identity = join(&[crypt(0, 4096)]);
+        assert_eq!(
+            identity,
+            "0+4096 of dm:crypt over 4096+8192/disk:a over 0+8/file:7@disk:b"
+        );
+        assert_eq!(places(&identity, range("0+4K")), [crypt(0, 4096)]);
+        let two = [extent("disk:a", 0, 4096), crypt(0, 4096)];
+        assert_eq!(places(&join(&two), range("4K+4K")), [crypt(0, 4096)]);
+        assert!(same_bytes(
+            (&identity, range("0+4K")),
+            ("dm:crypt", range("0+4K"))
+        ));
+        assert!(!same_bytes(
+            (&identity, range("0+4K")),
+            ("dm:crypt", range("0+2K"))
+        ));
+    }
+
+    #[test]
+    fn what_lies_below_overlaps_wholly() {
+        let over = |base: &str, below: Extent| Extent {
+            below: vec![below],
+            ..extent(base, 0, 4096)
+        };
+        let crypt = over("dm:crypt", extent("disk:a", 4096, 8192));
+        assert!(crypt.overlaps(&extent("disk:a", 8192, 4096)));
+        assert!(extent("disk:a", 8192, 4096).overlaps(&crypt));
+        assert!(!crypt.overlaps(&extent("disk:a", 0, 4096)));
+        let behind = Extent {
+            start: 4096,
+            ..crypt.clone()
+        };
+        assert!(!crypt.overlaps(&behind), "other bytes of one base");
+        let again = over("dm:again", extent("disk:a", 4096, 8192));
+        assert!(crypt.overlaps(&again), "two mappings of the same bytes");
+        let thin = |number| over(&part_of("dm:pool", number), extent("disk:a", 4096, 8192));
+        assert!(thin("1").overlaps(&thin("1")));
+        assert!(!thin("1").overlaps(&thin("2")), "the pool keeps them apart");
+        assert!(thin("1").overlaps(&crypt));
     }
 }

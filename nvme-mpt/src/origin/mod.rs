@@ -5,6 +5,10 @@
 //! have stable names. A base is a disk, by its world-wide identifier or serial number, or a file, by its file system
 //! and inode.
 //!
+//! A device-mapper device is its table: `linear` targets are the bytes of the devices below. Other targets, such as
+//! `crypt` or `striped`, and RAID devices are bases of their own. They overlap the whole of what they are made of, but
+//! thin volumes of one pool do not overlap each other.
+//!
 //! * `system`: the kernel's view of block devices and file systems, below a folder that tests replace.
 //! * [`extent`]: extents, and the identity that they are written as.
 
@@ -42,9 +46,24 @@ pub struct BackingFile {
     place: (u64, u64),
     /// The first of its bytes that is used.
     pub offset: u64,
+    /// The byte of the drive that this is.
+    at: u64,
+    /// Number of bytes of the drive that lie in it.
+    length: u64,
 }
 
 impl BackingFile {
+    /// Returns where it has its part of a range of the drive: the first byte, and the length.
+    #[must_use]
+    pub fn part(&self, start: u64, length: u64) -> Option<(u64, u64)> {
+        let first = start.max(self.at);
+        let end = start.saturating_add(length);
+        let length = end
+            .min(self.at.saturating_add(self.length))
+            .checked_sub(first)?;
+        (length > 0).then(|| (self.offset + (first - self.at), length))
+    }
+
     /// Returns whether this is the file, and not another one that took its path.
     pub fn is(&self, file: &fs::File) -> io::Result<bool> {
         let metadata = file.metadata()?;
@@ -65,8 +84,7 @@ impl Origin {
     fn of_path(system: &System, path: &Path) -> io::Result<Self> {
         let metadata = fs::metadata(path)?;
         if metadata.file_type().is_block_device() {
-            let Device { extents, files, .. } =
-                Device::resolve(system, DeviceNumber(metadata.rdev()));
+            let Device { extents, files } = Device::resolve(system, DeviceNumber(metadata.rdev()));
             return Ok(Self { extents, files });
         }
         Ok(Self {
@@ -92,9 +110,8 @@ impl Origin {
 
     fn user_in(&self, system: &System) -> Option<String> {
         let is_ours = |device: &Device| {
-            let all = device.extents.iter().chain(&device.below);
-            all.into_iter()
-                .any(|extent| self.extents.iter().any(|ours| ours.overlaps(extent)))
+            let mut all = device.extents.iter();
+            all.any(|extent| self.extents.iter().any(|ours| ours.overlaps(extent)))
         };
         let mount = |mount: &Mount| {
             let device = Device::resolve(system, mount.block_device()?);
@@ -136,5 +153,6 @@ fn file_extent(system: &System, path: &Path, metadata: &Metadata) -> Extent {
         base: extent::base("file", &format!("{}@{file_system}", metadata.ino())),
         start: 0,
         length: metadata.len(),
+        below: Vec::new(),
     }
 }

@@ -7,6 +7,8 @@ use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
+use nvme_mpt_memory::device_mapper::{self, Target};
+
 /// Number of a device, as `stat` reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct DeviceNumber(pub(super) u64);
@@ -16,7 +18,7 @@ impl DeviceNumber {
         libc::major(self.0)
     }
 
-    fn parse(text: &str) -> Option<Self> {
+    pub(super) fn parse(text: &str) -> Option<Self> {
         let (major, minor) = text.trim().split_once(':')?;
         Some(Self(libc::makedev(
             major.parse().ok()?,
@@ -113,6 +115,24 @@ impl System {
         };
         let slaves = entries(&self.folder(device).join("slaves"));
         slaves.into_iter().filter_map(number).collect()
+    }
+
+    /// Returns the table of a device-mapper device, if this process may read it.
+    pub(super) fn table(&self, device: DeviceNumber) -> Option<Vec<Target>> {
+        #[cfg(test)]
+        if self.root != Path::new("/") {
+            let text = self.text(&format!("tables/{device}"))?;
+            return String::from_utf8_lossy(&text)
+                .lines()
+                .map(parse_target)
+                .collect();
+        }
+        let table = device_mapper::table(device.major(), libc::minor(device.0));
+        let unread = |error| {
+            // Its place is then taken to be all of the devices below.
+            log::info!("The table of the device {device} cannot be read: {error}");
+        };
+        table.map_err(unread).ok()
     }
 
     /// Returns the names of the devices that are made of a device, or of a partition of it.
@@ -229,6 +249,18 @@ fn unescape(text: &[u8]) -> PathBuf {
         }
     }
     OsString::from_vec(name).into()
+}
+
+/// A line of `dmsetup table`, by which tests give tables.
+#[cfg(test)]
+fn parse_target(line: &str) -> Option<Target> {
+    let mut words = line.splitn(4, ' ');
+    Some(Target {
+        start: words.next()?.parse().ok()?,
+        sectors: words.next()?.parse().ok()?,
+        kind: words.next()?.to_owned(),
+        parameters: words.next().unwrap_or_default().to_owned(),
+    })
 }
 
 #[cfg(test)]

@@ -69,8 +69,34 @@ impl Tree {
     }
 
     fn origin(&self, device: DeviceNumber) -> Origin {
-        let Device { extents, files, .. } = Device::resolve(&self.system, device);
+        let Device { extents, files } = Device::resolve(&self.system, device);
         Origin { extents, files }
+    }
+
+    /// A device-mapper device with this table, as `dmsetup table` prints it, and the devices that it is made of.
+    fn mapped(&self, minor: u32, uuid: &str, table: &str, slaves: &[&str]) -> DeviceNumber {
+        let sectors = table.lines().last().map_or(0, |line| {
+            let mut words = line.split(' ').map(|word| word.parse::<u64>());
+            let [Some(Ok(start)), Some(Ok(length))] = [words.next(), words.next()] else {
+                panic!("a target: {line}");
+            };
+            start + length
+        });
+        let number = format!("253:{minor}");
+        let size = sectors.to_string();
+        let attributes = [
+            ("size", size.as_str()),
+            ("dm/uuid", uuid),
+            ("dm/name", uuid),
+        ];
+        let folder = format!("virtual/dm-{minor}");
+        let device = self.device(&folder, &number, &attributes);
+        self.write(&format!("tables/{number}"), table);
+        for slave in slaves {
+            let path = format!("sys/devices/{folder}/slaves/{slave}/dev");
+            self.write(&path, slave);
+        }
+        device
     }
 
     fn identity(&self, device: DeviceNumber) -> String {
@@ -302,5 +328,131 @@ fn devices_that_are_made_of_each_other_end() {
     let tree = Tree::new();
     let device = tree.device("virtual/dm-0", "253:0", &[("size", "8"), ("dm/uuid", "a")]);
     tree.write("sys/devices/virtual/dm-0/slaves/dm-0/dev", "253:0");
-    assert_eq!(tree.identity(device), "dm:a");
+    assert_eq!(tree.identity(device), "0+4096 of dm:a over 0+4096/dm:a");
+}
+
+#[test]
+fn a_mapped_device_is_its_table() {
+    let tree = Tree::new();
+    let disk = [("size", "2097152"), ("device/wwid", "naa.1")];
+    tree.device("sda", "8:0", &disk);
+    let partition = [("size", "1048576"), ("start", "2048"), ("partition", "1")];
+    tree.device("sda/sda1", "8:1", &partition);
+    let other = [("size", "2097152"), ("device/wwid", "naa.2")];
+    tree.device("sdb", "8:16", &other);
+    let linear = tree.mapped(0, "LVM-a", "0 2048 linear 8:1 4096\n", &["8:1"]);
+    assert_eq!(tree.identity(linear), "3145728+1048576 of disk:naa.1");
+    let table = "0 8 linear 8:16 0\n8 16 linear 253:0 8\n";
+    let two = tree.mapped(1, "LVM-b", table, &["8:16", "253:0"]);
+    assert_eq!(
+        tree.identity(two),
+        "0+4096 of disk:naa.2 and 3149824+8192 of disk:naa.1"
+    );
+    // Two targets that are one part of a device.
+    let table = "0 8 linear 8:16 8\n8 16 linear 8:16 16\n";
+    let one = tree.mapped(5, "LVM-c", table, &["8:16"]);
+    assert_eq!(tree.identity(one), "4096+12288 of disk:naa.2");
+    // A part that reaches beyond the device below it, a hole, and a table that cannot be read.
+    for (minor, table) in [
+        (2, "0 8 linear 8:16 2097152\n"),
+        (3, "0 8 linear 8:16 0\n16 8 linear 8:16 8\n"),
+        (4, "unreadable"),
+    ] {
+        let number = format!("253:{minor}");
+        let attributes = [("size", "8"), ("dm/uuid", "x"), ("dm/name", "x")];
+        let folder = format!("virtual/dm-{minor}");
+        let device = tree.device(&folder, &number, &attributes);
+        tree.write(&format!("tables/{number}"), table);
+        tree.write(&format!("sys/devices/{folder}/slaves/sdb/dev"), "8:16");
+        assert_eq!(
+            tree.identity(device),
+            "0+4096 of dm:x over 0+1073741824/disk:naa.2"
+        );
+    }
+}
+
+#[test]
+fn a_mapping_that_moves_bytes_overlaps_all_that_is_below() {
+    let tree = Tree::new();
+    let size = [("size", "2097152"), ("device/wwid", "naa.1")];
+    let disk = tree.device("sda", "8:0", &size);
+    let half = tree.mapped(0, "half", "0 1048576 linear 8:0 0\n", &["8:0"]);
+    let rest = tree.mapped(1, "rest", "0 1048576 linear 8:0 1048576\n", &["8:0"]);
+    let crypt = tree.mapped(2, "CRYPT-1", "0 8 crypt\n8 8 error\n", &["253:0"]);
+    assert_eq!(
+        tree.identity(crypt),
+        "0+4096 of dm:CRYPT-1 over 0+536870912/disk:naa.1 and 4096+4096 of dm:CRYPT-1"
+    );
+    let striped = tree.mapped(
+        3,
+        "s",
+        "0 16 striped 2 8 8:0 0 253:1 0\n",
+        &["8:0", "253:1"],
+    );
+    let overlaps = |one: DeviceNumber, other: DeviceNumber| {
+        let range = "0+4K".parse().unwrap();
+        let (one, other) = (tree.identity(one), tree.identity(other));
+        let found = extent::overlap((&one, range), (&other, range));
+        assert_eq!(extent::overlap((&other, range), (&one, range)), found);
+        found
+    };
+    assert!(overlaps(crypt, disk) && overlaps(crypt, half) && overlaps(crypt, striped));
+    assert!(!overlaps(crypt, rest) && overlaps(striped, rest));
+    // Volumes on one mapping have their places in it.
+    let first = tree.mapped(4, "LVM-1", "0 8 linear 253:3 0\n", &["253:3"]);
+    let second = tree.mapped(5, "LVM-2", "0 8 linear 253:3 8\n", &["253:3"]);
+    assert!(overlaps(first, striped) && overlaps(first, half));
+    assert!(!overlaps(first, second));
+}
+
+#[test]
+fn thin_volumes_and_snapshots_are_apart() {
+    let tree = Tree::new();
+    tree.device(
+        "sda",
+        "8:0",
+        &[("size", "2097152"), ("device/wwid", "naa.1")],
+    );
+    let data = tree.mapped(0, "data", "0 4096 linear 8:0 0\n", &["8:0"]);
+    let pool = "0 4096 thin-pool 253:0 253:0 128 0\n";
+    tree.mapped(1, "POOL", pool, &["253:0"]);
+    let thin = |minor, number| {
+        let table = format!("0 64 thin 253:1 {number}\n");
+        tree.mapped(minor, &format!("thin-{minor}"), &table, &["253:1"])
+    };
+    let [one, two, again] = [(2, 1), (3, 2), (4, 1)].map(|(minor, number)| thin(minor, number));
+    let real = tree.mapped(5, "real", "0 64 linear 8:0 8192\n", &["8:0"]);
+    let cow = tree.mapped(6, "cow", "0 64 linear 8:0 16384\n", &["8:0"]);
+    let snapshot = "0 64 snapshot 253:5 253:6 P 16\n";
+    let snapshot = tree.mapped(7, "snapshot", snapshot, &["253:5", "253:6"]);
+    let origin = "0 64 snapshot-origin 253:5\n";
+    let origin = tree.mapped(8, "origin", origin, &["253:5"]);
+    let overlaps = |one: DeviceNumber, other: DeviceNumber| {
+        let range = "0+4K".parse().unwrap();
+        let (one, other) = (tree.identity(one), tree.identity(other));
+        extent::overlap((&one, range), (&other, range))
+    };
+    assert_eq!(tree.identity(one), tree.identity(again));
+    assert!(!overlaps(one, two) && overlaps(one, data));
+    assert!(overlaps(origin, real) && overlaps(snapshot, cow));
+    assert!(!overlaps(snapshot, origin) && !overlaps(snapshot, real));
+}
+
+#[test]
+fn a_mapped_device_locks_its_parts_of_files() {
+    let tree = Tree::new();
+    let (one, two) = (image(), image());
+    tree.loop_device(0, one.path(), (4096, 16));
+    tree.loop_device(1, two.path(), (0, 16));
+    let table = "0 8 linear 7:0 8\n8 8 linear 7:1 0\n";
+    let mapped = tree.mapped(0, "both", table, &["7:0", "7:1"]);
+    let files = tree.origin(mapped).files;
+    let parts = |start, length| {
+        let parts = files.iter().map(|file| file.part(start, length));
+        parts.collect::<Vec<_>>()
+    };
+    assert_eq!(files.len(), 2);
+    assert_eq!(parts(0, 8192), [Some((8192, 4096)), Some((0, 4096))]);
+    assert_eq!(parts(2048, 1024), [Some((10_240, 1024)), None]);
+    assert_eq!(parts(4096, 4096), [None, Some((0, 4096))]);
 }

@@ -151,8 +151,10 @@ impl FileStore {
         let mut claim = RangeLock::claim(opened, start, length)?;
         // A program that has the file of a loop device locks that, and knows of no device.
         for below in self.shared.origin.files() {
-            let file = open_below(below)?;
-            claim = claim.and(RangeLock::claim(file, below.offset + start, length)?);
+            if let Some((start, length)) = below.part(start, length) {
+                let file = open_below(below)?;
+                claim = claim.and(RangeLock::claim(file, start, length)?);
+            }
         }
         Ok(claim)
     }

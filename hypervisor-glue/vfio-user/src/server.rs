@@ -15,6 +15,7 @@ use crate::dispatch::Regions;
 use crate::error::Error;
 use crate::listener::Listener;
 use crate::session::{Progress, Session};
+use crate::socket::Peer;
 use crate::watcher::Watcher;
 
 /// Token of the listening socket's events.
@@ -33,6 +34,9 @@ const LAST_TURNS: usize = 1024;
 /// It is added to an event manager, or watched by an event loop of one's own ([`Self::watch`], [`Self::handle`]). It has
 /// no thread and no timer: the loop's thread answers a request as soon as it sees it. A second client is refused at once, by closing
 /// its connection; when the first one goes, the next one finds the device as it was left.
+///
+/// A connection belongs to the process that made it. When that process has ended, the next client replaces it, even if
+/// the socket is still open: requests of an io_uring can hold it a little longer.
 #[derive(Debug)]
 pub struct Server<D: Device> {
     listener: Listener,
@@ -44,10 +48,19 @@ pub struct Server<D: Device> {
 #[derive(Debug)]
 struct Client {
     session: Session,
+    /// The process that connected, if the kernel names it.
+    peer: Option<Peer>,
     /// Readiness of the socket that the event manager watches for.
     waits_for: Progress,
     /// Others that were refused meanwhile.
     refused: u64,
+}
+
+impl Client {
+    /// Returns whether the client closed the connection or its process has ended.
+    fn is_gone(&self) -> bool {
+        self.session.hung_up() || self.peer.as_ref().is_some_and(Peer::is_dead)
+    }
 }
 
 impl<D: Device> Server<D> {
@@ -128,11 +141,7 @@ impl<D: Device> Server<D> {
 
     fn admit(&mut self, stream: UnixStream, watcher: &mut impl Watcher) {
         // A VMM that is restarted connects before this thread has seen its predecessor go.
-        if self
-            .client
-            .as_ref()
-            .is_some_and(|client| client.session.hung_up())
-        {
+        if self.client.as_ref().is_some_and(Client::is_gone) {
             self.finish(watcher);
         }
         let path = self.listener.path().display();
@@ -145,12 +154,15 @@ impl<D: Device> Server<D> {
             return;
         }
 
+        let peer = Peer::of(&stream)
+            .inspect_err(|error| debug!("A client on {path} is of no known process: {error}"));
         let session = Session::with_regions(stream, self.regions.clone());
         match watcher.add(session.as_raw_fd(), CLIENT, EventSet::IN) {
             Ok(()) => {
                 info!("A client has connected to {path}");
                 self.client = Some(Client {
                     session,
+                    peer: peer.ok(),
                     waits_for: Progress::Reading,
                     refused: 0,
                 });

@@ -1,4 +1,4 @@
-//! Bytes and file descriptors through a UNIX socket.
+//! Bytes and file descriptors through a UNIX socket, and the process at its other end.
 //!
 //! Sending is `vmm-sys-util`'s. Receiving is not: there the control message is received without
 //! `MSG_CMSG_CLOEXEC`, so that a process started meanwhile inherits guest memory, and where file
@@ -6,7 +6,7 @@
 
 #![expect(
     unsafe_code,
-    reason = "recvmsg(2) and its control messages have no safe interface"
+    reason = "recvmsg(2), its control messages and pidfds have no safe interface"
 )]
 
 use std::io;
@@ -128,10 +128,81 @@ pub(crate) fn hung_up(stream: &UnixStream) -> io::Result<bool> {
     Ok(epoll.wait(0, &mut event)? > 0)
 }
 
+/// The process that made a connection.
+#[derive(Debug)]
+pub(crate) struct Peer(OwnedFd);
+
+impl Peer {
+    /// Names the process at the other end of an accepted connection.
+    pub(crate) fn of(stream: &UnixStream) -> io::Result<Self> {
+        // Linux 6.5 (asm-generic/socket.h).
+        const SO_PEERPIDFD: libc::c_int = 77;
+        match option(stream, SO_PEERPIDFD, -1) {
+            // SAFETY: the kernel opened the file descriptor for this process, and nothing else knows of it yet.
+            Ok(fd) if fd >= 0 => return Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) })),
+            _ => {}
+        }
+        let none = libc::ucred {
+            pid: 0,
+            uid: 0,
+            gid: 0,
+        };
+        let credentials = option(stream, libc::SO_PEERCRED, none)?;
+        // If another process has the number by now, the client is taken to live on.
+        Self::of_number(credentials.pid)
+    }
+
+    fn of_number(pid: libc::pid_t) -> io::Result<Self> {
+        // SAFETY: the call takes numbers alone.
+        let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+        match RawFd::try_from(fd) {
+            // SAFETY: the kernel opened the file descriptor for this process, and nothing else knows of it yet.
+            Ok(fd) if fd >= 0 => Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) })),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    /// Returns whether the process has ended.
+    pub(crate) fn is_dead(&self) -> bool {
+        let mut poll = libc::pollfd {
+            fd: self.0.as_raw_fd(),
+            events: libc::POLLIN,
+            revents: 0,
+        };
+        // SAFETY: the call is given one structure, which outlives it.
+        let ready = unsafe { libc::poll(&raw mut poll, 1, 0) };
+        ready > 0 && poll.revents & libc::POLLIN != 0
+    }
+}
+
+/// Returns an option of a socket. `T` is plain data that any bytes are valid for.
+fn option<T: Copy>(stream: &UnixStream, name: libc::c_int, mut value: T) -> io::Result<T> {
+    let size = size_of::<T>() as libc::socklen_t;
+    let mut length = size;
+    // SAFETY: the kernel writes at most `length` bytes to `value`, an integer or a structure of integers.
+    let result = unsafe {
+        libc::getsockopt(
+            stream.as_raw_fd(),
+            libc::SOL_SOCKET,
+            name,
+            (&raw mut value).cast(),
+            &raw mut length,
+        )
+    };
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    match length == size {
+        true => Ok(value),
+        false => Err(io::ErrorKind::InvalidData.into()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::fs;
     use std::io::{Read, Write};
+    use std::process::{Command, Stdio};
 
     use super::*;
 
@@ -174,6 +245,19 @@ mod tests {
         let received = receive(&ours, &mut [0; 1], &mut fds).unwrap();
         assert!(!received.fds_lost);
         assert_eq!(fds.len(), MAX_FDS_ACCEPTED);
+    }
+
+    #[test]
+    fn a_process_is_seen_to_end() {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        assert!(!Peer::of(&ours).unwrap().is_dead(), "this process");
+        let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+        let peer = Peer::of_number(child.id() as libc::pid_t).unwrap();
+        assert!(!peer.is_dead());
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(peer.is_dead());
+        assert!(Peer::of_number(0).is_err());
     }
 
     #[test]

@@ -4,6 +4,7 @@ use uuid::Uuid;
 
 use super::range::ByteRange;
 use crate::origin::extent::{self, Extent};
+use crate::origin::nvme;
 use crate::spec::ids::Nsid;
 
 /// The name space of all names of leases, which are UUIDs of version 5 (RFC 9562, section 5.5), or
@@ -36,7 +37,8 @@ impl LeaseIdentity {
     /// Returns the names of the lease `id` of `range` of namespace `nsid` of the drive that is called `drive`.
     #[must_use]
     pub fn derive(drive: &str, nsid: Nsid, range: ByteRange, id: &str) -> Self {
-        let at = place(drive, range);
+        let (drive, nsid) = nvme::as_block_device(drive, nsid.0);
+        let at = place(&drive, range);
         // One name per purpose, so that none can be computed from another. The drive comes last:
         // it alone can hold any character.
         let name = |purpose: &str| {
@@ -69,7 +71,8 @@ impl LeaseIdentity {
 /// leased, so that a server started again with the same options takes its own leases over.
 #[must_use]
 pub fn default_id(drive: &str, nsid: Nsid, range: ByteRange) -> String {
-    let name = format!("id\n{nsid}\n{}", place(drive, range));
+    let (drive, nsid) = nvme::as_block_device(drive, nsid.0);
+    let name = format!("id\n{nsid}\n{}", place(&drive, range));
     let hash = Uuid::new_v5(&NAME_SPACE, name.as_bytes()).as_u128();
     format!("nvme-{:08x}", hash >> 96)
 }
@@ -141,6 +144,13 @@ mod tests {
             default_id(partition, Nsid(1), range("0+64K")),
             default_id("disk:a", Nsid(1), range("1M+64K"))
         );
+    }
+
+    #[test]
+    fn names_of_a_namespace_are_those_of_its_block_device() {
+        let names = |drive, nsid| LeaseIdentity::derive(drive, Nsid(nsid), range("0+64K"), "a");
+        assert_eq!(names("nvme:nqn.a:s", 2), names("nvme:nqn.a:s/2", 1));
+        assert_ne!(names("nvme:nqn.a:s", 2), names("nvme:nqn.a:s", 1));
     }
 
     #[test]

@@ -12,7 +12,7 @@ use super::identity::LeaseIdentity;
 use super::range::{ByteRange, LbaRange};
 use super::store::{Folder, Record, Records, StoreError};
 use super::tenants::{self, FormerData, Left, Place};
-use crate::origin::extent;
+use crate::origin::{extent, nvme};
 use crate::spec::ids::Nsid;
 
 /// Request for a lease.
@@ -357,9 +357,10 @@ fn admit(
     let mut taken_over = None;
     for record in &records.leases {
         // By the bytes: a disk and its partition are two drives that overlap.
-        let taken = (record.drive.as_str(), record.range);
-        let wanted = (request.drive, request.range);
-        let overlaps = record.nsid == request.nsid.0 && extent::overlap(taken, wanted);
+        let (theirs, their_nsid) = nvme::as_block_device(&record.drive, record.nsid);
+        let (ours, our_nsid) = nvme::as_block_device(request.drive, request.nsid.0);
+        let (taken, wanted) = ((&*theirs, record.range), (&*ours, request.range));
+        let overlaps = their_nsid == our_nsid && extent::overlap(taken, wanted);
         let same_bytes = extent::same_bytes(taken, wanted);
         let same_id = record.id == request.id;
         if !overlaps && !same_id {

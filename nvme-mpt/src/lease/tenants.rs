@@ -14,7 +14,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use super::range::ByteRange;
-use crate::origin::extent;
+use crate::origin::{extent, nvme};
 
 /// Fate of data that another id left in the range of a lease.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -139,7 +139,9 @@ impl Tenant {
     }
 
     fn overlaps(&self, place: &Place<'_>) -> bool {
-        self.drive == place.drive && self.nsid == place.nsid && self.range.overlaps(&place.range)
+        self.range.overlaps(&place.range)
+            && nvme::as_block_device(&self.drive, self.nsid)
+                == nvme::as_block_device(place.drive, place.nsid)
     }
 }
 
@@ -302,6 +304,27 @@ mod tests {
             [ByteRange::new(15, 5).unwrap()]
         );
         assert!(in_the_way(&tenants, &disk("a", 124, 1)).is_some());
+    }
+
+    #[test]
+    fn a_block_device_has_the_tenants_of_its_namespace() {
+        let mut tenants = Vec::new();
+        let physical = Place {
+            drive: "nvme:nqn.a:s",
+            nsid: 2,
+            ..place("a", 110, 10)
+        };
+        enter(&mut tenants, &physical, false);
+        let block = |drive| Place {
+            drive,
+            ..place("b", 0, 50)
+        };
+        assert!(in_the_way(&tenants, &block("100+50 of nvme:nqn.a:s/2")).is_some());
+        assert_eq!(in_the_way(&tenants, &block("100+50 of nvme:nqn.a:s")), None);
+        assert_eq!(
+            in_the_way(&tenants, &block("120+50 of nvme:nqn.a:s/2")),
+            None
+        );
     }
 
     proptest! {

@@ -7,6 +7,7 @@ use std::path::Path;
 use nvme_mpt_memory::device_mapper::Target;
 
 use super::extent::{self, Extent};
+use super::nvme::{self, Controller};
 use super::system::{DeviceNumber, System};
 use super::{BackingFile, file_extent};
 
@@ -241,8 +242,28 @@ fn resolve_loop(
     })
 }
 
+/// The name of an NVMe namespace: that of its drive behind a PCI address, and the number.
+fn nvme_name(system: &System, device: DeviceNumber) -> Option<String> {
+    let attribute = |name| system.attribute(device, name);
+    let nsid = attribute("nsid")?.parse().ok()?;
+    let vendor = attribute("device/device/vendor");
+    let vendor = vendor.and_then(|vendor| u16::from_str_radix(vendor.strip_prefix("0x")?, 16).ok());
+    let [nqn, model, serial] = ["device/subsysnqn", "device/model", "device/serial"].map(attribute);
+    let (nqn, model, serial) = (nqn?, model?, serial?);
+    let drive = Controller {
+        nqn: nqn.as_bytes(),
+        vendor,
+        model: model.as_bytes(),
+        serial: serial.as_bytes(),
+    };
+    Some(nvme::namespace(&drive.name()?, nsid))
+}
+
 /// The name of what is no part of anything. It is never the kernel's, which numbers devices as it finds them.
 fn name(system: &System, device: DeviceNumber) -> String {
+    if let Some(name) = nvme_name(system, device) {
+        return name;
+    }
     // NVMe, SCSI, virtio, MMC; device mapper and RAID. An NVMe namespace's `wwid` is there always; the serial number
     // of its controller would be that of other namespaces, too.
     const NAMES: [(&str, &str); 7] = [

@@ -2,18 +2,20 @@
 //!
 //! A file, a loop device of that file and a partition of that loop device are three paths to the same bytes. Leases,
 //! locks and the names that guests see follow the bytes. So a path is resolved to *extents*: parts of *bases*, which
-//! have stable names. A base is a disk, by its world-wide identifier or serial number, or a file, by its file system
-//! and inode.
+//! have stable names. A base is a disk, by its world-wide identifier or serial number, an NVMe namespace, by its drive's
+//! name, or a file, by its file system and inode.
 //!
 //! A device-mapper device is its table: `linear` targets are the bytes of the devices below. Other targets, such as
 //! `crypt` or `striped`, and RAID devices are bases of their own. They overlap the whole of what they are made of, but
 //! thin volumes of one pool do not overlap each other.
 //!
 //! * `system`: the kernel's view of block devices and file systems, below a folder that tests replace.
+//! * [`nvme`]: names of NVMe drives.
 //! * [`extent`]: extents, and the identity that they are written as.
 
 mod device;
-pub mod extent;
+mod extent;
+pub mod nvme;
 mod system;
 #[cfg(test)]
 mod tests;

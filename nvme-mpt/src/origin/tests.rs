@@ -456,3 +456,33 @@ fn a_mapped_device_locks_its_parts_of_files() {
     assert_eq!(parts(2048, 1024), [Some((10_240, 1024)), None]);
     assert_eq!(parts(4096, 4096), [None, Some((0, 4096))]);
 }
+
+#[test]
+fn an_nvme_namespace_is_named_like_its_drive_behind_a_pci_address() {
+    let tree = Tree::new();
+    let namespace = |nth: u32, nsid, nqn| {
+        let attributes = [
+            ("size", "2097152"),
+            ("wwid", "eui.1"),
+            ("nsid", nsid),
+            ("device/subsysnqn", nqn),
+            ("device/serial", "S4EV"),
+            ("device/model", "SSD 980"),
+            ("device/device/vendor", "0x144d"),
+        ];
+        tree.device(&format!("nvme{nth}n1"), &format!("259:{nth}"), &attributes)
+    };
+    let nqn = "nqn.1994-11.com.samsung:nvme:980:S4EV";
+    let [one, two] = ["1", "2"].map(|nsid| namespace(nsid.parse().unwrap(), nsid, nqn));
+    assert_eq!(tree.identity(one), format!("nvme:{nqn}:S4EV"));
+    assert_eq!(tree.identity(two), format!("nvme:{nqn}:S4EV/2"));
+    let part = [("size", "8"), ("start", "8"), ("partition", "1")];
+    let part = tree.device("nvme2n1/nvme2n1p1", "259:9", &part);
+    assert_eq!(
+        tree.identity(part),
+        format!("4096+4096 of nvme:{nqn}:S4EV/2")
+    );
+    let made_up = "nqn.2014.08.org.nvmexpress:144d144dS4EV";
+    let older = namespace(3, "1", made_up);
+    assert_eq!(tree.identity(older), "nvme:144d:SSD_980:S4EV");
+}

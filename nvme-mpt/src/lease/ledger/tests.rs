@@ -83,6 +83,33 @@ fn paths_to_the_same_bytes_overlap() {
 }
 
 #[test]
+fn a_drive_behind_a_pci_address_overlaps_its_block_devices() {
+    let (_dir, ledgers) = both();
+    for ledger in ledgers {
+        let drive = |id, nsid, drive| LeaseRequest {
+            drive,
+            nsid: Nsid(nsid),
+            ..request(id, "0+1G")
+        };
+        let physical = |id, nsid| drive(id, nsid, "nvme:nqn.a:s");
+        let first = ledger.acquire(&physical("a", 1)).unwrap();
+        let second = ledger.acquire(&physical("b", 2)).unwrap();
+        for taken in [
+            "nvme:nqn.a:s",
+            "0+4294967296 of nvme:nqn.a:s",
+            "nvme:nqn.a:s/2",
+            "4096+4294967296 of nvme:nqn.a:s/2",
+        ] {
+            let error = ledger.acquire(&drive("c", 1, taken)).unwrap_err();
+            assert!(matches!(error, LeaseError::Overlap { .. }), "{error}");
+        }
+        let third = ledger.acquire(&drive("c", 1, "nvme:nqn.a:s/3")).unwrap();
+        ledger.acquire(&physical("d", 3)).unwrap_err();
+        drop((first, second, third));
+    }
+}
+
+#[test]
 fn a_lease_is_taken_over_by_any_path_to_its_bytes() {
     let (_dir, [folder, _]) = both();
     let partition = |range| LeaseRequest {

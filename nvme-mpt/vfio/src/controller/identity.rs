@@ -11,6 +11,7 @@ use super::admin_queue::AdminQueue;
 use super::error::ControllerError;
 use nvme_mpt::address::PAGE_SIZE;
 use nvme_mpt::host::{HostNamespace, Limits};
+use nvme_mpt::origin::nvme::{self, text};
 use nvme_mpt::shadow::MAX_SGL_DESCRIPTORS;
 use nvme_mpt::spec::admin::Identify;
 use nvme_mpt::spec::identify::{
@@ -236,26 +237,17 @@ fn no_data_bytes_max(nvm: Option<&IdentifyControllerNvm>, max_transfer: u64) -> 
         .fold(NO_DATA_BYTES_MAX, u64::min)
 }
 
-/// A name of the drive: its NVM subsystem's, or what identified one before there were those names.
+/// A name of the drive.
 fn name(id: &IdentifyController) -> String {
     let end = id.subnqn.iter().position(|byte| *byte == 0);
-    let nqn = text(&id.subnqn[..end.unwrap_or(id.subnqn.len())]);
-    if nqn.starts_with("nqn.") {
-        format!("nvme:{nqn}:{}", text(&id.sn))
-    } else {
-        let (vid, model, serial) = (id.vid, text(&id.mn), text(&id.sn));
-        format!("nvme:{vid:04x}:{model}:{serial}")
-    }
-}
-
-/// An ASCII field without its padding. What is not printable is replaced: it comes from outside.
-fn text(field: &[u8]) -> String {
-    let printable = |byte: &u8| match byte {
-        0x20..0x7F => char::from(*byte),
-        _ => '?',
+    let drive = nvme::Controller {
+        nqn: &id.subnqn[..end.unwrap_or(id.subnqn.len())],
+        vendor: Some(id.vid),
+        model: &id.mn,
+        serial: &id.sn,
     };
-    let text: String = field.iter().map(printable).collect();
-    text.trim_matches([' ', '?']).to_owned()
+    // There is a name, as the vendor is known.
+    drive.name().unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -21,7 +21,6 @@ use crate::process::{self, ProcessError, Supervised};
 use crate::provision::{Assets, lab};
 
 mod agent;
-mod base64;
 mod channel;
 pub mod fio;
 pub mod firmware;

@@ -5,13 +5,12 @@
 //! - `lane`: one queue pair with its slots, submitting and completing in batches;
 //! - `plan`: which command comes next, for plain load and for verified load;
 //! - `worker`: a thread and its lanes; `paced`: single I/Os with pauses between them;
-//! - `histogram`, `clock`: latencies, in time stamp counter ticks.
+//! - `clock`: latencies, in time stamp counter ticks.
 //!
 //! What a command costs on this side bounds what can be measured: entries are prepared once, a command
 //! changes two of their words, the clock is read once and the doorbells are rung once per batch.
 
 mod clock;
-mod histogram;
 mod lane;
 pub mod options;
 mod paced;

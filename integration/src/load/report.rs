@@ -1,12 +1,13 @@
 //! Report of a load.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
+use hdrhistogram::Histogram;
 use nvme_mpt_tests::doorbell::DoorbellMode;
 use serde::Serialize;
 
-use super::histogram::Histogram;
-use super::lane::Tally;
+use super::lane::{Tally, latencies};
 use super::options::{Options, Pattern};
 use super::setup::Target;
 
@@ -92,14 +93,15 @@ pub struct Report {
 
 impl Report {
     pub(super) fn new(target: &Target, tallies: &[Tally], options: &Options) -> Self {
-        let mut latency = Histogram::new();
+        let mut latency = latencies();
         for tally in tallies {
-            latency.merge(&tally.latency);
+            latency += &tally.latency;
         }
         let rate = target.ticks_per_second;
         let micros = |ticks: f64| ticks / rate * 1e6;
-        let quantile = |share| micros(latency.quantile(share) as f64);
-        let commands = latency.count();
+        let quantile = |share| micros(latency.value_at_quantile(share) as f64);
+        let commands = latency.len();
+        let over = |seconds: f64| commands - latency.count_between(0, (seconds * rate) as u64);
         let per_io = |count: fn(&Tally) -> u64| {
             tallies.iter().map(count).sum::<u64>() as f64 / commands.max(1) as f64
         };
@@ -144,10 +146,10 @@ impl Report {
             doorbell_rings_per_io: per_io(|t| t.doorbell_rings),
             interrupts_per_io: per_io(|t| t.interrupts),
             lost_interrupts: tallies.iter().map(|t| t.lost_interrupts).sum(),
-            over_50_ms: latency.above((SLOW_SECONDS / 2.0 * rate) as u64),
-            over_100_ms: latency.above((SLOW_SECONDS * rate) as u64),
-            distribution: latency
-                .groups()
+            over_50_ms: over(SLOW_SECONDS / 2.0),
+            over_100_ms: over(SLOW_SECONDS),
+            distribution: groups(&latency)
+                .into_iter()
                 .map(|(ticks, commands)| Bucket {
                     from_us: micros(ticks as f64),
                     commands,
@@ -173,6 +175,18 @@ impl Report {
         }
         text
     }
+}
+
+/// Groups of latencies, four to an octave, that are not empty: lowest value and count.
+fn groups(latency: &Histogram<u64>) -> BTreeMap<u64, u64> {
+    let mut groups = BTreeMap::new();
+    for bucket in latency.iter_recorded() {
+        let lowest = latency.lowest_equivalent(bucket.value_iterated_to());
+        // The first bit and the two after it tell one group from the next.
+        let shift = lowest.max(1).ilog2().saturating_sub(2);
+        *groups.entry(lowest >> shift << shift).or_default() += bucket.count_at_value();
+    }
+    groups
 }
 
 impl fmt::Display for Report {
@@ -222,5 +236,24 @@ impl fmt::Display for Report {
             write!(f, "\n  LOST: {} interrupts", self.lost_interrupts)?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_hold_every_latency_once_and_in_order() {
+        let mut latency = latencies();
+        for ticks in 0..1 << 16 {
+            latency.saturating_record(ticks);
+        }
+        let mut next = 0;
+        for (lowest, count) in groups(&latency) {
+            assert_eq!(lowest, next);
+            next += count;
+        }
+        assert_eq!(next, 1 << 16);
     }
 }

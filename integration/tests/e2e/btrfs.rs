@@ -7,7 +7,7 @@ use integration::provision::Assets;
 use integration::server::FunctionOptions;
 
 use crate::Group;
-use crate::lab::{FUNCTION, Fault, Lab, PATIENCE, expect};
+use crate::fixture::{FUNCTION, Failure, Lab, PATIENCE, at, expect};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "btrfs",
@@ -38,12 +38,9 @@ const TURN_OVER: &str = "rm /mnt/rest && sync && sleep 1 && \
 const FIND: &str = "mount -t btrfs /dev/nvme0n1 /mnt && cd /mnt && md5sum -c /tmp/sums && \
                     cd / && umount /mnt";
 
-fn fills_a_drive_with_zones(lab: &Lab) -> Result<(), Fault> {
+fn fills_a_drive_with_zones(lab: &Lab) -> Result<(), Failure> {
     let profile = lab.folder().join("zones.toml");
-    fs::write(&profile, PROFILE).map_err(|source| Fault::File {
-        path: profile.clone(),
-        source,
-    })?;
+    fs::write(&profile, PROFILE).map_err(at(&profile))?;
     let drive = lab.drive("zoned.img", 1024)?.display().to_string();
     let function = FunctionOptions::new(FUNCTION, drive, "128M+512M")
         .option(format!("profile={}", profile.display()))
@@ -54,11 +51,11 @@ fn fills_a_drive_with_zones(lab: &Lab) -> Result<(), Fault> {
     guest.load_modules()?;
 
     // The zone condition, as blkzone writes it: `zcond: 1(em)`.
-    let zones = |condition: &str| -> Result<u64, Fault> {
+    let zones = |condition: &str| -> Result<u64, Failure> {
         let count = format!("blkzone report /dev/nvme0n1 | grep -c '({condition})' || true");
         let text = guest.check(&count, PATIENCE)?;
         let count = text.trim().parse();
-        count.map_err(|_| Fault::Wrong(format!("blkzone says {text}")))
+        count.map_err(|_| Failure::from(format!("blkzone says {text}")))
     };
     let empty = zones("em")?;
     expect(empty == ZONES, || {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use integration::guest::fio::Fio;
 use integration::server::Totals;
 
-use crate::lab::{Bench, Fault, expect};
+use crate::fixture::{Bench, Failure, expect};
 
 /// Most doorbell writes that exit for each time a poller went to sleep, where doorbells are not trapped: the
 /// submission queue's and the completion queue's.
@@ -15,16 +15,16 @@ const MOST_EXITS_PER_PARK: u64 = 2;
 const LEAST_EXITS_PER_IO: f64 = 0.03;
 
 /// Returns the number of times that the server's pollers went to sleep so far.
-fn parks(bench: &Bench) -> Result<u64, Fault> {
+fn parks(bench: &Bench) -> Result<u64, Failure> {
     let stats = bench.server.borrow().stats()?;
     Ok(stats.pollers.iter().map(|poller| poller.parks).sum())
 }
 
 /// Returns what the device counted during a load, and how often its poller went to sleep meanwhile.
-fn loaded(bench: &Bench) -> Result<(Totals, u64), Fault> {
+fn loaded(bench: &Bench) -> Result<(Totals, u64), Failure> {
     bench.verified_load("verify", 1).run(&bench.guest)?;
     let totals = || {
-        Ok::<_, Fault>(
+        Ok::<_, Failure>(
             bench
                 .server
                 .borrow()
@@ -48,7 +48,7 @@ fn loaded(bench: &Bench) -> Result<(Totals, u64), Fault> {
     Ok((during, parks(bench)? - parks_before))
 }
 
-pub(crate) fn exit_as_their_mode_has_it(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn exit_as_their_mode_has_it(bench: &Bench) -> Result<(), Failure> {
     let (during, parks) = loaded(bench)?;
     let exits = during.doorbell_exits_per_io();
     let as_expected = match bench.function.as_str() {

@@ -6,7 +6,7 @@ use integration::guest::{Drive, Guest, GuestConfig};
 use integration::server::Server;
 
 use crate::Group;
-use crate::lab::{FUNCTION, Fault, Lab, PATIENCE, expect};
+use crate::fixture::{FUNCTION, Failure, Lab, PATIENCE, expect};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "ext4",
@@ -35,7 +35,7 @@ const MAKE: &str = "mkfs.ext4 -q -F /dev/nvme0n1 && mount -t ext4 /dev/nvme0n1 /
 const CHECK: &str = "mount -t ext4 /dev/nvme0n1 /mnt && cd /mnt/files && md5sum -c /mnt/sums && \
      cd / && ls /mnt/records";
 
-fn boot(lab: &Lab, server: &Server) -> Result<Guest, Fault> {
+fn boot(lab: &Lab, server: &Server) -> Result<Guest, Failure> {
     let config = GuestConfig::new("guest")
         .vcpus(2)
         .drive(Drive::vfio_user(server.socket(FUNCTION)));
@@ -44,7 +44,7 @@ fn boot(lab: &Lab, server: &Server) -> Result<Guest, Fault> {
 
 /// Writes records, each reported once it is durable, beside a load of files that nobody waits for.
 /// Returns the number of the last that was reported.
-fn write_records(guest: &Guest) -> Result<u64, Fault> {
+fn write_records(guest: &Guest) -> Result<u64, Failure> {
     guest.check(MAKE, Duration::from_secs(180))?;
     guest.start("cd /mnt && while :; do seq 1 200000 > junk; mv junk junk2; done")?;
     guest.start("fsync-records /mnt/records")?;
@@ -61,15 +61,15 @@ fn write_records(guest: &Guest) -> Result<u64, Fault> {
 }
 
 /// `record NUMBER`
-fn record(event: &str) -> Result<u64, Fault> {
+fn record(event: &str) -> Result<u64, Failure> {
     event
         .strip_prefix("record ")
         .and_then(|number| number.parse().ok())
-        .ok_or_else(|| Fault::Wrong(format!("The guest says: {event}")))
+        .ok_or_else(|| Failure::from(format!("The guest says: {event}")))
 }
 
 /// A fresh guest finds everything that was durable, and a file system without a fault.
-fn expect_all_there(guest: &Guest, last: u64) -> Result<(), Fault> {
+fn expect_all_there(guest: &Guest, last: u64) -> Result<(), Failure> {
     guest.check(CHECK, PATIENCE)?;
     let report = guest.check(
         &format!(
@@ -84,7 +84,7 @@ fn expect_all_there(guest: &Guest, last: u64) -> Result<(), Fault> {
     })
 }
 
-fn survives_the_kill_of_its_guest(lab: &Lab) -> Result<(), Fault> {
+fn survives_the_kill_of_its_guest(lab: &Lab) -> Result<(), Failure> {
     let server = lab.serve(&[lab.function()?])?;
     let mut guest = boot(lab, &server)?;
     let mut last = write_records(&guest)?;
@@ -96,7 +96,7 @@ fn survives_the_kill_of_its_guest(lab: &Lab) -> Result<(), Fault> {
     expect_all_there(&boot(lab, &server)?, last)
 }
 
-fn survives_the_kill_of_its_server(lab: &Lab) -> Result<(), Fault> {
+fn survives_the_kill_of_its_server(lab: &Lab) -> Result<(), Failure> {
     let mut server = lab.serve(&[lab.function()?])?;
     let mut guest = boot(lab, &server)?;
     let mut last = write_records(&guest)?;

@@ -8,7 +8,9 @@ use integration::guest::{BOOT_PATIENCE, Drive, Guest, GuestConfig};
 use integration::server::{FunctionOptions, Server};
 
 use crate::Group;
-use crate::lab::{Fault, Lab, PATIENCE, await_path, expect, expect_no_complaints, verified_load};
+use crate::fixture::{
+    Failure, Lab, PATIENCE, await_path, expect, expect_no_complaints, verified_load,
+};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "faults",
@@ -30,7 +32,7 @@ struct Scene {
 const HALF: &str = "range = \"0+128M\"";
 
 impl Scene {
-    fn new(lab: &Lab) -> Result<Self, Fault> {
+    fn new(lab: &Lab) -> Result<Self, Failure> {
         let path = lab.drive("shared.img", 256)?.display().to_string();
         let function =
             |id, range: &str| FunctionOptions::new(id, path.clone(), range).option("faults=none");
@@ -53,14 +55,14 @@ impl Scene {
         })
     }
 
-    fn inject(&self, fault: &str) -> Result<(), Fault> {
+    fn inject(&self, fault: &str) -> Result<(), Failure> {
         let plan = format!("[[fault]]\n{fault}\n");
         self.server.inject_faults(&self.path, &plan)?;
         Ok(())
     }
 
     /// The guest finds that it has a problem, says so, and recovers under load that is verified.
-    fn recovers(&self, fault: &str, said: &str) -> Result<(), Fault> {
+    fn recovers(&self, fault: &str, said: &str) -> Result<(), Failure> {
         self.faulty.check("dmesg -c > /dev/null", PATIENCE)?;
         let load = Fio::new("load", "randwrite", "4k", 16)
             .option("size", "32m")
@@ -93,7 +95,7 @@ fn read_at(mib: u32) -> String {
     )
 }
 
-fn each_kind_under_load(lab: &Lab) -> Result<(), Fault> {
+fn each_kind_under_load(lab: &Lab) -> Result<(), Failure> {
     let mut scene = Scene::new(lab)?;
     let steady_load = Fio::new("steady", "randwrite", "4k", 8)
         .option("size", "32m")
@@ -164,7 +166,7 @@ fn each_kind_under_load(lab: &Lab) -> Result<(), Fault> {
     Ok(())
 }
 
-fn the_drive_is_removed(lab: &Lab) -> Result<(), Fault> {
+fn the_drive_is_removed(lab: &Lab) -> Result<(), Failure> {
     let mut scene = Scene::new(lab)?;
     for guest in [&scene.faulty, &scene.steady] {
         guest.start(&verified_load("load", 1).script())?;

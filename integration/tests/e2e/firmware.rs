@@ -8,7 +8,7 @@ use integration::guest::Drive;
 use integration::guest::firmware::{Firmware, await_console};
 
 use crate::Group;
-use crate::lab::{FUNCTION, Fault, Lab};
+use crate::fixture::{FUNCTION, Failure, Lab, at};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "firmware",
@@ -43,14 +43,14 @@ fn boot_sector() -> Vec<u8> {
     sector
 }
 
-fn bios_boots_from_the_drive(lab: &Lab) -> Result<(), Fault> {
+fn bios_boots_from_the_drive(lab: &Lab) -> Result<(), Failure> {
     let function = lab.function()?;
     let path = std::path::PathBuf::from(&function.path);
     File::options()
         .write(true)
         .open(&path)
         .and_then(|mut file| file.write_all(&boot_sector()))
-        .map_err(|source| Fault::File { path, source })?;
+        .map_err(at(path))?;
     let server = lab.serve(&[function])?;
     let drive = Drive::vfio_user(server.socket(FUNCTION));
     await_console(
@@ -65,7 +65,7 @@ fn bios_boots_from_the_drive(lab: &Lab) -> Result<(), Fault> {
 }
 
 /// The UEFI shell begins with a list of all block devices, by their paths.
-fn uefi_sees_the_drive(lab: &Lab) -> Result<(), Fault> {
+fn uefi_sees_the_drive(lab: &Lab) -> Result<(), Failure> {
     let server = lab.serve(&[lab.function()?])?;
     let drive = Drive::vfio_user(server.socket(FUNCTION));
     await_console(

@@ -6,7 +6,9 @@
 use integration::guest::{Drive, GuestConfig, HOTPLUG_BUS};
 
 use crate::Group;
-use crate::lab::{FUNCTION, Fault, Lab, PATIENCE, await_path, expect_no_complaints, verified_load};
+use crate::fixture::{
+    FUNCTION, Failure, Lab, PATIENCE, await_path, expect_no_complaints, verified_load,
+};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "hotplug",
@@ -16,7 +18,7 @@ pub(crate) const GROUP: Group = Group::Alone {
     ],
 };
 
-fn plugged_removed_found(lab: &Lab, old: bool) -> Result<(), Fault> {
+fn plugged_removed_found(lab: &Lab, old: bool) -> Result<(), Failure> {
     let assets = if old { lab.v6_1() } else { lab.v6_12() };
     let mut server = lab.serve(&[lab.function()?])?;
     let mut guest = lab.boot(assets, &GuestConfig::new("guest").vcpus(2).hotplug())?;

@@ -5,7 +5,7 @@ use integration::guest::{Drive, Guest, GuestConfig};
 use integration::server::FunctionOptions;
 
 use crate::Group;
-use crate::lab::{FUNCTION, Fault, Lab, PATIENCE, expect, expect_no_complaints};
+use crate::fixture::{FUNCTION, Failure, Lab, PATIENCE, expect, expect_no_complaints};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "key_value",
@@ -43,7 +43,7 @@ mod status {
 const MUST_NOT_EXIST: u32 = 1 << 9;
 
 /// The lease is the second half of the drive.
-fn function(lab: &Lab) -> Result<FunctionOptions, Fault> {
+fn function(lab: &Lab) -> Result<FunctionOptions, Failure> {
     let drive = lab.drive("pairs.img", 64)?.display().to_string();
     Ok(FunctionOptions::new(FUNCTION, drive, "32M+32M").option("profile=kv"))
 }
@@ -76,7 +76,7 @@ impl<'a> Command<'a> {
     }
 
     /// Runs it, and returns what nvme-cli printed.
-    fn run(&self, guest: &Guest, status: u16) -> Result<String, Fault> {
+    fn run(&self, guest: &Guest, status: u16) -> Result<String, Failure> {
         let dword = |at: usize| {
             let bytes = [0, 1, 2, 3].map(|byte| self.key.get(at + byte).copied().unwrap_or(0));
             u32::from_le_bytes(bytes)
@@ -98,12 +98,12 @@ impl<'a> Command<'a> {
 }
 
 /// Makes a file in the guest of so many bytes that nobody could guess.
-fn make_value(guest: &Guest, file: &str, len: usize) -> Result<(), Fault> {
+fn make_value(guest: &Guest, file: &str, len: usize) -> Result<(), Failure> {
     guest.check(&format!("head -c {len} /dev/urandom > {file}"), PATIENCE)?;
     Ok(())
 }
 
-fn store(guest: &Guest, key: &[u8], file: &str, len: usize) -> Result<(), Fault> {
+fn store(guest: &Guest, key: &[u8], file: &str, len: usize) -> Result<(), Failure> {
     let data = format!("--write --input-file={file}");
     let command = Command::new(opcode::STORE, key).data(len, &data);
     command.run(guest, status::SUCCESS)?;
@@ -111,7 +111,7 @@ fn store(guest: &Guest, key: &[u8], file: &str, len: usize) -> Result<(), Fault>
 }
 
 /// Fails unless the value of a key is that of a file in the guest.
-fn expect_value(guest: &Guest, key: &[u8], file: &str, len: usize) -> Result<(), Fault> {
+fn expect_value(guest: &Guest, key: &[u8], file: &str, len: usize) -> Result<(), Failure> {
     let command = Command::new(opcode::RETRIEVE, key);
     let said = command
         .data(len, "--read --raw-binary > /tmp/found")
@@ -123,7 +123,7 @@ fn expect_value(guest: &Guest, key: &[u8], file: &str, len: usize) -> Result<(),
     Ok(())
 }
 
-fn nvme_cli_stores_and_retrieves(lab: &Lab) -> Result<(), Fault> {
+fn nvme_cli_stores_and_retrieves(lab: &Lab) -> Result<(), Failure> {
     let bench = lab.bench_with(lab.v6_12(), function(lab)?, 2)?;
     let guest = &bench.guest;
     guest.check(&format!("[ -c {NAMESPACE} ]"), PATIENCE)?;
@@ -181,7 +181,7 @@ fn nvme_cli_stores_and_retrieves(lab: &Lab) -> Result<(), Fault> {
 }
 
 /// With Linux 6.1, whose character devices are the same.
-fn values_outlive_a_server_that_is_killed(lab: &Lab) -> Result<(), Fault> {
+fn values_outlive_a_server_that_is_killed(lab: &Lab) -> Result<(), Failure> {
     let mut server = lab.serve(&[function(lab)?])?;
     let config = GuestConfig::new("guest").drive(Drive::vfio_user(server.socket(FUNCTION)));
     let guest = lab.boot(lab.v6_1(), &config)?;

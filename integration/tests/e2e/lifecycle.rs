@@ -7,7 +7,9 @@ use integration::guest::{BOOT_PATIENCE, Drive, Guest, GuestConfig};
 use integration::server::Server;
 
 use crate::Group;
-use crate::lab::{FUNCTION, Fault, Lab, PATIENCE, expect, expect_no_complaints, verified_load};
+use crate::fixture::{
+    FUNCTION, Failure, Lab, PATIENCE, expect, expect_no_complaints, verified_load,
+};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "lifecycle",
@@ -35,7 +37,7 @@ fn config(server: &Server) -> GuestConfig {
     GuestConfig::new("guest").drive(Drive::vfio_user(server.socket(FUNCTION)))
 }
 
-fn guest_reboots(lab: &Lab) -> Result<(), Fault> {
+fn guest_reboots(lab: &Lab) -> Result<(), Failure> {
     let mut server = lab.serve(&[lab.function()?])?;
     let mut guest = lab.boot(lab.v6_12(), &config(&server).reboots())?;
     marked("mark", "write")
@@ -59,7 +61,7 @@ fn guest_reboots(lab: &Lab) -> Result<(), Fault> {
     Ok(())
 }
 
-fn client_dies_and_comes_back(lab: &Lab) -> Result<(), Fault> {
+fn client_dies_and_comes_back(lab: &Lab) -> Result<(), Failure> {
     let mut server = lab.serve(&[lab.function()?])?;
     let mut guest = lab.boot(lab.v6_12(), &config(&server))?;
     marked("mark", "write")
@@ -80,7 +82,7 @@ fn client_dies_and_comes_back(lab: &Lab) -> Result<(), Fault> {
     Ok(())
 }
 
-fn one_client_dies_and_the_other_goes_on(lab: &Lab) -> Result<(), Fault> {
+fn one_client_dies_and_the_other_goes_on(lab: &Lab) -> Result<(), Failure> {
     let drive = lab.drive("shared.img", 256)?.display().to_string();
     let function =
         |id, range: &str| integration::server::FunctionOptions::new(id, drive.clone(), range);
@@ -110,7 +112,7 @@ fn one_client_dies_and_the_other_goes_on(lab: &Lab) -> Result<(), Fault> {
     Ok(())
 }
 
-fn server_stops_under_a_guest(lab: &Lab) -> Result<(), Fault> {
+fn server_stops_under_a_guest(lab: &Lab) -> Result<(), Failure> {
     let mut server = lab.serve(&[lab.function()?])?;
     let guest = lab.boot(lab.v6_12(), &config(&server))?;
     guest.start(&verified_load("load", 1).script())?;
@@ -125,7 +127,7 @@ fn server_stops_under_a_guest(lab: &Lab) -> Result<(), Fault> {
     Ok(())
 }
 
-fn guest_is_paused_under_load(lab: &Lab) -> Result<(), Fault> {
+fn guest_is_paused_under_load(lab: &Lab) -> Result<(), Failure> {
     let mut server = lab.serve(&[lab.function()?])?;
     let mut guest = lab.boot(lab.v6_12(), &config(&server))?;
     let load = verified_load("load", 1);

@@ -5,7 +5,7 @@ use integration::provision::Assets;
 use integration::server::FunctionOptions;
 
 use crate::Group;
-use crate::lab::{DRIVE_MIB, FUNCTION, Fault, Lab, PATIENCE, expect, verified_load};
+use crate::fixture::{DRIVE_MIB, FUNCTION, Failure, Lab, PATIENCE, expect, verified_load};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "linux",
@@ -29,7 +29,7 @@ pub(crate) const GROUP: Group = Group::Alone {
     ],
 };
 
-fn boots_and_verifies(lab: &Lab, assets: &Assets, vcpus: u32) -> Result<(), Fault> {
+fn boots_and_verifies(lab: &Lab, assets: &Assets, vcpus: u32) -> Result<(), Failure> {
     let bench = lab.bench_with(assets, lab.function()?, vcpus)?;
     let said = bench.guest.check(
         "uname -r; ls /sys/block/nvme0n1/mq | wc -l; cat /sys/class/nvme/nvme0/queue_count \
@@ -62,7 +62,7 @@ fn boots_and_verifies(lab: &Lab, assets: &Assets, vcpus: u32) -> Result<(), Faul
     bench.expect_well()
 }
 
-fn blocks_of_4096_bytes(lab: &Lab) -> Result<(), Fault> {
+fn blocks_of_4096_bytes(lab: &Lab) -> Result<(), Failure> {
     let bench = lab.bench_with(lab.v6_12(), lab.function()?.option("lba=4096"), 1)?;
     let size = bench
         .guest
@@ -74,7 +74,7 @@ fn blocks_of_4096_bytes(lab: &Lab) -> Result<(), Fault> {
     bench.expect_well()
 }
 
-fn transfers_of_1_mib(lab: &Lab) -> Result<(), Fault> {
+fn transfers_of_1_mib(lab: &Lab) -> Result<(), Failure> {
     let bench = lab.bench(1)?;
     let limit = bench
         .guest
@@ -102,14 +102,14 @@ fn transfers_of_1_mib(lab: &Lab) -> Result<(), Fault> {
     bench.expect_well()
 }
 
-fn drive_in_memory(lab: &Lab) -> Result<(), Fault> {
+fn drive_in_memory(lab: &Lab) -> Result<(), Failure> {
     let function = FunctionOptions::new(FUNCTION, "memory:256M", "0+256M");
     let bench = lab.bench_with(lab.v6_12(), function, 2)?;
     verified_load("verify", 2).run(&bench.guest)?;
     bench.expect_well()
 }
 
-fn drive_of_nothing(lab: &Lab) -> Result<(), Fault> {
+fn drive_of_nothing(lab: &Lab) -> Result<(), Failure> {
     let function = FunctionOptions::new(FUNCTION, "null:1T", "512G+512G");
     let bench = lab.bench_with(lab.v6_12(), function, 1)?;
     let sectors = bench.guest.check("cat /sys/block/nvme0n1/size", PATIENCE)?;

@@ -15,9 +15,9 @@ mod doorbells;
 mod ext4;
 mod faults;
 mod firmware;
+mod fixture;
 mod hotplug;
 mod key_value;
-mod lab;
 mod lifecycle;
 mod linux;
 mod modes;
@@ -30,12 +30,12 @@ mod tenants;
 mod viommu;
 mod zones;
 
-use lab::{Bench, Fault, Lab, Suite};
+use fixture::{Bench, Failure, Lab, Suite};
 
 /// A check with what it needs to itself.
-type Alone = fn(&Lab) -> Result<(), Fault>;
+type Alone = fn(&Lab) -> Result<(), Failure>;
 /// A check that shares a booted guest with others of its group; it is made on each function of the guest.
-type OnBench = fn(&Bench) -> Result<(), Fault>;
+type OnBench = fn(&Bench) -> Result<(), Failure>;
 
 /// Checks that belong together.
 enum Group {
@@ -45,7 +45,7 @@ enum Group {
     },
     OnBench {
         name: &'static str,
-        boot: fn(&Lab) -> Result<Vec<Bench>, Fault>,
+        boot: fn(&Lab) -> Result<Vec<Bench>, Failure>,
         checks: &'static [(&'static str, OnBench)],
     },
 }
@@ -76,7 +76,7 @@ struct Tally {
 }
 
 impl Tally {
-    fn count(&mut self, name: &str, check: impl FnOnce() -> Result<(), Fault>) {
+    fn count(&mut self, name: &str, check: impl FnOnce() -> Result<(), Failure>) {
         let started = Instant::now();
         let result = check();
         let time = seconds(started.elapsed());
@@ -85,9 +85,9 @@ impl Tally {
                 say(&format!("ok      {name} ({time})"));
                 self.passed += 1;
             }
-            Err(fault) => {
+            Err(failure) => {
                 say(&format!("FAILED  {name} ({time})"));
-                for line in integration::error_chain(&fault).lines() {
+                for line in integration::error_chain(&*failure).lines() {
                     say(&format!("        {line}"));
                 }
                 self.failed.push(name.to_owned());
@@ -120,10 +120,10 @@ fn main() -> ExitCode {
 
     let suite = match Suite::provide() {
         Ok(suite) => suite,
-        Err(fault) => {
+        Err(failure) => {
             say(&format!(
                 "Cannot run any end-to-end test: {}",
-                integration::error_chain(&fault)
+                integration::error_chain(&*failure)
             ));
             say("0 passed, 1 failed");
             return ExitCode::FAILURE;
@@ -200,11 +200,13 @@ fn run_group(
             if !reached {
                 // Every check that could not be made has failed.
                 for (check, _) in &wanted {
-                    tally.count(&format!("{name}::{check}"), || Err(Fault::NoBench));
+                    tally.count(&format!("{name}::{check}"), || {
+                        Err("The guest that the check needs did not come up".into())
+                    });
                 }
             }
-            if let Err(fault) = booted {
-                say(&format!("        {}", integration::error_chain(&fault)));
+            if let Err(failure) = booted {
+                say(&format!("        {}", integration::error_chain(&*failure)));
             }
         }
     }

@@ -1,6 +1,6 @@
 //! One guest with a function for each way of doorbells, through everything that a guest does with a drive.
 
-use crate::lab::{Bench, DRIVE_MIB, Fault, Lab};
+use crate::fixture::{Bench, DRIVE_MIB, Failure, Lab};
 use crate::{Group, doorbells, nvme_cli, pauses};
 use integration::server::FunctionOptions;
 
@@ -36,12 +36,12 @@ pub(crate) const GROUP: Group = Group::OnBench {
 /// Values of `doorbells=`, which name the functions as well.
 const MODES: [&str; 3] = ["shadow", "mapped", "trap"];
 
-fn boot(lab: &Lab) -> Result<Vec<Bench>, Fault> {
+fn boot(lab: &Lab) -> Result<Vec<Bench>, Failure> {
     let function = |mode: &str| {
         let drive = lab.drive(&format!("{mode}.img"), DRIVE_MIB)?;
         let range = format!("0+{DRIVE_MIB}M");
         let function = FunctionOptions::new(mode, drive.display().to_string(), range);
-        Ok::<_, Fault>(function.option(format!("doorbells={mode}")))
+        Ok::<_, Failure>(function.option(format!("doorbells={mode}")))
     };
     let functions: Vec<_> = MODES.into_iter().map(function).collect::<Result<_, _>>()?;
     lab.benches(&functions, 1)

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::lab::{Bench, DRIVE_MIB, Fault, PATIENCE, await_path, expect};
+use crate::fixture::{Bench, DRIVE_MIB, Failure, PATIENCE, await_path, expect};
 
 /// Status codes (NVMe Base 2.0, 4.6.1.2): Status Code Type in bits 10:8.
 mod status {
@@ -15,22 +15,22 @@ mod status {
 }
 
 /// Returns the output of `nvme COMMAND -o json`.
-fn json(bench: &Bench, command: &str) -> Result<Value, Fault> {
+fn json(bench: &Bench, command: &str) -> Result<Value, Failure> {
     let text = bench
         .guest
         .expect_nvme(&format!("{command} -o json"), status::SUCCESS)?;
     serde_json::from_str(&text)
-        .map_err(|error| Fault::Wrong(format!("`nvme {command}`: {error}:\n{text}")))
+        .map_err(|error| Failure::from(format!("`nvme {command}`: {error}:\n{text}")))
 }
 
-fn number(value: &Value, field: &str) -> Result<u64, Fault> {
+fn number(value: &Value, field: &str) -> Result<u64, Failure> {
     value[field]
         .as_u64()
-        .ok_or_else(|| Fault::Wrong(format!("No number '{field}' in {value}")))
+        .ok_or_else(|| Failure::from(format!("No number '{field}' in {value}")))
 }
 
 /// Fills `blocks` blocks from `start` with `byte`.
-fn write_blocks(bench: &Bench, start: u64, blocks: u64, byte: char) -> Result<(), Fault> {
+fn write_blocks(bench: &Bench, start: u64, blocks: u64, byte: char) -> Result<(), Failure> {
     let namespace = &bench.namespace;
     let bytes = blocks * 512;
     bench.guest.check(
@@ -48,7 +48,7 @@ fn write_blocks(bench: &Bench, start: u64, blocks: u64, byte: char) -> Result<()
 }
 
 /// Fails unless `blocks` blocks from `start` hold nothing but `byte` (as tr writes it).
-fn expect_blocks(bench: &Bench, start: u64, blocks: u64, byte: &str) -> Result<(), Fault> {
+fn expect_blocks(bench: &Bench, start: u64, blocks: u64, byte: &str) -> Result<(), Failure> {
     let namespace = &bench.namespace;
     let bytes = blocks * 512;
     // nvme-cli does not shorten a file that is there.
@@ -70,7 +70,7 @@ fn expect_blocks(bench: &Bench, start: u64, blocks: u64, byte: &str) -> Result<(
     Ok(())
 }
 
-pub(crate) fn id_ctrl(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn id_ctrl(bench: &Bench) -> Result<(), Failure> {
     let controller = &bench.controller;
     let controller = json(bench, &format!("id-ctrl {controller}"))?;
     let stats = bench.server.borrow().function_stats(&bench.function)?;
@@ -101,7 +101,7 @@ pub(crate) fn id_ctrl(bench: &Bench) -> Result<(), Fault> {
     expect(version >= 0x0002_0000, || format!("VER {version:#x}"))
 }
 
-pub(crate) fn id_ns(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn id_ns(bench: &Bench) -> Result<(), Failure> {
     let controller = &bench.controller;
     let namespace = &bench.namespace;
     let identified = json(bench, &format!("id-ns {namespace}"))?;
@@ -125,21 +125,21 @@ pub(crate) fn id_ns(bench: &Bench) -> Result<(), Fault> {
     expect(active.contains("0x1"), || format!("list-ns: {active}"))
 }
 
-pub(crate) fn list(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn list(bench: &Bench) -> Result<(), Failure> {
     let namespace = &bench.namespace;
     let devices = json(bench, "list")?;
     let listed = devices["Devices"].as_array().cloned().unwrap_or_default();
     let device = listed
         .iter()
         .find(|device| device["DevicePath"] == **namespace)
-        .ok_or_else(|| Fault::Wrong(format!("nvme list, without {namespace}: {devices}")))?;
+        .ok_or_else(|| Failure::from(format!("nvme list, without {namespace}: {devices}")))?;
     let size = number(device, "PhysicalSize")?;
     expect(size == DRIVE_MIB << 20, || {
         format!("nvme list: size {size}")
     })
 }
 
-pub(crate) fn smart_log(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn smart_log(bench: &Bench) -> Result<(), Failure> {
     let controller = &bench.controller;
     let before = json(bench, &format!("smart-log {controller}"))?;
     expect(number(&before, "critical_warning")? == 0, || {
@@ -154,7 +154,7 @@ pub(crate) fn smart_log(bench: &Bench) -> Result<(), Fault> {
     })
 }
 
-fn expect_read(bench: &Bench) -> Result<(), Fault> {
+fn expect_read(bench: &Bench) -> Result<(), Failure> {
     let namespace = &bench.namespace;
     bench.guest.expect_nvme(
         &format!("read {namespace} -s 0 -c 0 -z 512 -d /tmp/found"),
@@ -163,13 +163,13 @@ fn expect_read(bench: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-pub(crate) fn error_log(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn error_log(bench: &Bench) -> Result<(), Failure> {
     let controller = &bench.controller;
     let log = json(bench, &format!("error-log {controller}"))?;
     expect(log["errors"].is_array(), || format!("error-log: {log}"))
 }
 
-pub(crate) fn fw_log(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn fw_log(bench: &Bench) -> Result<(), Failure> {
     let controller = &bench.controller;
     let text = bench
         .guest
@@ -177,7 +177,7 @@ pub(crate) fn fw_log(bench: &Bench) -> Result<(), Fault> {
     expect(text.contains("afi"), || format!("fw-log: {text}"))
 }
 
-pub(crate) fn effects_log(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn effects_log(bench: &Bench) -> Result<(), Failure> {
     let controller = &bench.controller;
     // Without --csi nvme-cli wants to map the registers, which the kernel keeps to its driver.
     let text = bench.guest.expect_nvme(
@@ -192,7 +192,7 @@ pub(crate) fn effects_log(bench: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-pub(crate) fn get_feature(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn get_feature(bench: &Bench) -> Result<(), Failure> {
     let controller = &bench.controller;
     // NVMe Base 2.0, figure 317: arbitration, power, LBA range type, temperature, error recovery, write
     // cache, queues, interrupt coalescing, vector configuration, write atomicity, async events,
@@ -215,7 +215,7 @@ pub(crate) fn get_feature(bench: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-pub(crate) fn dsm(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn dsm(bench: &Bench) -> Result<(), Failure> {
     let namespace = &bench.namespace;
     write_blocks(bench, 64, 16, 'd')?;
     bench.guest.expect_nvme(
@@ -237,7 +237,7 @@ pub(crate) fn dsm(bench: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-pub(crate) fn write_zeroes(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn write_zeroes(bench: &Bench) -> Result<(), Failure> {
     let namespace = &bench.namespace;
     write_blocks(bench, 128, 16, 'z')?;
     bench.guest.expect_nvme(
@@ -249,7 +249,7 @@ pub(crate) fn write_zeroes(bench: &Bench) -> Result<(), Fault> {
     expect_blocks(bench, 140, 4, "z")
 }
 
-pub(crate) fn compare(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn compare(bench: &Bench) -> Result<(), Failure> {
     let namespace = &bench.namespace;
     write_blocks(bench, 256, 8, 'c')?;
     let compare = |start| format!("compare {namespace} -s {start} -c 7 -z 4096 -d /tmp/data");
@@ -260,7 +260,7 @@ pub(crate) fn compare(bench: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-pub(crate) fn verify(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn verify(bench: &Bench) -> Result<(), Failure> {
     let namespace = &bench.namespace;
     write_blocks(bench, 320, 8, 'v')?;
     bench
@@ -269,7 +269,7 @@ pub(crate) fn verify(bench: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-pub(crate) fn copy(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn copy(bench: &Bench) -> Result<(), Failure> {
     let namespace = &bench.namespace;
     write_blocks(bench, 512, 8, '1')?;
     write_blocks(bench, 600, 4, '2')?;
@@ -292,7 +292,7 @@ pub(crate) fn copy(bench: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-pub(crate) fn write_uncor_then_read(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn write_uncor_then_read(bench: &Bench) -> Result<(), Failure> {
     let namespace = &bench.namespace;
     write_blocks(bench, 800, 4, 'u')?;
     bench.guest.expect_nvme(
@@ -314,7 +314,7 @@ pub(crate) fn write_uncor_then_read(bench: &Bench) -> Result<(), Fault> {
     expect_blocks(bench, 801, 1, "U")
 }
 
-pub(crate) fn flush(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn flush(bench: &Bench) -> Result<(), Failure> {
     let namespace = &bench.namespace;
     bench
         .guest
@@ -322,7 +322,7 @@ pub(crate) fn flush(bench: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-pub(crate) fn lba_out_of_range(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn lba_out_of_range(bench: &Bench) -> Result<(), Failure> {
     let namespace = &bench.namespace;
     let end = (DRIVE_MIB << 20) / 512;
     let last = end - 1;
@@ -355,7 +355,7 @@ pub(crate) fn lba_out_of_range(bench: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-pub(crate) fn unknown_commands(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn unknown_commands(bench: &Bench) -> Result<(), Failure> {
     let controller = &bench.controller;
     let namespace = &bench.namespace;
     for opcode in ["0x3f", "0x7f"] {
@@ -376,7 +376,7 @@ pub(crate) fn unknown_commands(bench: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-pub(crate) fn reset(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn reset(bench: &Bench) -> Result<(), Failure> {
     let controller = &bench.controller;
     for _ in 0..3 {
         bench
@@ -387,7 +387,7 @@ pub(crate) fn reset(bench: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-pub(crate) fn unbind_and_bind(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn unbind_and_bind(bench: &Bench) -> Result<(), Failure> {
     let (controller, namespace) = (&bench.controller, &bench.namespace);
     for _ in 0..3 {
         bench.guest.check(

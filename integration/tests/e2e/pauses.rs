@@ -6,7 +6,7 @@
 
 use integration::guest::fio::Fio;
 
-use crate::lab::{Bench, Fault, PATIENCE, expect};
+use crate::fixture::{Bench, Failure, PATIENCE, expect};
 
 const IOS: u64 = 3000;
 
@@ -29,7 +29,7 @@ fn make_log(namespace: &str) -> String {
 /// With pauses of 2.5 ms on average, no more are possible: without them there would be thousands.
 const MOST_IOPS: f64 = 450.0;
 
-pub(crate) fn none_is_lost(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn none_is_lost(bench: &Bench) -> Result<(), Failure> {
     bench.guest.check(&make_log(&bench.namespace), PATIENCE)?;
     let report = Fio::new("pauses", "randread", "4k", 1)
         .option("filename", &bench.namespace)

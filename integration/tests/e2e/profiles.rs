@@ -12,7 +12,7 @@ use integration::server::{FunctionOptions, Server};
 use nvme_software::model::{NvmProfile, NvmRates, Profile};
 
 use crate::Group;
-use crate::lab::{FUNCTION, Fault, Lab, PATIENCE, await_path, expect};
+use crate::fixture::{FUNCTION, Failure, Lab, PATIENCE, at, await_path, expect};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "profiles",
@@ -30,7 +30,7 @@ const OFF: f64 = 4.0;
 /// A drive is never faster than it is, but for what fio rounds, and the command or two at the ends of its time.
 const EXACT: f64 = 1.03;
 
-fn fitted(lab: &Lab) -> Result<(), Fault> {
+fn fitted(lab: &Lab) -> Result<(), Failure> {
     let given = written(&lab.folder().join("given.toml"), GIVEN)?;
     let mut server = lab.serve(&[function("given.toml", lab.folder())])?;
     let config = GuestConfig::new("guest")
@@ -47,10 +47,7 @@ fn fitted(lab: &Lab) -> Result<(), Fault> {
             .arg(&report),
     )?;
     let folder = lab.folder().join("fitted");
-    fs::create_dir_all(&folder).map_err(|source| Fault::File {
-        path: folder.clone(),
-        source,
-    })?;
+    fs::create_dir_all(&folder).map_err(at(&folder))?;
     let found = written(&folder.join("fitted.toml"), &text)?;
     let sides = [(&found.read, &given.read), (&found.write, &given.write)];
     let resembles = found.stripe.0 >= given.stripe.0
@@ -85,19 +82,16 @@ fn function(profile: &str, folder: &Path) -> FunctionOptions {
         .option(format!("profile={}", profile.display()))
 }
 
-fn write(path: &Path, text: &str) -> Result<(), Fault> {
-    fs::write(path, text).map_err(|source| Fault::File {
-        path: path.to_owned(),
-        source,
-    })
+fn write(path: &Path, text: &str) -> Result<(), Failure> {
+    fs::write(path, text).map_err(at(path))
 }
 
 /// Writes a profile of model `nvm` down, and reads it.
-fn written(path: &Path, text: &str) -> Result<NvmProfile, Fault> {
+fn written(path: &Path, text: &str) -> Result<NvmProfile, Failure> {
     write(path, text)?;
     match Profile::parse(&path.display().to_string(), text) {
         Ok(Profile::Nvm(profile)) => Ok(profile),
-        other => Err(Fault::Wrong(format!("No profile of a drive: {other:?}"))),
+        other => Err(Failure::from(format!("No profile of a drive: {other:?}"))),
     }
 }
 
@@ -108,9 +102,9 @@ fn is_like(found: &NvmRates, given: &NvmRates) -> bool {
 }
 
 /// Returns fio's report of the jobs that are meant for it, made short.
-fn measured(guest: &Guest) -> Result<String, Fault> {
+fn measured(guest: &Guest) -> Result<String, Failure> {
     let path = integration::workspace_dir().join("resources/drives/measure.fio");
-    let jobs = fs::read_to_string(&path).map_err(|source| Fault::File { path, source })?;
+    let jobs = fs::read_to_string(&path).map_err(at(path))?;
     let (mut short, mut shortened) = (String::new(), 0);
     for line in jobs.lines() {
         let line = match line.split_once('=') {

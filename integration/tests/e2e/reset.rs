@@ -5,7 +5,7 @@ use std::time::Duration;
 use integration::guest::fio::Fio;
 
 use crate::Group;
-use crate::lab::{Fault, Lab, PATIENCE, expect, verified_load};
+use crate::fixture::{Failure, Lab, PATIENCE, expect, verified_load};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "reset",
@@ -23,7 +23,7 @@ pub(crate) const GROUP: Group = Group::Alone {
 const RESETS_MAX: u32 = 8;
 const RESETS_MIN: u32 = 2;
 
-fn under_load(lab: &Lab, reset: &str) -> Result<(), Fault> {
+fn under_load(lab: &Lab, reset: &str) -> Result<(), Failure> {
     let bench = lab.bench(2)?;
     // Verified in the background of the writing, so that it goes on all the time.
     let load = Fio::new("load", "randwrite", "4k", 32)
@@ -44,7 +44,7 @@ fn under_load(lab: &Lab, reset: &str) -> Result<(), Fault> {
     let resets: u32 = resets
         .trim()
         .parse()
-        .map_err(|_| Fault::Wrong(format!("No number of resets: {resets:?}")))?;
+        .map_err(|_| Failure::from(format!("No number of resets: {resets:?}")))?;
     expect(resets >= RESETS_MIN, || {
         format!("The load met {resets} resets, and {RESETS_MIN} at least were meant")
     })?;

@@ -8,7 +8,7 @@ use integration::guest::{BOOT_PATIENCE, Drive, Guest, GuestConfig};
 use integration::server::FunctionOptions;
 
 use crate::Group;
-use crate::lab::{Fault, Lab, expect, expect_no_complaints, verified_load};
+use crate::fixture::{Failure, Lab, at, expect, expect_no_complaints, verified_load};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "sharing",
@@ -31,7 +31,7 @@ pub(crate) const GROUP: Group = Group::Alone {
     ],
 };
 
-fn two_kernels_at_once(lab: &Lab) -> Result<(), Fault> {
+fn two_kernels_at_once(lab: &Lab) -> Result<(), Failure> {
     let drive = lab.drive("shared.img", 256)?.display().to_string();
     let mut server = lab.serve(&[
         FunctionOptions::new("old", drive.clone(), "0+128M"),
@@ -61,19 +61,17 @@ fn two_kernels_at_once(lab: &Lab) -> Result<(), Fault> {
     Ok(())
 }
 
-fn demo(lab: &Lab, more: &[&str]) -> Result<(), Fault> {
+fn demo(lab: &Lab, more: &[&str]) -> Result<(), Failure> {
     let json = lab.folder().join("demo.json");
     let path = json.display().to_string();
     let mut arguments = vec!["demo", "--runtime", "2", "--json", &path];
     arguments.extend(more);
-    let options = demo::Options::try_parse_from(arguments)
-        .map_err(|error| Fault::Wrong(error.to_string()))?;
+    let options = demo::Options::try_parse_from(arguments)?;
     expect(demo::run(&options)?, || {
         "The demonstration failed".to_owned()
     })?;
-    let text = fs::read_to_string(&json).map_err(|source| Fault::File { path: json, source })?;
-    let report: serde_json::Value =
-        serde_json::from_str(&text).map_err(|error| Fault::Wrong(error.to_string()))?;
+    let text = fs::read_to_string(&json).map_err(at(json))?;
+    let report: serde_json::Value = serde_json::from_str(&text)?;
     let guests = report["guests"].as_array().map_or(0, Vec::len);
     expect(report["isolation_ok"] == true && guests == 2, || text)
 }

@@ -23,7 +23,7 @@ use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_tests::vfio_user::VfioUserBar;
 
 use crate::Group;
-use crate::lab::{Fault, Lab, expect};
+use crate::fixture::{Failure, Lab, at, expect};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "tenants",
@@ -49,18 +49,15 @@ const COMING: (u64, u64) = (1 << 33, 1 << 20);
 const WRITE_BLOCKS: u64 = 300;
 const RANGE_BLOCKS: u64 = 2048;
 
-fn on_tmpfs(lab: &Lab) -> Result<(), Fault> {
+fn on_tmpfs(lab: &Lab) -> Result<(), Failure> {
     let folder = tempfile::Builder::new()
         .prefix("nvme-mpt-e2e-")
         .tempdir_in("/dev/shm")
-        .map_err(|source| Fault::File {
-            path: "/dev/shm".into(),
-            source,
-        })?;
+        .map_err(at("/dev/shm"))?;
     storm(lab, &image(folder.path())?)
 }
 
-fn on_xfs(lab: &Lab) -> Result<(), Fault> {
+fn on_xfs(lab: &Lab) -> Result<(), Failure> {
     host::ensure(&[Tool {
         program: "mkfs.xfs",
         package: "xfsprogs",
@@ -71,23 +68,20 @@ fn on_xfs(lab: &Lab) -> Result<(), Fault> {
     storm(lab, &image(&mounted.folder)?)
 }
 
-fn on_a_loop_device(lab: &Lab) -> Result<(), Fault> {
+fn on_a_loop_device(lab: &Lab) -> Result<(), Failure> {
     let disk = LoopDevice::of(&lab.drive("loop.img", SHARED_MIB)?)?;
     storm(lab, &disk.path)
 }
 
-fn image(folder: &Path) -> Result<PathBuf, Fault> {
+fn image(folder: &Path) -> Result<PathBuf, Failure> {
     let path = folder.join("shared.img");
     fs::File::create(&path)
         .and_then(|file| file.set_len(SHARED_MIB << 20))
-        .map_err(|source| Fault::File {
-            path: path.clone(),
-            source,
-        })?;
+        .map_err(at(&path))?;
     Ok(path)
 }
 
-fn run(program: &str, arguments: &[&Path]) -> Result<String, Fault> {
+fn run(program: &str, arguments: &[&Path]) -> Result<String, Failure> {
     Ok(process::run(Command::new(program).args(arguments))?)
 }
 
@@ -97,7 +91,7 @@ struct LoopDevice {
 }
 
 impl LoopDevice {
-    fn of(file: &Path) -> Result<Self, Fault> {
+    fn of(file: &Path) -> Result<Self, Failure> {
         let found = run("losetup", &[Path::new("--find"), Path::new("--show"), file])?;
         Ok(Self {
             path: found.trim().into(),
@@ -118,11 +112,8 @@ struct Mounted {
 }
 
 impl Mounted {
-    fn at(device: &Path, folder: PathBuf) -> Result<Self, Fault> {
-        fs::create_dir_all(&folder).map_err(|source| Fault::File {
-            path: folder.clone(),
-            source,
-        })?;
+    fn at(device: &Path, folder: PathBuf) -> Result<Self, Failure> {
+        fs::create_dir_all(&folder).map_err(at(&folder))?;
         run("mount", &[device, &folder])?;
         Ok(Self { folder })
     }
@@ -141,7 +132,7 @@ struct Quiet {
 }
 
 /// Runs the quiet tenant's load, which fails on the first block that is not what was written.
-fn verified(socket: &Path) -> Result<load::report::Report, Fault> {
+fn verified(socket: &Path) -> Result<load::report::Report, Failure> {
     let arguments = [
         "quiet",
         "--verify",
@@ -159,13 +150,12 @@ fn verified(socket: &Path) -> Result<load::report::Report, Fault> {
         "60",
     ];
     let arguments = arguments.iter().map(|word| (*word).into());
-    let quiet = Quiet::try_parse_from(arguments.chain([socket.as_os_str().to_owned()]))
-        .map_err(|error| Fault::Wrong(error.to_string()))?;
+    let quiet = Quiet::try_parse_from(arguments.chain([socket.as_os_str().to_owned()]))?;
     load::run(&quiet.load)
-        .map_err(|error| Fault::Wrong(format!("Quiet: {}", integration::error_chain(&error))))
+        .map_err(|error| Failure::from(format!("Quiet: {}", integration::error_chain(&error))))
 }
 
-fn storm(lab: &Lab, drive: &Path) -> Result<(), Fault> {
+fn storm(lab: &Lab, drive: &Path) -> Result<(), Failure> {
     let functions: Vec<_> = ["quiet"]
         .into_iter()
         .chain(LOUD)
@@ -193,7 +183,7 @@ fn storm(lab: &Lab, drive: &Path) -> Result<(), Fault> {
         let loud: Vec<_> = tenants
             .into_iter()
             .map(|tenant| {
-                let panicked = |_| Err(Fault::Wrong("A loud tenant's thread panicked".to_owned()));
+                let panicked = |_| Err(Failure::from("A loud tenant's thread panicked"));
                 tenant.join().unwrap_or_else(panicked)
             })
             .collect();
@@ -201,8 +191,9 @@ fn storm(lab: &Lab, drive: &Path) -> Result<(), Fault> {
     });
     let beside = beside?;
     for (id, result) in LOUD.iter().zip(loud) {
-        result
-            .map_err(|fault| Fault::Wrong(format!("{id}: {}", integration::error_chain(&fault))))?;
+        result.map_err(|failure| {
+            Failure::from(format!("{id}: {}", integration::error_chain(&*failure)))
+        })?;
     }
     let commands = commands.into_inner();
     expect(commands > 200, || {
@@ -239,7 +230,7 @@ struct Loud {
 }
 
 impl Loud {
-    fn connect(socket: &Path, seed: u64) -> Result<Self, Fault> {
+    fn connect(socket: &Path, seed: u64) -> Result<Self, Failure> {
         let memory = GuestMemory::new(&[MEMORY])?;
         let bar = Arc::new(VfioUserBar::attach(socket, &memory)?);
         let registers: Arc<dyn Bar> = bar.clone();
@@ -266,7 +257,7 @@ impl Loud {
         (start as usize, blocks as u32)
     }
 
-    fn rage(mut self, stop: &AtomicBool, commands: &AtomicU64) -> Result<(), Fault> {
+    fn rage(mut self, stop: &AtomicBool, commands: &AtomicU64) -> Result<(), Failure> {
         while !stop.load(Ordering::Relaxed) {
             match self.rng.below(100) {
                 0..40 => self.write()?,
@@ -285,7 +276,7 @@ impl Loud {
         Ok(())
     }
 
-    fn write(&mut self) -> Result<(), Fault> {
+    fn write(&mut self) -> Result<(), Failure> {
         let (start, blocks) = self.range(WRITE_BLOCKS);
         self.disk.transfer = match self.rng.below(3) {
             0 => Transfer::Prp { offset: 0 },
@@ -302,12 +293,12 @@ impl Loud {
         Ok(())
     }
 
-    fn read(&mut self) -> Result<(), Fault> {
+    fn read(&mut self) -> Result<(), Failure> {
         let (start, blocks) = self.range(WRITE_BLOCKS);
         self.check(start, blocks)
     }
 
-    fn check(&mut self, start: usize, blocks: u32) -> Result<(), Fault> {
+    fn check(&mut self, start: usize, blocks: u32) -> Result<(), Failure> {
         let found = self.disk.read(start as u64, blocks)?;
         for (place, bytes) in (start..).zip(found.chunks(512)) {
             let Block::Filled(word) = self.blocks[place] else {
@@ -315,7 +306,7 @@ impl Loud {
             };
             let wrong = bytes.chunks(8).find(|chunk| **chunk != word.to_le_bytes());
             if let Some(wrong) = wrong {
-                return Err(Fault::Wrong(format!(
+                return Err(Failure::from(format!(
                     "Block {place} of the lease holds {wrong:02x?}, and was filled with {:02x?}",
                     word.to_le_bytes()
                 )));
@@ -324,7 +315,7 @@ impl Loud {
         Ok(())
     }
 
-    fn deallocate(&mut self) -> Result<(), Fault> {
+    fn deallocate(&mut self) -> Result<(), Failure> {
         let ranges: Vec<_> = (0..1 + self.rng.below(16))
             .map(|_| self.range(RANGE_BLOCKS))
             .collect();
@@ -336,7 +327,7 @@ impl Loud {
         Ok(())
     }
 
-    fn write_zeroes(&mut self) -> Result<(), Fault> {
+    fn write_zeroes(&mut self) -> Result<(), Failure> {
         let (start, blocks) = self.range(RANGE_BLOCKS);
         let deallocate = self.rng.below(2) == 0;
         self.disk.write_zeroes(start as u64, blocks, deallocate)?;
@@ -345,7 +336,7 @@ impl Loud {
     }
 
     /// Maps memory, writes from it at once, and takes it away.
-    fn plug_and_write(&mut self) -> Result<(), Fault> {
+    fn plug_and_write(&mut self) -> Result<(), Failure> {
         self.bar.dma_map(&self.memory, &self.coming)?;
         let (start, _) = self.range(WRITE_BLOCKS);
         self.writes += 1;

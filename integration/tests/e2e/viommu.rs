@@ -8,7 +8,9 @@ use integration::guest::{Drive, GuestConfig};
 use integration::provision::Assets;
 
 use crate::Group;
-use crate::lab::{FUNCTION, Fault, Lab, PATIENCE, expect, expect_no_complaints, verified_load};
+use crate::fixture::{
+    FUNCTION, Failure, Lab, PATIENCE, expect, expect_no_complaints, verified_load,
+};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "viommu",
@@ -27,7 +29,7 @@ const FILE_SYSTEM: &str = "mkfs.ext4 -q -F /dev/nvme0n1 && mount -t ext4 /dev/nv
      mount -t ext4 /dev/nvme0n1 /mnt && cd /mnt && md5sum -c /tmp/sums && cd / && umount /mnt && \
      e2fsck -f -n /dev/nvme0n1";
 
-fn from_boot_to_resets(lab: &Lab, assets: &Assets) -> Result<(), Fault> {
+fn from_boot_to_resets(lab: &Lab, assets: &Assets) -> Result<(), Failure> {
     let mut server = lab.serve(&[lab.function()?])?;
     let config = GuestConfig::new("guest")
         .vcpus(2)

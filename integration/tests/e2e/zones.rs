@@ -7,7 +7,7 @@ use integration::server::FunctionOptions;
 use serde_json::Value;
 
 use crate::Group;
-use crate::lab::{Bench, FUNCTION, Fault, Lab, PATIENCE, expect};
+use crate::fixture::{Bench, FUNCTION, Failure, Lab, PATIENCE, at, expect};
 
 pub(crate) const GROUP: Group = Group::OnBench {
     name: "zones",
@@ -44,12 +44,9 @@ mod status {
     pub(super) const INVALID_ZONE_STATE_TRANSITION: u16 = 0x1BF;
 }
 
-fn boot(lab: &Lab) -> Result<Vec<Bench>, Fault> {
+fn boot(lab: &Lab) -> Result<Vec<Bench>, Failure> {
     let profile = lab.folder().join("zones.toml");
-    fs::write(&profile, PROFILE).map_err(|source| Fault::File {
-        path: profile.clone(),
-        source,
-    })?;
+    fs::write(&profile, PROFILE).map_err(at(&profile))?;
     let drive = lab.drive("zoned.img", 256)?.display().to_string();
     let function = FunctionOptions::new(FUNCTION, drive, "64M+128M")
         .option(format!("profile={}", profile.display()))
@@ -58,13 +55,13 @@ fn boot(lab: &Lab) -> Result<Vec<Bench>, Fault> {
 }
 
 /// `nvme COMMAND`, with the namespace behind the command's name.
-fn nvme(bench: &Bench, command: &str, options: &str, status: u16) -> Result<String, Fault> {
+fn nvme(bench: &Bench, command: &str, options: &str, status: u16) -> Result<String, Failure> {
     let line = format!("{command} {NAMESPACE} {options}");
     Ok(bench.guest.expect_nvme(&line, status)?)
 }
 
 /// So many descriptors from a zone on, as nvme-cli reads them.
-fn report(bench: &Bench, zone: u64, count: u64) -> Result<Vec<Value>, Fault> {
+fn report(bench: &Bench, zone: u64, count: u64) -> Result<Vec<Value>, Failure> {
     let options = format!("-s {} -d {count} -o json", zone * ZONE);
     let text = nvme(bench, "zns report-zones", &options, status::SUCCESS)?;
     let report: Option<Value> = serde_json::from_str(&text).ok();
@@ -72,11 +69,11 @@ fn report(bench: &Bench, zone: u64, count: u64) -> Result<Vec<Value>, Fault> {
         .as_ref()
         .and_then(|report| report["zone_list"].as_array());
     list.cloned()
-        .ok_or_else(|| Fault::Wrong(format!("No report of zones: {text}")))
+        .ok_or_else(|| Failure::from(format!("No report of zones: {text}")))
 }
 
 /// Fails unless a zone is in a state, with its write pointer so many blocks from its start.
-fn expect_zone(bench: &Bench, zone: u64, state: &str, written: u64) -> Result<(), Fault> {
+fn expect_zone(bench: &Bench, zone: u64, state: &str, written: u64) -> Result<(), Failure> {
     let zones = report(bench, zone, 1)?;
     let found = zones.first();
     let is = |found: &Value| {
@@ -92,13 +89,13 @@ fn expect_zone(bench: &Bench, zone: u64, state: &str, written: u64) -> Result<()
     })
 }
 
-fn reset_all(bench: &Bench) -> Result<(), Fault> {
+fn reset_all(bench: &Bench) -> Result<(), Failure> {
     nvme(bench, "zns reset-zone", "-a", status::SUCCESS)?;
     Ok(())
 }
 
 /// `count` blocks of a letter, in a file of the guest.
-fn data(bench: &Bench, count: u64, letter: char) -> Result<String, Fault> {
+fn data(bench: &Bench, count: u64, letter: char) -> Result<String, Failure> {
     let file = format!("/tmp/{letter}{count}");
     let bytes = count * 4096;
     bench.guest.check(
@@ -108,14 +105,14 @@ fn data(bench: &Bench, count: u64, letter: char) -> Result<String, Fault> {
     Ok(file)
 }
 
-fn write(bench: &Bench, slba: u64, count: u64, status: u16) -> Result<(), Fault> {
+fn write(bench: &Bench, slba: u64, count: u64, status: u16) -> Result<(), Failure> {
     let file = data(bench, count, 'w')?;
     let options = format!("-s {slba} -c {} -z {} -d {file}", count - 1, count * 4096);
     nvme(bench, "write", &options, status)?;
     Ok(())
 }
 
-fn linux_calls_it_host_managed(bench: &Bench) -> Result<(), Fault> {
+fn linux_calls_it_host_managed(bench: &Bench) -> Result<(), Failure> {
     // Sectors of 512 bytes; limits are the lease's share.
     for (attribute, expected) in [
         ("zoned", "host-managed".to_owned()),
@@ -142,7 +139,7 @@ fn linux_calls_it_host_managed(bench: &Bench) -> Result<(), Fault> {
     bench.expect_well()
 }
 
-fn wrong_writes_are_refused(bench: &Bench) -> Result<(), Fault> {
+fn wrong_writes_are_refused(bench: &Bench) -> Result<(), Failure> {
     reset_all(bench)?;
     let zone = |index: u64| index * ZONE;
     write(bench, zone(1) + 1, 1, status::ZONE_INVALID_WRITE)?;
@@ -193,7 +190,7 @@ fn wrong_writes_are_refused(bench: &Bench) -> Result<(), Fault> {
     expect_zone(bench, 2, "EMPTY", 0)
 }
 
-fn zone_append(bench: &Bench) -> Result<(), Fault> {
+fn zone_append(bench: &Bench) -> Result<(), Failure> {
     reset_all(bench)?;
     let zslba = 5 * ZONE;
     for (count, letter) in [(2, 'a'), (3, 'b')] {
@@ -215,7 +212,7 @@ fn zone_append(bench: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-fn fio_writes_and_verifies(bench: &Bench) -> Result<(), Fault> {
+fn fio_writes_and_verifies(bench: &Bench) -> Result<(), Failure> {
     reset_all(bench)?;
     for (name, pattern) in [("sequential", "write"), ("random", "randwrite")] {
         Fio::new(name, pattern, "16k", 4)

@@ -7,7 +7,7 @@ use integration::lab::LabDrive;
 use integration::process;
 
 use crate::Group;
-use crate::fixture::{Fault, PATIENCE, expect};
+use crate::fixture::{Failure, PATIENCE, at, expect};
 use crate::harness::Suite;
 
 pub(crate) const GROUP: Group = Group::Around {
@@ -20,11 +20,8 @@ pub(crate) const GROUP: Group = Group::Around {
     ],
 };
 
-fn come_back(suite: &Suite) -> Result<(), Fault> {
-    let folder = tempfile::tempdir().map_err(|source| Fault::File {
-        path: std::env::temp_dir(),
-        source,
-    })?;
+fn come_back(suite: &Suite) -> Result<(), Failure> {
+    let folder = tempfile::tempdir().map_err(at(std::env::temp_dir()))?;
     suite.with_lab(Vec::new(), |lab| {
         let mut said = Vec::new();
         let script = "echo to stdout; echo to stderr >&2; \
@@ -60,7 +57,7 @@ fn come_back(suite: &Suite) -> Result<(), Fault> {
     })
 }
 
-fn panic(suite: &Suite) -> Result<(), Fault> {
+fn panic(suite: &Suite) -> Result<(), Failure> {
     suite.with_lab(Vec::new(), |lab| {
         let started = Instant::now();
         let result = lab.stream(
@@ -81,7 +78,7 @@ fn panic(suite: &Suite) -> Result<(), Fault> {
     })
 }
 
-fn without_end(suite: &Suite) -> Result<(), Fault> {
+fn without_end(suite: &Suite) -> Result<(), Failure> {
     suite.with_lab(Vec::new(), |lab| {
         let result = lab.stream("sleep 1000", Duration::from_secs(1), &mut Vec::new());
         expect(result.is_err(), || "It has ended".to_owned())?;
@@ -91,11 +88,8 @@ fn without_end(suite: &Suite) -> Result<(), Fault> {
     })
 }
 
-fn images_are_kept(suite: &Suite) -> Result<(), Fault> {
-    let folder = tempfile::tempdir().map_err(|source| Fault::File {
-        path: std::env::temp_dir(),
-        source,
-    })?;
+fn images_are_kept(suite: &Suite) -> Result<(), Failure> {
+    let folder = tempfile::tempdir().map_err(at(std::env::temp_dir()))?;
     let image = folder.path().join("kept.img");
     let drive = LabDrive::new("a", 16 << 20).image(&image);
     suite.with_lab(vec![drive.clone()], |lab| {
@@ -106,10 +100,7 @@ fn images_are_kept(suite: &Suite) -> Result<(), Fault> {
         lab.finish(0, &[], folder.path())?;
         Ok(())
     })?;
-    let bytes = fs::read(&image).map_err(|source| Fault::File {
-        path: image.clone(),
-        source,
-    })?;
+    let bytes = fs::read(&image).map_err(at(&image))?;
     expect(bytes.len() == 16 << 20, || format!("{} bytes", bytes.len()))?;
     expect(bytes[9 * 512..].starts_with(b"hello\n"), || {
         "What was written is not in the image".to_owned()

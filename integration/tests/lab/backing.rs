@@ -14,7 +14,7 @@ use nvme_mpt::memory::{Access, Cell32, Mapping};
 use nvme_vfio::function::PciAddress;
 use nvme_vfio::{Backing, VfioBacking, VfioError};
 
-use crate::fixture::{Bench, Fault, PATIENCE, await_that, expect, sh};
+use crate::fixture::{Bench, Failure, PATIENCE, await_that, expect, sh};
 use crate::{Group, Refused};
 
 pub(crate) const GROUP: Group = Group::Inside {
@@ -42,26 +42,22 @@ const CC: usize = 0x14;
 const CSTS: usize = 0x1C;
 const ASQ: usize = 0x28;
 
-fn address(id: &str) -> Result<PciAddress, Fault> {
+fn address(id: &str) -> Result<PciAddress, Failure> {
     inside::bind(id, "vfio-pci")?;
     let text = inside::address(id)?;
     text.parse()
-        .map_err(|error| Fault::Wrong(format!("{text}: {error}")))
+        .map_err(|error| Failure::from(format!("{text}: {error}")))
 }
 
-fn wrong(error: VfioError) -> Fault {
-    Fault::Wrong(integration::error_chain(&error))
+fn open(id: &str) -> Result<VfioBacking, Failure> {
+    Ok(VfioBacking::open(address(id)?)?)
 }
 
-fn open(id: &str) -> Result<VfioBacking, Fault> {
-    VfioBacking::open(address(id)?).map_err(wrong)
+fn kernel<T>(what: &str, result: io::Result<T>) -> Result<T, Failure> {
+    result.map_err(|error| Failure::from(format!("{what}: {error}")))
 }
 
-fn kernel<T>(what: &str, result: io::Result<T>) -> Result<T, Fault> {
-    result.map_err(|error| Fault::Wrong(format!("{what}: {error}")))
-}
-
-fn registers(_: &Bench) -> Result<(), Fault> {
+fn registers(_: &Bench) -> Result<(), Failure> {
     let a = open("a")?;
     expect(a.read32(VS) == 0x0001_0400, || {
         format!("VS {:#x}", a.read32(VS))
@@ -92,13 +88,13 @@ fn registers(_: &Bench) -> Result<(), Fault> {
     expect(a.removal_request().is_some() && !a.is_gone(), || {
         "It is gone, or its removal would not be heard of".to_owned()
     })?;
-    let second = VfioBacking::open(address("b")?).map_err(wrong)?;
+    let second = VfioBacking::open(address("b")?)?;
     expect(second.read32(VS) == a.read32(VS), || {
         "Another drive".to_owned()
     })
 }
 
-fn reset(_: &Bench) -> Result<(), Fault> {
+fn reset(_: &Bench) -> Result<(), Failure> {
     let a = open("a")?;
     // Entry sizes, without EN.
     a.write32(CC, 0x0046_0000);
@@ -134,7 +130,7 @@ fn map(iommu: &dyn Iommu, iova: u64, memory: &Mapping, access: Access) -> io::Re
     iommu.map(iova, memory, 0..memory.len(), access)
 }
 
-fn mapping(_: &Bench) -> Result<(), Fault> {
+fn mapping(_: &Bench) -> Result<(), Failure> {
     let a = open("a")?;
     let iommu = a.iommu();
     let memory = kernel("memory", Mapping::anonymous(3 * 4096 + 1))?;
@@ -173,7 +169,7 @@ fn mapping(_: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-fn too_many_mappings(_: &Bench) -> Result<(), Fault> {
+fn too_many_mappings(_: &Bench) -> Result<(), Failure> {
     let a = open("a")?;
     let iommu = a.iommu();
     let page = kernel("memory", Mapping::anonymous(4096))?;
@@ -205,10 +201,9 @@ fn too_many_mappings(_: &Bench) -> Result<(), Fault> {
 }
 
 /// Sees that everything of a function that was given up says so.
-fn expect_gone(a: &VfioBacking) -> Result<(), Fault> {
+fn expect_gone(a: &VfioBacking) -> Result<(), Failure> {
     let (doorbells, at) = a.doorbells();
-    let doorbell =
-        Cell32::new(&doorbells, at).ok_or_else(|| Fault::Wrong("Unaligned".to_owned()))?;
+    let doorbell = Cell32::new(&doorbells, at).ok_or_else(|| Failure::from("Unaligned"))?;
     doorbell.store(1);
     a.write32(CC, 1);
     let read = (a.read32(CC), a.read32(CSTS), a.read64(CAP));
@@ -231,7 +226,7 @@ fn expect_gone(a: &VfioBacking) -> Result<(), Fault> {
     kernel("unmap", a.iommu().unmap(1 << 32, 4096))
 }
 
-fn released_while_read(_: &Bench) -> Result<(), Fault> {
+fn released_while_read(_: &Bench) -> Result<(), Failure> {
     for _ in 0..5 {
         let a = open("a")?;
         let space = Arc::new(IovaSpace::behind_iommu(a.iommu(), &a.usable_iovas()));
@@ -279,7 +274,7 @@ fn is_asked_for(a: &VfioBacking) -> bool {
     count.is_some_and(|count| count.trim() != "0")
 }
 
-fn asked_back(_: &Bench) -> Result<(), Fault> {
+fn asked_back(_: &Bench) -> Result<(), Failure> {
     let a = open("a")?;
     let other = open("b")?;
     expect(!is_asked_for(&a), || "Asked for by nobody".to_owned())?;
@@ -306,7 +301,7 @@ fn asked_back(_: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-fn pulled(_: &Bench) -> Result<(), Fault> {
+fn pulled(_: &Bench) -> Result<(), Failure> {
     let a = open("a")?;
     let other = open("b")?;
     let memory = kernel("memory", Mapping::anonymous(1 << 20))?;
@@ -330,11 +325,7 @@ fn pulled(_: &Bench) -> Result<(), Fault> {
     let folder = format!("/sys/bus/pci/devices/{}", a.name());
     let is_there = || fs::exists(&folder).unwrap_or(false);
     await_that("the kernel to have done with it", || Ok(!is_there()))?;
-    let gone = VfioBacking::open(
-        a.name()
-            .parse()
-            .map_err(|_| Fault::Wrong("Name".to_owned()))?,
-    );
+    let gone = VfioBacking::open(a.name().parse().map_err(|_| Failure::from("Name"))?);
     expect(matches!(gone, Err(VfioError::Function(_))), || {
         format!("{gone:?}")
     })?;

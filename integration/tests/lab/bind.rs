@@ -8,7 +8,7 @@ use integration::lab::{LabDrive, inside};
 use integration::server::{FunctionOptions, Server};
 use serde_json::Value;
 
-use crate::fixture::{Bench, Fault, await_that, expect, sh};
+use crate::fixture::{Bench, Failure, at, await_that, expect, sh};
 use crate::{Group, Refused};
 
 pub(crate) const GROUP: Group = Group::Inside {
@@ -39,15 +39,12 @@ pub(crate) const GROUP: Group = Group::Inside {
 };
 
 /// Runs `nvme-mpt`: what it prints if it does well, else what it complains of.
-fn nvme_mpt(arguments: &str) -> Result<Result<String, String>, Fault> {
+fn nvme_mpt(arguments: &str) -> Result<Result<String, String>, Failure> {
     let program = inside::brought("nvme-mpt");
     let output = Command::new(&program)
         .args(arguments.split_whitespace())
         .output()
-        .map_err(|source| Fault::File {
-            path: program,
-            source,
-        })?;
+        .map_err(at(program))?;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end().to_owned();
     Ok(if output.status.success() {
         Ok(text(&output.stdout))
@@ -56,7 +53,7 @@ fn nvme_mpt(arguments: &str) -> Result<Result<String, String>, Fault> {
     })
 }
 
-fn expect_ok(arguments: &str, wanted: &str) -> Result<(), Fault> {
+fn expect_ok(arguments: &str, wanted: &str) -> Result<(), Failure> {
     let said = nvme_mpt(arguments)?;
     expect(said.as_deref() == Ok(wanted), || {
         format!("nvme-mpt {arguments}: {said:?} instead of {wanted:?}")
@@ -64,7 +61,7 @@ fn expect_ok(arguments: &str, wanted: &str) -> Result<(), Fault> {
 }
 
 /// Sees that it is refused, in words that have each of these in them.
-fn expect_refusal(arguments: &str, words: &[&str]) -> Result<(), Fault> {
+fn expect_refusal(arguments: &str, words: &[&str]) -> Result<(), Failure> {
     let said = nvme_mpt(arguments)?;
     let is_refusal = said
         .as_ref()
@@ -81,9 +78,9 @@ struct HostDrive {
 }
 
 impl HostDrive {
-    fn ready(id: &str) -> Result<Self, Fault> {
+    fn ready(id: &str) -> Result<Self, Failure> {
         let address = inside::address(id)?;
-        nvme_mpt(&format!("unbind {address}"))?.map_err(Fault::Wrong)?;
+        nvme_mpt(&format!("unbind {address}"))?.map_err(Failure::from)?;
         await_that("the disk", || Ok(inside::block_device(id, 1).is_ok()))?;
         let disk = inside::block_device(id, 1)?.display().to_string();
         Ok(Self { address, disk })
@@ -93,7 +90,7 @@ impl HostDrive {
         format!("bind {}", self.address)
     }
 
-    fn driver(&self) -> Result<String, Fault> {
+    fn driver(&self) -> Result<String, Failure> {
         let link = format!("/sys/bus/pci/devices/{}/driver", self.address);
         Ok(sh(&format!("basename $(readlink {link})"))?
             .trim()
@@ -101,7 +98,7 @@ impl HostDrive {
     }
 
     /// Sees that it is still the host's, and works there.
-    fn expect_untouched(&self) -> Result<(), Fault> {
+    fn expect_untouched(&self) -> Result<(), Failure> {
         let driver = self.driver()?;
         expect(driver == "nvme", || {
             format!("{} has {driver}", self.address)
@@ -114,9 +111,9 @@ impl HostDrive {
     }
 
     /// Returns its entry in `nvme-mpt drives --json`.
-    fn listed(&self, more: &str) -> Result<Value, Fault> {
-        let text = nvme_mpt(&format!("drives --json {more}"))?.map_err(Fault::Wrong)?;
-        let wrong = |why: String| Fault::Wrong(format!("{why}: {text}"));
+    fn listed(&self, more: &str) -> Result<Value, Failure> {
+        let text = nvme_mpt(&format!("drives --json {more}"))?.map_err(Failure::from)?;
+        let wrong = |why: String| Failure::from(format!("{why}: {text}"));
         let drives: Value =
             serde_json::from_str(&text).map_err(|error| wrong(error.to_string()))?;
         let mut drives = drives.as_array().into_iter().flatten();
@@ -127,11 +124,11 @@ impl HostDrive {
     }
 }
 
-fn expect_is(found: &Value, wanted: Value) -> Result<(), Fault> {
+fn expect_is(found: &Value, wanted: Value) -> Result<(), Failure> {
     expect(*found == wanted, || format!("{found} instead of {wanted}"))
 }
 
-fn there_and_back(_: &Bench) -> Result<(), Fault> {
+fn there_and_back(_: &Bench) -> Result<(), Failure> {
     let a = HostDrive::ready("a")?;
     sh(&format!(
         "echo still here | dd of={} bs=512 seek=7 conv=sync oflag=direct",
@@ -172,7 +169,7 @@ fn there_and_back(_: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-fn every_name(_: &Bench) -> Result<(), Fault> {
+fn every_name(_: &Bench) -> Result<(), Failure> {
     let a = HostDrive::ready("a")?;
     let short = a.address.trim_start_matches("0000:");
     for name in [short, &format!("/sys/bus/pci/devices/{}", a.address)] {
@@ -185,7 +182,7 @@ fn every_name(_: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-fn mounted(_: &Bench) -> Result<(), Fault> {
+fn mounted(_: &Bench) -> Result<(), Failure> {
     let a = HostDrive::ready("a")?;
     let disk = &a.disk;
     sh(&format!(
@@ -205,7 +202,7 @@ fn mounted(_: &Bench) -> Result<(), Fault> {
     a.expect_untouched()
 }
 
-fn mounted_elsewhere(_: &Bench) -> Result<(), Fault> {
+fn mounted_elsewhere(_: &Bench) -> Result<(), Failure> {
     let a = HostDrive::ready("a")?;
     let script = format!(
         "mkfs.ext4 -q -F {} && mount {} /mnt && touch /tmp/mounted && exec sleep 1000",
@@ -215,10 +212,7 @@ fn mounted_elsewhere(_: &Bench) -> Result<(), Fault> {
         Command::new("unshare")
             .args(["-m", "sh", "-c", &script])
             .spawn()
-            .map_err(|source| Fault::File {
-                path: "unshare".into(),
-                source,
-            })?,
+            .map_err(at("unshare"))?,
     );
     await_that("the mount", || {
         Ok(fs::exists("/tmp/mounted").unwrap_or(false))
@@ -231,7 +225,7 @@ fn mounted_elsewhere(_: &Bench) -> Result<(), Fault> {
     a.expect_untouched()
 }
 
-fn swap(_: &Bench) -> Result<(), Fault> {
+fn swap(_: &Bench) -> Result<(), Failure> {
     let b = HostDrive::ready("b")?;
     // The second namespace: one that is used keeps the whole drive.
     let disk = inside::block_device("b", 2)?.display().to_string();
@@ -259,17 +253,13 @@ impl Drop for Process {
     }
 }
 
-fn open(_: &Bench) -> Result<(), Fault> {
+fn open(_: &Bench) -> Result<(), Failure> {
     let a = HostDrive::ready("a")?;
     for device in [a.disk.clone(), a.disk.trim_end_matches("n1").to_owned()] {
-        let at = |source| Fault::File {
-            path: device.clone().into(),
-            source,
-        };
-        let file = fs::File::open(&device).map_err(at)?;
+        let file = fs::File::open(&device).map_err(at(&device))?;
         let mut sleeper = Command::new("sleep");
         sleeper.arg("1000").stdin(Stdio::from(file));
-        let reader = Process(sleeper.spawn().map_err(at)?);
+        let reader = Process(sleeper.spawn().map_err(at(&device))?);
         drop(sleeper);
         let wanted = format!(
             "{} is open in process {} (sleep)",
@@ -283,10 +273,7 @@ fn open(_: &Bench) -> Result<(), Fault> {
         Command::new("sh")
             .args(["-c", &format!("exec sleep 1000 <{}", a.disk)])
             .spawn()
-            .map_err(|source| Fault::File {
-                path: "sh".into(),
-                source,
-            })?,
+            .map_err(at("sh"))?,
     );
     expect_ok(
         &format!("{} --force", a.bind()),
@@ -294,7 +281,7 @@ fn open(_: &Bench) -> Result<(), Fault> {
     )
 }
 
-fn listed(_: &Bench) -> Result<(), Fault> {
+fn listed(_: &Bench) -> Result<(), Failure> {
     let b = HostDrive::ready("b")?;
     // The namespaces come one by one.
     await_that("both namespaces", || {
@@ -311,12 +298,12 @@ fn listed(_: &Bench) -> Result<(), Fault> {
     expect_is(&drive["in_the_way"], vec![wanted].into())?;
     expect_is(&drive["queue_pairs"], Value::Null)?;
 
-    nvme_mpt(&b.bind())?.map_err(Fault::Wrong)?;
+    nvme_mpt(&b.bind())?.map_err(Failure::from)?;
     let drive = b.listed("")?;
     expect_is(&drive["driver"], "vfio-pci".into())?;
     expect_is(&drive["namespaces"], Value::Null)?;
     expect_is(&drive["in_the_way"], Value::Array(Vec::new()))?;
-    let text = nvme_mpt("drives")?.map_err(Fault::Wrong)?;
+    let text = nvme_mpt("drives")?.map_err(Failure::from)?;
     expect(
         text.contains(&format!("ready: serve it with path={}", b.address)),
         || text.clone(),
@@ -324,15 +311,15 @@ fn listed(_: &Bench) -> Result<(), Fault> {
 }
 
 /// A server that has drive `b`, and what its figures are asked with.
-fn serve(bench: &Bench, b: &HostDrive) -> Result<(Server, String), Fault> {
-    nvme_mpt(&b.bind())?.map_err(Fault::Wrong)?;
+fn serve(bench: &Bench, b: &HostDrive) -> Result<(Server, String), Failure> {
+    nvme_mpt(&b.bind())?.map_err(Failure::from)?;
     let function = FunctionOptions::new("v", b.address.as_str(), "0+32M");
     let server = bench.serve(&[function])?;
     let control = server.socket("v").with_file_name("control.sock");
     Ok((server, format!("--control {}", control.display())))
 }
 
-fn served(bench: &Bench) -> Result<(), Fault> {
+fn served(bench: &Bench) -> Result<(), Failure> {
     let b = HostDrive::ready("b")?;
     let (mut server, control) = serve(bench, &b)?;
     let drive = b.listed(&control)?;
@@ -360,7 +347,7 @@ fn served(bench: &Bench) -> Result<(), Fault> {
     HostDrive::ready("b")?.expect_untouched()
 }
 
-fn crashed(bench: &Bench) -> Result<(), Fault> {
+fn crashed(bench: &Bench) -> Result<(), Failure> {
     let b = HostDrive::ready("b")?;
     let (mut server, _) = serve(bench, &b)?;
     server.kill();
@@ -369,7 +356,7 @@ fn crashed(bench: &Bench) -> Result<(), Fault> {
     HostDrive::ready("b")?.expect_untouched()
 }
 
-fn unservable(_: &Bench) -> Result<(), Fault> {
+fn unservable(_: &Bench) -> Result<(), Failure> {
     let a = HostDrive::ready("a")?;
     let serve = |path: &str| {
         format!("serve --state-dir /tmp/none --function socket=/tmp/n.sock,path={path}")
@@ -379,7 +366,7 @@ fn unservable(_: &Bench) -> Result<(), Fault> {
         &serve(&a.address),
         &["is bound to the driver `nvme`", &bind],
     )?;
-    nvme_mpt(&a.bind())?.map_err(Fault::Wrong)?;
+    nvme_mpt(&a.bind())?.map_err(Failure::from)?;
     // Somebody without rights, who may lock no memory.
     sh(
         "grep -q ^nobody /etc/passwd || echo 'nobody:x:65534:65534::/:/bin/sh' >>/etc/passwd; \
@@ -399,10 +386,7 @@ fn unservable(_: &Bench) -> Result<(), Fault> {
         let output = Command::new("su")
             .args(["nobody", "-s", "/bin/sh", "-c", &command])
             .output()
-            .map_err(|source| Fault::File {
-                path: "su".into(),
-                source,
-            })?;
+            .map_err(at("su"))?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         expect(!output.status.success(), || "It is served".to_owned()).map(|()| said)
     };
@@ -419,7 +403,7 @@ fn unservable(_: &Bench) -> Result<(), Fault> {
     )
 }
 
-fn others(_: &Bench) -> Result<(), Fault> {
+fn others(_: &Bench) -> Result<(), Failure> {
     let bridge = sh("for f in /sys/bus/pci/devices/*; do \
                      grep -q 0x0601 $f/class && basename $f; done | head -n 1")?;
     for command in ["bind", "unbind"] {

@@ -13,7 +13,7 @@ use integration::process::{Supervised, file_tail};
 use integration::progress::say;
 use integration::provision::{Assets, KernelChoice};
 
-use crate::fixture::{Bench, Fault, PATIENCE, await_that, expect, sh};
+use crate::fixture::{Bench, Failure, PATIENCE, at, await_that, expect, sh};
 use crate::vmm::root;
 use crate::{Group, Refused, init};
 
@@ -96,7 +96,7 @@ struct Asked {
 
 impl Asked {
     /// Has a guest run `script` from a function, whose options are returned as well.
-    fn boot(bench: &Bench, log: &str, script: &str) -> Result<(Self, String), Fault> {
+    fn boot(bench: &Bench, log: &str, script: &str) -> Result<(Self, String), Failure> {
         let assets = Assets::provide(&KernelChoice::V6_1)?;
         let image = root(bench, &assets, &init::script(script))?;
         let function = format!("path={}", image.display());
@@ -109,7 +109,7 @@ impl Asked {
     }
 
     /// With `arguments` besides what all have.
-    fn start(bench: &Bench, log: &str, arguments: &[&str]) -> Result<Self, Fault> {
+    fn start(bench: &Bench, log: &str, arguments: &[&str]) -> Result<Self, Failure> {
         let control = bench.folder().join("control");
         let mut command = Command::new(inside::brought("reference-vmm"));
         command.arg("--control").arg(&control);
@@ -120,37 +120,34 @@ impl Asked {
     }
 
     /// Returns its answer to a request; an error is one.
-    fn ask(&mut self, request: &str) -> Result<String, Fault> {
+    fn ask(&mut self, request: &str) -> Result<String, Failure> {
         let answer = match self.answer(request) {
             Ok(answer) => answer,
             // That it has ended says more than that it does not answer.
-            Err(fault) => {
+            Err(failure) => {
                 self.expect_alive()?;
-                return Err(fault);
+                return Err(failure);
             }
         };
         match answer.trim_end().strip_prefix("ok") {
             Some(rest) => Ok(rest.trim().to_owned()),
-            None => Err(Fault::Wrong(format!("{request}: {answer}"))),
+            None => Err(Failure::from(format!("{request}: {answer}"))),
         }
     }
 
-    fn answer(&self, request: &str) -> Result<String, Fault> {
-        let file = |source| Fault::File {
-            path: self.control.clone(),
-            source,
-        };
-        let mut stream = UnixStream::connect(&self.control).map_err(file)?;
-        stream.set_read_timeout(Some(PATIENCE)).map_err(file)?;
-        writeln!(stream, "{request}").map_err(file)?;
+    fn answer(&self, request: &str) -> Result<String, Failure> {
+        let file = || at(&self.control);
+        let mut stream = UnixStream::connect(&self.control).map_err(file())?;
+        stream.set_read_timeout(Some(PATIENCE)).map_err(file())?;
+        writeln!(stream, "{request}").map_err(file())?;
         let mut answer = String::new();
         BufReader::new(stream)
             .read_line(&mut answer)
-            .map_err(file)?;
+            .map_err(file())?;
         Ok(answer)
     }
 
-    fn expect_alive(&mut self) -> Result<(), Fault> {
+    fn expect_alive(&mut self) -> Result<(), Failure> {
         let ended = self.vmm.ended()?;
         expect(ended.is_none(), || {
             let status = ended.map_or_else(String::new, |status| status.to_string());
@@ -159,7 +156,7 @@ impl Asked {
     }
 
     /// Waits until the guest has said a line.
-    fn said(&mut self, wanted: &str) -> Result<(), Fault> {
+    fn said(&mut self, wanted: &str) -> Result<(), Failure> {
         await_that(wanted, || {
             let said = said(self.vmm.log())?;
             if said.contains(wanted) {
@@ -174,18 +171,18 @@ impl Asked {
     }
 
     /// Ends it, as a power cut would.
-    fn stop(mut self) -> Result<String, Fault> {
+    fn stop(mut self) -> Result<String, Failure> {
         self.vmm.kill();
         said(self.vmm.log())
     }
 
     /// Returns its holdings that a function must not leave behind.
-    fn holds(&mut self) -> Result<Holdings, Fault> {
+    fn holds(&mut self) -> Result<Holdings, Failure> {
         let of = |what: &str| PathBuf::from(format!("/proc/{}/{what}", self.vmm.pid()));
         let count = |path: PathBuf, is_ours: fn(&Path) -> bool| {
-            let entries = fs::read_dir(&path).map_err(|source| Fault::File { path, source })?;
+            let entries = fs::read_dir(&path).map_err(at(path))?;
             let entries = entries.flatten().filter(|entry| is_ours(&entry.path()));
-            Ok::<_, Fault>(entries.count())
+            Ok::<_, Failure>(entries.count())
         };
         // The kernel's workers for io_uring come and go as it likes.
         let is_of_process = |task: &Path| {
@@ -205,7 +202,7 @@ impl Asked {
 
     /// Waits until it holds no more than that, and returns what it holds: a connection of ours may take a moment
     /// to be closed, and may have been counted before.
-    fn comes_to_hold(&mut self, wanted: &Holdings) -> Result<Holdings, Fault> {
+    fn comes_to_hold(&mut self, wanted: &Holdings) -> Result<Holdings, Failure> {
         let deadline = Instant::now() + CLOSED_WITHIN;
         loop {
             let holds = self.holds()?;
@@ -225,17 +222,17 @@ impl Asked {
     }
 
     /// Memory of its own, in KiB: not the guest's, which is shared.
-    fn memory_kib(&self) -> Result<u64, Fault> {
+    fn memory_kib(&self) -> Result<u64, Failure> {
         let status = said(&PathBuf::from(format!("/proc/{}/status", self.vmm.pid())))?;
         let line = status
             .lines()
             .find_map(|line| line.strip_prefix("RssAnon:"));
         let kib = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
-        kib.ok_or_else(|| Fault::Wrong(format!("No RssAnon:\n{status}")))
+        kib.ok_or_else(|| Failure::from(format!("No RssAnon:\n{status}")))
     }
 
     /// Waits until it has ended well.
-    fn ends(mut self) -> Result<String, Fault> {
+    fn ends(mut self) -> Result<String, Failure> {
         let status = self.vmm.wait(PATIENCE)?;
         expect(status.success(), || {
             format!("It ended with {status}:\n{}", file_tail(self.vmm.log()))
@@ -254,16 +251,13 @@ struct Holdings {
     of_kvm: String,
 }
 
-fn said(log: &Path) -> Result<String, Fault> {
-    let said = fs::read(log).map_err(|source| Fault::File {
-        path: log.to_owned(),
-        source,
-    })?;
+fn said(log: &Path) -> Result<String, Failure> {
+    let said = fs::read(log).map_err(at(log))?;
     Ok(String::from_utf8_lossy(&said).into_owned())
 }
 
 /// A guest that verifies is written to a folder, its process ends, and another process has it go on.
-fn verify_goes_on_in_other_processes(bench: &Bench) -> Result<(), Fault> {
+fn verify_goes_on_in_other_processes(bench: &Bench) -> Result<(), Failure> {
     let (mut machine, function) = Asked::boot(bench, "console-0", VERIFY)?;
     let folder = bench.folder().join("snapshot");
     let path = folder.display().to_string();
@@ -292,19 +286,13 @@ fn verify_goes_on_in_other_processes(bench: &Bench) -> Result<(), Fault> {
         verified.len() >= MOVES && rounds.eq(verified.iter().copied()),
         || format!("The guest verified these rounds in {MOVES} moves: {verified:?}"),
     )?;
-    fs::remove_dir_all(&folder).map_err(|source| Fault::File {
-        path: folder.clone(),
-        source,
-    })
+    fs::remove_dir_all(&folder).map_err(at(&folder))
 }
 
 /// A function comes and goes again and again: the guest sees each, and nothing is left behind.
-fn functions_come_and_go(bench: &Bench) -> Result<(), Fault> {
+fn functions_come_and_go(bench: &Bench) -> Result<(), Failure> {
     let second = bench.folder().join("second.img");
-    fs::write(&second, vec![FILL; 4 << 20]).map_err(|source| Fault::File {
-        path: second.clone(),
-        source,
-    })?;
+    fs::write(&second, vec![FILL; 4 << 20]).map_err(at(&second))?;
     let script = COME_AND_GO.replace("COMINGS", &COMINGS.to_string());
     let (mut machine, _) = Asked::boot(bench, "console", &script)?;
     let (mut held, mut memory) = (None, Vec::new());

@@ -6,7 +6,6 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
-use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -22,7 +21,7 @@ use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_tests::vfio_user::VfioUserBar;
 
-use crate::fixture::{Bench, Fault, expect, sh};
+use crate::fixture::{Bench, Failure, at, expect, sh};
 use crate::{Group, Refused};
 
 pub(crate) const GROUP: Group = Group::Inside {
@@ -116,7 +115,7 @@ struct Function {
 }
 
 impl Function {
-    fn connect(bench: &Bench, path: &Path) -> Result<Self, Fault> {
+    fn connect(bench: &Bench, path: &Path) -> Result<Self, Failure> {
         let options = FunctionOptions::new("x", path.display().to_string(), format!("0+{LEASE}"));
         let server = bench.serve(&[options])?;
         let memory = GuestMemory::new(&[MEMORY])?;
@@ -131,7 +130,7 @@ impl Function {
     }
 
     /// Ends its server, which reports an error if it cannot flush, and only then.
-    fn end(self, lost_writes: bool) -> Result<(), Fault> {
+    fn end(self, lost_writes: bool) -> Result<(), Failure> {
         let Self {
             disk,
             _controller: controller,
@@ -216,8 +215,8 @@ impl Record {
 fn work(
     target: &mut impl Target,
     trouble: Trouble,
-    begin: impl FnOnce() -> Result<(), Fault>,
-) -> Result<Record, Fault> {
+    begin: impl FnOnce() -> Result<(), Failure>,
+) -> Result<Record, Failure> {
     let mut record = Record::default();
     let mut rng = Rng::new(7);
     let mut generation = 0;
@@ -259,7 +258,7 @@ struct Mapped {
 }
 
 impl Mapped {
-    fn create(bytes: u64) -> Result<Self, Fault> {
+    fn create(bytes: u64) -> Result<Self, Failure> {
         inside::bind("a", "nvme")?;
         let device = inside::block_device("a", 1)?;
         let mapped = Self { device, bytes };
@@ -278,7 +277,7 @@ impl Mapped {
         format!("0 {} linear {} 0", self.sectors(), self.device.display())
     }
 
-    fn load(&self, table: &str) -> Result<(), Fault> {
+    fn load(&self, table: &str) -> Result<(), Failure> {
         sh(&format!(
             "export DM_DISABLE_UDEV=1; dmsetup load trouble --table '{table}' \
              && dmsetup suspend --noflush --nolockfs trouble && dmsetup resume trouble"
@@ -286,7 +285,7 @@ impl Mapped {
         Ok(())
     }
 
-    fn begin(&self, trouble: Trouble) -> Result<(), Fault> {
+    fn begin(&self, trouble: Trouble) -> Result<(), Failure> {
         let (sectors, device) = (self.sectors(), self.device.display());
         match trouble {
             Trouble::Full => Ok(()),
@@ -297,7 +296,7 @@ impl Mapped {
         }
     }
 
-    fn end(&self) -> Result<(), Fault> {
+    fn end(&self) -> Result<(), Failure> {
         self.load(&self.linear())
     }
 }
@@ -309,18 +308,13 @@ impl Drop for Mapped {
     }
 }
 
-fn open(path: &Path) -> Result<File, Fault> {
+fn open(path: &Path) -> Result<File, Failure> {
     let opened = OpenOptions::new().read(true).write(true).open(path);
     opened.map_err(at(path))
 }
 
-fn at(path: &Path) -> impl FnOnce(io::Error) -> Fault {
-    let path = path.to_owned();
-    |source| Fault::File { path, source }
-}
-
 /// Runs the same work on a new disk, through a function or locally. Returns what the writer was told.
-fn run(bench: &Bench, layer: Layer, trouble: Trouble, locally: bool) -> Result<Record, Fault> {
+fn run(bench: &Bench, layer: Layer, trouble: Trouble, locally: bool) -> Result<Record, Failure> {
     let bytes = if trouble == Trouble::Full {
         SMALL
     } else {
@@ -367,7 +361,7 @@ fn run(bench: &Bench, layer: Layer, trouble: Trouble, locally: bool) -> Result<R
 }
 
 /// Checks that all that was flushed is there, or what was written to its place later.
-fn verify(path: &Path, record: &Record) -> Result<(), Fault> {
+fn verify(path: &Path, record: &Record) -> Result<(), Failure> {
     let file = open(path)?;
     let mut bytes = vec![0; PLACE as usize];
     for (place, flushed) in &record.flushed {
@@ -378,7 +372,7 @@ fn verify(path: &Path, record: &Record) -> Result<(), Fault> {
             .map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()))
             .find(|found| found < flushed);
         if let Some(old) = old {
-            return Err(Fault::Wrong(format!(
+            return Err(Failure::from(format!(
                 "Place {place} holds generation {old}, and {flushed} was flushed with success"
             )));
         }
@@ -386,7 +380,7 @@ fn verify(path: &Path, record: &Record) -> Result<(), Fault> {
     Ok(())
 }
 
-fn compare(bench: &Bench, layer: Layer, trouble: Trouble) -> Result<(), Fault> {
+fn compare(bench: &Bench, layer: Layer, trouble: Trouble) -> Result<(), Failure> {
     fs::create_dir_all("/mnt").map_err(at(Path::new("/mnt")))?;
     for (who, locally) in [("a local file", true), ("a function", false)] {
         let record = run(bench, layer, trouble, locally)?;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use integration::lab::{LabDrive, inside};
 
-use crate::fixture::{Bench, Fault, await_that, expect, sh};
+use crate::fixture::{Bench, Failure, at, await_that, expect, sh};
 use crate::{Group, Refused};
 
 pub(crate) const GROUP: Group = Group::Inside {
@@ -35,27 +35,27 @@ pub(crate) const GROUP: Group = Group::Inside {
 };
 
 /// The block devices of both drives: `a`, and `b`'s two namespaces.
-fn a() -> Result<String, Fault> {
+fn a() -> Result<String, Failure> {
     Ok(inside::block_device("a", 1)?.display().to_string())
 }
 
 /// The controller device of a drive.
-fn controller(id: &str) -> Result<String, Fault> {
+fn controller(id: &str) -> Result<String, Failure> {
     let block = inside::block_device(id, 1)?.display().to_string();
     Ok(block.trim_end_matches("n1").to_owned())
 }
 
 /// A number that nvme-cli prints after `key`.
-fn identified(id: &str, key: &str) -> Result<u64, Fault> {
+fn identified(id: &str, key: &str) -> Result<u64, Failure> {
     let text = sh(&format!("nvme id-ctrl {} -o json", controller(id)?))?;
     let json: serde_json::Value =
-        serde_json::from_str(&text).map_err(|error| Fault::Wrong(format!("{error}: {text}")))?;
+        serde_json::from_str(&text).map_err(|error| Failure::from(format!("{error}: {text}")))?;
     json[key]
         .as_u64()
-        .ok_or_else(|| Fault::Wrong(format!("No {key} in {text}")))
+        .ok_or_else(|| Failure::from(format!("No {key} in {text}")))
 }
 
-fn are_as_described(_: &Bench) -> Result<(), Fault> {
+fn are_as_described(_: &Bench) -> Result<(), Failure> {
     /// Optional Admin Command Support: Doorbell Buffer Config (NVMe Base 2.0, figure 275).
     const DOORBELL_BUFFER_CONFIG: u64 = 1 << 8;
     for (id, nsid, bytes, block) in [("a", 1, 64 << 20, 512), ("b", 2, 32 << 20, 4096)] {
@@ -84,7 +84,7 @@ fn are_as_described(_: &Bench) -> Result<(), Fault> {
     )
 }
 
-fn bind_to_vfio_and_back(_: &Bench) -> Result<(), Fault> {
+fn bind_to_vfio_and_back(_: &Bench) -> Result<(), Failure> {
     inside::bind("a", "vfio-pci")?;
     let address = inside::address("a")?;
     let group = sh(&format!(
@@ -102,7 +102,7 @@ fn bind_to_vfio_and_back(_: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-fn freeze_and_thaw(_: &Bench) -> Result<(), Fault> {
+fn freeze_and_thaw(_: &Bench) -> Result<(), Failure> {
     let device = a()?;
     inside::control("freeze a")?;
     let mut reader = Command::new("dd")
@@ -114,10 +114,7 @@ fn freeze_and_thaw(_: &Bench) -> Result<(), Fault> {
             "iflag=direct",
         ])
         .spawn()
-        .map_err(|source| Fault::File {
-            path: device.clone().into(),
-            source,
-        })?;
+        .map_err(at(&device))?;
     // It waits in the drive now, and is still there when a thousand times as long as it needs has passed.
     std::thread::sleep(Duration::from_secs(2));
     let ended = reader.try_wait();
@@ -134,11 +131,11 @@ fn freeze_and_thaw(_: &Bench) -> Result<(), Fault> {
     await_that("the read that was frozen", || match reader.try_wait() {
         Ok(None) => Ok(false),
         Ok(Some(status)) => expect(status.success(), || status.to_string()).map(|()| true),
-        Err(error) => Err(Fault::Wrong(error.to_string())),
+        Err(error) => Err(Failure::from(error.to_string())),
     })
 }
 
-fn fail_where_asked(_: &Bench) -> Result<(), Fault> {
+fn fail_where_asked(_: &Bench) -> Result<(), Failure> {
     let device = a()?;
     let read = |block: u64| {
         sh(&format!(
@@ -165,7 +162,7 @@ fn fail_where_asked(_: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-fn slow_down(_: &Bench) -> Result<(), Fault> {
+fn slow_down(_: &Bench) -> Result<(), Failure> {
     let device = a()?;
     inside::control("slow a 20")?;
     let started = std::time::Instant::now();
@@ -178,7 +175,7 @@ fn slow_down(_: &Bench) -> Result<(), Fault> {
     expect(took > Duration::from_millis(500), || format!("{took:?}"))
 }
 
-fn warn(_: &Bench) -> Result<(), Fault> {
+fn warn(_: &Bench) -> Result<(), Failure> {
     let warning = || {
         sh(&format!(
             "nvme smart-log {} | grep -i '^critical_warning'",
@@ -193,7 +190,7 @@ fn warn(_: &Bench) -> Result<(), Fault> {
     expect(said.trim_end().ends_with('0'), || said)
 }
 
-fn vanish_and_come_back(_: &Bench) -> Result<(), Fault> {
+fn vanish_and_come_back(_: &Bench) -> Result<(), Failure> {
     let device = a()?;
     sh(&format!(
         "echo before | dd of={device} bs=512 conv=sync oflag=direct"
@@ -215,7 +212,7 @@ fn vanish_and_come_back(_: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-fn refuse(_: &Bench) -> Result<(), Fault> {
+fn refuse(_: &Bench) -> Result<(), Failure> {
     for request in ["burn a", "freeze c", "remove c", "slow a", "fail a trim"] {
         expect(inside::control(request).is_err(), || {
             format!("'{request}' was done")

@@ -6,7 +6,7 @@ use integration::progress::say;
 use integration::provision::KernelChoice;
 use integration::vmm::counters::KvmCounters;
 
-use crate::fixture::{Bench, Fault, PATIENCE, expect, sh};
+use crate::fixture::{Bench, Failure, PATIENCE, at, expect, sh};
 use crate::init;
 use crate::vmm::boot;
 
@@ -44,17 +44,17 @@ fn script(body: &str) -> String {
     init::script(&format!("{FUNCTIONS}\n{body}"))
 }
 
-pub(crate) fn with_a_doorbell_buffer(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn with_a_doorbell_buffer(bench: &Bench) -> Result<(), Failure> {
     counted(bench, "auto", "Doorbell Buffer")
 }
 
 /// Not offered to the guest, which would use it otherwise.
-pub(crate) fn without_a_doorbell_buffer(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn without_a_doorbell_buffer(bench: &Bench) -> Result<(), Failure> {
     counted(bench, "mapped", "no Doorbell Buffer")
 }
 
 /// Has KVM count what a guest's reads cost, from a function in the VMM's process.
-fn counted(bench: &Bench, doorbells: &str, what: &str) -> Result<(), Fault> {
+fn counted(bench: &Bench, doorbells: &str, what: &str) -> Result<(), Failure> {
     let body = format!(
         "reads /dev/nvme0n1 {READS_BEFORE}
 count
@@ -67,7 +67,7 @@ count"
     expect(said.contains(&format!("guest: read {READS}")), || {
         format!("The guest has not read:\n{said}")
     })?;
-    let per_read = |name: &str| Ok::<_, Fault>(delta(&said, name)? as f64 / READS as f64);
+    let per_read = |name: &str| Ok::<_, Failure>(delta(&said, name)? as f64 / READS as f64);
     let (mmio, interrupts) = (per_read("mmio_exits")?, per_read("irq_injections")?);
     tell(
         &format!("doorbells={doorbells}, {what}"),
@@ -100,15 +100,15 @@ count"
 }
 
 /// Returns the number of the function's interrupts that the guest counted between the two times.
-fn own_interrupts(said: &str) -> Result<u64, Fault> {
+fn own_interrupts(said: &str) -> Result<u64, Failure> {
     let line = said.lines().find(|line| line.ends_with(" interrupts"));
     let words = line.and_then(|line| line.split_once("guest: "));
     let number = words.and_then(|(_, rest)| rest.split(' ').next()?.parse().ok());
-    number.ok_or_else(|| Fault::Wrong(format!("The guest counted no interrupts:\n{said}")))
+    number.ok_or_else(|| Failure::from(format!("The guest counted no interrupts:\n{said}")))
 }
 
 /// A guest that does I/O now and then, so that its doorbells are mapped and unmapped all the time.
-pub(crate) fn doorbells_come_and_go(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn doorbells_come_and_go(bench: &Bench) -> Result<(), Failure> {
     const BURSTS: u64 = 2;
     // After each burst it waits until they are unmapped; not for ever, as that takes the longer the
     // longer mapping took.
@@ -145,7 +145,7 @@ count"
 }
 
 /// The same reads by virtio-blk in QEMU, past the page cache, with a thread of its own.
-pub(crate) fn with_virtio_blk(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn with_virtio_blk(bench: &Bench) -> Result<(), Failure> {
     let image = bench.folder().join("disk.img");
     sh(&format!(
         "dd if=/dev/urandom of={} bs=1M count=128 2>/dev/null",
@@ -161,12 +161,7 @@ pub(crate) fn with_virtio_blk(bench: &Bench) -> Result<(), Fault> {
         guest.check(&write, PATIENCE)?;
     }
     guest.check(&format!("sh /tmp/reads-{READS_BEFORE}"), PATIENCE)?;
-    let counters = || {
-        KvmCounters::of_process(guest.pid()).map_err(|source| Fault::File {
-            path: "/sys/kernel/debug/kvm".into(),
-            source,
-        })
-    };
+    let counters = || KvmCounters::of_process(guest.pid()).map_err(at("/sys/kernel/debug/kvm"));
     let before = counters()?;
     let said = guest.check(&format!("sh /tmp/reads-{READS}"), PATIENCE)?;
     let after = counters()?;
@@ -201,7 +196,7 @@ fn tell(what: &str, [mmio, io, interrupts, exits]: [f64; 4]) {
     ));
 }
 
-fn boot_counting(bench: &Bench, script: &str, doorbells: &str) -> Result<String, Fault> {
+fn boot_counting(bench: &Bench, script: &str, doorbells: &str) -> Result<String, Failure> {
     boot(
         bench,
         &KernelChoice::V6_1,
@@ -212,7 +207,7 @@ fn boot_counting(bench: &Bench, script: &str, doorbells: &str) -> Result<String,
 }
 
 /// Returns the figure that was reported the `time`th time.
-fn told(said: &str, time: u32, name: &str) -> Result<u64, Fault> {
+fn told(said: &str, time: u32, name: &str) -> Result<u64, Failure> {
     let told = format!("vmm: counters {time} ");
     let line = said.lines().find_map(|line| line.split(&told).nth(1));
     let prefix = format!("{name}=");
@@ -220,10 +215,10 @@ fn told(said: &str, time: u32, name: &str) -> Result<u64, Fault> {
         let mut words = line.split_whitespace();
         words.find_map(|word| word.strip_prefix(&prefix)?.parse().ok())
     });
-    value.ok_or_else(|| Fault::Wrong(format!("{name} was not told {time} times:\n{said}")))
+    value.ok_or_else(|| Failure::from(format!("{name} was not told {time} times:\n{said}")))
 }
 
 /// Returns the difference of a figure between the two times that it was reported.
-fn delta(said: &str, name: &str) -> Result<u64, Fault> {
+fn delta(said: &str, name: &str) -> Result<u64, Failure> {
     Ok(told(said, 2, name)?.saturating_sub(told(said, 1, name)?))
 }

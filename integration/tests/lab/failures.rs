@@ -16,7 +16,7 @@ use integration::progress::say;
 use integration::server::{DriveStats, FunctionOptions, Server};
 
 use crate::client::{Client, Contents, Counts, Outcome, Work};
-use crate::fixture::{Bench, Fault, await_that, expect, iommu_faults, sh};
+use crate::fixture::{Bench, Failure, await_that, expect, iommu_faults, sh};
 use crate::{Group, Refused};
 
 pub(crate) const GROUP: Group = Group::Inside {
@@ -73,7 +73,7 @@ struct Scene {
 }
 
 impl Scene {
-    fn start(bench: &Bench, failure: &str, options: &[&str]) -> Result<Self, Fault> {
+    fn start(bench: &Bench, failure: &str, options: &[&str]) -> Result<Self, Failure> {
         let iommu_faults = iommu_faults()?;
         inside::bind("a", "vfio-pci")?;
         inside::bind("b", "vfio-pci")?;
@@ -101,7 +101,7 @@ impl Scene {
     }
 
     /// All three get on with their work.
-    fn advance(&self) -> Result<(), Fault> {
+    fn advance(&self) -> Result<(), Failure> {
         // Twice, as the first commands are those that write the range.
         for client in [&self.a[0], &self.a[1], &self.b] {
             let places = Work::new(0).places as u64;
@@ -111,17 +111,17 @@ impl Scene {
         Ok(())
     }
 
-    fn drive_stats(&self) -> Result<DriveStats, Fault> {
+    fn drive_stats(&self) -> Result<DriveStats, Failure> {
         Ok(self.server.drive_stats(&self.drive)?)
     }
 
     /// Waits until the drive's figures are as they must become.
-    fn await_drive(&self, what: &str, there: impl Fn(&DriveStats) -> bool) -> Result<(), Fault> {
+    fn await_drive(&self, what: &str, there: impl Fn(&DriveStats) -> bool) -> Result<(), Failure> {
         await_that(what, || Ok(there(&self.drive_stats()?)))
     }
 
     /// Ends everybody in order, after a failure that nobody is to have an error from.
-    fn finish_without_errors(self) -> Result<(), Fault> {
+    fn finish_without_errors(self) -> Result<(), Failure> {
         self.advance()?;
         let Self {
             failure,
@@ -151,7 +151,7 @@ fn account(
     here: &[Outcome; 2],
     elsewhere: &Outcome,
     faults_before: u64,
-) -> Result<(), Fault> {
+) -> Result<(), Failure> {
     let row = Row {
         failure: failure.to_owned(),
         here: here[0].counts.and(&here[1].counts),
@@ -214,7 +214,7 @@ impl std::fmt::Display for Row {
 }
 
 /// The table of all failures.
-fn table(_: &Bench) -> Result<(), Fault> {
+fn table(_: &Bench) -> Result<(), Failure> {
     let rows = ROWS.lock().unwrap_or_else(PoisonError::into_inner);
     say(HEADER);
     for row in rows.iter() {
@@ -225,7 +225,7 @@ fn table(_: &Bench) -> Result<(), Fault> {
 }
 
 /// The drive misses the deadline, and ends its commands as aborted soon enough not to be reset.
-fn honoured(bench: &Bench) -> Result<(), Fault> {
+fn honoured(bench: &Bench) -> Result<(), Failure> {
     let scene = Scene::start(bench, "overdue: Abort is honoured", &[SHORT])?;
     inside::control("freeze a")?;
     scene.await_drive("an Abort", |drive| drive.aborts > 0)?;
@@ -239,7 +239,7 @@ fn honoured(bench: &Bench) -> Result<(), Fault> {
 }
 
 /// The drive is done with nothing, and an Abort does not help.
-fn ignored(bench: &Bench) -> Result<(), Fault> {
+fn ignored(bench: &Bench) -> Result<(), Failure> {
     let scene = Scene::start(bench, "overdue: Abort is ignored, reset", &[SHORT])?;
     inside::control("freeze a")?;
     scene.await_drive("a reset", |drive| drive.resets > 0)?;
@@ -255,7 +255,7 @@ fn ignored(bench: &Bench) -> Result<(), Fault> {
 
 /// Something else resets the function: the drive has forgotten its queues, admin queue included, so that a
 /// command is overdue and its Abort is lost before that is known.
-fn controller_reset(bench: &Bench) -> Result<(), Fault> {
+fn controller_reset(bench: &Bench) -> Result<(), Failure> {
     let scene = Scene::start(bench, "the controller forgets its queues", &[])?;
     sh(&format!(
         "echo 1 >/sys/bus/pci/devices/{}/reset",
@@ -266,7 +266,7 @@ fn controller_reset(bench: &Bench) -> Result<(), Fault> {
 }
 
 /// The drive can't reach its queues any more, and says so by CSTS.CFS.
-fn fatal_status(bench: &Bench) -> Result<(), Fault> {
+fn fatal_status(bench: &Bench) -> Result<(), Failure> {
     let scene = Scene::start(bench, "controller fatal status", &[])?;
     // Command register (PCI Local Bus 3.0, 6.2.2): Memory Space Enable alone, without Bus Master Enable.
     let config = format!("/sys/bus/pci/devices/{}/config", scene.drive);
@@ -278,7 +278,7 @@ fn fatal_status(bench: &Bench) -> Result<(), Fault> {
 }
 
 /// One block can't be read. Only who reads it has an error, and it can be read again when it is healed.
-fn media_error(bench: &Bench) -> Result<(), Fault> {
+fn media_error(bench: &Bench) -> Result<(), Failure> {
     let scene = Scene::start(bench, "media error", &[])?;
     inside::control("fail a read 9")?;
     let a1 = &scene.a[0];
@@ -306,7 +306,7 @@ fn media_error(bench: &Bench) -> Result<(), Fault> {
     expect(others == 0, || format!("{others} errors in another range"))
 }
 
-fn guest_reset(bench: &Bench) -> Result<(), Fault> {
+fn guest_reset(bench: &Bench) -> Result<(), Failure> {
     let scene = Scene::start(bench, "guest resets its controller, 5 times", &[])?;
     for _ in 0..5 {
         scene.a[0].reset()?;
@@ -316,7 +316,7 @@ fn guest_reset(bench: &Bench) -> Result<(), Fault> {
 }
 
 /// The memory is not given back before the drive is done with it, even if that takes a reset.
-fn guest_detach(bench: &Bench) -> Result<(), Fault> {
+fn guest_detach(bench: &Bench) -> Result<(), Failure> {
     let scene = Scene::start(bench, "guest takes its memory, drive frozen", &[SHORT])?;
     inside::control("freeze a")?;
     let [first, second] = scene.a;
@@ -334,7 +334,7 @@ fn guest_detach(bench: &Bench) -> Result<(), Fault> {
 }
 
 /// The memory of a guest that is gone is left alone, once the server lets the next one in.
-fn guest_death(bench: &Bench) -> Result<(), Fault> {
+fn guest_death(bench: &Bench) -> Result<(), Failure> {
     let scene = Scene::start(bench, "guest dies, drive frozen", &[SHORT])?;
     inside::control("freeze a")?;
     let [first, second] = scene.a;
@@ -372,7 +372,7 @@ fn guest_death(bench: &Bench) -> Result<(), Fault> {
 }
 
 /// A VMM of its own is killed, again and again, with much in flight; its function is free each time.
-fn guest_killed(bench: &Bench) -> Result<(), Fault> {
+fn guest_killed(bench: &Bench) -> Result<(), Failure> {
     let scene = Scene::start(bench, "guest's process is killed, 5 times", &[])?;
     let [first, second] = scene.a;
     let first = first.finish()?;
@@ -384,7 +384,7 @@ fn guest_killed(bench: &Bench) -> Result<(), Fault> {
             .args(["--seconds", "600"]);
         let log = bench.folder().join(format!("load-{round}.log"));
         let commands =
-            || -> Result<u64, Fault> { Ok(scene.server.function_stats("a1")?.totals().commands) };
+            || -> Result<u64, Failure> { Ok(scene.server.function_stats("a1")?.totals().commands) };
         let before = commands()?;
         let mut load = Supervised::spawn("nvme-load", &command, &log)?;
         await_that("the load", || Ok(commands()? > before + 50))?;
@@ -418,7 +418,7 @@ fn leave(
     second: Client,
     b: Client,
     iommu_faults: u64,
-) -> Result<(), Fault> {
+) -> Result<(), Failure> {
     b.advance()?;
     let here = [first, second.finish()?];
     let elsewhere = b.finish()?;
@@ -441,7 +441,7 @@ fn leave(
 }
 
 /// The card is pulled: its guests have errors, and nobody else notices.
-fn removal(bench: &Bench) -> Result<(), Fault> {
+fn removal(bench: &Bench) -> Result<(), Failure> {
     let mut scene = Scene::start(bench, "drive is removed", &[])?;
     inside::control("remove a")?;
     scene.await_drive("the drive to be gone", |drive| drive.gone)?;
@@ -472,7 +472,7 @@ fn removal(bench: &Bench) -> Result<(), Fault> {
 }
 
 /// Drive a's block device, after it was plugged in.
-pub(crate) fn reappeared() -> Result<PathBuf, Fault> {
+pub(crate) fn reappeared() -> Result<PathBuf, Failure> {
     let address = inside::address("a")?;
     let there = format!("test -d /sys/bus/pci/devices/{address}");
     await_that("the drive is back", || Ok(sh(&there).is_ok()))?;
@@ -481,14 +481,14 @@ pub(crate) fn reappeared() -> Result<PathBuf, Fault> {
 }
 
 /// Asked to stop under load, the server gives its drives back in order.
-fn server_stopped(bench: &Bench) -> Result<(), Fault> {
+fn server_stopped(bench: &Bench) -> Result<(), Failure> {
     server_goes(bench, "server is stopped (SIGTERM)", |server| {
         Ok(server.stop()?)
     })
 }
 
 /// Killed under load, the server leaves drives behind that work at once.
-fn server_killed(bench: &Bench) -> Result<(), Fault> {
+fn server_killed(bench: &Bench) -> Result<(), Failure> {
     server_goes(bench, "server is killed (SIGKILL)", |server| {
         server.kill();
         Ok(())
@@ -498,8 +498,8 @@ fn server_killed(bench: &Bench) -> Result<(), Fault> {
 fn server_goes(
     bench: &Bench,
     failure: &str,
-    end: fn(&mut Server) -> Result<(), Fault>,
-) -> Result<(), Fault> {
+    end: fn(&mut Server) -> Result<(), Failure>,
+) -> Result<(), Failure> {
     let mut scene = Scene::start(bench, failure, &[])?;
     end(&mut scene.server)?;
     inside::bind("a", "nvme")?;

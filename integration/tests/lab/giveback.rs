@@ -5,7 +5,7 @@ use integration::lab::{LabDrive, inside};
 use integration::server::{FunctionOptions, Server};
 
 use crate::client::{Client, Work};
-use crate::fixture::{Bench, Fault, await_that, expect, sh};
+use crate::fixture::{Bench, Failure, await_that, expect, sh};
 use crate::{Group, Refused};
 
 pub(crate) const GROUP: Group = Group::Inside {
@@ -23,14 +23,14 @@ pub(crate) const GROUP: Group = Group::Inside {
 
 const RANGE: u64 = 16 << 20;
 
-fn serve(bench: &Bench) -> Result<Server, Fault> {
+fn serve(bench: &Bench) -> Result<Server, Failure> {
     inside::bind("a", "vfio-pci")?;
     let function = FunctionOptions::new("f", inside::address("a")?, format!("0+{RANGE}"));
     bench.serve(&[function])
 }
 
 /// A client that has written its range.
-fn client(server: &Server, seed: u64) -> Result<Client, Fault> {
+fn client(server: &Server, seed: u64) -> Result<Client, Failure> {
     let client = Client::start("f", &server.socket("f"), Work::new(seed))?;
     let places = Work::new(0).places as u64;
     client.wait_for("to write its range", || client.completed() > places)?;
@@ -45,13 +45,13 @@ struct Registers {
 }
 
 impl Registers {
-    fn of(id: &str) -> Result<Self, Fault> {
+    fn of(id: &str) -> Result<Self, Failure> {
         let device = format!("/sys/bus/pci/devices/{}", inside::address(id)?);
         // Out of the sleep that a driver may have left it in.
         sh(&format!("echo on >{device}/power/control"))?;
         let bar = sh(&format!("head -n 1 {device}/resource | cut -d' ' -f1"))?;
         let bar = u64::from_str_radix(bar.trim().trim_start_matches("0x"), 16)
-            .map_err(|error| Fault::Wrong(format!("{bar}: {error}")))?;
+            .map_err(|error| Failure::from(format!("{bar}: {error}")))?;
         Ok(Self {
             bar,
             config: format!("{device}/config"),
@@ -59,19 +59,19 @@ impl Registers {
     }
 
     /// The Command register (PCI Local Bus 3.0, 6.2.2).
-    fn command(&self) -> Result<u64, Fault> {
+    fn command(&self) -> Result<u64, Failure> {
         number(&sh(&format!(
             "hexdump -s 4 -n 2 -e '1/2 \"%u\"' {}",
             self.config
         ))?)
     }
 
-    fn read(&self, offset: u64) -> Result<u64, Fault> {
+    fn read(&self, offset: u64) -> Result<u64, Failure> {
         number(&sh(&format!("devmem {:#x} 32", self.bar + offset))?)
     }
 
     /// Disabled, and no master of the bus.
-    fn expect_disabled(&self) -> Result<(), Fault> {
+    fn expect_disabled(&self) -> Result<(), Failure> {
         /// Bus Master Enable.
         const BUS_MASTER: u64 = 1 << 2;
         let command = self.command()?;
@@ -92,16 +92,16 @@ impl Registers {
     }
 }
 
-fn number(text: &str) -> Result<u64, Fault> {
+fn number(text: &str) -> Result<u64, Failure> {
     let text = text.trim();
     let number = match text.strip_prefix("0x") {
         Some(digits) => u64::from_str_radix(digits, 16),
         None => text.parse(),
     };
-    number.map_err(|error| Fault::Wrong(format!("{text}: {error}")))
+    number.map_err(|error| Failure::from(format!("{text}: {error}")))
 }
 
-pub(crate) fn stopped(bench: &Bench) -> Result<(), Fault> {
+pub(crate) fn stopped(bench: &Bench) -> Result<(), Failure> {
     let mut server = serve(bench)?;
     let outcome = client(&server, 1)?.finish()?;
     server.stop()?;
@@ -112,18 +112,21 @@ pub(crate) fn stopped(bench: &Bench) -> Result<(), Fault> {
         .check_device(&inside::block_device("a", 1)?, 0)
 }
 
-fn stopped_under_load(bench: &Bench) -> Result<(), Fault> {
+fn stopped_under_load(bench: &Bench) -> Result<(), Failure> {
     ended_under_load(bench, |server| Ok(server.stop()?))
 }
 
-fn killed_under_load(bench: &Bench) -> Result<(), Fault> {
+fn killed_under_load(bench: &Bench) -> Result<(), Failure> {
     ended_under_load(bench, |server| {
         server.kill();
         Ok(())
     })
 }
 
-fn ended_under_load(bench: &Bench, end: fn(&mut Server) -> Result<(), Fault>) -> Result<(), Fault> {
+fn ended_under_load(
+    bench: &Bench,
+    end: fn(&mut Server) -> Result<(), Failure>,
+) -> Result<(), Failure> {
     let mut server = serve(bench)?;
     let client = client(&server, 2)?;
     end(&mut server)?;
@@ -136,7 +139,7 @@ fn ended_under_load(bench: &Bench, end: fn(&mut Server) -> Result<(), Fault>) ->
 }
 
 /// A range that the drive does not have: it was opened to find that out.
-fn failed_start(bench: &Bench) -> Result<(), Fault> {
+fn failed_start(bench: &Bench) -> Result<(), Failure> {
     inside::bind("a", "vfio-pci")?;
     let function = FunctionOptions::new("f", inside::address("a")?, "48M+48M");
     let result = bench.serve(&[function]);
@@ -153,7 +156,7 @@ fn failed_start(bench: &Bench) -> Result<(), Fault> {
 }
 
 /// Has each side find what the other wrote, time and again.
-fn back_and_forth(bench: &Bench) -> Result<(), Fault> {
+fn back_and_forth(bench: &Bench) -> Result<(), Failure> {
     for round in 0..4 {
         let mut server = serve(bench)?;
         let client = client(&server, 10 + round)?;

@@ -15,7 +15,7 @@ use integration::provision::KernelChoice;
 use integration::provision::lab::LabAssets;
 use integration::vmms::cloud_hypervisor;
 
-use crate::fixture::{Fault, LOGS, expect};
+use crate::fixture::{Failure, LOGS, at, expect};
 use crate::{Group, Refused};
 
 /// Longer than any group takes on a busy machine.
@@ -30,20 +30,20 @@ const FAILED: &str = "FAILED  ";
 
 /// Says what became of a check: in the lab to the one who counts, and to a person. A check is to be made
 /// again whose guest was [lost](guest::is_lost).
-pub(crate) fn report(name: &str, result: &Result<(), Fault>, started: Instant) {
+pub(crate) fn report(name: &str, result: &Result<(), Failure>, started: Instant) {
     let time = seconds(started.elapsed());
     match result {
         Ok(()) => say(&format!("{PASSED}{name} ({time})")),
-        Err(fault) if guest::is_lost(fault) => {
+        Err(failure) if guest::is_lost(&**failure) => {
             say(&format!("{LOST}{name} ({time}): a guest was lost"));
             // How shows in the first line; what follows is its console.
-            if let Some(line) = integration::error_chain(fault).lines().next() {
+            if let Some(line) = integration::error_chain(&**failure).lines().next() {
                 say(&format!("        {line}"));
             }
         }
-        Err(fault) => {
+        Err(failure) => {
             say(&format!("{FAILED}{name} ({time})"));
-            for line in integration::error_chain(fault).lines() {
+            for line in integration::error_chain(&**failure).lines() {
                 say(&format!("        {line}"));
             }
         }
@@ -57,11 +57,8 @@ pub(crate) struct Suite {
 }
 
 impl Suite {
-    fn provide() -> Result<Self, Fault> {
-        let itself = std::env::current_exe().map_err(|source| Fault::File {
-            path: "this program".into(),
-            source,
-        })?;
+    fn provide() -> Result<Self, Failure> {
+        let itself = std::env::current_exe().map_err(at("this program"))?;
         let mut programs = options::build()?;
         programs.extend(cloud_hypervisor::to_bring());
         programs.push(itself);
@@ -75,15 +72,12 @@ impl Suite {
     pub(crate) fn with_lab<T>(
         &self,
         drives: Vec<LabDrive>,
-        work: impl FnOnce(Lab) -> Result<T, Fault>,
-    ) -> Result<T, Fault> {
+        work: impl FnOnce(Lab) -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
         let folder = tempfile::Builder::new()
             .prefix("nvme-mpt-lab-")
             .tempdir()
-            .map_err(|source| Fault::File {
-                path: std::env::temp_dir(),
-                source,
-            })?;
+            .map_err(at(std::env::temp_dir()))?;
         let mut config = LabConfig::new();
         for program in &self.programs {
             config = config.bring(program);
@@ -92,7 +86,7 @@ impl Suite {
             config = config.drive(drive);
         }
         let result = Lab::boot(&self.assets, &config, folder.path())
-            .map_err(Fault::from)
+            .map_err(Failure::from)
             .and_then(work);
         if result.is_err() {
             say(&format!(
@@ -119,7 +113,7 @@ struct Tally {
 }
 
 impl Tally {
-    fn count(&mut self, name: &str, result: &Result<(), Fault>, started: Instant) {
+    fn count(&mut self, name: &str, result: &Result<(), Failure>, started: Instant) {
         report(name, result, started);
         match result {
             Ok(()) => self.passed += 1,
@@ -183,10 +177,10 @@ impl Write for Told {
 pub(crate) fn run(groups: &[&Group], selection: &Selection) -> ExitCode {
     let suite = match Suite::provide() {
         Ok(suite) => suite,
-        Err(fault) => {
+        Err(failure) => {
             say(&format!(
                 "Cannot boot any lab: {}",
-                integration::error_chain(&fault)
+                integration::error_chain(&*failure)
             ));
             say("0 passed, 1 failed");
             return ExitCode::FAILURE;
@@ -243,7 +237,7 @@ fn run_group(group: &Group, suite: &Suite, selection: &Selection, tally: &mut Ta
             tally.passed += told.passed.len();
             tally.failed.extend(told.failed.iter().cloned());
             for name in told.left_of(&wanted) {
-                let silent = Err(Fault::Wrong("No lab says what became of it".to_owned()));
+                let silent = Err(Failure::from("No lab says what became of it"));
                 tally.count(&name, &silent, started);
             }
             tally.count(&format!("{name}::lab"), &result, started);
@@ -253,7 +247,7 @@ fn run_group(group: &Group, suite: &Suite, selection: &Selection, tally: &mut Ta
 
 impl Refused {
     /// Fails unless this many accesses of devices are what was to be refused.
-    fn expect(self, refusals: u64) -> Result<(), Fault> {
+    fn expect(self, refusals: u64) -> Result<(), Failure> {
         let as_expected = match self {
             Self::Nothing => refusals == 0,
             Self::Something => refusals > 0,
@@ -276,7 +270,7 @@ fn run_in_labs(
     wanted: &[String],
     told: &mut Told,
     attempts: u32,
-) -> Result<u64, Fault> {
+) -> Result<u64, Failure> {
     let (mut refusals, mut in_vain) = (0, 0);
     while in_vain < attempts {
         let started = Instant::now();
@@ -284,8 +278,8 @@ fn run_in_labs(
         match suite.with_lab(drives(), |lab| run_checks(lab, suite, &left, told)) {
             Ok(refused) => refusals += refused,
             // The lab is a guest as well.
-            Err(fault) if guest::is_lost(&fault) => report(name, &Err(fault), started),
-            Err(fault) => return Err(fault),
+            Err(failure) if guest::is_lost(&*failure) => report(name, &Err(failure), started),
+            Err(failure) => return Err(failure),
         }
         let still_left = told.left_of(wanted);
         if still_left.is_empty() {
@@ -296,14 +290,14 @@ fn run_in_labs(
             false => in_vain + 1,
         };
     }
-    Err(Fault::Wrong(format!(
+    Err(Failure::from(format!(
         "A guest was lost in each of {attempts} labs, one after the other"
     )))
 }
 
 /// Runs the checks inside `lab`, to the first whose guest is lost, and returns how many accesses the IOMMU
 /// has refused.
-fn run_checks(lab: Lab, suite: &Suite, wanted: &[String], told: &mut Told) -> Result<u64, Fault> {
+fn run_checks(lab: Lab, suite: &Suite, wanted: &[String], told: &mut Told) -> Result<u64, Failure> {
     let (itself, wanted) = (suite.itself(), wanted.join(" "));
     let command = format!(
         "{}{itself} {wanted}
@@ -320,10 +314,7 @@ fn run_checks(lab: Lab, suite: &Suite, wanted: &[String], told: &mut Told) -> Re
     let kept = tempfile::Builder::new()
         .prefix("nvme-mpt-lab-logs-")
         .tempdir()
-        .map_err(|source| Fault::File {
-            path: std::env::temp_dir(),
-            source,
-        })?;
+        .map_err(at(std::env::temp_dir()))?;
     let report = lab.finish(status, &files, kept.path())?;
     if !report.files.is_empty() {
         say(&format!(

@@ -18,7 +18,7 @@ use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_tests::sgl::{self, Descriptor, data_block, last_segment, segment};
 use nvme_mpt_tests::vfio_user::VfioUserBar;
 
-use crate::fixture::{Fault, expect};
+use crate::fixture::{Failure, expect};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 /// The device is given the first region, and not what lies below and above it.
@@ -56,7 +56,7 @@ pub(crate) struct Hostile {
 
 impl Hostile {
     /// Connects to a function whose range has so many bytes.
-    pub(crate) fn attach(socket: &Path, range: u64) -> Result<Self, Fault> {
+    pub(crate) fn attach(socket: &Path, range: u64) -> Result<Self, Failure> {
         let memory = GuestMemory::new(&[(BASE, SIZE)])?;
         let bar = VfioUserBar::attach(socket, &memory)?;
         let hidden = memory.add_region(HIDDEN, HIDDEN_SIZE)?;
@@ -94,7 +94,7 @@ impl Hostile {
     }
 
     /// Everything, once. What must be refused is.
-    pub(crate) fn try_everything(&mut self) -> Result<Tried, Fault> {
+    pub(crate) fn try_everything(&mut self) -> Result<Tried, Failure> {
         self.pointers()?;
         self.lists()?;
         self.descriptors()?;
@@ -112,7 +112,7 @@ impl Hostile {
     }
 
     /// Nothing that the guest has in its memory begins as one of these blocks does.
-    pub(crate) fn expect_nothing_of(&self, secrets: &HashSet<[u8; 16]>) -> Result<(), Fault> {
+    pub(crate) fn expect_nothing_of(&self, secrets: &HashSet<[u8; 16]>) -> Result<(), Failure> {
         let mut bytes = vec![0; MIB];
         for gpa in (BASE..BASE + SIZE).step_by(MIB) {
             self.memory.read(gpa, &mut bytes)?;
@@ -129,12 +129,12 @@ impl Hostile {
         Ok(())
     }
 
-    pub(crate) fn leave(mut self) -> Result<(), Fault> {
+    pub(crate) fn leave(mut self) -> Result<(), Failure> {
         Ok(self.controller.disable()?)
     }
 
     /// Runs a command, and says whether it was executed.
-    fn command(&mut self, sqe: Sqe) -> Result<bool, Fault> {
+    fn command(&mut self, sqe: Sqe) -> Result<bool, Failure> {
         let status = self.queue.submit_and_wait(sqe, TIMEOUT)?.status();
         self.tried.commands += 1;
         self.tried.refused += u64::from(!status.is_success());
@@ -142,7 +142,7 @@ impl Hostile {
     }
 
     /// Commands with data of so many pages, both ways, must all be refused.
-    fn refused(&mut self, what: &str, pointer: DataPointer, pages: u32) -> Result<(), Fault> {
+    fn refused(&mut self, what: &str, pointer: DataPointer, pages: u32) -> Result<(), Failure> {
         for opcode in [io::READ, io::WRITE, io::COMPARE] {
             let sqe = Sqe::range(opcode, 1, 0, pages * self.per_page).with_data(pointer);
             let executed = self.command(sqe)?;
@@ -153,7 +153,7 @@ impl Hostile {
         self.expect_untouched()
     }
 
-    fn expect_untouched(&self) -> Result<(), Fault> {
+    fn expect_untouched(&self) -> Result<(), Failure> {
         for (name, memory) in [
             ("not given to", &self.hidden),
             ("not named to", &self.unnamed),
@@ -166,7 +166,7 @@ impl Hostile {
         Ok(())
     }
 
-    fn list(&self, entries: &[u64]) -> Result<DmaBuffer, Fault> {
+    fn list(&self, entries: &[u64]) -> Result<DmaBuffer, Failure> {
         let list = self.memory.alloc((8 * entries.len()).max(PAGE_SIZE))?;
         let bytes: Vec<u8> = entries
             .iter()
@@ -176,13 +176,13 @@ impl Hostile {
         Ok(list)
     }
 
-    fn descriptor_list(&self, list: &[Descriptor]) -> Result<DmaBuffer, Fault> {
+    fn descriptor_list(&self, list: &[Descriptor]) -> Result<DmaBuffer, Failure> {
         let words: Vec<u64> = list.iter().flatten().copied().collect();
         self.list(&words)
     }
 
     /// PRP1 and PRP2, outside of memory and misaligned (NVMe Base 2.0, 4.1.1).
-    fn pointers(&mut self) -> Result<(), Fault> {
+    fn pointers(&mut self) -> Result<(), Failure> {
         let (data, unnamed) = (self.data.gpa(), self.unnamed.gpa());
         for gpa in outside() {
             self.refused("PRP1", DataPointer::prp(gpa, 0), 1)?;
@@ -202,7 +202,7 @@ impl Hostile {
     }
 
     /// PRP lists, and what is in them.
-    fn lists(&mut self) -> Result<(), Fault> {
+    fn lists(&mut self) -> Result<(), Failure> {
         let data = self.data.gpa();
         for gpa in outside().into_iter().chain([self.unnamed.gpa() + 8]) {
             for bad in 0..3 {
@@ -233,7 +233,7 @@ impl Hostile {
     }
 
     /// SGL Data Blocks (4.1.2).
-    fn descriptors(&mut self) -> Result<(), Fault> {
+    fn descriptors(&mut self) -> Result<(), Failure> {
         let data = self.data.gpa();
         let len = PAGE as u32;
         for gpa in outside()
@@ -274,7 +274,7 @@ impl Hostile {
     }
 
     /// SGL segments.
-    fn segments(&mut self) -> Result<(), Fault> {
+    fn segments(&mut self) -> Result<(), Failure> {
         let data = self.data.gpa();
         for gpa in outside().into_iter().chain([HIDDEN - 16, !15]) {
             for link in [segment(gpa, 32), last_segment(gpa, 32)] {
@@ -300,7 +300,7 @@ impl Hostile {
     }
 
     /// Blocks beyond the range, in the command itself.
-    fn ranges(&mut self) -> Result<(), Fault> {
+    fn ranges(&mut self) -> Result<(), Failure> {
         for (slba, count) in beyond(self.blocks) {
             for opcode in [
                 io::READ,
@@ -335,7 +335,7 @@ impl Hostile {
     }
 
     /// Runs a command whose data is a list of ranges.
-    fn with_bytes(&mut self, sqe: Sqe, bytes: &[u8]) -> Result<bool, Fault> {
+    fn with_bytes(&mut self, sqe: Sqe, bytes: &[u8]) -> Result<bool, Failure> {
         let data = self.memory.alloc(bytes.len())?;
         data.write(0, bytes);
         let prepared = prp::buffer(&data, 0, bytes.len())?;
@@ -343,7 +343,7 @@ impl Hostile {
     }
 
     /// Blocks beyond the range, in the ranges of Dataset Management and Copy.
-    fn ranges_in_data(&mut self) -> Result<(), Fault> {
+    fn ranges_in_data(&mut self) -> Result<(), Failure> {
         for (slba, count) in beyond(self.blocks) {
             for before in [0, 1, 31] {
                 let mut bytes = dsm_range(self.blocks / 2, 1).repeat(before);
@@ -368,7 +368,7 @@ impl Hostile {
         what: &str,
         command: impl Fn(u64) -> Sqe,
         change: impl Fn(&mut Rng) + Sync,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), Failure> {
         let stop = AtomicBool::new(false);
         let raced = std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -381,7 +381,7 @@ impl Hostile {
                 }
             });
             let result = (0..RACES).try_fold(0, |executed, round| {
-                Ok::<_, Fault>(executed + u64::from(self.command(command(round))?))
+                Ok::<_, Failure>(executed + u64::from(self.command(command(round))?))
             });
             stop.store(true, Ordering::Relaxed);
             result
@@ -392,7 +392,7 @@ impl Hostile {
         self.expect_untouched()
     }
 
-    fn race_with_a_list(&mut self) -> Result<(), Fault> {
+    fn race_with_a_list(&mut self) -> Result<(), Failure> {
         const ENTRIES: u64 = 15;
         let (data, unnamed) = (self.data.gpa(), self.unnamed.gpa());
         let entries: Vec<u64> = (1..=ENTRIES).map(|page| data + page * PAGE).collect();
@@ -412,7 +412,7 @@ impl Hostile {
         )
     }
 
-    fn race_with_a_segment(&mut self) -> Result<(), Fault> {
+    fn race_with_a_segment(&mut self) -> Result<(), Failure> {
         let data = self.data.gpa();
         let list = self.descriptor_list(&[data_block(data, PAGE as u32 / 8); 8])?;
         let cells = list.cells::<AtomicU64>();
@@ -435,7 +435,7 @@ impl Hostile {
     }
 
     /// Ranges to be deallocated that are the neighbours' for a moment.
-    fn race_with_ranges(&mut self) -> Result<(), Fault> {
+    fn race_with_ranges(&mut self) -> Result<(), Failure> {
         let good = self.blocks / 2;
         let bad = [
             self.blocks,

@@ -2,7 +2,7 @@
 
 use integration::lab::{LabDrive, inside};
 
-use crate::fixture::{Bench, Fault, await_that, sh};
+use crate::fixture::{Bench, Failure, await_that, sh};
 use crate::{Group, Refused};
 
 pub(crate) const GROUP: Group = Group::Inside {
@@ -13,12 +13,12 @@ pub(crate) const GROUP: Group = Group::Inside {
 };
 
 /// Lets a drive fetch its first admin command from where nothing is mapped.
-fn refuses(_: &Bench) -> Result<(), Fault> {
+fn refuses(_: &Bench) -> Result<(), Failure> {
     inside::bind("a", "vfio-pci")?;
     let device = format!("/sys/bus/pci/devices/{}", inside::address("a")?);
     let bar = sh(&format!("head -n 1 {device}/resource | cut -d' ' -f1"))?;
     let bar = u64::from_str_radix(bar.trim().trim_start_matches("0x"), 16)
-        .map_err(|error| Fault::Wrong(format!("{bar}: {error}")))?;
+        .map_err(|error| Failure::from(format!("{bar}: {error}")))?;
     // vfio-pci lets a function sleep (D3hot) that nobody has opened.
     sh(&format!("echo on >{device}/power/control"))?;
     // Memory Space Enable and Bus Master Enable.

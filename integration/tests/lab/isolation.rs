@@ -15,7 +15,7 @@ use integration::server::FunctionOptions;
 use nvme_mpt_tests::rng;
 
 use crate::client::{Client, Work};
-use crate::fixture::{Bench, Fault, expect, sh};
+use crate::fixture::{Bench, Failure, at, expect, sh};
 use crate::hostile::Hostile;
 use crate::{Group, Refused};
 
@@ -59,15 +59,15 @@ const MIB: usize = 1 << 20;
 const SECRET: u64 = 0x5ec2e7;
 const OWN: u64 = 0x0135;
 
-fn on_small_blocks(bench: &Bench) -> Result<(), Fault> {
+fn on_small_blocks(bench: &Bench) -> Result<(), Failure> {
     attack(bench, "a", 512)
 }
 
-fn on_large_blocks(bench: &Bench) -> Result<(), Fault> {
+fn on_large_blocks(bench: &Bench) -> Result<(), Failure> {
     attack(bench, "b", 4096)
 }
 
-fn attack(bench: &Bench, id: &str, block_size: usize) -> Result<(), Fault> {
+fn attack(bench: &Bench, id: &str, block_size: usize) -> Result<(), Failure> {
     inside::bind(id, "nvme")?;
     let secrets = fill_drive(&inside::block_device(id, 1)?, block_size)?;
     inside::bind(id, "vfio-pci")?;
@@ -112,7 +112,7 @@ fn may_have_changed(offset: u64) -> bool {
 }
 
 /// The beginning of each block that is none of the hostile guest's business.
-fn fill_drive(device: &Path, block_size: usize) -> Result<HashSet<[u8; 16]>, Fault> {
+fn fill_drive(device: &Path, block_size: usize) -> Result<HashSet<[u8; 16]>, Failure> {
     let mut secrets = HashSet::new();
     let file = open(device)?;
     let mut bytes = vec![0; MIB];
@@ -127,21 +127,15 @@ fn fill_drive(device: &Path, block_size: usize) -> Result<HashSet<[u8; 16]>, Fau
             secrets.extend(beginnings.copied());
         }
         let written = file.write_all_at(&bytes, offset);
-        written.map_err(|source| Fault::File {
-            path: device.to_owned(),
-            source,
-        })?;
+        written.map_err(at(device))?;
     }
-    file.sync_all().map_err(|source| Fault::File {
-        path: device.to_owned(),
-        source,
-    })?;
+    file.sync_all().map_err(at(device))?;
     Ok(secrets)
 }
 
 /// The first and the last blocks, the victim's range, and all else outside of the two ranges in use hold what
 /// the host wrote.
-fn expect_unchanged(device: &Path, block_size: usize) -> Result<(), Fault> {
+fn expect_unchanged(device: &Path, block_size: usize) -> Result<(), Failure> {
     let file = open(device)?;
     let (mut bytes, mut wanted) = (vec![0; MIB], vec![0; MIB]);
     for offset in (0..DRIVE)
@@ -149,10 +143,7 @@ fn expect_unchanged(device: &Path, block_size: usize) -> Result<(), Fault> {
         .filter(|offset| !may_have_changed(*offset))
     {
         let read = file.read_exact_at(&mut bytes, offset);
-        read.map_err(|source| Fault::File {
-            path: device.to_owned(),
-            source,
-        })?;
+        read.map_err(at(device))?;
         rng::fill_blocks(&mut wanted, SECRET, offset / block_size as u64, block_size);
         expect(bytes == wanted, || {
             format!("The drive has changed in the MiB from byte {offset:#x} on")
@@ -161,17 +152,14 @@ fn expect_unchanged(device: &Path, block_size: usize) -> Result<(), Fault> {
     Ok(())
 }
 
-fn open(device: &Path) -> Result<File, Fault> {
+fn open(device: &Path) -> Result<File, Failure> {
     let file = File::options().read(true).write(true).open(device);
-    file.map_err(|source| Fault::File {
-        path: device.to_owned(),
-        source,
-    })
+    file.map_err(at(device))
 }
 
 /// Three drives and four namespaces in one server: commands of 1 MiB, which drives of less take in parts. Data is
 /// described by SGLs where they are offered.
-fn large_commands(bench: &Bench) -> Result<(), Fault> {
+fn large_commands(bench: &Bench) -> Result<(), Failure> {
     let drives = [
         ("a", 1, true),
         ("b", 1, false),

@@ -10,7 +10,7 @@ use integration::process;
 use integration::server::{FunctionOptions, Server};
 
 use crate::client::{Client, Work};
-use crate::fixture::{Bench, Fault, PATIENCE, await_that, expect};
+use crate::fixture::{Bench, Failure, PATIENCE, await_that, expect};
 use crate::{Group, Refused};
 
 pub(crate) const GROUP: Group = Group::Inside {
@@ -33,7 +33,7 @@ struct Scene {
     address: String,
 }
 
-fn scene(bench: &Bench) -> Result<Scene, Fault> {
+fn scene(bench: &Bench) -> Result<Scene, Failure> {
     inside::bind("a", "vfio-pci")?;
     let address = inside::address("a")?;
     let server = bench.serve(&[
@@ -50,7 +50,7 @@ fn scene(bench: &Bench) -> Result<Scene, Fault> {
 }
 
 /// A number that `nvme` prints behind a name and a colon.
-fn field(guest: &Guest, command: &str, name: &str) -> Result<u64, Fault> {
+fn field(guest: &Guest, command: &str, name: &str) -> Result<u64, Failure> {
     let text = guest.check(command, PATIENCE)?;
     let value = text.lines().find_map(|line| {
         let (found, value) = line.split_once(':')?;
@@ -60,10 +60,10 @@ fn field(guest: &Guest, command: &str, name: &str) -> Result<u64, Fault> {
             None => value.parse().ok(),
         })?
     });
-    value.ok_or_else(|| Fault::Wrong(format!("`{command}` shows no number {name}:\n{text}")))
+    value.ok_or_else(|| Failure::from(format!("`{command}` shows no number {name}:\n{text}")))
 }
 
-fn critical_warning(guest: &Guest) -> Result<u64, Fault> {
+fn critical_warning(guest: &Guest) -> Result<u64, Failure> {
     field(guest, "nvme smart-log /dev/nvme0", "critical_warning")
 }
 
@@ -75,7 +75,7 @@ fn load(name: &str) -> Fio {
 }
 
 /// One scene for all of it: with each machine that boots, one may be lost.
-fn from_start_to_end(bench: &Bench) -> Result<(), Fault> {
+fn from_start_to_end(bench: &Bench) -> Result<(), Failure> {
     let mut scene = scene(bench)?;
     shares_queue_pairs(bench, &scene)?;
     knows_its_health(&scene)?;
@@ -89,7 +89,7 @@ fn from_start_to_end(bench: &Bench) -> Result<(), Fault> {
     Ok(())
 }
 
-fn shares_queue_pairs(bench: &Bench, scene: &Scene) -> Result<(), Fault> {
+fn shares_queue_pairs(bench: &Bench, scene: &Scene) -> Result<(), Failure> {
     let Scene {
         guest, neighbour, ..
     } = scene;
@@ -126,7 +126,7 @@ fn shares_queue_pairs(bench: &Bench, scene: &Scene) -> Result<(), Fault> {
     neighbour.advance()
 }
 
-fn knows_its_health(scene: &Scene) -> Result<(), Fault> {
+fn knows_its_health(scene: &Scene) -> Result<(), Failure> {
     for (bits, warning) in [("4", 4), ("0", 0)] {
         inside::control(&format!("warn a {bits}"))?;
         await_that("the drive's warning", || {
@@ -136,7 +136,7 @@ fn knows_its_health(scene: &Scene) -> Result<(), Fault> {
     Ok(())
 }
 
-fn loses_its_disk_and_does_not_hang(scene: &mut Scene) -> Result<(), Fault> {
+fn loses_its_disk_and_does_not_hang(scene: &mut Scene) -> Result<(), Failure> {
     let Scene {
         server,
         guest,
@@ -144,7 +144,7 @@ fn loses_its_disk_and_does_not_hang(scene: &mut Scene) -> Result<(), Fault> {
         address,
     } = scene;
     let endless = load("endless").runtime(Duration::from_secs(600)).script();
-    let commands = || Ok::<_, Fault>(server.function_stats("one")?.totals().commands);
+    let commands = || Ok::<_, Failure>(server.function_stats("one")?.totals().commands);
     let before = commands()?;
     let job = guest.start(&endless)?;
     // Of a disk that is gone before fio opens it, fio would make a file.

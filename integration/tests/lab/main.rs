@@ -40,13 +40,13 @@ mod sharing;
 mod vmm;
 mod vmms;
 
-use fixture::{Bench, Fault};
+use fixture::{Bench, Failure};
 use harness::Suite;
 
 /// A check inside the lab.
-type Inside = fn(&Bench) -> Result<(), Fault>;
+type Inside = fn(&Bench) -> Result<(), Failure>;
 /// A check from outside, which boots its own labs.
-type Around = fn(&Suite) -> Result<(), Fault>;
+type Around = fn(&Suite) -> Result<(), Failure>;
 
 /// Refusals that the IOMMU must have counted by the end of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -148,7 +148,7 @@ fn run_inside(wanted: &[String]) -> ExitCode {
                 let result = Bench::new(&full).and_then(|bench| run(&bench));
                 all_well &= result.is_ok();
                 harness::report(&full, &result, started);
-                if result.is_err_and(|fault| guest::is_lost(&fault)) {
+                if result.is_err_and(|failure| guest::is_lost(&*failure)) {
                     // Nobody knows in what state it has left the drives: the rest needs another lab.
                     return ExitCode::FAILURE;
                 }

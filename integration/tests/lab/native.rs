@@ -12,7 +12,7 @@ use nvme_mpt_tests::vfio_user::VfioUserBar;
 
 use crate::client::{Client, Work};
 use crate::failures::reappeared;
-use crate::fixture::{Bench, Fault, await_that, expect};
+use crate::fixture::{Bench, Failure, await_that, expect};
 use crate::{Group, Refused, giveback};
 
 pub(crate) const GROUP: Group = Group::Inside {
@@ -31,7 +31,7 @@ const RANGE: u64 = 16 << 20;
 const MEMORY: (u64, u64) = (1 << 33, 1 << 20);
 
 /// A client that has written its range.
-fn working(id: &'static str, server: &Server, seed: u64) -> Result<Client, Fault> {
+fn working(id: &'static str, server: &Server, seed: u64) -> Result<Client, Failure> {
     let client = Client::start(id, &server.socket(id), Work::new(seed))?;
     let places = Work::new(0).places as u64;
     client.wait_for("to write its range", || client.completed() > places)?;
@@ -40,7 +40,7 @@ fn working(id: &'static str, server: &Server, seed: u64) -> Result<Client, Fault
 
 /// Pulls a drive while its client has no command outstanding and another drive's client works. QEMU's drive with
 /// commands in flight may corrupt QEMU's own memory when it is pulled, so `failures` does that.
-fn pulled(bench: &Bench) -> Result<(), Fault> {
+fn pulled(bench: &Bench) -> Result<(), Failure> {
     inside::bind("a", "vfio-pci")?;
     inside::bind("b", "vfio-pci")?;
     let (a, b) = (inside::address("a")?, inside::address("b")?);

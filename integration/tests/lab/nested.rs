@@ -4,7 +4,7 @@ use integration::guest::fio::Fio;
 use integration::guest::{Drive, Guest, GuestConfig};
 use integration::lab::{LabDrive, inside};
 
-use crate::fixture::{Bench, Fault, PATIENCE, expect};
+use crate::fixture::{Bench, Failure, PATIENCE, expect};
 use crate::{Group, Refused};
 
 pub(crate) const GROUP: Group = Group::Inside {
@@ -14,7 +14,7 @@ pub(crate) const GROUP: Group = Group::Inside {
     checks: &[("a_whole_drive_passed_through", passed_through)],
 };
 
-fn passed_through(bench: &Bench) -> Result<(), Fault> {
+fn passed_through(bench: &Bench) -> Result<(), Failure> {
     inside::bind("a", "vfio-pci")?;
     let drive = Drive::vfio_pci(&inside::address("a")?);
     let mut guest = bench.boot(&GuestConfig::new("guest").drive(drive))?;
@@ -31,7 +31,7 @@ fn load() -> Fio {
         .verified()
 }
 
-fn expect_model(guest: &Guest, model: &str) -> Result<(), Fault> {
+fn expect_model(guest: &Guest, model: &str) -> Result<(), Failure> {
     let said = guest.check("cat /sys/class/nvme/nvme0/model", PATIENCE)?;
     expect(said.starts_with(model), || {
         format!("The guest's drive calls itself {said:?}")

@@ -17,7 +17,7 @@ use integration::server::{FunctionOptions, QueuePairStats, Server};
 use serde_json::Value;
 
 use crate::client::{Client, Work};
-use crate::fixture::{Bench, Fault, await_that, expect};
+use crate::fixture::{Bench, Failure, at, await_that, expect};
 use crate::{Group, Refused};
 
 pub(crate) const GROUP: Group = Group::Inside {
@@ -77,7 +77,7 @@ const PAIRS: u16 = 2;
 const RANGE: u64 = 64 << 20;
 const GUESTS: [&str; 4] = ["g1", "g2", "g3", "g4"];
 
-fn serve(bench: &Bench, drive: &str) -> Result<(Server, String), Fault> {
+fn serve(bench: &Bench, drive: &str) -> Result<(Server, String), Failure> {
     inside::bind(drive, "vfio-pci")?;
     let path = inside::address(drive)?;
     let function = |(index, id): (u64, &&str)| {
@@ -89,7 +89,7 @@ fn serve(bench: &Bench, drive: &str) -> Result<(Server, String), Fault> {
 }
 
 /// Four guests with two queues each.
-fn four_guests(bench: &Bench) -> Result<(), Fault> {
+fn four_guests(bench: &Bench) -> Result<(), Failure> {
     let (mut server, path) = serve(bench, FAST.id)?;
     let mut guests = Vec::new();
     for (seed, id) in (30..).zip(GUESTS) {
@@ -149,7 +149,7 @@ const NEIGHBOURS: [(&str, &[&str]); 3] = [
 
 /// A guest with one read of 4 KiB at a time beside one that does all it can: the loud one has two queues, so
 /// that every queue pair has one of them, and shares one of these with the quiet one.
-fn loud_and_quiet(bench: &Bench, terms: &Terms) -> Result<(), Fault> {
+fn loud_and_quiet(bench: &Bench, terms: &Terms) -> Result<(), Failure> {
     let (mut server, path) = serve(bench, terms.id)?;
     let mut measured: [Vec<Measured>; NEIGHBOURS.len()] = Default::default();
     for round in 0..terms.rounds {
@@ -206,7 +206,7 @@ fn loud(
     terms: &Terms,
     arguments: &[&str],
     log: &Path,
-) -> Result<Option<Supervised>, Fault> {
+) -> Result<Option<Supervised>, Failure> {
     if arguments.is_empty() {
         return Ok(None);
     }
@@ -215,7 +215,8 @@ fn loud(
         .arg(server.socket("g2"))
         .args(["--queues", "2", "--interrupts", "--seconds", "600"])
         .args(arguments);
-    let commands = || -> Result<u64, Fault> { Ok(server.function_stats("g2")?.totals().commands) };
+    let commands =
+        || -> Result<u64, Failure> { Ok(server.function_stats("g2")?.totals().commands) };
     let before = commands()?;
     let process = Supervised::spawn("a loud guest", &command, log)?;
     await_that("the loud guest is under way", || {
@@ -224,7 +225,7 @@ fn loud(
     Ok(Some(process))
 }
 
-fn quiet(server: &Server, terms: &Terms, folder: &Path) -> Result<Measured, Fault> {
+fn quiet(server: &Server, terms: &Terms, folder: &Path) -> Result<Measured, Failure> {
     let report = folder.join("quiet.json");
     let mut command = Command::new(inside::brought("nvme-load"));
     command
@@ -234,16 +235,13 @@ fn quiet(server: &Server, terms: &Terms, folder: &Path) -> Result<Measured, Faul
         .arg("--json")
         .arg(&report);
     process::run(&mut command)?;
-    let text = std::fs::read_to_string(&report).map_err(|source| Fault::File {
-        path: report.clone(),
-        source,
-    })?;
+    let text = std::fs::read_to_string(&report).map_err(at(&report))?;
     let json: Value =
-        serde_json::from_str(&text).map_err(|error| Fault::Wrong(format!("{error}: {text}")))?;
+        serde_json::from_str(&text).map_err(|error| Failure::from(format!("{error}: {text}")))?;
     let number = |value: &Value| {
         value
             .as_f64()
-            .ok_or_else(|| Fault::Wrong(format!("No latencies in {text}")))
+            .ok_or_else(|| Failure::from(format!("No latencies in {text}")))
     };
     let latency = &json["latency_us"];
     Ok(Measured {

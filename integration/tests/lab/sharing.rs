@@ -6,7 +6,7 @@ use clap::Parser;
 use integration::demo;
 
 use crate::Group;
-use crate::fixture::{Fault, expect};
+use crate::fixture::{Failure, at, expect};
 use crate::harness::Suite;
 
 pub(crate) const GROUP: Group = Group::Around {
@@ -16,22 +16,17 @@ pub(crate) const GROUP: Group = Group::Around {
 
 /// The guests' data is verified by themselves while both write, and, after the drive went back to the
 /// host's own driver, by the host: every range, and what lies between them.
-fn demo_in_lab(_: &Suite) -> Result<(), Fault> {
-    let folder = tempfile::tempdir().map_err(|source| Fault::File {
-        path: std::env::temp_dir(),
-        source,
-    })?;
+fn demo_in_lab(_: &Suite) -> Result<(), Failure> {
+    let folder = tempfile::tempdir().map_err(at(std::env::temp_dir()))?;
     let json = folder.path().join("demo.json");
     // The jobs that measure are no check, and take longest here.
     let arguments = ["demo", "--drive", "lab", "--jobs", "verify", "--json"];
     let path = json.display().to_string();
     let options = demo::Options::try_parse_from(arguments.into_iter().chain([path.as_str()]))
-        .map_err(|error| Fault::Wrong(error.to_string()))?;
-    let well =
-        demo::run(&options).map_err(|error| Fault::Wrong(integration::error_chain(&error)))?;
-    let text = fs::read_to_string(&json).map_err(|source| Fault::File { path: json, source })?;
-    let report: serde_json::Value =
-        serde_json::from_str(&text).map_err(|error| Fault::Wrong(error.to_string()))?;
+        .map_err(|error| Failure::from(error.to_string()))?;
+    let well = demo::run(&options)?;
+    let text = fs::read_to_string(&json).map_err(at(json))?;
+    let report: serde_json::Value = serde_json::from_str(&text)?;
     let guests = report["guests"].as_array().cloned().unwrap_or_default();
     let verified = guests.iter().all(|guest| guest["verify_ok"] == true);
     expect(

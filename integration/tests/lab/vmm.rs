@@ -11,7 +11,7 @@ use integration::process::{ProcessError, Supervised, at_work, file_tail};
 use integration::provision::{Assets, KernelChoice};
 use integration::vmm::counters::{KvmCounters, has_foreign_registers};
 
-use crate::fixture::{Bench, Fault, PATIENCE, expect, sh};
+use crate::fixture::{Bench, Failure, PATIENCE, at, expect, sh};
 use crate::{Group, Refused, exits, init};
 
 pub(crate) const GROUP: Group = Group::Inside {
@@ -48,16 +48,16 @@ echo 3 >/proc/sys/vm/drop_caches
 [ $(md5sum </more | cut -c-32) = ${sum%% *} ] && echo guest: same
 ";
 
-fn root_with_mapped_doorbells(bench: &Bench) -> Result<(), Fault> {
+fn root_with_mapped_doorbells(bench: &Bench) -> Result<(), Failure> {
     verify(bench, &KernelChoice::V6_12, "mapped", 1)
 }
 
-fn root_with_trapped_doorbells(bench: &Bench) -> Result<(), Fault> {
+fn root_with_trapped_doorbells(bench: &Bench) -> Result<(), Failure> {
     verify(bench, &KernelChoice::V6_1, "trap", 4)
 }
 
 /// Has a guest do I/O on its root, and look whether it did well.
-fn verify(bench: &Bench, kernel: &KernelChoice, doorbells: &str, cpus: u8) -> Result<(), Fault> {
+fn verify(bench: &Bench, kernel: &KernelChoice, doorbells: &str, cpus: u8) -> Result<(), Failure> {
     let cpus_argument = cpus.to_string();
     let arguments = ["--cpus", &cpus_argument];
     let said = boot(bench, kernel, &init::script(VERIFY), doorbells, &arguments)?;
@@ -85,7 +85,7 @@ pub(crate) fn boot(
     script: &str,
     doorbells: &str,
     arguments: &[&str],
-) -> Result<String, Fault> {
+) -> Result<String, Failure> {
     let assets = Assets::provide(kernel)?;
     let image = root(bench, &assets, script)?;
     let console = bench.folder().join("console");
@@ -103,11 +103,11 @@ pub(crate) fn boot(
     let mut vmm = Supervised::spawn("reference-vmm", &command, &console)?;
     let status = vmm.wait(PATIENCE).map_err(|error| match error {
         ProcessError::StillRuns { .. } if has_foreign_registers(vmm.pid()) => {
-            Fault::Wrong(format!("{error}, and it runs with its host's registers"))
+            Failure::from(format!("{error}, and it runs with its host's registers"))
         }
         ProcessError::StillRuns { .. } => {
             let said = file_tail(&console);
-            Fault::Wrong(format!("{error}:\n{}{said}", watch(vmm.pid())))
+            Failure::from(format!("{error}:\n{}{said}", watch(vmm.pid())))
         }
         error => error.into(),
     })?;
@@ -116,14 +116,8 @@ pub(crate) fn boot(
     })?;
     // What it wrote is in the image, as a file system that was left in order.
     sh(&format!("e2fsck -fn {}", image.display()))?;
-    fs::remove_file(&image).map_err(|source| Fault::File {
-        path: image.clone(),
-        source,
-    })?;
-    let said = fs::read(&console).map_err(|source| Fault::File {
-        path: console.clone(),
-        source,
-    })?;
+    fs::remove_file(&image).map_err(at(&image))?;
+    let said = fs::read(&console).map_err(at(&console))?;
     Ok(String::from_utf8_lossy(&said).into_owned())
 }
 
@@ -141,14 +135,11 @@ fn watch(pid: u32) -> String {
 }
 
 /// An image of a file system with the guests' user land and the script.
-pub(crate) fn root(bench: &Bench, assets: &Assets, text: &str) -> Result<PathBuf, Fault> {
+pub(crate) fn root(bench: &Bench, assets: &Assets, text: &str) -> Result<PathBuf, Failure> {
     let tree = bench.folder().join("tree");
     let image = bench.folder().join("root.img");
     let script = bench.folder().join("check");
-    fs::write(&script, text).map_err(|source| Fault::File {
-        path: script.clone(),
-        source,
-    })?;
+    fs::write(&script, text).map_err(at(&script))?;
     sh(&format!(
         "set -e; mkdir {tree}; cd {tree}; cpio -i <{initramfs} 2>/dev/null; \
          install -m 755 {script} check; mkfs.ext4 -q -d {tree} {image} 256M; cd /; rm -r {tree}",

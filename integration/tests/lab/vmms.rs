@@ -14,7 +14,7 @@ use integration::vmm::counters::KvmCounters;
 use integration::vmms::cloud_hypervisor::{self, CloudHypervisor};
 use integration::vmms::{Outcome, Qemu, Reference, Setup, Vmm, VmmsError};
 
-use crate::fixture::{Bench, Fault, PATIENCE, expect, sh};
+use crate::fixture::{Bench, Failure, PATIENCE, at, expect, sh};
 use crate::vmm::root;
 use crate::{Group, Refused};
 
@@ -42,7 +42,7 @@ const LIST: &[(&str, Check)] = &[
     ("powers off", powers_off),
 ];
 
-type Check = fn(&mut Subject<'_>) -> Result<Outcome, Fault>;
+type Check = fn(&mut Subject<'_>) -> Result<Outcome, Failure>;
 
 /// The functions: what the guest sees of them.
 const ROOT: &str = "LISTROOT";
@@ -71,7 +71,7 @@ struct Subject<'a> {
     plugged: String,
 }
 
-fn over_cloud_hypervisor(bench: &Bench) -> Result<(), Fault> {
+fn over_cloud_hypervisor(bench: &Bench) -> Result<(), Failure> {
     let Some(binary) = cloud_hypervisor::named() else {
         say(&format!(
             "        NOT CHECKED: {} names none",
@@ -86,7 +86,7 @@ fn over_cloud_hypervisor(bench: &Bench) -> Result<(), Fault> {
 fn over<V: Vmm + 'static>(
     bench: &Bench,
     boot: impl FnOnce(&Setup<'_>) -> Result<V, VmmsError>,
-) -> Result<(), Fault> {
+) -> Result<(), Failure> {
     let assets = Assets::provide(&KernelChoice::V6_12)?;
     let images = Images {
         root: root(bench, &assets, "")?,
@@ -117,9 +117,9 @@ fn over<V: Vmm + 'static>(
     };
     for (name, check) in LIST {
         let started = Instant::now();
-        let outcome = check(&mut subject).map_err(|fault| {
-            let chain = integration::error_chain(&fault);
-            Fault::Wrong(format!("It {name}, and does not: {chain}"))
+        let outcome = check(&mut subject).map_err(|failure| {
+            let chain = integration::error_chain(&*failure);
+            Failure::from(format!("It {name}, and does not: {chain}"))
         })?;
         tell(name, started);
         if let Outcome::Lacking(what) = outcome {
@@ -148,20 +148,15 @@ fn tell(name: &str, started: Instant) {
     say(&format!("        {name} ({})", seconds(started.elapsed())));
 }
 
-fn at(path: &Path) -> impl FnOnce(std::io::Error) -> Fault {
-    let path = path.to_owned();
-    |source| Fault::File { path, source }
-}
-
 impl Subject<'_> {
     /// Runs a script in the guest, which must succeed.
-    fn check(&self, script: &str) -> Result<String, Fault> {
+    fn check(&self, script: &str) -> Result<String, Failure> {
         Ok(self.vmm.guest().check(script, PATIENCE)?)
     }
 
     /// Waits until the guest has a drive with this serial number, and sees that it is identified as what it
     /// is. Returns what the guest calls its controller.
-    fn identify(&self, serial: &str, bytes: u64) -> Result<String, Fault> {
+    fn identify(&self, serial: &str, bytes: u64) -> Result<String, Failure> {
         let said = self.check(&format!(
             "for try in $(seq {TRIES}); do
                 for controller in /sys/class/nvme/*; do
@@ -197,15 +192,15 @@ impl Subject<'_> {
 }
 
 /// Returns a field of nvme-cli's output, as in `nsze    : 0x80000`.
-fn field<'a>(text: &'a str, name: &str) -> Result<&'a str, Fault> {
+fn field<'a>(text: &'a str, name: &str) -> Result<&'a str, Failure> {
     let mut fields = text.lines().filter_map(|line| line.split_once(':'));
     let found = fields.find(|(found, _)| found.trim() == name);
     found
         .map(|(_, value)| value.trim())
-        .ok_or_else(|| Fault::Wrong(format!("nvme-cli does not tell of {name}:\n{text}")))
+        .ok_or_else(|| Failure::from(format!("nvme-cli does not tell of {name}:\n{text}")))
 }
 
-fn identifies_its_root(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
+fn identifies_its_root(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     let controller = subject.identify(ROOT, ROOT_BYTES)?;
     expect(controller == "nvme0", || {
         format!("The drive that the guest booted from is {controller}")
@@ -214,7 +209,7 @@ fn identifies_its_root(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
     Ok(Outcome::Done)
 }
 
-fn verifies(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
+fn verifies(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     const BYTES: u64 = 4 << 20;
     let written = Fio::new("verify", "randwrite", "4k", 32)
         .option("filename", "/data")
@@ -228,7 +223,7 @@ fn verifies(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
 }
 
 /// Checks that earlier data is there after a reboot.
-fn reboots(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
+fn reboots(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     const KEPT: &str = "md5sum </kept; cat /proc/sys/kernel/random/boot_id";
     let write = format!("dd if=/dev/urandom of=/kept bs=64k count=32 2>/dev/null && {KEPT}");
     let before = subject.check(&write)?;
@@ -242,7 +237,7 @@ fn reboots(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
     Ok(outcome)
 }
 
-fn finds_what_is_plugged(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
+fn finds_what_is_plugged(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     subject.check(&format!("! grep -q {PLUGGED} /sys/class/nvme/*/serial"))?;
     subject.vmm.plug()?;
     subject.plugged = subject.identify(PLUGGED, PLUGGED_BYTES)?;
@@ -250,7 +245,7 @@ fn finds_what_is_plugged(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
 }
 
 /// Doorbells are rung in memory: KVM sees hardly any access of a register while there is I/O.
-fn uses_the_doorbell_buffer(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
+fn uses_the_doorbell_buffer(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     // What is run is in memory: the drive of the root has a poller that sleeps.
     let reads = format!(
         "sync; dd if=/dev/{}n1 of=/dev/null iflag=direct bs=4k count=",
@@ -281,7 +276,7 @@ fn uses_the_doorbell_buffer(subject: &mut Subject<'_>) -> Result<Outcome, Fault>
 }
 
 /// Under load, which is verified.
-fn resets(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
+fn resets(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     let controller = &subject.plugged;
     let load = Fio::new("load", "randwrite", "4k", 32)
         .option("filename", &format!("/dev/{controller}n1"))
@@ -308,11 +303,11 @@ fn resets(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
 }
 
 /// Checks that flushed data is in the file, and that discarded data is not any more and reads as zeroes.
-fn flushes_and_discards(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
+fn flushes_and_discards(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     let (controller, file) = (&subject.plugged, &subject.images.plugged);
     let occupied = || {
         let metadata = file.metadata().map_err(at(file))?;
-        Ok::<_, Fault>(metadata.blocks() * BLOCK)
+        Ok::<_, Failure>(metadata.blocks() * BLOCK)
     };
     let count = PATTERN_BYTES >> 16;
     // Field 16 counts Flushes that have completed (Linux, Documentation/block/stat.rst).
@@ -346,7 +341,7 @@ fn flushes_and_discards(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
     Ok(Outcome::Done)
 }
 
-fn lets_go(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
+fn lets_go(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     let controller = &subject.plugged;
     let outcome = subject.vmm.unplug(controller)?;
     // The drive of its root stays.
@@ -362,7 +357,7 @@ fn lets_go(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
 }
 
 /// All ends well, and leaves a file system in order.
-fn powers_off(subject: &mut Subject<'_>) -> Result<Outcome, Fault> {
+fn powers_off(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     subject.vmm.power_off()?;
     sh(&format!("e2fsck -fn {}", subject.images.root.display()))?;
     Ok(Outcome::Done)

@@ -7,7 +7,7 @@ use std::path::Path;
 use nvme_mpt_tests::rng;
 
 use super::Work;
-use crate::fixture::{Fault, expect};
+use crate::fixture::{Failure, at, expect};
 
 /// The writes that a place may hold: the last that completed, and those after it, whose ends are not known. A
 /// drive that goes away may have carried out one that failed, and not the next.
@@ -80,7 +80,7 @@ impl Contents {
 
     /// Checks whether what was read is what a place must hold: block by block, as a write whose end is not
     /// known may have ended in the middle.
-    pub(super) fn check(&self, place: usize, read: &[u8]) -> Result<(), Fault> {
+    pub(super) fn check(&self, place: usize, read: &[u8]) -> Result<(), Failure> {
         let Place { completed, last } = self.places[place];
         let allowed: Vec<Vec<u8>> = (completed..=last)
             .map(|generation| match generation {
@@ -101,16 +101,12 @@ impl Contents {
     }
 
     /// Checks whether a block device of the host holds it, from byte `start` on.
-    pub(crate) fn check_device(&self, device: &Path, start: u64) -> Result<(), Fault> {
-        let at = |source| Fault::File {
-            path: device.to_owned(),
-            source,
-        };
-        let file = File::open(device).map_err(at)?;
+    pub(crate) fn check_device(&self, device: &Path, start: u64) -> Result<(), Failure> {
+        let file = File::open(device).map_err(at(device))?;
         let mut read = vec![0; self.bytes];
         for place in 0..self.places.len() {
             let offset = start + (place * self.bytes) as u64;
-            file.read_exact_at(&mut read, offset).map_err(at)?;
+            file.read_exact_at(&mut read, offset).map_err(at(device))?;
             self.check(place, &read)?;
         }
         Ok(())

@@ -13,7 +13,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::fixture::{Fault, PATIENCE, expect};
+use crate::fixture::{Failure, PATIENCE, expect};
 
 mod contents;
 mod worker;
@@ -141,12 +141,12 @@ pub(crate) struct Client {
     name: &'static str,
     progress: Arc<Progress>,
     orders: Sender<(Order, Sender<()>)>,
-    thread: JoinHandle<Result<Outcome, Fault>>,
+    thread: JoinHandle<Result<Outcome, Failure>>,
 }
 
 impl Client {
     /// Connects to a function, writes every place of the range, and works on until it is told otherwise.
-    pub(crate) fn start(name: &'static str, socket: &Path, work: Work) -> Result<Self, Fault> {
+    pub(crate) fn start(name: &'static str, socket: &Path, work: Work) -> Result<Self, Failure> {
         let progress = Arc::new(Progress::default());
         let (orders, inbox) = mpsc::channel();
         let worker = Worker::attach(socket, work, Arc::clone(&progress))?;
@@ -170,13 +170,13 @@ impl Client {
     }
 
     /// Waits until it has completed a number of commands from now on.
-    pub(crate) fn advance(&self) -> Result<(), Fault> {
+    pub(crate) fn advance(&self) -> Result<(), Failure> {
         let enough = self.completed() + UNDER_WAY;
         self.wait_for("to complete commands", || self.completed() >= enough)
     }
 
     /// Waits until it has something to show.
-    pub(crate) fn wait_for(&self, what: &str, there: impl Fn() -> bool) -> Result<(), Fault> {
+    pub(crate) fn wait_for(&self, what: &str, there: impl Fn() -> bool) -> Result<(), Failure> {
         let deadline = Instant::now() + PATIENCE;
         while !there() {
             let running = !self.thread.is_finished() && Instant::now() < deadline;
@@ -192,7 +192,7 @@ impl Client {
         Ok(())
     }
 
-    fn order(&self, order: Order) -> Result<(), Fault> {
+    fn order(&self, order: Order) -> Result<(), Failure> {
         let (done, wait): (Sender<()>, Receiver<()>) = mpsc::channel();
         // A thread that has ended says so when it is joined.
         let _ = self.orders.send((order, done));
@@ -202,39 +202,39 @@ impl Client {
     }
 
     /// Resets its controller with commands in flight.
-    pub(crate) fn reset(&self) -> Result<(), Fault> {
+    pub(crate) fn reset(&self) -> Result<(), Failure> {
         self.order(Order::Reset)
     }
 
     /// Closes its connection with commands in flight, as the death of its VMM does.
-    pub(crate) fn vanish(&self) -> Result<(), Fault> {
+    pub(crate) fn vanish(&self) -> Result<(), Failure> {
         self.order(Order::Vanish)
     }
 
     /// After [`Client::vanish`], when the server has noticed: nothing may have been written since.
-    pub(crate) fn look_at_memory(self) -> Result<Outcome, Fault> {
+    pub(crate) fn look_at_memory(self) -> Result<Outcome, Failure> {
         self.order(Order::LookAtMemory)?;
         self.join()
     }
 
     /// Takes its memory from the device with commands in flight, and ends.
-    pub(crate) fn take_memory(self) -> Result<Outcome, Fault> {
+    pub(crate) fn take_memory(self) -> Result<Outcome, Failure> {
         self.order(Order::TakeMemory)?;
         self.join()
     }
 
     /// Ends it in order: every command completes, and every place holds what it must.
-    pub(crate) fn finish(self) -> Result<Outcome, Fault> {
+    pub(crate) fn finish(self) -> Result<Outcome, Failure> {
         self.order(Order::Finish)?;
         self.join()
     }
 
     /// Waits for its end, where something else is to end it.
-    pub(crate) fn join(self) -> Result<Outcome, Fault> {
+    pub(crate) fn join(self) -> Result<Outcome, Failure> {
         match self.thread.join() {
-            Ok(result) => result.map_err(|fault| {
-                let cause = integration::error_chain(&fault);
-                Fault::Wrong(format!("Guest {}: {cause}", self.name))
+            Ok(result) => result.map_err(|failure| {
+                let cause = integration::error_chain(&*failure);
+                Failure::from(format!("Guest {}: {cause}", self.name))
             }),
             Err(panic) => std::panic::resume_unwind(panic),
         }

@@ -20,7 +20,7 @@ use nvme_mpt_tests::sgl;
 use nvme_mpt_tests::vfio_user::VfioUserBar;
 
 use super::{Contents, Counts, Order, Outcome, Progress, Work};
-use crate::fixture::{Fault, expect};
+use crate::fixture::{Failure, expect};
 
 /// Start of the guest's memory: above 4 GiB, as most of a large guest's is.
 const MEMORY_BASE: u64 = 1 << 32;
@@ -95,7 +95,7 @@ struct Device {
 }
 
 impl Device {
-    fn start(&mut self, work: &Work) -> Result<(), Fault> {
+    fn start(&mut self, work: &Work) -> Result<(), Failure> {
         self.controller.enable()?;
         let granted = self.controller.set_number_of_queues(work.queues)?;
         expect(granted >= work.queues, || {
@@ -116,7 +116,7 @@ impl Worker {
         socket: &Path,
         work: Work,
         progress: Arc<Progress>,
-    ) -> Result<Self, Fault> {
+    ) -> Result<Self, Failure> {
         let memory = GuestMemory::new(&[(MEMORY_BASE, MEMORY)])?;
         let bar = Arc::new(VfioUserBar::attach(socket, &memory)?);
         let config = Config {
@@ -159,7 +159,10 @@ impl Worker {
         })
     }
 
-    pub(super) fn run(mut self, orders: &Receiver<(Order, Sender<()>)>) -> Result<Outcome, Fault> {
+    pub(super) fn run(
+        mut self,
+        orders: &Receiver<(Order, Sender<()>)>,
+    ) -> Result<Outcome, Failure> {
         let mut last = Instant::now();
         loop {
             match orders.try_recv() {
@@ -224,11 +227,11 @@ impl Worker {
         taken.count()
     }
 
-    fn device(&mut self) -> Result<&mut Device, Fault> {
+    fn device(&mut self) -> Result<&mut Device, Failure> {
         self.device.as_mut().ok_or_else(|| Error::Gone.into())
     }
 
-    fn is_gone(&mut self) -> Result<bool, Fault> {
+    fn is_gone(&mut self) -> Result<bool, Failure> {
         match self.device()?.controller.status() {
             Ok(_) => Ok(false),
             Err(Error::Gone) => Ok(true),
@@ -236,7 +239,7 @@ impl Worker {
         }
     }
 
-    fn disable(&mut self) -> Result<(), Fault> {
+    fn disable(&mut self) -> Result<(), Failure> {
         Ok(self.device()?.controller.disable()?)
     }
 
@@ -261,7 +264,7 @@ impl Worker {
         }
     }
 
-    fn submit_all(&mut self) -> Result<(), Fault> {
+    fn submit_all(&mut self) -> Result<(), Failure> {
         for index in 0..self.slots.len() {
             if self.slots[index].command.is_some() {
                 continue;
@@ -286,7 +289,7 @@ impl Worker {
         place: usize,
         write: Option<u64>,
         attempts: u32,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), Failure> {
         let (slba, blocks) = (self.contents.slba(place), self.contents.blocks());
         let slot = &mut self.slots[index];
         let sqe = match write {
@@ -314,7 +317,7 @@ impl Worker {
     }
 
     /// Takes what has completed, and says how many that were.
-    fn take_completions(&mut self) -> Result<usize, Fault> {
+    fn take_completions(&mut self) -> Result<usize, Failure> {
         let mut taken = 0;
         for queue in 0..usize::from(self.work.queues) {
             while let Some(cqe) = self.device()?.queues[queue].poll() {
@@ -328,7 +331,7 @@ impl Worker {
         Ok(taken)
     }
 
-    fn complete(&mut self, queue: usize, cqe: Cqe) -> Result<(), Fault> {
+    fn complete(&mut self, queue: usize, cqe: Cqe) -> Result<(), Failure> {
         let index = usize::from(cqe.cid() & ((1 << SLOT_BITS) - 1));
         let slot = self.slots.get_mut(index).filter(|slot| {
             slot.queue == queue && slot.command.is_some_and(|command| command.cid == cqe.cid())
@@ -385,11 +388,11 @@ impl Worker {
     }
 
     /// Returns whether the client has ended.
-    fn execute(&mut self, order: Order) -> Result<bool, Fault> {
+    fn execute(&mut self, order: Order) -> Result<bool, Failure> {
         match order {
             Order::Finish => {
                 if self.phase == Phase::Fill {
-                    return Err(Fault::Wrong("It has not written its range yet".to_owned()));
+                    return Err(Failure::from("It has not written its range yet"));
                 }
                 self.phase = Phase::Drain;
                 Ok(false)
@@ -419,12 +422,12 @@ impl Worker {
     }
 
     /// Something is to be in flight when the ground is pulled away.
-    fn await_outstanding(&mut self) -> Result<(), Fault> {
+    fn await_outstanding(&mut self) -> Result<(), Failure> {
         self.submit_all()?;
         expect(self.outstanding() > 0, || "Nothing is in flight".to_owned())
     }
 
-    fn reset(&mut self) -> Result<(), Fault> {
+    fn reset(&mut self) -> Result<(), Failure> {
         self.await_outstanding()?;
         self.disable()?;
         // Whatever was in flight then is now history, and of no effect any more.
@@ -446,7 +449,7 @@ impl Worker {
     }
 
     /// Sees that nobody writes data or queues any more.
-    fn watch_memory(&self, since: &str) -> Result<(), Fault> {
+    fn watch_memory(&self, since: &str) -> Result<(), Failure> {
         let queues = self.device.iter().flat_map(|device| &device.queues);
         let rings = queues.map(|queue| queue.cq.memory());
         let buffers: Vec<&DmaBuffer> = rings.chain(self.slots.iter().map(|s| &s.buffer)).collect();
@@ -465,7 +468,7 @@ impl Worker {
 }
 
 impl Slot {
-    fn new(memory: &GuestMemory, queue: usize, work: &Work) -> Result<Self, Fault> {
+    fn new(memory: &GuestMemory, queue: usize, work: &Work) -> Result<Self, Failure> {
         let buffer = memory.alloc(work.bytes)?;
         let prepared = if work.sgl {
             // Not at a page's boundary, as PRPs would have it.

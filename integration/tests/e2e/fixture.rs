@@ -2,21 +2,16 @@
 
 use std::cell::{Cell, RefCell};
 use std::fs::{self, File};
-use std::io;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Duration;
 
-use integration::demo::DemoError;
-use integration::guest::fio::{Fio, FioError};
-use integration::guest::firmware::FirmwareError;
-use integration::guest::nvme::NvmeError;
-use integration::guest::{Drive, Guest, GuestConfig, GuestError};
-use integration::process::ProcessError;
+pub(crate) use integration::checks::{Failure, at, expect};
+use integration::guest::fio::Fio;
+use integration::guest::{Drive, Guest, GuestConfig};
 use integration::progress::say;
-use integration::provision::{Assets, KernelChoice, ProvisionError};
-use integration::server::{self, FunctionOptions, Server, ServerError};
-use thiserror::Error;
+use integration::provision::{Assets, KernelChoice};
+use integration::server::{self, FunctionOptions, Server};
 
 /// Long enough for anything that ends by itself in a busy guest.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
@@ -24,52 +19,6 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 pub(crate) const DRIVE_MIB: u64 = 256;
 /// The guest's name for its only function.
 pub(crate) const FUNCTION: &str = "a";
-
-/// Why a check failed.
-#[derive(Debug, Error)]
-pub(crate) enum Fault {
-    #[error(transparent)]
-    Provision(#[from] ProvisionError),
-    #[error(transparent)]
-    Process(#[from] ProcessError),
-    #[error(transparent)]
-    Server(#[from] ServerError),
-    #[error(transparent)]
-    Guest(#[from] GuestError),
-    #[error(transparent)]
-    Fio(#[from] FioError),
-    #[error(transparent)]
-    Nvme(#[from] NvmeError),
-    #[error(transparent)]
-    Firmware(#[from] FirmwareError),
-    #[error(transparent)]
-    Demo(Box<DemoError>),
-    #[error(transparent)]
-    Driver(#[from] nvme_mpt_tests::Error),
-    #[error(transparent)]
-    Memory(#[from] nvme_mpt_tests::memory::MemoryError),
-    #[error("Cannot use {path}")]
-    File { path: PathBuf, source: io::Error },
-    #[error("The guest that the check needs did not come up")]
-    NoBench,
-    #[error("{0}")]
-    Wrong(String),
-}
-
-impl From<DemoError> for Fault {
-    fn from(error: DemoError) -> Self {
-        Self::Demo(Box::new(error))
-    }
-}
-
-/// Fails with `message` unless `holds`.
-pub(crate) fn expect(holds: bool, message: impl FnOnce() -> String) -> Result<(), Fault> {
-    if holds {
-        Ok(())
-    } else {
-        Err(Fault::Wrong(message()))
-    }
-}
 
 /// State that all checks share.
 pub(crate) struct Suite {
@@ -79,7 +28,7 @@ pub(crate) struct Suite {
 }
 
 impl Suite {
-    pub(crate) fn provide() -> Result<Self, Fault> {
+    pub(crate) fn provide() -> Result<Self, Failure> {
         let v6_12 = Assets::provide(&KernelChoice::V6_12)?;
         let v6_1 = v6_12.with_kernel(&KernelChoice::V6_1)?;
         Ok(Self {
@@ -93,23 +42,16 @@ impl Suite {
     pub(crate) fn with_lab<T>(
         &self,
         name: &str,
-        check: impl FnOnce(&Lab) -> Result<T, Fault>,
-    ) -> Result<T, Fault> {
+        check: impl FnOnce(&Lab) -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
         let folder = tempfile::Builder::new()
             .prefix("nvme-mpt-e2e-")
             .tempdir()
-            .map_err(|source| Fault::File {
-                path: std::env::temp_dir(),
-                source,
-            })?;
+            .map_err(at(std::env::temp_dir()))?;
         let drives = integration::target_dir()
             .join("e2e")
             .join(name.replace("::", "-"));
-        let at = |source| Fault::File {
-            path: drives.clone(),
-            source,
-        };
-        fs::create_dir_all(&drives).map_err(at)?;
+        fs::create_dir_all(&drives).map_err(at(&drives))?;
         let lab = Lab {
             suite: self,
             folder: folder.path().to_owned(),
@@ -123,7 +65,7 @@ impl Suite {
                 folder.keep().display()
             ));
         }
-        fs::remove_dir_all(&drives).map_err(at)?;
+        fs::remove_dir_all(&drives).map_err(at(&drives))?;
         result
     }
 }
@@ -163,19 +105,16 @@ impl Lab<'_> {
     }
 
     /// A new drive in a file.
-    pub(crate) fn drive(&self, name: &str, mib: u64) -> Result<PathBuf, Fault> {
+    pub(crate) fn drive(&self, name: &str, mib: u64) -> Result<PathBuf, Failure> {
         let path = self.drives.join(name);
         File::create(&path)
             .and_then(|file| file.set_len(mib << 20))
-            .map_err(|source| Fault::File {
-                path: path.clone(),
-                source,
-            })?;
+            .map_err(at(&path))?;
         Ok(path)
     }
 
     /// A function on the whole of a new drive.
-    pub(crate) fn function(&self) -> Result<FunctionOptions, Fault> {
+    pub(crate) fn function(&self) -> Result<FunctionOptions, Failure> {
         let drive = self.drive("drive.img", DRIVE_MIB)?;
         let range = format!("0+{DRIVE_MIB}M");
         Ok(FunctionOptions::new(
@@ -185,16 +124,16 @@ impl Lab<'_> {
         ))
     }
 
-    pub(crate) fn serve(&self, functions: &[FunctionOptions]) -> Result<Server, Fault> {
+    pub(crate) fn serve(&self, functions: &[FunctionOptions]) -> Result<Server, Failure> {
         Ok(Server::start(&self.suite.binary, functions, &self.folder)?)
     }
 
-    pub(crate) fn boot(&self, assets: &Assets, config: &GuestConfig) -> Result<Guest, Fault> {
+    pub(crate) fn boot(&self, assets: &Assets, config: &GuestConfig) -> Result<Guest, Failure> {
         Ok(Guest::boot(assets, config, &self.folder)?)
     }
 
     /// A server with one function, and a guest of Linux 6.12 on it.
-    pub(crate) fn bench(&self, vcpus: u32) -> Result<Bench, Fault> {
+    pub(crate) fn bench(&self, vcpus: u32) -> Result<Bench, Failure> {
         self.bench_with(self.v6_12(), self.function()?, vcpus)
     }
 
@@ -204,7 +143,7 @@ impl Lab<'_> {
         assets: &Assets,
         function: FunctionOptions,
         vcpus: u32,
-    ) -> Result<Bench, Fault> {
+    ) -> Result<Bench, Failure> {
         let server = self.serve(&[function])?;
         let config = GuestConfig::new("guest")
             .vcpus(vcpus)
@@ -224,7 +163,7 @@ impl Lab<'_> {
         &self,
         functions: &[FunctionOptions],
         vcpus: u32,
-    ) -> Result<Vec<Bench>, Fault> {
+    ) -> Result<Vec<Bench>, Failure> {
         let server = self.serve(functions)?;
         let mut config = GuestConfig::new("guest").vcpus(vcpus);
         for function in functions {
@@ -246,9 +185,9 @@ impl Lab<'_> {
             )?;
             let mut names = named.split_whitespace();
             let mut name = || {
-                let missing = || Fault::Wrong(format!("Names of serial {serial}: '{named}'"));
+                let missing = || Failure::from(format!("Names of serial {serial}: '{named}'"));
                 let name = names.next().ok_or_else(missing)?;
-                Ok::<_, Fault>(format!("/dev/{name}"))
+                Ok::<_, Failure>(format!("/dev/{name}"))
             };
             Ok(Bench {
                 controller: name()?,
@@ -281,14 +220,14 @@ impl Bench {
     }
 
     /// Sees that the server lives and that the guest's kernel has nothing to complain of.
-    pub(crate) fn expect_well(&self) -> Result<(), Fault> {
+    pub(crate) fn expect_well(&self) -> Result<(), Failure> {
         self.server.borrow_mut().expect_alive()?;
         expect_no_complaints(&self.guest)
     }
 }
 
 /// Sees that the guest's kernel has said nothing of timeouts, aborts or errors of its drive.
-pub(crate) fn expect_no_complaints(guest: &Guest) -> Result<(), Fault> {
+pub(crate) fn expect_no_complaints(guest: &Guest) -> Result<(), Failure> {
     let said = guest.check(
         "dmesg | grep -iE '(nvme|blk_|I/O error|EXT4-fs).*(timeout,|timed out|abort|error|fail|invalid|resetting)' \
          || true",
@@ -310,7 +249,7 @@ pub(crate) fn verified_load(name: &str, jobs: u32) -> Fio {
 }
 
 /// Waits in the guest until a file is there, or is gone.
-pub(crate) fn await_path(guest: &Guest, path: &str, there: bool) -> Result<(), Fault> {
+pub(crate) fn await_path(guest: &Guest, path: &str, there: bool) -> Result<(), Failure> {
     let test = if there { "-e" } else { "! -e" };
     guest.check(
         &format!(

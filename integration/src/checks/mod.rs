@@ -1,9 +1,41 @@
 //! Arguments of the programs that run checks on machines: which checks to run, and how.
 
+use std::error::Error as StdError;
+use std::io;
+use std::path::Path;
+
 use thiserror::Error;
 
 /// Beginning of a line that reports a lost guest, whose check is made again.
 pub const LOST: &str = "AGAIN   ";
+
+/// Why a check failed: an error of anything that it used, or a text.
+pub type Failure = Box<dyn StdError + Send + Sync>;
+
+/// A file of a check that can't be used.
+#[derive(Debug, Error)]
+#[error("Cannot use {path}")]
+struct FileFailure {
+    path: String,
+    source: io::Error,
+}
+
+/// Returns what makes a failure of an error at `path`.
+pub fn at(path: impl AsRef<Path>) -> impl FnOnce(io::Error) -> Failure {
+    let path = path.as_ref().display().to_string();
+    |source| FileFailure { path, source }.into()
+}
+
+/// Fails with `message` unless `holds`.
+///
+/// # Errors
+/// If it does not hold.
+pub fn expect(holds: bool, message: impl FnOnce() -> String) -> Result<(), Failure> {
+    match holds {
+        true => Ok(()),
+        false => Err(message().into()),
+    }
+}
 
 /// An argument that makes no sense.
 #[derive(Debug, Error, PartialEq, Eq)]

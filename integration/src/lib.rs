@@ -5,7 +5,7 @@
 //! - [`provision`]: makes the guests and finds a QEMU, from Debian's own signed packages, into a cache;
 //! - [`guest`]: boots a guest, runs commands in it, plugs devices, kills it;
 //! - [`server`]: `nvme-mpt serve` as a child, and what `nvme-mpt stats` says;
-//! - [`checks`]: the arguments of programs that run checks on machines;
+//! - [`checks`]: one harness and one bench for checks that boot machines;
 //! - [`lab`]: an emulated host with NVMe drives, an IOMMU and KVM, for all that needs one;
 //! - [`verify`]: everything that must hold, step by step;
 //! - [`demo`]: the demonstration;

@@ -13,7 +13,7 @@ fn main() -> ExitCode {
         Err(error) => {
             integration::print_error(&error);
             if guest::is_lost(&error) {
-                ExitCode::from(demo::GUEST_LOST)
+                ExitCode::from(guest::LOST_STATUS)
             } else {
                 ExitCode::FAILURE
             }

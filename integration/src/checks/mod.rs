@@ -1,13 +1,23 @@
-//! Arguments of the programs that run checks on machines: which checks to run, and how.
+//! One harness for the checks that boot machines: the programs `e2e` and `lab`.
+//!
+//! It is `libtest-mimic` with three additions: [groups](Group) of checks that share a machine, [shares](Shard) of all
+//! groups, and `--once`. Checks run one after the other.
 
 use std::error::Error as StdError;
-use std::io;
+use std::io::{self, Write};
 use std::path::Path;
+use std::process::ExitCode;
+use std::time::Instant;
 
+use clap::Parser;
+use libtest_mimic::{Arguments, Failed, Trial};
 use thiserror::Error;
 
-/// Beginning of a line that reports a lost guest, whose check is made again.
-pub const LOST: &str = "AGAIN   ";
+use crate::progress::{say, seconds};
+
+mod bench;
+
+pub use bench::Bench;
 
 /// Why a check failed: an error of anything that it used, or a text.
 pub type Failure = Box<dyn StdError + Send + Sync>;
@@ -37,18 +47,10 @@ pub fn expect(holds: bool, message: impl FnOnce() -> String) -> Result<(), Failu
     }
 }
 
-/// An argument that makes no sense.
+/// A share that is none.
 #[derive(Debug, Error, PartialEq, Eq)]
-pub enum SelectionError {
-    /// The share is none.
-    #[error("--shard {0}: expected I/N with 1 <= I <= N, as in 2/3")]
-    Shard(String),
-    /// No such option.
-    #[error(
-        "There is no option {0}: there are --list, --once, --shard I/N, and a part of the names of checks"
-    )]
-    Unknown(String),
-}
+#[error("{0}: expected I/N with 1 <= I <= N, as in 2/3")]
+pub struct ShardError(String);
 
 /// One of `count` shares of all checks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,16 +61,16 @@ pub struct Shard {
 }
 
 impl Shard {
-    /// Returns whether what has this place in a list belongs to the share.
+    /// Returns whether the share has this place of a list.
     pub fn has(self, place: usize) -> bool {
         place % self.count == self.index
     }
 }
 
 impl std::str::FromStr for Shard {
-    type Err = SelectionError;
+    type Err = ShardError;
 
-    fn from_str(text: &str) -> Result<Self, SelectionError> {
+    fn from_str(text: &str) -> Result<Self, ShardError> {
         let parse = || {
             let (index, count) = text.split_once('/')?;
             let (index, count): (usize, usize) = (index.parse().ok()?, count.parse().ok()?);
@@ -77,7 +79,7 @@ impl std::str::FromStr for Shard {
                 count,
             })
         };
-        parse().ok_or_else(|| SelectionError::Shard(text.to_owned()))
+        parse().ok_or_else(|| ShardError(text.to_owned()))
     }
 }
 
@@ -87,93 +89,160 @@ impl std::fmt::Display for Shard {
     }
 }
 
-/// The checks that were asked for.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Selection {
-    /// Only lists them.
-    pub list: bool,
-    /// Makes no check again whose guest was lost.
+/// Options of a program that runs checks.
+#[derive(Debug, Parser)]
+pub struct Options {
+    #[command(flatten)]
+    tests: Arguments,
+    /// Repeats no check whose guest was lost
+    #[arg(long)]
     pub once: bool,
-    /// A part of their names.
-    pub filter: String,
+    /// Runs one of N shares of the groups of checks
+    #[arg(long, value_name = "I/N")]
     shard: Option<Shard>,
 }
 
-impl Selection {
-    /// Parses a program's arguments.
-    ///
-    /// # Errors
-    /// If one makes no sense.
-    pub fn from_arguments(
-        mut arguments: impl Iterator<Item = String>,
-    ) -> Result<Self, SelectionError> {
-        let mut selection = Self::default();
-        while let Some(argument) = arguments.next() {
-            match argument.as_str() {
-                "--list" => selection.list = true,
-                "--once" => selection.once = true,
-                "--shard" => {
-                    let text = arguments.next().unwrap_or_default();
-                    selection.shard = Some(text.parse()?);
-                }
-                // Cargo and its friends pass these to every test program.
-                "--nocapture" | "--quiet" | "-q" => {}
-                other if other.starts_with('-') => {
-                    return Err(SelectionError::Unknown(argument));
-                }
-                _ => selection.filter = argument,
-            }
+/// Checks that share a machine, in the order in which they run. A [`Shard`] has a group as a whole.
+#[derive(Debug)]
+pub struct Group {
+    name: &'static str,
+    checks: Vec<Trial>,
+    end: Option<Trial>,
+}
+
+impl Group {
+    /// A group without a check.
+    pub fn new(name: &'static str) -> Self {
+        Self {
+            name,
+            checks: Vec::new(),
+            end: None,
         }
-        Ok(selection)
     }
 
-    /// The share of `groups` that was asked for.
-    pub fn share_of<'a, T>(&self, groups: &'a [T]) -> impl Iterator<Item = &'a T> + use<'a, T> {
-        let shard = self.shard;
-        let belongs = move |place| shard.is_none_or(|shard: Shard| shard.has(place));
-        let placed = groups.iter().enumerate();
-        placed.filter_map(move |(place, group)| belongs(place).then_some(group))
+    /// Adds a check. What its closure owns is dropped when it has run, or is not selected.
+    #[must_use]
+    pub fn check(
+        mut self,
+        name: &str,
+        run: impl FnOnce() -> Result<(), Failure> + Send + 'static,
+    ) -> Self {
+        self.checks.push(trial(self.name, name, run));
+        self
     }
+
+    /// Sets the check that ends the group. It runs after any other check of the group.
+    #[must_use]
+    pub fn end(
+        mut self,
+        name: &str,
+        run: impl FnOnce() -> Result<(), Failure> + Send + 'static,
+    ) -> Self {
+        self.end = Some(trial(self.name, name, run));
+        self
+    }
+
+    fn selected(self, tests: &Arguments) -> Vec<Trial> {
+        let mut checks = self.checks;
+        checks.retain(|check| !tests.is_filtered_out(check));
+        if !checks.is_empty() {
+            checks.extend(self.end);
+        }
+        checks
+    }
+}
+
+fn trial(
+    group: &str,
+    name: &str,
+    run: impl FnOnce() -> Result<(), Failure> + Send + 'static,
+) -> Trial {
+    Trial::test(format!("{group}::{name}"), move || {
+        let started = Instant::now();
+        let result = run();
+        // On the line that the outcome ends.
+        print!("{} ", seconds(started.elapsed()));
+        // Output that nobody reads any more fails no check.
+        let _ = io::stdout().flush();
+        result.map_err(|failure| Failed::from(crate::error_chain(&*failure)))
+    })
+}
+
+/// Runs the checks that `options` select, or lists them.
+pub fn run(options: Options, groups: Vec<Group>) -> ExitCode {
+    let Options {
+        mut tests,
+        once: _,
+        shard,
+    } = options;
+    let trials = select(&tests, shard, groups);
+    // They are selected already: the end of a group comes with any other check of it.
+    (tests.filter, tests.exact) = (None, false);
+    tests.skip.clear();
+    tests.test_threads = Some(1);
+    if trials.is_empty() {
+        say("No check has such a name");
+        return ExitCode::FAILURE;
+    }
+    libtest_mimic::run(&tests, trials).exit_code()
+}
+
+fn select(tests: &Arguments, shard: Option<Shard>, groups: Vec<Group>) -> Vec<Trial> {
+    groups
+        .into_iter()
+        .enumerate()
+        .filter(|(place, _)| shard.is_none_or(|shard| shard.has(*place)))
+        .flat_map(|(_, group)| group.selected(tests))
+        .collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn selection(line: &str) -> Result<Selection, SelectionError> {
-        Selection::from_arguments(line.split_whitespace().map(str::to_owned))
+    fn groups() -> Vec<Group> {
+        ["a", "b", "c", "d", "e"]
+            .map(|name| {
+                let group = Group::new(name)
+                    .check("one", || Ok(()))
+                    .check("two", || Ok(()));
+                group.end("end", || Err("It ends".into()))
+            })
+            .into()
+    }
+
+    fn selected(line: &str) -> Vec<String> {
+        let words = ["checks"].into_iter().chain(line.split_whitespace());
+        let options = Options::try_parse_from(words).unwrap();
+        let trials = select(&options.tests, options.shard, groups());
+        trials.iter().map(|trial| trial.name().to_owned()).collect()
     }
 
     #[test]
-    fn options_and_a_filter_are_understood() {
-        let selected = selection("--once -q linux").unwrap();
-        assert!(selected.once && !selected.list);
-        assert_eq!(selected.filter, "linux");
-        assert_eq!(
-            selection("--onse"),
-            Err(SelectionError::Unknown("--onse".to_owned()))
-        );
+    fn a_filter_selects_checks_and_the_end_of_their_group() {
+        assert_eq!(selected("--once c::"), ["c::one", "c::two", "c::end"]);
+        assert_eq!(selected("--exact d::two"), ["d::two", "d::end"]);
+        assert_eq!(selected("b --skip one"), ["b::two", "b::end"]);
+        assert!(selected("a::end").is_empty());
+        assert!(Options::try_parse_from(["checks", "--onse"]).is_err());
     }
 
     #[test]
     fn shares_are_disjoint_and_together_all() {
-        let groups: Vec<u32> = (0..17).collect();
-        let mut all: Vec<u32> = (1..=3)
-            .flat_map(|index| {
-                let selected = selection(&format!("--shard {index}/3")).unwrap();
-                selected.share_of(&groups).copied().collect::<Vec<_>>()
-            })
-            .collect();
+        let share = |index| selected(&format!("--shard {index}/3"));
+        let mut all = [share(1), share(2), share(3)].concat();
         all.sort_unstable();
-        assert_eq!(all, groups);
+        let mut whole = selected("");
+        whole.sort_unstable();
+        assert_eq!(all, whole);
     }
 
     #[test]
     fn shares_that_are_none_are_refused() {
         for wrong in ["", "0/3", "4/3", "1", "a/b", "1/0"] {
             assert_eq!(
-                selection(&format!("--shard {wrong}")),
-                Err(SelectionError::Shard(wrong.to_owned())),
+                wrong.parse::<Shard>(),
+                Err(ShardError(wrong.to_owned())),
                 "{wrong}"
             );
         }

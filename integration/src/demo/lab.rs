@@ -2,15 +2,13 @@
 //! tell.
 
 use std::fs;
-use std::io::{self, Write};
 use std::path::PathBuf;
 use std::time::Duration;
 
 use super::{DemoError, Options};
 use crate::guest;
 use crate::lab::options::build;
-use crate::lab::{Lab, LabConfig, LabDrive};
-use crate::process;
+use crate::lab::{Lab, LabConfig, LabDrive, Said};
 use crate::progress::{Step, say};
 use crate::provision::KernelChoice;
 use crate::provision::lab::LabAssets;
@@ -38,7 +36,7 @@ pub(super) fn run(options: &Options) -> Result<bool, DemoError> {
         match give(options, &programs, &assets) {
             Err(error) if guest::is_lost(&error) => {
                 crate::print_error(&error);
-                say("The emulated host has lost a guest, or itself: once more, in another lab");
+                say(&format!("In the emulated host, {}", guest::LOST));
             }
             result => return result,
         }
@@ -73,17 +71,13 @@ fn give(options: &Options, programs: &[PathBuf], assets: &LabAssets) -> Result<b
         None => Vec::new(),
     };
     let report = lab.finish(status, &wanted, folder.path())?;
-    // Whoever waits for a report, and gets none, must hear why from us.
-    let said = String::from_utf8_lossy(&said.0);
-    if status == i32::from(super::GUEST_LOST) {
-        return Err(DemoError::GuestLost {
-            said: process::tail(&said),
-        });
+    if status == i32::from(guest::LOST_STATUS) {
+        return Err(DemoError::GuestLost { said: said.tail() });
     }
     if report.files.len() < wanted.len() {
         return Err(DemoError::NotGiven {
             status,
-            said: process::tail(&said),
+            said: said.tail(),
         });
     }
     if let (Some(to), Some(from)) = (&options.json, report.files.first()) {
@@ -97,22 +91,6 @@ fn give(options: &Options, programs: &[PathBuf], assets: &LabAssets) -> Result<b
         report.iommu_faults
     ));
     Ok(status == 0 && report.iommu_faults == 0)
-}
-
-/// Passes on what the demonstration says, and keeps it.
-#[derive(Default)]
-struct Said(Vec<u8>);
-
-impl Write for Said {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let written = io::stdout().write(bytes)?;
-        self.0.extend_from_slice(&bytes[..written]);
-        Ok(written)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        io::stdout().flush()
-    }
 }
 
 /// Returns the command of the program inside, with the options given here.

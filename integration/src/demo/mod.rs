@@ -86,10 +86,6 @@ impl Doorbells {
     }
 }
 
-/// The exit status of a demonstration whose guest was [lost](crate::guest::is_lost): that of a failure that
-/// need not happen again (`EX_TEMPFAIL`).
-pub const GUEST_LOST: u8 = 75;
-
 /// Drive that the guests share.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum DriveChoice {

@@ -50,6 +50,12 @@ const PANIC_LINES: usize = 25;
 /// Longest time that QEMU may take to open its sockets.
 const START_PATIENCE: Duration = Duration::from_secs(30);
 
+/// Exit status of a program whose guest was [lost](is_lost): that of a failure that need not happen again
+/// (`EX_TEMPFAIL`).
+pub const LOST_STATUS: u8 = 75;
+/// Part of a line that reports a lost guest, whose work is repeated.
+pub const LOST: &str = "a guest was lost: once more";
+
 /// Returns whether an error came of a guest that was lost: KVM on an emulated processor now and then ends one
 /// without a word. Its VMM has ended then, or the guest has reset itself in the reference VMM, or it never
 /// came up, or it goes on with [registers of its host](crate::vmm::counters::has_foreign_registers), or KVM

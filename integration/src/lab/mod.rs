@@ -192,6 +192,29 @@ pub struct Lab {
     folder: PathBuf,
 }
 
+/// Sink of [`Lab::stream`] that prints what it gets, and keeps it.
+#[derive(Debug, Default)]
+pub struct Said(Vec<u8>);
+
+impl Said {
+    /// The last lines.
+    pub fn tail(&self) -> String {
+        process::tail(&String::from_utf8_lossy(&self.0))
+    }
+}
+
+impl Write for Said {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let written = io::stdout().write(bytes)?;
+        self.0.extend_from_slice(&bytes[..written]);
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        io::stdout().flush()
+    }
+}
+
 /// Output of one of the lab's ports, which is a file here, and the part of it that was taken.
 #[derive(Debug)]
 struct Stream {

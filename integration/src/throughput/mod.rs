@@ -243,7 +243,7 @@ fn measured(
 ) -> Result<Vec<Side>, ThroughputError> {
     for _ in 1..ATTEMPTS {
         match way.measure(jobs, assets, folder) {
-            Err(error) if guest::is_lost(&error) => say("    a guest was lost; again"),
+            Err(error) if guest::is_lost(&error) => say(&format!("    {}", guest::LOST)),
             result => return result,
         }
     }

@@ -9,7 +9,7 @@ use std::process::{Command, ExitStatus, Stdio};
 use serde_json::{Value, json};
 
 use super::{Context, Count, VerifyError};
-use crate::checks::LOST;
+use crate::guest::LOST;
 use crate::process;
 use crate::progress::say;
 
@@ -173,10 +173,10 @@ fn describe(command: &Command) -> String {
     words.join(" ")
 }
 
-/// Counts in a line of cargo or of a test program: `test result: ok. 3 passed; 0 failed; …` of Rust's own harness,
-/// or `3 passed, 0 failed` alone, or a crate that is built, or a guest that is lost.
+/// Counts in a line of cargo or of a test program: `test result: ok. 3 passed; 0 failed; …`, a crate that is built,
+/// or a guest that is lost.
 fn results_in(line: &str) -> Option<Count> {
-    if line.starts_with(LOST) {
+    if line.contains(LOST) {
         return Some(Count {
             lost: 1,
             ..Count::default()
@@ -189,15 +189,11 @@ fn results_in(line: &str) -> Option<Count> {
             ..Count::default()
         });
     }
-    let own = line.strip_prefix("test result: ").and_then(|rest| {
-        let (_, rest) = rest.split_once(". ")?;
-        let mut parts = rest.split("; ");
-        Some((parts.next()?, parts.next()?))
-    });
-    let (passed, failed) = own.or_else(|| line.split_once(", "))?;
+    let (_, result) = line.strip_prefix("test result: ")?.split_once(". ")?;
+    let mut parts = result.split("; ");
     Some(Count {
-        passed: passed.strip_suffix(" passed")?.parse().ok()?,
-        failed: failed.strip_suffix(" failed")?.parse().ok()?,
+        passed: parts.next()?.strip_suffix(" passed")?.parse().ok()?,
+        failed: parts.next()?.strip_suffix(" failed")?.parse().ok()?,
         ..Count::default()
     })
 }
@@ -207,7 +203,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn results_are_read_from_both_kinds_of_lines() {
+    fn results_are_read_from_lines() {
         let line = "test result: ok. 26 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out";
         assert_eq!(
             results_in(line),
@@ -217,22 +213,15 @@ mod tests {
                 ..Count::default()
             })
         );
-        assert_eq!(
-            results_in("3 passed, 4 failed"),
-            Some(Count {
-                passed: 3,
-                failed: 4,
-                ..Count::default()
-            })
-        );
         let built = results_in("   Compiling nvme-mpt v0.1.0 (/nvme-mpt)").unwrap();
         assert_eq!((built.built, built.passed), (1, 0));
-        let lost = results_in("AGAIN   vmms::qemu (3.0 s): a guest was lost").unwrap();
+        let lost = results_in(&format!("test vmms::qemu ... {LOST}")).unwrap();
         assert_eq!((lost.lost, lost.failed), (1, 0));
         for other in [
             "",
             "x passed, y failed",
-            "ok      linux::v6_1 (3 passed, 0 failed)",
+            "test linux::v6_1 ... 3 passed; 0 failed",
+            "3 passed, 0 failed",
             "running 3 tests",
         ] {
             assert_eq!(results_in(other), None, "{other}");

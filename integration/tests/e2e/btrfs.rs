@@ -7,7 +7,7 @@ use integration::provision::Assets;
 use integration::server::FunctionOptions;
 
 use crate::Group;
-use crate::fixture::{FUNCTION, Failure, Lab, PATIENCE, at, expect};
+use crate::fixture::{Bench, Booted, FUNCTION, Failure, PATIENCE, at, expect};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "btrfs",
@@ -38,16 +38,16 @@ const TURN_OVER: &str = "rm /mnt/rest && sync && sleep 1 && \
 const FIND: &str = "mount -t btrfs /dev/nvme0n1 /mnt && cd /mnt && md5sum -c /tmp/sums && \
                     cd / && umount /mnt";
 
-fn fills_a_drive_with_zones(lab: &Lab) -> Result<(), Failure> {
-    let profile = lab.folder().join("zones.toml");
+fn fills_a_drive_with_zones(bench: &Bench) -> Result<(), Failure> {
+    let profile = bench.folder().join("zones.toml");
     fs::write(&profile, PROFILE).map_err(at(&profile))?;
-    let drive = lab.drive("zoned.img", 1024)?.display().to_string();
+    let drive = bench.drive("zoned.img", 1024)?.display().to_string();
     let function = FunctionOptions::new(FUNCTION, drive, "128M+512M")
         .option(format!("profile={}", profile.display()))
         .option("lba=4096");
     let assets = Assets::provide_with_modules(&["btrfs"])?;
-    let bench = lab.bench_with(&assets, function, 2)?;
-    let guest = &bench.guest;
+    let booted = Booted::with(bench, &assets, function, 2)?;
+    let guest = &booted.guest;
     guest.load_modules()?;
 
     // The zone condition, as blkzone writes it: `zcond: 1(em)`.
@@ -69,5 +69,5 @@ fn fills_a_drive_with_zones(lab: &Lab) -> Result<(), Failure> {
     })?;
     guest.check(TURN_OVER, WORK)?;
     guest.check(FIND, WORK)?;
-    bench.expect_well()
+    booted.expect_well()
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use integration::guest::fio::Fio;
 use integration::server::Totals;
 
-use crate::fixture::{Bench, Failure, expect};
+use crate::fixture::{Booted, Failure, expect};
 
 /// Most doorbell writes that exit for each time a poller went to sleep, where doorbells are not trapped: the
 /// submission queue's and the completion queue's.
@@ -15,28 +15,20 @@ const MOST_EXITS_PER_PARK: u64 = 2;
 const LEAST_EXITS_PER_IO: f64 = 0.03;
 
 /// Returns the number of times that the server's pollers went to sleep so far.
-fn parks(bench: &Bench) -> Result<u64, Failure> {
-    let stats = bench.server.borrow().stats()?;
+fn parks(booted: &Booted) -> Result<u64, Failure> {
+    let stats = booted.server().stats()?;
     Ok(stats.pollers.iter().map(|poller| poller.parks).sum())
 }
 
 /// Returns what the device counted during a load, and how often its poller went to sleep meanwhile.
-fn loaded(bench: &Bench) -> Result<(Totals, u64), Failure> {
-    bench.verified_load("verify", 1).run(&bench.guest)?;
-    let totals = || {
-        Ok::<_, Failure>(
-            bench
-                .server
-                .borrow()
-                .function_stats(&bench.function)?
-                .totals(),
-        )
-    };
-    let (before, parks_before) = (totals()?, parks(bench)?);
+fn loaded(booted: &Booted) -> Result<(Totals, u64), Failure> {
+    booted.verified_load("verify", 1).run(&booted.guest)?;
+    let totals = || Ok::<_, Failure>(booted.server().function_stats(&booted.function)?.totals());
+    let (before, parks_before) = (totals()?, parks(booted)?);
     let report = Fio::new("load", "randread", "4k", 32)
-        .option("filename", &bench.namespace)
+        .option("filename", &booted.namespace)
         .runtime(Duration::from_secs(3))
-        .run(&bench.guest)?;
+        .run(&booted.guest)?;
     let during = totals()?.since(before);
     expect(during.commands >= report.read.ios, || {
         format!(
@@ -44,14 +36,14 @@ fn loaded(bench: &Bench) -> Result<(Totals, u64), Failure> {
             report.read.ios
         )
     })?;
-    bench.expect_well()?;
-    Ok((during, parks(bench)? - parks_before))
+    booted.expect_well()?;
+    Ok((during, parks(booted)? - parks_before))
 }
 
-pub(crate) fn exit_as_their_mode_has_it(bench: &Bench) -> Result<(), Failure> {
-    let (during, parks) = loaded(bench)?;
+pub(crate) fn exit_as_their_mode_has_it(booted: &Booted) -> Result<(), Failure> {
+    let (during, parks) = loaded(booted)?;
     let exits = during.doorbell_exits_per_io();
-    let as_expected = match bench.function.as_str() {
+    let as_expected = match booted.function.as_str() {
         "trap" => exits > LEAST_EXITS_PER_IO,
         // A poller that is awake sees what is stored: how often it slept depends on how busy the machine is.
         _ => during.doorbell_exits <= MOST_EXITS_PER_PARK * parks,

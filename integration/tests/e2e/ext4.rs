@@ -6,7 +6,7 @@ use integration::guest::{Drive, Guest, GuestConfig};
 use integration::server::Server;
 
 use crate::Group;
-use crate::fixture::{FUNCTION, Failure, Lab, PATIENCE, expect};
+use crate::fixture::{Bench, FUNCTION, Failure, PATIENCE, expect, function};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "ext4",
@@ -35,11 +35,11 @@ const MAKE: &str = "mkfs.ext4 -q -F /dev/nvme0n1 && mount -t ext4 /dev/nvme0n1 /
 const CHECK: &str = "mount -t ext4 /dev/nvme0n1 /mnt && cd /mnt/files && md5sum -c /mnt/sums && \
      cd / && ls /mnt/records";
 
-fn boot(lab: &Lab, server: &Server) -> Result<Guest, Failure> {
+fn boot(bench: &Bench, server: &Server) -> Result<Guest, Failure> {
     let config = GuestConfig::new("guest")
         .vcpus(2)
         .drive(Drive::vfio_user(server.socket(FUNCTION)));
-    lab.boot(lab.v6_12(), &config)
+    bench.boot(&config)
 }
 
 /// Writes records, each reported once it is durable, beside a load of files that nobody waits for.
@@ -84,21 +84,21 @@ fn expect_all_there(guest: &Guest, last: u64) -> Result<(), Failure> {
     })
 }
 
-fn survives_the_kill_of_its_guest(lab: &Lab) -> Result<(), Failure> {
-    let server = lab.serve(&[lab.function()?])?;
-    let mut guest = boot(lab, &server)?;
+fn survives_the_kill_of_its_guest(bench: &Bench) -> Result<(), Failure> {
+    let server = bench.serve(&[function(bench)?])?;
+    let mut guest = boot(bench, &server)?;
     let mut last = write_records(&guest)?;
     guest.kill();
     // Reported before the kill, read after it.
     for event in guest.pending_events() {
         last = record(&event)?;
     }
-    expect_all_there(&boot(lab, &server)?, last)
+    expect_all_there(&boot(bench, &server)?, last)
 }
 
-fn survives_the_kill_of_its_server(lab: &Lab) -> Result<(), Failure> {
-    let mut server = lab.serve(&[lab.function()?])?;
-    let mut guest = boot(lab, &server)?;
+fn survives_the_kill_of_its_server(bench: &Bench) -> Result<(), Failure> {
+    let mut server = bench.serve(&[function(bench)?])?;
+    let mut guest = boot(bench, &server)?;
     let mut last = write_records(&guest)?;
     server.kill();
     // The guest still runs; without its drive no further record can become durable, but those already
@@ -111,5 +111,5 @@ fn survives_the_kill_of_its_server(lab: &Lab) -> Result<(), Failure> {
         }
     }
     server.restart()?;
-    expect_all_there(&boot(lab, &server)?, last)
+    expect_all_there(&boot(bench, &server)?, last)
 }

@@ -9,7 +9,7 @@ use integration::server::{FunctionOptions, Server};
 
 use crate::Group;
 use crate::fixture::{
-    Failure, Lab, PATIENCE, await_path, expect, expect_no_complaints, verified_load,
+    Bench, Failure, PATIENCE, await_path, expect, expect_no_complaints, verified_load,
 };
 
 pub(crate) const GROUP: Group = Group::Alone {
@@ -32,14 +32,14 @@ struct Scene {
 const HALF: &str = "range = \"0+128M\"";
 
 impl Scene {
-    fn new(lab: &Lab) -> Result<Self, Failure> {
-        let path = lab.drive("shared.img", 256)?.display().to_string();
+    fn new(bench: &Bench) -> Result<Self, Failure> {
+        let path = bench.drive("shared.img", 256)?.display().to_string();
         let function =
             |id, range: &str| FunctionOptions::new(id, path.clone(), range).option("faults=none");
-        let server = lab.serve(&[function("a", "0+128M"), function("b", "128M+128M")])?;
+        let server = bench.serve(&[function("a", "0+128M"), function("b", "128M+128M")])?;
         let boot = |name: &str| {
             let config = GuestConfig::new(name).drive(Drive::vfio_user(server.socket(name)));
-            Guest::start_booting(lab.v6_12(), &config, lab.folder())
+            Guest::start_booting(bench.v6_12(), &config, bench.folder())
         };
         let (faulty, steady) = (boot("a")?, boot("b")?);
         faulty.await_ready(BOOT_PATIENCE)?;
@@ -95,8 +95,8 @@ fn read_at(mib: u32) -> String {
     )
 }
 
-fn each_kind_under_load(lab: &Lab) -> Result<(), Failure> {
-    let mut scene = Scene::new(lab)?;
+fn each_kind_under_load(bench: &Bench) -> Result<(), Failure> {
+    let mut scene = Scene::new(bench)?;
     let steady_load = Fio::new("steady", "randwrite", "4k", 8)
         .option("size", "32m")
         .option("verify", "crc32c")
@@ -166,8 +166,8 @@ fn each_kind_under_load(lab: &Lab) -> Result<(), Failure> {
     Ok(())
 }
 
-fn the_drive_is_removed(lab: &Lab) -> Result<(), Failure> {
-    let mut scene = Scene::new(lab)?;
+fn the_drive_is_removed(bench: &Bench) -> Result<(), Failure> {
+    let mut scene = Scene::new(bench)?;
     for guest in [&scene.faulty, &scene.steady] {
         guest.start(&verified_load("load", 1).script())?;
     }

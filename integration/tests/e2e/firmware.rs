@@ -8,7 +8,7 @@ use integration::guest::Drive;
 use integration::guest::firmware::{Firmware, await_console};
 
 use crate::Group;
-use crate::fixture::{FUNCTION, Failure, Lab, at};
+use crate::fixture::{Bench, FUNCTION, Failure, at, function};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "firmware",
@@ -43,21 +43,21 @@ fn boot_sector() -> Vec<u8> {
     sector
 }
 
-fn bios_boots_from_the_drive(lab: &Lab) -> Result<(), Failure> {
-    let function = lab.function()?;
+fn bios_boots_from_the_drive(bench: &Bench) -> Result<(), Failure> {
+    let function = function(bench)?;
     let path = std::path::PathBuf::from(&function.path);
     File::options()
         .write(true)
         .open(&path)
         .and_then(|mut file| file.write_all(&boot_sector()))
         .map_err(at(path))?;
-    let server = lab.serve(&[function])?;
+    let server = bench.serve(&[function])?;
     let drive = Drive::vfio_user(server.socket(FUNCTION));
     await_console(
-        lab.v6_12(),
+        bench.v6_12(),
         Firmware::Bios,
         drive,
-        lab.folder(),
+        bench.folder(),
         "booted from NVMe",
         PATIENCE,
     )?;
@@ -65,14 +65,14 @@ fn bios_boots_from_the_drive(lab: &Lab) -> Result<(), Failure> {
 }
 
 /// The UEFI shell begins with a list of all block devices, by their paths.
-fn uefi_sees_the_drive(lab: &Lab) -> Result<(), Failure> {
-    let server = lab.serve(&[lab.function()?])?;
+fn uefi_sees_the_drive(bench: &Bench) -> Result<(), Failure> {
+    let server = bench.serve(&[function(bench)?])?;
     let drive = Drive::vfio_user(server.socket(FUNCTION));
     await_console(
-        lab.v6_12(),
+        bench.v6_12(),
         Firmware::Uefi,
         drive,
-        lab.folder(),
+        bench.folder(),
         "NVMe(0x1,",
         PATIENCE,
     )?;

@@ -1,12 +1,12 @@
-//! Tools of a check: provisioned guests, a server to start, a folder of its own.
+//! Tools of an end-to-end check: a bench whose logs are kept if it fails, and functions of booted guests.
 
-use std::cell::{Cell, RefCell};
-use std::fs::{self, File};
-use std::path::{Path, PathBuf};
-use std::rc::Rc;
+use std::fs;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-pub(crate) use integration::checks::{Failure, at, expect};
+pub(crate) use integration::checks::{Bench, Failure, at, expect};
 use integration::guest::fio::Fio;
 use integration::guest::{Drive, Guest, GuestConfig};
 use integration::progress::say;
@@ -20,30 +20,27 @@ pub(crate) const DRIVE_MIB: u64 = 256;
 /// The guest's name for its only function.
 pub(crate) const FUNCTION: &str = "a";
 
-/// State that all checks share.
-pub(crate) struct Suite {
-    binary: PathBuf,
-    v6_1: Assets,
-    v6_12: Assets,
+/// The `nvme-mpt` command, and all that guests are made of.
+static PROVIDED: LazyLock<Result<(PathBuf, Assets), String>> = LazyLock::new(|| {
+    let provide = || {
+        let assets = Assets::provide(&KernelChoice::V6_12)?;
+        Ok::<_, Failure>((server::build()?, assets))
+    };
+    provide().map_err(|failure| integration::error_chain(&*failure))
+});
+
+/// A bench and what lies on it. Dropping it removes its drives, and its logs unless a check has failed.
+pub(crate) struct Place {
+    pub(crate) bench: Bench,
+    drives: PathBuf,
+    folder: Option<tempfile::TempDir>,
+    has_failed: AtomicBool,
 }
 
-impl Suite {
-    pub(crate) fn provide() -> Result<Self, Failure> {
-        let v6_12 = Assets::provide(&KernelChoice::V6_12)?;
-        let v6_1 = v6_12.with_kernel(&KernelChoice::V6_1)?;
-        Ok(Self {
-            binary: server::build()?,
-            v6_1,
-            v6_12,
-        })
-    }
-
-    /// Runs `check` in a lab of its own, of which the logs are kept if it fails.
-    pub(crate) fn with_lab<T>(
-        &self,
-        name: &str,
-        check: impl FnOnce(&Lab) -> Result<T, Failure>,
-    ) -> Result<T, Failure> {
+impl Place {
+    /// A place for the check, or the group of checks, of this name.
+    pub(crate) fn new(name: &str) -> Result<Self, Failure> {
+        let (program, assets) = PROVIDED.as_ref().map_err(String::as_str)?;
         let folder = tempfile::Builder::new()
             .prefix("nvme-mpt-e2e-")
             .tempdir()
@@ -52,106 +49,84 @@ impl Suite {
             .join("e2e")
             .join(name.replace("::", "-"));
         fs::create_dir_all(&drives).map_err(at(&drives))?;
-        let lab = Lab {
-            suite: self,
-            folder: folder.path().to_owned(),
-            drives: drives.clone(),
-            keep_logs: Cell::new(false),
-        };
-        let result = check(&lab);
-        if result.is_err() || lab.keep_logs.get() {
+        Ok(Self {
+            bench: Bench::new(
+                folder.path().to_owned(),
+                drives.clone(),
+                program.clone(),
+                assets.clone(),
+            ),
+            drives,
+            folder: Some(folder),
+            has_failed: AtomicBool::new(false),
+        })
+    }
+
+    /// Notes the result of a check, and returns it.
+    pub(crate) fn note<T>(&self, result: Result<T, Failure>) -> Result<T, Failure> {
+        self.has_failed.fetch_or(result.is_err(), Ordering::Relaxed);
+        result
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        // The next run empties drives that are left.
+        let _ = fs::remove_dir_all(&self.drives);
+        let failed = self.has_failed.load(Ordering::Relaxed) || std::thread::panicking();
+        if let Some(folder) = self.folder.take_if(|_| failed) {
             say(&format!(
                 "        logs and consoles: {}",
                 folder.keep().display()
             ));
         }
-        fs::remove_dir_all(&drives).map_err(at(&drives))?;
-        result
     }
 }
 
-/// Possessions of one check.
-pub(crate) struct Lab<'a> {
-    suite: &'a Suite,
-    folder: PathBuf,
-    drives: PathBuf,
-    keep_logs: Cell<bool>,
+/// A function on the whole of a new drive.
+pub(crate) fn function(bench: &Bench) -> Result<FunctionOptions, Failure> {
+    let drive = bench.drive("drive.img", DRIVE_MIB)?;
+    let range = format!("0+{DRIVE_MIB}M");
+    Ok(FunctionOptions::new(
+        FUNCTION,
+        drive.display().to_string(),
+        range,
+    ))
 }
 
-impl Lab<'_> {
-    /// For logs, sockets and the like.
-    pub(crate) fn folder(&self) -> &Path {
-        &self.folder
-    }
+/// One function of a booted guest, with its server. The guest goes before its server does.
+pub(crate) struct Booted {
+    pub(crate) guest: Arc<Guest>,
+    server: Arc<Mutex<Server>>,
+    /// The function's id.
+    pub(crate) function: String,
+    /// The guest's path of its controller.
+    pub(crate) controller: String,
+    /// The guest's path of its namespace.
+    pub(crate) namespace: String,
+}
 
-    /// The `nvme-mpt` command.
-    pub(crate) fn binary(&self) -> &Path {
-        &self.suite.binary
-    }
-
-    /// Keeps the logs and consoles for a person to look at.
-    pub(crate) fn keep_logs(&self) {
-        self.keep_logs.set(true);
-    }
-
-    /// Assets with Linux 6.12, Debian 13's kernel.
-    pub(crate) fn v6_12(&self) -> &Assets {
-        &self.suite.v6_12
-    }
-
-    /// Assets with Linux 6.1, Debian 12's kernel.
-    pub(crate) fn v6_1(&self) -> &Assets {
-        &self.suite.v6_1
-    }
-
-    /// A new drive in a file.
-    pub(crate) fn drive(&self, name: &str, mib: u64) -> Result<PathBuf, Failure> {
-        let path = self.drives.join(name);
-        File::create(&path)
-            .and_then(|file| file.set_len(mib << 20))
-            .map_err(at(&path))?;
-        Ok(path)
-    }
-
-    /// A function on the whole of a new drive.
-    pub(crate) fn function(&self) -> Result<FunctionOptions, Failure> {
-        let drive = self.drive("drive.img", DRIVE_MIB)?;
-        let range = format!("0+{DRIVE_MIB}M");
-        Ok(FunctionOptions::new(
-            FUNCTION,
-            drive.display().to_string(),
-            range,
-        ))
-    }
-
-    pub(crate) fn serve(&self, functions: &[FunctionOptions]) -> Result<Server, Failure> {
-        Ok(Server::start(&self.suite.binary, functions, &self.folder)?)
-    }
-
-    pub(crate) fn boot(&self, assets: &Assets, config: &GuestConfig) -> Result<Guest, Failure> {
-        Ok(Guest::boot(assets, config, &self.folder)?)
-    }
-
+impl Booted {
     /// A server with one function, and a guest of Linux 6.12 on it.
-    pub(crate) fn bench(&self, vcpus: u32) -> Result<Bench, Failure> {
-        self.bench_with(self.v6_12(), self.function()?, vcpus)
+    pub(crate) fn new(bench: &Bench, vcpus: u32) -> Result<Self, Failure> {
+        Self::with(bench, bench.v6_12(), function(bench)?, vcpus)
     }
 
     /// A server with one function, and a guest on it.
-    pub(crate) fn bench_with(
-        &self,
+    pub(crate) fn with(
+        bench: &Bench,
         assets: &Assets,
         function: FunctionOptions,
         vcpus: u32,
-    ) -> Result<Bench, Failure> {
-        let server = self.serve(&[function])?;
+    ) -> Result<Self, Failure> {
+        let server = bench.serve(&[function])?;
         let config = GuestConfig::new("guest")
             .vcpus(vcpus)
             .drive(Drive::vfio_user(server.socket(FUNCTION)));
-        let guest = self.boot(assets, &config)?;
-        Ok(Bench {
-            guest: Rc::new(guest),
-            server: Rc::new(RefCell::new(server)),
+        let guest = bench.boot_with(assets, &config)?;
+        Ok(Self {
+            guest: Arc::new(guest),
+            server: Arc::new(Mutex::new(server)),
             function: FUNCTION.to_owned(),
             controller: "/dev/nvme0".to_owned(),
             namespace: "/dev/nvme0n1".to_owned(),
@@ -159,22 +134,22 @@ impl Lab<'_> {
     }
 
     /// One server with a function for each of `functions`, and one guest of Linux 6.12 on all of them.
-    pub(crate) fn benches(
-        &self,
+    pub(crate) fn all(
+        bench: &Bench,
         functions: &[FunctionOptions],
         vcpus: u32,
-    ) -> Result<Vec<Bench>, Failure> {
-        let server = self.serve(functions)?;
+    ) -> Result<Vec<Self>, Failure> {
+        let server = bench.serve(functions)?;
         let mut config = GuestConfig::new("guest").vcpus(vcpus);
         for function in functions {
             let drive = Drive::vfio_user(server.socket(&function.id));
             config = config.drive(drive.id(&function.id));
         }
-        let guest = Rc::new(self.boot(self.v6_12(), &config)?);
-        let server = Rc::new(RefCell::new(server));
-        let bench = |function: &FunctionOptions| {
+        let guest = Arc::new(bench.boot(&config)?);
+        let server = Arc::new(Mutex::new(server));
+        let booted = |function: &FunctionOptions| {
             // Linux numbers controllers in the order in which its probes end.
-            let serial = server.borrow().function_stats(&function.id)?.serial;
+            let serial = lock(&server).function_stats(&function.id)?.serial;
             let named = guest.check(
                 &format!(
                     "cd /sys/class/nvme && for c in *; do \
@@ -189,31 +164,22 @@ impl Lab<'_> {
                 let name = names.next().ok_or_else(missing)?;
                 Ok::<_, Failure>(format!("/dev/{name}"))
             };
-            Ok(Bench {
+            Ok(Self {
                 controller: name()?,
                 namespace: name()?,
                 function: function.id.clone(),
-                guest: Rc::clone(&guest),
-                server: Rc::clone(&server),
+                guest: Arc::clone(&guest),
+                server: Arc::clone(&server),
             })
         };
-        functions.iter().map(bench).collect()
+        functions.iter().map(booted).collect()
     }
-}
 
-/// One function of a guest, with its server. The guest goes before its server does.
-pub(crate) struct Bench {
-    pub(crate) guest: Rc<Guest>,
-    pub(crate) server: Rc<RefCell<Server>>,
-    /// The function's id.
-    pub(crate) function: String,
-    /// The guest's path of its controller.
-    pub(crate) controller: String,
-    /// The guest's path of its namespace.
-    pub(crate) namespace: String,
-}
+    /// The server.
+    pub(crate) fn server(&self) -> MutexGuard<'_, Server> {
+        lock(&self.server)
+    }
 
-impl Bench {
     /// [`verified_load`] on this function's namespace.
     pub(crate) fn verified_load(&self, name: &str, jobs: u32) -> Fio {
         verified_load(name, jobs).option("filename", &self.namespace)
@@ -221,9 +187,13 @@ impl Bench {
 
     /// Sees that the server lives and that the guest's kernel has nothing to complain of.
     pub(crate) fn expect_well(&self) -> Result<(), Failure> {
-        self.server.borrow_mut().expect_alive()?;
+        self.server().expect_alive()?;
         expect_no_complaints(&self.guest)
     }
+}
+
+fn lock(server: &Mutex<Server>) -> MutexGuard<'_, Server> {
+    server.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Sees that the guest's kernel has said nothing of timeouts, aborts or errors of its drive.

@@ -7,21 +7,21 @@ use integration::guest::{Drive, GuestConfig, HOTPLUG_BUS};
 
 use crate::Group;
 use crate::fixture::{
-    FUNCTION, Failure, Lab, PATIENCE, await_path, expect_no_complaints, verified_load,
+    Bench, FUNCTION, Failure, PATIENCE, await_path, expect_no_complaints, function, verified_load,
 };
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "hotplug",
     checks: &[
-        ("v6_1", |lab| plugged_removed_found(lab, true)),
-        ("v6_12", |lab| plugged_removed_found(lab, false)),
+        ("v6_1", |bench| plugged_removed_found(bench, true)),
+        ("v6_12", |bench| plugged_removed_found(bench, false)),
     ],
 };
 
-fn plugged_removed_found(lab: &Lab, old: bool) -> Result<(), Failure> {
-    let assets = if old { lab.v6_1() } else { lab.v6_12() };
-    let mut server = lab.serve(&[lab.function()?])?;
-    let mut guest = lab.boot(assets, &GuestConfig::new("guest").vcpus(2).hotplug())?;
+fn plugged_removed_found(bench: &Bench, old: bool) -> Result<(), Failure> {
+    let assets = if old { &bench.v6_1()? } else { bench.v6_12() };
+    let mut server = bench.serve(&[function(bench)?])?;
+    let mut guest = bench.boot_with(assets, &GuestConfig::new("guest").vcpus(2).hotplug())?;
     guest.check("[ ! -e /dev/nvme0n1 ]", PATIENCE)?;
     guest.plug(
         &Drive::vfio_user(server.socket(FUNCTION))

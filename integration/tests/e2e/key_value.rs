@@ -5,7 +5,7 @@ use integration::guest::{Drive, Guest, GuestConfig};
 use integration::server::FunctionOptions;
 
 use crate::Group;
-use crate::fixture::{FUNCTION, Failure, Lab, PATIENCE, expect, expect_no_complaints};
+use crate::fixture::{Bench, Booted, FUNCTION, Failure, PATIENCE, expect, expect_no_complaints};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "key_value",
@@ -43,8 +43,8 @@ mod status {
 const MUST_NOT_EXIST: u32 = 1 << 9;
 
 /// The lease is the second half of the drive.
-fn function(lab: &Lab) -> Result<FunctionOptions, Failure> {
-    let drive = lab.drive("pairs.img", 64)?.display().to_string();
+fn function(bench: &Bench) -> Result<FunctionOptions, Failure> {
+    let drive = bench.drive("pairs.img", 64)?.display().to_string();
     Ok(FunctionOptions::new(FUNCTION, drive, "32M+32M").option("profile=kv"))
 }
 
@@ -123,9 +123,9 @@ fn expect_value(guest: &Guest, key: &[u8], file: &str, len: usize) -> Result<(),
     Ok(())
 }
 
-fn nvme_cli_stores_and_retrieves(lab: &Lab) -> Result<(), Failure> {
-    let bench = lab.bench_with(lab.v6_12(), function(lab)?, 2)?;
-    let guest = &bench.guest;
+fn nvme_cli_stores_and_retrieves(bench: &Bench) -> Result<(), Failure> {
+    let booted = Booted::with(bench, bench.v6_12(), function(bench)?, 2)?;
+    let guest = &booted.guest;
     guest.check(&format!("[ -c {NAMESPACE} ]"), PATIENCE)?;
     let blocks = guest.check("grep -c nvme /proc/partitions || true", PATIENCE)?;
     expect(blocks.trim() == "0", || {
@@ -177,14 +177,14 @@ fn nvme_cli_stores_and_retrieves(lab: &Lab) -> Result<(), Failure> {
     Command::new(opcode::DELETE, b"a").run(guest, status::KEY_DOES_NOT_EXIST)?;
     exist(b"a").run(guest, status::KEY_DOES_NOT_EXIST)?;
     expect_value(guest, long, "/tmp/large", 100_000)?;
-    bench.expect_well()
+    booted.expect_well()
 }
 
 /// With Linux 6.1, whose character devices are the same.
-fn values_outlive_a_server_that_is_killed(lab: &Lab) -> Result<(), Failure> {
-    let mut server = lab.serve(&[function(lab)?])?;
+fn values_outlive_a_server_that_is_killed(bench: &Bench) -> Result<(), Failure> {
+    let mut server = bench.serve(&[function(bench)?])?;
     let config = GuestConfig::new("guest").drive(Drive::vfio_user(server.socket(FUNCTION)));
-    let guest = lab.boot(lab.v6_1(), &config)?;
+    let guest = bench.boot_with(&bench.v6_1()?, &config)?;
     let keys: [&[u8]; 3] = [b"a", b"some key", b"0123456789abcdef"];
     let mut sums = String::new();
     for (index, key) in (0..).zip(keys) {
@@ -197,7 +197,7 @@ fn values_outlive_a_server_that_is_killed(lab: &Lab) -> Result<(), Failure> {
     server.kill();
     drop(guest);
     server.restart()?;
-    let guest = lab.boot(lab.v6_1(), &config)?;
+    let guest = bench.boot_with(&bench.v6_1()?, &config)?;
     for (index, key) in (0..).zip(keys) {
         let data = format!("--read --raw-binary > /tmp/value{index}");
         Command::new(opcode::RETRIEVE, key)

@@ -8,7 +8,7 @@ use integration::server::Server;
 
 use crate::Group;
 use crate::fixture::{
-    FUNCTION, Failure, Lab, PATIENCE, expect, expect_no_complaints, verified_load,
+    Bench, FUNCTION, Failure, PATIENCE, expect, expect_no_complaints, function, verified_load,
 };
 
 pub(crate) const GROUP: Group = Group::Alone {
@@ -37,9 +37,9 @@ fn config(server: &Server) -> GuestConfig {
     GuestConfig::new("guest").drive(Drive::vfio_user(server.socket(FUNCTION)))
 }
 
-fn guest_reboots(lab: &Lab) -> Result<(), Failure> {
-    let mut server = lab.serve(&[lab.function()?])?;
-    let mut guest = lab.boot(lab.v6_12(), &config(&server).reboots())?;
+fn guest_reboots(bench: &Bench) -> Result<(), Failure> {
+    let mut server = bench.serve(&[function(bench)?])?;
+    let mut guest = bench.boot(&config(&server).reboots())?;
     marked("mark", "write")
         .option("do_verify", "0")
         .run(&guest)?;
@@ -61,9 +61,9 @@ fn guest_reboots(lab: &Lab) -> Result<(), Failure> {
     Ok(())
 }
 
-fn client_dies_and_comes_back(lab: &Lab) -> Result<(), Failure> {
-    let mut server = lab.serve(&[lab.function()?])?;
-    let mut guest = lab.boot(lab.v6_12(), &config(&server))?;
+fn client_dies_and_comes_back(bench: &Bench) -> Result<(), Failure> {
+    let mut server = bench.serve(&[function(bench)?])?;
+    let mut guest = bench.boot(&config(&server))?;
     marked("mark", "write")
         .option("do_verify", "0")
         .option("end_fsync", "1")
@@ -74,7 +74,7 @@ fn client_dies_and_comes_back(lab: &Lab) -> Result<(), Failure> {
         std::thread::sleep(Duration::from_millis(700));
         guest.kill();
         server.expect_alive()?;
-        guest = lab.boot(lab.v6_12(), &config(&server))?;
+        guest = bench.boot(&config(&server))?;
         marked("marks", "read").run(&guest)?;
         verified_load("verify", 1).run(&guest)?;
         expect_no_complaints(&guest)?;
@@ -82,14 +82,14 @@ fn client_dies_and_comes_back(lab: &Lab) -> Result<(), Failure> {
     Ok(())
 }
 
-fn one_client_dies_and_the_other_goes_on(lab: &Lab) -> Result<(), Failure> {
-    let drive = lab.drive("shared.img", 256)?.display().to_string();
+fn one_client_dies_and_the_other_goes_on(bench: &Bench) -> Result<(), Failure> {
+    let drive = bench.drive("shared.img", 256)?.display().to_string();
     let function =
         |id, range: &str| integration::server::FunctionOptions::new(id, drive.clone(), range);
-    let mut server = lab.serve(&[function("a", "0+128M"), function("b", "128M+128M")])?;
+    let mut server = bench.serve(&[function("a", "0+128M"), function("b", "128M+128M")])?;
     let boot = |name: &str| {
         let config = GuestConfig::new(name).drive(Drive::vfio_user(server.socket(name)));
-        Guest::start_booting(lab.v6_12(), &config, lab.folder())
+        Guest::start_booting(bench.v6_12(), &config, bench.folder())
     };
     let mut dying = boot("a")?;
     let steady = boot("b")?;
@@ -112,24 +112,24 @@ fn one_client_dies_and_the_other_goes_on(lab: &Lab) -> Result<(), Failure> {
     Ok(())
 }
 
-fn server_stops_under_a_guest(lab: &Lab) -> Result<(), Failure> {
-    let mut server = lab.serve(&[lab.function()?])?;
-    let guest = lab.boot(lab.v6_12(), &config(&server))?;
+fn server_stops_under_a_guest(bench: &Bench) -> Result<(), Failure> {
+    let mut server = bench.serve(&[function(bench)?])?;
+    let guest = bench.boot(&config(&server))?;
     guest.start(&verified_load("load", 1).script())?;
     std::thread::sleep(Duration::from_millis(700));
     // Ends with success, whatever the guest does.
     server.stop()?;
     drop(guest);
     server.restart()?;
-    let guest = lab.boot(lab.v6_12(), &config(&server))?;
+    let guest = bench.boot(&config(&server))?;
     verified_load("verify", 1).run(&guest)?;
     server.stop()?;
     Ok(())
 }
 
-fn guest_is_paused_under_load(lab: &Lab) -> Result<(), Failure> {
-    let mut server = lab.serve(&[lab.function()?])?;
-    let mut guest = lab.boot(lab.v6_12(), &config(&server))?;
+fn guest_is_paused_under_load(bench: &Bench) -> Result<(), Failure> {
+    let mut server = bench.serve(&[function(bench)?])?;
+    let mut guest = bench.boot(&config(&server))?;
     let load = verified_load("load", 1);
     let job = guest.start(&load.script())?;
     for _ in 0..3 {

@@ -5,22 +5,24 @@ use integration::provision::Assets;
 use integration::server::FunctionOptions;
 
 use crate::Group;
-use crate::fixture::{DRIVE_MIB, FUNCTION, Failure, Lab, PATIENCE, expect, verified_load};
+use crate::fixture::{
+    Bench, Booted, DRIVE_MIB, FUNCTION, Failure, PATIENCE, expect, function, verified_load,
+};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "linux",
     checks: &[
-        ("v6_1_with_1_vcpu", |lab| {
-            boots_and_verifies(lab, lab.v6_1(), 1)
+        ("v6_1_with_1_vcpu", |bench| {
+            boots_and_verifies(bench, &bench.v6_1()?, 1)
         }),
-        ("v6_1_with_4_vcpus", |lab| {
-            boots_and_verifies(lab, lab.v6_1(), 4)
+        ("v6_1_with_4_vcpus", |bench| {
+            boots_and_verifies(bench, &bench.v6_1()?, 4)
         }),
-        ("v6_12_with_1_vcpu", |lab| {
-            boots_and_verifies(lab, lab.v6_12(), 1)
+        ("v6_12_with_1_vcpu", |bench| {
+            boots_and_verifies(bench, bench.v6_12(), 1)
         }),
-        ("v6_12_with_4_vcpus", |lab| {
-            boots_and_verifies(lab, lab.v6_12(), 4)
+        ("v6_12_with_4_vcpus", |bench| {
+            boots_and_verifies(bench, bench.v6_12(), 4)
         }),
         ("blocks_of_4096_bytes", blocks_of_4096_bytes),
         ("transfers_of_1_mib", transfers_of_1_mib),
@@ -29,9 +31,9 @@ pub(crate) const GROUP: Group = Group::Alone {
     ],
 };
 
-fn boots_and_verifies(lab: &Lab, assets: &Assets, vcpus: u32) -> Result<(), Failure> {
-    let bench = lab.bench_with(assets, lab.function()?, vcpus)?;
-    let said = bench.guest.check(
+fn boots_and_verifies(bench: &Bench, assets: &Assets, vcpus: u32) -> Result<(), Failure> {
+    let booted = Booted::with(bench, assets, function(bench)?, vcpus)?;
+    let said = booted.guest.check(
         "uname -r; ls /sys/block/nvme0n1/mq | wc -l; cat /sys/class/nvme/nvme0/queue_count \
          /sys/block/nvme0n1/size",
         PATIENCE,
@@ -49,8 +51,8 @@ fn boots_and_verifies(lab: &Lab, assets: &Assets, vcpus: u32) -> Result<(), Fail
             "Kernel, hardware queues, queues with the admin queue, sectors: {found}, not {expected}"
         )
     })?;
-    verified_load("verify", vcpus).run(&bench.guest)?;
-    let stats = bench.server.borrow().function_stats(FUNCTION)?;
+    verified_load("verify", vcpus).run(&booted.guest)?;
+    let stats = booted.server().function_stats(FUNCTION)?;
     let used = stats
         .queues
         .iter()
@@ -59,24 +61,24 @@ fn boots_and_verifies(lab: &Lab, assets: &Assets, vcpus: u32) -> Result<(), Fail
     expect(used == vcpus as usize, || {
         format!("{used} queues of the device were used by {vcpus} vCPUs")
     })?;
-    bench.expect_well()
+    booted.expect_well()
 }
 
-fn blocks_of_4096_bytes(lab: &Lab) -> Result<(), Failure> {
-    let bench = lab.bench_with(lab.v6_12(), lab.function()?.option("lba=4096"), 1)?;
-    let size = bench
+fn blocks_of_4096_bytes(bench: &Bench) -> Result<(), Failure> {
+    let booted = Booted::with(bench, bench.v6_12(), function(bench)?.option("lba=4096"), 1)?;
+    let size = booted
         .guest
         .check("cat /sys/block/nvme0n1/queue/logical_block_size", PATIENCE)?;
     expect(size.trim() == "4096", || {
         format!("The guest sees blocks of {size} bytes")
     })?;
-    verified_load("verify", 1).run(&bench.guest)?;
-    bench.expect_well()
+    verified_load("verify", 1).run(&booted.guest)?;
+    booted.expect_well()
 }
 
-fn transfers_of_1_mib(lab: &Lab) -> Result<(), Failure> {
-    let bench = lab.bench(1)?;
-    let limit = bench
+fn transfers_of_1_mib(bench: &Bench) -> Result<(), Failure> {
+    let booted = Booted::new(bench, 1)?;
+    let limit = booted
         .guest
         .check("cat /sys/block/nvme0n1/queue/max_hw_sectors_kb", PATIENCE)?;
     let kib: u64 = limit.trim().parse().unwrap_or(0);
@@ -84,44 +86,46 @@ fn transfers_of_1_mib(lab: &Lab) -> Result<(), Failure> {
         format!("A command carries at most {limit} KiB")
     })?;
     // As large as the device allows.
-    bench.guest.check(
+    booted.guest.check(
         "cd /sys/block/nvme0n1/queue && cat max_hw_sectors_kb > max_sectors_kb",
         PATIENCE,
     )?;
     Fio::new("large", "randwrite", "1m", 4)
         .option("size", "128m")
         .verified()
-        .run(&bench.guest)?;
+        .run(&booted.guest)?;
     // Any number of blocks, from memory that begins in mid-page.
     Fio::new("odd", "randwrite", "512", 8)
         .option("bsrange", "512-131072")
         .option("iomem_align", "512")
         .option("size", "16m")
         .verified()
-        .run(&bench.guest)?;
-    bench.expect_well()
+        .run(&booted.guest)?;
+    booted.expect_well()
 }
 
-fn drive_in_memory(lab: &Lab) -> Result<(), Failure> {
+fn drive_in_memory(bench: &Bench) -> Result<(), Failure> {
     let function = FunctionOptions::new(FUNCTION, "memory:256M", "0+256M");
-    let bench = lab.bench_with(lab.v6_12(), function, 2)?;
-    verified_load("verify", 2).run(&bench.guest)?;
-    bench.expect_well()
+    let booted = Booted::with(bench, bench.v6_12(), function, 2)?;
+    verified_load("verify", 2).run(&booted.guest)?;
+    booted.expect_well()
 }
 
-fn drive_of_nothing(lab: &Lab) -> Result<(), Failure> {
+fn drive_of_nothing(bench: &Bench) -> Result<(), Failure> {
     let function = FunctionOptions::new(FUNCTION, "null:1T", "512G+512G");
-    let bench = lab.bench_with(lab.v6_12(), function, 1)?;
-    let sectors = bench.guest.check("cat /sys/block/nvme0n1/size", PATIENCE)?;
+    let booted = Booted::with(bench, bench.v6_12(), function, 1)?;
+    let sectors = booted
+        .guest
+        .check("cat /sys/block/nvme0n1/size", PATIENCE)?;
     expect(
         sectors.trim() == ((512_u64 << 30) / 512).to_string(),
         || format!("The guest sees {sectors} sectors"),
     )?;
     let report = Fio::new("null", "randrw", "4k", 32)
         .option("number_ios", "20000")
-        .run(&bench.guest)?;
+        .run(&booted.guest)?;
     expect(report.read.ios + report.write.ios >= 20_000, || {
         format!("{report:?}")
     })?;
-    bench.expect_well()
+    booted.expect_well()
 }

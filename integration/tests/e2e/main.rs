@@ -2,13 +2,13 @@
 //!
 //! `cargo test --release --package integration --test e2e -- [--list] [--shard I/N] [FILTER]`: FILTER is a part of a
 //! check's name. These tests need minutes: `cargo test` alone does not run them, `cargo verify` runs the group
-//! `modes`, and `cargo verify --full` runs all of them.
+//! `modes`, and `cargo verify --full` runs all of them. [`checks`] is the harness.
 
 use std::process::ExitCode;
-use std::time::Instant;
+use std::sync::{Arc, OnceLock};
 
-use integration::checks::Selection;
-use integration::progress::{say, seconds};
+use clap::Parser;
+use integration::checks::{self, Options};
 
 mod btrfs;
 mod doorbells;
@@ -30,23 +30,27 @@ mod tenants;
 mod viommu;
 mod zones;
 
-use fixture::{Bench, Failure, Lab, Suite};
+use fixture::{Bench, Booted, Failure, Place};
 
 /// A check with what it needs to itself.
-type Alone = fn(&Lab) -> Result<(), Failure>;
-/// A check that shares a booted guest with others of its group; it is made on each function of the guest.
-type OnBench = fn(&Bench) -> Result<(), Failure>;
+type Alone = fn(&Bench) -> Result<(), Failure>;
+/// A check that shares a booted guest with others of its group.
+type OnGuest = fn(&Booted) -> Result<(), Failure>;
 
 /// Checks that belong together.
+#[derive(Clone, Copy)]
 enum Group {
     Alone {
         name: &'static str,
         checks: &'static [(&'static str, Alone)],
     },
-    OnBench {
+    /// Each check is made on each function of the guest.
+    OnGuest {
         name: &'static str,
-        boot: fn(&Lab) -> Result<Vec<Bench>, Failure>,
-        checks: &'static [(&'static str, OnBench)],
+        /// Ids of the functions, in the order in which `boot` returns them.
+        functions: &'static [&'static str],
+        boot: fn(&Bench) -> Result<Vec<Booted>, Failure>,
+        checks: &'static [(&'static str, OnGuest)],
     },
 }
 
@@ -68,146 +72,76 @@ const GROUPS: &[Group] = &[
     tenants::GROUP,
 ];
 
-/// Numbers of checks that passed and did not.
-#[derive(Default)]
-struct Tally {
-    passed: usize,
-    failed: Vec<String>,
-}
-
-impl Tally {
-    fn count(&mut self, name: &str, check: impl FnOnce() -> Result<(), Failure>) {
-        let started = Instant::now();
-        let result = check();
-        let time = seconds(started.elapsed());
-        match result {
-            Ok(()) => {
-                say(&format!("ok      {name} ({time})"));
-                self.passed += 1;
-            }
-            Err(failure) => {
-                say(&format!("FAILED  {name} ({time})"));
-                for line in integration::error_chain(&*failure).lines() {
-                    say(&format!("        {line}"));
-                }
-                self.failed.push(name.to_owned());
-            }
-        }
-    }
-}
-
 fn main() -> ExitCode {
-    let selection = match Selection::from_arguments(std::env::args().skip(1)) {
-        Ok(selection) => selection,
-        Err(error) => {
-            integration::print_error(&error);
-            return ExitCode::FAILURE;
-        }
-    };
-    let filter = &selection.filter;
-    let is_wanted = |group: &str, check: &str| format!("{group}::{check}").contains(filter);
-    let groups: Vec<&Group> = selection.share_of(GROUPS).collect();
-    if selection.list {
-        for (group, check) in groups
-            .iter()
-            .flat_map(|group| names(group))
-            .filter(|(g, c)| is_wanted(g, c))
-        {
-            say(&format!("{group}::{check}: test"));
-        }
-        return ExitCode::SUCCESS;
-    }
-
-    let suite = match Suite::provide() {
-        Ok(suite) => suite,
-        Err(failure) => {
-            say(&format!(
-                "Cannot run any end-to-end test: {}",
-                integration::error_chain(&*failure)
-            ));
-            say("0 passed, 1 failed");
-            return ExitCode::FAILURE;
-        }
-    };
-    let mut tally = Tally::default();
-    for group in groups {
-        run_group(group, &suite, &is_wanted, &mut tally);
-    }
-    for name in &tally.failed {
-        say(&format!("failed: {name}"));
-    }
-    say(&format!(
-        "{} passed, {} failed",
-        tally.passed,
-        tally.failed.len()
-    ));
-    if tally.failed.is_empty() && tally.passed > 0 {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    }
+    let groups = GROUPS.iter().copied().map(Group::checks).collect();
+    checks::run(Options::parse(), groups)
 }
 
-fn names(group: &Group) -> Vec<(&'static str, &'static str)> {
-    match *group {
-        Group::Alone { name, checks } => checks.iter().map(|(check, _)| (name, *check)).collect(),
-        Group::OnBench { name, checks, .. } => {
-            checks.iter().map(|(check, _)| (name, *check)).collect()
-        }
-    }
-}
-
-fn run_group(
-    group: &Group,
-    suite: &Suite,
-    is_wanted: &impl Fn(&str, &str) -> bool,
-    tally: &mut Tally,
-) {
-    match *group {
-        Group::Alone { name, checks } => {
-            for (check, run) in checks.iter().filter(|(check, _)| is_wanted(name, check)) {
-                let full = format!("{name}::{check}");
-                tally.count(&full, || suite.with_lab(&full, run));
-            }
-        }
-        Group::OnBench { name, boot, checks } => {
-            let wanted: Vec<_> = checks
-                .iter()
-                .filter(|(check, _)| is_wanted(name, check))
-                .collect();
-            if wanted.is_empty() {
-                return;
-            }
-            let mut reached = false;
-            let booted = suite.with_lab(name, |lab| {
-                let benches = boot(lab)?;
-                reached = true;
-                let failed = tally.failed.len();
-                for (check, run) in &wanted {
-                    for bench in &benches {
-                        let function = match benches.len() {
-                            1 => String::new(),
-                            _ => format!("::{}", bench.function),
-                        };
-                        tally.count(&format!("{name}::{check}{function}"), || run(bench));
-                    }
-                }
-                if tally.failed.len() > failed {
-                    lab.keep_logs();
-                }
-                Ok(())
-            });
-            if !reached {
-                // Every check that could not be made has failed.
-                for (check, _) in &wanted {
-                    tally.count(&format!("{name}::{check}"), || {
-                        Err("The guest that the check needs did not come up".into())
+impl Group {
+    fn checks(self) -> checks::Group {
+        match self {
+            Self::Alone { name, checks } => {
+                let mut group = checks::Group::new(name);
+                for &(check, run) in checks {
+                    group = group.check(check, move || {
+                        let place = Place::new(&format!("{name}-{check}"))?;
+                        place.note(run(&place.bench))
                     });
                 }
+                group
             }
-            if let Err(failure) = booted {
-                say(&format!("        {}", integration::error_chain(&*failure)));
+            Self::OnGuest {
+                name,
+                functions,
+                boot,
+                checks,
+            } => {
+                let guest = Arc::new(SharedGuest {
+                    name,
+                    boot,
+                    booted: OnceLock::new(),
+                });
+                let mut group = checks::Group::new(name);
+                for &(check, run) in checks {
+                    for (place, function) in functions.iter().enumerate() {
+                        let check = match functions.len() {
+                            1 => check.to_owned(),
+                            _ => format!("{check}::{function}"),
+                        };
+                        let guest = Arc::clone(&guest);
+                        group = group.check(&check, move || guest.check(place, run));
+                    }
+                }
+                group
             }
         }
+    }
+}
+
+/// A guest that checks share: the first of them boots it, and it goes with the last.
+struct SharedGuest {
+    name: &'static str,
+    boot: fn(&Bench) -> Result<Vec<Booted>, Failure>,
+    // Its functions go before the place that they lie on.
+    booted: OnceLock<Result<(Vec<Booted>, Place), String>>,
+}
+
+impl SharedGuest {
+    fn boot(&self) -> Result<(Vec<Booted>, Place), String> {
+        let boot = || {
+            let place = Place::new(self.name)?;
+            let functions = place.note((self.boot)(&place.bench))?;
+            Ok((functions, place))
+        };
+        boot().map_err(|failure: Failure| {
+            let cause = integration::error_chain(&*failure);
+            format!("The guest that the check needs did not come up: {cause}")
+        })
+    }
+
+    fn check(&self, place: usize, run: OnGuest) -> Result<(), Failure> {
+        let booted = self.booted.get_or_init(|| self.boot());
+        let (functions, at) = booted.as_ref().map_err(String::as_str)?;
+        at.note(run(&functions[place]))
     }
 }

@@ -1,11 +1,12 @@
 //! One guest with a function for each way of doorbells, through everything that a guest does with a drive.
 
-use crate::fixture::{Bench, DRIVE_MIB, Failure, Lab};
+use crate::fixture::{Bench, Booted, DRIVE_MIB, Failure};
 use crate::{Group, doorbells, nvme_cli, pauses};
 use integration::server::FunctionOptions;
 
-pub(crate) const GROUP: Group = Group::OnBench {
+pub(crate) const GROUP: Group = Group::OnGuest {
     name: "modes",
+    functions: &MODES,
     boot,
     // What the guest's kernel complains of is looked at first: commands that must fail come later.
     checks: &[
@@ -36,13 +37,13 @@ pub(crate) const GROUP: Group = Group::OnBench {
 /// Values of `doorbells=`, which name the functions as well.
 const MODES: [&str; 3] = ["shadow", "mapped", "trap"];
 
-fn boot(lab: &Lab) -> Result<Vec<Bench>, Failure> {
+fn boot(bench: &Bench) -> Result<Vec<Booted>, Failure> {
     let function = |mode: &str| {
-        let drive = lab.drive(&format!("{mode}.img"), DRIVE_MIB)?;
+        let drive = bench.drive(&format!("{mode}.img"), DRIVE_MIB)?;
         let range = format!("0+{DRIVE_MIB}M");
         let function = FunctionOptions::new(mode, drive.display().to_string(), range);
         Ok::<_, Failure>(function.option(format!("doorbells={mode}")))
     };
     let functions: Vec<_> = MODES.into_iter().map(function).collect::<Result<_, _>>()?;
-    lab.benches(&functions, 1)
+    Booted::all(bench, &functions, 1)
 }

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::fixture::{Bench, DRIVE_MIB, Failure, PATIENCE, await_path, expect};
+use crate::fixture::{Booted, DRIVE_MIB, Failure, PATIENCE, await_path, expect};
 
 /// Status codes (NVMe Base 2.0, 4.6.1.2): Status Code Type in bits 10:8.
 mod status {
@@ -15,8 +15,8 @@ mod status {
 }
 
 /// Returns the output of `nvme COMMAND -o json`.
-fn json(bench: &Bench, command: &str) -> Result<Value, Failure> {
-    let text = bench
+fn json(booted: &Booted, command: &str) -> Result<Value, Failure> {
+    let text = booted
         .guest
         .expect_nvme(&format!("{command} -o json"), status::SUCCESS)?;
     serde_json::from_str(&text)
@@ -30,14 +30,14 @@ fn number(value: &Value, field: &str) -> Result<u64, Failure> {
 }
 
 /// Fills `blocks` blocks from `start` with `byte`.
-fn write_blocks(bench: &Bench, start: u64, blocks: u64, byte: char) -> Result<(), Failure> {
-    let namespace = &bench.namespace;
+fn write_blocks(booted: &Booted, start: u64, blocks: u64, byte: char) -> Result<(), Failure> {
+    let namespace = &booted.namespace;
     let bytes = blocks * 512;
-    bench.guest.check(
+    booted.guest.check(
         &format!("head -c {bytes} /dev/zero | tr '\\0' '{byte}' > /tmp/data"),
         PATIENCE,
     )?;
-    bench.guest.expect_nvme(
+    booted.guest.expect_nvme(
         &format!(
             "write {namespace} -s {start} -c {} -z {bytes} -d /tmp/data",
             blocks - 1
@@ -48,19 +48,19 @@ fn write_blocks(bench: &Bench, start: u64, blocks: u64, byte: char) -> Result<()
 }
 
 /// Fails unless `blocks` blocks from `start` hold nothing but `byte` (as tr writes it).
-fn expect_blocks(bench: &Bench, start: u64, blocks: u64, byte: &str) -> Result<(), Failure> {
-    let namespace = &bench.namespace;
+fn expect_blocks(booted: &Booted, start: u64, blocks: u64, byte: &str) -> Result<(), Failure> {
+    let namespace = &booted.namespace;
     let bytes = blocks * 512;
     // nvme-cli does not shorten a file that is there.
-    bench.guest.check("rm -f /tmp/found", PATIENCE)?;
-    bench.guest.expect_nvme(
+    booted.guest.check("rm -f /tmp/found", PATIENCE)?;
+    booted.guest.expect_nvme(
         &format!(
             "read {namespace} -s {start} -c {} -z {bytes} -d /tmp/found",
             blocks - 1
         ),
         status::SUCCESS,
     )?;
-    bench.guest.check(
+    booted.guest.check(
         &format!(
             "head -c {bytes} /dev/zero | tr '\\0' '{byte}' | cmp - /tmp/found && \
              [ $(stat -c %s /tmp/found) = {bytes} ]"
@@ -70,10 +70,10 @@ fn expect_blocks(bench: &Bench, start: u64, blocks: u64, byte: &str) -> Result<(
     Ok(())
 }
 
-pub(crate) fn id_ctrl(bench: &Bench) -> Result<(), Failure> {
-    let controller = &bench.controller;
-    let controller = json(bench, &format!("id-ctrl {controller}"))?;
-    let stats = bench.server.borrow().function_stats(&bench.function)?;
+pub(crate) fn id_ctrl(booted: &Booted) -> Result<(), Failure> {
+    let controller = &booted.controller;
+    let controller = json(booted, &format!("id-ctrl {controller}"))?;
+    let stats = booted.server().function_stats(&booted.function)?;
     let text = |field: &str| {
         controller[field]
             .as_str()
@@ -101,10 +101,10 @@ pub(crate) fn id_ctrl(bench: &Bench) -> Result<(), Failure> {
     expect(version >= 0x0002_0000, || format!("VER {version:#x}"))
 }
 
-pub(crate) fn id_ns(bench: &Bench) -> Result<(), Failure> {
-    let controller = &bench.controller;
-    let namespace = &bench.namespace;
-    let identified = json(bench, &format!("id-ns {namespace}"))?;
+pub(crate) fn id_ns(booted: &Booted) -> Result<(), Failure> {
+    let controller = &booted.controller;
+    let namespace = &booted.namespace;
+    let identified = json(booted, &format!("id-ns {namespace}"))?;
     let blocks = (DRIVE_MIB << 20) / 512;
     for field in ["nsze", "ncap"] {
         let found = number(&identified, field)?;
@@ -116,18 +116,18 @@ pub(crate) fn id_ns(bench: &Bench) -> Result<(), Failure> {
         || format!("The namespace has neither an NGUID nor an EUI-64: {identified}"),
     )?;
     // The same through the descriptor list, and the list of active namespaces.
-    bench
+    booted
         .guest
         .expect_nvme(&format!("ns-descs {namespace}"), status::SUCCESS)?;
-    let active = bench
+    let active = booted
         .guest
         .expect_nvme(&format!("list-ns {controller}"), status::SUCCESS)?;
     expect(active.contains("0x1"), || format!("list-ns: {active}"))
 }
 
-pub(crate) fn list(bench: &Bench) -> Result<(), Failure> {
-    let namespace = &bench.namespace;
-    let devices = json(bench, "list")?;
+pub(crate) fn list(booted: &Booted) -> Result<(), Failure> {
+    let namespace = &booted.namespace;
+    let devices = json(booted, "list")?;
     let listed = devices["Devices"].as_array().cloned().unwrap_or_default();
     let device = listed
         .iter()
@@ -139,48 +139,48 @@ pub(crate) fn list(bench: &Bench) -> Result<(), Failure> {
     })
 }
 
-pub(crate) fn smart_log(bench: &Bench) -> Result<(), Failure> {
-    let controller = &bench.controller;
-    let before = json(bench, &format!("smart-log {controller}"))?;
+pub(crate) fn smart_log(booted: &Booted) -> Result<(), Failure> {
+    let controller = &booted.controller;
+    let before = json(booted, &format!("smart-log {controller}"))?;
     expect(number(&before, "critical_warning")? == 0, || {
         format!("{before}")
     })?;
     let reads = number(&before, "host_read_commands")?;
-    expect_read(bench)?;
-    let after = json(bench, &format!("smart-log {controller}"))?;
+    expect_read(booted)?;
+    let after = json(booted, &format!("smart-log {controller}"))?;
     let more = number(&after, "host_read_commands")?;
     expect(more > reads, || {
         format!("Host read commands: {reads}, after a read {more}")
     })
 }
 
-fn expect_read(bench: &Bench) -> Result<(), Failure> {
-    let namespace = &bench.namespace;
-    bench.guest.expect_nvme(
+fn expect_read(booted: &Booted) -> Result<(), Failure> {
+    let namespace = &booted.namespace;
+    booted.guest.expect_nvme(
         &format!("read {namespace} -s 0 -c 0 -z 512 -d /tmp/found"),
         status::SUCCESS,
     )?;
     Ok(())
 }
 
-pub(crate) fn error_log(bench: &Bench) -> Result<(), Failure> {
-    let controller = &bench.controller;
-    let log = json(bench, &format!("error-log {controller}"))?;
+pub(crate) fn error_log(booted: &Booted) -> Result<(), Failure> {
+    let controller = &booted.controller;
+    let log = json(booted, &format!("error-log {controller}"))?;
     expect(log["errors"].is_array(), || format!("error-log: {log}"))
 }
 
-pub(crate) fn fw_log(bench: &Bench) -> Result<(), Failure> {
-    let controller = &bench.controller;
-    let text = bench
+pub(crate) fn fw_log(booted: &Booted) -> Result<(), Failure> {
+    let controller = &booted.controller;
+    let text = booted
         .guest
         .expect_nvme(&format!("fw-log {controller}"), status::SUCCESS)?;
     expect(text.contains("afi"), || format!("fw-log: {text}"))
 }
 
-pub(crate) fn effects_log(bench: &Bench) -> Result<(), Failure> {
-    let controller = &bench.controller;
+pub(crate) fn effects_log(booted: &Booted) -> Result<(), Failure> {
+    let controller = &booted.controller;
     // Without --csi nvme-cli wants to map the registers, which the kernel keeps to its driver.
-    let text = bench.guest.expect_nvme(
+    let text = booted.guest.expect_nvme(
         &format!("effects-log {controller} --csi=0"),
         status::SUCCESS,
     )?;
@@ -192,8 +192,8 @@ pub(crate) fn effects_log(bench: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-pub(crate) fn get_feature(bench: &Bench) -> Result<(), Failure> {
-    let controller = &bench.controller;
+pub(crate) fn get_feature(booted: &Booted) -> Result<(), Failure> {
+    let controller = &booted.controller;
     // NVMe Base 2.0, figure 317: arbitration, power, LBA range type, temperature, error recovery, write
     // cache, queues, interrupt coalescing, vector configuration, write atomicity, async events,
     // timestamp, host behaviour.
@@ -202,32 +202,32 @@ pub(crate) fn get_feature(bench: &Bench) -> Result<(), Failure> {
         // Those of a namespace want one named, the others none.
         let namespace = u32::from(matches!(feature, 3 | 5));
         for select in [0, 1] {
-            bench.guest.expect_nvme(
+            booted.guest.expect_nvme(
                 &format!("get-feature {controller} -f {feature} -n {namespace} -s {select}"),
                 status::SUCCESS,
             )?;
         }
     }
-    bench.guest.expect_nvme(
+    booted.guest.expect_nvme(
         &format!("get-feature {controller} -f 0x7f"),
         status::INVALID_FIELD,
     )?;
     Ok(())
 }
 
-pub(crate) fn dsm(bench: &Bench) -> Result<(), Failure> {
-    let namespace = &bench.namespace;
-    write_blocks(bench, 64, 16, 'd')?;
-    bench.guest.expect_nvme(
+pub(crate) fn dsm(booted: &Booted) -> Result<(), Failure> {
+    let namespace = &booted.namespace;
+    write_blocks(booted, 64, 16, 'd')?;
+    booted.guest.expect_nvme(
         &format!("dsm {namespace} --ad -s 64 -b 16"),
         status::SUCCESS,
     )?;
     // What is deallocated may read as zeroes or as before (NVM Command Set 1.0, 3.2.3.2), but does read.
-    bench.guest.expect_nvme(
+    booted.guest.expect_nvme(
         &format!("read {namespace} -s 64 -c 15 -z 8192 -d /tmp/found"),
         status::SUCCESS,
     )?;
-    bench.guest.expect_nvme(
+    booted.guest.expect_nvme(
         &format!(
             "dsm {namespace} --ad -s {} -b 16",
             (DRIVE_MIB << 20) / 512 - 8
@@ -237,96 +237,96 @@ pub(crate) fn dsm(bench: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-pub(crate) fn write_zeroes(bench: &Bench) -> Result<(), Failure> {
-    let namespace = &bench.namespace;
-    write_blocks(bench, 128, 16, 'z')?;
-    bench.guest.expect_nvme(
+pub(crate) fn write_zeroes(booted: &Booted) -> Result<(), Failure> {
+    let namespace = &booted.namespace;
+    write_blocks(booted, 128, 16, 'z')?;
+    booted.guest.expect_nvme(
         &format!("write-zeroes {namespace} -s 132 -c 7"),
         status::SUCCESS,
     )?;
-    expect_blocks(bench, 128, 4, "z")?;
-    expect_blocks(bench, 132, 8, "\\0")?;
-    expect_blocks(bench, 140, 4, "z")
+    expect_blocks(booted, 128, 4, "z")?;
+    expect_blocks(booted, 132, 8, "\\0")?;
+    expect_blocks(booted, 140, 4, "z")
 }
 
-pub(crate) fn compare(bench: &Bench) -> Result<(), Failure> {
-    let namespace = &bench.namespace;
-    write_blocks(bench, 256, 8, 'c')?;
+pub(crate) fn compare(booted: &Booted) -> Result<(), Failure> {
+    let namespace = &booted.namespace;
+    write_blocks(booted, 256, 8, 'c')?;
     let compare = |start| format!("compare {namespace} -s {start} -c 7 -z 4096 -d /tmp/data");
-    bench.guest.expect_nvme(&compare(256), status::SUCCESS)?;
-    bench
+    booted.guest.expect_nvme(&compare(256), status::SUCCESS)?;
+    booted
         .guest
         .expect_nvme(&compare(257), status::COMPARE_FAILURE)?;
     Ok(())
 }
 
-pub(crate) fn verify(bench: &Bench) -> Result<(), Failure> {
-    let namespace = &bench.namespace;
-    write_blocks(bench, 320, 8, 'v')?;
-    bench
+pub(crate) fn verify(booted: &Booted) -> Result<(), Failure> {
+    let namespace = &booted.namespace;
+    write_blocks(booted, 320, 8, 'v')?;
+    booted
         .guest
         .expect_nvme(&format!("verify {namespace} -s 320 -c 7"), status::SUCCESS)?;
     Ok(())
 }
 
-pub(crate) fn copy(bench: &Bench) -> Result<(), Failure> {
-    let namespace = &bench.namespace;
-    write_blocks(bench, 512, 8, '1')?;
-    write_blocks(bench, 600, 4, '2')?;
+pub(crate) fn copy(booted: &Booted) -> Result<(), Failure> {
+    let namespace = &booted.namespace;
+    write_blocks(booted, 512, 8, '1')?;
+    write_blocks(booted, 600, 4, '2')?;
     // Two ranges, the lengths of which nvme-cli takes zero-based.
-    bench.guest.expect_nvme(
+    booted.guest.expect_nvme(
         &format!("copy {namespace} --sdlba=700 --slbs=512,600 --blocks=7,3"),
         status::SUCCESS,
     )?;
-    expect_blocks(bench, 700, 8, "1")?;
-    expect_blocks(bench, 708, 4, "2")?;
+    expect_blocks(booted, 700, 8, "1")?;
+    expect_blocks(booted, 708, 4, "2")?;
     let end = (DRIVE_MIB << 20) / 512;
-    bench.guest.expect_nvme(
+    booted.guest.expect_nvme(
         &format!("copy {namespace} --sdlba=700 --slbs={} --blocks=7", end - 4),
         status::LBA_OUT_OF_RANGE,
     )?;
-    bench.guest.expect_nvme(
+    booted.guest.expect_nvme(
         &format!("copy {namespace} --sdlba={} --slbs=512 --blocks=7", end - 4),
         status::LBA_OUT_OF_RANGE,
     )?;
     Ok(())
 }
 
-pub(crate) fn write_uncor_then_read(bench: &Bench) -> Result<(), Failure> {
-    let namespace = &bench.namespace;
-    write_blocks(bench, 800, 4, 'u')?;
-    bench.guest.expect_nvme(
+pub(crate) fn write_uncor_then_read(booted: &Booted) -> Result<(), Failure> {
+    let namespace = &booted.namespace;
+    write_blocks(booted, 800, 4, 'u')?;
+    booted.guest.expect_nvme(
         &format!("write-uncor {namespace} -s 801 -c 0"),
         status::SUCCESS,
     )?;
     let read = |start| format!("read {namespace} -s {start} -c 0 -z 512 -d /tmp/found");
-    bench
+    booted
         .guest
         .expect_nvme(&read(801), status::UNRECOVERED_READ_ERROR)?;
-    bench.guest.expect_nvme(
+    booted.guest.expect_nvme(
         &format!("verify {namespace} -s 800 -c 3"),
         status::UNRECOVERED_READ_ERROR,
     )?;
-    expect_blocks(bench, 800, 1, "u")?;
-    expect_blocks(bench, 802, 2, "u")?;
+    expect_blocks(booted, 800, 1, "u")?;
+    expect_blocks(booted, 802, 2, "u")?;
     // A write makes the block good again.
-    write_blocks(bench, 801, 1, 'U')?;
-    expect_blocks(bench, 801, 1, "U")
+    write_blocks(booted, 801, 1, 'U')?;
+    expect_blocks(booted, 801, 1, "U")
 }
 
-pub(crate) fn flush(bench: &Bench) -> Result<(), Failure> {
-    let namespace = &bench.namespace;
-    bench
+pub(crate) fn flush(booted: &Booted) -> Result<(), Failure> {
+    let namespace = &booted.namespace;
+    booted
         .guest
         .expect_nvme(&format!("flush {namespace}"), status::SUCCESS)?;
     Ok(())
 }
 
-pub(crate) fn lba_out_of_range(bench: &Bench) -> Result<(), Failure> {
-    let namespace = &bench.namespace;
+pub(crate) fn lba_out_of_range(booted: &Booted) -> Result<(), Failure> {
+    let namespace = &booted.namespace;
     let end = (DRIVE_MIB << 20) / 512;
     let last = end - 1;
-    bench.guest.expect_nvme(
+    booted.guest.expect_nvme(
         &format!("read {namespace} -s {last} -c 0 -z 512"),
         status::SUCCESS,
     )?;
@@ -339,58 +339,58 @@ pub(crate) fn lba_out_of_range(bench: &Bench) -> Result<(), Failure> {
     ] {
         let bytes = blocks * 512;
         let range = format!("-s {start} -c {} -z {bytes}", blocks - 1);
-        bench.guest.expect_nvme(
+        booted.guest.expect_nvme(
             &format!("read {namespace} {range}"),
             status::LBA_OUT_OF_RANGE,
         )?;
-        bench.guest.expect_nvme(
+        booted.guest.expect_nvme(
             &format!("write {namespace} {range} -d /dev/zero"),
             status::LBA_OUT_OF_RANGE,
         )?;
     }
-    bench.guest.expect_nvme(
+    booted.guest.expect_nvme(
         &format!("write-zeroes {namespace} -s {last} -c 1"),
         status::LBA_OUT_OF_RANGE,
     )?;
     Ok(())
 }
 
-pub(crate) fn unknown_commands(bench: &Bench) -> Result<(), Failure> {
-    let controller = &bench.controller;
-    let namespace = &bench.namespace;
+pub(crate) fn unknown_commands(booted: &Booted) -> Result<(), Failure> {
+    let controller = &booted.controller;
+    let namespace = &booted.namespace;
     for opcode in ["0x3f", "0x7f"] {
-        bench.guest.expect_nvme(
+        booted.guest.expect_nvme(
             &format!("admin-passthru {controller} --opcode={opcode}"),
             status::INVALID_OPCODE,
         )?;
-        bench.guest.expect_nvme(
+        booted.guest.expect_nvme(
             &format!("io-passthru {namespace} --opcode={opcode} --namespace-id=1"),
             status::INVALID_OPCODE,
         )?;
     }
     // Identify with a CNS that does not exist.
-    bench.guest.expect_nvme(
+    booted.guest.expect_nvme(
         &format!("admin-passthru {controller} --opcode=6 --cdw10=0xff --data-len=4096 --read"),
         status::INVALID_FIELD,
     )?;
     Ok(())
 }
 
-pub(crate) fn reset(bench: &Bench) -> Result<(), Failure> {
-    let controller = &bench.controller;
+pub(crate) fn reset(booted: &Booted) -> Result<(), Failure> {
+    let controller = &booted.controller;
     for _ in 0..3 {
-        bench
+        booted
             .guest
             .expect_nvme(&format!("reset {controller}"), status::SUCCESS)?;
-        expect_read(bench)?;
+        expect_read(booted)?;
     }
     Ok(())
 }
 
-pub(crate) fn unbind_and_bind(bench: &Bench) -> Result<(), Failure> {
-    let (controller, namespace) = (&bench.controller, &bench.namespace);
+pub(crate) fn unbind_and_bind(booted: &Booted) -> Result<(), Failure> {
+    let (controller, namespace) = (&booted.controller, &booted.namespace);
     for _ in 0..3 {
-        bench.guest.check(
+        booted.guest.check(
             &format!(
                 "address=$(basename $(readlink -f /sys/class/nvme/$(basename {controller})/device)) && \
                  cd /sys/bus/pci/drivers/nvme && echo $address > unbind && [ ! -e {namespace} ] && \
@@ -398,9 +398,9 @@ pub(crate) fn unbind_and_bind(bench: &Bench) -> Result<(), Failure> {
             ),
             PATIENCE,
         )?;
-        await_path(&bench.guest, namespace, true)?;
+        await_path(&booted.guest, namespace, true)?;
     }
-    bench.verified_load("after-bind", 1).run(&bench.guest)?;
-    bench.server.borrow_mut().expect_alive()?;
+    booted.verified_load("after-bind", 1).run(&booted.guest)?;
+    booted.server().expect_alive()?;
     Ok(())
 }

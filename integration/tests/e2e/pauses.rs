@@ -6,7 +6,7 @@
 
 use integration::guest::fio::Fio;
 
-use crate::fixture::{Bench, Failure, PATIENCE, expect};
+use crate::fixture::{Booted, Failure, PATIENCE, expect};
 
 const IOS: u64 = 3000;
 
@@ -29,17 +29,17 @@ fn make_log(namespace: &str) -> String {
 /// With pauses of 2.5 ms on average, no more are possible: without them there would be thousands.
 const MOST_IOPS: f64 = 450.0;
 
-pub(crate) fn none_is_lost(bench: &Bench) -> Result<(), Failure> {
-    bench.guest.check(&make_log(&bench.namespace), PATIENCE)?;
+pub(crate) fn none_is_lost(booted: &Booted) -> Result<(), Failure> {
+    booted.guest.check(&make_log(&booted.namespace), PATIENCE)?;
     let report = Fio::new("pauses", "randread", "4k", 1)
-        .option("filename", &bench.namespace)
+        .option("filename", &booted.namespace)
         .option("read_iolog", "/tmp/pauses.log")
-        .run(&bench.guest)?;
+        .run(&booted.guest)?;
     expect(report.read.ios == IOS, || {
         format!("{} I/Os, not {IOS}", report.read.ios)
     })?;
     expect(report.read.iops < MOST_IOPS, || {
         format!("{} I/Os per second: there were no pauses", report.read.iops)
     })?;
-    bench.expect_well()
+    booted.expect_well()
 }

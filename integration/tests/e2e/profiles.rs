@@ -12,7 +12,7 @@ use integration::server::{FunctionOptions, Server};
 use nvme_software::model::{NvmProfile, NvmRates, Profile};
 
 use crate::Group;
-use crate::fixture::{FUNCTION, Failure, Lab, PATIENCE, at, await_path, expect};
+use crate::fixture::{Bench, FUNCTION, Failure, PATIENCE, at, await_path, expect};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "profiles",
@@ -30,23 +30,23 @@ const OFF: f64 = 4.0;
 /// A drive is never faster than it is, but for what fio rounds, and the command or two at the ends of its time.
 const EXACT: f64 = 1.03;
 
-fn fitted(lab: &Lab) -> Result<(), Failure> {
-    let given = written(&lab.folder().join("given.toml"), GIVEN)?;
-    let mut server = lab.serve(&[function("given.toml", lab.folder())])?;
+fn fitted(bench: &Bench) -> Result<(), Failure> {
+    let given = written(&bench.folder().join("given.toml"), GIVEN)?;
+    let mut server = bench.serve(&[function("given.toml", bench.folder())])?;
     let config = GuestConfig::new("guest")
         .vcpus(2)
         .hotplug()
         .drive(Drive::vfio_user(server.socket(FUNCTION)));
-    let mut guest = lab.boot(lab.v6_12(), &config)?;
-    let report = lab.folder().join("drive.json");
+    let mut guest = bench.boot(&config)?;
+    let report = bench.folder().join("drive.json");
     write(&report, &measured(&guest)?)?;
 
     let text = process::run(
-        Command::new(lab.binary())
+        Command::new(bench.program())
             .args(["profile", "fit"])
             .arg(&report),
     )?;
-    let folder = lab.folder().join("fitted");
+    let folder = bench.folder().join("fitted");
     fs::create_dir_all(&folder).map_err(at(&folder))?;
     let found = written(&folder.join("fitted.toml"), &text)?;
     let sides = [(&found.read, &given.read), (&found.write, &given.write)];
@@ -54,7 +54,11 @@ fn fitted(lab: &Lab) -> Result<(), Failure> {
         && sides.iter().all(|(found, given)| is_like(found, given));
     expect(resembles, || format!("{found:?} of {given:?}:\n{text}"))?;
 
-    let mut second = Server::start(lab.binary(), &[function("fitted.toml", &folder)], &folder)?;
+    let mut second = Server::start(
+        bench.program(),
+        &[function("fitted.toml", &folder)],
+        &folder,
+    )?;
     guest.plug(
         &Drive::vfio_user(second.socket(FUNCTION))
             .id("fitted")

@@ -5,16 +5,16 @@ use std::time::Duration;
 use integration::guest::fio::Fio;
 
 use crate::Group;
-use crate::fixture::{Failure, Lab, PATIENCE, expect, verified_load};
+use crate::fixture::{Bench, Booted, Failure, PATIENCE, expect, verified_load};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "reset",
     checks: &[
-        ("controller_reset_under_load", |lab| {
-            under_load(lab, "nvme reset /dev/nvme0")
+        ("controller_reset_under_load", |bench| {
+            under_load(bench, "nvme reset /dev/nvme0")
         }),
-        ("function_level_reset_under_load", |lab| {
-            under_load(lab, "echo 1 > /sys/class/nvme/nvme0/device/reset")
+        ("function_level_reset_under_load", |bench| {
+            under_load(bench, "echo 1 > /sys/class/nvme/nvme0/device/reset")
         }),
     ],
 };
@@ -23,8 +23,8 @@ pub(crate) const GROUP: Group = Group::Alone {
 const RESETS_MAX: u32 = 8;
 const RESETS_MIN: u32 = 2;
 
-fn under_load(lab: &Lab, reset: &str) -> Result<(), Failure> {
-    let bench = lab.bench(2)?;
+fn under_load(bench: &Bench, reset: &str) -> Result<(), Failure> {
+    let booted = Booted::new(bench, 2)?;
     // Verified in the background of the writing, so that it goes on all the time.
     let load = Fio::new("load", "randwrite", "4k", 32)
         .option("size", "64m")
@@ -32,9 +32,9 @@ fn under_load(lab: &Lab, reset: &str) -> Result<(), Failure> {
         .option("verify_backlog", "1024")
         .option("verify_fatal", "1")
         .runtime(Duration::from_secs(15));
-    let job = bench.guest.start(&load.script())?;
+    let job = booted.guest.start(&load.script())?;
     // A reset counts if the load outlives it. A busy machine gets fewer of them done.
-    let resets = bench.guest.check(
+    let resets = booted.guest.check(
         &format!(
             "n=0; while [ $n -lt {RESETS_MAX} ]; do sleep 1; {reset} || exit 1; \
              pidof fio > /dev/null || break; n=$((n + 1)); done; echo $n"
@@ -48,15 +48,15 @@ fn under_load(lab: &Lab, reset: &str) -> Result<(), Failure> {
     expect(resets >= RESETS_MIN, || {
         format!("The load met {resets} resets, and {RESETS_MIN} at least were meant")
     })?;
-    let output = bench.guest.finish(job, load.patience())?;
+    let output = booted.guest.finish(job, load.patience())?;
     load.report(&output.text)?;
-    let state = bench
+    let state = booted
         .guest
         .check("cat /sys/class/nvme/nvme0/state", PATIENCE)?;
     expect(state.trim() == "live", || {
         format!("The controller is {state}")
     })?;
-    verified_load("afterwards", 1).run(&bench.guest)?;
-    bench.server.borrow_mut().expect_alive()?;
+    verified_load("afterwards", 1).run(&booted.guest)?;
+    booted.server().expect_alive()?;
     Ok(())
 }

@@ -8,16 +8,16 @@ use integration::guest::{BOOT_PATIENCE, Drive, Guest, GuestConfig};
 use integration::server::FunctionOptions;
 
 use crate::Group;
-use crate::fixture::{Failure, Lab, at, expect, expect_no_complaints, verified_load};
+use crate::fixture::{Bench, Failure, at, expect, expect_no_complaints, verified_load};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "sharing",
     checks: &[
         ("two_kernels_at_once", two_kernels_at_once),
-        ("demo_on_a_file", |lab| demo(lab, &[])),
-        ("demo_in_memory_with_mapped_doorbells", |lab| {
+        ("demo_on_a_file", |bench| demo(bench, &[])),
+        ("demo_in_memory_with_mapped_doorbells", |bench| {
             demo(
-                lab,
+                bench,
                 &[
                     "--drive",
                     "memory:600M",
@@ -31,9 +31,9 @@ pub(crate) const GROUP: Group = Group::Alone {
     ],
 };
 
-fn two_kernels_at_once(lab: &Lab) -> Result<(), Failure> {
-    let drive = lab.drive("shared.img", 256)?.display().to_string();
-    let mut server = lab.serve(&[
+fn two_kernels_at_once(bench: &Bench) -> Result<(), Failure> {
+    let drive = bench.drive("shared.img", 256)?.display().to_string();
+    let mut server = bench.serve(&[
         FunctionOptions::new("old", drive.clone(), "0+128M"),
         FunctionOptions::new("new", drive, "128M+128M"),
     ])?;
@@ -41,9 +41,9 @@ fn two_kernels_at_once(lab: &Lab) -> Result<(), Failure> {
         let config = GuestConfig::new(name)
             .vcpus(2)
             .drive(Drive::vfio_user(server.socket(name)));
-        Guest::start_booting(assets, &config, lab.folder())
+        Guest::start_booting(assets, &config, bench.folder())
     };
-    let guests = [boot("old", lab.v6_1())?, boot("new", lab.v6_12())?];
+    let guests = [boot("old", &bench.v6_1()?)?, boot("new", bench.v6_12())?];
     let load = verified_load("verify", 2);
     let mut jobs = Vec::new();
     for guest in &guests {
@@ -61,8 +61,8 @@ fn two_kernels_at_once(lab: &Lab) -> Result<(), Failure> {
     Ok(())
 }
 
-fn demo(lab: &Lab, more: &[&str]) -> Result<(), Failure> {
-    let json = lab.folder().join("demo.json");
+fn demo(bench: &Bench, more: &[&str]) -> Result<(), Failure> {
+    let json = bench.folder().join("demo.json");
     let path = json.display().to_string();
     let mut arguments = vec!["demo", "--runtime", "2", "--json", &path];
     arguments.extend(more);

@@ -23,13 +23,13 @@ use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_tests::vfio_user::VfioUserBar;
 
 use crate::Group;
-use crate::fixture::{Failure, Lab, at, expect};
+use crate::fixture::{Bench, Failure, at, expect};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "tenants",
     checks: &[
-        ("on_a_file", |lab| {
-            storm(lab, &lab.drive("shared.img", SHARED_MIB)?)
+        ("on_a_file", |bench| {
+            storm(bench, &bench.drive("shared.img", SHARED_MIB)?)
         }),
         ("on_tmpfs", on_tmpfs),
         ("on_xfs", on_xfs),
@@ -49,28 +49,28 @@ const COMING: (u64, u64) = (1 << 33, 1 << 20);
 const WRITE_BLOCKS: u64 = 300;
 const RANGE_BLOCKS: u64 = 2048;
 
-fn on_tmpfs(lab: &Lab) -> Result<(), Failure> {
+fn on_tmpfs(bench: &Bench) -> Result<(), Failure> {
     let folder = tempfile::Builder::new()
         .prefix("nvme-mpt-e2e-")
         .tempdir_in("/dev/shm")
         .map_err(at("/dev/shm"))?;
-    storm(lab, &image(folder.path())?)
+    storm(bench, &image(folder.path())?)
 }
 
-fn on_xfs(lab: &Lab) -> Result<(), Failure> {
+fn on_xfs(bench: &Bench) -> Result<(), Failure> {
     host::ensure(&[Tool {
         program: "mkfs.xfs",
         package: "xfsprogs",
     }])?;
-    let disk = LoopDevice::of(&lab.drive("xfs.img", 2 * SHARED_MIB)?)?;
+    let disk = LoopDevice::of(&bench.drive("xfs.img", 2 * SHARED_MIB)?)?;
     run("mkfs.xfs", &[Path::new("-q"), &disk.path])?;
-    let mounted = Mounted::at(&disk.path, lab.folder().join("xfs"))?;
-    storm(lab, &image(&mounted.folder)?)
+    let mounted = Mounted::at(&disk.path, bench.folder().join("xfs"))?;
+    storm(bench, &image(&mounted.folder)?)
 }
 
-fn on_a_loop_device(lab: &Lab) -> Result<(), Failure> {
-    let disk = LoopDevice::of(&lab.drive("loop.img", SHARED_MIB)?)?;
-    storm(lab, &disk.path)
+fn on_a_loop_device(bench: &Bench) -> Result<(), Failure> {
+    let disk = LoopDevice::of(&bench.drive("loop.img", SHARED_MIB)?)?;
+    storm(bench, &disk.path)
 }
 
 fn image(folder: &Path) -> Result<PathBuf, Failure> {
@@ -155,7 +155,7 @@ fn verified(socket: &Path) -> Result<load::report::Report, Failure> {
         .map_err(|error| Failure::from(format!("Quiet: {}", integration::error_chain(&error))))
 }
 
-fn storm(lab: &Lab, drive: &Path) -> Result<(), Failure> {
+fn storm(bench: &Bench, drive: &Path) -> Result<(), Failure> {
     let functions: Vec<_> = ["quiet"]
         .into_iter()
         .chain(LOUD)
@@ -165,7 +165,7 @@ fn storm(lab: &Lab, drive: &Path) -> Result<(), Failure> {
             FunctionOptions::new(id, drive.display().to_string(), range)
         })
         .collect();
-    let mut server = lab.serve(&functions)?;
+    let mut server = bench.serve(&functions)?;
     let alone = verified(&server.socket("quiet"))?;
 
     let (stop, commands) = (AtomicBool::new(false), AtomicU64::new(0));

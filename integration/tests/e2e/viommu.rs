@@ -9,14 +9,14 @@ use integration::provision::Assets;
 
 use crate::Group;
 use crate::fixture::{
-    FUNCTION, Failure, Lab, PATIENCE, expect, expect_no_complaints, verified_load,
+    Bench, FUNCTION, Failure, PATIENCE, expect, expect_no_complaints, function, verified_load,
 };
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "viommu",
     checks: &[
-        ("v6_1", |lab| from_boot_to_resets(lab, lab.v6_1())),
-        ("v6_12", |lab| from_boot_to_resets(lab, lab.v6_12())),
+        ("v6_1", |bench| from_boot_to_resets(bench, &bench.v6_1()?)),
+        ("v6_12", |bench| from_boot_to_resets(bench, bench.v6_12())),
     ],
 };
 
@@ -29,14 +29,14 @@ const FILE_SYSTEM: &str = "mkfs.ext4 -q -F /dev/nvme0n1 && mount -t ext4 /dev/nv
      mount -t ext4 /dev/nvme0n1 /mnt && cd /mnt && md5sum -c /tmp/sums && cd / && umount /mnt && \
      e2fsck -f -n /dev/nvme0n1";
 
-fn from_boot_to_resets(lab: &Lab, assets: &Assets) -> Result<(), Failure> {
-    let mut server = lab.serve(&[lab.function()?])?;
+fn from_boot_to_resets(bench: &Bench, assets: &Assets) -> Result<(), Failure> {
+    let mut server = bench.serve(&[function(bench)?])?;
     let config = GuestConfig::new("guest")
         .vcpus(2)
         .virtual_iommu()
         .kernel_arguments(ARGUMENTS)
         .drive(Drive::vfio_user(server.socket(FUNCTION)));
-    let guest = lab.boot(assets, &config)?;
+    let guest = bench.boot_with(assets, &config)?;
     let domain = guest.check(
         "cat /sys/class/nvme/nvme0/device/iommu_group/type",
         PATIENCE,

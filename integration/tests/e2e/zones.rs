@@ -7,10 +7,11 @@ use integration::server::FunctionOptions;
 use serde_json::Value;
 
 use crate::Group;
-use crate::fixture::{Bench, FUNCTION, Failure, Lab, PATIENCE, at, expect};
+use crate::fixture::{Bench, Booted, FUNCTION, Failure, PATIENCE, at, expect};
 
-pub(crate) const GROUP: Group = Group::OnBench {
+pub(crate) const GROUP: Group = Group::OnGuest {
     name: "zones",
+    functions: &[FUNCTION],
     boot,
     checks: &[
         ("linux_calls_it_host_managed", linux_calls_it_host_managed),
@@ -44,26 +45,26 @@ mod status {
     pub(super) const INVALID_ZONE_STATE_TRANSITION: u16 = 0x1BF;
 }
 
-fn boot(lab: &Lab) -> Result<Vec<Bench>, Failure> {
-    let profile = lab.folder().join("zones.toml");
+fn boot(bench: &Bench) -> Result<Vec<Booted>, Failure> {
+    let profile = bench.folder().join("zones.toml");
     fs::write(&profile, PROFILE).map_err(at(&profile))?;
-    let drive = lab.drive("zoned.img", 256)?.display().to_string();
+    let drive = bench.drive("zoned.img", 256)?.display().to_string();
     let function = FunctionOptions::new(FUNCTION, drive, "64M+128M")
         .option(format!("profile={}", profile.display()))
         .option("lba=4096");
-    Ok(vec![lab.bench_with(lab.v6_12(), function, 2)?])
+    Ok(vec![Booted::with(bench, bench.v6_12(), function, 2)?])
 }
 
 /// `nvme COMMAND`, with the namespace behind the command's name.
-fn nvme(bench: &Bench, command: &str, options: &str, status: u16) -> Result<String, Failure> {
+fn nvme(booted: &Booted, command: &str, options: &str, status: u16) -> Result<String, Failure> {
     let line = format!("{command} {NAMESPACE} {options}");
-    Ok(bench.guest.expect_nvme(&line, status)?)
+    Ok(booted.guest.expect_nvme(&line, status)?)
 }
 
 /// So many descriptors from a zone on, as nvme-cli reads them.
-fn report(bench: &Bench, zone: u64, count: u64) -> Result<Vec<Value>, Failure> {
+fn report(booted: &Booted, zone: u64, count: u64) -> Result<Vec<Value>, Failure> {
     let options = format!("-s {} -d {count} -o json", zone * ZONE);
-    let text = nvme(bench, "zns report-zones", &options, status::SUCCESS)?;
+    let text = nvme(booted, "zns report-zones", &options, status::SUCCESS)?;
     let report: Option<Value> = serde_json::from_str(&text).ok();
     let list = report
         .as_ref()
@@ -73,8 +74,8 @@ fn report(bench: &Bench, zone: u64, count: u64) -> Result<Vec<Value>, Failure> {
 }
 
 /// Fails unless a zone is in a state, with its write pointer so many blocks from its start.
-fn expect_zone(bench: &Bench, zone: u64, state: &str, written: u64) -> Result<(), Failure> {
-    let zones = report(bench, zone, 1)?;
+fn expect_zone(booted: &Booted, zone: u64, state: &str, written: u64) -> Result<(), Failure> {
+    let zones = report(booted, zone, 1)?;
     let found = zones.first();
     let is = |found: &Value| {
         let number = |field: &str| found[field].as_u64();
@@ -89,30 +90,30 @@ fn expect_zone(bench: &Bench, zone: u64, state: &str, written: u64) -> Result<()
     })
 }
 
-fn reset_all(bench: &Bench) -> Result<(), Failure> {
-    nvme(bench, "zns reset-zone", "-a", status::SUCCESS)?;
+fn reset_all(booted: &Booted) -> Result<(), Failure> {
+    nvme(booted, "zns reset-zone", "-a", status::SUCCESS)?;
     Ok(())
 }
 
 /// `count` blocks of a letter, in a file of the guest.
-fn data(bench: &Bench, count: u64, letter: char) -> Result<String, Failure> {
+fn data(booted: &Booted, count: u64, letter: char) -> Result<String, Failure> {
     let file = format!("/tmp/{letter}{count}");
     let bytes = count * 4096;
-    bench.guest.check(
+    booted.guest.check(
         &format!("head -c {bytes} /dev/zero | tr '\\0' {letter} > {file}"),
         PATIENCE,
     )?;
     Ok(file)
 }
 
-fn write(bench: &Bench, slba: u64, count: u64, status: u16) -> Result<(), Failure> {
-    let file = data(bench, count, 'w')?;
+fn write(booted: &Booted, slba: u64, count: u64, status: u16) -> Result<(), Failure> {
+    let file = data(booted, count, 'w')?;
     let options = format!("-s {slba} -c {} -z {} -d {file}", count - 1, count * 4096);
-    nvme(bench, "write", &options, status)?;
+    nvme(booted, "write", &options, status)?;
     Ok(())
 }
 
-fn linux_calls_it_host_managed(bench: &Bench) -> Result<(), Failure> {
+fn linux_calls_it_host_managed(booted: &Booted) -> Result<(), Failure> {
     // Sectors of 512 bytes; limits are the lease's share.
     for (attribute, expected) in [
         ("zoned", "host-managed".to_owned()),
@@ -123,97 +124,97 @@ fn linux_calls_it_host_managed(bench: &Bench) -> Result<(), Failure> {
         ("zone_append_max_bytes", "65536".to_owned()),
     ] {
         let path = format!("/sys/block/nvme0n1/queue/{attribute}");
-        let found = bench.guest.check(&format!("cat {path}"), PATIENCE)?;
+        let found = booted.guest.check(&format!("cat {path}"), PATIENCE)?;
         expect(found.trim() == expected, || {
             format!("{path} is {}, not {expected}", found.trim())
         })?;
     }
-    let zones = report(bench, 0, ZONES)?;
+    let zones = report(booted, 0, ZONES)?;
     expect(zones.len() as u64 == ZONES, || {
         format!("{} zones in the report: {zones:?}", zones.len())
     })?;
-    expect_zone(bench, 0, "EMPTY", 0)?;
-    expect_zone(bench, ZONES - 1, "EMPTY", 0)?;
-    let id = nvme(bench, "zns id-ns", "", status::SUCCESS)?;
+    expect_zone(booted, 0, "EMPTY", 0)?;
+    expect_zone(booted, ZONES - 1, "EMPTY", 0)?;
+    let id = nvme(booted, "zns id-ns", "", status::SUCCESS)?;
     expect(id.contains("0x400"), || format!("No zone size in\n{id}"))?;
-    bench.expect_well()
+    booted.expect_well()
 }
 
-fn wrong_writes_are_refused(bench: &Bench) -> Result<(), Failure> {
-    reset_all(bench)?;
+fn wrong_writes_are_refused(booted: &Booted) -> Result<(), Failure> {
+    reset_all(booted)?;
     let zone = |index: u64| index * ZONE;
-    write(bench, zone(1) + 1, 1, status::ZONE_INVALID_WRITE)?;
-    write(bench, zone(1), 3, status::SUCCESS)?;
-    write(bench, zone(1), 1, status::ZONE_INVALID_WRITE)?;
-    expect_zone(bench, 1, "IMP_OPENED", 3)?;
+    write(booted, zone(1) + 1, 1, status::ZONE_INVALID_WRITE)?;
+    write(booted, zone(1), 3, status::SUCCESS)?;
+    write(booted, zone(1), 1, status::ZONE_INVALID_WRITE)?;
+    expect_zone(booted, 1, "IMP_OPENED", 3)?;
     nvme(
-        bench,
+        booted,
         "zns open-zone",
         &format!("-s {}", zone(1) + 1),
         status::INVALID_FIELD,
     )?;
     let at = |index: u64| format!("-s {}", zone(index));
-    nvme(bench, "zns close-zone", &at(1), status::SUCCESS)?;
-    expect_zone(bench, 1, "CLOSED", 3)?;
-    nvme(bench, "zns finish-zone", &at(1), status::SUCCESS)?;
-    expect_zone(bench, 1, "FULL", 0)?;
-    write(bench, zone(1) + 3, 1, status::ZONE_IS_FULL)?;
+    nvme(booted, "zns close-zone", &at(1), status::SUCCESS)?;
+    expect_zone(booted, 1, "CLOSED", 3)?;
+    nvme(booted, "zns finish-zone", &at(1), status::SUCCESS)?;
+    expect_zone(booted, 1, "FULL", 0)?;
+    write(booted, zone(1) + 3, 1, status::ZONE_IS_FULL)?;
     nvme(
-        bench,
+        booted,
         "zns close-zone",
         &at(1),
         status::INVALID_ZONE_STATE_TRANSITION,
     )?;
     // All but 64 of the blocks that can be written.
     let fill = format!("dd if=/dev/zero of={NAMESPACE} bs=256k count=11 seek=32 oflag=direct");
-    bench.guest.check(&fill, PATIENCE)?;
+    booted.guest.check(&fill, PATIENCE)?;
     write(
-        bench,
+        booted,
         zone(2) + CAPACITY - 64,
         65,
         status::ZONE_BOUNDARY_ERROR,
     )?;
     for index in [3, 4] {
-        nvme(bench, "zns open-zone", &at(index), status::SUCCESS)?;
+        nvme(booted, "zns open-zone", &at(index), status::SUCCESS)?;
     }
     // Zone 2 was closed for them, and needs no more than to be open again.
     write(
-        bench,
+        booted,
         zone(2) + CAPACITY - 64,
         1,
         status::TOO_MANY_OPEN_ZONES,
     )?;
-    write(bench, zone(5), 1, status::TOO_MANY_ACTIVE_ZONES)?;
-    nvme(bench, "zns reset-zone", &at(3), status::SUCCESS)?;
-    write(bench, zone(5), 1, status::SUCCESS)?;
-    reset_all(bench)?;
-    expect_zone(bench, 2, "EMPTY", 0)
+    write(booted, zone(5), 1, status::TOO_MANY_ACTIVE_ZONES)?;
+    nvme(booted, "zns reset-zone", &at(3), status::SUCCESS)?;
+    write(booted, zone(5), 1, status::SUCCESS)?;
+    reset_all(booted)?;
+    expect_zone(booted, 2, "EMPTY", 0)
 }
 
-fn zone_append(bench: &Bench) -> Result<(), Failure> {
-    reset_all(bench)?;
+fn zone_append(booted: &Booted) -> Result<(), Failure> {
+    reset_all(booted)?;
     let zslba = 5 * ZONE;
     for (count, letter) in [(2, 'a'), (3, 'b')] {
-        let file = data(bench, count, letter)?;
+        let file = data(booted, count, letter)?;
         let options = format!("-s {zslba} -z {} -d {file}", count * 4096);
-        let said = nvme(bench, "zns zone-append", &options, status::SUCCESS)?;
+        let said = nvme(booted, "zns zone-append", &options, status::SUCCESS)?;
         let at = if letter == 'a' { zslba } else { zslba + 2 };
         // nvme-cli tells it in hexadecimal.
         expect(said.trim_end().ends_with(&format!("LBA {at:x}")), || {
             format!("The append did not go to {at:#x}: {said}")
         })?;
     }
-    expect_zone(bench, 5, "IMP_OPENED", 5)?;
+    expect_zone(booted, 5, "IMP_OPENED", 5)?;
     let read = format!("-s {zslba} -c 4 -z 20480 -d /tmp/found");
-    nvme(bench, "read", &read, status::SUCCESS)?;
-    bench
+    nvme(booted, "read", &read, status::SUCCESS)?;
+    booted
         .guest
         .check("cat /tmp/a2 /tmp/b3 | cmp - /tmp/found", PATIENCE)?;
     Ok(())
 }
 
-fn fio_writes_and_verifies(bench: &Bench) -> Result<(), Failure> {
-    reset_all(bench)?;
+fn fio_writes_and_verifies(booted: &Booted) -> Result<(), Failure> {
+    reset_all(booted)?;
     for (name, pattern) in [("sequential", "write"), ("random", "randwrite")] {
         Fio::new(name, pattern, "16k", 4)
             .verified()
@@ -222,7 +223,7 @@ fn fio_writes_and_verifies(bench: &Bench) -> Result<(), Failure> {
             .option("offset", "16m")
             .option("size", "32m")
             .option("io_size", "6m")
-            .run(&bench.guest)?;
+            .run(&booted.guest)?;
     }
-    bench.expect_well()
+    booted.expect_well()
 }

@@ -1,16 +1,14 @@
-//! Tools of a check inside the lab: a folder of its own, servers, guests, drives.
+//! Tools of a check inside the lab: its bench, and the host that it runs on.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-pub(crate) use integration::checks::{Failure, at, expect};
-use integration::guest::{Guest, GuestConfig};
+pub(crate) use integration::checks::{Bench, Failure, at, expect};
 use integration::lab::inside;
 use integration::process;
 use integration::provision::{Assets, KernelChoice};
-use integration::server::{FunctionOptions, Server};
 
 /// Long enough for anything that ends by itself.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(180);
@@ -44,39 +42,15 @@ pub(crate) fn await_that(
     Ok(())
 }
 
-/// Possessions of one check, inside the lab.
-pub(crate) struct Bench {
-    folder: PathBuf,
-    assets: Assets,
-}
-
-impl Bench {
-    pub(crate) fn new(check: &str) -> Result<Self, Failure> {
-        let folder = Path::new(LOGS).join(check.replace("::", "-"));
-        fs::create_dir_all(&folder).map_err(at(&folder))?;
-        Ok(Self {
-            folder,
-            assets: Assets::provide(&KernelChoice::V6_12)?,
-        })
-    }
-
-    /// Its own folder.
-    pub(crate) fn folder(&self) -> &Path {
-        &self.folder
-    }
-
-    /// The `nvme-mpt` program.
-    pub(crate) fn program(&self) -> PathBuf {
-        inside::brought("nvme-mpt")
-    }
-
-    /// `nvme-mpt serve` with these functions.
-    pub(crate) fn serve(&self, functions: &[FunctionOptions]) -> Result<Server, Failure> {
-        Ok(Server::start(&self.program(), functions, &self.folder)?)
-    }
-
-    /// A guest, by KVM.
-    pub(crate) fn boot(&self, config: &GuestConfig) -> Result<Guest, Failure> {
-        Ok(Guest::boot(&self.assets, config, &self.folder)?)
-    }
+/// A bench whose folder is the check's own.
+pub(crate) fn bench(check: &str) -> Result<Bench, Failure> {
+    let folder = Path::new(LOGS).join(check.replace("::", "-"));
+    fs::create_dir_all(&folder).map_err(at(&folder))?;
+    let assets = Assets::provide(&KernelChoice::V6_12)?;
+    Ok(Bench::new(
+        folder.clone(),
+        folder,
+        inside::brought("nvme-mpt"),
+        assets,
+    ))
 }

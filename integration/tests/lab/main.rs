@@ -4,17 +4,17 @@
 //! part of a check's name. These tests need many minutes: `cargo test` alone does not run them, `cargo verify` runs
 //! the group `native`, and `cargo verify --full` runs all of them.
 //!
-//! A group boots one lab with the drives that it names, and this same program runs the group's checks
-//! inside it, one after the other. A check is a function of a [`Bench`]: it binds, serves and boots guests
-//! as on a real host. To add one, put it into a file of its topic and that file's `GROUP` into [`GROUPS`].
+//! [`checks`] is the harness. A group boots one lab with the drives that it names, and each of its checks is this same
+//! program inside the lab. A check is a function of a [`Bench`]: it binds, serves and boots guests as on a real host.
+//! To add one, put it into a file of its topic and that file's `GROUP` into [`GROUPS`].
 
 use std::process::ExitCode;
-use std::time::Instant;
+use std::sync::Arc;
 
-use integration::checks::Selection;
+use clap::Parser;
+use integration::checks::{self, Options};
 use integration::guest;
 use integration::lab::{LabDrive, inside};
-use integration::progress::say;
 
 mod around;
 mod backing;
@@ -41,7 +41,7 @@ mod vmm;
 mod vmms;
 
 use fixture::{Bench, Failure};
-use harness::Suite;
+use harness::{GroupLab, Suite};
 
 /// A check inside the lab.
 type Inside = fn(&Bench) -> Result<(), Failure>;
@@ -58,6 +58,7 @@ enum Refused {
 }
 
 /// Checks that belong together.
+#[derive(Clone, Copy)]
 enum Group {
     /// Inside one lab.
     Inside {
@@ -93,71 +94,68 @@ const GROUPS: &[Group] = &[
     vmms::GROUP,
 ];
 
-impl Group {
-    fn name(&self) -> &'static str {
-        match self {
-            Self::Inside { name, .. } | Self::Around { name, .. } => name,
-        }
-    }
-
-    /// The full names of its checks that are wanted.
-    fn wanted(&self, filter: &str) -> Vec<String> {
-        let checks: Vec<&str> = match self {
-            Self::Inside { checks, .. } => checks.iter().map(|(check, _)| *check).collect(),
-            Self::Around { checks, .. } => checks.iter().map(|(check, _)| *check).collect(),
-        };
-        let full = |check| format!("{}::{check}", self.name());
-        let names = checks.into_iter().map(full);
-        names.filter(|name| name.contains(filter)).collect()
-    }
-}
-
 fn main() -> ExitCode {
     if inside::is_inside() {
-        return run_inside(&std::env::args().skip(1).collect::<Vec<_>>());
+        return run_inside(&std::env::args().nth(1).unwrap_or_default());
     }
-    let selection = match Selection::from_arguments(std::env::args().skip(1)) {
-        Ok(selection) => selection,
-        Err(error) => {
-            integration::print_error(&error);
-            return ExitCode::FAILURE;
-        }
-    };
-    let groups: Vec<&Group> = selection.share_of(GROUPS).collect();
-    if selection.list {
-        let wanted = |group: &&Group| group.wanted(&selection.filter);
-        for name in groups.iter().flat_map(wanted) {
-            say(&format!("{name}: test"));
-        }
-        return ExitCode::SUCCESS;
-    }
-    harness::run(&groups, &selection)
+    let options = Options::parse();
+    let once = options.once;
+    let groups = GROUPS.iter().map(|group| group.checks(once)).collect();
+    checks::run(options, groups)
 }
 
-/// Runs the checks of these names, in the lab that was booted for them.
-fn run_inside(wanted: &[String]) -> ExitCode {
-    let mut all_well = true;
+impl Group {
+    fn checks(self, once: bool) -> checks::Group {
+        match self {
+            Self::Around { name, checks } => {
+                let mut group = checks::Group::new(name);
+                for &(check, run) in checks {
+                    group = group.check(check, move || run(harness::suite()?));
+                }
+                group
+            }
+            Self::Inside {
+                name,
+                drives,
+                refused,
+                checks,
+            } => {
+                let lab = Arc::new(GroupLab::new(drives, once));
+                let mut group = checks::Group::new(name);
+                for &(check, _) in checks {
+                    let lab = Arc::clone(&lab);
+                    group = group.check(check, move || lab.check(&format!("{name}::{check}")));
+                }
+                group.end("lab", move || lab.end(refused))
+            }
+        }
+    }
+}
+
+/// Runs the check of this name, in the lab that was booted for its group.
+fn run_inside(wanted: &str) -> ExitCode {
+    match check_inside(wanted) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            println!("{}", integration::error_chain(&*failure));
+            match guest::is_lost(&*failure) {
+                true => ExitCode::from(guest::LOST_STATUS),
+                false => ExitCode::FAILURE,
+            }
+        }
+    }
+}
+
+fn check_inside(wanted: &str) -> Result<(), Failure> {
     for group in GROUPS {
         let Group::Inside { name, checks, .. } = group else {
             continue;
         };
         for (check, run) in *checks {
-            let full = format!("{name}::{check}");
-            if wanted.contains(&full) {
-                let started = Instant::now();
-                let result = Bench::new(&full).and_then(|bench| run(&bench));
-                all_well &= result.is_ok();
-                harness::report(&full, &result, started);
-                if result.is_err_and(|failure| guest::is_lost(&*failure)) {
-                    // Nobody knows in what state it has left the drives: the rest needs another lab.
-                    return ExitCode::FAILURE;
-                }
+            if format!("{name}::{check}") == wanted {
+                return run(&fixture::bench(wanted)?);
             }
         }
     }
-    if all_well {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    }
+    Err(format!("There is no check {wanted}").into())
 }

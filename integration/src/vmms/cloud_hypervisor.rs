@@ -59,68 +59,6 @@ pub fn assignment() -> String {
 }
 
 impl CloudHypervisor {
-    /// Boots a guest in the one that is named.
-    ///
-    /// # Errors
-    /// If it is none, or the guest does not come up.
-    pub fn boot(binary: &Path, setup: &Setup<'_>) -> Result<Self, VmmsError> {
-        let help = process::run(Command::new(binary).arg("--help"))?;
-        if !help.contains("--user-device") {
-            return Err(VmmsError::NoCloudHypervisor {
-                path: binary.to_owned(),
-            });
-        }
-        let server = if help.contains(OPTION) {
-            None
-        } else {
-            let functions = setup.functions();
-            Some(Server::start(&server::build()?, &functions, setup.folder)?)
-        };
-        for socket in ["agent", "api"] {
-            // One of an earlier guest may still lie there.
-            let _ = std::fs::remove_file(setup.folder.join(socket));
-        }
-        let path = |name: &str| setup.folder.join(name).display().to_string();
-        let (kernel, console) = (&setup.assets.kernel, setup.folder.join("console"));
-        let mut command = Command::new(binary);
-        command
-            .arg("--kernel")
-            .arg(&kernel.image)
-            .arg("--cmdline")
-            .arg(format!(
-                "console=hvc0 loglevel=5 panic=-1 agent=ttyS0 {RESET_BY_ACPI} {ROOT_ARGUMENTS}"
-            ))
-            .args(["--cpus", &format!("boot={VCPUS}")])
-            // A server maps it.
-            .args(["--memory", &format!("size={MEMORY_MIB}M,shared=on")])
-            .args(["--console", &format!("file={}", console.display())])
-            .args(["--serial", &format!("socket={}", path("agent"))])
-            .args(["--api-socket", &format!("path={}", path("api"))]);
-        match &server {
-            Some(server) => {
-                let (socket, id) = (server.socket(&setup.root.id), &setup.root.id);
-                let device = format!("socket={},id={id}", socket.display());
-                command.args(["--user-device", &device]);
-            }
-            None => {
-                let state = path("state");
-                let function = format!("{},state_dir={state}", setup.root.in_process());
-                command.args([OPTION, &function]);
-            }
-        }
-        let mut vmm = Supervised::spawn(NAME, &command, &setup.folder.join("vmm.log"))?;
-        let stream = connect(&setup.folder.join("agent"), || Ok(vmm.ended()?.is_some()))?;
-        // It raises one interrupt for all that comes over its serial port at once.
-        let guest = Agent::new("guest", &kernel.name, &console, vmm, stream)?.remind();
-        guest.await_ready(BOOT_PATIENCE)?;
-        Ok(Self {
-            guest,
-            folder: setup.folder.to_owned(),
-            pluggable: setup.pluggable.clone(),
-            server,
-        })
-    }
-
     /// Asks it for something (Cloud Hypervisor, docs/api.md).
     fn ask(&self, asked: &str, body: &Value) -> Result<(), VmmsError> {
         let path = self.folder.join("api");
@@ -201,6 +139,63 @@ fn connect(
 }
 
 impl Vmm for CloudHypervisor {
+    fn launch(setup: &Setup<'_>) -> Result<Self, VmmsError> {
+        let binary = named().ok_or(VmmsError::NotNamed)?;
+        let help = process::run(Command::new(&binary).arg("--help"))?;
+        if !help.contains("--user-device") {
+            return Err(VmmsError::NoCloudHypervisor { path: binary });
+        }
+        let server = if help.contains(OPTION) {
+            None
+        } else {
+            let functions = setup.functions();
+            Some(Server::start(&server::build()?, &functions, setup.folder)?)
+        };
+        for socket in ["agent", "api"] {
+            // One of an earlier guest may still lie there.
+            let _ = std::fs::remove_file(setup.folder.join(socket));
+        }
+        let path = |name: &str| setup.folder.join(name).display().to_string();
+        let (kernel, console) = (&setup.assets.kernel, setup.folder.join("console"));
+        let mut command = Command::new(binary);
+        command
+            .arg("--kernel")
+            .arg(&kernel.image)
+            .arg("--cmdline")
+            .arg(format!(
+                "console=hvc0 loglevel=5 panic=-1 agent=ttyS0 {RESET_BY_ACPI} {ROOT_ARGUMENTS}"
+            ))
+            .args(["--cpus", &format!("boot={VCPUS}")])
+            // A server maps it.
+            .args(["--memory", &format!("size={MEMORY_MIB}M,shared=on")])
+            .args(["--console", &format!("file={}", console.display())])
+            .args(["--serial", &format!("socket={}", path("agent"))])
+            .args(["--api-socket", &format!("path={}", path("api"))]);
+        match &server {
+            Some(server) => {
+                let (socket, id) = (server.socket(&setup.root.id), &setup.root.id);
+                let device = format!("socket={},id={id}", socket.display());
+                command.args(["--user-device", &device]);
+            }
+            None => {
+                let state = path("state");
+                let function = format!("{},state_dir={state}", setup.root.in_process());
+                command.args([OPTION, &function]);
+            }
+        }
+        let mut vmm = Supervised::spawn(NAME, &command, &setup.folder.join("vmm.log"))?;
+        let stream = connect(&setup.folder.join("agent"), || Ok(vmm.ended()?.is_some()))?;
+        // It raises one interrupt for all that comes over its serial port at once.
+        let guest = Agent::new("guest", &kernel.name, &console, vmm, stream)?.remind();
+        guest.await_ready(BOOT_PATIENCE)?;
+        Ok(Self {
+            guest,
+            folder: setup.folder.to_owned(),
+            pluggable: setup.pluggable.clone(),
+            server,
+        })
+    }
+
     fn guest(&self) -> &Agent {
         &self.guest
     }

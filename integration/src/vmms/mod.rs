@@ -1,4 +1,4 @@
-//! VMMs behind one trait, so that one list of checks runs over every VMM that is there.
+//! VMMs behind one trait, which launches them, so that one list of checks runs over every VMM that is there.
 //!
 //! - [`Qemu`]: stock, with functions over vfio-user;
 //! - [`Reference`]: the [reference VMM](crate::vmm), with functions in its own process;
@@ -20,7 +20,7 @@ use crate::server::{FunctionOptions, ServerError};
 
 pub mod cloud_hypervisor;
 mod qemu;
-mod reference;
+pub mod reference;
 
 pub use cloud_hypervisor::CloudHypervisor;
 pub use qemu::Qemu;
@@ -60,6 +60,9 @@ pub enum VmmsError {
         /// Why.
         source: io::Error,
     },
+    /// The user names no Cloud Hypervisor.
+    #[error("{} names no Cloud Hypervisor", cloud_hypervisor::VARIABLE)]
+    NotNamed,
     /// The user names a program that is no Cloud Hypervisor.
     #[error("{path} does not say in its --help that it is a Cloud Hypervisor: {variable} is to name one", variable = cloud_hypervisor::VARIABLE)]
     NoCloudHypervisor {
@@ -121,6 +124,14 @@ impl Setup<'_> {
 
 /// A VMM with a guest, whose root is on a function. Dropping it kills it.
 pub trait Vmm {
+    /// Launches the VMM, and waits until its guest is there.
+    ///
+    /// # Errors
+    /// If the VMM can't be run, or the guest does not come up.
+    fn launch(setup: &Setup<'_>) -> Result<Self, VmmsError>
+    where
+        Self: Sized;
+
     /// The guest.
     fn guest(&self) -> &Agent;
 

@@ -16,12 +16,8 @@ pub struct Qemu {
     pluggable: String,
 }
 
-impl Qemu {
-    /// Boots a guest.
-    ///
-    /// # Errors
-    /// If it does not come up.
-    pub fn boot(setup: &Setup<'_>) -> Result<Self, VmmsError> {
+impl Vmm for Qemu {
+    fn launch(setup: &Setup<'_>) -> Result<Self, VmmsError> {
         let server = Server::start(&server::build()?, &setup.functions(), setup.folder)?;
         let config = GuestConfig::new("guest")
             .vcpus(VCPUS)
@@ -38,9 +34,7 @@ impl Qemu {
             pluggable: setup.pluggable.id.clone(),
         })
     }
-}
 
-impl Vmm for Qemu {
     fn guest(&self) -> &Agent {
         &self.guest
     }

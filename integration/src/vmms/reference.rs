@@ -1,5 +1,6 @@
 //! The reference VMM, with functions in its own process.
 
+use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -7,7 +8,7 @@ use std::process::Command;
 
 use crate::guest::{self, Agent, BOOT_PATIENCE, ROOT_ARGUMENTS};
 use crate::lab::inside;
-use crate::process::Supervised;
+use crate::process::{ProcessError, Supervised};
 
 use super::{
     MEMORY_MIB, Outcome, PATIENCE, POWER_OFF, REBOOT, RESET_BY_ACPI, Setup, VCPUS, Vmm, VmmsError,
@@ -34,12 +35,81 @@ struct Machine {
     folder: PathBuf,
 }
 
-impl Reference {
-    /// Boots a guest.
-    ///
-    /// # Errors
-    /// If it does not come up.
-    pub fn boot(setup: &Setup<'_>) -> Result<Self, VmmsError> {
+/// Starts the reference VMM with `arguments`, and its control socket and leases in `folder`. `log` is the guest's
+/// console.
+///
+/// # Errors
+/// If it can't be started.
+pub fn spawn<S: AsRef<OsStr>>(
+    folder: &Path,
+    log: &Path,
+    arguments: impl IntoIterator<Item = S>,
+) -> Result<Supervised, ProcessError> {
+    let mut command = Command::new(inside::brought(NAME));
+    command
+        .arg("--control")
+        .arg(control(folder))
+        .arg("--state-dir")
+        .arg(folder)
+        .args(arguments);
+    Supervised::spawn(NAME, &command, log)
+}
+
+/// Asks the reference VMM of that folder for something while its guest runs, and returns its answer.
+///
+/// # Errors
+/// If it does not answer, or refuses.
+pub fn ask(folder: &Path, request: &str) -> Result<String, VmmsError> {
+    let path = control(folder);
+    let file = || VmmsError::file(&path);
+    let mut stream = UnixStream::connect(&path).map_err(file())?;
+    stream.set_read_timeout(Some(PATIENCE)).map_err(file())?;
+    writeln!(stream, "{request}").map_err(file())?;
+    let mut answer = String::new();
+    BufReader::new(stream)
+        .read_line(&mut answer)
+        .map_err(file())?;
+    match answer.trim_end().strip_prefix("ok") {
+        Some(rest) => Ok(rest.trim().to_owned()),
+        None => Err(VmmsError::Refused {
+            asked: request.to_owned(),
+            answer: answer.trim_end().to_owned(),
+        }),
+    }
+}
+
+fn control(folder: &Path) -> PathBuf {
+    folder.join("control")
+}
+
+impl Machine {
+    fn start(&self) -> Result<Agent, VmmsError> {
+        let (agent, console) = (self.folder.join("agent"), self.folder.join("console"));
+        let listener = guest::listen(&agent)?;
+        let command_line =
+            format!("console=ttyS0 loglevel=5 panic=-1 {RESET_BY_ACPI} {ROOT_ARGUMENTS}");
+        let (vcpus, memory) = (VCPUS.to_string(), MEMORY_MIB.to_string());
+        let arguments: [(&str, &OsStr); 6] = [
+            ("--kernel", self.kernel.1.as_ref()),
+            ("--cmdline", command_line.as_ref()),
+            ("--cpus", vcpus.as_ref()),
+            ("--memory", memory.as_ref()),
+            ("--nvme-mpt", self.root.as_ref()),
+            ("--serial", agent.as_ref()),
+        ];
+        let arguments = arguments
+            .iter()
+            .flat_map(|&(name, value)| [name.as_ref(), value]);
+        let mut vmm = spawn(&self.folder, &console, arguments)?;
+        let stream = guest::accept(&listener, &mut vmm, NAME)?;
+        let guest = Agent::new("guest", &self.kernel.0, &console, vmm, stream)?;
+        guest.await_ready(BOOT_PATIENCE)?;
+        Ok(guest)
+    }
+}
+
+impl Vmm for Reference {
+    fn launch(setup: &Setup<'_>) -> Result<Self, VmmsError> {
         let kernel = &setup.assets.kernel;
         let machine = Machine {
             kernel: (kernel.name.clone(), kernel.image.clone()),
@@ -53,68 +123,12 @@ impl Reference {
         })
     }
 
-    /// Asks it for something while its guest runs.
-    fn ask(&self, request: &str) -> Result<(), VmmsError> {
-        let path = self.machine.control();
-        let file = || VmmsError::file(&path);
-        let mut stream = UnixStream::connect(&path).map_err(file())?;
-        stream.set_read_timeout(Some(PATIENCE)).map_err(file())?;
-        writeln!(stream, "{request}").map_err(file())?;
-        let mut answer = String::new();
-        BufReader::new(stream)
-            .read_line(&mut answer)
-            .map_err(file())?;
-        if answer.starts_with("ok") {
-            return Ok(());
-        }
-        Err(VmmsError::Refused {
-            asked: request.to_owned(),
-            answer: answer.trim_end().to_owned(),
-        })
-    }
-}
-
-impl Machine {
-    fn start(&self) -> Result<Agent, VmmsError> {
-        let path = |name: &str| self.folder.join(name);
-        let (agent, console) = (path("agent"), path("console"));
-        let listener = guest::listen(&agent)?;
-        let mut command = Command::new(inside::brought(NAME));
-        command
-            .arg("--kernel")
-            .arg(&self.kernel.1)
-            .arg("--cmdline")
-            .arg(format!(
-                "console=ttyS0 loglevel=5 panic=-1 {RESET_BY_ACPI} {ROOT_ARGUMENTS}"
-            ))
-            .args(["--cpus", &VCPUS.to_string()])
-            .args(["--memory", &MEMORY_MIB.to_string()])
-            .args(["--nvme-mpt", &self.root])
-            .arg("--serial")
-            .arg(&agent)
-            .arg("--control")
-            .arg(self.control())
-            .arg("--state-dir")
-            .arg(path("state"));
-        let mut vmm = Supervised::spawn(NAME, &command, &console)?;
-        let stream = guest::accept(&listener, &mut vmm, NAME)?;
-        let guest = Agent::new("guest", &self.kernel.0, &console, vmm, stream)?;
-        guest.await_ready(BOOT_PATIENCE)?;
-        Ok(guest)
-    }
-
-    fn control(&self) -> PathBuf {
-        Path::new(&self.folder).join("control")
-    }
-}
-
-impl Vmm for Reference {
     fn guest(&self) -> &Agent {
         &self.guest
     }
 
     fn plug(&mut self) -> Result<(), VmmsError> {
-        self.ask(&format!("add {}", self.pluggable.1))?;
+        ask(&self.machine.folder, &format!("add {}", self.pluggable.1))?;
         // Nothing in the machine tells the guest of it.
         self.guest.check("echo 1 >/sys/bus/pci/rescan", PATIENCE)?;
         Ok(())
@@ -122,7 +136,10 @@ impl Vmm for Reference {
 
     fn unplug(&mut self, controller: &str) -> Result<Outcome, VmmsError> {
         self.guest.check(&forget(controller), PATIENCE)?;
-        self.ask(&format!("remove {}", self.pluggable.0))?;
+        ask(
+            &self.machine.folder,
+            &format!("remove {}", self.pluggable.0),
+        )?;
         Ok(Outcome::Done)
     }
 

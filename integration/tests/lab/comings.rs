@@ -2,16 +2,12 @@
 //! process.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::{Duration, Instant};
 
-use integration::lab::inside;
 use integration::process::{Supervised, file_tail};
 use integration::progress::say;
-use integration::provision::{Assets, KernelChoice};
+use integration::vmms::reference;
 
 use crate::fixture::{Bench, Failure, PATIENCE, at, await_that, expect, sh};
 use crate::vmm::root;
@@ -91,13 +87,13 @@ wait
 /// A machine that is asked by its control socket.
 struct Asked {
     vmm: Supervised,
-    control: PathBuf,
+    folder: PathBuf,
 }
 
 impl Asked {
     /// Has a guest run `script` from a function, whose options are returned as well.
     fn boot(bench: &Bench, log: &str, script: &str) -> Result<(Self, String), Failure> {
-        let assets = Assets::provide(&KernelChoice::V6_1)?;
+        let assets = bench.v6_1()?;
         let image = root(bench, &assets, &init::script(script))?;
         let function = format!("path={}", image.display());
         let kernel = assets.kernel.image.display().to_string();
@@ -108,43 +104,20 @@ impl Asked {
         Ok((Self::start(bench, log, &arguments)?, function))
     }
 
-    /// With `arguments` besides what all have.
     fn start(bench: &Bench, log: &str, arguments: &[&str]) -> Result<Self, Failure> {
-        let control = bench.folder().join("control");
-        let mut command = Command::new(inside::brought("reference-vmm"));
-        command.arg("--control").arg(&control);
-        command.arg("--state-dir").arg(bench.folder());
-        command.args(arguments);
-        let vmm = Supervised::spawn("reference-vmm", &command, &bench.folder().join(log))?;
-        Ok(Self { vmm, control })
+        let folder = bench.folder().to_owned();
+        let vmm = reference::spawn(&folder, &folder.join(log), arguments)?;
+        Ok(Self { vmm, folder })
     }
 
     /// Returns its answer to a request; an error is one.
     fn ask(&mut self, request: &str) -> Result<String, Failure> {
-        let answer = match self.answer(request) {
-            Ok(answer) => answer,
+        let answer = reference::ask(&self.folder, request);
+        if answer.is_err() {
             // That it has ended says more than that it does not answer.
-            Err(failure) => {
-                self.expect_alive()?;
-                return Err(failure);
-            }
-        };
-        match answer.trim_end().strip_prefix("ok") {
-            Some(rest) => Ok(rest.trim().to_owned()),
-            None => Err(Failure::from(format!("{request}: {answer}"))),
+            self.expect_alive()?;
         }
-    }
-
-    fn answer(&self, request: &str) -> Result<String, Failure> {
-        let file = || at(&self.control);
-        let mut stream = UnixStream::connect(&self.control).map_err(file())?;
-        stream.set_read_timeout(Some(PATIENCE)).map_err(file())?;
-        writeln!(stream, "{request}").map_err(file())?;
-        let mut answer = String::new();
-        BufReader::new(stream)
-            .read_line(&mut answer)
-            .map_err(file())?;
-        Ok(answer)
+        Ok(answer?)
     }
 
     fn expect_alive(&mut self) -> Result<(), Failure> {

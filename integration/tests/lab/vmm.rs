@@ -1,15 +1,15 @@
 //! Guests of the reference VMM, which has the function in its own process.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::path::PathBuf;
-use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
-use integration::lab::inside;
-use integration::process::{ProcessError, Supervised, at_work, file_tail};
+use integration::process::{ProcessError, at_work, file_tail};
 use integration::provision::{Assets, KernelChoice};
 use integration::vmm::counters::{KvmCounters, has_foreign_registers};
+use integration::vmms::reference;
 
 use crate::fixture::{Bench, Failure, PATIENCE, at, expect, sh};
 use crate::{Group, Refused, exits, init};
@@ -89,18 +89,19 @@ pub(crate) fn boot(
     let assets = Assets::provide(kernel)?;
     let image = root(bench, &assets, script)?;
     let console = bench.folder().join("console");
-    let mut command = Command::new(inside::brought("reference-vmm"));
-    command
-        .arg("--kernel")
-        .arg(&assets.kernel.image)
-        .args(["--memory", "384"])
-        .args(arguments)
-        .arg("--state-dir")
-        .arg(bench.folder())
-        .args(["--cmdline", init::COMMAND_LINE])
-        .arg("--nvme-mpt")
-        .arg(format!("path={},doorbells={doorbells}", image.display()));
-    let mut vmm = Supervised::spawn("reference-vmm", &command, &console)?;
+    let function = format!("path={},doorbells={doorbells}", image.display());
+    let machine = [
+        OsStr::new("--kernel"),
+        assets.kernel.image.as_os_str(),
+        "--memory".as_ref(),
+        "384".as_ref(),
+        "--cmdline".as_ref(),
+        init::COMMAND_LINE.as_ref(),
+        "--nvme-mpt".as_ref(),
+        function.as_ref(),
+    ];
+    let machine = machine.into_iter().chain(arguments.iter().map(OsStr::new));
+    let mut vmm = reference::spawn(bench.folder(), &console, machine)?;
     let status = vmm.wait(PATIENCE).map_err(|error| match error {
         ProcessError::StillRuns { .. } if has_foreign_registers(vmm.pid()) => {
             Failure::from(format!("{error}, and it runs with its host's registers"))

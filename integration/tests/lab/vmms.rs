@@ -23,8 +23,8 @@ pub(crate) const GROUP: Group = Group::Inside {
     drives: Vec::new,
     refused: Refused::Nothing,
     checks: &[
-        ("qemu", |bench| over(bench, Qemu::boot)),
-        ("reference_vmm", |bench| over(bench, Reference::boot)),
+        ("qemu", over::<Qemu>),
+        ("reference_vmm", over::<Reference>),
         ("cloud_hypervisor", over_cloud_hypervisor),
     ],
 };
@@ -72,21 +72,15 @@ struct Subject<'a> {
 }
 
 fn over_cloud_hypervisor(bench: &Bench) -> Result<(), Failure> {
-    let Some(binary) = cloud_hypervisor::named() else {
-        say(&format!(
-            "        NOT CHECKED: {} names none",
-            cloud_hypervisor::VARIABLE
-        ));
+    if cloud_hypervisor::named().is_none() {
+        say(&format!("        NOT CHECKED: {}", VmmsError::NotNamed));
         return Ok(());
-    };
-    over(bench, |setup| CloudHypervisor::boot(&binary, setup))
+    }
+    over::<CloudHypervisor>(bench)
 }
 
 /// Has a VMM go through the list.
-fn over<V: Vmm + 'static>(
-    bench: &Bench,
-    boot: impl FnOnce(&Setup<'_>) -> Result<V, VmmsError>,
-) -> Result<(), Failure> {
+fn over<V: Vmm + 'static>(bench: &Bench) -> Result<(), Failure> {
     let assets = Assets::provide(&KernelChoice::V6_12)?;
     let images = Images {
         root: root(bench, &assets, "")?,
@@ -103,7 +97,7 @@ fn over<V: Vmm + 'static>(
             .option(format!("poll={poll}"))
     };
     let started = Instant::now();
-    let vmm = boot(&Setup {
+    let vmm = V::launch(&Setup {
         root: function("root", &images.root, ROOT, "shared"),
         pluggable: function("plugged", &images.plugged, PLUGGED, "shared:busy"),
         assets: &assets,

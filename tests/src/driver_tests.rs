@@ -1,20 +1,19 @@
-//! The driver against the toy controller: bring-up, admin commands, rings and data in every mode.
+//! The driver against the model of a drive: bring-up, admin commands, rings and data in every mode.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::admin::{AsyncEvent, LogPage};
+use crate::admin::{AsyncEvent, LogPage, feature};
 use crate::bar::Bar;
 use crate::command::Sqe;
 use crate::controller::{Config, Controller, QueueOptions};
 use crate::disk::{Disk, Transfer};
 use crate::doorbell::DoorbellMode;
+use crate::drive::{DoorbellBufferUse, DriveBar, ModelDrive, NamespaceOptions, Options};
 use crate::error::Error;
-use crate::fake::{Fake, Options};
 use crate::interrupt::Interrupt;
 use crate::memory::GuestMemory;
 use crate::model::{Limits, Model, Op};
-use crate::rng::Rng;
 use crate::status;
 
 const MODES: [(DoorbellMode, bool); 4] = [
@@ -28,26 +27,32 @@ fn memory() -> GuestMemory {
     GuestMemory::new(&[(0x10_0000, 8 << 20), (1 << 32, 8 << 20)]).unwrap()
 }
 
-fn start(mode: DoorbellMode, parked: bool) -> (Fake, Controller) {
+/// A drive that looks at its Doorbell Buffer all the time, or, parked, when it is told to.
+fn start(mode: DoorbellMode, parked: bool) -> (Arc<ModelDrive>, Controller) {
     let memory = memory();
     let options = Options {
-        mapped: mode == DoorbellMode::Mapped,
-        parked,
+        dstrd: if mode == DoorbellMode::Mapped { 10 } else { 2 },
+        doorbell_buffer: match parked {
+            true => DoorbellBufferUse::Asked,
+            false => DoorbellBufferUse::Watched,
+        },
+        namespaces: vec![NamespaceOptions::new(1, 2 << 20, 512)],
         ..Options::default()
     };
-    let fake = Fake::start(&memory, options, &[]);
+    let drive = ModelDrive::start(options);
     let config = Config {
         doorbells: mode,
         ..Config::default()
     };
-    let controller = Controller::attach(fake.bar(), memory, config, 2).unwrap();
-    (fake, controller)
+    let bar = DriveBar::new(&drive, &memory, &[]);
+    let controller = Controller::attach(bar, memory, config, 2).unwrap();
+    (drive, controller)
 }
 
 #[test]
 fn data_comes_back_in_every_doorbell_mode() {
     for (mode, parked) in MODES {
-        let (_fake, mut controller) = start(mode, parked);
+        let (_drive, mut controller) = start(mode, parked);
         let mut disk = Disk::open(&mut controller, 1).unwrap();
         let data: Vec<u8> = (0..16384_u32).map(|i| (i / 7) as u8).collect();
         disk.write(7, &data).unwrap();
@@ -69,7 +74,7 @@ fn data_comes_back_in_every_doorbell_mode() {
 
 #[test]
 fn every_kind_of_data_pointer_moves_the_same_data() {
-    let (_fake, mut controller) = start(DoorbellMode::Trap, false);
+    let (_drive, mut controller) = start(DoorbellMode::Trap, false);
     let mut disk = Disk::open(&mut controller, 1).unwrap();
     let data: Vec<u8> = (0..131_072_u32).map(|i| (i / 3) as u8).collect();
     let sgl = |piece, per_segment| Transfer::Sgl { piece, per_segment };
@@ -90,22 +95,8 @@ fn every_kind_of_data_pointer_moves_the_same_data() {
 }
 
 #[test]
-fn random_commands_agree_with_the_model() {
-    let (_fake, mut controller) = start(DoorbellMode::Shadow, false);
-    let mut disk = Disk::open(&mut controller, 1).unwrap();
-    let limits = Limits::of(&disk, 32);
-    let mut model = Model::new(limits, true);
-    let mut rng = Rng::new(42);
-    for _ in 0..3000 {
-        let op = Op::choose(std::array::from_fn(|_| rng.next_u64()), &limits);
-        model.step(&mut disk, &op).unwrap();
-    }
-    model.verify_all(&mut disk).unwrap();
-}
-
-#[test]
 fn the_model_notices_a_write_that_was_lost() {
-    let (fake, mut controller) = start(DoorbellMode::Trap, false);
+    let (drive, mut controller) = start(DoorbellMode::Trap, false);
     let mut disk = Disk::open(&mut controller, 1).unwrap();
     let mut model = Model::new(Limits::of(&disk, 32), true);
     let write = Op::Write {
@@ -114,13 +105,13 @@ fn the_model_notices_a_write_that_was_lost() {
         tag: 1,
     };
     model.step(&mut disk, &write).unwrap();
-    fake.flip_bit(10 * 512);
+    drive.poke(1, 10 * 512, &[0xFF]);
     assert!(model.verify_all(&mut disk).is_err());
 }
 
 #[test]
 fn linux_order_of_queues_before_the_doorbell_buffer_works() {
-    let (_fake, mut controller) = start(DoorbellMode::Trap, false);
+    let (_drive, mut controller) = start(DoorbellMode::Trap, false);
     let mut disk = Disk::open(&mut controller, 1).unwrap();
     disk.flush().unwrap();
     let buffer = controller
@@ -136,7 +127,7 @@ fn linux_order_of_queues_before_the_doorbell_buffer_works() {
 
 #[test]
 fn statuses_reach_the_caller() {
-    let (_fake, mut controller) = start(DoorbellMode::Trap, false);
+    let (_drive, mut controller) = start(DoorbellMode::Trap, false);
     let mut disk = Disk::open(&mut controller, 1).unwrap();
     let code = |error: Error| error.completion().unwrap().status().code();
     let blocks = disk.blocks();
@@ -152,17 +143,20 @@ fn statuses_reach_the_caller() {
 
 #[test]
 fn asynchronous_events_do_not_disturb_other_commands() {
-    let (fake, mut controller) = start(DoorbellMode::Trap, false);
+    let (drive, mut controller) = start(DoorbellMode::Trap, false);
     for _ in 0..2 {
         controller.request_async_event().unwrap();
     }
-    controller.keep_alive().unwrap();
-    assert!(fake.raise_event(2 | 3 << 8 | 4 << 16));
-    controller.keep_alive().unwrap();
+    let notices = 1 << 8;
+    controller
+        .set_feature(feature::ASYNC_EVENT_CONFIG, 0, notices)
+        .unwrap();
+    drive.resize(1, 100);
+    controller.identify_controller().unwrap();
     let event = controller.async_event(Duration::from_secs(10)).unwrap();
     let want = AsyncEvent {
         kind: 2,
-        info: 3,
+        info: 0,
         log_page: 4,
     };
     assert_eq!(event, Some(want));
@@ -172,7 +166,13 @@ fn asynchronous_events_do_not_disturb_other_commands() {
 
 #[test]
 fn log_pages_are_asked_for_by_offset_and_length() {
-    let (_fake, mut controller) = start(DoorbellMode::Trap, false);
+    let (drive, mut controller) = start(DoorbellMode::Trap, false);
+    // Each byte is its own offset in the page.
+    drive.forge(Box::new(|sqe, data| {
+        for (byte, offset) in data.iter_mut().zip(sqe.cdw(12)..) {
+            *byte = offset as u8;
+        }
+    }));
     let page = LogPage {
         offset: 20,
         ..LogPage::of_controller(2, 512)
@@ -185,8 +185,9 @@ fn log_pages_are_asked_for_by_offset_and_length() {
 fn interrupts_follow_completions() {
     let memory = memory();
     let vector = Arc::new(Interrupt::new().unwrap());
-    let fake = Fake::start(&memory, Options::default(), &[Arc::clone(&vector)]);
-    let mut controller = Controller::attach(fake.bar(), memory, Config::default(), 1).unwrap();
+    let drive = ModelDrive::start(Options::default());
+    let bar = DriveBar::new(&drive, &memory, &[Arc::clone(&vector)]);
+    let mut controller = Controller::attach(bar, memory, Config::default(), 1).unwrap();
     let options = QueueOptions::interrupting(16, 0, vector);
     let mut queue = controller.create_queue_pair(1, &options).unwrap();
     let cid = queue.submit(Sqe::flush(1)).unwrap();
@@ -198,7 +199,7 @@ fn interrupts_follow_completions() {
 
 #[test]
 fn shutdown_reset_and_queue_deletion() {
-    let (_fake, mut controller) = start(DoorbellMode::Shadow, false);
+    let (_drive, mut controller) = start(DoorbellMode::Shadow, false);
     let disk = Disk::open(&mut controller, 1).unwrap();
     controller.delete_queue_pair(disk.queue).unwrap();
     controller.shutdown(false).unwrap();

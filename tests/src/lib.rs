@@ -19,7 +19,7 @@
 //! | [`key_value`] | keys and values of one namespace |
 //! | [`zoned`] | what a namespace with zones has beside that |
 //! | [`model`] | what a namespace must answer, for property tests |
-//! | [`drive`] | the other side of a host's driver: a model of a physical drive, and what goes wrong with it |
+//! | [`drive`] | the other side of a driver: a model of a physical drive, and what goes wrong with it |
 //!
 //! Everything hostile is possible: raw submission queue entries, raw doorbell values, hand-made PRP
 //! lists and SGL segments, queues at any address.
@@ -38,8 +38,6 @@ pub mod drive;
 #[cfg(test)]
 mod driver_tests;
 mod error;
-#[cfg(any(test, feature = "fake"))]
-pub mod fake;
 pub mod huge_pages;
 pub mod identify;
 pub mod interrupt;

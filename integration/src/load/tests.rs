@@ -1,9 +1,14 @@
-//! The load against the toy controller of the driver's own tests.
+//! The load against a model of a drive.
+
+use std::sync::Arc;
 
 use clap::Parser;
 use nvme_mpt_tests::controller::{Config, Controller};
 use nvme_mpt_tests::disk::Disk;
-use nvme_mpt_tests::fake::{Fake, Options as Toy};
+use nvme_mpt_tests::drive::{
+    DoorbellBufferUse, DriveBar, Effect, Fault, Meets, ModelDrive, NamespaceOptions,
+    Options as Drive,
+};
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::status;
 
@@ -24,32 +29,49 @@ fn parse(line: &str) -> Options {
     Arguments::try_parse_from(words).unwrap().load
 }
 
-fn start(options: &Options, toy: Toy) -> (Fake, GuestMemory, Option<setup::Vectors>) {
-    let memory = setup::memory(options).unwrap();
-    let vectors = setup::vectors(options).unwrap();
-    let fake = Fake::start(&memory, toy, vectors.as_deref().unwrap_or(&[]));
-    (fake, memory, vectors)
+/// A drive of 2 MiB that watches its Doorbell Buffer.
+fn drive() -> Drive {
+    Drive {
+        doorbell_buffer: DoorbellBufferUse::Watched,
+        namespaces: vec![NamespaceOptions::new(1, 2 << 20, 512)],
+        ..Drive::default()
+    }
 }
 
-fn load_on(line: &str, toy: Toy) -> Result<Report, LoadError> {
+fn start(
+    options: &Options,
+    drive: Drive,
+    fault: Option<Fault>,
+) -> (Arc<DriveBar>, GuestMemory, Option<setup::Vectors>) {
+    let memory = setup::memory(options).unwrap();
+    let vectors = setup::vectors(options).unwrap();
+    let drive = ModelDrive::start(drive);
+    if let Some(fault) = fault {
+        drive.inject(fault);
+    }
+    let bar = DriveBar::new(&drive, &memory, vectors.as_deref().unwrap_or(&[]));
+    (bar, memory, vectors)
+}
+
+fn load_on(line: &str, drive: Drive, fault: Option<Fault>) -> Result<Report, LoadError> {
     let options = parse(line);
-    let (fake, memory, vectors) = start(&options, toy);
-    run_on(fake.bar(), memory, vectors, &options)
+    let (bar, memory, vectors) = start(&options, drive, fault);
+    run_on(bar, memory, vectors, &options)
 }
 
 fn load(line: &str) -> Result<Report, LoadError> {
-    load_on(line, Toy::default())
+    load_on(line, drive(), None)
 }
 
 #[test]
 fn every_command_is_counted_in_every_mode() {
     for mode in ["shadow", "mapped", "trap"] {
-        let toy = Toy {
-            mapped: mode == "mapped",
-            ..Toy::default()
+        let drive = Drive {
+            dstrd: if mode == "mapped" { 10 } else { 2 },
+            ..drive()
         };
         let line = format!("--count 1000 --qd 16 --queues 2 --mix 50 --doorbells {mode}");
-        let report = load_on(&line, toy).unwrap();
+        let report = load_on(&line, drive, None).unwrap();
         assert_eq!(report.commands, 2000, "{mode}");
         assert_eq!(report.doorbells, mode);
         assert!(report.iops > 0.0 && report.latency_us.min > 0.0);
@@ -81,11 +103,8 @@ fn verified_load_passes_on_a_sound_device() {
 
 #[test]
 fn verified_load_notices_a_device_that_moves_no_data() {
-    let toy = Toy {
-        null: true,
-        ..Toy::default()
-    };
-    let result = load_on("--verify --count 100 --qd 4", toy);
+    let skipped = Fault::once(Meets::Io, Effect::Skip).times(u64::MAX);
+    let result = load_on("--verify --count 100 --qd 4", drive(), Some(skipped));
     assert!(matches!(result, Err(LoadError::Corrupt { .. })));
 }
 
@@ -98,11 +117,11 @@ fn a_completion_for_each_interrupt_is_found() {
 
 #[test]
 fn pauses_run_one_command_at_a_time() {
-    let toy = Toy {
-        parked: true,
-        ..Toy::default()
+    let drive = Drive {
+        doorbell_buffer: DoorbellBufferUse::Asked,
+        ..drive()
     };
-    let report = load_on("--pause-us 100 --count 50", toy).unwrap();
+    let report = load_on("--pause-us 100 --count 50", drive, None).unwrap();
     assert_eq!((report.commands, report.qd), (50, 1));
     // Each command finds the device asleep and is to ring it.
     assert!(report.doorbell_writes_per_io >= 0.9);
@@ -111,12 +130,12 @@ fn pauses_run_one_command_at_a_time() {
 #[test]
 fn a_failed_command_ends_the_load() {
     let options = parse("--count 1000 --qd 2 --pattern sequential");
-    let (fake, memory, vectors) = start(&options, Toy::default());
+    let (bar, memory, vectors) = start(&options, drive(), None);
     let config = Config::default();
-    let mut controller = Controller::attach(fake.bar(), memory.clone(), config, 1).unwrap();
+    let mut controller = Controller::attach(bar.clone(), memory.clone(), config, 1).unwrap();
     let mut disk = Disk::open(&mut controller, 1).unwrap();
     disk.write_uncorrectable(50, 1).unwrap();
-    match run_on(fake.bar(), memory, vectors, &options) {
+    match run_on(bar, memory, vectors, &options) {
         Err(LoadError::Command {
             slba, status: code, ..
         }) => assert_eq!((slba, code), (48, status::UNRECOVERED_READ_ERROR)),
@@ -126,11 +145,8 @@ fn a_failed_command_ends_the_load() {
 
 #[test]
 fn a_device_that_falls_silent_ends_the_load() {
-    let toy = Toy {
-        silent_after: 100,
-        ..Toy::default()
-    };
-    let result = load_on("--count 1000 --qd 2 --timeout 0.2", toy);
+    let hangs = Fault::once(Meets::Io, Effect::Hang).after(100);
+    let result = load_on("--count 1000 --qd 2 --timeout 0.2", drive(), Some(hangs));
     assert!(
         matches!(result, Err(LoadError::Stalled { outstanding: 2, .. })),
         "{result:?}"

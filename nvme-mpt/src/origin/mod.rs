@@ -14,7 +14,7 @@
 //! * [`extent`]: extents, and the identity that they are written as.
 
 mod device;
-mod extent;
+pub(crate) mod extent;
 pub mod nvme;
 mod system;
 #[cfg(test)]

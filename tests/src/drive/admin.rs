@@ -140,7 +140,9 @@ impl Controller {
             self.complain(format!("Completion queue {id} is there already"));
             return Err(status::INVALID_QUEUE_ID);
         }
-        self.cqs.insert(id, Cq::new(base, entries));
+        let interrupts = sqe.cdw(11) & 1 << 1 != 0;
+        let vector = interrupts.then_some((sqe.cdw(11) >> 16) as usize);
+        self.cqs.insert(id, Cq::new(base, entries, vector));
         Ok(0)
     }
 
@@ -149,7 +151,10 @@ impl Controller {
         let cq = (sqe.cdw(11) >> 16) as u16;
         if self.sqs.contains_key(&id) || cq == 0 || !self.cqs.contains_key(&cq) {
             self.complain(format!("Submission queue {id} cannot be created: {sqe:?}"));
-            return Err(status::INVALID_QUEUE_ID);
+            return Err(match self.sqs.contains_key(&id) {
+                true => status::INVALID_QUEUE_ID,
+                false => status::CQ_INVALID,
+            });
         }
         self.sqs.insert(id, Sq::new(base, entries, cq));
         self.counters.queues_created += 1;

@@ -40,6 +40,8 @@ pub enum Effect {
     Lose,
     /// It takes so much longer.
     Delay(Duration),
+    /// It is not executed, and completes as if it had been.
+    Skip,
     /// It is not executed, and completes with this status; with Do Not Retry, or without.
     Fail(StatusCode, bool),
     /// The controller reports a fatal status (CSTS.CFS) and does nothing more until it is reset.

@@ -85,6 +85,21 @@ impl ModelDrive {
         !self.vanished.load(Ordering::Acquire) && !self.released.load(Ordering::Acquire)
     }
 
+    /// A register, or all ones if the drive is gone.
+    pub(super) fn register(&self, offset: u64) -> u64 {
+        match self.answers() {
+            true => self.controller().read_register(offset),
+            false => u64::MAX,
+        }
+    }
+
+    /// Writes a register, if the drive is there.
+    pub(super) fn set_register(&self, offset: u64, value: u64) {
+        if self.answers() {
+            self.controller().write_register(offset, value);
+        }
+    }
+
     /// The IOMMU in front of it.
     pub fn model_iommu(&self) -> &Arc<ModelIommu> {
         &self.iommu
@@ -265,17 +280,11 @@ impl Backing for ModelDrive {
     }
 
     fn read32(&self, offset: usize) -> u32 {
-        match self.answers() {
-            true => self.controller().read_register(offset as u64) as u32,
-            false => u32::MAX,
-        }
+        self.register(offset as u64) as u32
     }
 
     fn read64(&self, offset: usize) -> u64 {
-        match self.answers() {
-            true => self.controller().read_register(offset as u64),
-            false => u64::MAX,
-        }
+        self.register(offset as u64)
     }
 
     fn write32(&self, offset: usize, value: u32) {
@@ -283,13 +292,11 @@ impl Backing for ModelDrive {
     }
 
     fn write64(&self, offset: usize, value: u64) {
-        if self.answers() {
-            self.controller().write_register(offset as u64, value);
-        }
+        self.set_register(offset as u64, value);
     }
 
     fn doorbells(&self) -> (Arc<Mapping>, usize) {
-        (self.doorbells.0.clone(), 0)
+        (self.doorbells.mapping.clone(), 0)
     }
 
     fn iommu(&self) -> Arc<dyn Iommu> {

@@ -63,6 +63,7 @@ impl Controller {
             Some(Effect::Fail(code, dnr)) => {
                 return self.complete(*sq, sqe, Err(*code), *dnr);
             }
+            Some(Effect::Skip) => return self.complete(*sq, sqe, Ok(0), false),
             Some(Effect::Garbage) => {
                 // With the identifier of a command in flight it would be no garbage: such an entry completes it.
                 let cid = u64::from(UNKNOWN_CID & 0x7FF) << 32;

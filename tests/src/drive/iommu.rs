@@ -5,14 +5,19 @@
 )]
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::os::fd::AsFd;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock};
 
 use nvme_mpt::iova::Iommu;
 use nvme_mpt::memory::{Access, Mapping};
+
+use crate::bar::DoorbellWindow;
+use crate::mapping;
 
 /// Faults that are kept; more are only counted.
 const KEPT: usize = 16;
@@ -277,20 +282,36 @@ impl Iommu for ModelIommu {
 
 /// The doorbell registers: a store to one is an event, which is taken once.
 #[derive(Debug)]
-pub(super) struct DoorbellRegisters(pub(super) std::sync::Arc<Mapping>);
+pub(super) struct DoorbellRegisters {
+    pub(super) mapping: Arc<Mapping>,
+    memfd: File,
+}
 
 /// Value of a doorbell register that was not written since. No queue has so many entries.
 const UNTOUCHED: u32 = u32::MAX;
 
 impl DoorbellRegisters {
     pub(super) fn new(len: usize) -> io::Result<Self> {
-        let registers = Self(Mapping::anonymous(len)?.into());
+        let memfd = mapping::memfd().map_err(io::Error::other)?;
+        memfd.set_len(len as u64)?;
+        let mapping = Mapping::shared(memfd.as_fd(), 0, len, Access::ReadWrite)?;
+        let registers = Self {
+            mapping: mapping.into(),
+            memfd,
+        };
         registers.forget();
         Ok(registers)
     }
 
+    /// The registers from `first` on, mapped into a guest whose BAR has all of them at `base`.
+    pub(super) fn window(&self, base: u64, first: usize) -> DoorbellWindow {
+        let (offset, len) = (first as u64, self.mapping.len() - first);
+        let window = DoorbellWindow::map(base + offset, self.memfd.as_fd(), offset, len);
+        window.expect("registers on pages of their own")
+    }
+
     fn register(&self, offset: usize) -> Option<&AtomicU32> {
-        let bytes = self.0.bytes(offset & !3, 4)?;
+        let bytes = self.mapping.bytes(offset & !3, 4)?;
         // SAFETY: the word lies in the mapping, which `self` keeps, and is aligned; all access to it is
         // atomic.
         Some(unsafe { AtomicU32::from_ptr(bytes.as_ptr().cast()) })
@@ -306,7 +327,7 @@ impl DoorbellRegisters {
 
     /// Forgets all that was written.
     pub(super) fn forget(&self) {
-        for offset in (0..self.0.len()).step_by(4) {
+        for offset in (0..self.mapping.len()).step_by(4) {
             if let Some(register) = self.register(offset) {
                 register.store(UNTOUCHED.to_le(), Ordering::Relaxed);
             }
@@ -350,7 +371,7 @@ mod tests {
     fn a_doorbell_is_taken_once() {
         let registers = DoorbellRegisters::new(4096).unwrap();
         assert_eq!(registers.take(8), None);
-        let cell = nvme_mpt::memory::Cell32::new(&registers.0, 8).unwrap();
+        let cell = nvme_mpt::memory::Cell32::new(&registers.mapping, 8).unwrap();
         for value in [0, 7, 7] {
             cell.store(value);
             assert_eq!(registers.take(8), Some(value));

@@ -1,19 +1,20 @@
-//! A model of a physical NVMe drive, for a host's driver to be tested against: what it should do, what
-//! real drives differ in, and what goes wrong with them.
+//! A model of a physical NVMe drive, for a host's driver and the guests' driver to be tested against: what it should
+//! do, what real drives differ in, and what goes wrong with them.
 //!
 //! The drive is one thread that does what hardware does: it is reached by registers and by doorbells
-//! that are plain stores ([`ModelDrive`] is a [`Backing`](nvme_vfio::Backing)), and reaches
-//! memory by DMA through an IOMMU only ([`ModelIommu`]). It shares no wire type with the driver under test,
-//! and judges what it is told: accesses to memory that is not mapped, and whatever a host must not do, are
+//! that are plain stores ([`ModelDrive`] is a [`Backing`](nvme_vfio::Backing), [`DriveBar`] a
+//! [`Bar`](crate::bar::Bar)), and reaches memory by DMA through an IOMMU only ([`ModelIommu`]). It
+//! shares no wire type with the driver under test, and judges what it is told: accesses to memory that is not mapped, and whatever a host must not do, are
 //! kept for the test to find ([`ModelDrive::judgement`]).
 //!
 //! DMA takes place late: not when a command is taken but when it is completed, and, for commands that
 //! are never completed, when the controller is disabled. So memory that a driver gives back too early
 //! is found out.
 //!
-//! Not here: interrupts, metadata, controller memory buffers, arbitration but round robin.
+//! Not here: moderation of interrupts, metadata, controller memory buffers, arbitration but round robin.
 
 mod admin;
+mod bar;
 mod data;
 mod faults;
 mod function;
@@ -31,6 +32,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+pub use bar::DriveBar;
 pub use faults::{Aborts, Effect, Fault, Meets, Resets};
 pub use function::ModelDrive;
 pub use hand::HandQueue;
@@ -41,6 +43,7 @@ use crate::command::Sqe;
 use crate::identify::{
     ONCS_COMPARE, ONCS_COPY, ONCS_DSM, ONCS_VERIFY, ONCS_WRITE_UNCORRECTABLE, ONCS_WRITE_ZEROES,
 };
+use crate::interrupt::Interrupt;
 use crate::rng::Rng;
 use faults::{Effect as Met, Faults};
 use iommu::DoorbellRegisters;
@@ -196,6 +199,8 @@ struct Controller {
     options: Options,
     iommu: Arc<ModelIommu>,
     doorbells: Arc<DoorbellRegisters>,
+    /// Interrupt vectors, if anything takes interrupts.
+    interrupts: Vec<Arc<Interrupt>>,
     namespaces: BTreeMap<u32, Namespace>,
     faults: Faults,
     counters: Counters,
@@ -241,6 +246,7 @@ impl Controller {
             options,
             iommu,
             doorbells,
+            interrupts: Vec::new(),
             faults: Faults::default(),
             counters: Counters::default(),
             complaints: Vec::new(),

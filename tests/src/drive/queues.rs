@@ -45,18 +45,20 @@ pub(super) struct Cq {
     tail: u32,
     head: u32,
     phase: bool,
+    vector: Option<usize>,
     /// Entries that wait for room, without their phase tag.
     held: VecDeque<[u64; 2]>,
 }
 
 impl Cq {
-    pub(super) fn new(base: u64, entries: u32) -> Self {
+    pub(super) fn new(base: u64, entries: u32, vector: Option<usize>) -> Self {
         Self {
             base,
             entries,
             tail: 0,
             head: 0,
             phase: true,
+            vector,
             held: VecDeque::new(),
         }
     }
@@ -279,6 +281,7 @@ impl Controller {
         let mut posted = false;
         let mut unreachable = None;
         for (id, cq) in &mut self.cqs {
+            let signals = cq.vector.filter(|_| !cq.held.is_empty() && !cq.is_full());
             while !cq.is_full()
                 && let Some([lower, upper]) = cq.held.pop_front()
             {
@@ -296,6 +299,10 @@ impl Controller {
                     (cq.tail, cq.phase) = (0, !cq.phase);
                 }
                 posted = true;
+            }
+            if let Some(interrupt) = signals.and_then(|vector| self.interrupts.get(vector)) {
+                // A counter that is full has told the guest already.
+                let _full = interrupt.event().write(1);
             }
         }
         if let Some(id) = unreachable {

@@ -71,7 +71,7 @@ impl Controller {
             AQA => self.aqa = value as u32,
             ASQ => self.asq = value,
             ACQ => self.acq = value,
-            // INTMS and INTMC: nobody is interrupted.
+            // INTMS and INTMC, which MSI-X does not use.
             0x0C | 0x10 => {}
             _ => self.complain(format!("Register {offset:#x} was written")),
         }
@@ -137,7 +137,7 @@ impl Controller {
             self.complain("AQA, ASQ or ACQ holds no queue");
             self.fatal = true;
         }
-        self.cqs.insert(0, Cq::new(self.acq, cq + 1));
+        self.cqs.insert(0, Cq::new(self.acq, cq + 1, None));
         self.sqs.insert(0, Sq::new(self.asq, sq + 1, 0));
         self.phase = Phase::Ready;
     }

@@ -3,11 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt::memory::{Access, Cell32, Mapping};
 use nvme_vfio::Backing;
 
 use super::*;
-use crate::bar::Bar;
 use crate::command::admin;
 use crate::controller::{Config, Controller as Driver, QueueOptions};
 use crate::disk::{Disk, Transfer};
@@ -16,70 +14,27 @@ use crate::error::Error;
 use crate::memory::GuestMemory;
 use crate::model::{Limits, Model, Op};
 use crate::queue::QueuePair;
-use crate::registers::DOORBELLS;
 use crate::status::{self, StatusCode};
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// The drive as a driver without an IOMMU's help sees it.
-struct Registers(Arc<ModelDrive>);
-
-impl Bar for Registers {
-    fn read32(&self, offset: u64) -> u32 {
-        self.0.read32(offset as usize)
-    }
-
-    fn read64(&self, offset: u64) -> u64 {
-        self.0.read64(offset as usize)
-    }
-
-    fn write32(&self, offset: u64, value: u32) {
-        if offset < DOORBELLS {
-            return self.0.write32(offset as usize, value);
-        }
-        let (mapping, first) = self.0.doorbells();
-        let doorbell = Cell32::new(&mapping, first + (offset - DOORBELLS) as usize);
-        doorbell.expect("a doorbell").store(value);
-    }
-
-    fn write64(&self, offset: u64, value: u64) {
-        self.0.write64(offset as usize, value);
-    }
-}
-
-/// A drive and a driver that has brought it up. The mappings outlive the drive's use of them.
+/// A drive and a driver that has brought it up.
 struct Scene {
     driver: Driver,
     drive: Arc<ModelDrive>,
-    _mappings: Vec<Mapping>,
 }
 
 fn scene(options: Options, doorbells: DoorbellMode) -> Scene {
     let drive = ModelDrive::start(options);
     let memory = GuestMemory::new(&[(0x10_0000, 8 << 20), (1 << 32, 8 << 20)]).unwrap();
-    let map = |region: crate::memory::Region| {
-        let (offset, len) = (region.fd_offset, region.len as usize);
-        let mapping = Mapping::shared(memory.fd(), offset, len, Access::ReadWrite).unwrap();
-        let iommu = drive.iommu();
-        iommu
-            .map(region.gpa, &mapping, 0..len, Access::ReadWrite)
-            .unwrap();
-        mapping
-    };
-    let mappings = memory.regions().into_iter().map(map).collect();
-    drive.set_bus_master(true).unwrap();
     let config = Config {
         doorbells,
         admin_timeout: LONG,
         ..Config::default()
     };
-    let bar = Arc::new(Registers(drive.clone()));
+    let bar = DriveBar::new(&drive, &memory, &[]);
     let driver = Driver::attach(bar, memory, config, 2).unwrap();
-    Scene {
-        driver,
-        drive,
-        _mappings: mappings,
-    }
+    Scene { driver, drive }
 }
 
 impl Scene {

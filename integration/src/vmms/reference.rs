@@ -35,7 +35,7 @@ struct Machine {
     folder: PathBuf,
 }
 
-/// Starts the reference VMM with `arguments`, and its control socket and leases in `folder`. `log` is the guest's
+/// Starts the reference VMM with `arguments`. Its control socket and its leases lie in `folder`; `log` is the guest's
 /// console.
 ///
 /// # Errors
@@ -50,7 +50,8 @@ pub fn spawn<S: AsRef<OsStr>>(
         .arg("--control")
         .arg(control(folder))
         .arg("--state-dir")
-        .arg(folder)
+        // Of their own: a warning about the folder would break a line of the guest's console in two.
+        .arg(folder.join("state"))
         .args(arguments);
     Supervised::spawn(NAME, &command, log)
 }

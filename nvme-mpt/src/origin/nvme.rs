@@ -13,16 +13,20 @@ const MADE_UP: &str = "nqn.2014.08.org.nvmexpress:";
 /// Identify Controller's fields that name a drive.
 #[derive(Clone, Copy, Debug)]
 pub struct Controller<'a> {
+    /// `SUBNQN`.
     pub nqn: &'a [u8],
     /// PCI vendor, if it is known.
     pub vendor: Option<u16>,
+    /// Model Number.
     pub model: &'a [u8],
+    /// Serial Number.
     pub serial: &'a [u8],
 }
 
 impl Controller<'_> {
     /// Returns a name of the drive: its NVM subsystem's, or what identified one before there were those names; `None`
     /// if its vendor would be needed.
+    #[must_use]
     pub fn name(&self) -> Option<String> {
         let (nqn, serial) = (text(self.nqn), text(self.serial));
         let name = if nqn.starts_with("nqn.") && !nqn.starts_with(MADE_UP) {
@@ -35,6 +39,7 @@ impl Controller<'_> {
 }
 
 /// Returns the name of a namespace of the drive `name`, as one of a block device, which has no namespaces.
+#[must_use]
 pub fn namespace(name: &str, nsid: u32) -> String {
     match nsid {
         1 => name.to_owned(),
@@ -43,6 +48,7 @@ pub fn namespace(name: &str, nsid: u32) -> String {
 }
 
 /// Returns a drive and its namespace as if it were a block device: a namespace of an NVMe drive has a name of its own.
+#[must_use]
 pub fn as_block_device(drive: &str, nsid: u32) -> (Cow<'_, str>, u32) {
     match drive.split_once(':') {
         Some((KIND, _)) if nsid != 1 => (Cow::Owned(namespace(drive, nsid)), 1),
@@ -51,6 +57,7 @@ pub fn as_block_device(drive: &str, nsid: u32) -> (Cow<'_, str>, u32) {
 }
 
 /// An ASCII field without its padding. What is not printable is replaced: it comes from outside.
+#[must_use]
 pub fn text(field: &[u8]) -> String {
     let printable = |byte: &u8| match byte {
         0x20..0x7F => char::from(*byte),

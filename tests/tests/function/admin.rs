@@ -16,7 +16,7 @@ use nvme_mpt_tests::status::{
 use crate::common::bystander::Bystander;
 use crate::common::sentinel::Sentinel;
 use crate::common::{
-    HANG, LEASE, Lab, Machine, NOWHERE, Setup, admin_status, queue_pair, status, written_file,
+    HANG, Host, LEASE, Machine, NOWHERE, Setup, admin_status, queue_pair, status, written_file,
 };
 
 const IO_OPCODES: [u8; 9] = [
@@ -38,9 +38,9 @@ struct Scene {
     bystander: Bystander,
 }
 
-fn scene(lab: &Lab) -> Scene {
-    let bystander = Bystander::start(lab, &Setup::nth(1));
-    let machine = lab.machine(&Setup::nth(0));
+fn scene(host: &Host) -> Scene {
+    let bystander = Bystander::start(host, &Setup::nth(1));
+    let machine = host.machine(&Setup::nth(0));
     let (controller, disk) = machine.disk();
     Scene {
         machine,
@@ -62,7 +62,7 @@ impl Scene {
 
 #[test]
 fn every_io_opcode() {
-    let mut scene = scene(&Lab::new("memory:32M", 512));
+    let mut scene = scene(&Host::new("memory:32M", 512));
     let sentinel = Sentinel::new(&scene.machine.memory, 4096);
     for opcode in 0..=u8::MAX {
         let known = IO_OPCODES.contains(&opcode);
@@ -89,7 +89,7 @@ fn every_io_opcode() {
 
 #[test]
 fn every_admin_opcode() {
-    let mut scene = scene(&Lab::new("memory:32M", 512));
+    let mut scene = scene(&Host::new("memory:32M", 512));
     for opcode in 0..=u8::MAX {
         let want = match opcode {
             // Queue 0 is the admin queue, which no command creates or deletes.
@@ -124,7 +124,7 @@ fn every_admin_opcode() {
 
 #[test]
 fn every_cns_value() {
-    let mut scene = scene(&Lab::new("memory:32M", 512));
+    let mut scene = scene(&Host::new("memory:32M", 512));
     let controller = &mut scene.controller;
     let known = [
         cns::NAMESPACE,
@@ -184,7 +184,7 @@ fn every_cns_value() {
 
 #[test]
 fn fused_commands() {
-    let mut scene = scene(&Lab::new("memory:32M", 512));
+    let mut scene = scene(&Host::new("memory:32M", 512));
     let sentinel = Sentinel::new(&scene.machine.memory, 4096);
     for fuse in 1..=3 {
         for opcode in IO_OPCODES {
@@ -205,7 +205,7 @@ fn fused_commands() {
 
 #[test]
 fn namespaces_that_do_not_exist() {
-    let mut scene = scene(&Lab::new("memory:32M", 512));
+    let mut scene = scene(&Host::new("memory:32M", 512));
     let sentinel = Sentinel::new(&scene.machine.memory, 4096);
     for nsid in [0, 2, 3, 0x8000_0001, 0xffff_fffe, u32::MAX] {
         for opcode in IO_OPCODES {
@@ -224,7 +224,7 @@ fn namespaces_that_do_not_exist() {
 
 #[test]
 fn requests_for_events_are_limited() {
-    let mut scene = scene(&Lab::new("memory:32M", 512));
+    let mut scene = scene(&Host::new("memory:32M", 512));
     let limit = scene.controller.identity().unwrap().max_async_events;
     assert_eq!(limit, 4);
     for _ in 0..limit {
@@ -268,7 +268,7 @@ fn admin_completions(
 
 #[test]
 fn a_request_for_events_is_aborted() {
-    let mut scene = scene(&Lab::new("memory:32M", 512));
+    let mut scene = scene(&Host::new("memory:32M", 512));
     for cid in [0xf100, 0xf101] {
         let queue = scene.controller.admin_queue().unwrap();
         assert!(queue.push(&Sqe::new(admin::ASYNC_EVENT_REQUEST, 0).with_cid(cid)));
@@ -288,7 +288,7 @@ fn a_request_for_events_is_aborted() {
 
 #[test]
 fn what_is_not_there_is_not_aborted() {
-    let mut scene = scene(&Lab::new("memory:32M", 512));
+    let mut scene = scene(&Host::new("memory:32M", 512));
     for (sq, cid) in [(0, 0x1234), (1, 0), (2, 0), (77, 5), (0xffff, 0xffff)] {
         // The command succeeds, and says that nothing was aborted.
         assert!(!scene.controller.abort(sq, cid).unwrap(), "{sq} {cid}");
@@ -300,7 +300,7 @@ fn what_is_not_there_is_not_aborted() {
 fn io_in_flight_that_is_aborted_completes_once() {
     let file = written_file(LEASE);
     file.as_file().set_len(2 * LEASE).unwrap();
-    let mut scene = scene(&Lab::of_file(file.path(), 512));
+    let mut scene = scene(&Host::of_file(file.path(), 512));
     let mut queue = queue_pair(&mut scene.controller, 2, 128);
     let data = scene.machine.memory.alloc(1 << 20).unwrap();
     let prepared = prp::buffer(&data, 0, 1 << 20).unwrap();
@@ -327,7 +327,7 @@ fn io_in_flight_that_is_aborted_completes_once() {
 
 #[test]
 fn data_of_admin_commands_that_cannot_be() {
-    let mut scene = scene(&Lab::new("memory:32M", 512));
+    let mut scene = scene(&Host::new("memory:32M", 512));
     let sentinel = Sentinel::new(&scene.machine.memory, 3 * 4096);
     let identify = Sqe::identify(cns::CONTROLLER, 0, 0);
     for (prp1, prp2, want) in [

@@ -14,7 +14,7 @@ use nvme_mpt_tests::status::{DATA_TRANSFER_ERROR, INVALID_SGL_COUNT, SUCCESS};
 use nvme_mpt_tests::{prp, queue::QueuePair};
 
 use crate::common::bystander::Bystander;
-use crate::common::{HIGH, LEASE, Lab, Machine, NOWHERE, Setup, queue_pair, status, written_file};
+use crate::common::{HIGH, Host, LEASE, Machine, NOWHERE, Setup, queue_pair, status, written_file};
 use crate::memory::queue_pair_at;
 
 const BLOCK: u64 = 64 << 10;
@@ -93,10 +93,13 @@ fn round_trip(
 #[test]
 fn data_goes_on_from_block_to_block() {
     let file = file();
-    for lab in [Lab::new("memory:32M", 512), Lab::of_file(file.path(), 512)] {
-        let bystander = Bystander::start(&lab, &Setup::nth(1));
+    for host in [
+        Host::new("memory:32M", 512),
+        Host::of_file(file.path(), 512),
+    ] {
+        let bystander = Bystander::start(&host, &Setup::nth(1));
         for order in orders() {
-            let machine = lab.machine(&Setup::nth(0));
+            let machine = host.machine(&Setup::nth(0));
             let region = unplugged(&machine);
             for block in order {
                 plug(&machine, &region, block);
@@ -131,9 +134,9 @@ fn data_goes_on_from_block_to_block() {
 
 #[test]
 fn descriptors_that_cross_too_many_blocks_are_refused() {
-    let lab = Lab::new("memory:32M", 512);
-    let bystander = Bystander::start(&lab, &Setup::nth(1));
-    let machine = lab.machine(&Setup::nth(0));
+    let host = Host::new("memory:32M", 512);
+    let bystander = Bystander::start(&host, &Setup::nth(1));
+    let machine = host.machine(&Setup::nth(0));
     let region = unplugged(&machine);
     // A page each, downwards: no two of them are one run.
     for page in (0..BLOCKS * BLOCK / PAGE).rev() {
@@ -169,9 +172,9 @@ fn descriptors_that_cross_too_many_blocks_are_refused() {
 #[test]
 fn blocks_come_and_go_under_io_to_others() {
     let file = file();
-    let lab = Lab::of_file(file.path(), 512);
-    let bystander = Bystander::start(&lab, &Setup::nth(1));
-    let machine = lab.machine(&Setup::nth(0));
+    let host = Host::of_file(file.path(), 512);
+    let bystander = Bystander::start(&host, &Setup::nth(1));
+    let machine = host.machine(&Setup::nth(0));
     let region = unplugged(&machine);
     (0..BLOCKS).for_each(|block| plug(&machine, &region, block));
     let mut controller = machine.attach();
@@ -222,10 +225,10 @@ fn blocks_come_and_go_under_io_to_others() {
 
 #[test]
 fn queues_may_lie_in_several_blocks() {
-    let lab = Lab::new("memory:32M", 512);
-    let bystander = Bystander::start(&lab, &Setup::nth(1));
+    let host = Host::new("memory:32M", 512);
+    let bystander = Bystander::start(&host, &Setup::nth(1));
     for order in orders() {
-        let machine = lab.machine(&Setup::nth(0));
+        let machine = host.machine(&Setup::nth(0));
         let region = unplugged(&machine);
         for block in order {
             plug(&machine, &region, block);
@@ -249,9 +252,9 @@ fn queues_may_lie_in_several_blocks() {
 
 #[test]
 fn a_client_that_maps_page_by_page_is_stopped() {
-    let lab = Lab::new("memory:32M", 512);
-    let bystander = Bystander::start(&lab, &Setup::nth(1));
-    let machine = lab.machine(&Setup::nth(0));
+    let host = Host::new("memory:32M", 512);
+    let bystander = Bystander::start(&host, &Setup::nth(1));
+    let machine = host.machine(&Setup::nth(0));
     let count = (MAX_REGIONS - machine.memory.regions().len()) as u64;
     let len = count * PAGE;
     let region = machine.memory.add_region(PLUGGED, len).unwrap();

@@ -7,7 +7,7 @@ use nvme_mpt_tests::registers::{CC, CC_ENABLE, CSTS, CSTS_READY};
 use nvme_mpt_tests::status::SUCCESS;
 
 use crate::common::sentinel::Sentinel;
-use crate::common::{HANG, Lab, MODES, Machine, Setup};
+use crate::common::{HANG, Host, MODES, Machine, Setup};
 
 const MEMORY_SPACE: u16 = 1 << 1;
 const BUS_MASTER: u16 = 1 << 2;
@@ -26,10 +26,10 @@ fn number_of_queues() -> Sqe {
 #[test]
 fn nothing_is_taken_or_completed_without_it() {
     for mode in MODES {
-        let lab = Lab::new("memory:32M", 512);
-        let other = lab.machine(&Setup::nth(1));
+        let host = Host::new("memory:32M", 512);
+        let other = host.machine(&Setup::nth(1));
         let (_controller, mut neighbour) = other.disk();
-        let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+        let machine = host.machine(&Setup::nth(0).doorbells(mode));
         // A driver that leaves Command alone is served: one in user space may.
         let (mut controller, mut disk) = machine.disk();
         disk.verify(0, 8).unwrap();
@@ -64,8 +64,8 @@ fn nothing_is_taken_or_completed_without_it() {
 
 #[test]
 fn a_function_level_reset_clears_it() {
-    let lab = Lab::new("memory:32M", 512);
-    let machine = lab.machine(&Setup::nth(0));
+    let host = Host::new("memory:32M", 512);
+    let machine = host.machine(&Setup::nth(0));
     command(&machine, MEMORY_SPACE | BUS_MASTER);
     let mut controller = machine.attach();
     controller.identify_controller().unwrap();

@@ -7,7 +7,7 @@ use nvme_mpt::lease::FormerData;
 use nvme_mpt_tests::registers::{CSTS_FATAL, CSTS_SHST_COMPLETE, CSTS_SHST_MASK};
 use vmm_device::EndError;
 
-use crate::common::fake_drive::FakeDrive;
+use crate::common::scripted_controller::ScriptedController;
 use crate::common::{Setup, wait_for};
 
 /// CC.SHN: a normal shutdown.
@@ -20,32 +20,32 @@ const DEADLINE: Duration = Duration::from_secs(30);
 
 #[test]
 fn a_shutdown_whose_flush_takes_too_long_is_seen_in_csts() {
-    let drive = FakeDrive::new(|_| ());
-    let lab = drive.lab(1);
-    let machine = lab.machine(&Setup::nth(0));
+    let drive = ScriptedController::new(|_| ());
+    let host = drive.host(1);
+    let machine = host.machine(&Setup::nth(0));
     let controller = machine.attach();
     drive.hold_flushes(true);
-    lab.clock.skip_waits(true);
+    host.clock.skip_waits(true);
     let bar = machine.bar();
     bar.write32(CC, bar.read32(CC) | SHN_NORMAL);
     let csts = controller.status().unwrap();
     assert_eq!(csts & CSTS_SHST_MASK, SHST_OCCURRING, "{csts:#x}");
     assert_ne!(csts & CSTS_FATAL, 0, "{csts:#x}");
-    assert_eq!(lab.clock.waited(), DEADLINE);
+    assert_eq!(host.clock.waited(), DEADLINE);
 
     drop((bar, controller, machine));
-    let error = lab
+    let error = host
         .lease("next", &Setup::nth(0), FormerData::Kept)
         .unwrap_err()
         .to_string();
     assert!(error.contains("ending"), "{error}");
     drive.hold_flushes(false);
     wait_for("the end of the flush", || {
-        lab.lease("next", &Setup::nth(0), FormerData::Kept).is_ok()
+        host.lease("next", &Setup::nth(0), FormerData::Kept).is_ok()
     });
 
-    lab.clock.skip_waits(false);
-    let machine = lab.machine(&Setup::nth(0));
+    host.clock.skip_waits(false);
+    let machine = host.machine(&Setup::nth(0));
     let controller = machine.attach();
     let bar = machine.bar();
     bar.write32(CC, bar.read32(CC) | SHN_NORMAL);
@@ -59,22 +59,22 @@ fn a_shutdown_whose_flush_takes_too_long_is_seen_in_csts() {
 
 #[test]
 fn a_function_ends_although_its_drive_does_not_flush() {
-    let drive = FakeDrive::new(|_| ());
-    let lab = drive.lab(1);
-    let machine = lab.machine(&Setup::nth(0));
+    let drive = ScriptedController::new(|_| ());
+    let host = drive.host(1);
+    let machine = host.machine(&Setup::nth(0));
     drive.hold_flushes(true);
-    lab.clock.skip_waits(true);
+    host.clock.skip_waits(true);
     let ended = machine.function().end();
     match ended {
         Err(EndError::Flush(error)) => assert_eq!(error.kind(), io::ErrorKind::TimedOut),
         other => panic!("{other:?}"),
     }
     drop(machine);
-    assert_eq!(lab.clock.waited(), DEADLINE);
-    lab.lease("next", &Setup::nth(0), FormerData::Kept)
+    assert_eq!(host.clock.waited(), DEADLINE);
+    host.lease("next", &Setup::nth(0), FormerData::Kept)
         .unwrap_err();
     drive.hold_flushes(false);
     wait_for("the end of the flush", || {
-        lab.lease("next", &Setup::nth(0), FormerData::Kept).is_ok()
+        host.lease("next", &Setup::nth(0), FormerData::Kept).is_ok()
     });
 }

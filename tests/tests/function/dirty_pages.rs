@@ -12,7 +12,7 @@ use nvme_mpt_tests::prp::{self, Prepared};
 use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_tests::sgl;
 
-use crate::common::{HANG, LEASE, Lab, MODES, Machine, Setup};
+use crate::common::{HANG, Host, LEASE, MODES, Machine, Setup};
 
 /// Pages by number.
 type Pages = BTreeSet<u64>;
@@ -119,8 +119,8 @@ fn written_by_guest(controller: &mut Controller, disk: &Disk, reads: &[Read]) ->
 }
 
 /// Reads of all kinds while pages are noted, asked for at random moments.
-fn reads_are_told(lab: &Lab, mode: DoorbellMode) {
-    let machine = lab.machine(&Setup::default().doorbells(mode));
+fn reads_are_told(host: &Host, mode: DoorbellMode) {
+    let machine = host.machine(&Setup::default().doorbells(mode));
     let (mut controller, mut disk) = machine.disk();
     for slba in (0..8192).step_by(1024) {
         disk.write(slba, &vec![0xC3; 512 * 1024]).unwrap();
@@ -206,15 +206,15 @@ fn pages_that_reads_and_completions_went_to() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(LEASE).unwrap();
     for mode in MODES {
-        reads_are_told(&Lab::new("memory:16M", 512), mode);
-        reads_are_told(&Lab::of_file(file.path(), 512), mode);
+        reads_are_told(&Host::new("memory:16M", 512), mode);
+        reads_are_told(&Host::of_file(file.path(), 512), mode);
     }
 }
 
 #[test]
 fn writes_make_no_page_of_data_dirty() {
-    let lab = Lab::new("memory:16M", 512);
-    let machine = lab.machine(&Setup::default());
+    let host = Host::new("memory:16M", 512);
+    let machine = host.machine(&Setup::default());
     let (_controller, mut disk) = machine.disk();
     let data = machine.memory.alloc(64 << 10).unwrap();
     let prepared = prp::buffer(&data, 0, 64 << 10).unwrap();

@@ -14,7 +14,7 @@ use nvme_mpt_tests::queue::{CompletionQueue, SubmissionQueue};
 use nvme_mpt_tests::status::SUCCESS;
 
 use crate::common::bystander::Bystander;
-use crate::common::{HANG, Lab, MODES, Machine, Setup, queue_pair, status, wait_for};
+use crate::common::{HANG, Host, MODES, Machine, Setup, queue_pair, status, wait_for};
 
 const INVALID_REGISTER: AsyncEvent = AsyncEvent {
     kind: 0,
@@ -29,9 +29,9 @@ const INVALID_VALUE: AsyncEvent = AsyncEvent {
 
 fn with_each_mode(test: impl Fn(Machine, Controller, DoorbellMode)) {
     for mode in MODES {
-        let lab = Lab::new("memory:32M", 512);
-        let bystander = Bystander::start(&lab, &Setup::nth(1));
-        let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+        let host = Host::new("memory:32M", 512);
+        let bystander = Bystander::start(&host, &Setup::nth(1));
+        let machine = host.machine(&Setup::nth(0).doorbells(mode));
         let controller = machine.attach();
         test(machine, controller, mode);
         bystander.finish();
@@ -139,7 +139,7 @@ fn heads_beyond_the_queue() {
 fn heads_beyond_what_was_posted() {
     for mode in MODES {
         // Without another guest: an idle queue is looked at when its poller goes to sleep.
-        let machine = Lab::new("memory:16M", 512).machine(&Setup::nth(0).doorbells(mode));
+        let machine = Host::new("memory:16M", 512).machine(&Setup::nth(0).doorbells(mode));
         let mut controller = machine.attach();
         let mut queue = queue_pair(&mut controller, 1, 8);
         request_event(&mut controller);
@@ -161,9 +161,9 @@ fn heads_beyond_what_was_posted() {
 #[test]
 fn doorbells_without_a_queue() {
     for mode in [DoorbellMode::Shadow, DoorbellMode::Trap] {
-        let lab = Lab::new("memory:32M", 512);
-        let bystander = Bystander::start(&lab, &Setup::nth(1));
-        let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+        let host = Host::new("memory:32M", 512);
+        let bystander = Bystander::start(&host, &Setup::nth(1));
+        let machine = host.machine(&Setup::nth(0).doorbells(mode));
         let mut controller = machine.attach();
         let mut queue = queue_pair(&mut controller, 1, 8);
         request_event(&mut controller);
@@ -224,8 +224,8 @@ fn number_of_queues() -> Sqe {
 
 #[test]
 fn an_admin_queue_in_the_doorbell_buffer_is_served_round_after_round() {
-    let lab = Lab::new("memory:32M", 512);
-    let machine = lab.machine(&Setup::nth(0));
+    let host = Host::new("memory:32M", 512);
+    let machine = host.machine(&Setup::nth(0));
     let mut controller = buffered_admin_queue(&machine, machine.bar());
     for _ in 0..10 * ADMIN_ENTRIES {
         controller.identify_controller().unwrap();
@@ -297,8 +297,8 @@ impl Bar for Posted {
 
 #[test]
 fn register_writes_that_arrive_late_hide_no_admin_command() {
-    let lab = Lab::new("memory:32M", 512);
-    let machine = lab.machine(&Setup::nth(0));
+    let host = Host::new("memory:32M", 512);
+    let machine = host.machine(&Setup::nth(0));
     let posted = Arc::new(Posted {
         bar: machine.bar(),
         posts: AtomicBool::new(false),

@@ -20,14 +20,14 @@ use nvme_software::model::Profile;
 
 use crate::common::bystander::Bystander;
 use crate::common::sentinel::Sentinel;
-use crate::common::{HANG, LEASE, Lab, Machine, Setup, disk, queue_pair, status, wait_for};
+use crate::common::{HANG, Host, LEASE, Machine, Setup, disk, queue_pair, status, wait_for};
 
 /// The kinds of store; each test runs on all of them.
 const STORES: [&str; 2] = ["memory:32M", "file"];
 
 /// A drive of two leases with faults, and what it lies in.
 struct Faulty {
-    lab: Lab,
+    host: Host,
     _file: Option<tempfile::NamedTempFile>,
 }
 
@@ -52,13 +52,13 @@ impl Faulty {
             ..DriveOptions::default()
         };
         Self {
-            lab: Lab::of(drives::open(&path.parse().unwrap(), options).unwrap()),
+            host: Host::of(drives::open(&path.parse().unwrap(), options).unwrap()),
             _file: file,
         }
     }
 
     fn faults(&self) -> &Faults {
-        let drive = SoftwareController::of(self.lab.drive.controller());
+        let drive = SoftwareController::of(self.host.drive.controller());
         drive.and_then(SoftwareController::faults).unwrap()
     }
 
@@ -93,8 +93,8 @@ fn media_errors_are_told_and_change_nothing() {
         for store in STORES {
             let plan = "[[fault]]\nkind = \"media-error\"\nrange = \"64K+4K\"\n";
             let drive = Faulty::timed(store, plan, profile);
-            let bystander = Bystander::start(&drive.lab, &Setup::nth(1));
-            let machine = drive.lab.machine(&Setup::nth(0));
+            let bystander = Bystander::start(&drive.host, &Setup::nth(1));
+            let machine = drive.host.machine(&Setup::nth(0));
             let (mut controller, mut disk) = machine.disk();
             // What was there before the media went bad.
             drive.faults().clear();
@@ -139,8 +139,8 @@ fn a_latency_is_added_to_the_commands_that_it_is_about() {
         let plan = "[[fault]]\nkind = \"latency\"\nadd = \"300ms\"\noperations = [\"write\"]\n\
                     range = \"0+16M\"\nafter = 1\ncount = 4\n";
         let drive = Faulty::timed(store, plan, Some("nvm"));
-        let bystander = Bystander::start(&drive.lab, &Setup::nth(1));
-        let machine = drive.lab.machine(&Setup::nth(0));
+        let bystander = Bystander::start(&drive.host, &Setup::nth(1));
+        let machine = drive.host.machine(&Setup::nth(0));
         let (_controller, mut disk) = machine.disk();
         let data = machine.memory.alloc(4096).unwrap();
         let pointer = prp::buffer(&data, 0, 4096).unwrap().pointer;
@@ -170,8 +170,8 @@ fn a_lost_command_ends_with_its_queue_and_the_others_go_on() {
         let plan =
             "[[fault]]\nkind = \"lost\"\noperations = [\"write\"]\nrange = \"0+16M\"\ncount = 3\n";
         let drive = Faulty::new(store, plan);
-        let bystander = Bystander::start(&drive.lab, &Setup::nth(1));
-        let machine = drive.lab.machine(&Setup::nth(0));
+        let bystander = Bystander::start(&drive.host, &Setup::nth(1));
+        let machine = drive.host.machine(&Setup::nth(0));
         let (mut controller, mut disk) = machine.disk();
         let data = machine.memory.alloc(4096).unwrap();
         let pointer = prp::buffer(&data, 0, 4096).unwrap().pointer;
@@ -217,8 +217,8 @@ fn a_fatal_status_is_one_controllers_and_a_reset_cures_it() {
         let plan =
             "[[fault]]\nkind = \"fatal\"\noperations = [\"read\"]\nrange = \"0+16M\"\nafter = 10\n";
         let drive = Faulty::new(store, plan);
-        let bystander = Bystander::start(&drive.lab, &Setup::nth(1));
-        let machine = drive.lab.machine(&Setup::nth(0));
+        let bystander = Bystander::start(&drive.host, &Setup::nth(1));
+        let machine = drive.host.machine(&Setup::nth(0));
         let (mut controller, mut disk) = machine.disk();
         disk.write(0, &[0xC3; 4096]).unwrap();
         for _ in 0..10 {
@@ -277,7 +277,7 @@ fn a_drive_that_is_removed_is_gone_for_all_its_guests() {
         let plan = "[[fault]]\nkind = \"lost\"\noperations = [\"write\"]\nrange = \"16M+4K\"\n\
                     [[fault]]\nkind = \"removal\"\noperations = [\"flush\"]\n";
         let drive = Faulty::new(store, plan);
-        let machines = [0, 1].map(|index| drive.lab.machine(&Setup::nth(index)));
+        let machines = [0, 1].map(|index| drive.host.machine(&Setup::nth(index)));
         let mut controllers = [0, 1].map(|index: usize| listening(&machines[index]));
         let [mut first, mut second] = [0, 1].map(|index| disk(&mut controllers[index], 1));
         first.write(0, &[1; 4096]).unwrap();
@@ -318,8 +318,8 @@ fn a_drive_that_is_removed_is_gone_for_all_its_guests() {
 fn a_namespace_that_is_resized_has_another_size() {
     for store in STORES {
         let drive = Faulty::new(store, "");
-        let bystander = Bystander::start(&drive.lab, &Setup::nth(0));
-        let machine = drive.lab.machine(&Setup::nth(1));
+        let bystander = Bystander::start(&drive.host, &Setup::nth(0));
+        let machine = drive.host.machine(&Setup::nth(1));
         let mut controller = listening(&machine);
         let mut disk = disk(&mut controller, 1);
         let blocks = LEASE / 512;
@@ -358,8 +358,8 @@ fn the_same_guest_has_the_same_faults_whoever_is_beside_it() {
         "seed = 3\n[[fault]]\nkind = \"media-error\"\nrange = \"0+16M\"\nprobability = 0.2\n";
     let run = |with_other: bool| -> Vec<StatusCode> {
         let drive = Faulty::new("memory:32M", plan);
-        let other = with_other.then(|| Bystander::start(&drive.lab, &Setup::nth(1)));
-        let machine = drive.lab.machine(&Setup::nth(0));
+        let other = with_other.then(|| Bystander::start(&drive.host, &Setup::nth(1)));
+        let machine = drive.host.machine(&Setup::nth(0));
         let (_controller, mut disk) = machine.disk();
         let data = machine.memory.alloc(4096).unwrap();
         let pointer = prp::buffer(&data, 0, 4096).unwrap().pointer;

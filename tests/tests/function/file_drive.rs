@@ -21,7 +21,7 @@ use nvme_mpt_tests::status::{
 };
 use tempfile::NamedTempFile;
 
-use crate::common::{LEASE, Lab, Machine, Setup, status};
+use crate::common::{Host, LEASE, Machine, Setup, status};
 
 /// A file, the drive in it, and a guest that has all of it.
 struct Scene {
@@ -38,7 +38,7 @@ fn scene(lba_size: u32) -> Scene {
 fn scene_of(bytes: u64, lba_size: u32) -> Scene {
     let file = NamedTempFile::new().unwrap();
     file.as_file().set_len(bytes).unwrap();
-    let machine = Lab::of_file(file.path(), lba_size).machine(&Setup::nth(0));
+    let machine = Host::of_file(file.path(), lba_size).machine(&Setup::nth(0));
     let (controller, disk) = machine.disk();
     Scene {
         file,
@@ -463,8 +463,8 @@ fn a_guest_is_warned_of_a_file_that_is_cut_short_or_replaced() {
         let path = dir.path().join("drive.img");
         let file = File::create(&path).unwrap();
         file.set_len(2 * LEASE).unwrap();
-        let lab = Lab::of_file(&path, 4096);
-        let machines = [0, 1].map(|nth| lab.machine(&Setup::nth(nth)));
+        let host = Host::of_file(&path, 4096);
+        let machines = [0, 1].map(|nth| host.machine(&Setup::nth(nth)));
         let mut guests = machines.each_ref().map(Machine::disk);
         if replace {
             std::fs::write(dir.path().join("other"), [0; 4096]).unwrap();

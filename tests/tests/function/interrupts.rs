@@ -12,7 +12,7 @@ use nvme_mpt_tests::rng::Rng;
 use vmm_device::{Bar, MsixMasking};
 
 use crate::common::bystander::Bystander;
-use crate::common::{HANG, LEASE, Lab, MODES, Machine, Setup};
+use crate::common::{HANG, Host, LEASE, MODES, Machine, Setup};
 
 /// Queue pair `id` of 64 entries, on the vector of the same number.
 fn interrupting(machine: &Machine, controller: &mut Controller, id: u16) -> QueuePair {
@@ -43,9 +43,9 @@ fn consume(queue: &mut QueuePair) -> u16 {
 #[test]
 fn one_per_batch() {
     for mode in MODES {
-        let lab = Lab::new("memory:32M", 512);
-        let bystander = Bystander::start(&lab, &Setup::nth(1));
-        let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+        let host = Host::new("memory:32M", 512);
+        let bystander = Bystander::start(&host, &Setup::nth(1));
+        let machine = host.machine(&Setup::nth(0).doorbells(mode));
         let mut controller = machine.attach();
         let mut queue = interrupting(&machine, &mut controller, 1);
         for round in 0..200 {
@@ -66,10 +66,13 @@ fn one_per_batch() {
 fn a_guest_that_waits_for_interrupts_is_never_left_waiting() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(2 * LEASE).unwrap();
-    for lab in [Lab::new("memory:32M", 512), Lab::of_file(file.path(), 512)] {
-        let bystander = Bystander::start(&lab, &Setup::nth(1));
+    for host in [
+        Host::new("memory:32M", 512),
+        Host::of_file(file.path(), 512),
+    ] {
+        let bystander = Bystander::start(&host, &Setup::nth(1));
         for mode in MODES {
-            let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+            let machine = host.machine(&Setup::nth(0).doorbells(mode));
             let mut controller = machine.attach();
             let mut queue = interrupting(&machine, &mut controller, 2);
             let mut rng = Rng::new(11);
@@ -99,8 +102,8 @@ fn a_guest_that_waits_for_interrupts_is_never_left_waiting() {
 
 #[test]
 fn only_the_queues_own_vector() {
-    let lab = Lab::new("memory:16M", 512);
-    let machine = lab.machine(&Setup::nth(0));
+    let host = Host::new("memory:16M", 512);
+    let machine = host.machine(&Setup::nth(0));
     let mut controller = machine.attach();
     let mut loud = interrupting(&machine, &mut controller, 3);
     let mut silent = controller
@@ -160,12 +163,12 @@ fn is_pending(machine: &Machine, vector: u64) -> bool {
 
 #[test]
 fn none_while_masked_and_one_after() {
-    let lab = Lab::new("memory:16M", 512);
+    let host = Host::new("memory:16M", 512);
     let setup = Setup {
         masking: MsixMasking::Function,
         ..Setup::nth(0)
     };
-    let machine = lab.machine(&setup);
+    let machine = host.machine(&setup);
     let mut controller = machine.attach();
     let mut queue = interrupting(&machine, &mut controller, 1);
     let interrupt = &machine.interrupts[1];
@@ -196,9 +199,9 @@ const AGGREGATION: Duration = Duration::from_micros(25_000);
 
 #[test]
 fn coalescing_waits_for_its_time_or_its_threshold() {
-    let lab = Lab::new("memory:16M", 512);
+    let host = Host::new("memory:16M", 512);
     // A poller that never sleeps: one that does, tells the guest before.
-    let machine = lab.machine(&Setup::nth(0).poll("shared:busy"));
+    let machine = host.machine(&Setup::nth(0).poll("shared:busy"));
     let mut controller = machine.attach();
     let mut queue = interrupting(&machine, &mut controller, 1);
     let interrupt = Arc::clone(&machine.interrupts[1]);

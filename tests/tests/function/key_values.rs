@@ -22,7 +22,7 @@ use nvme_mpt_tests::{Error, prp, rng};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath};
 use nvme_software::model::Profile;
 
-use crate::common::{HANG, HIGH, LEASE, LOW, Lab, Machine, NOWHERE, Setup, status};
+use crate::common::{HANG, HIGH, Host, LEASE, LOW, Machine, NOWHERE, Setup, status};
 
 /// A drive of two leases.
 const DRIVE: &str = "memory:32M";
@@ -36,21 +36,21 @@ fn options(profile: &str) -> DriveOptions {
 
 const PROFILE: &str = "model = \"kv\"\nmax_value = \"1M\"\n";
 
-fn lab(path: &str) -> Lab {
-    Lab::of(drives::open(&path.parse().unwrap(), options(PROFILE)).unwrap())
+fn host(path: &str) -> Host {
+    Host::of(drives::open(&path.parse().unwrap(), options(PROFILE)).unwrap())
 }
 
-fn lab_in(path: &Path) -> Lab {
+fn host_in(path: &Path) -> Host {
     let path = DrivePath::File(path.to_owned());
-    Lab::of(drives::open(&path, options(PROFILE)).unwrap())
+    Host::of(drives::open(&path, options(PROFILE)).unwrap())
 }
 
 /// A file for two leases, and the drive in it.
-fn file_lab() -> (tempfile::NamedTempFile, Lab) {
+fn file_host() -> (tempfile::NamedTempFile, Host) {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(2 * LEASE).unwrap();
-    let lab = lab_in(file.path());
-    (file, lab)
+    let host = host_in(file.path());
+    (file, host)
 }
 
 fn attach_with(machine: &Machine, command_set: u32, doorbells: DoorbellMode) -> Controller {
@@ -93,8 +93,8 @@ fn refused<T: std::fmt::Debug>(result: Result<T, Error>) -> StatusCode {
 
 #[test]
 fn a_driver_finds_the_command_set_and_its_limits() {
-    let lab = lab(DRIVE);
-    let machine = lab.machine(&Setup::nth(1));
+    let host = host(DRIVE);
+    let machine = host.machine(&Setup::nth(1));
     let (mut controller, mut pairs) = attach(&machine);
     let descriptors = controller
         .identify(cns::NAMESPACE_DESCRIPTORS, 1, 0)
@@ -157,14 +157,14 @@ fn a_driver_finds_the_command_set_and_its_limits() {
 
 #[test]
 fn a_driver_that_does_not_enable_the_command_set_finds_no_namespace() {
-    let lab = lab(DRIVE);
-    let machine = lab.machine(&Setup::nth(0));
+    let host = host(DRIVE);
+    let machine = host.machine(&Setup::nth(0));
     let mut controller = attach_with(&machine, CC_CSS_NVM, DoorbellMode::Shadow);
     assert!(controller.active_namespaces(0).unwrap().is_empty());
 }
 
-fn commands_do_what_they_say(lab: &Lab) {
-    let machine = lab.machine(&Setup::nth(0));
+fn commands_do_what_they_say(host: &Host) {
+    let machine = host.machine(&Setup::nth(0));
     let (_controller, mut pairs) = attach(&machine);
     let (small, large) = (value(1, 5), value(2, 1 << 20));
     assert_eq!(refused(pairs.retrieve(b"a", 16)), KEY_DOES_NOT_EXIST);
@@ -229,18 +229,18 @@ fn commands_do_what_they_say(lab: &Lab) {
 
 #[test]
 fn commands_do_what_they_say_in_memory() {
-    commands_do_what_they_say(&lab(DRIVE));
+    commands_do_what_they_say(&host(DRIVE));
 }
 
 #[test]
 fn commands_do_what_they_say_in_a_file() {
-    let (_file, lab) = file_lab();
-    commands_do_what_they_say(&lab);
+    let (_file, host) = file_host();
+    commands_do_what_they_say(&host);
 }
 
 /// Whatever a guest sends, it is told what is wrong with it, and another guest's keys are as they were.
-fn hostile_commands(lab: &Lab) {
-    let machines = [0, 1].map(|index| lab.machine(&Setup::nth(index)));
+fn hostile_commands(host: &Host) {
+    let machines = [0, 1].map(|index| host.machine(&Setup::nth(index)));
     let (_quiet, mut quiet) = attach(&machines[1]);
     for number in 0..20_u64 {
         let key = number.to_be_bytes();
@@ -336,23 +336,23 @@ fn hostile_commands(lab: &Lab) {
 
 #[test]
 fn hostile_commands_in_memory() {
-    hostile_commands(&lab(DRIVE));
+    hostile_commands(&host(DRIVE));
 }
 
 #[test]
 fn hostile_commands_in_a_file() {
-    let (_file, lab) = file_lab();
-    hostile_commands(&lab);
+    let (_file, host) = file_host();
+    hostile_commands(&host);
 }
 
 /// A guest that fills its lease is told so, leaves another one's alone, and can make room again.
-fn a_full_lease(lab: &Lab) {
+fn a_full_lease(host: &Host) {
     let setup = |index: u64| Setup {
         start: index * LEASE,
         length: 64 << 10,
         ..Setup::default()
     };
-    let machines = [0, 1].map(|index| lab.machine(&setup(index)));
+    let machines = [0, 1].map(|index| host.machine(&setup(index)));
     let (_controller, mut pairs) = attach(&machines[0]);
     let (_other, mut other) = attach(&machines[1]);
     // A pair takes 64 bytes and its value.
@@ -376,13 +376,13 @@ fn a_full_lease(lab: &Lab) {
 
 #[test]
 fn a_full_lease_in_memory() {
-    a_full_lease(&lab(DRIVE));
+    a_full_lease(&host(DRIVE));
 }
 
 #[test]
 fn a_full_lease_in_a_file() {
-    let (_file, lab) = file_lab();
-    a_full_lease(&lab);
+    let (_file, host) = file_host();
+    a_full_lease(&host);
 }
 
 /// Submits commands together, and waits for all of them to succeed.
@@ -398,8 +398,8 @@ fn run_all(pairs: &mut KeyValues, commands: &[Sqe]) {
 
 #[test]
 fn a_queue_takes_more_than_it_has_on_the_way_at_once() {
-    let (_file, lab) = file_lab();
-    let machine = lab.machine(&Setup::whole(2 * LEASE));
+    let (_file, host) = file_host();
+    let machine = host.machine(&Setup::whole(2 * LEASE));
     let (_controller, mut pairs) = attach(&machine);
     const LEN: usize = 1 << 20;
     let buffers: Vec<_> = (0..20_u64)
@@ -431,9 +431,9 @@ fn a_queue_takes_more_than_it_has_on_the_way_at_once() {
 
 #[test]
 fn what_completed_is_there_when_the_file_is_opened_again() {
-    let (file, lab) = file_lab();
+    let (file, host) = file_host();
     let fill = |index: u64, base: u64| {
-        let machine = lab.machine(&Setup::nth(index));
+        let machine = host.machine(&Setup::nth(index));
         let (_controller, mut pairs) = attach(&machine);
         for number in base..base + 10 {
             let key = number.to_be_bytes();
@@ -445,11 +445,11 @@ fn what_completed_is_there_when_the_file_is_opened_again() {
     };
     fill(0, 0);
     fill(1, 5);
-    drop(lab);
-    let lab = lab_in(file.path());
-    assert_eq!(lab.drive.blocks() << lab.drive.lba_shift(), 2 * LEASE);
+    drop(host);
+    let host = host_in(file.path());
+    assert_eq!(host.drive.blocks() << host.drive.lba_shift(), 2 * LEASE);
     for (index, base) in [(0, 0), (1, 5)] {
-        let machine = lab.machine(&Setup::nth(index));
+        let machine = host.machine(&Setup::nth(index));
         let (mut controller, mut pairs) = attach(&machine);
         let mut used = 0;
         for number in base + 1..base + 10 {
@@ -466,13 +466,13 @@ fn what_completed_is_there_when_the_file_is_opened_again() {
 
 #[test]
 fn a_guest_goes_on_with_its_keys_in_another_function() {
-    let (_file, lab) = file_lab();
+    let (_file, host) = file_host();
     let setup = Setup::nth(1);
-    let machine = lab.machine(&setup);
+    let machine = host.machine(&setup);
     let (_controller, mut pairs) = attach(&machine);
     pairs.store(b"before", &value(1, 5000)).unwrap();
     let suspended = machine.suspend();
-    let machine = lab.restore(&suspended, &setup).unwrap();
+    let machine = host.restore(&suspended, &setup).unwrap();
     machine.function().resume();
     pairs.queue.move_to(&machine.bar()).unwrap();
     assert_eq!(pairs.retrieve(b"before", 5000).unwrap().0, value(1, 5000));

@@ -6,7 +6,7 @@ use nvme_mpt::lease::{ByteRange, FormerData, LeaseRequest};
 use nvme_mpt_tests::disk::{Disk, Transfer};
 use nvme_mpt_tests::rng::{self, Rng};
 
-use crate::common::{LEASE, Lab, MODES, Setup, written_file};
+use crate::common::{Host, LEASE, MODES, Setup, written_file};
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 16 * MIB;
@@ -49,10 +49,10 @@ fn check(lba_size: u32, ranges: [(u64, u64); 2]) {
     file.as_file()
         .write_all_at(&vec![OUTSIDE; SIZE as usize], 0)
         .unwrap();
-    let lab = Lab::of_file(file.path(), lba_size);
+    let host = Host::of_file(file.path(), lba_size);
     std::thread::scope(|scope| {
         for (index, (start, length)) in ranges.into_iter().enumerate() {
-            let lab = &lab;
+            let host = &host;
             scope.spawn(move || {
                 let setup = Setup {
                     start,
@@ -60,7 +60,7 @@ fn check(lba_size: u32, ranges: [(u64, u64); 2]) {
                     doorbells: MODES[index],
                     ..Setup::default()
                 };
-                let machine = lab.machine(&setup);
+                let machine = host.machine(&setup);
                 let (_controller, mut disk) = machine.disk();
                 assert_eq!(disk.blocks() * u64::from(lba_size), length);
                 fill(&mut disk, index as u64);
@@ -73,8 +73,8 @@ fn check(lba_size: u32, ranges: [(u64, u64); 2]) {
             });
         }
     });
-    let punches = lab.drive.limits().deallocated_reads_zeroes;
-    drop(lab);
+    let punches = host.drive.limits().deallocated_reads_zeroes;
+    drop(host);
     let lba = u64::from(lba_size);
     let mut want = vec![OUTSIDE; SIZE as usize];
     for (index, (start, length)) in ranges.into_iter().enumerate() {
@@ -112,18 +112,18 @@ fn ranges_that_touch() {
 fn ranges_that_touch_within_a_page_are_refused() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(SIZE).unwrap();
-    let lab = Lab::of_file(file.path(), 512);
+    let host = Host::of_file(file.path(), 512);
     for (start, length) in [(MIB + 512, 2 * MIB), (MIB, 2 * MIB + 1536)] {
         let request = LeaseRequest {
             id: "half",
-            drive: lab.drive.identity(),
-            nsid: lab.drive.namespace().nsid,
+            drive: host.drive.identity(),
+            nsid: host.drive.namespace().nsid,
             range: ByteRange::new(start, length).unwrap(),
             lba_shift: 9,
-            blocks: lab.drive.blocks(),
+            blocks: host.drive.blocks(),
             former_data: FormerData::Refused,
         };
-        let refusal = lab.ledger.acquire(&request).unwrap_err();
+        let refusal = host.ledger.acquire(&request).unwrap_err();
         let refusal = refusal.to_string();
         assert!(refusal.contains("4096"), "{refusal}");
     }
@@ -139,10 +139,13 @@ fn ranges_at_both_ends() {
 #[test]
 fn unreadable_blocks_end_with_their_lease_and_take_no_room_from_others() {
     let file = written_file(2 * LEASE);
-    for lab in [Lab::of_file(file.path(), 512), Lab::new("memory:32M", 512)] {
-        let neighbour = lab.machine(&Setup::nth(1));
+    for host in [
+        Host::of_file(file.path(), 512),
+        Host::new("memory:32M", 512),
+    ] {
+        let neighbour = host.machine(&Setup::nth(1));
         let (_its_controller, mut its_disk) = neighbour.disk();
-        let machine = lab.machine(&Setup::nth(0));
+        let machine = host.machine(&Setup::nth(0));
         let (_controller, mut disk) = machine.disk();
         let mut marked = 0;
         while disk.write_uncorrectable(2 * marked, 1).is_ok() {
@@ -155,7 +158,7 @@ fn unreadable_blocks_end_with_their_lease_and_take_no_room_from_others() {
 
         drop((disk, _controller));
         drop(machine);
-        let next = lab.machine(&Setup::nth(0));
+        let next = host.machine(&Setup::nth(0));
         let (_controller, mut disk) = next.disk();
         disk.read(0, 1).unwrap();
         its_disk.read(0, 1).unwrap_err();
@@ -167,24 +170,24 @@ fn what_another_id_left_is_gone_after_a_wipe() {
     let file = written_file(2 * LEASE);
     let path = format!("{}", file.path().display());
     for (path, lba_size) in [(&*path, 512), (&*path, 4096), ("memory:32M", 512)] {
-        let lab = Lab::new(path, lba_size);
+        let host = Host::new(path, lba_size);
         let (ours, theirs) = (Setup::nth(0), Setup::nth(1));
-        let neighbour = lab.machine(&theirs);
+        let neighbour = host.machine(&theirs);
         let (_its_controller, mut its_disk) = neighbour.disk();
         fill(&mut its_disk, 1);
         {
-            let machine = lab.machine(&ours);
+            let machine = host.machine(&ours);
             let (_controller, mut disk) = machine.disk();
             fill(&mut disk, 0);
             disk.flush().unwrap();
         }
-        lab.lease("next", &ours, FormerData::Refused).unwrap_err();
-        let unwiped = lab.lease("next", &ours, FormerData::Wiped).unwrap();
+        host.lease("next", &ours, FormerData::Refused).unwrap_err();
+        let unwiped = host.lease("next", &ours, FormerData::Wiped).unwrap();
         assert_eq!(unwiped.unwiped().len(), 1);
         drop(unwiped);
 
-        lab.wipe(&ours);
-        let machine = lab.machine(&ours);
+        host.wipe(&ours);
+        let machine = host.machine(&ours);
         let (_controller, mut disk) = machine.disk();
         let read = |disk: &mut Disk| {
             let blocks = disk.blocks();

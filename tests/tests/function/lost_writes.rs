@@ -10,7 +10,7 @@ use nvme_mpt_tests::sgl;
 use nvme_mpt_tests::status::{READ_ONLY_RANGE, SUCCESS, StatusCode, WRITE_FAULT};
 
 use crate::common::loop_device::LoopDevice;
-use crate::common::{HANG, LEASE, Lab, Machine, Setup, disk};
+use crate::common::{HANG, Host, LEASE, Machine, Setup, disk};
 
 /// Critical Warning, bits 2 and 3: reliability degraded, media read only (Base 2.0, Figure 207).
 const RELIABILITY_AND_READ_ONLY: u8 = 0b1100;
@@ -67,8 +67,8 @@ fn every_tenant_hears_of_lost_writes_until_its_vmm_connects_again() {
     let Some(device) = LoopDevice::new(2 * LEASE, ROOM) else {
         return;
     };
-    let lab = Lab::of_file(device.device(), 4096);
-    let [a, b] = [0, 1].map(|nth| lab.machine(&Setup::nth(nth)));
+    let host = Host::of_file(device.device(), 4096);
+    let [a, b] = [0, 1].map(|nth| host.machine(&Setup::nth(nth)));
     let (mut a_controller, mut a_disk) = a.disk();
     let (mut b_controller, mut b_disk) = b.disk();
     let mut a_second = disk(&mut a_controller, 2);
@@ -139,8 +139,8 @@ fn a_reset_between_the_loss_and_the_flush_hides_nothing() {
     let Some(device) = LoopDevice::new(2 * LEASE, ROOM) else {
         return;
     };
-    let lab = Lab::of_file(device.device(), 4096);
-    let [a, b] = [0, 1].map(|nth| lab.machine(&Setup::nth(nth)));
+    let host = Host::of_file(device.device(), 4096);
+    let [a, b] = [0, 1].map(|nth| host.machine(&Setup::nth(nth)));
     let (mut a_controller, mut a_disk) = a.disk();
     let (_b_controller, mut b_disk) = b.disk();
     let ends = write_through_cache(&a, &mut a_disk, 0..4 * ROOM, 0);
@@ -160,8 +160,8 @@ fn a_write_with_fua_and_the_end_of_a_function_find_what_was_lost() {
     let Some(device) = LoopDevice::new(LEASE, ROOM) else {
         return;
     };
-    let lab = Lab::of_file(device.device(), 4096);
-    let machine = lab.machine(&Setup::nth(0));
+    let host = Host::of_file(device.device(), 4096);
+    let machine = host.machine(&Setup::nth(0));
     let (_controller, mut disk) = machine.disk();
     let ends = write_through_cache(&machine, &mut disk, 0..4 * ROOM, 0);
     if ends.iter().any(|end| *end != SUCCESS) {

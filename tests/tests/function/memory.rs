@@ -18,7 +18,7 @@ use nvme_mpt_tests::status::{DATA_TRANSFER_ERROR, SUCCESS};
 use crate::common::bystander::Bystander;
 use crate::common::sentinel::Sentinel;
 use crate::common::{
-    HANG, HIGH, LEASE, Lab, MODES, Machine, NOWHERE, REGION, Setup, disk, queue_pair, status,
+    HANG, HIGH, Host, LEASE, MODES, Machine, NOWHERE, REGION, Setup, disk, queue_pair, status,
     wait_for, written_file,
 };
 
@@ -32,19 +32,19 @@ fn high(machine: &Machine) -> Region {
 }
 
 /// Each test on a drive in memory and on one in a file, which has commands in flight for longer.
-fn on_each_drive(test: impl Fn(&Lab)) {
-    test(&Lab::new("memory:32M", 512));
+fn on_each_drive(test: impl Fn(&Host)) {
+    test(&Host::new("memory:32M", 512));
     let file = written_file(LEASE);
     file.as_file().set_len(2 * LEASE).unwrap();
-    test(&Lab::of_file(file.path(), 512));
+    test(&Host::of_file(file.path(), 512));
 }
 
 #[test]
 fn data_unmapped_under_io() {
-    on_each_drive(|lab| {
-        let bystander = Bystander::start(lab, &Setup::nth(1));
+    on_each_drive(|host| {
+        let bystander = Bystander::start(host, &Setup::nth(1));
         for mode in MODES {
-            let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+            let machine = host.machine(&Setup::nth(0).doorbells(mode));
             let mut controller = machine.attach();
             let mut queue = queue_pair(&mut controller, 1, 64);
             let region = high(&machine);
@@ -130,9 +130,9 @@ fn read_into(queue: &mut QueuePair, buffers: &[DmaBuffer], gone: &AtomicBool) {
 
 #[test]
 fn a_region_can_be_replaced_under_io() {
-    let lab = Lab::new("memory:32M", 512);
-    let bystander = Bystander::start(&lab, &Setup::nth(1));
-    let machine = lab.machine(&Setup::nth(0));
+    let host = Host::new("memory:32M", 512);
+    let bystander = Bystander::start(&host, &Setup::nth(1));
+    let machine = host.machine(&Setup::nth(0));
     let (_controller, mut disk) = machine.disk();
     let region = high(&machine);
     let mut bytes = vec![0; 8192];
@@ -183,11 +183,11 @@ pub(crate) fn queue_pair_at(
 
 #[test]
 fn a_ring_unmapped_under_io() {
-    on_each_drive(|lab| {
-        let bystander = Bystander::start(lab, &Setup::nth(1));
+    on_each_drive(|host| {
+        let bystander = Bystander::start(host, &Setup::nth(1));
         for mode in MODES {
             for sq_goes in [true, false] {
-                let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+                let machine = host.machine(&Setup::nth(0).doorbells(mode));
                 let mut controller = machine.attach();
                 let there = machine.memory.alloc(4096).unwrap();
                 let going = machine.memory.alloc_at(HIGH, 4096).unwrap();
@@ -229,11 +229,11 @@ fn a_ring_unmapped_under_io() {
 /// unmapped and mapped again at once.
 #[test]
 fn a_ring_that_comes_back_goes_on_under_io() {
-    on_each_drive(|lab| {
-        let bystander = Bystander::start(lab, &Setup::nth(1));
+    on_each_drive(|host| {
+        let bystander = Bystander::start(host, &Setup::nth(1));
         for mode in MODES {
             for sq_goes in [true, false] {
-                let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+                let machine = host.machine(&Setup::nth(0).doorbells(mode));
                 let mut controller = machine.attach();
                 let there = machine.memory.alloc(4096).unwrap();
                 let going = machine.memory.alloc_at(HIGH, 4096).unwrap();
@@ -263,9 +263,9 @@ fn a_ring_that_comes_back_goes_on_under_io() {
 
 #[test]
 fn a_doorbell_buffer_unmapped_under_io() {
-    on_each_drive(|lab| {
-        let bystander = Bystander::start(lab, &Setup::nth(1));
-        let machine = lab.machine(&Setup::nth(0));
+    on_each_drive(|host| {
+        let bystander = Bystander::start(host, &Setup::nth(1));
+        let machine = host.machine(&Setup::nth(0));
         // Brought up without the buffer, which is then put where it can go away.
         let mut controller = machine.attach();
         let [shadow, event_idx] =
@@ -299,10 +299,10 @@ fn a_doorbell_buffer_unmapped_under_io() {
 
 #[test]
 fn admin_queues_unmapped() {
-    let lab = Lab::new("memory:32M", 512);
-    let bystander = Bystander::start(&lab, &Setup::nth(1));
+    let host = Host::new("memory:32M", 512);
+    let bystander = Bystander::start(&host, &Setup::nth(1));
     for mode in MODES {
-        let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+        let machine = host.machine(&Setup::nth(0).doorbells(mode));
         let mut controller = machine.attach();
         for region in machine.memory.regions() {
             machine.unmap(&region);
@@ -354,10 +354,10 @@ fn data_in_huge_pages_truncated_under_io() {
 
 /// Cuts memory of a guest off, but for a huge page, while there is I/O to it.
 fn data_is_cut_off(memory: impl Fn() -> File) {
-    let lab = Lab::new("memory:32M", 512);
-    let bystander = Bystander::start(&lab, &Setup::nth(1));
+    let host = Host::new("memory:32M", 512);
+    let bystander = Bystander::start(&host, &Setup::nth(1));
     for mode in MODES {
-        let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+        let machine = host.machine(&Setup::nth(0).doorbells(mode));
         let file = region_of(&machine, memory());
         let mut controller = machine.attach();
         let mut queue = queue_pair(&mut controller, 1, 64);
@@ -396,9 +396,9 @@ fn data_is_cut_off(memory: impl Fn() -> File) {
 fn data_of_a_file_drive_truncated_under_io() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(2 * LEASE).unwrap();
-    let lab = Lab::of_file(file.path(), 512);
-    let bystander = Bystander::start(&lab, &Setup::nth(1));
-    let machine = lab.machine(&Setup::nth(0));
+    let host = Host::of_file(file.path(), 512);
+    let bystander = Bystander::start(&host, &Setup::nth(1));
+    let machine = host.machine(&Setup::nth(0));
     let memory = truncatable(&machine);
     let mut controller = machine.attach();
     let mut queue = queue_pair(&mut controller, 1, 64);
@@ -416,11 +416,11 @@ fn data_of_a_file_drive_truncated_under_io() {
 
 #[test]
 fn rings_truncated_under_io() {
-    let lab = Lab::new("memory:32M", 512);
-    let bystander = Bystander::start(&lab, &Setup::nth(1));
+    let host = Host::new("memory:32M", 512);
+    let bystander = Bystander::start(&host, &Setup::nth(1));
     for mode in [DoorbellMode::Mapped, DoorbellMode::Trap] {
         for sq_goes in [true, false] {
-            let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+            let machine = host.machine(&Setup::nth(0).doorbells(mode));
             let file = truncatable(&machine);
             let mut controller = machine.attach();
             let there = machine.memory.alloc(4096).unwrap();

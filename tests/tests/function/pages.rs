@@ -7,7 +7,7 @@ use nvme_mpt_tests::rng;
 use nvme_mpt_tests::status::{DATA_TRANSFER_ERROR, SUCCESS};
 
 use crate::common::bystander::Bystander;
-use crate::common::{HANG, Lab, MODES, Machine, Setup, queue_pair, status};
+use crate::common::{HANG, Host, MODES, Machine, Setup, queue_pair, status};
 
 /// Entries of the largest queue.
 const ENTRIES: u32 = 4096;
@@ -22,9 +22,9 @@ fn page(machine: &Machine, gpa: u64) -> Piece {
 
 #[test]
 fn rings_of_the_largest_size_work_wherever_their_pages_lie() {
-    let lab = Lab::new("memory:32M", 512);
+    let host = Host::new("memory:32M", 512);
     for mode in MODES {
-        let machine = lab.machine(&Setup::nth(0).scattered().doorbells(mode));
+        let machine = host.machine(&Setup::nth(0).scattered().doorbells(mode));
         let mut controller = machine.attach();
         let mut queue = queue_pair(&mut controller, 1, ENTRIES);
         // More than two rounds of both rings.
@@ -44,8 +44,8 @@ fn rings_of_the_largest_size_work_wherever_their_pages_lie() {
 
 #[test]
 fn data_and_lists_work_wherever_their_pages_lie() {
-    let lab = Lab::new("memory:32M", 512);
-    let machine = lab.machine(&Setup::nth(0).scattered());
+    let host = Host::new("memory:32M", 512);
+    let machine = host.machine(&Setup::nth(0).scattered());
     let (_controller, mut disk) = machine.disk();
     let transfers = [
         // Lists of one page and of two, blocks across pages, a segment across pages.
@@ -125,11 +125,11 @@ fn data_and_lists_work_wherever_their_pages_lie() {
 
 #[test]
 fn a_page_of_a_ring_that_goes_suspends_the_queue_until_it_is_back() {
-    let lab = Lab::new("memory:32M", 512);
-    let bystander = Bystander::start(&lab, &Setup::nth(1));
+    let host = Host::new("memory:32M", 512);
+    let bystander = Bystander::start(&host, &Setup::nth(1));
     for mode in MODES {
         for sq_goes in [true, false] {
-            let machine = lab.machine(&Setup::nth(0).scattered().doorbells(mode));
+            let machine = host.machine(&Setup::nth(0).scattered().doorbells(mode));
             let mut controller = machine.attach();
             let mut queue = queue_pair(&mut controller, 1, 1024);
             let ring = if sq_goes {
@@ -174,9 +174,9 @@ fn a_page_of_a_ring_that_goes_suspends_the_queue_until_it_is_back() {
 /// As a guest does whose virtual IOMMU is strict.
 #[test]
 fn a_page_that_is_mapped_for_one_command_is_there_for_it_and_gone_after_it() {
-    let lab = Lab::new("memory:32M", 512);
-    let bystander = Bystander::start(&lab, &Setup::nth(1));
-    let machine = lab.machine(&Setup::nth(0).scattered());
+    let host = Host::new("memory:32M", 512);
+    let bystander = Bystander::start(&host, &Setup::nth(1));
+    let machine = host.machine(&Setup::nth(0).scattered());
     let mut controller = machine.attach();
     let mut queue = queue_pair(&mut controller, 1, 64);
     let data = machine.memory.alloc(PAGE_SIZE).unwrap();

@@ -7,20 +7,20 @@ use nvme_mpt_tests::doorbell::DoorbellMode;
 use nvme_mpt_tests::prp;
 use nvme_mpt_tests::rng::Rng;
 
-use crate::common::{HANG, LEASE, Lab, Setup, queue_pair};
+use crate::common::{HANG, Host, LEASE, Setup, queue_pair};
 
 /// Longest pause between two commands: from none to much longer than a poller spins.
 const PAUSE: u64 = 500;
 
 /// One command after the other, with random pauses between them.
-fn pauses(lab: &Lab, setup: &Setup, commands: u64) {
-    let machine = lab.machine(setup);
+fn pauses(host: &Host, setup: &Setup, commands: u64) {
+    let machine = host.machine(setup);
     let mut controller = machine.attach();
     let mut queue = queue_pair(&mut controller, 1, 32);
     let data = machine.memory.alloc(4096).unwrap();
     let read = Sqe::read(1, 0, 8).with_data(prp::buffer(&data, 0, 4096).unwrap().pointer);
     let mut rng = Rng::new(setup.start + 1);
-    let before = lab.parks();
+    let before = host.parks();
     for number in 0..commands {
         // One that is not noticed is a time-out.
         queue.execute(read, HANG).unwrap_or_else(|error| {
@@ -33,7 +33,7 @@ fn pauses(lab: &Lab, setup: &Setup, commands: u64) {
             _ => std::thread::sleep(Duration::from_micros(rng.below(PAUSE))),
         }
     }
-    let parks = lab.parks() - before;
+    let parks = host.parks() - before;
     assert!(
         parks > commands / 100,
         "the poller slept only {parks} times"
@@ -42,37 +42,41 @@ fn pauses(lab: &Lab, setup: &Setup, commands: u64) {
 
 #[test]
 fn ten_thousand_commands_with_shadow_doorbells() {
-    let lab = Lab::new("memory:16M", 512);
-    pauses(&lab, &Setup::nth(0), 10_000);
+    let host = Host::new("memory:16M", 512);
+    pauses(&host, &Setup::nth(0), 10_000);
 }
 
 #[test]
 fn ten_thousand_commands_with_trapped_doorbells() {
-    let lab = Lab::new("memory:16M", 512);
-    pauses(&lab, &Setup::nth(0).doorbells(DoorbellMode::Trap), 10_000);
+    let host = Host::new("memory:16M", 512);
+    pauses(&host, &Setup::nth(0).doorbells(DoorbellMode::Trap), 10_000);
 }
 
 #[test]
 fn ten_thousand_commands_with_mapped_doorbells() {
-    let lab = Lab::new("memory:16M", 512);
-    pauses(&lab, &Setup::nth(0).doorbells(DoorbellMode::Mapped), 10_000);
+    let host = Host::new("memory:16M", 512);
+    pauses(
+        &host,
+        &Setup::nth(0).doorbells(DoorbellMode::Mapped),
+        10_000,
+    );
 }
 
 #[test]
 fn commands_whose_completions_wake_the_poller() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(LEASE).unwrap();
-    let lab = Lab::of_file(file.path(), 512);
-    pauses(&lab, &Setup::nth(0).poll("dedicated"), 2_000);
+    let host = Host::of_file(file.path(), 512);
+    pauses(&host, &Setup::nth(0).poll("dedicated"), 2_000);
 }
 
 #[test]
 fn two_guests_with_one_poller() {
-    let lab = Lab::new("memory:32M", 512);
+    let host = Host::new("memory:32M", 512);
     std::thread::scope(|scope| {
         for index in 0..2 {
-            let lab = &lab;
-            scope.spawn(move || pauses(lab, &Setup::nth(index), 3_000));
+            let host = &host;
+            scope.spawn(move || pauses(host, &Setup::nth(index), 3_000));
         }
     });
 }

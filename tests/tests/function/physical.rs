@@ -19,7 +19,7 @@ use nvme_mpt_tests::status::{
 };
 
 use crate::common::bystander::Bystander;
-use crate::common::fake_drive::FakeDrive;
+use crate::common::scripted_controller::ScriptedController;
 use crate::common::sentinel::Sentinel;
 use crate::common::{HANG, Machine, Setup, status};
 
@@ -84,12 +84,12 @@ fn create_queue_fails(controller: &mut Controller, id: u16) -> StatusCode {
 
 #[test]
 fn commands_that_the_drive_lacks_are_not_offered_and_reach_it_not() {
-    let drive = FakeDrive::new(|limits| {
+    let drive = ScriptedController::new(|limits| {
         limits.commands = Oncs::default().with_dsm(true).with_verify(true);
         limits.sgl_descriptors_max = 0;
         (limits.awun_z, limits.awupf_z) = (31, 7);
     });
-    let machine = drive.lab(1).machine(&Setup::nth(0));
+    let machine = drive.host(1).machine(&Setup::nth(0));
     let (mut controller, mut disk) = machine.disk();
     let id = controller.identify_controller().unwrap();
     // Besides, what the admin queue does: Save and Select, and Timestamp.
@@ -127,10 +127,10 @@ fn commands_that_the_drive_lacks_are_not_offered_and_reach_it_not() {
 
 #[test]
 fn health_is_the_drives_and_figures_are_the_leases() {
-    let drive = FakeDrive::new(|_| ());
-    let lab = drive.lab(1);
-    let neighbour = Bystander::start(&lab, &Setup::nth(1));
-    let machine = lab.machine(&Setup::nth(0));
+    let drive = ScriptedController::new(|_| ());
+    let host = drive.host(1);
+    let neighbour = Bystander::start(&host, &Setup::nth(1));
+    let machine = host.machine(&Setup::nth(0));
     let (mut controller, mut disk) = machine.disk();
     disk.write(0, &[0xA5; 4096]).unwrap();
     disk.read(0, 8).unwrap();
@@ -151,9 +151,9 @@ fn health_is_the_drives_and_figures_are_the_leases() {
 
 #[test]
 fn a_guest_that_asks_on_and_on_does_not_keep_the_drive_busy() {
-    let drive = FakeDrive::new(|_| ());
-    let lab = drive.lab(1);
-    let machine = lab.machine(&Setup::nth(0));
+    let drive = ScriptedController::new(|_| ());
+    let host = drive.host(1);
+    let machine = host.machine(&Setup::nth(0));
     let mut controller = machine.attach();
     let begun = std::time::Instant::now();
     for _ in 0..1000 {
@@ -166,10 +166,10 @@ fn a_guest_that_asks_on_and_on_does_not_keep_the_drive_busy() {
 
 #[test]
 fn a_temperature_beyond_the_guests_threshold_is_an_event_once() {
-    let drive = FakeDrive::new(|_| ());
-    let lab = drive.lab(1);
-    let machine = lab.machine(&Setup::nth(0));
-    let other = lab.machine(&Setup::nth(1));
+    let drive = ScriptedController::new(|_| ());
+    let host = drive.host(1);
+    let machine = host.machine(&Setup::nth(0));
+    let other = host.machine(&Setup::nth(1));
     let mut controller = listening(&machine, TEMPERATURE);
     let mut patient = listening(&other, TEMPERATURE);
     controller
@@ -203,10 +203,10 @@ fn a_temperature_beyond_the_guests_threshold_is_an_event_once() {
 
 #[test]
 fn warnings_of_the_drive_reach_those_who_asked_and_once_until_they_read() {
-    let drive = FakeDrive::new(|_| ());
-    let lab = drive.lab(1);
-    let machine = lab.machine(&Setup::nth(0));
-    let other = lab.machine(&Setup::nth(1));
+    let drive = ScriptedController::new(|_| ());
+    let host = drive.host(1);
+    let machine = host.machine(&Setup::nth(0));
+    let other = host.machine(&Setup::nth(1));
     let mut controller = listening(&machine, ALL_EVENTS);
     let mut deaf = listening(&other, 0);
     controller.request_async_event().unwrap();
@@ -231,9 +231,9 @@ fn warnings_of_the_drive_reach_those_who_asked_and_once_until_they_read() {
 
 #[test]
 fn a_namespace_that_changed_is_told_to_its_guests_alone() {
-    let drive = FakeDrive::new(|_| ());
-    let labs = [drive.lab(1), drive.lab(2)];
-    let machines = [0, 1].map(|index: usize| labs[index].machine(&Setup::nth(0)));
+    let drive = ScriptedController::new(|_| ());
+    let hosts = [drive.host(1), drive.host(2)];
+    let machines = [0, 1].map(|index: usize| hosts[index].machine(&Setup::nth(0)));
     let [mut first, mut second] =
         [0, 1].map(|index: usize| listening(&machines[index], ALL_EVENTS));
     // It grows, which does not matter to a lease.
@@ -266,7 +266,7 @@ fn a_namespace_that_changed_is_told_to_its_guests_alone() {
 
 /// A guest with a namespace of its own beside it, and a drive that does something to the guest's.
 struct Scene {
-    drive: Arc<FakeDrive>,
+    drive: Arc<ScriptedController>,
     machine: Machine,
     controller: Controller,
     disk: nvme_mpt_tests::disk::Disk,
@@ -274,9 +274,9 @@ struct Scene {
 }
 
 fn scene() -> Scene {
-    let drive = FakeDrive::new(|_| ());
-    let bystander = Bystander::start(&drive.lab(2), &Setup::nth(0));
-    let machine = drive.lab(1).machine(&Setup::nth(0));
+    let drive = ScriptedController::new(|_| ());
+    let bystander = Bystander::start(&drive.host(2), &Setup::nth(0));
+    let machine = drive.host(1).machine(&Setup::nth(0));
     let (mut controller, mut disk) = machine.disk();
     controller
         .set_feature(feature::ASYNC_EVENT_CONFIG, 0, ALL_EVENTS)

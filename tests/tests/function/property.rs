@@ -6,7 +6,7 @@ use nvme_mpt_tests::model::{Limits, Model, Op};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
-use crate::common::{LEASE, Lab, MODES, Setup};
+use crate::common::{Host, LEASE, MODES, Setup};
 
 /// One way to run commands.
 #[derive(Clone, Copy, Debug)]
@@ -68,9 +68,9 @@ fn layout(number: u32, largest: u32) -> Transfer {
 fn run(variant: Variant, steps: &[([u64; 4], u32)]) -> Result<(), TestCaseError> {
     let file = tempfile::NamedTempFile::new()?;
     file.as_file().set_len(2 * LEASE)?;
-    let lab = match variant.file {
-        true => Lab::of_file(file.path(), variant.lba_size),
-        false => Lab::new("memory:32M", variant.lba_size),
+    let host = match variant.file {
+        true => Host::of_file(file.path(), variant.lba_size),
+        false => Host::new("memory:32M", variant.lba_size),
     };
     let setup = Setup::nth(1)
         .doorbells(variant.doorbells)
@@ -79,7 +79,7 @@ fn run(variant: Variant, steps: &[([u64; 4], u32)]) -> Result<(), TestCaseError>
         true => setup.scattered(),
         false => setup,
     };
-    let machine = lab.machine(&setup);
+    let machine = host.machine(&setup);
     let (_controller, mut disk) = machine.disk();
     let limits = Limits::of(&disk, variant.transfer / variant.lba_size);
     let mut model = Model::new(limits, true);

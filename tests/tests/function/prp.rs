@@ -13,7 +13,7 @@ use nvme_mpt_tests::status::{DATA_TRANSFER_ERROR, PRP_OFFSET_INVALID, SUCCESS, S
 use crate::common::bystander::Bystander;
 use crate::common::sentinel::Sentinel;
 use crate::common::{
-    HANG, HIGH, LEASE, LOW, Lab, Machine, NOWHERE, REGION, Setup, queue_pair, status,
+    HANG, HIGH, Host, LEASE, LOW, Machine, NOWHERE, REGION, Setup, queue_pair, status,
 };
 
 const PAGE: u64 = PAGE_SIZE as u64;
@@ -29,9 +29,9 @@ struct Scene {
 }
 
 fn scene() -> Scene {
-    let lab = Lab::new("memory:32M", 512);
-    let bystander = Bystander::start(&lab, &Setup::nth(1));
-    let machine = lab.machine(&Setup::nth(0));
+    let host = Host::new("memory:32M", 512);
+    let bystander = Bystander::start(&host, &Setup::nth(1));
+    let machine = host.machine(&Setup::nth(0));
     let mut controller = machine.attach();
     let queue = queue_pair(&mut controller, 1, 64);
     Scene {

@@ -21,7 +21,7 @@ use nvme_mpt_tests::status::{
 use crate::common::bystander::Bystander;
 use crate::common::sentinel::Sentinel;
 use crate::common::{
-    HANG, HIGH, LEASE, LOW, Lab, MODES, NOWHERE, REGION, Setup, admin_status, disk, queue_pair,
+    HANG, HIGH, Host, LEASE, LOW, MODES, NOWHERE, REGION, Setup, admin_status, disk, queue_pair,
     status, wait_for, written_file,
 };
 
@@ -50,8 +50,8 @@ fn go_round(queue: &mut QueuePair) {
 #[test]
 fn queues_of_every_size() {
     for mode in MODES {
-        let lab = Lab::new("null:16M", 512);
-        let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+        let host = Host::new("null:16M", 512);
+        let machine = host.machine(&Setup::nth(0).doorbells(mode));
         let mut controller = machine.attach();
         assert_eq!(controller.cap().max_queue_entries(), ENTRIES_MAX);
         let large = [
@@ -77,8 +77,8 @@ fn queues_of_every_size() {
 
 #[test]
 fn a_queue_pair_of_two_sizes() {
-    let lab = Lab::new("memory:16M", 512);
-    let machine = lab.machine(&Setup::nth(0));
+    let host = Host::new("memory:16M", 512);
+    let machine = host.machine(&Setup::nth(0));
     let mut controller = machine.attach();
     for (sq_entries, cq_entries) in [(2, 64), (64, 2), (3, 2), (257, 7)] {
         let cq = controller
@@ -95,13 +95,13 @@ fn a_queue_pair_of_two_sizes() {
 #[test]
 fn sixty_four_queue_pairs() {
     for mode in MODES {
-        let lab = Lab::new("memory:32M", 512);
-        let bystander = Bystander::start(&lab, &Setup::nth(1));
+        let host = Host::new("memory:32M", 512);
+        let bystander = Bystander::start(&host, &Setup::nth(1));
         let setup = Setup {
             queue_pairs: 64,
             ..Setup::nth(0).doorbells(mode)
         };
-        let machine = lab.machine(&setup);
+        let machine = host.machine(&setup);
         let mut controller = machine.attach();
         let mut disks: Vec<Disk> = (1..=64).map(|id| disk(&mut controller, id)).collect();
         let refused = Sqe::create_cq(65, LOW, 16, None);
@@ -190,8 +190,8 @@ impl Shared {
 #[test]
 fn many_submission_queues_on_one_completion_queue() {
     for mode in MODES {
-        let lab = Lab::new("memory:16M", 512);
-        let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+        let host = Host::new("memory:16M", 512);
+        let machine = host.machine(&Setup::nth(0).doorbells(mode));
         let mut controller = machine.attach();
         // Room for fewer completions than there are commands.
         let mut queues = Shared::new(&mut controller, 4, 9, 5);
@@ -241,8 +241,8 @@ fn many_submission_queues_on_one_completion_queue() {
 
 #[test]
 fn a_deleted_submission_queue_leaves_its_neighbours() {
-    let lab = Lab::new("memory:16M", 512);
-    let machine = lab.machine(&Setup::nth(0));
+    let host = Host::new("memory:16M", 512);
+    let machine = host.machine(&Setup::nth(0));
     let mut controller = machine.attach();
     let mut queues = Shared::new(&mut controller, 4, 64, 64);
     for delete in [2, 1, 4] {
@@ -269,9 +269,9 @@ fn a_deleted_submission_queue_leaves_its_neighbours() {
 #[test]
 fn a_completion_queue_that_is_never_consumed() {
     for mode in MODES {
-        let lab = Lab::new("memory:32M", 512);
-        let bystander = Bystander::start(&lab, &Setup::nth(1));
-        let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+        let host = Host::new("memory:32M", 512);
+        let bystander = Bystander::start(&host, &Setup::nth(1));
+        let machine = host.machine(&Setup::nth(0).doorbells(mode));
         let mut controller = machine.attach();
         let mut queues = Shared::new(&mut controller, 2, 256, 8);
         for _ in 0..3 {
@@ -301,21 +301,21 @@ fn a_completion_queue_that_is_never_consumed() {
 fn a_full_completion_queue_lets_its_poller_sleep() {
     // Mapped doorbells are looked at by the clock, so their poller wakes now and then.
     for mode in [DoorbellMode::Shadow, DoorbellMode::Trap] {
-        let lab = Lab::new("memory:16M", 512);
-        let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+        let host = Host::new("memory:16M", 512);
+        let machine = host.machine(&Setup::nth(0).doorbells(mode));
         let mut controller = machine.attach();
         let mut queues = Shared::new(&mut controller, 1, 64, 4);
-        let parks = lab.parks();
+        let parks = host.parks();
         for cid in 0..60 {
             assert!(queues.submit(0, Sqe::flush(1).with_cid(cid)));
         }
         wait_for("a completion", || queues.cq.ready());
-        wait_for("a park", || lab.parks() > parks);
+        wait_for("a park", || host.parks() > parks);
         // What rang the doorbells may wake it a few more times, and then nothing does.
         wait_for("a long sleep", || {
-            let parks = lab.parks();
+            let parks = host.parks();
             std::thread::sleep(Duration::from_millis(50));
-            lab.parks() == parks
+            host.parks() == parks
         });
         let seen: BTreeSet<u16> = (0..60).map(|_| queues.completion().cid()).collect();
         assert_eq!(seen.len(), 60, "{mode:?}");
@@ -324,9 +324,9 @@ fn a_full_completion_queue_lets_its_poller_sleep() {
 
 #[test]
 fn queues_where_there_is_no_memory() {
-    let lab = Lab::new("memory:32M", 512);
-    let bystander = Bystander::start(&lab, &Setup::nth(1));
-    let machine = lab.machine(&Setup::nth(0));
+    let host = Host::new("memory:32M", 512);
+    let bystander = Bystander::start(&host, &Setup::nth(1));
+    let machine = host.machine(&Setup::nth(0));
     let mut controller = machine.attach();
     let _cq = controller.create_cq(1, &QueueOptions::polled(64)).unwrap();
     // Two pages of entries each, of which one is there: beyond the end, before the start.
@@ -366,8 +366,8 @@ fn queues_where_there_is_no_memory() {
 
 #[test]
 fn queues_that_cannot_be() {
-    let lab = Lab::new("memory:16M", 512);
-    let machine = lab.machine(&Setup::nth(0));
+    let host = Host::new("memory:16M", 512);
+    let machine = host.machine(&Setup::nth(0));
     let mut controller = machine.attach();
     let memory = machine.memory.alloc(PAGE_SIZE).unwrap();
     let base = memory.gpa();
@@ -407,10 +407,10 @@ fn a_queue_deleted_while_it_is_busy() {
     const DEPTH: u16 = 64;
     let file = written_file(LEASE);
     file.as_file().set_len(2 * LEASE).unwrap();
-    let lab = Lab::of_file(file.path(), 512);
-    let bystander = Bystander::start(&lab, &Setup::nth(1));
+    let host = Host::of_file(file.path(), 512);
+    let bystander = Bystander::start(&host, &Setup::nth(1));
     for mode in MODES {
-        let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+        let machine = host.machine(&Setup::nth(0).doorbells(mode));
         let mut controller = machine.attach();
         for round in 0..10 {
             let mut queue = queue_pair(&mut controller, 1, 128);

@@ -17,7 +17,7 @@ use nvme_mpt_tests::status::{
 
 use crate::common::bystander::Bystander;
 use crate::common::sentinel::Sentinel;
-use crate::common::{LEASE, Lab, Machine, NOWHERE, Setup, status};
+use crate::common::{Host, LEASE, Machine, NOWHERE, Setup, status};
 
 /// Opcodes with SLBA in CDW10 and NLB in CDW12.
 const RANGED: [u8; 7] = [
@@ -58,9 +58,9 @@ struct Scene {
     bystanders: [Bystander; 2],
 }
 
-fn scene(lab: &Lab) -> Scene {
-    let bystanders = [0, 2].map(|index| Bystander::start(lab, &Setup::nth(index)));
-    let machine = lab.machine(&Setup::nth(1));
+fn scene(host: &Host) -> Scene {
+    let bystanders = [0, 2].map(|index| Bystander::start(host, &Setup::nth(index)));
+    let machine = host.machine(&Setup::nth(1));
     let (controller, disk) = machine.disk();
     Scene {
         machine,
@@ -90,10 +90,10 @@ impl Scene {
 /// The scene on a drive of each kind and logical block size.
 fn everywhere(test: impl Fn(Scene)) {
     for lba_size in [512, 4096] {
-        test(scene(&Lab::new("memory:48M", lba_size)));
+        test(scene(&Host::new("memory:48M", lba_size)));
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(3 * LEASE).unwrap();
-        test(scene(&Lab::of_file(file.path(), lba_size)));
+        test(scene(&Host::of_file(file.path(), lba_size)));
     }
 }
 

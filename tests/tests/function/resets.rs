@@ -11,7 +11,7 @@ use nvme_mpt_tests::registers::{CC, CC_ENABLE, CSTS};
 
 use crate::common::bystander::Bystander;
 use crate::common::{
-    HANG, LEASE, Lab, MODES, Machine, Setup, disk, queue_pair, wait_for, written_file,
+    HANG, Host, LEASE, MODES, Machine, Setup, disk, queue_pair, wait_for, written_file,
 };
 
 const DEPTH: u16 = 64;
@@ -132,9 +132,9 @@ impl Life {
 }
 
 /// Resets a controller with 64 commands in flight, over and over.
-fn storm(lab: &Lab, mode: DoorbellMode, rounds: usize, resets: &[Reset]) {
-    let bystander = Bystander::start(lab, &Setup::nth(1));
-    let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+fn storm(host: &Host, mode: DoorbellMode, rounds: usize, resets: &[Reset]) {
+    let bystander = Bystander::start(host, &Setup::nth(1));
+    let machine = host.machine(&Setup::nth(0).doorbells(mode));
     let mut controller = machine.attach();
     for round in 0..rounds {
         let reset = resets[round % resets.len()];
@@ -161,53 +161,53 @@ fn storm(lab: &Lab, mode: DoorbellMode, rounds: usize, resets: &[Reset]) {
     bystander.finish();
 }
 
-fn file_lab() -> (tempfile::NamedTempFile, Lab) {
+fn file_host() -> (tempfile::NamedTempFile, Host) {
     let file = written_file(LEASE);
     file.as_file().set_len(2 * LEASE).unwrap();
-    let lab = Lab::of_file(file.path(), 512);
-    (file, lab)
+    let host = Host::of_file(file.path(), 512);
+    (file, host)
 }
 
 #[test]
 fn controller_resets_with_io_in_flight() {
-    let (_file, lab) = file_lab();
-    storm(&lab, DoorbellMode::Shadow, 100, &[Reset::Controller]);
+    let (_file, host) = file_host();
+    storm(&host, DoorbellMode::Shadow, 100, &[Reset::Controller]);
 }
 
 #[test]
 fn function_level_resets_with_io_in_flight() {
-    let (_file, lab) = file_lab();
-    storm(&lab, DoorbellMode::Shadow, 100, &[Reset::FunctionLevel]);
+    let (_file, host) = file_host();
+    storm(&host, DoorbellMode::Shadow, 100, &[Reset::FunctionLevel]);
 }
 
 #[test]
 fn function_resets_with_io_in_flight() {
-    let (_file, lab) = file_lab();
-    storm(&lab, DoorbellMode::Shadow, 100, &[Reset::Function]);
+    let (_file, host) = file_host();
+    storm(&host, DoorbellMode::Shadow, 100, &[Reset::Function]);
 }
 
 #[test]
 fn shutdowns_with_io_in_flight() {
-    let (_file, lab) = file_lab();
-    storm(&lab, DoorbellMode::Shadow, 100, &[Reset::Shutdown]);
+    let (_file, host) = file_host();
+    storm(&host, DoorbellMode::Shadow, 100, &[Reset::Shutdown]);
 }
 
 #[test]
 fn resets_of_all_kinds_in_every_doorbell_mode() {
     for mode in MODES {
-        storm(&Lab::new("memory:32M", 512), mode, 40, &ALL);
-        let (_file, lab) = file_lab();
-        storm(&lab, mode, 20, &ALL);
+        storm(&Host::new("memory:32M", 512), mode, 40, &ALL);
+        let (_file, host) = file_host();
+        storm(&host, mode, 20, &ALL);
     }
 }
 
 #[test]
 fn a_machine_can_go_with_io_in_flight() {
-    let (_file, lab) = file_lab();
-    let bystander = Bystander::start(&lab, &Setup::nth(1));
+    let (_file, host) = file_host();
+    let bystander = Bystander::start(&host, &Setup::nth(1));
     for round in 0..10 {
         // The lease comes back each time, so it was given back.
-        let machine = lab.machine(&Setup::nth(0).doorbells(MODES[round % 3]));
+        let machine = host.machine(&Setup::nth(0).doorbells(MODES[round % 3]));
         let mut controller = machine.attach();
         let life = Life::start(&machine, &mut controller, MODES[round % 3]);
         drop((machine, life));

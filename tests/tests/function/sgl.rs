@@ -17,7 +17,7 @@ use nvme_mpt_tests::status::{
 
 use crate::common::bystander::Bystander;
 use crate::common::sentinel::Sentinel;
-use crate::common::{HIGH, LOW, Lab, Machine, NOWHERE, REGION, Setup, queue_pair, status};
+use crate::common::{HIGH, Host, LOW, Machine, NOWHERE, REGION, Setup, queue_pair, status};
 
 /// Descriptors that a command may have, those of segments included.
 const MOST: usize = 512;
@@ -33,9 +33,9 @@ struct Scene {
 }
 
 fn scene() -> Scene {
-    let lab = Lab::new("memory:32M", 512);
-    let bystander = Bystander::start(&lab, &Setup::nth(1));
-    let machine = lab.machine(&Setup::nth(0));
+    let host = Host::new("memory:32M", 512);
+    let bystander = Bystander::start(&host, &Setup::nth(1));
+    let machine = host.machine(&Setup::nth(0));
     let mut controller = machine.attach();
     let queue = queue_pair(&mut controller, 1, 64);
     let data = machine.memory.alloc(16 * PAGE_SIZE).unwrap();

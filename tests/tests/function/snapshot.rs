@@ -16,7 +16,7 @@ use proptest::prelude::*;
 use vmm_device::{Bar, FunctionState, MsixMasking, SnapshotError};
 
 use crate::common::bystander::Bystander;
-use crate::common::{HANG, LEASE, Lab, MODES, Machine, NOWHERE, Setup, Suspended, queue_pair};
+use crate::common::{HANG, Host, LEASE, MODES, Machine, NOWHERE, Setup, Suspended, queue_pair};
 use load::Load;
 
 /// All that a guest has in its memory.
@@ -35,8 +35,8 @@ fn memory_of(machine: &Machine) -> Vec<u8> {
 
 /// The other machine, which goes on at once.
 #[track_caller]
-fn go_on(lab: &Lab, suspended: &Suspended, setup: &Setup) -> Machine {
-    let machine = lab.restore(suspended, setup).unwrap();
+fn go_on(host: &Host, suspended: &Suspended, setup: &Setup) -> Machine {
+    let machine = host.restore(suspended, setup).unwrap();
     machine.function().resume();
     machine
 }
@@ -103,17 +103,17 @@ fn run(variant: Variant, moves: &[Move]) {
     let leases = tempfile::tempdir().unwrap();
     // Names that a guest sees depend on the ledger where it is a process's own.
     let open = || match variant.file {
-        true => Lab {
+        true => Host {
             ledger: Ledger::open(leases.path()),
-            ..Lab::of_file(file.path(), 512)
+            ..Host::of_file(file.path(), 512)
         },
-        false => Lab::new("memory:16M", 512),
+        false => Host::new("memory:16M", 512),
     };
     let setup = Setup::default()
         .doorbells(variant.doorbells)
         .poll(variant.poll);
-    let mut lab = open();
-    let mut machine = lab.machine(&setup);
+    let mut host = open();
+    let mut machine = host.machine(&setup);
     let mut load = Load::new(&machine, variant.queues, variant.entries, variant.seed);
     for step in moves {
         load.submit(step.full);
@@ -128,10 +128,10 @@ fn run(variant: Variant, moves: &[Move]) {
         }
         if variant.file {
             // The process is gone, and its drive with it.
-            drop(lab);
-            lab = open();
+            drop(host);
+            host = open();
         }
-        machine = go_on(&lab, &suspended, &setup);
+        machine = go_on(&host, &suspended, &setup);
         load.move_to(&machine);
         if step.sleeps {
             load.drain_by_interrupts();
@@ -174,15 +174,15 @@ fn without_time(state: &[u8]) -> String {
 #[test]
 fn a_snapshot_of_what_was_restored_is_the_snapshot() {
     for mode in MODES {
-        let lab = Lab::new("memory:16M", 512);
+        let host = Host::new("memory:16M", 512);
         let setup = Setup::default().doorbells(mode);
-        let machine = lab.machine(&setup);
+        let machine = host.machine(&setup);
         let mut load = Load::new(&machine, 2, 16, 1);
         load.controller.request_async_event().unwrap();
         load.submit(true);
         load.drain();
         let first = machine.suspend();
-        let restored = lab.restore(&first, &setup).unwrap();
+        let restored = host.restore(&first, &setup).unwrap();
         let again = restored.suspend();
         assert_eq!(
             without_time(&first.state),
@@ -194,10 +194,10 @@ fn a_snapshot_of_what_was_restored_is_the_snapshot() {
 
 #[test]
 fn nothing_touches_memory_while_paused() {
-    let lab = Lab::new("memory:32M", 512);
-    let bystander = Bystander::start(&lab, &Setup::nth(1));
+    let host = Host::new("memory:32M", 512);
+    let bystander = Bystander::start(&host, &Setup::nth(1));
     for mode in MODES {
-        let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+        let machine = host.machine(&Setup::nth(0).doorbells(mode));
         let mut load = Load::new(&machine, 3, 64, 2);
         load.submit(true);
         machine.function().pause().unwrap();
@@ -222,8 +222,8 @@ fn nothing_touches_memory_while_paused() {
 #[test]
 fn a_controller_that_is_paused_can_be_reset_and_begins_anew() {
     for mode in MODES {
-        let lab = Lab::new("memory:16M", 512);
-        let machine = lab.machine(&Setup::default().doorbells(mode));
+        let host = Host::new("memory:16M", 512);
+        let machine = host.machine(&Setup::default().doorbells(mode));
         let mut load = Load::new(&machine, 2, 16, 3);
         load.submit(true);
         machine.function().pause().unwrap();
@@ -238,9 +238,9 @@ fn a_controller_that_is_paused_can_be_reset_and_begins_anew() {
 
 #[test]
 fn admin_commands_wait_while_paused() {
-    let lab = Lab::new("memory:16M", 512);
+    let host = Host::new("memory:16M", 512);
     let setup = Setup::default();
-    let machine = lab.machine(&setup);
+    let machine = host.machine(&setup);
     let mut controller = machine.attach();
     machine.function().pause().unwrap();
     let queue = controller.admin_queue().unwrap();
@@ -249,7 +249,7 @@ fn admin_commands_wait_while_paused() {
     machine.function().process_events();
     assert!(queue.poll().is_none(), "nothing is carried out");
     let suspended = machine.suspend();
-    let machine = go_on(&lab, &suspended, &setup);
+    let machine = go_on(&host, &suspended, &setup);
     controller.move_to(machine.bar()).unwrap();
     // Opcode 0 deletes a Submission Queue, of which identifier 0 is none.
     let queue = controller.admin_queue().unwrap();
@@ -258,9 +258,9 @@ fn admin_commands_wait_while_paused() {
 
 #[test]
 fn requests_and_events_are_kept() {
-    let lab = Lab::new("memory:16M", 512);
+    let host = Host::new("memory:16M", 512);
     let setup = Setup::default().doorbells(DoorbellMode::Trap);
-    let machine = lab.machine(&setup);
+    let machine = host.machine(&setup);
     let mut controller = machine.attach();
     let _queue = queue_pair(&mut controller, 1, 16);
     controller.request_async_event().unwrap();
@@ -277,7 +277,7 @@ fn requests_and_events_are_kept() {
     };
     assert_eq!(controller.async_event(HANG).unwrap(), Some(told));
     let suspended = machine.suspend();
-    let machine = go_on(&lab, &suspended, &setup);
+    let machine = go_on(&host, &suspended, &setup);
     controller.move_to(machine.bar()).unwrap();
     // A value that was reported already is no news, and another one is masked still.
     invalid(&machine, &controller);
@@ -297,9 +297,9 @@ fn requests_and_events_are_kept() {
 
 #[test]
 fn features_logs_and_identity_are_kept() {
-    let lab = Lab::new("memory:16M", 512);
+    let host = Host::new("memory:16M", 512);
     let setup = Setup::default();
-    let machine = lab.machine(&setup);
+    let machine = host.machine(&setup);
     let (mut controller, mut disk) = machine.disk();
     disk.write(0, &[1; 8192]).unwrap();
     disk.read(0, 8).unwrap();
@@ -332,7 +332,7 @@ fn features_logs_and_identity_are_kept() {
     };
     let before = look(&mut controller);
     let suspended = machine.suspend();
-    let machine = go_on(&lab, &suspended, &setup);
+    let machine = go_on(&host, &suspended, &setup);
     controller.move_to(machine.bar()).unwrap();
     disk.queue.move_to(&machine.bar()).unwrap();
     assert!(
@@ -354,12 +354,12 @@ fn features_logs_and_identity_are_kept() {
 
 #[test]
 fn interrupts_that_were_masked_come_afterwards() {
-    let lab = Lab::new("memory:16M", 512);
+    let host = Host::new("memory:16M", 512);
     let setup = Setup {
         masking: MsixMasking::Function,
         ..Setup::default()
     };
-    let machine = lab.machine(&setup);
+    let machine = host.machine(&setup);
     // BAR4 at an address, MSI-X enabled, vector 1 masked as it is after a reset.
     let _ = machine.function().write_config(0x20, &[0, 0, 0, 0xE0]);
     let _ = machine.function().write_config(0x04, &[0x06, 0]);
@@ -374,7 +374,7 @@ fn interrupts_that_were_masked_come_afterwards() {
     queue.ring();
 
     let suspended = machine.suspend();
-    let machine = lab.restore(&suspended, &setup).unwrap();
+    let machine = host.restore(&suspended, &setup).unwrap();
     assert_eq!(machine.function().bar_address(Bar::Msix), Some(0xE000_0000));
     let message = machine.function().msix_message(1).unwrap();
     assert_eq!((message.address, message.data), (0xFEE0_0004, 0x41));
@@ -390,22 +390,22 @@ fn interrupts_that_were_masked_come_afterwards() {
 
 #[test]
 fn a_snapshot_that_does_not_fit_is_refused_by_name() {
-    let lab = Lab::new("memory:32M", 512);
+    let host = Host::new("memory:32M", 512);
     let setup = Setup::default();
-    let machine = lab.machine(&setup);
+    let machine = host.machine(&setup);
     let load = Load::new(&machine, 1, 16, 4);
     let suspended = machine.suspend();
-    let refused = |lab: &Lab, setup: &Setup| {
-        let error = lab.restore(&suspended, setup).err().expect("refused");
+    let refused = |host: &Host, setup: &Setup| {
+        let error = host.restore(&suspended, setup).err().expect("refused");
         assert!(
             matches!(error, SnapshotError::State(_)),
             "{error}: a value that is not what it was"
         );
         error.to_string()
     };
-    for (lab, setup, named) in [
+    for (host, setup, named) in [
         (
-            &lab,
+            &host,
             Setup {
                 length: LEASE / 2,
                 ..setup.clone()
@@ -413,7 +413,7 @@ fn a_snapshot_that_does_not_fit_is_refused_by_name() {
             ["blocks", "32768", "16384"],
         ),
         (
-            &lab,
+            &host,
             Setup {
                 queue_pairs: 2,
                 ..setup.clone()
@@ -421,28 +421,28 @@ fn a_snapshot_that_does_not_fit_is_refused_by_name() {
             ["I/O queue pairs", "is 2", " 4,"],
         ),
         (
-            &lab,
+            &host,
             setup.clone().doorbells(DoorbellMode::Trap),
             ["Doorbell Buffer Config", "true", "false"],
         ),
         (
-            &Lab::new("memory:32M", 4096),
+            &Host::new("memory:32M", 4096),
             setup.clone(),
             ["LBA size", "512", "4096"],
         ),
         (
-            &Lab::new("null:32M", 512),
+            &Host::new("null:32M", 512),
             setup.clone(),
             ["serial number", "MPT", "is MPT"],
         ),
     ] {
-        let error = refused(lab, &setup);
+        let error = refused(host, &setup);
         for word in named {
             assert!(error.contains(word), "`{error}` should name `{word}`");
         }
     }
     // And where it fits it still can be restored.
-    let machine = go_on(&lab, &suspended, &setup);
+    let machine = go_on(&host, &suspended, &setup);
     let mut load = load;
     load.move_to(&machine);
     load.submit(true);
@@ -451,23 +451,23 @@ fn a_snapshot_that_does_not_fit_is_refused_by_name() {
 
 #[test]
 fn a_snapshot_needs_its_memory() {
-    let lab = Lab::new("memory:16M", 512);
+    let host = Host::new("memory:16M", 512);
     let setup = Setup::default();
-    let machine = lab.machine(&setup);
+    let machine = host.machine(&setup);
     let _load = Load::new(&machine, 1, 16, 5);
     let suspended = machine.suspend();
     let elsewhere = Suspended {
         memory: nvme_mpt_tests::memory::GuestMemory::new(&[(NOWHERE, 1 << 20)]).unwrap(),
         ..suspended
     };
-    let error = lab.restore(&elsewhere, &setup).err().expect("refused");
+    let error = host.restore(&elsewhere, &setup).err().expect("refused");
     assert!(error.to_string().contains("has to be mapped"), "{error}");
 }
 
 #[test]
 fn damaged_bytes_are_refused() {
-    let lab = Lab::new("memory:16M", 512);
-    let machine = lab.machine(&Setup::default());
+    let host = Host::new("memory:16M", 512);
+    let machine = host.machine(&Setup::default());
     let mut load = Load::new(&machine, 2, 16, 6);
     load.submit(true);
     let bytes = machine.suspend().state;

@@ -13,14 +13,14 @@ use nvme_mpt_vmm::drives::{self, DriveOptions};
 use nvme_software::model::Profile;
 
 use crate::common::bystander::Bystander;
-use crate::common::{HANG, LEASE, Lab, Setup, queue_pair};
+use crate::common::{HANG, Host, LEASE, Setup, queue_pair};
 
-fn lab(path: &str, profile: Profile) -> Lab {
+fn host(path: &str, profile: Profile) -> Host {
     let options = DriveOptions {
         profile: Some(Arc::new(profile)),
         ..DriveOptions::default()
     };
-    Lab::of(drives::open(&path.parse().unwrap(), options).unwrap())
+    Host::of(drives::open(&path.parse().unwrap(), options).unwrap())
 }
 
 /// A drive whose commands take this long, at any depth.
@@ -34,8 +34,8 @@ fn slow(latency: &str) -> Profile {
 }
 
 /// Any commands do what they do without a profile.
-fn verify(lab: &Lab, setup: &Setup, seed: u64) {
-    let machine = lab.machine(setup);
+fn verify(host: &Host, setup: &Setup, seed: u64) {
+    let machine = host.machine(setup);
     let (_controller, mut disk) = machine.disk();
     let limits = Limits::of(&disk, 64);
     let mut model = Model::new(limits, true);
@@ -61,11 +61,11 @@ fn every_model_changes_nothing_but_time() {
             .set_len(2 * LEASE)
             .unwrap();
         for path in ["memory:32M", file.to_str().unwrap()] {
-            let lab = lab(path, Profile::named(name).unwrap());
+            let host = host(path, Profile::named(name).unwrap());
             std::thread::scope(|scope| {
                 for index in 0..2 {
-                    let lab = &lab;
-                    scope.spawn(move || verify(lab, &Setup::nth(index), index + 1));
+                    let host = &host;
+                    scope.spawn(move || verify(host, &Setup::nth(index), index + 1));
                 }
             });
         }
@@ -82,13 +82,13 @@ fn no_command_completes_before_its_time() {
     file.as_file().set_len(LEASE).unwrap();
     for path in ["null:16M", "memory:16M", file.path().to_str().unwrap()] {
         for mode in [DoorbellMode::Shadow, DoorbellMode::Mapped] {
-            let lab = lab(path, slow("10ms"));
-            let machine = lab.machine(&Setup::nth(0).doorbells(mode));
+            let host = host(path, slow("10ms"));
+            let machine = host.machine(&Setup::nth(0).doorbells(mode));
             let mut controller = machine.attach();
             let mut queue = queue_pair(&mut controller, 1, 32);
             let data = machine.memory.alloc(4096).unwrap();
             let pointer = prp::buffer(&data, 0, 4096).unwrap().pointer;
-            let parks = lab.parks();
+            let parks = host.parks();
             for command in [Sqe::write(1, 0, 8), Sqe::read(1, 0, 8)].repeat(4) {
                 let begin = Instant::now();
                 queue.execute(command.with_data(pointer), HANG).unwrap();
@@ -96,7 +96,7 @@ fn no_command_completes_before_its_time() {
                 assert!(taken >= LATENCY, "{path} {mode:?}: {taken:?}");
             }
             assert!(
-                lab.parks() > parks,
+                host.parks() > parks,
                 "{path} {mode:?}: the poller never slept"
             );
         }
@@ -105,8 +105,8 @@ fn no_command_completes_before_its_time() {
 
 #[test]
 fn a_reset_waits_for_no_command_that_waits_for_its_time() {
-    let lab = lab("memory:32M", slow("60s"));
-    let machine = lab.machine(&Setup::nth(0));
+    let host = host("memory:32M", slow("60s"));
+    let machine = host.machine(&Setup::nth(0));
     let mut controller = machine.attach();
     for _ in 0..3 {
         let mut queue = queue_pair(&mut controller, 1, 128);
@@ -125,8 +125,8 @@ fn a_reset_waits_for_no_command_that_waits_for_its_time() {
 
 #[test]
 fn a_guest_that_keeps_a_drive_busy_leaves_the_others_whole() {
-    let lab = lab("memory:32M", Profile::named("ssd").unwrap());
-    let bystander = Bystander::start(&lab, &Setup::nth(1));
-    verify(&lab, &Setup::nth(0), 9);
+    let host = host("memory:32M", Profile::named("ssd").unwrap());
+    let bystander = Bystander::start(&host, &Setup::nth(1));
+    verify(&host, &Setup::nth(0), 9);
     bystander.finish();
 }

@@ -12,7 +12,7 @@ use nvme_mpt_tests::doorbell::DoorbellMode;
 use nvme_mpt_tests::prp;
 use nvme_mpt_tests::rng::Rng;
 
-use crate::common::{HANG, Lab, Machine, Setup, queue_pair};
+use crate::common::{HANG, Host, Machine, Setup, queue_pair};
 
 /// Start of the doorbells.
 const DOORBELLS: u64 = 0x1000;
@@ -101,8 +101,8 @@ fn pause(rng: &mut Rng) {
 
 #[test]
 fn no_doorbell_is_lost_that_is_mapped_and_unmapped_meanwhile() {
-    let lab = Lab::new("memory:16M", 512);
-    let machine = lab.machine(&Setup::nth(0).doorbells(DoorbellMode::Trap));
+    let host = Host::new("memory:16M", 512);
+    let machine = host.machine(&Setup::nth(0).doorbells(DoorbellMode::Trap));
     let bar = Toggled::of(&machine);
     let config = Config {
         admin_timeout: HANG,

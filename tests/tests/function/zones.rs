@@ -25,7 +25,7 @@ use nvme_mpt_vmm::drives::{self, DriveOptions};
 use nvme_software::faults::FaultPlan;
 use nvme_software::model::Profile;
 
-use crate::common::{HANG, Lab, Machine, Setup, disk, status};
+use crate::common::{HANG, Host, Machine, Setup, disk, status};
 
 /// The command set's identifier.
 const ZNS: u8 = 2;
@@ -53,8 +53,8 @@ fn options(profile: &str, faults: Option<&str>) -> DriveOptions {
     }
 }
 
-fn lab(path: &str) -> Lab {
-    Lab::of(drives::open(&path.parse().unwrap(), options(PROFILE, None)).unwrap())
+fn host(path: &str) -> Host {
+    Host::of(drives::open(&path.parse().unwrap(), options(PROFILE, None)).unwrap())
 }
 
 /// The driver, with all command sets enabled, and its namespace.
@@ -99,8 +99,8 @@ fn zone(state: u8, start: u64, write_pointer: u64) -> Zone {
 
 #[test]
 fn a_driver_finds_the_command_set_and_its_limits() {
-    let lab = lab(DRIVE);
-    let machine = lab.machine(&Setup::nth(1));
+    let host = host(DRIVE);
+    let machine = host.machine(&Setup::nth(1));
     let (mut controller, disk) = attach(&machine);
     let namespace = disk.namespace();
     assert_eq!(namespace.nsze, ZONES * SIZE);
@@ -145,8 +145,8 @@ fn a_driver_finds_the_command_set_and_its_limits() {
 
 #[test]
 fn a_driver_that_does_not_enable_the_command_set_finds_no_namespace() {
-    let lab = lab(DRIVE);
-    let machine = lab.machine(&Setup::nth(0));
+    let host = host(DRIVE);
+    let machine = host.machine(&Setup::nth(0));
     let mut controller = attach_with(&machine, CC_CSS_NVM);
     assert!(controller.active_namespaces(0).unwrap().is_empty());
     assert_eq!(
@@ -168,8 +168,8 @@ fn each_guest_has_zones_of_its_own_from_zero_on() {
         (file.to_str().unwrap(), PROFILE),
     ] {
         let drive = drives::open(&path.parse().unwrap(), options(profile, None)).unwrap();
-        let lab = Lab::of(drive);
-        let machines = [0, 1].map(|index| lab.machine(&Setup::nth(index)));
+        let host = Host::of(drive);
+        let machines = [0, 1].map(|index| host.machine(&Setup::nth(index)));
         let mut guests = machines.each_ref().map(attach);
         for (tag, (_, disk)) in (1..).zip(&mut guests) {
             for (index, start) in [(0, 0), (1, 3 * SIZE), (2, 15 * SIZE)] {
@@ -206,8 +206,8 @@ fn each_guest_has_zones_of_its_own_from_zero_on() {
 
 #[test]
 fn wrong_writes_get_the_status_that_says_why() {
-    let lab = lab(DRIVE);
-    let machine = lab.machine(&Setup::nth(1));
+    let host = host(DRIVE);
+    let machine = host.machine(&Setup::nth(1));
     let (_controller, mut disk) = attach(&machine);
     let one = blocks(1, 0, 1);
     assert_eq!(refused(disk.write(1, &one)), ZONE_INVALID_WRITE);
@@ -269,8 +269,8 @@ fn wrong_writes_get_the_status_that_says_why() {
 
 #[test]
 fn reports_have_what_was_asked_for_and_end_where_their_buffer_does() {
-    let lab = lab(DRIVE);
-    let machine = lab.machine(&Setup::nth(0));
+    let host = host(DRIVE);
+    let machine = host.machine(&Setup::nth(0));
     let (_controller, mut disk) = attach(&machine);
     for index in [2, 5, 9] {
         disk.zone_action(index * SIZE, action::FINISH).unwrap();
@@ -353,13 +353,13 @@ fn an_append_beyond_four_billion_blocks_is_found_again() {
         lba_size: 512,
         ..options(profile, None)
     };
-    let lab = Lab::of(drives::open(&"null:8T".parse().unwrap(), options).unwrap());
+    let host = Host::of(drives::open(&"null:8T".parse().unwrap(), options).unwrap());
     let setup = Setup {
         start: 3 * (64 << 30),
         length: 100 * (64 << 30),
         ..Setup::default()
     };
-    let machine = lab.machine(&setup);
+    let machine = host.machine(&setup);
     let (_controller, mut disk) = attach(&machine);
     let zone_blocks = (64 << 30) / 512;
     for index in [0, 1, 31, 32, 33, 99] {
@@ -379,8 +379,8 @@ fn zones_outlive_the_process_and_a_move_of_their_guest() {
     let path = file.to_str().unwrap();
     let setup = Setup::nth(1);
     let before = {
-        let lab = lab(path);
-        let machine = lab.machine(&setup);
+        let host = host(path);
+        let machine = host.machine(&setup);
         let (_controller, mut disk) = attach(&machine);
         disk.fua = true;
         disk.write(0, &blocks(1, 0, 100)).unwrap();
@@ -391,13 +391,13 @@ fn zones_outlive_the_process_and_a_move_of_their_guest() {
         // Its process ends, and another one goes on with it.
         drop(disk);
         let suspended = machine.suspend();
-        let machine = lab.restore(&suspended, &setup).unwrap();
+        let machine = host.restore(&suspended, &setup).unwrap();
         machine.function().resume();
         drop(machine);
         before
     };
-    let lab = lab(path);
-    let machine = lab.machine(&setup);
+    let host = host(path);
+    let machine = host.machine(&setup);
     let (_controller, mut disk) = attach(&machine);
     assert_eq!(disk.report_zones(0, 20, 0, true).unwrap(), before);
     disk.write(100, &blocks(1, 100, 92)).unwrap();
@@ -407,19 +407,19 @@ fn zones_outlive_the_process_and_a_move_of_their_guest() {
 
 #[test]
 fn zones_of_another_id_are_empty_after_a_wipe() {
-    let lab = lab(DRIVE);
-    let neighbour = lab.machine(&Setup::nth(1));
+    let host = host(DRIVE);
+    let neighbour = host.machine(&Setup::nth(1));
     let (_its_controller, mut its_disk) = attach(&neighbour);
     its_disk.write(0, &blocks(2, 0, 8)).unwrap();
     {
-        let machine = lab.machine(&Setup::nth(0));
+        let machine = host.machine(&Setup::nth(0));
         let (_controller, mut disk) = attach(&machine);
         disk.write(0, &blocks(1, 0, CAPACITY)).unwrap();
         disk.write(SIZE, &blocks(1, SIZE, 5)).unwrap();
         assert_eq!(disk.zone(0).unwrap().state, state::FULL);
     }
-    lab.wipe(&Setup::nth(0));
-    let machine = lab.machine(&Setup::nth(0));
+    host.wipe(&Setup::nth(0));
+    let machine = host.machine(&Setup::nth(0));
     let (_controller, mut disk) = attach(&machine);
     for start in [0, SIZE] {
         assert_eq!(disk.zone(start).unwrap(), zone(state::EMPTY, start, start));
@@ -432,24 +432,24 @@ fn zones_of_another_id_are_empty_after_a_wipe() {
 
 #[test]
 fn part_of_a_zone_is_not_leased() {
-    let lab = lab(DRIVE);
+    let host = host(DRIVE);
     let attach = |start, length| {
-        let lease = lab.ledger.acquire(&LeaseRequest {
+        let lease = host.ledger.acquire(&LeaseRequest {
             id: "part",
-            drive: lab.drive.identity(),
-            nsid: lab.drive.namespace().nsid,
+            drive: host.drive.identity(),
+            nsid: host.drive.namespace().nsid,
             range: ByteRange::new(start, length).unwrap(),
-            lba_shift: lab.drive.lba_shift(),
-            blocks: lab.drive.blocks(),
+            lba_shift: host.drive.lba_shift(),
+            blocks: host.drive.blocks(),
             former_data: nvme_mpt::lease::FormerData::Kept,
         });
         Attachment::new(AttachmentConfig {
-            drive: lab.drive.clone(),
+            drive: host.drive.clone(),
             lease: lease.unwrap(),
             queue_pairs: 1,
             doorbells: nvme_mpt::DoorbellMode::Trap,
             poll: "shared".parse().unwrap(),
-            pollers: lab.pollers.clone(),
+            pollers: host.pollers.clone(),
             memory: nvme_mpt::MemoryKinds::default(),
             serial: None,
         })
@@ -467,8 +467,8 @@ fn part_of_a_zone_is_not_leased() {
 /// A guest sends commands against all rules, several at a time, while another one is careful.
 #[test]
 fn a_guest_that_does_anything_with_its_zones_leaves_those_of_others_alone() {
-    let lab = lab(DRIVE);
-    let machines = [0, 1].map(|index| lab.machine(&Setup::nth(index)));
+    let host = host(DRIVE);
+    let machines = [0, 1].map(|index| host.machine(&Setup::nth(index)));
     let mut guests = machines.each_ref().map(attach);
     let [(_, hostile), (_, careful)] = &mut guests;
     let mut rng = Rng::new(7);

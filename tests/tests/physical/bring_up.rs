@@ -14,7 +14,7 @@ use nvme_mpt_tests::identify::{IdentifyController, ONCS_DSM, ONCS_WRITE_ZEROES};
 use nvme_mpt_tests::status;
 use nvme_vfio::{Backing, ControllerError, ControllerOptions, VfioController};
 
-use crate::common::{LEASE, LONG, Lab, Setup, open, wait_for};
+use crate::common::{Host, LEASE, LONG, Setup, open, wait_for};
 use crate::load::Load;
 
 fn small() -> Vec<NamespaceOptions> {
@@ -31,9 +31,9 @@ fn plain() -> Options {
 /// Two guests run verified I/O on a drive.
 #[track_caller]
 fn works(options: Options) -> IdentifyController {
-    let lab = Lab::with(options, LONG);
+    let host = Host::with(options, LONG);
     let loads: Vec<Load> = (0..2)
-        .map(|nth| Load::start(&lab, &Setup::nth(nth), 2, 12))
+        .map(|nth| Load::start(&host, &Setup::nth(nth), 2, 12))
         .collect();
     let mut machines: Vec<_> = loads
         .into_iter()
@@ -47,7 +47,7 @@ fn works(options: Options) -> IdentifyController {
     drop(machines);
     let identity = machine.attach().identity().unwrap().clone();
     drop(machine);
-    lab.finish();
+    host.finish();
     identity
 }
 
@@ -135,19 +135,19 @@ fn doorbell_buffers_of_the_drive() {
 
 #[test]
 fn a_watched_doorbell_buffer_spares_register_writes() {
-    let lab = Lab::with(
+    let host = Host::with(
         Options {
             doorbell_buffer: DoorbellBufferUse::Watched,
             ..plain()
         },
         LONG,
     );
-    let load = Load::start(&lab, &Setup::nth(0), 1, 16);
-    let before = lab.model.counters();
+    let load = Load::start(&host, &Setup::nth(0), 1, 16);
+    let before = host.model.counters();
     for _ in 0..10 {
         load.goes_on();
     }
-    let after = lab.model.counters();
+    let after = host.model.counters();
     load.finish_undisturbed();
     let (commands, doorbells) = (
         after.commands - before.commands,
@@ -157,7 +157,7 @@ fn a_watched_doorbell_buffer_spares_register_writes() {
         commands >= 1000 && doorbells < commands / 20,
         "{doorbells} of {commands}"
     );
-    lab.finish();
+    host.finish();
 }
 
 #[test]
@@ -175,19 +175,19 @@ fn queue_pairs_are_as_many_as_there_are_or_as_bar0_has_doorbells_for() {
             dstrd: if doorbell_bytes.is_some() { 3 } else { 0 },
             ..plain()
         };
-        let lab = Lab::with(options, LONG);
-        let pairs = lab.drive.controller().queue_pairs().unwrap();
+        let host = Host::with(options, LONG);
+        let pairs = host.drive.controller().queue_pairs().unwrap();
         assert_eq!(pairs.total, total);
         let loads: Vec<Load> = (0..2)
-            .map(|nth| Load::start(&lab, &Setup::nth(nth), 4, 8))
+            .map(|nth| Load::start(&host, &Setup::nth(nth), 4, 8))
             .collect();
-        let pairs = lab.drive.controller().queue_pairs().unwrap();
+        let pairs = host.drive.controller().queue_pairs().unwrap();
         assert_eq!(pairs.exclusive + pairs.shared, total.min(8));
-        assert_eq!(lab.model.queue_pairs(), usize::from(total.min(8)));
+        assert_eq!(host.model.queue_pairs(), usize::from(total.min(8)));
         for load in loads {
             load.finish_undisturbed();
         }
-        lab.finish();
+        host.finish();
     }
 }
 
@@ -207,17 +207,17 @@ fn namespaces_side_by_side() {
         mdts: 5,
         ..plain()
     };
-    let lab = Lab::with(options, LONG);
-    let namespaces = lab.drive.controller().namespaces();
+    let host = Host::with(options, LONG);
+    let namespaces = host.drive.controller().namespaces();
     let seen: Vec<_> = namespaces.iter().map(|n| (n.nsid.0, n.lba_shift)).collect();
     assert_eq!(seen, [(1, 9), (3, 12)]);
-    let other = crate::function::Lab {
-        drive: lab.drive.sibling(Some(namespaces[1].nsid)).unwrap(),
-        ..crate::function::Lab::of(lab.drive.clone())
+    let other = crate::function::Host {
+        drive: host.drive.sibling(Some(namespaces[1].nsid)).unwrap(),
+        ..crate::function::Host::of(host.drive.clone())
     };
-    lab.model.poke(7, 0, &[0x77; 512]);
+    host.model.poke(7, 0, &[0x77; 512]);
     let loads = [
-        Load::start(&lab, &Setup::nth(0), 2, 16),
+        Load::start(&host, &Setup::nth(0), 2, 16),
         Load::start(&other, &Setup::nth(0), 2, 16),
     ];
     for load in loads {
@@ -225,8 +225,8 @@ fn namespaces_side_by_side() {
         load.finish_undisturbed();
     }
     drop(other);
-    assert_eq!(lab.model.peek(7, 0, 1), [0x77; 512]);
-    lab.finish();
+    assert_eq!(host.model.peek(7, 0, 1), [0x77; 512]);
+    host.finish();
 }
 
 /// Why a drive cannot be used.
@@ -327,7 +327,7 @@ fn a_drive_that_was_left_enabled_is_begun_anew() {
 
 #[test]
 fn a_drive_may_take_its_time() {
-    let lab = Lab::with(
+    let host = Host::with(
         Options {
             reset_time: Duration::from_millis(700),
             timeout: 2,
@@ -335,14 +335,14 @@ fn a_drive_may_take_its_time() {
         },
         LONG,
     );
-    Load::start(&lab, &Setup::nth(0), 1, 4).finish_undisturbed();
-    lab.finish();
+    Load::start(&host, &Setup::nth(0), 1, 4).finish_undisturbed();
+    host.finish();
 }
 
 /// A VM's memory as its VMM maps it, page by page: as much of it as is taken, and what is said of the rest.
-fn map_page_by_page(lab: &Lab) -> (nvme_mpt::DmaWindow, u64, nvme_mpt::DmaError) {
+fn map_page_by_page(host: &Host) -> (nvme_mpt::DmaWindow, u64, nvme_mpt::DmaError) {
     let memory = nvme_mpt_tests::memory::GuestMemory::new(&[(0, 4 << 20)]).unwrap();
-    let window = nvme_mpt::DmaWindow::new(lab.drive.controller().iova_space().clone());
+    let window = nvme_mpt::DmaWindow::new(host.drive.controller().iova_space().clone());
     for page in 0.. {
         let mapped = window.map(nvme_mpt::MemoryRegion {
             gpa: nvme_mpt::Gpa(page * 4096),
@@ -366,9 +366,9 @@ fn vms_that_map_without_end_leave_mappings_for_others_and_for_the_drive() {
         mappings_max: Some(MAPPINGS),
         ..plain()
     };
-    let lab = Lab::with(options, LONG);
-    let early = Load::start(&lab, &Setup::nth(0), 1, 4);
-    let hostile: Vec<_> = (0..6).map(|_| map_page_by_page(&lab)).collect();
+    let host = Host::with(options, LONG);
+    let early = Load::start(&host, &Setup::nth(0), 1, 4);
+    let hostile: Vec<_> = (0..6).map(|_| map_page_by_page(&host)).collect();
     for (nth, (_, mapped, refused)) in hostile.iter().enumerate() {
         let nvme_mpt::DmaError::TooManyMappings { taken, max, .. } = refused else {
             panic!("{refused}");
@@ -379,23 +379,23 @@ fn vms_that_map_without_end_leave_mappings_for_others_and_for_the_drive() {
         assert!(*mapped >= 64, "{mapped}");
     }
     // Who comes next has memory, queues, and lists of pages.
-    Load::start(&lab, &Setup::nth(1), 4, 8).finish_undisturbed();
+    Load::start(&host, &Setup::nth(1), 4, 8).finish_undisturbed();
     early.finish_undisturbed();
     // What they give back is there for others.
     drop(hostile);
-    let (alone, mapped, _) = map_page_by_page(&lab);
+    let (alone, mapped, _) = map_page_by_page(&host);
     assert!(mapped > 450, "{mapped}");
     drop(alone);
-    lab.finish();
+    host.finish();
 }
 
 #[test]
 fn memory_that_cannot_be_mapped_is_refused_and_nothing_else_is_lost() {
-    let lab = Lab::with(plain(), LONG);
-    let load = Load::start(&lab, &Setup::nth(0), 1, 4);
-    lab.model.model_iommu().refuse_maps(true);
+    let host = Host::with(plain(), LONG);
+    let load = Load::start(&host, &Setup::nth(0), 1, 4);
+    host.model.model_iommu().refuse_maps(true);
     let region = nvme_mpt_tests::memory::GuestMemory::new(&[(0, 1 << 20)]).unwrap();
-    let window = nvme_mpt::DmaWindow::new(lab.drive.controller().iova_space().clone());
+    let window = nvme_mpt::DmaWindow::new(host.drive.controller().iova_space().clone());
     let refused = window.map(nvme_mpt::MemoryRegion {
         gpa: nvme_mpt::Gpa(0),
         len: 1 << 20,
@@ -405,11 +405,11 @@ fn memory_that_cannot_be_mapped_is_refused_and_nothing_else_is_lost() {
         writable: true,
     });
     assert!(matches!(refused, Err(nvme_mpt::DmaError::Iommu { .. })));
-    lab.model.model_iommu().refuse_maps(false);
+    host.model.model_iommu().refuse_maps(false);
     load.goes_on();
     load.finish_undisturbed();
     drop(window);
-    lab.finish();
+    host.finish();
 }
 
 #[test]

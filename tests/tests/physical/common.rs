@@ -20,17 +20,17 @@ pub(crate) const SHORT: Duration = Duration::from_millis(300);
 pub(crate) const LONG: Duration = Duration::from_secs(30);
 
 /// A drive and its controller in use, with what functions share to use it.
-pub(crate) struct Lab {
-    lab: crate::function::Lab,
+pub(crate) struct Host {
+    host: crate::function::Host,
     /// The drive itself.
     pub(crate) model: Arc<ModelDrive>,
 }
 
-impl Deref for Lab {
-    type Target = crate::function::Lab;
+impl Deref for Host {
+    type Target = crate::function::Host;
 
     fn deref(&self) -> &Self::Target {
-        &self.lab
+        &self.host
     }
 }
 
@@ -48,7 +48,7 @@ pub(crate) fn open(
     Ok(Drive::new(path, controller, None).expect("a namespace"))
 }
 
-impl Lab {
+impl Host {
     /// A drive of some size, for tests that are run on other kinds of drives as well. They keep no hold
     /// of it, so it judges by itself when it is given back.
     pub(crate) fn new(path: &str, lba_size: u32) -> Self {
@@ -68,7 +68,7 @@ impl Lab {
         let model = ModelDrive::start(options);
         let drive = open(&model, deadline).unwrap();
         Self {
-            lab: crate::function::Lab::of(drive),
+            host: crate::function::Host::of(drive),
             model,
         }
     }
@@ -76,7 +76,7 @@ impl Lab {
     /// Another drive, served by the same pollers.
     pub(crate) fn beside(&self, options: Options, deadline: Duration) -> Self {
         let mut other = Self::with(options, deadline);
-        other.lab.pollers = self.lab.pollers.clone();
+        other.host.pollers = self.host.pollers.clone();
         other
     }
 
@@ -88,8 +88,8 @@ impl Lab {
     /// Gives the drive back, as the last of its users, and has it judge.
     #[track_caller]
     pub(crate) fn finish(self) {
-        let Self { lab, model } = self;
-        drop(lab);
+        let Self { host, model } = self;
+        drop(host);
         // A poller may be the last that holds the drive.
         wait_for("the drive's release", || model.is_released());
         if let Err(complaint) = model.judgement() {

@@ -9,7 +9,7 @@ use nvme_mpt_tests::rng::Rng;
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
-use crate::common::{LEASE, LONG, Lab, Setup};
+use crate::common::{Host, LEASE, LONG, Setup};
 use crate::load::Load;
 
 /// A drive, and how guests use it.
@@ -87,10 +87,10 @@ fn run(variant: Variant, steps: &[([u64; 4], u32)]) -> Result<(), TestCaseError>
         parallel: variant.parallel,
         ..Options::default()
     };
-    let lab = Lab::with(options, LONG);
+    let host = Host::with(options, LONG);
     // Somebody who has the same queue pairs in use, and must not be confused with it.
-    let neighbour = Load::start(&lab, &Setup::nth(0).poll(variant.poll), 1, 6);
-    let machine = lab.machine(&Setup::nth(1).poll(variant.poll));
+    let neighbour = Load::start(&host, &Setup::nth(0).poll(variant.poll), 1, 6);
+    let machine = host.machine(&Setup::nth(1).poll(variant.poll));
     let (controller, mut disk) = machine.disk();
     let sgl = controller.identity().unwrap().sgl();
     let limits = Limits::of(&disk, variant.transfer / variant.lba_size);
@@ -106,7 +106,7 @@ fn run(variant: Variant, steps: &[([u64; 4], u32)]) -> Result<(), TestCaseError>
     model.verify_all(&mut disk).map_err(fail)?;
     neighbour.finish_undisturbed();
     drop((disk, controller, machine));
-    lab.finish();
+    host.finish();
     Ok(())
 }
 
@@ -130,23 +130,23 @@ fn data_is_where_the_lease_has_it_on_the_drive() {
         mdts: 3,
         ..Options::default()
     };
-    let lab = Lab::with(options, LONG);
-    let machine = lab.machine(&Setup::nth(2));
+    let host = Host::with(options, LONG);
+    let machine = host.machine(&Setup::nth(2));
     let (_controller, mut disk) = machine.disk();
     let bytes: Vec<u8> = (0..1 << 20).map(|at| (at / 5) as u8).collect();
     disk.transfer = Transfer::Prp { offset: 8 };
     disk.write(10, &bytes).unwrap();
     let first = 2 * LEASE / 512;
-    assert!(lab.model.peek(1, first + 10, 2048) == bytes);
+    assert!(host.model.peek(1, first + 10, 2048) == bytes);
     let beside = [
-        lab.model.peek(1, 0, first + 10),
-        lab.model.peek(1, first + 2058, 8),
+        host.model.peek(1, 0, first + 10),
+        host.model.peek(1, first + 2058, 8),
     ];
     assert!(beside.concat().iter().all(|byte| *byte == 0));
-    lab.model.poke(1, (2 * LEASE) as usize, &[0xAB; 512]);
+    host.model.poke(1, (2 * LEASE) as usize, &[0xAB; 512]);
     assert_eq!(disk.read(0, 1).unwrap(), [0xAB; 512]);
     drop((disk, _controller, machine));
-    lab.finish();
+    host.finish();
 }
 
 #[test]
@@ -159,11 +159,11 @@ fn guests_on_few_queue_pairs_have_their_own_data() {
             namespaces: vec![NamespaceOptions::new(1, 4 * LEASE, 512)],
             ..Options::default()
         };
-        let lab = Lab::with(options, LONG);
+        let host = Host::with(options, LONG);
         let loads: Vec<Load> = (0..4)
-            .map(|nth| Load::start(&lab, &Setup::nth(nth), 2, 16))
+            .map(|nth| Load::start(&host, &Setup::nth(nth), 2, 16))
             .collect();
-        let pairs = lab.drive.controller().queue_pairs().unwrap();
+        let pairs = host.drive.controller().queue_pairs().unwrap();
         assert_eq!((pairs.shared, pairs.total), (queue_pairs, queue_pairs));
         for load in &loads {
             load.goes_on();
@@ -171,7 +171,7 @@ fn guests_on_few_queue_pairs_have_their_own_data() {
         for load in loads {
             load.finish_undisturbed();
         }
-        lab.finish();
+        host.finish();
     }
 }
 
@@ -182,8 +182,8 @@ fn drives_without_some_commands_still_agree_with_the_model() {
         no_data_limit: 2,
         ..Options::default()
     };
-    let lab = Lab::with(options, LONG);
-    let machine = lab.machine(&Setup::nth(0));
+    let host = Host::with(options, LONG);
+    let machine = host.machine(&Setup::nth(0));
     let (_controller, mut disk) = machine.disk();
     // 16 KiB at once.
     let limits = Limits::of(&disk, 32);
@@ -201,5 +201,5 @@ fn drives_without_some_commands_still_agree_with_the_model() {
         step(&mut disk);
     }
     drop((disk, _controller, machine));
-    lab.finish();
+    host.finish();
 }

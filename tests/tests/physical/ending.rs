@@ -12,7 +12,7 @@ use nvme_mpt_tests::prp;
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::registers::{CSTS, CSTS_FATAL, CSTS_READY};
 
-use crate::common::{LEASE, Lab, Machine, Setup, queue_pair, wait_for};
+use crate::common::{Host, LEASE, Machine, Setup, queue_pair, wait_for};
 
 /// The drive may take as long as it likes: the test completes its commands.
 const FOR_EVER: Duration = Duration::from_secs(24 * 3600);
@@ -32,7 +32,7 @@ const LEN: usize = 64 << 10;
 /// Parts of a write of that length.
 const PARTS: usize = LEN / (4096 << MDTS);
 
-fn lab() -> Lab {
+fn host() -> Host {
     let options = Options {
         // One more for flushes.
         queue_pairs: QUEUE_PAIRS + 1,
@@ -42,7 +42,7 @@ fn lab() -> Lab {
         by_hand: true,
         ..Options::default()
     };
-    Lab::with(options, FOR_EVER)
+    Host::with(options, FOR_EVER)
 }
 
 /// Takes all commands that the host has sent.
@@ -61,9 +61,9 @@ struct Stuck {
 type Driver = (QueuePair, DmaBuffer, prp::Prepared);
 
 /// Leaves a write at the drive, by a queue of its own.
-fn begin(lab: &Lab, machine: &Machine, controller: &mut Controller, id: u16) -> (Stuck, Driver) {
+fn begin(host: &Host, machine: &Machine, controller: &mut Controller, id: u16) -> (Stuck, Driver) {
     let mut queue = queue_pair(controller, id, 64);
-    let mut hand = lab.model.hand_queue(id).unwrap();
+    let mut hand = host.model.hand_queue(id).unwrap();
     let buffer = machine.memory.alloc(LEN).unwrap();
     let prepared = prp::buffer(&buffer, 0, LEN).unwrap();
     let write = Sqe::write(1, 0, (LEN / 512) as u32).with_data(prepared.pointer);
@@ -94,23 +94,23 @@ impl Stuck {
 
 #[test]
 fn a_lease_lives_until_its_last_command_has_ended() {
-    let lab = lab();
-    let machine = lab.machine(&Setup::nth(0));
-    let mapped = lab.model.model_iommu().mapped();
+    let host = host();
+    let machine = host.machine(&Setup::nth(0));
+    let mapped = host.model.model_iommu().mapped();
     let mut controller = machine.attach();
-    let (mut stuck, driver) = begin(&lab, &machine, &mut controller, 1);
-    lab.clock.skip_waits(true);
+    let (mut stuck, driver) = begin(&host, &machine, &mut controller, 1);
+    host.clock.skip_waits(true);
     drop((driver, controller, machine));
 
-    let next = || lab.lease("next", &Setup::nth(0), FormerData::Kept);
+    let next = || host.lease("next", &Setup::nth(0), FormerData::Kept);
     let error = next().expect_err("the drive has commands of the range");
     assert!(error.to_string().contains("ending"), "{error}");
-    let [entry] = &lab.ledger.list().unwrap()[..] else {
+    let [entry] = &host.ledger.list().unwrap()[..] else {
         panic!("one lease");
     };
     assert_eq!(entry.state, LeaseState::Ending);
     assert!(
-        lab.model.model_iommu().mapped() >= mapped,
+        host.model.model_iommu().mapped() >= mapped,
         "the drive can reach the memory that its commands name"
     );
 
@@ -120,37 +120,38 @@ fn a_lease_lives_until_its_last_command_has_ended() {
         next().is_ok()
     });
     stuck.has_no_more();
-    lab.finish();
+    host.finish();
 }
 
 #[test]
 fn all_queues_of_a_reset_share_one_deadline() {
-    let lab = lab();
-    let machine = lab.machine(&Setup::nth(0));
+    let host = host();
+    let machine = host.machine(&Setup::nth(0));
     let mut controller = machine.attach();
     let mut stuck = Vec::new();
     let mut drivers = Vec::new();
     for id in 1..=QUEUE_PAIRS {
-        let (one, driver) = begin(&lab, &machine, &mut controller, id);
+        let (one, driver) = begin(&host, &machine, &mut controller, id);
         stuck.push(one);
         drivers.push(driver);
     }
-    lab.clock.skip_waits(true);
+    host.clock.skip_waits(true);
     let bar = machine.bar();
     bar.write32(CC, bar.read32(CC) & !1);
     let csts = bar.read32(CSTS);
     assert_ne!(csts & CSTS_FATAL, 0, "{csts:#x}");
     assert_ne!(csts & CSTS_READY, 0, "the reset is not complete: {csts:#x}");
-    assert_eq!(lab.clock.waited(), DEADLINE, "for {QUEUE_PAIRS} queues");
+    assert_eq!(host.clock.waited(), DEADLINE, "for {QUEUE_PAIRS} queues");
 
     // Once the drive is done, the next reset succeeds.
     stuck.iter_mut().for_each(Stuck::complete);
-    lab.clock.skip_waits(false);
+    host.clock.skip_waits(false);
     bar.write32(CC, bar.read32(CC) | 1);
     bar.write32(CC, bar.read32(CC) & !1);
     assert_eq!(bar.read32(CSTS), 0);
     stuck.iter_mut().for_each(Stuck::has_no_more);
     drop((drivers, controller, bar, machine));
-    lab.lease("next", &Setup::nth(0), FormerData::Kept).unwrap();
-    lab.finish();
+    host.lease("next", &Setup::nth(0), FormerData::Kept)
+        .unwrap();
+    host.finish();
 }

@@ -5,13 +5,13 @@ use nvme_mpt_tests::controller::Controller;
 use nvme_mpt_tests::drive::{NamespaceOptions, Options};
 use nvme_mpt_tests::identify::field;
 
-use crate::common::{HANG, LEASE, LONG, Lab, Machine, Setup};
+use crate::common::{HANG, Host, LEASE, LONG, Machine, Setup};
 use crate::load::Load;
 
 /// Asynchronous Event Configuration: temperature, and Namespace Attribute Notices.
 const EVENTS: u32 = 0b010 | 1 << 8;
 
-fn lab() -> Lab {
+fn host() -> Host {
     let options = Options {
         namespaces: vec![
             NamespaceOptions::new(1, 2 * LEASE, 512),
@@ -20,7 +20,7 @@ fn lab() -> Lab {
         queue_pairs: 2,
         ..Options::default()
     };
-    Lab::with(options, LONG)
+    Host::with(options, LONG)
 }
 
 fn listening(machine: &Machine) -> Controller {
@@ -35,11 +35,11 @@ fn listening(machine: &Machine) -> Controller {
 
 #[test]
 fn heat_is_told_to_every_guest() {
-    let lab = lab();
-    let machines = [lab.machine(&Setup::nth(0)), lab.machine(&Setup::nth(1))];
+    let host = host();
+    let machines = [host.machine(&Setup::nth(0)), host.machine(&Setup::nth(1))];
     let mut controllers = machines.each_ref().map(listening);
     for temperature in [365, 366] {
-        lab.model.overheat(temperature);
+        host.model.overheat(temperature);
         for controller in &mut controllers {
             let event = controller.async_event(HANG).unwrap().expect("an event");
             assert_eq!((event.kind, event.info, event.log_page), (1, 1, log::SMART));
@@ -51,7 +51,7 @@ fn heat_is_told_to_every_guest() {
         }
         if temperature == 365 {
             // Cool again, so that there is something new to tell.
-            lab.model.cool(300);
+            host.model.cool(300);
             let page = LogPage::of_controller(log::SMART, 512);
             for controller in &mut controllers {
                 crate::common::wait_for("a cool drive", || {
@@ -61,21 +61,21 @@ fn heat_is_told_to_every_guest() {
         }
     }
     drop((controllers, machines));
-    lab.finish();
+    host.finish();
 }
 
 #[test]
 fn a_namespace_that_changes_is_told_to_its_guests_alone() {
-    let lab = lab();
-    let namespaces = lab.drive.controller().namespaces();
-    let other = crate::function::Lab {
-        drive: lab.drive.sibling(Some(namespaces[1].nsid)).unwrap(),
-        ..crate::function::Lab::of(lab.drive.clone())
+    let host = host();
+    let namespaces = host.drive.controller().namespaces();
+    let other = crate::function::Host {
+        drive: host.drive.sibling(Some(namespaces[1].nsid)).unwrap(),
+        ..crate::function::Host::of(host.drive.clone())
     };
-    let load = Load::start(&lab, &Setup::nth(0), 1, 8);
-    let machines = [lab.machine(&Setup::nth(1)), other.machine(&Setup::nth(0))];
+    let load = Load::start(&host, &Setup::nth(0), 1, 8);
+    let machines = [host.machine(&Setup::nth(1)), other.machine(&Setup::nth(0))];
     let mut controllers = machines.each_ref().map(listening);
-    lab.model.resize(2, 2 * LEASE / 4096);
+    host.model.resize(2, 2 * LEASE / 4096);
     let event = controllers[1].async_event(HANG).unwrap();
     let event = event.expect("an event");
     let want = (2, 0, log::CHANGED_NAMESPACES);
@@ -84,11 +84,11 @@ fn a_namespace_that_changes_is_told_to_its_guests_alone() {
     let nothing = controllers[0].async_event(std::time::Duration::ZERO);
     assert_eq!(nothing.unwrap(), None);
     assert_eq!(
-        lab.drive.controller().namespaces()[1].blocks,
+        host.drive.controller().namespaces()[1].blocks,
         2 * LEASE / 4096
     );
     load.goes_on();
     load.finish_undisturbed();
     drop((controllers, machines, other));
-    lab.finish();
+    host.finish();
 }

@@ -15,7 +15,7 @@ use nvme_mpt_tests::status::{
 use proptest::prelude::*;
 
 use crate::common::bystander::Bystander;
-use crate::common::{HANG, LEASE, LONG, Lab, SHORT, Setup, queue_pair, status, wait_for};
+use crate::common::{HANG, Host, LEASE, LONG, SHORT, Setup, queue_pair, status, wait_for};
 use crate::load::{Load, Tally};
 
 /// Two queue pairs, so that three guests share them, and commands that are split.
@@ -53,12 +53,12 @@ struct Outcome {
 /// Three guests, two queues each, under load while something goes wrong that the drive or its driver
 /// gets over: afterwards they go on.
 #[track_caller]
-fn survives(options: Options, deadline: Duration, fail: impl Fn(&Lab, &[Load])) -> Outcome {
-    let lab = Lab::with(options, deadline);
+fn survives(options: Options, deadline: Duration, fail: impl Fn(&Host, &[Load])) -> Outcome {
+    let host = Host::with(options, deadline);
     let loads: Vec<Load> = (0..3)
-        .map(|nth| Load::start(&lab, &Setup::nth(nth), 2, 12))
+        .map(|nth| Load::start(&host, &Setup::nth(nth), 2, 12))
         .collect();
-    fail(&lab, &loads);
+    fail(&host, &loads);
     for load in &loads {
         load.goes_on();
     }
@@ -70,9 +70,9 @@ fn survives(options: Options, deadline: Duration, fail: impl Fn(&Lab, &[Load])) 
         sum.completed += tally.completed;
         sum.interrupted += tally.interrupted;
     }
-    let (drive, incidents) = (lab.model.counters(), lab.incidents());
+    let (drive, incidents) = (host.model.counters(), host.incidents());
     assert!(!incidents.gone);
-    lab.finish();
+    host.finish();
     Outcome {
         tally: sum,
         drive,
@@ -82,32 +82,32 @@ fn survives(options: Options, deadline: Duration, fail: impl Fn(&Lab, &[Load])) 
 
 /// Injects a fault and waits until commands have met it.
 #[track_caller]
-fn met(lab: &Lab, fault: Fault) {
-    let until = lab.model.counters().faults_met + fault.times;
-    lab.model.inject(fault);
-    wait_for("the fault", || lab.model.counters().faults_met >= until);
+fn met(host: &Host, fault: Fault) {
+    let until = host.model.counters().faults_met + fault.times;
+    host.model.inject(fault);
+    wait_for("the fault", || host.model.counters().faults_met >= until);
 }
 
 /// Waits for resets, as the drive's driver counts them.
 #[track_caller]
-fn resets(lab: &Lab, count: u64) {
-    wait_for("a reset", || lab.incidents().resets >= count);
+fn resets(host: &Host, count: u64) {
+    wait_for("a reset", || host.incidents().resets >= count);
     wait_for("the drive to be ready again", || {
-        lab.model.counters().enables > count
+        host.model.counters().enables > count
     });
 }
 
 #[test]
 fn lost_commands_are_aborted_and_sent_again() {
     for options in [scarce(), ample()] {
-        let outcome = survives(options, SHORT, |lab, _| {
+        let outcome = survives(options, SHORT, |host, _| {
             for opcode in [io::READ, io::WRITE, io::READ] {
                 met(
-                    lab,
+                    host,
                     Fault::once(Meets::IoOpcode(opcode), Effect::Lose).times(2),
                 );
             }
-            wait_for("six aborts", || lab.model.counters().aborts >= 6);
+            wait_for("six aborts", || host.model.counters().aborts >= 6);
         });
         assert_eq!(outcome.incidents.aborts, outcome.drive.aborts);
         assert_eq!(outcome.incidents.timeouts, outcome.drive.aborts);
@@ -119,11 +119,11 @@ fn lost_commands_are_aborted_and_sent_again() {
 #[test]
 fn lost_commands_whose_abort_fails_are_ended_by_a_reset() {
     for options in [scarce(), ample()] {
-        let outcome = survives(options, SHORT, |lab, _| {
-            lab.model.set_aborts(Aborts::Fail);
-            met(lab, Fault::once(Meets::Io, Effect::Lose).after(50));
-            resets(lab, 1);
-            lab.model.heal();
+        let outcome = survives(options, SHORT, |host, _| {
+            host.model.set_aborts(Aborts::Fail);
+            met(host, Fault::once(Meets::Io, Effect::Lose).after(50));
+            resets(host, 1);
+            host.model.heal();
         });
         assert!(outcome.tally.interrupted >= 1 && outcome.drive.aborts >= 1);
     }
@@ -131,20 +131,20 @@ fn lost_commands_whose_abort_fails_are_ended_by_a_reset() {
 
 #[test]
 fn an_abort_that_is_lost_ends_in_a_reset() {
-    let outcome = survives(scarce(), SHORT, |lab, _| {
-        lab.model.set_aborts(Aborts::Hang);
-        met(lab, Fault::once(Meets::Io, Effect::Lose));
-        resets(lab, 1);
-        lab.model.heal();
+    let outcome = survives(scarce(), SHORT, |host, _| {
+        host.model.set_aborts(Aborts::Hang);
+        met(host, Fault::once(Meets::Io, Effect::Lose));
+        resets(host, 1);
+        host.model.heal();
     });
     assert!(outcome.tally.interrupted >= 1);
 }
 
 #[test]
 fn slow_commands_within_the_deadline_are_let_be() {
-    let outcome = survives(scarce(), LONG, |lab, _| {
+    let outcome = survives(scarce(), LONG, |host, _| {
         let slow = Effect::Delay(Duration::from_millis(150));
-        met(lab, Fault::once(Meets::Io, slow).times(20));
+        met(host, Fault::once(Meets::Io, slow).times(20));
     });
     assert_eq!(outcome.incidents, Incidents::default());
     assert_eq!(outcome.tally.interrupted, 0);
@@ -153,9 +153,9 @@ fn slow_commands_within_the_deadline_are_let_be() {
 #[test]
 fn commands_that_complete_while_they_are_aborted_complete_once() {
     // Around the deadline, so that Abort and completion meet in every order.
-    let outcome = survives(ample(), SHORT, |lab, loads| {
+    let outcome = survives(ample(), SHORT, |host, loads| {
         for late in [SHORT, SHORT + Duration::from_millis(60), 2 * SHORT] {
-            met(lab, Fault::once(Meets::Io, Effect::Delay(late)).times(8));
+            met(host, Fault::once(Meets::Io, Effect::Delay(late)).times(8));
             loads[0].goes_on();
         }
     });
@@ -165,10 +165,13 @@ fn commands_that_complete_while_they_are_aborted_complete_once() {
 #[test]
 fn fatal_status_ends_in_a_reset() {
     for options in [scarce(), ample()] {
-        let outcome = survives(options, LONG, |lab, loads| {
+        let outcome = survives(options, LONG, |host, loads| {
             for round in 1..=3 {
-                met(lab, Fault::once(Meets::Io, Effect::Fatal).after(20 * round));
-                resets(lab, round);
+                met(
+                    host,
+                    Fault::once(Meets::Io, Effect::Fatal).after(20 * round),
+                );
+                resets(host, round);
                 loads[1].goes_on();
             }
         });
@@ -180,9 +183,9 @@ fn fatal_status_ends_in_a_reset() {
 
 #[test]
 fn a_drive_that_does_nothing_more_is_reset() {
-    let outcome = survives(scarce(), SHORT, |lab, loads| {
-        met(lab, Fault::once(Meets::Io, Effect::Hang).after(33));
-        resets(lab, 1);
+    let outcome = survives(scarce(), SHORT, |host, loads| {
+        met(host, Fault::once(Meets::Io, Effect::Hang).after(33));
+        resets(host, 1);
         loads[2].is_interrupted();
     });
     assert!(outcome.incidents.resets >= 1);
@@ -190,12 +193,12 @@ fn a_drive_that_does_nothing_more_is_reset() {
 
 #[test]
 fn a_drive_that_is_ready_only_after_a_function_level_reset() {
-    let outcome = survives(scarce(), LONG, |lab, _| {
-        lab.model.set_resets(Resets::NeverReady);
-        lab.model.fail();
-        resets(lab, 1);
+    let outcome = survives(scarce(), LONG, |host, _| {
+        host.model.set_resets(Resets::NeverReady);
+        host.model.fail();
+        resets(host, 1);
         wait_for("a function level reset", || {
-            lab.model.counters().function_resets > 0
+            host.model.counters().function_resets > 0
         });
     });
     assert_eq!(outcome.drive.function_resets, 1);
@@ -208,13 +211,13 @@ fn resets_take_their_time_and_nobody_is_lost() {
         reset_time: Duration::from_millis(300),
         ..scarce()
     };
-    let outcome = survives(options, LONG, |lab, loads| {
-        lab.model.fail();
-        resets(lab, 1);
+    let outcome = survives(options, LONG, |host, loads| {
+        host.model.fail();
+        resets(host, 1);
         loads.iter().for_each(Load::goes_on);
         // A guest that comes and one that goes while the drive is not there.
-        lab.model.fail();
-        let late = Load::start(lab, &Setup::nth(3), 2, 4);
+        host.model.fail();
+        let late = Load::start(host, &Setup::nth(3), 2, 4);
         late.finish();
         loads[0].goes_on();
     });
@@ -229,9 +232,9 @@ fn completions_that_nobody_asked_for_are_dropped() {
         Effect::Garbage,
     ] {
         for options in [scarce(), ample()] {
-            let outcome = survives(options, LONG, |lab, loads| {
+            let outcome = survives(options, LONG, |host, loads| {
                 for _ in 0..5 {
-                    met(lab, Fault::once(Meets::Io, effect).times(10));
+                    met(host, Fault::once(Meets::Io, effect).times(10));
                     loads[0].goes_on();
                 }
             });
@@ -242,15 +245,15 @@ fn completions_that_nobody_asked_for_are_dropped() {
 
 #[test]
 fn errors_reach_the_guest_that_they_are_for() {
-    let lab = Lab::with(scarce(), LONG);
-    let load = Load::start(&lab, &Setup::nth(0), 2, 12);
-    let machine = lab.machine(&Setup::nth(1));
+    let host = Host::with(scarce(), LONG);
+    let load = Load::start(&host, &Setup::nth(0), 2, 12);
+    let machine = host.machine(&Setup::nth(1));
     let mut controller = machine.attach();
     let mut queue = queue_pair(&mut controller, 1, 16);
     let first = LEASE / 512;
     let fail = |at: u64, code, dnr| {
         let blocks = first + at..first + at + 1;
-        lab.model
+        host.model
             .inject(Fault::once(Meets::Blocks(blocks), Effect::Fail(code, dnr)));
     };
     fail(5, WRITE_FAULT, true);
@@ -273,7 +276,7 @@ fn errors_reach_the_guest_that_they_are_for() {
     }
     load.finish_undisturbed();
     drop((queue, controller, machine));
-    lab.finish();
+    host.finish();
 }
 
 /// Guests of a drive that is gone for good: every command completes, with an error that is not to be
@@ -282,13 +285,13 @@ fn errors_reach_the_guest_that_they_are_for() {
 fn ends(
     options: Options,
     deadline: Duration,
-    end: impl Fn(&Lab),
-) -> (Lab, Vec<crate::function::Machine>) {
-    let lab = Lab::with(options, deadline);
+    end: impl Fn(&Host),
+) -> (Host, Vec<crate::function::Machine>) {
+    let host = Host::with(options, deadline);
     let loads: Vec<Load> = (0..3)
-        .map(|nth| Load::start(&lab, &Setup::nth(nth), 2, 12))
+        .map(|nth| Load::start(&host, &Setup::nth(nth), 2, 12))
         .collect();
-    end(&lab);
+    end(&host);
     for load in &loads {
         load.fails();
     }
@@ -304,13 +307,13 @@ fn ends(
             machine
         })
         .collect();
-    assert!(lab.incidents().gone);
-    (lab, machines)
+    assert!(host.incidents().gone);
+    (host, machines)
 }
 
 /// The same drive's guests after it is gone: their controllers can be reset, their commands fail.
 #[track_caller]
-fn is_buried((lab, machines): (Lab, Vec<crate::function::Machine>)) {
+fn is_buried((host, machines): (Host, Vec<crate::function::Machine>)) {
     for machine in &machines {
         let mut controller = machine.attach();
         controller.identify_namespace(1).unwrap();
@@ -320,11 +323,11 @@ fn is_buried((lab, machines): (Lab, Vec<crate::function::Machine>)) {
             Err(error) => assert!(error.completion().is_some(), "{error}"),
         }
     }
-    assert!(lab.model.is_released());
-    lab.model.judgement().unwrap();
+    assert!(host.model.is_released());
+    host.model.judgement().unwrap();
     drop(machines);
-    let model = lab.model.clone();
-    drop(lab);
+    let model = host.model.clone();
+    drop(host);
     wait_for("the memory to be given back", || {
         model.model_iommu().mapped() == 0
     });
@@ -333,13 +336,13 @@ fn is_buried((lab, machines): (Lab, Vec<crate::function::Machine>)) {
 #[test]
 fn a_drive_that_is_pulled_out_fails_its_guests_and_no_others() {
     for options in [scarce(), ample()] {
-        let other = Lab::with(Options::default(), LONG);
+        let other = Host::with(Options::default(), LONG);
         let bystander = Bystander::start(&other, &Setup::nth(0));
-        let lab = other.beside(options, LONG);
+        let host = other.beside(options, LONG);
         let loads: Vec<Load> = (0..3)
-            .map(|nth| Load::start(&lab, &Setup::nth(nth), 2, 12))
+            .map(|nth| Load::start(&host, &Setup::nth(nth), 2, 12))
             .collect();
-        lab.model.vanish();
+        host.model.vanish();
         let machines: Vec<_> = loads
             .into_iter()
             .map(|load| {
@@ -348,7 +351,7 @@ fn a_drive_that_is_pulled_out_fails_its_guests_and_no_others() {
             })
             .collect();
         bystander.goes_on();
-        is_buried((lab, machines));
+        is_buried((host, machines));
         bystander.finish();
         other.finish();
     }
@@ -356,25 +359,25 @@ fn a_drive_that_is_pulled_out_fails_its_guests_and_no_others() {
 
 #[test]
 fn a_drive_that_goes_with_a_command() {
-    is_buried(ends(scarce(), LONG, |lab| {
-        met(lab, Fault::once(Meets::Io, Effect::Vanish).after(77));
+    is_buried(ends(scarce(), LONG, |host| {
+        met(host, Fault::once(Meets::Io, Effect::Vanish).after(77));
     }));
 }
 
 #[test]
 fn a_drive_that_the_host_wants_back_is_released() {
-    is_buried(ends(ample(), LONG, |lab| {
-        lab.model.request_removal();
-        wait_for("the release", || lab.model.is_released());
-        assert!(!lab.model.is_enabled());
+    is_buried(ends(ample(), LONG, |host| {
+        host.model.request_removal();
+        wait_for("the release", || host.model.is_released());
+        assert!(!host.model.is_enabled());
     }));
 }
 
 #[test]
 fn a_drive_that_never_comes_back_is_given_up() {
-    is_buried(ends(scarce(), SHORT, |lab| {
-        lab.model.set_resets(Resets::Broken);
-        lab.model.fail();
+    is_buried(ends(scarce(), SHORT, |host| {
+        host.model.set_resets(Resets::Broken);
+        host.model.fail();
     }));
 }
 
@@ -384,44 +387,44 @@ fn a_drive_that_goes_while_it_is_reset() {
         reset_time: Duration::from_millis(400),
         ..scarce()
     };
-    is_buried(ends(options, LONG, |lab| {
-        lab.model.fail();
-        resets_begin(lab);
-        lab.model.vanish();
+    is_buried(ends(options, LONG, |host| {
+        host.model.fail();
+        resets_begin(host);
+        host.model.vanish();
     }));
 }
 
 #[track_caller]
-fn resets_begin(lab: &Lab) {
-    wait_for("a reset", || lab.incidents().resets >= 1);
+fn resets_begin(host: &Host) {
+    wait_for("a reset", || host.incidents().resets >= 1);
 }
 
 #[test]
 fn a_drive_that_forgets_queues_after_a_reset_is_given_up() {
-    is_buried(ends(scarce(), LONG, |lab| {
+    is_buried(ends(scarce(), LONG, |host| {
         let fail = Effect::Fail(INTERNAL_ERROR, true);
-        lab.model
+        host.model
             .inject(Fault::once(Meets::Admin(admin::CREATE_SQ), fail).times(u64::MAX));
-        lab.model.fail();
+        host.model.fail();
     }));
 }
 
 #[test]
 fn admin_commands_that_are_lost_end_in_a_reset() {
-    let outcome = survives(scarce(), LONG, |lab, loads| {
+    let outcome = survives(scarce(), LONG, |host, loads| {
         met(
-            lab,
+            host,
             Fault::once(Meets::Admin(admin::GET_LOG_PAGE), Effect::Lose).times(0),
         );
-        lab.model
+        host.model
             .inject(Fault::once(Meets::Admin(admin::GET_LOG_PAGE), Effect::Lose));
-        lab.drive
+        host.drive
             .controller()
             .smart_health()
             .expect_err("no answer");
-        resets(lab, 1);
+        resets(host, 1);
         loads[0].goes_on();
-        assert!(lab.drive.controller().smart_health().unwrap().is_some());
+        assert!(host.drive.controller().smart_health().unwrap().is_some());
     });
     assert_eq!(outcome.incidents.resets, 1);
 }
@@ -467,10 +470,10 @@ proptest! {
             doorbell_buffer,
             ..scarce_with(queue_pairs)
         };
-        survives(options, SHORT, |lab, loads| {
-            lab.model.set_aborts(aborts);
+        survives(options, SHORT, |host, loads| {
+            host.model.set_aborts(aborts);
             for (meets, effect, after, times) in &mishaps {
-                lab.model.inject(Fault {
+                host.model.inject(Fault {
                     meets: meets.clone(),
                     after: *after,
                     times: *times,
@@ -478,7 +481,7 @@ proptest! {
                 });
                 loads[0].goes_on();
             }
-            lab.model.heal();
+            host.model.heal();
         });
     }
 }
@@ -491,18 +494,18 @@ fn an_abort_that_comes_late_meets_no_other_command() {
         by_hand: true,
         ..scarce()
     };
-    let lab = Lab::with(options, SHORT);
+    let host = Host::with(options, SHORT);
     let abort = Meets::Admin(admin::ABORT);
     let slow = Effect::Delay(Duration::from_secs(3));
-    lab.model.inject(Fault::once(abort, slow));
-    let machine = lab.machine(&Setup::nth(0));
+    host.model.inject(Fault::once(abort, slow));
+    let machine = host.machine(&Setup::nth(0));
     let mut controller = machine.attach();
     let mut queue = queue_pair(&mut controller, 1, 4);
-    let mut hand = lab.model.hand_queue(1).unwrap();
+    let mut hand = host.model.hand_queue(1).unwrap();
     let verify = queue.submit(Sqe::verify(1, 0, 1)).unwrap();
     queue.ring();
     let late = taken(&mut hand);
-    wait_for("an Abort", || lab.model.counters().faults_met == 1);
+    wait_for("an Abort", || host.model.counters().faults_met == 1);
     complete(&mut hand, late);
     assert_eq!(queue.wait(verify, HANG).unwrap().status().code(), SUCCESS);
     let mut before_it = 0;
@@ -510,7 +513,7 @@ fn an_abort_that_comes_late_meets_no_other_command() {
         let verify = queue.submit(Sqe::verify(1, 0, 1)).unwrap();
         queue.ring();
         let cid = taken(&mut hand);
-        if lab.model.counters().aborts == 0 {
+        if host.model.counters().aborts == 0 {
             assert_ne!(cid, late, "the Abort would meet it");
             before_it += 1;
         }
@@ -518,10 +521,10 @@ fn an_abort_that_comes_late_meets_no_other_command() {
         assert_eq!(queue.wait(verify, HANG).unwrap().status().code(), SUCCESS);
     }
     assert!(before_it > 32, "the machine is too slow for this test");
-    wait_for("the Abort's end", || lab.model.counters().aborts == 1);
-    assert_eq!(lab.incidents().resets, 0);
+    wait_for("the Abort's end", || host.model.counters().aborts == 1);
+    assert_eq!(host.incidents().resets, 0);
     drop((queue, controller, machine));
-    lab.finish();
+    host.finish();
 }
 
 /// The identifier of the next command that the host has sent.

@@ -11,7 +11,7 @@ use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::registers::CSTS;
 use nvme_mpt_tests::status::SUCCESS;
 
-use crate::common::{LEASE, LONG, Lab, Machine, SHORT, Setup, queue_pair, status, wait_for};
+use crate::common::{Host, LEASE, LONG, Machine, SHORT, Setup, queue_pair, status, wait_for};
 use crate::load::Load;
 
 const DEPTH: u16 = 32;
@@ -39,7 +39,7 @@ struct Reads {
 
 impl Reads {
     /// Leaves reads at the drive, which has them when this returns.
-    fn start(lab: &Lab, machine: &Machine, effect: Effect) -> Self {
+    fn start(host: &Host, machine: &Machine, effect: Effect) -> Self {
         let mut controller = machine.attach();
         let mut queue = queue_pair(&mut controller, 1, 64);
         assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
@@ -51,10 +51,10 @@ impl Reads {
             })
             .collect();
         // The drive's commands are of 32 KiB: two of each of the guest's.
-        let met = lab.model.counters().faults_met + 8;
+        let met = host.model.counters().faults_met + 8;
         let first = 3 * LEASE / 512;
         let blocks = Meets::Blocks(first..first + LEASE / 512);
-        lab.model
+        host.model
             .inject(Fault::once(blocks, effect).times(u64::MAX));
         for (cid, (_, prepared)) in (0..DEPTH).zip(&buffers) {
             let blocks = (LEN / 512) as u32;
@@ -63,7 +63,7 @@ impl Reads {
         }
         queue.ring();
         wait_for("reads at the drive", || {
-            lab.model.counters().faults_met >= met
+            host.model.counters().faults_met >= met
         });
         let data = buffers.iter().map(|(buffer, _)| buffer);
         let written = data.chain([queue.cq.memory()]);
@@ -110,16 +110,16 @@ const WAYS: [Goes; 4] = [
 
 /// A guest goes with reads at the drive, beside others under load on the same queue pairs.
 fn goes(queue_pairs: u16, deadline: Duration, effect: Effect) {
-    let lab = Lab::with(options(queue_pairs), deadline);
+    let host = Host::with(options(queue_pairs), deadline);
     // Something to be read, so that a read that comes late is seen.
-    lab.model
+    host.model
         .poke(1, 3 * LEASE as usize, &vec![0x99; LEASE as usize]);
     let loads: Vec<Load> = (0..2)
-        .map(|nth| Load::start(&lab, &Setup::nth(nth), 2, 8))
+        .map(|nth| Load::start(&host, &Setup::nth(nth), 2, 8))
         .collect();
     for way in WAYS {
-        let machine = lab.machine(&Setup::nth(3));
-        let mut reads = Reads::start(&lab, &machine, effect);
+        let machine = host.machine(&Setup::nth(3));
+        let mut reads = Reads::start(&host, &machine, effect);
         let mut left = None;
         match way {
             Goes::Disabled => {
@@ -146,21 +146,21 @@ fn goes(queue_pairs: u16, deadline: Duration, effect: Effect) {
         }
         let what = format!("{way:?}, {effect:?}, {queue_pairs} queue pairs");
         reads.mark();
-        lab.model.heal();
+        host.model.heal();
         for load in &loads {
             load.goes_on();
         }
         reads.check(&what);
         // Whoever has the lease next finds it, and the drive, in order.
         drop((reads, left));
-        let next = lab.machine(&Setup::nth(3));
+        let next = host.machine(&Setup::nth(3));
         let (_controller, mut disk) = next.disk();
         assert_eq!(disk.read(0, 8).unwrap(), vec![0x99; PAGE_SIZE], "{what}");
     }
     for load in loads {
         load.finish();
     }
-    lab.finish();
+    host.finish();
 }
 
 #[test]
@@ -178,9 +178,9 @@ fn guests_go_while_the_drive_has_lost_their_commands() {
 
 #[test]
 fn memory_is_given_back_once_the_drive_is_done_with_it() {
-    let lab = Lab::with(options(2), LONG);
-    let machine = lab.machine(&Setup::nth(3));
-    let reads = Reads::start(&lab, &machine, Effect::Delay(Duration::from_millis(500)));
+    let host = Host::with(options(2), LONG);
+    let machine = host.machine(&Setup::nth(3));
+    let reads = Reads::start(&host, &machine, Effect::Delay(Duration::from_millis(500)));
     // The one that holds the data: the first that had room.
     let &(data, _) = reads.ranges.first().unwrap();
     let regions = machine.memory.regions();
@@ -191,9 +191,9 @@ fn memory_is_given_back_once_the_drive_is_done_with_it() {
     for &(gpa, len) in reads.ranges.iter().filter(|(gpa, _)| *gpa >= region.gpa) {
         machine.memory.write(gpa, &vec![MARK; len]).unwrap();
     }
-    lab.model.heal();
-    Load::start(&lab, &Setup::nth(0), 2, 8).finish_undisturbed();
+    host.model.heal();
+    Load::start(&host, &Setup::nth(0), 2, 8).finish_undisturbed();
     reads.check("unmapped");
     drop((reads, machine));
-    lab.finish();
+    host.finish();
 }

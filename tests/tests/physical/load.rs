@@ -14,7 +14,7 @@ use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::rng::{self, Rng};
 use nvme_mpt_tests::status::{COMMAND_INTERRUPTED, NAMESPACE_NOT_READY, StatusCode};
 
-use crate::function::{HANG, Lab, Machine, Setup, queue_pair, wait_for};
+use crate::function::{HANG, Host, Machine, Setup, queue_pair, wait_for};
 
 /// Bytes of the blocks that one command at a time works on: more than small drives transfer at once.
 const PIECE: usize = 128 << 10;
@@ -70,9 +70,9 @@ pub(crate) struct Load {
 
 impl Load {
     /// Starts a guest with `depth` commands in flight in each of `queues` queues.
-    pub(crate) fn start(lab: &Lab, setup: &Setup, queues: u16, depth: usize) -> Self {
+    pub(crate) fn start(host: &Host, setup: &Setup, queues: u16, depth: usize) -> Self {
         assert!(depth < ENTRIES as usize - 1);
-        let machine = lab.machine(setup);
+        let machine = host.machine(setup);
         let shared = Arc::<Shared>::default();
         let thread = {
             let shared = shared.clone();

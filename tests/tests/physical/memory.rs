@@ -8,12 +8,12 @@ use nvme_mpt_tests::doorbell::DoorbellMode;
 use nvme_mpt_tests::drive::Options;
 use nvme_mpt_tests::status::SUCCESS;
 
-use crate::common::{HANG, LONG, Lab, NOWHERE, REGION, Setup, queue_pair, status};
+use crate::common::{HANG, Host, LONG, NOWHERE, REGION, Setup, queue_pair, status};
 
 #[test]
 fn a_poller_goes_on_while_memory_is_pinned() {
-    let lab = Lab::with(Options::default(), LONG);
-    let machine = lab.machine(&Setup::nth(0).doorbells(DoorbellMode::Mapped));
+    let host = Host::with(Options::default(), LONG);
+    let machine = host.machine(&Setup::nth(0).doorbells(DoorbellMode::Mapped));
     let mut controller = machine.attach();
     let mut queue = queue_pair(&mut controller, 1, 16);
     assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
@@ -26,7 +26,7 @@ fn a_poller_goes_on_while_memory_is_pinned() {
     });
     machine.map(&regions[0]);
 
-    let iommu = lab.model.model_iommu();
+    let iommu = host.model.model_iommu();
     iommu.hold_maps();
     std::thread::scope(|scope| {
         let map = scope.spawn(|| machine.map(&regions[1]));
@@ -57,5 +57,5 @@ fn a_poller_goes_on_while_memory_is_pinned() {
     });
     assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
     drop((queue, controller, machine));
-    lab.finish();
+    host.finish();
 }

@@ -9,7 +9,7 @@ use nvme_mpt_tests::disk::{Disk, Transfer};
 use nvme_mpt_tests::model::{Limits, Model, Op};
 use nvme_mpt_tests::rng::Rng;
 
-use super::{Lab, Machine, Setup, wait_for};
+use super::{Host, Machine, Setup, wait_for};
 
 /// Blocks of the largest transfer.
 const TRANSFER: u32 = 32;
@@ -23,8 +23,8 @@ pub(crate) struct Bystander {
 
 impl Bystander {
     /// Starts a guest; it has verified some I/O when this returns.
-    pub(crate) fn start(lab: &Lab, setup: &Setup) -> Self {
-        let machine = lab.machine(setup);
+    pub(crate) fn start(host: &Host, setup: &Setup) -> Self {
+        let machine = host.machine(setup);
         let (stop, steps) = (Arc::<AtomicBool>::default(), Arc::<AtomicU64>::default());
         let thread = {
             let (stop, steps) = (stop.clone(), steps.clone());

@@ -2,8 +2,8 @@
 
 pub(crate) mod bystander;
 pub(crate) mod clock;
-pub(crate) mod fake_drive;
 pub(crate) mod loop_device;
+pub(crate) mod scripted_controller;
 pub(crate) mod sentinel;
 
 use std::os::fd::AsRawFd;
@@ -79,8 +79,8 @@ pub(crate) fn written_file(len: u64) -> tempfile::NamedTempFile {
     file
 }
 
-/// A drive and what functions share to use it.
-pub(crate) struct Lab {
+/// A host with one drive, and what its functions share to use it.
+pub(crate) struct Host {
     pub(crate) drive: Arc<Drive>,
     pub(crate) ledger: Ledger,
     pub(crate) pollers: Arc<Pollers>,
@@ -89,7 +89,7 @@ pub(crate) struct Lab {
     pub(crate) clock: Arc<TestClock>,
 }
 
-impl Lab {
+impl Host {
     /// A drive by its PATH.
     pub(crate) fn new(path: &str, lba_size: u32) -> Self {
         Self::open(&path.parse().unwrap(), lba_size)
@@ -359,7 +359,7 @@ impl Machine {
             function.pause().unwrap();
             let state = function.save().unwrap();
             // The guest's driver has the BAR still, with nothing behind it.
-            *function = Lab::new("null:1M", 512).function("nobody", &Setup::whole(1 << 20));
+            *function = Host::new("null:1M", 512).function("nobody", &Setup::whole(1 << 20));
             state
         };
         Suspended {

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use nvme_mpt_tests::command::{Sqe, kv};
 use nvme_mpt_tests::prp;
 
-use super::{attach, file_lab, lab_in, value};
+use super::{attach, file_host, host_in, value};
 use crate::common::{HANG, LEASE, Setup};
 
 /// Variables with the path of the file for the process that is killed, and with the round from which on it
@@ -33,8 +33,8 @@ fn written(round: u64, key: u64) -> Vec<u8> {
 
 /// Stores until it is killed, and says what completed.
 fn store_for_ever(path: &Path, first: u64) -> ! {
-    let lab = lab_in(path);
-    let machine = lab.machine(&Setup::whole(LEASE));
+    let host = host_in(path);
+    let machine = host.machine(&Setup::whole(LEASE));
     let (_controller, mut pairs) = attach(&machine);
     let mut out = std::io::stdout();
     for round in first.. {
@@ -94,13 +94,13 @@ fn what_completed_outlives_a_process_that_is_killed() {
         let round = std::env::var(ROUND).unwrap().parse().unwrap();
         store_for_ever(&PathBuf::from(path), round);
     }
-    let (file, lab) = file_lab();
-    drop(lab);
+    let (file, host) = file_host();
+    drop(host);
     let mut round = 1;
     for after in KILLS {
         let completed = run_and_kill(file.path(), round, after);
-        let lab = lab_in(file.path());
-        let machine = lab.machine(&Setup::whole(LEASE));
+        let host = host_in(file.path());
+        let machine = host.machine(&Setup::whole(LEASE));
         let (_controller, mut pairs) = attach(&machine);
         let mut latest = round;
         for key in 0..KEYS {

@@ -11,7 +11,7 @@ use nvme_mpt_tests::status::{CAPACITY_EXCEEDED, KEY_DOES_NOT_EXIST, KEY_EXISTS, 
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
-use super::{DRIVE, attach_with, file_lab, lab, open, value};
+use super::{DRIVE, attach_with, file_host, host, open, value};
 use crate::common::{LEASE, MODES, Setup};
 
 /// A command, chosen by any numbers.
@@ -137,19 +137,19 @@ fn step(
 }
 
 fn run(in_file: bool, doorbells: DoorbellMode, steps: &[Step]) -> Result<(), TestCaseError> {
-    let (_file, lab) = match in_file {
+    let (_file, host) = match in_file {
         true => {
-            let (file, lab) = file_lab();
-            (Some(file), lab)
+            let (file, host) = file_host();
+            (Some(file), host)
         }
-        false => (None, lab(DRIVE)),
+        false => (None, host(DRIVE)),
     };
     let setup = Setup {
         start: LEASE,
         length: CAPACITY,
         ..Setup::default()
     };
-    let machine = lab.machine(&setup.doorbells(doorbells));
+    let machine = host.machine(&setup.doorbells(doorbells));
     let mut controller = attach_with(&machine, CC_CSS_ALL, doorbells);
     let mut pairs = open(&mut controller, 1);
     let mut model = Model::new();

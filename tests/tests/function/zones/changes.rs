@@ -8,8 +8,8 @@ use nvme_mpt_vmm::drives;
 use serde_json::json;
 use vmm_device::FunctionState;
 
-use super::{DRIVE, PROFILE, SIZE, ZONES, attach, blocks, lab, options, refused};
-use crate::common::{Lab, Setup, Suspended};
+use super::{DRIVE, PROFILE, SIZE, ZONES, attach, blocks, host, options, refused};
+use crate::common::{Host, Setup, Suspended};
 
 /// The Changed Zone List: how many zones it has, and the first of them.
 fn changed_zones(controller: &mut Controller) -> (u16, u64) {
@@ -25,15 +25,15 @@ fn changed_zones(controller: &mut Controller) -> (u16, u64) {
 fn zones_that_changed_before_a_snapshot_are_told_of_once_after_it() {
     let plan = "[[fault]]\nkind = \"media-error\"\noperations = [\"write\"]\nrange = \"18M+4K\"\n";
     let options = options(PROFILE, Some(plan));
-    let lab = Lab::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
+    let host = Host::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
     let setup = Setup::nth(1);
-    let machine = lab.machine(&setup);
+    let machine = host.machine(&setup);
     let (mut controller, mut disk) = attach(&machine);
     let zslba = 2 * SIZE;
     assert_eq!(refused(disk.append(zslba, &blocks(1, 0, 1))), WRITE_FAULT);
     let mut suspended = machine.suspend();
     for expected in [(1, zslba), (0, 0)] {
-        let machine = lab.restore(&suspended, &setup).unwrap();
+        let machine = host.restore(&suspended, &setup).unwrap();
         machine.function().resume();
         controller.move_to(machine.bar()).unwrap();
         assert_eq!(changed_zones(&mut controller), expected);
@@ -43,9 +43,9 @@ fn zones_that_changed_before_a_snapshot_are_told_of_once_after_it() {
 
 #[test]
 fn a_snapshot_with_a_changed_zone_where_none_begins_is_refused() {
-    let lab = lab(DRIVE);
+    let host = host(DRIVE);
     let setup = Setup::nth(0);
-    let suspended = lab.machine(&setup).suspend();
+    let suspended = host.machine(&setup).suspend();
     let sound = FunctionState::from_bytes(&suspended.state).unwrap();
     let with = |starts: Vec<u64>| {
         let mut state = serde_json::to_value(&sound).unwrap();
@@ -62,7 +62,7 @@ fn a_snapshot_with_a_changed_zone_where_none_begins_is_refused() {
             interrupts: suspended.interrupts.clone(),
             state: state.to_bytes().unwrap(),
         };
-        lab.restore(&suspended, &setup)
+        host.restore(&suspended, &setup)
     };
     for (starts, named) in [
         (vec![SIZE + 1], "changed_zones.starts is 257"),

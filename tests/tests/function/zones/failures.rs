@@ -13,14 +13,14 @@ use nvme_mpt_tests::zoned::{action, state};
 use nvme_mpt_vmm::drives;
 
 use super::{CAPACITY, DRIVE, PROFILE, SIZE, ZONES, attach, blocks, options, refused, zone};
-use crate::common::{HANG, Lab, Setup};
+use crate::common::{HANG, Host, Setup};
 
 #[test]
 fn a_zone_whose_media_failed_is_read_only_and_its_guest_is_told() {
     let plan = "[[fault]]\nkind = \"media-error\"\noperations = [\"write\"]\nrange = \"18M+4K\"\n";
     let options = options(PROFILE, Some(plan));
-    let lab = Lab::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
-    let machines = [0, 1].map(|index| lab.machine(&Setup::nth(index)));
+    let host = Host::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
+    let machines = [0, 1].map(|index| host.machine(&Setup::nth(index)));
     let mut guests = machines.each_ref().map(attach);
     for (controller, _) in &mut guests {
         controller
@@ -78,8 +78,8 @@ fn a_zone_whose_media_failed_is_read_only_and_its_guest_is_told() {
 fn zones_of_a_drive_that_is_removed_are_neither_reported_nor_managed() {
     let plan = "[[fault]]\nkind = \"removal\"\noperations = [\"flush\"]\n";
     let options = options(PROFILE, Some(plan));
-    let lab = Lab::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
-    let machine = lab.machine(&Setup::nth(0));
+    let host = Host::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
+    let machine = host.machine(&Setup::nth(0));
     let (_, mut disk) = attach(&machine);
     disk.zone_action(SIZE, action::OPEN).unwrap();
     assert_eq!(refused(disk.flush()), INTERNAL_ERROR);
@@ -100,8 +100,8 @@ fn zones_that_a_namespace_lost_are_neither_reported_nor_managed_until_it_has_the
     let plan = "[[fault]]\nkind = \"resize\"\nsize = \"20992K\"\noperations = [\"flush\"]\n\
                 [[fault]]\nkind = \"resize\"\nsize = \"32M\"\noperations = [\"flush\"]\nafter = 1\n";
     let options = options(PROFILE, Some(plan));
-    let lab = Lab::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
-    let machines = [0, 1].map(|index| lab.machine(&Setup::nth(index)));
+    let host = Host::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
+    let machines = [0, 1].map(|index| host.machine(&Setup::nth(index)));
     let [(_, mut other), (mut controller, mut disk)] = machines.each_ref().map(attach);
     let (kept, lost) = (3 * SIZE, 4 * SIZE);
     for zslba in [kept, lost] {

@@ -1,5 +1,7 @@
-//! A drive with the limits, the health and the accidents of a physical one: two namespaces in memory,
-//! and whatever state a test gives it.
+//! A host controller with the limits, the health and the accidents that a test sets: two namespaces in memory.
+//!
+//! It stands for a drive and its driver together, so that a test of a function decides when an event reaches it. The
+//! model of a drive is `nvme_mpt_tests::drive`, which `tests/physical` drives through the real driver.
 
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
@@ -14,7 +16,7 @@ use nvme_mpt::spec::log::{CriticalWarning, SmartHealth};
 use nvme_mpt::{Drive, DriveEvent, Event, EventQueue};
 use nvme_software::SoftwareController;
 
-use super::{LEASE, Lab};
+use super::{Host, LEASE};
 
 /// Offset of the temperature in the log page, whose values are little-endian bytes.
 const TEMPERATURE: usize = 1;
@@ -28,20 +30,20 @@ struct State {
     health_reads: u32,
     incidents: Incidents,
     subscribers: Vec<Weak<EventQueue>>,
-    /// Flushes take until it is let go.
+    /// True while flushes do not end.
     holds_flushes: bool,
 }
 
-/// A drive that a test can do anything to.
+/// A host controller that a test can do anything to.
 #[derive(Debug)]
-pub(crate) struct FakeDrive {
+pub(crate) struct ScriptedController {
     stores: [Arc<SoftwareController>; 2],
     limits: Limits,
     state: Mutex<State>,
     flushes: Condvar,
 }
 
-impl FakeDrive {
+impl ScriptedController {
     /// A drive with two namespaces of two leases each.
     pub(crate) fn new(change: impl FnOnce(&mut Limits)) -> Arc<Self> {
         let stores = [0; 2].map(|_| Arc::new(SoftwareController::memory(2 * LEASE, 9).unwrap()));
@@ -72,21 +74,21 @@ impl FakeDrive {
         Arc::new(drive)
     }
 
-    /// Returns the lab of functions that share a namespace of it.
-    pub(crate) fn lab(self: &Arc<Self>, nsid: u32) -> Lab {
-        Lab::of(Drive::new("0000:01:00.0", self.clone(), Some(Nsid(nsid))).unwrap())
+    /// Returns a host whose functions share a namespace of it.
+    pub(crate) fn host(self: &Arc<Self>, nsid: u32) -> Host {
+        Host::of(Drive::new("0000:01:00.0", self.clone(), Some(Nsid(nsid))).unwrap())
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap()
     }
 
-    /// Has this Composite Temperature, in kelvins.
+    /// Sets the Composite Temperature, in kelvins.
     pub(crate) fn heat(&self, kelvins: u16) {
         self.state().health[TEMPERATURE..][..2].copy_from_slice(&kelvins.to_le_bytes());
     }
 
-    /// Has these critical warnings.
+    /// Sets the critical warnings.
     pub(crate) fn warn(&self, warnings: CriticalWarning) {
         self.state().health[0] = warnings.0;
     }
@@ -96,24 +98,24 @@ impl FakeDrive {
         self.state().health_reads
     }
 
-    /// Has its namespaces changed.
+    /// Changes its namespaces.
     pub(crate) fn change_namespaces(&self, change: impl FnOnce(&mut Vec<HostNamespace>)) {
         change(&mut self.state().namespaces);
     }
 
-    /// Is gone.
+    /// Removes the drive.
     pub(crate) fn remove(&self) {
         self.state().incidents.gone = true;
         self.tell(DriveEvent::Gone);
     }
 
-    /// Has no flush end, or all that have begun.
+    /// Holds all flushes, or lets those that have begun end.
     pub(crate) fn hold_flushes(&self, hold: bool) {
         self.state().holds_flushes = hold;
         self.flushes.notify_all();
     }
 
-    /// Tells its users of an event.
+    /// Reports an event to its users.
     pub(crate) fn tell(&self, event: DriveEvent) {
         for subscriber in &self.state().subscribers {
             if let Some(events) = subscriber.upgrade() {
@@ -123,7 +125,7 @@ impl FakeDrive {
     }
 }
 
-impl HostController for FakeDrive {
+impl HostController for ScriptedController {
     fn identity(&self) -> &str {
         "nvme:fake"
     }
@@ -150,7 +152,7 @@ impl HostController for FakeDrive {
     ) -> Result<Box<dyn HostLease>, HostLeaseError> {
         let store = &self.stores[request.namespace.nsid.0 as usize - 1];
         let store = store.clone().open_lease(request)?;
-        Ok(Box::new(FakeLease { store, drive: self }))
+        Ok(Box::new(ScriptedLease { store, drive: self }))
     }
 
     fn smart_health(&self) -> io::Result<Option<SmartHealth>> {
@@ -180,12 +182,12 @@ impl HostController for FakeDrive {
 
 /// A lease of its drive's stores.
 #[derive(Debug)]
-struct FakeLease {
+struct ScriptedLease {
     store: Box<dyn HostLease>,
-    drive: Arc<FakeDrive>,
+    drive: Arc<ScriptedController>,
 }
 
-impl HostLease for FakeLease {
+impl HostLease for ScriptedLease {
     fn create_queue(&self, slots: u16) -> io::Result<HostQueuePair> {
         self.store.create_queue(slots)
     }

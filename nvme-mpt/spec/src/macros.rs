@@ -1,5 +1,10 @@
 //! The shapes that most of the wire format has: numbers with names, bits in an integer, and the
 //! dwords of a command.
+//!
+//! The crate `bitfield-struct` does not replace `bit_field!`. It wants every reserved bit as a field, in order, where the
+//! specification's tables name bits as `high:low`. Its builders panic on a value that is too large, where these keep what
+//! fits, as a guest's value must never end the process. Its integer is private, where parsers and tests read `.0`. And
+//! `command!`, whose fields lie in several dwords, would still need the same masks.
 
 /// Declares an open enum: a number some of whose values have names.
 ///

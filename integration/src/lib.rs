@@ -4,7 +4,7 @@
 //! - [`process`] and [`progress`]: child processes that never outlive us, and steps a person can follow;
 //! - [`provision`]: makes the guests and finds a QEMU, from Debian's own signed packages, into a cache;
 //! - [`guest`]: boots a guest, runs commands in it, plugs devices, kills it;
-//! - [`server`]: `nvme-mpt serve` as a child, and what `nvme-mpt stats` says;
+//! - [`server`]: `nvme-mpt serve` as a child, and its statistics;
 //! - [`checks`]: one harness and one bench for checks that boot machines;
 //! - [`lab`]: an emulated host with NVMe drives, an IOMMU and KVM, for all that needs one;
 //! - [`verify`]: everything that must hold, step by step;
@@ -59,7 +59,7 @@ pub(crate) fn parse_size(text: &str) -> Option<u64> {
     digits.parse::<u64>().ok()?.checked_mul(1 << shift)
 }
 
-/// An error and all that caused it, one a line; what passes its cause on unchanged is told once.
+/// Returns an error and its causes, one a line. An error with the text of its cause counts once.
 pub fn error_chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut last = text.clone();

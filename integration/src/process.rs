@@ -331,7 +331,7 @@ static SPAWNER: LazyLock<Sender<Request>> = LazyLock::new(|| {
     let (requests, inbox) = mpsc::channel::<Request>();
     std::thread::spawn(move || {
         for (mut command, reply) in inbox {
-            // Whoever asked is waiting for this; if it is not, the child dies with the `Child` unused.
+            // The caller waits for this; if it does not, the child dies with the `Child` unused.
             let _ = reply.send(command.spawn());
         }
     });

@@ -38,7 +38,7 @@ impl Step {
         }
     }
 
-    /// Ends the step well; `detail` says what came of it.
+    /// Ends the step well, and prints its result, `detail`.
     pub fn done(mut self, detail: impl AsRef<str>) {
         self.silence();
         let detail = detail.as_ref();

@@ -1,4 +1,4 @@
-//! `nvme-mpt serve` as a child of ours, and what `nvme-mpt stats` says about it.
+//! `nvme-mpt serve` as a child process, and the statistics that `nvme-mpt stats` prints of it.
 
 use std::fs;
 use std::io;
@@ -347,7 +347,7 @@ impl Server {
         }
     }
 
-    /// It says "ready" when every socket listens. The sockets themselves are not asked: each takes one
+    /// It prints "ready" when every socket listens. The sockets themselves are not asked: each takes one
     /// client, and one that is left over from a server that was killed is there all along.
     fn await_ready(&mut self) -> Result<(), ServerError> {
         let deadline = Instant::now() + PATIENCE;
@@ -431,7 +431,7 @@ pub struct Stats {
 pub struct DriveStats {
     /// Path by which it was opened, such as its PCI address.
     pub path: String,
-    /// Its I/O queue pairs; `None` if it has as many as anybody wants.
+    /// Its I/O queue pairs; `None` without a bound.
     pub queue_pairs: Option<QueuePairStats>,
     /// Commands that did not complete within their deadline.
     pub timeouts: u64,

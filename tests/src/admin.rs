@@ -43,7 +43,7 @@ pub mod log {
     pub const CHANGED_ZONES: u8 = 0xbf;
 }
 
-/// Which value of a feature Get Features returns (NVMe Base 2.0, figure 193).
+/// Value of a feature that Get Features returns (NVMe Base 2.0, figure 193).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Select {
@@ -64,7 +64,7 @@ pub struct AsyncEvent {
     pub kind: u8,
     /// Event, by type.
     pub info: u8,
-    /// The log page that tells more, and clears the event.
+    /// The log page that has details, and clears the event.
     pub log_page: u8,
 }
 
@@ -251,7 +251,7 @@ impl Controller {
         self.admin_read(sqe, page.len)
     }
 
-    /// Abort; true when the controller says that the command was aborted.
+    /// Sends Abort, and returns whether the controller reports the command as aborted.
     ///
     /// # Errors
     /// When the Abort command itself fails.

@@ -25,7 +25,7 @@ pub trait Bar: Send + Sync {
     fn write64(&self, offset: u64, value: u64);
 
     /// The parts of the BAR that are mapped into the guest, so that a doorbell write there is a plain
-    /// store that nobody traps.
+    /// store that is not trapped.
     fn doorbell_windows(&self) -> &[DoorbellWindow] {
         &[]
     }

@@ -24,7 +24,7 @@ pub enum DoorbellMode {
     Shadow,
 }
 
-/// Which of a queue pair's two doorbells.
+/// One of a queue pair's two doorbells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// Submission queue tail.

@@ -27,7 +27,7 @@ fn memory() -> GuestMemory {
     GuestMemory::new(&[(0x10_0000, 8 << 20), (1 << 32, 8 << 20)]).unwrap()
 }
 
-/// A drive that looks at its Doorbell Buffer all the time, or, parked, when it is told to.
+/// A drive that looks at its Doorbell Buffer all the time, or, parked, after a register was written.
 fn start(mode: DoorbellMode, parked: bool) -> (Arc<ModelDrive>, Controller) {
     let memory = memory();
     let options = Options {

@@ -1,4 +1,4 @@
-//! Keys and values of a namespace: what a driver of the Key Value Command Set 1.0 sends and is told.
+//! Keys and values of a namespace: commands and answers of the Key Value Command Set 1.0.
 
 use std::time::Duration;
 

@@ -36,7 +36,7 @@ pub(crate) fn memfd_with(flags: libc::c_uint) -> Result<File, MemoryError> {
             source: io::Error::last_os_error(),
         });
     }
-    // SAFETY: the descriptor is new and owned by nobody else.
+    // SAFETY: the descriptor is new and has no other owner.
     Ok(File::from(unsafe { OwnedFd::from_raw_fd(fd) }))
 }
 

@@ -218,7 +218,7 @@ impl GuestMemory {
         Ok(region)
     }
 
-    /// The memfd behind all regions, to be mapped by whoever does DMA.
+    /// The memfd behind all regions, to be mapped for DMA.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.inner.memfd.as_fd()
     }

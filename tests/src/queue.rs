@@ -32,7 +32,7 @@ pub struct SubmissionQueue {
     entries: SharedSlice<[AtomicU64; 8]>,
     size: u32,
     tail: u32,
-    /// As last told by the controller.
+    /// The last value that the controller reported.
     head: u32,
     doorbell: Doorbell,
     memory: DmaBuffer,
@@ -71,7 +71,7 @@ impl SubmissionQueue {
         self.tail
     }
 
-    /// Head, as last told by the controller.
+    /// Head that the controller reported last.
     pub fn head(&self) -> u32 {
         self.head
     }

@@ -202,7 +202,7 @@ impl VfioUserBar {
     }
 
     fn write(&self, offset: u64, bytes: &[u8]) {
-        // A write that nobody takes is lost, as on a bus; the next read of CSTS tells.
+        // A write without a receiver is lost, as on a bus; the next read of CSTS shows it.
         let _lost = self.client().region_write(BAR0, offset, bytes);
     }
 }

@@ -1,4 +1,4 @@
-//! Zones of a namespace: what a driver of the Zoned Namespace Command Set 1.1 sends and is told.
+//! Zones of a namespace: commands and answers of the Zoned Namespace Command Set 1.1.
 
 use crate::command::Sqe;
 use crate::disk::Disk;

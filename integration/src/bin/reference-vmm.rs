@@ -10,7 +10,7 @@ fn main() -> ExitCode {
     nvme_mpt_cli::logging::start();
     match options::run(Options::parse()) {
         Ok(Ended::PoweredOff | Ended::Suspended) => ExitCode::SUCCESS,
-        // There is nobody who would start it again.
+        // No supervisor would start it again.
         Ok(Ended::Reset) => ExitCode::from(2),
         Ok(Ended::Failed(why)) => {
             eprintln!("Error: {why}");

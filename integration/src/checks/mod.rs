@@ -162,7 +162,7 @@ fn trial(
         let result = run();
         // On the line that the outcome ends.
         print!("{} ", seconds(started.elapsed()));
-        // Output that nobody reads any more fails no check.
+        // A reader that is gone fails no check.
         let _ = io::stdout().flush();
         result.map_err(|failure| Failed::from(crate::error_chain(&*failure)))
     })

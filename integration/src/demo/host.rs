@@ -61,7 +61,7 @@ impl Taken {
         })
     }
 
-    /// Gives it back, now that nobody serves it.
+    /// Gives the drive back, which no server holds any more.
     pub(super) fn give_back(mut self) -> Result<(), DemoError> {
         self.is_back = true;
         process::run(Command::new(&self.binary).args(["unbind", &self.address]))?;

@@ -1,6 +1,6 @@
 //! Division of the drive, and the proof that each guest kept to its part.
 //!
-//! Between, before and after the ranges lie guards that nobody leases. The host marks them, each guest
+//! Between, before and after the ranges lie guards, which no guest leases. The host marks them, each guest
 //! fills its whole range with blocks that name the guest and the block, and in the end the host reads
 //! the drive: every byte of it has one right value.
 
@@ -22,7 +22,7 @@ const SMALLEST_RANGE: u64 = 64 * MIB;
 const BLOCK: u64 = 128 << 10;
 /// Content of a guard: a mark, and its place.
 const GUARD_TAG: [u8; 8] = *b"no-lease";
-/// No more faults are told than a person would read.
+/// Most faults that are printed.
 const FAULTS: usize = 10;
 
 /// A part of the drive that one guest leases.
@@ -166,7 +166,7 @@ impl Layout {
         file.sync_all().map_err(at)
     }
 
-    /// Reads the drive and tells what is not as it should be.
+    /// Reads the drive and returns what is wrong.
     pub(super) fn check(&self, names: &[String]) -> Result<Vec<String>, DemoError> {
         let Some(path) = &self.path()? else {
             return Ok(Vec::new());
@@ -246,7 +246,7 @@ fn open(path: &Path) -> Result<File, DemoError> {
 fn tag(name: &str) -> [u8; 8] {
     let mut tag = [b'.'; 8];
     let kept = name.len().min(tag.len());
-    // The end of a name tells guests apart: guest-1, guest-2, …
+    // Names of guests differ at the end: guest-1, guest-2, …
     tag[..kept].copy_from_slice(&name.as_bytes()[name.len() - kept..]);
     tag
 }

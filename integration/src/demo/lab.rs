@@ -1,5 +1,4 @@
-//! The demonstration inside the lab: this same program runs there, on a physical drive as far as it can
-//! tell.
+//! The demonstration inside the lab: this same program runs there, on a drive that it drives as a physical one.
 
 use std::fs;
 use std::path::PathBuf;

@@ -179,7 +179,7 @@ pub enum DemoError {
         /// The end of what it said.
         said: String,
     },
-    /// The guest says something else than its programs do.
+    /// The output of a guest's program is not what the program prints.
     #[error("Guest {guest} says about its drive: {said:?}")]
     Drive {
         /// The guest.

@@ -183,7 +183,7 @@ impl Agent {
         self.vmm.kill();
     }
 
-    /// The end of the guest's console, or what it says from a panic on, of which the cause stands first.
+    /// Returns the end of the guest's console, or, after a panic, its first lines, which name the cause.
     pub fn console_tail(&self) -> String {
         let text = fs::read(&self.console).unwrap_or_default();
         let text = String::from_utf8_lossy(&text);

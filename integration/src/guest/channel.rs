@@ -30,7 +30,7 @@ const INQUIRY_PATIENCE: Duration = Duration::from_secs(20);
 /// The guest does not answer.
 #[derive(Debug, Error)]
 pub enum ChannelError {
-    /// It says nothing.
+    /// It does not answer.
     #[error("waited {patience:?} in vain for {what}{}", sign_of_life(.life.as_deref()))]
     Timeout {
         /// Event that was waited for.
@@ -128,7 +128,7 @@ impl Channel {
         let (events_in, events) = mpsc::channel();
         let input = stream.try_clone()?;
         let jobs = Arc::clone(&running);
-        // Ends when the VMM closes its end; dropping the senders then wakes all who wait.
+        // Ends when the VMM closes its end; dropping the senders then wakes all threads that wait.
         std::thread::spawn(move || listen(input, &jobs, &ready_in, &events_in));
         Ok(Self {
             out: Mutex::new(stream),
@@ -184,7 +184,7 @@ impl Channel {
             }
             if reminder.is_some() {
                 let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
-                // One that is cut is seen by whoever listens.
+                // The listener finds a line that is cut.
                 let _ = out.write_all(b"\n");
             }
             if waited >= looked + LOOK {
@@ -280,13 +280,13 @@ fn listen(input: UnixStream, jobs: &RunningJobs, ready: &Sender<()>, events: &Se
         // The port turns "\n" into "\r\n"; firmware may have left something in front.
         understand(text.trim(), jobs, ready, events);
     }
-    // Nobody will answer any more: whoever waits for a job is told by its dropped sender.
+    // No answer comes any more: a dropped sender wakes the thread that waits for its job.
     lock(jobs).clear();
 }
 
 fn understand(line: &str, jobs: &RunningJobs, ready: &Sender<()>, events: &Sender<String>) {
     let (verb, rest) = line.split_once(' ').unwrap_or((line, ""));
-    // A send fails only if the guest's owner has dropped it; then nobody wants to know.
+    // A send fails only if the guest's owner has dropped the guest, and so takes no answer.
     match verb {
         "ready" => {
             // After a reboot, what ran before has no end.

@@ -1,4 +1,4 @@
-//! fio in a guest: job descriptions and what its JSON report says.
+//! fio in a guest: job descriptions and its JSON report.
 
 use std::time::Duration;
 
@@ -130,7 +130,7 @@ impl Fio {
             reason: reason.to_owned(),
             text: crate::process::tail(text),
         };
-        // fio says other things, too, before the report, which starts with a brace on a line of its own.
+        // fio prints other lines before the report, which starts with a brace on a line of its own.
         let mut start = 0;
         let found = text.split_inclusive('\n').any(|line| {
             let is_it = line.trim_start().starts_with('{');

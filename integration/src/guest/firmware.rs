@@ -40,7 +40,7 @@ pub enum Firmware {
     Uefi,
 }
 
-/// Starts a machine with nothing but firmware and a drive, and waits until its console says `expected`.
+/// Starts a machine with nothing but firmware and a drive, and waits until `expected` is on its console.
 ///
 /// # Errors
 /// If it does not within `patience`.

@@ -59,7 +59,7 @@ pub const LOST: &str = "a guest was lost: once more";
 /// Returns whether an error came of a guest that was lost: KVM on an emulated processor now and then ends one
 /// without a word. Its VMM has ended then, or the guest has reset itself in the reference VMM, or it never
 /// came up, or it goes on with [registers of its host](crate::vmm::counters::has_foreign_registers), or KVM
-/// itself says that it cannot go on.
+/// itself reports that it cannot go on.
 pub fn is_lost(error: &dyn std::error::Error) -> bool {
     let text = crate::error_chain(error);
     [
@@ -381,7 +381,7 @@ impl GuestConfig {
     }
 }
 
-/// A running guest of QEMU; its [`Agent`] is told what the guest itself is to do. Dropping it kills it.
+/// A running guest of QEMU. Its [`Agent`] runs scripts in the guest. Dropping it kills QEMU.
 #[derive(Debug)]
 pub struct Guest {
     agent: Agent,

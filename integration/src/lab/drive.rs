@@ -1,4 +1,4 @@
-//! The lab's drives: what they are like, and how QEMU's `nvme` device is told.
+//! The lab's drives: their properties, and the arguments of QEMU's `nvme` device.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};

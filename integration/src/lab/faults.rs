@@ -163,7 +163,7 @@ impl Faults {
         Ok(faults)
     }
 
-    /// Does what is asked and says what there is to say.
+    /// Fulfils a request and returns the answer.
     pub(super) fn execute(&mut self, request: &Request) -> Result<String, FaultError> {
         let drive = self
             .drives
@@ -209,7 +209,7 @@ impl Faults {
         Ok(())
     }
 
-    /// Limits a drive as its description says.
+    /// Applies the limits in a drive's description.
     fn limit(&mut self, drive: &Placed) -> Result<(), FaultError> {
         let LabDrive {
             iops, bandwidth, ..

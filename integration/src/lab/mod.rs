@@ -64,7 +64,7 @@ const CPU: &str = "EPYC,+svm,+npt,+vgif";
 const KERNEL_ARGUMENTS: &str = "intel_iommu=on oops=panic log_buf_len=4M no_timer_check quiet";
 
 /// Gives guests' memory, which is in memfds, huge pages: all of it is mapped for a physical drive whenever a VMM
-/// tells of its memory, page by page, and in an emulated IOMMU each page is dear. Files that are smaller than a
+/// reports its memory, page by page, and in an emulated IOMMU each page is dear. Files that are smaller than a
 /// huge page, such as those of doorbells, get none.
 const HUGE_PAGES: &str = "policy=/sys/kernel/mm/transparent_hugepage/shmem_enabled; \
                           [ ! -e $policy ] || echo within_size >$policy";
@@ -339,14 +339,14 @@ impl Lab {
         });
         let output = output?;
         followed?;
-        // What the shell says before the stream is there, such as that it is taken.
+        // Output of the shell before the stream is open, such as that the port is taken.
         sink.write_all(output.text.as_bytes())
             .map_err(|source| self.out.error(source))?;
         Ok(output.status)
     }
 
     /// Looks until `ended` whether the lab still answers, and ends it if not: an emulated processor that
-    /// has lost an interrupt sleeps for good, and whoever waits for a command would wait as long.
+    /// has lost an interrupt sleeps for good, and a thread that waits for a command would wait as long.
     fn end_if_silent(&self, ended: &AtomicBool) {
         let mut asked = Instant::now();
         while !ended.load(Ordering::Acquire) {

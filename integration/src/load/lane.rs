@@ -13,7 +13,7 @@ use super::LoadError;
 use super::clock::ticks;
 use super::plan::{Plan, SlotData};
 
-/// Longest latency that is told from longer ones, in ticks: a day at 3 GHz.
+/// Longest latency that is counted, in ticks: a day at 3 GHz. Longer ones count as this one.
 const LATENCY_MAX: u64 = 1 << 48;
 /// Significant decimal digits of a latency: two take 60 KiB for each lane.
 const LATENCY_DIGITS: u8 = 2;

@@ -99,7 +99,7 @@ pub enum LoadError {
 /// Connects to a function's socket and runs the load.
 ///
 /// # Errors
-/// When the load cannot be run, or the device fails it.
+/// Error of a load that cannot be run, or that the device fails.
 pub fn run(options: &Options) -> Result<Report, LoadError> {
     let memory = setup::memory(options)?;
     let bar = VfioUserBar::attach(&options.socket, &memory)?;

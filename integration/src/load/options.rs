@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use nvme_mpt_tests::doorbell::DoorbellMode;
 
-/// Which blocks the commands go to.
+/// Order of the blocks that commands go to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Pattern {
     /// Anywhere in the range.
@@ -61,7 +61,7 @@ pub struct Options {
           value_parser = clap::value_parser!(u8).range(0..=100))]
     pub mix: u8,
 
-    /// Which blocks the commands go to
+    /// Order of the blocks that commands go to
     #[arg(long, value_enum, default_value_t)]
     pub pattern: Pattern,
 

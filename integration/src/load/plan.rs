@@ -1,4 +1,4 @@
-//! Which command comes next.
+//! Choice of the next command.
 
 use nvme_mpt_tests::command::io;
 use nvme_mpt_tests::memory::DmaBuffer;

@@ -182,7 +182,7 @@ fn groups(latency: &Histogram<u64>) -> BTreeMap<u64, u64> {
     let mut groups = BTreeMap::new();
     for bucket in latency.iter_recorded() {
         let lowest = latency.lowest_equivalent(bucket.value_iterated_to());
-        // The first bit and the two after it tell one group from the next.
+        // The first bit and the two after it distinguish groups.
         let shift = lowest.max(1).ilog2().saturating_sub(2);
         *groups.entry(lowest >> shift << shift).or_default() += bucket.count_at_value();
     }

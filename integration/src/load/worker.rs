@@ -193,7 +193,7 @@ impl Idle {
             courtesy.reset();
             (Instant::now(), Ticks::now())
         });
-        // Who completes our commands may need this processor.
+        // The thread that completes our commands may need this processor.
         courtesy.spin(Ticks::now().since(ticks));
         since.elapsed() < self.timeout
     }

@@ -19,7 +19,7 @@ pub struct Tool {
 /// Sees to it that `tools` are there; root installs what is missing.
 ///
 /// # Errors
-/// If something is missing and can't be installed; the error says what to run.
+/// If something is missing and can't be installed; the error names the command to run.
 pub fn ensure(tools: &[Tool]) -> Result<(), ProvisionError> {
     let missing: Vec<&Tool> = tools.iter().filter(|tool| !on_path(tool.program)).collect();
     if missing.is_empty() {

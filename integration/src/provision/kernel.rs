@@ -14,7 +14,7 @@ use super::{ProvisionError, at};
 /// The package that brings a kernel, in every suite.
 const PACKAGE: &str = "linux-image-cloud-amd64";
 
-/// Which kernel a guest boots.
+/// Kernel of a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum KernelChoice {
     /// Debian 12's.
@@ -54,7 +54,7 @@ impl fmt::Display for KernelChoice {
 /// A kernel that can be booted.
 #[derive(Debug, Clone)]
 pub struct Kernel {
-    /// Its release, as `uname -r` says, or the name of its file.
+    /// Its release, as `uname -r` prints it, or the name of its file.
     pub name: String,
     /// The image.
     pub image: PathBuf,

@@ -33,7 +33,7 @@ const MODULES: &[&str] = &[
     "dm_flakey",
 ];
 
-/// Scripts of ours: where the lab has them, what they say.
+/// Scripts: path in the lab, and text.
 const SCRIPTS: &[(&str, &str)] = &[
     ("init", include_str!("../../../resources/lab/init")),
     (

@@ -14,7 +14,7 @@ const DEPENDS: &[u8] = b"\0depends=";
 /// Copies the modules `wanted`, and what they need, from the tree `root` of an unpacked kernel package
 /// to `folder`, uncompressed, as `00-name.ko`, `01-name.ko`, …: a module comes after all that it needs.
 ///
-/// What the kernel has built in has no module; a name without one is left out.
+/// A driver that is built into the kernel has no module. A name without a module is left out.
 ///
 /// # Errors
 /// If a file can't be read, unpacked or written.

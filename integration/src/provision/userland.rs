@@ -29,7 +29,7 @@ const PACKAGES: &[&str] = &[
 ];
 const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
 
-/// Programs: where the package has them, where the guest has them.
+/// Programs: path in the package, and path in the guest.
 const PROGRAMS: &[(&str, &str)] = &[
     ("usr/bin/busybox", "bin/busybox"),
     ("usr/bin/fio", "sbin/fio"),
@@ -42,7 +42,7 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("usr/sbin/blkzone", "sbin/blkzone"),
 ];
 
-/// Scripts of ours: where the guest has them, what they say.
+/// Scripts: path in the guest, and text.
 const SCRIPTS: &[(&str, &str)] = &[
     ("init", include_str!("../../../resources/guest/init")),
     ("sbin/agent", include_str!("../../../resources/guest/agent")),

@@ -91,7 +91,7 @@ pub enum ThroughputError {
         /// Why.
         source: io::Error,
     },
-    /// The one who measures in the lab has failed.
+    /// The program that measures in the lab has failed.
     #[error(
         "Nothing was measured: the program in the lab ended with status {status}, as it says above"
     )]
@@ -156,7 +156,7 @@ pub fn run(options: &Options) -> Result<(), ThroughputError> {
             source,
         })?;
     }
-    // Inside, the figures go to the one who prints them.
+    // Inside, the program outside prints the figures.
     if !inside::is_inside() {
         say(&table.to_string());
     }

@@ -1,5 +1,4 @@
-//! Runs one program of a step: what it says goes to the step's log, and the results of its tests are
-//! counted.
+//! Runs one program of a step. Its output goes to the step's log, and the results of its tests are counted.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Write};
@@ -18,9 +17,9 @@ use crate::progress::say;
 pub(super) enum Worth {
     /// One check.
     One,
-    /// As many as it says, and that must not be none.
+    /// The number that it prints, which must not be 0.
     ItsTests,
-    /// As many as it says; it tells as it goes on, and people want to see that.
+    /// The same. Its output is shown as it comes.
     ItsTestsShown,
 }
 
@@ -59,7 +58,7 @@ impl Context<'_> {
             path: path.clone(),
             source: error.into(),
         })?;
-        // In a workspace, cargo tells of all its packages.
+        // In a workspace, cargo lists all packages.
         let packages = metadata["packages"].as_array().cloned().unwrap_or_default();
         let package = packages
             .iter()

@@ -136,7 +136,7 @@ struct Context<'a> {
     not_checked: Vec<String>,
 }
 
-/// When a step runs.
+/// Condition under which a step runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum When {
     /// Always, unless others are named.
@@ -245,7 +245,7 @@ fn run_step(step: &Step, options: &Options, folder: &Path) -> Outcome {
         count: Count::default(),
         not_checked: Vec::new(),
     };
-    // The log of an earlier run says nothing about this one.
+    // The log of an earlier run does not belong to this one.
     let _ = fs::remove_file(&context.log);
     let result = (step.run)(&mut context);
     let mut count = context.count;

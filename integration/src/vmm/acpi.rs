@@ -142,7 +142,7 @@ fn dsdt() -> Sdt {
                     &Name::new("_CRS".into(), &windows),
                 ],
             ),
-            // Configuration space is only used where it is somebody's.
+            // Kernels use configuration space only where a device claims it.
             &Device::new(
                 "MB00".into(),
                 vec![

@@ -93,7 +93,7 @@ pub(super) fn load(
             memory.len() - layout::HIGH_MEMORY,
             E820_RAM,
         ),
-        // Kernels use no configuration space that is not told to be reserved.
+        // Kernels use configuration space only if it is declared as reserved.
         (layout::ECAM, layout::ECAM_SIZE, E820_RESERVED),
     ];
     for (entry, (addr, size, kind)) in params.e820_table.iter_mut().zip(ranges) {
@@ -202,7 +202,7 @@ impl Entry {
 
 /// Registers that firmware would leave behind on every processor.
 pub(super) fn set_msrs(vcpu: &VcpuFd) -> Result<(), kvm_ioctls::Error> {
-    /// MTRRs are on, and memory is cached as page tables say.
+    /// MTRRs are on, and page tables decide how memory is cached.
     const MTRR_DEF_TYPE: (u32, u64) = (0x2FF, 1 << 11 | 6);
     /// Fast strings.
     const MISC_ENABLE: (u32, u64) = (0x1A0, 1);

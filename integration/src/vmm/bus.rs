@@ -9,7 +9,7 @@ use vmm_device::BarMove;
 
 /// The ports and addresses that devices have.
 ///
-/// No lock is held while a device does what it is told, as that may move the device on the bus.
+/// No lock is held during an access to a device, which may move the device on the bus.
 #[derive(Default)]
 pub(super) struct Bus(RwLock<IoManager>);
 
@@ -34,7 +34,7 @@ impl Bus {
         self.change().register_mmio(range, device)
     }
 
-    /// Has nobody answer at the addresses that begin at `first`.
+    /// Removes the device whose addresses begin at `first`.
     pub(super) fn remove_addresses(&self, first: u64) {
         let mut bus = self.change();
         let begins = |found: &(&MmioRange, _)| found.0.base().0 == first;

@@ -5,7 +5,7 @@
 //! - `count`: answers `ok` and what the machine has from KVM: `memory_slots=N message_routes=N`.
 //! - `snapshot FOLDER`: writes the machine into a folder, and ends it; answers `ok`.
 //!
-//! What goes wrong is answered with `error` and why.
+//! A request that fails is answered with `error` and the cause.
 
 use std::error::Error as _;
 use std::fs;

@@ -1,4 +1,4 @@
-//! KVM's own counters of a virtual machine, and how a guest of the reference VMM has them told.
+//! KVM's own counters of a virtual machine, and the register by which a guest of the reference VMM has them printed.
 
 use std::fmt;
 use std::fs;

@@ -12,7 +12,7 @@ pub(super) const COMMAND_LINE: u64 = 0x2_0000;
 pub(super) const COMMAND_LINE_MAX: usize = 0x1000;
 /// End of low memory.
 pub(super) const LOW_MEMORY_END: u64 = 0x9_FC00;
-/// ACPI tables, where kernels look for them; not told to be memory.
+/// ACPI tables, where kernels look for them; not declared as memory.
 pub(super) const ACPI_TABLES: u64 = 0xE_0000;
 /// Start of high memory.
 pub(super) const HIGH_MEMORY: u64 = 0x10_0000;

@@ -78,7 +78,7 @@ pub struct Machine {
 
 /// State for requests to a machine while it runs.
 pub(super) struct Shared {
-    /// First to go: nobody is to access what follows. None when the machine has ended.
+    /// Dropped first: the vCPUs access what follows. None when the machine has ended.
     vcpus: Mutex<Option<Vcpus>>,
     ended: Sender<Ended>,
     kvm: Kvm,
@@ -177,7 +177,7 @@ impl Machine {
     /// # Errors
     /// A function does not end well.
     pub fn wait(self) -> Result<Ended, MachineError> {
-        // There is always somebody who could say it: the power control.
+        // The power control, which can end the machine, is always there.
         let ended = self.ended.recv().unwrap_or(Ended::PoweredOff);
         drop(lock(&self.shared.vcpus).take());
         self.shared.functions.stop()?;
@@ -230,7 +230,7 @@ impl Shared {
             Ok(()) => Ended::Suspended,
             Err(error) => Ended::Failed(error.to_string()),
         };
-        // It ends once, whoever says so first.
+        // A machine ends once; later requests are dropped.
         let _ = self.ended.send(ended);
         written
     }
@@ -404,7 +404,7 @@ fn serial_ports(
         ports.push(port);
     }
     if let (Some(reader), Some(port)) = (reader, ports.last().cloned()) {
-        // It ends with the process, or when nobody speaks any more.
+        // It ends with the process, or when the last sender is gone.
         thread::Builder::new()
             .name("serial".to_owned())
             .spawn(move || SerialPort::feed(&port, reader))

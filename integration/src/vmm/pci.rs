@@ -19,7 +19,7 @@ const FUNCTION_SHIFT: u32 = 12;
 const FUNCTION_MASK: u64 = 0b111;
 const DEVICE_SHIFT: u32 = 15;
 
-/// The host bridge: vendor and device ID, which are nobody's; and its class, 06-00-00.
+/// The host bridge: vendor and device ID, which belong to no vendor; and its class, 06-00-00.
 const HOST_BRIDGE_ID: [u8; 4] = [0x50, 0x4D, 0x02, 0x00];
 const HOST_BRIDGE_CLASS: [u8; 3] = [0x00, 0x00, 0x06];
 const CLASS_CODE: usize = 0x09;

@@ -39,7 +39,7 @@ impl Trigger for Line {
     }
 }
 
-/// Wakes who waits for room in a port: see [`SerialPort::feed`].
+/// Wakes the thread that waits for room in a port: see [`SerialPort::feed`].
 struct Room(Arc<Condvar>);
 
 impl SerialEvents for Room {
@@ -54,7 +54,7 @@ impl SerialEvents for Room {
     }
 }
 
-/// A serial port: what the guest says goes to a writer.
+/// A serial port, whose output goes to a writer.
 pub(super) struct SerialPort {
     serial: Serial<Line, Room, Box<dyn Write + Send>>,
     room: Arc<Condvar>,
@@ -132,7 +132,7 @@ impl MutDevicePio for SerialPort {
         let (Ok(offset), Some(byte)) = (u8::try_from(offset), data.first()) else {
             return;
         };
-        // Nobody is left to be told that nobody listens.
+        // A port without a listener has nothing to report to.
         let _ = self.serial.write(offset, *byte);
         let _ = self.serial.writer_mut().flush();
     }
@@ -153,7 +153,7 @@ impl MutDevicePio for PowerControl {
             (2, Some(&RESET_VALUE)) => Ended::Reset,
             _ => return,
         };
-        // It ends once, whoever says so first.
+        // A machine ends once; later requests are dropped.
         let _ = self.0.send(ended);
     }
 }
@@ -216,7 +216,7 @@ mod tests {
         assert_eq!(port.serial.enqueue_raw_bytes(b"abc").expect("room"), 3);
         assert_eq!(cause(&mut port), IIR_DATA);
         assert_eq!(read(&mut port, 0), b'a');
-        // More comes while the guest reads: what tells of it is gone with the next byte.
+        // More comes while the guest reads: the interrupt that reports it is gone with the next byte.
         assert_eq!(port.serial.enqueue_raw_bytes(b"d").expect("room"), 1);
         assert_eq!(read(&mut port, 0), b'b');
         assert_eq!(cause(&mut port), IIR_DATA);

@@ -46,7 +46,7 @@ pub(super) struct Vcpus {
 }
 
 impl Vcpus {
-    /// Has processors run that are set up. Each says when it ends by itself.
+    /// Runs processors that are set up. Each reports when it ends by itself.
     pub(super) fn start(
         vcpus: Vec<VcpuFd>,
         bus: &Arc<Bus>,
@@ -66,7 +66,7 @@ impl Vcpus {
                 .spawn(move || {
                     let mut vcpu = vcpu;
                     if let Some(why) = run(&mut vcpu, &bus, &stopping) {
-                        // It ends once, whoever says so first.
+                        // A machine ends once; later requests are dropped.
                         let _ = ended.send(why);
                     }
                     vcpu

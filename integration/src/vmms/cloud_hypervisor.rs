@@ -216,7 +216,7 @@ impl Vmm for CloudHypervisor {
     }
 
     fn unplug(&mut self, _: &str) -> Result<Outcome, VmmsError> {
-        // The guest is told, and lets go of it.
+        // The guest gets the request, and lets go of the function.
         self.ask("vm.remove-device", &json!({"id": self.pluggable.id}))?;
         Ok(Outcome::Done)
     }

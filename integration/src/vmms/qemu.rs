@@ -26,7 +26,7 @@ impl Vmm for Qemu {
             .reboots()
             .drive(Drive::vfio_user(server.socket(&setup.root.id)))
             .root_on_drive()
-            // Each letter that it says takes an exit: warnings, such as those of commands that are late, do.
+            // Each letter on the console takes an exit. Warnings, such as those of late commands, are enough.
             .kernel_arguments("loglevel=5");
         Ok(Self {
             guest: Guest::boot(setup.assets, &config, setup.folder)?,

@@ -130,7 +130,7 @@ impl Vmm for Reference {
 
     fn plug(&mut self) -> Result<(), VmmsError> {
         ask(&self.machine.folder, &format!("add {}", self.pluggable.1))?;
-        // Nothing in the machine tells the guest of it.
+        // Nothing in the machine reports it to the guest.
         self.guest.check("echo 1 >/sys/bus/pci/rescan", PATIENCE)?;
         Ok(())
     }

@@ -42,7 +42,7 @@ fn boot(bench: &Bench, server: &Server) -> Result<Guest, Failure> {
     bench.boot(&config)
 }
 
-/// Writes records, each reported once it is durable, beside a load of files that nobody waits for.
+/// Writes records, each reported once it is durable, beside a load of files that no check waits for.
 /// Returns the number of the last that was reported.
 fn write_records(guest: &Guest) -> Result<u64, Failure> {
     guest.check(MAKE, Duration::from_secs(180))?;

@@ -61,7 +61,7 @@ impl Scene {
         Ok(())
     }
 
-    /// The guest finds that it has a problem, says so, and recovers under load that is verified.
+    /// Injects a fault. The guest reports it, and recovers under load that is verified.
     fn recovers(&self, fault: &str, said: &str) -> Result<(), Failure> {
         self.faulty.check("dmesg -c > /dev/null", PATIENCE)?;
         let load = Fio::new("load", "randwrite", "4k", 16)

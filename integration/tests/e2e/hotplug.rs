@@ -1,7 +1,7 @@
 //! A drive plugged into a running guest, taken out of use by it, and found again.
 //!
 //! That the VMM takes the drive out again (`device_del`) is not tested: QEMU up to 11.1 aborts itself
-//! when a vfio-user function with MSI-X is unplugged, whoever serves it.
+//! when a vfio-user function with MSI-X is unplugged, whatever serves it.
 
 use integration::guest::{Drive, GuestConfig, HOTPLUG_BUS};
 

@@ -97,7 +97,7 @@ impl<'a> Command<'a> {
     }
 }
 
-/// Makes a file in the guest of so many bytes that nobody could guess.
+/// Makes a file of so many random bytes in the guest.
 fn make_value(guest: &Guest, file: &str, len: usize) -> Result<(), Failure> {
     guest.check(&format!("head -c {len} /dev/urandom > {file}"), PATIENCE)?;
     Ok(())

@@ -1,4 +1,4 @@
-//! Clients and servers come and go: reboots, clients that die, a server that is told to stop.
+//! Clients and servers come and go: reboots, clients that die, a server that is asked to stop.
 
 use std::time::Duration;
 

@@ -70,7 +70,7 @@ fn fitted(bench: &Bench) -> Result<(), Failure> {
         .runtime(Duration::from_secs(1))
         .run(&guest)?
         .read;
-    // One after the other, each for as long as the profile says.
+    // One after the other, each as long as in the profile.
     let busy = reads.iops * found.read.latency.0 as f64 / 1e9;
     expect(reads.ios > 0 && busy <= EXACT, || {
         format!("{reads:?} of {found:?}")

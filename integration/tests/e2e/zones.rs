@@ -199,7 +199,7 @@ fn zone_append(booted: &Booted) -> Result<(), Failure> {
         let options = format!("-s {zslba} -z {} -d {file}", count * 4096);
         let said = nvme(booted, "zns zone-append", &options, status::SUCCESS)?;
         let at = if letter == 'a' { zslba } else { zslba + 2 };
-        // nvme-cli tells it in hexadecimal.
+        // nvme-cli prints it in hexadecimal.
         expect(said.trim_end().ends_with(&format!("LBA {at:x}")), || {
             format!("The append did not go to {at:#x}: {said}")
         })?;

@@ -1,4 +1,4 @@
-//! The lab from outside: what it is asked for comes back, and what goes wrong in it is told, at once.
+//! The lab from outside: it returns output, files and status, and reports at once when it fails.
 
 use std::fs;
 use std::time::{Duration, Instant};

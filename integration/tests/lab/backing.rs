@@ -200,7 +200,7 @@ fn too_many_mappings(_: &Bench) -> Result<(), Failure> {
     )
 }
 
-/// Sees that everything of a function that was given up says so.
+/// Checks that every part of a function that was given up reports it.
 fn expect_gone(a: &VfioBacking) -> Result<(), Failure> {
     let (doorbells, at) = a.doorbells();
     let doorbell = Cell32::new(&doorbells, at).ok_or_else(|| Failure::from("Unaligned"))?;
@@ -242,7 +242,7 @@ fn released_while_read(_: &Bench) -> Result<(), Failure> {
                 }
             });
             thread::sleep(Duration::from_millis(20));
-            // Both at once: whoever comes second finds it given up.
+            // Both at once: the second one finds it given up.
             scope.spawn(|| a.release());
             a.release();
             let last = reader.join().unwrap_or_default();

@@ -328,7 +328,7 @@ fn served(bench: &Bench) -> Result<(), Failure> {
     expect_is(&drive["queue_pairs"]["free"], 4.into())?;
     expect_is(&drive["namespaces"][1]["nsid"], 2.into())?;
     expect_is(&drive["in_the_way"], Value::Array(Vec::new()))?;
-    // Whoever does not ask the server sees that somebody has it.
+    // Without the server's answer, the drive still shows that a process holds it.
     let has_it = format!("is open in process {} (nvme-mpt)", server.pid());
     let drive = b.listed("")?;
     let obstacle = drive["in_the_way"][0].as_str().unwrap_or_default();
@@ -367,7 +367,7 @@ fn unservable(_: &Bench) -> Result<(), Failure> {
         &["is bound to the driver `nvme`", &bind],
     )?;
     nvme_mpt(&a.bind())?.map_err(Failure::from)?;
-    // Somebody without rights, who may lock no memory.
+    // A user without rights, who may lock no memory.
     sh(
         "grep -q ^nobody /etc/passwd || echo 'nobody:x:65534:65534::/:/bin/sh' >>/etc/passwd; \
         mkdir -p -m 777 /tmp/none",

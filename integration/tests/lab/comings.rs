@@ -114,7 +114,7 @@ impl Asked {
     fn ask(&mut self, request: &str) -> Result<String, Failure> {
         let answer = reference::ask(&self.folder, request);
         if answer.is_err() {
-            // That it has ended says more than that it does not answer.
+            // Its end explains why it does not answer.
             self.expect_alive()?;
         }
         Ok(answer?)

@@ -1,4 +1,4 @@
-//! Disks that are full, or that fail, under a drive: each success that a guest was told holds.
+//! Disks that are full, or that fail, under a drive: each success that was reported to a guest holds.
 //!
 //! A client writes and flushes through a function, and a peer does the same to a local file with `write` and
 //! `fsync`. Half-way, the disk beneath gets into trouble. Afterwards it is sound again, and what was flushed is read
@@ -158,7 +158,7 @@ impl Target for Function {
     }
 }
 
-/// Results that the writer was told, and content that must be there therefore.
+/// Results that the writer got, and the content that must be there therefore.
 #[derive(Debug, Default)]
 struct Record {
     /// By place: the generation that a flush covered. The place holds it, or one that was written later.
@@ -313,7 +313,7 @@ fn open(path: &Path) -> Result<File, Failure> {
     opened.map_err(at(path))
 }
 
-/// Runs the same work on a new disk, through a function or locally. Returns what the writer was told.
+/// Runs the same work on a new disk, through a function or locally. Returns what the writer got.
 fn run(bench: &Bench, layer: Layer, trouble: Trouble, locally: bool) -> Result<Record, Failure> {
     let bytes = if trouble == Trouble::Full {
         SMALL

@@ -121,7 +121,7 @@ impl Scene {
         await_that(what, || Ok(there(&self.drive_stats()?)))
     }
 
-    /// Ends everybody in order, after a failure that nobody is to have an error from.
+    /// Ends all guests in order, after a failure that must cause no error.
     fn finish_without_errors(self) -> Result<(), Failure> {
         self.advance()?;
         let Self {
@@ -266,7 +266,7 @@ fn controller_reset(bench: &Bench) -> Result<(), Failure> {
     scene.finish_without_errors()
 }
 
-/// The drive can't reach its queues any more, and says so by CSTS.CFS.
+/// The drive can't reach its queues any more, and reports that in CSTS.CFS.
 fn fatal_status(bench: &Bench) -> Result<(), Failure> {
     let scene = Scene::start(bench, "controller fatal status", &[])?;
     // Command register (PCI Local Bus 3.0, 6.2.2): Memory Space Enable alone, without Bus Master Enable.
@@ -278,7 +278,7 @@ fn fatal_status(bench: &Bench) -> Result<(), Failure> {
     scene.finish_without_errors()
 }
 
-/// One block can't be read. Only who reads it has an error, and it can be read again when it is healed.
+/// One block can't be read. Only its reader has an error, and the block can be read again when it is healed.
 fn media_error(bench: &Bench) -> Result<(), Failure> {
     let scene = Scene::start(bench, "media error", &[])?;
     inside::control("fail a read 9")?;
@@ -391,7 +391,7 @@ fn guest_killed(bench: &Bench) -> Result<(), Failure> {
         await_that("the load", || Ok(commands()? > before + 50))?;
         load.kill();
     }
-    // What it wrote is anybody's guess, but it wrote it in its own range.
+    // Its content is not known, but it lies in the client's own range.
     let again = Client::start("a1, again", &scene.server.socket("a1"), Work::new(5))?;
     let places = Work::new(0).places as u64;
     again.wait_for("to write its range", || again.completed() > places)?;
@@ -432,7 +432,7 @@ fn leave(
             here[1].counts.statuses
         )
     })?;
-    // The host's own driver finds everybody's data in its place.
+    // The host's own driver finds each guest's data in its place.
     inside::bind("a", "nvme")?;
     let device = inside::block_device("a", 1)?;
     for (outcome, start) in here.iter().zip(RANGES) {
@@ -441,7 +441,7 @@ fn leave(
     Ok(())
 }
 
-/// The card is pulled: its guests have errors, and nobody else notices.
+/// The card is pulled: its guests have errors, and no other guest notices.
 fn removal(bench: &Bench) -> Result<(), Failure> {
     let mut scene = Scene::start(bench, "drive is removed", &[])?;
     inside::control("remove a")?;

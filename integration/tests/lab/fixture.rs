@@ -27,7 +27,7 @@ pub(crate) fn iommu_faults() -> Result<u64, Failure> {
     count.map_err(|_| Failure::from("The kernel's log can't be read"))
 }
 
-/// Waits until `happened` says so.
+/// Waits until `happened` returns true.
 pub(crate) fn await_that(
     what: &str,
     mut happened: impl FnMut() -> Result<bool, Failure>,

@@ -133,7 +133,7 @@ impl Hostile {
         Ok(self.controller.disable()?)
     }
 
-    /// Runs a command, and says whether it was executed.
+    /// Runs a command, and returns whether it was executed.
     fn command(&mut self, sqe: Sqe) -> Result<bool, Failure> {
         let status = self.queue.submit_and_wait(sqe, TIMEOUT)?.status();
         self.tried.commands += 1;

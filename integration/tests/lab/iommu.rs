@@ -19,7 +19,7 @@ fn refuses(_: &Bench) -> Result<(), Failure> {
     let bar = sh(&format!("head -n 1 {device}/resource | cut -d' ' -f1"))?;
     let bar = u64::from_str_radix(bar.trim().trim_start_matches("0x"), 16)
         .map_err(|error| Failure::from(format!("{bar}: {error}")))?;
-    // vfio-pci lets a function sleep (D3hot) that nobody has opened.
+    // vfio-pci lets a function sleep (D3hot) that no process has opened.
     sh(&format!("echo on >{device}/power/control"))?;
     // Memory Space Enable and Bus Master Enable.
     sh(&format!(

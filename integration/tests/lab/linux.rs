@@ -171,7 +171,7 @@ fn loses_its_disk_and_does_not_hang(scene: &mut Scene) -> Result<(), Failure> {
     expect(state.trim() == "live", || {
         format!("The controller is {state}")
     })?;
-    // Nobody had to find out by the driver's own timeout.
+    // No driver had to wait for its own timeout.
     let waited = guest.run(
         "dmesg | grep -iE 'nvme.*time ?out|blocked for more'",
         PATIENCE,

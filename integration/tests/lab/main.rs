@@ -51,7 +51,7 @@ type Around = fn(&Suite) -> Result<(), Failure>;
 /// Refusals that the IOMMU must have counted by the end of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Refused {
-    /// Nothing: what the device was told was right in the first place.
+    /// Nothing: every address that devices got was right.
     Nothing,
     /// Something, as the group provokes it.
     Something,

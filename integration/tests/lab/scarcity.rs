@@ -3,9 +3,9 @@
 //!
 //! Latencies in a machine in software say nothing about a real drive's. What is compared is the same guest
 //! with and without a neighbour, alternately, each with the median of several rounds. That is done with two
-//! drives. One takes its own time for each command, much more than the machine takes to emulate it: there, who
-//! waits, waits for the drive, and our part in it is seen. The other is as fast as the machine emulates it: there,
-//! a neighbour also takes the processors that the drive, the server and the quiet guest run on.
+//! drives. One takes its own time for each command, much more than the machine takes to emulate it: a guest that waits
+//! there waits for the drive, so our share of the time shows. The other is as fast as the machine emulates it: there, a
+//! neighbour also takes the processors that the drive, the server and the quiet guest run on.
 
 use std::path::Path;
 use std::process::Command;

@@ -269,7 +269,7 @@ impl Controller {
         answer
     }
 
-    /// Has something to tell, if the host wants to know (Asynchronous Event Configuration).
+    /// Reports an event, if the host has enabled it (Asynchronous Event Configuration).
     pub(super) fn happen(&mut self, kind: u8, info: u8, log_page: u8) {
         let wanted = match kind {
             1 => self.event_config & 0xFF != 0,
@@ -282,7 +282,7 @@ impl Controller {
         }
     }
 
-    /// Completes Asynchronous Event Requests with what there is to tell, one of a type until its log
+    /// Completes Asynchronous Event Requests with events, one of a type until its log
     /// page is read.
     pub(super) fn tell_events(&mut self) {
         let tellable = |event: &u32| self.events_masked & 1 << (event & 0b111) == 0;

@@ -5,14 +5,14 @@ use std::time::Duration;
 use crate::command::Sqe;
 use crate::status::StatusCode;
 
-/// Which commands a [`Fault`] meets.
+/// Commands that a [`Fault`] meets.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Meets {
     /// I/O commands.
     Io,
     /// I/O commands of an opcode.
     IoOpcode(u8),
-    /// I/O commands of which any block, as SLBA and NLB say, is in a range.
+    /// I/O commands with a block, by SLBA and NLB, in a range.
     Blocks(std::ops::Range<u64>),
     /// Admin commands of an opcode.
     Admin(u8),
@@ -46,13 +46,13 @@ pub enum Effect {
     Fail(StatusCode, bool),
     /// The controller reports a fatal status (CSTS.CFS) and does nothing more until it is reset.
     Fatal,
-    /// The controller takes and completes nothing more until it is reset, and says nothing of it.
+    /// The controller takes and completes nothing more until it is reset, and reports nothing.
     Hang,
     /// The drive is gone from the bus.
     Vanish,
     /// It is completed, and a moment later completed again.
     CompleteTwice,
-    /// A command that nobody sent is completed, too.
+    /// A command that was not sent is completed, too.
     CompleteUnknown,
     /// A completion queue entry of arbitrary bytes, with the phase that is due, comes before its own.
     Garbage,
@@ -61,7 +61,7 @@ pub enum Effect {
 /// Something that goes wrong.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
-    /// Which commands.
+    /// Commands that it meets.
     pub meets: Meets,
     /// Number of such commands that go well first.
     pub after: u64,
@@ -103,7 +103,7 @@ pub enum Aborts {
     /// It aborts the command.
     #[default]
     Work,
-    /// It says that it did not abort the command.
+    /// It reports that it did not abort the command.
     Fail,
     /// It never completes the Abort.
     Hang,

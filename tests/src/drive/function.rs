@@ -23,7 +23,7 @@ const IDLE_TURNS: u32 = 200;
 /// Time that it then sleeps.
 const IDLE: Duration = Duration::from_micros(100);
 
-/// A drive, there as long as somebody holds it.
+/// A drive, there as long as a reference to it.
 pub struct ModelDrive {
     name: String,
     controller: Mutex<Controller>,
@@ -143,7 +143,7 @@ impl ModelDrive {
         self.controller().fatal = true;
     }
 
-    /// Stops to do anything, and says nothing of it.
+    /// Stops all work, and reports nothing.
     pub fn hang(&self) {
         self.controller().hung = true;
     }
@@ -166,7 +166,7 @@ impl ModelDrive {
         self.released.load(Ordering::Acquire)
     }
 
-    /// Becomes so hot, and says so, as critical.
+    /// Sets the temperature, and reports it as critical.
     pub fn overheat(&self, temperature: u16) {
         let mut controller = self.controller();
         controller.temperature = temperature;
@@ -181,7 +181,7 @@ impl ModelDrive {
         controller.critical_warning &= !(1 << 1);
     }
 
-    /// Changes the size of a namespace, and says so.
+    /// Changes the size of a namespace, and reports it.
     ///
     /// # Panics
     /// When there is no such namespace.
@@ -195,7 +195,7 @@ impl ModelDrive {
         controller.happen(2, 0, 4);
     }
 
-    /// Blocks of a namespace, read behind everybody's back.
+    /// Returns blocks of a namespace, without a command.
     ///
     /// # Panics
     /// When there are no such blocks.
@@ -205,7 +205,7 @@ impl ModelDrive {
         namespace.peek(slba, blocks).expect("blocks").to_vec()
     }
 
-    /// Changes bytes of a namespace behind everybody's back.
+    /// Changes bytes of a namespace, without a command.
     ///
     /// # Panics
     /// When there are no such bytes.

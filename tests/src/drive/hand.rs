@@ -1,4 +1,4 @@
-//! I/O queues that the drive leaves to the test: what it completes, and with what, is the test's to say.
+//! I/O queues that the drive leaves to the test, which chooses each completion.
 
 use std::sync::Arc;
 

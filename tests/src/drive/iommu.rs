@@ -219,7 +219,7 @@ impl ModelIommu {
         })
     }
 
-    /// Writes two aligned words of 64 bits; who sees the second sees the first.
+    /// Writes two aligned words of 64 bits; a reader that sees the second sees the first.
     pub(super) fn publish(&self, iova: u64, words: [u64; 2]) -> Result<(), DmaFault> {
         self.each(iova & !15, 16, true, |first, _, _| {
             for (index, word) in words.into_iter().enumerate() {
@@ -260,7 +260,7 @@ impl Iommu for ModelIommu {
         if self.mappings_max.is_some_and(|max| maps.len() >= max) {
             return Err(io::ErrorKind::StorageFull.into());
         }
-        // The memory outlives the mapping, as whoever maps it promises.
+        // The caller keeps the memory longer than the mapping.
         maps.insert(iova, Mapped { len, start, access });
         Ok(())
     }

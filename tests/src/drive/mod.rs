@@ -3,8 +3,8 @@
 //!
 //! The drive is one thread that does what hardware does: it is reached by registers and by doorbells
 //! that are plain stores ([`ModelDrive`] is a [`Backing`](nvme_vfio::Backing), [`DriveBar`] a
-//! [`Bar`](crate::bar::Bar)), and reaches memory by DMA through an IOMMU only ([`ModelIommu`]). It
-//! shares no wire type with the driver under test, and judges what it is told: accesses to memory that is not mapped, and whatever a host must not do, are
+//! [`Bar`](crate::bar::Bar)), and reaches memory by DMA through an IOMMU only ([`ModelIommu`]). It shares no wire type with the driver under test,
+//! and judges its host: accesses to memory that is not mapped, and whatever a host must not do, are
 //! kept for the test to find ([`ModelDrive::judgement`]).
 //!
 //! DMA takes place late: not when a command is taken but when it is completed, and, for commands that
@@ -104,7 +104,7 @@ pub struct Options {
     pub volatile_cache: bool,
     /// WZSL, VSL and WUSL, as MDTS is given; 0 is no limit.
     pub no_data_limit: u8,
-    /// Mappings that its IOMMU takes; none for as many as anybody likes.
+    /// Most mappings that its IOMMU takes; none without a bound.
     pub mappings_max: Option<usize>,
     /// The namespaces.
     pub namespaces: Vec<NamespaceOptions>,
@@ -223,7 +223,7 @@ struct Controller {
     shadow: Option<[u64; 2]>,
     event_requests: VecDeque<u16>,
     events: VecDeque<u32>,
-    /// Types of events that were told and whose log page was not read since.
+    /// Types of events that were reported and whose log page was not read since.
     events_masked: u8,
     event_config: u32,
     // What it does not.

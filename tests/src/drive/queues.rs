@@ -12,7 +12,7 @@ use crate::status::{self, StatusCode};
 /// Do Not Retry, in the Status Field of an entry's upper half.
 const DNR: u64 = 1 << 63;
 
-/// Asynchronous event: an invalid value was written to a doorbell; Error Information tells more.
+/// Asynchronous event: an invalid value was written to a doorbell; Error Information has details.
 const INVALID_DOORBELL_VALUE: u32 = 1 << 8 | 1 << 16;
 
 /// A Submission Queue.
@@ -140,7 +140,7 @@ impl Controller {
     }
 
     fn no_such_queue(&mut self, queue: u16, value: u32) -> bool {
-        // In a Doorbell Buffer, doorbells without a queue are nobody's.
+        // In a Doorbell Buffer, doorbells without a queue have no owner.
         if self.shadow.is_none() || queue == 0 {
             self.complain(format!("Doorbell of queue {queue}, which is not: {value}"));
         }
@@ -301,7 +301,7 @@ impl Controller {
                 posted = true;
             }
             if let Some(interrupt) = signals.and_then(|vector| self.interrupts.get(vector)) {
-                // A counter that is full has told the guest already.
+                // A full counter has signalled the guest already.
                 let _full = interrupt.event().write(1);
             }
         }

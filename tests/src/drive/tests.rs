@@ -183,7 +183,7 @@ fn faults_do_what_they_are_called() {
     let aborted = queue.wait(lost, LONG).unwrap();
     assert_eq!(aborted.status().code(), status::ABORT_REQUESTED);
 
-    // Entries that nobody expects.
+    // Unexpected entries.
     for (effect, entries) in [
         (Effect::CompleteTwice, 2),
         (Effect::CompleteUnknown, 2),

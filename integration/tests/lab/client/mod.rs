@@ -1,7 +1,7 @@
 //! A guest without a machine around it: a vfio-user client that drives its function as an operating system
 //! does, counts what becomes of each of its commands, and knows what each block of its range must hold.
 //!
-//! - [`Client`] is the handle: it starts one, tells it what to do, and collects what it counted;
+//! - [`Client`] is the handle: it starts one, gives it orders, and collects its counts;
 //! - `worker`: its thread; `contents`: what the blocks must hold.
 //!
 //! A command that ends in an error without Do Not Retry is sent again, up to five times, as Linux does.
@@ -145,7 +145,7 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// Connects to a function, writes every place of the range, and works on until it is told otherwise.
+    /// Connects to a function, writes every place of the range, and works on until the next order.
     pub(crate) fn start(name: &'static str, socket: &Path, work: Work) -> Result<Self, Failure> {
         let progress = Arc::new(Progress::default());
         let (orders, inbox) = mpsc::channel();
@@ -180,7 +180,7 @@ impl Client {
         let deadline = Instant::now() + PATIENCE;
         while !there() {
             let running = !self.thread.is_finished() && Instant::now() < deadline;
-            // What it ended with says more: `finish` gives that.
+            // `finish` returns the cause.
             expect(running || self.thread.is_finished(), || {
                 format!("Guest {} was waited for in vain {what}", self.name)
             })?;
@@ -194,7 +194,7 @@ impl Client {
 
     fn order(&self, order: Order) -> Result<(), Failure> {
         let (done, wait): (Sender<()>, Receiver<()>) = mpsc::channel();
-        // A thread that has ended says so when it is joined.
+        // A thread that has ended returns its result when it is joined.
         let _ = self.orders.send((order, done));
         // Ends when the order was carried out, and when the thread did.
         let _ = wait.recv_timeout(PATIENCE);

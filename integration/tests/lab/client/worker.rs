@@ -169,7 +169,7 @@ impl Worker {
                 Ok((order, done)) => {
                     let ended = self.execute(order)?;
                     last = Instant::now();
-                    // Nobody has to wait for it.
+                    // No thread has to wait for it.
                     let _ = done.send(());
                     if ended {
                         return Ok(self.outcome());
@@ -316,7 +316,7 @@ impl Worker {
         expect(queue.push(&sqe), || format!("Queue {} is full", queue.id()))
     }
 
-    /// Takes what has completed, and says how many that were.
+    /// Takes completions, and returns their number.
     fn take_completions(&mut self) -> Result<usize, Failure> {
         let mut taken = 0;
         for queue in 0..usize::from(self.work.queues) {
@@ -448,7 +448,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Sees that nobody writes data or queues any more.
+    /// Checks that data and queues are not written any more.
     fn watch_memory(&self, since: &str) -> Result<(), Failure> {
         let queues = self.device.iter().flat_map(|device| &device.queues);
         let rings = queues.map(|queue| queue.cq.memory());

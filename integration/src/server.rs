@@ -54,7 +54,7 @@ pub enum ServerError {
         log: String,
     },
     /// `nvme-mpt stats --json` printed something else.
-    #[error("Cannot read what `nvme-mpt stats --json` says: {source}\n{text}")]
+    #[error("Cannot read the output of `nvme-mpt stats --json`: {source}\n{text}")]
     Stats {
         /// Why.
         source: serde_json::Error,

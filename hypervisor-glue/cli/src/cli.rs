@@ -264,10 +264,10 @@ pub fn run() -> ExitCode {
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
-        // Whoever read the output has seen enough.
+        // The reader of the output has seen enough.
         Err(error) if is_broken_pipe(&*error) => ExitCode::SUCCESS,
         Err(error) => {
-            // Where standard error is closed, there is nobody to tell.
+            // Where standard error is closed, the error has no reader.
             let _ = writeln!(io::stderr(), "nvme-mpt: {}", report::chain(&*error));
             ExitCode::FAILURE
         }
@@ -420,7 +420,7 @@ fn run_fault(options: Fault) -> Result<(), Box<dyn Error>> {
             FaultRequest::List {}
         }
         FaultCommand::Inject { drive, plan } => {
-            // What is wrong with the plan itself is told here, where its name is known.
+            // The plan's own errors are reported here, where its name is known.
             let text = FaultPlan::read(&plan)?;
             FaultPlan::parse(&plan, &text)?;
             FaultRequest::Inject {
@@ -464,7 +464,7 @@ fn run_drives(options: Drives) -> Result<(), Box<dyn Error>> {
     let path = options.control.path(&options.state);
     let served = match control::query_stats(&path) {
         Ok(stats) => stats.drives,
-        // Without a server, the kernel alone tells.
+        // Without a server, the kernel alone reports it.
         Err(ControlError::NoServer { .. }) => Vec::new(),
         Err(error) => return Err(error.into()),
     };

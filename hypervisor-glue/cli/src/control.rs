@@ -1,8 +1,8 @@
 //! The control socket: one line of JSON asks, one line of JSON answers, and the connection ends.
 //!
 //! It has a thread of its own, so that asking for figures disturbs no function, and serves one
-//! client at a time, each for two seconds at most: whoever may open the socket can delay others
-//! who may, and nothing else.
+//! client at a time, each for two seconds at most: a user with access to the socket can delay others with
+//! access to it, and nothing else.
 
 use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
@@ -43,7 +43,7 @@ pub enum ControlError {
     /// Events cannot be waited for.
     #[error("Cannot wait for control clients")]
     Events(#[source] event_manager::Error),
-    /// Nobody listens.
+    /// No server listens.
     #[error("No server answers on {}: start `nvme-mpt serve`, or give its control socket with --control", path.display())]
     NoServer {
         /// The socket.
@@ -107,7 +107,7 @@ pub trait Service: Send + 'static {
     /// The figures of the server.
     fn stats(&self) -> ServerStats;
 
-    /// Does something about the faults of its drives, and tells those that there are.
+    /// Changes the faults of its drives, and returns those that there are.
     ///
     /// # Errors
     /// Why it cannot be done, in words.

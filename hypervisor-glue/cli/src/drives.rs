@@ -1,4 +1,4 @@
-//! `nvme-mpt drives`: the NVMe functions of the host, who has them, and what stands in the way of
+//! `nvme-mpt drives`: the NVMe functions of the host, their drivers and users, and the obstacles to
 //! driving them from here.
 
 use std::fmt;
@@ -19,9 +19,9 @@ pub struct HostDrive {
     pub address: String,
     /// Vendor ID and Device ID, as in `144d:a80a`.
     pub id: String,
-    /// Model Number, where somebody who drives it tells.
+    /// Model Number, if its driver or server reports it.
     pub model: Option<String>,
-    /// Serial Number, where the host's own driver tells.
+    /// Serial Number, if the host's own driver reports it.
     pub serial: Option<String>,
     /// The driver that it is bound to.
     pub driver: Option<String>,
@@ -29,7 +29,7 @@ pub struct HostDrive {
     pub iommu_group: Option<u32>,
     /// The node of the host's memory that it is next to.
     pub numa_node: Option<u32>,
-    /// Its namespaces, where somebody who drives it tells.
+    /// Its namespaces, if its driver or server reports them.
     pub namespaces: Option<Vec<NamespaceStats>>,
     /// Its I/O queue pairs, where a server drives it.
     pub queue_pairs: Option<QueuePairStats>,

@@ -72,7 +72,7 @@ pub struct DriveFaults {
     pub faults: Vec<FaultStats>,
 }
 
-/// Does what is asked, and tells the faults of all drives that can have some.
+/// Fulfils a request, and returns the faults of all drives that can have some.
 ///
 /// # Errors
 /// See [`FaultRequestError`]; then nothing has changed.

@@ -193,7 +193,7 @@ impl Function {
 
     fn answer_requests(&self) {
         for answer in self.inbox.try_iter() {
-            // Who asked may have stopped waiting.
+            // The thread that asked may have stopped waiting.
             let _ = answer.try_send(self.stats());
         }
     }

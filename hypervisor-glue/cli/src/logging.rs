@@ -1,7 +1,7 @@
 //! Log messages to standard error, so few that no guest or client can flood it.
 //!
 //! Every function has a control thread of its own, so that a limit per thread is a limit per
-//! function: a noisy guest silences itself and nobody else, whichever module complains about it.
+//! function: a noisy guest silences itself and no other guest, whichever module logs about it.
 
 use std::cell::RefCell;
 use std::io::Write;
@@ -33,7 +33,7 @@ pub fn start() {
         })
         .build();
     log::set_max_level(inner.filter());
-    // An error says that there is a logger already, which then does the work.
+    // An error means that there is a logger already, which then does the work.
     let _ = log::set_boxed_logger(Box::new(Limited { inner }));
 }
 
@@ -99,7 +99,7 @@ enum Verdict {
 /// A token bucket.
 struct Bucket {
     tokens: u32,
-    /// When `tokens` was right.
+    /// Time at which `tokens` was right.
     at: Instant,
     left_out: u64,
 }

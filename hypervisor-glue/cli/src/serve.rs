@@ -107,7 +107,7 @@ pub enum OfferError {
     Thread(#[from] FunctionThreadError),
 }
 
-/// Offers functions until SIGTERM or SIGINT comes, and says so on `out`: a block for each function,
+/// Offers functions until SIGTERM or SIGINT comes, and reports it on `out`: a block for each function,
 /// and "ready".
 ///
 /// # Errors
@@ -143,14 +143,14 @@ struct Server {
     // First, since it asks the functions.
     control: ControlServer,
     offers: Vec<Offer>,
-    /// Last: a drive is given back when nobody uses it any more.
+    /// Last: a drive is given back when its last user is gone.
     drives: Vec<Arc<Drive>>,
 }
 
 impl Server {
     fn start(options: &ServeOptions) -> Result<Self, ServeError> {
         let functions = resolve(&options.functions)?;
-        // Before anything is opened: a folder that others may use is told at once.
+        // Before anything is opened: a folder that others may use is reported at once.
         make_state_folder(&options.state_dir).map_err(ServeError::StateDir)?;
         let mut drives = Drives::default();
         let ledgers = Ledgers::open(&options.state_dir);
@@ -207,7 +207,7 @@ impl Server {
         out.flush()
     }
 
-    /// Ends all functions, at the same time, and says what went wrong first.
+    /// Ends all functions, at the same time, and returns the first error.
     fn end(self) -> Result<(), ServeError> {
         drop(self.control);
         // What is left of the drives belongs to the functions.
@@ -238,7 +238,7 @@ fn resolve(functions: &[ServedFunction]) -> Result<Vec<ServedFunction>, ServeErr
         if let DrivePath::File(path) = &function.function.path
             && let Ok(canonical) = fs::canonicalize(path)
         {
-            // What does not exist is told when it is opened.
+            // A file that does not exist is reported when it is opened.
             function.function.path = DrivePath::File(canonical);
         }
         if resolved.iter().any(|other| other.socket == function.socket) {

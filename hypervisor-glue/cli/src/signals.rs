@@ -42,7 +42,7 @@ impl EndSignals {
         Ok(Self { fd })
     }
 
-    /// Waits for a signal and says which came.
+    /// Waits for a signal and returns it.
     ///
     /// # Errors
     /// Returns the kernel's error.

@@ -180,7 +180,7 @@ pub enum DemoError {
         said: String,
     },
     /// The output of a guest's program is not what the program prints.
-    #[error("Guest {guest} says about its drive: {said:?}")]
+    #[error("Unexpected output of guest {guest} about its drive: {said:?}")]
     Drive {
         /// The guest.
         guest: String,

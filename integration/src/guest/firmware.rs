@@ -20,7 +20,9 @@ pub enum FirmwareError {
     #[error("QEMU has no UEFI firmware beside it: install the package ovmf")]
     NoUefi,
     /// The text never appeared.
-    #[error("The firmware's console never says {expected:?}:\n{console}\nQEMU says:\n{log}")]
+    #[error(
+        "{expected:?} is not on the firmware's console:\n{console}\nThe end of QEMU's log:\n{log}"
+    )]
     Silent {
         /// Text that was waited for.
         expected: String,

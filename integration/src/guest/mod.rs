@@ -98,7 +98,9 @@ pub enum GuestError {
         log: String,
     },
     /// The guest did not come up, or does not answer.
-    #[error("Guest {guest}: {reason}\nThe end of its console:\n{console}\nIts VMM says:\n{log}")]
+    #[error(
+        "Guest {guest}: {reason}\nThe end of its console:\n{console}\nThe end of its VMM's log:\n{log}"
+    )]
     Silent {
         /// The guest.
         guest: String,

@@ -93,7 +93,7 @@ pub enum ThroughputError {
     },
     /// The program that measures in the lab has failed.
     #[error(
-        "Nothing was measured: the program in the lab ended with status {status}, as it says above"
+        "Nothing was measured: the program in the lab ended with status {status}; the cause is above"
     )]
     NotMeasured {
         /// Its exit status.

@@ -57,7 +57,7 @@ pub enum VerifyError {
     #[error(transparent)]
     Process(#[from] ProcessError),
     /// A program failed.
-    #[error("`{command}` failed; the whole of what it said is in {log}:\n{tail}")]
+    #[error("`{command}` failed. Its whole output is in {log}; the end:\n{tail}")]
     Failed {
         /// The command line.
         command: String,
@@ -67,7 +67,7 @@ pub enum VerifyError {
         tail: String,
     },
     /// A program that should test something did not.
-    #[error("`{command}` ran no test; what it said is in {log}")]
+    #[error("`{command}` ran no test. Its output is in {log}")]
     NothingTested {
         /// The command line.
         command: String,

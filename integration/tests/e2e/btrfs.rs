@@ -55,7 +55,7 @@ fn fills_a_drive_with_zones(bench: &Bench) -> Result<(), Failure> {
         let count = format!("blkzone report /dev/nvme0n1 | grep -c '({condition})' || true");
         let text = guest.check(&count, PATIENCE)?;
         let count = text.trim().parse();
-        count.map_err(|_| Failure::from(format!("blkzone says {text}")))
+        count.map_err(|_| Failure::from(format!("blkzone counts no zones: {text}")))
     };
     let empty = zones("em")?;
     expect(empty == ZONES, || {

@@ -65,7 +65,7 @@ fn record(event: &str) -> Result<u64, Failure> {
     event
         .strip_prefix("record ")
         .and_then(|number| number.parse().ok())
-        .ok_or_else(|| Failure::from(format!("The guest says: {event}")))
+        .ok_or_else(|| Failure::from(format!("An event that is no record: {event}")))
 }
 
 /// A fresh guest finds everything that was durable, and a file system without a fault.

@@ -85,7 +85,7 @@ pub(crate) fn id_ctrl(booted: &Booted) -> Result<(), Failure> {
         text("mn") == stats.model && text("sn") == stats.serial,
         || {
             format!(
-                "Model and serial are '{}', '{}'; the server says {stats:?}",
+                "Model and serial are '{}', '{}'; the server reports {stats:?}",
                 text("mn"),
                 text("sn")
             )

@@ -277,7 +277,9 @@ fn is_asked_for(a: &VfioBacking) -> bool {
 fn asked_back(_: &Bench) -> Result<(), Failure> {
     let a = open("a")?;
     let other = open("b")?;
-    expect(!is_asked_for(&a), || "Asked for by nobody".to_owned())?;
+    expect(!is_asked_for(&a), || {
+        "A removal was requested, and the test requested none".to_owned()
+    })?;
     let path = "/sys/bus/pci/drivers/vfio-pci/unbind";
     let name = a.name().to_owned();
     let unbinding = thread::spawn(move || fs::write(path, name));

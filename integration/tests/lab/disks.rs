@@ -395,9 +395,7 @@ fn compare(bench: &Bench, layer: Layer, trouble: Trouble) -> Result<(), Failure>
             flushes.1,
             record.first_error.as_deref().unwrap_or("no error")
         ));
-        expect(record.failures() > 0, || {
-            format!("{who} was told of no failure")
-        })?;
+        expect(record.failures() > 0, || format!("{who} got no error"))?;
         expect(locally || record.recovered == 0, || {
             let times = record.recovered;
             format!("After a flush that failed, {times} succeeded before the VMM connected again")

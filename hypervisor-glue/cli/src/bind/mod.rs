@@ -1,7 +1,7 @@
 //! `nvme-mpt bind` and `nvme-mpt unbind`: a drive goes from the host's own driver to VFIO, and back.
 //!
 //! Nothing is loaded and nothing is stopped here. A drive that the host uses is refused, and held while
-//! it changes its driver, so that nobody can begin to use it in between.
+//! it changes its driver, so that no program can begin to use it in between.
 
 use std::fmt;
 use std::fs::OpenOptions;
@@ -19,13 +19,13 @@ const NVME: &str = "nvme";
 /// A drive cannot be bound to another driver.
 #[derive(Debug, Error)]
 pub enum BindError {
-    /// It cannot be looked at.
+    /// Error of a function whose state cannot be read.
     #[error(transparent)]
     Function(#[from] PciFunctionError),
-    /// Nobody knows whether it is used.
+    /// Error of a drive whose use is not known.
     #[error(transparent)]
     Users(#[from] UsersError),
-    /// It is no drive.
+    /// Error of a function that is no drive.
     #[error(
         "{address} is no NVMe controller: its class code is {class:06x}h, not 010802h; `nvme-mpt drives` lists those of this host"
     )]
@@ -35,12 +35,12 @@ pub enum BindError {
         /// Its class code.
         class: u32,
     },
-    /// There is no IOMMU before it.
+    /// Error of a drive without an IOMMU.
     #[error(
         "{0} has no IOMMU, without which it would reach all memory of the host; enable it in the firmware's setup (VT-d, AMD-Vi or SMMU), and with intel_iommu=on on the kernel's command line of an Intel host"
     )]
     NoIommu(PciAddress),
-    /// The host uses it.
+    /// Error of a drive that the host uses.
     #[error(
         "{address} is in use: {}; {}",
         list(users),
@@ -53,20 +53,20 @@ pub enum BindError {
     InUse {
         /// The function.
         address: PciAddress,
-        /// By whom.
+        /// Its users.
         users: Vec<User>,
     },
-    /// A process has it through VFIO.
+    /// Error of a drive that a process holds through VFIO.
     #[error("{address} is in use: {}; end that first", list(users))]
     Driven {
         /// The function.
         address: PciAddress,
-        /// By whom.
+        /// Its users.
         users: Vec<User>,
     },
-    /// A driver has it of which nobody knows who uses it.
+    /// Error of a drive with a driver whose users are not known.
     #[error(
-        "{address} is bound to the driver `{driver}`, and nobody knows who uses it there; --force takes it all the same"
+        "{address} is bound to the driver `{driver}`, and its users are not known; --force takes it all the same"
     )]
     OtherDriver {
         /// The function.
@@ -99,7 +99,7 @@ pub enum BindError {
     },
     /// The driver does not take it.
     #[error(
-        "The driver {wanted} does not take {address}, which is bound to {} now; the kernel's log (dmesg) says why",
+        "The driver {wanted} does not take {address}, which is bound to {} now; the kernel's log (dmesg) has the cause",
         now.as_deref().unwrap_or("no driver")
     )]
     NotTaken {
@@ -195,10 +195,10 @@ pub fn bind(root: &HostRoot, address: PciAddress, force: bool) -> Result<Bound, 
     let folder = root.function_folder(address);
     write(&folder.join("driver_override"), VFIO_PCI)?;
     let taken = rebind(root, &function, VFIO_PCI);
-    // Until here nobody could mount it.
+    // Until here it could not be mounted.
     drop(claim);
     if taken.is_err() {
-        // Back to whoever wants it.
+        // Back to any driver that takes it.
         let back = write(&folder.join("driver_override"), "\n")
             .and_then(|()| write(&drivers_probe(root), &address.to_string()));
         if let Err(error) = back {
@@ -296,7 +296,7 @@ fn rebind(root: &HostRoot, function: &PciFunction, wanted: &'static str) -> Resu
         let folder = root.function_folder(address);
         write(&folder.join("driver/unbind"), &text)?;
     }
-    // What the driver says to it comes back here: the address is right, so that is all it can be.
+    // The driver's answer comes back here. The address is right, so an error is the driver's.
     let probed = write(&drivers_probe(root), &text);
     let now = PciFunction::find(root, address)?.driver;
     if now.as_deref() == Some(wanted) {

@@ -19,7 +19,7 @@ use fio::{Measurement, Report};
 /// Longest report that is read: a mistaken path must not be read for ever.
 const LONGEST: u64 = 64 << 20;
 
-/// The fewest commands in flight by which a job tells how many a drive does in a second.
+/// The fewest commands in flight in a job that measures commands per second.
 const DEEP: u64 = 8;
 
 /// Bounds of `stripe`, in bytes.
@@ -31,10 +31,10 @@ const UNITS_MAX: f64 = 1024.0;
 
 /// Makes a profile of `model = "nvm"` from a report of fio, as TOML.
 ///
-/// A job with one command in flight tells the latency (its median, at the smallest block size), the
+/// A job with one command in flight measures the latency (its median, at the smallest block size), the
 /// fastest job the bandwidth. Where jobs with small blocks and many of them in flight get less than that
 /// through, the drive takes as long for a small block as for a larger one: a stripe. Jobs that both read and write
-/// tell of neither.
+/// measure neither.
 ///
 /// # Errors
 /// All of [`FitError`].
@@ -82,9 +82,9 @@ fn fit_text(path: &Path, text: &str) -> Result<String, FitError> {
 
 /// Measurements of reads or of writes.
 struct Rates<'a> {
-    /// The job that tells the latency.
+    /// The job that measures the latency.
     alone: &'a Measurement,
-    /// The job that tells the bandwidth.
+    /// The job that measures the bandwidth.
     fastest: &'a Measurement,
     /// The job that does most commands in a second, of those with blocks as small as the smallest and
     /// many in flight.

@@ -30,7 +30,7 @@ pub struct DriveStats {
     pub model: String,
     /// Its active namespaces.
     pub namespaces: Vec<NamespaceStats>,
-    /// Its I/O queue pairs; `None` if it has as many as anybody wants.
+    /// Its I/O queue pairs; `None` without a bound.
     pub queue_pairs: Option<QueuePairStats>,
     /// Commands that did not complete within their deadline.
     pub timeouts: u64,
@@ -62,7 +62,7 @@ pub struct QueuePairStats {
     pub exclusive: u16,
     /// Those that queues of guests share.
     pub shared: u16,
-    /// Those that nobody uses.
+    /// Those that are not used.
     pub free: u16,
 }
 

@@ -213,7 +213,7 @@ fn figures_can_be_asked_for_by_people_and_programs() {
     let table = String::from_utf8(table.stdout).unwrap();
     assert!(table.starts_with("vm-1: ") && table.contains("doorbell exits"));
 
-    // Who reads a part of it and goes is no error.
+    // A reader that goes after a part of it is no error.
     let mut watch = bench
         .command(
             "stats",

@@ -1,8 +1,9 @@
 //! Deallocate and Write Zeroes: refusals, slices, memory.
 
 use super::*;
-use crate::host::HostController;
-use crate::host::software::SoftwareController;
+use nvme_mpt::host::HostController;
+
+use crate::SoftwareController;
 
 #[test]
 fn deallocation_that_the_file_system_refuses_is_no_error() {
@@ -121,7 +122,7 @@ fn end_after(ring: &FakeRing, clock: &TestClock, time: Duration) -> Given {
 #[test]
 fn a_deallocate_ends_in_time_however_slow_the_file_system_is() {
     let (mut drive, ring, clock) = Drive::fake();
-    if !drive.store.punches_holes() {
+    if !drive.store.shared.punches_holes() {
         eprintln!("not tested: the file system has no holes");
         return;
     }
@@ -165,7 +166,7 @@ fn zeroes_that_wait_too_long_for_a_turn_are_written() {
 #[test]
 fn a_deallocate_waits_for_no_memory() {
     let (mut drive, ring, _) = Drive::fake();
-    if !drive.store.punches_holes() {
+    if !drive.store.shared.punches_holes() {
         eprintln!("not tested: the file system has no holes");
         return;
     }

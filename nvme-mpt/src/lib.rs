@@ -44,7 +44,7 @@ pub use nvme_spec as spec;
 pub use address::{Gpa, Iova};
 pub use attachment::{
     AttachError, Attachment, AttachmentConfig, AttachmentState, AttachmentStats, CqConfig,
-    LeasedNamespace, NamespaceZones, QueueError, SqConfig, StateError,
+    LeasedNamespace, QueueError, SqConfig, StateError,
 };
 pub use dma::{DirtyRange, DmaError, DmaWindow, MemoryKinds, MemoryRegion};
 pub use doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage};

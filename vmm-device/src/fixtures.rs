@@ -5,7 +5,7 @@ use std::{ops::Range, os::fd::OwnedFd, sync::Arc};
 use nvme_mpt::{
     Attachment, AttachmentConfig, DoorbellMode, Drive, Gpa, LeasedNamespace, Limits, MemoryRegion,
     PollPolicy, Pollers,
-    host::TemperatureThresholds,
+    host::{CommandSetLimits, NamespaceFormat, TemperatureThresholds},
     lease::{ByteRange, LeaseRequest, Ledger},
     spec::{
         cqe::Cqe,
@@ -34,8 +34,7 @@ pub(crate) fn namespace() -> LeasedNamespace {
             0x00, 0x11, 0x22, 0x33, 0x44, 0x55, 0x66, 0x77, 0x88, 0x99, 0xAA, 0xBB, 0xCC, 0xDD,
             0xEE, 0xFF,
         ],
-        zones: None,
-        keys: None,
+        format: NamespaceFormat::Blocks,
     }
 }
 
@@ -61,8 +60,7 @@ pub(crate) fn limits() -> Limits {
         dsm_ranges_max: 64,
         copy_bytes_max: 1 << 20,
         copy_ranges_max: 128,
-        zone_append_bytes_max: 0,
-        value_bytes_max: 0,
+        command_set: CommandSetLimits::Nvm,
     }
 }
 

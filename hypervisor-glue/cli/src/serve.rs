@@ -6,6 +6,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use nvme_mpt::host::NamespaceFormat;
 use nvme_mpt::lease::{PrivateError, make_state_folder};
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{Drive, Pollers};
@@ -368,9 +369,9 @@ fn offer(
     };
     let summary = format!("{drive_name}, range {}", attachment.lease().bytes());
     let namespace = attachment.namespace();
-    let contents = match namespace.keys {
-        Some(_) => "keys and values".to_owned(),
-        None => format!(
+    let contents = match namespace.format {
+        NamespaceFormat::Keys(_) => "keys and values".to_owned(),
+        NamespaceFormat::Blocks | NamespaceFormat::Zones(_) => format!(
             "{} blocks of {} bytes",
             namespace.blocks,
             1_u64 << namespace.lba_shift

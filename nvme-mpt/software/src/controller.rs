@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use nvme_mpt::event::EventQueue;
 use nvme_mpt::host::{
-    Damage, HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace,
-    HostQueuePair, HostZones, Incidents, Limits,
+    CommandSetLimits, Damage, HostController, HostLease, HostLeaseError, HostLeaseRequest,
+    HostNamespace, HostQueuePair, Incidents, Limits, NamespaceFormat, ZoneChanges,
 };
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::shadow::MAX_SGL_DESCRIPTORS;
@@ -64,8 +64,7 @@ pub(crate) const LIMITS: Limits = Limits {
     dsm_ranges_max: 256,
     copy_bytes_max: 1 << MAX_TRANSFER_LOG2,
     copy_ranges_max: 128,
-    zone_append_bytes_max: 0,
-    value_bytes_max: 0,
+    command_set: CommandSetLimits::Nvm,
 };
 
 impl SoftwareController {
@@ -155,7 +154,9 @@ impl SoftwareController {
                 .with_verify(true),
             // Blocks beyond a write pointer may hold what was there before a crash.
             deallocated_reads_zeroes: false,
-            zone_append_bytes_max: profile.append_limit.0,
+            command_set: CommandSetLimits::Zoned {
+                append_bytes_max: profile.append_limit.0,
+            },
             ..self.limits
         };
         self.zones = Some(zones);
@@ -336,7 +337,15 @@ impl HostLease for SoftwareLease {
         }
     }
 
-    fn zones(&self) -> Option<&dyn HostZones> {
-        self.zones.as_deref().map(|zones| zones as &dyn HostZones)
+    fn format(&self) -> NamespaceFormat {
+        match &self.zones {
+            Some(zones) => NamespaceFormat::Zones(zones.format()),
+            None => NamespaceFormat::Blocks,
+        }
+    }
+
+    fn zone_changes(&self) -> Option<&dyn ZoneChanges> {
+        let zones = self.zones.as_deref();
+        zones.map(|zones| zones as &dyn ZoneChanges)
     }
 }

@@ -6,12 +6,11 @@ use crate::address::Gpa;
 use crate::dma::MemoryKinds;
 use crate::doorbell::DoorbellMode;
 use crate::drive::Drive;
-use crate::host::{Geometry, Resources};
+use crate::host::NamespaceFormat;
 use crate::interrupt::InterruptVector;
 use crate::lease::Lease;
 use crate::poller::{PollPolicy, Pollers};
 use crate::spec::ids::{Nsid, QueueId};
-use crate::spec::key_value::KvFormat;
 
 /// Configuration with which a guest controller attaches.
 #[derive(Debug)]
@@ -60,15 +59,6 @@ pub struct SqConfig {
     pub entries: u32,
 }
 
-/// Zones of a guest's namespace, as Identify describes them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct NamespaceZones {
-    /// Division of the lease into zones.
-    pub geometry: Geometry,
-    /// Most zones in use at a time.
-    pub resources: Resources,
-}
-
 /// A lease as its guest sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeasedNamespace {
@@ -88,8 +78,6 @@ pub struct LeasedNamespace {
     pub eui64: [u8; 8],
     /// Namespace UUID.
     pub uuid: [u8; 16],
-    /// Its zones, if it is divided into zones.
-    pub zones: Option<NamespaceZones>,
-    /// Limits of its keys and values, if it has those instead of logical blocks.
-    pub keys: Option<KvFormat>,
+    /// Its format, by its command set.
+    pub format: NamespaceFormat,
 }

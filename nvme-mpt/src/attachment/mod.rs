@@ -30,7 +30,7 @@ use std::time::Duration;
 use log::{error, warn};
 use serde::{Deserialize, Serialize};
 
-pub use config::{AttachmentConfig, CqConfig, LeasedNamespace, NamespaceZones, SqConfig};
+pub use config::{AttachmentConfig, CqConfig, LeasedNamespace, SqConfig};
 pub use error::{AttachError, QueueError};
 pub(crate) use holding::Holding;
 pub use state::{AttachmentState, StateError};
@@ -41,7 +41,7 @@ use crate::dma::{DmaWindow, MemoryKinds};
 use crate::doorbell::{DoorbellMode, DoorbellPage};
 use crate::drive::Drive;
 use crate::event::EventQueue;
-use crate::host::{Damage, HostKeys, HostLeaseError, HostNamespace, HostZones, Limits};
+use crate::host::{Damage, HostLeaseError, HostNamespace, Limits, ZoneChanges};
 use crate::interrupt::Coalescing;
 use crate::lease::Lease;
 use crate::poller::{Placement, PollPolicy, Pollers, Silence, Spin};
@@ -142,11 +142,7 @@ impl Attachment {
             nguid: identity.nguid,
             eui64: identity.eui64,
             uuid: identity.uuid,
-            zones: host.zones().map(|zones| NamespaceZones {
-                geometry: zones.geometry(),
-                resources: zones.resources(),
-            }),
-            keys: host.keys().map(|keys| keys.format()),
+            format: host.format(),
         };
         let window = DmaWindow::new(drive.controller().iova_space().clone()).taking(memory);
         let events = Arc::new(EventQueue::new()?);
@@ -264,16 +260,16 @@ impl Attachment {
         &self.namespace
     }
 
-    /// The zones of the lease, if its drive is divided into zones.
+    /// Returns the zones of the lease that changed by themselves, if its drive is divided into zones.
     #[must_use]
-    pub fn zones(&self) -> Option<&dyn HostZones> {
-        self.holding.host().zones()
+    pub fn zone_changes(&self) -> Option<&dyn ZoneChanges> {
+        self.holding.host().zone_changes()
     }
 
-    /// Keys and values of the lease, if its drive has those.
+    /// Returns the bytes of keys and values that are in use; 0 of blocks.
     #[must_use]
-    pub fn keys(&self) -> Option<&dyn HostKeys> {
-        self.holding.host().keys()
+    pub fn used(&self) -> u64 {
+        self.holding.host().used()
     }
 
     /// Returns the promises that may be made to the guest.

@@ -19,13 +19,12 @@ use serde::{Deserialize, Serialize};
 
 pub use queues::{CompletionQueueState, SubmissionQueueState};
 
-use super::{Attachment, LeasedNamespace, NamespaceZones, QueueError};
+use super::{Attachment, LeasedNamespace, QueueError};
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::doorbell::DoorbellBuffer;
-use crate::host::{ChangedZones, Limits};
+use crate::host::{ChangedZones, Limits, NamespaceFormat};
 use crate::interrupt::InterruptVector;
 use crate::spec::ids::{Lba, QueueId};
-use crate::spec::key_value::KvFormat;
 use crate::spec::registers::Doorbell;
 use crate::spec::zns::ChangedZoneList;
 use crate::stats::Counters;
@@ -183,7 +182,7 @@ impl Attachment {
     }
 
     fn save_changed_zones(&self) -> ChangedZonesState {
-        let Some(zones) = self.zones() else {
+        let Some(zones) = self.zone_changes() else {
             return ChangedZonesState::default();
         };
         let changed = zones.changed();
@@ -229,7 +228,7 @@ impl Attachment {
         });
         queues.revoked = *revoked;
         queues.counted_before = *counters;
-        if let Some(zones) = self.zones() {
+        if let Some(zones) = self.zone_changes() {
             let ChangedZonesState { starts, more } = changed_zones;
             let starts: Vec<Lba> = starts.iter().map(|start| Lba(*start)).collect();
             zones.recall_changed(&ChangedZones::new(&starts, *more));
@@ -287,7 +286,7 @@ impl Attachment {
     }
 
     fn check_changed_zones(&self, state: &ChangedZonesState) -> Result<(), StateError> {
-        let Some(zones) = self.zones() else {
+        let NamespaceFormat::Zones(zones) = self.namespace().format else {
             if state.is_empty() {
                 return Ok(());
             }
@@ -299,7 +298,7 @@ impl Attachment {
             let valid = format!("up to {valid} zones");
             return Err(StateError::invalid("changed_zones.starts", count, valid));
         }
-        let (size, blocks) = (zones.geometry().size, self.namespace().blocks);
+        let (size, blocks) = (zones.geometry.size, self.namespace().blocks);
         let is_wrong = |start: &&u64| !start.is_multiple_of(size) || **start >= blocks;
         match state.starts.iter().find(is_wrong) {
             None => Ok(()),
@@ -341,8 +340,7 @@ impl Attachment {
             nguid,
             eui64,
             uuid,
-            zones,
-            keys,
+            format,
         } = self.namespace();
         let Limits {
             mdts,
@@ -358,8 +356,8 @@ impl Attachment {
             dsm_ranges_max,
             copy_bytes_max,
             copy_ranges_max,
-            zone_append_bytes_max,
-            value_bytes_max: _,
+            // The namespace's format has them.
+            command_set: _,
         } = self.limits();
         let promises: [(&str, &dyn Display); 24] = [
             ("I/O queue pairs", &self.max_queue_pairs()),
@@ -393,36 +391,13 @@ impl Attachment {
             ("EUI-64", &hex(eui64)),
             ("namespace UUID", &hex(uuid)),
         ];
-        let zones = zones.map(
-            |NamespaceZones {
-                 geometry,
-                 resources,
-             }| {
-                [
-                    ("zone size", geometry.size),
-                    ("zone capacity", geometry.capacity),
-                    ("open zones (MOR)", resources.open.into()),
-                    ("active zones (MAR)", resources.active.into()),
-                    ("bytes of a Zone Append command", *zone_append_bytes_max),
-                ]
-            },
-        );
-        let zones = zones.iter().flatten();
-        let keys = keys.map(|KvFormat { kml, vml, mnk, .. }| {
-            [
-                ("bytes of a key (KML)", u64::from(kml)),
-                ("bytes of a value (VML)", vml.into()),
-                ("keys (MNK)", mnk.into()),
-            ]
-        });
-        let keys = keys.iter().flatten();
+        let own = format.promises();
+        let own = own
+            .iter()
+            .map(|(name, value)| (*name, value as &dyn Display));
         promises
             .into_iter()
-            .chain(
-                zones
-                    .chain(keys)
-                    .map(|(name, value)| (*name, value as &dyn Display)),
-            )
+            .chain(own)
             .map(|(name, value)| PromiseState {
                 name: name.to_owned(),
                 value: value.to_string(),

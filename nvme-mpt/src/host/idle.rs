@@ -5,8 +5,8 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 
 use super::{
-    CompletionTaker, HostBatch, HostController, HostLease, HostLeaseError, HostLeaseRequest,
-    HostMemory, HostNamespace, HostQueue, HostQueuePair, Limits,
+    CommandSetLimits, CompletionTaker, HostBatch, HostController, HostLease, HostLeaseError,
+    HostLeaseRequest, HostMemory, HostNamespace, HostQueue, HostQueuePair, Limits,
 };
 use crate::clock::Ticks;
 use crate::drive::Drive;
@@ -41,8 +41,7 @@ impl IdleController {
                 dsm_ranges_max: 1,
                 copy_bytes_max: 1 << 20,
                 copy_ranges_max: 1,
-                zone_append_bytes_max: 0,
-                value_bytes_max: 0,
+                command_set: CommandSetLimits::Nvm,
             },
         })
     }

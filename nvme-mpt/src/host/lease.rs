@@ -5,12 +5,9 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
-use super::{HostNamespace, HostQueuePair};
+use super::{HostNamespace, HostQueuePair, NamespaceFormat, ZoneChanges};
 use crate::event::EventQueue;
 use crate::lease::{ByteRange, LbaRange};
-use crate::spec::ids::Lba;
-use crate::spec::key_value::KvFormat;
-use crate::spec::zns::ChangedZoneList;
 
 /// A lease to open at a host controller.
 #[derive(Clone, Copy, Debug)]
@@ -96,14 +93,19 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         let _ = (start, blocks);
     }
 
-    /// Returns its zones; `None` if it is not divided into zones.
-    fn zones(&self) -> Option<&dyn HostZones> {
+    /// Returns the format of its namespace, by its command set.
+    fn format(&self) -> NamespaceFormat {
+        NamespaceFormat::Blocks
+    }
+
+    /// Returns the zones that changed by themselves; `None` if it is not divided into zones.
+    fn zone_changes(&self) -> Option<&dyn ZoneChanges> {
         None
     }
 
-    /// Returns its keys and values; `None` if it has logical blocks.
-    fn keys(&self) -> Option<&dyn HostKeys> {
-        None
+    /// Returns the bytes of keys and values that are in use; 0 of blocks.
+    fn used(&self) -> u64 {
+        0
     }
 }
 
@@ -116,109 +118,4 @@ pub struct Damage {
     pub cut_short: bool,
     /// The path of the drive's file leads to another one, or to none.
     pub replaced: bool,
-}
-
-/// The keys and values of a lease.
-pub trait HostKeys {
-    /// Returns the limits of keys and values.
-    fn format(&self) -> KvFormat;
-
-    /// Returns the bytes in use.
-    fn used(&self) -> u64;
-}
-
-/// The zones of a lease.
-pub trait HostZones {
-    /// Returns the division of the lease into zones.
-    fn geometry(&self) -> Geometry;
-
-    /// Returns the most zones that can be in use at a time.
-    fn resources(&self) -> Resources;
-
-    /// Returns the zones that changed by themselves.
-    fn changed(&self) -> ChangedZones;
-
-    /// Adds zones that changed, and of which the guest was not told.
-    fn recall_changed(&self, untold: &ChangedZones);
-
-    /// Forgets zones of which the guest was told; what changed since stays.
-    fn forget_changed(&self, told: &ChangedZones);
-}
-
-/// Division of a lease into zones, in logical blocks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Geometry {
-    /// Zone Size: from the start of a zone to that of the next, a power of two.
-    pub size: u64,
-    /// Zone Capacity: those of them that can be written.
-    pub capacity: u64,
-}
-
-/// Most zones that can be in use at a time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Resources {
-    /// Maximum Open Resources: zones that are open, implicitly or explicitly.
-    pub open: u32,
-    /// Maximum Active Resources: zones that are open or closed.
-    pub active: u32,
-}
-
-/// Zones that changed by themselves since their guest was told, by their Zone Start LBAs in the lease.
-#[derive(Clone, Debug, Default)]
-pub struct ChangedZones {
-    starts: Vec<Lba>,
-    /// There are others, which are not known one by one.
-    more: bool,
-}
-
-impl ChangedZones {
-    /// Those that start at some LBAs, and others if there are `more`.
-    #[must_use]
-    pub fn new(starts: &[Lba], more: bool) -> Self {
-        let mut changed = Self::default();
-        starts.iter().for_each(|start| changed.add(*start));
-        changed.more |= more;
-        changed
-    }
-
-    /// Those that are known one by one.
-    #[must_use]
-    pub fn starts(&self) -> &[Lba] {
-        &self.starts
-    }
-
-    /// Returns whether there are others.
-    #[must_use]
-    pub fn are_more(&self) -> bool {
-        self.more
-    }
-
-    /// All of them; `None` if there are more than a Changed Zone List has room for.
-    #[must_use]
-    pub fn listed(&self) -> Option<&[Lba]> {
-        (!self.more).then_some(&self.starts)
-    }
-
-    /// Adds a zone, once.
-    pub fn add(&mut self, start: Lba) {
-        if self.starts.contains(&start) {
-        } else if self.starts.len() < ChangedZoneList::CAPACITY {
-            self.starts.push(start);
-        } else {
-            self.more = true;
-        }
-    }
-
-    /// Adds others.
-    pub fn recall(&mut self, untold: &Self) {
-        untold.starts.iter().for_each(|start| self.add(*start));
-        self.more |= untold.more;
-    }
-
-    /// Removes those that the guest was told of; they were the first ones here.
-    pub fn forget(&mut self, told: &Self) {
-        self.starts
-            .drain(..told.starts.len().min(self.starts.len()));
-        self.more &= !told.more;
-    }
 }

@@ -8,6 +8,7 @@
 //! virtual call.
 
 mod data;
+mod format;
 #[cfg(test)]
 pub(crate) mod idle;
 mod lease;
@@ -26,10 +27,8 @@ use crate::spec::ids::Nsid;
 use crate::spec::log::{ErrorInformation, SmartHealth};
 use crate::spec::opcode::NvmOpcode;
 pub use data::DataPointer;
-pub use lease::{
-    ChangedZones, Damage, Geometry, HostKeys, HostLease, HostLeaseError, HostLeaseRequest,
-    HostZones, Resources,
-};
+pub use format::{ChangedZones, Geometry, NamespaceFormat, NamespaceZones, Resources, ZoneChanges};
+pub use lease::{Damage, HostLease, HostLeaseError, HostLeaseRequest};
 pub use pair::HostQueuePair;
 pub use queue::{
     Completes, CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue, SharedPair,
@@ -65,11 +64,8 @@ pub struct Limits {
     pub copy_bytes_max: u64,
     /// Most source ranges of a Copy command.
     pub copy_ranges_max: u32,
-    /// Most bytes of a Zone Append command, a power of two of memory pages; 0 for a drive that is not
-    /// divided into zones.
-    pub zone_append_bytes_max: u64,
-    /// Most bytes of the value of a key; 0 for a drive of logical blocks.
-    pub value_bytes_max: u32,
+    /// Limits of the namespaces' own command set.
+    pub command_set: CommandSetLimits,
 }
 
 impl Limits {
@@ -79,25 +75,14 @@ impl Limits {
         crate::address::PAGE_SIZE << self.mdts
     }
 
-    /// Returns whether there are zones, and the commands of the Zoned Namespace Command Set.
-    #[must_use]
-    pub const fn is_zoned(&self) -> bool {
-        self.zone_append_bytes_max > 0
-    }
-
-    /// Returns whether there are keys and values instead of logical blocks, and the commands of the Key Value
-    /// Command Set.
-    #[must_use]
-    pub const fn is_key_value(&self) -> bool {
-        self.value_bytes_max > 0
-    }
-
     /// Returns whether an I/O command on logical blocks is executed: Read, Write and Flush always, the
     /// optional ones where [`Self::commands`] says so (Base 2.0, Figure 275, `ONCS`).
     #[must_use]
     pub const fn offers(&self, opcode: NvmOpcode) -> bool {
         match opcode {
-            NvmOpcode::FLUSH | NvmOpcode::READ | NvmOpcode::WRITE => !self.is_key_value(),
+            NvmOpcode::FLUSH | NvmOpcode::READ | NvmOpcode::WRITE => {
+                !matches!(self.command_set, CommandSetLimits::KeyValue { .. })
+            }
             NvmOpcode::COMPARE => self.commands.compare(),
             NvmOpcode::WRITE_UNCORRECTABLE => self.commands.write_uncorrectable(),
             NvmOpcode::DATASET_MANAGEMENT => self.commands.dsm(),
@@ -107,6 +92,23 @@ impl Limits {
             _ => false,
         }
     }
+}
+
+/// The I/O command set of a host controller's namespaces, with limits of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CommandSetLimits {
+    /// The NVM Command Set.
+    Nvm,
+    /// The Zoned Namespace Command Set.
+    Zoned {
+        /// Most bytes of a Zone Append command, a power of two of memory pages.
+        append_bytes_max: u64,
+    },
+    /// The Key Value Command Set.
+    KeyValue {
+        /// Most bytes of the value of a key.
+        value_bytes_max: u32,
+    },
 }
 
 /// A namespace of a host controller.

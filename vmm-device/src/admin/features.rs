@@ -25,7 +25,7 @@ use nvme_mpt::{
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 use self::clock::Clock;
-use super::{identify::ARBITRATION_BURST, io_queues::Allocated};
+use super::{command_set, identify::ARBITRATION_BURST, io_queues::Allocated};
 
 /// I/O Command Set Combination Index, of the I/O Command Set Profile: bits of dword 11.
 const COMBINATION_INDEX: u32 = 0x1FF;
@@ -253,7 +253,7 @@ impl Features {
                 self.write_atomicity = kept::write_atomicity(dword11);
             }
             FeatureId::ASYNC_EVENT_CONFIGURATION => {
-                let zoned = context.namespace.zones.is_some();
+                let zoned = command_set::of(context.namespace).has_zone_notices();
                 self.async_events = kept::async_events(dword11, zoned);
             }
             FeatureId::TIMESTAMP => {

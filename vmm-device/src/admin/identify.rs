@@ -1,28 +1,29 @@
-//! Identify (Base 2.0, section 5.17; NVM 1.0, section 4.1.5; ZNS 1.1, section 4.1.5; KV 1.0, section
-//! 4.1.5).
+//! Identify (Base 2.0, section 5.17; NVM 1.0, section 4.1.5). [`command_set`] has what differs between command sets.
 
 use nvme_mpt::{
-    LeasedNamespace, Limits, NamespaceZones,
+    LeasedNamespace, Limits,
     host::TemperatureThresholds,
     spec::{
         admin::Identify,
         identify::{
             Cns, ControllerType, Csi, DeallocatedRead, Dlfeat, FlushBroadcast, Frmw, IDENTIFY_SIZE,
-            IdentifyController, IdentifyControllerNvm, IdentifyNamespace,
-            IdentifyNamespaceIndependent, IdentifyNamespaceNvm, IoCommandSetVector, LbaFormat, Lpa,
-            NsIdDescriptorHeader, NsIdType, Nstat, Oacs, Oaes, Oncs, QueueEntrySizes, Sgls, Vwc,
+            IdentifyController, IdentifyNamespace, IdentifyNamespaceIndependent,
+            IoCommandSetVector, LbaFormat, Lpa, NsIdDescriptorHeader, NsIdType, Nstat, Oacs, Oaes,
+            Oncs, QueueEntrySizes, Sgls, Vwc,
         },
         ids::Nsid,
-        key_value::{IdentifyNamespaceKv, KvFormat},
         opcode::NvmOpcode,
         registers::Version,
         status::Status,
-        zns::{IdentifyControllerZns, IdentifyNamespaceZns, Ozcs},
     },
 };
 use zerocopy::{FromZeros, IntoBytes, little_endian::U128};
 
-use super::{abort, async_events, error_log};
+use super::{
+    abort, async_events,
+    command_set::{self, CommandSet},
+    error_log,
+};
 use crate::pci::config_space::VENDOR_ID;
 
 /// `CNTLID`: each controller is alone in an NVM subsystem of its own.
@@ -57,38 +58,23 @@ impl Subject<'_> {
     /// 4,096 bytes is zero.
     pub(super) fn identify(&self, command: Identify, nsid: Nsid) -> Result<Vec<u8>, Status> {
         let structure = match command.cns {
-            // Of logical blocks, which every command set but one has.
-            Cns::NAMESPACE if self.namespace.keys.is_some() => {
+            Cns::NAMESPACE => {
                 self.require_namespace(nsid)?;
-                return Err(Status::INVALID_IO_COMMAND_SET);
+                let capacity = self.command_set().capacity(self.blocks);
+                let capacity = capacity.ok_or(Status::INVALID_IO_COMMAND_SET)?;
+                self.with_namespace_or_zeroes(nsid, |subject| subject.namespace(capacity))?
             }
-            Cns::NAMESPACE => self.with_namespace_or_zeroes(nsid, Self::namespace)?,
             Cns::CONTROLLER => self.controller(),
             Cns::ACTIVE_NSID_LIST => self.active_namespaces(nsid)?,
             Cns::NS_ID_DESCRIPTOR_LIST => self.with_namespace(nsid, Self::descriptors)?,
-            Cns::IOCS_NAMESPACE if let Some(format) = self.namespace.keys => {
+            Cns::IOCS_NAMESPACE => {
                 self.require_namespace(nsid)?;
-                if command.csi != Csi::KEY_VALUE {
-                    return Err(Status::INVALID_IO_COMMAND_SET);
-                }
-                self.with_namespace_or_zeroes(nsid, |_| self.namespace_kv(format))?
+                let structure = self.command_set().namespace(command.csi, self)?;
+                self.with_namespace_or_zeroes(nsid, |_| structure)?
             }
-            Cns::IOCS_NAMESPACE => match (command.csi, self.namespace.zones) {
-                // No protection information, hence no storage tags and no extended formats.
-                (Csi::NVM, _) => {
-                    let structure = |_: &Self| bytes(IdentifyNamespaceNvm::new_zeroed());
-                    self.with_namespace_or_zeroes(nsid, structure)?
-                }
-                (Csi::ZONED_NAMESPACE, Some(zones)) => {
-                    self.with_namespace_or_zeroes(nsid, |_| namespace_zns(zones))?
-                }
-                _ => return Err(Status::INVALID_FIELD),
-            },
             Cns::IOCS_CONTROLLER => match command.csi {
-                Csi::NVM => self.controller_nvm(),
-                Csi::ZONED_NAMESPACE if self.limits.is_zoned() => self.controller_zns(),
-                // All of it is reserved.
-                Csi::KEY_VALUE if self.limits.is_key_value() => vec![0; IDENTIFY_SIZE],
+                csi if csi == self.csi() => self.command_set().controller(self),
+                Csi::NVM => command_set::nvm_controller(self),
                 _ => return Err(Status::INVALID_FIELD),
             },
             Cns::IOCS_ACTIVE_NSID_LIST => match command.csi {
@@ -159,7 +145,7 @@ impl Subject<'_> {
         id.rtd3e = SHUTDOWN_TIME;
         id.oaes = Oaes::default()
             .with_namespace_attribute(true)
-            .with_zone_descriptor(self.limits.is_zoned());
+            .with_zone_descriptor(self.command_set().has_zone_notices());
         id.cntrltype = ControllerType::IO;
         id.oacs = Oacs::default().with_doorbell_buffer_config(self.doorbell_buffer);
         id.acl_z = abort::LIMIT_Z;
@@ -200,56 +186,20 @@ impl Subject<'_> {
         bytes(id)
     }
 
-    /// Identify Controller of the NVM Command Set (NVM 1.0, section 4.1.5.4).
-    fn controller_nvm(&self) -> Vec<u8> {
-        let size_limit = |opcode| match self.limits.offers(opcode) {
-            true => self.size_limit(),
-            false => 0,
-        };
-        let mut id = IdentifyControllerNvm::new_zeroed();
-        id.vsl = size_limit(NvmOpcode::VERIFY);
-        id.wzsl = size_limit(NvmOpcode::WRITE_ZEROES);
-        id.wusl = size_limit(NvmOpcode::WRITE_UNCORRECTABLE);
-        if self.limits.offers(NvmOpcode::DATASET_MANAGEMENT) {
-            // 256 ranges are what a command can have: no limit.
-            id.dmrl = u8::try_from(self.limits.dsm_ranges_max).unwrap_or(0);
-            id.dmrsl = saturating_u32(self.in_blocks(self.limits.dsm_range_bytes_max));
-        }
-        bytes(id)
-    }
-
-    /// Identify Controller of the Zoned Namespace Command Set (ZNS 1.1, section 4.1.5.2).
-    fn controller_zns(&self) -> Vec<u8> {
-        let mut id = IdentifyControllerZns::new_zeroed();
-        id.zasl = in_pages(self.limits.zone_append_bytes_max);
-        bytes(id)
-    }
-
-    /// `no_data_bytes_max` as a power of two of memory pages.
-    fn size_limit(&self) -> u8 {
-        in_pages(self.limits.no_data_bytes_max)
-    }
-
     /// The command set of the namespace.
+    pub(super) fn command_set(&self) -> &dyn CommandSet {
+        command_set::of(self.namespace)
+    }
+
     fn csi(&self) -> Csi {
-        match (self.namespace.zones, self.namespace.keys) {
-            (_, Some(_)) => Csi::KEY_VALUE,
-            (Some(_), None) => Csi::ZONED_NAMESPACE,
-            (None, None) => Csi::NVM,
-        }
+        self.command_set().csi()
     }
 
     /// Identify Namespace (NVM 1.0, section 4.1.5.1).
-    fn namespace(&self) -> Vec<u8> {
+    fn namespace(&self, capacity: u64) -> Vec<u8> {
         let namespace = self.namespace;
         let mut id = IdentifyNamespace::new_zeroed();
         id.nsze = self.blocks;
-        let capacity = match namespace.zones {
-            Some(NamespaceZones { geometry, .. }) => {
-                self.blocks / geometry.size * geometry.capacity
-            }
-            None => self.blocks,
-        };
         id.ncap = capacity;
         id.nuse = capacity;
         if self.limits.deallocated_reads_zeroes {
@@ -270,18 +220,6 @@ impl Subject<'_> {
         id.nguid = namespace.nguid;
         id.eui64 = namespace.eui64;
         id.lbaf[0] = LbaFormat::default().with_lbads(namespace.lba_shift);
-        bytes(id)
-    }
-
-    /// Identify Namespace of the Key Value Command Set (KV 1.0, section 4.1.5.1).
-    fn namespace_kv(&self, format: KvFormat) -> Vec<u8> {
-        let namespace = self.namespace;
-        let mut id = IdentifyNamespaceKv::new_zeroed();
-        id.nsze = self.blocks << namespace.lba_shift;
-        id.nuse = self.used;
-        id.nguid = namespace.nguid;
-        id.eui64 = namespace.eui64;
-        id.kvf[0] = format;
         bytes(id)
     }
 
@@ -328,45 +266,28 @@ impl Subject<'_> {
             return Err(Status::INVALID_FIELD);
         }
         let mut vectors = vec![0; IDENTIFY_SIZE];
-        let vector = IoCommandSetVector::default()
-            .with_nvm(true)
-            .with_key_value(self.limits.is_key_value())
-            .with_zoned(self.limits.is_zoned());
+        let nvm = IoCommandSetVector::default().with_nvm(true);
+        let vector = self.command_set().combine(nvm);
         vectors[..8].copy_from_slice(vector.as_bytes());
         Ok(vectors)
     }
 
-    fn in_blocks(&self, bytes: u64) -> u64 {
+    pub(super) fn in_blocks(&self, bytes: u64) -> u64 {
         bytes >> self.namespace.lba_shift
     }
 }
 
-/// Identify Namespace of the Zoned Namespace Command Set (ZNS 1.1, section 4.1.5.1). No zone
-/// descriptor extensions, no random write areas, no limits after which anything is recommended.
-fn namespace_zns(zones: NamespaceZones) -> Vec<u8> {
-    let NamespaceZones {
-        geometry,
-        resources,
-    } = zones;
-    let mut id = IdentifyNamespaceZns::new_zeroed();
-    id.ozcs = Ozcs::default().with_razb(true);
-    id.mar_z = resources.active.saturating_sub(1);
-    id.mor_z = resources.open.saturating_sub(1);
-    id.lbafe[0].zsze = geometry.size;
-    bytes(id)
-}
-
 /// A limit as a power of two of memory pages. Limits are no smaller than a page.
-fn in_pages(limit: u64) -> u8 {
+pub(super) fn in_pages(limit: u64) -> u8 {
     let pages = limit / nvme_mpt::address::PAGE_SIZE;
     pages.checked_ilog2().map_or(0, |power| power as u8)
 }
 
-fn bytes(structure: impl IntoBytes + zerocopy::Immutable) -> Vec<u8> {
+pub(super) fn bytes(structure: impl IntoBytes + zerocopy::Immutable) -> Vec<u8> {
     structure.as_bytes().to_vec()
 }
 
-fn saturating_u32(value: u64) -> u32 {
+pub(super) fn saturating_u32(value: u64) -> u32 {
     u32::try_from(value).unwrap_or(u32::MAX)
 }
 

@@ -13,14 +13,14 @@ use nvme_mpt::{
             FeatureEffects, FeaturesSupportedAndEffects, FirmwareSlots, LogPageId, LogPageRequest,
             LogPageSupport, SupportedLogPages,
         },
-        opcode::{AdminOpcode, KvOpcode, NvmOpcode},
+        opcode::AdminOpcode,
         status::Status,
-        zns::ChangedZoneList,
     },
 };
 use zerocopy::{FromZeros, IntoBytes, little_endian::U128};
 
 use super::{
+    command_set,
     error_log::ErrorLog,
     features::{self, FeatureContext, Features},
     health::Health,
@@ -51,36 +51,6 @@ const ADMIN_COMMANDS: [AdminOpcode; 10] = [
     AdminOpcode::SET_FEATURES,
     AdminOpcode::GET_FEATURES,
     AdminOpcode::ASYNC_EVENT_REQUEST,
-];
-
-/// I/O commands, and whether they change the content of logical blocks.
-const IO_COMMANDS: [(NvmOpcode, bool); 9] = [
-    (NvmOpcode::FLUSH, false),
-    (NvmOpcode::WRITE, true),
-    (NvmOpcode::READ, false),
-    (NvmOpcode::WRITE_UNCORRECTABLE, true),
-    (NvmOpcode::COMPARE, false),
-    (NvmOpcode::WRITE_ZEROES, true),
-    (NvmOpcode::DATASET_MANAGEMENT, true),
-    (NvmOpcode::VERIFY, false),
-    (NvmOpcode::COPY, true),
-];
-
-/// I/O commands that zones bring along, and whether they change the content of logical blocks.
-const ZONE_COMMANDS: [(NvmOpcode, bool); 3] = [
-    (NvmOpcode::ZONE_MANAGEMENT_SEND, true),
-    (NvmOpcode::ZONE_MANAGEMENT_RECEIVE, false),
-    (NvmOpcode::ZONE_APPEND, true),
-];
-
-/// I/O commands on keys and values, and whether they change those.
-const KEY_VALUE_COMMANDS: [(KvOpcode, bool); 6] = [
-    (KvOpcode::FLUSH, false),
-    (KvOpcode::STORE, true),
-    (KvOpcode::RETRIEVE, false),
-    (KvOpcode::LIST, false),
-    (KvOpcode::DELETE, true),
-    (KvOpcode::EXIST, false),
 ];
 
 /// Data of log pages.
@@ -136,7 +106,7 @@ impl LogPages<'_> {
                 let changed = self.changed_zones.ok_or(Status::INVALID_LOG_PAGE)?;
                 // It is of one namespace.
                 self.subject.require_namespace(nsid)?;
-                Ok(changed_zone_list(changed))
+                Ok(command_set::changed_zone_list(changed))
             }
             _ => Err(Status::INVALID_LOG_PAGE),
         }
@@ -145,8 +115,8 @@ impl LogPages<'_> {
     /// Supported Log Pages (Base 2.0, section 5.16.1.1).
     fn supported(&self) -> Vec<u8> {
         let mut log = SupportedLogPages::new_zeroed();
-        let zones = self.changed_zones.map(|_| LogPageId::CHANGED_ZONE_LIST);
-        for lid in SUPPORTED.into_iter().chain(zones) {
+        let own = self.subject.command_set().log_page();
+        for lid in SUPPORTED.into_iter().chain(own) {
             log.0[usize::from(lid.0)] = LogPageSupport::default().with_lsupp(true);
         }
         log.as_bytes().to_vec()
@@ -202,21 +172,14 @@ impl LogPages<'_> {
         if self.subject.doorbell_buffer {
             log.acs[usize::from(AdminOpcode::DOORBELL_BUFFER_CONFIG.0)] = supported;
         }
-        let limits = self.subject.limits;
-        let zoned = csi == Csi::ZONED_NAMESPACE && limits.is_zoned();
-        if csi == Csi::NVM || zoned {
-            let commands = IO_COMMANDS
-                .into_iter()
-                .filter(|(opcode, _)| limits.offers(*opcode));
-            let zone_commands = ZONE_COMMANDS.into_iter().filter(|_| zoned);
-            for (opcode, changes_content) in commands.chain(zone_commands) {
-                log.iocs[usize::from(opcode.0)] = supported.with_lbcc(changes_content);
-            }
-        }
-        if csi == Csi::KEY_VALUE && limits.is_key_value() {
-            for (opcode, changes_content) in KEY_VALUE_COMMANDS {
-                log.iocs[usize::from(opcode.0)] = supported.with_lbcc(changes_content);
-            }
+        let set = self.subject.command_set();
+        let set = match csi {
+            csi if csi == set.csi() => Some(set),
+            Csi::NVM => command_set::nvm_beside(set),
+            _ => None,
+        };
+        for command in set.map_or_else(Vec::new, |set| set.commands(self.subject.limits)) {
+            log.iocs[usize::from(command.opcode)] = supported.with_lbcc(command.changes_content);
         }
         log.as_bytes().to_vec()
     }
@@ -232,21 +195,6 @@ pub(super) fn cleared_by(lid: LogPageId) -> Option<AsyncEventType> {
         }
         _ => None,
     }
-}
-
-/// Changed Zone List (ZNS 1.1, section 4.1.4.1).
-fn changed_zone_list(changed: &ChangedZones) -> Vec<u8> {
-    let mut log = ChangedZoneList::new_zeroed();
-    match changed.listed() {
-        Some(zones) => {
-            for (place, zone) in log.zids.iter_mut().zip(zones) {
-                *place = *zone;
-            }
-            log.nrzid = u16::try_from(zones.len()).unwrap_or(ChangedZoneList::OVERFLOW);
-        }
-        None => log.nrzid = ChangedZoneList::OVERFLOW,
-    }
-    log.as_bytes().to_vec()
 }
 
 /// Firmware Slot Information (Base 2.0, section 5.16.1.4): one slot, which is what runs.

@@ -7,6 +7,7 @@
 mod abort;
 mod async_events;
 mod command;
+mod command_set;
 mod data;
 mod doorbell_buffer;
 mod error_log;
@@ -25,7 +26,6 @@ use std::{collections::VecDeque, mem, sync::Arc};
 
 use nvme_mpt::{
     Attachment, DmaError, Drive, DriveEvent, ErrorEntry, Event, Gpa, InterruptVector,
-    LeasedNamespace,
     spec::{
         event::{AsyncEvent, SmartEvent},
         feature::FeatureId,
@@ -388,7 +388,7 @@ impl Admin {
             self.health.refresh(attachment.drive().controller());
             self.report_health();
         }
-        let changed_zones = attachment.zones().map(|zones| zones.changed());
+        let changed_zones = attachment.zone_changes().map(|zones| zones.changed());
         let pages = LogPages {
             subject: self.subject(controller),
             features: &self.features,
@@ -410,7 +410,7 @@ impl Admin {
         match request.lid {
             LogPageId::CHANGED_NAMESPACE_LIST => self.namespace_changed = false,
             LogPageId::CHANGED_ZONE_LIST => {
-                if let (Some(zones), Some(told)) = (attachment.zones(), &changed_zones) {
+                if let (Some(zones), Some(told)) = (attachment.zone_changes(), &changed_zones) {
                     zones.forget_changed(told);
                 }
             }
@@ -464,12 +464,12 @@ impl Admin {
     fn subject<'a>(&self, controller: Controller<'a>) -> Subject<'a> {
         let Controller { attachment, cc, .. } = controller;
         // A namespace of a command set that is not enabled is not there (Base 2.0, section 3.1.3.5).
-        let LeasedNamespace { zones, keys, .. } = attachment.namespace();
-        let enabled = (zones.is_none() && keys.is_none()) || cc.css() == CommandSetSelected::ALL;
+        let command_set = command_set::of(attachment.namespace());
+        let enabled = command_set.is_basic() || cc.css() == CommandSetSelected::ALL;
         Subject {
             namespace: attachment.namespace(),
             blocks: attachment.blocks(),
-            used: attachment.keys().map_or(0, |keys| keys.used()),
+            used: attachment.used(),
             limits: attachment.limits(),
             doorbell_buffer: doorbell_buffer::is_supported(attachment),
             active: enabled && attachment.is_backed(),

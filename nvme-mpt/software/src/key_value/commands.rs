@@ -2,6 +2,7 @@
 //! key needs no translation; its values' data does.
 
 use nvme_mpt::dma::Direction;
+use nvme_mpt::host::CommandSetLimits;
 use nvme_mpt::shadow::{
     CommandSet, CompletedCommand, Failure, NvmCommands, Traffic, Translator, location,
 };
@@ -82,7 +83,11 @@ fn store(
     if command.must_exist && command.must_not_exist {
         return Err(Failure::at(Status::INVALID_FIELD, location::CDW11));
     }
-    if command.vs > translator.limits().value_bytes_max {
+    let most = match translator.limits().command_set {
+        CommandSetLimits::KeyValue { value_bytes_max } => value_bytes_max,
+        _ => 0,
+    };
+    if command.vs > most {
         return Err(Failure::at(Status::INVALID_VALUE_SIZE, location::CDW10));
     }
     command.write_to(host);

@@ -37,8 +37,8 @@ use super::model::KvProfile;
 use crate::controller::LIMITS;
 use nvme_mpt::address::PAGE_SIZE;
 use nvme_mpt::host::{
-    HostController, HostKeys, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace,
-    HostQueuePair, Limits,
+    CommandSetLimits, HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace,
+    HostQueuePair, Limits, NamespaceFormat,
 };
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::origin::Origin;
@@ -141,6 +141,7 @@ pub struct KeyValueController {
     model: &'static str,
     namespace: HostNamespace,
     limits: Limits,
+    value_bytes_max: u32,
     home: Home,
     iova_space: Arc<IovaSpace>,
 }
@@ -168,7 +169,9 @@ impl KeyValueController {
             volatile_write_cache: false,
             deallocated_reads_zeroes: false,
             no_data_bytes_max: PAGE_SIZE,
-            value_bytes_max: profile.max_value_bytes(),
+            command_set: CommandSetLimits::KeyValue {
+                value_bytes_max: profile.max_value_bytes(),
+            },
             ..LIMITS
         };
         Self {
@@ -180,6 +183,7 @@ impl KeyValueController {
                 lba_shift: GRANULARITY_LOG2,
             },
             limits,
+            value_bytes_max: profile.max_value_bytes(),
             home,
             iova_space: Arc::new(IovaSpace::software()),
         }
@@ -255,7 +259,7 @@ impl HostController for KeyValueController {
         };
         Ok(Box::new(KeySpace {
             capacity: bytes.length(),
-            value_bytes_max: self.limits.value_bytes_max,
+            value_bytes_max: self.value_bytes_max,
             home,
         }))
     }
@@ -290,20 +294,14 @@ impl HostLease for KeySpace {
         Ok(())
     }
 
-    fn keys(&self) -> Option<&dyn HostKeys> {
-        Some(self)
-    }
-}
-
-impl HostKeys for KeySpace {
-    fn format(&self) -> KvFormat {
-        KvFormat {
+    fn format(&self) -> NamespaceFormat {
+        NamespaceFormat::Keys(KvFormat {
             kml: KEY_LENGTH_MAX as u16,
             vml: self.value_bytes_max,
             // Keys with empty values fill it with as many.
             mnk: u32::try_from(self.capacity / PAIR_BYTES).unwrap_or(u32::MAX),
             ..KvFormat::default()
-        }
+        })
     }
 
     fn used(&self) -> u64 {

@@ -1,6 +1,7 @@
 //! Translation of the commands that the Zoned Namespace Command Set adds (ZNS 1.1, section 3).
 
 use nvme_mpt::dma::Direction;
+use nvme_mpt::host::CommandSetLimits;
 use nvme_mpt::shadow::{
     CommandSet, CompletedCommand, Failure, NvmCommands, Traffic, Translator, location,
 };
@@ -77,7 +78,11 @@ fn zone_append(
     let invalid = Failure::at(Status::INVALID_FIELD, location::CDW12);
     let len = (u64::from(nlb_z) + 1) << translator.blocks().lba_shift;
     // ZASL; and no protection information is offered that could be remapped.
-    if len > translator.limits().zone_append_bytes_max || piremap || prinfo.pract() {
+    let most = match translator.limits().command_set {
+        CommandSetLimits::Zoned { append_bytes_max } => append_bytes_max,
+        _ => 0,
+    };
+    if len > most || piremap || prinfo.pract() {
         return Err(invalid);
     }
     // The first block of a zone is leased with all of it.

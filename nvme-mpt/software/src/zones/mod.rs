@@ -33,7 +33,9 @@ use table::ZoneTable;
 
 use super::model::ZnsProfile;
 use nvme_mpt::event::{Event, EventQueue};
-use nvme_mpt::host::{ChangedZones, Geometry, HostNamespace, HostZones, Resources};
+use nvme_mpt::host::{
+    ChangedZones, Geometry, HostNamespace, NamespaceZones, Resources, ZoneChanges,
+};
 use nvme_mpt::lease::{Bytes, LbaRange};
 use nvme_mpt::memory::SharedWords;
 use nvme_mpt::spec::ids::Lba;
@@ -128,6 +130,7 @@ pub enum ZoneError {
 pub struct Zones {
     geometry: Geometry,
     resources: Resources,
+    append_bytes_max: u64,
     lba_shift: u8,
     count: u32,
     kept: KeptZones,
@@ -180,6 +183,7 @@ impl Zones {
                 open: profile.max_open,
                 active: profile.max_active,
             },
+            append_bytes_max: profile.append_limit.0,
             lba_shift,
             count,
             kept,
@@ -235,8 +239,11 @@ impl Zones {
         let table = ZoneTable::new(self.geometry, resources, (words, first, count));
         Ok(LeasedZones {
             start: range.start,
-            geometry: self.geometry,
-            resources,
+            format: NamespaceZones {
+                geometry: self.geometry,
+                resources,
+                append_bytes_max: self.append_bytes_max,
+            },
             state: Mutex::new(State {
                 table,
                 changed: ChangedZones::default(),
@@ -270,12 +277,17 @@ impl State {
 pub struct LeasedZones {
     /// Start of the lease in the host's namespace.
     start: Lba,
-    geometry: Geometry,
-    resources: Resources,
+    format: NamespaceZones,
     state: Mutex<State>,
 }
 
 impl LeasedZones {
+    /// Returns what Identify describes of them.
+    #[must_use]
+    pub fn format(&self) -> NamespaceZones {
+        self.format
+    }
+
     /// Tells of zones that change by themselves from now on ([`Event::ZonesChanged`]).
     pub fn subscribe(&self, events: &Arc<EventQueue>) {
         self.lock().listener = Arc::downgrade(events);
@@ -284,7 +296,7 @@ impl LeasedZones {
     /// Makes the zones empty that have one of `blocks` blocks from `start` of the lease on, whose blocks are
     /// zeroes already.
     pub(crate) fn empty(&self, start: u64, blocks: u64) {
-        let size = self.geometry.size;
+        let size = self.format.geometry.size;
         let end = start.saturating_add(blocks).div_ceil(size);
         // A drive has 65,536 zones at most.
         let zones = (start / size) as u32..end.min(MAX_ZONES) as u32;
@@ -297,15 +309,7 @@ impl LeasedZones {
     }
 }
 
-impl HostZones for LeasedZones {
-    fn geometry(&self) -> Geometry {
-        self.geometry
-    }
-
-    fn resources(&self) -> Resources {
-        self.resources
-    }
-
+impl ZoneChanges for LeasedZones {
     fn changed(&self) -> ChangedZones {
         self.lock().changed.clone()
     }

@@ -189,7 +189,7 @@ impl ZonedQueue {
                 report(
                     table,
                     &receive,
-                    self.zones.geometry.capacity,
+                    self.zones.format.geometry.capacity,
                     &mut self.report,
                 )?;
                 hand_over(&self.report, sqe, receive.length(), memory)?;

@@ -61,12 +61,12 @@ fn a_lease_has_whole_zones_and_its_share_of_the_resources() {
         let lease = zones
             .lease(range(start << 20, length << 20))
             .expect("a lease");
-        assert_eq!(lease.resources(), Resources { open, active });
+        assert_eq!(lease.format().resources, Resources { open, active });
         let expected = Geometry {
             size: 256,
             capacity: 192,
         };
-        assert_eq!(lease.geometry(), expected);
+        assert_eq!(lease.format().geometry, expected);
     }
     for (start, length, said) in [
         (

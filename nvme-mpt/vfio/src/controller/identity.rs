@@ -10,7 +10,7 @@ use zerocopy::FromZeros;
 use super::admin_queue::AdminQueue;
 use super::error::ControllerError;
 use nvme_mpt::address::PAGE_SIZE;
-use nvme_mpt::host::{HostNamespace, Limits};
+use nvme_mpt::host::{CommandSetLimits, HostNamespace, Limits};
 use nvme_mpt::origin::nvme::{self, text};
 use nvme_mpt::shadow::MAX_SGL_DESCRIPTORS;
 use nvme_mpt::spec::admin::Identify;
@@ -219,8 +219,7 @@ fn limits(
         copy_bytes_max: common.copy_bytes_max,
         copy_ranges_max: common.copy_ranges_max,
         // Namespaces of that command set are not driven.
-        zone_append_bytes_max: 0,
-        value_bytes_max: 0,
+        command_set: CommandSetLimits::Nvm,
     }
 }
 

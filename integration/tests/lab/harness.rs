@@ -93,6 +93,15 @@ fn keep(folder: TempDir) {
     ));
 }
 
+/// Prints the cause of a failure, without the console that follows it.
+fn print_cause(failure: &(dyn std::error::Error + Send + Sync)) {
+    let text = integration::error_chain(failure);
+    say(&format!(
+        "        {}",
+        text.lines().next().unwrap_or_default()
+    ));
+}
+
 /// The lab of a group.
 pub(crate) struct GroupLab {
     drives: fn() -> Vec<LabDrive>,
@@ -125,28 +134,23 @@ impl GroupLab {
     /// Runs a check, in further labs as long as its guest is lost.
     pub(crate) fn check(&self, name: &str) -> Result<(), Failure> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        for attempt in 1..=self.attempts {
-            let result = state.run(self.drives, name);
-            match result {
-                Err(failure) if guest::is_lost(&*failure) => {
-                    // The state of its drives is not known.
-                    let left = state.leave();
-                    for failure in [Some(failure), left.err()].into_iter().flatten() {
-                        // The first line has the cause, those after it the console.
-                        let text = integration::error_chain(&*failure);
-                        say(&format!(
-                            "        {}",
-                            text.lines().next().unwrap_or_default()
-                        ));
-                    }
-                    if attempt < self.attempts {
-                        say(&format!("        {name}: {LOST}, in another lab"));
-                    }
-                }
+        let mut attempt = 1;
+        loop {
+            let failure = match state.run(self.drives, name) {
+                Err(failure) if guest::is_lost(&*failure) => failure,
                 result => return result,
+            };
+            // The state of its drives is not known.
+            if let Err(failure) = state.leave() {
+                print_cause(&*failure);
             }
+            if attempt == self.attempts {
+                return Err(failure);
+            }
+            print_cause(&*failure);
+            say(&format!("        {name}: {LOST}, in another lab"));
+            attempt += 1;
         }
-        Err(format!("A guest was lost in each of {} labs", self.attempts).into())
     }
 
     /// Ends the lab and checks what its IOMMU has refused.

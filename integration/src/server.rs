@@ -31,7 +31,7 @@ pub enum ServerError {
         /// Why.
         source: io::Error,
     },
-    /// It does not come up.
+    /// Error of a server that does not come up.
     #[error("nvme-mpt serve does not say that it is ready:\n{log}")]
     NotReady {
         /// The end of its log.
@@ -45,7 +45,7 @@ pub enum ServerError {
         /// Time that was waited.
         patience: Duration,
     },
-    /// It ended in another way than asked to.
+    /// Error of a server that ended in another way than asked to.
     #[error("nvme-mpt serve ended badly ({status}):\n{log}")]
     Ended {
         /// Exit status.
@@ -333,7 +333,7 @@ impl Server {
         })
     }
 
-    /// Sees that it still runs.
+    /// Checks that it still runs.
     ///
     /// # Errors
     /// If it has ended.

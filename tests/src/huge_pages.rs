@@ -15,7 +15,7 @@ const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
 pub struct HugePages(u64);
 
 impl HugePages {
-    /// Has the kernel set pages aside. `None` where it has none to give, or not to this user.
+    /// Reserves pages of the kernel. `None` where it has none to give, or not to this user.
     #[must_use]
     pub fn set_aside(count: u64) -> Option<Self> {
         let before = pool()?;

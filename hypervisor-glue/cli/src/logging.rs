@@ -91,7 +91,7 @@ impl Log for Limited {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
     Pass,
-    /// It is the first after so many that were left out.
+    /// The first line after so many that were left out.
     PassAfter(u64),
     LeaveOut,
 }

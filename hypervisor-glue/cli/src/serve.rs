@@ -103,7 +103,7 @@ pub enum OfferError {
     /// Its doorbells cannot be offered.
     #[error("Cannot share the doorbells; raise the limit on open files")]
     Doorbells(#[source] io::Error),
-    /// It cannot be served.
+    /// Error serving a function.
     #[error(transparent)]
     Thread(#[from] FunctionThreadError),
 }

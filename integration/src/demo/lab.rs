@@ -27,7 +27,7 @@ const REPORT: &str = "/tmp/demo.json";
 /// Most labs that it is given in, one after the other, while guests are lost.
 const ATTEMPTS: u32 = 4;
 
-/// Gives the demonstration inside a lab of its own, and in another one if a guest was lost.
+/// Runs the demonstration inside a lab of its own, and in another one if a guest was lost.
 pub(super) fn run(options: &Options) -> Result<bool, DemoError> {
     let programs = build()?;
     let assets = LabAssets::provide(&KernelChoice::V6_12)?;

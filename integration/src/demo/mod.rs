@@ -189,7 +189,7 @@ pub enum DemoError {
     },
 }
 
-/// Gives the demonstration. Returns whether all data was right and all ranges were kept.
+/// Runs the demonstration. Returns whether all data was right and all ranges were kept.
 ///
 /// # Errors
 /// If it can't be given.

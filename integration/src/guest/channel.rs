@@ -30,7 +30,7 @@ const INQUIRY_PATIENCE: Duration = Duration::from_secs(20);
 /// The guest does not answer.
 #[derive(Debug, Error)]
 pub enum ChannelError {
-    /// It does not answer.
+    /// No answer.
     #[error("waited {patience:?} in vain for {what}{}", sign_of_life(.life.as_deref()))]
     Timeout {
         /// Event that was waited for.
@@ -40,7 +40,7 @@ pub enum ChannelError {
         /// Result of another script, if it was asked to run one.
         life: Option<Box<Life>>,
     },
-    /// It will never answer again.
+    /// The end of the line: no answer will come.
     #[error("it runs with its host's registers, and {what} was waited for")]
     Lost {
         /// Event that was waited for.
@@ -60,9 +60,9 @@ pub enum ChannelError {
 /// Tells a script that hangs from a guest that does.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Life {
-    /// It ran another script, which looked for what hangs and said this.
+    /// Output of another script, which the guest still ran, and which looks for the cause.
     Said(String),
-    /// It ran nothing else.
+    /// No other script ran any more.
     None,
 }
 

@@ -33,9 +33,9 @@ pub struct LabDrive {
     pub mdts: u8,
     /// True if it offers Doorbell Buffer Config.
     pub dbcs: bool,
-    /// It does no more than this many I/Os a second.
+    /// Most I/Os a second.
     pub iops: Option<u64>,
-    /// It transfers no more than this many bytes a second.
+    /// Most bytes a second.
     pub bandwidth: Option<u64>,
     /// The file that holds its data, made if it is not there and kept; `None`: one that goes with the lab.
     /// Further namespaces have "-2", "-3", … at the end of the name.
@@ -252,7 +252,7 @@ pub(super) struct Placed {
     slot: usize,
 }
 
-/// Gives each drive a slot.
+/// Assigns a slot to each drive.
 pub(super) fn place(drives: &[LabDrive]) -> Result<Vec<Placed>, LabError> {
     let mut placed: Vec<Placed> = Vec::new();
     for (slot, drive) in drives.iter().enumerate() {

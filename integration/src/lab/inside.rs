@@ -61,7 +61,7 @@ pub fn address(id: &str) -> Result<String, InsideError> {
         .ok_or_else(|| InsideError::NoDrive { id: id.to_owned() })
 }
 
-/// Gives a drive to `driver`: `vfio-pci` or `nvme`.
+/// Binds a drive to `driver`: `vfio-pci` or `nvme`.
 ///
 /// # Errors
 /// If the driver does not take it.

@@ -72,7 +72,7 @@ const HUGE_PAGES: &str = "policy=/sys/kernel/mm/transparent_hugepage/shmem_enabl
 /// Errors of the lab.
 #[derive(Debug, Error)]
 pub enum LabError {
-    /// It can't be provided.
+    /// Error providing the lab's parts.
     #[error(transparent)]
     Provision(#[from] ProvisionError),
     /// The machine does not boot, does not answer, or a command in it failed.

@@ -37,7 +37,7 @@ pub(super) trait Plan: Send {
 pub(super) struct Mix {
     rng: Rng,
     pattern: Pattern,
-    /// Of the low 32 bits of a random number, those below it are reads.
+    /// Bound of the low 32 bits of a random number, below which a command reads.
     reads_below: u64,
     /// First block, number of commands that fit, blocks of each.
     first: u64,

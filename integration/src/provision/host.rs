@@ -16,7 +16,7 @@ pub struct Tool {
     pub package: &'static str,
 }
 
-/// Sees to it that `tools` are there; root installs what is missing.
+/// Ensures that `tools` are there; root installs missing ones.
 ///
 /// # Errors
 /// If something is missing and can't be installed; the error names the command to run.

@@ -12,7 +12,7 @@ const OVERHEAD: u64 = 32 << 20;
 
 /// Makes an ext4 image of all that is in `folder`.
 ///
-/// It has no journal: it is mounted read-only, and made anew rather than repaired.
+/// The file system has no journal: it is mounted read-only, and made anew rather than repaired.
 ///
 /// # Errors
 /// If the folder can't be read or the image not written.

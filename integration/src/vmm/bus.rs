@@ -14,7 +14,7 @@ use vmm_device::BarMove;
 pub(super) struct Bus(RwLock<IoManager>);
 
 impl Bus {
-    /// Has a device answer at ports.
+    /// Adds a device that answers at ports.
     pub(super) fn add_ports(
         &self,
         (first, ports): (u16, u16),
@@ -24,7 +24,7 @@ impl Bus {
         self.change().register_pio(range, device)
     }
 
-    /// Has a device answer at addresses.
+    /// Adds a device that answers at addresses.
     pub(super) fn add_addresses(
         &self,
         (first, len): (u64, u64),

@@ -33,10 +33,10 @@ pub struct KvmCounters {
 }
 
 impl KvmCounters {
-    /// Those of the machine that a process has.
+    /// Returns the counters of the machine that a process has.
     ///
     /// # Errors
-    /// It has none, or the kernel's debugfs is not there or not ours to read.
+    /// If it has none, or the kernel's debugfs can't be read.
     pub fn of_process(pid: u32) -> io::Result<Self> {
         Self::read(&folder_of_process(pid)?)
     }

@@ -63,9 +63,9 @@ pub enum Ended {
     PoweredOff,
     /// The guest reset it.
     Reset,
-    /// It was written to a folder, to go on in another process.
+    /// The machine was written to a folder, to go on in another process.
     Suspended,
-    /// It cannot go on.
+    /// The machine cannot go on.
     Failed(String),
 }
 
@@ -289,7 +289,7 @@ impl Shared {
         Ok(vcpus)
     }
 
-    /// Has all be as it was. Returns vCPUs that go on from there.
+    /// Restores a snapshot. Returns vCPUs that go on from it.
     fn restore(
         &self,
         saved: &MachineState,

@@ -41,7 +41,7 @@ pub struct Options {
     /// A socket on which functions can be added and removed, and a snapshot can be taken.
     #[arg(long)]
     control: Option<PathBuf>,
-    /// Has a machine go on that was written to this folder, with the functions that it had.
+    /// Resumes the machine that was written to this folder, with the functions that it had.
     #[arg(long, conflicts_with_all = ["kernel", "initramfs", "cpus", "memory"])]
     restore: Option<PathBuf>,
 }

@@ -93,7 +93,7 @@ impl SerialPort {
         }
     }
 
-    /// Has the guest receive all that comes from `reader`, as it makes room for it.
+    /// Feeds the guest all that comes from `reader`, as it makes room for it.
     pub(super) fn feed(port: &Mutex<Self>, mut reader: impl Read) {
         let mut bytes = [0; 64];
         loop {

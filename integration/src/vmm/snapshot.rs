@@ -150,7 +150,7 @@ fn copy_pieces(from: &mut File, to: &mut File) -> io::Result<()> {
 }
 
 impl VcpuState {
-    /// That of a processor that is not running, with these of its model-specific registers.
+    /// State of a processor that is not running, with these of its model-specific registers.
     pub(super) fn of(vcpu: &VcpuFd, known: &MsrList) -> Result<Self, kvm_ioctls::Error> {
         Ok(Self {
             mp_state: vcpu.get_mp_state()?,

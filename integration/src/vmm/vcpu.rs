@@ -101,7 +101,7 @@ impl Drop for Vcpus {
     }
 }
 
-/// That the signal came is all that is needed of it: it ends a system call.
+/// Empty handler: the signal ends a system call by its arrival.
 extern "C" fn on_kick(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}
 
 /// Runs a processor until it is stopped; or returns what ended it.

@@ -97,9 +97,9 @@ impl VmmsError {
 /// Result of a request to a VMM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
-    /// It did it.
+    /// The VMM fulfilled the request.
     Done,
-    /// It did not: what it lacks, and what was done instead.
+    /// The VMM lacks this; the text names what was done instead.
     Lacking(&'static str),
 }
 
@@ -135,25 +135,25 @@ pub trait Vmm {
     /// The guest.
     fn guest(&self) -> &Agent;
 
-    /// Gives the guest the function that it can be given, and has it look for it if it would not by itself.
+    /// Plugs the pluggable function, and has the guest rescan its bus if the VMM sends no event.
     ///
     /// # Errors
     /// If the VMM refuses.
     fn plug(&mut self) -> Result<(), VmmsError>;
 
-    /// Takes that function from the guest again. `controller` is what the guest calls it, as in `nvme1`.
+    /// Removes that function. `controller` is the guest's name of it, as in `nvme1`.
     ///
     /// # Errors
     /// If the VMM or the guest refuses.
     fn unplug(&mut self, controller: &str) -> Result<Outcome, VmmsError>;
 
-    /// Has the guest reboot, and waits until it is there again.
+    /// Reboots the guest, and waits until it takes commands.
     ///
     /// # Errors
     /// If it is not.
     fn reboot(&mut self) -> Result<Outcome, VmmsError>;
 
-    /// Has the guest turn itself off, and all end in order.
+    /// Powers the guest off, and waits until the VMM has ended.
     ///
     /// # Errors
     /// If it does not.

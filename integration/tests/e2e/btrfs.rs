@@ -22,7 +22,7 @@ const PROFILE: &str = "model = \"zns\"\nzone_size = \"4M\"\nzone_capacity = \"4M
                        max_open = 32\nmax_active = 32\nappend_limit = \"128K\"\n";
 /// Zones of the lease.
 const ZONES: u64 = 128;
-/// Those that it fills. It needs others to have room for its metadata, of which each change is another copy.
+/// Zones that it fills. Its metadata needs others, as each change of it is another copy.
 const FILLED: u64 = 80;
 
 const MAKE: &str = "mkfs.btrfs -q -d single -m single /dev/nvme0n1 && mount -t btrfs /dev/nvme0n1 /mnt && \

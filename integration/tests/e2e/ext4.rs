@@ -22,7 +22,7 @@ pub(crate) const GROUP: Group = Group::Alone {
     ],
 };
 
-/// So many durable records before the kill comes.
+/// Number of durable records before the kill.
 const RECORDS: u64 = 40;
 
 /// Makes a file system, fills a part of it, and remembers what is in it.

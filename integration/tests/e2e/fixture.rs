@@ -185,7 +185,7 @@ impl Booted {
         verified_load(name, jobs).option("filename", &self.namespace)
     }
 
-    /// Sees that the server lives and that the guest's kernel has nothing to complain of.
+    /// Checks that the server lives and that the guest's kernel has logged no problem.
     pub(crate) fn expect_well(&self) -> Result<(), Failure> {
         self.server().expect_alive()?;
         expect_no_complaints(&self.guest)
@@ -196,7 +196,7 @@ fn lock(server: &Mutex<Server>) -> MutexGuard<'_, Server> {
     server.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Sees that the guest's kernel has said nothing of timeouts, aborts or errors of its drive.
+/// Checks that the guest's kernel has logged no timeouts, aborts or errors of its drive.
 pub(crate) fn expect_no_complaints(guest: &Guest) -> Result<(), Failure> {
     let said = guest.check(
         "dmesg | grep -iE '(nvme|blk_|I/O error|EXT4-fs).*(timeout,|timed out|abort|error|fail|invalid|resetting)' \

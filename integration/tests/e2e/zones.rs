@@ -61,7 +61,7 @@ fn nvme(booted: &Booted, command: &str, options: &str, status: u16) -> Result<St
     Ok(booted.guest.expect_nvme(&line, status)?)
 }
 
-/// So many descriptors from a zone on, as nvme-cli reads them.
+/// Returns `count` descriptors from a zone on, as nvme-cli reads them.
 fn report(booted: &Booted, zone: u64, count: u64) -> Result<Vec<Value>, Failure> {
     let options = format!("-s {} -d {count} -o json", zone * ZONE);
     let text = nvme(booted, "zns report-zones", &options, status::SUCCESS)?;

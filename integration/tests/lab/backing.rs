@@ -125,7 +125,7 @@ fn reset(_: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Has all of some memory mapped.
+/// Maps all of a memory.
 fn map(iommu: &dyn Iommu, iova: u64, memory: &Mapping, access: Access) -> io::Result<()> {
     iommu.map(iova, memory, 0..memory.len(), access)
 }

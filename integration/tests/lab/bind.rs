@@ -60,7 +60,7 @@ fn expect_ok(arguments: &str, wanted: &str) -> Result<(), Failure> {
     })
 }
 
-/// Sees that it is refused, in words that have each of these in them.
+/// Checks that a command is refused, by a message with each of these words.
 fn expect_refusal(arguments: &str, words: &[&str]) -> Result<(), Failure> {
     let said = nvme_mpt(arguments)?;
     let is_refusal = said
@@ -97,7 +97,7 @@ impl HostDrive {
             .to_owned())
     }
 
-    /// Sees that it is still the host's, and works there.
+    /// Checks that it is still the host's, and works there.
     fn expect_untouched(&self) -> Result<(), Failure> {
         let driver = self.driver()?;
         expect(driver == "nvme", || {

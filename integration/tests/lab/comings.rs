@@ -91,7 +91,7 @@ struct Asked {
 }
 
 impl Asked {
-    /// Has a guest run `script` from a function, whose options are returned as well.
+    /// Boots a guest that runs `script` from a function. Returns the options of the function, too.
     fn boot(bench: &Bench, log: &str, script: &str) -> Result<(Self, String), Failure> {
         let assets = bench.v6_1()?;
         let image = root(bench, &assets, &init::script(script))?;
@@ -219,7 +219,7 @@ impl Asked {
 struct Holdings {
     files: usize,
     threads: usize,
-    /// Of files, of memory that has a name, and of the heap.
+    /// Mappings of files, of memory that has a name, and of the heap.
     mappings: usize,
     of_kvm: String,
 }

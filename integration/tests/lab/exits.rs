@@ -53,7 +53,7 @@ pub(crate) fn without_a_doorbell_buffer(bench: &Bench) -> Result<(), Failure> {
     counted(bench, "mapped", "no Doorbell Buffer")
 }
 
-/// Has KVM count what a guest's reads cost, from a function in the VMM's process.
+/// Counts the exits of a guest's reads from a function in the VMM's process, by KVM.
 fn counted(bench: &Bench, doorbells: &str, what: &str) -> Result<(), Failure> {
     let body = format!(
         "reads /dev/nvme0n1 {READS_BEFORE}

@@ -155,7 +155,7 @@ fn failed_start(bench: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Has each side find what the other wrote, time and again.
+/// Checks that each side finds what the other wrote, time and again.
 fn back_and_forth(bench: &Bench) -> Result<(), Failure> {
     for round in 0..4 {
         let mut server = serve(bench)?;

@@ -1,6 +1,6 @@
 //! Script that a guest of the reference VMM runs in place of an init.
 
-/// Has what a script needs at hand.
+/// Mounts and installs the needs of a script.
 const PROLOGUE: &str = r"#!/bin/busybox sh
 /bin/busybox --install -s /bin
 export PATH=/sbin:/bin

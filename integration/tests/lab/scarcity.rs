@@ -52,7 +52,7 @@ struct Terms {
     limit: f64,
 }
 
-/// It does 200 commands a second, or 4 MiB: one of 128 KiB takes as long as six small ones, and what a loud
+/// The drive does 200 commands a second, or 4 MiB: one of 128 KiB takes as long as six small ones, and what a loud
 /// guest has in the drive takes two seconds. Machines that are not idle add some milliseconds to a latency now
 /// and then, which is to be little compared with those.
 const SLOW: Terms = Terms {

@@ -56,7 +56,7 @@ fn root_with_trapped_doorbells(bench: &Bench) -> Result<(), Failure> {
     verify(bench, &KernelChoice::V6_1, "trap", 4)
 }
 
-/// Has a guest do I/O on its root, and look whether it did well.
+/// Boots a guest that verifies its own I/O on its root.
 fn verify(bench: &Bench, kernel: &KernelChoice, doorbells: &str, cpus: u8) -> Result<(), Failure> {
     let cpus_argument = cpus.to_string();
     let arguments = ["--cpus", &cpus_argument];

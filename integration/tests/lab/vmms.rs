@@ -79,7 +79,7 @@ fn over_cloud_hypervisor(bench: &Bench) -> Result<(), Failure> {
     over::<CloudHypervisor>(bench)
 }
 
-/// Has a VMM go through the list.
+/// Runs the list on a VMM.
 fn over<V: Vmm + 'static>(bench: &Bench) -> Result<(), Failure> {
     let assets = Assets::provide(&KernelChoice::V6_12)?;
     let images = Images {

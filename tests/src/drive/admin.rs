@@ -90,7 +90,7 @@ impl Controller {
         })
     }
 
-    /// Gives Dword 0 of the Abort: whether the command was not aborted.
+    /// Returns Dword 0 of the Abort: 1 if the command was not aborted.
     fn abort(&mut self, sqe: &Sqe) -> u32 {
         let (sqid, cid) = (sqe.cdw(10) as u16, (sqe.cdw(10) >> 16) as u16);
         let named = |work: &Work| work.sq == sqid && work.sqe.cid() == cid;

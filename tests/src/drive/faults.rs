@@ -38,7 +38,7 @@ impl Meets {
 pub enum Effect {
     /// It is never completed, unless it is aborted. Its data still moves when the controller is reset.
     Lose,
-    /// It takes so much longer.
+    /// It takes this much longer.
     Delay(Duration),
     /// It is not executed, and completes as if it had been.
     Skip,
@@ -82,14 +82,14 @@ impl Fault {
         }
     }
 
-    /// After so many such commands that go well.
+    /// Sets the number of such commands that go well first.
     #[must_use]
     pub fn after(mut self, commands: u64) -> Self {
         self.after = commands;
         self
     }
 
-    /// So many such commands.
+    /// Sets the number of such commands.
     #[must_use]
     pub fn times(mut self, commands: u64) -> Self {
         self.times = commands;

@@ -31,7 +31,7 @@ pub struct ModelDrive {
     doorbells: Arc<DoorbellRegisters>,
     /// Readable when the drive is to be removed.
     removal: (PipeReader, PipeWriter),
-    /// It is on the bus no more.
+    /// True once it is gone from the bus.
     vanished: AtomicBool,
     released: AtomicBool,
     judge_on_release: bool,
@@ -115,7 +115,7 @@ impl ModelDrive {
         self.controller().forger = Some(forger);
     }
 
-    /// Has something go wrong.
+    /// Adds a fault.
     pub fn inject(&self, fault: Fault) {
         self.controller().faults.add(fault);
     }
@@ -148,7 +148,7 @@ impl ModelDrive {
         self.controller().hung = true;
     }
 
-    /// Is pulled out.
+    /// Pulls the drive out.
     pub fn vanish(&self) {
         // No access to memory is under way, and none comes.
         let mut controller = self.controller();
@@ -156,7 +156,7 @@ impl ModelDrive {
         controller.forget();
     }
 
-    /// Is to be removed in order: its driver is asked to release it.
+    /// Requests removal in order: its driver is asked to release it.
     pub fn request_removal(&self) {
         (&self.removal.1).write_all(&[1]).expect("room for a byte");
     }

@@ -147,7 +147,7 @@ impl Controller {
         false
     }
 
-    /// Has the next doorbells be written, where the drive asks for that (EventIdx).
+    /// Requests writes of the next doorbells (EventIdx), if the drive does that.
     pub(super) fn ask_for_doorbells(&mut self) {
         let Some([shadow, event_idx]) = self.shadow else {
             return;

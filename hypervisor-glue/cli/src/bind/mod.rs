@@ -130,7 +130,7 @@ pub struct Bound {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Change {
-    /// It was bound already.
+    /// The drive was bound already.
     None,
     /// From another driver, or from none.
     From(Option<String>),
@@ -279,7 +279,7 @@ fn drivers_probe(root: &HostRoot) -> PathBuf {
     root.sys.join("bus/pci/drivers_probe")
 }
 
-/// Sees that the kernel has a driver.
+/// Checks that the kernel has a driver.
 fn expect_driver(root: &HostRoot, driver: &'static str) -> Result<(), BindError> {
     if root.sys.join("bus/pci/drivers").join(driver).exists() {
         Ok(())

@@ -17,7 +17,7 @@ pub enum FitError {
         /// Kernel's error.
         source: io::Error,
     },
-    /// It is not what fio writes.
+    /// Error of a file that is no report of fio.
     #[error("{path} is no report of fio; run it with --output-format=json --output=FILE")]
     Report {
         /// Its path.

@@ -58,11 +58,11 @@ pub struct NamespaceStats {
 pub struct QueuePairStats {
     /// Total of the drive.
     pub total: u16,
-    /// Those that one queue of a guest has to itself.
+    /// Pairs that one queue of a guest has to itself.
     pub exclusive: u16,
-    /// Those that queues of guests share.
+    /// Pairs that queues of guests share.
     pub shared: u16,
-    /// Those that are not used.
+    /// Pairs that are not used.
     pub free: u16,
 }
 

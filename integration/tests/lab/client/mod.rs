@@ -35,7 +35,7 @@ pub(crate) struct Work {
     pub(crate) bytes: usize,
     /// Places for commands, side by side from the start of the range.
     pub(crate) places: usize,
-    /// Of addresses and data.
+    /// Seed of addresses and data.
     pub(crate) seed: u64,
     /// True if data is described by SGLs, of two blocks for a command, instead of PRPs.
     pub(crate) sgl: bool,
@@ -60,13 +60,13 @@ impl Work {
 pub(crate) struct Counts {
     /// Commands that were started.
     pub(crate) submitted: u64,
-    /// Those that ended well, once.
+    /// Commands that ended well, once.
     pub(crate) completed: u64,
     /// Number of commands that were sent again.
     pub(crate) retried: u64,
-    /// Those that ended in an error.
+    /// Commands that ended in an error.
     pub(crate) errors: u64,
-    /// Those that the guest gave up itself, by going away, or whose server went away.
+    /// Commands that the guest gave up by going away, or whose server went away.
     pub(crate) withdrawn: u64,
     /// Completions of commands that were not outstanding, such as second ones.
     pub(crate) doubled: u64,
@@ -122,7 +122,7 @@ enum Order {
     TakeMemory,
     /// Closes its connection with commands in flight, and waits.
     Vanish,
-    /// Sees that nothing has been written since it vanished, and ends.
+    /// Checks that nothing has been written since it vanished, and ends.
     LookAtMemory,
     /// Submits nothing more, waits for what is outstanding, reads all of its range, and ends.
     Finish,

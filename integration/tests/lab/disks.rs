@@ -44,6 +44,7 @@ pub(crate) const GROUP: Group = Group::Inside {
         ("flaky", |bench| {
             compare(bench, Layer::Device, Trouble::Flaky)
         }),
+        ("one_drive_by_every_path", one_drive),
     ],
 };
 
@@ -377,6 +378,36 @@ fn verify(path: &Path, record: &Record) -> Result<(), Failure> {
             )));
         }
     }
+    Ok(())
+}
+
+/// One namespace by its paths: a mapping, the block device, the PCI address. A lease that is left stale by one path
+/// refuses another id by each of them, and its own id takes it over by any.
+fn one_drive(bench: &Bench) -> Result<(), Failure> {
+    let disk = Mapped::create(DISK)?;
+    let device = disk.device.display().to_string();
+    let serve = |id: &str, path: &str| {
+        let options = FunctionOptions::new(id, path, format!("0+{LEASE}"));
+        bench.serve(&[options])
+    };
+    let refused = |path: &str| match serve("b", path) {
+        Ok(_) => Err(Failure::Wrong(format!("{path} was leased twice"))),
+        Err(error) => {
+            let message = integration::error_chain(&error);
+            expect(message.contains("overlaps lease \"a\""), || message)
+        }
+    };
+    // Dropped, it is killed.
+    drop(serve("a", MAPPED)?);
+    refused(MAPPED)?;
+    drop(disk);
+    refused(&device)?;
+    drop(serve("a", &device)?);
+    inside::bind("a", "vfio-pci")?;
+    let address = inside::address("a")?;
+    refused(&address)?;
+    serve("a", &address)?.stop()?;
+    inside::bind("a", "nvme")?;
     Ok(())
 }
 

@@ -391,9 +391,9 @@ fn one_drive(bench: &Bench) -> Result<(), Failure> {
         bench.serve(&[options])
     };
     let refused = |path: &str| match serve("b", path) {
-        Ok(_) => Err(Failure::Wrong(format!("{path} was leased twice"))),
+        Ok(_) => Err(format!("{path} was leased twice").into()),
         Err(error) => {
-            let message = integration::error_chain(&error);
+            let message = integration::error_chain(error.as_ref());
             expect(message.contains("overlaps lease \"a\""), || message)
         }
     };

@@ -91,6 +91,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         if std::mem::take(&mut self.operations[slot].zeroing.has_turn) {
             self.file.turns.give_back();
         }
+        self.file.turns.leave(self.waiter());
         self.file.claims.close_lane(&self.lane);
     }
 

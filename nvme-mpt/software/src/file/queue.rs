@@ -13,6 +13,7 @@ use super::claims::Lane;
 use super::deadline::Looks;
 use super::lease::Witness;
 use super::operation::{Next, Operation};
+use super::slices::Waiter;
 use super::uring::{Ring, Uring};
 use super::way::{Direction, Plan};
 use super::{LeasedFile, SharedFile};
@@ -131,6 +132,11 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             failed: false,
             cut_short: false,
         })
+    }
+
+    /// Returns its name in the line for turns. Its lane lives as long.
+    pub(super) fn waiter(&self) -> Waiter {
+        Waiter(Arc::as_ptr(&self.lane).addr())
     }
 
     pub(super) fn now(&self) -> Ticks {
@@ -404,6 +410,7 @@ impl<R: Ring, C: Clock> HostQueue for FileQueue<R, C> {
 
     fn cut_short(&mut self) {
         self.cut_short = true;
+        self.file.turns.leave(self.waiter());
         while let Some(sqe) = self.waiting.pop_front() {
             self.complete(sqe.cid(), Status::ABORTED_SQ_DELETION);
         }
@@ -436,6 +443,7 @@ impl<R: Ring, C: Clock> Drop for FileQueue<R, C> {
         for slot in 0..self.operations.len() {
             self.release(slot);
         }
+        self.file.turns.leave(self.waiter());
         self.file.claims.close_lane(&self.lane);
         if !settled {
             error!(

@@ -5,12 +5,13 @@
 //! The time of a slice follows from the extents in it, which are as short as a block on a fragmented file. The next
 //! slice has the length that would have taken the right time.
 
-use std::sync::atomic::AtomicU64;
+use std::collections::VecDeque;
+use std::sync::PoisonError;
 use std::time::Duration;
 
 use super::way::UNIT;
-use crate::sync::{AtomicBool, Ordering};
 use nvme_mpt::clock::{Ticks, ticks_in};
+use crate::sync::{Mutex, MutexGuard};
 
 /// Time that a slice should take.
 const TARGET: Duration = Duration::from_micros(500);
@@ -20,79 +21,143 @@ const MIN: u64 = UNIT;
 const MAX: u64 = 1 << 30;
 const FIRST: u64 = 256 << 10;
 
-/// The longest slice while others use the file: at most 512 extents, which is a quarter of a second on slow storage.
+/// The longest slice while others use the file: at most 512 extents.
 const SHARED_MAX: u64 = 2 << 20;
 
-/// Pause after a slice, in lengths of the slice, while others use the file: they have 80 % of its time.
+/// Pause after a slice, in lengths of the slice, while others use the file: they have 80 % of its time, as long as
+/// slices take 12 ms at most.
 const SHARED_PAUSE: u64 = 4;
 
-/// The longest pause.
-const PAUSE_MAX: Duration = Duration::from_millis(250);
+/// The longest pause: a command of many short ranges has to get its turns in time, also on slow storage.
+const PAUSE_MAX: Duration = Duration::from_millis(50);
 
 /// Time since the last transfer after which nothing else uses the file.
 const QUIET: Duration = Duration::from_millis(100);
 
-/// The turns of one file: at most one slice of it is under way, of whichever queue.
+/// Time for which a free turn is kept for the first queue in the line, which looks for it every 250 us.
+const KEPT: Duration = Duration::from_millis(5);
+
+/// The turns of one file: at most one slice of it is under way, of whichever queue. Queues have turns in the order in
+/// which they asked.
 #[derive(Debug)]
 pub(super) struct Turns {
-    taken: AtomicBool,
-    /// Bytes of the next slice, as the last ones taught.
-    bytes: AtomicU64,
-    /// Moment before which no slice begins.
-    free_at: AtomicU64,
-    /// Moment until which others count as using the file.
-    shared_until: AtomicU64,
+    state: Mutex<State>,
     target: u64,
     pause_max: u64,
     quiet: u64,
+    kept: u64,
 }
+
+#[derive(Debug)]
+struct State {
+    taken: bool,
+    /// Bytes of the next slice, as the last ones taught.
+    bytes: u64,
+    /// Moment before which no slice begins.
+    free_at: u64,
+    /// Moment until which others count as using the file.
+    shared_until: u64,
+    /// Queues that wait, each once.
+    line: VecDeque<Waiter>,
+    /// Moment at which the turn was first seen free for the first one of them.
+    offered: Option<Ticks>,
+}
+
+/// A queue, as its turns name it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Waiter(pub(super) usize);
 
 impl Turns {
     pub(super) fn new() -> Self {
         Self {
-            taken: AtomicBool::new(false),
-            bytes: AtomicU64::new(FIRST),
-            free_at: AtomicU64::new(0),
-            shared_until: AtomicU64::new(0),
+            state: Mutex::new(State {
+                taken: false,
+                bytes: FIRST,
+                free_at: 0,
+                shared_until: 0,
+                line: VecDeque::new(),
+                offered: None,
+            }),
             target: ticks_in(TARGET),
             pause_max: ticks_in(PAUSE_MAX),
             quiet: ticks_in(QUIET),
+            kept: ticks_in(KEPT),
         }
     }
 
-    /// Takes the turn, if it is free and the pause is over. Returns the most bytes that it is for.
-    pub(super) fn take(&self, now: Ticks) -> Option<u64> {
-        if now.0 < self.free_at.load(Ordering::Relaxed) {
+    /// Takes the turn for a queue, if it is free, the pause is over and the queue is the first in the line. Else the
+    /// queue stands in the line. Returns the most bytes that the turn is for.
+    pub(super) fn take(&self, now: Ticks, queue: Waiter) -> Option<u64> {
+        let mut state = self.state();
+        if state.taken || now.0 < state.free_at {
+            state.stand(queue);
             return None;
         }
-        let taken = self.taken.swap(true, Ordering::Acquire);
-        (!taken).then(|| self.bytes.load(Ordering::Relaxed))
+        if let Some(first) = state.line.front().copied()
+            && first != queue
+        {
+            state.stand(queue);
+            let offered = *state.offered.get_or_insert(now);
+            if now.since(offered) >= self.kept {
+                // It does not come.
+                state.leave(first);
+            }
+            return None;
+        }
+        state.leave(queue);
+        state.taken = true;
+        Some(state.bytes)
     }
 
     /// Gives the turn back without having used it.
     pub(super) fn give_back(&self) {
-        self.taken.store(false, Ordering::Release);
+        self.state().taken = false;
+    }
+
+    /// Takes a queue that waits for no turn any more out of the line.
+    pub(super) fn leave(&self, queue: Waiter) {
+        self.state().leave(queue);
     }
 
     /// Gives the turn back after a slice of so many bytes. `transfers` is true if there were transfers of the file
     /// since the last slice.
     pub(super) fn done(&self, bytes: u64, began: Ticks, now: Ticks, transfers: bool) {
         let took = now.since(began);
+        let mut state = self.state();
         if transfers {
-            self.shared_until
-                .store(now.0 + self.quiet, Ordering::Relaxed);
+            state.shared_until = now.0 + self.quiet;
         }
-        let shared = now.0 < self.shared_until.load(Ordering::Relaxed);
-        let (pause, max) = match shared {
+        let (pause, max) = match now.0 < state.shared_until {
             true => (took.saturating_mul(SHARED_PAUSE), SHARED_MAX),
             false => (took, MAX),
         };
-        let planned = self.bytes.load(Ordering::Relaxed);
-        let next = next_slice(planned, bytes, took, self.target).min(max);
-        self.bytes.store(next, Ordering::Relaxed);
-        let free_at = now.0 + pause.min(self.pause_max);
-        self.free_at.store(free_at, Ordering::Relaxed);
-        self.give_back();
+        state.bytes = next_slice(state.bytes, bytes, took, self.target).min(max);
+        state.free_at = now.0 + pause.min(self.pause_max);
+        state.taken = false;
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_taken(&self) -> bool {
+        self.state().taken
+    }
+}
+
+impl State {
+    fn stand(&mut self, queue: Waiter) {
+        if !self.line.contains(&queue) {
+            self.line.push_back(queue);
+        }
+    }
+
+    fn leave(&mut self, queue: Waiter) {
+        if self.line.front() == Some(&queue) {
+            self.offered = None;
+        }
+        self.line.retain(|other| *other != queue);
     }
 }
 
@@ -129,30 +194,58 @@ mod tests {
         assert_eq!(next_slice(4 << 20, 8192, 2000, target), 4096);
     }
 
+    const ONE: Waiter = Waiter(1);
+    const OTHER: Waiter = Waiter(2);
+
     #[test]
     fn one_slice_at_a_time() {
         let turns = Turns::new();
         let began = Ticks(1000);
-        assert_eq!(turns.take(began), Some(FIRST));
-        assert_eq!(turns.take(began), None);
+        assert_eq!(turns.take(began, ONE), Some(FIRST));
+        assert_eq!(turns.take(began, ONE), None);
         let now = Ticks(1000 + turns.target);
         turns.done(FIRST, began, now, false);
         // Nothing else uses the file: the pause is as long as the slice.
         let next = Ticks(now.0 + turns.target);
-        assert_eq!(turns.take(Ticks(next.0 - 1)), None);
-        assert_eq!(turns.take(next), Some(FIRST));
+        assert_eq!(turns.take(Ticks(next.0 - 1), ONE), None);
+        assert_eq!(turns.take(next, ONE), Some(FIRST));
         turns.give_back();
-        assert_eq!(turns.take(next), Some(FIRST));
+        assert_eq!(turns.take(next, ONE), Some(FIRST));
+    }
+
+    #[test]
+    fn queues_have_turns_in_the_order_in_which_they_asked() {
+        let turns = Turns::new();
+        let now = Ticks(1000);
+        assert!(turns.take(now, ONE).is_some());
+        assert!(turns.take(now, OTHER).is_none());
+        assert!(turns.take(now, ONE).is_none());
+        turns.give_back();
+        assert!(turns.take(now, ONE).is_none(), "it is the other's turn");
+        assert!(turns.take(now, OTHER).is_some());
+        turns.give_back();
+        assert!(turns.take(now, OTHER).is_none());
+        assert!(turns.take(now, ONE).is_some());
+        turns.give_back();
+        // One that does not come, and one that left, hold nothing up.
+        assert!(turns.take(now, ONE).is_none());
+        let later = Ticks(now.0 + turns.kept);
+        assert!(turns.take(later, ONE).is_none());
+        assert!(turns.take(later, ONE).is_some());
+        assert!(turns.take(later, OTHER).is_none());
+        turns.give_back();
+        turns.leave(OTHER);
+        assert!(turns.take(later, ONE).is_some());
     }
 
     #[test]
     fn others_have_four_fifths_of_the_time_while_they_use_the_file() {
         let turns = Turns::new();
         let pause = |took: u64, began: u64, transfers| {
-            turns.take(Ticks(began)).expect("its pause is over");
+            turns.take(Ticks(began), ONE).expect("its pause is over");
             let now = began + took;
             turns.done(FIRST, Ticks(began), Ticks(now), transfers);
-            turns.free_at.load(Ordering::Relaxed) - now
+            turns.state().free_at - now
         };
         let took = turns.target;
         assert_eq!(pause(took, 0, true), 4 * took);
@@ -160,10 +253,8 @@ mod tests {
         assert_eq!(pause(took, 10 * took, false), 4 * took);
         let later = 20 * took + turns.quiet;
         assert_eq!(pause(took, later, false), took);
-        assert_eq!(
-            pause(100 * turns.pause_max, 2 * later, true),
-            turns.pause_max
-        );
+        let slow = 100 * turns.pause_max;
+        assert_eq!(pause(slow, 2 * later, true), turns.pause_max);
     }
 
     #[test]
@@ -173,10 +264,10 @@ mod tests {
         let mut longest = |transfers| {
             for _ in 0..20 {
                 now += 10 * turns.quiet;
-                let bytes = turns.take(Ticks(now)).expect("it is free");
+                let bytes = turns.take(Ticks(now), ONE).expect("it is free");
                 turns.done(bytes, Ticks(now), Ticks(now + 1), transfers);
             }
-            turns.bytes.load(Ordering::Relaxed)
+            turns.state().bytes
         };
         assert_eq!(longest(false), MAX);
         assert_eq!(longest(true), SHARED_MAX);

@@ -282,7 +282,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
 
     /// Takes the file's turn for a slice. Returns `false` if the command has to wait for it.
     fn take_turn(&mut self, slot: CommandId) -> bool {
-        let now = self.now();
+        let (now, queue) = (self.now(), self.waiter());
         let Self {
             operations,
             file,
@@ -301,7 +301,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             return true;
         }
         let zeroing = &mut operation.zeroing;
-        let Some(most) = file.turns.take(now) else {
+        let Some(most) = file.turns.take(now, queue) else {
             return false;
         };
         zeroing.has_turn = true;

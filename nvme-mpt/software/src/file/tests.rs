@@ -25,6 +25,7 @@ use super::bounces::{Bounces, Need};
 use super::claims::Change;
 use super::deadline::{LOST, OVERDUE};
 use super::queue::FileQueue;
+use super::slices::Waiter;
 use super::uring::{Manner, Request, Ring, Uring};
 use super::way::{DirectAlignment, UNIT, Way};
 use super::{FileStore, LeasedFile};
@@ -39,6 +40,9 @@ use nvme_mpt::spec::nvm::{CopyCommand, CopyRange0, DsmRange, ReadWrite};
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
+
+/// A queue that waits for turns, too.
+const OTHER: Waiter = Waiter(0);
 
 const SLOTS: u16 = 8;
 const BYTES: u64 = 1 << 30;

@@ -115,7 +115,14 @@ fn a_queue_that_is_cut_short_begins_no_further_slice_or_request() {
     assert_eq!(done, [(0, aborted), (3, ok), (4, ok), (5, aborted)]);
     assert_eq!(ring.has(), []);
     assert_eq!(drive.queue.next_due(), None);
-    assert!(drive.store.shared.turns.take(Ticks(u64::MAX)).is_some());
+    assert!(
+        drive
+            .store
+            .shared
+            .turns
+            .take(Ticks(u64::MAX), OTHER)
+            .is_some()
+    );
 }
 
 /// The turn of a queue that fails goes to another. The slice that ends late does not take it away.
@@ -134,13 +141,23 @@ fn a_slice_that_ends_after_its_queue_failed_gives_no_turn_back() {
     drive.let_pass(&clock, LOST + 1);
     assert!(drive.queue.has_failed());
     assert!(
-        drive.store.shared.turns.take(Ticks(u64::MAX)).is_some(),
+        drive
+            .store
+            .shared
+            .turns
+            .take(Ticks(u64::MAX), OTHER)
+            .is_some(),
         "it is free"
     );
     ring.0.borrow_mut().end(slice, Ok(0));
     drive.reap();
     assert!(
-        drive.store.shared.turns.take(Ticks(u64::MAX)).is_none(),
+        drive
+            .store
+            .shared
+            .turns
+            .take(Ticks(u64::MAX), OTHER)
+            .is_none(),
         "another command has it"
     );
 }

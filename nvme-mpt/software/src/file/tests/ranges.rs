@@ -49,10 +49,7 @@ fn a_long_range_is_deallocated_in_turn_with_others() {
         assert_eq!((given.what, given.offset), (What::Punch, at));
         at += given.len;
         slices += 1;
-        assert!(
-            shared.turns.take(Ticks(u64::MAX)).is_none(),
-            "no other slice meanwhile"
-        );
+        assert!(shared.turns.is_taken());
         clock
             .0
             .set(clock.now() + ticks_in(Duration::from_millis(1)) * given.len / (1 << 18));
@@ -62,8 +59,7 @@ fn a_long_range_is_deallocated_in_turn_with_others() {
         }
         // Others come first.
         assert!(ring.has().is_empty());
-        assert!(shared.turns.take(Ticks(u64::MAX)).is_some());
-        shared.turns.give_back();
+        assert!(!shared.turns.is_taken());
         while ring.has().is_empty() {
             let due = drive.queue.next_due().expect("it goes on");
             assert!(due.0 <= clock.now() + ticks_in(Duration::from_millis(1)));
@@ -151,7 +147,7 @@ fn a_deallocate_ends_in_time_however_slow_the_file_system_is() {
 fn zeroes_that_wait_too_long_for_a_turn_are_written() {
     let (mut drive, ring, clock) = Drive::fake();
     clock.0.set(1 << 40);
-    let turn = drive.store.shared.turns.take(Ticks(clock.now()));
+    let turn = drive.store.shared.turns.take(Ticks(clock.now()), OTHER);
     assert!(turn.is_some());
     drive.ring(&[drive.transfer(NvmOpcode::WRITE_ZEROES, 0, 0, 64, 0)]);
     assert_eq!(ring.has(), []);

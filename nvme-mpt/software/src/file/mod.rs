@@ -280,6 +280,7 @@ impl SharedFile {
             Means::Hand
         };
         Zeroing {
+            start,
             at: start,
             end,
             means,

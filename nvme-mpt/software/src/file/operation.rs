@@ -66,9 +66,12 @@ pub(super) enum Means {
 /// A range on its way to be zeroes.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Zeroing {
+    pub(super) start: u64,
     /// First byte that is not zeroed.
     pub(super) at: u64,
     pub(super) end: u64,
+    /// True if part of what lies before `at` keeps its data, as what is advice may.
+    pub(super) keeps_data: bool,
     pub(super) means: Means,
     /// The step after the range.
     pub(super) then: Next,

@@ -223,7 +223,6 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             operation.ranges += 1;
             let count = u64::from(range.nlb);
             if count != 0 {
-                file.uncorrectable.clear(range.slba.0, count);
                 let start = range.slba.0 << file.lba_shift;
                 let end = start + (count << file.lba_shift);
                 operation.zeroing = file.zeroing(start, end, true, Next::Range);
@@ -242,10 +241,17 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             operations, file, ..
         } = self;
         let operation = &mut operations[usize::from(slot.0)];
-        let leaves_parts = operation.is_advice() && operation.bounce.is_none();
+        let is_advice = operation.is_advice();
+        let leaves_parts = is_advice && operation.bounce.is_none();
         let zeroing = &mut operation.zeroing;
         let (at, end) = (zeroing.at, zeroing.end);
         if at >= end {
+            // A mark hides old data, so it ends with the data alone. Write Zeroes clears its own at its end.
+            if is_advice && !zeroing.keeps_data {
+                let (start, shift) = (zeroing.start, file.lba_shift);
+                file.uncorrectable
+                    .clear(start >> shift, (end - start) >> shift);
+            }
             operation.next = zeroing.then;
             return Ok(None);
         }
@@ -266,6 +272,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         };
         if leaves_parts {
             zeroing.at += by_hand;
+            zeroing.keeps_data = true;
             return Ok(None);
         }
         let bytes = zeroes::bytes(by_hand as usize).ok_or_else(|| {
@@ -357,6 +364,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                     file.gives_up(Means::Punch);
                 }
                 zeroing.at = zeroing.end;
+                zeroing.keeps_data = true;
             }
             Err(errno) if leaves_as_it_was(errno) && zeroing.means != Means::Hand => {
                 if errno == libc::EOPNOTSUPP {
@@ -391,6 +399,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         let operation = &mut self.operations[index];
         operation.fills = [None; 2];
         operation.zeroing.at = operation.zeroing.end;
+        operation.zeroing.keeps_data = true;
         operation.next = Next::Zero;
         true
     }
@@ -538,6 +547,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             (Next::Write, Err(errno)) if operation.is_advice() && leaves_as_it_was(errno) => {
                 let claim = std::mem::take(&mut operation.claim);
                 self.file.claims.leave(&self.lane, claim);
+                operation.zeroing.keeps_data = true;
                 operation.next = Next::Zero;
             }
             (Next::Sync | Next::SyncCompanion, Err(errno)) => {

@@ -495,7 +495,7 @@ mod tests {
 
     #[test]
     fn the_example_has_a_fault_of_each_kind_and_every_field() {
-        let text = include_str!("../../../../resources/faults/example.toml");
+        let text = include_str!("../../fault-plans/example.toml");
         let plan = FaultPlan::parse("example", text).expect("sound");
         let kinds: Vec<Kind> = plan.faults.iter().map(|f| f.effect.kind()).collect();
         let all = [

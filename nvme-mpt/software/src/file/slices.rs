@@ -10,8 +10,8 @@ use std::sync::PoisonError;
 use std::time::Duration;
 
 use super::way::UNIT;
-use nvme_mpt::clock::{Ticks, ticks_in};
 use crate::sync::{Mutex, MutexGuard};
+use nvme_mpt::clock::{Ticks, ticks_in};
 
 /// Time that a slice should take.
 const TARGET: Duration = Duration::from_micros(500);

@@ -14,10 +14,10 @@ use nvme_mpt::lease::Bytes;
 
 /// The profiles that come along, by name.
 const BUILT_IN: &[(&str, &str)] = &[
-    ("nvm", include_str!("../../../../resources/drives/nvm.toml")),
-    ("ssd", include_str!("../../../../resources/drives/ssd.toml")),
-    ("zns", include_str!("../../../../resources/drives/zns.toml")),
-    ("kv", include_str!("../../../../resources/drives/kv.toml")),
+    ("nvm", include_str!("../../drives/nvm.toml")),
+    ("ssd", include_str!("../../drives/ssd.toml")),
+    ("zns", include_str!("../../drives/zns.toml")),
+    ("kv", include_str!("../../drives/kv.toml")),
 ];
 
 /// Longest profile that is read: a mistaken path must not be read for ever.
@@ -418,7 +418,7 @@ mod tests {
 
     #[test]
     fn a_drive_of_flash_has_sizes_that_fit_one_another() {
-        let text = include_str!("../../../../resources/drives/ssd.toml");
+        let text = include_str!("../../drives/ssd.toml");
         for (from, to, said) in [
             ("channels = 8", "channels = 0", "channels cannot be 0"),
             (

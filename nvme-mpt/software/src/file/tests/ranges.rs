@@ -2,6 +2,7 @@
 
 use super::*;
 use nvme_mpt::host::HostController;
+use nvme_mpt::lease::LbaRange;
 
 use crate::SoftwareController;
 
@@ -112,24 +113,30 @@ fn one_range_is_deallocated_in_a_fifth_of_the_time_that_drivers_wait() {
 fn a_deallocate_that_leaves_data_leaves_its_marks() {
     let unreadable = |refusal: Option<i32>, late: bool| {
         let (mut drive, ring, clock) = Drive::fake();
-        if !drive.store.punches_holes() {
+        if !drive.store.shared.punches_holes() {
             eprintln!("not tested: the file system has no holes");
             return late || refusal.is_some();
         }
         clock.0.set(1 << 40);
-        let _room = drive.store.uncorrectable().make_room(0, 1 << 20);
-        assert!(drive.store.uncorrectable().mark(8, 8));
+        let _room = drive.store.shared.uncorrectable.make_room(LbaRange {
+            start: Lba(0),
+            blocks: 1 << 20,
+        });
+        assert!(drive.store.shared.uncorrectable.mark(8, 8));
         let turn = late.then(|| drive.store.shared.turns.take(Ticks(clock.now()), OTHER));
         let command = drive.deallocate(0, 8, 8);
         drive.ring(&[command]);
-        assert!(drive.store.uncorrectable().intersects(8, 8), "too early");
+        assert!(
+            drive.store.shared.uncorrectable.intersects(8, 8),
+            "too early"
+        );
         if turn.is_some() {
             clock.0.set(clock.now() + ticks_in(Duration::from_secs(11)));
         } else {
             ring.end(refusal.map_or(Ok(0), Err));
         }
         assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
-        drive.store.uncorrectable().intersects(8, 8)
+        drive.store.shared.uncorrectable.intersects(8, 8)
     };
     assert!(!unreadable(None, false));
     assert!(unreadable(Some(libc::EINVAL), false));

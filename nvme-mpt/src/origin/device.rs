@@ -108,7 +108,7 @@ fn resolve(system: &System, device: DeviceNumber, depth: u32) -> Device {
             return part;
         }
     }
-    if system.attribute(device, "dm/name").is_some()
+    if system.is_mapped(device)
         && let Some(table) = system.table(device)
         && let Some(mapped) = resolve_table(system, device, &table, &next)
     {
@@ -260,7 +260,7 @@ fn nvme_name(system: &System, device: DeviceNumber) -> Option<String> {
 }
 
 /// The name of what is no part of anything. It is never the kernel's, which numbers devices as it finds them.
-fn name(system: &System, device: DeviceNumber) -> String {
+pub(super) fn name(system: &System, device: DeviceNumber) -> String {
     if let Some(name) = nvme_name(system, device) {
         return name;
     }

@@ -146,7 +146,10 @@ pub fn holder(path: &Path) -> Option<String> {
 /// A whole file: its inode, and the file system that it is in.
 fn file_extent(system: &System, path: &Path, metadata: &Metadata) -> Extent {
     let device = DeviceNumber(metadata.dev());
-    let file_system = if system.is_block_device(device) {
+    let file_system = if system.is_mapped(device) {
+        // Its table can be read by few processes, and a file has the same name for all.
+        device::name(system, device)
+    } else if system.is_block_device(device) {
         extent::join(&Device::resolve(system, device).extents)
     } else {
         system.file_system(path, device)

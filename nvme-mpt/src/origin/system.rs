@@ -100,6 +100,11 @@ impl System {
         device.major() != 0 && self.folder(device).join("dev").exists()
     }
 
+    /// Returns whether device mapper makes a device.
+    pub(super) fn is_mapped(&self, device: DeviceNumber) -> bool {
+        self.attribute(device, "dm/name").is_some()
+    }
+
     /// Returns the disk of a partition.
     pub(super) fn parent(&self, device: DeviceNumber) -> Option<DeviceNumber> {
         let folder = fs::canonicalize(self.folder(device)).ok()?;

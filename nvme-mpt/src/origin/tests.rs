@@ -238,6 +238,22 @@ fn a_file_is_of_the_disk_that_its_file_system_is_on() {
             format!("file:{inode}@disk:abc")
         );
     }
+    // On a logical volume it has one name, whether its process may read the volume's table or not.
+    for table in ["0 2048 linear 8:0 2048\n", "unreadable"] {
+        if number.starts_with("0:") {
+            break;
+        }
+        let tree = Tree::new();
+        tree.device("sda", "8:0", &[("size", "4096"), ("serial", "abc")]);
+        let volume = [("size", "2048"), ("dm/uuid", "LVM-a"), ("dm/name", "a")];
+        tree.device("virtual/dm-0", &number, &volume);
+        tree.write(&format!("tables/{number}"), table);
+        tree.write("sys/devices/virtual/dm-0/slaves/sda/dev", "8:0");
+        assert_eq!(
+            tree.of_file(file.path()).identity(),
+            format!("file:{inode}@dm:LVM-a")
+        );
+    }
     let tree = Tree::new();
     let mount = |kind, source| {
         let folder = file.path().parent().unwrap().display();

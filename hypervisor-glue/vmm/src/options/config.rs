@@ -141,6 +141,11 @@ impl FunctionConfig {
                 // They tell where the bytes of a path lie, and what else uses them.
                 files.push(("/sys".into(), false));
                 files.push(("/proc".into(), false));
+                // The tables of logical volumes are read there, on hosts with device mapper.
+                let mapper = PathBuf::from("/dev/mapper/control");
+                if mapper.exists() {
+                    files.push((mapper, true));
+                }
             }
             Some(DrivePath::Pci(_)) => {
                 files.push(("/sys".into(), false));

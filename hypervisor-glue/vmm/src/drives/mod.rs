@@ -297,7 +297,7 @@ fn open_key_value(
             Ok(KeyValueController::file(file, profile, threads)?)
         }
         DrivePath::File(_) => Err(OpenDriveError::NotFound(path.to_string())),
-        DrivePath::Null(_) | DrivePath::Pci(_) => Err(KeyValueError::Null.into()),
+        _ => Err(KeyValueError::Null.into()),
     }
 }
 

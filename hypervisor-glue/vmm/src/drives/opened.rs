@@ -29,7 +29,6 @@ impl Place {
     /// `None` for drives that each function has to itself, and for paths that lead to nothing.
     fn of(path: &DrivePath) -> Option<Self> {
         match path {
-            DrivePath::Null(_) | DrivePath::Memory(_) => None,
             DrivePath::Pci(address) => Some(Self::Function(*address)),
             DrivePath::File(path) => {
                 let metadata = fs::metadata(path).ok()?;
@@ -38,6 +37,7 @@ impl Place {
                     false => Self::File(metadata.dev(), metadata.ino()),
                 })
             }
+            _ => None,
         }
     }
 }

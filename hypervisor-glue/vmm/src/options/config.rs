@@ -152,7 +152,8 @@ impl FunctionConfig {
                 files.push(("/proc".into(), false));
                 files.push(("/dev/vfio".into(), true));
             }
-            Some(DrivePath::Null(_) | DrivePath::Memory(_)) | None => {}
+            // Others are in memory.
+            _ => {}
         }
         if self.poll.as_ref().is_some_and(|poll| poll.contains('@')) {
             files.push(("/sys/devices/system/cpu".into(), false));

@@ -11,7 +11,7 @@
 //!
 //! * `system`: the kernel's view of block devices and file systems, below a folder that tests replace.
 //! * [`nvme`]: names of NVMe drives.
-//! * [`extent`]: extents, and the identity that they are written as.
+//! * `extent`: extents, and the identity that they are written as.
 
 mod device;
 pub(crate) mod extent;

@@ -8,10 +8,10 @@
 use std::sync::Arc;
 
 use libfuzzer_sys::fuzz_target;
+use nvme_mpt_vmm::drives::{self, DriveOptions, OpenDriveError};
+use nvme_mpt_vmm::report;
 use nvme_software::SoftwareController;
 use nvme_software::faults::{FaultPlan, MAX_FAULTS};
-use nvme_mpt_vmm::report;
-use nvme_mpt_vmm::drives::{self, DriveOptions, OpenDriveError};
 
 fuzz_target!(|text: &str| {
     let plan = match FaultPlan::parse("fuzz", text) {

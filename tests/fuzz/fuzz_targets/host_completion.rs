@@ -19,7 +19,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
-use nvme_vfio::{ControllerOptions, VfioController};
 use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
 use nvme_mpt::poller::Threads;
 use nvme_mpt::shadow::ShadowQueue;
@@ -32,6 +31,7 @@ use nvme_mpt::{
 use nvme_mpt_fuzz::Input;
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::drive::{HandQueue, ModelDrive, NamespaceOptions, Options};
+use nvme_vfio::{ControllerOptions, VfioController};
 
 const PAGE: u64 = 4096;
 const ENTRIES: u32 = 64;

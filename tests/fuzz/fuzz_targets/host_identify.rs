@@ -10,11 +10,13 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use nvme_vfio::{ControllerOptions, VfioController};
-use nvme_mpt::host::{HostController, HostLease};
+use nvme_mpt::host::{HostController, HostLeaseRequest};
+use nvme_mpt::lease::LbaRange;
 use nvme_mpt::poller::Threads;
+use nvme_mpt::spec::ids::Lba;
 use nvme_mpt_fuzz::Input;
 use nvme_mpt_tests::drive::{DoorbellBufferUse, ModelDrive, NamespaceOptions, Options};
+use nvme_vfio::{ControllerOptions, VfioController};
 
 /// Changes to one answer.
 const CHANGES: usize = 8;
@@ -83,10 +85,17 @@ fuzz_target!(|input: &[u8]| {
         let _ = controller.smart_health();
         let _ = controller.error_information();
         // It may say that it has no namespace at all.
-        if let Some(namespace) = namespaces.first()
-            && let Ok(queue) = controller.create_queue(4, namespace, &HostLease::default())
-        {
-            drop(queue);
+        if let Some(&namespace) = namespaces.first() {
+            let request = HostLeaseRequest {
+                name: "fuzz",
+                namespace,
+                range: LbaRange {
+                    start: Lba(0),
+                    blocks: namespace.blocks,
+                },
+            };
+            let lease = controller.open_lease(&request).expect("nobody else has it");
+            drop(lease.create_queue(4));
         }
     }
     assert!(model.is_released());

@@ -22,17 +22,17 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use libfuzzer_sys::fuzz_target;
-use nvme_software::model::Profile;
 use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{
-    Attachment, AttachmentConfig, CqConfig, DoorbellMode, Drive, Gpa, MemoryRegion,
-    PollPolicy, Pollers, SqConfig,
+    Attachment, AttachmentConfig, CqConfig, DoorbellMode, Drive, Gpa, MemoryRegion, PollPolicy,
+    Pollers, SqConfig,
 };
 use nvme_mpt_fuzz::{Input, RINGS};
 use nvme_mpt_vmm::drives::{self, DriveOptions};
+use nvme_software::model::Profile;
 
 const PAGE: u64 = 4096;
 /// Pages of the largest region.

@@ -5,8 +5,7 @@ use std::os::fd::OwnedFd;
 
 use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
 use nvme_mpt::{
-    Attachment, AttachmentConfig, DoorbellMode, Gpa, MemoryRegion, PollPolicy,
-    Pollers,
+    Attachment, AttachmentConfig, DoorbellMode, Gpa, MemoryRegion, PollPolicy, Pollers,
 };
 use nvme_mpt_vmm::drives::{self, DriveOptions};
 use vmm_device::{Bar, MsixMasking, NvmeFunction};

@@ -44,9 +44,9 @@ pub enum HostLeaseError {
 
 /// All that a host controller keeps for one lease, until it is dropped.
 ///
-/// While it lives, the host controller keeps from the range whoever does not ask a ledger of ours: a server with
-/// another ledger, or a VMM that has the same file open as a disk image. What is remembered of the lease ends
-/// with it.
+/// While it lives, the host controller excludes users of the range that no ledger here knows of: a server with
+/// another ledger, or a VMM that has the same file open as a disk image. All that a drive remembers of the lease,
+/// such as uncorrectable marks, ends with it.
 pub trait HostLease: fmt::Debug + Send + Sync {
     /// Creates a queue pair with room for `slots` commands in flight; or a share of a queue pair, where the
     /// drive has no more of them.
@@ -55,8 +55,8 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     /// Returns the error of the kernel or of the drive.
     fn create_queue(&self, slots: u16) -> io::Result<HostQueuePair>;
 
-    /// Creates a queue pair that wipes the lease: what keeps a guest from writing some of its blocks is no
-    /// obstacle to it.
+    /// Creates a queue pair that wipes the lease. Rules that restrict a guest's writes, such as write pointers, do
+    /// not hold for it.
     ///
     /// # Errors
     /// As [`Self::create_queue`].
@@ -85,7 +85,7 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         false
     }
 
-    /// Begins anew for a VMM that connected: what was lost was lost for the one before.
+    /// Begins anew for a VMM that connected. Writes that were lost concern the VMM before it.
     fn begin_anew(&self) {}
 
     /// Notes that `blocks` blocks from `start` of the lease on were wiped: they are zeroes.

@@ -92,7 +92,7 @@
 //!
 //! All are off by default.
 //!
-//! - `kvm`: the module of that name.
+//! - `kvm`: the module of that name, on x86-64: its routes are those of a PC.
 //! - `key-value-files`: drives of keys and values in files.
 //! - `toml`: the options `profile=` and `faults=`, whose values are written in TOML. Without it, `faults=none` works, and
 //!   any other value is refused.
@@ -102,14 +102,14 @@
 //! This crate serves no sockets and reads no command line: `vfio-user-server` and `nvme-mpt-cli` do. It emulates no PCI
 //! bus: the VMM decides where a function is and which accesses reach it.
 
-#![cfg_attr(not(feature = "kvm"), forbid(unsafe_code))]
+#![cfg_attr(not(all(feature = "kvm", target_arch = "x86_64")), forbid(unsafe_code))]
 
 pub mod control;
 mod device;
 mod doorbells;
 pub mod drives;
 mod hysteresis;
-#[cfg(feature = "kvm")]
+#[cfg(all(feature = "kvm", target_arch = "x86_64"))]
 pub mod kvm;
 pub mod open;
 pub mod options;

@@ -10,7 +10,7 @@ use crate::progress::Step;
 /// A program and the Debian package that brings it.
 #[derive(Debug, Clone, Copy)]
 pub struct Tool {
-    /// The program's name.
+    /// Its name, or the path of a file that it needs.
     pub program: &'static str,
     /// Its package.
     pub package: &'static str,

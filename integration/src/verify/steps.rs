@@ -1,7 +1,11 @@
 //! The steps, in the order in which a mistake is cheapest to find.
 
+use std::process::Command;
+
 use super::command::Worth;
 use super::{Context, Step, VerifyError, When, fuzz};
+use crate::process;
+use crate::provision::host::{self, Tool};
 
 /// Crates of which loom models parts.
 const MODELLED: [&str; 2] = ["nvme-mpt", "nvme-software"];
@@ -9,6 +13,23 @@ const MODELLED: [&str; 2] = ["nvme-mpt", "nvme-software"];
 const SANITIZED: [&str; 4] = ["nvme-mpt-memory", "nvme-mpt", "nvme-software", "nvme-vfio"];
 /// Sanitizers want the target named, so that build scripts are built without them.
 pub(super) const TARGET: &str = "x86_64-unknown-linux-gnu";
+
+/// Crates that are not made to be published.
+const PRIVATE: [&str; 2] = ["nvme-mpt-tests", "integration"];
+/// The crate that boots PCs, on PCs alone.
+const OF_PCS: &str = "integration";
+const AARCH64: &str = "aarch64-unknown-linux-gnu";
+/// Linker and C library of `AARCH64`.
+const AARCH64_TOOLS: [Tool; 2] = [
+    Tool {
+        program: "aarch64-linux-gnu-gcc",
+        package: "gcc-aarch64-linux-gnu",
+    },
+    Tool {
+        program: "/usr/aarch64-linux-gnu/lib/crt1.o",
+        package: "libc6-dev-arm64-cross",
+    },
+];
 
 pub(super) const ALL: &[Step] = &[
     Step {
@@ -94,6 +115,20 @@ pub(super) const ALL: &[Step] = &[
         when: When::Full,
         is_shared_out: false,
         run: deny,
+    },
+    Step {
+        name: "package",
+        what: "crates built from what would be published of them",
+        when: When::Full,
+        is_shared_out: false,
+        run: package,
+    },
+    Step {
+        name: "aarch64",
+        what: "a build for 64-bit Arm",
+        when: When::Full,
+        is_shared_out: false,
+        run: aarch64,
     },
     Step {
         name: "e2e",
@@ -214,6 +249,25 @@ fn deny(context: &mut Context) -> Result<(), VerifyError> {
 
 /// Message of cargo-deny where it does not reach the database of advisories.
 const NO_ADVISORIES: &str = "failed to fetch advisory database";
+
+/// With the sources as they lie there, committed or not.
+fn package(context: &mut Context) -> Result<(), VerifyError> {
+    let mut command = context.cargo(&["package", "--workspace", "--allow-dirty"]);
+    command.args(PRIVATE.map(|package| ["--exclude", package]).as_flattened());
+    context.run(&mut command, Worth::One)
+}
+
+fn aarch64(context: &mut Context) -> Result<(), VerifyError> {
+    host::ensure(&AARCH64_TOOLS)?;
+    process::run(Command::new("rustup").args(["target", "add", AARCH64]))?;
+    let arguments = ["--workspace", "--exclude", OF_PCS, "--target", AARCH64];
+    let mut command = context.cargo(&["build", "--all-features", "--all-targets"]);
+    command.args(arguments).env(
+        "CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER",
+        AARCH64_TOOLS[0].program,
+    );
+    context.run(&mut command, Worth::One)
+}
 
 fn guest(context: &mut Context) -> Result<(), VerifyError> {
     machines(context, "e2e", &["modes::"])

@@ -1,5 +1,8 @@
 //! Time as the data path takes it: once per pass, in ticks of the cheapest clock there is.
-#![expect(unsafe_code, reason = "reads the time stamp counter")]
+#![cfg_attr(
+    target_arch = "x86_64",
+    expect(unsafe_code, reason = "reads the time stamp counter")
+)]
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};

@@ -150,6 +150,10 @@ impl SubmissionRing {
 
     /// Asks the processor to fetch an entry that is read soon, of the first stretch. Any index is safe to name.
     #[inline]
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        expect(unused_variables, reason = "no prefetch is stable there")
+    )]
     pub fn prefetch(&self, index: u32) {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: a prefetch has no architectural effect, wherever it points.

@@ -4,7 +4,7 @@
 //! - [`options`]: what to run; [`report`]: what came out;
 //! - `lane`: one queue pair with its slots, submitting and completing in batches;
 //! - `plan`: which command comes next, for plain load and for verified load;
-//! - `worker`: a thread and its lanes; `paced`: single I/Os with pauses between them;
+//! - `worker`: threads and their lanes; `pass`: one pass over them; `paced`: single I/Os with pauses between them;
 //! - `clock`: latencies, in time stamp counter ticks.
 //!
 //! What a command costs on this side bounds what can be measured: entries are prepared once, a command
@@ -14,9 +14,11 @@ mod clock;
 mod lane;
 pub mod options;
 mod paced;
+mod pass;
 mod plan;
 pub mod report;
 mod setup;
+mod target;
 #[cfg(test)]
 mod tests;
 mod verified;

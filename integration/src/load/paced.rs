@@ -7,9 +7,9 @@ use nvme_mpt_tests::rng::Rng;
 use super::LoadError;
 use super::lane::{Lane, Limits};
 use super::options::Options;
+use super::pass::{Idle, timed, wait_for_interrupt};
 use super::plan::Mix;
-use super::setup::Target;
-use super::worker::{Idle, timed, wait_for_interrupt};
+use super::target::Target;
 
 /// Runs commands one at a time, each after a pause of up to `most`, until the limits end.
 pub(super) fn run(

@@ -6,7 +6,7 @@ use nvme_mpt_tests::rng::Rng;
 
 use super::LoadError;
 use super::options::Pattern;
-use super::setup::Target;
+use super::target::Target;
 
 /// A command to be submitted: what changes from one to the next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

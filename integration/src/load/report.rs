@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::lane::{Tally, latencies};
 use super::options::{Options, Pattern};
-use super::setup::Target;
+use super::target::Target;
 
 /// I/Os over this are counted: no I/O may take so long, whatever else the machine does.
 const SLOW_SECONDS: f64 = 0.1;

@@ -14,6 +14,7 @@ use super::LoadError;
 use super::clock::Calibration;
 use super::lane::Lane;
 use super::options::{Options, Pattern};
+use super::target::Target;
 
 /// Start of the guest's memory: above 4 GiB, as most of a large guest's is.
 const MEMORY_BASE: u64 = 1 << 32;
@@ -23,44 +24,6 @@ const NSID: u32 = 1;
 
 /// Interrupt vectors by number: the admin queue's (unused), then one for each I/O queue.
 pub(super) type Vectors = Vec<Arc<Interrupt>>;
-
-/// The namespace under load, and what a command is to it.
-#[derive(Clone, Debug)]
-pub(super) struct Target {
-    pub(super) model: String,
-    pub(super) capacity: u64,
-    pub(super) block_size: usize,
-    pub(super) blocks_per_command: u32,
-    /// Commands that fit the range side by side.
-    pub(super) places: u64,
-    pub(super) doorbells: DoorbellMode,
-    pub(super) ticks_per_second: f64,
-}
-
-impl Target {
-    pub(super) fn ticks(&self, seconds: f64) -> u64 {
-        (seconds * self.ticks_per_second) as u64
-    }
-
-    /// The part of queue `index` of `queues`: its first place, and how many.
-    pub(super) fn part(&self, index: u64, queues: u64) -> (u64, u64) {
-        let places = self.places / queues;
-        (index * places, places)
-    }
-
-    #[cfg(test)]
-    pub(super) fn of(places: u64, blocks_per_command: u32) -> Self {
-        Self {
-            model: String::new(),
-            capacity: 0,
-            block_size: 512,
-            blocks_per_command,
-            places,
-            doorbells: DoorbellMode::Trap,
-            ticks_per_second: 1e9,
-        }
-    }
-}
 
 /// Bytes from one slot's data to the next: whole pages.
 fn stride(options: &Options) -> usize {

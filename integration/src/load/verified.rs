@@ -7,9 +7,9 @@ use nvme_mpt_tests::rng::{self, Rng};
 use super::LoadError;
 use super::lane::{Lane, Limits, NEVER};
 use super::options::{Options, Pattern};
+use super::pass::{pass, timed};
 use super::plan::{Next, Plan, SlotData};
-use super::setup::Target;
-use super::worker::{pass, timed};
+use super::target::Target;
 
 /// Writes all of each lane's part of the range, runs the mix, then reads all of it.
 pub(super) fn run(

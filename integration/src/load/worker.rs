@@ -1,22 +1,15 @@
-//! A thread and the lanes it drives.
+//! Threads, and the lanes that each drives.
 
-use std::time::{Duration, Instant};
-
-use nvme_mpt::clock::Ticks;
-use nvme_mpt::poller::Courtesy;
+use std::time::Duration;
 
 use super::LoadError;
-use super::clock::{self, ticks};
-use super::lane::{Lane, Limits, Tally};
+use super::clock;
+use super::lane::{Lane, Tally};
 use super::options::Options;
-use super::plan::{Mix, Plan};
-use super::setup::Target;
+use super::pass::{pass, timed};
+use super::plan::Mix;
+use super::target::Target;
 use super::{paced, verified};
-
-/// Turns without a completion between two looks at the clock.
-const IDLE_TURNS: u32 = 64;
-/// Time without an interrupt after which the queue is examined all the same.
-const LOST_INTERRUPT: Duration = Duration::from_secs(1);
 
 /// Runs the load on all lanes, by threads; gives what each lane measured.
 pub(super) fn run(
@@ -83,124 +76,4 @@ fn drive(
         pass(&mut lanes, &mut mixes, timed(target, options), options)?;
     }
     Ok(lanes.into_iter().map(|lane| lane.tally).collect())
-}
-
-/// The limits that the options give for the measured pass, from now on.
-pub(super) fn timed(target: &Target, options: &Options) -> Limits {
-    let batch = u32::from(options.batch);
-    match options.count {
-        Some(count) => Limits {
-            count,
-            ..Limits::none(batch)
-        },
-        None => {
-            let measure_from = ticks() + target.ticks(options.warmup);
-            Limits {
-                count: u64::MAX,
-                measure_from,
-                until: measure_from + target.ticks(options.seconds),
-                batch,
-            }
-        }
-    }
-}
-
-/// Runs the plans until they or the limits end, and every command has completed.
-pub(super) fn pass<P: Plan>(
-    lanes: &mut [Lane],
-    plans: &mut [P],
-    limits: Limits,
-    options: &Options,
-) -> Result<(), LoadError> {
-    for (lane, plan) in lanes.iter_mut().zip(&mut *plans) {
-        lane.begin(plan, &limits)?;
-    }
-    let mut idle = Idle::new(options.timeout());
-    while lanes.iter().any(|lane| lane.outstanding() > 0) {
-        let mut done = 0;
-        for (lane, plan) in lanes.iter_mut().zip(&mut *plans) {
-            done += lane.turn(plan, &limits)?;
-        }
-        if done > 0 {
-            idle.over();
-        } else if options.interrupts {
-            wait_for_interrupt(&mut lanes[0], &mut idle)?;
-        } else if !idle.spin()
-            && let Some(lane) = lanes.iter().find(|lane| lane.outstanding() > 0)
-        {
-            return Err(lane.stalled(options.timeout()));
-        }
-    }
-    for lane in lanes {
-        lane.end();
-    }
-    Ok(())
-}
-
-/// As an interrupt handler is entered: the queue is looked at again only after its vector was signalled.
-pub(super) fn wait_for_interrupt(lane: &mut Lane, idle: &mut Idle) -> Result<(), LoadError> {
-    let Some(interrupt) = lane.queue.cq.interrupt() else {
-        return Err(LoadError::Options("The queue has no vector".to_owned()));
-    };
-    let signals = interrupt
-        .wait(LOST_INTERRUPT)
-        .map_err(nvme_mpt_tests::Error::Interrupt)?;
-    if signals > 0 {
-        lane.interrupted();
-    } else if lane.queue.cq.ready() {
-        lane.tally.lost_interrupts += 1;
-    } else if !idle.in_time() {
-        return Err(lane.stalled(idle.timeout));
-    }
-    Ok(())
-}
-
-/// Spinning for completions, with an end.
-pub(super) struct Idle {
-    turns: u32,
-    since: Option<(Instant, Ticks)>,
-    timeout: Duration,
-    courtesy: Courtesy,
-}
-
-impl Idle {
-    pub(super) fn new(timeout: Duration) -> Self {
-        Self {
-            turns: 0,
-            since: None,
-            timeout,
-            courtesy: Courtesy::default(),
-        }
-    }
-
-    /// Something completed.
-    #[inline]
-    pub(super) fn over(&mut self) {
-        self.turns = 0;
-        self.since = None;
-    }
-
-    /// Nothing completed: false when that has been so for too long.
-    #[inline]
-    pub(super) fn spin(&mut self) -> bool {
-        self.turns += 1;
-        if self.turns < IDLE_TURNS {
-            return true;
-        }
-        self.turns = 0;
-        let courtesy = &mut self.courtesy;
-        let (since, ticks) = *self.since.get_or_insert_with(|| {
-            courtesy.reset();
-            (Instant::now(), Ticks::now())
-        });
-        // The thread that completes our commands may need this processor.
-        courtesy.spin(Ticks::now().since(ticks));
-        since.elapsed() < self.timeout
-    }
-
-    /// Nothing completed: whether that may still go on.
-    fn in_time(&mut self) -> bool {
-        let now = || (Instant::now(), Ticks::now());
-        self.since.get_or_insert_with(now).0.elapsed() < self.timeout
-    }
 }

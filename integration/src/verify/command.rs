@@ -12,6 +12,9 @@ use crate::guest::LOST;
 use crate::process;
 use crate::progress::say;
 
+/// Sanitizers want the target named, so that build scripts are built without them.
+pub(super) const TARGET: &str = "x86_64-unknown-linux-gnu";
+
 /// Worth of a program's success.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Worth {

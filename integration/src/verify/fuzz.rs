@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::command::Worth;
+use super::command::{TARGET, Worth};
 use super::{Context, VerifyError};
 use crate::process;
 use crate::progress::say;
@@ -34,18 +34,14 @@ fn run_targets(context: &mut Context, run: RunTarget) -> Result<(), VerifyError>
         "build",
         "--release",
         "--target",
-        super::steps::TARGET,
+        TARGET,
         "--manifest-path",
         MANIFEST,
     ];
     let mut command = context.cargo_apart(&build, "fuzz", FLAGS);
     context.run(&mut command, Worth::One)?;
 
-    let programs = context
-        .folder
-        .join("fuzz")
-        .join(super::steps::TARGET)
-        .join("release");
+    let programs = context.folder.join("fuzz").join(TARGET).join("release");
     let targets = context.targets(MANIFEST, "bin")?;
     if targets.is_empty() {
         return Err(VerifyError::NothingTested {

@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use super::command::Worth;
+use super::command::{TARGET, Worth};
 use super::{Context, Step, VerifyError, When, fuzz};
 use crate::process;
 use crate::provision::host::{self, Tool};
@@ -11,8 +11,6 @@ use crate::provision::host::{self, Tool};
 const MODELLED: [&str; 2] = ["nvme-mpt", "nvme-software"];
 /// Crates with accesses to memory that no type checks, and those that use them most.
 const SANITIZED: [&str; 4] = ["nvme-mpt-memory", "nvme-mpt", "nvme-software", "nvme-vfio"];
-/// Sanitizers want the target named, so that build scripts are built without them.
-pub(super) const TARGET: &str = "x86_64-unknown-linux-gnu";
 
 /// Crates that are not made to be published.
 const PRIVATE: [&str; 2] = ["nvme-mpt-tests", "integration"];

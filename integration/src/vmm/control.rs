@@ -15,14 +15,31 @@ use std::path::Path;
 use std::sync::Weak;
 use std::thread;
 
+use nvme_mpt_vmm::options::FunctionOptions;
+
 use super::MachineError;
-use super::machine::Shared;
 
 /// Longest request.
 const REQUEST_MAX: u64 = 4096;
 
+/// A machine while it runs, as its control socket reaches it.
+pub(super) trait Requests: Send + Sync + 'static {
+    /// Adds a function. Returns its name.
+    fn add(&self, options: &FunctionOptions) -> Result<String, MachineError>;
+
+    /// Removes a function: its slot is empty from now on. Where its guest did not let go of it before,
+    /// it is as if it were pulled out.
+    fn remove(&self, id: &str) -> Result<(), MachineError>;
+
+    /// Returns the KVM resources of its functions, memory of the guest included.
+    fn count(&self) -> String;
+
+    /// Writes the machine into a folder, and ends it.
+    fn snapshot(&self, folder: &Path) -> Result<(), MachineError>;
+}
+
 /// Serves the socket at `path` as long as there is the machine.
-pub(super) fn serve(path: &Path, machine: Weak<Shared>) -> Result<(), MachineError> {
+pub(super) fn serve<M: Requests>(path: &Path, machine: Weak<M>) -> Result<(), MachineError> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
             return Err(MachineError::file(path)(error));
@@ -47,17 +64,17 @@ pub(super) fn serve(path: &Path, machine: Weak<Shared>) -> Result<(), MachineErr
         .map_err(MachineError::file(path))
 }
 
-fn answer(mut stream: &UnixStream, machine: &Weak<Shared>) -> io::Result<()> {
+fn answer<M: Requests>(mut stream: &UnixStream, machine: &Weak<M>) -> io::Result<()> {
     let mut line = String::new();
     BufReader::new(stream.take(REQUEST_MAX)).read_line(&mut line)?;
     let answer = match machine.upgrade() {
-        Some(machine) => carry_out(line.trim_end(), &machine),
+        Some(machine) => carry_out(line.trim_end(), &*machine),
         None => "error The machine is gone".to_owned(),
     };
     writeln!(stream, "{answer}")
 }
 
-fn carry_out(request: &str, machine: &Shared) -> String {
+fn carry_out<M: Requests>(request: &str, machine: &M) -> String {
     let result = match request.split_once(' ') {
         Some(("add", options)) => options
             .parse()

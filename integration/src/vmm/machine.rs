@@ -18,13 +18,14 @@ use vmm_device::{MsixMasking, NvmeFunction};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::bus::Bus;
+use super::control::{self, Requests};
 use super::counters::Teller;
 use super::memory::Memory;
 use super::pci::RootComplex;
 use super::platform::{PowerControl, SerialPort};
 use super::snapshot::{self, InterruptState, MachineState, SerialPortState, SlotState, VcpuState};
 use super::vcpu::{self, Vcpus};
-use super::{MachineError, boot, control, layout};
+use super::{Ended, MachineError, boot, layout};
 
 /// Most vCPUs: as many as a small guest has.
 pub(super) const MAX_VCPUS: u8 = 4;
@@ -56,19 +57,6 @@ pub struct MachineConfig {
     pub restore: Option<PathBuf>,
 }
 
-/// Why a machine has ended.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Ended {
-    /// The guest turned it off.
-    PoweredOff,
-    /// The guest reset it.
-    Reset,
-    /// The machine was written to a folder, to go on in another process.
-    Suspended,
-    /// The machine cannot go on.
-    Failed(String),
-}
-
 /// A running machine. Dropped, it is as if its plug were pulled, but for what functions hold: they are
 /// stopped and their drives flushed.
 pub struct Machine {
@@ -77,7 +65,7 @@ pub struct Machine {
 }
 
 /// State for requests to a machine while it runs.
-pub(super) struct Shared {
+struct Shared {
     /// Dropped first: the vCPUs access what follows. None when the machine has ended.
     vcpus: Mutex<Option<Vcpus>>,
     ended: Sender<Ended>,
@@ -185,9 +173,8 @@ impl Machine {
     }
 }
 
-impl Shared {
-    /// Adds a function. Returns its name.
-    pub(super) fn add(&self, options: &FunctionOptions) -> Result<String, MachineError> {
+impl Requests for Shared {
+    fn add(&self, options: &FunctionOptions) -> Result<String, MachineError> {
         let device = self.functions.make(options)?;
         let id = device.id().to_owned();
         self.functions
@@ -197,16 +184,13 @@ impl Shared {
         Ok(id)
     }
 
-    /// Removes a function: its slot is empty from now on. Where its guest did not let go of it before,
-    /// it is as if it were pulled out.
-    pub(super) fn remove(&self, id: &str) -> Result<(), MachineError> {
+    fn remove(&self, id: &str) -> Result<(), MachineError> {
         let no_function = || MachineError::NoFunction(id.to_owned());
         let function = self.functions.root.remove(id).ok_or_else(no_function)?;
         Ok(function.stop()?)
     }
 
-    /// Returns the KVM resources of its functions, memory of the guest included.
-    pub(super) fn count(&self) -> String {
+    fn count(&self) -> String {
         let vmm = &self.functions.vmm;
         format!(
             "memory_slots={} message_routes={}",
@@ -215,8 +199,7 @@ impl Shared {
         )
     }
 
-    /// Writes the machine into a folder, and ends it.
-    pub(super) fn snapshot(&self, folder: &Path) -> Result<(), MachineError> {
+    fn snapshot(&self, folder: &Path) -> Result<(), MachineError> {
         let stopped = {
             let mut vcpus = lock(&self.vcpus);
             let Some(mut vcpus) = vcpus.take() else {
@@ -234,7 +217,9 @@ impl Shared {
         let _ = self.ended.send(ended);
         written
     }
+}
 
+impl Shared {
     fn write(&self, vcpus: &[VcpuFd], folder: &Path) -> Result<(), MachineError> {
         let mut functions = Vec::new();
         // They come to rest before anything is looked at that their interrupts change.

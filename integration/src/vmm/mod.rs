@@ -34,7 +34,20 @@ use nvme_mpt_vmm::options::OptionError;
 use nvme_mpt_vmm::{DeviceError, VmmError};
 use thiserror::Error;
 
-pub use machine::{Ended, Machine, MachineConfig};
+pub use machine::{Machine, MachineConfig};
+
+/// Why a machine has ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Ended {
+    /// The guest turned it off.
+    PoweredOff,
+    /// The guest reset it.
+    Reset,
+    /// The machine was written to a folder, to go on in another process.
+    Suspended,
+    /// The machine cannot go on.
+    Failed(String),
+}
 
 /// The machine cannot be made, or does not go on.
 #[derive(Debug, Error)]

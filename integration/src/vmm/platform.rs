@@ -10,7 +10,7 @@ use vm_superio::serial::SerialEvents;
 use vm_superio::{Serial, Trigger};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::machine::Ended;
+use super::Ended;
 use super::snapshot::SerialPortState;
 
 /// SLP_TYP of soft off, as the DSDT says (ACPI 6.5, section 7.4.2.6).

@@ -11,8 +11,8 @@ use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd};
 use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 
+use super::Ended;
 use super::bus::Bus;
-use super::machine::Ended;
 
 /// Time that a kicked thread has to end before it is kicked again: the signal may come right before the guest
 /// is entered.

@@ -1,11 +1,13 @@
-//! The file system of a file that holds memory: its pages, and whether a fault may wait for it.
-#![expect(unsafe_code, reason = "fstatfs and fcntl have no safe interface")]
+//! Files that hold memory: their pages, and whether a fault may wait for their file system.
+#![expect(
+    unsafe_code,
+    reason = "fstatfs, fcntl, memfd_create and sysconf have no safe interface"
+)]
 
-use std::fs;
+use std::ffi::CStr;
+use std::fs::{self, File};
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
-
-use super::mapping::host_page_size;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 /// `HUGETLBFS_MAGIC` of linux/magic.h: files in huge pages, those of memfd_create included.
 const HUGETLBFS: u32 = 0x9584_58f6;
@@ -58,6 +60,33 @@ pub fn type_of(fd: BorrowedFd<'_>) -> Option<String> {
         .find(|line| line.split(' ').next() == Some(mount))?;
     let (_, behind) = line.split_once(" - ")?;
     behind.split(' ').next().map(str::to_owned)
+}
+
+/// Anonymous memory of `len` bytes as a file that can be shared with another process.
+///
+/// # Errors
+/// Returns the kernel's error when it has none to give.
+pub fn memfd(name: &CStr, len: u64) -> io::Result<OwnedFd> {
+    // SAFETY: the name is a C string; the result is checked and owned once.
+    let fd = unsafe {
+        let fd = libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC);
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        OwnedFd::from_raw_fd(fd)
+    };
+    let file = File::from(fd);
+    file.set_len(len)?;
+    Ok(file.into())
+}
+
+/// Returns the size of a page of the host's kernel, in bytes. NVMe pages have [`crate::PAGE_SIZE`]
+/// bytes.
+#[must_use]
+pub fn host_page_size() -> usize {
+    // SAFETY: sysconf has no preconditions.
+    let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    usize::try_from(size).unwrap_or(4096)
 }
 
 #[cfg(test)]

@@ -61,8 +61,9 @@ mod words;
 
 pub use bytes::{RawBytes, RawWords};
 pub use cell::Cell32;
+pub use file_system::{host_page_size, memfd};
 pub use host_ring::{HostCompletionRing, HostSubmissionRing};
-pub use mapping::{Access, Mapping, host_page_size, memfd};
+pub use mapping::{Access, Mapping};
 pub use private::PrivateWords;
 pub use registers::Registers;
 pub use ring::{CompletionRing, PAGE_SIZE, SubmissionRing};

@@ -1,14 +1,12 @@
 //! A mapping of host memory that lives as long as somebody holds it.
 #![expect(unsafe_code, reason = "maps and unmaps memory")]
 
-use std::ffi::CStr;
-use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
 
 use super::bytes::RawBytes;
-use super::file_system::page_size;
+use super::file_system::{host_page_size, page_size};
 use super::sigbus;
 
 /// Access to a mapping's memory.
@@ -281,40 +279,16 @@ impl Drop for Mapping {
     }
 }
 
-/// Anonymous memory of `len` bytes as a file that can be shared with another process.
-///
-/// # Errors
-/// Returns the kernel's error when it has none to give.
-pub fn memfd(name: &CStr, len: u64) -> io::Result<OwnedFd> {
-    // SAFETY: the name is a C string; the result is checked and owned once.
-    let fd = unsafe {
-        let fd = libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC);
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        OwnedFd::from_raw_fd(fd)
-    };
-    let file = File::from(fd);
-    file.set_len(len)?;
-    Ok(file.into())
-}
-
-/// Returns the size of a page of the host's kernel, in bytes. NVMe pages have [`crate::PAGE_SIZE`]
-/// bytes.
-#[must_use]
-pub fn host_page_size() -> usize {
-    // SAFETY: sysconf has no preconditions.
-    let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-    usize::try_from(size).unwrap_or(4096)
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+    use std::os::fd::OwnedFd;
+
     use super::*;
     use std::os::fd::AsFd;
 
     fn memfd(len: u64) -> OwnedFd {
-        super::memfd(c"test", len).expect("memory")
+        crate::memfd(c"test", len).expect("memory")
     }
 
     #[test]

@@ -20,7 +20,7 @@ use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-use super::mapping::{host_page_size, memfd};
+use super::file_system::{host_page_size, memfd};
 
 /// Guarded mappings in one part of the table. The table grows by such parts, which stay: the handler may
 /// neither lock nor allocate, so what it reads must not go away. A VM takes one guard for each file of

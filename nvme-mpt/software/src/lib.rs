@@ -100,6 +100,7 @@ mod medium;
 mod memory;
 pub mod model;
 mod null;
+mod range;
 mod store;
 mod sync;
 mod uncorrectable;

@@ -3,8 +3,6 @@
 use std::io;
 use std::sync::Arc;
 
-use zerocopy::FromBytes;
-
 use nvme_mpt::host::{DataPointer, HostLeaseError, HostLeaseRequest, HostMemory, HostQueuePair};
 use nvme_mpt::memory::{Mapping, RawBytes};
 use nvme_mpt::spec::ids::Lba;
@@ -17,6 +15,7 @@ use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 
 use crate::medium::{LeasedMedium, Medium, Pace};
+use crate::range::range;
 use crate::store::{SoftwareQueue, Store};
 use crate::uncorrectable::{MarkRoom, UncorrectableBlocks};
 
@@ -251,24 +250,6 @@ impl MemoryStore {
         }
         Ok(())
     }
-}
-
-/// A range of those that a translated command has for its data. They lie in memory of the slot's
-/// own, so they are what was checked.
-pub(super) fn range<T: FromBytes>(
-    sqe: &Sqe,
-    memory: HostMemory<'_>,
-    index: usize,
-) -> Result<T, Status> {
-    let size = size_of::<T>();
-    let address = sqe.prp1() + (index * size) as u64;
-    let mut bytes = [0; 64];
-    memory
-        .lists
-        .resolve(address, size)
-        .ok_or(Status::INTERNAL_ERROR)?
-        .copy_to(&mut bytes);
-    T::read_from_bytes(&bytes[..size]).map_err(|_| Status::INTERNAL_ERROR)
 }
 
 impl Store for MemoryStore {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::memory::range;
+use crate::range::range;
 use nvme_mpt::host::HostMemory;
 use nvme_mpt::spec::ids::Lba;
 use nvme_mpt::spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadWrite};

@@ -1,59 +1,25 @@
 //! Requests that the kernel keeps for too long: each is reported, cancelled, and repeated in another way; if that does
 //! not help, the queue fails. A request that the kernel gives back undone, interrupted or for want of resources, is
 //! made again until it is as old. Then its command fails.
-//!
-//! A queue looks at its requests a few times a second and counts its looks. A request remembers the count at which it
-//! was made, so its age costs nothing per command, and a host that was suspended makes no request old.
-
-use std::time::Duration;
 
 use log::{error, warn};
 
+use super::looks::{LOOK, LOST, OVERDUE};
 use super::operation::Next;
 use super::queue::FileQueue;
 use super::uring::Ring;
 use crate::model::Clock;
-use nvme_mpt::clock::{Ticks, ticks_in};
+use nvme_mpt::clock::Ticks;
 use nvme_mpt::spec::ids::CommandId;
-
-/// Time between two looks.
-const LOOK: Duration = Duration::from_millis(250);
-
-/// Looks after which a request is overdue: 10 s, far more than a drive that is well needs.
-pub(super) const OVERDUE: u32 = 40;
-
-/// Looks after which a request is given up that could not be cancelled: 30 s, as long as drivers wait.
-pub(super) const LOST: u32 = 120;
 
 /// Marks the tags of cancellations.
 const CANCELLATION: u64 = 1 << 32;
-
-/// The looks of one queue at its requests.
-#[derive(Debug)]
-pub(super) struct Looks {
-    /// Their number.
-    pub(super) count: u32,
-    /// Moment of the next one.
-    pub(super) next: Ticks,
-    interval: u64,
-}
-
-impl Looks {
-    pub(super) fn new() -> Self {
-        Self {
-            count: 0,
-            next: Ticks(0),
-            interval: ticks_in(LOOK),
-        }
-    }
-}
 
 impl<R: Ring, C: Clock> FileQueue<R, C> {
     /// Looks at the requests that the kernel has.
     #[cold]
     pub(super) fn look(&mut self, now: Ticks) {
-        self.looks.next = Ticks(now.0 + self.looks.interval);
-        self.looks.count = self.looks.count.wrapping_add(1);
+        self.looks.look(now);
         if self.ring.in_flight() == 0 || self.failed {
             return;
         }

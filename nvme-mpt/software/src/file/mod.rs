@@ -20,6 +20,7 @@ mod bounces;
 mod claims;
 mod deadline;
 mod lease;
+mod looks;
 mod operation;
 mod queue;
 mod slices;

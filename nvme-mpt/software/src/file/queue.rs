@@ -10,8 +10,8 @@ use log::error;
 
 use super::bounces::Bounces;
 use super::claims::Lane;
-use super::deadline::Looks;
 use super::lease::Witness;
+use super::looks::Looks;
 use super::operation::{Next, Operation};
 use super::slices::Waiter;
 use super::uring::{Ring, Uring};

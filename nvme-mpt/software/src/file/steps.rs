@@ -6,15 +6,15 @@ use std::io;
 use log::{error, info};
 
 use super::claims::{Change, Claim};
-use super::deadline::OVERDUE;
 use super::lease;
+use super::looks::OVERDUE;
 use super::operation::{Means, Next, Operation, failure, leaves_as_it_was};
 use super::queue::{FileQueue, Step};
 use super::uring::{Manner, Request, Ring};
 use super::way::{Direction, Plan, UNIT, Way};
 use super::zeroes;
-use crate::memory::range;
 use crate::model::Clock;
+use crate::range::range;
 use nvme_mpt::host::HostMemory;
 use nvme_mpt::spec::ids::CommandId;
 use nvme_mpt::spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadWrite};

@@ -23,7 +23,7 @@ use zerocopy::IntoBytes;
 
 use super::bounces::{Bounces, Need};
 use super::claims::Change;
-use super::deadline::{LOST, OVERDUE};
+use super::looks::{LOST, OVERDUE};
 use super::queue::FileQueue;
 use super::slices::Waiter;
 use super::uring::{Manner, Request, Ring, Uring};

@@ -34,7 +34,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use log::warn;
 
-use super::memory::range;
+use super::range::range;
 use nvm::NvmModel;
 use nvme_mpt::host::HostMemory;
 use nvme_mpt::spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadWrite};

@@ -3,6 +3,7 @@
 //! Commands are executed one at a time, in the thread that asks. The one exception is Asynchronous
 //! Event Request, which stays outstanding and completes into a list of events.
 
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
@@ -11,14 +12,13 @@ use super::super::backing::Backing;
 use super::error::ControllerError;
 use nvme_mpt::address::{Iova, PAGE_SIZE};
 use nvme_mpt::iova::{IovaPart, IovaSpace};
-use nvme_mpt::memory::{Access, Cell32, Mapping, RawBytes};
-use nvme_mpt::spec::cqe::{Cqe, CqeHigh};
+use nvme_mpt::memory::{Access, Cell32, HostCompletionRing, HostSubmissionRing, Mapping, RawBytes};
+use nvme_mpt::spec::cqe::Cqe;
 use nvme_mpt::spec::event::AsyncEvent;
 use nvme_mpt::spec::ids::{CommandId, QueueId};
 use nvme_mpt::spec::opcode::AdminOpcode;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::spec::sqe::Sqe;
-use zerocopy::IntoBytes;
 
 /// Entries of both queues: one command, one Asynchronous Event Request, and room for those that
 /// were given up.
@@ -35,9 +35,7 @@ const PAGES: usize = 3;
 const CQ_OFFSET: usize = PAGE_SIZE as usize;
 const DATA_OFFSET: usize = 2 * PAGE_SIZE as usize;
 
-const SQE_SIZE: usize = size_of::<Sqe>();
-const CQE_SIZE: usize = size_of::<Cqe>();
-const _: () = assert!(ENTRIES as usize * SQE_SIZE <= CQ_OFFSET);
+const _: () = assert!(ENTRIES as usize * size_of::<Sqe>() <= CQ_OFFSET);
 
 /// `CID` of the Asynchronous Event Request; other commands count up below it.
 const EVENT_CID: u16 = u16::MAX;
@@ -48,12 +46,11 @@ pub(super) struct AdminQueue {
     backing: Arc<dyn Backing>,
     /// Dropped before the memory that is mapped there.
     iova: IovaPart,
-    memory: Mapping,
+    memory: Arc<Mapping>,
+    sq: HostSubmissionRing,
+    cq: HostCompletionRing,
     tail_doorbell: Cell32,
     head_doorbell: Cell32,
-    tail: u16,
-    head: u16,
-    phase: bool,
     next_cid: u16,
     /// True if the Asynchronous Event Request is outstanding.
     listening: bool,
@@ -67,7 +64,7 @@ impl AdminQueue {
         dstrd: u8,
     ) -> Result<Self, ControllerError> {
         let len = PAGES * PAGE_SIZE as usize;
-        let memory = Mapping::anonymous(len).map_err(ControllerError::Memory)?;
+        let memory = Arc::new(Mapping::anonymous(len).map_err(ControllerError::Memory)?);
         let iova = space
             .map(&memory, Access::ReadWrite)
             .map_err(ControllerError::Memory)?;
@@ -78,15 +75,17 @@ impl AdminQueue {
         };
         let tail_doorbell = cell(Doorbell::SqTail(QueueId::ADMIN))?;
         let head_doorbell = cell(Doorbell::CqHead(QueueId::ADMIN))?;
+        let outside =
+            || ControllerError::Memory(io::Error::other("The rings do not lie in their memory"));
+        let entries = ENTRIES.into();
         Ok(Self {
             backing,
             iova,
+            sq: HostSubmissionRing::new(&memory, 0, entries).ok_or_else(outside)?,
+            cq: HostCompletionRing::new(&memory, CQ_OFFSET, entries).ok_or_else(outside)?,
             memory,
             tail_doorbell,
             head_doorbell,
-            tail: 0,
-            head: 0,
-            phase: true,
             next_cid: 0,
             listening: false,
             events: Vec::new(),
@@ -109,21 +108,18 @@ impl AdminQueue {
 
     /// Starts over; the controller is disabled and has forgotten everything.
     pub(super) fn reset(&mut self) {
-        if let Some(memory) = self.memory.bytes(0, self.memory.len()) {
-            memory.zero();
-        }
-        (self.tail, self.head, self.phase) = (0, 0, true);
+        self.sq.restart();
+        self.cq.restart();
         self.listening = false;
         self.events.clear();
     }
 
     /// Executes a command to its end.
-    pub(super) fn execute(&mut self, mut sqe: Sqe) -> Result<Cqe, ControllerError> {
+    pub(super) fn execute(&mut self, sqe: Sqe) -> Result<Cqe, ControllerError> {
         let opcode = AdminOpcode(sqe.opcode());
         self.next_cid = (self.next_cid + 1) % EVENT_CID;
         let cid = CommandId(self.next_cid);
-        sqe.set_cid(cid);
-        self.submit(&sqe);
+        self.submit(&sqe, cid);
         let started = Instant::now();
         let mut pause = Duration::from_micros(10);
         let mut rounds = 0;
@@ -187,9 +183,8 @@ impl AdminQueue {
     pub(super) fn listen(&mut self) {
         if !self.listening {
             self.listening = true;
-            let mut sqe = Sqe::new(AdminOpcode::ASYNC_EVENT_REQUEST.0);
-            sqe.set_cid(CommandId(EVENT_CID));
-            self.submit(&sqe);
+            let sqe = Sqe::new(AdminOpcode::ASYNC_EVENT_REQUEST.0);
+            self.submit(&sqe, CommandId(EVENT_CID));
         }
     }
 
@@ -204,35 +199,16 @@ impl AdminQueue {
     }
 
     /// There is room: one command at a time, and completions are taken before the next.
-    fn submit(&mut self, sqe: &Sqe) {
-        let offset = usize::from(self.tail) * SQE_SIZE;
-        if let Some(entry) = self.memory.bytes(offset, SQE_SIZE) {
-            entry.copy_from(sqe.as_bytes());
-        }
-        self.tail = (self.tail + 1) % ENTRIES;
+    fn submit(&mut self, sqe: &Sqe, cid: CommandId) {
+        self.sq.push(sqe, cid);
         fence(Ordering::Release);
-        self.tail_doorbell.store(self.tail.into());
+        self.tail_doorbell.store(self.sq.tail());
     }
 
     /// The next completion. That of an event goes to the list of them, too.
     fn take_completion(&mut self) -> Option<Cqe> {
-        let offset = CQ_OFFSET + usize::from(self.head) * CQE_SIZE;
-        let words = self.memory.bytes(offset, CQE_SIZE)?.words()?;
-        let high = CqeHigh(words.read(1));
-        if high.phase() != self.phase {
-            return None;
-        }
-        fence(Ordering::Acquire);
-        let cqe = Cqe {
-            low: words.read(0),
-            high,
-        };
-        self.head += 1;
-        if self.head == ENTRIES {
-            self.head = 0;
-            self.phase = !self.phase;
-        }
-        self.head_doorbell.store(self.head.into());
+        let cqe = self.cq.take()?;
+        self.head_doorbell.store(self.cq.head());
         // A controller that refuses the request has no events to tell of, and is not asked again.
         if cqe.cid().0 == EVENT_CID && self.listening && cqe.status().is_success() {
             self.listening = false;

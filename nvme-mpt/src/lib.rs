@@ -46,7 +46,7 @@ pub use attachment::{
     AttachError, Attachment, AttachmentConfig, AttachmentState, AttachmentStats, CqConfig,
     LeasedNamespace, QueueError, SqConfig, StateError,
 };
-pub use dma::{DirtyRange, DmaError, DmaWindow, MemoryKinds, MemoryRegion};
+pub use dma::{DirtyRange, DmaError, DmaWindow, GuestMemory, MemoryKinds, MemoryRegion};
 pub use doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage};
 pub use drive::{Drive, DriveError};
 pub use event::{DriveEvent, ErrorEntry, Event, EventQueue, QueueFailure};

@@ -350,7 +350,7 @@ fn rig(case: &Case) -> Rig {
                     qid: id,
                     base,
                     entries,
-                    interrupt: None,
+                    vector: None,
                 })
                 .unwrap();
             let base = Gpa(sq.gpa());

@@ -24,7 +24,7 @@ use crate::{
     admin::{Admin, Controller, WATCH_INTERVAL},
     pci::{
         config_space::{Bar, BarMove, ConfigSpace},
-        msix::{MSIX_VECTORS_MAX, Msix, MsixControl, MsixMasking, MsixMessage},
+        msix::{Msix, MsixControl, MsixMasking, MsixMessage},
     },
     registers::{Capabilities, Registers, Transition},
 };
@@ -93,17 +93,14 @@ impl NvmeFunction {
     #[must_use]
     pub fn new(attachment: Attachment, masking: MsixMasking) -> Self {
         let doorbells = attachment.doorbells();
-        let vectors = attachment
-            .max_queue_pairs()
-            .saturating_add(1)
-            .min(MSIX_VECTORS_MAX);
+        let msix = Msix::new(attachment.vectors().to_vec(), masking);
         let capabilities = Capabilities {
             queue_entries_max: attachment.limits().entries_max,
             dstrd: doorbells.dstrd(),
         };
         Self {
-            config: ConfigSpace::new(doorbells.len() as u64, vectors),
-            msix: Msix::new(vectors, masking),
+            config: ConfigSpace::new(doorbells.len() as u64, msix.count()),
+            msix,
             registers: Registers::new(capabilities),
             admin: Admin::new(attachment.drive()),
             attachment,

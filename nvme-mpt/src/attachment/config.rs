@@ -7,7 +7,6 @@ use crate::dma::MemoryKinds;
 use crate::doorbell::DoorbellMode;
 use crate::drive::Drive;
 use crate::host::NamespaceFormat;
-use crate::interrupt::InterruptVector;
 use crate::lease::Lease;
 use crate::poller::{PollPolicy, Pollers};
 use crate::spec::ids::{Nsid, QueueId};
@@ -34,7 +33,7 @@ pub struct AttachmentConfig {
 }
 
 /// A Completion Queue to create.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CqConfig {
     /// Its identifier.
     pub qid: QueueId,
@@ -42,12 +41,12 @@ pub struct CqConfig {
     pub base: Gpa,
     /// Its entries, at least 2.
     pub entries: u32,
-    /// The vector to raise; `None` if the guest wants no interrupts.
-    pub interrupt: Option<Arc<InterruptVector>>,
+    /// Number of the vector to raise; `None` if the guest wants no interrupts.
+    pub vector: Option<u16>,
 }
 
 /// A Submission Queue to create.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SqConfig {
     /// Its identifier.
     pub qid: QueueId,

@@ -77,6 +77,9 @@ pub enum QueueError {
     /// The Completion Queue still has a Submission Queue.
     #[error("Completion queue {0} still serves a submission queue")]
     CqInUse(QueueId),
+    /// The function has no vector of this number.
+    #[error("There is no interrupt vector {0}")]
+    InvalidVector(u16),
     /// Fewer than 2 entries, or more than the limit.
     #[error("A queue of {0} entries is not possible")]
     InvalidSize(u32),

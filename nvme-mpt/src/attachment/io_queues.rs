@@ -156,12 +156,13 @@ impl Attachment {
             qid,
             base,
             entries,
-            interrupt,
+            vector,
         } = config;
         let counters = self
             .queue_counters(qid)
             .ok_or(QueueError::InvalidQueueId(qid))?;
         self.check_ring(base, entries)?;
+        let interrupt = vector.map(|number| self.vector(number)).transpose()?;
         if queues.cqs.contains_key(&qid.0) {
             return Err(QueueError::AlreadyExists(qid));
         }
@@ -228,16 +229,12 @@ impl Attachment {
         &self,
         queues: &mut Queues,
         state: &CompletionQueueState,
-        vectors: &[Arc<InterruptVector>],
     ) -> Result<(), QueueError> {
-        let vector = state
-            .vector
-            .and_then(|number| vectors.get(usize::from(number)));
         let config = CqConfig {
             qid: QueueId(state.qid),
             base: Gpa(state.base),
             entries: state.entries,
-            interrupt: vector.cloned(),
+            vector: state.vector,
         };
         let (mut entry, mut queue) = self.new_queue(queues, config)?;
         for state in &state.submission_queues {
@@ -447,6 +444,11 @@ impl Attachment {
         if let Some(DoorbellBuffer { shadow, .. }) = buffer {
             self.carry_doorbell_over(doorbell, shadow);
         }
+    }
+
+    fn vector(&self, number: u16) -> Result<Arc<InterruptVector>, QueueError> {
+        let vector = self.vectors.get(usize::from(number));
+        vector.cloned().ok_or(QueueError::InvalidVector(number))
     }
 
     fn check_ring(&self, base: Gpa, entries: u32) -> Result<(), QueueError> {

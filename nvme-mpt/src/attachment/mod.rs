@@ -42,7 +42,7 @@ use crate::doorbell::{DoorbellMode, DoorbellPage};
 use crate::drive::Drive;
 use crate::event::EventQueue;
 use crate::host::{Damage, HostLeaseError, HostNamespace, Limits, ZoneChanges};
-use crate::interrupt::Coalescing;
+use crate::interrupt::{Coalescing, InterruptVector};
 use crate::lease::Lease;
 use crate::poller::{Placement, PollPolicy, Pollers, Silence, Spin};
 use crate::shadow::{QueueContext, ShadowQueue};
@@ -70,6 +70,8 @@ pub struct Attachment {
     window: DmaWindow,
     context: Arc<QueueContext>,
     coalescing: Arc<Coalescing>,
+    /// By number: that of the admin queue, then one for each I/O queue pair.
+    vectors: Vec<Arc<InterruptVector>>,
     /// Index 0 is queue 1.
     counters: Vec<Arc<QueueCounters>>,
     queues: Mutex<Queues>,
@@ -164,6 +166,7 @@ impl Attachment {
             window,
             context,
             coalescing: Arc::default(),
+            vectors: (0..=queue_pairs).map(|_| InterruptVector::new()).collect(),
             counters: std::iter::repeat_with(Arc::default)
                 .take(queue_pairs.into())
                 .collect(),
@@ -294,6 +297,12 @@ impl Attachment {
     #[must_use]
     pub fn doorbell_mode(&self) -> DoorbellMode {
         self.context.mode
+    }
+
+    /// Interrupt vectors, by number: that of the admin queue, then one for each I/O queue pair.
+    #[must_use]
+    pub fn vectors(&self) -> &[Arc<InterruptVector>] {
+        &self.vectors
     }
 
     /// Aggregation Threshold (zero-based) and Aggregation Time (in 100 us, 0 for none) of the

@@ -13,7 +13,6 @@ mod queues;
 
 use std::fmt::{Display, Write};
 use std::io;
-use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
@@ -23,7 +22,6 @@ use super::{Attachment, LeasedNamespace, QueueError};
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::doorbell::DoorbellBuffer;
 use crate::host::{ChangedZones, Limits, NamespaceFormat};
-use crate::interrupt::InterruptVector;
 use crate::spec::ids::{Lba, QueueId};
 use crate::spec::registers::Doorbell;
 use crate::spec::zns::ChangedZoneList;
@@ -150,12 +148,11 @@ pub struct DoorbellBufferState {
 }
 
 impl Attachment {
-    /// Saves the attachment, while it is [paused](Self::pause). `vectors` are those that its Completion
-    /// Queues were created with, by number.
+    /// Saves the attachment, while it is [paused](Self::pause).
     ///
     /// # Errors
     /// [`StateError::NotPaused`].
-    pub fn save(&self, vectors: &[Arc<InterruptVector>]) -> Result<AttachmentState, StateError> {
+    pub fn save(&self) -> Result<AttachmentState, StateError> {
         let queues = self.queues();
         if !queues.paused {
             return Err(StateError::NotPaused);
@@ -163,7 +160,7 @@ impl Attachment {
         let doorbells = self.doorbells();
         let saved = queues.cqs.values().filter_map(|entry| {
             let queue = entry.parked.as_ref()?;
-            Some(queue.save(vectors))
+            Some(queue.save(&self.vectors))
         });
         Ok(AttachmentState {
             promises: self.promises(),
@@ -197,12 +194,8 @@ impl Attachment {
     ///
     /// # Errors
     /// All of [`StateError`]; after [`StateError::Queue`] some queues exist, until the next reset.
-    pub fn restore(
-        &self,
-        state: &AttachmentState,
-        vectors: &[Arc<InterruptVector>],
-    ) -> Result<(), StateError> {
-        self.check(state, vectors.len())?;
+    pub fn restore(&self, state: &AttachmentState) -> Result<(), StateError> {
+        self.check(state)?;
         let AttachmentState {
             promises: _,
             doorbells,
@@ -235,7 +228,7 @@ impl Attachment {
         }
         for state in saved {
             let qid = QueueId(state.qid);
-            self.restore_queue(&mut queues, state, vectors)
+            self.restore_queue(&mut queues, state)
                 .map_err(|source| StateError::Queue { qid, source })?;
         }
         Ok(())
@@ -245,7 +238,7 @@ impl Attachment {
     ///
     /// # Errors
     /// [`StateError::Mismatch`] and [`StateError::Invalid`].
-    pub fn check(&self, state: &AttachmentState, vectors: usize) -> Result<(), StateError> {
+    pub fn check(&self, state: &AttachmentState) -> Result<(), StateError> {
         let AttachmentState {
             promises,
             doorbells,
@@ -280,7 +273,7 @@ impl Attachment {
         let limits = QueueLimits {
             pairs: self.max_queue_pairs(),
             entries: self.limits().entries_max,
-            vectors,
+            vectors: self.vectors.len(),
         };
         limits.check(queues)
     }

@@ -2,21 +2,20 @@
 //! mapped again when something is.
 
 use super::region::Place;
-use super::{DmaError, DmaWindow, lock};
+use super::{Changes, DmaError, DmaWindow};
 
 /// The memory of a window that may be gone since: no drive reaches it by this.
 #[derive(Clone, Debug)]
 pub struct HeldMemory(Vec<Place>);
 
-impl DmaWindow {
-    /// The VM's memory as it is now.
-    #[must_use]
-    pub fn hold(&self) -> HeldMemory {
-        let changes = lock(&self.tables.changes);
+impl HeldMemory {
+    pub(super) fn of(changes: &Changes) -> Self {
         let places = changes.regions.values().map(|region| region.place.clone());
-        HeldMemory(places.collect())
+        Self(places.collect())
     }
+}
 
+impl DmaWindow {
     /// Maps all that was held of another window, at the same guest addresses.
     ///
     /// # Errors
@@ -49,7 +48,7 @@ mod tests {
             };
             before.map(constant).expect("map");
             before.write(Gpa(0x1800), b"kept").expect("mapped");
-            let held = before.hold();
+            let held = before.memory().hold();
             assert_eq!(before.unmap_all().expect("idle"), 0x3000);
             held
         };

@@ -30,6 +30,7 @@
 mod departure;
 mod dirty;
 mod error;
+mod guest_memory;
 mod held;
 mod kinds;
 mod published;
@@ -48,6 +49,7 @@ use std::time::{Duration, Instant};
 pub(crate) use departure::Departure;
 pub use dirty::DirtyRange;
 pub use error::DmaError;
+pub use guest_memory::GuestMemory;
 pub use held::HeldMemory;
 pub use kinds::MemoryKinds;
 pub(crate) use table::RunPages;
@@ -57,8 +59,8 @@ pub(crate) use users::TableUse;
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::clock::Ticks;
 use crate::iova::{IovaSpace, NoMapping, VmMappings};
+use crate::memory::Access;
 use crate::memory::file_system::{is_memory, type_of};
-use crate::memory::{Access, RawBytes};
 use crate::poller::Waker;
 use published::Published;
 use region::{Extent, GuestFile, Place, Region};
@@ -392,59 +394,26 @@ impl DmaWindow {
         self.unmap(Gpa(0), u64::MAX)
     }
 
-    /// Copies out of the VM's memory, across regions if need be. For the control path.
+    /// Returns the control path's view of the memory.
+    #[must_use]
+    pub fn memory(&self) -> GuestMemory {
+        GuestMemory::new(self.tables.clone())
+    }
+
+    /// Copies out of the VM's memory, as [`GuestMemory::read`] does.
     ///
     /// # Errors
-    /// [`DmaError::NotMapped`]; what was copied until then stays in `buffer`.
+    /// As [`GuestMemory::read`].
     pub fn read(&self, gpa: Gpa, buffer: &mut [u8]) -> Result<(), DmaError> {
-        let len = buffer.len();
-        self.each_part(gpa, len, Direction::FromGuest, |bytes, range| {
-            bytes.copy_to(&mut buffer[range]);
-        })
+        self.memory().read(gpa, buffer)
     }
 
-    /// Copies into the VM's memory, across regions if need be. For the control path.
+    /// Copies into the VM's memory, as [`GuestMemory::write`] does.
     ///
     /// # Errors
-    /// [`DmaError::NotMapped`]; what was copied until then stays in the VM's memory.
+    /// As [`GuestMemory::write`].
     pub fn write(&self, gpa: Gpa, buffer: &[u8]) -> Result<(), DmaError> {
-        let len = buffer.len();
-        let written = self.each_part(gpa, len, Direction::ToGuest, |bytes, range| {
-            bytes.copy_from(&buffer[range]);
-        });
-        let table = self.table();
-        if table.is_logged() {
-            table.note_written(gpa, len as u64);
-        }
-        written
-    }
-
-    fn each_part(
-        &self,
-        gpa: Gpa,
-        len: usize,
-        direction: Direction,
-        mut part: impl FnMut(RawBytes<'_>, std::ops::Range<usize>),
-    ) -> Result<(), DmaError> {
-        let table = self.table();
-        let mut hint = RegionHint::default();
-        let mut done = 0;
-        while done < len {
-            let not_mapped = DmaError::NotMapped {
-                gpa,
-                len: len as u64,
-            };
-            let Some(at) = gpa.checked_add(done as u64) else {
-                return Err(not_mapped);
-            };
-            let Some(bytes) = table.some_bytes(at, len - done, direction, &mut hint) else {
-                return Err(not_mapped);
-            };
-            let size = bytes.len();
-            part(bytes, done..done + size);
-            done += size;
-        }
-        Ok(())
+        self.memory().write(gpa, buffer)
     }
 }
 

@@ -200,7 +200,7 @@ fn queue(attachment: &Arc<Attachment>, memory: &GuestMemory) -> (QueuePair, Box<
         qid,
         base: Gpa(cq.gpa()),
         entries,
-        interrupt: None,
+        vector: None,
     };
     attachment.create_cq(config).unwrap();
     let config = SqConfig {

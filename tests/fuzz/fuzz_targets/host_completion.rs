@@ -139,7 +139,7 @@ impl Lane {
             qid: QUEUE,
             base: Gpa(CQ),
             entries: ENTRIES,
-            interrupt: None,
+            vector: None,
         };
         self.attachment.create_cq(cq).expect("a queue");
         let sq = SqConfig {

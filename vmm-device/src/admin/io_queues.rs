@@ -39,17 +39,15 @@ impl IoQueues<'_> {
         require(self.cc.iocqes() == IOCQES, Status::INVALID_QUEUE_SIZE)?;
         let entries = self.entries(command.qsize_z)?;
         require(base.is_page_aligned(), Status::PRP_OFFSET_INVALID)?;
-        let interrupt = if command.ien {
-            Some(self.vector(command.iv)?)
-        } else {
-            None
-        };
+        let vector = command.ien.then_some(command.iv);
+        let exists = |vector: u16| usize::from(vector) < self.vectors.len();
+        require(vector.is_none_or(exists), Status::INVALID_INTERRUPT_VECTOR)?;
         self.attachment
             .create_cq(CqConfig {
                 qid: command.qid,
                 base,
                 entries,
-                interrupt,
+                vector,
             })
             .map_err(|error| status(&error))
     }
@@ -91,13 +89,6 @@ impl IoQueues<'_> {
             .map_err(|error| status(&error))
     }
 
-    fn vector(&self, number: u16) -> Result<Arc<InterruptVector>, Status> {
-        let vector = self.vectors.get(usize::from(number));
-        vector
-            .map(Arc::clone)
-            .ok_or(Status::INVALID_INTERRUPT_VECTOR)
-    }
-
     /// Entries of a queue: at least two, as a queue of one could hold none, and at most what
     /// CAP.MQES says.
     fn entries(&self, qsize_z: u16) -> Result<u32, Status> {
@@ -123,6 +114,7 @@ fn status(error: &QueueError) -> Status {
         | QueueError::AlreadyExists { .. }
         | QueueError::InvalidQueueId { .. } => Status::INVALID_QUEUE_ID,
         QueueError::CqInUse { .. } => Status::INVALID_QUEUE_DELETION,
+        QueueError::InvalidVector { .. } => Status::INVALID_INTERRUPT_VECTOR,
         QueueError::InvalidSize { .. } => Status::INVALID_QUEUE_SIZE,
         QueueError::Misaligned { .. } => Status::PRP_OFFSET_INVALID,
         // PRP1 names memory that the guest does not have.

@@ -57,7 +57,7 @@ impl NvmeFunction {
             msix,
             registers: self.registers.save(),
             admin: self.admin.save(),
-            attachment: self.attachment.save(self.msix.vectors())?,
+            attachment: self.attachment.save()?,
         })
     }
 
@@ -70,8 +70,7 @@ impl NvmeFunction {
     pub fn restore(&mut self, state: &FunctionState) -> Result<Vec<BarMove>, SnapshotError> {
         state.check_version()?;
         // Before anything is made of any of it, and what says most about it first.
-        self.attachment
-            .check(&state.attachment, self.msix.vectors().len())?;
+        self.attachment.check(&state.attachment)?;
         self.config.check(&state.config_space)?;
         self.msix.check(&state.msix)?;
         self.registers.check(&state.registers)?;
@@ -113,8 +112,7 @@ impl NvmeFunction {
             admin,
             attachment,
         } = state;
-        let vectors = self.msix.vectors().to_vec();
-        self.attachment.restore(attachment, &vectors)?;
+        self.attachment.restore(attachment)?;
         self.registers.restore(registers);
         self.admin.restore(
             admin,

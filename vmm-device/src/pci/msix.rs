@@ -103,12 +103,13 @@ pub(crate) struct Msix {
 }
 
 impl Msix {
-    /// A table of so many vectors, masked as after power-on.
-    pub(crate) fn new(vectors: u16, masking: MsixMasking) -> Self {
+    /// A table of these vectors, masked as after power-on. Those beyond [`MSIX_VECTORS_MAX`] are left out.
+    pub(crate) fn new(mut vectors: Vec<Arc<InterruptVector>>, masking: MsixMasking) -> Self {
+        vectors.truncate(MSIX_VECTORS_MAX.into());
         let msix = Self {
             masking,
-            table: vec![MsixMessage::RESET; usize::from(vectors)],
-            vectors: (0..vectors).map(|_| InterruptVector::new()).collect(),
+            table: vec![MsixMessage::RESET; vectors.len()],
+            vectors,
         };
         msix.apply(MsixControl {
             enabled: false,
@@ -120,6 +121,12 @@ impl Msix {
     /// A vector of the function, if it has one of that number.
     pub(crate) fn vector(&self, number: u16) -> Option<&Arc<InterruptVector>> {
         self.vectors.get(usize::from(number))
+    }
+
+    /// Number of vectors.
+    pub(crate) fn count(&self) -> u16 {
+        // At most MSIX_VECTORS_MAX.
+        self.vectors.len() as u16
     }
 
     /// All vectors, by number.
@@ -304,6 +311,11 @@ mod tests {
         function_masked: false,
     };
 
+    fn msix(vectors: usize, masking: MsixMasking) -> Msix {
+        let vectors = (0..vectors).map(|_| InterruptVector::new());
+        Msix::new(vectors.collect(), masking)
+    }
+
     fn with_eventfd(msix: &Msix, vector: u16) -> EventFd {
         let eventfd = EventFd::new(EFD_NONBLOCK).unwrap();
         msix.vector(vector)
@@ -324,7 +336,7 @@ mod tests {
 
     #[test]
     fn entries_read_back_what_was_written() {
-        let mut msix = Msix::new(3, MsixMasking::Function);
+        let mut msix = msix(3, MsixMasking::Function);
         assert_eq!(read_u32(&msix, 12), 1, "masked after reset");
         msix.write(
             16,
@@ -351,7 +363,7 @@ mod tests {
 
     #[test]
     fn a_masked_vector_is_pending_until_it_is_unmasked() {
-        let mut msix = Msix::new(10, MsixMasking::Function);
+        let mut msix = msix(10, MsixMasking::Function);
         let eventfd = with_eventfd(&msix, 9);
         msix.apply(ENABLED);
         msix.vector(9).unwrap().signal();
@@ -366,7 +378,7 @@ mod tests {
 
     #[test]
     fn the_function_mask_holds_all_vectors() {
-        let mut msix = Msix::new(2, MsixMasking::Function);
+        let mut msix = msix(2, MsixMasking::Function);
         let eventfd = with_eventfd(&msix, 1);
         unmask(&mut msix, 1);
         for control in [FUNCTION_MASKED, DISABLED] {
@@ -381,7 +393,7 @@ mod tests {
 
     #[test]
     fn a_client_that_masks_leaves_nothing_to_mask_here() {
-        let mut msix = Msix::new(2, MsixMasking::Client);
+        let mut msix = msix(2, MsixMasking::Client);
         let eventfd = with_eventfd(&msix, 1);
         msix.vector(1).unwrap().signal();
         assert_eq!(eventfd.read().unwrap(), 1);
@@ -400,7 +412,7 @@ mod tests {
 
     #[test]
     fn accesses_of_any_place_and_length_are_safe() {
-        let mut msix = Msix::new(3, MsixMasking::Function);
+        let mut msix = msix(3, MsixMasking::Function);
         for offset in [
             0,
             1,

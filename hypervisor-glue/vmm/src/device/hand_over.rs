@@ -49,12 +49,12 @@ impl FunctionDevice {
             .function
             .flush(&deadline)
             .map_err(DeviceError::Flush)?;
-        let memory = state.function.memory();
+        let window = state.function.memory();
         let handed_over = HandedOver {
             saved,
-            memory: memory.hold(),
+            memory: window.memory().hold(),
             // None are noted if it fails.
-            dirty: memory.take_dirty_pages().ok(),
+            dirty: window.take_dirty_pages().ok(),
         };
         // It is paused, so that nothing keeps the memory busy.
         let unwired = self.shared.unwire(state);

@@ -213,7 +213,7 @@ fn create(device: &FunctionDevice, qid: u16) {
                 qid,
                 base,
                 entries,
-                interrupt: None,
+                vector: None,
             })
             .unwrap();
         let base = Gpa(base.0 + 0x8000);

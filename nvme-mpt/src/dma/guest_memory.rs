@@ -1,0 +1,152 @@
+//! A VM's memory as the control path of a function reads and writes it.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::{Direction, DmaError, HeldMemory, RegionHint, RegionTable, Tables, lock};
+use crate::address::Gpa;
+use crate::memory::{Cell32, RawBytes};
+
+/// A view of a VM's memory in this process. Clones are the same view.
+///
+/// It follows the [window](super::DmaWindow) that it comes from: an access finds the memory that is mapped when it
+/// begins.
+#[derive(Clone, Debug)]
+pub struct GuestMemory(Arc<Tables>);
+
+impl GuestMemory {
+    pub(super) fn new(tables: Arc<Tables>) -> Self {
+        Self(tables)
+    }
+
+    /// Copies out of the VM's memory, across regions if need be.
+    ///
+    /// # Errors
+    /// [`DmaError::NotMapped`]; what was copied until then stays in `buffer`.
+    pub fn read(&self, gpa: Gpa, buffer: &mut [u8]) -> Result<(), DmaError> {
+        let len = buffer.len();
+        self.each_part(gpa, len, Direction::FromGuest, |bytes, range| {
+            bytes.copy_to(&mut buffer[range]);
+        })
+    }
+
+    /// Copies into the VM's memory, across regions if need be.
+    ///
+    /// # Errors
+    /// [`DmaError::NotMapped`]; what was copied until then stays in the VM's memory.
+    pub fn write(&self, gpa: Gpa, buffer: &[u8]) -> Result<(), DmaError> {
+        let len = buffer.len();
+        let written = self.each_part(gpa, len, Direction::ToGuest, |bytes, range| {
+            bytes.copy_from(&buffer[range]);
+        });
+        note(&self.table(), gpa, len as u64);
+        written
+    }
+
+    /// Loads a word that the guest may store at the same time, with acquire semantics; `None` if it is not mapped
+    /// or not aligned to 4 bytes.
+    #[must_use]
+    pub fn load(&self, gpa: Gpa) -> Option<u32> {
+        let table = self.table();
+        Some(word(&table, gpa)?.load())
+    }
+
+    /// Stores a word that the guest may load at the same time, with release semantics. Returns whether it is mapped
+    /// and aligned to 4 bytes.
+    pub fn store(&self, gpa: Gpa, value: u32) -> bool {
+        let table = self.table();
+        let Some(cell) = word(&table, gpa) else {
+            return false;
+        };
+        cell.store(value);
+        note(&table, gpa, size_of::<u32>() as u64);
+        true
+    }
+
+    /// Returns the memory as it is now, to be [mapped again](super::DmaWindow::map_held).
+    #[must_use]
+    pub fn hold(&self) -> HeldMemory {
+        HeldMemory::of(&lock(&self.0.changes))
+    }
+
+    fn table(&self) -> Arc<RegionTable> {
+        self.0.current()
+    }
+
+    fn each_part(
+        &self,
+        gpa: Gpa,
+        len: usize,
+        direction: Direction,
+        mut part: impl FnMut(RawBytes<'_>, Range<usize>),
+    ) -> Result<(), DmaError> {
+        let table = self.table();
+        let mut hint = RegionHint::default();
+        let mut done = 0;
+        while done < len {
+            let not_mapped = DmaError::NotMapped {
+                gpa,
+                len: len as u64,
+            };
+            let Some(at) = gpa.checked_add(done as u64) else {
+                return Err(not_mapped);
+            };
+            let Some(bytes) = table.some_bytes(at, len - done, direction, &mut hint) else {
+                return Err(not_mapped);
+            };
+            let size = bytes.len();
+            part(bytes, done..done + size);
+            done += size;
+        }
+        Ok(())
+    }
+}
+
+fn word(table: &RegionTable, gpa: Gpa) -> Option<Cell32> {
+    let (mapping, offset) = table.locate(gpa, size_of::<u32>() as u64)?;
+    Cell32::new(mapping, offset)
+}
+
+/// Notes a write that was made, for those who copy the memory of a VM that runs.
+fn note(table: &RegionTable, gpa: Gpa, len: u64) {
+    if table.is_logged() {
+        table.note_written(gpa, len);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dma::tests::{region, window};
+
+    #[test]
+    fn a_view_follows_its_window() {
+        let window = window();
+        let memory = window.memory();
+        let (at, mut byte) = (Gpa(0x1800), [0]);
+        memory.read(at, &mut byte).expect_err("not mapped yet");
+        window.map(region(0x1000, 0x2000)).expect("map");
+        memory.write(at, &[7]).expect("mapped");
+        window.read(at, &mut byte).expect("mapped");
+        assert_eq!(byte, [7]);
+        window.unmap_all().expect("idle");
+        memory.read(at, &mut byte).expect_err("unmapped");
+    }
+
+    #[test]
+    fn words_are_aligned_and_their_stores_are_noted() {
+        let window = window();
+        let memory = window.memory();
+        assert!(!memory.store(Gpa(0x1000), 1), "not mapped");
+        window.map(region(0x1000, 0x2000)).expect("map");
+        window.start_dirty_log().expect("idle");
+        assert!(!memory.store(Gpa(0x1002), 1), "not aligned");
+        assert_eq!(memory.load(Gpa(0x1002)), None);
+        assert!(window.take_dirty_pages().expect("logged").is_empty());
+        assert!(memory.store(Gpa(0x2004), 0x0102_0304));
+        assert_eq!(memory.load(Gpa(0x2004)), Some(0x0102_0304));
+        let dirty = window.take_dirty_pages().expect("logged");
+        assert_eq!(dirty.len(), 1);
+        assert_eq!((dirty[0].gpa, dirty[0].len), (Gpa(0x2000), 0x1000));
+    }
+}

@@ -5,6 +5,9 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
+/// Longest wait in all for commands in flight and flushes, when a function is reset, shut down or ended.
+pub const DRAIN_DEADLINE: Duration = Duration::from_secs(30);
+
 /// Clock of the control path's waits. A test brings one that moves by itself.
 pub trait WaitClock: fmt::Debug + Send + Sync {
     /// Returns the time since some moment in the past.

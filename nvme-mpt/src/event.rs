@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use vmm_sys_util::eventfd::EventFd;
 
@@ -89,7 +89,7 @@ pub struct ErrorEntry {
 #[derive(Debug)]
 pub struct EventQueue {
     events: Mutex<VecDeque<Event>>,
-    eventfd: EventFd,
+    eventfd: Arc<EventFd>,
 }
 
 impl EventQueue {
@@ -101,13 +101,13 @@ impl EventQueue {
         let eventfd = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
         Ok(Self {
             events: Mutex::new(VecDeque::with_capacity(CAPACITY)),
-            eventfd,
+            eventfd: Arc::new(eventfd),
         })
     }
 
     /// Readable while there are events.
     #[must_use]
-    pub fn eventfd(&self) -> &EventFd {
+    pub fn eventfd(&self) -> &Arc<EventFd> {
         &self.eventfd
     }
 

@@ -333,10 +333,10 @@ fn rig(case: &Case) -> Rig {
     let cap = Cap(u64::from(attachment.doorbells().dstrd()) << 32);
     let buffer = Arc::new(DoorbellBuffer::new(&memory, cap).unwrap());
     attachment
-        .set_doorbell_buffer(Some(nvme_mpt::DoorbellBuffer {
+        .set_doorbell_buffer(nvme_mpt::DoorbellBuffer {
             shadow: Gpa(buffer.shadow().gpa()),
             event_idx: Gpa(buffer.event_idx().gpa()),
-        }))
+        })
         .unwrap();
     let blocks = drive.blocks();
     let lanes: Vec<Lane> = (1..=case.queues)

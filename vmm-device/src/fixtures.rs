@@ -119,7 +119,7 @@ pub(crate) struct Guest {
 impl Guest {
     /// A guest that has not touched its controller yet.
     pub(crate) fn new(mode: DoorbellMode) -> Self {
-        let function = NvmeFunction::new(attachment(mode), MsixMasking::Client);
+        let function = NvmeFunction::new(Arc::new(attachment(mode)), MsixMasking::Client);
         let memory = tempfile::tempfile_in("/dev/shm").expect("memory");
         memory.set_len(MEMORY.end - MEMORY.start).expect("room");
         let region = MemoryRegion {
@@ -130,7 +130,7 @@ impl Guest {
             readable: true,
             writable: true,
         };
-        function.memory().map(region).expect("mapped");
+        function.host().map(region).expect("mapped");
         let interrupt = EventFd::new(EFD_NONBLOCK).expect("eventfd");
         function.vectors()[0].set_eventfd(Some(interrupt.try_clone().expect("eventfd")));
         Self {
@@ -178,8 +178,7 @@ impl Guest {
     }
 
     pub(crate) fn doorbell(&mut self, doorbell: Doorbell, value: u32) {
-        let dstrd = self.function.attachment().doorbells().dstrd();
-        self.write_register(doorbell.bar_offset(dstrd), value);
+        self.write_register(self.function.doorbell_offset(doorbell), value);
     }
 
     pub(crate) fn read_memory(&self, at: u64, length: usize) -> Vec<u8> {

@@ -7,8 +7,9 @@ mod tests;
 use std::{io, os::fd::BorrowedFd, sync::Arc, time::Duration};
 
 use nvme_mpt::{
-    Attachment, DmaWindow, DoorbellMode, DriveEvent, Event, InterruptVector, QueueError,
-    deadline::Deadline,
+    DoorbellMode, DriveEvent, Event, GuestMemory, HostSide, InterruptVector, LeaseFacts,
+    QueueError, SharedParts,
+    deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock},
     spec::{
         ids::QueueId,
         registers::{Doorbell, ShutdownNotification, offset::DOORBELLS},
@@ -80,34 +81,52 @@ pub struct NvmeFunction {
     msix: Msix,
     registers: Registers,
     admin: Admin,
-    attachment: Attachment,
+    /// Dropped before the host side: the view keeps memory mapped, which goes before the lease.
+    shared: SharedParts,
+    host: Arc<dyn HostSide>,
+    facts: LeaseFacts,
+    clock: Arc<dyn WaitClock>,
     admin_doorbell_exits: u64,
     /// Vectors to raise when a function that was restored goes on.
     owed: Vec<u16>,
-    /// The VMM has paused it. Without Bus Master Enable the attachment is paused, too.
+    /// The VMM has paused it.
     paused: bool,
+    /// The host side is paused, which it is without Bus Master Enable, too.
+    rests: bool,
 }
 
 impl NvmeFunction {
-    /// A function as after power-on, with a vector for each I/O queue pair and for the admin queue.
+    /// A function as after power-on, whose I/O `host` does. It has a vector for each I/O queue pair and for the
+    /// admin queue.
     #[must_use]
-    pub fn new(attachment: Attachment, masking: MsixMasking) -> Self {
-        let doorbells = attachment.doorbells();
-        let msix = Msix::new(attachment.vectors().to_vec(), masking);
+    pub fn new(host: Arc<dyn HostSide>, masking: MsixMasking) -> Self {
+        let (facts, shared) = (host.facts(), host.shared());
+        let msix = Msix::new(shared.vectors.clone(), masking);
         let capabilities = Capabilities {
-            queue_entries_max: attachment.limits().entries_max,
-            dstrd: doorbells.dstrd(),
+            queue_entries_max: facts.limits.entries_max,
+            dstrd: shared.doorbells.dstrd(),
         };
         Self {
-            config: ConfigSpace::new(doorbells.len() as u64, msix.count()),
+            config: ConfigSpace::new(shared.doorbells.len() as u64, msix.count()),
             msix,
             registers: Registers::new(capabilities),
-            admin: Admin::new(attachment.drive()),
-            attachment,
+            admin: Admin::new(&facts),
+            host,
+            facts,
+            shared,
+            clock: Arc::<SystemClock>::default(),
             admin_doorbell_exits: 0,
             owed: Vec::new(),
             paused: false,
+            rests: false,
         }
+    }
+
+    /// The same function, whose deadlines go by another clock.
+    #[must_use]
+    pub fn with_clock(mut self, clock: Arc<dyn WaitClock>) -> Self {
+        self.clock = clock;
+        self
     }
 
     /// Reads configuration space.
@@ -121,7 +140,7 @@ impl NvmeFunction {
     pub fn write_config(&mut self, offset: u64, data: &[u8]) -> Vec<BarMove> {
         let write = self.config.write(offset, data);
         if write.function_level_reset {
-            let deadline = self.attachment.deadline();
+            let deadline = self.deadline();
             // What remains is seen by CSTS.CFS.
             let _ = self.reset_controller(&deadline);
         }
@@ -167,14 +186,14 @@ impl NvmeFunction {
     /// one without the other; its VMM goes on trapping, which serves as well.
     #[must_use]
     pub fn doorbell_region(&self) -> Option<DoorbellRegion<'_>> {
-        (self.attachment.doorbell_mode() == DoorbellMode::Mapped).then(|| self.doorbell_memory())
+        (self.facts.doorbells == DoorbellMode::Mapped).then(|| self.doorbell_memory())
     }
 
     /// The doorbells, for a VMM that maps and unmaps them as it goes along, between
     /// [`Self::begin_mapped_doorbells`] and [`Self::end_mapped_doorbells`].
     #[must_use]
     pub fn doorbell_memory(&self) -> DoorbellRegion<'_> {
-        let doorbells = self.attachment.doorbells();
+        let doorbells = &self.shared.doorbells;
         DoorbellRegion {
             offset: DOORBELLS,
             length: doorbells.len() as u64,
@@ -187,17 +206,13 @@ impl NvmeFunction {
     /// # Errors
     /// Returns the kernel's error when there is no poller to watch the admin queue's doorbells.
     pub fn begin_mapped_doorbells(&mut self) -> io::Result<()> {
-        let wake = self.events_fd().try_clone()?;
-        self.attachment.watch_admin_doorbells(wake)?;
-        self.attachment.begin_silent_doorbells();
-        Ok(())
+        self.host.begin_silent_doorbells()
     }
 
     /// The VMM has unmapped the doorbells: it is told of each write, and passes it on. A VMM that
     /// begins with doorbells that are not mapped, whatever the mode, calls this first.
     pub fn end_mapped_doorbells(&mut self) {
-        self.attachment.end_silent_doorbells();
-        self.attachment.unwatch_admin_doorbells();
+        self.host.end_silent_doorbells();
         // What was stored to the admin queue's doorbells right before is seen to. A counter that is
         // full wakes as well as one that is not.
         let _ = self.events_fd().write(1);
@@ -215,16 +230,36 @@ impl NvmeFunction {
         self.msix.message(vector)
     }
 
-    /// The guest's memory, as far as the VMM has mapped it for the function.
+    /// The guest's memory, as far as the VMM has [mapped](HostSide::map) it for the function.
     #[must_use]
-    pub fn memory(&self) -> &DmaWindow {
-        self.attachment.window()
+    pub fn memory(&self) -> &GuestMemory {
+        &self.shared.memory
     }
 
-    /// Returns the function's share of its drive.
+    /// Returns the facts of the function's lease.
     #[must_use]
-    pub fn attachment(&self) -> &Attachment {
-        &self.attachment
+    pub fn facts(&self) -> &LeaseFacts {
+        &self.facts
+    }
+
+    /// Returns the doorbell that is at an offset in BAR0, if its queue can exist.
+    #[must_use]
+    pub fn doorbell_at(&self, offset: u64) -> Option<Doorbell> {
+        self.shared.doorbells.at_bar_offset(offset)
+    }
+
+    /// Returns the offset of a doorbell in BAR0.
+    #[must_use]
+    pub fn doorbell_offset(&self, doorbell: Doorbell) -> u64 {
+        doorbell.bar_offset(self.shared.doorbells.dstrd())
+    }
+
+    /// Returns the host side, which does the I/O and has the guest's memory.
+    ///
+    /// Its state is the function's: a caller maps memory and reads figures.
+    #[must_use]
+    pub fn host(&self) -> &dyn HostSide {
+        self.host.as_ref()
     }
 
     /// Returns the costs of the admin queue so far.
@@ -247,11 +282,11 @@ impl NvmeFunction {
     /// [`EndError::Busy`] if commands are still in flight, [`EndError::Flush`] if the drive was not flushed. The
     /// lease lives until both are done.
     pub fn end(&mut self) -> Result<(), EndError> {
-        let deadline = self.attachment.deadline();
+        let deadline = self.deadline();
         drop(self.config.reset());
         let stopped = self.reset_controller(&deadline);
         // What did complete is made durable whatever became of the rest.
-        let flushed = self.flush(&deadline);
+        let flushed = self.flush_by(&deadline);
         stopped.map_err(EndError::Busy)?;
         flushed.map_err(EndError::Flush)
     }
@@ -259,13 +294,22 @@ impl NvmeFunction {
     /// Makes durable what was written, unless the drive is gone.
     ///
     /// # Errors
-    /// Returns the drive's error; [`io::ErrorKind::TimedOut`] after the deadline.
-    pub fn flush(&self, deadline: &Deadline) -> io::Result<()> {
-        if self.attachment.drive().controller().incidents().gone {
+    /// Returns the drive's error; [`io::ErrorKind::TimedOut`] after 30 seconds.
+    pub fn flush(&self) -> io::Result<()> {
+        self.flush_by(&self.deadline())
+    }
+
+    fn flush_by(&self, deadline: &Deadline) -> io::Result<()> {
+        if self.host.status().is_gone {
             log::warn!("The drive is gone, and not flushed");
             return Ok(());
         }
-        self.attachment.flush_by(deadline)
+        self.host.flush_within(deadline.left())
+    }
+
+    /// The moment by which all is done that a reset, a shutdown or an end that begins now waits for.
+    fn deadline(&self) -> Deadline {
+        Deadline::after(&self.clock, DRAIN_DEADLINE)
     }
 
     /// Resets the function as power-on does. When it returns, nothing touches the guest's memory.
@@ -273,7 +317,7 @@ impl NvmeFunction {
     #[must_use = "the VMM has to follow the BARs"]
     pub fn reset(&mut self) -> Vec<BarMove> {
         let moves = self.config.reset();
-        let deadline = self.attachment.deadline();
+        let deadline = self.deadline();
         // What remains is seen by CSTS.CFS.
         let _ = self.reset_controller(&deadline);
         self.follow_bus_master();
@@ -283,16 +327,15 @@ impl NvmeFunction {
     /// Readable when [`Self::process_events`] has something to do.
     #[must_use]
     pub fn events_fd(&self) -> &EventFd {
-        self.attachment.events().eventfd()
+        &self.shared.events
     }
 
     /// Returns the interval at which [`Self::process_events`] is to be called although [`Self::events_fd`] is
     /// not readable; `None` for never. A guest that wants to hear of its drive's temperature needs it.
     #[must_use]
     pub fn events_interval(&self) -> Option<Duration> {
-        let watches = self.registers.is_running()
-            && self.admin.watches_health(&self.attachment)
-            && !self.attachment.is_paused();
+        let watches =
+            self.registers.is_running() && self.admin.watches_health(&self.facts) && !self.rests;
         watches.then_some(WATCH_INTERVAL)
     }
 
@@ -300,16 +343,19 @@ impl NvmeFunction {
     /// drive. To be called whenever [`Self::events_fd`] is readable, and harmless at any other time.
     pub fn process_events(&mut self) {
         self.take_events();
-        if !self.registers.is_running() || self.attachment.is_paused() {
+        if !self.registers.is_running() || self.rests {
             return;
         }
         // A guest that has the doorbells mapped just stores to them.
         self.ring_admin();
-        self.admin.watch_health(&self.attachment);
-        match self
-            .admin
-            .run(controller(&self.attachment, &self.msix, &self.registers))
-        {
+        let controller = Controller {
+            host: &*self.host,
+            facts: &self.facts,
+            shared: &self.shared,
+            cc: self.registers.cc(),
+        };
+        self.admin.watch_health(controller);
+        match self.admin.run(controller) {
             Ok(false) => {}
             Ok(true) => {
                 if let Some(vector) = self.msix.vector(ADMIN_VECTOR) {
@@ -322,17 +368,17 @@ impl NvmeFunction {
 
     /// Takes up what happened on the I/O queues and to the drive.
     fn take_events(&mut self) {
-        for event in self.attachment.events().take() {
+        for event in self.host.take_events() {
             match &event {
                 Event::QueueFailed { qid, reason } => {
                     self.fail(&format!("I/O queue {qid}: {reason}"));
                 }
-                Event::Drive(DriveEvent::NamespaceChanged(_)) if !self.attachment.is_backed() => {
+                Event::Drive(DriveEvent::NamespaceChanged(_)) if !self.host.status().is_backed => {
                     self.revoke();
                 }
                 _ => {}
             }
-            self.admin.report(&event, &self.attachment);
+            self.admin.report(&event, &*self.host);
         }
     }
 
@@ -340,13 +386,13 @@ impl NvmeFunction {
     /// they would do.
     fn revoke(&mut self) {
         log::error!("The namespace of the guest's lease is gone, or has other blocks");
-        if let Err(error) = self.attachment.revoke() {
+        if let Err(error) = self.host.revoke() {
             self.fail(&format!("its lease cannot be revoked: {error}"));
         }
     }
 
     fn carry_out(&mut self, transition: Transition) {
-        let deadline = self.attachment.deadline();
+        let deadline = self.deadline();
         // Each of them ends what was: a guest that enables the controller finds no leftovers, and
         // what was stored to doorbells while there was no controller means nothing. If that fails, CSTS.RDY
         // and CSTS.SHST stay as they are beside CSTS.CFS: a reset or shutdown that is not complete (Base
@@ -356,20 +402,18 @@ impl NvmeFunction {
         }
         match transition {
             Transition::Enable(queues) => {
-                if let Err(error) = self.watch_doorbells() {
+                // No store to mapped doorbells ends up here.
+                if let Err(error) = self.host.watch_admin_doorbells() {
                     return self.fail(&format!("its admin doorbells cannot be watched: {error}"));
                 }
-                self.admin.enable(
-                    queues,
-                    controller(&self.attachment, &self.msix, &self.registers),
-                );
+                self.admin.enable(queues, &*self.host);
                 self.registers.enabled();
             }
             Transition::Disable => self.registers.disabled(),
             Transition::Shutdown(notification) => {
                 // A guest that is in a hurry does without, and a drive that is gone keeps nothing.
                 if notification == ShutdownNotification::NORMAL
-                    && let Err(error) = self.flush(&deadline)
+                    && let Err(error) = self.flush_by(&deadline)
                 {
                     return self.fail(&format!("its drive cannot be flushed: {error}"));
                 }
@@ -398,11 +442,12 @@ impl NvmeFunction {
     fn follow_bus_master(&mut self) {
         self.msix.apply(self.msix_control());
         let rests = self.paused || !self.config.is_bus_master();
-        if rests == self.attachment.is_paused() {
+        if rests == self.rests {
             return;
         }
         if !rests {
-            self.attachment.resume();
+            self.host.resume();
+            self.rests = false;
             for vector in std::mem::take(&mut self.owed) {
                 if let Some(vector) = self.msix.vector(vector) {
                     vector.signal();
@@ -410,18 +455,12 @@ impl NvmeFunction {
             }
             // Admin commands may have come meanwhile. A counter that is full wakes as well.
             let _ = self.events_fd().write(1);
-        } else if let Err(error) = self.attachment.pause() {
-            self.fail(&format!("it cannot stop mastering the bus: {error}"));
+        } else {
+            match self.host.pause() {
+                Ok(()) => self.rests = true,
+                Err(error) => self.fail(&format!("it cannot stop mastering the bus: {error}")),
+            }
         }
-    }
-
-    /// Lets mapped admin doorbells wake the admin queue: no store to them ends up here.
-    fn watch_doorbells(&self) -> io::Result<()> {
-        if !self.attachment.has_silent_doorbells() {
-            return Ok(());
-        }
-        self.attachment
-            .watch_admin_doorbells(self.events_fd().try_clone()?)
     }
 
     /// A reset that leaves nothing of the controller's state (Base 2.0, section 3.7.2), but for
@@ -438,13 +477,12 @@ impl NvmeFunction {
     /// it does, the controller has failed.
     fn stop(&mut self, deadline: &Deadline) -> Result<(), QueueError> {
         self.admin.reset();
-        self.attachment.unwatch_admin_doorbells();
-        let stopped = self.attachment.reset_by(deadline);
+        let stopped = self.host.reset_within(deadline.left());
         // What is left of the queues that went: their errors stay in the log. What happened to the
         // drive is found out anew by who asks for it.
-        for event in self.attachment.events().take() {
+        for event in self.host.take_events() {
             if matches!(event, Event::CommandFailed(_)) {
-                self.admin.report(&event, &self.attachment);
+                self.admin.report(&event, &*self.host);
             }
         }
         if let Err(error) = &stopped {
@@ -462,16 +500,13 @@ impl NvmeFunction {
         if !self.registers.is_running() {
             return;
         }
-        match self.attachment.doorbells().at_bar_offset(offset) {
+        match self.doorbell_at(offset) {
             Some(doorbell @ (ADMIN_SQ_TAIL | ADMIN_CQ_HEAD)) => {
                 self.admin_doorbell_exits += 1;
-                self.attachment.doorbells().store(doorbell, value);
+                self.shared.doorbells.store(doorbell, value);
                 self.ring_admin();
             }
-            Some(doorbell) if self.has_queue(doorbell) => {
-                self.attachment.ring_doorbell(doorbell, value);
-                return;
-            }
+            Some(doorbell) if self.host.ring(doorbell, value) => return,
             _ => self.admin.report_unknown_doorbell(),
         }
         // Commands are carried out when the VMM gets to it, not while a vCPU waits for this write.
@@ -482,20 +517,13 @@ impl NvmeFunction {
     /// Takes over what the admin doorbells hold.
     fn ring_admin(&mut self) {
         // What is paused touches no memory, the Doorbell Buffer neither; it looks when it goes on.
-        if self.attachment.is_paused() {
+        if self.rests {
             return;
         }
-        if self.admin.ring(&self.attachment) {
+        if self.admin.ring(&self.shared) {
             // A driver that moves them on without end delays nobody else. A counter that is full wakes as
             // well as one that is not.
             let _ = self.events_fd().write(1);
-        }
-    }
-
-    fn has_queue(&self, doorbell: Doorbell) -> bool {
-        match doorbell {
-            Doorbell::SqTail(qid) => self.attachment.has_sq(qid),
-            Doorbell::CqHead(qid) => self.attachment.has_cq(qid),
         }
     }
 
@@ -507,19 +535,6 @@ impl NvmeFunction {
             let offset = address.checked_sub(self.bar_address(bar)?)?;
             (offset < self.bar_size(bar)).then_some((bar, offset))
         })
-    }
-}
-
-/// Returns the parts that admin commands act upon.
-fn controller<'a>(
-    attachment: &'a Attachment,
-    msix: &'a Msix,
-    registers: &Registers,
-) -> Controller<'a> {
-    Controller {
-        attachment,
-        vectors: msix.vectors(),
-        cc: registers.cc(),
     }
 }
 

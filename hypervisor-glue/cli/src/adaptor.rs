@@ -133,7 +133,7 @@ impl Device for NvmeDevice {
             return Ok(());
         };
         self.function
-            .memory()
+            .host()
             .map(MemoryRegion {
                 gpa: Gpa(iova),
                 len: size,
@@ -146,10 +146,10 @@ impl Device for NvmeDevice {
     }
 
     fn dma_unmap(&mut self, range: Option<(u64, u64)>) -> io::Result<u64> {
-        let memory = self.function.memory();
+        let host = self.function.host();
         match range {
-            Some((iova, size)) => memory.unmap(Gpa(iova), size),
-            None => memory.unmap_all(),
+            Some((iova, size)) => host.unmap(Gpa(iova), size),
+            None => host.unmap_all(),
         }
         .map_err(refused)
     }
@@ -211,13 +211,13 @@ impl Device for NvmeDevice {
     }
 
     fn connected(&mut self) {
-        self.function.attachment().begin_anew();
+        self.function.host().begin_anew();
     }
 
     fn disconnected(&mut self) {
         // First, so that no queue finds its memory gone, and nothing is in flight below.
         self.forget_client();
-        if let Err(error) = self.function.memory().unmap_all() {
+        if let Err(error) = self.function.host().unmap_all() {
             log::error!("Memory of a client that is gone stays mapped: {error}");
         }
     }
@@ -317,7 +317,7 @@ mod tests {
             serial: None,
         })
         .unwrap();
-        NvmeDevice::new(NvmeFunction::new(attachment, MsixMasking::Client)).unwrap()
+        NvmeDevice::new(NvmeFunction::new(Arc::new(attachment), MsixMasking::Client)).unwrap()
     }
 
     fn memory(size: u64) -> OwnedFd {
@@ -383,7 +383,7 @@ mod tests {
         let device = device(DoorbellMode::Mapped);
         let area = device.region(RegionIndex::Bar0).mappable.unwrap();
         assert_eq!(area.offset, 0x1000);
-        let doorbells = device.function().attachment().doorbells();
+        let doorbells = device.function().host().shared().doorbells;
         let doorbell = Doorbell::SqTail(QueueId(3));
         let client = File::from(area.memory.try_clone().unwrap());
         let place = area.base + doorbell.bar_offset(doorbells.dstrd());

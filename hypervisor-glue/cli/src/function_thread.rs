@@ -200,8 +200,8 @@ impl Function {
 
     fn stats(&self) -> FunctionStats {
         let function = self.server.device().function();
-        let attachment = function.attachment();
-        let namespace = attachment.namespace();
+        let facts = function.facts();
+        let namespace = &facts.namespace;
         let admin = function.admin_stats();
         FunctionStats {
             id: self.id.clone(),
@@ -209,8 +209,8 @@ impl Function {
             model: namespace.model.clone(),
             serial: namespace.serial.clone(),
             capacity_bytes: namespace.blocks << namespace.lba_shift,
-            doorbells: attachment.doorbell_mode().to_string(),
-            queues: attachment.stats().queues,
+            doorbells: facts.doorbells.to_string(),
+            queues: function.host().stats().queues,
             admin: AdminStats {
                 commands: admin.commands,
                 doorbell_exits: admin.doorbell_exits,

@@ -385,7 +385,7 @@ fn offer(
         attachment.max_queue_pairs(),
     );
     let queues = attachment.max_queue_pairs();
-    let function = NvmeFunction::new(attachment, MsixMasking::Client);
+    let function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Client);
     let device = NvmeDevice::new(function).map_err(OfferError::Doorbells)?;
     let thread = FunctionThread::start(&id, socket, device)?;
     Ok(Offer {

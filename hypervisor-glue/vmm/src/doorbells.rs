@@ -6,12 +6,9 @@
 //! an eventfd. A write whose value is needed has to exit: an eventfd does not keep it.
 //!
 //! The control thread maps and unmaps, never a poller or a vCPU: it may take long, and a shared poller has other
-//! guests (`hysteresis.rs` decides when). The order is [`Attachment::begin_silent_doorbells`], map; unmap,
-//! [`Attachment::end_silent_doorbells`]. Pollers that never sleep have doorbells mapped all the time. When a tie
+//! guests (`hysteresis.rs` decides when). The order is [`NvmeFunction::begin_mapped_doorbells`], map; unmap,
+//! [`NvmeFunction::end_mapped_doorbells`]. Pollers that never sleep have doorbells mapped all the time. When a tie
 //! changes, the new poller is woken once, as a write may have gone to the poller before.
-//!
-//! [`Attachment::begin_silent_doorbells`]: nvme_mpt::Attachment::begin_silent_doorbells
-//! [`Attachment::end_silent_doorbells`]: nvme_mpt::Attachment::end_silent_doorbells
 
 use std::collections::BTreeMap;
 use std::io;
@@ -61,7 +58,7 @@ pub struct DoorbellFigures {
 impl MappedDoorbells {
     /// Those of a function that may have them mapped. They are not yet.
     pub(super) fn of(function: &mut NvmeFunction) -> io::Result<Option<Self>> {
-        if !function.attachment().doorbell_mode().maps_at_times() {
+        if !function.facts().doorbells.maps_at_times() {
             return Ok(None);
         }
         function.end_mapped_doorbells();
@@ -74,7 +71,7 @@ impl MappedDoorbells {
             at: None,
             wanted: false,
             refused: false,
-            parks: function.attachment().parks(),
+            parks: function.facts().parks,
             hysteresis: Hysteresis::default(),
             began: Instant::now(),
             figures: DoorbellFigures::default(),
@@ -97,9 +94,9 @@ impl MappedDoorbells {
 
     /// Decides whether they are to be mapped from now on.
     pub(super) fn decide(&mut self, function: &NvmeFunction) {
-        let attachment = function.attachment();
         let now = self.now();
-        self.wanted = !self.parks || self.hysteresis.wants_mapped(now, attachment.commands());
+        let done = function.host().commands();
+        self.wanted = !self.parks || self.hysteresis.wants_mapped(now, done);
     }
 
     /// Returns the time until the next decision; `None` if it follows [`Self::exited`] alone.
@@ -111,7 +108,7 @@ impl MappedDoorbells {
     /// Has them mapped where BAR0 is now, if they are to be mapped; and not mapped if not.
     pub(super) fn follow(&mut self, function: &mut NvmeFunction, vmm: &dyn Vmm) {
         // Without I/O queues there is nobody for whom it would pay; after a reset, for one.
-        self.wanted &= function.attachment().uses_doorbell_registers();
+        self.wanted = self.wanted && function.host().io_doorbells().are_registers();
         let bar = function.bar_address(Bar::Registers);
         let place = bar.and_then(|bar| bar.checked_add(self.offset)).map(Gpa);
         let wanted = place.filter(|_| self.wanted && !self.refused);
@@ -153,7 +150,7 @@ impl MappedDoorbells {
         let took = self.note(began);
         self.at = Some(gpa);
         self.figures.mapped += 1;
-        let done = function.attachment().commands();
+        let done = function.host().commands();
         self.hysteresis.mapped(self.now(), took, done);
         Ok(())
     }
@@ -204,13 +201,15 @@ impl TiedDoorbells {
         let Some(bar) = function.bar_address(Bar::Registers) else {
             return BTreeMap::new();
         };
-        let attachment = function.attachment();
-        let dstrd = attachment.doorbells().dstrd();
-        let tied = attachment.wake_only_doorbells().into_iter();
-        tied.filter_map(|(doorbell, waker)| {
-            let address = bar.checked_add(doorbell.bar_offset(dstrd))?;
+        let doorbells = function.host().io_doorbells();
+        if !doorbells.are_buffered {
+            return BTreeMap::new();
+        }
+        let wakers = doorbells.wakers.into_iter();
+        let tied = wakers.filter_map(|(doorbell, waker)| {
+            let address = bar.checked_add(function.doorbell_offset(doorbell))?;
             Some((Gpa(address), waker))
-        })
-        .collect()
+        });
+        tied.collect()
     }
 }

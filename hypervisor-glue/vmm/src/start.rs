@@ -46,7 +46,10 @@ pub fn start(
     let pollers = pollers.clone();
     let make = move || -> Result<NvmeFunction, OpenError> {
         let attachment = open::open(&options, &ledgers, &pollers)?;
-        Ok(NvmeFunction::new(attachment, MsixMasking::Function))
+        Ok(NvmeFunction::new(
+            Arc::new(attachment),
+            MsixMasking::Function,
+        ))
     };
     let device = FunctionDevice::start(id, make()?, vmm)?;
     Ok(device.remade_by(Remake::new(make, TAKE_BACK_PATIENCE)))

@@ -337,7 +337,7 @@ impl Functions {
     fn make(&self, options: &FunctionOptions) -> Result<Arc<FunctionDevice>, MachineError> {
         let attachment = open::open(options, &self.ledgers, &self.pollers)?;
         let id = attachment.lease().id().to_owned();
-        let function = NvmeFunction::new(attachment, MsixMasking::Function);
+        let function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Function);
         let vmm: Arc<dyn Vmm> = self.vmm.clone();
         let device = FunctionDevice::start(&id, function, vmm)?;
         let share = MachineError::kvm("share the guest's memory");

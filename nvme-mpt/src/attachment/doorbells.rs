@@ -4,72 +4,66 @@
 use std::io;
 
 use log::error;
-use vmm_sys_util::eventfd::EventFd;
 
 use super::io_queues::{Queues, next_id};
 use super::{Attachment, QueueError};
 use crate::address::Gpa;
 use crate::doorbell::DoorbellBuffer;
-use crate::memory::Cell32;
 use crate::poller::DoorbellWatch;
 use crate::spec::ids::QueueId;
 use crate::spec::registers::Doorbell;
-use crate::sync::{Ordering, fence};
 
 impl Attachment {
-    /// A write to an I/O queue's doorbell register exited to the VMM.
-    pub fn ring_doorbell(&self, doorbell: Doorbell, value: u32) {
-        self.context.doorbells.store(doorbell, value);
-        let (Doorbell::SqTail(qid) | Doorbell::CqHead(qid)) = doorbell;
-        if let Some(counters) = self.queue_counters(qid) {
-            counters.doorbell_exits.add(1);
-        }
+    /// A write to an I/O queue's doorbell register exited to the VMM. Returns whether the queue exists.
+    pub fn ring_doorbell(&self, doorbell: Doorbell, value: u32) -> bool {
         let queues = self.queues();
         let cqid = match doorbell {
             Doorbell::SqTail(sqid) => queues.cq_of_sq(sqid),
             Doorbell::CqHead(cqid) => Some(cqid.0),
         };
-        if let Some(entry) = cqid.and_then(|cqid| queues.cqs.get(&cqid)) {
-            entry.poller.waker().wake();
+        let Some(entry) = cqid.and_then(|cqid| queues.cqs.get(&cqid)) else {
+            return false;
+        };
+        self.context.doorbells.store(doorbell, value);
+        let (Doorbell::SqTail(qid) | Doorbell::CqHead(qid)) = doorbell;
+        if let Some(counters) = self.queue_counters(qid) {
+            counters.doorbell_exits.add(1);
         }
+        entry.poller.waker().wake();
+        true
     }
 
     /// The doorbell registers are about to be mapped into the guest, whose stores tell nobody from
     /// then on: pollers that sleep look at them by the clock.
-    pub fn begin_silent_doorbells(&self) {
+    pub(super) fn begin_silent_doorbells(&self) -> io::Result<()> {
+        let mut queues = self.queues();
+        self.watch(&mut queues)?;
         self.context.silence.begin();
-        for entry in self.queues().cqs.values() {
+        for entry in queues.cqs.values() {
             entry.poller.waker().wake();
         }
+        Ok(())
     }
 
     /// The doorbell registers are not mapped into the guest any more: all that it stored is there,
     /// and what it writes from now on comes to [`Self::ring_doorbell`].
-    pub fn end_silent_doorbells(&self) {
+    pub(super) fn end_silent_doorbells(&self) {
         self.context.silence.end();
+        self.unwatch(&mut self.queues());
     }
 
-    /// Returns whether stores of the guest to doorbell registers may be told to nobody.
-    #[must_use]
-    pub fn has_silent_doorbells(&self) -> bool {
-        self.context.silence.may_be()
+    /// Has the admin queue's doorbells watched, where the guest only stores to them.
+    pub(super) fn watch_admin_doorbells(&self) -> io::Result<()> {
+        match self.context.silence.may_be() {
+            true => self.watch(&mut self.queues()),
+            false => Ok(()),
+        }
     }
 
-    /// Returns whether the guest has I/O queues whose doorbells are the registers alone.
-    #[must_use]
-    pub fn uses_doorbell_registers(&self) -> bool {
-        let queues = self.queues();
-        queues.buffer.is_none() && !queues.cqs.is_empty()
-    }
-
-    /// Has the admin queue's doorbells watched, where the guest only stores to them: `wake` is
-    /// signalled when one has changed. It ends with [`Self::unwatch_admin_doorbells`].
-    ///
-    /// # Errors
-    /// Returns the kernel's error when no poller can be started.
-    pub fn watch_admin_doorbells(&self, wake: EventFd) -> io::Result<()> {
-        let mut queues = self.queues();
-        self.unwatch(&mut queues);
+    /// Has a poller signal the events when a doorbell of the admin queue has changed.
+    fn watch(&self, queues: &mut Queues) -> io::Result<()> {
+        let wake = self.context.events.eventfd().try_clone()?;
+        self.unwatch(queues);
         let doorbells = &self.context.doorbells;
         let (sq, cq) = (
             Doorbell::SqTail(QueueId::ADMIN),
@@ -97,88 +91,41 @@ impl Attachment {
     }
 
     /// Ends the watch of the admin queue's doorbells.
-    pub fn unwatch_admin_doorbells(&self) {
-        self.unwatch(&mut self.queues());
-    }
-
-    fn unwatch(&self, queues: &mut Queues) {
+    pub(super) fn unwatch(&self, queues: &mut Queues) {
         if let Some((id, poller)) = queues.watch.take() {
             poller.unwatch(id);
         }
     }
 
-    /// Takes up the pages of a Doorbell Buffer Config command, or forgets them.
+    /// Takes up the pages of a Doorbell Buffer Config command, until the next reset.
     ///
     /// # Errors
     /// [`QueueError::Misaligned`] and [`QueueError::NotMapped`] for the pages, and
     /// [`QueueError::Timeout`].
-    pub fn set_doorbell_buffer(&self, buffer: Option<DoorbellBuffer>) -> Result<(), QueueError> {
-        if let Some(DoorbellBuffer { shadow, event_idx }) = buffer {
-            let table = self.window.table();
-            let len = crate::address::PAGE_SIZE;
-            for gpa in [shadow, event_idx] {
-                if !gpa.is_page_aligned() {
-                    return Err(QueueError::Misaligned(gpa));
-                }
-                table
-                    .locate(gpa, len)
-                    .ok_or(QueueError::NotMapped { gpa, len })?;
+    pub fn set_doorbell_buffer(&self, buffer: DoorbellBuffer) -> Result<(), QueueError> {
+        let DoorbellBuffer { shadow, event_idx } = buffer;
+        let table = self.window.table();
+        let len = crate::address::PAGE_SIZE;
+        for gpa in [shadow, event_idx] {
+            if !gpa.is_page_aligned() {
+                return Err(QueueError::Misaligned(gpa));
             }
+            table
+                .locate(gpa, len)
+                .ok_or(QueueError::NotMapped { gpa, len })?;
         }
         let mut queues = self.queues();
-        queues.buffer = buffer;
-        if let Some(DoorbellBuffer { shadow, .. }) = buffer {
-            self.carry_doorbells_over(&queues, shadow);
-        }
+        queues.buffer = Some(buffer);
+        self.carry_doorbells_over(&queues, shadow);
         let deadline = self.deadline();
         for entry in queues.cqs.values_mut() {
             entry.change(&deadline, |queue| {
                 // The pages were found above; where they are gone meanwhile, the queue's poller
                 // finds that out from the new table.
-                queue.set_doorbell_buffer(buffer);
+                queue.set_doorbell_buffer(Some(buffer));
             })?;
         }
         Ok(())
-    }
-
-    /// Returns the content of a doorbell's place in the Doorbell Buffer; `None` without a buffer. For the
-    /// admin queue, whose doorbells no poller reads.
-    #[must_use]
-    pub fn buffered_doorbell(&self, doorbell: Doorbell) -> Option<u32> {
-        let buffer = self.queues().buffer?;
-        Some(self.buffered(buffer.shadow, doorbell)?.0.load())
-    }
-
-    /// Stores a value in a doorbell's place in the Doorbell Buffer, if there is one.
-    pub fn store_buffered_doorbell(&self, doorbell: Doorbell, value: u32) {
-        let buffer = self.queues().buffer;
-        self.store_buffered(buffer.map(|buffer| buffer.shadow), doorbell, value);
-    }
-
-    /// Has the guest write a doorbell's register at the doorbell's next move from `value`, if there is a
-    /// Doorbell Buffer (Base 2.0, section B.5). What the doorbell holds is looked at once more afterwards.
-    pub fn ask_for_doorbell(&self, doorbell: Doorbell, value: u32) {
-        let buffer = self.queues().buffer;
-        self.store_buffered(buffer.map(|buffer| buffer.event_idx), doorbell, value);
-        fence(Ordering::SeqCst);
-    }
-
-    /// A doorbell's place in one of the two pages, if that is mapped.
-    fn buffered(&self, page: Gpa, doorbell: Doorbell) -> Option<(Cell32, Gpa)> {
-        let gpa = page.checked_add(doorbell.offset(self.context.doorbells.dstrd()))?;
-        let table = self.window.table();
-        let (mapping, offset) = table.locate(gpa, 4)?;
-        Some((Cell32::new(mapping, offset)?, gpa))
-    }
-
-    fn store_buffered(&self, page: Option<Gpa>, doorbell: Doorbell, value: u32) {
-        if let Some((cell, gpa)) = page.and_then(|page| self.buffered(page, doorbell)) {
-            cell.store(value);
-            let table = self.window.table();
-            if table.is_logged() {
-                table.note_written(gpa, 4);
-            }
-        }
     }
 
     /// Queues that exist go on in the buffer from where their registers are.

@@ -2,8 +2,9 @@
 
 use std::io;
 
-use super::{DRAIN_DEADLINE, MAX_QUEUE_PAIRS};
+use super::MAX_QUEUE_PAIRS;
 use crate::address::Gpa;
+use crate::deadline::DRAIN_DEADLINE;
 use crate::host::HostLeaseError;
 use crate::lease::ByteRange;
 use crate::poller::NoSuchProcessor;

@@ -201,7 +201,7 @@ impl Attachment {
             host_nsid: self.lease().nsid(),
             first: self.lease().range().start,
             blocks: self.lease().range().blocks,
-            lba_shift: self.namespace.lba_shift,
+            lba_shift: self.facts.namespace.lba_shift,
         };
         let queue = Box::new(ShadowQueue::new(
             id,
@@ -209,7 +209,7 @@ impl Attachment {
             cq,
             buffer,
             (self.holding.clone(), host, slots, lists),
-            (blocks, *self.drive().limits()),
+            (blocks, self.facts.limits),
             table_user,
         ));
         let entry = QueueEntry {
@@ -359,34 +359,19 @@ impl Attachment {
         Ok(())
     }
 
-    /// Returns whether an I/O Submission Queue exists.
-    #[must_use]
-    pub fn has_sq(&self, qid: QueueId) -> bool {
-        self.queues().cq_of_sq(qid).is_some()
-    }
-
-    /// Returns whether an I/O Completion Queue exists.
-    #[must_use]
-    pub fn has_cq(&self, qid: QueueId) -> bool {
-        self.queues().cqs.contains_key(&qid.0)
-    }
-
-    /// Deletes all queues, as [`Self::reset_by`] does, within 30 seconds.
-    ///
-    /// # Errors
-    /// As [`Self::reset_by`].
-    pub fn reset(&self) -> Result<(), QueueError> {
-        self.reset_by(&self.deadline())
-    }
-
     /// Deletes all queues, forgets the Doorbell Buffer, and sets the doorbells to zero. Commands in flight
     /// begin no further step. When it returns, neither the pollers nor the host controller touch the VM's
     /// memory.
     ///
     /// # Errors
-    /// [`QueueError::Timeout`] if commands in flight do not end by the deadline, which is that of all
-    /// queues. Their queues take no more commands, and all others are deleted.
-    pub fn reset_by(&self, deadline: &Deadline) -> Result<(), QueueError> {
+    /// [`QueueError::Timeout`] if commands in flight do not end within 30 seconds. Their queues take no more
+    /// commands, and all others are deleted.
+    pub fn reset(&self) -> Result<(), QueueError> {
+        self.reset_by(&self.deadline())
+    }
+
+    /// As [`Self::reset`], until `deadline`, which is that of all queues.
+    pub(super) fn reset_by(&self, deadline: &Deadline) -> Result<(), QueueError> {
         let mut queues = self.queues();
         queues.buffer = None;
         queues.revoked = false;
@@ -452,7 +437,7 @@ impl Attachment {
     }
 
     fn check_ring(&self, base: Gpa, entries: u32) -> Result<(), QueueError> {
-        if entries < 2 || entries > self.drive().limits().entries_max {
+        if entries < 2 || entries > self.facts.limits.entries_max {
             return Err(QueueError::InvalidSize(entries));
         }
         if base.is_page_aligned() {

@@ -14,6 +14,7 @@ mod config;
 mod doorbells;
 mod error;
 mod holding;
+mod host_side;
 mod io_queues;
 mod pause;
 pub mod state;
@@ -25,7 +26,6 @@ mod wakers;
 use std::io;
 use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use log::{error, warn};
 use serde::{Deserialize, Serialize};
@@ -36,15 +36,16 @@ pub(crate) use holding::Holding;
 pub use state::{AttachmentState, StateError};
 pub use wakers::DoorbellWaker;
 
-use crate::deadline::{Deadline, SystemClock, WaitClock};
+use crate::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};
 use crate::dma::{DmaWindow, MemoryKinds};
 use crate::doorbell::{DoorbellMode, DoorbellPage};
 use crate::drive::Drive;
 use crate::event::EventQueue;
-use crate::host::{Damage, HostLeaseError, HostNamespace, Limits, ZoneChanges};
+use crate::host::{HostLeaseError, HostNamespace, Limits, ZoneChanges};
 use crate::interrupt::{Coalescing, InterruptVector};
 use crate::lease::Lease;
 use crate::poller::{Placement, PollPolicy, Pollers, Silence, Spin};
+use crate::seam::LeaseFacts;
 use crate::shadow::{QueueContext, ShadowQueue};
 use crate::spec::ids::{Nsid, QueueId};
 use crate::stats::{Counters, QueueCounters, QueueStats};
@@ -57,14 +58,10 @@ pub const GUEST_NSID: Nsid = Nsid(1);
 /// I/O queue pairs that a guest controller can have at most.
 pub const MAX_QUEUE_PAIRS: u16 = 64;
 
-/// Longest wait in all for commands in flight and flushes, when a controller is reset, shut down or ended.
-const DRAIN_DEADLINE: Duration = Duration::from_secs(30);
-
 /// All that one guest controller holds of a drive: a lease, a DMA window, doorbells, queues.
 #[derive(Debug)]
 pub struct Attachment {
-    namespace: LeasedNamespace,
-    queue_pairs: u16,
+    facts: LeaseFacts,
     poll: PollPolicy,
     pollers: Arc<Pollers>,
     window: DmaWindow,
@@ -151,16 +148,24 @@ impl Attachment {
         drive.controller().subscribe(&events);
         host.subscribe(&events);
         let context = Arc::new(QueueContext {
-            mode: doorbells,
             doorbells: Arc::new(DoorbellPage::new(doorbells, queue_pairs)?),
             silence: Silence::new(doorbells == DoorbellMode::Mapped),
             events,
             tables: window.tables().clone(),
         });
         let steward = Steward::start(pollers.threads())?;
-        Ok(Self {
+        let facts = LeaseFacts {
             namespace,
+            limits: *drive.limits(),
             queue_pairs,
+            doorbells,
+            parks: poll.spin != Spin::Busy,
+            thresholds: drive.controller().temperature_thresholds(),
+            can_be_damaged: host.can_be_damaged(),
+            is_private: drive.is_private(),
+        };
+        Ok(Self {
+            facts,
             poll,
             pollers,
             window,
@@ -184,10 +189,9 @@ impl Attachment {
         self
     }
 
-    /// The moment by which a reset, a shutdown or an end that begins now has to be done with all that it
-    /// waits for: 30 seconds from now.
-    #[must_use]
-    pub fn deadline(&self) -> Deadline {
+    /// Returns the moment by which a reset, a shutdown or an end that begins now has to be done with all its
+    /// waits: 30 seconds from now.
+    fn deadline(&self) -> Deadline {
         Deadline::after(&self.clock, DRAIN_DEADLINE)
     }
 
@@ -201,24 +205,21 @@ impl Attachment {
     ///
     /// A namespace can be formatted, resized or detached by whoever manages the drive. With other
     /// blocks the same LBAs are other bytes, and the same commands other lengths.
-    #[must_use]
-    pub fn is_backed(&self) -> bool {
-        !self.queues().revoked && self.has_blocks()
+    fn has_blocks(&self) -> bool {
+        self.fits(self.blocks()) && !self.drive().controller().incidents().gone
     }
 
-    fn has_blocks(&self) -> bool {
-        let controller = self.drive().controller();
-        let blocks = self.blocks();
-        let whole = blocks == self.namespace.blocks;
-        let fits = whole || (blocks > 0 && controller.resizes_in_place());
-        !controller.incidents().gone && fits
+    /// Returns whether the lease can go on with so many of its blocks.
+    fn fits(&self, blocks: u64) -> bool {
+        let whole = blocks == self.facts.namespace.blocks;
+        whole || (blocks > 0 && self.drive().controller().resizes_in_place())
     }
 
     /// The leased blocks that the drive's namespace has now; none if it is another one.
-    #[must_use]
-    pub fn blocks(&self) -> u64 {
+    fn blocks(&self) -> u64 {
         let same = |namespace: &&HostNamespace| {
-            namespace.nsid == self.lease().nsid() && namespace.lba_shift == self.namespace.lba_shift
+            namespace.nsid == self.lease().nsid()
+                && namespace.lba_shift == self.facts.namespace.lba_shift
         };
         let namespaces = self.drive().controller().namespaces();
         let range = self.lease().range();
@@ -232,7 +233,7 @@ impl Attachment {
     ///
     /// # Errors
     /// [`QueueError::Timeout`] if commands in flight do not finish; then their queue takes no more.
-    pub fn revoke(&self) -> Result<(), QueueError> {
+    fn revoke(&self) -> Result<(), QueueError> {
         let mut queues = self.queues();
         queues.revoked = true;
         let deadline = self.deadline();
@@ -260,31 +261,24 @@ impl Attachment {
     /// Returns the namespace as the guest sees it.
     #[must_use]
     pub fn namespace(&self) -> &LeasedNamespace {
-        &self.namespace
+        &self.facts.namespace
     }
 
     /// Returns the zones of the lease that changed by themselves, if its drive is divided into zones.
-    #[must_use]
-    pub fn zone_changes(&self) -> Option<&dyn ZoneChanges> {
+    fn zone_changes(&self) -> Option<&dyn ZoneChanges> {
         self.holding.host().zone_changes()
-    }
-
-    /// Returns the bytes of keys and values that are in use; 0 of blocks.
-    #[must_use]
-    pub fn used(&self) -> u64 {
-        self.holding.host().used()
     }
 
     /// Returns the promises that may be made to the guest.
     #[must_use]
     pub fn limits(&self) -> &Limits {
-        self.drive().limits()
+        &self.facts.limits
     }
 
     /// I/O queue pairs that can exist.
     #[must_use]
     pub fn max_queue_pairs(&self) -> u16 {
-        self.queue_pairs
+        self.facts.queue_pairs
     }
 
     /// The doorbell registers, from offset 1000h of BAR0 on.
@@ -293,45 +287,24 @@ impl Attachment {
         &self.context.doorbells
     }
 
-    /// Returns the path of doorbell writes to the pollers.
-    #[must_use]
-    pub fn doorbell_mode(&self) -> DoorbellMode {
-        self.context.mode
-    }
-
     /// Interrupt vectors, by number: that of the admin queue, then one for each I/O queue pair.
     #[must_use]
     pub fn vectors(&self) -> &[Arc<InterruptVector>] {
         &self.vectors
     }
 
-    /// Aggregation Threshold (zero-based) and Aggregation Time (in 100 us, 0 for none) of the
-    /// Interrupt Coalescing feature.
-    pub fn set_interrupt_coalescing(&self, threshold_z: u8, time_100us: u8) {
-        self.coalescing.set(threshold_z, time_100us);
-    }
-
-    /// Returns the events of the queues.
-    #[must_use]
-    pub fn events(&self) -> &EventQueue {
-        &self.context.events
-    }
-
-    /// Makes everything durable that was completed until now, as [`Self::flush_by`] does, within 30 seconds.
+    /// Makes everything durable that was completed until now, within 30 seconds. A drive that takes longer goes
+    /// on with it, and the lease lives until it is done.
     ///
     /// # Errors
-    /// As [`Self::flush_by`].
+    /// Returns the host controller's error, any error if completed writes were lost; [`io::ErrorKind::TimedOut`]
+    /// after 30 seconds.
     pub fn flush(&self) -> io::Result<()> {
         self.flush_by(&self.deadline())
     }
 
-    /// Makes everything durable that was completed until now, and waits for that until `deadline`. A drive
-    /// that takes longer goes on with it, and the lease lives until it is done.
-    ///
-    /// # Errors
-    /// Returns the host controller's error, any error if completed writes were lost; [`io::ErrorKind::TimedOut`]
-    /// after the deadline.
-    pub fn flush_by(&self, deadline: &Deadline) -> io::Result<()> {
+    /// As [`Self::flush`], until `deadline`.
+    fn flush_by(&self, deadline: &Deadline) -> io::Result<()> {
         let result = self.steward.flush(self.holding.clone());
         deadline.receive(&result).unwrap_or_else(|error| {
             Err(match error {
@@ -342,29 +315,6 @@ impl Attachment {
                 RecvTimeoutError::Disconnected => io::Error::other("The flush panicked"),
             })
         })
-    }
-
-    /// Looks for damage of the lease's data, which takes system calls, and returns it.
-    #[must_use]
-    pub fn damage(&self) -> Damage {
-        self.holding.host().damage()
-    }
-
-    /// Returns whether its damage has to be looked for now and then.
-    #[must_use]
-    pub fn can_be_damaged(&self) -> bool {
-        self.holding.host().can_be_damaged()
-    }
-
-    /// Begins anew for a VMM that connected: what was lost was lost for the one before.
-    pub fn begin_anew(&self) {
-        self.holding.host().begin_anew();
-    }
-
-    /// Returns the figures of the lease so far.
-    #[must_use]
-    pub fn counters(&self) -> Counters {
-        self.counted() + self.queues().counted_before
     }
 
     /// Returns the counts made here.
@@ -381,22 +331,10 @@ impl Attachment {
         sum
     }
 
-    /// I/O commands that were completed so far.
-    #[must_use]
-    pub fn commands(&self) -> u64 {
-        let commands = self.counters.iter().map(|queue| queue.commands.get());
-        commands.sum()
-    }
-
-    /// Returns whether its pollers ever sleep.
-    #[must_use]
-    pub fn parks(&self) -> bool {
-        self.poll.spin != Spin::Busy
-    }
-
     /// Figures of the lease and its queues.
     #[must_use]
     pub fn stats(&self) -> AttachmentStats {
+        let namespace = &self.facts.namespace;
         let existing = self.queues();
         let host_queue = |sqid| {
             let cqid = existing.cq_of_sq(QueueId(sqid))?;
@@ -412,10 +350,10 @@ impl Attachment {
             });
         AttachmentStats {
             id: self.lease().id().to_owned(),
-            model: self.namespace.model.clone(),
-            serial: self.namespace.serial.clone(),
-            capacity_bytes: self.namespace.blocks << self.namespace.lba_shift,
-            doorbells: self.context.mode.to_string(),
+            model: namespace.model.clone(),
+            serial: namespace.serial.clone(),
+            capacity_bytes: namespace.blocks << namespace.lba_shift,
+            doorbells: self.facts.doorbells.to_string(),
             queues: queues
                 .filter(|queue| queue.commands + queue.doorbell_exits > 0)
                 .collect(),
@@ -429,7 +367,7 @@ impl Attachment {
 
 impl Drop for Attachment {
     fn drop(&mut self) {
-        self.unwatch_admin_doorbells();
+        self.unwatch(&mut self.queues());
         let overdue = self.end_queues();
         // A share that is not the attachment's is that of a queue, or of a flush.
         if Arc::strong_count(&self.holding) > 1 {

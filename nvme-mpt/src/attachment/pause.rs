@@ -17,7 +17,7 @@ impl Attachment {
     /// # Errors
     /// [`QueueError::Timeout`] if commands in flight do not finish, which a drive's own deadlines
     /// prevent: their queue ends with them, and all others go on.
-    pub fn pause(&self) -> Result<(), QueueError> {
+    pub(super) fn pause(&self) -> Result<(), QueueError> {
         let mut queues = self.queues();
         if queues.paused {
             return Ok(());
@@ -51,7 +51,7 @@ impl Attachment {
 
     /// Has the pollers take commands again. They look at every queue once, so that nothing is missed
     /// that the guest did meanwhile.
-    pub fn resume(&self) {
+    pub(super) fn resume(&self) {
         self.go_on(&mut self.queues());
     }
 
@@ -64,11 +64,5 @@ impl Attachment {
                 entry.poller.add(queue);
             }
         }
-    }
-
-    /// Returns whether it is paused.
-    #[must_use]
-    pub fn is_paused(&self) -> bool {
-        self.queues().paused
     }
 }

@@ -152,7 +152,7 @@ impl Attachment {
     ///
     /// # Errors
     /// [`StateError::NotPaused`].
-    pub fn save(&self) -> Result<AttachmentState, StateError> {
+    pub(super) fn save(&self) -> Result<AttachmentState, StateError> {
         let queues = self.queues();
         if !queues.paused {
             return Err(StateError::NotPaused);
@@ -194,7 +194,7 @@ impl Attachment {
     ///
     /// # Errors
     /// All of [`StateError`]; after [`StateError::Queue`] some queues exist, until the next reset.
-    pub fn restore(&self, state: &AttachmentState) -> Result<(), StateError> {
+    pub(super) fn restore(&self, state: &AttachmentState) -> Result<(), StateError> {
         self.check(state)?;
         let AttachmentState {
             promises: _,
@@ -238,7 +238,7 @@ impl Attachment {
     ///
     /// # Errors
     /// [`StateError::Mismatch`] and [`StateError::Invalid`].
-    pub fn check(&self, state: &AttachmentState) -> Result<(), StateError> {
+    pub(super) fn check(&self, state: &AttachmentState) -> Result<(), StateError> {
         let AttachmentState {
             promises,
             doorbells,
@@ -263,7 +263,7 @@ impl Attachment {
             return Err(StateError::invalid("doorbells", doorbells.len(), valid));
         }
         if let Some(DoorbellBufferState { shadow, event_idx }) = *doorbell_buffer {
-            if !self.doorbell_mode().offers_buffer() {
+            if !self.facts.doorbells.offers_buffer() {
                 let valid = "null, as Doorbell Buffer Config is not offered";
                 return Err(StateError::invalid("doorbell_buffer", shadow, valid));
             }
@@ -357,7 +357,7 @@ impl Attachment {
             ("doorbell stride (CAP.DSTRD)", &self.doorbells().dstrd()),
             (
                 "Doorbell Buffer Config",
-                &self.doorbell_mode().offers_buffer(),
+                &self.facts.doorbells.offers_buffer(),
             ),
             ("namespace", nsid),
             ("LBA size", &(1_u64 << lba_shift)),

@@ -1,6 +1,5 @@
-//! Doorbell registers that only wake a poller: those of queues whose doorbells are in the Doorbell
-//! Buffer (Base 2.0, section B.5). A guest writes such a register only when EventIdx asked for it, and
-//! what it writes there, it has stored in the buffer before.
+//! Wakers of doorbell registers. A register whose doorbell is in the Doorbell Buffer (Base 2.0, section B.5) only
+//! wakes a poller: the guest writes it when EventIdx asked for it, after it has stored the value in the buffer.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,25 +8,42 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::Attachment;
 use crate::poller::Waker;
+use crate::seam::IoDoorbells;
 use crate::spec::ids::QueueId;
 use crate::spec::registers::Doorbell;
 
 /// Waker of a queue's poller.
 #[derive(Clone)]
-pub struct DoorbellWaker(Arc<Waker>);
+pub struct DoorbellWaker(Bell);
+
+#[derive(Clone)]
+enum Bell {
+    Poller(Arc<Waker>),
+    Eventfd(Arc<EventFd>),
+}
+
+/// Wakes the poller that reads the eventfd. Wakers of one poller are made of one `Arc`.
+impl From<Arc<EventFd>> for DoorbellWaker {
+    fn from(eventfd: Arc<EventFd>) -> Self {
+        Self(Bell::Eventfd(eventfd))
+    }
+}
 
 impl DoorbellWaker {
     /// Wakes the poller when it is signalled. A poller that is awake is signalled in vain.
     #[must_use]
     pub fn eventfd(&self) -> &EventFd {
-        self.0.eventfd()
+        match &self.0 {
+            Bell::Poller(waker) => waker.eventfd(),
+            Bell::Eventfd(eventfd) => eventfd,
+        }
     }
 }
 
 /// Wakers are equal if both wake the same poller.
 impl PartialEq for DoorbellWaker {
     fn eq(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
+        std::ptr::eq(self.eventfd(), other.eventfd())
     }
 }
 
@@ -40,25 +56,21 @@ impl fmt::Debug for DoorbellWaker {
 }
 
 impl Attachment {
-    /// The doorbell registers whose writes may signal a waker in place of
-    /// [`ring_doorbell`](Self::ring_doorbell), as of now: none without a Doorbell Buffer.
-    ///
-    /// A VMM that acts upon it later than a queue changes has writes signal a poller that is not the
-    /// queue's any more. It makes up for that by signalling the new one once, which then looks.
-    #[must_use]
-    pub fn wake_only_doorbells(&self) -> Vec<(Doorbell, DoorbellWaker)> {
+    /// Returns the doorbells of the I/O queues, as of now.
+    pub(super) fn io_doorbells(&self) -> IoDoorbells {
         let queues = self.queues();
-        if queues.buffer.is_none() {
-            return Vec::new();
-        }
-        let mut doorbells = Vec::new();
+        let mut wakers = Vec::new();
         for (cqid, entry) in &queues.cqs {
-            let waker = DoorbellWaker(entry.poller.waker().clone());
-            doorbells.push((Doorbell::CqHead(QueueId(*cqid)), waker.clone()));
+            let waker = DoorbellWaker(Bell::Poller(entry.poller.waker().clone()));
+            wakers.push((Doorbell::CqHead(QueueId(*cqid)), waker.clone()));
             for sqid in &entry.sqs {
-                doorbells.push((Doorbell::SqTail(*sqid), waker.clone()));
+                wakers.push((Doorbell::SqTail(*sqid), waker.clone()));
             }
         }
-        doorbells
+        IoDoorbells {
+            are_buffered: queues.buffer.is_some(),
+            are_silent: self.context.silence.may_be(),
+            wakers,
+        }
     }
 }

@@ -10,7 +10,7 @@ use crate::memory::{Cell32, RawBytes};
 /// A view of a VM's memory in this process. Clones are the same view.
 ///
 /// It follows the [window](super::DmaWindow) that it comes from: an access finds the memory that is mapped when it
-/// begins.
+/// begins. A view keeps the memory mapped, for the host controller as well, even where the window is gone.
 #[derive(Clone, Debug)]
 pub struct GuestMemory(Arc<Tables>);
 

@@ -23,7 +23,7 @@ use crate::address::Gpa;
 use crate::attachment::Holding;
 use crate::clock::Ticks;
 use crate::dma::{RegionTable, TableUse, Tables};
-use crate::doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage};
+use crate::doorbell::{DoorbellBuffer, DoorbellPage};
 use crate::event::{Event, EventQueue, QueueFailure};
 use crate::host::{Completes, HostBatch, HostQueue, HostQueuePair, Limits};
 use crate::interrupt::Standing;
@@ -58,7 +58,6 @@ enum Condition {
 /// State that all shadow queues of a guest controller share.
 #[derive(Debug)]
 pub(crate) struct QueueContext {
-    pub(crate) mode: DoorbellMode,
     pub(crate) doorbells: Arc<DoorbellPage>,
     /// True while the guest may store to them unnoticed.
     pub(crate) silence: Silence,

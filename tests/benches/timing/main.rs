@@ -192,7 +192,7 @@ fn queue(attachment: &Arc<Attachment>, memory: &GuestMemory) -> (QueuePair, Box<
         shadow: Gpa(buffer.shadow().gpa()),
         event_idx: Gpa(buffer.event_idx().gpa()),
     };
-    attachment.set_doorbell_buffer(Some(pages)).unwrap();
+    attachment.set_doorbell_buffer(pages).unwrap();
     let sq = memory.alloc(64 * ENTRIES as usize).unwrap();
     let cq = memory.alloc(16 * ENTRIES as usize).unwrap();
     let (qid, entries) = (QueueId(1), ENTRIES);

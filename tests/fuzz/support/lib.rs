@@ -2,6 +2,7 @@
 //! its guest; and the division of their input.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
 use nvme_mpt::{
@@ -49,7 +50,7 @@ impl Fixture {
             serial: None,
         })
         .expect("an attachment");
-        let function = NvmeFunction::new(attachment, masking);
+        let function = NvmeFunction::new(Arc::new(attachment), masking);
         map(&function, 0, MEMORY);
         map(&function, RINGS, 0x20_000);
         Self { function }
@@ -89,7 +90,7 @@ fn map(function: &NvmeFunction, gpa: u64, len: u64) {
         readable: true,
         writable: true,
     };
-    function.memory().map(region).expect("memory");
+    function.host().map(region).expect("memory");
 }
 
 /// Cuts an input into numbers and pieces; what is missing at its end is zero.

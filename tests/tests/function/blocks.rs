@@ -50,12 +50,12 @@ fn part(machine: &Machine, region: &Region, offset: u64, len: u64) -> MemoryRegi
 
 fn plug(machine: &Machine, region: &Region, block: u64) {
     let memory = part(machine, region, block * BLOCK, BLOCK);
-    machine.function().memory().map(memory).unwrap();
+    machine.function().host().map(memory).unwrap();
 }
 
 fn unplug(machine: &Machine, region: &Region, block: u64) {
     let gpa = Gpa(region.gpa + block * BLOCK);
-    let unmapped = machine.function().memory().unmap(gpa, BLOCK);
+    let unmapped = machine.function().host().unmap(gpa, BLOCK);
     assert_eq!(unmapped.unwrap(), BLOCK);
 }
 
@@ -141,7 +141,7 @@ fn descriptors_that_cross_too_many_blocks_are_refused() {
     // A page each, downwards: no two of them are one run.
     for page in (0..BLOCKS * BLOCK / PAGE).rev() {
         let memory = part(&machine, &region, page * PAGE, PAGE);
-        machine.function().memory().map(memory).unwrap();
+        machine.function().host().map(memory).unwrap();
     }
     let mut controller = machine.attach();
     let mut queue = queue_pair(&mut controller, 1, 64);
@@ -258,7 +258,7 @@ fn a_client_that_maps_page_by_page_is_stopped() {
     let count = (MAX_REGIONS - machine.memory.regions().len()) as u64;
     let len = count * PAGE;
     let region = machine.memory.add_region(PLUGGED, len).unwrap();
-    let map = |memory| machine.function().memory().map(memory);
+    let map = |memory| machine.function().host().map(memory);
     for page in 0..count {
         map(part(&machine, &region, page * PAGE, PAGE)).unwrap();
     }
@@ -283,7 +283,7 @@ fn a_client_that_maps_page_by_page_is_stopped() {
     let (list_a, list_b) = (list(&a), list(&b));
     round_trip(&mut queue, (list_a.pointer, &a), (list_b.pointer, &b));
     bystander.goes_on();
-    let unmapped = machine.function().memory().unmap(Gpa(PLUGGED), len);
+    let unmapped = machine.function().host().unmap(Gpa(PLUGGED), len);
     assert_eq!(unmapped.unwrap(), len);
     assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
     bystander.finish();

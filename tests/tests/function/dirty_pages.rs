@@ -145,11 +145,11 @@ fn reads_are_told(host: &Host, mode: DoorbellMode) {
     let identify = machine.memory.alloc(PAGE_SIZE).unwrap();
     writable.extend(pages_of(&identify));
 
-    machine.function().memory().start_dirty_log().unwrap();
+    machine.function().host().start_dirty_log().unwrap();
     let before = contents(&machine);
     let mut told = Pages::new();
     let take = || {
-        let ranges = machine.function().memory().take_dirty_pages().unwrap();
+        let ranges = machine.function().host().take_dirty_pages().unwrap();
         pages_told(&ranges)
     };
     let mut waiting = Vec::new();
@@ -195,10 +195,10 @@ fn reads_are_told(host: &Host, mode: DoorbellMode) {
     assert!(invented.is_empty(), "{mode:?}: nobody wrote {invented:x?}");
 
     // And once more, with nobody who asks.
-    machine.function().memory().stop_dirty_log();
+    machine.function().host().stop_dirty_log();
     machine.function().resume();
     disk.read(0, 64).unwrap();
-    machine.function().memory().take_dirty_pages().unwrap_err();
+    machine.function().host().take_dirty_pages().unwrap_err();
 }
 
 #[test]
@@ -218,12 +218,12 @@ fn writes_make_no_page_of_data_dirty() {
     let (_controller, mut disk) = machine.disk();
     let data = machine.memory.alloc(64 << 10).unwrap();
     let prepared = prp::buffer(&data, 0, 64 << 10).unwrap();
-    machine.function().memory().start_dirty_log().unwrap();
+    machine.function().host().start_dirty_log().unwrap();
     for round in 0..100 {
         let sqe = Sqe::write(1, round * 128, 128).with_data(prepared.pointer);
         disk.queue.execute(sqe, HANG).unwrap();
     }
-    let told = machine.function().memory().take_dirty_pages().unwrap();
+    let told = machine.function().host().take_dirty_pages().unwrap();
     let told = pages_told(&told);
     assert!(pages_of(&data).all(|page| !told.contains(&page)));
     assert!(pages_of(disk.queue.cq.memory()).any(|page| told.contains(&page)));

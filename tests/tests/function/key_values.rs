@@ -60,7 +60,7 @@ fn attach_with(machine: &Machine, command_set: u32, doorbells: DoorbellMode) -> 
         admin_timeout: HANG,
         ..Config::default()
     };
-    let queues = machine.function().attachment().max_queue_pairs();
+    let queues = machine.function().facts().queue_pairs;
     Controller::attach(machine.bar(), machine.memory.clone(), config, queues).unwrap()
 }
 

@@ -117,16 +117,16 @@ fn every_tenant_hears_of_lost_writes_until_its_vmm_connects_again() {
         (WRITE_FAULT, true),
         "after a reset"
     );
-    a.function().attachment().flush().unwrap_err();
+    a.function().flush().unwrap_err();
 
-    a.function().attachment().begin_anew();
+    a.function().host().begin_anew();
     assert_eq!(
         ended(&mut a_disk, flush),
         (SUCCESS, false),
         "for a VMM that connected anew"
     );
     assert_eq!(warnings(&mut a_controller), 0);
-    a.function().attachment().flush().unwrap();
+    a.function().flush().unwrap();
     assert_eq!(
         ended(&mut b_disk, flush),
         (WRITE_FAULT, true),
@@ -174,5 +174,5 @@ fn a_write_with_fua_and_the_end_of_a_function_find_what_was_lost() {
     assert_eq!(after[0], WRITE_FAULT);
     assert!(after[1..].iter().all(|end| *end == READ_ONLY_RANGE));
     assert_eq!(ended(&mut disk, Sqe::flush(1)), (WRITE_FAULT, true));
-    machine.function().attachment().flush().unwrap_err();
+    machine.function().flush().unwrap_err();
 }

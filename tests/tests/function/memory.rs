@@ -335,7 +335,7 @@ fn region_of(machine: &Machine, file: File) -> File {
         readable: true,
         writable: true,
     };
-    machine.function().memory().map(region).unwrap();
+    machine.function().host().map(region).unwrap();
     file
 }
 
@@ -380,7 +380,7 @@ fn data_is_cut_off(memory: impl Fn() -> File) {
         // The region is gone for good; another one serves.
         machine
             .function()
-            .memory()
+            .host()
             .unmap(Gpa(NOWHERE), REGION)
             .unwrap();
         drop(queue);

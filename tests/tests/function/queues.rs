@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::completion::Cqe;
 use nvme_mpt_tests::controller::{Controller, QueueOptions};
@@ -247,10 +248,7 @@ fn a_deleted_submission_queue_leaves_its_neighbours() {
     let mut queues = Shared::new(&mut controller, 4, 64, 64);
     for delete in [2, 1, 4] {
         for (index, cid) in [0, 1, 2, 3].into_iter().zip(100..) {
-            let alive = machine
-                .function()
-                .attachment()
-                .has_sq(nvme_mpt::spec::ids::QueueId(index as u16 + 1));
+            let alive = machine.has_queue(Doorbell::SqTail((index as u16 + 1).into()));
             if alive {
                 assert!(queues.submit(index, Sqe::flush(1).with_cid(cid)));
                 let cqe = queues.completion();

@@ -8,6 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
 use nvme_mpt::lease::Ledger;
+use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt_tests::admin::{AsyncEvent, LogPage, Select, feature, log};
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::QueueOptions;
@@ -228,7 +229,7 @@ fn a_controller_that_is_paused_can_be_reset_and_begins_anew() {
         load.submit(true);
         machine.function().pause().unwrap();
         load.controller.disable().unwrap();
-        assert!(!machine.function().attachment().has_cq(1.into()));
+        assert!(!machine.has_queue(Doorbell::CqHead(1.into())));
         machine.function().resume();
         let (_controller, mut disk) = machine.disk();
         disk.write(0, &[7; 512]).unwrap();

@@ -17,7 +17,8 @@ fn a_poller_goes_on_while_memory_is_pinned() {
     let mut controller = machine.attach();
     let mut queue = queue_pair(&mut controller, 1, 16);
     assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
-    let taken = machine.function().attachment().take_queue(QueueId(1));
+    let attachment = host.attached.lock().unwrap().upgrade().unwrap();
+    let taken = attachment.take_queue(QueueId(1));
     let mut shadow = taken.unwrap();
     // A table that the queue has not taken up yet.
     let regions = [0, 1].map(|nth| {
@@ -49,13 +50,13 @@ fn a_poller_goes_on_while_memory_is_pinned() {
         iommu.let_maps_through();
         map.join().unwrap();
         let shadow = poller.join().unwrap();
-        let returned = machine.function().attachment().give_queue_back(shadow);
+        let returned = attachment.give_queue_back(shadow);
         returned.unwrap();
         assert!(pinning, "memory was pinned meanwhile");
         let completions = completions.expect("a completion while memory is pinned");
         assert_eq!(completions[0].status().code(), SUCCESS);
     });
     assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
-    drop((queue, controller, machine));
+    drop((queue, controller, attachment, machine));
     host.finish();
 }

@@ -3,7 +3,7 @@
 //! SGLs are not for admin commands on PCIe (Base 2.0, section 3.3.3.1, PSDT).
 
 use nvme_mpt::{
-    DmaWindow, Gpa,
+    Gpa, GuestMemory,
     spec::{dma::PrpEntry, sqe::Sqe, status::Status},
 };
 use zerocopy::{FromZeros, IntoBytes};
@@ -16,7 +16,7 @@ type Segment = (Gpa, usize);
 
 /// Buffer that the data of one admin command goes to or comes from.
 pub(super) struct DataBuffer<'a> {
-    memory: &'a DmaWindow,
+    memory: &'a GuestMemory,
     prp: [PrpEntry; 2],
     /// Bytes that the command transfers by its own word, which decides what PRP2 means.
     length: u64,
@@ -24,7 +24,7 @@ pub(super) struct DataBuffer<'a> {
 
 impl<'a> DataBuffer<'a> {
     /// The buffer of a command that transfers `length` bytes.
-    pub(super) fn new(memory: &'a DmaWindow, sqe: &Sqe, length: u64) -> Self {
+    pub(super) fn new(memory: &'a GuestMemory, sqe: &Sqe, length: u64) -> Self {
         Self {
             memory,
             prp: [PrpEntry(sqe.prp1()), PrpEntry(sqe.prp2())],

@@ -5,18 +5,20 @@
 //! controller forgets the buffers: their pages may be anything by the time the next driver looks at them.
 
 use nvme_mpt::{
-    Attachment, DoorbellBuffer, Gpa,
+    DoorbellBuffer, Gpa, LeaseFacts,
     spec::{sqe::Sqe, status::Status},
 };
 
+use super::Controller;
+
 /// Returns whether the command is offered.
-pub(super) fn is_supported(attachment: &Attachment) -> bool {
-    attachment.doorbell_mode().offers_buffer()
+pub(super) fn is_supported(facts: &LeaseFacts) -> bool {
+    facts.doorbells.offers_buffer()
 }
 
-/// Lets the guest write its doorbells to memory.
-pub(super) fn configure(attachment: &Attachment, sqe: &Sqe) -> Result<(), Status> {
-    if !is_supported(attachment) {
+/// Lets the guest write its doorbells to memory. Returns the pages.
+pub(super) fn configure(controller: Controller<'_>, sqe: &Sqe) -> Result<DoorbellBuffer, Status> {
+    if !is_supported(controller.facts) {
         return Err(Status::INVALID_OPCODE);
     }
     let buffer = DoorbellBuffer {
@@ -26,10 +28,12 @@ pub(super) fn configure(attachment: &Attachment, sqe: &Sqe) -> Result<(), Status
     if !buffer.shadow.is_page_aligned() || !buffer.event_idx.is_page_aligned() {
         return Err(Status::INVALID_FIELD);
     }
-    attachment
-        .set_doorbell_buffer(Some(buffer))
+    controller
+        .host
+        .set_doorbell_buffer(buffer)
         .map_err(|error| {
             log::warn!("Doorbell Buffer Config failed: {error}");
             Status::INVALID_FIELD
-        })
+        })?;
+    Ok(buffer)
 }

@@ -7,10 +7,9 @@ mod state;
 #[cfg(test)]
 mod tests;
 
-use std::sync::Arc;
-
 use nvme_mpt::{
-    Attachment, InterruptVector, LeasedNamespace,
+    LeasedNamespace,
+    seam::CoalescingConfig,
     spec::{
         feature::{
             Arbitration, AsyncEventConfiguration, ErrorRecovery, FeatureCapabilities, FeatureId,
@@ -38,7 +37,8 @@ pub(super) struct FeatureContext<'a> {
     pub(super) queue_pairs_max: u16,
     /// The Over Temperature Threshold that nobody has set.
     pub(super) default_threshold: u16,
-    pub(super) vectors: &'a [Arc<InterruptVector>],
+    /// Number of interrupt vectors.
+    pub(super) vectors: usize,
     /// True if I/O queues were created and not deleted since.
     pub(super) io_queues_exist: bool,
 }
@@ -121,11 +121,12 @@ impl Features {
         self.async_events
     }
 
-    /// Hands on what others act upon.
-    pub(super) fn apply(&self, attachment: &Attachment, vectors: &[Arc<InterruptVector>]) {
-        attachment.set_interrupt_coalescing(self.coalescing.thr_z(), self.coalescing.time());
-        for (number, vector) in vectors.iter().enumerate() {
-            vector.set_coalescing_disabled(self.is_coalescing_disabled(number));
+    /// Returns the coalescing of interrupts that the host asked for.
+    pub(super) fn coalescing(&self) -> CoalescingConfig {
+        CoalescingConfig {
+            threshold_z: self.coalescing.thr_z(),
+            time_100us: self.coalescing.time(),
+            disabled: self.coalescing_disabled,
         }
     }
 
@@ -404,7 +405,7 @@ fn require_vector(
     context: &FeatureContext<'_>,
 ) -> Result<(), Status> {
     require(
-        usize::from(value.iv()) < context.vectors.len(),
+        usize::from(value.iv()) < context.vectors,
         Status::INVALID_FIELD,
     )
 }

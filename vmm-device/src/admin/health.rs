@@ -11,7 +11,8 @@
 use std::time::{Duration, Instant};
 
 use nvme_mpt::{
-    host::{Damage, HostController, TemperatureThresholds},
+    HostSide,
+    host::{Damage, TemperatureThresholds},
     spec::log::{CriticalWarning, SmartHealth},
 };
 use zerocopy::{
@@ -63,9 +64,10 @@ pub(super) struct Health {
 }
 
 impl Health {
-    pub(super) fn new(drive: &dyn HostController) -> Self {
+    /// Knows nothing yet. `thresholds` are those of the drive; `None` if it measures no temperature.
+    pub(super) fn new(thresholds: Option<TemperatureThresholds>) -> Self {
         Self {
-            thresholds: drive.temperature_thresholds(),
+            thresholds,
             reading: Reading::Unknown,
             asked: None,
             gone: false,
@@ -98,9 +100,9 @@ impl Health {
     }
 
     /// Asks the drive, unless it was asked just now.
-    pub(super) fn refresh(&mut self, drive: &dyn HostController) {
+    pub(super) fn refresh(&mut self, host: &dyn HostSide) {
         if self.asked.is_none_or(|asked| asked.elapsed() >= FRESH) {
-            self.read(drive);
+            self.read(host);
         }
     }
 
@@ -111,13 +113,13 @@ impl Health {
     }
 
     /// Asks the drive. While it does not answer, what it said last stays.
-    pub(super) fn read(&mut self, drive: &dyn HostController) {
+    pub(super) fn read(&mut self, host: &dyn HostSide) {
         self.asked = Some(Instant::now());
-        self.gone = drive.incidents().gone;
+        self.gone = host.status().is_gone;
         if self.gone {
             return;
         }
-        match drive.smart_health() {
+        match host.smart_health() {
             Ok(Some(log)) => self.reading = Reading::Drive(Box::new(log)),
             Ok(None) => self.reading = Reading::None,
             Err(error) => log::info!("The drive does not tell its health: {error}"),

@@ -1,24 +1,21 @@
 //! Creation and deletion of I/O queues (Base 2.0, sections 5.4 to 5.7).
 
-use std::sync::Arc;
-
 use nvme_mpt::{
-    Attachment, CqConfig, Gpa, InterruptVector, QueueError, SqConfig,
+    CqConfig, Gpa, QueueError, SqConfig,
     spec::{
         admin::{CreateIoCq, CreateIoSq, DeleteQueue},
         cqe::IOCQES,
         ids::QueueId,
-        registers::Cc,
         sqe::IOSQES,
         status::Status,
     },
 };
 
+use super::Controller;
+
 /// Parts from which I/O queues are created.
 pub(super) struct IoQueues<'a> {
-    pub(super) attachment: &'a Attachment,
-    pub(super) vectors: &'a [Arc<InterruptVector>],
-    pub(super) cc: Cc,
+    pub(super) controller: Controller<'a>,
     /// Queues of each kind that were allocated by the Number of Queues feature.
     pub(super) allocated: Allocated,
 }
@@ -36,13 +33,17 @@ impl IoQueues<'_> {
         // CAP.CQR: queues are physically contiguous.
         require(command.pc, Status::INVALID_FIELD)?;
         // An entry size that was not set yet is reported as an invalid queue size.
-        require(self.cc.iocqes() == IOCQES, Status::INVALID_QUEUE_SIZE)?;
+        require(
+            self.controller.cc.iocqes() == IOCQES,
+            Status::INVALID_QUEUE_SIZE,
+        )?;
         let entries = self.entries(command.qsize_z)?;
         require(base.is_page_aligned(), Status::PRP_OFFSET_INVALID)?;
         let vector = command.ien.then_some(command.iv);
-        let exists = |vector: u16| usize::from(vector) < self.vectors.len();
+        let exists = |vector: u16| usize::from(vector) < self.controller.shared.vectors.len();
         require(vector.is_none_or(exists), Status::INVALID_INTERRUPT_VECTOR)?;
-        self.attachment
+        self.controller
+            .host
             .create_cq(CqConfig {
                 qid: command.qid,
                 base,
@@ -58,7 +59,10 @@ impl IoQueues<'_> {
         // completion queue that is.
         require_id(command.cqid, self.allocated.completion)?;
         require(command.pc, Status::INVALID_FIELD)?;
-        require(self.cc.iosqes() == IOSQES, Status::INVALID_QUEUE_SIZE)?;
+        require(
+            self.controller.cc.iosqes() == IOSQES,
+            Status::INVALID_QUEUE_SIZE,
+        )?;
         let entries = self.entries(command.qsize_z)?;
         require(base.is_page_aligned(), Status::PRP_OFFSET_INVALID)?;
         let config = SqConfig {
@@ -67,7 +71,8 @@ impl IoQueues<'_> {
             base,
             entries,
         };
-        self.attachment
+        self.controller
+            .host
             .create_sq(config)
             .map_err(|error| match error {
                 QueueError::NoSuchQueue { .. } => Status::COMPLETION_QUEUE_INVALID,
@@ -77,14 +82,16 @@ impl IoQueues<'_> {
 
     pub(super) fn delete_sq(&self, command: DeleteQueue) -> Result<(), Status> {
         require(command.qid != QueueId::ADMIN, Status::INVALID_QUEUE_ID)?;
-        self.attachment
+        self.controller
+            .host
             .delete_sq(command.qid)
             .map_err(|error| status(&error))
     }
 
     pub(super) fn delete_cq(&self, command: DeleteQueue) -> Result<(), Status> {
         require(command.qid != QueueId::ADMIN, Status::INVALID_QUEUE_ID)?;
-        self.attachment
+        self.controller
+            .host
             .delete_cq(command.qid)
             .map_err(|error| status(&error))
     }
@@ -93,7 +100,7 @@ impl IoQueues<'_> {
     /// CAP.MQES says.
     fn entries(&self, qsize_z: u16) -> Result<u32, Status> {
         let entries = u32::from(qsize_z) + 1;
-        let valid = (2..=self.attachment.limits().entries_max).contains(&entries);
+        let valid = (2..=self.controller.facts.limits.entries_max).contains(&entries);
         require(valid, Status::INVALID_QUEUE_SIZE)?;
         Ok(entries)
     }

@@ -217,14 +217,12 @@ fn wide(value: u64) -> U128 {
 #[cfg(test)]
 mod tests {
     use nvme_mpt::{
-        ErrorEntry, LeasedNamespace, Limits,
+        DoorbellMode, ErrorEntry, LeasedNamespace, Limits,
         spec::{
             identify::Oncs,
             ids::{CommandId, QueueId},
         },
     };
-
-    use nvme_software::SoftwareController;
 
     use super::*;
     use crate::fixtures;
@@ -241,9 +239,8 @@ mod tests {
 
     impl Fixture {
         fn new() -> Self {
-            let drive = SoftwareController::null(1 << 30, 9);
-            let mut health = Health::new(&drive);
-            health.refresh(&drive);
+            let mut health = Health::new(None);
+            health.refresh(&fixtures::attachment(DoorbellMode::Trap));
             Self {
                 namespace: fixtures::namespace(),
                 limits: fixtures::limits(),
@@ -270,7 +267,7 @@ mod tests {
                 volatile_write_cache: self.limits.volatile_write_cache,
                 queue_pairs_max: 4,
                 default_threshold: 343,
-                vectors: &[],
+                vectors: 5,
                 io_queues_exist: false,
             };
             LogPages {

@@ -22,10 +22,11 @@ mod state;
 #[cfg(test)]
 mod tests;
 
-use std::{collections::VecDeque, mem, sync::Arc};
+use std::collections::VecDeque;
 
 use nvme_mpt::{
-    Attachment, DmaError, Drive, DriveEvent, ErrorEntry, Event, Gpa, InterruptVector,
+    DmaError, DoorbellBuffer, DriveEvent, ErrorEntry, Event, Gpa, HostSide, LeaseFacts,
+    SharedParts,
     spec::{
         event::{AsyncEvent, SmartEvent},
         feature::FeatureId,
@@ -56,8 +57,9 @@ use crate::registers::AdminQueues;
 /// Parts that admin commands act upon, apart from the state that they keep here.
 #[derive(Clone, Copy)]
 pub(crate) struct Controller<'a> {
-    pub(crate) attachment: &'a Attachment,
-    pub(crate) vectors: &'a [Arc<InterruptVector>],
+    pub(crate) host: &'a dyn HostSide,
+    pub(crate) facts: &'a LeaseFacts,
+    pub(crate) shared: &'a SharedParts,
     pub(crate) cc: Cc,
 }
 
@@ -79,8 +81,8 @@ pub(crate) struct Admin {
     /// I/O Completion Queues that there are. Submission queues need one each.
     io_completion_queues: u32,
     commands: u64,
-    /// The command that is carried out has set up a Doorbell Buffer.
-    buffer_configured: bool,
+    /// Doorbell Buffer that the command which is carried out has set up.
+    new_buffer: Option<DoorbellBuffer>,
 }
 
 /// Continuation of a command that was carried out.
@@ -92,27 +94,26 @@ enum Outcome {
 }
 
 impl Admin {
-    pub(crate) fn new(drive: &Drive) -> Self {
+    pub(crate) fn new(facts: &LeaseFacts) -> Self {
         Self {
             rings: None,
             unposted: VecDeque::new(),
             features: Features::default(),
             events: AsyncEvents::default(),
             errors: ErrorLog::default(),
-            health: Health::new(drive.controller()),
+            health: Health::new(facts.thresholds),
             warned: CriticalWarning::default(),
             namespace_changed: false,
             io_completion_queues: 0,
             commands: 0,
-            buffer_configured: false,
+            new_buffer: None,
         }
     }
 
     /// The controller was enabled: the admin queues are empty and begin where it says.
-    pub(crate) fn enable(&mut self, queues: AdminQueues, controller: Controller<'_>) {
+    pub(crate) fn enable(&mut self, queues: AdminQueues, host: &dyn HostSide) {
         self.reset();
-        self.features
-            .apply(controller.attachment, controller.vectors);
+        host.set_coalescing(self.features.coalescing());
         self.rings = Some(AdminRings::new(queues));
     }
 
@@ -133,11 +134,11 @@ impl Admin {
     }
 
     /// Takes over what the admin doorbells hold. Returns whether another look is due.
-    pub(crate) fn ring(&mut self, attachment: &Attachment) -> bool {
+    pub(crate) fn ring(&mut self, shared: &SharedParts) -> bool {
         let Some(rings) = &mut self.rings else {
             return false;
         };
-        let look = rings.look(attachment);
+        let look = rings.look(shared);
         if look.invalid {
             self.report_doorbell(AsyncEvent::INVALID_DOORBELL_VALUE);
         }
@@ -150,14 +151,14 @@ impl Admin {
     }
 
     /// Something happened on an I/O queue or to the drive that the guest can be told of.
-    pub(crate) fn report(&mut self, event: &Event, attachment: &Attachment) {
+    pub(crate) fn report(&mut self, event: &Event, host: &dyn HostSide) {
         match event {
             Event::InvalidDoorbell { .. } => {
                 self.report_doorbell(AsyncEvent::INVALID_DOORBELL_VALUE);
             }
             Event::CommandFailed(error) => self.errors.command_failed(error),
             Event::QueueFailed { .. } => self.errors.controller_failed(Status::INTERNAL_ERROR),
-            Event::Drive(event) => self.report_drive(*event, attachment),
+            Event::Drive(event) => self.report_drive(*event, host),
             Event::ZonesChanged => {
                 if self.features.async_events().zone_descriptor() {
                     self.events.raise(AsyncEvent::ZONE_DESCRIPTOR_CHANGED);
@@ -167,14 +168,10 @@ impl Admin {
     }
 
     /// The drive, or what it is divided into, is not what it was.
-    fn report_drive(&mut self, event: DriveEvent, attachment: &Attachment) {
+    fn report_drive(&mut self, event: DriveEvent, host: &dyn HostSide) {
         match event {
-            DriveEvent::Health => self.read_health(attachment),
-            DriveEvent::NamespaceChanged(nsid) if nsid == attachment.lease().nsid() => {
-                self.report_namespace();
-            }
-            // Another lease's.
-            DriveEvent::NamespaceChanged(_) => {}
+            DriveEvent::Health => self.read_health(host),
+            DriveEvent::NamespaceChanged(_) => self.report_namespace(),
             // Each command that it interrupted is an error of its own.
             DriveEvent::Reset => {}
             // What a driver does best without its drive is to forget the namespace: it asks which
@@ -183,7 +180,7 @@ impl Admin {
             DriveEvent::Gone => {
                 self.errors.controller_failed(Status::INTERNAL_ERROR);
                 self.report_namespace();
-                self.read_health(attachment);
+                self.read_health(host);
             }
         }
     }
@@ -196,22 +193,22 @@ impl Admin {
     }
 
     /// Returns whether the drive has to be asked for its health now and then.
-    pub(crate) fn watches_health(&self, attachment: &Attachment) -> bool {
+    pub(crate) fn watches_health(&self, facts: &LeaseFacts) -> bool {
         // Damage is for the log, too, whatever the guest wants to hear of.
         let wanted = self.features.async_events().critical_warnings().0 != 0;
-        attachment.can_be_damaged() || (wanted && self.health.can_change())
+        facts.can_be_damaged || (wanted && self.health.can_change())
     }
 
     /// Asks the drive for its health, if it was not asked for long.
-    pub(crate) fn watch_health(&mut self, attachment: &Attachment) {
-        if self.watches_health(attachment) && self.health.is_due() {
-            self.read_health(attachment);
+    pub(crate) fn watch_health(&mut self, controller: Controller<'_>) {
+        if self.watches_health(controller.facts) && self.health.is_due() {
+            self.read_health(controller.host);
         }
     }
 
-    fn read_health(&mut self, attachment: &Attachment) {
-        self.health.note(attachment.damage());
-        self.health.read(attachment.drive().controller());
+    fn read_health(&mut self, host: &dyn HostSide) {
+        self.health.note(host.damage());
+        self.health.read(host);
         self.report_health();
     }
 
@@ -261,7 +258,7 @@ impl Admin {
         rings: &mut AdminRings,
         controller: Controller<'_>,
     ) -> Result<bool, DmaError> {
-        let memory = controller.attachment.window();
+        let memory = &controller.shared.memory;
         let mut posted = false;
         // Room is had before anything is taken that will need it. A guest that makes none waits for
         // itself; the doorbell that it makes room with leads here again.
@@ -273,8 +270,8 @@ impl Admin {
                 self.commands += 1;
                 self.carry_out(&sqe, controller);
                 // Before its completion is posted: from then on the driver may use the buffer.
-                if mem::take(&mut self.buffer_configured) {
-                    rings.enter_buffer(controller.attachment);
+                if let Some(buffer) = self.new_buffer.take() {
+                    rings.enter_buffer(buffer, controller.shared);
                 }
             } else {
                 break;
@@ -315,8 +312,7 @@ impl Admin {
     }
 
     fn execute(&mut self, sqe: &Sqe, controller: Controller<'_>) -> Result<Outcome, Status> {
-        let Controller { attachment, .. } = controller;
-        let memory = attachment.window();
+        let memory = &controller.shared.memory;
         let mut dw0 = 0;
         match AdminCommand::parse(sqe)? {
             AdminCommand::Identify(command) => {
@@ -369,8 +365,8 @@ impl Admin {
                 return Ok(Outcome::Waits);
             }
             AdminCommand::DoorbellBufferConfig => {
-                doorbell_buffer::configure(attachment, sqe)?;
-                self.buffer_configured = true;
+                let buffer = doorbell_buffer::configure(controller, sqe)?;
+                self.new_buffer = Some(buffer);
             }
         }
         Ok(Outcome::Done(dw0))
@@ -382,25 +378,25 @@ impl Admin {
         sqe: &Sqe,
         controller: Controller<'_>,
     ) -> Result<(), Status> {
-        let Controller { attachment, .. } = controller;
+        let Controller { host, shared, .. } = controller;
         if request.lid == LogPageId::SMART_HEALTH {
-            self.health.note(attachment.damage());
-            self.health.refresh(attachment.drive().controller());
+            self.health.note(host.damage());
+            self.health.refresh(host);
             self.report_health();
         }
-        let changed_zones = attachment.zone_changes().map(|zones| zones.changed());
+        let changed_zones = host.changed_zones();
         let pages = LogPages {
             subject: self.subject(controller),
             features: &self.features,
             context: self.feature_context(controller),
             errors: &self.errors,
-            counters: attachment.counters(),
+            counters: host.counters(),
             health: &self.health,
             namespace_changed: self.namespace_changed,
             changed_zones: changed_zones.as_ref(),
         };
         let part = pages.read(request, sqe.nsid)?;
-        DataBuffer::new(attachment.window(), sqe, request.length()).write(&part)?;
+        DataBuffer::new(&shared.memory, sqe, request.length()).write(&part)?;
         if request.rae {
             return Ok(());
         }
@@ -410,8 +406,8 @@ impl Admin {
         match request.lid {
             LogPageId::CHANGED_NAMESPACE_LIST => self.namespace_changed = false,
             LogPageId::CHANGED_ZONE_LIST => {
-                if let (Some(zones), Some(told)) = (attachment.zone_changes(), &changed_zones) {
-                    zones.forget_changed(told);
+                if let Some(told) = &changed_zones {
+                    host.forget_changed_zones(told);
                 }
             }
             _ => {}
@@ -423,8 +419,7 @@ impl Admin {
     fn feature_changed(&mut self, fid: FeatureId, controller: Controller<'_>) {
         match fid {
             FeatureId::INTERRUPT_COALESCING | FeatureId::INTERRUPT_VECTOR_CONFIGURATION => {
-                self.features
-                    .apply(controller.attachment, controller.vectors);
+                controller.host.set_coalescing(self.features.coalescing());
             }
             // A condition that holds already is told once more, to a host that asks for it anew.
             FeatureId::TEMPERATURE_THRESHOLD | FeatureId::ASYNC_EVENT_CONFIGURATION => {
@@ -432,9 +427,8 @@ impl Admin {
                     FeatureId::TEMPERATURE_THRESHOLD => self.warned.with_temperature(false),
                     _ => CriticalWarning::default(),
                 };
-                self.health.note(controller.attachment.damage());
-                self.health
-                    .refresh(controller.attachment.drive().controller());
+                self.health.note(controller.host.damage());
+                self.health.refresh(controller.host);
                 self.report_health();
             }
             _ => {}
@@ -442,37 +436,39 @@ impl Admin {
     }
 
     fn feature_context<'a>(&self, controller: Controller<'a>) -> FeatureContext<'a> {
+        let facts = controller.facts;
         FeatureContext {
-            namespace: controller.attachment.namespace(),
-            volatile_write_cache: controller.attachment.limits().volatile_write_cache,
-            queue_pairs_max: controller.attachment.max_queue_pairs(),
+            namespace: &facts.namespace,
+            volatile_write_cache: facts.limits.volatile_write_cache,
+            queue_pairs_max: facts.queue_pairs,
             default_threshold: self.health.default_threshold(),
-            vectors: controller.vectors,
+            vectors: controller.shared.vectors.len(),
             io_queues_exist: self.io_completion_queues > 0,
         }
     }
 
     fn io_queues<'a>(&self, controller: Controller<'a>) -> IoQueues<'a> {
         IoQueues {
-            attachment: controller.attachment,
-            vectors: controller.vectors,
-            cc: controller.cc,
+            controller,
             allocated: self.features.allocated(&self.feature_context(controller)),
         }
     }
 
     fn subject<'a>(&self, controller: Controller<'a>) -> Subject<'a> {
-        let Controller { attachment, cc, .. } = controller;
+        let Controller {
+            host, facts, cc, ..
+        } = controller;
+        let status = host.status();
         // A namespace of a command set that is not enabled is not there (Base 2.0, section 3.1.3.5).
-        let command_set = command_set::of(attachment.namespace());
+        let command_set = command_set::of(&facts.namespace);
         let enabled = command_set.is_basic() || cc.css() == CommandSetSelected::ALL;
         Subject {
-            namespace: attachment.namespace(),
-            blocks: attachment.blocks(),
-            used: attachment.used(),
-            limits: attachment.limits(),
-            doorbell_buffer: doorbell_buffer::is_supported(attachment),
-            active: enabled && attachment.is_backed(),
+            namespace: &facts.namespace,
+            blocks: status.blocks,
+            used: status.used,
+            limits: &facts.limits,
+            doorbell_buffer: doorbell_buffer::is_supported(facts),
+            active: enabled && status.is_backed,
             thresholds: self.health.thresholds(),
         }
     }

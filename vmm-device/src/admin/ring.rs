@@ -7,7 +7,7 @@
 use std::sync::atomic::{Ordering, fence};
 
 use nvme_mpt::{
-    Attachment, DmaError, DmaWindow, Gpa, StateError,
+    DmaError, DoorbellBuffer, Gpa, GuestMemory, SharedParts, StateError,
     spec::{
         cqe::Cqe,
         ids::{CommandId, QueueId},
@@ -65,6 +65,7 @@ pub(super) struct AdminRings {
     held: [u32; 2],
     /// Positions by which the registers may lag behind what the Doorbell Buffer had.
     behind: [u32; 2],
+    buffer: Option<DoorbellBuffer>,
 }
 
 /// Looks that are taken at a doorbell whose driver moves it on meanwhile.
@@ -83,18 +84,19 @@ impl AdminRings {
             seen: [0; 2],
             held: [0; 2],
             behind: [0; 2],
+            buffer: None,
         }
     }
 
     /// Takes over what the doorbells hold.
-    pub(super) fn look(&mut self, attachment: &Attachment) -> Look {
+    pub(super) fn look(&mut self, shared: &SharedParts) -> Look {
         let mut look = Look::default();
         // Both are taken over, whatever is wrong with one of them.
         for doorbell in [
             Doorbell::CqHead(QueueId::ADMIN),
             Doorbell::SqTail(QueueId::ADMIN),
         ] {
-            self.look_at(doorbell, attachment, &mut look);
+            self.look_at(doorbell, shared, &mut look);
         }
         look
     }
@@ -109,12 +111,12 @@ impl AdminRings {
     ///
     /// A value in the buffer that was not there before is the driver's newest. Register writes may arrive
     /// after it: those are values that the buffer had, and told of already.
-    fn look_at(&mut self, doorbell: Doorbell, attachment: &Attachment, look: &mut Look) {
+    fn look_at(&mut self, doorbell: Doorbell, shared: &SharedParts, look: &mut Look) {
         let place = place(doorbell);
         for _ in 0..LOOKS {
             // The register first: a driver that uses the buffer stores there before it writes the register.
-            let register = attachment.doorbells().load(doorbell);
-            let buffered = attachment.buffered_doorbell(doorbell);
+            let register = shared.doorbells.load(doorbell);
+            let buffered = self.buffered(doorbell, shared);
             let moved = buffered.filter(|value| *value != self.held[place]);
             if moved.is_none() && self.is_told(doorbell, register) {
                 return;
@@ -132,7 +134,7 @@ impl AdminRings {
             } else {
                 self.behind[place] = 0;
             }
-            attachment.ask_for_doorbell(doorbell, self.position(doorbell));
+            self.ask_for(doorbell, shared);
         }
         look.moves_on = true;
     }
@@ -169,17 +171,34 @@ impl AdminRings {
     }
 
     /// The Doorbell Buffer was set up: it holds what the doorbells do, and asks for every move.
-    pub(super) fn enter_buffer(&mut self, attachment: &Attachment) {
+    pub(super) fn enter_buffer(&mut self, buffer: DoorbellBuffer, shared: &SharedParts) {
+        self.buffer = Some(buffer);
         self.behind = [0; 2];
         for doorbell in [
             Doorbell::CqHead(QueueId::ADMIN),
             Doorbell::SqTail(QueueId::ADMIN),
         ] {
             // Where a driver that uses the buffer goes on from.
-            attachment.store_buffered_doorbell(doorbell, self.position(doorbell));
-            self.held[place(doorbell)] = self.position(doorbell);
-            attachment.ask_for_doorbell(doorbell, self.position(doorbell));
+            let position = self.position(doorbell);
+            store_buffered(buffer.shadow, doorbell, position, shared);
+            self.held[place(doorbell)] = position;
+            self.ask_for(doorbell, shared);
         }
+    }
+
+    /// Returns the content of a doorbell's place in the Doorbell Buffer; `None` without a buffer.
+    fn buffered(&self, doorbell: Doorbell, shared: &SharedParts) -> Option<u32> {
+        let gpa = buffered_at(self.buffer?.shadow, doorbell, shared)?;
+        shared.memory.load(gpa)
+    }
+
+    /// Has the guest write a doorbell's register at the doorbell's next move from here, if there is a Doorbell
+    /// Buffer (Base 2.0, section B.5). What the doorbell holds is looked at once more afterwards.
+    fn ask_for(&self, doorbell: Doorbell, shared: &SharedParts) {
+        if let Some(buffer) = self.buffer {
+            store_buffered(buffer.event_idx, doorbell, self.position(doorbell), shared);
+        }
+        fence(Ordering::SeqCst);
     }
 
     /// The last value of a doorbell that the queue can have.
@@ -225,7 +244,7 @@ impl AdminRings {
     }
 
     /// Takes the next command, which can be completed as there is room for it.
-    pub(super) fn take(&mut self, _: &Room, memory: &DmaWindow) -> Result<Option<Sqe>, DmaError> {
+    pub(super) fn take(&mut self, _: &Room, memory: &GuestMemory) -> Result<Option<Sqe>, DmaError> {
         if self.waiting() == 0 {
             return Ok(None);
         }
@@ -243,7 +262,7 @@ impl AdminRings {
         &mut self,
         _: Room,
         completion: Completion,
-        memory: &DmaWindow,
+        memory: &GuestMemory,
     ) -> Result<(), DmaError> {
         let Completion { cid, status, dw0 } = completion;
         // Indices stay below 4,096, the most that AQA can say.
@@ -279,6 +298,8 @@ impl AdminRings {
             seen,
             held,
             behind,
+            // The host side keeps its pages.
+            buffer: _,
         } = *self;
         AdminRingsState {
             sq_base: sq_base.0,
@@ -329,7 +350,7 @@ impl AdminRings {
     }
 
     /// Restores the saved state, which has been checked.
-    pub(super) fn restored(state: &AdminRingsState) -> Self {
+    pub(super) fn restored(state: &AdminRingsState, buffer: Option<DoorbellBuffer>) -> Self {
         let AdminRingsState {
             sq_base,
             sq_entries,
@@ -359,12 +380,25 @@ impl AdminRings {
             seen,
             held,
             behind,
+            buffer,
         }
     }
 
     /// Returns whether the host has yet to consume completions.
     pub(super) fn has_unconsumed(&self) -> bool {
         self.cq_head != self.cq_tail
+    }
+}
+
+/// Guest address of a doorbell's place in a page of the Doorbell Buffer.
+fn buffered_at(page: Gpa, doorbell: Doorbell, shared: &SharedParts) -> Option<Gpa> {
+    page.checked_add(doorbell.offset(shared.doorbells.dstrd()))
+}
+
+/// Stores to a doorbell's place in a page of the Doorbell Buffer. A page that is gone takes no value.
+fn store_buffered(page: Gpa, doorbell: Doorbell, value: u32, shared: &SharedParts) {
+    if let Some(gpa) = buffered_at(page, doorbell, shared) {
+        shared.memory.store(gpa, value);
     }
 }
 

@@ -1,13 +1,11 @@
 //! The admin queue and what admin commands left behind, saved and restored.
 
 use nvme_mpt::{
-    Attachment, StateError,
+    AttachmentState, DoorbellBuffer, Gpa, HostSide, LeaseFacts, StateError,
     spec::{ids::CommandId, log::CriticalWarning, status::Status},
 };
 
-use super::{
-    Admin, AdminRings, AsyncEvents, Completion, Controller, ErrorLog, Features, async_events,
-};
+use super::{Admin, AdminRings, AsyncEvents, Completion, ErrorLog, Features, async_events};
 use crate::state::parts::{AdminState, CompletionState};
 
 /// Completions that can wait for room: an Abort's own, and those of all requests that it ends.
@@ -25,11 +23,11 @@ impl Admin {
             health: _,
             warned,
             namespace_changed,
-            // As many as the attachment has.
+            // As many as the host side has.
             io_completion_queues: _,
             commands,
             // Set within a command alone.
-            buffer_configured: _,
+            new_buffer: _,
         } = self;
         AdminState {
             rings: rings.as_ref().map(AdminRings::save),
@@ -47,7 +45,7 @@ impl Admin {
         &self,
         state: &AdminState,
         vectors: usize,
-        attachment: &Attachment,
+        facts: &LeaseFacts,
     ) -> Result<(), StateError> {
         let AdminState {
             rings,
@@ -70,17 +68,17 @@ impl Admin {
                 valid,
             ));
         }
-        Features::check(features, vectors, attachment.max_queue_pairs())?;
+        Features::check(features, vectors, facts.queue_pairs)?;
         AsyncEvents::check(events)?;
         ErrorLog::check(errors)
     }
 
-    /// Restores the saved state, which has been checked.
+    /// Restores the saved state, which has been checked, beside the queues of `attachment`.
     pub(crate) fn restore(
         &mut self,
         state: &AdminState,
-        io_completion_queues: usize,
-        controller: Controller<'_>,
+        attachment: &AttachmentState,
+        host: &dyn HostSide,
     ) {
         let AdminState {
             rings,
@@ -92,7 +90,13 @@ impl Admin {
             namespace_changed,
             commands,
         } = state;
-        self.rings = rings.as_ref().map(AdminRings::restored);
+        self.rings = rings.as_ref().map(|rings| {
+            let buffer = attachment.doorbell_buffer.map(|buffer| DoorbellBuffer {
+                shadow: Gpa(buffer.shadow),
+                event_idx: Gpa(buffer.event_idx),
+            });
+            AdminRings::restored(rings, buffer)
+        });
         self.unposted = unposted.iter().map(restored_completion).collect();
         self.features = Features::restored(features);
         self.events = AsyncEvents::restored(events);
@@ -100,10 +104,9 @@ impl Admin {
         self.warned = CriticalWarning(*warned);
         self.namespace_changed = *namespace_changed;
         // At most 64.
-        self.io_completion_queues = io_completion_queues as u32;
+        self.io_completion_queues = attachment.queues.len() as u32;
         self.commands = *commands;
-        self.features
-            .apply(controller.attachment, controller.vectors);
+        host.set_coalescing(self.features.coalescing());
     }
 
     /// Returns whether the host has yet to consume completions.

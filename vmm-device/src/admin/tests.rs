@@ -496,7 +496,7 @@ fn a_command_with_an_sgl_is_refused() {
 fn rings_that_are_unmapped_fail_the_controller() {
     let mut guest = guest();
     guest.enqueue(identify(DATA, 0));
-    guest.function.memory().unmap_all().expect("unmapped");
+    guest.function.host().unmap_all().expect("unmapped");
     guest.ring();
     assert_eq!(guest.csts(), 0b11, "CFS");
     assert_ne!(ADMIN_SQ, ADMIN_CQ);

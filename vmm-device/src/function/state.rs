@@ -2,7 +2,7 @@
 
 use nvme_mpt::{QueueError, StateError};
 
-use super::{ADMIN_VECTOR, NvmeFunction, controller};
+use super::{ADMIN_VECTOR, NvmeFunction};
 use crate::{
     pci::config_space::BarMove,
     state::{FunctionState, SnapshotError, VERSION},
@@ -17,8 +17,9 @@ impl NvmeFunction {
     /// [`QueueError::Timeout`] if commands in flight do not finish: it goes on, but the queue that
     /// they are of does not, and the controller has failed.
     pub fn pause(&mut self) -> Result<(), QueueError> {
-        let paused = self.attachment.pause();
+        let paused = self.host.pause();
         self.paused = true;
+        self.rests = paused.is_ok();
         // What the queues reported on their way to rest is a part of what is saved.
         self.take_events();
         if let Err(error) = &paused {
@@ -57,7 +58,7 @@ impl NvmeFunction {
             msix,
             registers: self.registers.save(),
             admin: self.admin.save(),
-            attachment: self.attachment.save()?,
+            attachment: self.host.save()?,
         })
     }
 
@@ -70,12 +71,12 @@ impl NvmeFunction {
     pub fn restore(&mut self, state: &FunctionState) -> Result<Vec<BarMove>, SnapshotError> {
         state.check_version()?;
         // Before anything is made of any of it, and what says most about it first.
-        self.attachment.check(&state.attachment)?;
+        self.host.check(&state.attachment)?;
         self.config.check(&state.config_space)?;
         self.msix.check(&state.msix)?;
         self.registers.check(&state.registers)?;
         self.admin
-            .check(&state.admin, self.msix.vectors().len(), &self.attachment)?;
+            .check(&state.admin, self.msix.vectors().len(), &self.facts)?;
         self.check_enabled(state)?;
 
         let mut moves = self.reset();
@@ -112,15 +113,11 @@ impl NvmeFunction {
             admin,
             attachment,
         } = state;
-        self.attachment.restore(attachment)?;
+        self.host.restore(attachment)?;
         self.registers.restore(registers);
-        self.admin.restore(
-            admin,
-            attachment.queues.len(),
-            controller(&self.attachment, &self.msix, &self.registers),
-        );
+        self.admin.restore(admin, attachment, &*self.host);
         if self.registers.is_running()
-            && let Err(error) = self.watch_doorbells()
+            && let Err(error) = self.host.watch_admin_doorbells()
         {
             self.fail(&format!("its admin doorbells cannot be watched: {error}"));
         }

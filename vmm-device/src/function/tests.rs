@@ -1,7 +1,7 @@
 //! The function as a guest and its VMM use it.
 
 use std::{
-    sync::Mutex,
+    sync::{Arc, Mutex},
     thread,
     time::{Duration, Instant},
 };
@@ -148,7 +148,7 @@ fn a_reset_ends_all_and_can_be_repeated() {
         }
         assert_eq!(guest.csts(), 0, "round {round}");
         assert_eq!(guest.read_register(0x14), 0);
-        assert!(!guest.function.attachment().has_cq(QueueId(1)));
+        assert!(guest.function.host().io_doorbells().wakers.is_empty());
         assert!(guest.peek().is_none(), "requests for events vanish");
     }
     flr(&mut guest);
@@ -230,17 +230,13 @@ fn mapped_doorbells_wake_the_admin_queue() {
     for round in 1..=3 {
         let cid = guest.enqueue(identify());
         // A store to memory, of which nobody is told.
-        let doorbells = guest.function.attachment().doorbells();
+        let doorbells = guest.function.host().shared().doorbells;
         doorbells.store(ADMIN_SQ_TAIL, round);
         wait_for(|| guest.function.events_fd().read().is_ok());
         guest.function.process_events();
         let cqe = guest.peek().expect("a completion");
         assert_eq!(cqe.cid(), cid);
-        guest
-            .function
-            .attachment()
-            .doorbells()
-            .store(ADMIN_CQ_HEAD, round);
+        doorbells.store(ADMIN_CQ_HEAD, round);
     }
     assert_eq!(guest.function.admin_stats().doorbell_exits, 0);
     // A VMM that could not map them traps them.
@@ -260,7 +256,7 @@ fn doorbells_are_mapped_in_mapped_mode_only() {
 fn a_queue_that_lost_its_memory_fails_the_controller() {
     let mut guest = Guest::ready(DoorbellMode::Trap);
     create_queue_pair(&mut guest);
-    guest.function.memory().unmap_all().expect("unmapped");
+    guest.function.host().unmap_all().expect("unmapped");
     guest.doorbell(Doorbell::SqTail(QueueId(1)), 1);
     wait_for(|| {
         guest.function.process_events();
@@ -274,7 +270,7 @@ fn a_queue_that_lost_its_memory_fails_the_controller() {
 fn what_a_queue_reported_before_a_reset_fails_no_controller_after_it() {
     let mut guest = Guest::ready(DoorbellMode::Trap);
     create_queue_pair(&mut guest);
-    guest.function.memory().unmap_all().expect("unmapped");
+    guest.function.host().unmap_all().expect("unmapped");
     guest.doorbell(Doorbell::SqTail(QueueId(1)), 1);
     wait_for(|| guest.function.events_fd().read().is_ok());
     guest.write_register(0x14, 0);
@@ -342,7 +338,7 @@ fn both_bars_are_reached_where_the_guest_put_them() {
 #[test]
 fn interrupts_wait_for_the_guest_to_unmask_them() {
     let attachment = fixtures::attachment(DoorbellMode::Shadow);
-    let mut function = NvmeFunction::new(attachment, MsixMasking::Function);
+    let mut function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Function);
     assert_eq!(function.vectors().len(), usize::from(QUEUE_PAIRS) + 1);
     let interrupt = EventFd::new(EFD_NONBLOCK).expect("eventfd");
     function.vectors()[3].set_eventfd(Some(interrupt.try_clone().expect("eventfd")));
@@ -371,6 +367,6 @@ fn the_guests_memory_can_go_once_the_controller_is_disabled() {
     let mut guest = Guest::ready(DoorbellMode::Shadow);
     create_queue_pair(&mut guest);
     guest.write_register(0x14, 0);
-    let unmapped = guest.function.memory().unmap_all().expect("unmapped");
+    let unmapped = guest.function.host().unmap_all().expect("unmapped");
     assert_eq!(unmapped, MEMORY.end - MEMORY.start);
 }

@@ -40,21 +40,16 @@ impl FunctionDevice {
         if self.remake.is_none() {
             return Err(DeviceError::Unique(id.clone()));
         }
-        if state.function.attachment().drive().is_private() {
+        if state.function.facts().is_private {
             return Err(DeviceError::Private(id.clone()));
         }
         let saved = state.function.save()?;
-        let deadline = state.function.attachment().deadline();
-        state
-            .function
-            .flush(&deadline)
-            .map_err(DeviceError::Flush)?;
-        let window = state.function.memory();
+        state.function.flush().map_err(DeviceError::Flush)?;
         let handed_over = HandedOver {
             saved,
-            memory: window.memory().hold(),
+            memory: state.function.memory().hold(),
             // None are noted if it fails.
-            dirty: window.take_dirty_pages().ok(),
+            dirty: state.function.host().take_dirty_pages().ok(),
         };
         // It is paused, so that nothing keeps the memory busy.
         let unwired = self.shared.unwire(state);
@@ -89,7 +84,7 @@ impl FunctionDevice {
 
 impl State {
     fn become_again(&mut self, handed_over: &HandedOver) -> Result<(), DeviceError> {
-        self.function.memory().map_held(&handed_over.memory)?;
+        self.function.host().map_held(&handed_over.memory)?;
         // The VMM has the BARs where it had them.
         drop(self.function.restore(&handed_over.saved)?);
         self.routes.follow_all(&self.function);

@@ -227,7 +227,7 @@ impl FunctionDevice {
     /// [`DeviceError::Memory`], [`DeviceError::HandedOver`].
     pub fn map_memory(&self, memory: MemoryRegion) -> Result<(), DeviceError> {
         match &*self.shared.slot() {
-            Slot::Function(state) => Ok(state.function.memory().map(memory)?),
+            Slot::Function(state) => Ok(state.function.host().map(memory)?),
             Slot::HandedOver(_) => Err(self.handed_over()),
             Slot::Empty => Ok(()),
         }
@@ -239,7 +239,7 @@ impl FunctionDevice {
     /// [`DeviceError::Memory`], [`DeviceError::HandedOver`].
     pub fn unmap_memory(&self, gpa: Gpa, len: u64) -> Result<u64, DeviceError> {
         match &*self.shared.slot() {
-            Slot::Function(state) => Ok(state.function.memory().unmap(gpa, len)?),
+            Slot::Function(state) => Ok(state.function.host().unmap(gpa, len)?),
             Slot::HandedOver(_) => Err(self.handed_over()),
             Slot::Empty => Ok(0),
         }
@@ -268,7 +268,7 @@ impl FunctionDevice {
                 // What is in flight was waited for, and the memory that it names is kept.
                 Err(busy @ EndError::Busy(_)) => Err(busy.into()),
                 ended => {
-                    let unmapped = state.function.memory().unmap_all();
+                    let unmapped = state.function.host().unmap_all();
                     let unmapped = unmapped.map(drop).map_err(DeviceError::from);
                     unmapped.and(ended.map_err(DeviceError::from))
                 }
@@ -374,7 +374,7 @@ impl Shared {
     fn unwire(&self, state: &mut State) -> Result<(), DeviceError> {
         drop(state.function.reset());
         self.disconnect(state);
-        state.function.memory().unmap_all()?;
+        state.function.host().unmap_all()?;
         Ok(())
     }
 
@@ -438,8 +438,7 @@ impl State {
 
 /// Returns whether it is one of those that a guest writes for every I/O.
 fn is_io_doorbell(function: &NvmeFunction, offset: u64) -> bool {
-    let doorbell = function.attachment().doorbells().at_bar_offset(offset);
-    doorbell.is_some_and(|doorbell| {
+    function.doorbell_at(offset).is_some_and(|doorbell| {
         let (Doorbell::SqTail(qid) | Doorbell::CqHead(qid)) = doorbell;
         qid != QueueId::ADMIN
     })

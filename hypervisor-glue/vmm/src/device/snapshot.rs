@@ -66,7 +66,7 @@ impl FunctionDevice {
     /// [`DeviceError::Memory`] if commands in flight do not finish, [`DeviceError::HandedOver`].
     pub fn start_dirty_log(&self) -> Result<(), DeviceError> {
         match &*self.shared.slot() {
-            Slot::Function(state) => Ok(state.function.memory().start_dirty_log()?),
+            Slot::Function(state) => Ok(state.function.host().start_dirty_log()?),
             Slot::HandedOver(_) => Err(self.handed_over()),
             Slot::Empty => Ok(()),
         }
@@ -79,7 +79,7 @@ impl FunctionDevice {
     /// [`DeviceError::Memory`] if it does not note them.
     pub fn take_dirty_pages(&self) -> Result<Vec<DirtyRange>, DeviceError> {
         match &mut *self.shared.slot() {
-            Slot::Function(state) => Ok(state.function.memory().take_dirty_pages()?),
+            Slot::Function(state) => Ok(state.function.host().take_dirty_pages()?),
             Slot::HandedOver(handed_over) => {
                 Ok(handed_over.take_dirty_pages().ok_or(DmaError::NotLogged)?)
             }
@@ -91,7 +91,7 @@ impl FunctionDevice {
     /// Ends [`Self::start_dirty_log`].
     pub fn stop_dirty_log(&self) {
         match &mut *self.shared.slot() {
-            Slot::Function(state) => state.function.memory().stop_dirty_log(),
+            Slot::Function(state) => state.function.host().stop_dirty_log(),
             Slot::HandedOver(handed_over) => handed_over.stop_dirty_log(),
             Slot::Empty => {}
         }

@@ -55,7 +55,10 @@ impl Host {
         let pollers = self.pollers.clone();
         move || {
             let attachment = open::open(&options, &ledgers, &pollers)?;
-            Ok(NvmeFunction::new(attachment, MsixMasking::Function))
+            Ok(NvmeFunction::new(
+                Arc::new(attachment),
+                MsixMasking::Function,
+            ))
         }
     }
 

@@ -171,7 +171,7 @@ fn polled(doorbells: DoorbellMode, poll: &str) -> (FunctionDevice, Arc<Asked>) {
     })
     .unwrap();
     let vmm = FakeVmm::default();
-    let function = NvmeFunction::new(attachment, MsixMasking::Function);
+    let function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Function);
     let device = FunctionDevice::start("test", function, Arc::new(vmm.clone())).unwrap();
     (device, vmm.0)
 }
@@ -207,24 +207,22 @@ fn create(device: &FunctionDevice, qid: u16) {
     let (qid, entries) = (QueueId(qid), 16);
     let base = Gpa(0x1_0000 * u64::from(qid.0));
     with(device, |function| {
-        let attachment = function.attachment();
-        attachment
-            .create_cq(CqConfig {
-                qid,
-                base,
-                entries,
-                vector: None,
-            })
-            .unwrap();
+        let host = function.host();
+        host.create_cq(CqConfig {
+            qid,
+            base,
+            entries,
+            vector: None,
+        })
+        .unwrap();
         let base = Gpa(base.0 + 0x8000);
-        attachment
-            .create_sq(SqConfig {
-                qid,
-                cqid: qid,
-                base,
-                entries,
-            })
-            .unwrap();
+        host.create_sq(SqConfig {
+            qid,
+            cqid: qid,
+            base,
+            entries,
+        })
+        .unwrap();
     });
     look(device);
 }
@@ -237,7 +235,7 @@ fn look(device: &FunctionDevice) {
 /// Returns the place of a doorbell of queue 1 in its page.
 fn place_of(device: &FunctionDevice, doorbell: Doorbell) -> u64 {
     with(device, |function| {
-        doorbell.bar_offset(function.attachment().doorbells().dstrd()) - DOORBELLS
+        function.doorbell_offset(doorbell) - DOORBELLS
     })
 }
 
@@ -300,8 +298,9 @@ fn doorbells_are_mapped_while_there_is_io_and_not_while_there_is_none() {
             await_that("it stays mapped", idle, || asked.mapped_at().is_empty());
             // The control thread has the state until it is all done.
             assert!(!with(&device, |function| function
-                .attachment()
-                .has_silent_doorbells()));
+                .host()
+                .io_doorbells()
+                .are_silent));
             let figures = device.doorbell_figures();
             assert!(figures.mapped >= round && figures.unmapped == figures.mapped);
         }
@@ -332,10 +331,10 @@ fn pollers_that_never_sleep_have_doorbells_mapped_all_the_time() {
     let wake = || drop(with(&device, |function| function.events_fd().write(1)));
     await_that("it is never mapped", wake, || !asked.mapped_at().is_empty());
     with(&device, |function| {
-        function.attachment().delete_sq(QueueId(1)).unwrap()
+        function.host().delete_sq(QueueId(1)).unwrap()
     });
     with(&device, |function| {
-        function.attachment().delete_cq(QueueId(1)).unwrap()
+        function.host().delete_cq(QueueId(1)).unwrap()
     });
     look(&device);
     assert_eq!(asked.mapped_at(), NOWHERE);
@@ -354,7 +353,7 @@ fn mapped_doorbells_follow_the_bar() {
     let page = memory.unwrap();
     page.bytes(at, 4).unwrap().copy_from(&7_u32.to_le_bytes());
     let seen = with(&device, |function| {
-        function.attachment().doorbells().load(TAIL)
+        function.host().shared().doorbells.load(TAIL)
     });
     assert_eq!(seen, 7);
 
@@ -383,8 +382,9 @@ fn a_reset_leaves_no_doorbell_mapped() {
         reset(&device);
         assert_eq!(asked.mapped_at(), NOWHERE, "{what}");
         assert!(!with(&device, |function| function
-            .attachment()
-            .has_silent_doorbells()));
+            .host()
+            .io_doorbells()
+            .are_silent));
     }
 }
 
@@ -411,10 +411,10 @@ fn admin_doorbells_are_seen_while_they_are_mapped_and_after() {
     // Stored right before it is unmapped.
     page.bytes(0, 4).unwrap().copy_from(&2_u32.to_le_bytes());
     with(&device, |function| {
-        function.attachment().delete_sq(QueueId(1)).unwrap()
+        function.host().delete_sq(QueueId(1)).unwrap()
     });
     with(&device, |function| {
-        function.attachment().delete_cq(QueueId(1)).unwrap()
+        function.host().delete_cq(QueueId(1)).unwrap()
     });
     look(&device);
     assert_eq!(asked.mapped_at(), NOWHERE);
@@ -436,7 +436,7 @@ fn doorbells_that_cannot_be_mapped_go_on_to_exit() {
         write();
     }
     let silent = with(&device, |function| {
-        function.attachment().has_silent_doorbells()
+        function.host().io_doorbells().are_silent
     });
     assert!(!silent, "its pollers sleep well");
     drop(device);
@@ -473,8 +473,7 @@ fn doorbells_in_guest_memory_wake_pollers_without_an_exit() {
         event_idx: Gpa(0x9_0000),
     };
     with(&device, |function| {
-        let attachment = function.attachment();
-        attachment.set_doorbell_buffer(Some(buffer)).unwrap();
+        function.host().set_doorbell_buffer(buffer).unwrap();
     });
     look(&device);
     assert_eq!(asked.mapped_at(), NOWHERE);
@@ -485,8 +484,7 @@ fn doorbells_in_guest_memory_wake_pollers_without_an_exit() {
     place(&device, BAR0, 2 * BAR);
     assert_eq!(asked.tied_at(2 * BAR), [0x1080, 0x10C0, 0x1100, 0x1140]);
     with(&device, |function| {
-        let attachment = function.attachment();
-        attachment.delete_sq(QueueId(1)).unwrap();
+        function.host().delete_sq(QueueId(1)).unwrap();
     });
     look(&device);
     assert_eq!(asked.tied_at(2 * BAR), [0x10C0, 0x1100, 0x1140]);

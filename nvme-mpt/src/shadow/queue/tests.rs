@@ -116,10 +116,10 @@ impl Guest {
     }
 
     fn with_rings(window: DmaWindow, space: &Arc<IovaSpace>) -> Self {
-        let mode = DoorbellMode::Trap;
         let context = Arc::new(QueueContext {
-            mode,
-            doorbells: Arc::new(DoorbellPage::new(mode, 1).expect("memory")),
+            doorbells: Arc::new(
+                DoorbellPage::new(crate::doorbell::DoorbellMode::Trap, 1).expect("memory"),
+            ),
             silence: Silence::new(false),
             events: Arc::new(EventQueue::new().expect("eventfd")),
             tables: window.tables().clone(),

@@ -10,11 +10,12 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nvme_mpt::lease::{ByteRange, FormerData, Lease, LeaseError, LeaseRequest, Ledger};
+use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::stats::{PollerStats, QueueStats};
 use nvme_mpt::{Attachment, AttachmentConfig, Drive, Gpa, MemoryRegion, Pollers};
 use nvme_mpt_tests::bar::{Bar, DoorbellWindow};
@@ -87,6 +88,8 @@ pub(crate) struct Host {
     pub(crate) next_id: AtomicU64,
     /// Clock of its functions' waits.
     pub(crate) clock: Arc<TestClock>,
+    /// Attachment of the function that was made last.
+    pub(crate) attached: Mutex<Weak<Attachment>>,
 }
 
 impl Host {
@@ -116,6 +119,7 @@ impl Host {
             pollers: Pollers::new(),
             next_id: AtomicU64::new(0),
             clock: Arc::default(),
+            attached: Mutex::default(),
         }
     }
 
@@ -181,7 +185,9 @@ impl Host {
         })
         .unwrap()
         .with_clock(self.clock.clone());
-        NvmeFunction::new(attachment, setup.masking)
+        let attachment = Arc::new(attachment);
+        *self.attached.lock().unwrap() = Arc::downgrade(&attachment);
+        NvmeFunction::new(attachment, setup.masking).with_clock(self.clock.clone())
     }
 
     /// The machine that was suspended, paused still.
@@ -382,7 +388,7 @@ impl Machine {
             admin_timeout: HANG,
             ..Config::default()
         };
-        let queues = self.function().attachment().max_queue_pairs();
+        let queues = self.function().facts().queue_pairs;
         Controller::attach(self.bar(), self.memory.clone(), config, queues).unwrap()
     }
 
@@ -405,19 +411,26 @@ impl Machine {
 
     /// Takes a part of a region away from the function; waits for commands in flight.
     pub(crate) fn unmap_piece(&self, piece: Piece) {
-        let unmapped = self.function().memory().unmap(Gpa(piece.gpa), piece.len);
+        let unmapped = self.function().host().unmap(Gpa(piece.gpa), piece.len);
         assert_eq!(unmapped.unwrap(), piece.len);
     }
 
     /// Takes a region away from the function; waits for commands in flight.
     pub(crate) fn unmap(&self, region: &Region) {
-        let unmapped = self.function().memory().unmap(Gpa(region.gpa), region.len);
+        let unmapped = self.function().host().unmap(Gpa(region.gpa), region.len);
         assert_eq!(unmapped.unwrap(), region.len);
+    }
+
+    /// Returns whether the I/O queue of a doorbell exists.
+    pub(crate) fn has_queue(&self, doorbell: Doorbell) -> bool {
+        let doorbells = self.function().host().io_doorbells();
+        let mut wakers = doorbells.wakers.iter();
+        wakers.any(|(existing, _)| *existing == doorbell)
     }
 
     /// Figures of an I/O queue pair.
     pub(crate) fn queue_stats(&self, qid: u16) -> QueueStats {
-        let stats = self.function().attachment().stats();
+        let stats = self.function().host().stats();
         let queue = stats.queues.into_iter().find(|queue| queue.qid == qid);
         queue.unwrap_or_default()
     }
@@ -521,7 +534,7 @@ fn map(function: &NvmeFunction, memory: &GuestMemory, region: &Region) {
 
 fn map_piece(function: &NvmeFunction, memory: &GuestMemory, piece: Piece) {
     function
-        .memory()
+        .host()
         .map(MemoryRegion {
             gpa: Gpa(piece.gpa),
             len: piece.len,

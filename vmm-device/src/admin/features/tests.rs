@@ -7,7 +7,6 @@ const VECTORS: usize = 5;
 struct Fixture {
     features: Features,
     namespace: LeasedNamespace,
-    vectors: Vec<Arc<InterruptVector>>,
     volatile_write_cache: bool,
     io_queues_exist: bool,
 }
@@ -17,7 +16,6 @@ impl Fixture {
         Self {
             features: Features::default(),
             namespace: crate::fixtures::namespace(),
-            vectors: (0..VECTORS).map(|_| InterruptVector::new()).collect(),
             volatile_write_cache: true,
             io_queues_exist: false,
         }
@@ -29,7 +27,7 @@ impl Fixture {
             volatile_write_cache: self.volatile_write_cache,
             queue_pairs_max: 4,
             default_threshold: 343,
-            vectors: &self.vectors,
+            vectors: VECTORS,
             io_queues_exist: self.io_queues_exist,
         }
     }

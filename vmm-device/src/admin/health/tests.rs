@@ -1,6 +1,6 @@
 //! A guest's view of a drive's health.
 
-use nvme_software::SoftwareController;
+use nvme_mpt::DoorbellMode;
 use zerocopy::IntoBytes;
 
 use super::*;
@@ -81,14 +81,14 @@ fn a_drive_that_is_gone_is_not_reliable_and_what_it_said_stays() {
 
 #[test]
 fn a_drive_that_does_not_wear_out_is_well() {
-    let drive = SoftwareController::null(1 << 20, 9);
-    let mut health = Health::new(&drive);
+    let host = crate::fixtures::attachment(DoorbellMode::Trap);
+    let mut health = Health::new(host.facts().thresholds);
     assert_eq!(
         health.page(&Features::default()).composite_temperature,
         U16::new(0),
         "nobody asked"
     );
-    health.refresh(&drive);
+    health.refresh(&host);
     let page = health.page(&Features::default());
     assert_eq!(page.as_bytes()[..6], [0, 0x36, 0x01, 100, 10, 0]);
     assert!(!health.can_change());

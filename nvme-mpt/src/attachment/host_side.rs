@@ -1,0 +1,210 @@
+//! An attachment as the host side of a function in the same process.
+
+use std::io;
+use std::time::Duration;
+
+use super::{
+    Attachment, AttachmentState, AttachmentStats, CqConfig, GUEST_NSID, QueueError, SqConfig,
+    StateError,
+};
+use crate::address::Gpa;
+use crate::deadline::Deadline;
+use crate::dma::{DirtyRange, DmaError, HeldMemory, MemoryRegion};
+use crate::doorbell::DoorbellBuffer;
+use crate::event::{DriveEvent, Event};
+use crate::host::{ChangedZones, Damage};
+use crate::seam::{CoalescingConfig, HostSide, IoDoorbells, LeaseFacts, LeaseStatus, SharedParts};
+use crate::spec::ids::QueueId;
+use crate::spec::log::SmartHealth;
+use crate::spec::registers::Doorbell;
+use crate::stats::Counters;
+
+impl Attachment {
+    fn within(&self, time: Duration) -> Deadline {
+        Deadline::after(&self.clock, time)
+    }
+
+    /// Returns the event as the guest numbers namespaces; `None` if it is about another lease's namespace.
+    fn for_guest(&self, event: Event) -> Option<Event> {
+        let Event::Drive(DriveEvent::NamespaceChanged(nsid)) = event else {
+            return Some(event);
+        };
+        let ours = DriveEvent::NamespaceChanged(GUEST_NSID);
+        (nsid == self.lease().nsid()).then_some(Event::Drive(ours))
+    }
+}
+
+impl HostSide for Attachment {
+    fn facts(&self) -> LeaseFacts {
+        self.facts.clone()
+    }
+
+    fn shared(&self) -> SharedParts {
+        SharedParts {
+            doorbells: self.context.doorbells.clone(),
+            events: self.context.events.eventfd().clone(),
+            memory: self.window.memory(),
+            vectors: self.vectors.clone(),
+        }
+    }
+
+    fn status(&self) -> LeaseStatus {
+        let blocks = self.blocks();
+        let is_gone = self.drive().controller().incidents().gone;
+        LeaseStatus {
+            blocks,
+            used: self.holding.host().used(),
+            is_backed: !self.queues().revoked && !is_gone && self.fits(blocks),
+            is_gone,
+        }
+    }
+
+    fn damage(&self) -> Damage {
+        self.holding.host().damage()
+    }
+
+    fn smart_health(&self) -> io::Result<Option<SmartHealth>> {
+        self.drive().controller().smart_health()
+    }
+
+    fn changed_zones(&self) -> Option<ChangedZones> {
+        self.zone_changes().map(|zones| zones.changed())
+    }
+
+    fn forget_changed_zones(&self, told: &ChangedZones) {
+        if let Some(zones) = self.zone_changes() {
+            zones.forget_changed(told);
+        }
+    }
+
+    fn counters(&self) -> Counters {
+        self.counted() + self.queues().counted_before
+    }
+
+    fn commands(&self) -> u64 {
+        let commands = self.counters.iter().map(|queue| queue.commands.get());
+        commands.sum()
+    }
+
+    fn stats(&self) -> AttachmentStats {
+        Self::stats(self)
+    }
+
+    fn take_events(&self) -> Vec<Event> {
+        let events = self.context.events.take().into_iter();
+        events.filter_map(|event| self.for_guest(event)).collect()
+    }
+
+    fn map(&self, memory: MemoryRegion) -> Result<(), DmaError> {
+        self.window.map(memory)
+    }
+
+    fn map_held(&self, memory: &HeldMemory) -> Result<(), DmaError> {
+        self.window.map_held(memory)
+    }
+
+    fn unmap(&self, gpa: Gpa, len: u64) -> Result<u64, DmaError> {
+        self.window.unmap(gpa, len)
+    }
+
+    fn start_dirty_log(&self) -> Result<(), DmaError> {
+        self.window.start_dirty_log()
+    }
+
+    fn take_dirty_pages(&self) -> Result<Vec<DirtyRange>, DmaError> {
+        self.window.take_dirty_pages()
+    }
+
+    fn stop_dirty_log(&self) {
+        self.window.stop_dirty_log();
+    }
+
+    fn create_cq(&self, config: CqConfig) -> Result<(), QueueError> {
+        Self::create_cq(self, config)
+    }
+
+    fn create_sq(&self, config: SqConfig) -> Result<(), QueueError> {
+        Self::create_sq(self, config)
+    }
+
+    fn delete_sq(&self, qid: QueueId) -> Result<(), QueueError> {
+        Self::delete_sq(self, qid)
+    }
+
+    fn delete_cq(&self, qid: QueueId) -> Result<(), QueueError> {
+        Self::delete_cq(self, qid)
+    }
+
+    fn set_coalescing(&self, coalescing: CoalescingConfig) {
+        let CoalescingConfig {
+            threshold_z,
+            time_100us,
+            disabled,
+        } = coalescing;
+        self.coalescing.set(threshold_z, time_100us);
+        for (number, vector) in (0..u128::BITS).zip(&self.vectors) {
+            vector.set_coalescing_disabled(disabled >> number & 1 != 0);
+        }
+    }
+
+    fn ring(&self, doorbell: Doorbell, value: u32) -> bool {
+        self.ring_doorbell(doorbell, value)
+    }
+
+    fn io_doorbells(&self) -> IoDoorbells {
+        Self::io_doorbells(self)
+    }
+
+    fn set_doorbell_buffer(&self, buffer: DoorbellBuffer) -> Result<(), QueueError> {
+        Self::set_doorbell_buffer(self, buffer)
+    }
+
+    fn begin_silent_doorbells(&self) -> io::Result<()> {
+        Self::begin_silent_doorbells(self)
+    }
+
+    fn end_silent_doorbells(&self) {
+        Self::end_silent_doorbells(self);
+    }
+
+    fn watch_admin_doorbells(&self) -> io::Result<()> {
+        Self::watch_admin_doorbells(self)
+    }
+
+    fn begin_anew(&self) {
+        self.holding.host().begin_anew();
+    }
+
+    fn pause(&self) -> Result<(), QueueError> {
+        Self::pause(self)
+    }
+
+    fn resume(&self) {
+        Self::resume(self);
+    }
+
+    fn revoke(&self) -> Result<(), QueueError> {
+        Self::revoke(self)
+    }
+
+    fn reset_within(&self, time: Duration) -> Result<(), QueueError> {
+        self.unwatch(&mut self.queues());
+        self.reset_by(&self.within(time))
+    }
+
+    fn flush_within(&self, time: Duration) -> io::Result<()> {
+        self.flush_by(&self.within(time))
+    }
+
+    fn save(&self) -> Result<AttachmentState, StateError> {
+        Self::save(self)
+    }
+
+    fn check(&self, state: &AttachmentState) -> Result<(), StateError> {
+        Self::check(self, state)
+    }
+
+    fn restore(&self, state: &AttachmentState) -> Result<(), StateError> {
+        Self::restore(self, state)
+    }
+}

@@ -1,0 +1,327 @@
+//! The seam between a function and the host side that does its I/O.
+//!
+//! A function (registers, configuration space, admin commands) asks the host side for all else through [`HostSide`]. In
+//! one process that is an [`Attachment`](crate::Attachment), by direct calls. Where the host side is another process,
+//! an implementation in the function's process sends messages: so arguments and results are numbers, guest addresses,
+//! plain structs and descriptors, and deadlines are durations. An I/O command never crosses the seam.
+//!
+//! A function calls from one thread at a time, its control thread or one that has the function locked.
+//!
+//! # Parts that do not cross as they are
+//!
+//! An implementation by messages carries these otherwise:
+//!
+//! | here | in a message |
+//! |---|---|
+//! | [`SharedParts::doorbells`] | the memory file, `CAP.DSTRD` and the queue pairs; both sides map it |
+//! | [`SharedParts::events`] | the eventfd |
+//! | [`SharedParts::memory`] | nothing: the function's process maps the descriptors of [`HostSide::map`] for itself |
+//! | [`SharedParts::vectors`] | one eventfd for each vector; mask and pending bit stay on the function's side |
+//! | [`DoorbellWaker`] | the eventfd, and a number that names the poller |
+//! | [`MemoryRegion::fd`] | the descriptor |
+//! | [`HostSide::map_held`] | the descriptors, which a [`HeldMemory`] does not keep yet |
+//! | [`io::Error`] in results and in [`QueueError`], [`DmaError`], [`StateError`] | errno or kind, and text |
+
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::address::Gpa;
+use crate::attachment::{
+    AttachmentState, AttachmentStats, CqConfig, DoorbellWaker, LeasedNamespace, QueueError,
+    SqConfig, StateError,
+};
+use crate::dma::{DirtyRange, DmaError, GuestMemory, HeldMemory, MemoryRegion};
+use crate::doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage};
+use crate::event::Event;
+use crate::host::{ChangedZones, Damage, Limits, TemperatureThresholds};
+use crate::interrupt::InterruptVector;
+use crate::spec::ids::QueueId;
+use crate::spec::log::SmartHealth;
+use crate::spec::registers::Doorbell;
+use crate::stats::Counters;
+
+/// Facts of a lease that stay the same as long as a function holds it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeaseFacts {
+    /// The lease as the guest sees it, with the blocks that it has at first.
+    pub namespace: LeasedNamespace,
+    /// Promises that may be made to the guest.
+    pub limits: Limits,
+    /// I/O queue pairs that can exist, identifiers 1 to this number.
+    pub queue_pairs: u16,
+    /// Path of doorbell writes to the pollers.
+    pub doorbells: DoorbellMode,
+    /// True if the pollers ever sleep, so that a doorbell has to wake them.
+    pub parks: bool,
+    /// Temperatures at which the drive warns; `None` if it measures none.
+    pub thresholds: Option<TemperatureThresholds>,
+    /// True if [`HostSide::damage`] can change, so that it has to be looked for now and then.
+    pub can_be_damaged: bool,
+    /// True if the drive exists in the host side's process only, so that no other can take its lease over.
+    pub is_private: bool,
+}
+
+/// State of a lease, which changes while a function holds it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LeaseStatus {
+    /// Leased logical blocks that the drive's namespace has now; 0 if it is another namespace.
+    pub blocks: u64,
+    /// Bytes of keys and values that are in use; 0 of a namespace of blocks.
+    pub used: u64,
+    /// True if the leased blocks are there and the lease is not [revoked](HostSide::revoke).
+    pub is_backed: bool,
+    /// True if the drive failed for good or was removed: every command fails.
+    pub is_gone: bool,
+}
+
+/// Parts that a function and its host side both reach in memory, handed over once.
+///
+/// A trapped doorbell write, an interrupt and a wake-up need no message because of them.
+#[derive(Clone, Debug)]
+pub struct SharedParts {
+    /// Doorbell registers, which the function and the guest store to, and the pollers load.
+    pub doorbells: Arc<DoorbellPage>,
+    /// Readable while [`HostSide::take_events`] has events. The function signals it as well, to wake its own thread.
+    pub events: Arc<EventFd>,
+    /// The VM's memory, in which the function reaches the admin queue. It follows [`HostSide::map`] and
+    /// [`HostSide::unmap`].
+    pub memory: GuestMemory,
+    /// Interrupt vectors, by number: that of the admin queue, then one for each I/O queue pair. The host side raises
+    /// them; the function masks and connects them.
+    pub vectors: Vec<Arc<InterruptVector>>,
+}
+
+/// Doorbells of the I/O queues that exist, as of one moment.
+#[derive(Clone, Debug, Default)]
+pub struct IoDoorbells {
+    /// True if they are in a Doorbell Buffer. Then a write to a register needs no value: it only wakes the poller.
+    pub are_buffered: bool,
+    /// True if the guest may store to the registers without an exit, see [`HostSide::begin_silent_doorbells`].
+    pub are_silent: bool,
+    /// Each doorbell, with the waker of its queue's poller.
+    pub wakers: Vec<(Doorbell, DoorbellWaker)>,
+}
+
+impl IoDoorbells {
+    /// Returns whether there are I/O queues whose doorbells are the registers alone.
+    #[must_use]
+    pub fn are_registers(&self) -> bool {
+        !self.are_buffered && !self.wakers.is_empty()
+    }
+}
+
+/// Interrupt Coalescing and Interrupt Vector Configuration, as the guest's driver has set them (Base 2.0, sections
+/// 5.27.1.6 and 5.27.1.7).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CoalescingConfig {
+    /// Aggregation Threshold, in completions, zero-based.
+    pub threshold_z: u8,
+    /// Aggregation Time, in 100 us; 0 turns coalescing off.
+    pub time_100us: u8,
+    /// Vectors with Coalescing Disable: bit N is vector N.
+    pub disabled: u128,
+}
+
+/// Host side of one function: its lease, its guest's memory, and the queues that do its I/O.
+///
+/// See the [module](self) for the calls and for their form as messages.
+pub trait HostSide: fmt::Debug + Send + Sync {
+    /// Returns the facts of the lease.
+    fn facts(&self) -> LeaseFacts;
+
+    /// Returns the parts that both sides reach in memory.
+    fn shared(&self) -> SharedParts;
+
+    /// Returns the state of the lease.
+    fn status(&self) -> LeaseStatus;
+
+    /// Looks for damage of the lease's data, which takes system calls, and returns it.
+    fn damage(&self) -> Damage;
+
+    /// Returns the SMART / Health Information of the drive, which is that of all its users together; `None` if it
+    /// keeps none.
+    ///
+    /// # Errors
+    /// Returns the drive's error; nothing is known while the drive is reset or gone.
+    fn smart_health(&self) -> io::Result<Option<SmartHealth>>;
+
+    /// Returns the zones that changed by themselves since the guest was told; `None` if the lease has no zones.
+    fn changed_zones(&self) -> Option<ChangedZones>;
+
+    /// Forgets zones of which the guest was told. Zones that changed since stay.
+    fn forget_changed_zones(&self, told: &ChangedZones);
+
+    /// Returns what was read and written so far, across snapshots.
+    fn counters(&self) -> Counters;
+
+    /// Returns the number of I/O commands that were completed so far.
+    fn commands(&self) -> u64;
+
+    /// Returns the figures of the lease and its queues.
+    fn stats(&self) -> AttachmentStats;
+
+    /// Takes what happened on the I/O queues and to the drive, the oldest first.
+    fn take_events(&self) -> Vec<Event>;
+
+    /// Maps a region of the VM's memory. Commands that arrive from now on may use it.
+    ///
+    /// # Errors
+    /// All of [`DmaError`] but those of unmapping and of the dirty log.
+    fn map(&self, memory: MemoryRegion) -> Result<(), DmaError>;
+
+    /// Maps memory that was [held](GuestMemory::hold), at the same guest addresses.
+    ///
+    /// # Errors
+    /// As [`Self::map`]; what was mapped until then stays.
+    fn map_held(&self, memory: &HeldMemory) -> Result<(), DmaError>;
+
+    /// Unmaps the regions in `gpa..gpa+len`, and waits until no command in flight uses them. Returns the number of
+    /// bytes that were mapped there.
+    ///
+    /// # Errors
+    /// [`DmaError::InvalidRegion`], [`DmaError::PartialUnmap`], [`DmaError::Busy`].
+    fn unmap(&self, gpa: Gpa, len: u64) -> Result<u64, DmaError>;
+
+    /// Unmaps all regions, as [`Self::unmap`] does.
+    ///
+    /// # Errors
+    /// [`DmaError::Busy`].
+    fn unmap_all(&self) -> Result<u64, DmaError> {
+        self.unmap(Gpa(0), u64::MAX)
+    }
+
+    /// Notes the pages that are written from now on, by commands and through [`SharedParts::memory`].
+    ///
+    /// # Errors
+    /// [`DmaError::Busy`] if commands in flight do not finish.
+    fn start_dirty_log(&self) -> Result<(), DmaError>;
+
+    /// Takes the pages that were written since the last time.
+    ///
+    /// # Errors
+    /// [`DmaError::NotLogged`].
+    fn take_dirty_pages(&self) -> Result<Vec<DirtyRange>, DmaError>;
+
+    /// Ends [`Self::start_dirty_log`].
+    fn stop_dirty_log(&self);
+
+    /// Creates a Completion Queue.
+    ///
+    /// # Errors
+    /// All of [`QueueError`] but those of deleting.
+    fn create_cq(&self, config: CqConfig) -> Result<(), QueueError>;
+
+    /// Creates a Submission Queue.
+    ///
+    /// # Errors
+    /// All of [`QueueError`] but those of deleting; [`QueueError::NoSuchQueue`] if its Completion Queue does not
+    /// exist.
+    fn create_sq(&self, config: SqConfig) -> Result<(), QueueError>;
+
+    /// Deletes a Submission Queue. When it returns, every command that was taken from it has its completion.
+    ///
+    /// # Errors
+    /// [`QueueError::NoSuchQueue`] and [`QueueError::Timeout`].
+    fn delete_sq(&self, qid: QueueId) -> Result<(), QueueError>;
+
+    /// Deletes a Completion Queue that no Submission Queue completes to.
+    ///
+    /// # Errors
+    /// [`QueueError::NoSuchQueue`], [`QueueError::CqInUse`] and [`QueueError::Timeout`].
+    fn delete_cq(&self, qid: QueueId) -> Result<(), QueueError>;
+
+    /// Sets the coalescing of interrupts.
+    fn set_coalescing(&self, coalescing: CoalescingConfig);
+
+    /// Stores the value of an I/O queue's doorbell, whose write exited, and wakes the queue's poller. Returns whether
+    /// the queue exists; nothing is stored if not.
+    ///
+    /// No message: an implementation by messages stores to [`SharedParts::doorbells`] and signals a waker of
+    /// [`Self::io_doorbells`].
+    fn ring(&self, doorbell: Doorbell, value: u32) -> bool;
+
+    /// Returns the doorbells of the I/O queues that exist.
+    ///
+    /// A VMM that ties a register to a waker may act on it later than a queue changes. It makes up for that by
+    /// signalling the new waker once.
+    fn io_doorbells(&self) -> IoDoorbells;
+
+    /// Takes up the pages of a Doorbell Buffer Config command, until the next reset.
+    ///
+    /// # Errors
+    /// [`QueueError::Misaligned`] and [`QueueError::NotMapped`] for the pages, and [`QueueError::Timeout`].
+    fn set_doorbell_buffer(&self, buffer: DoorbellBuffer) -> Result<(), QueueError>;
+
+    /// Begins a time in which the guest stores to doorbell registers without an exit: the registers are about to be
+    /// mapped. Pollers look at them by the clock, and [`SharedParts::events`] is signalled when a doorbell of the admin
+    /// queue has changed.
+    ///
+    /// # Errors
+    /// Returns the kernel's error when no poller can be started; then the time has not begun.
+    fn begin_silent_doorbells(&self) -> io::Result<()>;
+
+    /// Ends [`Self::begin_silent_doorbells`]: the registers are not mapped any more, and writes come to [`Self::ring`].
+    fn end_silent_doorbells(&self);
+
+    /// Has the doorbells of the admin queue watched until the next reset, if doorbells are silent. They are from the
+    /// beginning with [`DoorbellMode::Mapped`].
+    ///
+    /// # Errors
+    /// Returns the kernel's error when no poller can be started.
+    fn watch_admin_doorbells(&self) -> io::Result<()>;
+
+    /// Begins anew for a VMM that connected: writes that were lost concern the VMM before it.
+    fn begin_anew(&self);
+
+    /// Has the pollers take no more commands, and waits for those in flight. When it returns, nothing touches the VM's
+    /// memory until [`Self::resume`].
+    ///
+    /// # Errors
+    /// [`QueueError::Timeout`] if commands in flight do not finish: their queue ends with them, and all others go on.
+    fn pause(&self) -> Result<(), QueueError>;
+
+    /// Has the pollers take commands again.
+    fn resume(&self);
+
+    /// Fails every I/O command that is not taken yet, until the next reset.
+    ///
+    /// # Errors
+    /// [`QueueError::Timeout`] if commands in flight do not finish; then their queue takes no more.
+    fn revoke(&self) -> Result<(), QueueError>;
+
+    /// Deletes all queues, forgets the Doorbell Buffer, sets the doorbells to zero and ends the watch of the admin
+    /// doorbells. Commands in flight begin no further step. When it returns, nothing touches the VM's memory.
+    ///
+    /// # Errors
+    /// [`QueueError::Timeout`] if commands in flight do not end within `time`. Their queues take no more commands, and
+    /// all others are deleted.
+    fn reset_within(&self, time: Duration) -> Result<(), QueueError>;
+
+    /// Makes everything durable that was completed until now. A drive that takes longer than `time` goes on with it.
+    ///
+    /// # Errors
+    /// Returns the drive's error, any error if completed writes were lost; [`io::ErrorKind::TimedOut`] after `time`.
+    fn flush_within(&self, time: Duration) -> io::Result<()>;
+
+    /// Saves the queues and what the guest was promised, while it is paused.
+    ///
+    /// # Errors
+    /// [`StateError::NotPaused`].
+    fn save(&self) -> Result<AttachmentState, StateError>;
+
+    /// Checks all that can be known of a state before anything is made of it. The state is untrusted.
+    ///
+    /// # Errors
+    /// [`StateError::Mismatch`] and [`StateError::Invalid`].
+    fn check(&self, state: &AttachmentState) -> Result<(), StateError>;
+
+    /// Makes the queues of a state again. It has no queues, is paused, and has the guest's memory mapped.
+    ///
+    /// # Errors
+    /// All of [`StateError`]; after [`StateError::Queue`] some queues exist, until the next reset.
+    fn restore(&self, state: &AttachmentState) -> Result<(), StateError>;
+}

@@ -1,0 +1,589 @@
+//! A function on a host side that is no attachment: one that records what it is asked, and answers as a test says.
+//!
+//! It uses nothing of the host side but the trait, as an implementation by messages does.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use nvme_mpt::attachment::LeasedNamespace;
+use nvme_mpt::deadline::WaitClock;
+use nvme_mpt::dma::HeldMemory;
+use nvme_mpt::host::{
+    ChangedZones, CommandSetLimits, Damage, NamespaceFormat, TemperatureThresholds,
+};
+use nvme_mpt::iova::IovaSpace;
+use nvme_mpt::seam::{CoalescingConfig, IoDoorbells};
+use nvme_mpt::spec::cqe::Cqe;
+use nvme_mpt::spec::identify::Oncs;
+use nvme_mpt::spec::ids::{Nsid, QueueId};
+use nvme_mpt::spec::log::SmartHealth;
+use nvme_mpt::spec::registers::Doorbell;
+use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt::spec::status::Status;
+use nvme_mpt::{
+    AttachmentState, AttachmentStats, Counters, CqConfig, DirtyRange, DmaError, DmaWindow,
+    DoorbellBuffer, DoorbellMode, DoorbellPage, Event, EventQueue, Gpa, HostSide, InterruptVector,
+    LeaseFacts, LeaseStatus, Limits, MemoryRegion, QueueError, QueueFailure, SharedParts, SqConfig,
+    StateError,
+};
+use vmm_device::{Bar, MsixMasking, NvmeFunction};
+use zerocopy::{FromZeros, IntoBytes};
+
+const QUEUE_PAIRS: u16 = 2;
+const ENTRIES: u32 = 8;
+/// The guest's memory: the admin queue pair, a page for data, and pages for the rings of an I/O queue pair.
+const MEMORY: u64 = 0x10_0000;
+const ADMIN_CQ: u64 = MEMORY + 0x1000;
+const DATA: u64 = MEMORY + 0x2000;
+const IO_CQ: u64 = MEMORY + 0x3000;
+const IO_SQ: u64 = MEMORY + 0x4000;
+const MEMORY_LEN: u64 = 0x5000;
+
+/// Call that the function made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Call {
+    CreateCq(CqConfig),
+    CreateSq(SqConfig),
+    Ring(Doorbell, u32),
+    Reset(Duration),
+    Flush(Duration),
+    Pause,
+    Resume,
+    Coalescing(CoalescingConfig),
+}
+
+/// Answer of the host side to what it cannot do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Trouble {
+    #[default]
+    None,
+    /// It has no room for a queue.
+    NoQueues,
+    /// Commands stay in flight.
+    Busy,
+    /// The drive is not flushed.
+    Unflushed,
+}
+
+/// A clock that stands still, but for what the host side takes.
+#[derive(Debug, Default)]
+struct Clock(Mutex<Duration>);
+
+impl WaitClock for Clock {
+    fn now(&self) -> Duration {
+        *self.0.lock().unwrap()
+    }
+
+    fn wait(&self, _: Duration, attempt: &mut dyn FnMut(Duration) -> bool) -> bool {
+        attempt(Duration::ZERO)
+    }
+}
+
+/// Time that a reset takes.
+const RESET: Duration = Duration::from_secs(12);
+
+#[derive(Debug)]
+struct Recorded {
+    facts: LeaseFacts,
+    shared: SharedParts,
+    events: EventQueue,
+    window: DmaWindow,
+    clock: Arc<Clock>,
+    queues: Mutex<Vec<QueueId>>,
+    trouble: Mutex<Trouble>,
+    calls: Mutex<Vec<Call>>,
+}
+
+impl Recorded {
+    fn new() -> Self {
+        let window = DmaWindow::new(Arc::new(IovaSpace::software()));
+        let events = EventQueue::new().unwrap();
+        let doorbells = DoorbellPage::new(DoorbellMode::Trap, QUEUE_PAIRS).unwrap();
+        let vectors = (0..=QUEUE_PAIRS).map(|_| InterruptVector::new());
+        let shared = SharedParts {
+            doorbells: Arc::new(doorbells),
+            events: events.eventfd().clone(),
+            memory: window.memory(),
+            vectors: vectors.collect(),
+        };
+        Self {
+            facts: facts(),
+            shared,
+            events,
+            window,
+            clock: Arc::default(),
+            queues: Mutex::default(),
+            trouble: Mutex::default(),
+            calls: Mutex::default(),
+        }
+    }
+
+    fn called(&self, call: Call) {
+        self.calls.lock().unwrap().push(call);
+    }
+
+    fn trouble(&self) -> Trouble {
+        *self.trouble.lock().unwrap()
+    }
+
+    fn create(&self, qid: QueueId) -> Result<(), QueueError> {
+        if self.trouble() == Trouble::NoQueues {
+            let source = io::Error::from_raw_os_error(28);
+            return Err(QueueError::Host { qid, source });
+        }
+        self.queues.lock().unwrap().push(qid);
+        Ok(())
+    }
+
+    fn stopped(&self) -> Result<(), QueueError> {
+        match self.trouble() {
+            Trouble::Busy => Err(QueueError::Timeout(QueueId(1))),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn facts() -> LeaseFacts {
+    LeaseFacts {
+        namespace: LeasedNamespace {
+            nsid: Nsid(1),
+            lba_shift: 12,
+            blocks: 1000,
+            serial: "recorded".into(),
+            model: "no attachment".into(),
+            nguid: [1; 16],
+            eui64: [2; 8],
+            uuid: [3; 16],
+            format: NamespaceFormat::Blocks,
+        },
+        limits: Limits {
+            mdts: 5,
+            entries_max: 64,
+            commands: Oncs::default(),
+            awun_z: 0,
+            awupf_z: 0,
+            volatile_write_cache: true,
+            deallocated_reads_zeroes: false,
+            sgl_descriptors_max: 0,
+            no_data_bytes_max: 4096,
+            dsm_range_bytes_max: 4096,
+            dsm_ranges_max: 1,
+            copy_bytes_max: 4096,
+            copy_ranges_max: 1,
+            command_set: CommandSetLimits::Nvm,
+        },
+        queue_pairs: QUEUE_PAIRS,
+        doorbells: DoorbellMode::Trap,
+        parks: true,
+        thresholds: Some(TemperatureThresholds {
+            warning: 350,
+            critical: 360,
+        }),
+        can_be_damaged: false,
+        is_private: true,
+    }
+}
+
+impl HostSide for Recorded {
+    fn facts(&self) -> LeaseFacts {
+        self.facts.clone()
+    }
+
+    fn shared(&self) -> SharedParts {
+        self.shared.clone()
+    }
+
+    fn status(&self) -> LeaseStatus {
+        LeaseStatus {
+            // The namespace was resized in place.
+            blocks: 900,
+            used: 0,
+            is_backed: true,
+            is_gone: false,
+        }
+    }
+
+    fn damage(&self) -> Damage {
+        Damage::default()
+    }
+
+    fn smart_health(&self) -> io::Result<Option<SmartHealth>> {
+        Ok(None)
+    }
+
+    fn changed_zones(&self) -> Option<ChangedZones> {
+        None
+    }
+
+    fn forget_changed_zones(&self, _: &ChangedZones) {}
+
+    fn counters(&self) -> Counters {
+        Counters::default()
+    }
+
+    fn commands(&self) -> u64 {
+        0
+    }
+
+    fn stats(&self) -> AttachmentStats {
+        unreachable!("a function asks for no figures")
+    }
+
+    fn take_events(&self) -> Vec<Event> {
+        self.events.take()
+    }
+
+    fn map(&self, memory: MemoryRegion) -> Result<(), DmaError> {
+        self.window.map(memory)
+    }
+
+    fn map_held(&self, memory: &HeldMemory) -> Result<(), DmaError> {
+        self.window.map_held(memory)
+    }
+
+    fn unmap(&self, gpa: Gpa, len: u64) -> Result<u64, DmaError> {
+        self.window.unmap(gpa, len)
+    }
+
+    fn start_dirty_log(&self) -> Result<(), DmaError> {
+        Ok(())
+    }
+
+    fn take_dirty_pages(&self) -> Result<Vec<DirtyRange>, DmaError> {
+        Err(DmaError::NotLogged)
+    }
+
+    fn stop_dirty_log(&self) {}
+
+    fn create_cq(&self, config: CqConfig) -> Result<(), QueueError> {
+        self.called(Call::CreateCq(config));
+        self.create(config.qid)
+    }
+
+    fn create_sq(&self, config: SqConfig) -> Result<(), QueueError> {
+        self.called(Call::CreateSq(config));
+        self.create(config.qid)
+    }
+
+    fn delete_sq(&self, qid: QueueId) -> Result<(), QueueError> {
+        Err(QueueError::NoSuchQueue(qid))
+    }
+
+    fn delete_cq(&self, qid: QueueId) -> Result<(), QueueError> {
+        Err(QueueError::CqInUse(qid))
+    }
+
+    fn set_coalescing(&self, coalescing: CoalescingConfig) {
+        self.called(Call::Coalescing(coalescing));
+    }
+
+    fn ring(&self, doorbell: Doorbell, value: u32) -> bool {
+        self.called(Call::Ring(doorbell, value));
+        let (Doorbell::SqTail(qid) | Doorbell::CqHead(qid)) = doorbell;
+        self.queues.lock().unwrap().contains(&qid)
+    }
+
+    fn io_doorbells(&self) -> IoDoorbells {
+        IoDoorbells::default()
+    }
+
+    fn set_doorbell_buffer(&self, buffer: DoorbellBuffer) -> Result<(), QueueError> {
+        Err(QueueError::Misaligned(buffer.shadow))
+    }
+
+    fn begin_silent_doorbells(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn end_silent_doorbells(&self) {}
+
+    fn watch_admin_doorbells(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn begin_anew(&self) {}
+
+    fn pause(&self) -> Result<(), QueueError> {
+        self.called(Call::Pause);
+        self.stopped()
+    }
+
+    fn resume(&self) {
+        self.called(Call::Resume);
+    }
+
+    fn revoke(&self) -> Result<(), QueueError> {
+        self.stopped()
+    }
+
+    fn reset_within(&self, time: Duration) -> Result<(), QueueError> {
+        self.called(Call::Reset(time));
+        *self.clock.0.lock().unwrap() += RESET;
+        self.queues.lock().unwrap().clear();
+        self.stopped()
+    }
+
+    fn flush_within(&self, time: Duration) -> io::Result<()> {
+        self.called(Call::Flush(time));
+        match self.trouble() {
+            Trouble::Unflushed => Err(io::ErrorKind::TimedOut.into()),
+            _ => Ok(()),
+        }
+    }
+
+    fn save(&self) -> Result<AttachmentState, StateError> {
+        Err(StateError::NotPaused)
+    }
+
+    fn check(&self, _: &AttachmentState) -> Result<(), StateError> {
+        Ok(())
+    }
+
+    fn restore(&self, _: &AttachmentState) -> Result<(), StateError> {
+        Err(StateError::NotPaused)
+    }
+}
+
+/// A guest's driver and its function.
+struct Guest {
+    host: Arc<Recorded>,
+    function: NvmeFunction,
+    tail: u32,
+}
+
+impl Guest {
+    /// A guest that has enabled its controller.
+    fn new() -> Self {
+        let host = Arc::new(Recorded::new());
+        let function = NvmeFunction::new(host.clone(), MsixMasking::Client);
+        let function = function.with_clock(host.clock.clone());
+        let memory = tempfile::tempfile_in("/dev/shm").unwrap();
+        memory.set_len(MEMORY_LEN).unwrap();
+        let region = MemoryRegion {
+            gpa: Gpa(MEMORY),
+            len: MEMORY_LEN,
+            fd: OwnedFd::from(memory),
+            offset: 0,
+            readable: true,
+            writable: true,
+        };
+        function.host().map(region).unwrap();
+        let mut guest = Self {
+            host,
+            function,
+            tail: 0,
+        };
+        // AQA, ASQ, ACQ, and CC with queue entries of 64 and 16 bytes.
+        guest.write(0x24, (ENTRIES - 1) << 16 | (ENTRIES - 1));
+        guest.write(0x28, MEMORY as u32);
+        guest.write(0x30, ADMIN_CQ as u32);
+        guest.write(0x14, 0x0046_0001);
+        assert_eq!(guest.csts(), 0b1);
+        guest.calls();
+        guest
+    }
+
+    fn write(&mut self, offset: u64, value: u32) {
+        let bytes = value.to_le_bytes();
+        self.function.write_bar(Bar::Registers, offset, &bytes);
+    }
+
+    fn csts(&self) -> u32 {
+        let mut bytes = [0; 4];
+        self.function.read_bar(Bar::Registers, 0x1C, &mut bytes);
+        u32::from_le_bytes(bytes)
+    }
+
+    fn ring(&mut self, doorbell: Doorbell, value: u32) {
+        self.write(self.function.doorbell_offset(doorbell), value);
+    }
+
+    /// One admin command, and the status of its completion. There are fewer of them than entries.
+    fn admin(&mut self, mut sqe: Sqe) -> Status {
+        let at = u64::from(self.tail);
+        sqe.set_cid((at as u16).into());
+        let memory = self.function.memory();
+        memory.write(Gpa(MEMORY + 64 * at), sqe.as_bytes()).unwrap();
+        self.tail += 1;
+        self.ring(Doorbell::SqTail(QueueId::ADMIN), self.tail);
+        self.function.process_events();
+        let mut cqe = Cqe::new_zeroed();
+        let memory = self.function.memory();
+        memory
+            .read(Gpa(ADMIN_CQ + 16 * at), cqe.as_mut_bytes())
+            .unwrap();
+        assert!(cqe.phase(), "it is completed");
+        cqe.status().with_dnr(false)
+    }
+
+    fn data<const N: usize>(&self, at: u64) -> [u8; N] {
+        let mut data = [0; N];
+        self.function
+            .memory()
+            .read(Gpa(DATA + at), &mut data)
+            .unwrap();
+        data
+    }
+
+    /// Calls since the last time.
+    fn calls(&self) -> Vec<Call> {
+        std::mem::take(&mut self.host.calls.lock().unwrap())
+    }
+
+    fn trouble(&self, trouble: Trouble) {
+        *self.host.trouble.lock().unwrap() = trouble;
+    }
+}
+
+fn identify(cns: u32, nsid: u32) -> Sqe {
+    let mut sqe = Sqe::new(0x06);
+    sqe.nsid = Nsid(nsid);
+    sqe.dptr = [DATA, 0];
+    sqe.cdw10 = cns;
+    sqe
+}
+
+fn create_cq() -> Sqe {
+    let mut sqe = Sqe::new(0x05);
+    sqe.dptr = [IO_CQ, 0];
+    sqe.cdw10 = 15 << 16 | 1;
+    // Interrupts enabled, through vector 2.
+    sqe.cdw11 = 2 << 16 | 0b11;
+    sqe
+}
+
+fn create_sq() -> Sqe {
+    let mut sqe = Sqe::new(0x01);
+    sqe.dptr = [IO_SQ, 0];
+    sqe.cdw10 = 15 << 16 | 1;
+    sqe.cdw11 = 1 << 16 | 0b1;
+    sqe
+}
+
+const CQ: CqConfig = CqConfig {
+    qid: QueueId(1),
+    base: Gpa(IO_CQ),
+    entries: 16,
+    vector: Some(2),
+};
+
+#[test]
+fn the_guest_sees_the_facts_and_the_state_of_the_lease() {
+    let mut guest = Guest::new();
+    assert_eq!(guest.admin(identify(1, 0)), Status::SUCCESS);
+    assert_eq!(&guest.data::<20>(4), b"recorded            ", "SN");
+    assert_eq!(guest.data::<1>(77), [5], "MDTS");
+    assert_eq!(guest.data::<2>(266), 350_u16.to_le_bytes(), "WCTEMP");
+    assert_eq!(guest.admin(identify(0, 1)), Status::SUCCESS);
+    assert_eq!(guest.data::<8>(0), 900_u64.to_le_bytes(), "NSZE");
+    let mut cap = [0; 2];
+    guest.function.read_bar(Bar::Registers, 0, &mut cap);
+    assert_eq!(u16::from_le_bytes(cap), 63, "CAP.MQES");
+}
+
+#[test]
+fn queues_and_their_doorbells_reach_the_host_side() {
+    let mut guest = Guest::new();
+    let tail = Doorbell::SqTail(QueueId(1));
+    assert_eq!(guest.admin(create_cq()), Status::SUCCESS);
+    assert_eq!(guest.admin(create_sq()), Status::SUCCESS);
+    guest.ring(tail, 3);
+    let sq = SqConfig {
+        qid: QueueId(1),
+        cqid: QueueId(1),
+        base: Gpa(IO_SQ),
+        entries: 16,
+    };
+    let calls = [Call::CreateCq(CQ), Call::CreateSq(sq), Call::Ring(tail, 3)];
+    assert_eq!(guest.calls(), calls);
+}
+
+#[test]
+fn a_queue_that_the_host_side_refuses_is_not_there() {
+    let mut guest = Guest::new();
+    guest.trouble(Trouble::NoQueues);
+    assert_eq!(guest.admin(create_cq()), Status::INTERNAL_ERROR);
+    assert_eq!(guest.calls(), [Call::CreateCq(CQ)]);
+    guest.trouble(Trouble::None);
+    // Number of Queues is refused once there is an I/O queue.
+    let mut features = Sqe::new(0x09);
+    features.cdw10 = 7;
+    assert_eq!(guest.admin(features), Status::SUCCESS);
+    assert_eq!(guest.admin(create_cq()), Status::SUCCESS);
+    assert_eq!(guest.admin(features), Status::COMMAND_SEQUENCE_ERROR);
+    assert_eq!(guest.csts(), 0b1);
+}
+
+#[test]
+fn a_failure_of_the_host_side_is_a_fatal_status() {
+    let mut guest = Guest::new();
+    guest.host.events.report(Event::QueueFailed {
+        qid: QueueId(1),
+        reason: QueueFailure::HostQueue,
+    });
+    assert!(guest.function.events_fd().read().is_ok(), "it is woken");
+    guest.function.process_events();
+    assert_eq!(guest.csts(), 0b11, "a queue broke");
+
+    let mut guest = Guest::new();
+    guest.trouble(Trouble::Busy);
+    guest.write(0x14, 0x0046_0000);
+    assert_eq!(guest.csts(), 0b11, "commands do not end");
+
+    let mut guest = Guest::new();
+    guest.trouble(Trouble::Unflushed);
+    guest.write(0x14, 0x0046_4001);
+    assert_eq!(guest.csts() & 0b1110, 0b0110, "CFS, and shutdown occurring");
+}
+
+#[test]
+fn a_shutdown_leaves_the_flush_what_the_reset_left() {
+    let mut guest = Guest::new();
+    guest.write(0x14, 0x0046_4001);
+    assert_eq!(guest.csts(), 0b1001, "shutdown complete");
+    let (all, left) = (Duration::from_secs(30), Duration::from_secs(18));
+    assert_eq!(guest.calls(), [Call::Reset(all), Call::Flush(left)]);
+}
+
+#[test]
+fn the_host_side_is_paused_once_for_all_reasons() {
+    let mut guest = Guest::new();
+    let master_bus = |guest: &mut Guest, on: u8| {
+        drop(guest.function.write_config(4, &[0b010 | on << 2, 0]));
+    };
+    master_bus(&mut guest, 1);
+    assert_eq!(guest.calls(), []);
+    master_bus(&mut guest, 0);
+    assert_eq!(guest.calls(), [Call::Pause]);
+    guest.function.resume();
+    assert_eq!(guest.calls(), [], "the guest does not let it");
+    // A command waits until the function masters the bus again.
+    guest.ring(Doorbell::SqTail(QueueId::ADMIN), 1);
+    guest.function.process_events();
+    assert_eq!(guest.function.admin_stats().commands, 0);
+    master_bus(&mut guest, 1);
+    assert_eq!(guest.calls(), [Call::Resume]);
+    guest.function.process_events();
+    assert_eq!(guest.function.admin_stats().commands, 1);
+}
+
+#[test]
+fn coalescing_is_handed_on_as_the_guest_sets_it() {
+    let mut guest = Guest::new();
+    let set = |fid: u32, dword11: u32| {
+        let mut sqe = Sqe::new(0x09);
+        sqe.cdw10 = fid;
+        sqe.cdw11 = dword11;
+        sqe
+    };
+    assert_eq!(guest.admin(set(0x08, 0x0207)), Status::SUCCESS);
+    assert_eq!(guest.admin(set(0x09, 1 << 16 | 2)), Status::SUCCESS);
+    let coalescing = CoalescingConfig {
+        threshold_z: 7,
+        time_100us: 2,
+        disabled: 0b100,
+    };
+    assert_eq!(guest.calls().last(), Some(&Call::Coalescing(coalescing)));
+}

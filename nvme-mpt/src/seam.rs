@@ -1,9 +1,11 @@
 //! The seam between a function and the host side that does its I/O.
 //!
-//! A function (registers, configuration space, admin commands) asks the host side for all else through [`HostSide`]. In
-//! one process that is an [`Attachment`](crate::Attachment), by direct calls. Where the host side is another process,
-//! an implementation in the function's process sends messages: so arguments and results are numbers, guest addresses,
-//! plain structs and descriptors, and deadlines are durations. An I/O command never crosses the seam.
+//! A function has registers, configuration space and admin commands. It asks the host side for all else through
+//! [`HostSide`]. In one process that is an [`Attachment`](crate::Attachment), by direct calls.
+//!
+//! Where the host side is another process, an implementation in the function's process sends messages. So arguments
+//! and results are numbers, guest addresses, plain structs and descriptors, and deadlines are durations. An I/O command
+//! never crosses the seam.
 //!
 //! A function calls from one thread at a time, its control thread or one that has the function locked.
 //!
@@ -13,10 +15,10 @@
 //!
 //! | here | in a message |
 //! |---|---|
-//! | [`SharedParts::doorbells`] | the memory file, `CAP.DSTRD` and the queue pairs; both sides map it |
+//! | [`SharedParts::doorbells`] | the memory file, `CAP.DSTRD` and the number of queue pairs; both sides map the file |
 //! | [`SharedParts::events`] | the eventfd |
 //! | [`SharedParts::memory`] | nothing: the function's process maps the descriptors of [`HostSide::map`] for itself |
-//! | [`SharedParts::vectors`] | one eventfd for each vector; mask and pending bit stay on the function's side |
+//! | [`SharedParts::vectors`] | the eventfd that raises a vector, at each change: the VMM's; one of the function's own while the vector is masked, which holds the pending bit |
 //! | [`DoorbellWaker`] | the eventfd, and a number that names the poller |
 //! | [`MemoryRegion::fd`] | the descriptor |
 //! | [`HostSide::map_held`] | the descriptors, which a [`HeldMemory`] does not keep yet |
@@ -256,8 +258,9 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     /// [`QueueError::Misaligned`] and [`QueueError::NotMapped`] for the pages, and [`QueueError::Timeout`].
     fn set_doorbell_buffer(&self, buffer: DoorbellBuffer) -> Result<(), QueueError>;
 
-    /// Begins a time in which the guest stores to doorbell registers without an exit: the registers are about to be
-    /// mapped. Pollers look at them by the clock, and [`SharedParts::events`] is signalled when a doorbell of the admin
+    /// Begins a time in which the guest stores to doorbell registers without an exit, as they are about to be mapped.
+    ///
+    /// Pollers look at the registers by the clock. [`SharedParts::events`] is signalled when a doorbell of the admin
     /// queue has changed.
     ///
     /// # Errors
@@ -267,8 +270,8 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     /// Ends [`Self::begin_silent_doorbells`]: the registers are not mapped any more, and writes come to [`Self::ring`].
     fn end_silent_doorbells(&self);
 
-    /// Has the doorbells of the admin queue watched until the next reset, if doorbells are silent. They are from the
-    /// beginning with [`DoorbellMode::Mapped`].
+    /// Has the doorbells of the admin queue watched until the next reset, if doorbells are silent. With
+    /// [`DoorbellMode::Mapped`] they are silent from the beginning.
     ///
     /// # Errors
     /// Returns the kernel's error when no poller can be started.
@@ -277,8 +280,8 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     /// Begins anew for a VMM that connected: writes that were lost concern the VMM before it.
     fn begin_anew(&self);
 
-    /// Has the pollers take no more commands, and waits for those in flight. When it returns, nothing touches the VM's
-    /// memory until [`Self::resume`].
+    /// Has the pollers take no more commands, and waits for those in flight. After it returns, nothing touches the VM's
+    /// memory until [`Self::resume`]. A host side that is paused already stays paused.
     ///
     /// # Errors
     /// [`QueueError::Timeout`] if commands in flight do not finish: their queue ends with them, and all others go on.
@@ -294,7 +297,10 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     fn revoke(&self) -> Result<(), QueueError>;
 
     /// Deletes all queues, forgets the Doorbell Buffer, sets the doorbells to zero and ends the watch of the admin
-    /// doorbells. Commands in flight begin no further step. When it returns, nothing touches the VM's memory.
+    /// doorbells.
+    ///
+    /// Commands in flight begin no further step. When it returns, nothing touches the VM's memory. A host side that is
+    /// paused already stays paused.
     ///
     /// # Errors
     /// [`QueueError::Timeout`] if commands in flight do not end within `time`. Their queues take no more commands, and
@@ -319,7 +325,7 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     /// [`StateError::Mismatch`] and [`StateError::Invalid`].
     fn check(&self, state: &AttachmentState) -> Result<(), StateError>;
 
-    /// Makes the queues of a state again. It has no queues, is paused, and has the guest's memory mapped.
+    /// Makes the queues of a state again. The host side has no queues, is paused, and has the guest's memory mapped.
     ///
     /// # Errors
     /// All of [`StateError`]; after [`StateError::Queue`] some queues exist, until the next reset.

@@ -307,7 +307,7 @@ impl NvmeFunction {
         self.host.flush_within(deadline.left())
     }
 
-    /// The moment by which all is done that a reset, a shutdown or an end that begins now waits for.
+    /// Returns the moment at which the waits end of a reset, a shutdown or an end that begins now.
     fn deadline(&self) -> Deadline {
         Deadline::after(&self.clock, DRAIN_DEADLINE)
     }

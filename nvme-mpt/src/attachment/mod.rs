@@ -196,8 +196,7 @@ impl Attachment {
     }
 
     /// The drive.
-    #[must_use]
-    pub fn drive(&self) -> &Arc<Drive> {
+    fn drive(&self) -> &Arc<Drive> {
         &self.holding.drive
     }
 
@@ -270,8 +269,7 @@ impl Attachment {
     }
 
     /// Returns the promises that may be made to the guest.
-    #[must_use]
-    pub fn limits(&self) -> &Limits {
+    fn limits(&self) -> &Limits {
         &self.facts.limits
     }
 
@@ -285,12 +283,6 @@ impl Attachment {
     #[must_use]
     pub fn doorbells(&self) -> &Arc<DoorbellPage> {
         &self.context.doorbells
-    }
-
-    /// Interrupt vectors, by number: that of the admin queue, then one for each I/O queue pair.
-    #[must_use]
-    pub fn vectors(&self) -> &[Arc<InterruptVector>] {
-        &self.vectors
     }
 
     /// Makes everything durable that was completed until now, within 30 seconds. A drive that takes longer goes

@@ -1,6 +1,9 @@
 use super::*;
+use crate::event::{DriveEvent, Event};
 use crate::host::idle::IdleController;
 use crate::lease::{FormerData, LeaseRequest, Ledger};
+use crate::seam::HostSide;
+use crate::spec::registers::Doorbell;
 
 fn config(drive: &Arc<Drive>, range: &str) -> AttachmentConfig {
     // A ledger of its own, as a server with another state folder has.
@@ -39,4 +42,42 @@ fn impossible_attachments_are_refused_by_name() {
     assert!(message.contains("poll=dedicated"), "{message}");
     assert!(attach(|config| config.serial = Some("x".repeat(21))).contains("20 printable"));
     assert!(attach(|config| config.serial = Some("a\nb".into())).contains("20 printable"));
+}
+
+fn attachment() -> Attachment {
+    Attachment::new(config(&IdleController::drive(), "0+1M")).expect("an attachment")
+}
+
+#[test]
+fn a_guest_hears_of_its_own_namespace_alone() {
+    let attachment = attachment();
+    let changed = |nsid| Event::Drive(DriveEvent::NamespaceChanged(Nsid(nsid)));
+    let health = Event::Drive(DriveEvent::Health);
+    for event in [changed(7), health, changed(1)] {
+        attachment.context.events.report(event);
+    }
+    assert_eq!(attachment.take_events(), [health, changed(1)]);
+}
+
+#[test]
+fn a_doorbell_of_no_queue_keeps_no_value() {
+    let attachment = attachment();
+    for doorbell in [Doorbell::SqTail(QueueId(1)), Doorbell::CqHead(QueueId(1))] {
+        assert!(!attachment.ring(doorbell, 7));
+        assert_eq!(attachment.shared().doorbells.load(doorbell), 0);
+    }
+    assert_eq!(attachment.stats().queues, [], "no exit is counted");
+}
+
+#[test]
+fn a_vector_that_the_function_does_not_have_is_refused() {
+    let attachment = attachment();
+    let config = CqConfig {
+        qid: QueueId(1),
+        base: crate::Gpa(0x1000),
+        entries: 2,
+        vector: Some(2),
+    };
+    let error = attachment.create_cq(config).expect_err("there are two");
+    assert!(matches!(error, QueueError::InvalidVector(2)), "{error}");
 }

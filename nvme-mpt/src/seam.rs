@@ -19,7 +19,7 @@
 //! | [`SharedParts::events`] | the eventfd |
 //! | [`SharedParts::memory`] | nothing: the function's process maps the descriptors of [`HostSide::map`] for itself |
 //! | [`SharedParts::vectors`] | the eventfd that raises a vector, at each change: the VMM's; one of the function's own while the vector is masked, which holds the pending bit |
-//! | [`DoorbellWaker`] | the eventfd, and a number that names the poller |
+//! | [`DoorbellWaker`](crate::attachment::DoorbellWaker) | the eventfd, and a number that names the poller |
 //! | [`MemoryRegion::fd`] | the descriptor |
 //! | [`HostSide::map_held`] | the descriptors, which a [`HeldMemory`] does not keep yet |
 //! | [`io::Error`] in results and in [`QueueError`], [`DmaError`], [`StateError`] | errno or kind, and text |
@@ -33,39 +33,19 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::address::Gpa;
 use crate::attachment::{
-    AttachmentState, AttachmentStats, CqConfig, DoorbellWaker, LeasedNamespace, QueueError,
-    SqConfig, StateError,
+    AttachmentState, AttachmentStats, CqConfig, QueueError, SqConfig, StateError,
 };
 use crate::dma::{DirtyRange, DmaError, GuestMemory, HeldMemory, MemoryRegion};
-use crate::doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage};
+use crate::doorbell::{DoorbellBuffer, DoorbellPage};
 use crate::event::Event;
-use crate::host::{ChangedZones, Damage, Limits, TemperatureThresholds};
+use crate::host::{ChangedZones, Damage};
 use crate::interrupt::InterruptVector;
 use crate::spec::ids::QueueId;
 use crate::spec::log::SmartHealth;
 use crate::spec::registers::Doorbell;
 use crate::stats::Counters;
 
-/// Facts of a lease that stay the same as long as a function holds it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LeaseFacts {
-    /// The lease as the guest sees it, with the blocks that it has at first.
-    pub namespace: LeasedNamespace,
-    /// Promises that may be made to the guest.
-    pub limits: Limits,
-    /// I/O queue pairs that can exist, identifiers 1 to this number.
-    pub queue_pairs: u16,
-    /// Path of doorbell writes to the pollers.
-    pub doorbells: DoorbellMode,
-    /// True if the pollers ever sleep, so that a doorbell has to wake them.
-    pub parks: bool,
-    /// Temperatures at which the drive warns; `None` if it measures none.
-    pub thresholds: Option<TemperatureThresholds>,
-    /// True if [`HostSide::damage`] can change, so that it has to be looked for now and then.
-    pub can_be_damaged: bool,
-    /// True if the drive exists in the host side's process only, so that no other can take its lease over.
-    pub is_private: bool,
-}
+pub use crate::attachment::{IoDoorbells, LeaseFacts};
 
 /// State of a lease, which changes while a function holds it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -95,25 +75,6 @@ pub struct SharedParts {
     /// Interrupt vectors, by number: that of the admin queue, then one for each I/O queue pair. The host side raises
     /// them; the function masks and connects them.
     pub vectors: Vec<Arc<InterruptVector>>,
-}
-
-/// Doorbells of the I/O queues that exist, as of one moment.
-#[derive(Clone, Debug, Default)]
-pub struct IoDoorbells {
-    /// True if they are in a Doorbell Buffer. Then a write to a register needs no value: it only wakes the poller.
-    pub are_buffered: bool,
-    /// True if the guest may store to the registers without an exit, see [`HostSide::begin_silent_doorbells`].
-    pub are_silent: bool,
-    /// Each doorbell, with the waker of its queue's poller.
-    pub wakers: Vec<(Doorbell, DoorbellWaker)>,
-}
-
-impl IoDoorbells {
-    /// Returns whether there are I/O queues whose doorbells are the registers alone.
-    #[must_use]
-    pub fn are_registers(&self) -> bool {
-        !self.are_buffered && !self.wakers.is_empty()
-    }
 }
 
 /// Interrupt Coalescing and Interrupt Vector Configuration, as the guest's driver has set them (Base 2.0, sections

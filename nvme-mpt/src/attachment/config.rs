@@ -1,4 +1,4 @@
-//! Configuration of an attachment, and the namespace that it gets.
+//! Configuration of an attachment, and the facts of the lease that it holds.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use crate::address::Gpa;
 use crate::dma::MemoryKinds;
 use crate::doorbell::DoorbellMode;
 use crate::drive::Drive;
-use crate::host::NamespaceFormat;
+use crate::host::{Limits, NamespaceFormat, TemperatureThresholds};
 use crate::lease::Lease;
 use crate::poller::{PollPolicy, Pollers};
 use crate::spec::ids::{Nsid, QueueId};
@@ -79,4 +79,25 @@ pub struct LeasedNamespace {
     pub uuid: [u8; 16],
     /// Its format, by its command set.
     pub format: NamespaceFormat,
+}
+
+/// Facts of a lease that stay the same as long as a function holds it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeaseFacts {
+    /// The lease as the guest sees it, with the blocks that it has at first.
+    pub namespace: LeasedNamespace,
+    /// Promises that may be made to the guest.
+    pub limits: Limits,
+    /// I/O queue pairs that can exist, identifiers 1 to this number.
+    pub queue_pairs: u16,
+    /// Path of doorbell writes to the pollers.
+    pub doorbells: DoorbellMode,
+    /// True if the pollers ever sleep, so that a doorbell has to wake them.
+    pub parks: bool,
+    /// Temperatures at which the drive warns; `None` if it measures none.
+    pub thresholds: Option<TemperatureThresholds>,
+    /// True if [`HostSide::damage`](crate::seam::HostSide::damage) can change, so that it has to be looked for now and then.
+    pub can_be_damaged: bool,
+    /// True if the drive exists in the host side's process only, so that no other can take its lease over.
+    pub is_private: bool,
 }

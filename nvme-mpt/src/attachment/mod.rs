@@ -30,11 +30,11 @@ use std::sync::{Arc, Mutex};
 use log::{error, warn};
 use serde::{Deserialize, Serialize};
 
-pub use config::{AttachmentConfig, CqConfig, LeasedNamespace, SqConfig};
+pub use config::{AttachmentConfig, CqConfig, LeaseFacts, LeasedNamespace, SqConfig};
 pub use error::{AttachError, QueueError};
 pub(crate) use holding::Holding;
 pub use state::{AttachmentState, StateError};
-pub use wakers::DoorbellWaker;
+pub use wakers::{DoorbellWaker, IoDoorbells};
 
 use crate::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};
 use crate::dma::{DmaWindow, MemoryKinds};
@@ -45,7 +45,6 @@ use crate::host::{HostLeaseError, HostNamespace, Limits, ZoneChanges};
 use crate::interrupt::{Coalescing, InterruptVector};
 use crate::lease::Lease;
 use crate::poller::{Placement, PollPolicy, Pollers, Silence, Spin};
-use crate::seam::LeaseFacts;
 use crate::shadow::{QueueContext, ShadowQueue};
 use crate::spec::ids::{Nsid, QueueId};
 use crate::stats::{Counters, QueueCounters, QueueStats};

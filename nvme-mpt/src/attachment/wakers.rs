@@ -8,7 +8,6 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::Attachment;
 use crate::poller::Waker;
-use crate::seam::IoDoorbells;
 use crate::spec::ids::QueueId;
 use crate::spec::registers::Doorbell;
 
@@ -52,6 +51,25 @@ impl fmt::Debug for DoorbellWaker {
         f.debug_tuple("DoorbellWaker")
             .field(self.eventfd())
             .finish()
+    }
+}
+
+/// Doorbells of the I/O queues that exist, as of one moment.
+#[derive(Clone, Debug, Default)]
+pub struct IoDoorbells {
+    /// True if they are in a Doorbell Buffer. Then a write to a register needs no value: it only wakes the poller.
+    pub are_buffered: bool,
+    /// True if the guest may store to the registers without an exit, see [`begin_silent_doorbells`](crate::seam::HostSide::begin_silent_doorbells).
+    pub are_silent: bool,
+    /// Each doorbell, with the waker of its queue's poller.
+    pub wakers: Vec<(Doorbell, DoorbellWaker)>,
+}
+
+impl IoDoorbells {
+    /// Returns whether there are I/O queues whose doorbells are the registers alone.
+    #[must_use]
+    pub fn are_registers(&self) -> bool {
+        !self.are_buffered && !self.wakers.is_empty()
     }
 }
 

@@ -15,7 +15,7 @@ use nvme_mpt::{
     },
 };
 
-use super::identify::Subject;
+use super::subject::Subject;
 
 /// An I/O command that is executed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,21 +1,17 @@
 //! Identify (Base 2.0, section 5.17; NVM 1.0, section 4.1.5). [`command_set`] has what differs between command sets.
 
-use nvme_mpt::{
-    LeasedNamespace, Limits,
-    host::TemperatureThresholds,
-    spec::{
-        admin::Identify,
-        identify::{
-            Cns, ControllerType, Csi, DeallocatedRead, Dlfeat, FlushBroadcast, Frmw, IDENTIFY_SIZE,
-            IdentifyController, IdentifyNamespace, IdentifyNamespaceIndependent,
-            IoCommandSetVector, LbaFormat, Lpa, NsIdDescriptorHeader, NsIdType, Nstat, Oacs, Oaes,
-            Oncs, QueueEntrySizes, Sgls, Vwc,
-        },
-        ids::Nsid,
-        opcode::NvmOpcode,
-        registers::Version,
-        status::Status,
+use nvme_mpt::spec::{
+    admin::Identify,
+    identify::{
+        Cns, ControllerType, Csi, DeallocatedRead, Dlfeat, FlushBroadcast, Frmw, IDENTIFY_SIZE,
+        IdentifyController, IdentifyNamespace, IdentifyNamespaceIndependent, IoCommandSetVector,
+        LbaFormat, Lpa, NsIdDescriptorHeader, NsIdType, Nstat, Oacs, Oaes, Oncs, QueueEntrySizes,
+        Sgls, Vwc,
     },
+    ids::Nsid,
+    opcode::NvmOpcode,
+    registers::Version,
+    status::Status,
 };
 use zerocopy::{FromZeros, IntoBytes, little_endian::U128};
 
@@ -23,6 +19,7 @@ use super::{
     abort, async_events,
     command_set::{self, CommandSet},
     error_log,
+    subject::{Subject, bytes, saturating_u32},
 };
 use crate::pci::config_space::VENDOR_ID;
 
@@ -36,22 +33,6 @@ pub(super) const FIRMWARE_REVISION: [u8; 8] = padded(env!("CARGO_PKG_VERSION"));
 const SHUTDOWN_TIME: u32 = 5_000_000;
 /// `RAB`, as a power of two: 64 commands.
 pub(super) const ARBITRATION_BURST: u8 = 6;
-
-/// Subject of an Identify command.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Subject<'a> {
-    pub(super) namespace: &'a LeasedNamespace,
-    /// Logical blocks that the namespace has now.
-    pub(super) blocks: u64,
-    /// Bytes of it that are in use, of a namespace of keys and values.
-    pub(super) used: u64,
-    pub(super) limits: &'a Limits,
-    /// True if Doorbell Buffer Config is offered.
-    pub(super) doorbell_buffer: bool,
-    /// True if the namespace is active: a drive that is gone leaves a controller without one.
-    pub(super) active: bool,
-    pub(super) thresholds: TemperatureThresholds,
-}
 
 impl Subject<'_> {
     /// The data structure that a command asks for, or at least its beginning: what is left of
@@ -271,24 +252,6 @@ impl Subject<'_> {
         vectors[..8].copy_from_slice(vector.as_bytes());
         Ok(vectors)
     }
-
-    pub(super) fn in_blocks(&self, bytes: u64) -> u64 {
-        bytes >> self.namespace.lba_shift
-    }
-}
-
-/// A limit as a power of two of memory pages. Limits are no smaller than a page.
-pub(super) fn in_pages(limit: u64) -> u8 {
-    let pages = limit / nvme_mpt::address::PAGE_SIZE;
-    pages.checked_ilog2().map_or(0, |power| power as u8)
-}
-
-pub(super) fn bytes(structure: impl IntoBytes + zerocopy::Immutable) -> Vec<u8> {
-    structure.as_bytes().to_vec()
-}
-
-pub(super) fn saturating_u32(value: u64) -> u32 {
-    u32::try_from(value).unwrap_or(u32::MAX)
 }
 
 /// Printable ASCII, padded with spaces (Base 2.0, section 1.4.2).

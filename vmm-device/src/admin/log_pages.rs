@@ -24,7 +24,8 @@ use super::{
     error_log::ErrorLog,
     features::{self, FeatureContext, Features},
     health::Health,
-    identify::{FIRMWARE_REVISION, Subject},
+    identify::FIRMWARE_REVISION,
+    subject::Subject,
 };
 
 /// The log pages there always are, among them all that version 2.0 demands of an I/O controller (Base 2.0,

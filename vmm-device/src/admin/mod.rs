@@ -18,6 +18,7 @@ mod io_queues;
 mod log_pages;
 mod ring;
 mod state;
+mod subject;
 
 #[cfg(test)]
 mod tests;
@@ -47,10 +48,10 @@ use self::{
     error_log::ErrorLog,
     features::{FeatureContext, Features},
     health::Health,
-    identify::Subject,
     io_queues::IoQueues,
     log_pages::LogPages,
     ring::{AdminRings, Completion},
+    subject::Subject,
 };
 use crate::registers::AdminQueues;
 

@@ -12,7 +12,7 @@ use nvme_mpt::{
 use zerocopy::FromZeros;
 
 use super::{CommandSet, IoCommand};
-use crate::admin::identify::{Subject, bytes};
+use crate::admin::subject::{Subject, bytes};
 
 /// Commands, and whether they change keys and values.
 const COMMANDS: [(KvOpcode, bool); 6] = [

@@ -11,7 +11,7 @@ use nvme_mpt::{
 use zerocopy::FromZeros;
 
 use super::{CommandSet, IoCommand};
-use crate::admin::identify::{Subject, bytes, in_pages, saturating_u32};
+use crate::admin::subject::{Subject, bytes, in_pages, saturating_u32};
 
 /// Commands, and whether they change the content of logical blocks.
 const COMMANDS: [(NvmOpcode, bool); 9] = [

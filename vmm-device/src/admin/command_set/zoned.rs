@@ -14,7 +14,7 @@ use nvme_mpt::{
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::{CommandSet, IoCommand, nvm::Nvm};
-use crate::admin::identify::{Subject, bytes, in_pages};
+use crate::admin::subject::{Subject, bytes, in_pages};
 
 /// Commands beside those of the NVM Command Set, and whether they change the content of logical blocks.
 const COMMANDS: [(NvmOpcode, bool); 3] = [

@@ -1,5 +1,7 @@
 //! Each structure, byte by byte.
 
+use nvme_mpt::{Limits, host::TemperatureThresholds};
+
 use super::*;
 use crate::fixtures;
 

@@ -31,10 +31,43 @@ impl Ticks {
     }
 }
 
+/// Speed of a clock. What works with passed-in [`Ticks`] takes one at set-up, and so runs by any clock.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rate {
+    per_nanosecond: f64,
+}
+
+impl Rate {
+    /// Speed of a simulated clock, whose tick is a nanosecond.
+    pub const NANOSECOND: Self = Self {
+        per_nanosecond: 1.0,
+    };
+
+    /// Returns the speed of [`Ticks::now`].
+    #[must_use]
+    pub fn of_this_machine() -> Self {
+        Self {
+            per_nanosecond: per_nanosecond(),
+        }
+    }
+
+    /// Returns the number of ticks in a time.
+    #[must_use]
+    pub fn ticks(self, time: Duration) -> u64 {
+        (time.as_nanos() as f64 * self.per_nanosecond) as u64
+    }
+
+    /// Returns the time that some ticks take.
+    #[must_use]
+    pub fn time(self, ticks: u64) -> Duration {
+        Duration::from_nanos((ticks as f64 / self.per_nanosecond) as u64)
+    }
+}
+
 /// Returns the number of ticks in a time, to be asked at set-up.
 #[must_use]
 pub fn ticks_in(time: Duration) -> u64 {
-    (time.as_nanos() as f64 * per_nanosecond()) as u64
+    Rate::of_this_machine().ticks(time)
 }
 
 /// Returns the nanoseconds that some ticks took.
@@ -76,5 +109,8 @@ mod tests {
         let nanos = nanoseconds(ticks);
         assert!((990_000..=1_010_000).contains(&nanos), "{nanos}");
         assert_eq!(Ticks(5).since(Ticks(9)), 0);
+        let microsecond = Duration::from_micros(1);
+        assert_eq!(Rate::NANOSECOND.ticks(microsecond), 1000);
+        assert_eq!(Rate::NANOSECOND.time(1000), microsecond);
     }
 }

@@ -1,7 +1,6 @@
 //! Interrupts to the guest: one eventfd per vector, at most one signal per batch of completions.
 
 mod gate;
-mod moderation;
 #[cfg(test)]
 mod simulation;
 
@@ -10,8 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vmm_sys_util::eventfd::EventFd;
 
-pub(crate) use gate::InterruptGate;
-pub(crate) use moderation::Standing;
+pub(crate) use gate::{InterruptGate, Standing};
 
 /// One MSI-X vector of a guest controller, on its way to the VMM.
 #[derive(Debug, Default)]

@@ -12,9 +12,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use log::error;
 
 use crate::address::Iova;
+use crate::learn::Choice;
 use crate::memory::{Access, Mapping, host_page_size};
 use budget::MappingBudget;
-pub(crate) use budget::{MappingPermit, NoMapping, VmMappings};
+pub(crate) use budget::{MappingPermit, VmMappings};
 
 /// Parts as large as this start at multiples of it, so that the IOMMU can map them with large pages.
 const ALIGNMENT: u64 = 2 << 20;
@@ -96,7 +97,7 @@ impl IovaSpace {
             end: 1 << 52,
             taken: Mutex::new(Taken::new(BTreeMap::from([(0, 1 << 32)]))),
             iommu: None,
-            mappings: MappingBudget::new(None),
+            mappings: MappingBudget::new(Choice::Learned, None),
         }
     }
 
@@ -115,9 +116,17 @@ impl IovaSpace {
         Self {
             end: next,
             taken: Mutex::new(Taken::new(taken)),
-            mappings: MappingBudget::new(iommu.mappings_max()),
+            mappings: MappingBudget::new(Choice::Learned, iommu.mappings_max()),
             iommu: Some(iommu),
         }
+    }
+
+    /// The same space, with this choice of the mappings that a VM may have.
+    #[must_use]
+    pub fn with_budget(mut self, budget: Choice) -> Self {
+        let max = self.iommu.as_ref().and_then(|iommu| iommu.mappings_max());
+        self.mappings = MappingBudget::new(budget, max);
+        self
     }
 
     /// Returns whether there is an IOMMU, for which memory is pinned.

@@ -3,8 +3,8 @@
 use std::{ops::Range, os::fd::OwnedFd, sync::Arc};
 
 use nvme_mpt::{
-    Attachment, AttachmentConfig, DoorbellMode, Drive, Gpa, LeasedNamespace, Limits, MemoryRegion,
-    PollPolicy, Pollers,
+    Attachment, AttachmentConfig, DoorbellMode, Drive, Gpa, Learning, LeasedNamespace, Limits,
+    MemoryRegion, PollPolicy, Pollers,
     host::{CommandSetLimits, NamespaceFormat, TemperatureThresholds},
     lease::{ByteRange, LeaseRequest, Ledger},
     spec::{
@@ -99,6 +99,7 @@ pub(crate) fn attachment(mode: DoorbellMode) -> Attachment {
         queue_pairs: QUEUE_PAIRS,
         doorbells: mode,
         poll: PollPolicy::default(),
+        learning: Learning::default(),
         pollers: Pollers::new(),
         memory: nvme_mpt::MemoryKinds::default(),
         serial: None,

@@ -25,8 +25,8 @@ use nvme_mpt::spec::status::Status;
 use nvme_mpt::{
     AttachmentState, AttachmentStats, Counters, CqConfig, DirtyRange, DmaError, DmaWindow,
     DoorbellBuffer, DoorbellMode, DoorbellPage, Event, EventQueue, Gpa, HostSide, InterruptVector,
-    LeaseFacts, LeaseStatus, Limits, MemoryRegion, QueueError, QueueFailure, SharedParts, SqConfig,
-    StateError,
+    Learning, LeaseFacts, LeaseStatus, Limits, MemoryRegion, QueueError, QueueFailure, SharedParts,
+    SqConfig, StateError,
 };
 use vmm_device::{Bar, MsixMasking, NvmeFunction};
 use zerocopy::{FromZeros, IntoBytes};
@@ -183,6 +183,7 @@ fn facts() -> LeaseFacts {
         }),
         can_be_damaged: false,
         is_private: true,
+        learning: Learning::default(),
     }
 }
 

@@ -281,7 +281,7 @@ mod tests {
     use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
     use nvme_mpt::spec::ids::QueueId;
     use nvme_mpt::spec::registers::Doorbell;
-    use nvme_mpt::{Attachment, AttachmentConfig, DoorbellMode, PollPolicy, Pollers};
+    use nvme_mpt::{Attachment, AttachmentConfig, DoorbellMode, Learning, PollPolicy, Pollers};
     use nvme_mpt_vmm::drives::{self, DriveOptions};
     use vmm_device::MsixMasking;
     use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -312,6 +312,7 @@ mod tests {
             queue_pairs: QUEUE_PAIRS,
             doorbells,
             poll: PollPolicy::default(),
+            learning: Learning::default(),
             pollers: Pollers::new(),
             memory: nvme_mpt::MemoryKinds::default(),
             serial: None,

@@ -6,21 +6,22 @@
 //! an eventfd. A write whose value is needed has to exit: an eventfd does not keep it.
 //!
 //! The control thread maps and unmaps, never a poller or a vCPU: it may take long, and a shared poller has other
-//! guests (`hysteresis.rs` decides when). The order is [`NvmeFunction::begin_mapped_doorbells`], map; unmap,
+//! guests ([`Hysteresis`] decides when). The order is [`NvmeFunction::begin_mapped_doorbells`], map; unmap,
 //! [`NvmeFunction::end_mapped_doorbells`]. Pollers that never sleep have doorbells mapped all the time. When a tie
 //! changes, the new poller is woken once, as a write may have gone to the poller before.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nvme_mpt::Gpa;
 use nvme_mpt::attachment::DoorbellWaker;
+use nvme_mpt::clock::{Rate, Ticks};
+use nvme_mpt::learn::Hysteresis;
 use nvme_mpt::memory::{Access, Mapping};
 use vmm_device::{Bar, NvmeFunction};
 
-use crate::hysteresis::{Hysteresis, Moment};
 use crate::report;
 use crate::vmm::{Vmm, VmmError};
 
@@ -40,7 +41,7 @@ pub(super) struct MappedDoorbells {
     /// True if pollers ever sleep. If not, no wake-up is needed, and the doorbells stay mapped.
     parks: bool,
     hysteresis: Hysteresis,
-    began: Instant,
+    rate: Rate,
     figures: DoorbellFigures,
 }
 
@@ -65,6 +66,7 @@ impl MappedDoorbells {
         let region = function.doorbell_memory();
         let len = usize::try_from(region.length).map_err(io::Error::other)?;
         let memory = Mapping::shared(region.fd, region.offset, len, Access::ReadWrite)?;
+        let rate = Rate::of_this_machine();
         Ok(Some(Self {
             offset: region.offset,
             memory: Arc::new(memory),
@@ -72,8 +74,8 @@ impl MappedDoorbells {
             wanted: false,
             refused: false,
             parks: function.facts().parks,
-            hysteresis: Hysteresis::default(),
-            began: Instant::now(),
+            hysteresis: Hysteresis::new(function.facts().learning.doorbells, rate),
+            rate,
             figures: DoorbellFigures::default(),
         }))
     }
@@ -82,26 +84,20 @@ impl MappedDoorbells {
         self.figures
     }
 
-    fn now(&self) -> Moment {
-        self.began.elapsed()
-    }
-
     /// A write to an I/O queue's doorbell has exited. Returns whether [`Self::decide`] is to be called.
     pub(super) fn exited(&mut self) -> bool {
-        let now = self.now();
-        !self.refused && self.hysteresis.exited(now)
+        !self.refused && self.hysteresis.exited(Ticks::now())
     }
 
     /// Decides whether they are to be mapped from now on.
     pub(super) fn decide(&mut self, function: &NvmeFunction) {
-        let now = self.now();
         let done = function.host().commands();
-        self.wanted = !self.parks || self.hysteresis.wants_mapped(now, done);
+        self.wanted = !self.parks || self.hysteresis.wants_mapped(Ticks::now(), done);
     }
 
     /// Returns the time until the next decision; `None` if it follows [`Self::exited`] alone.
     pub(super) fn decides_in(&self) -> Option<Duration> {
-        let unchanged = self.hysteresis.unchanged_for(self.now());
+        let unchanged = self.hysteresis.unchanged_for(Ticks::now());
         unchanged.filter(|_| self.parks)
     }
 
@@ -116,7 +112,7 @@ impl MappedDoorbells {
             return;
         }
         if let Some(at) = self.at {
-            let began = Instant::now();
+            let began = Ticks::now();
             if let Err(error) = vmm.unmap(at) {
                 log::error!("Doorbells stay behind: {}", report::chain(&error));
                 return;
@@ -125,7 +121,7 @@ impl MappedDoorbells {
             self.figures.unmapped += 1;
             self.at = None;
             function.end_mapped_doorbells();
-            self.hysteresis.unmapped(self.now(), took);
+            self.hysteresis.unmapped(Ticks::now(), took);
         }
         if let Some(gpa) = wanted
             && let Err(error) = self.map(gpa, function, vmm)
@@ -145,19 +141,20 @@ impl MappedDoorbells {
         function
             .begin_mapped_doorbells()
             .map_err(|error| VmmError::new("watch the admin queue's doorbells", error))?;
-        let began = Instant::now();
+        let began = Ticks::now();
         vmm.map(gpa, &self.memory)?;
         let took = self.note(began);
         self.at = Some(gpa);
         self.figures.mapped += 1;
         let done = function.host().commands();
-        self.hysteresis.mapped(self.now(), took, done);
+        self.hysteresis.mapped(Ticks::now(), took, done);
         Ok(())
     }
 
-    fn note(&mut self, began: Instant) -> Duration {
-        let took = began.elapsed();
-        self.figures.took += took;
+    /// Adds the time since `began` to the figures. Returns it, in ticks.
+    fn note(&mut self, began: Ticks) -> u64 {
+        let took = Ticks::now().since(began);
+        self.figures.took += self.rate.time(took);
         took
     }
 }

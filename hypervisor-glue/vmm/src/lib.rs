@@ -108,7 +108,6 @@ pub mod control;
 mod device;
 mod doorbells;
 pub mod drives;
-mod hysteresis;
 #[cfg(all(feature = "kvm", target_arch = "x86_64"))]
 pub mod kvm;
 pub mod open;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use nvme_mpt::lease::identity::default_id;
 use nvme_mpt::lease::{ByteRange, FormerData, Lease, LeaseError, LeaseRequest, Ledger, RangeError};
 use nvme_mpt::wipe::{WipeError, wipe};
-use nvme_mpt::{AttachError, Attachment, AttachmentConfig, Drive, Pollers};
+use nvme_mpt::{AttachError, Attachment, AttachmentConfig, Drive, Learning, Pollers};
 use thiserror::Error;
 
 use crate::drives::{self, DriveOptions, DrivePath, OpenDriveError};
@@ -102,6 +102,7 @@ pub fn attach(
         doorbells: options.doorbells,
         pollers: pollers.clone(),
         poll: options.poll.clone(),
+        learning: Learning::default(),
         memory: options.memory,
         serial: options.serial.clone(),
     })?)

@@ -2,8 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use nvme_mpt::clock::Ticks;
-use nvme_mpt::poller::Courtesy;
+use nvme_mpt::clock::{Rate, Ticks};
+use nvme_mpt::learn::{Choice, Courtesy};
+use nvme_mpt::poller::offer_processor;
 
 use super::LoadError;
 use super::clock::ticks;
@@ -101,7 +102,7 @@ impl Idle {
             turns: 0,
             since: None,
             timeout,
-            courtesy: Courtesy::default(),
+            courtesy: Courtesy::new(Choice::Learned, Rate::of_this_machine()),
         }
     }
 
@@ -126,7 +127,10 @@ impl Idle {
             (Instant::now(), Ticks::now())
         });
         // The thread that completes our commands may need this processor.
-        courtesy.spin(Ticks::now().since(ticks));
+        let idle = Ticks::now().since(ticks);
+        if courtesy.is_due(idle) {
+            courtesy.offered(idle, offer_processor());
+        }
         since.elapsed() < self.timeout
     }
 

@@ -7,6 +7,7 @@ use crate::dma::MemoryKinds;
 use crate::doorbell::DoorbellMode;
 use crate::drive::Drive;
 use crate::host::{Limits, NamespaceFormat, TemperatureThresholds};
+use crate::learn::Learning;
 use crate::lease::Lease;
 use crate::poller::{PollPolicy, Pollers};
 use crate::spec::ids::{Nsid, QueueId};
@@ -24,6 +25,8 @@ pub struct AttachmentConfig {
     pub doorbells: DoorbellMode,
     /// Polling of the queues.
     pub poll: PollPolicy,
+    /// Choices for all that learns; those [of the drive](Learning::of_drive) are taken when it is opened.
+    pub learning: Learning,
     /// The pollers of the process.
     pub pollers: Arc<Pollers>,
     /// Kinds of files that the VM's memory may be in.
@@ -100,4 +103,6 @@ pub struct LeaseFacts {
     pub can_be_damaged: bool,
     /// True if the drive exists in the host side's process only, so that no other can take its lease over.
     pub is_private: bool,
+    /// Choices for all that learns.
+    pub learning: Learning,
 }

@@ -75,7 +75,7 @@ impl Attachment {
         // One that is there already, if there is one.
         let poller = match queues.cqs.values().next() {
             Some(entry) => entry.poller.clone(),
-            None => self.pollers.place(&self.poll)?,
+            None => self.pollers.place(&self.poll, self.facts.learning)?,
         };
         let id = next_id();
         // What was stored before the watch began is a change, too.

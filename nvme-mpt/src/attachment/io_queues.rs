@@ -13,6 +13,7 @@ use super::state::{self, CompletionQueueState};
 use super::steward::Leaving;
 use super::{Attachment, CqConfig, GUEST_NSID, QueueError, SqConfig};
 use crate::address::Gpa;
+use crate::clock::Rate;
 use crate::deadline::Deadline;
 use crate::doorbell::DoorbellBuffer;
 use crate::host::SharedPair;
@@ -167,7 +168,10 @@ impl Attachment {
             return Err(QueueError::AlreadyExists(qid));
         }
         let failed = |source: io::Error| QueueError::Host { qid, source };
-        let poller = self.pollers.place(&self.poll).map_err(failed)?;
+        let poller = self
+            .pollers
+            .place(&self.poll, self.facts.learning)
+            .map_err(failed)?;
         // No more commands can be in flight than there is room for their completions.
         let slots = u16::try_from(entries - 1)
             .unwrap_or(MAX_SLOTS)
@@ -185,7 +189,12 @@ impl Attachment {
         }
         let lists = ListMemory::new(self.drive().controller().iova_space(), slots.into())
             .map_err(failed)?;
-        let gate = InterruptGate::new(interrupt, self.coalescing.clone());
+        let gate = InterruptGate::new(
+            interrupt,
+            self.coalescing.clone(),
+            self.facts.learning.moderation,
+            Rate::of_this_machine(),
+        );
         let table_user = self.context.tables.register(poller.waker().clone());
         let buffer = queues.buffer;
         let place = (qid, base, entries);

@@ -89,6 +89,7 @@ impl Attachment {
             queue_pairs,
             doorbells,
             poll,
+            learning,
             pollers,
             memory,
             serial,
@@ -162,6 +163,7 @@ impl Attachment {
             thresholds: drive.controller().temperature_thresholds(),
             can_be_damaged: host.can_be_damaged(),
             is_private: drive.is_private(),
+            learning,
         };
         Ok(Self {
             facts,

@@ -1,6 +1,7 @@
 use super::*;
 use crate::event::{DriveEvent, Event};
 use crate::host::idle::IdleController;
+use crate::learn::Learning;
 use crate::lease::{FormerData, LeaseRequest, Ledger};
 use crate::seam::HostSide;
 use crate::spec::registers::Doorbell;
@@ -22,6 +23,7 @@ fn config(drive: &Arc<Drive>, range: &str) -> AttachmentConfig {
         queue_pairs: 1,
         doorbells: DoorbellMode::Shadow,
         poll: PollPolicy::default(),
+        learning: Learning::default(),
         pollers: Pollers::new(),
         memory: MemoryKinds::default(),
         serial: None,

@@ -58,7 +58,8 @@ pub(crate) use users::TableUse;
 
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::clock::Ticks;
-use crate::iova::{IovaSpace, NoMapping, VmMappings};
+use crate::iova::{IovaSpace, VmMappings};
+use crate::learn::NoMapping;
 use crate::memory::Access;
 use crate::memory::file_system::{is_memory, type_of};
 use crate::poller::Waker;

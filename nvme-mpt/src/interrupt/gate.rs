@@ -4,9 +4,18 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::moderation::{Moderation, Standing};
 use super::{Coalescing, InterruptVector};
-use crate::clock::{Ticks, ticks_in};
+use crate::clock::{Rate, Ticks};
+use crate::learn::{Choice, Moderation};
+
+/// Outstanding work of a guest.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Standing {
+    /// Completions that it has not consumed.
+    pub(crate) unconsumed: u32,
+    /// Commands that are not complete.
+    pub(crate) in_flight: u32,
+}
 
 /// Decides when a Completion Queue's guest is interrupted.
 ///
@@ -34,25 +43,23 @@ pub(crate) struct InterruptGate {
 const PATIENCE: Duration = Duration::from_millis(1);
 
 impl InterruptGate {
-    pub(crate) fn new(vector: Option<Arc<InterruptVector>>, coalescing: Arc<Coalescing>) -> Self {
+    /// A gate in front of `vector`, whose ticks go by at `rate`.
+    pub(crate) fn new(
+        vector: Option<Arc<InterruptVector>>,
+        coalescing: Arc<Coalescing>,
+        moderation: Choice,
+        rate: Rate,
+    ) -> Self {
         Self {
             vector,
             coalescing,
             owed: 0,
             owed_since: Ticks::default(),
-            moderation: Moderation::new(),
+            moderation: Moderation::new(moderation, rate),
             held_until: None,
-            patience: ticks_in(PATIENCE),
-            ticks_per_100us: ticks_in(Duration::from_micros(100)),
+            patience: rate.ticks(PATIENCE),
+            ticks_per_100us: rate.ticks(Duration::from_micros(100)),
         }
-    }
-
-    /// Has a tick be a nanosecond.
-    #[cfg(test)]
-    pub(super) fn in_nanoseconds(&mut self) {
-        let nanoseconds = |time: Duration| time.as_nanos() as u64;
-        self.moderation = Moderation::with_clock(nanoseconds);
-        self.patience = nanoseconds(PATIENCE);
     }
 
     /// Returns the vector that it raises.
@@ -169,7 +176,12 @@ mod tests {
 
     fn gate() -> (Arc<InterruptVector>, Arc<Coalescing>, InterruptGate) {
         let (vector, coalescing) = (InterruptVector::new(), Arc::new(Coalescing::default()));
-        let gate = InterruptGate::new(Some(vector.clone()), coalescing.clone());
+        let gate = InterruptGate::new(
+            Some(vector.clone()),
+            coalescing.clone(),
+            Choice::Learned,
+            Rate::NANOSECOND,
+        );
         (vector, coalescing, gate)
     }
 
@@ -230,7 +242,7 @@ mod tests {
 
     #[test]
     fn a_queue_without_interrupts_owes_none() {
-        let mut gate = InterruptGate::new(None, Arc::default());
+        let mut gate = InterruptGate::new(None, Arc::default(), Choice::Learned, Rate::NANOSECOND);
         gate.post(1, Ticks(0));
         assert!(!gate.is_owed());
         assert!(!gate.settle(left(1), Ticks(u64::MAX)));
@@ -270,7 +282,6 @@ mod tests {
             steps in prop::collection::vec(step(), 1..200),
         ) {
             let (vector, _, mut gate) = gate();
-            gate.in_nanoseconds();
             gate.moderation.learned(level, 20_000);
             let (mut standing, mut now) = (Standing::default(), Ticks(1 << 40));
             // Completions that the guest was told of.

@@ -5,7 +5,8 @@ use std::collections::{BinaryHeap, VecDeque};
 use std::sync::Arc;
 
 use super::{Coalescing, InterruptGate, InterruptVector, Standing};
-use crate::clock::Ticks;
+use crate::clock::{Rate, Ticks};
+use crate::learn::Choice;
 
 /// Commands of guests that do one thing all the time.
 const COMMANDS: u32 = 8_000;
@@ -47,19 +48,19 @@ struct Processor {
     interrupts: u64,
 }
 
-/// Has a guest go through phases. `moderated` is whether interrupts may be held back.
+/// Has a guest go through phases.
 fn run<const N: usize>(
     guest: Guest,
     drive: Drive,
-    moderated: bool,
+    moderation: Choice,
     phases: [Phase; N],
 ) -> [Outcome; N] {
     // How often the poller looks: a guest and its host are about as quick.
     let pass = guest.command / 20;
     let vector = InterruptVector::new();
-    let mut gate = InterruptGate::new(Some(vector.clone()), Arc::<Coalescing>::default());
-    gate.in_nanoseconds();
-    vector.set_coalescing_disabled(!moderated);
+    let coalescing = Arc::<Coalescing>::default();
+    let raised = Some(vector.clone());
+    let mut gate = InterruptGate::new(raised, coalescing, moderation, Rate::NANOSECOND);
     let mut servers = vec![0_u64; drive.parallel];
     let mut flying = BinaryHeap::new();
     // Completions that were posted and not consumed, by when they were.
@@ -174,13 +175,16 @@ const GUESTS: [Guest; 4] = [
     },
 ];
 
+/// Without moderation, and with it.
+const CHOICES: [Choice; 2] = [Choice::Fixed, Choice::Learned];
+
 /// Checks the results of each of these guests on each of these drives, without moderation and with it.
 fn each(depths: &[u32], mut check: impl FnMut(String, Outcome, Outcome)) {
     for guest in GUESTS {
         for drive in DRIVES {
             for depth in depths {
-                let [[without], [with]] = [false, true]
-                    .map(|moderated| run(guest, drive, moderated, [(*depth, COMMANDS)]));
+                let [[without], [with]] =
+                    CHOICES.map(|moderation| run(guest, drive, moderation, [(*depth, COMMANDS)]));
                 let what =
                     format!("{guest:?}, {drive:?}, {depth} outstanding: {without:?}, {with:?}");
                 check(what, without, with);
@@ -220,7 +224,7 @@ fn guests_that_interrupts_keep_from_their_work_get_more_done() {
         command: 50_000,
     };
     let [[without], [with]] =
-        [false, true].map(|moderated| run(emulated, drive, moderated, [(32, COMMANDS)]));
+        CHOICES.map(|moderation| run(emulated, drive, moderation, [(32, COMMANDS)]));
     assert!(without.interrupts == u64::from(COMMANDS), "{without:?}");
     assert!(with.interrupts * 8 < u64::from(COMMANDS), "{with:?}");
     assert!(with.ticks * 2 < without.ticks, "{without:?} {with:?}");
@@ -235,7 +239,7 @@ fn what_was_learned_with_many_commands_outstanding_costs_one_with_few_little() {
             for few in [1, 2, 4] {
                 let phases = [(128, COMMANDS), (few, 2000)];
                 let [[_, without], [_, with]] =
-                    [false, true].map(|moderated| run(guest, drive, moderated, phases));
+                    CHOICES.map(|moderation| run(guest, drive, moderation, phases));
                 let what = format!("{guest:?}, {drive:?}, {few}: {without:?} {with:?}");
                 assert!(with.ticks * 100 <= without.ticks * 105, "{what}");
             }

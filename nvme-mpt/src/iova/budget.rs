@@ -1,57 +1,23 @@
-//! Budget of a host controller's IOMMU mappings, shared by its VMs.
-//!
-//! VFIO takes a number of mappings for each drive: 65,535, unless the host's administrator says otherwise.
-//! How many regions its memory is in, a VM decides, so a few hostile ones could take all of them, and the
-//! next would get no memory. So there are three parts:
-//! - one for the driver's own queues and lists, which no VM is given;
-//! - one of which every VM may have [`ASSURED`] mappings, whatever others have: enough for memory that is
-//!   not plugged block by block;
-//! - the rest, of which a VM may take more as long as it has less than half of what it leaves to others.
-//!   A VM that is alone gets all that it asks for, and one that comes late about a third of what it finds:
-//!   nobody has to know in advance how many VMs there will be.
+//! Mappings of a host controller's IOMMU, shared by its VMs. [`Budget`] decides which of them may have more.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Mappings that every VM may have.
-const ASSURED: u64 = 64;
-
-/// Divisor for the part of all mappings that is there for these: 255 VMs can have theirs, of 65,535.
-const FOR_ASSURED: u64 = 4;
-
-/// Divisor for the part of all mappings that is kept for the driver itself. Of 65,535 these are 4,095: 1,024
-/// queue pairs, and the lists of 3,000 queues of guests.
-const FOR_DRIVER: u64 = 16;
+use crate::learn::{Budget, Choice, NoMapping, Used};
 
 /// The mappings that an IOMMU takes.
 #[derive(Debug)]
 pub(super) struct MappingBudget {
-    /// `None`: as many as anybody likes.
-    max: Option<u64>,
+    rule: Budget,
     used: Mutex<Used>,
 }
 
-#[derive(Debug, Default)]
-struct Used {
-    by_driver: u64,
-    by_vms: u64,
-}
-
-/// Why a VM gets no other mapping.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct NoMapping {
-    /// Those that it has.
-    pub(crate) taken: u64,
-    /// Those that are left for all VMs.
-    pub(crate) left: u64,
-    /// Those that there are in all.
-    pub(crate) max: u64,
-}
-
 impl MappingBudget {
-    pub(super) fn new(max: Option<u64>) -> Arc<Self> {
-        let used = Mutex::default();
-        Arc::new(Self { max, used })
+    pub(super) fn new(choice: Choice, max: Option<u64>) -> Arc<Self> {
+        Arc::new(Self {
+            rule: Budget::new(choice, max),
+            used: Mutex::default(),
+        })
     }
 
     /// A mapping of the driver's own.
@@ -86,19 +52,7 @@ impl VmMappings {
     pub(crate) fn take(self: &Arc<Self>) -> Result<MappingPermit, NoMapping> {
         let mut used = self.budget.used();
         let taken = self.taken.load(Ordering::Relaxed);
-        if let Some(max) = self.budget.max {
-            let for_driver = used.by_driver.max(max / FOR_DRIVER);
-            let left = max.saturating_sub(for_driver + used.by_vms);
-            let shared = left.saturating_sub(max / FOR_ASSURED);
-            let may = if taken < ASSURED {
-                left > 0
-            } else {
-                taken < shared / 2
-            };
-            if !may {
-                return Err(NoMapping { taken, left, max });
-            }
-        }
+        self.budget.rule.allow(taken, *used)?;
         used.by_vms += 1;
         self.taken.store(taken + 1, Ordering::Relaxed);
         Ok(MappingPermit::new(Holder::Vm(self.clone())))
@@ -151,6 +105,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::learn::{ASSURED, FOR_ASSURED, FOR_DRIVER};
 
     /// VFIO's default.
     const MAX: u64 = 65_535;
@@ -162,18 +117,18 @@ mod tests {
 
     #[test]
     fn a_vm_that_is_alone_has_all_regions_that_it_may_have() {
-        let budget = MappingBudget::new(Some(MAX));
+        let budget = MappingBudget::new(Choice::Learned, Some(MAX));
         let vms = [(); 3].map(|()| VmMappings::new(&budget));
         let taken = vms.each_ref().map(|vm| take(vm, crate::dma::MAX_REGIONS));
         // The first of them; two more fit beside it.
         assert_eq!(taken.map(|taken| taken.len()), [crate::dma::MAX_REGIONS; 3]);
-        let boundless = VmMappings::new(&MappingBudget::new(None));
+        let boundless = VmMappings::new(&MappingBudget::new(Choice::Learned, None));
         assert_eq!(take(&boundless, 100_000).len(), 100_000);
     }
 
     #[test]
     fn hostile_vms_leave_mappings_for_others_and_for_the_driver() {
-        let budget = MappingBudget::new(Some(MAX));
+        let budget = MappingBudget::new(Choice::Learned, Some(MAX));
         let hostile: Vec<_> = (0..8)
             .map(|_| take(&VmMappings::new(&budget), crate::dma::MAX_REGIONS))
             .collect();
@@ -196,9 +151,26 @@ mod tests {
         assert_eq!((by_driver, by_vms), (0, 0));
     }
 
+    /// Mappings of VMs that come one after the other, and that each map as much as they can.
+    fn greedy(choice: Choice, vms: usize) -> Vec<usize> {
+        let budget = MappingBudget::new(choice, Some(MAX));
+        let taken = (0..vms).map(|_| take(&VmMappings::new(&budget), crate::dma::MAX_REGIONS));
+        let taken: Vec<_> = taken.collect();
+        taken.iter().map(Vec::len).collect()
+    }
+
+    #[test]
+    fn few_vms_have_more_than_a_fixed_part() {
+        assert_eq!(
+            greedy(Choice::Learned, 9),
+            [8192, 8192, 8192, 6827, 4551, 3034, 2023, 1349, 899]
+        );
+        assert_eq!(greedy(Choice::Fixed, 9), [4095; 9]);
+    }
+
     #[test]
     fn a_mapping_that_cannot_be_undone_is_not_given_back() {
-        let budget = MappingBudget::new(Some(MAX));
+        let budget = MappingBudget::new(Choice::Learned, Some(MAX));
         let mut permit = VmMappings::new(&budget).take().expect("all are left");
         permit.stick();
         drop(permit);
@@ -209,10 +181,12 @@ mod tests {
         /// VMs take and give back in any order.
         #[test]
         fn what_is_assured_is_there(
+            learned in any::<bool>(),
             max in 256..5000_u64,
             steps in prop::collection::vec((0..16_usize, 0..600_usize, any::<bool>()), 1..60),
         ) {
-            let budget = MappingBudget::new(Some(max));
+            let choice = if learned { Choice::Learned } else { Choice::Fixed };
+            let budget = MappingBudget::new(choice, Some(max));
             let vms = max / FOR_ASSURED / ASSURED;
             let vms: Vec<_> = (0..vms.min(16)).map(|_| VmMappings::new(&budget)).collect();
             let mut taken: Vec<Vec<MappingPermit>> = vms.iter().map(|_| Vec::new()).collect();

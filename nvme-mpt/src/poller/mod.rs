@@ -1,19 +1,28 @@
 //! Pollers: the threads that run shadow queues.
 //!
 //! A poller owns its shadow queues and runs them in turn; a turn ends at 64 commands or 4 MiB. Without work it spins
-//! for a time that it learns, and parks (`park.rs`). Doorbells that are only stored to while they are mapped cannot
+//! for a time that it [learns](crate::learn), and parks (`park.rs`). Doorbells that are only stored to while they are mapped cannot
 //! wake it, so it reads them by a timer.
 
 mod affinity;
-mod courtesy;
 mod park;
 mod placement;
+mod policy;
 mod threads;
 mod worker;
 
 pub use affinity::NoSuchProcessor;
-pub use courtesy::Courtesy;
 pub(crate) use park::{Silence, Waker};
-pub use placement::{Placement, PollPolicy, Pollers, Spin};
+pub use placement::Pollers;
+pub use policy::{Placement, PollPolicy, Spin};
 pub use threads::{Threads, Work};
 pub(crate) use worker::{DoorbellWatch, Poller};
+
+use crate::clock::Ticks;
+
+/// Offers this thread's processor to other threads. Returns the ticks that it took.
+pub fn offer_processor() -> u64 {
+    let offered = Ticks::now();
+    std::thread::yield_now();
+    Ticks::now().since(offered)
+}

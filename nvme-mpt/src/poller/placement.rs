@@ -1,114 +1,19 @@
 //! Which poller runs which shadow queue, and on which processor: decided here and nowhere else.
 
-use std::fmt;
 use std::io;
-use std::str::FromStr;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use log::warn;
 
-use super::affinity::{self, NoSuchProcessor};
+use super::policy::{Placement, PollPolicy, Spin};
 use super::threads::Threads;
 use super::worker::Poller;
+use crate::learn::Learning;
 use crate::stats::PollerStats;
 
 /// Threads that `poll=shared` starts unless processors are named: one per four processors, as the
 /// others run guests.
 const PROCESSORS_PER_SHARED_POLLER: usize = 4;
-
-/// Sharing of a poller.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Placement {
-    /// A few pollers run all shadow queues of all VMs.
-    #[default]
-    Shared,
-    /// Each shadow queue has a poller to itself.
-    Dedicated,
-}
-
-/// Behaviour of a poller without work.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Spin {
-    /// It spins for a bounded time and then parks.
-    #[default]
-    Adaptive,
-    /// It never parks. (It still yields to others on its processor.)
-    Busy,
-}
-
-/// Polling of a guest controller's queues: `MODE[:adaptive|:busy][@CPU[+CPU…]]`.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct PollPolicy {
-    /// Sharing of a poller.
-    pub placement: Placement,
-    /// Behaviour of a poller without work.
-    pub spin: Spin,
-    /// Processors to pin pollers to, in turn; none pinned if empty, since a pinned poller cannot
-    /// get out of the way of whatever else runs on its processor.
-    pub cpus: Vec<usize>,
-}
-
-impl FromStr for PollPolicy {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let (mode, cpus) = match text.split_once('@') {
-            Some((mode, cpus)) => (mode, Some(cpus)),
-            None => (text, None),
-        };
-        let (placement, spin) = mode.split_once(':').unwrap_or((mode, "adaptive"));
-        let form = "use shared or dedicated, then :adaptive or :busy, then @ and processor \
-                    numbers joined by +, as in dedicated:busy@2+3";
-        let placement = match placement {
-            "shared" => Placement::Shared,
-            "dedicated" => Placement::Dedicated,
-            _ => return Err(format!("`{placement}` is no way of polling; {form}")),
-        };
-        let spin = match spin {
-            "adaptive" => Spin::Adaptive,
-            "busy" => Spin::Busy,
-            _ => return Err(format!("`{spin}` is no way of spinning; {form}")),
-        };
-        let parse = |cpu: &str| {
-            cpu.parse::<usize>()
-                .ok()
-                .filter(|cpu| *cpu < 4096)
-                .ok_or_else(|| format!("`{cpu}` is no processor number; {form}"))
-        };
-        let cpus = cpus.map_or(Ok(Vec::new()), |cpus| cpus.split('+').map(parse).collect())?;
-        Ok(Self {
-            placement,
-            spin,
-            cpus,
-        })
-    }
-}
-
-impl PollPolicy {
-    /// Refuses a policy that names a processor that this machine does not have.
-    ///
-    /// # Errors
-    /// [`NoSuchProcessor`].
-    pub fn check(&self) -> Result<(), NoSuchProcessor> {
-        affinity::check(&self.cpus)
-    }
-}
-
-impl fmt::Display for PollPolicy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self.placement {
-            Placement::Shared => "shared",
-            Placement::Dedicated => "dedicated",
-        })?;
-        if self.spin == Spin::Busy {
-            f.write_str(":busy")?;
-        }
-        for (i, cpu) in self.cpus.iter().enumerate() {
-            write!(f, "{}{cpu}", if i == 0 { '@' } else { '+' })?;
-        }
-        Ok(())
-    }
-}
 
 /// All pollers of the process.
 #[derive(Debug, Default)]
@@ -119,10 +24,12 @@ pub struct Pollers {
     crowded: Mutex<Vec<usize>>,
 }
 
-/// The pollers that were started for one policy.
+/// The pollers that were started for one policy, and that learn the same.
 #[derive(Debug)]
 struct Group {
     policy: PollPolicy,
+    /// Choices of its pollers.
+    learning: Learning,
     /// Shared pollers live as long as the group; dedicated ones as long as their queue.
     shared: Vec<Arc<Poller>>,
     dedicated: Vec<Weak<Poller>>,
@@ -141,6 +48,7 @@ impl Group {
             &format!("poll-{kind}-{}", self.started),
             cpu,
             self.policy.spin,
+            self.learning,
             threads,
         )?;
         self.started += 1;
@@ -189,9 +97,9 @@ impl Pollers {
     }
 
     /// The poller for one more shadow queue.
-    pub(crate) fn place(&self, policy: &PollPolicy) -> io::Result<Arc<Poller>> {
+    pub(crate) fn place(&self, policy: &PollPolicy, learning: Learning) -> io::Result<Arc<Poller>> {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
-        let poller = self.place_among(&mut groups, policy)?;
+        let poller = self.place_among(&mut groups, policy, learning.of_poller())?;
         let mut told = self.crowded.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(cpu) = poller.cpu()
             && let Some(names) = crowd(&groups, cpu)
@@ -207,13 +115,20 @@ impl Pollers {
         Ok(poller)
     }
 
-    fn place_among(&self, groups: &mut Vec<Group>, policy: &PollPolicy) -> io::Result<Arc<Poller>> {
-        let index = match groups.iter().position(|group| group.policy == *policy) {
+    fn place_among(
+        &self,
+        groups: &mut Vec<Group>,
+        policy: &PollPolicy,
+        learning: Learning,
+    ) -> io::Result<Arc<Poller>> {
+        let is_same = |group: &Group| group.policy == *policy && group.learning == learning;
+        let index = match groups.iter().position(is_same) {
             Some(index) => index,
             None => {
                 let policy = policy.clone();
                 groups.push(Group {
                     policy,
+                    learning,
                     shared: Vec::new(),
                     dedicated: Vec::new(),
                     started: 0,
@@ -308,15 +223,26 @@ mod tests {
             placement: Placement::Dedicated,
             ..PollPolicy::default()
         };
-        let first = pollers.place(&policy).expect("thread");
-        let second = pollers.place(&policy).expect("thread");
+        let first = pollers.place(&policy, Learning::default()).expect("thread");
+        let second = pollers.place(&policy, Learning::default()).expect("thread");
         assert!(!Arc::ptr_eq(&first, &second));
         assert_eq!(pollers.stats().len(), 2);
         drop(first);
         assert_eq!(pollers.stats().len(), 1);
-        let shared = pollers.place(&PollPolicy::default()).expect("thread");
-        drop(shared);
+        let place = |fixed: &str| {
+            let learning = fixed.parse().expect("names");
+            pollers
+                .place(&PollPolicy::default(), learning)
+                .expect("thread")
+        };
+        let shared = pollers
+            .place(&PollPolicy::default(), Learning::default())
+            .expect("thread");
         assert_eq!(pollers.stats().len(), 2);
+        // What a poller does not decide does not part its queues.
+        assert!(Arc::ptr_eq(&shared, &place("moderation+governor")));
+        assert!(!Arc::ptr_eq(&shared, &place("spin+governor")));
+        assert_eq!(pollers.stats().len(), 3);
     }
 
     #[test]
@@ -325,7 +251,9 @@ mod tests {
             let pollers = Pollers::new();
             let policies = policies.iter().map(|text| text.parse().expect("valid"));
             let placed: Vec<_> = policies
-                .map(|policy: PollPolicy| pollers.place(&policy).expect("thread"))
+                .map(|policy: PollPolicy| {
+                    pollers.place(&policy, Learning::default()).expect("thread")
+                })
                 .collect();
             let told = pollers.crowded.lock().expect("not poisoned").clone();
             drop(placed);
@@ -344,8 +272,8 @@ mod tests {
         }
         let pollers = Pollers::new();
         let policy = "dedicated:busy@0".parse().expect("valid");
-        drop(pollers.place(&policy).expect("thread"));
-        let _next = pollers.place(&policy).expect("thread");
+        drop(pollers.place(&policy, Learning::default()).expect("thread"));
+        let _next = pollers.place(&policy, Learning::default()).expect("thread");
         assert!(
             pollers.crowded.lock().expect("not poisoned").is_empty(),
             "one after the other"
@@ -369,13 +297,19 @@ mod tests {
             placement: Placement::Dedicated,
             ..PollPolicy::default()
         };
-        let _shared = pollers.place(&PollPolicy::default()).expect("a thread");
-        let _queue = pollers.place(&dedicated).expect("a thread");
+        let _shared = pollers
+            .place(&PollPolicy::default(), Learning::default())
+            .expect("a thread");
+        let _queue = pollers
+            .place(&dedicated, Learning::default())
+            .expect("a thread");
         assert_eq!(
             *started.lock().expect("not poisoned"),
             ["poll-shared-0", "poll-queue-0"]
         );
-        let refused = pollers.place(&dedicated).expect_err("no more");
+        let refused = pollers
+            .place(&dedicated, Learning::default())
+            .expect_err("no more");
         assert_eq!(refused.to_string(), "enough");
         assert_eq!(pollers.stats().len(), 2);
     }

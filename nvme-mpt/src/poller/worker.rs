@@ -17,11 +17,12 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 use vmm_sys_util::timerfd::TimerFd;
 
-use super::courtesy::Courtesy;
+use super::offer_processor;
 use super::park::Waker;
-use super::placement::Spin;
+use super::policy::Spin;
 use super::threads::Threads;
-use crate::clock::{Ticks, ticks_in};
+use crate::clock::{Rate, Ticks};
+use crate::learn::{Courtesy, Learning, SpinTime};
 use crate::memory::Cell32;
 use crate::memory::system::pin_this_thread;
 use crate::shadow::ShadowQueue;
@@ -30,11 +31,6 @@ use crate::stats::PollerStats;
 /// Passes without work that follow one another without a pause: a guest with one command in flight
 /// answers within them, and a pause would be part of its latency.
 const EAGER_PASSES: u32 = 64;
-
-/// Bounds of the time that a poller spins for work before it parks, between which it learns. It spins longer
-/// when work came soon after it had parked, and less when it slept for long.
-const SPIN_MIN: Duration = Duration::from_micros(20);
-const SPIN_MAX: Duration = Duration::from_millis(4);
 
 /// Doorbells that cannot notify are looked at this often while nothing happens.
 const TIMED_MIN: Duration = Duration::from_micros(50);
@@ -121,6 +117,7 @@ impl Poller {
         name: &str,
         cpu: Option<usize>,
         spin: Spin,
+        learning: Learning,
         threads: &Threads,
     ) -> io::Result<Self> {
         let waker = Waker::new()?;
@@ -153,7 +150,7 @@ impl Poller {
             {
                 warn!("The poller stays unpinned: processor {cpu} cannot be used: {error}");
             }
-            worker.run(spin);
+            worker.run(spin, learning);
         });
         let thread = threads.spawn(name, work)?;
         Ok(Self {
@@ -269,11 +266,11 @@ struct Worker {
 }
 
 impl Worker {
-    fn run(mut self, spin: Spin) {
-        let (spin_min, spin_max) = (ticks_in(SPIN_MIN), ticks_in(SPIN_MAX));
-        let due_soon = ticks_in(DUE_SOON);
-        let mut spin_budget = spin_min;
-        let mut courtesy = Courtesy::default();
+    fn run(mut self, spin: Spin, learning: Learning) {
+        let rate = Rate::of_this_machine();
+        let due_soon = rate.ticks(DUE_SOON);
+        let mut spin_time = SpinTime::new(learning.spin, rate);
+        let mut courtesy = Courtesy::new(learning.courtesy, rate);
         let mut idle_since = None;
         let mut empty_passes = 0_u32;
         let mut pass_began = Ticks::now();
@@ -297,25 +294,18 @@ impl Worker {
             pass_began = now;
             empty_passes = empty_passes.wrapping_add(1);
             let idle = now.since(*idle_since.get_or_insert(now));
-            if courtesy.spin(idle) {
-                // A poller that sleeps beside a busy thread gets the processor back sooner than
-                // one that spins.
-                spin_budget = spin_min;
+            if courtesy.is_due(idle) && courtesy.offered(idle, offer_processor()) {
+                spin_time.crowded();
                 pass_began = Ticks::now();
             } else if empty_passes > EAGER_PASSES {
                 std::hint::spin_loop();
             }
             if spin == Spin::Adaptive
-                && (idle >= spin_budget || self.queues.is_empty())
+                && (idle >= spin_time.ticks() || self.queues.is_empty())
                 && self.until_due(now).is_none_or(|ticks| ticks > due_soon)
             {
                 let (found_work, slept) = self.park(idle);
-                // Had the spin been a little longer, there would have been no need to park.
-                spin_budget = if found_work && slept < spin_max {
-                    (spin_budget * 2).min(spin_max)
-                } else {
-                    (spin_budget / 2).max(spin_min)
-                };
+                spin_time.slept(slept, found_work);
                 pass_began = Ticks::now();
                 // Doorbells that have to be looked at by the clock stay idle until they move.
                 if found_work || !self.is_timed() {

@@ -24,7 +24,8 @@ use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::{Nsid, QueueId};
 use nvme_mpt::spec::registers::Doorbell as Register;
 use nvme_mpt::{
-    Attachment, AttachmentConfig, CqConfig, Gpa, MemoryRegion, PollPolicy, Pollers, SqConfig,
+    Attachment, AttachmentConfig, CqConfig, Gpa, Learning, MemoryRegion, PollPolicy, Pollers,
+    SqConfig,
 };
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::command::{DataPointer, Sqe};
@@ -98,6 +99,7 @@ impl Rig {
             queue_pairs: 1,
             doorbells: nvme_mpt::DoorbellMode::Shadow,
             poll: PollPolicy::default(),
+            learning: Learning::default(),
             pollers: Pollers::new(),
             memory: nvme_mpt::MemoryKinds::default(),
             serial: None,

@@ -25,8 +25,8 @@ use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{
-    Attachment, AttachmentConfig, CqConfig, DoorbellMode, Drive, Gpa, MemoryRegion, PollPolicy,
-    Pollers, SqConfig,
+    Attachment, AttachmentConfig, CqConfig, DoorbellMode, Drive, Gpa, Learning, MemoryRegion,
+    PollPolicy, Pollers, SqConfig,
 };
 use nvme_mpt_fuzz::Input;
 use nvme_mpt_tests::command::Sqe;
@@ -98,6 +98,7 @@ impl Lane {
             queue_pairs: 1,
             doorbells: DoorbellMode::Trap,
             poll: PollPolicy::default(),
+            learning: Learning::default(),
             pollers: pollers.clone(),
             memory: nvme_mpt::MemoryKinds::default(),
             serial: None,
@@ -255,6 +256,7 @@ impl Fixture {
         let options = ControllerOptions {
             // Nobody is to be aborted: the drive has all the time of an input.
             deadline: Duration::from_secs(3600),
+            ..ControllerOptions::default()
         };
         let controller =
             VfioController::open(model.clone(), options, &Threads::default()).expect("a drive");

@@ -27,8 +27,8 @@ use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{
-    Attachment, AttachmentConfig, CqConfig, DoorbellMode, Drive, Gpa, MemoryRegion, PollPolicy,
-    Pollers, SqConfig,
+    Attachment, AttachmentConfig, CqConfig, DoorbellMode, Drive, Gpa, Learning, MemoryRegion,
+    PollPolicy, Pollers, SqConfig,
 };
 use nvme_mpt_fuzz::{Input, RINGS};
 use nvme_mpt_vmm::drives::{self, DriveOptions};
@@ -141,6 +141,7 @@ impl Lane {
             // The registers, which no data can be written over.
             doorbells: DoorbellMode::Trap,
             poll: PollPolicy::default(),
+            learning: Learning::default(),
             pollers: pollers.clone(),
             memory: nvme_mpt::MemoryKinds::default(),
             serial: None,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
 use nvme_mpt::{
-    Attachment, AttachmentConfig, DoorbellMode, Gpa, MemoryRegion, PollPolicy, Pollers,
+    Attachment, AttachmentConfig, DoorbellMode, Gpa, Learning, MemoryRegion, PollPolicy, Pollers,
 };
 use nvme_mpt_vmm::drives::{self, DriveOptions};
 use vmm_device::{Bar, MsixMasking, NvmeFunction};
@@ -45,6 +45,7 @@ impl Fixture {
             queue_pairs: 4,
             doorbells: mode,
             poll: PollPolicy::default(),
+            learning: Learning::default(),
             pollers: Pollers::new(),
             memory: nvme_mpt::MemoryKinds::default(),
             serial: None,

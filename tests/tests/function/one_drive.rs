@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use nvme_mpt::lease::{ByteRange, Lease, LeaseError, LeaseRequest, Ledger};
 use nvme_mpt::{AttachError, Attachment, AttachmentConfig, Drive};
-use nvme_mpt::{DoorbellMode, MemoryKinds, PollPolicy, Pollers};
+use nvme_mpt::{DoorbellMode, Learning, MemoryKinds, PollPolicy, Pollers};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath, OpenDriveError};
 
 use crate::common::LEASE;
@@ -36,6 +36,7 @@ fn attach(drive: &Arc<Drive>, lease: Lease) -> Result<Attachment, AttachError> {
         queue_pairs: 1,
         doorbells: DoorbellMode::Shadow,
         poll: PollPolicy::default(),
+        learning: Learning::default(),
         pollers: Pollers::new(),
         memory: MemoryKinds::default(),
         serial: None,

@@ -6,7 +6,7 @@ mod failures;
 use std::sync::Arc;
 
 use nvme_mpt::lease::{ByteRange, LeaseRequest};
-use nvme_mpt::{Attachment, AttachmentConfig};
+use nvme_mpt::{Attachment, AttachmentConfig, Learning};
 use nvme_mpt_tests::admin::log;
 use nvme_mpt_tests::command::{Sqe, io};
 use nvme_mpt_tests::controller::{Config, Controller};
@@ -449,6 +449,7 @@ fn part_of_a_zone_is_not_leased() {
             queue_pairs: 1,
             doorbells: nvme_mpt::DoorbellMode::Trap,
             poll: "shared".parse().unwrap(),
+            learning: Learning::default(),
             pollers: host.pollers.clone(),
             memory: nvme_mpt::MemoryKinds::default(),
             serial: None,

@@ -41,7 +41,10 @@ pub(crate) fn open(
 ) -> Result<Arc<Drive>, ControllerError> {
     let controller = VfioController::open(
         model.clone(),
-        ControllerOptions { deadline },
+        ControllerOptions {
+            deadline,
+            ..ControllerOptions::default()
+        },
         &Threads::default(),
     )?;
     let path = "0000:01:00.0";

@@ -263,6 +263,7 @@ fn open_controller(
             let backing = VfioBacking::open(*address)?;
             let options = ControllerOptions {
                 deadline: options.deadline,
+                ..ControllerOptions::default()
             };
             VfioController::open(Arc::new(backing), options, threads).map_err(|source| {
                 OpenDriveError::Controller {

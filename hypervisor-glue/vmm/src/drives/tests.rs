@@ -2,7 +2,8 @@ use std::fs;
 
 use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger};
 use nvme_mpt::{
-    AttachError, Attachment, AttachmentConfig, DoorbellMode, MemoryKinds, PollPolicy, Pollers,
+    AttachError, Attachment, AttachmentConfig, DoorbellMode, Learning, MemoryKinds, PollPolicy,
+    Pollers,
 };
 use nvme_software::model::Size;
 
@@ -145,6 +146,7 @@ fn config(drive: &Arc<Drive>, range: &str) -> AttachmentConfig {
         queue_pairs: 1,
         doorbells: DoorbellMode::Shadow,
         poll: PollPolicy::default(),
+        learning: Learning::default(),
         pollers: Pollers::new(),
         memory: MemoryKinds::default(),
         serial: None,

@@ -15,7 +15,8 @@ use nvme_mpt::memory::{Mapping, memfd};
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{
-    Attachment, AttachmentConfig, CqConfig, DoorbellBuffer, DoorbellMode, Gpa, Pollers, SqConfig,
+    Attachment, AttachmentConfig, CqConfig, DoorbellBuffer, DoorbellMode, Gpa, Learning, Pollers,
+    SqConfig,
 };
 use vm_device::DeviceMmio;
 use vm_device::bus::MmioAddress;
@@ -165,6 +166,7 @@ fn polled(doorbells: DoorbellMode, poll: &str) -> (FunctionDevice, Arc<Asked>) {
         queue_pairs: QUEUE_PAIRS,
         doorbells,
         poll: poll.parse().unwrap(),
+        learning: Learning::default(),
         pollers: Pollers::new(),
         memory: nvme_mpt::MemoryKinds::default(),
         serial: None,

@@ -7,11 +7,13 @@ use std::os::fd::RawFd;
 use zerocopy::IntoBytes;
 
 use super::*;
+use crate::clock::Rate;
 use crate::dma::{DmaWindow, MemoryRegion};
 use crate::host::idle::IdleController;
 use crate::host::{Completes, CompletionTaker, HostCompletion, HostMemory};
 use crate::interrupt::InterruptGate;
 use crate::iova::IovaSpace;
+use crate::learn::Choice;
 use crate::memory::memfd;
 use crate::poller::Waker;
 use crate::spec::ids::{CommandId, Lba, Nsid};
@@ -129,7 +131,7 @@ impl Guest {
         let host = holding.host().create_queue(slots).expect("a queue");
         let drive = IdleController::drive();
         let lists = ListMemory::new(space, slots.into()).expect("memory");
-        let gate = InterruptGate::new(None, Arc::default());
+        let gate = InterruptGate::new(None, Arc::default(), Choice::Learned, Rate::NANOSECOND);
         let cq = CompletionQueue::new((QUEUE, CQ, ENTRIES), &context, None, gate, Arc::default());
         let sq = SubmissionQueue::new((QUEUE, SQ, ENTRIES), &context, None, Arc::default());
         let blocks = LeasedBlocks {

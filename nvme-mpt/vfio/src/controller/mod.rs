@@ -26,15 +26,18 @@ use vmm_sys_util::eventfd::EventFd;
 pub use error::ControllerError;
 
 use super::backing::Backing;
+use super::pair::Governor;
 use admin_queue::AdminQueue;
 use doorbell_buffer::DoorbellBuffer;
 use identity::Identity;
+use nvme_mpt::clock::Rate;
 use nvme_mpt::event::{DriveEvent, Event, EventQueue};
 use nvme_mpt::host::{
     HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace, HostQueuePair,
     Incidents, Limits, QueuePairUse, TemperatureThresholds,
 };
 use nvme_mpt::iova::IovaSpace;
+use nvme_mpt::learn::Learning;
 use nvme_mpt::poller::Threads;
 use nvme_mpt::spec::log::{ErrorInformation, SmartHealth};
 use queue_pairs::QueuePairs;
@@ -47,12 +50,15 @@ pub struct ControllerOptions {
     /// Time that the drive may take for a command before it is aborted, and the drive reset if that does not
     /// help. Guests' drivers wait for 30 s before they reset their own controller.
     pub deadline: Duration,
+    /// Choices for what learns; those [of a drive](Learning::of_drive) count.
+    pub learning: Learning,
 }
 
 impl Default for ControllerOptions {
     fn default() -> Self {
         Self {
             deadline: Duration::from_secs(10),
+            learning: Learning::default(),
         }
     }
 }
@@ -148,12 +154,14 @@ impl PhysicalDrive {
         // Whoever had it before may have left it enabled.
         registers.disable()?;
         let iovas = backing.usable_iovas();
-        let space = Arc::new(IovaSpace::behind_iommu(backing.iommu(), &iovas));
+        let space = IovaSpace::behind_iommu(backing.iommu(), &iovas);
+        let space = Arc::new(space.with_budget(options.learning.budget));
         let dstrd = registers.cap().dstrd();
         let mut admin = AdminQueue::new(backing.clone(), &space, dstrd)?;
         recovery::enable(backing.as_ref(), &registers, &mut admin)?;
         let identity = Identity::read(&mut admin, registers.version())?;
-        let pairs = QueuePairs::grant(&mut admin, backing.as_ref(), registers.cap())?;
+        let governor = Governor::new(options.learning.governor, Rate::of_this_machine());
+        let pairs = QueuePairs::grant(&mut admin, backing.as_ref(), registers.cap(), governor)?;
         let offered = identity.controller.oacs.doorbell_buffer_config();
         let buffer = if offered && pairs.fit_doorbell_buffer(dstrd) {
             let buffer = DoorbellBuffer::new(&space)?;

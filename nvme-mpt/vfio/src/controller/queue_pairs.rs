@@ -47,6 +47,7 @@ impl QueuePairs {
         admin: &mut AdminQueue,
         backing: &dyn Backing,
         cap: Cap,
+        governor: Governor,
     ) -> Result<Self, ControllerError> {
         let (doorbells, first) = backing.doorbells();
         let room = doorbells.len().saturating_sub(first) as u64;
@@ -62,7 +63,7 @@ impl QueuePairs {
             total,
             entries,
             pairs: Vec::new(),
-            governor: Arc::new(Governor::new()),
+            governor: Arc::new(governor),
         })
     }
 

@@ -14,7 +14,7 @@
 use std::sync::Arc;
 
 use super::flight::{Flight, Flights, Landing, LateCommand};
-use super::governor::{Class, Governor, Window};
+use super::governor::{Governor, Window};
 use super::member::{Member, Waiting};
 use super::rings::{PairDoorbells, Rings};
 use super::sharing::Sharing;
@@ -22,6 +22,7 @@ use super::split::WholeLimit;
 use super::stats::PairStats;
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::{CompletionTaker, HostCompletion, HostMemory};
+use nvme_mpt::learn::Class;
 use nvme_mpt::spec::cqe::Cqe;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;

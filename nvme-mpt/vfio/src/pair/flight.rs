@@ -4,8 +4,8 @@
 //! for, and little written down. Commands of members that share, and parts of commands that are
 //! split, go by a number of the queue pair's own.
 
-use super::governor::Class;
 use nvme_mpt::clock::Ticks;
+use nvme_mpt::learn::Class;
 use nvme_mpt::spec::ids::CommandId;
 use nvme_mpt::spec::status::Status;
 

@@ -2,10 +2,10 @@
 
 use std::collections::VecDeque;
 
-use super::governor::Class;
 use super::split::{PARENT_BYTES_MAX, Splits, WholeLimit};
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::HostCompletion;
+use nvme_mpt::learn::Class;
 use nvme_mpt::spec::sqe::Sqe;
 
 /// Weight of a command that transfers less, or nothing.

@@ -3,8 +3,9 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::governor::{Governor, WINDOW_MAX, Window};
+use super::governor::{Governor, Window};
 use nvme_mpt::clock::Ticks;
+use nvme_mpt::learn::WINDOW_MAX;
 
 /// Last commands of members, which decide if one is alone.
 #[derive(Clone, Copy, Debug, Default)]

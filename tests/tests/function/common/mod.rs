@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use nvme_mpt::lease::{ByteRange, FormerData, Lease, LeaseError, LeaseRequest, Ledger};
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::stats::{PollerStats, QueueStats};
-use nvme_mpt::{Attachment, AttachmentConfig, Drive, Gpa, MemoryRegion, Pollers};
+use nvme_mpt::{Attachment, AttachmentConfig, Drive, Gpa, Learning, MemoryRegion, Pollers};
 use nvme_mpt_tests::bar::{Bar, DoorbellWindow};
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
@@ -179,6 +179,7 @@ impl Host {
             queue_pairs: setup.queue_pairs,
             doorbells,
             poll: setup.poll.parse().unwrap(),
+            learning: Learning::default(),
             pollers: self.pollers.clone(),
             memory: nvme_mpt::MemoryKinds::default(),
             serial: None,

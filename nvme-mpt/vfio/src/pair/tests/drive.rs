@@ -7,7 +7,9 @@ use super::super::doorbell::{BufferedDoorbell, DriveDoorbell};
 use super::super::governor::Governor;
 use super::super::rings::PairDoorbells;
 use super::super::{Pair, PairConfig};
+use nvme_mpt::clock::Rate;
 use nvme_mpt::iova::IovaSpace;
+use nvme_mpt::learn::Choice;
 use nvme_mpt::memory::{Cell32, CompletionRing, Mapping, SubmissionRing};
 use nvme_mpt::spec::cqe::Cqe;
 use nvme_mpt::spec::ids::{CommandId, QueueId};
@@ -41,7 +43,7 @@ pub(super) struct FakeDrive {
 impl FakeDrive {
     /// A drive and its queue pair of `entries` entries.
     pub(super) fn new(entries: u32, max_transfer: u64, has_buffer: bool) -> (Self, Pair) {
-        let governor = Arc::new(Governor::with_millisecond(1_000_000));
+        let governor = Arc::new(Governor::new(Choice::Learned, Rate::NANOSECOND));
         Self::governed(entries, max_transfer, has_buffer, governor)
     }
 

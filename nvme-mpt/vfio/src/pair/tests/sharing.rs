@@ -7,8 +7,9 @@ use super::super::VfioQueue;
 use super::super::governor::Governor;
 use super::drive::FakeDrive;
 use super::{Lender, command, submit_at};
-use nvme_mpt::clock::Ticks;
+use nvme_mpt::clock::{Rate, Ticks};
 use nvme_mpt::host::HostCompletion;
+use nvme_mpt::learn::Choice;
 use nvme_mpt::spec::ids::CommandId;
 use nvme_mpt::spec::nvm::ReadWrite;
 use nvme_mpt::spec::opcode::NvmOpcode;
@@ -182,7 +183,18 @@ fn idle(pairs: usize) -> impl Iterator<Item = Load> {
 
 /// Runs guests on a drive for some time.
 fn simulate(speed: Speed, pairs: usize, loads: &[Load], time: u64) -> Vec<Seen> {
-    let governor = Arc::new(Governor::with_millisecond(MILLISECOND));
+    simulate_with(Choice::Learned, speed, pairs, loads, time)
+}
+
+/// The same with a choice of the window.
+fn simulate_with(
+    governor: Choice,
+    speed: Speed,
+    pairs: usize,
+    loads: &[Load],
+    time: u64,
+) -> Vec<Seen> {
+    let governor = Arc::new(Governor::new(governor, Rate::NANOSECOND));
     let (fakes, handles): (Vec<_>, Vec<_>) = (0..pairs)
         .map(|_| FakeDrive::governed(512, MAX_TRANSFER, false, governor.clone()))
         .unzip();
@@ -479,5 +491,41 @@ fn a_loud_guest_has_the_drive_back_when_the_quiet_one_is_gone() {
         let after = of_last_second(&loads);
         println!("{after} of {alone} commands");
         assert!(after >= alone * 98 / 100, "{after} of {alone}");
+    }
+}
+
+#[test]
+fn no_fixed_window_suits_every_drive_as_the_learned_one_does() {
+    let small = Load { depth: 256, ..LOUD };
+    let large = Load {
+        bytes: 128 << 10,
+        ..small
+    };
+    for (name, speed) in [
+        ("serial", SERIAL),
+        ("emulated", EMULATED),
+        ("parallel", PARALLEL),
+    ] {
+        for loud in [small, large] {
+            let others: Vec<_> = idle(1).collect();
+            let run = |choice, loads: &[Load]| {
+                let loads = [loads, &others].concat();
+                simulate_with(choice, speed, 1, &loads, SECOND)
+            };
+            let quiet_alone = run(Choice::Learned, &[QUIET])[0].p99;
+            let loud_alone = run(Choice::Learned, &[loud])[0].commands;
+            let [fixed, learned] = [Choice::Fixed, Choice::Learned].map(|choice| {
+                let seen = run(choice, &[QUIET, loud]);
+                let p99 = seen[0].p99 * 100 / quiet_alone;
+                let commands = seen[1].commands * 100 / loud_alone;
+                let kib = loud.bytes >> 10;
+                println!(
+                    "{name}, {kib} KiB, {choice:?}: quiet's p99 {p99} %, loud's commands {commands} %"
+                );
+                (p99, commands)
+            });
+            assert!(learned.0 <= 300, "{learned:?}");
+            assert!(fixed.0 >= 350 || fixed.1 <= learned.1, "{fixed:?}");
+        }
     }
 }

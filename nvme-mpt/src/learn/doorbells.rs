@@ -1,12 +1,17 @@
-//! Rule that decides when doorbells are worth mapping. It has no clock of its own.
+//! Moments at which doorbells are worth mapping.
 //!
 //! To map and unmap them takes the hypervisor a while, and its guest another while to find its way again, so it pays
 //! only for many writes. The unit of time here, a *hold*, is a hundred times what that took last. Doorbells are
 //! mapped when [`EXITS`] writes exited within a hold, and stay mapped until a hold goes by with fewer than
 //! [`KEPT_BY`] I/Os. Since there is a hold at least between mapping and unmapping, both together take at most a
 //! hundredth of the time in which they are of use, whatever the guest does.
+//!
+//! The fixed alternative has them mapped at all times. A poller then reads the doorbells of an idle guest by a timer.
 
 use std::time::Duration;
+
+use super::Choice;
+use crate::clock::{Rate, Ticks};
 
 /// Writes within a hold that exit, after which doorbells are mapped. Few beside the thousands of I/Os
 /// that a hold is good for, and more than a guest writes that does something now and then.
@@ -17,7 +22,7 @@ const EXITS: u32 = 32;
 const KEPT_BY: u64 = EXITS as u64 / 4;
 
 /// A hold, as a multiple of what mapping and unmapping takes.
-const SHARE: u32 = 100;
+const SHARE: u64 = 100;
 
 /// The shortest hold: longer than a poller spins before it sleeps, so that it is I/O that has ceased, and
 /// not just the next that is not there yet.
@@ -27,52 +32,57 @@ const HOLD_MIN: Duration = Duration::from_millis(10);
 /// tried.
 const GUESS: Duration = Duration::from_millis(2);
 
-/// A moment: the time since any other.
-pub(super) type Moment = Duration;
-
 /// Decides on one function's doorbells.
 #[derive(Debug)]
-pub(super) struct Hysteresis {
-    /// Cost of the last one.
-    mapping: Duration,
-    unmapping: Duration,
+pub struct Hysteresis {
+    choice: Choice,
+    rate: Rate,
+    hold_min: u64,
+    /// Cost of the last one, in ticks.
+    mapping: u64,
+    unmapping: u64,
     phase: Phase,
 }
 
 #[derive(Debug)]
 enum Phase {
     /// Writes exit: so many, in the hold that began then.
-    Trapped { since: Moment, exits: u32 },
+    Trapped { since: Ticks, exits: u32 },
     /// They are stores: with so many I/Os done by then, when the hold began.
-    Mapped { since: Moment, done: u64 },
+    Mapped { since: Ticks, done: u64 },
 }
 
-impl Default for Hysteresis {
-    fn default() -> Self {
+impl Hysteresis {
+    /// Doorbells that are trapped.
+    #[must_use]
+    pub fn new(choice: Choice, rate: Rate) -> Self {
+        let guess = rate.ticks(GUESS);
         Self {
-            mapping: GUESS,
-            unmapping: GUESS,
+            choice,
+            rate,
+            hold_min: rate.ticks(HOLD_MIN),
+            mapping: guess,
+            unmapping: guess,
             phase: Phase::Trapped {
-                since: Moment::ZERO,
+                since: Ticks::default(),
                 exits: 0,
             },
         }
     }
-}
 
-impl Hysteresis {
-    fn hold(&self) -> Duration {
-        (SHARE * (self.mapping + self.unmapping)).max(HOLD_MIN)
+    fn hold(&self) -> u64 {
+        let costs = self.mapping.saturating_add(self.unmapping);
+        costs.saturating_mul(SHARE).max(self.hold_min)
     }
 
-    /// A write has exited. Returns whether [`Self::wants_mapped`] says something else now.
-    pub(super) fn exited(&mut self, now: Moment) -> bool {
+    /// Notes a write that has exited. Returns whether [`Self::wants_mapped`] returns something else now.
+    pub fn exited(&mut self, now: Ticks) -> bool {
         let hold = self.hold();
         let Phase::Trapped { since, exits } = &mut self.phase else {
             // It was under way when they were mapped.
             return false;
         };
-        if now.saturating_sub(*since) > hold {
+        if now.since(*since) > hold {
             (*since, *exits) = (now, 0);
         }
         *exits += 1;
@@ -80,7 +90,10 @@ impl Hysteresis {
     }
 
     /// Returns whether doorbells are better mapped, with `done` I/Os done until now.
-    pub(super) fn wants_mapped(&mut self, now: Moment, done: u64) -> bool {
+    pub fn wants_mapped(&mut self, now: Ticks, done: u64) -> bool {
+        if self.choice == Choice::Fixed {
+            return true;
+        }
         let hold = self.hold();
         match &mut self.phase {
             Phase::Trapped { exits, .. } => *exits >= EXITS,
@@ -88,7 +101,7 @@ impl Hysteresis {
                 since,
                 done: before,
             } => {
-                if now.saturating_sub(*since) < hold {
+                if now.since(*since) < hold {
                     return true;
                 }
                 let goes_on = done.saturating_sub(*before) >= KEPT_BY;
@@ -100,24 +113,24 @@ impl Hysteresis {
 
     /// Returns the time for which [`Self::wants_mapped`] stays the same, unless a write exits; `None` for
     /// ever.
-    pub(super) fn unchanged_for(&self, now: Moment) -> Option<Duration> {
-        match self.phase {
-            Phase::Trapped { .. } => None,
-            Phase::Mapped { since, .. } => {
-                let end = since.saturating_add(self.hold());
-                Some(end.saturating_sub(now))
+    pub fn unchanged_for(&self, now: Ticks) -> Option<Duration> {
+        match (self.choice, &self.phase) {
+            (Choice::Learned, Phase::Mapped { since, .. }) => {
+                let left = self.hold().saturating_sub(now.since(*since));
+                Some(self.rate.time(left))
             }
+            _ => None,
         }
     }
 
-    /// They were mapped, which took so long.
-    pub(super) fn mapped(&mut self, now: Moment, took: Duration, done: u64) {
+    /// Notes that they were mapped, which took so many ticks, with `done` I/Os done until now.
+    pub fn mapped(&mut self, now: Ticks, took: u64, done: u64) {
         self.mapping = took;
         self.phase = Phase::Mapped { since: now, done };
     }
 
-    /// They were unmapped, which took so long; or could not be mapped.
-    pub(super) fn unmapped(&mut self, now: Moment, took: Duration) {
+    /// Notes that they were unmapped, which took so many ticks; or could not be mapped.
+    pub fn unmapped(&mut self, now: Ticks, took: u64) {
         self.unmapping = took;
         self.phase = Phase::Trapped {
             since: now,
@@ -130,33 +143,34 @@ impl Hysteresis {
 mod tests {
     use super::*;
 
-    const MS: Duration = Duration::from_millis(1);
-    const US: Duration = Duration::from_micros(1);
+    /// In ticks of a simulated clock.
+    const US: u64 = 1000;
+    const MS: u64 = 1000 * US;
 
     /// A guest, its VMM and time, all made up.
     struct Scene {
         hysteresis: Hysteresis,
-        now: Moment,
+        now: Ticks,
         done: u64,
         is_mapped: bool,
         /// Costs of mapping, and of unmapping.
-        costs: [Duration; 2],
+        costs: [u64; 2],
         exits: u64,
         toggles: u64,
-        toggling: Duration,
+        toggling: u64,
     }
 
     impl Scene {
-        fn new(costs: [Duration; 2]) -> Self {
+        fn new(costs: [u64; 2]) -> Self {
             Self {
-                hysteresis: Hysteresis::default(),
-                now: Duration::from_secs(1),
+                hysteresis: Hysteresis::new(Choice::Learned, Rate::NANOSECOND),
+                now: Ticks(1000 * MS),
                 done: 0,
                 is_mapped: false,
                 costs,
                 exits: 0,
                 toggles: 0,
-                toggling: Duration::ZERO,
+                toggling: 0,
             }
         }
 
@@ -167,7 +181,7 @@ mod tests {
                 return;
             }
             let cost = self.costs[usize::from(self.is_mapped)];
-            self.now += cost;
+            self.now.0 += cost;
             self.toggling += cost;
             self.toggles += 1;
             self.is_mapped = wanted;
@@ -179,12 +193,12 @@ mod tests {
         }
 
         /// Time goes by, and the control thread wakes up when it is to.
-        fn pass(&mut self, time: Duration) {
-            let end = self.now + time;
+        fn pass(&mut self, ticks: u64) {
+            let end = Ticks(self.now.0 + ticks);
             while let Some(time) = self.hysteresis.unchanged_for(self.now)
-                && self.now + time <= end
+                && self.now.0 + Rate::NANOSECOND.ticks(time) <= end.0
             {
-                self.now += time;
+                self.now.0 += Rate::NANOSECOND.ticks(time);
                 self.decide();
             }
             self.now = self.now.max(end);
@@ -203,7 +217,7 @@ mod tests {
             self.done += 1;
         }
 
-        fn ios(&mut self, count: u32, every: Duration) {
+        fn ios(&mut self, count: u32, every: u64) {
             for _ in 0..count {
                 self.io();
                 self.pass(every);
@@ -221,7 +235,7 @@ mod tests {
         ] {
             let mut scene = Scene::new(costs);
             scene.ios(10_000, every);
-            assert_eq!(scene.toggles, 1, "{every:?}");
+            assert_eq!(scene.toggles, 1, "{every}");
             assert_eq!(scene.exits, u64::from(EXITS));
             scene.pass(100 * scene.hysteresis.hold());
             assert!(!scene.is_mapped);
@@ -254,20 +268,32 @@ mod tests {
     }
 
     #[test]
+    fn fixed_doorbells_are_mapped_before_the_first_write_and_stay_so() {
+        let mut scene = Scene::new([100 * US, 100 * US]);
+        scene.hysteresis = Hysteresis::new(Choice::Fixed, Rate::NANOSECOND);
+        scene.decide();
+        scene.ios(1000, 100 * US);
+        scene.pass(10_000 * MS);
+        assert_eq!(scene.hysteresis.unchanged_for(scene.now), None);
+        scene.decide();
+        assert_eq!((scene.toggles, scene.exits, scene.is_mapped), (1, 0, true));
+    }
+
+    #[test]
     fn writes_under_way_when_they_are_mapped_change_nothing() {
-        let mut hysteresis = Hysteresis::default();
-        hysteresis.mapped(MS, MS, 0);
-        assert!(!(0..2 * EXITS).any(|_| hysteresis.exited(MS)));
-        assert!(hysteresis.wants_mapped(MS, 0));
+        let mut hysteresis = Hysteresis::new(Choice::Learned, Rate::NANOSECOND);
+        hysteresis.mapped(Ticks(MS), MS, 0);
+        assert!(!(0..2 * EXITS).any(|_| hysteresis.exited(Ticks(MS))));
+        assert!(hysteresis.wants_mapped(Ticks(MS), 0));
     }
 
     proptest::proptest! {
         /// The share of time holds for a guest that tries to make it toggle, whatever that costs.
         #[test]
         fn toggling_takes_a_hundredth_at_most(
-            mapping in 1_u32..50_000,
-            unmapping in 1_u32..50_000,
-            bursts in proptest::collection::vec((1_u32..100, 0_u32..1000, 0_u32..2_000_000), 1..200),
+            mapping in 1_u64..50_000,
+            unmapping in 1_u64..50_000,
+            bursts in proptest::collection::vec((1_u32..100, 0_u64..1000, 0_u64..2_000_000), 1..200),
         ) {
             let costs = [mapping * US, unmapping * US];
             let mut scene = Scene::new(costs);
@@ -278,10 +304,10 @@ mod tests {
             }
             // The first one, of which nobody knew what it takes, is on top.
             let first = costs[0] + costs[1];
-            let all = scene.now - began;
+            let all = scene.now.since(began);
             proptest::prop_assert!(
                 scene.toggling <= all / SHARE + first,
-                "{:?} of {all:?}, {} toggles", scene.toggling, scene.toggles
+                "{} of {all}, {} toggles", scene.toggling, scene.toggles
             );
         }
     }

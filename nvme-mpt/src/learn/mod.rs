@@ -1,0 +1,177 @@
+//! All that learns: decisions that follow what was measured, each with a fixed alternative.
+//!
+//! | name | what it decides | inputs | fixed |
+//! |---|---|---|---|
+//! | `spin` | time that a poller spins before it parks ([`SpinTime`]) | length of each sleep, and what ended it | 100 us |
+//! | `courtesy` | time that a thread spins before it offers its processor ([`Courtesy`]) | cost of each offer | 5 us |
+//! | `moderation` | completions that share an interrupt ([`Moderation`]) | times of completions and submissions | one batch |
+//! | `governor` | bytes that busy guests have in a shared drive ([`HeavyWindow`]) | latencies of quiet guests | 256 KiB |
+//! | `doorbells` | moments at which doorbells are mapped and trapped ([`Hysteresis`]) | exits, commands, costs of both | mapped |
+//! | `budget` | IOMMU mappings of one VM ([`Budget`]) | mappings in use | a sixteenth |
+//!
+//! # Contract
+//! - **Pure.** A decision follows from the inputs alone. Nothing here reads a clock, sleeps, yields, locks or allocates:
+//!   the caller measures, and passes [`Ticks`](crate::clock::Ticks).
+//! - **Clock.** All times are ticks of one clock, whose [`Rate`](crate::clock::Rate) is given at set-up. Tests and
+//!   simulations pass [`Rate::NANOSECOND`](crate::clock::Rate::NANOSECOND).
+//! - **Fixed alternative.** With [`Choice::Fixed`], inputs change nothing, and the decision is the constant above.
+//! - **Switch.** [`Learning`] has a choice for each; an operator writes the names, as in `fixed=moderation+doorbells`.
+//! - **Worth.** `docs/performance.md` has the effect of each, against its fixed alternative. What has none is deleted.
+
+mod budget;
+mod courtesy;
+mod doorbells;
+mod governor;
+mod moderation;
+mod spin;
+
+use std::fmt;
+use std::str::FromStr;
+
+#[cfg(test)]
+pub(crate) use budget::{ASSURED, FOR_ASSURED, FOR_DRIVER};
+pub use budget::{Budget, NoMapping, Used};
+pub use courtesy::Courtesy;
+pub use doorbells::Hysteresis;
+pub use governor::{Class, HeavyWindow, Terms, WINDOW_MAX};
+pub use moderation::Moderation;
+pub use spin::SpinTime;
+
+/// Source of one kind of decisions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Choice {
+    /// Decisions follow what was measured.
+    #[default]
+    Learned,
+    /// Decisions are constants.
+    Fixed,
+}
+
+/// Choices for all that learns. The text form names what is fixed: `moderation+doorbells`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Learning {
+    /// Time that a poller spins before it parks.
+    pub spin: Choice,
+    /// Time that a poller spins before it offers its processor.
+    pub courtesy: Choice,
+    /// Completions that share an interrupt.
+    pub moderation: Choice,
+    /// Bytes that busy guests have in a shared physical drive.
+    pub governor: Choice,
+    /// Moments at which doorbells are mapped and trapped.
+    pub doorbells: Choice,
+    /// IOMMU mappings of one VM.
+    pub budget: Choice,
+}
+
+/// One of the choices.
+type Part = fn(&mut Learning) -> &mut Choice;
+
+/// Names of the choices.
+const NAMES: [(&str, Part); 6] = [
+    ("spin", |learning| &mut learning.spin),
+    ("courtesy", |learning| &mut learning.courtesy),
+    ("moderation", |learning| &mut learning.moderation),
+    ("governor", |learning| &mut learning.governor),
+    ("doorbells", |learning| &mut learning.doorbells),
+    ("budget", |learning| &mut learning.budget),
+];
+
+impl Learning {
+    /// Returns the choices that belong to a poller; the others learn.
+    #[must_use]
+    pub fn of_poller(self) -> Self {
+        let Self { spin, courtesy, .. } = self;
+        Self {
+            spin,
+            courtesy,
+            ..Self::default()
+        }
+    }
+
+    /// Returns the choices that belong to a drive; the others learn.
+    #[must_use]
+    pub fn of_drive(self) -> Self {
+        let Self {
+            governor, budget, ..
+        } = self;
+        Self {
+            governor,
+            budget,
+            ..Self::default()
+        }
+    }
+}
+
+impl FromStr for Learning {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let mut learning = Self::default();
+        for name in text.split('+') {
+            let Some((_, choice)) = NAMES.iter().find(|(known, _)| *known == name) else {
+                let known = NAMES.map(|(known, _)| known).join(", ");
+                return Err(format!(
+                    "`{name}` does not learn; join names by +, from {known}"
+                ));
+            };
+            *choice(&mut learning) = Choice::Fixed;
+        }
+        Ok(learning)
+    }
+}
+
+impl fmt::Display for Learning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut learning = *self;
+        let mut separator = "";
+        for (name, choice) in NAMES {
+            if *choice(&mut learning) == Choice::Fixed {
+                write!(f, "{separator}{name}")?;
+                separator = "+";
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_what_is_fixed_read_and_print_alike() {
+        let all = NAMES.map(|(name, _)| name);
+        for name in all {
+            let learning: Learning = name.parse().expect("a name");
+            assert_eq!(learning.to_string(), name);
+            let differs = learning != Learning::default();
+            assert!(differs, "{name}");
+        }
+        let both: Learning = "doorbells+moderation".parse().expect("two names");
+        assert_eq!(both.to_string(), "moderation+doorbells");
+        assert_eq!(
+            both,
+            Learning {
+                moderation: Choice::Fixed,
+                doorbells: Choice::Fixed,
+                ..Learning::default()
+            }
+        );
+        for text in ["", "all", "spin+", "spin,budget"] {
+            let error = text.parse::<Learning>().expect_err(text);
+            assert!(
+                error.ends_with("spin, courtesy, moderation, governor, doorbells, budget"),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn choices_belong_to_a_poller_a_drive_or_a_function() {
+        let all = NAMES.map(|(name, _)| name).join("+");
+        let all: Learning = all.parse().expect("names");
+        assert_eq!(all.of_poller().to_string(), "spin+courtesy");
+        assert_eq!(all.of_drive().to_string(), "governor+budget");
+    }
+}

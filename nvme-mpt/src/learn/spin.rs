@@ -1,0 +1,100 @@
+//! Time that a poller spins for work before it parks.
+//!
+//! It spins twice as long when work came soon after it had parked: had the spin been a little longer, there would have
+//! been no need to park. It spins half as long when it slept for long.
+
+use std::time::Duration;
+
+use super::Choice;
+use crate::clock::Rate;
+
+/// Bounds of the time.
+const MIN: Duration = Duration::from_micros(20);
+const MAX: Duration = Duration::from_millis(4);
+
+/// The fixed time: about that of falling asleep and being woken. So the two together take at most twice the time that
+/// the better one would.
+const FIXED: Duration = Duration::from_micros(100);
+
+/// Learns the time that a poller spins before it parks.
+#[derive(Debug)]
+pub struct SpinTime {
+    ticks: u64,
+    min: u64,
+    max: u64,
+}
+
+impl SpinTime {
+    /// The shortest time, or the fixed one.
+    #[must_use]
+    pub fn new(choice: Choice, rate: Rate) -> Self {
+        let [min, max] = match choice {
+            Choice::Learned => [MIN, MAX],
+            Choice::Fixed => [FIXED; 2],
+        };
+        let [min, max] = [min, max].map(|time| rate.ticks(time));
+        Self {
+            ticks: min,
+            min,
+            max,
+        }
+    }
+
+    /// Returns the time, in ticks.
+    #[inline]
+    #[must_use]
+    pub fn ticks(&self) -> u64 {
+        self.ticks
+    }
+
+    /// Notes a sleep of so many ticks, and whether there was work at its end.
+    pub fn slept(&mut self, ticks: u64, found_work: bool) {
+        self.ticks = if found_work && ticks < self.max {
+            (self.ticks * 2).min(self.max)
+        } else {
+            (self.ticks / 2).max(self.min)
+        };
+    }
+
+    /// Notes that another thread needs the processor. One that sleeps beside a busy thread gets the processor back
+    /// sooner than one that spins.
+    pub fn crowded(&mut self) {
+        self.ticks = self.min;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn short_sleeps_lengthen_the_spin_and_long_ones_shorten_it() {
+        let mut spin = SpinTime::new(Choice::Learned, Rate::NANOSECOND);
+        assert_eq!(spin.ticks(), 20_000);
+        for expected in [40_000, 80_000, 160_000] {
+            spin.slept(100_000, true);
+            assert_eq!(spin.ticks(), expected);
+        }
+        spin.slept(100_000, false);
+        assert_eq!(spin.ticks(), 80_000, "nothing was there");
+        spin.slept(4_000_000, true);
+        assert_eq!(spin.ticks(), 40_000, "it was not soon");
+        for _ in 0..20 {
+            spin.slept(100_000, true);
+        }
+        assert_eq!(spin.ticks(), 4_000_000);
+        spin.crowded();
+        assert_eq!(spin.ticks(), 20_000);
+    }
+
+    #[test]
+    fn a_fixed_spin_stays() {
+        let mut spin = SpinTime::new(Choice::Fixed, Rate::NANOSECOND);
+        for (ticks, found_work) in [(1, true), (1, true), (1 << 40, false)] {
+            spin.slept(ticks, found_work);
+            assert_eq!(spin.ticks(), 100_000);
+        }
+        spin.crowded();
+        assert_eq!(spin.ticks(), 100_000);
+    }
+}

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use nvme_mpt::host::NamespaceFormat;
 use nvme_mpt::lease::{PrivateError, make_state_folder};
 use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::{Drive, Pollers};
+use nvme_mpt::{Drive, Learning, Pollers};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath, OpenDriveError};
 use thiserror::Error;
 use vmm_device::{MsixMasking, NvmeFunction};
@@ -266,12 +266,16 @@ fn drive_options(
         .map_err(|_| differ("profile"))?;
     let faults = common(sharing.clone().filter_map(|other| other.faults.clone()))
         .map_err(|_| differ("faults"))?;
+    let fixed = sharing.clone().map(|other| other.fixed.of_drive());
+    let fixed = fixed.filter(|fixed| *fixed != Learning::default());
+    let learning = common(fixed).map_err(|_| differ("fixed"))?;
     let timeout =
         common(sharing.filter_map(|other| other.timeout)).map_err(|_| differ("timeout"))?;
     let default = DriveOptions::default();
     Ok(DriveOptions {
         lba_size: lba.unwrap_or_default().bytes(),
         deadline: timeout.unwrap_or(default.deadline),
+        learning: learning.unwrap_or_default(),
         profile,
         faults,
         ..default

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use nvme_mpt::lease::identity::default_id;
 use nvme_mpt::lease::{ByteRange, FormerData, Lease, LeaseError, LeaseRequest, Ledger, RangeError};
 use nvme_mpt::wipe::{WipeError, wipe};
-use nvme_mpt::{AttachError, Attachment, AttachmentConfig, Drive, Learning, Pollers};
+use nvme_mpt::{AttachError, Attachment, AttachmentConfig, Drive, Pollers};
 use thiserror::Error;
 
 use crate::drives::{self, DriveOptions, DrivePath, OpenDriveError};
@@ -102,7 +102,7 @@ pub fn attach(
         doorbells: options.doorbells,
         pollers: pollers.clone(),
         poll: options.poll.clone(),
-        learning: Learning::default(),
+        learning: options.fixed,
         memory: options.memory,
         serial: options.serial.clone(),
     })?)
@@ -124,6 +124,7 @@ pub fn open(
         DriveOptions {
             lba_size: options.lba.map_or(default.lba_size, |lba| lba.bytes()),
             deadline: options.timeout.unwrap_or(default.deadline),
+            learning: options.fixed.of_drive(),
             namespace: options.namespace,
             profile: options.profile.clone(),
             faults: options.faults.clone(),

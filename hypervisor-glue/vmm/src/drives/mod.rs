@@ -11,12 +11,12 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt::Drive;
 use nvme_mpt::host::HostController;
 use nvme_mpt::lease::Bytes;
 use nvme_mpt::origin::{self, Origin};
 use nvme_mpt::poller::Threads;
 use nvme_mpt::spec::ids::Nsid;
+use nvme_mpt::{Drive, Learning};
 use nvme_software::SoftwareController;
 use nvme_software::faults::{FaultError, FaultPlan};
 use nvme_software::key_value::{KeyValueController, KeyValueError};
@@ -150,6 +150,8 @@ pub struct DriveOptions {
     pub namespace: Option<Nsid>,
     /// Time that a physical drive may take for a command, before it is aborted and the drive reset.
     pub deadline: Duration,
+    /// Choices for what learns about a physical drive.
+    pub learning: Learning,
     /// Timing of a software drive; `None` for as fast as it can be. A physical drive has its own speed.
     pub profile: Option<Arc<Profile>>,
     /// Faults of a software drive; `None` for a drive that never fails.
@@ -166,6 +168,7 @@ impl Default for DriveOptions {
             lba_size: 512,
             namespace: None,
             deadline: DEFAULT_DEADLINE,
+            learning: Learning::default(),
             profile: None,
             faults: None,
         }
@@ -263,7 +266,7 @@ fn open_controller(
             let backing = VfioBacking::open(*address)?;
             let options = ControllerOptions {
                 deadline: options.deadline,
-                ..ControllerOptions::default()
+                learning: options.learning,
             };
             VfioController::open(Arc::new(backing), options, threads).map_err(|source| {
                 OpenDriveError::Controller {

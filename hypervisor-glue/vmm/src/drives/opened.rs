@@ -9,6 +9,7 @@ use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use nvme_mpt::Learning;
 use nvme_mpt::host::HostController;
 use nvme_vfio::function::PciAddress;
 
@@ -98,7 +99,8 @@ pub(super) fn find_or_open(
     Ok(controller)
 }
 
-/// The key of an option that a drive was not opened with. One that has a profile or faults has them for all.
+/// The key of an option that a drive was not opened with. One that has a profile, faults or fixed decisions has them
+/// for all.
 fn difference(
     path: &DrivePath,
     opened: &DriveOptions,
@@ -108,6 +110,7 @@ fn difference(
         lba_size,
         namespace: _,
         deadline,
+        learning,
         profile,
         faults,
     } = wanted;
@@ -115,6 +118,10 @@ fn difference(
     let differ = [
         ("lba", !physical && *lba_size != opened.lba_size),
         ("timeout", physical && *deadline != opened.deadline),
+        (
+            "fixed",
+            *learning != Learning::default() && *learning != opened.learning,
+        ),
         ("profile", profile.is_some() && *profile != opened.profile),
         ("faults", faults.is_some() && *faults != opened.faults),
     ];

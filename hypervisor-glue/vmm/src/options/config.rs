@@ -35,6 +35,9 @@ pub struct FunctionConfig {
     /// Polling of the guest's queues.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub poll: Option<String>,
+    /// Names of what does not learn.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fixed: Option<String>,
     /// Kinds of files that the VM's memory may be in.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<String>,
@@ -76,6 +79,7 @@ impl FunctionConfig {
         "queues",
         "doorbells",
         "poll",
+        "fixed",
         "memory",
         "data",
         "serial",
@@ -104,6 +108,7 @@ impl FunctionConfig {
             queues: parsed("queues", get("queues"), str::parse)?,
             doorbells: get("doorbells"),
             poll: get("poll"),
+            fixed: get("fixed"),
             memory: get("memory"),
             data: get("data"),
             serial: get("serial"),
@@ -174,6 +179,7 @@ impl FunctionConfig {
             queues,
             doorbells,
             poll,
+            fixed,
             memory,
             data,
             serial,
@@ -190,6 +196,7 @@ impl FunctionConfig {
             ("queues", queues.map(|queues| queues.to_string())),
             ("doorbells", doorbells.clone()),
             ("poll", poll.clone()),
+            ("fixed", fixed.clone()),
             ("memory", memory.clone()),
             ("data", data.clone()),
             ("serial", serial.clone()),
@@ -224,12 +231,13 @@ mod tests {
             ("queues", "3"),
             ("doorbells", "trap"),
             ("poll", "shared"),
+            ("fixed", "moderation"),
             ("serial", "S 1"),
             ("lba", "4K"),
         ];
         let config = config(&pairs).expect("valid");
         let string = "path=\"/srv/a,b.img\",range=1M+2M,queues=3,doorbells=trap,poll=shared,\
-                      serial=S 1,lba=4096";
+                      fixed=moderation,serial=S 1,lba=4096";
         let options: FunctionOptions = string.parse().expect("valid");
         assert_eq!(config.options().expect("valid"), options);
         let physical = [

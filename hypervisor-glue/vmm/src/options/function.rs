@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nvme_mpt::attachment::MAX_QUEUE_PAIRS;
+use nvme_mpt::learn::{Choice, Learning};
 use nvme_mpt::lease::{ByteRange, FormerData};
 use nvme_mpt::poller::Placement;
 use nvme_mpt::spec::ids::Nsid;
@@ -77,6 +78,8 @@ pub struct FunctionOptions {
     pub doorbells: DoorbellMode,
     /// Polling of the guest's queues.
     pub poll: PollPolicy,
+    /// Choices for all that learns.
+    pub fixed: Learning,
     /// Kinds of files that the VM's memory may be in.
     pub memory: MemoryKinds,
     /// Fate of data that another id left in the range.
@@ -113,6 +116,7 @@ impl FunctionOptions {
             id: keys.take("id"),
             doorbells: take(keys, "doorbells", str::parse)?.unwrap_or_default(),
             poll: take(keys, "poll", str::parse)?.unwrap_or_default(),
+            fixed: take(keys, "fixed", str::parse)?.unwrap_or_default(),
             memory: take(keys, "memory", str::parse)?.unwrap_or_default(),
             data: take(keys, "data", str::parse)?.unwrap_or_default(),
             serial: take(keys, "serial", parse_serial)?,
@@ -165,6 +169,13 @@ impl FunctionOptions {
                 return Some(meaningless);
             }
         }
+        let why = "only a physical drive has queue pairs that guests share, and an IOMMU";
+        let Learning {
+            governor, budget, ..
+        } = self.fixed;
+        let fixed = [(governor, "fixed=governor"), (budget, "fixed=budget")];
+        let fixed = fixed.iter().find(|(choice, _)| *choice == Choice::Fixed);
+        let fixed = fixed.map(|(_, key)| (*key, why));
         let namespace = self.namespace.map(|_| {
             let why = "only a physical drive, as in path=0000:01:00.0, has more than one";
             ("namespace", why)
@@ -173,7 +184,7 @@ impl FunctionOptions {
             let why = "only a physical drive, as in path=0000:01:00.0, can be aborted and reset";
             ("timeout", why)
         });
-        namespace.or(timeout)
+        fixed.or(namespace).or(timeout)
     }
 }
 

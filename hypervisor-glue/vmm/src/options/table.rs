@@ -58,6 +58,12 @@ memory:SIZE or null:SIZE; functions of this server with the same path share the 
 by +, as in dedicated:busy@2+3 [default: shared]",
     ),
     option(
+        "fixed",
+        "NAME+NAME",
+        "what does not learn, joined by +: spin, courtesy, moderation, governor, doorbells, budget
+[default: all of it learns]",
+    ),
+    option(
         "memory",
         "resident|any",
         "files that the guest's memory may be in: resident (memfd, tmpfs, hugetlbfs), or any,

@@ -5,6 +5,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvme_mpt::learn::{Choice, Learning};
 use nvme_mpt::lease::{ByteRange, FormerData};
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{DoorbellMode, MemoryKinds, PollPolicy};
@@ -35,6 +36,7 @@ fn a_path_is_enough() {
             id: None,
             doorbells: DoorbellMode::Auto,
             poll: PollPolicy::default(),
+            fixed: Learning::default(),
             memory: MemoryKinds::Resident,
             data: FormerData::Refused,
             serial: None,
@@ -50,7 +52,7 @@ fn a_path_is_enough() {
 #[test]
 fn every_option_is_understood_in_any_order() {
     let options = function(
-        "serial=A 1,lba=4096,profile=nvm,faults=none,poll=dedicated,memory=any,data=wipe,doorbells=mapped,id=vm-1,queues=4,range=64G+64G,path=memory:1T",
+        "serial=A 1,lba=4096,profile=nvm,faults=none,poll=dedicated,fixed=spin+doorbells,memory=any,data=wipe,doorbells=mapped,id=vm-1,queues=4,range=64G+64G,path=memory:1T",
     );
     assert_eq!(
         options,
@@ -61,6 +63,11 @@ fn every_option_is_understood_in_any_order() {
             id: Some("vm-1".to_owned()),
             doorbells: DoorbellMode::Mapped,
             poll: "dedicated".parse().unwrap(),
+            fixed: Learning {
+                spin: Choice::Fixed,
+                doorbells: Choice::Fixed,
+                ..Learning::default()
+            },
             memory: MemoryKinds::Any,
             data: FormerData::Wiped,
             serial: Some("A 1".to_owned()),
@@ -71,7 +78,8 @@ fn every_option_is_understood_in_any_order() {
             timeout: None,
         }
     );
-    let physical = function("path=0000:01:00.0,namespace=2,timeout=30");
+    let physical = function("path=0000:01:00.0,namespace=2,timeout=30,fixed=governor+budget");
+    assert_eq!(physical.fixed.to_string(), "governor+budget");
     assert_eq!(physical.namespace, Some(Nsid(2)));
     assert_eq!(physical.timeout, Some(Duration::from_secs(30)));
     let served: ServedFunction = "path=/d,socket=/run/a.sock".parse().unwrap();
@@ -93,12 +101,12 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=/d,size=4",
-            "There is no option \"size\": the options are path, range, queues, id, doorbells, poll, memory, data, serial, \
+            "There is no option \"size\": the options are path, range, queues, id, doorbells, poll, fixed, memory, data, serial, \
              lba, profile, faults, namespace, timeout",
         ),
         (
             "path=/d,socket=/run/a.sock",
-            "There is no option \"socket\": the options are path, range, queues, id, doorbells, poll, memory, data, serial, \
+            "There is no option \"socket\": the options are path, range, queues, id, doorbells, poll, fixed, memory, data, serial, \
              lba, profile, faults, namespace, timeout",
         ),
         (
@@ -147,6 +155,16 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
              more than one; leave it out",
         ),
         (
+            "path=/d,fixed=moderation+doorbell",
+            "Option \"fixed\" cannot be \"moderation+doorbell\"\n  `doorbell` does not learn; join names by +, from spin, \
+             courtesy, moderation, governor, doorbells, budget",
+        ),
+        (
+            "path=/d,fixed=spin+governor",
+            "Option \"fixed=governor\" is not for /d: only a physical drive has queue pairs that guests share, and \
+             an IOMMU; leave it out",
+        ),
+        (
             "path=/d,timeout=5",
             "Option \"timeout\" is not for /d: only a physical drive, as in path=0000:01:00.0, can be \
              aborted and reset; leave it out",
@@ -191,7 +209,7 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
     ] {
         assert_eq!(complaint::<FunctionOptions>(text), message);
     }
-    for key in ["doorbells", "poll", "memory", "data"] {
+    for key in ["doorbells", "poll", "fixed", "memory", "data"] {
         let complaint = complaint::<FunctionOptions>(&format!("path=/d,{key}=never"));
         assert!(
             complaint.starts_with(&format!("Option \"{key}\" cannot be \"never\"\n  ")),

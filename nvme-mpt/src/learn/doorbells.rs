@@ -267,6 +267,27 @@ mod tests {
         assert_eq!((scene.toggles, scene.is_mapped), (2, false));
     }
 
+    /// One second of I/O, one of idleness: the exits, and the time that doorbells are mapped without use.
+    fn second_of_io(choice: Choice) -> (u64, u64) {
+        let mut scene = Scene::new([50 * US, 80 * US]);
+        scene.hysteresis = Hysteresis::new(choice, Rate::NANOSECOND);
+        scene.decide();
+        scene.ios(10_000, 100 * US);
+        let idle = scene.now;
+        let mut unused = 0;
+        while scene.now.since(idle) < 1000 * MS {
+            unused += u64::from(scene.is_mapped);
+            scene.pass(MS);
+        }
+        (scene.exits, unused)
+    }
+
+    #[test]
+    fn few_writes_exit_and_idle_guests_have_no_mapped_doorbells() {
+        assert_eq!(second_of_io(Choice::Learned), (u64::from(EXITS), 232));
+        assert_eq!(second_of_io(Choice::Fixed), (0, 1000));
+    }
+
     #[test]
     fn fixed_doorbells_are_mapped_before_the_first_write_and_stay_so() {
         let mut scene = Scene::new([100 * US, 100 * US]);

@@ -1,8 +1,8 @@
 //! Pollers: the threads that run shadow queues.
 //!
 //! A poller owns its shadow queues and runs them in turn; a turn ends at 64 commands or 4 MiB. Without work it spins
-//! for a time that it [learns](crate::learn), and parks (`park.rs`). Doorbells that are only stored to while they are mapped cannot
-//! wake it, so it reads them by a timer.
+//! for a time that it [learns](crate::learn), and parks (`park.rs`). Doorbells that are only stored to while they are
+//! mapped cannot wake it, so it reads them by a timer.
 
 mod affinity;
 mod park;

@@ -148,6 +148,14 @@ fn device(doorbells: DoorbellMode) -> (FunctionDevice, Arc<Asked>) {
 }
 
 fn polled(doorbells: DoorbellMode, poll: &str) -> (FunctionDevice, Arc<Asked>) {
+    learning(doorbells, poll, Learning::default())
+}
+
+fn learning(
+    doorbells: DoorbellMode,
+    poll: &str,
+    learning: Learning,
+) -> (FunctionDevice, Arc<Asked>) {
     let drive = drives::open(&"memory:1M".parse().unwrap(), DriveOptions::default()).unwrap();
     let lease = Ledger::in_process()
         .acquire(&LeaseRequest {
@@ -166,7 +174,7 @@ fn polled(doorbells: DoorbellMode, poll: &str) -> (FunctionDevice, Arc<Asked>) {
         queue_pairs: QUEUE_PAIRS,
         doorbells,
         poll: poll.parse().unwrap(),
-        learning: Learning::default(),
+        learning,
         pollers: Pollers::new(),
         memory: nvme_mpt::MemoryKinds::default(),
         serial: None,
@@ -256,11 +264,15 @@ const TAIL: Doorbell = Doorbell::SqTail(QueueId(1));
 /// A function with BAR0 in its place, an enabled controller and a queue pair, and nothing mapped.
 fn running(doorbells: DoorbellMode, poll: &str) -> (FunctionDevice, Arc<Asked>) {
     let (device, asked) = polled(doorbells, poll);
-    device.map_memory(region()).unwrap();
-    begin(&device);
-    assert_eq!(asked.mapped_at(), NOWHERE, "there is no queue yet");
-    create(&device, 1);
+    run(&device, &asked);
     (device, asked)
+}
+
+fn run(device: &FunctionDevice, asked: &Asked) {
+    device.map_memory(region()).unwrap();
+    begin(device);
+    assert_eq!(asked.mapped_at(), NOWHERE, "there is no queue yet");
+    create(device, 1);
 }
 
 /// Places BAR0 and enables the controller, as a driver does.
@@ -327,19 +339,27 @@ fn few_writes_map_nothing() {
 }
 
 #[test]
-fn pollers_that_never_sleep_have_doorbells_mapped_all_the_time() {
-    let (device, asked) = running(DoorbellMode::Auto, "shared:busy");
-    // The control thread does it when it carries out admin commands.
-    let wake = || drop(with(&device, |function| function.events_fd().write(1)));
-    await_that("it is never mapped", wake, || !asked.mapped_at().is_empty());
-    with(&device, |function| {
-        function.host().delete_sq(QueueId(1)).unwrap()
-    });
-    with(&device, |function| {
-        function.host().delete_cq(QueueId(1)).unwrap()
-    });
-    look(&device);
-    assert_eq!(asked.mapped_at(), NOWHERE);
+fn pollers_that_never_sleep_and_fixed_doorbells_have_them_mapped_all_the_time() {
+    let fixed = "doorbells".parse().unwrap();
+    for (poll, choices) in [("shared:busy", Learning::default()), ("shared", fixed)] {
+        let (device, asked) = learning(DoorbellMode::Auto, poll, choices);
+        run(&device, &asked);
+        // The control thread does it when it carries out admin commands.
+        let wake = || drop(with(&device, |function| function.events_fd().write(1)));
+        await_that("it is never mapped", wake, || !asked.mapped_at().is_empty());
+        // Longer than the control thread waits for I/O before it unmaps learned ones.
+        std::thread::sleep(Duration::from_millis(500));
+        look(&device);
+        assert_eq!(asked.mapped_at(), [BAR + DOORBELLS]);
+        with(&device, |function| {
+            function.host().delete_sq(QueueId(1)).unwrap()
+        });
+        with(&device, |function| {
+            function.host().delete_cq(QueueId(1)).unwrap()
+        });
+        look(&device);
+        assert_eq!(asked.mapped_at(), NOWHERE);
+    }
 }
 
 #[test]

@@ -232,7 +232,7 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     fn end_silent_doorbells(&self);
 
     /// Has the doorbells of the admin queue watched until the next reset, if doorbells are silent. With
-    /// [`DoorbellMode::Mapped`] they are silent from the beginning.
+    /// [`DoorbellMode::Mapped`](crate::DoorbellMode::Mapped) they are silent from the beginning.
     ///
     /// # Errors
     /// Returns the kernel's error when no poller can be started.

@@ -13,7 +13,7 @@ pub(crate) struct Extent {
     pub(crate) start: u64,
     /// Number of bytes.
     pub(crate) length: u64,
-    /// What the base is made of, where the place of each byte is not known.
+    /// Extents that the base is made of, where the place of each byte is not known.
     pub(crate) below: Vec<Extent>,
 }
 

@@ -268,7 +268,7 @@ fn buffers_at_any_alignment() {
     }
 }
 
-/// Whether the file system of the files here reads and writes past its page cache.
+/// Returns true if the file system of the files here reads and writes past its page cache.
 fn is_direct() -> bool {
     let file = NamedTempFile::new().unwrap();
     file.as_file().set_len(8192).unwrap();

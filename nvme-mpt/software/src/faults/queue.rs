@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::{Faults, REMOVED, Verdict};
-use crate::model::{Clock, DueWheel, HostClock};
+use crate::model::{Clock, DueQueue, HostClock};
 use nvme_mpt::clock::{Ticks, ticks_in};
 use nvme_mpt::host::{
     CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue, HostQueuePair,
@@ -48,7 +48,7 @@ pub struct FaultQueue<C = HostClock> {
     lost: Vec<u16>,
     /// Completion of each slot's delayed command.
     delayed: Box<[HostCompletion]>,
-    wheel: DueWheel,
+    held: DueQueue,
     hurried: bool,
     /// A command came upon a fault that breaks the controller.
     broken: bool,
@@ -85,7 +85,7 @@ impl<C> FaultQueue<C> {
             refused: Vec::with_capacity(room),
             lost: Vec::with_capacity(room),
             delayed: vec![nothing; room].into_boxed_slice(),
-            wheel: DueWheel::new(room, resolution),
+            held: DueQueue::new(room, resolution),
             hurried: false,
             broken: false,
         }
@@ -196,7 +196,7 @@ impl<C: Clock> HostQueue for FaultQueue<C> {
             refused,
             lost,
             delayed,
-            wheel,
+            held,
             ..
         } = self;
         let gone = faults.is_gone();
@@ -218,7 +218,7 @@ impl<C: Clock> HostQueue for FaultQueue<C> {
             } else {
                 *delayed = completion;
                 let due = clock.now().saturating_add(fate.delay);
-                wheel.insert(completion.slot.into(), due);
+                held.insert(completion.slot.into(), due);
             }
         }
         for completion in refused.drain(..) {
@@ -233,12 +233,12 @@ impl<C: Clock> HostQueue for FaultQueue<C> {
             }
         };
         if !self.hurried && !gone {
-            if wheel.next_due().is_some() {
-                wheel.advance(clock.now(), due);
+            if held.next_due().is_some() {
+                held.advance(clock.now(), due);
             }
             return;
         }
-        wheel.drain(&mut due);
+        held.drain(&mut due);
         for slot in lost.drain(..) {
             taker.take(HostCompletion {
                 slot,
@@ -263,7 +263,7 @@ impl<C: Clock> HostQueue for FaultQueue<C> {
     }
 
     fn next_due(&self) -> Option<Ticks> {
-        let delayed = self.wheel.next_due().map(Ticks);
+        let delayed = self.held.next_due().map(Ticks);
         [delayed, self.drive.next_due()].into_iter().flatten().min()
     }
 

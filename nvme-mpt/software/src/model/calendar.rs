@@ -1,12 +1,12 @@
 //! Completions until they are due: a calendar with a page for each unit of the near future, in a ring,
-//! and a timing wheel for what is further away.
+//! and a heap for what is further away.
 //!
 //! Nearly all that a drive has in flight is due within a millisecond. To put such a completion on its
-//! page and to take it off again costs far less than the wheel takes. Nothing is allocated after it was
+//! page and to take it off again costs far less than the heap takes. Nothing is allocated after it was
 //! made. Completions that are due in the same unit come out in no order, as a
 //! drive promises none among commands (Base 2.0, section 3.4.1).
 
-use super::wheel::DueWheel;
+use super::due::DueQueue;
 use nvme_mpt::host::HostCompletion;
 use nvme_mpt::spec::status::Status;
 
@@ -150,7 +150,7 @@ pub(super) struct Calendar {
     round: u64,
     near: Ring,
     /// Beyond the ring.
-    later: DueWheel,
+    later: DueQueue,
 }
 
 impl Calendar {
@@ -169,7 +169,7 @@ impl Calendar {
                 // One less than there are numbers at most, so that one of them is nobody's.
                 entries: vec![nothing; slots.into()].into_boxed_slice(),
             },
-            later: DueWheel::new(slots.into(), resolution),
+            later: DueQueue::new(slots.into(), resolution),
         }
     }
 
@@ -181,7 +181,6 @@ impl Calendar {
         if unit > self.near.begin + PAGES / 2 && self.near.first().is_none() {
             self.near.begin = unit;
         }
-        self.later.begin(now);
         RoundedUp(now.wrapping_add(self.round))
     }
 

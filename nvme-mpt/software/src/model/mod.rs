@@ -1,7 +1,7 @@
 //! Software drives that keep time like hardware: a model says when a command is done, a timed queue
 //! in front of a store's queue completes it then, and not before. What a command does is the store's.
 //!
-//! `calendar` holds completions until they are due (`wheel` those that are far away), `timed` is the queue, `profile`
+//! `calendar` holds completions until they are due (`due` those that are far away), `timed` is the queue, `profile`
 //! says what a drive is like, `simulation` has a model by itself, and there is a file for each model.
 //!
 //! The timed queue executes a command at once and holds its completion back. A poller asks each queue for
@@ -12,14 +12,15 @@
 //! variant of `Profile` and of `Model`, a TOML file in `resources/drives/`.
 
 mod calendar;
+mod due;
 mod nvm;
 mod profile;
 pub mod simulation;
 mod ssd;
 mod time;
 mod timed;
-mod wheel;
 
+pub(crate) use due::DueQueue;
 pub use profile::{
     KvProfile, NvmProfile, NvmRates, Profile, ProfileError, Size, SsdProfile, ZnsProfile,
 };
@@ -27,7 +28,6 @@ pub use ssd::Wear;
 pub(crate) use time::Timebase;
 pub use time::{Clock, HostClock, Span, SpanError};
 pub use timed::{TimedQueue, TimedStore};
-pub(crate) use wheel::DueWheel;
 
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -1,0 +1,189 @@
+//! Commands in the order in which they are due, for times that are too far off for a [calendar](super::calendar)'s ring.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+/// An entry of the heap, in the order in which entries come out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Entry {
+    /// In units.
+    due: u64,
+    /// Number of entries that went in before it.
+    turn: u64,
+    number: u32,
+}
+
+/// Entries, known by their number, in the order in which they are due. Entries that are due in the same unit of time
+/// come out in the order in which they went in. Nothing is allocated after it was made.
+#[derive(Debug)]
+pub(crate) struct DueQueue {
+    /// Ticks per unit of time, as a power of two.
+    shift: u32,
+    /// In units: nothing that is due before it is in here.
+    now: u64,
+    turn: u64,
+    entries: BinaryHeap<Reverse<Entry>>,
+}
+
+impl DueQueue {
+    /// A queue for `entries` entries at a time that tells times apart that are `resolution` ticks apart, or less.
+    pub(crate) fn new(entries: usize, resolution: u64) -> Self {
+        Self {
+            shift: resolution.max(1).ilog2(),
+            now: 0,
+            turn: 0,
+            entries: BinaryHeap::with_capacity(entries),
+        }
+    }
+
+    /// Returns whether something is to be taken out at `now`.
+    #[inline]
+    pub(crate) fn is_due(&self, now: u64) -> bool {
+        let now = now >> self.shift;
+        self.entries.peek().is_some_and(|first| first.0.due <= now)
+    }
+
+    /// Puts an entry in that is not in it. What is due already comes out next.
+    pub(crate) fn insert(&mut self, number: u32, due: u64) {
+        // Rounded up: never before it is due.
+        let due = due.saturating_add((1 << self.shift) - 1) >> self.shift;
+        let (due, turn) = (due.max(self.now), self.turn);
+        self.turn += 1;
+        self.entries.push(Reverse(Entry { due, turn, number }));
+    }
+
+    /// Takes out all that is due at `now`, in order.
+    pub(crate) fn advance(&mut self, now: u64, due: impl FnMut(u32)) {
+        let now = now >> self.shift;
+        self.take_out(now, due);
+        self.now = self.now.max(now);
+    }
+
+    /// Takes out everything, in order, as if it were due. Time goes on from where it was.
+    pub(crate) fn drain(&mut self, due: impl FnMut(u32)) {
+        self.take_out(u64::MAX, due);
+    }
+
+    fn take_out(&mut self, now: u64, mut due: impl FnMut(u32)) {
+        while let Some(first) = self.entries.peek()
+            && first.0.due <= now
+        {
+            due(first.0.number);
+            self.entries.pop();
+        }
+    }
+
+    /// Returns a time in ticks until which nothing has to be done; `None` if there is nothing to do.
+    pub(crate) fn next_due(&self) -> Option<u64> {
+        self.entries.peek().map(|first| first.0.due << self.shift)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn take(queue: &mut DueQueue, now: u64) -> Vec<u32> {
+        let mut out = Vec::new();
+        queue.advance(now, |number| out.push(number));
+        out
+    }
+
+    #[test]
+    fn nothing_comes_out_before_it_is_due_and_all_of_it_then() {
+        let mut queue = DueQueue::new(4, 256);
+        queue.insert(0, 1000);
+        queue.insert(1, 256);
+        queue.insert(2, u64::MAX);
+        assert_eq!(queue.next_due(), Some(256));
+        assert!(take(&mut queue, 255).is_empty());
+        assert_eq!(take(&mut queue, 256), [1]);
+        assert!(take(&mut queue, 1000).is_empty());
+        // A resolution of 256 ticks makes it 24 ticks late.
+        assert_eq!(take(&mut queue, 1024), [0]);
+        queue.insert(3, 0);
+        assert_eq!(take(&mut queue, 1024), [3]);
+        assert!(queue.next_due().is_some_and(|next| next > 1 << 62));
+    }
+
+    #[test]
+    fn hundreds_of_thousands_come_out_in_order() {
+        const COUNT: u32 = 300_000;
+        let mut queue = DueQueue::new(COUNT as usize, 1);
+        let due = |number: u32| u64::from(number).wrapping_mul(0x9E37_79B9) % 50_000_000;
+        for number in 0..COUNT {
+            queue.insert(number, due(number));
+        }
+        let mut expected: Vec<u32> = (0..COUNT).collect();
+        expected.sort_by_key(|number| due(*number));
+        let mut out = Vec::new();
+        let mut now = 0;
+        while let Some(next) = queue.next_due() {
+            assert!(next >= now);
+            now = next;
+            queue.advance(now, |number| {
+                assert!(due(number) <= now);
+                out.push(number);
+            });
+        }
+        assert_eq!(out, expected);
+    }
+
+    #[test]
+    fn what_is_drained_leaves_the_time_as_it_was() {
+        let mut queue = DueQueue::new(3, 1);
+        assert!(take(&mut queue, 100).is_empty());
+        queue.insert(0, 1 << 40);
+        queue.insert(1, 200);
+        let mut out = Vec::new();
+        queue.drain(|number| out.push(number));
+        assert_eq!((out, queue.next_due()), (vec![1, 0], None));
+        queue.insert(2, 150);
+        assert_eq!(queue.next_due(), Some(150));
+        assert!(take(&mut queue, 149).is_empty());
+        assert_eq!(take(&mut queue, 150), [2]);
+    }
+
+    proptest! {
+        /// Against a list that is sorted by due time and, within it, by when an entry went in.
+        #[test]
+        fn it_is_a_sorted_list(
+            shift in 0..12u32,
+            steps in prop::collection::vec((0..5u64, 0..40u32, 0..200u64), 1..300),
+        ) {
+            let mut queue = DueQueue::new(300, 1 << shift);
+            let unit = 1_u64 << shift;
+            let mut model: Vec<(u64, u32)> = Vec::new();
+            let (mut now, mut number) = (0_u64, 0);
+            for (kind, magnitude, value) in steps {
+                let time = value << magnitude;
+                if kind == 0 {
+                    now += time;
+                    let mut expected = Vec::new();
+                    model.retain(|&(due, number)| {
+                        let comes_out = due <= now / unit;
+                        if comes_out {
+                            expected.push((due, number));
+                        }
+                        !comes_out
+                    });
+                    expected.sort_by_key(|&(due, _)| due);
+                    let expected: Vec<u32> = expected.into_iter().map(|(_, number)| number).collect();
+                    prop_assert_eq!(take(&mut queue, now), expected);
+                } else {
+                    let due = (now + time).div_ceil(unit);
+                    queue.insert(number, now + time);
+                    model.push((due, number));
+                    number += 1;
+                }
+                let first = model.iter().map(|&(due, _)| due).min();
+                prop_assert_eq!(queue.next_due().is_some(), first.is_some());
+                if let (Some(next), Some(first)) = (queue.next_due(), first) {
+                    prop_assert!(next / unit <= first);
+                }
+            }
+        }
+    }
+}

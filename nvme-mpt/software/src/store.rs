@@ -128,6 +128,10 @@ impl<S: Store> HostQueue for SoftwareQueue<S> {
     /// Each command is executed to its end when it is rung in.
     fn cut_short(&mut self) {}
 
+    fn settle(&mut self) -> bool {
+        true
+    }
+
     fn wait_fd(&self) -> Option<RawFd> {
         None
     }

@@ -122,6 +122,10 @@ impl HostQueue for IdleQueue {
 
     fn cut_short(&mut self) {}
 
+    fn settle(&mut self) -> bool {
+        true
+    }
+
     fn wait_fd(&self) -> Option<RawFd> {
         None
     }

@@ -26,6 +26,7 @@ trait AnyQueue: fmt::Debug + Send {
     fn ring_in(&mut self, commands: &[Sqe], memory: HostMemory<'_>);
     fn reap_into(&mut self, memory: HostMemory<'_>, done: &mut Vec<HostCompletion>);
     fn cut_short(&mut self);
+    fn settle(&mut self) -> bool;
     fn wait_fd(&self) -> Option<RawFd>;
     fn has_failed(&self) -> bool;
     fn is_gone(&self) -> bool;
@@ -56,6 +57,10 @@ impl<Q: HostQueue + fmt::Debug + Send> AnyQueue for Q {
 
     fn cut_short(&mut self) {
         HostQueue::cut_short(self);
+    }
+
+    fn settle(&mut self) -> bool {
+        HostQueue::settle(self)
     }
 
     fn wait_fd(&self) -> Option<RawFd> {
@@ -117,6 +122,11 @@ impl HostQueuePair {
     /// See [`HostQueue::cut_short`].
     pub fn cut_short(&mut self) {
         self.0.cut_short();
+    }
+
+    /// See [`HostQueue::settle`].
+    pub fn settle(&mut self) -> bool {
+        self.0.settle()
     }
 
     /// See [`HostQueue::wait_fd`].

@@ -65,6 +65,12 @@ pub trait HostQueue {
     /// more commands, and is deleted when the last one has ended.
     fn cut_short(&mut self);
 
+    /// Waits for what the drive still has of it, as it is about to be dropped. Returns whether the drive has nothing
+    /// more.
+    ///
+    /// If it has, the shadow queue keeps the memory and the lease that its commands name for good.
+    fn settle(&mut self) -> bool;
+
     /// Becomes readable when completions are there, for a poller that wants to sleep; `None` if
     /// commands complete while they are rung in, so that there is nothing to wait for.
     fn wait_fd(&self) -> Option<RawFd>;

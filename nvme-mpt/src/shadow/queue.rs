@@ -72,7 +72,7 @@ pub struct ShadowQueue {
     host: HostQueuePair,
     core: ShadowCore,
     /// Dropped last: the lease lives as long as commands of it do.
-    _holding: Arc<Holding>,
+    holding: Arc<Holding>,
 }
 
 /// All of a shadow queue but its host queue, so that the two can be borrowed apart.
@@ -131,7 +131,7 @@ impl ShadowQueue {
         Self {
             host,
             core,
-            _holding: holding,
+            holding,
         }
     }
 
@@ -238,6 +238,17 @@ impl ShadowQueue {
     #[must_use]
     pub fn is_drained(&self) -> bool {
         self.core.slots.in_flight() == 0
+    }
+}
+
+impl Drop for ShadowQueue {
+    fn drop(&mut self) {
+        if !self.host.settle() {
+            // What the drive keeps may still reach the VM's memory and the leased blocks: neither becomes another's.
+            std::mem::forget(self.core.translator.table().clone());
+            std::mem::forget(std::mem::take(&mut self.core.departures));
+            std::mem::forget(self.holding.clone());
+        }
     }
 }
 

@@ -252,6 +252,10 @@ impl<C: Clock> HostQueue for FaultQueue<C> {
         self.drive.cut_short();
     }
 
+    fn settle(&mut self) -> bool {
+        self.drive.settle()
+    }
+
     fn is_polled(&self) -> bool {
         true
     }

@@ -79,6 +79,8 @@ pub struct FileQueue<R: Ring = Uring, C: Clock = HostClock> {
     pub(super) failed: bool,
     /// No further request is made.
     pub(super) cut_short: bool,
+    /// True if the kernel kept requests to the end.
+    is_given_up: bool,
 }
 
 /// Outcome of a step of a command.
@@ -131,6 +133,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             retry_at: Ticks(0),
             failed: false,
             cut_short: false,
+            is_given_up: false,
         })
     }
 
@@ -426,6 +429,24 @@ impl<R: Ring, C: Clock> HostQueue for FileQueue<R, C> {
         [look, retry].into_iter().flatten().min()
     }
 
+    /// The kernel may not write to memory that goes away with the queue.
+    fn settle(&mut self) -> bool {
+        if self.is_given_up {
+            return false;
+        }
+        let patience = if self.failed { LAST_PATIENCE } else { PATIENCE };
+        let settled = self.ring.settle(patience);
+        if !settled {
+            self.is_given_up = true;
+            error!(
+                "The kernel keeps {} requests on {} for good; memory that they name is not used again",
+                self.ring.in_flight(),
+                self.file.path.display()
+            );
+        }
+        settled
+    }
+
     fn wait_fd(&self) -> Option<RawFd> {
         Some(self.ring.fd())
     }
@@ -437,20 +458,13 @@ impl<R: Ring, C: Clock> HostQueue for FileQueue<R, C> {
 
 impl<R: Ring, C: Clock> Drop for FileQueue<R, C> {
     fn drop(&mut self) {
-        // The kernel may not write to memory that goes away with us.
-        let patience = if self.failed { LAST_PATIENCE } else { PATIENCE };
-        let settled = self.ring.settle(patience);
+        let settled = self.settle();
         for slot in 0..self.operations.len() {
             self.release(slot);
         }
         self.file.turns.leave(self.waiter());
         self.file.claims.close_lane(&self.lane);
         if !settled {
-            error!(
-                "The kernel keeps {} requests on {} for good; memory that they name is not used again",
-                self.ring.in_flight(),
-                self.file.path.display()
-            );
             std::mem::forget(std::mem::take(&mut self.operations));
         }
     }

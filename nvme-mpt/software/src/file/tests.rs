@@ -86,6 +86,8 @@ struct Kernel {
     /// Calls that it refuses from now on.
     refuses: usize,
     behind: bool,
+    /// True if it never ends what it has.
+    keeps: bool,
 }
 
 impl Kernel {
@@ -166,7 +168,11 @@ impl Ring for FakeRing {
     }
 
     fn settle(&mut self, _: Duration) -> bool {
-        true
+        let mut kernel = self.0.borrow_mut();
+        if !kernel.keeps {
+            kernel.has.clear();
+        }
+        !kernel.keeps
     }
 }
 

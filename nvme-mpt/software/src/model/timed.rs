@@ -168,6 +168,10 @@ impl<Q: TimedStore, C: Clock> HostQueue for TimedQueue<Q, C> {
         self.store.cut_short();
     }
 
+    fn settle(&mut self) -> bool {
+        self.store.settle()
+    }
+
     /// A reset of a drive takes no longer for what it has in flight.
     fn hurry(&mut self, hurried: bool) {
         self.hurried = hurried;

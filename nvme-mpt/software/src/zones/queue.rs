@@ -400,6 +400,10 @@ impl HostQueue for ZonedQueue {
         self.drive.cut_short();
     }
 
+    fn settle(&mut self) -> bool {
+        self.drive.settle()
+    }
+
     /// Nothing notifies when a store is done with a step of a reset that was made while the last one was reaped.
     fn is_polled(&self) -> bool {
         self.drive.is_polled() || (self.resets > 0 && self.drive.wait_fd().is_none())

@@ -31,9 +31,17 @@ const PAGE: u64 = crate::address::PAGE_SIZE;
 #[derive(Default)]
 struct Host {
     /// Called when a batch begins: after the poller looked for a newer table, before it reads a doorbell.
-    at_batch: Option<Box<dyn FnOnce()>>,
+    at_batch: Option<Box<dyn FnOnce() + Send>>,
     commands: Vec<Sqe>,
     done: Vec<CommandId>,
+    /// True if the drive never lets go of what it has.
+    keeps: bool,
+}
+
+impl std::fmt::Debug for Host {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_list().entries(&self.commands).finish()
+    }
 }
 
 struct Batch<'a>(&'a mut Vec<Sqe>);
@@ -73,6 +81,10 @@ impl HostQueue for Host {
     }
 
     fn cut_short(&mut self) {}
+
+    fn settle(&mut self) -> bool {
+        !self.keeps
+    }
 
     fn wait_fd(&self) -> Option<RawFd> {
         None
@@ -197,5 +209,28 @@ impl Guest {
         self.window.read(at, &mut entry).expect("mapped");
         let high = u16::from_le_bytes([entry[14], entry[15]]);
         (high & 1 == 1).then_some(Status(high >> 1))
+    }
+}
+
+#[test]
+fn what_a_drive_keeps_for_good_keeps_its_memory_and_its_lease() {
+    for keeps in [false, true] {
+        let mut guest = Guest::new(Arc::new(IovaSpace::software()));
+        guest.window.map(region(Gpa(0x8000), PAGE)).expect("free");
+        guest.poll(&mut Host::default());
+        let host = Host {
+            keeps,
+            ..Host::default()
+        };
+        guest.queue.host = HostQueuePair::new(host);
+        guest.submit_read([0x8000, 0]);
+        assert!(guest.queue.poll());
+        assert!(!guest.queue.is_drained());
+        let table = Arc::downgrade(guest.queue.core.translator.table());
+        let holding = Arc::downgrade(&guest.queue.holding);
+        // The VM goes.
+        drop(guest);
+        assert_eq!(table.upgrade().is_some(), keeps, "memory");
+        assert_eq!(holding.upgrade().is_some(), keeps, "lease");
     }
 }

@@ -196,3 +196,16 @@ fn a_request_that_is_interrupted_for_ever_is_an_error() {
         }
     }
 }
+
+#[test]
+fn a_queue_tells_of_requests_that_the_kernel_keeps_to_the_end() {
+    for keeps in [false, true] {
+        let (mut drive, ring, _) = Drive::fake();
+        drive.ring(&[drive.transfer(NvmOpcode::READ, 0, 0, 8, 0)]);
+        ring.0.borrow_mut().keeps = keeps;
+        assert_eq!(drive.queue.settle(), !keeps);
+        // Time that was waited once is not waited again when it is dropped.
+        ring.0.borrow_mut().keeps = false;
+        assert_eq!(drive.queue.settle(), !keeps);
+    }
+}

@@ -2,9 +2,10 @@
 //!
 //! The first byte of the input chooses the doorbell mode and how many commands follow, of 64 bytes
 //! each. The rest is the content of the guest's memory, from address 0 on: data, PRP lists, I/O
-//! queues and their commands, doorbell buffers. Whatever is sent, each command completes once and
-//! with the identifier it came with, or waits as a request for an event, or the controller fails;
-//! and then a reset is enough to go on.
+//! queues and their commands, doorbell buffers.
+//!
+//! Each command completes once, with its own identifier, or waits as a request for an event. Or the
+//! controller fails. A reset is then enough to go on.
 
 #![no_main]
 

@@ -1,8 +1,8 @@
 //! A guest that reads and writes configuration space, at any offset and in any length.
 //!
 //! The input is a row of accesses: kind, offset in 2 bytes, length, and for a write its data.
-//! Whatever is written, the function stays the one it is, its BARs lie at multiples of their size
-//! and move only as is reported, its capabilities can be walked, and reads return all their bytes.
+//! The function keeps its identity. Its BARs lie at multiples of their size and move only as is
+//! reported. Its capabilities can be walked, and reads return all their bytes.
 
 #![no_main]
 

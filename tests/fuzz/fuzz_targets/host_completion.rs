@@ -5,8 +5,8 @@
 //! there are. Then come steps of a byte and its operands: a guest sends a command, the drive completes
 //! one that it has, or posts something else.
 //!
-//! Whatever the drive posts, each command of each guest completes once, with success if that is all that
-//! the drive said of it, and with an error if the drive said so of any part of it.
+//! Each command of each guest completes once. It succeeds if the drive reported nothing but success for
+//! it, and fails if the drive reported an error for any part of it.
 
 #![no_main]
 

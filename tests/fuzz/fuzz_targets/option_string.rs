@@ -1,7 +1,7 @@
 //! An option string, as a person or a program writes it.
 //!
-//! Whatever it is, it is taken or refused with words; what is taken keeps to the bounds that the
-//! rest of the program relies on, and a range and a drive print as what they were read from.
+//! It is taken, or refused with words. Options that are taken keep the bounds that the rest of the
+//! program relies on. A range and a drive print as they were read.
 
 #![no_main]
 

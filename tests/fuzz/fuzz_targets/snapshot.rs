@@ -1,9 +1,9 @@
 //! A snapshot of a function that somebody made up, or changed.
 //!
-//! The first byte of the input chooses the doorbell mode, and whether the rest is bytes of a snapshot,
-//! with its first line, or a state as JSON, which gets the promises of the function that it is for, as
-//! nobody would guess its names. What is taken for a state is restored; the function then either is as
-//! after power-on, or goes on, and can be saved and reset.
+//! The first byte of the input chooses the doorbell mode and the kind of the rest: a snapshot with its
+//! first line, or a state as JSON. Such a state gets the promises of the function that it is for, as
+//! nobody would guess its names. A state that is taken is restored. The function then is as after
+//! power-on, or goes on and can be saved and reset.
 
 #![no_main]
 

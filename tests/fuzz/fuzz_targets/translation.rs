@@ -1,16 +1,14 @@
 //! A guest that submits any I/O commands, with any memory and anything in it, to a shadow queue that
 //! this thread polls itself.
 //!
-//! The first byte of the input chooses the logical block size, how many regions and commands there are, and whether
-//! the drive is divided into zones, which are empty at first, or has keys and values, of which the guest has none at
-//! first. Each region has four bytes: its first page, its length, and what a device may do with it. Each command has
+//! The first byte of the input chooses the logical block size, the number of regions and commands, and the command
+//! set. Zones are empty at first, and there are no keys. Each region has four bytes: its first page, its length, and what a device may do with it. Each command has
 //! 64 bytes. The rest is the content of the regions, one after the other.
 //!
-//! Whatever is submitted, each command completes once, with its identifier and a status that the
-//! specification has for it; one that succeeds lies in the lease. A region that a device may not write
-//! stays as it was, and so do the memory of another guest and its blocks on both sides of the lease.
-//! With zones, that one cannot write its blocks again, so they are still there only if nobody reset
-//! its zones either.
+//! Each command completes once, with its identifier and a status that the specification has for it. One
+//! that succeeds lies in the lease. A region that a device may not write stays as it was. So do another
+//! guest's memory, and its blocks on both sides of the lease. With zones, that guest cannot write its
+//! blocks again, so they are still there only if nobody reset its zones either.
 
 #![no_main]
 

@@ -1,7 +1,7 @@
 //! Tests that cross crates: functions in this process, driven by guests through their public interface.
 //!
-//! Where a guest is hostile, another one runs verified I/O on another range of the same drive, served
-//! by the same poller, and must notice nothing.
+//! Beside a hostile guest, another one runs verified I/O on another range of the same drive. The same
+//! poller serves both, and the other guest must notice nothing.
 
 mod common;
 

@@ -1,5 +1,7 @@
-//! Pause, snapshot and restore: a guest with commands in flight goes on in another function, as if
-//! nothing had been, and a snapshot that does not fit or is damaged is refused by name.
+//! Pause, snapshot and restore.
+//!
+//! A guest with commands in flight goes on in another function. A snapshot that does not fit or is
+//! damaged is refused by name.
 
 mod load;
 

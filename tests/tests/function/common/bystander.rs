@@ -1,5 +1,6 @@
-//! Another guest on another range of the same drive, served by the same pollers, which notices when
-//! anything of its own is not as it left it.
+//! Another guest on another range of the same drive, served by the same pollers.
+//!
+//! It notices when anything of its own is not as it left it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

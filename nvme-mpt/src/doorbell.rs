@@ -26,8 +26,9 @@ use crate::sync::{Ordering, fence};
 /// Path of a guest's doorbell writes to a poller.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DoorbellMode {
-    /// As in [`Self::Shadow`] for guests that set up a Doorbell Buffer, and as in [`Self::Mapped`] for
-    /// others, where the function is in the VMM's own process; elsewhere as in [`Self::Shadow`].
+    /// As in [`Self::Shadow`] for guests that set up a Doorbell Buffer. For others, as in
+    /// [`Self::Mapped`] where the function is in the VMM's own process, and elsewhere as in
+    /// [`Self::Shadow`].
     #[default]
     Auto,
     /// Stores to the Doorbell Buffer in guest memory; a register write only when EventIdx asks.

@@ -161,9 +161,9 @@ impl IovaSpace {
         VmMappings::new(&self.mappings)
     }
 
-    /// Has the IOMMU, if there is one, map all of this memory, which is the driver's own, at addresses
-    /// that nobody has, until what is returned is dropped. The memory must outlive that. `access` is the
-    /// device's.
+    /// Has the IOMMU, if there is one, map all of this memory, which is the driver's own. It is mapped
+    /// at free addresses until the returned [`IovaPart`] is dropped. The memory must outlive that.
+    /// `access` is the device's.
     ///
     /// # Errors
     /// That there are no addresses for it, or what the kernel reports.
@@ -197,9 +197,9 @@ impl IovaRange {
         self.start
     }
 
-    /// Has the IOMMU, if there is one, map `part` of this memory from `iova` on, which lies in this
-    /// range with all of it, until what is returned is dropped. The memory must outlive that.
-    /// `access` is the device's.
+    /// Has the IOMMU, if there is one, map `part` of this memory from `iova` on. All of its
+    /// addresses lie in this range. It stays mapped until the returned [`IovaPart`] is dropped. The
+    /// memory must outlive that. `access` is the device's.
     ///
     /// # Errors
     /// Returns the kernel's error; `InvalidInput` if there is no such part.

@@ -1,7 +1,7 @@
 //! Locks on ranges of files, by open file description: the kernel drops them with the description,
 //! after SIGKILL too, and they exclude other descriptions in this process as in any other.
 //!
-//! The range of an image that a lease has is locked in the image itself, since servers with another state
+//! The range of an image that a lease has is locked in the image itself. Servers with another state
 //! folder and VMMs respect no other place. Any user who may read the image can put a shared lock there,
 //! which stands in the way of an exclusive one. So [`RangeLock::claim`] distinguishes:
 //!

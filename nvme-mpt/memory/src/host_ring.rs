@@ -26,7 +26,7 @@ pub struct HostSubmissionRing {
 unsafe impl Send for HostSubmissionRing {}
 
 impl HostSubmissionRing {
-    /// The ring of `entries` entries at `offset`, or `None` if it has none, is not aligned to an
+    /// The ring of `entries` entries at `offset`. `None` if it has no entries, is not aligned to an
     /// entry or does not lie inside a mapping that can be written.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
@@ -125,7 +125,7 @@ pub struct HostCompletionRing {
 unsafe impl Send for HostCompletionRing {}
 
 impl HostCompletionRing {
-    /// The ring of `entries` entries at `offset`, or `None` if it has none, is not aligned to an
+    /// The ring of `entries` entries at `offset`. `None` if it has no entries, is not aligned to an
     /// entry's words or does not lie inside a mapping that can be written.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {

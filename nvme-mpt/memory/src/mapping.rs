@@ -95,9 +95,9 @@ impl Mapping {
 
     /// Maps `len` bytes of a device's registers, at `offset` of the file that stands for it.
     ///
-    /// Where the device is gone, all reads are ones and writes reach nothing, from the first access
-    /// that found it gone (which [`is_lost`](Self::is_lost) tells) or from
-    /// [`give_up_device`](Self::give_up_device) on.
+    /// Where the device is gone, all reads are ones and writes reach nothing. That begins with the
+    /// first access that finds it gone ([`is_lost`](Self::is_lost) reports it) or with
+    /// [`give_up_device`](Self::give_up_device).
     ///
     /// # Errors
     /// Returns the error of `mmap`; `InvalidInput` where the offset is too large.
@@ -190,9 +190,9 @@ impl Mapping {
 
     /// Takes all memory of a mapping that can be written, as if each page had been.
     ///
-    /// Until it is first written, anonymous memory is a page of zeroes that all share. A device that
-    /// may only read would be given that page by kernels before 6.2, and go on reading it when others
-    /// have long been written.
+    /// Until it is first written, anonymous memory is a page of zeroes that all share. Kernels before
+    /// 6.2 would give that page to a device that may only read. The device would go on reading it
+    /// when others have long been written.
     ///
     /// # Errors
     /// Returns the error of `madvise`: `InvalidInput` for kernels before 5.14, which cannot do it.
@@ -215,7 +215,7 @@ impl Mapping {
     pub fn discard(&self, offset: usize, len: usize) -> io::Result<()> {
         let bytes = self.bytes(offset, len).ok_or(io::ErrorKind::InvalidInput)?;
         // SAFETY: the range lies in this mapping, which is private anonymous memory when this is
-        // called (file-backed mappings would read their file again, which is as well defined).
+        // called. (File-backed mappings would read their file again, which is as well defined.)
         if unsafe { libc::madvise(bytes.as_ptr().cast(), len, libc::MADV_DONTNEED) } < 0 {
             return Err(io::Error::last_os_error());
         }
@@ -256,12 +256,12 @@ impl Mapping {
             return None;
         }
         // SAFETY: `offset` is at most the mapping's length, so the pointer stays in the mapping
-        // (or one past it), and `len` bytes from there were just checked; the lifetime is ours.
+        // (or one past it). The `len` bytes from there were just checked. The lifetime is ours.
         Some(unsafe { RawBytes::new(self.start.as_ptr().add(offset), len) })
     }
 
-    /// Returns whether what is behind the mapping went away, and zeroes (for memory whose file was cut short)
-    /// or ones (for a device) took its place. What a guest has there is lost, so its queues must stop.
+    /// Returns whether what is behind the mapping went away. Zeroes (for memory whose file was cut short) or
+    /// ones (for a device) then took its place. What a guest has there is lost, so its queues must stop.
     #[inline]
     #[must_use]
     pub fn is_lost(&self) -> bool {

@@ -29,8 +29,8 @@ impl PrivateWords {
     /// The words, to be changed.
     #[inline]
     pub fn as_mut_slice(&mut self) -> &mut [u64] {
-        // SAFETY: the mapping has `len` words and is aligned to a page, initialised to zeroes,
-        // private to this process and reached through this value only, which is borrowed for as
+        // SAFETY: the mapping has `len` words, is aligned to a page, initialised to zeroes and
+        // private to this process. It is reached through this value only, which is borrowed for as
         // long as the slice lives. (`bytes` borrows it too.)
         unsafe {
             std::slice::from_raw_parts_mut(self.mapping.start().cast::<u64>().as_ptr(), self.len)

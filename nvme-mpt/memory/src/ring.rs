@@ -172,8 +172,8 @@ pub struct CompletionRing(Entries<[AtomicU64; 2]>);
 unsafe impl Send for CompletionRing {}
 
 impl CompletionRing {
-    /// The ring of `entries` entries at `offset`, or `None` if it is not aligned to an entry's
-    /// words or does not lie inside a mapping that can be written.
+    /// The ring of `entries` entries at `offset`. `None` if it is not aligned to an entry's words
+    /// or does not lie inside a mapping that can be written.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
         if mapping.access() != Access::ReadWrite {

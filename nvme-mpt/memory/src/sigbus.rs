@@ -319,8 +319,8 @@ fn pass_on(
         }
         Some(previous) if previous.sa_sigaction == libc::SIG_IGN && !is_fault => {}
         _ => {
-            // SAFETY: with the default action, the fault that is raised again on return, or the signal that
-            // is sent again, ends the process as it would have without us.
+            // SAFETY: with the default action, the fault is raised again on return, or the signal is sent
+            // again. Either ends the process as it would have without us.
             unsafe {
                 libc::signal(signal, libc::SIG_DFL);
                 if !is_fault {

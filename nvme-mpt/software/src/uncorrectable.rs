@@ -3,8 +3,8 @@
 //!
 //! They are remembered as long as the lease that made them. They are not kept in the file: a mark that
 //! outlived the write that clears it would lose data, and the other way round only loses the mark. Each
-//! lease has room for marks of its own, so a guest takes none from others, and the next guest of a range
-//! finds none of the one before.
+//! lease has room for marks of its own, so a guest takes no room from others. The next guest of a range
+//! finds no marks of the one before.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -8,7 +8,7 @@
 
 /// Declares an open enum: a number some of whose values have names.
 ///
-/// A value without a name is as representable as one with, so that whatever a controller or a
+/// A value without a name is as representable as one with a name. So whatever a controller or a
 /// driver sends can be held, compared, printed and passed on.
 macro_rules! open_enum {
     (

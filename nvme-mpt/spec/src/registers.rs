@@ -242,8 +242,9 @@ impl Doorbell {
         4 << (dstrd & 0xF)
     }
 
-    /// Bytes that the doorbells of the admin queues and `io_queues` I/O queue pairs take, both in
-    /// BAR0 and in each of the two buffers of Doorbell Buffer Config (Base 2.0, section 5.11).
+    /// Bytes that the doorbells of the admin queues and `io_queues` I/O queue pairs take. The
+    /// number holds for BAR0 and for each of the two buffers of Doorbell Buffer Config (Base 2.0,
+    /// section 5.11).
     #[inline]
     #[must_use]
     pub const fn area(io_queues: u16, dstrd: u8) -> u64 {

@@ -6,9 +6,10 @@
 //! Lock order: `queues`, then those of the pollers and of the DMA window. None is taken on the way
 //! of an I/O.
 //!
-//! A change of a queue (an added SQ, the Doorbell Buffer) takes it from its poller, once none of its commands is in
-//! flight, and gives it back. A lease that outlives its attachment is *ending* in the ledger: the steward keeps its
-//! queues until their poller hands them over, since giving a lease back writes a file, which no poller does.
+//! A change of a queue (an added SQ, the Doorbell Buffer) waits until none of its commands is in flight. It takes
+//! the queue from its poller, and gives it back. A lease that outlives its attachment is *ending* in the ledger:
+//! the steward keeps its queues until their poller hands them over, since giving a lease back writes a file, which
+//! no poller does.
 
 mod config;
 mod doorbells;

@@ -10,7 +10,7 @@ use crate::spec::ids::QueueId;
 
 impl Attachment {
     /// Has the pollers take no more commands, and waits for those in flight. When this returns,
-    /// neither the pollers nor the host controller touch the VM's memory, every command that was
+    /// neither the pollers nor the host controller touch the VM's memory. Every command that was
     /// taken has its completion in the guest's queue, and the guest was told by an interrupt.
     /// Commands that were not taken stay where they are.
     ///

@@ -2,10 +2,10 @@
 //! once more.
 //!
 //! Nothing is noted until somebody asks for it, by a table of the VM's memory that has a note of each
-//! region's pages beside it. All writes are noted *after* they are done, so that a page which is
-//! copied when its note is found has what was written, or is found again. [`DmaWindow::start_dirty_log`]
-//! returns when every shadow queue has taken up a table with notes: from then on it notes what commands wrote
-//! when they complete, also those that were in flight before.
+//! region's pages beside it. All writes are noted *after* they are done. So a page that is copied when its
+//! note is found has what was written, or is found again. [`DmaWindow::start_dirty_log`] returns when every
+//! shadow queue has taken up a table with notes: from then on it notes what commands wrote when they
+//! complete, also those that were in flight before.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

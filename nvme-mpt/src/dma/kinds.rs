@@ -2,7 +2,7 @@
 //!
 //! A poller copies to and from guest memory itself, and a page fault there waits for as long as the
 //! file's keeper likes: behind FUSE that is a process of the client's. So by default memory is taken
-//! from the kernel alone (memfd, tmpfs, hugetlbfs), where a fault takes a free page or fails with
+//! from the kernel alone (memfd, tmpfs, hugetlbfs). A fault there takes a free page or fails with
 //! SIGBUS, which `memory/sigbus.rs` handles.
 //!
 //! Of such files, these were considered:
@@ -19,7 +19,7 @@
 //!
 //! [`MemoryKinds::Any`] takes all files, for a function with dedicated pollers: only they and the
 //! function's own control thread wait. The kernel can still hold up others of the same process that map
-//! memory at that moment, so a client that is not trusted belongs to a server of its own. A physical
+//! memory at that moment. So a client that is not trusted belongs to a server of its own. A physical
 //! drive pins all memory of its VMs under one lock of the kernel's, so it takes memory alone.
 
 use std::fmt;

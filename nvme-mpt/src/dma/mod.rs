@@ -1,24 +1,25 @@
 //! DMA windows: places of one VM's memory in this process and in the host controller's IOVA space.
 //!
-//! A VM's memory is a set of *regions*, each a range of guest physical addresses backed by a part
-//! of a file that the VMM handed over. Every region has a range of the host controller's IOVA
-//! space to itself, so a guest address becomes an IOVA only through the region it lies in, and no
-//! guest address can become an IOVA of another VM or of the host controller's own memory.
-//! (Regions may lie anywhere in 64 bits, as some VMMs use their own virtual addresses; that is why
-//! a window is not one base to add.)
+//! A VM's memory is a set of *regions*. Each is a range of guest physical addresses backed by a
+//! part of a file that the VMM handed over. Every region has a range of the host controller's IOVA
+//! space to itself. So a guest address becomes an IOVA only through the region it lies in. No guest
+//! address can become an IOVA of another VM or of the host controller's own memory. (Regions may
+//! lie anywhere in 64 bits, as some VMMs use their own virtual addresses; that is why a window is
+//! not one base to add.)
 //!
 //! Memory that a VMM maps block by block, as it plugs it, is many regions: it may unmap any of them.
-//! Those that follow one another in a file and in guest memory do so in our address space, where the
-//! file is mapped as a whole, and in the IOVA space, of which a region takes more than it needs, for
-//! those that may follow. So they are *runs*, and what is translated is looked up among few of them.
+//! Regions that follow one another in a file and in guest memory also do so in our address space.
+//! There the file is mapped as a whole. They do so in the IOVA space as well: a region takes more of
+//! it than it needs, for those that may follow. So they are *runs*, and what is translated is looked
+//! up among few of them.
 //!
 //! Pollers translate with a [`RegionTable`], an immutable snapshot. A change publishes a new table
 //! with the next generation; each shadow queue takes it up at its next pass, and reports which of the
 //! regions that went (`departure.rs`) its commands in flight use. [`DmaWindow::unmap`] returns when none does.
 //!
 //! A VM has at most 8,192 regions, in 256 files and 8 TiB of address space. A region takes IOVAs for the rest of its
-//! file with it, as long as a VM takes at most twice the IOVAs of its memory. So 1 GiB that is plugged upwards in
-//! blocks of 2 MiB is about four runs, and each block is still mapped, pinned and unmapped by itself.
+//! file with it. In all, a VM takes at most twice the IOVAs of its memory. So 1 GiB that is plugged upwards in
+//! blocks of 2 MiB is about four runs. Each block is still mapped, pinned and unmapped by itself.
 //!
 //! Data goes on where a run ends: PRP lists by pages, data blocks of SGLs in pieces (`shadow/sgl.rs`), rings by their
 //! pages (`memory/ring.rs`). A guest with a virtual IOMMU has each page mapped by itself.

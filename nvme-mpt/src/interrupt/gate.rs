@@ -274,8 +274,8 @@ mod tests {
     }
 
     proptest! {
-        /// A poller that falls asleep owes nothing that it does not wake up for, whatever was learned, and
-        /// what it wakes up for is signalled then.
+        /// A poller that falls asleep wakes up for all that it owes, whatever was learned. What it wakes
+        /// up for is signalled then.
         #[test]
         fn no_interrupt_is_lost(
             level in 0..=5_u8,

@@ -1,8 +1,8 @@
 //! IOMMU mappings that one VM may have.
 //!
 //! VFIO takes a number of mappings for each drive: 65,535, unless the host's administrator says otherwise. A VM decides
-//! how many regions its memory is in, so a few hostile ones could take all of them, and the next would get no memory. So
-//! there are three parts:
+//! how many regions its memory is in. So a few hostile VMs could take all mappings, and the next would get no memory.
+//! Hence there are three parts:
 //! - one for the driver's own queues and lists, which no VM is given;
 //! - one of which every VM may have [`ASSURED`] mappings, whatever others have: enough for memory that is not plugged
 //!   block by block;

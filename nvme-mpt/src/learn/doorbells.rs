@@ -1,10 +1,10 @@
 //! Moments at which doorbells are worth mapping.
 //!
-//! To map and unmap them takes the hypervisor a while, and its guest another while to find its way again, so it pays
+//! To map and unmap them takes the hypervisor a while, and its guest another while to find its way again. So it pays
 //! only for many writes. The unit of time here, a *hold*, is a hundred times what that took last. Doorbells are
 //! mapped when [`EXITS`] writes exited within a hold, and stay mapped until a hold goes by with fewer than
-//! [`KEPT_BY`] I/Os. Since there is a hold at least between mapping and unmapping, both together take at most a
-//! hundredth of the time in which they are of use, whatever the guest does.
+//! [`KEPT_BY`] I/Os. At least a hold lies between mapping and unmapping. So both together take at most a hundredth
+//! of the time in which they are of use, whatever the guest does.
 //!
 //! The fixed alternative has them mapped at all times. A poller then reads the doorbells of an idle guest by a timer.
 
@@ -24,8 +24,8 @@ const KEPT_BY: u64 = EXITS as u64 / 4;
 /// A hold, as a multiple of what mapping and unmapping takes.
 const SHARE: u64 = 100;
 
-/// The shortest hold: longer than a poller spins before it sleeps, so that it is I/O that has ceased, and
-/// not just the next that is not there yet.
+/// The shortest hold: longer than a poller spins before it sleeps. So it ends because I/O has ceased,
+/// and not just because the next one is not there yet.
 const HOLD_MIN: Duration = Duration::from_millis(10);
 
 /// First guess of the cost of mapping, and of unmapping: a lot, since the longer the hold, the sooner it is

@@ -2,17 +2,16 @@
 //!
 //! A guest that is interrupted for each completion while it submits more cannot spend on its I/O what interrupts
 //! cost it. One that waits for a completion, on the other hand, has nothing of an interrupt that comes late. Which
-//! of the two a guest is cannot be seen, but it can be tried: every now and then, twice or half as many
-//! completions share an interrupt for some time, and that is kept if the guest gets more done, or no less with
-//! fewer.
+//! of the two a guest is cannot be seen, but it can be tried. Every now and then, twice or half as many
+//! completions share an interrupt for some time. That is kept if the guest gets more done, or no less with fewer.
 //!
 //! An interrupt waits only as long as more completions are to be expected: commands are in flight, or
 //! the guest has just submitted some. Where that is in vain more often than not, the guest does not have as many
-//! commands outstanding, and fewer completions share an interrupt at once.
+//! commands outstanding. Then, at once, fewer completions share an interrupt.
 //!
 //! The bounds: 1 to 32 completions share an interrupt. A trial lasts 128 completions, and stays if they took 4 % less
 //! time, or at most 4 % more with fewer per interrupt. An interrupt waits at most 4 ms. Interrupt Coalescing that the
-//! guest has set holds instead, and Coalescing Disable of a vector switches this off for it (Base 2.0, sections
+//! guest has set holds instead. Coalescing Disable of a vector switches moderation off for it (Base 2.0, sections
 //! 5.27.1.6 and 5.27.1.7).
 //!
 //! The fixed alternative holds no interrupt back: one for each batch of completions. In `interrupt/simulation.rs`, no

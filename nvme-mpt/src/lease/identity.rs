@@ -67,8 +67,8 @@ impl LeaseIdentity {
     }
 }
 
-/// An id for a function and its lease where nobody chose one: the same whenever the same range of the same drive is
-/// leased, so that a server started again with the same options takes its own leases over.
+/// An id for a function and its lease where none was chosen. It is the same whenever the same range of the same
+/// drive is leased. So a server started again with the same options takes its own leases over.
 #[must_use]
 pub fn default_id(drive: &str, nsid: Nsid, range: ByteRange) -> String {
     let (drive, nsid) = nvme::as_block_device(drive, nsid.0);

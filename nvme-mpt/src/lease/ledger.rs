@@ -83,8 +83,8 @@ impl Ledger {
     /// drive and range whose holder died is taken over.
     ///
     /// # Errors
-    /// The range overlaps another lease, the id is taken or none, the range does not lie on the
-    /// drive, or the ledger's file cannot be used.
+    /// The range overlaps another lease or does not lie on the drive. The id is taken or none. The
+    /// ledger's file cannot be used.
     pub fn acquire(&self, request: &LeaseRequest<'_>) -> Result<Lease, LeaseError> {
         check_id(request.id)?;
         let blocks = request.range.to_blocks(request.lba_shift, request.blocks)?;
@@ -100,8 +100,8 @@ impl Ledger {
                 if let Some(stale) = taken_over {
                     records.remove(stale);
                 }
-                // The slot is held before the lease is in the ledger, and until it is out of it
-                // again, so that nobody ever sees a living holder's lease as stale.
+                // The slot is held before the lease is in the ledger, and until the lease is out of
+                // it again. So no process ever sees a living holder's lease as stale.
                 let (slot, holder) = exclusive.take_slot(&mut records)?;
                 let unwiped = enter(&mut records, request, slot);
                 exclusive.write(&records)?;
@@ -456,7 +456,7 @@ impl Lease {
     }
 
     /// The names that a guest sees. The same id has the same names on the same range of the same drive, and
-    /// another id others, unless the drive is of this process alone: then what it holds ends with the
+    /// another id others. The exception is a drive of this process alone: what it holds ends with the
     /// process, and so do its names.
     #[must_use]
     pub fn identity(&self) -> LeaseIdentity {

@@ -11,8 +11,8 @@ use crate::spec::ids::Lba;
 /// The suffixes of a size and the power of two that each stands for, largest first.
 const SUFFIXES: [(char, u32); 4] = [('T', 40), ('G', 30), ('M', 20), ('K', 10)];
 
-/// Leases begin and end at multiples of so many bytes: a store that changes a part of a block of that size rewrites all
-/// of it, and the rest of it must belong to no other lease.
+/// Leases begin and end at multiples of so many bytes. A store that changes a part of a block of that size rewrites all
+/// of it. So the rest of it must belong to no other lease.
 pub const BOUNDARY: u64 = 4096;
 
 /// A size that is not one.

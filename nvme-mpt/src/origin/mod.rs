@@ -2,8 +2,8 @@
 //!
 //! A file, a loop device of that file and a partition of that loop device are three paths to the same bytes. Leases,
 //! locks and the names that guests see follow the bytes. So a path is resolved to *extents*: parts of *bases*, which
-//! have stable names. A base is a disk, by its world-wide identifier or serial number, an NVMe namespace, by its drive's
-//! name, or a file, by its file system and inode.
+//! have stable names. A base is a disk, an NVMe namespace or a file. A disk is named by its world-wide identifier or
+//! serial number. A namespace is named by its drive's name, a file by its file system and inode.
 //!
 //! A device-mapper device is its table: `linear` targets are the bytes of the devices below. Other targets, such as
 //! `crypt` or `striped`, and RAID devices are bases of their own. They overlap the whole of what they are made of, but

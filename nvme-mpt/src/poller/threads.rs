@@ -18,7 +18,7 @@ pub struct Threads(Arc<Spawn>);
 impl Threads {
     /// Threads that `spawn` starts, given a name and what the thread is to do. It is called while a
     /// drive is opened, while a function attaches to its lease, and while a guest's admin command waits
-    /// for its queue, by the thread that carries that out.
+    /// for its queue. The thread that carries that out calls it.
     pub fn from_spawn(
         spawn: impl Fn(&str, Work) -> io::Result<JoinHandle<()>> + Send + Sync + 'static,
     ) -> Self {

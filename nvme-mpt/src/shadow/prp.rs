@@ -1,7 +1,7 @@
 //! PRP entries and lists (Base 2.0, section 4.1.1): from the guest's addresses to IOVAs.
 //!
 //! Each entry is read from guest memory once. A list is rebuilt, entry by entry, in memory of the
-//! slot's own, so that a host controller never reads a list that the guest can still write.
+//! slot's own. So a host controller never reads a list that the guest can still write.
 
 use super::Failure;
 use super::lists::ListMemory;

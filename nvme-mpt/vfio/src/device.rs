@@ -1,12 +1,12 @@
 //! An NVMe function behind `vfio-pci`.
 //!
 //! # Giving it up
-//! Registers may be read by one thread while another gives the function up, and whoever has the
-//! doorbells mapped keeps them mapped. [`VfioBacking::release`] therefore exchanges what is mapped
-//! before it closes the function's file: a mapping that is left would keep the file open, and the
-//! kernel waits for that file to be closed before it lets the function go. Closing it makes the
-//! kernel reset the function; only after that is memory taken out of the IOMMU, so that no transfer
-//! that is under way meets an address that is gone.
+//! One thread may read registers while another gives the function up. A holder of mapped doorbells
+//! keeps them mapped. [`VfioBacking::release`] therefore exchanges what is mapped before it closes
+//! the function's file. A mapping that is left would keep the file open. The kernel waits for that
+//! file to be closed before it lets the function go. Closing it makes the kernel reset the
+//! function; only after that is memory taken out of the IOMMU, so that no transfer that is under
+//! way meets an address that is gone.
 
 use std::fs::File;
 use std::io;

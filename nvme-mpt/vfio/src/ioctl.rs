@@ -1,7 +1,7 @@
 //! VFIO's system calls, as `linux/vfio.h` documents them; each says what the kernel says.
 //!
 //! The structures are those of the bindings. The calls are made here, because a drive that is pulled
-//! makes any of them fail, and that must be an error for the caller instead of a log line.
+//! makes any of them fail. That must be an error for the caller instead of a log line.
 #![expect(unsafe_code, reason = "system calls on VFIO's files")]
 
 use std::ffi::CStr;

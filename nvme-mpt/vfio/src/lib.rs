@@ -1,7 +1,7 @@
 //! The VFIO host controller: a physical NVMe drive, driven from user space.
 //!
-//! The driver proper knows no VFIO: it reaches the function through a [`Backing`], so that it runs
-//! on a PCI function behind `vfio-pci` as well as on an emulated one in tests.
+//! The driver proper knows no VFIO: it reaches the function through a [`Backing`]. So it runs on a
+//! PCI function behind `vfio-pci` as well as on an emulated one in tests.
 //!
 //! The drive is polled and raises no interrupts. [`pair`] shares queue pairs, `controller` brings the drive up,
 //! watches it and recovers it. Commands end only when the drive can touch memory no more. A drive that does not come

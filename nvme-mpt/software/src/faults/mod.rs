@@ -1,6 +1,6 @@
 //! Faults of a software drive, declared as data: what goes wrong, with which commands, how often.
 //!
-//! `plan` is what is written, this file decides what strikes which command, and `queue` is the layer
+//! `plan` is what is written, and this file decides what strikes which command. `queue` is the layer
 //! in front of a drive's queue that lets it happen. A drive that has no faults has no such layer.
 //!
 //! All queues of a drive share what decides, under one lock that a queue takes once for what it rings
@@ -307,7 +307,7 @@ impl Faults {
         self.tell(DriveEvent::Gone);
     }
 
-    /// Gives the namespace another size. Zones are all of one size (ZNS 1.1, section 2.1), so the last one that is not
+    /// Gives the namespace another size. Zones are all of one size (ZNS 1.1, section 2.1). So a last zone that is not
     /// there as a whole is not there at all.
     fn resize(&self, blocks: u64) {
         let blocks = blocks - blocks % self.unit;

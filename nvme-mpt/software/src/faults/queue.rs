@@ -92,9 +92,9 @@ impl<C> FaultQueue<C> {
     }
 }
 
-/// A command that takes as long as the drive takes to look at its blocks, and does nothing with them
-/// and nothing with the guest's memory (Verify; NVM 1.0, section 3.2.5). What names its blocks in a
-/// list looks at one.
+/// A command that takes as long as the drive takes to look at its blocks (Verify; NVM 1.0, section
+/// 3.2.5). It does nothing with them and nothing with the guest's memory. For a command that names
+/// its blocks in a list, it looks at one.
 fn looks_only(sqe: &Sqe) -> Sqe {
     let mut verify = Sqe::new(NvmOpcode::VERIFY.0);
     verify.set_cid(sqe.cid());

@@ -1,13 +1,13 @@
 //! A file or block device as a drive, through io_uring.
 //!
-//! Each command is a small state machine with one request to the kernel at a time (`operation`, `steps`), and `queue`
-//! runs those of one queue pair. Flush is fdatasync, FUA is RWF_DSYNC.
+//! Each command is a small state machine with one request to the kernel at a time (`operation`, `steps`). `queue`
+//! runs the commands of one queue pair. Flush is fdatasync, FUA is RWF_DSYNC.
 //!
 //! A file has one way for all of its data (`way`): past the page cache where statx names the alignment for that, else
 //! (tmpfs, no `O_DIRECT`) through it. Buffered writes on ext4 complete sooner, but fill the host's memory, and both
 //! ways at once lose data. Past the cache, memory that the device cannot take is copied through a stage (`bounces`). A
-//! write of a part of a 4 KiB block reads the block and writes all of it, and excludes other changes of the block
-//! meanwhile (`claims`). Leases begin and end at 4 KiB, so no other process writes the rest of a block.
+//! write of a part of a 4 KiB block reads the block and writes all of it. Meanwhile it excludes other changes of the
+//! block (`claims`). Leases begin and end at 4 KiB, so no other process writes the rest of a block.
 //!
 //! The file system zeroes ranges and punches holes where it can, in slices (`slices`). Parts of blocks at both ends
 //! are zeroed by hand (`zeroes`). Deallocation is advice: a range that the file system refuses keeps its data.

@@ -1,6 +1,6 @@
 //! Long work on a file, cut into slices: the kernel excludes all other I/O of the file while it deallocates or zeroes a
-//! range. So a range is done in slices of about half a millisecond, with pauses that leave most of the file's time to
-//! others while these use it.
+//! range. So a range is done in slices of about half a millisecond. Pauses between them leave most of the file's time
+//! to others while these use it.
 //!
 //! The time of a slice follows from the extents in it, which are as short as a block on a fragmented file. The next
 //! slice has the length that would have taken the right time.

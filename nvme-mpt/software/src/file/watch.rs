@@ -1,7 +1,8 @@
 //! Changes of a drive's file that none of its users made: it was cut short, removed, or replaced.
 //!
 //! No kernel interface keeps others from cutting a file short. So its size is looked at once per batch of commands
-//! that write, before any of them is made, and with its path whenever the control thread asks for damage.
+//! that write, before any of them is made. Both its size and its path are looked at whenever the control thread
+//! asks for damage.
 
 use std::fs;
 use std::io;

@@ -4,9 +4,9 @@
 //! moves values. A lease has a key space of its own, and a capacity; the two have a name in common, which
 //! is where the lease starts in the drive.
 //!
-//! A guest's keys need no translation: a lease is a key space, and its queues know no other. Values move between guest memory and requests in the poller alone, so values are allocated, and a queue
-//! of a file has at most 4 MiB of them on the way. `commands` translates them for
-//! these queues alone.
+//! A guest's keys need no translation: a lease is a key space, and its queues know no other. Values move between guest
+//! memory and requests in the poller alone, so values are allocated. A queue of a file has at most 4 MiB of them on the
+//! way. `commands` translates them for these queues alone.
 //!
 //! A Retrieve or List whose memory the VMM takes away meanwhile fails with Data Transfer Error: its address is
 //! resolved when the reply is there.

@@ -161,7 +161,7 @@ pub(super) fn change<P: PairsMut>(
             }
             let left = usage.bytes.saturating_sub(there.map_or(0, footprint));
             let bytes = left + footprint(value.len());
-            // A smaller value for a key that is there is always taken, so that a lease which became
+            // A smaller value for a key that is there is always taken. So a lease that became
             // smaller than what it holds can be brought back below its capacity.
             if bytes > capacity && bytes >= usage.bytes {
                 return Ok(Reply::of(Status::CAPACITY_EXCEEDED));

@@ -1,8 +1,8 @@
 //! Software drives that keep time like hardware: a model says when a command is done, a timed queue
 //! in front of a store's queue completes it then, and not before. What a command does is the store's.
 //!
-//! `calendar` holds completions until they are due (`due` those that are far away), `timed` is the queue, `profile`
-//! says what a drive is like, `simulation` has a model by itself, and there is a file for each model.
+//! `calendar` holds completions until they are due (`due` those that are far away). `timed` is the queue, `profile`
+//! describes a drive, and `simulation` has a model by itself. There is a file for each model.
 //!
 //! The timed queue executes a command at once and holds its completion back. A poller asks each queue for
 //! `next_due()`: it does not sleep for less than 100 us, and wakes 100 us early and spins for the rest. A queue that

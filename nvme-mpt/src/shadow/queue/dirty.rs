@@ -12,8 +12,9 @@ use crate::host::HostMemory;
 use crate::spec::cqe::Cqe;
 use crate::spec::opcode::DataTransfer;
 
-/// Notes what the host controller wrote, which is done with a command, however it ended. Where that is, is looked
-/// up in the table that the VM's memory has now, and in what went from it since the command was translated.
+/// Notes what the host controller wrote for a command that it is done with, however the command ended. The places
+/// are looked up in the table that the VM's memory has now. Memory that went since the command was translated is
+/// looked through as well.
 #[cold]
 pub(super) fn note_completed(slot: &Slot, memory: HostMemory<'_>, departures: &HeldDepartures) {
     // Of every command set, these alone write into the VM's memory.

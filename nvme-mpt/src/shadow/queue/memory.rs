@@ -14,8 +14,8 @@ use crate::memory::lost_memory_epoch;
 use crate::spec::registers::Doorbell;
 
 /// Longest time that the memory of a queue's rings may be gone before the queue fails. A VMM that changes the
-/// map of its guest's memory takes a region away and brings it back at once, as firmware makes it do when it
-/// write-protects itself with its disk driver's queues set up. The time counts from the end of the last
+/// map of its guest's memory takes a region away and brings it back at once. Firmware that write-protects
+/// itself with its disk driver's queues set up makes the VMM do so. The time counts from the end of the last
 /// change of the memory: to pin a large region takes longer.
 const SUSPENSION: Duration = Duration::from_secs(1);
 

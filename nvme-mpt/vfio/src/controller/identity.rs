@@ -185,8 +185,8 @@ fn limits(
     common: &Namespaces,
     max_transfer: u64,
 ) -> Limits {
-    // A command that is split on its way would be executed in several parts, so SGLs, whose parts
-    // cannot be named without being rewritten, are for drives that take a guest's command whole.
+    // A command that is split on its way would be executed in several parts. Parts of an SGL cannot
+    // be named unless it is rewritten. So SGLs are for drives that take a guest's command whole.
     let whole = max_transfer >= PAGE_SIZE << GUEST_MDTS;
     let sgl = id.sgls.support() == 1 && whole;
     // Copy has formats; guests are offered format 0.

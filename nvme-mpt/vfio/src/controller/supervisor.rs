@@ -1,12 +1,11 @@
 //! The thread that watches over a drive: deadlines, fatal status, removal, and events.
 //!
-//! It looks at everything ten times a second. What it finds it deals with itself, so a drive's
+//! It looks at everything ten times a second. It deals itself with what it finds. So a drive's
 //! failure costs no poller and no other drive more than the lock of a queue pair.
 //!
 //! A command beyond its deadline (`timeout=`, 10 s) is aborted. No other command gets its identifier before the drive
-//! has answered the Abort. If it is still there a second later, or the drive
-//! reports CSTS.CFS or answers no admin commands, the controller is reset and its queues are made again
-//! (`recovery.rs`).
+//! has answered the Abort. If the command is still there a second later, the controller is reset and its queues are
+//! made again (`recovery.rs`). The same happens if the drive reports CSTS.CFS or answers no admin commands.
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};

@@ -259,8 +259,8 @@ impl Flights {
         Some(entry.occupy(now))
     }
 
-    /// Takes a command down that the drive has completed, if there is no more to its end than to tell
-    /// its member, and returns its slot.
+    /// Takes a command down that the drive has completed, and returns its slot. Does so only if there
+    /// is no more to the command's end than to tell its member.
     #[inline]
     pub(super) fn land_plain(&mut self, cid: CommandId) -> Option<u16> {
         let slot = cid.0 & INDEX_MASK;

@@ -2,8 +2,8 @@
 //!
 //! A [`Pair`] is the controller's view of one queue pair: it creates, supervises and ends it. A
 //! [`VfioQueue`] is a member's view: what it submits goes to the drive in turn with the others'
-//! (`core.rs`), commands that the drive takes only in parts are split and rejoined (`split.rs`), and
-//! what becomes of a command is remembered by a host Command Identifier (`flight.rs`).
+//! (`core.rs`). Commands that the drive takes only in parts are split and rejoined (`split.rs`).
+//! What becomes of a command is remembered by a host Command Identifier (`flight.rs`).
 //!
 //! # Lock order
 //! The pair's lock, then the governor's. Each is held for one batch, and nothing waits under it.

@@ -1,15 +1,15 @@
 //! Commands that go to the drive in parts: their children.
 //!
-//! A command is split because it transfers more than the drive takes at once, or because a light
-//! member's command would wait too long for one that large ([`governor`](super::governor)). How
+//! A command is split because it transfers more than the drive takes at once. Or it is split because a
+//! light member's command would wait too long for one that large ([`governor`](super::governor)). How
 //! large a child is, is decided when it is dispatched: some whole *grains* of its parent. A drive that
 //! takes all that a guest may transfer gets commands whole: its guests are promised its atomic writes,
 //! which may be longer than a block, and use SGLs.
 //!
-//! No data is copied. A child's PRP entries are its parent's: the list that translation made for
-//! the parent lies in memory of the slot's own until the parent completes, it has no entry that
-//! points to another list (1 MiB takes 256 entries at most, half a page), and a PRP list may start
-//! at any entry (Base 2.0, section 4.1.1).
+//! No data is copied. A child's PRP entries are its parent's. The list that translation made for
+//! the parent lies in memory of the slot's own until the parent completes. It has no entry that
+//! points to another list (1 MiB takes 256 entries at most, half a page). A PRP list may start at
+//! any entry (Base 2.0, section 4.1.1).
 
 use nvme_mpt::address::PAGE_SIZE;
 use nvme_mpt::host::{HostCompletion, HostMemory};

@@ -86,8 +86,8 @@ fn the_kernel_is_asked_for_nothing_behind_the_end_of_a_file_that_was_cut_short()
     assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
 }
 
-/// The pattern after which a guest waited for ever: writes of 1 KiB, right behind them one of 14 KiB in two parts that
-/// begins in the same block, in a sparse file, with more of them under way and the thread asleep in between.
+/// The pattern after which a guest waited for ever: writes of 1 KiB in a sparse file. Right behind them comes one of
+/// 14 KiB in two parts that begins in the same block. More of them are under way, and the thread is asleep in between.
 #[test]
 fn parts_of_blocks_in_a_sparse_file_all_complete() {
     let ring = Uring::new(SLOTS.into()).expect("io_uring");

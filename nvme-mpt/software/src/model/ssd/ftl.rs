@@ -2,8 +2,8 @@
 //! for more. It knows no time; what it does to the flash it tells a [`Media`].
 //!
 //! Host pages and copied pages are written to a line each, so that data that lives long comes to lie
-//! with its like. The line with the least valid pages is collected first, a few pages for each
-//! that the host writes, so that no write waits for all of it.
+//! with its like. The line with the least valid pages is collected first. A few of its pages are
+//! collected for each page that the host writes, so that no write waits for all of it.
 
 mod state;
 
@@ -445,8 +445,8 @@ mod tests {
         drive.check();
         let wear = drive.ftl.wear();
         let amplification = (wear.host_pages + wear.copied_pages) as f64 / wear.host_pages as f64;
-        // For uniform writes and a part u of the flash in use, greedy collection is known to write
-        // about 1 / 2(1 - u) pages for each: 2.5 here.
+        // Writes are uniform, and a part u of the flash is in use. Greedy collection is then known
+        // to write about 1 / 2(1 - u) pages for each: 2.5 here.
         assert!((2.0..=3.0).contains(&amplification), "{amplification}");
         // Lines are used in turn, so that none wears out much before the others.
         let erased = drive.ftl.lines.iter().map(|line| line.erased);

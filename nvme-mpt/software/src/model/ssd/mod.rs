@@ -6,8 +6,8 @@
 //! and for the link. Copies and erasures of garbage collection keep dies and channels busy as the
 //! host's commands do, and whoever comes after them waits.
 //!
-//! `geometry` says where pages lie, `ftl` maps them and collects garbage, `flash` and `tokens` say
-//! what takes how long, `keep` keeps the map beside a drive's file.
+//! `geometry` defines where pages lie, and `ftl` maps them and collects garbage. `flash` and
+//! `tokens` define what takes how long. `keep` keeps the map beside a drive's file.
 
 mod flash;
 mod ftl;

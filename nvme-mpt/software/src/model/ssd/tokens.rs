@@ -1,8 +1,8 @@
 //! Shared bandwidth: of a flash channel, of the link to the host.
 //!
 //! Time is cut into slots, and each slot has tokens for the bytes that can move in it. A transfer takes
-//! the tokens that are left from its beginning on, so that one that begins later, because its data is
-//! not there yet, keeps nobody waiting who can begin before it.
+//! the tokens that are left from its beginning on. So one that begins later, because its data is not
+//! there yet, delays no transfer that can begin before it.
 
 use crate::model::time::{Span, Timebase};
 

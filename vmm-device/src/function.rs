@@ -73,8 +73,8 @@ pub struct AdminStats {
 ///
 /// Accesses never fail, and carry out no admin command: that is done in [`Self::process_events`].
 /// An access that resets or shuts down the controller waits for I/O commands in flight and for the drive's
-/// flush, since what the guest reads afterwards must be true. It waits 30 seconds at most in all, and then
-/// the controller has failed (`CSTS.CFS`; Base 2.0, section 3.1.3.6).
+/// flush: what the guest reads afterwards must be true. The access waits 30 seconds at most in all, and
+/// then the controller has failed (`CSTS.CFS`; Base 2.0, section 3.1.3.6).
 #[derive(Debug)]
 pub struct NvmeFunction {
     config: ConfigSpace,

@@ -1,9 +1,9 @@
 //! The guest-visible NVMe PCI function.
 //!
-//! [`NvmeFunction`] is a controller of the NVM Express Base Specification 2.0 with the NVM Command
-//! Set 1.0 and the PCIe Transport 1.0, as a guest's own driver finds it. It holds a
-//! [`nvme_mpt::HostSide`], which does the I/O. This crate has the registers, configuration space, MSI-X and admin
-//! commands. The function's VMM or server brings accesses and memory to it and carries interrupts from it.
+//! [`NvmeFunction`] is an NVMe controller as a guest's own driver finds it. It follows the NVM Express Base
+//! Specification 2.0 with the NVM Command Set 1.0 and the PCIe Transport 1.0. It holds a [`nvme_mpt::HostSide`],
+//! which does the I/O. This crate has the registers, configuration space, MSI-X and admin commands. The
+//! function's VMM or server brings accesses and memory to it and carries interrupts from it.
 //!
 //! Everything that a guest writes is untrusted. A wrong command completes with the status that the
 //! specification has for it; what no completion can tell sets `CSTS.CFS`.

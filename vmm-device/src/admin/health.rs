@@ -4,9 +4,9 @@
 //! of them: spare, wear, temperatures, hours, power cycles. What was read, written and lost is
 //! counted for the lease alone: nobody learns what others do.
 //!
-//! The drive's log is read at most once a second for a guest, every 10 s while the guest has health events enabled,
-//! and whenever the drive raises an event. A drive that is gone leaves its guest a controller that works and has no
-//! namespace. CSTS.CFS would make Linux reset the controller in vain.
+//! The drive's log is read at most once a second for a guest. It is read every 10 s while the guest has health
+//! events enabled, and whenever the drive raises an event. A drive that is gone leaves its guest a controller that
+//! works and has no namespace. CSTS.CFS would make Linux reset the controller in vain.
 
 use std::time::{Duration, Instant};
 

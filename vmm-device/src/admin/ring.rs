@@ -1,8 +1,8 @@
 //! The admin queue pair: two rings in guest memory and their doorbells (Base 2.0, section 3.3.1).
 //!
 //! Some drivers write the registers of queue 0 alone (Linux, SPDK). Others keep its doorbells in the Doorbell Buffer
-//! too, and write a register when EventIdx asks (libvfn). Both are served: EventIdx follows each tail and head, so
-//! every move leads to a register write, and a value that such a driver changed in the buffer counts.
+//! too, and write a register when EventIdx asks (libvfn). Both are served. EventIdx follows each tail and head, so
+//! every move leads to a register write. A value that a driver of the second kind changed in the buffer counts.
 
 use std::sync::atomic::{Ordering, fence};
 
@@ -103,7 +103,7 @@ impl AdminRings {
 
     /// Takes over what one doorbell holds, and has the driver write the register at its next move.
     ///
-    /// Some drivers write only the registers of the admin queue (Linux, SPDK), others keep its doorbells in
+    /// Some drivers write only the registers of the admin queue (Linux, SPDK). Others keep its doorbells in
     /// the buffer and write the register where EventIdx asks for that (libvfn; Base 2.0, sections 5.8 and
     /// B.5). EventIdx at the doorbell's value asks for every move. The driver stores the doorbell and reads
     /// EventIdx; we store EventIdx and read the doorbell. Of two moves the second may find EventIdx behind

@@ -1,7 +1,7 @@
 //! A snapshot as bytes: one line that says what follows, and the state as JSON.
 //!
-//! The line is read first, so that a snapshot of another version, one that was cut short and one
-//! that was changed are told apart, each by what is wrong with it.
+//! The line is read first. So a snapshot of another version, one that was cut short and one that
+//! was changed are each reported as what they are.
 
 use std::fmt;
 

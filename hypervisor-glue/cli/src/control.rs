@@ -1,8 +1,8 @@
 //! The control socket: one line of JSON asks, one line of JSON answers, and the connection ends.
 //!
-//! It has a thread of its own, so that asking for figures disturbs no function, and serves one
-//! client at a time, each for two seconds at most: a user with access to the socket can delay others with
-//! access to it, and nothing else.
+//! The socket has a thread of its own, so that asking for figures disturbs no function. The thread serves
+//! one client at a time, each for two seconds at most. A user with access to the socket can delay others
+//! with access to it, and nothing else.
 
 use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;

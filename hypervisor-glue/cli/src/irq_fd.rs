@@ -12,8 +12,9 @@ use vmm_sys_util::eventfd::EventFd;
 
 /// Takes what a client sent as an eventfd.
 ///
-/// A poller that serves other guests too will write to it: it has to be an eventfd, since a pipe or
-/// a file can make a write wait, and non-blocking, since a full counter can as well.
+/// A poller that serves other guests too will write to it. It has to be an eventfd, since a pipe or
+/// a file can make a write wait. It has to be non-blocking, since a full counter can make a write
+/// wait as well.
 pub(crate) fn take(fd: OwnedFd) -> io::Result<EventFd> {
     let kind = fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
     if kind.as_os_str() != "anon_inode:[eventfd]" {

@@ -2,9 +2,9 @@
 //!
 //! `nvme-mpt serve` opens drives, leases their parts, and offers each function over vfio-user ([`serve`]). An
 //! [`adaptor`] makes an NVMe function a `vfio_user_server::Device`, and a [`function_thread`] runs the
-//! two. The other commands ask a server for its figures on its control socket ([`control`], [`stats`]), change
-//! the faults of its drives ([`faults`]), find the host's physical drives ([`drives`]), take them from the host's own
-//! driver ([`mod@bind`]), and make profiles of drives ([`profile`]).
+//! two. Other commands ask a server for its figures on its control socket ([`control`], [`stats`]) and change the
+//! faults of its drives ([`faults`]). The rest find the host's physical drives ([`drives`]), take them from the
+//! host's own driver ([`mod@bind`]), and make profiles of drives ([`profile`]).
 //!
 //! [`logging`] is what a program of ours logs with.
 //!

@@ -1,8 +1,8 @@
 //! A byte stream becomes messages, and replies become bytes.
 //!
 //! [`Reader`] never reads past the message it is reading. That costs a second system call for a
-//! message with a payload, and buys that file descriptors belong to the message whose bytes they
-//! came with, however a client cuts its stream into pieces.
+//! message with a payload. In return, file descriptors belong to the message whose bytes they came
+//! with, however a client cuts its stream into pieces.
 
 use std::io;
 use std::os::fd::OwnedFd;

@@ -149,7 +149,7 @@ pub struct MappableArea {
     /// The memory.
     pub memory: Arc<OwnedFd>,
     /// Start of the *region* in `memory`: the area begins at `base + offset`. A client knows this one number
-    /// for the whole region, so the memory has room for what lies before the area (a memfd has it for
+    /// for the whole region. So the memory has room for what lies before the area (a memfd has it for
     /// nothing).
     pub base: u64,
 }

@@ -17,9 +17,8 @@ const MODE: u32 = 0o600;
 
 /// Listening UNIX socket with its file.
 ///
-/// [`Server`](crate::Server) has one. It is public for programs that offer other sockets by the same rules: the
-/// file is for this process's user alone, it replaces the file of a dead server and no other, and it is removed with the
-/// listener.
+/// [`Server`](crate::Server) has one. It is public for programs that offer other sockets by the same rules. The file is
+/// for this process's user alone. It replaces the file of a dead server and no other. It is removed with the listener.
 #[derive(Debug)]
 pub struct Listener {
     socket: UnixListener,

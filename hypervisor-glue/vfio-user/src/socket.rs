@@ -1,8 +1,9 @@
 //! Bytes and file descriptors through a UNIX socket, and the process at its other end.
 //!
-//! Sending is `vmm-sys-util`'s. Receiving is not: there the control message is received without
-//! `MSG_CMSG_CLOEXEC`, so that a process started meanwhile inherits guest memory, and where file
-//! descriptors are lost the bytes that came with them are lost too, which puts a stream out of step.
+//! Sending is `vmm-sys-util`'s. Receiving is not. `vmm-sys-util` receives the control message
+//! without `MSG_CMSG_CLOEXEC`, so that a process started meanwhile inherits guest memory. Where file
+//! descriptors are lost there, the bytes that came with them are lost too, which puts a stream out
+//! of step.
 
 #![expect(
     unsafe_code,

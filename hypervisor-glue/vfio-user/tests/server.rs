@@ -353,8 +353,8 @@ fn client_gets_interrupts_on_all_vectors() {
 fn client_may_reset_as_soon_as_it_has_connected() {
     let running = Running::one();
     let mut client = running.client();
-    // The client has the flag the wrong way round, so that it is about to reset a device that does
-    // not offer it, and this one it would not.
+    // The client has the flag the wrong way round. It would reset a device that does not offer
+    // resets, and would not reset this one.
     assert!(!client.resettable());
     client.reset().unwrap();
     client.region_write(0, 0, &[5]).unwrap();

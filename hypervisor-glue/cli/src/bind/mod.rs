@@ -1,7 +1,7 @@
 //! `nvme-mpt bind` and `nvme-mpt unbind`: a drive goes from the host's own driver to VFIO, and back.
 //!
-//! Nothing is loaded and nothing is stopped here. A drive that the host uses is refused, and held while
-//! it changes its driver, so that no program can begin to use it in between.
+//! Nothing is loaded and nothing is stopped here. A drive that the host uses is refused. Any other
+//! drive is held while it changes its driver, so that no program can begin to use it in between.
 
 use std::fmt;
 use std::fs::OpenOptions;

@@ -32,8 +32,8 @@ const UNITS_MAX: f64 = 1024.0;
 /// Makes a profile of `model = "nvm"` from a report of fio, as TOML.
 ///
 /// A job with one command in flight measures the latency (its median, at the smallest block size), the
-/// fastest job the bandwidth. Where jobs with small blocks and many of them in flight get less than that
-/// through, the drive takes as long for a small block as for a larger one: a stripe. Jobs that both read and write
+/// fastest job the bandwidth. Jobs with small blocks and many of them in flight may get less than that through.
+/// The drive then takes as long for a small block as for a larger one: a stripe. Jobs that both read and write
 /// measure neither.
 ///
 /// # Errors

@@ -120,8 +120,8 @@ fn a_profile_says_where_its_values_are_from() {
     assert_eq!(profile, expected);
 }
 
-/// Report of fio 3.39 in a guest of `resources/drives/measure.fio`, each job run for a second, on a drive
-/// with 4 units, a stripe of 32 KiB, and 5 ms and 32 MiB/s for reads, 8 ms and 24 MiB/s for writes.
+/// Report of fio 3.39 in a guest of `resources/drives/measure.fio`, each job run for a second. The drive
+/// has 4 units and a stripe of 32 KiB. Its reads have 5 ms and 32 MiB/s, its writes 8 ms and 24 MiB/s.
 const MEASURED: &str = include_str!("reports/measure.json");
 
 /// The same guest and drive: jobs from fio's command line, one of two processes that are not reported together, and one

@@ -245,9 +245,9 @@ impl FunctionDevice {
         }
     }
 
-    /// Takes the function out of the VMM. When it returns, nothing of it touches the guest's memory,
-    /// nothing of it is mapped into the guest, and what was written to the drive is durable. From
-    /// then on its slot is empty, and the drive and its lease are given back.
+    /// Takes the function out of the VMM. When it returns, nothing of the function touches the
+    /// guest's memory, and nothing of it is mapped into the guest. What was written to the drive is
+    /// durable. From then on its slot is empty, and the drive and its lease are given back.
     ///
     /// # Errors
     /// [`DeviceError::Panicked`], [`DeviceError::Memory`], [`DeviceError::End`]; it is out all the

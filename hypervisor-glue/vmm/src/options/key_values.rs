@@ -1,7 +1,7 @@
 //! `key=value,key=value`: the form of an option string, whatever its keys mean.
 //!
-//! A value that holds a comma stands in double quotes, `path="/a,b"`, and a double quote within
-//! quotes is written twice, as in the options of Cloud Hypervisor.
+//! A value that holds a comma stands in double quotes, `path="/a,b"`. A double quote within quotes
+//! is written twice. Both are as in the options of Cloud Hypervisor.
 
 use std::error::Error as StdError;
 use std::iter::Peekable;

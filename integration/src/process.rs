@@ -121,9 +121,9 @@ pub fn children_at_work() -> String {
     children.join("\n")
 }
 
-/// Reports the work of a process: its threads, with the state of each and its time in user and in kernel
-/// mode, in ticks of the kernel's clock (Linux, Documentation/filesystems/proc.rst), and the progress of its
-/// io_urings (io_uring/fdinfo.c).
+/// Reports the work of a process: its threads, and the progress of its io_urings (Linux, io_uring/fdinfo.c).
+/// Each thread comes with its state and its time in user and in kernel mode, in ticks of the kernel's clock
+/// (Documentation/filesystems/proc.rst).
 pub fn at_work(pid: u32) -> String {
     let process = PathBuf::from(format!("/proc/{pid}"));
     let Ok(threads) = std::fs::read_dir(process.join("task")) else {
@@ -224,7 +224,7 @@ impl Supervised {
                 None => command.env_remove(key),
             };
         }
-        // SAFETY: between fork and exec the closure makes one system call, which is safe after a fork, and
+        // SAFETY: between fork and exec the closure makes one system call, which is safe after a fork. It
         // touches no memory that another thread could have left locked or half-written.
         unsafe {
             command.pre_exec(
@@ -325,8 +325,8 @@ impl Drop for Supervised {
 
 type Request = (Command, Sender<io::Result<Child>>);
 
-/// Linux sends the parent-death signal when the *thread* that started the child ends, so all
-/// supervised children are started by one thread that lasts as long as the process does.
+/// Linux sends the parent-death signal when the *thread* that started the child ends. So one
+/// thread, which lasts as long as the process does, starts all supervised children.
 static SPAWNER: LazyLock<Sender<Request>> = LazyLock::new(|| {
     let (requests, inbox) = mpsc::channel::<Request>();
     std::thread::spawn(move || {

@@ -2,8 +2,8 @@
 //!
 //! The model knows, for every logical block, what it may read as. That is one thing after a write; after
 //! a deallocation, which is a hint, it is zeroes or what was there, until a read tells which. A test
-//! feeds [`Op`]s (made by [`Op::choose`] from any numbers, so that a property test can shrink them) to
-//! [`Model::step`], which runs each on the device and compares.
+//! feeds [`Op`]s to [`Model::step`], which runs each on the device and compares. [`Op::choose`] makes
+//! them from any numbers, so that a property test can shrink them.
 
 use std::collections::BTreeMap;
 

@@ -60,8 +60,8 @@ pub fn list(
     })
 }
 
-/// Writes entries into list pages. The last entry of a full page points to the next page of the list
-/// where more entries follow, and is an ordinary one where it is the last.
+/// Writes entries into list pages. Where more entries follow, the last entry of a full page points
+/// to the next page of the list. Where it is the last of all, it is an ordinary one.
 fn chain(
     memory: &GuestMemory,
     mut entries: &[u64],

@@ -1,8 +1,8 @@
 //! Division of the drive, and the proof that each guest kept to its part.
 //!
-//! Between, before and after the ranges lie guards, which no guest leases. The host marks them, each guest
-//! fills its whole range with blocks that name the guest and the block, and in the end the host reads
-//! the drive: every byte of it has one right value.
+//! Between, before and after the ranges lie guards, which no guest leases. The host marks them. Each guest
+//! fills its whole range with blocks that name the guest and the block. In the end the host reads the
+//! drive: every byte of it has one right value.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};

@@ -140,9 +140,9 @@ impl Channel {
         })
     }
 
-    /// Says empty lines, which the agent ignores, as long as it is waited for the end of a script: a port
-    /// that raises one interrupt for however much comes at once leaves the guest with what it did not take
-    /// then (Linux takes 256 bytes), until something else comes.
+    /// Sends empty lines, which the agent ignores, as long as a caller waits for the end of a script. A
+    /// port may raise one interrupt for however much comes at once. What the guest does not take then
+    /// (Linux takes 256 bytes) stays until something else comes.
     pub(super) fn remind(&mut self) {
         self.reminds = true;
     }

@@ -37,7 +37,7 @@ use qmp::Qmp;
 const MESSAGE_TIMEOUT_MS: u32 = 60_000;
 
 /// A guest emulated in software on a busy machine boots within this. One in the lab, on a physical drive, took up to
-/// 135 s to boot and verify 4 MiB where a dozen other processes wanted its two processors.
+/// 135 s to boot and verify 4 MiB. A dozen other processes wanted its two processors meanwhile.
 pub const BOOT_PATIENCE: Duration = Duration::from_secs(180);
 /// Arguments with which a kernel boots from the file system on its first NVMe drive, whose user land is that
 /// of guests.
@@ -58,7 +58,7 @@ pub const LOST: &str = "a guest was lost: once more";
 
 /// Returns whether an error came of a guest that was lost: KVM on an emulated processor now and then ends one
 /// without a word. Its VMM has ended then, or the guest has reset itself in the reference VMM, or it never
-/// came up, or it goes on with [registers of its host](crate::vmm::counters::has_foreign_registers), or KVM
+/// came up. Or it goes on with [registers of its host](crate::vmm::counters::has_foreign_registers), or KVM
 /// itself reports that it cannot go on.
 pub fn is_lost(error: &dyn std::error::Error) -> bool {
     let text = crate::error_chain(error);

@@ -3,8 +3,8 @@
 //! Linux patches its own instructions where a condition rarely changes (static keys), and KVM has such
 //! conditions for what hardly any virtual machine is: without a local APIC in the kernel, with one that is
 //! off, in hardware or by software. Each machine's start and end is such a change if it is the only
-//! machine. An emulated host with several CPUs now and then goes on with what it has translated before the
-//! change, or while it was made, on another CPU: the lab dies of a breakpoint, or a guest of a wrong branch.
+//! machine. On an emulated host with several CPUs, another CPU now and then goes on with code translated
+//! before the change, or during it. The lab then dies of a breakpoint, or a guest of a wrong branch.
 //! Machines that never run, and for which all these conditions hold, keep every key as it is.
 
 use std::io;

@@ -1,4 +1,4 @@
-//! The lab: a whole host in software, with NVMe drives, an IOMMU and KVM, in which VFIO, KVM wiring and
+//! The lab: a whole host in software, with NVMe drives, an IOMMU and KVM. In it, VFIO, KVM wiring and
 //! guests of our own meet what they will meet on a real one.
 //!
 //! From the command line, `cargo lab -- [--drive id=a,size=1G,…]… [--get FILE]… COMMAND…`: see [`options`].
@@ -63,9 +63,9 @@ const CPU: &str = "EPYC,+svm,+npt,+vgif";
 /// machine it would think that the timer does not tick, when it looks for ten ticks right at the start.
 const KERNEL_ARGUMENTS: &str = "intel_iommu=on oops=panic log_buf_len=4M no_timer_check quiet";
 
-/// Gives guests' memory, which is in memfds, huge pages: all of it is mapped for a physical drive whenever a VMM
-/// reports its memory, page by page, and in an emulated IOMMU each page is dear. Files that are smaller than a
-/// huge page, such as those of doorbells, get none.
+/// Gives guests' memory, which is in memfds, huge pages. All of it is mapped for a physical drive, page by page,
+/// whenever a VMM reports its memory. In an emulated IOMMU each page is dear. Files that are smaller than a huge
+/// page, such as those of doorbells, get none.
 const HUGE_PAGES: &str = "policy=/sys/kernel/mm/transparent_hugepage/shmem_enabled; \
                           [ ! -e $policy ] || echo within_size >$policy";
 

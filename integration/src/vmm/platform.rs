@@ -83,8 +83,8 @@ impl SerialPort {
     }
 
     /// Identifies data that is there, as a UART does for as long as it is (16550D data sheet, section 8.5).
-    /// Left to itself the port forgets at the first byte that is read, and a guest that takes no more than so
-    /// many bytes at once is never told of the rest.
+    /// Left to itself, the port forgets at the first byte that is read. A guest that takes at most so many
+    /// bytes at once would never learn of the rest.
     fn identify_data(&mut self) {
         if self.serial.read(LSR) & LSR_DATA_READY != 0 {
             let enabled = self.serial.read(IER);

@@ -199,8 +199,8 @@ impl VcpuState {
     reason = "the interface cannot know how much of the area KVM reads"
 )]
 fn set_xsave(vcpu: &VcpuFd, xsave: &kvm_xsave) -> Result<(), kvm_ioctls::Error> {
-    // SAFETY: no feature with more state than the 4 KiB area holds was enabled for this process,
-    // which takes a call of arch_prctl that is not made here.
+    // SAFETY: no feature with more state than the 4 KiB area holds was enabled for this process.
+    // Enabling one takes a call of arch_prctl, which is not made here.
     unsafe { vcpu.set_xsave(xsave) }
 }
 

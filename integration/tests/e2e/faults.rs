@@ -1,4 +1,4 @@
-//! Faults injected under load: the guest whose they are recovers or reports as on hardware, and another
+//! Faults injected under load. The guest that has them recovers or reports as on hardware. Another
 //! guest on the same drive notices only what is the drive's as a whole.
 
 use std::time::Duration;

@@ -1,5 +1,5 @@
-//! A queue whose poller sleeps loses no notification: thousands of single I/Os, each after a pause of
-//! another length, so that they meet the poller on its way to sleep at every point of that way.
+//! A queue whose poller sleeps loses no notification. The test makes thousands of single I/Os, each
+//! after a pause of another length. They meet the poller at every point of its way to sleep.
 //!
 //! A notification that is lost leaves its I/O to the guest's driver, which finds it after half a minute and
 //! complains. No time is measured here: a busy machine makes an I/O late as well.

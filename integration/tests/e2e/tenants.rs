@@ -1,5 +1,5 @@
-//! Tenants that share a file: a quiet one verifies its data, while loud ones storm their own ranges with Deallocate,
-//! Write Zeroes, Flush, writes of odd lengths from odd addresses, and memory that comes and goes.
+//! Tenants that share a file: a quiet one verifies its data, while loud ones storm their own ranges. A storm is
+//! Deallocate, Write Zeroes, Flush, writes of odd lengths from odd addresses, and memory that comes and goes.
 //!
 //! Native clients: at the speed of a guest in software a storm is a breeze.
 

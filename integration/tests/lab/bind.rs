@@ -1,5 +1,5 @@
-//! Drives go from the host's own driver to VFIO and back, as `nvme-mpt bind`, `unbind` and `drives` say,
-//! and what stands in the way is named.
+//! Drives go from the host's own driver to VFIO and back, as `nvme-mpt bind`, `unbind` and `drives`
+//! report. What stands in the way is named.
 
 use std::fs;
 use std::process::{Child, Command, Stdio};

@@ -1,5 +1,5 @@
-//! However the server ends, the drive it leaves behind is disabled, touches no memory, and works for the
-//! host's own driver, with all that was written to it.
+//! However the server ends, the drive it leaves behind is disabled and touches no memory. It works for
+//! the host's own driver, with all that was written to it.
 
 use integration::lab::{LabDrive, inside};
 use integration::server::{FunctionOptions, Server};

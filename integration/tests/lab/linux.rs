@@ -24,8 +24,8 @@ pub(crate) const GROUP: Group = Group::Inside {
     checks: &[("guests_share_a_drive_until_it_is_gone", from_start_to_end)],
 };
 
-/// Two functions of a drive: Linux on one, on the other a guest without a machine, since of two machines that
-/// KVM runs here at the same time one is often lost.
+/// Two functions of a drive: Linux on one, on the other a guest without a machine. A second machine is
+/// avoided, since of two that KVM runs here at the same time one is often lost.
 struct Scene {
     server: Server,
     guest: Guest,

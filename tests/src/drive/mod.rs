@@ -1,11 +1,11 @@
 //! A model of a physical NVMe drive, for a host's driver and the guests' driver to be tested against: what it should
 //! do, what real drives differ in, and what goes wrong with them.
 //!
-//! The drive is one thread that does what hardware does: it is reached by registers and by doorbells
-//! that are plain stores ([`ModelDrive`] is a [`Backing`](nvme_vfio::Backing), [`DriveBar`] a
-//! [`Bar`](crate::bar::Bar)), and reaches memory by DMA through an IOMMU only ([`ModelIommu`]). It shares no wire type with the driver under test,
-//! and judges its host: accesses to memory that is not mapped, and whatever a host must not do, are
-//! kept for the test to find ([`ModelDrive::judgement`]).
+//! The drive is one thread that does what hardware does. It is reached by registers and by doorbells that are plain
+//! stores ([`ModelDrive`] is a [`Backing`](nvme_vfio::Backing), [`DriveBar`] a [`Bar`](crate::bar::Bar)). It reaches
+//! memory by DMA through an IOMMU only ([`ModelIommu`]). It shares no wire type with the driver under test, and judges
+//! its host: accesses to memory that is not mapped, and whatever a host must not do, are kept for the test to find
+//! ([`ModelDrive::judgement`]).
 //!
 //! DMA takes place late: not when a command is taken but when it is completed, and, for commands that
 //! are never completed, when the controller is disabled. So memory that a driver gives back too early

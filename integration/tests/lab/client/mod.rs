@@ -1,5 +1,5 @@
 //! A guest without a machine around it: a vfio-user client that drives its function as an operating system
-//! does, counts what becomes of each of its commands, and knows what each block of its range must hold.
+//! does. It counts what becomes of each of its commands, and knows what each block of its range must hold.
 //!
 //! - [`Client`] is the handle: it starts one, gives it orders, and collects its counts;
 //! - `worker`: its thread; `contents`: what the blocks must hold.

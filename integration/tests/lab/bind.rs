@@ -358,19 +358,19 @@ fn crashed(bench: &Bench) -> Result<(), Failure> {
 
 fn unservable(_: &Bench) -> Result<(), Failure> {
     let a = HostDrive::ready("a")?;
-    let serve = |path: &str| {
-        format!("serve --state-dir /tmp/none --function socket=/tmp/n.sock,path={path}")
+    let serve = |state: &str, path: &str| {
+        format!("serve --state-dir /tmp/{state} --function socket=/tmp/n.sock,path={path}")
     };
     let bind = format!("run: nvme-mpt bind {}", a.address);
     expect_refusal(
-        &serve(&a.address),
+        &serve("none", &a.address),
         &["is bound to the driver `nvme`", &bind],
     )?;
     nvme_mpt(&a.bind())?.map_err(Failure::from)?;
     // A user without rights, who may lock no memory.
     sh(
         "grep -q ^nobody /etc/passwd || echo 'nobody:x:65534:65534::/:/bin/sh' >>/etc/passwd; \
-        mkdir -p -m 777 /tmp/none",
+        mkdir -p -m 700 /tmp/nobody && chown nobody /tmp/nobody",
     )?;
     let group = sh(&format!(
         "basename $(readlink /sys/bus/pci/devices/{}/iommu_group)",
@@ -381,7 +381,7 @@ fn unservable(_: &Bench) -> Result<(), Failure> {
         let command = format!(
             "{before} {} {}",
             inside::brought("nvme-mpt").display(),
-            serve(&a.address)
+            serve("nobody", &a.address)
         );
         let output = Command::new("su")
             .args(["nobody", "-s", "/bin/sh", "-c", &command])

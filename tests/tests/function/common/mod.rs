@@ -179,7 +179,7 @@ impl Host {
             queue_pairs: setup.queue_pairs,
             doorbells,
             poll: setup.poll.parse().unwrap(),
-            learning: Learning::default(),
+            learning: setup.learning,
             pollers: self.pollers.clone(),
             memory: nvme_mpt::MemoryKinds::default(),
             serial: None,
@@ -232,6 +232,7 @@ pub(crate) struct Setup {
     pub(crate) doorbells: DoorbellMode,
     /// As in `poll=`.
     pub(crate) poll: &'static str,
+    pub(crate) learning: Learning,
     pub(crate) queue_pairs: u16,
     pub(crate) masking: MsixMasking,
     /// Guest physical address and length of each region of the guest's memory.
@@ -247,6 +248,7 @@ impl Default for Setup {
             length: LEASE,
             doorbells: DoorbellMode::Shadow,
             poll: "shared",
+            learning: Learning::default(),
             queue_pairs: 4,
             masking: MsixMasking::Client,
             // Two that touch, and one beyond.
@@ -283,6 +285,12 @@ impl Setup {
     /// With this doorbell mode.
     pub(crate) fn doorbells(mut self, mode: DoorbellMode) -> Self {
         self.doorbells = mode;
+        self
+    }
+
+    /// With these decisions fixed, as in `fixed=`.
+    pub(crate) fn fixed(mut self, names: &str) -> Self {
+        self.learning = names.parse().unwrap();
         self
     }
 

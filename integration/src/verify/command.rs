@@ -79,7 +79,12 @@ impl Context<'_> {
     /// Runs a program, which must succeed.
     pub(super) fn run(&mut self, command: &mut Command, worth: Worth) -> Result<(), VerifyError> {
         let line = describe(command);
-        let (status, count) = self.run_logged(command, &line, worth == Worth::ItsTestsShown)?;
+        let ran = self.run_logged(command, &line, worth == Worth::ItsTestsShown)?;
+        let Ran {
+            status,
+            count,
+            failures,
+        } = ran;
         match worth {
             Worth::One => {
                 self.count.built += count.built;
@@ -91,7 +96,9 @@ impl Context<'_> {
             return Err(VerifyError::Failed {
                 command: line,
                 log: self.log.clone(),
-                tail: process::file_tail(&self.log),
+                what: failures
+                    .told()
+                    .unwrap_or_else(|| process::file_tail(&self.log)),
             });
         }
         if worth != Worth::One && count.passed + count.failed == 0 {
@@ -108,7 +115,7 @@ impl Context<'_> {
         command: &mut Command,
         line: &str,
         shown: bool,
-    ) -> Result<(ExitStatus, Count), VerifyError> {
+    ) -> Result<Ran, VerifyError> {
         let at = |source| VerifyError::File {
             path: self.log.clone(),
             source,
@@ -132,6 +139,7 @@ impl Context<'_> {
         command.stdout(Stdio::null()).stderr(Stdio::null());
 
         let mut count = Count::default();
+        let mut failures = Failures::default();
         let mut lines = BufReader::new(output);
         let mut said = Vec::new();
         while lines.read_until(b'\n', &mut said).map_err(at)? > 0 {
@@ -140,13 +148,57 @@ impl Context<'_> {
             if let Some(more) = results_in(text.trim_end()) {
                 count.add(more);
             }
+            failures.read(text.trim_end());
             if shown {
                 say(&format!("    {}", text.trim_end()));
             }
             said.clear();
         }
         let status = child.wait().map_err(at)?;
-        Ok((status, count))
+        Ok(Ran {
+            status,
+            count,
+            failures,
+        })
+    }
+}
+
+/// Result of a program.
+struct Ran {
+    status: ExitStatus,
+    count: Count,
+    failures: Failures,
+}
+
+/// Messages of the tests that failed, out of the output of test programs.
+///
+/// Cargo goes on after a program with a failure, so the end of the output says nothing of it.
+#[derive(Debug, Default)]
+struct Failures {
+    lines: Vec<String>,
+    is_inside: bool,
+}
+
+impl Failures {
+    /// Lines that are kept.
+    const MOST: usize = 300;
+
+    /// Takes the next line. The messages follow `failures:`, each below `---- NAME stdout ----`. Then the names follow
+    /// a second `failures:`.
+    fn read(&mut self, line: &str) {
+        if line == "failures:" {
+            self.is_inside = true;
+        } else if line.starts_with("test result: ") {
+            self.is_inside = false;
+        } else if self.is_inside && self.lines.len() < Self::MOST {
+            self.lines.push(line.to_owned());
+        }
+    }
+
+    /// Returns the messages; `None` if no test failed.
+    fn told(self) -> Option<String> {
+        let is_told = self.lines.iter().any(|line| !line.is_empty());
+        is_told.then(|| self.lines.join("\n"))
     }
 }
 
@@ -203,6 +255,33 @@ fn results_in(line: &str) -> Option<Count> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn messages_of_failed_tests_are_kept_and_nothing_else() {
+        let read = |output: &str| {
+            let mut failures = Failures::default();
+            output.lines().for_each(|line| failures.read(line));
+            failures.told()
+        };
+        let failed = "running 2 tests\n\
+            test a ... ok\n\
+            test b ... FAILED\n\n\
+            failures:\n\n\
+            ---- b stdout ----\n\
+            thread 'b' panicked at b.rs:1\n\n\
+            failures:\n    b\n\n\
+            test result: FAILED. 1 passed; 1 failed; 0 ignored\n\
+            running 1 test\n\
+            test c ... ok\n\
+            test result: ok. 1 passed; 0 failed; 0 ignored\n\
+            error: 1 target failed:";
+        let told = read(failed).unwrap();
+        assert!(told.contains("thread 'b' panicked at b.rs:1"), "{told}");
+        assert!(!told.contains("running"), "{told}");
+        assert!(!told.contains("error: 1 target failed"), "{told}");
+        let (_, passed) = failed.split_once("running 1 test").unwrap();
+        assert_eq!(read(passed), None);
+    }
 
     #[test]
     fn results_are_read_from_lines() {

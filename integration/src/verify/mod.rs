@@ -57,14 +57,14 @@ pub enum VerifyError {
     #[error(transparent)]
     Process(#[from] ProcessError),
     /// A program failed.
-    #[error("`{command}` failed. Its whole output is in {log}; the end:\n{tail}")]
+    #[error("`{command}` failed. Its whole output is in {log}; what failed, or the end:\n{what}")]
     Failed {
         /// The command line.
         command: String,
         /// The log.
         log: PathBuf,
-        /// Its end.
-        tail: String,
+        /// Messages of the tests that failed, or the end of the log.
+        what: String,
     },
     /// A program that should test something did not.
     #[error("`{command}` ran no test. Its output is in {log}")]

@@ -236,7 +236,7 @@ fn deny(context: &mut Context) -> Result<(), VerifyError> {
     context.run(&mut offline, Worth::One)?;
     match context.run(&mut advisories, Worth::One) {
         // Their database is no package of a registry: there are networks without it.
-        Err(VerifyError::Failed { tail, .. }) if tail.contains(NO_ADVISORIES) => {
+        Err(VerifyError::Failed { what, .. }) if what.contains(NO_ADVISORIES) => {
             let what = "advisories of dependencies: their database cannot be fetched from here";
             context.not_checked.push(what.to_owned());
             Ok(())

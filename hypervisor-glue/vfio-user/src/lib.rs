@@ -131,7 +131,7 @@ pub use device::{
     Region, RegionIndex,
 };
 pub use error::{Error, Refusal};
-pub use listener::Listener;
+pub use listener::{Listener, SocketAccess};
 pub use request::{RegionWrite, Request};
 pub use server::Server;
 pub use session::{Progress, Session};

@@ -4,7 +4,7 @@ use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{self as unix, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process;
@@ -12,13 +12,32 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::error::Error;
 
-/// Mode of the socket: the server's user alone may connect.
-const MODE: u32 = 0o600;
+/// Permissions of a socket file. A client needs the permission to write the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SocketAccess {
+    /// File mode.
+    pub mode: u32,
+    /// Number of the user that owns the file; `None` for this process's.
+    pub user: Option<u32>,
+    /// Number of the group that owns the file; `None` for this process's.
+    pub group: Option<u32>,
+}
+
+impl Default for SocketAccess {
+    /// The server's user alone may connect.
+    fn default() -> Self {
+        Self {
+            mode: 0o600,
+            user: None,
+            group: None,
+        }
+    }
+}
 
 /// Listening UNIX socket with its file.
 ///
-/// [`Server`](crate::Server) has one. It is public for programs that offer other sockets by the same rules. The file is
-/// for this process's user alone. It replaces the file of a dead server and no other. It is removed with the listener.
+/// [`Server`](crate::Server) has one. It is public for programs that offer other sockets by the same rules. The file
+/// replaces that of a dead server and no other. It is removed with the listener.
 #[derive(Debug)]
 pub struct Listener {
     socket: UnixListener,
@@ -28,13 +47,22 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Listens on `path`. Replaces the file of a server that is gone.
+    /// Listens on `path`, with a file for this process's user alone. Replaces the file of a server that is gone.
     ///
     /// # Errors
     ///
     /// Another server has the path, or the file cannot be made.
     pub fn bind(path: &Path) -> Result<Self, Error> {
-        let (file, socket) = SocketFile::create(path)?;
+        Self::bind_with(path, SocketAccess::default())
+    }
+
+    /// [Listens](Self::bind) on `path`, with a file of these permissions.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::bind`]. Only a privileged process may give a file to another user.
+    pub fn bind_with(path: &Path, access: SocketAccess) -> Result<Self, Error> {
+        let (file, socket) = SocketFile::create(path, access)?;
         Ok(Self {
             socket,
             file,
@@ -114,7 +142,7 @@ struct SocketFile {
 }
 
 impl SocketFile {
-    fn create(path: &Path) -> Result<(Self, UnixListener), Error> {
+    fn create(path: &Path, access: SocketAccess) -> Result<(Self, UnixListener), Error> {
         let failed = |action| {
             move |source| Error::Socket {
                 path: path.into(),
@@ -138,8 +166,14 @@ impl SocketFile {
         socket
             .set_nonblocking(true)
             .map_err(failed("set the mode"))?;
-        fs::set_permissions(&own.0, Permissions::from_mode(MODE))
-            .map_err(failed("set the permissions"))?;
+        let SocketAccess { mode, user, group } = access;
+        let set_mode = |mode| fs::set_permissions(&own.0, Permissions::from_mode(mode));
+        // No user or group may connect that has the file only until it has its owner.
+        set_mode(0o600).map_err(failed("set the permissions"))?;
+        if user.is_some() || group.is_some() {
+            unix::chown(&own.0, user, group).map_err(failed("set the owner"))?;
+        }
+        set_mode(mode).map_err(failed("set the permissions"))?;
         let identity = identity(&own.0).map_err(failed("look at the file"))?;
 
         // link(2) replaces nothing, so that two servers cannot both have the path.
@@ -292,6 +326,21 @@ mod tests {
         assert_eq!(metadata.mode() & 0o777, 0o600);
         drop(listener);
         assert!(names(&directory).is_empty());
+    }
+
+    #[test]
+    fn file_has_the_permissions_that_were_asked_for() {
+        let (_directory, path) = directory();
+        let ours = fs::metadata(path.parent().unwrap()).unwrap();
+        let access = SocketAccess {
+            mode: 0o660,
+            user: Some(ours.uid()),
+            group: Some(ours.gid()),
+        };
+        let _listener = Listener::bind_with(&path, access).unwrap();
+        let metadata = fs::metadata(&path).unwrap();
+        assert_eq!(metadata.mode() & 0o777, 0o660);
+        assert_eq!((metadata.uid(), metadata.gid()), (ours.uid(), ours.gid()));
     }
 
     #[test]

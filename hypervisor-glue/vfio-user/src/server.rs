@@ -13,7 +13,7 @@ use log::{debug, error, info, warn};
 use crate::device::Device;
 use crate::dispatch::Regions;
 use crate::error::Error;
-use crate::listener::Listener;
+use crate::listener::{Listener, SocketAccess};
 use crate::session::{Progress, Session};
 use crate::socket::Peer;
 use crate::watcher::Watcher;
@@ -75,9 +75,22 @@ impl<D: Device> Server<D> {
     /// Another server has the path, the file cannot be made, or the device's mappable areas are no
     /// good.
     pub fn bind(path: impl AsRef<Path>, device: D) -> Result<Self, Error> {
+        Self::bind_with(path, SocketAccess::default(), device)
+    }
+
+    /// [Offers](Self::bind) `device` at `path`, with a socket file of these permissions.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::bind`]. Only a privileged process may give a file to another user.
+    pub fn bind_with(
+        path: impl AsRef<Path>,
+        access: SocketAccess,
+        device: D,
+    ) -> Result<Self, Error> {
         let regions = Arc::new(Regions::of(&device)?);
         Ok(Self {
-            listener: Listener::bind(path.as_ref())?,
+            listener: Listener::bind_with(path.as_ref(), access)?,
             device,
             regions,
             client: None,
@@ -99,9 +112,9 @@ impl<D: Device> Server<D> {
         &mut self.device
     }
 
-    /// Returns whether there is a client.
+    /// Returns whether there is a client. One whose process has ended is none.
     pub fn is_connected(&self) -> bool {
-        self.client.is_some()
+        self.client.as_ref().is_some_and(|client| !client.is_gone())
     }
 
     /// Has `watcher` watch the listening socket. The server has it watch its client as well, once there is one.

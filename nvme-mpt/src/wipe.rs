@@ -8,6 +8,7 @@
 
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -70,6 +71,16 @@ pub enum WipeError {
         /// Range that was to be wiped.
         range: ByteRange,
     },
+    /// It was stopped on request.
+    #[error(
+        "Wiping {range} of drive {drive} was stopped, as the server ends; it continues with the next start"
+    )]
+    Interrupted {
+        /// The drive.
+        drive: String,
+        /// Range that was to be wiped.
+        range: ByteRange,
+    },
     /// The drive's queues or its cache cannot be used.
     #[error("Drive {drive} cannot be wiped")]
     Io {
@@ -95,9 +106,11 @@ pub enum WipeError {
 
 /// Erases all [unwiped](Lease::unwiped) parts of a lease, and tells how far it is in the log.
 ///
+/// It begins no further command after `stop` was set.
+///
 /// # Errors
 /// See [`WipeError`]; what is not wiped stays marked in the ledger.
-pub fn wipe(drive: &Arc<Drive>, lease: &mut Lease) -> Result<(), WipeError> {
+pub fn wipe(drive: &Arc<Drive>, lease: &mut Lease, stop: &AtomicBool) -> Result<(), WipeError> {
     let Some(&first) = lease.unwiped().first() else {
         return Ok(());
     };
@@ -126,7 +139,7 @@ pub fn wipe(drive: &Arc<Drive>, lease: &mut Lease) -> Result<(), WipeError> {
             lease.id()
         );
         let mut eraser = Eraser::new(drive, host.as_ref(), range).map_err(failed)?;
-        eraser.run()?;
+        eraser.run(stop)?;
         drop(eraser);
         // Other parts of the lease had no other's data, and stay as they are.
         let start = range.start().saturating_sub(whole.start()) >> drive.lba_shift();
@@ -172,16 +185,25 @@ impl<'a> Eraser<'a> {
         })
     }
 
-    fn run(&mut self) -> Result<(), WipeError> {
+    fn run(&mut self, stop: &AtomicBool) -> Result<(), WipeError> {
         let first = self.next;
         let all = self.end - first;
         let mut told = 0;
         let mut done = Vec::with_capacity(DEPTH.into());
         let mut progress = Instant::now();
         loop {
-            self.submit();
+            let stopped = stop.load(Ordering::Relaxed);
+            if !stopped {
+                self.submit();
+            }
             if self.flying.iter().all(Option::is_none) {
-                return Ok(());
+                return match stopped && self.next < self.end {
+                    true => Err(WipeError::Interrupted {
+                        drive: self.drive.path().to_string(),
+                        range: self.range,
+                    }),
+                    false => Ok(()),
+                };
             }
             done.clear();
             let memory = HostMemory {

@@ -1,5 +1,6 @@
 //! The `nvme-mpt` command.
 
+use std::env;
 use std::error::Error;
 use std::fs;
 use std::io::{self, Write};
@@ -17,9 +18,11 @@ use nvme_vfio::function::{HostRoot, PciAddress};
 
 use crate::control::ControlError;
 use crate::faults::FaultRequest;
-use crate::serve::{ServeOptions, serve};
-use crate::{bind, control, drives, logging, profile};
-use nvme_mpt_vmm::options::{STATE_DIR, ServedFunction, parse_socket_path, table};
+use crate::serve::{Change, Changed, ServeOptions, introduce, serve};
+use crate::{bind, control, drives, list, logging, profile};
+use nvme_mpt_vmm::options::{
+    OptionText, STATE_DIR, ServedDrive, ServedFunction, parse_socket_path, table,
+};
 use nvme_mpt_vmm::report;
 
 /// Lets many virtual machines share one NVMe drive.
@@ -33,6 +36,10 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Serve(Serve),
+    Add(Add),
+    Remove(Remove),
+    List(List),
+    Reload(Reload),
     Leases(Leases),
     Stats(Stats),
     Fault(Fault),
@@ -45,18 +52,27 @@ enum Command {
 /// Offer NVMe functions to VMMs over vfio-user, until SIGTERM or SIGINT
 ///
 /// Prints, for each function, the arguments with which Cloud Hypervisor and QEMU attach it, and then
-/// "ready".
+/// "ready". Functions can be added and removed while it runs.
 #[derive(Args, Debug)]
 struct Serve {
     #[arg(
         long = "function",
         value_name = "OPTIONS",
-        required = true,
         help = function_synopsis(),
         long_help = function_help(),
         value_parser = |text: &str| text.parse::<ServedFunction>().map_err(|error| told(&error))
     )]
     functions: Vec<ServedFunction>,
+    #[arg(
+        long = "drive",
+        value_name = "OPTIONS",
+        help = drive_help(),
+        value_parser = |text: &str| text.parse::<ServedDrive>().map_err(|error| told(&error))
+    )]
+    drives: Vec<ServedDrive>,
+    /// File with functions and drives, like resources/serve.toml; `reload` reads it again
+    #[arg(long = "config", value_name = "FILE")]
+    file: Option<PathBuf>,
     /// Hand data that another id left in a range over to its new id, for functions without data=
     #[arg(long, conflicts_with = "wipe")]
     keep_data: bool,
@@ -69,6 +85,74 @@ struct Serve {
     state: State,
     #[command(flatten)]
     control: Control,
+}
+
+/// Add a function to a running server, also for its next start
+///
+/// Prints the arguments with which Cloud Hypervisor and QEMU attach it.
+#[derive(Args, Debug)]
+struct Add {
+    #[arg(
+        value_name = "OPTIONS",
+        help = function_synopsis(),
+        long_help = function_help(),
+        value_parser = |text: &str| text.parse::<OptionText>().map_err(|error| told(&error))
+    )]
+    options: OptionText,
+    #[command(flatten)]
+    state: State,
+    #[command(flatten)]
+    control: Control,
+    /// As JSON, one line
+    #[arg(long)]
+    json: bool,
+}
+
+/// Remove a function from a running server, and give its lease back
+#[derive(Args, Debug)]
+struct Remove {
+    /// The function's id, or its socket
+    id: String,
+    /// Remove it although a VMM is connected. Its guest loses the drive
+    #[arg(long)]
+    force: bool,
+    #[command(flatten)]
+    state: State,
+    #[command(flatten)]
+    control: Control,
+    /// As JSON, one line
+    #[arg(long)]
+    json: bool,
+}
+
+/// Show the functions of a running server
+#[derive(Args, Debug)]
+struct List {
+    #[command(flatten)]
+    state: State,
+    #[command(flatten)]
+    control: Control,
+    /// As JSON, one line
+    #[arg(long)]
+    json: bool,
+}
+
+/// Make the functions of a running server those of its file
+///
+/// Functions that did not change go on. If a function of the file is wrong, or a VMM is connected to one that changes
+/// or goes, all stays as it is.
+#[derive(Args, Debug)]
+struct Reload {
+    /// Reload although a VMM is connected to a function that changes or goes. Its guest loses the drive
+    #[arg(long)]
+    force: bool,
+    #[command(flatten)]
+    state: State,
+    #[command(flatten)]
+    control: Control,
+    /// As JSON, one line
+    #[arg(long)]
+    json: bool,
 }
 
 /// Show the holder of each leased range, or release the lease of a dead holder
@@ -216,14 +300,21 @@ struct Control {
 }
 
 fn function_synopsis() -> String {
-    format!("A function: {}", table::synopsis(&table::SOCKET))
+    format!("A function: {}", table::synopsis())
 }
 
 fn function_help() -> String {
     format!(
         "{}\n\nCan be given many times.\n\n{}\nA value with a comma stands in double quotes. docs/options.md has the details.",
         function_synopsis(),
-        table::help(&table::SOCKET)
+        table::help()
+    )
+}
+
+fn drive_help() -> String {
+    format!(
+        "A drive that stays open without functions: {}",
+        ServedDrive::KEYS.join(", ")
     )
 }
 
@@ -254,6 +345,10 @@ pub fn run() -> ExitCode {
     logging::start();
     let result = match command {
         Command::Serve(options) => run_serve(options),
+        Command::Add(options) => run_add(options),
+        Command::Remove(options) => run_remove(options),
+        Command::List(options) => run_list(options),
+        Command::Reload(options) => run_reload(options),
         Command::Leases(options) => run_leases(options),
         Command::Stats(options) => run_stats(options),
         Command::Fault(options) => run_fault(options),
@@ -287,19 +382,103 @@ fn run_serve(options: Serve) -> Result<(), Box<dyn Error>> {
         (_, true) => FormerData::Wiped,
         _ => FormerData::Refused,
     };
-    let mut functions = options.functions;
-    for served in &mut functions {
-        if served.function.data == FormerData::Refused {
-            served.function.data = data;
-        }
-    }
     let options = ServeOptions {
-        functions,
+        functions: options.functions,
+        drives: options.drives,
+        file: options.file,
+        data,
         state_dir: options.state.state_dir,
         control,
     };
-    Ok(serve(&options, &mut io::stdout())?)
+    Ok(serve(options, &mut io::stdout())?)
 }
+
+fn run_add(options: Add) -> Result<(), Box<dyn Error>> {
+    let path = options.control.path(&options.state);
+    let add = Change::Add {
+        options: options.options.absolute(&env::current_dir()?).to_string(),
+    };
+    let Changed::Added(entry) = control::request_change(&path, add)? else {
+        return Err(UNEXPECTED.into());
+    };
+    let mut out = io::stdout().lock();
+    match options.json {
+        true => writeln!(out, "{}", serde_json::to_string(&entry)?)?,
+        false => introduce(&entry, &mut out)?,
+    }
+    Ok(())
+}
+
+fn run_remove(options: Remove) -> Result<(), Box<dyn Error>> {
+    let path = options.control.path(&options.state);
+    let remove = Change::Remove {
+        id: socket_or_id(options.id),
+        force: options.force,
+    };
+    let Changed::Removed { function, trouble } = control::request_change(&path, remove)? else {
+        return Err(UNEXPECTED.into());
+    };
+    let mut out = io::stdout().lock();
+    match options.json {
+        true => writeln!(out, "{}", serde_json::to_string(&function)?)?,
+        false => writeln!(out, "Removed {}: {}", function.id, function.summary)?,
+    }
+    match trouble {
+        None => Ok(()),
+        Some(trouble) => Err(trouble.into()),
+    }
+}
+
+/// A socket as the server knows it, if the text can be one: ids have no slash.
+fn socket_or_id(text: String) -> String {
+    match text.contains('/').then(|| std::path::absolute(&text)) {
+        Some(Ok(path)) => path.display().to_string(),
+        _ => text,
+    }
+}
+
+fn run_list(options: List) -> Result<(), Box<dyn Error>> {
+    let path = options.control.path(&options.state);
+    let functions = control::query_functions(&path)?;
+    let mut out = io::stdout().lock();
+    if options.json {
+        writeln!(out, "{}", serde_json::to_string(&functions)?)?;
+    } else if functions.is_empty() {
+        writeln!(out, "No functions; add one with `nvme-mpt add`")?;
+    } else {
+        write!(out, "{}", list::table(&functions))?;
+    }
+    Ok(())
+}
+
+fn run_reload(options: Reload) -> Result<(), Box<dyn Error>> {
+    let path = options.control.path(&options.state);
+    let reload = Change::Reload {
+        force: options.force,
+    };
+    let Changed::Reloaded(reloaded) = control::request_change(&path, reload)? else {
+        return Err(UNEXPECTED.into());
+    };
+    let mut out = io::stdout().lock();
+    if options.json {
+        writeln!(out, "{}", serde_json::to_string(&reloaded)?)?;
+        return Ok(());
+    }
+    for (names, done) in [
+        (&reloaded.added, "Added"),
+        (&reloaded.changed, "Changed"),
+        (&reloaded.removed, "Removed"),
+    ] {
+        if !names.is_empty() {
+            writeln!(out, "{done}: {}", names.join(", "))?;
+        }
+    }
+    writeln!(out, "Unchanged: {}", reloaded.unchanged)?;
+    Ok(())
+}
+
+/// Error for an answer to another request.
+const UNEXPECTED: &str = "The server answers another request: use the version that runs it";
 
 fn run_leases(options: Leases) -> Result<(), Box<dyn Error>> {
     let state_dir = options.state.state_dir;

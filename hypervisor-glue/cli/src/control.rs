@@ -3,6 +3,9 @@
 //! The socket has a thread of its own, so that asking for figures disturbs no function. The thread serves
 //! one client at a time, each for two seconds at most. A user with access to the socket can delay others
 //! with access to it, and nothing else.
+//!
+//! A change of the functions may take long: a range may have to be wiped. So it is handed to the service, which answers
+//! when it is done. A client that goes meanwhile changes nothing about that.
 
 use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
@@ -17,6 +20,7 @@ use thiserror::Error;
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::faults::{DriveFaults, FaultRequest};
+use crate::serve::{Change, Changed, FunctionEntry};
 use crate::stats::ServerStats;
 use vfio_user_server::Listener;
 
@@ -88,6 +92,13 @@ enum Request {
         /// Request.
         request: FaultRequest,
     },
+    /// The functions of the server.
+    List {},
+    /// A change of its functions.
+    Change {
+        /// Request.
+        change: Change,
+    },
 }
 
 /// Answer of a server.
@@ -98,6 +109,10 @@ enum Answer {
     Stats(ServerStats),
     /// To [`Request::Faults`]: those of all drives that can have some.
     Faults(Vec<DriveFaults>),
+    /// To [`Request::List`].
+    List(Vec<FunctionEntry>),
+    /// To [`Request::Change`].
+    Changed(Changed),
     /// To what is no request, or cannot be done.
     Error(String),
 }
@@ -112,6 +127,47 @@ pub trait Service: Send + 'static {
     /// # Errors
     /// Why it cannot be done, in words.
     fn faults(&self, request: &FaultRequest) -> Result<Vec<DriveFaults>, String>;
+
+    /// Returns its functions.
+    fn list(&self) -> Vec<FunctionEntry>;
+
+    /// Changes its functions, which may take long, and replies when it is done.
+    fn change(&self, change: Change, reply: Reply);
+}
+
+/// Reply to a change, which a client waits for.
+#[derive(Debug)]
+pub struct Reply(UnixStream);
+
+impl Reply {
+    /// Replies with the result, or with the reason why there is none.
+    pub fn send(self, result: Result<Changed, String>) {
+        let answer = match result {
+            Ok(changed) => Answer::Changed(changed),
+            Err(reason) => Answer::Error(reason),
+        };
+        if let Err(error) = reply(&self.0, &answer) {
+            log::info!("A control client was gone before its change was done: {error}");
+        }
+    }
+}
+
+fn reply(stream: &UnixStream, answer: &Answer) -> io::Result<()> {
+    Line::new(stream)?.write(&serde_json::to_vec(answer)?)
+}
+
+/// A control socket that takes connections, which wait until it is served.
+#[derive(Debug)]
+pub struct ControlListener(Listener);
+
+impl ControlListener {
+    /// Makes a socket at `path`.
+    ///
+    /// # Errors
+    /// The socket cannot be made.
+    pub fn bind(path: &Path) -> Result<Self, ControlError> {
+        Listener::bind(path).map(Self).map_err(ControlError::Offer)
+    }
 }
 
 /// A control socket that is served until this is dropped.
@@ -122,12 +178,12 @@ pub struct ControlServer {
 }
 
 impl ControlServer {
-    /// Offers `service` on a socket at `path`.
+    /// Offers `service` on a socket.
     ///
     /// # Errors
-    /// The socket or the thread cannot be made.
-    pub fn start(path: &Path, service: impl Service) -> Result<Self, ControlError> {
-        let listener = Listener::bind(path).map_err(ControlError::Offer)?;
+    /// The thread cannot be made.
+    pub fn start(listener: ControlListener, service: impl Service) -> Result<Self, ControlError> {
+        let ControlListener(listener) = listener;
         let stop =
             EventFd::new(libc::EFD_CLOEXEC | libc::EFD_NONBLOCK).map_err(ControlError::Thread)?;
         let clients = Clients {
@@ -199,7 +255,7 @@ impl<S: Service> MutEventSubscriber for Clients<S> {
         }
         match self.listener.accept() {
             Ok(Some(stream)) => {
-                if let Err(error) = self.answer(&stream) {
+                if let Err(error) = self.answer(stream) {
                     log::info!("A control client was not answered: {error}");
                 }
             }
@@ -210,14 +266,19 @@ impl<S: Service> MutEventSubscriber for Clients<S> {
 }
 
 impl<S: Service> Clients<S> {
-    fn answer(&self, stream: &UnixStream) -> io::Result<()> {
-        let line = Line::new(stream)?;
+    fn answer(&self, stream: UnixStream) -> io::Result<()> {
+        let line = Line::new(&stream)?;
         let answer = match serde_json::from_slice(&line.read(REQUEST_MAX)?) {
             Ok(Request::Stats {}) => Answer::Stats(self.service.stats()),
             Ok(Request::Faults { request }) => match self.service.faults(&request) {
                 Ok(faults) => Answer::Faults(faults),
                 Err(reason) => Answer::Error(reason),
             },
+            Ok(Request::List {}) => Answer::List(self.service.list()),
+            Ok(Request::Change { change }) => {
+                self.service.change(change, Reply(stream));
+                return Ok(());
+            }
             Err(error) => Answer::Error(format!(
                 "not a request: {error}; write {{\"command\":\"stats\"}} and a new line"
             )),
@@ -248,12 +309,34 @@ pub fn query_faults(path: &Path, request: FaultRequest) -> Result<Vec<DriveFault
     }
 }
 
+/// Asks the server on the control socket at `path` for its functions.
+///
+/// # Errors
+/// There is no server, or no answer that can be understood.
+pub fn query_functions(path: &Path) -> Result<Vec<FunctionEntry>, ControlError> {
+    match ask(path, &Request::List {})? {
+        Answer::List(functions) => Ok(functions),
+        other => Err(other.unexpected(path)),
+    }
+}
+
+/// Has the server on the control socket at `path` change its functions, and waits until it is done.
+///
+/// # Errors
+/// There is no server, it refuses, or there is no answer that can be understood.
+pub fn request_change(path: &Path, change: Change) -> Result<Changed, ControlError> {
+    match ask(path, &Request::Change { change })? {
+        Answer::Changed(changed) => Ok(changed),
+        other => Err(other.unexpected(path)),
+    }
+}
+
 impl Answer {
     /// Returns the error for an answer that is not the one to the request.
     fn unexpected(self, path: &Path) -> ControlError {
         let reason = match self {
             Self::Error(reason) => reason,
-            Self::Stats(_) | Self::Faults(_) => "it answers another request".to_owned(),
+            _ => "it answers another request".to_owned(),
         };
         ControlError::Refused {
             path: path.to_owned(),
@@ -276,9 +359,13 @@ fn ask(path: &Path, request: &Request) -> Result<Answer, ControlError> {
         source,
     };
     let stream = UnixStream::connect(path).map_err(no_server)?;
-    let line = Line::new(&stream).map_err(no_answer)?;
-    let request = serde_json::to_vec(request).map_err(bad_answer)?;
-    line.write(&request).map_err(no_answer)?;
+    let mut line = Line::new(&stream).map_err(no_answer)?;
+    let request_line = serde_json::to_vec(request).map_err(bad_answer)?;
+    line.write(&request_line).map_err(no_answer)?;
+    if matches!(request, Request::Change { .. }) {
+        // It takes as long as it takes. A server that ends closes the connection.
+        line.deadline = None;
+    }
     let answer = line.read(ANSWER_MAX).map_err(no_answer)?;
     serde_json::from_slice(&answer).map_err(bad_answer)
 }
@@ -286,7 +373,8 @@ fn ask(path: &Path, request: &Request) -> Result<Answer, ControlError> {
 /// A line in and a line out, before a deadline that is the same for both.
 struct Line<'stream> {
     stream: &'stream UnixStream,
-    deadline: Instant,
+    /// `None` to wait without a bound.
+    deadline: Option<Instant>,
 }
 
 impl<'stream> Line<'stream> {
@@ -294,16 +382,19 @@ impl<'stream> Line<'stream> {
         stream.set_nonblocking(false)?;
         Ok(Self {
             stream,
-            deadline: Instant::now() + PATIENCE,
+            deadline: Some(Instant::now() + PATIENCE),
         })
     }
 
-    fn time_left(&self) -> io::Result<Duration> {
-        let left = self.deadline.saturating_duration_since(Instant::now());
+    fn time_left(&self) -> io::Result<Option<Duration>> {
+        let Some(deadline) = self.deadline else {
+            return Ok(None);
+        };
+        let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return Err(io::ErrorKind::TimedOut.into());
         }
-        Ok(left)
+        Ok(Some(left))
     }
 
     /// Reads a line, without its end.
@@ -311,7 +402,7 @@ impl<'stream> Line<'stream> {
         let mut line = Vec::new();
         let mut chunk = [0; 4096];
         loop {
-            self.stream.set_read_timeout(Some(self.time_left()?))?;
+            self.stream.set_read_timeout(self.time_left()?)?;
             let count = match { self.stream }.read(&mut chunk) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(count) => count,
@@ -336,7 +427,7 @@ impl<'stream> Line<'stream> {
     fn write(&self, line: &[u8]) -> io::Result<()> {
         for mut part in [line, b"\n"] {
             while !part.is_empty() {
-                self.stream.set_write_timeout(Some(self.time_left()?))?;
+                self.stream.set_write_timeout(self.time_left()?)?;
                 match { self.stream }.write(part) {
                     Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                     Ok(count) => part = &part[count..],
@@ -355,6 +446,7 @@ mod tests {
     use std::sync::atomic::{AtomicU64, Ordering};
 
     use super::*;
+    use crate::serve::Reloaded;
     use crate::stats::FunctionStats;
 
     /// Counts how often it was asked for figures, and has faults on one drive.
@@ -383,10 +475,23 @@ mod tests {
                 _ => Err("no such drive".to_owned()),
             }
         }
+
+        fn list(&self) -> Vec<FunctionEntry> {
+            Vec::new()
+        }
+
+        fn change(&self, change: Change, reply: Reply) {
+            // Far from the control thread, which serves others meanwhile.
+            thread::spawn(move || match change {
+                Change::Reload { .. } => reply.send(Ok(Changed::Reloaded(Reloaded::default()))),
+                _ => reply.send(Err("not now".to_owned())),
+            });
+        }
     }
 
     fn server(path: &Path) -> ControlServer {
-        ControlServer::start(path, Counting::default()).unwrap()
+        let listener = ControlListener::bind(path).unwrap();
+        ControlServer::start(listener, Counting::default()).unwrap()
     }
 
     #[test]
@@ -414,6 +519,30 @@ mod tests {
         let mut answer = String::new();
         BufReader::new(stream).read_line(&mut answer).unwrap();
         answer
+    }
+
+    #[test]
+    fn changes_are_answered_when_they_are_done() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("control.sock");
+        let _server = server(&path);
+        let reload = Change::Reload { force: false };
+        let changed = request_change(&path, reload.clone()).unwrap();
+        assert_eq!(changed, Changed::Reloaded(Reloaded::default()));
+        // A client that goes at once.
+        let mut line = serde_json::to_vec(&Request::Change { change: reload }).unwrap();
+        line.push(b'\n');
+        UnixStream::connect(&path)
+            .unwrap()
+            .write_all(&line)
+            .unwrap();
+        let remove = Change::Remove {
+            id: "a".to_owned(),
+            force: false,
+        };
+        let error = request_change(&path, remove).unwrap_err();
+        assert!(error.to_string().ends_with("refused: not now"), "{error}");
+        assert_eq!(query_functions(&path).unwrap(), []);
     }
 
     #[test]
@@ -463,7 +592,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control.sock");
         let _server = server(&path);
-        let error = ControlServer::start(&path, Counting::default()).unwrap_err();
+        let error = ControlListener::bind(&path).unwrap_err();
         assert!(matches!(error, ControlError::Offer(_)), "{error}");
         query_stats(&path).unwrap();
     }

@@ -8,7 +8,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::mpsc::{self, Receiver, Sender, SyncSender};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,7 @@ use crate::adaptor::NvmeDevice;
 use crate::stats::{AdminStats, FunctionStats};
 use nvme_mpt_vmm::control::{ControlLoop, Controlled};
 use nvme_mpt_vmm::report;
-use vfio_user_server::Server;
+use vfio_user_server::{Server, SocketAccess};
 
 /// Time that a function has to report its figures. It needs microseconds, unless it waits for commands in
 /// flight.
@@ -47,22 +47,45 @@ pub enum FunctionThreadError {
     Panicked,
 }
 
-/// Request for the figures of a function: where they go.
-type StatsRequest = SyncSender<FunctionStats>;
+/// Time that a function has to answer whether it ends: longer than any of its own waits.
+const LEAVE_PATIENCE: Duration = Duration::from_secs(45);
+
+/// Request to a function.
+#[derive(Debug)]
+enum Request {
+    /// For its figures: where they go.
+    Stats(SyncSender<FunctionStats>),
+    /// To end, also with a VMM if `force` is set. The answer is taken at once or not at all.
+    Leave {
+        force: bool,
+        answer: SyncSender<Leave>,
+    },
+}
+
+/// Answer of a function that is asked to end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Leave {
+    /// It ends, or has ended already.
+    Leaves,
+    /// It goes on, as a VMM is connected.
+    Connected,
+    /// It goes on, as it did not answer in time.
+    Busy,
+}
 
 /// A handle to ask a control thread, from any thread.
 #[derive(Clone, Debug)]
 pub struct FunctionHandle {
-    requests: Sender<StatsRequest>,
+    requests: Sender<Request>,
     control: Arc<ControlLoop>,
 }
 
 impl FunctionHandle {
     /// The figures of all these functions, but for those that are busy for long, or gone.
     #[must_use]
-    pub fn stats_of(handles: &[Self]) -> Vec<FunctionStats> {
+    pub fn stats_of<'a>(handles: impl IntoIterator<Item = &'a Self>) -> Vec<FunctionStats> {
         // All are asked before the first is waited for, so that they share one deadline.
-        let answers: Vec<_> = handles.iter().filter_map(Self::ask).collect();
+        let answers: Vec<_> = handles.into_iter().filter_map(Self::ask).collect();
         let deadline = Instant::now() + STATS_PATIENCE;
         let in_time = |answer: Receiver<FunctionStats>| {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -73,9 +96,28 @@ impl FunctionHandle {
 
     fn ask(&self) -> Option<Receiver<FunctionStats>> {
         let (answer, figures) = mpsc::sync_channel(1);
-        self.requests.send(answer).ok()?;
+        self.requests.send(Request::Stats(answer)).ok()?;
         self.control.wake();
         Some(figures)
+    }
+
+    fn ask_to_leave(&self, force: bool) -> Leave {
+        // Without a buffer: an answer that nobody waits for any more is no answer, and the function goes on.
+        let (answer, decision) = mpsc::sync_channel(0);
+        if self
+            .requests
+            .send(Request::Leave { force, answer })
+            .is_err()
+        {
+            return Leave::Leaves;
+        }
+        self.control.wake();
+        match decision.recv_timeout(LEAVE_PATIENCE) {
+            Ok(leave) => leave,
+            Err(RecvTimeoutError::Timeout) => Leave::Busy,
+            // The thread ended without taking the request.
+            Err(RecvTimeoutError::Disconnected) => Leave::Leaves,
+        }
     }
 }
 
@@ -91,14 +133,19 @@ impl FunctionThread {
     ///
     /// # Errors
     /// The socket or the thread cannot be made.
-    pub fn start(id: &str, path: &Path, device: NvmeDevice) -> Result<Self, FunctionThreadError> {
+    pub fn start(
+        id: &str,
+        path: &Path,
+        access: SocketAccess,
+        device: NvmeDevice,
+    ) -> Result<Self, FunctionThreadError> {
         let thread_error = |source| FunctionThreadError::Thread {
             id: id.to_owned(),
             source,
         };
         let (requests, inbox) = mpsc::channel();
         let control = Arc::new(ControlLoop::new().map_err(thread_error)?);
-        let server = Server::bind(path, device)?;
+        let server = Server::bind_with(path, access, device)?;
         server.watch(&mut control.epoll()).map_err(thread_error)?;
         let events = server.device().function().events_fd().as_raw_fd();
         control.watch(events, EVENTS).map_err(thread_error)?;
@@ -130,6 +177,13 @@ impl FunctionThread {
     #[must_use]
     pub fn handle(&self) -> FunctionHandle {
         self.handle.clone()
+    }
+
+    /// Asks the function to end, unless a VMM is connected. With `force` it ends in any case. [`Self::end`] waits until
+    /// it has.
+    #[must_use]
+    pub fn leave(&self, force: bool) -> Leave {
+        self.handle.ask_to_leave(force)
     }
 
     /// Asks the thread to end. [`Self::end`] waits until it has.
@@ -173,7 +227,7 @@ struct Function {
     id: String,
     socket: PathBuf,
     server: Server<NvmeDevice>,
-    inbox: Receiver<StatsRequest>,
+    inbox: Receiver<Request>,
     control: Arc<ControlLoop>,
     /// Time of the function's last look at its drive.
     looked: Instant,
@@ -192,9 +246,23 @@ impl Function {
     }
 
     fn answer_requests(&self) {
-        for answer in self.inbox.try_iter() {
-            // The thread that asked may have stopped waiting.
-            let _ = answer.try_send(self.stats());
+        for request in self.inbox.try_iter() {
+            match request {
+                Request::Stats(answer) => {
+                    // The thread that asked may have stopped waiting.
+                    let _ = answer.try_send(self.stats());
+                }
+                Request::Leave { force, answer } => self.decide(force, &answer),
+            }
+        }
+    }
+
+    /// Ends, unless a VMM is connected. The decision holds only if the thread that asked takes it.
+    fn decide(&self, force: bool, answer: &SyncSender<Leave>) {
+        if self.server.is_connected() && !force {
+            let _ = answer.send(Leave::Connected);
+        } else if answer.send(Leave::Leaves).is_ok() {
+            self.control.stop();
         }
     }
 
@@ -206,6 +274,7 @@ impl Function {
         FunctionStats {
             id: self.id.clone(),
             socket: self.socket.to_string_lossy().into_owned(),
+            connected: self.server.is_connected(),
             model: namespace.model.clone(),
             serial: namespace.serial.clone(),
             capacity_bytes: namespace.blocks << namespace.lba_shift,

@@ -2,8 +2,8 @@
 //!
 //! `nvme-mpt serve` opens drives, leases their parts, and offers each function over vfio-user ([`serve`]). An
 //! [`adaptor`] makes an NVMe function a `vfio_user_server::Device`, and a [`function_thread`] runs the
-//! two. Other commands ask a server for its figures on its control socket ([`control`], [`stats`]) and change the
-//! faults of its drives ([`faults`]). The rest find the host's physical drives ([`drives`]), take them from the
+//! two. Other commands ask a server on its control socket ([`control`]): for its figures ([`stats`]), to change its
+//! functions ([`serve::Change`]) and the faults of its drives ([`faults`]). The rest find the host's physical drives ([`drives`]), take them from the
 //! host's own driver ([`mod@bind`]), and make profiles of drives ([`profile`]).
 //!
 //! [`logging`] is what a program of ours logs with.
@@ -22,6 +22,7 @@ pub mod drives;
 pub mod faults;
 pub mod function_thread;
 mod irq_fd;
+mod list;
 pub mod logging;
 pub mod profile;
 pub mod serve;

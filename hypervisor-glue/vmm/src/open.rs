@@ -3,6 +3,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use nvme_mpt::lease::identity::default_id;
 use nvme_mpt::lease::{ByteRange, FormerData, Lease, LeaseError, LeaseRequest, Ledger, RangeError};
@@ -85,6 +86,8 @@ impl Ledgers {
 
 /// Attaches to the part of `drive` that `options` ask for.
 ///
+/// A range with data of another id may have to be wiped first. That ends early when `stop` is set.
+///
 /// # Errors
 /// [`OpenError::Range`], [`OpenError::Lease`], [`OpenError::Wipe`], [`OpenError::Attach`].
 pub fn attach(
@@ -92,9 +95,10 @@ pub fn attach(
     drive: &Arc<Drive>,
     ledgers: &Ledgers,
     pollers: &Arc<Pollers>,
+    stop: &AtomicBool,
 ) -> Result<Attachment, OpenError> {
     let mut lease = ledgers.lease(options, drive)?;
-    wipe(drive, &mut lease)?;
+    wipe(drive, &mut lease, stop)?;
     Ok(Attachment::new(AttachmentConfig {
         drive: drive.clone(),
         lease,
@@ -117,19 +121,11 @@ pub fn open(
     ledgers: &Ledgers,
     pollers: &Arc<Pollers>,
 ) -> Result<Attachment, OpenError> {
-    // What nobody says is as the functions have it that the drive is open for.
-    let default = drives::opened_options(&options.path).unwrap_or_default();
+    let opened = drives::opened_options(&options.path);
     let drive = drives::open_on(
         &options.path,
-        DriveOptions {
-            lba_size: options.lba.map_or(default.lba_size, |lba| lba.bytes()),
-            deadline: options.timeout.unwrap_or(default.deadline),
-            learning: options.fixed.of_drive(),
-            namespace: options.namespace,
-            profile: options.profile.clone(),
-            faults: options.faults.clone(),
-        },
+        DriveOptions::of(options, opened.as_ref()),
         pollers.threads(),
     )?;
-    attach(options, &drive, ledgers, pollers)
+    attach(options, &drive, ledgers, pollers, &AtomicBool::new(false))
 }

@@ -122,6 +122,9 @@ pub struct FunctionStats {
     pub id: String,
     /// Socket on which a VMM connects.
     pub socket: String,
+    /// True if a VMM is connected.
+    #[serde(default)]
+    pub connected: bool,
     /// Model Number that the guest sees.
     pub model: String,
     /// Serial Number that the guest sees.
@@ -216,6 +219,7 @@ mod tests {
             functions: vec![FunctionStats {
                 id: "vm-1".to_owned(),
                 socket: "/run/a.sock".to_owned(),
+                connected: true,
                 model: "nvme-mpt".to_owned(),
                 serial: "MPT1AD7BD73C10D5093A".to_owned(),
                 capacity_bytes: 64 << 30,

@@ -5,42 +5,9 @@ use std::fmt;
 use nvme_mpt::lease::Bytes;
 use nvme_mpt::stats::HostQueueUse;
 
+use crate::list::Table;
+
 use super::{DriveStats, FunctionStats, ServerStats};
-
-/// Rows of cells, printed in columns that are as wide as they need be.
-struct Table(Vec<Vec<String>>);
-
-impl Table {
-    fn new(head: &[&str]) -> Self {
-        Self(vec![head.iter().map(|&cell| cell.to_owned()).collect()])
-    }
-
-    fn row(&mut self, cells: Vec<String>) {
-        self.0.push(cells);
-    }
-}
-
-impl fmt::Display for Table {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let columns = self.0.iter().map(Vec::len).max().unwrap_or(0);
-        let cell_width = |row: &Vec<String>, column: usize| {
-            row.get(column).map_or(0, |cell| cell.chars().count())
-        };
-        let widths: Vec<usize> = (0..columns)
-            .map(|column| {
-                let widths = self.0.iter().map(|row| cell_width(row, column));
-                widths.max().unwrap_or(0)
-            })
-            .collect();
-        for row in &self.0 {
-            for (cell, width) in row.iter().zip(&widths) {
-                write!(f, "  {cell:>width$}")?;
-            }
-            writeln!(f)?;
-        }
-        Ok(())
-    }
-}
 
 /// A number of bytes with three digits, as people compare them.
 fn rounded(bytes: u64) -> String {
@@ -161,7 +128,7 @@ fn drives(drives: &[DriveStats]) -> Option<Table> {
             if drive.gone { "gone" } else { "in use" }.to_owned(),
         ]);
     }
-    (table.0.len() > 1).then_some(table)
+    (!table.is_empty()).then_some(table)
 }
 
 impl fmt::Display for ServerStats {

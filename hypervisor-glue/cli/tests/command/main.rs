@@ -1,5 +1,6 @@
 //! The `nvme-mpt` command, as processes.
 
+mod changes;
 mod documents;
 mod leases;
 mod serve;

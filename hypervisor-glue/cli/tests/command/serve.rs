@@ -165,7 +165,7 @@ fn wrong_options_are_told_before_anything_is_done() {
         ("socket=a.sock", "Option \"path\" is missing"),
         (
             "socket=a.sock,path=memory:1M,size=1",
-            "There is no option \"size\": the options are socket, path, range,",
+            "There is no option \"size\": the options are socket, mode, owner, path, range,",
         ),
         (
             "socket=a.sock,path=memory:1M,queues=0",

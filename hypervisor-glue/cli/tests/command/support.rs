@@ -96,7 +96,7 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    fn start(mut command: Command) -> Result<Self, Failure> {
+    pub(crate) fn start(mut command: Command) -> Result<Self, Failure> {
         let mut server = Self {
             process: command
                 .stdout(Stdio::piped())

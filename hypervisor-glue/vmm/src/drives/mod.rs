@@ -11,6 +11,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::options::FunctionOptions;
 use nvme_mpt::host::HostController;
 use nvme_mpt::lease::Bytes;
 use nvme_mpt::origin::{self, Origin};
@@ -172,6 +173,50 @@ impl Default for DriveOptions {
             profile: None,
             faults: None,
         }
+    }
+}
+
+impl DriveOptions {
+    /// Returns the options that a function asks for. Those that it leaves open are as a drive has them that is open
+    /// already.
+    #[must_use]
+    pub fn of(function: &FunctionOptions, opened: Option<&Self>) -> Self {
+        let default = opened.cloned().unwrap_or_default();
+        Self {
+            lba_size: function.lba.map_or(default.lba_size, |lba| lba.bytes()),
+            deadline: function.timeout.unwrap_or(default.deadline),
+            learning: function.fixed.of_drive(),
+            namespace: function.namespace,
+            profile: function.profile.clone(),
+            faults: function.faults.clone(),
+        }
+    }
+
+    /// Returns the key of an option that differs from those with which the drive at `path` is open. A drive that has
+    /// a profile, faults or fixed decisions has them for all that leave these open.
+    #[must_use]
+    pub fn difference(&self, path: &DrivePath, opened: &Self) -> Option<&'static str> {
+        let Self {
+            lba_size,
+            namespace: _,
+            deadline,
+            learning,
+            profile,
+            faults,
+        } = self;
+        let physical = matches!(path, DrivePath::Pci(_));
+        let differ = [
+            ("lba", !physical && *lba_size != opened.lba_size),
+            ("timeout", physical && *deadline != opened.deadline),
+            (
+                "fixed",
+                *learning != Learning::default() && *learning != opened.learning,
+            ),
+            ("profile", profile.is_some() && *profile != opened.profile),
+            ("faults", faults.is_some() && *faults != opened.faults),
+        ];
+        let differs = differ.into_iter().find(|(_, differs)| *differs);
+        differs.map(|(key, _)| key)
     }
 }
 

@@ -9,7 +9,6 @@ use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use nvme_mpt::Learning;
 use nvme_mpt::host::HostController;
 use nvme_vfio::function::PciAddress;
 
@@ -82,7 +81,7 @@ pub(super) fn find_or_open(
     if let Some(found) = found
         && let Some(controller) = found.controller.upgrade()
     {
-        return match difference(path, &found.options, options) {
+        return match options.difference(path, &found.options) {
             None => Ok(controller),
             Some(key) => Err(OpenDriveError::OpenedOtherwise {
                 path: path.to_string(),
@@ -97,34 +96,4 @@ pub(super) fn find_or_open(
         controller: Arc::downgrade(&controller),
     });
     Ok(controller)
-}
-
-/// The key of an option that a drive was not opened with. One that has a profile, faults or fixed decisions has them
-/// for all.
-fn difference(
-    path: &DrivePath,
-    opened: &DriveOptions,
-    wanted: &DriveOptions,
-) -> Option<&'static str> {
-    let DriveOptions {
-        lba_size,
-        namespace: _,
-        deadline,
-        learning,
-        profile,
-        faults,
-    } = wanted;
-    let physical = matches!(path, DrivePath::Pci(_));
-    let differ = [
-        ("lba", !physical && *lba_size != opened.lba_size),
-        ("timeout", physical && *deadline != opened.deadline),
-        (
-            "fixed",
-            *learning != Learning::default() && *learning != opened.learning,
-        ),
-        ("profile", profile.is_some() && *profile != opened.profile),
-        ("faults", faults.is_some() && *faults != opened.faults),
-    ];
-    let differs = differ.into_iter().find(|(_, differs)| *differs);
-    differs.map(|(key, _)| key)
 }

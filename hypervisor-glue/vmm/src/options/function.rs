@@ -1,7 +1,5 @@
 //! The options of a function, parsed and checked.
 
-use std::iter;
-use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,9 +18,6 @@ use crate::drives::DrivePath;
 use super::error::OptionError;
 use super::key_values::{KeyValues, no_more, take};
 use super::table;
-
-/// Longest path of a UNIX socket in bytes: `sun_path` has 108, with a terminating zero.
-const MAX_SOCKET_PATH: usize = 107;
 
 /// Longest serial number (Base 2.0, Identify Controller data structure, SN).
 const MAX_SERIAL: usize = 20;
@@ -199,31 +194,6 @@ impl FromStr for FunctionOptions {
     }
 }
 
-/// A function that a server offers on a socket.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ServedFunction {
-    /// Socket on which a VMM connects.
-    pub socket: PathBuf,
-    /// The function.
-    pub function: FunctionOptions,
-}
-
-impl FromStr for ServedFunction {
-    type Err = OptionError;
-
-    fn from_str(text: &str) -> Result<Self, OptionError> {
-        let mut keys = KeyValues::parse(text)?;
-        let socket = take(&mut keys, "socket", parse_socket_path)?;
-        let function = FunctionOptions::take(&mut keys)?;
-        no_more(keys, iter::once(table::SOCKET.key).chain(table::keys()))?;
-        let socket = socket.ok_or(OptionError::Missing {
-            key: "socket",
-            example: "PATH, where the VMM connects",
-        })?;
-        Ok(Self { socket, function })
-    }
-}
-
 fn parse_queues(text: &str) -> Result<u16, String> {
     text.parse()
         .ok()
@@ -256,19 +226,4 @@ fn parse_serial(text: &str) -> Result<String, String> {
         ));
     }
     Ok(text.to_owned())
-}
-
-/// A path that a UNIX socket can have.
-///
-/// # Errors
-/// It is too long.
-pub fn parse_socket_path(text: &str) -> Result<PathBuf, String> {
-    if text.len() > MAX_SOCKET_PATH {
-        return Err(format!(
-            "The path of a socket has at most {MAX_SOCKET_PATH} bytes, this one has {}: use a shorter folder, \
-             such as one in /run",
-            text.len()
-        ));
-    }
-    Ok(PathBuf::from(text))
 }

@@ -4,41 +4,69 @@
 //! is written twice. Both are as in the options of Cloud Hypervisor.
 
 use std::error::Error as StdError;
+use std::fmt;
 use std::iter::Peekable;
 use std::str::Chars;
 
 use super::error::OptionError;
 
 /// The keys of an option string with their values, each key once, no value empty.
-#[derive(Debug)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct KeyValues(Vec<(String, String)>);
 
 impl KeyValues {
     pub(super) fn parse(text: &str) -> Result<Self, OptionError> {
         let mut chars = text.chars().peekable();
-        let mut pairs: Vec<(String, String)> = Vec::new();
+        let mut keys = Self::default();
         loop {
             let (word, value) = pair(&mut chars)?;
             let Some(value) = value else {
                 return Err(OptionError::NoValue { word });
             };
-            if value.is_empty() {
-                return Err(OptionError::EmptyValue { key: word });
-            }
-            if pairs.iter().any(|(key, _)| *key == word) {
-                return Err(OptionError::Twice { key: word });
-            }
-            pairs.push((word, value));
+            keys.push(word, value)?;
             // `pair` stops at a comma or at the end.
             if chars.next().is_none() {
-                return Ok(Self(pairs));
+                return Ok(keys);
             }
         }
+    }
+
+    /// Adds a key that is not there yet, with a value.
+    pub(super) fn push(&mut self, key: String, value: String) -> Result<(), OptionError> {
+        if value.is_empty() {
+            return Err(OptionError::EmptyValue { key });
+        }
+        if self.get(&key).is_some() {
+            return Err(OptionError::Twice { key });
+        }
+        self.0.push((key, value));
+        Ok(())
     }
 
     /// These, each key of which is there once.
     pub(super) fn of(pairs: Vec<(String, String)>) -> Self {
         Self(pairs)
+    }
+
+    /// Returns the keys.
+    pub(super) fn keys(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().map(|(key, _)| key.as_str())
+    }
+
+    /// Returns the value of `key`.
+    pub(super) fn get(&self, key: &str) -> Option<&str> {
+        let (_, value) = self.0.iter().find(|(present, _)| present == key)?;
+        Some(value)
+    }
+
+    pub(super) fn pairs(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.0
+            .iter()
+            .map(|(key, value)| (key.as_str(), value.as_str()))
+    }
+
+    pub(super) fn pairs_mut(&mut self) -> impl Iterator<Item = (&str, &mut String)> {
+        self.0.iter_mut().map(|(key, value)| (key.as_str(), value))
     }
 
     /// Takes the value of `key` out.
@@ -50,6 +78,21 @@ impl KeyValues {
     /// A key that nobody took.
     pub(super) fn rest(self) -> Option<String> {
         self.0.into_iter().next().map(|(key, _)| key)
+    }
+}
+
+impl fmt::Display for KeyValues {
+    /// The option string, with values in quotes where they need them.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, (key, value)) in self.0.iter().enumerate() {
+            let separator = if index == 0 { "" } else { "," };
+            write!(f, "{separator}{key}=")?;
+            match value.contains([',', '"']) {
+                true => write!(f, "\"{}\"", value.replace('"', "\"\""))?,
+                false => f.write_str(value)?,
+            }
+        }
+        Ok(())
     }
 }
 

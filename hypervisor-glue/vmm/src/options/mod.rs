@@ -2,7 +2,7 @@
 //!
 //! A person writes an option string, as in `path=/srv/drive.img,range=0+8G`. It is parsed once, into [`FunctionOptions`],
 //! whose values need no further check. A function that `nvme-mpt serve` offers has a `socket=PATH` as well:
-//! [`ServedFunction`]. A VMM's own configuration has a value per option: [`FunctionConfig`].
+//! [`ServedFunction`]. A drive that it keeps open has some of the keys: [`ServedDrive`]. A VMM's own configuration has a value per option: [`FunctionConfig`].
 //!
 //! [`table`] has every option with its help.
 
@@ -10,10 +10,12 @@ mod config;
 mod error;
 mod function;
 mod key_values;
+mod served;
 pub mod table;
 #[cfg(test)]
 mod tests;
 
 pub use config::{FunctionConfig, STATE_DIR};
 pub use error::OptionError;
-pub use function::{FunctionOptions, LbaSize, ServedFunction, parse_socket_path};
+pub use function::{FunctionOptions, LbaSize};
+pub use served::{OptionText, ServedDrive, ServedFunction, SocketOwner, parse_socket_path};

@@ -15,12 +15,24 @@ const fn option(key: &'static str, value: &'static str, help: &'static str) -> O
     OptionHelp { key, value, help }
 }
 
-/// The option of a function that a server offers, besides [`OPTIONS`].
-pub const SOCKET: OptionHelp = option(
-    "socket",
-    "PATH",
-    "path of the UNIX socket on which the VMM connects",
-);
+/// The options of a function that a server offers, besides [`OPTIONS`]. The first one cannot be left out.
+pub const SERVED: &[OptionHelp] = &[
+    option(
+        "socket",
+        "PATH",
+        "path of the UNIX socket on which the VMM connects",
+    ),
+    option(
+        "mode",
+        "MODE",
+        "file mode of the socket, as in 0660 [default: 0600]",
+    ),
+    option(
+        "owner",
+        "USER[:GROUP]",
+        "user and group that own the socket [default: those of the server]",
+    ),
+];
 
 /// The options of an option string. The first one cannot be left out.
 pub const OPTIONS: &[OptionHelp] = &[
@@ -115,18 +127,30 @@ pub(super) fn keys() -> impl Iterator<Item = &'static str> {
     OPTIONS.iter().map(|option| option.key)
 }
 
+/// Returns [`SERVED`] and [`OPTIONS`].
+pub(super) fn served() -> impl Iterator<Item = &'static OptionHelp> {
+    SERVED.iter().chain(OPTIONS)
+}
+
+/// Options that cannot be left out.
+const REQUIRED: [&str; 2] = ["socket", "path"];
+
 /// Longest line of [`synopsis`] but for its last option.
 const LINE: usize = 90;
 
-/// Returns the form of an option string with `first` and all of [`OPTIONS`], in several lines.
+/// Returns the form of the option string of a function that a server offers, in several lines.
 #[must_use]
-pub fn synopsis(first: &OptionHelp) -> String {
-    let mut text = format!("{}={}", first.key, first.value);
-    let mut line = text.len();
-    for (index, OptionHelp { key, value, .. }) in OPTIONS.iter().enumerate() {
-        let option = match index {
-            0 => format!(",{key}={value}"),
-            _ => format!("[,{key}={value}]"),
+pub fn synopsis() -> String {
+    let is_required = |option: &&OptionHelp| REQUIRED.contains(&option.key);
+    let required = served().filter(is_required);
+    let others = served().filter(|option| !is_required(option));
+    let mut text = String::new();
+    let mut line = 0;
+    for OptionHelp { key, value, .. } in required.chain(others) {
+        let option = match REQUIRED.contains(key) {
+            true if text.is_empty() => format!("{key}={value}"),
+            true => format!(",{key}={value}"),
+            false => format!("[,{key}={value}]"),
         };
         if line + option.len() > LINE {
             text.push('\n');
@@ -138,13 +162,12 @@ pub fn synopsis(first: &OptionHelp) -> String {
     text
 }
 
-/// Returns the help of `first` and of all [`OPTIONS`]: a line or more for each.
+/// Returns the help of all options of a function that a server offers: a line or more for each.
 #[must_use]
-pub fn help(first: &OptionHelp) -> String {
-    let all = || std::iter::once(first).chain(OPTIONS);
-    let width = all().map(|option| option.key.len()).max().unwrap_or(0);
+pub fn help() -> String {
+    let width = served().map(|option| option.key.len()).max().unwrap_or(0);
     let mut text = String::new();
-    for OptionHelp { key, help, .. } in all() {
+    for OptionHelp { key, help, .. } in served() {
         let mut key = *key;
         for line in help.lines() {
             text.push_str(&format!("  {key:width$}  {line}\n"));
@@ -173,11 +196,15 @@ mod tests {
 
     #[test]
     fn help_has_a_line_of_bounded_length_for_every_option() {
-        let (synopsis, help) = (synopsis(&SOCKET), help(&SOCKET));
-        assert!(synopsis.starts_with("socket=PATH,path=DRIVE[,range=START+LENGTH]"));
-        for key in keys() {
+        let (synopsis, help) = (synopsis(), help());
+        assert!(synopsis.starts_with("socket=PATH,path=DRIVE[,mode=MODE][,owner=USER[:GROUP]]"));
+        for OptionHelp { key, .. } in served() {
             assert!(synopsis.contains(&format!("{key}=")), "{key}");
-            assert!(help.contains(&format!("\n  {key}")), "{key}");
+            assert!(
+                help.lines()
+                    .any(|line| line.starts_with(&format!("  {key} "))),
+                "{key}"
+            );
         }
         for line in synopsis.lines().chain(help.lines()) {
             assert!(line.len() <= 105, "{line}");

@@ -9,7 +9,7 @@ pub(crate) mod sentinel;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -160,7 +160,7 @@ impl Host {
     pub(crate) fn wipe(&self, setup: &Setup) {
         let mut lease = self.lease("wipes", setup, FormerData::Wiped).unwrap();
         assert!(!lease.unwiped().is_empty());
-        nvme_mpt::wipe::wipe(&self.drive, &mut lease).unwrap();
+        nvme_mpt::wipe::wipe(&self.drive, &mut lease, &AtomicBool::new(false)).unwrap();
         assert!(lease.unwiped().is_empty());
     }
 

@@ -1,0 +1,142 @@
+//! Changes of a running server's functions, one after the other, on a thread of their own.
+
+use std::sync::mpsc::{self, Receiver, SyncSender, TrySendError};
+use std::thread::{self, JoinHandle};
+
+use nvme_mpt_vmm::report;
+use serde::{Deserialize, Serialize};
+
+use super::roster::{ChangeError, FunctionEntry, Reloaded, Roster};
+use crate::control::Reply;
+
+/// Changes that wait while another one is made.
+const QUEUE: usize = 64;
+
+/// A change of a server's functions.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum Change {
+    /// Adds a function.
+    Add {
+        /// Its option string, with absolute paths.
+        options: String,
+    },
+    /// Removes a function.
+    Remove {
+        /// Its id, or its socket.
+        id: String,
+        /// Also if a VMM is connected.
+        force: bool,
+    },
+    /// Makes the functions those of the server's file.
+    Reload {
+        /// Also if a VMM is connected to a function that changes or goes.
+        force: bool,
+    },
+}
+
+/// Result of a change.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Changed {
+    /// Of [`Change::Add`].
+    Added(FunctionEntry),
+    /// Of [`Change::Remove`].
+    Removed {
+        /// The function.
+        function: FunctionEntry,
+        /// Error of its end, for a person.
+        trouble: Option<String>,
+    },
+    /// Of [`Change::Reload`].
+    Reloaded(Reloaded),
+}
+
+type Request = (Change, Reply);
+
+/// Place to hand changes in.
+#[derive(Clone, Debug)]
+pub(super) struct ChangeQueue(SyncSender<Request>);
+
+impl ChangeQueue {
+    /// Hands a change in, which is replied to when it is made, or refused.
+    pub(super) fn push(&self, change: Change, reply: Reply) {
+        let (reply, reason) = match self.0.try_send((change, reply)) {
+            Ok(()) => return,
+            Err(TrySendError::Full((_, reply))) => {
+                let reason = format!("{QUEUE} changes wait already: try again later");
+                (reply, reason)
+            }
+            Err(TrySendError::Disconnected((_, reply))) => {
+                (reply, "it makes no changes any more: restart it".to_owned())
+            }
+        };
+        reply.send(Err(reason));
+    }
+}
+
+/// Thread that makes changes. It ends when no [`ChangeQueue`] is left.
+#[derive(Debug)]
+pub(super) struct ChangeThread(JoinHandle<Roster>);
+
+impl ChangeThread {
+    /// Makes changes of `roster`.
+    ///
+    /// # Errors
+    /// Returns the kernel's error. Then the functions have ended.
+    pub(super) fn start(roster: Roster) -> std::io::Result<(Self, ChangeQueue)> {
+        let (queue, requests) = mpsc::sync_channel(QUEUE);
+        let thread = thread::Builder::new()
+            .name("changes".to_owned())
+            .spawn(move || run(roster, &requests))?;
+        Ok((Self(thread), ChangeQueue(queue)))
+    }
+
+    /// Waits for the last change, and returns the roster; `None` if the thread panicked, which ended all functions.
+    pub(super) fn end(self) -> Option<Roster> {
+        self.0.join().ok()
+    }
+}
+
+fn run(mut roster: Roster, requests: &Receiver<Request>) -> Roster {
+    for (change, reply) in requests {
+        let made = make(&mut roster, change);
+        reply.send(made.map_err(|error| report::chain(&error)));
+    }
+    roster
+}
+
+fn make(roster: &mut Roster, change: Change) -> Result<Changed, ChangeError> {
+    roster.check_runs()?;
+    Ok(match change {
+        Change::Add { options } => {
+            let entry = roster.add(options.parse()?)?;
+            log::info!("Added function {} on {}", entry.id, entry.socket.display());
+            Changed::Added(entry)
+        }
+        Change::Remove { id, force } => {
+            let (function, trouble) = roster.remove(&id, force)?;
+            log::info!("Removed function {}", function.id);
+            if let Some(trouble) = &trouble {
+                log::error!("{trouble}");
+            }
+            Changed::Removed { function, trouble }
+        }
+        Change::Reload { force } => {
+            let reloaded = roster.reload(force)?;
+            let Reloaded {
+                added,
+                changed,
+                removed,
+                unchanged,
+            } = &reloaded;
+            log::info!(
+                "Reloaded: {} added, {} changed, {} removed, {unchanged} unchanged",
+                added.len(),
+                changed.len(),
+                removed.len()
+            );
+            Changed::Reloaded(reloaded)
+        }
+    })
+}

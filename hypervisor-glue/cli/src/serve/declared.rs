@@ -1,0 +1,398 @@
+//! Functions and drives as they are declared: on the command line, in a file, or by `nvme-mpt add`.
+
+use std::fs;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use nvme_mpt::lease::FormerData;
+use nvme_mpt_vmm::options::{OptionError, OptionText, ServedDrive, ServedFunction};
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+use toml::{Table, Value};
+
+/// Longest file that is read, in bytes: a mistaken path must not be read for ever.
+const LONGEST: u64 = 4 << 20;
+
+/// Origin of a declaration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Origin {
+    /// An argument of `nvme-mpt serve`.
+    CommandLine,
+    /// The file of `--config`.
+    File,
+    /// A request of `nvme-mpt add`.
+    Added,
+}
+
+/// A function, with the origin of its declaration.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct DeclaredFunction {
+    pub(super) origin: Origin,
+    /// The declaration, if it was one in text.
+    pub(super) text: Option<OptionText>,
+    pub(super) function: ServedFunction,
+}
+
+impl DeclaredFunction {
+    /// Returns the function of an argument of the command line.
+    pub(super) fn argument(function: ServedFunction) -> Self {
+        Self {
+            origin: Origin::CommandLine,
+            text: None,
+            function,
+        }
+    }
+
+    /// Reads a function from an option string.
+    pub(super) fn read(origin: Origin, text: OptionText) -> Result<Self, OptionError> {
+        Ok(Self {
+            origin,
+            function: text.to_string().parse()?,
+            text: Some(text),
+        })
+    }
+
+    /// Sets the fate of data that another id left, unless the function has its own.
+    pub(super) fn with_data(mut self, data: FormerData) -> Self {
+        if self.function.function.data == FormerData::Refused {
+            self.function.function.data = data;
+        }
+        self
+    }
+}
+
+/// A file of functions or drives cannot be used.
+#[derive(Debug, Error)]
+pub enum FileError {
+    /// The file cannot be read.
+    #[error("Cannot read {}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Kernel's error.
+        source: io::Error,
+    },
+    /// The file cannot be written.
+    #[error("Cannot write {}", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Kernel's error.
+        source: io::Error,
+    },
+    /// The file is not TOML.
+    #[error("{} is not written in TOML", path.display())]
+    Syntax {
+        /// The file.
+        path: PathBuf,
+        /// Cause, and its place.
+        source: Box<toml::de::Error>,
+    },
+    /// A table that means nothing.
+    #[error("{} has \"{key}\"; a file has [[drive]] and [[function]] alone", path.display())]
+    Unknown {
+        /// The file.
+        path: PathBuf,
+        /// The key.
+        key: String,
+    },
+    /// A key whose value is no option's.
+    #[error("{}, {kind} {number}: the value of \"{key}\" is a string or a number, as in {key} = \"…\"", path.display())]
+    Kind {
+        /// The file.
+        path: PathBuf,
+        /// `function` or `drive`.
+        kind: &'static str,
+        /// Place in the file, from 1 on.
+        number: usize,
+        /// The key.
+        key: String,
+    },
+    /// A function or drive with wrong options.
+    #[error("{}, {kind} {number} is not one", path.display())]
+    Option {
+        /// The file.
+        path: PathBuf,
+        /// `function` or `drive`.
+        kind: &'static str,
+        /// Place in the file, from 1 on.
+        number: usize,
+        /// Why.
+        source: OptionError,
+    },
+}
+
+/// Functions and drives of a file.
+#[derive(Debug, Default)]
+pub(super) struct Declarations {
+    pub(super) functions: Vec<DeclaredFunction>,
+    pub(super) drives: Vec<ServedDrive>,
+}
+
+impl Declarations {
+    /// Reads the file at an absolute path. Relative paths in it are as seen from its folder.
+    pub(super) fn read(path: &Path) -> Result<Self, FileError> {
+        let text = read(path).map_err(|source| FileError::Read {
+            path: path.to_owned(),
+            source,
+        })?;
+        Self::parse(path, &text, Origin::File)
+    }
+
+    fn parse(path: &Path, text: &str, origin: Origin) -> Result<Self, FileError> {
+        let mut table: Table = toml::from_str(text).map_err(|source| FileError::Syntax {
+            path: path.to_owned(),
+            source: Box::new(source),
+        })?;
+        let file = Tables { path };
+        let functions = file.take(&mut table, "function")?;
+        let drives = file.take(&mut table, "drive")?;
+        if let Some(key) = table.keys().next() {
+            return Err(FileError::Unknown {
+                path: path.to_owned(),
+                key: key.clone(),
+            });
+        }
+        let functions = (1..).zip(functions).map(|(number, text)| {
+            DeclaredFunction::read(origin, text)
+                .map_err(|source| file.option("function", number, source))
+        });
+        let drives = (1..).zip(drives).map(|(number, text)| {
+            let drive = text.to_string().parse();
+            drive.map_err(|source| file.option("drive", number, source))
+        });
+        Ok(Self {
+            functions: functions.collect::<Result<_, _>>()?,
+            drives: drives.collect::<Result<_, _>>()?,
+        })
+    }
+}
+
+/// The tables of a file.
+struct Tables<'a> {
+    path: &'a Path,
+}
+
+impl Tables<'_> {
+    /// Takes all `[[kind]]` out, each as an option string.
+    fn take(&self, table: &mut Table, kind: &'static str) -> Result<Vec<OptionText>, FileError> {
+        let entries = match table.remove(kind) {
+            None => return Ok(Vec::new()),
+            Some(Value::Array(entries)) => entries,
+            Some(_) => return Err(self.unknown(kind)),
+        };
+        let texts = (1..).zip(entries).map(|(number, entry)| match entry {
+            Value::Table(entry) => self.text(kind, number, entry),
+            _ => Err(self.unknown(kind)),
+        });
+        texts.collect()
+    }
+
+    fn text(
+        &self,
+        kind: &'static str,
+        number: usize,
+        entry: Table,
+    ) -> Result<OptionText, FileError> {
+        let folder = self.path.parent().unwrap_or(Path::new("/"));
+        let mut pairs = Vec::with_capacity(entry.len());
+        for (key, value) in entry {
+            let value = match value {
+                Value::String(text) => text,
+                // As in `mode = 0o660`.
+                Value::Integer(value) if key == "mode" => format!("{value:o}"),
+                Value::Integer(value) => value.to_string(),
+                _ => {
+                    return Err(FileError::Kind {
+                        path: self.path.to_owned(),
+                        kind,
+                        number,
+                        key,
+                    });
+                }
+            };
+            pairs.push((key, value));
+        }
+        let text = OptionText::of(pairs).map_err(|source| self.option(kind, number, source))?;
+        Ok(text.absolute(folder))
+    }
+
+    fn unknown(&self, key: &str) -> FileError {
+        FileError::Unknown {
+            path: self.path.to_owned(),
+            key: key.to_owned(),
+        }
+    }
+
+    fn option(&self, kind: &'static str, number: usize, source: OptionError) -> FileError {
+        FileError::Option {
+            path: self.path.to_owned(),
+            kind,
+            number,
+            source,
+        }
+    }
+}
+
+fn read(path: &Path) -> io::Result<String> {
+    let length = fs::metadata(path)?.len();
+    if length > LONGEST {
+        return Err(io::Error::new(
+            io::ErrorKind::FileTooLarge,
+            format!("it has {length} bytes, and {LONGEST} at most are read"),
+        ));
+    }
+    fs::read_to_string(path)
+}
+
+/// File with the functions that were added at run time, for the next start of the server.
+///
+/// It lies beside the control socket, which only one server at a time has. Nothing else writes it.
+#[derive(Debug)]
+pub(super) struct AddedFile {
+    path: PathBuf,
+}
+
+impl AddedFile {
+    /// The file of the server with this control socket.
+    pub(super) fn beside(control: &Path) -> Self {
+        let mut path = control.as_os_str().to_owned();
+        path.push(".functions.toml");
+        Self { path: path.into() }
+    }
+
+    /// Reads the functions; none without a file.
+    pub(super) fn read(&self) -> Result<Vec<DeclaredFunction>, FileError> {
+        let text = match read(&self.path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(source) => {
+                return Err(FileError::Read {
+                    path: self.path.clone(),
+                    source,
+                });
+            }
+        };
+        Ok(Declarations::parse(&self.path, &text, Origin::Added)?.functions)
+    }
+
+    /// Replaces the file, durably. A crash leaves the old one or the new one.
+    pub(super) fn write<'a>(
+        &self,
+        functions: impl Iterator<Item = &'a OptionText>,
+    ) -> Result<(), FileError> {
+        let mut text =
+            String::from("# Functions of `nvme-mpt add`. The server writes this file.\n");
+        for function in functions {
+            text.push_str("\n[[function]]\n");
+            for (key, value) in function.pairs() {
+                let value = Value::String(value.to_owned());
+                text.push_str(&format!("{key} = {value}\n"));
+            }
+        }
+        self.replace(text.as_bytes())
+            .map_err(|source| FileError::Write {
+                path: self.path.clone(),
+                source,
+            })
+    }
+
+    fn replace(&self, bytes: &[u8]) -> io::Result<()> {
+        let mut new = self.path.clone().into_os_string();
+        new.push(".new");
+        let mut file = fs::File::create(&new)?;
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        fs::rename(&new, &self.path)?;
+        let folder = self.path.parent().filter(|path| *path != Path::new(""));
+        fs::File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nvme_mpt_vmm::report;
+
+    use super::*;
+
+    fn parse(text: &str) -> Result<Declarations, FileError> {
+        Declarations::parse(Path::new("/etc/serve.toml"), text, Origin::File)
+    }
+
+    #[test]
+    fn a_file_has_the_same_keys_as_the_command_line() {
+        let text = "[[drive]]\npath = \"memory:1G\"\nlba = 4096\n\n\
+            [[function]]\nsocket = \"a.sock\"\npath = \"memory:1G\"\nrange = \"0+64M\"\nqueues = 4\nmode = 0o660\n";
+        let Declarations { functions, drives } = parse(text).unwrap();
+        let argument: ServedFunction =
+            "socket=/etc/a.sock,path=memory:1G,range=0+64M,queues=4,mode=0660"
+                .parse()
+                .unwrap();
+        assert_eq!(functions[0].function, argument);
+        assert_eq!(drives, ["path=memory:1G,lba=4096".parse().unwrap()]);
+    }
+
+    #[test]
+    fn a_mistake_is_named_with_its_place() {
+        let good = "[[function]]\nsocket = \"/a\"\npath = \"null:1G\"\n";
+        for (bad, complaint) in [
+            (
+                "[[function]]\npath = \"null:1G\"\n",
+                "function 2 is not one\n  Option \"socket\" is missing",
+            ),
+            (
+                "[[function]]\nsocket = \"/b\"\npath = \"null:1G\"\nsize = 3\n",
+                "There is no option \"size\"",
+            ),
+            (
+                "[[function]]\nsocket = true\n",
+                "function 2: the value of \"socket\" is a string",
+            ),
+            (
+                "[[drive]]\npath = \"null:1G\"\nrange = \"0+1M\"\n",
+                "drive 1 is not one",
+            ),
+            ("[server]\nsocket = 1\n", "has \"server\""),
+            ("[[function]\n", "serve.toml is not written in TOML"),
+        ] {
+            let error = parse(&format!("{good}{bad}")).unwrap_err();
+            let told = report::chain(&error);
+            assert!(told.contains(complaint), "{told}");
+        }
+        let error = parse("function = 3\n").unwrap_err();
+        assert!(error.to_string().contains("[[function]] alone"), "{error}");
+    }
+
+    #[test]
+    fn added_functions_are_there_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = AddedFile::beside(&folder.path().join("control.sock"));
+        assert_eq!(file.read().unwrap(), []);
+        for texts in [
+            &[
+                "socket=/a,path=null:1G",
+                "socket=/b,path=\"/x,\"\"y\n\",queues=3",
+            ][..],
+            &["socket=/b,path=memory:1G"],
+            &[],
+        ] {
+            let texts: Vec<OptionText> = texts.iter().map(|text| text.parse().unwrap()).collect();
+            file.write(texts.iter()).unwrap();
+            let read = file.read().unwrap();
+            let again: Vec<_> = read.into_iter().filter_map(|read| read.text).collect();
+            let sorted = |text: &OptionText| {
+                let mut pairs: Vec<_> = text
+                    .pairs()
+                    .map(|(key, value)| (key.to_owned(), value.to_owned()))
+                    .collect();
+                pairs.sort();
+                pairs
+            };
+            assert_eq!(
+                again.iter().map(sorted).collect::<Vec<_>>(),
+                texts.iter().map(sorted).collect::<Vec<_>>()
+            );
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! Drives that a server has open: each host controller once, with each namespace that is used.
+
+use std::sync::Arc;
+
+use nvme_mpt::{Drive, Learning};
+use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath, OpenDriveError};
+use nvme_mpt_vmm::options::FunctionOptions;
+use thiserror::Error;
+
+/// A drive cannot be opened for a function.
+#[derive(Debug, Error)]
+pub enum DriveError {
+    /// Functions want the same drive in different ways.
+    #[error(
+        "Drive {path} is opened once, but the functions that share it ask for different {key}=: give the same {key}= to each"
+    )]
+    Differ {
+        /// The drive.
+        path: DrivePath,
+        /// The option that differs.
+        key: &'static str,
+    },
+    /// It cannot be opened.
+    #[error(transparent)]
+    Open(#[from] OpenDriveError),
+}
+
+#[derive(Debug)]
+struct OpenDrive {
+    drive: Arc<Drive>,
+    path: DrivePath,
+    options: DriveOptions,
+}
+
+/// The drives that are open.
+#[derive(Debug, Default)]
+pub(super) struct OpenDrives(Vec<OpenDrive>);
+
+impl OpenDrives {
+    /// Returns the drive of a function. `sharing` are the functions that are to share it, this one among them: the
+    /// drive is opened as they ask.
+    pub(super) fn open<'a>(
+        &mut self,
+        function: &FunctionOptions,
+        sharing: impl Iterator<Item = &'a FunctionOptions> + Clone,
+    ) -> Result<Arc<Drive>, DriveError> {
+        let path = &function.path;
+        let differ = |key| DriveError::Differ {
+            path: path.clone(),
+            key,
+        };
+        let open = self.0.iter().find(|open| open.path == *path);
+        let (drive, options) = match open {
+            Some(open) => {
+                let wanted = DriveOptions::of(function, Some(&open.options));
+                if let Some(key) = wanted.difference(path, &open.options) {
+                    return Err(differ(key));
+                }
+                let drive = open.drive.sibling(function.namespace);
+                (drive.map_err(OpenDriveError::from)?, open.options.clone())
+            }
+            None => {
+                let sharing = sharing.filter(|other| other.path == *path);
+                let shared = common_options(sharing).map_err(|Differ(key)| differ(key))?;
+                let options = DriveOptions {
+                    namespace: function.namespace,
+                    ..shared
+                };
+                (drives::open(path, options.clone())?, options)
+            }
+        };
+        let nsid = drive.namespace().nsid;
+        let same = |open: &&OpenDrive| open.path == *path && open.drive.namespace().nsid == nsid;
+        if let Some(open) = self.0.iter().find(same) {
+            return Ok(open.drive.clone());
+        }
+        self.0.push(OpenDrive {
+            drive: drive.clone(),
+            path: path.clone(),
+            options,
+        });
+        Ok(drive)
+    }
+
+    /// Closes all drives but those that `used` reports.
+    pub(super) fn close_unused(&mut self, used: impl Fn(&Arc<Drive>) -> bool) {
+        self.0.retain(|open| used(&open.drive));
+    }
+
+    /// Returns one drive of each host controller.
+    pub(super) fn controllers(&self) -> Vec<Arc<Drive>> {
+        let mut controllers: Vec<Arc<Drive>> = Vec::new();
+        for OpenDrive { drive, .. } in &self.0 {
+            if controllers.iter().all(|other| other.path() != drive.path()) {
+                controllers.push(drive.clone());
+            }
+        }
+        controllers
+    }
+}
+
+/// The key of an option whose values differ.
+struct Differ(&'static str);
+
+/// Returns the options of a drive as all the functions ask that share it.
+fn common_options<'a>(
+    sharing: impl Iterator<Item = &'a FunctionOptions> + Clone,
+) -> Result<DriveOptions, Differ> {
+    let lba = common("lba", sharing.clone().filter_map(|other| other.lba))?;
+    let profiles = sharing.clone().filter_map(|other| other.profile.clone());
+    let profile = common("profile", profiles)?;
+    let faults = sharing.clone().filter_map(|other| other.faults.clone());
+    let faults = common("faults", faults)?;
+    let fixed = sharing.clone().map(|other| other.fixed.of_drive());
+    let learning = common("fixed", fixed.filter(|fixed| *fixed != Learning::default()))?;
+    let timeout = common("timeout", sharing.filter_map(|other| other.timeout))?;
+    let default = DriveOptions::default();
+    Ok(DriveOptions {
+        lba_size: lba.unwrap_or_default().bytes(),
+        deadline: timeout.unwrap_or(default.deadline),
+        learning: learning.unwrap_or_default(),
+        profile,
+        faults,
+        ..default
+    })
+}
+
+fn common<T: PartialEq>(
+    key: &'static str,
+    mut values: impl Iterator<Item = T>,
+) -> Result<Option<T>, Differ> {
+    let first = values.next();
+    match values.any(|other| Some(&other) != first.as_ref()) {
+        true => Err(Differ(key)),
+        false => Ok(first),
+    }
+}

@@ -1,0 +1,502 @@
+//! Functions that are added to a running server, removed, listed and reloaded.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::Output;
+use std::thread;
+
+use nvme_mpt_cli::control::request_change;
+use nvme_mpt_cli::serve::Change;
+use serde_json::{Value, json};
+use vfio_user::Client;
+
+use crate::support::{Bench, Server, exists};
+
+const CONTROL: [&str; 2] = ["--control", "one.control"];
+
+/// A command to the server `one`. Returns what it printed, or its complaint.
+fn ask(bench: &Bench, command: &str, arguments: &[&str]) -> Result<String, String> {
+    let Output {
+        status,
+        stdout,
+        stderr,
+    } = bench.run(command, &[&CONTROL, arguments].concat());
+    match status.success() {
+        true => Ok(String::from_utf8(stdout).unwrap()),
+        false => Err(String::from_utf8(stderr).unwrap()),
+    }
+}
+
+/// Ids, origins and states.
+fn list(bench: &Bench) -> Vec<(String, String, String)> {
+    let listed: Value = serde_json::from_str(&ask(bench, "list", &["--json"]).unwrap()).unwrap();
+    let text = |value: &Value| match value {
+        Value::String(text) => text.clone(),
+        other => other.as_object().unwrap().keys().next().unwrap().clone(),
+    };
+    let entries = listed.as_array().unwrap().iter();
+    let entries = entries.map(|entry| {
+        (
+            text(&entry["id"]),
+            text(&entry["origin"]),
+            text(&entry["state"]),
+        )
+    });
+    entries.collect()
+}
+
+fn entry(id: &str, origin: &str, state: &str) -> (String, String, String) {
+    (id.to_owned(), origin.to_owned(), state.to_owned())
+}
+
+/// Starts the server with a file of functions and drives.
+fn serve_file(bench: &Bench, file: &str) -> Result<Server, String> {
+    fs::write(bench.path("serve.toml"), file).unwrap();
+    let mut serve = bench.serve_command("one", &[]);
+    serve.args(["--config", "serve.toml"]);
+    Server::start(serve).map_err(|failure| failure.stderr)
+}
+
+fn function(id: &str, range: &str) -> String {
+    format!(
+        "[[function]]\nid = \"{id}\"\nsocket = \"{id}.sock\"\npath = \"drive.img\"\nrange = \"{range}\"\n\n"
+    )
+}
+
+#[test]
+fn functions_come_and_go_beside_others() {
+    let bench = Bench::new();
+    let server = bench.serve("one", &[]).unwrap();
+    assert_eq!(server.printed, "");
+    assert!(
+        ask(&bench, "list", &[])
+            .unwrap()
+            .starts_with("No functions")
+    );
+    let first = "socket=a.sock,path=drive.img,range=0+16M,id=a";
+    let printed = ask(&bench, "add", &[first]).unwrap();
+    assert!(printed.starts_with("Function a on "), "{printed}");
+    assert!(printed.contains("--user-device socket="), "{printed}");
+
+    let mut client = Client::new(&bench.path("a.sock")).unwrap();
+    let second = "socket=b.sock,path=drive.img,range=16M+16M,id=b";
+    let added = ask(&bench, "add", &[second, "--json"]).unwrap();
+    let added: Value = serde_json::from_str(&added).unwrap();
+    assert_eq!(added["id"], "b");
+    assert_eq!(added["socket"], json!(bench.path("b.sock")));
+    assert_eq!(
+        list(&bench),
+        [
+            entry("a", "added", "connected"),
+            entry("b", "added", "waiting")
+        ]
+    );
+    let table = ask(&bench, "list", &[]).unwrap();
+    assert!(table.contains("16M+16M"), "{table}");
+
+    let removed = ask(&bench, "remove", &["b"]).unwrap();
+    assert!(removed.starts_with("Removed b: "), "{removed}");
+    assert!(!exists(&bench.path("b.sock")));
+    assert_eq!(bench.leases().len(), 1, "the lease of b is given back");
+    ask(&bench, "add", &[second]).unwrap();
+    ask(&bench, "remove", &["./b.sock"]).unwrap();
+
+    let refused = ask(&bench, "remove", &["a"]).unwrap_err();
+    assert!(
+        refused.contains("A VMM is connected to function a"),
+        "{refused}"
+    );
+    // The guest has lost nothing yet.
+    client.region_read(0, 8, &mut [0; 4]).unwrap();
+    ask(&bench, "remove", &["a", "--force"]).unwrap();
+    assert!(client.region_read(0, 8, &mut [0; 4]).is_err());
+    assert_eq!(bench.leases(), []);
+    server.stop();
+    assert_eq!(
+        bench.names(),
+        ["drive.img", "one.control.functions.toml", "state"]
+    );
+}
+
+#[test]
+fn what_was_added_is_there_again_after_an_end_and_after_a_crash() {
+    let bench = Bench::new();
+    let server = bench
+        .serve("one", &["socket=c.sock,path=memory:1M,id=c"])
+        .unwrap();
+    ask(
+        &bench,
+        "add",
+        &["socket=a.sock,path=drive.img,range=0+16M,id=a"],
+    )
+    .unwrap();
+    ask(
+        &bench,
+        "add",
+        &["socket=b.sock,path=drive.img,range=16M+16M,id=b"],
+    )
+    .unwrap();
+    ask(&bench, "remove", &["b"]).unwrap();
+    server.stop();
+    for crash in [true, false] {
+        let server = bench.serve("one", &[]).unwrap();
+        assert_eq!(list(&bench), [entry("a", "added", "waiting")], "{crash}");
+        assert!(
+            server.printed.contains("Function a on "),
+            "{}",
+            server.printed
+        );
+        match crash {
+            true => server.kill(),
+            false => server.stop(),
+        }
+    }
+}
+
+#[test]
+fn an_added_function_that_cannot_be_offered_again_keeps_no_other_back() {
+    let bench = Bench::new();
+    let server = bench.serve("one", &[]).unwrap();
+    ask(
+        &bench,
+        "add",
+        &["socket=a.sock,path=drive.img,range=0+16M,id=a"],
+    )
+    .unwrap();
+    ask(&bench, "add", &["socket=b.sock,path=memory:1M,id=b"]).unwrap();
+    server.stop();
+    fs::rename(bench.path("drive.img"), bench.path("away.img")).unwrap();
+    let server = bench.serve("one", &[]).unwrap();
+    assert_eq!(
+        list(&bench),
+        [
+            entry("b", "added", "waiting"),
+            entry("a", "added", "failed")
+        ]
+    );
+    let table = ask(&bench, "list", &[]).unwrap();
+    assert!(table.contains("does not exist"), "{table}");
+    let (status, _) = server.signal("TERM");
+    assert!(status.success());
+
+    // It was not forgotten.
+    fs::rename(bench.path("away.img"), bench.path("drive.img")).unwrap();
+    let server = bench.serve("one", &[]).unwrap();
+    assert_eq!(list(&bench).len(), 2);
+    assert!(list(&bench).iter().all(|(_, _, state)| state == "waiting"));
+    server.stop();
+
+    fs::rename(bench.path("drive.img"), bench.path("away.img")).unwrap();
+    let server = bench.serve("one", &[]).unwrap();
+    ask(&bench, "remove", &["a"]).unwrap();
+    assert_eq!(list(&bench), [entry("b", "added", "waiting")]);
+    drop(server);
+}
+
+#[test]
+fn a_function_that_cannot_be_added_changes_nothing() {
+    let bench = Bench::new();
+    let server = bench
+        .serve(
+            "one",
+            &["socket=a.sock,path=drive.img,range=0+16M,id=a,lba=512"],
+        )
+        .unwrap();
+    for (options, complaint) in [
+        (
+            "socket=a.sock,path=memory:1M",
+            "Two functions have the socket",
+        ),
+        (
+            "socket=b.sock,path=memory:1M,id=a",
+            "Two functions have the id \"a\"",
+        ),
+        (
+            "socket=b.sock,path=drive.img,range=8M+16M",
+            "choose ranges that do not overlap",
+        ),
+        (
+            "socket=b.sock,path=drive.img,range=16M+16M,lba=4096",
+            "different lba=",
+        ),
+        ("socket=b.sock,path=none.img", "truncate -s 16G"),
+        (
+            "socket=b.sock,path=memory:1M,queues=0",
+            "A function has 1 to 64",
+        ),
+        (
+            "socket=b.sock,path=memory:1M,size=1",
+            "There is no option \"size\"",
+        ),
+        (
+            "socket=b.sock,path=memory:1M,owner=no-such-user",
+            "no user \"no-such-user\"",
+        ),
+        ("path=memory:1M", "Option \"socket\" is missing"),
+    ] {
+        let error = ask(&bench, "add", &[options]).unwrap_err();
+        assert!(error.contains(complaint), "{options}: {error}");
+        assert!(!exists(&bench.path("b.sock")), "{options}");
+        assert_eq!(list(&bench), [entry("a", "command-line", "waiting")]);
+        assert_eq!(bench.leases().len(), 1, "{options}");
+    }
+    let error = ask(&bench, "remove", &["b"]).unwrap_err();
+    assert!(
+        error.contains("no function \"b\"; the functions are: a"),
+        "{error}"
+    );
+    let error = ask(&bench, "reload", &[]).unwrap_err();
+    assert!(error.contains("start it with --config FILE"), "{error}");
+    server.stop();
+    assert!(!exists(&bench.path("one.control.functions.toml")));
+}
+
+#[test]
+fn a_drive_stays_open_without_functions() {
+    let bench = Bench::new();
+    let mut serve = bench.serve_command("one", &[]);
+    serve.args(["--drive", "path=memory:1M,lba=4096"]);
+    let server = Server::start(serve).unwrap();
+    let add = |lba: &str| {
+        let options = format!("socket=a.sock,path=memory:1M,id=a{lba}");
+        ask(&bench, "add", &[&options])
+    };
+    // As the drive is, and not as functions are by default.
+    assert!(add("").unwrap().contains("256 blocks of 4096 bytes"));
+    ask(&bench, "remove", &["a"]).unwrap();
+    assert!(add(",lba=512").unwrap_err().contains("different lba="));
+    server.stop();
+}
+
+#[test]
+fn a_socket_has_the_mode_that_it_was_given() {
+    let bench = Bench::new();
+    let server = bench.serve("one", &[]).unwrap();
+    // The superuser's number, as the tests' own user has perhaps no name.
+    let ours = fs::metadata(bench.path("drive.img")).unwrap();
+    let group = std::os::unix::fs::MetadataExt::gid(&ours);
+    let options = format!("socket=a.sock,path=memory:1M,mode=0660,owner=:{group}");
+    ask(&bench, "add", &[&options]).unwrap();
+    let mode = fs::metadata(bench.path("a.sock")).unwrap().permissions();
+    assert_eq!(mode.mode() & 0o777, 0o660);
+    server.stop();
+}
+
+#[test]
+fn a_file_is_followed_and_what_did_not_change_is_not_touched() {
+    let bench = Bench::new();
+    let [a, b] = [function("a", "0+16M"), function("b", "16M+16M")];
+    let server = serve_file(&bench, &format!("{a}{b}")).unwrap();
+    let mut client = Client::new(&bench.path("a.sock")).unwrap();
+    ask(&bench, "add", &["socket=z.sock,path=memory:1M,id=z"]).unwrap();
+
+    // b moves, c is new.
+    let [moved, c] = [function("b", "48M+16M"), function("c", "32M+16M")];
+    fs::write(bench.path("serve.toml"), format!("{c}{moved}{a}")).unwrap();
+    let reloaded = ask(&bench, "reload", &["--json"]).unwrap();
+    let reloaded: Value = serde_json::from_str(&reloaded).unwrap();
+    assert_eq!(
+        reloaded,
+        json!({ "added": ["c"], "changed": ["b"], "removed": [], "unchanged": 1 })
+    );
+    client.region_read(0, 8, &mut [0; 4]).unwrap();
+    assert_eq!(
+        list(&bench),
+        [
+            entry("a", "file", "connected"),
+            entry("z", "added", "waiting"),
+            entry("c", "file", "waiting"),
+            entry("b", "file", "waiting"),
+        ]
+    );
+    let again = ask(&bench, "reload", &[]).unwrap();
+    assert_eq!(again, "Unchanged: 3\n");
+
+    let error = ask(&bench, "remove", &["c"]).unwrap_err();
+    assert!(
+        error.contains("take it out there, then run `nvme-mpt reload`"),
+        "{error}"
+    );
+    fs::write(bench.path("serve.toml"), "").unwrap();
+    let error = ask(&bench, "reload", &[]).unwrap_err();
+    assert!(
+        error.contains("A VMM is connected to function a"),
+        "{error}"
+    );
+    assert_eq!(list(&bench).len(), 4);
+    let forced = ask(&bench, "reload", &["--force"]).unwrap();
+    assert_eq!(forced, "Removed: a, c, b\nUnchanged: 0\n");
+    assert_eq!(list(&bench), [entry("z", "added", "waiting")]);
+    server.stop();
+}
+
+#[test]
+fn a_file_with_one_bad_function_changes_nothing() {
+    let bench = Bench::new();
+    let [a, b] = [function("a", "0+16M"), function("b", "16M+16M")];
+    let bad = function("c", "8M+16M");
+    let error = serve_file(&bench, &format!("{a}{b}{bad}")).unwrap_err();
+    assert!(
+        error.contains("choose ranges that do not overlap"),
+        "{error}"
+    );
+    assert_eq!(bench.leases(), []);
+
+    let server = serve_file(&bench, &format!("{a}{b}")).unwrap();
+    for (bad, complaint) in [
+        (bad, "choose ranges that do not overlap"),
+        (function("d", "60M+16M"), "the longest range from there"),
+        (
+            "[[function]]\npath = \"memory:1M\"\n".to_owned(),
+            "function 2 is not one",
+        ),
+        (function("a", "16M+16M"), "Two functions have the socket"),
+        ("[[function]\n".to_owned(), "not written in TOML"),
+        ("[[drive]]\npath = \"none.img\"\n".to_owned(), "truncate -s"),
+    ] {
+        // b is to go, and a stays.
+        fs::write(bench.path("serve.toml"), format!("{a}{bad}")).unwrap();
+        let error = ask(&bench, "reload", &[]).unwrap_err();
+        assert!(error.contains(complaint), "{complaint}: {error}");
+        let mut left = list(&bench);
+        left.sort();
+        let expected = [entry("a", "file", "waiting"), entry("b", "file", "waiting")];
+        assert_eq!(left, expected, "{complaint}");
+        let mut client = Client::new(&bench.path("b.sock")).unwrap();
+        client.region_read(0, 8, &mut [0; 4]).unwrap();
+        client.shutdown().unwrap();
+    }
+    server.stop();
+}
+
+#[test]
+fn the_example_file_is_one() {
+    let example = concat!(env!("CARGO_MANIFEST_DIR"), "/../../resources/serve.toml");
+    let example = fs::read_to_string(example).unwrap();
+    let bench = Bench::new();
+    let server = serve_file(&bench, &example).unwrap();
+    assert!(!list(&bench).is_empty());
+    server.stop();
+}
+
+#[test]
+fn a_wipe_for_an_added_function_ends_with_the_server() {
+    let bench = Bench::new();
+    let big = fs::File::create(bench.path("big.img")).unwrap();
+    big.set_len(4 << 30).unwrap();
+    // Eight commands at a time, each half a second: 8 s in all.
+    let slow = "[[fault]]\nkind = \"latency\"\nadd = \"500ms\"\noperations = [\"write-zeroes\"]\n";
+    fs::write(bench.path("slow.toml"), slow).unwrap();
+    let options = |id: &str, data: &str| {
+        format!("socket={id}.sock,path=big.img,range=0+4G,id={id},faults=slow.toml{data}")
+    };
+    let server = bench.serve("one", &[]).unwrap();
+    ask(&bench, "add", &[&options("a", "")]).unwrap();
+    ask(&bench, "remove", &["a"]).unwrap();
+    let refused = thread::scope(|scope| {
+        let bench = &bench;
+        let add = scope.spawn(move || ask(bench, "add", &[&options("b", ",data=wipe")]));
+        // The lease is there before the wipe begins.
+        while bench.leases().is_empty() {
+            thread::yield_now();
+        }
+        assert_eq!(list(bench), [], "others are answered meanwhile");
+        let (status, stderr) = server.signal("TERM");
+        assert!(status.success(), "{stderr}");
+        add.join().unwrap().unwrap_err()
+    });
+    assert!(
+        refused.contains("was stopped, as the server ends"),
+        "{refused}"
+    );
+    assert_eq!(bench.leases(), []);
+    // What was left is not handed out.
+    let server = bench.serve("one", &[]).unwrap();
+    let refused = ask(&bench, "add", &[&options("b", "")]).unwrap_err();
+    assert!(refused.contains("data=wipe"), "{refused}");
+    server.stop();
+}
+
+/// Returns the open files, threads, mappings and resident bytes of a process.
+fn holdings(server: &Server) -> [u64; 4] {
+    let folder = PathBuf::from(format!("/proc/{}", server.pid()));
+    let entries = |name: &str| folder.join(name).read_dir().unwrap().count() as u64;
+    let maps = fs::read_to_string(folder.join("maps")).unwrap();
+    let statm = fs::read_to_string(folder.join("statm")).unwrap();
+    let resident: u64 = statm.split(' ').nth(1).unwrap().parse().unwrap();
+    let maps = maps.lines().count() as u64;
+    [entries("fd"), entries("task"), maps, resident * 4096]
+}
+
+#[test]
+fn a_thousand_functions_leave_nothing_behind() {
+    let bench = Bench::new();
+    let server = bench
+        .serve("one", &["socket=z.sock,path=drive.img,range=32M+32M,id=z"])
+        .unwrap();
+    let mut beside = Client::new(&bench.path("z.sock")).unwrap();
+    let control = bench.path("one.control");
+    let socket = bench.path("a.sock");
+    let drive = bench.path("drive.img");
+    let mut come_and_go = |count: u32| {
+        for number in 0..count {
+            let path = match number % 2 {
+                0 => drive.display().to_string(),
+                _ => "memory:1M".to_owned(),
+            };
+            let options = format!(
+                "socket={},path={path},range=0+1M,id=a{number},data=keep",
+                socket.display()
+            );
+            request_change(&control, Change::Add { options }).unwrap();
+            let mut client = Client::new(&socket).unwrap();
+            client.region_read(0, 8, &mut [0; 4]).unwrap();
+            beside.region_read(0, 8, &mut [0; 4]).unwrap();
+            let remove = Change::Remove {
+                id: format!("a{number}"),
+                force: true,
+            };
+            request_change(&control, remove).unwrap();
+        }
+    };
+    come_and_go(100);
+    let before = holdings(&server);
+    come_and_go(1000);
+    let [files, threads, maps, resident] = holdings(&server);
+    assert_eq!([files, threads], before[..2], "{before:?}");
+    assert!(maps <= before[2] + 8, "{maps} mappings, before: {before:?}");
+    let most = before[3] + (4 << 20);
+    assert!(resident <= most, "{resident} bytes, before: {before:?}");
+    drop(beside);
+    server.stop();
+}
+
+#[test]
+fn changes_at_once_are_made_one_after_the_other() {
+    let bench = Bench::new();
+    let server = bench.serve("one", &[]).unwrap();
+    thread::scope(|scope| {
+        for number in 0..8 {
+            let bench = &bench;
+            scope.spawn(move || {
+                let id = format!("f{number}");
+                let options = format!("socket={id}.sock,path=drive.img,range={number}M+1M,id={id}");
+                for _ in 0..4 {
+                    ask(bench, "add", &[&options]).unwrap();
+                    ask(bench, "remove", &[&id]).unwrap();
+                }
+                ask(bench, "add", &[&options]).unwrap();
+            });
+        }
+        // A client that does not wait for its answer.
+        for _ in 0..20 {
+            let stream = UnixStream::connect(bench.path("one.control")).unwrap();
+            drop(stream);
+        }
+    });
+    assert_eq!(list(&bench).len(), 8);
+    assert_eq!(bench.leases().len(), 8);
+    server.stop();
+}

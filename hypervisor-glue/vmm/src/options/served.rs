@@ -1,0 +1,277 @@
+//! Options of what `nvme-mpt serve` has: functions on sockets, and drives.
+
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use super::error::OptionError;
+use super::function::FunctionOptions;
+use super::key_values::{KeyValues, no_more, take};
+use super::table;
+use crate::drives::DrivePath;
+
+/// Longest path of a UNIX socket in bytes: `sun_path` has 108, with a terminating zero.
+const MAX_SOCKET_PATH: usize = 107;
+
+/// A function that a server offers on a socket.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ServedFunction {
+    /// Socket on which a VMM connects.
+    pub socket: PathBuf,
+    /// File mode of the socket; that of the server's user alone if not given.
+    pub mode: Option<u32>,
+    /// Owner of the socket; the server's user and group if not given.
+    pub owner: Option<SocketOwner>,
+    /// The function.
+    pub function: FunctionOptions,
+}
+
+impl FromStr for ServedFunction {
+    type Err = OptionError;
+
+    fn from_str(text: &str) -> Result<Self, OptionError> {
+        let mut keys = KeyValues::parse(text)?;
+        let socket = take(&mut keys, "socket", parse_socket_path)?;
+        let mode = take(&mut keys, "mode", parse_mode)?;
+        let owner = take(&mut keys, "owner", str::parse)?;
+        let function = FunctionOptions::take(&mut keys)?;
+        no_more(keys, table::served().map(|option| option.key))?;
+        let socket = socket.ok_or(OptionError::Missing {
+            key: "socket",
+            example: "PATH, where the VMM connects",
+        })?;
+        Ok(Self {
+            socket,
+            mode,
+            owner,
+            function,
+        })
+    }
+}
+
+/// A user, and a group, by name or by number: `USER`, `USER:GROUP` or `:GROUP`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SocketOwner {
+    /// The user.
+    pub user: Option<String>,
+    /// The group.
+    pub group: Option<String>,
+}
+
+impl FromStr for SocketOwner {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let (user, group) = match text.split_once(':') {
+            None => (text, None),
+            Some((_, "")) => return Err("Write USER, USER:GROUP or :GROUP"),
+            Some((user, group)) => (user, Some(group.to_owned())),
+        };
+        let user = (!user.is_empty()).then(|| user.to_owned());
+        Ok(Self { user, group })
+    }
+}
+
+/// A drive that a server keeps open, whether functions use it or not.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ServedDrive {
+    /// The options that belong to the drive. The others have their defaults.
+    pub drive: FunctionOptions,
+}
+
+impl ServedDrive {
+    /// Keys that belong to a drive.
+    pub const KEYS: &[&str] = &[
+        "path",
+        "fixed",
+        "lba",
+        "profile",
+        "faults",
+        "namespace",
+        "timeout",
+    ];
+}
+
+impl FromStr for ServedDrive {
+    type Err = OptionError;
+
+    fn from_str(text: &str) -> Result<Self, OptionError> {
+        let keys = KeyValues::parse(text)?;
+        if let Some(key) = keys.keys().find(|key| !Self::KEYS.contains(key)) {
+            return Err(OptionError::Unknown {
+                key: key.to_owned(),
+                allowed: Self::KEYS.join(", "),
+            });
+        }
+        let mut keys = keys;
+        let drive = FunctionOptions::take(&mut keys)?;
+        Ok(Self { drive })
+    }
+}
+
+/// An option string whose values are not read yet.
+///
+/// It is the form in which functions and drives lie in files and are sent to a server. Its text form is an option
+/// string.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OptionText(KeyValues);
+
+impl OptionText {
+    /// Returns the options with these values.
+    ///
+    /// # Errors
+    /// [`OptionError::EmptyValue`], [`OptionError::Twice`].
+    pub fn of(pairs: impl IntoIterator<Item = (String, String)>) -> Result<Self, OptionError> {
+        let mut keys = KeyValues::default();
+        for (key, value) in pairs {
+            keys.push(key, value)?;
+        }
+        Ok(Self(keys))
+    }
+
+    /// Returns the value of a key.
+    #[must_use]
+    pub fn get(&self, key: &str) -> Option<&str> {
+        self.0.get(key)
+    }
+
+    /// Returns the keys and their values.
+    pub fn pairs(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.0.pairs()
+    }
+
+    /// Makes relative paths absolute, as seen from `folder`.
+    #[must_use]
+    pub fn absolute(mut self, folder: &Path) -> Self {
+        for (key, value) in self.0.pairs_mut() {
+            let is_path = match key {
+                "socket" => true,
+                "path" => matches!(value.parse(), Ok(DrivePath::File(_))),
+                "profile" => value.contains('/'),
+                "faults" => value != "none",
+                _ => false,
+            };
+            if is_path && let Some(path) = folder.join(&*value).to_str() {
+                *value = path.to_owned();
+            }
+        }
+        self
+    }
+}
+
+impl FromStr for OptionText {
+    type Err = OptionError;
+
+    fn from_str(text: &str) -> Result<Self, OptionError> {
+        KeyValues::parse(text).map(Self)
+    }
+}
+
+impl std::fmt::Display for OptionText {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// A path that a UNIX socket can have.
+///
+/// # Errors
+/// It is too long.
+pub fn parse_socket_path(text: &str) -> Result<PathBuf, String> {
+    if text.len() > MAX_SOCKET_PATH {
+        return Err(format!(
+            "The path of a socket has at most {MAX_SOCKET_PATH} bytes, this one has {}: use a shorter folder, \
+             such as one in /run",
+            text.len()
+        ));
+    }
+    Ok(PathBuf::from(text))
+}
+
+fn parse_mode(text: &str) -> Result<u32, &'static str> {
+    u32::from_str_radix(text, 8)
+        .ok()
+        .filter(|mode| *mode <= 0o777)
+        .ok_or("A file mode has three octal digits, as in 0660")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report;
+
+    #[test]
+    fn a_socket_has_a_mode_and_an_owner() {
+        let served: ServedFunction = "socket=/run/a.sock,path=null:1G,mode=0660,owner=qemu:kvm"
+            .parse()
+            .unwrap();
+        assert_eq!(served.mode, Some(0o660));
+        let owner = |user: Option<&str>, group: Option<&str>| SocketOwner {
+            user: user.map(str::to_owned),
+            group: group.map(str::to_owned),
+        };
+        assert_eq!(served.owner, Some(owner(Some("qemu"), Some("kvm"))));
+        assert_eq!("107".parse(), Ok(owner(Some("107"), None)));
+        assert_eq!(":kvm".parse(), Ok(owner(None, Some("kvm"))));
+        for (option, complaint) in [
+            ("mode=0o7", "Option \"mode\" cannot be \"0o7\""),
+            ("mode=1777", "three octal digits"),
+            ("owner=qemu:", "USER:GROUP"),
+            ("group=kvm", "socket, mode, owner, path, range"),
+        ] {
+            let text = format!("socket=/run/a.sock,path=null:1G,{option}");
+            let error = text.parse::<ServedFunction>().unwrap_err();
+            let told = report::chain(&error);
+            assert!(told.contains(complaint), "{told}");
+        }
+    }
+
+    #[test]
+    fn a_drive_has_the_keys_of_a_drive_alone() {
+        let served: ServedDrive = "path=memory:1G,lba=4096".parse().unwrap();
+        assert_eq!(served.drive.path, DrivePath::Memory(1 << 30));
+        for text in ["path=memory:1G,range=0+1G", "path=memory:1G,socket=/a"] {
+            let told = text.parse::<ServedDrive>().unwrap_err().to_string();
+            assert!(told.ends_with(&ServedDrive::KEYS.join(", ")), "{told}");
+        }
+        assert!("lba=512".parse::<ServedDrive>().is_err());
+    }
+
+    #[test]
+    fn every_key_of_a_drive_is_one_of_a_function() {
+        for key in ServedDrive::KEYS {
+            assert!(table::keys().any(|known| known == *key), "{key}");
+        }
+    }
+
+    #[test]
+    fn relative_paths_become_absolute() {
+        for (given, expected) in [
+            ("socket=a.sock,path=d.img", "socket=/f/a.sock,path=/f/d.img"),
+            ("path=memory:1G,profile=ssd", "path=memory:1G,profile=ssd"),
+            ("path=0000:01:00.0", "path=0000:01:00.0"),
+            ("profile=./mine.toml", "profile=/f/./mine.toml"),
+            ("faults=plan.toml", "faults=/f/plan.toml"),
+            ("faults=none,path=/d", "faults=none,path=/d"),
+            ("path=\"a,b.img\"", "path=\"/f/a,b.img\""),
+        ] {
+            let text: OptionText = given.parse().unwrap();
+            let absolute = text.absolute(Path::new("/f"));
+            assert_eq!(absolute.to_string(), expected);
+            let again: OptionText = absolute.to_string().parse().unwrap();
+            assert_eq!(again, absolute);
+        }
+    }
+
+    #[test]
+    fn values_of_any_kind_survive_as_text() {
+        for value in ["a", "a,b", "\"", "a\"\"b", "=", " ", "a=\"b\",c"] {
+            let pairs = [("id".to_owned(), value.to_owned())];
+            let text = OptionText::of(pairs).unwrap();
+            let again: OptionText = text.to_string().parse().unwrap();
+            assert_eq!(again.get("id"), Some(value), "{text}");
+        }
+        let twice = [("id", "a"), ("id", "b")];
+        let twice = twice.map(|(key, value)| (key.to_owned(), value.to_owned()));
+        assert!(OptionText::of(twice).is_err());
+    }
+}

@@ -261,8 +261,8 @@ impl<W: Word> EventIdx<W> {
 
     /// Asks for no register writes while the queue is polled, with the doorbell at `consumed`.
     ///
-    /// What was published stays behind the doorbell for most of a round, so it is moved once per
-    /// half round only: each store takes the cache line from the vCPU that reads it.
+    /// The published value stays behind the doorbell for most of a round, so it is moved only once per half round.
+    /// Each store takes the cache line from the vCPU that reads it.
     #[inline]
     pub(crate) fn keep_quiet(&mut self, consumed: u32) {
         let ahead = if consumed >= self.published {

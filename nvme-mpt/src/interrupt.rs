@@ -45,7 +45,7 @@ impl InterruptVector {
         Arc::default()
     }
 
-    /// Connects the vector to the VMM, or disconnects it. What became pending is delivered.
+    /// Connects the vector to the VMM, or disconnects it. A pending signal is delivered.
     pub fn set_eventfd(&self, eventfd: Option<EventFd>) {
         let mut state = self.state();
         state.eventfd = eventfd;
@@ -54,7 +54,7 @@ impl InterruptVector {
         }
     }
 
-    /// Masks or unmasks the vector. What became pending is delivered.
+    /// Masks or unmasks the vector. A pending signal is delivered.
     pub fn set_masked(&self, masked: bool) {
         let mut state = self.state();
         state.masked = masked;

@@ -250,8 +250,8 @@ impl IovaPart {
 }
 
 impl Drop for IovaPart {
-    /// Takes the memory away from the device. Where that fails, all addresses of the range stay taken:
-    /// nobody else may be reached through them.
+    /// Takes the memory away from the device. If that fails, all addresses of the range stay taken: they must not lead
+    /// to other memory.
     fn drop(&mut self) {
         let Self { iova, len, .. } = *self;
         if let Some(iommu) = &self.range.space.iommu

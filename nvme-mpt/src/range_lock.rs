@@ -147,7 +147,7 @@ pub(crate) fn describe(holders: &Holders) -> String {
 /// # Errors
 /// Returns the error of `fcntl`.
 pub fn is_locked(file: &File, start: u64, length: u64) -> io::Result<bool> {
-    // What a shared lock would have in its way: other shared ones, which any reader can take, are not.
+    // Only an exclusive lock is in the way of a shared one. Shared locks do not count: any reader can take them.
     is_lock_excluded(file, LockKind::Shared, start, length)
 }
 
@@ -255,7 +255,7 @@ mod tests {
         let reader = child.is_none().then(|| image.share(false));
         assert!(!try_lock(&image.open(true), LockKind::Exclusive, 0, 1).expect("fcntl"));
         let claimed = image.claim(user, 0).expect("only read");
-        // What is claimed is taken all the same, for us and for a VMM that wants it for itself.
+        // The claimed part is taken all the same, for us and for a VMM that wants it for itself.
         image.claim(user, 512).expect_err("taken");
         let next = image.claim(user, 1 << 10).expect("the next part");
         drop(reader);

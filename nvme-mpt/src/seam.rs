@@ -3,7 +3,7 @@
 //! A function has registers, configuration space and admin commands. It asks the host side for all else through
 //! [`HostSide`]. In one process that is an [`Attachment`](crate::Attachment), by direct calls.
 //!
-//! Where the host side is another process, an implementation in the function's process sends messages. So arguments
+//! If the host side is another process, an implementation in the function's process sends messages. So arguments
 //! and results are numbers, guest addresses, plain structs and descriptors, and deadlines are durations. An I/O command
 //! never crosses the seam.
 //!

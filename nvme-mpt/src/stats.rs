@@ -206,7 +206,7 @@ pub struct PollerStats {
     pub cpu: Option<usize>,
     /// Share of its life so far in which it found work, 0 to 1.
     pub busy_share: f64,
-    /// Share of its life so far in which it slept, 0 to 1. What remains it spun.
+    /// Share of its life so far in which it slept, 0 to 1. It spun for the rest.
     pub parked_share: f64,
     /// Shadow queues it runs.
     pub queues: usize,
@@ -238,7 +238,7 @@ impl std::ops::Add for Counters {
     type Output = Self;
 
     fn add(self, other: Self) -> Self {
-        // What comes from a snapshot may be any number.
+        // A counter from a snapshot may be any number.
         Self {
             reads: self.reads.wrapping_add(other.reads),
             writes: self.writes.wrapping_add(other.writes),

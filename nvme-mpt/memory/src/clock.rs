@@ -31,7 +31,7 @@ impl Ticks {
     }
 }
 
-/// Speed of a clock. What works with passed-in [`Ticks`] takes one at set-up, and so runs by any clock.
+/// Speed of a clock. Code that works with passed-in [`Ticks`] takes a rate at set-up, so it runs by any clock.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rate {
     per_nanosecond: f64,

@@ -95,9 +95,8 @@ impl Mapping {
 
     /// Maps `len` bytes of a device's registers, at `offset` of the file that stands for it.
     ///
-    /// Where the device is gone, all reads are ones and writes reach nothing. That begins with the
-    /// first access that finds it gone ([`is_lost`](Self::is_lost) reports it) or with
-    /// [`give_up_device`](Self::give_up_device).
+    /// After the device is gone, reads return ones and writes reach nothing. That begins with the first access that
+    /// finds it gone ([`is_lost`](Self::is_lost) reports it) or with [`give_up_device`](Self::give_up_device).
     ///
     /// # Errors
     /// Returns the error of `mmap`; `InvalidInput` where the offset is too large.
@@ -260,8 +259,8 @@ impl Mapping {
         Some(unsafe { RawBytes::new(self.start.as_ptr().add(offset), len) })
     }
 
-    /// Returns whether what is behind the mapping went away. Zeroes (for memory whose file was cut short) or
-    /// ones (for a device) then took its place. What a guest has there is lost, so its queues must stop.
+    /// Returns whether the memory or the device behind the mapping went away. Zeroes then took the place of memory
+    /// (its file was cut short), and ones the place of a device. A guest's data there is lost, so its queues must stop.
     #[inline]
     #[must_use]
     pub fn is_lost(&self) -> bool {
@@ -271,7 +270,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // The guard goes first: the address range may be somebody else's right after.
+        // The guard goes first: another mapping may take the address range right after.
         self.guard = None;
         // SAFETY: the range was mapped by us and is unmapped once; every user of its addresses
         // borrows from, or holds a count of, this mapping.
@@ -321,7 +320,7 @@ mod tests {
 
     #[test]
     fn populated_memory_is_there_and_unchanged() {
-        // Whether a page of this process is in memory, and its own (proc_pid_pagemap(5)).
+        // Bit 63 of a page's entry reports that the page is in memory (proc_pid_pagemap(5)).
         let is_there = |mapping: &Mapping, page: usize| {
             let address = mapping.start.as_ptr() as usize + page * host_page_size();
             let mut entry = [0; 8];

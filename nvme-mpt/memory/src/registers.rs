@@ -7,7 +7,7 @@ use super::Mapping;
 
 /// The registers in a [`Mapping`], little-endian as on PCI.
 ///
-/// Where the device is gone they read as ones, also those that were written since.
+/// After the device is gone, all registers read as ones, also those written since.
 #[derive(Clone, Debug)]
 pub struct Registers {
     mapping: Arc<Mapping>,

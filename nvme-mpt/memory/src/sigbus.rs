@@ -238,7 +238,7 @@ fn is_handler(action: &libc::sigaction) -> bool {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // What these locks protect is complete after each step.
+    // The state under these locks is complete after each step.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -360,7 +360,7 @@ fn replace_in(entry: &Entry, range: Range<usize>, address: usize, cause: Cause) 
         return put_ones(address - address % page);
     }
     let lost = lost_part(&range, entry.page.load(Ordering::Relaxed), address, cause);
-    // Where the kernel has no room for one more mapping, the whole is replaced, which needs none.
+    // If the kernel has no room for one more mapping, the whole range is replaced, which needs none.
     if !put_zeroes(lost) && !put_zeroes(range) {
         return false;
     }
@@ -373,7 +373,7 @@ fn replace_in(entry: &Entry, range: Range<usize>, address: usize, cause: Cause) 
 fn lost_part(mapping: &Range<usize>, page: usize, address: usize, cause: Cause) -> Range<usize> {
     let start = address - (address - mapping.start) % page;
     let end = match cause {
-        // What follows in a file that was cut short is lost as well.
+        // A file that was cut short has lost the bytes that follow as well.
         Cause::CutShort => mapping.end,
         Cause::MemoryError => mapping.end.min(start + page),
     };
@@ -386,8 +386,8 @@ fn put_zeroes(pages: Range<usize>) -> bool {
     put(pages.start, pages.len(), flags, -1)
 }
 
-/// Replaces one host page of a registered mapping. The exchange is a single step: no access finds
-/// anything but the device or ones. What is written there is written to a copy of the page.
+/// Replaces one host page of a registered mapping. The exchange is a single step: an access finds the device or
+/// ones. Later writes go to a copy of the page.
 fn put_ones(page: usize) -> bool {
     let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
     let len = HOST_PAGE.load(Ordering::Relaxed);

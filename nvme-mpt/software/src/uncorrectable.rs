@@ -139,8 +139,8 @@ impl LeaseMarks {
             if range_start < start {
                 self.ranges.insert(range_start, start);
             }
-            // A write in the middle makes two of one. Where there is no room for both, the second is lost,
-            // since a write cannot be refused for it.
+            // A write in the middle makes two ranges of one. If there is no room for both, the second is lost:
+            // a write cannot be refused for it.
             if range_end > end && self.ranges.len() < MAX_RANGES {
                 self.ranges.insert(end, range_end);
             }

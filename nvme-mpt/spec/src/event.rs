@@ -116,7 +116,7 @@ mod tests {
     fn events_are_laid_out_as_specified() {
         assert_eq!(AsyncEvent::INVALID_DOORBELL_REGISTER.0, 0x0001_0000);
         assert_eq!(AsyncEvent::INVALID_DOORBELL_VALUE.0, 0x0001_0100);
-        // What Linux handles as "notice, namespace changed, log page 4".
+        // Linux handles it as "notice, namespace changed, log page 4".
         assert_eq!(AsyncEvent::NAMESPACE_ATTRIBUTE_CHANGED.0, 0x0004_0002);
         assert_eq!(
             AsyncEvent::smart(SmartEvent::TEMPERATURE_THRESHOLD).0,

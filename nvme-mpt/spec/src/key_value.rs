@@ -263,7 +263,7 @@ mod tests {
         assert_eq!((sqe.cdw14, sqe.cdw15), (0x006B_6A69, 0));
         assert_eq!((sqe.cdw10, sqe.cdw11), (0x1234, 0x020B));
         assert_eq!(Key::of(&sqe), Some(key(b"abcdefghijk")));
-        // What lies behind its length is no part of it.
+        // Bytes behind a key's length are no part of the key.
         sqe.cdw15 = !0;
         assert_eq!(Key::of(&sqe), Some(key(b"abcdefghijk")));
         sqe.cdw11 = 17;

@@ -72,13 +72,13 @@ impl Attachment {
         let (Some(sq_cell), Some(cq_cell)) = (doorbells.cell(sq), doorbells.cell(cq)) else {
             return Err(io::Error::other("There are no admin doorbells"));
         };
-        // One that is there already, if there is one.
+        // The poller of a queue that exists, if there is one.
         let poller = match queues.cqs.values().next() {
             Some(entry) => entry.poller.clone(),
             None => self.pollers.place(&self.poll, self.facts.learning)?,
         };
         let id = next_id();
-        // What was stored before the watch began is a change, too.
+        // A value stored before the watch began is a change, too.
         let doorbells = [sq_cell, cq_cell];
         poller.watch(DoorbellWatch {
             id,

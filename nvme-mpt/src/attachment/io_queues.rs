@@ -233,7 +233,7 @@ impl Attachment {
     }
 
     /// Makes a queue again, with its Submission Queues, that rests until the attachment goes on.
-    /// What was saved has been checked.
+    /// The saved state has been checked.
     pub(super) fn restore_queue(
         &self,
         queues: &mut Queues,

@@ -1,7 +1,7 @@
 //! Attachments: all that one guest controller holds of a drive.
 //!
-//! What goes in is plain: guest addresses, eventfds, numbers. What an attachment knows of queues is
-//! which exist and where they lie; what they are doing is known to their poller alone.
+//! Its inputs are plain: guest addresses, eventfds, numbers. An attachment knows which queues exist and where they
+//! lie. Only their poller knows what they are doing.
 //!
 //! Lock order: `queues`, then those of the pollers and of the DMA window. None is taken on the way
 //! of an I/O.

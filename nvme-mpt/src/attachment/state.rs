@@ -308,7 +308,7 @@ impl Attachment {
             let promise = promises.iter().find(|promise| promise.name == name);
             promise.map_or_else(|| "not there".to_owned(), |promise| promise.value.clone())
         };
-        // What matters most comes first, and what is known to only one of the two last.
+        // The first mismatch is reported: `here` begins with the most important promises. Those only in `saved` follow.
         for PromiseState { name, .. } in here.iter().chain(saved) {
             let (saved, here) = (value(saved, name), value(&here, name));
             if saved != here {

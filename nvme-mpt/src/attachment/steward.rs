@@ -58,9 +58,9 @@ fn carry_out(task: Task) {
     match task {
         Task::Flush(holding, reply) => {
             let result = holding.flush();
-            // Before the reply, so that who waits for it is the last who holds the lease.
+            // Before the reply: the thread that waits for it is then the last holder of the lease.
             drop(holding);
-            // Who asked may have given up waiting.
+            // The requester may have given up waiting.
             let _ = reply.send(result);
         }
         Task::Outlive(queues) => {

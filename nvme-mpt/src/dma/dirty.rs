@@ -131,8 +131,8 @@ impl RegionTable {
 }
 
 impl DmaWindow {
-    /// Begins to note which pages the device writes: data, completions, and all else. What was
-    /// written before this returns may not be noted; a VMM copies all memory after it.
+    /// Begins to note which pages the device writes: data, completions, and all else. Writes before this returns may
+    /// be missing from the notes, so a VMM copies all memory after it.
     ///
     /// Nothing else of the function is to be under way, but for its pollers: no access and no
     /// admin command.

@@ -106,7 +106,7 @@ pub(crate) struct Tables {
     published: Published<RegionTable>,
     users: Mutex<Vec<Arc<TableUser>>>,
     under_way: UnderWay,
-    /// Held throughout a change. What keeps the tables, as a queue with commands in flight does, keeps the memory.
+    /// Held throughout a change. A user that keeps the tables, as a queue with commands in flight, keeps the memory.
     changes: Mutex<Changes>,
 }
 
@@ -379,7 +379,7 @@ impl DmaWindow {
         };
         // Without the lock: others may map meanwhile.
         let left = self.tables.wait_left(departure.generation());
-        // What commands in flight wrote until now is noted, too.
+        // Writes of commands in flight until now are noted, too.
         departure.take_notes(&mut lock(&self.tables.changes).departed);
         if !left {
             return Err(DmaError::Busy { gpa, len });
@@ -449,7 +449,7 @@ impl Changes {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // What these locks protect is replaced as a whole, so a panic elsewhere leaves it intact.
+    // The state under these locks is replaced as a whole, so a panic elsewhere leaves it intact.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -12,8 +12,8 @@ use crate::iova::{IovaPart, IovaRange, IovaSpace, MappingPermit};
 use crate::memory::{Access, Mapping, host_page_size};
 
 /// A file that holds memory of a VM, as it is mapped into this process: as a whole, so that regions
-/// which follow one another in the file do so in our address space. Which of it the VM may use is for
-/// the table to say. Where a whole file does not fit, there is one of these for each region.
+/// which follow one another in the file do so in our address space. The table has the parts that the VM may use.
+/// If a whole file does not fit, each region has one of these.
 #[derive(Debug)]
 pub(super) struct GuestFile {
     /// Device and inode.

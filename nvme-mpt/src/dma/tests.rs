@@ -379,7 +379,7 @@ fn no_vm_takes_the_address_space_of_others() {
     ] {
         assert!(said.contains(named), "{said}");
     }
-    // What is there goes on, and so do others.
+    // The regions that are mapped go on, and so do other windows.
     greedy.write(Gpa(1 << 30), &[1]).expect("mapped");
     let other = window();
     other.map(part(&second, 0, 0, LARGE)).expect("its own room");

@@ -137,8 +137,8 @@ mod loom_models {
     const POLLER: u32 = 1;
     const NEXT_OWNER: u32 = 2;
 
-    /// A VMM unmaps memory and looks whether it may be given to its next owner, which writes it. The poller writes it as
-    /// long as its table has it, or a command in flight has. What the next owner wrote stays.
+    /// A VMM unmaps memory and looks whether it may be given to its next owner, which writes it. The poller writes it
+    /// while its table has it, or a command in flight has. The next owner's write stays.
     fn unmap(command_in_flight: bool) {
         loom::model(move || {
             const DEPARTURE: u64 = 1;

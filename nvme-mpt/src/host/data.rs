@@ -13,8 +13,8 @@ use crate::spec::status::Status;
 
 /// Place of the data of one command: PRPs or an SGL of IOVAs, as translation made them.
 ///
-/// What it names was checked when it was translated; it is resolved here again because that is
-/// what an IOMMU does, and a mistake there must not become an access here.
+/// Translation has checked its addresses. They are resolved again here, as an IOMMU does: a mistake of translation
+/// must not become an access here.
 #[derive(Debug)]
 pub struct DataPointer {
     psdt: Psdt,

@@ -274,8 +274,7 @@ mod tests {
     }
 
     proptest! {
-        /// A poller that falls asleep wakes up for all that it owes, whatever was learned. What it wakes
-        /// up for is signalled then.
+        /// A poller that falls asleep wakes up for all that it owes, whatever was learned. It signals the vector then.
         #[test]
         fn no_interrupt_is_lost(
             level in 0..=5_u8,
@@ -323,7 +322,7 @@ mod tests {
                 if vector.count() > signals {
                     (signals, told) = (vector.count(), standing.unconsumed);
                 }
-                // What it was not told of, it is owed.
+                // The gate owes the guest the completions that it was not told of.
                 prop_assert!(gate.is_owed() || told == standing.unconsumed);
             }
         }

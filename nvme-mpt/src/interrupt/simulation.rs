@@ -55,7 +55,7 @@ fn run<const N: usize>(
     moderation: Choice,
     phases: [Phase; N],
 ) -> [Outcome; N] {
-    // How often the poller looks: a guest and its host are about as quick.
+    // Time from one look of the poller to the next: a guest and its host are about as quick.
     let pass = guest.command / 20;
     let vector = InterruptVector::new();
     let coalescing = Arc::<Coalescing>::default();

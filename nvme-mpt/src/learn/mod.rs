@@ -16,7 +16,7 @@
 //!   simulations pass [`Rate::NANOSECOND`](crate::clock::Rate::NANOSECOND).
 //! - **Fixed alternative.** With [`Choice::Fixed`], inputs change nothing, and the decision is the constant above.
 //! - **Switch.** [`Learning`] has a choice for each; an operator writes the names, as in `fixed=moderation+doorbells`.
-//! - **Worth.** `docs/performance.md` has the effect of each, against its fixed alternative. What has none is deleted.
+//! - **Worth.** `docs/performance.md` has the effect of each, against its fixed alternative. One without is deleted.
 
 mod budget;
 mod courtesy;

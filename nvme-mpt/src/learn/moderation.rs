@@ -1,13 +1,13 @@
 //! Completions of a queue that share one interrupt.
 //!
-//! A guest that is interrupted for each completion while it submits more cannot spend on its I/O what interrupts
-//! cost it. One that waits for a completion, on the other hand, has nothing of an interrupt that comes late. Which
-//! of the two a guest is cannot be seen, but it can be tried. Every now and then, twice or half as many
-//! completions share an interrupt for some time. That is kept if the guest gets more done, or no less with fewer.
+//! A guest that submits more commands while it is interrupted for each completion loses time to the interrupts. A
+//! guest that waits for a completion gains nothing from a late interrupt. The poller cannot see which of the two a
+//! guest is, but it can try. Every now and then, twice or half as many completions share an interrupt for some time.
+//! That is kept if the guest gets more done, or no less with fewer.
 //!
-//! An interrupt waits only as long as more completions are to be expected: commands are in flight, or
-//! the guest has just submitted some. Where that is in vain more often than not, the guest does not have as many
-//! commands outstanding. Then, at once, fewer completions share an interrupt.
+//! An interrupt waits only while more completions are to be expected: commands are in flight, or the guest has just
+//! submitted some. If most of these waits are in vain, the guest has too few commands outstanding for them. Then, at
+//! once, fewer completions share an interrupt.
 //!
 //! The bounds: 1 to 32 completions share an interrupt. A trial lasts 128 completions, and stays if they took 4 % less
 //! time, or at most 4 % more with fewer per interrupt. An interrupt waits at most 4 ms. Interrupt Coalescing that the
@@ -133,8 +133,7 @@ impl Moderation {
         let paused = now.since(self.last_post) > self.pause;
         self.last_post = now;
         if paused {
-            // What was waited for in vain still counts: a guest that pauses all the time is one that has little
-            // outstanding.
+            // Waits in vain still count: a guest that pauses all the time has little outstanding.
             (self.epoch.began, self.epoch.completions) = (now, 0);
             return;
         }

@@ -43,7 +43,7 @@ impl Holder {
 pub(super) struct Holders(Option<File>);
 
 impl Holders {
-    /// Opens the lock file `path`. Where there is none, nothing is held.
+    /// Opens the lock file `path`. If there is none, no slot is held.
     pub(super) fn open(path: &Path) -> io::Result<Self> {
         match File::open(path) {
             Ok(file) => Ok(Self(Some(file))),

@@ -247,7 +247,7 @@ impl Ledger {
 }
 
 fn check_id(id: &str) -> Result<(), LeaseError> {
-    // What every VMM takes as the id of a device, too.
+    // Every VMM takes such an id as a device's, too.
     let is_id_byte = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
     let starts_well = id.starts_with(|first: char| first.is_ascii_alphabetic());
     if !starts_well || id.len() > ID_MAX || !id.bytes().all(is_id_byte) {
@@ -345,10 +345,9 @@ fn release_command(id: &str, folder: &Path) -> String {
     )
 }
 
-/// The rules: `request` is admitted unless a lease has the same id or part of the same range. The
-/// one exception is the same id *and* the same range of the same drive, whose holder died; its slot
-/// is returned, to be taken over. What another id left in the range is in the way, unless the request says
-/// what becomes of it.
+/// The rules: `request` is admitted unless a lease has the same id or part of the same range. The one exception is a
+/// lease with the same id *and* the same range of the same drive, whose holder died. Its slot is returned, to be taken
+/// over. Data that another id left in the range is in the way, unless the request says what becomes of it.
 fn admit(
     records: &Records,
     request: &LeaseRequest<'_>,

@@ -5,9 +5,9 @@
 //!
 //! * `leases.json`: the ledger. It is never written in place: the new state goes to
 //!   `leases.json.new`, which is synced, renamed over the old one, and made to last by a sync of the
-//!   folder. What a crash leaves under the temporary name is ignored and written over.
-//! * `leases.lock`: locked by who is about to change the ledger. It is not the ledger itself, since a
-//!   lock on a file that is then replaced excludes nobody.
+//!   folder. A file that a crash leaves under the temporary name is ignored and written over.
+//! * `leases.lock`: locked by the process that is about to change the ledger. It is not the ledger itself, since
+//!   a lock on a file that is then replaced excludes no other process.
 //! * `holders.lock`: the slots of the living holders, see [`super::holder`].
 //!
 //! The folder and its files belong to one user, and no other may open them (`private`): a lock that another
@@ -305,7 +305,7 @@ impl Folder {
         self.path.join(HOLDERS)
     }
 
-    /// The present state. Where nothing was ever leased, there is no file.
+    /// Returns the present state. Before the first lease there is no file.
     pub(super) fn read(&self) -> Result<Records, StoreError> {
         let path = self.ledger();
         match fs::read(&path) {

@@ -1,9 +1,9 @@
 //! Ids that last held ranges, whose data is there until somebody decides otherwise.
 //!
 //! A lease enters its id for its range when it is given out, and the entry outlives it. So the next lease of
-//! any part of that range either has the same id, or says what becomes of the data ([`FormerData`]). What is
-//! to be wiped is marked before the first block is, and the mark goes when the last one is zeroes and
-//! durable: after a crash in between, the range is nobody's and has to be wiped by the next lease.
+//! any part of that range either has the same id, or says what becomes of the data ([`FormerData`]). A range that is
+//! to be wiped is marked before its first block is wiped. The mark goes when the last block is zeroes and durable.
+//! After a crash in between, the range belongs to no id, and the next lease has to wipe it.
 //!
 //! Entries name bytes by what holds them (`origin::extent`), so that a disk, its partition and a loop device of a file
 //! have the same tenants.
@@ -275,7 +275,7 @@ mod tests {
             marked(&tenants, &place("b", 0, 30)),
             [ByteRange::new(15, 2).unwrap()]
         );
-        // What is left of a wipe is nobody's.
+        // A range whose wipe has not ended belongs to no id.
         let left = in_the_way(&tenants, &place("b", 15, 2)).unwrap();
         assert!(left.to_string().ends_with("not wiped to the end"), "{left}");
         enter(&mut tenants, &place("b", 15, 2), false);

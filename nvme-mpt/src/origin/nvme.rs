@@ -56,7 +56,7 @@ pub fn as_block_device(drive: &str, nsid: u32) -> (Cow<'_, str>, u32) {
     }
 }
 
-/// An ASCII field without its padding. What is not printable is replaced: it comes from outside.
+/// Returns an ASCII field without its padding. Bytes that are not printable are replaced: they come from outside.
 #[must_use]
 pub fn text(field: &[u8]) -> String {
     let printable = |byte: &u8| match byte {

@@ -186,7 +186,7 @@ impl System {
         // The last of those on one folder hides the others.
         let mount = holding.max_by_key(|mount| mount.point.as_os_str().len());
         match mount {
-            // What is in memory ends with this boot.
+            // A file system in memory ends with this boot.
             None => format!("{}/{device}", self.boot()),
             Some(mount) if matches!(mount.kind.as_str(), "tmpfs" | "ramfs" | "devtmpfs") => {
                 format!("{}/{device}", self.boot())

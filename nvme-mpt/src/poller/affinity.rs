@@ -8,11 +8,11 @@ use std::fs;
 pub struct NoSuchProcessor {
     /// The processor.
     cpu: usize,
-    /// Those that there are, as the kernel lists them.
+    /// Processors that are online, as the kernel lists them.
     online: String,
 }
 
-/// Refuses processors that are not there. Where the kernel does not tell, as in a sandbox, all are taken.
+/// Refuses processors that are not online. If the kernel does not list them, as in a sandbox, all are accepted.
 pub(super) fn check(cpus: &[usize]) -> Result<(), NoSuchProcessor> {
     if cpus.is_empty() {
         return Ok(());

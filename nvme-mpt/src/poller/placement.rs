@@ -239,7 +239,7 @@ mod tests {
             .place(&PollPolicy::default(), Learning::default())
             .expect("thread");
         assert_eq!(pollers.stats().len(), 2);
-        // What a poller does not decide does not part its queues.
+        // Queues have pollers of their own only for choices that the poller itself makes, as `spin`.
         assert!(Arc::ptr_eq(&shared, &place("moderation+governor")));
         assert!(!Arc::ptr_eq(&shared, &place("spin+governor")));
         assert_eq!(pollers.stats().len(), 3);

@@ -412,7 +412,7 @@ impl Worker {
                         if departure == Departure::Ends {
                             queue.cut_short();
                         }
-                        // Who asked before has given up waiting.
+                        // An earlier requester has given up waiting.
                         self.leaving.retain(|(other, _)| *other != id);
                         self.leaving.push((id, reply));
                     }
@@ -445,7 +445,7 @@ impl Worker {
             if let Some(fd) = queue.wait_fd() {
                 sleeper.unwatch(fd);
             }
-            // Who asked may have given up waiting; then the queue ends here.
+            // The requester may have given up waiting; then the queue ends here.
             let _ = reply.send(queue);
             false
         });

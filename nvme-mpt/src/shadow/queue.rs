@@ -210,7 +210,7 @@ impl ShadowQueue {
     /// interrupt is due that is held back; `None` if there are no such commands and interrupts.
     #[must_use]
     pub fn next_due(&self) -> Option<Ticks> {
-        // Where nothing is posted, nothing is settled either.
+        // A queue that is not sound posts nothing, so it settles no interrupt either.
         let held = self.core.cq.gate.due().filter(|_| self.core.is_sound());
         let due = [self.host.next_due(), held];
         due.into_iter().flatten().min()
@@ -244,7 +244,8 @@ impl ShadowQueue {
 impl Drop for ShadowQueue {
     fn drop(&mut self) {
         if !self.host.settle() {
-            // What the drive keeps may still reach the VM's memory and the leased blocks: neither becomes another's.
+            // Commands that the drive keeps may still reach the VM's memory and the leased blocks. Neither is given
+            // to another.
             std::mem::forget(self.core.translator.table().clone());
             std::mem::forget(std::mem::take(&mut self.core.departures));
             std::mem::forget(self.holding.clone());
@@ -309,8 +310,7 @@ impl ShadowCore {
         if host.has_failed() {
             self.fail(QueueFailure::HostQueue);
         }
-        // What a queue that is not sound has of the guest's memory may have been unmapped: the
-        // doorbell, too.
+        // The guest's memory of a queue that is not sound may have been unmapped, its doorbell included.
         if sound && self.cq.gate.is_owed() {
             self.settle_interrupt();
         }

@@ -243,8 +243,8 @@ impl IommuContext for Type1Container {
         let Some(Files { group, container }) = files.take() else {
             return;
         };
-        // The last group to go takes all mappings with it. Where the kernel has taken the group out
-        // before us, as it does when a function is pulled, they go when the container is closed.
+        // The last group to go takes all mappings with it. When a function is pulled, the kernel takes the group out
+        // before us. The mappings then go when the container is closed.
         if let Err(error) = ioctl::unset_container(&group) {
             debug!(
                 "{}: its IOMMU group is in no container: {error}",

@@ -317,7 +317,7 @@ pub(super) fn unmap_dma(container: &File, iova: u64, size: u64) -> io::Result<u6
 
 /// A structure of the kernel's that is followed by a chain of capabilities.
 ///
-/// What lies outside of it reads as zero.
+/// Fields outside of it read as zero.
 struct Info {
     /// In words, for their alignment.
     words: Vec<u64>,

@@ -25,7 +25,7 @@ fn extent(Lba(start): Lba, count: u64, media_error: Status) -> Extent {
     }
 }
 
-/// Returns whether one of the extents that a command touches is as asked for. What has none is none.
+/// Returns whether `wanted` accepts an extent that a command touches; `false` if it touches none.
 pub(super) fn any_extent(
     sqe: &Sqe,
     memory: HostMemory<'_>,

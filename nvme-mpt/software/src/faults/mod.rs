@@ -195,7 +195,7 @@ impl Faults {
         Ok(())
     }
 
-    /// Takes all faults away. What they left behind stays: a drive that was removed is gone.
+    /// Takes all faults away. Their effects stay: a drive that was removed is gone.
     pub fn clear(&self) {
         let mut all = lock(&self.armed);
         all.clear();

@@ -92,10 +92,10 @@ impl LeasedFile {
         })
     }
 
-    /// Opens a witness for a queue. What happened before is the lease's to know.
+    /// Opens a witness for a queue. The lease's own witness reports errors from before.
     pub(super) fn open_witness(&self) -> io::Result<Witness> {
         let witness = Witness::open(&self.shared)?;
-        // An error in between is seen by both.
+        // Both witnesses report an error in between.
         let _ = self.ask(&self.witness);
         Ok(witness)
     }
@@ -118,7 +118,7 @@ impl LeasedFile {
     /// Forgets what was lost: a VMM connected, and its guest begins anew.
     pub(crate) fn forget_lost_writes(&self) {
         let files = [Some(&self.buffered), self.companion.as_ref()];
-        // What they would report next was before.
+        // The next errors that these files report are from before.
         for file in files.into_iter().chain([self.direct.as_ref()]).flatten() {
             let _ = uring::write_back_error(file);
         }
@@ -175,7 +175,7 @@ impl LeasedFile {
     #[inline]
     pub(super) fn check(&self, opcode: NvmOpcode) -> Result<(), Status> {
         if !self.has_lost_writes() {
-            // What was written behind the end of a file that was cut short is not durable.
+            // Data behind the end of a file that was cut short is not durable.
             return match opcode {
                 NvmOpcode::FLUSH if !self.shared.watched.has(self.end) => Err(LOST),
                 _ => Ok(()),

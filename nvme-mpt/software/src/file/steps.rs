@@ -298,7 +298,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         } = self;
         let operation = &mut operations[usize::from(slot.0)];
         if now > operation.last_turn {
-            // What is advice ends here. Zeroes that must be there are written without a turn.
+            // Advice ends here. Zeroes that must be there are written without a turn.
             if operation.is_advice() {
                 operation.next = Next::Done;
             } else {

@@ -156,7 +156,7 @@ pub trait Ring: std::fmt::Debug {
     /// Prepares the cancellation of the request that `target` names, named by `tag` itself.
     fn cancel(&mut self, tag: u64, target: u64) -> io::Result<()>;
 
-    /// Hands what was prepared to the kernel. What it does not take now, it gets the next time.
+    /// Hands the prepared requests to the kernel. Requests that it does not take now go with the next call.
     fn submit(&mut self);
 
     /// Returns whether the kernel did not take all that was prepared.

@@ -18,7 +18,7 @@ use super::{LeasedFile, SharedFile};
 #[derive(Debug)]
 pub(super) struct Watched {
     regular: bool,
-    /// The fewest bytes that the file had. What grows again has lost its content.
+    /// The fewest bytes that the file had. A part that grows again has lost its content.
     left: AtomicU64,
     replaced: AtomicBool,
     leases: Mutex<Vec<Weak<LeasedFile>>>,

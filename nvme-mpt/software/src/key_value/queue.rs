@@ -148,7 +148,7 @@ fn bytes_of(sqe: &Sqe) -> usize {
 fn request(sqe: &Sqe, memory: HostMemory<'_>) -> Result<Option<Request>, Status> {
     let key = Key::of(sqe).ok_or(Status::INVALID_KEY_SIZE)?;
     Ok(Some(match KvOpcode(sqe.opcode()) {
-        // What completed is durable, or ends with the process.
+        // The effect of a completed command is durable, or ends with the process.
         KvOpcode::FLUSH => return Ok(None),
         KvOpcode::STORE => {
             let Store {
@@ -218,7 +218,7 @@ fn hand_over(sqe: &Sqe, data: &[u8], memory: HostMemory<'_>) -> Result<(), Statu
     if data.is_empty() {
         return Ok(());
     }
-    // Whether the second PRP entry is a list depends on how much the host has room for.
+    // The length of the host's buffer decides whether the second PRP entry is a list.
     let room = Retrieve::from(sqe).hbs;
     let mut rest = data;
     DataPointer::of(sqe).for_each(memory, room.into(), |part| {

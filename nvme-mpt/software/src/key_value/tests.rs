@@ -77,7 +77,7 @@ fn what_is_no_such_drive_stays_as_it_is() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = empty(folder.path(), 4 << 20);
     let file = File::options().write(true).open(&path).expect("there");
-    // Where a file system has its superblock, for one.
+    // A file system could have its superblock here, for one.
     file.write_all_at(&[1], 3 << 20).expect("written");
     let error = open(&path).expect_err("somebody's");
     assert!(matches!(error, KeyValueError::Foreign(_)), "{error}");

@@ -15,8 +15,8 @@ const PAGES: u64 = 64 * 64;
 
 const NONE: u16 = u16::MAX;
 
-/// A time in ticks and one tick less than a unit, so that what is left of it in whole units is rounded up: nothing
-/// comes out before it is due. What is counted from such a time is such a time, and nothing has to be added to each.
+/// A time in ticks, plus one tick less than a unit. Cut to whole units it is rounded up, so nothing comes out before
+/// it is due. A time counted from it is rounded up, too, without a further addition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RoundedUp(pub(super) u64);
 
@@ -184,7 +184,7 @@ impl Calendar {
         RoundedUp(now.wrapping_add(self.round))
     }
 
-    /// Puts a completion in whose slot has none in it. What is due already comes out next.
+    /// Puts in a completion, for a slot that has none in it. A completion that is due already comes out next.
     #[inline]
     pub(super) fn hold(&mut self, slot: u16, status: Status, due: RoundedUp) {
         let unit = due.0 >> self.shift;

@@ -43,7 +43,7 @@ impl DueQueue {
         self.entries.peek().is_some_and(|first| first.0.due <= now)
     }
 
-    /// Puts an entry in that is not in it. What is due already comes out next.
+    /// Puts in a new entry. An entry that is due already comes out next.
     pub(crate) fn insert(&mut self, number: u32, due: u64) {
         // Rounded up: never before it is due.
         let due = due.saturating_add((1 << self.shift) - 1) >> self.shift;

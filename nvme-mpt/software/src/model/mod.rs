@@ -1,5 +1,5 @@
-//! Software drives that keep time like hardware: a model says when a command is done, a timed queue
-//! in front of a store's queue completes it then, and not before. What a command does is the store's.
+//! Software drives that keep time like hardware. A model returns the moment at which a command is done. A timed queue
+//! in front of a store's queue completes the command then, and not before. The store executes the command.
 //!
 //! `calendar` holds completions until they are due (`due` those that are far away). `timed` is the queue, `profile`
 //! describes a drive, and `simulation` has a model by itself. There is a file for each model.
@@ -154,7 +154,7 @@ impl Model {
 }
 
 fn lock(model: &Mutex<SsdModel>) -> MutexGuard<'_, SsdModel> {
-    // Where it was poisoned, times are wrong at worst.
+    // A poisoned model returns wrong times at worst.
     model.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -275,6 +275,6 @@ fn due_of_copy(
         slba: sdlba.0,
         blocks,
     };
-    // What is written has to be read first.
+    // The copied blocks have to be read before they are written.
     Ok(model(work, read))
 }

@@ -100,7 +100,7 @@ impl<Q: TimedStore, C: Clock> HostBatch for &mut TimedQueue<Q, C> {
 
     #[inline]
     fn submit(&mut self, sqe: &Sqe) {
-        // What a store's batch was given, the store keeps until it is rung.
+        // The store keeps the commands of its batch until the batch is rung.
         self.store.batch().submit(sqe);
     }
 

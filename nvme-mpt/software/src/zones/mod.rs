@@ -1,8 +1,8 @@
 //! Drives that are divided into zones: the Zoned Namespace Command Set in front of any store.
 //!
-//! `table` is what zones are and what commands do to them. `keep` is where their states outlive the
-//! process, and `report` is how a guest reads them. `queue` is the layer in front of a drive's queue.
-//! What reaches the store are reads and writes of blocks.
+//! `table` has the zones and the effects of commands on them. `keep` makes their states outlive the process, and
+//! `report` is the form in which a guest reads them. `queue` is the layer in front of a drive's queue. The store gets
+//! reads and writes of blocks.
 //!
 //! A lease has whole zones, and its share of the drive's resources. Its zones have a lock of their own,
 //! which a queue takes once for what it rings in together: no guest waits for another one's.

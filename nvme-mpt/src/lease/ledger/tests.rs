@@ -434,7 +434,7 @@ fn a_wipe_that_does_not_end_leaves_its_range_marked() {
         lease.wiped().unwrap();
         drop(lease);
         ledger.acquire(&strict("c", wide)).unwrap();
-        // What is outside stays whose it was.
+        // Data outside of the lease still belongs to its former tenant.
         ledger.acquire(&strict("a", "1G+512M")).unwrap();
         ledger.acquire(&strict("a", "1G+1G")).unwrap_err();
     }

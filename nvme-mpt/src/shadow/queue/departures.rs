@@ -1,7 +1,7 @@
 //! Commands in flight whose memory was unmapped: which they are, and when the last of them is done.
 //!
-//! No command costs anything for this. Where a command's data lies is known from what the host controller was
-//! given. So the poller looks through its commands in flight when a region goes.
+//! Commands cost nothing more for this. The entries that the host controller was given show where a command's data
+//! lies. So the poller looks through its commands in flight when a region goes.
 
 use std::sync::Arc;
 

@@ -76,7 +76,7 @@ impl ShadowQueue {
         }
     }
 
-    /// Makes a new queue what another one was when it was saved. What was saved has been checked.
+    /// Gives a new queue the state of a saved one. The saved state has been checked.
     pub(crate) fn restore(&mut self, state: &CompletionQueueState) {
         let core = &mut self.core;
         core.cq.restore(state);
@@ -133,7 +133,7 @@ impl SubmissionQueue {
         }
     }
 
-    /// Makes a new queue what another one was when it was saved. What was saved has been checked.
+    /// Gives a new queue the state of a saved one. The saved state has been checked.
     pub(crate) fn restore(&mut self, state: &SubmissionQueueState) {
         self.head = state.head;
         self.bad_tail = state.bad_tail;

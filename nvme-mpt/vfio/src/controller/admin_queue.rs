@@ -124,7 +124,7 @@ impl AdminQueue {
         let mut pause = Duration::from_micros(10);
         let mut rounds = 0;
         loop {
-            // What another command left behind is late, and dropped.
+            // A late completion of an earlier command is dropped.
             for _ in 0..ENTRIES {
                 let Some(cqe) = self.take_completion() else {
                     break;

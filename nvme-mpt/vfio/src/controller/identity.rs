@@ -201,7 +201,7 @@ fn limits(
             .with_write_zeroes(id.oncs.write_zeroes())
             .with_verify(id.oncs.verify())
             .with_copy(copy),
-        // Where guests' writes can be split, only what the drive takes at once is atomic.
+        // If guests' writes can be split, only the parts that the drive takes at once are atomic.
         awun_z: if whole { id.awun_z } else { 0 },
         awupf_z: if whole { id.awupf_z } else { 0 },
         volatile_write_cache: id.vwc.present(),

@@ -133,7 +133,7 @@ impl PhysicalDrive {
         for (_, pair) in pairs.iter() {
             pair.stop();
         }
-        // Where it is still there, it must not touch memory that guests are told is theirs again.
+        // A drive that is still there must not touch memory any more: guests are told that the memory is theirs again.
         let is_quiet = self.backing.is_gone()
             || self.registers.disable().is_ok()
             || self.backing.set_bus_master(false).is_ok();

@@ -117,7 +117,7 @@ impl Supervisor {
             drive.give_up("the host asks for it back");
             return false;
         }
-        // What is pulled can read as zeroes for a moment, as a controller does that was reset.
+        // A pulled drive can read as zeroes for a moment, like a controller that was reset.
         let status = drive.registers.status();
         match status.filter(|_| !drive.backing.is_gone()) {
             None => {
@@ -200,7 +200,7 @@ impl Supervisor {
         let mut sqe = Sqe::new(AdminOpcode::ABORT.0);
         Abort { sqid: qid, cid }.write_to(&mut sqe);
         self.drive.counters.aborts.fetch_add(1, Ordering::Relaxed);
-        // Whether it was aborted (bit 0 of Dword 0) is seen by its completion.
+        // Bit 0 of Dword 0 reports whether the command was aborted. The command's own completion shows that, too.
         self.drive
             .with_admin(|admin| admin.execute(sqe))
             .map(|_| ())

@@ -6,8 +6,8 @@
 //!
 //! 1. commands of light members, at once;
 //! 2. commands of heavy members by deficit round robin in bytes, as far as the [governor's
-//!    window](super::governor) allows. What counts is what goes to the drive: the child of a
-//!    command that is split, not the command.
+//!    window](super::governor) allows. A command that is split counts by the children that go to
+//!    the drive, not as a whole.
 //!
 //! While a light member uses the drive by any queue pair, that holds for a member that is alone, too.
 
@@ -569,7 +569,7 @@ impl Core {
     }
 
     pub(super) fn restart(&mut self, doorbells: PairDoorbells) {
-        // What the drive had, it has no more.
+        // The drive has lost all the commands that it had.
         self.fail_in_flight(Status::COMMAND_INTERRUPTED);
         self.flights.end_aborts();
         self.rings.restart(doorbells);

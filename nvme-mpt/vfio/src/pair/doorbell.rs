@@ -42,7 +42,7 @@ impl Bell {
         }
     }
 
-    /// Tells the drive a new value. What was stored before it is visible to the drive then.
+    /// Passes a new value to the drive. Earlier stores are visible to the drive then.
     #[inline]
     pub(super) fn write(&mut self, value: u32) {
         let last = std::mem::replace(&mut self.value, value);

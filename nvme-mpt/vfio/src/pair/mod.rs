@@ -3,7 +3,7 @@
 //! A [`Pair`] is the controller's view of one queue pair: it creates, supervises and ends it. A
 //! [`VfioQueue`] is a member's view: what it submits goes to the drive in turn with the others'
 //! (`core.rs`). Commands that the drive takes only in parts are split and rejoined (`split.rs`).
-//! What becomes of a command is remembered by a host Command Identifier (`flight.rs`).
+//! `flight.rs` remembers each command by its host Command Identifier.
 //!
 //! # Lock order
 //! The pair's lock, then the governor's. Each is held for one batch, and nothing waits under it.
@@ -161,8 +161,8 @@ impl Pair {
     }
 
     /// Empties the rings, for queues that are about to be created anew, and ends [`Self::stop`]:
-    /// what waits goes to the drive when its member next rings or reaps. What the drive still had
-    /// completes with Command Interrupted.
+    /// what waits goes to the drive when its member next rings or reaps. Commands that the drive still had
+    /// complete with Command Interrupted.
     pub fn restart(&self, doorbells: PairDoorbells) {
         self.shared.lock().restart(doorbells);
     }

@@ -120,7 +120,7 @@ impl HostBatch for VfioBatch<'_> {
         self.taken = taken;
         let (mut core, before) = match self.direct.take() {
             Some(Direct { core, before, .. }) => (core, Some(before)),
-            // Who has the lock shares the pair, most likely.
+            // Most likely another member of the pair has the lock.
             None => match self.shared.try_lock() {
                 Some(core) => (core, None),
                 None => return,

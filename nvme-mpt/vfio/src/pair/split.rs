@@ -86,8 +86,8 @@ pub(super) struct Splits {
     child_bytes: u64,
     lba_shift: u8,
     progress: Box<[Progress]>,
-    /// Data Pointers of children that are one grain: [`GRAINS_MAX`] per slot. What no command has
-    /// needed yet is memory that was never touched.
+    /// Data Pointers of children that are one grain: [`GRAINS_MAX`] per slot. Pointers that no command has needed yet
+    /// lie in untouched memory.
     pointers: Box<[[u64; 2]]>,
 }
 

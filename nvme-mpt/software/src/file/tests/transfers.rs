@@ -18,7 +18,7 @@ fn memory_at_any_alignment_goes_the_same_way() {
             assert_eq!(drive.reap(), [(1, Status::SUCCESS)]);
         }
     }
-    // Where a part of a block is written, whole blocks are, and what is kept is read before.
+    // A write of a part of a block reads the whole blocks first, and then writes whole blocks.
     drive.ring(&[drive.transfer(NvmOpcode::WRITE, 1, 6, 4, 0)]);
     let given = ring.succeed();
     assert_eq!((given.what, given.offset, given.len), (What::Read, 0, 8192));

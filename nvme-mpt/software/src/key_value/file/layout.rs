@@ -136,7 +136,7 @@ fn has_database(file: &File) -> io::Result<bool> {
 
 /// Returns whether a file has nothing but zeroes in it. Anything else could be somebody's data.
 fn is_empty(file: &File) -> io::Result<bool> {
-    // What a file system keeps without a block of its own is at the beginning.
+    // A file system keeps content without a block of its own only at the beginning of a file.
     let has_blocks = file.metadata()?.blocks() > 0;
     let mut file = file;
     let mut bytes = vec![0; LOOK];

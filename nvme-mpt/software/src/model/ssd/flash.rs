@@ -103,7 +103,7 @@ impl WriteBuffer {
     /// Takes room for some bytes. Returns when there is.
     pub(super) fn admit(&mut self, mut now: u64, bytes: u64) -> u64 {
         while let Some(&Reverse((time, released))) = self.releases.peek() {
-            // What is free by now is given back; what is not, is waited for if it has to be.
+            // Room that is free by now is given back. Later releases are waited for only if the bytes need them.
             if time > now && self.used + bytes <= self.bytes {
                 break;
             }
@@ -193,7 +193,7 @@ impl Media for Timed<'_> {
     }
 
     fn erase(&mut self, _: u32) {
-        // What was read of the line is another's when it is written again.
+        // The line is written anew with other data, so the pages that were read last do not count any more.
         self.units.group = None;
         for die in self.first_die..self.first_die + self.geometry.dies as usize {
             let from = self.units.copied.max(self.now);

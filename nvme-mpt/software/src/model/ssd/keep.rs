@@ -58,7 +58,7 @@ impl SsdModel {
         let written = self.write_to(&temporary);
         let result = written.and_then(|()| fs::rename(&temporary, path));
         if result.is_err() {
-            // What could not be written is of no use; that it stays is the smaller error.
+            // The temporary file is of no use then. If it stays, that is the smaller error.
             let _ = fs::remove_file(&temporary);
         }
         result

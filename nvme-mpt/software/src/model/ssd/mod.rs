@@ -139,10 +139,10 @@ impl SsdModel {
         first..end.max(first)
     }
 
-    /// Which instance has a page, and as which page of its own.
+    /// Returns the instance that has a page, and the page's number there.
     fn instance_of(&self, page: u64) -> (usize, u32) {
         let instances = self.instances.len() as u64;
-        // What lies beyond the map's numbers is mapped nowhere.
+        // Pages beyond the map's numbers are mapped nowhere.
         let logical = u32::try_from(page / instances).unwrap_or(u32::MAX);
         ((page % instances) as usize, logical)
     }
@@ -238,7 +238,7 @@ fn fetch(
     let mut there = now;
     let mut group: Option<(FlashPage, u64)> = None;
     for logical in pages {
-        // What was never written, and what waits to be programmed, is in the drive's memory.
+        // The drive's memory serves pages that were never written, and those that wait to be programmed.
         let Some(found) = ftl.find(logical).filter(|page| !ftl.is_buffered(*page)) else {
             continue;
         };

@@ -326,7 +326,7 @@ fn the_state_is_kept_beside_the_file() {
     let mut next = drive(&profile, 64 * MIB);
     assert!(next.restore(&path).expect("sound"));
     assert_eq!(next.wear(), model.wear());
-    // What was written is in flash again, and takes its time.
+    // The written blocks are in flash again, so a read takes its time.
     let taken = next.due(&work(Access::Read, 0, PAGE), 0);
     assert!(taken > profile.read_overhead.0 + profile.read.0);
     // Another drive's is left alone.

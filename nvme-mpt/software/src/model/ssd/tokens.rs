@@ -9,7 +9,7 @@ use crate::model::time::{Span, Timebase};
 /// Length of a slot.
 const SLOT: Span = Span(4_000);
 
-/// Slots that are remembered. What begins later than they reach, 65 ms ahead, finds nobody else.
+/// Number of slots that are remembered. They reach 65 ms ahead; a transfer beyond them moves as if alone.
 const SLOTS: u64 = 1 << 14;
 
 /// A bandwidth and who has how much of it when.
@@ -126,7 +126,7 @@ mod tests {
             let length = (seed >> 20) % 10_000;
             bytes += length;
             last = last.max(tokens.transfer(now + (seed >> 50) % 20_000, length));
-            // What moved until then cannot be more than what fits, to a slot.
+            // The bytes that moved until `last` exceed those that fit by at most a slot.
             assert!(bytes <= last + 4_000);
         }
     }

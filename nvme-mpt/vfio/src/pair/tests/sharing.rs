@@ -260,7 +260,7 @@ impl Guest {
             free.pop_front();
             submitted[usize::from(slot)] = now;
             let mut sqe = command(NvmOpcode::READ, slot, 0, blocks);
-            // Where its data goes is of no interest, but for there being a list of that.
+            // The place of the data does not matter: the command only has to have a PRP list.
             sqe.dptr[1] = lender.lists.of_slot(slot).1.bits();
             commands.push(sqe);
         }

@@ -141,7 +141,7 @@ impl NvmeFunction {
         let write = self.config.write(offset, data);
         if write.function_level_reset {
             let deadline = self.deadline();
-            // What remains is seen by CSTS.CFS.
+            // CSTS.CFS reports a failure.
             let _ = self.reset_controller(&deadline);
         }
         self.follow_bus_master();
@@ -213,8 +213,8 @@ impl NvmeFunction {
     /// begins with doorbells that are not mapped, whatever the mode, calls this first.
     pub fn end_mapped_doorbells(&mut self) {
         self.host.end_silent_doorbells();
-        // What was stored to the admin queue's doorbells right before is seen to. A counter that is
-        // full wakes as well as one that is not.
+        // The event makes the VMM look at values that were stored to the admin queue's doorbells right before. A
+        // full counter wakes it, too.
         let _ = self.events_fd().write(1);
     }
 
@@ -285,7 +285,7 @@ impl NvmeFunction {
         let deadline = self.deadline();
         drop(self.config.reset());
         let stopped = self.reset_controller(&deadline);
-        // What did complete is made durable whatever became of the rest.
+        // Completed commands are made durable, whatever became of the rest.
         let flushed = self.flush_by(&deadline);
         stopped.map_err(EndError::Busy)?;
         flushed.map_err(EndError::Flush)
@@ -313,12 +313,12 @@ impl NvmeFunction {
     }
 
     /// Resets the function as power-on does. When it returns, nothing touches the guest's memory.
-    /// What the VMM has connected and mapped stays.
+    /// The VMM's connections and mappings stay.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn reset(&mut self) -> Vec<BarMove> {
         let moves = self.config.reset();
         let deadline = self.deadline();
-        // What remains is seen by CSTS.CFS.
+        // CSTS.CFS reports a failure.
         let _ = self.reset_controller(&deadline);
         self.follow_bus_master();
         moves
@@ -478,8 +478,8 @@ impl NvmeFunction {
     fn stop(&mut self, deadline: &Deadline) -> Result<(), QueueError> {
         self.admin.reset();
         let stopped = self.host.reset_within(deadline.left());
-        // What is left of the queues that went: their errors stay in the log. What happened to the
-        // drive is found out anew by who asks for it.
+        // Errors of commands of the queues that went stay in the log. Events of the drive are dropped: later requests
+        // find its state out anew.
         for event in self.host.take_events() {
             if matches!(event, Event::CommandFailed(_)) {
                 self.admin.report(&event, &*self.host);
@@ -516,7 +516,7 @@ impl NvmeFunction {
 
     /// Takes over what the admin doorbells hold.
     fn ring_admin(&mut self) {
-        // What is paused touches no memory, the Doorbell Buffer neither; it looks when it goes on.
+        // A paused function touches no memory, the Doorbell Buffer included. It looks when it goes on.
         if self.rests {
             return;
         }

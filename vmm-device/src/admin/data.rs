@@ -96,8 +96,8 @@ impl<'a> DataBuffer<'a> {
         Ok(segments)
     }
 
-    /// The first `wanted` of `entries` entries of a PRP list. Where a list is longer than its
-    /// memory page, the page's last entry leads to the next one.
+    /// The first `wanted` of `entries` entries of a PRP list. If a list is longer than its memory page, the page's last
+    /// entry leads to the next page.
     fn list(&self, list: PrpEntry, entries: u64, wanted: u64) -> Result<Vec<PrpEntry>, Status> {
         let mut list = list;
         let mut entries = entries;
@@ -113,7 +113,7 @@ impl<'a> DataBuffer<'a> {
             let continues = entries > slots;
             let here = if continues { slots - 1 } else { entries };
             let missing = wanted - found.len() as u64;
-            // What is wanted of this page, and the way to the next page if that is not enough.
+            // The wanted entries of this page, and the entry that leads to the next page if more are wanted.
             let length = if here >= missing { missing } else { here + 1 };
             let mut page = vec![PrpEntry::new_zeroed(); length as usize];
             self.memory

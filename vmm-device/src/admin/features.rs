@@ -349,7 +349,7 @@ pub(super) fn check_set(
         (false, _) if this => return Err(Status::FEATURE_NOT_NAMESPACE_SPECIFIC),
         _ => return Err(Status::INVALID_NAMESPACE_OR_FORMAT),
     }
-    // What turns the cache off is told apart from what leaves it on.
+    // For the cache, the value decides later: it may leave the cache on, and not turn it off.
     let changeable = capabilities.changeable() || fid == FeatureId::VOLATILE_WRITE_CACHE;
     require(changeable, Status::FEATURE_NOT_CHANGEABLE)
 }

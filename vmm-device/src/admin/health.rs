@@ -1,8 +1,8 @@
 //! The health of the drive, as one of its users may know it (Base 2.0, section 5.16.1.3).
 //!
-//! What wears out, heats up or fails is one drive under all its users, so its state is told to each
-//! of them: spare, wear, temperatures, hours, power cycles. What was read, written and lost is
-//! counted for the lease alone: nobody learns what others do.
+//! All users share one drive that wears out, heats up or fails. So each of them gets its state: spare, wear,
+//! temperatures, hours, power cycles. Data read, written and lost is counted for the lease alone: no guest learns
+//! what others do.
 //!
 //! The drive's log is read at most once a second for a guest. It is read every 10 s while the guest has health
 //! events enabled, and whenever the drive raises an event. A drive that is gone leaves its guest a controller that

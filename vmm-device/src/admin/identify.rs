@@ -110,8 +110,7 @@ impl Subject<'_> {
         Ok(())
     }
 
-    /// Identify Controller (Base 2.0, section 5.17.2.1). What is not set is not supported, or has
-    /// no limit to report.
+    /// Identify Controller (Base 2.0, section 5.17.2.1). A field that is not set reports no support, or no limit.
     fn controller(&self) -> Vec<u8> {
         let mut id = IdentifyController::new_zeroed();
         id.vid = VENDOR_ID;

@@ -175,9 +175,9 @@ impl Admin {
             DriveEvent::NamespaceChanged(_) => self.report_namespace(),
             // Each command that it interrupted is an error of its own.
             DriveEvent::Reset => {}
-            // What a driver does best without its drive is to forget the namespace: it asks which
-            // are active, finds none, and fails what is left. A controller in a fatal state would
-            // be reset again and again, and noticed by time-outs alone.
+            // Without its drive, a driver does best to forget the namespace: it asks which are active, finds none,
+            // and fails its remaining commands. It would reset a controller in a fatal state again and again, and
+            // notice that state by time-outs alone.
             DriveEvent::Gone => {
                 self.errors.controller_failed(Status::INTERNAL_ERROR);
                 self.report_namespace();

@@ -178,7 +178,7 @@ impl AdminRings {
             Doorbell::CqHead(QueueId::ADMIN),
             Doorbell::SqTail(QueueId::ADMIN),
         ] {
-            // Where a driver that uses the buffer goes on from.
+            // A driver that uses the buffer goes on from here.
             let position = self.position(doorbell);
             store_buffered(buffer.shadow, doorbell, position, shared);
             self.held[place(doorbell)] = position;
@@ -193,7 +193,7 @@ impl AdminRings {
     }
 
     /// Has the guest write a doorbell's register at the doorbell's next move from here, if there is a Doorbell
-    /// Buffer (Base 2.0, section B.5). What the doorbell holds is looked at once more afterwards.
+    /// Buffer (Base 2.0, section B.5). The admin queue looks at the doorbell once more afterwards.
     fn ask_for(&self, doorbell: Doorbell, shared: &SharedParts) {
         if let Some(buffer) = self.buffer {
             store_buffered(buffer.event_idx, doorbell, self.position(doorbell), shared);

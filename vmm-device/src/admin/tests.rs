@@ -1,5 +1,5 @@
 //! Admin commands as a guest issues them, through the doorbells and rings of a function on a drive
-//! in memory. What each command answers in detail is tested beside it.
+//! in memory. The tests beside each command check its answers in detail.
 
 mod io_queues;
 
@@ -307,7 +307,7 @@ fn a_doorbell_without_a_queue_is_reported() {
         assert_eq!(guest.completion().dw0(), 0x0001_0000, "{doorbell:?}");
         assert_ok(guest.admin(get_log_page(1, 1024, DATA, 0)));
     }
-    // Where no doorbell begins.
+    // No doorbell begins at this offset.
     guest.submit(async_event_request());
     guest.write_register(0x1002, 1);
     guest.function.process_events();

@@ -20,7 +20,7 @@ impl NvmeFunction {
         let paused = self.host.pause();
         self.paused = true;
         self.rests = paused.is_ok();
-        // What the queues reported on their way to rest is a part of what is saved.
+        // Events that the queues reported on their way to rest are a part of the saved state.
         self.take_events();
         if let Err(error) = &paused {
             self.paused = false;

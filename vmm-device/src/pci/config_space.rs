@@ -1,8 +1,8 @@
 //! PCI configuration space: a type 0 header and three capabilities.
 //!
 //! All of it is two arrays: what a read returns, and which bits a write changes. Sizing a BAR by
-//! writing all ones, read-only fields and reserved bits all follow from the second one. What a
-//! write does besides (a BAR moves, the function resets) is derived by comparing before and after.
+//! writing all ones, read-only fields and reserved bits all follow from the second one. A write's
+//! other effects (a BAR moves, the function resets) are derived by comparing before and after.
 
 use nvme_mpt::{StateError, spec::registers::offset::DOORBELLS};
 

@@ -105,7 +105,7 @@ impl Line {
         let mut words = line.strip_prefix(MAGIC)?.strip_prefix(' ')?.split(' ');
         let mut value = |name: &str| words.next()?.strip_prefix(name)?.strip_prefix('=');
         let version = value("version")?.parse().ok()?;
-        // What follows may be another in another version.
+        // Other versions may have other fields after this one.
         if version != VERSION {
             return Some(Self {
                 version,

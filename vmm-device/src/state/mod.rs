@@ -3,8 +3,8 @@
 //! I/O queues. No guest memory and no data of the drive.
 //!
 //! [`FunctionState`] goes into whatever a VMM keeps its own state in, by `serde`, or into bytes of
-//! its own. These bytes reveal a snapshot that was cut short or changed. What comes back from
-//! either is untrusted: all of it is checked before anything is made of it. The types of all parts
+//! its own. These bytes reveal a snapshot that was cut short or changed. A state that comes back
+//! from either is untrusted: all of it is checked before anything is made of it. The types of all parts
 //! lie in `parts`; a change to one of them is a new [`VERSION`].
 
 mod bytes;

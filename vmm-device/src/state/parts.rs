@@ -1,4 +1,4 @@
-//! The parts of a function's state, as they are kept. Who they are of saves and restores them.
+//! The parts of a function's state, as they are kept. The owner of each part saves and restores it.
 
 use serde::{Deserialize, Serialize};
 

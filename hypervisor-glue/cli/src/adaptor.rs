@@ -127,8 +127,8 @@ impl Device for NvmeDevice {
             writable,
             memory,
         } = region;
-        // What the client cannot share cannot be reached: a command that points there fails as one
-        // that points nowhere.
+        // The function cannot reach memory that the client cannot share: a command that points there fails like
+        // one that points nowhere.
         let Some(DmaMemory { fd, offset }) = memory else {
             return Ok(());
         };

@@ -362,7 +362,7 @@ pub fn run() -> ExitCode {
         // The reader of the output has seen enough.
         Err(error) if is_broken_pipe(&*error) => ExitCode::SUCCESS,
         Err(error) => {
-            // Where standard error is closed, the error has no reader.
+            // If standard error is closed, the error has no reader.
             let _ = writeln!(io::stderr(), "nvme-mpt: {}", report::chain(&*error));
             ExitCode::FAILURE
         }

@@ -24,8 +24,8 @@ pub trait Device {
     /// because a client may wait for ever for the data that an error reply does not carry.
     fn read(&mut self, region: RegionIndex, offset: u64, data: &mut [u8]);
 
-    /// Writes registers or config space: one byte or more, all within the region. What cannot be
-    /// written is ignored.
+    /// Writes registers or config space: one byte or more, all within the region. The device
+    /// ignores bytes that cannot be written.
     fn write(&mut self, region: RegionIndex, offset: u64, data: &[u8]);
 
     /// Largest number of DMA regions that [`dma_map`](Device::dma_map) takes, told to the client.

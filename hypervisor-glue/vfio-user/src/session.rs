@@ -14,7 +14,7 @@ use crate::error::Error;
 use crate::message::Header;
 use crate::socket;
 
-/// Messages that are answered before others on the thread get their turn. What is left makes the
+/// Messages that are answered before others on the thread get their turn. Remaining messages make the
 /// socket readable again.
 const MESSAGES_PER_TURN: usize = 32;
 

@@ -1,9 +1,8 @@
 //! Bytes and file descriptors through a UNIX socket, and the process at its other end.
 //!
 //! Sending is `vmm-sys-util`'s. Receiving is not. `vmm-sys-util` receives the control message
-//! without `MSG_CMSG_CLOEXEC`, so that a process started meanwhile inherits guest memory. Where file
-//! descriptors are lost there, the bytes that came with them are lost too, which puts a stream out
-//! of step.
+//! without `MSG_CMSG_CLOEXEC`, so that a process started meanwhile inherits guest memory. If it loses
+//! file descriptors, it also loses the bytes that came with them, which puts a stream out of step.
 
 #![expect(
     unsafe_code,

@@ -1,9 +1,9 @@
 //! Doorbell writes of the guest that reach pollers without an exit to the VMM.
 //!
-//! Where doorbells are mapped, the guest stores to the memory that a poller reads, but nobody could wake one
-//! that sleeps: so they are mapped while there is I/O, and unmapped when there is none. Where they are in
-//! the Doorbell Buffer, a poller that is awake asks for no register writes. A poller that sleeps is woken by
-//! an eventfd. A write whose value is needed has to exit: an eventfd does not keep it.
+//! If doorbells are mapped, the guest stores to the memory that a poller reads, and its stores wake no sleeping
+//! poller. So doorbells are mapped while there is I/O, and unmapped when there is none. If they are in the Doorbell
+//! Buffer, a poller that is awake asks for no register writes. An eventfd wakes a poller that sleeps. A write whose
+//! value is needed has to exit: an eventfd does not keep it.
 //!
 //! The control thread maps and unmaps, never a poller or a vCPU: it may take long, and a shared poller has other
 //! guests ([`Hysteresis`] decides when). The order is [`NvmeFunction::begin_mapped_doorbells`], map; unmap,

@@ -65,7 +65,7 @@
 //! let config = FunctionConfig::from_keys(value)?;
 //! let function = nvme_mpt_vmm::start(&config, "nvme0", vmm, &pollers)?;
 //!
-//! // What a guest's firmware does: read the class code, give BAR0 an address.
+//! // A guest's firmware reads the class code and gives BAR0 an address.
 //! let mut class = [0; 4];
 //! function.read_config(0x08, &mut class);
 //! assert_eq!(class[1..], [0x02, 0x08, 0x01]);

@@ -125,7 +125,7 @@ impl Report {
                 (0, 0) => {}
                 (_, 0) => add(&mut report.reads, measured(Direction::Read)?),
                 (0, _) => add(&mut report.writes, measured(Direction::Write)?),
-                // What they do to each other is another matter.
+                // A job of both measures their effect on each other, too, so it is left out.
                 _ => {}
             }
         }

@@ -70,7 +70,7 @@ fn fit_text(path: &Path, text: &str) -> Result<String, FitError> {
     })?;
     let stripe = stripe(&reads, &writes);
     let profile = render(path, &reads, &writes, stripe);
-    // What is printed can be used.
+    // A printed profile can be used.
     match Profile::parse(&path.display().to_string(), &profile) {
         Ok(_) => Ok(profile),
         Err(source) => Err(FitError::Profile {

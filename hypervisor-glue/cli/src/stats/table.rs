@@ -57,7 +57,7 @@ impl fmt::Display for FunctionStats {
             "p99.9 us",
             "max us",
         ];
-        // Where drives have a limited number of them.
+        // Only drives with a limited number of host queues name them.
         if counted {
             head.push("host queue");
         }

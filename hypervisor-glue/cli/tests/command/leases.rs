@@ -263,7 +263,7 @@ fn the_data_of_another_id_is_handed_over_or_wiped_on_request_alone() {
     assert_eq!(range_of(), vec![0; 16 << 20]);
     let behind = fs::read(&drive).unwrap().split_off(16 << 20);
     assert_eq!(behind, vec![1; 48 << 20]);
-    // What it wipes once is its own: started again in the same way, it keeps it.
+    // A wiped range belongs to the id that wiped it: a second start with the same options keeps the data.
     fill(2);
     bench.serve("one", &[&wipe]).unwrap().stop();
     assert_eq!(range_of(), vec![2; 16 << 20]);

@@ -23,8 +23,8 @@ impl FunctionDevice {
     }
 
     /// Gives up the drive, the lease and all locks of a function that is paused, so that the function
-    /// can be restored elsewhere. What was written is durable then. Its state can be had still, and
-    /// the pages that it wrote; until it is [resumed](Self::resume), its slot is empty for the guest.
+    /// can be restored elsewhere. Written data is durable then. Its state and the list of pages that it wrote stay
+    /// available. Until it is [resumed](Self::resume), its slot is empty for the guest.
     ///
     /// # Errors
     /// [`DeviceError::Private`], [`DeviceError::Unique`], [`DeviceError::Save`] if it is not paused,

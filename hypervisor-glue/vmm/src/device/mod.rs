@@ -246,7 +246,7 @@ impl FunctionDevice {
     }
 
     /// Takes the function out of the VMM. When it returns, nothing of the function touches the
-    /// guest's memory, and nothing of it is mapped into the guest. What was written to the drive is
+    /// guest's memory, and nothing of it is mapped into the guest. Data written to the drive is
     /// durable. From then on its slot is empty, and the drive and its lease are given back.
     ///
     /// # Errors
@@ -265,7 +265,7 @@ impl FunctionDevice {
             let ended = state.function.end();
             self.shared.disconnect(&mut state);
             result = match ended {
-                // What is in flight was waited for, and the memory that it names is kept.
+                // The function has waited for the commands in flight. The memory that they name is kept.
                 Err(busy @ EndError::Busy(_)) => Err(busy.into()),
                 ended => {
                     let unmapped = state.function.host().unmap_all();

@@ -39,7 +39,7 @@ impl FunctionDevice {
             }
             Slot::HandedOver(_) => {
                 let taken_back = self.take_back(&mut slot);
-                // How long the control thread is to sleep is another matter now.
+                // The control thread may have to wake up at another time now.
                 self.shared.control.wake();
                 taken_back
             }
@@ -83,7 +83,7 @@ impl FunctionDevice {
             Slot::HandedOver(handed_over) => {
                 Ok(handed_over.take_dirty_pages().ok_or(DmaError::NotLogged)?)
             }
-            // What is not here writes nothing.
+            // Without a function, there are no writes.
             Slot::Empty => Ok(Vec::new()),
         }
     }

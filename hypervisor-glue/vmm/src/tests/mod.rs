@@ -369,7 +369,7 @@ fn mapped_doorbells_follow_the_bar() {
     write_until_mapped(&device, &asked);
     assert_eq!(asked.mapped_at(), [BAR + DOORBELLS]);
 
-    // What the guest stores there is what the function sees.
+    // The function sees the value that the guest stores there.
     let memory = asked.mapped.lock().unwrap().values().next().cloned();
     let at = place_of(&device, TAIL) as usize;
     let page = memory.unwrap();
@@ -425,7 +425,7 @@ fn admin_doorbells_are_seen_while_they_are_mapped_and_after() {
     let commands = || with(&device, |function| function.admin_stats().commands);
     let before = commands();
     let idle = || std::thread::sleep(Duration::from_millis(1));
-    // What is in the ring is a command, if a bad one.
+    // The ring's content is a command, if a bad one.
     page.bytes(0, 4).unwrap().copy_from(&1_u32.to_le_bytes());
     await_that("the admin doorbell is not seen", idle, || {
         commands() == before + 1

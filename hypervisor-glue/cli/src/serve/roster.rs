@@ -436,7 +436,7 @@ impl Roster {
             view,
             ..
         } = self;
-        // From here on, the drives belong to the functions.
+        // Only the functions hold the drives from here on.
         drop((held, drives, view));
         for offer in &offers {
             offer.thread.stop();

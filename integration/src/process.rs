@@ -133,7 +133,7 @@ pub fn at_work(pid: u32) -> String {
         let thread = thread.ok()?.path();
         let (name, fields) = stat_of(&thread)?;
         let (state, user, kernel) = (fields.first()?, fields.get(11)?, fields.get(12)?);
-        // Where it waits is for root to see.
+        // Only root may read the function that it waits in.
         let stack = std::fs::read_to_string(thread.join("stack")).unwrap_or_default();
         let place = stack.lines().find_map(|line| line.split(' ').nth(1));
         Some(format!(

@@ -120,7 +120,7 @@ impl Group {
         }
     }
 
-    /// Adds a check. What its closure owns is dropped when it has run, or is not selected.
+    /// Adds a check. Its closure, with all it owns, is dropped after it ran, or if it is not selected.
     #[must_use]
     pub fn check(
         mut self,

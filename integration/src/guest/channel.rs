@@ -140,9 +140,9 @@ impl Channel {
         })
     }
 
-    /// Sends empty lines, which the agent ignores, as long as a caller waits for the end of a script. A
-    /// port may raise one interrupt for however much comes at once. What the guest does not take then
-    /// (Linux takes 256 bytes) stays until something else comes.
+    /// Sends empty lines, which the agent ignores, while a caller waits for the end of a script. A port may raise one
+    /// interrupt for all bytes that come at once. Bytes that the guest does not take then (Linux takes 256) stay until
+    /// more bytes come.
     pub(super) fn remind(&mut self) {
         self.reminds = true;
     }

@@ -7,8 +7,8 @@
 //! - `worker`: threads and their lanes; `pass`: one pass over them; `paced`: single I/Os with pauses between them;
 //! - `clock`: latencies, in time stamp counter ticks.
 //!
-//! What a command costs on this side bounds what can be measured: entries are prepared once, a command
-//! changes two of their words, the clock is read once and the doorbells are rung once per batch.
+//! The cost of a command on this side limits the measurements. So entries are prepared once, and a command changes two
+//! of their words. Once per batch, the clock is read and the doorbells are rung.
 
 mod clock;
 mod lane;

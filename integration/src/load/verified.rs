@@ -69,8 +69,8 @@ struct Area {
     place: u64,
     /// By place: the generation that completed last.
     generations: Vec<u32>,
-    /// By place: whether a command is outstanding. What a read gives while a write is under way is
-    /// anybody's guess, so that a place has one at a time.
+    /// By place: true if a command is outstanding. A read during a write may return the old or the new data, so a
+    /// place has one command at a time.
     busy: Vec<bool>,
     pending: Vec<Option<Pending>>,
     scratch: Vec<u8>,

@@ -21,8 +21,8 @@ const ASSETS: &str = "/lab/assets";
 /// Folder in which the lab has the files of this run.
 const RUN: &str = "/lab/run";
 
-/// Modules of a virtualisation host. What these need comes with them; what a kernel has built in, as
-/// Debian 13's has most of virtio, is not missed.
+/// Modules of a virtualisation host. The modules that they need come with them. A kernel need not have those that it
+/// has built in, as Debian 13's has most of virtio.
 const MODULES: &[&str] = &[
     "virtio_pci",
     "virtio_blk",
@@ -81,7 +81,7 @@ impl LabAssets {
         let cache = Cache::open()?;
         let (kernel, modules) = Kernel::with_modules(&cache, kernel, "lab", MODULES)?;
         let userland = userland::provide(&cache)?;
-        // What makes the guests' user land that of a virtualisation host.
+        // The additions turn the guests' user land into a virtualisation host's.
         let additions = Additions {
             folders: FOLDERS,
             scripts: SCRIPTS,

@@ -1,7 +1,7 @@
 //! Provides what the guests need: a QEMU with a vfio-user client, kernels, a user land.
 //!
 //! Everything comes from Debian's own signed packages, of the mirror that the machine uses already;
-//! nothing on the machine is upgraded. What was made is kept in the [cache](cache::Cache).
+//! nothing on the machine is upgraded. The [cache](cache::Cache) keeps the results.
 
 use std::io;
 use std::path::{Path, PathBuf};

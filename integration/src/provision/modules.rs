@@ -24,7 +24,7 @@ pub(super) fn copy(root: &Path, wanted: &[&str], folder: &Path) -> Result<(), Pr
         chosen: Vec::new(),
         folder,
     };
-    // Where packages hold them before and after the merge of / and /usr.
+    // Packages hold them in these folders, before and after the merge of / and /usr.
     for place in ["lib/modules", "usr/lib/modules"] {
         let place = root.join(place);
         if place.is_dir() {

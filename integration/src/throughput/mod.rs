@@ -115,7 +115,7 @@ fn jobs(options: &Options) -> Result<Vec<Fio>, ThroughputError> {
         Fio::new(name, pattern, size, depth)
             .runtime(runtime)
             .option("size", "256m")
-            // What the drive and the guest do at first, they do once.
+            // The ramp leaves out work that the drive and the guest do only once, at first.
             .option("ramp_time", "1")
     };
     let jobs: Vec<Fio> = [

@@ -257,7 +257,7 @@ fn run_step(step: &Step, options: &Options, folder: &Path) -> Outcome {
         Err(error) => {
             drop(announced);
             say(&crate::error_chain(&error));
-            // What failed without counting anything failed as a whole.
+            // A step that failed without counting anything failed as a whole.
             count.failed = count.failed.max(1);
             false
         }

@@ -27,8 +27,8 @@ pub(super) trait Requests: Send + Sync + 'static {
     /// Adds a function. Returns its name.
     fn add(&self, options: &FunctionOptions) -> Result<String, MachineError>;
 
-    /// Removes a function: its slot is empty from now on. Where its guest did not let go of it before,
-    /// it is as if it were pulled out.
+    /// Removes a function: its slot is empty from now on. If its guest has not let go of it before, the
+    /// guest sees a function that is pulled out.
     fn remove(&self, id: &str) -> Result<(), MachineError>;
 
     /// Returns the KVM resources of its functions, memory of the guest included.

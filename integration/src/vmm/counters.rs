@@ -83,9 +83,9 @@ fn read(folder: &Path, name: &str) -> io::Result<u64> {
 /// Returns whether the machine that a process has runs with registers that are not its guest's.
 ///
 /// KVM on an emulated processor now and then has a guest go on with the registers of the host: at the host's
-/// VMRUN, with the host's page tables. Where these lie, the guest has no memory. Each access of them is a
-/// fault, which KVM gives to the guest, and which ends in the next fault. With nested paging no other faults
-/// come to the counter: it stands at 0 for machines that are well, and grows by 19,000 in a second.
+/// VMRUN, with the host's page tables. The guest has no memory at their addresses. Each access of them is a fault.
+/// KVM gives the fault to the guest, which ends in the next fault. With nested paging no other faults come to the
+/// counter. It stands at 0 for machines that are well, and otherwise grows by 19,000 in a second.
 pub fn has_foreign_registers(pid: u32) -> bool {
     folder_of_process(pid).is_ok_and(|folder| faults_for_ever(&folder))
 }

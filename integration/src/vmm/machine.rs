@@ -403,6 +403,6 @@ fn place_device(_: bus::Error) -> MachineError {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // What these protect is taken and put as a whole.
+    // The values under these locks are taken and put as a whole.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -185,8 +185,8 @@ impl VcpuState {
         set_xsave(vcpu, xsave)?;
         vcpu.set_debug_regs(debugregs)?;
         vcpu.set_lapic(lapic)?;
-        // One by one, as KVM stops at the first that it does not take. What it offers and does not
-        // take is what the processor of the host has, which is the same.
+        // One by one, as KVM stops at the first that it does not take. A register that it offers and does not take has
+        // the value of the host's processor, which is the same.
         for entry in msrs {
             vcpu.set_msrs(&one(*entry)?)?;
         }

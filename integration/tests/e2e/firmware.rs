@@ -23,7 +23,7 @@ const GREETING: &[u8] = b"booted from NVMe\0";
 
 /// A boot sector that writes a greeting to the first serial port and halts.
 fn boot_sector() -> Vec<u8> {
-    // Where the BIOS loads it, and where the greeting follows the code.
+    // The BIOS loads it at 7C00h, so the greeting, which follows the code, lies at 7C12h.
     let code: [u8; 18] = [
         0xfc, // cld
         0x31, 0xc0, // xor ax, ax

@@ -135,7 +135,7 @@ fn guest_is_paused_under_load(bench: &Bench) -> Result<(), Failure> {
     for _ in 0..3 {
         std::thread::sleep(Duration::from_millis(500));
         guest.pause()?;
-        // What was in flight completes into a guest that stands still.
+        // Commands in flight complete into a guest that stands still.
         std::thread::sleep(Duration::from_millis(300));
         guest.resume()?;
     }

@@ -8,7 +8,7 @@ pub(crate) const GROUP: Group = Group::OnGuest {
     name: "modes",
     functions: &MODES,
     boot,
-    // What the guest's kernel complains of is looked at first: commands that must fail come later.
+    // Complaints of the guest's kernel are looked at first: commands that must fail come later.
     checks: &[
         ("doorbells", doorbells::exit_as_their_mode_has_it),
         ("pauses", pauses::none_is_lost),

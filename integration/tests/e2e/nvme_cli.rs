@@ -222,7 +222,7 @@ pub(crate) fn dsm(booted: &Booted) -> Result<(), Failure> {
         &format!("dsm {namespace} --ad -s 64 -b 16"),
         status::SUCCESS,
     )?;
-    // What is deallocated may read as zeroes or as before (NVM Command Set 1.0, 3.2.3.2), but does read.
+    // Deallocated blocks may read as zeroes or as before (NVM Command Set 1.0, 3.2.3.2), but they do read.
     booted.guest.expect_nvme(
         &format!("read {namespace} -s 64 -c 15 -z 8192 -d /tmp/found"),
         status::SUCCESS,

@@ -101,7 +101,7 @@ impl LoopDevice {
 
 impl Drop for LoopDevice {
     fn drop(&mut self) {
-        // What it was made for has ended, well or not.
+        // The check that made it has ended, well or not.
         let _ = run("losetup", &[Path::new("--detach"), &self.path]);
     }
 }

@@ -1,5 +1,5 @@
 //! Drives go from the host's own driver to VFIO and back, as `nvme-mpt bind`, `unbind` and `drives`
-//! report. What stands in the way is named.
+//! report. The commands name what stands in the way.
 
 use std::fs;
 use std::process::{Child, Command, Stdio};

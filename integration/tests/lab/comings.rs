@@ -244,7 +244,7 @@ fn verify_goes_on_in_other_processes(bench: &Bench) -> Result<(), Failure> {
         let log = format!("console-{}", moved + 1);
         let restore = ["--restore", &path, "--nvme-mpt", &function];
         machine = Asked::start(bench, &log, &restore)?;
-        // What was moved is read back before it moves again.
+        // The guest reads its data back before it moves again.
         machine.said("guest: verified")?;
     }
     said += &machine.stop()?;

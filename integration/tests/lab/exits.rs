@@ -155,7 +155,7 @@ pub(crate) fn with_virtio_blk(bench: &Bench) -> Result<(), Failure> {
     let mut guest = bench.boot(&GuestConfig::new("guest").drive(drive).memory_mib(384))?;
     guest.load_modules()?;
     let reads = |count: u64| format!("{FUNCTIONS}\nreads /dev/vda {count}\n");
-    // What is said over the console meanwhile is to be little.
+    // The guest has the scripts before, so that little goes over the console meanwhile.
     for count in [READS_BEFORE, READS] {
         let write = format!("cat >/tmp/reads-{count} <<'end'\n{}end\n", reads(count));
         guest.check(&write, PATIENCE)?;

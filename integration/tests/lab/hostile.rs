@@ -93,7 +93,7 @@ impl Hostile {
         })
     }
 
-    /// Everything, once. What must be refused is.
+    /// Tries everything once. Each attempt that must be refused is refused.
     pub(crate) fn try_everything(&mut self) -> Result<Tried, Failure> {
         self.pointers()?;
         self.lists()?;

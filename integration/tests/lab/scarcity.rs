@@ -1,8 +1,8 @@
 //! A drive with fewer queue pairs than its guests want: they share, all of them work, and one that has much
 //! to do does not starve one that has little.
 //!
-//! Latencies in a machine in software say nothing about a real drive's. What is compared is the same guest
-//! with and without a neighbour, alternately, each with the median of several rounds. That is done with two
+//! Latencies in a machine in software say nothing about a real drive's. The checks compare the same guest
+//! with and without a neighbour, alternately, each with the median of several rounds. They use two
 //! drives. One takes its own time for each command, much more than the machine takes to emulate it: a guest that waits
 //! there waits for the drive, so our share of the time shows. The other is as fast as the machine emulates it: there, a
 //! neighbour also takes the processors that the drive, the server and the quiet guest run on.

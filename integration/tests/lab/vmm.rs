@@ -115,7 +115,7 @@ pub(crate) fn boot(
     expect(status.success(), || {
         format!("It ended with {status}:\n{}", file_tail(&console))
     })?;
-    // What it wrote is in the image, as a file system that was left in order.
+    // The image has the guest's writes, in a file system that was left in order.
     sh(&format!("e2fsck -fn {}", image.display()))?;
     fs::remove_file(&image).map_err(at(&image))?;
     let said = fs::read(&console).map_err(at(&console))?;

@@ -1,5 +1,5 @@
 //! One list of checks over every VMM that is there: a guest with its root on a function, which is given
-//! another one while it runs. What a VMM lacks is said.
+//! another one while it runs. The checks report what a VMM lacks.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -240,7 +240,7 @@ fn finds_what_is_plugged(subject: &mut Subject<'_>) -> Result<Outcome, Failure> 
 
 /// Doorbells are rung in memory: KVM sees hardly any access of a register while there is I/O.
 fn uses_the_doorbell_buffer(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
-    // What is run is in memory: the drive of the root has a poller that sleeps.
+    // The first run leaves its programs in memory: the root's drive has a poller that sleeps.
     let reads = format!(
         "sync; dd if=/dev/{}n1 of=/dev/null iflag=direct bs=4k count=",
         subject.plugged

@@ -155,7 +155,7 @@ fn aging(over_time: &Path, latency: &Path) -> Result<()> {
         copied.push(drive.wear().unwrap_or_default().copied_pages - before);
         outcomes.push(outcome);
     }
-    // What the second picture says of them.
+    // The second picture's text relies on this.
     if copied.first() != Some(&0) || copied.last() == Some(&0) {
         return Err(format!("Garbage collection has moved {copied:?} pages").into());
     }

@@ -219,8 +219,8 @@ impl Doorbell {
         }
     }
 
-    /// Makes a new value visible. Where that was to a shadow doorbell, gives the old value, and the
-    /// caller must put a full barrier before [`Doorbell::notify`]; one serves several doorbells.
+    /// Makes a new value visible. For a shadow doorbell, returns the old value; the caller must then put a full barrier
+    /// before [`Doorbell::notify`]. One barrier serves several doorbells.
     #[inline]
     pub(crate) fn publish(&mut self, value: u16) -> Option<u16> {
         let old = std::mem::replace(&mut self.value, value);

@@ -37,7 +37,7 @@ impl HugePages {
 impl Drop for HugePages {
     fn drop(&mut self) {
         if let Some(now) = pool() {
-            // What cannot be given back stays with the kernel.
+            // Pages that cannot be given back stay in the kernel's pool.
             let _ = fs::write(POOL, now.saturating_sub(self.0).to_string());
         }
     }

@@ -60,8 +60,8 @@ pub fn list(
     })
 }
 
-/// Writes entries into list pages. Where more entries follow, the last entry of a full page points
-/// to the next page of the list. Where it is the last of all, it is an ordinary one.
+/// Writes entries into list pages. If more entries follow, the last entry of a full page points to the next page of
+/// the list. If none follow, it is an ordinary entry.
 fn chain(
     memory: &GuestMemory,
     mut entries: &[u64],

@@ -293,9 +293,9 @@ impl Fixture {
         busy
     }
 
-    /// Posts an entry. If its identifier is that of a command in flight, it completes that. Where none is
-    /// in flight nobody looks: the entry would be found with the next command, and might be taken for its
-    /// completion, as there is no telling when it was posted.
+    /// Posts an entry. An entry with the identifier of a command in flight completes that command. If no command is in
+    /// flight, nothing is posted, since no queue looks. The next command's look would find the entry, and might take it
+    /// for its completion: an entry does not show when it was posted.
     fn post(&mut self, lower: u64, upper: u64) {
         if self.commands.is_empty() {
             return;
@@ -356,7 +356,7 @@ impl Fixture {
             }
             self.turn(guests);
         }
-        // What the drive still has, it completes as it should.
+        // The drive completes its remaining commands as it should.
         let mut idle = 0;
         while !self.lanes[..guests].iter().all(Lane::is_idle) {
             while let Some(sqe) = self.commands.first() {

@@ -81,7 +81,7 @@ fuzz_target!(|input: &[u8]| {
             name.chars().all(|c| c.is_ascii_graphic() || c == ' '),
             "{name:?}"
         );
-        // What the drive says of its health may be anything, and refused.
+        // The drive may report any health, and may be refused for it.
         let _ = controller.smart_health();
         let _ = controller.error_information();
         // It may say that it has no namespace at all.

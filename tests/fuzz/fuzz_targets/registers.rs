@@ -53,7 +53,7 @@ fuzz_target!(|input: &[u8]| {
     let choice = input.byte() & 0b111;
     FIXTURES.with_borrow_mut(|fixtures| {
         let fixture = fixtures.entry(choice).or_insert_with(|| fixture(choice));
-        // What commands there are lie in the guest's memory, too.
+        // The input fills the guest's memory, too, where the commands lie.
         fixture.reset(input.0);
         let cap = [fixture.register(0x00), fixture.register(0x04)];
         while !input.is_empty() {

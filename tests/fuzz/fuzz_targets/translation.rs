@@ -256,7 +256,7 @@ impl Fixture {
         let neighbours_memory = file(2 * EDGE);
         for (neighbour, index) in neighbours.iter_mut().zip(0..) {
             let attachment = &neighbour.attachment;
-            // Where inputs put their guest's memory, too.
+            // Inputs put their guest's memory at these addresses, too.
             assert!(map(
                 attachment,
                 &neighbours_memory,

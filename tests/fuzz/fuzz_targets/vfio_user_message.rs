@@ -287,7 +287,7 @@ fn converse(mode: u8, data: &[u8]) {
             sent += piece.len();
         }
     }
-    // What is left when a turn was over.
+    // The session answers the messages that remained when a turn was over.
     for _ in 0..=sent / HEADER {
         session.run(&mut device);
         client.hear();

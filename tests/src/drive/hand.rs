@@ -70,8 +70,7 @@ impl HandQueue {
         Some(Sqe::from_bytes(&bytes))
     }
 
-    /// Posts an entry, whatever it is but for its phase tag, which is the one that is due. Whether there
-    /// is room is not asked.
+    /// Posts any entry, with the phase tag that is due. It does not check for room.
     ///
     /// # Panics
     /// When the ring is not mapped.

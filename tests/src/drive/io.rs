@@ -77,7 +77,7 @@ impl Controller {
             _ => {}
         }
         let outcome = self.execute(sqe);
-        // What media do not give today they do not give tomorrow; other failures are the host's.
+        // Do Not Retry: media errors stay, and other failures are the host's.
         self.complete(*sq, sqe, outcome, true);
         if *effect == Some(Effect::CompleteTwice) {
             self.complete(*sq, sqe, outcome, true);

@@ -216,7 +216,7 @@ struct Controller {
     bus_master: bool,
     fatal: bool,
     hung: bool,
-    // What a reset forgets.
+    // State that a reset forgets.
     sqs: BTreeMap<u16, Sq>,
     cqs: BTreeMap<u16, Cq>,
     work: Vec<Work>,
@@ -226,7 +226,7 @@ struct Controller {
     /// Types of events that were reported and whose log page was not read since.
     events_masked: u8,
     event_config: u32,
-    // What it does not.
+    // State that a reset keeps.
     changed_namespaces: Vec<u32>,
     critical_warning: u8,
     temperature: u16,

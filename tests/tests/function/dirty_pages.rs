@@ -135,7 +135,7 @@ fn reads_are_told(host: &Host, mode: DoorbellMode) {
         })
         .collect();
     let own = written_by_guest(&mut controller, &disk, &reads);
-    // What may be written: data, completions, and EventIdx.
+    // The device may write data, completions, and EventIdx.
     let mut writable: Pages = reads.iter().flat_map(Read::written).collect();
     writable.extend(pages_of(disk.queue.cq.memory()));
     writable.extend(pages_of(controller.admin_queue().unwrap().cq.memory()));

@@ -96,7 +96,7 @@ fn media_errors_are_told_and_change_nothing() {
             let bystander = Bystander::start(&drive.host, &Setup::nth(1));
             let machine = drive.host.machine(&Setup::nth(0));
             let (mut controller, mut disk) = machine.disk();
-            // What was there before the media went bad.
+            // These blocks are written before the media go bad.
             drive.faults().clear();
             disk.write(120, &[0xA5; 24 * 512]).unwrap();
             drive.inject(plan);

@@ -261,7 +261,7 @@ fn buffers_at_any_alignment() {
             disk.write(3 + tag, &data).unwrap();
             disk.compare(3 + tag, &data).unwrap();
             assert!(disk.read(3 + tag, 8).unwrap() == data, "{transfer:?}");
-            // What was written one way is read another way.
+            // Data that was written one way is read another way.
             disk.transfer = Transfer::Prp { offset: 0 };
             assert!(disk.read(3 + tag, 8).unwrap() == data, "{transfer:?}");
         }

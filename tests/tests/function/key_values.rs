@@ -178,7 +178,7 @@ fn commands_do_what_they_say(host: &Host) {
     assert!(pairs.exists(b"a").unwrap() && pairs.exists(b"a\0").unwrap());
     assert_eq!(pairs.retrieve(b"a", 4096).unwrap(), (small.clone(), 5));
     assert_eq!(pairs.retrieve(b"a\0", 4096).unwrap(), (Vec::new(), 0));
-    // What does not fit is not returned, and how much there is is told.
+    // Bytes that do not fit are not returned, and the size of the value is reported.
     assert_eq!(pairs.retrieve(b"a", 3).unwrap(), (small[..3].to_vec(), 5));
     assert_eq!(pairs.retrieve(b"a", 0).unwrap(), (Vec::new(), 5));
     for room in [1 << 20, (1 << 20) - 1, 12_289, 8192, 4097, 1] {
@@ -186,7 +186,7 @@ fn commands_do_what_they_say(host: &Host) {
         assert_eq!(size, 1 << 20);
         assert!(bytes == large[..room], "{room} bytes");
     }
-    // What there is more room for than value is left as it was, wherever its pages are.
+    // Room behind the value is left as it was, wherever its pages are.
     let sqe = Sqe::key_value(kv::RETRIEVE, 1, b"a", 20_000);
     let (cqe, bytes) = pairs.command_in(sqe, 20_000, 0xEE).unwrap();
     assert_eq!((cqe.dw0(), &bytes[..5]), (5, &small[..]));

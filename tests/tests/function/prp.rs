@@ -304,7 +304,7 @@ fn a_list_that_points_to_itself_ends() {
 fn a_read_may_overwrite_its_own_list() {
     let mut scene = scene();
     let sentinel = Sentinel::new(&scene.machine.memory, 4 * PAGE_SIZE);
-    // What is read names the sentinel, and replaces the list that says where it goes.
+    // The data that is read names the sentinel, and replaces the PRP list of its own command.
     let evil: Vec<u8> = sentinel.gpa().to_le_bytes().repeat(8 * ENTRIES_PER_PAGE);
     let source = scene.pages(8);
     source.write(0, &evil);
@@ -348,7 +348,7 @@ fn a_list_that_changes_while_it_is_read() {
                 let entry = &cells[rng.below(ENTRIES as u64) as usize];
                 let bad = match rng.below(3) {
                     0 => hidden.gpa(),
-                    // Where the other guest has memory, but not this one's device.
+                    // The other guest has memory there, but not this one's device.
                     1 => LOW - PAGE,
                     _ => unnamed.gpa() + 4,
                 };

@@ -309,7 +309,7 @@ fn a_full_completion_queue_lets_its_poller_sleep() {
         }
         wait_for("a completion", || queues.cq.ready());
         wait_for("a park", || host.parks() > parks);
-        // What rang the doorbells may wake it a few more times, and then nothing does.
+        // The doorbell writes may wake it a few more times, and then nothing does.
         wait_for("a long sleep", || {
             let parks = host.parks();
             std::thread::sleep(Duration::from_millis(50));
@@ -356,7 +356,7 @@ fn queues_where_there_is_no_memory() {
             "{base:#x}"
         );
     }
-    // What was refused left nothing behind.
+    // The refused commands left nothing behind.
     let mut disk = disk(&mut controller, 2);
     disk.write(0, &[1; 512]).unwrap();
     bystander.finish();

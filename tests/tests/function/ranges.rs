@@ -306,7 +306,7 @@ fn deallocation_ranges_that_change_while_they_are_used() {
     everywhere(|mut scene| {
         let blocks = scene.disk.blocks();
         let bytes = dsm_range(blocks / 2, 8).repeat(16);
-        // SLBA is the second word of a range. What it changes to are the neighbours' blocks.
+        // SLBA is the second word of a range. It changes to the neighbours' blocks.
         let words: Vec<usize> = (0..16).map(|range| 2 * range + 1).collect();
         let bad = [blocks, blocks + 64, blocks.wrapping_neg(), u64::MAX - 4];
         let sqe = Sqe::deallocate(1, 16).with_cdw(11, DSM_DEALLOCATE);
@@ -319,7 +319,7 @@ fn deallocation_ranges_that_change_while_they_are_used() {
 fn copy_ranges_that_change_while_they_are_used() {
     everywhere(|mut scene| {
         let blocks = scene.disk.blocks();
-        // What the lease holds, so that another's blocks would show.
+        // The lease's blocks get a pattern, so that another's blocks would show.
         let block = vec![0x3c; scene.disk.block_size()];
         for slba in (0..8).chain(64..128) {
             scene.disk.write(slba, &block).unwrap();

@@ -145,7 +145,7 @@ fn storm(host: &Host, mode: DoorbellMode, rounds: usize, resets: &[Reset]) {
         reset.run(&machine, &mut controller);
         life.mark(&machine);
         let what = format!("{mode:?} {reset:?} round {round}");
-        // What a late poller would do: the old doorbells ring, and the other guest keeps it awake.
+        // A late poller would act now: the old doorbells ring, and the other guest keeps it awake.
         controller.write_doorbell(1, Side::SqTail, 5);
         bystander.goes_on();
         life.check(&machine, &what);

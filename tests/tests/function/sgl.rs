@@ -187,7 +187,7 @@ fn types_and_sub_types_that_are_not_offered() {
             let bad = descriptor(gpa, LEN, kind, sub);
             match (kind, sub) {
                 (0, 0) => scene.ends(bad, SUCCESS),
-                // What it leads to is all zeroes: data blocks of no length.
+                // The segment that it leads to is all zeroes: data blocks of no length.
                 (2 | 3, 0) => {
                     let want = if kind == 2 {
                         INVALID_SGL_SEGMENT

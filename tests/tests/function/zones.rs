@@ -255,7 +255,7 @@ fn wrong_writes_get_the_status_that_says_why() {
     disk.write(4 * SIZE, &one).unwrap();
     disk.write(5 * SIZE, &one).unwrap();
     assert_eq!(refused(disk.append(6 * SIZE, &one)), TOO_MANY_ACTIVE_ZONES);
-    // What moves blocks without regard to write pointers is not there.
+    // Commands that change blocks without regard to write pointers are not there.
     for opcode in [io::WRITE_UNCORRECTABLE, io::DATASET_MANAGEMENT, io::COPY] {
         let sqe = Sqe::range(opcode, 1, 0, 1);
         assert_eq!(status(&mut disk.queue, sqe), INVALID_OPCODE, "{opcode:#x}");

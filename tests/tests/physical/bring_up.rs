@@ -374,14 +374,14 @@ fn vms_that_map_without_end_leave_mappings_for_others_and_for_the_drive() {
             panic!("{refused}");
         };
         assert_eq!((*taken, *max), (*mapped, MAPPINGS as u64));
-        // The first has a third of what no VM is assured, and all have what they are.
+        // The first has a third of the mappings that no VM is assured, and all have those that each is assured.
         assert!(nth > 0 || *mapped > 450, "{mapped}");
         assert!(*mapped >= 64, "{mapped}");
     }
-    // Who comes next has memory, queues, and lists of pages.
+    // The next guest gets memory, queues, and lists of pages.
     Load::start(&host, &Setup::nth(1), 4, 8).finish_undisturbed();
     early.finish_undisturbed();
-    // What they give back is there for others.
+    // Mappings that they give back are there for others.
     drop(hostile);
     let (alone, mapped, _) = map_page_by_page(&host);
     assert!(mapped > 450, "{mapped}");

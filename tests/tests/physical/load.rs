@@ -249,7 +249,7 @@ impl Lane {
                 rng::fill_blocks(&mut bytes, slot.tag, slot.slba, block_size);
                 slot.buffer.write(offset, &bytes);
             } else {
-                // What was written is not what is read back.
+                // Other content, so that the written data cannot pass for data that is read back.
                 slot.buffer.fill(0xEE);
             }
             self.push(index, tally);

@@ -367,7 +367,7 @@ impl Machine {
         self.bar.function()
     }
 
-    /// Pauses the function, takes a snapshot of it, and ends it. What the guest has stays.
+    /// Pauses the function, takes a snapshot of it, and ends it. The guest's memory and interrupts stay.
     pub(crate) fn suspend(self) -> Suspended {
         let state = {
             let mut function = self.function();

@@ -27,6 +27,7 @@ pub mod interrupt;
 pub mod iova;
 pub mod learn;
 pub mod lease;
+pub mod limit;
 pub mod origin;
 pub mod poller;
 pub mod range_lock;

@@ -40,6 +40,7 @@ use crate::doorbell::{DoorbellBuffer, DoorbellPage};
 use crate::event::Event;
 use crate::host::{ChangedZones, Damage};
 use crate::interrupt::InterruptVector;
+use crate::limit::RateLimits;
 use crate::spec::ids::QueueId;
 use crate::spec::log::SmartHealth;
 use crate::spec::registers::Doorbell;
@@ -199,6 +200,9 @@ pub trait HostSide: fmt::Debug + Send + Sync {
 
     /// Sets the coalescing of interrupts.
     fn set_coalescing(&self, coalescing: CoalescingConfig);
+
+    /// Sets the I/Os and bytes per second that the I/O queues may have together.
+    fn set_rates(&self, rates: RateLimits);
 
     /// Stores the value of an I/O queue's doorbell, whose write exited, and wakes the queue's poller. Returns whether
     /// the queue exists; nothing is stored if not.

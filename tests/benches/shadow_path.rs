@@ -314,6 +314,7 @@ fn rig(case: &Case) -> Rig {
             learning: Learning::default(),
             pollers: Pollers::new(),
             memory: nvme_mpt::MemoryKinds::default(),
+            rates: nvme_mpt::limit::RateLimits::default(),
             serial: None,
         })
         .unwrap(),

@@ -102,6 +102,7 @@ pub(crate) fn attachment(mode: DoorbellMode) -> Attachment {
         learning: Learning::default(),
         pollers: Pollers::new(),
         memory: nvme_mpt::MemoryKinds::default(),
+        rates: nvme_mpt::limit::RateLimits::default(),
         serial: None,
     })
     .expect("an attachment")

@@ -14,6 +14,7 @@ use nvme_mpt::host::{
     ChangedZones, CommandSetLimits, Damage, NamespaceFormat, TemperatureThresholds,
 };
 use nvme_mpt::iova::IovaSpace;
+use nvme_mpt::limit::RateLimits;
 use nvme_mpt::seam::{CoalescingConfig, IoDoorbells};
 use nvme_mpt::spec::cqe::Cqe;
 use nvme_mpt::spec::identify::Oncs;
@@ -52,6 +53,7 @@ enum Call {
     Pause,
     Resume,
     Coalescing(CoalescingConfig),
+    Rates(RateLimits),
 }
 
 /// Answer of the host side to what it cannot do.
@@ -278,6 +280,10 @@ impl HostSide for Recorded {
 
     fn set_coalescing(&self, coalescing: CoalescingConfig) {
         self.called(Call::Coalescing(coalescing));
+    }
+
+    fn set_rates(&self, rates: RateLimits) {
+        self.called(Call::Rates(rates));
     }
 
     fn ring(&self, doorbell: Doorbell, value: u32) -> bool {

@@ -315,6 +315,7 @@ mod tests {
             learning: Learning::default(),
             pollers: Pollers::new(),
             memory: nvme_mpt::MemoryKinds::default(),
+            rates: nvme_mpt::limit::RateLimits::default(),
             serial: None,
         })
         .unwrap();

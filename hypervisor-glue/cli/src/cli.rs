@@ -21,7 +21,7 @@ use crate::faults::FaultRequest;
 use crate::serve::{Change, Changed, ServeOptions, introduce, serve};
 use crate::{bind, control, drives, list, logging, profile};
 use nvme_mpt_vmm::options::{
-    OptionText, STATE_DIR, ServedDrive, ServedFunction, parse_socket_path, table,
+    OptionText, RateChange, STATE_DIR, ServedDrive, ServedFunction, parse_socket_path, table,
 };
 use nvme_mpt_vmm::report;
 
@@ -38,6 +38,7 @@ enum Command {
     Serve(Serve),
     Add(Add),
     Remove(Remove),
+    Limit(Limit),
     List(List),
     Reload(Reload),
     Leases(Leases),
@@ -116,6 +117,28 @@ struct Remove {
     /// Remove it although a VMM is connected. Its guest loses the drive
     #[arg(long)]
     force: bool,
+    #[command(flatten)]
+    state: State,
+    #[command(flatten)]
+    control: Control,
+    /// As JSON, one line
+    #[arg(long)]
+    json: bool,
+}
+
+/// Change the limits of a function of a running server, under its guest
+///
+/// Those of a function that was added are there again after a restart.
+#[derive(Args, Debug)]
+struct Limit {
+    /// The function's id, or its socket
+    id: String,
+    /// iops=NUMBER[+BURST] and bandwidth=SIZE[+BURST], each per second, or none for no limit
+    #[arg(
+        value_name = "LIMITS",
+        value_parser = |text: &str| text.parse::<RateChange>().map(|_| text.to_owned()).map_err(|error| told(&error))
+    )]
+    limits: String,
     #[command(flatten)]
     state: State,
     #[command(flatten)]
@@ -347,6 +370,7 @@ pub fn run() -> ExitCode {
         Command::Serve(options) => run_serve(options),
         Command::Add(options) => run_add(options),
         Command::Remove(options) => run_remove(options),
+        Command::Limit(options) => run_limit(options),
         Command::List(options) => run_list(options),
         Command::Reload(options) => run_reload(options),
         Command::Leases(options) => run_leases(options),
@@ -429,6 +453,23 @@ fn run_remove(options: Remove) -> Result<(), Box<dyn Error>> {
     }
 }
 
+fn run_limit(options: Limit) -> Result<(), Box<dyn Error>> {
+    let path = options.control.path(&options.state);
+    let limit = Change::Limit {
+        id: socket_or_id(options.id),
+        limits: options.limits.clone(),
+    };
+    let Changed::Limited(entry) = control::request_change(&path, limit)? else {
+        return Err(UNEXPECTED.into());
+    };
+    let mut out = io::stdout().lock();
+    match options.json {
+        true => writeln!(out, "{}", serde_json::to_string(&entry)?)?,
+        false => writeln!(out, "Limited {}: {}", entry.id, options.limits)?,
+    }
+    Ok(())
+}
+
 /// A socket as the server knows it, if the text can be one: ids have no slash.
 fn socket_or_id(text: String) -> String {
     match text.contains('/').then(|| std::path::absolute(&text)) {
@@ -467,6 +508,7 @@ fn run_reload(options: Reload) -> Result<(), Box<dyn Error>> {
     for (names, done) in [
         (&reloaded.added, "Added"),
         (&reloaded.changed, "Changed"),
+        (&reloaded.limited, "Limited"),
         (&reloaded.removed, "Removed"),
     ] {
         if !names.is_empty() {

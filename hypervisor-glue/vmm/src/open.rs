@@ -108,6 +108,7 @@ pub fn attach(
         poll: options.poll.clone(),
         learning: options.fixed,
         memory: options.memory,
+        rates: options.rates,
         serial: options.serial.clone(),
     })?)
 }

@@ -9,6 +9,7 @@ use crate::drive::Drive;
 use crate::host::{Limits, NamespaceFormat, TemperatureThresholds};
 use crate::learn::Learning;
 use crate::lease::Lease;
+use crate::limit::RateLimits;
 use crate::poller::{PollPolicy, Pollers};
 use crate::spec::ids::{Nsid, QueueId};
 
@@ -31,6 +32,8 @@ pub struct AttachmentConfig {
     pub pollers: Arc<Pollers>,
     /// Kinds of files that the VM's memory may be in.
     pub memory: MemoryKinds,
+    /// I/Os and bytes per second, over all queues.
+    pub rates: RateLimits,
     /// Serial Number to show instead of the lease's own, up to 20 ASCII characters.
     pub serial: Option<String>,
 }

@@ -13,6 +13,7 @@ use crate::dma::{DirtyRange, DmaError, HeldMemory, MemoryRegion};
 use crate::doorbell::DoorbellBuffer;
 use crate::event::{DriveEvent, Event};
 use crate::host::{ChangedZones, Damage};
+use crate::limit::RateLimits;
 use crate::seam::{CoalescingConfig, HostSide, IoDoorbells, LeaseFacts, LeaseStatus, SharedParts};
 use crate::spec::ids::QueueId;
 use crate::spec::log::SmartHealth;
@@ -145,6 +146,10 @@ impl HostSide for Attachment {
         for (number, vector) in (0..u128::BITS).zip(&self.vectors) {
             vector.set_coalescing_disabled(disabled >> number & 1 != 0);
         }
+    }
+
+    fn set_rates(&self, rates: RateLimits) {
+        Self::set_rates(self, rates);
     }
 
     fn ring(&self, doorbell: Doorbell, value: u32) -> bool {

@@ -37,6 +37,7 @@ pub(crate) use holding::Holding;
 pub use state::{AttachmentState, StateError};
 pub use wakers::{DoorbellWaker, IoDoorbells};
 
+use crate::clock::Rate;
 use crate::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};
 use crate::dma::{DmaWindow, MemoryKinds};
 use crate::doorbell::{DoorbellMode, DoorbellPage};
@@ -45,6 +46,7 @@ use crate::event::EventQueue;
 use crate::host::{HostLeaseError, HostNamespace, Limits, ZoneChanges};
 use crate::interrupt::{Coalescing, InterruptVector};
 use crate::lease::Lease;
+use crate::limit::{Limiter, RateLimits};
 use crate::poller::{Placement, PollPolicy, Pollers, Silence, Spin};
 use crate::shadow::{QueueContext, ShadowQueue};
 use crate::spec::ids::{Nsid, QueueId};
@@ -93,6 +95,7 @@ impl Attachment {
             learning,
             pollers,
             memory,
+            rates,
             serial,
         } = config;
         if queue_pairs == 0 || queue_pairs > MAX_QUEUE_PAIRS {
@@ -153,6 +156,7 @@ impl Attachment {
             silence: Silence::new(doorbells == DoorbellMode::Mapped),
             events,
             tables: window.tables().clone(),
+            limiter: Limiter::new(rates, Rate::of_this_machine()),
         });
         let steward = Steward::start(pollers.threads())?;
         let facts = LeaseFacts {
@@ -245,6 +249,13 @@ impl Attachment {
             result = result.and(revoked);
         }
         result
+    }
+
+    /// Changes the I/Os and bytes per second that the queues may have together.
+    pub fn set_rates(&self, rates: RateLimits) {
+        self.context.limiter.set(rates);
+        // Queues look at the limiter when they take up a table, so that one without limits pays nothing for them.
+        self.window.renew_table();
     }
 
     /// The VM's memory.

@@ -26,6 +26,7 @@ fn config(drive: &Arc<Drive>, range: &str) -> AttachmentConfig {
         learning: Learning::default(),
         pollers: Pollers::new(),
         memory: MemoryKinds::default(),
+        rates: crate::limit::RateLimits::default(),
         serial: None,
     }
 }

@@ -326,6 +326,16 @@ impl DmaWindow {
         Ok(())
     }
 
+    /// Publishes the current table anew, and wakes all that use it: they look at what else they take up with a table.
+    pub(crate) fn renew_table(&self) {
+        let changes = self.changes();
+        self.tables.publish(&changes, self.next_table());
+        drop(changes);
+        for user in lock(&self.tables.users).iter() {
+            user.wake();
+        }
+    }
+
     /// The current table, to be changed.
     fn next_table(&self) -> RegionTable {
         RegionTable::clone(&self.table())

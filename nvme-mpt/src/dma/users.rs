@@ -66,6 +66,11 @@ impl TableUser {
         }
     }
 
+    /// Has the user look for a new table soon.
+    pub(super) fn wake(&self) {
+        self.waker.wake();
+    }
+
     /// Returns whether it uses none of the memory that went with the table of this generation.
     pub(super) fn has_left(&self, departure: u64) -> bool {
         self.progress.has_left(departure)
@@ -104,7 +109,7 @@ impl Drop for TableUse {
 /// was so before the deadline.
 pub(super) fn wait_left(users: &[Arc<TableUser>], departure: u64, deadline: Instant) -> bool {
     for user in users {
-        user.waker.wake();
+        user.wake();
     }
     let mut eager = EAGER_LOOKS;
     let mut pause = Duration::from_micros(20);

@@ -47,6 +47,12 @@ impl SpinTime {
         self.ticks
     }
 
+    /// Returns the shortest time, in ticks.
+    #[must_use]
+    pub fn shortest(&self) -> u64 {
+        self.min
+    }
+
     /// Notes a sleep of so many ticks, and whether there was work at its end.
     pub fn slept(&mut self, ticks: u64, found_work: bool) {
         self.ticks = if found_work && ticks < self.max {

@@ -254,6 +254,14 @@ impl Drop for Poller {
     }
 }
 
+/// Queues of a poller that wait for the limits of their leases.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Rests {
+    None,
+    Some,
+    All,
+}
+
 struct Worker {
     shared: Arc<Shared>,
     sleeper: Sleeper,
@@ -300,12 +308,21 @@ impl Worker {
             } else if empty_passes > EAGER_PASSES {
                 std::hint::spin_loop();
             }
+            let rests = self.rests();
+            let patience = match rests {
+                Rests::None => spin_time.ticks(),
+                Rests::Some => spin_time.shortest(),
+                Rests::All => 0,
+            };
             if spin == Spin::Adaptive
-                && (idle >= spin_time.ticks() || self.queues.is_empty())
+                && (idle >= patience || self.queues.is_empty())
                 && self.until_due(now).is_none_or(|ticks| ticks > due_soon)
             {
                 let (found_work, slept) = self.park(idle);
-                spin_time.slept(slept, found_work);
+                // The clock ends a rest, however long the poller spins before it.
+                if rests == Rests::None {
+                    spin_time.slept(slept, found_work);
+                }
                 pass_began = Ticks::now();
                 // Doorbells that have to be looked at by the clock stay idle until they move.
                 if found_work || !self.is_timed() {
@@ -359,7 +376,12 @@ impl Worker {
                 let until = Duration::from_nanos(crate::clock::nanoseconds(ticks));
                 until.saturating_sub(DUE_SOON).max(Duration::from_micros(1))
             });
-            timeout = [silent, due].into_iter().flatten().min();
+            let rest = self.queues.iter().filter_map(|queue| queue.rests_until());
+            let rest = rest.min().map(|end| {
+                Duration::from_nanos(crate::clock::nanoseconds(end.since(began)))
+                    .max(Duration::from_micros(1))
+            });
+            timeout = [silent, due, rest].into_iter().flatten().min();
             self.shared.parks.fetch_add(1, Ordering::Relaxed);
             self.sleeper.sleep(timeout);
         }
@@ -374,6 +396,16 @@ impl Worker {
             }
         }
         (found, slept)
+    }
+
+    /// Returns whether queues wait for the limits of their leases.
+    fn rests(&self) -> Rests {
+        let rests = self.queues.iter().filter_map(|queue| queue.rests_until());
+        match rests.count() {
+            0 => Rests::None,
+            count if count == self.queues.len() && self.watches.is_empty() => Rests::All,
+            _ => Rests::Some,
+        }
     }
 
     /// Ticks from now until something may complete that waits for nothing but its time.

@@ -27,6 +27,7 @@ use crate::doorbell::{DoorbellBuffer, DoorbellPage};
 use crate::event::{Event, EventQueue, QueueFailure};
 use crate::host::{Completes, HostBatch, HostQueue, HostQueuePair, Limits};
 use crate::interrupt::Standing;
+use crate::limit::Limiter;
 use crate::memory::lost_memory_epoch;
 use crate::poller::Silence;
 use crate::spec::cqe::Cqe;
@@ -63,6 +64,8 @@ pub(crate) struct QueueContext {
     pub(crate) silence: Silence,
     pub(crate) events: Arc<EventQueue>,
     pub(crate) tables: Arc<Tables>,
+    /// Limits of the lease.
+    pub(crate) limiter: Limiter,
 }
 
 /// A shadow queue, as its poller sees it.
@@ -92,8 +95,14 @@ pub(crate) struct ShadowCore {
     condition: Condition,
     /// Completions that wait for the memory of the ring to come back. Their room is reserved.
     held: Vec<Cqe>,
+    /// True if passes cost more: what is written is noted, or the lease has limits.
+    is_special: bool,
     /// True if what is written is noted.
     is_logged: bool,
+    /// True if the lease has limits.
+    is_limited: bool,
+    /// Moment up to which commands wait for the limits; `None` if none does.
+    rests_until: Option<Ticks>,
     /// `None` while the queue rests. Dropped last: all memory of the VM's was let go of by then.
     table_use: Option<TableUse>,
 }
@@ -124,10 +133,13 @@ impl ShadowQueue {
             stopped: false,
             condition: Condition::Sound,
             held: Vec::with_capacity(usize::from(slots)),
+            is_special: false,
             is_logged: false,
+            is_limited: false,
+            rests_until: None,
             table_use: Some(table_use),
         };
-        core.follow_log();
+        core.follow_table();
         Self {
             host,
             core,
@@ -216,6 +228,12 @@ impl ShadowQueue {
         due.into_iter().flatten().min()
     }
 
+    /// Returns the moment up to which commands wait for the limits of their lease; `None` if none does.
+    #[must_use]
+    pub fn rests_until(&self) -> Option<Ticks> {
+        self.core.rests_until
+    }
+
     /// Takes no more commands.
     pub fn stop(&mut self) {
         self.core.stopped = true;
@@ -262,8 +280,8 @@ impl ShadowCore {
         if lost_memory_epoch() != self.lost_epoch {
             self.check_lost_memory();
         }
-        if self.is_logged {
-            self.logged_pass(host)
+        if self.is_special {
+            self.special_pass(host)
         } else {
             self.pass::<H, false>(host)
         }
@@ -271,9 +289,13 @@ impl ShadowCore {
 
     #[cold]
     #[inline(never)]
-    fn logged_pass<H: HostQueue>(&mut self, host: &mut H) -> bool {
+    fn special_pass<H: HostQueue>(&mut self, host: &mut H) -> bool {
         let tail = self.cq.tail;
+        self.rests_until = None;
         let worked = self.pass::<H, true>(host);
+        if !self.is_logged {
+            return worked;
+        }
         if worked {
             self.note_pass(tail);
         } else {
@@ -283,10 +305,10 @@ impl ShadowCore {
     }
 
     #[inline]
-    fn pass<H: HostQueue, const LOG: bool>(&mut self, host: &mut H) -> bool {
+    fn pass<H: HostQueue, const SPECIAL: bool>(&mut self, host: &mut H) -> bool {
         let mut worked = H::COMPLETES != Completes::AtOnce
             && self.slots.in_flight() > 0
-            && self.reap::<H, LOG>(host);
+            && self.reap::<H, SPECIAL>(host);
         let sound = self.is_sound();
         if sound && !self.stopped {
             let mut batch = host.batch();
@@ -295,14 +317,14 @@ impl ShadowCore {
                 // By count of instructions: a drive that completes later has more code around both loops,
                 // for which the processor's registers are too few.
                 taken |= match H::COMPLETES {
-                    Completes::Later => self.take_apart::<H>(index, &mut batch),
-                    _ => self.take::<H>(index, &mut batch),
+                    Completes::Later => self.take_apart::<H, SPECIAL>(index, &mut batch),
+                    _ => self.take::<H, SPECIAL>(index, &mut batch),
                 };
             }
             if taken {
                 batch.ring(self.translator.memory());
                 if H::COMPLETES != Completes::Later {
-                    self.reap::<H, LOG>(host);
+                    self.reap::<H, SPECIAL>(host);
                 }
                 worked = true;
             }
@@ -322,13 +344,21 @@ impl ShadowCore {
 
     /// [`Self::take`] as a function of its own.
     #[inline(never)]
-    fn take_apart<H: HostQueue>(&mut self, index: usize, batch: &mut impl HostBatch) -> bool {
-        self.take::<H>(index, batch)
+    fn take_apart<H: HostQueue, const SPECIAL: bool>(
+        &mut self,
+        index: usize,
+        batch: &mut impl HostBatch,
+    ) -> bool {
+        self.take::<H, SPECIAL>(index, batch)
     }
 
     /// Takes commands of one Submission Queue and submits them. Returns whether there are any.
     #[inline(always)]
-    fn take<H: HostQueue>(&mut self, index: usize, batch: &mut impl HostBatch) -> bool {
+    fn take<H: HostQueue, const SPECIAL: bool>(
+        &mut self,
+        index: usize,
+        batch: &mut impl HostBatch,
+    ) -> bool {
         let sq = &mut self.sqs[index];
         let available = sq.available(&self.context.events);
         if available == 0 {
@@ -344,7 +374,10 @@ impl ShadowCore {
             self.cq.look_at_head(&self.context.events);
         }
         let slots = self.slots.free() as u32;
-        let count = available.min(self.cq.room).min(slots).min(BATCH_COMMANDS);
+        let mut count = available.min(self.cq.room).min(slots).min(BATCH_COMMANDS);
+        if SPECIAL {
+            count = count.min(self.allowance());
+        }
         if count == 0 {
             return false;
         }
@@ -362,6 +395,7 @@ impl ShadowCore {
         for ahead in 0..count.min(PREFETCH) {
             sq.ring.prefetch(sq.head + ahead);
         }
+        let first = sq.head;
         let taken = Ticks::now();
         batch.announce(count, taken);
         cq.gate.taken(taken);
@@ -398,12 +432,31 @@ impl ShadowCore {
             }
         }
         sq.doorbell.keep_quiet(sq.head);
+        if SPECIAL {
+            let commands = (sq.head + sq.entries - first) % sq.entries;
+            context.limiter.charge(commands, bytes, taken);
+        }
         true
+    }
+
+    /// Returns the number of commands that the limits of the lease allow now. If it is none, the queue rests.
+    #[cold]
+    fn allowance(&mut self) -> u32 {
+        if !self.is_limited {
+            return u32::MAX;
+        }
+        let now = Ticks::now();
+        let limiter = &self.context.limiter;
+        let allowance = limiter.allowance(now);
+        if allowance == 0 {
+            self.rests_until = Some(limiter.rest(now));
+        }
+        allowance
     }
 
     /// Completes what the host controller has done. Returns whether there was anything.
     #[inline]
-    fn reap<H: HostQueue, const LOG: bool>(&mut self, host: &mut H) -> bool {
+    fn reap<H: HostQueue, const SPECIAL: bool>(&mut self, host: &mut H) -> bool {
         let Self {
             cq,
             sqs,
@@ -413,9 +466,10 @@ impl ShadowCore {
             condition,
             held,
             departures,
+            is_logged,
             ..
         } = self;
-        let mut posting = Posting::<H, LOG> {
+        let mut posting = Posting::<H, SPECIAL> {
             kind: PhantomData,
             cq,
             sqs,
@@ -425,6 +479,7 @@ impl ShadowCore {
             held,
             translator,
             departures,
+            is_logged: *is_logged,
             completed: 0,
             now: Ticks::default(),
         };
@@ -466,8 +521,11 @@ impl ShadowCore {
         if self.cq.gate.settle_for_sleep(standing, Ticks::now()) {
             self.cq.counters.interrupts.add(1);
         }
-        for sq in &mut self.sqs {
-            sq.doorbell.arm(sq.head);
+        // The clock ends a rest, so the guest need not notify.
+        if self.rests_until.is_none() {
+            for sq in &mut self.sqs {
+                sq.doorbell.arm(sq.head);
+            }
         }
         if self.is_logged {
             self.note_event_idx();
@@ -486,7 +544,8 @@ impl ShadowCore {
             return false;
         }
         self.cq.look_at_head(&self.context.events);
-        if self.cq.room == 0 || self.slots.free() == 0 {
+        let rests = self.rests_until.is_some_and(|end| Ticks::now() < end);
+        if self.cq.room == 0 || self.slots.free() == 0 || rests {
             return false;
         }
         let mut found = false;

@@ -102,6 +102,7 @@ impl Rig {
             learning: Learning::default(),
             pollers: Pollers::new(),
             memory: nvme_mpt::MemoryKinds::default(),
+            rates: nvme_mpt::limit::RateLimits::default(),
             serial: None,
         };
         let attachment = Arc::new(Attachment::new(config).unwrap());

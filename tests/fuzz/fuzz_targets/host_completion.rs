@@ -101,6 +101,7 @@ impl Lane {
             learning: Learning::default(),
             pollers: pollers.clone(),
             memory: nvme_mpt::MemoryKinds::default(),
+            rates: nvme_mpt::limit::RateLimits::default(),
             serial: None,
         })
         .expect("an attachment");

@@ -6,11 +6,14 @@
 #![no_main]
 
 use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 
 use libfuzzer_sys::fuzz_target;
 use nvme_mpt::attachment::MAX_QUEUE_PAIRS;
 use nvme_mpt::lease::{ByteRange, Bytes};
-use nvme_mpt_vmm::options::{FunctionOptions, OptionError, ServedFunction};
+use nvme_mpt_vmm::options::{
+    FunctionOptions, OptionError, OptionText, RateChange, ServedDrive, ServedFunction,
+};
 use nvme_mpt_vmm::report;
 
 fn check_error(error: &OptionError) {
@@ -44,11 +47,26 @@ fuzz_target!(|text: &str| {
         Err(error) => check_error(&error),
     }
     match text.parse::<ServedFunction>() {
-        Ok(ServedFunction { socket, function }) => {
-            assert!((1..=107).contains(&socket.as_os_str().as_bytes().len()));
-            check(&function);
+        Ok(served) => {
+            assert!((1..=107).contains(&served.socket.as_os_str().as_bytes().len()));
+            assert!(served.mode.is_none_or(|mode| mode <= 0o777));
+            check(&served.function);
         }
         Err(error) => check_error(&error),
+    }
+    match text.parse::<ServedDrive>() {
+        Ok(served) => check(&served.drive),
+        Err(error) => check_error(&error),
+    }
+    if let Err(error) = text.parse::<RateChange>() {
+        check_error(&error);
+    }
+    // As a server keeps it in its file, and a client sends it.
+    if let Ok(options) = text.parse::<OptionText>() {
+        assert_eq!(options.to_string().parse().ok(), Some(options.clone()));
+        let absolute = options.absolute(Path::new("/run"));
+        assert_eq!(absolute.to_string().parse().ok(), Some(absolute.clone()));
+        assert_eq!(absolute.clone().absolute(Path::new("/run")), absolute);
     }
     if let Ok(size) = text.parse::<Bytes>() {
         assert_eq!(size.to_string().parse(), Ok(size));

@@ -48,6 +48,7 @@ impl Fixture {
             learning: Learning::default(),
             pollers: Pollers::new(),
             memory: nvme_mpt::MemoryKinds::default(),
+            rates: nvme_mpt::limit::RateLimits::default(),
             serial: None,
         })
         .expect("an attachment");

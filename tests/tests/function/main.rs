@@ -16,6 +16,7 @@ mod file_drive;
 mod interrupts;
 mod key_values;
 mod leases;
+mod limits;
 mod lost_writes;
 mod memory;
 mod one_drive;

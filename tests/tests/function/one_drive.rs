@@ -39,6 +39,7 @@ fn attach(drive: &Arc<Drive>, lease: Lease) -> Result<Attachment, AttachError> {
         learning: Learning::default(),
         pollers: Pollers::new(),
         memory: MemoryKinds::default(),
+        rates: nvme_mpt::limit::RateLimits::default(),
         serial: None,
     })
 }

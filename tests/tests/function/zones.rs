@@ -452,6 +452,7 @@ fn part_of_a_zone_is_not_leased() {
             learning: Learning::default(),
             pollers: host.pollers.clone(),
             memory: nvme_mpt::MemoryKinds::default(),
+            rates: nvme_mpt::limit::RateLimits::default(),
             serial: None,
         })
     };

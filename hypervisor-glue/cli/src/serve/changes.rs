@@ -28,6 +28,13 @@ pub enum Change {
         /// Also if a VMM is connected.
         force: bool,
     },
+    /// Changes the limits of a function, which goes on meanwhile.
+    Limit {
+        /// Its id, or its socket.
+        id: String,
+        /// New limits, as in `iops=20000,bandwidth=none`.
+        limits: String,
+    },
     /// Makes the functions those of the server's file.
     Reload {
         /// Also if a VMM is connected to a function that changes or goes.
@@ -48,6 +55,8 @@ pub enum Changed {
         /// Error of its end, for a person.
         trouble: Option<String>,
     },
+    /// Of [`Change::Limit`].
+    Limited(FunctionEntry),
     /// Of [`Change::Reload`].
     Reloaded(Reloaded),
 }
@@ -122,18 +131,25 @@ fn make(roster: &mut Roster, change: Change) -> Result<Changed, ChangeError> {
             }
             Changed::Removed { function, trouble }
         }
+        Change::Limit { id, limits } => {
+            let entry = roster.limit(&id, &limits)?;
+            log::info!("Function {} has new limits: {limits}", entry.id);
+            Changed::Limited(entry)
+        }
         Change::Reload { force } => {
             let reloaded = roster.reload(force)?;
             let Reloaded {
                 added,
                 changed,
+                limited,
                 removed,
                 unchanged,
             } = &reloaded;
             log::info!(
-                "Reloaded: {} added, {} changed, {} removed, {unchanged} unchanged",
+                "Reloaded: {} added, {} changed, {} with other limits, {} removed, {unchanged} unchanged",
                 added.len(),
                 changed.len(),
+                limited.len(),
                 removed.len()
             );
             Changed::Reloaded(reloaded)

@@ -5,6 +5,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use nvme_mpt::lease::FormerData;
+use nvme_mpt::limit::RateLimits;
 use nvme_mpt_vmm::options::{OptionError, OptionText, ServedDrive, ServedFunction};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -51,6 +52,13 @@ impl DeclaredFunction {
             function: text.to_string().parse()?,
             text: Some(text),
         })
+    }
+
+    /// Returns the function with other limits.
+    pub(super) fn with_rates(&self, rates: RateLimits) -> Self {
+        let mut other = self.clone();
+        other.function.function.rates = rates;
+        other
     }
 
     /// Sets the fate of data that another id left, unless the function has its own.

@@ -5,15 +5,18 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use nix::unistd::{Group, User};
 use nvme_mpt::host::NamespaceFormat;
 use nvme_mpt::lease::{ByteRange, FormerData};
-use nvme_mpt::{Drive, Pollers};
+use nvme_mpt::limit::RateLimits;
+use nvme_mpt::{Attachment, Drive, Pollers};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::open::{self, Ledgers, OpenError};
-use nvme_mpt_vmm::options::{OptionError, OptionText, ServedDrive, ServedFunction, SocketOwner};
+use nvme_mpt_vmm::options::{
+    OptionError, OptionText, RateChange, ServedDrive, ServedFunction, SocketOwner,
+};
 use nvme_mpt_vmm::report;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -174,7 +177,20 @@ struct Offer {
     /// Queue pairs of the drive that it may use.
     queues: u16,
     drive: Arc<Drive>,
+    /// The function alone keeps its attachment.
+    attachment: Weak<Attachment>,
     thread: FunctionThread,
+}
+
+impl Offer {
+    /// Changes the limits, under the guest.
+    fn set_rates(&mut self, rates: RateLimits) {
+        self.declared.function.function.rates = rates;
+        // A function that has ended by itself has no queues to limit.
+        if let Some(attachment) = self.attachment.upgrade() {
+            attachment.set_rates(rates);
+        }
+    }
 }
 
 /// A function of an earlier run that could not be offered again.
@@ -226,6 +242,9 @@ pub struct Reloaded {
     pub added: Vec<String>,
     /// Functions that were made anew, as their options changed.
     pub changed: Vec<String>,
+    /// Functions that go on with other limits.
+    #[serde(default)]
+    pub limited: Vec<String>,
     /// Functions that are gone.
     pub removed: Vec<String>,
     /// Number of functions that were not touched.
@@ -361,6 +380,33 @@ impl Roster {
         Ok((entry, trouble))
     }
 
+    /// Changes the limits of a function. Those of an added function are there again after a restart.
+    pub(super) fn limit(&mut self, id: &str, limits: &str) -> Result<FunctionEntry, ChangeError> {
+        let change: RateChange = limits.parse()?;
+        let given: OptionText = limits.parse()?;
+        let of_id = |entry: &FunctionEntry| entry.id == id || entry.socket == Path::new(id);
+        let place = self.offers.iter().position(|offer| of_id(&offer.entry));
+        let place = place.ok_or_else(|| self.no_function(id))?;
+        let before = self.offers[place].declared.clone();
+        let declared = &mut self.offers[place].declared;
+        let rates = change.of(declared.function.function.rates);
+        declared.function.function.rates = rates;
+        if let Some(mut text) = declared.text.take() {
+            for (key, value) in given.pairs() {
+                text = text.with(key, (value != RateChange::NONE).then_some(value));
+            }
+            declared.text = Some(text);
+        }
+        if before.origin == Origin::Added
+            && let Err(error) = self.store_added()
+        {
+            self.offers[place].declared = before;
+            return Err(error);
+        }
+        self.offers[place].set_rates(rates);
+        Ok(self.offers[place].entry.clone())
+    }
+
     /// Makes the functions those of the file, without touching one that did not change.
     pub(super) fn reload(&mut self, force: bool) -> Result<Reloaded, ChangeError> {
         let file = self.terms.file.as_ref().ok_or(ChangeError::NoFile)?;
@@ -374,17 +420,25 @@ impl Roster {
         // Those of the file that stay are in `wanted` no more, and those that go are in `going`.
         let mut reloaded = Reloaded::default();
         let mut going = Vec::new();
+        let mut limited = Vec::new();
         for (place, offer) in self.offers.iter().enumerate() {
             if offer.declared.origin != Origin::File {
                 continue;
             }
-            let same = |other: &DeclaredFunction| other.function == offer.declared.function;
-            match wanted.iter().position(same) {
-                Some(unchanged) => {
-                    wanted.remove(unchanged);
-                    reloaded.unchanged += 1;
+            let present = &offer.declared.function;
+            let rates = present.function.rates;
+            let same = |other: &DeclaredFunction| other.with_rates(rates).function == *present;
+            let Some(stays) = wanted.iter().position(same) else {
+                going.push(place);
+                continue;
+            };
+            let stays = wanted.remove(stays);
+            match stays.function.function.rates == rates {
+                true => reloaded.unchanged += 1,
+                false => {
+                    reloaded.limited.push(offer.entry.id.clone());
+                    limited.push(stays.function);
                 }
-                None => going.push(place),
             }
         }
         for place in &going {
@@ -420,6 +474,12 @@ impl Roster {
         }
         drop(held);
         self.close_unused();
+        for function in limited {
+            let same = |offer: &&mut Offer| offer.entry.socket == function.socket;
+            if let Some(offer) = self.offers.iter_mut().find(same) {
+                offer.set_rates(function.function.rates);
+            }
+        }
         let made = self.offers.iter().skip(kept);
         let new = made.filter(|offer| !sockets.contains(&offer.entry.socket));
         reloaded.added = new.map(|offer| offer.entry.id.clone()).collect();
@@ -594,7 +654,9 @@ impl Roster {
             "{drive_name}, range {range} ({contents}); serial {}; doorbells {}, poll {}, {queues} queue pairs",
             namespace.serial, function.doorbells, function.poll,
         );
-        let device = NvmeFunction::new(Arc::new(attachment), MsixMasking::Client);
+        let attachment = Arc::new(attachment);
+        let weak = Arc::downgrade(&attachment);
+        let device = NvmeFunction::new(attachment, MsixMasking::Client);
         let device = NvmeDevice::new(device).map_err(OfferError::Doorbells)?;
         let thread = FunctionThread::start(&id, socket, access, device)?;
         self.offers.push(Offer {
@@ -610,6 +672,7 @@ impl Roster {
             },
             queues,
             drive,
+            attachment: weak,
             thread,
         });
         Ok(())

@@ -299,7 +299,7 @@ fn a_file_is_followed_and_what_did_not_change_is_not_touched() {
     let reloaded: Value = serde_json::from_str(&reloaded).unwrap();
     assert_eq!(
         reloaded,
-        json!({ "added": ["c"], "changed": ["b"], "removed": [], "unchanged": 1 })
+        json!({ "added": ["c"], "changed": ["b"], "limited": [], "removed": [], "unchanged": 1 })
     );
     client.region_read(0, 8, &mut [0; 4]).unwrap();
     assert_eq!(
@@ -329,6 +329,43 @@ fn a_file_is_followed_and_what_did_not_change_is_not_touched() {
     let forced = ask(&bench, "reload", &["--force"]).unwrap();
     assert_eq!(forced, "Removed: a, c, b\nUnchanged: 0\n");
     assert_eq!(list(&bench), [entry("z", "added", "waiting")]);
+    server.stop();
+}
+
+#[test]
+fn limits_change_under_a_guest_and_are_there_again() {
+    let bench = Bench::new();
+    let file = function("a", "0+16M");
+    let server = serve_file(&bench, &file).unwrap();
+    let mut client = Client::new(&bench.path("a.sock")).unwrap();
+    ask(&bench, "add", &["socket=b.sock,path=memory:1M,id=b,iops=5"]).unwrap();
+    for (id, limits) in [("a", "iops=1000"), ("b", "iops=none,bandwidth=1M+2M")] {
+        let limited = ask(&bench, "limit", &[id, limits]).unwrap();
+        assert_eq!(limited, format!("Limited {id}: {limits}\n"));
+    }
+    let added = fs::read_to_string(bench.path("one.control.functions.toml")).unwrap();
+    assert!(added.contains("bandwidth = \"1M+2M\"\n"), "{added}");
+    assert!(!added.contains("iops"), "{added}");
+    // The file has no limit.
+    assert_eq!(
+        ask(&bench, "reload", &[]).unwrap(),
+        "Limited: a\nUnchanged: 0\n"
+    );
+    fs::write(bench.path("serve.toml"), file + "iops = 500\n").unwrap();
+    assert_eq!(
+        ask(&bench, "reload", &[]).unwrap(),
+        "Limited: a\nUnchanged: 0\n"
+    );
+    assert_eq!(ask(&bench, "reload", &[]).unwrap(), "Unchanged: 1\n");
+    client.region_read(0, 8, &mut [0; 4]).unwrap();
+    for (id, limits, complaint) in [
+        ("c", "iops=1", "no function \"c\""),
+        ("a", "iops=1K", "as in 20000"),
+        ("a", "queues=1", "the options are iops, bandwidth"),
+    ] {
+        let error = ask(&bench, "limit", &[id, limits]).unwrap_err();
+        assert!(error.contains(complaint), "{error}");
+    }
     server.stop();
 }
 

@@ -149,6 +149,7 @@ fn config(drive: &Arc<Drive>, range: &str) -> AttachmentConfig {
         learning: Learning::default(),
         pollers: Pollers::new(),
         memory: MemoryKinds::default(),
+        rates: nvme_mpt::limit::RateLimits::default(),
         serial: None,
     }
 }

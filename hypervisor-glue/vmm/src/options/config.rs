@@ -41,6 +41,12 @@ pub struct FunctionConfig {
     /// Kinds of files that the VM's memory may be in.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<String>,
+    /// Most I/O commands per second.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub iops: Option<String>,
+    /// Most bytes per second.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bandwidth: Option<String>,
     /// Fate of data that another id left in the range.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data: Option<String>,
@@ -81,6 +87,8 @@ impl FunctionConfig {
         "poll",
         "fixed",
         "memory",
+        "iops",
+        "bandwidth",
         "data",
         "serial",
         "lba",
@@ -110,6 +118,8 @@ impl FunctionConfig {
             poll: get("poll"),
             fixed: get("fixed"),
             memory: get("memory"),
+            iops: get("iops"),
+            bandwidth: get("bandwidth"),
             data: get("data"),
             serial: get("serial"),
             lba: parsed("lba", get("lba"), str::parse::<LbaSize>)?.map(LbaSize::bytes),
@@ -181,6 +191,8 @@ impl FunctionConfig {
             poll,
             fixed,
             memory,
+            iops,
+            bandwidth,
             data,
             serial,
             lba,
@@ -198,6 +210,8 @@ impl FunctionConfig {
             ("poll", poll.clone()),
             ("fixed", fixed.clone()),
             ("memory", memory.clone()),
+            ("iops", iops.clone()),
+            ("bandwidth", bandwidth.clone()),
             ("data", data.clone()),
             ("serial", serial.clone()),
             ("lba", lba.map(|lba| lba.to_string())),

@@ -7,6 +7,7 @@ use std::time::Duration;
 use nvme_mpt::attachment::MAX_QUEUE_PAIRS;
 use nvme_mpt::learn::{Choice, Learning};
 use nvme_mpt::lease::{ByteRange, FormerData};
+use nvme_mpt::limit::{RateLimit, RateLimits};
 use nvme_mpt::poller::Placement;
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{DoorbellMode, MemoryKinds, PollPolicy};
@@ -77,6 +78,8 @@ pub struct FunctionOptions {
     pub fixed: Learning,
     /// Kinds of files that the VM's memory may be in.
     pub memory: MemoryKinds,
+    /// I/Os and bytes per second.
+    pub rates: RateLimits,
     /// Fate of data that another id left in the range.
     pub data: FormerData,
     /// Serial number that the guest sees, in place of the one that belongs to the range.
@@ -113,6 +116,10 @@ impl FunctionOptions {
             poll: take(keys, "poll", str::parse)?.unwrap_or_default(),
             fixed: take(keys, "fixed", str::parse)?.unwrap_or_default(),
             memory: take(keys, "memory", str::parse)?.unwrap_or_default(),
+            rates: RateLimits {
+                iops: take(keys, "iops", RateLimit::of_commands)?,
+                bandwidth: take(keys, "bandwidth", RateLimit::of_bytes)?,
+            },
             data: take(keys, "data", str::parse)?.unwrap_or_default(),
             serial: take(keys, "serial", parse_serial)?,
             lba: take(keys, "lba", str::parse)?,

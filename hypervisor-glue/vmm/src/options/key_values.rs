@@ -69,6 +69,19 @@ impl KeyValues {
         self.0.iter_mut().map(|(key, value)| (key.as_str(), value))
     }
 
+    /// Sets the value of `key`, or takes the key out.
+    pub(super) fn set(&mut self, key: &str, value: Option<&str>) {
+        let place = self.0.iter().position(|(present, _)| present == key);
+        match (place, value) {
+            (Some(place), Some(value)) => value.clone_into(&mut self.0[place].1),
+            (Some(place), None) => {
+                self.0.remove(place);
+            }
+            (None, Some(value)) => self.0.push((key.to_owned(), value.to_owned())),
+            (None, None) => {}
+        }
+    }
+
     /// Takes the value of `key` out.
     pub(super) fn take(&mut self, key: &str) -> Option<String> {
         let index = self.0.iter().position(|(present, _)| present == key)?;

@@ -18,4 +18,6 @@ mod tests;
 pub use config::{FunctionConfig, STATE_DIR};
 pub use error::OptionError;
 pub use function::{FunctionOptions, LbaSize};
-pub use served::{OptionText, ServedDrive, ServedFunction, SocketOwner, parse_socket_path};
+pub use served::{
+    OptionText, RateChange, ServedDrive, ServedFunction, SocketOwner, parse_socket_path,
+};

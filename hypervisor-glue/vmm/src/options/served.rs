@@ -3,6 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use nvme_mpt::limit::{NoLimit, RateLimit, RateLimits};
+
 use super::error::OptionError;
 use super::function::FunctionOptions;
 use super::key_values::{KeyValues, no_more, take};
@@ -108,6 +110,50 @@ impl FromStr for ServedDrive {
     }
 }
 
+/// Change of the limits of a function: `iops=` and `bandwidth=`, each with a limit or with `none`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RateChange {
+    iops: Option<Option<RateLimit>>,
+    bandwidth: Option<Option<RateLimit>>,
+}
+
+impl RateChange {
+    /// Keys that a change may have.
+    pub const KEYS: &[&str] = &["iops", "bandwidth"];
+
+    /// Value for no limit.
+    pub const NONE: &str = "none";
+
+    /// Returns the limits after the change. A key that it does not have changes nothing.
+    #[must_use]
+    pub fn of(self, rates: RateLimits) -> RateLimits {
+        RateLimits {
+            iops: self.iops.unwrap_or(rates.iops),
+            bandwidth: self.bandwidth.unwrap_or(rates.bandwidth),
+        }
+    }
+}
+
+impl FromStr for RateChange {
+    type Err = OptionError;
+
+    fn from_str(text: &str) -> Result<Self, OptionError> {
+        let or_none = |parse: fn(&str) -> Result<RateLimit, NoLimit>| {
+            move |text: &str| match text {
+                Self::NONE => Ok(None),
+                text => parse(text).map(Some),
+            }
+        };
+        let mut keys = KeyValues::parse(text)?;
+        let change = Self {
+            iops: take(&mut keys, "iops", or_none(RateLimit::of_commands))?,
+            bandwidth: take(&mut keys, "bandwidth", or_none(RateLimit::of_bytes))?,
+        };
+        no_more(keys, Self::KEYS.iter().copied())?;
+        Ok(change)
+    }
+}
+
 /// An option string whose values are not read yet.
 ///
 /// It is the form in which functions and drives lie in files and are sent to a server. Its text form is an option
@@ -137,6 +183,13 @@ impl OptionText {
     /// Returns the keys and their values.
     pub fn pairs(&self) -> impl Iterator<Item = (&str, &str)> {
         self.0.pairs()
+    }
+
+    /// Sets the value of a key, or takes the key out.
+    #[must_use]
+    pub fn with(mut self, key: &str, value: Option<&str>) -> Self {
+        self.0.set(key, value);
+        self
     }
 
     /// Makes relative paths absolute, as seen from `folder`.
@@ -234,6 +287,31 @@ mod tests {
             assert!(told.ends_with(&ServedDrive::KEYS.join(", ")), "{told}");
         }
         assert!("lba=512".parse::<ServedDrive>().is_err());
+    }
+
+    #[test]
+    fn a_change_of_limits_leaves_the_others() {
+        let rates = |text: &str| text.parse::<FunctionOptions>().unwrap().rates;
+        let before = rates("path=null:1G,iops=100");
+        for (change, after) in [
+            ("iops=200", "iops=200"),
+            ("iops=none,bandwidth=1M", "bandwidth=1M"),
+            ("bandwidth=1M+2M", "iops=100,bandwidth=1M+2M"),
+            ("bandwidth=none", "iops=100"),
+        ] {
+            let change: RateChange = change.parse().unwrap();
+            assert_eq!(change.of(before), rates(&format!("path=null:1G,{after}")));
+        }
+        for (change, complaint) in [
+            ("iops=0", "as in 20000"),
+            ("bandwidth=fast", "as in 100M"),
+            ("queues=3", "the options are iops, bandwidth"),
+            ("iops", "write iops=VALUE"),
+        ] {
+            let error = change.parse::<RateChange>().unwrap_err();
+            let told = report::chain(&error);
+            assert!(told.contains(complaint), "{told}");
+        }
     }
 
     #[test]

@@ -82,6 +82,18 @@ by +, as in dedicated:busy@2+3 [default: shared]",
 whose page faults may wait, with poll=dedicated alone [default: resident]",
     ),
     option(
+        "iops",
+        "NUMBER[+BURST]",
+        "most I/O commands per second, and commands that may come at once after idleness, as
+in 20000+500 [default: no limit; BURST: those of 10 ms]",
+    ),
+    option(
+        "bandwidth",
+        "SIZE[+BURST]",
+        "most bytes per second that are read and written, as in 100M+1G
+[default: no limit; BURST: those of 10 ms]",
+    ),
+    option(
         "data",
         "keep|wipe",
         "fate of data that another id left in the range: keep hands it over, wipe erases

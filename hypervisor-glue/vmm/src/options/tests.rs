@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use nvme_mpt::learn::{Choice, Learning};
 use nvme_mpt::lease::{ByteRange, FormerData};
+use nvme_mpt::limit::{RateLimit, RateLimits};
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{DoorbellMode, MemoryKinds, PollPolicy};
 use nvme_software::model::Profile;
@@ -38,6 +39,7 @@ fn a_path_is_enough() {
             poll: PollPolicy::default(),
             fixed: Learning::default(),
             memory: MemoryKinds::Resident,
+            rates: RateLimits::default(),
             data: FormerData::Refused,
             serial: None,
             lba: None,
@@ -52,7 +54,7 @@ fn a_path_is_enough() {
 #[test]
 fn every_option_is_understood_in_any_order() {
     let options = function(
-        "serial=A 1,lba=4096,profile=nvm,faults=none,poll=dedicated,fixed=spin+doorbells,memory=any,data=wipe,doorbells=mapped,id=vm-1,queues=4,range=64G+64G,path=memory:1T",
+        "serial=A 1,lba=4096,profile=nvm,faults=none,poll=dedicated,fixed=spin+doorbells,memory=any,iops=20000+500,bandwidth=1G,data=wipe,doorbells=mapped,id=vm-1,queues=4,range=64G+64G,path=memory:1T",
     );
     assert_eq!(
         options,
@@ -69,6 +71,10 @@ fn every_option_is_understood_in_any_order() {
                 ..Learning::default()
             },
             memory: MemoryKinds::Any,
+            rates: RateLimits {
+                iops: RateLimit::of_commands("20000+500").ok(),
+                bandwidth: RateLimit::of_bytes("1G").ok(),
+            },
             data: FormerData::Wiped,
             serial: Some("A 1".to_owned()),
             lba: Some(LbaSize::B4096),
@@ -101,12 +107,14 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=/d,size=4",
-            "There is no option \"size\": the options are path, range, queues, id, doorbells, poll, fixed, memory, data, serial, \
+            "There is no option \"size\": the options are path, range, queues, id, doorbells, poll, fixed, memory, iops, \
+             bandwidth, data, serial, \
              lba, profile, faults, namespace, timeout",
         ),
         (
             "path=/d,socket=/run/a.sock",
-            "There is no option \"socket\": the options are path, range, queues, id, doorbells, poll, fixed, memory, data, serial, \
+            "There is no option \"socket\": the options are path, range, queues, id, doorbells, poll, fixed, memory, iops, \
+             bandwidth, data, serial, \
              lba, profile, faults, namespace, timeout",
         ),
         (

@@ -177,6 +177,7 @@ fn learning(
         learning,
         pollers: Pollers::new(),
         memory: nvme_mpt::MemoryKinds::default(),
+        rates: nvme_mpt::limit::RateLimits::default(),
         serial: None,
     })
     .unwrap();

@@ -44,10 +44,14 @@ pub(super) fn note_completed(slot: &Slot, memory: HostMemory<'_>, departures: &H
 }
 
 impl ShadowCore {
-    /// Begins or ends notes, as the table that was taken up has it.
+    /// Begins or ends notes, as the table that was taken up has it, and follows the lease's limits, whose changes renew
+    /// the table.
     #[cold]
-    pub(super) fn follow_log(&mut self) {
+    pub(super) fn follow_table(&mut self) {
         self.is_logged = self.translator.table().is_logged();
+        self.is_limited = self.context.limiter.is_limited();
+        self.is_special = self.is_logged || self.is_limited;
+        self.rests_until = None;
         if self.is_logged {
             self.note_event_idx();
         }

@@ -47,7 +47,7 @@ impl ShadowCore {
         }
         // The last hold on regions that went, but for the departures'.
         drop(self.translator.set_table(table));
-        self.follow_log();
+        self.follow_table();
         let tail = self.cq.tail;
         if rebind {
             self.rebind();

@@ -17,7 +17,7 @@ use crate::spec::status::{Status, StatusCodeType};
 use crate::stats::QueueCounters;
 
 /// Gives the guest its completions.
-pub(super) struct Posting<'a, H, const LOG: bool> {
+pub(super) struct Posting<'a, H, const SPECIAL: bool> {
     /// Which kind of host queue they are from.
     pub(super) kind: PhantomData<fn(H)>,
     pub(super) cq: &'a mut CompletionQueue,
@@ -28,13 +28,15 @@ pub(super) struct Posting<'a, H, const LOG: bool> {
     pub(super) held: &'a mut Vec<Cqe>,
     pub(super) translator: &'a Translator,
     pub(super) departures: &'a mut HeldDepartures,
+    /// True if what is written is noted.
+    pub(super) is_logged: bool,
     /// Number of completions.
     pub(super) completed: u32,
     /// When the first of them was posted.
     pub(super) now: Ticks,
 }
 
-impl<H: HostQueue, const LOG: bool> CompletionTaker for &mut Posting<'_, H, LOG> {
+impl<H: HostQueue, const SPECIAL: bool> CompletionTaker for &mut Posting<'_, H, SPECIAL> {
     #[inline(always)]
     fn take(&mut self, completion: HostCompletion) {
         // A number that no command in flight has is a completion that came too late.
@@ -42,7 +44,7 @@ impl<H: HostQueue, const LOG: bool> CompletionTaker for &mut Posting<'_, H, LOG>
             return;
         };
         self.completed += 1;
-        if LOG {
+        if SPECIAL && self.is_logged {
             note_completed(slot, self.translator.memory(), self.departures);
         }
         if slot.stale {

@@ -40,7 +40,7 @@ impl ShadowQueue {
         core.table_use = Some(table_use);
         core.generation = table.generation();
         drop(core.translator.set_table(table));
-        core.follow_log();
+        core.follow_table();
         let tail = core.cq.tail;
         core.rebind();
         if core.is_logged {

@@ -14,6 +14,7 @@ use crate::host::{Completes, CompletionTaker, HostCompletion, HostMemory};
 use crate::interrupt::InterruptGate;
 use crate::iova::IovaSpace;
 use crate::learn::Choice;
+use crate::limit::RateLimits;
 use crate::memory::memfd;
 use crate::poller::Waker;
 use crate::spec::ids::{CommandId, Lba, Nsid};
@@ -137,6 +138,7 @@ impl Guest {
             silence: Silence::new(false),
             events: Arc::new(EventQueue::new().expect("eventfd")),
             tables: window.tables().clone(),
+            limiter: Limiter::new(RateLimits::default(), Rate::of_this_machine()),
         });
         let holding = Arc::new(Holding::of_nothing());
         let slots = (ENTRIES - 1) as u16;

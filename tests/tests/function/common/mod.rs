@@ -15,6 +15,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nvme_mpt::lease::{ByteRange, FormerData, Lease, LeaseError, LeaseRequest, Ledger};
+use nvme_mpt::limit::RateLimits;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::stats::{PollerStats, QueueStats};
 use nvme_mpt::{Attachment, AttachmentConfig, Drive, Gpa, Learning, MemoryRegion, Pollers};
@@ -182,6 +183,7 @@ impl Host {
             learning: setup.learning,
             pollers: self.pollers.clone(),
             memory: nvme_mpt::MemoryKinds::default(),
+            rates: setup.rates,
             serial: None,
         })
         .unwrap()
@@ -233,6 +235,7 @@ pub(crate) struct Setup {
     /// As in `poll=`.
     pub(crate) poll: &'static str,
     pub(crate) learning: Learning,
+    pub(crate) rates: RateLimits,
     pub(crate) queue_pairs: u16,
     pub(crate) masking: MsixMasking,
     /// Guest physical address and length of each region of the guest's memory.
@@ -249,6 +252,7 @@ impl Default for Setup {
             doorbells: DoorbellMode::Shadow,
             poll: "shared",
             learning: Learning::default(),
+            rates: RateLimits::default(),
             queue_pairs: 4,
             masking: MsixMasking::Client,
             // Two that touch, and one beyond.

@@ -1,0 +1,363 @@
+//! Limits of a lease: I/Os and bytes per second, over all its queues.
+//!
+//! Each limit is a bucket of credit that fills at its rate, up to its burst. A queue takes commands while there is
+//! credit, and is charged for a batch when it has taken it. The batch may leave a debt, which has to be paid off before
+//! the next one. So the rate is met over time, whatever the size of commands.
+//!
+//! A bucket is one moment: the time at which its credit and its debt are both zero (the theoretical arrival time of the
+//! generic cell rate algorithm). Queues of several pollers charge it by one atomic operation for each batch.
+
+use std::num::NonZeroU64;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use crate::clock::{Rate, Ticks};
+use crate::lease::Bytes;
+
+/// Credit that a bucket has at most, unless its limit says otherwise: that of a hundredth of a second.
+const BURST: Duration = Duration::from_millis(10);
+
+/// Longest rest beyond the moment at which there is credit.
+const REST: Duration = Duration::from_millis(1);
+
+/// Units per second, and units that may come at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RateLimit {
+    /// Units per second.
+    pub per_second: NonZeroU64,
+    /// Units that may come at once after idleness; those of 10 ms if not given.
+    pub burst: Option<NonZeroU64>,
+}
+
+/// Limits of a lease.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct RateLimits {
+    /// I/O commands.
+    pub iops: Option<RateLimit>,
+    /// Bytes that are read and written.
+    pub bandwidth: Option<RateLimit>,
+}
+
+/// A text is no limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NoLimit {
+    /// It is no number of commands.
+    #[error(
+        "A limit of commands is a number per second, as in 20000; a burst may follow, as in 20000+500"
+    )]
+    Commands,
+    /// It is no number of bytes.
+    #[error(
+        "A limit of bytes is a number per second, as in 100M; a burst may follow, as in 100M+1G"
+    )]
+    Bytes,
+}
+
+impl RateLimit {
+    /// Reads `NUMBER` or `NUMBER+BURST`, in commands.
+    ///
+    /// # Errors
+    /// [`NoLimit::Commands`].
+    pub fn of_commands(text: &str) -> Result<Self, NoLimit> {
+        let number = |text: &str| {
+            let digits = text.bytes().all(|byte| byte.is_ascii_digit());
+            digits.then(|| text.parse().ok())?
+        };
+        Self::parse(text, number).ok_or(NoLimit::Commands)
+    }
+
+    /// Reads `SIZE` or `SIZE+BURST`, in bytes.
+    ///
+    /// # Errors
+    /// [`NoLimit::Bytes`].
+    pub fn of_bytes(text: &str) -> Result<Self, NoLimit> {
+        let number = |text: &str| Some(text.parse::<Bytes>().ok()?.0);
+        Self::parse(text, number).ok_or(NoLimit::Bytes)
+    }
+
+    fn parse(text: &str, number: impl Fn(&str) -> Option<u64>) -> Option<Self> {
+        let number = |text| NonZeroU64::new(number(text)?);
+        let (per_second, burst) = match text.split_once('+') {
+            Some((per_second, burst)) => (per_second, Some(number(burst)?)),
+            None => (text, None),
+        };
+        Some(Self {
+            per_second: number(per_second)?,
+            burst,
+        })
+    }
+}
+
+/// Limiter of one lease, shared by its queues.
+#[derive(Debug)]
+pub struct Limiter {
+    rate: Rate,
+    iops: Bucket,
+    bandwidth: Bucket,
+}
+
+impl Limiter {
+    /// A limiter with full buckets, by the clock of `rate`.
+    #[must_use]
+    pub fn new(limits: RateLimits, rate: Rate) -> Self {
+        let limiter = Self {
+            rate,
+            iops: Bucket::default(),
+            bandwidth: Bucket::default(),
+        };
+        limiter.set(limits);
+        limiter
+    }
+
+    /// Changes the limits. Credit and debt stay, in units of time.
+    pub fn set(&self, limits: RateLimits) {
+        let RateLimits { iops, bandwidth } = limits;
+        self.iops.set(iops, self.rate);
+        self.bandwidth.set(bandwidth, self.rate);
+    }
+
+    /// Returns whether there is a limit.
+    #[must_use]
+    pub fn is_limited(&self) -> bool {
+        self.iops.is_limited() || self.bandwidth.is_limited()
+    }
+
+    /// Returns the number of commands that may be taken now.
+    #[must_use]
+    pub fn allowance(&self, now: Ticks) -> u32 {
+        match self.bandwidth.credit(now) {
+            0 => 0,
+            _ => u32::try_from(self.iops.credit(now)).unwrap_or(u32::MAX),
+        }
+    }
+
+    /// Charges commands that were taken, and the bytes of their data.
+    pub fn charge(&self, commands: u32, bytes: u64, now: Ticks) {
+        self.iops.charge(commands.into(), now);
+        self.bandwidth.charge(bytes, now);
+    }
+
+    /// Returns the moment up to which a queue without allowance had better rest.
+    ///
+    /// It lies behind [`Self::due`]: a poller that wakes for each command is busy with waking. The credit that comes
+    /// meanwhile is not lost, as the rest takes a quarter of the smaller burst at most.
+    #[must_use]
+    pub fn rest(&self, now: Ticks) -> Ticks {
+        let longest = self.rate.ticks(REST);
+        let buckets = [&self.iops, &self.bandwidth].into_iter();
+        let capacities = buckets.filter(|bucket| bucket.is_limited());
+        let capacities = capacities.map(|bucket| bucket.capacity.load(Ordering::Relaxed) / 4);
+        let rest = capacities.min().unwrap_or(0).min(longest);
+        self.due().max(Ticks(now.0.saturating_add(rest)))
+    }
+
+    /// Returns the moment from which [`Self::allowance`] is above zero.
+    #[must_use]
+    pub fn due(&self) -> Ticks {
+        self.iops.due().max(self.bandwidth.due())
+    }
+}
+
+/// Bits of a cost below one tick. A command that costs 100 ticks is charged within a millionth.
+const FRACTION: u32 = 20;
+
+/// Credit for one limit.
+#[derive(Debug, Default)]
+struct Bucket {
+    /// Ticks in which the credit for a unit comes, in parts of 2^-20; 0 without a limit.
+    cost: AtomicU64,
+    /// Ticks in which an empty bucket fills.
+    capacity: AtomicU64,
+    /// Tick at which credit and debt are zero.
+    even: AtomicU64,
+}
+
+impl Bucket {
+    fn set(&self, limit: Option<RateLimit>, rate: Rate) {
+        let Some(RateLimit { per_second, burst }) = limit else {
+            return self.cost.store(0, Ordering::Relaxed);
+        };
+        let second = u128::from(rate.ticks(Duration::from_secs(1)));
+        let cost = (second << FRACTION) / u128::from(per_second.get());
+        let cost = u64::try_from(cost).unwrap_or(u64::MAX).max(1);
+        let capacity = match burst {
+            Some(burst) => ticks(cost, burst.get()),
+            None => rate.ticks(BURST),
+        };
+        // Room for one unit at least: otherwise none would ever pass.
+        let capacity = capacity.max(ticks(cost, 1) + 1);
+        self.capacity.store(capacity, Ordering::Relaxed);
+        self.cost.store(cost, Ordering::Relaxed);
+    }
+
+    fn is_limited(&self) -> bool {
+        self.cost.load(Ordering::Relaxed) != 0
+    }
+
+    /// Returns the units that there is credit for.
+    fn credit(&self, now: Ticks) -> u64 {
+        let cost = self.cost.load(Ordering::Relaxed);
+        if cost == 0 {
+            return u64::MAX;
+        }
+        let capacity = self.capacity.load(Ordering::Relaxed);
+        let full = now.0.saturating_add(capacity);
+        let left = full.saturating_sub(self.even.load(Ordering::Relaxed));
+        let units = (u128::from(left.min(capacity)) << FRACTION) / u128::from(cost);
+        u64::try_from(units).unwrap_or(u64::MAX)
+    }
+
+    fn charge(&self, units: u64, now: Ticks) {
+        let cost = self.cost.load(Ordering::Relaxed);
+        if cost == 0 || units == 0 {
+            return;
+        }
+        let spent = ticks(cost, units);
+        let update = |even: u64| Some(even.max(now.0).saturating_add(spent));
+        // The update is never refused.
+        let _ = self
+            .even
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, update);
+    }
+
+    fn due(&self) -> Ticks {
+        let cost = self.cost.load(Ordering::Relaxed);
+        if cost == 0 {
+            return Ticks(0);
+        }
+        let capacity = self.capacity.load(Ordering::Relaxed);
+        let even = self.even.load(Ordering::Relaxed);
+        // Rounded up: at this moment there is credit for a unit.
+        let earned = even.saturating_add(ticks(cost, 1)).saturating_add(1);
+        Ticks(earned.saturating_sub(capacity))
+    }
+}
+
+/// Returns the ticks that some units cost.
+fn ticks(cost: u64, units: u64) -> u64 {
+    let ticks = (u128::from(cost) * u128::from(units)) >> FRACTION;
+    u64::try_from(ticks).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const SECOND: u64 = 1_000_000_000;
+
+    fn limits(iops: &str, bandwidth: &str) -> RateLimits {
+        RateLimits {
+            iops: RateLimit::of_commands(iops).ok(),
+            bandwidth: RateLimit::of_bytes(bandwidth).ok(),
+        }
+    }
+
+    /// Takes batches of at most `most` commands of `bytes` each whenever it may. Returns the commands in `seconds`.
+    fn taken(limiter: &Limiter, from: u64, seconds: u64, most: u32, bytes: u64) -> u64 {
+        let (mut now, mut sum) = (from, 0);
+        while now < from + seconds * SECOND {
+            let count = limiter.allowance(Ticks(now)).min(most);
+            if count == 0 {
+                let due = limiter.due().0;
+                assert!(due > now, "{due} is not ahead of {now}");
+                now = limiter.rest(Ticks(now)).0;
+                assert!(now >= due && now - due <= 1_000_000);
+                assert!(limiter.allowance(Ticks(now)) > 0, "at {now}");
+                continue;
+            }
+            limiter.charge(count, u64::from(count) * bytes, Ticks(now));
+            sum += u64::from(count);
+            // A drive takes its time.
+            now += 1000;
+        }
+        sum
+    }
+
+    #[test]
+    fn limits_are_numbers_with_bursts() {
+        let limit = |per_second, burst| RateLimit {
+            per_second: NonZeroU64::new(per_second).expect("not 0"),
+            burst: NonZeroU64::new(burst),
+        };
+        assert_eq!(RateLimit::of_commands("20000"), Ok(limit(20_000, 0)));
+        assert_eq!(RateLimit::of_commands("1+500"), Ok(limit(1, 500)));
+        assert_eq!(RateLimit::of_bytes("1M+1G"), Ok(limit(1 << 20, 1 << 30)));
+        for text in ["", "0", "1+0", "+1", "1+", "-1", "none", "1.5", "1+2+3"] {
+            assert_eq!(
+                RateLimit::of_commands(text),
+                Err(NoLimit::Commands),
+                "{text}"
+            );
+            assert_eq!(RateLimit::of_bytes(text), Err(NoLimit::Bytes), "{text}");
+        }
+        // A thousand or 1,024?
+        assert!(RateLimit::of_commands("20K").is_err());
+    }
+
+    #[test]
+    fn a_burst_comes_at_once_and_then_the_rate() {
+        let limiter = Limiter::new(limits("1000+50", ""), Rate::NANOSECOND);
+        assert_eq!(limiter.allowance(Ticks(SECOND)), 50);
+        limiter.charge(50, 0, Ticks(SECOND));
+        assert_eq!(limiter.allowance(Ticks(SECOND)), 0);
+        assert_eq!(limiter.allowance(Ticks(SECOND + 10_000_000)), 10);
+        assert_eq!(
+            limiter.allowance(Ticks(9 * SECOND)),
+            50,
+            "no more than that"
+        );
+    }
+
+    #[test]
+    fn a_debt_is_paid_off() {
+        let limiter = Limiter::new(limits("", "1M"), Rate::NANOSECOND);
+        assert!(limiter.allowance(Ticks(SECOND)) > 0);
+        limiter.charge(1, 4 << 20, Ticks(SECOND));
+        assert_eq!(limiter.allowance(Ticks(4 * SECOND)), 0);
+        let due = limiter.due();
+        assert!((3.9..=4.0).contains(&(due.since(Ticks(SECOND)) as f64 / 1e9)));
+        assert!(limiter.allowance(due) > 0);
+    }
+
+    #[test]
+    fn limits_change_while_they_are_used() {
+        let limiter = Limiter::new(RateLimits::default(), Rate::NANOSECOND);
+        assert!(!limiter.is_limited());
+        assert_eq!(limiter.allowance(Ticks(0)), u32::MAX);
+        limiter.set(limits("1000", ""));
+        let first = taken(&limiter, SECOND, 2, 32, 4096);
+        limiter.set(limits("5000", ""));
+        let second = taken(&limiter, 3 * SECOND, 2, 32, 4096);
+        assert!((1990..=2030).contains(&first), "{first}");
+        assert!((9950..=10_150).contains(&second), "{second}");
+        limiter.set(RateLimits::default());
+        assert!(!limiter.is_limited());
+        assert_eq!(limiter.allowance(Ticks(0)), u32::MAX);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+
+        #[test]
+        fn the_rate_is_met_within_two_percent(
+            iops in 100_u64..500_000,
+            bandwidth in prop::option::of(1_u64 << 20..4 << 30),
+            most in 1_u32..64,
+            bytes in prop::sample::select(vec![512_u64, 4096, 65_536]),
+        ) {
+            let limit = |per_second| RateLimit { per_second: NonZeroU64::new(per_second).expect("not 0"), burst: None };
+            let limits = RateLimits { iops: Some(limit(iops)), bandwidth: bandwidth.map(limit) };
+            let limiter = Limiter::new(limits, Rate::NANOSECOND);
+            let wanted = iops.min(bandwidth.unwrap_or(u64::MAX) / bytes) as f64;
+            // A command every microsecond at most, in batches.
+            let wanted = wanted.min(1e6 * f64::from(most));
+            let seconds = 2;
+            let taken = taken(&limiter, SECOND, seconds, most, bytes) as f64 / seconds as f64;
+            // Beside the burst of a hundredth of a second, and a last batch.
+            let slack = wanted * 0.015 + f64::from(most) + 1.0;
+            prop_assert!((taken - wanted).abs() <= slack, "{taken} of {wanted}");
+        }
+    }
+}

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use zerocopy::transmute;
 
-use super::{Access, Mapping};
+use super::{Access, Mapping, PhasedIndex, RingIndex, RingSize};
 use nvme_spec::cqe::{Cqe, CqeHigh};
 use nvme_spec::ids::CommandId;
 use nvme_spec::sqe::Sqe;
@@ -16,9 +16,7 @@ use nvme_spec::sqe::Sqe;
 #[derive(Debug)]
 pub struct HostSubmissionRing {
     first: *mut [u64; 8],
-    entries: u32,
-    /// Below `entries`, always.
-    tail: u32,
+    tail: RingIndex,
     mapping: Arc<Mapping>,
 }
 
@@ -30,15 +28,13 @@ impl HostSubmissionRing {
     /// entry or does not lie inside a mapping that can be written.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
+        let size = RingSize::new(entries)?;
         let len = (entries as usize).checked_mul(size_of::<Sqe>())?;
         let first = mapping.bytes(offset, len)?.as_ptr();
-        let usable = mapping.access() == Access::ReadWrite
-            && first.addr() % size_of::<Sqe>() == 0
-            && entries > 0;
+        let usable = mapping.access() == Access::ReadWrite && first.addr() % size_of::<Sqe>() == 0;
         usable.then(|| Self {
             first: first.cast(),
-            entries,
-            tail: 0,
+            tail: RingIndex::new(size),
             mapping: mapping.clone(),
         })
     }
@@ -47,35 +43,32 @@ impl HostSubmissionRing {
     #[inline]
     #[must_use]
     pub fn tail(&self) -> u32 {
-        self.tail
+        self.tail.get()
     }
 
     /// Writes an entry at the tail, with this Command Identifier in place of its own. The drive may
     /// read it once the doorbell says so.
     #[inline]
     pub fn push(&mut self, entry: &Sqe, cid: CommandId) {
-        self.write(self.tail, entry);
+        let tail = self.tail.get();
+        self.write(tail, entry);
         // SAFETY: as in `write`. Bytes 2 and 3 of an entry are its Command Identifier; nobody reads
         // the entry yet.
         unsafe {
-            let halves = self.first.add(self.tail as usize).cast::<u16>();
+            let halves = self.first.add(tail as usize).cast::<u16>();
             halves.add(1).write_volatile(cid.0.to_le());
         }
-        self.tail = if self.tail + 1 == self.entries {
-            0
-        } else {
-            self.tail + 1
-        };
+        self.tail.advance();
     }
 
     /// Writes an entry.
     #[inline]
     fn write(&self, index: u32, entry: &Sqe) {
-        debug_assert!(index < self.entries);
+        debug_assert!(index < self.tail.size().entries());
         let words: [u64; 8] = transmute!(*entry);
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the entry lies inside the mapping, which is writable, by the constructor's check,
-        // as indices here are below `entries`; it is aligned to 64 bytes; volatile, as the drive
+        // as indices here are below the ring's size; it is aligned to 64 bytes; volatile, as the drive
         // reads it.
         unsafe {
             use core::arch::x86_64::__m128i;
@@ -94,10 +87,11 @@ impl HostSubmissionRing {
 
     /// Zeroes all entries, and starts anew.
     pub fn restart(&mut self) {
-        for index in 0..self.entries {
+        let size = self.tail.size();
+        for index in 0..size.entries() {
             self.write(index, &Sqe::default());
         }
-        self.tail = 0;
+        self.tail = RingIndex::new(size);
     }
 
     /// Returns the mapping that the entries lie in.
@@ -113,11 +107,7 @@ impl HostSubmissionRing {
 #[derive(Debug)]
 pub struct HostCompletionRing {
     first: *const [AtomicU64; 2],
-    entries: u32,
-    /// Below `entries`, always.
-    head: u32,
-    /// The Phase Tag of entries that are new.
-    phase: bool,
+    head: PhasedIndex,
     _mapping: Arc<Mapping>,
 }
 
@@ -129,18 +119,17 @@ impl HostCompletionRing {
     /// entry's words or does not lie inside a mapping that can be written.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
+        let size = RingSize::new(entries)?;
         let len = (entries as usize).checked_mul(size_of::<Cqe>())?;
         let first = mapping
             .bytes(offset, len)?
             .as_ptr()
             .cast::<[AtomicU64; 2]>()
             .cast_const();
-        let usable = mapping.access() == Access::ReadWrite && first.is_aligned() && entries > 0;
+        let usable = mapping.access() == Access::ReadWrite && first.is_aligned();
         usable.then(|| Self {
             first,
-            entries,
-            head: 0,
-            phase: true,
+            head: PhasedIndex::new(size),
             _mapping: mapping.clone(),
         })
     }
@@ -149,7 +138,7 @@ impl HostCompletionRing {
     #[inline]
     #[must_use]
     pub fn head(&self) -> u32 {
-        self.head
+        self.head.get()
     }
 
     /// Takes the entry at the head, if the drive has posted it: if its Phase Tag says so. The half
@@ -157,36 +146,32 @@ impl HostCompletionRing {
     /// before.
     #[inline]
     pub fn take(&mut self) -> Option<Cqe> {
-        let head = self.head;
-        let [low, high] = self.entry(head);
+        let [low, high] = self.entry(self.head.get());
         let high = CqeHigh(u64::from_le(high.load(Ordering::Acquire)));
-        if high.phase() != self.phase {
+        if high.phase() != self.head.phase() {
             return None;
         }
         let low = u64::from_le(low.load(Ordering::Relaxed));
-        self.head = head + 1;
-        if head + 1 == self.entries {
-            self.head = 0;
-            self.phase = !self.phase;
-        }
+        self.head.advance();
         Some(Cqe { low, high })
     }
 
     /// Zeroes all entries, and starts anew; no drive may write them meanwhile.
     pub fn restart(&mut self) {
-        for index in 0..self.entries {
+        let size = self.head.size();
+        for index in 0..size.entries() {
             for half in self.entry(index) {
                 half.store(0, Ordering::Relaxed);
             }
         }
-        (self.head, self.phase) = (0, true);
+        self.head = PhasedIndex::new(size);
     }
 
     #[inline]
     fn entry(&self, index: u32) -> &[AtomicU64; 2] {
-        debug_assert!(index < self.entries);
+        debug_assert!(index < self.head.size().entries());
         // SAFETY: the entry lies inside the mapping, which `self` keeps, by the constructor's check,
-        // as indices here are below `entries`; it is aligned and writable, and is reached as atomic
+        // as indices here are below the ring's size; it is aligned and writable, and is reached as atomic
         // words by everybody here.
         unsafe { &*self.first.add(index as usize) }
     }

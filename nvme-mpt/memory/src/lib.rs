@@ -7,7 +7,8 @@
 //! - [`RawBytes`], [`RawWords`], [`Cell32`], [`SharedWords`] and [`Registers`] read and write bytes
 //!   and words of a mapping.
 //! - [`SubmissionRing`] and [`CompletionRing`] are a guest's queues; [`HostSubmissionRing`] and
-//!   [`HostCompletionRing`] are a drive's.
+//!   [`HostCompletionRing`] are a drive's. [`RingIndex`] and [`CompletionIndices`] are the indices of all of
+//!   them. [`Room`] is the permit to fill an entry of a Completion Queue.
 //! - [`clock`] reads the time stamp counter. [`system`], [`file_system`] and [`device_mapper`] make the
 //!   system calls that std has no safe interface for.
 //!
@@ -51,6 +52,7 @@ pub mod clock;
 pub mod device_mapper;
 pub mod file_system;
 mod host_ring;
+mod indices;
 mod mapping;
 mod private;
 mod registers;
@@ -63,6 +65,7 @@ pub use bytes::{RawBytes, RawWords};
 pub use cell::Cell32;
 pub use file_system::{host_page_size, memfd};
 pub use host_ring::{HostCompletionRing, HostSubmissionRing};
+pub use indices::{CompletionIndices, InvalidIndex, PhasedIndex, RingIndex, RingSize, Room, Rooms};
 pub use mapping::{Access, Mapping};
 pub use private::PrivateWords;
 pub use registers::Registers;

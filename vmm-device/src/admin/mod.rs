@@ -115,7 +115,7 @@ impl Admin {
     pub(crate) fn enable(&mut self, queues: AdminQueues, host: &dyn HostSide) {
         self.reset();
         host.set_coalescing(self.features.coalescing());
-        self.rings = Some(AdminRings::new(queues));
+        self.rings = AdminRings::new(queues);
     }
 
     /// The controller was reset. The error log and what is counted live as long as the function.
@@ -267,7 +267,7 @@ impl Admin {
             if let Some(completion) = self.unposted.pop_front().or_else(|| self.events.report()) {
                 rings.post(room, completion, memory)?;
                 posted = true;
-            } else if let Some(sqe) = rings.take(&room, memory)? {
+            } else if let Some(sqe) = rings.take(room, memory)? {
                 self.commands += 1;
                 self.carry_out(&sqe, controller);
                 // Before its completion is posted: from then on the driver may use the buffer.

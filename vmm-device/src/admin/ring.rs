@@ -8,6 +8,7 @@ use std::sync::atomic::{Ordering, fence};
 
 use nvme_mpt::{
     DmaError, DoorbellBuffer, Gpa, GuestMemory, SharedParts, StateError,
+    memory::{CompletionIndices, InvalidIndex, PhasedIndex, RingIndex, RingSize, Room},
     spec::{
         cqe::Cqe,
         ids::{CommandId, QueueId},
@@ -31,15 +32,6 @@ pub(super) struct Completion {
     pub(super) dw0: u32,
 }
 
-/// Room for one entry in the completion queue. It is had before a command is taken, so a command
-/// that is taken can complete.
-#[derive(Debug)]
-pub(super) struct Room(());
-
-/// A doorbell was written with a value that its queue cannot have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct InvalidValue;
-
 /// Result of a look at the doorbells.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Look {
@@ -52,13 +44,12 @@ pub(super) struct Look {
 /// The admin queue pair of a controller that is enabled.
 #[derive(Debug)]
 pub(super) struct AdminRings {
-    queues: AdminQueues,
-    sq_head: u32,
+    sq_base: Gpa,
+    sq_head: RingIndex,
+    /// Below the size of the queue.
     sq_tail: u32,
-    cq_tail: u32,
-    cq_head: u32,
-    /// Phase Tag of the entries of this pass (Base 2.0, section 3.3.3.2.2).
-    phase: bool,
+    cq_base: Gpa,
+    cq: CompletionIndices,
     /// Values of the doorbells at the last look, valid or not.
     seen: [u32; 2],
     /// Values of the Doorbell Buffer at the last look. Only a driver that uses it changes them.
@@ -72,20 +63,19 @@ pub(super) struct AdminRings {
 const LOOKS: u32 = 4;
 
 impl AdminRings {
-    /// Empty rings.
-    pub(super) fn new(queues: AdminQueues) -> Self {
-        Self {
-            queues,
-            sq_head: 0,
+    /// Empty rings; `None` if one of the queues has no entries.
+    pub(super) fn new(queues: AdminQueues) -> Option<Self> {
+        Some(Self {
+            sq_base: queues.sq_base,
+            sq_head: RingIndex::new(RingSize::new(queues.sq_entries)?),
             sq_tail: 0,
-            cq_tail: 0,
-            cq_head: 0,
-            phase: true,
+            cq_base: queues.cq_base,
+            cq: CompletionIndices::new(RingSize::new(queues.cq_entries)?),
             seen: [0; 2],
             held: [0; 2],
             behind: [0; 2],
             buffer: None,
-        }
+        })
     }
 
     /// Takes over what the doorbells hold.
@@ -129,7 +119,9 @@ impl AdminRings {
             }
             if let Some(moved) = moved {
                 self.held[place] = moved;
-                let by = self.distance(doorbell, before, self.position(doorbell));
+                let by = self
+                    .size(doorbell)
+                    .distance(before, self.position(doorbell));
                 self.behind[place] = self.behind[place].saturating_add(by);
             } else {
                 self.behind[place] = 0;
@@ -144,11 +136,14 @@ impl AdminRings {
     fn is_told(&mut self, doorbell: Doorbell, register: u32) -> bool {
         let place = place(doorbell);
         let seen = self.seen[place];
-        let entries = self.entries(doorbell);
-        let lag = match register {
-            same if same == seen => 0,
-            _ if register < entries && seen < entries => self.distance(doorbell, register, seen),
-            _ => return false,
+        let lag = if register == seen {
+            0
+        } else {
+            let register = RingIndex::at(self.size(doorbell), register);
+            match register.map(|register| register.distance_to(seen)) {
+                Some(Ok(lag)) => lag,
+                _ => return false,
+            }
         };
         let is_told = lag <= self.behind[place];
         if is_told {
@@ -157,16 +152,10 @@ impl AdminRings {
         is_told
     }
 
-    /// Positions from one index of a queue to another.
-    fn distance(&self, doorbell: Doorbell, from: u32, to: u32) -> u32 {
-        let entries = self.entries(doorbell);
-        (to + entries - from) % entries
-    }
-
-    fn entries(&self, doorbell: Doorbell) -> u32 {
+    fn size(&self, doorbell: Doorbell) -> RingSize {
         match doorbell {
-            Doorbell::SqTail(_) => self.queues.sq_entries,
-            Doorbell::CqHead(_) => self.queues.cq_entries,
+            Doorbell::SqTail(_) => self.sq_head.size(),
+            Doorbell::CqHead(_) => self.cq.size(),
         }
     }
 
@@ -205,115 +194,117 @@ impl AdminRings {
     fn position(&self, doorbell: Doorbell) -> u32 {
         match doorbell {
             Doorbell::SqTail(_) => self.sq_tail,
-            Doorbell::CqHead(_) => self.cq_head,
+            Doorbell::CqHead(_) => self.cq.head().get(),
         }
     }
 
     /// Takes over a value of a doorbell. One that the queue cannot have changes nothing, and is an error
     /// once, not each time that it is found.
-    pub(super) fn ring(&mut self, doorbell: Doorbell, value: u32) -> Result<(), InvalidValue> {
+    pub(super) fn ring(&mut self, doorbell: Doorbell, value: u32) -> Result<(), InvalidIndex> {
         let seen = &mut self.seen[place(doorbell)];
         if *seen == value {
             return Ok(());
         }
         *seen = value;
         match doorbell {
-            Doorbell::SqTail(_) if value < self.queues.sq_entries => self.sq_tail = value,
-            Doorbell::CqHead(_) if self.is_consumable(value) => self.cq_head = value,
-            _ => return Err(InvalidValue),
+            Doorbell::SqTail(_) => {
+                self.sq_head.distance_to(value)?;
+                self.sq_tail = value;
+                Ok(())
+            }
+            Doorbell::CqHead(_) => self.cq.move_head(value),
         }
-        Ok(())
     }
 
-    /// Returns whether the host can have consumed entries up to `head`: no more than were posted.
-    fn is_consumable(&self, head: u32) -> bool {
-        let entries = self.queues.cq_entries;
-        let ahead_of_head = |index: u32| (index + entries - self.cq_head) % entries;
-        head < entries && ahead_of_head(head) <= ahead_of_head(self.cq_tail)
+    /// Reserves room for a completion, unless the host has yet to consume older ones.
+    pub(super) fn reserve(&mut self) -> Option<Room> {
+        self.cq.reserve()
     }
 
-    /// Room for a completion, unless the host has yet to consume older ones.
-    pub(super) fn reserve(&self) -> Option<Room> {
-        let next = (self.cq_tail + 1) % self.queues.cq_entries;
-        (next != self.cq_head).then_some(Room(()))
-    }
-
-    /// Commands that wait to be taken.
+    /// Returns the number of commands that wait to be taken.
     pub(super) fn waiting(&self) -> u32 {
-        (self.sq_tail + self.queues.sq_entries - self.sq_head) % self.queues.sq_entries
+        self.sq_head
+            .size()
+            .distance(self.sq_head.get(), self.sq_tail)
     }
 
-    /// Takes the next command, which can be completed as there is room for it.
-    pub(super) fn take(&mut self, _: &Room, memory: &GuestMemory) -> Result<Option<Sqe>, DmaError> {
+    /// Takes the next command, which can be completed as there is room for it. The room is free until the
+    /// completion is there: a command that waits for an event holds none.
+    pub(super) fn take(
+        &mut self,
+        room: Room,
+        memory: &GuestMemory,
+    ) -> Result<Option<Sqe>, DmaError> {
+        self.cq.give_back(room.into());
         if self.waiting() == 0 {
             return Ok(None);
         }
         let mut sqe = Sqe::new_zeroed();
         memory.read(
-            entry(self.queues.sq_base, self.sq_head, size_of::<Sqe>()),
+            entry(self.sq_base, self.sq_head.get(), size_of::<Sqe>()),
             sqe.as_mut_bytes(),
         )?;
-        self.sq_head = (self.sq_head + 1) % self.queues.sq_entries;
+        self.sq_head.advance();
         Ok(Some(sqe))
     }
 
-    /// Posts a completion into the room that was reserved for it.
+    /// Posts a completion into the room that was reserved for it. The room is free again if that fails.
     pub(super) fn post(
         &mut self,
-        _: Room,
+        room: Room,
         completion: Completion,
         memory: &GuestMemory,
     ) -> Result<(), DmaError> {
+        let posted = self.write(completion, memory);
+        match posted {
+            Ok(()) => self.cq.spend(room),
+            Err(_) => self.cq.give_back(room.into()),
+        }
+        posted
+    }
+
+    /// Writes a completion at the tail.
+    fn write(&self, completion: Completion, memory: &GuestMemory) -> Result<(), DmaError> {
         let Completion { cid, status, dw0 } = completion;
         // Indices stay below 4,096, the most that AQA can say.
-        let sqhd = self.sq_head as u16;
-        let cqe = Cqe::new(QueueId::ADMIN, sqhd, cid, status, dw0, 0).with_phase(self.phase);
-        let at = entry(self.queues.cq_base, self.cq_tail, size_of::<Cqe>());
+        let sqhd = self.sq_head.get() as u16;
+        let tail = self.cq.tail();
+        let cqe = Cqe::new(QueueId::ADMIN, sqhd, cid, status, dw0, 0).with_phase(tail.phase());
+        let at = entry(self.cq_base, tail.get(), size_of::<Cqe>());
         memory.write(at, cqe.low.as_bytes())?;
         // The host may read the whole entry once it sees the phase tag turn.
         fence(Ordering::Release);
-        memory.write(Gpa(at.0.wrapping_add(8)), cqe.high.as_bytes())?;
-
-        self.cq_tail = (self.cq_tail + 1) % self.queues.cq_entries;
-        self.phase ^= self.cq_tail == 0;
-        Ok(())
+        memory.write(Gpa(at.0.wrapping_add(8)), cqe.high.as_bytes())
     }
 }
 
 impl AdminRings {
     pub(super) fn save(&self) -> AdminRingsState {
         let Self {
-            queues:
-                AdminQueues {
-                    sq_base,
-                    sq_entries,
-                    cq_base,
-                    cq_entries,
-                },
+            sq_base,
             sq_head,
             sq_tail,
-            cq_tail,
-            cq_head,
-            phase,
+            cq_base,
+            cq,
             seen,
             held,
             behind,
             // The host side keeps its pages.
             buffer: _,
-        } = *self;
+        } = self;
         AdminRingsState {
             sq_base: sq_base.0,
-            sq_entries,
-            sq_head,
-            sq_tail,
+            sq_entries: sq_head.size().entries(),
+            sq_head: sq_head.get(),
+            sq_tail: *sq_tail,
             cq_base: cq_base.0,
-            cq_entries,
-            cq_head,
-            cq_tail,
-            phase,
-            seen,
-            held,
-            behind,
+            cq_entries: cq.size().entries(),
+            cq_head: cq.head().get(),
+            cq_tail: cq.tail().get(),
+            phase: cq.tail().phase(),
+            seen: *seen,
+            held: *held,
+            behind: *behind,
         }
     }
 
@@ -349,8 +340,11 @@ impl AdminRings {
         Ok(())
     }
 
-    /// Restores the saved state, which has been checked.
-    pub(super) fn restored(state: &AdminRingsState, buffer: Option<DoorbellBuffer>) -> Self {
+    /// Restores the saved state, which has been [checked](Self::check); `None` if it was not.
+    pub(super) fn restored(
+        state: &AdminRingsState,
+        buffer: Option<DoorbellBuffer>,
+    ) -> Option<Self> {
         let AdminRingsState {
             sq_base,
             sq_entries,
@@ -365,28 +359,25 @@ impl AdminRings {
             held,
             behind,
         } = *state;
-        Self {
-            queues: AdminQueues {
-                sq_base: Gpa(sq_base),
-                sq_entries,
-                cq_base: Gpa(cq_base),
-                cq_entries,
-            },
+        let sq_head = RingIndex::at(RingSize::new(sq_entries)?, sq_head)?;
+        sq_head.distance_to(sq_tail).ok()?;
+        let cq_tail = RingIndex::at(RingSize::new(cq_entries)?, cq_tail)?;
+        Some(Self {
+            sq_base: Gpa(sq_base),
             sq_head,
             sq_tail,
-            cq_tail,
-            cq_head,
-            phase,
+            cq_base: Gpa(cq_base),
+            cq: CompletionIndices::at(PhasedIndex::at(cq_tail, phase), cq_head)?,
             seen,
             held,
             behind,
             buffer,
-        }
+        })
     }
 
     /// Returns whether the host has yet to consume completions.
     pub(super) fn has_unconsumed(&self) -> bool {
-        self.cq_head != self.cq_tail
+        self.cq.unconsumed() != 0
     }
 }
 

@@ -90,7 +90,7 @@ impl Admin {
             namespace_changed,
             commands,
         } = state;
-        self.rings = rings.as_ref().map(|rings| {
+        self.rings = rings.as_ref().and_then(|rings| {
             let buffer = attachment.doorbell_buffer.map(|buffer| DoorbellBuffer {
                 shadow: Gpa(buffer.shadow),
                 event_idx: Gpa(buffer.event_idx),

@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::dma::RegionTable;
-use crate::memory::{Access, Cell32, Mapping};
+use crate::memory::{Access, Cell32, Mapping, RingIndex, RingSize};
 use crate::spec::registers::Doorbell;
 use crate::spec::registers::offset::DOORBELLS;
 use crate::sync::{Ordering, fence};
@@ -227,18 +227,19 @@ impl Word for Cell32 {
 #[derive(Debug)]
 pub(crate) struct EventIdx<W> {
     word: W,
-    entries: u32,
+    size: RingSize,
+    /// Below `size`.
     published: u32,
 }
 
 impl<W: Word> EventIdx<W> {
-    pub(crate) fn new(word: W, entries: u32, consumed: u32) -> Self {
+    pub(crate) fn new(word: W, consumed: RingIndex) -> Self {
         let mut event_idx = Self {
             word,
-            entries,
+            size: consumed.size(),
             published: 0,
         };
-        event_idx.publish(event_idx.behind(consumed));
+        event_idx.publish(event_idx.behind(consumed.get()));
         event_idx
     }
 
@@ -246,12 +247,8 @@ impl<W: Word> EventIdx<W> {
     /// to pass. Not right behind it: the guest may have stored the doorbell and not read this yet,
     /// and must not find it among the values that it just moved past.
     fn behind(&self, consumed: u32) -> u32 {
-        let lag = (self.entries / 4).max(1);
-        if consumed >= lag {
-            consumed - lag
-        } else {
-            consumed + self.entries - lag
-        }
+        let lag = (self.size.entries() / 4).max(1);
+        self.size.behind(consumed, lag)
     }
 
     fn publish(&mut self, value: u32) {
@@ -265,13 +262,9 @@ impl<W: Word> EventIdx<W> {
     /// Each store takes the cache line from the vCPU that reads it.
     #[inline]
     pub(crate) fn keep_quiet(&mut self, consumed: u32) {
-        let ahead = if consumed >= self.published {
-            consumed - self.published
-        } else {
-            consumed + self.entries - self.published
-        };
+        let ahead = self.size.distance(self.published, consumed);
         // 0 ahead is an armed EventIdx: the next write would be a register write.
-        if ahead == 0 || ahead > self.entries / 2 {
+        if ahead == 0 || ahead > self.size.entries() / 2 {
             self.publish(self.behind(consumed));
         }
     }
@@ -301,7 +294,7 @@ impl DoorbellSource {
         doorbell: Doorbell,
         buffer: Option<DoorbellBuffer>,
         table: &RegionTable,
-        (entries, consumed): (u32, u32),
+        consumed: RingIndex,
     ) -> Option<Self> {
         let Some(buffer) = buffer else {
             return Some(Self {
@@ -315,7 +308,7 @@ impl DoorbellSource {
             Cell32::new(mapping, offset)
         };
         let (value, event_idx) = (word(buffer.shadow)?, word(buffer.event_idx)?);
-        let event_idx = Some(EventIdx::new(event_idx, entries, consumed));
+        let event_idx = Some(EventIdx::new(event_idx, consumed));
         Some(Self { value, event_idx })
     }
 
@@ -400,11 +393,16 @@ pub(crate) mod tests {
         );
     }
 
+    fn index(entries: u32, index: u32) -> RingIndex {
+        let size = RingSize::new(entries).expect("entries");
+        RingIndex::at(size, index).expect("an entry")
+    }
+
     #[test]
     fn a_polled_queue_never_asks_for_register_writes() {
         for entries in [2_u32, 3, 7, 64, 1024, 65536] {
             let word = Cell::new(0);
-            let mut event_idx = EventIdx::new(&word, entries, 0);
+            let mut event_idx = EventIdx::new(&word, index(entries, 0));
             let mut tail = 0;
             for step in 0..5 * entries {
                 // Up to half the queue per doorbell; the poller keeps up.
@@ -424,7 +422,7 @@ pub(crate) mod tests {
         for entries in [2_u32, 5, 64, 1024] {
             let word = Cell::new(0);
             for consumed in 0..entries {
-                let mut event_idx = EventIdx::new(&word, entries, consumed);
+                let mut event_idx = EventIdx::new(&word, index(entries, consumed));
                 event_idx.arm(consumed);
                 for by in 1..entries {
                     let new = (consumed + by) % entries;

@@ -221,12 +221,28 @@ impl RegionTable {
         direction: Direction,
         hint: &mut RegionHint,
     ) -> Option<(&Run, u64)> {
+        self.in_run(gpa, len, direction, hint, |run, offset| Some((run, offset)))
+    }
+
+    /// Returns what `then` makes of the run that holds `gpa..gpa+len`, and of the offset there.
+    ///
+    /// Each of the two ways to the run has `then` in line. So the common way tests once whether there is a run.
+    #[inline(always)]
+    fn in_run<'a, T>(
+        &'a self,
+        gpa: Gpa,
+        len: u64,
+        direction: Direction,
+        hint: &mut RegionHint,
+        then: impl Fn(&'a Run, u64) -> Option<T>,
+    ) -> Option<T> {
         if let Some(run) = self.few.get(hint.0)
             && let Some(offset) = run.offset_of(gpa, len, direction)
         {
-            return Some((run, offset));
+            return then(run, offset);
         }
-        self.find_slowly(gpa, len, direction, hint)
+        let (run, offset) = self.find_slowly(gpa, len, direction, hint)?;
+        then(run, offset)
     }
 
     #[cold]
@@ -262,8 +278,9 @@ impl RegionTable {
         direction: Direction,
         hint: &mut RegionHint,
     ) -> Option<Iova> {
-        let (run, offset) = self.find(gpa, len, direction, hint)?;
-        Some(Iova(run.iova + offset))
+        self.in_run(gpa, len, direction, hint, |run, offset| {
+            Some(Iova(run.iova + offset))
+        })
     }
 
     /// The IOVA of a guest address, and for how many bytes, of `len` at most, addresses go on from
@@ -307,8 +324,10 @@ impl RegionTable {
         direction: Direction,
         hint: &mut RegionHint,
     ) -> Option<RawBytes<'_>> {
-        let (run, offset) = self.find(gpa, len, direction, hint)?;
-        run.bytes(offset, usize::try_from(len).ok()?)
+        let size = usize::try_from(len).ok()?;
+        self.in_run(gpa, len, direction, hint, |run, offset| {
+            run.bytes(offset, size)
+        })
     }
 
     /// The bytes from `gpa` on, `len` at most, that lie in one run, if it allows the access.

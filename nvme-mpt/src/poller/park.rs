@@ -110,6 +110,7 @@ impl Waker {
 mod loom_models {
     use super::*;
     use crate::doorbell::{EventIdx, Word};
+    use crate::memory::{RingIndex, RingSize};
     use loom::sync::atomic::AtomicU32;
     use loom::sync::{Condvar, Mutex};
     use loom::thread;
@@ -198,7 +199,8 @@ mod loom_models {
             let bell = loom::sync::Arc::new(DoorBell::with(ModelBell::default()));
             let shadow = loom::sync::Arc::new(AtomicU32::new(0));
             let word = loom::sync::Arc::new(AtomicU32::new(0));
-            let mut event_idx = EventIdx::new(word.clone(), ENTRIES, 0);
+            let first = RingIndex::new(RingSize::new(ENTRIES).expect("entries"));
+            let mut event_idx = EventIdx::new(word.clone(), first);
             let guest = {
                 let (bell, shadow) = (bell.clone(), shadow.clone());
                 thread::spawn(move || {

@@ -28,7 +28,7 @@ use crate::event::{Event, EventQueue, QueueFailure};
 use crate::host::{Completes, HostBatch, HostQueue, HostQueuePair, Limits};
 use crate::interrupt::Standing;
 use crate::limit::Limiter;
-use crate::memory::lost_memory_epoch;
+use crate::memory::{Room, lost_memory_epoch};
 use crate::poller::Silence;
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::QueueId;
@@ -38,7 +38,7 @@ use crate::spec::opcode::NvmOpcode;
 const BATCH_COMMANDS: u32 = 64;
 
 /// Bytes after which a batch ends, so that large commands do not make small ones wait.
-const BATCH_BYTES: u64 = 4 << 20;
+const BATCH_BYTES: u32 = 4 << 20;
 
 /// Entries that are fetched ahead of the one that is read.
 const PREFETCH: u32 = 8;
@@ -93,8 +93,8 @@ pub(crate) struct ShadowCore {
     lost_epoch: usize,
     stopped: bool,
     condition: Condition,
-    /// Completions that wait for the memory of the ring to come back. Their room is reserved.
-    held: Vec<Cqe>,
+    /// Completions that wait for the memory of the ring to come back.
+    held: Vec<(Cqe, Room)>,
     /// True if passes cost more: what is written is noted, or the lease has limits.
     is_special: bool,
     /// True if what is written is noted.
@@ -290,7 +290,7 @@ impl ShadowCore {
     #[cold]
     #[inline(never)]
     fn special_pass<H: HostQueue>(&mut self, host: &mut H) -> bool {
-        let tail = self.cq.tail;
+        let tail = self.cq.indices.tail().get();
         self.rests_until = None;
         let worked = self.pass::<H, true>(host);
         if !self.is_logged {
@@ -370,14 +370,16 @@ impl ShadowCore {
             return true;
         }
         // At least once per half round, so that its EventIdx stays behind it.
-        if self.cq.room < available.max(self.cq.entries / 2) {
+        if self.cq.indices.room() < available.max(self.cq.entries() / 2) {
             self.cq.look_at_head(&self.context.events);
         }
         let slots = self.slots.free() as u32;
-        let mut count = available.min(self.cq.room).min(slots).min(BATCH_COMMANDS);
+        let mut most = available.min(slots).min(BATCH_COMMANDS);
         if SPECIAL {
-            count = count.min(self.allowance());
+            most = most.min(self.allowance());
         }
+        let mut rooms = self.cq.indices.reserve_up_to(most);
+        let count = rooms.count();
         if count == 0 {
             return false;
         }
@@ -393,26 +395,27 @@ impl ShadowCore {
             return false;
         };
         for ahead in 0..count.min(PREFETCH) {
-            sq.ring.prefetch(sq.head + ahead);
+            sq.ring.prefetch(sq.head.get() + ahead);
         }
         let first = sq.head;
         let taken = Ticks::now();
         batch.announce(count, taken);
         cq.gate.taken(taken);
-        let mut bytes = 0;
-        for _ in 0..count {
-            // A slot is free for each of them, by the count above.
-            let Some(mut permit) = slots.reserve() else {
-                break;
-            };
+        // A batch goes on while it has fewer bytes than `BATCH_BYTES`.
+        let mut bytes_left = BATCH_BYTES - 1;
+        let mut last_bytes = 0;
+        // A slot is free for each of them, by the count above.
+        while let Some(mut permit) = slots.reserve()
+            && let Some(room) = rooms.split_off()
+        {
             let (number, host) = permit.host();
-            let guest = sq.ring.read(sq.head);
-            sq.ring.prefetch(sq.head + PREFETCH);
-            sq.head = sq.after(sq.head);
-            cq.room -= 1;
+            let guest = sq.ring.read(sq.head.get());
+            sq.ring.prefetch(sq.head.get() + PREFETCH);
+            sq.head.advance();
             match H::Commands::translate(translator, &guest, number, host) {
                 Ok(transfer) => {
                     let command = Taken {
+                        room,
                         cid: guest.cid(),
                         sq: index as u16,
                         opcode: NvmOpcode(guest.opcode()),
@@ -421,19 +424,24 @@ impl ShadowCore {
                         taken,
                     };
                     batch.submit(permit.occupy(command));
-                    bytes += u64::from(transfer);
-                    if bytes >= BATCH_BYTES {
-                        break;
+                    match bytes_left.checked_sub(transfer) {
+                        Some(left) => bytes_left = left,
+                        None => {
+                            last_bytes = transfer;
+                            break;
+                        }
                     }
                 }
                 Err(failure) => {
-                    fail_command::<H>(context, cq, sq, (&guest, taken), failure);
+                    fail_command::<H>(context, (cq, room), sq, (&guest, taken), failure);
                 }
             }
         }
-        sq.doorbell.keep_quiet(sq.head);
+        cq.indices.give_back(rooms);
+        sq.doorbell.keep_quiet(sq.head.get());
         if SPECIAL {
-            let commands = (sq.head + sq.entries - first) % sq.entries;
+            let commands = sq.head.size().distance(first.get(), sq.head.get());
+            let bytes = u64::from(BATCH_BYTES - 1 - bytes_left) + u64::from(last_bytes);
             context.limiter.charge(commands, bytes, taken);
         }
         true
@@ -507,7 +515,7 @@ impl ShadowCore {
     #[inline]
     fn standing(&self) -> Standing {
         Standing {
-            unconsumed: self.cq.unconsumed(),
+            unconsumed: self.cq.indices.unconsumed(),
             in_flight: self.slots.in_flight() as u32,
         }
     }
@@ -524,15 +532,15 @@ impl ShadowCore {
         // The clock ends a rest, so the guest need not notify.
         if self.rests_until.is_none() {
             for sq in &mut self.sqs {
-                sq.doorbell.arm(sq.head);
+                sq.doorbell.arm(sq.head.get());
             }
         }
         if self.is_logged {
             self.note_event_idx();
         }
         // Only a full queue waits for the guest to consume.
-        if self.cq.room == 0 {
-            self.cq.doorbell.arm(self.cq.head);
+        if self.cq.indices.room() == 0 {
+            self.cq.doorbell.arm(self.cq.indices.head().get());
         }
     }
 
@@ -545,7 +553,7 @@ impl ShadowCore {
         }
         self.cq.look_at_head(&self.context.events);
         let rests = self.rests_until.is_some_and(|end| Ticks::now() < end);
-        if self.cq.room == 0 || self.slots.free() == 0 || rests {
+        if self.cq.indices.room() == 0 || self.slots.free() == 0 || rests {
             return false;
         }
         let mut found = false;

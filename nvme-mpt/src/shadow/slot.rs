@@ -2,6 +2,7 @@
 
 use crate::clock::Ticks;
 use crate::host::DataPointer;
+use crate::memory::Room;
 use crate::spec::ids::CommandId;
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
@@ -15,8 +16,8 @@ pub(crate) struct Slot {
     pub(crate) sq: u16,
     /// As the NVM Command Set names it: Store and Retrieve of a key value namespace are its Write and Read.
     pub(crate) opcode: NvmOpcode,
-    /// True from [`Permit::occupy`] to [`Slots::release`].
-    busy: bool,
+    /// Room for the completion, from [`Permit::occupy`] to [`Slots::release`].
+    room: Option<Room>,
     /// True if some of the memory that its data lies in was unmapped since.
     pub(crate) stale: bool,
     /// Bytes of data in the VM's memory. Ranges to deallocate or copy are none: the host has a copy of them.
@@ -49,6 +50,7 @@ pub(crate) struct Permit<'a> {
 /// Facts of a command that is put in flight, as in [`Slot`].
 #[derive(Debug)]
 pub(crate) struct Taken {
+    pub(crate) room: Room,
     pub(crate) cid: CommandId,
     pub(crate) sq: u16,
     pub(crate) opcode: NvmOpcode,
@@ -69,6 +71,7 @@ impl<'a> Permit<'a> {
     pub(crate) fn occupy(self, command: Taken) -> &'a Sqe {
         let Self { slot, free, .. } = self;
         let Taken {
+            room,
             cid,
             sq,
             opcode,
@@ -79,7 +82,7 @@ impl<'a> Permit<'a> {
         slot.cid = cid;
         slot.sq = sq;
         slot.opcode = opcode;
-        slot.busy = true;
+        slot.room = Some(room);
         slot.bytes = bytes;
         slot.slba = slba;
         slot.taken = taken;
@@ -133,34 +136,38 @@ impl Slots {
         })
     }
 
-    /// Gives a slot back; `None` for a number that no command in flight has.
+    /// Gives a slot back, with the room for its completion; `None` for a number that no command in flight has.
     #[inline]
-    pub(crate) fn release(&mut self, index: u16) -> Option<&mut Slot> {
+    pub(crate) fn release(&mut self, index: u16) -> Option<(&mut Slot, Room)> {
+        // Looked at before it is taken, so that nothing is written to a slot that is free.
         let slot = self
             .slots
             .get_mut(usize::from(index))
-            .filter(|slot| slot.busy)?;
-        slot.busy = false;
-        // There is room: each slot is in the list once at most.
+            .filter(|slot| slot.room.is_some())?;
+        let room = slot.room.take()?;
+        // The list does not grow: each slot is in it once at most.
         self.free.push(index);
-        Some(slot)
+        Some((slot, room))
     }
 
     /// The commands in flight, by slot.
     pub(crate) fn in_flight_mut(&mut self) -> impl Iterator<Item = (usize, &mut Slot)> {
         let slots = self.slots.iter_mut().enumerate();
-        slots.filter(|(_, slot)| slot.busy)
+        slots.filter(|(_, slot)| slot.room.is_some())
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::{CompletionIndices, RingSize};
 
     fn occupy(slots: &mut Slots, cid: CommandId) -> u16 {
         let mut permit = slots.reserve().expect("a free slot");
         let (number, _) = permit.host();
+        let size = RingSize::new(2).expect("entries");
         permit.occupy(Taken {
+            room: CompletionIndices::new(size).reserve().expect("room"),
             cid,
             sq: 0,
             opcode: NvmOpcode::READ,
@@ -181,10 +188,16 @@ mod tests {
             .in_flight_mut()
             .map(|(number, slot)| (number, slot.cid.0));
         assert_eq!(in_flight.collect::<Vec<_>>(), [(0, 7), (1, 8)]);
-        assert_eq!(slots.release(1).map(|slot| slot.cid), Some(CommandId(8)));
+        assert_eq!(
+            slots.release(1).map(|(slot, _)| slot.cid),
+            Some(CommandId(8))
+        );
         assert!(slots.release(1).is_none());
         assert!(slots.release(99).is_none());
-        assert_eq!(slots.release(0).map(|slot| slot.cid), Some(CommandId(7)));
+        assert_eq!(
+            slots.release(0).map(|(slot, _)| slot.cid),
+            Some(CommandId(7))
+        );
         assert_eq!((slots.in_flight(), slots.free()), (0, 3));
     }
 

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use serde::{Deserialize, Serialize};
 
 use super::{StateError, page_aligned};
+use crate::memory::{CompletionIndices, PhasedIndex, RingIndex, RingSize};
 
 /// A Completion Queue.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -100,7 +101,7 @@ impl QueueLimits {
                 valid,
             ));
         }
-        let room = cq.room();
+        let room = cq.indices().map_or(0, |indices| indices.room());
         if held.len() > room as usize {
             let valid = format!("at most {room}");
             return Err(StateError::invalid(
@@ -147,18 +148,11 @@ impl QueueLimits {
 }
 
 impl CompletionQueueState {
-    /// Entries that the guest has yet to consume.
-    pub(crate) fn unconsumed(&self) -> u32 {
-        if self.tail >= self.head {
-            self.tail - self.head
-        } else {
-            self.tail + self.entries - self.head
-        }
-    }
-
-    /// Entries that can be posted before the guest consumes one.
-    fn room(&self) -> u32 {
-        self.entries - 1 - self.unconsumed()
+    /// Returns the queue's indices, without room for what it holds; `None` if it has no such entries.
+    pub(crate) fn indices(&self) -> Option<CompletionIndices> {
+        let size = RingSize::new(self.entries)?;
+        let tail = PhasedIndex::at(RingIndex::at(size, self.tail)?, self.phase);
+        CompletionIndices::at(tail, self.head)
     }
 }
 

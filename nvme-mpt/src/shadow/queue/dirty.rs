@@ -82,11 +82,12 @@ impl CompletionQueue {
                 table.note_written(gpa, u64::from(end - first) * entry);
             }
         };
-        if from <= self.tail {
-            note(from, self.tail);
+        let tail = self.indices.tail().get();
+        if from <= tail {
+            note(from, tail);
         } else {
-            note(from, self.entries);
-            note(0, self.tail);
+            note(from, self.entries());
+            note(0, tail);
         }
     }
 }

@@ -48,7 +48,7 @@ impl ShadowCore {
         // The last hold on regions that went, but for the departures'.
         drop(self.translator.set_table(table));
         self.follow_table();
-        let tail = self.cq.tail;
+        let tail = self.cq.indices.tail().get();
         if rebind {
             self.rebind();
         }
@@ -63,9 +63,9 @@ impl ShadowCore {
 
     /// Returns whether memory of its rings or of its doorbells went.
     fn has_rings_in(&self, departure: &Departure) -> bool {
-        let cq = (self.cq.base, completion_ring_len(self.cq.entries));
+        let cq = (self.cq.base, completion_ring_len(self.cq.entries()));
         let sqs = self.sqs.iter();
-        let sqs = sqs.map(|sq| (sq.base, submission_ring_len(sq.entries)));
+        let sqs = sqs.map(|sq| (sq.base, submission_ring_len(sq.entries())));
         let buffer = self.buffer.iter();
         let buffer = buffer.flat_map(|buffer| [buffer.shadow, buffer.event_idx]);
         let buffer = buffer.map(|page| (page, PAGE_SIZE));
@@ -93,8 +93,8 @@ impl ShadowCore {
         self.condition = Condition::Sound;
         let Self { cq, held, .. } = self;
         let count = held.len() as u32;
-        for entry in held.drain(..) {
-            cq.publish(entry);
+        for (entry, room) in held.drain(..) {
+            cq.publish(entry, room);
         }
         cq.gate.post(count, Ticks::now());
     }
@@ -116,16 +116,15 @@ impl ShadowCore {
         let table = self.translator.table().clone();
         let page = &self.context.doorbells;
         let cq = &mut self.cq;
-        cq.ring = completion_ring(&table, cq.base, cq.entries).ok_or(cq.base)?;
+        cq.ring = completion_ring(&table, cq.base, cq.entries()).ok_or(cq.base)?;
         let buffer_base = self.buffer.map_or(Gpa(0), |buffer| buffer.shadow);
-        let source = |doorbell, entries, seen| {
-            DoorbellSource::new(page, doorbell, self.buffer, &table, (entries, seen))
-                .ok_or(buffer_base)
+        let source = |doorbell, seen| {
+            DoorbellSource::new(page, doorbell, self.buffer, &table, seen).ok_or(buffer_base)
         };
-        cq.doorbell = source(Doorbell::CqHead(cq.qid), cq.entries, cq.head)?;
+        cq.doorbell = source(Doorbell::CqHead(cq.qid), cq.indices.head())?;
         for sq in &mut self.sqs {
-            sq.ring = submission_ring(&table, sq.base, sq.entries).ok_or(sq.base)?;
-            sq.doorbell = source(Doorbell::SqTail(sq.qid), sq.entries, sq.head)?;
+            sq.ring = submission_ring(&table, sq.base, sq.entries()).ok_or(sq.base)?;
+            sq.doorbell = source(Doorbell::SqTail(sq.qid), sq.head)?;
         }
         Ok(())
     }

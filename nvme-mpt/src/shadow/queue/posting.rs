@@ -8,6 +8,7 @@ use super::{CompletionQueue, Condition, QueueContext, SubmissionQueue};
 use crate::clock::Ticks;
 use crate::event::{ErrorEntry, Event};
 use crate::host::{CompletionTaker, HostCompletion, HostQueue};
+use crate::memory::Room;
 use crate::shadow::slot::{Slot, Slots};
 use crate::shadow::translate::Translator;
 use crate::shadow::{CommandSet, CompletedCommand, Failure, Traffic};
@@ -25,7 +26,7 @@ pub(super) struct Posting<'a, H, const SPECIAL: bool> {
     pub(super) slots: &'a mut Slots,
     pub(super) context: &'a QueueContext,
     pub(super) condition: Condition,
-    pub(super) held: &'a mut Vec<Cqe>,
+    pub(super) held: &'a mut Vec<(Cqe, Room)>,
     pub(super) translator: &'a Translator,
     pub(super) departures: &'a mut HeldDepartures,
     /// True if what is written is noted.
@@ -40,7 +41,7 @@ impl<H: HostQueue, const SPECIAL: bool> CompletionTaker for &mut Posting<'_, H, 
     #[inline(always)]
     fn take(&mut self, completion: HostCompletion) {
         // A number that no command in flight has is a completion that came too late.
-        let Some(slot) = self.slots.release(completion.slot) else {
+        let Some((slot, room)) = self.slots.release(completion.slot) else {
             return;
         };
         self.completed += 1;
@@ -70,11 +71,11 @@ impl<H: HostQueue, const SPECIAL: bool> CompletionTaker for &mut Posting<'_, H, 
             dw0,
         };
         let (dw0, dw1) = H::Commands::result(self.translator, &command);
-        let entry = Cqe::new(sq.qid, sq.head as u16, slot.cid, status, dw0, dw1);
+        let entry = Cqe::new(sq.qid, sq.head.get() as u16, slot.cid, status, dw0, dw1);
         if self.condition == Condition::Sound {
-            self.cq.publish(entry);
+            self.cq.publish(entry, room);
         } else {
-            self.held.push(entry);
+            self.held.push((entry, room));
         }
         // The guest has its completion; what follows nobody waits for.
         if self.completed == 1 {
@@ -92,7 +93,7 @@ impl<H: HostQueue, const SPECIAL: bool> CompletionTaker for &mut Posting<'_, H, 
 #[cold]
 pub(super) fn fail_command<H: HostQueue>(
     context: &QueueContext,
-    cq: &mut CompletionQueue,
+    (cq, room): (&mut CompletionQueue, Room),
     sq: &SubmissionQueue,
     (guest, taken): (&Sqe, Ticks),
     failure: Failure,
@@ -107,8 +108,9 @@ pub(super) fn fail_command<H: HostQueue>(
         nsid: guest.nsid,
         parameter_location: failure.location(),
     }));
-    let entry = Cqe::new(sq.qid, sq.head as u16, guest.cid(), failure.status(), 0, 0);
-    cq.publish(entry);
+    let sqhd = sq.head.get() as u16;
+    let entry = Cqe::new(sq.qid, sqhd, guest.cid(), failure.status(), 0, 0);
+    cq.publish(entry, room);
     cq.gate.post(1, taken);
 }
 

@@ -8,7 +8,9 @@ use crate::dma::RegionTable;
 use crate::doorbell::{DoorbellBuffer, DoorbellSource};
 use crate::event::{Event, EventQueue};
 use crate::interrupt::InterruptGate;
-use crate::memory::{CompletionRing, Mapping, SubmissionRing};
+use crate::memory::{
+    CompletionIndices, CompletionRing, Mapping, RingIndex, RingSize, Room, SubmissionRing,
+};
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::QueueId;
 use crate::spec::registers::Doorbell;
@@ -21,8 +23,7 @@ pub(crate) struct SubmissionQueue {
     pub(super) qid: QueueId,
     pub(super) base: Gpa,
     pub(super) ring: SubmissionRing,
-    pub(super) entries: u32,
-    pub(super) head: u32,
+    pub(super) head: RingIndex,
     pub(super) doorbell: DoorbellSource,
     /// The last value of the doorbell that was no index of the queue: reported, and ignored.
     pub(super) bad_tail: Option<u32>,
@@ -39,31 +40,31 @@ impl SubmissionQueue {
     ) -> Option<Self> {
         let table = context.tables.current();
         let ring = submission_ring(&table, base, entries)?;
+        let head = RingIndex::new(RingSize::new(entries)?);
         let doorbell = Doorbell::SqTail(qid);
-        let doorbell =
-            DoorbellSource::new(&context.doorbells, doorbell, buffer, &table, (entries, 0))?;
+        let doorbell = DoorbellSource::new(&context.doorbells, doorbell, buffer, &table, head)?;
         Some(Self {
             qid,
             base,
             ring,
-            entries,
-            head: 0,
+            head,
             doorbell,
             bad_tail: None,
             counters,
         })
     }
 
+    /// Returns the number of the queue's entries.
+    pub(super) fn entries(&self) -> u32 {
+        self.head.size().entries()
+    }
+
     /// Entries that the guest has submitted and nobody has taken.
     #[inline]
     pub(super) fn available(&mut self, events: &EventQueue) -> u32 {
         let tail = self.doorbell.load();
-        if tail < self.entries {
-            return if tail >= self.head {
-                tail - self.head
-            } else {
-                tail + self.entries - self.head
-            };
+        if let Ok(available) = self.head.distance_to(tail) {
+            return available;
         }
         if self.bad_tail != Some(tail) {
             self.bad_tail = Some(tail);
@@ -75,15 +76,6 @@ impl SubmissionQueue {
         }
         0
     }
-
-    #[inline]
-    pub(super) fn after(&self, index: u32) -> u32 {
-        if index + 1 == self.entries {
-            0
-        } else {
-            index + 1
-        }
-    }
 }
 
 /// A guest's Completion Queue.
@@ -92,14 +84,8 @@ pub(crate) struct CompletionQueue {
     pub(super) qid: QueueId,
     pub(super) base: Gpa,
     pub(super) ring: CompletionRing,
-    pub(super) entries: u32,
-    pub(super) tail: u32,
-    pub(super) phase: bool,
-    /// Index up to which the guest has consumed, as last read.
-    pub(super) head: u32,
-    /// Entries that neither wait for the guest nor are promised to a command in flight. A command
-    /// is taken only against one of them, so a completion never finds the queue full.
-    pub(super) room: u32,
+    /// A command is taken only against room here, so a completion never finds the queue full.
+    pub(super) indices: CompletionIndices,
     pub(super) doorbell: DoorbellSource,
     pub(super) bad_head: Option<u32>,
     pub(super) gate: InterruptGate,
@@ -117,18 +103,15 @@ impl CompletionQueue {
     ) -> Option<Self> {
         let table = context.tables.current();
         let ring = completion_ring(&table, base, entries)?;
+        let size = RingSize::new(entries)?;
         let doorbell = Doorbell::CqHead(qid);
-        let doorbell =
-            DoorbellSource::new(&context.doorbells, doorbell, buffer, &table, (entries, 0))?;
+        let head = RingIndex::new(size);
+        let doorbell = DoorbellSource::new(&context.doorbells, doorbell, buffer, &table, head)?;
         Some(Self {
             qid,
             base,
             ring,
-            entries,
-            tail: 0,
-            phase: true,
-            head: 0,
-            room: entries - 1,
+            indices: CompletionIndices::new(size),
             doorbell,
             bad_head: None,
             gate,
@@ -136,29 +119,19 @@ impl CompletionQueue {
         })
     }
 
-    /// Entries that wait for the guest.
+    /// Returns the number of the queue's entries.
     #[inline]
-    pub(super) fn unconsumed(&self) -> u32 {
-        if self.tail >= self.head {
-            self.tail - self.head
-        } else {
-            self.tail + self.entries - self.head
-        }
+    pub(super) fn entries(&self) -> u32 {
+        self.indices.size().entries()
     }
 
     /// Looks how far the guest has consumed.
     pub(super) fn look_at_head(&mut self, events: &EventQueue) {
         let head = self.doorbell.load();
-        if head == self.head {
+        if head == self.indices.head().get() {
             return;
         }
-        let advance = if head >= self.head {
-            head - self.head
-        } else {
-            head.saturating_add(self.entries - self.head)
-        };
-        // The guest cannot have consumed what was not posted.
-        if head >= self.entries || advance > self.unconsumed() {
+        if self.indices.move_head(head).is_err() {
             if self.bad_head != Some(head) {
                 self.bad_head = Some(head);
                 let doorbell = Doorbell::CqHead(self.qid);
@@ -169,19 +142,15 @@ impl CompletionQueue {
             }
             return;
         }
-        self.head = head;
-        self.room += advance;
         self.doorbell.keep_quiet(head);
     }
 
     #[inline]
-    pub(super) fn publish(&mut self, entry: Cqe) {
-        self.ring.publish(self.tail, entry.with_phase(self.phase));
-        self.tail += 1;
-        if self.tail == self.entries {
-            self.tail = 0;
-            self.phase = !self.phase;
-        }
+    pub(super) fn publish(&mut self, entry: Cqe, room: Room) {
+        let tail = self.indices.tail();
+        self.ring
+            .publish(tail.get(), entry.with_phase(tail.phase()));
+        self.indices.spend(room);
     }
 }
 

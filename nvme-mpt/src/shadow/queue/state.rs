@@ -8,6 +8,7 @@ use crate::attachment::state::{CompletionQueueState, SubmissionQueueState};
 use crate::clock::Ticks;
 use crate::dma::{RegionTable, TableUse};
 use crate::interrupt::InterruptVector;
+use crate::memory::RingIndex;
 use crate::spec::cqe::{Cqe, CqeHigh};
 
 impl ShadowQueue {
@@ -18,7 +19,7 @@ impl ShadowQueue {
             return;
         }
         core.cq.look_at_head(&core.context.events);
-        if core.cq.gate.settle_now(core.cq.unconsumed()) {
+        if core.cq.gate.settle_now(core.cq.indices.unconsumed()) {
             core.cq.counters.interrupts.add(1);
         }
         if core.is_logged {
@@ -41,7 +42,7 @@ impl ShadowQueue {
         core.generation = table.generation();
         drop(core.translator.set_table(table));
         core.follow_table();
-        let tail = core.cq.tail;
+        let tail = core.cq.indices.tail().get();
         core.rebind();
         if core.is_logged {
             core.note_pass(tail);
@@ -64,14 +65,14 @@ impl ShadowQueue {
         CompletionQueueState {
             qid: cq.qid.0,
             base: cq.base.0,
-            entries: cq.entries,
-            tail: cq.tail,
-            phase: cq.phase,
-            head: cq.head,
+            entries: cq.entries(),
+            tail: cq.indices.tail().get(),
+            phase: cq.indices.tail().phase(),
+            head: cq.indices.head().get(),
             bad_head: cq.bad_head,
             vector,
             failed: *condition == Condition::Failed,
-            held: held.iter().map(|cqe| [cqe.low, cqe.high.0]).collect(),
+            held: held.iter().map(|(cqe, _)| [cqe.low, cqe.high.0]).collect(),
             submission_queues: sqs.iter().map(SubmissionQueue::save).collect(),
         }
     }
@@ -84,9 +85,13 @@ impl ShadowQueue {
             core.condition = Condition::Failed;
         }
         let held = state.held.iter();
-        core.held.extend(held.map(|[low, high]| Cqe {
-            low: *low,
-            high: CqeHigh(*high),
+        // There is room for each of them, as was checked.
+        core.held.extend(held.filter_map(|[low, high]| {
+            let entry = Cqe {
+                low: *low,
+                high: CqeHigh(*high),
+            };
+            Some((entry, core.cq.indices.reserve()?))
         }));
         // They wait for the rings' memory, which is looked for when it takes hold of it.
         if !core.held.is_empty() && core.is_sound() {
@@ -101,22 +106,22 @@ impl CompletionQueue {
         let CompletionQueueState {
             qid: _,
             base: _,
-            entries,
-            tail,
-            phase,
-            head,
+            // Its indices have these four.
+            entries: _,
+            tail: _,
+            phase: _,
+            head: _,
             bad_head,
             vector: _,
             failed: _,
-            held,
+            held: _,
             submission_queues: _,
         } = state;
-        self.tail = *tail;
-        self.phase = *phase;
-        self.head = *head;
+        if let Some(indices) = state.indices() {
+            self.indices = indices;
+        }
         self.bad_head = *bad_head;
-        let unconsumed = state.unconsumed();
-        self.room = entries - 1 - unconsumed - held.len() as u32;
+        let unconsumed = self.indices.unconsumed();
         // The interrupt that told of them may have been lost on the way. One too many harms nobody.
         self.gate.post(unconsumed, Ticks::now());
     }
@@ -127,15 +132,17 @@ impl SubmissionQueue {
         SubmissionQueueState {
             qid: self.qid.0,
             base: self.base.0,
-            entries: self.entries,
-            head: self.head,
+            entries: self.entries(),
+            head: self.head.get(),
             bad_tail: self.bad_tail,
         }
     }
 
     /// Gives a new queue the state of a saved one. The saved state has been checked.
     pub(crate) fn restore(&mut self, state: &SubmissionQueueState) {
-        self.head = state.head;
+        if let Some(head) = RingIndex::at(self.head.size(), state.head) {
+            self.head = head;
+        }
         self.bad_tail = state.bad_tail;
     }
 }

@@ -273,6 +273,49 @@ impl Server {
         Ok(())
     }
 
+    /// Adds a function. It is not among those of a [restart](Self::restart), as the server keeps it.
+    ///
+    /// # Errors
+    /// If the server refuses it.
+    pub fn add(&self, function: &FunctionOptions) -> Result<(), ServerError> {
+        let options = function.render(&self.socket(&function.id));
+        self.ask(&["add", &options]).map(drop)
+    }
+
+    /// Removes a function.
+    ///
+    /// # Errors
+    /// If the server refuses, as a VMM is connected.
+    pub fn remove(&self, id: &str) -> Result<(), ServerError> {
+        self.ask(&["remove", id]).map(drop)
+    }
+
+    /// Changes the limits of a function.
+    ///
+    /// # Errors
+    /// If the server refuses.
+    pub fn limit(&self, id: &str, limits: &str) -> Result<(), ServerError> {
+        self.ask(&["limit", id, limits]).map(drop)
+    }
+
+    /// Returns the ids of its functions.
+    ///
+    /// # Errors
+    /// If they can't be had.
+    pub fn list(&self) -> Result<Vec<String>, ServerError> {
+        let text = self.ask(&["list", "--json"])?;
+        let entries: Result<Vec<FunctionEntry>, _> = serde_json::from_str(&text);
+        let entries = entries.map_err(|source| ServerError::Stats { source, text })?;
+        Ok(entries.into_iter().map(|entry| entry.id).collect())
+    }
+
+    fn ask(&self, arguments: &[&str]) -> Result<String, ServerError> {
+        let mut command = Command::new(&self.binary);
+        command.args(arguments);
+        command.arg("--control").arg(control(&self.folder));
+        Ok(process::run(&mut command)?)
+    }
+
     /// Waits until no VMM is connected to the function `name`. The kernel may close the socket of a VMM that was
     /// killed after the process has ended: requests in an io_uring, which QEMU waits with, hold it a little longer.
     ///
@@ -366,6 +409,12 @@ impl Server {
             thread::sleep(Duration::from_millis(10));
         }
     }
+}
+
+/// A function, in the parts of `nvme-mpt list --json` that are used here.
+#[derive(Debug, Deserialize)]
+struct FunctionEntry {
+    id: String,
 }
 
 /// Separates the logs of one server from those of the next on the same sockets.

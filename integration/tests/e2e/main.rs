@@ -25,6 +25,7 @@ mod nvme_cli;
 mod pauses;
 mod profiles;
 mod reset;
+mod roster;
 mod sharing;
 mod tenants;
 mod viommu;
@@ -58,6 +59,7 @@ const GROUPS: &[Group] = &[
     linux::GROUP,
     modes::GROUP,
     reset::GROUP,
+    roster::GROUP,
     lifecycle::GROUP,
     hotplug::GROUP,
     ext4::GROUP,

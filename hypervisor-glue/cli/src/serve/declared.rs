@@ -145,25 +145,14 @@ impl Declarations {
             path: path.to_owned(),
             source,
         })?;
-        Self::parse(path, &text, Origin::File)
+        Self::parse(path, &text)
     }
 
-    fn parse(path: &Path, text: &str, origin: Origin) -> Result<Self, FileError> {
-        let mut table: Table = toml::from_str(text).map_err(|source| FileError::Syntax {
-            path: path.to_owned(),
-            source: Box::new(source),
-        })?;
+    fn parse(path: &Path, text: &str) -> Result<Self, FileError> {
         let file = Tables { path };
-        let functions = file.take(&mut table, "function")?;
-        let drives = file.take(&mut table, "drive")?;
-        if let Some(key) = table.keys().next() {
-            return Err(FileError::Unknown {
-                path: path.to_owned(),
-                key: key.clone(),
-            });
-        }
+        let [functions, drives] = file.read(text)?;
         let functions = (1..).zip(functions).map(|(number, text)| {
-            DeclaredFunction::read(origin, text)
+            DeclaredFunction::read(Origin::File, text)
                 .map_err(|source| file.option("function", number, source))
         });
         let drives = (1..).zip(drives).map(|(number, text)| {
@@ -183,6 +172,20 @@ struct Tables<'a> {
 }
 
 impl Tables<'_> {
+    /// Reads the option strings of the functions and of the drives.
+    fn read(&self, text: &str) -> Result<[Vec<OptionText>; 2], FileError> {
+        let mut table: Table = toml::from_str(text).map_err(|source| FileError::Syntax {
+            path: self.path.to_owned(),
+            source: Box::new(source),
+        })?;
+        let functions = self.take(&mut table, "function")?;
+        let drives = self.take(&mut table, "drive")?;
+        match table.keys().next() {
+            None => Ok([functions, drives]),
+            Some(key) => Err(self.unknown(key)),
+        }
+    }
+
     /// Takes all `[[kind]]` out, each as an option string.
     fn take(&self, table: &mut Table, kind: &'static str) -> Result<Vec<OptionText>, FileError> {
         let entries = match table.remove(kind) {
@@ -270,8 +273,8 @@ impl AddedFile {
         Self { path: path.into() }
     }
 
-    /// Reads the functions; none without a file.
-    pub(super) fn read(&self) -> Result<Vec<DeclaredFunction>, FileError> {
+    /// Reads the functions, without a look at their options; none without a file.
+    pub(super) fn read(&self) -> Result<Vec<OptionText>, FileError> {
         let text = match read(&self.path) {
             Ok(text) => text,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -282,7 +285,8 @@ impl AddedFile {
                 });
             }
         };
-        Ok(Declarations::parse(&self.path, &text, Origin::Added)?.functions)
+        let [functions, _] = Tables { path: &self.path }.read(&text)?;
+        Ok(functions)
     }
 
     /// Replaces the file, durably. A crash leaves the old one or the new one.
@@ -325,7 +329,7 @@ mod tests {
     use super::*;
 
     fn parse(text: &str) -> Result<Declarations, FileError> {
-        Declarations::parse(Path::new("/etc/serve.toml"), text, Origin::File)
+        Declarations::parse(Path::new("/etc/serve.toml"), text)
     }
 
     #[test]
@@ -387,8 +391,7 @@ mod tests {
         ] {
             let texts: Vec<OptionText> = texts.iter().map(|text| text.parse().unwrap()).collect();
             file.write(texts.iter()).unwrap();
-            let read = file.read().unwrap();
-            let again: Vec<_> = read.into_iter().filter_map(|read| read.text).collect();
+            let again = file.read().unwrap();
             let sorted = |text: &OptionText| {
                 let mut pairs: Vec<_> = text
                     .pairs()

@@ -13,7 +13,9 @@ use std::fs;
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
 
 use nvme_mpt::Pollers;
 use nvme_mpt::lease::{FormerData, PrivateError, make_state_folder};
@@ -118,22 +120,49 @@ impl From<ChangeError> for ServeError {
 /// well.
 pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeError> {
     let signals = EndSignals::hold_back().map_err(ServeError::Signals)?;
-    let (listener, roster) = start(options)?;
+    let stop = Arc::new(AtomicBool::new(false));
+    // A wait at the start, as for a range that is wiped, ends with a signal as well.
+    let signal = await_signal(signals, stop.clone()).map_err(ServeError::Signals)?;
+    let (listener, roster) = start(options, stop)?;
     announce(&roster, out).map_err(ServeError::Print)?;
     let server = Server::run(listener, roster)?;
     writeln!(out, "ready")
         .and_then(|()| out.flush())
         .map_err(ServeError::Print)?;
-    let signal = signals.wait().map_err(ServeError::Signals)?;
+    let signal = signal
+        .recv()
+        .unwrap_or_else(|error| Err(io::Error::other(error)));
+    let signal = signal.map_err(ServeError::Signals)?;
     log::info!("{signal}: no more clients are taken, and the functions are reset");
-    // To the end: a signal that ends the process now would leave leases behind, for data that is not yet
-    // durable. Each wait on the way has its own bound.
-    signals.hold_for_good();
     server.end()
 }
 
+/// Waits for a signal on a thread, which sets `stop` and passes the signal on.
+fn await_signal(
+    signals: EndSignals,
+    stop: Arc<AtomicBool>,
+) -> io::Result<Receiver<io::Result<&'static str>>> {
+    let (sender, receiver) = mpsc::channel();
+    let wait = move || {
+        let signal = signals.wait();
+        stop.store(true, Ordering::Relaxed);
+        // To the end: a signal that ends the process now would leave leases behind, for data that is not yet
+        // durable. Each wait on the way has its own bound.
+        signals.hold_for_good();
+        // A start that failed meanwhile ends the process by itself.
+        let _ = sender.send(signal);
+    };
+    thread::Builder::new()
+        .name("signals".to_owned())
+        .spawn(wait)?;
+    Ok(receiver)
+}
+
 /// Offers the functions that the server begins with. Its control socket is bound, and not served yet.
-fn start(options: ServeOptions) -> Result<(ControlListener, Roster), ServeError> {
+fn start(
+    options: ServeOptions,
+    stop: Arc<AtomicBool>,
+) -> Result<(ControlListener, Roster), ServeError> {
     let ServeOptions {
         functions,
         drives,
@@ -159,7 +188,7 @@ fn start(options: ServeOptions) -> Result<(ControlListener, Roster), ServeError>
         data,
         file,
         added: AddedFile::beside(&control),
-        stop: Arc::new(AtomicBool::new(false)),
+        stop,
     });
     roster.start(functions, drives)?;
     Ok((listener, roster))
@@ -206,12 +235,11 @@ struct Server {
     // First, since it hands in changes.
     control: ControlServer,
     changes: ChangeThread,
-    stop: Arc<AtomicBool>,
 }
 
 impl Server {
     fn run(listener: ControlListener, roster: Roster) -> Result<Self, ServeError> {
-        let (pollers, stop, view) = (roster.pollers(), roster.stop(), roster.view());
+        let (pollers, view) = (roster.pollers(), roster.view());
         let (changes, queue) = ChangeThread::start(roster).map_err(ServeError::Thread)?;
         let control = ControlServer::start(
             listener,
@@ -221,21 +249,12 @@ impl Server {
                 pollers,
             },
         )?;
-        Ok(Self {
-            control,
-            changes,
-            stop,
-        })
+        Ok(Self { control, changes })
     }
 
     /// Ends all functions, and returns the first error.
     fn end(self) -> Result<(), ServeError> {
-        let Self {
-            control,
-            changes,
-            stop,
-        } = self;
-        stop.store(true, Ordering::Relaxed);
+        let Self { control, changes } = self;
         // No more changes come. Those that wait are refused, and the one that is made ends early.
         drop(control);
         let roster = changes.end().ok_or(ServeError::Panicked)?;

@@ -196,7 +196,7 @@ impl Offer {
 /// A function of an earlier run that could not be offered again.
 #[derive(Debug)]
 struct Failed {
-    declared: DeclaredFunction,
+    text: OptionText,
     entry: FunctionEntry,
 }
 
@@ -306,8 +306,8 @@ impl Roster {
         self.hold(Origin::File, file.drives)?;
         let arguments = functions.into_iter().map(DeclaredFunction::argument);
         self.offer_all(arguments.chain(file.functions).collect())?;
-        for declared in earlier {
-            self.offer_again(declared);
+        for text in earlier {
+            self.offer_again(text);
         }
         self.publish();
         Ok(())
@@ -514,11 +514,6 @@ impl Roster {
         self.terms.pollers.clone()
     }
 
-    /// Returns the flag that ends long waits, and refuses changes.
-    pub(super) fn stop(&self) -> Arc<AtomicBool> {
-        self.terms.stop.clone()
-    }
-
     /// Returns the place where other threads find the present functions.
     pub(super) fn view(&self) -> Arc<Mutex<Arc<View>>> {
         self.view.clone()
@@ -614,10 +609,16 @@ impl Roster {
             owner,
             function,
         } = &declared.function;
-        let others = self.offers.iter().map(|offer| &offer.declared.function);
-        let mut others = others.chain(self.failed.iter().map(|failed| &failed.declared.function));
+        let mut others = self.offers.iter().map(|offer| &offer.declared.function);
         if let Some(error) = others.find_map(|other| taken(&declared.function, other)) {
             return Err(error);
+        }
+        if self
+            .failed
+            .iter()
+            .any(|failed| failed.entry.socket == *socket)
+        {
+            return Err(OfferError::SocketTaken(socket.clone()));
         }
         let access = access(*mode, owner.as_ref())?;
         let sharing = batch.iter().map(|other| &other.function.function);
@@ -679,33 +680,29 @@ impl Roster {
     }
 
     /// Offers a function of an earlier run, or lists it as failed: the others are not to wait for it.
-    fn offer_again(&mut self, declared: DeclaredFunction) {
-        let declared = self.resolved(declared);
-        let Err(error) = self.offer(&declared, std::slice::from_ref(&declared)) else {
+    fn offer_again(&mut self, text: OptionText) {
+        let declared = DeclaredFunction::read(Origin::Added, text.clone());
+        let offered = declared.map_err(ChangeError::from);
+        let offered = offered.and_then(|declared| self.offer_all(vec![declared]));
+        let Err(error) = offered else {
             return;
         };
-        self.close_unused();
         let reason = report::chain(&error);
-        let ServedFunction {
-            socket, function, ..
-        } = &declared.function;
-        let id = match &function.id {
-            Some(id) => id.clone(),
-            None => socket.display().to_string(),
-        };
+        let socket = text.get("socket").unwrap_or_default();
+        let id = text.get("id").unwrap_or(socket).to_owned();
         log::error!(
             "Function {id}, which was added in an earlier run, cannot be offered: {reason}"
         );
         let entry = FunctionEntry {
             id,
-            socket: socket.clone(),
-            drive: function.path.to_string(),
+            socket: socket.into(),
+            drive: text.get("path").unwrap_or_default().to_owned(),
             range: None,
             origin: Origin::Added,
             summary: format!("not offered: {reason}"),
             state: FunctionState::Failed { reason },
         };
-        self.failed.push(Failed { declared, entry });
+        self.failed.push(Failed { text, entry });
     }
 
     /// Keeps drives open.
@@ -794,10 +791,10 @@ impl Roster {
 
     fn store_added(&self) -> Result<(), ChangeError> {
         let offers = self.offers.iter().map(|offer| &offer.declared);
-        let all = offers.chain(self.failed.iter().map(|failed| &failed.declared));
-        let added = all.filter(|declared| declared.origin == Origin::Added);
-        let texts = added.filter_map(|declared| declared.text.as_ref());
-        Ok(self.terms.added.write(texts)?)
+        let added = offers.filter(|declared| declared.origin == Origin::Added);
+        let added = added.filter_map(|declared| declared.text.as_ref());
+        let failed = self.failed.iter().map(|failed| &failed.text);
+        Ok(self.terms.added.write(added.chain(failed))?)
     }
 
     fn close_unused(&mut self) {

@@ -1,10 +1,11 @@
 //! Functions that are added to a running server, removed, listed and reloaded.
 
 use std::fs;
+use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::process::Output;
+use std::process::{Command, Output, Stdio};
 use std::thread;
 
 use nvme_mpt_cli::control::request_change;
@@ -180,6 +181,17 @@ fn an_added_function_that_cannot_be_offered_again_keeps_no_other_back() {
     assert!(table.contains("does not exist"), "{table}");
     let (status, _) = server.signal("TERM");
     assert!(status.success());
+
+    // Nor does one whose options are wrong by now.
+    let kept = bench.path("one.control.functions.toml");
+    let text = fs::read_to_string(&kept).unwrap();
+    let text = text
+        + "\n[[function]]\nsocket = \"/c.sock\"\npath = \"null:1G\"\nprofile = \"/gone.toml\"\n";
+    fs::write(&kept, text).unwrap();
+    let server = bench.serve("one", &[]).unwrap();
+    assert_eq!(list(&bench)[2], entry("/c.sock", "added", "failed"));
+    ask(&bench, "remove", &["/c.sock"]).unwrap();
+    drop(server);
 
     // It was not forgotten.
     fs::rename(bench.path("away.img"), bench.path("drive.img")).unwrap();
@@ -454,6 +466,42 @@ fn a_wipe_for_an_added_function_ends_with_the_server() {
     let refused = ask(&bench, "add", &[&options("b", "")]).unwrap_err();
     assert!(refused.contains("data=wipe"), "{refused}");
     server.stop();
+}
+
+#[test]
+fn a_wipe_at_the_start_ends_with_a_signal() {
+    let bench = Bench::new();
+    let big = fs::File::create(bench.path("big.img")).unwrap();
+    big.set_len(64 << 30).unwrap();
+    let slow = "[[fault]]\nkind = \"latency\"\nadd = \"500ms\"\noperations = [\"write-zeroes\"]\n";
+    fs::write(bench.path("slow.toml"), slow).unwrap();
+    let options = |id: &str, data: &str| {
+        format!("socket={id}.sock,path=big.img,id={id},faults=slow.toml{data}")
+    };
+    bench.serve("one", &[&options("a", "")]).unwrap().stop();
+    let mut serve = bench.serve_command("one", &[&options("b", ",data=wipe")]);
+    let mut serve = serve.stderr(Stdio::piped()).spawn().unwrap();
+    // The wipe would take two minutes.
+    while bench.leases().is_empty() {
+        thread::yield_now();
+    }
+    let pid = serve.id().to_string();
+    let sent = Command::new("kill").args(["-s", "TERM", &pid]).status();
+    assert!(sent.unwrap().success());
+    let mut stderr = String::new();
+    serve
+        .stderr
+        .take()
+        .unwrap()
+        .read_to_string(&mut stderr)
+        .unwrap();
+    assert_eq!(serve.wait().unwrap().code(), Some(1));
+    assert!(
+        stderr.contains("was stopped, as the server ends"),
+        "{stderr}"
+    );
+    assert_eq!(bench.leases(), []);
+    assert!(!exists(&bench.path("one.control")));
 }
 
 /// Returns the open files, threads, mappings and resident bytes of a process.

@@ -7,6 +7,7 @@
 //! A bucket is one moment: the time at which its credit and its debt are both zero (the theoretical arrival time of the
 //! generic cell rate algorithm). Queues of several pollers charge it by one atomic operation for each batch.
 
+use std::fmt;
 use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -19,6 +20,9 @@ const BURST: Duration = Duration::from_millis(10);
 
 /// Longest rest beyond the moment at which there is credit.
 const REST: Duration = Duration::from_millis(1);
+
+/// Longest rest in all.
+const REST_MAX: Duration = Duration::from_secs(1);
 
 /// Units per second, and units that may come at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -36,6 +40,28 @@ pub struct RateLimits {
     pub iops: Option<RateLimit>,
     /// Bytes that are read and written.
     pub bandwidth: Option<RateLimit>,
+}
+
+impl fmt::Display for RateLimits {
+    /// The limits as options, or nothing.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { iops, bandwidth } = self;
+        if let Some(RateLimit { per_second, burst }) = iops {
+            write!(f, "iops={per_second}")?;
+            if let Some(burst) = burst {
+                write!(f, "+{burst}")?;
+            }
+        }
+        let Some(RateLimit { per_second, burst }) = bandwidth else {
+            return Ok(());
+        };
+        let separator = if iops.is_some() { "," } else { "" };
+        write!(f, "{separator}bandwidth={}", Bytes(per_second.get()))?;
+        match burst {
+            Some(burst) => write!(f, "+{}", Bytes(burst.get())),
+            None => Ok(()),
+        }
+    }
 }
 
 /// A text is no limit.
@@ -148,7 +174,10 @@ impl Limiter {
         let capacities = buckets.filter(|bucket| bucket.is_limited());
         let capacities = capacities.map(|bucket| bucket.capacity.load(Ordering::Relaxed) / 4);
         let rest = capacities.min().unwrap_or(0).min(longest);
-        self.due().max(Ticks(now.0.saturating_add(rest)))
+        // A large debt takes several rests.
+        let last = self.rate.ticks(REST_MAX);
+        let [first, last] = [rest, last].map(|ticks| Ticks(now.0.saturating_add(ticks)));
+        self.due().max(first).min(last)
     }
 
     /// Returns the moment from which [`Self::allowance`] is above zero.
@@ -292,6 +321,14 @@ mod tests {
             );
             assert_eq!(RateLimit::of_bytes(text), Err(NoLimit::Bytes), "{text}");
         }
+        for (iops, bandwidth, text) in [
+            ("", "", ""),
+            ("20000", "", "iops=20000"),
+            ("1+5", "1M+1G", "iops=1+5,bandwidth=1M+1G"),
+            ("", "1000", "bandwidth=1000"),
+        ] {
+            assert_eq!(limits(iops, bandwidth).to_string(), text);
+        }
         // A thousand or 1,024?
         assert!(RateLimit::of_commands("20K").is_err());
     }
@@ -317,6 +354,7 @@ mod tests {
         assert!(limiter.allowance(Ticks(SECOND)) > 0);
         limiter.charge(1, 4 << 20, Ticks(SECOND));
         assert_eq!(limiter.allowance(Ticks(4 * SECOND)), 0);
+        assert_eq!(limiter.rest(Ticks(2 * SECOND)), Ticks(3 * SECOND));
         let due = limiter.due();
         assert!((3.9..=4.0).contains(&(due.since(Ticks(SECOND)) as f64 / 1e9)));
         assert!(limiter.allowance(due) > 0);

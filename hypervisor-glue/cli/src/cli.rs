@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, Parser, Subcommand};
 
-use nvme_mpt::lease::{CONTROL_SOCKET, FormerData, LeaseEntry, LeaseState, Ledger};
+use nvme_mpt::lease::{CONTROL_SOCKET, FormerData, LeaseEntry, LeaseError, LeaseState, Ledger};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_software::faults::FaultPlan;
 use nvme_vfio::function::{HostRoot, PciAddress};
@@ -199,6 +199,10 @@ enum LeasesCommand {
     Release {
         /// The lease's id
         id: String,
+        /// Hand the data that the id left over to the next lease of its range, whatever its id. The ledger keeps this,
+        /// also for an id whose lease ended by itself
+        #[arg(long)]
+        keep: bool,
         /// Release it although its holder lives. The next tenant then shares the range with a process
         /// that may still write
         #[arg(long)]
@@ -541,9 +545,24 @@ fn run_leases(options: Leases) -> Result<(), Box<dyn Error>> {
                 write_leases(&mut out, &leases)?;
             }
         }
-        LeasesCommand::Release { id, force } => {
-            let LeaseEntry { range, drive, .. } = ledger.release(&id, force)?;
-            writeln!(out, "Released {id}: range {range} of {drive}")?;
+        LeasesCommand::Release { id, keep, force } => {
+            match ledger.release(&id, force) {
+                Ok(LeaseEntry { range, drive, .. }) => {
+                    writeln!(out, "Released {id}: range {range} of {drive}")?;
+                }
+                // It ended by itself, and its data is there.
+                Err(LeaseError::NoSuchLease { .. }) if keep => {}
+                Err(error) => return Err(error.into()),
+            }
+            if keep {
+                let ranges = ledger.give_up_data(&id)?;
+                let ranges: Vec<String> = ranges.iter().map(ToString::to_string).collect();
+                writeln!(
+                    out,
+                    "The data of {id} goes to the next lease of {}",
+                    ranges.join(", ")
+                )?;
+            }
         }
     }
     Ok(())

@@ -46,7 +46,9 @@ impl fmt::Display for Table {
 
 /// Returns the table of a server's functions.
 pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
-    let mut table = Table::new(&["ID", "STATE", "ORIGIN", "RANGE", "DRIVE", "SOCKET"]);
+    let mut table = Table::new(&[
+        "ID", "STATE", "ORIGIN", "RANGE", "LIMITS", "DRIVE", "SOCKET",
+    ]);
     for entry in functions {
         let FunctionEntry {
             id,
@@ -54,6 +56,7 @@ pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
             drive,
             range,
             origin,
+            limits,
             state,
             summary: _,
         } = entry;
@@ -75,6 +78,10 @@ pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
             state,
             origin.to_owned(),
             range.map_or("-".to_owned(), |range| range.to_string()),
+            match limits.as_str() {
+                "" => "-".to_owned(),
+                limits => limits.to_owned(),
+            },
             drive.clone(),
             socket.display().to_string(),
         ]);

@@ -65,6 +65,12 @@ pub enum LeaseError {
         /// The id.
         id: String,
     },
+    /// No range has data of the id.
+    #[error("No range has data of lease \"{id}\" that could be kept")]
+    NoData {
+        /// The id.
+        id: String,
+    },
     /// The lease's holder lives.
     #[error(
         "Cannot release {other}, which is in use: stop that process first; --force releases it all the same, but then whoever leases \

@@ -205,6 +205,36 @@ impl Ledger {
         }
     }
 
+    /// Records that the data which the id left may go to any other id. Returns its ranges.
+    ///
+    /// A lease that the id has holds on. The record ends when the id leases the range again.
+    ///
+    /// # Errors
+    /// The id left no data, or the ledger's file cannot be used.
+    pub fn give_up_data(&self, id: &str) -> Result<Vec<ByteRange>, LeaseError> {
+        let given_up = |records: &mut Records| {
+            let ranges = tenants::give_up(&mut records.tenants, id);
+            match ranges.is_empty() {
+                true => Err(LeaseError::NoData { id: id.to_owned() }),
+                false => Ok(ranges),
+            }
+        };
+        match &*self.0 {
+            Book::Folder(folder) => {
+                // As in `release`.
+                given_up(&mut folder.read()?)?;
+                let exclusive = folder.lock()?;
+                let mut records = folder.read()?;
+                let ranges = given_up(&mut records)?;
+                exclusive.write(&records)?;
+                Ok(ranges)
+            }
+            Book::Process { records, .. } => {
+                given_up(&mut records.lock().unwrap_or_else(PoisonError::into_inner))
+            }
+        }
+    }
+
     /// Enters that `place`, of a lease, has been wiped.
     fn wiped(&self, place: &Place<'_>) -> Result<(), StoreError> {
         match &*self.0 {

@@ -53,6 +53,9 @@ pub(super) struct Tenant {
     /// It is being wiped: what is left is nobody's.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     wiping: bool,
+    /// The operator has given the data up: the next lease gets it, whatever its id.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    given_up: bool,
 }
 
 /// Data in the way of a lease.
@@ -135,7 +138,13 @@ impl Tenant {
             nsid: place.nsid,
             range: place.range,
             wiping: false,
+            given_up: false,
         }
+    }
+
+    /// Returns whether the data is in the way of a lease with this id.
+    fn is_foreign(&self, id: &str) -> bool {
+        self.wiping || (self.id != id && !self.given_up)
     }
 
     fn overlaps(&self, place: &Place<'_>) -> bool {
@@ -153,13 +162,25 @@ pub(super) fn in_the_way(tenants: &[Tenant], place: &Place<'_>) -> Option<Left> 
 }
 
 fn in_the_way_of_part(tenants: &[Tenant], place: &Place<'_>) -> Option<Left> {
-    let foreign =
-        |tenant: &&Tenant| tenant.overlaps(place) && (tenant.wiping || tenant.id != place.id);
+    let foreign = |tenant: &&Tenant| tenant.overlaps(place) && tenant.is_foreign(place.id);
     tenants.iter().find(foreign).map(|tenant| Left {
         id: tenant.id.clone(),
         range: tenant.range,
         wiping: tenant.wiping,
     })
+}
+
+/// Gives up the data that an id left: the next lease of it gets it. Returns the ranges. A range whose wipe has not ended
+/// is not among them, as its data is mixed.
+pub(super) fn give_up(tenants: &mut [Tenant], id: &str) -> Vec<ByteRange> {
+    let its = tenants
+        .iter_mut()
+        .filter(|tenant| tenant.id == id && !tenant.wiping);
+    its.map(|tenant| {
+        tenant.given_up = true;
+        tenant.range
+    })
+    .collect()
 }
 
 /// Enters `place` for its id. With `wipe`, parts with data of others are marked instead.
@@ -282,6 +303,27 @@ mod tests {
         assert_eq!(in_the_way(&tenants, &place("b", 15, 2)), None);
         assert!(in_the_way(&tenants, &place("b", 10, 7)).is_some());
         assert!(in_the_way(&tenants, &place("b", 17, 3)).is_some());
+    }
+
+    #[test]
+    fn data_that_was_given_up_is_in_the_way_of_no_id() {
+        let mut tenants = Vec::new();
+        enter(&mut tenants, &place("a", 10, 10), false);
+        enter(&mut tenants, &place("c", 30, 10), false);
+        let given_up = give_up(&mut tenants, "a");
+        assert_eq!(given_up, [ByteRange::new(10, 10).unwrap()]);
+        assert_eq!(give_up(&mut tenants, "none"), []);
+        assert_eq!(in_the_way(&tenants, &place("b", 10, 10)), None);
+        assert!(in_the_way(&tenants, &place("b", 10, 21)).is_some());
+        // A request to wipe wipes it all the same.
+        let mut wiped = tenants.clone();
+        enter(&mut wiped, &place("b", 10, 10), true);
+        assert_eq!(marked(&wiped, &place("b", 10, 10)), given_up);
+        assert_eq!(give_up(&mut wiped, "a"), [], "mixed data");
+        // The new id has it like any other data, and what it does not lease stays given up.
+        enter(&mut tenants, &place("b", 10, 5), false);
+        assert!(in_the_way(&tenants, &place("a", 10, 5)).is_some());
+        assert_eq!(in_the_way(&tenants, &place("d", 15, 5)), None);
     }
 
     #[test]

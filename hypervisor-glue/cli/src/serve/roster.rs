@@ -163,6 +163,9 @@ pub struct FunctionEntry {
     pub range: Option<ByteRange>,
     /// Origin of its declaration.
     pub origin: Origin,
+    /// Its limits, as in `iops=20000,bandwidth=100M`; empty if it has none.
+    #[serde(default)]
+    pub limits: String,
     /// Its state.
     pub state: FunctionState,
     /// Facts of the function for a person.
@@ -186,6 +189,7 @@ impl Offer {
     /// Changes the limits, under the guest.
     fn set_rates(&mut self, rates: RateLimits) {
         self.declared.function.function.rates = rates;
+        self.entry.limits = rates.to_string();
         // A function that has ended by itself has no queues to limit.
         if let Some(attachment) = self.attachment.upgrade() {
             attachment.set_rates(rates);
@@ -404,6 +408,7 @@ impl Roster {
             return Err(error);
         }
         self.offers[place].set_rates(rates);
+        self.publish();
         Ok(self.offers[place].entry.clone())
     }
 
@@ -668,6 +673,7 @@ impl Roster {
                 drive: function.path.to_string(),
                 range: Some(range),
                 origin: declared.origin,
+                limits: function.rates.to_string(),
                 state: FunctionState::Waiting,
                 summary,
             },
@@ -699,6 +705,7 @@ impl Roster {
             drive: text.get("path").unwrap_or_default().to_owned(),
             range: None,
             origin: Origin::Added,
+            limits: String::new(),
             summary: format!("not offered: {reason}"),
             state: FunctionState::Failed { reason },
         };

@@ -270,6 +270,42 @@ fn the_data_of_another_id_is_handed_over_or_wiped_on_request_alone() {
 }
 
 #[test]
+fn data_is_given_up_beforehand_once() {
+    let bench = Bench::new();
+    let function = |id: &str| format!("socket={id}.sock,path=drive.img,id={id},range=0+16M");
+    let serve = |id: &str| bench.serve("one", &[&function(id)]);
+    let keep = |id: &str| bench.run("leases", &["release", id, "--keep"]);
+    let nothing = keep("a");
+    let told = String::from_utf8(nothing.stderr).unwrap();
+    assert!(told.contains("No range has data of lease \"a\""), "{told}");
+
+    let server = serve("a").unwrap();
+    let held = keep("a");
+    let told = String::from_utf8(held.stderr).unwrap();
+    assert!(told.contains("which is in use"), "{told}");
+    server.stop();
+    assert!(
+        serve("b")
+            .unwrap_err()
+            .stderr
+            .contains("data of lease \"a\"")
+    );
+    let kept = keep("a");
+    let told = String::from_utf8(kept.stdout).unwrap();
+    assert_eq!(told, "The data of a goes to the next lease of 0+16M\n");
+    serve("b").unwrap().kill();
+    // A dead holder's lease is released with it.
+    let kept = keep("b");
+    let told = String::from_utf8(kept.stdout).unwrap();
+    assert!(
+        told.starts_with("Released b: range 0+16M of file:"),
+        "{told}"
+    );
+    serve("c").unwrap().stop();
+    serve("b").unwrap_err();
+}
+
+#[test]
 fn private_drives_are_in_no_ledger() {
     let bench = Bench::new();
     let function = "socket=a.sock,path=memory:1M,id=a";

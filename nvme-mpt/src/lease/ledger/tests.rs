@@ -404,6 +404,30 @@ fn the_data_of_another_id_refuses_a_range_until_somebody_decides() {
 }
 
 #[test]
+fn data_that_is_given_up_goes_to_the_next_id() {
+    let (_dir, ledgers) = both();
+    for ledger in ledgers {
+        let lease = ledger.acquire(&strict("a", "1G+1G")).unwrap();
+        let error = ledger.give_up_data("b").unwrap_err();
+        assert!(matches!(error, LeaseError::NoData { .. }), "{error}");
+        let ranges = ledger.give_up_data("a").unwrap();
+        assert_eq!(ranges, ["1G+1G".parse().unwrap()]);
+        // Not before its lease ends.
+        ledger.acquire(&strict("b", "1G+1G")).unwrap_err();
+        drop(lease);
+        let lease = ledger.acquire(&strict("b", "1G+1G")).unwrap();
+        assert!(lease.unwiped().is_empty());
+        drop(lease);
+        // That was once.
+        ledger.acquire(&strict("a", "1G+1G")).unwrap_err();
+        // An id that comes back has its data for itself again.
+        ledger.give_up_data("b").unwrap();
+        drop(ledger.acquire(&strict("b", "1G+1G")).unwrap());
+        ledger.acquire(&strict("a", "1G+1G")).unwrap_err();
+    }
+}
+
+#[test]
 fn a_wipe_that_does_not_end_leaves_its_range_marked() {
     let (_dir, ledgers) = both();
     for ledger in ledgers {

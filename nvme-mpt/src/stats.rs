@@ -124,6 +124,8 @@ pub struct QueueCounters {
     pub interrupts: Counter,
     /// Looks at the doorbell after re-arming that found a new value: each saved a lost wake-up.
     pub rearm_saves: Counter,
+    /// Ticks in which commands waited for the limits of their lease.
+    pub throttled: Counter,
     /// Latencies of commands.
     pub latency: Histogram,
     /// Doorbell writes that exited to the VMM. Written by the control thread.
@@ -172,6 +174,9 @@ pub struct QueueStats {
     pub errors: u64,
     /// Looks at the doorbell after re-arming that found a new value.
     pub rearm_saves: u64,
+    /// Milliseconds in which commands waited for the limits of their lease.
+    #[serde(default)]
+    pub throttled_ms: u64,
     /// Latencies of commands, from being taken to their completion.
     pub latency_us: LatencyStats,
     /// Use of the drive's queue pair behind it; `None` while there is none, or the drive has no bound on
@@ -191,6 +196,7 @@ impl QueueCounters {
             interrupts: self.interrupts.get(),
             errors: self.errors.get(),
             rearm_saves: self.rearm_saves.get(),
+            throttled_ms: nanoseconds(self.throttled.get()) / 1_000_000,
             latency_us: self.latency.latency(),
             host_queue: None,
         }

@@ -103,6 +103,8 @@ pub(crate) struct ShadowCore {
     is_limited: bool,
     /// Moment up to which commands wait for the limits; `None` if none does.
     rests_until: Option<Ticks>,
+    /// Moment since which commands wait for the limits; `None` if none does.
+    throttled_since: Option<Ticks>,
     /// `None` while the queue rests. Dropped last: all memory of the VM's was let go of by then.
     table_use: Option<TableUse>,
 }
@@ -137,6 +139,7 @@ impl ShadowQueue {
             is_logged: false,
             is_limited: false,
             rests_until: None,
+            throttled_since: None,
             table_use: Some(table_use),
         };
         core.follow_table();
@@ -447,7 +450,8 @@ impl ShadowCore {
         true
     }
 
-    /// Returns the number of commands that the limits of the lease allow now. If it is none, the queue rests.
+    /// Returns the number of commands that the limits of the lease allow now, as there are some. If it is none, the
+    /// queue rests.
     #[cold]
     fn allowance(&mut self) -> u32 {
         if !self.is_limited {
@@ -459,7 +463,21 @@ impl ShadowCore {
         if allowance == 0 {
             self.rests_until = Some(limiter.rest(now));
         }
+        self.throttle(allowance == 0, now);
         allowance
+    }
+
+    /// Notes whether commands wait for the limits of their lease now.
+    #[cold]
+    fn throttle(&mut self, waits: bool, now: Ticks) {
+        match (self.throttled_since, waits) {
+            (None, true) => self.throttled_since = Some(now),
+            (Some(since), false) => {
+                self.cq.counters.throttled.add(now.since(since));
+                self.throttled_since = None;
+            }
+            _ => {}
+        }
     }
 
     /// Completes what the host controller has done. Returns whether there was anything.

@@ -84,6 +84,8 @@ fn no_more_commands_pass_than_the_limit_in_each_doorbell_mode() {
             "{doorbells:?}: {time:?}"
         );
         assert!(host.parks() > parks + 50, "{doorbells:?}: the poller spun");
+        let throttled = machine.queue_stats(1).throttled_ms;
+        assert!((100..=60_000).contains(&throttled), "{throttled} ms");
     }
 }
 

@@ -186,6 +186,7 @@ impl FunctionStats {
                 interrupts: now.interrupts.saturating_sub(before.interrupts),
                 errors: now.errors.saturating_sub(before.errors),
                 rearm_saves: now.rearm_saves.saturating_sub(before.rearm_saves),
+                throttled_ms: now.throttled_ms.saturating_sub(before.throttled_ms),
                 latency_us: now.latency_us,
                 host_queue: now.host_queue,
             }
@@ -234,6 +235,7 @@ mod tests {
                         interrupts: 34_567,
                         errors: 0,
                         rearm_saves: 1,
+                        throttled_ms: 0,
                         latency_us: LatencyStats {
                             p50: 12.34,
                             p99: 56.7,

@@ -57,6 +57,11 @@ impl fmt::Display for FunctionStats {
             "p99.9 us",
             "max us",
         ];
+        // Leases without limits have no such column.
+        let throttled = self.queues.iter().any(|queue| queue.throttled_ms > 0);
+        if throttled {
+            head.push("throttled ms");
+        }
         // Only drives with a limited number of host queues name them.
         if counted {
             head.push("host queue");
@@ -85,6 +90,9 @@ impl fmt::Display for FunctionStats {
                 microseconds(queue.latency_us.p999),
                 microseconds(queue.latency_us.max),
             ];
+            if throttled {
+                row.push(queue.throttled_ms.to_string());
+            }
             if counted {
                 let host_queue = match queue.host_queue {
                     None => "",

@@ -6,6 +6,7 @@
 use super::departures::HeldDepartures;
 use super::{CompletionQueue, ShadowCore, Slot};
 use crate::address::{Gpa, PAGE_SIZE};
+use crate::clock::Ticks;
 use crate::dma::RegionTable;
 use crate::doorbell::DoorbellBuffer;
 use crate::host::HostMemory;
@@ -52,6 +53,9 @@ impl ShadowCore {
         self.is_limited = self.context.limiter.is_limited();
         self.is_special = self.is_logged || self.is_limited;
         self.rests_until = None;
+        if !self.is_limited {
+            self.throttle(false, Ticks::now());
+        }
         if self.is_logged {
             self.note_event_idx();
         }

@@ -65,15 +65,15 @@ fn limit(bench: &Bench) -> Result<(), Failure> {
     let guest = bench.boot_with(bench.v6_12(), &config)?;
     let load = Fio::new("limited", "randread", "4k", 16).runtime(Duration::from_secs(6));
     let limited = load.run(&guest)?.main().iops;
-    // Above it, a slow machine cannot bring it.
-    expect(limited <= 515.0, || {
+    // An emulated guest's clock may run behind. A slow machine alone brings fewer.
+    expect(limited <= 600.0, || {
         format!("{limited} I/Os per second instead of 500")
     })?;
     let job = guest.start(&load.script())?;
     server.limit("a", "iops=none")?;
     let output = guest.finish(job, load.patience())?;
     let free = load.report(&output.text)?.main().iops;
-    expect(free > 515.0, || {
+    expect(free > 1.5 * limited, || {
         format!("{free} I/Os per second without a limit, {limited} with one")
     })?;
     guest.check(

@@ -439,12 +439,12 @@ fn the_example_file_is_one() {
 fn a_wipe_for_an_added_function_ends_with_the_server() {
     let bench = Bench::new();
     let big = fs::File::create(bench.path("big.img")).unwrap();
-    big.set_len(4 << 30).unwrap();
-    // Eight commands at a time, each half a second: 8 s in all.
+    big.set_len(64 << 30).unwrap();
+    // Eight commands at a time, each half a second: two minutes in all.
     let slow = "[[fault]]\nkind = \"latency\"\nadd = \"500ms\"\noperations = [\"write-zeroes\"]\n";
     fs::write(bench.path("slow.toml"), slow).unwrap();
     let options = |id: &str, data: &str| {
-        format!("socket={id}.sock,path=big.img,range=0+4G,id={id},faults=slow.toml{data}")
+        format!("socket={id}.sock,path=big.img,id={id},faults=slow.toml{data}")
     };
     let server = bench.serve("one", &[]).unwrap();
     ask(&bench, "add", &[&options("a", "")]).unwrap();

@@ -25,6 +25,7 @@ pub mod event;
 pub mod host;
 pub mod interrupt;
 pub mod iova;
+pub mod kept;
 pub mod learn;
 pub mod lease;
 pub mod limit;

@@ -7,9 +7,7 @@ use integration::guest::{Drive, GuestConfig, HOTPLUG_BUS};
 use integration::server::FunctionOptions;
 
 use crate::Group;
-use crate::fixture::{
-    Bench, Failure, PATIENCE, await_path, expect, expect_no_complaints, verified_load,
-};
+use crate::fixture::{Bench, Failure, PATIENCE, await_path, expect, expect_no_complaints};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "roster",
@@ -31,7 +29,12 @@ fn beside_a_guest(bench: &Bench) -> Result<(), Failure> {
     let config = GuestConfig::new("guest").vcpus(2).hotplug();
     let config = config.drive(Drive::vfio_user(server.socket("a")));
     let mut guest = bench.boot_with(bench.v6_12(), &config)?;
-    let load = verified_load("beside", 48);
+    let load = Fio::new("beside", "randwrite", "4k", 16)
+        .option("size", "60m")
+        .option("verify", "crc32c")
+        .option("verify_backlog", "1024")
+        .option("verify_fatal", "1")
+        .runtime(Duration::from_secs(20));
     let job = guest.start(&load.script())?;
     for number in 0..COMINGS {
         let id = format!("f{number}");

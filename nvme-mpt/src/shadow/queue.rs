@@ -27,6 +27,7 @@ use crate::doorbell::{DoorbellBuffer, DoorbellPage};
 use crate::event::{Event, EventQueue, QueueFailure};
 use crate::host::{Completes, HostBatch, HostQueue, HostQueuePair, Limits};
 use crate::interrupt::Standing;
+use crate::kept::keep_for_good;
 use crate::limit::Limiter;
 use crate::memory::{Room, lost_memory_epoch};
 use crate::poller::Silence;
@@ -267,9 +268,9 @@ impl Drop for ShadowQueue {
         if !self.host.settle() {
             // Commands that the drive keeps may still reach the VM's memory and the leased blocks. Neither is given
             // to another.
-            std::mem::forget(self.core.translator.table().clone());
-            std::mem::forget(std::mem::take(&mut self.core.departures));
-            std::mem::forget(self.holding.clone());
+            let table = self.core.translator.table().clone();
+            let departures = std::mem::take(&mut self.core.departures);
+            keep_for_good((table, departures, self.holding.clone()));
         }
     }
 }

@@ -465,7 +465,7 @@ impl<R: Ring, C: Clock> Drop for FileQueue<R, C> {
         self.file.turns.leave(self.waiter());
         self.file.claims.close_lane(&self.lane);
         if !settled {
-            std::mem::forget(std::mem::take(&mut self.operations));
+            nvme_mpt::kept::keep_for_good(std::mem::take(&mut self.operations));
         }
     }
 }

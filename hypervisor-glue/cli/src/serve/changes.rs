@@ -6,7 +6,10 @@ use std::thread::{self, JoinHandle};
 use nvme_mpt_vmm::report;
 use serde::{Deserialize, Serialize};
 
-use super::roster::{ChangeError, FunctionEntry, Reloaded, Roster};
+use super::error::ChangeError;
+use super::reload::Reloaded;
+use super::roster::Roster;
+use super::view::FunctionEntry;
 use crate::control::Reply;
 
 /// Changes that wait while another one is made.

@@ -1,13 +1,18 @@
 //! `nvme-mpt serve`: drives are opened, leased in parts and offered as NVMe functions, until a
 //! signal asks for the end. Functions come and go meanwhile.
 //!
-//! `declared` has functions as they are declared, `drives` the drives that are open, `roster` what is offered,
-//! `changes` the thread that changes it.
+//! `declared` has functions as they are declared, `drives` the drives that are open, `offer` one function that is
+//! offered, `roster` all of them, `reload` their match with a file, `changes` the thread that changes them, `view`
+//! their report to other threads.
 
 mod changes;
 mod declared;
 mod drives;
+mod error;
+mod offer;
+mod reload;
 mod roster;
+mod view;
 
 use std::fs;
 use std::io::{self, Write};
@@ -25,7 +30,8 @@ use thiserror::Error;
 
 use self::changes::{ChangeQueue, ChangeThread};
 use self::declared::AddedFile;
-use self::roster::{Roster, Terms, View};
+use self::roster::{Roster, Terms};
+use self::view::View;
 use crate::attach;
 use crate::control::{ControlError, ControlListener, ControlServer, Reply, Service};
 use crate::faults::{self, DriveFaults, FaultRequest};
@@ -36,7 +42,9 @@ use crate::stats::{DriveStats, ServerStats};
 pub use self::changes::{Change, Changed};
 pub use self::declared::{FileError, Origin};
 pub use self::drives::DriveError;
-pub use self::roster::{ChangeError, FunctionEntry, FunctionState, OfferError, Reloaded};
+pub use self::error::{ChangeError, OfferError};
+pub use self::reload::Reloaded;
+pub use self::view::{FunctionEntry, FunctionState};
 
 /// Functions of a server, and the places of its state.
 #[derive(Clone, Debug)]

@@ -5,197 +5,21 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use nix::unistd::{Group, User};
-use nvme_mpt::host::NamespaceFormat;
-use nvme_mpt::lease::{ByteRange, FormerData};
-use nvme_mpt::limit::RateLimits;
-use nvme_mpt::{Attachment, Drive, Pollers};
+use nvme_mpt::lease::FormerData;
+use nvme_mpt::{Drive, Pollers};
 use nvme_mpt_vmm::drives::DrivePath;
-use nvme_mpt_vmm::open::{self, Ledgers, OpenError};
-use nvme_mpt_vmm::options::{
-    OptionError, OptionText, RateChange, ServedDrive, ServedFunction, SocketOwner,
-};
+use nvme_mpt_vmm::open::Ledgers;
+use nvme_mpt_vmm::options::{OptionText, RateChange, ServedDrive, ServedFunction};
 use nvme_mpt_vmm::report;
-use serde::{Deserialize, Serialize};
-use thiserror::Error;
-use vfio_user_server::SocketAccess;
-use vmm_device::{MsixMasking, NvmeFunction};
 
-use super::declared::{AddedFile, Declarations, DeclaredFunction, FileError, Origin};
-use super::drives::{DriveError, OpenDrives};
-use crate::adaptor::NvmeDevice;
-use crate::function_thread::{FunctionHandle, FunctionThread, FunctionThreadError, Leave};
-
-/// One function cannot be offered.
-#[derive(Debug, Error)]
-pub enum OfferError {
-    /// Another function has the socket.
-    #[error("Two functions have the socket {}: give each its own", .0.display())]
-    SocketTaken(PathBuf),
-    /// Another function has the id.
-    #[error("Two functions have the id \"{0}\": give each its own")]
-    IdTaken(String),
-    /// Its drive cannot be opened.
-    #[error(transparent)]
-    Drive(#[from] DriveError),
-    /// Its part of the drive cannot be opened.
-    #[error(transparent)]
-    Open(#[from] OpenError),
-    /// The owner of its socket is not known.
-    #[error("There is no {kind} \"{name}\" to own the socket: create it, or give its number")]
-    NoOwner {
-        /// `user` or `group`.
-        kind: &'static str,
-        /// Its name.
-        name: String,
-    },
-    /// Its doorbells cannot be offered.
-    #[error("Cannot share the doorbells; raise the limit on open files")]
-    Doorbells(#[source] std::io::Error),
-    /// Error serving a function.
-    #[error(transparent)]
-    Thread(#[from] FunctionThreadError),
-}
-
-/// A change of the functions cannot be made. Nothing has changed, unless the error says so.
-#[derive(Debug, Error)]
-pub enum ChangeError {
-    /// The function's options are wrong.
-    #[error(transparent)]
-    Option(#[from] OptionError),
-    /// A function cannot be offered.
-    #[error("Cannot offer the function on {}", socket.display())]
-    Function {
-        /// Its socket.
-        socket: PathBuf,
-        /// Why.
-        source: OfferError,
-    },
-    /// A drive cannot be kept open.
-    #[error("Cannot keep drive {path} open")]
-    Drive {
-        /// The drive.
-        path: DrivePath,
-        /// Why.
-        source: DriveError,
-    },
-    /// There is no such function.
-    #[error("There is no function \"{id}\"; the functions are: {}", known(.functions))]
-    NoFunction {
-        /// Id that was asked for.
-        id: String,
-        /// Ids that there are.
-        functions: Vec<String>,
-    },
-    /// A VMM has the function.
-    #[error(
-        "A VMM is connected to function {0}: detach it there first, or say --force, and its guest loses the drive"
-    )]
-    Connected(String),
-    /// The function's thread is busy.
-    #[error("Function {0} does not answer, as it waits for commands in flight: try again later")]
-    Busy(String),
-    /// The function is declared in the server's file.
-    #[error("Function {id} is declared in {}: take it out there, then run `nvme-mpt reload`", file.display())]
-    Declared {
-        /// The function.
-        id: String,
-        /// The file.
-        file: PathBuf,
-    },
-    /// The server has no file.
-    #[error(
-        "The server was started without --config, so there is no file to match: start it with --config FILE"
-    )]
-    NoFile,
-    /// A file of functions cannot be used.
-    #[error(transparent)]
-    File(#[from] FileError),
-    /// The server is about to end.
-    #[error("The server is about to end: repeat the change when it runs again")]
-    Ending,
-    /// The state before a failed reload could not be restored as a whole.
-    #[error("{error}\nThe functions before could not all be restored: {}", failed.join("; "))]
-    NotRestored {
-        /// Why the reload failed.
-        error: Box<Self>,
-        /// Functions that are not offered any more, each with the reason.
-        failed: Vec<String>,
-    },
-}
-
-fn known(functions: &[String]) -> String {
-    match functions {
-        [] => "none".to_owned(),
-        functions => functions.join(", "),
-    }
-}
-
-/// State of a function.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum FunctionState {
-    /// It waits for a VMM.
-    Waiting,
-    /// A VMM is connected.
-    Connected,
-    /// It waits for commands in flight, and does not report its state.
-    Busy,
-    /// It was added earlier, and could not be offered when the server was started.
-    Failed {
-        /// Why.
-        reason: String,
-    },
-}
-
-/// A function, as `nvme-mpt list` reports it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FunctionEntry {
-    /// Name of the function and of its lease. A function that failed may have its socket instead.
-    pub id: String,
-    /// Socket on which a VMM connects.
-    pub socket: PathBuf,
-    /// The drive, as in `path=`.
-    pub drive: String,
-    /// Leased bytes of the drive; `None` if the function failed.
-    pub range: Option<ByteRange>,
-    /// Origin of its declaration.
-    pub origin: Origin,
-    /// Its limits, as in `iops=20000,bandwidth=100M`; empty if it has none.
-    #[serde(default)]
-    pub limits: String,
-    /// Its state.
-    pub state: FunctionState,
-    /// Facts of the function for a person.
-    pub summary: String,
-}
-
-/// A function that is offered.
-#[derive(Debug)]
-struct Offer {
-    declared: DeclaredFunction,
-    entry: FunctionEntry,
-    /// Queue pairs of the drive that it may use.
-    queues: u16,
-    drive: Arc<Drive>,
-    /// The function alone keeps its attachment.
-    attachment: Weak<Attachment>,
-    thread: FunctionThread,
-}
-
-impl Offer {
-    /// Changes the limits, under the guest.
-    fn set_rates(&mut self, rates: RateLimits) {
-        self.declared.function.function.rates = rates;
-        self.entry.limits = rates.to_string();
-        // A function that has ended by itself has no queues to limit.
-        if let Some(attachment) = self.attachment.upgrade() {
-            attachment.set_rates(rates);
-        }
-    }
-}
+use super::declared::{AddedFile, Declarations, DeclaredFunction, Origin};
+use super::drives::OpenDrives;
+use super::error::{ChangeError, OfferError};
+use super::offer::Offer;
+use super::view::{FunctionEntry, FunctionState, View};
+use crate::function_thread::{FunctionThreadError, Leave};
 
 /// A function of an earlier run that could not be offered again.
 #[derive(Debug)]
@@ -206,53 +30,9 @@ struct Failed {
 
 /// A drive that is kept open, whether functions use it or not.
 #[derive(Debug)]
-struct HeldDrive {
+pub(super) struct HeldDrive {
     origin: Origin,
     drive: Arc<Drive>,
-}
-
-/// Functions and drives, as other threads see them.
-#[derive(Debug, Default)]
-pub(super) struct View {
-    pub(super) functions: Vec<(FunctionHandle, FunctionEntry)>,
-    failed: Vec<FunctionEntry>,
-    pub(super) drives: Vec<Arc<Drive>>,
-}
-
-impl View {
-    /// Returns all functions with their present states. It waits for answers for a second at most.
-    pub(super) fn entries(&self) -> Vec<FunctionEntry> {
-        let handles = self.functions.iter().map(|(handle, _)| handle);
-        let figures = FunctionHandle::stats_of(handles);
-        let entries = self.functions.iter().map(|(_, entry)| {
-            let figures = figures.iter().find(|figures| figures.id == entry.id);
-            FunctionEntry {
-                state: match figures.map(|figures| figures.connected) {
-                    Some(true) => FunctionState::Connected,
-                    Some(false) => FunctionState::Waiting,
-                    None => FunctionState::Busy,
-                },
-                ..entry.clone()
-            }
-        });
-        entries.chain(self.failed.iter().cloned()).collect()
-    }
-}
-
-/// Result of a reload.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Reloaded {
-    /// Functions that are new.
-    pub added: Vec<String>,
-    /// Functions that were made anew, as their options changed.
-    pub changed: Vec<String>,
-    /// Functions that go on with other limits.
-    #[serde(default)]
-    pub limited: Vec<String>,
-    /// Functions that are gone.
-    pub removed: Vec<String>,
-    /// Number of functions that were not touched.
-    pub unchanged: usize,
 }
 
 /// Places and choices of a server.
@@ -272,10 +52,10 @@ pub(super) struct Terms {
 /// All functions of a server. Dropped, none is offered any more.
 #[derive(Debug)]
 pub(super) struct Roster {
-    terms: Terms,
-    offers: Vec<Offer>,
+    pub(super) terms: Terms,
+    pub(super) offers: Vec<Offer>,
     failed: Vec<Failed>,
-    held: Vec<HeldDrive>,
+    pub(super) held: Vec<HeldDrive>,
     drives: OpenDrives,
     view: Arc<Mutex<Arc<View>>>,
 }
@@ -327,18 +107,20 @@ impl Roster {
 
     /// Adds a function, also for the next start of the server.
     pub(super) fn add(&mut self, text: OptionText) -> Result<FunctionEntry, ChangeError> {
+        // A decision about the data of a tenant before holds once, not at each start: by then the range may
+        // have been another tenant's.
+        let again = text.clone().with("data", None);
         let declared = DeclaredFunction::read(Origin::Added, text)?;
+        let place = self.offers.len();
         self.offer_all(vec![declared])?;
+        self.offers[place].declared.text = Some(again);
         if let Err(error) = self.store_added() {
-            if let Some(offer) = self.offers.pop() {
-                end(offer);
-            }
+            self.offers.remove(place).end();
             self.close_unused();
             return Err(error);
         }
         self.publish();
-        let offer = self.offers.last().map(|offer| offer.entry.clone());
-        offer.ok_or_else(|| self.no_function(""))
+        Ok(self.offers[place].entry.clone())
     }
 
     /// Removes a function. Returns it, and the error of its end, if there was one: it is gone in any case.
@@ -371,7 +153,7 @@ impl Roster {
         self.ask_to_leave(place, force)?;
         let offer = self.offers.remove(place);
         let entry = offer.entry.clone();
-        let mut trouble = end(offer);
+        let mut trouble = offer.end();
         if let Err(error) = self.store_added() {
             let error = report::chain(&error);
             trouble = Some(match trouble {
@@ -410,86 +192,6 @@ impl Roster {
         self.offers[place].set_rates(rates);
         self.publish();
         Ok(self.offers[place].entry.clone())
-    }
-
-    /// Makes the functions those of the file, without touching one that did not change.
-    pub(super) fn reload(&mut self, force: bool) -> Result<Reloaded, ChangeError> {
-        let file = self.terms.file.as_ref().ok_or(ChangeError::NoFile)?;
-        let Declarations { functions, drives } = Declarations::read(file)?;
-        let mut wanted: Vec<DeclaredFunction> = functions
-            .into_iter()
-            .map(|declared| self.resolved(declared))
-            .collect();
-        self.check_taken(&wanted)?;
-
-        // Those of the file that stay are in `wanted` no more, and those that go are in `going`.
-        let mut reloaded = Reloaded::default();
-        let mut going = Vec::new();
-        let mut limited = Vec::new();
-        for (place, offer) in self.offers.iter().enumerate() {
-            if offer.declared.origin != Origin::File {
-                continue;
-            }
-            let present = &offer.declared.function;
-            let rates = present.function.rates;
-            let same = |other: &DeclaredFunction| other.with_rates(rates).function == *present;
-            let Some(stays) = wanted.iter().position(same) else {
-                going.push(place);
-                continue;
-            };
-            let stays = wanted.remove(stays);
-            match stays.function.function.rates == rates {
-                true => reloaded.unchanged += 1,
-                false => {
-                    reloaded.limited.push(offer.entry.id.clone());
-                    limited.push(stays.function);
-                }
-            }
-        }
-        for place in &going {
-            let Offer { entry, .. } = &self.offers[*place];
-            let again = wanted.iter().any(|new| new.function.socket == entry.socket);
-            let names = match again {
-                true => &mut reloaded.changed,
-                false => &mut reloaded.removed,
-            };
-            names.push(entry.id.clone());
-        }
-        let before = self.take_out(&going, force)?;
-        let functions: Vec<DeclaredFunction> =
-            before.iter().map(|offer| offer.declared.clone()).collect();
-        let sockets: Vec<PathBuf> = functions
-            .iter()
-            .map(|declared| declared.function.socket.clone())
-            .collect();
-        for offer in before {
-            if let Some(trouble) = end(offer) {
-                log::error!("{trouble}");
-            }
-        }
-        let held = self.release_held(Origin::File);
-        let kept = self.offers.len();
-        let made = self
-            .hold(Origin::File, drives)
-            .and_then(|()| self.offer_all(wanted));
-        if let Err(error) = made {
-            let error = self.restore(error, held, functions);
-            self.publish();
-            return Err(error);
-        }
-        drop(held);
-        self.close_unused();
-        for function in limited {
-            let same = |offer: &&mut Offer| offer.entry.socket == function.socket;
-            if let Some(offer) = self.offers.iter_mut().find(same) {
-                offer.set_rates(function.function.rates);
-            }
-        }
-        let made = self.offers.iter().skip(kept);
-        let new = made.filter(|offer| !sockets.contains(&offer.entry.socket));
-        reloaded.added = new.map(|offer| offer.entry.id.clone()).collect();
-        self.publish();
-        Ok(reloaded)
     }
 
     /// Ends all functions, at the same time. Returns the socket and the error of the first that did not end well.
@@ -557,7 +259,7 @@ impl Roster {
     }
 
     /// Returns a function with paths that name the same file the same way, and with the server's defaults.
-    fn resolved(&self, declared: DeclaredFunction) -> DeclaredFunction {
+    pub(super) fn resolved(&self, declared: DeclaredFunction) -> DeclaredFunction {
         let mut declared = declared.with_data(self.terms.data);
         let ServedFunction {
             socket, function, ..
@@ -570,21 +272,11 @@ impl Roster {
         declared
     }
 
-    /// Checks that the sockets and ids of functions of the file are not taken, by each other or by other functions.
-    fn check_taken(&self, wanted: &[DeclaredFunction]) -> Result<(), ChangeError> {
-        let others = self.offers.iter().map(|offer| &offer.declared);
-        let others = others.filter(|declared| declared.origin != Origin::File);
-        for (place, new) in wanted.iter().enumerate() {
-            let mut others = others.clone().chain(&wanted[..place]);
-            if let Some(source) = others.find_map(|other| taken(&new.function, &other.function)) {
-                return Err(cannot_offer(new, source));
-            }
-        }
-        Ok(())
-    }
-
     /// Offers functions, all or none.
-    fn offer_all(&mut self, functions: Vec<DeclaredFunction>) -> Result<(), ChangeError> {
+    pub(super) fn offer_all(
+        &mut self,
+        functions: Vec<DeclaredFunction>,
+    ) -> Result<(), ChangeError> {
         let functions: Vec<DeclaredFunction> = functions
             .into_iter()
             .map(|declared| self.resolved(declared))
@@ -593,7 +285,7 @@ impl Roster {
         for declared in &functions {
             if let Err(source) = self.offer(declared, &functions) {
                 for offer in self.offers.split_off(before) {
-                    end(offer);
+                    offer.end();
                 }
                 self.close_unused();
                 return Err(cannot_offer(declared, source));
@@ -608,12 +300,7 @@ impl Roster {
         declared: &DeclaredFunction,
         batch: &[DeclaredFunction],
     ) -> Result<(), OfferError> {
-        let ServedFunction {
-            socket,
-            mode,
-            owner,
-            function,
-        } = &declared.function;
+        let socket = &declared.function.socket;
         let mut others = self.offers.iter().map(|offer| &offer.declared.function);
         if let Some(error) = others.find_map(|other| taken(&declared.function, other)) {
             return Err(error);
@@ -625,63 +312,17 @@ impl Roster {
         {
             return Err(OfferError::SocketTaken(socket.clone()));
         }
-        let access = access(*mode, owner.as_ref())?;
         let sharing = batch.iter().map(|other| &other.function.function);
-        let drive = self.drives.open(function, sharing)?;
-        let Terms {
-            ledgers,
-            pollers,
-            stop,
-            ..
-        } = &self.terms;
-        let attachment = open::attach(function, &drive, ledgers, pollers, stop)?;
-        let id = attachment.lease().id().to_owned();
-        if self.offers.iter().any(|other| other.entry.id == id) {
-            return Err(OfferError::IdTaken(id));
+        let drive = self.drives.open(&declared.function.function, sharing)?;
+        let offer = Offer::new(declared, drive, &self.terms)?;
+        if self
+            .offers
+            .iter()
+            .any(|other| other.entry.id == offer.entry.id)
+        {
+            return Err(OfferError::IdTaken(offer.entry.id));
         }
-        let namespace = attachment.namespace();
-        let contents = match namespace.format {
-            NamespaceFormat::Keys(_) => "keys and values".to_owned(),
-            NamespaceFormat::Blocks | NamespaceFormat::Zones(_) => format!(
-                "{} blocks of {} bytes",
-                namespace.blocks,
-                1_u64 << namespace.lba_shift
-            ),
-        };
-        let drive_name = match function.path {
-            DrivePath::Pci(_) => {
-                format!("{} namespace {}", function.path, drive.namespace().nsid)
-            }
-            _ => function.path.to_string(),
-        };
-        let range = attachment.lease().bytes();
-        let queues = attachment.max_queue_pairs();
-        let summary = format!(
-            "{drive_name}, range {range} ({contents}); serial {}; doorbells {}, poll {}, {queues} queue pairs",
-            namespace.serial, function.doorbells, function.poll,
-        );
-        let attachment = Arc::new(attachment);
-        let weak = Arc::downgrade(&attachment);
-        let device = NvmeFunction::new(attachment, MsixMasking::Client);
-        let device = NvmeDevice::new(device).map_err(OfferError::Doorbells)?;
-        let thread = FunctionThread::start(&id, socket, access, device)?;
-        self.offers.push(Offer {
-            declared: declared.clone(),
-            entry: FunctionEntry {
-                id,
-                socket: socket.clone(),
-                drive: function.path.to_string(),
-                range: Some(range),
-                origin: declared.origin,
-                limits: function.rates.to_string(),
-                state: FunctionState::Waiting,
-                summary,
-            },
-            queues,
-            drive,
-            attachment: weak,
-            thread,
-        });
+        self.offers.push(offer);
         Ok(())
     }
 
@@ -713,7 +354,11 @@ impl Roster {
     }
 
     /// Keeps drives open.
-    fn hold(&mut self, origin: Origin, drives: Vec<ServedDrive>) -> Result<(), ChangeError> {
+    pub(super) fn hold(
+        &mut self,
+        origin: Origin,
+        drives: Vec<ServedDrive>,
+    ) -> Result<(), ChangeError> {
         for mut declared in drives {
             declared.drive.path = resolved(&declared.drive.path);
             let function = &declared.drive;
@@ -727,7 +372,7 @@ impl Roster {
         Ok(())
     }
 
-    fn release_held(&mut self, origin: Origin) -> Vec<HeldDrive> {
+    pub(super) fn release_held(&mut self, origin: Origin) -> Vec<HeldDrive> {
         let (released, held) = std::mem::take(&mut self.held)
             .into_iter()
             .partition(|held| held.origin == origin);
@@ -735,59 +380,8 @@ impl Roster {
         released
     }
 
-    /// Takes functions out that may go, all or none.
-    fn take_out(&mut self, places: &[usize], force: bool) -> Result<Vec<Offer>, ChangeError> {
-        if !force {
-            let offers = places.iter().map(|place| &self.offers[*place]);
-            let handles: Vec<FunctionHandle> = offers.map(|offer| offer.thread.handle()).collect();
-            let figures = FunctionHandle::stats_of(&handles);
-            for place in places {
-                let id = &self.offers[*place].entry.id;
-                match figures.iter().find(|figures| figures.id == *id) {
-                    Some(figures) if figures.connected => {
-                        return Err(ChangeError::Connected(id.clone()));
-                    }
-                    Some(_) => {}
-                    None => return Err(ChangeError::Busy(id.clone())),
-                }
-            }
-        }
-        // A VMM that connects to one of them now finds it gone a moment later.
-        let mut taken = Vec::new();
-        for place in places.iter().rev() {
-            taken.push(self.offers.remove(*place));
-        }
-        taken.reverse();
-        Ok(taken)
-    }
-
-    /// Undoes a reload that failed with `error`.
-    fn restore(
-        &mut self,
-        error: ChangeError,
-        held: Vec<HeldDrive>,
-        functions: Vec<DeclaredFunction>,
-    ) -> ChangeError {
-        self.release_held(Origin::File);
-        self.held.extend(held);
-        self.close_unused();
-        let mut failed = Vec::new();
-        for declared in functions {
-            if let Err(error) = self.offer_all(vec![declared]) {
-                failed.push(report::chain(&error));
-            }
-        }
-        match failed.is_empty() {
-            true => error,
-            false => ChangeError::NotRestored {
-                error: Box::new(error),
-                failed,
-            },
-        }
-    }
-
     /// Asks a function to end, unless a VMM is connected.
-    fn ask_to_leave(&self, place: usize, force: bool) -> Result<(), ChangeError> {
+    pub(super) fn ask_to_leave(&self, place: usize, force: bool) -> Result<(), ChangeError> {
         let Offer { entry, thread, .. } = &self.offers[place];
         match thread.leave(force) {
             Leave::Leaves => Ok(()),
@@ -804,7 +398,7 @@ impl Roster {
         Ok(self.terms.added.write(added.chain(failed))?)
     }
 
-    fn close_unused(&mut self) {
+    pub(super) fn close_unused(&mut self) {
         let Self {
             offers,
             held,
@@ -817,7 +411,7 @@ impl Roster {
         });
     }
 
-    fn publish(&self) {
+    pub(super) fn publish(&self) {
         let functions = self.offers.iter();
         let functions = functions.map(|offer| (offer.thread.handle(), offer.entry.clone()));
         let view = View {
@@ -844,19 +438,8 @@ impl Roster {
     }
 }
 
-/// Ends a function. Returns the error for a person, if it did not end well.
-fn end(offer: Offer) -> Option<String> {
-    let Offer { entry, thread, .. } = offer;
-    let error = thread.end().err()?;
-    Some(format!(
-        "Function {} did not end well: {}",
-        entry.id,
-        report::chain(&error)
-    ))
-}
-
 /// Returns the error for a function that has the socket or the id of another one.
-fn taken(function: &ServedFunction, other: &ServedFunction) -> Option<OfferError> {
+pub(super) fn taken(function: &ServedFunction, other: &ServedFunction) -> Option<OfferError> {
     if function.socket == other.socket {
         return Some(OfferError::SocketTaken(function.socket.clone()));
     }
@@ -864,7 +447,7 @@ fn taken(function: &ServedFunction, other: &ServedFunction) -> Option<OfferError
     (other.function.id.as_ref() == Some(id)).then(|| OfferError::IdTaken(id.clone()))
 }
 
-fn cannot_offer(declared: &DeclaredFunction, source: OfferError) -> ChangeError {
+pub(super) fn cannot_offer(declared: &DeclaredFunction, source: OfferError) -> ChangeError {
     ChangeError::Function {
         socket: declared.function.socket.clone(),
         source,
@@ -880,28 +463,4 @@ fn resolved(path: &DrivePath) -> DrivePath {
         }
         other => other.clone(),
     }
-}
-
-/// Looks up the owner of a socket.
-fn access(mode: Option<u32>, owner: Option<&SocketOwner>) -> Result<SocketAccess, OfferError> {
-    let find = |kind, name: Option<&String>, find: &dyn Fn(&str) -> Option<u32>| {
-        let Some(name) = name else {
-            return Ok(None);
-        };
-        let number = name.parse().ok().or_else(|| find(name));
-        let no_owner = || OfferError::NoOwner {
-            kind,
-            name: name.clone(),
-        };
-        number.map(Some).ok_or_else(no_owner)
-    };
-    let user = |name: &str| Some(User::from_name(name).ok()??.uid.as_raw());
-    let group = |name: &str| Some(Group::from_name(name).ok()??.gid.as_raw());
-    let owner_user = owner.and_then(|owner| owner.user.as_ref());
-    let owner_group = owner.and_then(|owner| owner.group.as_ref());
-    Ok(SocketAccess {
-        mode: mode.unwrap_or(SocketAccess::default().mode),
-        user: find("user", owner_user, &user)?,
-        group: find("group", owner_group, &group)?,
-    })
 }

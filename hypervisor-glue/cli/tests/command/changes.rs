@@ -157,6 +157,34 @@ fn what_was_added_is_there_again_after_an_end_and_after_a_crash() {
 }
 
 #[test]
+fn what_was_decided_about_data_once_does_not_hold_for_the_next_tenant() {
+    for data in ["keep", "wipe"] {
+        let bench = Bench::new();
+        let add = |id: &str| {
+            let options =
+                format!("socket={id}.sock,path=drive.img,range=0+16M,id={id},data={data}");
+            ask(&bench, "add", &[&options]).unwrap();
+        };
+        let server = bench.serve("one", &[]).unwrap();
+        add("a");
+        ask(&bench, "remove", &["a"]).unwrap();
+        add("b");
+        let (status, _) = server.signal("TERM");
+        assert!(status.success());
+        // While the server is away, the range becomes another tenant's.
+        let other = "socket=c.sock,path=drive.img,range=0+16M,id=c,data=keep";
+        let (status, _) = bench.serve("two", &[other]).unwrap().signal("TERM");
+        assert!(status.success());
+        let server = bench.serve("one", &[]).unwrap();
+        assert_eq!(list(&bench), [entry("b", "added", "failed")], "{data}");
+        let table = ask(&bench, "list", &[]).unwrap();
+        assert!(table.contains("data of lease \"c\""), "{table}");
+        let (status, _) = server.signal("TERM");
+        assert!(status.success());
+    }
+}
+
+#[test]
 fn an_added_function_that_cannot_be_offered_again_keeps_no_other_back() {
     let bench = Bench::new();
     let server = bench.serve("one", &[]).unwrap();
@@ -435,23 +463,27 @@ fn the_example_file_is_one() {
     server.stop();
 }
 
+/// Makes a drive whose wipe takes two minutes. Returns the options of a function, by its id and what is done with data.
+fn slow_to_wipe(bench: &Bench) -> impl Fn(&str, &str) -> String {
+    let big = fs::File::create(bench.path("big.img")).unwrap();
+    big.set_len(64 << 30).unwrap();
+    // Eight commands at a time, each half a second.
+    let slow = "[[fault]]\nkind = \"latency\"\nadd = \"500ms\"\noperations = [\"write-zeroes\"]\n";
+    fs::write(bench.path("slow.toml"), slow).unwrap();
+    |id, data| format!("socket={id}.sock,path=big.img,id={id},faults=slow.toml{data}")
+}
+
 #[test]
 fn a_wipe_for_an_added_function_ends_with_the_server() {
     let bench = Bench::new();
-    let big = fs::File::create(bench.path("big.img")).unwrap();
-    big.set_len(64 << 30).unwrap();
-    // Eight commands at a time, each half a second: two minutes in all.
-    let slow = "[[fault]]\nkind = \"latency\"\nadd = \"500ms\"\noperations = [\"write-zeroes\"]\n";
-    fs::write(bench.path("slow.toml"), slow).unwrap();
-    let options = |id: &str, data: &str| {
-        format!("socket={id}.sock,path=big.img,id={id},faults=slow.toml{data}")
-    };
+    let options = slow_to_wipe(&bench);
     let server = bench.serve("one", &[]).unwrap();
     ask(&bench, "add", &[&options("a", "")]).unwrap();
     ask(&bench, "remove", &["a"]).unwrap();
     let refused = thread::scope(|scope| {
         let bench = &bench;
-        let add = scope.spawn(move || ask(bench, "add", &[&options("b", ",data=wipe")]));
+        let wiped = options("b", ",data=wipe");
+        let add = scope.spawn(move || ask(bench, "add", &[&wiped]));
         // The lease is there before the wipe begins.
         while bench.leases().is_empty() {
             thread::yield_now();
@@ -476,17 +508,10 @@ fn a_wipe_for_an_added_function_ends_with_the_server() {
 #[test]
 fn a_wipe_at_the_start_ends_with_a_signal() {
     let bench = Bench::new();
-    let big = fs::File::create(bench.path("big.img")).unwrap();
-    big.set_len(64 << 30).unwrap();
-    let slow = "[[fault]]\nkind = \"latency\"\nadd = \"500ms\"\noperations = [\"write-zeroes\"]\n";
-    fs::write(bench.path("slow.toml"), slow).unwrap();
-    let options = |id: &str, data: &str| {
-        format!("socket={id}.sock,path=big.img,id={id},faults=slow.toml{data}")
-    };
+    let options = slow_to_wipe(&bench);
     bench.serve("one", &[&options("a", "")]).unwrap().stop();
     let mut serve = bench.serve_command("one", &[&options("b", ",data=wipe")]);
     let mut serve = serve.stderr(Stdio::piped()).spawn().unwrap();
-    // The wipe would take two minutes.
     while bench.leases().is_empty() {
         thread::yield_now();
     }

@@ -1,0 +1,118 @@
+//! Errors of the functions of a server.
+
+use std::io;
+use std::path::PathBuf;
+
+use nvme_mpt_vmm::drives::DrivePath;
+use nvme_mpt_vmm::open::OpenError;
+use nvme_mpt_vmm::options::OptionError;
+use thiserror::Error;
+
+use super::declared::FileError;
+use super::drives::DriveError;
+use crate::function_thread::FunctionThreadError;
+
+/// One function cannot be offered.
+#[derive(Debug, Error)]
+pub enum OfferError {
+    /// Another function has the socket.
+    #[error("Two functions have the socket {}: give each its own", .0.display())]
+    SocketTaken(PathBuf),
+    /// Another function has the id.
+    #[error("Two functions have the id \"{0}\": give each its own")]
+    IdTaken(String),
+    /// Its drive cannot be opened.
+    #[error(transparent)]
+    Drive(#[from] DriveError),
+    /// Its part of the drive cannot be opened.
+    #[error(transparent)]
+    Open(#[from] OpenError),
+    /// The owner of its socket is not known.
+    #[error("There is no {kind} \"{name}\" to own the socket: create it, or give its number")]
+    NoOwner {
+        /// `user` or `group`.
+        kind: &'static str,
+        /// Its name.
+        name: String,
+    },
+    /// Its doorbells cannot be offered.
+    #[error("Cannot share the doorbells; raise the limit on open files")]
+    Doorbells(#[source] io::Error),
+    /// Error serving a function.
+    #[error(transparent)]
+    Thread(#[from] FunctionThreadError),
+}
+
+/// A change of the functions cannot be made. Nothing has changed, unless the error says so.
+#[derive(Debug, Error)]
+pub enum ChangeError {
+    /// The function's options are wrong.
+    #[error(transparent)]
+    Option(#[from] OptionError),
+    /// A function cannot be offered.
+    #[error("Cannot offer the function on {}", socket.display())]
+    Function {
+        /// Its socket.
+        socket: PathBuf,
+        /// Why.
+        source: OfferError,
+    },
+    /// A drive cannot be kept open.
+    #[error("Cannot keep drive {path} open")]
+    Drive {
+        /// The drive.
+        path: DrivePath,
+        /// Why.
+        source: DriveError,
+    },
+    /// There is no such function.
+    #[error("There is no function \"{id}\"; the functions are: {}", known(.functions))]
+    NoFunction {
+        /// Id that was asked for.
+        id: String,
+        /// Ids that there are.
+        functions: Vec<String>,
+    },
+    /// A VMM has the function.
+    #[error(
+        "A VMM is connected to function {0}: detach it there first, or say --force, and its guest loses the drive"
+    )]
+    Connected(String),
+    /// The function's thread is busy.
+    #[error("Function {0} does not answer, as it waits for commands in flight: try again later")]
+    Busy(String),
+    /// The function is declared in the server's file.
+    #[error("Function {id} is declared in {}: take it out there, then run `nvme-mpt reload`", file.display())]
+    Declared {
+        /// The function.
+        id: String,
+        /// The file.
+        file: PathBuf,
+    },
+    /// The server has no file.
+    #[error(
+        "The server was started without --config, so there is no file to match: start it with --config FILE"
+    )]
+    NoFile,
+    /// A file of functions cannot be used.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// The server is about to end.
+    #[error("The server is about to end: repeat the change when it runs again")]
+    Ending,
+    /// The state before a failed reload could not be restored as a whole.
+    #[error("{error}\nThe functions before could not all be restored: {}", failed.join("; "))]
+    NotRestored {
+        /// Why the reload failed.
+        error: Box<Self>,
+        /// Functions that are not offered any more, each with the reason.
+        failed: Vec<String>,
+    },
+}
+
+fn known(functions: &[String]) -> String {
+    match functions {
+        [] => "none".to_owned(),
+        functions => functions.join(", "),
+    }
+}

@@ -1,0 +1,147 @@
+//! One function that is offered: its lease, its socket and its thread.
+
+use std::sync::{Arc, Weak};
+
+use nix::unistd::{Group, User};
+use nvme_mpt::host::NamespaceFormat;
+use nvme_mpt::limit::RateLimits;
+use nvme_mpt::{Attachment, Drive};
+use nvme_mpt_vmm::drives::DrivePath;
+use nvme_mpt_vmm::open;
+use nvme_mpt_vmm::options::{ServedFunction, SocketOwner};
+use nvme_mpt_vmm::report;
+use vfio_user_server::SocketAccess;
+use vmm_device::{MsixMasking, NvmeFunction};
+
+use super::declared::DeclaredFunction;
+use super::error::OfferError;
+use super::roster::Terms;
+use super::view::{FunctionEntry, FunctionState};
+use crate::adaptor::NvmeDevice;
+use crate::function_thread::FunctionThread;
+
+/// A function that is offered.
+#[derive(Debug)]
+pub(super) struct Offer {
+    pub(super) declared: DeclaredFunction,
+    pub(super) entry: FunctionEntry,
+    /// Queue pairs of the drive that it may use.
+    pub(super) queues: u16,
+    pub(super) drive: Arc<Drive>,
+    /// The function alone keeps its attachment.
+    attachment: Weak<Attachment>,
+    pub(super) thread: FunctionThread,
+}
+
+impl Offer {
+    /// Leases what the function asks for of its drive, and serves it on its socket.
+    pub(super) fn new(
+        declared: &DeclaredFunction,
+        drive: Arc<Drive>,
+        terms: &Terms,
+    ) -> Result<Self, OfferError> {
+        let ServedFunction {
+            socket,
+            mode,
+            owner,
+            function,
+        } = &declared.function;
+        let access = access(*mode, owner.as_ref())?;
+        let Terms {
+            ledgers,
+            pollers,
+            stop,
+            ..
+        } = terms;
+        let attachment = open::attach(function, &drive, ledgers, pollers, stop)?;
+        let id = attachment.lease().id().to_owned();
+        let namespace = attachment.namespace();
+        let contents = match namespace.format {
+            NamespaceFormat::Keys(_) => "keys and values".to_owned(),
+            NamespaceFormat::Blocks | NamespaceFormat::Zones(_) => format!(
+                "{} blocks of {} bytes",
+                namespace.blocks,
+                1_u64 << namespace.lba_shift
+            ),
+        };
+        let drive_name = match function.path {
+            DrivePath::Pci(_) => {
+                format!("{} namespace {}", function.path, drive.namespace().nsid)
+            }
+            _ => function.path.to_string(),
+        };
+        let range = attachment.lease().bytes();
+        let queues = attachment.max_queue_pairs();
+        let summary = format!(
+            "{drive_name}, range {range} ({contents}); serial {}; doorbells {}, poll {}, {queues} queue pairs",
+            namespace.serial, function.doorbells, function.poll,
+        );
+        let attachment = Arc::new(attachment);
+        let weak = Arc::downgrade(&attachment);
+        let device = NvmeFunction::new(attachment, MsixMasking::Client);
+        let device = NvmeDevice::new(device).map_err(OfferError::Doorbells)?;
+        let thread = FunctionThread::start(&id, socket, access, device)?;
+        Ok(Self {
+            declared: declared.clone(),
+            entry: FunctionEntry {
+                id,
+                socket: socket.clone(),
+                drive: function.path.to_string(),
+                range: Some(range),
+                origin: declared.origin,
+                limits: function.rates.to_string(),
+                state: FunctionState::Waiting,
+                summary,
+            },
+            queues,
+            drive,
+            attachment: weak,
+            thread,
+        })
+    }
+
+    /// Ends the function. Returns the error for a person, if it did not end well.
+    pub(super) fn end(self) -> Option<String> {
+        let Self { entry, thread, .. } = self;
+        let error = thread.end().err()?;
+        Some(format!(
+            "Function {} did not end well: {}",
+            entry.id,
+            report::chain(&error)
+        ))
+    }
+
+    /// Changes the limits, under the guest.
+    pub(super) fn set_rates(&mut self, rates: RateLimits) {
+        self.declared.function.function.rates = rates;
+        self.entry.limits = rates.to_string();
+        // A function that has ended by itself has no queues to limit.
+        if let Some(attachment) = self.attachment.upgrade() {
+            attachment.set_rates(rates);
+        }
+    }
+}
+
+/// Looks up the owner of a socket.
+fn access(mode: Option<u32>, owner: Option<&SocketOwner>) -> Result<SocketAccess, OfferError> {
+    let find = |kind, name: Option<&String>, find: &dyn Fn(&str) -> Option<u32>| {
+        let Some(name) = name else {
+            return Ok(None);
+        };
+        let number = name.parse().ok().or_else(|| find(name));
+        let no_owner = || OfferError::NoOwner {
+            kind,
+            name: name.clone(),
+        };
+        number.map(Some).ok_or_else(no_owner)
+    };
+    let user = |name: &str| Some(User::from_name(name).ok()??.uid.as_raw());
+    let group = |name: &str| Some(Group::from_name(name).ok()??.gid.as_raw());
+    let owner_user = owner.and_then(|owner| owner.user.as_ref());
+    let owner_group = owner.and_then(|owner| owner.group.as_ref());
+    Ok(SocketAccess {
+        mode: mode.unwrap_or(SocketAccess::default().mode),
+        user: find("user", owner_user, &user)?,
+        group: find("group", owner_group, &group)?,
+    })
+}

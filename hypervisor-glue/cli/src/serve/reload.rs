@@ -1,0 +1,208 @@
+//! `nvme-mpt reload`: the functions become those of the server's file, or stay as they are.
+
+use std::path::PathBuf;
+
+use nvme_mpt_vmm::report;
+use serde::{Deserialize, Serialize};
+
+use super::declared::{Declarations, DeclaredFunction, Origin};
+use super::error::ChangeError;
+use super::offer::Offer;
+use super::roster::{HeldDrive, Roster, cannot_offer, taken};
+use crate::function_thread::FunctionHandle;
+
+/// Result of a reload.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reloaded {
+    /// Functions that are new.
+    pub added: Vec<String>,
+    /// Functions that were made anew, as their options changed.
+    pub changed: Vec<String>,
+    /// Functions that go on with other limits.
+    #[serde(default)]
+    pub limited: Vec<String>,
+    /// Functions that are gone.
+    pub removed: Vec<String>,
+    /// Number of functions that were not touched.
+    pub unchanged: usize,
+}
+
+impl Roster {
+    /// Makes the functions those of the file, without touching one that did not change.
+    pub(super) fn reload(&mut self, force: bool) -> Result<Reloaded, ChangeError> {
+        let file = self.terms.file.as_ref().ok_or(ChangeError::NoFile)?;
+        let Declarations { functions, drives } = Declarations::read(file)?;
+        let mut wanted: Vec<DeclaredFunction> = functions
+            .into_iter()
+            .map(|declared| self.resolved(declared))
+            .collect();
+        self.check_taken(&wanted)?;
+
+        // Those of the file that stay are in `wanted` no more, and those that go are in `going`.
+        let mut reloaded = Reloaded::default();
+        let mut going = Vec::new();
+        let mut limited = Vec::new();
+        for (place, offer) in self.offers.iter().enumerate() {
+            if offer.declared.origin != Origin::File {
+                continue;
+            }
+            let present = &offer.declared.function;
+            let rates = present.function.rates;
+            let same = |other: &DeclaredFunction| other.with_rates(rates).function == *present;
+            let Some(stays) = wanted.iter().position(same) else {
+                going.push(place);
+                continue;
+            };
+            let stays = wanted.remove(stays);
+            match stays.function.function.rates == rates {
+                true => reloaded.unchanged += 1,
+                false => {
+                    reloaded.limited.push(offer.entry.id.clone());
+                    limited.push(stays.function);
+                }
+            }
+        }
+        for place in &going {
+            let Offer { entry, .. } = &self.offers[*place];
+            let again = wanted.iter().any(|new| new.function.socket == entry.socket);
+            let names = match again {
+                true => &mut reloaded.changed,
+                false => &mut reloaded.removed,
+            };
+            names.push(entry.id.clone());
+        }
+        let functions = self.take_out(&going, force)?;
+        let sockets: Vec<PathBuf> = functions
+            .iter()
+            .map(|declared| declared.function.socket.clone())
+            .collect();
+        let held = self.release_held(Origin::File);
+        let kept = self.offers.len();
+        let made = self
+            .hold(Origin::File, drives)
+            .and_then(|()| self.offer_all(wanted));
+        if let Err(error) = made {
+            let error = self.restore(error, held, functions);
+            self.publish();
+            return Err(error);
+        }
+        drop(held);
+        self.close_unused();
+        for function in limited {
+            let same = |offer: &&mut Offer| offer.entry.socket == function.socket;
+            if let Some(offer) = self.offers.iter_mut().find(same) {
+                offer.set_rates(function.function.rates);
+            }
+        }
+        let made = self.offers.iter().skip(kept);
+        let new = made.filter(|offer| !sockets.contains(&offer.entry.socket));
+        reloaded.added = new.map(|offer| offer.entry.id.clone()).collect();
+        self.publish();
+        Ok(reloaded)
+    }
+
+    /// Checks that the sockets and ids of functions of the file are not taken, by each other or by other functions.
+    fn check_taken(&self, wanted: &[DeclaredFunction]) -> Result<(), ChangeError> {
+        let others = self.offers.iter().map(|offer| &offer.declared);
+        let others = others.filter(|declared| declared.origin != Origin::File);
+        for (place, new) in wanted.iter().enumerate() {
+            let mut others = others.clone().chain(&wanted[..place]);
+            if let Some(source) = others.find_map(|other| taken(&new.function, &other.function)) {
+                return Err(cannot_offer(new, source));
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends functions that may go, all or none.
+    fn take_out(
+        &mut self,
+        places: &[usize],
+        force: bool,
+    ) -> Result<Vec<DeclaredFunction>, ChangeError> {
+        if !force {
+            self.check_unused(places)?;
+        }
+        let mut refused = None;
+        let mut leaving = places;
+        for (asked, place) in places.iter().enumerate() {
+            // A VMM may have connected since the check.
+            if let Err(error) = self.ask_to_leave(*place, force) {
+                refused = Some(error);
+                leaving = &places[..asked];
+                break;
+            }
+        }
+        let functions = self.end_functions(leaving);
+        match refused {
+            None => Ok(functions),
+            Some(error) => {
+                let error = self.offer_back(error, functions);
+                self.publish();
+                Err(error)
+            }
+        }
+    }
+
+    /// Checks that no VMM is connected to some functions, before one of them ends.
+    fn check_unused(&self, places: &[usize]) -> Result<(), ChangeError> {
+        let offers = places.iter().map(|place| &self.offers[*place]);
+        let handles: Vec<FunctionHandle> = offers.map(|offer| offer.thread.handle()).collect();
+        let figures = FunctionHandle::stats_of(&handles);
+        for place in places {
+            let id = &self.offers[*place].entry.id;
+            match figures.iter().find(|figures| figures.id == *id) {
+                Some(figures) if figures.connected => {
+                    return Err(ChangeError::Connected(id.clone()));
+                }
+                Some(_) => {}
+                None => return Err(ChangeError::Busy(id.clone())),
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends functions at ascending places, and returns their declarations.
+    fn end_functions(&mut self, places: &[usize]) -> Vec<DeclaredFunction> {
+        let mut functions = Vec::new();
+        for place in places.iter().rev() {
+            let offer = self.offers.remove(*place);
+            functions.push(offer.declared.clone());
+            if let Some(trouble) = offer.end() {
+                log::error!("{trouble}");
+            }
+        }
+        functions.reverse();
+        functions
+    }
+
+    /// Undoes a reload that failed with `error`.
+    fn restore(
+        &mut self,
+        error: ChangeError,
+        held: Vec<HeldDrive>,
+        functions: Vec<DeclaredFunction>,
+    ) -> ChangeError {
+        self.release_held(Origin::File);
+        self.held.extend(held);
+        self.close_unused();
+        self.offer_back(error, functions)
+    }
+
+    /// Offers functions again that ended for a reload that failed with `error`.
+    fn offer_back(&mut self, error: ChangeError, functions: Vec<DeclaredFunction>) -> ChangeError {
+        let mut failed = Vec::new();
+        for declared in functions {
+            if let Err(error) = self.offer_all(vec![declared]) {
+                failed.push(report::chain(&error));
+            }
+        }
+        match failed.is_empty() {
+            true => error,
+            false => ChangeError::NotRestored {
+                error: Box::new(error),
+                failed,
+            },
+        }
+    }
+}

@@ -1,6 +1,7 @@
 //! The `nvme-mpt` command.
 
-use std::env;
+mod functions;
+
 use std::error::Error;
 use std::fs;
 use std::io::{self, Write};
@@ -16,13 +17,12 @@ use nvme_mpt_vmm::drives::DrivePath;
 use nvme_software::faults::FaultPlan;
 use nvme_vfio::function::{HostRoot, PciAddress};
 
+use self::functions::{Add, Limit, List, Reload, Remove, function_help, function_synopsis};
 use crate::control::ControlError;
 use crate::faults::FaultRequest;
-use crate::serve::{Change, Changed, ServeOptions, introduce, serve};
-use crate::{bind, control, drives, list, logging, profile};
-use nvme_mpt_vmm::options::{
-    OptionText, RateChange, STATE_DIR, ServedDrive, ServedFunction, parse_socket_path, table,
-};
+use crate::serve::{Change, Changed, ServeOptions, serve};
+use crate::{bind, control, drives, logging, profile};
+use nvme_mpt_vmm::options::{STATE_DIR, ServedDrive, ServedFunction, parse_socket_path};
 use nvme_mpt_vmm::report;
 
 /// Lets many virtual machines share one NVMe drive.
@@ -60,7 +60,7 @@ struct Serve {
         long = "function",
         value_name = "OPTIONS",
         help = function_synopsis(),
-        long_help = function_help(),
+        long_help = format!("{}\n\nCan be given many times.", function_help()),
         value_parser = |text: &str| text.parse::<ServedFunction>().map_err(|error| told(&error))
     )]
     functions: Vec<ServedFunction>,
@@ -86,96 +86,6 @@ struct Serve {
     state: State,
     #[command(flatten)]
     control: Control,
-}
-
-/// Add a function to a running server, also for its next start
-///
-/// Prints the arguments with which Cloud Hypervisor and QEMU attach it.
-#[derive(Args, Debug)]
-struct Add {
-    #[arg(
-        value_name = "OPTIONS",
-        help = function_synopsis(),
-        long_help = function_help(),
-        value_parser = |text: &str| text.parse::<OptionText>().map_err(|error| told(&error))
-    )]
-    options: OptionText,
-    #[command(flatten)]
-    state: State,
-    #[command(flatten)]
-    control: Control,
-    /// As JSON, one line
-    #[arg(long)]
-    json: bool,
-}
-
-/// Remove a function from a running server, and give its lease back
-#[derive(Args, Debug)]
-struct Remove {
-    /// The function's id, or its socket
-    id: String,
-    /// Remove it although a VMM is connected. Its guest loses the drive
-    #[arg(long)]
-    force: bool,
-    #[command(flatten)]
-    state: State,
-    #[command(flatten)]
-    control: Control,
-    /// As JSON, one line
-    #[arg(long)]
-    json: bool,
-}
-
-/// Change the limits of a function of a running server, under its guest
-///
-/// Those of a function that was added are there again after a restart.
-#[derive(Args, Debug)]
-struct Limit {
-    /// The function's id, or its socket
-    id: String,
-    /// iops=NUMBER[+BURST] and bandwidth=SIZE[+BURST], each per second, or none for no limit
-    #[arg(
-        value_name = "LIMITS",
-        value_parser = |text: &str| text.parse::<RateChange>().map(|_| text.to_owned()).map_err(|error| told(&error))
-    )]
-    limits: String,
-    #[command(flatten)]
-    state: State,
-    #[command(flatten)]
-    control: Control,
-    /// As JSON, one line
-    #[arg(long)]
-    json: bool,
-}
-
-/// Show the functions of a running server
-#[derive(Args, Debug)]
-struct List {
-    #[command(flatten)]
-    state: State,
-    #[command(flatten)]
-    control: Control,
-    /// As JSON, one line
-    #[arg(long)]
-    json: bool,
-}
-
-/// Make the functions of a running server those of its file
-///
-/// Functions that did not change go on. If a function of the file is wrong, or a VMM is connected to one that changes
-/// or goes, all stays as it is.
-#[derive(Args, Debug)]
-struct Reload {
-    /// Reload although a VMM is connected to a function that changes or goes. Its guest loses the drive
-    #[arg(long)]
-    force: bool,
-    #[command(flatten)]
-    state: State,
-    #[command(flatten)]
-    control: Control,
-    /// As JSON, one line
-    #[arg(long)]
-    json: bool,
 }
 
 /// Show the holder of each leased range, or release the lease of a dead holder
@@ -214,12 +124,7 @@ enum LeasesCommand {
 #[derive(Args, Debug)]
 struct Stats {
     #[command(flatten)]
-    state: State,
-    #[command(flatten)]
-    control: Control,
-    /// As JSON, one line
-    #[arg(long)]
-    json: bool,
+    server: RunningServer,
     /// Repeat at this interval; each further table counts from the one before
     #[arg(long, value_name = "SECONDS", value_parser = parse_interval)]
     watch: Option<Duration>,
@@ -282,12 +187,7 @@ enum ProfileCommand {
 #[derive(Args, Debug)]
 struct Drives {
     #[command(flatten)]
-    state: State,
-    #[command(flatten)]
-    control: Control,
-    /// As JSON, one line
-    #[arg(long)]
-    json: bool,
+    server: RunningServer,
 }
 
 /// Take a drive from the host's own driver, so that it can be served
@@ -326,18 +226,6 @@ struct Control {
     control: Option<PathBuf>,
 }
 
-fn function_synopsis() -> String {
-    format!("A function: {}", table::synopsis())
-}
-
-fn function_help() -> String {
-    format!(
-        "{}\n\nCan be given many times.\n\n{}\nA value with a comma stands in double quotes. docs/options.md has the details.",
-        function_synopsis(),
-        table::help()
-    )
-}
-
 fn drive_help() -> String {
     format!(
         "A drive that stays open without functions: {}",
@@ -345,9 +233,34 @@ fn drive_help() -> String {
     )
 }
 
+/// Options of all requests to a running server.
+#[derive(Args, Debug)]
+struct RunningServer {
+    #[command(flatten)]
+    state: State,
+    #[command(flatten)]
+    control: Control,
+    /// As JSON, one line
+    #[arg(long)]
+    json: bool,
+}
+
+impl RunningServer {
+    /// Returns its control socket.
+    fn control(&self) -> PathBuf {
+        self.control.path(&self.state)
+    }
+
+    /// Asks it for a change.
+    fn change(&self, change: Change) -> Result<Changed, ControlError> {
+        control::request_change(&self.control(), change)
+    }
+}
+
 impl Control {
-    fn path(self, state: &State) -> PathBuf {
+    fn path(&self, state: &State) -> PathBuf {
         self.control
+            .clone()
             .unwrap_or_else(|| state.state_dir.join(CONTROL_SOCKET))
     }
 }
@@ -372,11 +285,11 @@ pub fn run() -> ExitCode {
     logging::start();
     let result = match command {
         Command::Serve(options) => run_serve(options),
-        Command::Add(options) => run_add(options),
-        Command::Remove(options) => run_remove(options),
-        Command::Limit(options) => run_limit(options),
-        Command::List(options) => run_list(options),
-        Command::Reload(options) => run_reload(options),
+        Command::Add(options) => options.run(),
+        Command::Remove(options) => options.run(),
+        Command::Limit(options) => options.run(),
+        Command::List(options) => options.run(),
+        Command::Reload(options) => options.run(),
         Command::Leases(options) => run_leases(options),
         Command::Stats(options) => run_stats(options),
         Command::Fault(options) => run_fault(options),
@@ -420,111 +333,6 @@ fn run_serve(options: Serve) -> Result<(), Box<dyn Error>> {
     };
     Ok(serve(options, &mut io::stdout())?)
 }
-
-fn run_add(options: Add) -> Result<(), Box<dyn Error>> {
-    let path = options.control.path(&options.state);
-    let add = Change::Add {
-        options: options.options.absolute(&env::current_dir()?).to_string(),
-    };
-    let Changed::Added(entry) = control::request_change(&path, add)? else {
-        return Err(UNEXPECTED.into());
-    };
-    let mut out = io::stdout().lock();
-    match options.json {
-        true => writeln!(out, "{}", serde_json::to_string(&entry)?)?,
-        false => introduce(&entry, &mut out)?,
-    }
-    Ok(())
-}
-
-fn run_remove(options: Remove) -> Result<(), Box<dyn Error>> {
-    let path = options.control.path(&options.state);
-    let remove = Change::Remove {
-        id: socket_or_id(options.id),
-        force: options.force,
-    };
-    let Changed::Removed { function, trouble } = control::request_change(&path, remove)? else {
-        return Err(UNEXPECTED.into());
-    };
-    let mut out = io::stdout().lock();
-    match options.json {
-        true => writeln!(out, "{}", serde_json::to_string(&function)?)?,
-        false => writeln!(out, "Removed {}: {}", function.id, function.summary)?,
-    }
-    match trouble {
-        None => Ok(()),
-        Some(trouble) => Err(trouble.into()),
-    }
-}
-
-fn run_limit(options: Limit) -> Result<(), Box<dyn Error>> {
-    let path = options.control.path(&options.state);
-    let limit = Change::Limit {
-        id: socket_or_id(options.id),
-        limits: options.limits.clone(),
-    };
-    let Changed::Limited(entry) = control::request_change(&path, limit)? else {
-        return Err(UNEXPECTED.into());
-    };
-    let mut out = io::stdout().lock();
-    match options.json {
-        true => writeln!(out, "{}", serde_json::to_string(&entry)?)?,
-        false => writeln!(out, "Limited {}: {}", entry.id, options.limits)?,
-    }
-    Ok(())
-}
-
-/// A socket as the server knows it, if the text can be one: ids have no slash.
-fn socket_or_id(text: String) -> String {
-    match text.contains('/').then(|| std::path::absolute(&text)) {
-        Some(Ok(path)) => path.display().to_string(),
-        _ => text,
-    }
-}
-
-fn run_list(options: List) -> Result<(), Box<dyn Error>> {
-    let path = options.control.path(&options.state);
-    let functions = control::query_functions(&path)?;
-    let mut out = io::stdout().lock();
-    if options.json {
-        writeln!(out, "{}", serde_json::to_string(&functions)?)?;
-    } else if functions.is_empty() {
-        writeln!(out, "No functions; add one with `nvme-mpt add`")?;
-    } else {
-        write!(out, "{}", list::table(&functions))?;
-    }
-    Ok(())
-}
-
-fn run_reload(options: Reload) -> Result<(), Box<dyn Error>> {
-    let path = options.control.path(&options.state);
-    let reload = Change::Reload {
-        force: options.force,
-    };
-    let Changed::Reloaded(reloaded) = control::request_change(&path, reload)? else {
-        return Err(UNEXPECTED.into());
-    };
-    let mut out = io::stdout().lock();
-    if options.json {
-        writeln!(out, "{}", serde_json::to_string(&reloaded)?)?;
-        return Ok(());
-    }
-    for (names, done) in [
-        (&reloaded.added, "Added"),
-        (&reloaded.changed, "Changed"),
-        (&reloaded.limited, "Limited"),
-        (&reloaded.removed, "Removed"),
-    ] {
-        if !names.is_empty() {
-            writeln!(out, "{done}: {}", names.join(", "))?;
-        }
-    }
-    writeln!(out, "Unchanged: {}", reloaded.unchanged)?;
-    Ok(())
-}
-
-/// Error for an answer to another request.
-const UNEXPECTED: &str = "The server answers another request: use the version that runs it";
 
 fn run_leases(options: Leases) -> Result<(), Box<dyn Error>> {
     let state_dir = options.state.state_dir;
@@ -618,13 +426,13 @@ fn write_leases(out: &mut dyn Write, leases: &[LeaseEntry]) -> io::Result<()> {
 }
 
 fn run_stats(options: Stats) -> Result<(), Box<dyn Error>> {
-    let path = options.control.path(&options.state);
+    let path = options.server.control();
     let mut out = io::stdout().lock();
     let mut earlier = None;
     let mut next = Instant::now();
     loop {
         let stats = control::query_stats(&path)?;
-        if options.json {
+        if options.server.json {
             writeln!(out, "{}", serde_json::to_string(&stats)?)?;
         } else {
             match &earlier {
@@ -701,7 +509,7 @@ fn canonical(path: DrivePath) -> DrivePath {
 }
 
 fn run_drives(options: Drives) -> Result<(), Box<dyn Error>> {
-    let path = options.control.path(&options.state);
+    let path = options.server.control();
     let served = match control::query_stats(&path) {
         Ok(stats) => stats.drives,
         // Without a server, the kernel alone reports it.
@@ -710,7 +518,7 @@ fn run_drives(options: Drives) -> Result<(), Box<dyn Error>> {
     };
     let drives = drives::drives(&HostRoot::default(), &served)?;
     let mut out = io::stdout().lock();
-    if options.json {
+    if options.server.json {
         writeln!(out, "{}", serde_json::to_string(&drives)?)?;
     } else if drives.is_empty() {
         writeln!(out, "No NVMe functions on this host")?;

@@ -28,3 +28,4 @@ pub mod profile;
 pub mod serve;
 pub mod signals;
 pub mod stats;
+mod table;

@@ -5,7 +5,7 @@ use std::fmt;
 use nvme_mpt::lease::Bytes;
 use nvme_mpt::stats::HostQueueUse;
 
-use crate::list::Table;
+use crate::table::Table;
 
 use super::{DriveStats, FunctionStats, ServerStats};
 

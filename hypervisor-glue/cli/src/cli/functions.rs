@@ -1,0 +1,197 @@
+//! `nvme-mpt add`, `remove`, `limit`, `list` and `reload`: functions of a running server.
+
+use std::env;
+use std::error::Error;
+use std::io::{self, Write};
+
+use clap::Args;
+use nvme_mpt_vmm::options::{OptionText, RateChange, table};
+
+use super::{RunningServer, told};
+use crate::serve::{Change, Changed, introduce};
+use crate::{control, list};
+
+/// Add a function to a running server, also for its next start
+///
+/// Prints the arguments with which Cloud Hypervisor and QEMU attach it.
+#[derive(Args, Debug)]
+pub(super) struct Add {
+    #[arg(
+        value_name = "OPTIONS",
+        help = function_synopsis(),
+        long_help = function_help(),
+        value_parser = |text: &str| text.parse::<OptionText>().map_err(|error| told(&error))
+    )]
+    options: OptionText,
+    #[command(flatten)]
+    server: RunningServer,
+}
+
+/// Remove a function from a running server, and give its lease back
+#[derive(Args, Debug)]
+pub(super) struct Remove {
+    /// The function's id, or its socket
+    id: String,
+    /// Remove it although a VMM is connected. Its guest loses the drive
+    #[arg(long)]
+    force: bool,
+    #[command(flatten)]
+    server: RunningServer,
+}
+
+/// Change the limits of a function of a running server, under its guest
+///
+/// Those of a function that was added are there again after a restart.
+#[derive(Args, Debug)]
+pub(super) struct Limit {
+    /// The function's id, or its socket
+    id: String,
+    /// iops=NUMBER[+BURST] and bandwidth=SIZE[+BURST], each per second, or none for no limit
+    #[arg(
+        value_name = "LIMITS",
+        value_parser = |text: &str| text.parse::<RateChange>().map(|_| text.to_owned()).map_err(|error| told(&error))
+    )]
+    limits: String,
+    #[command(flatten)]
+    server: RunningServer,
+}
+
+/// Show the functions of a running server
+#[derive(Args, Debug)]
+pub(super) struct List {
+    #[command(flatten)]
+    server: RunningServer,
+}
+
+/// Make the functions of a running server those of its file
+///
+/// Functions that did not change go on. If a function of the file is wrong, or a VMM is connected to one that changes
+/// or goes, all stays as it is.
+#[derive(Args, Debug)]
+pub(super) struct Reload {
+    /// Reload although a VMM is connected to a function that changes or goes. Its guest loses the drive
+    #[arg(long)]
+    force: bool,
+    #[command(flatten)]
+    server: RunningServer,
+}
+
+impl Add {
+    pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
+        let add = Change::Add {
+            options: self.options.absolute(&env::current_dir()?).to_string(),
+        };
+        let Changed::Added(entry) = self.server.change(add)? else {
+            return Err(UNEXPECTED.into());
+        };
+        let mut out = io::stdout().lock();
+        match self.server.json {
+            true => writeln!(out, "{}", serde_json::to_string(&entry)?)?,
+            false => introduce(&entry, &mut out)?,
+        }
+        Ok(())
+    }
+}
+
+impl Remove {
+    pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
+        let remove = Change::Remove {
+            id: socket_or_id(self.id),
+            force: self.force,
+        };
+        let Changed::Removed { function, trouble } = self.server.change(remove)? else {
+            return Err(UNEXPECTED.into());
+        };
+        let mut out = io::stdout().lock();
+        match self.server.json {
+            true => writeln!(out, "{}", serde_json::to_string(&function)?)?,
+            false => writeln!(out, "Removed {}: {}", function.id, function.summary)?,
+        }
+        match trouble {
+            None => Ok(()),
+            Some(trouble) => Err(trouble.into()),
+        }
+    }
+}
+
+impl Limit {
+    pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
+        let limit = Change::Limit {
+            id: socket_or_id(self.id),
+            limits: self.limits.clone(),
+        };
+        let Changed::Limited(entry) = self.server.change(limit)? else {
+            return Err(UNEXPECTED.into());
+        };
+        let mut out = io::stdout().lock();
+        match self.server.json {
+            true => writeln!(out, "{}", serde_json::to_string(&entry)?)?,
+            false => writeln!(out, "Limited {}: {}", entry.id, self.limits)?,
+        }
+        Ok(())
+    }
+}
+
+impl List {
+    pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
+        let functions = control::query_functions(&self.server.control())?;
+        let mut out = io::stdout().lock();
+        if self.server.json {
+            writeln!(out, "{}", serde_json::to_string(&functions)?)?;
+        } else if functions.is_empty() {
+            writeln!(out, "No functions; add one with `nvme-mpt add`")?;
+        } else {
+            write!(out, "{}", list::table(&functions))?;
+        }
+        Ok(())
+    }
+}
+
+impl Reload {
+    pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
+        let reload = Change::Reload { force: self.force };
+        let Changed::Reloaded(reloaded) = self.server.change(reload)? else {
+            return Err(UNEXPECTED.into());
+        };
+        let mut out = io::stdout().lock();
+        if self.server.json {
+            writeln!(out, "{}", serde_json::to_string(&reloaded)?)?;
+            return Ok(());
+        }
+        for (names, done) in [
+            (&reloaded.added, "Added"),
+            (&reloaded.changed, "Changed"),
+            (&reloaded.limited, "Limited"),
+            (&reloaded.removed, "Removed"),
+        ] {
+            if !names.is_empty() {
+                writeln!(out, "{done}: {}", names.join(", "))?;
+            }
+        }
+        writeln!(out, "Unchanged: {}", reloaded.unchanged)?;
+        Ok(())
+    }
+}
+
+pub(super) fn function_synopsis() -> String {
+    format!("A function: {}", table::synopsis())
+}
+
+pub(super) fn function_help() -> String {
+    format!(
+        "{}\n\n{}\nA value with a comma stands in double quotes. docs/options.md has the details.",
+        function_synopsis(),
+        table::help()
+    )
+}
+
+/// A socket as the server knows it, if the text can be one: ids have no slash.
+fn socket_or_id(text: String) -> String {
+    match text.contains('/').then(|| std::path::absolute(&text)) {
+        Some(Ok(path)) => path.display().to_string(),
+        _ => text,
+    }
+}
+
+/// Error for an answer to another request.
+const UNEXPECTED: &str = "The server answers another request: use the version that runs it";

@@ -53,9 +53,11 @@ pub enum ServerError {
         /// The end of its log.
         log: String,
     },
-    /// `nvme-mpt stats --json` printed something else.
-    #[error("Cannot read the output of `nvme-mpt stats --json`: {source}\n{text}")]
-    Stats {
+    /// A command with `--json` printed something else.
+    #[error("Cannot read the output of `nvme-mpt {command} --json`: {source}\n{text}")]
+    Output {
+        /// The command.
+        command: &'static str,
         /// Why.
         source: serde_json::Error,
         /// Its output.
@@ -214,7 +216,11 @@ impl Server {
                 .args(["stats", "--json", "--control"])
                 .arg(control(&self.folder)),
         )?;
-        serde_json::from_str(&text).map_err(|source| ServerError::Stats { source, text })
+        serde_json::from_str(&text).map_err(|source| ServerError::Output {
+            command: "stats",
+            source,
+            text,
+        })
     }
 
     /// The statistics of one function, now.
@@ -305,7 +311,11 @@ impl Server {
     pub fn list(&self) -> Result<Vec<String>, ServerError> {
         let text = self.ask(&["list", "--json"])?;
         let entries: Result<Vec<FunctionEntry>, _> = serde_json::from_str(&text);
-        let entries = entries.map_err(|source| ServerError::Stats { source, text })?;
+        let entries = entries.map_err(|source| ServerError::Output {
+            command: "list",
+            source,
+            text,
+        })?;
         Ok(entries.into_iter().map(|entry| entry.id).collect())
     }
 

@@ -86,10 +86,11 @@ fn start() -> Instant {
 fn per_nanosecond() -> f64 {
     static RATE: OnceLock<f64> = OnceLock::new();
     *RATE.get_or_init(|| {
-        let (from, start) = (Ticks::now(), Instant::now());
+        let (from, start) = both_clocks();
         std::thread::sleep(Duration::from_millis(20));
-        let ticks = Ticks::now().since(from);
-        let nanos = start.elapsed().as_nanos();
+        let (to, end) = both_clocks();
+        let ticks = to.since(from);
+        let nanos = end.duration_since(start).as_nanos();
         // A counter that stands still (or a broken clock) must not make times infinite.
         if ticks == 0 || nanos == 0 {
             1.0
@@ -97,6 +98,24 @@ fn per_nanosecond() -> f64 {
             ticks as f64 / nanos as f64
         }
     })
+}
+
+/// Returns the same moment by both clocks.
+///
+/// A thread that loses its processor between the two readings would measure a wrong rate, so the
+/// closest of some pairs of readings counts.
+fn both_clocks() -> (Ticks, Instant) {
+    const TRIES: usize = 16;
+    let pairs = (0..TRIES).map(|_| {
+        let before = Instant::now();
+        let ticks = Ticks::now();
+        let apart = before.elapsed();
+        (apart, ticks, before + apart / 2)
+    });
+    pairs.min_by_key(|(apart, ..)| *apart).map_or_else(
+        || (Ticks::now(), Instant::now()),
+        |(_, ticks, at)| (ticks, at),
+    )
 }
 
 #[cfg(test)]

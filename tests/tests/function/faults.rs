@@ -134,7 +134,8 @@ fn media_errors_are_told_and_change_nothing() {
 
 #[test]
 fn a_latency_is_added_to_the_commands_that_it_is_about() {
-    const ADDED: Duration = Duration::from_millis(300);
+    // The system's clock is slewed by up to 500 ppm, and the drive's is measured against it.
+    const AT_LEAST: Duration = Duration::from_millis(299);
     for store in STORES {
         let plan = "[[fault]]\nkind = \"latency\"\nadd = \"300ms\"\noperations = [\"write\"]\n\
                     range = \"0+16M\"\nafter = 1\ncount = 4\n";
@@ -153,7 +154,7 @@ fn a_latency_is_added_to_the_commands_that_it_is_about() {
         taken(Sqe::write(1, 0, 8));
         for lba in 0..4 {
             let taken = taken(Sqe::write(1, lba, 8));
-            assert!(taken >= ADDED, "{store}: {taken:?}");
+            assert!(taken >= AT_LEAST, "{store}: {taken:?}");
         }
         for _ in 0..20 {
             taken(Sqe::write(1, 0, 8));

@@ -8,7 +8,7 @@ use nvme_mpt::dma::{DmaError, MAX_REGIONS, MemoryRegion};
 use nvme_mpt::{Gpa, InterruptVector};
 use vmm_device::{Bar, CONFIG_SPACE_SIZE, NvmeFunction};
 
-use crate::irq_fd;
+use nvme_mpt::memory::eventfd;
 use nvme_mpt_vmm::report;
 use vfio_user_server::{
     Device, DmaMemory, DmaRegion, IrqAction, IrqCommand, IrqData, IrqIndex, IrqInfo, MappableArea,
@@ -228,7 +228,7 @@ fn connect(vectors: &[Arc<InterruptVector>], fds: Vec<OwnedFd>) -> io::Result<()
     // All or none.
     let eventfds = fds
         .into_iter()
-        .map(irq_fd::take)
+        .map(eventfd::take)
         .collect::<io::Result<Vec<_>>>()?;
     let mut eventfds = eventfds.into_iter();
     for vector in vectors {
@@ -440,7 +440,14 @@ mod tests {
         let eventfds: Vec<_> = (0..2)
             .map(|_| EventFd::new(EFD_NONBLOCK).unwrap())
             .collect();
-        let sent = || IrqData::Connect(eventfds.iter().map(irq_fd::sent).collect());
+        let sent = || {
+            IrqData::Connect(
+                eventfds
+                    .iter()
+                    .map(|eventfd| eventfd::share(eventfd).unwrap())
+                    .collect(),
+            )
+        };
         let signalled = || -> Vec<_> { eventfds.iter().map(|fd| fd.read().is_ok()).collect() };
         let mut set =
             |start, count, action, data| device.set_irqs(msix(start, count, action, data));
@@ -457,7 +464,10 @@ mod tests {
         assert_eq!(signalled(), [true, false]);
 
         // One that is no eventfd, and none of them is taken.
-        let mut fds: Vec<_> = eventfds.iter().map(irq_fd::sent).collect();
+        let mut fds: Vec<_> = eventfds
+            .iter()
+            .map(|eventfd| eventfd::share(eventfd).unwrap())
+            .collect();
         fds[1] = memory(8);
         let refused = set(3, 2, IrqAction::Trigger, IrqData::Connect(fds));
         assert_eq!(errno(refused), Some(libc::EINVAL));
@@ -480,7 +490,7 @@ mod tests {
             assert_eq!(errno(refused), Some(libc::EINVAL), "{start}+{count}");
         }
         let eventfd = EventFd::new(EFD_NONBLOCK).unwrap();
-        let wanted = IrqData::Connect(vec![irq_fd::sent(&eventfd)]);
+        let wanted = IrqData::Connect(vec![eventfd::share(&eventfd).unwrap()]);
         let refused = device.set_irqs(msix(0, 1, IrqAction::Mask, wanted));
         assert_eq!(errno(refused), Some(libc::EINVAL));
         let intx = IrqCommand {
@@ -497,7 +507,7 @@ mod tests {
         device.write(RegionIndex::Bar0, CC.0, &CC.1.to_le_bytes());
         device.write(RegionIndex::Config, 0x04, &[0x06, 0x00]);
         let eventfd = EventFd::new(EFD_NONBLOCK).unwrap();
-        let connect = IrqData::Connect(vec![irq_fd::sent(&eventfd)]);
+        let connect = IrqData::Connect(vec![eventfd::share(&eventfd).unwrap()]);
         device
             .set_irqs(msix(0, 1, IrqAction::Trigger, connect))
             .unwrap();
@@ -521,7 +531,7 @@ mod tests {
             .unwrap();
         assert!(eventfd.read().is_err());
         // The next client gets what is signalled from now on, masked by itself alone.
-        let connect = IrqData::Connect(vec![irq_fd::sent(&eventfd)]);
+        let connect = IrqData::Connect(vec![eventfd::share(&eventfd).unwrap()]);
         device
             .set_irqs(msix(1, 1, IrqAction::Trigger, connect))
             .unwrap();

@@ -21,7 +21,6 @@ pub mod control;
 pub mod drives;
 pub mod faults;
 pub mod function_thread;
-mod irq_fd;
 mod list;
 pub mod logging;
 pub mod profile;

@@ -33,6 +33,7 @@ pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
             Origin::CommandLine => "command line",
             Origin::File => "file",
             Origin::Added => "added",
+            Origin::Vmm => "VMM",
         };
         table.row(vec![
             id.clone(),

@@ -1,18 +1,19 @@
 //! Opens what an option string describes: a drive, a lease of a part of it, and what attaches a guest
-//! controller to that.
+//! controller to that. If a drive server has the drive, all of that is in the server.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use nvme_mpt::lease::identity::default_id;
 use nvme_mpt::lease::{ByteRange, FormerData, Lease, LeaseError, LeaseRequest, Ledger, RangeError};
 use nvme_mpt::wipe::{WipeError, wipe};
-use nvme_mpt::{AttachError, Attachment, AttachmentConfig, Drive, Pollers};
+use nvme_mpt::{AttachError, Attachment, AttachmentConfig, Drive, HostSide, Pollers};
+use nvme_mpt_lease_protocol::attach_anywhere;
 use thiserror::Error;
 
 use crate::drives::{self, DriveOptions, DrivePath, OpenDriveError};
-use crate::options::FunctionOptions;
+use crate::options::{AskedFunction, FunctionOptions};
 
 /// Errors of opening the drive and range of an option string.
 #[derive(Debug, Error)]
@@ -32,6 +33,9 @@ pub enum OpenError {
     /// The data path cannot be set up.
     #[error(transparent)]
     Attach(#[from] AttachError),
+    /// The server that has the drive gives no lease.
+    #[error(transparent)]
+    Server(#[from] nvme_mpt_lease_protocol::AttachError),
 }
 
 /// Ledgers of leases, by the processes that may know of them.
@@ -41,6 +45,7 @@ pub struct Ledgers {
     shared: Ledger,
     /// This process.
     private: Ledger,
+    state_dir: PathBuf,
 }
 
 impl Ledgers {
@@ -50,6 +55,7 @@ impl Ledgers {
         Self {
             shared: Ledger::open(state_dir),
             private: Ledger::in_process(),
+            state_dir: state_dir.to_owned(),
         }
     }
 
@@ -113,7 +119,7 @@ pub fn attach(
     })?)
 }
 
-/// Opens the drive of `options` for a function alone, and attaches to it.
+/// Opens the drive of `options` for a function alone, and attaches to it, as [`attach`] does.
 ///
 /// # Errors
 /// See [`OpenError`].
@@ -121,6 +127,7 @@ pub fn open(
     options: &FunctionOptions,
     ledgers: &Ledgers,
     pollers: &Arc<Pollers>,
+    stop: &AtomicBool,
 ) -> Result<Attachment, OpenError> {
     let opened = drives::opened_options(&options.path);
     let drive = drives::open_on(
@@ -128,5 +135,28 @@ pub fn open(
         DriveOptions::of(options, opened.as_ref()),
         pollers.threads(),
     )?;
-    attach(options, &drive, ledgers, pollers, &AtomicBool::new(false))
+    attach(options, &drive, ledgers, pollers, stop)
+}
+
+/// Host side of a function in this process: that of the drive server that has the drive, or one that this process opens
+/// itself. Returns it with the id of its lease.
+///
+/// # Errors
+/// See [`OpenError`].
+pub fn host_side(
+    function: &AskedFunction,
+    ledgers: &Ledgers,
+    pollers: &Arc<Pollers>,
+) -> Result<(String, Arc<dyn HostSide>), OpenError> {
+    let options = function.options();
+    // Other drives are in the memory of the process that opens them.
+    if matches!(options.path, DrivePath::Pci(_) | DrivePath::File(_)) {
+        let text = function.text().to_string();
+        let served = attach_anywhere(&ledgers.state_dir, &text, pollers.threads())?;
+        if let Some(host) = served {
+            return Ok((host.id().to_owned(), Arc::new(host)));
+        }
+    }
+    let attachment = open(options, ledgers, pollers, &AtomicBool::new(false))?;
+    Ok((attachment.lease().id().to_owned(), Arc::new(attachment)))
 }

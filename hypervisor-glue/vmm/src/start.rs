@@ -42,14 +42,11 @@ pub fn start(
     pollers: &Arc<Pollers>,
 ) -> Result<FunctionDevice, StartError> {
     let ledgers = Ledgers::open(&config.state_dir);
-    let options = config.options()?;
+    let asked = config.asked()?;
     let pollers = pollers.clone();
     let make = move || -> Result<NvmeFunction, OpenError> {
-        let attachment = open::open(&options, &ledgers, &pollers)?;
-        Ok(NvmeFunction::new(
-            Arc::new(attachment),
-            MsixMasking::Function,
-        ))
+        let (_, host) = open::host_side(&asked, &ledgers, &pollers)?;
+        Ok(NvmeFunction::new(host, MsixMasking::Function))
     };
     let device = FunctionDevice::start(id, make()?, vmm)?;
     Ok(device.remade_by(Remake::new(make, TAKE_BACK_PATIENCE)))

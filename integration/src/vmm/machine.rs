@@ -11,7 +11,7 @@ use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use nvme_mpt::Pollers;
 use nvme_mpt_vmm::kvm::KvmVmm;
 use nvme_mpt_vmm::open::{self, Ledgers};
-use nvme_mpt_vmm::options::FunctionOptions;
+use nvme_mpt_vmm::options::AskedFunction;
 use nvme_mpt_vmm::{self, FunctionDevice, Vmm};
 use vm_device::bus;
 use vmm_device::{MsixMasking, NvmeFunction};
@@ -44,7 +44,7 @@ pub struct MachineConfig {
     /// Memory in MiB.
     pub memory_mib: u64,
     /// Functions that are there from the start.
-    pub functions: Vec<FunctionOptions>,
+    pub functions: Vec<AskedFunction>,
     /// Folder with the ledger of leases.
     pub state_dir: PathBuf,
     /// True if a guest that writes to address FE000000h has KVM's counters of the machine printed.
@@ -156,7 +156,7 @@ impl Machine {
     ///
     /// # Errors
     /// See [`MachineError`].
-    pub fn add(&self, options: &FunctionOptions) -> Result<String, MachineError> {
+    pub fn add(&self, options: &AskedFunction) -> Result<String, MachineError> {
         self.shared.add(options)
     }
 
@@ -174,7 +174,7 @@ impl Machine {
 }
 
 impl Requests for Shared {
-    fn add(&self, options: &FunctionOptions) -> Result<String, MachineError> {
+    fn add(&self, options: &AskedFunction) -> Result<String, MachineError> {
         let device = self.functions.make(options)?;
         let id = device.id().to_owned();
         self.functions
@@ -334,10 +334,9 @@ impl Shared {
 
 impl Functions {
     /// A function that has no slot yet.
-    fn make(&self, options: &FunctionOptions) -> Result<Arc<FunctionDevice>, MachineError> {
-        let attachment = open::open(options, &self.ledgers, &self.pollers)?;
-        let id = attachment.lease().id().to_owned();
-        let function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Function);
+    fn make(&self, function: &AskedFunction) -> Result<Arc<FunctionDevice>, MachineError> {
+        let (id, host) = open::host_side(function, &self.ledgers, &self.pollers)?;
+        let function = NvmeFunction::new(host, MsixMasking::Function);
         let vmm: Arc<dyn Vmm> = self.vmm.clone();
         let device = FunctionDevice::start(&id, function, vmm)?;
         let share = MachineError::kvm("share the guest's memory");

@@ -24,6 +24,8 @@ pub enum Origin {
     File,
     /// A request of `nvme-mpt add`.
     Added,
+    /// A VMM that has the function in its own process.
+    Vmm,
 }
 
 /// A function, with the origin of its declaration.

@@ -2,13 +2,14 @@
 //! signal asks for the end. Functions come and go meanwhile.
 //!
 //! `declared` has functions as they are declared, `drives` the drives that are open, `offer` one function that is
-//! offered, `roster` all of them, `reload` their match with a file, `changes` the thread that changes them, `view`
+//! offered, `roster` all of them, `leases` those of functions that are in VMMs, `reload` their match with a file, `changes` the thread that changes them, `view`
 //! their report to other threads.
 
 mod changes;
 mod declared;
 mod drives;
 mod error;
+mod leases;
 mod offer;
 mod reload;
 mod roster;
@@ -30,6 +31,7 @@ use thiserror::Error;
 
 use self::changes::{ChangeQueue, ChangeThread};
 use self::declared::AddedFile;
+use self::leases::{LeaseServer, LeaseTable};
 use self::roster::{Roster, Terms};
 use self::view::View;
 use crate::attach;
@@ -91,6 +93,9 @@ pub enum ServeError {
     /// The control socket cannot be offered.
     #[error(transparent)]
     Control(#[from] ControlError),
+    /// VMMs with functions of their own cannot be taken in.
+    #[error("Cannot offer leases to VMMs; look at the folder `servers` in the state folder")]
+    Leases(#[source] io::Error),
     /// The thread of changes cannot be started.
     #[error("Cannot start the thread that changes functions")]
     Thread(#[source] io::Error),
@@ -190,9 +195,11 @@ fn start(
     }
     // The socket keeps a second server from the file with the functions that were added.
     let listener = ControlListener::bind(&control)?;
+    let (ledgers, pollers) = (Arc::new(Ledgers::open(&state_dir)), Pollers::new());
     let mut roster = Roster::new(Terms {
-        ledgers: Ledgers::open(&state_dir),
-        pollers: Pollers::new(),
+        leases: LeaseTable::new(&state_dir, ledgers.clone(), pollers.clone()),
+        ledgers,
+        pollers,
         data,
         file,
         added: AddedFile::beside(&control),
@@ -242,29 +249,42 @@ pub fn introduce(entry: &FunctionEntry, out: &mut dyn Write) -> io::Result<()> {
 struct Server {
     // First, since it hands in changes.
     control: ControlServer,
+    leases: LeaseServer,
     changes: ChangeThread,
 }
 
 impl Server {
     fn run(listener: ControlListener, roster: Roster) -> Result<Self, ServeError> {
-        let (pollers, view) = (roster.pollers(), roster.view());
+        let (pollers, view, leases) = (roster.pollers(), roster.view(), roster.leases());
+        // VMMs that came before the drives are open would open them themselves.
+        let lease_server = LeaseServer::start(leases.clone()).map_err(ServeError::Leases)?;
         let (changes, queue) = ChangeThread::start(roster).map_err(ServeError::Thread)?;
         let control = ControlServer::start(
             listener,
             Controlled {
                 view,
+                leases,
                 changes: queue,
                 pollers,
             },
         )?;
-        Ok(Self { control, changes })
+        Ok(Self {
+            control,
+            leases: lease_server,
+            changes,
+        })
     }
 
     /// Ends all functions, and returns the first error.
     fn end(self) -> Result<(), ServeError> {
-        let Self { control, changes } = self;
+        let Self {
+            control,
+            leases,
+            changes,
+        } = self;
         // No more changes come. Those that wait are refused, and the one that is made ends early.
         drop(control);
+        drop(leases);
         let roster = changes.end().ok_or(ServeError::Panicked)?;
         roster
             .end()
@@ -275,6 +295,7 @@ impl Server {
 /// State behind the control socket.
 struct Controlled {
     view: Arc<Mutex<Arc<View>>>,
+    leases: Arc<LeaseTable>,
     changes: ChangeQueue,
     pollers: Arc<Pollers>,
 }
@@ -290,8 +311,10 @@ impl Service for Controlled {
     fn stats(&self) -> ServerStats {
         let view = self.view();
         let handles = view.functions.iter().map(|(handle, _)| handle);
+        let mut functions = FunctionHandle::stats_of(handles);
+        functions.extend(self.leases.stats());
         ServerStats {
-            functions: FunctionHandle::stats_of(handles),
+            functions,
             drives: view
                 .drives
                 .iter()
@@ -306,7 +329,9 @@ impl Service for Controlled {
     }
 
     fn list(&self) -> Vec<FunctionEntry> {
-        self.view().entries()
+        let mut entries = self.view().entries();
+        entries.extend(self.leases.entries());
+        entries
     }
 
     fn change(&self, change: Change, reply: Reply) {

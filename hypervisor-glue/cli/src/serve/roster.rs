@@ -17,6 +17,7 @@ use nvme_mpt_vmm::report;
 use super::declared::{AddedFile, Declarations, DeclaredFunction, Origin};
 use super::drives::OpenDrives;
 use super::error::{ChangeError, OfferError};
+use super::leases::LeaseTable;
 use super::offer::Offer;
 use super::view::{FunctionEntry, FunctionState, View};
 use crate::function_thread::{FunctionThreadError, Leave};
@@ -38,7 +39,9 @@ pub(super) struct HeldDrive {
 /// Places and choices of a server.
 #[derive(Debug)]
 pub(super) struct Terms {
-    pub(super) ledgers: Ledgers,
+    pub(super) ledgers: Arc<Ledgers>,
+    /// Leases of functions that are in VMMs.
+    pub(super) leases: Arc<LeaseTable>,
     pub(super) pollers: Arc<Pollers>,
     /// Fate of data that another id left, for functions that leave it open.
     pub(super) data: FormerData,
@@ -139,6 +142,15 @@ impl Roster {
             self.publish();
             return Ok((failed.entry, None));
         }
+        if self.terms.leases.has(id) {
+            if !force {
+                return Err(ChangeError::Connected(id.to_owned()));
+            }
+            let ended = self.terms.leases.end_lease(id);
+            // Its VMM may have gone meanwhile.
+            let entry = ended.ok_or_else(|| self.no_function(id))?;
+            return Ok((entry, None));
+        }
         let place = self.offers.iter().position(|offer| of_id(&offer.entry));
         let place = place.ok_or_else(|| self.no_function(id))?;
         let Offer {
@@ -169,6 +181,9 @@ impl Roster {
     /// Changes the limits of a function. Those of an added function are there again after a restart.
     pub(super) fn limit(&mut self, id: &str, limits: &str) -> Result<FunctionEntry, ChangeError> {
         let change: RateChange = limits.parse()?;
+        if let Some(entry) = self.terms.leases.limit(id, |rates| change.of(rates)) {
+            return Ok(entry);
+        }
         let given: OptionText = limits.parse()?;
         let of_id = |entry: &FunctionEntry| entry.id == id || entry.socket == Path::new(id);
         let place = self.offers.iter().position(|offer| of_id(&offer.entry));
@@ -219,6 +234,11 @@ impl Roster {
     /// Returns the pollers of all functions.
     pub(super) fn pollers(&self) -> Arc<Pollers> {
         self.terms.pollers.clone()
+    }
+
+    /// Returns the leases of functions that are in VMMs.
+    pub(super) fn leases(&self) -> Arc<LeaseTable> {
+        self.terms.leases.clone()
     }
 
     /// Returns the place where other threads find the present functions.

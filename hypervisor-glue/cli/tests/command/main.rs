@@ -5,3 +5,4 @@ mod documents;
 mod leases;
 mod serve;
 mod support;
+mod vmms;

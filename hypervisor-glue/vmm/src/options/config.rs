@@ -6,9 +6,11 @@ use std::path::PathBuf;
 use crate::drives::DrivePath;
 use serde::{Deserialize, Serialize};
 
+use super::asked::AskedFunction;
 use super::error::OptionError;
 use super::function::{FunctionOptions, LbaSize};
 use super::key_values::{KeyValues, parsed};
+use super::served::OptionText;
 
 /// Folder of the ledger of leases unless another one is chosen.
 ///
@@ -138,6 +140,14 @@ impl FunctionConfig {
     pub fn options(&self) -> Result<FunctionOptions, OptionError> {
         let mut keys = KeyValues::of(self.pairs());
         FunctionOptions::take(&mut keys)
+    }
+
+    /// Returns the function as it is asked for.
+    ///
+    /// # Errors
+    /// All of [`OptionError`] that values can cause.
+    pub fn asked(&self) -> Result<AskedFunction, OptionError> {
+        AskedFunction::read(OptionText::of(self.pairs())?)
     }
 
     /// The files that a sandbox has to let the function use, each with whether it has to let it write

@@ -6,6 +6,7 @@
 //!
 //! [`table`] has every option with its help.
 
+mod asked;
 mod config;
 mod error;
 mod function;
@@ -15,6 +16,7 @@ pub mod table;
 #[cfg(test)]
 mod tests;
 
+pub use asked::AskedFunction;
 pub use config::{FunctionConfig, STATE_DIR};
 pub use error::OptionError;
 pub use function::{FunctionOptions, LbaSize};

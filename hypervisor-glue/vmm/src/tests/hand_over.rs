@@ -54,7 +54,7 @@ impl Host {
         let options = config.options().unwrap();
         let pollers = self.pollers.clone();
         move || {
-            let attachment = open::open(&options, &ledgers, &pollers)?;
+            let attachment = open::open(&options, &ledgers, &pollers, &AtomicBool::new(false))?;
             Ok(NvmeFunction::new(
                 Arc::new(attachment),
                 MsixMasking::Function,

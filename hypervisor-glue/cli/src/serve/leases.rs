@@ -1,0 +1,359 @@
+//! Leases of functions that are in VMMs: the server's side of the lease protocol.
+//!
+//! The server listens on a socket in the state folder, where VMMs look for the server that has their drive. Each VMM's
+//! function has a connection and a thread. The lease ends with the connection.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{self, PipeReader, PipeWriter};
+use std::net::Shutdown;
+use std::os::fd::AsFd;
+use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::unistd::getuid;
+use nvme_mpt::lease::ByteRange;
+use nvme_mpt::limit::RateLimits;
+use nvme_mpt::{Attachment, HostSide, Pollers};
+use nvme_mpt_lease_protocol::{Admission, Leases, Peer, Session, socket_of};
+use nvme_mpt_vmm::drives;
+use nvme_mpt_vmm::open::{self, Ledgers};
+use nvme_mpt_vmm::options::FunctionOptions;
+use nvme_mpt_vmm::report;
+use vfio_user_server::Listener;
+
+use super::declared::Origin;
+use super::view::{FunctionEntry, FunctionState};
+use crate::stats::FunctionStats;
+
+/// Most connections at a time.
+const CONNECTIONS_MAX: usize = 1024;
+
+/// A lease of a function in a VMM.
+#[derive(Debug)]
+struct Lease {
+    entry: FunctionEntry,
+    rates: RateLimits,
+    attachment: Arc<Attachment>,
+}
+
+/// A connection, which may have a lease.
+#[derive(Debug)]
+struct Connection {
+    stream: UnixStream,
+    thread: Option<JoinHandle<()>>,
+    lease: Option<Lease>,
+}
+
+/// Means of making leases, and the leases that there are.
+#[derive(Debug)]
+pub(super) struct LeaseTable {
+    ledgers: Arc<Ledgers>,
+    pollers: Arc<Pollers>,
+    socket: PathBuf,
+    connections: Mutex<BTreeMap<u64, Connection>>,
+}
+
+impl LeaseTable {
+    /// A table without leases, of a server whose socket lies in a state folder.
+    pub(super) fn new(state_dir: &Path, ledgers: Arc<Ledgers>, pollers: Arc<Pollers>) -> Arc<Self> {
+        Arc::new(Self {
+            ledgers,
+            pollers,
+            socket: socket_of(state_dir, &process::id().to_string()),
+            connections: Mutex::default(),
+        })
+    }
+
+    fn connections(&self) -> MutexGuard<'_, BTreeMap<u64, Connection>> {
+        // Each change is complete before anything can panic.
+        self.connections
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the functions that have leases.
+    pub(super) fn entries(&self) -> Vec<FunctionEntry> {
+        let connections = self.connections();
+        let leases = connections.values().filter_map(|one| one.lease.as_ref());
+        leases.map(|lease| lease.entry.clone()).collect()
+    }
+
+    /// Returns the figures of the leases. Those of admin queues are in the VMMs.
+    pub(super) fn stats(&self) -> Vec<FunctionStats> {
+        let connections = self.connections();
+        let leases = connections.values().filter_map(|one| one.lease.as_ref());
+        let stats = leases.map(|lease| {
+            let stats = lease.attachment.stats();
+            FunctionStats {
+                id: stats.id,
+                socket: lease.entry.socket.display().to_string(),
+                connected: true,
+                model: stats.model,
+                serial: stats.serial,
+                capacity_bytes: stats.capacity_bytes,
+                doorbells: stats.doorbells,
+                queues: stats.queues,
+                ..FunctionStats::default()
+            }
+        });
+        stats.collect()
+    }
+
+    /// Ends a lease, and the drive of its VMM's guest. Returns its entry; `None` if there is no such lease.
+    pub(super) fn end_lease(&self, id: &str) -> Option<FunctionEntry> {
+        let (entry, thread) = {
+            let mut connections = self.connections();
+            let connection = connections.values_mut().find(|one| one.has(id))?;
+            let _ = connection.stream.shutdown(Shutdown::Both);
+            let entry = connection.lease.as_ref()?.entry.clone();
+            (entry, connection.thread.take())
+        };
+        // Its thread takes the connection out, for which it needs the lock.
+        if let Some(thread) = thread
+            && thread.join().is_err()
+        {
+            log::error!("The thread of lease {id} panicked");
+        }
+        Some(entry)
+    }
+
+    /// Returns whether a function in a VMM has the lease.
+    pub(super) fn has(&self, id: &str) -> bool {
+        self.connections().values().any(|one| one.has(id))
+    }
+
+    /// Changes the limits of a lease. Returns its entry; `None` if there is no such lease.
+    pub(super) fn limit(
+        &self,
+        id: &str,
+        change: impl FnOnce(RateLimits) -> RateLimits,
+    ) -> Option<FunctionEntry> {
+        let mut connections = self.connections();
+        let connection = connections.values_mut().find(|one| one.has(id))?;
+        let lease = connection.lease.as_mut()?;
+        lease.rates = change(lease.rates);
+        lease.attachment.set_rates(lease.rates);
+        lease.entry.limits = lease.rates.to_string();
+        Some(lease.entry.clone())
+    }
+
+    fn admit(&self, number: u64, peer: Peer, options: &str, stop: &AtomicBool) -> Admission {
+        let options: FunctionOptions = match options.parse() {
+            Ok(options) => options,
+            Err(error) => return Admission::Refused(report::chain(&error)),
+        };
+        if drives::opened_options(&options.path).is_none() {
+            return Admission::NotServed;
+        }
+        let Peer { pid, uid, .. } = peer;
+        let ours = getuid().as_raw();
+        if uid != ours && uid != 0 {
+            return Admission::Refused(format!(
+                "user {uid} runs the VMM, but this server gives leases to user {ours} and to root only: run both as \
+                 the same user, or serve the function over vfio-user with owner="
+            ));
+        }
+        let attachment = match open::open(&options, &self.ledgers, &self.pollers, stop) {
+            Ok(attachment) => Arc::new(attachment),
+            Err(error) => return Admission::Refused(report::chain(&error)),
+        };
+        let id = attachment.lease().id().to_owned();
+        log::info!("Lease {id} is that of a function in process {pid} of user {uid}");
+        let range: ByteRange = attachment.lease().bytes();
+        let lease = Lease {
+            entry: FunctionEntry {
+                id,
+                socket: self.socket.clone(),
+                drive: options.path.to_string(),
+                range: Some(range),
+                origin: Origin::Vmm,
+                limits: options.rates.to_string(),
+                state: FunctionState::Connected,
+                summary: format!(
+                    "{}, range {range}; in process {pid} of user {uid}",
+                    options.path
+                ),
+            },
+            rates: options.rates,
+            attachment: attachment.clone(),
+        };
+        if let Some(connection) = self.connections().get_mut(&number) {
+            connection.lease = Some(lease);
+        }
+        Admission::Attached(attachment)
+    }
+}
+
+impl Connection {
+    fn has(&self, id: &str) -> bool {
+        self.lease
+            .as_ref()
+            .is_some_and(|lease| lease.entry.id == id)
+    }
+}
+
+/// One connection's view of the table.
+struct Admitting<'a> {
+    table: &'a LeaseTable,
+    number: u64,
+}
+
+impl Leases for Admitting<'_> {
+    fn attach(&self, peer: Peer, options: &str, stop: &AtomicBool) -> Admission {
+        self.table.admit(self.number, peer, options, stop)
+    }
+
+    fn ended(&self, _: &Arc<dyn HostSide>) {
+        let lease = match self.table.connections().get_mut(&self.number) {
+            Some(connection) => connection.lease.take(),
+            None => None,
+        };
+        if let Some(lease) = lease {
+            log::info!("Lease {} of a function in a VMM ended", lease.entry.id);
+        }
+    }
+}
+
+/// Thread that takes VMMs in. Dropped, no VMM has a lease any more.
+#[derive(Debug)]
+pub(super) struct LeaseServer {
+    table: Arc<LeaseTable>,
+    /// Closed to end the thread.
+    stop: Option<PipeWriter>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl LeaseServer {
+    /// Listens on the socket of `table`.
+    ///
+    /// # Errors
+    /// Returns the error of the socket or of the kernel.
+    pub(super) fn start(table: Arc<LeaseTable>) -> io::Result<Self> {
+        if let Some(folder) = table.socket.parent() {
+            let mut builder = fs::DirBuilder::new();
+            builder.recursive(true).mode(0o700).create(folder)?;
+            remove_stale(folder);
+        }
+        let listener = Listener::bind(&table.socket).map_err(io::Error::other)?;
+        let (stopped, stop) = io::pipe()?;
+        let taken_in = table.clone();
+        let thread = thread::Builder::new()
+            .name("leases".to_owned())
+            .spawn(move || take_in(listener, &stopped, &taken_in))?;
+        Ok(Self {
+            table,
+            stop: Some(stop),
+            thread: Some(thread),
+        })
+    }
+}
+
+impl Drop for LeaseServer {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            log::error!("The thread that takes VMMs in panicked");
+        }
+        let threads: Vec<JoinHandle<()>> = {
+            let mut connections = self.table.connections();
+            let ending = connections.values_mut().filter_map(|connection| {
+                let _ = connection.stream.shutdown(Shutdown::Both);
+                connection.thread.take()
+            });
+            ending.collect()
+        };
+        for thread in threads {
+            if thread.join().is_err() {
+                log::error!("The thread of a lease panicked");
+            }
+        }
+    }
+}
+
+/// Removes the sockets that servers left behind which did not end by themselves.
+fn remove_stale(folder: &Path) {
+    for entry in folder.read_dir().into_iter().flatten().flatten() {
+        let path = entry.path();
+        let pid = path.file_stem().and_then(|stem| stem.to_str());
+        let lives = pid.is_some_and(|pid| Path::new("/proc").join(pid).exists());
+        let refused = UnixStream::connect(&path)
+            .is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused);
+        if refused && !lives {
+            // Another server may have removed it.
+            let _ = fs::remove_file(&path);
+        }
+    }
+}
+
+fn take_in(mut listener: Listener, stopped: &PipeReader, table: &Arc<LeaseTable>) {
+    let mut number = 0;
+    loop {
+        let mut ready = [
+            PollFd::new(stopped.as_fd(), PollFlags::POLLIN),
+            PollFd::new(listener.as_fd(), PollFlags::POLLIN),
+        ];
+        if let Err(error) = poll(&mut ready, PollTimeout::NONE)
+            && error != nix::errno::Errno::EINTR
+        {
+            log::error!("VMMs are not taken in any more: {error}");
+            return;
+        }
+        if ready[0].revents().is_some_and(|events| !events.is_empty()) {
+            return;
+        }
+        match listener.accept() {
+            Ok(Some(stream)) => {
+                number += 1;
+                if let Err(error) = begin(stream, number, table) {
+                    log::warn!("A VMM is not taken in: {error}");
+                }
+            }
+            Ok(None) => {}
+            Err(error) => log::warn!("A VMM is not taken in: {error}"),
+        }
+    }
+}
+
+fn begin(stream: UnixStream, number: u64, table: &Arc<LeaseTable>) -> io::Result<()> {
+    let mut connections = table.connections();
+    if connections.len() >= CONNECTIONS_MAX {
+        return Err(io::Error::other(format!(
+            "{CONNECTIONS_MAX} functions in VMMs are connected already"
+        )));
+    }
+    let kept = stream.try_clone()?;
+    let session = Session::new(stream).map_err(io::Error::other)?;
+    let owned = table.clone();
+    let work = move || {
+        let admitting = Admitting {
+            table: &owned,
+            number,
+        };
+        if let Err(error) = session.run(&admitting) {
+            log::warn!("{}", report::chain(&error));
+        }
+        owned.connections().remove(&number);
+    };
+    // The thread waits for the lock before it takes the connection out.
+    let thread = thread::Builder::new()
+        .name(format!("lease-{number}"))
+        .spawn(work)?;
+    connections.insert(
+        number,
+        Connection {
+            stream: kept,
+            thread: Some(thread),
+            lease: None,
+        },
+    );
+    Ok(())
+}

@@ -1,0 +1,337 @@
+//! Functions in VMMs on a drive of a server. A VMM is this program once more, as another process.
+
+use std::env;
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nvme_mpt::Pollers;
+use nvme_mpt_tests::bar::Bar;
+use nvme_mpt_tests::controller::{Config, Controller};
+use nvme_mpt_tests::disk::Disk;
+use nvme_mpt_tests::function::{InProcess, map};
+use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_vmm::open::{self, Ledgers};
+use nvme_mpt_vmm::options::AskedFunction;
+use nvme_mpt_vmm::report;
+use vmm_device::{MsixMasking, NvmeFunction};
+
+use crate::support::{Bench, Server};
+
+/// Variables of a VMM's environment: its option string, its state folder, and the byte that it writes.
+const FUNCTION: &str = "TEST_VMM_FUNCTION";
+const STATE: &str = "TEST_VMM_STATE";
+const SEED: &str = "TEST_VMM_SEED";
+
+/// Bytes that a VMM's guest writes and reads, over and over.
+const RANGE: u64 = 16 << 20;
+const PIECE: usize = 64 << 10;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A VMM, which writes its range when it is told to, and reports each pass.
+struct TestVmm {
+    process: Child,
+    orders: ChildStdin,
+    reports: BufReader<ChildStdout>,
+}
+
+impl TestVmm {
+    fn start(bench: &Bench, options: &str, seed: u8) -> Self {
+        let mut process = Command::new(env::current_exe().unwrap())
+            .args(["--exact", "vmms::vmm", "--ignored", "--nocapture"])
+            .env(FUNCTION, options)
+            .env(STATE, bench.path("state"))
+            .env(SEED, seed.to_string())
+            .current_dir(bench.path(""))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::inherit())
+            .spawn()
+            .unwrap();
+        let orders = process.stdin.take().unwrap();
+        let reports = BufReader::new(process.stdout.take().unwrap());
+        Self {
+            process,
+            orders,
+            reports,
+        }
+    }
+
+    /// Returns its next report. The lines of the test's own harness have another beginning.
+    fn report(&mut self) -> String {
+        let mut line = String::new();
+        loop {
+            line.clear();
+            let read = self.reports.read_line(&mut line).unwrap();
+            assert_ne!(read, 0, "the VMM ended without a report");
+            if let Some(report) = line.trim_end().split("VMM: ").nth(1) {
+                return report.to_owned();
+            }
+        }
+    }
+
+    /// Has it write and read its range once more.
+    fn pass(&mut self) -> String {
+        writeln!(self.orders, "pass").unwrap();
+        self.report()
+    }
+
+    fn kill(&mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+    }
+
+    /// Has it detach its function and end.
+    fn end(mut self) {
+        drop(self.orders);
+        assert!(self.process.wait().unwrap().success());
+    }
+}
+
+/// The VMM's process, and no test by itself.
+#[test]
+#[ignore = "started by other tests"]
+fn vmm() {
+    let function: AskedFunction = env::var(FUNCTION).unwrap().parse().unwrap();
+    let ledgers = Ledgers::open(Path::new(&env::var(STATE).unwrap()));
+    let seed: u8 = env::var(SEED).unwrap().parse().unwrap();
+    let host = match open::host_side(&function, &ledgers, &Pollers::new()) {
+        Ok((_, host)) => host,
+        Err(error) => {
+            println!(
+                "VMM: refused: {}",
+                report::chain(&error).replace('\n', "; ")
+            );
+            return;
+        }
+    };
+    let memory = GuestMemory::new(&[(1 << 20, 16 << 20)]).unwrap();
+    let function = NvmeFunction::new(host, MsixMasking::Function);
+    for region in memory.regions() {
+        map(&function, &memory, &region);
+    }
+    let bar = Arc::new(InProcess::new(function));
+    let device: Arc<dyn Bar> = bar.clone();
+    let mut controller = Controller::attach(device, memory, Config::default(), 2).unwrap();
+    let mut disk = Disk::open(&mut controller, 1).unwrap();
+    println!("VMM: attached");
+    for (pass, _) in (0..).zip(std::io::stdin().lines()) {
+        match write_and_read(&mut disk, seed.wrapping_add(pass)) {
+            Ok(()) => println!("VMM: passed"),
+            Err(error) => println!("VMM: failed: {error}"),
+        }
+    }
+    drop((disk, controller));
+    bar.function().end().unwrap();
+}
+
+fn write_and_read(disk: &mut Disk, byte: u8) -> Result<(), String> {
+    let (piece, step) = (vec![byte; PIECE], (PIECE / 512) as u32);
+    for slba in (0..RANGE / 512).step_by(step as usize) {
+        let written = disk.write(slba, &piece);
+        written.map_err(|error| format!("write at {slba}: {error}"))?;
+    }
+    for slba in (0..RANGE / 512).step_by(step as usize) {
+        let read = disk.read(slba, step);
+        let read = read.map_err(|error| format!("read at {slba}: {error}"))?;
+        if read != piece {
+            return Err(format!("other data at {slba}"));
+        }
+    }
+    Ok(())
+}
+
+/// A server with the bench's drive and no function.
+fn server(bench: &Bench) -> Server {
+    let mut serve = bench.serve_command("one", &[]);
+    serve.args(["--drive", "path=drive.img"]);
+    Server::start(serve).unwrap()
+}
+
+/// Waits until the ledger has these leases alone.
+fn await_leases(bench: &Bench, ids: &[&str]) {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let leases = bench.leases();
+        let mut names: Vec<&str> = leases.iter().map(|(id, ..)| id.as_str()).collect();
+        names.sort_unstable();
+        if names == ids {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{leases:?}");
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn ask(bench: &Bench, command: &str, arguments: &[&str]) -> Result<String, String> {
+    let output = bench
+        .command(command, arguments)
+        .args(["--control", "one.control"])
+        .output()
+        .unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    match output.status.success() {
+        true => Ok(text(output.stdout)),
+        false => Err(text(output.stderr)),
+    }
+}
+
+#[test]
+fn vmms_share_a_drive_of_a_server_and_one_that_dies_leaves_no_trace() {
+    let bench = Bench::new();
+    let server = server(&bench);
+    let mut first = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 1);
+    let mut second = TestVmm::start(&bench, "path=drive.img,range=16M+16M,id=second", 101);
+    assert_eq!(first.report(), "attached");
+    assert_eq!(second.report(), "attached");
+    await_leases(&bench, &["first", "second"]);
+    let listed = ask(&bench, "list", &[]).unwrap();
+    for id in ["first", "second"] {
+        let line = listed.lines().find(|line| line.contains(id)).unwrap();
+        assert!(
+            line.contains("VMM") && line.contains("connected"),
+            "{listed}"
+        );
+    }
+
+    // Both work, one is killed in the middle of it, and the other notices nothing.
+    assert_eq!([first.pass(), second.pass()], ["passed", "passed"]);
+    writeln!(first.orders, "pass").unwrap();
+    writeln!(second.orders, "pass").unwrap();
+    thread::sleep(Duration::from_millis(5));
+    first.kill();
+    assert_eq!(second.report(), "passed");
+    await_leases(&bench, &["second"]);
+    let drive = fs::File::open(bench.path("drive.img")).unwrap();
+    let mut data = vec![0; RANGE as usize];
+    drive.read_exact_at(&mut data, RANGE).unwrap();
+    assert!(
+        data.iter().all(|byte| *byte == 102),
+        "written by the second alone"
+    );
+    drive.read_exact_at(&mut data, 0).unwrap();
+    assert!(
+        data.iter().all(|byte| [1, 2].contains(byte)),
+        "written by the first alone"
+    );
+
+    // Its place is free for the same id, with the data that is there.
+    let mut again = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 11);
+    assert_eq!(again.report(), "attached");
+    assert_eq!([again.pass(), second.pass()], ["passed", "passed"]);
+    again.end();
+    second.end();
+    await_leases(&bench, &[]);
+    server.stop();
+}
+
+#[test]
+fn a_vmm_is_refused_what_another_has() {
+    let bench = Bench::new();
+    let server = server(&bench);
+    let mut first = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 1);
+    assert_eq!(first.report(), "attached");
+    for (options, reason) in [
+        ("range=8M+16M,id=other", "first"),
+        ("range=32M+16M,id=first", "first"),
+        ("range=0+128M,id=other", "beyond"),
+        ("range=32M+16M,id=other,lba=4096", "lba="),
+    ] {
+        let options = format!("path=drive.img,{options}");
+        let mut other = TestVmm::start(&bench, &options, 1);
+        let report = other.report();
+        assert!(
+            report.starts_with("refused: The drive server on "),
+            "{report}"
+        );
+        assert!(report.contains(reason), "{report}");
+        other.end();
+    }
+    assert_eq!(first.pass(), "passed");
+    // Data of another id is refused as everywhere.
+    first.end();
+    await_leases(&bench, &[]);
+    let mut other = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=other", 1);
+    let report = other.report();
+    assert!(report.contains("data=wipe"), "{report}");
+    other.end();
+    // Other drives are the VMM's own.
+    let own = fs::File::create(bench.path("own.img")).unwrap();
+    own.set_len(RANGE).unwrap();
+    let mut own = TestVmm::start(&bench, "path=own.img,id=own", 1);
+    assert_eq!(own.report(), "attached");
+    assert_eq!(own.pass(), "passed");
+    let listed = ask(&bench, "list", &[]).unwrap();
+    assert!(!listed.contains("own"), "{listed}");
+    own.end();
+    server.stop();
+}
+
+#[test]
+fn an_operator_sees_and_ends_the_lease_of_a_vmm() {
+    let bench = Bench::new();
+    let server = server(&bench);
+    let mut first = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 1);
+    assert_eq!(first.report(), "attached");
+    assert_eq!(first.pass(), "passed");
+    let stats = ask(&bench, "stats", &["--json"]).unwrap();
+    let stats: serde_json::Value = serde_json::from_str(&stats).unwrap();
+    let function = &stats["functions"][0];
+    assert_eq!(function["id"], "first");
+    let commands = function["queues"][0]["commands"].as_u64().unwrap();
+    assert!(commands >= 2 * RANGE / PIECE as u64, "{commands}");
+    ask(&bench, "limit", &["first", "iops=100000"]).unwrap();
+    let listed = ask(&bench, "list", &[]).unwrap();
+    assert!(listed.contains("iops=100000"), "{listed}");
+    assert_eq!(first.pass(), "passed");
+
+    let refused = ask(&bench, "remove", &["first"]).unwrap_err();
+    assert!(refused.contains("--force"), "{refused}");
+    ask(&bench, "remove", &["first", "--force"]).unwrap();
+    await_leases(&bench, &[]);
+    let failed = first.pass();
+    assert!(failed.starts_with("failed: "), "{failed}");
+    first.kill();
+    // The server goes on, and so does one whose VMM hangs in the middle of a message.
+    let mut socket = fs::read_dir(bench.path("state/servers")).unwrap();
+    let socket = socket.next().unwrap().unwrap().path();
+    let mut hanging = UnixStream::connect(socket).unwrap();
+    hanging.write_all(&[200, 0, 0]).unwrap();
+    let mut again = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 1);
+    assert_eq!(again.report(), "attached");
+    assert_eq!(again.pass(), "passed");
+    again.end();
+    server.stop();
+}
+
+#[test]
+fn a_guest_whose_server_ends_sees_its_drive_fail_and_not_hang() {
+    for signal in ["TERM", "KILL"] {
+        let bench = Bench::new();
+        let server = server(&bench);
+        let mut vmm = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 1);
+        assert_eq!(vmm.report(), "attached");
+        assert_eq!(vmm.pass(), "passed");
+        match signal {
+            "TERM" => drop(server.signal("TERM")),
+            _ => server.kill(),
+        }
+        let failed = vmm.pass();
+        assert!(failed.starts_with("failed: "), "{signal}: {failed}");
+        vmm.kill();
+        // The next server takes the place of the dead one.
+        let server = self::server(&bench);
+        let mut vmm = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 1);
+        assert_eq!(vmm.report(), "attached");
+        assert_eq!(vmm.pass(), "passed");
+        vmm.end();
+        server.stop();
+    }
+}

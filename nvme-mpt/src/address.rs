@@ -2,12 +2,15 @@
 //! controller names it.
 
 use core::fmt;
+use serde::{Deserialize, Serialize};
 
 pub use nvme_mpt_memory::PAGE_SIZE;
 
 /// A guest physical address: what a guest writes into PRPs, SGLs and queue base registers.
 /// Over vfio-user it is the address that the client mapped, whatever that is on its side.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
 #[repr(transparent)]
 pub struct Gpa(pub u64);
 

@@ -10,13 +10,16 @@
 //! standing still: a round later, EventIdx would ask for a register write. For the same reason the CQ head is read
 //! once per half round.
 
+use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::str::FromStr;
 use std::sync::Arc;
 
 use crate::address::{Gpa, PAGE_SIZE};
+use crate::attachment::MAX_QUEUE_PAIRS;
 use crate::dma::RegionTable;
 use crate::memory::{Access, Cell32, Mapping, RingIndex, RingSize};
 use crate::spec::registers::Doorbell;
@@ -24,7 +27,7 @@ use crate::spec::registers::offset::DOORBELLS;
 use crate::sync::{Ordering, fence};
 
 /// Path of a guest's doorbell writes to a poller.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DoorbellMode {
     /// As in [`Self::Shadow`] for guests that set up a Doorbell Buffer. For others, as in
     /// [`Self::Mapped`] where the function is in the VMM's own process, and elsewhere as in
@@ -119,7 +122,7 @@ impl DoorbellPage {
     /// Returns the kernel's error when it has no memory to give.
     pub fn new(mode: DoorbellMode, queue_pairs: u16) -> io::Result<Self> {
         let dstrd = choose_dstrd(mode, queue_pairs);
-        let len = DOORBELLS + Doorbell::area(queue_pairs, dstrd).next_multiple_of(PAGE_SIZE);
+        let len = Self::file_len(dstrd, queue_pairs);
         let fd = crate::memory::memfd(c"nvme-mpt-doorbells", len)?;
         let mapping = Mapping::shared(fd.as_fd(), 0, len as usize, Access::ReadWrite)?;
         Ok(Self {
@@ -128,6 +131,36 @@ impl DoorbellPage {
             dstrd,
             queue_pairs,
         })
+    }
+
+    /// Doorbells that another process has made, by the values of its [`Self::dstrd`] and its number of queue pairs.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::InvalidData`] if the file is smaller than they are; the kernel's error when it cannot be mapped.
+    pub fn of_file(fd: OwnedFd, dstrd: u8, queue_pairs: u16) -> io::Result<Self> {
+        let too_small = || {
+            let text = "the file is smaller than the doorbells that it is to hold";
+            io::Error::new(io::ErrorKind::InvalidData, text)
+        };
+        if dstrd > CACHE_LINE_DSTRD || queue_pairs > MAX_QUEUE_PAIRS {
+            return Err(too_small());
+        }
+        let len = Self::file_len(dstrd, queue_pairs);
+        let file = File::from(fd);
+        if file.metadata()?.len() < len {
+            return Err(too_small());
+        }
+        let mapping = Mapping::shared(file.as_fd(), 0, len as usize, Access::ReadWrite)?;
+        Ok(Self {
+            fd: file.into(),
+            mapping: Arc::new(mapping),
+            dstrd,
+            queue_pairs,
+        })
+    }
+
+    fn file_len(dstrd: u8, queue_pairs: u16) -> u64 {
+        DOORBELLS + Doorbell::area(queue_pairs, dstrd).next_multiple_of(PAGE_SIZE)
     }
 
     /// The value of CAP.DSTRD: the stride of the registers, and of the Doorbell Buffer.
@@ -195,7 +228,7 @@ impl DoorbellPage {
 }
 
 /// The two pages of a Doorbell Buffer Config command (Base 2.0, section 5.8).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DoorbellBuffer {
     /// The Shadow Doorbell buffer, which the guest writes.
     pub shadow: Gpa,

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use serde::{Deserialize, Serialize};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::address::Gpa;
@@ -16,7 +17,7 @@ use crate::spec::status::Status;
 const CAPACITY: usize = 64;
 
 /// Something that happened on an I/O queue.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Event {
     /// The guest wrote a value to a doorbell that it must not have. It is ignored, and reported
     /// once per value.
@@ -42,7 +43,7 @@ pub enum Event {
 }
 
 /// Something that happened to a drive.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DriveEvent {
     /// Its health changed: the SMART / Health Information tells how (Base 2.0, Figure 147).
     Health,
@@ -55,7 +56,7 @@ pub enum DriveEvent {
 }
 
 /// Why a queue cannot go on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 pub enum QueueFailure {
     /// The memory of a ring or of the Doorbell Buffer was unmapped.
     #[error("The memory at {0} that a queue lies in was unmapped")]
@@ -69,7 +70,7 @@ pub enum QueueFailure {
 }
 
 /// An entry for the Error Information log page (Base 2.0, section 5.16.1.2).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ErrorEntry {
     /// The Submission Queue the command was in.
     pub sqid: QueueId,

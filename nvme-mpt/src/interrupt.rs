@@ -4,6 +4,7 @@ mod gate;
 #[cfg(test)]
 mod simulation;
 
+use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -11,12 +12,30 @@ use vmm_sys_util::eventfd::EventFd;
 
 pub(crate) use gate::{InterruptGate, Standing};
 
+/// The same vector in the process that raises it for I/O queues, if that is another one.
+///
+/// Each method says what happens to the vector here. A link that is broken does nothing.
+pub trait VectorLink: fmt::Debug + Send + Sync {
+    /// The vector is connected or disconnected. Returns whether a signal that waited there was delivered.
+    fn set_eventfd(&self, eventfd: Option<&EventFd>) -> bool;
+
+    /// The vector is masked or unmasked. Returns whether a signal that waited there was delivered.
+    fn set_masked(&self, masked: bool) -> bool;
+
+    /// Returns whether a signal waits there.
+    fn pending(&self) -> bool;
+
+    /// A signal that waits there is to be forgotten.
+    fn clear_pending(&self);
+}
+
 /// One MSI-X vector of a guest controller, on its way to the VMM.
 #[derive(Debug, Default)]
 pub struct InterruptVector {
     state: Mutex<VectorState>,
     signals: AtomicU64,
     coalescing_disabled: AtomicBool,
+    link: Option<Box<dyn VectorLink>>,
 }
 
 #[derive(Debug, Default)]
@@ -45,9 +64,24 @@ impl InterruptVector {
         Arc::default()
     }
 
+    /// The same, of a function whose host side raises it in another process.
+    #[must_use]
+    pub fn linked(link: Box<dyn VectorLink>) -> Arc<Self> {
+        Arc::new(Self {
+            link: Some(link),
+            ..Self::default()
+        })
+    }
+
     /// Connects the vector to the VMM, or disconnects it. A pending signal is delivered.
     pub fn set_eventfd(&self, eventfd: Option<EventFd>) {
         let mut state = self.state();
+        if let Some(link) = &self.link
+            && link.set_eventfd(eventfd.as_ref())
+        {
+            // One signal tells the guest of all that waited.
+            state.pending = false;
+        }
         state.eventfd = eventfd;
         if state.pending {
             state.deliver();
@@ -57,6 +91,12 @@ impl InterruptVector {
     /// Masks or unmasks the vector. A pending signal is delivered.
     pub fn set_masked(&self, masked: bool) {
         let mut state = self.state();
+        if let Some(link) = &self.link
+            && state.masked != masked
+            && link.set_masked(masked)
+        {
+            state.pending = false;
+        }
         state.masked = masked;
         if state.pending {
             state.deliver();
@@ -66,12 +106,16 @@ impl InterruptVector {
     /// Returns whether a signal waits for the vector to be unmasked or connected.
     #[must_use]
     pub fn pending(&self) -> bool {
-        self.state().pending
+        let here = self.state().pending;
+        here || self.link.as_ref().is_some_and(|link| link.pending())
     }
 
     /// Forgets a signal that waits, as a reset does.
     pub fn clear_pending(&self) {
         self.state().pending = false;
+        if let Some(link) = &self.link {
+            link.clear_pending();
+        }
     }
 
     /// Raises the vector once. Costs a system call, so it is done per batch.

@@ -12,6 +12,8 @@ use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use crate::clock::{Rate, Ticks};
 use crate::lease::Bytes;
 
@@ -25,7 +27,7 @@ const REST: Duration = Duration::from_millis(1);
 const REST_MAX: Duration = Duration::from_secs(1);
 
 /// Units per second, and units that may come at once.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct RateLimit {
     /// Units per second.
     pub per_second: NonZeroU64,
@@ -34,7 +36,7 @@ pub struct RateLimit {
 }
 
 /// Limits of a lease.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct RateLimits {
     /// I/O commands.
     pub iops: Option<RateLimit>,

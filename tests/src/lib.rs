@@ -13,6 +13,7 @@
 //! | [`bar`], [`interrupt`] | register access, mapped doorbells, interrupt vectors |
 //! | [`registers`], [`command`], [`completion`], [`status`], [`identify`] | the wire format |
 //! | [`prp`], [`sgl`] | data pointers |
+//! | [`function`] | a function in this process, as a VMM has it |
 //! | [`doorbell`], [`queue`] | rings and how their doorbells are rung; the pipelined form of I/O |
 //! | [`controller`], [`admin`] | bring-up and admin commands |
 //! | [`disk`] | blocking I/O on one namespace |
@@ -38,6 +39,7 @@ pub mod drive;
 #[cfg(test)]
 mod driver_tests;
 mod error;
+pub mod function;
 pub mod huge_pages;
 pub mod identify;
 pub mod interrupt;

@@ -59,6 +59,13 @@ pub(super) const ALL: &[Step] = &[
         run: test,
     },
     Step {
+        name: "remote",
+        what: "functions whose host side is reached through the lease protocol",
+        when: When::Always,
+        is_shared_out: false,
+        run: remote,
+    },
+    Step {
         name: "loom",
         what: "models of what threads do to each other",
         when: When::Always,
@@ -179,6 +186,15 @@ fn doc(context: &mut Context) -> Result<(), VerifyError> {
 /// The debug profile's checks of arithmetic are in the builds of `asan` and `fuzz`.
 fn test(context: &mut Context) -> Result<(), VerifyError> {
     let mut command = context.cargo(&["test", "--release", "--workspace", "--no-fail-fast"]);
+    context.run(&mut command, Worth::ItsTests)
+}
+
+/// The tests of functions once more, each with its host side at the other end of a socket.
+fn remote(context: &mut Context) -> Result<(), VerifyError> {
+    let tests = ["--test", "function", "--test", "physical"];
+    let arguments = ["test", "--release", "--package", "nvme-mpt-tests"];
+    let mut command = context.cargo(&[&arguments[..], &tests, &["--no-fail-fast"]].concat());
+    command.env("NVME_MPT_HOST_SIDE", "remote");
     context.run(&mut command, Worth::ItsTests)
 }
 

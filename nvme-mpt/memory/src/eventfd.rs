@@ -1,4 +1,4 @@
-//! Eventfds that come from a client.
+//! Eventfds that come from another process, and those that go to one.
 #![expect(
     unsafe_code,
     reason = "file status flags are set through fcntl alone, and EventFd has no safe conversion"
@@ -10,12 +10,15 @@ use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
 
 use vmm_sys_util::eventfd::EventFd;
 
-/// Takes what a client sent as an eventfd.
+/// Takes a descriptor that a client sent as an eventfd.
 ///
 /// A poller that serves other guests too will write to it. It has to be an eventfd, since a pipe or
 /// a file can make a write wait. It has to be non-blocking, since a full counter can make a write
 /// wait as well.
-pub(crate) fn take(fd: OwnedFd) -> io::Result<EventFd> {
+///
+/// # Errors
+/// `EINVAL` for another kind of descriptor; the kernel's error.
+pub fn take(fd: OwnedFd) -> io::Result<EventFd> {
     let kind = fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
     if kind.as_os_str() != "anon_inode:[eventfd]" {
         return Err(io::Error::from_raw_os_error(libc::EINVAL));
@@ -37,12 +40,14 @@ pub(crate) fn take(fd: OwnedFd) -> io::Result<EventFd> {
     Ok(unsafe { EventFd::from_raw_fd(fd.into_raw_fd()) })
 }
 
-/// An eventfd as a client sends it.
-#[cfg(test)]
-pub(crate) fn sent(eventfd: &EventFd) -> OwnedFd {
-    let fd = eventfd.try_clone().unwrap().into_raw_fd();
+/// Returns a descriptor of an eventfd, to be sent.
+///
+/// # Errors
+/// Returns the kernel's error when there are no descriptors left.
+pub fn share(eventfd: &EventFd) -> io::Result<OwnedFd> {
+    let fd = eventfd.try_clone()?.into_raw_fd();
     // SAFETY: the descriptor is open and was given away just now.
-    unsafe { OwnedFd::from_raw_fd(fd) }
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 #[cfg(test)]
@@ -55,7 +60,7 @@ mod tests {
     fn a_full_counter_makes_no_write_wait() {
         for flags in [0, libc::EFD_NONBLOCK] {
             let theirs = EventFd::new(flags).unwrap();
-            let ours = take(sent(&theirs)).unwrap();
+            let ours = take(share(&theirs).unwrap()).unwrap();
             ours.write(u64::MAX - 1).unwrap();
             let error = ours.write(1).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::WouldBlock);

@@ -9,7 +9,7 @@
 //! - [`SubmissionRing`] and [`CompletionRing`] are a guest's queues; [`HostSubmissionRing`] and
 //!   [`HostCompletionRing`] are a drive's. [`RingIndex`] and [`CompletionIndices`] are the indices of all of
 //!   them. [`Room`] is the permit to fill an entry of a Completion Queue.
-//! - [`clock`] reads the time stamp counter. [`system`], [`file_system`] and [`device_mapper`] make the
+//! - [`clock`] reads the time stamp counter. [`system`], [`file_system`], [`device_mapper`] and [`eventfd`] make the
 //!   system calls that std has no safe interface for.
 //!
 //! No Rust reference to shared memory leaves the crate. The crate copies bytes in and out, and reads
@@ -50,6 +50,7 @@ mod bytes;
 mod cell;
 pub mod clock;
 pub mod device_mapper;
+pub mod eventfd;
 pub mod file_system;
 mod host_ring;
 mod indices;

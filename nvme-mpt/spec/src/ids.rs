@@ -13,6 +13,7 @@ macro_rules! id {
             Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash,
             FromBytes, IntoBytes, Immutable, KnownLayout,
         )]
+        #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(transparent))]
         pub struct $name(pub $repr);
 
         impl fmt::Display for $name {

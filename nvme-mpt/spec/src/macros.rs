@@ -83,6 +83,7 @@ macro_rules! bit_field {
             ::zerocopy::FromBytes, ::zerocopy::IntoBytes,
             ::zerocopy::Immutable, ::zerocopy::KnownLayout,
         )]
+        #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(transparent))]
         pub struct $name(pub $repr);
 
         impl $name {

@@ -227,6 +227,7 @@ bit_field! {
 
 /// One doorbell: the end of a queue that the host moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum Doorbell {
     /// Submission Queue Tail Doorbell, `SQyTDBL` (PCIe 1.0, section 3.1.2.1).
     SqTail(QueueId),

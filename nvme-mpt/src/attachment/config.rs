@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 use crate::address::Gpa;
 use crate::dma::MemoryKinds;
 use crate::doorbell::DoorbellMode;
@@ -39,7 +41,7 @@ pub struct AttachmentConfig {
 }
 
 /// A Completion Queue to create.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CqConfig {
     /// Its identifier.
     pub qid: QueueId,
@@ -52,7 +54,7 @@ pub struct CqConfig {
 }
 
 /// A Submission Queue to create.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SqConfig {
     /// Its identifier.
     pub qid: QueueId,
@@ -65,7 +67,7 @@ pub struct SqConfig {
 }
 
 /// A lease as its guest sees it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeasedNamespace {
     /// Its identifier, always 1.
     pub nsid: Nsid,
@@ -88,7 +90,7 @@ pub struct LeasedNamespace {
 }
 
 /// Facts of a lease that stay the same as long as a function holds it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseFacts {
     /// The lease as the guest sees it, with the blocks that it has at first.
     pub namespace: LeasedNamespace,

@@ -1,5 +1,6 @@
 //! Errors of an attachment and its queues.
 
+use serde::{Deserialize, Serialize};
 use std::io;
 
 use super::MAX_QUEUE_PAIRS;
@@ -8,6 +9,7 @@ use crate::deadline::DRAIN_DEADLINE;
 use crate::host::HostLeaseError;
 use crate::lease::ByteRange;
 use crate::poller::NoSuchProcessor;
+use crate::seam::crossing;
 use crate::spec::ids::QueueId;
 
 /// Why a guest controller cannot attach.
@@ -64,7 +66,7 @@ pub enum AttachError {
 }
 
 /// Why a queue cannot be created, deleted or changed.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Serialize, Deserialize)]
 pub enum QueueError {
     /// The identifier is 0 or larger than the number of queue pairs.
     #[error("There can be no queue {0}")]
@@ -107,6 +109,7 @@ pub enum QueueError {
         /// The queue.
         qid: QueueId,
         /// Kernel's error.
+        #[serde(with = "crossing::io_error")]
         source: io::Error,
     },
 }

@@ -35,7 +35,7 @@ pub use config::{AttachmentConfig, CqConfig, LeaseFacts, LeasedNamespace, SqConf
 pub use error::{AttachError, QueueError};
 pub(crate) use holding::Holding;
 pub use state::{AttachmentState, StateError};
-pub use wakers::{DoorbellWaker, IoDoorbells};
+pub use wakers::{DoorbellWaker, ForeignDoorbellWaker, IoDoorbells};
 
 use crate::clock::Rate;
 use crate::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};

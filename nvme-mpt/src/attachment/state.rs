@@ -22,6 +22,7 @@ use super::{Attachment, LeasedNamespace, QueueError};
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::doorbell::DoorbellBuffer;
 use crate::host::{ChangedZones, Limits, NamespaceFormat};
+use crate::seam::crossing;
 use crate::spec::ids::{Lba, QueueId};
 use crate::spec::registers::Doorbell;
 use crate::spec::zns::ChangedZoneList;
@@ -29,7 +30,7 @@ use crate::stats::Counters;
 use queues::QueueLimits;
 
 /// Why the state of an attachment cannot be saved or restored.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Serialize, Deserialize)]
 pub enum StateError {
     /// The state changes as long as the queues are polled.
     #[error("The state cannot be saved or restored while queues are polled; pause first")]
@@ -62,6 +63,13 @@ pub enum StateError {
         value: String,
         /// Which values are possible.
         valid: String,
+    },
+    /// The process that has the queues cannot be asked.
+    #[error("The state of the queues is out of reach")]
+    Unreachable {
+        /// Why.
+        #[serde(with = "crossing::io_error")]
+        source: io::Error,
     },
     /// A queue cannot be made again.
     #[error(

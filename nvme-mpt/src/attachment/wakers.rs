@@ -2,12 +2,15 @@
 //! wakes a poller: the guest writes it when EventIdx asked for it, after it has stored the value in the buffer.
 
 use std::fmt;
+use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use vmm_sys_util::eventfd::EventFd;
 
 use super::Attachment;
-use crate::poller::Waker;
+use crate::memory::eventfd;
+use crate::poller::{ForeignBell, Waker};
 use crate::spec::ids::QueueId;
 use crate::spec::registers::Doorbell;
 
@@ -36,6 +39,37 @@ impl DoorbellWaker {
             Bell::Poller(waker) => waker.eventfd(),
             Bell::Eventfd(eventfd) => eventfd,
         }
+    }
+
+    /// Makes a bell for another process; `None` if the poller is another process's.
+    ///
+    /// # Errors
+    /// Returns the kernel's error when there are no descriptors left.
+    pub fn foreign(&self) -> io::Result<Option<ForeignDoorbellWaker>> {
+        match &self.0 {
+            Bell::Poller(waker) => Ok(Some(ForeignDoorbellWaker(ForeignBell::new(waker.clone())?))),
+            Bell::Eventfd(_) => Ok(None),
+        }
+    }
+}
+
+/// Bell that another process rings to wake a queue's poller. It cannot silence the bells of others.
+#[derive(Debug)]
+pub struct ForeignDoorbellWaker(ForeignBell);
+
+impl ForeignDoorbellWaker {
+    /// Returns a descriptor to send to the other process, which writes to it.
+    ///
+    /// # Errors
+    /// Returns the kernel's error when there are no descriptors left.
+    pub fn share(&self) -> io::Result<OwnedFd> {
+        eventfd::share(self.0.eventfd())
+    }
+
+    /// Returns whether it wakes the same poller.
+    #[must_use]
+    pub fn is_of(&self, waker: &DoorbellWaker) -> bool {
+        matches!(&waker.0, Bell::Poller(waker) if Arc::ptr_eq(waker, self.0.waker()))
     }
 }
 

@@ -7,6 +7,7 @@
 //! shadow queue has taken up a table with notes: from then on it notes what commands wrote when they
 //! complete, also those that were in flight before.
 
+use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -16,7 +17,7 @@ use super::{DmaError, DmaWindow, RegionTable};
 use crate::address::{Gpa, PAGE_SIZE};
 
 /// Pages that were written, one after the other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DirtyRange {
     /// Guest address of the first one.
     pub gpa: Gpa,

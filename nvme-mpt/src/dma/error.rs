@@ -1,12 +1,14 @@
 //! Errors of a VM's memory.
 
+use serde::{Deserialize, Serialize};
 use std::io;
 
 use super::{MAX_FILE_BYTES, MAX_FILES, MAX_REGIONS, UNMAP_DEADLINE};
 use crate::address::Gpa;
+use crate::seam::crossing;
 
 /// Errors of a VM's memory.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Serialize, Deserialize)]
 pub enum DmaError {
     /// The range is empty, wraps, or is not aligned to the pages of the host.
     #[error("Region {gpa}+{len:#x} is empty, wraps around, or is not aligned")]
@@ -86,6 +88,7 @@ pub enum DmaError {
         /// Its length in bytes.
         len: u64,
         /// Kernel's error.
+        #[serde(with = "crossing::io_error")]
         source: io::Error,
     },
     /// Page faults in the region's file may wait, and hold up a poller.
@@ -109,6 +112,7 @@ pub enum DmaError {
         /// Its length in bytes.
         len: u64,
         /// Kernel's error.
+        #[serde(with = "crossing::io_error")]
         source: io::Error,
     },
     /// It was not begun.

@@ -1,8 +1,10 @@
 //! A VM's memory apart from any window: what is kept of it while nothing is attached to a drive, and
 //! mapped again when something is.
 
+use std::io;
+
 use super::region::Place;
-use super::{Changes, DmaError, DmaWindow};
+use super::{Changes, DmaError, DmaWindow, MemoryRegion};
 
 /// The memory of a window that may be gone since: no drive reaches it by this.
 #[derive(Clone, Debug)]
@@ -12,6 +14,16 @@ impl HeldMemory {
     pub(super) fn of(changes: &Changes) -> Self {
         let places = changes.regions.values().map(|region| region.place.clone());
         Self(places.collect())
+    }
+}
+
+impl HeldMemory {
+    /// Returns the memory as it is handed over, to be mapped in another process.
+    ///
+    /// # Errors
+    /// Returns the kernel's error when there are no descriptors left.
+    pub fn regions(&self) -> io::Result<Vec<MemoryRegion>> {
+        self.0.iter().map(Place::region).collect()
     }
 }
 

@@ -8,6 +8,8 @@ use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::MemoryRegion;
+use crate::address::Gpa;
 use crate::iova::{IovaPart, IovaRange, IovaSpace, MappingPermit};
 use crate::memory::{Access, Mapping, host_page_size};
 
@@ -21,6 +23,8 @@ pub(super) struct GuestFile {
     /// Offset in the file at which the mapping starts.
     start: u64,
     mapping: Arc<Mapping>,
+    /// Kept, to be handed to another process that is to do the function's I/O.
+    file: File,
 }
 
 impl GuestFile {
@@ -66,7 +70,12 @@ impl GuestFile {
             None => (offset, Mapping::shared(file.as_fd(), offset, len, access)?),
         };
         let mapping = Arc::new(mapping);
-        Ok(Some(Arc::new(Self { id, start, mapping })))
+        Ok(Some(Arc::new(Self {
+            id,
+            start,
+            mapping,
+            file,
+        })))
     }
 
     /// Returns the place in the mapping of the bytes from `offset` of the file on, if it has all of them.
@@ -96,6 +105,19 @@ pub(super) struct Place {
 }
 
 impl Place {
+    /// Returns the place as it is handed over.
+    pub(super) fn region(&self) -> io::Result<MemoryRegion> {
+        let [readable, writable] = self.rights;
+        Ok(MemoryRegion {
+            gpa: Gpa(self.gpa),
+            len: self.len,
+            fd: self.file.file.try_clone()?.into(),
+            offset: self.file.start + self.offset,
+            readable,
+            writable,
+        })
+    }
+
     /// The last guest address in it.
     pub(super) fn last(&self) -> u64 {
         self.gpa + (self.len - 1)

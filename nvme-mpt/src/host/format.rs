@@ -1,11 +1,13 @@
 //! Formats of a lease's namespace, one for each I/O command set.
 
+use serde::{Deserialize, Serialize};
+
 use crate::spec::ids::Lba;
 use crate::spec::key_value::KvFormat;
 use crate::spec::zns::ChangedZoneList;
 
 /// Format of a namespace, by its command set.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum NamespaceFormat {
     /// Logical blocks, of the NVM Command Set.
     Blocks,
@@ -41,7 +43,7 @@ impl NamespaceFormat {
 }
 
 /// Zones of a namespace.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NamespaceZones {
     /// Division into zones.
     pub geometry: Geometry,
@@ -52,7 +54,7 @@ pub struct NamespaceZones {
 }
 
 /// Division of a lease into zones, in logical blocks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Geometry {
     /// Zone Size: from the start of a zone to that of the next, a power of two.
     pub size: u64,
@@ -61,7 +63,7 @@ pub struct Geometry {
 }
 
 /// Most zones that can be in use at a time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Resources {
     /// Maximum Open Resources: zones that are open, implicitly or explicitly.
     pub open: u32,
@@ -82,7 +84,7 @@ pub trait ZoneChanges {
 }
 
 /// Zones that changed by themselves since their guest was told, by their Zone Start LBAs in the lease.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct ChangedZones {
     starts: Vec<Lba>,
     /// There are others, which are not known one by one.

@@ -1,5 +1,6 @@
 //! A host controller as one lease has it.
 
+use serde::{Deserialize, Serialize};
 use std::error::Error;
 use std::fmt;
 use std::io;
@@ -110,7 +111,7 @@ pub trait HostLease: fmt::Debug + Send + Sync {
 }
 
 /// Data of a lease that is not what its guest wrote.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Damage {
     /// Completed writes were lost before they were durable. The lease is read only until its VMM connects again.
     pub lost_writes: bool,

@@ -15,6 +15,7 @@ mod lease;
 mod pair;
 mod queue;
 
+use serde::{Deserialize, Serialize};
 use std::any::Any;
 use std::fmt;
 use std::io;
@@ -35,7 +36,7 @@ pub use queue::{
 };
 
 /// Abilities of a host controller, and so the promises that a guest controller may make.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
     /// Maximum Data Transfer Size: a power of two of 4 KiB pages.
     pub mdts: u8,
@@ -95,7 +96,7 @@ impl Limits {
 }
 
 /// The I/O command set of a host controller's namespaces, with limits of its own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CommandSetLimits {
     /// The NVM Command Set.
     Nvm,
@@ -155,7 +156,7 @@ pub struct Incidents {
 }
 
 /// Composite Temperatures at which a drive warns, in kelvins (Base 2.0, Figure 275).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TemperatureThresholds {
     /// `WCTEMP`: above it, operation goes on, with care; 0 if not reported.
     pub warning: u16,

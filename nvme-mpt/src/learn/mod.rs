@@ -25,6 +25,7 @@ mod governor;
 mod moderation;
 mod spin;
 
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
@@ -38,7 +39,7 @@ pub use moderation::Moderation;
 pub use spin::SpinTime;
 
 /// Source of one kind of decisions.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Choice {
     /// Decisions follow what was measured.
     #[default]
@@ -48,7 +49,7 @@ pub enum Choice {
 }
 
 /// Choices for all that learns. The text form names what is fixed: `moderation+doorbells`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Learning {
     /// Time that a poller spins before it parks.
     pub spin: Choice,

@@ -12,7 +12,7 @@ mod threads;
 mod worker;
 
 pub use affinity::NoSuchProcessor;
-pub(crate) use park::{Silence, Waker};
+pub(crate) use park::{ForeignBell, Silence, Waker};
 pub use placement::Pollers;
 pub use policy::{Placement, PollPolicy, Spin};
 pub use threads::{Threads, Work};

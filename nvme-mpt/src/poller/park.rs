@@ -7,6 +7,9 @@
 use std::io;
 use std::sync::Arc;
 
+use std::os::fd::AsRawFd;
+
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::sync::{AtomicBool, Ordering, fence};
@@ -17,10 +20,17 @@ pub(crate) trait Bell {
     fn ring(&self);
 }
 
-impl Bell for EventFd {
+/// The bell of a thread, and all else that ends its sleep.
+#[derive(Debug)]
+pub(crate) struct ThreadBell {
+    eventfd: EventFd,
+    epoll: Epoll,
+}
+
+impl Bell for ThreadBell {
     fn ring(&self) {
         // A counter that is full wakes the sleeper as well.
-        let _ = self.write(1);
+        let _ = self.eventfd.write(1);
     }
 }
 
@@ -92,17 +102,68 @@ impl Silence {
 }
 
 /// The door bell of a poller's thread.
-pub(crate) type Waker = DoorBell<EventFd>;
+pub(crate) type Waker = DoorBell<ThreadBell>;
 
 impl Waker {
     pub(crate) fn new() -> io::Result<Arc<Self>> {
         let eventfd = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
-        Ok(Arc::new(Self::with(eventfd)))
+        let epoll = Epoll::new()?;
+        let event = EpollEvent::new(EventSet::IN, eventfd.as_raw_fd() as u64);
+        epoll.ctl(ControlOperation::Add, eventfd.as_raw_fd(), event)?;
+        Ok(Arc::new(Self::with(ThreadBell { eventfd, epoll })))
     }
 
     /// Becomes readable when the bell was rung.
     pub(crate) fn eventfd(&self) -> &EventFd {
-        &self.bell
+        &self.bell.eventfd
+    }
+
+    /// Descriptors that end the sleep when they are readable, the bell's among them.
+    pub(crate) fn epoll(&self) -> &Epoll {
+        &self.bell.epoll
+    }
+}
+
+/// A bell that another process rings to wake a poller.
+///
+/// A process that had the poller's own bell could silence it for all others. So each has bells of its own: the poller
+/// never reads them, and is woken by each write.
+#[derive(Debug)]
+pub(crate) struct ForeignBell {
+    eventfd: EventFd,
+    waker: Arc<Waker>,
+}
+
+impl ForeignBell {
+    /// A bell for the poller of `waker`, until it is dropped.
+    pub(crate) fn new(waker: Arc<Waker>) -> io::Result<Self> {
+        let eventfd = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
+        let event = EpollEvent::new(
+            EventSet::IN | EventSet::EDGE_TRIGGERED,
+            eventfd.as_raw_fd() as u64,
+        );
+        let operation = ControlOperation::Add;
+        waker.epoll().ctl(operation, eventfd.as_raw_fd(), event)?;
+        Ok(Self { eventfd, waker })
+    }
+
+    pub(crate) fn eventfd(&self) -> &EventFd {
+        &self.eventfd
+    }
+
+    pub(crate) fn waker(&self) -> &Arc<Waker> {
+        &self.waker
+    }
+}
+
+impl Drop for ForeignBell {
+    fn drop(&mut self) {
+        // The other process may still have the descriptor, so that closing ours would not take it out.
+        let (operation, event) = (ControlOperation::Delete, EpollEvent::default());
+        let _ = self
+            .waker
+            .epoll()
+            .ctl(operation, self.eventfd.as_raw_fd(), event);
     }
 }
 

@@ -13,7 +13,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use log::{error, warn};
-use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+use vmm_sys_util::epoll::{ControlOperation, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 use vmm_sys_util::timerfd::TimerFd;
 
@@ -494,7 +494,6 @@ fn add(counter: &AtomicU64, by: u64) {
 
 /// Wait of a parked poller.
 struct Sleeper {
-    epoll: Epoll,
     timer: TimerFd,
     bell: RawFd,
     waker: Arc<Waker>,
@@ -503,18 +502,17 @@ struct Sleeper {
 impl Sleeper {
     fn new(waker: &Arc<Waker>) -> io::Result<Self> {
         let sleeper = Self {
-            epoll: Epoll::new()?,
             timer: TimerFd::new()?,
             bell: waker.eventfd().as_raw_fd(),
             waker: waker.clone(),
         };
-        sleeper.control(ControlOperation::Add, sleeper.bell)?;
         sleeper.control(ControlOperation::Add, sleeper.timer.as_raw_fd())?;
         Ok(sleeper)
     }
 
     fn control(&self, operation: ControlOperation, fd: RawFd) -> io::Result<()> {
-        self.epoll
+        self.waker
+            .epoll()
             .ctl(operation, fd, EpollEvent::new(EventSet::IN, fd as u64))
     }
 
@@ -545,7 +543,11 @@ impl Sleeper {
         let mut events = [EpollEvent::default(); 8];
         // An interrupted sleep is a short one: the poller looks and comes back.
         let milliseconds = i32::try_from(milliseconds).unwrap_or(-1);
-        let ready = self.epoll.wait(milliseconds, &mut events).unwrap_or(0);
+        let ready = self
+            .waker
+            .epoll()
+            .wait(milliseconds, &mut events)
+            .unwrap_or(0);
         if events[..ready].iter().any(|event| event.fd() == self.bell) {
             // Nothing to read is no error: the bell may have been rung for the last sleep.
             let _ = self.waker.eventfd().read();

@@ -24,11 +24,14 @@
 //! | [`HostSide::map_held`] | the descriptors, which a [`HeldMemory`] does not keep yet |
 //! | [`io::Error`] in results and in [`QueueError`], [`DmaError`], [`StateError`] | errno or kind, and text |
 
+pub mod crossing;
+
 use std::fmt;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::address::Gpa;
@@ -49,7 +52,7 @@ use crate::stats::Counters;
 pub use crate::attachment::{IoDoorbells, LeaseFacts};
 
 /// State of a lease, which changes while a function holds it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseStatus {
     /// Leased logical blocks that the drive's namespace has now; 0 if it is another namespace.
     pub blocks: u64,
@@ -80,7 +83,7 @@ pub struct SharedParts {
 
 /// Interrupt Coalescing and Interrupt Vector Configuration, as the guest's driver has set them (Base 2.0, sections
 /// 5.27.1.6 and 5.27.1.7).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CoalescingConfig {
     /// Aggregation Threshold, in completions, zero-based.
     pub threshold_z: u8,

@@ -3,36 +3,34 @@
 pub(crate) mod bystander;
 pub(crate) mod clock;
 pub(crate) mod loop_device;
+pub(crate) mod remote;
 pub(crate) mod scripted_controller;
 pub(crate) mod sentinel;
 
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nvme_mpt::lease::{ByteRange, FormerData, Lease, LeaseError, LeaseRequest, Ledger};
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::stats::{PollerStats, QueueStats};
-use nvme_mpt::{Attachment, AttachmentConfig, Drive, Gpa, Learning, MemoryRegion, Pollers};
+use nvme_mpt::{Attachment, AttachmentConfig, Drive, Gpa, Learning, Pollers};
 use nvme_mpt_tests::bar::{Bar, DoorbellWindow};
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
 use nvme_mpt_tests::disk::Disk;
 use nvme_mpt_tests::doorbell::{DoorbellMode, Side};
+use nvme_mpt_tests::function::{InProcess, map, map_piece};
 use nvme_mpt_tests::interrupt::Interrupt;
 use nvme_mpt_tests::memory::{GuestMemory, Piece, Region};
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::registers::{CSTS_FATAL, Cap};
 use nvme_mpt_tests::status::StatusCode;
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath};
-use vmm_device::{Bar as FunctionBar, FunctionState, MsixMasking, NvmeFunction, SnapshotError};
-use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use vmm_device::{FunctionState, MsixMasking, NvmeFunction, SnapshotError};
 
 use clock::TestClock;
 
@@ -190,7 +188,11 @@ impl Host {
         .with_clock(self.clock.clone());
         let attachment = Arc::new(attachment);
         *self.attached.lock().unwrap() = Arc::downgrade(&attachment);
-        NvmeFunction::new(attachment, setup.masking).with_clock(self.clock.clone())
+        let host = match remote::is_chosen() {
+            true => remote::host_side(attachment),
+            false => attachment,
+        };
+        NvmeFunction::new(host, setup.masking).with_clock(self.clock.clone())
     }
 
     /// The machine that was suspended, paused still.
@@ -318,10 +320,8 @@ pub(crate) struct Machine {
     id: String,
     pub(crate) memory: GuestMemory,
     pub(crate) interrupts: Vec<Arc<Interrupt>>,
-    bar: Arc<FunctionRegisters>,
+    bar: Arc<InProcess>,
     doorbells: DoorbellMode,
-    stop: EventFd,
-    control: Option<JoinHandle<()>>,
 }
 
 impl Machine {
@@ -340,29 +340,12 @@ impl Machine {
         for (vector, interrupt) in function.vectors().iter().zip(&interrupts) {
             vector.set_eventfd(Some(interrupt.event().try_clone().unwrap()));
         }
-        let windows = function
-            .doorbell_region()
-            .map(|region| {
-                let length = region.length as usize;
-                DoorbellWindow::map(region.offset, region.fd, region.offset, length).unwrap()
-            })
-            .into_iter()
-            .collect();
-        let events = function.events_fd().try_clone().unwrap();
-        let function = Arc::new(Mutex::new(function));
-        let stop = EventFd::new(EFD_NONBLOCK).unwrap();
-        let control = {
-            let (function, stop) = (function.clone(), stop.try_clone().unwrap());
-            std::thread::spawn(move || control(&function, &events, &stop))
-        };
         Self {
             id,
             memory,
             interrupts,
-            bar: Arc::new(FunctionRegisters { function, windows }),
+            bar: Arc::new(InProcess::new(function)),
             doorbells: setup.doorbells,
-            stop,
-            control: Some(control),
         }
     }
 
@@ -458,7 +441,7 @@ impl Machine {
         }
         let offset = doorbell_offset(controller.cap(), queue, side);
         let mapped = |window: &DoorbellWindow| window.register(offset);
-        match self.bar.windows.iter().find_map(mapped) {
+        match self.bar.doorbell_windows().iter().find_map(mapped) {
             Some(register) => register[0].store(value, Ordering::Release),
             None => self.bar.write32(offset, value),
         }
@@ -494,18 +477,6 @@ impl Machine {
     }
 }
 
-impl Drop for Machine {
-    fn drop(&mut self) {
-        self.stop.write(1).unwrap();
-        if let Some(control) = self.control.take()
-            && let Err(panic) = control.join()
-            && !std::thread::panicking()
-        {
-            std::panic::resume_unwind(panic);
-        }
-    }
-}
-
 /// Namespace 1 through a new queue pair, with patience.
 pub(crate) fn disk(controller: &mut Controller, queue: u16) -> Disk {
     let mut disk = Disk::open(controller, queue).unwrap();
@@ -536,93 +507,5 @@ fn doorbell_offset(cap: Cap, queue: u16, side: Side) -> u64 {
     match side {
         Side::SqTail => cap.sq_doorbell(queue),
         Side::CqHead => cap.cq_doorbell(queue),
-    }
-}
-
-fn map(function: &NvmeFunction, memory: &GuestMemory, region: &Region) {
-    for piece in region.pieces() {
-        map_piece(function, memory, piece);
-    }
-}
-
-fn map_piece(function: &NvmeFunction, memory: &GuestMemory, piece: Piece) {
-    function
-        .host()
-        .map(MemoryRegion {
-            gpa: Gpa(piece.gpa),
-            len: piece.len,
-            fd: memory.fd().try_clone_to_owned().unwrap(),
-            offset: piece.fd_offset,
-            readable: true,
-            writable: true,
-        })
-        .unwrap();
-}
-
-/// Plays a VMM's control thread: lets the function work whenever there is something to do.
-fn control(function: &Mutex<NvmeFunction>, events: &EventFd, stop: &EventFd) {
-    let epoll = Epoll::new().unwrap();
-    for fd in [events, stop] {
-        let event = EpollEvent::new(EventSet::IN, fd.as_raw_fd() as u64);
-        epoll
-            .ctl(ControlOperation::Add, fd.as_raw_fd(), event)
-            .unwrap();
-    }
-    let mut ready = [EpollEvent::default(); 2];
-    loop {
-        let count = epoll.wait(-1, &mut ready).unwrap_or(0);
-        if ready[..count].iter().any(|e| e.fd() == stop.as_raw_fd()) {
-            return;
-        }
-        if count > 0 {
-            function.lock().unwrap().process_events();
-        }
-    }
-}
-
-/// BAR0 of a function in this process.
-struct FunctionRegisters {
-    function: Arc<Mutex<NvmeFunction>>,
-    windows: Vec<DoorbellWindow>,
-}
-
-impl FunctionRegisters {
-    fn function(&self) -> MutexGuard<'_, NvmeFunction> {
-        // A function that panicked is the failure of the test that notices.
-        self.function.lock().unwrap()
-    }
-
-    fn read<const N: usize>(&self, offset: u64) -> [u8; N] {
-        let mut data = [0; N];
-        self.function()
-            .read_bar(FunctionBar::Registers, offset, &mut data);
-        data
-    }
-
-    fn write(&self, offset: u64, data: &[u8]) {
-        self.function()
-            .write_bar(FunctionBar::Registers, offset, data);
-    }
-}
-
-impl Bar for FunctionRegisters {
-    fn read32(&self, offset: u64) -> u32 {
-        u32::from_le_bytes(self.read(offset))
-    }
-
-    fn read64(&self, offset: u64) -> u64 {
-        u64::from_le_bytes(self.read(offset))
-    }
-
-    fn write32(&self, offset: u64, value: u32) {
-        self.write(offset, &value.to_le_bytes());
-    }
-
-    fn write64(&self, offset: u64, value: u64) {
-        self.write(offset, &value.to_le_bytes());
-    }
-
-    fn doorbell_windows(&self) -> &[DoorbellWindow] {
-        &self.windows
     }
 }

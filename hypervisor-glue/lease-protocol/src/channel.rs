@@ -1,0 +1,211 @@
+//! Messages with descriptors over a stream socket.
+//!
+//! A message is a header of 8 bytes, then JSON. The header has the number of bytes of JSON and the number of
+//! descriptors, each as 32 bits in little endian. The descriptors come with the header.
+
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use rustix::io::retry_on_intr;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use thiserror::Error;
+
+/// Most bytes of a message's JSON.
+pub const MESSAGE_MAX: usize = 4 << 20;
+
+/// Most descriptors of a message: a bell for each poller of 64 queue pairs.
+pub const DESCRIPTORS_MAX: usize = 64;
+
+/// Time in which a message that began has to arrive, or to be taken.
+const TRANSFER: Duration = Duration::from_secs(10);
+
+const HEADER: usize = 8;
+
+/// A message did not arrive, or is none.
+#[derive(Debug, Error)]
+pub enum ChannelError {
+    /// The other side closed the connection.
+    #[error("the other side closed the connection")]
+    Closed,
+    /// Nothing arrived in time.
+    #[error("no answer came within {0:?}")]
+    Timeout(Duration),
+    /// A message is larger than one may be.
+    #[error("a message of {0} bytes came, but it may have {MESSAGE_MAX}")]
+    TooLarge(usize),
+    /// A message has other descriptors than it says.
+    #[error("a message came with {came} descriptors instead of {said}")]
+    Descriptors {
+        /// Descriptors that came.
+        came: usize,
+        /// Descriptors that the header has, or the request needs.
+        said: usize,
+    },
+    /// A message is not what the protocol has there.
+    #[error("a message came that is not one of the lease protocol")]
+    Message(#[from] serde_json::Error),
+    /// The kernel's error.
+    #[error("the connection failed")]
+    Io(#[from] io::Error),
+}
+
+/// A connection.
+#[derive(Debug)]
+pub(crate) struct Channel(UnixStream);
+
+impl Channel {
+    pub(crate) fn new(stream: UnixStream) -> io::Result<Self> {
+        stream.set_nonblocking(false)?;
+        stream.set_write_timeout(Some(TRANSFER))?;
+        Ok(Self(stream))
+    }
+
+    pub(crate) fn stream(&self) -> &UnixStream {
+        &self.0
+    }
+
+    /// Sends a message.
+    pub(crate) fn send(
+        &self,
+        message: &impl Serialize,
+        descriptors: &[BorrowedFd<'_>],
+    ) -> Result<(), ChannelError> {
+        let mut bytes = vec![0; HEADER];
+        serde_json::to_writer(&mut bytes, message)?;
+        let length = bytes.len() - HEADER;
+        if length > MESSAGE_MAX {
+            return Err(ChannelError::TooLarge(length));
+        }
+        let number = descriptors.len();
+        if number > DESCRIPTORS_MAX {
+            let said = DESCRIPTORS_MAX;
+            return Err(ChannelError::Descriptors { came: number, said });
+        }
+        bytes[..4].copy_from_slice(&(length as u32).to_le_bytes());
+        bytes[4..HEADER].copy_from_slice(&(number as u32).to_le_bytes());
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !descriptors.is_empty() {
+            // There is room, as the number was checked.
+            control.push(SendAncillaryMessage::ScmRights(descriptors));
+        }
+        let sent = retry_on_intr(|| {
+            let part = [IoSlice::new(&bytes)];
+            sendmsg(&self.0, &part, &mut control, SendFlags::NOSIGNAL)
+        });
+        let sent = sent.map_err(io::Error::from).map_err(failure)?;
+        (&self.0).write_all(&bytes[sent..]).map_err(failure)
+    }
+
+    /// Receives a message. It begins within `patience`, or at any time, and then has to arrive.
+    pub(crate) fn receive<M: DeserializeOwned>(
+        &self,
+        patience: Option<Duration>,
+    ) -> Result<(M, Vec<OwnedFd>), ChannelError> {
+        let (bytes, descriptors) = self.receive_bytes(patience)?;
+        Ok((serde_json::from_slice(&bytes)?, descriptors))
+    }
+
+    fn receive_bytes(
+        &self,
+        patience: Option<Duration>,
+    ) -> Result<(Vec<u8>, Vec<OwnedFd>), ChannelError> {
+        let mut header = [0; HEADER];
+        let mut descriptors = Vec::new();
+        self.0.set_read_timeout(patience)?;
+        let mut came = match self.receive_some(&mut header, &mut descriptors) {
+            Err(ChannelError::Timeout(_)) => {
+                return Err(ChannelError::Timeout(patience.unwrap_or_default()));
+            }
+            other => other?,
+        };
+        let deadline = Instant::now() + TRANSFER;
+        while came < HEADER {
+            self.wait_until(deadline)?;
+            came += self.receive_some(&mut header[came..], &mut descriptors)?;
+        }
+        let [length, number] = [0, 4].map(|at| {
+            let word = [0, 1, 2, 3].map(|byte| header[at + byte]);
+            u32::from_le_bytes(word) as usize
+        });
+        if length > MESSAGE_MAX {
+            return Err(ChannelError::TooLarge(length));
+        }
+        if descriptors.len() != number {
+            let (came, said) = (descriptors.len(), number);
+            return Err(ChannelError::Descriptors { came, said });
+        }
+        let mut bytes = Vec::new();
+        let mut part = [0; 1 << 14];
+        while bytes.len() < length {
+            self.wait_until(deadline)?;
+            let room = (length - bytes.len()).min(part.len());
+            match (&self.0).read(&mut part[..room]) {
+                Ok(0) => return Err(ChannelError::Closed),
+                Ok(read) => bytes.extend_from_slice(&part[..read]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(failure(error)),
+            }
+        }
+        Ok((bytes, descriptors))
+    }
+
+    fn wait_until(&self, deadline: Instant) -> Result<(), ChannelError> {
+        match deadline.checked_duration_since(Instant::now()) {
+            Some(left) if !left.is_zero() => Ok(self.0.set_read_timeout(Some(left))?),
+            _ => Err(ChannelError::Timeout(TRANSFER)),
+        }
+    }
+
+    fn receive_some(
+        &self,
+        buffer: &mut [u8],
+        descriptors: &mut Vec<OwnedFd>,
+    ) -> Result<usize, ChannelError> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let received = retry_on_intr(|| {
+            let flags = RecvFlags::CMSG_CLOEXEC;
+            recvmsg(&self.0, &mut [IoSliceMut::new(buffer)], &mut control, flags)
+        });
+        let received = received.map_err(io::Error::from).map_err(failure)?;
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(came) = message {
+                descriptors.extend(came);
+            }
+        }
+        if received.flags.contains(ReturnFlags::CTRUNC) || descriptors.len() > DESCRIPTORS_MAX {
+            let (came, said) = (descriptors.len(), DESCRIPTORS_MAX);
+            return Err(ChannelError::Descriptors { came, said });
+        }
+        match received.bytes {
+            0 => Err(ChannelError::Closed),
+            bytes => Ok(bytes),
+        }
+    }
+}
+
+impl AsFd for Channel {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+fn failure(error: io::Error) -> ChannelError {
+    match error.kind() {
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => ChannelError::Timeout(TRANSFER),
+        io::ErrorKind::BrokenPipe
+        | io::ErrorKind::ConnectionReset
+        | io::ErrorKind::UnexpectedEof
+        | io::ErrorKind::WriteZero => ChannelError::Closed,
+        _ => ChannelError::Io(error),
+    }
+}

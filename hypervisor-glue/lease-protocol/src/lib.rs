@@ -1,0 +1,35 @@
+//! The lease protocol: a function in a VMM has its I/O done by a drive server.
+//!
+//! A VMM's process has the PCI function and its admin commands. The server has the drive, the lease, the DMA window,
+//! the shadow queues and the pollers. [`RemoteHostSide`] is the [`HostSide`](nvme_mpt::HostSide) in the VMM, and
+//! [`Session`] answers it in the server. No I/O command crosses: doorbells lie in a memory file, interrupts and
+//! wake-ups are eventfds.
+//!
+//! | module | job |
+//! |---|---|
+//! | `channel` | messages and descriptors over a socket, with bounds in bytes and time |
+//! | `message` | requests and replies |
+//! | `client` | the VMM's side |
+//! | `vector` | the VMM's side of an interrupt vector |
+//! | `session` | the server's side |
+//! | `places` | sockets of the servers that share a state folder |
+//!
+//! The server trusts nothing that arrives. Each message is bounded, and each value is checked by the host side as if the
+//! guest had sent it. A client that ends, at any byte, ends its lease alone. `docs/lease-protocol.md` has the messages.
+#![forbid(unsafe_code)]
+
+mod channel;
+mod client;
+mod message;
+mod places;
+mod session;
+mod vector;
+
+pub use channel::{ChannelError, DESCRIPTORS_MAX, MESSAGE_MAX};
+pub use client::{AttachError, RemoteHostSide, attach, attach_over};
+pub use message::VERSION;
+pub use places::{attach_anywhere, socket_of, sockets};
+pub use session::{Admission, Leases, Peer, Session, SessionError};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,161 @@
+//! Messages of the protocol. The VMM asks, and the server answers each request with one reply.
+
+use std::io;
+use std::time::Duration;
+
+use nvme_mpt::host::ChangedZones;
+use nvme_mpt::limit::RateLimits;
+use nvme_mpt::seam::{CoalescingConfig, crossing};
+use nvme_mpt::spec::ids::QueueId;
+use nvme_mpt::spec::registers::Doorbell;
+use nvme_mpt::{AttachmentState, CqConfig, DirtyRange, DoorbellBuffer, Gpa, LeaseFacts, SqConfig};
+use serde::{Deserialize, Serialize};
+
+/// Version of the protocol. Sides of different versions do not talk: a change of a message, or of a type in one, is a
+/// new version.
+pub const VERSION: u32 = 1;
+
+/// First message of a VMM. All versions have its fields.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Opening {
+    /// Version that the VMM speaks.
+    pub(crate) version: u32,
+    /// The function's option string, with absolute paths.
+    #[serde(default)]
+    pub(crate) options: String,
+}
+
+/// Answers to an [`Opening`]: any number of [`Self::Waiting`], and one other.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Opened {
+    /// The server does not have the drive.
+    NotServed,
+    /// The server has the drive, and gives out no lease.
+    Refused {
+        /// Why, for a person.
+        reason: String,
+    },
+    /// The range is being wiped, or the like. One comes each second.
+    Waiting,
+    /// Descriptors: the doorbells' file, and the eventfd of events.
+    Attached(Box<Attached>),
+}
+
+/// What does not change as long as the function has the lease.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Attached {
+    /// Id of the lease.
+    pub(crate) id: String,
+    pub(crate) facts: LeaseFacts,
+    /// `CAP.DSTRD` of the doorbells.
+    pub(crate) dstrd: u8,
+    /// Interrupt vectors: that of the admin queue, and those of I/O queues.
+    pub(crate) vectors: u16,
+}
+
+/// Request for one method of [`HostSide`](nvme_mpt::HostSide). The reply is the method's result.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Request {
+    Status,
+    Damage,
+    SmartHealth,
+    ChangedZones,
+    ForgetChangedZones(ChangedZones),
+    Counters,
+    Commands,
+    Stats,
+    TakeEvents,
+    /// Descriptor: the file.
+    Map(Region),
+    Unmap {
+        gpa: Gpa,
+        len: u64,
+    },
+    StartDirtyLog,
+    TakeDirtyPages,
+    StopDirtyLog,
+    CreateCq(CqConfig),
+    CreateSq(SqConfig),
+    DeleteSq(QueueId),
+    DeleteCq(QueueId),
+    SetCoalescing(CoalescingConfig),
+    SetRates(RateLimits),
+    IoDoorbells,
+    SetDoorbellBuffer(DoorbellBuffer),
+    BeginSilentDoorbells,
+    EndSilentDoorbells,
+    WatchAdminDoorbells,
+    BeginAnew,
+    Pause,
+    Resume,
+    Revoke,
+    ResetWithin(Duration),
+    FlushWithin(Duration),
+    Save,
+    Check(Box<AttachmentState>),
+    Restore(Box<AttachmentState>),
+    /// Of an [`InterruptVector`](nvme_mpt::InterruptVector). Descriptor of [`VectorChange::Connect`]: the eventfd.
+    Vector {
+        number: u16,
+        change: VectorChange,
+    },
+}
+
+/// A region of the VM's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Region {
+    pub(crate) gpa: Gpa,
+    pub(crate) len: u64,
+    pub(crate) offset: u64,
+    pub(crate) readable: bool,
+    pub(crate) writable: bool,
+}
+
+/// Change of a vector, or question about it. The reply is a boolean.
+///
+/// For [`Self::Ask`] it is true if a signal waits; for the others, if one that waited was delivered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum VectorChange {
+    Connect,
+    Disconnect,
+    Mask,
+    Unmask,
+    Ask,
+    Clear,
+}
+
+/// Reply to [`Request::IoDoorbells`]. Descriptors: the bells of pollers that are new, in the order of
+/// [`Self::new_bells`].
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Doorbells {
+    pub(crate) are_buffered: bool,
+    pub(crate) are_silent: bool,
+    /// Each doorbell, and the number of its poller's bell. Bells that are not named are gone.
+    pub(crate) bells: Vec<(Doorbell, u64)>,
+    pub(crate) new_bells: Vec<u64>,
+}
+
+/// Reply to [`Request::TakeDirtyPages`]: a part of them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct DirtyPages {
+    pub(crate) ranges: Vec<DirtyRange>,
+    /// Others follow, for which the VMM asks again.
+    pub(crate) more: bool,
+}
+
+/// Ranges in one [`DirtyPages`].
+pub(crate) const RANGES_MAX: usize = 1 << 15;
+
+/// Result of a method, or its error.
+pub(crate) type Outcome<T> = Result<T, Failed>;
+
+/// The kernel's or a library's error.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Failed(#[serde(with = "crossing::io_error")] pub(crate) io::Error);
+
+/// A SMART / Health Information log page (Base 2.0, section 5.16.1.3), as bytes.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Smart(pub(crate) Vec<u8>);

@@ -1,0 +1,428 @@
+//! The server's side of one connection: a lease, from its beginning to its end.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::Duration;
+
+use nix::sys::socket::getsockopt;
+use nix::sys::socket::sockopt::PeerCredentials;
+use nvme_mpt::attachment::{DoorbellWaker, ForeignDoorbellWaker};
+use nvme_mpt::deadline::DRAIN_DEADLINE;
+use nvme_mpt::memory::eventfd;
+use nvme_mpt::{DirtyRange, DmaError, HostSide, MemoryRegion, SharedParts};
+use serde::Serialize;
+use thiserror::Error;
+use zerocopy::IntoBytes;
+
+use crate::channel::{Channel, ChannelError};
+use crate::message::{
+    Attached, DirtyPages, Doorbells, Failed, Opened, Opening, RANGES_MAX, Region, Request, Smart,
+    VERSION, VectorChange,
+};
+
+/// Time that a VMM has for its first message.
+const OPENING_PATIENCE: Duration = Duration::from_secs(10);
+
+/// Time between two signs of life while a lease is made.
+const SIGN_OF_LIFE: Duration = Duration::from_secs(1);
+
+/// A session ended otherwise than by its VMM.
+#[derive(Debug, Error)]
+pub enum SessionError {
+    /// The VMM broke the protocol, or the connection did.
+    #[error("A VMM's connection ended")]
+    Channel(#[from] ChannelError),
+    /// The kernel's error.
+    #[error("A VMM's connection cannot be set up")]
+    Io(#[from] std::io::Error),
+}
+
+/// The process at the other end of a connection, when it connected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Peer {
+    /// Process; 0 if it is in another PID namespace.
+    pub pid: i32,
+    /// User.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+}
+
+/// Decision about a VMM that wants a lease.
+#[derive(Debug)]
+pub enum Admission {
+    /// The drive is none of this server's.
+    NotServed,
+    /// There is no lease, for the reason given.
+    Refused(String),
+    /// Host side of the lease.
+    Attached(Arc<dyn HostSide>),
+}
+
+/// Source of leases.
+pub trait Leases: Sync {
+    /// Makes the lease of an option string. It ends early when `stop` is set.
+    fn attach(&self, peer: Peer, options: &str, stop: &AtomicBool) -> Admission;
+
+    /// The lease of `host` has ended, unless its commands are in flight.
+    fn ended(&self, host: &Arc<dyn HostSide>);
+}
+
+/// A connection of a VMM.
+#[derive(Debug)]
+pub struct Session {
+    channel: Channel,
+    peer: Peer,
+}
+
+impl Session {
+    /// A session that has not begun.
+    ///
+    /// # Errors
+    /// [`SessionError::Io`].
+    pub fn new(stream: UnixStream) -> Result<Self, SessionError> {
+        let credentials = getsockopt(&stream, PeerCredentials).map_err(std::io::Error::from)?;
+        let peer = Peer {
+            pid: credentials.pid(),
+            uid: credentials.uid(),
+            gid: credentials.gid(),
+        };
+        let channel = Channel::new(stream)?;
+        Ok(Self { channel, peer })
+    }
+
+    /// The process at the other end.
+    #[must_use]
+    pub fn peer(&self) -> Peer {
+        self.peer
+    }
+
+    /// Serves the VMM until it goes. When this returns, nothing is done for it any more; a lease with commands in
+    /// flight lives until they have ended.
+    ///
+    /// # Errors
+    /// See [`SessionError`]: the lease has ended all the same.
+    pub fn run(self, leases: &dyn Leases) -> Result<(), SessionError> {
+        match self.hold_lease(leases) {
+            Err(SessionError::Channel(ChannelError::Closed)) => Ok(()),
+            other => other,
+        }
+    }
+
+    fn hold_lease(self, leases: &dyn Leases) -> Result<(), SessionError> {
+        let (opening, descriptors): (Opening, _) = self.channel.receive(Some(OPENING_PATIENCE))?;
+        expect(&descriptors, 0)?;
+        let Opening { version, options } = opening;
+        if version != VERSION {
+            let reason = format!(
+                "the VMM speaks version {version} of the lease protocol, and this server version {VERSION}: use the \
+                 same release for both"
+            );
+            self.channel.send(&Opened::Refused { reason }, &[])?;
+            return Ok(());
+        }
+        let host = match self.admit(leases, &options)? {
+            Admission::NotServed => {
+                self.channel.send(&Opened::NotServed, &[])?;
+                return Ok(());
+            }
+            Admission::Refused(reason) => {
+                self.channel.send(&Opened::Refused { reason }, &[])?;
+                return Ok(());
+            }
+            Admission::Attached(host) => host,
+        };
+        let mut flushed = 0;
+        let result = self.serve(&host, &mut flushed);
+        end(&*host, flushed);
+        leases.ended(&host);
+        // Only now does the VMM see the connection closed: nothing reaches its memory any more.
+        result
+    }
+
+    /// Asks for the lease, with a sign of life to the VMM each second.
+    fn admit(&self, leases: &dyn Leases, options: &str) -> Result<Admission, SessionError> {
+        let stop = AtomicBool::new(false);
+        let (peer, stopped) = (self.peer, &stop);
+        thread::scope(|scope| {
+            let (sender, receiver) = mpsc::channel();
+            let work = move || {
+                // The receiver waits in any case.
+                let _ = sender.send(leases.attach(peer, options, stopped));
+            };
+            thread::Builder::new()
+                .name("lease".to_owned())
+                .spawn_scoped(scope, work)?;
+            loop {
+                match receiver.recv_timeout(SIGN_OF_LIFE) {
+                    Ok(admission) => return Ok(admission),
+                    Err(RecvTimeoutError::Disconnected) => {
+                        return Ok(Admission::Refused("the server failed".to_owned()));
+                    }
+                    Err(RecvTimeoutError::Timeout) => {}
+                }
+                if let Err(error) = self.channel.send(&Opened::Waiting, &[]) {
+                    stop.store(true, Ordering::Relaxed);
+                    if let Ok(Admission::Attached(host)) = receiver.recv() {
+                        leases.ended(&host);
+                    }
+                    return Err(error.into());
+                }
+            }
+        })
+    }
+
+    /// Answers requests. `flushed` becomes the number of commands that were complete when the VMM had them flushed.
+    fn serve(&self, host: &Arc<dyn HostSide>, flushed: &mut u64) -> Result<(), SessionError> {
+        let SharedParts {
+            doorbells,
+            events,
+            vectors,
+            ..
+        } = host.shared();
+        let attached = Opened::Attached(Box::new(Attached {
+            id: host.stats().id,
+            facts: host.facts(),
+            dstrd: doorbells.dstrd(),
+            // At most 65.
+            vectors: vectors.len() as u16,
+        }));
+        let events = eventfd::share(&events)?;
+        self.channel
+            .send(&attached, &[doorbells.fd(), events.as_fd()])?;
+        let mut served = Served {
+            channel: &self.channel,
+            host: &**host,
+            shared: host.shared(),
+            bells: Vec::new(),
+            bells_made: 0,
+            dirty: Vec::new(),
+        };
+        loop {
+            let (request, descriptors) = self.channel.receive(None)?;
+            if let Request::FlushWithin(_) = &request {
+                // The VMM learns of the flush's result, so that it is not made again for these.
+                *flushed = host.commands();
+            }
+            served.answer(request, descriptors)?;
+        }
+    }
+}
+
+/// Ends all that is done for a function.
+fn end(host: &dyn HostSide, flushed: u64) {
+    host.end_silent_doorbells();
+    if let Err(error) = host.reset_within(DRAIN_DEADLINE) {
+        log::warn!("A VMM went while commands of its function are in flight: {error}");
+    }
+    if let Err(error) = host.unmap_all() {
+        log::warn!("Memory of a VMM that went is still in use: {error}");
+    }
+    if host.commands() != flushed
+        && let Err(error) = host.flush_within(DRAIN_DEADLINE)
+    {
+        log::error!("Cannot flush the drive of a VMM that went: {error}");
+    }
+}
+
+fn expect(descriptors: &[OwnedFd], said: usize) -> Result<(), ChannelError> {
+    match descriptors.len() {
+        came if came == said => Ok(()),
+        came => Err(ChannelError::Descriptors { came, said }),
+    }
+}
+
+/// A lease that is served.
+struct Served<'a> {
+    channel: &'a Channel,
+    host: &'a dyn HostSide,
+    shared: SharedParts,
+    /// Bells that the VMM has, by their numbers.
+    bells: Vec<(u64, ForeignDoorbellWaker)>,
+    bells_made: u64,
+    /// Pages that were taken and not told.
+    dirty: Vec<DirtyRange>,
+}
+
+impl Served<'_> {
+    fn reply(&self, reply: &impl Serialize) -> Result<(), ChannelError> {
+        self.channel.send(reply, &[])
+    }
+
+    fn answer(
+        &mut self,
+        request: Request,
+        mut descriptors: Vec<OwnedFd>,
+    ) -> Result<(), SessionError> {
+        let host = self.host;
+        let needed = match &request {
+            Request::Map(_) => 1,
+            Request::Vector { change, .. } if *change == VectorChange::Connect => 1,
+            _ => 0,
+        };
+        expect(&descriptors, needed)?;
+        let descriptor = descriptors.pop();
+        match request {
+            Request::Status => self.reply(&host.status()),
+            Request::Damage => self.reply(&host.damage()),
+            Request::SmartHealth => {
+                let page = host.smart_health();
+                let page = page.map(|page| page.map(|page| Smart(page.as_bytes().to_vec())));
+                self.reply(&page.map_err(Failed))
+            }
+            Request::ChangedZones => self.reply(&host.changed_zones()),
+            Request::ForgetChangedZones(told) => self.reply(&host.forget_changed_zones(&told)),
+            Request::Counters => self.reply(&host.counters()),
+            Request::Commands => self.reply(&host.commands()),
+            Request::Stats => self.reply(&host.stats()),
+            Request::TakeEvents => self.reply(&host.take_events()),
+            Request::Map(region) => self.reply(&self.map(region, descriptor)),
+            Request::Unmap { gpa, len } => self.reply(&host.unmap(gpa, len)),
+            Request::StartDirtyLog => self.reply(&host.start_dirty_log()),
+            Request::TakeDirtyPages => {
+                let pages = self.take_dirty_pages();
+                self.reply(&pages)
+            }
+            Request::StopDirtyLog => {
+                self.dirty.clear();
+                self.reply(&host.stop_dirty_log())
+            }
+            Request::CreateCq(config) => self.reply(&host.create_cq(config)),
+            Request::CreateSq(config) => self.reply(&host.create_sq(config)),
+            Request::DeleteSq(qid) => self.reply(&host.delete_sq(qid)),
+            Request::DeleteCq(qid) => self.reply(&host.delete_cq(qid)),
+            Request::SetCoalescing(coalescing) => self.reply(&host.set_coalescing(coalescing)),
+            Request::SetRates(rates) => self.reply(&host.set_rates(rates)),
+            Request::IoDoorbells => return self.doorbells(),
+            Request::SetDoorbellBuffer(buffer) => self.reply(&host.set_doorbell_buffer(buffer)),
+            Request::BeginSilentDoorbells => {
+                self.reply(&host.begin_silent_doorbells().map_err(Failed))
+            }
+            Request::EndSilentDoorbells => self.reply(&host.end_silent_doorbells()),
+            Request::WatchAdminDoorbells => {
+                self.reply(&host.watch_admin_doorbells().map_err(Failed))
+            }
+            Request::BeginAnew => self.reply(&host.begin_anew()),
+            Request::Pause => self.reply(&host.pause()),
+            Request::Resume => self.reply(&host.resume()),
+            Request::Revoke => self.reply(&host.revoke()),
+            Request::ResetWithin(time) => self.reply(&host.reset_within(time.min(DRAIN_DEADLINE))),
+            Request::FlushWithin(time) => {
+                let flushed = host.flush_within(time.min(DRAIN_DEADLINE));
+                self.reply(&flushed.map_err(Failed))
+            }
+            Request::Save => self.reply(&host.save()),
+            Request::Check(state) => self.reply(&host.check(&state)),
+            Request::Restore(state) => self.reply(&host.restore(&state)),
+            Request::Vector { number, change } => {
+                self.reply(&self.change_vector(number, change, descriptor))
+            }
+        }?;
+        Ok(())
+    }
+
+    fn map(&self, region: Region, descriptor: Option<OwnedFd>) -> Result<(), DmaError> {
+        let Region {
+            gpa,
+            len,
+            offset,
+            readable,
+            writable,
+        } = region;
+        let Some(fd) = descriptor else {
+            return Err(DmaError::InvalidRegion { gpa, len });
+        };
+        self.host.map(MemoryRegion {
+            gpa,
+            len,
+            fd,
+            offset,
+            readable,
+            writable,
+        })
+    }
+
+    fn take_dirty_pages(&mut self) -> Result<DirtyPages, DmaError> {
+        if self.dirty.is_empty() {
+            self.dirty = self.host.take_dirty_pages()?;
+        }
+        let rest = self.dirty.split_off(self.dirty.len().min(RANGES_MAX));
+        let ranges = std::mem::replace(&mut self.dirty, rest);
+        let more = !self.dirty.is_empty();
+        Ok(DirtyPages { ranges, more })
+    }
+
+    /// Carries out a change of a vector, or answers a question about it.
+    fn change_vector(
+        &self,
+        number: u16,
+        change: VectorChange,
+        descriptor: Option<OwnedFd>,
+    ) -> bool {
+        let Some(vector) = self.shared.vectors.get(usize::from(number)) else {
+            return false;
+        };
+        let waited = vector.pending();
+        match change {
+            VectorChange::Connect => match descriptor.map(eventfd::take) {
+                Some(Ok(eventfd)) => vector.set_eventfd(Some(eventfd)),
+                // A vector that leads nowhere keeps its signals.
+                _ => log::warn!("A VMM sent what is no eventfd for vector {number}"),
+            },
+            VectorChange::Disconnect => vector.set_eventfd(None),
+            VectorChange::Mask => vector.set_masked(true),
+            VectorChange::Unmask => vector.set_masked(false),
+            VectorChange::Ask => return waited,
+            VectorChange::Clear => {
+                vector.clear_pending();
+                return false;
+            }
+        }
+        waited && !vector.pending()
+    }
+
+    fn doorbells(&mut self) -> Result<(), SessionError> {
+        let doorbells = self.host.io_doorbells();
+        let wakers = &doorbells.wakers;
+        let is_named =
+            |bell: &ForeignDoorbellWaker| wakers.iter().any(|(_, waker)| bell.is_of(waker));
+        self.bells.retain(|(_, bell)| is_named(bell));
+        let mut answer = Doorbells {
+            are_buffered: doorbells.are_buffered,
+            are_silent: doorbells.are_silent,
+            ..Doorbells::default()
+        };
+        let mut new = Vec::new();
+        for (doorbell, waker) in &doorbells.wakers {
+            let number = match self.bells.iter().find(|(_, bell)| bell.is_of(waker)) {
+                Some((number, _)) => *number,
+                None => {
+                    let Some((number, descriptor)) = self.make_bell(waker)? else {
+                        continue;
+                    };
+                    answer.new_bells.push(number);
+                    new.push(descriptor);
+                    number
+                }
+            };
+            answer.bells.push((*doorbell, number));
+        }
+        let new: Vec<BorrowedFd<'_>> = new.iter().map(AsFd::as_fd).collect();
+        Ok(self.channel.send(&answer, &new)?)
+    }
+
+    fn make_bell(&mut self, waker: &DoorbellWaker) -> Result<Option<(u64, OwnedFd)>, SessionError> {
+        let Some(bell) = waker.foreign()? else {
+            return Ok(None);
+        };
+        let descriptor = bell.share()?;
+        let number = self.bells_made;
+        self.bells_made += 1;
+        self.bells.push((number, bell));
+        Ok(Some((number, descriptor)))
+    }
+}

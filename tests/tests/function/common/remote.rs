@@ -1,0 +1,47 @@
+//! Functions whose host side is reached through the lease protocol: all tests can be run with it.
+
+use std::env;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::Mutex;
+use std::sync::atomic::AtomicBool;
+use std::thread;
+
+use nvme_mpt::HostSide;
+use nvme_mpt::poller::Threads;
+use nvme_mpt_lease_protocol::{Admission, Leases, Peer, Session, attach_over};
+
+/// Variable of the environment. If it is `remote`, functions have their host side behind the lease protocol.
+const CHOICE: &str = "NVME_MPT_HOST_SIDE";
+
+pub(crate) fn is_chosen() -> bool {
+    env::var(CHOICE).is_ok_and(|choice| choice == "remote")
+}
+
+/// A lease that exists already, for one session.
+struct OneLease(Mutex<Option<Arc<dyn HostSide>>>);
+
+impl Leases for OneLease {
+    fn attach(&self, _: Peer, options: &str, _: &AtomicBool) -> Admission {
+        assert_eq!(options, "options");
+        match self.0.lock().unwrap().take() {
+            Some(host) => Admission::Attached(host),
+            None => Admission::NotServed,
+        }
+    }
+
+    fn ended(&self, _: &Arc<dyn HostSide>) {}
+}
+
+/// The same host side, behind a session of its own.
+pub(crate) fn host_side(host: Arc<dyn HostSide>) -> Arc<dyn HostSide> {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    thread::spawn(move || {
+        let leases = OneLease(Mutex::new(Some(host)));
+        Session::new(theirs).unwrap().run(&leases).unwrap();
+    });
+    let threads = Threads::default();
+    let remote = attach_over(ours, Path::new("pair"), "options", &threads).unwrap();
+    Arc::new(remote.unwrap())
+}

@@ -52,6 +52,9 @@ pub enum ChannelError {
     /// A message is not what the protocol has there.
     #[error("a message came that is not one of the lease protocol")]
     Message(#[from] serde_json::Error),
+    /// A lease has facts that none can have.
+    #[error("a lease came with facts that no lease has")]
+    Impossible,
     /// The kernel's error.
     #[error("the connection failed")]
     Io(#[from] io::Error),

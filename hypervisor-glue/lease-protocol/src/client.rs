@@ -219,7 +219,10 @@ pub fn attach_over(
                     reason,
                 });
             }
-            Opened::Attached(attached) => break (*attached, descriptors),
+            Opened::Attached(attached) if attached.is_possible() => {
+                break (*attached, descriptors);
+            }
+            Opened::Attached(_) => return Err(answer(ChannelError::Impossible)),
         }
     };
     let [doorbells, events] = <[OwnedFd; 2]>::try_from(descriptors).map_err(|descriptors| {

@@ -3,6 +3,7 @@
 use std::io;
 use std::time::Duration;
 
+use nvme_mpt::attachment::MAX_QUEUE_PAIRS;
 use nvme_mpt::host::ChangedZones;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::seam::{CoalescingConfig, crossing};
@@ -52,6 +53,22 @@ pub(crate) struct Attached {
     pub(crate) dstrd: u8,
     /// Interrupt vectors: that of the admin queue, and those of I/O queues.
     pub(crate) vectors: u16,
+}
+
+impl Attached {
+    /// Returns whether a lease can have these facts.
+    pub(crate) fn is_possible(&self) -> bool {
+        let LeaseFacts {
+            namespace,
+            queue_pairs,
+            ..
+        } = &self.facts;
+        let shift = u32::from(namespace.lba_shift);
+        (1..=MAX_QUEUE_PAIRS).contains(queue_pairs)
+            && self.vectors == queue_pairs + 1
+            && (9..=16).contains(&shift)
+            && namespace.blocks <= u64::MAX >> shift
+    }
 }
 
 /// Request for one method of [`HostSide`](nvme_mpt::HostSide). The reply is the method's result.

@@ -1,1 +1,173 @@
+//! Messages as they are sent. A test that fails here is about a new [version](crate::VERSION).
 
+use std::time::Duration;
+
+use nvme_mpt::host::ChangedZones;
+use nvme_mpt::limit::RateLimits;
+use nvme_mpt::seam::CoalescingConfig;
+use nvme_mpt::spec::ids::{Lba, QueueId};
+use nvme_mpt::spec::registers::Doorbell;
+use nvme_mpt::{
+    CqConfig, DirtyRange, DmaError, DoorbellBuffer, DriveEvent, Event, Gpa, QueueError,
+    QueueFailure, SqConfig,
+};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::message::{
+    DirtyPages, Doorbells, Failed, Opened, Opening, Region, Request, VERSION, VectorChange,
+};
+
+/// Checks the text of a message, and that the text is read as the same message.
+#[track_caller]
+fn is<M: Serialize + DeserializeOwned>(message: &M, text: &str) {
+    assert_eq!(serde_json::to_string(message).unwrap(), text);
+    let read: M = serde_json::from_str(text).unwrap();
+    assert_eq!(serde_json::to_string(&read).unwrap(), text);
+}
+
+#[test]
+fn requests() {
+    let opening = Opening {
+        version: VERSION,
+        options: "path=/srv/a".to_owned(),
+    };
+    is(&opening, r#"{"version":1,"options":"path=/srv/a"}"#);
+    let region = Region {
+        gpa: Gpa(4096),
+        len: 8192,
+        offset: 0,
+        readable: true,
+        writable: false,
+    };
+    let text = r#"{"map":{"gpa":4096,"len":8192,"offset":0,"readable":true,"writable":false}}"#;
+    is(&Request::Map(region), text);
+    let gpa = Gpa(4096);
+    is(
+        &Request::Unmap { gpa, len: 1 },
+        r#"{"unmap":{"gpa":4096,"len":1}}"#,
+    );
+    let (qid, entries) = (QueueId(1), 8);
+    let cq = CqConfig {
+        qid,
+        base: gpa,
+        entries,
+        vector: Some(1),
+    };
+    let text = r#"{"create_cq":{"qid":1,"base":4096,"entries":8,"vector":1}}"#;
+    is(&Request::CreateCq(cq), text);
+    let sq = SqConfig {
+        qid,
+        cqid: qid,
+        base: gpa,
+        entries,
+    };
+    let text = r#"{"create_sq":{"qid":1,"cqid":1,"base":4096,"entries":8}}"#;
+    is(&Request::CreateSq(sq), text);
+    is(&Request::DeleteSq(qid), r#"{"delete_sq":1}"#);
+    is(&Request::DeleteCq(qid), r#"{"delete_cq":1}"#);
+    let coalescing = CoalescingConfig {
+        threshold_z: 1,
+        time_100us: 2,
+        disabled: u128::MAX,
+    };
+    let text = r#"{"set_coalescing":{"threshold_z":1,"time_100us":2,"disabled":340282366920938463463374607431768211455}}"#;
+    is(&Request::SetCoalescing(coalescing), text);
+    let rates = Request::SetRates(RateLimits::default());
+    is(&rates, r#"{"set_rates":{"iops":null,"bandwidth":null}}"#);
+    let buffer = DoorbellBuffer {
+        shadow: gpa,
+        event_idx: Gpa(8192),
+    };
+    let text = r#"{"set_doorbell_buffer":{"shadow":4096,"event_idx":8192}}"#;
+    is(&Request::SetDoorbellBuffer(buffer), text);
+    let time = Duration::from_millis(1500);
+    let text = r#"{"reset_within":{"secs":1,"nanos":500000000}}"#;
+    is(&Request::ResetWithin(time), text);
+    let text = r#"{"flush_within":{"secs":1,"nanos":500000000}}"#;
+    is(&Request::FlushWithin(time), text);
+    let told = ChangedZones::new(&[Lba(7)], true);
+    let text = r#"{"forget_changed_zones":{"starts":[7],"more":true}}"#;
+    is(&Request::ForgetChangedZones(told), text);
+    for (change, name) in [
+        (VectorChange::Connect, "connect"),
+        (VectorChange::Disconnect, "disconnect"),
+        (VectorChange::Mask, "mask"),
+        (VectorChange::Unmask, "unmask"),
+        (VectorChange::Ask, "ask"),
+        (VectorChange::Clear, "clear"),
+    ] {
+        let text = format!(r#"{{"vector":{{"number":3,"change":"{name}"}}}}"#);
+        is(&Request::Vector { number: 3, change }, &text);
+    }
+    for (request, name) in [
+        (Request::Status, "status"),
+        (Request::Damage, "damage"),
+        (Request::SmartHealth, "smart_health"),
+        (Request::ChangedZones, "changed_zones"),
+        (Request::Counters, "counters"),
+        (Request::Commands, "commands"),
+        (Request::Stats, "stats"),
+        (Request::TakeEvents, "take_events"),
+        (Request::StartDirtyLog, "start_dirty_log"),
+        (Request::TakeDirtyPages, "take_dirty_pages"),
+        (Request::StopDirtyLog, "stop_dirty_log"),
+        (Request::IoDoorbells, "io_doorbells"),
+        (Request::BeginSilentDoorbells, "begin_silent_doorbells"),
+        (Request::EndSilentDoorbells, "end_silent_doorbells"),
+        (Request::WatchAdminDoorbells, "watch_admin_doorbells"),
+        (Request::BeginAnew, "begin_anew"),
+        (Request::Pause, "pause"),
+        (Request::Resume, "resume"),
+        (Request::Revoke, "revoke"),
+        (Request::Save, "save"),
+    ] {
+        is(&request, &format!("\"{name}\""));
+    }
+}
+
+#[test]
+fn replies() {
+    is(&Opened::NotServed, r#""not_served""#);
+    is(&Opened::Waiting, r#""waiting""#);
+    let reason = "no".to_owned();
+    is(
+        &Opened::Refused { reason },
+        r#"{"refused":{"reason":"no"}}"#,
+    );
+    let doorbells = Doorbells {
+        are_buffered: true,
+        are_silent: false,
+        bells: vec![(Doorbell::SqTail(QueueId(1)), 0)],
+        new_bells: vec![0],
+    };
+    let text =
+        r#"{"are_buffered":true,"are_silent":false,"bells":[[{"SqTail":1},0]],"new_bells":[0]}"#;
+    is(&doorbells, text);
+    let (gpa, len) = (Gpa(4096), 4096);
+    let pages = DirtyPages {
+        ranges: vec![DirtyRange { gpa, len }],
+        more: false,
+    };
+    is(
+        &pages,
+        r#"{"ranges":[{"gpa":4096,"len":4096}],"more":false}"#,
+    );
+    let qid = QueueId(1);
+    let reason = QueueFailure::HostQueue;
+    let events = vec![
+        Event::QueueFailed { qid, reason },
+        Event::Drive(DriveEvent::Gone),
+    ];
+    let text = r#"[{"QueueFailed":{"qid":1,"reason":"HostQueue"}},{"Drive":"Gone"}]"#;
+    is(&events, text);
+    let busy: Result<(), DmaError> = Err(DmaError::Busy { gpa, len });
+    is(&busy, r#"{"Err":{"Busy":{"gpa":4096,"len":4096}}}"#);
+    let source = std::io::Error::from_raw_os_error(28);
+    let host: Result<(), QueueError> = Err(QueueError::Host { qid, source });
+    let text = r#"{"Err":{"Host":{"qid":1,"source":{"errno":28,"text":"No space left on device (os error 28)"}}}}"#;
+    is(&host, text);
+    let late = std::io::Error::new(std::io::ErrorKind::TimedOut, "late");
+    let late: Result<(), Failed> = Err(Failed(late));
+    is(&late, r#"{"Err":{"kind":"timed_out","text":"late"}}"#);
+}

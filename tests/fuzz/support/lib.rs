@@ -1,6 +1,8 @@
 //! Shared parts of fuzz targets: a function on a drive that keeps nothing, with memory, for those that play
 //! its guest; and the division of their input.
 
+pub mod talk;
+
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -16,6 +18,37 @@ pub const MEMORY: u64 = 1 << 20;
 /// The admin queues lie in one more region, where no input writes by chance.
 pub const RINGS: u64 = 0x0051_7C3A_9E60_0000;
 
+/// An attachment to a drive that keeps nothing.
+#[must_use]
+pub fn attachment(mode: DoorbellMode) -> Attachment {
+    let path = "null:1G".parse().expect("a drive");
+    let drive = drives::open(&path, DriveOptions::default()).expect("null");
+    let (blocks, lba_shift) = (drive.blocks(), drive.lba_shift());
+    let request = LeaseRequest {
+        id: "fuzz",
+        drive: drive.identity(),
+        nsid: drive.namespace().nsid,
+        range: ByteRange::new(0, blocks << lba_shift).expect("a range"),
+        lba_shift,
+        blocks,
+        former_data: nvme_mpt::lease::FormerData::Kept,
+    };
+    let lease = Ledger::in_process().acquire(&request).expect("a lease");
+    Attachment::new(AttachmentConfig {
+        drive,
+        lease,
+        queue_pairs: 4,
+        doorbells: mode,
+        poll: PollPolicy::default(),
+        learning: Learning::default(),
+        pollers: Pollers::new(),
+        memory: nvme_mpt::MemoryKinds::default(),
+        rates: nvme_mpt::limit::RateLimits::default(),
+        serial: None,
+    })
+    .expect("an attachment")
+}
+
 /// A function and its guest's memory.
 pub struct Fixture {
     /// The function.
@@ -26,32 +59,7 @@ impl Fixture {
     /// A function as after power-on.
     #[must_use]
     pub fn new(mode: DoorbellMode, masking: MsixMasking) -> Self {
-        let path = "null:1G".parse().expect("a drive");
-        let drive = drives::open(&path, DriveOptions::default()).expect("null");
-        let (blocks, lba_shift) = (drive.blocks(), drive.lba_shift());
-        let request = LeaseRequest {
-            id: "fuzz",
-            drive: drive.identity(),
-            nsid: drive.namespace().nsid,
-            range: ByteRange::new(0, blocks << lba_shift).expect("a range"),
-            lba_shift,
-            blocks,
-            former_data: nvme_mpt::lease::FormerData::Kept,
-        };
-        let lease = Ledger::in_process().acquire(&request).expect("a lease");
-        let attachment = Attachment::new(AttachmentConfig {
-            drive,
-            lease,
-            queue_pairs: 4,
-            doorbells: mode,
-            poll: PollPolicy::default(),
-            learning: Learning::default(),
-            pollers: Pollers::new(),
-            memory: nvme_mpt::MemoryKinds::default(),
-            rates: nvme_mpt::limit::RateLimits::default(),
-            serial: None,
-        })
-        .expect("an attachment");
+        let attachment = attachment(mode);
         let function = NvmeFunction::new(Arc::new(attachment), masking);
         map(&function, 0, MEMORY);
         map(&function, RINGS, 0x20_000);

@@ -15,6 +15,7 @@ mod faults;
 mod file_drive;
 mod interrupts;
 mod key_values;
+mod lease_protocol;
 mod leases;
 mod limits;
 mod lost_writes;

@@ -12,7 +12,7 @@ use nvme_mpt_tests::prp;
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::registers::{CSTS, CSTS_FATAL, CSTS_READY};
 
-use crate::common::{Host, LEASE, Machine, Setup, queue_pair, wait_for};
+use crate::common::{Host, LEASE, Machine, Setup, queue_pair, remote, wait_for};
 
 /// The drive may take as long as it likes: the test completes its commands.
 const FOR_EVER: Duration = Duration::from_secs(24 * 3600);
@@ -150,6 +150,10 @@ fn all_queues_of_a_reset_share_one_deadline() {
     bar.write32(CC, bar.read32(CC) & !1);
     assert_eq!(bar.read32(CSTS), 0);
     stuck.iter_mut().for_each(Stuck::has_no_more);
+    // A server flushes the drive of a VMM that goes. Nobody plays a drive that answers here.
+    if remote::is_chosen() {
+        return;
+    }
     drop((drivers, controller, bar, machine));
     host.lease("next", &Setup::nth(0), FormerData::Kept)
         .unwrap();

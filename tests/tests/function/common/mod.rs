@@ -163,8 +163,8 @@ impl Host {
         assert!(lease.unwiped().is_empty());
     }
 
-    /// A function, with all of a guest's memory, on the lease of that name.
-    fn function(&self, id: &str, setup: &Setup) -> NvmeFunction {
+    /// An attachment to the lease of that name.
+    pub(crate) fn attachment(&self, id: &str, setup: &Setup) -> Arc<Attachment> {
         // Tests look at what machines before left.
         let lease = self.lease(id, setup, FormerData::Kept).unwrap();
         let doorbells = match setup.doorbells {
@@ -188,6 +188,12 @@ impl Host {
         .with_clock(self.clock.clone());
         let attachment = Arc::new(attachment);
         *self.attached.lock().unwrap() = Arc::downgrade(&attachment);
+        attachment
+    }
+
+    /// A function, with all of a guest's memory, on the lease of that name.
+    fn function(&self, id: &str, setup: &Setup) -> NvmeFunction {
+        let attachment = self.attachment(id, setup);
         let host = match remote::is_chosen() {
             true => remote::host_side(attachment),
             false => attachment,

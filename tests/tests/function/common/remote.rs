@@ -20,7 +20,7 @@ pub(crate) fn is_chosen() -> bool {
 }
 
 /// A lease that exists already, for one session.
-struct OneLease(Mutex<Option<Arc<dyn HostSide>>>);
+pub(crate) struct OneLease(pub(crate) Mutex<Option<Arc<dyn HostSide>>>);
 
 impl Leases for OneLease {
     fn attach(&self, _: Peer, options: &str, _: &AtomicBool) -> Admission {

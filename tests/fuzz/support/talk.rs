@@ -1,0 +1,71 @@
+//! One side of a conversation in the lease protocol, made of lines.
+//!
+//! Each line of the input is a message. Its first byte says what comes with it:
+//!
+//! | byte | |
+//! |---|---|
+//! | `+` | a memory file |
+//! | `*` | an eventfd |
+//! | `=` | a memory file and an eventfd |
+//! | `!` | the length in the header is twice that of the line |
+//! | `#` | no header |
+//! | other | nothing, and the byte is the message's first |
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::sync::LazyLock;
+
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use vmm_sys_util::sock_ctrl_msg::ScmSocket;
+
+/// Bytes of the memory file.
+const FILE: u64 = 1 << 20;
+
+static MEMORY: LazyLock<File> = LazyLock::new(|| {
+    nvme_mpt::memory::memfd(c"fuzz", FILE)
+        .expect("memory")
+        .into()
+});
+static EVENT: LazyLock<EventFd> = LazyLock::new(|| EventFd::new(EFD_NONBLOCK).expect("eventfd"));
+
+/// Says all lines, and then that no more come.
+pub fn say(stream: &UnixStream, input: &[u8]) {
+    for line in input.split(|byte| *byte == b'\n') {
+        let Some((first, rest)) = line.split_first() else {
+            continue;
+        };
+        let (memory, event) = (MEMORY.as_raw_fd(), EVENT.as_raw_fd());
+        let (fds, text): (&[RawFd], &[u8]) = match first {
+            b'+' => (&[memory], rest),
+            b'*' => (&[event], rest),
+            b'=' => (&[memory, event], rest),
+            b'!' | b'#' => (&[], rest),
+            _ => (&[], line),
+        };
+        let length = match first {
+            b'!' => text.len() * 2,
+            _ => text.len(),
+        };
+        let mut message = Vec::new();
+        if *first != b'#' {
+            message.extend((length as u32).to_le_bytes());
+            message.extend((fds.len() as u32).to_le_bytes());
+        }
+        message.extend(text);
+        // The other side may have gone.
+        if message.is_empty() || stream.send_with_fds(&[&message[..]], fds).is_err() {
+            break;
+        }
+    }
+    let _ = stream.shutdown(Shutdown::Write);
+}
+
+/// Listens until the other side has gone.
+pub fn listen(mut stream: &UnixStream) {
+    let mut heard = Vec::new();
+    let _ = stream.read_to_end(&mut heard);
+    let _ = stream.flush();
+}

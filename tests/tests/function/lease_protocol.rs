@@ -1,0 +1,118 @@
+//! VMMs that say something wrong to a drive server, or go in the middle of it.
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, Weak};
+
+use nvme_mpt::Attachment;
+use nvme_mpt::lease::FormerData;
+use nvme_mpt_lease_protocol::{MESSAGE_MAX, Session, SessionError, VERSION};
+use vmm_sys_util::sock_ctrl_msg::ScmSocket;
+
+use crate::common::remote::OneLease;
+use crate::common::{Host, Setup, wait_for};
+
+/// A message with its header.
+fn message(text: &str, descriptors: u32) -> Vec<u8> {
+    let length = (text.len() as u32).to_le_bytes();
+    [&length[..], &descriptors.to_le_bytes(), text.as_bytes()].concat()
+}
+
+fn opening() -> Vec<u8> {
+    let text = format!(r#"{{"version":{VERSION},"options":"options"}}"#);
+    message(&text, 0)
+}
+
+/// Has a session read bytes until they end. Returns its end, what it said, and its lease.
+fn said(host: &Host, bytes: &[u8]) -> (Result<(), SessionError>, Vec<u8>, Weak<Attachment>) {
+    let (mut vmm, server) = UnixStream::pair().unwrap();
+    let attachment = host.attachment("lease", &Setup::nth(0));
+    let attached: Weak<Attachment> = Arc::downgrade(&attachment);
+    let lease = OneLease(Mutex::new(Some(attachment)));
+    let session = std::thread::spawn(move || Session::new(server).unwrap().run(&lease));
+    // A server that has refused reads no more.
+    let _ = vmm.write_all(bytes);
+    let _ = vmm.shutdown(Shutdown::Write);
+    let mut answers = Vec::new();
+    let _ = vmm.read_to_end(&mut answers);
+    (session.join().unwrap(), answers, attached)
+}
+
+/// Returns whether the lease of a session is free.
+fn is_free(host: &Host, attached: &Weak<Attachment>) -> bool {
+    attached.upgrade().is_none()
+        && host
+            .lease("lease", &Setup::nth(0), FormerData::Kept)
+            .is_ok()
+}
+
+#[test]
+fn a_vmm_that_goes_at_any_byte_leaves_nothing_behind() {
+    let host = Host::new("memory:16M", 512);
+    let status = message("\"status\"", 0);
+    let whole = [opening(), status.clone(), status].concat();
+    for end in 0..=whole.len() {
+        let (result, _, attached) = said(&host, &whole[..end]);
+        result.unwrap();
+        wait_for("the end of the lease", || is_free(&host, &attached));
+    }
+}
+
+#[test]
+fn what_is_no_message_ends_its_own_lease_alone() {
+    let host = Host::new("memory:16M", 512);
+    let map = r#"{"map":{"gpa":0,"len":4096,"offset":0,"readable":true,"writable":true}}"#;
+    let mut too_large = message("", 0);
+    too_large[..4].copy_from_slice(&(MESSAGE_MAX as u32 + 1).to_le_bytes());
+    for (wrong, reason) in [
+        (message("{", 0), "not one of the lease protocol"),
+        (
+            message("\"unheard_of\"", 0),
+            "not one of the lease protocol",
+        ),
+        (message(map, 0), "0 descriptors instead of 1"),
+        (message("\"status\"", 1), "0 descriptors instead of 1"),
+        (too_large, "may have 4194304"),
+    ] {
+        let (result, _, attached) = said(&host, &[opening(), wrong].concat());
+        let SessionError::Channel(error) = result.unwrap_err() else {
+            panic!("another error");
+        };
+        assert!(error.to_string().contains(reason), "{error}");
+        wait_for("the end of the lease", || is_free(&host, &attached));
+    }
+}
+
+#[test]
+fn a_descriptor_that_nobody_asked_for_is_refused() {
+    let host = Host::new("memory:16M", 512);
+    let (vmm, server) = UnixStream::pair().unwrap();
+    let lease = OneLease(Mutex::new(Some(host.attachment("lease", &Setup::nth(0)))));
+    let session = std::thread::spawn(move || Session::new(server).unwrap().run(&lease));
+    let sent = [opening(), message("\"status\"", 0)];
+    vmm.send_with_fds(&[&sent[0][..]], &[]).unwrap();
+    vmm.send_with_fd(&sent[1][..], 0).unwrap();
+    let error = session.join().unwrap().unwrap_err();
+    let SessionError::Channel(error) = error else {
+        panic!("another error");
+    };
+    assert!(
+        error.to_string().contains("1 descriptors instead of 0"),
+        "{error}"
+    );
+}
+
+#[test]
+fn another_version_is_refused_by_name() {
+    let host = Host::new("memory:16M", 512);
+    let future = r#"{"version":77,"options":"options","more":{"fields":[1]}}"#;
+    let (result, answers, attached) = said(&host, &message(future, 0));
+    result.unwrap();
+    let answers = String::from_utf8_lossy(&answers).into_owned();
+    assert!(
+        answers.contains("the VMM speaks version 77 of the lease protocol"),
+        "{answers}"
+    );
+    wait_for("the end of the lease", || is_free(&host, &attached));
+}

@@ -196,6 +196,11 @@ impl Server {
         socket(&self.folder, id)
     }
 
+    /// The folder with its ledger, where VMMs find it.
+    pub fn state_dir(&self) -> PathBuf {
+        self.folder.join("state")
+    }
+
     /// The server's process id.
     pub fn pid(&self) -> u32 {
         self.process.pid()

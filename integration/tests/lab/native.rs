@@ -4,11 +4,16 @@ use std::sync::Arc;
 
 use integration::lab::{LabDrive, inside};
 use integration::server::{FunctionOptions, Server};
+use nvme_mpt::Pollers;
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::controller::{Config, Controller};
 use nvme_mpt_tests::disk::Disk;
+use nvme_mpt_tests::function::{InProcess, map};
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::vfio_user::VfioUserBar;
+use nvme_mpt_vmm::open::{self, Ledgers};
+use nvme_mpt_vmm::options::AskedFunction;
+use vmm_device::{MsixMasking, NvmeFunction};
 
 use crate::client::{Client, Work};
 use crate::failures::reappeared;
@@ -21,14 +26,113 @@ pub(crate) const GROUP: Group = Group::Inside {
     refused: Refused::Nothing,
     checks: &[
         ("served_verified_given_back", giveback::stopped),
+        ("leased_to_functions_elsewhere", leased),
         ("pulled_and_plugged", pulled),
     ],
 };
 
+/// Bytes of a command of a function elsewhere.
+const PIECE: usize = 64 << 10;
 /// Bytes of each lease.
 const RANGE: u64 = 16 << 20;
 /// Memory of the client that waits while its drive is pulled.
 const MEMORY: (u64, u64) = (1 << 33, 1 << 20);
+
+/// A function in this process, whose drive the server has, and its guest's driver.
+struct Elsewhere {
+    function: Arc<InProcess>,
+    disk: Disk,
+    _controller: Controller,
+    byte: u8,
+}
+
+impl Elsewhere {
+    fn attach(server: &Server, options: &FunctionOptions, byte: u8) -> Result<Self, Failure> {
+        let ledgers = Ledgers::open(&server.state_dir());
+        let asked: AskedFunction = options.in_process().parse()?;
+        let (_, host) = open::host_side(&asked, &ledgers, &Pollers::new())?;
+        let memory = GuestMemory::new(&[MEMORY])?;
+        let function = NvmeFunction::new(host, MsixMasking::Function);
+        for region in memory.regions() {
+            map(&function, &memory, &region);
+        }
+        let function = Arc::new(InProcess::new(function));
+        let bar: Arc<dyn Bar> = function.clone();
+        let mut controller = Controller::attach(bar, memory, Config::default(), 1)?;
+        let disk = Disk::open(&mut controller, 1)?;
+        Ok(Self {
+            function,
+            disk,
+            _controller: controller,
+            byte,
+        })
+    }
+
+    /// Writes the whole range.
+    fn write(&mut self) -> Result<(), Failure> {
+        let piece = vec![self.byte; PIECE];
+        for slba in (0..RANGE / 512).step_by(PIECE / 512) {
+            self.disk.write(slba, &piece)?;
+        }
+        Ok(())
+    }
+
+    /// Reads the whole range, in which there must be nothing but what it wrote.
+    fn check(&mut self) -> Result<(), Failure> {
+        for slba in (0..RANGE / 512).step_by(PIECE / 512) {
+            let read = self.disk.read(slba, (PIECE / 512) as u32)?;
+            expect(read.iter().all(|byte| *byte == self.byte), || {
+                format!(
+                    "Other data at block {slba} of the function that writes {}",
+                    self.byte
+                )
+            })?;
+        }
+        Ok(())
+    }
+}
+
+/// Has functions of two processes and of a vfio-user client share a physical drive, of which another process
+/// has been refused.
+fn leased(bench: &Bench) -> Result<(), Failure> {
+    inside::bind("a", "vfio-pci")?;
+    let a = inside::address("a")?;
+    let function = |id, start| FunctionOptions::new(id, &a, format!("{start}+{RANGE}"));
+    let mut server = bench.serve(&[function("f", 0)])?;
+    let over_vfio_user = working("f", &server, 3)?;
+    let mut one = Elsewhere::attach(&server, &function("one", RANGE), 0x11)?;
+    let mut two = Elsewhere::attach(&server, &function("two", 2 * RANGE), 0x22)?;
+    one.write()?;
+    two.write()?;
+    one.check()?;
+    two.check()?;
+    for (taken, reason) in [
+        (function("four", 0), "f"),
+        (function("one", 3 * RANGE), "one"),
+    ] {
+        match Elsewhere::attach(&server, &taken, 0) {
+            Ok(_) => return Err(format!("{taken:?} was given").into()),
+            Err(error) => expect(error.to_string().contains(reason), || error.to_string())?,
+        }
+    }
+    let listed = server.list()?;
+    expect(listed == ["f", "one", "two"], || format!("{listed:?}"))?;
+    // One goes, and comes again, while the others work.
+    one.function
+        .function()
+        .end()
+        .map_err(|error| error.to_string())?;
+    drop(one);
+    let mut one = Elsewhere::attach(&server, &function("one", RANGE), 0x11)?;
+    one.check()?;
+    two.check()?;
+    over_vfio_user.advance()?;
+    drop((one, two));
+    over_vfio_user.finish()?;
+    server.expect_alive()?;
+    server.stop()?;
+    Ok(())
+}
 
 /// A client that has written its range.
 fn working(id: &'static str, server: &Server, seed: u64) -> Result<Client, Failure> {

@@ -114,10 +114,13 @@ pub trait HostQueue {
     }
 }
 
-/// A queue pair of a drive that several host queues may share.
+/// The queue pair of a drive behind a host queue, which other host queues may share. It may become another one.
 pub trait SharedPair: fmt::Debug + Send + Sync {
     /// Returns the number of host queues that share it.
     fn members(&self) -> usize;
+
+    /// Returns whether it belongs to the lease of the host queue.
+    fn is_reserved(&self) -> bool;
 }
 
 /// Commands on their way into a host SQ: what they need in common is done once for all of them.

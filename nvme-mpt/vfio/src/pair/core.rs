@@ -16,6 +16,7 @@ use std::sync::Arc;
 use super::flight::{Flight, Flights, Landing, LateCommand};
 use super::governor::{Governor, Window};
 use super::member::{Member, Waiting};
+use super::moves::{Moves, Newcomer, Seat, Whereabouts};
 use super::rings::{PairDoorbells, Rings};
 use super::sharing::Sharing;
 use super::split::WholeLimit;
@@ -50,6 +51,12 @@ pub(super) struct Core {
     max_transfer: u64,
     members: Vec<Option<Box<Member>>>,
     count: usize,
+    /// Members that move to other pairs.
+    departing: usize,
+    /// True if there is one member, and it stays.
+    is_lone: bool,
+    /// Moves that their queues have not seen yet.
+    moves: Moves,
     sharing: Sharing,
     state: State,
     stats: PairStats,
@@ -65,6 +72,9 @@ impl Core {
             max_transfer,
             members: Vec::new(),
             count: 0,
+            departing: 0,
+            is_lone: false,
+            moves: Moves::default(),
             sharing: Sharing::new(governor),
             state: State::Running,
             stats: PairStats::default(),
@@ -72,17 +82,72 @@ impl Core {
     }
 
     /// A new member. Returns its number.
-    pub(super) fn join(&mut self, slots: u16, lba_shift: u8) -> u16 {
-        let member = Some(Box::new(Member::new(slots, lba_shift, self.max_transfer)));
-        let free = self.members.iter().position(Option::is_none);
+    pub(super) fn join(&mut self, queue: Newcomer) -> u16 {
+        let member = Some(Box::new(Member::new(queue, self.max_transfer)));
+        // A queue that has not seen its move yet keeps its number.
+        let mut numbers = (0..).zip(&self.members);
+        let free = numbers.find(|(number, seat)| seat.is_none() && !self.moves.has(*number));
+        let free = free.map(|(number, _)| usize::from(number));
         let number = free.unwrap_or(self.members.len());
         if free.is_none() {
             self.members.push(None);
         }
         self.members[number] = member;
         self.count += 1;
+        self.note_members();
         self.sharing.turns.reserve(self.members.len());
         number as u16
+    }
+
+    fn note_members(&mut self) {
+        self.is_lone = self.count == 1 && self.departing == 0;
+    }
+
+    /// Returns the first member that stays and whose reservation `which` selects.
+    pub(super) fn find_staying(
+        &self,
+        which: impl Fn(Option<u64>) -> bool,
+    ) -> Option<(u16, Newcomer)> {
+        let members = (0..).zip(&self.members);
+        let mut members = members.filter_map(|(number, member)| Some((number, member.as_ref()?)));
+        let (number, member) =
+            members.find(|(_, member)| !member.departs && which(member.queue.reservation))?;
+        Some((number, member.queue.clone()))
+    }
+
+    /// Has a member move; it is this queue's, or the queue has ended. Returns whether it moves.
+    pub(super) fn begin_move(
+        &mut self,
+        number: u16,
+        whereabouts: &Arc<Whereabouts>,
+        to: Seat,
+    ) -> bool {
+        let has_flights = self.flights.of_member(number) > 0;
+        let Some(member) = self.member(number) else {
+            return false;
+        };
+        if member.departs || !Arc::ptr_eq(&member.queue.whereabouts, whereabouts) {
+            return false;
+        }
+        if has_flights || !member.waiting.is_empty() || !member.done.is_empty() {
+            member.departs = true;
+            self.departing += 1;
+            self.note_members();
+        } else {
+            self.leave(number);
+        }
+        self.moves.note(number, to);
+        true
+    }
+
+    /// Takes the move of a queue that is about to act; one that `is_done` here has left then.
+    #[inline]
+    pub(super) fn take_move(&mut self, number: u16, is_done: bool) -> Option<Seat> {
+        let to = self.moves.take(number)?;
+        if is_done {
+            self.leave(number);
+        }
+        Some(to)
     }
 
     /// Lets go what waits of a member. Returns whether the drive has nothing of it.
@@ -117,9 +182,11 @@ impl Core {
     /// A member is gone, of which the drive has nothing.
     pub(super) fn leave(&mut self, number: u16) {
         if let Some(member) = self.members.get_mut(usize::from(number))
-            && member.take().is_some()
+            && let Some(member) = member.take()
         {
             self.count -= 1;
+            self.departing -= usize::from(member.departs);
+            self.note_members();
         }
         self.sharing.turns.retain(|turn| *turn != number);
         self.tell_waiting();
@@ -130,9 +197,9 @@ impl Core {
         self.members.get_mut(usize::from(number))?.as_deref_mut()
     }
 
-    /// Members.
+    /// Members that stay.
     pub(super) fn members(&self) -> usize {
-        self.count
+        self.count - self.departing
     }
 
     /// Commands and parts of commands that the drive has.
@@ -144,7 +211,7 @@ impl Core {
     /// own.
     #[inline]
     pub(super) fn is_direct(&self, number: u16) -> bool {
-        self.count == 1
+        self.is_lone
             && self.state == State::Running
             && self
                 .members
@@ -508,6 +575,13 @@ impl Core {
             member.forget(slot);
         }
         joined.completion
+    }
+
+    /// Takes completions of a member from a pair that it left.
+    pub(super) fn hand_on(&mut self, number: u16, done: &[HostCompletion]) {
+        if let Some(member) = self.member(number) {
+            member.done.extend_from_slice(done);
+        }
     }
 
     /// Moves a member's completions out.

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 
+use super::moves::Newcomer;
 use super::split::{PARENT_BYTES_MAX, Splits, WholeLimit};
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::HostCompletion;
@@ -40,11 +41,18 @@ pub(super) struct Member {
     pub(super) heavy_until: Ticks,
     /// Its commands that are split, on a drive where that may be.
     pub(super) splits: Option<Splits>,
+    /// The queue behind it.
+    pub(super) queue: Newcomer,
+    /// True once it moves to another pair: it leaves with the last of its commands.
+    pub(super) departs: bool,
 }
 
 impl Member {
-    /// A member with `slots` commands at most, on a drive that takes `max_transfer` bytes at once.
-    pub(super) fn new(slots: u16, lba_shift: u8, max_transfer: u64) -> Self {
+    /// A queue as a member, on a drive that takes `max_transfer` bytes at once.
+    pub(super) fn new(queue: Newcomer, max_transfer: u64) -> Self {
+        let Newcomer {
+            slots, lba_shift, ..
+        } = queue;
         let room = usize::from(slots);
         let is_split = max_transfer < PARENT_BYTES_MAX;
         Self {
@@ -55,6 +63,8 @@ impl Member {
             in_turn: false,
             heavy_until: Ticks::default(),
             splits: is_split.then(|| Splits::new(slots, max_transfer, lba_shift)),
+            queue,
+            departs: false,
         }
     }
 

@@ -2,7 +2,7 @@
 //!
 //! A [`Pair`] is the controller's view of one queue pair: it creates, supervises and ends it. A
 //! [`VfioQueue`] is a member's view: what it submits goes to the drive in turn with the others'
-//! (`core.rs`). Commands that the drive takes only in parts are split and rejoined (`split.rs`).
+//! (`core.rs`). A queue can move to another pair (`moves.rs`). Commands that the drive takes only in parts are split and rejoined (`split.rs`).
 //! `flight.rs` remembers each command by its host Command Identifier.
 //!
 //! # Lock order
@@ -13,6 +13,7 @@ mod doorbell;
 mod flight;
 mod governor;
 mod member;
+mod moves;
 mod queue;
 mod rings;
 mod sharing;
@@ -23,6 +24,7 @@ mod tests;
 
 use std::any::Any;
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 pub use doorbell::{BufferedDoorbell, DriveDoorbell};
@@ -61,6 +63,18 @@ pub struct Pair {
 #[derive(Debug)]
 struct Shared {
     core: Mutex<Core>,
+    /// True while the pair belongs to one lease alone.
+    reserved: AtomicBool,
+}
+
+impl Shared {
+    fn is_reserved(&self) -> bool {
+        self.reserved.load(Ordering::Relaxed)
+    }
+
+    fn set_reserved(&self, reserved: bool) {
+        self.reserved.store(reserved, Ordering::Relaxed);
+    }
 }
 
 impl Pair {
@@ -74,6 +88,7 @@ impl Pair {
         Ok(Self {
             shared: Arc::new(Shared {
                 core: Mutex::new(core),
+                reserved: AtomicBool::new(false),
             }),
         })
     }
@@ -103,10 +118,16 @@ impl Pair {
     /// then).
     #[must_use]
     pub fn join(&self, slots: u16, lba_shift: u8, guard: Box<dyn Any + Send>) -> VfioQueue {
-        VfioQueue::new(self, slots, lba_shift, guard)
+        VfioQueue::new(self, (slots, lba_shift), None, guard)
     }
 
-    /// Returns the number of members.
+    /// As [`Self::join`], for a queue of the lease that has a reservation.
+    #[must_use]
+    pub fn join_reserved(&self, slots: u16, lba_shift: u8, reservation: Option<u64>) -> VfioQueue {
+        VfioQueue::new(self, (slots, lba_shift), reservation, Box::new(()))
+    }
+
+    /// Returns the number of members, without those that are moving to another pair.
     #[must_use]
     pub fn members(&self) -> usize {
         self.shared.lock().members()

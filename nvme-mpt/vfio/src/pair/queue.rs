@@ -6,6 +6,7 @@ use std::sync::{Arc, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 use super::core::Core;
+use super::moves::{Moving, Newcomer, Remainder, Seat, Whereabouts, follow};
 use super::split::WholeLimit;
 use super::{Pair, Shared};
 use nvme_mpt::clock::Ticks;
@@ -32,20 +33,36 @@ pub struct VfioQueue {
     outstanding: u32,
     /// Completions between the pair and their taker; empty but while reaping.
     ready: Vec<HostCompletion>,
+    whereabouts: Arc<Whereabouts>,
+    /// `None` but while it moves to another pair.
+    moving: Option<Box<Moving>>,
     /// Dropped last: what its maker wants to live as long as it does.
     _guard: Box<dyn Any + Send>,
 }
 
 impl VfioQueue {
-    pub(super) fn new(pair: &Pair, slots: u16, lba_shift: u8, guard: Box<dyn Any + Send>) -> Self {
+    pub(super) fn new(
+        pair: &Pair,
+        (slots, lba_shift): (u16, u8),
+        reservation: Option<u64>,
+        guard: Box<dyn Any + Send>,
+    ) -> Self {
         let room = usize::from(slots);
-        let member = pair.shared.lock().join(slots, lba_shift);
+        let whereabouts = Whereabouts::new(&pair.shared);
+        let member = pair.shared.lock().join(Newcomer {
+            slots,
+            lba_shift,
+            reservation,
+            whereabouts: whereabouts.clone(),
+        });
         Self {
             shared: pair.shared.clone(),
             member,
             staged: Vec::with_capacity(room),
             outstanding: 0,
             ready: Vec::with_capacity(room),
+            whereabouts,
+            moving: None,
             _guard: guard,
         }
     }
@@ -61,6 +78,9 @@ impl VfioQueue {
     /// [`HostQueue::reap`] by some clock.
     #[inline]
     pub(super) fn reap_by(&mut self, clock: impl Fn() -> Ticks, mut taker: impl CompletionTaker) {
+        if self.moving.is_some() {
+            self.reap_left(&clock);
+        }
         if self.outstanding == 0 {
             return;
         }
@@ -80,6 +100,78 @@ impl VfioQueue {
             taker.take(completion);
         }
     }
+
+    /// Takes the place that the last batch went to, if the queue moved with it.
+    #[cold]
+    #[inline(never)]
+    fn settle_in(&mut self) {
+        let Some(moving) = &mut self.moving else {
+            return;
+        };
+        if let Some(Remainder { seat, outstanding }) = moving.next.take() {
+            let left = Remainder {
+                seat: Seat {
+                    shared: std::mem::replace(&mut self.shared, seat.shared),
+                    member: std::mem::replace(&mut self.member, seat.member),
+                },
+                outstanding: std::mem::replace(&mut self.outstanding, outstanding),
+            };
+            // Without commands there, it has left.
+            if left.outstanding > 0 {
+                moving.left.push(left);
+            }
+        }
+    }
+
+    /// Reaps from the pairs that the queue left with commands in flight, and forgets those that have none. Its pair
+    /// hands the completions over, so that the usual way has one source of them.
+    #[cold]
+    #[inline(never)]
+    fn reap_left(&mut self, clock: impl Fn() -> Ticks) {
+        self.settle_in();
+        let Some(moving) = &mut self.moving else {
+            return;
+        };
+        let (ready, mut done) = (&mut self.ready, Vec::new());
+        moving.left.retain_mut(|Remainder { seat, outstanding }| {
+            let mut core = seat.shared.lock();
+            core.reap(&clock);
+            core.swap_done(seat.member, ready);
+            *outstanding -= ready.len() as u32;
+            if *outstanding == 0 {
+                core.leave(seat.member);
+            }
+            done.append(ready);
+            *outstanding > 0
+        });
+        if moving.left.is_empty() {
+            self.moving = None;
+        }
+        let mut seat = Seat {
+            shared: self.shared.clone(),
+            member: self.member,
+        };
+        if self.outstanding > 0 {
+            seat.shared.lock().hand_on(seat.member, &done);
+        } else {
+            // It may have moved again, without commands.
+            (seat, ()) = follow(seat, |core, member| core.hand_on(member, &done));
+            (self.shared, self.member) = (seat.shared, seat.member);
+        }
+        self.outstanding += done.len() as u32;
+    }
+
+    /// Returns the places where it may have commands.
+    fn seats(&mut self) -> Vec<Seat> {
+        self.settle_in();
+        let left = self.moving.iter().flat_map(|moving| &moving.left);
+        let mut seats: Vec<_> = left.map(|left| left.seat.clone()).collect();
+        seats.push(Seat {
+            shared: self.shared.clone(),
+            member: self.member,
+        });
+        seats
+    }
 }
 
 /// A batch of a member's commands. While the member has the pair to itself, they go to the ring one
@@ -87,10 +179,11 @@ impl VfioQueue {
 /// batch is rung.
 #[derive(Debug)]
 pub struct VfioBatch<'a> {
-    shared: &'a Shared,
+    shared: &'a Arc<Shared>,
     member: u16,
     staged: &'a mut Vec<Sqe>,
     outstanding: &'a mut u32,
+    moving: &'a mut Option<Box<Moving>>,
     direct: Option<Direct<'a>>,
     /// When the last commands were taken from the guest.
     taken: Ticks,
@@ -155,6 +248,7 @@ impl HostBatch for VfioBatch<'_> {
             member,
             staged,
             outstanding,
+            moving,
             direct,
             taken,
         } = self;
@@ -165,10 +259,21 @@ impl HostBatch for VfioBatch<'_> {
             *outstanding += core.ring(before) as u32;
         }
         if !staged.is_empty() {
-            *outstanding += staged.len() as u32;
-            shared
-                .lock()
-                .enqueue(member, staged, *outstanding, memory, taken);
+            let mut core = shared.lock();
+            if let Some(seat) = core.take_move(member, *outstanding == 0) {
+                drop(core);
+                let count = *outstanding + staged.len() as u32;
+                let (seat, ()) = follow(seat, |core, member| {
+                    core.enqueue(member, staged, count, memory, taken);
+                });
+                moving.get_or_insert_default().next = Some(Remainder {
+                    seat,
+                    outstanding: staged.len() as u32,
+                });
+            } else {
+                *outstanding += staged.len() as u32;
+                core.enqueue(member, staged, *outstanding, memory, taken);
+            }
             staged.clear();
         }
     }
@@ -184,11 +289,15 @@ impl HostQueue for VfioQueue {
 
     #[inline]
     fn batch(&mut self) -> VfioBatch<'_> {
+        if self.moving.is_some() {
+            self.settle_in();
+        }
         VfioBatch {
             shared: &self.shared,
             member: self.member,
             staged: &mut self.staged,
             outstanding: &mut self.outstanding,
+            moving: &mut self.moving,
             direct: None,
             taken: Ticks::default(),
         }
@@ -200,7 +309,9 @@ impl HostQueue for VfioQueue {
     }
 
     fn cut_short(&mut self) {
-        self.shared.lock().cut_short(self.member);
+        for Seat { shared, member } in self.seats() {
+            shared.lock().cut_short(member);
+        }
     }
 
     /// Its drop waits for the drive, however long that takes.
@@ -218,23 +329,25 @@ impl HostQueue for VfioQueue {
     }
 
     fn shared_pair(&self) -> Option<Arc<dyn SharedPair>> {
-        Some(self.shared.clone())
+        Some(self.whereabouts.clone())
     }
 }
 
 impl Drop for VfioQueue {
     fn drop(&mut self) {
-        while !self.shared.lock().withdraw(self.member) {
-            self.shared.lock().reap(Ticks::now);
-            std::thread::sleep(DRAIN_WAIT);
+        for Seat { shared, member } in self.seats() {
+            while !shared.lock().withdraw(member) {
+                shared.lock().reap(Ticks::now);
+                std::thread::sleep(DRAIN_WAIT);
+            }
+            let mut core = shared.lock();
+            let next = core.take_move(member, true);
+            core.leave(member);
+            drop(core);
+            if let Some(seat) = next {
+                follow(seat, Core::leave);
+            }
         }
-        self.shared.lock().leave(self.member);
-    }
-}
-
-impl SharedPair for Shared {
-    fn members(&self) -> usize {
-        self.lock().members()
     }
 }
 

@@ -3,6 +3,7 @@
 mod control;
 mod drive;
 mod members;
+mod moves;
 mod property;
 mod sharing;
 

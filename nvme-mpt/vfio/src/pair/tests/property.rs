@@ -1,15 +1,17 @@
 //! Whatever members submit and whatever becomes of the drive: every command completes once, and
-//! what reaches the drive is what was submitted.
+//! what reaches the drive is what was submitted. Members move between two pairs of the drive.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use proptest::prelude::*;
 
-use super::super::{LateCommand, Pair, VfioQueue};
+use super::super::{Governor, LateCommand, Pair, VfioQueue};
 use super::drive::FakeDrive;
 use super::{Lender, command, submit_at};
-use nvme_mpt::clock::Ticks;
+use nvme_mpt::clock::{Rate, Ticks};
 use nvme_mpt::host::HostCompletion;
+use nvme_mpt::learn::Choice;
 use nvme_mpt::spec::nvm::ReadWrite;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
@@ -39,6 +41,8 @@ enum Op {
     Reset,
     Pause,
     Kill,
+    /// A member moves to the other pair.
+    Move,
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -55,6 +59,7 @@ fn op() -> impl Strategy<Value = Op> {
         1 => Just(Op::Stop),
         1 => Just(Op::Reset),
         1 => Just(Op::Pause),
+        2 => Just(Op::Move),
         1 => prop::bool::weighted(0.05).prop_map(|kill| if kill { Op::Kill } else { Op::Fetch }),
     ]
 }
@@ -81,8 +86,11 @@ struct Member {
 }
 
 struct World {
-    drive: FakeDrive,
-    pair: Pair,
+    /// The drive's side of each pair.
+    drives: [FakeDrive; 2],
+    pairs: [Pair; 2],
+    /// The pair that the current operation is about.
+    side: usize,
     members: Vec<Member>,
     commands: BTreeMap<u64, Submitted>,
     max_transfer: u64,
@@ -91,24 +99,28 @@ struct World {
     now: u64,
     killed: bool,
     /// Commands that were reported as overdue.
-    late: Vec<LateCommand>,
+    late: Vec<(usize, LateCommand)>,
     /// Those of them whose Abort is not answered.
-    aborts: Vec<LateCommand>,
+    aborts: Vec<(usize, LateCommand)>,
 }
 
 impl World {
     fn new(entries: u32, max_transfer: u64, members: usize, lba_shift: u8, buffer: bool) -> Self {
-        let (drive, pair) = FakeDrive::new(entries, max_transfer, buffer);
+        let governor = Arc::new(Governor::new(Choice::Learned, Rate::NANOSECOND));
+        let sides =
+            [(); 2].map(|()| FakeDrive::governed(entries, max_transfer, buffer, governor.clone()));
+        let [(one, first), (two, second)] = sides;
         let members = (0..members)
             .map(|_| Member {
-                queue: pair.join(SLOTS, lba_shift, Box::new(())),
+                queue: first.join(SLOTS, lba_shift, Box::new(())),
                 lender: Lender::new(SLOTS.into()),
                 free: (0..SLOTS).collect(),
             })
             .collect();
         Self {
-            drive,
-            pair,
+            drives: [one, two],
+            pairs: [first, second],
+            side: 0,
             members,
             commands: BTreeMap::new(),
             max_transfer,
@@ -119,6 +131,14 @@ impl World {
             late: Vec::new(),
             aborts: Vec::new(),
         }
+    }
+
+    fn drive(&mut self) -> &mut FakeDrive {
+        &mut self.drives[self.side]
+    }
+
+    fn pair(&self) -> &Pair {
+        &self.pairs[self.side]
     }
 
     /// A command of a member that has a slot free.
@@ -223,22 +243,23 @@ impl World {
     }
 
     fn complete(&mut self, index: usize, status: Status) {
-        let sqe = self.drive.commands[index];
+        let sqe = self.drive().commands[index];
         self.drive_has(&sqe, status);
-        self.drive.complete(index, status);
+        self.drive().complete(index, status);
     }
 
     fn reset(&mut self) {
-        self.pair.stop();
-        self.pair.fail_in_flight(Status::COMMAND_INTERRUPTED);
+        self.pair().stop();
+        self.pair().fail_in_flight(Status::COMMAND_INTERRUPTED);
         for command in self.commands.values_mut() {
             command.was_reset = true;
         }
-        let doorbells = self.drive.restart();
-        self.pair.restart(doorbells);
+        let doorbells = self.drive().restart();
+        self.pair().restart(doorbells);
     }
 
-    fn apply(&mut self, op: &Op) {
+    fn apply(&mut self, side: usize, op: &Op) {
+        self.side = side;
         self.now += MILLISECOND / 10;
         match op {
             Op::Submit(member, count, pages, offset, kind) => {
@@ -251,9 +272,9 @@ impl World {
             }
             Op::Reap(member) => self.reap(member % self.members.len()),
             Op::Fetch => {
-                self.drive.fetch();
+                self.drive().fetch();
             }
-            Op::Complete(index, fails) if !self.drive.commands.is_empty() => {
+            Op::Complete(index, fails) if !self.drives[side].commands.is_empty() => {
                 let status = if *fails {
                     // One that tells which part failed.
                     Status::new(nvme_mpt::spec::status::StatusCodeType::VENDOR_SPECIFIC, {
@@ -262,32 +283,42 @@ impl World {
                 } else {
                     Status::SUCCESS
                 };
-                self.complete(index.index(self.drive.commands.len()), status);
+                let index = index.index(self.drive().commands.len());
+                self.complete(index, status);
             }
-            Op::Abort(index) if !self.drive.commands.is_empty() => {
-                let index = index.index(self.drive.commands.len());
-                let sqe = self.drive.commands[index];
-                self.late.extend(self.pair.overdue(Ticks(u64::MAX), 0));
-                let is_it = |late: &&LateCommand| late.cid() == sqe.cid() && self.pair.has(late);
-                let late = *self.late.iter().find(is_it).expect("the drive has it");
-                assert!(self.pair.begin_abort(&late));
+            Op::Abort(index) if !self.drives[side].commands.is_empty() => {
+                let index = index.index(self.drive().commands.len());
+                let sqe = self.drive().commands[index];
+                let overdue = self.pair().overdue(Ticks(u64::MAX), 0);
+                self.late
+                    .extend(overdue.into_iter().map(|late| (side, late)));
+                let is_it = |(of, late): &&(usize, LateCommand)| {
+                    *of == side && late.cid() == sqe.cid() && self.pairs[side].has(late)
+                };
+                let (_, late) = *self.late.iter().find(is_it).expect("the drive has it");
+                assert!(self.pair().begin_abort(&late));
                 self.drive_has(&sqe, Status::COMMAND_INTERRUPTED);
-                self.drive.complete(index, Status::ABORT_REQUESTED);
+                self.drive().complete(index, Status::ABORT_REQUESTED);
                 // Sooner or later than the command's completion is found.
-                self.aborts.push(late);
+                self.aborts.push((side, late));
                 if self.aborts.len() > 2 {
-                    let answered = self.aborts.remove(0);
-                    self.pair.end_abort(&answered);
+                    let (side, answered) = self.aborts.remove(0);
+                    self.pairs[side].end_abort(&answered);
                 }
             }
-            Op::Stop => self.pair.stop(),
+            Op::Stop => self.pair().stop(),
             Op::Reset => self.reset(),
             Op::Pause => self.now += 2000 * MILLISECOND,
             Op::Kill => {
-                self.pair.kill(Status::NAMESPACE_NOT_READY);
+                for (pair, drive) in self.pairs.iter().zip(&mut self.drives) {
+                    pair.kill(Status::NAMESPACE_NOT_READY);
+                    // It is gone.
+                    let _ = drive.restart();
+                }
                 self.killed = true;
-                // It is gone.
-                let _ = self.drive.restart();
+            }
+            Op::Move => {
+                self.pairs[side].move_one(&self.pairs[1 - side], |_| true);
             }
             Op::Complete(..) | Op::Abort(_) => {}
         }
@@ -295,34 +326,44 @@ impl World {
 
     /// Lets all that is outstanding complete.
     fn drain(&mut self) {
-        if !self.killed {
-            self.reset();
+        for side in 0..2 {
+            self.side = side;
+            if !self.killed {
+                self.reset();
+            }
         }
         for _ in 0..10_000 {
             if self.commands.is_empty() {
                 break;
             }
             self.now += MILLISECOND;
-            self.drive.fetch();
-            while !self.drive.commands.is_empty() {
-                self.complete(0, Status::SUCCESS);
+            for side in 0..2 {
+                self.side = side;
+                self.drive().fetch();
+                while !self.drive().commands.is_empty() {
+                    self.complete(0, Status::SUCCESS);
+                }
             }
             for member in 0..self.members.len() {
                 self.reap(member);
             }
         }
         assert!(self.commands.is_empty(), "{:?} never ended", self.commands);
-        assert_eq!(self.pair.in_flight(), 0);
-        assert_eq!(self.pair.stats().late_completions, 0);
+        for pair in &self.pairs {
+            assert_eq!(pair.in_flight(), 0);
+            assert_eq!(pair.stats().late_completions, 0);
+        }
         self.members.clear();
-        assert_eq!(self.pair.members(), 0);
+        assert_eq!([0, 1].map(|side| self.pairs[side].members()), [0, 0]);
     }
 }
 
 impl Drop for World {
     /// A test that fails does not wait for what its drive never completes.
     fn drop(&mut self) {
-        self.pair.kill(Status::INTERNAL_ERROR);
+        for pair in &self.pairs {
+            pair.kill(Status::INTERNAL_ERROR);
+        }
     }
 }
 
@@ -400,13 +441,13 @@ proptest! {
         members in 1..4_usize,
         large_blocks: bool,
         buffer: bool,
-        ops in prop::collection::vec(op(), 1..120),
+        ops in prop::collection::vec((0..2_usize, op()), 1..120),
     ) {
         let max_transfer = if mdts == 9 { u64::MAX } else { PAGE << mdts };
         let lba_shift = if large_blocks { 12 } else { 9 };
         let mut world = World::new(entries, max_transfer, members, lba_shift, buffer);
-        for op in &ops {
-            world.apply(op);
+        for (side, op) in &ops {
+            world.apply(*side, op);
         }
         world.drain();
     }
@@ -421,7 +462,7 @@ fn an_sgl_is_not_split() {
         .cdw0
         .with_psdt(nvme_mpt::spec::sqe::Psdt::SGL_MPTR_BUFFER);
     super::submit(queue, lender, &[sqe]);
-    assert_eq!(world.drive.fetch(), 0);
+    assert_eq!(world.drives[0].fetch(), 0);
     let done = super::reap(queue);
     assert_eq!(done.len(), 1);
     assert_eq!((done[0].slot, done[0].status), (2, Status::INTERNAL_ERROR));

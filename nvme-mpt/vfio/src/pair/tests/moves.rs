@@ -1,0 +1,195 @@
+//! Queues that move from one pair to another.
+
+use super::drive::FakeDrive;
+use super::{Lender, command, reap, submit};
+use crate::pair::{Pair, VfioQueue};
+use nvme_mpt::host::HostQueue;
+use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt::spec::status::Status;
+
+/// Queue pairs, each with a governor of its own, so that none waits for another.
+fn pairs<const N: usize>() -> [(FakeDrive, Pair); N] {
+    [(); N].map(|()| FakeDrive::new(16, u64::MAX, false))
+}
+
+fn reads<const N: usize>(slots: [u16; N]) -> [Sqe; N] {
+    slots.map(|slot| command(NvmOpcode::READ, slot, slot.into(), 8))
+}
+
+fn slots(queue: &mut VfioQueue) -> Vec<u16> {
+    let done = reap(queue);
+    done.iter().map(|completion| completion.slot).collect()
+}
+
+fn everywhere(_: Option<u64>) -> bool {
+    true
+}
+
+#[test]
+fn an_idle_queue_is_gone_at_once_and_finds_its_pair() {
+    let [(mut one, first), (mut two, second)] = pairs();
+    let lender = Lender::new(8);
+    let mut queue = first.join(8, 9, Box::new(()));
+    let shared = queue.shared_pair().expect("a pair");
+    assert!(first.move_one(&second, everywhere));
+    assert_eq!((first.members(), second.members()), (0, 1));
+    assert!(!first.move_one(&second, everywhere), "nothing is left");
+    // Another one has the pair to itself meanwhile.
+    let mut other = first.join(8, 9, Box::new(()));
+    submit(&mut other, &lender, &reads([5]));
+    submit(&mut queue, &lender, &reads([5, 6]));
+    assert_eq!((one.fetch(), two.fetch()), (1, 2));
+    assert_eq!(shared.members(), 1);
+    one.complete(0, Status::SUCCESS);
+    two.complete(1, Status::SUCCESS);
+    assert_eq!(slots(&mut queue), [6]);
+    assert_eq!(slots(&mut other), [5]);
+    two.complete(0, Status::SUCCESS);
+    assert_eq!(slots(&mut queue), [5]);
+    drop(queue);
+    assert_eq!(second.members(), 0);
+    assert_eq!(shared.members(), 0);
+}
+
+#[test]
+fn a_queue_moves_with_commands_in_flight_and_loses_none() {
+    let [(mut one, first), (mut two, second)] = pairs();
+    let lender = Lender::new(8);
+    let mut queue = first.join(8, 9, Box::new(()));
+    submit(&mut queue, &lender, &reads([0, 1]));
+    assert_eq!(one.fetch(), 2);
+    assert!(first.move_one(&second, everywhere));
+    assert_eq!((first.members(), second.members()), (0, 1));
+    assert!(!first.move_one(&second, everywhere), "it moves already");
+    // What it has in flight completes there, before and after it has moved.
+    one.complete(1, Status::SUCCESS);
+    assert_eq!(slots(&mut queue), [1]);
+    submit(&mut queue, &lender, &reads([1, 2]));
+    assert_eq!((one.fetch(), two.fetch()), (0, 2));
+    // A queue that comes to the pair meanwhile is in no one's way.
+    let mut other = first.join(8, 9, Box::new(()));
+    submit(&mut other, &lender, &reads([0]));
+    assert_eq!(one.fetch(), 1);
+    two.complete(0, Status::SUCCESS);
+    one.complete(0, Status::SUCCESS);
+    one.complete(0, Status::SUCCESS);
+    assert_eq!(slots(&mut queue), [0, 1]);
+    assert_eq!(slots(&mut other), [0]);
+    assert_eq!(first.in_flight(), 0);
+    two.complete(0, Status::SUCCESS);
+    assert_eq!(slots(&mut queue), [2]);
+    // The queue has the new pair to itself, and the other one the old.
+    for _ in 0..3 {
+        submit(&mut queue, &lender, &reads([3]));
+        submit(&mut other, &lender, &reads([3]));
+        assert_eq!((one.fetch(), two.fetch()), (1, 1));
+        one.complete(0, Status::SUCCESS);
+        two.complete(0, Status::SUCCESS);
+        assert_eq!((slots(&mut queue), slots(&mut other)), (vec![3], vec![3]));
+    }
+    drop((queue, other));
+    assert_eq!((first.members(), second.members()), (0, 0));
+}
+
+#[test]
+fn a_queue_that_moves_twice_has_commands_in_three_pairs() {
+    let [(mut one, first), (mut two, second), (mut three, third)] = pairs();
+    let lender = Lender::new(8);
+    let mut queue = first.join(8, 9, Box::new(()));
+    submit(&mut queue, &lender, &reads([0]));
+    assert!(first.move_one(&second, everywhere));
+    submit(&mut queue, &lender, &reads([1]));
+    assert!(second.move_one(&third, everywhere));
+    submit(&mut queue, &lender, &reads([2]));
+    assert_eq!((one.fetch(), two.fetch(), three.fetch()), (1, 1, 1));
+    for drive in [&mut three, &mut one, &mut two] {
+        drive.complete(0, Status::SUCCESS);
+    }
+    let mut done = slots(&mut queue);
+    done.sort_unstable();
+    assert_eq!(done, [0, 1, 2]);
+    // There and back, while it does nothing.
+    assert!(third.move_one(&first, everywhere));
+    assert!(first.move_one(&third, everywhere));
+    submit(&mut queue, &lender, &reads([3]));
+    assert_eq!((one.fetch(), three.fetch()), (0, 1));
+    three.complete(0, Status::SUCCESS);
+    assert_eq!(slots(&mut queue), [3]);
+    drop(queue);
+    assert_eq!([&first, &second, &third].map(Pair::members), [0, 0, 0]);
+}
+
+#[test]
+fn a_queue_ends_while_it_moves() {
+    let [(mut one, first), (mut two, second)] = pairs();
+    let lender = Lender::new(8);
+    for is_followed in [false, true] {
+        let mut queue = first.join(8, 9, Box::new(()));
+        submit(&mut queue, &lender, &reads([0]));
+        assert_eq!(one.fetch(), 1);
+        assert!(first.move_one(&second, everywhere));
+        if is_followed {
+            submit(&mut queue, &lender, &reads([1]));
+            assert_eq!(two.fetch(), 1);
+        }
+        queue.cut_short();
+        let ends = std::thread::spawn(move || drop(queue));
+        one.complete(0, Status::SUCCESS);
+        if is_followed {
+            two.complete(0, Status::SUCCESS);
+        }
+        ends.join().expect("no panic");
+        assert_eq!((first.members(), second.members()), (0, 0));
+        assert_eq!((first.in_flight(), second.in_flight()), (0, 0));
+        // Its number is free again.
+        let mut next = first.join(8, 9, Box::new(()));
+        submit(&mut next, &lender, &reads([7]));
+        assert_eq!(one.fetch(), 1);
+        one.complete(0, Status::SUCCESS);
+        assert_eq!(slots(&mut next), [7]);
+    }
+    // One that did nothing since.
+    let queue = first.join(8, 9, Box::new(()));
+    assert!(first.move_one(&second, everywhere));
+    drop(queue);
+    assert_eq!((first.members(), second.members()), (0, 0));
+}
+
+#[test]
+fn commands_of_a_queue_that_moved_end_with_their_pair() {
+    let [(mut one, first), (mut two, second)] = pairs();
+    let lender = Lender::new(8);
+    let mut queue = first.join(8, 9, Box::new(()));
+    submit(&mut queue, &lender, &reads([0]));
+    assert!(first.move_one(&second, everywhere));
+    submit(&mut queue, &lender, &reads([1]));
+    assert_eq!((one.fetch(), two.fetch()), (1, 1));
+    for pair in [&first, &second] {
+        pair.stop();
+        pair.fail_in_flight(Status::COMMAND_INTERRUPTED);
+    }
+    first.restart(one.restart());
+    second.restart(two.restart());
+    let mut done = slots(&mut queue);
+    done.sort_unstable();
+    assert_eq!(done, [0, 1]);
+    submit(&mut queue, &lender, &reads([2]));
+    assert_eq!((one.fetch(), two.fetch()), (0, 1));
+    two.complete(0, Status::SUCCESS);
+    assert_eq!(slots(&mut queue), [2]);
+}
+
+#[test]
+fn the_queue_of_a_reservation_is_chosen() {
+    let [(_, first), (_, second)] = pairs();
+    let _other = first.join_reserved(8, 9, None);
+    let queue = first.join_reserved(8, 9, Some(3));
+    second.set_reserved(true);
+    assert!(!first.move_one(&second, |of| of == Some(4)));
+    assert!(first.move_one(&second, |of| of == Some(3)));
+    let shared = queue.shared_pair().expect("a pair");
+    assert!(shared.is_reserved() && shared.members() == 1);
+    second.set_reserved(false);
+    assert!(!shared.is_reserved());
+}

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::host::{
     HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace, Limits,
+    Reservation, ReserveError,
 };
 use crate::lease::LbaRange;
 use crate::spec::ids::Nsid;
@@ -135,6 +136,14 @@ impl Drive {
         self.controller.as_ref()
     }
 
+    /// Makes I/O queue pairs of the host controller those of a lease.
+    ///
+    /// # Errors
+    /// See [`ReserveError`].
+    pub fn reserve(&self, lease: &str, pairs: u16) -> Result<Reservation, ReserveError> {
+        self.controller.clone().reserve(lease, pairs)
+    }
+
     /// Opens a lease of part of its namespace at the host controller; `name` is the lease's in the log.
     ///
     /// # Errors
@@ -143,11 +152,13 @@ impl Drive {
         &self,
         name: &str,
         range: LbaRange,
+        reservation: Option<&Reservation>,
     ) -> Result<Box<dyn HostLease>, HostLeaseError> {
         self.controller.clone().open_lease(&HostLeaseRequest {
             name,
             namespace: self.namespace,
             range,
+            reservation,
         })
     }
 }

@@ -149,10 +149,23 @@ pub struct LatencyStats {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum HostQueueUse {
+    /// Queues of this lease alone, which reserved it.
+    Reserved,
     /// This queue alone.
     Exclusive,
     /// Others, too, in turn.
     Shared,
+}
+
+/// Queue pairs of a drive that the queues of one lease use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeasePairStats {
+    /// Pairs that belong to the lease, used or not.
+    pub reserved: u16,
+    /// Queues that have another pair to themselves.
+    pub exclusive: u16,
+    /// Queues that share a pair with other queues.
+    pub shared: u16,
 }
 
 /// Figures of one I/O queue pair.

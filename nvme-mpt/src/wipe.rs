@@ -127,7 +127,7 @@ pub fn wipe(drive: &Arc<Drive>, lease: &mut Lease, stop: &AtomicBool) -> Result<
     }
     let whole = lease.bytes();
     let host = drive
-        .open_lease(lease.id(), lease.range())
+        .open_lease(lease.id(), lease.range(), None)
         .map_err(|source| WipeError::Lease {
             drive: name.clone(),
             range: whole,

@@ -309,6 +309,7 @@ fn rig(case: &Case) -> Rig {
             lease: Ledger::in_process().acquire(&request).unwrap(),
             drive: drive.clone(),
             queue_pairs: 64,
+            reservation: None,
             doorbells: nvme_mpt::DoorbellMode::Shadow,
             poll: PollPolicy::default(),
             learning: Learning::default(),

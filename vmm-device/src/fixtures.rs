@@ -97,6 +97,7 @@ pub(crate) fn attachment(mode: DoorbellMode) -> Attachment {
         drive,
         lease,
         queue_pairs: QUEUE_PAIRS,
+        reservation: None,
         doorbells: mode,
         poll: PollPolicy::default(),
         learning: Learning::default(),

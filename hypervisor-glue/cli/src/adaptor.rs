@@ -310,6 +310,7 @@ mod tests {
             drive,
             lease,
             queue_pairs: QUEUE_PAIRS,
+            reservation: None,
             doorbells,
             poll: PollPolicy::default(),
             learning: Learning::default(),

@@ -1,6 +1,7 @@
 //! The `nvme-mpt` command.
 
 mod functions;
+mod leases;
 
 use std::error::Error;
 use std::fs;
@@ -12,12 +13,13 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, Parser, Subcommand};
 
-use nvme_mpt::lease::{CONTROL_SOCKET, FormerData, LeaseEntry, LeaseError, LeaseState, Ledger};
+use nvme_mpt::lease::{CONTROL_SOCKET, FormerData};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_software::faults::FaultPlan;
 use nvme_vfio::function::{HostRoot, PciAddress};
 
 use self::functions::{Add, Limit, List, Reload, Remove, function_help, function_synopsis};
+use self::leases::{Leases, run_leases};
 use crate::control::ControlError;
 use crate::faults::FaultRequest;
 use crate::serve::{Change, Changed, ServeOptions, serve};
@@ -86,38 +88,6 @@ struct Serve {
     state: State,
     #[command(flatten)]
     control: Control,
-}
-
-/// Show the holder of each leased range, or release the lease of a dead holder
-#[derive(Args, Debug)]
-struct Leases {
-    #[command(subcommand)]
-    command: Option<LeasesCommand>,
-    #[command(flatten)]
-    state: State,
-}
-
-#[derive(Debug, Subcommand)]
-enum LeasesCommand {
-    /// Show all leases (what `leases` alone does)
-    List {
-        /// As JSON
-        #[arg(long)]
-        json: bool,
-    },
-    /// Take a stale lease out of the ledger, so that its range can be leased again
-    Release {
-        /// The lease's id
-        id: String,
-        /// Hand the data that the id left over to the next lease of its range, whatever its id. The ledger keeps this,
-        /// also for an id whose lease ended by itself
-        #[arg(long)]
-        keep: bool,
-        /// Release it although its holder lives. The next tenant then shares the range with a process
-        /// that may still write
-        #[arg(long)]
-        force: bool,
-    },
 }
 
 /// Show figures of the functions, queues, pollers and drives of a running server
@@ -332,97 +302,6 @@ fn run_serve(options: Serve) -> Result<(), Box<dyn Error>> {
         control,
     };
     Ok(serve(options, &mut io::stdout())?)
-}
-
-fn run_leases(options: Leases) -> Result<(), Box<dyn Error>> {
-    let state_dir = options.state.state_dir;
-    let ledger = Ledger::open(&state_dir);
-    let mut out = io::stdout().lock();
-    match options
-        .command
-        .unwrap_or(LeasesCommand::List { json: false })
-    {
-        LeasesCommand::List { json: true } => {
-            writeln!(out, "{}", serde_json::to_string(&ledger.list()?)?)?;
-        }
-        LeasesCommand::List { json: false } => {
-            let leases = ledger.list()?;
-            if leases.is_empty() {
-                writeln!(out, "No leases in {}", state_dir.display())?;
-            } else {
-                write_leases(&mut out, &leases)?;
-            }
-        }
-        LeasesCommand::Release { id, keep, force } => {
-            match ledger.release(&id, force) {
-                Ok(LeaseEntry { range, drive, .. }) => {
-                    writeln!(out, "Released {id}: range {range} of {drive}")?;
-                }
-                // It ended by itself, and its data is there.
-                Err(LeaseError::NoSuchLease { .. }) if keep => {}
-                Err(error) => return Err(error.into()),
-            }
-            if keep {
-                let ranges = ledger.give_up_data(&id)?;
-                let ranges: Vec<String> = ranges.iter().map(ToString::to_string).collect();
-                writeln!(
-                    out,
-                    "The data of {id} goes to the next lease of {}",
-                    ranges.join(", ")
-                )?;
-            }
-        }
-    }
-    Ok(())
-}
-
-fn write_leases(out: &mut dyn Write, leases: &[LeaseEntry]) -> io::Result<()> {
-    let id_width = leases
-        .iter()
-        .map(|lease| lease.id.len())
-        .max()
-        .unwrap_or(0)
-        .max(2);
-    let range_width = leases
-        .iter()
-        .map(|lease| lease.range.to_string().len())
-        .max()
-        .unwrap_or(0)
-        .max(5);
-    writeln!(
-        out,
-        "{:id_width$}  {:range_width$}  {:6}  {:>10}  {:>9}  DRIVE",
-        "ID", "RANGE", "STATE", "PID", "NAMESPACE"
-    )?;
-    for LeaseEntry {
-        id,
-        drive,
-        nsid,
-        range,
-        pid,
-        state,
-    } in leases
-    {
-        writeln!(
-            out,
-            "{id:id_width$}  {range:range_width$}  {state:6}  {pid:>10}  {nsid:>9}  {drive}"
-        )?;
-    }
-    if leases.iter().any(|lease| lease.state == LeaseState::Ending) {
-        writeln!(
-            out,
-            "\nThe holder of an ending lease gave it up while commands of it were in flight. Nothing can have its \
-             range until the last of them has ended."
-        )?;
-    }
-    if leases.iter().any(|lease| lease.state == LeaseState::Stale) {
-        writeln!(
-            out,
-            "\nThe holder of a stale lease ended without releasing it. Started again with the same options, it \
-             takes the lease over; if it is not needed any more: nvme-mpt leases release ID"
-        )?;
-    }
-    Ok(())
 }
 
 fn run_stats(options: Stats) -> Result<(), Box<dyn Error>> {

@@ -175,8 +175,8 @@ impl fmt::Display for HostDrive {
         if let Some(pairs) = &self.queue_pairs {
             writeln!(
                 f,
-                "  queue pairs: {} of {} free; {} leased to one queue each, {} shared",
-                pairs.free, pairs.total, pairs.exclusive, pairs.shared
+                "  queue pairs: {} of {} free; {} reserved, {} leased to one queue each, {} shared",
+                pairs.free, pairs.total, pairs.reserved, pairs.exclusive, pairs.shared
             )?;
         }
         if self.served {
@@ -250,9 +250,10 @@ mod tests {
         let served = HostDrive {
             queue_pairs: Some(QueuePairStats {
                 total: 31,
+                reserved: 2,
                 exclusive: 4,
                 shared: 1,
-                free: 26,
+                free: 24,
             }),
             served: true,
             namespaces: Some(Vec::new()),
@@ -260,7 +261,7 @@ mod tests {
         };
         assert!(
             served.to_string().ends_with(
-                "  no namespace\n  queue pairs: 26 of 31 free; 4 leased to one queue each, 1 shared\n  served\n"
+                "  no namespace\n  queue pairs: 24 of 31 free; 2 reserved, 4 leased to one queue each, 1 shared\n  served\n"
             ),
             "{served}"
         );

@@ -271,6 +271,7 @@ impl Function {
         let facts = function.facts();
         let namespace = &facts.namespace;
         let admin = function.admin_stats();
+        let lease = function.host().stats();
         FunctionStats {
             id: self.id.clone(),
             socket: self.socket.to_string_lossy().into_owned(),
@@ -279,7 +280,8 @@ impl Function {
             serial: namespace.serial.clone(),
             capacity_bytes: namespace.blocks << namespace.lba_shift,
             doorbells: facts.doorbells.to_string(),
-            queues: function.host().stats().queues,
+            queue_pairs: lease.queue_pairs,
+            queues: lease.queues,
             admin: AdminStats {
                 commands: admin.commands,
                 doorbell_exits: admin.doorbell_exits,

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use nvme_mpt::host::ReserveError;
 use nvme_mpt::lease::identity::default_id;
 use nvme_mpt::lease::{ByteRange, FormerData, Lease, LeaseError, LeaseRequest, Ledger, RangeError};
 use nvme_mpt::wipe::{WipeError, wipe};
@@ -24,6 +25,9 @@ pub enum OpenError {
     /// The drive has no bytes.
     #[error(transparent)]
     Range(#[from] RangeError),
+    /// The drive does not give the lease its queue pairs.
+    #[error(transparent)]
+    Reserve(#[from] ReserveError),
     /// The range is not given out.
     #[error(transparent)]
     Lease(#[from] LeaseError),
@@ -59,23 +63,20 @@ impl Ledgers {
         }
     }
 
-    fn lease(&self, options: &FunctionOptions, drive: &Drive) -> Result<Lease, OpenError> {
+    fn lease(
+        &self,
+        options: &FunctionOptions,
+        drive: &Drive,
+        (id, range): (&str, ByteRange),
+    ) -> Result<Lease, OpenError> {
         let namespace = drive.namespace();
-        let range = match options.range {
-            Some(range) => range,
-            None => ByteRange::new(0, namespace.blocks << namespace.lba_shift)?,
-        };
-        let id = match &options.id {
-            Some(id) => id.clone(),
-            None => default_id(drive.identity(), namespace.nsid, range),
-        };
         let ledger = if drive.is_private() {
             &self.private
         } else {
             &self.shared
         };
         Ok(ledger.acquire(&LeaseRequest {
-            id: &id,
+            id,
             drive: drive.identity(),
             nsid: namespace.nsid,
             range,
@@ -90,12 +91,26 @@ impl Ledgers {
     }
 }
 
+/// Returns the id and the range of the lease that `options` ask for.
+fn lease_of(options: &FunctionOptions, drive: &Drive) -> Result<(String, ByteRange), RangeError> {
+    let namespace = drive.namespace();
+    let range = match options.range {
+        Some(range) => range,
+        None => ByteRange::new(0, namespace.blocks << namespace.lba_shift)?,
+    };
+    let id = match &options.id {
+        Some(id) => id.clone(),
+        None => default_id(drive.identity(), namespace.nsid, range),
+    };
+    Ok((id, range))
+}
+
 /// Attaches to the part of `drive` that `options` ask for.
 ///
 /// A range with data of another id may have to be wiped first. That ends early when `stop` is set.
 ///
 /// # Errors
-/// [`OpenError::Range`], [`OpenError::Lease`], [`OpenError::Wipe`], [`OpenError::Attach`].
+/// [`OpenError::Range`], [`OpenError::Reserve`], [`OpenError::Lease`], [`OpenError::Wipe`], [`OpenError::Attach`].
 pub fn attach(
     options: &FunctionOptions,
     drive: &Arc<Drive>,
@@ -103,12 +118,19 @@ pub fn attach(
     pollers: &Arc<Pollers>,
     stop: &AtomicBool,
 ) -> Result<Attachment, OpenError> {
-    let mut lease = ledgers.lease(options, drive)?;
+    let (id, range) = lease_of(options, drive)?;
+    // First, since a refused reservation changes nothing: neither the ledger nor former data.
+    let reservation = match options.reserve {
+        0 => None,
+        pairs => Some(drive.reserve(&id, pairs)?),
+    };
+    let mut lease = ledgers.lease(options, drive, (&id, range))?;
     wipe(drive, &mut lease, stop)?;
     Ok(Attachment::new(AttachmentConfig {
         drive: drive.clone(),
         lease,
         queue_pairs: options.queues,
+        reservation,
         doorbells: options.doorbells,
         pollers: pollers.clone(),
         poll: options.poll.clone(),

@@ -8,7 +8,7 @@ use crate::address::Gpa;
 use crate::dma::MemoryKinds;
 use crate::doorbell::DoorbellMode;
 use crate::drive::Drive;
-use crate::host::{Limits, NamespaceFormat, TemperatureThresholds};
+use crate::host::{Limits, NamespaceFormat, Reservation, TemperatureThresholds};
 use crate::learn::Learning;
 use crate::lease::Lease;
 use crate::limit::RateLimits;
@@ -24,6 +24,8 @@ pub struct AttachmentConfig {
     pub lease: Lease,
     /// I/O queue pairs, 1 to [`MAX_QUEUE_PAIRS`](super::MAX_QUEUE_PAIRS).
     pub queue_pairs: u16,
+    /// Queue pairs of the drive that belong to the lease, if any do.
+    pub reservation: Option<Reservation>,
     /// Path of doorbell writes to the pollers.
     pub doorbells: DoorbellMode,
     /// Polling of the queues.

@@ -7,7 +7,7 @@ use super::MAX_QUEUE_PAIRS;
 use crate::address::Gpa;
 use crate::deadline::DRAIN_DEADLINE;
 use crate::host::HostLeaseError;
-use crate::lease::ByteRange;
+use crate::lease::{ByteRange, LeaseError};
 use crate::poller::NoSuchProcessor;
 use crate::seam::crossing;
 use crate::spec::ids::QueueId;
@@ -60,6 +60,9 @@ pub enum AttachError {
     /// The host controller does not give the lease.
     #[error(transparent)]
     Lease(HostLeaseError),
+    /// The lease's queue pairs cannot be entered in the ledger.
+    #[error(transparent)]
+    Ledger(#[from] LeaseError),
     /// The kernel has no memory, no file descriptors or no threads to give.
     #[error("Doorbells, events or a thread cannot be created")]
     Io(#[from] io::Error),

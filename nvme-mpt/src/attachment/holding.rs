@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 
 use crate::drive::Drive;
-use crate::host::HostLease;
+use crate::host::{HostLease, Reservation};
 use crate::lease::Lease;
 
 /// A lease with its range lock and its drive.
@@ -15,13 +15,25 @@ use crate::lease::Lease;
 pub(crate) struct Holding {
     /// Dropped before the lease: the lease's next holder finds the range unlocked.
     host: Box<dyn HostLease>,
+    /// Dropped after all queues of the lease.
+    pub(super) reservation: Option<Reservation>,
     pub(super) lease: Lease,
     pub(super) drive: Arc<Drive>,
 }
 
 impl Holding {
-    pub(super) fn new(lease: Lease, host: Box<dyn HostLease>, drive: Arc<Drive>) -> Self {
-        Self { host, lease, drive }
+    pub(super) fn new(
+        lease: Lease,
+        host: Box<dyn HostLease>,
+        reservation: Option<Reservation>,
+        drive: Arc<Drive>,
+    ) -> Self {
+        Self {
+            host,
+            reservation,
+            lease,
+            drive,
+        }
     }
 
     /// Returns the host controller's share for the lease alone.
@@ -51,7 +63,9 @@ impl Holding {
             former_data: FormerData::Refused,
         });
         let lease = lease.expect("free");
-        let host = drive.open_lease("test", lease.range()).expect("opens");
-        Self::new(lease, host, drive)
+        let host = drive
+            .open_lease("test", lease.range(), None)
+            .expect("opens");
+        Self::new(lease, host, None, drive)
     }
 }

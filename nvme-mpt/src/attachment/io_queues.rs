@@ -48,6 +48,7 @@ impl QueueEntry {
     pub(super) fn host_queue(&self) -> Option<HostQueueUse> {
         let pair = self.pair.as_ref()?;
         Some(match pair.members() {
+            _ if pair.is_reserved() => HostQueueUse::Reserved,
             0 | 1 => HostQueueUse::Exclusive,
             _ => HostQueueUse::Shared,
         })

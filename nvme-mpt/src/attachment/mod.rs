@@ -43,15 +43,15 @@ use crate::dma::{DmaWindow, MemoryKinds};
 use crate::doorbell::{DoorbellMode, DoorbellPage};
 use crate::drive::Drive;
 use crate::event::EventQueue;
-use crate::host::{HostLeaseError, HostNamespace, Limits, ZoneChanges};
+use crate::host::{HostLeaseError, HostNamespace, Limits, Reservation, ZoneChanges};
 use crate::interrupt::{Coalescing, InterruptVector};
 use crate::lease::Lease;
 use crate::limit::{Limiter, RateLimits};
 use crate::poller::{Placement, PollPolicy, Pollers, Silence, Spin};
 use crate::shadow::{QueueContext, ShadowQueue};
 use crate::spec::ids::{Nsid, QueueId};
-use crate::stats::{Counters, QueueCounters, QueueStats};
-use io_queues::Queues;
+use crate::stats::{Counters, HostQueueUse, LeasePairStats, QueueCounters, QueueStats};
+use io_queues::{QueueEntry, Queues};
 use steward::Steward;
 
 /// The namespace that every guest sees its lease as.
@@ -90,6 +90,7 @@ impl Attachment {
             drive,
             lease,
             queue_pairs,
+            reservation,
             doorbells,
             poll,
             learning,
@@ -127,7 +128,7 @@ impl Attachment {
         };
         let range = lease.bytes();
         let host = drive
-            .open_lease(lease.id(), lease.range())
+            .open_lease(lease.id(), lease.range(), reservation.as_ref())
             .map_err(|error| match error {
                 HostLeaseError::InUse(source) => AttachError::InUse {
                     drive: drive.path().to_owned(),
@@ -136,6 +137,9 @@ impl Attachment {
                 },
                 other => AttachError::Lease(other),
             })?;
+        if let Some(reservation) = &reservation {
+            lease.note_reserved(reservation.pairs())?;
+        }
         let namespace = LeasedNamespace {
             nsid: GUEST_NSID,
             lba_shift: drive.lba_shift(),
@@ -184,7 +188,7 @@ impl Attachment {
             queues: Mutex::default(),
             clock: Arc::<SystemClock>::default(),
             steward,
-            holding: Arc::new(Holding::new(lease, host, drive)),
+            holding: Arc::new(Holding::new(lease, host, reservation, drive)),
         })
     }
 
@@ -354,6 +358,7 @@ impl Attachment {
                 ..counters.stats(qid)
             });
         AttachmentStats {
+            queue_pairs: self.pair_stats(&existing),
             id: self.lease().id().to_owned(),
             model: namespace.model.clone(),
             serial: namespace.serial.clone(),
@@ -363,6 +368,20 @@ impl Attachment {
                 .filter(|queue| queue.commands + queue.doorbell_exits > 0)
                 .collect(),
         }
+    }
+
+    /// Use of the drive's queue pairs; `None` if the drive has no bound on them.
+    fn pair_stats(&self, queues: &Queues) -> Option<LeasePairStats> {
+        self.drive().controller().queue_pairs()?;
+        let uses = queues.cqs.values().filter_map(QueueEntry::host_queue);
+        let uses: Vec<_> = uses.collect();
+        let with = |wanted| uses.iter().filter(|queue| **queue == wanted).count() as u16;
+        let reservation = self.holding.reservation.as_ref();
+        Some(LeasePairStats {
+            reserved: reservation.map_or(0, Reservation::pairs),
+            exclusive: with(HostQueueUse::Exclusive),
+            shared: with(HostQueueUse::Shared),
+        })
     }
 
     fn queue_counters(&self, qid: QueueId) -> Option<&Arc<QueueCounters>> {
@@ -399,6 +418,9 @@ pub struct AttachmentStats {
     pub capacity_bytes: u64,
     /// Path of doorbell writes to the pollers.
     pub doorbells: String,
+    /// Use of the drive's queue pairs; `None` if the drive has no bound on them.
+    #[serde(default)]
+    pub queue_pairs: Option<LeasePairStats>,
     /// The I/O queue pairs that did anything.
     pub queues: Vec<QueueStats>,
 }

@@ -21,6 +21,7 @@ fn config(drive: &Arc<Drive>, range: &str) -> AttachmentConfig {
         drive: drive.clone(),
         lease: lease.expect("free"),
         queue_pairs: 1,
+        reservation: None,
         doorbells: DoorbellMode::Shadow,
         poll: PollPolicy::default(),
         learning: Learning::default(),

@@ -6,7 +6,7 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
-use super::{HostNamespace, HostQueuePair, NamespaceFormat, ZoneChanges};
+use super::{HostNamespace, HostQueuePair, NamespaceFormat, Reservation, ZoneChanges};
 use crate::event::EventQueue;
 use crate::lease::{ByteRange, LbaRange};
 
@@ -19,6 +19,8 @@ pub struct HostLeaseRequest<'a> {
     pub namespace: HostNamespace,
     /// Its part that is leased.
     pub range: LbaRange,
+    /// Queue pairs that belong to it, if the drive has a bound on them.
+    pub reservation: Option<&'a Reservation>,
 }
 
 impl HostLeaseRequest<'_> {

@@ -14,6 +14,7 @@ pub(crate) mod idle;
 mod lease;
 mod pair;
 mod queue;
+mod reservation;
 
 use serde::{Deserialize, Serialize};
 use std::any::Any;
@@ -34,6 +35,7 @@ pub use pair::HostQueuePair;
 pub use queue::{
     Completes, CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue, SharedPair,
 };
+pub use reservation::{Reservation, ReserveError, ReservedPairs};
 
 /// Abilities of a host controller, and so the promises that a guest controller may make.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -128,9 +130,11 @@ pub struct HostNamespace {
 pub struct QueuePairUse {
     /// Total of the drive.
     pub total: u16,
-    /// Those that one shadow queue has to itself.
+    /// Those that belong to one lease each, used or not.
+    pub reserved: u16,
+    /// Those that one shadow queue has to itself, of those without a reservation.
     pub exclusive: u16,
-    /// Those that several shadow queues share.
+    /// Those that several shadow queues share, of those without a reservation.
     pub shared: u16,
 }
 
@@ -138,7 +142,7 @@ impl QueuePairUse {
     /// Those that nobody uses.
     #[must_use]
     pub fn free(&self) -> u16 {
-        self.total - self.exclusive - self.shared
+        self.total - self.reserved - self.exclusive - self.shared
     }
 }
 
@@ -193,6 +197,15 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
     /// Returns whether the drive exists in this process only, so that no other can have a lease of it.
     fn is_private(&self) -> bool {
         false
+    }
+
+    /// Makes I/O queue pairs those of one lease, until the reservation is dropped.
+    ///
+    /// # Errors
+    /// See [`ReserveError`]. Nothing is reserved then.
+    fn reserve(self: Arc<Self>, lease: &str, pairs: u16) -> Result<Reservation, ReserveError> {
+        let _ = (lease, pairs);
+        Err(ReserveError::Unbounded)
     }
 
     /// Returns the use of its I/O queue pairs; `None` without a bound on them.

@@ -54,6 +54,9 @@ pub struct LeaseEntry {
     pub pid: u32,
     /// Its state.
     pub state: LeaseState,
+    /// I/O queue pairs of the drive that belong to it.
+    #[serde(default)]
+    pub reserved_pairs: u16,
 }
 
 impl LeaseEntry {
@@ -66,6 +69,7 @@ impl LeaseEntry {
             pid,
             slot: _,
             ending,
+            reserved_pairs,
         } = record.clone();
         Self {
             id,
@@ -78,6 +82,8 @@ impl LeaseEntry {
                 (true, true) => LeaseState::Ending,
                 (false, _) => LeaseState::Stale,
             },
+            // They ended with the process of a stale lease.
+            reserved_pairs: if held { reserved_pairs } else { 0 },
         }
     }
 }

@@ -303,6 +303,7 @@ fn new_record(request: &LeaseRequest<'_>, slot: Slot) -> Record {
         pid: own_pid(),
         slot: slot.0,
         ending: false,
+        reserved_pairs: 0,
     }
 }
 
@@ -506,6 +507,18 @@ impl Lease {
     pub fn mark_ending(&self) -> Result<(), LeaseError> {
         if let Some(slot) = self.slot {
             self.ledger.change(|records| records.mark_ending(slot))?;
+        }
+        Ok(())
+    }
+
+    /// Notes in the ledger how many queue pairs of the drive belong to the lease.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used.
+    pub fn note_reserved(&self, pairs: u16) -> Result<(), LeaseError> {
+        if let Some(slot) = self.slot {
+            self.ledger
+                .change(|records| records.note_reserved(slot, pairs))?;
         }
         Ok(())
     }

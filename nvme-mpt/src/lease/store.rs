@@ -136,6 +136,17 @@ pub(super) struct Record {
     /// Its holder gave it up, and commands of it are still in flight.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(super) ending: bool,
+    /// Queue pairs of the drive that belong to it.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub(super) reserved_pairs: u16,
+}
+
+#[expect(
+    clippy::trivially_copy_pass_by_ref,
+    reason = "serde asks for this form"
+)]
+fn is_zero(number: &u16) -> bool {
+    *number == 0
 }
 
 impl Record {
@@ -181,11 +192,20 @@ impl Records {
 
     /// Marks the lease of `slot` as ending; `false` if there is none.
     pub(super) fn mark_ending(&mut self, slot: Slot) -> bool {
-        let mut of_slot = self
-            .leases
-            .iter_mut()
-            .filter(|record| record.slot == slot.0);
-        of_slot.next().map(|record| record.ending = true).is_some()
+        self.of_slot(slot)
+            .map(|record| record.ending = true)
+            .is_some()
+    }
+
+    /// Notes the queue pairs that belong to the lease of `slot`; `false` if there is none.
+    pub(super) fn note_reserved(&mut self, slot: Slot, pairs: u16) -> bool {
+        self.of_slot(slot)
+            .map(|record| record.reserved_pairs = pairs)
+            .is_some()
+    }
+
+    fn of_slot(&mut self, slot: Slot) -> Option<&mut Record> {
+        self.leases.iter_mut().find(|record| record.slot == slot.0)
     }
 
     /// Removes the lease of `slot`; `false` if there is none.
@@ -477,6 +497,7 @@ mod tests {
             pid: 7,
             slot,
             ending: false,
+            reserved_pairs: 0,
         }
     }
 

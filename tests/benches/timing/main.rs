@@ -97,6 +97,7 @@ impl Rig {
             lease: Ledger::in_process().acquire(&request).unwrap(),
             drive,
             queue_pairs: 1,
+            reservation: None,
             doorbells: nvme_mpt::DoorbellMode::Shadow,
             poll: PollPolicy::default(),
             learning: Learning::default(),

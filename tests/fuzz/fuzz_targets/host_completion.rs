@@ -96,6 +96,7 @@ impl Lane {
             drive: drive.clone(),
             lease: ledger.acquire(&request).expect("a lease"),
             queue_pairs: 1,
+            reservation: None,
             doorbells: DoorbellMode::Trap,
             poll: PollPolicy::default(),
             learning: Learning::default(),

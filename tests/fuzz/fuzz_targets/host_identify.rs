@@ -93,6 +93,7 @@ fuzz_target!(|input: &[u8]| {
                     start: Lba(0),
                     blocks: namespace.blocks,
                 },
+                reservation: None,
             };
             let lease = controller.open_lease(&request).expect("nobody else has it");
             drop(lease.create_queue(4));

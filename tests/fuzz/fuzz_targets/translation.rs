@@ -136,6 +136,7 @@ impl Lane {
             drive: drive.clone(),
             lease: ledger.acquire(&request).expect("a lease"),
             queue_pairs: 1,
+            reservation: None,
             // The registers, which no data can be written over.
             doorbells: DoorbellMode::Trap,
             poll: PollPolicy::default(),

@@ -38,6 +38,7 @@ pub fn attachment(mode: DoorbellMode) -> Attachment {
         drive,
         lease,
         queue_pairs: 4,
+        reservation: None,
         doorbells: mode,
         poll: PollPolicy::default(),
         learning: Learning::default(),

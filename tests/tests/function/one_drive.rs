@@ -34,6 +34,7 @@ fn attach(drive: &Arc<Drive>, lease: Lease) -> Result<Attachment, AttachError> {
         drive: drive.clone(),
         lease,
         queue_pairs: 1,
+        reservation: None,
         doorbells: DoorbellMode::Shadow,
         poll: PollPolicy::default(),
         learning: Learning::default(),

@@ -447,6 +447,7 @@ fn part_of_a_zone_is_not_leased() {
             drive: host.drive.clone(),
             lease: lease.unwrap(),
             queue_pairs: 1,
+            reservation: None,
             doorbells: nvme_mpt::DoorbellMode::Trap,
             poll: "shared".parse().unwrap(),
             learning: Learning::default(),

@@ -18,5 +18,6 @@ mod load;
 mod memory;
 #[path = "../function/prp.rs"]
 mod prp;
+mod reservations;
 #[path = "../function/sgl.rs"]
 mod sgl;

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use nvme_mpt::Drive;
 use nvme_mpt::host::{HostNamespace, Incidents};
-use nvme_mpt::stats::{PollerStats, QueueStats};
+use nvme_mpt::stats::{LeasePairStats, PollerStats, QueueStats};
 
 /// Figures of a server. All counters count from its start on; those of a queue go on where they
 /// were when a queue is created again under the same identifier.
@@ -58,6 +58,9 @@ pub struct NamespaceStats {
 pub struct QueuePairStats {
     /// Total of the drive.
     pub total: u16,
+    /// Pairs that belong to one lease each, used or not.
+    #[serde(default)]
+    pub reserved: u16,
     /// Pairs that one queue of a guest has to itself.
     pub exclusive: u16,
     /// Pairs that queues of guests share.
@@ -84,6 +87,7 @@ impl DriveStats {
             namespaces: namespaces.iter().map(NamespaceStats::of).collect(),
             queue_pairs: controller.queue_pairs().map(|pairs| QueuePairStats {
                 total: pairs.total,
+                reserved: pairs.reserved,
                 exclusive: pairs.exclusive,
                 shared: pairs.shared,
                 free: pairs.free(),
@@ -133,6 +137,9 @@ pub struct FunctionStats {
     pub capacity_bytes: u64,
     /// Doorbell mode.
     pub doorbells: String,
+    /// Use of the drive's I/O queue pairs; `None` without a bound.
+    #[serde(default)]
+    pub queue_pairs: Option<LeasePairStats>,
     /// The I/O queue pairs that the guest has or had.
     pub queues: Vec<QueueStats>,
     /// The admin queue.
@@ -225,6 +232,7 @@ mod tests {
                 serial: "MPT1AD7BD73C10D5093A".to_owned(),
                 capacity_bytes: 64 << 30,
                 doorbells: "shadow".to_owned(),
+                queue_pairs: None,
                 queues: vec![
                     QueueStats {
                         qid: 1,
@@ -274,9 +282,10 @@ mod tests {
                 }],
                 queue_pairs: Some(QueuePairStats {
                     total: 4,
+                    reserved: 1,
                     exclusive: 1,
                     shared: 1,
-                    free: 2,
+                    free: 1,
                 }),
                 timeouts: 3,
                 aborts: 2,
@@ -319,7 +328,7 @@ mod tests {
         let drive = &json["drives"][0];
         assert!(drive["path"].is_string() && drive["model"].is_string());
         assert_eq!(drive["namespaces"][0]["lba_bytes"], 4096);
-        for key in ["total", "exclusive", "shared", "free"] {
+        for key in ["total", "reserved", "exclusive", "shared", "free"] {
             assert!(drive["queue_pairs"][key].is_u64(), "{key}");
         }
         for key in ["timeouts", "aborts", "resets"] {

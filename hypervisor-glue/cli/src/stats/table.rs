@@ -3,7 +3,7 @@
 use std::fmt;
 
 use nvme_mpt::lease::Bytes;
-use nvme_mpt::stats::HostQueueUse;
+use nvme_mpt::stats::{HostQueueUse, LeasePairStats};
 
 use crate::table::Table;
 
@@ -43,6 +43,17 @@ impl fmt::Display for FunctionStats {
             self.doorbells,
             self.socket
         )?;
+        if let Some(LeasePairStats {
+            reserved,
+            exclusive,
+            shared,
+        }) = self.queue_pairs
+        {
+            writeln!(
+                f,
+                "  queue pairs: {reserved} reserved, {exclusive} exclusive, {shared} shared"
+            )?;
+        }
         let counted = self.queues.iter().any(|queue| queue.host_queue.is_some());
         let mut head = vec![
             "queue",
@@ -96,6 +107,7 @@ impl fmt::Display for FunctionStats {
             if counted {
                 let host_queue = match queue.host_queue {
                     None => "",
+                    Some(HostQueueUse::Reserved) => "reserved",
                     Some(HostQueueUse::Exclusive) => "exclusive",
                     Some(HostQueueUse::Shared) => "shared",
                 };
@@ -112,6 +124,7 @@ fn drives(drives: &[DriveStats]) -> Option<Table> {
     let mut table = Table::new(&[
         "drive",
         "queue pairs",
+        "reserved",
         "exclusive",
         "shared",
         "free",
@@ -127,6 +140,7 @@ fn drives(drives: &[DriveStats]) -> Option<Table> {
         table.row(vec![
             drive.path.clone(),
             pairs.total.to_string(),
+            pairs.reserved.to_string(),
             pairs.exclusive.to_string(),
             pairs.shared.to_string(),
             pairs.free.to_string(),
@@ -208,8 +222,8 @@ mod tests {
             "      1   1234567  4.71 GiB  4.00 KiB       0              12       34567    12.3    56.7    1234.5  98765.4",
             "      2         0       0 B       0 B       0               0           0     0.0     0.0       0.0      0.0",
             "",
-            "         drive  queue pairs  exclusive  shared  free  timeouts  aborts  resets   state",
-            "  0000:01:00.0            4          1       1     2         3       2       1  in use",
+            "         drive  queue pairs  reserved  exclusive  shared  free  timeouts  aborts  resets   state",
+            "  0000:01:00.0            4         1          1       1     1         3       2       1  in use",
             "",
             "         poller  cpu  queues   busy  parked  parks  spurious wakes",
             "  poll-shared-0  any       2  25.6%   50.0%     77               3",
@@ -221,8 +235,18 @@ mod tests {
     fn queues_of_a_drive_with_few_queue_pairs_say_whether_theirs_is_shared() {
         let mut stats = sample();
         stats.functions[0].queues[0].host_queue = Some(HostQueueUse::Shared);
+        stats.functions[0].queue_pairs = Some(LeasePairStats {
+            reserved: 2,
+            exclusive: 0,
+            shared: 1,
+        });
         let table = stats.to_string();
-        let ends: Vec<_> = table.lines().skip(1).take(4).collect();
+        let pairs = table.lines().nth(1);
+        assert_eq!(
+            pairs,
+            Some("  queue pairs: 2 reserved, 0 exclusive, 1 shared")
+        );
+        let ends: Vec<_> = table.lines().skip(2).take(4).collect();
         assert!(ends[0].ends_with("max us  host queue"), "{table}");
         assert!(ends[2].ends_with("98765.4      shared"), "{table}");
         assert!(ends[3].ends_with("0.0            "), "{table}");

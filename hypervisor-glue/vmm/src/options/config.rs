@@ -31,6 +31,9 @@ pub struct FunctionConfig {
     /// Most I/O queue pairs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queues: Option<u16>,
+    /// I/O queue pairs of a physical drive that belong to the function alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reserve: Option<u16>,
     /// Path of the guest's doorbell writes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub doorbells: Option<String>,
@@ -85,6 +88,7 @@ impl FunctionConfig {
         "path",
         "range",
         "queues",
+        "reserve",
         "doorbells",
         "poll",
         "fixed",
@@ -116,6 +120,7 @@ impl FunctionConfig {
             path,
             range: get("range"),
             queues: parsed("queues", get("queues"), str::parse)?,
+            reserve: parsed("reserve", get("reserve"), str::parse)?,
             doorbells: get("doorbells"),
             poll: get("poll"),
             fixed: get("fixed"),
@@ -197,6 +202,7 @@ impl FunctionConfig {
             path,
             range,
             queues,
+            reserve,
             doorbells,
             poll,
             fixed,
@@ -216,6 +222,7 @@ impl FunctionConfig {
             ("path", Some(path.clone())),
             ("range", range.clone()),
             ("queues", queues.map(|queues| queues.to_string())),
+            ("reserve", reserve.map(|pairs| pairs.to_string())),
             ("doorbells", doorbells.clone()),
             ("poll", poll.clone()),
             ("fixed", fixed.clone()),
@@ -266,11 +273,12 @@ mod tests {
         assert_eq!(config.options().expect("valid"), options);
         let physical = [
             ("path", "0000:01:00.0"),
+            ("reserve", "4"),
             ("namespace", "2"),
             ("timeout", "7"),
         ];
         let config = self::config(&physical).expect("valid");
-        let options = "path=0000:01:00.0,namespace=2,timeout=7"
+        let options = "path=0000:01:00.0,reserve=4,namespace=2,timeout=7"
             .parse()
             .expect("valid");
         assert_eq!(config.options().expect("valid"), options);

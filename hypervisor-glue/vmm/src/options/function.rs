@@ -68,6 +68,8 @@ pub struct FunctionOptions {
     pub range: Option<ByteRange>,
     /// Most I/O queue pairs that the guest gets, 1 to [`MAX_QUEUE_PAIRS`].
     pub queues: u16,
+    /// I/O queue pairs of a physical drive that belong to the function alone, at most [`Self::queues`].
+    pub reserve: u16,
     /// Name of the function and of its lease.
     pub id: Option<String>,
     /// Path of the guest's doorbell writes.
@@ -111,6 +113,7 @@ impl FunctionOptions {
             path,
             range: take(keys, "range", str::parse)?,
             queues: take(keys, "queues", parse_queues)?.unwrap_or(DEFAULT_QUEUES),
+            reserve: take(keys, "reserve", str::parse)?.unwrap_or_default(),
             id: keys.take("id"),
             doorbells: take(keys, "doorbells", str::parse)?.unwrap_or_default(),
             poll: take(keys, "poll", str::parse)?.unwrap_or_default(),
@@ -140,6 +143,15 @@ impl FunctionOptions {
             });
         }
         match options.meaningless() {
+            None if options.reserve > options.queues => Err(OptionError::Value {
+                key: "reserve",
+                value: options.reserve.to_string(),
+                source: format!(
+                    "The function has {} I/O queue pairs: reserve at most that, or raise queues=",
+                    options.queues
+                )
+                .into(),
+            }),
             None => Ok(options),
             Some((key, why)) => Err(OptionError::Meaningless {
                 key,
@@ -186,7 +198,12 @@ impl FunctionOptions {
             let why = "only a physical drive, as in path=0000:01:00.0, can be aborted and reset";
             ("timeout", why)
         });
-        fixed.or(namespace).or(timeout)
+        let reserve = (self.reserve > 0).then(|| {
+            let why =
+                "only a physical drive, as in path=0000:01:00.0, has a bound on its queue pairs";
+            ("reserve", why)
+        });
+        fixed.or(namespace).or(timeout).or(reserve)
     }
 }
 

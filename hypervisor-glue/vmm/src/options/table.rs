@@ -54,6 +54,12 @@ memory:SIZE or null:SIZE; functions of this server with the same path share the 
         "most I/O queue pairs that the guest gets, 1 to 64 [default: 16]",
     ),
     option(
+        "reserve",
+        "N",
+        "I/O queue pairs of a physical drive that belong to this function alone, at most those
+of queues= [default: 0]",
+    ),
+    option(
         "id",
         "ID",
         "name of the function and of its lease [default: made from drive and range]",

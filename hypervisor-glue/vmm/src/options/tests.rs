@@ -34,6 +34,7 @@ fn a_path_is_enough() {
             path: "/var/lib/drive.img".parse().unwrap(),
             range: None,
             queues: 16,
+            reserve: 0,
             id: None,
             doorbells: DoorbellMode::Auto,
             poll: PollPolicy::default(),
@@ -62,6 +63,7 @@ fn every_option_is_understood_in_any_order() {
             path: "memory:1T".parse().unwrap(),
             range: Some(ByteRange::new(64 << 30, 64 << 30).unwrap()),
             queues: 4,
+            reserve: 0,
             id: Some("vm-1".to_owned()),
             doorbells: DoorbellMode::Mapped,
             poll: "dedicated".parse().unwrap(),
@@ -84,7 +86,10 @@ fn every_option_is_understood_in_any_order() {
             timeout: None,
         }
     );
-    let physical = function("path=0000:01:00.0,namespace=2,timeout=30,fixed=governor+budget");
+    let physical = function(
+        "path=0000:01:00.0,namespace=2,timeout=30,fixed=governor+budget,queues=4,reserve=4",
+    );
+    assert_eq!((physical.queues, physical.reserve), (4, 4));
     assert_eq!(physical.fixed.to_string(), "governor+budget");
     assert_eq!(physical.namespace, Some(Nsid(2)));
     assert_eq!(physical.timeout, Some(Duration::from_secs(30)));
@@ -107,13 +112,13 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=/d,size=4",
-            "There is no option \"size\": the options are path, range, queues, id, doorbells, poll, fixed, memory, iops, \
+            "There is no option \"size\": the options are path, range, queues, reserve, id, doorbells, poll, fixed, memory, iops, \
              bandwidth, data, serial, \
              lba, profile, faults, namespace, timeout",
         ),
         (
             "path=/d,socket=/run/a.sock",
-            "There is no option \"socket\": the options are path, range, queues, id, doorbells, poll, fixed, memory, iops, \
+            "There is no option \"socket\": the options are path, range, queues, reserve, id, doorbells, poll, fixed, memory, iops, \
              bandwidth, data, serial, \
              lba, profile, faults, namespace, timeout",
         ),
@@ -176,6 +181,20 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
             "path=/d,timeout=5",
             "Option \"timeout\" is not for /d: only a physical drive, as in path=0000:01:00.0, can be \
              aborted and reset; leave it out",
+        ),
+        (
+            "path=memory:1G,reserve=1",
+            "Option \"reserve\" is not for memory:1G: only a physical drive, as in path=0000:01:00.0, has a \
+             bound on its queue pairs; leave it out",
+        ),
+        (
+            "path=0000:01:00.0,queues=2,reserve=3",
+            "Option \"reserve\" cannot be \"3\"\n  The function has 2 I/O queue pairs: reserve at most that, or \
+             raise queues=",
+        ),
+        (
+            "path=0000:01:00.0,reserve=some",
+            "Option \"reserve\" cannot be \"some\"\n  invalid digit found in string",
         ),
         (
             "path=0000:01:00.0,namespace=0",

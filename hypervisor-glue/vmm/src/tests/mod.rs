@@ -172,6 +172,7 @@ fn learning(
         drive,
         lease,
         queue_pairs: QUEUE_PAIRS,
+        reservation: None,
         doorbells,
         poll: poll.parse().unwrap(),
         learning,

@@ -63,6 +63,7 @@ fn a_file_is_open_once() {
             start: Lba(0),
             blocks: 1,
         },
+        reservation: None,
     };
     let error = blocks.clone().open_lease(&request).expect_err("locked");
     assert!(matches!(error, HostLeaseError::InUse(_)), "{error}");

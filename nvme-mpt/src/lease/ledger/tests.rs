@@ -222,6 +222,25 @@ fn an_ending_lease_is_refused_and_seen_as_ending_until_it_is_dropped() {
 }
 
 #[test]
+fn the_reserved_pairs_of_a_lease_are_seen_while_its_holder_lives() {
+    let (_dir, ledgers) = both();
+    let reserved = |ledger: &Ledger| ledger.list().unwrap()[0].reserved_pairs;
+    for ledger in ledgers {
+        let lease = ledger.acquire(&request("a", "0+1G")).unwrap();
+        assert_eq!(reserved(&ledger), 0);
+        lease.note_reserved(3).unwrap();
+        assert_eq!(reserved(&ledger), 3);
+        lease.mark_ending().unwrap();
+        assert_eq!(reserved(&ledger), 3);
+    }
+    let (_dir, [ledger, _]) = both();
+    let lease = ledger.acquire(&request("a", "0+1G")).unwrap();
+    lease.note_reserved(3).unwrap();
+    die(lease);
+    assert_eq!(reserved(&ledger), 0);
+}
+
+#[test]
 fn a_lease_whose_holder_died_while_it_ended_is_stale() {
     let (_dir, [ledger, _]) = both();
     let lease = ledger.acquire(&request("a", "0+1G")).unwrap();

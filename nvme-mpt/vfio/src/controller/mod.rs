@@ -11,6 +11,7 @@ mod log_pages;
 mod queue_pairs;
 mod recovery;
 mod registers;
+mod reservations;
 mod supervisor;
 
 use std::fmt;
@@ -34,7 +35,7 @@ use nvme_mpt::clock::Rate;
 use nvme_mpt::event::{DriveEvent, Event, EventQueue};
 use nvme_mpt::host::{
     HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace, HostQueuePair,
-    Incidents, Limits, QueuePairUse, TemperatureThresholds,
+    Incidents, Limits, QueuePairUse, Reservation, ReserveError, TemperatureThresholds,
 };
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::learn::Learning;
@@ -307,8 +308,13 @@ impl HostController for VfioController {
     ) -> Result<Box<dyn HostLease>, HostLeaseError> {
         Ok(Box::new(VfioLease {
             namespace: request.namespace,
+            reservation: request.reservation.map(Reservation::key),
             controller: self,
         }))
+    }
+
+    fn reserve(self: Arc<Self>, lease: &str, pairs: u16) -> Result<Reservation, ReserveError> {
+        self.grant(lease, pairs)
     }
 
     fn queue_pairs(&self) -> Option<QueuePairUse> {
@@ -353,13 +359,14 @@ impl HostController for VfioController {
 #[derive(Debug)]
 struct VfioLease {
     namespace: HostNamespace,
+    reservation: Option<u64>,
     controller: Arc<VfioController>,
 }
 
 impl HostLease for VfioLease {
     fn create_queue(&self, slots: u16) -> io::Result<HostQueuePair> {
         let drive = &self.controller.drive;
-        let queue = drive.join_queue_pair(slots, &self.namespace)?;
+        let queue = drive.join_queue_pair(slots, &self.namespace, self.reservation)?;
         Ok(HostQueuePair::new(queue))
     }
 

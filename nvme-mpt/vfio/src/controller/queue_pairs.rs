@@ -1,7 +1,8 @@
 //! The I/O queue pairs of a drive: granted, created on demand, shared when there are no more.
 //!
 //! A pair that was created stays: whoever comes next uses it. So none is ever deleted while the
-//! drive is in use, and a queue that goes needs no admin command.
+//! drive is in use, and a queue that goes needs no admin command. Pairs can belong to one lease
+//! (`reservations.rs`).
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -14,6 +15,7 @@ use super::super::pair::{ENTRIES_MAX, Governor, Pair, PairConfig, PairDoorbells,
 use super::admin_queue::AdminQueue;
 use super::doorbell_buffer::pair_doorbells;
 use super::error::ControllerError;
+use super::reservations::Holder;
 use super::{PhysicalDrive, lock};
 use nvme_mpt::address::PAGE_SIZE;
 use nvme_mpt::clock::Ticks;
@@ -37,8 +39,17 @@ const WANTED: u16 = 1024;
 pub(super) struct QueuePairs {
     total: u16,
     entries: u32,
-    pairs: Vec<Pair>,
+    pairs: Vec<OwnedPair>,
+    /// Reservations, in the order in which they were made.
+    pub(super) holders: Vec<Holder>,
     governor: Arc<Governor>,
+}
+
+/// A pair, and the reservation that it belongs to.
+#[derive(Debug)]
+struct OwnedPair {
+    pair: Pair,
+    owner: Option<u64>,
 }
 
 impl QueuePairs {
@@ -63,6 +74,7 @@ impl QueuePairs {
             total,
             entries,
             pairs: Vec::new(),
+            holders: Vec::new(),
             governor: Arc::new(governor),
         })
     }
@@ -78,29 +90,95 @@ impl QueuePairs {
 
     /// The pairs that were created, and their identifiers.
     pub(super) fn iter(&self) -> impl Iterator<Item = (QueueId, &Pair)> {
-        (1..).map(QueueId).zip(&self.pairs)
+        let pairs = self.pairs.iter().map(|owned| &owned.pair);
+        (1..).map(QueueId).zip(pairs)
     }
 
     /// The pair with an identifier.
     pub(super) fn get(&self, qid: QueueId) -> Option<&Pair> {
-        self.pairs.get(usize::from(qid.0).checked_sub(1)?)
+        let owned = self.pairs.get(usize::from(qid.0).checked_sub(1)?)?;
+        Some(&owned.pair)
+    }
+
+    /// Returns the number of pairs that were created.
+    pub(super) fn count(&self) -> u16 {
+        self.pairs.len() as u16
+    }
+
+    /// The pairs that belong to a reservation, or to none.
+    fn of(&self, owner: Option<u64>) -> impl Iterator<Item = &Pair> {
+        let owned = self.pairs.iter().filter(move |owned| owned.owner == owner);
+        owned.map(|owned| &owned.pair)
+    }
+
+    /// Returns the number of pairs that belong to reservations.
+    pub(super) fn reserved(&self) -> u16 {
+        self.count() - self.of(None).count() as u16
     }
 
     pub(super) fn usage(&self) -> QueuePairUse {
         let with = |wanted: fn(usize) -> bool| {
-            let count = self.pairs.iter().filter(|pair| wanted(pair.members()));
+            let count = self.of(None).filter(|pair| wanted(pair.members()));
             count.count() as u16
         };
         QueuePairUse {
             total: self.total,
+            reserved: self.reserved(),
             exclusive: with(|members| members == 1),
             shared: with(|members| members > 1),
         }
     }
 
-    /// The pair that nobody uses, or that the fewest do.
+    /// The pair without a reservation that nobody uses, or that the fewest do.
     fn least_used(&self) -> Option<&Pair> {
-        self.pairs.iter().min_by_key(|pair| pair.members())
+        self.of(None).min_by_key(|pair| pair.members())
+    }
+
+    /// The pair of a reservation that no queue uses.
+    fn free_of(&self, reservation: Option<u64>) -> Option<&Pair> {
+        reservation?;
+        self.of(reservation).find(|pair| pair.members() == 0)
+    }
+
+    /// Makes the least used pair without a reservation one of a reservation. Its queues move to the others.
+    pub(super) fn give_one_to(&mut self, key: u64) {
+        let unowned = self.pairs.iter_mut().filter(|owned| owned.owner.is_none());
+        let Some(chosen) = unowned.min_by_key(|owned| owned.pair.members()) else {
+            return;
+        };
+        chosen.owner = Some(key);
+        chosen.pair.set_reserved(true);
+        let pair = chosen.pair.clone();
+        while let Some(other) = self.least_used()
+            && pair.move_one(other, |_| true)
+        {}
+    }
+
+    /// Ends the ownership of a reservation.
+    pub(super) fn take_back(&mut self, key: u64) {
+        for owned in &mut self.pairs {
+            if owned.owner == Some(key) {
+                owned.owner = None;
+                owned.pair.set_reserved(false);
+            }
+        }
+    }
+
+    /// Moves queues to free pairs of their own reservations, and from crowded pairs to others.
+    pub(super) fn even_out(&self) {
+        for owned in &self.pairs {
+            if let Some(key) = owned.owner
+                && owned.pair.members() == 0
+            {
+                let mut others = self.of(None);
+                others.any(|other| other.move_one(&owned.pair, |of| of == Some(key)));
+            }
+        }
+        while let Some(least) = self.least_used()
+            && let Some(most) = self.of(None).max_by_key(|pair| pair.members())
+            && most.members() > least.members() + 1
+            && most.move_one(least, |_| true)
+        {}
     }
 }
 
@@ -167,41 +245,62 @@ pub(super) fn create(
 }
 
 impl PhysicalDrive {
-    /// A queue pair of one's own while there is one, else a share of the least used.
+    /// A free queue pair of the reservation, or one of one's own while there is one, else a share of the least used.
     pub(super) fn join_queue_pair(
         &self,
         slots: u16,
         namespace: &HostNamespace,
+        reservation: Option<u64>,
     ) -> Result<VfioQueue, ControllerError> {
         let mut pairs = lock(&self.pairs);
         if self.is_gone() {
             return Err(ControllerError::Gone);
         }
+        if let Some(pair) = pairs.free_of(reservation) {
+            return Ok(pair.join_reserved(slots, namespace.lba_shift, reservation));
+        }
         let idle = pairs.least_used().is_some_and(|pair| pair.members() == 0);
-        if !idle && pairs.pairs.len() < pairs.total.into() {
-            match self.create_pair(&pairs) {
-                Ok(pair) => pairs.pairs.push(pair),
-                // A drive may grant more queues than it can have at a time.
-                Err(error @ ControllerError::Admin { .. }) if !pairs.pairs.is_empty() => {
-                    warn!("Drive {} has no more queues: {error}", self.backing.name());
-                    pairs.total = pairs.pairs.len() as u16;
-                }
-                Err(error) => return Err(error),
-            }
+        if !idle {
+            self.add_pair(&mut pairs)?;
         }
         let pair = pairs.least_used().ok_or(ControllerError::NoQueuePairs)?;
-        if pair.members() > 0 && !self.counters.sharing.swap(true, Ordering::Relaxed) {
+        if pair.members() > 0 {
+            self.note_sharing(&pairs);
+        }
+        Ok(pair.join_reserved(slots, namespace.lba_shift, reservation))
+    }
+
+    /// Queues share pairs: reports it once.
+    pub(super) fn note_sharing(&self, pairs: &QueuePairs) {
+        if !self.counters.sharing.swap(true, Ordering::Relaxed) {
             warn!(
                 "Drive {} has {} queue pairs, fewer than its guests want: they share them from now on",
                 self.backing.name(),
                 pairs.total,
             );
         }
-        Ok(pair.join(slots, namespace.lba_shift, Box::new(())))
+    }
+
+    /// Creates one more pair. Returns whether the drive had one.
+    pub(super) fn add_pair(&self, pairs: &mut QueuePairs) -> Result<bool, ControllerError> {
+        if pairs.count() >= pairs.total {
+            return Ok(false);
+        }
+        match self.create_pair(pairs) {
+            Ok(pair) => pairs.pairs.push(OwnedPair { pair, owner: None }),
+            // A drive may grant more queues than it can have at a time.
+            Err(error @ ControllerError::Admin { .. }) if !pairs.pairs.is_empty() => {
+                warn!("Drive {} has no more queues: {error}", self.backing.name());
+                pairs.total = pairs.count();
+                return Ok(false);
+            }
+            Err(error) => return Err(error),
+        }
+        Ok(true)
     }
 
     fn create_pair(&self, pairs: &QueuePairs) -> Result<Pair, ControllerError> {
-        let qid = QueueId(pairs.pairs.len() as u16 + 1);
+        let qid = QueueId(pairs.count() + 1);
         let config = PairConfig {
             entries: pairs.entries,
             max_transfer: self.identity.max_transfer,
@@ -220,7 +319,7 @@ impl PhysicalDrive {
 
     /// Makes a namespace's writes durable, with a Flush of its own.
     pub(super) fn flush(&self, namespace: &HostNamespace) -> Result<(), ControllerError> {
-        let mut queue = self.join_queue_pair(1, namespace)?;
+        let mut queue = self.join_queue_pair(1, namespace, None)?;
         let lists = ListMemory::new(&self.space, 1).map_err(ControllerError::Memory)?;
         let memory = HostMemory {
             table: &RegionTable::default(),

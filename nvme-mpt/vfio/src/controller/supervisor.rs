@@ -1,6 +1,6 @@
 //! The thread that watches over a drive: deadlines, fatal status, removal, and events.
 //!
-//! It looks at everything ten times a second. It deals itself with what it finds. So a drive's
+//! It looks at everything ten times a second, and gives free queue pairs to queues that share. It deals itself with what it finds. So a drive's
 //! failure costs no poller and no other drive more than the lock of a queue pair.
 //!
 //! A command beyond its deadline (`timeout=`, 10 s) is aborted. No other command gets its identifier before the drive
@@ -131,6 +131,7 @@ impl Supervisor {
             Some(csts) if !csts.rdy() => self.reset("somebody else has reset it (CSTS.RDY)"),
             Some(_) => {
                 self.check_deadlines();
+                self.drive.even_out();
                 self.check_events();
             }
         }

@@ -176,6 +176,8 @@ impl Host {
             drive: self.drive.clone(),
             lease,
             queue_pairs: setup.queue_pairs,
+            reservation: (setup.reserve > 0)
+                .then(|| self.drive.reserve(id, setup.reserve).unwrap()),
             doorbells,
             poll: setup.poll.parse().unwrap(),
             learning: setup.learning,
@@ -245,6 +247,8 @@ pub(crate) struct Setup {
     pub(crate) learning: Learning,
     pub(crate) rates: RateLimits,
     pub(crate) queue_pairs: u16,
+    /// As in `reserve=`.
+    pub(crate) reserve: u16,
     pub(crate) masking: MsixMasking,
     /// Guest physical address and length of each region of the guest's memory.
     pub(crate) regions: Vec<(u64, u64)>,
@@ -262,6 +266,7 @@ impl Default for Setup {
             learning: Learning::default(),
             rates: RateLimits::default(),
             queue_pairs: 4,
+            reserve: 0,
             masking: MsixMasking::Client,
             // Two that touch, and one beyond.
             regions: vec![(LOW, REGION), (LOW + REGION, REGION), (HIGH, REGION)],

@@ -1,0 +1,253 @@
+//! `nvme-mpt leases`.
+
+use std::error::Error;
+use std::io::{self, Write};
+use std::path::Path;
+
+use clap::{Args, Subcommand};
+use serde::Serialize;
+
+use nvme_mpt::lease::{LeaseEntry, LeaseError, LeaseState, Ledger};
+use nvme_mpt::stats::LeasePairStats;
+
+use super::{Control, State};
+use crate::control;
+
+/// Show the holder of each leased range, or release the lease of a dead holder
+#[derive(Args, Debug)]
+pub(super) struct Leases {
+    #[command(subcommand)]
+    command: Option<LeasesCommand>,
+    #[command(flatten)]
+    state: State,
+    #[command(flatten)]
+    control: Control,
+}
+
+#[derive(Debug, Subcommand)]
+enum LeasesCommand {
+    /// Show all leases (what `leases` alone does)
+    List {
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Take a stale lease out of the ledger, so that its range can be leased again
+    Release {
+        /// The lease's id
+        id: String,
+        /// Hand the data that the id left over to the next lease of its range, whatever its id. The ledger keeps this,
+        /// also for an id whose lease ended by itself
+        #[arg(long)]
+        keep: bool,
+        /// Release it although its holder lives. The next tenant then shares the range with a process
+        /// that may still write
+        #[arg(long)]
+        force: bool,
+    },
+}
+
+/// A lease as `leases` shows it.
+#[derive(Debug, Serialize)]
+struct ShownLease {
+    #[serde(flatten)]
+    entry: LeaseEntry,
+    /// Use of the drive's queue pairs; `None` if it has no bound on them, or no server of the lease answers.
+    queue_pairs: Option<LeasePairStats>,
+}
+
+pub(super) fn run_leases(options: Leases) -> Result<(), Box<dyn Error>> {
+    let control = options.control.path(&options.state);
+    let state_dir = options.state.state_dir;
+    let ledger = Ledger::open(&state_dir);
+    let mut out = io::stdout().lock();
+    match options
+        .command
+        .unwrap_or(LeasesCommand::List { json: false })
+    {
+        LeasesCommand::List { json: true } => {
+            writeln!(
+                out,
+                "{}",
+                serde_json::to_string(&shown(ledger.list()?, &control))?
+            )?;
+        }
+        LeasesCommand::List { json: false } => {
+            let leases = shown(ledger.list()?, &control);
+            if leases.is_empty() {
+                writeln!(out, "No leases in {}", state_dir.display())?;
+            } else {
+                write_leases(&mut out, &leases)?;
+            }
+        }
+        LeasesCommand::Release { id, keep, force } => {
+            match ledger.release(&id, force) {
+                Ok(LeaseEntry { range, drive, .. }) => {
+                    writeln!(out, "Released {id}: range {range} of {drive}")?;
+                }
+                // It ended by itself, and its data is there.
+                Err(LeaseError::NoSuchLease { .. }) if keep => {}
+                Err(error) => return Err(error.into()),
+            }
+            if keep {
+                let ranges = ledger.give_up_data(&id)?;
+                let ranges: Vec<String> = ranges.iter().map(ToString::to_string).collect();
+                writeln!(
+                    out,
+                    "The data of {id} goes to the next lease of {}",
+                    ranges.join(", ")
+                )?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Returns leases with the use of their drives' queue pairs, as far as the server on `control` knows it.
+fn shown(leases: Vec<LeaseEntry>, control: &Path) -> Vec<ShownLease> {
+    let held = leases.iter().any(|lease| lease.state == LeaseState::Held);
+    // Leases are shown without a server, too: those of VMMs and of servers with another socket.
+    let stats = held
+        .then(|| control::query_stats(control).ok())
+        .flatten()
+        .unwrap_or_default();
+    let leases = leases.into_iter().map(|entry| {
+        let mut functions = stats.functions.iter();
+        let function = functions.find(|function| function.id == entry.id);
+        let queue_pairs = function.and_then(|function| function.queue_pairs);
+        ShownLease { entry, queue_pairs }
+    });
+    leases.collect()
+}
+
+fn write_leases(out: &mut dyn Write, leases: &[ShownLease]) -> io::Result<()> {
+    let width = |head: usize, width: fn(&LeaseEntry) -> usize| {
+        let widths = leases.iter().map(|lease| width(&lease.entry));
+        widths.max().unwrap_or(0).max(head)
+    };
+    let id_width = width(2, |lease| lease.id.len());
+    let range_width = width(5, |lease| lease.range.to_string().len());
+    // Only physical drives have a bound on their queue pairs.
+    let is_bounded =
+        |lease: &ShownLease| lease.queue_pairs.is_some() || lease.entry.reserved_pairs > 0;
+    let bounded = leases.iter().any(is_bounded);
+    let pairs = |lease: &ShownLease| {
+        let used = |of: fn(LeasePairStats) -> u16| match lease.queue_pairs {
+            Some(pairs) => of(pairs).to_string(),
+            None => "-".to_owned(),
+        };
+        let reserved = match is_bounded(lease) {
+            true => lease.entry.reserved_pairs.to_string(),
+            false => "-".to_owned(),
+        };
+        (
+            reserved,
+            used(|pairs| pairs.exclusive),
+            used(|pairs| pairs.shared),
+        )
+    };
+    let columns = |(reserved, exclusive, shared): (String, String, String)| match bounded {
+        true => format!("  {reserved:>8}  {exclusive:>9}  {shared:>6}"),
+        false => String::new(),
+    };
+    let heads = ["RESERVED", "EXCLUSIVE", "SHARED"].map(str::to_owned);
+    let head = columns(heads.into());
+    writeln!(
+        out,
+        "{:id_width$}  {:range_width$}  {:6}  {:>10}  {:>9}{head}  DRIVE",
+        "ID", "RANGE", "STATE", "PID", "NAMESPACE"
+    )?;
+    for lease in leases {
+        let pairs = columns(pairs(lease));
+        let LeaseEntry {
+            id,
+            drive,
+            nsid,
+            range,
+            pid,
+            state,
+            reserved_pairs: _,
+        } = &lease.entry;
+        writeln!(
+            out,
+            "{id:id_width$}  {range:range_width$}  {state:6}  {pid:>10}  {nsid:>9}{pairs}  {drive}"
+        )?;
+    }
+    if leases
+        .iter()
+        .any(|lease| lease.entry.state == LeaseState::Ending)
+    {
+        writeln!(
+            out,
+            "\nThe holder of an ending lease gave it up while commands of it were in flight. Nothing can have its \
+             range until the last of them has ended."
+        )?;
+    }
+    if leases
+        .iter()
+        .any(|lease| lease.entry.state == LeaseState::Stale)
+    {
+        writeln!(
+            out,
+            "\nThe holder of a stale lease ended without releasing it. Started again with the same options, it \
+             takes the lease over; if it is not needed any more: nvme-mpt leases release ID"
+        )?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lease(id: &str, reserved: u16, queue_pairs: Option<LeasePairStats>) -> ShownLease {
+        let entry = serde_json::json!({
+            "id": id, "drive": "d", "nsid": 1, "pid": 7, "state": "held",
+            "range": {"start": 0, "length": 4096}, "reserved_pairs": reserved,
+        });
+        ShownLease {
+            entry: serde_json::from_value(entry).expect("an entry"),
+            queue_pairs,
+        }
+    }
+
+    fn text(leases: &[ShownLease]) -> Vec<String> {
+        let mut out = Vec::new();
+        write_leases(&mut out, leases).expect("written");
+        let text = String::from_utf8(out).expect("text");
+        text.lines().map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn leases_of_physical_drives_have_their_queue_pairs() {
+        let pairs = LeasePairStats {
+            reserved: 4,
+            exclusive: 1,
+            shared: 2,
+        };
+        let leases = [
+            lease("a", 4, Some(pairs)),
+            lease("b", 2, None),
+            lease("c", 0, None),
+        ];
+        let lines = [
+            "ID  RANGE  STATE          PID  NAMESPACE  RESERVED  EXCLUSIVE  SHARED  DRIVE",
+            "a   0+4K   held             7          1         4          1       2  d",
+            "b   0+4K   held             7          1         2          -       -  d",
+            "c   0+4K   held             7          1         -          -       -  d",
+        ];
+        assert_eq!(text(&leases), lines);
+        let json = serde_json::to_value(&leases[0]).expect("JSON");
+        assert_eq!(
+            (&json["id"], &json["reserved_pairs"]),
+            (&"a".into(), &4.into())
+        );
+        assert_eq!(json["queue_pairs"]["shared"], 2);
+    }
+
+    #[test]
+    fn others_have_no_columns_for_them() {
+        let lines = text(&[lease("a", 0, None)]);
+        assert!(lines[0].ends_with("NAMESPACE  DRIVE"), "{lines:?}");
+    }
+}

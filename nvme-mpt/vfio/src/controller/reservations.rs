@@ -1,0 +1,131 @@
+//! Queue pairs that belong to leases, and moves of the queues of others.
+//!
+//! A reservation takes pairs when it is made: free ones, then those that the fewest queues use. Queues of other leases
+//! move from there to pairs without a reservation ([`moves`](super::super::pair)). So a reservation is refused only
+//! where other reservations have too many. One pair always stays without a reservation, for queues beyond
+//! reservations, for wipes and for flushes.
+//!
+//! The supervisor evens out the queues among the pairs without a reservation, so a pair that becomes free goes to
+//! queues that share.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use log::info;
+
+use super::error::ControllerError;
+use super::queue_pairs::QueuePairs;
+use super::{PhysicalDrive, VfioController, lock};
+use nvme_mpt::host::{Reservation, ReserveError, ReservedPairs};
+
+/// Pairs that always stay without a reservation.
+const KEPT: u16 = 1;
+
+/// Names of reservations, of all drives of this process.
+static NEXT_KEY: AtomicU64 = AtomicU64::new(0);
+
+/// A reservation of a drive.
+#[derive(Debug)]
+pub(super) struct Holder {
+    key: u64,
+    pairs: ReservedPairs,
+}
+
+/// Right of a lease to its pairs, which ends when it is dropped.
+#[derive(Debug)]
+struct Grant {
+    key: u64,
+    controller: Arc<VfioController>,
+}
+
+impl Drop for Grant {
+    fn drop(&mut self) {
+        self.controller.drive.release(self.key);
+    }
+}
+
+impl QueuePairs {
+    /// Refuses a reservation that other reservations leave too few pairs for.
+    fn check_left(&self, drive: &str, asked: u16) -> Result<(), ReserveError> {
+        let left = self.total().saturating_sub(self.reserved() + KEPT);
+        if asked <= left {
+            return Ok(());
+        }
+        Err(ReserveError::TooFew {
+            drive: drive.to_owned(),
+            asked,
+            left,
+            total: self.total(),
+            holders: self
+                .holders
+                .iter()
+                .map(|holder| holder.pairs.clone())
+                .collect(),
+        })
+    }
+}
+
+impl PhysicalDrive {
+    /// Makes pairs those of a lease. Returns the reservation's key.
+    fn reserve(&self, lease: &str, asked: u16) -> Result<u64, ReserveError> {
+        let failed = |error: ControllerError| ReserveError::Io(error.into());
+        let mut pairs = lock(&self.pairs);
+        if self.is_gone() {
+            return Err(failed(ControllerError::Gone));
+        }
+        let name = self.backing.name();
+        pairs.check_left(name, asked)?;
+        // The drive may have fewer pairs than it granted, so all that are promised exist.
+        let promised = pairs.reserved() + asked + KEPT;
+        while pairs.count() < promised && self.add_pair(&mut pairs).map_err(failed)? {}
+        pairs.check_left(name, asked)?;
+        let key = NEXT_KEY.fetch_add(1, Ordering::Relaxed);
+        for _ in 0..asked {
+            pairs.give_one_to(key);
+        }
+        if pairs.usage().shared > 0 {
+            self.note_sharing(&pairs);
+        }
+        let lease = lease.to_owned();
+        info!("Drive {name}: {asked} queue pairs belong to lease {lease}");
+        pairs.holders.push(Holder {
+            key,
+            pairs: ReservedPairs {
+                lease,
+                pairs: asked,
+            },
+        });
+        Ok(key)
+    }
+
+    /// Ends a reservation. Its pairs go to the queues that share.
+    fn release(&self, key: u64) {
+        let mut pairs = lock(&self.pairs);
+        pairs.holders.retain(|holder| holder.key != key);
+        pairs.take_back(key);
+        pairs.even_out();
+    }
+
+    /// Gives pairs that became free to queues that share.
+    pub(super) fn even_out(&self) {
+        if self.counters.sharing.load(Ordering::Relaxed) {
+            lock(&self.pairs).even_out();
+        }
+    }
+}
+
+impl VfioController {
+    /// Reserves pairs for a lease.
+    pub(super) fn grant(
+        self: Arc<Self>,
+        lease: &str,
+        pairs: u16,
+    ) -> Result<Reservation, ReserveError> {
+        let key = self.drive.reserve(lease, pairs)?;
+        let grant = Grant {
+            key,
+            controller: self,
+        };
+        Ok(Reservation::new(key, pairs, grant))
+    }
+}

@@ -1,0 +1,208 @@
+//! Queue pairs that belong to leases, and queues that move between pairs under load.
+
+use nvme_mpt::host::{QueuePairUse, ReserveError, ReservedPairs};
+use nvme_mpt::stats::{HostQueueUse, LeasePairStats};
+use nvme_mpt_tests::command::Sqe;
+use nvme_mpt_tests::drive::{NamespaceOptions, Options};
+use nvme_mpt_tests::rng::Rng;
+use nvme_mpt_tests::status::SUCCESS;
+
+use crate::common::{Host, LEASE, LONG, Setup, queue_pair, status, wait_for};
+use crate::load::Load;
+
+fn host(queue_pairs: u16) -> Host {
+    let options = Options {
+        queue_pairs,
+        mdts: 3,
+        namespaces: vec![NamespaceOptions::new(1, 4 * LEASE, 512)],
+        ..Options::default()
+    };
+    Host::with(options, LONG)
+}
+
+/// The third lease, with so many queue pairs for itself.
+fn reserving(reserve: u16) -> Setup {
+    Setup {
+        reserve,
+        ..Setup::nth(2)
+    }
+}
+
+/// Reserved, exclusive, shared and free pairs of the drive.
+fn usage(host: &Host) -> [u16; 4] {
+    let pairs = host.drive.controller().queue_pairs().unwrap();
+    let QueuePairUse {
+        reserved,
+        exclusive,
+        shared,
+        ..
+    } = pairs;
+    [reserved, exclusive, shared, pairs.free()]
+}
+
+#[test]
+fn a_refused_reservation_names_the_holders_and_changes_nothing() {
+    let host = host(8);
+    let a = host.drive.reserve("a", 4).unwrap();
+    let b = host.drive.reserve("b", 2).unwrap();
+    assert_eq!(usage(&host), [6, 0, 0, 2]);
+    let error = host.drive.reserve("c", 2).unwrap_err();
+    let ReserveError::TooFew {
+        asked,
+        left,
+        total,
+        holders,
+        ..
+    } = &error
+    else {
+        panic!("{error}");
+    };
+    assert_eq!((*asked, *left, *total), (2, 1, 8));
+    let holder = |lease: &str, pairs| ReservedPairs {
+        lease: lease.to_owned(),
+        pairs,
+    };
+    assert_eq!(*holders, [holder("a", 4), holder("b", 2)]);
+    let text = error.to_string();
+    assert!(
+        text.contains("lease \"a\" (4), lease \"b\" (2)") && text.ends_with("these functions"),
+        "{text}"
+    );
+    assert_eq!(usage(&host), [6, 0, 0, 2]);
+    // The one pair that is left can be had, and the last one always stays.
+    let c = host.drive.reserve("c", 1).unwrap();
+    assert!(host.drive.reserve("d", 1).is_err());
+    drop((a, c));
+    assert_eq!(usage(&host), [2, 0, 0, 6]);
+    let d = host.drive.reserve("d", 5).unwrap();
+    drop((b, d));
+    assert_eq!(usage(&host), [0, 0, 0, 8]);
+    host.finish();
+}
+
+#[test]
+fn a_drive_of_one_pair_has_none_to_reserve() {
+    let host = host(1);
+    let error = host.drive.reserve("a", 1).unwrap_err().to_string();
+    assert!(
+        error.ends_with("no lease has a reservation, and one stays for queues without a reservation; leave reserve= out"),
+        "{error}"
+    );
+    Load::start(&host, &Setup::nth(0), 2, 8).finish_undisturbed();
+    host.finish();
+}
+
+#[test]
+fn a_reservation_gets_its_pairs_from_guests_under_load_and_gives_them_back() {
+    let host = host(4);
+    let others: Vec<_> = (0..2)
+        .map(|nth| Load::start(&host, &Setup::nth(nth), 2, 16))
+        .collect();
+    assert_eq!(usage(&host), [0, 4, 0, 0]);
+    let owner = Load::start(&host, &reserving(2), 2, 16);
+    assert_eq!(usage(&host), [2, 0, 2, 0]);
+    let leases = host.ledger.list().unwrap();
+    let reserved: Vec<_> = leases.iter().map(|lease| lease.reserved_pairs).collect();
+    assert_eq!(reserved, [0, 0, 2]);
+    for load in others.iter().chain([&owner]) {
+        load.goes_on();
+    }
+    owner.finish_undisturbed();
+    // Without a restart, each has a pair to itself again.
+    assert_eq!(usage(&host), [0, 4, 0, 0]);
+    for load in others {
+        load.goes_on();
+        load.finish_undisturbed();
+    }
+    host.finish();
+}
+
+#[test]
+fn idle_queues_make_room_for_a_reservation() {
+    let host = host(3);
+    let machines: Vec<_> = (0..2).map(|nth| host.machine(&Setup::nth(nth))).collect();
+    let mut guests: Vec<_> = machines
+        .iter()
+        .map(|machine| {
+            let mut controller = machine.attach();
+            let queue = queue_pair(&mut controller, 1, 16);
+            (controller, queue)
+        })
+        .collect();
+    let owner = host.machine(&reserving(2));
+    assert_eq!(usage(&host), [2, 0, 1, 0]);
+    let mut controller = owner.attach();
+    let mut queues = [1, 2, 3].map(|id| queue_pair(&mut controller, id, 16));
+    for (_, queue) in &mut guests {
+        assert_eq!(status(queue, Sqe::flush(1)), SUCCESS);
+    }
+    for queue in &mut queues {
+        assert_eq!(status(queue, Sqe::flush(1)), SUCCESS);
+    }
+    let uses = [1, 2, 3].map(|qid| owner.queue_stats(qid).host_queue);
+    let (reserved, shared) = (HostQueueUse::Reserved, HostQueueUse::Shared);
+    assert_eq!(uses, [reserved, reserved, shared].map(Some));
+    assert_eq!(machines[0].queue_stats(1).host_queue, Some(shared));
+    let pairs = owner.function().host().stats().queue_pairs;
+    let expected = LeasePairStats {
+        reserved: 2,
+        exclusive: 0,
+        shared: 1,
+    };
+    assert_eq!(pairs, Some(expected));
+    drop((queues, controller, owner));
+    // Three pairs for two queues.
+    assert_eq!(usage(&host), [0, 2, 0, 1]);
+    for (_, queue) in &mut guests {
+        assert_eq!(status(queue, Sqe::flush(1)), SUCCESS);
+    }
+    drop((guests, machines));
+    host.finish();
+}
+
+#[test]
+fn a_pair_that_becomes_free_goes_to_a_queue_that_shares() {
+    let host = host(2);
+    let mut loads: Vec<_> = (0..3)
+        .map(|nth| Load::start(&host, &Setup::nth(nth), 1, 16))
+        .collect();
+    assert_eq!(usage(&host), [0, 1, 1, 0]);
+    // The one that has a pair to itself.
+    loads.remove(1).finish_undisturbed();
+    wait_for("a pair for each queue", || usage(&host) == [0, 2, 0, 0]);
+    for load in loads {
+        load.goes_on();
+        load.finish_undisturbed();
+    }
+    host.finish();
+}
+
+#[test]
+fn reservations_come_and_go_under_load_while_the_drive_is_reset() {
+    let host = host(5);
+    let loads: Vec<_> = (0..3)
+        .map(|nth| Load::start(&host, &Setup::nth(nth), 3, 8))
+        .collect();
+    let mut rng = Rng::new(5);
+    for round in 0..40 {
+        let one = host.drive.reserve("one", 1 + rng.below(2) as u16).unwrap();
+        let two = host.drive.reserve("two", 1 + rng.below(2) as u16).unwrap();
+        drop(one);
+        if round % 10 == 9 {
+            let resets = host.incidents().resets;
+            host.model.fail();
+            wait_for("a reset", || host.incidents().resets > resets);
+        }
+        loads[round % 3].goes_on();
+        drop(two);
+    }
+    wait_for("queues that are evened out", || {
+        usage(&host) == [0, 1, 4, 0]
+    });
+    for load in loads {
+        load.goes_on();
+        let (_, tally) = load.finish();
+        assert_eq!(tally.failed, [], "{tally:?}");
+    }
+    host.finish();
+}

@@ -507,6 +507,7 @@ impl HostSide for RemoteHostSide {
                 serial: namespace.serial.clone(),
                 capacity_bytes: namespace.blocks << namespace.lba_shift,
                 doorbells: self.facts.doorbells.to_string(),
+                queue_pairs: None,
                 queues: Vec::new(),
             })
     }

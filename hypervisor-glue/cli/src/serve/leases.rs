@@ -99,6 +99,7 @@ impl LeaseTable {
                 serial: stats.serial,
                 capacity_bytes: stats.capacity_bytes,
                 doorbells: stats.doorbells,
+                queue_pairs: stats.queue_pairs,
                 queues: stats.queues,
                 ..FunctionStats::default()
             }

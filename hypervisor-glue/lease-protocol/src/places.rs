@@ -3,17 +3,15 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use nvme_mpt::lease::SERVER_SOCKETS;
 use nvme_mpt::poller::Threads;
 
 use crate::client::{AttachError, RemoteHostSide, attach};
 
-/// Folder of the sockets, in the state folder.
-const FOLDER: &str = "servers";
-
 /// Returns the folder with the sockets of all servers of a state folder.
 #[must_use]
 pub fn sockets(state_dir: &Path) -> PathBuf {
-    state_dir.join(FOLDER)
+    state_dir.join(SERVER_SOCKETS)
 }
 
 /// Returns the socket of the server with a name, such as the number of its process.

@@ -28,5 +28,5 @@ pub use identity::LeaseIdentity;
 pub use ledger::{Lease, LeaseRequest, Ledger};
 pub use private::PrivateError;
 pub use range::{BOUNDARY, ByteRange, Bytes, LbaRange, RangeError, SizeError};
-pub use store::{CONTROL_SOCKET, StoreError, make_state_folder};
+pub use store::{CONTROL_SOCKET, SERVER_SOCKETS, StoreError, make_state_folder};
 pub use tenants::{FormerData, Left};

@@ -294,12 +294,15 @@ pub(super) struct Exclusive<'folder> {
 /// Name of a server's control socket in its state folder.
 pub const CONTROL_SOCKET: &str = "control.sock";
 
+/// Name of the folder, in a state folder, with the sockets on which servers give leases to VMMs.
+pub const SERVER_SOCKETS: &str = "servers";
+
 /// Makes a state folder for our user alone, or makes sure that one is.
 ///
 /// # Errors
 /// See [`PrivateError`].
 pub fn make_state_folder(path: &Path) -> Result<(), PrivateError> {
-    let starts = [LEDGER, LOCK, HOLDERS, CONTROL_SOCKET];
+    let starts = [LEDGER, LOCK, HOLDERS, CONTROL_SOCKET, SERVER_SOCKETS];
     // A server that is about to make a socket, and a crash, leave files under longer names.
     make_folder(path, |name| {
         starts.iter().any(|start| name.starts_with(start))

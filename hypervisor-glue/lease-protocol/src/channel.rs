@@ -35,9 +35,9 @@ pub enum ChannelError {
     /// The other side closed the connection.
     #[error("the other side closed the connection")]
     Closed,
-    /// Nothing arrived in time.
-    #[error("no answer came within {0:?}")]
-    Timeout(Duration),
+    /// A message did not arrive in time.
+    #[error("the other side does not go on")]
+    Timeout,
     /// A message is larger than one may be.
     #[error("a message of {0} bytes came, but it may have {MESSAGE_MAX}")]
     TooLarge(usize),
@@ -108,31 +108,45 @@ impl Channel {
         (&self.0).write_all(&bytes[sent..]).map_err(failure)
     }
 
-    /// Receives a message. It begins within `patience`, or at any time, and then has to arrive.
-    pub(crate) fn receive<M: DeserializeOwned>(
+    /// Receives a request, which begins within `patience`, or at any time. Then it has to arrive.
+    pub(crate) fn receive_request<M: DeserializeOwned>(
         &self,
         patience: Option<Duration>,
     ) -> Result<(M, Vec<OwnedFd>), ChannelError> {
-        let (bytes, descriptors) = self.receive_bytes(patience)?;
-        Ok((serde_json::from_slice(&bytes)?, descriptors))
+        self.0.set_read_timeout(patience)?;
+        let mut deadline = None;
+        self.receive(|| {
+            // The first part has come.
+            let end = *deadline.get_or_insert_with(|| Instant::now() + TRANSFER);
+            match end.checked_duration_since(Instant::now()) {
+                Some(left) if !left.is_zero() => Ok(self.0.set_read_timeout(Some(left))?),
+                _ => Err(ChannelError::Timeout),
+            }
+        })
     }
 
-    fn receive_bytes(
+    /// Sets the time that [`Self::receive_answer`] waits for each part of an answer.
+    pub(crate) fn set_patience(&self, patience: Duration) -> io::Result<()> {
+        self.0.set_read_timeout(Some(patience))
+    }
+
+    /// Receives an answer. A sandbox of the VMM need not allow any thread to change the socket.
+    pub(crate) fn receive_answer<M: DeserializeOwned>(
         &self,
-        patience: Option<Duration>,
-    ) -> Result<(Vec<u8>, Vec<OwnedFd>), ChannelError> {
+    ) -> Result<(M, Vec<OwnedFd>), ChannelError> {
+        self.receive(|| Ok(()))
+    }
+
+    /// Receives a message. `before_part` comes before each part but the first.
+    fn receive<M: DeserializeOwned>(
+        &self,
+        mut before_part: impl FnMut() -> Result<(), ChannelError>,
+    ) -> Result<(M, Vec<OwnedFd>), ChannelError> {
         let mut header = [0; HEADER];
         let mut descriptors = Vec::new();
-        self.0.set_read_timeout(patience)?;
-        let mut came = match self.receive_some(&mut header, &mut descriptors) {
-            Err(ChannelError::Timeout(_)) => {
-                return Err(ChannelError::Timeout(patience.unwrap_or_default()));
-            }
-            other => other?,
-        };
-        let deadline = Instant::now() + TRANSFER;
+        let mut came = self.receive_some(&mut header, &mut descriptors)?;
         while came < HEADER {
-            self.wait_until(deadline)?;
+            before_part()?;
             came += self.receive_some(&mut header[came..], &mut descriptors)?;
         }
         let [length, number] = [0, 4].map(|at| {
@@ -149,7 +163,7 @@ impl Channel {
         let mut bytes = Vec::new();
         let mut part = [0; 1 << 14];
         while bytes.len() < length {
-            self.wait_until(deadline)?;
+            before_part()?;
             let room = (length - bytes.len()).min(part.len());
             match (&self.0).read(&mut part[..room]) {
                 Ok(0) => return Err(ChannelError::Closed),
@@ -158,14 +172,7 @@ impl Channel {
                 Err(error) => return Err(failure(error)),
             }
         }
-        Ok((bytes, descriptors))
-    }
-
-    fn wait_until(&self, deadline: Instant) -> Result<(), ChannelError> {
-        match deadline.checked_duration_since(Instant::now()) {
-            Some(left) if !left.is_zero() => Ok(self.0.set_read_timeout(Some(left))?),
-            _ => Err(ChannelError::Timeout(TRANSFER)),
-        }
+        Ok((serde_json::from_slice(&bytes)?, descriptors))
     }
 
     fn receive_some(
@@ -204,7 +211,7 @@ impl AsFd for Channel {
 
 fn failure(error: io::Error) -> ChannelError {
     match error.kind() {
-        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => ChannelError::Timeout(TRANSFER),
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => ChannelError::Timeout,
         io::ErrorKind::BrokenPipe
         | io::ErrorKind::ConnectionReset
         | io::ErrorKind::UnexpectedEof

@@ -139,7 +139,7 @@ impl Link {
         let descriptor = descriptor.map(AsFd::as_fd);
         let answer = channel
             .send(request, descriptor.as_slice())
-            .and_then(|()| channel.receive(Some(PATIENCE)));
+            .and_then(|()| channel.receive_answer());
         answer.map_err(|error| self.lose(&mut connection, &error))
     }
 
@@ -203,13 +203,14 @@ pub fn attach_over(
         source,
     };
     let channel = Channel::new(stream).map_err(set_up)?;
+    channel.set_patience(OPENING_PATIENCE).map_err(set_up)?;
     let opening = Opening {
         version: VERSION,
         options: options.to_owned(),
     };
     channel.send(&opening, &[]).map_err(answer)?;
     let (attached, descriptors) = loop {
-        let (opened, descriptors) = channel.receive(Some(OPENING_PATIENCE)).map_err(answer)?;
+        let (opened, descriptors) = channel.receive_answer().map_err(answer)?;
         match opened {
             Opened::Waiting => {}
             Opened::NotServed => return Ok(None),
@@ -225,6 +226,7 @@ pub fn attach_over(
             Opened::Attached(_) => return Err(answer(ChannelError::Impossible)),
         }
     };
+    channel.set_patience(PATIENCE).map_err(set_up)?;
     let [doorbells, events] = <[OwnedFd; 2]>::try_from(descriptors).map_err(|descriptors| {
         let (came, said) = (descriptors.len(), 2);
         answer(ChannelError::Descriptors { came, said })

@@ -22,8 +22,10 @@ pub fn socket_of(state_dir: &Path, name: &str) -> PathBuf {
 
 /// Attaches to the server that has the drive of `options`; `None` if no server has it.
 ///
+/// A server that cannot be asked is passed over with a warning. If it has the drive, opening the drive fails.
+///
 /// # Errors
-/// See [`AttachError`].
+/// [`AttachError::Refused`], [`AttachError::SetUp`].
 pub fn attach_anywhere(
     state_dir: &Path,
     options: &str,
@@ -48,6 +50,9 @@ pub fn attach_anywhere(
                     source.kind(),
                     io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound
                 ) => {}
+            Err(error @ (AttachError::Connect { .. } | AttachError::Answer { .. })) => {
+                log::warn!("{error}, and is not asked for the drive");
+            }
             Err(error) => return Err(error),
         }
     }

@@ -114,7 +114,8 @@ impl Session {
     }
 
     fn hold_lease(self, leases: &dyn Leases) -> Result<(), SessionError> {
-        let (opening, descriptors): (Opening, _) = self.channel.receive(Some(OPENING_PATIENCE))?;
+        let (opening, descriptors): (Opening, _) =
+            self.channel.receive_request(Some(OPENING_PATIENCE))?;
         expect(&descriptors, 0)?;
         let Opening { version, options } = opening;
         if version != VERSION {
@@ -203,7 +204,7 @@ impl Session {
             dirty: Vec::new(),
         };
         loop {
-            let (request, descriptors) = self.channel.receive(None)?;
+            let (request, descriptors) = self.channel.receive_request(None)?;
             if let Request::FlushWithin(_) = &request {
                 // The VMM learns of the flush's result, so that it is not made again for these.
                 *flushed = host.commands();

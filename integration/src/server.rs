@@ -161,6 +161,7 @@ pub struct Server {
     binary: PathBuf,
     folder: PathBuf,
     functions: Vec<FunctionOptions>,
+    drives: Vec<String>,
     process: Supervised,
 }
 
@@ -180,11 +181,29 @@ impl Server {
             path: state,
             source,
         })?;
-        let process = spawn(binary, functions, folder)?;
+        let process = spawn(binary, functions, &[], folder)?;
         let mut server = Self {
             binary: binary.to_owned(),
             folder: folder.to_owned(),
             functions: functions.to_vec(),
+            drives: Vec::new(),
+            process,
+        };
+        server.await_ready()?;
+        Ok(server)
+    }
+
+    /// Starts it with drives that it keeps open, and no function. Functions in VMMs find them.
+    ///
+    /// # Errors
+    /// If it does not come up.
+    pub fn holding(binary: &Path, drives: &[String], folder: &Path) -> Result<Self, ServerError> {
+        let process = spawn(binary, &[], drives, folder)?;
+        let mut server = Self {
+            binary: binary.to_owned(),
+            folder: folder.to_owned(),
+            functions: Vec::new(),
+            drives: drives.to_vec(),
             process,
         };
         server.await_ready()?;
@@ -372,7 +391,7 @@ impl Server {
     /// # Errors
     /// If it does not come up.
     pub fn restart(&mut self) -> Result<(), ServerError> {
-        self.process = spawn(&self.binary, &self.functions, &self.folder)?;
+        self.process = spawn(&self.binary, &self.functions, &self.drives, &self.folder)?;
         self.await_ready()
     }
 
@@ -438,6 +457,7 @@ const START_MARK: &str = "---- nvme-mpt serve ----\n";
 fn spawn(
     binary: &Path,
     functions: &[FunctionOptions],
+    drives: &[String],
     folder: &Path,
 ) -> Result<Supervised, ServerError> {
     let log = folder.join("serve.log");
@@ -465,6 +485,9 @@ fn spawn(
         command
             .arg("--function")
             .arg(function.render(&socket(folder, &function.id)));
+    }
+    for drive in drives {
+        command.arg("--drive").arg(drive);
     }
     Ok(Supervised::spawn("nvme-mpt serve", &command, &log)?)
 }

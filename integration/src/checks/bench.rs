@@ -72,6 +72,14 @@ impl Bench {
         Ok(Server::start(&self.program, functions, &self.folder)?)
     }
 
+    /// Starts a server with drives for functions in VMMs.
+    ///
+    /// # Errors
+    /// If it does not come up.
+    pub fn hold(&self, drives: &[String]) -> Result<Server, Failure> {
+        Ok(Server::holding(&self.program, drives, &self.folder)?)
+    }
+
     /// Boots a guest with Linux 6.12.
     ///
     /// # Errors

@@ -8,7 +8,7 @@ use integration::vmm::counters::KvmCounters;
 
 use crate::fixture::{Bench, Failure, PATIENCE, at, expect, sh};
 use crate::init;
-use crate::vmm::boot;
+use crate::vmm::{Owner, boot};
 
 /// Reads that are counted, and those before them, with which doorbells come to be mapped or pollers to
 /// spin.
@@ -45,16 +45,25 @@ fn script(body: &str) -> String {
 }
 
 pub(crate) fn with_a_doorbell_buffer(bench: &Bench) -> Result<(), Failure> {
-    counted(bench, "auto", "Doorbell Buffer")
+    counted(bench, ("auto", Owner::Vmm), "Doorbell Buffer")
+}
+
+/// A drive server does the I/O, and no more exits than in one process.
+pub(crate) fn on_a_servers_drive(bench: &Bench) -> Result<(), Failure> {
+    counted(
+        bench,
+        ("auto", Owner::Server),
+        "Doorbell Buffer, drive of a server",
+    )
 }
 
 /// Not offered to the guest, which would use it otherwise.
 pub(crate) fn without_a_doorbell_buffer(bench: &Bench) -> Result<(), Failure> {
-    counted(bench, "mapped", "no Doorbell Buffer")
+    counted(bench, ("mapped", Owner::Vmm), "no Doorbell Buffer")
 }
 
 /// Counts the exits of a guest's reads from a function in the VMM's process, by KVM.
-fn counted(bench: &Bench, doorbells: &str, what: &str) -> Result<(), Failure> {
+fn counted(bench: &Bench, function: (&str, Owner), what: &str) -> Result<(), Failure> {
     let body = format!(
         "reads /dev/nvme0n1 {READS_BEFORE}
 count
@@ -63,14 +72,14 @@ reads /dev/nvme0n1 {READS}
 echo guest: $(($(interrupts nvme0q) - before)) interrupts
 count"
     );
-    let said = boot_counting(bench, &script(&body), doorbells)?;
+    let said = boot_counting(bench, &script(&body), function)?;
     expect(said.contains(&format!("guest: read {READS}")), || {
         format!("The guest has not read:\n{said}")
     })?;
     let per_read = |name: &str| Ok::<_, Failure>(delta(&said, name)? as f64 / READS as f64);
     let (mmio, interrupts) = (per_read("mmio_exits")?, per_read("irq_injections")?);
     tell(
-        &format!("doorbells={doorbells}, {what}"),
+        &format!("doorbells={}, {what}", function.0),
         [mmio, per_read("io_exits")?, interrupts, per_read("exits")?],
     );
     let own = own_interrupts(&said)? as f64 / READS as f64;
@@ -124,7 +133,7 @@ for burst in $(seq {BURSTS}); do
 done
 count"
     );
-    let said = boot_counting(bench, &script(&body), "mapped")?;
+    let said = boot_counting(bench, &script(&body), ("mapped", Owner::Vmm))?;
     let reads = said.matches(&format!("guest: read {READS_BEFORE}")).count();
     expect(reads == BURSTS as usize, || {
         format!("The guest has not read:\n{said}")
@@ -196,12 +205,12 @@ fn tell(what: &str, [mmio, io, interrupts, exits]: [f64; 4]) {
     ));
 }
 
-fn boot_counting(bench: &Bench, script: &str, doorbells: &str) -> Result<String, Failure> {
+fn boot_counting(bench: &Bench, script: &str, function: (&str, Owner)) -> Result<String, Failure> {
     boot(
         bench,
         &KernelChoice::V6_1,
         script,
-        doorbells,
+        function,
         &["--counters"],
     )
 }

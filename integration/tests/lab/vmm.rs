@@ -11,7 +11,7 @@ use integration::provision::{Assets, KernelChoice};
 use integration::vmm::counters::{KvmCounters, has_foreign_registers};
 use integration::vmms::reference;
 
-use crate::fixture::{Bench, Failure, PATIENCE, at, expect, sh};
+use crate::fixture::{Bench, Failure, PATIENCE, at, await_that, expect, sh};
 use crate::{Group, Refused, exits, init};
 
 pub(crate) const GROUP: Group = Group::Inside {
@@ -31,6 +31,8 @@ pub(crate) const GROUP: Group = Group::Inside {
         ),
         ("exits_with_virtio_blk", exits::with_virtio_blk),
         ("doorbells_come_and_go", exits::doorbells_come_and_go),
+        ("root_on_a_servers_drive", root_on_a_servers_drive),
+        ("exits_on_a_servers_drive", exits::on_a_servers_drive),
     ],
 };
 
@@ -49,18 +51,38 @@ echo 3 >/proc/sys/vm/drop_caches
 ";
 
 fn root_with_mapped_doorbells(bench: &Bench) -> Result<(), Failure> {
-    verify(bench, &KernelChoice::V6_12, "mapped", 1)
+    verify(bench, &KernelChoice::V6_12, "mapped", 1, Owner::Vmm)
 }
 
 fn root_with_trapped_doorbells(bench: &Bench) -> Result<(), Failure> {
-    verify(bench, &KernelChoice::V6_1, "trap", 4)
+    verify(bench, &KernelChoice::V6_1, "trap", 4, Owner::Vmm)
+}
+
+fn root_on_a_servers_drive(bench: &Bench) -> Result<(), Failure> {
+    verify(bench, &KernelChoice::V6_12, "auto", 2, Owner::Server)
+}
+
+/// Process that has the drive of a function.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Owner {
+    /// The VMM, which does the I/O as well.
+    Vmm,
+    /// A drive server, of which the VMM's function has a lease.
+    Server,
 }
 
 /// Boots a guest that verifies its own I/O on its root.
-fn verify(bench: &Bench, kernel: &KernelChoice, doorbells: &str, cpus: u8) -> Result<(), Failure> {
+fn verify(
+    bench: &Bench,
+    kernel: &KernelChoice,
+    doorbells: &str,
+    cpus: u8,
+    owner: Owner,
+) -> Result<(), Failure> {
     let cpus_argument = cpus.to_string();
     let arguments = ["--cpus", &cpus_argument];
-    let said = boot(bench, kernel, &init::script(VERIFY), doorbells, &arguments)?;
+    let function = (doorbells, owner);
+    let said = boot(bench, kernel, &init::script(VERIFY), function, &arguments)?;
     for wanted in [
         &format!("guest: cpus {cpus}"),
         "guest: root /dev/root",
@@ -83,11 +105,15 @@ pub(crate) fn boot(
     bench: &Bench,
     kernel: &KernelChoice,
     script: &str,
-    doorbells: &str,
+    (doorbells, owner): (&str, Owner),
     arguments: &[&str],
 ) -> Result<String, Failure> {
     let assets = Assets::provide(kernel)?;
     let image = root(bench, &assets, script)?;
+    let mut server = match owner {
+        Owner::Vmm => None,
+        Owner::Server => Some(bench.hold(&[format!("path={}", image.display())])?),
+    };
     let console = bench.folder().join("console");
     let function = format!("path={},doorbells={doorbells}", image.display());
     let machine = [
@@ -102,6 +128,9 @@ pub(crate) fn boot(
     ];
     let machine = machine.into_iter().chain(arguments.iter().map(OsStr::new));
     let mut vmm = reference::spawn(bench.folder(), &console, machine)?;
+    if let Some(server) = &server {
+        await_that("the lease", || Ok(server.list()?.len() == 1))?;
+    }
     let status = vmm.wait(PATIENCE).map_err(|error| match error {
         ProcessError::StillRuns { .. } if has_foreign_registers(vmm.pid()) => {
             Failure::from(format!("{error}, and it runs with its host's registers"))
@@ -115,6 +144,10 @@ pub(crate) fn boot(
     expect(status.success(), || {
         format!("It ended with {status}:\n{}", file_tail(&console))
     })?;
+    if let Some(server) = &mut server {
+        await_that("the end of the lease", || Ok(server.list()?.is_empty()))?;
+        server.stop()?;
+    }
     // The image has the guest's writes, in a file system that was left in order.
     sh(&format!("e2fsck -fn {}", image.display()))?;
     fs::remove_file(&image).map_err(at(&image))?;

@@ -12,9 +12,10 @@ use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::unistd::getuid;
@@ -23,7 +24,7 @@ use nvme_mpt::limit::RateLimits;
 use nvme_mpt::{Attachment, HostSide, Pollers};
 use nvme_mpt_lease_protocol::{Admission, Leases, Peer, Session, socket_of};
 use nvme_mpt_vmm::drives;
-use nvme_mpt_vmm::open::{self, Ledgers};
+use nvme_mpt_vmm::open::{self, Ledgers, OpenError};
 use nvme_mpt_vmm::options::FunctionOptions;
 use nvme_mpt_vmm::report;
 use vfio_user_server::Listener;
@@ -31,6 +32,9 @@ use vfio_user_server::Listener;
 use super::declared::Origin;
 use super::view::{FunctionEntry, FunctionState};
 use crate::stats::FunctionStats;
+
+/// Time between two looks for a lease that is about to end.
+const RETRY: Duration = Duration::from_millis(20);
 
 /// Most connections at a time.
 const CONNECTIONS_MAX: usize = 1024;
@@ -145,6 +149,19 @@ impl LeaseTable {
         Some(lease.entry.clone())
     }
 
+    /// Attaches to a drive. A range or an id that a VMM had which has just gone is waited for.
+    fn open(&self, options: &FunctionOptions, stop: &AtomicBool) -> Result<Attachment, OpenError> {
+        loop {
+            let waits = self.connections().values().any(Connection::is_ending);
+            match open::open(options, &self.ledgers, &self.pollers, stop) {
+                Err(OpenError::Lease(_)) if waits && !stop.load(Ordering::Relaxed) => {
+                    thread::sleep(RETRY);
+                }
+                other => return other,
+            }
+        }
+    }
+
     fn admit(&self, number: u64, peer: Peer, options: &str, stop: &AtomicBool) -> Admission {
         let options: FunctionOptions = match options.parse() {
             Ok(options) => options,
@@ -161,7 +178,7 @@ impl LeaseTable {
                  the same user, or serve the function over vfio-user with owner="
             ));
         }
-        let attachment = match open::open(&options, &self.ledgers, &self.pollers, stop) {
+        let attachment = match self.open(&options, stop) {
             Ok(attachment) => Arc::new(attachment),
             Err(error) => return Admission::Refused(report::chain(&error)),
         };
@@ -193,6 +210,14 @@ impl LeaseTable {
 }
 
 impl Connection {
+    /// Returns whether its VMM has gone. Its lease ends then.
+    fn is_ending(&self) -> bool {
+        let mut stream = [PollFd::new(self.stream.as_fd(), PollFlags::empty())];
+        let polled = poll(&mut stream, PollTimeout::ZERO);
+        let closed = |events: PollFlags| events.contains(PollFlags::POLLHUP);
+        polled.is_ok() && stream[0].revents().is_some_and(closed)
+    }
+
     fn has(&self, id: &str) -> bool {
         self.lease
             .as_ref()

@@ -227,6 +227,14 @@ fn vmms_share_a_drive_of_a_server_and_one_that_dies_leaves_no_trace() {
     assert_eq!(again.report(), "attached");
     assert_eq!([again.pass(), second.pass()], ["passed", "passed"]);
     again.end();
+    // A VMM that comes right after one that was killed waits for the end of its lease.
+    let mut killed = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 21);
+    assert_eq!(killed.report(), "attached");
+    assert_eq!(killed.pass(), "passed");
+    killed.kill();
+    let mut next = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 31);
+    assert_eq!(next.report(), "attached");
+    next.end();
     second.end();
     await_leases(&bench, &[]);
     server.stop();

@@ -537,7 +537,7 @@ impl HostSide for RemoteHostSide {
         self.map_there(&memory)?;
         let (gpa, len) = (memory.gpa, memory.len);
         self.window.map(memory).inspect_err(|_| {
-            // What is not mapped on both sides is on neither.
+            // A region is mapped on both sides, or on neither.
             let _ = self.ask::<Result<u64, DmaError>>(&Request::Unmap { gpa, len });
         })
     }

@@ -43,7 +43,7 @@ pub(crate) enum Opened {
     Attached(Box<Attached>),
 }
 
-/// What does not change as long as the function has the lease.
+/// Facts that stay the same as long as the function has the lease.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Attached {
     /// Id of the lease.

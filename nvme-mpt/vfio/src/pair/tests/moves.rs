@@ -62,7 +62,7 @@ fn a_queue_moves_with_commands_in_flight_and_loses_none() {
     assert!(first.move_one(&second, everywhere));
     assert_eq!((first.members(), second.members()), (0, 1));
     assert!(!first.move_one(&second, everywhere), "it moves already");
-    // What it has in flight completes there, before and after it has moved.
+    // Its commands in flight complete there, before and after it has moved.
     one.complete(1, Status::SUCCESS);
     assert_eq!(slots(&mut queue), [1]);
     submit(&mut queue, &lender, &reads([1, 2]));

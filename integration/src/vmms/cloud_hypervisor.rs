@@ -41,6 +41,16 @@ pub fn named() -> Option<PathBuf> {
     std::env::var_os(VARIABLE).map(PathBuf::from)
 }
 
+/// Returns whether the one that the user names has functions in its own process.
+///
+/// # Errors
+/// If none is named, or it cannot be run.
+pub fn has_own_functions() -> Result<bool, VmmsError> {
+    let binary = named().ok_or(VmmsError::NotNamed)?;
+    let help = process::run(Command::new(&binary).arg("--help"))?;
+    Ok(help.contains(OPTION))
+}
+
 /// The same, if it is there to be [brought](crate::lab::LabConfig::bring) into the lab.
 pub fn to_bring() -> Option<PathBuf> {
     named().filter(|path| path.is_file())

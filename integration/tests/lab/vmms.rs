@@ -15,7 +15,7 @@ use integration::vmms::cloud_hypervisor::{self, CloudHypervisor};
 use integration::vmms::{Outcome, Qemu, Reference, Setup, Vmm, VmmsError};
 
 use crate::fixture::{Bench, Failure, PATIENCE, at, expect, sh};
-use crate::vmm::root;
+use crate::vmm::{Owner, root};
 use crate::{Group, Refused};
 
 pub(crate) const GROUP: Group = Group::Inside {
@@ -23,9 +23,15 @@ pub(crate) const GROUP: Group = Group::Inside {
     drives: Vec::new,
     refused: Refused::Nothing,
     checks: &[
-        ("qemu", over::<Qemu>),
-        ("reference_vmm", over::<Reference>),
+        ("qemu", |bench| over::<Qemu>(bench, Owner::Vmm)),
+        ("reference_vmm", |bench| {
+            over::<Reference>(bench, Owner::Vmm)
+        }),
+        ("reference_vmm_leased", |bench| {
+            over::<Reference>(bench, Owner::Server)
+        }),
         ("cloud_hypervisor", over_cloud_hypervisor),
+        ("cloud_hypervisor_leased", over_leased_cloud_hypervisor),
     ],
 };
 
@@ -76,11 +82,27 @@ fn over_cloud_hypervisor(bench: &Bench) -> Result<(), Failure> {
         say(&format!("        NOT CHECKED: {}", VmmsError::NotNamed));
         return Ok(());
     }
-    over::<CloudHypervisor>(bench)
+    over::<CloudHypervisor>(bench, Owner::Vmm)
 }
 
-/// Runs the list on a VMM.
-fn over<V: Vmm + 'static>(bench: &Bench) -> Result<(), Failure> {
+/// With functions in its own process, whose drives a server has.
+fn over_leased_cloud_hypervisor(bench: &Bench) -> Result<(), Failure> {
+    match cloud_hypervisor::has_own_functions() {
+        Ok(true) => over::<CloudHypervisor>(bench, Owner::Server),
+        Ok(false) => {
+            say("        NOT CHECKED: it has no functions in its own process, as it has no patch");
+            Ok(())
+        }
+        Err(error @ VmmsError::NotNamed) => {
+            say(&format!("        NOT CHECKED: {error}"));
+            Ok(())
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Runs the list on a VMM. `owner` has the drives.
+fn over<V: Vmm + 'static>(bench: &Bench, owner: Owner) -> Result<(), Failure> {
     let assets = Assets::provide(&KernelChoice::V6_12)?;
     let images = Images {
         root: root(bench, &assets, "")?,
@@ -95,6 +117,13 @@ fn over<V: Vmm + 'static>(bench: &Bench) -> Result<(), Failure> {
             // Doorbells that are mapped would not exit either, and a poller that sleeps asks for exits.
             .option("doorbells=shadow")
             .option(format!("poll={poll}"))
+    };
+    let mut server = match owner {
+        Owner::Vmm => None,
+        Owner::Server => {
+            let drives = [&images.root, &images.plugged];
+            Some(bench.hold(&drives.map(|path| format!("path={}", path.display())))?)
+        }
     };
     let started = Instant::now();
     let vmm = V::launch(&Setup {
@@ -119,8 +148,14 @@ fn over<V: Vmm + 'static>(bench: &Bench) -> Result<(), Failure> {
         if let Outcome::Lacking(what) = outcome {
             say(&format!("        NOT CHECKED: {what}"));
         }
+        if let Some(server) = &mut server {
+            server.expect_alive()?;
+        }
     }
-    Ok(())
+    match &mut server {
+        Some(server) => Ok(server.stop()?),
+        None => Ok(()),
+    }
 }
 
 /// Files that are gone when a check is over, as they lie in memory.

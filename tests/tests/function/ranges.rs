@@ -289,6 +289,8 @@ fn race(scene: &mut Scene, sqe: Sqe, bytes: &[u8], words: &[usize], bad: &[u64])
                 }
             }
         });
+        // Also if the test fails: the scope waits for the thread.
+        let _end = SetOnDrop(&stop);
         for _ in 0..1000 {
             match status(&mut scene.disk.queue, sqe.with_data(pointer)) {
                 SUCCESS => successes += 1,
@@ -296,9 +298,17 @@ fn race(scene: &mut Scene, sqe: Sqe, bytes: &[u8], words: &[usize], bad: &[u64])
                 other => panic!("{other}"),
             }
         }
-        stop.store(true, Ordering::Relaxed);
     });
     assert!(successes > 0);
+}
+
+/// Sets a flag when it is dropped.
+struct SetOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for SetOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
 }
 
 #[test]

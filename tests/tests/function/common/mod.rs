@@ -41,8 +41,9 @@ pub(crate) const MODES: [DoorbellMode; 3] = [
     DoorbellMode::Trap,
 ];
 
-/// Time after which a wait is called a hang: much longer than a loaded machine needs.
-pub(crate) const HANG: Duration = Duration::from_secs(60);
+/// Time after which a wait is called a hang: much longer than a loaded machine needs. A virtual machine may also stand
+/// still for a minute, in which its clock goes on.
+pub(crate) const HANG: Duration = Duration::from_secs(180);
 
 /// A region of a guest's memory at address 1 MiB.
 pub(crate) const LOW: u64 = 0x10_0000;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::net::Shutdown;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,9 +27,9 @@ use nvme_mpt::{
     DoorbellBuffer, DoorbellPage, DriveEvent, Event, Gpa, HostSide, InterruptVector, LeaseFacts,
     LeaseStatus, MemoryRegion, QueueError, QueueFailure, SharedParts, SqConfig, StateError,
 };
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::de::DeserializeOwned;
 use thiserror::Error;
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 use zerocopy::FromBytes;
 
@@ -426,8 +426,7 @@ impl Drop for RemoteHostSide {
         if let Connection::Open(channel) = &*connection {
             // The server ends the lease, and closes the connection when it has: then the drive is free.
             let _ = channel.stream().shutdown(Shutdown::Write);
-            let mut closed = [PollFd::new(channel, PollFlags::RDHUP)];
-            let _ = poll(&mut closed, Timespec::try_from(END_PATIENCE).ok().as_ref());
+            await_end(channel.stream(), Some(END_PATIENCE));
             let _ = channel.stream().shutdown(Shutdown::Both);
             *connection = Connection::Closed;
         }
@@ -442,11 +441,29 @@ impl Drop for RemoteHostSide {
 
 /// Waits until the server closes the connection, while nothing else may be waiting for it.
 fn watch(stream: &UnixStream, link: &Link) {
-    let mut watched = [PollFd::new(stream, PollFlags::RDHUP)];
-    while let Err(rustix::io::Errno::INTR) = poll(&mut watched, None) {}
+    await_end(stream, None);
     let mut connection = link.connection();
     if matches!(*connection, Connection::Open(_)) {
         link.lose(&mut connection, &ChannelError::Closed);
+    }
+}
+
+/// Waits until the other side closes a connection, or until its time is over.
+fn await_end(stream: &UnixStream, patience: Option<Duration>) {
+    let wait = || {
+        let epoll = Epoll::new()?;
+        let end = EpollEvent::new(EventSet::READ_HANG_UP | EventSet::HANG_UP, 0);
+        epoll.ctl(ControlOperation::Add, stream.as_raw_fd(), end)?;
+        let patience = patience.map_or(-1, |time| time.as_millis() as i32);
+        loop {
+            match epoll.wait(patience, &mut [EpollEvent::default()]) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                result => return result,
+            }
+        }
+    };
+    if let Err(error) = wait() {
+        log::error!("Cannot wait for the end of a drive server: {error}");
     }
 }
 

@@ -55,6 +55,10 @@ impl Transfer {
     }
 }
 
+/// Time that a command may take, unless a test says otherwise. A virtual machine may stand still for a minute, in which
+/// its clock goes on.
+pub const PATIENCE: Duration = Duration::from_secs(180);
+
 /// A namespace, seen through a queue pair.
 #[derive(Debug)]
 pub struct Disk {
@@ -84,7 +88,7 @@ impl Disk {
         Ok(Self {
             queue,
             transfer: Transfer::Prp { offset: 0 },
-            timeout: Duration::from_secs(10),
+            timeout: PATIENCE,
             fua: false,
             nsid,
             namespace,

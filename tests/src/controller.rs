@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::PATIENCE;
 use crate::bar::Bar;
 use crate::command::Sqe;
 use crate::completion::Cqe;
@@ -41,7 +42,7 @@ impl Default for Config {
             admin_entries: 32,
             doorbells: DoorbellMode::Trap,
             command_set: CC_CSS_NVM,
-            admin_timeout: Duration::from_secs(10),
+            admin_timeout: PATIENCE,
             admin_in_buffer: false,
         }
     }

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use crate::PATIENCE;
 use crate::command::{FUA, Sqe, copy_range, dsm_range};
 use crate::completion::Cqe;
 use crate::controller::{Controller, QueueOptions};
@@ -54,10 +55,6 @@ impl Transfer {
         }
     }
 }
-
-/// Time that a command may take, unless a test says otherwise. A virtual machine may stand still for a minute, in which
-/// its clock goes on.
-pub const PATIENCE: Duration = Duration::from_secs(180);
 
 /// A namespace, seen through a queue pair.
 #[derive(Debug)]

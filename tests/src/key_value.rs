@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use crate::PATIENCE;
 use crate::command::{Sqe, kv};
 use crate::completion::Cqe;
 use crate::controller::{Controller, QueueOptions};
@@ -93,7 +94,7 @@ impl KeyValues {
         Ok(Self {
             queue,
             transfer: Transfer::Prp { offset: 0 },
-            timeout: Duration::from_secs(10),
+            timeout: PATIENCE,
             nsid,
             memory: controller.memory().clone(),
         })

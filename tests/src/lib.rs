@@ -57,3 +57,7 @@ pub mod vfio_user;
 pub mod zoned;
 
 pub use error::{Error, Result};
+
+/// Time that a command may take, unless a test says otherwise. A virtual machine may stand still for a minute, in which
+/// its clock goes on.
+pub const PATIENCE: std::time::Duration = std::time::Duration::from_secs(180);

@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -259,6 +260,8 @@ pub struct RemoteHostSide {
     /// The guest was told that the drive is gone.
     told: AtomicBool,
     watch: Option<JoinHandle<()>>,
+    /// Disconnected once the server has closed the connection.
+    ended: Mutex<Receiver<()>>,
 }
 
 impl RemoteHostSide {
@@ -294,7 +297,9 @@ impl RemoteHostSide {
             vectors: (0..vectors).map(vector).collect(),
         };
         let watcher = link.clone();
-        let watch = threads.spawn("nvme-server", Box::new(move || watch(&watched, &watcher)))?;
+        let (ending, ended) = mpsc::channel();
+        let work = move || watch(&watched, &watcher, ending);
+        let watch = threads.spawn("nvme-server", Box::new(work))?;
         Ok(Self {
             id,
             link,
@@ -305,6 +310,7 @@ impl RemoteHostSide {
             counters: Mutex::default(),
             told: AtomicBool::new(false),
             watch: Some(watch),
+            ended: Mutex::new(ended),
         })
     }
 
@@ -426,7 +432,9 @@ impl Drop for RemoteHostSide {
         if let Connection::Open(channel) = &*connection {
             // The server ends the lease, and closes the connection when it has: then the drive is free.
             let _ = channel.stream().shutdown(Shutdown::Write);
-            await_end(channel.stream(), Some(END_PATIENCE));
+            // The watch sees it: a sandboxed vCPU that takes the function out may not.
+            let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
+            let _ = ended.recv_timeout(END_PATIENCE);
             let _ = channel.stream().shutdown(Shutdown::Both);
             *connection = Connection::Closed;
         }
@@ -440,23 +448,23 @@ impl Drop for RemoteHostSide {
 }
 
 /// Waits until the server closes the connection, while nothing else may be waiting for it.
-fn watch(stream: &UnixStream, link: &Link) {
-    await_end(stream, None);
+fn watch(stream: &UnixStream, link: &Link, ending: Sender<()>) {
+    await_end(stream);
+    drop(ending);
     let mut connection = link.connection();
     if matches!(*connection, Connection::Open(_)) {
         link.lose(&mut connection, &ChannelError::Closed);
     }
 }
 
-/// Waits until the other side closes a connection, or until its time is over.
-fn await_end(stream: &UnixStream, patience: Option<Duration>) {
+/// Waits until the other side closes a connection.
+fn await_end(stream: &UnixStream) {
     let wait = || {
         let epoll = Epoll::new()?;
         let end = EpollEvent::new(EventSet::READ_HANG_UP | EventSet::HANG_UP, 0);
         epoll.ctl(ControlOperation::Add, stream.as_raw_fd(), end)?;
-        let patience = patience.map_or(-1, |time| time.as_millis() as i32);
         loop {
-            match epoll.wait(patience, &mut [EpollEvent::default()]) {
+            match epoll.wait(-1, &mut [EpollEvent::default()]) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 result => return result,
             }

@@ -153,11 +153,7 @@ pub fn is_locked(file: &File, start: u64, length: u64) -> io::Result<bool> {
 
 #[cfg(test)]
 mod tests {
-    use std::fs::{self, OpenOptions};
-    use std::io::{BufRead, BufReader};
-    use std::os::unix::fs::PermissionsExt;
-    use std::os::unix::process::CommandExt;
-    use std::process::{Child, Command, Stdio};
+    use std::fs::OpenOptions;
 
     use super::*;
 
@@ -201,72 +197,22 @@ mod tests {
         process_user().wrapping_add(1000)
     }
 
-    /// Environment of [`reads_and_locks`]: the file.
-    const READ: &str = "NVME_MPT_TEST_READS";
-
-    #[test]
-    #[ignore = "a process of `a_reader_of_another_user_refuses_nothing`"]
-    fn reads_and_locks() {
-        let Some(path) = std::env::var_os(READ) else {
-            return;
-        };
-        let file = File::open(path).expect("others may read it");
-        assert!(try_lock(&file, LockKind::Shared, 0, 0).expect("fcntl"));
-        println!("locked");
-        // Until the other end goes.
-        let _ = std::io::stdin().read_line(&mut String::new());
-    }
-
-    /// Another user's process, which may only read an image and has all of it locked.
-    fn reader_of_another_user(image: &Image) -> Child {
-        const NOBODY: u32 = 65534;
-        let path = image.0.path();
-        fs::set_permissions(path, fs::Permissions::from_mode(0o644)).expect("chmod");
-        let mut child = Command::new(std::env::current_exe().expect("a path"))
-            .args(["--exact", "range_lock::tests::reads_and_locks"])
-            .args(["--ignored", "--nocapture"])
-            .env(READ, path)
-            .uid(NOBODY)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("a process");
-        let out = BufReader::new(child.stdout.as_mut().expect("piped"));
-        assert!(
-            out.lines()
-                .any(|line| line.expect("text").contains("locked")),
-            "it locks"
-        );
-        child
-    }
-
+    // As root: tests/range_lock.rs, where the reader is another process.
     #[test]
     fn a_reader_of_another_user_refuses_nothing() {
-        let image = Image::new();
-        let mut child = None;
-        // The server's user: root sees others' processes; any other sees its own, which are foreign to a
-        // user that this test is not.
-        let user = if process_user() == 0 {
-            child = Some(reader_of_another_user(&image));
-            0
-        } else {
-            other_user()
-        };
-        let reader = child.is_none().then(|| image.share(false));
-        assert!(!try_lock(&image.open(true), LockKind::Exclusive, 0, 1).expect("fcntl"));
-        let claimed = image.claim(user, 0).expect("only read");
-        // The claimed part is taken all the same, for us and for a VMM that wants it for itself.
-        image.claim(user, 512).expect_err("taken");
-        let next = image.claim(user, 1 << 10).expect("the next part");
-        drop(reader);
-        if let Some(mut child) = child {
-            drop(child.stdin.take());
-            assert!(child.wait().expect("it ends").success());
+        if process_user() == 0 {
+            return;
         }
+        let image = Image::new();
+        let reader = image.share(false);
         assert!(!try_lock(&image.open(true), LockKind::Exclusive, 0, 1).expect("fcntl"));
+        // The server's user: locks of this process are foreign to a user that this test is not.
+        let user = other_user();
+        let _claimed = image.claim(user, 0).expect("only read");
+        image.claim(user, 512).expect_err("taken");
+        image.claim(user, 1 << 10).expect("the next part");
+        drop(reader);
         image.claim(user, 0).expect_err("taken");
-        drop((claimed, next));
-        image.claim(user, 0).expect("free again");
     }
 
     #[test]

@@ -6,9 +6,8 @@ use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
@@ -21,7 +20,6 @@ use vfio_user_server::{
     RegionIndex, Server,
 };
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
-use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 const BAR0_SIZE: u64 = 0x4000;
 const AREA: (u64, u64) = (0x1000, 0x1000);
@@ -439,56 +437,6 @@ fn client_may_be_replaced_without_a_pause() {
     manager.run().unwrap();
     new.read_exact(&mut [0; 20]).unwrap();
     assert!(manager.subscriber_mut(server).unwrap().is_connected());
-}
-
-/// Path of the server's socket for a client in a process of its own. The socket that it passes its connection to lies
-/// beside it.
-const CHILD: &str = "VFIO_USER_CLIENT_OF_A_PROCESS";
-
-/// The life of a client in a process of its own: it connects, passes its connection on, and ends with its input.
-fn client_of_a_process(path: &Path) -> ! {
-    let connection = UnixStream::connect(path).unwrap();
-    let pass = UnixStream::connect(path.with_extension("pass")).unwrap();
-    pass.send_with_fd(&b"x"[..], connection.as_raw_fd())
-        .unwrap();
-    io::stdin().read_to_end(&mut Vec::new()).unwrap();
-    std::process::exit(0);
-}
-
-#[test]
-fn client_whose_process_has_ended_is_replaced_although_its_socket_is_open() {
-    if let Some(path) = std::env::var_os(CHILD) {
-        client_of_a_process(Path::new(&path));
-    }
-    let running = Running::one();
-    let path = running.path();
-    let listener = UnixListener::bind(path.with_extension("pass")).unwrap();
-    let mut child = Command::new(std::env::current_exe().unwrap())
-        .args([
-            "--exact",
-            "client_whose_process_has_ended_is_replaced_although_its_socket_is_open",
-        ])
-        .env(CHILD, &path)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::null())
-        .spawn()
-        .unwrap();
-    let (pass, _) = listener.accept().unwrap();
-    let mut byte = [0];
-    let (_, connection) = pass.recv_with_fd(&mut byte).unwrap();
-    let connection = connection.expect("the child's connection");
-
-    // The process lives.
-    assert!(Client::new(&path).is_err());
-
-    drop(child.stdin.take());
-    assert!(child.wait().unwrap().success());
-    let mut client = running.client();
-    client.region_write(0, 0x38, &[7]).unwrap();
-    running.wait_until_gone();
-    // The first one's connection was closed.
-    let read = UnixStream::from(OwnedFd::from(connection)).read(&mut byte);
-    assert_eq!(read.unwrap(), 0);
 }
 
 #[test]

@@ -22,7 +22,7 @@ use nvme_mpt_tests::{Error, prp, rng};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath};
 use nvme_software::model::Profile;
 
-use crate::common::{HANG, HIGH, Host, LEASE, LOW, Machine, NOWHERE, Setup, status};
+use crate::common::{HANG, HIGH, Host, LEASE, LOW, Machine, NOWHERE, Setup, children, status};
 
 /// A drive of two leases.
 const DRIVE: &str = "memory:32M";
@@ -42,6 +42,7 @@ fn host(path: &str) -> Host {
 
 fn host_in(path: &Path) -> Host {
     let path = DrivePath::File(path.to_owned());
+    children::let_go();
     Host::of(drives::open(&path, options(PROFILE)).unwrap())
 }
 

@@ -10,14 +10,15 @@ use nvme_mpt::{AttachError, Attachment, AttachmentConfig, Drive};
 use nvme_mpt::{DoorbellMode, Learning, MemoryKinds, PollPolicy, Pollers};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath, OpenDriveError};
 
-use crate::common::LEASE;
 use crate::common::loop_device::{LoopDevice, run};
+use crate::common::{LEASE, children};
 
 fn open(path: &Path) -> Result<Arc<Drive>, OpenDriveError> {
     drives::open(&DrivePath::File(path.to_owned()), DriveOptions::default())
 }
 
 fn lease(ledger: &Ledger, id: &str, drive: &Drive, start: u64) -> Result<Lease, LeaseError> {
+    children::let_go();
     ledger.acquire(&LeaseRequest {
         id,
         drive: drive.identity(),

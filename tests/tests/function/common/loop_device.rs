@@ -5,6 +5,8 @@ use std::process::Command;
 
 use tempfile::TempDir;
 
+use super::children;
+
 /// A file, a loop device of it, and the tmpfs that the file is in.
 pub(crate) struct LoopDevice {
     device: PathBuf,
@@ -94,7 +96,7 @@ impl Drop for LoopDevice {
 
 /// Runs a command, and returns what it prints; `None` if it fails, which it says.
 pub(crate) fn run(command: &[&str]) -> Option<String> {
-    let ran = Command::new(command[0]).args(&command[1..]).output();
+    let ran = children::run(Command::new(command[0]).args(&command[1..]));
     let failure = match ran {
         Ok(output) if output.status.success() => {
             return Some(String::from_utf8_lossy(&output.stdout).into_owned());

@@ -1,6 +1,7 @@
 //! Functions in this process and the guests that hold them: what every test begins with.
 
 pub(crate) mod bystander;
+pub(crate) mod children;
 pub(crate) mod clock;
 pub(crate) mod loop_device;
 pub(crate) mod remote;
@@ -108,6 +109,7 @@ impl Host {
             lba_size,
             ..DriveOptions::default()
         };
+        children::let_go();
         Self::of(drives::open(path, options).unwrap())
     }
 

@@ -10,7 +10,7 @@ use nvme_mpt_tests::command::{Sqe, kv};
 use nvme_mpt_tests::prp;
 
 use super::{attach, file_host, host_in, value};
-use crate::common::{HANG, LEASE, Setup};
+use crate::common::{HANG, LEASE, Setup, children};
 
 /// Variables with the path of the file for the process that is killed, and with the round from which on it
 /// stores.
@@ -61,14 +61,13 @@ fn store_for_ever(path: &Path, first: u64) -> ! {
 
 /// Runs the process and kills it. Returns the last completed round of each key, by the process's output.
 fn run_and_kill(path: &Path, round: u64, after: usize) -> BTreeMap<u64, u64> {
-    let mut process = Command::new(std::env::current_exe().unwrap())
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command
         .args(["--exact", TEST, "--nocapture", "--test-threads=1"])
         .env(FILE, path)
         .env(ROUND, round.to_string())
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
+        .stdin(Stdio::null());
+    let mut process = children::start(&mut command).unwrap();
     let mut completed = BTreeMap::new();
     let mut count = 0;
     let output = BufReader::new(process.stdout.take().unwrap());

@@ -1,13 +1,15 @@
-//! The vfio-user server in a process that has no file descriptor left.
+//! The vfio-user server beside a client's process, and in a process that has no file descriptor left.
 //!
-//! Each test starts itself again, alone in a process with a low limit.
+//! A child process has copies of all file descriptors of its parent until it executes its program. Tests that look
+//! for a socket or a descriptor to be closed are not in this file for that reason.
 
 use std::env;
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::fd::AsRawFd;
-use std::os::unix::net::UnixStream;
-use std::process::Command;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::process::{Command, Stdio};
 
 use event_manager::{EventManager, SubscriberOps};
 use vfio_user_server::{
@@ -140,4 +142,59 @@ fn client_without_an_fd_is_turned_away_and_does_not_keep_the_thread_busy() {
         manager.run().unwrap();
         assert_eq!(hear(&client), 0);
     });
+}
+
+/// Path of the server's socket for a client in a process of its own. The socket that it passes its connection to lies
+/// beside it.
+const CLIENT: &str = "VFIO_USER_CLIENT_OF_A_PROCESS";
+
+/// The life of a client in a process of its own: it connects, passes its connection on, and ends with its input.
+fn client_of_a_process(path: &Path) {
+    let connection = UnixStream::connect(path).unwrap();
+    let pass = UnixStream::connect(path.with_extension("pass")).unwrap();
+    pass.send_with_fd(&b"x"[..], connection.as_raw_fd())
+        .unwrap();
+    io::stdin().read_to_end(&mut Vec::new()).unwrap();
+}
+
+#[test]
+fn client_whose_process_has_ended_is_replaced_although_its_socket_is_open() {
+    let name = "client_whose_process_has_ended_is_replaced_although_its_socket_is_open";
+    if let Some(path) = env::var_os(CLIENT) {
+        return client_of_a_process(Path::new(&path));
+    }
+    let directory = tempfile::TempDir::new().unwrap();
+    let path = directory.path().join("one.sock");
+    let listener = UnixListener::bind(path.with_extension("pass")).unwrap();
+    let mut manager = EventManager::new().unwrap();
+    manager.add_subscriber(Server::bind(&path, Nothing).unwrap());
+
+    let mut process = Command::new(env::current_exe().unwrap())
+        .args(["--exact", name])
+        .env(CLIENT, &path)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let (pass, _) = listener.accept().unwrap();
+    let mut byte = [0];
+    let (_, connection) = pass.recv_with_fd(&mut byte).unwrap();
+    let first = UnixStream::from(OwnedFd::from(connection.expect("the process's connection")));
+    manager.run().unwrap();
+    (&first).write_all(&VERSION).unwrap();
+    manager.run().unwrap();
+    assert_eq!(hear(&first), 0);
+
+    let mut second = UnixStream::connect(&path).unwrap();
+    manager.run().unwrap();
+    assert_eq!(second.read(&mut byte).unwrap(), 0, "the process lives");
+
+    drop(process.stdin.take());
+    assert!(process.wait().unwrap().success());
+    let mut third = UnixStream::connect(&path).unwrap();
+    manager.run().unwrap();
+    third.write_all(&VERSION).unwrap();
+    manager.run().unwrap();
+    assert_eq!(hear(&third), 0);
+    assert_eq!((&first).read(&mut byte).unwrap(), 0);
 }

@@ -123,7 +123,7 @@ impl DoorbellPage {
     pub fn new(mode: DoorbellMode, queue_pairs: u16) -> io::Result<Self> {
         let dstrd = choose_dstrd(mode, queue_pairs);
         let len = Self::file_len(dstrd, queue_pairs);
-        let fd = crate::memory::memfd(c"nvme-mpt-doorbells", len)?;
+        let fd = crate::memory::sealed_memfd(c"nvme-mpt-doorbells", len)?;
         let mapping = Mapping::shared(fd.as_fd(), 0, len as usize, Access::ReadWrite)?;
         Ok(Self {
             fd,
@@ -131,6 +131,19 @@ impl DoorbellPage {
             dstrd,
             queue_pairs,
         })
+    }
+
+    /// Doorbells that a function kept when the process of its host side ended, as [`Self::new`] made them there.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::InvalidData`] if the file has another size or can be cut short; the kernel's error when it
+    /// cannot be mapped.
+    pub fn kept(fd: OwnedFd, mode: DoorbellMode, queue_pairs: u16) -> io::Result<Self> {
+        if !crate::memory::is_size_sealed(fd.as_fd()) {
+            let text = "the file of the doorbells can be cut short";
+            return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+        }
+        Self::of_file(fd, choose_dstrd(mode, queue_pairs), queue_pairs)
     }
 
     /// Doorbells that another process has made, by the values of its [`Self::dstrd`] and its number of queue pairs.

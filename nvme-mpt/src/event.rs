@@ -40,6 +40,17 @@ pub enum Event {
     Drive(DriveEvent),
     /// Zones of the lease changed by themselves, which its Changed Zone List names.
     ZonesChanged,
+    /// The process of the host side changed, which is not the function's.
+    HostSide(HostSideEvent),
+}
+
+/// Change of the process that has the host side.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum HostSideEvent {
+    /// It ended. Nothing happens on the I/O queues until another process has taken its place.
+    Away,
+    /// Another process has taken its place, without the queues: only a reset of the controller goes on.
+    Back,
 }
 
 /// Something that happened to a drive.
@@ -100,10 +111,16 @@ impl EventQueue {
     /// Returns the kernel's error when there are no file descriptors left.
     pub fn new() -> io::Result<Self> {
         let eventfd = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
-        Ok(Self {
+        Ok(Self::signalling(eventfd))
+    }
+
+    /// An empty queue that signals an eventfd, which has to be non-blocking.
+    #[must_use]
+    pub fn signalling(eventfd: EventFd) -> Self {
+        Self {
             events: Mutex::new(VecDeque::with_capacity(CAPACITY)),
             eventfd: Arc::new(eventfd),
-        })
+        }
     }
 
     /// Readable while there are events.

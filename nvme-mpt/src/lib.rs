@@ -48,12 +48,12 @@ pub use nvme_spec as spec;
 pub use address::{Gpa, Iova};
 pub use attachment::{
     AttachError, Attachment, AttachmentConfig, AttachmentState, AttachmentStats, CqConfig,
-    LeasedNamespace, QueueError, SqConfig, StateError,
+    KeptParts, LeasedNamespace, QueueError, SqConfig, StateError,
 };
 pub use dma::{DirtyRange, DmaError, DmaWindow, GuestMemory, MemoryKinds, MemoryRegion};
 pub use doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage};
 pub use drive::{Drive, DriveError};
-pub use event::{DriveEvent, ErrorEntry, Event, EventQueue, QueueFailure};
+pub use event::{DriveEvent, ErrorEntry, Event, EventQueue, HostSideEvent, QueueFailure};
 pub use host::Limits;
 pub use interrupt::InterruptVector;
 pub use learn::Learning;

@@ -7,8 +7,8 @@ mod tests;
 use std::{io, os::fd::BorrowedFd, sync::Arc, time::Duration};
 
 use nvme_mpt::{
-    DoorbellMode, DriveEvent, Event, GuestMemory, HostSide, InterruptVector, LeaseFacts,
-    QueueError, SharedParts,
+    DoorbellMode, DriveEvent, Event, GuestMemory, HostSide, HostSideEvent, InterruptVector,
+    LeaseFacts, QueueError, SharedParts,
     deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock},
     spec::{
         ids::QueueId,
@@ -27,7 +27,7 @@ use crate::{
         config_space::{Bar, BarMove, ConfigSpace},
         msix::{Msix, MsixControl, MsixMasking, MsixMessage},
     },
-    registers::{Capabilities, Registers, Transition},
+    registers::{AdminQueues, Capabilities, Registers, Transition},
 };
 
 const ADMIN_SQ_TAIL: Doorbell = Doorbell::SqTail(QueueId::ADMIN);
@@ -93,6 +93,10 @@ pub struct NvmeFunction {
     paused: bool,
     /// The host side is paused, which it is without Bus Master Enable, too.
     rests: bool,
+    /// The process of the host side is gone, and another one is waited for.
+    away: bool,
+    /// The guest has enabled the controller meanwhile: `CSTS.RDY` waits.
+    enabling: Option<AdminQueues>,
 }
 
 impl NvmeFunction {
@@ -119,6 +123,8 @@ impl NvmeFunction {
             owed: Vec::new(),
             paused: false,
             rests: false,
+            away: false,
+            enabling: None,
         }
     }
 
@@ -343,6 +349,13 @@ impl NvmeFunction {
     /// drive. To be called whenever [`Self::events_fd`] is readable, and harmless at any other time.
     pub fn process_events(&mut self) {
         self.take_events();
+        if !self.away {
+            self.run_admin();
+        }
+    }
+
+    /// Carries out admin commands, and posts completions that wait.
+    fn run_admin(&mut self) {
         if !self.registers.is_running() || self.rests {
             return;
         }
@@ -376,9 +389,28 @@ impl NvmeFunction {
                 Event::Drive(DriveEvent::NamespaceChanged(_)) if !self.host.status().is_backed => {
                     self.revoke();
                 }
+                Event::HostSide(event) => self.follow_host_side(*event),
+                Event::Drive(DriveEvent::Gone) => self.away = false,
                 _ => {}
             }
             self.admin.report(&event, &*self.host);
+        }
+    }
+
+    /// The process of the host side went, or another one has taken its place. The guest sees a drive that is slow, and
+    /// then a controller that has to be reset, after which its driver gives its commands once more.
+    fn follow_host_side(&mut self, event: HostSideEvent) {
+        self.away = event == HostSideEvent::Away;
+        if self.away {
+            return;
+        }
+        if let Some(queues) = self.enabling.take() {
+            self.carry_out(Transition::Enable(queues));
+        } else if self.registers.is_running() {
+            // A driver notices `CSTS.CFS` by time-outs alone.
+            self.admin.report_lost_queues();
+            self.run_admin();
+            self.fail("the process that had its queues ended, and another one took its place");
         }
     }
 
@@ -401,9 +433,16 @@ impl NvmeFunction {
             return;
         }
         match transition {
+            Transition::Enable(queues) if self.away => self.enabling = Some(queues),
             Transition::Enable(queues) => {
                 // No store to mapped doorbells ends up here.
                 if let Err(error) = self.host.watch_admin_doorbells() {
+                    if error.kind() == io::ErrorKind::NotConnected && !self.host.status().is_gone {
+                        // It went right now, and is waited for.
+                        self.away = true;
+                        self.enabling = Some(queues);
+                        return;
+                    }
                     return self.fail(&format!("its admin doorbells cannot be watched: {error}"));
                 }
                 self.admin.enable(queues, &*self.host);
@@ -476,13 +515,17 @@ impl NvmeFunction {
     /// Ends all that the controller does. Unless it fails, nothing touches the guest's memory any more; if
     /// it does, the controller has failed.
     fn stop(&mut self, deadline: &Deadline) -> Result<(), QueueError> {
+        self.enabling = None;
         self.admin.reset();
         let stopped = self.host.reset_within(deadline.left());
         // Errors of commands of the queues that went stay in the log. Events of the drive are dropped: later requests
         // find its state out anew.
         for event in self.host.take_events() {
-            if matches!(event, Event::CommandFailed(_)) {
-                self.admin.report(&event, &*self.host);
+            match event {
+                Event::CommandFailed(_) => self.admin.report(&event, &*self.host),
+                Event::HostSide(event) => self.away = event == HostSideEvent::Away,
+                Event::Drive(DriveEvent::Gone) => self.away = false,
+                _ => {}
             }
         }
         if let Err(error) = &stopped {

@@ -25,9 +25,9 @@ use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 use nvme_mpt::{
     AttachmentState, AttachmentStats, Counters, CqConfig, DirtyRange, DmaError, DmaWindow,
-    DoorbellBuffer, DoorbellMode, DoorbellPage, Event, EventQueue, Gpa, HostSide, InterruptVector,
-    Learning, LeaseFacts, LeaseStatus, Limits, MemoryRegion, QueueError, QueueFailure, SharedParts,
-    SqConfig, StateError,
+    DoorbellBuffer, DoorbellMode, DoorbellPage, Event, EventQueue, Gpa, HostSide, HostSideEvent,
+    InterruptVector, Learning, LeaseFacts, LeaseStatus, Limits, MemoryRegion, QueueError,
+    QueueFailure, SharedParts, SqConfig, StateError,
 };
 use vmm_device::{Bar, MsixMasking, NvmeFunction};
 use zerocopy::{FromZeros, IntoBytes};
@@ -593,4 +593,75 @@ fn coalescing_is_handed_on_as_the_guest_sets_it() {
         disabled: 0b100,
     };
     assert_eq!(guest.calls().last(), Some(&Call::Coalescing(coalescing)));
+}
+
+fn report(guest: &mut Guest, event: HostSideEvent) {
+    guest.host.events.report(Event::HostSide(event));
+    guest.function.process_events();
+}
+
+fn async_event_request() -> Sqe {
+    Sqe::new(0x0C)
+}
+
+#[test]
+fn without_its_host_side_the_guest_waits_and_is_told_to_reset_when_another_is_back() {
+    let mut guest = Guest::new();
+    // The request for an event, which stays.
+    let memory = guest.function.memory();
+    let sqe = async_event_request();
+    memory.write(Gpa(MEMORY), sqe.as_bytes()).unwrap();
+    guest.tail = 1;
+    guest.ring(Doorbell::SqTail(QueueId::ADMIN), 1);
+    guest.function.process_events();
+    assert_eq!(guest.function.admin_stats().commands, 1);
+
+    report(&mut guest, HostSideEvent::Away);
+    assert_eq!(guest.csts(), 0b1, "nothing has failed");
+    let memory = guest.function.memory();
+    let sqe = identify(1, 0);
+    memory.write(Gpa(MEMORY + 64), sqe.as_bytes()).unwrap();
+    guest.ring(Doorbell::SqTail(QueueId::ADMIN), 2);
+    guest.function.process_events();
+    assert_eq!(guest.function.admin_stats().commands, 1, "commands wait");
+    // An error that waits is not what the guest has to hear of first.
+    guest.ring(Doorbell::SqTail(QueueId(1)), 1);
+
+    report(&mut guest, HostSideEvent::Back);
+    assert_eq!(guest.csts(), 0b11, "only a reset goes on");
+    let mut cqe = Cqe::new_zeroed();
+    let memory = guest.function.memory();
+    memory.read(Gpa(ADMIN_CQ), cqe.as_mut_bytes()).unwrap();
+    assert!(cqe.phase(), "the event came");
+    // Persistent Internal Error, whose page is the Error Information log.
+    assert_eq!(cqe.dw0(), 0x01_03_00, "Persistent Internal Error");
+    guest.write(0x14, 0x0046_0000);
+    assert_eq!(guest.csts(), 0);
+    guest.write(0x14, 0x0046_0001);
+    assert_eq!(guest.csts(), 0b1);
+}
+
+#[test]
+fn a_controller_that_is_enabled_without_its_host_side_is_ready_when_another_is_back() {
+    let mut guest = Guest::new();
+    report(&mut guest, HostSideEvent::Away);
+    guest.write(0x14, 0x0046_0000);
+    assert_eq!(guest.csts(), 0, "nothing runs");
+    guest.write(0x14, 0x0046_0001);
+    assert_eq!(guest.csts(), 0, "not yet");
+    // The guest thinks better of it, and once more.
+    guest.write(0x14, 0x0046_0000);
+    report(&mut guest, HostSideEvent::Away);
+    guest.write(0x14, 0x0046_0001);
+    assert_eq!(guest.csts(), 0);
+    report(&mut guest, HostSideEvent::Back);
+    assert_eq!(guest.csts(), 0b1, "ready, and sound");
+
+    // A controller that is disabled has nothing to fail.
+    guest.write(0x14, 0x0046_0000);
+    report(&mut guest, HostSideEvent::Away);
+    report(&mut guest, HostSideEvent::Back);
+    assert_eq!(guest.csts(), 0);
+    guest.write(0x14, 0x0046_0001);
+    assert_eq!(guest.csts(), 0b1);
 }

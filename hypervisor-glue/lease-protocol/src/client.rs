@@ -3,11 +3,10 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::net::Shutdown;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -25,20 +24,21 @@ use nvme_mpt::spec::log::SmartHealth;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{
     AttachmentState, AttachmentStats, Counters, CqConfig, DirtyRange, DmaError, DmaWindow,
-    DoorbellBuffer, DoorbellPage, DriveEvent, Event, Gpa, HostSide, InterruptVector, LeaseFacts,
-    LeaseStatus, MemoryRegion, QueueError, QueueFailure, SharedParts, SqConfig, StateError,
+    DoorbellBuffer, DoorbellPage, Event, Gpa, HostSide, InterruptVector, LeaseFacts, LeaseStatus,
+    MemoryRegion, QueueError, SharedParts, SqConfig, StateError,
 };
 use serde::de::DeserializeOwned;
 use thiserror::Error;
-use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 use zerocopy::FromBytes;
 
 use crate::channel::{Channel, ChannelError};
+use crate::link::{DirtyLog, Link, Lost};
 use crate::message::{
-    Attached, DirtyPages, Doorbells, Opened, Opening, Outcome, Region, Request, Smart, VERSION,
+    Attached, DirtyPages, Doorbells, Opened, Opening, Outcome, Request, Smart, VERSION,
 };
 use crate::vector::RemoteVector;
+use crate::watch::{Reach, Watch};
 
 /// Time in which a server says something while a lease is made.
 const OPENING_PATIENCE: Duration = Duration::from_secs(10);
@@ -86,115 +86,24 @@ pub enum AttachError {
     },
 }
 
-/// The server cannot be asked any more.
+/// A lease that a server has given, before the function uses it.
 #[derive(Debug)]
-pub(crate) struct Lost;
-
-impl From<Lost> for io::Error {
-    fn from(_: Lost) -> Self {
-        Self::new(
-            io::ErrorKind::NotConnected,
-            "the drive server is gone: start it, then detach the drive and attach it again",
-        )
-    }
+pub(crate) struct Given {
+    pub(crate) channel: Channel,
+    pub(crate) attached: Attached,
+    /// File of the doorbells, and the eventfd of events.
+    parts: [OwnedFd; 2],
+    pub(crate) socket: PathBuf,
 }
 
-/// State of a connection.
-#[derive(Debug)]
-enum Connection {
-    Open(Channel),
-    /// The server closed it: it has ended what it did for the function, or itself.
-    Closed,
-    /// The server did not answer, and what it does is not known.
-    Abandoned,
-}
-
-/// The connection to a server.
-#[derive(Debug)]
-pub(crate) struct Link {
-    connection: Mutex<Connection>,
-    /// Readable while the host side has events, and when the connection is lost.
-    events: Arc<EventFd>,
-    socket: PathBuf,
-}
-
-impl Link {
-    /// Asks for something, with a descriptor if it needs one.
-    pub(crate) fn ask<T: DeserializeOwned>(
-        &self,
-        request: &Request,
-        descriptor: Option<&OwnedFd>,
-    ) -> Result<T, Lost> {
-        Ok(self.ask_for_more(request, descriptor)?.0)
-    }
-
-    fn ask_for_more<T: DeserializeOwned>(
-        &self,
-        request: &Request,
-        descriptor: Option<&OwnedFd>,
-    ) -> Result<(T, Vec<OwnedFd>), Lost> {
-        let mut connection = self.connection();
-        let Connection::Open(channel) = &*connection else {
-            return Err(Lost);
-        };
-        let descriptor = descriptor.map(AsFd::as_fd);
-        let answer = channel
-            .send(request, descriptor.as_slice())
-            .and_then(|()| channel.receive_answer());
-        answer.map_err(|error| self.lose(&mut connection, &error))
-    }
-
-    fn lose(&self, connection: &mut Connection, error: &ChannelError) -> Lost {
-        let socket = self.socket.display();
-        log::error!("The drive server on {socket} is lost, and its drive with it: {error}");
-        if let Connection::Open(channel) = connection {
-            // The watch ends with it.
-            let _ = channel.stream().shutdown(Shutdown::Both);
-        }
-        *connection = match error {
-            ChannelError::Closed => Connection::Closed,
-            _ => Connection::Abandoned,
-        };
-        // A counter that is full is readable as well.
-        let _ = self.events.write(1);
-        Lost
-    }
-
-    fn connection(&self) -> MutexGuard<'_, Connection> {
-        // Each change is complete before anything can panic.
-        self.connection
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// Attaches to the drive server on `socket`, for the function of an option string with absolute paths; `None` if the
-/// server does not have the function's drive.
-///
-/// # Errors
-/// See [`AttachError`].
-pub fn attach(
-    socket: &Path,
-    options: &str,
-    threads: &Threads,
-) -> Result<Option<RemoteHostSide>, AttachError> {
-    let stream = UnixStream::connect(socket).map_err(|source| AttachError::Connect {
-        socket: socket.to_owned(),
-        source,
-    })?;
-    attach_over(stream, socket, options, threads)
-}
-
-/// As [`attach`], over a connection. `socket` is its name in messages.
-///
-/// # Errors
-/// See [`AttachError`].
-pub fn attach_over(
+/// Asks the server on `socket` for the lease of an option string with absolute paths; `None` if the server does not have
+/// the function's drive. `kept` is what the function has from the server before.
+pub(crate) fn ask_for_lease(
     stream: UnixStream,
     socket: &Path,
     options: &str,
-    threads: &Threads,
-) -> Result<Option<RemoteHostSide>, AttachError> {
+    kept: &[BorrowedFd<'_>],
+) -> Result<Option<Given>, AttachError> {
     let answer = |source| AttachError::Answer {
         socket: socket.to_owned(),
         source,
@@ -209,7 +118,7 @@ pub fn attach_over(
         version: VERSION,
         options: options.to_owned(),
     };
-    channel.send(&opening, &[]).map_err(answer)?;
+    channel.send(&opening, kept).map_err(answer)?;
     let (attached, descriptors) = loop {
         let (opened, descriptors) = channel.receive_answer().map_err(answer)?;
         match opened {
@@ -228,13 +137,40 @@ pub fn attach_over(
         }
     };
     channel.set_patience(PATIENCE).map_err(set_up)?;
-    let [doorbells, events] = <[OwnedFd; 2]>::try_from(descriptors).map_err(|descriptors| {
+    let parts = <[OwnedFd; 2]>::try_from(descriptors).map_err(|descriptors| {
         let (came, said) = (descriptors.len(), 2);
         answer(ChannelError::Descriptors { came, said })
     })?;
-    let parts = (doorbells, events);
-    let host = RemoteHostSide::new(channel, attached, parts, socket, threads).map_err(set_up)?;
-    Ok(Some(host))
+    Ok(Some(Given {
+        channel,
+        attached,
+        parts,
+        socket: socket.to_owned(),
+    }))
+}
+
+/// Connects to a server.
+pub(crate) fn connect(socket: &Path) -> Result<UnixStream, AttachError> {
+    UnixStream::connect(socket).map_err(|source| AttachError::Connect {
+        socket: socket.to_owned(),
+        source,
+    })
+}
+
+/// Attaches over a connection, for the function of an option string with absolute paths; `None` if the server does not
+/// have the function's drive. `socket` is its name in messages. Without the server the function has failed for good.
+///
+/// # Errors
+/// See [`AttachError`].
+pub fn attach_over(
+    stream: UnixStream,
+    socket: &Path,
+    options: &str,
+    threads: &Threads,
+) -> Result<Option<RemoteHostSide>, AttachError> {
+    ask_for_lease(stream, socket, options, &[])?
+        .map(|given| RemoteHostSide::new(given, None, threads))
+        .transpose()
 }
 
 /// Bells of the server's pollers, and the doorbells whose queues they poll.
@@ -244,9 +180,29 @@ struct Bells {
     doorbells: IoDoorbells,
 }
 
+/// Figures across servers. Each begins with zero; the last ones before its end are lost with it.
+#[derive(Debug, Default)]
+struct Counted {
+    /// Server that [`Self::last`] is of.
+    server: u64,
+    before: Counters,
+    last: Counters,
+}
+
+impl Counted {
+    fn follow(&mut self, server: u64, counters: Counters) {
+        if self.server != server {
+            self.server = server;
+            self.before = self.before + self.last;
+        }
+        self.last = counters;
+    }
+}
+
 /// Host side of a function in another process, a drive server.
 ///
-/// When the server goes, every I/O command and admin command of the guest fails as on a drive that was removed.
+/// If the server goes, the function waits for one that has the drive, as far as it was told to. Until then its I/O
+/// stands still. After that every I/O command and admin command of the guest fails as on a drive that was removed.
 #[derive(Debug)]
 pub struct RemoteHostSide {
     id: String,
@@ -255,36 +211,43 @@ pub struct RemoteHostSide {
     shared: SharedParts,
     /// The VM's memory in this process, for the admin queue.
     window: DmaWindow,
-    bells: Mutex<Bells>,
-    counters: Mutex<Counters>,
-    /// The guest was told that the drive is gone.
-    told: AtomicBool,
+    bells: Arc<Mutex<Bells>>,
+    counters: Mutex<Counted>,
     watch: Option<JoinHandle<()>>,
-    /// Disconnected once the server has closed the connection.
+    /// Dropped to end the watch.
+    stop: Option<Sender<()>>,
+    /// Disconnected once the watch has ended.
     ended: Mutex<Receiver<()>>,
 }
 
 impl RemoteHostSide {
-    fn new(
-        channel: Channel,
-        attached: Attached,
-        (doorbells, events): (OwnedFd, OwnedFd),
-        socket: &Path,
+    pub(crate) fn new(
+        given: Given,
+        reach: Option<Reach>,
         threads: &Threads,
-    ) -> io::Result<Self> {
+    ) -> Result<Self, AttachError> {
+        let socket = given.socket.clone();
+        Self::set_up(given, reach, threads).map_err(|source| AttachError::SetUp { socket, source })
+    }
+
+    fn set_up(given: Given, reach: Option<Reach>, threads: &Threads) -> io::Result<Self> {
+        let Given {
+            channel,
+            attached,
+            parts: [doorbells, events],
+            socket,
+        } = given;
         let Attached {
-            id,
-            facts,
+            ref id,
+            ref facts,
             dstrd,
             vectors,
         } = attached;
+        let (id, facts) = (id.clone(), facts.clone());
         let doorbells = DoorbellPage::of_file(doorbells, dstrd, facts.queue_pairs)?;
         let watched = channel.stream().try_clone()?;
-        let link = Arc::new(Link {
-            connection: Mutex::new(Connection::Open(channel)),
-            events: Arc::new(eventfd::take(events)?),
-            socket: socket.to_owned(),
-        });
+        let events = Arc::new(eventfd::take(events)?);
+        let link = Link::new(channel, socket, events, vectors, reach.is_some());
         let window = DmaWindow::new(Arc::new(IovaSpace::software()));
         let vector = |number| {
             let link = link.clone();
@@ -296,9 +259,26 @@ impl RemoteHostSide {
             memory: window.memory(),
             vectors: (0..vectors).map(vector).collect(),
         };
-        let watcher = link.clone();
+        let bells = Arc::<Mutex<Bells>>::default();
         let (ending, ended) = mpsc::channel();
-        let work = move || watch(&watched, &watcher, ending);
+        let (stop, stopped) = mpsc::channel();
+        let watch = Watch {
+            link: link.clone(),
+            stopped,
+            reach,
+            promised: attached,
+            doorbells: shared.doorbells.clone(),
+            memory: shared.memory.clone(),
+            forget_bells: {
+                let bells = bells.clone();
+                // The queues are there for the guest until it resets its controller.
+                Box::new(move || lock(&bells).by_number.clear())
+            },
+        };
+        let work = move || {
+            watch.run(watched);
+            drop(ending);
+        };
         let watch = threads.spawn("nvme-server", Box::new(work))?;
         Ok(Self {
             id,
@@ -306,10 +286,10 @@ impl RemoteHostSide {
             facts,
             shared,
             window,
-            bells: Mutex::default(),
+            bells,
             counters: Mutex::default(),
-            told: AtomicBool::new(false),
             watch: Some(watch),
+            stop: Some(stop),
             ended: Mutex::new(ended),
         })
     }
@@ -346,7 +326,7 @@ impl RemoteHostSide {
     fn ask_to_rest(&self, request: &Request) -> Result<(), QueueError> {
         match self.ask(request) {
             Ok(result) => result,
-            Err(Lost) if self.is_over() => Ok(()),
+            Err(Lost) if self.link.wait_until_over(END_PATIENCE) => Ok(()),
             Err(Lost) => Err(QueueError::Timeout(QueueId::ADMIN)),
         }
     }
@@ -360,23 +340,38 @@ impl RemoteHostSide {
 
     /// Returns whether the server has ended what it did for the function.
     fn is_over(&self) -> bool {
-        matches!(*self.link.connection(), Connection::Closed)
+        self.link.state().is_over()
     }
 
     fn bells(&self) -> MutexGuard<'_, Bells> {
-        // Each change is complete before anything can panic.
-        self.bells.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.bells)
+    }
+
+    /// All of the VM's memory that commands may write.
+    fn all_pages(&self) -> Result<Vec<DirtyRange>, DmaError> {
+        let regions = self.shared.memory.hold().regions();
+        let regions = regions.map_err(|_| DmaError::NotLogged)?;
+        let writable = regions.into_iter().filter(|region| region.writable);
+        let range = |MemoryRegion { gpa, len, .. }| DirtyRange { gpa, len };
+        Ok(writable.map(range).collect())
     }
 
     /// Asks for the doorbells anew, after the queues changed.
     fn renew_doorbells(&self) -> IoDoorbells {
         let mut bells = self.bells();
-        bells.doorbells = self.doorbells(&mut bells.by_number).unwrap_or_default();
+        let bells = &mut *bells;
+        // Without a server the queues are still there for the guest.
+        if let Some(doorbells) = self.doorbells(&mut bells.by_number) {
+            bells.doorbells = doorbells;
+        }
         bells.doorbells.clone()
     }
 
     fn doorbells(&self, bells: &mut BTreeMap<u64, Arc<EventFd>>) -> Option<IoDoorbells> {
-        let answer = self.link.ask_for_more(&Request::IoDoorbells, None);
+        let mut state = self.link.state();
+        let answer = self
+            .link
+            .ask_for_more(&mut state, &Request::IoDoorbells, None);
         let (doorbells, descriptors): (Doorbells, _) = answer.ok()?;
         let Doorbells {
             are_buffered,
@@ -401,44 +396,22 @@ impl RemoteHostSide {
             wakers: named.into_iter().filter_map(waker).collect(),
         })
     }
-
-    fn map_there(&self, memory: &MemoryRegion) -> Result<(), DmaError> {
-        let MemoryRegion {
-            gpa,
-            len,
-            ref fd,
-            offset,
-            readable,
-            writable,
-        } = *memory;
-        let request = Request::Map(Region {
-            gpa,
-            len,
-            offset,
-            readable,
-            writable,
-        });
-        let result = self.link.ask(&request, Some(fd));
-        result.unwrap_or_else(|lost: Lost| {
-            let source = lost.into();
-            Err(DmaError::Map { gpa, len, source })
-        })
-    }
 }
 
 impl Drop for RemoteHostSide {
     fn drop(&mut self) {
-        let mut connection = self.link.connection();
-        if let Connection::Open(channel) = &*connection {
+        drop(self.stop.take());
+        let channel = self.link.state().part();
+        if let Some(channel) = &channel {
             // The server ends the lease, and closes the connection when it has: then the drive is free.
             let _ = channel.stream().shutdown(Shutdown::Write);
-            // The watch sees it: a sandboxed vCPU that takes the function out may not.
-            let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
-            let _ = ended.recv_timeout(END_PATIENCE);
-            let _ = channel.stream().shutdown(Shutdown::Both);
-            *connection = Connection::Closed;
         }
-        drop(connection);
+        // The watch sees it: a sandboxed vCPU that takes the function out may not. It may be asking another server.
+        let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if ended.recv_timeout(END_PATIENCE) == Err(RecvTimeoutError::Timeout) {
+            log::error!("A drive server does not end its lease, and is not waited for any more");
+            return;
+        }
         if let Some(watch) = self.watch.take()
             && watch.join().is_err()
         {
@@ -447,32 +420,9 @@ impl Drop for RemoteHostSide {
     }
 }
 
-/// Waits until the server closes the connection, while nothing else may be waiting for it.
-fn watch(stream: &UnixStream, link: &Link, ending: Sender<()>) {
-    await_end(stream);
-    drop(ending);
-    let mut connection = link.connection();
-    if matches!(*connection, Connection::Open(_)) {
-        link.lose(&mut connection, &ChannelError::Closed);
-    }
-}
-
-/// Waits until the other side closes a connection.
-fn await_end(stream: &UnixStream) {
-    let wait = || {
-        let epoll = Epoll::new()?;
-        let end = EpollEvent::new(EventSet::READ_HANG_UP | EventSet::HANG_UP, 0);
-        epoll.ctl(ControlOperation::Add, stream.as_raw_fd(), end)?;
-        loop {
-            match epoll.wait(-1, &mut [EpollEvent::default()]) {
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                result => return result,
-            }
-        }
-    };
-    if let Err(error) = wait() {
-        log::error!("Cannot wait for the end of a drive server: {error}");
-    }
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Each change is complete before anything can panic.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl HostSide for RemoteHostSide {
@@ -485,11 +435,14 @@ impl HostSide for RemoteHostSide {
     }
 
     fn status(&self) -> LeaseStatus {
-        self.ask(&Request::Status).unwrap_or(LeaseStatus {
-            blocks: self.facts.namespace.blocks,
-            used: 0,
-            is_backed: false,
-            is_gone: true,
+        self.ask(&Request::Status).unwrap_or_else(|Lost| {
+            let waits = self.link.state().waits();
+            LeaseStatus {
+                blocks: self.facts.namespace.blocks,
+                used: 0,
+                is_backed: waits,
+                is_gone: !waits,
+            }
         })
     }
 
@@ -514,11 +467,13 @@ impl HostSide for RemoteHostSide {
     }
 
     fn counters(&self) -> Counters {
-        let mut last = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Ok(counters) = self.ask(&Request::Counters) {
-            *last = counters;
+        let mut counted = lock(&self.counters);
+        let mut state = self.link.state();
+        let answer = self.link.ask_in(&mut state, &Request::Counters, None);
+        if let Ok(counters) = answer {
+            counted.follow(state.servers, counters);
         }
-        *last
+        counted.before + counted.last
     }
 
     fn commands(&self) -> u64 {
@@ -540,30 +495,40 @@ impl HostSide for RemoteHostSide {
     }
 
     fn take_events(&self) -> Vec<Event> {
-        if let Ok(events) = self.ask(&Request::TakeEvents) {
-            return events;
+        // Before those of a server that came after them.
+        let mut events = self.link.state().take_notices();
+        match self.ask::<Vec<Event>>(&Request::TakeEvents) {
+            Ok(others) => events.extend(others),
+            Err(Lost) => {
+                // Nothing to read is no error.
+                let _ = self.link.events.read();
+                events.extend(self.link.state().take_notices());
+            }
         }
-        // Nothing to read is no error.
-        let _ = self.link.events.read();
-        match self.told.swap(true, Ordering::Relaxed) {
-            true => Vec::new(),
-            false => vec![
-                // Nobody completes the commands that were taken.
-                Event::QueueFailed {
-                    qid: QueueId::ADMIN,
-                    reason: QueueFailure::HostQueue,
-                },
-                Event::Drive(DriveEvent::Gone),
-            ],
-        }
+        events
     }
 
     fn map(&self, memory: MemoryRegion) -> Result<(), DmaError> {
-        self.map_there(&memory)?;
+        // A region is mapped on both sides, or on neither. A server that comes back meanwhile is told of it then.
+        let mut state = self.link.state();
+        let request = Request::map(&memory);
+        let answer: Result<Result<(), DmaError>, Lost> =
+            self.link.ask_in(&mut state, &request, Some(&memory.fd));
+        let there = match answer {
+            Ok(result) => result.map(|()| true)?,
+            Err(Lost) if state.waits() => false,
+            Err(lost) => {
+                let (gpa, len, source) = (memory.gpa, memory.len, lost.into());
+                return Err(DmaError::Map { gpa, len, source });
+            }
+        };
         let (gpa, len) = (memory.gpa, memory.len);
         self.window.map(memory).inspect_err(|_| {
-            // A region is mapped on both sides, or on neither.
-            let _ = self.ask::<Result<u64, DmaError>>(&Request::Unmap { gpa, len });
+            if there {
+                let request = Request::Unmap { gpa, len };
+                let _: Result<Result<u64, DmaError>, Lost> =
+                    self.link.ask_in(&mut state, &request, None);
+            }
         })
     }
 
@@ -576,28 +541,55 @@ impl HostSide for RemoteHostSide {
     }
 
     fn unmap(&self, gpa: Gpa, len: u64) -> Result<u64, DmaError> {
-        let answer: Result<Result<u64, DmaError>, Lost> = self.ask(&Request::Unmap { gpa, len });
-        match answer {
-            Ok(result) => drop(result?),
-            Err(Lost) if self.is_over() => {}
-            // The server may still use it.
-            Err(Lost) => return Err(DmaError::Busy { gpa, len }),
+        // Both in one step, for a server that comes back. Before that, one that is ending is waited for.
+        let mut waited = false;
+        loop {
+            let mut state = self.link.state();
+            let request = Request::Unmap { gpa, len };
+            let answer: Result<Result<u64, DmaError>, Lost> =
+                self.link.ask_in(&mut state, &request, None);
+            match answer {
+                Ok(result) => drop(result?),
+                Err(Lost) if state.is_over() => {}
+                Err(Lost) if !waited => {
+                    drop(state);
+                    waited = true;
+                    self.link.wait_until_over(END_PATIENCE);
+                    continue;
+                }
+                // The server may still use it.
+                Err(Lost) => return Err(DmaError::Busy { gpa, len }),
+            }
+            return self.window.unmap(gpa, len);
         }
-        self.window.unmap(gpa, len)
     }
 
     fn start_dirty_log(&self) -> Result<(), DmaError> {
         let answer: Result<Result<(), DmaError>, Lost> = self.ask(&Request::StartDirtyLog);
-        answer.unwrap_or(Err(DmaError::NotLogged))?;
-        self.window.start_dirty_log()
+        match answer {
+            Ok(result) => result?,
+            Err(Lost) if self.link.state().waits() => {}
+            Err(Lost) => return Err(DmaError::NotLogged),
+        }
+        self.window.start_dirty_log()?;
+        self.link.state().standing.dirty_log = Some(DirtyLog::Complete);
+        Ok(())
     }
 
     fn take_dirty_pages(&self) -> Result<Vec<DirtyRange>, DmaError> {
         let mut ranges = self.window.take_dirty_pages()?;
+        if self.link.state().standing.take_missed() {
+            ranges = self.all_pages()?;
+        }
         loop {
             let answer: Result<Result<DirtyPages, DmaError>, Lost> =
                 self.ask(&Request::TakeDirtyPages);
-            let pages = answer.unwrap_or(Err(DmaError::NotLogged))?;
+            let pages = match answer {
+                Ok(result) => result?,
+                // What the server knew is lost with it.
+                Err(Lost) if self.link.state().waits() => return self.all_pages(),
+                Err(Lost) => return Err(DmaError::NotLogged),
+            };
             ranges.extend(pages.ranges);
             if !pages.more {
                 return Ok(ranges);
@@ -608,6 +600,7 @@ impl HostSide for RemoteHostSide {
     fn stop_dirty_log(&self) {
         self.tell(&Request::StopDirtyLog);
         self.window.stop_dirty_log();
+        self.link.state().standing.dirty_log = None;
     }
 
     fn create_cq(&self, config: CqConfig) -> Result<(), QueueError> {
@@ -639,6 +632,7 @@ impl HostSide for RemoteHostSide {
     }
 
     fn set_rates(&self, rates: RateLimits) {
+        self.link.state().standing.rates = Some(rates);
         self.tell(&Request::SetRates(rates));
     }
 
@@ -666,15 +660,24 @@ impl HostSide for RemoteHostSide {
     }
 
     fn begin_silent_doorbells(&self) -> io::Result<()> {
-        self.ask_io(&Request::BeginSilentDoorbells)
+        let began = self.ask_io(&Request::BeginSilentDoorbells);
+        let mut state = self.link.state();
+        state.standing.silent = began.is_ok() || state.waits();
+        match state.standing.silent {
+            true => Ok(()),
+            false => began,
+        }
     }
 
     fn end_silent_doorbells(&self) {
+        self.link.state().standing.silent = false;
         self.tell(&Request::EndSilentDoorbells);
     }
 
     fn watch_admin_doorbells(&self) -> io::Result<()> {
-        self.ask_io(&Request::WatchAdminDoorbells)
+        self.ask_io::<()>(&Request::WatchAdminDoorbells)?;
+        self.link.state().standing.watched = true;
+        Ok(())
     }
 
     fn begin_anew(&self) {
@@ -682,10 +685,13 @@ impl HostSide for RemoteHostSide {
     }
 
     fn pause(&self) -> Result<(), QueueError> {
-        self.ask_to_rest(&Request::Pause)
+        self.ask_to_rest(&Request::Pause)?;
+        self.link.state().standing.paused = true;
+        Ok(())
     }
 
     fn resume(&self) {
+        self.link.state().standing.paused = false;
         self.tell(&Request::Resume);
         self.renew_doorbells();
     }
@@ -695,11 +701,13 @@ impl HostSide for RemoteHostSide {
     }
 
     fn reset_within(&self, time: Duration) -> Result<(), QueueError> {
+        self.link.state().standing.watched = false;
         let result = self.ask_to_rest(&Request::ResetWithin(time));
         self.renew_doorbells();
         if self.is_over() {
             // Nobody else sets them to zero.
             self.shared.doorbells.clear();
+            self.bells().doorbells = IoDoorbells::default();
         }
         result
     }

@@ -10,6 +10,8 @@
 //! | `channel` | messages and descriptors over a socket, with bounds in bytes and time |
 //! | `message` | requests and replies |
 //! | `client` | the VMM's side |
+//! | `link` | the VMM's connection, and what the next server is told |
+//! | `watch` | the VMM's thread that sees a server go, and looks for the next one |
 //! | `vector` | the VMM's side of an interrupt vector |
 //! | `session` | the server's side |
 //! | `places` | sockets of the servers that share a state folder |
@@ -20,16 +22,18 @@
 
 mod channel;
 mod client;
+mod link;
 mod message;
 mod places;
 mod session;
 mod vector;
+mod watch;
 
 pub use channel::{ChannelError, DESCRIPTORS_MAX, MESSAGE_MAX};
-pub use client::{AttachError, RemoteHostSide, attach, attach_over};
+pub use client::{AttachError, RemoteHostSide, attach_over};
 pub use message::VERSION;
 pub use places::{attach_anywhere, socket_of, sockets};
-pub use session::{Admission, Leases, Peer, Session, SessionError};
+pub use session::{Admission, End, Leases, Peer, Session, SessionError};
 
 #[cfg(test)]
 mod tests;

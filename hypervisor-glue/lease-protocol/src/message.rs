@@ -9,14 +9,18 @@ use nvme_mpt::limit::RateLimits;
 use nvme_mpt::seam::{CoalescingConfig, crossing};
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
-use nvme_mpt::{AttachmentState, CqConfig, DirtyRange, DoorbellBuffer, Gpa, LeaseFacts, SqConfig};
+use nvme_mpt::{
+    AttachmentState, CqConfig, DirtyRange, DoorbellBuffer, Gpa, LeaseFacts, MemoryRegion, SqConfig,
+};
 use serde::{Deserialize, Serialize};
 
 /// Version of the protocol. Sides of different versions do not talk: a change of a message, or of a type in one, is a
 /// new version.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// First message of a VMM. All versions have its fields.
+///
+/// Descriptors: none, or those of [`Opened::Attached`] from the server before, whose place this one is to take.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Opening {
     /// Version that the VMM speaks.
@@ -43,8 +47,15 @@ pub(crate) enum Opened {
     Attached(Box<Attached>),
 }
 
+/// Last message of a server, which nobody asked for: an operator has taken the lease away.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Farewell {
+    Removed,
+}
+
 /// Facts that stay the same as long as the function has the lease.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Attached {
     /// Id of the lease.
     pub(crate) id: String,
@@ -128,6 +139,27 @@ pub(crate) struct Region {
     pub(crate) offset: u64,
     pub(crate) readable: bool,
     pub(crate) writable: bool,
+}
+
+impl Request {
+    /// The request that maps a region, which is sent with the region's descriptor.
+    pub(crate) fn map(region: &MemoryRegion) -> Self {
+        let MemoryRegion {
+            gpa,
+            len,
+            fd: _,
+            offset,
+            readable,
+            writable,
+        } = *region;
+        Self::Map(Region {
+            gpa,
+            len,
+            offset,
+            readable,
+            writable,
+        })
+    }
 }
 
 /// Change of a vector, or question about it. The reply is a boolean.

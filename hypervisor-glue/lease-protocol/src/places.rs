@@ -1,12 +1,15 @@
 //! Sockets of the servers that share a state folder. There is no other registry: a VMM asks each server for its drive.
 
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use nvme_mpt::lease::SERVER_SOCKETS;
 use nvme_mpt::poller::Threads;
 
-use crate::client::{AttachError, RemoteHostSide, attach};
+use crate::client::{AttachError, Given, RemoteHostSide, ask_for_lease, connect};
+use crate::watch::Reach;
 
 /// Returns the folder with the sockets of all servers of a state folder.
 #[must_use]
@@ -20,7 +23,8 @@ pub fn socket_of(state_dir: &Path, name: &str) -> PathBuf {
     sockets(state_dir).join(format!("{name}.sock"))
 }
 
-/// Attaches to the server that has the drive of `options`; `None` if no server has it.
+/// Attaches to the server that has the drive of `options`; `None` if no server has it. If that server goes, the function
+/// waits `patience` for one that has the drive, or for ever.
 ///
 /// A server that cannot be asked is passed over with a warning. If it has the drive, opening the drive fails.
 ///
@@ -29,8 +33,27 @@ pub fn socket_of(state_dir: &Path, name: &str) -> PathBuf {
 pub fn attach_anywhere(
     state_dir: &Path,
     options: &str,
+    patience: Option<Duration>,
     threads: &Threads,
 ) -> Result<Option<RemoteHostSide>, AttachError> {
+    let Some(given) = find(state_dir, options, &[])? else {
+        return Ok(None);
+    };
+    let reach = (patience != Some(Duration::ZERO)).then(|| Reach {
+        state_dir: state_dir.to_owned(),
+        options: options.to_owned(),
+        patience,
+    });
+    RemoteHostSide::new(given, reach, threads).map(Some)
+}
+
+/// Finds the server that has the drive of `options`, and gets a lease there. `kept` is what the function has from the
+/// server before.
+pub(crate) fn find(
+    state_dir: &Path,
+    options: &str,
+    kept: &[BorrowedFd<'_>],
+) -> Result<Option<Given>, AttachError> {
     let folder = match sockets(state_dir).read_dir() {
         Ok(folder) => folder,
         // No server was there yet, or its folder is not ours to read: the ledger in it neither.
@@ -41,8 +64,9 @@ pub fn attach_anywhere(
         if path.extension().is_none_or(|extension| extension != "sock") {
             continue;
         }
-        match attach(&path, options, threads) {
-            Ok(Some(host)) => return Ok(Some(host)),
+        let given = connect(&path).and_then(|stream| ask_for_lease(stream, &path, options, kept));
+        match given {
+            Ok(Some(given)) => return Ok(Some(given)),
             Ok(None) => {}
             // The server is gone, and left its socket behind.
             Err(AttachError::Connect { source, .. })

@@ -13,15 +13,15 @@ use nix::sys::socket::sockopt::PeerCredentials;
 use nvme_mpt::attachment::{DoorbellWaker, ForeignDoorbellWaker};
 use nvme_mpt::deadline::DRAIN_DEADLINE;
 use nvme_mpt::memory::eventfd;
-use nvme_mpt::{DirtyRange, DmaError, HostSide, MemoryRegion, SharedParts};
+use nvme_mpt::{DirtyRange, DmaError, HostSide, KeptParts, MemoryRegion, SharedParts};
 use serde::Serialize;
 use thiserror::Error;
 use zerocopy::IntoBytes;
 
 use crate::channel::{Channel, ChannelError};
 use crate::message::{
-    Attached, DirtyPages, Doorbells, Failed, Opened, Opening, RANGES_MAX, Region, Request, Smart,
-    VERSION, VectorChange,
+    Attached, DirtyPages, Doorbells, Failed, Farewell, Opened, Opening, RANGES_MAX, Region,
+    Request, Smart, VERSION, VectorChange,
 };
 
 /// Time that a VMM has for its first message.
@@ -65,11 +65,27 @@ pub enum Admission {
 
 /// Source of leases.
 pub trait Leases: Sync {
-    /// Makes the lease of an option string. It ends early when `stop` is set.
-    fn attach(&self, peer: Peer, options: &str, stop: &AtomicBool) -> Admission;
+    /// Makes the lease of an option string, for a function that may have kept parts from the server before. It ends
+    /// early when `stop` is set.
+    fn attach(
+        &self,
+        peer: Peer,
+        options: &str,
+        parts: Option<KeptParts>,
+        stop: &AtomicBool,
+    ) -> Admission;
 
     /// The lease of `host` has ended, unless its commands are in flight.
-    fn ended(&self, host: &Arc<dyn HostSide>);
+    fn ended(&self, host: &Arc<dyn HostSide>) -> End;
+}
+
+/// Cause of the end of a lease.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// The VMM or the server goes. The VMM may ask for the lease again.
+    Gone,
+    /// An operator has taken it away.
+    Removed,
 }
 
 /// A connection of a VMM.
@@ -116,7 +132,6 @@ impl Session {
     fn hold_lease(self, leases: &dyn Leases) -> Result<(), SessionError> {
         let (opening, descriptors): (Opening, _) =
             self.channel.receive_request(Some(OPENING_PATIENCE))?;
-        expect(&descriptors, 0)?;
         let Opening { version, options } = opening;
         if version != VERSION {
             let reason = format!(
@@ -126,7 +141,8 @@ impl Session {
             self.channel.send(&Opened::Refused { reason }, &[])?;
             return Ok(());
         }
-        let host = match self.admit(leases, &options)? {
+        let parts = kept_parts(descriptors)?;
+        let host = match self.admit(leases, &options, parts)? {
             Admission::NotServed => {
                 self.channel.send(&Opened::NotServed, &[])?;
                 return Ok(());
@@ -140,20 +156,28 @@ impl Session {
         let mut flushed = 0;
         let result = self.serve(&host, &mut flushed);
         end(&*host, flushed);
-        leases.ended(&host);
+        if leases.ended(&host) == End::Removed {
+            // A VMM that has gone as well does not need it.
+            let _ = self.channel.send(&Farewell::Removed, &[]);
+        }
         // Only now does the VMM see the connection closed: nothing reaches its memory any more.
         result
     }
 
     /// Asks for the lease, with a sign of life to the VMM each second.
-    fn admit(&self, leases: &dyn Leases, options: &str) -> Result<Admission, SessionError> {
+    fn admit(
+        &self,
+        leases: &dyn Leases,
+        options: &str,
+        parts: Option<KeptParts>,
+    ) -> Result<Admission, SessionError> {
         let stop = AtomicBool::new(false);
         let (peer, stopped) = (self.peer, &stop);
         thread::scope(|scope| {
             let (sender, receiver) = mpsc::channel();
             let work = move || {
                 // The receiver waits in any case.
-                let _ = sender.send(leases.attach(peer, options, stopped));
+                let _ = sender.send(leases.attach(peer, options, parts, stopped));
             };
             thread::Builder::new()
                 .name("lease".to_owned())
@@ -228,6 +252,19 @@ fn end(host: &dyn HostSide, flushed: u64) {
     {
         log::error!("Cannot flush the drive of a VMM that went: {error}");
     }
+}
+
+/// Returns what a function kept from the server before.
+fn kept_parts(descriptors: Vec<OwnedFd>) -> Result<Option<KeptParts>, SessionError> {
+    if descriptors.is_empty() {
+        return Ok(None);
+    }
+    let [doorbells, events] = <[OwnedFd; 2]>::try_from(descriptors).map_err(|descriptors| {
+        let (came, said) = (descriptors.len(), 2);
+        ChannelError::Descriptors { came, said }
+    })?;
+    let events = eventfd::take(events)?;
+    Ok(Some(KeptParts { doorbells, events }))
 }
 
 fn expect(descriptors: &[OwnedFd], said: usize) -> Result<(), ChannelError> {

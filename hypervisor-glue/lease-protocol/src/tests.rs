@@ -15,7 +15,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::message::{
-    DirtyPages, Doorbells, Failed, Opened, Opening, Region, Request, VERSION, VectorChange,
+    DirtyPages, Doorbells, Failed, Farewell, Opened, Opening, Region, Request, VERSION,
+    VectorChange,
 };
 
 /// Checks the text of a message, and that the text is read as the same message.
@@ -32,7 +33,7 @@ fn requests() {
         version: VERSION,
         options: "path=/srv/a".to_owned(),
     };
-    is(&opening, r#"{"version":1,"options":"path=/srv/a"}"#);
+    is(&opening, r#"{"version":2,"options":"path=/srv/a"}"#);
     let region = Region {
         gpa: Gpa(4096),
         len: 8192,
@@ -130,6 +131,7 @@ fn requests() {
 fn replies() {
     is(&Opened::NotServed, r#""not_served""#);
     is(&Opened::Waiting, r#""waiting""#);
+    is(&Farewell::Removed, r#""removed""#);
     let reason = "no".to_owned();
     is(
         &Opened::Refused { reason },

@@ -7,7 +7,7 @@ use nvme_mpt::interrupt::VectorLink;
 use nvme_mpt::memory::eventfd;
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::client::Link;
+use crate::link::{Link, Wire};
 use crate::message::{Request, VectorChange};
 
 /// Tells the server of the changes of a vector.
@@ -18,10 +18,28 @@ pub(crate) struct RemoteVector {
 }
 
 impl RemoteVector {
-    fn change(&self, change: VectorChange, eventfd: Option<&OwnedFd>) -> bool {
+    fn change(&self, change: VectorChange) -> bool {
+        self.wire(change, None, |_| {})
+    }
+
+    /// Changes the vector at the server, and in what the next server is told.
+    fn wire(
+        &self,
+        change: VectorChange,
+        eventfd: Option<OwnedFd>,
+        note: impl FnOnce(&mut Wire),
+    ) -> bool {
         let number = self.number;
+        let request = Request::Vector { number, change };
+        let mut state = self.link.state();
         // Without a server nothing is raised, and the link has reported that it is lost.
-        let answer = self.link.ask(&Request::Vector { number, change }, eventfd);
+        let answer = self.link.ask_in(&mut state, &request, eventfd.as_ref());
+        if let Some(wire) = state.standing.vectors.get_mut(usize::from(number)) {
+            note(wire);
+            if matches!(change, VectorChange::Connect | VectorChange::Disconnect) {
+                wire.eventfd = eventfd;
+            }
+        }
         answer.unwrap_or(false)
     }
 }
@@ -29,10 +47,10 @@ impl RemoteVector {
 impl VectorLink for RemoteVector {
     fn set_eventfd(&self, eventfd: Option<&EventFd>) -> bool {
         let Some(eventfd) = eventfd else {
-            return self.change(VectorChange::Disconnect, None);
+            return self.change(VectorChange::Disconnect);
         };
         match eventfd::share(eventfd) {
-            Ok(descriptor) => self.change(VectorChange::Connect, Some(&descriptor)),
+            Ok(descriptor) => self.wire(VectorChange::Connect, Some(descriptor), |_| {}),
             Err(error) => {
                 log::error!("Vector {} stays unconnected: {error}", self.number);
                 false
@@ -45,14 +63,14 @@ impl VectorLink for RemoteVector {
             true => VectorChange::Mask,
             false => VectorChange::Unmask,
         };
-        self.change(change, None)
+        self.wire(change, None, |wire| wire.masked = masked)
     }
 
     fn pending(&self) -> bool {
-        self.change(VectorChange::Ask, None)
+        self.change(VectorChange::Ask)
     }
 
     fn clear_pending(&self) {
-        self.change(VectorChange::Clear, None);
+        self.change(VectorChange::Clear);
     }
 }

@@ -9,7 +9,7 @@ use nvme_mpt::host::ReserveError;
 use nvme_mpt::lease::identity::default_id;
 use nvme_mpt::lease::{ByteRange, FormerData, Lease, LeaseError, LeaseRequest, Ledger, RangeError};
 use nvme_mpt::wipe::{WipeError, wipe};
-use nvme_mpt::{AttachError, Attachment, AttachmentConfig, Drive, HostSide, Pollers};
+use nvme_mpt::{AttachError, Attachment, AttachmentConfig, Drive, HostSide, KeptParts, Pollers};
 use nvme_mpt_lease_protocol::attach_anywhere;
 use thiserror::Error;
 
@@ -118,6 +118,16 @@ pub fn attach(
     pollers: &Arc<Pollers>,
     stop: &AtomicBool,
 ) -> Result<Attachment, OpenError> {
+    attach_with(options, drive, ledgers, (pollers, None), stop)
+}
+
+fn attach_with(
+    options: &FunctionOptions,
+    drive: &Arc<Drive>,
+    ledgers: &Ledgers,
+    (pollers, parts): (&Arc<Pollers>, Option<KeptParts>),
+    stop: &AtomicBool,
+) -> Result<Attachment, OpenError> {
     let (id, range) = lease_of(options, drive)?;
     // First, since a refused reservation changes nothing: neither the ledger nor former data.
     let reservation = match options.reserve {
@@ -126,7 +136,7 @@ pub fn attach(
     };
     let mut lease = ledgers.lease(options, drive, (&id, range))?;
     wipe(drive, &mut lease, stop)?;
-    Ok(Attachment::new(AttachmentConfig {
+    let config = AttachmentConfig {
         drive: drive.clone(),
         lease,
         queue_pairs: options.queues,
@@ -138,7 +148,8 @@ pub fn attach(
         memory: options.memory,
         rates: options.rates,
         serial: options.serial.clone(),
-    })?)
+    };
+    Ok(Attachment::with_parts(config, parts)?)
 }
 
 /// Opens the drive of `options` for a function alone, and attaches to it, as [`attach`] does.
@@ -151,13 +162,27 @@ pub fn open(
     pollers: &Arc<Pollers>,
     stop: &AtomicBool,
 ) -> Result<Attachment, OpenError> {
+    open_with(options, ledgers, pollers, None, stop)
+}
+
+/// The same, for a function that may have kept parts when the process of its host side ended.
+///
+/// # Errors
+/// See [`OpenError`].
+pub fn open_with(
+    options: &FunctionOptions,
+    ledgers: &Ledgers,
+    pollers: &Arc<Pollers>,
+    parts: Option<KeptParts>,
+    stop: &AtomicBool,
+) -> Result<Attachment, OpenError> {
     let opened = drives::opened_options(&options.path);
     let drive = drives::open_on(
         &options.path,
         DriveOptions::of(options, opened.as_ref()),
         pollers.threads(),
     )?;
-    attach(options, &drive, ledgers, pollers, stop)
+    attach_with(options, &drive, ledgers, (pollers, parts), stop)
 }
 
 /// Host side of a function in this process: that of the drive server that has the drive, or one that this process opens
@@ -174,7 +199,8 @@ pub fn host_side(
     // Other drives are in the memory of the process that opens them.
     if matches!(options.path, DrivePath::Pci(_) | DrivePath::File(_)) {
         let text = function.text().to_string();
-        let served = attach_anywhere(&ledgers.state_dir, &text, pollers.threads())?;
+        let patience = options.reconnect;
+        let served = attach_anywhere(&ledgers.state_dir, &text, patience, pollers.threads())?;
         if let Some(host) = served {
             return Ok((host.id().to_owned(), Arc::new(host)));
         }

@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
@@ -33,6 +33,7 @@ pub(crate) const GROUP: Group = Group::Inside {
         ("doorbells_come_and_go", exits::doorbells_come_and_go),
         ("root_on_a_servers_drive", root_on_a_servers_drive),
         ("exits_on_a_servers_drive", exits::on_a_servers_drive),
+        ("root_outlives_its_servers", root_outlives_its_servers),
     ],
 };
 
@@ -62,6 +63,53 @@ fn root_on_a_servers_drive(bench: &Bench) -> Result<(), Failure> {
     verify(bench, &KernelChoice::V6_12, "auto", 2, Owner::Server)
 }
 
+/// Servers that are killed one after the other, each under a pass of the guest's I/O.
+const KILLS: u32 = 3;
+
+/// Time without a server.
+const OUTAGE: Duration = Duration::from_millis(500);
+
+/// A guest whose servers are killed while fio works on its root: fio sees no error, and all data is there.
+fn root_outlives_its_servers(bench: &Bench) -> Result<(), Failure> {
+    let script = format!(
+        r"
+for pass in $(seq {KILLS}); do
+    echo guest: pass $pass
+    fio --name=verify --filename=/data$pass --size=8m --rw=randwrite --bs=4k --iodepth=32 --ioengine=libaio         --direct=1 --loops=3 --verify=crc32c --verify_fatal=1 --eta=never --output=/tmp/fio         && echo guest: verified $pass
+done
+echo 3 >/proc/sys/vm/drop_caches
+for pass in $(seq {KILLS}); do
+    fio --name=verify --filename=/data$pass --size=8m --rw=randread --bs=4k --ioengine=libaio --direct=1         --verify=crc32c --verify_fatal=1 --verify_only --eta=never --output=/tmp/fio && echo guest: same $pass
+done
+echo guest: resets $(dmesg | grep -c 'resetting controller')
+echo guest: errors $(dmesg | grep -cE 'Buffer I/O|EXT4-fs (error|warning)|emounting')
+"
+    );
+    let function = ("auto", Owner::KilledServers);
+    let script = init::script(&script);
+    let said = boot(
+        bench,
+        &KernelChoice::V6_12,
+        &script,
+        function,
+        &["--cpus", "2"],
+    )?;
+    let passes = (1..=KILLS).flat_map(|pass| [format!("verified {pass}"), format!("same {pass}")]);
+    for wanted in passes.chain([format!("resets {KILLS}"), "errors 0".to_owned()]) {
+        let wanted = format!("guest: {wanted}");
+        expect(
+            said.lines().any(|line| line.trim_end().ends_with(&wanted)),
+            || {
+                format!(
+                    "The guest does not say {wanted:?}:
+{said}"
+                )
+            },
+        )?;
+    }
+    Ok(())
+}
+
 /// Process that has the drive of a function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Owner {
@@ -69,6 +117,8 @@ pub(crate) enum Owner {
     Vmm,
     /// A drive server, of which the VMM's function has a lease.
     Server,
+    /// A drive server that is killed in each pass of the guest's, and started again.
+    KilledServers,
 }
 
 /// Boots a guest that verifies its own I/O on its root.
@@ -112,7 +162,9 @@ pub(crate) fn boot(
     let image = root(bench, &assets, script)?;
     let mut server = match owner {
         Owner::Vmm => None,
-        Owner::Server => Some(bench.hold(&[format!("path={}", image.display())])?),
+        Owner::Server | Owner::KilledServers => {
+            Some(bench.hold(&[format!("path={}", image.display())])?)
+        }
     };
     let console = bench.folder().join("console");
     let function = format!("path={},doorbells={doorbells}", image.display());
@@ -130,6 +182,17 @@ pub(crate) fn boot(
     let mut vmm = reference::spawn(bench.folder(), &console, machine)?;
     if let Some(server) = &server {
         await_that("the lease", || Ok(server.list()?.len() == 1))?;
+    }
+    if let (Owner::KilledServers, Some(server)) = (owner, &mut server) {
+        for pass in 1..=KILLS {
+            let begun = format!("guest: pass {pass}");
+            await_that(&begun, || Ok(said(&console)?.contains(&begun)))?;
+            // In the middle of it.
+            thread::sleep(Duration::from_secs(1));
+            server.kill();
+            thread::sleep(OUTAGE);
+            server.restart()?;
+        }
     }
     let status = vmm.wait(PATIENCE).map_err(|error| match error {
         ProcessError::StillRuns { .. } if has_foreign_registers(vmm.pid()) => {
@@ -151,7 +214,12 @@ pub(crate) fn boot(
     // The image has the guest's writes, in a file system that was left in order.
     sh(&format!("e2fsck -fn {}", image.display()))?;
     fs::remove_file(&image).map_err(at(&image))?;
-    let said = fs::read(&console).map_err(at(&console))?;
+    said(&console)
+}
+
+/// All that a guest has said on its console.
+fn said(console: &Path) -> Result<String, Failure> {
+    let said = fs::read(console).map_err(at(console))?;
     Ok(String::from_utf8_lossy(&said).into_owned())
 }
 

@@ -120,7 +120,7 @@ fn over<V: Vmm + 'static>(bench: &Bench, owner: Owner) -> Result<(), Failure> {
     };
     let mut server = match owner {
         Owner::Vmm => None,
-        Owner::Server => {
+        Owner::Server | Owner::KilledServers => {
             let drives = [&images.root, &images.plugged];
             Some(bench.hold(&drives.map(|path| format!("path={}", path.display())))?)
         }

@@ -80,6 +80,41 @@ pub fn memfd(name: &CStr, len: u64) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
+/// The same, with a size that nobody can change.
+///
+/// # Errors
+/// Returns the kernel's error.
+pub fn sealed_memfd(name: &CStr, len: u64) -> io::Result<OwnedFd> {
+    // SAFETY: the name is a C string; the result is checked and owned once.
+    let fd = unsafe {
+        let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
+        let fd = libc::memfd_create(name.as_ptr(), flags);
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        OwnedFd::from_raw_fd(fd)
+    };
+    let file = File::from(fd);
+    file.set_len(len)?;
+    // SAFETY: `file` is open; F_ADD_SEALS takes seals.
+    let sealed = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, SIZE_SEALS) };
+    if sealed < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(file.into())
+}
+
+/// Seals of a file whose size nobody can change, nor the seals.
+const SIZE_SEALS: libc::c_int = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+
+/// Returns whether nobody can cut a file short: reading and writing a mapping of it never fails.
+#[must_use]
+pub fn is_size_sealed(fd: BorrowedFd<'_>) -> bool {
+    // SAFETY: `fd` is open; F_GET_SEALS has no argument.
+    let seals = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) };
+    seals >= 0 && seals & libc::F_SEAL_SHRINK != 0
+}
+
 /// Returns the size of a page of the host's kernel, in bytes. NVMe pages have [`crate::PAGE_SIZE`]
 /// bytes.
 #[must_use]

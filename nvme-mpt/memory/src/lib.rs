@@ -64,7 +64,7 @@ mod words;
 
 pub use bytes::{RawBytes, RawWords};
 pub use cell::Cell32;
-pub use file_system::{host_page_size, memfd};
+pub use file_system::{host_page_size, is_size_sealed, memfd, sealed_memfd};
 pub use host_ring::{HostCompletionRing, HostSubmissionRing};
 pub use indices::{CompletionIndices, InvalidIndex, PhasedIndex, RingIndex, RingSize, Room, Rooms};
 pub use mapping::{Access, Mapping};

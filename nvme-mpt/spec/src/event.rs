@@ -69,6 +69,8 @@ impl AsyncEvent {
     pub const INVALID_DOORBELL_REGISTER: Self = Self::error(ErrorEvent::INVALID_DOORBELL_REGISTER);
     /// A doorbell was written with a value that its queue can't have.
     pub const INVALID_DOORBELL_VALUE: Self = Self::error(ErrorEvent::INVALID_DOORBELL_VALUE);
+    /// The controller failed in a way that a reset may mend.
+    pub const PERSISTENT_INTERNAL_ERROR: Self = Self::error(ErrorEvent::PERSISTENT_INTERNAL_ERROR);
     /// The namespaces in the Changed Namespace List have changed.
     pub const NAMESPACE_ATTRIBUTE_CHANGED: Self = Self::new(
         AsyncEventType::NOTICE,

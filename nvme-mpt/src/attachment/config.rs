@@ -1,8 +1,11 @@
 //! Configuration of an attachment, and the facts of the lease that it holds.
 
+use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
+use vmm_sys_util::eventfd::EventFd;
 
 use crate::address::Gpa;
 use crate::dma::MemoryKinds;
@@ -40,6 +43,28 @@ pub struct AttachmentConfig {
     pub rates: RateLimits,
     /// Serial Number to show instead of the lease's own, up to 20 ASCII characters.
     pub serial: Option<String>,
+}
+
+/// Parts of a function that outlive the process of its host side.
+#[derive(Debug)]
+pub struct KeptParts {
+    /// File of the doorbells, as [`DoorbellPage::fd`](crate::doorbell::DoorbellPage::fd) gives it.
+    pub doorbells: OwnedFd,
+    /// Signalled when there are events.
+    pub events: EventFd,
+}
+
+impl KeptParts {
+    /// The same parts, by descriptors of their own.
+    ///
+    /// # Errors
+    /// Returns the kernel's error when there are no descriptors left.
+    pub fn share(&self) -> io::Result<Self> {
+        Ok(Self {
+            doorbells: self.doorbells.try_clone()?,
+            events: self.events.try_clone()?,
+        })
+    }
 }
 
 /// A Completion Queue to create.

@@ -31,7 +31,7 @@ use std::sync::{Arc, Mutex};
 use log::{error, warn};
 use serde::{Deserialize, Serialize};
 
-pub use config::{AttachmentConfig, CqConfig, LeaseFacts, LeasedNamespace, SqConfig};
+pub use config::{AttachmentConfig, CqConfig, KeptParts, LeaseFacts, LeasedNamespace, SqConfig};
 pub use error::{AttachError, QueueError};
 pub(crate) use holding::Holding;
 pub use state::{AttachmentState, StateError};
@@ -86,6 +86,17 @@ impl Attachment {
     /// # Errors
     /// See [`AttachError`].
     pub fn new(config: AttachmentConfig) -> Result<Self, AttachError> {
+        Self::with_parts(config, None)
+    }
+
+    /// The same, for a function that kept parts when the process of its host side ended. They are untrusted.
+    ///
+    /// # Errors
+    /// As [`Self::new`]; [`AttachError::Io`] for parts that are no good.
+    pub fn with_parts(
+        config: AttachmentConfig,
+        parts: Option<KeptParts>,
+    ) -> Result<Self, AttachError> {
         let AttachmentConfig {
             drive,
             lease,
@@ -152,11 +163,24 @@ impl Attachment {
             format: host.format(),
         };
         let window = DmaWindow::new(drive.controller().iova_space().clone()).taking(memory);
-        let events = Arc::new(EventQueue::new()?);
+        let (page, events) = match parts {
+            None => (
+                DoorbellPage::new(doorbells, queue_pairs)?,
+                EventQueue::new()?,
+            ),
+            Some(KeptParts {
+                doorbells: file,
+                events,
+            }) => (
+                DoorbellPage::kept(file, doorbells, queue_pairs)?,
+                EventQueue::signalling(events),
+            ),
+        };
+        let events = Arc::new(events);
         drive.controller().subscribe(&events);
         host.subscribe(&events);
         let context = Arc::new(QueueContext {
-            doorbells: Arc::new(DoorbellPage::new(doorbells, queue_pairs)?),
+            doorbells: Arc::new(page),
             silence: Silence::new(doorbells == DoorbellMode::Mapped),
             events,
             tables: window.tables().clone(),

@@ -11,9 +11,9 @@ use std::thread;
 
 use libfuzzer_sys::fuzz_target;
 use nvme_mpt::limit::RateLimits;
-use nvme_mpt::{Attachment, DoorbellMode, HostSide};
+use nvme_mpt::{Attachment, DoorbellMode, HostSide, KeptParts};
 use nvme_mpt_fuzz::{attachment, talk};
-use nvme_mpt_lease_protocol::{Admission, Leases, Peer, Session};
+use nvme_mpt_lease_protocol::{Admission, End, Leases, Peer, Session};
 
 static HOST: LazyLock<Arc<Attachment>> =
     LazyLock::new(|| Arc::new(attachment(DoorbellMode::Shadow)));
@@ -21,7 +21,7 @@ static HOST: LazyLock<Arc<Attachment>> =
 struct Always;
 
 impl Leases for Always {
-    fn attach(&self, _: Peer, options: &str, _: &AtomicBool) -> Admission {
+    fn attach(&self, _: Peer, options: &str, _: Option<KeptParts>, _: &AtomicBool) -> Admission {
         match options {
             "refused" => Admission::Refused("as it says".to_owned()),
             "other" => Admission::NotServed,
@@ -29,7 +29,9 @@ impl Leases for Always {
         }
     }
 
-    fn ended(&self, _: &Arc<dyn HostSide>) {}
+    fn ended(&self, _: &Arc<dyn HostSide>) -> End {
+        End::Removed
+    }
 }
 
 fuzz_target!(|input: &[u8]| {

@@ -59,6 +59,12 @@ impl AsyncEvents {
         news
     }
 
+    /// The same for what matters more than all that waits.
+    pub(super) fn raise_first(&mut self, event: AsyncEvent) {
+        self.events.retain(|other| *other != event);
+        self.events.push_front(event);
+    }
+
     /// The log page of a type of events was read with Retain Asynchronous Event clear.
     pub(super) fn clear(&mut self, event_type: AsyncEventType) {
         self.masked &= !bit(event_type);

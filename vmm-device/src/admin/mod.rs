@@ -165,7 +165,16 @@ impl Admin {
                     self.events.raise(AsyncEvent::ZONE_DESCRIPTOR_CHANGED);
                 }
             }
+            // The function decides what the guest learns of it.
+            Event::HostSide(_) => {}
         }
+    }
+
+    /// The I/O queues are lost, and only a reset goes on. The guest is told at once, if it listens.
+    pub(crate) fn report_lost_queues(&mut self) {
+        self.errors.controller_failed(Status::INTERNAL_ERROR);
+        self.events
+            .raise_first(AsyncEvent::PERSISTENT_INTERNAL_ERROR);
     }
 
     /// The drive, or what it is divided into, is not what it was.

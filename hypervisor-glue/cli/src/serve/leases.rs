@@ -21,8 +21,8 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::unistd::getuid;
 use nvme_mpt::lease::ByteRange;
 use nvme_mpt::limit::RateLimits;
-use nvme_mpt::{Attachment, HostSide, Pollers};
-use nvme_mpt_lease_protocol::{Admission, Leases, Peer, Session, socket_of};
+use nvme_mpt::{AttachError, Attachment, HostSide, KeptParts, Pollers};
+use nvme_mpt_lease_protocol::{Admission, End, Leases, Peer, Session, socket_of};
 use nvme_mpt_vmm::drives;
 use nvme_mpt_vmm::open::{self, Ledgers, OpenError};
 use nvme_mpt_vmm::options::FunctionOptions;
@@ -53,6 +53,8 @@ struct Connection {
     stream: UnixStream,
     thread: Option<JoinHandle<()>>,
     lease: Option<Lease>,
+    /// Cause of its end.
+    end: End,
 }
 
 /// Means of making leases, and the leases that there are.
@@ -116,7 +118,9 @@ impl LeaseTable {
         let (entry, thread) = {
             let mut connections = self.connections();
             let connection = connections.values_mut().find(|one| one.has(id))?;
-            let _ = connection.stream.shutdown(Shutdown::Both);
+            connection.end = End::Removed;
+            // Requests are not read any more. The VMM sees the end when the lease has ended.
+            let _ = connection.stream.shutdown(Shutdown::Read);
             let entry = connection.lease.as_ref()?.entry.clone();
             (entry, connection.thread.take())
         };
@@ -150,10 +154,17 @@ impl LeaseTable {
     }
 
     /// Attaches to a drive. A range or an id that a VMM had which has just gone is waited for.
-    fn open(&self, options: &FunctionOptions, stop: &AtomicBool) -> Result<Attachment, OpenError> {
+    fn open(
+        &self,
+        options: &FunctionOptions,
+        parts: Option<&KeptParts>,
+        stop: &AtomicBool,
+    ) -> Result<Attachment, OpenError> {
         loop {
             let waits = self.connections().values().any(Connection::is_ending);
-            match open::open(options, &self.ledgers, &self.pollers, stop) {
+            let parts = parts.map(KeptParts::share).transpose();
+            let parts = parts.map_err(AttachError::Io)?;
+            match open::open_with(options, &self.ledgers, &self.pollers, parts, stop) {
                 Err(OpenError::Lease(_)) if waits && !stop.load(Ordering::Relaxed) => {
                     thread::sleep(RETRY);
                 }
@@ -162,7 +173,13 @@ impl LeaseTable {
         }
     }
 
-    fn admit(&self, number: u64, peer: Peer, options: &str, stop: &AtomicBool) -> Admission {
+    fn admit(
+        &self,
+        (number, peer): (u64, Peer),
+        options: &str,
+        parts: Option<&KeptParts>,
+        stop: &AtomicBool,
+    ) -> Admission {
         let options: FunctionOptions = match options.parse() {
             Ok(options) => options,
             Err(error) => return Admission::Refused(report::chain(&error)),
@@ -178,7 +195,7 @@ impl LeaseTable {
                  the same user, or serve the function over vfio-user with owner="
             ));
         }
-        let attachment = match self.open(&options, stop) {
+        let attachment = match self.open(&options, parts, stop) {
             Ok(attachment) => Arc::new(attachment),
             Err(error) => return Admission::Refused(report::chain(&error)),
         };
@@ -232,18 +249,26 @@ struct Admitting<'a> {
 }
 
 impl Leases for Admitting<'_> {
-    fn attach(&self, peer: Peer, options: &str, stop: &AtomicBool) -> Admission {
-        self.table.admit(self.number, peer, options, stop)
+    fn attach(
+        &self,
+        peer: Peer,
+        options: &str,
+        parts: Option<KeptParts>,
+        stop: &AtomicBool,
+    ) -> Admission {
+        let vmm = (self.number, peer);
+        self.table.admit(vmm, options, parts.as_ref(), stop)
     }
 
-    fn ended(&self, _: &Arc<dyn HostSide>) {
-        let lease = match self.table.connections().get_mut(&self.number) {
-            Some(connection) => connection.lease.take(),
-            None => None,
+    fn ended(&self, _: &Arc<dyn HostSide>) -> End {
+        let mut connections = self.table.connections();
+        let Some(connection) = connections.get_mut(&self.number) else {
+            return End::Gone;
         };
-        if let Some(lease) = lease {
+        if let Some(lease) = connection.lease.take() {
             log::info!("Lease {} of a function in a VMM ended", lease.entry.id);
         }
+        connection.end
     }
 }
 
@@ -292,7 +317,7 @@ impl Drop for LeaseServer {
         let threads: Vec<JoinHandle<()>> = {
             let mut connections = self.table.connections();
             let ending = connections.values_mut().filter_map(|connection| {
-                let _ = connection.stream.shutdown(Shutdown::Both);
+                let _ = connection.stream.shutdown(Shutdown::Read);
                 connection.thread.take()
             });
             ending.collect()
@@ -379,6 +404,7 @@ fn begin(stream: UnixStream, number: u64, table: &Arc<LeaseTable>) -> io::Result
             stream: kept,
             thread: Some(thread),
             lease: None,
+            end: End::Gone,
         },
     );
     Ok(())

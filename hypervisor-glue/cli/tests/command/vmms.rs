@@ -13,10 +13,13 @@ use std::time::{Duration, Instant};
 
 use nvme_mpt::Pollers;
 use nvme_mpt_tests::bar::Bar;
-use nvme_mpt_tests::controller::{Config, Controller};
+use nvme_mpt_tests::command::Sqe;
+use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
 use nvme_mpt_tests::disk::Disk;
 use nvme_mpt_tests::function::{InProcess, map};
-use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory};
+use nvme_mpt_tests::prp;
+use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::registers::CSTS_FATAL;
 use nvme_mpt_vmm::open::{self, Ledgers};
 use nvme_mpt_vmm::options::AskedFunction;
@@ -84,6 +87,12 @@ impl TestVmm {
         self.report()
     }
 
+    /// Gives an order, and returns the report.
+    fn order(&mut self, order: &str) -> String {
+        writeln!(self.orders, "{order}").unwrap();
+        self.report()
+    }
+
     /// Waits until its guest's controller has failed.
     fn await_failure(&mut self) {
         writeln!(self.orders, "failure").unwrap();
@@ -125,31 +134,94 @@ fn vmm() {
         map(&function, &memory, &region);
     }
     let bar = Arc::new(InProcess::new(function));
-    let device: Arc<dyn Bar> = bar.clone();
-    let mut controller = Controller::attach(device, memory, Config::default(), 2).unwrap();
-    let mut disk = Disk::open(&mut controller, 1).unwrap();
+    let mut guest = Guest::attach(&bar, &memory);
     println!("VMM: attached");
     let mut passes = 0;
     for order in std::io::stdin().lines() {
-        let has_failed = || controller.status().unwrap() & CSTS_FATAL != 0;
-        if order.unwrap() == "failure" {
+        let order = order.unwrap();
+        if order == "failure" {
             let deadline = Instant::now() + PATIENCE;
-            while !has_failed() && Instant::now() < deadline {
+            while !guest.has_failed() && Instant::now() < deadline {
                 thread::sleep(Duration::from_millis(10));
             }
         }
-        if has_failed() {
-            println!("VMM: fatal");
-            continue;
+        match &*order {
+            "event" => {
+                let event = guest.controller.async_event(PATIENCE).unwrap().unwrap();
+                println!("VMM: {}, fatal: {}", event.info, guest.has_failed());
+            }
+            "reset" => {
+                drop(guest);
+                guest = Guest::attach(&bar, &memory);
+                println!("VMM: attached");
+            }
+            _ if guest.has_failed() => println!("VMM: fatal"),
+            "load" => {
+                guest.leave_in_flight(seed.wrapping_add(passes));
+                println!("VMM: loaded");
+            }
+            "read" => match read(&mut guest.disk, seed.wrapping_add(passes - 1)) {
+                Ok(()) => println!("VMM: passed"),
+                Err(error) => println!("VMM: failed: {error}"),
+            },
+            _ => {
+                match write_and_read(&mut guest.disk, seed.wrapping_add(passes)) {
+                    Ok(()) => println!("VMM: passed"),
+                    Err(error) => println!("VMM: failed: {error}"),
+                }
+                passes += 1;
+            }
         }
-        match write_and_read(&mut disk, seed.wrapping_add(passes)) {
-            Ok(()) => println!("VMM: passed"),
-            Err(error) => println!("VMM: failed: {error}"),
-        }
-        passes += 1;
     }
-    drop((disk, controller));
+    drop(guest);
     bar.function().end().unwrap();
+}
+
+/// The driver of a VMM's guest.
+struct Guest {
+    disk: Disk,
+    /// For commands that are left in flight.
+    queue: QueuePair,
+    buffer: DmaBuffer,
+    controller: Controller,
+}
+
+impl Guest {
+    fn attach(bar: &Arc<InProcess>, memory: &GuestMemory) -> Self {
+        let device: Arc<dyn Bar> = bar.clone();
+        let mut controller =
+            Controller::attach(device, memory.clone(), Config::default(), 2).unwrap();
+        controller.request_async_event().unwrap();
+        let disk = Disk::open(&mut controller, 1).unwrap();
+        let options = QueueOptions::polled(64);
+        let queue = controller.create_queue_pair(2, &options).unwrap();
+        Self {
+            disk,
+            queue,
+            buffer: memory.alloc(PIECE).unwrap(),
+            controller,
+        }
+    }
+
+    fn has_failed(&self) -> bool {
+        self.controller.status().unwrap() & CSTS_FATAL != 0
+    }
+
+    /// Gives commands that write, and does not wait for them.
+    fn leave_in_flight(&mut self, byte: u8) {
+        self.buffer.write(0, &[byte; PIECE]);
+        for slot in 0..32 {
+            let prepared = prp::buffer(&self.buffer, 0, PIECE).unwrap();
+            let slba = slot * (PIECE / 512) as u64;
+            let write = Sqe::write(1, slba, (PIECE / 512) as u32);
+            self.queue
+                .submit(write.with_data(prepared.pointer))
+                .unwrap();
+            // The list lives as long as the guest's memory is not given out again.
+            std::mem::forget(prepared);
+        }
+        self.queue.ring();
+    }
 }
 
 fn write_and_read(disk: &mut Disk, byte: u8) -> Result<(), String> {
@@ -158,6 +230,11 @@ fn write_and_read(disk: &mut Disk, byte: u8) -> Result<(), String> {
         let written = disk.write(slba, &piece);
         written.map_err(|error| format!("write at {slba}: {error}"))?;
     }
+    read(disk, byte)
+}
+
+fn read(disk: &mut Disk, byte: u8) -> Result<(), String> {
+    let (piece, step) = (vec![byte; PIECE], (PIECE / 512) as u32);
     for slba in (0..RANGE / 512).step_by(step as usize) {
         let read = disk.read(slba, step);
         let read = read.map_err(|error| format!("read at {slba}: {error}"))?;
@@ -325,6 +402,9 @@ fn an_operator_sees_and_ends_the_lease_of_a_vmm() {
     ask(&bench, "remove", &["first", "--force"]).unwrap();
     await_leases(&bench, &[]);
     first.await_failure();
+    // It does not ask for it again.
+    thread::sleep(Duration::from_millis(300));
+    await_leases(&bench, &[]);
     first.kill();
     // The server goes on, and so does one whose VMM hangs in the middle of a message.
     let mut socket = fs::read_dir(bench.path("state/servers")).unwrap();
@@ -343,7 +423,8 @@ fn a_guest_whose_server_ends_sees_its_drive_fail_and_not_hang() {
     for signal in ["TERM", "KILL"] {
         let bench = Bench::new();
         let server = server(&bench);
-        let mut vmm = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 1);
+        let options = "path=drive.img,range=0+16M,id=first,reconnect=0";
+        let mut vmm = TestVmm::start(&bench, options, 1);
         assert_eq!(vmm.report(), "attached");
         assert_eq!(vmm.pass(), "passed");
         match signal {
@@ -360,4 +441,56 @@ fn a_guest_whose_server_ends_sees_its_drive_fail_and_not_hang() {
         vmm.end();
         server.stop();
     }
+}
+
+#[test]
+fn a_function_goes_on_with_the_next_server() {
+    for signal in ["TERM", "KILL"] {
+        let bench = Bench::new();
+        let mut server = server(&bench);
+        let mut vmm = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 1);
+        assert_eq!(vmm.report(), "attached");
+        assert_eq!(vmm.pass(), "passed");
+        for _ in 0..3 {
+            assert_eq!(vmm.order("load"), "loaded");
+            match signal {
+                "TERM" => drop(server.signal("TERM")),
+                _ => server.kill(),
+            }
+            // Nothing fails meanwhile: the guest waits.
+            thread::sleep(Duration::from_millis(200));
+            server = self::server(&bench);
+            assert_eq!(vmm.order("event"), "3, fatal: true");
+            assert_eq!(vmm.order("reset"), "attached");
+            await_leases(&bench, &["first"]);
+            assert_eq!(vmm.pass(), "passed");
+            assert_eq!(vmm.order("read"), "passed");
+        }
+        // A guest that resets its controller while there is no server finds it ready when there is one.
+        server.kill();
+        writeln!(vmm.orders, "reset").unwrap();
+        thread::sleep(Duration::from_millis(200));
+        let server = self::server(&bench);
+        assert_eq!(vmm.report(), "attached");
+        assert_eq!(vmm.order("read"), "passed");
+        vmm.end();
+        server.stop();
+    }
+}
+
+#[test]
+fn a_function_that_waited_long_enough_has_failed() {
+    let bench = Bench::new();
+    let server = server(&bench);
+    let options = "path=drive.img,range=0+16M,id=first,reconnect=1";
+    let mut vmm = TestVmm::start(&bench, options, 1);
+    assert_eq!(vmm.report(), "attached");
+    server.kill();
+    vmm.await_failure();
+    let server = self::server(&bench);
+    thread::sleep(Duration::from_millis(300));
+    let listed = ask(&bench, "list", &[]).unwrap();
+    assert!(!listed.contains("connected"), "{listed}");
+    vmm.kill();
+    server.stop();
 }

@@ -73,6 +73,9 @@ pub struct FunctionConfig {
     /// Seconds that a physical drive may take for a command.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout: Option<u64>,
+    /// Seconds that the function waits for a drive server to come back.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reconnect: Option<u64>,
     /// Folder with the ledger of leases.
     #[serde(default = "default_state_dir")]
     pub state_dir: PathBuf,
@@ -102,6 +105,7 @@ impl FunctionConfig {
         "faults",
         "namespace",
         "timeout",
+        "reconnect",
         "state_dir",
     ];
 
@@ -134,6 +138,7 @@ impl FunctionConfig {
             faults: get("faults"),
             namespace: parsed("namespace", get("namespace"), str::parse)?,
             timeout: parsed("timeout", get("timeout"), str::parse)?,
+            reconnect: parsed("reconnect", get("reconnect"), str::parse)?,
             state_dir,
         })
     }
@@ -216,6 +221,7 @@ impl FunctionConfig {
             faults,
             namespace,
             timeout,
+            reconnect,
             state_dir: _,
         } = self;
         let pairs = [
@@ -236,6 +242,7 @@ impl FunctionConfig {
             ("faults", faults.clone()),
             ("namespace", namespace.map(|nsid| nsid.to_string())),
             ("timeout", timeout.map(|seconds| seconds.to_string())),
+            ("reconnect", reconnect.map(|seconds| seconds.to_string())),
         ];
         let given = pairs.into_iter();
         given
@@ -276,9 +283,10 @@ mod tests {
             ("reserve", "4"),
             ("namespace", "2"),
             ("timeout", "7"),
+            ("reconnect", "0"),
         ];
         let config = self::config(&physical).expect("valid");
-        let options = "path=0000:01:00.0,reserve=4,namespace=2,timeout=7"
+        let options = "path=0000:01:00.0,reserve=4,namespace=2,timeout=7,reconnect=0"
             .parse()
             .expect("valid");
         assert_eq!(config.options().expect("valid"), options);

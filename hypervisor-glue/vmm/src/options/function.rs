@@ -96,6 +96,8 @@ pub struct FunctionOptions {
     pub namespace: Option<Nsid>,
     /// Time that a physical drive may take for a command before it is aborted.
     pub timeout: Option<Duration>,
+    /// Time that a function in a VMM waits for a server that has its drive, if its own goes; for ever if not given.
+    pub reconnect: Option<Duration>,
 }
 
 /// I/O queue pairs of a function for which nobody chose: one for each vCPU of most guests. Queues
@@ -130,6 +132,7 @@ impl FunctionOptions {
             faults: take(keys, "faults", |name| FaultPlan::load(name).map(Arc::new))?,
             namespace: take(keys, "namespace", parse_namespace)?,
             timeout: take(keys, "timeout", parse_timeout)?,
+            reconnect: take(keys, "reconnect", parse_seconds)?,
         };
         if options.memory == MemoryKinds::Any
             && !matches!(options.path, DrivePath::Pci(_))
@@ -163,6 +166,12 @@ impl FunctionOptions {
 
     /// An option that the kind of drive makes meaningless, and why.
     fn meaningless(&self) -> Option<(&'static str, &'static str)> {
+        if matches!(self.path, DrivePath::Memory(_) | DrivePath::Null(_))
+            && self.reconnect.is_some()
+        {
+            let why = "no server has it: it is in the memory of the process that opens it";
+            return Some(("reconnect", why));
+        }
         if matches!(self.path, DrivePath::Pci(_)) {
             let why = "the logical blocks of a physical drive are as it was formatted";
             let lba = self.lba.map(|_| ("lba", why));
@@ -239,6 +248,12 @@ fn parse_timeout(text: &str) -> Result<Duration, String> {
         .filter(|seconds| (1..=MAX_TIMEOUT).contains(seconds))
         .map(Duration::from_secs)
         .ok_or_else(|| format!("A timeout is 1 to {MAX_TIMEOUT} whole seconds"))
+}
+
+fn parse_seconds(text: &str) -> Result<Duration, String> {
+    let seconds: Result<u32, _> = text.parse();
+    let seconds = seconds.map_err(|_| "It is a number of whole seconds".to_owned())?;
+    Ok(Duration::from_secs(seconds.into()))
 }
 
 fn parse_serial(text: &str) -> Result<String, String> {

@@ -138,6 +138,12 @@ inject faults later with `nvme-mpt fault` [default: the drive never fails]",
         "seconds that a physical drive may take for a command; then it is aborted, and the
 drive reset if that does not help [default: 10]",
     ),
+    option(
+        "reconnect",
+        "SECONDS",
+        "seconds that a function in a VMM waits for a drive server to come back; 0 for not at all
+[default: for ever]",
+    ),
 ];
 
 /// Returns the keys of [`OPTIONS`].

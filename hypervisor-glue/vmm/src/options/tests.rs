@@ -48,6 +48,7 @@ fn a_path_is_enough() {
             faults: None,
             namespace: None,
             timeout: None,
+            reconnect: None,
         }
     );
 }
@@ -84,15 +85,17 @@ fn every_option_is_understood_in_any_order() {
             faults: Some(Arc::default()),
             namespace: None,
             timeout: None,
+            reconnect: None,
         }
     );
     let physical = function(
-        "path=0000:01:00.0,namespace=2,timeout=30,fixed=governor+budget,queues=4,reserve=4",
+        "path=0000:01:00.0,namespace=2,timeout=30,reconnect=90,fixed=governor+budget,queues=4,reserve=4",
     );
     assert_eq!((physical.queues, physical.reserve), (4, 4));
     assert_eq!(physical.fixed.to_string(), "governor+budget");
     assert_eq!(physical.namespace, Some(Nsid(2)));
     assert_eq!(physical.timeout, Some(Duration::from_secs(30)));
+    assert_eq!(physical.reconnect, Some(Duration::from_secs(90)));
     let served: ServedFunction = "path=/d,socket=/run/a.sock".parse().unwrap();
     assert_eq!(served.socket, PathBuf::from("/run/a.sock"));
     assert_eq!(served.function, function("path=/d"));
@@ -114,13 +117,13 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
             "path=/d,size=4",
             "There is no option \"size\": the options are path, range, queues, reserve, id, doorbells, poll, fixed, memory, iops, \
              bandwidth, data, serial, \
-             lba, profile, faults, namespace, timeout",
+             lba, profile, faults, namespace, timeout, reconnect",
         ),
         (
             "path=/d,socket=/run/a.sock",
             "There is no option \"socket\": the options are path, range, queues, reserve, id, doorbells, poll, fixed, memory, iops, \
              bandwidth, data, serial, \
-             lba, profile, faults, namespace, timeout",
+             lba, profile, faults, namespace, timeout, reconnect",
         ),
         (
             "path=/d,queues=0",
@@ -181,6 +184,15 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
             "path=/d,timeout=5",
             "Option \"timeout\" is not for /d: only a physical drive, as in path=0000:01:00.0, can be \
              aborted and reset; leave it out",
+        ),
+        (
+            "path=/d,reconnect=soon",
+            "Option \"reconnect\" cannot be \"soon\"\n  It is a number of whole seconds",
+        ),
+        (
+            "path=memory:1G,reconnect=5",
+            "Option \"reconnect\" is not for memory:1G: no server has it: it is in the memory of the process \
+             that opens it; leave it out",
         ),
         (
             "path=memory:1G,reserve=1",

@@ -8,9 +8,9 @@ use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
 use std::thread;
 
-use nvme_mpt::HostSide;
 use nvme_mpt::poller::Threads;
-use nvme_mpt_lease_protocol::{Admission, Leases, Peer, Session, attach_over};
+use nvme_mpt::{HostSide, KeptParts};
+use nvme_mpt_lease_protocol::{Admission, End, Leases, Peer, Session, attach_over};
 
 /// Variable of the environment. If it is `remote`, functions have their host side behind the lease protocol.
 const CHOICE: &str = "NVME_MPT_HOST_SIDE";
@@ -23,7 +23,7 @@ pub(crate) fn is_chosen() -> bool {
 pub(crate) struct OneLease(pub(crate) Mutex<Option<Arc<dyn HostSide>>>);
 
 impl Leases for OneLease {
-    fn attach(&self, _: Peer, options: &str, _: &AtomicBool) -> Admission {
+    fn attach(&self, _: Peer, options: &str, _: Option<KeptParts>, _: &AtomicBool) -> Admission {
         assert_eq!(options, "options");
         match self.0.lock().unwrap().take() {
             Some(host) => Admission::Attached(host),
@@ -31,7 +31,9 @@ impl Leases for OneLease {
         }
     }
 
-    fn ended(&self, _: &Arc<dyn HostSide>) {}
+    fn ended(&self, _: &Arc<dyn HostSide>) -> End {
+        End::Gone
+    }
 }
 
 /// The same host side, behind a session of its own.

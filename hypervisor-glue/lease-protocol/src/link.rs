@@ -1,0 +1,299 @@
+//! The VMM's connection to a server, and what is told to the next one if the server goes.
+
+use std::io;
+use std::net::Shutdown;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use nvme_mpt::limit::RateLimits;
+use nvme_mpt::spec::ids::QueueId;
+use nvme_mpt::{DriveEvent, Event, HostSideEvent, QueueFailure};
+use serde::de::DeserializeOwned;
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::channel::{Channel, ChannelError};
+use crate::message::Request;
+
+/// The server cannot be asked any more.
+#[derive(Debug)]
+pub(crate) struct Lost;
+
+impl From<Lost> for io::Error {
+    fn from(_: Lost) -> Self {
+        Self::new(
+            io::ErrorKind::NotConnected,
+            "the drive server is gone: start it again; if the function does not wait for it, detach the drive and \
+             attach it again",
+        )
+    }
+}
+
+/// State of a connection.
+#[derive(Debug)]
+enum Connection {
+    Open(Channel),
+    /// The server reads nothing any more. It closes its side when it has ended the lease.
+    Ending(Channel),
+    /// The server cannot be asked, and what it does is not known.
+    Failed(Channel),
+    /// The server has ended what it did for the function, or itself. Its last word may wait in the channel.
+    Over(Option<Channel>),
+}
+
+/// Dirty pages of a log that goes on across servers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum DirtyLog {
+    /// The server and this process know them all.
+    Complete,
+    /// A server that went knew of pages: each page may be dirty.
+    Missed,
+}
+
+/// Choices of the function that a server is told once, and so is the next one.
+#[derive(Debug, Default)]
+pub(crate) struct Standing {
+    /// Vectors, by number.
+    pub(crate) vectors: Vec<Wire>,
+    pub(crate) rates: Option<RateLimits>,
+    /// The doorbells are mapped.
+    pub(crate) silent: bool,
+    /// The doorbells of the admin queue are watched.
+    pub(crate) watched: bool,
+    pub(crate) paused: bool,
+    pub(crate) dirty_log: Option<DirtyLog>,
+}
+
+/// Connection of a vector to the VMM.
+#[derive(Debug, Default)]
+pub(crate) struct Wire {
+    pub(crate) eventfd: Option<OwnedFd>,
+    pub(crate) masked: bool,
+}
+
+impl Standing {
+    /// Returns whether a server took dirty pages with it that were not told yet.
+    pub(crate) fn take_missed(&mut self) -> bool {
+        let missed = self.dirty_log == Some(DirtyLog::Missed);
+        if missed {
+            self.dirty_log = Some(DirtyLog::Complete);
+        }
+        missed
+    }
+}
+
+/// State that the function's calls and the watch share.
+#[derive(Debug)]
+pub(crate) struct LinkState {
+    connection: Connection,
+    /// The next server is waited for if this one goes.
+    waits: bool,
+    pub(crate) standing: Standing,
+    /// Servers that came after the first one.
+    pub(crate) servers: u64,
+    /// Events that no server has.
+    notices: Vec<Event>,
+    pub(crate) socket: PathBuf,
+}
+
+impl LinkState {
+    /// Returns whether no server does anything for the function.
+    pub(crate) fn is_over(&self) -> bool {
+        matches!(self.connection, Connection::Over(_))
+    }
+
+    /// Returns whether the function waits for a server, or will if its server goes.
+    pub(crate) fn waits(&self) -> bool {
+        self.waits
+    }
+
+    pub(crate) fn take_notices(&mut self) -> Vec<Event> {
+        std::mem::take(&mut self.notices)
+    }
+
+    /// Takes out a connection whose server ends the lease if it is asked to: the function ends.
+    pub(crate) fn part(&mut self) -> Option<Channel> {
+        self.waits = false;
+        match std::mem::replace(&mut self.connection, Connection::Over(None)) {
+            Connection::Open(channel) | Connection::Ending(channel) => Some(channel),
+            Connection::Failed(channel) => {
+                // The watch ends with it.
+                let _ = channel.stream().shutdown(Shutdown::Both);
+                None
+            }
+            Connection::Over(_) => None,
+        }
+    }
+}
+
+/// The connection to a server.
+#[derive(Debug)]
+pub(crate) struct Link {
+    state: Mutex<LinkState>,
+    /// Notified when the server has closed the connection.
+    closed: Condvar,
+    /// Readable while the host side has events, and when the connection changes.
+    pub(crate) events: Arc<EventFd>,
+}
+
+impl Link {
+    pub(crate) fn new(
+        channel: Channel,
+        socket: PathBuf,
+        events: Arc<EventFd>,
+        vectors: u16,
+        waits: bool,
+    ) -> Arc<Self> {
+        let vectors = (0..vectors).map(|_| Wire::default()).collect();
+        Arc::new(Self {
+            state: Mutex::new(LinkState {
+                connection: Connection::Open(channel),
+                waits,
+                servers: 0,
+                standing: Standing {
+                    vectors,
+                    ..Standing::default()
+                },
+                notices: Vec::new(),
+                socket,
+            }),
+            closed: Condvar::new(),
+            events,
+        })
+    }
+
+    pub(crate) fn state(&self) -> MutexGuard<'_, LinkState> {
+        // Each change is complete before anything can panic.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Asks for something, with a descriptor if it needs one.
+    pub(crate) fn ask<T: DeserializeOwned>(
+        &self,
+        request: &Request,
+        descriptor: Option<&OwnedFd>,
+    ) -> Result<T, Lost> {
+        self.ask_in(&mut self.state(), request, descriptor)
+    }
+
+    /// As [`Self::ask`], while the caller has the state.
+    pub(crate) fn ask_in<T: DeserializeOwned>(
+        &self,
+        state: &mut LinkState,
+        request: &Request,
+        descriptor: Option<&OwnedFd>,
+    ) -> Result<T, Lost> {
+        Ok(self.ask_for_more(state, request, descriptor)?.0)
+    }
+
+    pub(crate) fn ask_for_more<T: DeserializeOwned>(
+        &self,
+        state: &mut LinkState,
+        request: &Request,
+        descriptor: Option<&OwnedFd>,
+    ) -> Result<(T, Vec<OwnedFd>), Lost> {
+        let Connection::Open(channel) = &state.connection else {
+            return Err(Lost);
+        };
+        let descriptor = descriptor.map(AsFd::as_fd);
+        if let Err(error) = channel.send(request, descriptor.as_slice()) {
+            return Err(match error {
+                ChannelError::Closed => self.lose(state, &error, Connection::Ending),
+                _ => self.lose(state, &error, Connection::Failed),
+            });
+        }
+        channel.receive_answer().map_err(|error| match error {
+            ChannelError::Closed => {
+                self.lose(state, &error, |channel| Connection::Over(Some(channel)))
+            }
+            _ => self.lose(state, &error, Connection::Failed),
+        })
+    }
+
+    /// Waits until no server does anything for the function, if its server is ending. Returns whether that is so.
+    pub(crate) fn wait_until_over(&self, time: Duration) -> bool {
+        let is_ending = |state: &mut LinkState| matches!(state.connection, Connection::Ending(_));
+        let waited = self
+            .closed
+            .wait_timeout_while(self.state(), time, is_ending);
+        let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        state.is_over()
+    }
+
+    /// Notes that the server cannot be asked any more.
+    fn lose(
+        &self,
+        state: &mut LinkState,
+        error: &ChannelError,
+        then: impl FnOnce(Channel) -> Connection,
+    ) -> Lost {
+        let channel = match std::mem::replace(&mut state.connection, Connection::Over(None)) {
+            Connection::Open(channel) => channel,
+            other => {
+                state.connection = other;
+                return Lost;
+            }
+        };
+        let socket = state.socket.display();
+        let outcome = match state.waits {
+            true => "the function waits until a server has its drive",
+            false => "its drive is lost",
+        };
+        log::error!("The drive server on {socket} is lost, and {outcome}: {error}");
+        // A server that goes on sees the end, and closes its side when it has ended the lease.
+        let _ = channel.stream().shutdown(Shutdown::Write);
+        state.connection = then(channel);
+        if let Some(log) = &mut state.standing.dirty_log {
+            *log = DirtyLog::Missed;
+        }
+        match state.waits {
+            true => self.notify(state, Event::HostSide(HostSideEvent::Away)),
+            false => self.fail(state),
+        }
+        Lost
+    }
+
+    /// Tells the function that its drive is gone for good.
+    pub(crate) fn fail(&self, state: &mut LinkState) {
+        state.waits = false;
+        // Nobody completes the commands that were taken.
+        let reason = QueueFailure::HostQueue;
+        let qid = QueueId::ADMIN;
+        self.notify(state, Event::QueueFailed { qid, reason });
+        self.notify(state, Event::Drive(DriveEvent::Gone));
+    }
+
+    fn notify(&self, state: &mut LinkState, event: Event) {
+        state.notices.push(event);
+        // A counter that is full is readable as well.
+        let _ = self.events.write(1);
+    }
+
+    /// Notes that the server has closed the connection. Returns the connection, for a last word of the server's.
+    pub(crate) fn close(&self) -> Option<Channel> {
+        let mut state = self.state();
+        self.lose(&mut state, &ChannelError::Closed, Connection::Ending);
+        let connection = std::mem::replace(&mut state.connection, Connection::Over(None));
+        drop(state);
+        self.closed.notify_all();
+        match connection {
+            Connection::Over(channel) => channel,
+            Connection::Open(channel)
+            | Connection::Ending(channel)
+            | Connection::Failed(channel) => Some(channel),
+        }
+    }
+
+    /// Goes on with another server, which knows all that the one before did, but for the queues.
+    pub(crate) fn go_on(&self, state: &mut LinkState, channel: Channel, socket: PathBuf) {
+        log::warn!(
+            "The drive server on {} has the function's drive again",
+            socket.display()
+        );
+        state.connection = Connection::Open(channel);
+        state.servers += 1;
+        state.socket = socket;
+        self.notify(state, Event::HostSide(HostSideEvent::Back));
+    }
+}

@@ -1,0 +1,264 @@
+//! The thread that sees a server go, and looks for the next one.
+
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
+use std::time::{Duration, Instant};
+
+use nvme_mpt::memory::eventfd;
+use nvme_mpt::{DmaError, DoorbellPage, GuestMemory, QueueError};
+use serde::de::DeserializeOwned;
+use thiserror::Error;
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+
+use crate::channel::{Channel, ChannelError};
+use crate::client::{AttachError, Given};
+use crate::link::{Link, LinkState, Standing};
+use crate::message::{Attached, Farewell, Outcome, Request, VectorChange};
+use crate::places;
+
+/// Time between two looks for a server.
+const RETRY: Duration = Duration::from_millis(100);
+
+/// Time between two reports that there is still no server.
+const REPORT: Duration = Duration::from_secs(60);
+
+/// Way to a server that has the drive, while the function's own is gone.
+#[derive(Clone, Debug)]
+pub(crate) struct Reach {
+    /// State folder of the servers.
+    pub(crate) state_dir: PathBuf,
+    /// The function's option string.
+    pub(crate) options: String,
+    /// Time to look for a server; `None` for ever.
+    pub(crate) patience: Option<Duration>,
+}
+
+/// A server does not take the place of the one before.
+#[derive(Debug, Error)]
+enum ResumeError {
+    #[error(transparent)]
+    Attach(#[from] AttachError),
+    #[error("it does not answer")]
+    Channel(#[from] ChannelError),
+    #[error("it cannot reach the VM's memory")]
+    Memory(#[from] DmaError),
+    #[error("it has not what the guest was promised: detach the drive and attach it again")]
+    Other,
+    #[error("the kernel refused")]
+    Io(#[from] io::Error),
+}
+
+impl ResumeError {
+    /// Returns whether it is of no use to ask once more.
+    fn is_final(&self) -> bool {
+        matches!(self, Self::Other)
+    }
+}
+
+/// Parts of a function that the watch needs.
+pub(crate) struct Watch {
+    pub(crate) link: Arc<Link>,
+    /// Disconnected when the function ends.
+    pub(crate) stopped: Receiver<()>,
+    pub(crate) reach: Option<Reach>,
+    /// Facts that the guest goes by.
+    pub(crate) promised: Attached,
+    pub(crate) doorbells: Arc<DoorbellPage>,
+    pub(crate) memory: GuestMemory,
+    /// Forgets the bells of a server that went.
+    pub(crate) forget_bells: Box<dyn Fn() + Send>,
+}
+
+impl fmt::Debug for Watch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Watch")
+            .field("link", &self.link)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Watch {
+    /// Watches until the function ends or its drive is lost for good.
+    pub(crate) fn run(&self, mut stream: UnixStream) {
+        loop {
+            await_end(&stream);
+            if self.is_stopped() {
+                return;
+            }
+            let removed = self.link.close().is_some_and(|channel| {
+                let last: Result<(Farewell, _), _> = channel.receive_answer();
+                matches!(last, Ok((Farewell::Removed, _)))
+            });
+            if removed {
+                log::error!("An operator has taken the function's lease away");
+                return self.give_up();
+            }
+            match self.next_server() {
+                Some(next) => stream = next,
+                None => return,
+            }
+        }
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.stopped.try_recv() == Err(TryRecvError::Disconnected)
+    }
+
+    /// Looks for a server until there is one, and returns the connection.
+    fn next_server(&self) -> Option<UnixStream> {
+        let reach = self.reach.as_ref()?;
+        let since = Instant::now();
+        let mut reported = None;
+        loop {
+            if reach
+                .patience
+                .is_some_and(|patience| since.elapsed() >= patience)
+            {
+                log::error!("No drive server came back within {:?}", since.elapsed());
+                self.give_up();
+                return None;
+            }
+            match self.resume(reach) {
+                Ok(Some(stream)) => return Some(stream),
+                Err(error) if error.is_final() => {
+                    log::error!("A drive server came back, but {error}");
+                    self.give_up();
+                    return None;
+                }
+                outcome if reported.is_none_or(|at: Instant| at.elapsed() >= REPORT) => {
+                    let why = outcome.err().map(|error| format!(": {}", chain(&error)));
+                    let why = why.unwrap_or_default();
+                    log::warn!("No drive server has the function's drive yet{why}");
+                    reported = Some(Instant::now());
+                }
+                _ => {}
+            }
+            if self.stopped.recv_timeout(RETRY) != Err(RecvTimeoutError::Timeout) {
+                return None;
+            }
+        }
+    }
+
+    fn give_up(&self) {
+        let mut state = self.link.state();
+        if state.waits() {
+            self.link.fail(&mut state);
+        }
+    }
+
+    /// Asks the servers for the lease, and tells the one that has it all that the one before knew.
+    fn resume(&self, reach: &Reach) -> Result<Option<UnixStream>, ResumeError> {
+        let events = eventfd::share(&self.link.events)?;
+        let kept = [self.doorbells.fd(), events.as_fd()];
+        let Some(given) = places::find(&reach.state_dir, &reach.options, &kept)? else {
+            return Ok(None);
+        };
+        let Given {
+            channel,
+            attached,
+            socket,
+            ..
+        } = given;
+        if attached != self.promised {
+            return Err(ResumeError::Other);
+        }
+        (self.forget_bells)();
+        let stream = channel.stream().try_clone()?;
+        // The function's calls wait meanwhile, so that none is missed.
+        let mut state = self.link.state();
+        if !state.waits() {
+            // The function has ended.
+            return Ok(None);
+        }
+        self.tell(&channel, &state)?;
+        self.link.go_on(&mut state, channel, socket);
+        Ok(Some(stream))
+    }
+
+    fn tell(&self, channel: &Channel, state: &LinkState) -> Result<(), ResumeError> {
+        for region in self.memory.hold().regions()? {
+            let mapped: Result<(), DmaError> =
+                ask(channel, &Request::map(&region), Some(&region.fd))?;
+            mapped?;
+        }
+        let Standing {
+            vectors,
+            rates,
+            silent,
+            watched,
+            paused,
+            dirty_log,
+        } = &state.standing;
+        for (number, wire) in (0..).zip(vectors) {
+            if wire.masked {
+                let change = VectorChange::Mask;
+                let _: bool = ask(channel, &Request::Vector { number, change }, None)?;
+            }
+            if let Some(eventfd) = &wire.eventfd {
+                let change = VectorChange::Connect;
+                let request = Request::Vector { number, change };
+                let _: bool = ask(channel, &request, Some(eventfd))?;
+            }
+        }
+        if let Some(rates) = rates {
+            let () = ask(channel, &Request::SetRates(*rates), None)?;
+        }
+        for (wanted, request) in [
+            (*silent, Request::BeginSilentDoorbells),
+            (*watched, Request::WatchAdminDoorbells),
+        ] {
+            if wanted {
+                let outcome: Outcome<()> = ask(channel, &request, None)?;
+                outcome.map_err(|failed| failed.0)?;
+            }
+        }
+        if *paused {
+            let result: Result<(), QueueError> = ask(channel, &Request::Pause, None)?;
+            result.map_err(io::Error::other)?;
+        }
+        if dirty_log.is_some() {
+            let result: Result<(), DmaError> = ask(channel, &Request::StartDirtyLog, None)?;
+            result?;
+        }
+        Ok(())
+    }
+}
+
+fn ask<T: DeserializeOwned>(
+    channel: &Channel,
+    request: &Request,
+    descriptor: Option<&OwnedFd>,
+) -> Result<T, ChannelError> {
+    let descriptor = descriptor.map(AsFd::as_fd);
+    channel.send(request, descriptor.as_slice())?;
+    Ok(channel.receive_answer()?.0)
+}
+
+/// An error with its causes.
+fn chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(error.source(), |cause| cause.source());
+    causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
+}
+
+/// Waits until the other side closes a connection.
+fn await_end(stream: &UnixStream) {
+    let wait = || {
+        let epoll = Epoll::new()?;
+        let end = EpollEvent::new(EventSet::READ_HANG_UP | EventSet::HANG_UP, 0);
+        epoll.ctl(ControlOperation::Add, stream.as_raw_fd(), end)?;
+        loop {
+            match epoll.wait(-1, &mut [EpollEvent::default()]) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                result => return result,
+            }
+        }
+    };
+    if let Err(error) = wait() {
+        log::error!("Cannot wait for the end of a drive server: {error}");
+    }
+}

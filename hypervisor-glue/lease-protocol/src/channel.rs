@@ -65,8 +65,8 @@ pub enum ChannelError {
 pub(crate) struct Channel(UnixStream);
 
 impl Channel {
+    /// Over a socket that is blocking.
     pub(crate) fn new(stream: UnixStream) -> io::Result<Self> {
-        stream.set_nonblocking(false)?;
         stream.set_write_timeout(Some(TRANSFER))?;
         Ok(Self(stream))
     }

@@ -158,7 +158,7 @@ pub(crate) fn connect(socket: &Path) -> Result<UnixStream, AttachError> {
 }
 
 /// Attaches over a connection, for the function of an option string with absolute paths; `None` if the server does not
-/// have the function's drive. `socket` is its name in messages. Without the server the function has failed for good.
+/// have the function's drive. The stream is blocking, and `socket` is its name in messages. Without the server the function has failed for good.
 ///
 /// # Errors
 /// See [`AttachError`].

@@ -107,6 +107,7 @@ impl Session {
             uid: credentials.uid(),
             gid: credentials.gid(),
         };
+        stream.set_nonblocking(false)?;
         let channel = Channel::new(stream)?;
         Ok(Self { channel, peer })
     }

@@ -4,12 +4,13 @@
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use integration::guest::fio::Fio;
 use integration::progress::{say, seconds};
 use integration::provision::{Assets, KernelChoice};
-use integration::server::FunctionOptions;
+use integration::server::{FunctionOptions, Server};
 use integration::vmm::counters::KvmCounters;
 use integration::vmms::cloud_hypervisor::{self, CloudHypervisor};
 use integration::vmms::{Outcome, Qemu, Reference, Setup, Vmm, VmmsError};
@@ -43,6 +44,7 @@ const LIST: &[(&str, Check)] = &[
     ("finds a function that is plugged", finds_what_is_plugged),
     ("uses the Doorbell Buffer", uses_the_doorbell_buffer),
     ("resets its controller", resets),
+    ("outlives its drive server", outlives_its_server),
     ("flushes and discards", flushes_and_discards),
     ("lets go of a function", lets_go),
     ("powers off", powers_off),
@@ -75,6 +77,8 @@ struct Subject<'a> {
     images: &'a Images,
     /// The guest's name of the controller that is plugged.
     plugged: String,
+    /// The server that has the drives, if the VMM has not.
+    server: Option<Server>,
 }
 
 fn over_cloud_hypervisor(bench: &Bench) -> Result<(), Failure> {
@@ -118,7 +122,7 @@ fn over<V: Vmm + 'static>(bench: &Bench, owner: Owner) -> Result<(), Failure> {
             .option("doorbells=shadow")
             .option(format!("poll={poll}"))
     };
-    let mut server = match owner {
+    let server = match owner {
         Owner::Vmm => None,
         Owner::Server | Owner::KilledServers => {
             let drives = [&images.root, &images.plugged];
@@ -137,6 +141,7 @@ fn over<V: Vmm + 'static>(bench: &Bench, owner: Owner) -> Result<(), Failure> {
         vmm: Box::new(vmm),
         images: &images,
         plugged: String::new(),
+        server,
     };
     for (name, check) in LIST {
         let started = Instant::now();
@@ -148,11 +153,11 @@ fn over<V: Vmm + 'static>(bench: &Bench, owner: Owner) -> Result<(), Failure> {
         if let Outcome::Lacking(what) = outcome {
             say(&format!("        NOT CHECKED: {what}"));
         }
-        if let Some(server) = &mut server {
+        if let Some(server) = &mut subject.server {
             server.expect_alive()?;
         }
     }
-    match &mut server {
+    match &mut subject.server {
         Some(server) => Ok(server.stop()?),
         None => Ok(()),
     }
@@ -300,6 +305,38 @@ fn uses_the_doorbell_buffer(subject: &mut Subject<'_>) -> Result<Outcome, Failur
     ));
     expect(exits < MMIO_EXITS_MAX, || {
         format!("{exits} MMIO exits for each read")
+    })?;
+    Ok(Outcome::Done)
+}
+
+/// The server is killed under load, which is verified, and started again.
+fn outlives_its_server(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
+    let Some(server) = &mut subject.server else {
+        return Ok(Outcome::Done);
+    };
+    let load = Fio::new("load", "randwrite", "4k", 32)
+        .option("filename", &format!("/dev/{}n1", subject.plugged))
+        .option("size", "8m")
+        .option("loops", "4")
+        .verified();
+    let guest = subject.vmm.guest();
+    let load = load.script();
+    let script =
+        format!("rm -f /run/outcome; ({load}; echo $? >/run/outcome) >/run/fio 2>&1 </dev/null &");
+    guest.check(&script, PATIENCE)?;
+    thread::sleep(Duration::from_secs(1));
+    server.kill();
+    thread::sleep(Duration::from_millis(500));
+    server.restart()?;
+    let said = guest.check(
+        "while [ ! -e /run/outcome ]; do sleep 0.1; done
+        [ $(cat /run/outcome) = 0 ] || { cat /run/fio; exit 1; }
+        dmesg | grep -c 'resetting controller due to persistent internal error'",
+        PATIENCE,
+    )?;
+    // That of its root, and the one that is plugged.
+    expect(said.trim() == "2", || {
+        format!("{} controllers were reset", said.trim())
     })?;
     Ok(Outcome::Done)
 }

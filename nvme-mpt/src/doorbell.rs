@@ -403,6 +403,31 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn kept_doorbells_are_those_that_were_made_and_nothing_that_can_be_cut_short() {
+        let mode = DoorbellMode::Trap;
+        let made = DoorbellPage::new(mode, 4).expect("memory");
+        let doorbell = Doorbell::SqTail(QueueId(2));
+        made.store(doorbell, 7);
+        let file = || made.fd().try_clone_to_owned().expect("a descriptor");
+        let kept = DoorbellPage::kept(file(), mode, 4).expect("the same");
+        assert_eq!((kept.load(doorbell), kept.dstrd()), (7, made.dstrd()));
+        File::from(file()).set_len(0).expect_err("sealed");
+
+        let refused = |fd, pairs| {
+            let error = DoorbellPage::kept(fd, mode, pairs).expect_err("no good");
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+        };
+        refused(file(), 64);
+        let len = DoorbellPage::file_len(made.dstrd(), 4);
+        refused(crate::memory::memfd(c"test", len).expect("memory"), 4);
+        let plain = tempfile::tempfile().expect("a file");
+        plain.set_len(len).expect("room");
+        refused(plain.into(), 4);
+        let (reader, _) = io::pipe().expect("a pipe");
+        refused(reader.into(), 4);
+    }
+
+    #[test]
     fn strides_fit_the_doorbell_buffer() {
         let dstrd = |queues| choose_dstrd(DoorbellMode::Shadow, queues);
         assert_eq!(

@@ -685,9 +685,13 @@ impl HostSide for RemoteHostSide {
     }
 
     fn pause(&self) -> Result<(), QueueError> {
-        self.ask_to_rest(&Request::Pause)?;
+        // First, for a server that comes back meanwhile.
         self.link.state().standing.paused = true;
-        Ok(())
+        let result = self.ask_to_rest(&Request::Pause);
+        if result.is_err() {
+            self.link.state().standing.paused = false;
+        }
+        result
     }
 
     fn resume(&self) {

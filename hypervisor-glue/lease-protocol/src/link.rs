@@ -211,14 +211,18 @@ impl Link {
         })
     }
 
-    /// Waits until no server does anything for the function, if its server is ending. Returns whether that is so.
+    /// Waits until a server that is ending has ended. Returns whether a server that was lost does nothing any more. Then
+    /// the next one may be there, without queues.
     pub(crate) fn wait_until_over(&self, time: Duration) -> bool {
         let is_ending = |state: &mut LinkState| matches!(state.connection, Connection::Ending(_));
         let waited = self
             .closed
             .wait_timeout_while(self.state(), time, is_ending);
         let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        state.is_over()
+        !matches!(
+            state.connection,
+            Connection::Ending(_) | Connection::Failed(_)
+        )
     }
 
     /// Notes that the server cannot be asked any more.

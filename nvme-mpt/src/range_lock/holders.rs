@@ -104,12 +104,31 @@ impl<'a> Line<'a> {
     }
 }
 
+/// Looks that a holder must stay hidden from before it counts as unseen.
+const LOOKS: u32 = 5;
+
 /// Finds the locks of `kind` on bytes in `range` of `file`, but for those of `file`'s own descriptor.
 pub(crate) fn find(file: &File, kind: Kind, range: &Range<u64>) -> Holders {
-    look(Path::new("/proc"), file, kind, range).unwrap_or(Holders {
-        seen: Vec::new(),
-        unseen: true,
-    })
+    settled(|| look(Path::new("/proc"), file, kind, range))
+}
+
+/// Looks again while a holder is unseen, since one look is no snapshot. The kernel may print a lock of
+/// `/proc/locks` twice when another is taken meanwhile, and a lock may be younger than the look at its process.
+fn settled(mut look: impl FnMut() -> io::Result<Holders>) -> Holders {
+    let mut look = || {
+        look().unwrap_or(Holders {
+            seen: Vec::new(),
+            unseen: true,
+        })
+    };
+    let mut holders = look();
+    for _ in 1..LOOKS {
+        if !holders.unseen {
+            break;
+        }
+        holders = look();
+    }
+    holders
 }
 
 fn look(proc: &Path, file: &File, kind: Kind, range: &Range<u64>) -> io::Result<Holders> {
@@ -216,5 +235,24 @@ mod tests {
         assert!(may_write("pos:\t0\nflags:\t0100002\n"));
         assert!(!may_write("pos:\t0\nflags:\t0100000\n"));
         assert!(may_write("pos:\t0\n"));
+    }
+
+    #[test]
+    fn a_holder_is_unseen_only_if_it_stays_so() {
+        let holders = |unseen| Holders {
+            seen: Vec::new(),
+            unseen,
+        };
+        // A lock that the kernel printed twice, once.
+        let mut looks = [holders(true), holders(false)].into_iter();
+        assert!(!settled(|| Ok(looks.next().expect("two looks"))).unseen);
+        let mut looks = 0;
+        let hidden = settled(|| {
+            looks += 1;
+            Ok(holders(true))
+        });
+        assert_eq!((hidden.unseen, looks), (true, LOOKS));
+        // Nothing is known about who has the file.
+        assert!(settled(|| Err(io::ErrorKind::PermissionDenied.into())).unseen);
     }
 }

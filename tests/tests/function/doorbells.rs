@@ -3,7 +3,6 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use nvme_mpt_tests::admin::{AsyncEvent, LogPage, feature, log};
 use nvme_mpt_tests::bar::Bar;
@@ -208,7 +207,7 @@ fn buffered_admin_queue(machine: &Machine, bar: Arc<dyn Bar>) -> Controller {
     let config = Config {
         doorbells: DoorbellMode::Shadow,
         admin_entries: ADMIN_ENTRIES,
-        admin_timeout: Duration::from_secs(20),
+        admin_timeout: HANG,
         admin_in_buffer: true,
         ..Config::default()
     };

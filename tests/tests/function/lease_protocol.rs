@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
+use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, Weak};
 
@@ -92,7 +93,7 @@ fn a_descriptor_that_nobody_asked_for_is_refused() {
     let session = std::thread::spawn(move || Session::new(server).unwrap().run(&lease));
     let sent = [opening(), message("\"status\"", 0)];
     vmm.send_with_fds(&[&sent[0][..]], &[]).unwrap();
-    vmm.send_with_fd(&sent[1][..], 0).unwrap();
+    vmm.send_with_fd(&sent[1][..], vmm.as_raw_fd()).unwrap();
     let error = session.join().unwrap().unwrap_err();
     let SessionError::Channel(error) = error else {
         panic!("another error");

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 use nvme_mpt::{Gpa, MemoryRegion};
 use nvme_mpt_tests::command::{DataPointer, Sqe, io};
@@ -18,8 +19,8 @@ use nvme_mpt_tests::status::{DATA_TRANSFER_ERROR, SUCCESS};
 use crate::common::bystander::Bystander;
 use crate::common::sentinel::Sentinel;
 use crate::common::{
-    HANG, HIGH, Host, LEASE, MODES, Machine, NOWHERE, REGION, Setup, disk, queue_pair, status,
-    wait_for, written_file,
+    AWAY, HANG, HIGH, Host, LEASE, MODES, Machine, NOWHERE, REGION, Setup, disk, queue_pair,
+    status, wait_for, written_file,
 };
 
 const PIECE: usize = 64 << 10;
@@ -249,8 +250,13 @@ fn a_ring_that_comes_back_goes_on_under_io() {
                         .map(|_| queue.submit(Sqe::verify(1, 0, 128)).unwrap())
                         .collect();
                     queue.ring();
+                    let gone = Instant::now();
                     machine.unmap(&region);
                     machine.map(&region);
+                    if gone.elapsed() > AWAY {
+                        // The machine stood still meanwhile. Such a queue may fail.
+                        break;
+                    }
                     // Each command completes once, and all of them do.
                     let completions = queue.drain(&cids, HANG).unwrap();
                     assert_eq!(completions.len(), 63, "{mode:?} {round}");

@@ -168,5 +168,6 @@ fn what_is_mounted_or_open_exclusively_is_refused_with_its_user() {
         "{exclusive}"
     );
     drop(held);
+    children::let_go();
     assert_eq!((user(node), user(file)), (None, None));
 }

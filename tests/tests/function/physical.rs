@@ -135,6 +135,8 @@ fn health_is_the_drives_and_figures_are_the_leases() {
     disk.write(0, &[0xA5; 4096]).unwrap();
     disk.read(0, 8).unwrap();
     disk.read(8, 8).unwrap();
+    // A command is counted behind its completion. Those before this one are by the time it completes.
+    disk.flush().unwrap();
     let page = read_log(&mut controller, log::SMART, 512);
     assert_eq!(page[..3], [0, 0x2C, 0x01], "no warning, 300 K");
     assert_eq!(page[3..6], [0x77; 3], "spare and wear");

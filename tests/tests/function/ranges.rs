@@ -1,7 +1,7 @@
 //! Logical blocks beyond the lease, by commands and by the ranges in their data, and commands that are
 //! too large. Guests on both sides of the lease must notice nothing.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use nvme_mpt_tests::command::{
     DEAC, DSM_DEALLOCATE, DataPointer, FUA, Sqe, copy_range, dsm_range, io,
@@ -16,6 +16,7 @@ use nvme_mpt_tests::status::{
 };
 
 use crate::common::bystander::Bystander;
+use crate::common::changes::Changes;
 use crate::common::sentinel::Sentinel;
 use crate::common::{Host, LEASE, Machine, NOWHERE, Setup, status};
 
@@ -274,41 +275,26 @@ fn race(scene: &mut Scene, sqe: Sqe, bytes: &[u8], words: &[usize], bad: &[u64])
         .map(|&word| cells[word].load(Ordering::Relaxed))
         .collect();
     let pointer = prp::buffer(&data, 0, bytes.len()).unwrap().pointer;
-    let stop = AtomicBool::new(false);
-    let mut successes = 0;
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            let mut rng = Rng::new(5);
-            while !stop.load(Ordering::Relaxed) {
-                let at = rng.below(words.len() as u64) as usize;
-                let value = bad[rng.below(bad.len() as u64) as usize];
-                cells[words[at]].store(value, Ordering::Relaxed);
-                cells[words[at]].store(good[at], Ordering::Relaxed);
-                if rng.below(16) == 0 {
-                    std::thread::yield_now();
-                }
-            }
-        });
-        // Also if the test fails: the scope waits for the thread.
-        let _end = SetOnDrop(&stop);
-        for _ in 0..1000 {
-            match status(&mut scene.disk.queue, sqe.with_data(pointer)) {
-                SUCCESS => successes += 1,
-                LBA_OUT_OF_RANGE => {}
-                other => panic!("{other}"),
+    let mut rng = Rng::new(5);
+    let change = || {
+        let at = rng.below(words.len() as u64) as usize;
+        let value = bad[rng.below(bad.len() as u64) as usize];
+        cells[words[at]].store(value, Ordering::Relaxed);
+        cells[words[at]].store(good[at], Ordering::Relaxed);
+        if rng.below(16) == 0 {
+            std::thread::yield_now();
+        }
+    };
+    Changes::during(change, |changes| {
+        let mut command = || status(&mut scene.disk.queue, sqe.with_data(pointer));
+        for round in 0..1000 {
+            let code = command();
+            assert!([SUCCESS, LBA_OUT_OF_RANGE].contains(&code), "{code}");
+            if round % 100 == 0 {
+                assert_eq!(changes.rest(&mut command), SUCCESS);
             }
         }
     });
-    assert!(successes > 0);
-}
-
-/// Sets a flag when it is dropped.
-struct SetOnDrop<'a>(&'a AtomicBool);
-
-impl Drop for SetOnDrop<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
 }
 
 #[test]

@@ -25,7 +25,7 @@ use nvme_mpt_vmm::drives::{self, DriveOptions};
 use nvme_software::faults::FaultPlan;
 use nvme_software::model::Profile;
 
-use crate::common::{HANG, Host, Machine, Setup, disk, status};
+use crate::common::{HANG, Host, Machine, Setup, children, disk, status};
 
 /// The command set's identifier.
 const ZNS: u8 = 2;
@@ -396,6 +396,7 @@ fn zones_outlive_the_process_and_a_move_of_their_guest() {
         drop(machine);
         before
     };
+    children::let_go();
     let host = host(path);
     let machine = host.machine(&setup);
     let (_controller, mut disk) = attach(&machine);

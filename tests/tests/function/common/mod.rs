@@ -1,6 +1,7 @@
 //! Functions in this process and the guests that hold them: what every test begins with.
 
 pub(crate) mod bystander;
+pub(crate) mod changes;
 pub(crate) mod children;
 pub(crate) mod clock;
 pub(crate) mod loop_device;
@@ -12,7 +13,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nvme_mpt::lease::{ByteRange, FormerData, Lease, LeaseError, LeaseRequest, Ledger};
 use nvme_mpt::limit::RateLimits;
@@ -46,6 +47,9 @@ pub(crate) const MODES: [DoorbellMode; 3] = [
 /// still for a minute, in which its clock goes on.
 pub(crate) const HANG: Duration = Duration::from_secs(180);
 
+/// Time for which memory of a ring may be away, well below the product's limit.
+pub(crate) const AWAY: Duration = Duration::from_millis(500);
+
 /// A region of a guest's memory at address 1 MiB.
 pub(crate) const LOW: u64 = 0x10_0000;
 /// Its length, and that of the next one, which touches it.
@@ -61,10 +65,13 @@ pub(crate) const LEASE: u64 = 16 << 20;
 /// Waits for what another thread does.
 #[track_caller]
 pub(crate) fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
-    let deadline = Instant::now() + HANG;
+    const PAUSE: Duration = Duration::from_micros(200);
+    // Pauses, not time: the machine may stand still, and with it who is waited for.
+    let mut pauses = HANG.as_micros() / PAUSE.as_micros();
     while !condition() {
-        assert!(Instant::now() < deadline, "it never happened: {what}");
-        std::thread::sleep(Duration::from_micros(200));
+        assert!(pauses > 0, "it never happened: {what}");
+        pauses -= 1;
+        std::thread::sleep(PAUSE);
     }
 }
 
@@ -168,6 +175,8 @@ impl Host {
 
     /// An attachment to the lease of that name.
     pub(crate) fn attachment(&self, id: &str, setup: &Setup) -> Arc<Attachment> {
+        // What a machine before held of a file, a child may still have.
+        children::let_go();
         // Tests look at what machines before left.
         let lease = self.lease(id, setup, FormerData::Kept).unwrap();
         let doorbells = match setup.doorbells {

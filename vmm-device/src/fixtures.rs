@@ -1,10 +1,11 @@
 //! Shared parts of several files' tests: plain values, and a guest that drives a function.
 
-use std::{ops::Range, os::fd::OwnedFd, sync::Arc};
+use std::{ops::Range, os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use nvme_mpt::{
     Attachment, AttachmentConfig, DoorbellMode, Drive, Gpa, Learning, LeasedNamespace, Limits,
     MemoryRegion, PollPolicy, Pollers,
+    deadline::WaitClock,
     host::{CommandSetLimits, NamespaceFormat, TemperatureThresholds},
     lease::{ByteRange, LeaseRequest, Ledger},
     spec::{
@@ -78,6 +79,20 @@ pub(crate) const DATA: u64 = 0x20_0000;
 /// No memory is mapped here.
 pub(crate) const NOWHERE: u64 = 0x80_0000;
 
+/// A clock that stands still: a wait ends when its end is there, however long a thread has no processor.
+#[derive(Debug)]
+struct StillClock;
+
+impl WaitClock for StillClock {
+    fn now(&self) -> Duration {
+        Duration::ZERO
+    }
+
+    fn wait(&self, _: Duration, attempt: &mut dyn FnMut(Duration) -> bool) -> bool {
+        attempt(Duration::from_secs(3600))
+    }
+}
+
 /// An attachment to a drive of 64 MiB in memory, leased as a whole.
 pub(crate) fn attachment(mode: DoorbellMode) -> Attachment {
     let controller = SoftwareController::memory(64 << 20, 9).expect("memory");
@@ -107,6 +122,12 @@ pub(crate) fn attachment(mode: DoorbellMode) -> Attachment {
         serial: None,
     })
     .expect("an attachment")
+    .with_clock(Arc::new(StillClock))
+}
+
+/// A function on such an attachment.
+pub(crate) fn function(mode: DoorbellMode, masking: MsixMasking) -> NvmeFunction {
+    NvmeFunction::new(Arc::new(attachment(mode)), masking).with_clock(Arc::new(StillClock))
 }
 
 /// A guest's driver, as far as the admin queue goes.
@@ -122,7 +143,7 @@ pub(crate) struct Guest {
 impl Guest {
     /// A guest that has not touched its controller yet.
     pub(crate) fn new(mode: DoorbellMode) -> Self {
-        let function = NvmeFunction::new(Arc::new(attachment(mode)), MsixMasking::Client);
+        let function = function(mode, MsixMasking::Client);
         let memory = tempfile::tempfile_in("/dev/shm").expect("memory");
         memory.set_len(MEMORY.end - MEMORY.start).expect("room");
         let region = MemoryRegion {

@@ -10,24 +10,27 @@ use nvme_mpt_memory::{Access, Mapping};
 const HUGE: usize = 2 << 20;
 const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
 
-/// Huge pages that the kernel sets aside for a test.
+/// Huge pages that the kernel has set aside for a test.
 struct HugePages(u64);
 
 impl HugePages {
     fn set_aside(count: u64) -> Option<Self> {
-        let before: u64 = fs::read_to_string(POOL).ok()?.trim().parse().ok()?;
+        let before = Self::all()?;
         fs::write(POOL, (before + count).to_string()).ok()?;
-        let pages = Self(count);
-        let now: u64 = fs::read_to_string(POOL).ok()?.trim().parse().ok()?;
-        (now >= before + count).then_some(pages)
+        // The kernel may have room for a part of them only.
+        let pages = Self(Self::all()?.saturating_sub(before));
+        (pages.0 >= count).then_some(pages)
+    }
+
+    /// Returns how many there are in all.
+    fn all() -> Option<u64> {
+        fs::read_to_string(POOL).ok()?.trim().parse().ok()
     }
 }
 
 impl Drop for HugePages {
     fn drop(&mut self) {
-        let now = fs::read_to_string(POOL).ok();
-        let now: Option<u64> = now.and_then(|text| text.trim().parse().ok());
-        if let Some(now) = now {
+        if let Some(now) = Self::all() {
             let _ = fs::write(POOL, now.saturating_sub(self.0).to_string());
         }
     }

@@ -6,12 +6,11 @@
 
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::{AsFd, AsRawFd, FromRawFd};
-use std::sync::mpsc;
-use std::thread;
-use std::time::Duration;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, RawFd};
+use std::thread::{self, JoinHandle};
 
 use nvme_mpt_memory::{Access, Mapping, memfd};
+use vmm_sys_util::eventfd::EventFd;
 
 const LEN: usize = 1 << 16;
 
@@ -25,13 +24,10 @@ const UFFD_EVENT_PAGEFAULT: u8 = 0x12;
 /// `struct uffd_msg`.
 const MESSAGE: usize = 32;
 
-/// Time after which a fault that is held up is taken for one.
-const HANG: Duration = Duration::from_secs(20);
-
 fn userfaultfd() -> io::Result<File> {
     // SAFETY: the descriptor is new and owned once.
     let file = unsafe {
-        let fd = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC);
+        let fd = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK);
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
@@ -55,6 +51,33 @@ fn control<const N: usize>(
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
+}
+
+/// Runs `access` on a thread of its own. Returns once it is done or one of its faults is held up, and whether one is.
+fn run<T: Send + 'static>(
+    client: &File,
+    access: impl FnOnce() -> T + Send + 'static,
+) -> (JoinHandle<T>, bool) {
+    let done = EventFd::new(0).unwrap();
+    let tell = done.try_clone().unwrap();
+    let thread = thread::spawn(move || {
+        let result = access();
+        tell.write(1).unwrap();
+        result
+    });
+    let watch = |fd: RawFd| libc::pollfd {
+        fd,
+        events: libc::POLLIN,
+        revents: 0,
+    };
+    let mut watched = [client.as_raw_fd(), done.as_raw_fd()].map(watch);
+    // SAFETY: the kernel writes to as many entries as there are.
+    let ready = unsafe { libc::poll(watched.as_mut_ptr(), 2, -1) };
+    assert!(ready > 0, "{}", io::Error::last_os_error());
+    let events = watched.map(|fd| fd.revents);
+    let is_held_up = events == [libc::POLLIN, 0];
+    assert!(is_held_up || events == [0, libc::POLLIN], "{events:?}");
+    (thread, is_held_up)
 }
 
 #[test]
@@ -85,27 +108,26 @@ fn faults_of_ours_wait_for_nothing_that_a_client_registered() {
     control(&client, UFFDIO_REGISTER, &mut range).unwrap();
 
     let ours = Mapping::shared(memory.as_fd(), 0, LEN, Access::ReadWrite).unwrap();
-    let (done, waited) = mpsc::channel();
-    thread::spawn(move || {
+    let (thread, is_held_up) = run(&client, move || {
         let mut read = [9; 2];
         ours.bytes(5, 1).unwrap().copy_to(&mut read[..1]);
         ours.bytes(0x3000, 1).unwrap().copy_from(&[7]);
         ours.bytes(0x3000, 1).unwrap().copy_to(&mut read[1..]);
-        done.send(read).unwrap();
+        read
     });
-    assert_eq!(waited.recv_timeout(HANG), Ok([0, 7]));
+    assert!(!is_held_up);
+    assert_eq!(thread.join().unwrap(), [0, 7]);
 
     // The client's own faults are held up, so the registration counts.
-    let (done, waited) = mpsc::channel();
-    thread::spawn(move || {
+    let (thread, is_held_up) = run(&client, move || {
         // SAFETY: inside the mapping.
-        let read = unsafe { (start as *const u8).add(0x8000).read_volatile() };
-        done.send(read).unwrap();
+        unsafe { (start as *const u8).add(0x8000).read_volatile() }
     });
+    assert!(is_held_up);
     let mut message = [0; MESSAGE];
     (&client).read_exact(&mut message).unwrap();
     assert_eq!(message[0], UFFD_EVENT_PAGEFAULT);
-    waited.try_recv().unwrap_err();
+    assert!(!thread.is_finished());
     drop(client);
-    assert_eq!(waited.recv_timeout(HANG), Ok(0));
+    assert_eq!(thread.join().unwrap(), 0);
 }

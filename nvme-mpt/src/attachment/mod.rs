@@ -219,6 +219,7 @@ impl Attachment {
     /// The same attachment, whose waits go by another clock.
     #[must_use]
     pub fn with_clock(mut self, clock: Arc<dyn WaitClock>) -> Self {
+        self.window.set_clock(clock.clone());
         self.clock = clock;
         self
     }

@@ -152,7 +152,7 @@ impl DmaWindow {
             table.dirty = Some(dirty);
             self.tables.publish(&changes, table)
         };
-        if self.tables.wait_left(generation) {
+        if self.tables.wait_left(generation, &*self.clock) {
             return Ok(());
         }
         self.stop_dirty_log();

@@ -45,7 +45,7 @@ use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 pub(crate) use departure::Departure;
 pub use dirty::DirtyRange;
@@ -59,6 +59,7 @@ pub(crate) use users::TableUse;
 
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::clock::Ticks;
+use crate::deadline::{SystemClock, WaitClock};
 use crate::iova::{IovaSpace, VmMappings};
 use crate::learn::NoMapping;
 use crate::memory::Access;
@@ -140,16 +141,18 @@ impl Tables {
     }
 
     /// Returns whether no user uses memory that went with the table of this generation.
-    fn have_left(&self, departure: u64) -> bool {
+    pub(crate) fn have_left(&self, departure: u64) -> bool {
         lock(&self.users)
             .iter()
             .all(|user| user.has_left(departure))
     }
 
     /// Waits for [`Self::have_left`]. Returns whether it is so.
-    fn wait_left(&self, departure: u64) -> bool {
+    fn wait_left(&self, departure: u64, clock: &dyn WaitClock) -> bool {
         let users = lock(&self.users).clone();
-        wait_left(&users, departure, Instant::now() + UNMAP_DEADLINE)
+        clock.wait(UNMAP_DEADLINE, &mut |time| {
+            wait_left(&users, departure, time)
+        })
     }
 
     /// Publishes the next table, while [`Self::changes`] is held. Returns its generation.
@@ -171,6 +174,7 @@ pub struct DmaWindow {
     kinds: MemoryKinds,
     mappings: Arc<VmMappings>,
     tables: Arc<Tables>,
+    clock: Arc<dyn WaitClock>,
 }
 
 /// State that a change of the memory needs besides the current table.
@@ -205,6 +209,7 @@ impl DmaWindow {
             space,
             kinds: MemoryKinds::default(),
             tables: Arc::new(tables),
+            clock: Arc::<SystemClock>::default(),
         }
     }
 
@@ -212,6 +217,11 @@ impl DmaWindow {
     #[must_use]
     pub fn taking(self, kinds: MemoryKinds) -> Self {
         Self { kinds, ..self }
+    }
+
+    /// Has its waits go by another clock.
+    pub(crate) fn set_clock(&mut self, clock: Arc<dyn WaitClock>) {
+        self.clock = clock;
     }
 
     pub(crate) fn tables(&self) -> &Arc<Tables> {
@@ -388,7 +398,7 @@ impl DmaWindow {
             (departure, bytes)
         };
         // Without the lock: others may map meanwhile.
-        let left = self.tables.wait_left(departure.generation());
+        let left = self.tables.wait_left(departure.generation(), &*self.clock);
         // Writes of commands in flight until now are noted, too.
         departure.take_notes(&mut lock(&self.tables.changes).departed);
         if !left {

@@ -1,6 +1,7 @@
 //! Regions that come and go, through the window's public interface.
 
 use super::*;
+use crate::deadline::StillClock;
 use crate::memory;
 
 fn memfd(len: u64) -> OwnedFd {
@@ -8,7 +9,9 @@ fn memfd(len: u64) -> OwnedFd {
 }
 
 pub(super) fn window() -> DmaWindow {
-    DmaWindow::new(Arc::new(IovaSpace::software()))
+    let mut window = DmaWindow::new(Arc::new(IovaSpace::software()));
+    window.set_clock(Arc::new(StillClock));
+    window
 }
 
 pub(super) fn region(gpa: u64, len: u64) -> MemoryRegion {

@@ -105,9 +105,10 @@ impl Drop for TableUse {
     }
 }
 
-/// Waits until no user uses memory that went with the table of generation `departure`. Returns whether that
-/// was so before the deadline.
-pub(super) fn wait_left(users: &[Arc<TableUser>], departure: u64, deadline: Instant) -> bool {
+/// Waits until no user uses memory that went with the table of generation `departure`, for `time` at most.
+/// Returns whether that is so.
+pub(super) fn wait_left(users: &[Arc<TableUser>], departure: u64, time: Duration) -> bool {
+    let began = Instant::now();
     for user in users {
         user.wake();
     }
@@ -120,7 +121,7 @@ pub(super) fn wait_left(users: &[Arc<TableUser>], departure: u64, deadline: Inst
                 std::thread::yield_now();
                 continue;
             }
-            if Instant::now() >= deadline {
+            if began.elapsed() >= time {
                 return false;
             }
             std::thread::sleep(pause);

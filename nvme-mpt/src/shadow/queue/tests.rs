@@ -8,6 +8,7 @@ use zerocopy::IntoBytes;
 
 use super::*;
 use crate::clock::Rate;
+use crate::deadline::StillClock;
 use crate::dma::{DmaWindow, MemoryRegion};
 use crate::host::idle::IdleController;
 use crate::host::{Completes, CompletionTaker, HostCompletion, HostMemory};
@@ -123,7 +124,8 @@ fn region(gpa: Gpa, len: u64) -> MemoryRegion {
 impl Guest {
     /// A guest whose rings lie in a page each.
     fn new(space: Arc<IovaSpace>) -> Self {
-        let window = DmaWindow::new(space.clone());
+        let mut window = DmaWindow::new(space.clone());
+        window.set_clock(Arc::new(StillClock));
         for ring in [SQ, CQ] {
             window.map(region(ring, PAGE)).expect("free");
         }

@@ -57,32 +57,32 @@ fn an_unmap_waits_for_commands_that_use_the_region_and_for_no_others() {
     assert_eq!(host.commands.len(), 4);
     let window = guest.window.clone();
     let generation = window.table().generation();
-    std::thread::scope(|scope| {
-        let unmap = scope.spawn(|| window.unmap(DATA, 2 * PAGE));
-        // The user takes the table up, and has commands that use the region.
-        while window.table().generation() == generation && !unmap.is_finished() {
-            std::thread::yield_now();
-        }
+    // No scope, which would wait for it when an assertion fails.
+    let unmap = std::thread::spawn(move || window.unmap(DATA, 2 * PAGE));
+    let tables = guest.context.tables.clone();
+    // The user takes the table up, and has commands that use the region.
+    while tables.current().generation() == generation && !unmap.is_finished() {
+        std::thread::yield_now();
+    }
+    guest.poll(&mut host);
+    host.complete(3);
+    guest.poll(&mut host);
+    assert!(!unmap.is_finished(), "a Compare uses the region still");
+    assert!(!tables.have_left(generation + 1), "it is told so");
+    host.complete(2);
+    guest.poll(&mut host);
+    // Two others are in flight, and stay there.
+    assert!(
+        tables.have_left(generation + 1),
+        "it waits for commands that use other memory"
+    );
+    let unmapped = unmap.join().expect("no panic").expect("in time");
+    assert_eq!(unmapped, 2 * PAGE);
+    assert_eq!(host.commands.len(), 2);
+    for _ in 0..2 {
+        host.complete(0);
         guest.poll(&mut host);
-        host.complete(3);
-        guest.poll(&mut host);
-        assert!(!unmap.is_finished(), "a Compare uses the region still");
-        host.complete(2);
-        guest.poll(&mut host);
-        // Two others are in flight, and stay there.
-        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
-        while !unmap.is_finished() && std::time::Instant::now() < deadline {
-            std::thread::yield_now();
-        }
-        let waits = !unmap.is_finished();
-        for _ in 0..2 {
-            host.complete(0);
-            guest.poll(&mut host);
-        }
-        let unmapped = unmap.join().expect("no panic").expect("in time");
-        assert_eq!(unmapped, 2 * PAGE);
-        assert!(!waits, "it waited for commands that use other memory");
-    });
+    }
 }
 
 /// An IOMMU whose maps take as long as a test wants.
@@ -119,21 +119,23 @@ fn a_ring_that_is_being_mapped_again_is_waited_for() {
     let mut guest = Guest::new(space);
     let mut host = Host::default();
     let window = guest.window.clone();
+    let tables = guest.context.tables.clone();
+    let generation = window.table().generation();
     std::thread::scope(|scope| {
         let unmap = scope.spawn(|| window.unmap(SQ, PAGE));
-        while !unmap.is_finished() {
+        while !tables.have_left(generation + 1) && !unmap.is_finished() {
             guest.poll(&mut host);
         }
         unmap.join().expect("no panic").expect("idle");
-        // Much longer ago than a ring may be gone while nothing happens.
-        let since = Ticks(Ticks::now().0 - ticks_in(Duration::from_secs(10)));
-        let suspended = Condition::Suspended { gone: SQ, since };
-        guest.queue.core.condition = suspended;
         iommu.holds.store(true, Ordering::Release);
         let map = scope.spawn(|| window.map(region(SQ, PAGE)));
         while !iommu.has_map.load(Ordering::Acquire) && !map.is_finished() {
             std::thread::yield_now();
         }
+        // Much longer ago than a ring may be gone while nothing happens.
+        let since = Ticks(Ticks::now().0 - ticks_in(Duration::from_secs(10)));
+        let suspended = Condition::Suspended { gone: SQ, since };
+        guest.queue.core.condition = suspended;
         guest.poll(&mut host);
         let meanwhile = guest.queue.core.condition;
         iommu.holds.store(false, Ordering::Release);

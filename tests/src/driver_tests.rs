@@ -16,6 +16,8 @@ use crate::memory::GuestMemory;
 use crate::model::{Limits, Model, Op};
 use crate::status;
 
+const LONG: Duration = Duration::from_secs(600);
+
 const MODES: [(DoorbellMode, bool); 4] = [
     (DoorbellMode::Trap, false),
     (DoorbellMode::Mapped, false),
@@ -153,7 +155,7 @@ fn asynchronous_events_do_not_disturb_other_commands() {
         .unwrap();
     drive.resize(1, 100);
     controller.identify_controller().unwrap();
-    let event = controller.async_event(Duration::from_secs(10)).unwrap();
+    let event = controller.async_event(LONG).unwrap();
     let want = AsyncEvent {
         kind: 2,
         info: 0,
@@ -193,7 +195,7 @@ fn interrupts_follow_completions() {
     let cid = queue.submit(Sqe::flush(1)).unwrap();
     queue.ring();
     let interrupt = Arc::clone(queue.cq.interrupt().unwrap());
-    assert_eq!(interrupt.wait(Duration::from_secs(10)).unwrap(), 1);
+    assert_eq!(interrupt.wait(LONG).unwrap(), 1);
     assert_eq!(queue.poll().unwrap().cid(), cid);
 }
 

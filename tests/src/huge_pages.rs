@@ -20,9 +20,10 @@ impl HugePages {
     pub fn set_aside(count: u64) -> Option<Self> {
         let before = pool()?;
         fs::write(POOL, (before + count).to_string()).ok()?;
-        // From here on, they are given back.
-        let pages = Self(count);
-        (pool()? >= before + count).then_some(pages)
+        // From here on, those that the kernel had are given back.
+        let added = pool()?.saturating_sub(before);
+        let pages = Self(added);
+        (added >= count).then_some(pages)
     }
 
     /// Returns a file in such pages.

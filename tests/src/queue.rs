@@ -419,24 +419,27 @@ impl QueuePair {
     }
 }
 
+/// Longest time that a pause counts for: in a longer one, the other side did not run either.
+const PAUSE_MAX: Duration = Duration::from_millis(100);
+
 /// Waiting that ends: spins, then yields, then sleeps, as the other side may need this very core.
 #[derive(Debug)]
 pub(crate) struct Patience {
-    start: Instant,
-    timeout: Duration,
+    last: Instant,
+    left: Duration,
     pauses: u32,
 }
 
 impl Patience {
     pub(crate) fn new(timeout: Duration) -> Self {
         Self {
-            start: Instant::now(),
-            timeout,
+            last: Instant::now(),
+            left: timeout,
             pauses: 0,
         }
     }
 
-    /// Pauses a little; false when the time is over.
+    /// Pauses a little; false when the time was over before, so that the caller has looked after it.
     pub(crate) fn pause(&mut self) -> bool {
         self.pauses += 1;
         match self.pauses {
@@ -444,7 +447,14 @@ impl Patience {
             200..1000 => std::thread::yield_now(),
             _ => std::thread::sleep(Duration::from_micros(20)),
         }
-        self.pauses < 200 || self.start.elapsed() < self.timeout
+        if self.pauses < 200 {
+            return true;
+        }
+        let was_over = self.left.is_zero();
+        let now = Instant::now();
+        let passed = now.duration_since(self.last).min(PAUSE_MAX);
+        (self.last, self.left) = (now, self.left.saturating_sub(passed));
+        !was_over
     }
 }
 

@@ -5,6 +5,7 @@ use std::io;
 use std::ops::RangeInclusive;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use nvme_mpt::iova::Iommu;
 use nvme_mpt::memory::Mapping;
@@ -52,6 +53,11 @@ pub trait Backing: Send + Sync + fmt::Debug {
     /// # Errors
     /// Returns the kernel's error; `Unsupported` if there is no way to reset it.
     fn reset(&self) -> io::Result<()>;
+
+    /// Returns the longest time of an admin command. Those that the driver sends touch no media.
+    fn admin_timeout(&self) -> Duration {
+        Duration::from_secs(5)
+    }
 
     /// Becomes readable when the host wants the function back: it is being removed, or unbound.
     /// [`Self::release`] is the answer.

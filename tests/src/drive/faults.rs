@@ -38,6 +38,8 @@ impl Meets {
 pub enum Effect {
     /// It is never completed, unless it is aborted. Its data still moves when the controller is reset.
     Lose,
+    /// As [`Self::Lose`], until [`ModelDrive::let_go`](super::ModelDrive::let_go).
+    Hold,
     /// It takes this much longer.
     Delay(Duration),
     /// It is not executed, and completes as if it had been.
@@ -107,6 +109,8 @@ pub enum Aborts {
     Fail,
     /// It never completes the Abort.
     Hang,
+    /// It keeps the Abort, and looks at it once its reaction is another one.
+    Hold,
 }
 
 /// The drive's reaction to being enabled and disabled.

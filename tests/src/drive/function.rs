@@ -12,7 +12,7 @@ use nvme_mpt::iova::Iommu;
 use nvme_mpt::memory::Mapping;
 use nvme_vfio::Backing;
 
-use super::faults::{Aborts, Fault, Resets};
+use super::faults::{Aborts, Effect, Fault, Resets};
 use super::iommu::{DoorbellRegisters, ModelIommu};
 use super::{Controller, Counters, Options};
 use crate::registers::CC_ENABLE;
@@ -22,6 +22,9 @@ const IDLE_TURNS: u32 = 200;
 
 /// Time that it then sleeps.
 const IDLE: Duration = Duration::from_micros(100);
+
+/// Longest time of an admin command, unless a test awaits it: much longer than a loaded machine needs.
+const ADMIN_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// A drive, there as long as a reference to it.
 pub struct ModelDrive {
@@ -35,6 +38,7 @@ pub struct ModelDrive {
     vanished: AtomicBool,
     released: AtomicBool,
     judge_on_release: bool,
+    admin_timeout: Mutex<Duration>,
 }
 
 impl fmt::Debug for ModelDrive {
@@ -66,6 +70,7 @@ impl ModelDrive {
             vanished: AtomicBool::new(false),
             released: AtomicBool::new(false),
             judge_on_release,
+            admin_timeout: Mutex::new(ADMIN_TIMEOUT),
         });
         let hardware = Arc::downgrade(&drive);
         std::thread::Builder::new()
@@ -120,6 +125,16 @@ impl ModelDrive {
         self.controller().faults.add(fault);
     }
 
+    /// Completes the commands that it holds.
+    pub fn let_go(&self) {
+        let now = Instant::now();
+        for work in &mut self.controller().work {
+            if work.effect == Some(Effect::Hold) {
+                work.due = Some(now);
+            }
+        }
+    }
+
     /// From now on nothing goes wrong any more.
     pub fn heal(&self) {
         let mut controller = self.controller();
@@ -136,6 +151,15 @@ impl ModelDrive {
     /// Sets its reaction to resets from now on.
     pub fn set_resets(&self, resets: Resets) {
         self.controller().faults.resets = resets;
+    }
+
+    /// Sets the time after which its driver takes an admin command for lost; none for the usual one.
+    pub fn set_admin_timeout(&self, timeout: Option<Duration>) {
+        let mut admin_timeout = self
+            .admin_timeout
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        *admin_timeout = timeout.unwrap_or(ADMIN_TIMEOUT);
     }
 
     /// Reports a fatal status (CSTS.CFS) and does nothing more until it is reset.
@@ -265,7 +289,7 @@ fn run(drive: &Weak<ModelDrive>) {
 impl Controller {
     /// Returns whether a command was taken with which the drive goes from the bus.
     fn vanishing(&self) -> bool {
-        let vanish = Some(super::faults::Effect::Vanish);
+        let vanish = Some(Effect::Vanish);
         self.work.iter().any(|work| work.effect == vanish)
     }
 }
@@ -322,6 +346,13 @@ impl Backing for ModelDrive {
         }
         self.controller().reset_function();
         Ok(())
+    }
+
+    fn admin_timeout(&self) -> Duration {
+        *self
+            .admin_timeout
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     fn removal_request(&self) -> Option<BorrowedFd<'_>> {

@@ -3,9 +3,9 @@
 use std::time::Instant;
 
 use super::data::{self, Piece, Unsound};
-use super::faults::Effect;
+use super::faults::{Aborts, Effect};
 use super::{Controller, Work};
-use crate::command::{Sqe, io};
+use crate::command::{Sqe, admin, io};
 use crate::identify::{
     ONCS_COMPARE, ONCS_COPY, ONCS_DSM, ONCS_VERIFY, ONCS_WRITE_UNCORRECTABLE, ONCS_WRITE_ZEROES,
 };
@@ -21,11 +21,14 @@ const UNKNOWN_CID: u16 = 0xFFF0;
 impl Controller {
     /// Executes what is due.
     pub(super) fn work(&mut self, now: Instant) -> bool {
+        let holds_aborts = self.faults.aborts == Aborts::Hold;
         for done in 0..AT_ONCE {
             if self.fatal || self.hung {
                 return true;
             }
-            let due = |work: &Work| work.due.is_some_and(|due| due <= now);
+            let is_held =
+                |work: &Work| holds_aborts && work.sq == 0 && work.sqe.opcode() == admin::ABORT;
+            let due = |work: &Work| work.due.is_some_and(|due| due <= now) && !is_held(work);
             let count = self.work.iter().filter(|work| due(work)).count();
             if count == 0 {
                 return done > 0;

@@ -130,7 +130,8 @@ impl Default for Options {
             entries_max: 1024,
             dstrd: 0,
             mpsmin: 0,
-            timeout: 4,
+            // Much longer than a loaded machine needs.
+            timeout: 240,
             command_sets: 1,
             queue_pairs: 8,
             doorbell_bytes: None,

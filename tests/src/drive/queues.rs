@@ -230,7 +230,7 @@ impl Controller {
         }
         let mut due = Some(now + self.options.latency);
         match effect {
-            Some(Effect::Lose | Effect::Vanish) => due = None,
+            Some(Effect::Lose | Effect::Hold | Effect::Vanish) => due = None,
             Some(Effect::Delay(time)) => due = Some(now + time),
             Some(Effect::Fatal) => self.fatal = true,
             Some(Effect::Hang) => self.hung = true,

@@ -16,7 +16,7 @@ use crate::model::{Limits, Model, Op};
 use crate::queue::QueuePair;
 use crate::status::{self, StatusCode};
 
-const LONG: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(600);
 
 /// A drive and a driver that has brought it up.
 struct Scene {

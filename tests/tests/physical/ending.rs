@@ -92,6 +92,18 @@ impl Stuck {
     }
 }
 
+/// Waits until the pollers know all that they were told: each that has a queue has slept twice since.
+#[track_caller]
+fn pollers_look(host: &Host) {
+    for before in host.pollers() {
+        wait_for("a poller's look at its mail", || {
+            let now = host.pollers();
+            let mut same = now.iter().filter(|now| now.name == before.name);
+            same.all(|now| now.queues == 0 || now.parks >= before.parks + 2)
+        });
+    }
+}
+
 #[test]
 fn a_lease_lives_until_its_last_command_has_ended() {
     let host = host();
@@ -101,6 +113,7 @@ fn a_lease_lives_until_its_last_command_has_ended() {
     let (mut stuck, driver) = begin(&host, &machine, &mut controller, 1);
     host.clock.skip_waits(true);
     drop((driver, controller, machine));
+    pollers_look(&host);
 
     let next = || host.lease("next", &Setup::nth(0), FormerData::Kept);
     let error = next().expect_err("the drive has commands of the range");
@@ -142,6 +155,7 @@ fn all_queues_of_a_reset_share_one_deadline() {
     assert_ne!(csts & CSTS_FATAL, 0, "{csts:#x}");
     assert_ne!(csts & CSTS_READY, 0, "the reset is not complete: {csts:#x}");
     assert_eq!(host.clock.waited(), DEADLINE, "for {QUEUE_PAIRS} queues");
+    pollers_look(&host);
 
     // Once the drive is done, the next reset succeeds.
     stuck.iter_mut().for_each(Stuck::complete);

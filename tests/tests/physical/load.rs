@@ -58,7 +58,6 @@ struct Slot {
 struct Shared {
     stop: AtomicBool,
     succeeded: AtomicU64,
-    interrupted: AtomicU64,
     failed: AtomicU64,
 }
 
@@ -104,12 +103,6 @@ impl Load {
     pub(crate) fn goes_on(&self) {
         let until = self.shared.succeeded.load(Ordering::Relaxed) + 100;
         self.wait("more commands that succeed", &self.shared.succeeded, until);
-    }
-
-    /// Waits for a command that the guest is to send again.
-    #[track_caller]
-    pub(crate) fn is_interrupted(&self) {
-        self.wait("an interruption", &self.shared.interrupted, 1);
     }
 
     /// Waits for a command that failed for good.
@@ -286,7 +279,6 @@ impl Lane {
             let known = [COMMAND_INTERRUPTED, NAMESPACE_NOT_READY];
             assert!(known.contains(&status.code()), "{cqe:?}");
             tally.interrupted += 1;
-            shared.interrupted.fetch_add(1, Ordering::Relaxed);
             self.push(index, tally);
         } else {
             tally.failed.push(status.code());

@@ -24,9 +24,6 @@ use nvme_mpt::spec::sqe::Sqe;
 /// were given up.
 pub(super) const ENTRIES: u16 = 32;
 
-/// Longest time of an admin command. Those that are sent here touch no media.
-const TIMEOUT: Duration = Duration::from_secs(5);
-
 /// Rounds of the wait between two looks at the function's presence.
 const ROUNDS_PER_LOOK: u32 = 16;
 
@@ -143,10 +140,11 @@ impl AdminQueue {
             if rounds % ROUNDS_PER_LOOK == 0 && self.backing.is_gone() {
                 return Err(ControllerError::Gone);
             }
-            if started.elapsed() >= TIMEOUT {
+            let timeout = self.backing.admin_timeout();
+            if started.elapsed() >= timeout {
                 return Err(ControllerError::AdminTimeout {
                     opcode,
-                    seconds: TIMEOUT.as_secs(),
+                    seconds: timeout.as_secs(),
                 });
             }
             std::thread::sleep(pause);

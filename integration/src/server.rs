@@ -15,7 +15,10 @@ use crate::process::{self, ProcessError, Supervised};
 use crate::progress::Step;
 
 /// Longest time that the server may take to listen, or to stop.
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// Longest time for which the server, or the thread of a function, may be held up.
+const HELD_UP: Duration = Duration::from_secs(180);
 
 /// Errors of the server.
 #[derive(Debug, Error)]
@@ -235,11 +238,7 @@ impl Server {
     /// # Errors
     /// If they can't be had.
     pub fn stats(&self) -> Result<Stats, ServerError> {
-        let text = process::run(
-            Command::new(&self.binary)
-                .args(["stats", "--json", "--control"])
-                .arg(control(&self.folder)),
-        )?;
+        let text = self.ask(&["stats", "--json"])?;
         serde_json::from_str(&text).map_err(|source| ServerError::Output {
             command: "stats",
             source,
@@ -252,11 +251,17 @@ impl Server {
     /// # Errors
     /// If they can't be had.
     pub fn function_stats(&self, id: &str) -> Result<FunctionStats, ServerError> {
-        self.stats()?
-            .functions
-            .into_iter()
-            .find(|function| function.id == id)
-            .ok_or_else(|| ServerError::NoFunction { id: id.to_owned() })
+        let deadline = Instant::now() + HELD_UP;
+        loop {
+            let functions = self.stats()?.functions;
+            if let Some(found) = functions.into_iter().find(|function| function.id == id) {
+                return Ok(found);
+            }
+            // One whose thread is held up is not reported.
+            if Instant::now() >= deadline || !self.list()?.iter().any(|listed| listed == id) {
+                return Err(ServerError::NoFunction { id: id.to_owned() });
+            }
+        }
     }
 
     /// The statistics of one drive, now.
@@ -284,6 +289,25 @@ impl Server {
             source,
         })?;
         self.fault(|command| command.args(["inject", path]).arg(&file))
+    }
+
+    /// Returns the number of commands that faults of the drive at `path` struck so far.
+    ///
+    /// # Errors
+    /// If it can't be had.
+    pub fn struck(&self, path: &str) -> Result<u64, ServerError> {
+        let text = self.ask(&["fault", "list", "--json"])?;
+        let drives: Result<Vec<DriveFaults>, _> = serde_json::from_str(&text);
+        let drives = drives.map_err(|source| ServerError::Output {
+            command: "fault list",
+            source,
+            text,
+        })?;
+        let faults = drives.iter().filter(|drive| drive.drive == path);
+        Ok(faults
+            .flat_map(|drive| &drive.faults)
+            .map(|fault| fault.struck)
+            .sum())
     }
 
     /// Takes the faults of the drive at `path` away.
@@ -343,11 +367,20 @@ impl Server {
         Ok(entries.into_iter().map(|entry| entry.id).collect())
     }
 
+    /// Runs a command, again as long as the server does not answer in time. Nothing has changed then.
     fn ask(&self, arguments: &[&str]) -> Result<String, ServerError> {
-        let mut command = Command::new(&self.binary);
-        command.args(arguments);
-        command.arg("--control").arg(control(&self.folder));
-        Ok(process::run(&mut command)?)
+        let deadline = Instant::now() + HELD_UP;
+        loop {
+            let mut command = Command::new(&self.binary);
+            command.args(arguments);
+            command.arg("--control").arg(control(&self.folder));
+            match process::run(&mut command) {
+                Err(ProcessError::Failed { tail, .. })
+                    if tail.contains("does not answer") && Instant::now() < deadline => {}
+                result => return Ok(result?),
+            }
+            thread::sleep(Duration::from_millis(100));
+        }
     }
 
     /// Waits until no VMM is connected to the function `name`. The kernel may close the socket of a VMM that was
@@ -449,6 +482,18 @@ impl Server {
 #[derive(Debug, Deserialize)]
 struct FunctionEntry {
     id: String,
+}
+
+/// The faults of a drive, in the parts of `nvme-mpt fault list --json` that are used here.
+#[derive(Debug, Deserialize)]
+struct DriveFaults {
+    drive: String,
+    faults: Vec<Fault>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Fault {
+    struck: u64,
 }
 
 /// Separates the logs of one server from those of the next on the same sockets.
@@ -565,6 +610,12 @@ pub struct QueueStats {
     pub doorbell_exits: u64,
     /// Interrupts raised.
     pub interrupts: u64,
+    /// Looks of a poller on its way to sleep that found a new command.
+    #[serde(default)]
+    pub rearm_saves: u64,
+    /// Milliseconds in which commands waited for the limits of their lease.
+    #[serde(default)]
+    pub throttled_ms: u64,
 }
 
 /// One poller's counters.
@@ -589,6 +640,10 @@ pub struct Totals {
     pub doorbell_exits: u64,
     /// Interrupts raised.
     pub interrupts: u64,
+    /// Looks of pollers on their way to sleep that found a new command.
+    pub rearm_saves: u64,
+    /// Milliseconds in which commands waited for limits.
+    pub throttled_ms: u64,
 }
 
 impl FunctionStats {
@@ -599,6 +654,8 @@ impl FunctionStats {
             commands: sum(|queue| queue.commands),
             doorbell_exits: sum(|queue| queue.doorbell_exits),
             interrupts: sum(|queue| queue.interrupts),
+            rearm_saves: sum(|queue| queue.rearm_saves),
+            throttled_ms: sum(|queue| queue.throttled_ms),
         }
     }
 }
@@ -611,6 +668,8 @@ impl Totals {
             commands: self.commands.saturating_sub(before.commands),
             doorbell_exits: self.doorbell_exits.saturating_sub(before.doorbell_exits),
             interrupts: self.interrupts.saturating_sub(before.interrupts),
+            rearm_saves: self.rearm_saves.saturating_sub(before.rearm_saves),
+            throttled_ms: self.throttled_ms.saturating_sub(before.throttled_ms),
         }
     }
 
@@ -642,7 +701,7 @@ mod tests {
     fn statistics_are_read_and_added_up() {
         let text = r#"{"functions":[{"id":"a","socket":"/run/a.sock","model":"nvme-mpt","serial":"1",
             "capacity_bytes":1073741824,"doorbells":"shadow","queues":[
-            {"qid":1,"commands":100,"doorbell_exits":2,"interrupts":50,"errors":3},
+            {"qid":1,"commands":100,"doorbell_exits":2,"interrupts":50,"errors":3,"rearm_saves":4,"throttled_ms":7},
             {"qid":2,"commands":300,"doorbell_exits":2,"interrupts":50}],
             "admin":{"commands":9,"doorbell_exits":9,"interrupts":9}}],
             "pollers":[{"name":"p0","cpu":1,"busy_share":0.5,"parked_share":0.25,"parks":7,"queues":2}]}"#;
@@ -653,7 +712,9 @@ mod tests {
             Totals {
                 commands: 400,
                 doorbell_exits: 4,
-                interrupts: 100
+                interrupts: 100,
+                rearm_saves: 4,
+                throttled_ms: 7
             }
         );
         assert!((totals.doorbell_exits_per_io() - 0.01).abs() < 1e-12);
@@ -666,6 +727,8 @@ mod tests {
             commands: 0,
             doorbell_exits: 0,
             interrupts: 0,
+            rearm_saves: 0,
+            throttled_ms: 0,
         };
         assert!(nothing.doorbell_exits_per_io().is_nan());
     }

@@ -24,8 +24,11 @@ use crate::serve::{Change, Changed, FunctionEntry};
 use crate::stats::ServerStats;
 use vfio_user_server::Listener;
 
-/// Time that a client has for its request and for taking the answer.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// Time that a server gives a client for its request and for taking the answer.
+const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 2 });
+
+/// Time that a client waits for its answer: several other clients may be served before it.
+const CLIENT_PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 10 });
 
 /// Longest request in bytes: a fault plan, and what JSON writes for its line ends and quotes.
 const REQUEST_MAX: usize = 128 << 10;
@@ -153,7 +156,7 @@ impl Reply {
 }
 
 fn reply(stream: &UnixStream, answer: &Answer) -> io::Result<()> {
-    Line::new(stream)?.write(&serde_json::to_vec(answer)?)
+    Line::new(stream, PATIENCE)?.write(&serde_json::to_vec(answer)?)
 }
 
 /// A control socket that takes connections, which wait until it is served.
@@ -267,7 +270,7 @@ impl<S: Service> MutEventSubscriber for Clients<S> {
 
 impl<S: Service> Clients<S> {
     fn answer(&self, stream: UnixStream) -> io::Result<()> {
-        let line = Line::new(&stream)?;
+        let line = Line::new(&stream, PATIENCE)?;
         let answer = match serde_json::from_slice(&line.read(REQUEST_MAX)?) {
             Ok(Request::Stats {}) => Answer::Stats(self.service.stats()),
             Ok(Request::Faults { request }) => match self.service.faults(&request) {
@@ -359,7 +362,7 @@ fn ask(path: &Path, request: &Request) -> Result<Answer, ControlError> {
         source,
     };
     let stream = UnixStream::connect(path).map_err(no_server)?;
-    let mut line = Line::new(&stream).map_err(no_answer)?;
+    let mut line = Line::new(&stream, CLIENT_PATIENCE).map_err(no_answer)?;
     let request_line = serde_json::to_vec(request).map_err(bad_answer)?;
     line.write(&request_line).map_err(no_answer)?;
     if matches!(request, Request::Change { .. }) {
@@ -378,11 +381,11 @@ struct Line<'stream> {
 }
 
 impl<'stream> Line<'stream> {
-    fn new(stream: &'stream UnixStream) -> io::Result<Self> {
+    fn new(stream: &'stream UnixStream, patience: Duration) -> io::Result<Self> {
         stream.set_nonblocking(false)?;
         Ok(Self {
             stream,
-            deadline: Some(Instant::now() + PATIENCE),
+            deadline: Some(Instant::now() + patience),
         })
     }
 

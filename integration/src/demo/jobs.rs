@@ -9,7 +9,7 @@ use crate::guest::fio::Fio;
 use crate::progress::say;
 use crate::server::Server;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 fn jobs(runtime: Duration) -> Vec<Fio> {
     let timed = |name, pattern, size, depth| Fio::new(name, pattern, size, depth).runtime(runtime);

@@ -28,7 +28,7 @@ use host::Taken;
 use isolation::Layout;
 use report::Report;
 
-const POWER_OFF_PATIENCE: Duration = Duration::from_secs(60);
+const POWER_OFF_PATIENCE: Duration = Duration::from_secs(300);
 
 /// Boots guests that share one drive, and checks that each range holds its own guest's data alone
 ///

@@ -25,7 +25,7 @@ const LOOK: Duration = Duration::from_secs(5);
 
 /// Inquiry to a guest that left a script without an end, and the longest time for its answer.
 const INQUIRY: &str = include_str!("../../../resources/guest/inquiry");
-const INQUIRY_PATIENCE: Duration = Duration::from_secs(20);
+const INQUIRY_PATIENCE: Duration = Duration::from_secs(180);
 
 /// The guest does not answer.
 #[derive(Debug, Error)]
@@ -274,6 +274,8 @@ fn listen(input: UnixStream, jobs: &RunningJobs, ready: &Sender<()>, events: &Se
         line.clear();
         match lines.read_until(b'\n', &mut line) {
             Ok(0) | Err(_) => break,
+            // The end of the line cut it short.
+            Ok(_) if !line.ends_with(b"\n") => break,
             Ok(_) => {}
         }
         let text = String::from_utf8_lossy(&line);
@@ -323,7 +325,7 @@ fn understand(line: &str, jobs: &RunningJobs, ready: &Sender<()>, events: &Sende
 mod tests {
     use super::*;
 
-    const PATIENCE: Duration = Duration::from_secs(10);
+    const PATIENCE: Duration = Duration::from_secs(180);
 
     fn line() -> (Channel, UnixStream) {
         let (ours, theirs) = UnixStream::pair().expect("socket pair");
@@ -415,6 +417,20 @@ mod tests {
         ));
         assert!(matches!(
             channel.await_ready(PATIENCE),
+            Err(ChannelError::Closed { .. })
+        ));
+    }
+
+    #[test]
+    fn a_line_that_is_cut_short_is_none() {
+        let (channel, mut guest) = line();
+        guest
+            .write_all(b"event record 41\r\nevent record 4")
+            .expect("write");
+        drop(guest);
+        assert_eq!(channel.next_event(PATIENCE).expect("event"), "record 41");
+        assert!(matches!(
+            channel.next_event(PATIENCE),
             Err(ChannelError::Closed { .. })
         ));
     }

@@ -34,7 +34,7 @@ pub use qmp::QmpError;
 use qmp::Qmp;
 
 /// Time that QEMU waits for an answer to a vfio-user message; 5 s by default.
-const MESSAGE_TIMEOUT_MS: u32 = 60_000;
+const MESSAGE_TIMEOUT_MS: u32 = 300_000;
 
 /// A guest emulated in software on a busy machine boots within this. One in the lab, on a physical drive, took up to
 /// 135 s to boot and verify 4 MiB. A dozen other processes wanted its two processors meanwhile.
@@ -43,12 +43,14 @@ pub const BOOT_PATIENCE: Duration = Duration::from_secs(180);
 /// of guests.
 pub const ROOT_ARGUMENTS: &str = "root=/dev/nvme0n1 rw init=/init";
 /// A panic ends the machine. A kernel looks for ten ticks of its timer when it starts; on a busy machine it would
-/// find too few of them and panic.
-const KERNEL_ARGUMENTS: &str = "console=ttyS0 panic=-1 no_timer_check";
+/// find too few of them and panic. A driver that waits for 30 seconds gives up while a machine stands still: a check of
+/// a driver's timeout sets its own.
+const KERNEL_ARGUMENTS: &str = "console=ttyS0 panic=-1 no_timer_check \
+                                nvme_core.io_timeout=600 nvme_core.admin_timeout=600";
 /// Lines of a panic that an error shows.
 const PANIC_LINES: usize = 25;
 /// Longest time that QEMU may take to open its sockets.
-const START_PATIENCE: Duration = Duration::from_secs(30);
+const START_PATIENCE: Duration = Duration::from_secs(300);
 
 /// Exit status of a program whose guest was [lost](is_lost): that of a failure that need not happen again
 /// (`EX_TEMPFAIL`).

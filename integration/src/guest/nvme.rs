@@ -7,7 +7,7 @@ use thiserror::Error;
 use super::{Agent, GuestError};
 
 /// A single NVMe command takes no longer than this, even on a busy machine.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 /// Status Code Type and Status Code (NVMe Base 2.0, 4.6.1): the rest says whether to retry.
 const TYPE_AND_CODE: u16 = 0x7ff;

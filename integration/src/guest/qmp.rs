@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use thiserror::Error;
 
 /// Longest time that QEMU may take to answer.
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 /// The monitor did not do what was asked.
 #[derive(Debug, Error)]

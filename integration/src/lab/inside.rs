@@ -4,11 +4,16 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use thiserror::Error;
 
 use crate::process::{self, ProcessError};
 use crate::provision::lab as place;
+
+/// Longest time in which the kernel shows a namespace.
+const PATIENCE: Duration = Duration::from_secs(180);
 
 /// Errors inside the lab.
 #[derive(Debug, Error)]
@@ -70,10 +75,10 @@ pub fn bind(id: &str, driver: &str) -> Result<(), InsideError> {
     Ok(())
 }
 
-/// A namespace's block device, of a drive that the `nvme` driver has.
+/// A namespace's block device, of a drive that the `nvme` driver has. The kernel may show it a moment later.
 ///
 /// # Errors
-/// If it is not there.
+/// If it does not appear.
 pub fn block_device(id: &str, nsid: u32) -> Result<PathBuf, InsideError> {
     let controllers = Path::new("/sys/bus/pci/devices")
         .join(address(id)?)
@@ -83,15 +88,24 @@ pub fn block_device(id: &str, nsid: u32) -> Result<PathBuf, InsideError> {
     let has_nsid = |namespace: &Path| {
         fs::read_to_string(namespace.join("nsid")).is_ok_and(|text| text.trim() == nsid.to_string())
     };
-    let found = entries(&controllers)
-        .flat_map(|controller| entries(&controller.path()))
-        .filter(|namespace| has_nsid(&namespace.path()))
-        .map(|namespace| Path::new("/dev").join(namespace.file_name()))
-        .find(|device| device.exists());
-    found.ok_or_else(|| InsideError::NoNamespace {
-        id: id.to_owned(),
-        nsid,
-    })
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let found = entries(&controllers)
+            .flat_map(|controller| entries(&controller.path()))
+            .filter(|namespace| has_nsid(&namespace.path()))
+            .map(|namespace| Path::new("/dev").join(namespace.file_name()))
+            .find(|device| device.exists());
+        if let Some(device) = found {
+            return Ok(device);
+        }
+        if Instant::now() >= deadline {
+            return Err(InsideError::NoNamespace {
+                id: id.to_owned(),
+                nsid,
+            });
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
 }
 
 /// Does something to a drive: a [`Request`](super::faults::Request) in its words, or `remove DRIVE`.

@@ -50,11 +50,13 @@ pub use drive::LabDrive;
 use control::Control;
 
 /// A command of ours inside that ends by itself.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 /// The host's own guests take half a GiB each, and its file systems live in memory.
 const MEMORY_MIB: u32 = 3072;
 /// Interval of checks that the lab is alive while a long command runs.
 const HEARTBEAT: Duration = Duration::from_secs(15);
+/// Time without an answer after which the lab is dead: one that is late is alive.
+const SILENCE: Duration = Duration::from_secs(600);
 /// Interval at which a command's output is read.
 const FOLLOW: Duration = Duration::from_millis(20);
 /// Memory encryption and the like are not emulated; SVM with nested paging is what KVM needs.
@@ -354,7 +356,7 @@ impl Lab {
             if asked.elapsed() < HEARTBEAT {
                 continue;
             }
-            let answer = self.guest.run("true", PATIENCE);
+            let answer = self.guest.run("true", SILENCE);
             if answer.is_err() && !ended.load(Ordering::Acquire) {
                 say("The lab does not answer any more and is ended");
                 let pid = self.guest.pid().to_string();

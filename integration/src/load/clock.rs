@@ -75,11 +75,11 @@ mod tests {
         let calibration = Calibration::start();
         let rate = calibration.ticks_per_second();
         assert!(rate > 1e6, "{rate}");
-        let (start, ticks_before) = (Instant::now(), ticks());
+        let (ticks_before, start) = (ticks(), Instant::now());
         while start.elapsed().as_millis() < 20 {
             std::hint::spin_loop();
         }
-        // The clock is read last: a pause before it only makes more ticks.
+        // Ticks are read around the clock: a pause only makes more of them.
         let seconds = (ticks() - ticks_before) as f64 / rate;
         assert!(seconds > 0.019, "{seconds}");
     }

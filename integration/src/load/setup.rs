@@ -1,6 +1,7 @@
 //! Needs of a load before it runs: memory, a controller that is up, queue pairs with their slots.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::command::Sqe;
@@ -21,6 +22,9 @@ const MEMORY_BASE: u64 = 1 << 32;
 const HUGE_PAGE: usize = 2 << 20;
 /// The namespace under load.
 const NSID: u32 = 1;
+
+/// Longest time of an admin command, which `--timeout` is not about.
+const ADMIN_TIMEOUT: Duration = Duration::from_secs(180);
 
 /// Interrupt vectors by number: the admin queue's (unused), then one for each I/O queue.
 pub(super) type Vectors = Vec<Arc<Interrupt>>;
@@ -75,7 +79,7 @@ pub(super) fn bring_up(
 ) -> Result<(Controller, Target), LoadError> {
     let config = |doorbells| Config {
         doorbells,
-        admin_timeout: options.timeout(),
+        admin_timeout: ADMIN_TIMEOUT,
         ..Config::default()
     };
     let attach = |mode| {

@@ -11,6 +11,9 @@ use crate::progress::say;
 
 const MANIFEST: &str = "tests/fuzz/Cargo.toml";
 
+/// An input that takes longer is a find: nothing here may be driven to hang. A machine may stand still for a minute.
+const TIMEOUT: &str = "-timeout=300";
+
 /// Options of the compiler for libFuzzer (LLVM, SanitizerCoverage): edges counted, comparisons traced.
 const FLAGS: &str = "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
      -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
@@ -71,8 +74,7 @@ fn run_target(context: &mut Context, target: &str, program: &Path) -> Result<(),
     command
         .arg(format!("-max_total_time={seconds}"))
         .arg(format!("-artifact_prefix={}/", artifacts.display()))
-        // An input that takes this long is a find: nothing here may be driven to hang.
-        .args(["-timeout=10", "-rss_limit_mb=2048", "-print_final_stats=1"])
+        .args([TIMEOUT, "-rss_limit_mb=2048", "-print_final_stats=1"])
         // New finds go to the first folder, the others are read.
         .arg(&finds);
     let corpus = corpus(target);
@@ -101,7 +103,7 @@ fn run_corpus(context: &mut Context, target: &str, program: &Path) -> Result<(),
     let inputs = files(&corpus(target))?;
     let mut command = Command::new(program);
     // Named one by one, inputs are run and nothing is made of them.
-    command.arg("-timeout=10").args(inputs);
+    command.arg(TIMEOUT).args(inputs);
     context.run(&mut command, Worth::One)
 }
 

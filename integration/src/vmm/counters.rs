@@ -87,17 +87,21 @@ fn read(folder: &Path, name: &str) -> io::Result<u64> {
 /// KVM gives the fault to the guest, which ends in the next fault. With nested paging no other faults come to the
 /// counter. It stands at 0 for machines that are well, and otherwise grows by 19,000 in a second.
 pub fn has_foreign_registers(pid: u32) -> bool {
-    folder_of_process(pid).is_ok_and(|folder| faults_for_ever(&folder))
+    folder_of_process(pid).is_ok_and(|folder| {
+        let a_second = || thread::sleep(Duration::from_secs(1));
+        faults_for_ever(&folder, a_second)
+    })
 }
 
-fn faults_for_ever(folder: &Path) -> bool {
+/// Looks at the counter before and after `pause`.
+fn faults_for_ever(folder: &Path, pause: impl FnOnce()) -> bool {
     const MANY: u64 = 1000;
     let faults = || read(folder, "pf_guest");
     let Ok(before) = faults() else { return false };
     if before < MANY {
         return false;
     }
-    thread::sleep(Duration::from_secs(1));
+    pause();
     faults().is_ok_and(|after| after >= before + MANY)
 }
 
@@ -208,22 +212,17 @@ mod tests {
             fs::write(&new, format!("{faults}\n")).expect("written");
             fs::rename(new, path).expect("renamed");
         };
-        assert!(!faults_for_ever(folder.path()), "not counted");
-        for faults in [0, 1_000_000] {
-            count(faults);
-            assert!(!faults_for_ever(folder.path()), "{faults}");
+        assert!(!faults_for_ever(folder.path(), || {}), "not counted");
+        for (before, after, expected) in [
+            (0, 1_000_000, false),
+            (1_000_000, 1_000_000, false),
+            (1_000_000, 1_000_999, false),
+            (1_000_000, 1_001_000, true),
+        ] {
+            count(before);
+            let found = faults_for_ever(folder.path(), || count(after));
+            assert_eq!(found, expected, "{before}, {after}");
         }
-        thread::scope(|scope| {
-            let looks = scope.spawn(|| faults_for_ever(folder.path()));
-            for faults in 1001.. {
-                if looks.is_finished() {
-                    break;
-                }
-                count(1000 * faults);
-                thread::sleep(Duration::from_millis(10));
-            }
-            assert!(looks.join().expect("no panic"));
-        });
         assert!(!has_foreign_registers(std::process::id()));
     }
 }

@@ -30,7 +30,7 @@ pub use reference::Reference;
 const VCPUS: u32 = 2;
 const MEMORY_MIB: u32 = 384;
 /// Longer than a guest takes to end, or a VMM to answer.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 /// Parameter for kernels that boot without firmware: to reset the machine as ACPI says. On a machine without
 /// legacy hardware they would jump to where a BIOS begins.

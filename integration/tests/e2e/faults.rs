@@ -9,7 +9,8 @@ use integration::server::{FunctionOptions, Server};
 
 use crate::Group;
 use crate::fixture::{
-    Bench, Failure, PATIENCE, await_path, expect, expect_no_complaints, verified_load,
+    Bench, ENDLESS, Failure, PATIENCE, await_load, await_path, await_that, end_load, expect,
+    expect_no_complaints, verified_load,
 };
 
 pub(crate) const GROUP: Group = Group::Alone {
@@ -44,7 +45,7 @@ impl Scene {
         let (faulty, steady) = (boot("a")?, boot("b")?);
         faulty.await_ready(BOOT_PATIENCE)?;
         steady.await_ready(BOOT_PATIENCE)?;
-        // A driver's patience of 30 seconds, shortened.
+        // The driver's patience, shortened.
         let short = "echo 3000 > /sys/block/nvme0n1/queue/io_timeout";
         faulty.check(short, PATIENCE)?;
         Ok(Self {
@@ -69,10 +70,17 @@ impl Scene {
             .option("verify", "crc32c")
             .option("verify_backlog", "1024")
             .option("verify_fatal", "1")
-            .runtime(Duration::from_secs(10));
+            .runtime(ENDLESS);
         let job = self.faulty.start(&load.script())?;
+        await_load(&self.faulty)?;
         std::thread::sleep(Duration::from_secs(2));
+        let before = self.server.struck(&self.path)?;
         self.inject(fault)?;
+        await_that("a command to be struck", || {
+            Ok(self.server.struck(&self.path)? > before)
+        })?;
+        // It waits for the command that was struck.
+        end_load(&self.faulty)?;
         let output = self.faulty.finish(job, load.patience())?;
         load.report(&output.text)?;
         let kernel = self.faulty.check("dmesg", PATIENCE)?;

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 pub(crate) use integration::checks::{Bench, Failure, at, expect};
 use integration::guest::fio::Fio;
@@ -14,7 +14,7 @@ use integration::provision::{Assets, KernelChoice};
 use integration::server::{self, FunctionOptions, Server};
 
 /// Long enough for anything that ends by itself in a busy guest.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(300);
 /// The drive of most checks.
 pub(crate) const DRIVE_MIB: u64 = 256;
 /// The guest's name for its only function.
@@ -218,13 +218,46 @@ pub(crate) fn verified_load(name: &str, jobs: u32) -> Fio {
         .option("offset_increment", &format!("{share}m"))
 }
 
+/// Runtime of a load that [ends](end_load) when the check has done its part.
+pub(crate) const ENDLESS: Duration = Duration::from_secs(600);
+
+/// Waits until a guest runs fio.
+pub(crate) fn await_load(guest: &Guest) -> Result<(), Failure> {
+    guest.check("until pidof fio > /dev/null; do sleep 0.1; done", PATIENCE)?;
+    Ok(())
+}
+
+/// Ends a guest's fio as Ctrl+C does: it waits for what is in flight, and reports. One that has failed has ended.
+pub(crate) fn end_load(guest: &Guest) -> Result<(), Failure> {
+    guest.check(
+        "kill -INT $(pidof fio) || echo fio has ended by itself",
+        PATIENCE,
+    )?;
+    Ok(())
+}
+
+/// Asks until `happened`, which is a matter of time.
+pub(crate) fn await_that(
+    what: &str,
+    mut happened: impl FnMut() -> Result<bool, Failure>,
+) -> Result<(), Failure> {
+    let deadline = Instant::now() + PATIENCE;
+    while !happened()? {
+        expect(Instant::now() < deadline, || {
+            format!("Waited {PATIENCE:?} in vain: {what}")
+        })?;
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    Ok(())
+}
+
 /// Waits in the guest until a file is there, or is gone.
 pub(crate) fn await_path(guest: &Guest, path: &str, there: bool) -> Result<(), Failure> {
     let test = if there { "-e" } else { "! -e" };
     guest.check(
         &format!(
-            "for i in $(seq 400); do [ {test} {path} ] && exit 0; sleep 0.1; done; \
-             echo \"{path}: not as awaited after 40 s\"; exit 1"
+            "for i in $(seq 1800); do [ {test} {path} ] && exit 0; sleep 0.1; done; \
+             echo \"{path}: not as awaited after 180 s\"; exit 1"
         ),
         PATIENCE,
     )?;

@@ -51,7 +51,11 @@ fn boots_and_verifies(bench: &Bench, assets: &Assets, vcpus: u32) -> Result<(), 
             "Kernel, hardware queues, queues with the admin queue, sectors: {found}, not {expected}"
         )
     })?;
-    verified_load("verify", vcpus).run(&booted.guest)?;
+    // A job on each vCPU, and so on each queue.
+    verified_load("verify", vcpus)
+        .option("cpus_allowed", &format!("0-{}", vcpus - 1))
+        .option("cpus_allowed_policy", "split")
+        .run(&booted.guest)?;
     let stats = booted.server().function_stats(FUNCTION)?;
     let used = stats
         .queues

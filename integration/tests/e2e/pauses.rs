@@ -1,8 +1,8 @@
 //! A queue whose poller sleeps loses no notification. The test makes thousands of single I/Os, each
 //! after a pause of another length. They meet the poller at every point of its way to sleep.
 //!
-//! A notification that is lost leaves its I/O to the guest's driver, which finds it after half a minute and
-//! complains. No time is measured here: a busy machine makes an I/O late as well.
+//! A notification that is lost leaves its I/O to the guest's driver, which waits for longer than the check does. No time
+//! is measured here: a busy machine makes an I/O late as well.
 
 use integration::guest::fio::Fio;
 

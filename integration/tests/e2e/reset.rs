@@ -1,11 +1,11 @@
 //! Resets of every kind while I/O is under way: what was in flight is done again, and all data is right.
 
-use std::time::Duration;
-
 use integration::guest::fio::Fio;
 
 use crate::Group;
-use crate::fixture::{Bench, Booted, Failure, PATIENCE, expect, verified_load};
+use crate::fixture::{
+    Bench, Booted, ENDLESS, Failure, PATIENCE, await_load, end_load, expect, verified_load,
+};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "reset",
@@ -19,9 +19,8 @@ pub(crate) const GROUP: Group = Group::Alone {
     ],
 };
 
-/// Resets that a load meets: all that it has time for, up to the first bound, and at least the second.
-const RESETS_MAX: u32 = 8;
-const RESETS_MIN: u32 = 2;
+/// Resets that a load meets.
+const RESETS: u32 = 5;
 
 fn under_load(bench: &Bench, reset: &str) -> Result<(), Failure> {
     let booted = Booted::new(bench, 2)?;
@@ -31,25 +30,22 @@ fn under_load(bench: &Bench, reset: &str) -> Result<(), Failure> {
         .option("verify", "crc32c")
         .option("verify_backlog", "1024")
         .option("verify_fatal", "1")
-        .runtime(Duration::from_secs(15));
+        .runtime(ENDLESS);
     let job = booted.guest.start(&load.script())?;
-    // A reset counts if the load outlives it. A busy machine gets fewer of them done.
-    let resets = booted.guest.check(
+    await_load(&booted.guest)?;
+    let alive = booted.guest.check(
         &format!(
-            "n=0; while [ $n -lt {RESETS_MAX} ]; do sleep 1; {reset} || exit 1; \
-             pidof fio > /dev/null || break; n=$((n + 1)); done; echo $n"
+            "for n in $(seq {RESETS}); do sleep 1; {reset} || exit 1; done; sleep 1; \
+             pidof fio > /dev/null && echo alive; true"
         ),
         PATIENCE,
     )?;
-    let resets: u32 = resets
-        .trim()
-        .parse()
-        .map_err(|_| Failure::from(format!("No number of resets: {resets:?}")))?;
-    expect(resets >= RESETS_MIN, || {
-        format!("The load met {resets} resets, and {RESETS_MIN} at least were meant")
-    })?;
+    end_load(&booted.guest)?;
     let output = booted.guest.finish(job, load.patience())?;
     load.report(&output.text)?;
+    expect(alive.trim() == "alive", || {
+        format!("The load did not outlive the resets:\n{}", output.text)
+    })?;
     let state = booted
         .guest
         .check("cat /sys/class/nvme/nvme0/state", PATIENCE)?;

@@ -1,13 +1,16 @@
 //! Functions that come and go on a running server, beside a guest that verifies all that it reads.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use integration::guest::fio::Fio;
 use integration::guest::{Drive, GuestConfig, HOTPLUG_BUS};
 use integration::server::FunctionOptions;
 
 use crate::Group;
-use crate::fixture::{Bench, Failure, PATIENCE, await_path, expect, expect_no_complaints};
+use crate::fixture::{
+    Bench, ENDLESS, Failure, PATIENCE, await_path, await_that, end_load, expect,
+    expect_no_complaints,
+};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "roster",
@@ -19,6 +22,10 @@ pub(crate) const GROUP: Group = Group::Alone {
 
 /// Functions that come and go while the first guest works.
 const COMINGS: u64 = 100;
+
+/// A limit that is lower than what any machine does, and the I/Os of a load that meets it.
+const LIMITED_IOPS: u64 = 50;
+const LIMITED_IOS: u64 = 300;
 
 fn beside_a_guest(bench: &Bench) -> Result<(), Failure> {
     let path = bench.drive("shared.img", 256)?.display().to_string();
@@ -62,23 +69,44 @@ fn beside_a_guest(bench: &Bench) -> Result<(), Failure> {
 
 fn limit(bench: &Bench) -> Result<(), Failure> {
     let path = bench.drive("limited.img", 128)?.display().to_string();
-    let function = FunctionOptions::new("a", path, "0+128M").option("iops=500");
+    let function = FunctionOptions::new("a", path, "0+128M").option(format!("iops={LIMITED_IOPS}"));
     let mut server = bench.serve(&[function])?;
     let config = GuestConfig::new("guest").drive(Drive::vfio_user(server.socket("a")));
     let guest = bench.boot_with(bench.v6_12(), &config)?;
-    let load = Fio::new("limited", "randread", "4k", 16).runtime(Duration::from_secs(6));
-    let limited = load.run(&guest)?.main().iops;
-    // An emulated guest's clock may run behind. A slow machine alone brings fewer.
-    expect(limited <= 600.0, || {
-        format!("{limited} I/Os per second instead of 500")
+    let started = Instant::now();
+    let limited = Fio::new("limited", "randread", "4k", 16)
+        .option("number_ios", &LIMITED_IOS.to_string())
+        .run(&guest)?;
+    let taken = started.elapsed();
+    // The last batch of commands may come at once.
+    let least = Duration::from_secs((LIMITED_IOS - 50) / LIMITED_IOPS);
+    expect(limited.read.ios >= LIMITED_IOS && taken >= least, || {
+        format!("{} I/Os took {taken:?}", limited.read.ios)
+    })?;
+
+    let load = Fio::new("load", "randread", "4k", 16).runtime(ENDLESS);
+    let totals = || Ok::<_, Failure>(server.function_stats("a")?.totals());
+    let before = totals()?;
+    expect(before.throttled_ms > 0, || {
+        format!("No command waited for the limit: {before:?}")
     })?;
     let job = guest.start(&load.script())?;
-    server.limit("a", "iops=none")?;
-    let output = guest.finish(job, load.patience())?;
-    let free = load.report(&output.text)?.main().iops;
-    expect(free > 1.5 * limited, || {
-        format!("{free} I/Os per second without a limit, {limited} with one")
+    await_that("commands to wait for the limit", || {
+        Ok(totals()?.throttled_ms > before.throttled_ms)
     })?;
+    server.limit("a", "iops=none")?;
+    let mut last = totals()?;
+    // The wait that the change ends is counted as well.
+    await_that("commands that wait no longer", || {
+        let next = totals()?;
+        if next.throttled_ms != last.throttled_ms {
+            last = next;
+        }
+        Ok(next.commands >= last.commands + LIMITED_IOS)
+    })?;
+    end_load(&guest)?;
+    let output = guest.finish(job, load.patience())?;
+    load.report(&output.text)?;
     guest.check(
         "dd if=/dev/nvme0n1 of=/dev/null bs=1M count=64 iflag=direct",
         PATIENCE,

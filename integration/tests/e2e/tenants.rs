@@ -41,6 +41,8 @@ const SHARED_MIB: u64 = 512;
 const RANGE_MIB: u64 = 64;
 const LOUD: [&str; 3] = ["loud1", "loud2", "loud3"];
 const SECONDS: &str = "8";
+/// Fewest commands of each loud tenant.
+const LOUD_COMMANDS: u64 = 100;
 
 /// Memory of a loud client, and memory that comes and goes: start and length.
 const MEMORY: (u64, u64) = (1 << 32, 16 << 20);
@@ -196,7 +198,7 @@ fn storm(bench: &Bench, drive: &Path) -> Result<(), Failure> {
         })?;
     }
     let commands = commands.into_inner();
-    expect(commands > 200, || {
+    expect(commands >= LOUD_COMMANDS * LOUD.len() as u64, || {
         format!("The storm was {commands} commands")
     })?;
     say(&format!(
@@ -258,7 +260,10 @@ impl Loud {
     }
 
     fn rage(mut self, stop: &AtomicBool, commands: &AtomicU64) -> Result<(), Failure> {
-        while !stop.load(Ordering::Relaxed) {
+        // Also one that begins late is loud.
+        let mut made = 0;
+        while made < LOUD_COMMANDS || !stop.load(Ordering::Relaxed) {
+            made += 1;
             match self.rng.below(100) {
                 0..40 => self.write()?,
                 40..70 => self.read()?,

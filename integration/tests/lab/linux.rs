@@ -115,7 +115,9 @@ fn shares_queue_pairs(bench: &Bench, scene: &Scene) -> Result<(), Failure> {
     );
     let stats = format!("{} stats --json {state}", bench.program().display());
     let is_shared = || {
-        let json = process::run(std::process::Command::new("sh").args(["-c", &stats]))?;
+        // A server that is held up does not answer in time.
+        let json = process::run(std::process::Command::new("sh").args(["-c", &stats]));
+        let json = json.unwrap_or_default();
         Ok(
             json.contains(r#""total":1,"exclusive":0,"shared":1,"free":0"#)
                 && json.matches(r#""host_queue":"shared""#).count() == 2,
@@ -173,7 +175,7 @@ fn loses_its_disk_and_does_not_hang(scene: &mut Scene) -> Result<(), Failure> {
     })?;
     // No driver had to wait for its own timeout.
     let waited = guest.run(
-        "dmesg | grep -iE 'nvme.*time ?out|blocked for more'",
+        "dmesg | grep -v 'ommand line' | grep -iE 'nvme.*time ?out|blocked for more'",
         PATIENCE,
     )?;
     expect(waited.status != 0, || {

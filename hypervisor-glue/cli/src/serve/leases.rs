@@ -334,6 +334,10 @@ impl Drop for LeaseServer {
 fn remove_stale(folder: &Path) {
     for entry in folder.read_dir().into_iter().flatten().flatten() {
         let path = entry.path();
+        // Another name is that of a socket which a server is about to offer, and which refuses connections until then.
+        if path.extension().is_none_or(|extension| extension != "sock") {
+            continue;
+        }
         let pid = path.file_stem().and_then(|stem| stem.to_str());
         let lives = pid.is_some_and(|pid| Path::new("/proc").join(pid).exists());
         let refused = UnixStream::connect(&path)
@@ -408,4 +412,32 @@ fn begin(stream: UnixStream, number: u64, table: &Arc<LeaseTable>) -> io::Result
         },
     );
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    #[test]
+    fn only_sockets_of_dead_servers_are_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let own = format!("{}.sock", process::id());
+        // Greater than any number of a process.
+        let dead = "4194305.sock";
+        // As the listener names it until it listens.
+        let beginning = ".vfio-user.4194305.0";
+        for name in [&*own, dead, beginning] {
+            drop(UnixListener::bind(folder.path().join(name)).unwrap());
+        }
+        let listening = folder.path().join("4194306.sock");
+        let _listener = UnixListener::bind(&listening).unwrap();
+        remove_stale(folder.path());
+        assert!(!folder.path().join(dead).exists());
+        assert!(listening.exists());
+        for name in [&*own, beginning] {
+            assert!(folder.path().join(name).exists(), "{name}");
+        }
+    }
 }

@@ -3,8 +3,9 @@
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::process::Stdio;
+use std::time::Instant;
 
-use crate::support::{Bench, exists};
+use crate::support::{Bench, PATIENCE, exists};
 use vfio_user::Client;
 
 /// Offsets in BAR0 (Base 2.0, section 3.1.3).
@@ -199,8 +200,9 @@ fn figures_can_be_asked_for_by_people_and_programs() {
     let server = bench
         .serve("one", &["socket=a.sock,path=memory:1M,id=vm-1"])
         .unwrap();
-    let json = bench.run("stats", &["--control", "one.control", "--json"]);
-    let stats: serde_json::Value = serde_json::from_slice(&json.stdout).unwrap();
+    let has_function = |printed: &str| printed.contains("vm-1");
+    let json = bench.ask_until("stats", &["--json"], has_function).unwrap();
+    let stats: serde_json::Value = serde_json::from_str(&json).unwrap();
     let function = &stats["functions"][0];
     assert_eq!(function["id"], "vm-1");
     assert_eq!(function["socket"], bench.path("a.sock").to_str().unwrap());
@@ -209,28 +211,36 @@ fn figures_can_be_asked_for_by_people_and_programs() {
     assert_eq!(function["admin"]["commands"], 0);
     assert!(stats["pollers"].is_array());
 
-    let table = bench.run("stats", &["--control", "one.control"]);
-    let table = String::from_utf8(table.stdout).unwrap();
+    let table = bench.ask_until("stats", &[], has_function).unwrap();
     assert!(table.starts_with("vm-1: ") && table.contains("doorbell exits"));
 
     // A reader that goes after a part of it is no error.
-    let mut watch = bench
-        .command(
-            "stats",
-            &["--control", "one.control", "--json", "--watch", "0.1"],
-        )
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut lines = BufReader::new(watch.stdout.take().unwrap()).lines();
-    for _ in 0..2 {
-        let line = lines.next().unwrap().unwrap();
-        serde_json::from_str::<serde_json::Value>(&line).unwrap();
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let watch = ["--control", "one.control", "--json", "--watch", "0.1"];
+        let mut watch = bench
+            .command("stats", &watch)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(watch.stdout.take().unwrap()).lines();
+        let mut read = 0;
+        for line in lines.by_ref().take(2) {
+            serde_json::from_str::<serde_json::Value>(&line.unwrap()).unwrap();
+            read += 1;
+        }
+        drop(lines);
+        let output = watch.wait_with_output().unwrap();
+        if output.status.success() {
+            assert_eq!(read, 2, "{output:?}");
+            break;
+        }
+        // A server that is held up does not answer in time.
+        let complaint = String::from_utf8_lossy(&output.stderr);
+        let held_up = complaint.contains("does not answer");
+        assert!(held_up && Instant::now() < deadline, "{output:?}");
     }
-    drop(lines);
-    let output = watch.wait_with_output().unwrap();
-    assert!(output.status.success(), "{output:?}");
     server.stop();
 }
 
@@ -246,6 +256,7 @@ fn a_noisy_client_does_not_flood_the_log() {
             ],
         )
         .unwrap();
+    let started = Instant::now();
     for _ in 0..500 {
         let mut stream = UnixStream::connect(bench.path("a.sock")).unwrap();
         // A message of a size that no message has: the server logs it and hangs up.
@@ -256,7 +267,9 @@ fn a_noisy_client_does_not_flood_the_log() {
     let (status, stderr) = server.signal("TERM");
     assert!(status.success());
     let noise = stderr.lines().count();
-    assert!((1..100).contains(&noise), "{noise} lines: {stderr}");
+    // 20 at once, then one in a second, each perhaps with a line about those that were left out.
+    let most = 40 + 2 * started.elapsed().as_secs() as usize;
+    assert!((1..=most).contains(&noise), "{noise} lines: {stderr}");
     assert!(
         stderr.lines().all(|line| line.contains("[noisy]")),
         "{stderr}"

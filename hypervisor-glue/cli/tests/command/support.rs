@@ -4,8 +4,13 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
+
+/// Longest time for which a machine may hold a thread up.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(180);
 
 /// A folder with a drive file, a state folder and sockets of its own.
 pub(crate) struct Bench {
@@ -55,6 +60,43 @@ impl Bench {
     /// Starts a server with these functions; its control socket is `NAME.control`.
     pub(crate) fn serve(&self, name: &str, functions: &[&str]) -> Result<Server, Failure> {
         Server::start(self.serve_command(name, functions))
+    }
+
+    /// A command to the server `one`. Returns what it printed, or its complaint. It is given again as long as the server,
+    /// or the thread of a function, is held up.
+    pub(crate) fn ask(&self, command: &str, arguments: &[&str]) -> Result<String, String> {
+        let busy = |printed: &str| printed.split([' ', '\n', '"']).any(|word| word == "busy");
+        self.ask_until(command, arguments, |printed| {
+            command != "list" || !busy(printed)
+        })
+    }
+
+    /// As [`Self::ask`], until what it prints is `complete`.
+    pub(crate) fn ask_until(
+        &self,
+        command: &str,
+        arguments: &[&str],
+        complete: impl Fn(&str) -> bool,
+    ) -> Result<String, String> {
+        let control = ["--control", "one.control"];
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let output = self.run(command, &[&control, arguments].concat());
+            let text = |bytes| String::from_utf8(bytes).unwrap();
+            let answer = match output.status.success() {
+                true => Ok(text(output.stdout)),
+                false => Err(text(output.stderr)),
+            };
+            let held_up = match &answer {
+                Ok(printed) => !complete(printed),
+                // The server, or the function that a change is about: nothing has changed then.
+                Err(complaint) => complaint.contains("does not answer"),
+            };
+            if !held_up || Instant::now() > deadline {
+                return answer;
+            }
+            thread::sleep(Duration::from_millis(100));
+        }
     }
 
     pub(crate) fn serve_command(&self, name: &str, functions: &[&str]) -> Command {

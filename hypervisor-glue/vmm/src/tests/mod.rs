@@ -253,7 +253,7 @@ fn place_of(device: &FunctionDevice, doorbell: Doorbell) -> u64 {
 
 /// Waits until `happened`, `meanwhile` doing something again and again.
 fn await_that(what: &str, mut meanwhile: impl FnMut(), happened: impl Fn() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(60);
+    let deadline = Instant::now() + Duration::from_secs(600);
     while !happened() {
         assert!(Instant::now() < deadline, "{what}");
         meanwhile();

@@ -1,6 +1,10 @@
 //! Locks on ranges of files, by open file description: the kernel drops them with the description,
 //! after SIGKILL too, and they exclude other descriptions in this process as in any other.
 //!
+//! A process that is killed may leave I/O to the kernel. So what does the I/O keeps the lock's description as well
+//! ([`RangeLock::files`]), and the lock outlives the process until the last of it has ended. No process has such a lock,
+//! so a claim waits for a while if no holder is to be seen.
+//!
 //! The range of an image that a lease has is locked in the image itself. Servers with another state
 //! folder and VMMs respect no other place. Any user who may read the image can put a shared lock there,
 //! which stands in the way of an exclusive one. So [`RangeLock::claim`] distinguishes:
@@ -10,20 +14,29 @@
 //! * A shared lock through a descriptor that may only read, of another user than root and our own, refuses
 //!   nothing. We share the lock then, through a descriptor that may write, so that others that claim the
 //!   range find a user of it. The log names that process.
-//! * A holder that the kernel does not show to us may be either, and refuses the claim. A server that is
-//!   not root sees its own user's processes alone: its images should be for its user to read alone.
+//! * A holder that the kernel does not show to us may be either. It refuses the claim if it has the lock
+//!   for [`PATIENCE`]. A server that is not root sees its own user's processes alone: its images should be for its
+//!   user to read alone.
 
 mod holders;
 
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::thread;
+use std::time::Duration;
 
 use log::warn;
 
-use crate::memory::system::{LockKind, is_lock_excluded, process_user, try_lock};
+use crate::memory::system::{LockKind, is_lock_excluded, process_user, try_lock, unlock};
 
 pub(crate) use holders::{Holders, Kind, find};
+
+/// Time for which a claim waits for a holder that is not to be seen: the I/O of a process that was killed.
+pub const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Pause before such a claim is tried again.
+const PAUSE: Duration = Duration::from_millis(5);
 
 /// A range of a file cannot be claimed.
 #[derive(Debug, thiserror::Error)]
@@ -53,30 +66,38 @@ impl From<ClaimError> for io::Error {
 pub struct RangeLock {
     // The lock belongs to this open file description, hence one description per lock. Rust opens
     // it with O_CLOEXEC, so that no program started later keeps the lock.
-    _file: File,
+    file: File,
+    start: u64,
+    length: u64,
     /// Another lock that is held for as long.
-    _below: Option<Box<Self>>,
+    below: Option<Box<Self>>,
 }
 
 impl RangeLock {
-    fn of(file: File) -> Self {
+    const fn of(file: File, start: u64, length: u64) -> Self {
         Self {
-            _file: file,
-            _below: None,
+            file,
+            start,
+            length,
+            below: None,
         }
     }
 
     /// Holds another lock for as long as this one.
     #[must_use]
-    pub fn and(self, other: Self) -> Self {
-        let below = match self._below {
+    pub fn and(mut self, other: Self) -> Self {
+        let below = match self.below.take() {
             Some(below) => below.and(other),
             None => other,
         };
-        Self {
-            _below: Some(Box::new(below)),
-            _file: self._file,
-        }
+        self.below = Some(Box::new(below));
+        self
+    }
+
+    /// Returns the open files that have the locks. Who keeps one open for I/O keeps the lock for as long, but for a
+    /// lock that was dropped.
+    pub fn files(&self) -> impl Iterator<Item = &File> {
+        std::iter::successors(Some(self), |lock| lock.below.as_deref()).map(|lock| &lock.file)
     }
 
     /// Locks `length` bytes from `start` on of a file that was opened for this lock alone, to
@@ -86,11 +107,11 @@ impl RangeLock {
     /// Returns the error of `fcntl`.
     pub fn take(file: File, start: u64, length: u64) -> io::Result<Option<Self>> {
         let taken = try_lock(&file, LockKind::Exclusive, start, length)?;
-        Ok(taken.then_some(Self::of(file)))
+        Ok(taken.then_some(Self::of(file, start, length)))
     }
 
     /// As [`Self::take`], but other users' locks that only share what they read refuse nothing. A length
-    /// of 0 reaches to the end of what can be locked.
+    /// of 0 reaches to the end of what can be locked. Waits up to [`PATIENCE`] for a holder that is not to be seen.
     ///
     /// # Errors
     /// [`ClaimError::Taken`] names the processes that have part of it locked; else what `fcntl` reports.
@@ -108,27 +129,45 @@ impl RangeLock {
         range: &Range<u64>,
         (start, length): (u64, u64),
     ) -> Result<Self, ClaimError> {
-        if try_lock(&file, LockKind::Exclusive, start, length)? {
-            return Ok(Self::of(file));
+        let mut pauses = PATIENCE.as_millis() / PAUSE.as_millis();
+        loop {
+            if try_lock(&file, LockKind::Exclusive, start, length)? {
+                return Ok(Self::of(file, start, length));
+            }
+            // Shared first and looked at then: of two that claim at the same time, one at least sees the other.
+            let shared = try_lock(&file, LockKind::Shared, start, length)?;
+            let holders = find(&file, Kind::Range, range);
+            let reads_only = |holder: &holders::LockHolder| {
+                !holder.exclusive && !holder.writes && holder.is_foreign_to(user)
+            };
+            if shared && !holders.unseen && holders.seen.iter().all(reads_only) {
+                if !holders.seen.is_empty() {
+                    warn!(
+                        "A lock on the drive's file is shared with {}, which only reads it; take the permission to \
+                         read the file from others",
+                        describe(&holders)
+                    );
+                }
+                return Ok(Self::of(file, start, length));
+            }
+            if pauses == 0 || !holders.seen.iter().all(reads_only) {
+                let holders = describe(&holders);
+                return Err(ClaimError::Taken { holders });
+            }
+            pauses -= 1;
+            // Two that claim at the same time must not wait for each other.
+            unlock(&file, start, length)?;
+            thread::sleep(PAUSE);
         }
-        // Shared first and looked at then: of two that claim at the same time, one at least sees the other.
-        let shared = try_lock(&file, LockKind::Shared, start, length)?;
-        let holders = find(&file, Kind::Range, range);
-        let reads_only = |holder: &holders::LockHolder| {
-            !holder.exclusive && !holder.writes && holder.is_foreign_to(user)
-        };
-        if !shared || holders.unseen || !holders.seen.iter().all(reads_only) {
-            let holders = describe(&holders);
-            return Err(ClaimError::Taken { holders });
+    }
+}
+
+impl Drop for RangeLock {
+    fn drop(&mut self) {
+        // The description may outlive this: in a child that was just forked, or in what did the lease's I/O.
+        if let Err(error) = unlock(&self.file, self.start, self.length) {
+            warn!("A lock on a drive's file stays until the file is closed: {error}");
         }
-        if !holders.seen.is_empty() {
-            warn!(
-                "A lock on the drive's file is shared with {}, which only reads it; take the permission to read \
-                 the file from others",
-                describe(&holders)
-            );
-        }
-        Ok(Self::of(file))
     }
 }
 
@@ -136,7 +175,9 @@ impl RangeLock {
 pub(crate) fn describe(holders: &Holders) -> String {
     let mut names: Vec<String> = holders.seen.iter().map(ToString::to_string).collect();
     if names.is_empty() || holders.unseen {
-        names.push("a process that cannot be seen from here".to_owned());
+        names.push(
+            "a process that cannot be seen from here, or I/O of one that was killed".to_owned(),
+        );
     }
     names.join(" and ")
 }
@@ -230,10 +271,9 @@ mod tests {
             let image = Image::new();
             let vmm = match exclusive {
                 true => {
-                    RangeLock::take(image.open(true), 0, 0)
-                        .expect("fcntl")
-                        .expect("free")
-                        ._file
+                    let file = image.open(true);
+                    assert!(try_lock(&file, LockKind::Exclusive, 0, 0).expect("fcntl"));
+                    file
                 }
                 // As QEMU locks what it writes.
                 false => image.share(true),

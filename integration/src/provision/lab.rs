@@ -30,6 +30,7 @@ const MODULES: &[&str] = &[
     "kvm_amd",
     "vfio_iommu_type1",
     "vfio_pci",
+    "dm_delay",
     "dm_flakey",
 ];
 

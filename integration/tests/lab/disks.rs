@@ -15,13 +15,15 @@ use integration::lab::{LabDrive, inside};
 use integration::progress::say;
 use integration::server::{FunctionOptions, Server, ServerError};
 use nvme_mpt_tests::bar::Bar;
+use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::{Config, Controller};
 use nvme_mpt_tests::disk::Disk;
 use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::prp;
 use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_tests::vfio_user::VfioUserBar;
 
-use crate::fixture::{Bench, Failure, at, expect, sh};
+use crate::fixture::{Bench, Failure, at, await_that, expect, sh};
 use crate::{Group, Refused};
 
 pub(crate) const GROUP: Group = Group::Inside {
@@ -45,6 +47,10 @@ pub(crate) const GROUP: Group = Group::Inside {
             compare(bench, Layer::Device, Trouble::Flaky)
         }),
         ("one_drive_by_every_path", one_drive),
+        (
+            "killed_with_a_write_in_flight",
+            killed_with_a_write_in_flight,
+        ),
     ],
 };
 
@@ -409,6 +415,61 @@ fn one_drive(bench: &Bench) -> Result<(), Failure> {
     serve("a", &address)?.stop()?;
     inside::bind("a", "nvme")?;
     Ok(())
+}
+
+/// A server is killed, and the disk carries out a write of it seconds later. The next server begins behind that write,
+/// so that its guest never sees a block change by itself.
+fn killed_with_a_write_in_flight(bench: &Bench) -> Result<(), Failure> {
+    let late = Duration::from_secs(6);
+    let mapped = Mapped::create(DISK)?;
+    let (sectors, device) = (mapped.sectors(), mapped.device.display());
+    let late_ms = late.as_millis();
+    mapped.load(&format!(
+        "0 {sectors} delay {device} 0 0 {device} 0 {late_ms}"
+    ))?;
+    let is_written = || -> Result<bool, Failure> {
+        sh("echo 3 > /proc/sys/vm/drop_caches")?;
+        let mut bytes = vec![0; PLACE as usize];
+        let path = Path::new(MAPPED);
+        open(path)?.read_exact_at(&mut bytes, 0).map_err(at(path))?;
+        Ok(bytes.iter().all(|&byte| byte == 0x5A))
+    };
+
+    let options = FunctionOptions::new("x", MAPPED, format!("0+{LEASE}"));
+    let server = bench.serve(std::slice::from_ref(&options))?;
+    let memory = GuestMemory::new(&[MEMORY])?;
+    let bar: Arc<dyn Bar> = Arc::new(VfioUserBar::attach(&server.socket("x"), &memory)?);
+    let mut controller = Controller::attach(bar, memory.clone(), Config::default(), 1)?;
+    let mut disk = Disk::open(&mut controller, 1)?;
+    let data = memory.alloc(PLACE as usize)?;
+    data.fill(0x5A);
+    let pointer = prp::buffer(&data, 0, data.len())?.pointer;
+    disk.queue
+        .submit(Sqe::write(1, 0, (PLACE / SECTOR) as u32).with_data(pointer))?;
+    disk.queue.ring();
+    // The disk has it for seconds.
+    let ring = format!(
+        "grep -l '^SqTail:[[:space:]]*1$' /proc/{}/fdinfo/*",
+        server.pid()
+    );
+    await_that("the kernel has the write", || Ok(sh(&ring).is_ok()))?;
+    // Dropped, it is killed.
+    drop(server);
+    expect(!is_written()?, || {
+        "The kernel waited with the end of the server for its write".to_owned()
+    })?;
+    drop((disk, controller));
+
+    let began = Instant::now();
+    let mut next = bench.serve(&[options])?;
+    say(&format!(
+        "        the next server was there {:.1} s after the first one was killed",
+        began.elapsed().as_secs_f64()
+    ));
+    expect(is_written()?, || {
+        "The next server began before the last write of the killed one".to_owned()
+    })?;
+    Ok(next.stop()?)
 }
 
 fn compare(bench: &Bench, layer: Layer, trouble: Trouble) -> Result<(), Failure> {

@@ -68,7 +68,7 @@ impl LockKind {
 /// # Errors
 /// Returns the error of `fcntl`; `EOVERFLOW` for a range that it cannot express.
 pub fn try_lock(file: &File, kind: LockKind, start: u64, length: u64) -> io::Result<bool> {
-    match fcntl(file, F_OFD_SETLK, &mut range(kind, start, length)?) {
+    match fcntl(file, F_OFD_SETLK, &mut range(kind.bits(), start, length)?) {
         Ok(()) => Ok(true),
         Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {
             Ok(false)
@@ -77,25 +77,34 @@ pub fn try_lock(file: &File, kind: LockKind, start: u64, length: u64) -> io::Res
     }
 }
 
+/// Drops the locks of the file's open file description on `length` bytes from `start` on, also while another process or
+/// the kernel has that description.
+///
+/// # Errors
+/// Returns the error of `fcntl`; `EOVERFLOW` for a range that it cannot express.
+pub fn unlock(file: &File, start: u64, length: u64) -> io::Result<()> {
+    fcntl(file, F_OFD_SETLK, &mut range(F_UNLCK, start, length)?)
+}
+
 /// Returns whether another open file description has a lock that excludes one of `kind` on `length`
 /// bytes from `start` on. A length of 0 reaches to the end of what can be locked.
 ///
 /// # Errors
 /// Returns the error of `fcntl`; `EOVERFLOW` for a range that it cannot express.
 pub fn is_lock_excluded(file: &File, kind: LockKind, start: u64, length: u64) -> io::Result<bool> {
-    let mut lock = range(kind, start, length)?;
+    let mut lock = range(kind.bits(), start, length)?;
     fcntl(file, F_OFD_GETLK, &mut lock)?;
     // The kernel writes the lock that stands in the way, or F_UNLCK for none.
     Ok(c_int::from(lock.l_type) != F_UNLCK)
 }
 
-fn range(kind: LockKind, start: u64, length: u64) -> io::Result<libc::flock> {
+fn range(kind: c_int, start: u64, length: u64) -> io::Result<libc::flock> {
     let offset = |value: u64| {
         off_t::try_from(value).map_err(|_| io::Error::from_raw_os_error(libc::EOVERFLOW))
     };
-    // The kinds are 0 and 1 and SEEK_SET is 0; l_pid must be 0 for open file description locks.
+    // The kinds are 0 to 2 and SEEK_SET is 0; l_pid must be 0 for open file description locks.
     Ok(libc::flock {
-        l_type: kind.bits() as c_short,
+        l_type: kind as c_short,
         l_whence: SEEK_SET as c_short,
         l_start: offset(start)?,
         l_len: offset(length)?,

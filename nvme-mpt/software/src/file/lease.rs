@@ -22,6 +22,7 @@ use super::way::Way;
 use super::{SharedFile, uring};
 use nvme_mpt::event::{DriveEvent, Event, EventQueue};
 use nvme_mpt::host::Damage;
+use nvme_mpt::range_lock::RangeLock;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::status::Status;
 
@@ -70,10 +71,17 @@ pub(crate) struct LeasedFile {
     witness: Witness,
     lost: AtomicBool,
     events: Mutex<Weak<EventQueue>>,
+    /// Keeps others from the lease's bytes until the last queue has ended.
+    lock: Option<RangeLock>,
 }
 
 impl LeasedFile {
-    pub(super) fn open(shared: Arc<SharedFile>, name: &str, end: u64) -> io::Result<Self> {
+    pub(super) fn open(
+        shared: Arc<SharedFile>,
+        name: &str,
+        end: u64,
+        lock: Option<RangeLock>,
+    ) -> io::Result<Self> {
         let path = &shared.path;
         let companion = shared.companion.get();
         Ok(Self {
@@ -88,8 +96,14 @@ impl LeasedFile {
             witness: Witness::open(&shared)?,
             lost: AtomicBool::new(false),
             events: Mutex::default(),
+            lock,
             shared,
         })
+    }
+
+    /// Returns the open files that have the lock.
+    pub(super) fn locked_files(&self) -> impl Iterator<Item = &File> {
+        self.lock.iter().flat_map(RangeLock::files)
     }
 
     /// Opens a witness for a queue. The lease's own witness reports errors from before.

@@ -161,11 +161,18 @@ impl FileStore {
     }
 
     /// Opens the file for one lease, which is called `name` in the log and ends at byte `end` of the drive.
+    /// `lock` is the one on its bytes.
     ///
     /// # Errors
     /// Returns the kernel's error if the file cannot be opened once more.
-    pub(super) fn lease(&self, name: &str, end: u64) -> io::Result<Arc<LeasedFile>> {
-        let lease = Arc::new(LeasedFile::open(self.shared.clone(), name, end)?);
+    pub(super) fn lease(
+        &self,
+        name: &str,
+        end: u64,
+        lock: Option<RangeLock>,
+    ) -> io::Result<Arc<LeasedFile>> {
+        let lease = LeasedFile::open(self.shared.clone(), name, end, lock)?;
+        let lease = Arc::new(lease);
         self.shared.watched.tell(&lease);
         Ok(lease)
     }
@@ -221,9 +228,8 @@ impl Medium for FileStore {
             _ => HostLeaseError::Io(error),
         })?;
         Ok(Box::new(FileLease {
-            file: self.lease(request.name, bytes.end())?,
+            file: self.lease(request.name, bytes.end(), Some(lock))?,
             _marks: self.shared.uncorrectable.make_room(request.range),
-            _lock: lock,
         }))
     }
 }
@@ -233,7 +239,6 @@ impl Medium for FileStore {
 struct FileLease {
     file: Arc<LeasedFile>,
     _marks: MarkRoom,
-    _lock: RangeLock,
 }
 
 impl LeasedMedium for FileLease {

@@ -100,6 +100,8 @@ impl FileQueue {
     pub(crate) fn new(lease: &Arc<LeasedFile>, slots: u16) -> io::Result<Self> {
         // Each command has one request at a time, so the ring has room for all.
         let ring = Uring::new(u32::from(slots).next_power_of_two())?;
+        // What the kernel still does when this process is killed keeps others from the range.
+        ring.keep_open(lease.locked_files())?;
         Self::with(ring, HostClock, lease, slots)
     }
 }
@@ -466,6 +468,8 @@ impl<R: Ring, C: Clock> Drop for FileQueue<R, C> {
         self.file.claims.close_lane(&self.lane);
         if !settled {
             nvme_mpt::kept::keep_for_good(std::mem::take(&mut self.operations));
+            // And with it the lock on the range.
+            nvme_mpt::kept::keep_for_good(self.lease.clone());
         }
     }
 }

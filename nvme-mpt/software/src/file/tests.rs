@@ -29,7 +29,7 @@ use super::slices::Waiter;
 use super::uring::{Manner, Request, Ring, Uring};
 use super::way::{DirectAlignment, UNIT, Way};
 use super::{FileStore, LeasedFile};
-use crate::model::{Clock, HostClock};
+use crate::model::Clock;
 use nvme_mpt::clock::{Ticks, ticks_in};
 use nvme_mpt::dma::RegionTable;
 use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue};
@@ -47,8 +47,9 @@ const OTHER: Waiter = Waiter(0);
 const SLOTS: u16 = 8;
 const BYTES: u64 = 1 << 30;
 
+/// A clock that stands still, but for what a test has it do.
 #[derive(Clone, Debug, Default)]
-struct TestClock(Rc<Cell<u64>>);
+pub(super) struct TestClock(Rc<Cell<u64>>);
 
 impl Clock for TestClock {
     fn now(&self) -> u64 {
@@ -206,7 +207,7 @@ impl<R: Ring, C: Clock> Drive<R, C> {
     }
 
     fn on(file: NamedTempFile, store: FileStore, ring: R, clock: C) -> Self {
-        let lease = store.lease("test", BYTES).expect("opened anew");
+        let lease = store.lease("test", BYTES, None).expect("opened anew");
         let space = Arc::new(IovaSpace::software());
         Self {
             queue: FileQueue::with(ring, clock, &lease, SLOTS).expect("a witness"),

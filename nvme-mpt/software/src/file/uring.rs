@@ -200,6 +200,15 @@ impl Uring {
         })
     }
 
+    /// Keeps files open until the last request has ended, also if this process ends before.
+    pub(super) fn keep_open<'a>(&self, files: impl Iterator<Item = &'a File>) -> io::Result<()> {
+        let files: Vec<RawFd> = files.map(AsRawFd::as_raw_fd).collect();
+        match files.is_empty() {
+            true => Ok(()),
+            false => self.ring.submitter().register_files(&files),
+        }
+    }
+
     /// # Safety
     /// As of [`Ring::prepare`].
     unsafe fn push(&mut self, entry: &squeue::Entry) -> io::Result<()> {

@@ -1,17 +1,29 @@
 //! A lease whose file system failed to write back once.
 
 use super::*;
+use crate::file::tests::TestClock;
+use crate::file::uring::Uring;
 use crate::file::{FileQueue, FileStore};
 use nvme_mpt::dma::RegionTable;
 use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue};
 use nvme_mpt::iova::IovaSpace;
+use nvme_mpt::memory::system::{LockKind, try_lock};
+use nvme_mpt::range_lock::is_locked;
 use nvme_mpt::shadow::ListMemory;
 use nvme_mpt::spec::ids::Lba;
 use nvme_mpt::spec::nvm::WriteZeroes;
 use nvme_mpt::spec::sqe::Sqe;
 
+/// A queue over the kernel's ring, whose requests may last: its clock stands still.
+type Queue = FileQueue<Uring, TestClock>;
+
+fn queue(lease: &Arc<LeasedFile>) -> Queue {
+    let ring = Uring::new(4).unwrap();
+    Queue::with(ring, TestClock::default(), lease, 4).unwrap()
+}
+
 struct Scene {
-    _file: tempfile::NamedTempFile,
+    file: tempfile::NamedTempFile,
     store: FileStore,
     table: RegionTable,
     lists: ListMemory,
@@ -23,13 +35,13 @@ impl Scene {
         file.as_file().set_len(1 << 20).unwrap();
         Self {
             store: FileStore::open(file.path(), 9).unwrap(),
-            _file: file,
+            file,
             table: RegionTable::default(),
             lists: ListMemory::new(&Arc::new(IovaSpace::software()), 4).unwrap(),
         }
     }
 
-    fn run(&self, queue: &mut FileQueue, sqe: &Sqe) -> Status {
+    fn run(&self, queue: &mut Queue, sqe: &Sqe) -> Status {
         let memory = HostMemory {
             table: &self.table,
             lists: &self.lists,
@@ -63,8 +75,8 @@ fn zeroes(fua: bool) -> Sqe {
 #[test]
 fn a_write_back_that_failed_once_fails_every_flush_and_write_until_a_vmm_connects() {
     let scene = Scene::new();
-    let [a, b] = ["a", "b"].map(|name| scene.store.lease(name, 1 << 20).unwrap());
-    let mut queues = [&a, &a, &b].map(|lease| FileQueue::new(lease, 4).unwrap());
+    let [a, b] = ["a", "b"].map(|name| scene.store.lease(name, 1 << 20, None).unwrap());
+    let mut queues = [&a, &a, &b].map(queue);
     let [one, two, other] = &mut queues;
     let flush = command(NvmOpcode::FLUSH);
     let verify = command(NvmOpcode::VERIFY);
@@ -82,7 +94,7 @@ fn a_write_back_that_failed_once_fails_every_flush_and_write_until_a_vmm_connect
                 assert_eq!(scene.run(queue, &verify), Status::SUCCESS, "reads go on");
             }
         }
-        let mut later = FileQueue::new(&a, 4).unwrap();
+        let mut later = queue(&a);
         assert_eq!(scene.run(&mut later, &flush), LOST, "a queue made later");
         a.sync().unwrap_err();
         assert!(a.has_lost_writes() && !b.has_lost_writes());
@@ -99,8 +111,8 @@ fn a_write_back_that_failed_once_fails_every_flush_and_write_until_a_vmm_connect
 #[test]
 fn a_flush_that_did_not_run_loses_nothing() {
     let scene = Scene::new();
-    let lease = scene.store.lease("a", 1 << 20).unwrap();
-    let mut queue = FileQueue::new(&lease, 4).unwrap();
+    let lease = scene.store.lease("a", 1 << 20, None).unwrap();
+    let mut queue = queue(&lease);
     let flush = command(NvmOpcode::FLUSH);
     for errno in [libc::EAGAIN, libc::EINTR, libc::ECANCELED] {
         NEXT_SYNC_FAILS.set(Some(errno));
@@ -117,8 +129,8 @@ fn a_flush_that_did_not_run_loses_nothing() {
 fn a_sync_that_was_interrupted_hides_no_error() {
     for errno in [libc::EAGAIN, libc::EINTR, libc::ECANCELED] {
         let scene = Scene::new();
-        let lease = scene.store.lease("a", 1 << 20).unwrap();
-        let mut queue = FileQueue::new(&lease, 4).unwrap();
+        let lease = scene.store.lease("a", 1 << 20, None).unwrap();
+        let mut queue = queue(&lease);
         NEXT_SYNC_FAILS.set(Some(errno));
         NEXT_WITNESS_HEARS.set(Some(libc::EIO));
         assert_eq!(scene.run(&mut queue, &zeroes(true)), LOST);
@@ -138,8 +150,40 @@ fn a_lease_is_of_the_file_that_was_opened_whatever_its_path_leads_to() {
         if let Some(bytes) = replacement {
             std::fs::write(&path, bytes).unwrap();
         }
-        let lease = store.lease("a", 4096).unwrap();
+        let lease = store.lease("a", 4096, None).unwrap();
         assert_eq!(place(&lease.buffered).unwrap(), opened);
         assert_eq!(place(&lease.witness.file).unwrap(), opened);
     }
+}
+
+#[test]
+fn the_lock_of_a_killed_process_lasts_as_long_as_its_io() {
+    let scene = Scene::new();
+    let looker = scene.file.reopen().unwrap();
+    let locked = || is_locked(&looker, 0, 4096).unwrap();
+    let ring = Uring::new(4).unwrap();
+    // A process that is killed drops no lock. It closes the file.
+    let file = scene.file.reopen().unwrap();
+    assert!(try_lock(&file, LockKind::Exclusive, 0, 4096).unwrap());
+    ring.keep_open([&file].into_iter()).unwrap();
+    drop(file);
+    assert!(locked());
+    std::thread::scope(|scope| {
+        // The kernel ends a ring some time after it was closed, and a claim waits for that.
+        let next = scope.spawn(|| scene.store.claim(0, 4096).unwrap());
+        drop(ring);
+        drop(next.join().unwrap());
+    });
+    assert!(!locked());
+}
+
+#[test]
+fn a_lock_that_is_dropped_is_free_at_once() {
+    let scene = Scene::new();
+    let lock = scene.store.claim(0, 4096).unwrap();
+    let ring = Uring::new(4).unwrap();
+    ring.keep_open(lock.files()).unwrap();
+    drop(lock);
+    let looker = scene.file.reopen().unwrap();
+    assert!(!is_locked(&looker, 0, 4096).unwrap());
 }

@@ -5,6 +5,7 @@ use std::os::unix::fs::FileExt;
 use zerocopy::IntoBytes;
 
 use super::super::FileStore;
+use super::super::tests::TestClock;
 use super::*;
 use nvme_mpt::dma::RegionTable;
 use nvme_mpt::iova::IovaSpace;
@@ -25,8 +26,11 @@ fn a_deallocate_that_is_cut_short_begins_no_further_range() {
     if !store.shared.punches_holes() {
         return;
     }
-    let lease = LeasedFile::open(store.shared.clone(), "test", 1 << 40).expect("opens");
-    let mut queue = FileQueue::new(&Arc::new(lease), 2).expect("a queue");
+    let lease = LeasedFile::open(store.shared.clone(), "test", 1 << 40, None).expect("opens");
+    let ring = Uring::new(2).expect("io_uring");
+    // The kernel may take its time.
+    let clock = TestClock::default();
+    let mut queue = FileQueue::with(ring, clock, &Arc::new(lease), 2).expect("a queue");
     let space = Arc::new(IovaSpace::software());
     let mut lists = ListMemory::new(&space, 2).expect("memory");
     let ranges = [0, 2, 4, 6].map(|slba| DsmRange {

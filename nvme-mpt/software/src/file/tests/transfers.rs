@@ -91,7 +91,7 @@ fn the_kernel_is_asked_for_nothing_behind_the_end_of_a_file_that_was_cut_short()
 #[test]
 fn parts_of_blocks_in_a_sparse_file_all_complete() {
     let ring = Uring::new(SLOTS.into()).expect("io_uring");
-    let mut drive = Drive::new(ring, HostClock);
+    let mut drive = Drive::new(ring, TestClock::default());
     for round in 0..200_u64 {
         let base = round % 60 * 32;
         let mut commands = Vec::new();

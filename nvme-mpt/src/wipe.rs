@@ -10,7 +10,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use log::warn;
 
@@ -28,7 +28,7 @@ use crate::spec::status::Status;
 /// Commands in flight: enough for a drive to work on some at a time.
 const DEPTH: u16 = 8;
 
-/// Longest time without a completion. A drive's own deadline is shorter.
+/// Longest time without a completion, in pauses: the machine may stand still. A drive's own deadline is shorter.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Time between two looks for completions.
@@ -190,7 +190,7 @@ impl<'a> Eraser<'a> {
         let all = self.end - first;
         let mut told = 0;
         let mut done = Vec::with_capacity(DEPTH.into());
-        let mut progress = Instant::now();
+        let mut pauses = 0;
         loop {
             let stopped = stop.load(Ordering::Relaxed);
             if !stopped {
@@ -215,7 +215,7 @@ impl<'a> Eraser<'a> {
                 self.complete(completion)?;
             }
             if !done.is_empty() {
-                progress = Instant::now();
+                pauses = 0;
                 let percent = (self.next - first) * 100 / all;
                 if percent >= told + STEP && percent < 100 {
                     told = percent;
@@ -225,15 +225,13 @@ impl<'a> Eraser<'a> {
                         self.drive.path()
                     );
                 }
-            } else if self.queue.is_gone()
-                || self.queue.has_failed()
-                || progress.elapsed() > PATIENCE
-            {
+            } else if self.queue.is_gone() || self.queue.has_failed() || PAUSE * pauses > PATIENCE {
                 return Err(WipeError::Stopped {
                     drive: self.drive.path().to_string(),
                     range: self.range,
                 });
             } else {
+                pauses += 1;
                 thread::sleep(PAUSE);
             }
         }

@@ -66,7 +66,7 @@ pub enum LeaseError {
         id: String,
     },
     /// No range has data of the id.
-    #[error("No range has data of lease \"{id}\" that could be kept")]
+    #[error("No range has data of lease \"{id}\" that could be handed over")]
     NoData {
         /// The id.
         id: String,

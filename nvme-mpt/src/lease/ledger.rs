@@ -205,15 +205,15 @@ impl Ledger {
         }
     }
 
-    /// Records that the data which the id left may go to any other id. Returns its ranges.
+    /// Records what becomes of the data which the id left, once another id leases it. Returns its ranges.
     ///
     /// A lease that the id has holds on. The record ends when the id leases the range again.
     ///
     /// # Errors
     /// The id left no data, or the ledger's file cannot be used.
-    pub fn give_up_data(&self, id: &str) -> Result<Vec<ByteRange>, LeaseError> {
-        let given_up = |records: &mut Records| {
-            let ranges = tenants::give_up(&mut records.tenants, id);
+    pub fn decide_data(&self, id: &str, fate: FormerData) -> Result<Vec<ByteRange>, LeaseError> {
+        let decided = |records: &mut Records| {
+            let ranges = tenants::decide(&mut records.tenants, id, fate);
             match ranges.is_empty() {
                 true => Err(LeaseError::NoData { id: id.to_owned() }),
                 false => Ok(ranges),
@@ -222,15 +222,15 @@ impl Ledger {
         match &*self.0 {
             Book::Folder(folder) => {
                 // As in `release`.
-                given_up(&mut folder.read()?)?;
+                decided(&mut folder.read()?)?;
                 let exclusive = folder.lock()?;
                 let mut records = folder.read()?;
-                let ranges = given_up(&mut records)?;
+                let ranges = decided(&mut records)?;
                 exclusive.write(&records)?;
                 Ok(ranges)
             }
             Book::Process { records, .. } => {
-                given_up(&mut records.lock().unwrap_or_else(PoisonError::into_inner))
+                decided(&mut records.lock().unwrap_or_else(PoisonError::into_inner))
             }
         }
     }
@@ -241,12 +241,12 @@ impl Ledger {
             Book::Folder(folder) => {
                 let exclusive = folder.lock()?;
                 let mut records = folder.read()?;
-                tenants::enter(&mut records.tenants, place, false);
+                tenants::enter(&mut records.tenants, place, FormerData::Kept);
                 exclusive.write(&records)?;
             }
             Book::Process { records, .. } => {
                 let mut records = records.lock().unwrap_or_else(PoisonError::into_inner);
-                tenants::enter(&mut records.tenants, place, false);
+                tenants::enter(&mut records.tenants, place, FormerData::Kept);
             }
         }
         Ok(())
@@ -289,8 +289,7 @@ fn check_id(id: &str) -> Result<(), LeaseError> {
 /// Enters a lease that is admitted. Returns which parts of its range have to be wiped.
 fn enter(records: &mut Records, request: &LeaseRequest<'_>, slot: Slot) -> Vec<ByteRange> {
     records.leases.push(new_record(request, slot));
-    let wipe = request.former_data == FormerData::Wiped;
-    tenants::enter(&mut records.tenants, &request.place(), wipe);
+    tenants::enter(&mut records.tenants, &request.place(), request.former_data);
     tenants::marked(&records.tenants, &request.place())
 }
 

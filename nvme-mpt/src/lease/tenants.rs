@@ -1,9 +1,11 @@
 //! Ids that last held ranges, whose data is there until somebody decides otherwise.
 //!
 //! A lease enters its id for its range when it is given out, and the entry outlives it. So the next lease of
-//! any part of that range either has the same id, or says what becomes of the data ([`FormerData`]). A range that is
-//! to be wiped is marked before its first block is wiped. The mark goes when the last block is zeroes and durable.
-//! After a crash in between, the range belongs to no id, and the next lease has to wipe it.
+//! any part of that range either has the same id, or says what becomes of the data ([`FormerData`]). An operator may
+//! also say so beforehand, for all that an id left.
+//!
+//! A range that is to be wiped is marked before its first block is wiped. The mark goes when the last block is zeroes and
+//! durable. After a crash in between, the range belongs to no id, and the next lease has to wipe it.
 //!
 //! Entries name bytes by what holds them (`origin::extent`), so that a disk, its partition and a loop device of a file
 //! have the same tenants.
@@ -56,6 +58,9 @@ pub(super) struct Tenant {
     /// The operator has given the data up: the next lease gets it, whatever its id.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     given_up: bool,
+    /// The operator has released the range: the next lease of another id wipes it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    released: bool,
 }
 
 /// Data in the way of a lease.
@@ -139,12 +144,28 @@ impl Tenant {
             range: place.range,
             wiping: false,
             given_up: false,
+            released: false,
         }
     }
 
-    /// Returns whether the data is in the way of a lease with this id.
+    /// Returns whether a lease with this id finds there what is not its own.
     fn is_foreign(&self, id: &str) -> bool {
-        self.wiping || (self.id != id && !self.given_up)
+        self.wiping || self.id != id
+    }
+
+    /// Returns whether the data is in the way of a lease with this id that does not say what becomes of it.
+    fn refuses(&self, id: &str) -> bool {
+        self.is_foreign(id) && !self.released && (self.wiping || !self.given_up)
+    }
+
+    /// Returns whether a lease with this id has to wipe the data.
+    fn is_wiped(&self, id: &str, fate: FormerData) -> bool {
+        self.is_foreign(id)
+            && match fate {
+                FormerData::Refused => self.released,
+                FormerData::Kept => false,
+                FormerData::Wiped => true,
+            }
     }
 
     fn overlaps(&self, place: &Place<'_>) -> bool {
@@ -162,7 +183,7 @@ pub(super) fn in_the_way(tenants: &[Tenant], place: &Place<'_>) -> Option<Left> 
 }
 
 fn in_the_way_of_part(tenants: &[Tenant], place: &Place<'_>) -> Option<Left> {
-    let foreign = |tenant: &&Tenant| tenant.overlaps(place) && tenant.is_foreign(place.id);
+    let foreign = |tenant: &&Tenant| tenant.overlaps(place) && tenant.refuses(place.id);
     tenants.iter().find(foreign).map(|tenant| Left {
         id: tenant.id.clone(),
         range: tenant.range,
@@ -170,27 +191,28 @@ fn in_the_way_of_part(tenants: &[Tenant], place: &Place<'_>) -> Option<Left> {
     })
 }
 
-/// Gives up the data that an id left: the next lease of it gets it. Returns the ranges. A range whose wipe has not ended
-/// is not among them, as its data is mixed.
-pub(super) fn give_up(tenants: &mut [Tenant], id: &str) -> Vec<ByteRange> {
+/// Decides what becomes of the data that an id left, if another id leases it. Returns the ranges. A range whose wipe has
+/// not ended can only be wiped, as its data is mixed.
+pub(super) fn decide(tenants: &mut [Tenant], id: &str, fate: FormerData) -> Vec<ByteRange> {
     let its = tenants
         .iter_mut()
-        .filter(|tenant| tenant.id == id && !tenant.wiping);
+        .filter(|tenant| tenant.id == id && (!tenant.wiping || fate != FormerData::Kept));
     its.map(|tenant| {
-        tenant.given_up = true;
+        tenant.given_up = fate == FormerData::Kept;
+        tenant.released = fate == FormerData::Wiped;
         tenant.range
     })
     .collect()
 }
 
-/// Enters `place` for its id. With `wipe`, parts with data of others are marked instead.
-pub(super) fn enter(tenants: &mut Vec<Tenant>, place: &Place<'_>, wipe: bool) {
+/// Enters `place` for its id. Parts that have to be wiped are marked instead.
+pub(super) fn enter(tenants: &mut Vec<Tenant>, place: &Place<'_>, fate: FormerData) {
     for part in parts(place) {
-        enter_part(tenants, &part.place(place), wipe);
+        enter_part(tenants, &part.place(place), fate);
     }
 }
 
-fn enter_part(tenants: &mut Vec<Tenant>, place: &Place<'_>, wipe: bool) {
+fn enter_part(tenants: &mut Vec<Tenant>, place: &Place<'_>, fate: FormerData) {
     let (touched, mut kept): (Vec<_>, Vec<_>) =
         tenants.drain(..).partition(|tenant| tenant.overlaps(place));
     let mut marked = Vec::new();
@@ -201,7 +223,7 @@ fn enter_part(tenants: &mut Vec<Tenant>, place: &Place<'_>, wipe: bool) {
             ..tenant.clone()
         };
         kept.extend(before.into_iter().chain(behind).map(part));
-        if wipe && (tenant.wiping || tenant.id != place.id) {
+        if tenant.is_wiped(place.id, fate) {
             marked.extend(within.map(|range| Tenant {
                 wiping: true,
                 ..part(range)
@@ -280,7 +302,7 @@ mod tests {
     #[test]
     fn data_is_in_the_way_of_other_ids_alone() {
         let mut tenants = Vec::new();
-        enter(&mut tenants, &place("a", 10, 10), false);
+        enter(&mut tenants, &place("a", 10, 10), FormerData::Refused);
         assert_eq!(in_the_way(&tenants, &place("a", 0, 30)), None);
         assert_eq!(in_the_way(&tenants, &place("b", 0, 10)), None);
         let other = Place {
@@ -291,7 +313,7 @@ mod tests {
         let left = in_the_way(&tenants, &place("b", 19, 1)).unwrap();
         assert_eq!(left.to_string(), "data of lease \"a\" in 10+10");
 
-        enter(&mut tenants, &place("b", 15, 2), true);
+        enter(&mut tenants, &place("b", 15, 2), FormerData::Wiped);
         assert_eq!(
             marked(&tenants, &place("b", 0, 30)),
             [ByteRange::new(15, 2).unwrap()]
@@ -299,7 +321,7 @@ mod tests {
         // A range whose wipe has not ended belongs to no id.
         let left = in_the_way(&tenants, &place("b", 15, 2)).unwrap();
         assert!(left.to_string().ends_with("not wiped to the end"), "{left}");
-        enter(&mut tenants, &place("b", 15, 2), false);
+        enter(&mut tenants, &place("b", 15, 2), FormerData::Refused);
         assert_eq!(in_the_way(&tenants, &place("b", 15, 2)), None);
         assert!(in_the_way(&tenants, &place("b", 10, 7)).is_some());
         assert!(in_the_way(&tenants, &place("b", 17, 3)).is_some());
@@ -308,20 +330,20 @@ mod tests {
     #[test]
     fn data_that_was_given_up_is_in_the_way_of_no_id() {
         let mut tenants = Vec::new();
-        enter(&mut tenants, &place("a", 10, 10), false);
-        enter(&mut tenants, &place("c", 30, 10), false);
-        let given_up = give_up(&mut tenants, "a");
+        enter(&mut tenants, &place("a", 10, 10), FormerData::Refused);
+        enter(&mut tenants, &place("c", 30, 10), FormerData::Refused);
+        let given_up = decide(&mut tenants, "a", FormerData::Kept);
         assert_eq!(given_up, [ByteRange::new(10, 10).unwrap()]);
-        assert_eq!(give_up(&mut tenants, "none"), []);
+        assert_eq!(decide(&mut tenants, "none", FormerData::Kept), []);
         assert_eq!(in_the_way(&tenants, &place("b", 10, 10)), None);
         assert!(in_the_way(&tenants, &place("b", 10, 21)).is_some());
         // A request to wipe wipes it all the same.
         let mut wiped = tenants.clone();
-        enter(&mut wiped, &place("b", 10, 10), true);
+        enter(&mut wiped, &place("b", 10, 10), FormerData::Wiped);
         assert_eq!(marked(&wiped, &place("b", 10, 10)), given_up);
-        assert_eq!(give_up(&mut wiped, "a"), [], "mixed data");
+        assert_eq!(decide(&mut wiped, "a", FormerData::Kept), [], "mixed data");
         // The new id has it like any other data, and what it does not lease stays given up.
-        enter(&mut tenants, &place("b", 10, 5), false);
+        enter(&mut tenants, &place("b", 10, 5), FormerData::Refused);
         assert!(in_the_way(&tenants, &place("a", 10, 5)).is_some());
         assert_eq!(in_the_way(&tenants, &place("d", 15, 5)), None);
     }
@@ -337,10 +359,10 @@ mod tests {
             drive: "100+50 of disk:one",
             ..place(id, start, length)
         };
-        enter(&mut tenants, &disk("a", 110, 10), false);
+        enter(&mut tenants, &disk("a", 110, 10), FormerData::Refused);
         assert_eq!(in_the_way(&tenants, &partition("b", 0, 10)), None);
         assert!(in_the_way(&tenants, &partition("b", 15, 10)).is_some());
-        enter(&mut tenants, &partition("b", 15, 10), true);
+        enter(&mut tenants, &partition("b", 15, 10), FormerData::Wiped);
         assert_eq!(
             marked(&tenants, &partition("b", 15, 10)),
             [ByteRange::new(15, 5).unwrap()]
@@ -356,7 +378,7 @@ mod tests {
             nsid: 2,
             ..place("a", 110, 10)
         };
-        enter(&mut tenants, &physical, false);
+        enter(&mut tenants, &physical, FormerData::Refused);
         let block = |drive| Place {
             drive,
             ..place("b", 0, 50)
@@ -369,37 +391,93 @@ mod tests {
         );
     }
 
+    #[derive(Clone, Copy, Debug)]
+    enum Doing {
+        Enter(u64, u64),
+        Decide,
+    }
+
+    /// A byte of the model: whose it is, whether it is marked, and what was decided.
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    struct Byte(&'static str, bool, FormerData);
+
+    impl Byte {
+        fn is_foreign(self, id: &str) -> bool {
+            self.1 || self.0 != id
+        }
+
+        fn refuses(self, id: &str) -> bool {
+            let decided = match self.2 {
+                FormerData::Refused => false,
+                FormerData::Kept => !self.1,
+                FormerData::Wiped => true,
+            };
+            self.is_foreign(id) && !decided
+        }
+    }
+
+    fn doing() -> impl Strategy<Value = Doing> {
+        prop_oneof![
+            3 => (0..60_u64, 1..20_u64).prop_map(|(start, length)| Doing::Enter(start, length)),
+            1 => Just(Doing::Decide),
+        ]
+    }
+
+    fn fate() -> impl Strategy<Value = FormerData> {
+        use FormerData::{Kept, Refused, Wiped};
+        prop::sample::select(vec![Refused, Kept, Wiped])
+    }
+
     proptest! {
         #[test]
         fn every_byte_has_the_tenant_that_last_entered(
-            steps in prop::collection::vec((0..3usize, 0..60u64, 1..20u64, any::<bool>()), 1..40)
+            steps in prop::collection::vec((prop::sample::select(vec!["a", "b", "c"]), doing(), fate()), 1..40)
         ) {
-            let ids = ["a", "b", "c"];
-            // Whose a byte is, and whether it is marked.
-            let mut model: [Option<(usize, bool)>; 80] = [None; 80];
+            let mut model: [Option<Byte>; 80] = [None; 80];
             let mut tenants = Vec::new();
-            for (id, start, length, wipe) in steps {
-                let place = place(ids[id], start, length);
-                let bytes = start as usize..(start + length) as usize;
-                let foreign = |byte: &Option<(usize, bool)>| {
-                    byte.is_some_and(|(owner, wiping)| wiping || owner != id)
-                };
-                let expected = model[bytes.clone()].iter().any(foreign);
-                prop_assert_eq!(in_the_way(&tenants, &place).is_some(), expected);
-                enter(&mut tenants, &place, wipe);
-                for byte in &mut model[bytes] {
-                    *byte = match *byte {
-                        Some((owner, _)) if wipe && foreign(byte) => Some((owner, true)),
-                        _ => Some((id, false)),
-                    };
+            for (id, doing, fate) in steps {
+                match doing {
+                    Doing::Enter(start, length) => {
+                        let place = place(id, start, length);
+                        let bytes = &mut model[start as usize..(start + length) as usize];
+                        let refused = bytes.iter().flatten().any(|byte| byte.refuses(id));
+                        prop_assert_eq!(in_the_way(&tenants, &place).is_some(), refused);
+                        enter(&mut tenants, &place, fate);
+                        for byte in bytes {
+                            let wiped = byte.filter(|byte| {
+                                let fate = if fate == FormerData::Refused { byte.2 } else { fate };
+                                let given = fate == FormerData::Wiped;
+                                byte.is_foreign(id) && given
+                            });
+                            *byte = Some(match wiped {
+                                Some(Byte(owner, _, decided)) => Byte(owner, true, decided),
+                                None => Byte(id, false, FormerData::Refused),
+                            });
+                        }
+                    }
+                    Doing::Decide => {
+                        decide(&mut tenants, id, fate);
+                        for byte in model.iter_mut().flatten() {
+                            if byte.0 == id && (!byte.1 || fate != FormerData::Kept) {
+                                byte.2 = fate;
+                            }
+                        }
+                    }
                 }
                 for (at, byte) in model.iter().enumerate() {
                     let found: Vec<_> = tenants
                         .iter()
                         .filter(|tenant| (tenant.range.start()..tenant.range.end()).contains(&(at as u64)))
-                        .map(|tenant| (tenant.id.as_str(), tenant.wiping))
+                        .map(|tenant| {
+                            let decided = match (tenant.given_up, tenant.released) {
+                                (false, false) => FormerData::Refused,
+                                (_, false) => FormerData::Kept,
+                                (_, true) => FormerData::Wiped,
+                            };
+                            (tenant.id.as_str(), tenant.wiping, decided)
+                        })
                         .collect();
-                    let expected: Vec<_> = byte.iter().map(|(owner, wiping)| (ids[*owner], *wiping)).collect();
+                    let expected: Vec<_> = byte.iter().map(|byte| (byte.0, byte.1, byte.2)).collect();
                     prop_assert_eq!(found, expected, "byte {}", at);
                 }
             }

@@ -7,7 +7,7 @@ use std::path::Path;
 use clap::{Args, Subcommand};
 use serde::Serialize;
 
-use nvme_mpt::lease::{LeaseEntry, LeaseError, LeaseState, Ledger};
+use nvme_mpt::lease::{FormerData, LeaseEntry, LeaseError, LeaseState, Ledger};
 use nvme_mpt::stats::LeasePairStats;
 
 use super::{Control, State};
@@ -32,12 +32,12 @@ enum LeasesCommand {
         #[arg(long)]
         json: bool,
     },
-    /// Take a stale lease out of the ledger, so that its range can be leased again
+    /// Take a stale lease out of the ledger, so that its range can be leased again. The data that the id left is erased
+    /// before another id gets the range. Works also for an id whose lease ended by itself
     Release {
         /// The lease's id
         id: String,
-        /// Hand the data that the id left over to the next lease of its range, whatever its id. The ledger keeps this,
-        /// also for an id whose lease ended by itself
+        /// Hand the data that the id left over to the next lease of its range, whatever its id
         #[arg(long)]
         keep: bool,
         /// Release it although its holder lives. The next tenant then shares the range with a process
@@ -81,23 +81,27 @@ pub(super) fn run_leases(options: Leases) -> Result<(), Box<dyn Error>> {
             }
         }
         LeasesCommand::Release { id, keep, force } => {
-            match ledger.release(&id, force) {
+            let no_lease = match ledger.release(&id, force) {
                 Ok(LeaseEntry { range, drive, .. }) => {
                     writeln!(out, "Released {id}: range {range} of {drive}")?;
+                    None
                 }
                 // It ended by itself, and its data is there.
-                Err(LeaseError::NoSuchLease { .. }) if keep => {}
+                Err(error @ LeaseError::NoSuchLease { .. }) => Some(error),
                 Err(error) => return Err(error.into()),
-            }
-            if keep {
-                let ranges = ledger.give_up_data(&id)?;
-                let ranges: Vec<String> = ranges.iter().map(ToString::to_string).collect();
-                writeln!(
-                    out,
-                    "The data of {id} goes to the next lease of {}",
-                    ranges.join(", ")
-                )?;
-            }
+            };
+            let (fate, told) = match keep {
+                true => (FormerData::Kept, "goes to the next lease of"),
+                false => (FormerData::Wiped, "is erased before another id gets"),
+            };
+            let ranges = match (ledger.decide_data(&id, fate), no_lease) {
+                (Err(LeaseError::NoData { .. }), Some(no_lease)) if !keep => {
+                    return Err(no_lease.into());
+                }
+                (ranges, _) => ranges?,
+            };
+            let ranges: Vec<String> = ranges.iter().map(ToString::to_string).collect();
+            writeln!(out, "The data of {id} {told} {}", ranges.join(", "))?;
         }
     }
     Ok(())

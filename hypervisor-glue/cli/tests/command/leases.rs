@@ -165,7 +165,16 @@ fn stale_leases_can_be_released_and_held_ones_only_by_force() {
     );
     let released = bench.run("leases", &["release", "a"]);
     assert!(released.status.success(), "{released:?}");
+    let told = String::from_utf8(released.stdout).unwrap();
+    assert!(
+        told.ends_with("\nThe data of a is erased before another id gets 0+64M\n"),
+        "{told}"
+    );
     assert_eq!(bench.leases(), []);
+    let none = bench.run("leases", &["release", "none"]);
+    assert_eq!(none.status.code(), Some(1));
+    let stderr = String::from_utf8(none.stderr).unwrap();
+    assert!(stderr.contains("\"none\""), "{stderr}");
 
     let server = bench.serve("one", &[function]).unwrap();
     let forced = bench.run("leases", &["release", "--force", "a"]);
@@ -303,6 +312,31 @@ fn data_is_given_up_beforehand_once() {
     );
     serve("c").unwrap().stop();
     serve("b").unwrap_err();
+}
+
+#[test]
+fn a_released_range_is_erased_before_another_id_gets_it() {
+    let bench = Bench::new();
+    let drive = bench.path("drive.img");
+    fs::write(&drive, vec![1; 64 << 20]).unwrap();
+    let function = |id: &str| format!("socket={id}.sock,path=drive.img,id={id},range=0+16M");
+    let range_of = || fs::read(&drive).unwrap()[..16 << 20].to_vec();
+    bench.serve("one", &[&function("a")]).unwrap().stop();
+    assert!(bench.run("leases", &["release", "a"]).status.success());
+    // Nothing is gone yet, and who comes back has it.
+    bench.serve("one", &[&function("a")]).unwrap().stop();
+    assert_eq!(range_of(), vec![1; 16 << 20]);
+    bench.serve("two", &[&function("b")]).unwrap_err();
+
+    assert!(bench.run("leases", &["release", "a"]).status.success());
+    let (status, log) = bench
+        .serve("two", &[&function("b")])
+        .unwrap()
+        .signal("TERM");
+    assert!(status.success() && log.contains("is wiped"), "{log}");
+    let drive = fs::read(&drive).unwrap();
+    assert_eq!(drive[..16 << 20], vec![0; 16 << 20]);
+    assert_eq!(drive[16 << 20..], vec![1; 48 << 20]);
 }
 
 #[test]

@@ -427,9 +427,9 @@ fn data_that_is_given_up_goes_to_the_next_id() {
     let (_dir, ledgers) = both();
     for ledger in ledgers {
         let lease = ledger.acquire(&strict("a", "1G+1G")).unwrap();
-        let error = ledger.give_up_data("b").unwrap_err();
+        let error = ledger.decide_data("b", FormerData::Kept).unwrap_err();
         assert!(matches!(error, LeaseError::NoData { .. }), "{error}");
-        let ranges = ledger.give_up_data("a").unwrap();
+        let ranges = ledger.decide_data("a", FormerData::Kept).unwrap();
         assert_eq!(ranges, ["1G+1G".parse().unwrap()]);
         // Not before its lease ends.
         ledger.acquire(&strict("b", "1G+1G")).unwrap_err();
@@ -440,9 +440,46 @@ fn data_that_is_given_up_goes_to_the_next_id() {
         // That was once.
         ledger.acquire(&strict("a", "1G+1G")).unwrap_err();
         // An id that comes back has its data for itself again.
-        ledger.give_up_data("b").unwrap();
+        ledger.decide_data("b", FormerData::Kept).unwrap();
         drop(ledger.acquire(&strict("b", "1G+1G")).unwrap());
         ledger.acquire(&strict("a", "1G+1G")).unwrap_err();
+    }
+}
+
+#[test]
+fn a_range_that_is_released_is_wiped_for_the_next_id() {
+    let (_dir, ledgers) = both();
+    for ledger in ledgers {
+        let range = |text: &str| text.parse::<ByteRange>().unwrap();
+        drop(ledger.acquire(&strict("a", "1G+1G")).unwrap());
+        let ranges = ledger.decide_data("a", FormerData::Wiped).unwrap();
+        assert_eq!(ranges, [range("1G+1G")]);
+        // An id that comes back has its data, for itself again.
+        let lease = ledger.acquire(&strict("a", "1G+1G")).unwrap();
+        assert!(lease.unwiped().is_empty());
+        drop(lease);
+        ledger.acquire(&strict("b", "1G+1G")).unwrap_err();
+
+        ledger.decide_data("a", FormerData::Wiped).unwrap();
+        let lease = ledger.acquire(&strict("b", "1536M+1G")).unwrap();
+        assert_eq!(lease.unwiped(), [range("1536M+512M")]);
+        drop(lease);
+        // The wipe did not end, and whoever is next goes on with it, the first one too.
+        for id in ["c", "a", "b"] {
+            let lease = ledger.acquire(&strict(id, "1536M+512M")).unwrap();
+            assert_eq!(lease.unwiped(), [range("1536M+512M")], "{id}");
+        }
+        let mut lease = ledger.acquire(&strict("b", "1536M+512M")).unwrap();
+        lease.wiped().unwrap();
+        drop(lease);
+        let lease = ledger.acquire(&strict("b", "1536M+512M")).unwrap();
+        assert!(lease.unwiped().is_empty());
+        drop(lease);
+        ledger.acquire(&strict("c", "1536M+512M")).unwrap_err();
+        // What was not leased is still released, and can be given away as it is.
+        ledger.decide_data("a", FormerData::Kept).unwrap();
+        let lease = ledger.acquire(&strict("c", "1G+512M")).unwrap();
+        assert!(lease.unwiped().is_empty());
     }
 }
 

@@ -21,8 +21,11 @@ use crate::link::{Link, LinkState, Standing};
 use crate::message::{Attached, Farewell, Outcome, Request, VectorChange};
 use crate::places;
 
-/// Time between two looks for a server.
-const RETRY: Duration = Duration::from_millis(100);
+/// Shortest and longest time between two looks for a server.
+const RETRY: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(100));
+
+/// Part of the time that was waited already, for which a look may come later.
+const DELAY: u32 = 10;
 
 /// Time between two reports that there is still no server.
 const REPORT: Duration = Duration::from_secs(60);
@@ -138,7 +141,8 @@ impl Watch {
                 }
                 _ => {}
             }
-            if self.stopped.recv_timeout(RETRY) != Err(RecvTimeoutError::Timeout) {
+            let pause = (since.elapsed() / DELAY).clamp(RETRY.0, RETRY.1);
+            if self.stopped.recv_timeout(pause) != Err(RecvTimeoutError::Timeout) {
                 return None;
             }
         }

@@ -94,6 +94,13 @@ pub(super) const ALL: &[Step] = &[
         run: host,
     },
     Step {
+        name: "long",
+        what: "tests that do something a hundred times",
+        when: When::Full,
+        is_shared_out: false,
+        run: long,
+    },
+    Step {
         name: "asan",
         what: "the data path's tests under AddressSanitizer",
         when: When::Full,
@@ -195,6 +202,14 @@ fn remote(context: &mut Context) -> Result<(), VerifyError> {
     let arguments = ["test", "--release", "--package", "nvme-mpt-tests"];
     let mut command = context.cargo(&[&arguments[..], &tests, &["--no-fail-fast"]].concat());
     command.env("NVME_MPT_HOST_SIDE", "remote");
+    context.run(&mut command, Worth::ItsTests)
+}
+
+/// What `test` leaves out, as it takes longer than it is worth each time.
+fn long(context: &mut Context) -> Result<(), VerifyError> {
+    let tests = ["test", "--release", "--package", "nvme-mpt-cli"];
+    let mut command = context.cargo(&tests);
+    command.args(["--test", "command", "a_hundred", "--", "--ignored"]);
     context.run(&mut command, Worth::ItsTests)
 }
 

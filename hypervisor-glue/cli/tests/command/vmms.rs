@@ -477,6 +477,35 @@ fn a_function_goes_on_with_the_next_server() {
 }
 
 #[test]
+#[ignore = "kills a hundred servers"]
+fn a_hundred_servers_are_killed_under_a_function() {
+    let bench = Bench::new();
+    let mut server = server(&bench);
+    let mut vmm = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 1);
+    assert_eq!(vmm.report(), "attached");
+    let mut times: Vec<Duration> = Vec::new();
+    for _ in 0..100 {
+        assert_eq!(vmm.order("load"), "loaded");
+        let killed = Instant::now();
+        server.kill();
+        server = self::server(&bench);
+        assert_eq!(vmm.order("event"), "3, fatal: true");
+        assert_eq!(vmm.order("reset"), "attached");
+        times.push(killed.elapsed());
+        // A write of the killed server that landed now would be found.
+        assert_eq!(vmm.pass(), "passed");
+        assert_eq!(vmm.order("read"), "passed");
+    }
+    vmm.end();
+    server.stop();
+    times.sort_unstable();
+    let (p50, max) = (times[times.len() / 2], times[times.len() - 1]);
+    println!(
+        "I/O stood still: p50 {p50:.1?}, max {max:.1?}, of which the next server's start is a part"
+    );
+}
+
+#[test]
 fn a_function_that_waited_long_enough_has_failed() {
     let bench = Bench::new();
     let server = server(&bench);

@@ -75,7 +75,12 @@ pub(crate) fn find(
                     io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound
                 ) => {}
             Err(error @ (AttachError::Connect { .. } | AttachError::Answer { .. })) => {
-                log::warn!("{error}, and is not asked for the drive");
+                // A function that waits for a server asks over and over, and says by itself what keeps it.
+                let level = match kept.is_empty() {
+                    true => log::Level::Warn,
+                    false => log::Level::Debug,
+                };
+                log::log!(level, "{error}, and is not asked for the drive");
             }
             Err(error) => return Err(error),
         }

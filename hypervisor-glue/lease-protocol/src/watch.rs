@@ -7,6 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use nvme_mpt::memory::eventfd;
@@ -22,7 +23,7 @@ use crate::message::{Attached, Farewell, Outcome, Request, VectorChange};
 use crate::places;
 
 /// Shortest and longest time between two looks for a server.
-const RETRY: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(100));
+const RETRY: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(1));
 
 /// Part of the time that was waited already, for which a look may come later.
 const DELAY: u32 = 10;
@@ -262,7 +263,12 @@ fn await_end(stream: &UnixStream) {
             }
         }
     };
-    if let Err(error) = wait() {
-        log::error!("Cannot wait for the end of a drive server: {error}");
+    let mut reported = false;
+    while let Err(error) = wait() {
+        // The server is there. This process lacks a descriptor, and may have one later.
+        if !std::mem::replace(&mut reported, true) {
+            log::error!("Cannot wait for the end of a drive server, and tries again: {error}");
+        }
+        thread::sleep(RETRY.1);
     }
 }

@@ -24,7 +24,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use log::warn;
 
@@ -35,8 +35,8 @@ pub(crate) use holders::{Holders, Kind, find};
 /// Time for which a claim waits for a holder that is not to be seen: the I/O of a process that was killed.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Pause before such a claim is tried again.
-const PAUSE: Duration = Duration::from_millis(5);
+/// Shortest and longest pause before such a claim is tried again. Each try looks at all processes of the host.
+const PAUSE: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(100));
 
 /// A range of a file cannot be claimed.
 #[derive(Debug, thiserror::Error)]
@@ -129,8 +129,10 @@ impl RangeLock {
         range: &Range<u64>,
         (start, length): (u64, u64),
     ) -> Result<Self, ClaimError> {
-        let mut pauses = PATIENCE.as_millis() / PAUSE.as_millis();
+        let (began, mut pause) = (Instant::now(), PAUSE.0);
         loop {
+            // Before the try: the last one is made when the time is over, also if the machine stood still.
+            let is_last = began.elapsed() >= PATIENCE;
             if try_lock(&file, LockKind::Exclusive, start, length)? {
                 return Ok(Self::of(file, start, length));
             }
@@ -150,14 +152,14 @@ impl RangeLock {
                 }
                 return Ok(Self::of(file, start, length));
             }
-            if pauses == 0 || !holders.seen.iter().all(reads_only) {
+            if is_last || !holders.seen.iter().all(reads_only) {
                 let holders = describe(&holders);
                 return Err(ClaimError::Taken { holders });
             }
-            pauses -= 1;
             // Two that claim at the same time must not wait for each other.
             unlock(&file, start, length)?;
-            thread::sleep(PAUSE);
+            thread::sleep(pause);
+            pause = (pause * 2).min(PAUSE.1);
         }
     }
 }

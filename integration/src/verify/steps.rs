@@ -205,7 +205,7 @@ fn remote(context: &mut Context) -> Result<(), VerifyError> {
     context.run(&mut command, Worth::ItsTests)
 }
 
-/// What `test` leaves out, as it takes longer than it is worth each time.
+/// The tests that `test` leaves out, as they take longer than they are worth each time.
 fn long(context: &mut Context) -> Result<(), VerifyError> {
     let tests = ["test", "--release", "--package", "nvme-mpt-cli"];
     let mut command = context.cargo(&tests);

@@ -67,9 +67,13 @@ pub fn type_of(fd: BorrowedFd<'_>) -> Option<String> {
 /// # Errors
 /// Returns the kernel's error when it has none to give.
 pub fn memfd(name: &CStr, len: u64) -> io::Result<OwnedFd> {
+    Ok(memory_file(name, len, 0)?.into())
+}
+
+fn memory_file(name: &CStr, len: u64, flags: libc::c_uint) -> io::Result<File> {
     // SAFETY: the name is a C string; the result is checked and owned once.
     let fd = unsafe {
-        let fd = libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC);
+        let fd = libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | flags);
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
@@ -77,25 +81,15 @@ pub fn memfd(name: &CStr, len: u64) -> io::Result<OwnedFd> {
     };
     let file = File::from(fd);
     file.set_len(len)?;
-    Ok(file.into())
+    Ok(file)
 }
 
-/// The same, with a size that nobody can change.
+/// Such memory, as of [`memfd`], with a size that nobody can change.
 ///
 /// # Errors
 /// Returns the kernel's error.
 pub fn sealed_memfd(name: &CStr, len: u64) -> io::Result<OwnedFd> {
-    // SAFETY: the name is a C string; the result is checked and owned once.
-    let fd = unsafe {
-        let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
-        let fd = libc::memfd_create(name.as_ptr(), flags);
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        OwnedFd::from_raw_fd(fd)
-    };
-    let file = File::from(fd);
-    file.set_len(len)?;
+    let file = memory_file(name, len, libc::MFD_ALLOW_SEALING)?;
     // SAFETY: `file` is open; F_ADD_SEALS takes seals.
     let sealed = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, SIZE_SEALS) };
     if sealed < 0 {

@@ -178,6 +178,17 @@ fn the_lock_of_a_killed_process_lasts_as_long_as_its_io() {
 }
 
 #[test]
+fn the_ring_of_a_queue_keeps_the_lock_of_its_lease() {
+    let scene = Scene::new();
+    let lock = scene.store.claim(0, 4096).unwrap();
+    let lease = scene.store.lease("a", 4096, Some(lock)).unwrap();
+    let queue = FileQueue::new(&lease, 4).unwrap();
+    let ring = queue.wait_fd().unwrap();
+    let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{ring}")).unwrap();
+    assert!(info.contains("\nUserFiles:\t1\n"), "{info}");
+}
+
+#[test]
 fn a_lock_that_is_dropped_is_free_at_once() {
     let scene = Scene::new();
     let lock = scene.store.claim(0, 4096).unwrap();

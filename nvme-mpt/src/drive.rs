@@ -144,20 +144,20 @@ impl Drive {
         self.controller.clone().reserve(lease, pairs)
     }
 
-    /// Opens a lease of part of its namespace at the host controller; `name` is the lease's in the log.
+    /// Opens a lease of parts of its namespace at the host controller; `name` is the lease's in the log.
     ///
     /// # Errors
     /// See [`HostLeaseError`].
     pub fn open_lease(
         &self,
         name: &str,
-        range: LbaRange,
+        parts: &[LbaRange],
         reservation: Option<&Reservation>,
     ) -> Result<Box<dyn HostLease>, HostLeaseError> {
         self.controller.clone().open_lease(&HostLeaseRequest {
             name,
             namespace: self.namespace,
-            range,
+            parts,
             reservation,
         })
     }

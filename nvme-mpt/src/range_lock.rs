@@ -2,7 +2,7 @@
 //! after SIGKILL too, and they exclude other descriptions in this process as in any other.
 //!
 //! A process that is killed may leave I/O to the kernel. So what does the I/O keeps the lock's description as well
-//! ([`RangeLock::files`]), and the lock outlives the process until the last of it has ended. No process has such a lock,
+//! ([`RangeLock::file`]), and the lock outlives the process until the last of it has ended. No process has such a lock,
 //! so a claim waits for a while if no holder is to be seen.
 //!
 //! The range of an image that a lease has is locked in the image itself. Servers with another state
@@ -23,6 +23,7 @@ mod holders;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -61,43 +62,34 @@ impl From<ClaimError> for io::Error {
     }
 }
 
-/// A lock on a range of a file, held until dropped.
+/// A lock on ranges of a file, held until dropped.
 #[derive(Debug)]
 pub struct RangeLock {
     // The lock belongs to this open file description, hence one description per lock. Rust opens
     // it with O_CLOEXEC, so that no program started later keeps the lock.
     file: File,
-    start: u64,
-    length: u64,
-    /// Another lock that is held for as long.
-    below: Option<Box<Self>>,
+    /// Start and length of each range.
+    ranges: Mutex<Vec<(u64, u64)>>,
 }
 
 impl RangeLock {
-    const fn of(file: File, start: u64, length: u64) -> Self {
+    /// Without a range yet, on a file that was opened for this lock alone, to read and write.
+    #[must_use]
+    pub const fn new(file: File) -> Self {
         Self {
             file,
-            start,
-            length,
-            below: None,
+            ranges: Mutex::new(Vec::new()),
         }
     }
 
-    /// Holds another lock for as long as this one.
-    #[must_use]
-    pub fn and(mut self, other: Self) -> Self {
-        let below = match self.below.take() {
-            Some(below) => below.and(other),
-            None => other,
-        };
-        self.below = Some(Box::new(below));
-        self
+    fn ranges(&self) -> MutexGuard<'_, Vec<(u64, u64)>> {
+        self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the open files that have the locks. Who keeps one open for I/O keeps the lock for as long, but for a
-    /// lock that was dropped.
-    pub fn files(&self) -> impl Iterator<Item = &File> {
-        std::iter::successors(Some(self), |lock| lock.below.as_deref()).map(|lock| &lock.file)
+    /// Returns the open file that has the lock. Who keeps it open for I/O keeps the lock for as long, but for a lock
+    /// that was dropped.
+    pub const fn file(&self) -> &File {
+        &self.file
     }
 
     /// Locks `length` bytes from `start` on of a file that was opened for this lock alone, to
@@ -106,8 +98,10 @@ impl RangeLock {
     /// # Errors
     /// Returns the error of `fcntl`.
     pub fn take(file: File, start: u64, length: u64) -> io::Result<Option<Self>> {
-        let taken = try_lock(&file, LockKind::Exclusive, start, length)?;
-        Ok(taken.then_some(Self::of(file, start, length)))
+        let lock = Self::new(file);
+        let taken = try_lock(&lock.file, LockKind::Exclusive, start, length)?;
+        lock.ranges().push((start, length));
+        Ok(taken.then_some(lock))
     }
 
     /// As [`Self::take`], but other users' locks that only share what they read refuse nothing. A length
@@ -116,59 +110,86 @@ impl RangeLock {
     /// # Errors
     /// [`ClaimError::Taken`] names the processes that have part of it locked; else what `fcntl` reports.
     pub fn claim(file: File, start: u64, length: u64) -> Result<Self, ClaimError> {
+        let lock = Self::new(file);
+        lock.add(start, length)?;
+        Ok(lock)
+    }
+
+    /// Claims another range of the file, which this lock has no part of.
+    ///
+    /// # Errors
+    /// As [`Self::claim`]. The lock has what it had then.
+    pub fn add(&self, start: u64, length: u64) -> Result<(), ClaimError> {
+        self.add_as(process_user(), start, length)
+    }
+
+    fn add_as(&self, user: u32, start: u64, length: u64) -> Result<(), ClaimError> {
         let range = start..match length {
             0 => u64::MAX,
             length => start.saturating_add(length),
         };
-        Self::claim_as(process_user(), file, &range, (start, length))
+        claim(user, &self.file, &range, (start, length))?;
+        self.ranges().push((start, length));
+        Ok(())
     }
 
-    fn claim_as(
-        user: u32,
-        file: File,
-        range: &Range<u64>,
-        (start, length): (u64, u64),
-    ) -> Result<Self, ClaimError> {
-        let (began, mut pause) = (Instant::now(), PAUSE.0);
-        loop {
-            // Before the try: the last one is made when the time is over, also if the machine stood still.
-            let is_last = began.elapsed() >= PATIENCE;
-            if try_lock(&file, LockKind::Exclusive, start, length)? {
-                return Ok(Self::of(file, start, length));
-            }
-            // Shared first and looked at then: of two that claim at the same time, one at least sees the other.
-            let shared = try_lock(&file, LockKind::Shared, start, length)?;
-            let holders = find(&file, Kind::Range, range);
-            let reads_only = |holder: &holders::LockHolder| {
-                !holder.exclusive && !holder.writes && holder.is_foreign_to(user)
-            };
-            if shared && !holders.unseen && holders.seen.iter().all(reads_only) {
-                if !holders.seen.is_empty() {
-                    warn!(
-                        "A lock on the drive's file is shared with {}, which only reads it; take the permission to \
-                         read the file from others",
-                        describe(&holders)
-                    );
-                }
-                return Ok(Self::of(file, start, length));
-            }
-            if is_last || !holders.seen.iter().all(reads_only) {
-                let holders = describe(&holders);
-                return Err(ClaimError::Taken { holders });
-            }
-            // Two that claim at the same time must not wait for each other.
-            unlock(&file, start, length)?;
-            thread::sleep(pause);
-            pause = (pause * 2).min(PAUSE.1);
+    /// Lets go of a range that was [added](Self::add).
+    pub fn give_up(&self, start: u64, length: u64) {
+        self.ranges().retain(|range| *range != (start, length));
+        if let Err(error) = unlock(&self.file, start, length) {
+            warn!("A lock on a drive's file stays until the file is closed: {error}");
         }
+    }
+}
+
+/// Claims a range of a file for this user's process.
+fn claim(
+    user: u32,
+    file: &File,
+    range: &Range<u64>,
+    (start, length): (u64, u64),
+) -> Result<(), ClaimError> {
+    let (began, mut pause) = (Instant::now(), PAUSE.0);
+    loop {
+        // Before the try: the last one is made when the time is over, also if the machine stood still.
+        let is_last = began.elapsed() >= PATIENCE;
+        if try_lock(file, LockKind::Exclusive, start, length)? {
+            return Ok(());
+        }
+        // Shared first and looked at then: of two that claim at the same time, one at least sees the other.
+        let shared = try_lock(file, LockKind::Shared, start, length)?;
+        let holders = find(file, Kind::Range, range);
+        let reads_only = |holder: &holders::LockHolder| {
+            !holder.exclusive && !holder.writes && holder.is_foreign_to(user)
+        };
+        if shared && !holders.unseen && holders.seen.iter().all(reads_only) {
+            if !holders.seen.is_empty() {
+                warn!(
+                    "A lock on the drive's file is shared with {}, which only reads it; take the permission to \
+                     read the file from others",
+                    describe(&holders)
+                );
+            }
+            return Ok(());
+        }
+        if is_last || !holders.seen.iter().all(reads_only) {
+            let holders = describe(&holders);
+            return Err(ClaimError::Taken { holders });
+        }
+        // Two that claim at the same time must not wait for each other.
+        unlock(file, start, length)?;
+        thread::sleep(pause);
+        pause = (pause * 2).min(PAUSE.1);
     }
 }
 
 impl Drop for RangeLock {
     fn drop(&mut self) {
         // The description may outlive this: in a child that was just forked, or in what did the lease's I/O.
-        if let Err(error) = unlock(&self.file, self.start, self.length) {
-            warn!("A lock on a drive's file stays until the file is closed: {error}");
+        for &(start, length) in &*self.ranges() {
+            if let Err(error) = unlock(&self.file, start, length) {
+                warn!("A lock on a drive's file stays until the file is closed: {error}");
+            }
         }
     }
 }
@@ -229,9 +250,9 @@ mod tests {
 
         /// Claims a part of it, as a server of another user than this test's, which is not root.
         fn claim(&self, user: u32, start: u64) -> Result<RangeLock, ClaimError> {
-            let length = 1 << 10;
-            let range = start..start + length;
-            RangeLock::claim_as(user, self.open(true), &range, (start, length))
+            let lock = RangeLock::new(self.open(true));
+            lock.add_as(user, start, 1 << 10)?;
+            Ok(lock)
         }
     }
 

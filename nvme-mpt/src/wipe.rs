@@ -17,7 +17,7 @@ use log::warn;
 use crate::dma::RegionTable;
 use crate::drive::Drive;
 use crate::host::{HostCompletion, HostLease, HostLeaseError, HostMemory, HostQueuePair};
-use crate::lease::{ByteRange, Lease, LeaseError};
+use crate::lease::{ByteRange, Extents, Lease, LeaseError};
 use crate::shadow::ListMemory;
 use crate::spec::ids::{CommandId, Lba};
 use crate::spec::nvm::WriteZeroes;
@@ -94,8 +94,8 @@ pub enum WipeError {
     Lease {
         /// The drive.
         drive: String,
-        /// Range that was to be wiped.
-        range: ByteRange,
+        /// Extents of the lease.
+        range: Extents,
         /// Why.
         source: HostLeaseError,
     },
@@ -110,8 +110,28 @@ pub enum WipeError {
 ///
 /// # Errors
 /// See [`WipeError`]; what is not wiped stays marked in the ledger.
-pub fn wipe(drive: &Arc<Drive>, lease: &mut Lease, stop: &AtomicBool) -> Result<(), WipeError> {
-    let Some(&first) = lease.unwiped().first() else {
+pub fn wipe(drive: &Arc<Drive>, lease: &Lease, stop: &AtomicBool) -> Result<(), WipeError> {
+    if lease.unwiped().is_empty() {
+        return Ok(());
+    }
+    let host = drive
+        .open_lease(lease.id(), &lease.blocks(), None)
+        .map_err(|source| WipeError::Lease {
+            drive: drive.path().to_string(),
+            range: lease.extents(),
+            source,
+        })?;
+    wipe_with(drive, lease, host.as_ref(), stop)
+}
+
+/// As [`wipe`], with a lease that is open at the host controller.
+pub(crate) fn wipe_with(
+    drive: &Arc<Drive>,
+    lease: &Lease,
+    host: &dyn HostLease,
+    stop: &AtomicBool,
+) -> Result<(), WipeError> {
+    let Some(first) = lease.unwiped().first().copied() else {
         return Ok(());
     };
     let name = drive.path().to_string();
@@ -125,25 +145,16 @@ pub fn wipe(drive: &Arc<Drive>, lease: &mut Lease, stop: &AtomicBool) -> Result<
             range: first,
         });
     }
-    let whole = lease.bytes();
-    let host = drive
-        .open_lease(lease.id(), lease.range(), None)
-        .map_err(|source| WipeError::Lease {
-            drive: name.clone(),
-            range: whole,
-            source,
-        })?;
-    while let Some(&range) = lease.unwiped().first() {
+    while let Some(range) = lease.unwiped().first().copied() {
         warn!(
             "Lease {}: {range} of {name}, with another lease's data, is being wiped",
             lease.id()
         );
-        let mut eraser = Eraser::new(drive, host.as_ref(), range).map_err(failed)?;
+        let mut eraser = Eraser::new(drive, host, range).map_err(failed)?;
         eraser.run(stop)?;
         drop(eraser);
         // Other parts of the lease had no other's data, and stay as they are.
-        let start = range.start().saturating_sub(whole.start()) >> drive.lba_shift();
-        host.wiped(start, range.length() >> drive.lba_shift());
+        host.wiped(&range);
         host.flush().map_err(failed)?;
         lease.wiped()?;
         warn!("Lease {}: {range} of {name} is wiped", lease.id());

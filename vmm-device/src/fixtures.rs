@@ -7,7 +7,7 @@ use nvme_mpt::{
     MemoryRegion, PollPolicy, Pollers,
     deadline::WaitClock,
     host::{CommandSetLimits, NamespaceFormat, TemperatureThresholds},
-    lease::{ByteRange, LeaseRequest, Ledger},
+    lease::{ByteRange, LeaseRequest, Ledger, Wanted},
     spec::{
         cqe::Cqe,
         ids::{CommandId, Nsid, QueueId},
@@ -102,7 +102,7 @@ pub(crate) fn attachment(mode: DoorbellMode) -> Attachment {
         id: "test",
         drive: drive.identity(),
         nsid: drive.namespace().nsid,
-        range: ByteRange::new(0, blocks << lba_shift).expect("a range"),
+        wanted: Wanted::At(ByteRange::new(0, blocks << lba_shift).expect("a range")),
         lba_shift,
         blocks,
         former_data: nvme_mpt::lease::FormerData::Kept,

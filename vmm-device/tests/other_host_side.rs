@@ -184,6 +184,7 @@ fn facts() -> LeaseFacts {
             critical: 360,
         }),
         can_be_damaged: false,
+        unit_blocks: None,
         is_private: true,
         learning: Learning::default(),
     }

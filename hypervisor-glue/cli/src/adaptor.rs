@@ -278,7 +278,7 @@ mod tests {
     use std::fs::File;
     use std::os::unix::fs::FileExt;
 
-    use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
+    use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger, Wanted};
     use nvme_mpt::spec::ids::QueueId;
     use nvme_mpt::spec::registers::Doorbell;
     use nvme_mpt::{Attachment, AttachmentConfig, DoorbellMode, Learning, PollPolicy, Pollers};
@@ -300,7 +300,7 @@ mod tests {
                 id: "test",
                 drive: drive.identity(),
                 nsid: drive.namespace().nsid,
-                range: ByteRange::new(0, 1 << 20).unwrap(),
+                wanted: Wanted::At(ByteRange::new(0, 1 << 20).unwrap()),
                 lba_shift: drive.lba_shift(),
                 blocks: drive.blocks(),
                 former_data: nvme_mpt::lease::FormerData::Kept,

@@ -18,7 +18,7 @@ use nvme_mpt_vmm::drives::DrivePath;
 use nvme_software::faults::FaultPlan;
 use nvme_vfio::function::{HostRoot, PciAddress};
 
-use self::functions::{Add, Limit, List, Reload, Remove, function_help, function_synopsis};
+use self::functions::{Add, Limit, List, Reload, Remove, Resize, function_help, function_synopsis};
 use self::leases::{Leases, run_leases};
 use crate::control::ControlError;
 use crate::faults::FaultRequest;
@@ -41,6 +41,7 @@ enum Command {
     Add(Add),
     Remove(Remove),
     Limit(Limit),
+    Resize(Resize),
     List(List),
     Reload(Reload),
     Leases(Leases),
@@ -258,6 +259,7 @@ pub fn run() -> ExitCode {
         Command::Add(options) => options.run(),
         Command::Remove(options) => options.run(),
         Command::Limit(options) => options.run(),
+        Command::Resize(options) => options.run(),
         Command::List(options) => options.run(),
         Command::Reload(options) => options.run(),
         Command::Leases(options) => run_leases(options),

@@ -278,7 +278,7 @@ impl Function {
             connected: self.server.is_connected(),
             model: namespace.model.clone(),
             serial: namespace.serial.clone(),
-            capacity_bytes: namespace.blocks << namespace.lba_shift,
+            capacity_bytes: lease.capacity_bytes,
             doorbells: facts.doorbells.to_string(),
             queue_pairs: lease.queue_pairs,
             queues: lease.queues,

@@ -15,7 +15,8 @@ pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
             id,
             socket,
             drive,
-            range,
+            range: _,
+            extents,
             origin,
             limits,
             state,
@@ -39,7 +40,7 @@ pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
             id.clone(),
             state,
             origin.to_owned(),
-            range.map_or("-".to_owned(), |range| range.to_string()),
+            extents.as_ref().map_or("-".to_owned(), ToString::to_string),
             match limits.as_str() {
                 "" => "-".to_owned(),
                 limits => limits.to_owned(),

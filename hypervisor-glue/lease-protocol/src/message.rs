@@ -67,6 +67,16 @@ pub(crate) struct Attached {
 }
 
 impl Attached {
+    /// Returns whether all that was `promised` is there. A lease by size may have grown.
+    pub(crate) fn keeps(&self, promised: &Self) -> bool {
+        let mut same = self.clone();
+        let blocks = &mut same.facts.namespace.blocks;
+        if self.facts.unit_blocks.is_some() {
+            *blocks = promised.facts.namespace.blocks.min(*blocks);
+        }
+        same == *promised
+    }
+
     /// Returns whether a lease can have these facts.
     pub(crate) fn is_possible(&self) -> bool {
         let LeaseFacts {

@@ -169,7 +169,7 @@ impl Watch {
             socket,
             ..
         } = given;
-        if attached != self.promised {
+        if !attached.keeps(&self.promised) {
             return Err(ResumeError::Other);
         }
         (self.forget_bells)();

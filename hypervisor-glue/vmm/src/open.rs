@@ -7,14 +7,16 @@ use std::sync::atomic::AtomicBool;
 
 use nvme_mpt::host::ReserveError;
 use nvme_mpt::lease::identity::default_id;
-use nvme_mpt::lease::{ByteRange, FormerData, Lease, LeaseError, LeaseRequest, Ledger, RangeError};
+use nvme_mpt::lease::{
+    ByteRange, Bytes, FormerData, Lease, LeaseError, LeaseRequest, Ledger, RangeError, Wanted,
+};
 use nvme_mpt::wipe::{WipeError, wipe};
 use nvme_mpt::{AttachError, Attachment, AttachmentConfig, Drive, HostSide, KeptParts, Pollers};
 use nvme_mpt_lease_protocol::attach_anywhere;
 use thiserror::Error;
 
 use crate::drives::{self, DriveOptions, DrivePath, OpenDriveError};
-use crate::options::{AskedFunction, FunctionOptions};
+use crate::options::{AskedFunction, FunctionOptions, LeaseSize};
 
 /// Errors of opening the drive and range of an option string.
 #[derive(Debug, Error)]
@@ -22,6 +24,23 @@ pub enum OpenError {
     /// The drive cannot be opened.
     #[error(transparent)]
     Drive(#[from] OpenDriveError),
+    /// A lease of the drive has whole units of its own.
+    #[error(
+        "Option \"unit={unit}\" is no multiple of {multiple}, as leases of {drive} are: {multiple} is one"
+    )]
+    Unit {
+        /// The drive.
+        drive: String,
+        /// Unit that was asked for.
+        unit: Bytes,
+        /// Number of bytes that it is to be a multiple of.
+        multiple: Bytes,
+    },
+    /// A lease of a range has no size to change.
+    #[error(
+        "The function has a range=, which stays as it is; a function with size= can be resized"
+    )]
+    NoSize,
     /// The drive has no bytes.
     #[error(transparent)]
     Range(#[from] RangeError),
@@ -67,7 +86,7 @@ impl Ledgers {
         &self,
         options: &FunctionOptions,
         drive: &Drive,
-        (id, range): (&str, ByteRange),
+        (id, wanted): (&str, Wanted),
     ) -> Result<Lease, OpenError> {
         let namespace = drive.namespace();
         let ledger = if drive.is_private() {
@@ -79,7 +98,7 @@ impl Ledgers {
             id,
             drive: drive.identity(),
             nsid: namespace.nsid,
-            range,
+            wanted,
             lba_shift: namespace.lba_shift,
             blocks: namespace.blocks,
             former_data: match options.path {
@@ -91,8 +110,37 @@ impl Ledgers {
     }
 }
 
-/// Returns the id and the range of the lease that `options` ask for.
-fn lease_of(options: &FunctionOptions, drive: &Drive) -> Result<(String, ByteRange), RangeError> {
+/// Unit of leases by size, in bytes, where neither the operator nor the drive has one.
+const UNIT: u64 = 1 << 30;
+
+/// Smallest unit, in bytes, that is taken for one.
+const SMALLEST_UNIT: u64 = 1 << 20;
+
+/// Returns what `options` ask for by size.
+fn wanted_size(asked: LeaseSize, drive: &Drive) -> Result<Wanted, OpenError> {
+    let LeaseSize { size, unit } = asked;
+    let multiple = drive.controller().whole_lease();
+    let default = multiple.map_or(UNIT, |multiple| multiple.max(SMALLEST_UNIT));
+    let unit = unit.map_or(default, |unit| unit.0);
+    match multiple {
+        Some(multiple) if !unit.is_multiple_of(multiple) => Err(OpenError::Unit {
+            drive: drive.path().to_owned(),
+            unit: Bytes(unit),
+            multiple: Bytes(multiple),
+        }),
+        _ => Ok(Wanted::Size {
+            bytes: size.0,
+            unit,
+            whole: multiple.is_some(),
+        }),
+    }
+}
+
+/// Returns the id and the place or size of the lease that `options` ask for.
+fn lease_of(options: &FunctionOptions, drive: &Drive) -> Result<(String, Wanted), OpenError> {
+    if let (Some(size), Some(id)) = (options.size, &options.id) {
+        return Ok((id.clone(), wanted_size(size, drive)?));
+    }
     let namespace = drive.namespace();
     let range = match options.range {
         Some(range) => range,
@@ -102,7 +150,32 @@ fn lease_of(options: &FunctionOptions, drive: &Drive) -> Result<(String, ByteRan
         Some(id) => id.clone(),
         None => default_id(drive.identity(), namespace.nsid, range),
     };
-    Ok((id, range))
+    Ok((id, Wanted::At(range)))
+}
+
+/// Gives back what a lease by size has beyond `bytes`, while no function has the lease.
+///
+/// # Errors
+/// [`OpenError::Lease`]; [`OpenError::NoSize`] for a function whose lease has a place.
+pub fn truncate(
+    options: &FunctionOptions,
+    drive: &Arc<Drive>,
+    ledgers: &Ledgers,
+    bytes: Bytes,
+) -> Result<(), OpenError> {
+    let Some(LeaseSize { unit, .. }) = options.size else {
+        return Err(OpenError::NoSize);
+    };
+    // A lease has what it had, however little is asked for.
+    let size = bytes;
+    let options = FunctionOptions {
+        size: Some(LeaseSize { size, unit }),
+        ..options.clone()
+    };
+    let (id, wanted) = lease_of(&options, drive)?;
+    let lease = ledgers.lease(&options, drive, (&id, wanted))?;
+    lease.truncate(bytes.0)?;
+    Ok(lease.release()?)
 }
 
 /// Attaches to the part of `drive` that `options` ask for.
@@ -128,14 +201,14 @@ fn attach_with(
     (pollers, parts): (&Arc<Pollers>, Option<KeptParts>),
     stop: &AtomicBool,
 ) -> Result<Attachment, OpenError> {
-    let (id, range) = lease_of(options, drive)?;
+    let (id, wanted) = lease_of(options, drive)?;
     // First, since a refused reservation changes nothing: neither the ledger nor former data.
     let reservation = match options.reserve {
         0 => None,
         pairs => Some(drive.reserve(&id, pairs)?),
     };
-    let mut lease = ledgers.lease(options, drive, (&id, range))?;
-    wipe(drive, &mut lease, stop)?;
+    let lease = ledgers.lease(options, drive, (&id, wanted))?;
+    wipe(drive, &lease, stop)?;
     let config = AttachmentConfig {
         drive: drive.clone(),
         lease,

@@ -11,6 +11,7 @@ use nvme_mpt::host::{
     HostNamespace, HostQueuePair, Incidents, Limits, NamespaceFormat, ZoneChanges,
 };
 use nvme_mpt::iova::IovaSpace;
+use nvme_mpt::lease::{ByteRange, LbaRange};
 use nvme_mpt::shadow::MAX_SGL_DESCRIPTORS;
 use nvme_mpt::spec::identify::Oncs;
 use nvme_mpt::spec::ids::Nsid;
@@ -239,10 +240,11 @@ impl HostController for SoftwareController {
         self: Arc<Self>,
         request: &HostLeaseRequest<'_>,
     ) -> Result<Box<dyn HostLease>, HostLeaseError> {
-        let zones = self.zones.as_ref().map(|zones| zones.lease(request.range));
-        let zones = zones
-            .transpose()
-            .map_err(|error| HostLeaseError::Unfit(error.into()))?;
+        let zones = self.zones.as_ref().map(|zones| {
+            let zones = zones.lease(request.only()?);
+            zones.map_err(|error| HostLeaseError::Unfit(error.into()))
+        });
+        let zones = zones.transpose()?;
         let medium = self.medium.open_lease(request)?;
         Ok(Box::new(SoftwareLease {
             medium,
@@ -253,6 +255,11 @@ impl HostController for SoftwareController {
 
     fn is_private(&self) -> bool {
         self.medium.is_private()
+    }
+
+    fn whole_lease(&self) -> Option<u64> {
+        let zones = self.zones.as_ref()?;
+        Some(zones.size() << self.namespace.lba_shift)
     }
 
     fn incidents(&self) -> Incidents {
@@ -305,6 +312,13 @@ impl HostLease for SoftwareLease {
         })
     }
 
+    fn add(&self, part: LbaRange) -> Result<(), HostLeaseError> {
+        match self.zones {
+            Some(_) => Err(HostLeaseError::SeveralParts),
+            None => self.medium.add(part),
+        }
+    }
+
     fn flush(&self) -> io::Result<()> {
         if self.drive.is_gone() {
             return Err(io::ErrorKind::NotConnected.into());
@@ -331,9 +345,9 @@ impl HostLease for SoftwareLease {
         self.medium.begin_anew();
     }
 
-    fn wiped(&self, start: u64, blocks: u64) {
+    fn wiped(&self, range: &ByteRange) {
         if let Some(zones) = &self.zones {
-            zones.empty(start, blocks);
+            zones.empty(range);
         }
     }
 

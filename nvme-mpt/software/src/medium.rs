@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use nvme_mpt::event::EventQueue;
 use nvme_mpt::host::{Damage, HostLeaseError, HostLeaseRequest, HostQueuePair, Limits};
+use nvme_mpt::lease::LbaRange;
 
 use crate::model::{Model, TimedQueue, TimedStore};
 
@@ -59,6 +60,15 @@ pub trait LeasedMedium: fmt::Debug + Send + Sync {
     /// # Errors
     /// Returns the kernel's error.
     fn create_queue(&self, slots: u16, pace: Pace<'_>) -> io::Result<HostQueuePair>;
+
+    /// Adds a part to the lease, behind those that it has. A medium that keeps nothing for a lease has nothing to do.
+    ///
+    /// # Errors
+    /// See [`HostLeaseError`]. The lease is as it was then.
+    fn add(&self, part: LbaRange) -> Result<(), HostLeaseError> {
+        let _ = part;
+        Ok(())
+    }
 
     /// Makes everything durable that the lease completed until now.
     ///

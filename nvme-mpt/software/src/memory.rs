@@ -4,6 +4,7 @@ use std::io;
 use std::sync::Arc;
 
 use nvme_mpt::host::{DataPointer, HostLeaseError, HostLeaseRequest, HostMemory, HostQueuePair};
+use nvme_mpt::lease::LbaRange;
 use nvme_mpt::memory::{Mapping, RawBytes};
 use nvme_mpt::spec::ids::Lba;
 use nvme_mpt::spec::nvm::{
@@ -52,18 +53,23 @@ impl Medium for MemoryMedium {
         request: &HostLeaseRequest<'_>,
     ) -> Result<Box<dyn LeasedMedium>, HostLeaseError> {
         let store = self.store.clone();
-        let _marks = store.uncorrectable.make_room(request.range);
-        Ok(Box::new(MemoryLease { store, _marks }))
+        let marks = store.uncorrectable.make_room(request.parts);
+        Ok(Box::new(MemoryLease { store, marks }))
     }
 }
 
 #[derive(Debug)]
 struct MemoryLease {
     store: MemoryStore,
-    _marks: MarkRoom,
+    marks: MarkRoom,
 }
 
 impl LeasedMedium for MemoryLease {
+    fn add(&self, part: LbaRange) -> Result<(), HostLeaseError> {
+        self.marks.add(part);
+        Ok(())
+    }
+
     fn create_queue(&self, slots: u16, pace: Pace<'_>) -> io::Result<HostQueuePair> {
         Ok(pace.queue(SoftwareQueue::new(self.store.clone(), slots), slots))
     }

@@ -18,15 +18,15 @@ const MAX_RANGES: usize = 4096;
 /// The unreadable blocks of one namespace.
 #[derive(Debug, Default)]
 pub(crate) struct UncorrectableBlocks {
-    /// Leases by their first block. They do not overlap.
+    /// Parts of leases by their first block. They do not overlap.
     leases: Mutex<BTreeMap<u64, LeaseMarks>>,
     any: AtomicBool,
 }
 
-/// The unreadable blocks of one lease.
+/// The unreadable blocks of one part of a lease.
 #[derive(Debug)]
 struct LeaseMarks {
-    /// The first block behind the lease.
+    /// The first block behind the part.
     end: u64,
     /// Start and end of each range; they do not touch.
     ranges: BTreeMap<u64, u64>,
@@ -36,30 +36,56 @@ struct LeaseMarks {
 #[derive(Debug)]
 pub(crate) struct MarkRoom {
     blocks: Arc<UncorrectableBlocks>,
-    start: u64,
+    /// First blocks of the lease's parts.
+    starts: Mutex<Vec<u64>>,
+}
+
+impl MarkRoom {
+    fn starts(&self) -> MutexGuard<'_, Vec<u64>> {
+        // Each change is complete before anything can panic.
+        self.starts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes room for the marks of a part that no lease overlaps. A command may reach over the border of a part that it
+    /// follows: the two become one.
+    pub(crate) fn add(&self, part: LbaRange) {
+        let (start, count) = (part.start.0, part.blocks);
+        let end = start.saturating_add(count);
+        let mut starts = self.starts();
+        let mut leases = self.blocks.lock();
+        let before = starts.iter().copied().find(|before| {
+            let marks = leases.get(before);
+            marks.is_some_and(|marks| marks.end == start)
+        });
+        if let Some(marks) = before.and_then(|before| leases.get_mut(&before)) {
+            marks.end = end;
+            return;
+        }
+        let ranges = BTreeMap::new();
+        leases.insert(start, LeaseMarks { end, ranges });
+        starts.push(start);
+    }
 }
 
 impl Drop for MarkRoom {
     fn drop(&mut self) {
         let mut leases = self.blocks.lock();
-        leases.remove(&self.start);
+        for start in &*self.starts() {
+            leases.remove(start);
+        }
         self.blocks.note(&leases);
     }
 }
 
 impl UncorrectableBlocks {
-    /// Makes room for the marks of a lease, which no other lease overlaps.
-    pub(crate) fn make_room(self: &Arc<Self>, range: LbaRange) -> MarkRoom {
-        let (start, count) = (range.start.0, range.blocks);
-        let marks = LeaseMarks {
-            end: start.saturating_add(count),
-            ranges: BTreeMap::new(),
-        };
-        self.lock().insert(start, marks);
-        MarkRoom {
+    /// Makes room for the marks of a lease of these parts, which no other lease overlaps.
+    pub(crate) fn make_room(self: &Arc<Self>, parts: &[LbaRange]) -> MarkRoom {
+        let room = MarkRoom {
             blocks: self.clone(),
-            start,
-        }
+            starts: Mutex::default(),
+        };
+        parts.iter().for_each(|part| room.add(*part));
+        room
     }
 
     /// Returns whether there are none, as nearly always: one load.
@@ -68,7 +94,7 @@ impl UncorrectableBlocks {
         !self.any.load(Ordering::Acquire)
     }
 
-    /// Returns whether some block of `start..start+count`, which lies in one lease, cannot be read.
+    /// Returns whether some block of `start..start+count`, which lies in one part of a lease, cannot be read.
     pub(crate) fn intersects(&self, start: u64, count: u64) -> bool {
         if self.is_empty() {
             return false;
@@ -80,7 +106,7 @@ impl UncorrectableBlocks {
         })
     }
 
-    /// Makes `start..start+count`, which lies in one lease, unreadable. Returns whether there was room to
+    /// Makes `start..start+count`, which lies in one part of a lease, unreadable. Returns whether there was room to
     /// remember it.
     #[must_use]
     pub(crate) fn mark(&self, start: u64, count: u64) -> bool {
@@ -97,7 +123,7 @@ impl UncorrectableBlocks {
         true
     }
 
-    /// Makes `start..start+count`, which lies in one lease, readable, because it was written.
+    /// Makes `start..start+count`, which lies in one part of a lease, readable, because it was written.
     pub(crate) fn clear(&self, start: u64, count: u64) {
         if self.is_empty() {
             return;
@@ -166,7 +192,7 @@ mod tests {
         #[test]
         fn it_is_a_set_of_blocks(steps in prop::collection::vec((any::<bool>(), 0..60u64, 1..9u64), 1..60)) {
             let blocks = Arc::new(UncorrectableBlocks::default());
-            let _room = blocks.make_room(range(0, 80));
+            let _room = blocks.make_room(&[range(0, 80)]);
             let mut model = [false; 80];
             for (mark, start, count) in steps {
                 if mark {
@@ -186,8 +212,8 @@ mod tests {
     #[test]
     fn a_lease_takes_no_room_from_others() {
         let blocks = Arc::new(UncorrectableBlocks::default());
-        let greedy = blocks.make_room(range(0, 1 << 20));
-        let modest = blocks.make_room(range(1 << 20, 1 << 20));
+        let greedy = blocks.make_room(&[range(0, 1 << 20)]);
+        let modest = blocks.make_room(&[range(1 << 20, 1 << 20)]);
         let marked = (0..1 << 20).step_by(2).take_while(|&at| blocks.mark(at, 1));
         assert_eq!(marked.count(), MAX_RANGES);
         assert!(blocks.mark(1 << 20, 1));
@@ -197,7 +223,7 @@ mod tests {
         drop(greedy);
         assert!(!blocks.intersects(0, 1 << 20));
         assert!(blocks.intersects(1 << 20, 1));
-        let _next = blocks.make_room(range(0, 1 << 20));
+        let _next = blocks.make_room(&[range(0, 1 << 20)]);
         assert!(!blocks.intersects(0, 1 << 20) && blocks.mark(0, 1));
         drop(modest);
         assert!(!blocks.is_empty());
@@ -208,7 +234,7 @@ mod tests {
     #[test]
     fn writes_into_a_mark_make_no_more_of_them_than_there_is_room_for() {
         let blocks = Arc::new(UncorrectableBlocks::default());
-        let _room = blocks.make_room(range(0, 1 << 20));
+        let _room = blocks.make_room(&[range(0, 1 << 20)]);
         assert!(blocks.mark(0, 1 << 20));
         for at in (1..1 << 20).step_by(2) {
             blocks.clear(at, 1);

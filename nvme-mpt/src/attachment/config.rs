@@ -135,6 +135,9 @@ pub struct LeaseFacts {
     pub can_be_damaged: bool,
     /// True if the drive exists in the host side's process only, so that no other can take its lease over.
     pub is_private: bool,
+    /// Blocks of a unit of a lease by size, which may grow; `None` of a lease of a range. A command that crosses from
+    /// one unit to the next may be carried out in parts.
+    pub unit_blocks: Option<u64>,
     /// Choices for all that learns.
     pub learning: Learning,
 }

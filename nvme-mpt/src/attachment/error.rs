@@ -7,7 +7,7 @@ use super::MAX_QUEUE_PAIRS;
 use crate::address::Gpa;
 use crate::deadline::DRAIN_DEADLINE;
 use crate::host::HostLeaseError;
-use crate::lease::{ByteRange, LeaseError};
+use crate::lease::{ByteRange, Extents, LeaseError};
 use crate::poller::NoSuchProcessor;
 use crate::seam::crossing;
 use crate::spec::ids::QueueId;
@@ -26,6 +26,11 @@ pub enum AttachError {
         "Range {0} has data of another lease, which is to be wiped before it can be attached to"
     )]
     Unwiped(ByteRange),
+    /// A lease of several extents that are no whole units.
+    #[error(
+        "The extents of lease \"{0}\" are no whole units of it; the ledger was changed by hand"
+    )]
+    Units(String),
     /// Memory whose page faults may wait, with pollers that others wait for.
     #[error(
         "Memory in any kind of file needs pollers of its own, since page faults may stop them: use memory=any \
@@ -49,8 +54,8 @@ pub enum AttachError {
     InUse {
         /// The drive.
         drive: String,
-        /// The range, in bytes.
-        range: ByteRange,
+        /// Its extents, in bytes.
+        range: Extents,
         /// The processes that have it locked.
         source: io::Error,
     },

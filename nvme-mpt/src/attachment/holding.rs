@@ -50,21 +50,21 @@ impl Holding {
     #[cfg(test)]
     pub(crate) fn of_nothing() -> Self {
         use crate::host::idle::IdleController;
-        use crate::lease::{FormerData, LeaseRequest, Ledger};
+        use crate::lease::{FormerData, LeaseRequest, Ledger, Wanted};
 
         let drive = IdleController::drive();
         let lease = Ledger::in_process().acquire(&LeaseRequest {
             id: "test",
             drive: drive.identity(),
             nsid: drive.namespace().nsid,
-            range: "0+1M".parse().expect("a range"),
+            wanted: Wanted::At("0+1M".parse().expect("a range")),
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
             former_data: FormerData::Refused,
         });
         let lease = lease.expect("free");
         let host = drive
-            .open_lease("test", lease.range(), None)
+            .open_lease("test", &lease.blocks(), None)
             .expect("opens");
         Self::new(lease, host, None, drive)
     }

@@ -11,7 +11,7 @@ use log::info;
 
 use super::state::{self, CompletionQueueState};
 use super::steward::Leaving;
-use super::{Attachment, CqConfig, GUEST_NSID, QueueError, SqConfig};
+use super::{Attachment, CqConfig, QueueError, SqConfig};
 use crate::address::Gpa;
 use crate::clock::Rate;
 use crate::deadline::Deadline;
@@ -19,7 +19,7 @@ use crate::doorbell::DoorbellBuffer;
 use crate::host::SharedPair;
 use crate::interrupt::{InterruptGate, InterruptVector};
 use crate::poller::Poller;
-use crate::shadow::{CompletionQueue, LeasedBlocks, ListMemory, ShadowQueue, SubmissionQueue};
+use crate::shadow::{CompletionQueue, ListMemory, PART_LISTS, ShadowQueue, SubmissionQueue};
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::QueueId;
 use crate::spec::registers::Doorbell;
@@ -188,8 +188,11 @@ impl Attachment {
                 self.drive().path(),
             );
         }
-        let lists = ListMemory::new(self.drive().controller().iova_space(), slots.into())
-            .map_err(failed)?;
+        let grows = self.context.blocks().grow();
+        let part_lists = if grows { PART_LISTS } else { 0 };
+        let lists = usize::from(slots) + usize::from(part_lists);
+        let lists = ListMemory::new(self.drive().controller().iova_space(), lists);
+        let lists = lists.map_err(failed)?;
         let gate = InterruptGate::new(
             interrupt,
             self.coalescing.clone(),
@@ -206,20 +209,13 @@ impl Attachment {
             },
         )?;
         let id = next_id();
-        let blocks = LeasedBlocks {
-            guest_nsid: GUEST_NSID,
-            host_nsid: self.lease().nsid(),
-            first: self.lease().range().start,
-            blocks: self.lease().range().blocks,
-            lba_shift: self.facts.namespace.lba_shift,
-        };
         let queue = Box::new(ShadowQueue::new(
             id,
             self.context.clone(),
             cq,
             buffer,
             (self.holding.clone(), host, slots, lists),
-            (blocks, self.facts.limits),
+            self.facts.limits,
             table_user,
         ));
         let entry = QueueEntry {

@@ -14,6 +14,7 @@
 mod config;
 mod doorbells;
 mod error;
+mod growth;
 mod holding;
 mod host_side;
 mod io_queues;
@@ -33,6 +34,7 @@ use serde::{Deserialize, Serialize};
 
 pub use config::{AttachmentConfig, CqConfig, KeptParts, LeaseFacts, LeasedNamespace, SqConfig};
 pub use error::{AttachError, QueueError};
+pub use growth::GrowError;
 pub(crate) use holding::Holding;
 pub use state::{AttachmentState, StateError};
 pub use wakers::{DoorbellWaker, ForeignDoorbellWaker, IoDoorbells};
@@ -48,9 +50,10 @@ use crate::interrupt::{Coalescing, InterruptVector};
 use crate::lease::Lease;
 use crate::limit::{Limiter, RateLimits};
 use crate::poller::{Placement, PollPolicy, Pollers, Silence, Spin};
-use crate::shadow::{QueueContext, ShadowQueue};
+use crate::shadow::{LeasedBlocks, QueueContext, ShadowQueue};
 use crate::spec::ids::{Nsid, QueueId};
 use crate::stats::{Counters, HostQueueUse, LeasePairStats, QueueCounters, QueueStats};
+use growth::{Growth, unit_blocks};
 use io_queues::{QueueEntry, Queues};
 use steward::Steward;
 
@@ -76,6 +79,7 @@ pub struct Attachment {
     queues: Mutex<Queues>,
     clock: Arc<dyn WaitClock>,
     steward: Steward,
+    growth: Mutex<Growth>,
     /// Dropped last, and owned by each queue as well: see [`Holding`].
     holding: Arc<Holding>,
 }
@@ -113,7 +117,7 @@ impl Attachment {
         if queue_pairs == 0 || queue_pairs > MAX_QUEUE_PAIRS {
             return Err(AttachError::InvalidQueuePairs(queue_pairs));
         }
-        if let Some(&range) = lease.unwiped().first() {
+        if let Some(range) = lease.unwiped().first().copied() {
             return Err(AttachError::Unwiped(range));
         }
         if memory == MemoryKinds::Any {
@@ -137,13 +141,13 @@ impl Attachment {
             }
             None => identity.serial,
         };
-        let range = lease.bytes();
+        let (extents, unit_blocks) = (lease.blocks(), unit_blocks(&drive, &lease));
         let host = drive
-            .open_lease(lease.id(), lease.range(), reservation.as_ref())
+            .open_lease(lease.id(), &extents, reservation.as_ref())
             .map_err(|error| match error {
                 HostLeaseError::InUse(source) => AttachError::InUse {
                     drive: drive.path().to_owned(),
-                    range,
+                    range: lease.extents(),
                     source,
                 },
                 other => AttachError::Lease(other),
@@ -151,10 +155,18 @@ impl Attachment {
         if let Some(reservation) = &reservation {
             lease.note_reserved(reservation.pairs())?;
         }
+        let nsids = (GUEST_NSID, lease.nsid());
+        let blocks = LeasedBlocks::new(nsids, drive.lba_shift(), &extents, unit_blocks);
+        let blocks = blocks.ok_or_else(|| AttachError::Units(lease.id().to_owned()))?;
+        let mut limits = *drive.limits();
+        if unit_blocks.is_some() {
+            // A command in parts is not atomic beyond a block.
+            (limits.awun_z, limits.awupf_z) = (0, 0);
+        }
         let namespace = LeasedNamespace {
             nsid: GUEST_NSID,
             lba_shift: drive.lba_shift(),
-            blocks: lease.range().blocks,
+            blocks: blocks.blocks(),
             serial,
             model: drive.controller().model().to_owned(),
             nguid: identity.nguid,
@@ -185,17 +197,20 @@ impl Attachment {
             events,
             tables: window.tables().clone(),
             limiter: Limiter::new(rates, Rate::of_this_machine()),
+            blocks: Mutex::new(Arc::new(blocks)),
         });
         let steward = Steward::start(pollers.threads())?;
+        let blocks_at_first = namespace.blocks;
         let facts = LeaseFacts {
             namespace,
-            limits: *drive.limits(),
+            limits,
             queue_pairs,
             doorbells,
             parks: poll.spin != Spin::Busy,
             thresholds: drive.controller().temperature_thresholds(),
             can_be_damaged: host.can_be_damaged(),
             is_private: drive.is_private(),
+            unit_blocks,
             learning,
         };
         Ok(Self {
@@ -212,6 +227,7 @@ impl Attachment {
             queues: Mutex::default(),
             clock: Arc::<SystemClock>::default(),
             steward,
+            growth: Mutex::new(Growth::from(blocks_at_first)),
             holding: Arc::new(Holding::new(lease, host, reservation, drive)),
         })
     }
@@ -245,7 +261,7 @@ impl Attachment {
 
     /// Returns whether the lease can go on with so many of its blocks.
     fn fits(&self, blocks: u64) -> bool {
-        let whole = blocks == self.facts.namespace.blocks;
+        let whole = blocks == self.context.blocks().blocks();
         whole || (blocks > 0 && self.drive().controller().resizes_in_place())
     }
 
@@ -256,10 +272,9 @@ impl Attachment {
                 && namespace.lba_shift == self.facts.namespace.lba_shift
         };
         let namespaces = self.drive().controller().namespaces();
-        let range = self.lease().range();
-        namespaces.iter().find(same).map_or(0, |namespace| {
-            let left = namespace.blocks.saturating_sub(range.start.0);
-            left.min(range.blocks)
+        let namespace = namespaces.iter().find(same);
+        namespace.map_or(0, |namespace| {
+            self.context.blocks().within(namespace.blocks)
         })
     }
 
@@ -387,7 +402,7 @@ impl Attachment {
             id: self.lease().id().to_owned(),
             model: namespace.model.clone(),
             serial: namespace.serial.clone(),
-            capacity_bytes: namespace.blocks << namespace.lba_shift,
+            capacity_bytes: self.context.blocks().blocks() << namespace.lba_shift,
             doorbells: self.facts.doorbells.to_string(),
             queues: queues
                 .filter(|queue| queue.commands + queue.doorbell_exits > 0)

@@ -21,6 +21,7 @@ pub use queues::{CompletionQueueState, SubmissionQueueState};
 use super::{Attachment, LeasedNamespace, QueueError};
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::doorbell::DoorbellBuffer;
+use crate::event::{DriveEvent, Event};
 use crate::host::{ChangedZones, Limits, NamespaceFormat};
 use crate::seam::crossing;
 use crate::spec::ids::{Lba, QueueId};
@@ -155,6 +156,9 @@ pub struct DoorbellBufferState {
     pub event_idx: u64,
 }
 
+/// Name of the promise that a lease by size may outgrow.
+const BLOCKS: &str = "blocks";
+
 impl Attachment {
     /// Saves the attachment, while it is [paused](Self::pause).
     ///
@@ -205,7 +209,7 @@ impl Attachment {
     pub(super) fn restore(&self, state: &AttachmentState) -> Result<(), StateError> {
         self.check(state)?;
         let AttachmentState {
-            promises: _,
+            promises,
             doorbells,
             doorbell_buffer,
             queues: saved,
@@ -238,6 +242,11 @@ impl Attachment {
             let qid = QueueId(state.qid);
             self.restore_queue(&mut queues, state)
                 .map_err(|source| StateError::Queue { qid, source })?;
+        }
+        let mut blocks = promises.iter().filter(|promise| promise.name == BLOCKS);
+        if blocks.any(|promise| self.has_grown(&promise.value)) {
+            let changed = DriveEvent::NamespaceChanged(self.lease().nsid());
+            self.context.events.report(Event::Drive(changed));
         }
         Ok(())
     }
@@ -310,6 +319,13 @@ impl Attachment {
         }
     }
 
+    /// Returns whether the lease has grown since it had as many blocks as were saved.
+    fn has_grown(&self, saved: &str) -> bool {
+        let blocks = self.context.blocks();
+        let saved: Result<u64, _> = saved.parse();
+        blocks.grow() && saved.is_ok_and(|saved| saved < blocks.blocks())
+    }
+
     fn check_promises(&self, saved: &[PromiseState]) -> Result<(), StateError> {
         let here = self.promises();
         let value = |promises: &[PromiseState], name: &str| {
@@ -319,7 +335,7 @@ impl Attachment {
         // The first mismatch is reported: `here` begins with the most important promises. Those only in `saved` follow.
         for PromiseState { name, .. } in here.iter().chain(saved) {
             let (saved, here) = (value(saved, name), value(&here, name));
-            if saved != here {
+            if saved != here && !(name == BLOCKS && self.has_grown(&saved)) {
                 return Err(StateError::Mismatch {
                     promise: name.clone(),
                     saved,
@@ -335,7 +351,8 @@ impl Attachment {
         let LeasedNamespace {
             nsid,
             lba_shift,
-            blocks,
+            // Those that it had at first.
+            blocks: _,
             serial,
             model,
             nguid,
@@ -360,6 +377,7 @@ impl Attachment {
             // The namespace's format has them.
             command_set: _,
         } = self.limits();
+        let blocks = self.context.blocks().blocks();
         let promises: [(&str, &dyn Display); 24] = [
             ("I/O queue pairs", &self.max_queue_pairs()),
             ("doorbell stride (CAP.DSTRD)", &self.doorbells().dstrd()),
@@ -369,7 +387,7 @@ impl Attachment {
             ),
             ("namespace", nsid),
             ("LBA size", &(1_u64 << lba_shift)),
-            ("blocks", blocks),
+            (BLOCKS, &blocks),
             ("MDTS", mdts),
             ("queue entries (CAP.MQES + 1)", entries_max),
             ("optional commands (ONCS)", &commands.0),

@@ -2,7 +2,7 @@ use super::*;
 use crate::event::{DriveEvent, Event};
 use crate::host::idle::IdleController;
 use crate::learn::Learning;
-use crate::lease::{FormerData, LeaseRequest, Ledger};
+use crate::lease::{FormerData, LeaseRequest, Ledger, Wanted};
 use crate::seam::HostSide;
 use crate::spec::registers::Doorbell;
 
@@ -12,7 +12,7 @@ fn config(drive: &Arc<Drive>, range: &str) -> AttachmentConfig {
         id: "test",
         drive: drive.identity(),
         nsid: Nsid(1),
-        range: range.parse().expect("a range"),
+        wanted: Wanted::At(range.parse().expect("a range")),
         lba_shift: drive.lba_shift(),
         blocks: drive.blocks(),
         former_data: FormerData::Refused,

@@ -17,17 +17,28 @@ pub struct HostLeaseRequest<'a> {
     pub name: &'a str,
     /// The namespace.
     pub namespace: HostNamespace,
-    /// Its part that is leased.
-    pub range: LbaRange,
+    /// Its parts that are leased, in the order of the lease's blocks.
+    pub parts: &'a [LbaRange],
     /// Queue pairs that belong to it, if the drive has a bound on them.
     pub reservation: Option<&'a Reservation>,
 }
 
 impl HostLeaseRequest<'_> {
-    /// Returns the leased part, in bytes.
-    #[must_use]
-    pub fn bytes(&self) -> ByteRange {
-        self.range.bytes(self.namespace.lba_shift)
+    /// Returns the leased parts, in bytes.
+    pub fn bytes(&self) -> impl Iterator<Item = ByteRange> {
+        let shift = self.namespace.lba_shift;
+        self.parts.iter().map(move |part| part.bytes(shift))
+    }
+
+    /// Returns the leased part of a drive whose leases are one part.
+    ///
+    /// # Errors
+    /// [`HostLeaseError::SeveralParts`].
+    pub fn only(&self) -> Result<LbaRange, HostLeaseError> {
+        match self.parts {
+            [part] => Ok(*part),
+            _ => Err(HostLeaseError::SeveralParts),
+        }
     }
 }
 
@@ -37,6 +48,11 @@ pub enum HostLeaseError {
     /// Another server or program has part of the range, which no ledger here knows of.
     #[error("Another process uses part of it")]
     InUse(#[source] io::Error),
+    /// The drive's leases are one part each, as those of zones, and of keys and values.
+    #[error(
+        "A lease of a drive of zones, or of keys and values, is one part of it, and stays as long as it is"
+    )]
+    SeveralParts,
     /// The drive cannot be leased in such parts.
     #[error(transparent)]
     Unfit(Box<dyn Error + Send + Sync>),
@@ -67,6 +83,15 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         self.create_queue(slots)
     }
 
+    /// Adds a part to the lease, behind those that it has. Queues may exist.
+    ///
+    /// # Errors
+    /// As [`HostController::open_lease`](super::HostController::open_lease). The lease is as it was then.
+    fn add(&self, part: LbaRange) -> Result<(), HostLeaseError> {
+        let _ = part;
+        Err(HostLeaseError::SeveralParts)
+    }
+
     /// Makes everything durable that the lease completed until now.
     ///
     /// # Errors
@@ -91,9 +116,9 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     /// Begins anew for a VMM that connected. Writes that were lost concern the VMM before it.
     fn begin_anew(&self) {}
 
-    /// Notes that `blocks` blocks from `start` of the lease on were wiped: they are zeroes.
-    fn wiped(&self, start: u64, blocks: u64) {
-        let _ = (start, blocks);
+    /// Notes that a range of the drive was wiped, which lies in the lease: its bytes are zeroes.
+    fn wiped(&self, range: &ByteRange) {
+        let _ = range;
     }
 
     /// Returns the format of its namespace, by its command set.

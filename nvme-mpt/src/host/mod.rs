@@ -208,6 +208,11 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         Err(ReserveError::Unbounded)
     }
 
+    /// Returns the number of bytes of which a lease is a multiple and one part; `None` if leases may be any parts.
+    fn whole_lease(&self) -> Option<u64> {
+        None
+    }
+
     /// Returns the use of its I/O queue pairs; `None` without a bound on them.
     fn queue_pairs(&self) -> Option<QueuePairUse> {
         None

@@ -6,6 +6,7 @@ use std::sync::LazyLock;
 
 use serde::{Deserialize, Serialize};
 
+use super::extents::{Extents, LISTED};
 use super::range::ByteRange;
 use super::store::Record;
 
@@ -48,8 +49,11 @@ pub struct LeaseEntry {
     pub drive: String,
     /// Namespace of the drive.
     pub nsid: u32,
-    /// Bytes of the namespace.
-    pub range: ByteRange,
+    /// Its bytes of the namespace, in its order.
+    pub extents: Extents,
+    /// The one extent, if there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub range: Option<ByteRange>,
     /// The process that holds or held it.
     pub pid: u32,
     /// Its state.
@@ -65,7 +69,8 @@ impl LeaseEntry {
             id,
             drive,
             nsid,
-            range,
+            extents,
+            unit: _,
             pid,
             slot: _,
             ending,
@@ -75,7 +80,8 @@ impl LeaseEntry {
             id,
             drive,
             nsid,
-            range,
+            range: extents.only(),
+            extents,
             pid,
             state: match (held, ending) {
                 (true, false) => LeaseState::Held,
@@ -90,10 +96,15 @@ impl LeaseEntry {
 
 impl fmt::Display for LeaseEntry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let what = match self.extents.parts().len() {
+            1 => "range ",
+            2..=LISTED => "ranges ",
+            _ => "",
+        };
         write!(
             f,
-            "lease \"{}\" (range {} of {}, ",
-            self.id, self.range, self.drive
+            "lease \"{}\" ({what}{} of {}, ",
+            self.id, self.extents, self.drive
         )?;
         match self.state {
             LeaseState::Held if self.pid == own_pid() => write!(f, "held by this process)"),

@@ -3,7 +3,7 @@
 use thiserror::Error;
 
 use super::entry::LeaseEntry;
-use super::range::{ByteRange, RangeError};
+use super::range::{ByteRange, Bytes, RangeError};
 use super::store::StoreError;
 use super::tenants::Left;
 
@@ -68,6 +68,103 @@ pub enum LeaseError {
     /// No range has data of the id.
     #[error("No range has data of lease \"{id}\" that could be handed over")]
     NoData {
+        /// The id.
+        id: String,
+    },
+    /// The size of a unit does not do.
+    #[error("The unit {unit} of a lease by size {reason}")]
+    Unit {
+        /// The size.
+        unit: Bytes,
+        /// Reason and remedy.
+        reason: String,
+    },
+    /// The size of a lease does not do.
+    #[error("The size {size} of a lease by size {reason}")]
+    Size {
+        /// The size.
+        size: Bytes,
+        /// Reason and remedy.
+        reason: String,
+    },
+    /// The drive has too little free room.
+    #[error(
+        "There is no room for {size}{} on {drive}: it has {free} free in whole units of {unit}, the largest extent \
+         {largest}; {remedy}",
+        if *more { " more" } else { "" }
+    )]
+    NoRoom {
+        /// The drive's name.
+        drive: String,
+        /// The size that is missing.
+        size: Bytes,
+        /// The lease has other extents.
+        more: bool,
+        /// Size of all free units.
+        free: Bytes,
+        /// Size of a unit.
+        unit: Bytes,
+        /// Size of the largest free extent.
+        largest: Bytes,
+        /// Remedy.
+        remedy: String,
+    },
+    /// The id left data that a lease by size cannot take up.
+    #[error("Lease \"{id}\" left data on {drive}: {left}")]
+    Former {
+        /// The id.
+        id: String,
+        /// The drive's name.
+        drive: String,
+        /// Ranges, reason and remedy.
+        left: String,
+    },
+    /// The lease has more than was asked for.
+    #[error(
+        "Lease \"{id}\" has {present} of {drive}, more than {size}: use `nvme-mpt resize {id} {size} --truncate` to \
+         give the rest up (data at the end is lost), or ask for size={present}"
+    )]
+    HasMore {
+        /// The id.
+        id: String,
+        /// The drive's name.
+        drive: String,
+        /// The size that it has.
+        present: Bytes,
+        /// The size that was asked for.
+        size: Bytes,
+    },
+    /// The lease has less than it is to be cut to.
+    #[error(
+        "Lease \"{id}\" has {present} of {drive}, less than {size}: use `nvme-mpt resize {id} {size}` without \
+         --truncate to let it grow"
+    )]
+    HasLess {
+        /// The id.
+        id: String,
+        /// The drive's name.
+        drive: String,
+        /// The size that it has.
+        present: Bytes,
+        /// The size that was asked for.
+        size: Bytes,
+    },
+    /// The lease was given out as a range.
+    #[error(
+        "Lease \"{id}\" has the fixed range {range}; only leases by size (size=) change theirs"
+    )]
+    Fixed {
+        /// The id.
+        id: String,
+        /// Its range.
+        range: ByteRange,
+    },
+    /// The lease is not in the ledger any more.
+    #[error(
+        "Lease \"{id}\" was taken out of the ledger, though its holder lives (`nvme-mpt leases release --force`): \
+         stop its holder, since another lease may have its extents"
+    )]
+    Gone {
         /// The id.
         id: String,
     },

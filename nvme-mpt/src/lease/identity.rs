@@ -20,7 +20,7 @@ const GROUP: u8 = 0x01;
 const NGUID_COMPANY_ID: usize = 8;
 
 /// The names of a lease: the same whenever the same id leases the same range of the same drive, different
-/// for any other id, range or drive. A guest that finds names again finds its data again.
+/// for any other id, range or drive. The names of a lease by size know no range. A guest that finds names again finds its data again.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeaseIdentity {
     /// Serial Number of the guest controller: 20 ASCII characters.
@@ -38,7 +38,19 @@ impl LeaseIdentity {
     #[must_use]
     pub fn derive(drive: &str, nsid: Nsid, range: ByteRange, id: &str) -> Self {
         let (drive, nsid) = nvme::as_block_device(drive, nsid.0);
-        let at = place(&drive, range);
+        Self::of(nsid, id, &place(&drive, range))
+    }
+
+    /// Returns the names of the lease by size `id` of namespace `nsid` of the drive that is called `drive`. They stay
+    /// when its extents change.
+    #[must_use]
+    pub fn derive_by_size(drive: &str, nsid: Nsid, id: &str) -> Self {
+        let (drive, nsid) = nvme::as_block_device(drive, nsid.0);
+        Self::of(nsid, id, &format!("size\n{drive}"))
+    }
+
+    /// Returns the names of the lease `id` at a place.
+    fn of(nsid: u32, id: &str, at: &str) -> Self {
         // One name per purpose, so that none can be computed from another. The drive comes last:
         // it alone can hold any character.
         let name = |purpose: &str| {
@@ -151,6 +163,33 @@ mod tests {
         let names = |drive, nsid| LeaseIdentity::derive(drive, Nsid(nsid), range("0+64K"), "a");
         assert_eq!(names("nvme:nqn.a:s", 2), names("nvme:nqn.a:s/2", 1));
         assert_ne!(names("nvme:nqn.a:s", 2), names("nvme:nqn.a:s", 1));
+    }
+
+    #[test]
+    fn names_by_size_are_stable_and_others_than_those_of_ranges() {
+        // As `names_are_stable`.
+        let identity = LeaseIdentity::derive_by_size("file:/drive", Nsid(1), "vm-1");
+        assert_eq!(identity.serial, "MPT88301FB4615951598");
+        assert_eq!(
+            Uuid::from_bytes(identity.uuid).to_string(),
+            "31cb127e-0d8c-527c-b50e-dd450e83f560"
+        );
+        let of = LeaseIdentity::derive_by_size;
+        assert_eq!(
+            of("nvme:nqn.a:s", Nsid(2), "a"),
+            of("nvme:nqn.a:s/2", Nsid(1), "a")
+        );
+        for other in [
+            of("file:/other", Nsid(1), "vm-1"),
+            of("file:/drive", Nsid(2), "vm-1"),
+            of("file:/drive", Nsid(1), "vm-2"),
+            LeaseIdentity::derive("file:/drive", Nsid(1), range("0+1G"), "vm-1"),
+        ] {
+            assert_ne!(other.serial, identity.serial);
+            assert_ne!(other.uuid, identity.uuid);
+            assert_ne!(other.nguid, identity.nguid);
+            assert_ne!(other.eui64, identity.eui64);
+        }
     }
 
     #[test]

@@ -1,19 +1,37 @@
-//! The ledger: who holds which range of which drive, and the rules by which a range is given out.
+//! The ledger: who holds which parts of which drive.
 
 use std::hash::{BuildHasher, RandomState};
 use std::path::Path;
 use std::process;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::entry::{LeaseEntry, LeaseState, own_pid};
+use super::admit::{Admitted, admit};
+use super::by_size::{self, Area};
+use super::entry::{LeaseEntry, own_pid};
 use super::error::{ID_MAX, LeaseError};
+use super::extents::Extents;
 use super::holder::{Holder, Slot};
 use super::identity::LeaseIdentity;
-use super::range::{ByteRange, LbaRange};
+use super::range::{ByteRange, Bytes, LbaRange};
 use super::store::{Folder, Record, Records, StoreError};
-use super::tenants::{self, FormerData, Left, Place};
-use crate::origin::{extent, nvme};
-use crate::spec::ids::Nsid;
+use super::tenants::{self, FormerData};
+use crate::spec::ids::{Lba, Nsid};
+
+/// Bytes that a lease is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wanted {
+    /// These bytes of the namespace.
+    At(ByteRange),
+    /// Any bytes of the namespace. Those that the id left there are the first.
+    Size {
+        /// Length of the lease: a multiple of `unit`.
+        bytes: u64,
+        /// Power of two. Extents begin and end at multiples of it.
+        unit: u64,
+        /// One extent is needed.
+        whole: bool,
+    },
+}
 
 /// Request for a lease.
 #[derive(Clone, Copy, Debug)]
@@ -25,22 +43,38 @@ pub struct LeaseRequest<'a> {
     /// Namespace of the drive.
     pub nsid: Nsid,
     /// Bytes of the namespace.
-    pub range: ByteRange,
+    pub wanted: Wanted,
     /// Size of the namespace's logical blocks, as a power of two.
     pub lba_shift: u8,
     /// Size of the namespace in logical blocks.
     pub blocks: u64,
-    /// Fate of data that another id left in the range.
+    /// Fate of data that another id left in the range. A lease by size has all of it wiped.
     pub former_data: FormerData,
 }
 
 impl<'a> LeaseRequest<'a> {
-    fn place(&self) -> Place<'a> {
-        Place {
+    pub(super) fn area(&self) -> Area<'a> {
+        Area {
             id: self.id,
             drive: self.drive,
-            nsid: self.nsid.0,
-            range: self.range,
+            nsid: self.nsid,
+            // Saturates only where the drive is larger than any range.
+            capacity: self.blocks.saturating_mul(1 << self.lba_shift),
+        }
+    }
+
+    fn check(&self) -> Result<(), LeaseError> {
+        check_id(self.id)?;
+        let area = self.area();
+        match self.wanted {
+            Wanted::At(range) => {
+                range.to_blocks(self.lba_shift, self.blocks)?;
+                Ok(range.check_boundaries(area.capacity)?)
+            }
+            Wanted::Size { bytes, unit, .. } => {
+                by_size::check_unit(unit, self.lba_shift, &area)?;
+                by_size::check_size(bytes, unit)
+            }
         }
     }
 }
@@ -80,41 +114,38 @@ impl Ledger {
     }
 
     /// Gives out what `request` asks for, unless someone has part of it. A lease with the same id,
-    /// drive and range whose holder died is taken over.
+    /// drive and range whose holder died is taken over. So is one with the same id and drive by a lease by size.
     ///
     /// # Errors
-    /// The range overlaps another lease or does not lie on the drive. The id is taken or none. The
-    /// ledger's file cannot be used.
+    /// The range overlaps another lease or does not lie on the drive, or the drive has no room for the size. The id is
+    /// taken or none. The ledger's file cannot be used.
     pub fn acquire(&self, request: &LeaseRequest<'_>) -> Result<Lease, LeaseError> {
-        check_id(request.id)?;
-        let blocks = request.range.to_blocks(request.lba_shift, request.blocks)?;
-        let capacity = request.blocks.saturating_mul(1 << request.lba_shift);
-        request.range.check_boundaries(capacity)?;
-        let (slot, holder, unwiped) = match &*self.0 {
+        request.check()?;
+        let (slot, holder, parts) = match &*self.0 {
             Book::Folder(folder) => {
                 let exclusive = folder.lock()?;
                 let mut records = folder.read()?;
                 let holders = folder.holders()?;
-                let taken_over = admit(&records, request, |slot| folder.is_held(&holders, slot))
-                    .map_err(|refusal| refusal.into_error(request, folder.path()))?;
-                if let Some(stale) = taken_over {
+                let admitted = admit(&records, request, |slot| folder.is_held(&holders, slot))
+                    .map_err(|refusal| refusal.into_error(&request.area(), folder.path()))?;
+                if let Some(stale) = admitted.taken_over {
                     records.remove(stale);
                 }
                 // The slot is held before the lease is in the ledger, and until the lease is out of
                 // it again. So no process ever sees a living holder's lease as stale.
                 let (slot, holder) = exclusive.take_slot(&mut records)?;
-                let unwiped = enter(&mut records, request, slot);
+                let parts = enter(&mut records, request, admitted, slot);
                 exclusive.write(&records)?;
-                (slot, Some(holder), unwiped)
+                (slot, Some(holder), parts)
             }
             Book::Process { records, .. } => {
-                let mut records = records.lock().unwrap_or_else(PoisonError::into_inner);
-                admit(&records, request, |_| Ok(true))
-                    .map_err(|refusal| refusal.into_error(request, Path::new("")))?;
+                let mut records = lock(records);
+                let admitted = admit(&records, request, |_| Ok(true))
+                    .map_err(|refusal| refusal.into_error(&request.area(), Path::new("")))?;
                 let slot = Slot(records.next_slot);
                 records.next_slot += 1;
-                let unwiped = enter(&mut records, request, slot);
-                (slot, None, unwiped)
+                let parts = enter(&mut records, request, admitted, slot);
+                (slot, None, parts)
             }
         };
         Ok(Lease {
@@ -124,9 +155,11 @@ impl Ledger {
             id: request.id.to_owned(),
             drive: request.drive.to_owned(),
             nsid: request.nsid,
-            bytes: request.range,
-            range: blocks,
-            unwiped,
+            lba_shift: request.lba_shift,
+            capacity: request.area().capacity,
+            wanted: request.wanted,
+            changes: Mutex::new(()),
+            parts: Mutex::new(parts),
         })
     }
 
@@ -153,7 +186,7 @@ impl Ledger {
                 Ok(entries)
             }
             Book::Process { records, .. } => {
-                let records = records.lock().unwrap_or_else(PoisonError::into_inner);
+                let records = lock(records);
                 Ok(records
                     .leases
                     .iter()
@@ -198,7 +231,7 @@ impl Ledger {
                 Ok(entry)
             }
             Book::Process { records, .. } => {
-                let mut records = records.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut records = lock(records);
                 let record = find(&records)?;
                 remove(&mut records, &record, true)
             }
@@ -229,27 +262,39 @@ impl Ledger {
                 exclusive.write(&records)?;
                 Ok(ranges)
             }
-            Book::Process { records, .. } => {
-                decided(&mut records.lock().unwrap_or_else(PoisonError::into_inner))
-            }
+            Book::Process { records, .. } => decided(&mut lock(records)),
         }
     }
 
-    /// Enters that `place`, of a lease, has been wiped.
-    fn wiped(&self, place: &Place<'_>) -> Result<(), StoreError> {
+    /// Folder of the ledger, for the commands that a text names; empty for one of this process.
+    fn path(&self) -> &Path {
+        match &*self.0 {
+            Book::Folder(folder) => folder.path(),
+            Book::Process { .. } => Path::new(""),
+        }
+    }
+
+    /// Changes the ledger in one step. If `change` fails, nothing has changed.
+    fn update<T>(
+        &self,
+        change: impl FnOnce(&mut Records) -> Result<T, LeaseError>,
+    ) -> Result<T, LeaseError> {
         match &*self.0 {
             Book::Folder(folder) => {
                 let exclusive = folder.lock()?;
                 let mut records = folder.read()?;
-                tenants::enter(&mut records.tenants, place, FormerData::Kept);
+                let value = change(&mut records)?;
                 exclusive.write(&records)?;
+                Ok(value)
             }
             Book::Process { records, .. } => {
-                let mut records = records.lock().unwrap_or_else(PoisonError::into_inner);
-                tenants::enter(&mut records.tenants, place, FormerData::Kept);
+                let mut records = lock(records);
+                let mut changed = records.clone();
+                let value = change(&mut changed)?;
+                *records = changed;
+                Ok(value)
             }
         }
-        Ok(())
     }
 
     /// Takes the lease in `slot`, whose holder gives it back, out of the ledger.
@@ -269,7 +314,7 @@ impl Ledger {
                 }
             }
             Book::Process { records, .. } => {
-                change(&mut records.lock().unwrap_or_else(PoisonError::into_inner));
+                change(&mut lock(records));
             }
         }
         Ok(())
@@ -286,133 +331,60 @@ fn check_id(id: &str) -> Result<(), LeaseError> {
     Ok(())
 }
 
-/// Enters a lease that is admitted. Returns which parts of its range have to be wiped.
-fn enter(records: &mut Records, request: &LeaseRequest<'_>, slot: Slot) -> Vec<ByteRange> {
-    records.leases.push(new_record(request, slot));
-    tenants::enter(&mut records.tenants, &request.place(), request.former_data);
-    tenants::marked(&records.tenants, &request.place())
-}
-
-fn new_record(request: &LeaseRequest<'_>, slot: Slot) -> Record {
-    Record {
+/// Enters a lease that is admitted. Returns its extents, and which parts of them have to be wiped.
+fn enter(
+    records: &mut Records,
+    request: &LeaseRequest<'_>,
+    admitted: Admitted,
+    slot: Slot,
+) -> Parts {
+    let Admitted {
+        taken_over: _,
+        extents,
+        former,
+    } = admitted;
+    let area = request.area();
+    let (unit, unwiped) = match request.wanted {
+        Wanted::At(range) => {
+            let place = area.place(range, None);
+            tenants::enter(&mut records.tenants, &place, request.former_data);
+            (None, tenants::marked(&records.tenants, &place))
+        }
+        Wanted::Size { unit, .. } => {
+            by_size::enter(&mut records.tenants, &area, &extents, former.as_ref());
+            let unwiped = by_size::marked(&records.tenants, &area, extents.parts());
+            (Some(unit), unwiped)
+        }
+    };
+    records.leases.push(Record {
         id: request.id.to_owned(),
         drive: request.drive.to_owned(),
         nsid: request.nsid.0,
-        range: request.range,
+        extents: extents.clone(),
+        unit,
         pid: own_pid(),
         slot: slot.0,
         ending: false,
         reserved_pairs: 0,
-    }
+    });
+    Parts { extents, unwiped }
 }
 
-/// Why a lease is not given out.
-enum Refusal {
-    Overlap(LeaseEntry),
-    IdTaken(LeaseEntry),
-    OthersData(Left),
-    Store(StoreError),
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Refusal {
-    fn into_error(self, request: &LeaseRequest<'_>, folder: &Path) -> LeaseError {
-        match self {
-            Self::Overlap(other) => LeaseError::Overlap {
-                range: request.range,
-                drive: request.drive.to_owned(),
-                remedy: match other.state {
-                    LeaseState::Held if other.pid == own_pid() => {
-                        "choose ranges that do not overlap".to_owned()
-                    }
-                    LeaseState::Held => {
-                        "choose a range that does not overlap, or stop that process".to_owned()
-                    }
-                    LeaseState::Ending => wait_for_end(folder),
-                    LeaseState::Stale => release_command(&other.id, folder),
-                },
-                other: Box::new(other),
-            },
-            Self::IdTaken(other) => LeaseError::IdTaken {
-                id: request.id.to_owned(),
-                remedy: match other.state {
-                    LeaseState::Held => "choose another id".to_owned(),
-                    LeaseState::Ending => format!("choose another id, or {}", wait_for_end(folder)),
-                    LeaseState::Stale => {
-                        format!(
-                            "choose another id, or {}",
-                            release_command(&other.id, folder)
-                        )
-                    }
-                },
-                other: Box::new(other),
-            },
-            Self::OthersData(left) => LeaseError::OthersData {
-                range: request.range,
-                drive: request.drive.to_owned(),
-                id: request.id.to_owned(),
-                left: Box::new(left),
-            },
-            Self::Store(error) => error.into(),
-        }
-    }
+/// Parts of a drive that a lease has.
+#[derive(Clone, Debug)]
+struct Parts {
+    extents: Extents,
+    /// In the order of the lease.
+    unwiped: Vec<ByteRange>,
 }
 
-fn wait_for_end(folder: &Path) -> String {
-    let list = match folder.as_os_str().is_empty() {
-        true => String::new(),
-        false => format!(
-            ": `nvme-mpt leases --state-dir {}` shows it until then",
-            folder.display()
-        ),
-    };
-    format!("try again once the last of them has ended{list}")
-}
-
-fn release_command(id: &str, folder: &Path) -> String {
-    format!(
-        "if nobody needs that lease any more, run `nvme-mpt leases release {id} --state-dir {}`",
-        folder.display()
-    )
-}
-
-/// The rules: `request` is admitted unless a lease has the same id or part of the same range. The one exception is a
-/// lease with the same id *and* the same range of the same drive, whose holder died. Its slot is returned, to be taken
-/// over. Data that another id left in the range is in the way, unless the request says what becomes of it.
-fn admit(
-    records: &Records,
-    request: &LeaseRequest<'_>,
-    is_held: impl Fn(Slot) -> Result<bool, StoreError>,
-) -> Result<Option<Slot>, Refusal> {
-    let mut taken_over = None;
-    for record in &records.leases {
-        // By the bytes: a disk and its partition are two drives that overlap.
-        let (theirs, their_nsid) = nvme::as_block_device(&record.drive, record.nsid);
-        let (ours, our_nsid) = nvme::as_block_device(request.drive, request.nsid.0);
-        let (taken, wanted) = ((&*theirs, record.range), (&*ours, request.range));
-        let overlaps = their_nsid == our_nsid && extent::overlap(taken, wanted);
-        let same_bytes = extent::same_bytes(taken, wanted);
-        let same_id = record.id == request.id;
-        if !overlaps && !same_id {
-            continue;
-        }
-        let held = is_held(Slot(record.slot)).map_err(Refusal::Store)?;
-        if overlaps && same_id && same_bytes && !held {
-            taken_over = Some(Slot(record.slot));
-        } else if overlaps {
-            return Err(Refusal::Overlap(LeaseEntry::new(record, held)));
-        } else {
-            return Err(Refusal::IdTaken(LeaseEntry::new(record, held)));
-        }
-    }
-    if request.former_data == FormerData::Refused
-        && let Some(left) = tenants::in_the_way(&records.tenants, &request.place())
-    {
-        return Err(Refusal::OthersData(left));
-    }
-    Ok(taken_over)
-}
-
-/// The right to a range of logical blocks of a drive, given back when dropped.
+/// The right to logical blocks of a drive, given back when dropped.
+///
+/// Lock order: its changes, then the ledger's, then its parts.
 #[derive(Debug)]
 pub struct Lease {
     ledger: Ledger,
@@ -423,9 +395,14 @@ pub struct Lease {
     id: String,
     drive: String,
     nsid: Nsid,
-    bytes: ByteRange,
-    range: LbaRange,
-    unwiped: Vec<ByteRange>,
+    lba_shift: u8,
+    /// Bytes of the namespace.
+    capacity: u64,
+    /// As it was asked for.
+    wanted: Wanted,
+    /// Held during a change of the parts, which is one of the ledger too.
+    changes: Mutex<()>,
+    parts: Mutex<Parts>,
 }
 
 impl Lease {
@@ -447,54 +424,180 @@ impl Lease {
         self.nsid
     }
 
-    /// Its bytes of the namespace.
+    /// Its bytes of the namespace, in its order.
     #[must_use]
-    pub const fn bytes(&self) -> ByteRange {
-        self.bytes
+    pub fn extents(&self) -> Extents {
+        lock(&self.parts).extents.clone()
     }
 
-    /// Its logical blocks of the namespace.
+    /// Its logical blocks of the namespace, in its order.
     #[must_use]
-    pub const fn range(&self) -> LbaRange {
-        self.range
+    pub fn blocks(&self) -> Vec<LbaRange> {
+        let blocks = |part: &ByteRange| LbaRange {
+            start: Lba(part.start() >> self.lba_shift),
+            blocks: part.length() >> self.lba_shift,
+        };
+        let parts = lock(&self.parts);
+        parts.extents.parts().iter().map(blocks).collect()
     }
 
-    /// The parts of its range that have data of another id which is to be wiped, before the lease can be
-    /// attached to.
+    /// Size in bytes of the units of a lease by size; `None` if its range was named.
     #[must_use]
-    pub fn unwiped(&self) -> &[ByteRange] {
-        &self.unwiped
+    pub const fn unit(&self) -> Option<u64> {
+        match self.wanted {
+            Wanted::At(_) => None,
+            Wanted::Size { unit, .. } => Some(unit),
+        }
+    }
+
+    /// The parts of its extents which have data of another id that is to be wiped, before they are used. Each lies in
+    /// one extent.
+    #[must_use]
+    pub fn unwiped(&self) -> Vec<ByteRange> {
+        lock(&self.parts).unwiped.clone()
+    }
+
+    fn area(&self) -> Area<'_> {
+        Area {
+            id: &self.id,
+            drive: &self.drive,
+            nsid: self.nsid,
+            capacity: self.capacity,
+        }
+    }
+
+    fn gone(&self) -> LeaseError {
+        LeaseError::Gone {
+            id: self.id.clone(),
+        }
     }
 
     /// Enters that the first of the [unwiped](Self::unwiped) parts reads as zeroes, and durably so.
     ///
     /// # Errors
-    /// The ledger's file cannot be used: the part stays marked.
-    pub(crate) fn wiped(&mut self) -> Result<(), LeaseError> {
-        if let Some(&range) = self.unwiped.first() {
-            let place = Place {
-                id: &self.id,
-                drive: &self.drive,
-                nsid: self.nsid.0,
-                range,
-            };
-            self.ledger.wiped(&place)?;
-            self.unwiped.remove(0);
-        }
+    /// The ledger's file cannot be used, or the lease is not in the ledger any more: the part stays marked.
+    pub(crate) fn wiped(&self) -> Result<(), LeaseError> {
+        let _one = lock(&self.changes);
+        let Parts { extents, unwiped } = lock(&self.parts).clone();
+        let Some(&range) = unwiped.first() else {
+            return Ok(());
+        };
+        let slot = self.slot.ok_or_else(|| self.gone())?;
+        let at = self.unit().and_then(|_| extents.offset_of(range.start()));
+        self.ledger.update(|records| {
+            records.find(slot).ok_or_else(|| self.gone())?;
+            let place = self.area().place(range, at);
+            tenants::enter(&mut records.tenants, &place, FormerData::Kept);
+            Ok(())
+        })?;
+        lock(&self.parts).unwiped.remove(0);
         Ok(())
     }
 
+    /// Adds extents until the lease has `bytes`. Returns those that were added, in the lease's order.
+    ///
+    /// They are in the ledger from then on. Parts of them with data of others are among the
+    /// [unwiped](Self::unwiped) ones.
+    ///
+    /// # Errors
+    /// The lease is not one by size, or has more, or is not in the ledger any more. The size does not do. The drive
+    /// has no room. The ledger's file cannot be used. The lease stays as it is.
+    pub fn grow(&self, bytes: u64) -> Result<Vec<ByteRange>, LeaseError> {
+        let _one = lock(&self.changes);
+        let present = self.check_change(bytes)?.length();
+        if bytes < present {
+            return Err(LeaseError::HasMore {
+                id: self.id.clone(),
+                drive: self.drive.clone(),
+                present: Bytes(present),
+                size: Bytes(bytes),
+            });
+        }
+        let (extents, mut unwiped) = self.ledger.update(|records| {
+            let extents = self.resize(records, bytes)?;
+            let added = extents.between(present, bytes);
+            let unwiped = by_size::marked(&records.tenants, &self.area(), &added);
+            Ok((extents, unwiped))
+        })?;
+        let added = extents.between(present, bytes);
+        let mut parts = lock(&self.parts);
+        parts.extents = extents;
+        parts.unwiped.append(&mut unwiped);
+        Ok(added)
+    }
+
+    /// Gives back all beyond the first `bytes`. Returns it, in the lease's order. Its data is to be wiped before
+    /// another lease has it, this one too.
+    ///
+    /// The caller made sure that no command uses it.
+    ///
+    /// # Errors
+    /// The lease is not one by size, or has less, or is not in the ledger any more. The size does not do. The ledger's
+    /// file cannot be used. The lease stays as it is.
+    pub fn truncate(&self, bytes: u64) -> Result<Vec<ByteRange>, LeaseError> {
+        let _one = lock(&self.changes);
+        let before = self.check_change(bytes)?;
+        let present = before.length();
+        if bytes > present {
+            return Err(LeaseError::HasLess {
+                id: self.id.clone(),
+                drive: self.drive.clone(),
+                present: Bytes(present),
+                size: Bytes(bytes),
+            });
+        }
+        let extents = self.ledger.update(|records| self.resize(records, bytes))?;
+        let kept = |range: ByteRange| {
+            let left = bytes.checked_sub(before.offset_of(range.start())?)?;
+            ByteRange::new(range.start(), range.length().min(left)).ok()
+        };
+        let mut parts = lock(&self.parts);
+        parts.extents = extents;
+        parts.unwiped = parts.unwiped.drain(..).filter_map(kept).collect();
+        Ok(before.between(bytes, present))
+    }
+
+    /// Returns the present extents of a lease whose size may become `bytes`.
+    fn check_change(&self, bytes: u64) -> Result<Extents, LeaseError> {
+        match self.wanted {
+            Wanted::At(range) => Err(LeaseError::Fixed {
+                id: self.id.clone(),
+                range,
+            }),
+            Wanted::Size { unit, .. } => {
+                by_size::check_size(bytes, unit)?;
+                Ok(self.extents())
+            }
+        }
+    }
+
+    /// Changes the ledger's extents of the lease to those of a size. They may be others than the lease knows, if a
+    /// change before failed after it had replaced the ledger.
+    fn resize(&self, records: &mut Records, bytes: u64) -> Result<Extents, LeaseError> {
+        let Wanted::Size { unit, whole, .. } = self.wanted else {
+            return Ok(self.extents());
+        };
+        let slot = self.slot.filter(|slot| records.find(*slot).is_some());
+        let slot = slot.ok_or_else(|| self.gone())?;
+        by_size::resize(records, slot, &self.area(), (bytes, unit, whole))
+            .map_err(|refusal| refusal.into_error(&self.area(), self.ledger.path()))
+    }
+
+    fn names_on(&self, drive: &str) -> LeaseIdentity {
+        match self.wanted {
+            Wanted::At(range) => LeaseIdentity::derive(drive, self.nsid, range, &self.id),
+            Wanted::Size { .. } => LeaseIdentity::derive_by_size(drive, self.nsid, &self.id),
+        }
+    }
+
     /// The names that a guest sees. The same id has the same names on the same range of the same drive, and
-    /// another id others. The exception is a drive of this process alone: what it holds ends with the
+    /// another id others. A lease by size has the same names wherever its extents lie. The exception is a drive of this process alone: what it holds ends with the
     /// process, and so do its names.
     #[must_use]
     pub fn identity(&self) -> LeaseIdentity {
         match &*self.ledger.0 {
-            Book::Folder(_) => LeaseIdentity::derive(&self.drive, self.nsid, self.bytes, &self.id),
-            Book::Process { salt, .. } => {
-                let drive = format!("{}#{salt:016x}", self.drive);
-                LeaseIdentity::derive(&drive, self.nsid, self.bytes, &self.id)
-            }
+            Book::Folder(_) => self.names_on(&self.drive),
+            Book::Process { salt, .. } => self.names_on(&format!("{}#{salt:016x}", self.drive)),
         }
     }
 
@@ -530,6 +633,31 @@ impl Lease {
         match self.slot.take() {
             Some(slot) => Ok(self.ledger.give_back(slot)?),
             None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+impl Lease {
+    /// Leaves the lease as a dying holder does: its lock is gone, its lease is not.
+    pub(super) fn die(mut self) {
+        self.slot = None;
+    }
+
+    /// Returns the same lease, which does not know of its changes.
+    pub(super) fn ahead(&self) -> Self {
+        Self {
+            ledger: self.ledger.clone(),
+            slot: self.slot,
+            _holder: None,
+            id: self.id.clone(),
+            drive: self.drive.clone(),
+            changes: Mutex::new(()),
+            parts: Mutex::new(lock(&self.parts).clone()),
+            nsid: self.nsid,
+            lba_shift: self.lba_shift,
+            capacity: self.capacity,
+            wanted: self.wanted,
         }
     }
 }

@@ -1,19 +1,27 @@
 //! Leases: which part of a drive belongs to which guest controller.
 //!
-//! A [`Lease`] is a range of logical blocks of one namespace of one drive. Two leases of one
-//! namespace never overlap, in one process or in two: every lease is entered in a [`Ledger`] before
-//! it is given out.
+//! A [`Lease`] is a list of extents of one namespace of one drive. Its holder names one range, or a size for which
+//! the ledger finds extents. Two leases of one namespace never overlap, in one process or in two: every lease is
+//! entered in a [`Ledger`] before it is given out.
 //!
 //! * [`range`]: sizes and ranges as people write them, and their conversion to logical blocks.
-//! * [`ledger`]: the rules, i.e. who gets a range and who is refused.
+//! * [`extents`]: the parts of a drive that a lease has, in its order.
+//! * [`ledger`]: who holds which parts of which drive.
+//! * `admit`: the rules, i.e. who gets a range and who is refused.
+//! * `by_size`: the extents of a lease by size: those that its id left, and free ones.
+//! * `allocate`: the choice among free extents.
 //! * `store`: the file that holds the ledger, changed so that a crash at any point leaves
 //!   either the old or the new state.
 //! * `holder`: how one process sees whether the holder of a lease, another process, lives.
 //! * `tenants`: which id last held a range, and what becomes of its data.
 //! * [`identity`]: the names (serial number, NGUID, EUI-64, UUID) that a guest sees for its lease.
 
+mod admit;
+mod allocate;
+mod by_size;
 mod entry;
 mod error;
+pub mod extents;
 mod holder;
 pub mod identity;
 pub mod ledger;
@@ -24,8 +32,9 @@ mod tenants;
 
 pub use entry::{LeaseEntry, LeaseState};
 pub use error::LeaseError;
+pub use extents::Extents;
 pub use identity::LeaseIdentity;
-pub use ledger::{Lease, LeaseRequest, Ledger};
+pub use ledger::{Lease, LeaseRequest, Ledger, Wanted};
 pub use private::PrivateError;
 pub use range::{BOUNDARY, ByteRange, Bytes, LbaRange, RangeError, SizeError};
 pub use store::{CONTROL_SOCKET, SERVER_SOCKETS, StoreError, make_state_folder};

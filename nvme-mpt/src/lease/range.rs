@@ -140,6 +140,17 @@ pub enum RangeError {
         /// Ranges that would fit.
         advice: String,
     },
+    /// A lease has no extents.
+    #[error("A lease without extents has no bytes: give it one extent at least")]
+    NoExtents,
+    /// Two extents of one lease have a byte in common.
+    #[error("The extents {one} and {other} overlap: those of a lease have no byte in common")]
+    ExtentsOverlap {
+        /// The extent that begins first.
+        one: ByteRange,
+        /// The other.
+        other: ByteRange,
+    },
 }
 
 /// A range of bytes of a drive, never empty, whose end has a 64-bit address. Written

@@ -25,6 +25,7 @@ use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use super::extents::Extents;
 use super::holder::{Holder, Holders, Slot};
 use super::private::{PrivateError, make_folder, open_file};
 use super::range::ByteRange;
@@ -36,9 +37,12 @@ const LOCK: &str = "leases.lock";
 const HOLDERS: &str = "holders.lock";
 
 /// Version of the ledger's format.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
-/// Format that knew no former tenants: those of its leases are.
+/// Format in which each lease was one range.
+const VERSION_OF_RANGES: u64 = 2;
+
+/// Format that knew no former tenants: those of its leases are. Each lease was one range.
 const VERSION_WITHOUT_TENANTS: u64 = 1;
 
 /// Longest wait for another process that changes the ledger. It does so in milliseconds, so that more means
@@ -129,7 +133,11 @@ pub(super) struct Record {
     pub(super) id: String,
     pub(super) drive: String,
     pub(super) nsid: u32,
-    pub(super) range: ByteRange,
+    /// Its bytes of the namespace, in its order.
+    pub(super) extents: Extents,
+    /// Size in bytes of the units of a lease by size; `None` if the holder named its range.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) unit: Option<u64>,
     /// Process that holds it. For people to read: [`super::holder`] tells whether it lives.
     pub(super) pid: u32,
     pub(super) slot: u64,
@@ -149,13 +157,70 @@ fn is_zero(number: &u16) -> bool {
     *number == 0
 }
 
+/// One lease in the formats in which each lease was one range.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RangeRecord {
+    id: String,
+    drive: String,
+    nsid: u32,
+    range: ByteRange,
+    pid: u32,
+    slot: u64,
+    #[serde(default)]
+    ending: bool,
+    #[serde(default)]
+    reserved_pairs: u16,
+}
+
+impl From<RangeRecord> for Record {
+    fn from(record: RangeRecord) -> Self {
+        Self {
+            id: record.id,
+            drive: record.drive,
+            nsid: record.nsid,
+            extents: record.range.into(),
+            unit: None,
+            pid: record.pid,
+            slot: record.slot,
+            ending: record.ending,
+            reserved_pairs: record.reserved_pairs,
+        }
+    }
+}
+
 impl Record {
-    pub(super) fn place(&self) -> Place<'_> {
-        Place {
+    /// Returns the places of its extents.
+    pub(super) fn places(&self) -> impl Iterator<Item = Place<'_>> {
+        self.extents.placed().map(|(at, range)| Place {
             id: &self.id,
             drive: &self.drive,
             nsid: self.nsid,
-            range: self.range,
+            range,
+            at: self.unit.and(Some(at)),
+        })
+    }
+}
+
+/// The ledger in the formats in which each lease was one range.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RangeRecords {
+    #[serde(rename = "version")]
+    _version: u32,
+    next_slot: u64,
+    leases: Vec<RangeRecord>,
+    #[serde(default)]
+    tenants: Vec<Tenant>,
+}
+
+impl From<RangeRecords> for Records {
+    fn from(records: RangeRecords) -> Self {
+        Self {
+            version: VERSION,
+            next_slot: records.next_slot,
+            leases: records.leases.into_iter().map(Record::from).collect(),
+            tenants: records.tenants,
         }
     }
 }
@@ -204,7 +269,7 @@ impl Records {
             .is_some()
     }
 
-    fn of_slot(&mut self, slot: Slot) -> Option<&mut Record> {
+    pub(super) fn of_slot(&mut self, slot: Slot) -> Option<&mut Record> {
         self.leases.iter_mut().find(|record| record.slot == slot.0)
     }
 
@@ -226,18 +291,29 @@ impl Records {
             source,
         };
         let header: Header = serde_json::from_slice(text).map_err(damaged)?;
-        if ![VERSION.into(), VERSION_WITHOUT_TENANTS].contains(&header.version) {
-            return Err(StoreError::Version {
-                path: path.to_owned(),
-                found: header.version,
-            });
-        }
-        let mut records: Self = serde_json::from_slice(text).map_err(damaged)?;
+        let ranges = || serde_json::from_slice::<RangeRecords>(text);
+        let mut records: Self = match header.version {
+            version if version == u64::from(VERSION) => {
+                serde_json::from_slice(text).map_err(damaged)?
+            }
+            VERSION_OF_RANGES | VERSION_WITHOUT_TENANTS => ranges().map_err(damaged)?.into(),
+            found => {
+                return Err(StoreError::Version {
+                    path: path.to_owned(),
+                    found,
+                });
+            }
+        };
         if header.version == VERSION_WITHOUT_TENANTS {
-            records.version = VERSION;
-            let places = records.leases.iter().map(Record::place);
+            let places = records.leases.iter().flat_map(Record::places);
             let tenants = places.flat_map(|place| Tenant::of(&place));
             records.tenants = tenants.collect();
+        }
+        if let Some(tenant) = records.tenants.iter().find(|tenant| !tenant.is_sound()) {
+            return Err(damaged(serde_json::Error::custom(format!(
+                "the data of \"{}\" in {} ends beyond what 64 bits can count in its lease",
+                tenant.id, tenant.range
+            ))));
         }
         let bad_slot = records
             .leases
@@ -496,7 +572,8 @@ mod tests {
             id: id.to_owned(),
             drive: "file:/drive".to_owned(),
             nsid: 1,
-            range: ByteRange::new(slot << 20, 1 << 20).unwrap(),
+            extents: ByteRange::new(slot << 20, 1 << 20).unwrap().into(),
+            unit: None,
             pid: 7,
             slot,
             ending: false,
@@ -572,6 +649,10 @@ mod tests {
             r#"{"version":1,"next_slot":9223372036854775807,"leases":[]}"#,
             r#"{"version":1,"next_slot":3,"leases":[{"id":"a","drive":"d","nsid":1,"range":{"start":0,"length":0},"pid":1,"slot":0}]}"#,
             r#"{"version":1,"next_slot":3,"leases":[{"id":"a","drive":"d","nsid":1,"range":{"start":0,"length":1},"pid":1,"slot":3}]}"#,
+            r#"{"version":3,"next_slot":3,"leases":[{"id":"a","drive":"d","nsid":1,"range":{"start":0,"length":1},"pid":1,"slot":0}]}"#,
+            r#"{"version":3,"next_slot":3,"leases":[{"id":"a","drive":"d","nsid":1,"extents":[],"pid":1,"slot":0}]}"#,
+            r#"{"version":3,"next_slot":3,"leases":[{"id":"a","drive":"d","nsid":1,"extents":[{"start":0,"length":2},{"start":1,"length":1}],"pid":1,"slot":0}]}"#,
+            r#"{"version":3,"next_slot":0,"leases":[],"tenants":[{"id":"a","drive":"d","nsid":1,"range":{"start":0,"length":2},"at":18446744073709551614}]}"#,
         ] {
             fs::write(&path, bad).unwrap();
             let error = folder.read().unwrap_err();
@@ -586,9 +667,67 @@ mod tests {
         let before = r#"{"version":1,"next_slot":4,"leases":[{"id":"a","drive":"d","nsid":1,"range":{"start":0,"length":512},"pid":1,"slot":3}]}"#;
         fs::write(dir.path().join("leases.json"), before).unwrap();
         let records = folder.read().unwrap();
-        assert_eq!(records.tenants, Tenant::of(&records.leases[0].place()));
+        let tenants: Vec<_> = records.leases[0]
+            .places()
+            .flat_map(|place| Tenant::of(&place))
+            .collect();
+        assert_eq!((records.tenants.len(), &records.tenants), (1, &tenants));
         folder.lock().unwrap().write(&records).unwrap();
         assert_eq!(folder.read().unwrap(), records);
+    }
+
+    #[test]
+    fn leases_of_the_format_of_ranges_are_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = Folder::new(dir.path());
+        let path = dir.path().join("leases.json");
+        let before = r#"{"version":2,"next_slot":4,"leases":[{"id":"a","drive":"d","nsid":1,"range":{"start":0,"length":512},"pid":1,"slot":3,"ending":true,"reserved_pairs":2}],"tenants":[{"id":"b","drive":"d","nsid":1,"range":{"start":512,"length":512},"released":true}]}"#;
+        fs::write(&path, before).unwrap();
+        let read = folder.read().unwrap();
+        let record = Record {
+            id: "a".to_owned(),
+            drive: "d".to_owned(),
+            extents: ByteRange::new(0, 512).unwrap().into(),
+            pid: 1,
+            ending: true,
+            reserved_pairs: 2,
+            ..record("a", 3)
+        };
+        assert_eq!(read.leases, [record]);
+        assert_eq!(read.tenants.len(), 1);
+        folder.lock().unwrap().write(&read).unwrap();
+        let text = fs::read_to_string(&path).unwrap();
+        assert!(
+            text.contains("\"version\": 3") && !text.contains("\"unit\""),
+            "{text}"
+        );
+        assert_eq!(folder.read().unwrap(), read);
+    }
+
+    #[test]
+    fn leases_by_size_are_read_as_they_were_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = Folder::new(dir.path());
+        let parts = ["5M+1M", "1M+2M"].map(|text| text.parse().unwrap());
+        let by_size = Record {
+            extents: Extents::new(parts.to_vec()).unwrap(),
+            unit: Some(1 << 20),
+            ..record("a", 0)
+        };
+        let tenants = by_size
+            .places()
+            .flat_map(|place| Tenant::of(&place))
+            .collect();
+        let records = Records {
+            next_slot: 1,
+            leases: vec![by_size],
+            tenants,
+            ..Records::default()
+        };
+        folder.lock().unwrap().write(&records).unwrap();
+        assert_eq!(folder.read().unwrap(), records);
+        let text = fs::read_to_string(dir.path().join("leases.json")).unwrap();
+        assert!(text.contains("\"at\": 1048576"), "{text}");
     }
 
     #[test]
@@ -596,11 +735,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let folder = Folder::new(dir.path());
         let path = dir.path().join("leases.json");
-        fs::write(&path, r#"{"version":3,"unknown":[]}"#).unwrap();
+        fs::write(&path, r#"{"version":4,"unknown":[]}"#).unwrap();
         assert_eq!(
             folder.read().unwrap_err().to_string(),
             format!(
-                "The ledger {} has format 3, this program knows format 2; use the version that wrote it",
+                "The ledger {} has format 4, this program knows format 3; use the version that wrote it",
                 path.display()
             )
         );

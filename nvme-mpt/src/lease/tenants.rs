@@ -10,11 +10,13 @@
 //! Entries name bytes by what holds them (`origin::extent`), so that a disk, its partition and a loop device of a file
 //! have the same tenants.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use super::extents::joined;
 use super::range::ByteRange;
 use crate::origin::{extent, nvme};
 
@@ -48,10 +50,13 @@ impl FromStr for FormerData {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Tenant {
-    id: String,
+    pub(super) id: String,
     drive: String,
     nsid: u32,
-    range: ByteRange,
+    pub(super) range: ByteRange,
+    /// Offset in bytes within a lease by size at which the range begins; `None` if the range was named.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    at: Option<u64>,
     /// It is being wiped: what is left is nobody's.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     wiping: bool,
@@ -61,6 +66,9 @@ pub(super) struct Tenant {
     /// The operator has released the range: the next lease of another id wipes it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     released: bool,
+    /// The id's lease has lost other parts. So no lease by size takes this one up.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    remnant: bool,
 }
 
 /// Data in the way of a lease.
@@ -91,6 +99,20 @@ pub(super) struct Place<'a> {
     pub(super) drive: &'a str,
     pub(super) nsid: u32,
     pub(super) range: ByteRange,
+    /// Offset in bytes within a lease by size at which the range begins; `None` if the range was named.
+    pub(super) at: Option<u64>,
+}
+
+impl Place<'_> {
+    /// Returns the place of a part of the range.
+    fn part(&self, range: ByteRange) -> Self {
+        let moved = range.start().saturating_sub(self.range.start());
+        Self {
+            range,
+            at: self.at.map(|at| at.saturating_add(moved)),
+            ..*self
+        }
+    }
 }
 
 /// A part of a place in one of the bases that hold its bytes.
@@ -104,11 +126,19 @@ struct Part {
 
 impl Part {
     fn place<'a>(&'a self, of: &Place<'a>) -> Place<'a> {
+        let moved = self.at.saturating_sub(of.range.start());
         Place {
             drive: &self.base,
             range: self.range,
+            at: of.at.map(|at| at.saturating_add(moved)),
             ..*of
         }
+    }
+
+    /// Returns bytes of the base, within the part, as the drive of the place numbers them.
+    fn on_drive(&self, range: ByteRange) -> Option<ByteRange> {
+        let moved = range.start().checked_sub(self.range.start())?;
+        ByteRange::new(self.at.checked_add(moved)?, range.length()).ok()
     }
 }
 
@@ -142,25 +172,72 @@ impl Tenant {
             drive: place.drive.to_owned(),
             nsid: place.nsid,
             range: place.range,
+            at: place.at,
             wiping: false,
             given_up: false,
             released: false,
+            remnant: false,
         }
     }
 
-    /// Returns whether a lease with this id finds there what is not its own.
-    fn is_foreign(&self, id: &str) -> bool {
-        self.wiping || self.id != id
+    /// Returns whether 64 bits count the bytes of its lease up to its end.
+    pub(super) fn is_sound(&self) -> bool {
+        let end = |at: u64| at.checked_add(self.range.length());
+        self.at.is_none_or(|at| end(at).is_some())
     }
 
-    /// Returns whether the data is in the way of a lease with this id that does not say what becomes of it.
-    fn refuses(&self, id: &str) -> bool {
-        self.is_foreign(id) && !self.released && (self.wiping || !self.given_up)
+    /// Returns the entry of a part of its range.
+    fn part(&self, range: ByteRange) -> Self {
+        let moved = range.start().saturating_sub(self.range.start());
+        Self {
+            range,
+            at: self.at.map(|at| at.saturating_add(moved)),
+            ..self.clone()
+        }
     }
 
-    /// Returns whether a lease with this id has to wipe the data.
-    fn is_wiped(&self, id: &str, fate: FormerData) -> bool {
-        self.is_foreign(id)
+    /// Returns whether a lease of `place` finds there what is not its own. A lease by size has each byte at its
+    /// offset.
+    fn is_foreign(&self, place: &Place<'_>) -> bool {
+        self.wiping || self.id != place.id || (place.at.is_some() && !self.is_at_home(place))
+    }
+
+    /// Returns whether its bytes lie at the offsets in the lease that `place` gives them.
+    fn is_at_home(&self, place: &Place<'_>) -> bool {
+        let first =
+            |at: Option<u64>, range: &ByteRange| at.map(|at| at.wrapping_sub(range.start()));
+        first(self.at, &self.range) == first(place.at, &place.range)
+    }
+
+    /// Returns whether the data is in the way of a lease that does not say what becomes of it.
+    fn refuses(&self, place: &Place<'_>) -> bool {
+        self.is_foreign(place) && !self.released && (self.wiping || !self.given_up)
+    }
+
+    /// Returns whether a lease by size of any id may have its bytes once they are wiped. A part that a lease by size did
+    /// not wipe to the end belongs to that lease.
+    pub(super) fn is_free(&self) -> bool {
+        self.released || self.given_up || (self.wiping && self.at.is_none())
+    }
+
+    /// Returns its id, and whether it is a part of the id's lease by size.
+    fn lease(&self) -> (String, bool) {
+        (self.id.clone(), self.at.is_some())
+    }
+
+    /// Makes it a part that no lease by size takes up.
+    fn abandon(&mut self) {
+        (self.at, self.remnant) = (None, true);
+    }
+
+    /// Returns whether a lease by size of its id may take it up.
+    pub(super) fn is_taken_up(&self) -> bool {
+        !self.remnant && (self.at.is_some() || !self.wiping)
+    }
+
+    /// Returns whether a lease of `place` has to wipe the data.
+    fn is_wiped(&self, place: &Place<'_>, fate: FormerData) -> bool {
+        self.is_foreign(place)
             && match fate {
                 FormerData::Refused => self.released,
                 FormerData::Kept => false,
@@ -168,10 +245,88 @@ impl Tenant {
             }
     }
 
+    /// Returns the entry of a part that a lease of `place` has to wipe.
+    fn marked(&self, range: ByteRange, place: &Place<'_>) -> Self {
+        let entry = match place.at {
+            // It belongs to the lease, which has it at this offset when it comes back.
+            Some(_) => Self::new(place.part(range)),
+            None => Self {
+                at: None,
+                ..self.part(range)
+            },
+        };
+        Self {
+            wiping: true,
+            ..entry
+        }
+    }
+
     fn overlaps(&self, place: &Place<'_>) -> bool {
         self.range.overlaps(&place.range)
             && nvme::as_block_device(&self.drive, self.nsid)
                 == nvme::as_block_device(place.drive, place.nsid)
+    }
+}
+
+/// An entry, as a drive that holds its bytes numbers them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Found<'a> {
+    pub(super) tenant: &'a Tenant,
+    pub(super) range: ByteRange,
+    /// Offset in bytes within a lease by size at which the range begins.
+    pub(super) at: Option<u64>,
+}
+
+/// Returns the entries in `place`.
+pub(super) fn find<'a>(tenants: &'a [Tenant], place: &Place<'_>) -> Vec<Found<'a>> {
+    let in_part = |part: &Part| {
+        let place = part.place(place);
+        let there = tenants.iter().filter(|tenant| tenant.overlaps(&place));
+        let found = there.filter_map(|tenant| {
+            let [_, within, _] = split(&tenant.range, &place.range);
+            let within = within?;
+            let moved = within.start() - tenant.range.start();
+            Some(Found {
+                tenant,
+                range: part.on_drive(within)?,
+                at: tenant.at.map(|at| at.saturating_add(moved)),
+            })
+        });
+        found.collect::<Vec<_>>()
+    };
+    parts(place).iter().flat_map(in_part).collect()
+}
+
+/// Makes the id's data at offsets in `place` remnants: a lease by size of the id begins anew.
+pub(super) fn abandon(tenants: &mut [Tenant], place: &Place<'_>) {
+    for part in parts(place) {
+        let place = part.place(place);
+        let its = tenants
+            .iter_mut()
+            .filter(|tenant| tenant.id == place.id && tenant.overlaps(&place));
+        its.filter(|tenant| tenant.at.is_some())
+            .for_each(Tenant::abandon);
+    }
+}
+
+/// Releases `place`, the end of a lease by size.
+pub(super) fn release(tenants: &mut Vec<Tenant>, place: &Place<'_>) {
+    for part in parts(place) {
+        let place = part.place(place);
+        let mut parts = Vec::new();
+        for tenant in tenants.extract_if(.., |tenant| tenant.overlaps(&place)) {
+            let [before, within, behind] = split(&tenant.range, &place.range);
+            let outside = before.into_iter().chain(behind);
+            parts.extend(outside.map(|range| tenant.part(range)));
+            parts.extend(within.map(|range| Tenant {
+                at: None,
+                given_up: false,
+                released: true,
+                remnant: true,
+                ..tenant.part(range)
+            }));
+        }
+        tenants.append(&mut parts);
     }
 }
 
@@ -183,7 +338,7 @@ pub(super) fn in_the_way(tenants: &[Tenant], place: &Place<'_>) -> Option<Left> 
 }
 
 fn in_the_way_of_part(tenants: &[Tenant], place: &Place<'_>) -> Option<Left> {
-    let foreign = |tenant: &&Tenant| tenant.overlaps(place) && tenant.refuses(place.id);
+    let foreign = |tenant: &&Tenant| tenant.overlaps(place) && tenant.refuses(place);
     tenants.iter().find(foreign).map(|tenant| Left {
         id: tenant.id.clone(),
         range: tenant.range,
@@ -207,49 +362,57 @@ pub(super) fn decide(tenants: &mut [Tenant], id: &str, fate: FormerData) -> Vec<
 
 /// Enters `place` for its id. Parts that have to be wiped are marked instead.
 pub(super) fn enter(tenants: &mut Vec<Tenant>, place: &Place<'_>, fate: FormerData) {
+    let mut broken = HashSet::new();
     for part in parts(place) {
-        enter_part(tenants, &part.place(place), fate);
+        enter_part(tenants, &part.place(place), fate, &mut broken);
+    }
+    // Of a released lease that has lost a part, the others are not taken up again.
+    if !broken.is_empty() {
+        let parts = tenants.iter_mut();
+        let parts = parts.filter(|tenant| tenant.released && broken.contains(&tenant.lease()));
+        parts.for_each(Tenant::abandon);
     }
 }
 
-fn enter_part(tenants: &mut Vec<Tenant>, place: &Place<'_>, fate: FormerData) {
-    let (touched, mut kept): (Vec<_>, Vec<_>) =
-        tenants.drain(..).partition(|tenant| tenant.overlaps(place));
+/// Enters a part of a place. The released leases that lose a part by that are added to `broken`.
+fn enter_part(
+    tenants: &mut Vec<Tenant>,
+    place: &Place<'_>,
+    fate: FormerData,
+    broken: &mut HashSet<(String, bool)>,
+) {
     let mut marked = Vec::new();
-    for tenant in touched {
+    let mut kept = Vec::new();
+    for tenant in tenants.extract_if(.., |tenant| tenant.overlaps(place)) {
+        let moves = tenant.id != place.id || !tenant.is_at_home(place);
+        if tenant.released && !tenant.remnant && moves {
+            broken.insert(tenant.lease());
+        }
         let [before, within, behind] = split(&tenant.range, &place.range);
-        let part = |range| Tenant {
-            range,
-            ..tenant.clone()
-        };
-        kept.extend(before.into_iter().chain(behind).map(part));
-        if tenant.is_wiped(place.id, fate) {
-            marked.extend(within.map(|range| Tenant {
-                wiping: true,
-                ..part(range)
-            }));
+        let outside = before.into_iter().chain(behind);
+        kept.extend(outside.map(|range| tenant.part(range)));
+        if tenant.is_wiped(place, fate) {
+            marked.extend(within.map(|range| tenant.marked(range, place)));
         }
     }
+    tenants.append(&mut kept);
     // The rest of the range is the new id's.
     let mut at = place.range.start();
     marked.sort_by_key(|tenant: &Tenant| tenant.range.start());
     for tenant in marked {
-        kept.extend(between(place, at, tenant.range.start()));
+        tenants.extend(between(place, at, tenant.range.start()));
         at = tenant.range.end();
-        kept.push(tenant);
+        tenants.push(tenant);
     }
-    kept.extend(between(place, at, place.range.end()));
-    *tenants = kept;
+    tenants.extend(between(place, at, place.range.end()));
 }
 
 /// The parts of `place` that are marked, as its drive numbers its bytes.
 pub(super) fn marked(tenants: &[Tenant], place: &Place<'_>) -> Vec<ByteRange> {
     let of_part = |part: &Part| {
         let marked = marked_in_part(tenants, &part.place(place));
-        let (start, at) = (part.range.start(), part.at);
-        let moved =
-            move |range: ByteRange| ByteRange::new(range.start() - start + at, range.length()).ok();
-        marked.into_iter().filter_map(moved)
+        let moved = marked.into_iter().map(|range| part.on_drive(range));
+        moved.flatten().collect::<Vec<_>>()
     };
     parts(place).iter().flat_map(of_part).collect()
 }
@@ -258,17 +421,19 @@ fn marked_in_part(tenants: &[Tenant], place: &Place<'_>) -> Vec<ByteRange> {
     let marked = tenants
         .iter()
         .filter(|tenant| tenant.wiping && tenant.overlaps(place));
-    marked
+    let mut marked: Vec<ByteRange> = marked
         .filter_map(|tenant| {
             let [_, within, _] = split(&tenant.range, &place.range);
             within
         })
-        .collect()
+        .collect();
+    marked.sort_by_key(ByteRange::start);
+    joined(&marked)
 }
 
 fn between(place: &Place<'_>, start: u64, end: u64) -> Option<Tenant> {
     let range = ByteRange::new(start, end.checked_sub(start)?).ok()?;
-    Some(Tenant::new(Place { range, ..*place }))
+    Some(Tenant::new(place.part(range)))
 }
 
 /// The parts of `range` before, within and behind `other`, which it overlaps.
@@ -296,6 +461,7 @@ mod tests {
             drive: "file:/drive",
             nsid: 1,
             range: ByteRange::new(start, length).unwrap(),
+            at: None,
         }
     }
 

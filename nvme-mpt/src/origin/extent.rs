@@ -36,6 +36,28 @@ impl Extent {
         ours.any(|ours| others().any(|other| ours.shares_place(other)))
     }
 
+    /// Returns the parts of it, as starts and ends from its start, which may have bytes of the other.
+    fn shared_with(&self, other: &Self) -> Vec<(u64, u64)> {
+        if !self.overlaps(other) {
+            return Vec::new();
+        }
+        let part = |other: &Self| {
+            let end = |extent: &Self| extent.start.saturating_add(extent.length);
+            let start = self.start.max(other.start);
+            (start - self.start, end(self).min(end(other)) - self.start)
+        };
+        if self.base == other.base {
+            return vec![part(other)];
+        }
+        // The place of each byte in what is below is not known, so each may be any of those.
+        let mut others = std::iter::once(other).chain(&other.below);
+        if others.any(|other| self.below.iter().any(|below| below.shares_place(other))) {
+            return vec![(0, self.length)];
+        }
+        let below = other.below.iter().filter(|below| self.shares_place(below));
+        below.map(part).collect()
+    }
+
     fn shares_place(&self, other: &Self) -> bool {
         let end = |extent: &Self| extent.start.saturating_add(extent.length);
         self.base == other.base && self.start < end(other) && other.start < end(self)
@@ -195,9 +217,33 @@ pub(crate) fn overlap(
         .any(|ours| others.iter().any(|other| ours.overlaps(other)))
 }
 
+/// Returns the parts of a range of a drive, as it numbers its bytes, which may have bytes of ranges of another drive.
+pub(crate) fn shared(
+    (one, of_one): (&str, ByteRange),
+    (other, of_other): (&str, &[ByteRange]),
+) -> Vec<ByteRange> {
+    let ours = places(one, of_one);
+    let all = ByteRange::new(0, u64::MAX).ok();
+    let whole = all.map_or_else(Vec::new, |all| places(other, all));
+    let mut shared = Vec::new();
+    for range in of_other {
+        for theirs in part(&whole, range.start(), range.length()) {
+            let mut at = of_one.start();
+            for ours in &ours {
+                let parts = ours.shared_with(&theirs).into_iter();
+                let parts = parts.map(|(start, end)| ByteRange::new(at + start, end - start));
+                shared.extend(parts.flatten());
+                at += ours.length;
+            }
+        }
+    }
+    shared
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     fn range(text: &str) -> ByteRange {
         text.parse().unwrap()
@@ -292,6 +338,88 @@ mod tests {
             (&identity, range("0+4K")),
             ("dm:crypt", range("0+2K"))
         ));
+    }
+
+    #[test]
+    fn a_drive_has_the_bytes_that_it_shares_at_its_own_places() {
+        let ranges = |texts: &[&str]| texts.iter().map(|text| range(text)).collect::<Vec<_>>();
+        let two = "1048576+8192 of disk:a and 0+8192 of disk:b";
+        for (ours, theirs, taken, found) in [
+            (
+                "disk:a",
+                "disk:a",
+                &["4K+4K", "0+4K"][..],
+                &["4K+4K", "0+4K"][..],
+            ),
+            ("disk:a", "disk:b", &["0+1G"], &[]),
+            ("disk:a", two, &["4K+8K"], &["1028K+4K"]),
+            (two, "disk:a", &["1M+4K", "1028K+1M"], &["0+4K", "4K+4K"]),
+            (two, "disk:b", &["0+1G"], &["8K+8K"]),
+            (
+                "disk:a",
+                "0+8192 of dm:c over 4096+8192/disk:a",
+                &["4K+4K"],
+                &["4K+8K"],
+            ),
+            (
+                "0+8192 of dm:c over 4096+8192/disk:a",
+                "disk:a",
+                &["0+8K", "12K+4K"],
+                &["0+8K"],
+            ),
+            (
+                "0+8192 of dm:p#1 over 0+8192/disk:a",
+                "0+8192 of dm:p#2 over 0+8192/disk:a",
+                &["0+8K"],
+                &[],
+            ),
+        ] {
+            let of = (ours, range("0+1G"));
+            let shared = shared(of, (theirs, &ranges(taken)));
+            assert_eq!(shared, ranges(found), "{ours}, {theirs}");
+        }
+        assert_eq!(
+            shared((two, range("4K+8K")), ("disk:b", &ranges(&["0+1G"]))),
+            ranges(&["8K+4K"])
+        );
+    }
+
+    /// Makes a part of one of few bases, maybe with parts below it.
+    fn some_extent() -> impl Strategy<Value = Extent> {
+        let part = |bases: &'static [&'static str]| {
+            let base = prop::sample::select(bases);
+            (base, 0..8_u64, 1..8_u64).prop_map(|(base, start, length)| extent(base, start, length))
+        };
+        let below = prop::collection::vec(part(&["disk:a", "disk:b"]), 0..3);
+        let bases = &["disk:a", "disk:b", "dm:c", "dm:p#1", "dm:p#2"];
+        (part(bases), below).prop_map(|(extent, below)| Extent {
+            below: if extent.base.starts_with("dm") {
+                below
+            } else {
+                Vec::new()
+            },
+            ..extent
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn bytes_are_shared_where_ranges_overlap(
+            ours in prop::collection::vec(some_extent(), 1..3),
+            theirs in prop::collection::vec(some_extent(), 1..3),
+            of in (0..8_u64, 1..8_u64),
+        ) {
+            let length = ours.iter().map(|extent| extent.length).sum();
+            let (ours, theirs) = (join(&ours), join(&theirs));
+            let of = ByteRange::new(of.0, of.1).unwrap();
+            let all = ByteRange::new(0, length).unwrap();
+            let found = shared((&ours, all), (&theirs, &[of]));
+            for byte in 0..length {
+                let byte = ByteRange::new(byte, 1).unwrap();
+                let is_shared = found.iter().any(|range| range.overlaps(&byte));
+                prop_assert_eq!(is_shared, overlap((&ours, byte), (&theirs, of)), "byte {}", byte);
+            }
+        }
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! A [`HostQueue`](crate::host::HostQueue) names its command set as a type, so a command is dispatched to it
 //! when the program is compiled.
 
-use super::Failure;
+use super::Untranslated;
 use super::translate::Translator;
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
@@ -42,13 +42,13 @@ pub trait CommandSet {
     /// write. Ranges that are copied into the slot's own list are none.
     ///
     /// # Errors
-    /// [`Failure`] of a command that does not reach the host controller.
+    /// [`Untranslated`]: a command that does not reach the host controller, or not as one.
     fn translate(
         translator: &mut Translator,
         guest: &Sqe,
         slot: u16,
         host: &mut Sqe,
-    ) -> Result<u32, Failure>;
+    ) -> Result<u32, Untranslated>;
 
     /// The LBA that a command begins with, where the error log has it.
     #[must_use]
@@ -88,7 +88,7 @@ impl CommandSet for NvmCommands {
         guest: &Sqe,
         slot: u16,
         host: &mut Sqe,
-    ) -> Result<u32, Failure> {
+    ) -> Result<u32, Untranslated> {
         translator.translate(guest, slot, host)
     }
 }

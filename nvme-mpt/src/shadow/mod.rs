@@ -1,10 +1,13 @@
 //! Shadow queues: guest queue pairs bound to host queue pairs.
 //!
 //! `translate` decides what of a guest's command reaches the host controller,
-//! `queue` moves commands and completions.
+//! `queue` moves commands and completions. `leased_blocks` knows the places of the lease's blocks; `parts` cuts
+//! commands whose blocks lie in several places.
 
 mod command_set;
+mod leased_blocks;
 mod lists;
+mod parts;
 mod prp;
 mod queue;
 mod sgl;
@@ -12,11 +15,13 @@ mod slot;
 mod translate;
 
 pub use command_set::{CommandSet, CompletedCommand, NvmCommands, Traffic};
+pub use leased_blocks::LeasedBlocks;
 pub use lists::ListMemory;
+pub(crate) use parts::PART_LISTS;
 pub use queue::ShadowQueue;
 pub(crate) use queue::{CompletionQueue, QueueContext, ShadowCore, SubmissionQueue};
 pub use sgl::MAX_DESCRIPTORS as MAX_SGL_DESCRIPTORS;
-pub use translate::{LeasedBlocks, Translator, location};
+pub use translate::{Translator, location};
 
 use crate::spec::status::Status;
 
@@ -42,5 +47,21 @@ impl Failure {
     /// Byte of the command that is to blame.
     pub(crate) const fn location(self) -> u16 {
         (self.0 >> 16) as u16
+    }
+}
+
+/// Why a guest's command does not become one command for the host controller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Untranslated {
+    /// It reaches the host controller in no form.
+    Failed(Failure),
+    /// Its blocks lie in several places of the host's namespace, so that it is carried out in parts.
+    Crossing,
+}
+
+impl From<Failure> for Untranslated {
+    #[inline(always)]
+    fn from(failure: Failure) -> Self {
+        Self::Failed(failure)
     }
 }

@@ -10,22 +10,26 @@ mod rings;
 mod state;
 
 use std::marker::PhantomData;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use self::departures::HeldDepartures;
 use self::posting::{Posting, fail_command};
 pub(crate) use self::rings::{CompletionQueue, SubmissionQueue};
 use super::lists::ListMemory;
-use super::slot::{Slot, Slots, Taken};
+use super::parts::{Parts, Step};
+use super::slot::{Permit, Slots, Taken};
 use super::translate::Translator;
-use super::{CommandSet, LeasedBlocks};
+use super::{CommandSet, LeasedBlocks, Untranslated};
 use crate::address::Gpa;
 use crate::attachment::Holding;
 use crate::clock::Ticks;
 use crate::dma::{RegionTable, TableUse, Tables};
 use crate::doorbell::{DoorbellBuffer, DoorbellPage};
 use crate::event::{Event, EventQueue, QueueFailure};
-use crate::host::{Completes, HostBatch, HostQueue, HostQueuePair, Limits};
+use crate::host::{
+    Completes, CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue, HostQueuePair,
+    Limits,
+};
 use crate::interrupt::Standing;
 use crate::kept::keep_for_good;
 use crate::limit::Limiter;
@@ -34,6 +38,7 @@ use crate::poller::Silence;
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::QueueId;
 use crate::spec::opcode::NvmOpcode;
+use crate::spec::sqe::Sqe;
 
 /// Commands taken from one Submission Queue before its neighbours get their turn.
 const BATCH_COMMANDS: u32 = 64;
@@ -67,6 +72,23 @@ pub(crate) struct QueueContext {
     pub(crate) tables: Arc<Tables>,
     /// Limits of the lease.
     pub(crate) limiter: Limiter,
+    /// Blocks of the lease. Queues take up others with the next table of the VM's memory.
+    pub(crate) blocks: Mutex<Arc<LeasedBlocks>>,
+}
+
+impl QueueContext {
+    /// Returns the blocks of the lease.
+    pub(crate) fn blocks(&self) -> Arc<LeasedBlocks> {
+        self.blocks
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    /// Changes the blocks of the lease.
+    pub(crate) fn set_blocks(&self, blocks: LeasedBlocks) {
+        *self.blocks.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(blocks);
+    }
 }
 
 /// A shadow queue, as its poller sees it.
@@ -89,6 +111,7 @@ pub(crate) struct ShadowCore {
     sqs: Vec<SubmissionQueue>,
     slots: Slots,
     translator: Translator,
+    parts: Parts,
     generation: u64,
     departures: HeldDepartures,
     lost_epoch: usize,
@@ -96,7 +119,7 @@ pub(crate) struct ShadowCore {
     condition: Condition,
     /// Completions that wait for the memory of the ring to come back.
     held: Vec<(Cqe, Room)>,
-    /// True if passes cost more: what is written is noted, or the lease has limits.
+    /// True if passes cost more: what is written is noted, the lease has limits, or commands are carried out in parts.
     is_special: bool,
     /// True if what is written is noted.
     is_logged: bool,
@@ -111,17 +134,21 @@ pub(crate) struct ShadowCore {
 }
 
 impl ShadowQueue {
-    /// A shadow queue without Submission Queues. `id` is its name among the pollers' queues.
+    /// A shadow queue without Submission Queues. `id` is its name among the pollers' queues. The lists of a lease that may
+    /// grow are followed by [`PART_LISTS`](super::parts::PART_LISTS) others.
     pub(crate) fn new(
         id: u64,
         context: Arc<QueueContext>,
         cq: CompletionQueue,
         buffer: Option<DoorbellBuffer>,
         (holding, host, slots, lists): (Arc<Holding>, HostQueuePair, u16, ListMemory),
-        (blocks, limits): (LeasedBlocks, Limits),
+        limits: Limits,
         (table_use, table): (TableUse, Arc<RegionTable>),
     ) -> Self {
         let generation = table.generation();
+        let blocks = context.blocks();
+        let parts = Parts::new(slots, blocks.grow());
+        let blocks = blocks.as_ref().clone();
         let mut core = ShadowCore {
             id,
             context,
@@ -130,6 +157,7 @@ impl ShadowQueue {
             sqs: Vec::new(),
             slots: Slots::new(slots),
             translator: Translator::new(table, lists, blocks, limits),
+            parts,
             generation,
             departures: HeldDepartures::default(),
             lost_epoch: lost_memory_epoch(),
@@ -248,6 +276,7 @@ impl ShadowQueue {
     /// about to be deleted.
     pub(crate) fn cut_short(&mut self) {
         self.host.cut_short();
+        self.core.parts.cut_short();
     }
 
     /// Takes commands again.
@@ -297,6 +326,9 @@ impl ShadowCore {
         let tail = self.cq.indices.tail().get();
         self.rests_until = None;
         let worked = self.pass::<H, true>(host);
+        if !self.parts.are_some() {
+            self.note_special();
+        }
         if !self.is_logged {
             return worked;
         }
@@ -314,6 +346,7 @@ impl ShadowCore {
             && self.slots.in_flight() > 0
             && self.reap::<H, SPECIAL>(host);
         let sound = self.is_sound();
+        let mut rung = SPECIAL && self.submit_parts::<H>(host);
         if sound && !self.stopped {
             let mut batch = host.batch();
             let mut taken = false;
@@ -327,11 +360,14 @@ impl ShadowCore {
             }
             if taken {
                 batch.ring(self.translator.memory());
-                if H::COMPLETES != Completes::Later {
-                    self.reap::<H, SPECIAL>(host);
-                }
-                worked = true;
+                rung = true;
             }
+        }
+        if rung {
+            if H::COMPLETES != Completes::Later {
+                self.reap::<H, SPECIAL>(host);
+            }
+            worked = true;
         }
         if host.has_failed() {
             self.fail(QueueFailure::HostQueue);
@@ -392,6 +428,8 @@ impl ShadowCore {
             sqs,
             slots,
             translator,
+            parts,
+            is_special,
             context,
             ..
         } = self;
@@ -436,8 +474,16 @@ impl ShadowCore {
                         }
                     }
                 }
-                Err(failure) => {
-                    fail_command::<H>(context, (cq, room), sq, (&guest, taken), failure);
+                Err(error) => {
+                    let command = (&guest, index as u16, taken);
+                    let bytes = not_one_command::<H>(
+                        error,
+                        command,
+                        (permit, room),
+                        (context, cq, sq),
+                        (translator, parts, is_special),
+                    );
+                    bytes_left = bytes_left.saturating_sub(bytes);
                 }
             }
         }
@@ -481,9 +527,49 @@ impl ShadowCore {
         }
     }
 
+    /// Takes the next step of commands that are carried out in parts. Returns whether there was any.
+    #[cold]
+    #[inline(never)]
+    fn submit_parts<H: HostQueue>(&mut self, host: &mut H) -> bool {
+        let gives_up = self.condition == Condition::Failed;
+        let mut worked = false;
+        for _ in 0..BATCH_COMMANDS {
+            let (slots, translator) = (&self.slots, &mut self.translator);
+            match self.parts.next(slots, translator, gives_up) {
+                Some(Step::Submit(part)) => {
+                    let mut batch = host.batch();
+                    batch.announce(1, Ticks::now());
+                    batch.submit(&part);
+                    batch.ring(self.translator.memory());
+                }
+                Some(Step::End(slot, status)) => {
+                    self.post::<H, true>(|_, mut posting| {
+                        posting.take(HostCompletion {
+                            slot,
+                            status,
+                            dw0: 0,
+                        });
+                    });
+                }
+                None => break,
+            }
+            worked = true;
+        }
+        worked
+    }
+
     /// Completes what the host controller has done. Returns whether there was anything.
     #[inline]
     fn reap<H: HostQueue, const SPECIAL: bool>(&mut self, host: &mut H) -> bool {
+        self.post::<H, SPECIAL>(|memory, posting| host.reap(memory, posting))
+    }
+
+    /// Posts the completions that `give` hands over. Returns whether there was any.
+    #[inline(always)]
+    fn post<H: HostQueue, const SPECIAL: bool>(
+        &mut self,
+        give: impl FnOnce(HostMemory<'_>, &mut Posting<'_, H, SPECIAL>),
+    ) -> bool {
         let Self {
             cq,
             sqs,
@@ -493,6 +579,7 @@ impl ShadowCore {
             condition,
             held,
             departures,
+            parts,
             is_logged,
             ..
         } = self;
@@ -506,11 +593,12 @@ impl ShadowCore {
             held,
             translator,
             departures,
+            parts,
             is_logged: *is_logged,
             completed: 0,
             now: Ticks::default(),
         };
-        host.reap(translator.memory(), &mut posting);
+        give(translator.memory(), &mut posting);
         let Posting { completed, now, .. } = posting;
         if completed == 0 {
             return false;
@@ -600,6 +688,45 @@ impl ShadowCore {
                 qid: self.cq.qid,
                 reason,
             });
+        }
+    }
+}
+
+/// Completes a command that does not reach the host controller, or has it carried out in parts. Returns the bytes of
+/// its data then.
+#[cold]
+#[inline(never)]
+fn not_one_command<H: HostQueue>(
+    error: Untranslated,
+    (guest, sq_index, taken): (&Sqe, u16, Ticks),
+    (mut permit, room): (Permit<'_>, Room),
+    (context, cq, sq): (&QueueContext, &mut CompletionQueue, &SubmissionQueue),
+    (translator, parts, is_special): (&mut Translator, &mut Parts, &mut bool),
+) -> u32 {
+    let (number, whole) = permit.host();
+    let translated = match error {
+        Untranslated::Failed(failure) => Err(failure),
+        Untranslated::Crossing => translator.translate_whole::<H::Commands>(guest, number, whole),
+    };
+    match translated {
+        Ok(bytes) => {
+            let whole = permit.occupy_in_parts(Taken {
+                room,
+                cid: guest.cid(),
+                sq: sq_index,
+                opcode: NvmOpcode(guest.opcode()),
+                bytes,
+                slba: H::Commands::named_lba(guest),
+                taken,
+            });
+            let (_, _, lists) = translator.for_parts();
+            parts.begin(number, whole, lists);
+            *is_special = true;
+            bytes
+        }
+        Err(failure) => {
+            fail_command::<H>(context, (cq, room), sq, (guest, taken), failure);
+            0
         }
     }
 }

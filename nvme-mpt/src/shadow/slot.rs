@@ -7,6 +7,30 @@ use crate::spec::ids::CommandId;
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
 
+/// Work that the end of a command has to do, which hardly any command has: one look tells.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Special(u8);
+
+impl Special {
+    /// Some of the memory that the command's data lies in was unmapped since.
+    pub(crate) const STALE: Self = Self(1);
+    /// The command is carried out in parts.
+    pub(crate) const IN_PARTS: Self = Self(2);
+
+    #[inline(always)]
+    pub(crate) const fn is_some(self) -> bool {
+        self.0 != 0
+    }
+
+    pub(crate) const fn has(self, work: Self) -> bool {
+        self.0 & work.0 != 0
+    }
+
+    pub(crate) const fn add(&mut self, work: Self) {
+        self.0 |= work.0;
+    }
+}
+
 /// A command in flight.
 #[derive(Debug, Default)]
 pub(crate) struct Slot {
@@ -18,16 +42,16 @@ pub(crate) struct Slot {
     pub(crate) opcode: NvmOpcode,
     /// Room for the completion, from [`Permit::occupy`] to [`Slots::release`].
     room: Option<Room>,
-    /// True if some of the memory that its data lies in was unmapped since.
-    pub(crate) stale: bool,
+    /// What its end has to do besides.
+    pub(crate) special: Special,
     /// Bytes of data in the VM's memory. Ranges to deallocate or copy are none: the host has a copy of them.
     pub(crate) bytes: u32,
     /// First LBA as the guest names it, for the error log; 0 where there are no LBAs.
     pub(crate) slba: u64,
     /// When it was taken.
     pub(crate) taken: Ticks,
-    /// The command that the host controller was given. With the slot's list, which no guest can change, it names
-    /// the places of the data.
+    /// The command that the host controller was given, or the whole that its parts are made of. With the slot's list,
+    /// which no guest can change, it names the places of the data.
     pub(crate) host: Sqe,
 }
 
@@ -91,6 +115,13 @@ impl<'a> Permit<'a> {
         free.truncate(left);
         &slot.host
     }
+
+    /// As [`Self::occupy`], with a command that is carried out in parts. Returns the whole.
+    #[cold]
+    pub(crate) fn occupy_in_parts(self, command: Taken) -> &'a Sqe {
+        self.slot.special.add(Special::IN_PARTS);
+        self.occupy(command)
+    }
 }
 
 /// The slots of a shadow queue. A slot's index is the command's identifier at the host controller.
@@ -148,6 +179,22 @@ impl Slots {
         // The list does not grow: each slot is in it once at most.
         self.free.push(index);
         Some((slot, room))
+    }
+
+    /// Takes back a slot that was the last to be released.
+    #[cold]
+    pub(crate) fn retake(&mut self, index: u16, room: Room) {
+        if let Some(slot) = self.slots.get_mut(usize::from(index)) {
+            slot.room = Some(room);
+            self.free.pop_if(|last| *last == index);
+        }
+    }
+
+    /// Returns a command in flight, as the host controller was given it, or its whole.
+    pub(crate) fn command(&self, index: u16) -> Option<&Sqe> {
+        let slot = self.slots.get(usize::from(index));
+        slot.filter(|slot| slot.room.is_some())
+            .map(|slot| &slot.host)
     }
 
     /// The commands in flight, by slot.

@@ -9,12 +9,12 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::lists::ListMemory;
 use super::prp::{self, PrpHints};
-use super::{Failure, sgl};
+use super::{CommandSet, Failure, LeasedBlocks, Untranslated, sgl};
 use crate::address::PAGE_SIZE;
 use crate::dma::{Direction, RegionHint, RegionTable};
 use crate::host::DataPointer;
 use crate::host::{HostMemory, Limits};
-use crate::spec::ids::{CommandId, Lba, Nsid};
+use crate::spec::ids::{CommandId, Nsid};
 use crate::spec::nvm::{
     CompareVerify, CopyCommand, CopyFormat, CopyRange0, DatasetManagement, DsmRange, ReadWrite,
     WriteUncorrectable, WriteZeroes,
@@ -47,42 +47,14 @@ pub mod location {
 /// protection information are not offered.
 const READ_WRITE_CDW12: u32 = 0xC000_FFFF;
 
-/// The blocks of a lease: what the guest sees as its namespace.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LeasedBlocks {
-    /// The namespace as the guest names it.
-    pub guest_nsid: Nsid,
-    /// The namespace as the host controller names it.
-    pub host_nsid: Nsid,
-    /// The first leased block of the host's namespace.
-    pub first: Lba,
-    /// Number of leased blocks.
-    pub blocks: u64,
-    /// Logical block size as a power of two, in bytes.
-    pub lba_shift: u8,
-}
-
-impl LeasedBlocks {
-    /// Returns the host's name of the first of `count` blocks.
-    ///
-    /// # Errors
-    /// LBA Out of Range, if not all of them are leased.
-    #[inline(always)]
-    pub fn translate(&self, slba: Lba, count: u64) -> Result<Lba, Failure> {
-        match slba.checked_add(count) {
-            // The lease lies in the host's namespace, so this sum cannot wrap.
-            Some(end) if end.0 <= self.blocks => Ok(Lba(self.first.0 + slba.0)),
-            _ => Err(Failure::at(Status::LBA_OUT_OF_RANGE, location::CDW10)),
-        }
-    }
-}
-
 /// Turns guest commands into host commands, for one shadow queue.
 #[derive(Debug)]
 pub struct Translator {
     table: Arc<RegionTable>,
     lists: ListMemory,
     blocks: LeasedBlocks,
+    /// Blocks that leave LBAs as they are, for [wholes](Self::translate_whole).
+    of_lease: LeasedBlocks,
     limits: Limits,
     max_transfer: u64,
     prp_hints: PrpHints,
@@ -101,6 +73,7 @@ impl Translator {
         Self {
             table,
             lists,
+            of_lease: blocks.of_lease(),
             blocks,
             limits,
             max_transfer: limits.max_transfer(),
@@ -122,8 +95,42 @@ impl Translator {
 
     /// Translates nothing any more: the namespace is not the one whose blocks were leased.
     pub(super) fn revoke(&mut self) {
-        self.blocks.guest_nsid = Nsid::NONE;
-        self.blocks.blocks = 0;
+        self.blocks = self.blocks.revoked();
+    }
+
+    /// Translates to these blocks from now on, unless it is revoked.
+    pub(super) fn set_blocks(&mut self, blocks: &LeasedBlocks) {
+        if !self.blocks.are_revoked() {
+            self.blocks = blocks.clone();
+            self.of_lease = blocks.of_lease();
+        }
+    }
+
+    /// Translates a command that was [crossing](Untranslated::Crossing), into one whose LBAs are still those of the
+    /// lease. It is no command for the host controller, but what its parts are made of.
+    ///
+    /// # Errors
+    /// As [`Self::translate`].
+    #[cold]
+    pub(super) fn translate_whole<C: CommandSet>(
+        &mut self,
+        guest: &Sqe,
+        slot: u16,
+        whole: &mut Sqe,
+    ) -> Result<u32, Failure> {
+        std::mem::swap(&mut self.blocks, &mut self.of_lease);
+        let translated = C::translate(self, guest, slot, whole);
+        std::mem::swap(&mut self.blocks, &mut self.of_lease);
+        translated.map_err(|error| match error {
+            Untranslated::Failed(failure) => failure,
+            // Blocks in one stretch have no such commands.
+            Untranslated::Crossing => Failure::at(Status::INTERNAL_ERROR, location::CDW10),
+        })
+    }
+
+    /// Returns what parts of commands are made with: the blocks, the limits and the slots' lists.
+    pub(super) fn for_parts(&mut self) -> (&LeasedBlocks, &Limits, &mut ListMemory) {
+        (&self.blocks, &self.limits, &mut self.lists)
     }
 
     /// Returns the memory that the host controller may reach for translated commands.
@@ -152,9 +159,14 @@ impl Translator {
     /// reads or writes: ranges to deallocate or copy are none, as they were copied.
     ///
     /// # Errors
-    /// [`Failure`] of a command that does not reach the host controller.
+    /// [`Untranslated`]: a command that does not reach the host controller, or not as one.
     #[inline(always)]
-    pub fn translate(&mut self, guest: &Sqe, slot: u16, host: &mut Sqe) -> Result<u32, Failure> {
+    pub fn translate(
+        &mut self,
+        guest: &Sqe,
+        slot: u16,
+        host: &mut Sqe,
+    ) -> Result<u32, Untranslated> {
         let opcode = NvmOpcode(guest.opcode());
         if matches!(opcode, NvmOpcode::READ | NvmOpcode::WRITE) {
             self.check_common(guest)?;
@@ -169,14 +181,14 @@ impl Translator {
         opcode: NvmOpcode,
         slot: u16,
         host: &mut Sqe,
-    ) -> Result<u32, Failure> {
+    ) -> Result<u32, Untranslated> {
         if !self.limits.offers(opcode) {
-            return Err(Failure::at(Status::INVALID_OPCODE, location::OPCODE));
+            return Err(Failure::at(Status::INVALID_OPCODE, location::OPCODE).into());
         }
         match opcode {
             NvmOpcode::FLUSH if guest.nsid == Nsid::BROADCAST => {
                 self.check_common(&Sqe {
-                    nsid: self.blocks.guest_nsid,
+                    nsid: self.blocks.guest_nsid(),
                     ..*guest
                 })?;
                 self.begin(host, opcode.0, slot);
@@ -201,7 +213,7 @@ impl Translator {
                     _ => self.without_data(guest, opcode, slot, host),
                 }
             }
-            _ => Err(Failure::at(Status::INVALID_OPCODE, location::OPCODE)),
+            _ => Err(Failure::at(Status::INVALID_OPCODE, location::OPCODE).into()),
         }
     }
 
@@ -220,7 +232,7 @@ impl Translator {
                 return Err(Failure::at(Status::INVALID_FIELD, location::FUSE_AND_PSDT));
             }
         }
-        if guest.nsid != self.blocks.guest_nsid {
+        if guest.nsid != self.blocks.guest_nsid() {
             return Err(Failure::at(
                 Status::INVALID_NAMESPACE_OR_FORMAT,
                 location::NSID,
@@ -237,7 +249,7 @@ impl Translator {
             .with_cid(CommandId(slot));
         *host = Sqe {
             cdw0,
-            nsid: self.blocks.host_nsid,
+            nsid: self.blocks.host_nsid(),
             ..Sqe::default()
         };
     }
@@ -289,13 +301,13 @@ impl Translator {
         opcode: NvmOpcode,
         slot: u16,
         host: &mut Sqe,
-    ) -> Result<u32, Failure> {
+    ) -> Result<u32, Untranslated> {
         let command = ReadWrite::from(guest);
         let count = u64::from(command.nlb_z) + 1;
         let slba = self.blocks.translate(command.slba, count)?;
-        let len = count << self.blocks.lba_shift;
+        let len = count << self.blocks.lba_shift();
         if len > self.max_transfer {
-            return Err(Failure::at(Status::INVALID_FIELD, location::CDW12));
+            return Err(Failure::at(Status::INVALID_FIELD, location::CDW12).into());
         }
         let direction = if opcode == NvmOpcode::READ {
             Direction::ToGuest
@@ -309,13 +321,13 @@ impl Translator {
         Ok(len as u32)
     }
 
-    fn compare(&mut self, guest: &Sqe, slot: u16, host: &mut Sqe) -> Result<u32, Failure> {
+    fn compare(&mut self, guest: &Sqe, slot: u16, host: &mut Sqe) -> Result<u32, Untranslated> {
         let command = CompareVerify::from(guest);
         let count = u64::from(command.nlb_z) + 1;
         let slba = self.blocks.translate(command.slba, count)?;
-        let len = count << self.blocks.lba_shift;
+        let len = count << self.blocks.lba_shift();
         if len > self.max_transfer {
-            return Err(Failure::at(Status::INVALID_FIELD, location::CDW12));
+            return Err(Failure::at(Status::INVALID_FIELD, location::CDW12).into());
         }
         self.begin(host, NvmOpcode::COMPARE.0, slot);
         let CompareVerify { nlb_z, fua, lr, .. } = command;
@@ -338,14 +350,14 @@ impl Translator {
         opcode: NvmOpcode,
         slot: u16,
         host: &mut Sqe,
-    ) -> Result<u32, Failure> {
+    ) -> Result<u32, Untranslated> {
         // The three have their range in the same place.
         let WriteUncorrectable { slba, nlb_z } = WriteUncorrectable::from(guest);
         let count = u64::from(nlb_z) + 1;
         let slba = self.blocks.translate(slba, count)?;
         // WZSL, WUSL and VSL (NVM 1.0, section 4.1.5.4).
-        if count << self.blocks.lba_shift > self.limits.no_data_bytes_max {
-            return Err(Failure::at(Status::INVALID_FIELD, location::CDW12));
+        if count << self.blocks.lba_shift() > self.limits.no_data_bytes_max {
+            return Err(Failure::at(Status::INVALID_FIELD, location::CDW12).into());
         }
         self.begin(host, opcode.0, slot);
         match opcode {
@@ -383,25 +395,21 @@ impl Translator {
         guest: &Sqe,
         slot: u16,
         host: &mut Sqe,
-    ) -> Result<u32, Failure> {
+    ) -> Result<u32, Untranslated> {
         let command = DatasetManagement::from(guest);
         let count = usize::from(command.nr_z) + 1;
         if count as u64 > u64::from(self.limits.dsm_ranges_max) {
-            return Err(Failure::at(
-                Status::COMMAND_SIZE_LIMIT_EXCEEDED,
-                location::CDW10,
-            ));
+            return Err(Failure::at(Status::COMMAND_SIZE_LIMIT_EXCEEDED, location::CDW10).into());
         }
         self.begin(host, NvmOpcode::DATASET_MANAGEMENT.0, slot);
         let len = self.fetch_ranges(guest, count * size_of::<DsmRange>(), slot)?;
-        let (blocks, longest) = (self.blocks, self.limits.dsm_range_bytes_max);
+        let (blocks, longest) = (&self.blocks, self.limits.dsm_range_bytes_max);
         for range in ranges_mut::<DsmRange>(&mut self.ranges.as_mut_bytes()[..len])? {
-            let bytes = u64::from(range.nlb) << blocks.lba_shift;
+            let bytes = u64::from(range.nlb) << blocks.lba_shift();
             if command.ad && bytes > longest {
-                return Err(Failure::at(
-                    Status::COMMAND_SIZE_LIMIT_EXCEEDED,
-                    location::DATA,
-                ));
+                return Err(
+                    Failure::at(Status::COMMAND_SIZE_LIMIT_EXCEEDED, location::DATA).into(),
+                );
             }
             range.slba = blocks.translate(range.slba, u64::from(range.nlb))?;
             range.cattr = 0;
@@ -412,26 +420,26 @@ impl Translator {
         Ok(0)
     }
 
-    fn copy(&mut self, guest: &Sqe, slot: u16, host: &mut Sqe) -> Result<u32, Failure> {
+    fn copy(&mut self, guest: &Sqe, slot: u16, host: &mut Sqe) -> Result<u32, Untranslated> {
         let command = CopyCommand::from(guest);
         let invalid = Failure::at(Status::INVALID_FIELD, location::CDW12);
         if command.desfmt != CopyFormat::FORMAT_0 {
-            return Err(invalid);
+            return Err(invalid.into());
         }
         let too_large = Failure::at(Status::COMMAND_SIZE_LIMIT_EXCEEDED, location::CDW12);
         let count = usize::from(command.nr_z) + 1;
         if count as u64 > u64::from(self.limits.copy_ranges_max) {
-            return Err(too_large);
+            return Err(too_large.into());
         }
         self.begin(host, NvmOpcode::COPY.0, slot);
         let len = self.fetch_ranges(guest, count * size_of::<CopyRange0>(), slot)?;
-        let (blocks, most) = (self.blocks, self.limits.copy_bytes_max);
+        let (blocks, most) = (&self.blocks, self.limits.copy_bytes_max);
         let mut total = 0;
         for range in ranges_mut::<CopyRange0>(&mut self.ranges.as_mut_bytes()[..len])? {
             let count = u64::from(range.nlb_z) + 1;
             total += count;
-            if total << blocks.lba_shift > most {
-                return Err(too_large);
+            if total << blocks.lba_shift() > most {
+                return Err(too_large.into());
             }
             let slba = blocks.translate(range.slba, count)?;
             *range = CopyRange0 {

@@ -19,7 +19,7 @@ use std::process::{Command, ExitCode};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
+use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger, Wanted};
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::{Nsid, QueueId};
 use nvme_mpt::spec::registers::Doorbell as Register;
@@ -88,7 +88,7 @@ impl Rig {
             id: "bench",
             drive: drive.identity(),
             nsid: Nsid(1),
-            range: ByteRange::new(0, BYTES).unwrap(),
+            wanted: Wanted::At(ByteRange::new(0, BYTES).unwrap()),
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
             former_data: nvme_mpt::lease::FormerData::Kept,

@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
-use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
+use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger, Wanted};
 use nvme_mpt::poller::Threads;
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::QueueId;
@@ -87,7 +87,7 @@ impl Lane {
             id: &format!("lease-{index}"),
             drive: drive.identity(),
             nsid: drive.namespace().nsid,
-            range: ByteRange::new(index * LEASE, LEASE).expect("a range"),
+            wanted: Wanted::At(ByteRange::new(index * LEASE, LEASE).expect("a range")),
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
             former_data: nvme_mpt::lease::FormerData::Kept,

@@ -89,10 +89,10 @@ fuzz_target!(|input: &[u8]| {
             let request = HostLeaseRequest {
                 name: "fuzz",
                 namespace,
-                range: LbaRange {
+                parts: &[LbaRange {
                     start: Lba(0),
                     blocks: namespace.blocks,
-                },
+                }],
                 reservation: None,
             };
             let lease = controller.open_lease(&request).expect("nobody else has it");

@@ -6,7 +6,7 @@ pub mod talk;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
+use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger, Wanted};
 use nvme_mpt::{
     Attachment, AttachmentConfig, DoorbellMode, Gpa, Learning, MemoryRegion, PollPolicy, Pollers,
 };
@@ -28,7 +28,7 @@ pub fn attachment(mode: DoorbellMode) -> Attachment {
         id: "fuzz",
         drive: drive.identity(),
         nsid: drive.namespace().nsid,
-        range: ByteRange::new(0, blocks << lba_shift).expect("a range"),
+        wanted: Wanted::At(ByteRange::new(0, blocks << lba_shift).expect("a range")),
         lba_shift,
         blocks,
         former_data: nvme_mpt::lease::FormerData::Kept,

@@ -1,8 +1,9 @@
 //! Two guests on one file: each range holds what its guest wrote, and all else what it held before.
 
 use std::os::unix::fs::FileExt;
+use std::sync::atomic::AtomicBool;
 
-use nvme_mpt::lease::{ByteRange, FormerData, LeaseRequest};
+use nvme_mpt::lease::{ByteRange, FormerData, LeaseRequest, Wanted};
 use nvme_mpt_tests::disk::{Disk, Transfer};
 use nvme_mpt_tests::rng::{self, Rng};
 
@@ -118,7 +119,7 @@ fn ranges_that_touch_within_a_page_are_refused() {
             id: "half",
             drive: host.drive.identity(),
             nsid: host.drive.namespace().nsid,
-            range: ByteRange::new(start, length).unwrap(),
+            wanted: Wanted::At(ByteRange::new(start, length).unwrap()),
             lba_shift: 9,
             blocks: host.drive.blocks(),
             former_data: FormerData::Refused,
@@ -162,6 +163,46 @@ fn unreadable_blocks_end_with_their_lease_and_take_no_room_from_others() {
         let (_controller, mut disk) = next.disk();
         disk.read(0, 1).unwrap();
         its_disk.read(0, 1).unwrap_err();
+    }
+}
+
+#[test]
+fn each_extent_of_a_lease_is_wiped() {
+    let file = written_file(SIZE);
+    let before = std::fs::read(file.path()).unwrap();
+    for lba_size in [512, 4096] {
+        let host = Host::of_file(file.path(), lba_size);
+        let lease = |id, wanted| {
+            let request = LeaseRequest {
+                id,
+                drive: host.drive.identity(),
+                nsid: host.drive.namespace().nsid,
+                wanted,
+                lba_shift: host.drive.lba_shift(),
+                blocks: host.drive.blocks(),
+                former_data: FormerData::Kept,
+            };
+            host.ledger.acquire(&request).unwrap()
+        };
+        let at = |start, length| Wanted::At(ByteRange::new(start, length).unwrap());
+        drop(lease("old", at(0, SIZE)));
+        host.ledger.decide_data("old", FormerData::Wiped).unwrap();
+        let between = lease("between", at(4 * MIB, MIB));
+        let wanted = Wanted::Size {
+            bytes: SIZE - 2 * MIB,
+            unit: MIB,
+            whole: false,
+        };
+        let by_size = lease("size", wanted);
+        assert_eq!(by_size.unwiped().len(), 2);
+        nvme_mpt::wipe::wipe(&host.drive, &by_size, &AtomicBool::new(false)).unwrap();
+        assert_eq!(by_size.unwiped(), []);
+        let after = std::fs::read(file.path()).unwrap();
+        let (mib, end) = (MIB as usize, SIZE as usize);
+        assert!(after[..3 * mib].iter().all(|byte| *byte == 0));
+        assert!(after[3 * mib..5 * mib] == before[3 * mib..5 * mib]);
+        assert!(after[5 * mib..end].iter().all(|byte| *byte == 0));
+        drop(between);
     }
 }
 

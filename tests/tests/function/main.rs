@@ -11,6 +11,7 @@ mod bus_master;
 mod deadlines;
 mod dirty_pages;
 mod doorbells;
+mod extents;
 mod faults;
 mod file_drive;
 mod interrupts;

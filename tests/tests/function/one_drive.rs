@@ -5,7 +5,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use nvme_mpt::lease::{ByteRange, Lease, LeaseError, LeaseRequest, Ledger};
+use nvme_mpt::lease::{ByteRange, Lease, LeaseError, LeaseRequest, Ledger, Wanted};
 use nvme_mpt::{AttachError, Attachment, AttachmentConfig, Drive};
 use nvme_mpt::{DoorbellMode, Learning, MemoryKinds, PollPolicy, Pollers};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath, OpenDriveError};
@@ -23,7 +23,7 @@ fn lease(ledger: &Ledger, id: &str, drive: &Drive, start: u64) -> Result<Lease, 
         id,
         drive: drive.identity(),
         nsid: drive.namespace().nsid,
-        range: ByteRange::new(start, LEASE).unwrap(),
+        wanted: Wanted::At(ByteRange::new(start, LEASE).unwrap()),
         lba_shift: drive.lba_shift(),
         blocks: drive.blocks(),
         former_data: nvme_mpt::lease::FormerData::Kept,

@@ -16,10 +16,15 @@ struct Variant {
     doorbells: DoorbellMode,
     /// True if the guest's pages are mapped one by one.
     scattered: bool,
+    /// Bit by bit: the parts of the drive that others have. The lease is by size if there are any.
+    taken: u32,
     poll: &'static str,
     /// Bytes of the largest transfer.
     transfer: u32,
 }
+
+/// Bytes of a unit of a lease by size, of which the drives have as many as a word has bits.
+const UNIT: u64 = 1 << 20;
 
 const SMALL: u32 = 32 << 10;
 const LARGE: u32 = 1 << 20;
@@ -30,19 +35,30 @@ fn variants() -> impl Strategy<Value = Variant> {
         prop::sample::select(vec![512, 4096]),
         prop::sample::select(MODES.to_vec()),
         prop::sample::select(vec![false, false, false, true]),
+        prop_oneof![Just(0), any::<u32>().prop_map(spread)],
         prop::sample::select(vec!["shared", "dedicated", "shared:busy"]),
         prop::sample::select(vec![SMALL, SMALL, SMALL, LARGE]),
     )
         .prop_map(
-            |(file, lba_size, doorbells, scattered, poll, transfer)| Variant {
+            |(file, lba_size, doorbells, scattered, taken, poll, transfer)| Variant {
                 file,
                 lba_size,
                 doorbells,
                 scattered,
+                taken,
                 poll,
                 transfer,
             },
         )
+}
+
+/// Leaves half of the bits that stand for the drive's units, so that a lease finds room.
+fn spread(bits: u32) -> u32 {
+    let mut taken = bits;
+    while taken.count_ones() > 16 {
+        taken &= taken - 1;
+    }
+    taken
 }
 
 /// A layout from any number, within the descriptors that a command may have.
@@ -78,6 +94,12 @@ fn run(variant: Variant, steps: &[([u64; 4], u32)]) -> Result<(), TestCaseError>
     let setup = match variant.scattered {
         true => setup.scattered(),
         false => setup,
+    };
+    let units = (0..u32::BITS).filter(|unit| variant.taken >> unit & 1 != 0);
+    let _others = host.occupy(units.map(|unit| (u64::from(unit) * UNIT, UNIT)));
+    let setup = match variant.taken {
+        0 => setup,
+        _ => setup.by_size(UNIT),
     };
     let machine = host.machine(&setup);
     let (_controller, mut disk) = machine.disk();

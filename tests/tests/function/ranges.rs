@@ -20,6 +20,9 @@ use crate::common::changes::Changes;
 use crate::common::sentinel::Sentinel;
 use crate::common::{Host, LEASE, Machine, NOWHERE, Setup, status};
 
+/// Bytes of a unit of a lease by size.
+const UNIT: u64 = 1 << 20;
+
 /// Opcodes with SLBA in CDW10 and NLB in CDW12.
 const RANGED: [u8; 7] = [
     io::READ,
@@ -59,9 +62,9 @@ struct Scene {
     bystanders: [Bystander; 2],
 }
 
-fn scene(host: &Host) -> Scene {
+fn scene(host: &Host, setup: &Setup) -> Scene {
     let bystanders = [0, 2].map(|index| Bystander::start(host, &Setup::nth(index)));
-    let machine = host.machine(&Setup::nth(1));
+    let machine = host.machine(setup);
     let (controller, disk) = machine.disk();
     Scene {
         machine,
@@ -91,10 +94,17 @@ impl Scene {
 /// The scene on a drive of each kind and logical block size.
 fn everywhere(test: impl Fn(Scene)) {
     for lba_size in [512, 4096] {
-        test(scene(&Host::new("memory:48M", lba_size)));
+        test(scene(&Host::new("memory:48M", lba_size), &Setup::nth(1)));
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(3 * LEASE).unwrap();
-        test(scene(&Host::of_file(file.path(), lba_size)));
+        let host = Host::of_file(file.path(), lba_size);
+        test(scene(&host, &Setup::nth(1)));
+        // A lease of extents with the leases of others between them.
+        let host = Host::new("memory:80M", lba_size);
+        let between = (16..80).step_by(2).map(|at| (at * UNIT, UNIT));
+        let others = host.occupy(between.filter(|(at, _)| !(32 * UNIT..48 * UNIT).contains(at)));
+        test(scene(&host, &Setup::default().by_size(UNIT)));
+        drop(others);
     }
 }
 

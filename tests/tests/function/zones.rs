@@ -5,7 +5,7 @@ mod failures;
 
 use std::sync::Arc;
 
-use nvme_mpt::lease::{ByteRange, LeaseRequest};
+use nvme_mpt::lease::{ByteRange, LeaseRequest, Wanted};
 use nvme_mpt::{Attachment, AttachmentConfig, Learning};
 use nvme_mpt_tests::admin::log;
 use nvme_mpt_tests::command::{Sqe, io};
@@ -439,7 +439,7 @@ fn part_of_a_zone_is_not_leased() {
             id: "part",
             drive: host.drive.identity(),
             nsid: host.drive.namespace().nsid,
-            range: ByteRange::new(start, length).unwrap(),
+            wanted: Wanted::At(ByteRange::new(start, length).unwrap()),
             lba_shift: host.drive.lba_shift(),
             blocks: host.drive.blocks(),
             former_data: nvme_mpt::lease::FormerData::Kept,

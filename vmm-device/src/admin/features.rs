@@ -33,6 +33,8 @@ const COMBINATION_INDEX: u32 = 0x1FF;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct FeatureContext<'a> {
     pub(super) namespace: &'a LeasedNamespace,
+    /// Logical blocks that the namespace has now.
+    pub(super) blocks: u64,
     pub(super) volatile_write_cache: bool,
     pub(super) queue_pairs_max: u16,
     /// The Over Temperature Threshold that nobody has set.
@@ -167,7 +169,7 @@ impl Features {
         let dw0 = match fid {
             FeatureId::ARBITRATION => self.arbitration.0,
             FeatureId::POWER_MANAGEMENT => self.power.0,
-            FeatureId::LBA_RANGE_TYPE => return Ok(lba_range_type(context.namespace)),
+            FeatureId::LBA_RANGE_TYPE => return Ok(lba_range_type(context.blocks)),
             FeatureId::TEMPERATURE_THRESHOLD => {
                 self.temperature_threshold(TemperatureThreshold(dword11), context)?
             }
@@ -387,10 +389,10 @@ fn number_of_queues(allocated: Allocated) -> NumberOfQueues {
 }
 
 /// LBA Range Type (NVM 1.0, section 4.1.3.1): one range, which is the namespace.
-fn lba_range_type(namespace: &LeasedNamespace) -> FeatureValue {
+fn lba_range_type(blocks: u64) -> FeatureValue {
     let mut range = LbaRange::new_zeroed();
     range.attributes = LbaRangeAttributes::default().with_overwritable(true);
-    range.nlb_z = namespace.blocks.saturating_sub(1);
+    range.nlb_z = blocks.saturating_sub(1);
     let mut data = vec![0; Features::data_length(FeatureId::LBA_RANGE_TYPE)];
     data[..size_of::<LbaRange>()].copy_from_slice(range.as_bytes());
     FeatureValue { dw0: 0, data }

@@ -31,6 +31,8 @@ const THIS_CONTROLLER: u16 = 0xFFFF;
 pub(super) const FIRMWARE_REVISION: [u8; 8] = padded(env!("CARGO_PKG_VERSION"));
 /// `RTD3E`, in microseconds: what a shutdown is expected to take, with a flush of the drive.
 const SHUTDOWN_TIME: u32 = 5_000_000;
+/// Most blocks of `NOIOB`: the largest power of two that the field has.
+const NOIOB_MAX: u64 = 1 << 15;
 /// `RAB`, as a power of two: 64 commands.
 pub(super) const ARBITRATION_BURST: u8 = 6;
 
@@ -197,6 +199,9 @@ impl Subject<'_> {
             id.mcl = saturating_u32(blocks);
             id.msrc_z = u8::try_from(ranges.saturating_sub(1)).unwrap_or(u8::MAX);
         }
+        // The boundaries of a power of two of blocks are among those of each smaller one.
+        let boundary = self.unit_blocks.map_or(0, |unit| unit.min(NOIOB_MAX));
+        id.noiob = boundary as u16;
         id.nguid = namespace.nguid;
         id.eui64 = namespace.eui64;
         id.lbaf[0] = LbaFormat::default().with_lbads(namespace.lba_shift);

@@ -262,9 +262,11 @@ mod tests {
                 doorbell_buffer: true,
                 active: true,
                 thresholds: fixtures::THRESHOLDS,
+                unit_blocks: None,
             };
             let context = FeatureContext {
                 namespace: &self.namespace,
+                blocks: self.namespace.blocks,
                 volatile_write_cache: self.limits.volatile_write_cache,
                 queue_pairs_max: 4,
                 default_threshold: 343,

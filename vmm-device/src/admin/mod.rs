@@ -449,6 +449,7 @@ impl Admin {
         let facts = controller.facts;
         FeatureContext {
             namespace: &facts.namespace,
+            blocks: controller.host.status().blocks,
             volatile_write_cache: facts.limits.volatile_write_cache,
             queue_pairs_max: facts.queue_pairs,
             default_threshold: self.health.default_threshold(),
@@ -480,6 +481,7 @@ impl Admin {
             doorbell_buffer: doorbell_buffer::is_supported(facts),
             active: enabled && status.is_backed,
             thresholds: self.health.thresholds(),
+            unit_blocks: facts.unit_blocks,
         }
     }
 }

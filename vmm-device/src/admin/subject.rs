@@ -17,6 +17,8 @@ pub(super) struct Subject<'a> {
     /// True if the namespace is active: a drive that is gone leaves a controller without one.
     pub(super) active: bool,
     pub(super) thresholds: TemperatureThresholds,
+    /// Blocks of a unit, if commands should not cross the boundaries of units.
+    pub(super) unit_blocks: Option<u64>,
 }
 
 impl Subject<'_> {

@@ -1,10 +1,11 @@
-//! `nvme-mpt add`, `remove`, `limit`, `list` and `reload`: functions of a running server.
+//! `nvme-mpt add`, `remove`, `limit`, `resize`, `list` and `reload`: functions of a running server.
 
 use std::env;
 use std::error::Error;
 use std::io::{self, Write};
 
 use clap::Args;
+use nvme_mpt::lease::Bytes;
 use nvme_mpt_vmm::options::{OptionText, RateChange, table};
 
 use super::{RunningServer, told};
@@ -52,6 +53,24 @@ pub(super) struct Limit {
         value_parser = |text: &str| text.parse::<RateChange>().map(|_| text.to_owned()).map_err(|error| told(&error))
     )]
     limits: String,
+    #[command(flatten)]
+    server: RunningServer,
+}
+
+/// Change the size of a function of a running server that has size=, under its guest
+///
+/// It grows while its guest runs, which is told of it. It shrinks only with --truncate, and only while no VMM is
+/// connected: data at its end is lost. The size of a function that was added is there again after a restart.
+#[derive(Args, Debug)]
+pub(super) struct Resize {
+    /// The function's id, or its socket
+    id: String,
+    /// New size, as in 128G
+    #[arg(value_parser = |text: &str| text.parse::<Bytes>().map_err(|error| told(&error)))]
+    size: Bytes,
+    /// Make it smaller, and lose the data at its end
+    #[arg(long)]
+    truncate: bool,
     #[command(flatten)]
     server: RunningServer,
 }
@@ -132,6 +151,25 @@ impl Limit {
     }
 }
 
+impl Resize {
+    pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
+        let resize = Change::Resize {
+            id: socket_or_id(self.id),
+            bytes: self.size.0,
+            truncate: self.truncate,
+        };
+        let Changed::Resized(entry) = self.server.change(resize)? else {
+            return Err(UNEXPECTED.into());
+        };
+        let mut out = io::stdout().lock();
+        match self.server.json {
+            true => writeln!(out, "{}", serde_json::to_string(&entry)?)?,
+            false => writeln!(out, "Resized {}: {}", entry.id, self.size)?,
+        }
+        Ok(())
+    }
+}
+
 impl List {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
         let functions = control::query_functions(&self.server.control())?;
@@ -162,6 +200,7 @@ impl Reload {
             (&reloaded.added, "Added"),
             (&reloaded.changed, "Changed"),
             (&reloaded.limited, "Limited"),
+            (&reloaded.resized, "Resized"),
             (&reloaded.removed, "Removed"),
         ] {
             if !names.is_empty() {

@@ -82,8 +82,8 @@ pub(super) fn run_leases(options: Leases) -> Result<(), Box<dyn Error>> {
         }
         LeasesCommand::Release { id, keep, force } => {
             let no_lease = match ledger.release(&id, force) {
-                Ok(LeaseEntry { range, drive, .. }) => {
-                    writeln!(out, "Released {id}: range {range} of {drive}")?;
+                Ok(LeaseEntry { extents, drive, .. }) => {
+                    writeln!(out, "Released {id}: range {extents} of {drive}")?;
                     None
                 }
                 // It ended by itself, and its data is there.
@@ -130,7 +130,7 @@ fn write_leases(out: &mut dyn Write, leases: &[ShownLease]) -> io::Result<()> {
         widths.max().unwrap_or(0).max(head)
     };
     let id_width = width(2, |lease| lease.id.len());
-    let range_width = width(5, |lease| lease.range.to_string().len());
+    let range_width = width(5, |lease| lease.extents.to_string().len());
     // Only physical drives have a bound on their queue pairs.
     let is_bounded =
         |lease: &ShownLease| lease.queue_pairs.is_some() || lease.entry.reserved_pairs > 0;
@@ -167,14 +167,15 @@ fn write_leases(out: &mut dyn Write, leases: &[ShownLease]) -> io::Result<()> {
             id,
             drive,
             nsid,
-            range,
+            extents,
+            range: _,
             pid,
             state,
             reserved_pairs: _,
         } = &lease.entry;
         writeln!(
             out,
-            "{id:id_width$}  {range:range_width$}  {state:6}  {pid:>10}  {nsid:>9}{pairs}  {drive}"
+            "{id:id_width$}  {extents:range_width$}  {state:6}  {pid:>10}  {nsid:>9}{pairs}  {drive}"
         )?;
     }
     if leases
@@ -207,7 +208,7 @@ mod tests {
     fn lease(id: &str, reserved: u16, queue_pairs: Option<LeasePairStats>) -> ShownLease {
         let entry = serde_json::json!({
             "id": id, "drive": "d", "nsid": 1, "pid": 7, "state": "held",
-            "range": {"start": 0, "length": 4096}, "reserved_pairs": reserved,
+            "extents": [{"start": 0, "length": 4096}], "reserved_pairs": reserved,
         });
         ShownLease {
             entry: serde_json::from_value(entry).expect("an entry"),

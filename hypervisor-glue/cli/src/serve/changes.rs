@@ -3,6 +3,7 @@
 use std::sync::mpsc::{self, Receiver, SyncSender, TrySendError};
 use std::thread::{self, JoinHandle};
 
+use nvme_mpt::lease::Bytes;
 use nvme_mpt_vmm::report;
 use serde::{Deserialize, Serialize};
 
@@ -38,6 +39,15 @@ pub enum Change {
         /// New limits, as in `iops=20000,bandwidth=none`.
         limits: String,
     },
+    /// Changes the size of the lease of a function.
+    Resize {
+        /// Its id, or its socket.
+        id: String,
+        /// New size in bytes.
+        bytes: u64,
+        /// Also if data at the end is lost.
+        truncate: bool,
+    },
     /// Makes the functions those of the server's file.
     Reload {
         /// Also if a VMM is connected to a function that changes or goes.
@@ -60,6 +70,8 @@ pub enum Changed {
     },
     /// Of [`Change::Limit`].
     Limited(FunctionEntry),
+    /// Of [`Change::Resize`].
+    Resized(FunctionEntry),
     /// Of [`Change::Reload`].
     Reloaded(Reloaded),
 }
@@ -139,20 +151,31 @@ fn make(roster: &mut Roster, change: Change) -> Result<Changed, ChangeError> {
             log::info!("Function {} has new limits: {limits}", entry.id);
             Changed::Limited(entry)
         }
+        Change::Resize {
+            id,
+            bytes,
+            truncate,
+        } => {
+            let entry = roster.resize(&id, Bytes(bytes), truncate)?;
+            log::info!("Function {} has {} now", entry.id, Bytes(bytes));
+            Changed::Resized(entry)
+        }
         Change::Reload { force } => {
             let reloaded = roster.reload(force)?;
             let Reloaded {
                 added,
                 changed,
                 limited,
+                resized,
                 removed,
                 unchanged,
             } = &reloaded;
             log::info!(
-                "Reloaded: {} added, {} changed, {} with other limits, {} removed, {unchanged} unchanged",
+                "Reloaded: {} added, {} changed, {} with other limits, {} larger, {} removed, {unchanged} unchanged",
                 added.len(),
                 changed.len(),
                 limited.len(),
+                resized.len(),
                 removed.len()
             );
             Changed::Reloaded(reloaded)

@@ -4,7 +4,7 @@ use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use nvme_mpt::lease::FormerData;
+use nvme_mpt::lease::{Bytes, FormerData};
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt_vmm::options::{OptionError, OptionText, ServedDrive, ServedFunction};
 use serde::{Deserialize, Serialize};
@@ -61,6 +61,24 @@ impl DeclaredFunction {
         let mut other = self.clone();
         other.function.function.rates = rates;
         other
+    }
+
+    /// The same function, whose lease has the size of another one's.
+    pub(super) fn with_size_of(mut self, other: &ServedFunction) -> Self {
+        if let (Some(size), Some(other)) = (&mut self.function.function.size, &other.function.size)
+        {
+            size.size = other.size;
+        }
+        self
+    }
+
+    /// Changes the size of its lease, also in its text.
+    pub(super) fn set_size(&mut self, size: Bytes) {
+        if let Some(asked) = &mut self.function.function.size {
+            asked.size = size;
+        }
+        let text = self.text.take();
+        self.text = text.map(|text| text.with("size", Some(&size.to_string())));
     }
 
     /// Sets the fate of data that another id left, unless the function has its own.
@@ -356,8 +374,8 @@ mod tests {
                 "function 2 is not one\n  Option \"socket\" is missing",
             ),
             (
-                "[[function]]\nsocket = \"/b\"\npath = \"null:1G\"\nsize = 3\n",
-                "There is no option \"size\"",
+                "[[function]]\nsocket = \"/b\"\npath = \"null:1G\"\nlength = 3\n",
+                "There is no option \"length\"",
             ),
             (
                 "[[function]]\nsocket = true\n",

@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use nvme_mpt::attachment::GrowError;
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::open::OpenError;
 use nvme_mpt_vmm::options::OptionError;
@@ -84,6 +85,35 @@ pub enum ChangeError {
     /// The function is declared in the server's file.
     #[error("Function {id} is declared in {}: take it out there, then run `nvme-mpt reload`", file.display())]
     Declared {
+        /// The function.
+        id: String,
+        /// The file.
+        file: PathBuf,
+    },
+    /// The lease of a function cannot be made larger.
+    #[error("Cannot resize function {id}")]
+    Grow {
+        /// The function.
+        id: String,
+        /// Why.
+        source: Box<GrowError>,
+    },
+    /// The lease of a function cannot be made smaller.
+    #[error("Cannot resize function {id}")]
+    Truncate {
+        /// The function.
+        id: String,
+        /// Why.
+        source: Box<OpenError>,
+    },
+    /// A VMM has the function, whose lease is to become smaller.
+    #[error(
+        "A VMM is connected to function {0}, whose lease shrinks only without one: detach it there first"
+    )]
+    Shrinks(String),
+    /// The size of a function is in the server's file.
+    #[error("Function {id} has its size in {}: change it there, then run `nvme-mpt reload`", file.display())]
+    SizeInFile {
         /// The function.
         id: String,
         /// The file.

@@ -19,7 +19,8 @@ use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::unistd::getuid;
-use nvme_mpt::lease::ByteRange;
+use nvme_mpt::attachment::GrowError;
+use nvme_mpt::lease::Bytes;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::{AttachError, Attachment, HostSide, KeptParts, Pollers};
 use nvme_mpt_lease_protocol::{Admission, End, Leases, Peer, Session, socket_of};
@@ -45,6 +46,7 @@ struct Lease {
     entry: FunctionEntry,
     rates: RateLimits,
     attachment: Arc<Attachment>,
+    peer: Peer,
 }
 
 /// A connection, which may have a lease.
@@ -153,6 +155,30 @@ impl LeaseTable {
         Some(lease.entry.clone())
     }
 
+    /// Makes a lease larger, under its guest. Returns its entry; `None` if there is no such lease.
+    pub(super) fn grow(
+        &self,
+        id: &str,
+        size: Bytes,
+        stop: &AtomicBool,
+    ) -> Option<Result<FunctionEntry, GrowError>> {
+        let attachment = {
+            let connections = self.connections();
+            let lease = connections.values().find(|one| one.has(id))?;
+            lease.lease.as_ref()?.attachment.clone()
+        };
+        // Without the lock, as wiping takes a while.
+        let grown = attachment.grow(size.0, stop);
+        let mut connections = self.connections();
+        let lease = connections.values_mut().find(|one| one.has(id))?;
+        let lease = lease.lease.as_mut()?;
+        let summary = summary(&lease.entry.drive, &attachment, lease.peer);
+        lease
+            .entry
+            .set_extents(attachment.lease().extents(), summary);
+        Some(grown.map(|()| lease.entry.clone()))
+    }
+
     /// Attaches to a drive. A range or an id that a VMM had which has just gone is waited for.
     fn open(
         &self,
@@ -201,29 +227,35 @@ impl LeaseTable {
         };
         let id = attachment.lease().id().to_owned();
         log::info!("Lease {id} is that of a function in process {pid} of user {uid}");
-        let range: ByteRange = attachment.lease().bytes();
+        let extents = attachment.lease().extents();
         let lease = Lease {
             entry: FunctionEntry {
                 id,
                 socket: self.socket.clone(),
                 drive: options.path.to_string(),
-                range: Some(range),
+                range: extents.only(),
+                extents: Some(extents),
                 origin: Origin::Vmm,
                 limits: options.rates.to_string(),
                 state: FunctionState::Connected,
-                summary: format!(
-                    "{}, range {range}; in process {pid} of user {uid}",
-                    options.path
-                ),
+                summary: summary(&options.path.to_string(), &attachment, peer),
             },
             rates: options.rates,
             attachment: attachment.clone(),
+            peer,
         };
         if let Some(connection) = self.connections().get_mut(&number) {
             connection.lease = Some(lease);
         }
         Admission::Attached(attachment)
     }
+}
+
+/// Returns the facts of a lease for a person.
+fn summary(drive: &str, attachment: &Attachment, peer: Peer) -> String {
+    let Peer { pid, uid, .. } = peer;
+    let extents = attachment.lease().extents();
+    format!("{drive}, range {extents}; in process {pid} of user {uid}")
 }
 
 impl Connection {

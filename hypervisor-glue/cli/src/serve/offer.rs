@@ -1,14 +1,17 @@
 //! One function that is offered: its lease, its socket and its thread.
 
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 
 use nix::unistd::{Group, User};
+use nvme_mpt::attachment::GrowError;
 use nvme_mpt::host::NamespaceFormat;
+use nvme_mpt::lease::Bytes;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::{Attachment, Drive};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::open;
-use nvme_mpt_vmm::options::{ServedFunction, SocketOwner};
+use nvme_mpt_vmm::options::{FunctionOptions, ServedFunction, SocketOwner};
 use nvme_mpt_vmm::report;
 use vfio_user_server::SocketAccess;
 use vmm_device::{MsixMasking, NvmeFunction};
@@ -55,27 +58,9 @@ impl Offer {
         } = terms;
         let attachment = open::attach(function, &drive, ledgers, pollers, stop)?;
         let id = attachment.lease().id().to_owned();
-        let namespace = attachment.namespace();
-        let contents = match namespace.format {
-            NamespaceFormat::Keys(_) => "keys and values".to_owned(),
-            NamespaceFormat::Blocks | NamespaceFormat::Zones(_) => format!(
-                "{} blocks of {} bytes",
-                namespace.blocks,
-                1_u64 << namespace.lba_shift
-            ),
-        };
-        let drive_name = match function.path {
-            DrivePath::Pci(_) => {
-                format!("{} namespace {}", function.path, drive.namespace().nsid)
-            }
-            _ => function.path.to_string(),
-        };
-        let range = attachment.lease().bytes();
+        let extents = attachment.lease().extents();
         let queues = attachment.max_queue_pairs();
-        let summary = format!(
-            "{drive_name}, range {range} ({contents}); serial {}; doorbells {}, poll {}, {queues} queue pairs",
-            namespace.serial, function.doorbells, function.poll,
-        );
+        let summary = summary(function, &drive, &attachment);
         let attachment = Arc::new(attachment);
         let weak = Arc::downgrade(&attachment);
         let device = NvmeFunction::new(attachment, MsixMasking::Client);
@@ -87,7 +72,8 @@ impl Offer {
                 id,
                 socket: socket.clone(),
                 drive: function.path.to_string(),
-                range: Some(range),
+                range: extents.only(),
+                extents: Some(extents),
                 origin: declared.origin,
                 limits: function.rates.to_string(),
                 state: FunctionState::Waiting,
@@ -111,6 +97,29 @@ impl Offer {
         ))
     }
 
+    /// Returns whether the guest has less than `size`, and its lease no more than that.
+    pub(super) fn grows_to(&self, size: Bytes) -> bool {
+        // A function that has ended by itself has no lease.
+        self.attachment.upgrade().is_some_and(|attachment| {
+            let leased = attachment.lease().extents().length();
+            attachment.stats().capacity_bytes < size.0 && leased <= size.0
+        })
+    }
+
+    /// Makes the lease larger, under the guest.
+    pub(super) fn grow(&mut self, size: Bytes, stop: &AtomicBool) -> Result<(), GrowError> {
+        // A function that has ended by itself has no lease.
+        if let Some(attachment) = self.attachment.upgrade() {
+            let grown = attachment.grow(size.0, stop);
+            let summary = summary(&self.declared.function.function, &self.drive, &attachment);
+            self.entry
+                .set_extents(attachment.lease().extents(), summary);
+            grown?;
+        }
+        self.declared.set_size(size);
+        Ok(())
+    }
+
     /// Changes the limits, under the guest.
     pub(super) fn set_rates(&mut self, rates: RateLimits) {
         self.declared.function.function.rates = rates;
@@ -120,6 +129,31 @@ impl Offer {
             attachment.set_rates(rates);
         }
     }
+}
+
+/// Returns the facts of a function for a person.
+fn summary(options: &FunctionOptions, drive: &Drive, attachment: &Attachment) -> String {
+    let namespace = attachment.namespace();
+    let contents = match namespace.format {
+        NamespaceFormat::Keys(_) => "keys and values".to_owned(),
+        NamespaceFormat::Blocks | NamespaceFormat::Zones(_) => format!(
+            "{} blocks of {} bytes",
+            attachment.stats().capacity_bytes >> namespace.lba_shift,
+            1_u64 << namespace.lba_shift
+        ),
+    };
+    let drive = match options.path {
+        DrivePath::Pci(_) => format!("{} namespace {}", options.path, drive.namespace().nsid),
+        _ => options.path.to_string(),
+    };
+    format!(
+        "{drive}, range {} ({contents}); serial {}; doorbells {}, poll {}, {} queue pairs",
+        attachment.lease().extents(),
+        namespace.serial,
+        options.doorbells,
+        options.poll,
+        attachment.max_queue_pairs(),
+    )
 }
 
 /// Looks up the owner of a socket.

@@ -21,6 +21,9 @@ pub struct Reloaded {
     /// Functions that go on with other limits.
     #[serde(default)]
     pub limited: Vec<String>,
+    /// Functions that go on with a larger lease.
+    #[serde(default)]
+    pub resized: Vec<String>,
     /// Functions that are gone.
     pub removed: Vec<String>,
     /// Number of functions that were not touched.
@@ -42,25 +45,36 @@ impl Roster {
         let mut reloaded = Reloaded::default();
         let mut going = Vec::new();
         let mut limited = Vec::new();
+        let mut grown = Vec::new();
         for (place, offer) in self.offers.iter().enumerate() {
             if offer.declared.origin != Origin::File {
                 continue;
             }
             let present = &offer.declared.function;
             let rates = present.function.rates;
-            let same = |other: &DeclaredFunction| other.with_rates(rates).function == *present;
+            let same = |other: &DeclaredFunction| {
+                other.with_rates(rates).with_size_of(present).function == *present
+            };
             let Some(stays) = wanted.iter().position(same) else {
                 going.push(place);
                 continue;
             };
             let stays = wanted.remove(stays);
-            match stays.function.function.rates == rates {
-                true => reloaded.unchanged += 1,
-                false => {
-                    reloaded.limited.push(offer.entry.id.clone());
-                    limited.push(stays.function);
-                }
+            // A smaller size than the present one makes no lease smaller.
+            let asked = stays.function.function.size.map(|asked| asked.size);
+            let larger = asked.filter(|size| offer.grows_to(*size));
+            grown.extend(larger.map(|size| (place, size)));
+            if stays.function.function.rates != rates {
+                reloaded.limited.push(offer.entry.id.clone());
+                limited.push(stays.function);
+            } else if larger.is_none() {
+                reloaded.unchanged += 1;
             }
+        }
+        // First, since it may fail: a lease that has grown harms nobody if another step fails.
+        for (place, size) in grown {
+            self.grow(place, size)?;
+            reloaded.resized.push(self.offers[place].entry.id.clone());
         }
         for place in &going {
             let Offer { entry, .. } = &self.offers[*place];

@@ -7,10 +7,11 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use nvme_mpt::lease::FormerData;
+use nvme_mpt::attachment::GrowError;
+use nvme_mpt::lease::{Bytes, Extents, FormerData, LeaseError};
 use nvme_mpt::{Drive, Pollers};
 use nvme_mpt_vmm::drives::DrivePath;
-use nvme_mpt_vmm::open::Ledgers;
+use nvme_mpt_vmm::open::{self, Ledgers, OpenError};
 use nvme_mpt_vmm::options::{OptionText, RateChange, ServedDrive, ServedFunction};
 use nvme_mpt_vmm::report;
 
@@ -209,6 +210,106 @@ impl Roster {
         Ok(self.offers[place].entry.clone())
     }
 
+    /// Changes the size of the lease of a function. That of an added function is there again after a restart.
+    pub(super) fn resize(
+        &mut self,
+        id: &str,
+        size: Bytes,
+        truncate: bool,
+    ) -> Result<FunctionEntry, ChangeError> {
+        let grow = |source: GrowError| ChangeError::Grow {
+            id: id.to_owned(),
+            source: Box::new(source),
+        };
+        if self.terms.leases.has(id) {
+            let grown = self.terms.leases.grow(id, size, &self.terms.stop);
+            // Its VMM may have gone meanwhile.
+            return match grown.ok_or_else(|| self.no_function(id))? {
+                Err(GrowError::Lease(LeaseError::HasMore { .. })) if truncate => {
+                    Err(ChangeError::Shrinks(id.to_owned()))
+                }
+                grown => grown.map_err(grow),
+            };
+        }
+        let of_id = |entry: &FunctionEntry| entry.id == id || entry.socket == Path::new(id);
+        let place = self.offers.iter().position(|offer| of_id(&offer.entry));
+        let place = place.ok_or_else(|| self.no_function(id))?;
+        let Offer {
+            declared, entry, ..
+        } = &self.offers[place];
+        if let (Origin::File, Some(file)) = (declared.origin, &self.terms.file) {
+            return Err(ChangeError::SizeInFile {
+                id: entry.id.clone(),
+                file: file.clone(),
+            });
+        }
+        let present = entry.extents.as_ref().map_or(0, Extents::length);
+        match size.0 < present && truncate {
+            true => self.truncate(place, size)?,
+            false => self.grow(place, size)?,
+        }
+        let entry = self.offers[place].entry.clone();
+        if entry.origin == Origin::Added {
+            // The lease keeps its size in any case: the ledger has it.
+            self.store_added()?;
+        }
+        Ok(entry)
+    }
+
+    /// Makes the lease of a function larger. One that has as much already stays as it is.
+    pub(super) fn grow(&mut self, place: usize, size: Bytes) -> Result<(), ChangeError> {
+        let grown = self.offers[place].grow(size, &self.terms.stop);
+        self.publish();
+        grown.map_err(|source| ChangeError::Grow {
+            id: self.offers[place].entry.id.clone(),
+            source: Box::new(source),
+        })
+    }
+
+    /// Gives back the end of the lease of a function without a VMM, which is offered anew.
+    fn truncate(&mut self, place: usize, size: Bytes) -> Result<(), ChangeError> {
+        let Offer {
+            declared, entry, ..
+        } = &self.offers[place];
+        let id = entry.id.clone();
+        let failed = |source: OpenError| ChangeError::Truncate {
+            id,
+            source: Box::new(source),
+        };
+        if declared.function.function.size.is_none() {
+            return Err(failed(OpenError::NoSize));
+        }
+        self.ask_to_leave(place, false)
+            .map_err(|error| match error {
+                ChangeError::Connected(id) => ChangeError::Shrinks(id),
+                other => other,
+            })?;
+        let offer = self.offers.remove(place);
+        let (mut declared, drive) = (offer.declared.clone(), offer.drive.clone());
+        if let Some(trouble) = offer.end() {
+            log::error!("{trouble}");
+        }
+        let options = &declared.function.function;
+        let truncated = open::truncate(options, &drive, &self.terms.ledgers, size);
+        if truncated.is_ok() {
+            declared.set_size(size);
+        }
+        let text = declared.text.clone();
+        let added = declared.origin == Origin::Added;
+        let again = self.offer_all(vec![declared]);
+        match (&again, text) {
+            (Ok(()), _) => self.offers[place..].rotate_right(1),
+            // It is there again after a restart, and listed as failed until then.
+            (Err(_), Some(text)) if added => self.offer_again(text),
+            (Err(_), _) => {}
+        }
+        drop(drive);
+        self.close_unused();
+        self.publish();
+        truncated.map_err(failed)?;
+        again
+    }
+
     /// Ends all functions, at the same time. Returns the socket and the error of the first that did not end well.
     pub(super) fn end(self) -> Result<(), (PathBuf, FunctionThreadError)> {
         let Self {
@@ -365,6 +466,7 @@ impl Roster {
             socket: socket.into(),
             drive: text.get("path").unwrap_or_default().to_owned(),
             range: None,
+            extents: None,
             origin: Origin::Added,
             limits: String::new(),
             summary: format!("not offered: {reason}"),
@@ -450,10 +552,11 @@ impl Roster {
 
     fn no_function(&self, id: &str) -> ChangeError {
         let failed = self.failed.iter().map(|failed| &failed.entry);
-        let functions = self.entries().chain(failed);
+        let functions = self.entries().chain(failed).cloned();
+        let functions = functions.chain(self.terms.leases.entries());
         ChangeError::NoFunction {
             id: id.to_owned(),
-            functions: functions.map(|entry| entry.id.clone()).collect(),
+            functions: functions.map(|entry| entry.id).collect(),
         }
     }
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use nvme_mpt::Drive;
-use nvme_mpt::lease::ByteRange;
+use nvme_mpt::lease::{ByteRange, Extents};
 use serde::{Deserialize, Serialize};
 
 use super::declared::Origin;
@@ -36,8 +36,11 @@ pub struct FunctionEntry {
     pub socket: PathBuf,
     /// The drive, as in `path=`.
     pub drive: String,
-    /// Leased bytes of the drive; `None` if the function failed.
+    /// Leased bytes of the drive, if they are one part of it; `None` if the function failed.
     pub range: Option<ByteRange>,
+    /// Leased parts of the drive, in the order of the guest's blocks; `None` if the function failed.
+    #[serde(default)]
+    pub extents: Option<Extents>,
     /// Origin of its declaration.
     pub origin: Origin,
     /// Its limits, as in `iops=20000,bandwidth=100M`; empty if it has none.
@@ -47,6 +50,15 @@ pub struct FunctionEntry {
     pub state: FunctionState,
     /// Facts of the function for a person.
     pub summary: String,
+}
+
+impl FunctionEntry {
+    /// Takes up the extents that the lease has now, and the facts of it.
+    pub(super) fn set_extents(&mut self, extents: Extents, summary: String) {
+        self.range = extents.only();
+        self.extents = Some(extents);
+        self.summary = summary;
+    }
 }
 
 /// Functions and drives, as other threads see them.

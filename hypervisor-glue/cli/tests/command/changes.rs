@@ -257,8 +257,8 @@ fn a_function_that_cannot_be_added_changes_nothing() {
             "A function has 1 to 64",
         ),
         (
-            "socket=b.sock,path=memory:1M,size=1",
-            "There is no option \"size\"",
+            "socket=b.sock,path=memory:1M,length=1",
+            "There is no option \"length\"",
         ),
         (
             "socket=b.sock,path=memory:1M,owner=no-such-user",
@@ -329,7 +329,9 @@ fn a_file_is_followed_and_what_did_not_change_is_not_touched() {
     let reloaded: Value = serde_json::from_str(&reloaded).unwrap();
     assert_eq!(
         reloaded,
-        json!({ "added": ["c"], "changed": ["b"], "limited": [], "removed": [], "unchanged": 1 })
+        json!({
+            "added": ["c"], "changed": ["b"], "limited": [], "resized": [], "removed": [], "unchanged": 1,
+        })
     );
     client.region_read(0, 8, &mut [0; 4]).unwrap();
     assert_eq!(

@@ -4,5 +4,6 @@ mod changes;
 mod documents;
 mod leases;
 mod serve;
+mod sizes;
 mod support;
 mod vmms;

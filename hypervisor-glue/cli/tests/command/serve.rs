@@ -165,8 +165,8 @@ fn wrong_options_are_told_before_anything_is_done() {
         ("path=memory:1M", "Option \"socket\" is missing"),
         ("socket=a.sock", "Option \"path\" is missing"),
         (
-            "socket=a.sock,path=memory:1M,size=1",
-            "There is no option \"size\": the options are socket, mode, owner, path, range,",
+            "socket=a.sock,path=memory:1M,length=1",
+            "There is no option \"length\": the options are socket, mode, owner, path, range,",
         ),
         (
             "socket=a.sock,path=memory:1M,queues=0",

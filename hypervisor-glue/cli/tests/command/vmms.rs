@@ -12,6 +12,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use nvme_mpt::Pollers;
+use nvme_mpt_tests::admin::feature;
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
@@ -38,14 +39,14 @@ const RANGE: u64 = 16 << 20;
 const PIECE: usize = 64 << 10;
 
 /// A VMM, which writes its range when it is told to, and reports each pass.
-struct TestVmm {
+pub(crate) struct TestVmm {
     process: Child,
     orders: ChildStdin,
     reports: BufReader<ChildStdout>,
 }
 
 impl TestVmm {
-    fn start(bench: &Bench, options: &str, seed: u8) -> Self {
+    pub(crate) fn start(bench: &Bench, options: &str, seed: u8) -> Self {
         let mut process = Command::new(env::current_exe().unwrap())
             .args(["--exact", "vmms::vmm", "--ignored", "--nocapture"])
             .env(FUNCTION, options)
@@ -67,7 +68,7 @@ impl TestVmm {
     }
 
     /// Returns its next report. The lines of the test's own harness have another beginning.
-    fn report(&mut self) -> String {
+    pub(crate) fn report(&mut self) -> String {
         let mut line = String::new();
         loop {
             line.clear();
@@ -80,13 +81,13 @@ impl TestVmm {
     }
 
     /// Has it write and read its range once more.
-    fn pass(&mut self) -> String {
+    pub(crate) fn pass(&mut self) -> String {
         writeln!(self.orders, "pass").unwrap();
         self.report()
     }
 
     /// Gives an order, and returns the report.
-    fn order(&mut self, order: &str) -> String {
+    pub(crate) fn order(&mut self, order: &str) -> String {
         writeln!(self.orders, "{order}").unwrap();
         self.report()
     }
@@ -103,7 +104,7 @@ impl TestVmm {
     }
 
     /// Has it detach its function and end.
-    fn end(mut self) {
+    pub(crate) fn end(mut self) {
         drop(self.orders);
         assert!(self.process.wait().unwrap().success());
     }
@@ -148,6 +149,17 @@ fn vmm() {
                 let event = guest.controller.async_event(PATIENCE).unwrap().unwrap();
                 println!("VMM: {}, fatal: {}", event.info, guest.has_failed());
             }
+            "listen" => {
+                let set = feature::ASYNC_EVENT_CONFIG;
+                guest.controller.set_feature(set, 0, 1 << 8).unwrap();
+                println!("VMM: listens");
+            }
+            "growth" => {
+                let event = guest.controller.async_event(PATIENCE).unwrap().unwrap();
+                guest.controller.request_async_event().unwrap();
+                println!("VMM: {}, {} blocks", event.info, guest.blocks());
+            }
+            "blocks" => println!("VMM: {} blocks", guest.blocks()),
             "reset" => {
                 drop(guest);
                 guest = Guest::attach(&bar, &memory);
@@ -205,6 +217,11 @@ impl Guest {
         self.controller.status().unwrap() & CSTS_FATAL != 0
     }
 
+    /// Returns the number of blocks of its drive, as the controller reports it now.
+    fn blocks(&mut self) -> u64 {
+        self.controller.identify_namespace(1).unwrap().nsze
+    }
+
     /// Gives commands that write, and does not wait for them.
     fn leave_in_flight(&mut self, byte: u8) {
         self.buffer.write(0, &[byte; PIECE]);
@@ -244,7 +261,7 @@ fn read(disk: &mut Disk, byte: u8) -> Result<(), String> {
 }
 
 /// A server with the bench's drive and no function.
-fn server(bench: &Bench) -> Server {
+pub(crate) fn server(bench: &Bench) -> Server {
     let mut serve = bench.serve_command("one", &[]);
     serve.args(["--drive", "path=drive.img"]);
     Server::start(serve).unwrap()

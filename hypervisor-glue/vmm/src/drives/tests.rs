@@ -1,6 +1,6 @@
 use std::fs;
 
-use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger};
+use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger, Wanted};
 use nvme_mpt::{
     AttachError, Attachment, AttachmentConfig, DoorbellMode, Learning, MemoryKinds, PollPolicy,
     Pollers,
@@ -135,7 +135,7 @@ fn config(drive: &Arc<Drive>, range: &str) -> AttachmentConfig {
         id: "test",
         drive: drive.identity(),
         nsid: Nsid(1),
-        range: range.parse().expect("a range"),
+        wanted: Wanted::At(range.parse().expect("a range")),
         lba_shift: drive.lba_shift(),
         blocks: drive.blocks(),
         former_data: FormerData::Refused,

@@ -20,7 +20,7 @@ pub const STATE_DIR: &str = "/var/lib/nvme-mpt";
 
 /// Choices about a function of a VM: those of a [`FunctionOptions`], as they are written.
 ///
-/// It has no `id`: names that a VMM gives its devices are unique within a VM only.
+/// It has no `id`, since names that a VMM gives its devices are unique within a VM only: `lease` names the lease.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FunctionConfig {
     /// The drive.
@@ -28,12 +28,21 @@ pub struct FunctionConfig {
     /// The part of it that the guest gets.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub range: Option<String>,
+    /// Bytes that the guest gets, wherever the drive has room.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub size: Option<String>,
+    /// Bytes of a unit of a lease by size.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unit: Option<String>,
     /// Most I/O queue pairs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queues: Option<u16>,
     /// I/O queue pairs of a physical drive that belong to the function alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reserve: Option<u16>,
+    /// Name of the lease.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lease: Option<String>,
     /// Path of the guest's doorbell writes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub doorbells: Option<String>,
@@ -90,8 +99,11 @@ impl FunctionConfig {
     pub const KEYS: &[&str] = &[
         "path",
         "range",
+        "size",
+        "unit",
         "queues",
         "reserve",
+        "lease",
         "doorbells",
         "poll",
         "fixed",
@@ -123,8 +135,11 @@ impl FunctionConfig {
         Ok(Self {
             path,
             range: get("range"),
+            size: get("size"),
+            unit: get("unit"),
             queues: parsed("queues", get("queues"), str::parse)?,
             reserve: parsed("reserve", get("reserve"), str::parse)?,
+            lease: get("lease"),
             doorbells: get("doorbells"),
             poll: get("poll"),
             fixed: get("fixed"),
@@ -206,8 +221,11 @@ impl FunctionConfig {
         let Self {
             path,
             range,
+            size,
+            unit,
             queues,
             reserve,
+            lease,
             doorbells,
             poll,
             fixed,
@@ -227,8 +245,11 @@ impl FunctionConfig {
         let pairs = [
             ("path", Some(path.clone())),
             ("range", range.clone()),
+            ("size", size.clone()),
+            ("unit", unit.clone()),
             ("queues", queues.map(|queues| queues.to_string())),
             ("reserve", reserve.map(|pairs| pairs.to_string())),
+            ("lease", lease.clone()),
             ("doorbells", doorbells.clone()),
             ("poll", poll.clone()),
             ("fixed", fixed.clone()),

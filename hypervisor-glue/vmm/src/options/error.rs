@@ -26,6 +26,16 @@ pub enum OptionError {
         /// The key.
         key: String,
     },
+    /// Two keys of which one alone can be given.
+    #[error("Options \"{key}\" and \"{other}\" are both given: {why}; keep one")]
+    Both {
+        /// One key.
+        key: &'static str,
+        /// The other key.
+        other: &'static str,
+        /// Why.
+        why: &'static str,
+    },
     /// A quote without its end.
     #[error("Option \"{key}\" opens a quote that it does not close: add a \"")]
     Unclosed {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use nvme_mpt::attachment::MAX_QUEUE_PAIRS;
 use nvme_mpt::learn::{Choice, Learning};
-use nvme_mpt::lease::{ByteRange, FormerData};
+use nvme_mpt::lease::{ByteRange, Bytes, FormerData};
 use nvme_mpt::limit::{RateLimit, RateLimits};
 use nvme_mpt::poller::Placement;
 use nvme_mpt::spec::ids::Nsid;
@@ -66,6 +66,8 @@ pub struct FunctionOptions {
     pub path: DrivePath,
     /// The part of it that the guest gets; the whole drive if not given.
     pub range: Option<ByteRange>,
+    /// Bytes that the guest gets at least, wherever the drive has room.
+    pub size: Option<LeaseSize>,
     /// Most I/O queue pairs that the guest gets, 1 to [`MAX_QUEUE_PAIRS`].
     pub queues: u16,
     /// I/O queue pairs of a physical drive that belong to the function alone, at most [`Self::queues`].
@@ -114,9 +116,10 @@ impl FunctionOptions {
         let options = Self {
             path,
             range: take(keys, "range", str::parse)?,
+            size: take_size(keys)?,
             queues: take(keys, "queues", parse_queues)?.unwrap_or(DEFAULT_QUEUES),
             reserve: take(keys, "reserve", str::parse)?.unwrap_or_default(),
-            id: keys.take("id"),
+            id: take_id(keys)?,
             doorbells: take(keys, "doorbells", str::parse)?.unwrap_or_default(),
             poll: take(keys, "poll", str::parse)?.unwrap_or_default(),
             fixed: take(keys, "fixed", str::parse)?.unwrap_or_default(),
@@ -145,6 +148,7 @@ impl FunctionOptions {
                 why: "page faults in such memory may stop its pollers",
             });
         }
+        options.check_size()?;
         match options.meaningless() {
             None if options.reserve > options.queues => Err(OptionError::Value {
                 key: "reserve",
@@ -161,6 +165,41 @@ impl FunctionOptions {
                 path: options.path,
                 why,
             }),
+        }
+    }
+
+    fn check_size(&self) -> Result<(), OptionError> {
+        let Some(LeaseSize { size, .. }) = self.size else {
+            return Ok(());
+        };
+        let needs = |other, why| {
+            Err(OptionError::Needs {
+                key: "size",
+                value: size.to_string(),
+                other,
+                why,
+            })
+        };
+        if self.range.is_some() {
+            return Err(OptionError::Both {
+                key: "range",
+                other: "size",
+                why: "a lease has a place or a size",
+            });
+        }
+        if self.data == FormerData::Kept {
+            return Err(OptionError::Both {
+                key: "size",
+                other: "data=keep",
+                why: "nobody names whose data that is; say range= to take data over",
+            });
+        }
+        match &self.id {
+            None => needs(
+                "id= (or lease=)",
+                "the lease is found again by its name alone",
+            ),
+            Some(_) => Ok(()),
         }
     }
 
@@ -224,6 +263,41 @@ impl FromStr for FunctionOptions {
         let options = Self::take(&mut keys)?;
         no_more(keys, table::keys())?;
         Ok(options)
+    }
+}
+
+/// Size of a lease without a place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LeaseSize {
+    /// Number of bytes.
+    pub size: Bytes,
+    /// Bytes of a unit, of which the lease's parts are multiples; that of the drive if not given.
+    pub unit: Option<Bytes>,
+}
+
+fn take_size(keys: &mut KeyValues) -> Result<Option<LeaseSize>, OptionError> {
+    let size = take(keys, "size", str::parse)?;
+    let unit: Option<Bytes> = take(keys, "unit", str::parse)?;
+    match (size, unit) {
+        (Some(size), unit) => Ok(Some(LeaseSize { size, unit })),
+        (None, None) => Ok(None),
+        (None, Some(unit)) => Err(OptionError::Needs {
+            key: "unit",
+            value: unit.to_string(),
+            other: "size=",
+            why: "a range has its place",
+        }),
+    }
+}
+
+fn take_id(keys: &mut KeyValues) -> Result<Option<String>, OptionError> {
+    match (keys.take("id"), keys.take("lease")) {
+        (Some(_), Some(_)) => Err(OptionError::Both {
+            key: "id",
+            other: "lease",
+            why: "they are two names of one option",
+        }),
+        (id, lease) => Ok(id.or(lease)),
     }
 }
 

@@ -19,7 +19,7 @@ mod tests;
 pub use asked::AskedFunction;
 pub use config::{FunctionConfig, STATE_DIR};
 pub use error::OptionError;
-pub use function::{FunctionOptions, LbaSize};
+pub use function::{FunctionOptions, LbaSize, LeaseSize};
 pub use served::{
     OptionText, RateChange, ServedDrive, ServedFunction, SocketOwner, parse_socket_path,
 };

@@ -49,6 +49,18 @@ memory:SIZE or null:SIZE; functions of this server with the same path share the 
 [default: all of it]",
     ),
     option(
+        "size",
+        "SIZE",
+        "in place of range=: so many bytes, wherever the drive has room, as in 64G; needs id= or
+lease=. `nvme-mpt resize` makes it larger under its guest",
+    ),
+    option(
+        "unit",
+        "SIZE",
+        "with size=: the parts of the drive begin and end at multiples of it, a power of two
+from 1M on [default: 1G; a zone on a drive of zones]",
+    ),
+    option(
         "queues",
         "N",
         "most I/O queue pairs that the guest gets, 1 to 64 [default: 16]",
@@ -63,6 +75,11 @@ of queues= [default: 0]",
         "id",
         "ID",
         "name of the function and of its lease [default: made from drive and range]",
+    ),
+    option(
+        "lease",
+        "ID",
+        "the same as id=, for a VMM whose own options have an id=",
     ),
     option(
         "doorbells",

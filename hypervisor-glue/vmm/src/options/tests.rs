@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nvme_mpt::learn::{Choice, Learning};
-use nvme_mpt::lease::{ByteRange, FormerData};
+use nvme_mpt::lease::{ByteRange, Bytes, FormerData};
 use nvme_mpt::limit::{RateLimit, RateLimits};
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{DoorbellMode, MemoryKinds, PollPolicy};
@@ -33,6 +33,7 @@ fn a_path_is_enough() {
         FunctionOptions {
             path: "/var/lib/drive.img".parse().unwrap(),
             range: None,
+            size: None,
             queues: 16,
             reserve: 0,
             id: None,
@@ -63,6 +64,7 @@ fn every_option_is_understood_in_any_order() {
         FunctionOptions {
             path: "memory:1T".parse().unwrap(),
             range: Some(ByteRange::new(64 << 30, 64 << 30).unwrap()),
+            size: None,
             queues: 4,
             reserve: 0,
             id: Some("vm-1".to_owned()),
@@ -96,6 +98,10 @@ fn every_option_is_understood_in_any_order() {
     assert_eq!(physical.namespace, Some(Nsid(2)));
     assert_eq!(physical.timeout, Some(Duration::from_secs(30)));
     assert_eq!(physical.reconnect, Some(Duration::from_secs(90)));
+    let (size, unit) = (Bytes(64 << 30), Some(Bytes(1 << 28)));
+    let by_size = function("path=/d,size=64G,unit=256M,lease=vm-1");
+    assert_eq!(by_size.size, Some(LeaseSize { size, unit }));
+    assert_eq!(by_size.id.as_deref(), Some("vm-1"));
     let served: ServedFunction = "path=/d,socket=/run/a.sock".parse().unwrap();
     assert_eq!(served.socket, PathBuf::from("/run/a.sock"));
     assert_eq!(served.function, function("path=/d"));
@@ -114,14 +120,14 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
             "Option \"path\" is missing: add path=DRIVE, a PCI address, a file, a block device, memory:SIZE or null:SIZE",
         ),
         (
-            "path=/d,size=4",
-            "There is no option \"size\": the options are path, range, queues, reserve, id, doorbells, poll, fixed, memory, iops, \
+            "path=/d,length=4",
+            "There is no option \"length\": the options are path, range, size, unit, queues, reserve, id, lease, doorbells, poll, fixed, memory, iops, \
              bandwidth, data, serial, \
              lba, profile, faults, namespace, timeout, reconnect",
         ),
         (
             "path=/d,socket=/run/a.sock",
-            "There is no option \"socket\": the options are path, range, queues, reserve, id, doorbells, poll, fixed, memory, iops, \
+            "There is no option \"socket\": the options are path, range, size, unit, queues, reserve, id, lease, doorbells, poll, fixed, memory, iops, \
              bandwidth, data, serial, \
              lba, profile, faults, namespace, timeout, reconnect",
         ),
@@ -207,6 +213,28 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         (
             "path=0000:01:00.0,reserve=some",
             "Option \"reserve\" cannot be \"some\"\n  invalid digit found in string",
+        ),
+        (
+            "path=/d,size=1G",
+            "Option \"size=1G\" needs id= (or lease=): the lease is found again by its name alone; add that, or \
+             leave it out",
+        ),
+        (
+            "path=/d,size=1G,range=0+1G,id=a",
+            "Options \"range\" and \"size\" are both given: a lease has a place or a size; keep one",
+        ),
+        (
+            "path=/d,size=1G,data=keep,id=a",
+            "Options \"size\" and \"data=keep\" are both given: nobody names whose data that is; say range= to take \
+             data over; keep one",
+        ),
+        (
+            "path=/d,unit=1G,range=0+1G",
+            "Option \"unit=1G\" needs size=: a range has its place; add that, or leave it out",
+        ),
+        (
+            "path=/d,id=a,lease=a",
+            "Options \"id\" and \"lease\" are both given: they are two names of one option; keep one",
         ),
         (
             "path=0000:01:00.0,namespace=0",

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use nvme_mpt::dma::MemoryRegion;
-use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
+use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger, Wanted};
 use nvme_mpt::memory::{Mapping, memfd};
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
@@ -162,7 +162,7 @@ fn learning(
             id: "test",
             drive: drive.identity(),
             nsid: drive.namespace().nsid,
-            range: ByteRange::new(0, 1 << 20).unwrap(),
+            wanted: Wanted::At(ByteRange::new(0, 1 << 20).unwrap()),
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
             former_data: nvme_mpt::lease::FormerData::Kept,

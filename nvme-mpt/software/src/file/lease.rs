@@ -13,16 +13,17 @@ use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use log::{error, info};
 
+use super::locks::Locks;
 use super::way::Way;
 use super::{SharedFile, uring};
 use nvme_mpt::event::{DriveEvent, Event, EventQueue};
 use nvme_mpt::host::Damage;
-use nvme_mpt::range_lock::RangeLock;
+use nvme_mpt::lease::ByteRange;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::status::Status;
 
@@ -60,8 +61,8 @@ pub(crate) struct LeasedFile {
     pub(super) shared: Arc<SharedFile>,
     /// The lease's name in the log.
     name: String,
-    /// The byte of the drive behind its last one.
-    end: u64,
+    /// The first byte of the drive behind all of the lease's.
+    end: AtomicU64,
     buffered: File,
     /// The same file without the page cache, if that is its [`Way`].
     direct: Option<File>,
@@ -72,7 +73,7 @@ pub(crate) struct LeasedFile {
     lost: AtomicBool,
     events: Mutex<Weak<EventQueue>>,
     /// Keeps others from the lease's bytes until the last queue has ended.
-    lock: Option<RangeLock>,
+    locks: Option<Locks>,
 }
 
 impl LeasedFile {
@@ -80,13 +81,13 @@ impl LeasedFile {
         shared: Arc<SharedFile>,
         name: &str,
         end: u64,
-        lock: Option<RangeLock>,
+        locks: Option<Locks>,
     ) -> io::Result<Self> {
         let path = &shared.path;
         let companion = shared.companion.get();
         Ok(Self {
             name: name.to_owned(),
-            end,
+            end: AtomicU64::new(end),
             buffered: reopen(&shared.opened, Some(path), 0)?,
             direct: match shared.way {
                 Way::Direct(_) => Some(reopen(&shared.opened, Some(path), libc::O_DIRECT)?),
@@ -96,14 +97,31 @@ impl LeasedFile {
             witness: Witness::open(&shared)?,
             lost: AtomicBool::new(false),
             events: Mutex::default(),
-            lock,
+            locks,
             shared,
         })
     }
 
-    /// Returns the open files that have the lock.
-    pub(super) fn locked_files(&self) -> impl Iterator<Item = &File> {
-        self.lock.iter().flat_map(RangeLock::files)
+    /// Adds a range, which is locked.
+    ///
+    /// # Errors
+    /// As [`Locks::add`].
+    pub(super) fn add(&self, range: ByteRange) -> io::Result<()> {
+        if let Some(locks) = &self.locks {
+            locks.add(range)?;
+        }
+        self.end.fetch_max(range.end(), Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Returns the locks on its bytes.
+    pub(super) const fn locks(&self) -> Option<&Locks> {
+        self.locks.as_ref()
+    }
+
+    /// Returns whether the file has all of its bytes.
+    fn is_whole(&self) -> bool {
+        self.shared.watched.has(self.end.load(Ordering::Relaxed))
     }
 
     /// Opens a witness for a queue. The lease's own witness reports errors from before.
@@ -179,7 +197,7 @@ impl LeasedFile {
         self.shared.look_at_path();
         Damage {
             lost_writes: self.has_lost_writes(),
-            cut_short: !self.shared.watched.has(self.end),
+            cut_short: !self.is_whole(),
             replaced: self.shared.watched.is_replaced(),
         }
     }
@@ -191,7 +209,7 @@ impl LeasedFile {
         if !self.has_lost_writes() {
             // Data behind the end of a file that was cut short is not durable.
             return match opcode {
-                NvmOpcode::FLUSH if !self.shared.watched.has(self.end) => Err(LOST),
+                NvmOpcode::FLUSH if !self.is_whole() => Err(LOST),
                 _ => Ok(()),
             };
         }

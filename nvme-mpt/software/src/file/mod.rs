@@ -20,6 +20,7 @@ mod bounces;
 mod claims;
 mod deadline;
 mod lease;
+mod locks;
 mod looks;
 mod operation;
 mod queue;
@@ -45,6 +46,7 @@ pub(crate) use lease::LeasedFile;
 pub(crate) use queue::FileQueue;
 
 use claims::Claims;
+use locks::Locks;
 use operation::{Means, Next, Operation, Zeroing};
 use slices::Turns;
 use watch::Watched;
@@ -52,8 +54,8 @@ use way::{Direction, Plan, Way};
 
 use nvme_mpt::event::EventQueue;
 use nvme_mpt::host::{Damage, HostLeaseError, HostLeaseRequest, HostQueuePair, Limits};
-use nvme_mpt::origin::{BackingFile, Origin};
-use nvme_mpt::range_lock::RangeLock;
+use nvme_mpt::lease::{ByteRange, LbaRange};
+use nvme_mpt::origin::Origin;
 
 use crate::medium::{LeasedMedium, Medium, Pace};
 use crate::uncorrectable::{MarkRoom, UncorrectableBlocks};
@@ -143,25 +145,18 @@ impl FileStore {
         })
     }
 
-    /// Locks a range of the file against others who lock what they use.
+    /// Locks ranges of the drive against others who lock what they use.
     ///
     /// # Errors
-    /// `WouldBlock` names the processes that have part of it locked; else what the kernel reports.
-    pub(super) fn claim(&self, start: u64, length: u64) -> io::Result<RangeLock> {
-        let opened = lease::reopen(&self.shared.opened, Some(&self.shared.path), 0)?;
-        let mut claim = RangeLock::claim(opened, start, length)?;
-        // A program that has the file of a loop device locks that, and knows of no device.
-        for below in self.shared.origin.files() {
-            if let Some((start, length)) = below.part(start, length) {
-                let file = open_below(below)?;
-                claim = claim.and(RangeLock::claim(file, start, length)?);
-            }
-        }
-        Ok(claim)
+    /// As [`Locks::add`].
+    pub(super) fn claim(&self, ranges: impl IntoIterator<Item = ByteRange>) -> io::Result<Locks> {
+        let locks = Locks::new(&self.shared)?;
+        ranges.into_iter().try_for_each(|range| locks.add(range))?;
+        Ok(locks)
     }
 
-    /// Opens the file for one lease, which is called `name` in the log and ends at byte `end` of the drive.
-    /// `lock` is the one on its bytes.
+    /// Opens the file for one lease, which is called `name` in the log and has no byte of the drive from `end`
+    /// on. `locks` are those on its bytes.
     ///
     /// # Errors
     /// Returns the kernel's error if the file cannot be opened once more.
@@ -169,9 +164,9 @@ impl FileStore {
         &self,
         name: &str,
         end: u64,
-        lock: Option<RangeLock>,
+        locks: Option<Locks>,
     ) -> io::Result<Arc<LeasedFile>> {
-        let lease = LeasedFile::open(self.shared.clone(), name, end, lock)?;
+        let lease = LeasedFile::open(self.shared.clone(), name, end, locks)?;
         let lease = Arc::new(lease);
         self.shared.watched.tell(&lease);
         Ok(lease)
@@ -221,27 +216,38 @@ impl Medium for FileStore {
         &self,
         request: &HostLeaseRequest<'_>,
     ) -> Result<Box<dyn LeasedMedium>, HostLeaseError> {
-        let bytes = request.bytes();
-        let lock = self.claim(bytes.start(), bytes.length());
-        let lock = lock.map_err(|error| match error.kind() {
-            io::ErrorKind::WouldBlock => HostLeaseError::InUse(error),
-            _ => HostLeaseError::Io(error),
-        })?;
+        let locks = self.claim(request.bytes()).map_err(refused)?;
+        let end = request.bytes().map(|part| part.end()).max();
         Ok(Box::new(FileLease {
-            file: self.lease(request.name, bytes.end(), Some(lock))?,
-            _marks: self.shared.uncorrectable.make_room(request.range),
+            file: self.lease(request.name, end.unwrap_or_default(), Some(locks))?,
+            marks: self.shared.uncorrectable.make_room(request.parts),
         }))
     }
 }
 
-/// A part of a file, locked for a lease.
+/// Returns the error for a range that cannot be locked.
+fn refused(error: io::Error) -> HostLeaseError {
+    match error.kind() {
+        io::ErrorKind::WouldBlock => HostLeaseError::InUse(error),
+        _ => HostLeaseError::Io(error),
+    }
+}
+
+/// Parts of a file, locked for a lease.
 #[derive(Debug)]
 struct FileLease {
     file: Arc<LeasedFile>,
-    _marks: MarkRoom,
+    marks: MarkRoom,
 }
 
 impl LeasedMedium for FileLease {
+    fn add(&self, part: LbaRange) -> Result<(), HostLeaseError> {
+        let range = part.bytes(self.file.shared.lba_shift);
+        self.file.add(range).map_err(refused)?;
+        self.marks.add(part);
+        Ok(())
+    }
+
     fn create_queue(&self, slots: u16, pace: Pace<'_>) -> io::Result<HostQueuePair> {
         Ok(pace.queue(FileQueue::new(&self.file, slots)?, slots))
     }
@@ -309,22 +315,6 @@ impl SharedFile {
         if can.swap(false, Ordering::Relaxed) {
             info!("{} cannot {what}", self.path.display());
         }
-    }
-}
-
-/// Opens the file of a loop device.
-fn open_below(below: &BackingFile) -> io::Result<File> {
-    let file = OpenOptions::new().read(true).write(true).open(&below.path);
-    let failed = |why: &str| {
-        let path = below.path.display();
-        io::Error::other(format!(
-            "the loop device's file {path} cannot be locked: {why}"
-        ))
-    };
-    let file = file.map_err(|error| failed(&error.to_string()))?;
-    match below.is(&file)? {
-        true => Ok(file),
-        false => Err(failed("its path leads to another file")),
     }
 }
 

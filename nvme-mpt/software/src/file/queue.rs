@@ -101,7 +101,9 @@ impl FileQueue {
         // Each command has one request at a time, so the ring has room for all.
         let ring = Uring::new(u32::from(slots).next_power_of_two())?;
         // What the kernel still does when this process is killed keeps others from the range.
-        ring.keep_open(lease.locked_files())?;
+        if let Some(locks) = lease.locks() {
+            locks.keep_open(|files| ring.keep_open(files))?;
+        }
         Self::with(ring, HostClock, lease, slots)
     }
 }

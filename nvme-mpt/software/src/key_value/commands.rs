@@ -4,7 +4,7 @@
 use nvme_mpt::dma::Direction;
 use nvme_mpt::host::CommandSetLimits;
 use nvme_mpt::shadow::{
-    CommandSet, CompletedCommand, Failure, NvmCommands, Traffic, Translator, location,
+    CommandSet, CompletedCommand, Failure, NvmCommands, Traffic, Translator, Untranslated, location,
 };
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::spec::key_value::{Key, KeyList, List, Retrieve, Store};
@@ -23,38 +23,8 @@ impl CommandSet for KeyValueCommands {
         guest: &Sqe,
         slot: u16,
         host: &mut Sqe,
-    ) -> Result<u32, Failure> {
-        let opcode = KvOpcode(guest.opcode());
-        match opcode {
-            KvOpcode::FLUSH if guest.nsid == Nsid::BROADCAST => {
-                translator.check_common(&Sqe {
-                    nsid: translator.blocks().guest_nsid,
-                    ..*guest
-                })?;
-                translator.begin(host, opcode.0, slot);
-                Ok(0)
-            }
-            KvOpcode::FLUSH
-            | KvOpcode::STORE
-            | KvOpcode::RETRIEVE
-            | KvOpcode::LIST
-            | KvOpcode::DELETE
-            | KvOpcode::EXIST => {
-                translator.check_common(guest)?;
-                translator.begin(host, opcode.0, slot);
-                match opcode {
-                    KvOpcode::STORE => store(translator, guest, slot, host),
-                    KvOpcode::RETRIEVE => retrieve(translator, guest, slot, host),
-                    KvOpcode::LIST => list(translator, guest, slot, host),
-                    KvOpcode::DELETE | KvOpcode::EXIST => {
-                        key(guest)?.write_to(host);
-                        Ok(0)
-                    }
-                    _ => Ok(0),
-                }
-            }
-            _ => Err(Failure::at(Status::INVALID_OPCODE, location::OPCODE)),
-        }
+    ) -> Result<u32, Untranslated> {
+        Ok(translate_command(translator, guest, slot, host)?)
     }
 
     /// There are no LBAs.
@@ -68,6 +38,45 @@ impl CommandSet for KeyValueCommands {
             Traffic::Read(bytes) => Traffic::Read(bytes.min(completed.dw0)),
             other => other,
         }
+    }
+}
+
+fn translate_command(
+    translator: &mut Translator,
+    guest: &Sqe,
+    slot: u16,
+    host: &mut Sqe,
+) -> Result<u32, Failure> {
+    let opcode = KvOpcode(guest.opcode());
+    match opcode {
+        KvOpcode::FLUSH if guest.nsid == Nsid::BROADCAST => {
+            translator.check_common(&Sqe {
+                nsid: translator.blocks().guest_nsid(),
+                ..*guest
+            })?;
+            translator.begin(host, opcode.0, slot);
+            Ok(0)
+        }
+        KvOpcode::FLUSH
+        | KvOpcode::STORE
+        | KvOpcode::RETRIEVE
+        | KvOpcode::LIST
+        | KvOpcode::DELETE
+        | KvOpcode::EXIST => {
+            translator.check_common(guest)?;
+            translator.begin(host, opcode.0, slot);
+            match opcode {
+                KvOpcode::STORE => store(translator, guest, slot, host),
+                KvOpcode::RETRIEVE => retrieve(translator, guest, slot, host),
+                KvOpcode::LIST => list(translator, guest, slot, host),
+                KvOpcode::DELETE | KvOpcode::EXIST => {
+                    key(guest)?.write_to(host);
+                    Ok(0)
+                }
+                _ => Ok(0),
+            }
+        }
+        _ => Err(Failure::at(Status::INVALID_OPCODE, location::OPCODE)),
     }
 }
 

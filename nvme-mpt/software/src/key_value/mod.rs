@@ -41,6 +41,7 @@ use nvme_mpt::host::{
     HostQueuePair, Limits, NamespaceFormat,
 };
 use nvme_mpt::iova::IovaSpace;
+use nvme_mpt::lease::BOUNDARY;
 use nvme_mpt::origin::Origin;
 use nvme_mpt::poller::Threads;
 use nvme_mpt::range_lock::ClaimError;
@@ -247,7 +248,7 @@ impl HostController for KeyValueController {
         self: Arc<Self>,
         request: &HostLeaseRequest<'_>,
     ) -> Result<Box<dyn HostLease>, HostLeaseError> {
-        let bytes = request.bytes();
+        let bytes = request.only()?.bytes(request.namespace.lba_shift);
         let name = bytes.start();
         let home = match &self.home {
             Home::Memory(spaces) => {
@@ -262,6 +263,10 @@ impl HostController for KeyValueController {
             value_bytes_max: self.value_bytes_max,
             home,
         }))
+    }
+
+    fn whole_lease(&self) -> Option<u64> {
+        Some(BOUNDARY)
     }
 
     fn is_private(&self) -> bool {

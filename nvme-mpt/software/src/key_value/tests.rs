@@ -59,10 +59,10 @@ fn a_file_is_open_once() {
     let request = HostLeaseRequest {
         name: "test",
         namespace: blocks.namespaces()[0],
-        range: LbaRange {
+        parts: &[LbaRange {
             start: Lba(0),
             blocks: 1,
-        },
+        }],
         reservation: None,
     };
     let error = blocks.clone().open_lease(&request).expect_err("locked");

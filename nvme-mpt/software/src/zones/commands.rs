@@ -3,7 +3,7 @@
 use nvme_mpt::dma::Direction;
 use nvme_mpt::host::CommandSetLimits;
 use nvme_mpt::shadow::{
-    CommandSet, CompletedCommand, Failure, NvmCommands, Traffic, Translator, location,
+    CommandSet, CompletedCommand, Failure, NvmCommands, Traffic, Translator, Untranslated, location,
 };
 use nvme_mpt::spec::ids::Lba;
 use nvme_mpt::spec::opcode::NvmOpcode;
@@ -22,7 +22,7 @@ impl CommandSet for ZonedCommands {
         guest: &Sqe,
         slot: u16,
         host: &mut Sqe,
-    ) -> Result<u32, Failure> {
+    ) -> Result<u32, Untranslated> {
         let translate = match NvmOpcode(guest.opcode()) {
             NvmOpcode::ZONE_APPEND => zone_append,
             NvmOpcode::ZONE_MANAGEMENT_RECEIVE => zone_management_receive,
@@ -55,7 +55,7 @@ impl CommandSet for ZonedCommands {
 /// Returns the guest's LBA to which a Zone Append to the guest's zone at `zslba` went, by dword 0 of the host's
 /// completion. A zone has fewer blocks than a dword counts, so the rest of the host's LBA is known.
 fn appended_at(translator: &Translator, zslba: Lba, dw0: u32) -> Lba {
-    let host_zslba = translator.blocks().first.0.wrapping_add(zslba.0);
+    let host_zslba = translator.blocks().first().0.wrapping_add(zslba.0);
     let offset = dw0.wrapping_sub(host_zslba as u32);
     Lba(zslba.0.wrapping_add(offset.into()))
 }
@@ -65,7 +65,7 @@ fn zone_append(
     guest: &Sqe,
     slot: u16,
     host: &mut Sqe,
-) -> Result<u32, Failure> {
+) -> Result<u32, Untranslated> {
     let ZoneAppend {
         zslba,
         nlb_z,
@@ -76,14 +76,14 @@ fn zone_append(
         ..
     } = ZoneAppend::from(guest);
     let invalid = Failure::at(Status::INVALID_FIELD, location::CDW12);
-    let len = (u64::from(nlb_z) + 1) << translator.blocks().lba_shift;
+    let len = (u64::from(nlb_z) + 1) << translator.blocks().lba_shift();
     // ZASL; and no protection information is offered that could be remapped.
     let most = match translator.limits().command_set {
         CommandSetLimits::Zoned { append_bytes_max } => append_bytes_max,
         _ => 0,
     };
     if len > most || piremap || prinfo.pract() {
-        return Err(invalid);
+        return Err(invalid.into());
     }
     // The first block of a zone is leased with all of it.
     let zslba = translator.blocks().translate(zslba, 1)?;
@@ -105,11 +105,11 @@ fn zone_management_receive(
     guest: &Sqe,
     slot: u16,
     host: &mut Sqe,
-) -> Result<u32, Failure> {
+) -> Result<u32, Untranslated> {
     let command = ZoneManagementReceive::from(guest);
     let len = command.length();
     if len > translator.limits().max_transfer() {
-        return Err(Failure::at(Status::INVALID_FIELD, location::CDW12));
+        return Err(Failure::at(Status::INVALID_FIELD, location::CDW12).into());
     }
     let slba = translator.blocks().translate(command.slba, 1)?;
     translator.begin(host, NvmOpcode::ZONE_MANAGEMENT_RECEIVE.0, slot);
@@ -123,16 +123,16 @@ fn zone_management_send(
     guest: &Sqe,
     slot: u16,
     host: &mut Sqe,
-) -> Result<u32, Failure> {
+) -> Result<u32, Untranslated> {
     let command = ZoneManagementSend::from(guest);
     // The one action with data sets a zone descriptor extension, which there are none of. The
     // host would take it from where nothing was translated to.
     if command.zsa == ZoneSendAction::SET_ZONE_DESCRIPTOR_EXTENSION {
-        return Err(Failure::at(Status::INVALID_FIELD, location::CDW13));
+        return Err(Failure::at(Status::INVALID_FIELD, location::CDW13).into());
     }
     // All zones are those of the lease; which LBA is named then means nothing.
     let slba = match command.select_all {
-        true => translator.blocks().first,
+        true => translator.blocks().first(),
         false => translator.blocks().translate(command.slba, 1)?,
     };
     translator.begin(host, NvmOpcode::ZONE_MANAGEMENT_SEND.0, slot);

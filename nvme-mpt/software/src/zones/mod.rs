@@ -36,7 +36,7 @@ use nvme_mpt::event::{Event, EventQueue};
 use nvme_mpt::host::{
     ChangedZones, Geometry, HostNamespace, NamespaceZones, Resources, ZoneChanges,
 };
-use nvme_mpt::lease::{Bytes, LbaRange};
+use nvme_mpt::lease::{ByteRange, Bytes, LbaRange};
 use nvme_mpt::memory::SharedWords;
 use nvme_mpt::spec::ids::Lba;
 
@@ -239,6 +239,7 @@ impl Zones {
         let table = ZoneTable::new(self.geometry, resources, (words, first, count));
         Ok(LeasedZones {
             start: range.start,
+            lba_shift: self.lba_shift,
             format: NamespaceZones {
                 geometry: self.geometry,
                 resources,
@@ -277,6 +278,7 @@ impl State {
 pub struct LeasedZones {
     /// Start of the lease in the host's namespace.
     start: Lba,
+    lba_shift: u8,
     format: NamespaceZones,
     state: Mutex<State>,
 }
@@ -293,13 +295,13 @@ impl LeasedZones {
         self.lock().listener = Arc::downgrade(events);
     }
 
-    /// Makes the zones empty that have one of `blocks` blocks from `start` of the lease on, whose blocks are
-    /// zeroes already.
-    pub(crate) fn empty(&self, start: u64, blocks: u64) {
+    /// Makes the zones empty that have a byte of a range of the drive, whose blocks are zeroes already.
+    pub(crate) fn empty(&self, range: &ByteRange) {
         let size = self.format.geometry.size;
-        let end = start.saturating_add(blocks).div_ceil(size);
+        let block = |byte: u64| (byte >> self.lba_shift).saturating_sub(self.start.0);
+        let end = block(range.end()).div_ceil(size);
         // A drive has 65,536 zones at most.
-        let zones = (start / size) as u32..end.min(MAX_ZONES) as u32;
+        let zones = (block(range.start()) / size) as u32..end.min(MAX_ZONES) as u32;
         self.lock().table.empty(zones);
     }
 

@@ -1,5 +1,6 @@
 //! Leases that overlap, go stale, and are released, through two ledgers of one folder and in memory.
 
+use super::super::entry::LeaseState;
 use super::*;
 
 const DRIVE: &str = "file:/drive";
@@ -9,7 +10,7 @@ fn request<'a>(id: &'a str, range: &str) -> LeaseRequest<'a> {
         id,
         drive: DRIVE,
         nsid: Nsid(1),
-        range: range.parse().unwrap(),
+        wanted: Wanted::At(range.parse().unwrap()),
         lba_shift: 9,
         blocks: 1 << 30,
         former_data: FormerData::Kept,
@@ -25,9 +26,8 @@ fn both() -> (tempfile::TempDir, [Ledger; 2]) {
     (dir, ledgers)
 }
 
-/// Leaves a lease as a dying holder does: its lock is gone, its lease is not.
-fn die(mut lease: Lease) {
-    lease.slot = None;
+fn die(lease: Lease) {
+    lease.die();
 }
 
 #[test]
@@ -35,7 +35,10 @@ fn ranges_that_overlap_are_refused() {
     let (_dir, ledgers) = both();
     for ledger in ledgers {
         let a = ledger.acquire(&request("a", "1G+1G")).unwrap();
-        assert_eq!((a.range().start.0, a.range().blocks), (1 << 21, 1 << 21));
+        assert_eq!(
+            (a.blocks()[0].start.0, a.blocks()[0].blocks),
+            (1 << 21, 1 << 21)
+        );
         for range in ["1G+1G", "0+1025M", "2047M+1M", "1500M+1M", "0+8G"] {
             let error = ledger.acquire(&request("b", range)).unwrap_err();
             assert!(matches!(error, LeaseError::Overlap { .. }), "{error}");
@@ -132,7 +135,7 @@ fn block_sizes_do_not_hide_an_overlap() {
         let mut large = request("b", "12K+8K");
         large.lba_shift = 12;
         ledger.acquire(&large).unwrap_err();
-        large.range = "16K+8K".parse().unwrap();
+        large.wanted = Wanted::At("16K+8K".parse().unwrap());
         ledger.acquire(&large).unwrap();
     }
 }
@@ -469,7 +472,7 @@ fn a_range_that_is_released_is_wiped_for_the_next_id() {
             let lease = ledger.acquire(&strict(id, "1536M+512M")).unwrap();
             assert_eq!(lease.unwiped(), [range("1536M+512M")], "{id}");
         }
-        let mut lease = ledger.acquire(&strict("b", "1536M+512M")).unwrap();
+        let lease = ledger.acquire(&strict("b", "1536M+512M")).unwrap();
         lease.wiped().unwrap();
         drop(lease);
         let lease = ledger.acquire(&strict("b", "1536M+512M")).unwrap();
@@ -504,13 +507,13 @@ fn a_wipe_that_does_not_end_leaves_its_range_marked() {
                 "{error}"
             );
         }
-        let mut lease = ledger.acquire(&with("c", wide, FormerData::Wiped)).unwrap();
+        let lease = ledger.acquire(&with("c", wide, FormerData::Wiped)).unwrap();
         assert_eq!(lease.unwiped(), parts);
         lease.wiped().unwrap();
-        assert_eq!(lease.unwiped(), &parts[1..]);
+        assert_eq!(lease.unwiped(), parts[1..]);
         drop(lease);
-        let mut lease = ledger.acquire(&with("c", wide, FormerData::Wiped)).unwrap();
-        assert_eq!(lease.unwiped(), &parts[1..]);
+        let lease = ledger.acquire(&with("c", wide, FormerData::Wiped)).unwrap();
+        assert_eq!(lease.unwiped(), parts[1..]);
         lease.wiped().unwrap();
         drop(lease);
         ledger.acquire(&strict("c", wide)).unwrap();

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crate::dma::{Departure, TableUse};
 use crate::shadow::lists::ListMemory;
-use crate::shadow::slot::{Slot, Slots};
+use crate::shadow::slot::{Slot, Slots, Special};
 
 /// A departure with commands in flight that use its memory.
 #[derive(Debug)]
@@ -39,7 +39,7 @@ impl HeldDepartures {
         let mut count = 0;
         for (number, slot) in slots.in_flight_mut() {
             if slot.bytes > 0 && uses(slot, departure, lists) {
-                slot.stale = true;
+                slot.special.add(Special::STALE);
                 users[number] = true;
                 count += 1;
             }

@@ -4,12 +4,13 @@
 //! for it.
 
 use super::departures::HeldDepartures;
-use super::{CompletionQueue, ShadowCore, Slot};
+use super::{CompletionQueue, ShadowCore};
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::clock::Ticks;
 use crate::dma::RegionTable;
 use crate::doorbell::DoorbellBuffer;
 use crate::host::HostMemory;
+use crate::shadow::slot::Slot;
 use crate::spec::cqe::Cqe;
 use crate::spec::opcode::DataTransfer;
 
@@ -49,9 +50,10 @@ impl ShadowCore {
     /// the table.
     #[cold]
     pub(super) fn follow_table(&mut self) {
+        self.translator.set_blocks(&self.context.blocks());
         self.is_logged = self.translator.table().is_logged();
         self.is_limited = self.context.limiter.is_limited();
-        self.is_special = self.is_logged || self.is_limited;
+        self.note_special();
         self.rests_until = None;
         if !self.is_limited {
             self.throttle(false, Ticks::now());
@@ -59,6 +61,11 @@ impl ShadowCore {
         if self.is_logged {
             self.note_event_idx();
         }
+    }
+
+    /// Notes whether passes cost more.
+    pub(super) fn note_special(&mut self) {
+        self.is_special = self.is_logged || self.is_limited || self.parts.are_some();
     }
 
     /// Notes what a pass has posted, from where the Completion Queue's tail was before it.

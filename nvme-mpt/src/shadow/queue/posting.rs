@@ -9,7 +9,8 @@ use crate::clock::Ticks;
 use crate::event::{ErrorEntry, Event};
 use crate::host::{CompletionTaker, HostCompletion, HostQueue};
 use crate::memory::Room;
-use crate::shadow::slot::{Slot, Slots};
+use crate::shadow::parts::Parts;
+use crate::shadow::slot::{Slot, Slots, Special};
 use crate::shadow::translate::Translator;
 use crate::shadow::{CommandSet, CompletedCommand, Failure, Traffic};
 use crate::spec::cqe::Cqe;
@@ -29,6 +30,7 @@ pub(super) struct Posting<'a, H, const SPECIAL: bool> {
     pub(super) held: &'a mut Vec<(Cqe, Room)>,
     pub(super) translator: &'a Translator,
     pub(super) departures: &'a mut HeldDepartures,
+    pub(super) parts: &'a mut Parts,
     /// True if what is written is noted.
     pub(super) is_logged: bool,
     /// Number of completions.
@@ -48,9 +50,18 @@ impl<H: HostQueue, const SPECIAL: bool> CompletionTaker for &mut Posting<'_, H, 
         if SPECIAL && self.is_logged {
             note_completed(slot, self.translator.memory(), self.departures);
         }
-        if slot.stale {
-            slot.stale = false;
-            self.departures.completed(completion.slot);
+        if slot.special.is_some() {
+            let special = &mut slot.special;
+            // Passes are special as long as there are commands in parts.
+            if SPECIAL && special.has(Special::IN_PARTS) && self.parts.go_on(completion) {
+                self.completed -= 1;
+                self.slots.retake(completion.slot, room);
+                return;
+            }
+            if special.has(Special::STALE) {
+                self.departures.completed(completion.slot);
+            }
+            *special = Special::default();
         }
         let Some(sq) = self.sqs.get(usize::from(slot.sq)) else {
             return;

@@ -15,6 +15,7 @@ use crate::host::{Completes, CompletionTaker, HostCompletion, HostMemory};
 use crate::interrupt::InterruptGate;
 use crate::iova::IovaSpace;
 use crate::learn::Choice;
+use crate::lease::LbaRange;
 use crate::limit::RateLimits;
 use crate::memory::memfd;
 use crate::poller::Waker;
@@ -133,6 +134,12 @@ impl Guest {
     }
 
     fn with_rings(window: DmaWindow, space: &Arc<IovaSpace>) -> Self {
+        let drive = IdleController::drive();
+        let whole = LbaRange {
+            start: Lba(0),
+            blocks: drive.blocks(),
+        };
+        let blocks = LeasedBlocks::new((Nsid(1), Nsid(1)), 9, &[whole], None).expect("one part");
         let context = Arc::new(QueueContext {
             doorbells: Arc::new(
                 DoorbellPage::new(crate::doorbell::DoorbellMode::Trap, 1).expect("memory"),
@@ -141,22 +148,15 @@ impl Guest {
             events: Arc::new(EventQueue::new().expect("eventfd")),
             tables: window.tables().clone(),
             limiter: Limiter::new(RateLimits::default(), Rate::of_this_machine()),
+            blocks: Mutex::new(Arc::new(blocks)),
         });
         let holding = Arc::new(Holding::of_nothing());
         let slots = (ENTRIES - 1) as u16;
         let host = holding.host().create_queue(slots).expect("a queue");
-        let drive = IdleController::drive();
         let lists = ListMemory::new(space, slots.into()).expect("memory");
         let gate = InterruptGate::new(None, Arc::default(), Choice::Learned, Rate::NANOSECOND);
         let cq = CompletionQueue::new((QUEUE, CQ, ENTRIES), &context, None, gate, Arc::default());
         let sq = SubmissionQueue::new((QUEUE, SQ, ENTRIES), &context, None, Arc::default());
-        let blocks = LeasedBlocks {
-            guest_nsid: Nsid(1),
-            host_nsid: Nsid(1),
-            first: Lba(0),
-            blocks: drive.blocks(),
-            lba_shift: 9,
-        };
         let user = context.tables.register(Waker::new().expect("eventfd"));
         let mut queue = Box::new(ShadowQueue::new(
             0,
@@ -164,7 +164,7 @@ impl Guest {
             cq.expect("mapped"),
             None,
             (holding, host, slots, lists),
-            (blocks, *drive.limits()),
+            *drive.limits(),
             user,
         ));
         queue.add_sq(sq.expect("mapped"));

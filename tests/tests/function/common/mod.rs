@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
-use nvme_mpt::lease::{ByteRange, FormerData, Lease, LeaseError, LeaseRequest, Ledger};
+use nvme_mpt::lease::{ByteRange, FormerData, Lease, LeaseError, LeaseRequest, Ledger, Wanted};
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::stats::{PollerStats, QueueStats};
@@ -158,18 +158,38 @@ impl Host {
             id,
             drive: self.drive.identity(),
             nsid: self.drive.namespace().nsid,
-            range: ByteRange::new(setup.start, setup.length).unwrap(),
+            wanted: match setup.unit {
+                None => Wanted::At(ByteRange::new(setup.start, setup.length).unwrap()),
+                Some(unit) => Wanted::Size {
+                    bytes: setup.length,
+                    unit,
+                    whole: false,
+                },
+            },
             lba_shift: self.drive.lba_shift(),
             blocks: self.drive.blocks(),
             former_data,
         })
     }
 
+    /// Leases ranges of the drive, so that leases by size find room between them.
+    pub(crate) fn occupy(&self, ranges: impl IntoIterator<Item = (u64, u64)>) -> Vec<Lease> {
+        let leases = ranges.into_iter().map(|(start, length)| {
+            let setup = Setup {
+                start,
+                ..Setup::whole(length)
+            };
+            self.lease(&format!("at-{start}"), &setup, FormerData::Kept)
+                .unwrap()
+        });
+        leases.collect()
+    }
+
     /// Wipes the range of a setup, for an id that had nothing there before.
     pub(crate) fn wipe(&self, setup: &Setup) {
-        let mut lease = self.lease("wipes", setup, FormerData::Wiped).unwrap();
+        let lease = self.lease("wipes", setup, FormerData::Wiped).unwrap();
         assert!(!lease.unwiped().is_empty());
-        nvme_mpt::wipe::wipe(&self.drive, &mut lease, &AtomicBool::new(false)).unwrap();
+        nvme_mpt::wipe::wipe(&self.drive, &lease, &AtomicBool::new(false)).unwrap();
         assert!(lease.unwiped().is_empty());
     }
 
@@ -253,6 +273,8 @@ pub(crate) struct Setup {
     /// Bytes of the drive: where the lease starts, and how long it is.
     pub(crate) start: u64,
     pub(crate) length: u64,
+    /// Unit of a lease by size, which lies anywhere.
+    pub(crate) unit: Option<u64>,
     pub(crate) doorbells: DoorbellMode,
     /// As in `poll=`.
     pub(crate) poll: &'static str,
@@ -273,6 +295,7 @@ impl Default for Setup {
         Self {
             start: 0,
             length: LEASE,
+            unit: None,
             doorbells: DoorbellMode::Shadow,
             poll: "shared",
             learning: Learning::default(),
@@ -302,6 +325,12 @@ impl Setup {
             length,
             ..Self::default()
         }
+    }
+
+    /// Of a size, in units of so many bytes.
+    pub(crate) fn by_size(mut self, unit: u64) -> Self {
+        self.unit = Some(unit);
+        self
     }
 
     /// With a region of pages that lie anywhere, and are mapped one by one.

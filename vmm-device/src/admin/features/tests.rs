@@ -26,6 +26,7 @@ impl Fixture {
     fn context(&self) -> FeatureContext<'_> {
         FeatureContext {
             namespace: &self.namespace,
+            blocks: self.namespace.blocks,
             volatile_write_cache: self.volatile_write_cache,
             queue_pairs_max: 4,
             default_threshold: 343,

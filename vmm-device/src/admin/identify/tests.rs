@@ -15,6 +15,7 @@ fn identify(cns: u8, csi: u8, cntid: u16, nsid: u32) -> Result<Vec<u8>, Status> 
         doorbell_buffer: true,
         active: true,
         thresholds: fixtures::THRESHOLDS,
+        unit_blocks: None,
     };
     let command = Identify {
         cns: Cns(cns),
@@ -76,6 +77,7 @@ fn doorbell_buffer_config_is_offered_where_it_is_of_use() {
         doorbell_buffer: false,
         active: true,
         thresholds: fixtures::THRESHOLDS,
+        unit_blocks: None,
     };
     let command = Identify {
         cns: Cns::CONTROLLER,
@@ -110,6 +112,7 @@ fn nothing_is_promised_that_the_drive_does_not_keep() {
             warning: 0x155,
             critical: 0,
         },
+        unit_blocks: None,
     };
     let identify = |cns, nsid| {
         let command = Identify {
@@ -146,6 +149,7 @@ fn a_namespace_that_is_not_active_is_listed_nowhere() {
         doorbell_buffer: true,
         active: false,
         thresholds: fixtures::THRESHOLDS,
+        unit_blocks: None,
     };
     let identify = |cns, nsid| {
         let command = Identify {
@@ -276,4 +280,23 @@ fn text_is_printable_and_padded() {
     assert_eq!(&padded::<6>("ab"), b"ab    ");
     assert_eq!(&padded::<2>("abc"), b"ab");
     assert_eq!(&padded::<4>("a\n\u{e9}"), b"a???");
+}
+
+#[test]
+fn a_lease_by_size_has_boundaries_that_commands_should_not_cross() {
+    let (namespace, limits) = (fixtures::namespace(), fixtures::limits());
+    for (unit_blocks, noiob) in [(None, 0), (Some(2048), 2048), (Some(1 << 21), 1 << 15)] {
+        let subject = Subject {
+            namespace: &namespace,
+            blocks: namespace.blocks,
+            used: 0,
+            limits: &limits,
+            doorbell_buffer: true,
+            active: true,
+            thresholds: fixtures::THRESHOLDS,
+            unit_blocks,
+        };
+        let id = subject.namespace(namespace.blocks);
+        assert_eq!(u16::from_le_bytes([id[46], id[47]]), noiob);
+    }
 }

@@ -170,7 +170,7 @@ fn the_lock_of_a_killed_process_lasts_as_long_as_its_io() {
     assert!(locked());
     std::thread::scope(|scope| {
         // The kernel ends a ring some time after it was closed, and a claim waits for that.
-        let next = scope.spawn(|| scene.store.claim(0, 4096).unwrap());
+        let next = scope.spawn(|| scene.store.claim(["0+4K".parse().unwrap()]).unwrap());
         drop(ring);
         drop(next.join().unwrap());
     });
@@ -180,7 +180,7 @@ fn the_lock_of_a_killed_process_lasts_as_long_as_its_io() {
 #[test]
 fn the_ring_of_a_queue_keeps_the_lock_of_its_lease() {
     let scene = Scene::new();
-    let lock = scene.store.claim(0, 4096).unwrap();
+    let lock = scene.store.claim(["0+4K".parse().unwrap()]).unwrap();
     let lease = scene.store.lease("a", 4096, Some(lock)).unwrap();
     let queue = FileQueue::new(&lease, 4).unwrap();
     let ring = queue.wait_fd().unwrap();
@@ -191,9 +191,9 @@ fn the_ring_of_a_queue_keeps_the_lock_of_its_lease() {
 #[test]
 fn a_lock_that_is_dropped_is_free_at_once() {
     let scene = Scene::new();
-    let lock = scene.store.claim(0, 4096).unwrap();
+    let lock = scene.store.claim(["0+4K".parse().unwrap()]).unwrap();
     let ring = Uring::new(4).unwrap();
-    ring.keep_open(lock.files()).unwrap();
+    lock.keep_open(|files| ring.keep_open(files)).unwrap();
     drop(lock);
     let looker = scene.file.reopen().unwrap();
     assert!(!is_locked(&looker, 0, 4096).unwrap());

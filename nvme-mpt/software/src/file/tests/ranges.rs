@@ -118,10 +118,10 @@ fn a_deallocate_that_leaves_data_leaves_its_marks() {
             return late || refusal.is_some();
         }
         clock.0.set(1 << 40);
-        let _room = drive.store.shared.uncorrectable.make_room(LbaRange {
+        let _room = drive.store.shared.uncorrectable.make_room(&[LbaRange {
             start: Lba(0),
             blocks: 1 << 20,
-        });
+        }]);
         assert!(drive.store.shared.uncorrectable.mark(8, 8));
         let turn = late.then(|| drive.store.shared.turns.take(Ticks(clock.now()), OTHER));
         let command = drive.deallocate(0, 8, 8);

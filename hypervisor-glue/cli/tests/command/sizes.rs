@@ -1,0 +1,600 @@
+//! Leases by size: their extents, and their growth and truncation.
+
+use std::fs;
+use std::sync::Arc;
+
+use nvme_mpt_tests::PATIENCE;
+use nvme_mpt_tests::admin::feature;
+use nvme_mpt_tests::bar::Bar;
+use nvme_mpt_tests::controller::{Config, Controller};
+use nvme_mpt_tests::disk::Disk;
+use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::vfio_user::VfioUserBar;
+use serde_json::{Value, json};
+
+use crate::support::{Bench, Server, exists};
+use crate::vmms::{self, TestVmm};
+
+const MIB: u64 = 1 << 20;
+
+/// Options of a function with a size.
+fn sized(id: &str, size: &str) -> String {
+    format!("socket={id}.sock,path=drive.img,id={id},size={size},unit=1M")
+}
+
+/// Returns what `nvme-mpt list` shows, for programs.
+fn list(bench: &Bench) -> Vec<Value> {
+    let listed = bench.ask("list", &["--json"]).unwrap();
+    serde_json::from_str(&listed).unwrap()
+}
+
+/// Returns the entry of one function.
+fn entry(bench: &Bench, id: &str) -> Value {
+    let mut entries = list(bench).into_iter();
+    entries.find(|entry| entry["id"] == id).unwrap()
+}
+
+/// Returns what `nvme-mpt leases` shows, for programs.
+fn leases(bench: &Bench) -> Vec<Value> {
+    let output = bench.run("leases", &["list", "--json"]);
+    assert!(output.status.success(), "{output:?}");
+    let mut leases: Vec<Value> = serde_json::from_slice(&output.stdout).unwrap();
+    // A lease that was given back for a moment is the last in the ledger.
+    leases.sort_by_key(|lease| lease["id"].as_str().unwrap().to_owned());
+    leases
+}
+
+/// Starts and lengths in MiB of an entry's extents.
+fn extents_of(entry: &Value) -> Vec<(u64, u64)> {
+    let parts = entry["extents"].as_array().unwrap().iter();
+    let number = |part: &Value, key: &str| part[key].as_u64().unwrap() / MIB;
+    let parts: Vec<(u64, u64)> = parts
+        .map(|part| (number(part, "start"), number(part, "length")))
+        .collect();
+    match &parts[..] {
+        [only] => {
+            let range = (
+                number(&entry["range"], "start"),
+                number(&entry["range"], "length"),
+            );
+            assert_eq!(range, *only);
+        }
+        _ => assert!(entry["range"].is_null(), "{entry}"),
+    }
+    parts
+}
+
+/// Returns the extents of a function, which its server and the ledger show alike.
+fn extents(bench: &Bench, id: &str) -> Vec<(u64, u64)> {
+    let mut leases = leases(bench).into_iter();
+    let lease = leases.find(|lease| lease["id"] == id).unwrap();
+    let extents = extents_of(&lease);
+    assert_eq!(extents_of(&entry(bench, id)), extents);
+    extents
+}
+
+fn resize(bench: &Bench, arguments: &[&str]) -> Result<String, String> {
+    bench.ask("resize", arguments)
+}
+
+/// Does what is to be refused, and to change nothing.
+fn refused(bench: &Bench, command: &str, arguments: &[&str]) -> String {
+    let before = (list(bench), leases(bench));
+    let complaint = bench.ask(command, arguments).unwrap_err();
+    assert_eq!((list(bench), leases(bench)), before, "{arguments:?}");
+    complaint
+}
+
+/// Waits until no VMM is connected.
+fn await_no_guest(bench: &Bench) {
+    let busy = ["\"connected\"", "\"busy\""];
+    let waits = |listed: &str| !busy.iter().any(|state| listed.contains(state));
+    let listed = bench.ask_until("list", &["--json"], waits).unwrap();
+    assert!(waits(&listed), "{listed}");
+}
+
+/// A guest's driver on a vfio-user socket.
+struct Guest {
+    controller: Controller,
+    disk: Disk,
+}
+
+impl Guest {
+    fn attach(bench: &Bench, socket: &str) -> Self {
+        let memory = GuestMemory::new(&[(MIB, 16 * MIB)]).unwrap();
+        let bar = VfioUserBar::attach(&bench.path(socket), &memory).unwrap();
+        let bar: Arc<dyn Bar> = Arc::new(bar);
+        let mut controller = Controller::attach(bar, memory, Config::default(), 1).unwrap();
+        // It wants to know of changes of its namespace.
+        controller
+            .set_feature(feature::ASYNC_EVENT_CONFIG, 0, 1 << 8)
+            .unwrap();
+        controller.request_async_event().unwrap();
+        let disk = Disk::open(&mut controller, 1).unwrap();
+        Self { controller, disk }
+    }
+
+    /// Waits until it is told that its drive is another one, and returns the size in bytes.
+    fn growth(&mut self) -> u64 {
+        let event = self.controller.async_event(PATIENCE).unwrap().unwrap();
+        // Notice: Namespace Attribute Changed.
+        assert_eq!((event.kind, event.info), (2, 0));
+        self.size()
+    }
+
+    fn size(&mut self) -> u64 {
+        let namespace = self.controller.identify_namespace(1).unwrap();
+        namespace.nsze * u64::from(namespace.block_size)
+    }
+
+    /// Writes the same byte over and over.
+    fn fill(&mut self, (start, length): (u64, u64), byte: u8) {
+        let piece = vec![byte; 64 << 10];
+        for at in (start..start + length).step_by(piece.len()) {
+            self.disk.write(at / 512, &piece).unwrap();
+        }
+    }
+
+    fn has(&mut self, (start, length): (u64, u64), byte: u8) -> bool {
+        let piece = vec![byte; 64 << 10];
+        let mut offsets = (start..start + length).step_by(piece.len());
+        offsets.all(|at| self.disk.read(at / 512, 128).unwrap() == piece)
+    }
+}
+
+/// Returns whether MiBs of the drive's file have the same byte over and over.
+fn file_has(bench: &Bench, (start, length): (u64, u64), byte: u8) -> bool {
+    let drive = fs::read(bench.path("drive.img")).unwrap();
+    let bytes = &drive[(start * MIB) as usize..((start + length) * MIB) as usize];
+    bytes.iter().all(|one| *one == byte)
+}
+
+#[test]
+fn sizes_find_room_between_the_ranges_of_others() {
+    let bench = Bench::new();
+    let ranges = [
+        "socket=r.sock,path=drive.img,id=r,range=8M+8M",
+        "socket=s.sock,path=drive.img,id=s,range=24M+32M",
+    ];
+    let server = bench.serve("one", &ranges).unwrap();
+    for (id, size, parts) in [
+        ("a", "4M", &[(0, 4)][..]),
+        ("b", "8M", &[(16, 8)]),
+        ("c", "10M", &[(56, 8), (4, 2)]),
+    ] {
+        let printed = bench.ask("add", &[&sized(id, size)]).unwrap();
+        assert!(
+            printed.starts_with(&format!("Function {id} on ")),
+            "{printed}"
+        );
+        assert_eq!(extents(&bench, id), parts, "{id}");
+    }
+    let tables = [bench.ask("list", &[]).unwrap(), {
+        let output = bench.run("leases", &[]);
+        String::from_utf8(output.stdout).unwrap()
+    }];
+    for table in tables {
+        for parts in ["0+4M ", "16M+8M ", "56M+8M and 4M+2M "] {
+            assert!(table.contains(parts), "{table}");
+        }
+    }
+
+    let d = "socket=d.sock,path=drive.img";
+    for (options, complaints) in [
+        (
+            "id=d,size=3M,unit=1M",
+            &[
+                "There is no room for 3M on file:",
+                "it has 2M free in whole units of 1M, the largest extent 2M",
+            ][..],
+        ),
+        (
+            "id=d,size=1536K,unit=1M",
+            &["The size 1536K", "1M and 2M are"],
+        ),
+        (
+            "id=d,size=3M,unit=3M",
+            &["The unit 3M", "power of two: 2M and 4M are"],
+        ),
+        ("id=d,size=1M,unit=512K", &["the smallest is 1M"]),
+        ("id=d,size=1M,unit=2M", &["use size=2M"]),
+        (
+            "id=d,size=1M",
+            &["The unit 1G", "which has 64M: choose a smaller unit"],
+        ),
+        (
+            "id=d,size=1M,unit=1M,range=6M+1M",
+            &["\"range\" and \"size\""],
+        ),
+        ("size=1M,unit=1M", &["needs id= (or lease=)"]),
+        ("id=d,lease=d,size=1M,unit=1M", &["\"id\" and \"lease\""]),
+        ("id=d,size=1M,unit=1M,data=keep", &["say range="]),
+        ("id=d,unit=1M", &["\"unit=1M\" needs size="]),
+        ("id=a,size=1M,unit=1M", &["Two functions have the id \"a\""]),
+    ] {
+        let complaint = refused(&bench, "add", &[&format!("{d},{options}")]);
+        for part in complaints {
+            assert!(complaint.contains(part), "{options}: {complaint}");
+        }
+        assert!(!exists(&bench.path("d.sock")), "{options}");
+    }
+    // Another name of the option, and all the room that is left.
+    let last = format!("{d},lease=d,size=2M,unit=1M");
+    bench.ask("add", &[&last]).unwrap();
+    assert_eq!(extents(&bench, "d"), [(6, 2)]);
+    let complaint = refused(&bench, "add", &[&sized("e", "1M")]);
+    assert!(
+        complaint.contains("it has 0 free") && complaint.contains("the largest extent 0"),
+        "{complaint}"
+    );
+    server.stop();
+}
+
+#[test]
+fn an_added_function_grows_and_is_as_large_after_an_end_and_after_a_crash() {
+    let bench = Bench::new();
+    let mut server = bench.serve("one", &[]).unwrap();
+    for id in ["a", "b"] {
+        bench.ask("add", &[&sized(id, "4M")]).unwrap();
+    }
+    let before = entry(&bench, "a");
+    let serial = |entry: &Value| {
+        let (_, behind) = entry["summary"]
+            .as_str()
+            .unwrap()
+            .split_once("serial ")
+            .unwrap();
+        behind.split(';').next().unwrap().to_owned()
+    };
+    let mut guest = Guest::attach(&bench, "a.sock");
+    assert_eq!(guest.size(), 4 * MIB);
+    guest.fill((0, 4 * MIB), 1);
+    assert_eq!(resize(&bench, &["a", "6M"]).unwrap(), "Resized a: 6M\n");
+    assert_eq!(guest.growth(), 6 * MIB);
+    assert_eq!(extents(&bench, "a"), [(0, 4), (8, 2)]);
+    assert!(guest.has((4 * MIB, 2 * MIB), 0));
+    guest.fill((4 * MIB, 2 * MIB), 2);
+    let table = bench.ask("list", &[]).unwrap();
+    assert!(table.contains(" 0+4M and 8M+2M "), "{table}");
+    // A function that is held up has no figures for a moment.
+    let is_larger = |stats: &str| stats.contains("\"capacity_bytes\":6291456");
+    let stats = bench.ask_until("stats", &["--json"], is_larger).unwrap();
+    assert!(is_larger(&stats), "{stats}");
+    // It has that much already.
+    let resized = resize(&bench, &["./a.sock", "6M", "--json"]).unwrap();
+    let resized: Value = serde_json::from_str(&resized).unwrap();
+    assert_eq!(extents_of(&resized), [(0, 4), (8, 2)]);
+    let complaint = refused(&bench, "resize", &["a", "64M"]);
+    assert!(
+        complaint.contains("Cannot resize function a")
+            && complaint.contains("no room for 58M more")
+            && complaint.contains("it has 54M free"),
+        "{complaint}"
+    );
+    drop(guest);
+    await_no_guest(&bench);
+
+    let grown = entry(&bench, "a");
+    assert_eq!(serial(&grown), serial(&before));
+    let summary = grown["summary"].as_str().unwrap();
+    assert!(
+        summary.contains("range 0+4M and 8M+2M (12288 blocks of 512 bytes)"),
+        "{summary}"
+    );
+    for crash in [false, true, false] {
+        match crash {
+            true => server.kill(),
+            false => server.stop(),
+        }
+        let added = fs::read_to_string(bench.path("one.control.functions.toml")).unwrap();
+        assert!(added.contains("size = \"6M\"\n"), "{added}");
+        assert!(added.contains("size = \"4M\"\n"), "{added}");
+        server = bench.serve("one", &[]).unwrap();
+        assert_eq!(entry(&bench, "a"), grown, "{crash}");
+        let mut guest = Guest::attach(&bench, "a.sock");
+        assert_eq!(guest.size(), 6 * MIB);
+        assert!(guest.has((0, 4 * MIB), 1), "{crash}");
+        assert!(guest.has((4 * MIB, 2 * MIB), 2), "{crash}");
+        drop(guest);
+        await_no_guest(&bench);
+    }
+    server.stop();
+}
+
+#[test]
+fn a_function_shrinks_on_request_alone_and_what_it_gave_up_is_erased() {
+    let bench = Bench::new();
+    let server = bench.serve("one", &[]).unwrap();
+    bench.ask("add", &[&sized("z", "1M")]).unwrap();
+    bench.ask("add", &[&sized("a", "8M")]).unwrap();
+    bench.ask("add", &[&sized("y", "1M")]).unwrap();
+    let order = |bench: &Bench| -> Vec<String> {
+        let ids = list(bench).into_iter();
+        ids.map(|entry| entry["id"].as_str().unwrap().to_owned())
+            .collect()
+    };
+    assert_eq!(extents(&bench, "a"), [(1, 8)]);
+    // In the second round, another id gets what a gives up.
+    for others in [false, true] {
+        let mut guest = Guest::attach(&bench, "a.sock");
+        guest.fill((0, 8 * MIB), 1);
+        let complaint = refused(&bench, "resize", &["a", "2M"]);
+        assert!(
+            complaint.contains("`nvme-mpt resize a 2M --truncate`"),
+            "{complaint}"
+        );
+        let complaint = refused(&bench, "resize", &["a", "2M", "--truncate"]);
+        assert!(
+            complaint.contains("A VMM is connected to function a")
+                && !complaint.contains("--force"),
+            "{complaint}"
+        );
+        assert!(guest.has((0, 8 * MIB), 1));
+        drop(guest);
+        await_no_guest(&bench);
+        for (size, complaint) in [
+            ("2560K", "not a multiple of its unit 1M: 2M and 3M are"),
+            ("0", "less than a unit"),
+        ] {
+            let told = refused(&bench, "resize", &["a", size, "--truncate"]);
+            assert!(
+                told.contains("Cannot resize function a") && told.contains(complaint),
+                "{told}"
+            );
+        }
+        let complaint = refused(&bench, "resize", &["a", "2M"]);
+        assert!(complaint.contains("--truncate"), "{complaint}");
+
+        let resized = resize(&bench, &["a", "2M", "--truncate"]).unwrap();
+        assert_eq!(resized, "Resized a: 2M\n");
+        assert_eq!(extents(&bench, "a"), [(1, 2)]);
+        assert_eq!(order(&bench), ["z", "a", "y"]);
+        let added = fs::read_to_string(bench.path("one.control.functions.toml")).unwrap();
+        assert!(added.contains("size = \"2M\"\n"), "{added}");
+        // Room without data, of which there are 54 MiB, does not do for either.
+        let (id, parts) = match others {
+            false => {
+                resize(&bench, &["a", "60M"]).unwrap();
+                ("a", vec![(1, 8), (10, 52)])
+            }
+            true => {
+                bench.ask("add", &[&sized("b", "58M")]).unwrap();
+                ("b", vec![(10, 54), (3, 4)])
+            }
+        };
+        assert_eq!(extents(&bench, id), parts);
+        for (start, length) in parts {
+            let own = if start == 1 { 2 } else { 0 };
+            assert!(
+                file_has(&bench, (start + own, length - own), 0),
+                "{start}+{length}"
+            );
+        }
+        let mut guest = Guest::attach(&bench, &format!("{id}.sock"));
+        let kept = if others { 0 } else { 2 * MIB };
+        assert!(guest.has((kept, 58 * MIB), 0));
+        drop(guest);
+        await_no_guest(&bench);
+        assert!(file_has(&bench, (1, 2), 1));
+    }
+    let (status, log) = server.signal("TERM");
+    assert!(status.success(), "{log}");
+    assert!(
+        log.contains("Lease a: ") && log.contains("Lease b: ") && log.contains("is wiped"),
+        "{log}"
+    );
+    // It stays as small.
+    let server = bench.serve("one", &[]).unwrap();
+    assert_eq!(extents(&bench, "a"), [(1, 2)]);
+    server.stop();
+}
+
+/// A file with a function by size and one with a range.
+fn write_file(bench: &Bench, size: &str, more: &str) {
+    let file = format!(
+        "[[function]]\nid = \"r\"\nsocket = \"r.sock\"\npath = \"drive.img\"\nrange = \"4M+4M\"\n\n\
+         [[function]]\nid = \"a\"\nsocket = \"a.sock\"\npath = \"drive.img\"\nunit = \"1M\"\nsize = \"{size}\"\n{more}"
+    );
+    fs::write(bench.path("serve.toml"), file).unwrap();
+}
+
+fn serve_file(bench: &Bench) -> Server {
+    let mut serve = bench.serve_command("one", &[]);
+    serve.args(["--config", "serve.toml"]);
+    Server::start(serve).unwrap()
+}
+
+#[test]
+fn a_function_of_a_file_grows_with_the_file_and_is_not_touched() {
+    let bench = Bench::new();
+    write_file(&bench, "8M", "");
+    let server = serve_file(&bench);
+    assert_eq!(extents(&bench, "a"), [(8, 8)]);
+    let mut guest = Guest::attach(&bench, "a.sock");
+    for truncate in [&[][..], &["--truncate"]] {
+        for size in ["12M", "4M"] {
+            let complaint = refused(&bench, "resize", &[&["a", size], truncate].concat());
+            assert!(
+                complaint.contains("serve.toml: change it there, then run `nvme-mpt reload`"),
+                "{complaint}"
+            );
+        }
+    }
+    let reload = || bench.ask("reload", &[]);
+    write_file(&bench, "12M", "");
+    let reloaded = bench.ask("reload", &["--json"]).unwrap();
+    let reloaded: Value = serde_json::from_str(&reloaded).unwrap();
+    assert_eq!(
+        reloaded,
+        json!({
+            "added": [], "changed": [], "limited": [], "resized": ["a"], "removed": [], "unchanged": 1,
+        })
+    );
+    assert_eq!(guest.growth(), 12 * MIB);
+    guest.fill((8 * MIB, 4 * MIB), 1);
+    assert_eq!(extents(&bench, "a"), [(8, 12)]);
+    assert_eq!(entry(&bench, "a")["state"], "connected");
+    assert_eq!(reload().unwrap(), "Unchanged: 2\n");
+
+    write_file(&bench, "4M", "");
+    assert_eq!(reload().unwrap(), "Unchanged: 2\n");
+    assert_eq!(extents(&bench, "a"), [(8, 12)]);
+    // All stays, and nothing is added.
+    let other = "\n[[function]]\nid = \"n\"\nsocket = \"n.sock\"\npath = \"memory:1M\"\n";
+    for (size, complaint) in [
+        ("61M", "no room for 49M more"),
+        ("14848K", "not a multiple of its unit 1M"),
+    ] {
+        write_file(&bench, size, other);
+        let told = refused(&bench, "reload", &[]);
+        assert!(
+            told.contains("Cannot resize function a") && told.contains(complaint),
+            "{told}"
+        );
+        assert!(!exists(&bench.path("n.sock")));
+    }
+    write_file(&bench, "14M", "iops = 500\n");
+    assert_eq!(reload().unwrap(), "Limited: a\nResized: a\nUnchanged: 1\n");
+    assert_eq!(guest.size(), 14 * MIB);
+    assert!(guest.has((8 * MIB, 4 * MIB), 1));
+    drop(guest);
+    server.stop();
+
+    // A file that is behind what the lease has makes it neither smaller nor is it refused.
+    write_file(&bench, "8M", "");
+    let server = serve_file(&bench);
+    assert_eq!(extents(&bench, "a"), [(8, 14)]);
+    for size in ["10M", "14M"] {
+        write_file(&bench, size, "");
+        assert_eq!(reload().unwrap(), "Unchanged: 2\n", "{size}");
+        assert_eq!(extents(&bench, "a"), [(8, 14)]);
+    }
+    write_file(&bench, "15M", "");
+    assert_eq!(reload().unwrap(), "Resized: a\nUnchanged: 1\n");
+    assert_eq!(extents(&bench, "a"), [(8, 15)]);
+    server.stop();
+}
+
+#[test]
+fn a_range_has_no_size_to_change_and_an_unknown_id_is_told_which_there_are() {
+    let bench = Bench::new();
+    let mut serve = bench.serve_command(
+        "one",
+        &[
+            "socket=r.sock,path=drive.img,id=r,range=0+8M",
+            &sized("a", "4M"),
+        ],
+    );
+    serve.args(["--drive", "path=drive.img"]);
+    let server = Server::start(serve).unwrap();
+    let mut vmm = TestVmm::start(&bench, "path=drive.img,range=16M+16M,id=v", 1);
+    assert_eq!(vmm.report(), "attached");
+    for (arguments, complaint) in [
+        (&["r", "16M"][..], "only leases by size (size=)"),
+        (&["r", "4M"], "only leases by size (size=)"),
+        (&["r", "4M", "--truncate"], "has a range="),
+        (&["v", "32M"], "only leases by size (size=)"),
+        (&["v", "8M", "--truncate"], "only leases by size (size=)"),
+        (
+            &["x", "8M"],
+            "no function \"x\"; the functions are: r, a, v",
+        ),
+        (
+            &["./x.sock", "8M", "--truncate"],
+            "x.sock\"; the functions are: r, a, v",
+        ),
+    ] {
+        let told = refused(&bench, "resize", arguments);
+        assert!(told.contains(complaint), "{arguments:?}: {told}");
+    }
+    assert_eq!(vmm.pass(), "passed");
+    vmm.end();
+    server.stop();
+}
+
+#[test]
+fn a_function_in_a_vmm_grows_while_it_is_attached() {
+    let bench = Bench::new();
+    let server = vmms::server(&bench);
+    let options = "path=drive.img,size=16M,unit=1M,lease=first";
+    let mut vmm = TestVmm::start(&bench, options, 1);
+    assert_eq!(vmm.report(), "attached");
+    assert_eq!(vmm.order("blocks"), "32768 blocks");
+    assert_eq!(vmm.pass(), "passed");
+    assert_eq!(extents(&bench, "first"), [(0, 16)]);
+    bench.ask("add", &[&sized("a", "4M")]).unwrap();
+
+    assert_eq!(vmm.order("listen"), "listens");
+    let resized = resize(&bench, &["first", "32M"]).unwrap();
+    assert_eq!(resized, "Resized first: 32M\n");
+    assert_eq!(vmm.order("growth"), "0, 65536 blocks");
+    assert_eq!(extents(&bench, "first"), [(0, 16), (20, 16)]);
+    let grown = entry(&bench, "first");
+    let summary = grown["summary"].as_str().unwrap();
+    assert!(
+        summary.contains("range 0+16M and 20M+16M; in process "),
+        "{summary}"
+    );
+    let is_larger = |stats: &str| stats.contains("\"capacity_bytes\":33554432");
+    let stats = bench.ask_until("stats", &["--json"], is_larger).unwrap();
+    assert!(is_larger(&stats), "{stats}");
+    assert_eq!([vmm.pass(), vmm.order("read")], ["passed", "passed"]);
+
+    let complaint = refused(&bench, "resize", &["first", "8M"]);
+    assert!(complaint.contains("--truncate"), "{complaint}");
+    let complaint = refused(&bench, "resize", &["first", "8M", "--truncate"]);
+    assert!(
+        complaint.contains("A VMM is connected to function first"),
+        "{complaint}"
+    );
+    let complaint = refused(&bench, "resize", &["first", "64M"]);
+    assert!(complaint.contains("no room for 32M more"), "{complaint}");
+    assert_eq!(vmm.pass(), "passed");
+
+    // The next server has the grown lease for the function, which asks for as much as before.
+    server.kill();
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    assert_eq!(vmm.order("blocks"), "65536 blocks");
+    let server = vmms::server(&bench);
+    assert_eq!(vmm.order("event"), "3, fatal: true");
+    assert_eq!(vmm.order("reset"), "attached");
+    assert_eq!(vmm.order("blocks"), "65536 blocks");
+    assert_eq!([vmm.order("read"), vmm.pass()], ["passed", "passed"]);
+    assert_eq!(extents(&bench, "first"), [(0, 16), (20, 16)]);
+    vmm.end();
+    let mut next = TestVmm::start(&bench, options, 1);
+    assert_eq!(next.report(), "attached");
+    assert_eq!(next.order("blocks"), "65536 blocks");
+    next.end();
+    server.stop();
+}
+
+#[test]
+fn a_smaller_size_on_the_command_line_gets_all_that_the_lease_had() {
+    let bench = Bench::new();
+    let server = bench.serve("one", &[&sized("a", "8M")]).unwrap();
+    resize(&bench, &["a", "12M"]).unwrap();
+    assert_eq!(extents(&bench, "a"), [(0, 12)]);
+    let grown = entry(&bench, "a");
+    server.stop();
+    for (size, crash) in [("8M", true), ("4M", false), ("12M", true)] {
+        let server = bench.serve("one", &[&sized("a", size)]).unwrap();
+        assert_eq!(entry(&bench, "a"), grown, "{size}");
+        assert_eq!(extents(&bench, "a"), [(0, 12)], "{size}");
+        match crash {
+            true => server.kill(),
+            false => server.stop(),
+        }
+    }
+    // A larger one makes it larger, and it may be resized whatever is asked for.
+    let server = bench.serve("one", &[&sized("a", "16M")]).unwrap();
+    assert_eq!(extents(&bench, "a"), [(0, 16)]);
+    resize(&bench, &["a", "2M", "--truncate"]).unwrap();
+    assert_eq!(extents(&bench, "a"), [(0, 2)]);
+    server.stop();
+    // Nothing was added.
+    assert!(!exists(&bench.path("one.control.functions.toml")));
+    let server = bench.serve("one", &[&sized("a", "1M")]).unwrap();
+    assert_eq!(extents(&bench, "a"), [(0, 2)]);
+    server.stop();
+}

@@ -1,0 +1,115 @@
+//! Growth of a lease by size under its guest.
+//!
+//! The ledger has the added extents first, then the host controller. Data of other leases in them is wiped. Then the
+//! shadow queues take the blocks up with their next table of the VM's memory, and the guest is told last. A step that
+//! fails leaves the guest with what it had; the next try goes on from there.
+
+use std::sync::PoisonError;
+use std::sync::atomic::AtomicBool;
+
+use super::{Attachment, GUEST_NSID};
+use crate::drive::Drive;
+use crate::event::{DriveEvent, Event};
+use crate::host::HostLeaseError;
+use crate::lease::{LbaRange, Lease, LeaseError};
+use crate::shadow::LeasedBlocks;
+use crate::spec::ids::Lba;
+use crate::wipe::{WipeError, wipe_with};
+
+/// A lease does not grow.
+#[derive(Debug, thiserror::Error)]
+pub enum GrowError {
+    /// The ledger gives it no more.
+    #[error(transparent)]
+    Lease(#[from] LeaseError),
+    /// The host controller does not.
+    #[error("Lease \"{id}\" cannot be given {range}")]
+    Host {
+        /// The lease.
+        id: String,
+        /// Bytes of the drive.
+        range: crate::lease::ByteRange,
+        /// Why.
+        source: HostLeaseError,
+    },
+    /// Data of another lease cannot be wiped.
+    #[error(transparent)]
+    Wipe(#[from] WipeError),
+}
+
+/// Progress of a lease's growth.
+#[derive(Debug)]
+pub(super) struct Growth {
+    /// Blocks that the host controller has given.
+    given: u64,
+}
+
+impl From<u64> for Growth {
+    fn from(given: u64) -> Self {
+        Self { given }
+    }
+}
+
+/// Returns the blocks of a unit of a lease by size.
+pub(super) fn unit_blocks(drive: &Drive, lease: &Lease) -> Option<u64> {
+    lease.unit().map(|unit| unit >> drive.lba_shift())
+}
+
+impl Attachment {
+    /// Makes a lease by size as large as `bytes`, which takes as long as wiping what is added does. Its guest learns of
+    /// it at the end. No further block is wiped after `stop` was set.
+    ///
+    /// # Errors
+    /// See [`GrowError`]. The guest has what it had then.
+    pub fn grow(&self, bytes: u64, stop: &AtomicBool) -> Result<(), GrowError> {
+        // Its number is changed when all is done.
+        let mut growth = self.growth.lock().unwrap_or_else(PoisonError::into_inner);
+        let (lease, drive, host) = (self.lease(), self.drive(), self.holding.host());
+        let shift = drive.lba_shift();
+        lease.grow(bytes)?;
+        for part in behind(&lease.blocks(), growth.given) {
+            if let Err(source) = host.add(part) {
+                // Nobody uses them, but for what may be given already.
+                let given = growth.given << shift;
+                if let Err(error) = lease.truncate(given) {
+                    log::error!(
+                        "Lease {} keeps extents that it cannot use: {error}",
+                        lease.id()
+                    );
+                }
+                return Err(GrowError::Host {
+                    id: lease.id().to_owned(),
+                    range: part.bytes(shift),
+                    source,
+                });
+            }
+            growth.given += part.blocks;
+        }
+        wipe_with(drive, lease, host, stop)?;
+        let nsids = (GUEST_NSID, lease.nsid());
+        let blocks = LeasedBlocks::new(nsids, shift, &lease.blocks(), unit_blocks(drive, lease));
+        if let Some(blocks) = blocks
+            && blocks != *self.context.blocks()
+        {
+            self.context.set_blocks(blocks);
+            self.window.renew_table();
+            let changed = DriveEvent::NamespaceChanged(lease.nsid());
+            self.context.events.report(Event::Drive(changed));
+        }
+        Ok(())
+    }
+}
+
+/// Returns the parts of a lease behind its first `given` blocks.
+fn behind(parts: &[LbaRange], given: u64) -> Vec<LbaRange> {
+    let mut skip = given;
+    let parts = parts.iter().filter_map(|part| {
+        let skipped = skip.min(part.blocks);
+        skip -= skipped;
+        (skipped < part.blocks).then(|| LbaRange {
+            start: Lba(part.start.0 + skipped),
+            blocks: part.blocks - skipped,
+        })
+    });
+    parts.collect()
+}

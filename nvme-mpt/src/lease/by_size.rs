@@ -1,0 +1,414 @@
+//! The extents of a lease by size: those that its id left, and free ones behind them.
+//!
+//! The drive is cut into units. A unit is free if no lease has a byte of it, and if no id has data in it that still
+//! belongs to the id. Data that was released or given up, and what is left of a wipe, is wiped first.
+//!
+//! The ledger knows each byte's offset within its lease (`tenants`). So an id that comes back finds its extents in
+//! their order.
+
+use std::ops::Range;
+
+use super::admit::{Admitted, Refusal, Unfit};
+use super::allocate::{self, Need};
+use super::entry::LeaseEntry;
+use super::error::LeaseError;
+use super::extents::{Extents, joined};
+use super::holder::Slot;
+use super::range::{ByteRange, Bytes};
+use super::store::{Record, Records, StoreError};
+use super::tenants::{self, FormerData, Found, Place, Tenant};
+use crate::origin::{extent, nvme};
+use crate::spec::ids::Nsid;
+
+/// Smallest unit. The ledger's file grows with the number of extents.
+const MIN_UNIT: u64 = 1 << 20;
+
+/// Most units of a lease.
+const MAX_UNITS: u64 = 1 << 20;
+
+/// A namespace of a drive, and the id that leases parts of it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Area<'a> {
+    pub(super) id: &'a str,
+    pub(super) drive: &'a str,
+    pub(super) nsid: Nsid,
+    /// Bytes of the namespace.
+    pub(super) capacity: u64,
+}
+
+impl<'a> Area<'a> {
+    pub(super) fn place(&self, range: ByteRange, at: Option<u64>) -> Place<'a> {
+        Place {
+            id: self.id,
+            drive: self.drive,
+            nsid: self.nsid.0,
+            range,
+            at,
+        }
+    }
+
+    /// Returns the place of all bytes; `None` if there are none.
+    fn all(&self) -> Option<Place<'a>> {
+        let range = ByteRange::new(0, self.capacity).ok()?;
+        Some(self.place(range, None))
+    }
+
+    /// Returns the bytes of the area which a lease may have.
+    fn shared_with(&self, record: &Record) -> Vec<ByteRange> {
+        let (theirs, their_nsid) = nvme::as_block_device(&record.drive, record.nsid);
+        let (ours, our_nsid) = nvme::as_block_device(self.drive, self.nsid.0);
+        match self.all() {
+            Some(all) if their_nsid == our_nsid => {
+                extent::shared((&ours, all.range), (&theirs, record.extents.parts()))
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    fn found<'t>(&self, tenants: &'t [Tenant]) -> Vec<Found<'t>> {
+        let all = self.all();
+        all.map_or_else(Vec::new, |all| tenants::find(tenants, &all))
+    }
+}
+
+/// Checks the size of the units of a lease.
+pub(super) fn check_unit(unit: u64, lba_shift: u8, area: &Area<'_>) -> Result<(), LeaseError> {
+    let reason = if !unit.is_power_of_two() {
+        let above = unit.checked_next_power_of_two().unwrap_or(1 << 63);
+        let above = above.max(MIN_UNIT);
+        match above / 2 {
+            below if below >= MIN_UNIT => format!(
+                "is not a power of two: {} and {} are",
+                Bytes(below),
+                Bytes(above)
+            ),
+            _ => format!("is not a power of two: {} is", Bytes(above)),
+        }
+    } else if unit < MIN_UNIT {
+        format!("is too small: the smallest is {}", Bytes(MIN_UNIT))
+    } else if !unit.is_multiple_of(1 << lba_shift) {
+        let block = Bytes(1 << lba_shift);
+        format!("is not a multiple of the drive's logical block: use unit={block}")
+    } else if area.capacity < MIN_UNIT {
+        format!(
+            "is larger than the drive {}, which has {}: lease it with range=",
+            area.drive,
+            Bytes(area.capacity)
+        )
+    } else if area.capacity < unit {
+        format!(
+            "is larger than the drive {}, which has {}: choose a smaller unit",
+            area.drive,
+            Bytes(area.capacity)
+        )
+    } else {
+        return Ok(());
+    };
+    Err(LeaseError::Unit {
+        unit: Bytes(unit),
+        reason,
+    })
+}
+
+/// Checks the size of a lease.
+pub(super) fn check_size(bytes: u64, unit: u64) -> Result<(), LeaseError> {
+    let most = unit.saturating_mul(MAX_UNITS);
+    let below = bytes - bytes % unit;
+    let above = below.saturating_add(unit);
+    let reason = if bytes < unit {
+        format!("is less than a unit: use size={}", Bytes(unit))
+    } else if bytes > most {
+        format!(
+            "is more than {MAX_UNITS} units of {}: ask for at most {}, or choose a larger unit",
+            Bytes(unit),
+            Bytes(most)
+        )
+    } else if bytes != below {
+        format!(
+            "is not a multiple of its unit {}: {} and {} are",
+            Bytes(unit),
+            Bytes(below),
+            Bytes(above)
+        )
+    } else {
+        return Ok(());
+    };
+    Err(LeaseError::Size {
+        size: Bytes(bytes),
+        reason,
+    })
+}
+
+/// Extents that an id left to a lease by size of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Former {
+    extents: Extents,
+    /// The id leased them as a range, by name.
+    named: bool,
+}
+
+/// Returns what the id left for a lease by size. What it left and does not fit is in the way, unless it was released or
+/// given up: then it is free.
+fn former(
+    found: &[Found<'_>],
+    id: &str,
+    (unit, whole): (u64, bool),
+) -> Result<Option<Former>, Refusal> {
+    let own = found
+        .iter()
+        .filter(|found| found.tenant.id == id && found.tenant.is_taken_up());
+    let (placed, named): (Vec<&Found<'_>>, Vec<_>) = own.partition(|found| found.at.is_some());
+    for (of, fit) in [
+        (placed, in_lease_order as fn(&[&Found<'_>]) -> _),
+        (named, in_drive_order),
+    ] {
+        let is_free = of.iter().all(|found| found.tenant.is_free());
+        let unfit = match fit(&of) {
+            Ok(None) => continue,
+            Err((ranges, unfit)) => Refusal::Former(ranges, unfit),
+            Ok(Some(former)) => match former.unfit(unit, whole) {
+                None => return Ok(Some(former)),
+                Some(unfit) => Refusal::Former(former.extents.parts().to_vec(), unfit),
+            },
+        };
+        if !is_free {
+            return Err(unfit);
+        }
+    }
+    Ok(None)
+}
+
+type Fit = Result<Option<Former>, (Vec<ByteRange>, Unfit)>;
+
+/// Returns the extents of a lease by size, if it left any: each byte has its offset.
+fn in_lease_order(placed: &[&Found<'_>]) -> Fit {
+    let mut placed: Vec<_> = placed
+        .iter()
+        .filter_map(|found| Some((found.at?, found.range)))
+        .collect();
+    if placed.is_empty() {
+        return Ok(None);
+    }
+    placed.sort_by_key(|(at, _)| *at);
+    let end = placed.iter().try_fold(0_u64, |end, (at, range)| {
+        let follows = *at == end;
+        follows.then(|| end.checked_add(range.length())).flatten()
+    });
+    let parts: Vec<ByteRange> = placed.into_iter().map(|(_, range)| range).collect();
+    match (end, Extents::new(parts.clone())) {
+        (Some(_), Ok(extents)) => Ok(Some(Former {
+            extents,
+            named: false,
+        })),
+        _ => Err((in_order(parts), Unfit::Parts)),
+    }
+}
+
+/// Returns the one stretch that the id leased as ranges, by name, if it left any.
+fn in_drive_order(named: &[&Found<'_>]) -> Fit {
+    let ranges = in_order(named.iter().map(|found| found.range).collect());
+    match &ranges[..] {
+        [] => Ok(None),
+        [only] => Ok(Some(Former {
+            extents: (*only).into(),
+            named: true,
+        })),
+        _ => Err((ranges, Unfit::Apart)),
+    }
+}
+
+impl Former {
+    fn unfit(&self, unit: u64, whole: bool) -> Option<Unfit> {
+        // The least bit that a start or a length has.
+        let parts = self.extents.parts();
+        let bits = parts.iter().map(|part| part.start() | part.length());
+        let fits = 1 << bits.fold(0, |all, bits| all | bits).trailing_zeros();
+        if fits < unit {
+            let fits = Some(fits).filter(|fits| *fits >= MIN_UNIT);
+            return Some(Unfit::Unit { unit, fits });
+        }
+        (whole && parts.len() > 1).then_some(Unfit::NotWhole)
+    }
+}
+
+/// Returns ranges in the order of the drive, joined where they follow each other.
+fn in_order(mut ranges: Vec<ByteRange>) -> Vec<ByteRange> {
+    ranges.sort_by_key(ByteRange::start);
+    joined(&ranges)
+}
+
+/// Finds extents for a lease: those that its id left, and free ones. A lease of the id on this drive whose holder died
+/// is taken over.
+pub(super) fn admit(
+    records: &Records,
+    area: &Area<'_>,
+    (bytes, unit, whole): (u64, u64, bool),
+    is_held: impl Fn(Slot) -> Result<bool, StoreError>,
+) -> Result<Admitted, Refusal> {
+    let found = area.found(&records.tenants);
+    let mut taken_over = None;
+    let mut taken = Vec::new();
+    let mut others = Vec::new();
+    for record in &records.leases {
+        let shared = area.shared_with(record);
+        if record.id != area.id {
+            taken.extend(&shared);
+            others.push((record, shared));
+            continue;
+        }
+        let held = is_held(Slot(record.slot)).map_err(Refusal::Store)?;
+        let lengths = shared.iter().map(ByteRange::length);
+        let here = lengths.fold(0, u64::saturating_add);
+        if held || here != record.extents.length() {
+            return Err(Refusal::IdTaken(LeaseEntry::new(record, held).into()));
+        }
+        taken_over = Some(Slot(record.slot));
+    }
+    let former = former(&found, area.id, (unit, whole))?;
+    let own = former.as_ref().map(|former| &former.extents);
+    let own: &[ByteRange] = own.map_or(&[], Extents::parts);
+    for (record, shared) in others {
+        let mut overlaps = own
+            .iter()
+            .filter(|part| shared.iter().any(|range| range.overlaps(part)));
+        if let Some(part) = overlaps.next() {
+            let held = is_held(Slot(record.slot)).map_err(Refusal::Store)?;
+            return Err(Refusal::Overlap(
+                *part,
+                LeaseEntry::new(record, held).into(),
+            ));
+        }
+    }
+    taken.extend(own);
+    let extents = extend(own, &found, &taken, area, (bytes, unit, whole))?;
+    Ok(Admitted {
+        taken_over,
+        extents,
+        former,
+    })
+}
+
+/// Returns `own` and free extents behind it that make it `bytes` long.
+fn extend(
+    own: &[ByteRange],
+    found: &[Found<'_>],
+    taken: &[ByteRange],
+    area: &Area<'_>,
+    (bytes, unit, whole): (u64, u64, bool),
+) -> Result<Extents, Refusal> {
+    let present: u64 = own.iter().map(ByteRange::length).sum();
+    // A lease never shrinks by itself.
+    let missing = bytes.saturating_sub(present) / unit;
+    let (dirty, kept): (Vec<&Found<'_>>, Vec<_>) =
+        found.iter().partition(|found| found.tenant.is_free());
+    let kept = kept.iter().map(|found| found.range);
+    let taken: Vec<_> = taken.iter().copied().chain(kept).collect();
+    let dirty: Vec<_> = dirty.iter().map(|found| found.range).collect();
+    let free = allocate::free(area.capacity / unit, unit, &taken, &dirty);
+    let need = Need {
+        units: missing,
+        behind: own.last().map(|last| last.end() / unit),
+        whole,
+    };
+    let units = |run: &Range<u64>| run.end - run.start;
+    let no_room = || {
+        let least = allocate::free(area.capacity / MIN_UNIT, MIN_UNIT, &taken, &dirty);
+        let least: u64 = least.usable.iter().map(units).sum();
+        Refusal::NoRoom {
+            bytes: missing * unit,
+            unit,
+            free: free.usable.iter().map(units).sum::<u64>() * unit,
+            largest: free.usable.iter().map(units).max().unwrap_or(0) * unit,
+            need,
+            smaller: !whole && least * MIN_UNIT >= missing * unit,
+        }
+    };
+    let chosen = allocate::choose(&free, need).ok_or_else(no_room)?;
+    let range = |run: Range<u64>| ByteRange::new(run.start * unit, (run.end - run.start) * unit);
+    let chosen = chosen.into_iter().filter_map(|run| range(run).ok());
+    let parts = own.iter().copied().chain(chosen).collect();
+    // None overlap, since what is the lease's own is not free.
+    Extents::new(parts).map_err(|_| no_room())
+}
+
+/// Enters the extents of a lease for its id. Data in them that is not its own is marked to be wiped.
+pub(super) fn enter(
+    tenants: &mut Vec<Tenant>,
+    area: &Area<'_>,
+    extents: &Extents,
+    former: Option<&Former>,
+) {
+    let placed = former.is_some_and(|former| !former.named);
+    if let Some(all) = area.all()
+        && !placed
+    {
+        tenants::abandon(tenants, &all);
+    }
+    if let Some(Former {
+        extents,
+        named: true,
+    }) = former
+    {
+        // Its bytes get their offsets. All of them are the id's.
+        enter_parts(tenants, area, extents.placed(), FormerData::Kept);
+    }
+    enter_parts(tenants, area, extents.placed(), FormerData::Wiped);
+}
+
+fn enter_parts(
+    tenants: &mut Vec<Tenant>,
+    area: &Area<'_>,
+    parts: impl Iterator<Item = (u64, ByteRange)>,
+    fate: FormerData,
+) {
+    for (at, range) in parts {
+        tenants::enter(tenants, &area.place(range, Some(at)), fate);
+    }
+}
+
+/// Returns the parts of `ranges` that have to be wiped, in the order of `ranges`.
+pub(super) fn marked(tenants: &[Tenant], area: &Area<'_>, ranges: &[ByteRange]) -> Vec<ByteRange> {
+    let marked = |range: &ByteRange| tenants::marked(tenants, &area.place(*range, None));
+    ranges.iter().flat_map(marked).collect()
+}
+
+/// Changes the length of a lease in the ledger. Returns its extents.
+pub(super) fn resize(
+    records: &mut Records,
+    slot: Slot,
+    area: &Area<'_>,
+    (bytes, unit, whole): (u64, u64, bool),
+) -> Result<Extents, Refusal> {
+    let Some(record) = records.find(slot) else {
+        return Err(Refusal::Gone);
+    };
+    let before = record.extents.clone();
+    let present = before.length();
+    let extents = if bytes <= present {
+        for range in before.between(bytes, present) {
+            tenants::release(&mut records.tenants, &area.place(range, None));
+        }
+        Extents::new(before.between(0, bytes)).map_err(|_| Refusal::Gone)?
+    } else {
+        let taken = records.leases.iter();
+        let taken: Vec<_> = taken.flat_map(|record| area.shared_with(record)).collect();
+        let found = area.found(&records.tenants);
+        let extents = extend(before.parts(), &found, &taken, area, (bytes, unit, whole))?;
+        let mut at = present;
+        for range in extents.between(present, bytes) {
+            let place = area.place(range, Some(at));
+            tenants::enter(&mut records.tenants, &place, FormerData::Wiped);
+            at += range.length();
+        }
+        extents
+    };
+    if let Some(record) = records.of_slot(slot) {
+        record.extents = extents.clone();
+    }
+    Ok(extents)
+}
+
+#[cfg(test)]
+mod model;
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,697 @@
+//! Leases by size: what they take up, how they grow and shrink, and whom they refuse.
+
+use super::super::{Lease, LeaseRequest, Ledger, Wanted};
+use super::*;
+
+const M: u64 = 1 << 20;
+
+/// Capacity of the drive: units, and a rest.
+const BLOCKS: u64 = (40 * M + M / 2) >> 9;
+
+fn request(id: &str, wanted: Wanted) -> LeaseRequest<'_> {
+    LeaseRequest {
+        id,
+        drive: "disk:d",
+        nsid: Nsid(1),
+        wanted,
+        lba_shift: 9,
+        blocks: BLOCKS,
+        former_data: FormerData::Refused,
+    }
+}
+
+/// A request for so many units of 1 MiB.
+fn size(id: &str, units: u64) -> LeaseRequest<'_> {
+    let wanted = Wanted::Size {
+        bytes: units * M,
+        unit: M,
+        whole: false,
+    };
+    request(id, wanted)
+}
+
+/// A request for so many units of 1 MiB in one extent.
+fn whole(id: &str, units: u64) -> LeaseRequest<'_> {
+    let wanted = Wanted::Size {
+        bytes: units * M,
+        unit: M,
+        whole: true,
+    };
+    request(id, wanted)
+}
+
+/// A request for bytes that are 2 MiB a unit.
+fn double(id: &str, units: u64) -> LeaseRequest<'_> {
+    let wanted = Wanted::Size {
+        bytes: units * 2 * M,
+        unit: 2 * M,
+        whole: false,
+    };
+    request(id, wanted)
+}
+
+fn at<'a>(id: &'a str, range: &str) -> LeaseRequest<'a> {
+    request(id, Wanted::At(range.parse().unwrap()))
+}
+
+/// A request for a range, with all data of others.
+fn keep<'a>(id: &'a str, range: &str) -> LeaseRequest<'a> {
+    LeaseRequest {
+        former_data: FormerData::Kept,
+        ..at(id, range)
+    }
+}
+
+fn ranges(texts: &[&str]) -> Vec<ByteRange> {
+    texts.iter().map(|text| text.parse().unwrap()).collect()
+}
+
+fn folder() -> (tempfile::TempDir, Ledger) {
+    let dir = tempfile::tempdir().unwrap();
+    let ledger = Ledger::open(&dir.path().join("state"));
+    (dir, ledger)
+}
+
+fn both() -> (tempfile::TempDir, [Ledger; 2]) {
+    let (dir, ledger) = folder();
+    (dir, [ledger, Ledger::in_process()])
+}
+
+fn take(ledger: &Ledger, request: &LeaseRequest<'_>) -> Lease {
+    ledger.acquire(request).unwrap()
+}
+
+fn refusal(ledger: &Ledger, request: &LeaseRequest<'_>) -> String {
+    ledger.acquire(request).unwrap_err().to_string()
+}
+
+fn parts(lease: &Lease) -> Vec<ByteRange> {
+    lease.extents().parts().to_vec()
+}
+
+fn wipe(lease: &Lease) {
+    while !lease.unwiped().is_empty() {
+        lease.wiped().unwrap();
+    }
+}
+
+#[test]
+fn a_lease_by_size_is_an_extent_while_there_is_one() {
+    let (_dir, ledgers) = both();
+    for ledger in ledgers {
+        let a = take(&ledger, &size("a", 4));
+        assert_eq!(parts(&a), ranges(&["0+4M"]));
+        assert_eq!((a.unit(), a.unwiped()), (Some(M), Vec::new()));
+        assert_eq!(
+            a.blocks(),
+            [ranges(&["0+4M"])[0].to_blocks(9, BLOCKS).unwrap()]
+        );
+        let named = take(&ledger, &at("named", "6M+34M"));
+        assert_eq!((named.unit(), parts(&named)), (None, ranges(&["6M+34M"])));
+        let b = take(&ledger, &size("b", 1));
+        assert_eq!(parts(&b), ranges(&["4M+1M"]));
+        let entries = ledger.list().unwrap();
+        let json = serde_json::to_value(&entries[0]).unwrap();
+        assert_eq!(json["range"], json["extents"][0]);
+        assert_eq!(json["range"]["length"], 4 * M);
+        assert_eq!(entries[0].extents, a.extents());
+    }
+}
+
+#[test]
+fn a_lease_is_made_of_the_largest_free_extents() {
+    let (_dir, ledger) = folder();
+    let others = [
+        take(&ledger, &at("x", "3M+1M")),
+        take(&ledger, &at("y", "9M+1M")),
+        take(&ledger, &at("z", "12M+28M")),
+    ];
+    let a = take(&ledger, &size("a", 7));
+    assert_eq!(parts(&a), ranges(&["4M+5M", "10M+2M"]));
+    assert_eq!(a.extents().to_string(), "4M+5M and 10M+2M");
+    let json = serde_json::to_value(&ledger.list().unwrap()[3]).unwrap();
+    assert_eq!(json.get("range"), None);
+    assert_eq!(
+        refusal(&ledger, &at("b", "10M+1M")),
+        "Range 10M+1M of disk:d overlaps lease \"a\" (ranges 4M+5M and 10M+2M of disk:d, held by this process); \
+         choose ranges that do not overlap"
+    );
+    drop(others);
+}
+
+#[test]
+fn an_id_that_comes_back_has_its_extents_in_their_order() {
+    let (_dir, ledgers) = both();
+    for ledger in ledgers {
+        let a = take(&ledger, &size("a", 2));
+        let b = take(&ledger, &size("b", 2));
+        assert_eq!(a.grow(5 * M).unwrap(), ranges(&["4M+3M"]));
+        assert_eq!(b.grow(4 * M).unwrap(), ranges(&["7M+2M"]));
+        assert_eq!(a.grow(7 * M).unwrap(), ranges(&["9M+2M"]));
+        assert_eq!(a.grow(7 * M).unwrap(), []);
+        let extents = ranges(&["0+2M", "4M+3M", "9M+2M"]);
+        assert_eq!(parts(&a), extents);
+        assert_eq!(ledger.list().unwrap()[0].extents, a.extents());
+        let names = a.identity();
+        drop((a, b));
+        let again = take(&ledger, &size("a", 7));
+        assert_eq!(
+            (parts(&again), again.unwiped()),
+            (extents.clone(), Vec::new())
+        );
+        assert_eq!(again.identity(), names);
+        drop(again);
+        // More is added behind it.
+        let again = take(&ledger, &size("a", 9));
+        assert_eq!(parts(&again), ranges(&["0+2M", "4M+3M", "9M+4M"]));
+        assert_eq!(again.identity(), names);
+        drop(again);
+        // It never shrinks by itself.
+        let again = take(&ledger, &size("a", 1));
+        assert_eq!(parts(&again), ranges(&["0+2M", "4M+3M", "9M+4M"]));
+        drop(again);
+    }
+}
+
+#[test]
+fn the_lease_of_a_dead_holder_is_taken_over() {
+    let (_dir, ledger) = folder();
+    let a = take(&ledger, &size("a", 2));
+    let error = ledger.acquire(&size("a", 2)).unwrap_err();
+    assert!(matches!(error, LeaseError::IdTaken { .. }), "{error}");
+    a.die();
+    let b = take(&ledger, &size("b", 1));
+    assert_eq!(parts(&b), ranges(&["2M+1M"]));
+    let elsewhere = LeaseRequest {
+        drive: "disk:other",
+        ..size("a", 2)
+    };
+    let error = ledger.acquire(&elsewhere).unwrap_err();
+    assert!(matches!(error, LeaseError::IdTaken { .. }), "{error}");
+    let a = take(&ledger, &size("a", 3));
+    assert_eq!(parts(&a), ranges(&["0+2M", "3M+1M"]));
+    assert_eq!(ledger.list().unwrap().len(), 2);
+}
+
+#[test]
+fn a_partition_has_the_leases_by_size_of_its_disk() {
+    let (_dir, ledger) = folder();
+    let disk = take(&ledger, &size("a", 2));
+    let b = take(&ledger, &size("b", 1));
+    disk.grow(4 * M).unwrap();
+    assert_eq!(parts(&disk), ranges(&["0+2M", "3M+2M"]));
+    drop(disk);
+    // Its first half is the disk's second, and the other way round.
+    let turned = |request: LeaseRequest<'static>| LeaseRequest {
+        drive: "20971520+20971520 of disk:d and 0+20971520 of disk:d",
+        blocks: (40 * M) >> 9,
+        ..request
+    };
+    let a = take(&ledger, &turned(size("a", 5)));
+    assert_eq!(parts(&a), ranges(&["20M+2M", "23M+3M"]));
+    assert!(a.unwiped().is_empty());
+    // The id's data lies in no partition that begins behind it.
+    drop(a);
+    let behind = LeaseRequest {
+        drive: "1048576+10485760 of disk:d",
+        blocks: (10 * M) >> 9,
+        ..size("a", 5)
+    };
+    let message = refusal(&ledger, &behind);
+    assert!(message.contains("not all of a lease"), "{message}");
+    // Not even what another id leases there is free.
+    let other = LeaseRequest { id: "c", ..behind };
+    let c = take(&ledger, &other);
+    assert_eq!(parts(&c), ranges(&["5M+5M"]));
+    drop(b);
+}
+
+#[test]
+fn a_range_becomes_a_lease_by_size_and_back() {
+    let (_dir, ledgers) = both();
+    for ledger in ledgers {
+        drop(take(&ledger, &at("a", "5M+2M")));
+        let a = take(&ledger, &size("a", 3));
+        assert_eq!((parts(&a), a.unwiped()), (ranges(&["5M+3M"]), Vec::new()));
+        drop(a);
+        let a = take(&ledger, &at("a", "5M+3M"));
+        assert!(a.unwiped().is_empty());
+        drop(a);
+        // A part of it in another place is not the lease.
+        drop(take(&ledger, &size("a", 3)));
+        drop(take(&ledger, &at("a", "5M+1M")));
+        let message = refusal(&ledger, &size("a", 3));
+        assert!(
+            message.starts_with(
+                "Lease \"a\" left data on disk:d: 6M+2M, which is not all of a lease: another lease had the other \
+                 parts since; run `nvme-mpt leases release a"
+            ),
+            "{message}"
+        );
+    }
+}
+
+#[test]
+fn ranges_that_are_no_lease_by_size_are_refused_until_they_are_released() {
+    let (_dir, ledger) = folder();
+    let cases: [(&str, &[&str], LeaseRequest<'_>, &str); 4] = [
+        (
+            "a",
+            &["0+1M", "2M+1M"],
+            size("a", 2),
+            "0+1M and 2M+1M, which lies apart",
+        ),
+        (
+            "b",
+            &["5M+1536K"],
+            size("b", 2),
+            "5M+1536K, which does not begin and end at multiples of the unit 1M; run",
+        ),
+        (
+            "c",
+            &["9M+2M"],
+            double("c", 2),
+            "9M+2M, which does not begin and end at multiples of the unit 2M; say unit=1M, run",
+        ),
+        (
+            "d",
+            &["39M+1536K"],
+            size("d", 1),
+            "39M+1536K, which does not begin",
+        ),
+    ];
+    for (id, leased, wanted, said) in cases {
+        for range in leased {
+            drop(take(&ledger, &at(id, range)));
+        }
+        let message = refusal(&ledger, &wanted);
+        assert!(message.contains(said), "{message}");
+        ledger.decide_data(id, FormerData::Wiped).unwrap();
+        let lease = take(&ledger, &wanted);
+        assert!(lease.unwiped().is_empty(), "{id}: there is clean space");
+    }
+}
+
+#[test]
+fn an_id_begins_anew_with_what_was_released_and_does_not_fit() {
+    let (_dir, ledger) = folder();
+    let a = take(&ledger, &size("a", 1));
+    let b = take(&ledger, &size("b", 1));
+    a.grow(2 * M).unwrap();
+    drop((a, b));
+    let message = refusal(&ledger, &whole("a", 2));
+    assert!(
+        message.contains("which is more than one extent"),
+        "{message}"
+    );
+    let message = refusal(&ledger, &double("a", 1));
+    assert!(message.contains("say unit=1M"), "{message}");
+    ledger.decide_data("a", FormerData::Wiped).unwrap();
+    // By its own extents, it still comes back.
+    let a = take(&ledger, &size("a", 2));
+    assert_eq!(
+        (parts(&a), a.unwiped()),
+        (ranges(&["0+1M", "2M+1M"]), Vec::new())
+    );
+    drop(a);
+    ledger.decide_data("a", FormerData::Wiped).unwrap();
+    let a = take(&ledger, &whole("a", 2));
+    assert_eq!(parts(&a), ranges(&["3M+2M"]));
+    drop(a);
+    let a = take(&ledger, &size("a", 37));
+    assert_eq!(a.extents().length(), 37 * M);
+    drop(a);
+    let a = take(&ledger, &size("a", 39));
+    assert_eq!(a.unwiped(), ranges(&["0+1M", "2M+1M"]));
+}
+
+#[test]
+fn data_of_others_is_never_taken_before_it_is_released_and_wiped() {
+    let (_dir, ledgers) = both();
+    for ledger in ledgers {
+        drop(take(&ledger, &size("a", 30)));
+        drop(take(&ledger, &at("named", "30M+1M")));
+        for former_data in [FormerData::Refused, FormerData::Kept, FormerData::Wiped] {
+            let wanted = LeaseRequest {
+                former_data,
+                ..size("b", 10)
+            };
+            let error = ledger.acquire(&wanted).unwrap_err();
+            assert!(matches!(error, LeaseError::NoRoom { .. }), "{error}");
+        }
+        ledger.decide_data("named", FormerData::Kept).unwrap();
+        let b = take(&ledger, &keep_size("b", 10));
+        assert_eq!(parts(&b), ranges(&["30M+10M"]));
+        assert_eq!(b.unwiped(), ranges(&["30M+1M"]));
+        // Cut short, it stays marked for the id.
+        drop(b);
+        let b = take(&ledger, &size("b", 10));
+        assert_eq!(b.unwiped(), ranges(&["30M+1M"]));
+        wipe(&b);
+        drop(b);
+        let b = take(&ledger, &size("b", 10));
+        assert_eq!(b.unwiped(), []);
+        drop(b);
+
+        ledger.decide_data("a", FormerData::Wiped).unwrap();
+        let c = take(&ledger, &size("c", 1));
+        assert_eq!(
+            (parts(&c), c.unwiped()),
+            (ranges(&["0+1M"]), ranges(&["0+1M"]))
+        );
+        // It has lost a part, so it begins anew.
+        let a = take(&ledger, &size("a", 2));
+        assert_eq!(
+            (parts(&a), a.unwiped()),
+            (ranges(&["1M+2M"]), ranges(&["1M+2M"]))
+        );
+    }
+}
+
+fn keep_size(id: &str, units: u64) -> LeaseRequest<'_> {
+    LeaseRequest {
+        former_data: FormerData::Kept,
+        ..size(id, units)
+    }
+}
+
+#[test]
+fn an_id_that_was_released_and_lost_its_end_begins_anew() {
+    let (_dir, ledger) = folder();
+    for (id, leased) in [("a", size("a", 4)), ("b", at("b", "20M+4M"))] {
+        let end = parts(&take(&ledger, &leased))[0].end();
+        ledger.decide_data(id, FormerData::Wiped).unwrap();
+        let last = format!("{}+1M", Bytes(end - M));
+        let other = take(&ledger, &at("other", &last));
+        assert_eq!(other.unwiped(), ranges(&[&last]));
+        // It is not to be handed over as if it was whole, either.
+        ledger.decide_data(id, FormerData::Kept).unwrap();
+        let again = take(&ledger, &size(id, 5));
+        let left = ByteRange::new(end - 4 * M, 3 * M).unwrap();
+        let is_left = |part: &ByteRange| part.overlaps(&left);
+        assert!(!parts(&again).iter().any(is_left), "room that nobody had");
+    }
+}
+
+#[test]
+fn what_was_cut_off_is_no_part_of_the_lease_that_a_release_is_about() {
+    let (_dir, ledger) = folder();
+    drop(take(&ledger, &at("named", "4M+36M")));
+    let a = take(&ledger, &size("a", 4));
+    a.truncate(2 * M).unwrap();
+    drop(a);
+    ledger.decide_data("a", FormerData::Wiped).unwrap();
+    let b = take(&ledger, &at("b", "2M+1M"));
+    assert_eq!(b.unwiped(), ranges(&["2M+1M"]));
+    let a = take(&ledger, &size("a", 2));
+    assert_eq!((parts(&a), a.unwiped()), (ranges(&["0+2M"]), Vec::new()));
+}
+
+#[test]
+fn a_lease_that_loses_a_part_by_name_is_refused() {
+    let (_dir, ledger) = folder();
+    drop(take(&ledger, &size("a", 4)));
+    drop(take(&ledger, &keep("b", "1M+1M")));
+    assert_eq!(
+        refusal(&ledger, &size("a", 4))
+            .split("; run")
+            .next()
+            .unwrap(),
+        "Lease \"a\" left data on disk:d: 0+1M and 2M+2M, which is not all of a lease: another lease had the other \
+         parts since"
+    );
+    ledger.decide_data("a", FormerData::Wiped).unwrap();
+    let a = take(&ledger, &size("a", 4));
+    assert_eq!((parts(&a), a.unwiped()), (ranges(&["4M+4M"]), Vec::new()));
+    drop(a);
+    assert_eq!(parts(&take(&ledger, &size("a", 4))), ranges(&["4M+4M"]));
+    // The other has what it took.
+    assert!(take(&ledger, &at("b", "1M+1M")).unwiped().is_empty());
+}
+
+#[test]
+fn a_wipe_by_name_that_was_cut_short_leaves_free_space() {
+    let (_dir, ledger) = folder();
+    drop(take(&ledger, &at("a", "0+40M")));
+    let erasing = LeaseRequest {
+        former_data: FormerData::Wiped,
+        ..at("b", "1M+2M")
+    };
+    drop(take(&ledger, &erasing));
+    let c = take(&ledger, &size("c", 1));
+    assert_eq!(
+        (parts(&c), c.unwiped()),
+        (ranges(&["1M+1M"]), ranges(&["1M+1M"]))
+    );
+    drop(c);
+    // What a lease by size did not wipe to the end is that lease's.
+    drop(take(&ledger, &size("d", 1)));
+    let error = ledger.acquire(&size("e", 1)).unwrap_err();
+    assert!(matches!(error, LeaseError::NoRoom { .. }), "{error}");
+}
+
+#[test]
+fn a_lease_that_grows_marks_what_it_has_to_wipe() {
+    let (_dir, ledgers) = both();
+    for ledger in ledgers {
+        drop(take(&ledger, &at("b", "3M+37M")));
+        let a = take(&ledger, &size("a", 2));
+        ledger.decide_data("b", FormerData::Wiped).unwrap();
+        assert_eq!(a.grow(5 * M).unwrap(), ranges(&["2M+3M"]));
+        assert_eq!(
+            (parts(&a), a.unwiped()),
+            (ranges(&["0+5M"]), ranges(&["3M+2M"]))
+        );
+        assert_eq!(a.grow(6 * M).unwrap(), ranges(&["5M+1M"]));
+        assert_eq!(a.unwiped(), ranges(&["3M+2M", "5M+1M"]));
+        a.wiped().unwrap();
+        assert_eq!(a.unwiped(), ranges(&["5M+1M"]));
+        drop(a);
+        let a = take(&ledger, &size("a", 6));
+        assert_eq!(a.unwiped(), ranges(&["5M+1M"]));
+    }
+}
+
+#[test]
+fn what_is_cut_off_is_wiped_before_any_lease_has_it() {
+    let (_dir, ledgers) = both();
+    for ledger in ledgers {
+        drop(take(&ledger, &at("named", "8M+32M")));
+        let a = take(&ledger, &size("a", 3));
+        let b = take(&ledger, &size("b", 2));
+        a.grow(6 * M).unwrap();
+        assert_eq!(parts(&a), ranges(&["0+3M", "5M+3M"]));
+        assert_eq!(a.truncate(6 * M).unwrap(), []);
+        assert_eq!(a.truncate(2 * M).unwrap(), ranges(&["2M+1M", "5M+3M"]));
+        assert_eq!(parts(&a), ranges(&["0+2M"]));
+        assert_eq!(ledger.list().unwrap()[0].extents, a.extents());
+        assert_eq!(a.grow(3 * M).unwrap(), ranges(&["2M+1M"]));
+        assert_eq!(a.unwiped(), ranges(&["2M+1M"]));
+        // A part of what is to be wiped stays.
+        assert_eq!(a.grow(5 * M).unwrap(), ranges(&["5M+2M"]));
+        assert_eq!(a.truncate(4 * M).unwrap(), ranges(&["6M+1M"]));
+        assert_eq!(a.unwiped(), ranges(&["2M+1M", "5M+1M"]));
+        wipe(&a);
+        assert_eq!(b.grow(4 * M).unwrap(), ranges(&["6M+2M"]));
+        assert_eq!(b.unwiped(), ranges(&["6M+2M"]));
+        drop((a, b));
+        let a = take(&ledger, &size("a", 4));
+        assert_eq!(
+            (parts(&a), a.unwiped()),
+            (ranges(&["0+3M", "5M+1M"]), Vec::new())
+        );
+    }
+}
+
+#[test]
+fn a_change_of_size_that_cannot_be_is_refused_and_changes_nothing() {
+    let (_dir, ledgers) = both();
+    for ledger in ledgers {
+        let a = take(&ledger, &size("a", 4));
+        let named = take(&ledger, &at("named", "10M+1M"));
+        let before = ledger.list().unwrap();
+        let fixed =
+            "Lease \"named\" has the fixed range 10M+1M; only leases by size (size=) change theirs";
+        assert_eq!(named.grow(2 * M).unwrap_err().to_string(), fixed);
+        assert_eq!(named.truncate(M).unwrap_err().to_string(), fixed);
+        assert_eq!(
+            a.grow(3 * M).unwrap_err().to_string(),
+            "Lease \"a\" has 4M of disk:d, more than 3M: use `nvme-mpt resize a 3M --truncate` to give the rest up \
+             (data at the end is lost), or ask for size=4M"
+        );
+        assert_eq!(
+            a.truncate(5 * M).unwrap_err().to_string(),
+            "Lease \"a\" has 4M of disk:d, less than 5M: use `nvme-mpt resize a 5M` without --truncate to let it grow"
+        );
+        for change in [Lease::grow, Lease::truncate] {
+            assert_eq!(
+                change(&a, M + 512).unwrap_err().to_string(),
+                "The size 1049088 of a lease by size is not a multiple of its unit 1M: 1M and 2M are"
+            );
+            assert_eq!(
+                change(&a, 0).unwrap_err().to_string(),
+                "The size 0 of a lease by size is less than a unit: use size=1M"
+            );
+        }
+        let error = a.grow(40 * M).unwrap_err();
+        assert!(
+            error.to_string().starts_with(
+                "There is no room for 36M more on disk:d: it has 35M free in whole units of 1M, the largest extent \
+                 29M; ask for less, or release leases that are not needed any more, which `nvme-mpt leases"
+            ),
+            "{error}"
+        );
+        assert_eq!(ledger.list().unwrap(), before);
+        assert_eq!(parts(&a), ranges(&["0+4M"]));
+
+        ledger.release("a", true).unwrap();
+        for change in [a.grow(5 * M), a.truncate(M)] {
+            let error = change.unwrap_err();
+            assert!(matches!(error, LeaseError::Gone { .. }), "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_lease_in_one_extent_grows_at_its_end_alone() {
+    let (_dir, ledger) = folder();
+    let x = take(&ledger, &at("x", "2M+1M"));
+    let y = take(&ledger, &at("y", "33M+1M"));
+    let a = take(&ledger, &whole("a", 3));
+    assert_eq!(parts(&a), ranges(&["34M+3M"]));
+    assert_eq!(a.grow(6 * M).unwrap(), ranges(&["37M+3M"]));
+    let message = a.grow(7 * M).unwrap_err().to_string();
+    assert!(
+        message.starts_with("There is no room for 1M more on disk:d: it has 32M free")
+            && message.contains("which can only grow at its end: ask for less"),
+        "{message}"
+    );
+    let message = refusal(&ledger, &whole("b", 31));
+    assert!(
+        message.starts_with("There is no room for 31M on disk:d: it has 32M free")
+            && message.contains("the largest extent 30M; this drive's leases have one extent: ask"),
+        "{message}"
+    );
+    let b = take(&ledger, &size("b", 31));
+    assert_eq!(parts(&b), ranges(&["3M+30M", "0+1M"]));
+    drop((x, y));
+}
+
+#[test]
+fn sizes_that_do_not_do_are_refused() {
+    let (_dir, ledgers) = both();
+    let wanted = |bytes, unit| Wanted::Size {
+        bytes,
+        unit,
+        whole: false,
+    };
+    for ledger in ledgers {
+        for (bytes, unit, message) in [
+            (
+                3 * M,
+                3 * M,
+                "The unit 3M of a lease by size is not a power of two: 2M and 4M are",
+            ),
+            (
+                M,
+                0,
+                "The unit 0 of a lease by size is not a power of two: 1M is",
+            ),
+            (
+                M,
+                M - 1,
+                "The unit 1048575 of a lease by size is not a power of two: 1M is",
+            ),
+            (
+                M,
+                u64::MAX,
+                "The unit 18446744073709551615 of a lease by size is not a power of two: 4194304T and 8388608T are",
+            ),
+            (
+                M,
+                M / 2,
+                "The unit 512K of a lease by size is too small: the smallest is 1M",
+            ),
+            (
+                64 * M,
+                64 * M,
+                "The unit 64M of a lease by size is larger than the drive disk:d, which has 41472K: choose a smaller \
+                 unit",
+            ),
+            (
+                0,
+                M,
+                "The size 0 of a lease by size is less than a unit: use size=1M",
+            ),
+            (
+                3 * M / 2,
+                M,
+                "The size 1536K of a lease by size is not a multiple of its unit 1M: 1M and 2M are",
+            ),
+            (
+                2 << 40,
+                M,
+                "The size 2T of a lease by size is more than 1048576 units of 1M: ask for at most 1T, or choose a \
+                 larger unit",
+            ),
+        ] {
+            assert_eq!(
+                refusal(&ledger, &request("a", wanted(bytes, unit))),
+                message
+            );
+        }
+        let small = LeaseRequest {
+            blocks: 100,
+            ..size("a", 1)
+        };
+        assert_eq!(
+            refusal(&ledger, &small),
+            "The unit 1M of a lease by size is larger than the drive disk:d, which has 50K: lease it with range="
+        );
+        let large_blocks = LeaseRequest {
+            lba_shift: 21,
+            blocks: 20,
+            ..size("a", 1)
+        };
+        assert_eq!(
+            refusal(&ledger, &large_blocks),
+            "The unit 1M of a lease by size is not a multiple of the drive's logical block: use unit=2M"
+        );
+        assert_eq!(ledger.list().unwrap(), []);
+    }
+}
+
+#[test]
+fn a_smaller_unit_is_named_where_it_would_do() {
+    let (_dir, ledger) = folder();
+    let x = take(&ledger, &at("x", "1M+1M"));
+    let y = take(&ledger, &at("y", "4M+36M"));
+    let facts = "it has 2M free in whole units of 2M, the largest extent 2M";
+    let message = refusal(&ledger, &double("a", 2));
+    assert!(message.contains(facts), "{message}");
+    assert!(!message.contains("smaller"), "3M are free: {message}");
+    drop(y);
+    let y = take(&ledger, &at("y", "4M+1M"));
+    let z = take(&ledger, &keep("z", "6M+34M"));
+    ledger.decide_data("y", FormerData::Wiped).unwrap();
+    let message = refusal(&ledger, &double("a", 2));
+    assert!(message.contains(facts), "{message}");
+    assert!(
+        message.contains("ask for less, choose a smaller unit=, or release"),
+        "{message}"
+    );
+    drop((x, y, z));
+}
+
+#[test]
+fn a_ledger_that_could_not_be_synced_is_taken_as_it_is() {
+    let (_dir, ledger) = folder();
+    let a = take(&ledger, &size("a", 2));
+    // As a change that failed after it had replaced the file.
+    let ahead = a.ahead();
+    ahead.grow(4 * M).unwrap();
+    assert_eq!(parts(&a), ranges(&["0+2M"]));
+    assert_eq!(a.grow(3 * M).unwrap(), ranges(&["2M+1M"]));
+    assert_eq!(ledger.list().unwrap()[0].extents, a.extents());
+    ahead.die();
+}

@@ -1,0 +1,292 @@
+//! The blocks of a lease, and their places in the host's namespace.
+//!
+//! They are a table of units, by the upper bits of the LBA: extents begin and end at whole units of the lease. A lease of
+//! one extent is one unit.
+
+use std::sync::Arc;
+
+use super::translate::location;
+use super::{Failure, Untranslated};
+use crate::lease::LbaRange;
+use crate::spec::ids::{Lba, Nsid};
+use crate::spec::status::Status;
+
+/// The blocks of a lease: what the guest sees as its namespace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeasedBlocks {
+    guest_nsid: Nsid,
+    host_nsid: Nsid,
+    lba_shift: u8,
+    /// True if there can be more units.
+    grows: bool,
+    /// Bits of an LBA that are its place in a unit.
+    unit_shift: u32,
+    /// The same bits, set.
+    unit_mask: u64,
+    /// Blocks of each unit.
+    unit_blocks: u64,
+    /// Number of leased blocks.
+    blocks: u64,
+    /// The host's first block of each unit; none if nothing is leased any more.
+    units: Arc<[Lba]>,
+}
+
+/// Place bits of an LBA in the only unit: no LBA of a namespace has more.
+const WHOLE_SHIFT: u32 = 63;
+
+impl LeasedBlocks {
+    /// Blocks of a lease that has these parts of the host's namespace, in this order. Parts but the last are whole
+    /// units, whose number of blocks is a power of two; `None` for others, and without parts.
+    #[must_use]
+    pub fn new(
+        (guest_nsid, host_nsid): (Nsid, Nsid),
+        lba_shift: u8,
+        parts: &[LbaRange],
+        unit_blocks: Option<u64>,
+    ) -> Option<Self> {
+        let grows = unit_blocks.is_some();
+        let blocks = parts.iter().map(|part| part.blocks).sum();
+        let (units, unit_shift, unit_blocks) = match (parts, unit_blocks) {
+            ([], _) => return None,
+            ([only], _) => (vec![only.start], WHOLE_SHIFT, blocks),
+            (_, Some(unit)) if unit.is_power_of_two() => {
+                if parts.iter().any(|part| !part.blocks.is_multiple_of(unit)) {
+                    return None;
+                }
+                let units = |part: &LbaRange| {
+                    let start = part.start.0;
+                    (0..part.blocks / unit).map(move |index| Lba(start + index * unit))
+                };
+                (parts.iter().flat_map(units).collect(), unit.ilog2(), unit)
+            }
+            _ => return None,
+        };
+        Some(Self {
+            guest_nsid,
+            host_nsid,
+            lba_shift,
+            grows,
+            unit_shift,
+            unit_mask: (1 << unit_shift) - 1,
+            unit_blocks,
+            blocks,
+            units: units.into(),
+        })
+    }
+
+    /// Returns whether the lease may come to have several extents.
+    pub(crate) const fn grow(&self) -> bool {
+        self.grows
+    }
+
+    /// The namespace as the guest names it.
+    #[inline]
+    #[must_use]
+    pub const fn guest_nsid(&self) -> Nsid {
+        self.guest_nsid
+    }
+
+    /// The namespace as the host controller names it.
+    #[inline]
+    #[must_use]
+    pub const fn host_nsid(&self) -> Nsid {
+        self.host_nsid
+    }
+
+    /// Logical block size as a power of two, in bytes.
+    #[inline]
+    #[must_use]
+    pub const fn lba_shift(&self) -> u8 {
+        self.lba_shift
+    }
+
+    /// Number of leased blocks.
+    #[inline]
+    #[must_use]
+    pub const fn blocks(&self) -> u64 {
+        self.blocks
+    }
+
+    /// The host's block of the lease's first.
+    #[must_use]
+    pub fn first(&self) -> Lba {
+        self.units.first().copied().unwrap_or_default()
+    }
+
+    /// The same lease, of which nothing is translated any more.
+    pub(super) fn revoked(&self) -> Self {
+        Self {
+            guest_nsid: Nsid::NONE,
+            blocks: 0,
+            units: Arc::new([]),
+            ..*self
+        }
+    }
+
+    pub(super) fn are_revoked(&self) -> bool {
+        self.guest_nsid == Nsid::NONE
+    }
+
+    /// As many blocks as if they were the host's first: translation leaves LBAs as they are.
+    pub(super) fn of_lease(&self) -> Self {
+        Self {
+            unit_shift: WHOLE_SHIFT,
+            unit_mask: (1 << WHOLE_SHIFT) - 1,
+            unit_blocks: self.blocks,
+            units: Arc::new([Lba(0)]),
+            ..*self
+        }
+    }
+
+    #[inline(always)]
+    const fn offset_in_unit(&self, slba: Lba) -> u64 {
+        slba.0 & self.unit_mask
+    }
+
+    #[inline(always)]
+    const fn unit_of(&self, slba: Lba) -> usize {
+        (slba.0 >> self.unit_shift) as usize
+    }
+
+    /// Returns the host's name of the first of `count` blocks that follow each other there, too. No command counts
+    /// more blocks than 48 bits do.
+    ///
+    /// # Errors
+    /// LBA Out of Range, if not all of them are leased; [`Untranslated::Crossing`].
+    #[inline(always)]
+    pub fn translate(&self, slba: Lba, count: u64) -> Result<Lba, Untranslated> {
+        let offset = self.offset_in_unit(slba);
+        match self.units.get(self.unit_of(slba)) {
+            Some(unit) if offset + count <= self.unit_blocks => Ok(Lba(unit.0 + offset)),
+            _ => self.translate_across(slba, count),
+        }
+    }
+
+    /// As [`Self::translate`], of blocks that do not lie in one unit, or are not leased.
+    #[cold]
+    #[inline(never)]
+    fn translate_across(&self, slba: Lba, count: u64) -> Result<Lba, Untranslated> {
+        match slba.checked_add(count) {
+            Some(end) if end.0 <= self.blocks => {
+                let (start, run) = self.run(slba, count);
+                match run == count {
+                    true => Ok(start),
+                    false => Err(Untranslated::Crossing),
+                }
+            }
+            _ => Err(Failure::at(Status::LBA_OUT_OF_RANGE, location::CDW10).into()),
+        }
+    }
+
+    /// Returns the number of blocks, from the lease's first on, that lie in a namespace of so many blocks.
+    pub(crate) fn within(&self, host_blocks: u64) -> u64 {
+        let mut within = 0;
+        while within < self.blocks {
+            let (start, run) = self.run(Lba(within), self.blocks - within);
+            let there = host_blocks.saturating_sub(start.0).min(run);
+            within += there;
+            if there < run {
+                break;
+            }
+        }
+        within
+    }
+
+    /// Returns the host's name of a block, and the number of blocks that follow each other there from it on, `most` of
+    /// them at most; no blocks behind the last one.
+    #[cold]
+    pub(super) fn run(&self, slba: Lba, most: u64) -> (Lba, u64) {
+        let most = most.min(self.blocks.saturating_sub(slba.0));
+        let offset = self.offset_in_unit(slba);
+        let mut units = self.units.iter();
+        let Some(first) = units.nth(self.unit_of(slba)) else {
+            return (self.first(), 0);
+        };
+        let mut run = self.unit_blocks.saturating_sub(offset);
+        for next in units {
+            if run >= most || first.0 + offset + run != next.0 {
+                break;
+            }
+            run += self.unit_blocks;
+        }
+        (Lba(first.0 + offset), run.min(most))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const NSIDS: (Nsid, Nsid) = (Nsid(1), Nsid(7));
+    /// Blocks of a unit here.
+    const UNIT: u64 = 8;
+
+    fn range(start: u64, blocks: u64) -> LbaRange {
+        let start = Lba(start);
+        LbaRange { start, blocks }
+    }
+
+    #[test]
+    fn parts_are_whole_units() {
+        let new = |parts: &[LbaRange], unit| LeasedBlocks::new(NSIDS, 9, parts, unit);
+        assert!(new(&[range(5, 3)], None).is_some());
+        assert!(new(&[range(8, 8), range(32, 16)], Some(UNIT)).is_some());
+        for (parts, unit) in [
+            (&[][..], Some(UNIT)),
+            (&[range(8, 8), range(32, 16)], None),
+            (&[range(8, 8), range(32, 12)], Some(UNIT)),
+            (&[range(8, 12), range(32, 12)], Some(12)),
+        ] {
+            assert_eq!(new(parts, unit), None, "{parts:?} {unit:?}");
+        }
+    }
+
+    /// Units of the host's namespace, each of them once, in any order.
+    fn places() -> impl Strategy<Value = Vec<u64>> {
+        Just((0..24).collect::<Vec<u64>>())
+            .prop_shuffle()
+            .prop_flat_map(|units| (Just(units), 1..24_usize))
+            .prop_map(|(units, count)| units[..count].to_vec())
+    }
+
+    proptest! {
+        #[test]
+        fn it_is_a_list_of_blocks(
+            units in places(),
+            commands in prop::collection::vec((0..200_u64, 0..40_u64), 1..60),
+        ) {
+            let parts: Vec<_> = units.iter().map(|unit| range(unit * UNIT, UNIT)).collect();
+            let blocks = LeasedBlocks::new(NSIDS, 9, &parts, Some(UNIT)).unwrap();
+            let model: Vec<u64> = units
+                .iter()
+                .flat_map(|unit| unit * UNIT..(unit + 1) * UNIT)
+                .collect();
+            prop_assert_eq!(blocks.blocks(), model.len() as u64);
+            for (slba, count) in commands {
+                let there = model.get(slba as usize..(slba + count) as usize);
+                let translated = blocks.translate(Lba(slba), count);
+                let Some(there) = there else {
+                    let outside = Failure::at(Status::LBA_OUT_OF_RANGE, location::CDW10);
+                    prop_assert_eq!(translated, Err(outside.into()));
+                    continue;
+                };
+                if let Some(first) = there.first() {
+                    let follow = there.windows(2).take_while(|pair| pair[0] + 1 == pair[1]);
+                    let run = follow.count() as u64 + 1;
+                    prop_assert_eq!(blocks.run(Lba(slba), count), (Lba(*first), run));
+                    let expected = match run == count {
+                        true => Ok(Lba(*first)),
+                        false => Err(Untranslated::Crossing),
+                    };
+                    prop_assert_eq!(translated, expected);
+                } else {
+                    prop_assert!(translated.is_ok());
+                }
+                prop_assert_eq!(blocks.of_lease().translate(Lba(slba), count), Ok(Lba(slba)));
+                prop_assert!(count == 0 || blocks.revoked().translate(Lba(slba), count).is_err());
+            }
+        }
+    }
+}

@@ -1,0 +1,431 @@
+//! Commands whose blocks lie in several places of the host's namespace: their parts.
+//!
+//! Such a command is translated as a whole, with the LBAs of the lease, and keeps its slot. Its parts go to the host
+//! controller one after the other, under the slot's number. A part's blocks follow each other there. The command ends
+//! with the last part, or with the first that fails. A guest that heeds the boundary that it is told (NOIOB) sends
+//! no such commands.
+//!
+//! Each part with data has a list of its own, which names its share of the command's data; no data is copied. There are
+//! few such lists. A part waits for one.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use zerocopy::{FromBytes, IntoBytes, transmute};
+
+use super::LeasedBlocks;
+use super::lists::ListMemory;
+use super::slot::Slots;
+use super::translate::Translator;
+use crate::address::PAGE_SIZE;
+use crate::host::{DataPointer, HostCompletion, Limits};
+use crate::spec::dma::SglDescriptor;
+use crate::spec::ids::{CommandId, Lba};
+use crate::spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadWrite};
+use crate::spec::opcode::NvmOpcode;
+use crate::spec::sqe::{Psdt, Sqe};
+use crate::spec::status::Status;
+
+/// Lists of parts of a shadow queue, and so the parts with data that are in flight at most.
+pub(crate) const PART_LISTS: u16 = 8;
+
+/// Words of the ranges of a Dataset Management or Copy command.
+const RANGE_WORDS: usize = PAGE_SIZE as usize / 8;
+
+/// Progress of a command that is carried out in parts, in blocks.
+#[derive(Clone, Copy, Debug, Default)]
+struct Progress {
+    total: u64,
+    done: u64,
+    /// Those of the part in flight.
+    part: u64,
+    /// The list of the part in flight.
+    list: Option<u16>,
+}
+
+/// The commands of a shadow queue that are carried out in parts.
+#[derive(Debug)]
+pub(super) struct Parts {
+    /// By slot.
+    progress: Box<[Progress]>,
+    /// Slots whose commands have no part in flight.
+    waiting: VecDeque<u16>,
+    /// Numbers of free lists, which follow those of the slots.
+    lists: Vec<u16>,
+    /// Number of commands.
+    count: usize,
+    is_cut_short: bool,
+    cutter: Cutter,
+}
+
+/// Next step of a command.
+#[derive(Debug)]
+pub(super) enum Step {
+    /// This part goes to the host controller.
+    Submit(Sqe),
+    /// The command in this slot ends.
+    End(u16, Status),
+}
+
+impl Parts {
+    /// Of a shadow queue with so many slots, whose lists are followed by [`PART_LISTS`] others. A lease that is one
+    /// extent for good needs no room.
+    pub(super) fn new(slots: u16, needed: bool) -> Self {
+        let count = if needed { usize::from(slots) } else { 0 };
+        let lists = slots..slots + if needed { PART_LISTS } else { 0 };
+        Self {
+            progress: vec![Progress::default(); count].into_boxed_slice(),
+            waiting: VecDeque::with_capacity(count),
+            lists: lists.collect(),
+            count: 0,
+            is_cut_short: false,
+            cutter: Cutter::new(needed),
+        }
+    }
+
+    /// Returns whether there are such commands.
+    pub(super) const fn are_some(&self) -> bool {
+        self.count > 0
+    }
+
+    /// Ends commands that wait, and those in flight after their part.
+    pub(super) fn cut_short(&mut self) {
+        self.is_cut_short = true;
+    }
+
+    /// Takes a command in, whose whole is in its slot.
+    #[cold]
+    pub(super) fn begin(&mut self, slot: u16, whole: &Sqe, lists: &mut ListMemory) {
+        let total = self.cutter.total(whole, slot, lists);
+        if let Some(progress) = self.progress.get_mut(usize::from(slot)) {
+            *progress = Progress {
+                total,
+                ..Progress::default()
+            };
+        }
+        self.count += 1;
+        // There is room for all slots, each of which is in here once at most.
+        self.waiting.push_back(slot);
+    }
+
+    /// Returns the next step of a command that waits; `None` if there is no such command, or no list for it. With
+    /// `gives_up`, they all end.
+    #[cold]
+    pub(super) fn next(
+        &mut self,
+        slots: &Slots,
+        translator: &mut Translator,
+        gives_up: bool,
+    ) -> Option<Step> {
+        let number = *self.waiting.front()?;
+        let ended = |status| Some(Step::End(number, status));
+        let (Some(whole), Some(progress)) = (
+            slots.command(number),
+            self.progress.get_mut(usize::from(number)),
+        ) else {
+            self.waiting.pop_front();
+            return ended(Status::INTERNAL_ERROR);
+        };
+        if self.is_cut_short || gives_up {
+            self.waiting.pop_front();
+            return ended(Status::ABORTED_SQ_DELETION);
+        }
+        if has_list(whole) {
+            progress.list = Some(self.lists.pop()?);
+        }
+        self.waiting.pop_front();
+        let place = (number, progress.list.unwrap_or(number));
+        match self.cutter.cut(whole, progress.done, place, translator) {
+            Ok((part, blocks)) => {
+                progress.part = blocks;
+                Some(Step::Submit(part))
+            }
+            Err(status) => ended(status),
+        }
+    }
+
+    /// Takes the end of a part, or of a command without one. Returns whether the command goes on.
+    #[cold]
+    pub(super) fn go_on(&mut self, completion: HostCompletion) -> bool {
+        let HostCompletion { slot, status, .. } = completion;
+        let Some(progress) = self.progress.get_mut(usize::from(slot)) else {
+            return false;
+        };
+        self.lists.extend(progress.list.take());
+        progress.done += std::mem::take(&mut progress.part);
+        let goes_on = status.is_success() && progress.done < progress.total;
+        match goes_on {
+            true => self.waiting.push_back(slot),
+            false => self.count -= 1,
+        }
+        goes_on
+    }
+}
+
+/// Returns whether parts of a command have lists.
+fn has_list(whole: &Sqe) -> bool {
+    matches!(
+        NvmOpcode(whole.opcode()),
+        NvmOpcode::READ
+            | NvmOpcode::WRITE
+            | NvmOpcode::COMPARE
+            | NvmOpcode::DATASET_MANAGEMENT
+            | NvmOpcode::COPY
+    )
+}
+
+/// Makes parts of commands.
+#[derive(Debug)]
+struct Cutter {
+    /// Stretches of a part's data.
+    stretches: Vec<(u64, u64)>,
+    /// Ranges of the command, which its own list keeps.
+    ranges: Box<[u64]>,
+}
+
+impl Cutter {
+    fn new(needed: bool) -> Self {
+        let words = if needed { RANGE_WORDS } else { 0 };
+        Self {
+            stretches: Vec::with_capacity(words),
+            ranges: vec![0; words].into_boxed_slice(),
+        }
+    }
+
+    /// Copies the ranges of a command out of its slot's list.
+    fn fetch<T: FromBytes + IntoBytes + zerocopy::Immutable + zerocopy::KnownLayout>(
+        &mut self,
+        count: usize,
+        slot: u16,
+        lists: &mut ListMemory,
+    ) -> Result<&[T], Status> {
+        let words = count * size_of::<T>() / 8;
+        let ranges = self.ranges.get_mut(..words).ok_or(Status::INTERNAL_ERROR)?;
+        ranges.copy_from_slice(&lists.of_slot(slot).0[..words]);
+        <[T]>::ref_from_bytes(ranges.as_bytes()).map_err(|_| Status::INTERNAL_ERROR)
+    }
+
+    /// Returns the blocks of a whole command.
+    fn total(&mut self, whole: &Sqe, slot: u16, lists: &mut ListMemory) -> u64 {
+        match NvmOpcode(whole.opcode()) {
+            NvmOpcode::DATASET_MANAGEMENT => {
+                let count = usize::from(DatasetManagement::from(whole).nr_z) + 1;
+                let ranges = self.fetch::<DsmRange>(count, slot, lists);
+                let ranges = ranges.unwrap_or_default().iter();
+                ranges.map(|range| u64::from(range.nlb)).sum()
+            }
+            NvmOpcode::COPY => {
+                let count = usize::from(CopyCommand::from(whole).nr_z) + 1;
+                let ranges = self.fetch::<CopyRange0>(count, slot, lists);
+                let ranges = ranges.unwrap_or_default().iter();
+                ranges.map(|range| u64::from(range.nlb_z) + 1).sum()
+            }
+            // The others have NLB in the same place (NVM 1.0, section 3.2).
+            _ => u64::from(ReadWrite::from(whole).nlb_z) + 1,
+        }
+    }
+
+    /// Makes the part that begins when `done` blocks are done. Returns it and the number of its blocks.
+    fn cut(
+        &mut self,
+        whole: &Sqe,
+        done: u64,
+        (slot, list): (u16, u16),
+        translator: &mut Translator,
+    ) -> Result<(Sqe, u64), Status> {
+        let (blocks, limits, lists) = translator.for_parts();
+        let mut part = *whole;
+        part.cdw0 = whole.cdw0.with_cid(CommandId(slot));
+        let cut = match NvmOpcode(whole.opcode()) {
+            NvmOpcode::DATASET_MANAGEMENT => {
+                self.deallocate(&mut part, done, (slot, list), (blocks, limits, lists))
+            }
+            NvmOpcode::COPY => self.copy(&mut part, done, (slot, list), (blocks, limits, lists)),
+            _ => {
+                let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(whole);
+                let total = u64::from(nlb_z) + 1;
+                let (start, count) = blocks.run(Lba(slba.0 + done), total.saturating_sub(done));
+                let nlb_z = count.checked_sub(1).ok_or(Status::INTERNAL_ERROR)?;
+                part.set_cdw10_11(start.0);
+                part.cdw12 = (whole.cdw12 & !0xFFFF) | nlb_z as u32;
+                if has_list(whole) {
+                    let shift = blocks.lba_shift();
+                    let bytes = total << shift;
+                    let share = done << shift..(done + count) << shift;
+                    self.share(&mut part, bytes, share, (list, lists))?;
+                }
+                Ok(count)
+            }
+        };
+        cut.map(|count| (part, count))
+    }
+
+    /// Gives a part its share of the command's data, which has so many bytes.
+    fn share(
+        &mut self,
+        part: &mut Sqe,
+        bytes: u64,
+        share: Range<u64>,
+        (list, lists): (u16, &mut ListMemory),
+    ) -> Result<(), Status> {
+        let stretches = &mut self.stretches;
+        stretches.clear();
+        let mut at = 0;
+        // All of it, as the form of a Data Pointer depends on the length.
+        DataPointer::of(part).for_each_iova(lists, bytes, |iova, len| {
+            let (start, end) = (at.max(share.start), (at + len).min(share.end));
+            if start < end {
+                stretches.push((iova + (start - at), end - start));
+            }
+            at += len;
+            Ok(())
+        })?;
+        let (list, iova) = lists.of_slot(list);
+        let mut words = list.iter_mut();
+        let mut count = 0;
+        let mut add = |word| {
+            count += 1;
+            words
+                .next()
+                .map(|place| *place = word)
+                .ok_or(Status::INTERNAL_ERROR)
+        };
+        let nothing = Status::INTERNAL_ERROR;
+        if part.cdw0.psdt() == Psdt::PRP {
+            let mut first = None;
+            for &(start, len) in stretches.iter() {
+                let mut page = start;
+                while page < start + len {
+                    match first {
+                        None => first = Some(page),
+                        Some(_) => add(page)?,
+                    }
+                    page = (page & !(PAGE_SIZE - 1)) + PAGE_SIZE;
+                }
+            }
+            let second = match count {
+                0 => 0,
+                1 => list[0],
+                _ => iova.bits(),
+            };
+            part.dptr = [first.ok_or(nothing)?, second];
+            return Ok(());
+        }
+        // No more than the bytes of a command, which 32 bits count.
+        let block = |&(start, len): &(u64, u64)| SglDescriptor::data_block(start, len as u32);
+        part.dptr = match stretches.as_slice() {
+            [] => return Err(nothing),
+            [only] => transmute!(block(only)),
+            several => {
+                for words in several.iter().map(block) {
+                    let words: [u64; 2] = transmute!(words);
+                    words.into_iter().try_for_each(&mut add)?;
+                }
+                transmute!(SglDescriptor::last_segment(iova.bits(), 8 * count))
+            }
+        };
+        Ok(())
+    }
+
+    /// Makes a part of a Dataset Management command: as many ranges as the drive takes.
+    fn deallocate(
+        &mut self,
+        part: &mut Sqe,
+        done: u64,
+        (slot, list): (u16, u16),
+        (blocks, limits, lists): (&LeasedBlocks, &Limits, &mut ListMemory),
+    ) -> Result<u64, Status> {
+        let command = DatasetManagement::from(&*part);
+        let most = limits.dsm_ranges_max.min(256) as usize;
+        let ranges = self.fetch::<DsmRange>(usize::from(command.nr_z) + 1, slot, lists)?;
+        let (list, iova) = lists.of_slot(list);
+        let (mut skip, mut taken, mut count) = (done, 0, 0);
+        'ranges: for range in ranges {
+            let mut at = skip.min(range.nlb.into());
+            skip -= at;
+            while at < range.nlb.into() {
+                if count == most {
+                    break 'ranges;
+                }
+                let (slba, run) = blocks.run(Lba(range.slba.0 + at), u64::from(range.nlb) - at);
+                if run == 0 {
+                    return Err(Status::INTERNAL_ERROR);
+                }
+                // No more than those of the range.
+                let nlb = run as u32;
+                let piece = DsmRange {
+                    cattr: 0,
+                    nlb,
+                    slba,
+                };
+                put(list, count, &piece)?;
+                (at, taken, count) = (at + run, taken + run, count + 1);
+            }
+        }
+        let nr_z = count.checked_sub(1).ok_or(Status::INTERNAL_ERROR)? as u8;
+        DatasetManagement { nr_z, ..command }.write_to(part);
+        part.dptr = [iova.bits(), 0];
+        Ok(taken)
+    }
+
+    /// Makes a part of a Copy command: what goes to one stretch of the host's blocks.
+    fn copy(
+        &mut self,
+        part: &mut Sqe,
+        done: u64,
+        (slot, list): (u16, u16),
+        (blocks, limits, lists): (&LeasedBlocks, &Limits, &mut ListMemory),
+    ) -> Result<u64, Status> {
+        let command = CopyCommand::from(&*part);
+        let most = limits.copy_ranges_max.min(128) as usize;
+        let ranges = self.fetch::<CopyRange0>(usize::from(command.nr_z) + 1, slot, lists)?;
+        let total: u64 = ranges.iter().map(|range| u64::from(range.nlb_z) + 1).sum();
+        let to = Lba(command.sdlba.0 + done);
+        let (sdlba, room) = blocks.run(to, total.saturating_sub(done));
+        let (list, iova) = lists.of_slot(list);
+        let (mut skip, mut taken, mut count) = (done, 0, 0);
+        'ranges: for range in ranges {
+            let blocks_of_range = u64::from(range.nlb_z) + 1;
+            let mut at = skip.min(blocks_of_range);
+            skip -= at;
+            while at < blocks_of_range {
+                if count == most || taken == room {
+                    break 'ranges;
+                }
+                let left = (blocks_of_range - at).min(room - taken);
+                let (slba, run) = blocks.run(Lba(range.slba.0 + at), left);
+                let nlb_z = run.checked_sub(1).ok_or(Status::INTERNAL_ERROR)? as u16;
+                let piece = CopyRange0 {
+                    slba,
+                    nlb_z,
+                    ..CopyRange0::default()
+                };
+                put(list, count, &piece)?;
+                (at, taken, count) = (at + run, taken + run, count + 1);
+            }
+        }
+        let nr_z = count.checked_sub(1).ok_or(Status::INTERNAL_ERROR)? as u8;
+        CopyCommand {
+            sdlba,
+            nr_z,
+            ..command
+        }
+        .write_to(part);
+        part.dptr = [iova.bits(), 0];
+        Ok(taken)
+    }
+}
+
+/// Writes a range into a list, by its number.
+fn put<T: IntoBytes + zerocopy::Immutable>(
+    list: &mut [u64],
+    number: usize,
+    range: &T,
+) -> Result<(), Status> {
+    let bytes = list.as_mut_bytes().get_mut(number * size_of::<T>()..);
+    let place = bytes.and_then(|bytes| bytes.get_mut(..size_of::<T>()));
+    place
+        .ok_or(Status::INTERNAL_ERROR)?
+        .copy_from_slice(range.as_bytes());
+    Ok(())
+}

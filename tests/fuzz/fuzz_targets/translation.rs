@@ -1,8 +1,8 @@
 //! A guest that submits any I/O commands, with any memory and anything in it, to a shadow queue that
 //! this thread polls itself.
 //!
-//! The first byte of the input chooses the logical block size, the number of regions and commands, and the command
-//! set. Zones are empty at first, and there are no keys. Each region has four bytes: its first page, its length, and what a device may do with it. Each command has
+//! The first byte of the input chooses the logical block size, the number of regions and commands, the command
+//! set, and whether the lease is one extent or two. Zones are empty at first, and there are no keys. Each region has four bytes: its first page, its length, and what a device may do with it. Each command has
 //! 64 bytes. The rest is the content of the regions, one after the other.
 //!
 //! Each command completes once, with its identifier and a status that the specification has for it. One
@@ -20,7 +20,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use libfuzzer_sys::fuzz_target;
-use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger};
+use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger, Wanted};
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
@@ -92,7 +92,7 @@ const EXIST: u8 = 0x14;
 
 /// Profile of a drive with zones: each lease has 16, of which 4 can be open and 6 active.
 const ZONES: &str = "model = \"zns\"\nzone_size = \"64K\"\nzone_capacity = \"64K\"\n\
-                     max_open = 12\nmax_active = 18\nappend_limit = \"16K\"\n";
+                     max_open = 16\nmax_active = 24\nappend_limit = \"16K\"\n";
 
 /// Profile of a drive of keys and values.
 const PAIRS: &str = "model = \"kv\"\nmax_value = \"64K\"\n";
@@ -101,6 +101,8 @@ const PAIRS: &str = "model = \"kv\"\nmax_value = \"64K\"\n";
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Kind {
     Blocks,
+    /// The guest's lease is two extents, with a neighbour's lease between them.
+    Extents,
     Zones,
     Pairs,
 }
@@ -122,12 +124,17 @@ struct Lane {
 }
 
 impl Lane {
-    fn new(drive: &Arc<Drive>, ledger: &Ledger, pollers: &Arc<Pollers>, index: u64) -> Self {
+    fn new(
+        drive: &Arc<Drive>,
+        ledger: &Ledger,
+        pollers: &Arc<Pollers>,
+        (id, wanted): (&str, Wanted),
+    ) -> Self {
         let request = LeaseRequest {
-            id: &format!("lease-{index}"),
+            id,
             drive: drive.identity(),
             nsid: drive.namespace().nsid,
-            range: ByteRange::new(index * LEASE, LEASE).expect("a range"),
+            wanted,
             lba_shift: drive.lba_shift(),
             blocks: drive.blocks(),
             former_data: nvme_mpt::lease::FormerData::Kept,
@@ -240,12 +247,12 @@ struct Fixture {
 impl Fixture {
     fn new(lba_size: u32, kind: Kind) -> Self {
         let profile = match kind {
-            Kind::Blocks => None,
+            Kind::Blocks | Kind::Extents => None,
             Kind::Zones => Some(ZONES),
             Kind::Pairs => Some(PAIRS),
         };
         let profile = profile.map(|text| Profile::parse("fuzz", text).expect("a profile"));
-        let path = format!("memory:{}", 3 * LEASE).parse().expect("a drive");
+        let path = format!("memory:{}", 4 * LEASE).parse().expect("a drive");
         let options = DriveOptions {
             lba_size,
             profile: profile.map(Arc::new),
@@ -253,8 +260,9 @@ impl Fixture {
         };
         let drive = drives::open(&path, options).expect("memory");
         let (ledger, pollers) = (Ledger::in_process(), Pollers::new());
-        let lane = |index| Lane::new(&drive, &ledger, &pollers, index);
-        let mut neighbours = [lane(0), lane(2)];
+        let at = |index| Wanted::At(ByteRange::new(index * LEASE, LEASE).expect("a range"));
+        let lane = |id, wanted| Lane::new(&drive, &ledger, &pollers, (id, wanted));
+        let mut neighbours = [lane("below", at(0)), lane("above", at(2))];
         let neighbours_memory = file(2 * EDGE);
         for (neighbour, index) in neighbours.iter_mut().zip(0..) {
             let attachment = &neighbour.attachment;
@@ -274,7 +282,17 @@ impl Fixture {
             assert_eq!(status, 0, "the neighbour's own write");
         }
         Self {
-            guest: lane(1),
+            guest: match kind {
+                Kind::Extents => {
+                    let wanted = Wanted::Size {
+                        bytes: 2 * LEASE,
+                        unit: LEASE,
+                        whole: false,
+                    };
+                    lane("guest", wanted)
+                }
+                _ => lane("guest", at(1)),
+            },
             memory: file(REGIONS as u64 * REGION_PAGES * PAGE),
             neighbours,
             neighbours_memory,
@@ -412,7 +430,10 @@ fn check_success(command: &[u8; 64], lba_size: u32, kind: Kind) {
     assert_eq!(command[1] & 0b11, 0, "a fused command: {command:x?}");
     assert!(matches!(command[1] >> 6, 0 | 1), "PSDT: {command:x?}");
     let lba_size = u64::from(lba_size);
-    let blocks = LEASE / lba_size;
+    let blocks = match kind {
+        Kind::Extents => 2 * LEASE / lba_size,
+        _ => LEASE / lba_size,
+    };
     if kind == Kind::Pairs {
         let (size, key) = (number(40, 4), command[44]);
         match opcode {
@@ -450,7 +471,13 @@ fuzz_target!(|input: &[u8]| {
     let lba_size = if choice & 1 == 0 { 512 } else { 4096 };
     let commands = usize::from(choice >> 3) % 16 + 1;
     let (kind, regions) = match (choice >> 7, choice >> 2 & 1) {
-        (0, _) => (Kind::Blocks, usize::from(choice >> 1) % REGIONS + 1),
+        (0, _) => {
+            let kind = match choice >> 6 {
+                0 => Kind::Blocks,
+                _ => Kind::Extents,
+            };
+            (kind, usize::from(choice >> 1) % REGIONS + 1)
+        }
         (_, 0) => (Kind::Zones, usize::from(choice >> 1 & 1) + 1),
         _ => (Kind::Pairs, usize::from(choice >> 1 & 1) + 1),
     };

@@ -129,6 +129,11 @@ impl FunctionOptions {
         }
     }
 
+    /// A function `id` of a `size`, wherever `path` has room.
+    pub fn by_size(id: &str, path: impl Into<String>, size: &str) -> Self {
+        Self::new(id, path, "").option(format!("size={size}"))
+    }
+
     /// Adds an option.
     #[must_use]
     pub fn option(mut self, option: impl Into<String>) -> Self {
@@ -154,7 +159,9 @@ impl FunctionOptions {
             ("range", &*self.range),
         ];
         let more = self.more.iter().filter_map(|option| option.split_once('='));
-        own.into_iter().chain(more)
+        own.into_iter()
+            .filter(|(_, value)| !value.is_empty())
+            .chain(more)
     }
 }
 
@@ -350,6 +357,14 @@ impl Server {
     /// If the server refuses.
     pub fn limit(&self, id: &str, limits: &str) -> Result<(), ServerError> {
         self.ask(&["limit", id, limits]).map(drop)
+    }
+
+    /// Changes the size of a function's lease, under its guest.
+    ///
+    /// # Errors
+    /// If the server refuses.
+    pub fn resize(&self, id: &str, size: &str) -> Result<(), ServerError> {
+        self.ask(&["resize", id, size]).map(drop)
     }
 
     /// Returns the ids of its functions.

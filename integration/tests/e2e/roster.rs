@@ -17,6 +17,7 @@ pub(crate) const GROUP: Group = Group::Alone {
     checks: &[
         ("functions_come_and_go_beside_a_guest", beside_a_guest),
         ("a_limit_holds_and_ends_under_load", limit),
+        ("a_lease_grows_under_verified_load", grow),
     ],
 };
 
@@ -62,6 +63,54 @@ fn beside_a_guest(bench: &Bench) -> Result<(), Failure> {
     let mut functions: Vec<String> = server.list()?;
     functions.sort();
     expect(functions == ["a", "b"], || format!("{functions:?}"))?;
+    expect_no_complaints(&guest)?;
+    server.expect_alive()?;
+    Ok(())
+}
+
+/// Bytes of the lease after it has grown.
+const GROWN: u64 = 100 << 30;
+
+fn grow(bench: &Bench) -> Result<(), Failure> {
+    let path = bench.drive("large.img", 128 << 10)?.display().to_string();
+    let mut server = bench.serve(&[
+        FunctionOptions::new("beside", path.clone(), "2G+1G"),
+        FunctionOptions::by_size("a", path, "1G"),
+    ])?;
+    let config = GuestConfig::new("guest")
+        .vcpus(2)
+        .drive(Drive::vfio_user(server.socket("a")));
+    let guest = bench.boot_with(bench.v6_12(), &config)?;
+    let load = |name: &str| {
+        Fio::new(name, "randwrite", "4k", 16)
+            .option("size", "60m")
+            .option("verify", "crc32c")
+            .option("verify_backlog", "1024")
+            .option("verify_fatal", "1")
+    };
+    let beside = load("beside").runtime(ENDLESS);
+    let job = guest.start(&beside.script())?;
+    let refused = server.resize("a", "200G").is_err();
+    expect(refused, || "A lease is larger than its drive".to_owned())?;
+    server.resize("a", "2G")?;
+    server.resize("a", &GROWN.to_string())?;
+    let size = format!("[ $(cat /sys/block/nvme0n1/size) = {} ]", GROWN / 512);
+    await_that("the guest to see the size", || {
+        Ok(guest.run(&size, PATIENCE)?.status == 0)
+    })?;
+    // The extents meet at 2 GiB of the lease.
+    let across = load("across")
+        .option("offset", "2018m")
+        .option("bs", "64k")
+        .runtime(Duration::from_secs(5));
+    across.run(&guest)?;
+    let last = "dd if=/dev/urandom of=/tmp/last bs=1M count=4 && \
+                dd if=/tmp/last of=/dev/nvme0n1 bs=1M seek=102396 oflag=direct && \
+                dd if=/dev/nvme0n1 bs=1M skip=102396 iflag=direct | cmp - /tmp/last";
+    guest.check(last, PATIENCE)?;
+    end_load(&guest)?;
+    let output = guest.finish(job, beside.patience())?;
+    beside.report(&output.text)?;
     expect_no_complaints(&guest)?;
     server.expect_alive()?;
     Ok(())

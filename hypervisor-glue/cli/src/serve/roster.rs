@@ -237,16 +237,16 @@ impl Roster {
         let Offer {
             declared, entry, ..
         } = &self.offers[place];
-        if let (Origin::File, Some(file)) = (declared.origin, &self.terms.file) {
-            return Err(ChangeError::SizeInFile {
-                id: entry.id.clone(),
-                file: file.clone(),
-            });
-        }
         let present = entry.extents.as_ref().map_or(0, Extents::length);
-        match size.0 < present && truncate {
-            true => self.truncate(place, size)?,
-            false => self.grow(place, size)?,
+        match (declared.origin, &self.terms.file) {
+            _ if truncate && size.0 < present => self.truncate(place, size)?,
+            (Origin::File, Some(file)) => {
+                return Err(ChangeError::SizeInFile {
+                    id: entry.id.clone(),
+                    file: file.clone(),
+                });
+            }
+            _ => self.grow(place, size)?,
         }
         let entry = self.offers[place].entry.clone();
         if entry.origin == Origin::Added {

@@ -188,7 +188,7 @@ impl Attachment {
                 self.drive().path(),
             );
         }
-        let grows = self.context.blocks().grow();
+        let grows = self.context.blocks().may_grow();
         let part_lists = if grows { PART_LISTS } else { 0 };
         let lists = usize::from(slots) + usize::from(part_lists);
         let lists = ListMemory::new(self.drive().controller().iova_space(), lists);

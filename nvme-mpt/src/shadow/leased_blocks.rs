@@ -75,7 +75,7 @@ impl LeasedBlocks {
     }
 
     /// Returns whether the lease may come to have several extents.
-    pub(crate) const fn grow(&self) -> bool {
+    pub(crate) const fn may_grow(&self) -> bool {
         self.grows
     }
 

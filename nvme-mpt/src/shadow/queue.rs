@@ -147,7 +147,7 @@ impl ShadowQueue {
     ) -> Self {
         let generation = table.generation();
         let blocks = context.blocks();
-        let parts = Parts::new(slots, blocks.grow());
+        let parts = Parts::new(slots, blocks.may_grow());
         let blocks = blocks.as_ref().clone();
         let mut core = ShadowCore {
             id,

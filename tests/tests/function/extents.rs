@@ -1,12 +1,14 @@
 //! Leases by size: commands over the borders of extents, and leases that grow under their guests.
 
+use std::fs::OpenOptions;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use nvme_mpt::attachment::GrowError;
 use nvme_mpt::lease::{FormerData, Lease, LeaseError};
+use nvme_mpt::range_lock::RangeLock;
 use nvme_mpt_tests::Error;
-use nvme_mpt_tests::admin::{AsyncEvent, feature, log};
+use nvme_mpt_tests::admin::{AsyncEvent, LogPage, feature, log};
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::Controller;
 use nvme_mpt_tests::disk::{Disk, Transfer};
@@ -342,6 +344,52 @@ fn a_lease_grows_under_its_guest() {
         assert!(error.to_string().contains("--truncate"), "{error}");
         bystander.finish();
     }
+}
+
+#[test]
+fn growth_that_fails_leaves_the_guest_what_it_had_and_goes_on_the_next_time() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(DRIVE).unwrap();
+    let host = Host::of_file(file.path(), 512);
+    drop(host.occupy([(4 * UNIT, DRIVE - 4 * UNIT)]));
+    let former = format!("at-{}", 4 * UNIT);
+    host.ledger.decide_data(&former, FormerData::Wiped).unwrap();
+    let machine = host.machine(&units(1));
+    let attachment = host.attached.lock().unwrap().upgrade().unwrap();
+    let (mut controller, mut disk) = listening(&machine);
+    fill(&mut disk);
+    let beyond = Sqe::read(1, BLOCKS, 1);
+    let grow = |units, stop| attachment.grow(units * UNIT, &AtomicBool::new(stop));
+
+    // Somebody without a lease has part of the room.
+    let mut options = OpenOptions::new();
+    let opened = options.read(true).write(true).open(file.path()).unwrap();
+    let lock = RangeLock::take(opened, 3 * UNIT, UNIT).unwrap().unwrap();
+    let error = grow(4, false).unwrap_err();
+    assert!(matches!(error, GrowError::Host { .. }), "{error}");
+    assert_eq!(attachment.lease().extents().length(), UNIT);
+    assert_eq!(status(&mut disk.queue, beyond), LBA_OUT_OF_RANGE);
+    drop(lock);
+    grow(4, false).unwrap();
+    hears_of_its_namespace(&mut controller);
+    check_zeroes(&mut disk, BLOCKS, BLOCKS);
+
+    // The server ends while it wipes.
+    controller.request_async_event().unwrap();
+    controller
+        .log_page(LogPage::of_controller(log::CHANGED_NAMESPACES, 4096))
+        .unwrap();
+    let beyond = Sqe::read(1, 4 * BLOCKS, 1);
+    let error = grow(6, true).unwrap_err();
+    assert!(matches!(error, GrowError::Wipe(_)), "{error}");
+    assert_eq!(status(&mut disk.queue, beyond), LBA_OUT_OF_RANGE);
+    assert!(!attachment.lease().unwiped().is_empty());
+    grow(6, false).unwrap();
+    hears_of_its_namespace(&mut controller);
+    for first in [4 * BLOCKS, 5 * BLOCKS] {
+        check_zeroes(&mut disk, first, BLOCKS);
+    }
+    check(&mut disk, 0, BLOCKS);
 }
 
 #[test]

@@ -7,7 +7,7 @@
 //! finds no marks of the one before.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use nvme_mpt::lease::LbaRange;
@@ -30,6 +30,8 @@ struct LeaseMarks {
     end: u64,
     /// Start and end of each range; they do not touch.
     ranges: BTreeMap<u64, u64>,
+    /// Ranges of all parts of the lease.
+    used: Arc<AtomicUsize>,
 }
 
 /// Room for the marks of one lease. Dropping it makes all blocks of the lease readable.
@@ -38,6 +40,7 @@ pub(crate) struct MarkRoom {
     blocks: Arc<UncorrectableBlocks>,
     /// First blocks of the lease's parts.
     starts: Mutex<Vec<u64>>,
+    used: Arc<AtomicUsize>,
 }
 
 impl MarkRoom {
@@ -61,8 +64,12 @@ impl MarkRoom {
             marks.end = end;
             return;
         }
-        let ranges = BTreeMap::new();
-        leases.insert(start, LeaseMarks { end, ranges });
+        let marks = LeaseMarks {
+            end,
+            ranges: BTreeMap::new(),
+            used: self.used.clone(),
+        };
+        leases.insert(start, marks);
         starts.push(start);
     }
 }
@@ -83,6 +90,7 @@ impl UncorrectableBlocks {
         let room = MarkRoom {
             blocks: self.clone(),
             starts: Mutex::default(),
+            used: Arc::default(),
         };
         parts.iter().for_each(|part| room.add(*part));
         room
@@ -114,11 +122,11 @@ impl UncorrectableBlocks {
         let Some(marks) = Self::lease_of(&mut leases, start) else {
             return false;
         };
-        if marks.ranges.len() >= MAX_RANGES {
+        if !marks.has_room() {
             return false;
         }
         marks.cut(start, start + count);
-        marks.ranges.insert(start, start + count);
+        marks.insert(start, start + count);
         self.any.store(true, Ordering::Release);
         true
     }
@@ -152,6 +160,22 @@ impl UncorrectableBlocks {
 }
 
 impl LeaseMarks {
+    fn has_room(&self) -> bool {
+        self.used.load(Ordering::Relaxed) < MAX_RANGES
+    }
+
+    fn insert(&mut self, start: u64, end: u64) {
+        self.ranges.insert(start, end);
+        // All of them are changed under one lock.
+        self.used.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn remove(&mut self, start: u64) {
+        if self.ranges.remove(&start).is_some() {
+            self.used.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
     fn cut(&mut self, start: u64, end: u64) {
         let touched: Vec<(u64, u64)> = self
             .ranges
@@ -161,14 +185,14 @@ impl LeaseMarks {
             .map(|(&range_start, &range_end)| (range_start, range_end))
             .collect();
         for (range_start, range_end) in touched {
-            self.ranges.remove(&range_start);
+            self.remove(range_start);
             if range_start < start {
-                self.ranges.insert(range_start, start);
+                self.insert(range_start, start);
             }
             // A write in the middle makes two ranges of one. If there is no room for both, the second is lost:
             // a write cannot be refused for it.
-            if range_end > end && self.ranges.len() < MAX_RANGES {
-                self.ranges.insert(end, range_end);
+            if range_end > end && self.has_room() {
+                self.insert(end, range_end);
             }
         }
     }
@@ -228,6 +252,28 @@ mod tests {
         drop(modest);
         assert!(!blocks.is_empty());
         blocks.clear(0, 1);
+        assert!(blocks.is_empty());
+    }
+
+    #[test]
+    fn parts_of_a_lease_share_its_room() {
+        let blocks = Arc::new(UncorrectableBlocks::default());
+        let room = blocks.make_room(&[range(1 << 20, 1 << 20), range(0, 1 << 19)]);
+        room.add(range(1 << 21, 1 << 20));
+        let parts = [1 << 20, 0, 1 << 21];
+        let each = MAX_RANGES as u64 / 4;
+        for part in parts {
+            assert!((0..each).all(|at| blocks.mark(part + 2 * at, 1)));
+        }
+        // Over the border of two parts that follow each other.
+        let border = 1 << 21;
+        assert!(blocks.mark(border - 1, 2) && blocks.intersects(border, 1));
+        let marked = (each..2 * each).take_while(|at| blocks.mark(2 * at, 1));
+        assert_eq!(marked.count() as u64, each);
+        assert!(!blocks.mark(border + 2 * each, 1), "no room");
+        blocks.clear(1 << 20, 1);
+        assert!(blocks.mark(border + 2 * each, 1));
+        drop(room);
         assert!(blocks.is_empty());
     }
 

@@ -122,7 +122,7 @@ pub enum LeaseError {
     /// The lease has more than was asked for.
     #[error(
         "Lease \"{id}\" has {present} of {drive}, more than {size}: use `nvme-mpt resize {id} {size} --truncate` to \
-         give the rest up (data at the end is lost), or ask for size={present}"
+         give the rest up (data at the end is lost)"
     )]
     HasMore {
         /// The id.

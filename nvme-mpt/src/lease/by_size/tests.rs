@@ -517,7 +517,7 @@ fn a_change_of_size_that_cannot_be_is_refused_and_changes_nothing() {
         assert_eq!(
             a.grow(3 * M).unwrap_err().to_string(),
             "Lease \"a\" has 4M of disk:d, more than 3M: use `nvme-mpt resize a 3M --truncate` to give the rest up \
-             (data at the end is lost), or ask for size=4M"
+             (data at the end is lost)"
         );
         assert_eq!(
             a.truncate(5 * M).unwrap_err().to_string(),

@@ -12,6 +12,9 @@ use proptest::test_runner::TestCaseError;
 use crate::common::{Host, LEASE, LONG, Setup};
 use crate::load::Load;
 
+/// Bytes of a unit of a lease by size.
+const UNIT: u64 = 1 << 20;
+
 /// A drive, and how guests use it.
 #[derive(Clone, Copy, Debug)]
 struct Variant {
@@ -23,6 +26,8 @@ struct Variant {
     /// The order in which the drive completes commands.
     seed: Option<u64>,
     parallel: usize,
+    /// True if the lease is extents, with those of others between them.
+    in_extents: bool,
     poll: &'static str,
     /// Bytes of the largest transfer.
     transfer: u32,
@@ -40,6 +45,7 @@ fn variants() -> impl Strategy<Value = Variant> {
             select(&[2, 5, 64, 1024]),
             any::<Option<u64>>(),
             select(&[1, 4, 256]),
+            any::<bool>(),
         ),
         prop::sample::select(vec![
             DoorbellBufferUse::None,
@@ -56,6 +62,7 @@ fn variants() -> impl Strategy<Value = Variant> {
             entries_max: more.0,
             seed: more.1,
             parallel: more.2 as usize,
+            in_extents: more.3,
             doorbell_buffer,
             poll,
             transfer,
@@ -78,7 +85,7 @@ fn layout(number: u32, disk_takes_sgl: bool) -> Transfer {
 
 fn run(variant: Variant, steps: &[([u64; 4], u32)]) -> Result<(), TestCaseError> {
     let options = Options {
-        namespaces: vec![NamespaceOptions::new(1, 2 * LEASE, variant.lba_size)],
+        namespaces: vec![NamespaceOptions::new(1, 3 * LEASE, variant.lba_size)],
         mdts: variant.mdts,
         queue_pairs: variant.queue_pairs,
         entries_max: variant.entries_max,
@@ -90,7 +97,12 @@ fn run(variant: Variant, steps: &[([u64; 4], u32)]) -> Result<(), TestCaseError>
     let host = Host::with(options, LONG);
     // Somebody who has the same queue pairs in use, and must not be confused with it.
     let neighbour = Load::start(&host, &Setup::nth(0).poll(variant.poll), 1, 6);
-    let machine = host.machine(&Setup::nth(1).poll(variant.poll));
+    let (setup, between) = match variant.in_extents {
+        true => (Setup::default().by_size(UNIT), LEASE..3 * LEASE),
+        false => (Setup::nth(1), 0..0),
+    };
+    let others = host.occupy(between.step_by(2 * UNIT as usize).map(|at| (at, UNIT)));
+    let machine = host.machine(&setup.poll(variant.poll));
     let (controller, mut disk) = machine.disk();
     let sgl = controller.identity().unwrap().sgl();
     let limits = Limits::of(&disk, variant.transfer / variant.lba_size);
@@ -105,7 +117,7 @@ fn run(variant: Variant, steps: &[([u64; 4], u32)]) -> Result<(), TestCaseError>
     disk.transfer = Transfer::Prp { offset: 0 };
     model.verify_all(&mut disk).map_err(fail)?;
     neighbour.finish_undisturbed();
-    drop((disk, controller, machine));
+    drop((disk, controller, machine, others));
     host.finish();
     Ok(())
 }

@@ -99,9 +99,11 @@ impl RangeLock {
     /// Returns the error of `fcntl`.
     pub fn take(file: File, start: u64, length: u64) -> io::Result<Option<Self>> {
         let lock = Self::new(file);
-        let taken = try_lock(&lock.file, LockKind::Exclusive, start, length)?;
+        if !try_lock(&lock.file, LockKind::Exclusive, start, length)? {
+            return Ok(None);
+        }
         lock.ranges().push((start, length));
-        Ok(taken.then_some(lock))
+        Ok(Some(lock))
     }
 
     /// As [`Self::take`], but other users' locks that only share what they read refuse nothing. A length

@@ -11,7 +11,7 @@ use super::{Attachment, GUEST_NSID};
 use crate::drive::Drive;
 use crate::event::{DriveEvent, Event};
 use crate::host::HostLeaseError;
-use crate::lease::{LbaRange, Lease, LeaseError};
+use crate::lease::{ByteRange, LbaRange, Lease, LeaseError};
 use crate::shadow::LeasedBlocks;
 use crate::spec::ids::Lba;
 use crate::wipe::{WipeError, wipe_with};
@@ -28,10 +28,20 @@ pub enum GrowError {
         /// The lease.
         id: String,
         /// Bytes of the drive.
-        range: crate::lease::ByteRange,
+        range: ByteRange,
         /// Why.
         source: HostLeaseError,
     },
+    /// The drive's leases stay as large as they are.
+    #[error(
+        "Lease \"{0}\" is that of a drive of zones, or of keys and values, whose leases do not grow: add a larger one"
+    )]
+    Whole(String),
+    /// Its extents are no whole units.
+    #[error(
+        "The extents of lease \"{0}\" are no whole units of it; the ledger was changed by hand"
+    )]
+    Units(String),
     /// Data of another lease cannot be wiped.
     #[error(transparent)]
     Wipe(#[from] WipeError),
@@ -66,6 +76,9 @@ impl Attachment {
         let mut growth = self.growth.lock().unwrap_or_else(PoisonError::into_inner);
         let (lease, drive, host) = (self.lease(), self.drive(), self.holding.host());
         let shift = drive.lba_shift();
+        if drive.controller().whole_lease().is_some() && bytes > lease.extents().length() {
+            return Err(GrowError::Whole(lease.id().to_owned()));
+        }
         lease.grow(bytes)?;
         for part in behind(&lease.blocks(), growth.given) {
             if let Err(source) = host.add(part) {
@@ -88,9 +101,8 @@ impl Attachment {
         wipe_with(drive, lease, host, stop)?;
         let nsids = (GUEST_NSID, lease.nsid());
         let blocks = LeasedBlocks::new(nsids, shift, &lease.blocks(), unit_blocks(drive, lease));
-        if let Some(blocks) = blocks
-            && blocks != *self.context.blocks()
-        {
+        let blocks = blocks.ok_or_else(|| GrowError::Units(lease.id().to_owned()))?;
+        if blocks != *self.context.blocks() {
             self.context.set_blocks(blocks);
             self.window.renew_table();
             let changed = DriveEvent::NamespaceChanged(lease.nsid());

@@ -590,9 +590,10 @@ impl Lease {
         }
     }
 
-    /// The names that a guest sees. The same id has the same names on the same range of the same drive, and
-    /// another id others. A lease by size has the same names wherever its extents lie. The exception is a drive of this process alone: what it holds ends with the
-    /// process, and so do its names.
+    /// The names that a guest sees. The same id has the same names on the same range of the same drive, and another id
+    /// others. Those of a lease by size stay the same wherever its extents lie.
+    ///
+    /// A drive of this process alone is an exception: what it holds ends with the process, and so do its names.
     #[must_use]
     pub fn identity(&self) -> LeaseIdentity {
         match &*self.ledger.0 {

@@ -339,29 +339,20 @@ impl Cutter {
         let most = limits.dsm_ranges_max.min(256) as usize;
         let ranges = self.fetch::<DsmRange>(usize::from(command.nr_z) + 1, slot, lists)?;
         let (list, iova) = lists.of_slot(list);
-        let (mut skip, mut taken, mut count) = (done, 0, 0);
-        'ranges: for range in ranges {
-            let mut at = skip.min(range.nlb.into());
-            skip -= at;
-            while at < range.nlb.into() {
-                if count == most {
-                    break 'ranges;
-                }
-                let (slba, run) = blocks.run(Lba(range.slba.0 + at), u64::from(range.nlb) - at);
-                if run == 0 {
-                    return Err(Status::INTERNAL_ERROR);
-                }
+        let ranges = ranges
+            .iter()
+            .map(|range| (range.slba, u64::from(range.nlb)));
+        let (count, taken) = cut_ranges(
+            ranges,
+            done,
+            (most, u64::MAX),
+            blocks,
+            |number, slba, run| {
                 // No more than those of the range.
-                let nlb = run as u32;
-                let piece = DsmRange {
-                    cattr: 0,
-                    nlb,
-                    slba,
-                };
-                put(list, count, &piece)?;
-                (at, taken, count) = (at + run, taken + run, count + 1);
-            }
-        }
+                let (cattr, nlb) = (0, run as u32);
+                put(list, number, &DsmRange { cattr, nlb, slba })
+            },
+        )?;
         let nr_z = count.checked_sub(1).ok_or(Status::INTERNAL_ERROR)? as u8;
         DatasetManagement { nr_z, ..command }.write_to(part);
         part.dptr = [iova.bits(), 0];
@@ -383,27 +374,19 @@ impl Cutter {
         let to = Lba(command.sdlba.0 + done);
         let (sdlba, room) = blocks.run(to, total.saturating_sub(done));
         let (list, iova) = lists.of_slot(list);
-        let (mut skip, mut taken, mut count) = (done, 0, 0);
-        'ranges: for range in ranges {
-            let blocks_of_range = u64::from(range.nlb_z) + 1;
-            let mut at = skip.min(blocks_of_range);
-            skip -= at;
-            while at < blocks_of_range {
-                if count == most || taken == room {
-                    break 'ranges;
-                }
-                let left = (blocks_of_range - at).min(room - taken);
-                let (slba, run) = blocks.run(Lba(range.slba.0 + at), left);
+        let ranges = ranges
+            .iter()
+            .map(|range| (range.slba, u64::from(range.nlb_z) + 1));
+        let (count, taken) =
+            cut_ranges(ranges, done, (most, room), blocks, |number, slba, run| {
                 let nlb_z = run.checked_sub(1).ok_or(Status::INTERNAL_ERROR)? as u16;
                 let piece = CopyRange0 {
                     slba,
                     nlb_z,
                     ..CopyRange0::default()
                 };
-                put(list, count, &piece)?;
-                (at, taken, count) = (at + run, taken + run, count + 1);
-            }
-        }
+                put(list, number, &piece)
+            })?;
         let nr_z = count.checked_sub(1).ok_or(Status::INTERNAL_ERROR)? as u8;
         CopyCommand {
             sdlba,
@@ -414,6 +397,35 @@ impl Cutter {
         part.dptr = [iova.bits(), 0];
         Ok(taken)
     }
+}
+
+/// Cuts ranges of the lease's blocks, of which `done` blocks are done, into pieces that follow each other in the host's
+/// namespace: `most` pieces and `room` blocks at most. Hands each to `put`, and returns their number and their blocks.
+fn cut_ranges(
+    ranges: impl Iterator<Item = (Lba, u64)>,
+    done: u64,
+    (most, room): (usize, u64),
+    blocks: &LeasedBlocks,
+    mut put: impl FnMut(usize, Lba, u64) -> Result<(), Status>,
+) -> Result<(usize, u64), Status> {
+    let (mut skip, mut taken, mut count) = (done, 0, 0);
+    for (start, length) in ranges {
+        let mut at = skip.min(length);
+        skip -= at;
+        while at < length {
+            if count == most || taken == room {
+                return Ok((count, taken));
+            }
+            let left = (length - at).min(room - taken);
+            let (slba, run) = blocks.run(Lba(start.0 + at), left);
+            if run == 0 {
+                return Err(Status::INTERNAL_ERROR);
+            }
+            put(count, slba, run)?;
+            (at, taken, count) = (at + run, taken + run, count + 1);
+        }
+    }
+    Ok((count, taken))
 }
 
 /// Writes a range into a list, by its number.

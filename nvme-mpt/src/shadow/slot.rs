@@ -42,7 +42,7 @@ pub(crate) struct Slot {
     pub(crate) opcode: NvmOpcode,
     /// Room for the completion, from [`Permit::occupy`] to [`Slots::release`].
     room: Option<Room>,
-    /// What its end has to do besides.
+    /// Work that its end has to do besides.
     pub(crate) special: Special,
     /// Bytes of data in the VM's memory. Ranges to deallocate or copy are none: the host has a copy of them.
     pub(crate) bytes: u32,

@@ -393,6 +393,26 @@ fn growth_that_fails_leaves_the_guest_what_it_had_and_goes_on_the_next_time() {
 }
 
 #[test]
+fn a_lease_of_zones_does_not_grow() {
+    let zones = "model = \"zns\"\nzone_size = \"1M\"\nzone_capacity = \"1M\"\n\
+                 max_open = 8\nmax_active = 8\nappend_limit = \"16K\"\n";
+    let options = DriveOptions {
+        profile: Some(Arc::new(Profile::parse("test", zones).unwrap())),
+        ..DriveOptions::default()
+    };
+    let host = Host::of(drives::open(&"memory:32M".parse().unwrap(), options).unwrap());
+    let machine = host.machine(&units(4));
+    let attachment = host.attached.lock().unwrap().upgrade().unwrap();
+    let error = attachment.grow(5 * UNIT, &AtomicBool::new(false));
+    assert!(matches!(error, Err(GrowError::Whole(_))), "{error:?}");
+    assert_eq!(attachment.lease().extents().to_string(), "0+4M");
+    drop((machine, attachment));
+    // What it did not get is nobody's data.
+    let others = host.occupy([(4 * UNIT, UNIT)]);
+    assert_eq!(others[0].unwiped(), []);
+}
+
+#[test]
 fn a_snapshot_is_taken_up_by_a_lease_that_has_grown() {
     let host = Host::new("memory:32M", 512);
     let machine = host.machine(&units(2));

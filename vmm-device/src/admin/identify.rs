@@ -199,7 +199,7 @@ impl Subject<'_> {
             id.mcl = saturating_u32(blocks);
             id.msrc_z = u8::try_from(ranges.saturating_sub(1)).unwrap_or(u8::MAX);
         }
-        // The boundaries of a power of two of blocks are among those of each smaller one.
+        // `NOIOB` (NVM 1.0, Figure 97). The boundaries of a power of two of blocks are among those of each smaller one.
         let boundary = self.unit_blocks.map_or(0, |unit| unit.min(NOIOB_MAX));
         id.noiob = boundary as u16;
         id.nguid = namespace.nguid;

@@ -1,22 +1,27 @@
 //! Each structure, byte by byte.
 
-use nvme_mpt::{Limits, host::TemperatureThresholds};
+use nvme_mpt::{LeasedNamespace, Limits, host::TemperatureThresholds};
 
 use super::*;
 use crate::fixtures;
 
-fn identify(cns: u8, csi: u8, cntid: u16, nsid: u32) -> Result<Vec<u8>, Status> {
-    let (namespace, limits) = (fixtures::namespace(), fixtures::limits());
-    let subject = Subject {
-        namespace: &namespace,
+/// A lease of the fixtures.
+fn subject<'a>(namespace: &'a LeasedNamespace, limits: &'a Limits) -> Subject<'a> {
+    Subject {
+        namespace,
         blocks: namespace.blocks,
         used: 0,
-        limits: &limits,
+        limits,
         doorbell_buffer: true,
         active: true,
         thresholds: fixtures::THRESHOLDS,
         unit_blocks: None,
-    };
+    }
+}
+
+fn identify(cns: u8, csi: u8, cntid: u16, nsid: u32) -> Result<Vec<u8>, Status> {
+    let (namespace, limits) = (fixtures::namespace(), fixtures::limits());
+    let subject = subject(&namespace, &limits);
     let command = Identify {
         cns: Cns(cns),
         csi: Csi(csi),
@@ -287,14 +292,8 @@ fn a_lease_by_size_has_boundaries_that_commands_should_not_cross() {
     let (namespace, limits) = (fixtures::namespace(), fixtures::limits());
     for (unit_blocks, noiob) in [(None, 0), (Some(2048), 2048), (Some(1 << 21), 1 << 15)] {
         let subject = Subject {
-            namespace: &namespace,
-            blocks: namespace.blocks,
-            used: 0,
-            limits: &limits,
-            doorbell_buffer: true,
-            active: true,
-            thresholds: fixtures::THRESHOLDS,
             unit_blocks,
+            ..subject(&namespace, &limits)
         };
         let id = subject.namespace(namespace.blocks);
         assert_eq!(u16::from_le_bytes([id[46], id[47]]), noiob);

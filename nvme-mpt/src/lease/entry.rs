@@ -56,6 +56,9 @@ pub struct LeaseEntry {
     pub range: Option<ByteRange>,
     /// The process that holds or held it.
     pub pid: u32,
+    /// Number of the user that owns leases of its id.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub owner: Option<u32>,
     /// Its state.
     pub state: LeaseState,
     /// I/O queue pairs of the drive that belong to it.
@@ -64,6 +67,10 @@ pub struct LeaseEntry {
 }
 
 impl LeaseEntry {
+    pub(super) fn with_owner(self, owner: Option<u32>) -> Self {
+        Self { owner, ..self }
+    }
+
     pub(super) fn new(record: &Record, held: bool) -> Self {
         let Record {
             id,
@@ -83,6 +90,7 @@ impl LeaseEntry {
             range: extents.only(),
             extents,
             pid,
+            owner: None,
             state: match (held, ending) {
                 (true, false) => LeaseState::Held,
                 (true, true) => LeaseState::Ending,

@@ -177,6 +177,45 @@ pub enum LeaseError {
         /// The lease.
         other: Box<LeaseEntry>,
     },
+    /// Another user owns the lease.
+    #[error(
+        "Lease \"{id}\" belongs to user {owner}, and user {user} asks for it: run the VMM as user {owner}, or give the \
+         lease to user {user} with `nvme-mpt leases give {id} {user}`"
+    )]
+    OtherOwner {
+        /// The id.
+        id: String,
+        /// User that owns it.
+        owner: u32,
+        /// User that asks for it.
+        user: u32,
+    },
+    /// No user owns the lease.
+    #[error(
+        "Lease \"{id}\" belongs to no user yet, and user {user} asks for it: reserve it with `nvme-mpt reserve \
+         path=…,id={id},owner={user}`, or run the VMM as the user of the server"
+    )]
+    NoOwner {
+        /// The id.
+        id: String,
+        /// User that asks for it.
+        user: u32,
+    },
+    /// The owner of a lease asks for bytes that the lease does not have.
+    #[error(
+        "Range {range} of {drive} is not reserved for lease \"{id}\" of user {user}: reserve it with `nvme-mpt reserve \
+         path=…,id={id},owner={user}`, or ask for what is reserved"
+    )]
+    NotReserved {
+        /// The id.
+        id: String,
+        /// The drive's name.
+        drive: String,
+        /// First part that is not the lease's.
+        range: ByteRange,
+        /// User that asks for it.
+        user: u32,
+    },
     /// The ledger's file cannot be used.
     #[error(transparent)]
     Store(#[from] StoreError),

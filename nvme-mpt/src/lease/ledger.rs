@@ -1,5 +1,6 @@
 //! The ledger: who holds which parts of which drive.
 
+use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 use std::path::Path;
 use std::process;
@@ -15,6 +16,7 @@ use super::identity::LeaseIdentity;
 use super::range::{ByteRange, Bytes, LbaRange};
 use super::store::{Folder, Record, Records, StoreError};
 use super::tenants::{self, FormerData};
+use super::terms::{Claim, LeaseTerms};
 use crate::spec::ids::{Lba, Nsid};
 
 /// Bytes that a lease is asked for.
@@ -120,31 +122,47 @@ impl Ledger {
     /// The range overlaps another lease or does not lie on the drive, or the drive has no room for the size. The id is
     /// taken or none. The ledger's file cannot be used.
     pub fn acquire(&self, request: &LeaseRequest<'_>) -> Result<Lease, LeaseError> {
+        self.acquire_by(Claim::Operator, request)
+    }
+
+    /// The same, by the right of `claim`.
+    ///
+    /// # Errors
+    /// As [`Self::acquire`]. The lease belongs to another user, or to none, or has not all that is asked for.
+    pub fn acquire_by(
+        &self,
+        claim: Claim,
+        request: &LeaseRequest<'_>,
+    ) -> Result<Lease, LeaseError> {
         request.check()?;
         let (slot, holder, parts) = match &*self.0 {
             Book::Folder(folder) => {
                 let exclusive = folder.lock()?;
                 let mut records = folder.read()?;
                 let holders = folder.holders()?;
+                claim.check_owner(&records, request.id)?;
                 let admitted = admit(&records, request, |slot| folder.is_held(&holders, slot))
                     .map_err(|refusal| refusal.into_error(&request.area(), folder.path()))?;
+                claim.check_extents(&records, &request.area(), &admitted.extents)?;
                 if let Some(stale) = admitted.taken_over {
                     records.remove(stale);
                 }
                 // The slot is held before the lease is in the ledger, and until the lease is out of
                 // it again. So no process ever sees a living holder's lease as stale.
                 let (slot, holder) = exclusive.take_slot(&mut records)?;
-                let parts = enter(&mut records, request, admitted, slot);
+                let parts = enter(&mut records, request, admitted, (slot, claim));
                 exclusive.write(&records)?;
                 (slot, Some(holder), parts)
             }
             Book::Process { records, .. } => {
                 let mut records = lock(records);
+                claim.check_owner(&records, request.id)?;
                 let admitted = admit(&records, request, |_| Ok(true))
                     .map_err(|refusal| refusal.into_error(&request.area(), Path::new("")))?;
+                claim.check_extents(&records, &request.area(), &admitted.extents)?;
                 let slot = Slot(records.next_slot);
                 records.next_slot += 1;
-                let parts = enter(&mut records, request, admitted, slot);
+                let parts = enter(&mut records, request, admitted, (slot, claim));
                 (slot, None, parts)
             }
         };
@@ -180,7 +198,8 @@ impl Ledger {
                     // released since the ledger was read. Then it has left the ledger, and before
                     // its holder went.
                     if held || folder.read()?.find(slot).is_some() {
-                        entries.push(LeaseEntry::new(record, held));
+                        let owner = records.owner(&record.id);
+                        entries.push(LeaseEntry::new(record, held).with_owner(owner));
                     }
                 }
                 Ok(entries)
@@ -190,13 +209,55 @@ impl Ledger {
                 Ok(records
                     .leases
                     .iter()
-                    .map(|record| LeaseEntry::new(record, true))
+                    .map(|record| {
+                        let owner = records.owner(&record.id);
+                        LeaseEntry::new(record, true).with_owner(owner)
+                    })
                     .collect())
             }
         }
     }
 
-    /// Takes the lease `id` out of the ledger: one whose holder died, or with `force` any.
+    /// Returns the terms of all ids that have some.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used.
+    pub fn terms(&self) -> Result<BTreeMap<String, LeaseTerms>, LeaseError> {
+        match &*self.0 {
+            Book::Folder(folder) => Ok(folder.read()?.terms),
+            Book::Process { records, .. } => Ok(lock(records).terms.clone()),
+        }
+    }
+
+    /// Makes a user the owner of leases of `id`. A lease that is held goes on.
+    ///
+    /// # Errors
+    /// The id has neither a lease nor data, or the ledger's file cannot be used.
+    pub fn give(&self, id: &str, user: u32) -> Result<(), LeaseError> {
+        self.change_terms(id, |terms| terms.owner = Some(user))
+    }
+
+    fn change_terms(
+        &self,
+        id: &str,
+        change: impl FnOnce(&mut LeaseTerms),
+    ) -> Result<(), LeaseError> {
+        let check = |records: &Records| match records.knows(id) {
+            true => Ok(()),
+            false => Err(LeaseError::NoSuchLease { id: id.to_owned() }),
+        };
+        if let Book::Folder(folder) = &*self.0 {
+            // As in `release`.
+            check(&folder.read()?)?;
+        }
+        self.update(|records| {
+            check(records)?;
+            change(records.terms.entry(id.to_owned()).or_default());
+            Ok(())
+        })
+    }
+
+    /// Takes the lease `id` out of the ledger: one whose holder died, or with `force` any. Its terms end.
     ///
     /// # Errors
     /// There is none, its holder lives and `force` is not given, or the ledger's file cannot be
@@ -208,13 +269,15 @@ impl Ledger {
             record.cloned().ok_or_else(no_such_lease)
         };
         let remove = |records: &mut Records, record: &Record, held| {
-            let entry = LeaseEntry::new(record, held);
+            let owner = records.owner(&record.id);
+            let entry = LeaseEntry::new(record, held).with_owner(owner);
             if held && !force {
                 return Err(LeaseError::Held {
                     other: Box::new(entry),
                 });
             }
             records.remove(Slot(record.slot));
+            records.terms.remove(id);
             Ok(entry)
         };
         match &*self.0 {
@@ -238,7 +301,8 @@ impl Ledger {
         }
     }
 
-    /// Records what becomes of the data which the id left, once another id leases it. Returns its ranges.
+    /// Records what becomes of the data which the id left, once another id leases it. Returns its ranges. The terms of
+    /// the id end.
     ///
     /// A lease that the id has holds on. The record ends when the id leases the range again.
     ///
@@ -249,7 +313,10 @@ impl Ledger {
             let ranges = tenants::decide(&mut records.tenants, id, fate);
             match ranges.is_empty() {
                 true => Err(LeaseError::NoData { id: id.to_owned() }),
-                false => Ok(ranges),
+                false => {
+                    records.terms.remove(id);
+                    Ok(ranges)
+                }
             }
         };
         match &*self.0 {
@@ -336,7 +403,7 @@ fn enter(
     records: &mut Records,
     request: &LeaseRequest<'_>,
     admitted: Admitted,
-    slot: Slot,
+    (slot, claim): (Slot, Claim),
 ) -> Parts {
     let Admitted {
         taken_over: _,
@@ -367,6 +434,9 @@ fn enter(
         ending: false,
         reserved_pairs: 0,
     });
+    claim.enter(&mut records.terms, request.id);
+    // Ids whose last bytes this lease got.
+    records.forget_unknown();
     Parts { extents, unwiped }
 }
 
@@ -624,6 +694,29 @@ impl Lease {
                 .change(|records| records.note_reserved(slot, pairs))?;
         }
         Ok(())
+    }
+
+    /// Returns the limits that an operator gave to leases of its id.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used.
+    pub fn limits(&self) -> Result<Option<String>, LeaseError> {
+        let terms = self.ledger.terms()?.remove(&self.id);
+        Ok(terms.and_then(|terms| terms.limits))
+    }
+
+    /// Enters limits of the operator for leases of its id. They are there again for the next lease of it.
+    ///
+    /// # Errors
+    /// The lease is not in the ledger any more, or the ledger's file cannot be used.
+    pub fn note_limits(&self, limits: Option<String>) -> Result<(), LeaseError> {
+        let slot = self.slot.ok_or_else(|| self.gone())?;
+        self.ledger.update(|records| {
+            records.find(slot).ok_or_else(|| self.gone())?;
+            records.terms.entry(self.id.clone()).or_default().limits = limits;
+            records.forget_unknown();
+            Ok(())
+        })
     }
 
     /// Gives the lease back, as dropping it does, and says whether that worked.

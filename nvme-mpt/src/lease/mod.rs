@@ -14,6 +14,7 @@
 //!   either the old or the new state.
 //! * `holder`: how one process sees whether the holder of a lease, another process, lives.
 //! * `tenants`: which id last held a range, and what becomes of its data.
+//! * `terms`: the owner and the limits of an id.
 //! * [`identity`]: the names (serial number, NGUID, EUI-64, UUID) that a guest sees for its lease.
 
 mod admit;
@@ -29,6 +30,7 @@ mod private;
 pub mod range;
 mod store;
 mod tenants;
+mod terms;
 
 pub use entry::{LeaseEntry, LeaseState};
 pub use error::LeaseError;
@@ -37,5 +39,6 @@ pub use identity::LeaseIdentity;
 pub use ledger::{Lease, LeaseRequest, Ledger, Wanted};
 pub use private::PrivateError;
 pub use range::{BOUNDARY, ByteRange, Bytes, LbaRange, RangeError, SizeError};
-pub use store::{CONTROL_SOCKET, SERVER_SOCKETS, StoreError, make_state_folder};
+pub use store::{CONTROL_SOCKET, SERVER_SOCKETS, StoreError, make_state_folder, open_state_folder};
 pub use tenants::{FormerData, Left};
+pub use terms::{Claim, LeaseTerms};

@@ -12,6 +12,8 @@ use crate::memory::system::process_user;
 
 const FOLDER_MODE: u32 = 0o700;
 const FILE_MODE: u32 = 0o600;
+/// Permission of others to reach what they know by name and have permissions for.
+const OTHERS_SEARCH: u32 = 0o011;
 /// Write permissions of others than the owner.
 const OTHERS_WRITE: u32 = 0o022;
 const PERMISSIONS: u32 = 0o7777;
@@ -93,7 +95,7 @@ pub(super) fn make_folder(path: &Path, is_own: impl Fn(&str) -> bool) -> Result<
     let status = fs::metadata(path).map_err(failed("look at the state folder", path))?;
     check_owner(path, status.uid(), process_user())?;
     let mode = status.mode() & PERMISSIONS;
-    if mode & !FOLDER_MODE == 0 {
+    if mode & !(FOLDER_MODE | OTHERS_SEARCH) == 0 {
         return Ok(());
     }
     let mut entries = fs::read_dir(path).map_err(failed("list the state folder", path))?;
@@ -122,6 +124,20 @@ pub(super) fn make_folder(path: &Path, is_own: impl Fn(&str) -> bool) -> Result<
         path.display()
     );
     Ok(())
+}
+
+/// Lets other users through a folder that [`make_folder`] made, to sockets that are for them.
+///
+/// # Errors
+/// See [`PrivateError`].
+pub(super) fn let_others_through(path: &Path) -> Result<(), PrivateError> {
+    let status = fs::metadata(path).map_err(failed("look at the state folder", path))?;
+    let mode = status.mode() & PERMISSIONS;
+    if mode & OTHERS_SEARCH == OTHERS_SEARCH {
+        return Ok(());
+    }
+    fs::set_permissions(path, Permissions::from_mode(mode | OTHERS_SEARCH))
+        .map_err(failed("let other users through", path))
 }
 
 /// Opens a file for our user alone, and makes it if it is not there.
@@ -181,6 +197,20 @@ mod tests {
         fs::set_permissions(&folder, Permissions::from_mode(0o500)).unwrap();
         make_folder(&folder, |_| false).unwrap();
         assert_eq!(mode_of(&folder), 0o500);
+    }
+
+    #[test]
+    fn others_pass_through_a_folder_and_see_nothing_of_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("state");
+        make_folder(&folder, |_| true).unwrap();
+        let_others_through(&folder).unwrap();
+        assert_eq!(mode_of(&folder), 0o711);
+        make_folder(&folder, |_| true).unwrap();
+        assert_eq!(mode_of(&folder), 0o711, "as it was made");
+        fs::set_permissions(&folder, Permissions::from_mode(0o715)).unwrap();
+        make_folder(&folder, |_| true).unwrap();
+        assert_eq!(mode_of(&folder), FOLDER_MODE);
     }
 
     #[test]

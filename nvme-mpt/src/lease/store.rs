@@ -27,9 +27,10 @@ use thiserror::Error;
 
 use super::extents::Extents;
 use super::holder::{Holder, Holders, Slot};
-use super::private::{PrivateError, make_folder, open_file};
+use super::private::{PrivateError, let_others_through, make_folder, open_file};
 use super::range::ByteRange;
 use super::tenants::{Place, Tenant};
+use super::terms::TermsOfIds;
 use crate::range_lock::{Holders as LockHolders, Kind, describe, find};
 
 const LEDGER: &str = "leases.json";
@@ -37,7 +38,10 @@ const LOCK: &str = "leases.lock";
 const HOLDERS: &str = "holders.lock";
 
 /// Version of the ledger's format.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
+
+/// Format without the terms of ids.
+const VERSION_WITHOUT_TERMS: u64 = 3;
 
 /// Format in which each lease was one range.
 const VERSION_OF_RANGES: u64 = 2;
@@ -221,6 +225,7 @@ impl From<RangeRecords> for Records {
             next_slot: records.next_slot,
             leases: records.leases.into_iter().map(Record::from).collect(),
             tenants: records.tenants,
+            terms: TermsOfIds::new(),
         }
     }
 }
@@ -237,6 +242,9 @@ pub(super) struct Records {
     /// The ids that last held ranges.
     #[serde(default)]
     pub(super) tenants: Vec<Tenant>,
+    /// Terms of ids.
+    #[serde(default, skip_serializing_if = "TermsOfIds::is_empty")]
+    pub(super) terms: TermsOfIds,
 }
 
 impl Default for Records {
@@ -246,6 +254,7 @@ impl Default for Records {
             next_slot: 0,
             leases: Vec::new(),
             tenants: Vec::new(),
+            terms: TermsOfIds::new(),
         }
     }
 }
@@ -296,6 +305,10 @@ impl Records {
             version if version == u64::from(VERSION) => {
                 serde_json::from_slice(text).map_err(damaged)?
             }
+            VERSION_WITHOUT_TERMS => Self {
+                version: VERSION,
+                ..serde_json::from_slice(text).map_err(damaged)?
+            },
             VERSION_OF_RANGES | VERSION_WITHOUT_TENANTS => ranges().map_err(damaged)?.into(),
             found => {
                 return Err(StoreError::Version {
@@ -383,6 +396,16 @@ pub fn make_state_folder(path: &Path) -> Result<(), PrivateError> {
     make_folder(path, |name| {
         starts.iter().any(|start| name.starts_with(start))
     })
+}
+
+/// Makes a state folder through which users of the sockets in it find their way. They can neither list it, nor open its
+/// files.
+///
+/// # Errors
+/// See [`PrivateError`].
+pub fn open_state_folder(path: &Path) -> Result<(), PrivateError> {
+    make_state_folder(path)?;
+    let_others_through(path)
 }
 
 impl Folder {
@@ -565,6 +588,7 @@ fn reached(step: Step) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::terms::LeaseTerms;
     use super::*;
 
     fn record(id: &str, slot: u64) -> Record {
@@ -653,6 +677,8 @@ mod tests {
             r#"{"version":3,"next_slot":3,"leases":[{"id":"a","drive":"d","nsid":1,"extents":[],"pid":1,"slot":0}]}"#,
             r#"{"version":3,"next_slot":3,"leases":[{"id":"a","drive":"d","nsid":1,"extents":[{"start":0,"length":2},{"start":1,"length":1}],"pid":1,"slot":0}]}"#,
             r#"{"version":3,"next_slot":0,"leases":[],"tenants":[{"id":"a","drive":"d","nsid":1,"range":{"start":0,"length":2},"at":18446744073709551614}]}"#,
+            r#"{"version":4,"next_slot":0,"leases":[],"terms":{"a":{"owner":-1}}}"#,
+            r#"{"version":4,"next_slot":0,"leases":[],"terms":{"a":{"more":1}}}"#,
         ] {
             fs::write(&path, bad).unwrap();
             let error = folder.read().unwrap_err();
@@ -698,10 +724,33 @@ mod tests {
         folder.lock().unwrap().write(&read).unwrap();
         let text = fs::read_to_string(&path).unwrap();
         assert!(
-            text.contains("\"version\": 3") && !text.contains("\"unit\""),
+            text.contains("\"version\": 4") && !text.contains("\"unit\""),
             "{text}"
         );
         assert_eq!(folder.read().unwrap(), read);
+    }
+
+    #[test]
+    fn terms_of_ids_are_read_and_formats_before_have_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = Folder::new(dir.path());
+        let path = dir.path().join("leases.json");
+        let before = r#"{"version":3,"next_slot":4,"leases":[],"tenants":[]}"#;
+        fs::write(&path, before).unwrap();
+        let mut read = folder.read().unwrap();
+        assert!(read.terms.is_empty());
+        let terms = LeaseTerms {
+            owner: Some(1001),
+            limits: Some("iops=100".to_owned()),
+        };
+        read.terms.insert("a".to_owned(), terms);
+        folder.lock().unwrap().write(&read).unwrap();
+        assert_eq!(folder.read().unwrap(), read);
+        let text = fs::read_to_string(&path).unwrap();
+        assert!(
+            text.contains("\"version\": 4"),
+            "older programs refuse it: {text}"
+        );
     }
 
     #[test]
@@ -735,11 +784,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let folder = Folder::new(dir.path());
         let path = dir.path().join("leases.json");
-        fs::write(&path, r#"{"version":4,"unknown":[]}"#).unwrap();
+        fs::write(&path, r#"{"version":5,"unknown":[]}"#).unwrap();
         assert_eq!(
             folder.read().unwrap_err().to_string(),
             format!(
-                "The ledger {} has format 4, this program knows format 3; use the version that wrote it",
+                "The ledger {} has format 5, this program knows format 4; use the version that wrote it",
                 path.display()
             )
         );

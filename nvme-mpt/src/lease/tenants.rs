@@ -209,6 +209,11 @@ impl Tenant {
         first(self.at, &self.range) == first(place.at, &place.range)
     }
 
+    /// Returns whether the bytes are the data of an id, whole and not released.
+    pub(super) fn is_kept_by(&self, id: &str) -> bool {
+        self.id == id && !self.wiping && !self.is_free()
+    }
+
     /// Returns whether the data is in the way of a lease that does not say what becomes of it.
     fn refuses(&self, place: &Place<'_>) -> bool {
         self.is_foreign(place) && !self.released && (self.wiping || !self.given_up)

@@ -18,13 +18,15 @@ use nvme_mpt_vmm::drives::DrivePath;
 use nvme_software::faults::FaultPlan;
 use nvme_vfio::function::{HostRoot, PciAddress};
 
-use self::functions::{Add, Limit, List, Reload, Remove, Resize, function_help, function_synopsis};
+use self::functions::{
+    Add, Limit, List, Reload, Remove, Reserve, Resize, function_help, function_synopsis,
+};
 use self::leases::{Leases, run_leases};
 use crate::control::ControlError;
 use crate::faults::FaultRequest;
 use crate::serve::{Change, Changed, ServeOptions, serve};
 use crate::{bind, control, drives, logging, profile};
-use nvme_mpt_vmm::options::{STATE_DIR, ServedDrive, ServedFunction, parse_socket_path};
+use nvme_mpt_vmm::options::{STATE_DIR, ServedDrive, ServedFunction, VmmSocket, parse_socket_path};
 use nvme_mpt_vmm::report;
 
 /// Lets many virtual machines share one NVMe drive.
@@ -39,6 +41,7 @@ struct Cli {
 enum Command {
     Serve(Serve),
     Add(Add),
+    Reserve(Reserve),
     Remove(Remove),
     Limit(Limit),
     Resize(Resize),
@@ -85,6 +88,17 @@ struct Serve {
     /// The log reports the progress. A server that is ended meanwhile continues when it is started again.
     #[arg(long)]
     wipe: bool,
+    /// Let VMMs of other users ask for their leases: mode= and owner= of the socket, as in mode=0660,owner=:kvm
+    ///
+    /// Without it, root and the user of this server may ask.
+    #[arg(
+        long,
+        value_name = "OPTIONS",
+        default_value = "mode=0600",
+        hide_default_value = true,
+        value_parser = |text: &str| text.parse::<VmmSocket>().map_err(|error| told(&error))
+    )]
+    vmm_socket: VmmSocket,
     #[command(flatten)]
     state: State,
     #[command(flatten)]
@@ -257,6 +271,7 @@ pub fn run() -> ExitCode {
     let result = match command {
         Command::Serve(options) => run_serve(options),
         Command::Add(options) => options.run(),
+        Command::Reserve(options) => options.run(),
         Command::Remove(options) => options.run(),
         Command::Limit(options) => options.run(),
         Command::Resize(options) => options.run(),
@@ -302,6 +317,7 @@ fn run_serve(options: Serve) -> Result<(), Box<dyn Error>> {
         data,
         state_dir: options.state.state_dir,
         control,
+        vmm_socket: options.vmm_socket,
     };
     Ok(serve(options, &mut io::stdout())?)
 }

@@ -12,6 +12,7 @@ use nix::sys::socket::getsockopt;
 use nix::sys::socket::sockopt::PeerCredentials;
 use nvme_mpt::attachment::{DoorbellWaker, ForeignDoorbellWaker};
 use nvme_mpt::deadline::DRAIN_DEADLINE;
+use nvme_mpt::limit::RateLimits;
 use nvme_mpt::memory::eventfd;
 use nvme_mpt::{DirtyRange, DmaError, HostSide, KeptParts, MemoryRegion, SharedParts};
 use serde::Serialize;
@@ -74,6 +75,11 @@ pub trait Leases: Sync {
         parts: Option<KeptParts>,
         stop: &AtomicBool,
     ) -> Admission;
+
+    /// Sets the limits that the VMM asks for.
+    fn set_rates(&self, host: &Arc<dyn HostSide>, rates: RateLimits) {
+        host.set_rates(rates);
+    }
 
     /// The lease of `host` has ended, unless its commands are in flight.
     fn ended(&self, host: &Arc<dyn HostSide>) -> End;
@@ -155,7 +161,7 @@ impl Session {
             Admission::Attached(host) => host,
         };
         let mut flushed = 0;
-        let result = self.serve(&host, &mut flushed);
+        let result = self.serve(leases, &host, &mut flushed);
         end(&*host, flushed);
         if leases.ended(&host) == End::Removed {
             // A VMM that has gone as well does not need it.
@@ -203,7 +209,12 @@ impl Session {
     }
 
     /// Answers requests. `flushed` becomes the number of commands that were complete when the VMM had them flushed.
-    fn serve(&self, host: &Arc<dyn HostSide>, flushed: &mut u64) -> Result<(), SessionError> {
+    fn serve(
+        &self,
+        leases: &dyn Leases,
+        host: &Arc<dyn HostSide>,
+        flushed: &mut u64,
+    ) -> Result<(), SessionError> {
         let SharedParts {
             doorbells,
             events,
@@ -222,7 +233,8 @@ impl Session {
             .send(&attached, &[doorbells.fd(), events.as_fd()])?;
         let mut served = Served {
             channel: &self.channel,
-            host: &**host,
+            leases,
+            host,
             shared: host.shared(),
             bells: Vec::new(),
             bells_made: 0,
@@ -278,7 +290,8 @@ fn expect(descriptors: &[OwnedFd], said: usize) -> Result<(), ChannelError> {
 /// A lease that is served.
 struct Served<'a> {
     channel: &'a Channel,
-    host: &'a dyn HostSide,
+    leases: &'a dyn Leases,
+    host: &'a Arc<dyn HostSide>,
     shared: SharedParts,
     /// Bells that the VMM has, by their numbers.
     bells: Vec<(u64, ForeignDoorbellWaker)>,
@@ -335,7 +348,7 @@ impl Served<'_> {
             Request::DeleteSq(qid) => self.reply(&host.delete_sq(qid)),
             Request::DeleteCq(qid) => self.reply(&host.delete_cq(qid)),
             Request::SetCoalescing(coalescing) => self.reply(&host.set_coalescing(coalescing)),
-            Request::SetRates(rates) => self.reply(&host.set_rates(rates)),
+            Request::SetRates(rates) => self.reply(&self.leases.set_rates(host, rates)),
             Request::IoDoorbells => return self.doorbells(),
             Request::SetDoorbellBuffer(buffer) => self.reply(&host.set_doorbell_buffer(buffer)),
             Request::BeginSilentDoorbells => {

@@ -8,7 +8,8 @@ use std::sync::atomic::AtomicBool;
 use nvme_mpt::host::ReserveError;
 use nvme_mpt::lease::identity::default_id;
 use nvme_mpt::lease::{
-    ByteRange, Bytes, FormerData, Lease, LeaseError, LeaseRequest, Ledger, RangeError, Wanted,
+    ByteRange, Bytes, Claim, Extents, FormerData, Lease, LeaseError, LeaseRequest, Ledger,
+    RangeError, Wanted,
 };
 use nvme_mpt::wipe::{WipeError, wipe};
 use nvme_mpt::{AttachError, Attachment, AttachmentConfig, Drive, HostSide, KeptParts, Pollers};
@@ -69,6 +70,8 @@ pub struct Ledgers {
     /// This process.
     private: Ledger,
     state_dir: PathBuf,
+    /// Right by which leases are asked for.
+    claim: Claim,
 }
 
 impl Ledgers {
@@ -79,6 +82,18 @@ impl Ledgers {
             shared: Ledger::open(state_dir),
             private: Ledger::in_process(),
             state_dir: state_dir.to_owned(),
+            claim: Claim::Operator,
+        }
+    }
+
+    /// Returns the same ledgers, which are asked for leases by the right of `claim`.
+    #[must_use]
+    pub fn claiming(&self, claim: Claim) -> Self {
+        Self {
+            shared: self.shared.clone(),
+            private: self.private.clone(),
+            state_dir: self.state_dir.clone(),
+            claim,
         }
     }
 
@@ -94,7 +109,7 @@ impl Ledgers {
         } else {
             &self.shared
         };
-        Ok(ledger.acquire(&LeaseRequest {
+        let request = LeaseRequest {
             id,
             drive: drive.identity(),
             nsid: namespace.nsid,
@@ -106,7 +121,8 @@ impl Ledgers {
                 DrivePath::Null(_) => FormerData::Kept,
                 _ => options.data,
             },
-        })?)
+        };
+        Ok(ledger.acquire_by(self.claim, &request)?)
     }
 }
 
@@ -176,6 +192,31 @@ pub fn truncate(
     let lease = ledgers.lease(&options, drive, (&id, wanted))?;
     lease.truncate(bytes.0)?;
     Ok(lease.release()?)
+}
+
+/// Leases what `options` ask for, and gives it back: its bytes belong to the id, and its owner is the one that `ledgers`
+/// claim it for. Limits become those of the id. Returns the id and the extents.
+///
+/// A range with data of another id may have to be wiped first. That ends early when `stop` is set.
+///
+/// # Errors
+/// [`OpenError::Range`], [`OpenError::Lease`], [`OpenError::Wipe`].
+pub fn reserve(
+    options: &FunctionOptions,
+    limits: Option<String>,
+    drive: &Arc<Drive>,
+    ledgers: &Ledgers,
+    stop: &AtomicBool,
+) -> Result<(String, Extents), OpenError> {
+    let (id, wanted) = lease_of(options, drive)?;
+    let lease = ledgers.lease(options, drive, (&id, wanted))?;
+    wipe(drive, &lease, stop)?;
+    if limits.is_some() {
+        lease.note_limits(limits)?;
+    }
+    let extents = lease.extents();
+    lease.release()?;
+    Ok((id, extents))
 }
 
 /// Attaches to the part of `drive` that `options` ask for.

@@ -1,4 +1,4 @@
-//! `nvme-mpt add`, `remove`, `limit`, `resize`, `list` and `reload`: functions of a running server.
+//! `nvme-mpt add`, `reserve`, `remove`, `limit`, `resize`, `list` and `reload`: functions of a running server.
 
 use std::env;
 use std::error::Error;
@@ -6,10 +6,10 @@ use std::io::{self, Write};
 
 use clap::Args;
 use nvme_mpt::lease::Bytes;
-use nvme_mpt_vmm::options::{OptionText, RateChange, table};
+use nvme_mpt_vmm::options::{OptionText, RateChange, Reservation, table};
 
 use super::{RunningServer, told};
-use crate::serve::{Change, Changed, introduce};
+use crate::serve::{Change, Changed, Reserved, introduce, user_name};
 use crate::{control, list};
 
 /// Add a function to a running server, also for its next start
@@ -22,6 +22,25 @@ pub(super) struct Add {
         help = function_synopsis(),
         long_help = function_help(),
         value_parser = |text: &str| text.parse::<OptionText>().map_err(|error| told(&error))
+    )]
+    options: OptionText,
+    #[command(flatten)]
+    server: RunningServer,
+}
+
+/// Reserve a lease of a running server's drive for the VMMs of a user
+///
+/// VMMs of other users are refused the lease, but for root and the user of the server. The reservation lasts until
+/// `nvme-mpt leases release ID`. Data of other ids in the range has to be erased or kept, as for every lease.
+#[derive(Args, Debug)]
+pub(super) struct Reserve {
+    #[arg(
+        value_name = "OPTIONS",
+        help = "path=DRIVE,owner=USER,id=ID and range= or size=, as of `add`; limits, as of `limit`",
+        value_parser = |text: &str| match text.parse::<Reservation>() {
+            Ok(_) => text.parse::<OptionText>().map_err(|error| told(&error)),
+            Err(error) => Err(told(&error)),
+        }
     )]
     options: OptionText,
     #[command(flatten)]
@@ -42,7 +61,8 @@ pub(super) struct Remove {
 
 /// Change the limits of a function of a running server, under its guest
 ///
-/// Those of a function that was added are there again after a restart.
+/// Those of a function that was added are there again after a restart. Those of a function in a VMM hold until
+/// `nvme-mpt leases release ID`.
 #[derive(Args, Debug)]
 pub(super) struct Limit {
     /// The function's id, or its socket
@@ -108,6 +128,31 @@ impl Add {
             true => writeln!(out, "{}", serde_json::to_string(&entry)?)?,
             false => introduce(&entry, &mut out)?,
         }
+        Ok(())
+    }
+}
+
+impl Reserve {
+    pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
+        let reserve = Change::Reserve {
+            options: self.options.absolute(&env::current_dir()?).to_string(),
+        };
+        let Changed::Reserved(reserved) = self.server.change(reserve)? else {
+            return Err(UNEXPECTED.into());
+        };
+        let mut out = io::stdout().lock();
+        if self.server.json {
+            writeln!(out, "{}", serde_json::to_string(&reserved)?)?;
+            return Ok(());
+        }
+        let Reserved {
+            id,
+            owner,
+            drive,
+            extents,
+        } = reserved;
+        let owner = user_name(owner);
+        writeln!(out, "Reserved {id} for {owner}: range {extents} of {drive}")?;
         Ok(())
     }
 }

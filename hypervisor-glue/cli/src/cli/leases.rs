@@ -1,5 +1,6 @@
 //! `nvme-mpt leases`.
 
+use std::collections::BTreeMap;
 use std::error::Error;
 use std::io::{self, Write};
 use std::path::Path;
@@ -7,11 +8,13 @@ use std::path::Path;
 use clap::{Args, Subcommand};
 use serde::Serialize;
 
-use nvme_mpt::lease::{FormerData, LeaseEntry, LeaseError, LeaseState, Ledger};
+use nvme_mpt::lease::{FormerData, LeaseEntry, LeaseError, LeaseState, LeaseTerms, Ledger};
 use nvme_mpt::stats::LeasePairStats;
 
-use super::{Control, State};
+use super::{Control, State, told};
 use crate::control;
+use crate::serve::{user_name, user_number};
+use crate::table::Table;
 
 /// Show the holder of each leased range, or release the lease of a dead holder
 #[derive(Args, Debug)]
@@ -32,8 +35,23 @@ enum LeasesCommand {
         #[arg(long)]
         json: bool,
     },
+    /// Make another user the owner of an id. A VMM that has the lease keeps it until it goes
+    Give {
+        /// The lease's id
+        id: String,
+        /// Name or number of the user
+        #[arg(value_parser = |text: &str| user_number(text).map_err(|error| told(&error)))]
+        user: u32,
+    },
+    /// Show the owner of each id, and the limits that an operator gave to its functions in VMMs
+    Terms {
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
     /// Take a stale lease out of the ledger, so that its range can be leased again. The data that the id left is erased
-    /// before another id gets the range. Works also for an id whose lease ended by itself
+    /// before another id gets the range. Works also for an id whose lease ended by itself. The owner and the limits of the
+    /// id are forgotten
     Release {
         /// The lease's id
         id: String,
@@ -80,6 +98,20 @@ pub(super) fn run_leases(options: Leases) -> Result<(), Box<dyn Error>> {
                 write_leases(&mut out, &leases)?;
             }
         }
+        LeasesCommand::Give { id, user } => {
+            ledger.give(&id, user)?;
+            writeln!(out, "Lease {id} belongs to {} now", user_name(user))?;
+        }
+        LeasesCommand::Terms { json } => {
+            let terms = ledger.terms()?;
+            match json {
+                true => writeln!(out, "{}", serde_json::to_string(&terms)?)?,
+                false if terms.is_empty() => {
+                    writeln!(out, "No owners and no limits in {}", state_dir.display())?;
+                }
+                false => write!(out, "{}", terms_table(&terms))?,
+            }
+        }
         LeasesCommand::Release { id, keep, force } => {
             let no_lease = match ledger.release(&id, force) {
                 Ok(LeaseEntry { extents, drive, .. }) => {
@@ -107,6 +139,19 @@ pub(super) fn run_leases(options: Leases) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
+fn terms_table(terms: &BTreeMap<String, LeaseTerms>) -> Table {
+    let mut table = Table::new(&["ID", "OWNER", "LIMITS"]);
+    for (id, LeaseTerms { owner, limits }) in terms {
+        let limits = limits.clone().unwrap_or_else(|| "-".to_owned());
+        table.row(vec![id.clone(), owner_name(*owner), limits]);
+    }
+    table
+}
+
+fn owner_name(owner: Option<u32>) -> String {
+    owner.map_or_else(|| "-".to_owned(), user_name)
+}
+
 /// Returns leases with the use of their drives' queue pairs, as far as the server on `control` knows it.
 fn shown(leases: Vec<LeaseEntry>, control: &Path) -> Vec<ShownLease> {
     let held = leases.iter().any(|lease| lease.state == LeaseState::Held);
@@ -131,6 +176,7 @@ fn write_leases(out: &mut dyn Write, leases: &[ShownLease]) -> io::Result<()> {
     };
     let id_width = width(2, |lease| lease.id.len());
     let range_width = width(5, |lease| lease.extents.to_string().len());
+    let owner_width = width(5, |lease| owner_name(lease.owner).len());
     // Only physical drives have a bound on their queue pairs.
     let is_bounded =
         |lease: &ShownLease| lease.queue_pairs.is_some() || lease.entry.reserved_pairs > 0;
@@ -158,8 +204,8 @@ fn write_leases(out: &mut dyn Write, leases: &[ShownLease]) -> io::Result<()> {
     let head = columns(heads.into());
     writeln!(
         out,
-        "{:id_width$}  {:range_width$}  {:6}  {:>10}  {:>9}{head}  DRIVE",
-        "ID", "RANGE", "STATE", "PID", "NAMESPACE"
+        "{:id_width$}  {:range_width$}  {:6}  {:>10}  {:owner_width$}  {:>9}{head}  DRIVE",
+        "ID", "RANGE", "STATE", "PID", "OWNER", "NAMESPACE"
     )?;
     for lease in leases {
         let pairs = columns(pairs(lease));
@@ -170,12 +216,14 @@ fn write_leases(out: &mut dyn Write, leases: &[ShownLease]) -> io::Result<()> {
             extents,
             range: _,
             pid,
+            owner,
             state,
             reserved_pairs: _,
         } = &lease.entry;
+        let owner = owner_name(*owner);
         writeln!(
             out,
-            "{id:id_width$}  {extents:range_width$}  {state:6}  {pid:>10}  {nsid:>9}{pairs}  {drive}"
+            "{id:id_width$}  {extents:range_width$}  {state:6}  {pid:>10}  {owner:owner_width$}  {nsid:>9}{pairs}  {drive}"
         )?;
     }
     if leases
@@ -236,10 +284,10 @@ mod tests {
             lease("c", 0, None),
         ];
         let lines = [
-            "ID  RANGE  STATE          PID  NAMESPACE  RESERVED  EXCLUSIVE  SHARED  DRIVE",
-            "a   0+4K   held             7          1         4          1       2  d",
-            "b   0+4K   held             7          1         2          -       -  d",
-            "c   0+4K   held             7          1         -          -       -  d",
+            "ID  RANGE  STATE          PID  OWNER  NAMESPACE  RESERVED  EXCLUSIVE  SHARED  DRIVE",
+            "a   0+4K   held             7  -              1         4          1       2  d",
+            "b   0+4K   held             7  -              1         2          -       -  d",
+            "c   0+4K   held             7  -              1         -          -       -  d",
         ];
         assert_eq!(text(&leases), lines);
         let json = serde_json::to_value(&leases[0]).expect("JSON");

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::error::ChangeError;
 use super::reload::Reloaded;
 use super::roster::Roster;
-use super::view::FunctionEntry;
+use super::view::{FunctionEntry, Reserved};
 use crate::control::Reply;
 
 /// Changes that wait while another one is made.
@@ -48,6 +48,11 @@ pub enum Change {
         /// Also if data at the end is lost.
         truncate: bool,
     },
+    /// Reserves a lease for VMMs of a user.
+    Reserve {
+        /// Its option string, with absolute paths.
+        options: String,
+    },
     /// Makes the functions those of the server's file.
     Reload {
         /// Also if a VMM is connected to a function that changes or goes.
@@ -72,6 +77,8 @@ pub enum Changed {
     Limited(FunctionEntry),
     /// Of [`Change::Resize`].
     Resized(FunctionEntry),
+    /// Of [`Change::Reserve`].
+    Reserved(Reserved),
     /// Of [`Change::Reload`].
     Reloaded(Reloaded),
 }
@@ -159,6 +166,12 @@ fn make(roster: &mut Roster, change: Change) -> Result<Changed, ChangeError> {
             let entry = roster.resize(&id, Bytes(bytes), truncate)?;
             log::info!("Function {} has {} now", entry.id, Bytes(bytes));
             Changed::Resized(entry)
+        }
+        Change::Reserve { options } => {
+            let reserved = roster.reserve(options.parse()?)?;
+            let Reserved { id, owner, .. } = &reserved;
+            log::info!("Lease {id} is reserved for user {owner}");
+            Changed::Reserved(reserved)
         }
         Change::Reload { force } => {
             let reloaded = roster.reload(force)?;

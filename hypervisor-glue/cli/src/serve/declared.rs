@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{self, Write};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use nvme_mpt::lease::{Bytes, FormerData};
@@ -333,7 +334,12 @@ impl AddedFile {
     fn replace(&self, bytes: &[u8]) -> io::Result<()> {
         let mut new = self.path.clone().into_os_string();
         new.push(".new");
-        let mut file = fs::File::create(&new)?;
+        // Users of sockets in the folder have no part in it.
+        let private = fs::Permissions::from_mode(0o600);
+        let mut options = fs::OpenOptions::new();
+        options.write(true).create(true).truncate(true);
+        let mut file = options.mode(private.mode()).open(&new)?;
+        file.set_permissions(private)?;
         file.write_all(bytes)?;
         file.sync_all()?;
         fs::rename(&new, &self.path)?;
@@ -344,6 +350,8 @@ impl AddedFile {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt;
+
     use nvme_mpt_vmm::report;
 
     use super::*;
@@ -411,6 +419,7 @@ mod tests {
         ] {
             let texts: Vec<OptionText> = texts.iter().map(|text| text.parse().unwrap()).collect();
             file.write(texts.iter()).unwrap();
+            assert_eq!(fs::metadata(&file.path).unwrap().mode() & 0o777, 0o600);
             let again = file.read().unwrap();
             let sorted = |text: &OptionText| {
                 let mut pairs: Vec<_> = text

@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use nvme_mpt::attachment::GrowError;
+use nvme_mpt::lease::LeaseError;
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::open::OpenError;
 use nvme_mpt_vmm::options::OptionError;
@@ -11,6 +12,7 @@ use thiserror::Error;
 
 use super::declared::FileError;
 use super::drives::DriveError;
+use super::owner::UnknownOwner;
 use crate::function_thread::FunctionThreadError;
 
 /// One function cannot be offered.
@@ -29,19 +31,35 @@ pub enum OfferError {
     #[error(transparent)]
     Open(#[from] OpenError),
     /// The owner of its socket is not known.
-    #[error("There is no {kind} \"{name}\" to own the socket: create it, or give its number")]
-    NoOwner {
-        /// `user` or `group`.
-        kind: &'static str,
-        /// Its name.
-        name: String,
-    },
+    #[error(transparent)]
+    Owner(#[from] UnknownOwner),
     /// Its doorbells cannot be offered.
     #[error("Cannot share the doorbells; raise the limit on open files")]
     Doorbells(#[source] io::Error),
     /// Error serving a function.
     #[error(transparent)]
     Thread(#[from] FunctionThreadError),
+}
+
+/// Limits of a lease that a VMM has cannot be recorded, or the recorded ones cannot be read.
+#[derive(Debug, Error)]
+pub enum LimitsError {
+    /// The ledger cannot be used.
+    #[error(transparent)]
+    Lease(#[from] LeaseError),
+    /// Limits in the ledger are none.
+    #[error(
+        "The ledger has limits of lease \"{id}\" that this program cannot read, \"{limits}\": use the version that \
+         wrote them, or forget them with `nvme-mpt leases release {id} --keep`"
+    )]
+    Recorded {
+        /// The lease.
+        id: String,
+        /// The limits.
+        limits: String,
+        /// Why.
+        source: OptionError,
+    },
 }
 
 /// A change of the functions cannot be made. Nothing has changed, unless the error says so.
@@ -82,6 +100,22 @@ pub enum ChangeError {
     /// The function's thread is busy.
     #[error("Function {0} does not answer, as it waits for commands in flight: try again later")]
     Busy(String),
+    /// A lease cannot be reserved.
+    #[error("Cannot reserve the lease on drive {path}")]
+    Reserve {
+        /// The drive.
+        path: DrivePath,
+        /// Why.
+        source: OfferError,
+    },
+    /// The limits of a lease cannot be recorded, and stay as they are.
+    #[error("Cannot change the limits of function {id}")]
+    Limits {
+        /// The function.
+        id: String,
+        /// Why.
+        source: LimitsError,
+    },
     /// The function is declared in the server's file.
     #[error("Function {id} is declared in {}: take it out there, then run `nvme-mpt reload`", file.display())]
     Declared {

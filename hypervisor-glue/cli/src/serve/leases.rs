@@ -2,13 +2,17 @@
 //!
 //! The server listens on a socket in the state folder, where VMMs look for the server that has their drive. Each VMM's
 //! function has a connection and a thread. The lease ends with the connection.
+//!
+//! The server's own user and root may have every lease. Other users may have leases that the operator reserved for them,
+//! and decide nothing about the drive, the pollers and former tenants. The ledger has the owners, and the limits that an
+//! operator gave to functions in VMMs.
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{self, PipeReader, PipeWriter};
 use std::net::Shutdown;
 use std::os::fd::AsFd;
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process;
@@ -20,17 +24,18 @@ use std::time::Duration;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::unistd::getuid;
 use nvme_mpt::attachment::GrowError;
-use nvme_mpt::lease::Bytes;
+use nvme_mpt::lease::{Bytes, Claim, LeaseError, open_state_folder};
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::{AttachError, Attachment, HostSide, KeptParts, Pollers};
 use nvme_mpt_lease_protocol::{Admission, End, Leases, Peer, Session, socket_of};
-use nvme_mpt_vmm::drives;
+use nvme_mpt_vmm::drives::{self, DrivePath};
 use nvme_mpt_vmm::open::{self, Ledgers, OpenError};
-use nvme_mpt_vmm::options::FunctionOptions;
+use nvme_mpt_vmm::options::{FunctionOptions, OptionError, OptionText, RateChange};
 use nvme_mpt_vmm::report;
-use vfio_user_server::Listener;
+use vfio_user_server::{Listener, SocketAccess};
 
 use super::declared::Origin;
+use super::error::LimitsError;
 use super::view::{FunctionEntry, FunctionState};
 use crate::stats::FunctionStats;
 
@@ -40,19 +45,84 @@ const RETRY: Duration = Duration::from_millis(20);
 /// Most connections at a time.
 const CONNECTIONS_MAX: usize = 1024;
 
+/// Most connections without a lease that a user may have who is neither root nor the server's own.
+const OTHERS_WAITING_MAX: usize = 64;
+
+/// Keys that a VMM may give whose user is neither root nor the server's own. The others name files that the server
+/// would read, take threads and queue pairs from other guests, or decide about data of former tenants.
+const OTHERS_KEYS: &[&str] = &[
+    "path",
+    "range",
+    "size",
+    "unit",
+    "id",
+    "lease",
+    "queues",
+    "doorbells",
+    "iops",
+    "bandwidth",
+    "serial",
+    "lba",
+    "namespace",
+    "reconnect",
+];
+
+/// Returns whether VMMs of a user may have every lease.
+fn is_trusted(uid: u32) -> bool {
+    uid == 0 || uid == getuid().as_raw()
+}
+
 /// A lease of a function in a VMM.
 #[derive(Debug)]
 struct Lease {
     entry: FunctionEntry,
-    rates: RateLimits,
+    /// Limits that the VMM asks for.
+    asked: RateLimits,
+    /// Limits of the operator, which go before them.
+    ordered: Option<RateChange>,
     attachment: Arc<Attachment>,
     peer: Peer,
+}
+
+impl Lease {
+    /// Limits the function as the operator and the VMM want.
+    fn set_rates(&mut self) {
+        let rates = self
+            .ordered
+            .map_or(self.asked, |change| change.of(self.asked));
+        self.attachment.set_rates(rates);
+        self.entry.limits = rates.to_string();
+    }
+}
+
+/// Returns the operator's limits of a lease, as they are recorded.
+fn recorded(lease: &nvme_mpt::lease::Lease) -> Result<Option<OptionText>, LimitsError> {
+    let Some(limits) = lease.limits()? else {
+        return Ok(None);
+    };
+    let failed = |source: OptionError| LimitsError::Recorded {
+        id: lease.id().to_owned(),
+        limits: limits.clone(),
+        source,
+    };
+    limits.parse().map(Some).map_err(failed)
+}
+
+/// Returns the change that limits in text are.
+fn as_change(id: &str, limits: &OptionText) -> Result<RateChange, LimitsError> {
+    let limits = limits.to_string();
+    limits.parse().map_err(|source| LimitsError::Recorded {
+        id: id.to_owned(),
+        limits,
+        source,
+    })
 }
 
 /// A connection, which may have a lease.
 #[derive(Debug)]
 struct Connection {
     stream: UnixStream,
+    peer: Peer,
     thread: Option<JoinHandle<()>>,
     lease: Option<Lease>,
     /// Cause of its end.
@@ -65,13 +135,20 @@ pub(super) struct LeaseTable {
     ledgers: Arc<Ledgers>,
     pollers: Arc<Pollers>,
     socket: PathBuf,
+    access: SocketAccess,
     connections: Mutex<BTreeMap<u64, Connection>>,
 }
 
 impl LeaseTable {
     /// A table without leases, of a server whose socket lies in a state folder.
-    pub(super) fn new(state_dir: &Path, ledgers: Arc<Ledgers>, pollers: Arc<Pollers>) -> Arc<Self> {
+    pub(super) fn new(
+        state_dir: &Path,
+        access: SocketAccess,
+        ledgers: Arc<Ledgers>,
+        pollers: Arc<Pollers>,
+    ) -> Arc<Self> {
         Arc::new(Self {
+            access,
             ledgers,
             pollers,
             socket: socket_of(state_dir, &process::id().to_string()),
@@ -140,19 +217,40 @@ impl LeaseTable {
         self.connections().values().any(|one| one.has(id))
     }
 
-    /// Changes the limits of a lease. Returns its entry; `None` if there is no such lease.
+    /// Changes the limits of a lease, and records them in the ledger first: they hold for the next lease of the id, too.
+    /// Returns its entry; `None` if there is no such lease.
     pub(super) fn limit(
         &self,
         id: &str,
-        change: impl FnOnce(RateLimits) -> RateLimits,
-    ) -> Option<FunctionEntry> {
+        given: &OptionText,
+    ) -> Option<Result<FunctionEntry, LimitsError>> {
+        let attachment = {
+            let connections = self.connections();
+            let lease = connections.values().find(|one| one.has(id))?;
+            lease.lease.as_ref()?.attachment.clone()
+        };
+        // Without the lock, as another process may be changing the ledger.
+        let change = match record(attachment.lease(), given) {
+            Ok(change) => change,
+            Err(error) => return Some(Err(error)),
+        };
+        // A VMM that has got the lease meanwhile read the ledger before or after the change.
         let mut connections = self.connections();
         let connection = connections.values_mut().find(|one| one.has(id))?;
         let lease = connection.lease.as_mut()?;
-        lease.rates = change(lease.rates);
-        lease.attachment.set_rates(lease.rates);
-        lease.entry.limits = lease.rates.to_string();
-        Some(lease.entry.clone())
+        lease.ordered = Some(change);
+        lease.set_rates();
+        Some(Ok(lease.entry.clone()))
+    }
+
+    /// Takes up limits that a VMM asks for.
+    fn ask_for_rates(&self, number: u64, rates: RateLimits) {
+        let mut connections = self.connections();
+        let connection = connections.get_mut(&number);
+        if let Some(lease) = connection.and_then(|one| one.lease.as_mut()) {
+            lease.asked = rates;
+            lease.set_rates();
+        }
     }
 
     /// Makes a lease larger, under its guest. Returns its entry; `None` if there is no such lease.
@@ -183,14 +281,21 @@ impl LeaseTable {
     fn open(
         &self,
         options: &FunctionOptions,
+        claim: Claim,
         parts: Option<&KeptParts>,
         stop: &AtomicBool,
     ) -> Result<Attachment, OpenError> {
+        let ledgers = self.ledgers.claiming(claim);
         loop {
             let waits = self.connections().values().any(Connection::is_ending);
             let parts = parts.map(KeptParts::share).transpose();
             let parts = parts.map_err(AttachError::Io)?;
-            match open::open_with(options, &self.ledgers, &self.pollers, parts, stop) {
+            match open::open_with(options, &ledgers, &self.pollers, parts, stop) {
+                Err(OpenError::Lease(
+                    error @ (LeaseError::OtherOwner { .. }
+                    | LeaseError::NoOwner { .. }
+                    | LeaseError::NotReserved { .. }),
+                )) => return Err(error.into()),
                 Err(OpenError::Lease(_)) if waits && !stop.load(Ordering::Relaxed) => {
                     thread::sleep(RETRY);
                 }
@@ -206,6 +311,14 @@ impl LeaseTable {
         parts: Option<&KeptParts>,
         stop: &AtomicBool,
     ) -> Admission {
+        let Peer { pid, uid, .. } = peer;
+        let claim = match is_trusted(uid) {
+            true => Claim::Every(uid),
+            false => match check_others_keys(options, uid) {
+                Ok(()) => Claim::Own(uid),
+                Err(admission) => return admission,
+            },
+        };
         let options: FunctionOptions = match options.parse() {
             Ok(options) => options,
             Err(error) => return Admission::Refused(report::chain(&error)),
@@ -213,22 +326,14 @@ impl LeaseTable {
         if drives::opened_options(&options.path).is_none() {
             return Admission::NotServed;
         }
-        let Peer { pid, uid, .. } = peer;
-        let ours = getuid().as_raw();
-        if uid != ours && uid != 0 {
-            return Admission::Refused(format!(
-                "user {uid} runs the VMM, but this server gives leases to user {ours} and to root only: run both as \
-                 the same user, or serve the function over vfio-user with owner="
-            ));
-        }
-        let attachment = match self.open(&options, parts, stop) {
+        let attachment = match self.open(&options, claim, parts, stop) {
             Ok(attachment) => Arc::new(attachment),
             Err(error) => return Admission::Refused(report::chain(&error)),
         };
         let id = attachment.lease().id().to_owned();
         log::info!("Lease {id} is that of a function in process {pid} of user {uid}");
         let extents = attachment.lease().extents();
-        let lease = Lease {
+        let mut lease = Lease {
             entry: FunctionEntry {
                 id,
                 socket: self.socket.clone(),
@@ -240,15 +345,58 @@ impl LeaseTable {
                 state: FunctionState::Connected,
                 summary: summary(&options.path.to_string(), &attachment, peer),
             },
-            rates: options.rates,
+            asked: options.rates,
+            ordered: None,
             attachment: attachment.clone(),
             peer,
         };
-        if let Some(connection) = self.connections().get_mut(&number) {
+        // With the lock, so that a change of the limits either is in the ledger by now, or finds the lease.
+        let mut connections = self.connections();
+        let ordered = recorded(attachment.lease()).and_then(|limits| {
+            let change = limits.map(|limits| as_change(attachment.lease().id(), &limits));
+            change.transpose()
+        });
+        match ordered {
+            Ok(ordered) => lease.ordered = ordered,
+            Err(error) => return Admission::Refused(report::chain(&error)),
+        }
+        lease.set_rates();
+        if let Some(connection) = connections.get_mut(&number) {
             connection.lease = Some(lease);
         }
         Admission::Attached(attachment)
     }
+}
+
+/// Records a change of the operator's limits of a lease. Returns all of them.
+fn record(lease: &nvme_mpt::lease::Lease, given: &OptionText) -> Result<RateChange, LimitsError> {
+    let limits = match recorded(lease)? {
+        Some(before) => before.with_all(given),
+        None => given.clone(),
+    };
+    let change = as_change(lease.id(), &limits)?;
+    lease.note_limits(Some(limits.to_string()))?;
+    Ok(change)
+}
+
+/// Checks the options of a VMM whose user may not have every lease, before any of them is used.
+fn check_others_keys(options: &str, uid: u32) -> Result<(), Admission> {
+    let refused = |error: &OptionError| Admission::Refused(report::chain(error));
+    let options: OptionText = options.parse().map_err(|error| refused(&error))?;
+    let path = options.get("path").unwrap_or_default();
+    let is_ours = |path: &DrivePath| drives::opened_options(path).is_some();
+    if !path.parse().is_ok_and(|path: DrivePath| is_ours(&path)) {
+        return Err(Admission::NotServed);
+    }
+    let key = options.pairs().find(|(key, _)| !OTHERS_KEYS.contains(key));
+    let Some((key, _)) = key else {
+        return Ok(());
+    };
+    Err(Admission::Refused(format!(
+        "Option \"{key}\" is not for VMMs of user {uid}: leave it out, or run the VMM as the user of the server. The \
+         options are {}",
+        OTHERS_KEYS.join(", ")
+    )))
 }
 
 /// Returns the facts of a lease for a person.
@@ -292,6 +440,10 @@ impl Leases for Admitting<'_> {
         self.table.admit(vmm, options, parts.as_ref(), stop)
     }
 
+    fn set_rates(&self, _: &Arc<dyn HostSide>, rates: RateLimits) {
+        self.table.ask_for_rates(self.number, rates);
+    }
+
     fn ended(&self, _: &Arc<dyn HostSide>) -> End {
         let mut connections = self.table.connections();
         let Some(connection) = connections.get_mut(&self.number) else {
@@ -323,8 +475,12 @@ impl LeaseServer {
             let mut builder = fs::DirBuilder::new();
             builder.recursive(true).mode(0o700).create(folder)?;
             remove_stale(folder);
+            if table.access != SocketAccess::default() {
+                let_others_in(folder)?;
+            }
         }
-        let listener = Listener::bind(&table.socket).map_err(io::Error::other)?;
+        let listener =
+            Listener::bind_with(&table.socket, table.access).map_err(io::Error::other)?;
         let (stopped, stop) = io::pipe()?;
         let taken_in = table.clone();
         let thread = thread::Builder::new()
@@ -360,6 +516,14 @@ impl Drop for LeaseServer {
             }
         }
     }
+}
+
+/// Lets other users find the sockets of servers. The mode of each socket decides about the rest.
+fn let_others_in(folder: &Path) -> io::Result<()> {
+    if let Some(state_dir) = folder.parent() {
+        open_state_folder(state_dir).map_err(io::Error::other)?;
+    }
+    fs::set_permissions(folder, fs::Permissions::from_mode(0o755))
 }
 
 /// Removes the sockets that servers left behind which did not end by themselves.
@@ -419,6 +583,15 @@ fn begin(stream: UnixStream, number: u64, table: &Arc<LeaseTable>) -> io::Result
     }
     let kept = stream.try_clone()?;
     let session = Session::new(stream).map_err(io::Error::other)?;
+    let peer = session.peer();
+    let waiting = connections.values();
+    let waiting = waiting.filter(|one| one.lease.is_none() && one.peer.uid == peer.uid);
+    if !is_trusted(peer.uid) && waiting.count() >= OTHERS_WAITING_MAX {
+        return Err(io::Error::other(format!(
+            "user {} has {OTHERS_WAITING_MAX} connections without a lease",
+            peer.uid
+        )));
+    }
     let owned = table.clone();
     let work = move || {
         let admitting = Admitting {
@@ -438,6 +611,7 @@ fn begin(stream: UnixStream, number: u64, table: &Arc<LeaseTable>) -> io::Result
         number,
         Connection {
             stream: kept,
+            peer,
             thread: Some(thread),
             lease: None,
             end: End::Gone,

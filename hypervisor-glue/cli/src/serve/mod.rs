@@ -2,7 +2,7 @@
 //! signal asks for the end. Functions come and go meanwhile.
 //!
 //! `declared` has functions as they are declared, `drives` the drives that are open, `offer` one function that is
-//! offered, `roster` all of them, `leases` those of functions that are in VMMs, `reload` their match with a file, `changes` the thread that changes them, `view`
+//! offered, `owner` users by their names, `roster` all of them, `leases` those of functions that are in VMMs, `reload` their match with a file, `changes` the thread that changes them, `view`
 //! their report to other threads.
 
 mod changes;
@@ -11,6 +11,7 @@ mod drives;
 mod error;
 mod leases;
 mod offer;
+mod owner;
 mod reload;
 mod roster;
 mod view;
@@ -26,12 +27,13 @@ use std::thread;
 use nvme_mpt::Pollers;
 use nvme_mpt::lease::{FormerData, PrivateError, make_state_folder};
 use nvme_mpt_vmm::open::Ledgers;
-use nvme_mpt_vmm::options::{ServedDrive, ServedFunction};
+use nvme_mpt_vmm::options::{ServedDrive, ServedFunction, VmmSocket};
 use thiserror::Error;
 
 use self::changes::{ChangeQueue, ChangeThread};
 use self::declared::AddedFile;
 use self::leases::{LeaseServer, LeaseTable};
+use self::owner::socket_access;
 use self::roster::{Roster, Terms};
 use self::view::View;
 use crate::attach;
@@ -44,9 +46,11 @@ use crate::stats::{DriveStats, ServerStats};
 pub use self::changes::{Change, Changed};
 pub use self::declared::{FileError, Origin};
 pub use self::drives::DriveError;
-pub use self::error::{ChangeError, OfferError};
+pub use self::error::{ChangeError, LimitsError, OfferError};
+pub(crate) use self::owner::user_name;
+pub use self::owner::{UnknownOwner, user_number};
 pub use self::reload::Reloaded;
-pub use self::view::{FunctionEntry, FunctionState};
+pub use self::view::{FunctionEntry, FunctionState, Reserved};
 
 /// Functions of a server, and the places of its state.
 #[derive(Clone, Debug)]
@@ -63,6 +67,8 @@ pub struct ServeOptions {
     pub state_dir: PathBuf,
     /// Control socket.
     pub control: PathBuf,
+    /// Permissions of the socket on which VMMs ask for leases.
+    pub vmm_socket: VmmSocket,
 }
 
 /// A server cannot be started, or did not end well.
@@ -96,6 +102,9 @@ pub enum ServeError {
     /// VMMs with functions of their own cannot be taken in.
     #[error("Cannot offer leases to VMMs; look at the folder `servers` in the state folder")]
     Leases(#[source] io::Error),
+    /// The owner of the socket for VMMs is not known.
+    #[error(transparent)]
+    Owner(#[from] UnknownOwner),
     /// The thread of changes cannot be started.
     #[error("Cannot start the thread that changes functions")]
     Thread(#[source] io::Error),
@@ -183,7 +192,10 @@ fn start(
         data,
         state_dir,
         control,
+        vmm_socket,
     } = options;
+    let VmmSocket { mode, owner } = vmm_socket;
+    let access = socket_access(mode, owner.as_ref())?;
     // Before anything is opened: a folder that others may use is reported at once.
     make_state_folder(&state_dir).map_err(ServeError::StateDir)?;
     let file = file.map(absolute).transpose()?;
@@ -197,7 +209,7 @@ fn start(
     let listener = ControlListener::bind(&control)?;
     let (ledgers, pollers) = (Arc::new(Ledgers::open(&state_dir)), Pollers::new());
     let mut roster = Roster::new(Terms {
-        leases: LeaseTable::new(&state_dir, ledgers.clone(), pollers.clone()),
+        leases: LeaseTable::new(&state_dir, access, ledgers.clone(), pollers.clone()),
         ledgers,
         pollers,
         data,

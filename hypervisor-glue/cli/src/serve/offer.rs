@@ -3,21 +3,20 @@
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 
-use nix::unistd::{Group, User};
 use nvme_mpt::attachment::GrowError;
 use nvme_mpt::host::NamespaceFormat;
-use nvme_mpt::lease::Bytes;
+use nvme_mpt::lease::{Bytes, Claim};
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::{Attachment, Drive};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::open;
-use nvme_mpt_vmm::options::{FunctionOptions, ServedFunction, SocketOwner};
+use nvme_mpt_vmm::options::{FunctionOptions, ServedFunction};
 use nvme_mpt_vmm::report;
-use vfio_user_server::SocketAccess;
 use vmm_device::{MsixMasking, NvmeFunction};
 
 use super::declared::DeclaredFunction;
 use super::error::OfferError;
+use super::owner::socket_access;
 use super::roster::Terms;
 use super::view::{FunctionEntry, FunctionState};
 use crate::adaptor::NvmeDevice;
@@ -49,14 +48,15 @@ impl Offer {
             owner,
             function,
         } = &declared.function;
-        let access = access(*mode, owner.as_ref())?;
+        let access = socket_access(*mode, owner.as_ref())?;
+        let claim = access.user.map_or(Claim::Operator, Claim::For);
         let Terms {
             ledgers,
             pollers,
             stop,
             ..
         } = terms;
-        let attachment = open::attach(function, &drive, ledgers, pollers, stop)?;
+        let attachment = open::attach(function, &drive, &ledgers.claiming(claim), pollers, stop)?;
         let id = attachment.lease().id().to_owned();
         let extents = attachment.lease().extents();
         let queues = attachment.max_queue_pairs();
@@ -154,28 +154,4 @@ fn summary(options: &FunctionOptions, drive: &Drive, attachment: &Attachment) ->
         options.poll,
         attachment.max_queue_pairs(),
     )
-}
-
-/// Looks up the owner of a socket.
-fn access(mode: Option<u32>, owner: Option<&SocketOwner>) -> Result<SocketAccess, OfferError> {
-    let find = |kind, name: Option<&String>, find: &dyn Fn(&str) -> Option<u32>| {
-        let Some(name) = name else {
-            return Ok(None);
-        };
-        let number = name.parse().ok().or_else(|| find(name));
-        let no_owner = || OfferError::NoOwner {
-            kind,
-            name: name.clone(),
-        };
-        number.map(Some).ok_or_else(no_owner)
-    };
-    let user = |name: &str| Some(User::from_name(name).ok()??.uid.as_raw());
-    let group = |name: &str| Some(Group::from_name(name).ok()??.gid.as_raw());
-    let owner_user = owner.and_then(|owner| owner.user.as_ref());
-    let owner_group = owner.and_then(|owner| owner.group.as_ref());
-    Ok(SocketAccess {
-        mode: mode.unwrap_or(SocketAccess::default().mode),
-        user: find("user", owner_user, &user)?,
-        group: find("group", owner_group, &group)?,
-    })
 }

@@ -8,11 +8,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use nvme_mpt::attachment::GrowError;
-use nvme_mpt::lease::{Bytes, Extents, FormerData, LeaseError};
+use nvme_mpt::lease::{Bytes, Claim, Extents, FormerData, LeaseError};
 use nvme_mpt::{Drive, Pollers};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::open::{self, Ledgers, OpenError};
-use nvme_mpt_vmm::options::{OptionText, RateChange, ServedDrive, ServedFunction};
+use nvme_mpt_vmm::options::{
+    FunctionOptions, OptionText, RateChange, Reservation, ServedDrive, ServedFunction,
+};
 use nvme_mpt_vmm::report;
 
 use super::declared::{AddedFile, Declarations, DeclaredFunction, Origin};
@@ -20,7 +22,8 @@ use super::drives::OpenDrives;
 use super::error::{ChangeError, OfferError};
 use super::leases::LeaseTable;
 use super::offer::Offer;
-use super::view::{FunctionEntry, FunctionState, View};
+use super::owner::user_number;
+use super::view::{FunctionEntry, FunctionState, Reserved, View};
 use crate::function_thread::{FunctionThreadError, Leave};
 
 /// A function of an earlier run that could not be offered again.
@@ -179,13 +182,51 @@ impl Roster {
         Ok((entry, trouble))
     }
 
-    /// Changes the limits of a function. Those of an added function are there again after a restart.
+    /// Reserves a lease for VMMs of a user.
+    pub(super) fn reserve(&mut self, reservation: Reservation) -> Result<Reserved, ChangeError> {
+        let Reservation {
+            owner,
+            mut function,
+            limits,
+        } = reservation;
+        function.path = resolved(&function.path);
+        let path = function.path.clone();
+        let reserved = self.reserve_for(&owner, &function, limits.as_ref());
+        self.close_unused();
+        reserved.map_err(|source| ChangeError::Reserve { path, source })
+    }
+
+    fn reserve_for(
+        &mut self,
+        owner: &str,
+        function: &FunctionOptions,
+        limits: Option<&OptionText>,
+    ) -> Result<Reserved, OfferError> {
+        let owner = user_number(owner)?;
+        let drive = self.drives.open(function, std::iter::once(function))?;
+        let Terms { ledgers, stop, .. } = &self.terms;
+        let ledgers = ledgers.claiming(Claim::For(owner));
+        let limits = limits.map(ToString::to_string);
+        let (id, extents) = open::reserve(function, limits, &drive, &ledgers, stop)?;
+        Ok(Reserved {
+            id,
+            owner,
+            drive: function.path.to_string(),
+            extents,
+        })
+    }
+
+    /// Changes the limits of a function. Those of an added function are there again after a restart, and those of a
+    /// function in a VMM whenever it gets its lease again.
     pub(super) fn limit(&mut self, id: &str, limits: &str) -> Result<FunctionEntry, ChangeError> {
         let change: RateChange = limits.parse()?;
-        if let Some(entry) = self.terms.leases.limit(id, |rates| change.of(rates)) {
-            return Ok(entry);
-        }
         let given: OptionText = limits.parse()?;
+        if let Some(limited) = self.terms.leases.limit(id, &given) {
+            return limited.map_err(|source| ChangeError::Limits {
+                id: id.to_owned(),
+                source,
+            });
+        }
         let of_id = |entry: &FunctionEntry| entry.id == id || entry.socket == Path::new(id);
         let place = self.offers.iter().position(|offer| of_id(&offer.entry));
         let place = place.ok_or_else(|| self.no_function(id))?;

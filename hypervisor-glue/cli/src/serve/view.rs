@@ -52,6 +52,19 @@ pub struct FunctionEntry {
     pub summary: String,
 }
 
+/// A lease that is reserved for VMMs of a user.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reserved {
+    /// Id of the lease.
+    pub id: String,
+    /// Number of the user that owns it.
+    pub owner: u32,
+    /// The drive, as in `path=`.
+    pub drive: String,
+    /// Parts of the drive, in the order of the guest's blocks.
+    pub extents: Extents,
+}
+
 impl FunctionEntry {
     /// Takes up the extents that the lease has now, and the facts of it.
     pub(super) fn set_extents(&mut self, extents: Extents, summary: String) {

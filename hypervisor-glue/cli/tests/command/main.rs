@@ -3,6 +3,8 @@
 mod changes;
 mod documents;
 mod leases;
+mod limits;
+mod owners;
 mod serve;
 mod sizes;
 mod support;

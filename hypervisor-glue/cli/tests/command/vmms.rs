@@ -12,6 +12,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use nvme_mpt::Pollers;
+use nvme_mpt::limit::RateLimits;
 use nvme_mpt_tests::admin::feature;
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::command::Sqe;
@@ -33,10 +34,12 @@ use crate::support::{Bench, PATIENCE, Server};
 const FUNCTION: &str = "TEST_VMM_FUNCTION";
 const STATE: &str = "TEST_VMM_STATE";
 const SEED: &str = "TEST_VMM_SEED";
+/// Number of the user that it becomes, if it is not to stay the test's.
+const USER: &str = "TEST_VMM_USER";
 
 /// Bytes that a VMM's guest writes and reads, over and over.
-const RANGE: u64 = 16 << 20;
-const PIECE: usize = 64 << 10;
+pub(crate) const RANGE: u64 = 16 << 20;
+pub(crate) const PIECE: usize = 64 << 10;
 
 /// A VMM, which writes its range when it is told to, and reports each pass.
 pub(crate) struct TestVmm {
@@ -47,7 +50,20 @@ pub(crate) struct TestVmm {
 
 impl TestVmm {
     pub(crate) fn start(bench: &Bench, options: &str, seed: u8) -> Self {
-        let mut process = Command::new(env::current_exe().unwrap())
+        Self::start_by(bench, None, options, seed)
+    }
+
+    /// Starts one that becomes another user, which root alone may do.
+    pub(crate) fn start_as(bench: &Bench, user: u32, options: &str, seed: u8) -> Self {
+        Self::start_by(bench, Some(user), options, seed)
+    }
+
+    fn start_by(bench: &Bench, user: Option<u32>, options: &str, seed: u8) -> Self {
+        let mut command = Command::new(env::current_exe().unwrap());
+        if let Some(user) = user {
+            command.env(USER, user.to_string());
+        }
+        let mut process = command
             .args(["--exact", "vmms::vmm", "--ignored", "--nocapture"])
             .env(FUNCTION, options)
             .env(STATE, bench.path("state"))
@@ -93,12 +109,12 @@ impl TestVmm {
     }
 
     /// Waits until its guest's controller has failed.
-    fn await_failure(&mut self) {
+    pub(crate) fn await_failure(&mut self) {
         writeln!(self.orders, "failure").unwrap();
         assert_eq!(self.report(), "fatal");
     }
 
-    fn kill(&mut self) {
+    pub(crate) fn kill(&mut self) {
         self.process.kill().unwrap();
         self.process.wait().unwrap();
     }
@@ -117,6 +133,9 @@ fn vmm() {
     let function: AskedFunction = env::var(FUNCTION).unwrap().parse().unwrap();
     let ledgers = Ledgers::open(Path::new(&env::var(STATE).unwrap()));
     let seed: u8 = env::var(SEED).unwrap().parse().unwrap();
+    if let Ok(user) = env::var(USER) {
+        nix::unistd::setuid(user.parse::<u32>().unwrap().into()).unwrap();
+    }
     let host = match open::host_side(&function, &ledgers, &Pollers::new()) {
         Ok((_, host)) => host,
         Err(error) => {
@@ -128,7 +147,7 @@ fn vmm() {
         }
     };
     let memory = GuestMemory::new(&[(1 << 20, 16 << 20)]).unwrap();
-    let function = NvmeFunction::new(host, MsixMasking::Function);
+    let function = NvmeFunction::new(host.clone(), MsixMasking::Function);
     for region in memory.regions() {
         map(&function, &memory, &region);
     }
@@ -158,6 +177,10 @@ fn vmm() {
                 let event = guest.controller.async_event(PATIENCE).unwrap().unwrap();
                 guest.controller.request_async_event().unwrap();
                 println!("VMM: {}, {} blocks", event.info, guest.blocks());
+            }
+            "unlimit" => {
+                host.set_rates(RateLimits::default());
+                println!("VMM: unlimited");
             }
             "blocks" => println!("VMM: {} blocks", guest.blocks()),
             "reset" => {
@@ -268,7 +291,7 @@ pub(crate) fn server(bench: &Bench) -> Server {
 }
 
 /// Waits until the ledger has these leases alone.
-fn await_leases(bench: &Bench, ids: &[&str]) {
+pub(crate) fn await_leases(bench: &Bench, ids: &[&str]) {
     let deadline = Instant::now() + PATIENCE;
     loop {
         let leases = bench.leases();

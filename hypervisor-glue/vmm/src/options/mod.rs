@@ -2,7 +2,8 @@
 //!
 //! A person writes an option string, as in `path=/srv/drive.img,range=0+8G`. It is parsed once, into [`FunctionOptions`],
 //! whose values need no further check. A function that `nvme-mpt serve` offers has a `socket=PATH` as well:
-//! [`ServedFunction`]. A drive that it keeps open has some of the keys: [`ServedDrive`]. A VMM's own configuration has a value per option: [`FunctionConfig`].
+//! [`ServedFunction`]. A drive that it keeps open has some of the keys: [`ServedDrive`]. So has a lease that an operator
+//! reserves for a VMM: [`Reservation`]. A VMM's own configuration has a value per option: [`FunctionConfig`].
 //!
 //! [`table`] has every option with its help.
 
@@ -11,6 +12,7 @@ mod config;
 mod error;
 mod function;
 mod key_values;
+mod reserved;
 mod served;
 pub mod table;
 #[cfg(test)]
@@ -20,6 +22,7 @@ pub use asked::AskedFunction;
 pub use config::{FunctionConfig, STATE_DIR};
 pub use error::OptionError;
 pub use function::{FunctionOptions, LbaSize, LeaseSize};
+pub use reserved::{Reservation, VmmSocket, parse_user};
 pub use served::{
     OptionText, RateChange, ServedDrive, ServedFunction, SocketOwner, parse_socket_path,
 };

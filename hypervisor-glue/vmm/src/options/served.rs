@@ -174,6 +174,18 @@ impl OptionText {
         Ok(Self(keys))
     }
 
+    /// Reads the given keys of an option string, and leaves the others out; `None` if it has none of them.
+    ///
+    /// # Errors
+    /// The text is no option string.
+    pub fn parse_only(text: &str, keys: &[&str]) -> Result<Option<Self>, OptionError> {
+        let all = KeyValues::parse(text)?;
+        let some = all.pairs().filter(|(key, _)| keys.contains(key));
+        let some = some.map(|(key, value)| (key.to_owned(), value.to_owned()));
+        let some: Vec<_> = some.collect();
+        Ok((!some.is_empty()).then(|| Self(KeyValues::of(some))))
+    }
+
     /// Returns the value of a key.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<&str> {
@@ -190,6 +202,13 @@ impl OptionText {
     pub fn with(mut self, key: &str, value: Option<&str>) -> Self {
         self.0.set(key, value);
         self
+    }
+
+    /// Sets all keys of `other`.
+    #[must_use]
+    pub fn with_all(self, other: &Self) -> Self {
+        let pairs = other.pairs();
+        pairs.fold(self, |text, (key, value)| text.with(key, Some(value)))
     }
 
     /// Makes relative paths absolute, as seen from `folder`.
@@ -240,7 +259,7 @@ pub fn parse_socket_path(text: &str) -> Result<PathBuf, String> {
     Ok(PathBuf::from(text))
 }
 
-fn parse_mode(text: &str) -> Result<u32, &'static str> {
+pub(super) fn parse_mode(text: &str) -> Result<u32, &'static str> {
     u32::from_str_radix(text, 8)
         .ok()
         .filter(|mode| *mode <= 0o777)

@@ -30,7 +30,8 @@ pub const SERVED: &[OptionHelp] = &[
     option(
         "owner",
         "USER[:GROUP]",
-        "user and group that own the socket [default: those of the server]",
+        "user and group that own the socket; the user owns the lease as well [default: those
+of the server]",
     ),
 ];
 

@@ -1,0 +1,95 @@
+//! Limits that an operator gives to functions in VMMs.
+
+use std::time::Instant;
+
+use crate::support::Bench;
+use crate::vmms::{PIECE, RANGE, TestVmm, await_leases, server};
+
+const FIRST: &str = "path=drive.img,range=0+16M,id=first";
+
+fn limits(bench: &Bench) -> String {
+    let listed = bench.ask("list", &["--json"]).unwrap();
+    let listed: serde_json::Value = serde_json::from_str(&listed).unwrap();
+    listed[0]["limits"].as_str().unwrap().to_owned()
+}
+
+/// Has the guest make a pass, and returns whether it had at most `iops`.
+fn is_limited(vmm: &mut TestVmm, iops: u64) -> bool {
+    let begun = Instant::now();
+    assert_eq!(vmm.pass(), "passed");
+    let commands = 2 * RANGE / PIECE as u64;
+    // The first ones may come at once, and the queue has its rests.
+    begun.elapsed().as_secs_f64() >= 0.8 * commands as f64 / iops as f64
+}
+
+#[test]
+fn the_limits_of_a_vmms_function_hold_until_it_is_released() {
+    for signal in ["TERM", "KILL"] {
+        let bench = Bench::new();
+        let server = server(&bench);
+        let asked = format!("{FIRST},bandwidth=1G,iops=300000");
+        let mut vmm = TestVmm::start(&bench, &asked, 1);
+        assert_eq!(vmm.report(), "attached");
+        assert_eq!(limits(&bench), "iops=300000,bandwidth=1G");
+        bench.ask("limit", &["first", "iops=500"]).unwrap();
+        assert_eq!(limits(&bench), "iops=500,bandwidth=1G");
+        // The operator's limits go before those of a VMM.
+        assert_eq!(vmm.order("unlimit"), "unlimited");
+        assert_eq!(limits(&bench), "iops=500");
+        assert!(is_limited(&mut vmm, 500));
+
+        match signal {
+            "TERM" => drop(server.signal("TERM")),
+            _ => server.kill(),
+        }
+        let server = self::server(&bench);
+        assert_eq!(vmm.order("event"), "3, fatal: true");
+        assert_eq!(vmm.order("reset"), "attached");
+        assert_eq!(limits(&bench), "iops=500");
+        assert!(is_limited(&mut vmm, 500));
+        vmm.end();
+        await_leases(&bench, &[]);
+
+        // They are the lease's, whatever VMM has it.
+        let mut vmm = TestVmm::start(&bench, FIRST, 1);
+        assert_eq!(vmm.report(), "attached");
+        assert_eq!(limits(&bench), "iops=500");
+        bench.ask("limit", &["first", "bandwidth=2G"]).unwrap();
+        bench.ask("limit", &["first", "iops=none"]).unwrap();
+        vmm.end();
+        await_leases(&bench, &[]);
+        let mut vmm = TestVmm::start(&bench, &asked, 1);
+        assert_eq!(vmm.report(), "attached");
+        assert_eq!(limits(&bench), "bandwidth=2G");
+        vmm.end();
+        await_leases(&bench, &[]);
+        let released = bench.run("leases", &["release", "first"]);
+        assert!(released.status.success(), "{released:?}");
+        let mut vmm = TestVmm::start(&bench, &asked, 1);
+        assert_eq!(vmm.report(), "attached");
+        assert_eq!(limits(&bench), "iops=300000,bandwidth=1G");
+        vmm.end();
+        server.stop();
+    }
+}
+
+#[test]
+fn limits_that_cannot_be_recorded_are_not_set() {
+    let bench = Bench::new();
+    let server = server(&bench);
+    let mut vmm = TestVmm::start(&bench, FIRST, 1);
+    assert_eq!(vmm.report(), "attached");
+    bench.ask("limit", &["first", "iops=500"]).unwrap();
+    // An operator forced the lease out of the ledger under its VMM.
+    let forced = bench.run("leases", &["release", "--force", "first"]);
+    assert!(forced.status.success(), "{forced:?}");
+    let told = bench.ask("limit", &["first", "iops=600"]).unwrap_err();
+    assert!(
+        told.contains("Cannot change the limits of function first")
+            && told.contains("taken out of the ledger"),
+        "{told}"
+    );
+    assert_eq!(limits(&bench), "iops=500");
+    vmm.end();
+    server.stop();
+}

@@ -1,0 +1,251 @@
+//! Leases that belong to users, and VMMs of several users on one server.
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::process::Command;
+
+use crate::support::{Bench, Server};
+use crate::vmms::{TestVmm, await_leases};
+
+const ALICE: u32 = 1001;
+const BOB: u32 = 1002;
+
+const FIRST: &str = "path=drive.img,range=0+16M,id=first";
+
+/// Returns whether this process may become another user.
+fn is_root() -> bool {
+    let root = nix::unistd::getuid().is_root();
+    if !root {
+        eprintln!("left out: root alone can be several users");
+    }
+    root
+}
+
+fn serve_command(bench: &Bench) -> Command {
+    // As a folder in /srv is.
+    fs::set_permissions(bench.path(""), fs::Permissions::from_mode(0o755)).unwrap();
+    let mut serve = bench.serve_command("one", &[]);
+    serve.args(["--drive", "path=drive.img"]);
+    serve.args(["--vmm-socket", "mode=0666"]);
+    serve
+}
+
+fn server(bench: &Bench) -> Server {
+    Server::start(serve_command(bench)).unwrap()
+}
+
+fn refusal(bench: &Bench, user: u32, options: &str) -> String {
+    let mut vmm = TestVmm::start_as(bench, user, options, 1);
+    let report = vmm.report();
+    assert!(report.starts_with("refused: "), "{report}");
+    vmm.end();
+    report
+}
+
+fn run(bench: &Bench, command: &str, arguments: &[&str]) -> String {
+    let output = bench.run(command, arguments);
+    assert!(output.status.success(), "{output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Returns the owner of each id, and its limits.
+fn terms(bench: &Bench) -> serde_json::Value {
+    let terms = run(bench, "leases", &["terms", "--json"]);
+    serde_json::from_str(&terms).unwrap()
+}
+
+fn ledger(bench: &Bench) -> String {
+    fs::read_to_string(bench.path("state/leases.json")).unwrap_or_default()
+}
+
+#[test]
+fn a_vmm_of_another_user_gets_the_leases_that_it_owns() {
+    if !is_root() {
+        return;
+    }
+    let bench = Bench::new();
+    let server = server(&bench);
+    let before = ledger(&bench);
+    let told = refusal(&bench, ALICE, FIRST);
+    for part in [
+        "Lease \"first\" belongs to no user yet, and user 1001 asks for it",
+        "owner=1001`",
+    ] {
+        assert!(told.contains(part), "{told}");
+    }
+    assert_eq!(ledger(&bench), before, "nothing has changed");
+
+    let reserve = format!("{FIRST},owner={ALICE},iops=100000");
+    let told = bench.ask("reserve", &[&reserve]).unwrap();
+    assert!(
+        told.starts_with("Reserved first for 1001: range 0+16M of /"),
+        "{told}"
+    );
+    let reserved = ledger(&bench);
+    let told = refusal(&bench, BOB, FIRST);
+    for part in [
+        "Lease \"first\" belongs to user 1001, and user 1002 asks for it",
+        "`nvme-mpt leases give first 1002`",
+    ] {
+        assert!(told.contains(part), "{told}");
+    }
+    for (options, part) in [
+        (
+            "path=drive.img,range=0+32M,id=first",
+            "is not reserved for lease",
+        ),
+        (
+            "path=drive.img,range=0+16M,id=first,data=wipe",
+            "Option \"data\" is not for VMMs of user 1001",
+        ),
+        ("path=drive.img,id=first,profile=nvm", "Option \"profile\""),
+        (
+            "path=drive.img,range=0+16M,id=second",
+            "Lease \"second\" belongs to no user",
+        ),
+    ] {
+        let told = refusal(&bench, ALICE, options);
+        assert!(told.contains(part), "{told}");
+    }
+    assert_eq!(ledger(&bench), reserved, "nothing has changed");
+
+    let mut first = TestVmm::start_as(&bench, ALICE, FIRST, 1);
+    assert_eq!(first.report(), "attached");
+    assert_eq!(first.pass(), "passed");
+    let listed = run(&bench, "leases", &["list", "--json"]);
+    let listed: serde_json::Value = serde_json::from_str(&listed).unwrap();
+    assert_eq!(listed[0]["owner"], ALICE);
+    let listed = run(&bench, "leases", &[]);
+    assert!(listed.contains("1001"), "{listed}");
+    let listed = bench.ask("list", &[]).unwrap();
+    assert!(listed.contains("iops=100000"), "{listed}");
+
+    // After a server was killed, it is hers still.
+    server.kill();
+    let told = {
+        let server = self::server(&bench);
+        assert_eq!(first.order("event"), "3, fatal: true");
+        assert_eq!(first.order("reset"), "attached");
+        assert_eq!(first.pass(), "passed");
+        let told = refusal(&bench, BOB, FIRST);
+        first.end();
+        await_leases(&bench, &[]);
+        server.stop();
+        told
+    };
+    assert!(told.contains("belongs to user 1001"), "{told}");
+}
+
+#[test]
+fn an_operator_gives_a_lease_to_another_user_and_forgets_it() {
+    if !is_root() {
+        return;
+    }
+    let bench = Bench::new();
+    let server = server(&bench);
+    let reserve = format!("{FIRST},owner={ALICE}");
+    bench.ask("reserve", &[&reserve]).unwrap();
+    // Root may have it, and it stays hers.
+    let mut root = TestVmm::start(&bench, FIRST, 1);
+    assert_eq!(root.report(), "attached");
+    assert_eq!(terms(&bench)["first"]["owner"], ALICE);
+    let given = run(&bench, "leases", &["give", "first", "1002"]);
+    assert_eq!(given, "Lease first belongs to 1002 now\n");
+    // Whoever has it keeps it until then.
+    assert_eq!(root.pass(), "passed");
+    root.end();
+    await_leases(&bench, &[]);
+    assert!(refusal(&bench, ALICE, FIRST).contains("belongs to user 1002"));
+    let mut bob = TestVmm::start_as(&bench, BOB, FIRST, 1);
+    assert_eq!(bob.report(), "attached");
+    bob.end();
+    await_leases(&bench, &[]);
+    // Without an owner, and the data is erased for the next one.
+    run(&bench, "leases", &["release", "first"]);
+    assert_eq!(terms(&bench), serde_json::json!({}));
+    assert!(refusal(&bench, BOB, FIRST).contains("belongs to no user"));
+    let none = bench.run("leases", &["give", "none", "1002"]);
+    let told = String::from_utf8(none.stderr).unwrap();
+    assert!(told.contains("There is no lease \"none\""), "{told}");
+    server.stop();
+}
+
+#[test]
+fn the_first_vmm_that_takes_a_lease_owns_it_and_a_sockets_owner_too() {
+    let bench = Bench::new();
+    let server = server(&bench);
+    let mut first = TestVmm::start(&bench, FIRST, 1);
+    assert_eq!(first.report(), "attached");
+    let user = nix::unistd::getuid().as_raw();
+    assert_eq!(terms(&bench)["first"]["owner"], user);
+    first.end();
+    let owner = format!("path=drive.img,range=16M+16M,id=b,socket=b.sock,owner={user}");
+    bench.ask("add", &[&owner]).unwrap();
+    bench
+        .ask("add", &["path=drive.img,range=32M+16M,id=c,socket=c.sock"])
+        .unwrap();
+    let terms = terms(&bench);
+    assert_eq!(terms["b"]["owner"], user);
+    assert!(terms["c"].is_null(), "{terms}");
+    let unknown = format!("{FIRST},owner=no-such-user");
+    let told = bench.ask("reserve", &[&unknown]).unwrap_err();
+    assert!(told.contains("There is no user \"no-such-user\""), "{told}");
+    server.stop();
+}
+
+#[test]
+fn other_users_reach_a_server_that_lets_them_alone() {
+    if !is_root() {
+        return;
+    }
+    let bench = Bench::new();
+    let mode_of = |name: &str| fs::metadata(bench.path(name)).unwrap().mode() & 0o7777;
+    let mut serve = serve_command(&bench);
+    serve.args(["--vmm-socket", "mode=0600"]);
+    let mut closed = bench.serve_command("one", &[]);
+    closed.args(["--drive", "path=drive.img"]);
+    let server = Server::start(closed).unwrap();
+    assert_eq!([mode_of("state"), mode_of("state/servers")], [0o700; 2]);
+    // It looks for a server in vain, and may not open the drive itself.
+    refusal(&bench, ALICE, FIRST);
+    server.stop();
+    let server = self::server(&bench);
+    assert_eq!([mode_of("state"), mode_of("state/servers")], [0o711, 0o755]);
+    bench
+        .ask("add", &["path=drive.img,range=32M+16M,id=c,socket=c.sock"])
+        .unwrap();
+    for file in ["leases.json", "leases.lock", "holders.lock"] {
+        assert_eq!(mode_of(&format!("state/{file}")), 0o600, "{file}");
+    }
+    assert_eq!(mode_of("one.control.functions.toml"), 0o600);
+    let told = refusal(&bench, ALICE, FIRST);
+    assert!(told.contains("belongs to no user"), "{told}");
+    server.stop();
+}
+
+#[test]
+fn what_is_reserved_is_in_the_way_of_others() {
+    let bench = Bench::new();
+    let server = server(&bench);
+    let user = nix::unistd::getuid().as_raw();
+    let reserve =
+        |what: &str| bench.ask("reserve", &[&format!("path=drive.img,owner={user},{what}")]);
+    reserve("range=0+16M,id=first").unwrap();
+    reserve("size=16M,unit=1M,id=second").unwrap();
+    for (what, complaint) in [
+        ("range=8M+16M,id=third", "data of lease \"first\""),
+        ("size=64M,unit=1M,id=third", "There is no room"),
+        (
+            "range=0+16M,id=third,queues=2",
+            "There is no option \"queues\"",
+        ),
+    ] {
+        let told = reserve(what).unwrap_err();
+        assert!(told.contains(complaint), "{told}");
+    }
+    let mut second = TestVmm::start(&bench, "path=drive.img,size=16M,unit=1M,id=second", 1);
+    assert_eq!(second.report(), "attached");
+    assert_eq!(second.pass(), "passed");
+    second.end();
+    server.stop();
+}

@@ -1,0 +1,151 @@
+//! Options of the leases that an operator reserves for functions in VMMs, and of the socket on which VMMs ask for them.
+
+use std::str::FromStr;
+
+use super::error::OptionError;
+use super::function::FunctionOptions;
+use super::key_values::{KeyValues, no_more, take};
+use super::served::{OptionText, RateChange, ServedDrive, SocketOwner, parse_mode};
+
+/// A lease that an operator reserves for the VMMs of a user.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Reservation {
+    /// User that owns the lease, by name or by number.
+    pub owner: String,
+    /// Drive, place, id and former data of the lease. The others have their defaults.
+    pub function: FunctionOptions,
+    /// The operator's limits, in the form of [`RateChange`].
+    pub limits: Option<OptionText>,
+}
+
+impl Reservation {
+    /// Keys that it may have, besides those of a drive and of a [`RateChange`].
+    pub const KEYS: &[&str] = &["owner", "range", "size", "unit", "id", "lease", "data"];
+
+    fn keys() -> impl Iterator<Item = &'static str> {
+        let keys = [Self::KEYS, ServedDrive::KEYS, RateChange::KEYS];
+        keys.into_iter().flatten().copied()
+    }
+}
+
+impl FromStr for Reservation {
+    type Err = OptionError;
+
+    fn from_str(text: &str) -> Result<Self, OptionError> {
+        let mut keys = KeyValues::parse(text)?;
+        let unknown = |key: &&str| Self::keys().all(|known| known != *key);
+        if let Some(key) = keys.keys().find(unknown) {
+            return Err(OptionError::Unknown {
+                key: key.to_owned(),
+                allowed: Self::keys().collect::<Vec<_>>().join(", "),
+            });
+        }
+        let owner = take(&mut keys, "owner", parse_user)?;
+        let owner = owner.ok_or(OptionError::Missing {
+            key: "owner",
+            example: "USER, whose VMMs may have the lease",
+        })?;
+        let limits = OptionText::parse_only(text, RateChange::KEYS)?;
+        if let Some(limits) = &limits {
+            limits.to_string().parse::<RateChange>()?;
+        }
+        for key in RateChange::KEYS {
+            keys.take(key);
+        }
+        let function = FunctionOptions::take(&mut keys)?;
+        Ok(Self {
+            owner,
+            function,
+            limits,
+        })
+    }
+}
+
+/// Reads a user by name or by number.
+///
+/// # Errors
+/// A group is given as well.
+pub fn parse_user(text: &str) -> Result<String, &'static str> {
+    match text.contains(':') {
+        true => Err("A lease has a user alone, without a group"),
+        false => Ok(text.to_owned()),
+    }
+}
+
+/// Permissions of the socket on which VMMs ask for leases: `mode=` and `owner=`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct VmmSocket {
+    /// File mode; that of the server's user alone if not given.
+    pub mode: Option<u32>,
+    /// Owner; the server's user and group if not given.
+    pub owner: Option<SocketOwner>,
+}
+
+impl VmmSocket {
+    /// Keys that it may have.
+    pub const KEYS: &[&str] = &["mode", "owner"];
+}
+
+impl FromStr for VmmSocket {
+    type Err = OptionError;
+
+    fn from_str(text: &str) -> Result<Self, OptionError> {
+        let mut keys = KeyValues::parse(text)?;
+        let socket = Self {
+            mode: take(&mut keys, "mode", parse_mode)?,
+            owner: take(&mut keys, "owner", str::parse)?,
+        };
+        no_more(keys, Self::KEYS.iter().copied())?;
+        Ok(socket)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::table;
+    use crate::report;
+
+    #[test]
+    fn a_reservation_has_a_user_a_place_and_limits() {
+        let reserved: Reservation = "path=/d,size=1G,lease=a,owner=alice,iops=none,data=wipe"
+            .parse()
+            .unwrap();
+        assert_eq!(reserved.owner, "alice");
+        let function: FunctionOptions = "path=/d,size=1G,id=a,data=wipe".parse().unwrap();
+        assert_eq!(reserved.function, function);
+        let limits = reserved.limits.map(|limits| limits.to_string());
+        assert_eq!(limits.as_deref(), Some("iops=none"));
+        for (text, complaint) in [
+            ("path=/d,id=a", "\"owner\" is missing"),
+            ("path=/d,owner=a:b", "without a group"),
+            ("path=/d,owner=a,iops=fast", "as in 20000"),
+            ("path=/d,owner=a,queues=3", "the options are owner, range"),
+            ("id=a,owner=a", "\"path\" is missing"),
+        ] {
+            let error = text.parse::<Reservation>().unwrap_err();
+            let told = report::chain(&error);
+            assert!(told.contains(complaint), "{told}");
+        }
+    }
+
+    #[test]
+    fn every_key_of_a_reservation_is_one_of_a_served_function() {
+        for key in Reservation::keys() {
+            assert!(
+                table::served().any(|option| option.key == key) || RateChange::KEYS.contains(&key),
+                "{key}"
+            );
+        }
+    }
+
+    #[test]
+    fn the_socket_for_vmms_has_a_mode_and_an_owner() {
+        let socket: VmmSocket = "mode=0660,owner=:kvm".parse().unwrap();
+        assert_eq!(socket.mode, Some(0o660));
+        let owner = socket.owner.and_then(|owner| owner.group);
+        assert_eq!(owner.as_deref(), Some("kvm"));
+        let error = "socket=/a".parse::<VmmSocket>().unwrap_err();
+        assert!(error.to_string().contains("mode, owner"), "{error}");
+    }
+}

@@ -136,6 +136,10 @@ pub(super) fn let_others_through(path: &Path) -> Result<(), PrivateError> {
     if mode & OTHERS_SEARCH == OTHERS_SEARCH {
         return Ok(());
     }
+    info!(
+        "Other users may pass through the state folder {} from now on, to sockets for VMMs",
+        path.display()
+    );
     fs::set_permissions(path, Permissions::from_mode(mode | OTHERS_SEARCH))
         .map_err(failed("let other users through", path))
 }

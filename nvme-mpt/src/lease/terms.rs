@@ -278,6 +278,32 @@ mod tests {
     }
 
     #[test]
+    fn what_a_reservation_did_not_wipe_is_refused() {
+        let (_dir, [ledger, _]) = both();
+        drop(ledger.acquire(&range("b", "0+2M")).unwrap());
+        let wiping = LeaseRequest {
+            former_data: FormerData::Wiped,
+            ..range("a", "0+2M")
+        };
+        let lease = ledger.acquire_by(Claim::For(ALICE), &wiping).unwrap();
+        assert_eq!(lease.unwiped().len(), 1);
+        lease.die();
+        for data in [FormerData::Refused, FormerData::Kept, FormerData::Wiped] {
+            let asked = LeaseRequest {
+                former_data: data,
+                ..range("a", "0+2M")
+            };
+            ledger.acquire_by(Claim::Own(ALICE), &asked).unwrap_err();
+        }
+        // Reserved again, it is wiped to the end.
+        let lease = ledger.acquire_by(Claim::For(ALICE), &wiping).unwrap();
+        lease.wiped().unwrap();
+        drop(lease);
+        let asked = range("a", "0+2M");
+        drop(ledger.acquire_by(Claim::Own(ALICE), &asked).unwrap());
+    }
+
+    #[test]
     fn a_lease_is_given_to_another_user() {
         let (_dir, ledgers) = both();
         for ledger in ledgers {

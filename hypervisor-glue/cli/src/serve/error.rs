@@ -114,7 +114,7 @@ pub enum ChangeError {
         /// The function.
         id: String,
         /// Why.
-        source: LimitsError,
+        source: Box<LimitsError>,
     },
     /// The function is declared in the server's file.
     #[error("Function {id} is declared in {}: take it out there, then run `nvme-mpt reload`", file.display())]

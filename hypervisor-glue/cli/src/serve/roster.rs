@@ -224,7 +224,7 @@ impl Roster {
         if let Some(limited) = self.terms.leases.limit(id, &given) {
             return limited.map_err(|source| ChangeError::Limits {
                 id: id.to_owned(),
-                source,
+                source: Box::new(source),
             });
         }
         let of_id = |entry: &FunctionEntry| entry.id == id || entry.socket == Path::new(id);

@@ -1,8 +1,10 @@
 //! Leases that belong to users, and VMMs of several users on one server.
 
+use std::env;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
-use std::process::Command;
+use std::os::unix::net::UnixStream;
+use std::process::{Command, Stdio};
 
 use crate::support::{Bench, Server};
 use crate::vmms::{TestVmm, await_leases};
@@ -248,4 +250,54 @@ fn what_is_reserved_is_in_the_way_of_others() {
     assert_eq!(second.pass(), "passed");
     second.end();
     server.stop();
+}
+
+/// Variable of the environment of [`crowd`]: the folder with the sockets of servers.
+const SOCKETS: &str = "TEST_CROWD_SOCKETS";
+
+/// A process of another user with many connections, and no test by itself.
+#[test]
+#[ignore = "started by other tests"]
+fn crowd() {
+    nix::unistd::setuid(ALICE.into()).unwrap();
+    let mut sockets = fs::read_dir(env::var(SOCKETS).unwrap()).unwrap();
+    let socket = sockets.next().unwrap().unwrap().path();
+    let connections: Vec<_> = (0..192)
+        .map(|_| UnixStream::connect(&socket).unwrap())
+        .collect();
+    println!("connected");
+    let mut end = String::new();
+    std::io::stdin().read_line(&mut end).unwrap();
+    drop(connections);
+}
+
+#[test]
+fn a_user_without_leases_takes_no_place_of_others() {
+    if !is_root() {
+        return;
+    }
+    let bench = Bench::new();
+    let server = server(&bench);
+    let mut crowd = Command::new(env::current_exe().unwrap())
+        .args(["--exact", "owners::crowd", "--ignored", "--nocapture"])
+        .env(SOCKETS, bench.path("state/servers"))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut told = std::io::BufReader::new(crowd.stdout.take().unwrap());
+    let mut line = String::new();
+    while !line.ends_with("connected\n") {
+        let read = std::io::BufRead::read_line(&mut told, &mut line).unwrap();
+        assert_ne!(read, 0, "the crowd ended");
+    }
+    let mut first = TestVmm::start(&bench, FIRST, 1);
+    assert_eq!(first.report(), "attached");
+    first.end();
+    drop(crowd.stdin.take());
+    assert!(crowd.wait().unwrap().success());
+    let (status, stderr) = server.signal("TERM");
+    assert!(status.success(), "{status}: {stderr}");
+    let complaint = "user 1001 has 64 connections without a lease";
+    assert!(stderr.contains(complaint), "{stderr}");
 }

@@ -95,7 +95,7 @@ pub(super) const ALL: &[Step] = &[
     },
     Step {
         name: "long",
-        what: "tests that do something a hundred times",
+        what: "tests that do something a hundred or a thousand times",
         when: When::Full,
         is_shared_out: false,
         run: long,
@@ -209,7 +209,8 @@ fn remote(context: &mut Context) -> Result<(), VerifyError> {
 fn long(context: &mut Context) -> Result<(), VerifyError> {
     let tests = ["test", "--release", "--package", "nvme-mpt-cli"];
     let mut command = context.cargo(&tests);
-    command.args(["--test", "command", "a_hundred", "--", "--ignored"]);
+    command.args(["--test", "command", "--", "--ignored"]);
+    command.args(["a_hundred", "a_thousand"]);
     context.run(&mut command, Worth::ItsTests)
 }
 

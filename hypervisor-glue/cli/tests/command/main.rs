@@ -1,6 +1,7 @@
 //! The `nvme-mpt` command, as processes.
 
 mod changes;
+mod churn;
 mod documents;
 mod leases;
 mod limits;

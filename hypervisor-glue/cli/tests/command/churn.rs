@@ -1,0 +1,333 @@
+//! Functions that come and go by the hundred beside one that is under load.
+
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nvme_mpt::Pollers;
+use nvme_mpt_cli::control::{ControlError, request_change};
+use nvme_mpt_cli::serve::{Change, Changed};
+use nvme_mpt_tests::bar::Bar;
+use nvme_mpt_tests::controller::{Config, Controller};
+use nvme_mpt_tests::disk::Disk;
+use nvme_mpt_tests::function::{InProcess, map};
+use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::rng::{Rng, fill_blocks};
+use nvme_mpt_tests::vfio_user::VfioUserBar;
+use nvme_mpt_vmm::open::{self, Ledgers};
+use nvme_mpt_vmm::options::AskedFunction;
+use vmm_device::{MsixMasking, NvmeFunction};
+
+use crate::support::{Bench, PATIENCE, Server};
+
+/// Bytes of an I/O.
+const PIECE: usize = 4096;
+const BLOCKS: u32 = (PIECE / 512) as u32;
+
+/// Rounds before the first count: threads of pollers, and caches of the allocator, are there after them.
+const WARM_UP: usize = 10;
+
+/// Memory that the allocator may hold more after any number of rounds, in KiB: its arenas fill differently as threads
+/// meet. A thousand functions that left a KiB each would leave twice as much.
+const MEMORY_MAX: u64 = 512;
+
+/// Mappings that the allocator and the cache of thread stacks may have more. A function that left one in each tenth
+/// round would leave more, in a hundred rounds.
+const MAPPINGS_MAX: usize = 8;
+
+/// What a process holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Held {
+    descriptors: usize,
+    threads: usize,
+    mappings: usize,
+    /// Anonymous memory in KiB.
+    memory: u64,
+}
+
+impl Held {
+    fn by(server: &Server) -> Self {
+        let folder = Path::new("/proc").join(server.pid().to_string());
+        let entries = |name: &str| folder.join(name).read_dir().unwrap().count();
+        let text = |name: &str| fs::read_to_string(folder.join(name)).unwrap();
+        let status = text("status");
+        let memory = status.lines().find(|line| line.starts_with("RssAnon:"));
+        let memory = memory.and_then(|line| line.split_whitespace().nth(1));
+        Self {
+            descriptors: entries("fd"),
+            threads: entries("task"),
+            mappings: text("maps").lines().count(),
+            memory: memory.unwrap().parse().unwrap(),
+        }
+    }
+
+    fn is_back_at(&self, before: &Self) -> bool {
+        self.descriptors == before.descriptors
+            && self.threads == before.threads
+            && self.mappings <= before.mappings + MAPPINGS_MAX
+            && self.memory <= before.memory + MEMORY_MAX
+    }
+
+    /// Waits until the server holds what it held: the kernel takes a thread that ended out a little later.
+    fn await_back_at(before: &Self, server: &Server) -> Self {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let held = Self::by(server);
+            if held.is_back_at(before) || Instant::now() > deadline {
+                return held;
+            }
+            thread::sleep(Duration::from_millis(100));
+        }
+    }
+}
+
+/// Load of one guest, whose data is verified.
+const IDLE: u8 = 0;
+const BESIDE: u8 = 1;
+const ELSEWHERE: u8 = 2;
+const ALONE: u8 = 3;
+const ENDED: u8 = 4;
+
+/// Names of the phases from [`BESIDE`] to [`ALONE`].
+const PHASES: [&str; 3] = [
+    "beside functions that come and go",
+    "while they do so on another server",
+    "alone",
+];
+
+/// Latencies in each of [`PHASES`], sorted.
+type Latencies = [Vec<Duration>; 3];
+
+/// Writes and reads random places until the phase is [`ENDED`].
+fn load(socket: &Path, phase: &AtomicU8) -> Latencies {
+    const PLACES: u64 = (16 << 20) / PIECE as u64;
+    let memory = GuestMemory::new(&[(1 << 20, 16 << 20)]).unwrap();
+    let bar: Arc<dyn Bar> = Arc::new(VfioUserBar::attach(socket, &memory).unwrap());
+    let mut controller = Controller::attach(bar, memory, Config::default(), 1).unwrap();
+    let mut disk = Disk::open(&mut controller, 1).unwrap();
+    let mut generations = vec![0_u64; PLACES as usize];
+    let mut latencies = Latencies::default();
+    let mut rng = Rng::new(7);
+    let content = |place: u64, generation: u64| {
+        let mut bytes = vec![0; PIECE];
+        fill_blocks(&mut bytes, generation, place * u64::from(BLOCKS), 512);
+        bytes
+    };
+    let check = |disk: &mut Disk, place: u64, generation: u64| {
+        let read = disk.read(place * u64::from(BLOCKS), BLOCKS).unwrap();
+        let expected = match generation {
+            0 => vec![0; PIECE],
+            _ => content(place, generation),
+        };
+        assert_eq!(read, expected, "place {place}");
+    };
+    loop {
+        let now = phase.load(Ordering::Relaxed);
+        let place = rng.below(PLACES);
+        let generation = &mut generations[place as usize];
+        let writes = rng.below(2) == 0;
+        let begun = Instant::now();
+        if writes {
+            *generation += 1;
+            let slba = place * u64::from(BLOCKS);
+            disk.write(slba, &content(place, *generation)).unwrap();
+        } else {
+            check(&mut disk, place, *generation);
+        }
+        let took = begun.elapsed();
+        match now {
+            IDLE => {}
+            ENDED => break,
+            phase => latencies[usize::from(phase - BESIDE)].push(took),
+        }
+    }
+    for (place, generation) in (0..).zip(&generations) {
+        check(&mut disk, place, *generation);
+    }
+    drop(disk);
+    latencies.iter_mut().for_each(|of| of.sort_unstable());
+    latencies
+}
+
+fn at(sorted: &[Duration], part: f64) -> Duration {
+    let place = (sorted.len() as f64 * part) as usize;
+    sorted
+        .get(place.min(sorted.len().saturating_sub(1)))
+        .copied()
+        .unwrap_or_default()
+}
+
+/// A guest that writes, reads, and is gone.
+fn use_disk(controller: &mut Controller, seed: u64) {
+    let mut disk = Disk::open(controller, 1).unwrap();
+    let mut bytes = vec![0; PIECE];
+    fill_blocks(&mut bytes, seed, 0, 512);
+    for _ in 0..2 {
+        disk.write(0, &bytes).unwrap();
+        assert_eq!(disk.read(0, BLOCKS).unwrap(), bytes);
+    }
+}
+
+struct Churn<'a> {
+    bench: &'a Bench,
+    memory: GuestMemory,
+    ledgers: Ledgers,
+    pollers: Arc<Pollers>,
+}
+
+impl<'a> Churn<'a> {
+    fn new(bench: &'a Bench) -> Self {
+        Self {
+            bench,
+            memory: GuestMemory::new(&[(1 << 20, 16 << 20)]).unwrap(),
+            ledgers: Ledgers::open(&bench.path("state")),
+            pollers: Pollers::new(),
+        }
+    }
+
+    fn change(&self, change: &Change) -> Result<Changed, ControlError> {
+        request_change(&self.bench.path("one.control"), change.clone())
+    }
+
+    /// Adds a function, uses it, and removes it.
+    fn over_vfio_user(&self, number: usize) {
+        let path = |name: &str| self.bench.path(name).display().to_string();
+        let id = format!("v{number}");
+        let options = format!(
+            "socket={},path={},range=16M+16M,id={id},data=keep",
+            path("churn.sock"),
+            path("drive.img")
+        );
+        self.change(&Change::Add { options }).unwrap();
+        {
+            let socket = self.bench.path("churn.sock");
+            let bar = VfioUserBar::attach(&socket, &self.memory).unwrap();
+            let memory = self.memory.clone();
+            let mut guest =
+                Controller::attach(Arc::new(bar), memory, Config::default(), 1).unwrap();
+            use_disk(&mut guest, number as u64);
+        }
+        // The server sees the client go a little later.
+        let deadline = Instant::now() + PATIENCE;
+        let remove = Change::Remove { id, force: false };
+        while let Err(error) = self.change(&remove) {
+            let told = error.to_string();
+            assert!(told.contains("A VMM is connected"), "{told}");
+            assert!(Instant::now() < deadline, "{told}");
+            thread::yield_now();
+        }
+    }
+
+    /// Has a function of this process on the server's drive for a while.
+    fn in_a_vmm(&self, number: usize) {
+        let path = self.bench.path("drive.img").display().to_string();
+        let options = format!("path={path},range=32M+16M,id=w{number},data=keep");
+        let function: AskedFunction = options.parse().unwrap();
+        let (_, host) = open::host_side(&function, &self.ledgers, &self.pollers).unwrap();
+        let function = NvmeFunction::new(host, MsixMasking::Function);
+        for region in self.memory.regions() {
+            map(&function, &self.memory, &region);
+        }
+        let bar = Arc::new(InProcess::new(function));
+        let memory = self.memory.clone();
+        let device: Arc<dyn Bar> = bar.clone();
+        let mut guest = Controller::attach(device, memory, Config::default(), 1).unwrap();
+        use_disk(&mut guest, number as u64);
+        drop(guest);
+        bar.function().end().unwrap();
+    }
+
+    fn rounds(&self, numbers: std::ops::Range<usize>) {
+        for number in numbers {
+            self.over_vfio_user(number);
+            self.in_a_vmm(number);
+        }
+    }
+}
+
+/// Checks that the ledger has the loaded function's lease, and nothing of functions that are gone but whose data it is.
+fn check_ledger(bench: &Bench, last: usize) {
+    let ids: Vec<String> = bench.leases().into_iter().map(|(id, ..)| id).collect();
+    assert_eq!(ids, ["load"]);
+    let ledger = fs::read(bench.path("state/leases.json")).unwrap();
+    let ledger: serde_json::Value = serde_json::from_slice(&ledger).unwrap();
+    let tenants = ledger["tenants"].as_array().unwrap().iter();
+    let mut tenants: Vec<&str> = tenants.map(|of| of["id"].as_str().unwrap()).collect();
+    tenants.sort_unstable();
+    let (vfio_user, vmm) = (format!("v{last}"), format!("w{last}"));
+    assert_eq!(tenants, ["load", &vfio_user, &vmm]);
+    let terms: Vec<&String> = ledger["terms"].as_object().unwrap().keys().collect();
+    assert_eq!(terms, [&vmm]);
+    let added = fs::read_to_string(bench.path("one.control.functions.toml")).unwrap();
+    assert!(!added.contains("[[function]]"), "{added}");
+    let sockets = bench.path("state/servers").read_dir().unwrap();
+    assert_eq!(sockets.count(), 1);
+    assert!(!bench.path("churn.sock").exists());
+}
+
+/// Adds and removes `count` functions over vfio-user, and as many in a VMM, under the load of another one.
+///
+/// Another server has as many after that: what its functions cost the load is the cost of the processors' time.
+fn come_and_go(count: usize) {
+    let [bench, other] = [Bench::new(), Bench::new()];
+    let function = "socket=load.sock,path=drive.img,range=0+16M,id=load";
+    let [server, other_server] =
+        [&bench, &other].map(|bench| bench.serve("one", &[function]).unwrap());
+    let [churn, elsewhere] = [&bench, &other].map(Churn::new);
+    let phase = AtomicU8::new(IDLE);
+    let socket = bench.path("load.sock");
+    let (before, after, took, latencies) = thread::scope(|scope| {
+        let load = scope.spawn(|| load(&socket, &phase));
+        // Whatever fails below, the load ends.
+        let _end = EndLoad(&phase);
+        churn.rounds(0..WARM_UP);
+        let before = Held::by(&server);
+        phase.store(BESIDE, Ordering::Relaxed);
+        let begun = Instant::now();
+        churn.rounds(WARM_UP..WARM_UP + count);
+        let took = begun.elapsed();
+        phase.store(IDLE, Ordering::Relaxed);
+        let after = Held::await_back_at(&before, &server);
+        phase.store(ELSEWHERE, Ordering::Relaxed);
+        elsewhere.rounds(0..count);
+        phase.store(ALONE, Ordering::Relaxed);
+        // The time in which the load is measured.
+        thread::sleep(took.min(Duration::from_secs(10)));
+        phase.store(ENDED, Ordering::Relaxed);
+        (before, after, took, load.join().unwrap())
+    });
+    println!("{count} rounds in {took:.1?}; before {before:?}, after {after:?}");
+    for (name, of) in PHASES.iter().zip(&latencies) {
+        let [p50, p99, p999] = [0.5, 0.99, 0.999].map(|part| at(of, part));
+        println!(
+            "load {name}: {} I/Os, p50 {p50:.1?}, p99 {p99:.1?}, p99.9 {p999:.1?}",
+            of.len()
+        );
+    }
+    assert!(after.is_back_at(&before), "{before:?} became {after:?}");
+    check_ledger(&bench, WARM_UP + count - 1);
+    server.stop();
+    other_server.stop();
+}
+
+struct EndLoad<'a>(&'a AtomicU8);
+
+impl Drop for EndLoad<'_> {
+    fn drop(&mut self) {
+        self.0.store(ENDED, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn functions_that_come_and_go_leave_nothing_in_the_server() {
+    come_and_go(50);
+}
+
+#[test]
+#[ignore = "adds and removes a thousand functions"]
+fn a_thousand_functions_come_and_go() {
+    come_and_go(1000);
+}

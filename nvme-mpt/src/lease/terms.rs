@@ -36,7 +36,7 @@ pub enum Claim {
     Operator,
     /// That of the operator, for a user that owns the lease from then on.
     For(u32),
-    /// That of a process which may have every lease. Its user owns the lease, if nobody else does.
+    /// That of a process which may have every lease. Its user owns the lease, if no user does yet.
     Every(u32),
     /// That of a process which may have a lease that its user owns, with bytes that the id has already.
     Own(u32),
@@ -62,7 +62,7 @@ impl Claim {
         }
     }
 
-    /// Checks that the bytes of a lease are those of its id already: no other process looked at them for the operator.
+    /// Checks that the bytes of a lease are those of its id already. Others may have data of the host.
     pub(super) fn check_extents(
         self,
         records: &Records,
@@ -217,7 +217,7 @@ mod tests {
         for ledger in ledgers {
             let wanted = range("a", "0+1M");
             drop(ledger.acquire(&wanted).unwrap());
-            assert_eq!(owners(&ledger), [], "nobody asked as a user");
+            assert_eq!(owners(&ledger), [], "no process asked as a user");
             drop(ledger.acquire_by(Claim::Every(OPERATOR), &wanted).unwrap());
             assert_eq!(owners(&ledger), [("a".to_owned(), Some(OPERATOR))]);
             ledger.acquire_by(Claim::Own(BOB), &wanted).unwrap_err();

@@ -49,8 +49,10 @@ pub enum Event {
 pub enum HostSideEvent {
     /// It ended. Nothing happens on the I/O queues until another process has taken its place.
     Away,
+    /// Another process has taken its place, and its queues where they were.
+    BackWithQueues,
     /// Another process has taken its place, without the queues: only a reset of the controller goes on.
-    Back,
+    BackWithoutQueues,
 }
 
 /// Something that happened to a drive.

@@ -29,6 +29,7 @@ pub mod kept;
 pub mod learn;
 pub mod lease;
 pub mod limit;
+pub mod live;
 pub mod origin;
 pub mod poller;
 pub mod range_lock;
@@ -48,7 +49,7 @@ pub use nvme_spec as spec;
 pub use address::{Gpa, Iova};
 pub use attachment::{
     AttachError, Attachment, AttachmentConfig, AttachmentState, AttachmentStats, CqConfig,
-    KeptParts, LeasedNamespace, QueueError, SqConfig, StateError,
+    FunctionParts, KeptParts, KeptQueues, LeasedNamespace, QueueError, SqConfig, StateError,
 };
 pub use dma::{DirtyRange, DmaError, DmaWindow, GuestMemory, MemoryKinds, MemoryRegion};
 pub use doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage};

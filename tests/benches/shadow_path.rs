@@ -11,7 +11,7 @@
 //! Times are those of driver and device together; there are none where the drive is a model of a
 //! physical one, whose own work costs more than the path does. Such a drive may cost
 //! [`PHYSICAL_EXTRA`] instructions per command more than one that does nothing, and a lease of many extents
-//! [`EXTENTS_EXTRA`] more than one of a range.
+//! [`EXTENTS_EXTRA`] more than one of a range. Live state may cost [`LIVE_EXTRA`].
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -27,8 +27,8 @@ use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::{Nsid, QueueId};
 use nvme_mpt::spec::registers::Doorbell as Register;
 use nvme_mpt::{
-    Attachment, AttachmentConfig, CqConfig, Drive, Gpa, Learning, MemoryRegion, PollPolicy,
-    Pollers, SqConfig,
+    Attachment, AttachmentConfig, CqConfig, Drive, FunctionParts, Gpa, Learning, MemoryRegion,
+    PollPolicy, Pollers, SqConfig,
 };
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::command::{DataPointer, Sqe};
@@ -94,11 +94,16 @@ const PHYSICAL_EXTRA: f64 = 60.0;
 /// Instructions per command that a lease of many extents may cost more than one of a range.
 const EXTENTS_EXTRA: f64 = 20.0;
 
+/// Instructions per command that live state may cost.
+const LIVE_EXTRA: f64 = 32.0;
+
 /// Cases, those to compare them with, and the instructions per command that they may cost more.
-const COMPARED: [(&str, &str, f64); 3] = [
+const COMPARED: [(&str, &str, f64); 5] = [
     ("vfio-4k", "null-4k", PHYSICAL_EXTRA),
     ("vfio-128k", "null-128k", PHYSICAL_EXTRA),
     ("null-4k-100-extents", "null-4k", EXTENTS_EXTRA),
+    ("null-4k-live", "null-4k", LIVE_EXTRA),
+    ("vfio-4k-live", "vfio-4k", LIVE_EXTRA),
 ];
 
 /// Bytes of a unit of a lease of several extents.
@@ -116,6 +121,8 @@ struct Case {
     write: bool,
     /// Extents of the lease, none of which follows another.
     extents: u64,
+    /// True if the queues have live state, as the function may outlive the process.
+    live: bool,
 }
 
 const CASES: &[Case] = &[
@@ -127,6 +134,7 @@ const CASES: &[Case] = &[
         depth: 32,
         write: false,
         extents: 1,
+        live: false,
     },
     Case {
         name: "null-4k-qd1",
@@ -136,6 +144,7 @@ const CASES: &[Case] = &[
         depth: 1,
         write: false,
         extents: 1,
+        live: false,
     },
     Case {
         name: "null-128k",
@@ -145,6 +154,7 @@ const CASES: &[Case] = &[
         depth: 32,
         write: false,
         extents: 1,
+        live: false,
     },
     Case {
         name: "memory-4k",
@@ -154,6 +164,7 @@ const CASES: &[Case] = &[
         depth: 32,
         write: false,
         extents: 1,
+        live: false,
     },
     Case {
         name: "memory-4k-write",
@@ -163,6 +174,7 @@ const CASES: &[Case] = &[
         depth: 32,
         write: true,
         extents: 1,
+        live: false,
     },
     Case {
         name: "memory-128k",
@@ -172,6 +184,7 @@ const CASES: &[Case] = &[
         depth: 32,
         write: false,
         extents: 1,
+        live: false,
     },
     Case {
         name: "null-4k-4-queues",
@@ -181,6 +194,7 @@ const CASES: &[Case] = &[
         depth: 32,
         write: false,
         extents: 1,
+        live: false,
     },
     Case {
         name: "null-4k-16-queues",
@@ -190,6 +204,7 @@ const CASES: &[Case] = &[
         depth: 32,
         write: false,
         extents: 1,
+        live: false,
     },
     Case {
         name: "null-4k-64-queues",
@@ -199,6 +214,7 @@ const CASES: &[Case] = &[
         depth: 32,
         write: false,
         extents: 1,
+        live: false,
     },
     Case {
         name: "null-4k-100-extents",
@@ -208,6 +224,37 @@ const CASES: &[Case] = &[
         depth: 32,
         write: false,
         extents: 100,
+        live: false,
+    },
+    Case {
+        name: "null-4k-live",
+        drive: On::Software("null:64G"),
+        size: 4096,
+        queues: 1,
+        depth: 32,
+        write: false,
+        extents: 1,
+        live: true,
+    },
+    Case {
+        name: "null-4k-live-qd1",
+        drive: On::Software("null:64G"),
+        size: 4096,
+        queues: 1,
+        depth: 1,
+        write: false,
+        extents: 1,
+        live: true,
+    },
+    Case {
+        name: "vfio-4k-live",
+        drive: PHYSICAL,
+        size: 4096,
+        queues: 1,
+        depth: 32,
+        write: false,
+        extents: 1,
+        live: true,
     },
     Case {
         name: "vfio-4k",
@@ -217,6 +264,7 @@ const CASES: &[Case] = &[
         depth: 32,
         write: false,
         extents: 1,
+        live: false,
     },
     Case {
         name: "vfio-4k-qd1",
@@ -226,6 +274,7 @@ const CASES: &[Case] = &[
         depth: 1,
         write: false,
         extents: 1,
+        live: false,
     },
     Case {
         name: "vfio-128k",
@@ -235,6 +284,7 @@ const CASES: &[Case] = &[
         depth: 32,
         write: false,
         extents: 1,
+        live: false,
     },
     Case {
         name: "vfio-4k-shared",
@@ -247,6 +297,7 @@ const CASES: &[Case] = &[
         depth: 32,
         write: false,
         extents: 1,
+        live: false,
     },
     Case {
         name: "vfio-1m-split",
@@ -259,6 +310,7 @@ const CASES: &[Case] = &[
         depth: 4,
         write: false,
         extents: 1,
+        live: false,
     },
 ];
 
@@ -361,22 +413,24 @@ fn rig(case: &Case) -> Rig {
     let lease = lease("bench", wanted);
     assert_eq!(lease.extents().parts().len() as u64, case.extents);
     drop(others);
-    let attachment = Arc::new(
-        Attachment::new(AttachmentConfig {
-            lease,
-            drive: drive.clone(),
-            queue_pairs: 64,
-            reservation: None,
-            doorbells: nvme_mpt::DoorbellMode::Shadow,
-            poll: PollPolicy::default(),
-            learning: Learning::default(),
-            pollers: Pollers::new(),
-            memory: nvme_mpt::MemoryKinds::default(),
-            rates: nvme_mpt::limit::RateLimits::default(),
-            serial: None,
-        })
-        .unwrap(),
-    );
+    let config = AttachmentConfig {
+        lease,
+        drive: drive.clone(),
+        queue_pairs: 64,
+        reservation: None,
+        doorbells: nvme_mpt::DoorbellMode::Shadow,
+        poll: PollPolicy::default(),
+        learning: Learning::default(),
+        pollers: Pollers::new(),
+        memory: nvme_mpt::MemoryKinds::default(),
+        rates: nvme_mpt::limit::RateLimits::default(),
+        serial: None,
+    };
+    let parts = match case.live {
+        true => FunctionParts::Outliving,
+        false => FunctionParts::Own,
+    };
+    let attachment = Arc::new(Attachment::with_parts(config, parts).unwrap());
     let memory = GuestMemory::new(&[(0, 1 << 30)]).unwrap();
     let region = &memory.regions()[0];
     attachment

@@ -397,8 +397,9 @@ impl NvmeFunction {
         }
     }
 
-    /// The process of the host side went, or another one has taken its place. The guest sees a drive that is slow, and
-    /// then a controller that has to be reset, after which its driver gives its commands once more.
+    /// The process of the host side went, or another one has taken its place. The guest sees a drive that is slow. If
+    /// its queues are lost, it then sees a controller that has to be reset, after which its driver gives its commands
+    /// once more.
     fn follow_host_side(&mut self, event: HostSideEvent) {
         self.away = event == HostSideEvent::Away;
         if self.away {
@@ -406,7 +407,7 @@ impl NvmeFunction {
         }
         if let Some(queues) = self.enabling.take() {
             self.carry_out(Transition::Enable(queues));
-        } else if self.registers.is_running() {
+        } else if event == HostSideEvent::BackWithoutQueues && self.registers.is_running() {
             // A driver notices `CSTS.CFS` by time-outs alone.
             self.admin.report_lost_queues();
             self.run_admin();

@@ -26,8 +26,8 @@ use nvme_mpt::spec::status::Status;
 use nvme_mpt::{
     AttachmentState, AttachmentStats, Counters, CqConfig, DirtyRange, DmaError, DmaWindow,
     DoorbellBuffer, DoorbellMode, DoorbellPage, Event, EventQueue, Gpa, HostSide, HostSideEvent,
-    InterruptVector, Learning, LeaseFacts, LeaseStatus, Limits, MemoryRegion, QueueError,
-    QueueFailure, SharedParts, SqConfig, StateError,
+    InterruptVector, KeptQueues, Learning, LeaseFacts, LeaseStatus, Limits, MemoryRegion,
+    QueueError, QueueFailure, SharedParts, SqConfig, StateError,
 };
 use vmm_device::{Bar, MsixMasking, NvmeFunction};
 use zerocopy::{FromZeros, IntoBytes};
@@ -61,6 +61,8 @@ enum Call {
 enum Trouble {
     #[default]
     None,
+    /// It went.
+    Away,
     /// It has no room for a queue.
     NoQueues,
     /// Commands stay in flight.
@@ -109,6 +111,7 @@ impl Recorded {
             events: events.eventfd().clone(),
             memory: window.memory(),
             vectors: vectors.collect(),
+            live: None,
         };
         Self {
             facts: facts(),
@@ -131,7 +134,7 @@ impl Recorded {
     }
 
     fn create(&self, qid: QueueId) -> Result<(), QueueError> {
-        if self.trouble() == Trouble::NoQueues {
+        if matches!(self.trouble(), Trouble::NoQueues | Trouble::Away) {
             let source = io::Error::from_raw_os_error(28);
             return Err(QueueError::Host { qid, source });
         }
@@ -207,6 +210,10 @@ impl HostSide for Recorded {
             is_backed: true,
             is_gone: false,
         }
+    }
+
+    fn is_away(&self) -> bool {
+        self.trouble() == Trouble::Away
     }
 
     fn damage(&self) -> Damage {
@@ -339,6 +346,10 @@ impl HostSide for Recorded {
             Trouble::Unflushed => Err(io::ErrorKind::TimedOut.into()),
             _ => Ok(()),
         }
+    }
+
+    fn take_up(&self, _: &KeptQueues) -> Result<(), StateError> {
+        unreachable!("a function does not take up what its host side keeps for it")
     }
 
     fn save(&self) -> Result<AttachmentState, StateError> {
@@ -628,7 +639,7 @@ fn without_its_host_side_the_guest_waits_and_is_told_to_reset_when_another_is_ba
     // An error that waits is not what the guest has to hear of first.
     guest.ring(Doorbell::SqTail(QueueId(1)), 1);
 
-    report(&mut guest, HostSideEvent::Back);
+    report(&mut guest, HostSideEvent::BackWithoutQueues);
     assert_eq!(guest.csts(), 0b11, "only a reset goes on");
     let mut cqe = Cqe::new_zeroed();
     let memory = guest.function.memory();
@@ -640,6 +651,44 @@ fn without_its_host_side_the_guest_waits_and_is_told_to_reset_when_another_is_ba
     assert_eq!(guest.csts(), 0);
     guest.write(0x14, 0x0046_0001);
     assert_eq!(guest.csts(), 0b1);
+}
+
+#[test]
+fn an_admin_command_whose_host_side_goes_is_carried_out_by_the_next_one() {
+    let mut guest = Guest::new();
+    guest.calls();
+    guest.trouble(Trouble::Away);
+    for (at, sqe) in [create_cq(), identify(1, 0)].iter_mut().enumerate() {
+        sqe.set_cid((at as u16).into());
+        let memory = guest.function.memory();
+        let place = Gpa(MEMORY + 64 * at as u64);
+        memory.write(place, sqe.as_bytes()).unwrap();
+    }
+    guest.tail = 2;
+    guest.ring(Doorbell::SqTail(QueueId::ADMIN), 2);
+    // The loss is noticed by the command, before there is an event.
+    guest.function.process_events();
+    report(&mut guest, HostSideEvent::Away);
+    let completion = |guest: &Guest, at: u64| {
+        let mut cqe = Cqe::new_zeroed();
+        let memory = guest.function.memory();
+        let place = Gpa(ADMIN_CQ + 16 * at);
+        memory.read(place, cqe.as_mut_bytes()).unwrap();
+        cqe
+    };
+    assert!(!completion(&guest, 0).phase(), "it has no error");
+    assert_eq!(guest.function.admin_stats().commands, 1);
+    assert_eq!(guest.csts(), 0b1);
+
+    guest.trouble(Trouble::None);
+    report(&mut guest, HostSideEvent::BackWithQueues);
+    assert_eq!(guest.csts(), 0b1, "nothing has failed");
+    for at in 0..2 {
+        let cqe = completion(&guest, at);
+        assert!(cqe.phase() && cqe.status().is_success(), "{cqe:?}");
+        assert_eq!(cqe.cid(), (at as u16).into());
+    }
+    assert_eq!(guest.calls(), [Call::CreateCq(CQ), Call::CreateCq(CQ)]);
 }
 
 #[test]
@@ -655,13 +704,18 @@ fn a_controller_that_is_enabled_without_its_host_side_is_ready_when_another_is_b
     report(&mut guest, HostSideEvent::Away);
     guest.write(0x14, 0x0046_0001);
     assert_eq!(guest.csts(), 0);
-    report(&mut guest, HostSideEvent::Back);
+    report(&mut guest, HostSideEvent::BackWithoutQueues);
     assert_eq!(guest.csts(), 0b1, "ready, and sound");
+
+    // Queues that went on are no reason to reset.
+    report(&mut guest, HostSideEvent::Away);
+    report(&mut guest, HostSideEvent::BackWithQueues);
+    assert_eq!(guest.csts(), 0b1);
 
     // A controller that is disabled has nothing to fail.
     guest.write(0x14, 0x0046_0000);
     report(&mut guest, HostSideEvent::Away);
-    report(&mut guest, HostSideEvent::Back);
+    report(&mut guest, HostSideEvent::BackWithoutQueues);
     assert_eq!(guest.csts(), 0);
     guest.write(0x14, 0x0046_0001);
     assert_eq!(guest.csts(), 0b1);

@@ -24,8 +24,8 @@ use nvme_mpt::spec::log::SmartHealth;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{
     AttachmentState, AttachmentStats, Counters, CqConfig, DirtyRange, DmaError, DmaWindow,
-    DoorbellBuffer, DoorbellPage, Event, Gpa, HostSide, InterruptVector, LeaseFacts, LeaseStatus,
-    MemoryRegion, QueueError, SharedParts, SqConfig, StateError,
+    DoorbellBuffer, DoorbellPage, Event, Gpa, HostSide, HostSideEvent, InterruptVector, KeptQueues,
+    LeaseFacts, LeaseStatus, MemoryRegion, QueueError, SharedParts, SqConfig, StateError,
 };
 use serde::de::DeserializeOwned;
 use thiserror::Error;
@@ -35,7 +35,7 @@ use zerocopy::FromBytes;
 use crate::channel::{Channel, ChannelError};
 use crate::link::{DirtyLog, Link, Lost};
 use crate::message::{
-    Attached, DirtyPages, Doorbells, Opened, Opening, Outcome, Request, Smart, VERSION,
+    Attached, DirtyPages, Doorbells, Opened, Opening, Outcome, PARTS, Request, Smart, VERSION,
 };
 use crate::vector::RemoteVector;
 use crate::watch::{Reach, Watch};
@@ -91,8 +91,8 @@ pub enum AttachError {
 pub(crate) struct Given {
     pub(crate) channel: Channel,
     pub(crate) attached: Attached,
-    /// File of the doorbells, and the eventfd of events.
-    parts: [OwnedFd; 2],
+    /// Files of the doorbells and of the live state, and the eventfd of events.
+    parts: [OwnedFd; PARTS],
     pub(crate) socket: PathBuf,
 }
 
@@ -137,8 +137,8 @@ pub(crate) fn ask_for_lease(
         }
     };
     channel.set_patience(PATIENCE).map_err(set_up)?;
-    let parts = <[OwnedFd; 2]>::try_from(descriptors).map_err(|descriptors| {
-        let (came, said) = (descriptors.len(), 2);
+    let parts = <[OwnedFd; PARTS]>::try_from(descriptors).map_err(|descriptors| {
+        let (came, said) = (descriptors.len(), PARTS);
         answer(ChannelError::Descriptors { came, said })
     })?;
     Ok(Some(Given {
@@ -234,7 +234,7 @@ impl RemoteHostSide {
         let Given {
             channel,
             attached,
-            parts: [doorbells, events],
+            parts: [doorbells, live, events],
             socket,
         } = given;
         let Attached {
@@ -258,6 +258,7 @@ impl RemoteHostSide {
             events: link.events.clone(),
             memory: window.memory(),
             vectors: (0..vectors).map(vector).collect(),
+            live: None,
         };
         let bells = Arc::<Mutex<Bells>>::default();
         let (ending, ended) = mpsc::channel();
@@ -268,6 +269,7 @@ impl RemoteHostSide {
             reach,
             promised: attached,
             doorbells: shared.doorbells.clone(),
+            live,
             memory: shared.memory.clone(),
             forget_bells: {
                 let bells = bells.clone();
@@ -315,11 +317,27 @@ impl RemoteHostSide {
         outcome.map_err(|failed| failed.0)
     }
 
-    fn ask_of_queue(&self, qid: QueueId, request: &Request) -> Result<(), QueueError> {
-        self.ask(request).unwrap_or_else(|lost: Lost| {
+    /// Asks for a change of the queues, and notes it for the next server, in one step: a server that goes before it has
+    /// answered has not made it, as far as anybody knows.
+    fn change_queues(
+        &self,
+        qid: QueueId,
+        request: &Request,
+        note: impl FnOnce(&mut KeptQueues),
+    ) -> Result<(), QueueError> {
+        let mut state = self.link.state();
+        let answer: Result<Result<(), QueueError>, Lost> =
+            self.link.ask_in(&mut state, request, None);
+        let result = answer.unwrap_or_else(|lost| {
             let source = lost.into();
             Err(QueueError::Host { qid, source })
-        })
+        });
+        if result.is_ok() {
+            note(&mut state.standing.queues);
+        }
+        drop(state);
+        self.renew_doorbells();
+        result
     }
 
     /// Asks for an end of what the queues do. A server that is gone does nothing any more.
@@ -381,7 +399,12 @@ impl RemoteHostSide {
         } = doorbells;
         for (number, descriptor) in new_bells.into_iter().zip(descriptors) {
             match eventfd::take(descriptor) {
-                Ok(bell) => drop(bells.insert(number, Arc::new(bell))),
+                Ok(bell) => {
+                    // The doorbell may have been written a moment ago, with the bell of the server before. A counter
+                    // that is full wakes the poller as well.
+                    let _ = bell.write(1);
+                    bells.insert(number, Arc::new(bell));
+                }
                 Err(error) => log::error!("The drive server sent a bell that is none: {error}"),
             }
         }
@@ -446,6 +469,10 @@ impl HostSide for RemoteHostSide {
         })
     }
 
+    fn is_away(&self) -> bool {
+        self.link.state().is_away()
+    }
+
     fn damage(&self) -> Damage {
         self.ask(&Request::Damage).unwrap_or_default()
     }
@@ -497,6 +524,9 @@ impl HostSide for RemoteHostSide {
     fn take_events(&self) -> Vec<Event> {
         // Before those of a server that came after them.
         let mut events = self.link.state().take_notices();
+        if events.contains(&Event::HostSide(HostSideEvent::BackWithQueues)) {
+            self.renew_doorbells();
+        }
         match self.ask::<Vec<Event>>(&Request::TakeEvents) {
             Ok(others) => events.extend(others),
             Err(Lost) => {
@@ -604,30 +634,27 @@ impl HostSide for RemoteHostSide {
     }
 
     fn create_cq(&self, config: CqConfig) -> Result<(), QueueError> {
-        self.ask_of_queue(config.qid, &Request::CreateCq(config))?;
-        self.renew_doorbells();
-        Ok(())
+        self.change_queues(config.qid, &Request::CreateCq(config), |queues| {
+            queues.cqs.push(config);
+        })
     }
 
     fn create_sq(&self, config: SqConfig) -> Result<(), QueueError> {
-        self.ask_of_queue(config.qid, &Request::CreateSq(config))?;
-        self.renew_doorbells();
-        Ok(())
+        self.change_queues(config.qid, &Request::CreateSq(config), |queues| {
+            queues.sqs.push(config);
+        })
     }
 
     fn delete_sq(&self, qid: QueueId) -> Result<(), QueueError> {
-        let result = self.ask_of_queue(qid, &Request::DeleteSq(qid));
-        self.renew_doorbells();
-        result
+        self.change_queues(qid, &Request::DeleteSq(qid), |queues| queues.delete_sq(qid))
     }
 
     fn delete_cq(&self, qid: QueueId) -> Result<(), QueueError> {
-        let result = self.ask_of_queue(qid, &Request::DeleteCq(qid));
-        self.renew_doorbells();
-        result
+        self.change_queues(qid, &Request::DeleteCq(qid), |queues| queues.delete_cq(qid))
     }
 
     fn set_coalescing(&self, coalescing: CoalescingConfig) {
+        self.link.state().standing.coalescing = Some(coalescing);
         self.tell(&Request::SetCoalescing(coalescing));
     }
 
@@ -654,9 +681,9 @@ impl HostSide for RemoteHostSide {
 
     fn set_doorbell_buffer(&self, buffer: DoorbellBuffer) -> Result<(), QueueError> {
         let request = Request::SetDoorbellBuffer(buffer);
-        let result = self.ask_of_queue(QueueId::ADMIN, &request);
-        self.renew_doorbells();
-        result
+        self.change_queues(QueueId::ADMIN, &request, |queues| {
+            queues.doorbell_buffer = Some(buffer);
+        })
     }
 
     fn begin_silent_doorbells(&self) -> io::Result<()> {
@@ -701,11 +728,18 @@ impl HostSide for RemoteHostSide {
     }
 
     fn revoke(&self) -> Result<(), QueueError> {
+        // First, for a server that comes back meanwhile.
+        self.link.state().standing.queues.revoked = true;
         self.ask_to_rest(&Request::Revoke)
     }
 
     fn reset_within(&self, time: Duration) -> Result<(), QueueError> {
-        self.link.state().standing.watched = false;
+        {
+            // First, for a server that comes back meanwhile.
+            let mut state = self.link.state();
+            state.standing.watched = false;
+            state.standing.queues = KeptQueues::default();
+        }
         let result = self.ask_to_rest(&Request::ResetWithin(time));
         self.renew_doorbells();
         if self.is_over() {
@@ -729,8 +763,23 @@ impl HostSide for RemoteHostSide {
     }
 
     fn restore(&self, state: &AttachmentState) -> Result<(), StateError> {
-        let result = self.ask_of_state(&Request::Restore(Box::new(state.clone())));
+        let mut link = self.link.state();
+        let request = Request::Restore(Box::new(state.clone()));
+        let answer: Result<Result<(), StateError>, Lost> =
+            self.link.ask_in(&mut link, &request, None);
+        let result = answer.unwrap_or_else(|lost| {
+            let source = lost.into();
+            Err(StateError::Unreachable { source })
+        });
+        if result.is_ok() {
+            link.standing.queues = KeptQueues::of(state);
+        }
+        drop(link);
         self.renew_doorbells();
         result
+    }
+
+    fn take_up(&self, kept: &KeptQueues) -> Result<(), StateError> {
+        self.ask_of_state(&Request::TakeUp(Box::new(kept.clone())))
     }
 }

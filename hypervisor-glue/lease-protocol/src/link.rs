@@ -8,8 +8,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use nvme_mpt::limit::RateLimits;
+use nvme_mpt::seam::CoalescingConfig;
 use nvme_mpt::spec::ids::QueueId;
-use nvme_mpt::{DriveEvent, Event, HostSideEvent, QueueFailure};
+use nvme_mpt::{DriveEvent, Event, HostSideEvent, KeptQueues, QueueFailure};
 use serde::de::DeserializeOwned;
 use vmm_sys_util::eventfd::EventFd;
 
@@ -57,6 +58,9 @@ pub(crate) struct Standing {
     /// Vectors, by number.
     pub(crate) vectors: Vec<Wire>,
     pub(crate) rates: Option<RateLimits>,
+    pub(crate) coalescing: Option<CoalescingConfig>,
+    /// Queues that the guest has.
+    pub(crate) queues: KeptQueues,
     /// The doorbells are mapped.
     pub(crate) silent: bool,
     /// The doorbells of the admin queue are watched.
@@ -101,6 +105,11 @@ impl LinkState {
     /// Returns whether no server does anything for the function.
     pub(crate) fn is_over(&self) -> bool {
         matches!(self.connection, Connection::Over(_))
+    }
+
+    /// Returns whether the function waits for a server now.
+    pub(crate) fn is_away(&self) -> bool {
+        self.waits && !matches!(self.connection, Connection::Open(_))
     }
 
     /// Returns whether the function waits for a server, or will if its server goes.
@@ -289,15 +298,24 @@ impl Link {
         }
     }
 
-    /// Goes on with another server, which knows all that the one before did, but for the queues.
-    pub(crate) fn go_on(&self, state: &mut LinkState, channel: Channel, socket: PathBuf) {
+    /// Goes on with another server, which knows all that the one before did, and the queues unless they are lost.
+    pub(crate) fn go_on(
+        &self,
+        state: &mut LinkState,
+        channel: Channel,
+        socket: PathBuf,
+        back: HostSideEvent,
+    ) {
         log::warn!(
             "The drive server on {} has the function's drive again",
             socket.display()
         );
+        if back == HostSideEvent::BackWithoutQueues {
+            state.standing.queues = KeptQueues::default();
+        }
         state.connection = Connection::Open(channel);
         state.servers += 1;
         state.socket = socket;
-        self.notify(state, Event::HostSide(HostSideEvent::Back));
+        self.notify(state, Event::HostSide(back));
     }
 }

@@ -10,13 +10,14 @@ use nvme_mpt::seam::{CoalescingConfig, crossing};
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{
-    AttachmentState, CqConfig, DirtyRange, DoorbellBuffer, Gpa, LeaseFacts, MemoryRegion, SqConfig,
+    AttachmentState, CqConfig, DirtyRange, DoorbellBuffer, Gpa, KeptQueues, LeaseFacts,
+    MemoryRegion, SqConfig,
 };
 use serde::{Deserialize, Serialize};
 
 /// Version of the protocol. Sides of different versions do not talk: a change of a message, or of a type in one, is a
 /// new version.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// First message of a VMM. All versions have its fields.
 ///
@@ -43,9 +44,12 @@ pub(crate) enum Opened {
     },
     /// The range is being wiped, or the like. One comes each second.
     Waiting,
-    /// Descriptors: the doorbells' file, and the eventfd of events.
+    /// Descriptors: the doorbells' file, that of the live state, and the eventfd of events.
     Attached(Box<Attached>),
 }
+
+/// Descriptors of [`Opened::Attached`].
+pub(crate) const PARTS: usize = 3;
 
 /// Last message of a server, which nobody asked for: an operator has taken the lease away.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -133,6 +137,7 @@ pub(crate) enum Request {
     FlushWithin(Duration),
     Save,
     Check(Box<AttachmentState>),
+    TakeUp(Box<KeptQueues>),
     Restore(Box<AttachmentState>),
     /// Of an [`InterruptVector`](nvme_mpt::InterruptVector). Descriptor of [`VectorChange::Connect`]: the eventfd.
     Vector {

@@ -21,7 +21,7 @@ use zerocopy::IntoBytes;
 
 use crate::channel::{Channel, ChannelError};
 use crate::message::{
-    Attached, DirtyPages, Doorbells, Failed, Farewell, Opened, Opening, RANGES_MAX, Region,
+    Attached, DirtyPages, Doorbells, Failed, Farewell, Opened, Opening, PARTS, RANGES_MAX, Region,
     Request, Smart, VERSION, VectorChange,
 };
 
@@ -37,6 +37,9 @@ pub enum SessionError {
     /// The VMM broke the protocol, or the connection did.
     #[error("A VMM's connection ended")]
     Channel(#[from] ChannelError),
+    /// The lease was made for a function of this process.
+    #[error("A lease has no live state, which a function in a VMM needs")]
+    NoLiveState,
     /// The kernel's error.
     #[error("A VMM's connection cannot be set up")]
     Io(#[from] std::io::Error),
@@ -79,6 +82,11 @@ pub trait Leases: Sync {
     /// Sets the limits that the VMM asks for.
     fn set_rates(&self, host: &Arc<dyn HostSide>, rates: RateLimits) {
         host.set_rates(rates);
+    }
+
+    /// Returns whether the server ends, so that functions go on with the next one.
+    fn server_ends(&self) -> bool {
+        false
     }
 
     /// The lease of `host` has ended, unless its commands are in flight.
@@ -162,6 +170,9 @@ impl Session {
         };
         let mut flushed = 0;
         let result = self.serve(leases, &host, &mut flushed);
+        if leases.server_ends() {
+            rest(&*host);
+        }
         end(&*host, flushed);
         if leases.ended(&host) == End::Removed {
             // A VMM that has gone as well does not need it.
@@ -219,8 +230,10 @@ impl Session {
             doorbells,
             events,
             vectors,
+            live,
             ..
         } = host.shared();
+        let live = live.ok_or(SessionError::NoLiveState)?;
         let attached = Opened::Attached(Box::new(Attached {
             id: host.stats().id,
             facts: host.facts(),
@@ -230,7 +243,7 @@ impl Session {
         }));
         let events = eventfd::share(&events)?;
         self.channel
-            .send(&attached, &[doorbells.fd(), events.as_fd()])?;
+            .send(&attached, &[doorbells.fd(), live.fd(), events.as_fd()])?;
         let mut served = Served {
             channel: &self.channel,
             leases,
@@ -251,10 +264,17 @@ impl Session {
     }
 }
 
+/// Has the queues rest where they are, for the next server. Commands in flight complete, and no other is taken.
+fn rest(host: &dyn HostSide) {
+    if let Err(error) = host.pause() {
+        log::warn!("The server ends while commands of a function are in flight: {error}");
+    }
+}
+
 /// Ends all that is done for a function.
 fn end(host: &dyn HostSide, flushed: u64) {
     host.end_silent_doorbells();
-    if let Err(error) = host.reset_within(DRAIN_DEADLINE) {
+    if let Err(error) = host.leave_within(DRAIN_DEADLINE) {
         log::warn!("A VMM went while commands of its function are in flight: {error}");
     }
     if let Err(error) = host.unmap_all() {
@@ -272,12 +292,17 @@ fn kept_parts(descriptors: Vec<OwnedFd>) -> Result<Option<KeptParts>, SessionErr
     if descriptors.is_empty() {
         return Ok(None);
     }
-    let [doorbells, events] = <[OwnedFd; 2]>::try_from(descriptors).map_err(|descriptors| {
-        let (came, said) = (descriptors.len(), 2);
-        ChannelError::Descriptors { came, said }
-    })?;
+    let [doorbells, live, events] =
+        <[OwnedFd; PARTS]>::try_from(descriptors).map_err(|descriptors| {
+            let (came, said) = (descriptors.len(), PARTS);
+            ChannelError::Descriptors { came, said }
+        })?;
     let events = eventfd::take(events)?;
-    Ok(Some(KeptParts { doorbells, events }))
+    Ok(Some(KeptParts {
+        doorbells,
+        live,
+        events,
+    }))
 }
 
 fn expect(descriptors: &[OwnedFd], said: usize) -> Result<(), ChannelError> {
@@ -369,6 +394,7 @@ impl Served<'_> {
             }
             Request::Save => self.reply(&host.save()),
             Request::Check(state) => self.reply(&host.check(&state)),
+            Request::TakeUp(kept) => self.reply(&host.take_up(&kept)),
             Request::Restore(state) => self.reply(&host.restore(&state)),
             Request::Vector { number, change } => {
                 self.reply(&self.change_vector(number, change, descriptor))

@@ -8,7 +8,7 @@ use nvme_mpt::seam::CoalescingConfig;
 use nvme_mpt::spec::ids::{Lba, QueueId};
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{
-    CqConfig, DirtyRange, DmaError, DoorbellBuffer, DriveEvent, Event, Gpa, QueueError,
+    CqConfig, DirtyRange, DmaError, DoorbellBuffer, DriveEvent, Event, Gpa, KeptQueues, QueueError,
     QueueFailure, SqConfig,
 };
 use serde::Serialize;
@@ -33,7 +33,7 @@ fn requests() {
         version: VERSION,
         options: "path=/srv/a".to_owned(),
     };
-    is(&opening, r#"{"version":2,"options":"path=/srv/a"}"#);
+    is(&opening, r#"{"version":3,"options":"path=/srv/a"}"#);
     let region = Region {
         gpa: Gpa(4096),
         len: 8192,
@@ -82,6 +82,14 @@ fn requests() {
     };
     let text = r#"{"set_doorbell_buffer":{"shadow":4096,"event_idx":8192}}"#;
     is(&Request::SetDoorbellBuffer(buffer), text);
+    let kept = KeptQueues {
+        cqs: vec![cq],
+        sqs: vec![sq],
+        doorbell_buffer: Some(buffer),
+        revoked: false,
+    };
+    let text = r#"{"take_up":{"cqs":[{"qid":1,"base":4096,"entries":8,"vector":1}],"sqs":[{"qid":1,"cqid":1,"base":4096,"entries":8}],"doorbell_buffer":{"shadow":4096,"event_idx":8192},"revoked":false}}"#;
+    is(&Request::TakeUp(Box::new(kept)), text);
     let time = Duration::from_millis(1500);
     let text = r#"{"reset_within":{"secs":1,"nanos":500000000}}"#;
     is(&Request::ResetWithin(time), text);

@@ -11,7 +11,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use nvme_mpt::memory::eventfd;
-use nvme_mpt::{DmaError, DoorbellPage, GuestMemory, QueueError};
+use nvme_mpt::{
+    DmaError, DoorbellPage, GuestMemory, HostSideEvent, KeptQueues, QueueError, StateError,
+};
 use serde::de::DeserializeOwned;
 use thiserror::Error;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
@@ -73,6 +75,8 @@ pub(crate) struct Watch {
     /// Facts that the guest goes by.
     pub(crate) promised: Attached,
     pub(crate) doorbells: Arc<DoorbellPage>,
+    /// File of the live state.
+    pub(crate) live: OwnedFd,
     pub(crate) memory: GuestMemory,
     /// Forgets the bells of a server that went.
     pub(crate) forget_bells: Box<dyn Fn() + Send>,
@@ -159,7 +163,7 @@ impl Watch {
     /// Asks the servers for the lease, and tells the one that has it all that the one before knew.
     fn resume(&self, reach: &Reach) -> Result<Option<UnixStream>, ResumeError> {
         let events = eventfd::share(&self.link.events)?;
-        let kept = [self.doorbells.fd(), events.as_fd()];
+        let kept = [self.doorbells.fd(), self.live.as_fd(), events.as_fd()];
         let Some(given) = places::find(&reach.state_dir, &reach.options, &kept)? else {
             return Ok(None);
         };
@@ -180,12 +184,12 @@ impl Watch {
             // The function has ended.
             return Ok(None);
         }
-        self.tell(&channel, &state)?;
-        self.link.go_on(&mut state, channel, socket);
+        let back = self.tell(&channel, &state)?;
+        self.link.go_on(&mut state, channel, socket, back);
         Ok(Some(stream))
     }
 
-    fn tell(&self, channel: &Channel, state: &LinkState) -> Result<(), ResumeError> {
+    fn tell(&self, channel: &Channel, state: &LinkState) -> Result<HostSideEvent, ResumeError> {
         for region in self.memory.hold().regions()? {
             let mapped: Result<(), DmaError> =
                 ask(channel, &Request::map(&region), Some(&region.fd))?;
@@ -194,6 +198,8 @@ impl Watch {
         let Standing {
             vectors,
             rates,
+            coalescing,
+            queues,
             silent,
             watched,
             paused,
@@ -213,6 +219,9 @@ impl Watch {
         if let Some(rates) = rates {
             let () = ask(channel, &Request::SetRates(*rates), None)?;
         }
+        if let Some(coalescing) = coalescing {
+            let () = ask(channel, &Request::SetCoalescing(*coalescing), None)?;
+        }
         for (wanted, request) in [
             (*silent, Request::BeginSilentDoorbells),
             (*watched, Request::WatchAdminDoorbells),
@@ -230,8 +239,24 @@ impl Watch {
             let result: Result<(), DmaError> = ask(channel, &Request::StartDirtyLog, None)?;
             result?;
         }
-        Ok(())
+        take_up(channel, queues)
     }
+}
+
+/// Has a server take up the guest's queues, last of all: from then on commands are carried out.
+fn take_up(channel: &Channel, queues: &KeptQueues) -> Result<HostSideEvent, ResumeError> {
+    let request = Request::TakeUp(Box::new(queues.clone()));
+    let taken: Result<(), StateError> = ask(channel, &request, None)?;
+    Ok(match taken {
+        Ok(()) => HostSideEvent::BackWithQueues,
+        Err(error) => {
+            log::error!(
+                "The next drive server cannot take the queues up: {}",
+                chain(&error)
+            );
+            HostSideEvent::BackWithoutQueues
+        }
+    })
 }
 
 fn ask<T: DeserializeOwned>(

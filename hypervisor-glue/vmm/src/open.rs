@@ -12,7 +12,9 @@ use nvme_mpt::lease::{
     RangeError, Wanted,
 };
 use nvme_mpt::wipe::{WipeError, wipe};
-use nvme_mpt::{AttachError, Attachment, AttachmentConfig, Drive, HostSide, KeptParts, Pollers};
+use nvme_mpt::{
+    AttachError, Attachment, AttachmentConfig, Drive, FunctionParts, HostSide, Pollers,
+};
 use nvme_mpt_lease_protocol::attach_anywhere;
 use thiserror::Error;
 
@@ -232,14 +234,15 @@ pub fn attach(
     pollers: &Arc<Pollers>,
     stop: &AtomicBool,
 ) -> Result<Attachment, OpenError> {
-    attach_with(options, drive, ledgers, (pollers, None), stop)
+    let parts = FunctionParts::Own;
+    attach_with(options, drive, ledgers, (pollers, parts), stop)
 }
 
 fn attach_with(
     options: &FunctionOptions,
     drive: &Arc<Drive>,
     ledgers: &Ledgers,
-    (pollers, parts): (&Arc<Pollers>, Option<KeptParts>),
+    (pollers, parts): (&Arc<Pollers>, FunctionParts),
     stop: &AtomicBool,
 ) -> Result<Attachment, OpenError> {
     let (id, wanted) = lease_of(options, drive)?;
@@ -276,10 +279,10 @@ pub fn open(
     pollers: &Arc<Pollers>,
     stop: &AtomicBool,
 ) -> Result<Attachment, OpenError> {
-    open_with(options, ledgers, pollers, None, stop)
+    open_with(options, ledgers, pollers, FunctionParts::Own, stop)
 }
 
-/// The same, for a function that may have kept parts when the process of its host side ended.
+/// The same, for a function that may outlive this process.
 ///
 /// # Errors
 /// See [`OpenError`].
@@ -287,7 +290,7 @@ pub fn open_with(
     options: &FunctionOptions,
     ledgers: &Ledgers,
     pollers: &Arc<Pollers>,
-    parts: Option<KeptParts>,
+    parts: FunctionParts,
     stop: &AtomicBool,
 ) -> Result<Attachment, OpenError> {
     let opened = drives::opened_options(&options.path);

@@ -69,7 +69,8 @@ const KILLS: u32 = 3;
 /// Time without a server.
 const OUTAGE: Duration = Duration::from_millis(500);
 
-/// A guest whose servers are killed while fio works on its root: fio sees no error, and all data is there.
+/// A guest whose servers are killed while fio works on its root: neither fio nor the guest's kernel sees an error, no
+/// controller is reset, and all data is there.
 fn root_outlives_its_servers(bench: &Bench) -> Result<(), Failure> {
     let script = format!(
         r"
@@ -82,7 +83,7 @@ for pass in $(seq {KILLS}); do
     fio --name=verify --filename=/data$pass --size=8m --rw=randread --bs=4k --ioengine=libaio --direct=1         --verify=crc32c --verify_fatal=1 --verify_only --eta=never --output=/tmp/fio && echo guest: same $pass
 done
 echo guest: resets $(dmesg | grep -c 'resetting controller')
-echo guest: errors $(dmesg | grep -cE 'Buffer I/O|EXT4-fs (error|warning)|emounting')
+echo guest: errors $(dmesg | grep -cE 'Buffer I/O|I/O Cmd|I/O error|EXT4-fs (error|warning)|emounting')
 "
     );
     let function = ("auto", Owner::KilledServers);
@@ -95,7 +96,7 @@ echo guest: errors $(dmesg | grep -cE 'Buffer I/O|EXT4-fs (error|warning)|emount
         &["--cpus", "2"],
     )?;
     let passes = (1..=KILLS).flat_map(|pass| [format!("verified {pass}"), format!("same {pass}")]);
-    for wanted in passes.chain([format!("resets {KILLS}"), "errors 0".to_owned()]) {
+    for wanted in passes.chain(["resets 0".to_owned(), "errors 0".to_owned()]) {
         let wanted = format!("guest: {wanted}");
         expect(
             said.lines().any(|line| line.trim_end().ends_with(&wanted)),

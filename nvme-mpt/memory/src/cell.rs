@@ -1,8 +1,8 @@
-//! One 32-bit word that both sides read and write: a doorbell, or its EventIdx.
+//! Single words that another side reads or writes: a doorbell, its EventIdx, a queue's recorded position.
 #![expect(unsafe_code, reason = "atomic access to a word of shared memory")]
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use super::Mapping;
 
@@ -48,6 +48,48 @@ impl Cell32 {
     }
 }
 
+/// A naturally aligned word of 64 bits in a [`Mapping`] that can be written, which it keeps alive.
+#[derive(Debug)]
+pub struct Cell64 {
+    word: *const AtomicU64,
+    _mapping: Arc<Mapping>,
+}
+
+// SAFETY: as for `Cell32`.
+unsafe impl Send for Cell64 {}
+
+impl Cell64 {
+    /// The word at `offset`, or `None` if that is not aligned, not inside or cannot be written.
+    #[must_use]
+    pub fn new(mapping: &Arc<Mapping>, offset: usize) -> Option<Self> {
+        let word = mapping
+            .bytes(offset, 8)?
+            .as_ptr()
+            .cast::<AtomicU64>()
+            .cast_const();
+        let is_usable = word.is_aligned() && mapping.access() == super::Access::ReadWrite;
+        is_usable.then(|| Self {
+            word,
+            _mapping: mapping.clone(),
+        })
+    }
+
+    /// Reads the word; what its writer stored before it is visible after.
+    #[inline]
+    #[must_use]
+    pub fn load(&self) -> u64 {
+        // SAFETY: as in `Cell32::load`.
+        u64::from_le(unsafe { &*self.word }.load(Ordering::Acquire))
+    }
+
+    /// Writes the word; what we stored before it is visible to who reads it.
+    #[inline]
+    pub fn store(&self, value: u64) {
+        // SAFETY: as in `load`; the mapping is writable by the constructor's check.
+        unsafe { &*self.word }.store(value.to_le(), Ordering::Release);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -63,5 +105,12 @@ mod tests {
         let mut bytes = [0; 4];
         mapping.bytes(4092, 4).expect("inside").copy_to(&mut bytes);
         assert_eq!(bytes, [4, 3, 2, 1]);
+        assert!(Cell64::new(&mapping, 4).is_none());
+        assert!(Cell64::new(&mapping, 4096).is_none());
+        let cell = Cell64::new(&mapping, 4088).expect("aligned");
+        cell.store(0x0506_0708 << 32 | 0x0102_0304);
+        assert_eq!(cell.load(), 0x0506_0708_0102_0304);
+        mapping.bytes(4092, 4).expect("inside").copy_to(&mut bytes);
+        assert_eq!(bytes, [8, 7, 6, 5]);
     }
 }

@@ -4,11 +4,12 @@
 //!
 //! - [`Mapping`] is a range of guest memory or of a device's registers. Lost memory (a truncated
 //!   file, a removed drive) becomes zeroes or ones instead of SIGBUS.
-//! - [`RawBytes`], [`RawWords`], [`Cell32`], [`SharedWords`] and [`Registers`] read and write bytes
+//! - [`RawBytes`], [`RawWords`], [`Cell32`], [`Cell64`], [`SharedWords`] and [`Registers`] read and write bytes
 //!   and words of a mapping.
 //! - [`SubmissionRing`] and [`CompletionRing`] are a guest's queues; [`HostSubmissionRing`] and
 //!   [`HostCompletionRing`] are a drive's. [`RingIndex`] and [`CompletionIndices`] are the indices of all of
 //!   them. [`Room`] is the permit to fill an entry of a Completion Queue.
+//! - [`SlotRecords`] are the commands in flight, in memory that outlives the process that writes them.
 //! - [`clock`] reads the time stamp counter. [`system`], [`file_system`], [`device_mapper`] and [`eventfd`] make the
 //!   system calls that std has no safe interface for.
 //!
@@ -56,6 +57,7 @@ mod host_ring;
 mod indices;
 mod mapping;
 mod private;
+mod records;
 mod registers;
 mod ring;
 mod sigbus;
@@ -63,12 +65,13 @@ pub mod system;
 mod words;
 
 pub use bytes::{RawBytes, RawWords};
-pub use cell::Cell32;
+pub use cell::{Cell32, Cell64};
 pub use file_system::{host_page_size, is_size_sealed, memfd, sealed_memfd};
 pub use host_ring::{HostCompletionRing, HostSubmissionRing};
 pub use indices::{CompletionIndices, InvalidIndex, PhasedIndex, RingIndex, RingSize, Room, Rooms};
 pub use mapping::{Access, Mapping};
 pub use private::PrivateWords;
+pub use records::SlotRecords;
 pub use registers::Registers;
 pub use ring::{CompletionRing, PAGE_SIZE, SubmissionRing};
 pub use sigbus::lost_memory_epoch;

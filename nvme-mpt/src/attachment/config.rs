@@ -50,8 +50,21 @@ pub struct AttachmentConfig {
 pub struct KeptParts {
     /// File of the doorbells, as [`DoorbellPage::fd`](crate::doorbell::DoorbellPage::fd) gives it.
     pub doorbells: OwnedFd,
+    /// File of the live state, as [`LiveState::fd`](crate::live::LiveState::fd) gives it.
+    pub live: OwnedFd,
     /// Signalled when there are events.
     pub events: EventFd,
+}
+
+/// Source of the parts that a function and its host side share.
+#[derive(Debug)]
+pub enum FunctionParts {
+    /// The function is in this process, and ends with it.
+    Own,
+    /// The function is in another process, and is new. Its queues have live state.
+    Outliving,
+    /// The function has them from a process that ended. They are untrusted.
+    Kept(KeptParts),
 }
 
 impl KeptParts {
@@ -62,6 +75,7 @@ impl KeptParts {
     pub fn share(&self) -> io::Result<Self> {
         Ok(Self {
             doorbells: self.doorbells.try_clone()?,
+            live: self.live.try_clone()?,
             events: self.events.try_clone()?,
         })
     }

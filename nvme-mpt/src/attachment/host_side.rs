@@ -4,8 +4,8 @@ use std::io;
 use std::time::Duration;
 
 use super::{
-    Attachment, AttachmentState, AttachmentStats, CqConfig, GUEST_NSID, QueueError, SqConfig,
-    StateError,
+    Attachment, AttachmentState, AttachmentStats, CqConfig, GUEST_NSID, KeptQueues, QueueError,
+    SqConfig, StateError,
 };
 use crate::address::Gpa;
 use crate::deadline::Deadline;
@@ -46,6 +46,7 @@ impl HostSide for Attachment {
             events: self.context.events.eventfd().clone(),
             memory: self.window.memory(),
             vectors: self.vectors.clone(),
+            live: self.context.live.clone(),
         }
     }
 
@@ -197,12 +198,22 @@ impl HostSide for Attachment {
         self.reset_by(&self.within(time))
     }
 
+    fn leave_within(&self, time: Duration) -> Result<(), QueueError> {
+        let mut queues = self.queues();
+        self.unwatch(&mut queues);
+        self.delete_all_by(&mut queues, &self.within(time))
+    }
+
     fn flush_within(&self, time: Duration) -> io::Result<()> {
         self.flush_by(&self.within(time))
     }
 
     fn save(&self) -> Result<AttachmentState, StateError> {
         Self::save(self)
+    }
+
+    fn take_up(&self, kept: &KeptQueues) -> Result<(), StateError> {
+        Self::take_up(self, kept)
     }
 
     fn check(&self, state: &AttachmentState) -> Result<(), StateError> {

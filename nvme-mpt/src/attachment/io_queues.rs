@@ -26,10 +26,6 @@ use crate::spec::registers::Doorbell;
 use crate::spec::sqe::Sqe;
 use crate::stats::{Counters, HostQueueUse};
 
-/// Submission Queues that may share one Completion Queue are bounded by the queues there are; their
-/// commands in flight, by this.
-const MAX_SLOTS: u16 = 1024;
-
 /// A Completion Queue that exists, with its Submission Queues.
 #[derive(Debug)]
 pub(super) struct QueueEntry {
@@ -138,6 +134,7 @@ impl Attachment {
             return Err(QueueError::Host { qid, source });
         }
         let (mut entry, queue) = self.new_queue(&queues, config)?;
+        queue.begin();
         self.begin_doorbell(Doorbell::CqHead(qid), queues.buffer);
         if queues.paused {
             entry.park(queue);
@@ -173,10 +170,7 @@ impl Attachment {
             .pollers
             .place(&self.poll, self.facts.learning)
             .map_err(failed)?;
-        // No more commands can be in flight than there is room for their completions.
-        let slots = u16::try_from(entries - 1)
-            .unwrap_or(MAX_SLOTS)
-            .min(MAX_SLOTS);
+        let slots = state::slots_of(entries);
         let host = self.holding.host().create_queue(slots).map_err(failed)?;
         let pair = host.shared_pair();
         if let Some(pair) = &pair
@@ -236,13 +230,7 @@ impl Attachment {
         queues: &mut Queues,
         state: &CompletionQueueState,
     ) -> Result<(), QueueError> {
-        let config = CqConfig {
-            qid: QueueId(state.qid),
-            base: Gpa(state.base),
-            entries: state.entries,
-            vector: state.vector,
-        };
-        let (mut entry, mut queue) = self.new_queue(queues, config)?;
+        let (mut entry, mut queue) = self.new_queue(queues, state.config())?;
         for state in &state.submission_queues {
             let place = (QueueId(state.qid), Gpa(state.base), state.entries);
             let mut sq = self.new_sq(queues, place)?;
@@ -279,7 +267,8 @@ impl Attachment {
         if !queues.cqs.contains_key(&cqid.0) {
             return Err(QueueError::NoSuchQueue(cqid));
         }
-        let sq = self.new_sq(&queues, (qid, base, entries))?;
+        let mut sq = self.new_sq(&queues, (qid, base, entries))?;
+        sq.begin();
         self.begin_doorbell(Doorbell::SqTail(qid), queues.buffer);
         let entry = queues.entry(cqid)?;
         entry.change(&deadline, |queue| queue.add_sq(sq))?;
@@ -379,10 +368,20 @@ impl Attachment {
     /// As [`Self::reset`], until `deadline`, which is that of all queues.
     pub(super) fn reset_by(&self, deadline: &Deadline) -> Result<(), QueueError> {
         let mut queues = self.queues();
+        let result = self.delete_all_by(&mut queues, deadline);
+        self.context.doorbells.clear();
+        result
+    }
+
+    /// Deletes all queues and forgets the Doorbell Buffer, until `deadline`.
+    pub(super) fn delete_all_by(
+        &self,
+        queues: &mut Queues,
+        deadline: &Deadline,
+    ) -> Result<(), QueueError> {
         queues.buffer = None;
         queues.revoked = false;
-        let overdue = self.end_each(&mut queues, deadline);
-        self.context.doorbells.clear();
+        let overdue = self.end_each(queues, deadline);
         match overdue.first() {
             Some((cqid, _)) => Err(QueueError::Timeout(*cqid)),
             None => Ok(()),

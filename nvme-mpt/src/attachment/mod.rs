@@ -21,6 +21,7 @@ mod io_queues;
 mod pause;
 pub mod state;
 mod steward;
+mod take_up;
 #[cfg(test)]
 mod tests;
 mod wakers;
@@ -32,11 +33,16 @@ use std::sync::{Arc, Mutex};
 use log::{error, warn};
 use serde::{Deserialize, Serialize};
 
-pub use config::{AttachmentConfig, CqConfig, KeptParts, LeaseFacts, LeasedNamespace, SqConfig};
+pub use config::{
+    AttachmentConfig, CqConfig, FunctionParts, KeptParts, LeaseFacts, LeasedNamespace, SqConfig,
+};
 pub use error::{AttachError, QueueError};
 pub use growth::GrowError;
 pub(crate) use holding::Holding;
-pub use state::{AttachmentState, StateError};
+pub use state::{
+    AttachmentState, CompletionQueueState, InFlightState, StateError, SubmissionQueueState,
+};
+pub use take_up::KeptQueues;
 pub use wakers::{DoorbellWaker, ForeignDoorbellWaker, IoDoorbells};
 
 use crate::clock::Rate;
@@ -49,6 +55,7 @@ use crate::host::{HostLeaseError, HostNamespace, Limits, Reservation, ZoneChange
 use crate::interrupt::{Coalescing, InterruptVector};
 use crate::lease::Lease;
 use crate::limit::{Limiter, RateLimits};
+use crate::live::LiveState;
 use crate::poller::{Placement, PollPolicy, Pollers, Silence, Spin};
 use crate::shadow::{LeasedBlocks, QueueContext, ShadowQueue};
 use crate::spec::ids::{Nsid, QueueId};
@@ -90,17 +97,14 @@ impl Attachment {
     /// # Errors
     /// See [`AttachError`].
     pub fn new(config: AttachmentConfig) -> Result<Self, AttachError> {
-        Self::with_parts(config, None)
+        Self::with_parts(config, FunctionParts::Own)
     }
 
-    /// The same, for a function that kept parts when the process of its host side ended. They are untrusted.
+    /// The same, for a function that may outlive this process.
     ///
     /// # Errors
-    /// As [`Self::new`]; [`AttachError::Io`] for parts that are no good.
-    pub fn with_parts(
-        config: AttachmentConfig,
-        parts: Option<KeptParts>,
-    ) -> Result<Self, AttachError> {
+    /// As [`Self::new`]; [`AttachError::Io`] for kept parts that are no good.
+    pub fn with_parts(config: AttachmentConfig, parts: FunctionParts) -> Result<Self, AttachError> {
         let AttachmentConfig {
             drive,
             lease,
@@ -175,17 +179,21 @@ impl Attachment {
             format: host.format(),
         };
         let window = DmaWindow::new(drive.controller().iova_space().clone()).taking(memory);
-        let (page, events) = match parts {
-            None => (
-                DoorbellPage::new(doorbells, queue_pairs)?,
-                EventQueue::new()?,
-            ),
-            Some(KeptParts {
+        let (page, events, live) = match parts {
+            FunctionParts::Own | FunctionParts::Outliving => {
+                let page = DoorbellPage::new(doorbells, queue_pairs)?;
+                let outlives = matches!(parts, FunctionParts::Outliving);
+                let live = outlives.then(|| LiveState::new(queue_pairs)).transpose()?;
+                (page, EventQueue::new()?, live)
+            }
+            FunctionParts::Kept(KeptParts {
                 doorbells: file,
+                live,
                 events,
             }) => (
                 DoorbellPage::kept(file, doorbells, queue_pairs)?,
                 EventQueue::signalling(events),
+                Some(LiveState::kept(live, queue_pairs)?),
             ),
         };
         let events = Arc::new(events);
@@ -198,6 +206,7 @@ impl Attachment {
             tables: window.tables().clone(),
             limiter: Limiter::new(rates, Rate::of_this_machine()),
             blocks: Mutex::new(Arc::new(blocks)),
+            live: live.map(Arc::new),
         });
         let steward = Steward::start(pollers.threads())?;
         let blocks_at_first = namespace.blocks;

@@ -55,7 +55,7 @@ impl Attachment {
         self.go_on(&mut self.queues());
     }
 
-    fn go_on(&self, queues: &mut Queues) {
+    pub(super) fn go_on(&self, queues: &mut Queues) {
         queues.paused = false;
         for entry in queues.cqs.values_mut() {
             if let Some(mut queue) = entry.parked.take() {

@@ -16,7 +16,8 @@ use std::io;
 
 use serde::{Deserialize, Serialize};
 
-pub use queues::{CompletionQueueState, SubmissionQueueState};
+pub use queues::{CompletionQueueState, InFlightState, SubmissionQueueState};
+pub(crate) use queues::{slots_of, words_of};
 
 use super::{Attachment, LeasedNamespace, QueueError};
 use crate::address::{Gpa, PAGE_SIZE};
@@ -28,7 +29,7 @@ use crate::spec::ids::{Lba, QueueId};
 use crate::spec::registers::Doorbell;
 use crate::spec::zns::ChangedZoneList;
 use crate::stats::Counters;
-use queues::QueueLimits;
+pub(super) use queues::QueueLimits;
 
 /// Why the state of an attachment cannot be saved or restored.
 #[derive(Debug, thiserror::Error, Serialize, Deserialize)]
@@ -156,6 +157,15 @@ pub struct DoorbellBufferState {
     pub event_idx: u64,
 }
 
+impl From<DoorbellBufferState> for DoorbellBuffer {
+    fn from(state: DoorbellBufferState) -> Self {
+        Self {
+            shadow: Gpa(state.shadow),
+            event_idx: Gpa(state.event_idx),
+        }
+    }
+}
+
 /// Name of the promise that a lease by size may outgrow.
 const BLOCKS: &str = "blocks";
 
@@ -227,10 +237,7 @@ impl Attachment {
         for (doorbell, value) in doorbell_registers(self.max_queue_pairs()).zip(doorbells) {
             self.doorbells().store(doorbell, *value);
         }
-        queues.buffer = doorbell_buffer.map(|buffer| DoorbellBuffer {
-            shadow: Gpa(buffer.shadow),
-            event_idx: Gpa(buffer.event_idx),
-        });
+        queues.buffer = doorbell_buffer.map(DoorbellBuffer::from);
         queues.revoked = *revoked;
         queues.counted_before = *counters;
         if let Some(zones) = self.zone_changes() {
@@ -287,12 +294,7 @@ impl Attachment {
             page_aligned("doorbell_buffer.shadow", shadow)?;
             page_aligned("doorbell_buffer.event_idx", event_idx)?;
         }
-        let limits = QueueLimits {
-            pairs: self.max_queue_pairs(),
-            entries: self.limits().entries_max,
-            vectors: self.vectors.len(),
-        };
-        limits.check(queues)
+        QueueLimits::of(self).check(queues)
     }
 
     fn check_changed_zones(&self, state: &ChangedZonesState) -> Result<(), StateError> {

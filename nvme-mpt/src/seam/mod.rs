@@ -17,6 +17,7 @@
 //! |---|---|
 //! | [`SharedParts::doorbells`] | the memory file, `CAP.DSTRD` and the number of queue pairs; both sides map the file |
 //! | [`SharedParts::events`] | the eventfd |
+//! | [`SharedParts::live`] | the memory file, which the function keeps for the next host side |
 //! | [`SharedParts::memory`] | nothing: the function's process maps the descriptors of [`HostSide::map`] for itself |
 //! | [`SharedParts::vectors`] | the eventfd that raises a vector, at each change: the VMM's; one of the function's own while the vector is masked, which holds the pending bit |
 //! | [`DoorbellWaker`](crate::attachment::DoorbellWaker) | the eventfd, and a number that names the poller |
@@ -36,7 +37,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::address::Gpa;
 use crate::attachment::{
-    AttachmentState, AttachmentStats, CqConfig, QueueError, SqConfig, StateError,
+    AttachmentState, AttachmentStats, CqConfig, KeptQueues, QueueError, SqConfig, StateError,
 };
 use crate::dma::{DirtyRange, DmaError, GuestMemory, HeldMemory, MemoryRegion};
 use crate::doorbell::{DoorbellBuffer, DoorbellPage};
@@ -44,6 +45,7 @@ use crate::event::Event;
 use crate::host::{ChangedZones, Damage};
 use crate::interrupt::InterruptVector;
 use crate::limit::RateLimits;
+use crate::live::LiveState;
 use crate::spec::ids::QueueId;
 use crate::spec::log::SmartHealth;
 use crate::spec::registers::Doorbell;
@@ -79,6 +81,9 @@ pub struct SharedParts {
     /// Interrupt vectors, by number: that of the admin queue, then one for each I/O queue pair. The host side raises
     /// them; the function masks and connects them.
     pub vectors: Vec<Arc<InterruptVector>>,
+    /// Live state of the queues, if the function outlives the process of its host side. The function keeps the file, and
+    /// looks at nothing in it.
+    pub live: Option<Arc<LiveState>>,
 }
 
 /// Interrupt Coalescing and Interrupt Vector Configuration, as the guest's driver has set them (Base 2.0, sections
@@ -105,6 +110,12 @@ pub trait HostSide: fmt::Debug + Send + Sync {
 
     /// Returns the state of the lease.
     fn status(&self) -> LeaseStatus;
+
+    /// Returns whether the process of the host side is gone, and another one is waited for. Then results are those of
+    /// nobody.
+    fn is_away(&self) -> bool {
+        false
+    }
 
     /// Looks for damage of the lease's data, which takes system calls, and returns it.
     fn damage(&self) -> Damage;
@@ -275,6 +286,14 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     /// all others are deleted.
     fn reset_within(&self, time: Duration) -> Result<(), QueueError>;
 
+    /// Deletes all queues, and leaves the doorbells as they are: the function ends, or goes on with another host side.
+    ///
+    /// # Errors
+    /// As [`Self::reset_within`].
+    fn leave_within(&self, time: Duration) -> Result<(), QueueError> {
+        self.reset_within(time)
+    }
+
     /// Makes everything durable that was completed until now. A drive that takes longer than `time` goes on with it.
     ///
     /// # Errors
@@ -286,6 +305,15 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     /// # Errors
     /// [`StateError::NotPaused`].
     fn save(&self) -> Result<AttachmentState, StateError>;
+
+    /// Takes up queues that another host side had when its process ended, by their live state.
+    ///
+    /// The guest's memory is mapped, and there are no queues. Commands that were in flight are carried out again, or end
+    /// with Command Interrupted.
+    ///
+    /// # Errors
+    /// All of [`StateError`] but [`StateError::Mismatch`]; then there are no queues.
+    fn take_up(&self, kept: &KeptQueues) -> Result<(), StateError>;
 
     /// Checks all that can be known of a state before anything is made of it. The state is untrusted.
     ///

@@ -65,6 +65,10 @@ pub trait CommandSet {
         (completed.dw0, 0)
     }
 
+    /// Returns whether a guest's command may be carried out twice, as long as the guest has not seen it end.
+    #[must_use]
+    fn is_repeatable(guest: &Sqe) -> bool;
+
     /// Returns the data that a command moved.
     #[must_use]
     #[inline(always)]
@@ -90,5 +94,10 @@ impl CommandSet for NvmCommands {
         host: &mut Sqe,
     ) -> Result<u32, Untranslated> {
         translator.translate(guest, slot, host)
+    }
+
+    /// All but Copy, which may have changed its own source.
+    fn is_repeatable(guest: &Sqe) -> bool {
+        NvmOpcode(guest.opcode()) != NvmOpcode::COPY
     }
 }

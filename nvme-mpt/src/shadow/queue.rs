@@ -6,6 +6,7 @@ mod departures;
 mod dirty;
 mod memory;
 mod posting;
+mod repeats;
 mod rings;
 mod state;
 
@@ -14,6 +15,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use self::departures::HeldDepartures;
 use self::posting::{Posting, fail_command};
+use self::repeats::Repeat;
 pub(crate) use self::rings::{CompletionQueue, SubmissionQueue};
 use super::lists::ListMemory;
 use super::parts::{Parts, Step};
@@ -33,6 +35,7 @@ use crate::host::{
 use crate::interrupt::Standing;
 use crate::kept::keep_for_good;
 use crate::limit::Limiter;
+use crate::live::{LiveQueue, LiveState, Mark};
 use crate::memory::{Room, lost_memory_epoch};
 use crate::poller::Silence;
 use crate::spec::cqe::Cqe;
@@ -62,6 +65,18 @@ enum Condition {
     Failed,
 }
 
+/// Cost of a queue's passes. Each kind is compiled by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Passes {
+    /// Commands pass, and nothing else is done for them.
+    Plain,
+    /// Live state is written.
+    Live,
+    /// What is written is noted, the lease has limits, or commands are carried out in parts or again. Live state is
+    /// written if there is any.
+    Special,
+}
+
 /// State that all shadow queues of a guest controller share.
 #[derive(Debug)]
 pub(crate) struct QueueContext {
@@ -74,6 +89,8 @@ pub(crate) struct QueueContext {
     pub(crate) limiter: Limiter,
     /// Blocks of the lease. Queues take up others with the next table of the VM's memory.
     pub(crate) blocks: Mutex<Arc<LeasedBlocks>>,
+    /// Live state of queues that may outlive this process.
+    pub(crate) live: Option<Arc<LiveState>>,
 }
 
 impl QueueContext {
@@ -108,6 +125,8 @@ pub(crate) struct ShadowCore {
     context: Arc<QueueContext>,
     buffer: Option<DoorbellBuffer>,
     cq: CompletionQueue,
+    /// Where positions and commands in flight are recorded, if the queue may outlive this process.
+    live: Option<LiveQueue>,
     sqs: Vec<SubmissionQueue>,
     slots: Slots,
     translator: Translator,
@@ -119,8 +138,9 @@ pub(crate) struct ShadowCore {
     condition: Condition,
     /// Completions that wait for the memory of the ring to come back.
     held: Vec<(Cqe, Room)>,
-    /// True if passes cost more: what is written is noted, the lease has limits, or commands are carried out in parts.
-    is_special: bool,
+    /// Commands in flight that another process had, to be carried out again.
+    repeats: Vec<Repeat>,
+    passes: Passes,
     /// True if what is written is noted.
     is_logged: bool,
     /// True if the lease has limits.
@@ -149,8 +169,11 @@ impl ShadowQueue {
         let blocks = context.blocks();
         let parts = Parts::new(slots, blocks.may_grow());
         let blocks = blocks.as_ref().clone();
+        let live = context.live.as_ref();
+        let live = live.and_then(|live| live.queue(cq.qid));
         let mut core = ShadowCore {
             id,
+            live,
             context,
             buffer,
             cq,
@@ -164,7 +187,8 @@ impl ShadowQueue {
             stopped: false,
             condition: Condition::Sound,
             held: Vec::with_capacity(usize::from(slots)),
-            is_special: false,
+            repeats: Vec::new(),
+            passes: Passes::Plain,
             is_logged: false,
             is_limited: false,
             rests_until: None,
@@ -189,6 +213,13 @@ impl ShadowQueue {
     #[must_use]
     pub fn cqid(&self) -> QueueId {
         self.core.cq.qid
+    }
+
+    /// Begins its live state, if it has any: the queue is new.
+    pub(crate) fn begin(&self) {
+        if let Some(live) = &self.core.live {
+            live.begin(&self.core.cq.indices);
+        }
     }
 
     /// Adds a Submission Queue that completes here.
@@ -277,6 +308,7 @@ impl ShadowQueue {
     pub(crate) fn cut_short(&mut self) {
         self.host.cut_short();
         self.core.parts.cut_short();
+        self.core.repeats.clear();
     }
 
     /// Takes commands again.
@@ -288,7 +320,7 @@ impl ShadowQueue {
     /// Returns whether the host controller has none of its commands.
     #[must_use]
     pub fn is_drained(&self) -> bool {
-        self.core.slots.in_flight() == 0
+        self.core.slots.in_flight() == 0 && self.core.repeats.is_empty()
     }
 }
 
@@ -313,11 +345,16 @@ impl ShadowCore {
         if lost_memory_epoch() != self.lost_epoch {
             self.check_lost_memory();
         }
-        if self.is_special {
-            self.special_pass(host)
-        } else {
-            self.pass::<H, false>(host)
+        match self.passes {
+            Passes::Plain => self.pass::<H, false, false>(host),
+            Passes::Live => self.live_pass(host),
+            Passes::Special => self.special_pass(host),
         }
+    }
+
+    #[inline(never)]
+    fn live_pass<H: HostQueue>(&mut self, host: &mut H) -> bool {
+        self.pass::<H, false, true>(host)
     }
 
     #[cold]
@@ -325,8 +362,8 @@ impl ShadowCore {
     fn special_pass<H: HostQueue>(&mut self, host: &mut H) -> bool {
         let tail = self.cq.indices.tail().get();
         self.rests_until = None;
-        let worked = self.pass::<H, true>(host);
-        if !self.parts.are_some() {
+        let worked = self.pass::<H, true, true>(host);
+        if !self.parts.are_some() && self.repeats.is_empty() {
             self.note_special();
         }
         if !self.is_logged {
@@ -341,12 +378,15 @@ impl ShadowCore {
     }
 
     #[inline]
-    fn pass<H: HostQueue, const SPECIAL: bool>(&mut self, host: &mut H) -> bool {
+    fn pass<H: HostQueue, const SPECIAL: bool, const LIVE: bool>(&mut self, host: &mut H) -> bool {
         let mut worked = H::COMPLETES != Completes::AtOnce
             && self.slots.in_flight() > 0
-            && self.reap::<H, SPECIAL>(host);
+            && self.reap::<H, SPECIAL, LIVE>(host);
         let sound = self.is_sound();
         let mut rung = SPECIAL && self.submit_parts::<H>(host);
+        if SPECIAL && sound && !self.repeats.is_empty() {
+            rung |= self.submit_repeats::<H>(host);
+        }
         if sound && !self.stopped {
             let mut batch = host.batch();
             let mut taken = false;
@@ -354,8 +394,8 @@ impl ShadowCore {
                 // By count of instructions: a drive that completes later has more code around both loops,
                 // for which the processor's registers are too few.
                 taken |= match H::COMPLETES {
-                    Completes::Later => self.take_apart::<H, SPECIAL>(index, &mut batch),
-                    _ => self.take::<H, SPECIAL>(index, &mut batch),
+                    Completes::Later => self.take_apart::<H, SPECIAL, LIVE>(index, &mut batch),
+                    _ => self.take::<H, SPECIAL, LIVE>(index, &mut batch),
                 };
             }
             if taken {
@@ -365,7 +405,7 @@ impl ShadowCore {
         }
         if rung {
             if H::COMPLETES != Completes::Later {
-                self.reap::<H, SPECIAL>(host);
+                self.reap::<H, SPECIAL, LIVE>(host);
             }
             worked = true;
         }
@@ -384,17 +424,17 @@ impl ShadowCore {
 
     /// [`Self::take`] as a function of its own.
     #[inline(never)]
-    fn take_apart<H: HostQueue, const SPECIAL: bool>(
+    fn take_apart<H: HostQueue, const SPECIAL: bool, const LIVE: bool>(
         &mut self,
         index: usize,
         batch: &mut impl HostBatch,
     ) -> bool {
-        self.take::<H, SPECIAL>(index, batch)
+        self.take::<H, SPECIAL, LIVE>(index, batch)
     }
 
     /// Takes commands of one Submission Queue and submits them. Returns whether there are any.
     #[inline(always)]
-    fn take<H: HostQueue, const SPECIAL: bool>(
+    fn take<H: HostQueue, const SPECIAL: bool, const LIVE: bool>(
         &mut self,
         index: usize,
         batch: &mut impl HostBatch,
@@ -411,7 +451,7 @@ impl ShadowCore {
         }
         // At least once per half round, so that its EventIdx stays behind it.
         if self.cq.indices.room() < available.max(self.cq.entries() / 2) {
-            self.cq.look_at_head(&self.context.events);
+            self.look_at_head();
         }
         let slots = self.slots.free() as u32;
         let mut most = available.min(slots).min(BATCH_COMMANDS);
@@ -425,14 +465,16 @@ impl ShadowCore {
         }
         let Self {
             cq,
+            live,
             sqs,
             slots,
             translator,
             parts,
-            is_special,
+            passes,
             context,
             ..
         } = self;
+        let live = live.as_ref().filter(|_| LIVE);
         let Some(sq) = sqs.get_mut(index) else {
             return false;
         };
@@ -440,6 +482,10 @@ impl ShadowCore {
             sq.ring.prefetch(sq.head.get() + ahead);
         }
         let first = sq.head;
+        let mut mark = match &mut sq.live {
+            Some(live) if LIVE => live.begin_batch(first),
+            _ => Mark::default(),
+        };
         let taken = Ticks::now();
         batch.announce(count, taken);
         cq.gate.taken(taken);
@@ -452,6 +498,10 @@ impl ShadowCore {
         {
             let (number, host) = permit.host();
             let guest = sq.ring.read(sq.head.get());
+            if let Some(live) = live {
+                live.record(number, &guest, mark);
+                mark = mark.next();
+            }
             sq.ring.prefetch(sq.head.get() + PREFETCH);
             sq.head.advance();
             match H::Commands::translate(translator, &guest, number, host) {
@@ -481,11 +531,15 @@ impl ShadowCore {
                         command,
                         (permit, room),
                         (context, cq, sq),
-                        (translator, parts, is_special),
+                        (live, mark),
+                        (translator, parts, passes),
                     );
                     bytes_left = bytes_left.saturating_sub(bytes);
                 }
             }
+        }
+        if LIVE && let Some(live) = &mut sq.live {
+            live.store(sq.head, mark);
         }
         cq.indices.give_back(rooms);
         sq.doorbell.keep_quiet(sq.head.get());
@@ -543,7 +597,7 @@ impl ShadowCore {
                     batch.ring(self.translator.memory());
                 }
                 Some(Step::End(slot, status)) => {
-                    self.post::<H, true>(|_, mut posting| {
+                    self.post::<H, true, true>(|_, mut posting| {
                         posting.take(HostCompletion {
                             slot,
                             status,
@@ -560,18 +614,19 @@ impl ShadowCore {
 
     /// Completes what the host controller has done. Returns whether there was anything.
     #[inline]
-    fn reap<H: HostQueue, const SPECIAL: bool>(&mut self, host: &mut H) -> bool {
-        self.post::<H, SPECIAL>(|memory, posting| host.reap(memory, posting))
+    fn reap<H: HostQueue, const SPECIAL: bool, const LIVE: bool>(&mut self, host: &mut H) -> bool {
+        self.post::<H, SPECIAL, LIVE>(|memory, posting| host.reap(memory, posting))
     }
 
     /// Posts the completions that `give` hands over. Returns whether there was any.
     #[inline(always)]
-    fn post<H: HostQueue, const SPECIAL: bool>(
+    fn post<H: HostQueue, const SPECIAL: bool, const LIVE: bool>(
         &mut self,
-        give: impl FnOnce(HostMemory<'_>, &mut Posting<'_, H, SPECIAL>),
+        give: impl FnOnce(HostMemory<'_>, &mut Posting<'_, H, SPECIAL, LIVE>),
     ) -> bool {
         let Self {
             cq,
+            live,
             sqs,
             slots,
             translator,
@@ -583,9 +638,10 @@ impl ShadowCore {
             is_logged,
             ..
         } = self;
-        let mut posting = Posting::<H, SPECIAL> {
+        let mut posting = Posting::<H, SPECIAL, LIVE> {
             kind: PhantomData,
             cq,
+            live: live.as_ref().filter(|_| LIVE),
             sqs,
             slots,
             context,
@@ -603,6 +659,12 @@ impl ShadowCore {
         if completed == 0 {
             return false;
         }
+        if LIVE
+            && *condition == Condition::Sound
+            && let Some(live) = live
+        {
+            live.store_tail(cq.indices.tail(), false);
+        }
         cq.gate.post(completed, now);
         if self.departures.have_ended() {
             self.departures.let_go(self.table_use.as_ref());
@@ -610,8 +672,15 @@ impl ShadowCore {
         true
     }
 
+    /// Looks how far the guest has consumed.
+    #[inline]
+    fn look_at_head(&mut self) {
+        let (events, live) = (&self.context.events, self.live.as_ref());
+        self.cq.look_at_head(events, live);
+    }
+
     fn settle_interrupt(&mut self) {
-        self.cq.look_at_head(&self.context.events);
+        self.look_at_head();
         let standing = self.standing();
         if self.cq.gate.settle(standing, Ticks::now()) {
             self.cq.counters.interrupts.add(1);
@@ -631,7 +700,7 @@ impl ShadowCore {
         if !self.is_sound() {
             return;
         }
-        self.cq.look_at_head(&self.context.events);
+        self.look_at_head();
         let standing = self.standing();
         if self.cq.gate.settle_for_sleep(standing, Ticks::now()) {
             self.cq.counters.interrupts.add(1);
@@ -658,7 +727,7 @@ impl ShadowCore {
         if !self.is_sound() || self.stopped {
             return false;
         }
-        self.cq.look_at_head(&self.context.events);
+        self.look_at_head();
         let rests = self.rests_until.is_some_and(|end| Ticks::now() < end);
         if self.cq.indices.room() == 0 || self.slots.free() == 0 || rests {
             return false;
@@ -684,6 +753,10 @@ impl ShadowCore {
         if self.condition != Condition::Failed {
             self.condition = Condition::Failed;
             self.held.clear();
+            self.repeats.clear();
+            if let Some(live) = &self.live {
+                live.store(&self.cq.indices, true);
+            }
             self.context.events.report(Event::QueueFailed {
                 qid: self.cq.qid,
                 reason,
@@ -700,8 +773,9 @@ fn not_one_command<H: HostQueue>(
     error: Untranslated,
     (guest, sq_index, taken): (&Sqe, u16, Ticks),
     (mut permit, room): (Permit<'_>, Room),
-    (context, cq, sq): (&QueueContext, &mut CompletionQueue, &SubmissionQueue),
-    (translator, parts, is_special): (&mut Translator, &mut Parts, &mut bool),
+    (context, cq, sq): (&QueueContext, &mut CompletionQueue, &mut SubmissionQueue),
+    (live, next): (Option<&LiveQueue>, Mark),
+    (translator, parts, passes): (&mut Translator, &mut Parts, &mut Passes),
 ) -> u32 {
     let (number, whole) = permit.host();
     let translated = match error {
@@ -721,11 +795,18 @@ fn not_one_command<H: HostQueue>(
             });
             let (_, _, lists) = translator.for_parts();
             parts.begin(number, whole, lists);
-            *is_special = true;
+            *passes = Passes::Special;
             bytes
         }
         Err(failure) => {
+            if let Some(head) = &mut sq.live {
+                head.store(sq.head, next);
+            }
             fail_command::<H>(context, (cq, room), sq, (guest, taken), failure);
+            if let Some(live) = live {
+                live.clear(number);
+                live.store_tail(cq.indices.tail(), false);
+            }
             0
         }
     }

@@ -167,6 +167,16 @@ impl Slots {
         })
     }
 
+    /// Reserves one slot of all, if it is free.
+    #[cold]
+    pub(crate) fn reserve_at(&mut self, number: u16) -> Option<Permit<'_>> {
+        let at = self.free.iter().position(|free| *free == number)?;
+        // The permit takes the last one, and the next ones stay the lowest.
+        let number = self.free.remove(at);
+        self.free.push(number);
+        self.reserve()
+    }
+
     /// Gives a slot back, with the room for its completion; `None` for a number that no command in flight has.
     #[inline]
     pub(crate) fn release(&mut self, index: u16) -> Option<(&mut Slot, Room)> {
@@ -246,6 +256,18 @@ mod tests {
             Some(CommandId(7))
         );
         assert_eq!((slots.in_flight(), slots.free()), (0, 3));
+    }
+
+    #[test]
+    fn any_free_slot_can_be_had() {
+        let mut slots = Slots::new(3);
+        let permit = slots.reserve_at(1).expect("free");
+        assert_eq!(permit.number, 1);
+        drop(permit);
+        assert_eq!(occupy(&mut slots, CommandId(7)), 1);
+        assert!(slots.reserve_at(1).is_none());
+        assert!(slots.reserve_at(3).is_none());
+        assert_eq!(occupy(&mut slots, CommandId(8)), 0);
     }
 
     #[test]

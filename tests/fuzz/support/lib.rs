@@ -8,7 +8,8 @@ use std::sync::Arc;
 
 use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger, Wanted};
 use nvme_mpt::{
-    Attachment, AttachmentConfig, DoorbellMode, Gpa, Learning, MemoryRegion, PollPolicy, Pollers,
+    AttachError, Attachment, AttachmentConfig, DoorbellMode, Drive, FunctionParts, Gpa, Learning,
+    MemoryRegion, PollPolicy, Pollers,
 };
 use nvme_mpt_vmm::drives::{self, DriveOptions};
 use vmm_device::{Bar, MsixMasking, NvmeFunction};
@@ -18,36 +19,70 @@ pub const MEMORY: u64 = 1 << 20;
 /// The admin queues lie in one more region, where no input writes by chance.
 pub const RINGS: u64 = 0x0051_7C3A_9E60_0000;
 
+/// I/O queue pairs of an attachment.
+pub const QUEUE_PAIRS: u16 = 4;
+
+/// A drive that keeps nothing, with the pollers of its attachments.
+pub struct Host {
+    drive: Arc<Drive>,
+    pollers: Arc<Pollers>,
+}
+
+impl Host {
+    /// Opens the drive.
+    #[must_use]
+    pub fn open() -> Self {
+        let path = "null:1G".parse().expect("a drive");
+        Self {
+            drive: drives::open(&path, DriveOptions::default()).expect("null"),
+            pollers: Pollers::new(),
+        }
+    }
+
+    /// An attachment to all of the drive, which has no other one.
+    ///
+    /// # Errors
+    /// Those of the parts.
+    pub fn attachment(
+        &self,
+        mode: DoorbellMode,
+        parts: FunctionParts,
+    ) -> Result<Attachment, AttachError> {
+        let drive = self.drive.clone();
+        let (blocks, lba_shift) = (drive.blocks(), drive.lba_shift());
+        let request = LeaseRequest {
+            id: "fuzz",
+            drive: drive.identity(),
+            nsid: drive.namespace().nsid,
+            wanted: Wanted::At(ByteRange::new(0, blocks << lba_shift).expect("a range")),
+            lba_shift,
+            blocks,
+            former_data: nvme_mpt::lease::FormerData::Kept,
+        };
+        let lease = Ledger::in_process().acquire(&request).expect("a lease");
+        let config = AttachmentConfig {
+            drive,
+            lease,
+            queue_pairs: QUEUE_PAIRS,
+            reservation: None,
+            doorbells: mode,
+            poll: PollPolicy::default(),
+            learning: Learning::default(),
+            pollers: self.pollers.clone(),
+            memory: nvme_mpt::MemoryKinds::default(),
+            rates: nvme_mpt::limit::RateLimits::default(),
+            serial: None,
+        };
+        Attachment::with_parts(config, parts)
+    }
+}
+
 /// An attachment to a drive that keeps nothing.
 #[must_use]
 pub fn attachment(mode: DoorbellMode) -> Attachment {
-    let path = "null:1G".parse().expect("a drive");
-    let drive = drives::open(&path, DriveOptions::default()).expect("null");
-    let (blocks, lba_shift) = (drive.blocks(), drive.lba_shift());
-    let request = LeaseRequest {
-        id: "fuzz",
-        drive: drive.identity(),
-        nsid: drive.namespace().nsid,
-        wanted: Wanted::At(ByteRange::new(0, blocks << lba_shift).expect("a range")),
-        lba_shift,
-        blocks,
-        former_data: nvme_mpt::lease::FormerData::Kept,
-    };
-    let lease = Ledger::in_process().acquire(&request).expect("a lease");
-    Attachment::new(AttachmentConfig {
-        drive,
-        lease,
-        queue_pairs: 4,
-        reservation: None,
-        doorbells: mode,
-        poll: PollPolicy::default(),
-        learning: Learning::default(),
-        pollers: Pollers::new(),
-        memory: nvme_mpt::MemoryKinds::default(),
-        rates: nvme_mpt::limit::RateLimits::default(),
-        serial: None,
-    })
-    .expect("an attachment")
+    // Its queues have live state, as a function in a VMM needs.
+    let attachment = Host::open().attachment(mode, FunctionParts::Outliving);
+    attachment.expect("an attachment")
 }
 
 /// A function and its guest's memory.

@@ -6,7 +6,7 @@
 //! |---|---|
 //! | `+` | a memory file |
 //! | `*` | an eventfd |
-//! | `=` | a memory file and an eventfd |
+//! | `=` | a memory file, the same once more, and an eventfd |
 //! | `!` | the length in the header is twice that of the line |
 //! | `#` | no header |
 //! | other | nothing, and the byte is the message's first |
@@ -41,7 +41,7 @@ pub fn say(stream: &UnixStream, input: &[u8]) {
         let (fds, text): (&[RawFd], &[u8]) = match first {
             b'+' => (&[memory], rest),
             b'*' => (&[event], rest),
-            b'=' => (&[memory, event], rest),
+            b'=' => (&[memory, memory, event], rest),
             b'!' | b'#' => (&[], rest),
             _ => (&[], line),
         };

@@ -6,8 +6,8 @@ use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, Weak};
 
-use nvme_mpt::Attachment;
 use nvme_mpt::lease::FormerData;
+use nvme_mpt::{Attachment, FunctionParts};
 use nvme_mpt_lease_protocol::{MESSAGE_MAX, Session, SessionError, VERSION};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
@@ -28,7 +28,7 @@ fn opening() -> Vec<u8> {
 /// Has a session read bytes until they end. Returns its end, what it said, and its lease.
 fn said(host: &Host, bytes: &[u8]) -> (Result<(), SessionError>, Vec<u8>, Weak<Attachment>) {
     let (mut vmm, server) = UnixStream::pair().unwrap();
-    let attachment = host.attachment("lease", &Setup::nth(0));
+    let attachment = host.attachment_with("lease", &Setup::nth(0), FunctionParts::Outliving);
     let attached: Weak<Attachment> = Arc::downgrade(&attachment);
     let lease = OneLease(Mutex::new(Some(attachment)));
     let session = std::thread::spawn(move || Session::new(server).unwrap().run(&lease));
@@ -89,7 +89,8 @@ fn what_is_no_message_ends_its_own_lease_alone() {
 fn a_descriptor_that_nobody_asked_for_is_refused() {
     let host = Host::new("memory:16M", 512);
     let (vmm, server) = UnixStream::pair().unwrap();
-    let lease = OneLease(Mutex::new(Some(host.attachment("lease", &Setup::nth(0)))));
+    let attachment = host.attachment_with("lease", &Setup::nth(0), FunctionParts::Outliving);
+    let lease = OneLease(Mutex::new(Some(attachment)));
     let session = std::thread::spawn(move || Session::new(server).unwrap().run(&lease));
     let sent = [opening(), message("\"status\"", 0)];
     vmm.send_with_fds(&[&sent[0][..]], &[]).unwrap();

@@ -19,6 +19,7 @@ mod key_values;
 mod lease_protocol;
 mod leases;
 mod limits;
+mod live_state;
 mod lost_writes;
 mod memory;
 mod one_drive;

@@ -71,6 +71,8 @@ pub(crate) struct Admin {
     /// Completions that were not posted yet, in order. No command is taken while there are any,
     /// so there are never more than an abort makes.
     unposted: VecDeque<Completion>,
+    /// A command whose host side went while it was carried out. The next one carries it out.
+    postponed: Option<Sqe>,
     features: Features,
     events: AsyncEvents,
     errors: ErrorLog,
@@ -99,6 +101,7 @@ impl Admin {
         Self {
             rings: None,
             unposted: VecDeque::new(),
+            postponed: None,
             features: Features::default(),
             events: AsyncEvents::default(),
             errors: ErrorLog::default(),
@@ -122,6 +125,7 @@ impl Admin {
     pub(crate) fn reset(&mut self) {
         self.rings = None;
         self.unposted.clear();
+        self.postponed = None;
         self.features = Features::default();
         self.events = AsyncEvents::default();
         self.warned = CriticalWarning::default();
@@ -270,19 +274,20 @@ impl Admin {
     ) -> Result<bool, DmaError> {
         let memory = &controller.shared.memory;
         let mut posted = false;
+        if let Some(sqe) = self.postponed.take() {
+            self.carry_out_in(&sqe, rings, controller);
+        }
         // Room is had before anything is taken that will need it. A guest that makes none waits for
         // itself; the doorbell that it makes room with leads here again.
-        while let Some(room) = rings.reserve() {
+        while self.postponed.is_none()
+            && let Some(room) = rings.reserve()
+        {
             if let Some(completion) = self.unposted.pop_front().or_else(|| self.events.report()) {
                 rings.post(room, completion, memory)?;
                 posted = true;
             } else if let Some(sqe) = rings.take(room, memory)? {
                 self.commands += 1;
-                self.carry_out(&sqe, controller);
-                // Before its completion is posted: from then on the driver may use the buffer.
-                if let Some(buffer) = self.new_buffer.take() {
-                    rings.enter_buffer(buffer, controller.shared);
-                }
+                self.carry_out_in(&sqe, rings, controller);
             } else {
                 break;
             }
@@ -290,7 +295,16 @@ impl Admin {
         Ok(posted)
     }
 
-    /// Carries out one command and notes its completion.
+    /// Carries out one command and notes its completion, as [`Self::carry_out`] does.
+    fn carry_out_in(&mut self, sqe: &Sqe, rings: &mut AdminRings, controller: Controller<'_>) {
+        self.carry_out(sqe, controller);
+        // Before its completion is posted: from then on the driver may use the buffer.
+        if let Some(buffer) = self.new_buffer.take() {
+            rings.enter_buffer(buffer, controller.shared);
+        }
+    }
+
+    /// Carries out one command and notes its completion, or that it waits for the next host side.
     fn carry_out(&mut self, sqe: &Sqe, controller: Controller<'_>) {
         let cid = sqe.cid();
         let completion = match self.execute(sqe, controller) {
@@ -300,6 +314,10 @@ impl Admin {
                 status: Status::SUCCESS,
                 dw0,
             },
+            Err(_) if controller.host.is_away() => {
+                self.postponed = Some(*sqe);
+                return;
+            }
             Err(status) => {
                 // None of the errors here goes away when the same command comes again.
                 let status = status.with_dnr(true);

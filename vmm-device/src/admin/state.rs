@@ -16,6 +16,8 @@ impl Admin {
         let Self {
             rings,
             unposted,
+            // Without its host side, a function has no state to save.
+            postponed: _,
             features,
             events,
             errors,

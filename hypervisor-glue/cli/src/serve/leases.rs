@@ -26,7 +26,7 @@ use nix::unistd::getuid;
 use nvme_mpt::attachment::GrowError;
 use nvme_mpt::lease::{Bytes, Claim, LeaseError, open_state_folder};
 use nvme_mpt::limit::RateLimits;
-use nvme_mpt::{AttachError, Attachment, HostSide, KeptParts, Pollers};
+use nvme_mpt::{AttachError, Attachment, FunctionParts, HostSide, KeptParts, Pollers};
 use nvme_mpt_lease_protocol::{Admission, End, Leases, Peer, Session, socket_of};
 use nvme_mpt_vmm::drives::{self, DrivePath};
 use nvme_mpt_vmm::open::{self, Ledgers, OpenError};
@@ -137,6 +137,8 @@ pub(super) struct LeaseTable {
     socket: PathBuf,
     access: SocketAccess,
     connections: Mutex<BTreeMap<u64, Connection>>,
+    /// The server ends.
+    ends: AtomicBool,
 }
 
 impl LeaseTable {
@@ -153,6 +155,7 @@ impl LeaseTable {
             pollers,
             socket: socket_of(state_dir, &process::id().to_string()),
             connections: Mutex::default(),
+            ends: AtomicBool::new(false),
         })
     }
 
@@ -290,6 +293,7 @@ impl LeaseTable {
             let waits = self.connections().values().any(Connection::is_ending);
             let parts = parts.map(KeptParts::share).transpose();
             let parts = parts.map_err(AttachError::Io)?;
+            let parts = parts.map_or(FunctionParts::Outliving, FunctionParts::Kept);
             match open::open_with(options, &ledgers, &self.pollers, parts, stop) {
                 Err(OpenError::Lease(
                     error @ (LeaseError::OtherOwner { .. }
@@ -444,6 +448,10 @@ impl Leases for Admitting<'_> {
         self.table.ask_for_rates(self.number, rates);
     }
 
+    fn server_ends(&self) -> bool {
+        self.table.ends.load(Ordering::Acquire)
+    }
+
     fn ended(&self, _: &Arc<dyn HostSide>) -> End {
         let mut connections = self.table.connections();
         let Some(connection) = connections.get_mut(&self.number) else {
@@ -502,6 +510,7 @@ impl Drop for LeaseServer {
         {
             log::error!("The thread that takes VMMs in panicked");
         }
+        self.table.ends.store(true, Ordering::Release);
         let threads: Vec<JoinHandle<()>> = {
             let mut connections = self.table.connections();
             let ending = connections.values_mut().filter_map(|connection| {

@@ -126,8 +126,6 @@ fn a_vmm_of_another_user_gets_the_leases_that_it_owns() {
     server.kill();
     let told = {
         let server = self::server(&bench);
-        assert_eq!(first.order("event"), "3, fatal: true");
-        assert_eq!(first.order("reset"), "attached");
         assert_eq!(first.pass(), "passed");
         let told = refusal(&bench, BOB, FIRST);
         first.end();

@@ -32,6 +32,15 @@ impl CommandSet for KeyValueCommands {
         0
     }
 
+    /// All but those that succeed or fail by what they have changed themselves.
+    fn is_repeatable(guest: &Sqe) -> bool {
+        match KvOpcode(guest.opcode()) {
+            KvOpcode::STORE => !Store::from(guest).must_not_exist,
+            KvOpcode::DELETE => false,
+            _ => true,
+        }
+    }
+
     /// Store and Retrieve have the opcodes of Write and Read. A value may be smaller than the host's buffer.
     fn traffic(completed: &CompletedCommand) -> Traffic {
         match NvmCommands::traffic(completed) {

@@ -33,6 +33,15 @@ impl CommandSet for ZonedCommands {
         translate(translator, guest, slot, host)
     }
 
+    /// A write moves the zone's write pointer, so the same one is out of place after that. What resets, opens, closes or
+    /// finishes a zone may do so once more.
+    fn is_repeatable(guest: &Sqe) -> bool {
+        match NvmOpcode(guest.opcode()) {
+            NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES | NvmOpcode::ZONE_APPEND => false,
+            _ => NvmCommands::is_repeatable(guest),
+        }
+    }
+
     /// A successful Zone Append reports the LBA that it wrote (ZNS 1.1, section 3.4.1, `ALBA`).
     #[inline]
     fn result(translator: &Translator, completed: &CompletedCommand) -> (u32, u32) {

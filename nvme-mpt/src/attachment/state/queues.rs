@@ -3,9 +3,15 @@
 use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
+use zerocopy::transmute;
 
 use super::{StateError, page_aligned};
+use crate::address::Gpa;
+use crate::attachment::{Attachment, CqConfig};
+use crate::live::MAX_SLOTS;
 use crate::memory::{CompletionIndices, PhasedIndex, RingIndex, RingSize};
+use crate::spec::ids::QueueId;
+use crate::spec::sqe::Sqe;
 
 /// A Completion Queue.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -31,8 +37,36 @@ pub struct CompletionQueueState {
     pub failed: bool,
     /// Completions that could not be posted yet: dwords 0 and 1, 2 and 3.
     pub held: Vec<[u64; 2]>,
+    /// Commands in flight, which are to be carried out again. It is left out where there are none, as in each snapshot
+    /// of a function whose process did not end.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub in_flight: Vec<InFlightState>,
     /// Submission Queues that complete here.
     pub submission_queues: Vec<SubmissionQueueState>,
+}
+
+/// A command that was in flight when the process of the pollers ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct InFlightState {
+    /// Its slot.
+    pub slot: u16,
+    /// The identifier of its Submission Queue.
+    pub sqid: u16,
+    /// The guest's entry, as it is in memory.
+    pub command: [u64; 8],
+}
+
+/// Returns the words of an entry, as [`InFlightState::command`] has them.
+pub(crate) fn words_of(command: &Sqe) -> [u64; 8] {
+    transmute!(*command)
+}
+
+impl InFlightState {
+    /// Returns the guest's entry.
+    pub(crate) fn command(&self) -> Sqe {
+        transmute!(self.command)
+    }
 }
 
 /// A Submission Queue.
@@ -52,15 +86,31 @@ pub struct SubmissionQueueState {
 }
 
 /// Limits against which queues of a state are checked.
-pub(super) struct QueueLimits {
-    pub(super) pairs: u16,
-    pub(super) entries: u32,
-    pub(super) vectors: usize,
+#[derive(Debug)]
+pub(crate) struct QueueLimits {
+    pairs: u16,
+    entries: u32,
+    vectors: usize,
 }
 
 impl QueueLimits {
+    /// Limits of the queues of an attachment.
+    pub(crate) fn of(attachment: &Attachment) -> Self {
+        Self {
+            pairs: attachment.max_queue_pairs(),
+            entries: attachment.limits().entries_max,
+            vectors: attachment.vectors.len(),
+        }
+    }
+
+    /// Checks the place of a Completion Queue.
+    pub(crate) fn check_configured(&self, cq: &CqConfig) -> Result<(), StateError> {
+        let name = format!("completion queue {}", cq.qid);
+        self.check_ring(&name, (cq.qid.0, cq.base.0, cq.entries))
+    }
+
     /// Checks the queues by themselves, and that no two are the same.
-    pub(super) fn check(&self, queues: &[CompletionQueueState]) -> Result<(), StateError> {
+    pub(crate) fn check(&self, queues: &[CompletionQueueState]) -> Result<(), StateError> {
         let (mut cqids, mut sqids) = (BTreeSet::new(), BTreeSet::new());
         for cq in queues {
             self.check_cq(cq)?;
@@ -85,6 +135,7 @@ impl QueueLimits {
             vector,
             failed: _,
             held,
+            in_flight,
             submission_queues: _,
         } = cq;
         let name = format!("completion queue {qid}");
@@ -110,7 +161,8 @@ impl QueueLimits {
                 valid,
             ));
         }
-        Ok(())
+        let room = room as usize - held.len();
+        check_in_flight(&name, cq, room, in_flight)
     }
 
     fn check_sq(&self, sq: &SubmissionQueueState) -> Result<(), StateError> {
@@ -148,12 +200,61 @@ impl QueueLimits {
 }
 
 impl CompletionQueueState {
+    /// Returns the place of the queue, as a guest gives it.
+    pub(crate) fn config(&self) -> CqConfig {
+        CqConfig {
+            qid: QueueId(self.qid),
+            base: Gpa(self.base),
+            entries: self.entries,
+            vector: self.vector,
+        }
+    }
+
     /// Returns the queue's indices, without room for what it holds; `None` if it has no such entries.
     pub(crate) fn indices(&self) -> Option<CompletionIndices> {
         let size = RingSize::new(self.entries)?;
         let tail = PhasedIndex::at(RingIndex::at(size, self.tail)?, self.phase);
         CompletionIndices::at(tail, self.head)
     }
+}
+
+/// Checks that there are room, slots and Submission Queues for commands in flight.
+fn check_in_flight(
+    name: &str,
+    cq: &CompletionQueueState,
+    room: usize,
+    in_flight: &[InFlightState],
+) -> Result<(), StateError> {
+    if in_flight.len() > room {
+        let valid = format!("at most {room}");
+        let field = format!("commands in flight of {name}");
+        return Err(StateError::invalid(field, in_flight.len(), valid));
+    }
+    let mut slots = BTreeSet::new();
+    for command in in_flight {
+        let InFlightState {
+            slot,
+            sqid,
+            command: _,
+        } = *command;
+        let count = slots_of(cq.entries);
+        if slot >= count || !slots.insert(slot) {
+            let valid = format!("less than {count}, and each there once");
+            let field = format!("slot of a command in flight of {name}");
+            return Err(StateError::invalid(field, slot, valid));
+        }
+        if !cq.submission_queues.iter().any(|sq| sq.qid == sqid) {
+            let field = format!("submission queue of a command in flight of {name}");
+            return Err(StateError::invalid(field, sqid, "one of its own"));
+        }
+    }
+    Ok(())
+}
+
+/// Returns the slots of a queue: no more commands can be in flight than there is room for their completions.
+pub(crate) fn slots_of(entries: u32) -> u16 {
+    let room = u16::try_from(entries.saturating_sub(1));
+    room.unwrap_or(MAX_SLOTS).min(MAX_SLOTS)
 }
 
 fn below(field: String, value: u32, entries: u32) -> Result<(), StateError> {

@@ -4,7 +4,7 @@
 //! for it.
 
 use super::departures::HeldDepartures;
-use super::{CompletionQueue, ShadowCore};
+use super::{CompletionQueue, Passes, ShadowCore};
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::clock::Ticks;
 use crate::dma::RegionTable;
@@ -63,9 +63,15 @@ impl ShadowCore {
         }
     }
 
-    /// Notes whether passes cost more.
+    /// Chooses the kind of its passes.
     pub(super) fn note_special(&mut self) {
-        self.is_special = self.is_logged || self.is_limited || self.parts.are_some();
+        let is_special =
+            self.is_logged || self.is_limited || self.parts.are_some() || !self.repeats.is_empty();
+        self.passes = match (is_special, &self.live) {
+            (true, _) => Passes::Special,
+            (false, Some(_)) => Passes::Live,
+            (false, None) => Passes::Plain,
+        };
     }
 
     /// Notes what a pass has posted, from where the Completion Queue's tail was before it.

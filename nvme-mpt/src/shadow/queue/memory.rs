@@ -91,10 +91,21 @@ impl ShadowCore {
     /// The memory of the rings is back: what was held is posted.
     pub(super) fn resume_posting(&mut self) {
         self.condition = Condition::Sound;
-        let Self { cq, held, .. } = self;
+        let Self {
+            cq,
+            held,
+            live,
+            slots,
+            ..
+        } = self;
         let count = held.len() as u32;
         for (entry, room) in held.drain(..) {
             cq.publish(entry, room);
+        }
+        if let Some(live) = live {
+            // Their slots are free, and none was taken anew meanwhile.
+            live.keep_marks(|slot| slots.command(slot).is_some());
+            live.store(&cq.indices, false);
         }
         cq.gate.post(count, Ticks::now());
     }

@@ -8,6 +8,7 @@ use super::{CompletionQueue, Condition, QueueContext, SubmissionQueue};
 use crate::clock::Ticks;
 use crate::event::{ErrorEntry, Event};
 use crate::host::{CompletionTaker, HostCompletion, HostQueue};
+use crate::live::LiveQueue;
 use crate::memory::Room;
 use crate::shadow::parts::Parts;
 use crate::shadow::slot::{Slot, Slots, Special};
@@ -19,10 +20,11 @@ use crate::spec::status::{Status, StatusCodeType};
 use crate::stats::QueueCounters;
 
 /// Gives the guest its completions.
-pub(super) struct Posting<'a, H, const SPECIAL: bool> {
+pub(super) struct Posting<'a, H, const SPECIAL: bool, const LIVE: bool> {
     /// Which kind of host queue they are from.
     pub(super) kind: PhantomData<fn(H)>,
     pub(super) cq: &'a mut CompletionQueue,
+    pub(super) live: Option<&'a LiveQueue>,
     pub(super) sqs: &'a [SubmissionQueue],
     pub(super) slots: &'a mut Slots,
     pub(super) context: &'a QueueContext,
@@ -39,7 +41,9 @@ pub(super) struct Posting<'a, H, const SPECIAL: bool> {
     pub(super) now: Ticks,
 }
 
-impl<H: HostQueue, const SPECIAL: bool> CompletionTaker for &mut Posting<'_, H, SPECIAL> {
+impl<H: HostQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
+    for &mut Posting<'_, H, SPECIAL, LIVE>
+{
     #[inline(always)]
     fn take(&mut self, completion: HostCompletion) {
         // A number that no command in flight has is a completion that came too late.
@@ -85,6 +89,9 @@ impl<H: HostQueue, const SPECIAL: bool> CompletionTaker for &mut Posting<'_, H, 
         let entry = Cqe::new(sq.qid, sq.head.get() as u16, slot.cid, status, dw0, dw1);
         if self.condition == Condition::Sound {
             self.cq.publish(entry, room);
+            if LIVE && let Some(live) = self.live {
+                live.clear(completion.slot);
+            }
         } else {
             self.held.push((entry, room));
         }

@@ -8,6 +8,7 @@ use crate::dma::RegionTable;
 use crate::doorbell::{DoorbellBuffer, DoorbellSource};
 use crate::event::{Event, EventQueue};
 use crate::interrupt::InterruptGate;
+use crate::live::{LiveHead, LiveQueue};
 use crate::memory::{
     CompletionIndices, CompletionRing, Mapping, RingIndex, RingSize, Room, SubmissionRing,
 };
@@ -28,6 +29,8 @@ pub(crate) struct SubmissionQueue {
     /// The last value of the doorbell that was no index of the queue: reported, and ignored.
     pub(super) bad_tail: Option<u32>,
     pub(super) counters: Arc<QueueCounters>,
+    /// Where the queue's head is recorded, if it may outlive this process.
+    pub(super) live: Option<LiveHead>,
 }
 
 impl SubmissionQueue {
@@ -51,7 +54,15 @@ impl SubmissionQueue {
             doorbell,
             bad_tail: None,
             counters,
+            live: context.live.as_ref().and_then(|live| live.head(qid)),
         })
+    }
+
+    /// Begins its live state, if it has any: the queue is new.
+    pub(crate) fn begin(&mut self) {
+        if let Some(live) = &mut self.live {
+            live.begin(self.head);
+        }
     }
 
     /// Returns the number of the queue's entries.
@@ -125,8 +136,8 @@ impl CompletionQueue {
         self.indices.size().entries()
     }
 
-    /// Looks how far the guest has consumed.
-    pub(super) fn look_at_head(&mut self, events: &EventQueue) {
+    /// Looks how far the guest has consumed, and records it.
+    pub(super) fn look_at_head(&mut self, events: &EventQueue, live: Option<&LiveQueue>) {
         let head = self.doorbell.load();
         if head == self.indices.head().get() {
             return;
@@ -141,6 +152,10 @@ impl CompletionQueue {
                 });
             }
             return;
+        }
+        // Before commands are taken against the room that the guest has made.
+        if let Some(live) = live {
+            live.store_head(self.indices.head());
         }
         self.doorbell.keep_quiet(head);
     }

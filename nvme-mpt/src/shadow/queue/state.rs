@@ -3,13 +3,18 @@
 
 use std::sync::Arc;
 
+use super::repeats::Repeat;
 use super::{CompletionQueue, Condition, ShadowCore, ShadowQueue, SubmissionQueue};
-use crate::attachment::state::{CompletionQueueState, SubmissionQueueState};
+use crate::attachment::state::{
+    CompletionQueueState, InFlightState, SubmissionQueueState, words_of,
+};
 use crate::clock::Ticks;
 use crate::dma::{RegionTable, TableUse};
 use crate::interrupt::InterruptVector;
+use crate::live::LiveQueue;
 use crate::memory::RingIndex;
 use crate::spec::cqe::{Cqe, CqeHigh};
+use crate::spec::ids::QueueId;
 
 impl ShadowQueue {
     /// Tells the guest what it was not told of yet.
@@ -18,7 +23,7 @@ impl ShadowQueue {
         if !core.is_sound() {
             return;
         }
-        core.cq.look_at_head(&core.context.events);
+        core.look_at_head();
         if core.cq.gate.settle_now(core.cq.indices.unconsumed()) {
             core.cq.counters.interrupts.add(1);
         }
@@ -56,6 +61,7 @@ impl ShadowQueue {
             sqs,
             condition,
             held,
+            repeats,
             ..
         } = &self.core;
         let vector = cq.gate.vector().and_then(|vector| {
@@ -73,6 +79,7 @@ impl ShadowQueue {
             vector,
             failed: *condition == Condition::Failed,
             held: held.iter().map(|(cqe, _)| [cqe.low, cqe.high.0]).collect(),
+            in_flight: repeats.iter().map(Repeat::save).collect(),
             submission_queues: sqs.iter().map(SubmissionQueue::save).collect(),
         }
     }
@@ -93,6 +100,11 @@ impl ShadowQueue {
             };
             Some((entry, core.cq.indices.reserve()?))
         }));
+        core.repeats = state.in_flight.iter().map(Repeat::restored).collect();
+        core.note_special();
+        if let Some(live) = &core.live {
+            record_restored(live, &core.cq, state);
+        }
         // They wait for the rings' memory, which is looked for when it takes hold of it.
         if !core.held.is_empty() && core.is_sound() {
             let (gone, since) = (core.cq.base, Ticks::now());
@@ -115,6 +127,7 @@ impl CompletionQueue {
             vector: _,
             failed: _,
             held: _,
+            in_flight: _,
             submission_queues: _,
         } = state;
         if let Some(indices) = state.indices() {
@@ -124,6 +137,45 @@ impl CompletionQueue {
         let unconsumed = self.indices.unconsumed();
         // The interrupt that told of them may have been lost on the way. One too many harms nobody.
         self.gate.post(unconsumed, Ticks::now());
+    }
+}
+
+/// Records in its live state what a queue was restored to. The heads of its Submission Queues are recorded already, so
+/// the process may end at any point of this, and the queue can be taken up once more.
+fn record_restored(live: &LiveQueue, cq: &CompletionQueue, state: &CompletionQueueState) {
+    if !state.held.is_empty() {
+        // They have no slots. Until they are posted, the queue cannot be taken up.
+        live.forget();
+    }
+    for command in &state.in_flight {
+        live.record_again(command.slot, &command.command(), QueueId(command.sqid));
+    }
+    live.keep_marks(|slot| state.in_flight.iter().any(|other| other.slot == slot));
+    if state.held.is_empty() {
+        live.store(&cq.indices, state.failed);
+    }
+}
+
+impl Repeat {
+    fn save(&self) -> InFlightState {
+        let Self {
+            slot,
+            sqid,
+            command,
+        } = self;
+        InFlightState {
+            slot: *slot,
+            sqid: sqid.0,
+            command: words_of(command),
+        }
+    }
+
+    fn restored(state: &InFlightState) -> Self {
+        Self {
+            slot: state.slot,
+            sqid: QueueId(state.sqid),
+            command: state.command(),
+        }
     }
 }
 
@@ -142,6 +194,9 @@ impl SubmissionQueue {
     pub(crate) fn restore(&mut self, state: &SubmissionQueueState) {
         if let Some(head) = RingIndex::at(self.head.size(), state.head) {
             self.head = head;
+        }
+        if let Some(live) = &mut self.live {
+            live.resume(self.head);
         }
         self.bad_tail = state.bad_tail;
     }

@@ -149,6 +149,7 @@ impl Guest {
             tables: window.tables().clone(),
             limiter: Limiter::new(RateLimits::default(), Rate::of_this_machine()),
             blocks: Mutex::new(Arc::new(blocks)),
+            live: None,
         });
         let holding = Arc::new(Holding::of_nothing());
         let slots = (ENTRIES - 1) as u16;

@@ -19,7 +19,7 @@ use nvme_mpt::lease::{ByteRange, FormerData, Lease, LeaseError, LeaseRequest, Le
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::stats::{PollerStats, QueueStats};
-use nvme_mpt::{Attachment, AttachmentConfig, Drive, Gpa, Learning, Pollers};
+use nvme_mpt::{Attachment, AttachmentConfig, Drive, FunctionParts, Gpa, Learning, Pollers};
 use nvme_mpt_tests::bar::{Bar, DoorbellWindow};
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
@@ -195,6 +195,20 @@ impl Host {
 
     /// An attachment to the lease of that name.
     pub(crate) fn attachment(&self, id: &str, setup: &Setup) -> Arc<Attachment> {
+        let parts = match remote::is_chosen() {
+            true => FunctionParts::Outliving,
+            false => FunctionParts::Own,
+        };
+        self.attachment_with(id, setup, parts)
+    }
+
+    /// The same, with these parts.
+    pub(crate) fn attachment_with(
+        &self,
+        id: &str,
+        setup: &Setup,
+        parts: FunctionParts,
+    ) -> Arc<Attachment> {
         // What a machine before held of a file, a child may still have.
         children::let_go();
         // Tests look at what machines before left.
@@ -204,7 +218,7 @@ impl Host {
             DoorbellMode::Mapped => nvme_mpt::DoorbellMode::Mapped,
             DoorbellMode::Trap => nvme_mpt::DoorbellMode::Trap,
         };
-        let attachment = Attachment::new(AttachmentConfig {
+        let config = AttachmentConfig {
             drive: self.drive.clone(),
             lease,
             queue_pairs: setup.queue_pairs,
@@ -217,10 +231,9 @@ impl Host {
             memory: nvme_mpt::MemoryKinds::default(),
             rates: setup.rates,
             serial: None,
-        })
-        .unwrap()
-        .with_clock(self.clock.clone());
-        let attachment = Arc::new(attachment);
+        };
+        let attachment = Attachment::with_parts(config, parts).unwrap();
+        let attachment = Arc::new(attachment.with_clock(self.clock.clone()));
         *self.attached.lock().unwrap() = Arc::downgrade(&attachment);
         attachment
     }

@@ -1,0 +1,170 @@
+//! Records of commands in flight, in memory that outlives the process that writes them.
+#![expect(unsafe_code, reason = "writes records into shared memory")]
+
+use std::mem::offset_of;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering, compiler_fence};
+
+use zerocopy::transmute;
+
+use super::{Access, Mapping};
+use nvme_spec::sqe::Sqe;
+
+/// A record: a command, whose Metadata Pointer has given its place to the mark.
+type Record = [u64; size_of::<Sqe>() / size_of::<u64>()];
+
+/// Word of a record that is its mark.
+const MARK: usize = offset_of!(Sqe, mptr) / size_of::<u64>();
+
+/// Records of a queue's slots. Each has a command and a mark, which is 0 while the slot has none.
+///
+/// No namespace here has metadata, so a Metadata Pointer says nothing. It is not recorded.
+///
+/// The process that writes them may end between any two instructions. Stores of one thread are there in program order
+/// then, whatever the processor: an instruction has taken effect or not when a signal ends the process. So the order
+/// of the instructions alone matters here, which fences of the compiler keep.
+#[derive(Debug)]
+pub struct SlotRecords {
+    first: *mut Record,
+    _mapping: Arc<Mapping>,
+}
+
+// SAFETY: the records are only read and written by volatile and atomic access, and the mapping is kept.
+unsafe impl Send for SlotRecords {}
+
+impl SlotRecords {
+    /// Number of slots.
+    pub const COUNT: u16 = 1024;
+
+    /// Bytes of all records.
+    pub const BYTES: usize = Self::COUNT as usize * size_of::<Record>();
+
+    /// The records at `offset`. `None` if they are not aligned or do not lie inside a mapping that can be written.
+    #[must_use]
+    pub fn new(mapping: &Arc<Mapping>, offset: usize) -> Option<Self> {
+        if mapping.access() != Access::ReadWrite || !offset.is_multiple_of(size_of::<Record>()) {
+            return None;
+        }
+        let first = mapping
+            .bytes(offset, Self::BYTES)?
+            .as_ptr()
+            .cast::<Record>();
+        // Copies are made in parts of 16 bytes.
+        first.addr().is_multiple_of(16).then(|| Self {
+            first,
+            _mapping: mapping.clone(),
+        })
+    }
+
+    /// Returns the record of a slot. Numbers begin anew beyond the last slot, so each has one.
+    #[inline(always)]
+    fn at(&self, slot: u16) -> *mut Record {
+        self.first.wrapping_add(usize::from(slot % Self::COUNT))
+    }
+
+    #[inline(always)]
+    fn word(record: *mut Record, index: usize) -> *mut u64 {
+        record.cast::<u64>().wrapping_add(index)
+    }
+
+    /// Stores a command, and then its mark. All that follows in the program follows in memory.
+    #[inline(always)]
+    pub fn record(&self, slot: u16, command: &Sqe, mark: u64) {
+        let record = self.at(slot);
+        // SAFETY: the record lies inside the mapping by the constructor's check and `at`. The stores are volatile, as
+        // another process reads it.
+        #[cfg(target_arch = "x86_64")]
+        unsafe {
+            use core::arch::x86_64::__m128i;
+            let quarters: [u128; 4] = transmute!(*command);
+            let quarters = core::mem::transmute::<[u128; 4], [__m128i; 4]>(quarters);
+            let place = record.cast::<__m128i>();
+            for index in [0, 2, 3] {
+                place.add(index).write_volatile(quarters[index]);
+            }
+            Self::word(record, MARK + 1).write_volatile(command.dptr[0]);
+        }
+        // SAFETY: as above.
+        #[cfg(not(target_arch = "x86_64"))]
+        unsafe {
+            let words: Record = transmute!(*command);
+            for (index, word) in words
+                .into_iter()
+                .enumerate()
+                .filter(|(index, _)| *index != MARK)
+            {
+                Self::word(record, index).write_volatile(word);
+            }
+        }
+        self.set_mark(slot, mark);
+    }
+
+    /// Stores a mark, between all that comes before it in the program and all that follows.
+    #[inline(always)]
+    pub fn set_mark(&self, slot: u16, mark: u64) {
+        let place = Self::word(self.at(slot), MARK);
+        compiler_fence(Ordering::SeqCst);
+        // SAFETY: the mark is aligned and lies in its record, as in `record`.
+        unsafe { AtomicU64::from_ptr(place) }.store(mark.to_le(), Ordering::Relaxed);
+        compiler_fence(Ordering::SeqCst);
+    }
+
+    /// Returns the mark of a slot.
+    #[must_use]
+    pub fn mark(&self, slot: u16) -> u64 {
+        let place = Self::word(self.at(slot), MARK);
+        // SAFETY: as in `set_mark`.
+        let mark = unsafe { AtomicU64::from_ptr(place) }.load(Ordering::Acquire);
+        u64::from_le(mark)
+    }
+
+    /// Copies the command of a slot out, without a Metadata Pointer.
+    #[must_use]
+    pub fn command(&self, slot: u16) -> Sqe {
+        // SAFETY: as in `record`.
+        let mut words = unsafe { self.at(slot).read_volatile() };
+        words[MARK] = 0;
+        transmute!(words)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+    use crate::memfd;
+
+    fn mapping(len: usize, access: Access) -> Arc<Mapping> {
+        let file = memfd(c"records", len as u64).expect("memory");
+        Arc::new(Mapping::shared(file.as_fd(), 0, len, access).expect("map"))
+    }
+
+    #[test]
+    fn another_view_finds_what_was_recorded() {
+        let len = 4096 + SlotRecords::BYTES;
+        let mapping = mapping(len, Access::ReadWrite);
+        let records = SlotRecords::new(&mapping, 4096).expect("inside");
+        // A pattern in each word.
+        let words: Record = core::array::from_fn(|index| 0x0101_0101 * (index as u64 + 1));
+        let mut command: Sqe = transmute!(words);
+        records.record(SlotRecords::COUNT - 1, &command, 0x55);
+        command.mptr = 0;
+        let other = SlotRecords::new(&mapping, 4096).expect("inside");
+        let slot = SlotRecords::COUNT - 1;
+        assert_eq!((other.mark(slot), other.command(slot)), (0x55, command));
+        assert_eq!(other.mark(1), 0);
+        other.set_mark(slot, 0);
+        assert_eq!(records.mark(slot), 0);
+    }
+
+    #[test]
+    fn records_lie_inside_and_can_be_written() {
+        let len = SlotRecords::BYTES + 4096;
+        let rw = mapping(len, Access::ReadWrite);
+        assert!(SlotRecords::new(&rw, 4096).is_some());
+        assert!(SlotRecords::new(&rw, 4096 + 64).is_none());
+        assert!(SlotRecords::new(&rw, 32).is_none());
+        assert!(SlotRecords::new(&mapping(len, Access::Read), 0).is_none());
+    }
+}

@@ -1,0 +1,133 @@
+//! Queues that another process had when it ended, taken up where they were.
+
+use serde::{Deserialize, Serialize};
+use zerocopy::{FromZeros, IntoBytes};
+
+use super::state::QueueLimits;
+use super::{Attachment, AttachmentState, CompletionQueueState, CqConfig, SqConfig, StateError};
+use crate::address::Gpa;
+use crate::doorbell::DoorbellBuffer;
+use crate::live::{KeptQueue, take_up};
+use crate::spec::cqe::Cqe;
+use crate::spec::ids::QueueId;
+
+/// Queues that a guest has created, as its function remembers them. With the live state, they tell all about them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeptQueues {
+    /// Completion Queues.
+    pub cqs: Vec<CqConfig>,
+    /// Submission Queues.
+    pub sqs: Vec<SqConfig>,
+    /// The pages of Doorbell Buffer Config.
+    pub doorbell_buffer: Option<DoorbellBuffer>,
+    /// Every I/O command fails until the next reset.
+    pub revoked: bool,
+}
+
+impl KeptQueues {
+    /// Those of a state that was restored.
+    #[must_use]
+    pub fn of(state: &AttachmentState) -> Self {
+        let cqs = state.queues.iter();
+        let sqs = cqs.clone().flat_map(|cq| {
+            let sqs = cq.submission_queues.iter();
+            sqs.map(|sq| SqConfig {
+                qid: QueueId(sq.qid),
+                cqid: QueueId(cq.qid),
+                base: Gpa(sq.base),
+                entries: sq.entries,
+            })
+        });
+        Self {
+            sqs: sqs.collect(),
+            cqs: cqs.map(CompletionQueueState::config).collect(),
+            doorbell_buffer: state.doorbell_buffer.map(DoorbellBuffer::from),
+            revoked: state.revoked,
+        }
+    }
+
+    /// Notes that a Submission Queue is deleted.
+    pub fn delete_sq(&mut self, qid: QueueId) {
+        self.sqs.retain(|sq| sq.qid != qid);
+    }
+
+    /// Notes that a Completion Queue is deleted.
+    pub fn delete_cq(&mut self, qid: QueueId) {
+        self.cqs.retain(|cq| cq.qid != qid);
+    }
+}
+
+impl Attachment {
+    /// Takes up queues by their live state. Commands that were in flight are carried out again, or end with Command
+    /// Interrupted. The guest's memory is mapped, and there are no queues.
+    ///
+    /// # Errors
+    /// [`StateError::Invalid`], [`StateError::NotEmpty`] and [`StateError::Queue`]. Then there are no queues, and the
+    /// live state is what it was.
+    pub(super) fn take_up(&self, kept: &KeptQueues) -> Result<(), StateError> {
+        let mut queues = self.queues();
+        if !queues.cqs.is_empty() {
+            return Err(StateError::NotEmpty(queues.cqs.len()));
+        }
+        let states = self.read_live_state(kept)?;
+        let KeptQueues {
+            cqs: _,
+            sqs: _,
+            doorbell_buffer,
+            revoked,
+        } = kept;
+        queues.buffer = *doorbell_buffer;
+        queues.revoked = *revoked;
+        for state in &states {
+            let qid = QueueId(state.qid);
+            if let Err(source) = self.restore_queue(&mut queues, state) {
+                // Nobody polls them, so nothing was done for the guest.
+                queues.cqs.clear();
+                queues.buffer = None;
+                queues.revoked = false;
+                return Err(StateError::Queue { qid, source });
+            }
+        }
+        if !queues.paused {
+            self.go_on(&mut queues);
+        }
+        Ok(())
+    }
+
+    /// Reads the live state of queues, once, and checks what it says as a snapshot.
+    fn read_live_state(&self, kept: &KeptQueues) -> Result<Vec<CompletionQueueState>, StateError> {
+        let live = self.context.live.as_ref();
+        let live = live.ok_or_else(|| StateError::invalid("live state", "not there", "a file"))?;
+        let limits = QueueLimits::of(self);
+        let mut states = Vec::new();
+        for cq in &kept.cqs {
+            limits.check_configured(cq)?;
+            let sqs = kept.sqs.iter().filter(|sq| sq.cqid == cq.qid);
+            let queue = KeptQueue {
+                cq: *cq,
+                sqs: sqs.collect(),
+            };
+            states.push(take_up(live, &queue, |index| self.posted(cq, index))?);
+        }
+        limits.check(&states)?;
+        Ok(states)
+    }
+
+    /// Copies an entry of a Completion Queue out of the guest's memory.
+    fn posted(&self, cq: &CqConfig, index: u32) -> Result<Cqe, StateError> {
+        let offset = u64::from(index) * size_of::<Cqe>() as u64;
+        let mut entry = Cqe::new_zeroed();
+        let read = cq.base.checked_add(offset).map(|gpa: Gpa| {
+            let memory = self.window.memory();
+            memory.read(gpa, entry.as_mut_bytes())
+        });
+        match read {
+            Some(Ok(())) => Ok(entry),
+            _ => {
+                let name = format!("base of completion queue {}", cq.qid);
+                let base = format_args!("{:#x}", cq.base.0).to_string();
+                Err(StateError::invalid(name, base, "in the guest's memory"))
+            }
+        }
+    }
+}

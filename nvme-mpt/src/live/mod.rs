@@ -1,0 +1,189 @@
+//! Live state: positions of queues and commands in flight, in memory that outlives the process of the pollers.
+//!
+//! A function may outlive its host side: a drive server ends, and another one takes its place. Then the next process
+//! takes the queues up where they were. For this, pollers write behind what they do into a memory file that is not
+//! theirs alone. They never read it back. A [`take_up`] reads it, once, and checks it as a snapshot, as the file's
+//! owner can write anything there.
+//!
+//! # Order of stores
+//!
+//! The process may end between any two instructions. Then the following holds, as `tests/tests/function/live_state.rs`
+//! shows for each instruction of a poll:
+//!
+//! 1. A command is recorded in its slot, then the slot is marked, then the head of its Submission Queue moves on, once
+//!    per batch. The mark has the command's number in its queue. So a command that is marked and not behind the
+//!    recorded head yet is known to have been taken.
+//! 2. A completion is published, its phase last, which is the moment that counts. Then the slot's mark is cleared. Then
+//!    the tail of the Completion Queue moves on, once per batch, before any other command is taken. So entries beyond
+//!    the recorded tail with a current phase were published, and a command in flight with the CID of one is done.
+//! 3. The consumed head of the Completion Queue is stored before commands are taken against its room.
+//!
+//! # What is carried out again
+//!
+//! A command in flight is carried out again, in its slot. Its guest has not seen it end, so both times count as one
+//! where the command set says that it is [repeatable](crate::shadow::CommandSet::is_repeatable). Others end with
+//! Command Interrupted.
+//!
+//! The stores cost nothing in a process whose functions end with it: its queues have no live state.
+
+mod queue;
+mod take_up;
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+pub(crate) use queue::{LiveHead, LiveQueue, Mark};
+pub(crate) use take_up::{KeptQueue, take_up};
+
+use crate::attachment::MAX_QUEUE_PAIRS;
+use crate::memory::{Access, Cell64, Mapping, SlotRecords};
+use crate::spec::ids::QueueId;
+
+/// Commands that a shadow queue may have in flight. Submission Queues that share a Completion Queue are bounded by the
+/// queues there are; their commands in flight, by this.
+pub(crate) const MAX_SLOTS: u16 = SlotRecords::COUNT;
+
+/// First word of the file: a name, and the version of the layout.
+const MAGIC: u64 = u64::from_le_bytes(*b"nvmpliv\x01");
+
+/// Bytes in front of the first queue pair, and of each pair's positions.
+const POSITIONS: usize = 4096;
+
+/// Bytes of a queue pair: its positions, then its slots.
+const PAIR: usize = POSITIONS + SlotRecords::BYTES;
+
+/// Offsets of a pair's positions, a cache line apart.
+const CQ_TAIL: usize = 0;
+const CQ_HEAD: usize = 8;
+const SQ_HEAD: usize = 64;
+
+/// The memory file of a function's live state.
+#[derive(Debug)]
+pub struct LiveState {
+    fd: OwnedFd,
+    mapping: Arc<Mapping>,
+    queue_pairs: u16,
+}
+
+impl LiveState {
+    /// Live state without queues, for so many queue pairs.
+    ///
+    /// # Errors
+    /// Returns the kernel's error when it has no memory to give.
+    pub fn new(queue_pairs: u16) -> io::Result<Self> {
+        let len = Self::file_len(queue_pairs);
+        let fd = crate::memory::sealed_memfd(c"nvme-mpt-live", len as u64)?;
+        let mapping = Mapping::shared(fd.as_fd(), 0, len, Access::ReadWrite)?;
+        let state = Self {
+            fd,
+            mapping: Arc::new(mapping),
+            queue_pairs,
+        };
+        if let Some(magic) = state.word(0) {
+            magic.store(MAGIC);
+        }
+        Ok(state)
+    }
+
+    /// Live state that a function kept when the process of its host side ended. Its content is untrusted.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::InvalidData`] if the file has another layout or size, or can be cut short; the kernel's error
+    /// when it cannot be mapped.
+    pub fn kept(fd: OwnedFd, queue_pairs: u16) -> io::Result<Self> {
+        let invalid = |text: &str| io::Error::new(io::ErrorKind::InvalidData, text);
+        if !crate::memory::is_size_sealed(fd.as_fd()) {
+            return Err(invalid("the file of the live state can be cut short"));
+        }
+        let len = Self::file_len(queue_pairs);
+        let file = File::from(fd);
+        if file.metadata()?.len() != len as u64 || queue_pairs > MAX_QUEUE_PAIRS {
+            return Err(invalid(
+                "the file of the live state has not the size for the function's queues",
+            ));
+        }
+        let mapping = Mapping::shared(file.as_fd(), 0, len, Access::ReadWrite)?;
+        let state = Self {
+            fd: file.into(),
+            mapping: Arc::new(mapping),
+            queue_pairs,
+        };
+        match state.word(0) {
+            Some(magic) if magic.load() == MAGIC => Ok(state),
+            _ => Err(invalid(
+                "the live state has the layout of another release; detach the drive and attach it again",
+            )),
+        }
+    }
+
+    fn file_len(queue_pairs: u16) -> usize {
+        POSITIONS + usize::from(queue_pairs) * PAIR
+    }
+
+    /// The file.
+    #[must_use]
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    fn word(&self, offset: usize) -> Option<Cell64> {
+        Cell64::new(&self.mapping, offset)
+    }
+
+    fn pair(&self, qid: QueueId) -> Option<usize> {
+        let index = qid.0.checked_sub(1)?;
+        (index < self.queue_pairs).then(|| POSITIONS + usize::from(index) * PAIR)
+    }
+
+    /// Returns the live state of a Completion Queue; `None` if there is no such queue.
+    pub(crate) fn queue(&self, qid: QueueId) -> Option<LiveQueue> {
+        let pair = self.pair(qid)?;
+        Some(LiveQueue {
+            tail: self.word(pair + CQ_TAIL)?,
+            head: self.word(pair + CQ_HEAD)?,
+            slots: SlotRecords::new(&self.mapping, pair + POSITIONS)?,
+        })
+    }
+
+    /// Returns the live state of a Submission Queue; `None` if there is no such queue.
+    pub(crate) fn head(&self, qid: QueueId) -> Option<LiveHead> {
+        let place = self.pair(qid)? + SQ_HEAD;
+        Some(LiveHead::new(self.word(place)?, qid))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_of_another_size_or_layout_or_that_can_shrink_is_refused() {
+        let kept = |fd: OwnedFd, pairs| {
+            let error = LiveState::kept(fd, pairs).expect_err("refused");
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{error}");
+            error.to_string()
+        };
+        let state = LiveState::new(2).expect("memory");
+        let share = || state.fd().try_clone_to_owned().expect("descriptor");
+        assert!(LiveState::kept(share(), 2).is_ok());
+        assert!(kept(share(), 1).contains("size"));
+        assert!(kept(share(), 3).contains("size"));
+        let magic = state.word(0).expect("inside");
+        magic.store(MAGIC + (1 << 56));
+        assert!(kept(share(), 2).contains("another release"));
+        let len = LiveState::file_len(2) as u64;
+        let open = crate::memory::memfd(c"open", len).expect("memory");
+        assert!(kept(open, 2).contains("cut short"));
+    }
+
+    #[test]
+    fn only_queues_that_can_exist_have_live_state() {
+        let state = LiveState::new(2).expect("memory");
+        for (qid, exists) in [(0, false), (1, true), (2, true), (3, false)] {
+            assert_eq!(state.queue(QueueId(qid)).is_some(), exists);
+            assert_eq!(state.head(QueueId(qid)).is_some(), exists);
+        }
+    }
+}

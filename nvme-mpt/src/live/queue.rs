@@ -1,0 +1,309 @@
+//! A shadow queue's own live state, as its poller writes it.
+
+use std::sync::atomic::{Ordering, compiler_fence};
+
+use crate::memory::{Cell64, CompletionIndices, PhasedIndex, RingIndex, SlotRecords};
+use crate::spec::ids::QueueId;
+use crate::spec::sqe::Sqe;
+
+/// Numbers by which a new Submission Queue's commands are ahead of those of one that had its identifier.
+const GAP: u32 = 1 << 20;
+
+/// Most commands of a batch.
+const BATCH_MAX: u32 = 1 << 10;
+
+/// Mark of a slot with a command in flight.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Mark(u64);
+
+impl Mark {
+    const IN_FLIGHT: u64 = 1 << 63;
+    /// The recorded head of its queue is behind it for sure.
+    const SETTLED: u64 = 1 << 62;
+
+    const fn of(qid: QueueId) -> Self {
+        Self(Self::IN_FLIGHT | (qid.0 as u64) << 32)
+    }
+
+    const fn settled(qid: QueueId) -> Self {
+        Self(Self::of(qid).0 | Self::SETTLED)
+    }
+
+    /// Returns the mark of the queue's next command in a batch.
+    #[inline(always)]
+    pub(crate) const fn next(self) -> Self {
+        Self(self.0 + 1)
+    }
+
+    const fn with_number(self, number: u32) -> Self {
+        Self(self.0 & !(u32::MAX as u64) | number as u64)
+    }
+
+    const fn number(self) -> u32 {
+        self.0 as u32
+    }
+
+    pub(super) const fn is_in_flight(self) -> bool {
+        self.0 & Self::IN_FLIGHT != 0
+    }
+
+    /// The identifier of the Submission Queue.
+    pub(super) const fn sqid(self) -> QueueId {
+        QueueId((self.0 >> 32) as u16)
+    }
+
+    /// The command's number in its queue; `None` if the head is behind it for sure.
+    pub(super) const fn unsettled_number(self) -> Option<u32> {
+        match self.0 & Self::SETTLED {
+            0 => Some(self.number()),
+            _ => None,
+        }
+    }
+}
+
+/// Recorded head of a Submission Queue, with the number of the command there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Head {
+    pub(super) index: u32,
+    pub(super) number: u32,
+}
+
+impl Head {
+    pub(super) const fn of_word(word: u64) -> Self {
+        Self {
+            index: word as u32,
+            number: (word >> 32) as u32,
+        }
+    }
+}
+
+/// Recorded tail of a Completion Queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Tail {
+    pub(super) index: u32,
+    pub(super) phase: bool,
+    pub(super) failed: bool,
+}
+
+impl Tail {
+    /// The queue exists, and its slots tell of all that it has in flight.
+    const COMPLETE: u64 = 1 << 63;
+    const FAILED: u64 = 1 << 62;
+    const PHASE: u64 = 1 << 32;
+
+    /// Returns `None` for a queue that cannot be taken up.
+    const fn of_word(word: u64) -> Option<Self> {
+        if word & Self::COMPLETE == 0 {
+            return None;
+        }
+        Some(Self {
+            index: word as u32,
+            phase: word & Self::PHASE != 0,
+            failed: word & Self::FAILED != 0,
+        })
+    }
+
+    #[inline(always)]
+    fn word(tail: PhasedIndex, failed: bool) -> u64 {
+        let failed = if failed { Self::FAILED } else { 0 };
+        let phase = (tail.phase() as u64) << Self::PHASE.trailing_zeros();
+        Self::COMPLETE | failed | phase | u64::from(tail.get())
+    }
+}
+
+/// Live state of a Completion Queue and its slots.
+#[derive(Debug)]
+pub(crate) struct LiveQueue {
+    pub(super) tail: Cell64,
+    pub(super) head: Cell64,
+    pub(super) slots: SlotRecords,
+}
+
+impl LiveQueue {
+    /// Begins a queue of which nothing is in flight.
+    pub(crate) fn begin(&self, indices: &CompletionIndices) {
+        // Cut short here, it is a queue that cannot be taken up.
+        self.forget();
+        self.keep_marks(|_| false);
+        self.store(indices, false);
+    }
+
+    /// Has the queue not taken up from now on, until its positions are stored.
+    pub(crate) fn forget(&self) {
+        self.tail.store(0);
+        compiler_fence(Ordering::SeqCst);
+    }
+
+    /// Records a command that is taken, before anybody has it.
+    #[inline(always)]
+    pub(crate) fn record(&self, slot: u16, command: &Sqe, mark: Mark) {
+        self.slots.record(slot, command, mark.0);
+    }
+
+    /// Records a command that was taken before, of a queue whose recorded head is behind it.
+    pub(crate) fn record_again(&self, slot: u16, command: &Sqe, sqid: QueueId) {
+        self.slots.record(slot, command, Mark::settled(sqid).0);
+    }
+
+    /// Notes that the completion of a slot's command is published.
+    #[inline(always)]
+    pub(crate) fn clear(&self, slot: u16) {
+        self.slots.set_mark(slot, 0);
+    }
+
+    /// Clears the marks of slots that are not in flight.
+    pub(crate) fn keep_marks(&self, is_in_flight: impl Fn(u16) -> bool) {
+        for slot in 0..SlotRecords::COUNT {
+            if !is_in_flight(slot) && self.slots.mark(slot) != 0 {
+                self.clear(slot);
+            }
+        }
+    }
+
+    /// Stores the queue's tail, and its head.
+    pub(crate) fn store(&self, indices: &CompletionIndices, failed: bool) {
+        self.store_head(indices.head());
+        self.store_tail(indices.tail(), failed);
+    }
+
+    /// Stores the queue's tail.
+    #[inline(always)]
+    pub(crate) fn store_tail(&self, tail: PhasedIndex, failed: bool) {
+        compiler_fence(Ordering::SeqCst);
+        self.tail.store(Tail::word(tail, failed));
+        compiler_fence(Ordering::SeqCst);
+    }
+
+    /// Stores the index up to which the guest has consumed.
+    #[inline(always)]
+    pub(crate) fn store_head(&self, head: RingIndex) {
+        compiler_fence(Ordering::SeqCst);
+        self.head.store(head.get().into());
+        compiler_fence(Ordering::SeqCst);
+    }
+
+    /// Returns the recorded tail and head; `None` for a queue that cannot be taken up.
+    pub(super) fn positions(&self) -> Option<(Tail, u32)> {
+        let head = u32::try_from(self.head.load()).ok()?;
+        Some((Tail::of_word(self.tail.load())?, head))
+    }
+
+    /// Returns the slots that are marked, with their commands.
+    pub(super) fn marked(&self) -> Vec<(u16, Mark, Sqe)> {
+        let slots = (0..SlotRecords::COUNT).map(|slot| (slot, Mark(self.slots.mark(slot))));
+        let slots = slots.filter(|(_, mark)| mark.is_in_flight());
+        slots
+            .map(|(slot, mark)| (slot, mark, self.slots.command(slot)))
+            .collect()
+    }
+}
+
+/// Live state of a Submission Queue.
+#[derive(Debug)]
+pub(crate) struct LiveHead {
+    head: Cell64,
+    /// Mark of the command that is taken next, with its number.
+    next: Mark,
+}
+
+impl LiveHead {
+    pub(super) fn new(head: Cell64, qid: QueueId) -> Self {
+        let next = Mark::of(qid);
+        Self { head, next }
+    }
+
+    pub(super) fn recorded(&self) -> Head {
+        Head::of_word(self.head.load())
+    }
+
+    /// Begins a queue of which nothing was taken.
+    pub(crate) fn begin(&mut self, head: RingIndex) {
+        // No mark that was left behind has a number near these.
+        let number = self.recorded().number.wrapping_add(GAP);
+        self.next = self.next.with_number(number);
+        self.store(head, self.next);
+    }
+
+    /// Goes on with a queue that was taken up.
+    pub(crate) fn resume(&mut self, head: RingIndex) {
+        let Head { index, number } = self.recorded();
+        let entries = head.size().entries();
+        let taken = head.size().distance(index % entries, head.get());
+        self.next = self.next.with_number(number.wrapping_add(taken));
+        self.store(head, self.next);
+    }
+
+    /// Returns the mark of the command that is taken next.
+    pub(crate) fn next(&self) -> Mark {
+        self.next
+    }
+
+    /// Begins a batch of up to [`BATCH_MAX`] commands at `head`. Returns the mark of the first one.
+    #[inline(always)]
+    pub(crate) fn begin_batch(&mut self, head: RingIndex) -> Mark {
+        if self.next.number() > u32::MAX - BATCH_MAX {
+            self.renumber(head);
+        }
+        self.next
+    }
+
+    /// Begins to number anew, with no number in use that follows.
+    #[cold]
+    #[inline(never)]
+    fn renumber(&mut self, head: RingIndex) {
+        self.store(head, self.next.with_number(0));
+    }
+
+    /// Stores the head, and the mark of the command there, after all commands before it were recorded.
+    #[inline(always)]
+    pub(crate) fn store(&mut self, head: RingIndex, next: Mark) {
+        self.next = next;
+        compiler_fence(Ordering::SeqCst);
+        self.head
+            .store(u64::from(next.number()) << 32 | u64::from(head.get()));
+        compiler_fence(Ordering::SeqCst);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::LiveState;
+    use super::*;
+    use crate::memory::RingSize;
+
+    #[test]
+    fn numbers_begin_anew_before_they_reach_the_queues_identifier() {
+        let state = LiveState::new(1).expect("memory");
+        let qid = QueueId(1);
+        let mut live = state.head(qid).expect("a queue");
+        let head = RingIndex::at(RingSize::new(8).expect("entries"), 5).expect("below");
+        live.begin(head);
+        assert_eq!(live.recorded().number, GAP);
+        live.store(head, live.next.with_number(u32::MAX - BATCH_MAX));
+        let mark = live.begin_batch(head);
+        assert_eq!(mark.unsettled_number(), Some(u32::MAX - BATCH_MAX));
+        live.store(head, mark.next());
+        let mark = live.begin_batch(head);
+        assert_eq!(mark.unsettled_number(), Some(0));
+        assert_eq!((mark.sqid(), mark.is_in_flight()), (qid, true));
+        assert_eq!(
+            live.recorded(),
+            Head {
+                index: 5,
+                number: 0
+            }
+        );
+        // Another process goes on from there.
+        let mut next = state.head(qid).expect("a queue");
+        let later = RingIndex::at(head.size(), 1).expect("below");
+        next.resume(later);
+        assert_eq!(
+            next.recorded(),
+            Head {
+                index: 1,
+                number: 4
+            }
+        );
+        assert_eq!(Mark::settled(qid).unsettled_number(), None);
+    }
+}

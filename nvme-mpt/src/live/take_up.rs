@@ -1,0 +1,126 @@
+//! The one read of live state: by the process that takes a queue up.
+
+use std::collections::BTreeSet;
+
+use super::LiveState;
+use super::queue::Head;
+use crate::attachment::{CompletionQueueState, CqConfig, InFlightState, SqConfig, StateError};
+use crate::attachment::{SubmissionQueueState, state};
+use crate::memory::{CompletionIndices, PhasedIndex, RingIndex, RingSize};
+use crate::spec::cqe::Cqe;
+use crate::spec::ids::{CommandId, QueueId};
+
+/// A Completion Queue that is taken up, with its Submission Queues, as the guest has created them.
+#[derive(Debug)]
+pub(crate) struct KeptQueue<'a> {
+    pub(crate) cq: CqConfig,
+    pub(crate) sqs: Vec<&'a SqConfig>,
+}
+
+/// Reads the state of a queue. `entry` copies an entry of its Completion Queue out of the guest's memory.
+///
+/// Neither the live state nor the guest's memory is trusted: the result has to be checked as a snapshot's.
+///
+/// # Errors
+/// [`StateError::Invalid`].
+pub(crate) fn take_up(
+    live: &LiveState,
+    queue: &KeptQueue<'_>,
+    entry: impl Fn(u32) -> Result<Cqe, StateError>,
+) -> Result<CompletionQueueState, StateError> {
+    let CqConfig {
+        qid,
+        base,
+        entries,
+        vector,
+    } = queue.cq;
+    let name = format!("live state of completion queue {qid}");
+    let invalid = |value: &str| StateError::invalid(name.as_str(), value, "whole");
+    let state = live.queue(qid).ok_or_else(|| invalid("not there"))?;
+    let (recorded, head) = state.positions().ok_or_else(|| invalid("incomplete"))?;
+    let size = RingSize::new(entries).ok_or_else(|| invalid("of no entries"))?;
+    let tail = RingIndex::at(size, recorded.index);
+    let tail = tail.map(|tail| PhasedIndex::at(tail, recorded.phase));
+    let mut indices = tail
+        .and_then(|tail| CompletionIndices::at(tail, head))
+        .ok_or_else(|| invalid("beyond the queue"))?;
+    let marked = state.marked();
+
+    let numbers: BTreeSet<_> = marked
+        .iter()
+        .filter_map(|(_, mark, _)| Some((mark.sqid().0, mark.unsettled_number()?)))
+        .collect();
+    let mut submission_queues = Vec::new();
+    for sq in &queue.sqs {
+        let live = live.head(sq.qid).ok_or_else(|| invalid("not there"))?;
+        let head = head_after(live.recorded(), sq, &numbers)?;
+        submission_queues.push(SubmissionQueueState {
+            qid: sq.qid.0,
+            base: sq.base.0,
+            entries: sq.entries,
+            head,
+            bad_tail: None,
+        });
+    }
+
+    let mut in_flight = marked;
+    in_flight.retain(|(_, mark, _)| queue.sqs.iter().any(|sq| sq.qid == mark.sqid()));
+    // Entries that were published, but not noted.
+    while let Some(room) = indices.reserve() {
+        let tail = indices.tail();
+        let entry = entry(tail.get())?;
+        if entry.phase() != tail.phase() {
+            indices.give_back(room.into());
+            break;
+        }
+        indices.spend(room);
+        let done = |sqid: QueueId, cid: CommandId| (entry.sqid(), entry.cid()) == (sqid, cid);
+        let slot = in_flight
+            .iter()
+            .position(|(_, mark, command)| done(mark.sqid(), command.cid()));
+        if let Some(slot) = slot {
+            in_flight.swap_remove(slot);
+        }
+    }
+
+    let in_flight = in_flight.into_iter();
+    let in_flight = in_flight.map(|(slot, mark, command)| InFlightState {
+        slot,
+        sqid: mark.sqid().0,
+        command: state::words_of(&command),
+    });
+    Ok(CompletionQueueState {
+        qid: qid.0,
+        base: base.0,
+        entries,
+        tail: indices.tail().get(),
+        phase: indices.tail().phase(),
+        head: indices.head().get(),
+        bad_head: None,
+        vector,
+        failed: recorded.failed,
+        held: Vec::new(),
+        in_flight: in_flight.collect(),
+        submission_queues,
+    })
+}
+
+/// Returns the head of a Submission Queue after all commands that were recorded.
+fn head_after(
+    recorded: Head,
+    sq: &SqConfig,
+    numbers: &BTreeSet<(u16, u32)>,
+) -> Result<u32, StateError> {
+    let Head { index, mut number } = recorded;
+    let head = RingSize::new(sq.entries).and_then(|size| RingIndex::at(size, index));
+    let mut head = head.ok_or_else(|| {
+        let name = format!("live head of submission queue {}", sq.qid);
+        StateError::invalid(name, index, format!("less than {}", sq.entries))
+    })?;
+    // Each step meets another number, so there are no more than marks.
+    while numbers.contains(&(sq.qid.0, number)) {
+        number = number.wrapping_add(1);
+        head.advance();
+    }
+    Ok(head.get())
+}

@@ -1,0 +1,455 @@
+//! A process that ends at any instruction, and another one that takes its queues up.
+//!
+//! A child polls a queue, and its parent has it carry out one instruction after the other. All that SIGKILL would leave
+//! behind is in memory files: the guest's memory, the doorbells and the live state. The parent copies them whenever they
+//! have changed, and takes the queue up from each copy. Each command has to complete once, counted over both processes.
+
+use std::env;
+use std::fs::{File, OpenOptions};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::process::parent_id;
+use std::process::{Child, Command};
+use std::sync::Arc;
+use std::time::Instant;
+
+use nix::sys::ptrace;
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::{Pid, gettid};
+use nvme_mpt::live::LiveState;
+use nvme_mpt::memory::{Access, Cell32, Mapping, memfd, sealed_memfd};
+use nvme_mpt::shadow::ShadowQueue;
+use nvme_mpt::spec::cqe::Cqe;
+use nvme_mpt::spec::ids::{CommandId, Lba, Nsid, QueueId};
+use nvme_mpt::spec::nvm::{CopyCommand, CopyRange0, ReadWrite};
+use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_mpt::spec::registers::Doorbell;
+use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt::spec::status::Status;
+use nvme_mpt::{
+    Attachment, CqConfig, DoorbellMode, DoorbellPage, FunctionParts, Gpa, HostSide, KeptParts,
+    KeptQueues, MemoryRegion, SqConfig,
+};
+use nvme_mpt_vmm::drives::{self, DriveOptions};
+use nvme_software::model::Profile;
+use vmm_sys_util::eventfd::EventFd;
+use zerocopy::{FromZeros, IntoBytes};
+
+use crate::common::{HANG, Host, Setup, children};
+
+const QUEUE: QueueId = QueueId(1);
+const ENTRIES: u32 = 8;
+/// Bytes of the guest's memory.
+const MEMORY: usize = 1 << 16;
+/// Page in which parent and child meet; no command uses it.
+const MEETING: usize = 0;
+const SQ: u64 = 0x1000;
+const CQ: u64 = 0x2000;
+/// Bytes of both rings' pages.
+const RINGS: usize = 0x2000;
+const DATA: u64 = 0x4000;
+/// The part of the live state that one queue of so few entries has.
+const LIVE: usize = 3 * 4096;
+/// Commands of the first round, after which the rings' indices are about to wrap.
+const FIRST: u32 = 5;
+/// Commands of the second round, which is looked at.
+const SECOND: u16 = 6;
+/// Those of them that are rung in together, as the first batch.
+const FIRST_BATCH: u32 = 2;
+/// The one of the first batch that fails before the drive gets it.
+const FAILS: u16 = 1;
+
+/// The one of them that cannot be repeated.
+const COPY: u16 = 2;
+/// Tail of the Submission Queue after all of them.
+const TAIL: u32 = (FIRST + SECOND as u32) % ENTRIES;
+
+/// Variable of the environment that tells a child what it is for.
+const CHILD: &str = "NVME_MPT_LIVE_CHILD";
+
+/// The files that outlive a process.
+struct Files {
+    memory: File,
+    live: OwnedFd,
+    doorbells: OwnedFd,
+}
+
+/// The words in which parent and child meet.
+struct Meeting {
+    thread: Cell32,
+    go: Cell32,
+    done: Cell32,
+}
+
+impl Meeting {
+    fn of(memory: &Arc<Mapping>) -> Self {
+        let cell = |index: usize| Cell32::new(memory, MEETING + 4 * index).unwrap();
+        Self {
+            thread: cell(0),
+            go: cell(1),
+            done: cell(2),
+        }
+    }
+}
+
+fn map(file: &File) -> Arc<Mapping> {
+    Arc::new(Mapping::shared(file.as_fd(), 0, MEMORY, Access::ReadWrite).unwrap())
+}
+
+/// A drive, by the name that parent and child have for it.
+fn host(kind: &str) -> Host {
+    let profile = "model = \"nvm\"\nunits = 64\nstripe = \"4K\"\n\
+         read = { latency = \"100us\", bandwidth = \"64G\" }\n\
+         write = { latency = \"3s\", bandwidth = \"64G\" }\n";
+    let (path, profile) = match kind {
+        "slow" => ("memory:16M", Some(profile)),
+        path => (path, None),
+    };
+    let options = DriveOptions {
+        profile: profile.map(|text| Arc::new(Profile::parse("test", text).unwrap())),
+        ..DriveOptions::default()
+    };
+    Host::of(drives::open(&path.parse().unwrap(), options).unwrap())
+}
+
+/// A queue's owner, with the parts that these files are.
+fn attach(host: &Host, files: Files) -> Arc<Attachment> {
+    let Files {
+        memory,
+        live,
+        doorbells,
+    } = files;
+    let parts = FunctionParts::Kept(KeptParts {
+        doorbells,
+        live,
+        events: EventFd::new(0).unwrap(),
+    });
+    let attachment = host.attachment_with("function", &Setup::default(), parts);
+    let region = MemoryRegion {
+        gpa: Gpa(0),
+        len: MEMORY as u64,
+        fd: memory.into(),
+        offset: 0,
+        readable: true,
+        writable: true,
+    };
+    attachment.map(region).unwrap();
+    attachment
+}
+
+fn queues() -> KeptQueues {
+    let (qid, entries) = (QUEUE, ENTRIES);
+    KeptQueues {
+        cqs: vec![CqConfig {
+            qid,
+            base: Gpa(CQ),
+            entries,
+            vector: None,
+        }],
+        sqs: vec![SqConfig {
+            qid,
+            cqid: qid,
+            base: Gpa(SQ),
+            entries,
+        }],
+        doorbell_buffer: None,
+        revoked: false,
+    }
+}
+
+/// Commands of the first batch that the guest waits for. Where commands take time, one is in flight still when the next
+/// batch is taken.
+fn awaited(kind: &str) -> u16 {
+    if kind == "slow" { 1 } else { 2 }
+}
+
+/// Identifiers of the commands of the second round. The last has that of one which the guest has seen end.
+fn cids(kind: &str) -> [CommandId; SECOND as usize] {
+    let again = if kind == "slow" { FAILS } else { 0 };
+    [0, 1, 2, 3, 4, again].map(|cid| CommandId(10 + cid))
+}
+
+/// A command of the second round, which has one of each kind that a queue treats otherwise.
+fn command(index: u16, cid: CommandId) -> Sqe {
+    let transfer = |opcode: NvmOpcode| {
+        let mut sqe = Sqe::new(opcode.0);
+        let transfer = ReadWrite {
+            slba: Lba(u64::from(index)),
+            ..ReadWrite::default()
+        };
+        transfer.write_to(&mut sqe);
+        sqe
+    };
+    let mut sqe = match index {
+        0 => transfer(NvmOpcode::WRITE),
+        FAILS => Sqe::new(0x7F),
+        COPY => {
+            let mut sqe = Sqe::new(NvmOpcode::COPY.0);
+            CopyCommand {
+                sdlba: Lba(100),
+                ..CopyCommand::default()
+            }
+            .write_to(&mut sqe);
+            sqe
+        }
+        3 => Sqe::new(NvmOpcode::FLUSH.0),
+        _ => transfer(NvmOpcode::READ),
+    };
+    sqe.nsid = Nsid(1);
+    // Each has a page, the Copy's holds its range.
+    sqe.dptr = [DATA + 0x1000 * u64::from(index), 0];
+    sqe.set_cid(cid);
+    sqe
+}
+
+fn put(memory: &Mapping, gpa: u64, bytes: &[u8]) {
+    let place = memory.bytes(gpa as usize, bytes.len()).unwrap();
+    place.copy_from(bytes);
+}
+
+/// Puts the range of the Copy where it is.
+fn put_range(memory: &Mapping) {
+    let range = CopyRange0 {
+        slba: Lba(3),
+        ..CopyRange0::new_zeroed()
+    };
+    put(memory, command(COPY, CommandId(0)).prp1(), range.as_bytes());
+}
+
+/// Returns the entry of the Completion Queue, if it is one of the round that has this phase.
+fn completion(memory: &Mapping, index: u32, phase: bool) -> Option<Cqe> {
+    let mut cqe = Cqe::new_zeroed();
+    let place = CQ as usize + index as usize * size_of::<Cqe>();
+    let bytes = memory.bytes(place, size_of::<Cqe>()).unwrap();
+    bytes.copy_to(cqe.as_mut_bytes());
+    (cqe.phase() == phase).then_some(cqe)
+}
+
+/// Returns the completions after those of the first round.
+fn completions(memory: &Mapping) -> Vec<Cqe> {
+    let places = (FIRST..2 * ENTRIES).map(|at| (at % ENTRIES, at < ENTRIES));
+    let entries = places.map_while(|(index, phase)| completion(memory, index, phase));
+    entries.collect()
+}
+
+/// Does nothing, unless its parent started it.
+#[test]
+fn child() {
+    let Ok(names) = env::var(CHILD) else {
+        return;
+    };
+    let (kind, numbers) = names.split_once(' ').unwrap();
+    let files: Vec<_> = numbers
+        .split(' ')
+        .map(|number| {
+            let path = format!("/proc/{}/fd/{number}", parent_id());
+            OpenOptions::new()
+                .read(true)
+                .write(true)
+                .open(path)
+                .unwrap()
+        })
+        .collect();
+    let [memory, live, doorbells] = <[File; 3]>::try_from(files).unwrap();
+    let guest = map(&memory);
+    let meeting = Meeting::of(&guest);
+    let host = host(kind);
+    let attachment = attach(
+        &host,
+        Files {
+            memory,
+            live: live.into(),
+            doorbells: doorbells.into(),
+        },
+    );
+    let KeptQueues { cqs, sqs, .. } = queues();
+    attachment.create_cq(cqs[0]).unwrap();
+    attachment.create_sq(sqs[0]).unwrap();
+    let mut queue = attachment.take_queue(QUEUE).unwrap();
+    let ring = |queue: &mut ShadowQueue, tail, is_done: &dyn Fn() -> bool| {
+        attachment.doorbells().store(Doorbell::SqTail(QUEUE), tail);
+        while !is_done() {
+            queue.poll();
+        }
+    };
+
+    for index in 0..FIRST {
+        let mut sqe = Sqe::new(NvmOpcode::FLUSH.0);
+        sqe.nsid = Nsid(1);
+        put(&guest, SQ + 64 * u64::from(index), sqe.as_bytes());
+    }
+    ring(&mut queue, FIRST, &|| {
+        completion(&guest, FIRST - 1, true).is_some()
+    });
+    attachment.doorbells().store(Doorbell::CqHead(QUEUE), FIRST);
+    for (index, cid) in (0..).zip(cids(kind)) {
+        let at = (FIRST + u32::from(index)) % ENTRIES;
+        let place = SQ + 64 * u64::from(at);
+        put(&guest, place, command(index, cid).as_bytes());
+    }
+    put_range(&guest);
+
+    meeting.thread.store(gettid().as_raw() as u32);
+    while meeting.go.load() == 0 {}
+    let count = |count: u16| {
+        let guest = guest.clone();
+        move || completions(&guest).len() >= usize::from(count)
+    };
+    ring(&mut queue, FIRST + FIRST_BATCH, &count(awaited(kind)));
+    ring(&mut queue, TAIL, &count(SECOND));
+    meeting.done.store(1);
+    // The parent ends the process here.
+    loop {
+        std::thread::park();
+    }
+}
+
+/// A child, which does not outlive the test, and its thread that is traced.
+struct Tracee(Child, Option<Pid>);
+
+impl Drop for Tracee {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.0.kill();
+        // The process has not ended before its tracer knows of each thread's end.
+        while let Some(thread) = self.1
+            && matches!(waitpid(thread, Some(WaitPidFlag::__WALL)), Ok(status) if status.pid().is_some())
+        {
+        }
+        let _ = self.0.wait();
+    }
+}
+
+/// All that a process leaves behind.
+#[derive(Clone, PartialEq, Eq)]
+struct Left {
+    rings: Vec<u8>,
+    live: Vec<u8>,
+}
+
+impl Left {
+    fn look(&mut self, guest: &Mapping, live: &Mapping) {
+        let rings = guest.bytes(SQ as usize, RINGS).unwrap();
+        rings.copy_to(&mut self.rings);
+        live.bytes(0, LIVE).unwrap().copy_to(&mut self.live);
+    }
+}
+
+/// Takes the queue up from what was left, and carries out what there is to do. Returns the commands that were carried
+/// out here, or ended with Command Interrupted.
+fn finish(kind: &str, left: &Left, live_len: u64) -> usize {
+    let memory = File::from(memfd(c"guest", MEMORY as u64).unwrap());
+    let guest = map(&memory);
+    put(&guest, SQ, &left.rings);
+    put_range(&guest);
+    let live = sealed_memfd(c"live", live_len).unwrap();
+    let mapping = Mapping::shared(live.as_fd(), 0, LIVE, Access::ReadWrite).unwrap();
+    mapping.bytes(0, LIVE).unwrap().copy_from(&left.live);
+    let doorbells = DoorbellPage::new(DoorbellMode::Trap, Setup::default().queue_pairs).unwrap();
+    doorbells.store(Doorbell::CqHead(QUEUE), FIRST);
+    // The guest goes on.
+    doorbells.store(Doorbell::SqTail(QUEUE), TAIL);
+    let before = completions(&guest).len();
+
+    // Here nothing needs time.
+    let host = host(if kind == "slow" { "memory:16M" } else { kind });
+    let files = Files {
+        memory,
+        live,
+        doorbells: doorbells.fd().try_clone_to_owned().unwrap(),
+    };
+    let attachment = attach(&host, files);
+    HostSide::take_up(&*attachment, &queues()).unwrap();
+    let mut queue = attachment.take_queue(QUEUE).unwrap();
+    let began = Instant::now();
+    while completions(&guest).len() < usize::from(SECOND) {
+        queue.poll();
+        assert!(began.elapsed() < HANG, "a command is lost");
+    }
+    // Nothing is left for the next one.
+    while queue.poll() {}
+    let all = completions(&guest);
+    let mut done: Vec<CommandId> = all.iter().map(Cqe::cid).collect();
+    let mut given = cids(kind);
+    done.sort_unstable();
+    given.sort_unstable();
+    assert_eq!(done, given, "each command once");
+    for (at, cqe) in all.iter().enumerate() {
+        let status = cqe.status().with_dnr(false);
+        let is = |index: u16| cqe.cid() == cids(kind)[usize::from(index)];
+        let possible = match status {
+            Status::INVALID_OPCODE => is(FAILS),
+            Status::COMMAND_INTERRUPTED => is(COPY) && at >= before,
+            Status::SUCCESS => !is(FAILS) || kind == "slow",
+            _ => false,
+        };
+        assert!(possible, "{cqe:?}");
+    }
+    attachment.give_queue_back(queue).unwrap();
+    all.len() - before
+}
+
+/// Has a child end at each instruction. Returns how many commands were left to the next process, for each state in
+/// which it may find them.
+fn end_anywhere(kind: &str) -> Vec<usize> {
+    let memory = File::from(memfd(c"guest", MEMORY as u64).unwrap());
+    let guest = map(&memory);
+    let setup = Setup::default();
+    let live = LiveState::new(setup.queue_pairs).unwrap();
+    let live_len = File::from(live.fd().try_clone_to_owned().unwrap());
+    let live_len = live_len.metadata().unwrap().len();
+    let live_memory = Mapping::shared(live.fd(), 0, LIVE, Access::ReadWrite).unwrap();
+    let doorbells = DoorbellPage::new(DoorbellMode::Trap, setup.queue_pairs).unwrap();
+    let numbers = [memory.as_fd(), live.fd(), doorbells.fd()].map(|fd| fd.as_raw_fd());
+    let names = format!("{kind} {} {} {}", numbers[0], numbers[1], numbers[2]);
+    let mut command = Command::new(env::current_exe().unwrap());
+    command.args(["--exact", "live_state::child", "--nocapture"]);
+    command.env(CHILD, names);
+    let mut child = Tracee(children::start(&mut command).unwrap(), None);
+
+    let meeting = Meeting::of(&guest);
+    while meeting.thread.load() == 0 {
+        assert_eq!(child.0.try_wait().unwrap(), None, "the child is there");
+        std::thread::yield_now();
+    }
+    let thread = Pid::from_raw(meeting.thread.load() as i32);
+    ptrace::seize(thread, ptrace::Options::empty()).unwrap();
+    child.1 = Some(thread);
+    ptrace::interrupt(thread).unwrap();
+    let stopped = || waitpid(thread, Some(WaitPidFlag::__WALL)).unwrap();
+    assert!(matches!(stopped(), WaitStatus::PtraceEvent(..)));
+    meeting.go.store(1);
+
+    let mut states: Vec<Left> = Vec::new();
+    let mut left = Left {
+        rings: vec![0; RINGS],
+        live: vec![0; LIVE],
+    };
+    while meeting.done.load() == 0 {
+        left.look(&guest, &live_memory);
+        if states.last() != Some(&left) {
+            states.push(left.clone());
+        }
+        ptrace::step(thread, None).unwrap();
+        let status = stopped();
+        assert!(matches!(status, WaitStatus::Stopped(..)), "{status:?}");
+    }
+    drop(child);
+    let left_over = states.iter().map(|left| finish(kind, left, live_len));
+    left_over.collect()
+}
+
+#[test]
+fn a_process_may_end_at_any_instruction() {
+    for kind in ["null:16M", "memory:16M", "slow"] {
+        let left = end_anywhere(kind);
+        let all = usize::from(SECOND);
+        assert_eq!(left.first(), Some(&all), "{kind}: all are left");
+        assert_eq!(left.last(), Some(&0), "{kind}: none is left");
+        assert!(
+            left.is_sorted_by(|before, after| before >= after),
+            "{left:?}"
+        );
+        // A record, a mark and a head when it is taken; a completion and a mark when it ends.
+        assert!(left.len() > 5 * all, "{kind}: {} states", left.len());
+    }
+}

@@ -7,12 +7,16 @@
 //! A bucket is one moment: the time at which its credit and its debt are both zero (the theoretical arrival time of the
 //! generic cell rate algorithm). Queues of several pollers charge it by one atomic operation for each batch.
 
+mod weight;
+
 use std::fmt;
 use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+
+pub use weight::{NoWeight, Weight};
 
 use crate::clock::{Rate, Ticks};
 use crate::lease::Bytes;

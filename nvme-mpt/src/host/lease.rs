@@ -9,6 +9,7 @@ use std::sync::Arc;
 use super::{HostNamespace, HostQueuePair, NamespaceFormat, Reservation, ZoneChanges};
 use crate::event::EventQueue;
 use crate::lease::{ByteRange, LbaRange};
+use crate::limit::Weight;
 
 /// A lease to open at a host controller.
 #[derive(Clone, Copy, Debug)]
@@ -90,6 +91,11 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     fn add(&self, part: LbaRange) -> Result<(), HostLeaseError> {
         let _ = part;
         Err(HostLeaseError::SeveralParts)
+    }
+
+    /// Changes the weight of the lease among those whose queues share queue pairs with its own. Queues may exist.
+    fn set_weight(&self, weight: Weight) {
+        let _ = weight;
     }
 
     /// Makes everything durable that the lease completed until now.

@@ -27,7 +27,7 @@ use vmm_sys_util::eventfd::EventFd;
 pub use error::ControllerError;
 
 use super::backing::Backing;
-use super::pair::Governor;
+use super::pair::{Governor, LeaseShare};
 use admin_queue::AdminQueue;
 use doorbell_buffer::DoorbellBuffer;
 use identity::Identity;
@@ -40,6 +40,7 @@ use nvme_mpt::host::{
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::learn::Learning;
 use nvme_mpt::lease::LbaRange;
+use nvme_mpt::limit::Weight;
 use nvme_mpt::poller::Threads;
 use nvme_mpt::spec::log::{ErrorInformation, SmartHealth};
 use queue_pairs::QueuePairs;
@@ -309,7 +310,7 @@ impl HostController for VfioController {
     ) -> Result<Box<dyn HostLease>, HostLeaseError> {
         Ok(Box::new(VfioLease {
             namespace: request.namespace,
-            reservation: request.reservation.map(Reservation::key),
+            share: LeaseShare::new(request.reservation.map(Reservation::key)),
             controller: self,
         }))
     }
@@ -360,15 +361,19 @@ impl HostController for VfioController {
 #[derive(Debug)]
 struct VfioLease {
     namespace: HostNamespace,
-    reservation: Option<u64>,
+    share: Arc<LeaseShare>,
     controller: Arc<VfioController>,
 }
 
 impl HostLease for VfioLease {
     fn create_queue(&self, slots: u16) -> io::Result<HostQueuePair> {
         let drive = &self.controller.drive;
-        let queue = drive.join_queue_pair(slots, &self.namespace, self.reservation)?;
+        let queue = drive.join_queue_pair(slots, &self.namespace, &self.share)?;
         Ok(HostQueuePair::new(queue))
+    }
+
+    fn set_weight(&self, weight: Weight) {
+        self.share.set_weight(weight);
     }
 
     /// The ledger alone knows the parts of a lease.

@@ -11,7 +11,9 @@ use std::time::Duration;
 use log::warn;
 
 use super::super::backing::Backing;
-use super::super::pair::{ENTRIES_MAX, Governor, Pair, PairConfig, PairDoorbells, VfioQueue};
+use super::super::pair::{
+    ENTRIES_MAX, Governor, LeaseShare, Pair, PairConfig, PairDoorbells, VfioQueue,
+};
 use super::admin_queue::AdminQueue;
 use super::doorbell_buffer::pair_doorbells;
 use super::error::ControllerError;
@@ -250,14 +252,14 @@ impl PhysicalDrive {
         &self,
         slots: u16,
         namespace: &HostNamespace,
-        reservation: Option<u64>,
+        lease: &Arc<LeaseShare>,
     ) -> Result<VfioQueue, ControllerError> {
         let mut pairs = lock(&self.pairs);
         if self.is_gone() {
             return Err(ControllerError::Gone);
         }
-        if let Some(pair) = pairs.free_of(reservation) {
-            return Ok(pair.join_reserved(slots, namespace.lba_shift, reservation));
+        if let Some(pair) = pairs.free_of(lease.reservation()) {
+            return Ok(pair.join_lease(slots, namespace.lba_shift, lease));
         }
         let idle = pairs.least_used().is_some_and(|pair| pair.members() == 0);
         if !idle {
@@ -267,7 +269,7 @@ impl PhysicalDrive {
         if pair.members() > 0 {
             self.note_sharing(&pairs);
         }
-        Ok(pair.join_reserved(slots, namespace.lba_shift, reservation))
+        Ok(pair.join_lease(slots, namespace.lba_shift, lease))
     }
 
     /// Queues share pairs: reports it once.
@@ -319,7 +321,7 @@ impl PhysicalDrive {
 
     /// Makes a namespace's writes durable, with a Flush of its own.
     pub(super) fn flush(&self, namespace: &HostNamespace) -> Result<(), ControllerError> {
-        let mut queue = self.join_queue_pair(1, namespace, None)?;
+        let mut queue = self.join_queue_pair(1, namespace, &LeaseShare::new(None))?;
         let lists = ListMemory::new(&self.space, 1).map_err(ControllerError::Memory)?;
         let memory = HostMemory {
             table: &RegionTable::default(),

@@ -4,8 +4,8 @@
 //! its completions. Otherwise commands wait in front of the ring, and are dispatched in an order
 //! that is decided here alone:
 //!
-//! 1. commands of light members, at once;
-//! 2. commands of heavy members by deficit round robin in bytes, as far as the [governor's
+//! 1. commands of light members, at once, whatever their leases weigh;
+//! 2. commands of heavy members in bytes by [the weights of their leases](super::turns), as far as the [governor's
 //!    window](super::governor) allows. A command that is split counts by the children that go to
 //!    the drive, not as a whole.
 //!
@@ -29,8 +29,8 @@ use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 
-/// Bytes that a member may dispatch before the next one gets its turn.
-const QUANTUM: u64 = 64 << 10;
+/// Part of the ring's places that heavy members leave to light ones, at least one place.
+const LIGHT_PLACES: usize = 16;
 
 /// State of the drive: it takes commands, or does not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,6 +83,7 @@ impl Core {
 
     /// A new member. Returns its number.
     pub(super) fn join(&mut self, queue: Newcomer) -> u16 {
+        let lease = queue.lease.clone();
         let member = Some(Box::new(Member::new(queue, self.max_transfer)));
         // A queue that has not seen its move yet keeps its number.
         let mut numbers = (0..).zip(&self.members);
@@ -95,7 +96,8 @@ impl Core {
         self.members[number] = member;
         self.count += 1;
         self.note_members();
-        self.sharing.turns.reserve(self.members.len());
+        self.sharing.lights.reserve(self.members.len());
+        self.sharing.turns.join(number as u16, &lease);
         number as u16
     }
 
@@ -110,8 +112,8 @@ impl Core {
     ) -> Option<(u16, Newcomer)> {
         let members = (0..).zip(&self.members);
         let mut members = members.filter_map(|(number, member)| Some((number, member.as_ref()?)));
-        let (number, member) =
-            members.find(|(_, member)| !member.departs && which(member.queue.reservation))?;
+        let (number, member) = members
+            .find(|(_, member)| !member.departs && which(member.queue.lease.reservation()))?;
         Some((number, member.queue.clone()))
     }
 
@@ -188,7 +190,8 @@ impl Core {
             self.departing -= usize::from(member.departs);
             self.note_members();
         }
-        self.sharing.turns.retain(|turn| *turn != number);
+        self.sharing.lights.retain(|light| *light != number);
+        self.sharing.turns.leave(number);
         self.tell_waiting();
     }
 
@@ -328,10 +331,10 @@ impl Core {
                 split: is_split,
             });
         }
-        if !member.in_turn {
-            member.in_turn = true;
-            member.deficit = 0;
-            sharing.turns.push_back(number);
+        if !is_light {
+            sharing.turns.wait(number);
+        } else if !std::mem::replace(&mut member.in_lights, true) {
+            sharing.lights.push_back(number);
         }
         if is_governed {
             sharing.arrived(number, is_light, now);
@@ -342,7 +345,7 @@ impl Core {
     /// Returns whether commands may be waiting for [`Self::dispatch`].
     #[inline]
     pub(super) fn may_dispatch(&self) -> bool {
-        self.state == State::Running && !self.sharing.turns.is_empty()
+        self.state == State::Running && !self.sharing.is_idle()
     }
 
     /// Gives the drive what waits, as far as it may have it now.
@@ -350,73 +353,70 @@ impl Core {
         if !self.may_dispatch() {
             return;
         }
-        for place in 0..self.sharing.turns.len() {
-            let number = self.sharing.turns[place];
-            while let Some((class, weight)) = self.next(number, u64::MAX)
-                && class != Class::HEAVY
-                && self.launch(number, (weight, u64::MAX), now)
-            {}
-        }
+        self.dispatch_light(now);
         self.dispatch_heavy(now);
         self.tell_waiting();
         self.rings.ring();
     }
 
     fn tell_waiting(&mut self) {
-        let is_waiting = self.state == State::Running && !self.sharing.turns.is_empty();
+        let is_waiting = self.state == State::Running && !self.sharing.is_idle();
         self.sharing.tell_waiting(is_waiting);
     }
 
-    /// Deficit round robin among the heavy members.
+    /// Gives the drive the light commands, as long as there are places.
+    fn dispatch_light(&mut self, now: Ticks) {
+        while let Some(&number) = self.sharing.lights.front() {
+            while let Some((class, weight)) = self.next(number, u64::MAX)
+                && class != Class::HEAVY
+            {
+                if !self.launch(number, (weight, u64::MAX), now) {
+                    return;
+                }
+            }
+            self.sharing.lights.pop_front();
+            if let Some(member) = self.member(number) {
+                member.in_lights = false;
+            }
+        }
+    }
+
+    /// Gives the drive heavy members' commands, in turn.
     fn dispatch_heavy(&mut self, now: Ticks) {
         let window = self.sharing.window(now);
-        // Light members find room in the drive, even while heavy ones fill it.
-        let reserve = match self.count {
+        // Light members find places, even while heavy ones wait.
+        let kept = match self.count {
             0 | 1 => 0,
-            _ => self.flights.room() / 16,
+            _ => (self.flights.room() / LIGHT_PLACES).max(1),
         };
         let most = match window {
             Window::Own(bytes) | Window::Drive(bytes) => bytes,
             Window::Open | Window::Closed => u64::MAX,
         };
-        while let Some(&number) = self.sharing.turns.front() {
+        while let Some(number) = self.sharing.turns.next() {
             let Some((class, weight)) = self.next(number, most) else {
-                self.sharing.turns.pop_front();
-                if let Some(member) = self.member(number) {
-                    member.in_turn = false;
-                }
+                self.sharing.turns.forget(number);
                 continue;
             };
-            // A light member's command is here only if the drive's queue is full.
-            if class != Class::HEAVY || self.flights.free() <= reserve {
+            // With identifiers held, or in a ring of two entries, there may be no more places than are kept.
+            let (free, in_flight) = (self.flights.free(), self.flights.in_flight());
+            let is_full = free <= kept && (free == 0 || in_flight > 0);
+            // A light command is here only if the ring is full.
+            if class != Class::HEAVY || is_full {
                 return;
-            }
-            let is_only_one = self.sharing.turns.len() == 1;
-            let Some(member) = self.member(number) else {
-                return;
-            };
-            if member.deficit < weight {
-                member.deficit = if is_only_one {
-                    weight
-                } else {
-                    member.deficit + QUANTUM
-                };
-                self.sharing.turns.rotate_left(1);
-                continue;
             }
             if !self.sharing.has_room(window, weight) {
                 return;
             }
-            if let Some(member) = self.member(number) {
-                member.deficit -= weight;
-            }
             if !self.launch(number, (weight, most), now) {
                 return;
             }
+            let goes_on = self.member(number).is_some_and(|it| !it.waiting.is_empty());
+            self.sharing.turns.charge(weight, goes_on);
         }
     }
 
-    #[inline]
+    #[inline(always)]
     fn next(&self, number: u16, most: u64) -> Option<(Class, u64)> {
         self.members.get(usize::from(number))?.as_ref()?.next(most)
     }
@@ -500,6 +500,7 @@ impl Core {
     }
 
     /// Gives every member what the drive has completed, and dispatches what waits.
+    #[inline]
     pub(super) fn reap(&mut self, clock: impl Fn() -> Ticks) {
         if self.state != State::Running {
             return;

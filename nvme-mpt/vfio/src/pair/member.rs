@@ -33,10 +33,8 @@ pub(super) struct Member {
     pub(super) waiting: VecDeque<Waiting>,
     /// Completions that somebody else has reaped, or that need no drive.
     pub(super) done: Vec<HostCompletion>,
-    /// Bytes that it may still dispatch in its turn.
-    pub(super) deficit: u64,
-    /// True if it has a place among those that take turns.
-    pub(super) in_turn: bool,
+    /// True if it is one of those that may have light commands waiting.
+    pub(super) in_lights: bool,
     /// Until when it counts as heavy.
     pub(super) heavy_until: Ticks,
     /// Its commands that are split, on a drive where that may be.
@@ -59,8 +57,7 @@ impl Member {
             whole: WholeLimit::new(max_transfer, lba_shift),
             waiting: VecDeque::with_capacity(room),
             done: Vec::with_capacity(room),
-            deficit: 0,
-            in_turn: false,
+            in_lights: false,
             heavy_until: Ticks::default(),
             splits: is_split.then(|| Splits::new(slots, max_transfer, lba_shift)),
             queue,

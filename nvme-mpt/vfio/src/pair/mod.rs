@@ -21,6 +21,7 @@ mod split;
 mod stats;
 #[cfg(test)]
 mod tests;
+mod turns;
 
 use std::any::Any;
 use std::io;
@@ -33,6 +34,7 @@ pub use governor::Governor;
 pub use queue::VfioQueue;
 pub use rings::{ENTRIES_MAX, PairDoorbells};
 pub use stats::PairStats;
+pub use turns::LeaseShare;
 
 use self::core::Core;
 use nvme_mpt::address::Iova;
@@ -111,20 +113,20 @@ impl Pair {
         self.shared.lock().rings.cq_iova()
     }
 
-    /// Adds a member with `slots` commands at most, for a namespace with this LBA format.
+    /// Adds a member with `slots` commands at most, for a namespace with this LBA format. Its lease is its own.
     ///
     /// `guard` is dropped when the member is gone and has let go of the pair: when the last member
     /// is, so that the queues can be deleted (the drive needs the pair, and so its memory, until
     /// then).
     #[must_use]
     pub fn join(&self, slots: u16, lba_shift: u8, guard: Box<dyn Any + Send>) -> VfioQueue {
-        VfioQueue::new(self, (slots, lba_shift), None, guard)
+        VfioQueue::new(self, (slots, lba_shift), &LeaseShare::new(None), guard)
     }
 
-    /// As [`Self::join`], for a queue of the lease that has a reservation.
+    /// As [`Self::join`], for a queue of a lease that may have others here.
     #[must_use]
-    pub fn join_reserved(&self, slots: u16, lba_shift: u8, reservation: Option<u64>) -> VfioQueue {
-        VfioQueue::new(self, (slots, lba_shift), reservation, Box::new(()))
+    pub fn join_lease(&self, slots: u16, lba_shift: u8, lease: &Arc<LeaseShare>) -> VfioQueue {
+        VfioQueue::new(self, (slots, lba_shift), lease, Box::new(()))
     }
 
     /// Returns the number of members, without those that are moving to another pair.

@@ -18,6 +18,7 @@
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use super::core::Core;
+use super::turns::LeaseShare;
 use super::{Pair, Shared};
 use nvme_mpt::host::SharedPair;
 
@@ -65,8 +66,7 @@ pub(super) struct Newcomer {
     pub(super) slots: u16,
     /// Logical block size of its namespace, as a power of two.
     pub(super) lba_shift: u8,
-    /// Reservation of its lease.
-    pub(super) reservation: Option<u64>,
+    pub(super) lease: Arc<LeaseShare>,
     pub(super) whereabouts: Arc<Whereabouts>,
 }
 

@@ -8,6 +8,7 @@ use std::time::Duration;
 use super::core::Core;
 use super::moves::{Moving, Newcomer, Remainder, Seat, Whereabouts, follow};
 use super::split::WholeLimit;
+use super::turns::LeaseShare;
 use super::{Pair, Shared};
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::{
@@ -44,7 +45,7 @@ impl VfioQueue {
     pub(super) fn new(
         pair: &Pair,
         (slots, lba_shift): (u16, u8),
-        reservation: Option<u64>,
+        lease: &Arc<LeaseShare>,
         guard: Box<dyn Any + Send>,
     ) -> Self {
         let room = usize::from(slots);
@@ -52,7 +53,7 @@ impl VfioQueue {
         let member = pair.shared.lock().join(Newcomer {
             slots,
             lba_shift,
-            reservation,
+            lease: lease.clone(),
             whereabouts: whereabouts.clone(),
         });
         Self {

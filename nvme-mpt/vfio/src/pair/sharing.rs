@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::governor::{Governor, Window};
+use super::turns::Turns;
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::learn::WINDOW_MAX;
 
@@ -36,8 +37,10 @@ pub(super) struct Sharing {
     pub(super) governor: Arc<Governor>,
     /// The pair's number at the governor.
     number: u64,
-    /// Members that may have commands waiting, in the order of their turns.
-    pub(super) turns: VecDeque<u16>,
+    /// Members that may have light commands waiting, the first to come first.
+    pub(super) lights: VecDeque<u16>,
+    /// Turns of the others.
+    pub(super) turns: Turns,
     /// Bytes of heavy members in flight, as far as the window bounds them.
     heavy_bytes: u64,
     /// True if the governor knows that heavy members wait here.
@@ -50,11 +53,18 @@ impl Sharing {
         Self {
             number: governor.register(),
             governor,
-            turns: VecDeque::new(),
+            lights: VecDeque::new(),
+            turns: Turns::default(),
             heavy_bytes: 0,
             is_waiting: false,
             presence: Presence::default(),
         }
+    }
+
+    /// Returns whether no member has commands waiting.
+    #[inline]
+    pub(super) fn is_idle(&self) -> bool {
+        self.lights.is_empty() && self.turns.is_empty()
     }
 
     /// A member has submitted something, a light one if `is_light`.

@@ -6,6 +6,8 @@ mod members;
 mod moves;
 mod property;
 mod sharing;
+mod turns;
+mod weights;
 
 use super::VfioQueue;
 use nvme_mpt::clock::Ticks;

@@ -2,7 +2,7 @@
 
 use super::drive::FakeDrive;
 use super::{Lender, command, reap, submit};
-use crate::pair::{Pair, VfioQueue};
+use crate::pair::{LeaseShare, Pair, VfioQueue};
 use nvme_mpt::host::HostQueue;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
@@ -183,8 +183,8 @@ fn commands_of_a_queue_that_moved_end_with_their_pair() {
 #[test]
 fn the_queue_of_a_reservation_is_chosen() {
     let [(_, first), (_, second)] = pairs();
-    let _other = first.join_reserved(8, 9, None);
-    let queue = first.join_reserved(8, 9, Some(3));
+    let _other = first.join(8, 9, Box::new(()));
+    let queue = first.join_lease(8, 9, &LeaseShare::new(Some(3)));
     second.set_reserved(true);
     assert!(!first.move_one(&second, |of| of == Some(4)));
     assert!(first.move_one(&second, |of| of == Some(3)));

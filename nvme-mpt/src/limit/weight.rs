@@ -1,0 +1,96 @@
+//! Weight of a lease beside the others.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// Weight of a lease among those whose queues share queue pairs: 1 to 1000, usually 100.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "u16", into = "u16")]
+pub struct Weight(u16);
+
+/// A number or a text is no weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "A weight is a whole number from {} to {}, as in 300; {} is the usual one",
+    Weight::MIN.0,
+    Weight::MAX.0,
+    Weight::default().0
+)]
+pub struct NoWeight;
+
+impl Weight {
+    /// The least weight.
+    pub const MIN: Self = Self(1);
+
+    /// The greatest weight.
+    pub const MAX: Self = Self(1000);
+
+    /// Returns the number.
+    #[must_use]
+    pub fn get(self) -> u16 {
+        self.0
+    }
+}
+
+impl Default for Weight {
+    fn default() -> Self {
+        Self(100)
+    }
+}
+
+impl TryFrom<u16> for Weight {
+    type Error = NoWeight;
+
+    fn try_from(number: u16) -> Result<Self, NoWeight> {
+        let weight = Self(number);
+        let fits = (Self::MIN..=Self::MAX).contains(&weight);
+        fits.then_some(weight).ok_or(NoWeight)
+    }
+}
+
+impl From<Weight> for u16 {
+    fn from(weight: Weight) -> Self {
+        weight.0
+    }
+}
+
+impl FromStr for Weight {
+    type Err = NoWeight;
+
+    fn from_str(text: &str) -> Result<Self, NoWeight> {
+        let digits = text.bytes().all(|byte| byte.is_ascii_digit());
+        let number: Option<u16> = digits.then(|| text.parse().ok()).flatten();
+        number.ok_or(NoWeight)?.try_into()
+    }
+}
+
+impl fmt::Display for Weight {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_weight_is_a_number_within_bounds() {
+        for number in [1, 100, 300, 1000] {
+            let weight: Weight = number.to_string().parse().expect("a weight");
+            assert_eq!(
+                (weight.get(), weight.to_string()),
+                (number, number.to_string())
+            );
+        }
+        for text in ["", "0", "1001", "65536", "-1", "+5", "1.5", "none", "5%"] {
+            assert_eq!(text.parse::<Weight>(), Err(NoWeight), "{text}");
+        }
+        assert_eq!(
+            NoWeight.to_string(),
+            "A weight is a whole number from 1 to 1000, as in 300; 100 is the usual one"
+        );
+    }
+}

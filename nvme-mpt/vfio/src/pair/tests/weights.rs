@@ -1,0 +1,299 @@
+//! Places of a pair that leases of several weights want: counted in commands, as the drive gets them.
+
+use std::sync::Arc;
+
+use super::super::{LeaseShare, Pair, VfioQueue};
+use super::drive::FakeDrive;
+use super::{Lender, command, submit_at};
+use nvme_mpt::clock::Ticks;
+use nvme_mpt::host::{HostCompletion, HostQueue};
+use nvme_mpt::limit::Weight;
+use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt::spec::status::Status;
+
+/// Entries of the pair.
+const ENTRIES: u32 = 17;
+
+/// Places that heavy members have: one stays free for light ones, and one tells full from empty.
+const PLACES: usize = 15;
+
+/// Commands that a loud queue has outstanding.
+const DEPTH: u16 = 32;
+
+/// Bits of an LBA that tell the queue.
+const QUEUE: u32 = 32;
+
+fn lease(weight: u16) -> Arc<LeaseShare> {
+    let lease = LeaseShare::new(None);
+    lease.set_weight(Weight::try_from(weight).expect("within bounds"));
+    lease
+}
+
+struct Guest {
+    queue: VfioQueue,
+    lender: Lender,
+    index: u64,
+    blocks: u32,
+    free: Vec<u16>,
+}
+
+impl Guest {
+    fn new(pair: &Pair, lease: &Arc<LeaseShare>, index: u64, depth: u16) -> Self {
+        Self {
+            queue: pair.join_lease(depth, 9, lease),
+            lender: Lender::new(depth.into()),
+            index,
+            blocks: 8,
+            free: (0..depth).collect(),
+        }
+    }
+
+    /// Reaps, and submits all that it may.
+    fn poll(&mut self, now: u64) {
+        let free = &mut self.free;
+        self.queue.reap_by(
+            || Ticks(now),
+            |completion: HostCompletion| free.push(completion.slot),
+        );
+        let read = |slot| command(NvmOpcode::READ, slot, self.index << QUEUE, self.blocks);
+        let commands: Vec<Sqe> = free.drain(..).map(read).collect();
+        if !commands.is_empty() {
+            submit_at(&mut self.queue, &self.lender, &commands, Ticks(now));
+        }
+    }
+}
+
+/// Queue of a command.
+fn queue_of(sqe: &Sqe) -> usize {
+    (sqe.cdw10_11() >> QUEUE) as usize
+}
+
+/// A drive that works on one command after the other, and its guests, of one queue each.
+struct World {
+    drive: FakeDrive,
+    pair: Pair,
+    guests: Vec<Guest>,
+    now: u64,
+}
+
+impl World {
+    fn new(guests: &[(&Arc<LeaseShare>, u16)]) -> Self {
+        let (drive, pair) = FakeDrive::new(ENTRIES, u64::MAX, false);
+        let guests = guests.iter().zip(0..);
+        let guests = guests
+            .map(|((lease, depth), index)| Guest::new(&pair, lease, index, *depth))
+            .collect();
+        Self {
+            drive,
+            pair,
+            guests,
+            now: 1,
+        }
+    }
+
+    /// Lets all guests do what they can.
+    fn poll(&mut self) {
+        self.now += 1000;
+        for guest in &mut self.guests {
+            guest.poll(self.now);
+        }
+        self.drive.fetch();
+    }
+
+    /// Has the drive complete its oldest command. Returns that one's queue.
+    fn complete(&mut self) -> usize {
+        let done = self.drive.complete(0, Status::SUCCESS);
+        self.poll();
+        queue_of(&done)
+    }
+
+    /// Has the drive complete so many commands. Returns how many were each guest's.
+    fn run(&mut self, commands: usize) -> Vec<usize> {
+        let mut counts = vec![0; self.guests.len()];
+        for _ in 0..commands {
+            counts[self.complete()] += 1;
+        }
+        counts
+    }
+
+    /// The drive's commands of a queue.
+    fn in_drive(&self, queue: usize) -> usize {
+        let of_queue = |sqe: &&Sqe| queue_of(sqe) == queue;
+        self.drive.commands.iter().filter(of_queue).count()
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        self.pair.kill(Status::COMMAND_INTERRUPTED);
+    }
+}
+
+/// Checks shares of commands, within a round of the places.
+#[track_caller]
+fn check(counts: &[usize], weights: &[usize]) {
+    let (all, weight) = (counts.iter().sum::<usize>(), weights.iter().sum::<usize>());
+    for (count, of) in counts.iter().zip(weights) {
+        let due = all * of / weight;
+        assert!(count.abs_diff(due) <= 4, "{counts:?}, by {weights:?}");
+    }
+}
+
+#[test]
+fn two_leases_get_commands_by_their_weights() {
+    let leases = [lease(100), lease(300)];
+    let mut world = World::new(&[(&leases[0], DEPTH), (&leases[1], DEPTH)]);
+    world.poll();
+    world.run(PLACES);
+    check(&world.run(2000), &[100, 300]);
+    let in_drive = [0, 1].map(|queue| world.in_drive(queue));
+    assert_eq!(in_drive.iter().sum::<usize>(), PLACES);
+    assert!(in_drive[0].abs_diff(PLACES / 4) <= 1, "{in_drive:?}");
+}
+
+#[test]
+fn bytes_count_where_commands_differ() {
+    let leases = [lease(100), lease(100)];
+    let mut world = World::new(&[(&leases[0], DEPTH), (&leases[1], DEPTH)]);
+    world.guests[1].blocks = 32;
+    world.poll();
+    world.run(PLACES);
+    check(&world.run(2000), &[4, 1]);
+}
+
+#[test]
+fn a_lease_of_four_queues_has_one_share() {
+    let leases = [lease(100), lease(300)];
+    let mut guests = vec![(&leases[0], DEPTH); 4];
+    guests.push((&leases[1], DEPTH));
+    let mut world = World::new(&guests);
+    world.poll();
+    world.run(PLACES);
+    check(&world.run(2000), &[25, 25, 25, 25, 300]);
+}
+
+#[test]
+fn a_weight_changes_while_commands_are_in_flight() {
+    let leases = [lease(100), lease(300)];
+    let mut world = World::new(&[(&leases[0], DEPTH), (&leases[1], DEPTH)]);
+    world.poll();
+    world.run(PLACES);
+    for (weights, shares) in [([900, 300], [3, 1]), ([7, 7], [1, 1]), ([1, 9], [1, 9])] {
+        for (lease, weight) in leases.iter().zip(weights) {
+            lease.set_weight(Weight::try_from(weight).expect("within bounds"));
+        }
+        // What the drive has was given out by the former weights.
+        world.run(PLACES);
+        check(&world.run(1000), &shares);
+    }
+}
+
+#[test]
+fn what_a_lease_leaves_is_the_others() {
+    let leases = [lease(1), lease(1000)];
+    // One of 64 KiB at a time: heavy, and less than its share.
+    let mut world = World::new(&[(&leases[0], DEPTH), (&leases[1], 1)]);
+    world.guests[1].blocks = 128;
+    world.poll();
+    let mut missing = 0;
+    for _ in 0..500 {
+        assert_eq!(world.drive.commands.len(), PLACES, "all places are used");
+        missing = if world.in_drive(1) == 1 {
+            0
+        } else {
+            missing + 1
+        };
+        assert!(missing <= 1, "the next place that is free is the other's");
+        world.complete();
+    }
+}
+
+#[test]
+fn leases_come_and_go_while_others_wait() {
+    let leases = [lease(100), lease(200), lease(300)];
+    let mut world = World::new(&[(&leases[0], DEPTH), (&leases[1], DEPTH)]);
+    world.poll();
+    world.run(PLACES);
+    check(&world.run(600), &[100, 200]);
+    let newcomer = Guest::new(&world.pair, &leases[2], 2, DEPTH);
+    world.guests.push(newcomer);
+    world.poll();
+    world.run(PLACES);
+    check(&world.run(600), &[100, 200, 300]);
+    // A queue is deleted with commands in flight and commands that wait: it gets nothing more.
+    world.guests[1].queue.cut_short();
+    let left = world.in_drive(1);
+    world.guests[1].free.clear();
+    let mut counts = vec![0; 3];
+    for _ in 0..600 {
+        let done = world.drive.complete(0, Status::SUCCESS);
+        counts[queue_of(&done)] += 1;
+        world.now += 1000;
+        for index in [0, 2] {
+            world.guests[index].poll(world.now);
+        }
+        world.drive.fetch();
+    }
+    assert_eq!(counts[1], left);
+    let first = counts[0].abs_diff((600 - left) / 4);
+    assert!(first <= PLACES, "{counts:?}");
+    assert_eq!(world.in_drive(0) + world.in_drive(2), PLACES);
+}
+
+#[test]
+fn a_reset_keeps_the_shares() {
+    let leases = [lease(100), lease(300)];
+    let mut world = World::new(&[(&leases[0], DEPTH), (&leases[1], DEPTH)]);
+    world.poll();
+    world.run(PLACES);
+    for _ in 0..5 {
+        world.pair.stop();
+        world.pair.fail_in_flight(Status::COMMAND_INTERRUPTED);
+        let doorbells = world.drive.restart();
+        world.pair.restart(doorbells);
+        // Its commands were interrupted, and are sent again.
+        world.poll();
+        assert_eq!(world.drive.commands.len(), PLACES);
+        check(&world.run(400), &[100, 300]);
+    }
+}
+
+#[test]
+fn a_queue_that_moves_takes_its_lease_along() {
+    let leases = [lease(100), lease(300)];
+    let mut world = World::new(&[(&leases[0], DEPTH)]);
+    let (_other, first) = FakeDrive::new(ENTRIES, u64::MAX, false);
+    let mover = Guest::new(&first, &leases[1], 1, DEPTH);
+    world.guests.push(mover);
+    assert!(first.move_one(&world.pair, |_| true));
+    world.poll();
+    world.run(PLACES);
+    check(&world.run(1000), &[100, 300]);
+}
+
+#[test]
+fn a_quiet_queue_finds_a_place_whatever_the_others_weigh() {
+    let leases = [lease(1), lease(1000), lease(1000)];
+    let guests = [(&leases[0], 1), (&leases[1], DEPTH), (&leases[2], DEPTH)];
+    let mut world = World::new(&guests);
+    // The loud ones are there first.
+    world.guests[0].free.clear();
+    world.poll();
+    assert_eq!(world.drive.commands.len(), PLACES);
+    world.guests[0].free.push(0);
+    world.poll();
+    let mut waits = Vec::new();
+    for _ in 0..500 {
+        assert_eq!(world.in_drive(0), 1, "it waits in front of the drive");
+        let of_others = std::iter::repeat_with(|| world.complete()).take_while(|queue| *queue != 0);
+        waits.push(of_others.count());
+    }
+    // The drive had so many when it came first. None of the loud queues' backlog is in front of it.
+    assert_eq!(waits[0], PLACES);
+    // Within some commands, the governor has found a window of one command.
+    assert!(
+        waits.iter().skip(100).all(|waited| *waited <= 1),
+        "{waits:?}"
+    );
+}

@@ -1,4 +1,4 @@
-//! Limits of a lease: I/Os and bytes per second, over all its queues.
+//! Limits of a lease: I/Os and bytes per second, over all its queues; and its weight beside other leases.
 //!
 //! Each limit is a bucket of credit that fills at its rate, up to its burst. A queue takes commands while there is
 //! credit, and is charged for a batch when it has taken it. The batch may leave a debt, which has to be paid off before
@@ -46,27 +46,29 @@ pub struct RateLimits {
     pub iops: Option<RateLimit>,
     /// Bytes that are read and written.
     pub bandwidth: Option<RateLimit>,
+    /// Weight among the leases whose queues share queue pairs; the usual one if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weight: Option<Weight>,
 }
 
 impl fmt::Display for RateLimits {
     /// The limits as options, or nothing.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { iops, bandwidth } = self;
-        if let Some(RateLimit { per_second, burst }) = iops {
-            write!(f, "iops={per_second}")?;
-            if let Some(burst) = burst {
-                write!(f, "+{burst}")?;
-            }
-        }
-        let Some(RateLimit { per_second, burst }) = bandwidth else {
-            return Ok(());
-        };
-        let separator = if iops.is_some() { "," } else { "" };
-        write!(f, "{separator}bandwidth={}", Bytes(per_second.get()))?;
-        match burst {
-            Some(burst) => write!(f, "+{}", Bytes(burst.get())),
-            None => Ok(()),
-        }
+        let Self {
+            iops,
+            bandwidth,
+            weight,
+        } = self;
+        let options = [
+            iops.map(|limit| format!("iops={}", limit.text(|commands| commands.to_string()))),
+            bandwidth.map(|limit| {
+                let text = limit.text(|bytes| Bytes(bytes).to_string());
+                format!("bandwidth={text}")
+            }),
+            weight.map(|weight| format!("weight={weight}")),
+        ];
+        let given: Vec<String> = options.into_iter().flatten().collect();
+        f.write_str(&given.join(","))
     }
 }
 
@@ -107,6 +109,14 @@ impl RateLimit {
         Self::parse(text, number).ok_or(NoLimit::Bytes)
     }
 
+    fn text(self, number: impl Fn(u64) -> String) -> String {
+        let per_second = number(self.per_second.get());
+        match self.burst {
+            Some(burst) => format!("{per_second}+{}", number(burst.get())),
+            None => per_second,
+        }
+    }
+
     fn parse(text: &str, number: impl Fn(&str) -> Option<u64>) -> Option<Self> {
         let number = |text| NonZeroU64::new(number(text)?);
         let (per_second, burst) = match text.split_once('+') {
@@ -143,7 +153,9 @@ impl Limiter {
 
     /// Changes the limits. Credit and debt stay, in units of time.
     pub fn set(&self, limits: RateLimits) {
-        let RateLimits { iops, bandwidth } = limits;
+        let RateLimits {
+            iops, bandwidth, ..
+        } = limits;
         self.iops.set(iops, self.rate);
         self.bandwidth.set(bandwidth, self.rate);
     }
@@ -286,6 +298,7 @@ mod tests {
         RateLimits {
             iops: RateLimit::of_commands(iops).ok(),
             bandwidth: RateLimit::of_bytes(bandwidth).ok(),
+            weight: None,
         }
     }
 
@@ -335,6 +348,13 @@ mod tests {
         ] {
             assert_eq!(limits(iops, bandwidth).to_string(), text);
         }
+        let weighed = |iops, bandwidth| {
+            let weight = "300".parse().ok();
+            let limits = limits(iops, bandwidth);
+            RateLimits { weight, ..limits }.to_string()
+        };
+        assert_eq!(weighed("", ""), "weight=300");
+        assert_eq!(weighed("1", "2M"), "iops=1,bandwidth=2M,weight=300");
         // A thousand or 1,024?
         assert!(RateLimit::of_commands("20K").is_err());
     }
@@ -393,7 +413,7 @@ mod tests {
             bytes in prop::sample::select(vec![512_u64, 4096, 65_536]),
         ) {
             let limit = |per_second| RateLimit { per_second: NonZeroU64::new(per_second).expect("not 0"), burst: None };
-            let limits = RateLimits { iops: Some(limit(iops)), bandwidth: bandwidth.map(limit) };
+            let limits = RateLimits { iops: Some(limit(iops)), bandwidth: bandwidth.map(limit), weight: None };
             let limiter = Limiter::new(limits, Rate::NANOSECOND);
             let wanted = iops.min(bandwidth.unwrap_or(u64::MAX) / bytes) as f64;
             // A command every microsecond at most, in batches.

@@ -39,7 +39,7 @@ pub struct AttachmentConfig {
     pub pollers: Arc<Pollers>,
     /// Kinds of files that the VM's memory may be in.
     pub memory: MemoryKinds,
-    /// I/Os and bytes per second, over all queues.
+    /// I/Os and bytes per second, over all queues, and the lease's weight.
     pub rates: RateLimits,
     /// Serial Number to show instead of the lease's own, up to 20 ASCII characters.
     pub serial: Option<String>,

@@ -156,6 +156,7 @@ impl Attachment {
                 },
                 other => AttachError::Lease(other),
             })?;
+        host.set_weight(rates.weight.unwrap_or_default());
         if let Some(reservation) = &reservation {
             lease.note_reserved(reservation.pairs())?;
         }
@@ -304,8 +305,10 @@ impl Attachment {
         result
     }
 
-    /// Changes the I/Os and bytes per second that the queues may have together.
+    /// Changes the I/Os and bytes per second that the queues may have together, and the lease's weight.
     pub fn set_rates(&self, rates: RateLimits) {
+        let weight = rates.weight.unwrap_or_default();
+        self.holding.host().set_weight(weight);
         self.context.limiter.set(rates);
         // Queues look at the limiter when they take up a table, so that one without limits pays nothing for them.
         self.window.renew_table();

@@ -16,6 +16,7 @@ fn rates(iops: &str, bandwidth: &str) -> RateLimits {
     RateLimits {
         iops: RateLimit::of_commands(iops).ok(),
         bandwidth: RateLimit::of_bytes(bandwidth).ok(),
+        weight: None,
     }
 }
 

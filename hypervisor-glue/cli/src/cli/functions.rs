@@ -67,7 +67,8 @@ pub(super) struct Remove {
 pub(super) struct Limit {
     /// The function's id, or its socket
     id: String,
-    /// iops=NUMBER[+BURST] and bandwidth=SIZE[+BURST], each per second, or none for no limit
+    /// iops=NUMBER[+BURST] and bandwidth=SIZE[+BURST], each per second, or none for no limit; weight=N beside other
+    /// busy guests of a physical drive, or none for 100
     #[arg(
         value_name = "LIMITS",
         value_parser = |text: &str| text.parse::<RateChange>().map(|_| text.to_owned()).map_err(|error| told(&error))

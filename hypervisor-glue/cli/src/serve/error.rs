@@ -47,6 +47,9 @@ pub enum LimitsError {
     /// The ledger cannot be used.
     #[error(transparent)]
     Lease(#[from] LeaseError),
+    /// The drive has no such limit.
+    #[error(transparent)]
+    Option(#[from] OptionError),
     /// Limits in the ledger are none.
     #[error(
         "The ledger has limits of lease \"{id}\" that this program cannot read, \"{limits}\": use the version that \

@@ -76,6 +76,7 @@ fn is_trusted(uid: u32) -> bool {
 #[derive(Debug)]
 struct Lease {
     entry: FunctionEntry,
+    path: DrivePath,
     /// Limits that the VMM asks for.
     asked: RateLimits,
     /// Limits of the operator, which go before them.
@@ -227,11 +228,16 @@ impl LeaseTable {
         id: &str,
         given: &OptionText,
     ) -> Option<Result<FunctionEntry, LimitsError>> {
-        let attachment = {
+        let (attachment, path) = {
             let connections = self.connections();
-            let lease = connections.values().find(|one| one.has(id))?;
-            lease.lease.as_ref()?.attachment.clone()
+            let connection = connections.values().find(|one| one.has(id))?;
+            let lease = connection.lease.as_ref()?;
+            (lease.attachment.clone(), lease.path.clone())
         };
+        let checked = as_change(id, given).and_then(|change| Ok(change.check(&path)?));
+        if let Err(error) = checked {
+            return Some(Err(error));
+        }
         // Without the lock, as another process may be changing the ledger.
         let change = match record(attachment.lease(), given) {
             Ok(change) => change,
@@ -252,6 +258,10 @@ impl LeaseTable {
         let connection = connections.get_mut(&number);
         if let Some(lease) = connection.and_then(|one| one.lease.as_mut()) {
             lease.asked = rates;
+            if !is_trusted(lease.peer.uid) {
+                // It would take places from others.
+                lease.asked.weight = None;
+            }
             lease.set_rates();
         }
     }
@@ -349,6 +359,7 @@ impl LeaseTable {
                 state: FunctionState::Connected,
                 summary: summary(&options.path.to_string(), &attachment, peer),
             },
+            path: options.path.clone(),
             asked: options.rates,
             ordered: None,
             attachment: attachment.clone(),

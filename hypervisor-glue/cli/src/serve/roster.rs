@@ -231,6 +231,7 @@ impl Roster {
         let place = self.offers.iter().position(|offer| of_id(&offer.entry));
         let place = place.ok_or_else(|| self.no_function(id))?;
         let before = self.offers[place].declared.clone();
+        change.check(&before.function.function.path)?;
         let declared = &mut self.offers[place].declared;
         let rates = change.of(declared.function.function.rates);
         declared.function.function.rates = rates;

@@ -398,7 +398,9 @@ fn limits_change_under_a_guest_and_are_there_again() {
     for (id, limits, complaint) in [
         ("c", "iops=1", "no function \"c\""),
         ("a", "iops=1K", "as in 20000"),
-        ("a", "queues=1", "the options are iops, bandwidth"),
+        ("a", "queues=1", "the options are iops, bandwidth, weight"),
+        ("a", "weight=0", "from 1 to 1000"),
+        ("a", "iops=7,weight=300", "only a physical drive"),
     ] {
         let error = ask(&bench, "limit", &[id, limits]).unwrap_err();
         assert!(error.contains(complaint), "{error}");

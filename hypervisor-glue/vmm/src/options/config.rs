@@ -61,6 +61,9 @@ pub struct FunctionConfig {
     /// Most bytes per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bandwidth: Option<String>,
+    /// Share of a physical drive's queue pairs beside busy guests.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weight: Option<u16>,
     /// Fate of data that another id left in the range.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data: Option<String>,
@@ -110,6 +113,7 @@ impl FunctionConfig {
         "memory",
         "iops",
         "bandwidth",
+        "weight",
         "data",
         "serial",
         "lba",
@@ -146,6 +150,7 @@ impl FunctionConfig {
             memory: get("memory"),
             iops: get("iops"),
             bandwidth: get("bandwidth"),
+            weight: parsed("weight", get("weight"), str::parse)?,
             data: get("data"),
             serial: get("serial"),
             lba: parsed("lba", get("lba"), str::parse::<LbaSize>)?.map(LbaSize::bytes),
@@ -232,6 +237,7 @@ impl FunctionConfig {
             memory,
             iops,
             bandwidth,
+            weight,
             data,
             serial,
             lba,
@@ -256,6 +262,7 @@ impl FunctionConfig {
             ("memory", memory.clone()),
             ("iops", iops.clone()),
             ("bandwidth", bandwidth.clone()),
+            ("weight", weight.map(|weight| weight.to_string())),
             ("data", data.clone()),
             ("serial", serial.clone()),
             ("lba", lba.map(|lba| lba.to_string())),
@@ -302,12 +309,13 @@ mod tests {
         let physical = [
             ("path", "0000:01:00.0"),
             ("reserve", "4"),
+            ("weight", "300"),
             ("namespace", "2"),
             ("timeout", "7"),
             ("reconnect", "0"),
         ];
         let config = self::config(&physical).expect("valid");
-        let options = "path=0000:01:00.0,reserve=4,namespace=2,timeout=7,reconnect=0"
+        let options = "path=0000:01:00.0,reserve=4,weight=300,namespace=2,timeout=7,reconnect=0"
             .parse()
             .expect("valid");
         assert_eq!(config.options().expect("valid"), options);

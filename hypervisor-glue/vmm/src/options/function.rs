@@ -82,7 +82,7 @@ pub struct FunctionOptions {
     pub fixed: Learning,
     /// Kinds of files that the VM's memory may be in.
     pub memory: MemoryKinds,
-    /// I/Os and bytes per second.
+    /// I/Os and bytes per second, and the weight beside other guests.
     pub rates: RateLimits,
     /// Fate of data that another id left in the range.
     pub data: FormerData,
@@ -101,6 +101,10 @@ pub struct FunctionOptions {
     /// Time that a function in a VMM waits for a server that has its drive, if its own goes; for ever if not given.
     pub reconnect: Option<Duration>,
 }
+
+/// Reason for which a software drive has no use for a weight.
+pub(super) const UNSHARED: &str =
+    "only a physical drive, as in path=0000:01:00.0, has queue pairs that guests share";
 
 /// I/O queue pairs of a function for which nobody chose: one for each vCPU of most guests. Queues
 /// that a guest does not create cost nothing.
@@ -127,6 +131,7 @@ impl FunctionOptions {
             rates: RateLimits {
                 iops: take(keys, "iops", RateLimit::of_commands)?,
                 bandwidth: take(keys, "bandwidth", RateLimit::of_bytes)?,
+                weight: take(keys, "weight", str::parse)?,
             },
             data: take(keys, "data", str::parse)?.unwrap_or_default(),
             serial: take(keys, "serial", parse_serial)?,
@@ -251,7 +256,8 @@ impl FunctionOptions {
                 "only a physical drive, as in path=0000:01:00.0, has a bound on its queue pairs";
             ("reserve", why)
         });
-        fixed.or(namespace).or(timeout).or(reserve)
+        let weight = self.rates.weight.map(|_| ("weight", UNSHARED));
+        fixed.or(namespace).or(timeout).or(reserve).or(weight)
     }
 }
 

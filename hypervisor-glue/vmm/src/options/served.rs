@@ -3,10 +3,10 @@
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use nvme_mpt::limit::{NoLimit, RateLimit, RateLimits};
+use nvme_mpt::limit::{RateLimit, RateLimits, Weight};
 
 use super::error::OptionError;
-use super::function::FunctionOptions;
+use super::function::{FunctionOptions, UNSHARED};
 use super::key_values::{KeyValues, no_more, take};
 use super::table;
 use crate::drives::DrivePath;
@@ -110,19 +110,37 @@ impl FromStr for ServedDrive {
     }
 }
 
-/// Change of the limits of a function: `iops=` and `bandwidth=`, each with a limit or with `none`.
+/// Change of the limits of a function: `iops=`, `bandwidth=` and `weight=`, each with a value or with `none`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RateChange {
     iops: Option<Option<RateLimit>>,
     bandwidth: Option<Option<RateLimit>>,
+    weight: Option<Option<Weight>>,
 }
 
 impl RateChange {
     /// Keys that a change may have.
-    pub const KEYS: &[&str] = &["iops", "bandwidth"];
+    pub const KEYS: &[&str] = &["iops", "bandwidth", "weight"];
 
-    /// Value for no limit.
+    /// Value for no limit, and for the usual weight.
     pub const NONE: &str = "none";
+
+    /// Refuses a change that means nothing for a drive.
+    ///
+    /// # Errors
+    /// [`OptionError::Meaningless`].
+    pub fn check(&self, path: &DrivePath) -> Result<(), OptionError> {
+        match (self.weight, path) {
+            (Some(Some(_)), path) if !matches!(path, DrivePath::Pci(_)) => {
+                Err(OptionError::Meaningless {
+                    key: "weight",
+                    path: path.clone(),
+                    why: UNSHARED,
+                })
+            }
+            _ => Ok(()),
+        }
+    }
 
     /// Returns the limits after the change. A key that it does not have changes nothing.
     #[must_use]
@@ -130,6 +148,7 @@ impl RateChange {
         RateLimits {
             iops: self.iops.unwrap_or(rates.iops),
             bandwidth: self.bandwidth.unwrap_or(rates.bandwidth),
+            weight: self.weight.unwrap_or(rates.weight),
         }
     }
 }
@@ -138,16 +157,19 @@ impl FromStr for RateChange {
     type Err = OptionError;
 
     fn from_str(text: &str) -> Result<Self, OptionError> {
-        let or_none = |parse: fn(&str) -> Result<RateLimit, NoLimit>| {
-            move |text: &str| match text {
-                Self::NONE => Ok(None),
+        fn or_none<T, E>(
+            parse: impl FnOnce(&str) -> Result<T, E>,
+        ) -> impl FnOnce(&str) -> Result<Option<T>, E> {
+            |text| match text {
+                RateChange::NONE => Ok(None),
                 text => parse(text).map(Some),
             }
-        };
+        }
         let mut keys = KeyValues::parse(text)?;
         let change = Self {
             iops: take(&mut keys, "iops", or_none(RateLimit::of_commands))?,
             bandwidth: take(&mut keys, "bandwidth", or_none(RateLimit::of_bytes))?,
+            weight: take(&mut keys, "weight", or_none(str::parse))?,
         };
         no_more(keys, Self::KEYS.iter().copied())?;
         Ok(change)
@@ -321,16 +343,38 @@ mod tests {
             let change: RateChange = change.parse().unwrap();
             assert_eq!(change.of(before), rates(&format!("path=null:1G,{after}")));
         }
+        let before = rates("path=0000:01:00.0,weight=5");
+        for (change, weight) in [("weight=300", 300), ("weight=none", 100), ("iops=1", 5)] {
+            let change: RateChange = change.parse().unwrap();
+            let after = change.of(before).weight.unwrap_or_default();
+            assert_eq!(after.get(), weight);
+        }
         for (change, complaint) in [
             ("iops=0", "as in 20000"),
             ("bandwidth=fast", "as in 100M"),
-            ("queues=3", "the options are iops, bandwidth"),
+            ("queues=3", "the options are iops, bandwidth, weight"),
             ("iops", "write iops=VALUE"),
+            ("weight=0", "from 1 to 1000, as in 300"),
+            ("weight=1001", "from 1 to 1000, as in 300"),
         ] {
             let error = change.parse::<RateChange>().unwrap_err();
             let told = report::chain(&error);
             assert!(told.contains(complaint), "{told}");
         }
+    }
+
+    #[test]
+    fn a_software_drive_has_no_use_for_a_weight() {
+        let change = |text: &str| text.parse::<RateChange>().unwrap();
+        let [software, physical] = ["/srv/d.img", "0000:01:00.0"].map(|path| path.parse().unwrap());
+        let error = change("iops=5,weight=300").check(&software).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "Option \"weight\" is not for /srv/d.img: only a physical drive, as in path=0000:01:00.0, has queue \
+             pairs that guests share; leave it out"
+        );
+        assert!(change("weight=none").check(&software).is_ok());
+        assert!(change("weight=300").check(&physical).is_ok());
     }
 
     #[test]

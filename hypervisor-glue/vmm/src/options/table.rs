@@ -118,6 +118,12 @@ in 20000+500 [default: no limit; BURST: those of 10 ms]",
 [default: no limit; BURST: those of 10 ms]",
     ),
     option(
+        "weight",
+        "N",
+        "share of a physical drive's queue pair beside busy guests that share it, 1 to 1000: a guest
+with 300 gets three times as much as one with 100 [default: 100]",
+    ),
+    option(
         "data",
         "keep|wipe",
         "fate of data that another id left in the range: keep hands it over, wipe erases

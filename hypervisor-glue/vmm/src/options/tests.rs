@@ -79,6 +79,7 @@ fn every_option_is_understood_in_any_order() {
             rates: RateLimits {
                 iops: RateLimit::of_commands("20000+500").ok(),
                 bandwidth: RateLimit::of_bytes("1G").ok(),
+                weight: None,
             },
             data: FormerData::Wiped,
             serial: Some("A 1".to_owned()),
@@ -91,9 +92,10 @@ fn every_option_is_understood_in_any_order() {
         }
     );
     let physical = function(
-        "path=0000:01:00.0,namespace=2,timeout=30,reconnect=90,fixed=governor+budget,queues=4,reserve=4",
+        "path=0000:01:00.0,namespace=2,timeout=30,reconnect=90,fixed=governor+budget,queues=4,reserve=4,weight=300",
     );
     assert_eq!((physical.queues, physical.reserve), (4, 4));
+    assert_eq!(physical.rates.to_string(), "weight=300");
     assert_eq!(physical.fixed.to_string(), "governor+budget");
     assert_eq!(physical.namespace, Some(Nsid(2)));
     assert_eq!(physical.timeout, Some(Duration::from_secs(30)));
@@ -122,13 +124,13 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         (
             "path=/d,length=4",
             "There is no option \"length\": the options are path, range, size, unit, queues, reserve, id, lease, doorbells, poll, fixed, memory, iops, \
-             bandwidth, data, serial, \
+             bandwidth, weight, data, serial, \
              lba, profile, faults, namespace, timeout, reconnect",
         ),
         (
             "path=/d,socket=/run/a.sock",
             "There is no option \"socket\": the options are path, range, size, unit, queues, reserve, id, lease, doorbells, poll, fixed, memory, iops, \
-             bandwidth, data, serial, \
+             bandwidth, weight, data, serial, \
              lba, profile, faults, namespace, timeout, reconnect",
         ),
         (
@@ -204,6 +206,16 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
             "path=memory:1G,reserve=1",
             "Option \"reserve\" is not for memory:1G: only a physical drive, as in path=0000:01:00.0, has a \
              bound on its queue pairs; leave it out",
+        ),
+        (
+            "path=memory:1G,weight=200",
+            "Option \"weight\" is not for memory:1G: only a physical drive, as in path=0000:01:00.0, has queue pairs \
+             that guests share; leave it out",
+        ),
+        (
+            "path=0000:01:00.0,weight=0",
+            "Option \"weight\" cannot be \"0\"\n  A weight is a whole number from 1 to 1000, as in 300; 100 is the \
+             usual one",
         ),
         (
             "path=0000:01:00.0,queues=2,reserve=3",

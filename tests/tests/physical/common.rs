@@ -117,3 +117,15 @@ impl Host {
         });
     }
 }
+
+/// Waits until the pollers know all that they were told: each that has a queue has slept twice since.
+#[track_caller]
+pub(crate) fn pollers_look(host: &Host) {
+    for before in host.pollers() {
+        wait_for("a poller's look at its mail", || {
+            let now = host.pollers();
+            let mut same = now.iter().filter(|now| now.name == before.name);
+            same.all(|now| now.queues == 0 || now.parks >= before.parks + 2)
+        });
+    }
+}

@@ -12,7 +12,7 @@ use nvme_mpt_tests::prp;
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::registers::{CSTS, CSTS_FATAL, CSTS_READY};
 
-use crate::common::{Host, LEASE, Machine, Setup, queue_pair, remote, wait_for};
+use crate::common::{Host, LEASE, Machine, Setup, pollers_look, queue_pair, remote, wait_for};
 
 /// The drive may take as long as it likes: the test completes its commands.
 const FOR_EVER: Duration = Duration::from_secs(24 * 3600);
@@ -89,18 +89,6 @@ impl Stuck {
     #[track_caller]
     fn has_no_more(&mut self) {
         assert_eq!(take(&mut self.hand), [], "a further step began");
-    }
-}
-
-/// Waits until the pollers know all that they were told: each that has a queue has slept twice since.
-#[track_caller]
-fn pollers_look(host: &Host) {
-    for before in host.pollers() {
-        wait_for("a poller's look at its mail", || {
-            let now = host.pollers();
-            let mut same = now.iter().filter(|now| now.name == before.name);
-            same.all(|now| now.queues == 0 || now.parks >= before.parks + 2)
-        });
     }
 }
 

@@ -21,3 +21,4 @@ mod prp;
 mod reservations;
 #[path = "../function/sgl.rs"]
 mod sgl;
+mod weights;

@@ -1,0 +1,212 @@
+//! Leases of several weights on one queue pair of a drive, counted in commands that the drive is given.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nvme_mpt::Attachment;
+use nvme_mpt::limit::{RateLimits, Weight};
+use nvme_mpt_tests::command::Sqe;
+use nvme_mpt_tests::controller::Controller;
+use nvme_mpt_tests::drive::{HandQueue, NamespaceOptions, Options};
+use nvme_mpt_tests::memory::DmaBuffer;
+use nvme_mpt_tests::prp;
+use nvme_mpt_tests::queue::QueuePair;
+
+use crate::common::{Host, LEASE, Machine, Setup, pollers_look, queue_pair, wait_for};
+
+/// Entries of the drive's queue pair.
+const ENTRIES: u32 = 16;
+
+/// Places of busy queues: one entry stays empty, and one is for quiet queues.
+const PLACES: usize = 14;
+
+/// Commands of a loud guest. It submits them all at once.
+const COMMANDS: usize = 480;
+
+/// Blocks of a lease.
+const BLOCKS: u64 = LEASE / 512;
+
+/// Longer than the test.
+const FOR_EVER: Duration = Duration::from_secs(3600);
+
+fn host() -> Host {
+    let options = Options {
+        queue_pairs: 1,
+        entries_max: ENTRIES,
+        namespaces: vec![NamespaceOptions::new(1, 4 * LEASE, 512)],
+        // Nothing is flushed at the end.
+        volatile_cache: false,
+        by_hand: true,
+        ..Options::default()
+    };
+    Host::with(options, FOR_EVER)
+}
+
+fn rates(weight: u16) -> RateLimits {
+    RateLimits {
+        weight: Some(Weight::try_from(weight).unwrap()),
+        ..RateLimits::default()
+    }
+}
+
+/// A guest with one queue.
+struct Guest {
+    attachment: Arc<Attachment>,
+    queue: QueuePair,
+    data: DmaBuffer,
+    _controller: Controller,
+    _machine: Machine,
+}
+
+impl Guest {
+    /// A guest of the `nth` lease.
+    fn new(host: &Host, nth: u64, weight: u16) -> Self {
+        let machine = host.machine(&Setup {
+            rates: rates(weight),
+            ..Setup::nth(nth)
+        });
+        let attachment = host.attached.lock().unwrap().upgrade().unwrap();
+        let mut controller = machine.attach();
+        Self {
+            attachment,
+            queue: queue_pair(&mut controller, 1, 512),
+            data: machine.memory.alloc(4096).unwrap(),
+            _controller: controller,
+            _machine: machine,
+        }
+    }
+
+    /// Submits so many reads.
+    fn read(&mut self, commands: usize) {
+        let data = prp::buffer(&self.data, 0, 4096).unwrap();
+        let read = Sqe::read(1, 0, 8).with_data(data.pointer);
+        for _ in 0..commands {
+            self.queue.submit(read).unwrap();
+        }
+        self.queue.ring();
+    }
+}
+
+/// The drive, which carries out one command after the other.
+struct Drive {
+    hand: HandQueue,
+    has: VecDeque<Sqe>,
+}
+
+/// Lease of a command.
+fn lease_of(sqe: &Sqe) -> usize {
+    (u64::from(sqe.cdw(10)) / BLOCKS) as usize
+}
+
+impl Drive {
+    /// Waits for the host's next command. Returns its lease.
+    #[track_caller]
+    fn take(&mut self) -> usize {
+        let mut taken = None;
+        wait_for("a command", || {
+            taken = self.hand.take();
+            taken.is_some()
+        });
+        let taken = taken.unwrap();
+        self.has.push_back(taken);
+        lease_of(&taken)
+    }
+
+    /// Completes the oldest command. Returns its lease.
+    fn complete(&mut self) -> usize {
+        let sqe = self.has.pop_front().expect("a command");
+        self.hand.post([0, u64::from(sqe.cid()) << 32]);
+        lease_of(&sqe)
+    }
+
+    /// Completes so many commands, each after the one before was replaced. Returns the new ones of each lease.
+    #[track_caller]
+    fn run(&mut self, commands: usize) -> [usize; 3] {
+        let mut counts = [0; 3];
+        for _ in 0..commands {
+            self.complete();
+            counts[self.take()] += 1;
+        }
+        counts
+    }
+
+    /// Completes all that is left of so many commands.
+    fn finish(mut self, mut left: usize) {
+        while left > 0 {
+            if self.has.is_empty() {
+                self.take();
+            }
+            self.complete();
+            left -= 1;
+        }
+    }
+}
+
+/// Two loud guests of these weights, and the drive, with all their commands at the host.
+fn two_loud_guests(host: &Host, weights: [u16; 2]) -> ([Guest; 2], Drive) {
+    let mut nth = 0..;
+    let mut guests = weights.map(|weight| Guest::new(host, nth.next().unwrap(), weight));
+    let mut drive = Drive {
+        hand: host.model.hand_queue(1).expect("the only pair"),
+        has: VecDeque::new(),
+    };
+    for guest in &mut guests {
+        guest.read(COMMANDS);
+    }
+    while drive.has.len() < PLACES {
+        drive.take();
+    }
+    // A poller does not sleep while it can take commands.
+    pollers_look(host);
+    (guests, drive)
+}
+
+#[track_caller]
+fn check(counts: [usize; 3], expected: [usize; 3]) {
+    for (count, expected) in counts.iter().zip(expected) {
+        assert!(count.abs_diff(expected) <= 2, "{counts:?}");
+    }
+}
+
+#[test]
+fn two_loud_guests_get_commands_by_weights_that_change_under_them() {
+    let host = host();
+    let (guests, mut drive) = two_loud_guests(&host, [100, 300]);
+    let first = drive.run(200);
+    guests[0].attachment.set_rates(rates(900));
+    let second = drive.run(200);
+    // Without a weight, it is 100 again.
+    guests[0].attachment.set_rates(RateLimits::default());
+    let third = drive.run(200);
+    // A host that is dropped waits for its commands.
+    drive.finish(2 * COMMANDS - 600);
+    drop(guests);
+    host.finish();
+    check(first, [50, 150, 0]);
+    check(second, [150, 50, 0]);
+    check(third, [50, 150, 0]);
+}
+
+#[test]
+fn a_quiet_guest_waits_for_what_the_drive_has_of_loud_ones_and_no_more() {
+    let host = host();
+    let (guests, mut drive) = two_loud_guests(&host, [1000, 1000]);
+    let mut quiet = Guest::new(&host, 2, 1);
+    let mut waits = Vec::new();
+    for _ in 0..20 {
+        quiet.read(1);
+        // No loud command has to end first.
+        while drive.take() != 2 {}
+        let mut waited = 0;
+        while drive.complete() != 2 {
+            waited += 1;
+        }
+        waits.push(waited);
+        wait_for("the completion", || quiet.queue.poll().is_some());
+    }
+    drive.finish(2 * COMMANDS - waits.iter().sum::<usize>());
+    drop((quiet, guests));
+    host.finish();
+    assert!(waits.iter().all(|waited| *waited <= PLACES), "{waits:?}");
+}

@@ -99,6 +99,8 @@ impl Attachment {
         let live = self.context.live.as_ref();
         let live = live.ok_or_else(|| StateError::invalid("live state", "not there", "a file"))?;
         let limits = QueueLimits::of(self);
+        limits.check_number("completion queues", kept.cqs.len())?;
+        limits.check_number("submission queues", kept.sqs.len())?;
         let mut states = Vec::new();
         for cq in &kept.cqs {
             limits.check_configured(cq)?;

@@ -2,7 +2,7 @@
 //!
 //! A function may outlive its host side: a drive server ends, and another one takes its place. Then the next process
 //! takes the queues up where they were. For this, pollers write behind what they do into a memory file that is not
-//! theirs alone. They never read it back. A [`take_up`] reads it, once, and checks it as a snapshot, as the file's
+//! theirs alone. They never read it back. The next process reads it, once, and checks it as a snapshot, as the file's
 //! owner can write anything there.
 //!
 //! # Order of stores

@@ -453,3 +453,56 @@ fn a_process_may_end_at_any_instruction() {
         assert!(left.len() > 5 * all, "{kind}: {} states", left.len());
     }
 }
+
+/// Parts of a function that is new.
+fn new_files() -> Files {
+    let pairs = Setup::default().queue_pairs;
+    let live = LiveState::new(pairs).unwrap();
+    let doorbells = DoorbellPage::new(DoorbellMode::Trap, pairs).unwrap();
+    Files {
+        memory: File::from(memfd(c"guest", MEMORY as u64).unwrap()),
+        live: live.fd().try_clone_to_owned().unwrap(),
+        doorbells: doorbells.fd().try_clone_to_owned().unwrap(),
+    }
+}
+
+#[test]
+fn what_cannot_be_taken_up_is_refused_and_new_queues_go() {
+    let host = host("null:16M");
+    let attachment = attach(&host, new_files());
+    let refused = |kept: &KeptQueues, reason: &str| {
+        let error = HostSide::take_up(&*attachment, kept).unwrap_err();
+        assert!(error.to_string().contains(reason), "{error}");
+    };
+    let kept = queues();
+    refused(&kept, "live state of completion queue 1 is incomplete");
+    let many = KeptQueues {
+        cqs: kept.cqs.repeat(5),
+        ..kept.clone()
+    };
+    refused(&many, "completion queues is 5, but must be at most 4");
+    let mut elsewhere = kept.clone();
+    elsewhere.cqs[0].base = Gpa(1 << 40);
+    refused(&elsewhere, "incomplete");
+    elsewhere.cqs[0].base = Gpa(CQ + 8);
+    refused(&elsewhere, "base of completion queue 1");
+
+    attachment.create_cq(kept.cqs[0]).unwrap();
+    attachment.create_sq(kept.sqs[0]).unwrap();
+    let error = HostSide::take_up(&*attachment, &kept).unwrap_err();
+    assert!(error.to_string().contains("without I/O queues"), "{error}");
+    attachment.reset().unwrap();
+    // A guest without queues has nothing to take up.
+    HostSide::take_up(&*attachment, &KeptQueues::default()).unwrap();
+}
+
+#[test]
+fn a_function_without_live_state_cannot_be_taken_up() {
+    let host = host("null:16M");
+    let attachment = host.attachment_with("function", &Setup::default(), FunctionParts::Own);
+    let error = HostSide::take_up(&*attachment, &queues()).unwrap_err();
+    assert!(
+        error.to_string().contains("live state is not there"),
+        "{error}"
+    );
+}

@@ -103,6 +103,15 @@ impl QueueLimits {
         }
     }
 
+    /// Checks that there can be so many queues.
+    pub(crate) fn check_number(&self, field: &str, number: usize) -> Result<(), StateError> {
+        if number <= usize::from(self.pairs) {
+            return Ok(());
+        }
+        let valid = format!("at most {}", self.pairs);
+        Err(StateError::invalid(field, number, valid))
+    }
+
     /// Checks the place of a Completion Queue.
     pub(crate) fn check_configured(&self, cq: &CqConfig) -> Result<(), StateError> {
         let name = format!("completion queue {}", cq.qid);

@@ -322,7 +322,7 @@ fn outlives_its_server(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     let guest = subject.vmm.guest();
     let load = load.script();
     let script = format!(
-        "rm -f /run/outcome; (({load}); echo $? >/run/outcome) >/run/fio 2>&1 </dev/null &"
+        "rm -f /run/outcome; dmesg -C; (({load}); echo $? >/run/outcome) >/run/fio 2>&1 </dev/null &"
     );
     guest.check(&script, PATIENCE)?;
     thread::sleep(Duration::from_secs(1));

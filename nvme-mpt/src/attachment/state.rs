@@ -286,15 +286,24 @@ impl Attachment {
             let valid = format!("{count} registers");
             return Err(StateError::invalid("doorbells", doorbells.len(), valid));
         }
-        if let Some(DoorbellBufferState { shadow, event_idx }) = *doorbell_buffer {
-            if !self.facts.doorbells.offers_buffer() {
-                let valid = "null, as Doorbell Buffer Config is not offered";
-                return Err(StateError::invalid("doorbell_buffer", shadow, valid));
-            }
-            page_aligned("doorbell_buffer.shadow", shadow)?;
-            page_aligned("doorbell_buffer.event_idx", event_idx)?;
-        }
+        self.check_doorbell_buffer(doorbell_buffer.map(DoorbellBuffer::from))?;
         QueueLimits::of(self).check(queues)
+    }
+
+    /// Checks that the guest can have set up a Doorbell Buffer there.
+    pub(super) fn check_doorbell_buffer(
+        &self,
+        buffer: Option<DoorbellBuffer>,
+    ) -> Result<(), StateError> {
+        let Some(DoorbellBuffer { shadow, event_idx }) = buffer else {
+            return Ok(());
+        };
+        if !self.facts.doorbells.offers_buffer() {
+            let valid = "null, as Doorbell Buffer Config is not offered";
+            return Err(StateError::invalid("doorbell_buffer", shadow.0, valid));
+        }
+        page_aligned("doorbell_buffer.shadow", shadow.0)?;
+        page_aligned("doorbell_buffer.event_idx", event_idx.0)
     }
 
     fn check_changed_zones(&self, state: &ChangedZonesState) -> Result<(), StateError> {

@@ -99,6 +99,7 @@ impl Attachment {
         let live = self.context.live.as_ref();
         let live = live.ok_or_else(|| StateError::invalid("live state", "not there", "a file"))?;
         let limits = QueueLimits::of(self);
+        self.check_doorbell_buffer(kept.doorbell_buffer)?;
         limits.check_number("completion queues", kept.cqs.len())?;
         limits.check_number("submission queues", kept.sqs.len())?;
         let mut states = Vec::new();

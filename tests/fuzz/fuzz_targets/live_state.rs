@@ -1,6 +1,6 @@
-//! Live state that somebody made up: what the process before left behind, in memory that it did not have alone.
+//! Live state with any content, beside any guest memory: the function's owner and its guest write both.
 //!
-//! The input is cut into these pieces, each of which is zero where it ends:
+//! The input is cut into these pieces, and bytes that it lacks are zero:
 //!
 //! | bytes | |
 //! |---|---|
@@ -180,7 +180,7 @@ fn work(attachment: &Attachment, queues: &KeptQueues) {
         queue.poll();
     }
     attachment.give_queue_back(queue).expect("it is known");
-    // The head stays where it is, so that each entry is used once at most.
+    // The head moves once at most, to where its doorbell stays. Each entry is used once before and once after.
     let done: u64 = attachment
         .stats()
         .queues
@@ -188,7 +188,7 @@ fn work(attachment: &Attachment, queues: &KeptQueues) {
         .map(|queue| queue.commands)
         .sum();
     let room = u64::from(queues.cqs[0].entries) - 1;
-    assert!(done <= room, "{done} completions in {room} entries");
+    assert!(done <= 2 * room, "{done} completions, room for {room}");
 }
 
 /// Goes on where the process before ended. Returns whether that is possible.

@@ -26,8 +26,8 @@ use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 use nvme_mpt::{
-    Attachment, CqConfig, DoorbellMode, DoorbellPage, FunctionParts, Gpa, HostSide, KeptParts,
-    KeptQueues, MemoryRegion, SqConfig,
+    Attachment, CqConfig, DoorbellBuffer, DoorbellMode, DoorbellPage, FunctionParts, Gpa, HostSide,
+    KeptParts, KeptQueues, MemoryRegion, SqConfig,
 };
 use nvme_mpt_vmm::drives::{self, DriveOptions};
 use nvme_software::model::Profile;
@@ -486,6 +486,15 @@ fn what_cannot_be_taken_up_is_refused_and_new_queues_go() {
     refused(&elsewhere, "incomplete");
     elsewhere.cqs[0].base = Gpa(CQ + 8);
     refused(&elsewhere, "base of completion queue 1");
+
+    let misplaced = KeptQueues {
+        doorbell_buffer: Some(DoorbellBuffer {
+            shadow: Gpa(0x4004),
+            event_idx: Gpa(0x5000),
+        }),
+        ..kept.clone()
+    };
+    refused(&misplaced, "doorbell_buffer.shadow");
 
     attachment.create_cq(kept.cqs[0]).unwrap();
     attachment.create_sq(kept.sqs[0]).unwrap();

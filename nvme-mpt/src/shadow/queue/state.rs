@@ -100,7 +100,9 @@ impl ShadowQueue {
             };
             Some((entry, core.cq.indices.reserve()?))
         }));
-        core.repeats = state.in_flight.iter().map(Repeat::restored).collect();
+        // A queue that has failed carries nothing out.
+        let repeats = state.in_flight.iter().filter(|_| !state.failed);
+        core.repeats = repeats.map(Repeat::restored).collect();
         core.note_special();
         if let Some(live) = &core.live {
             record_restored(live, &core.cq, state);

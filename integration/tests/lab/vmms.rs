@@ -322,7 +322,7 @@ fn outlives_its_server(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     let guest = subject.vmm.guest();
     let load = load.script();
     let script = format!(
-        "rm -f /run/outcome; dmesg -C; (({load}); echo $? >/run/outcome) >/run/fio 2>&1 </dev/null &"
+        "rm -f /run/outcome; dmesg -c >/dev/null; (({load}); echo $? >/run/outcome) >/run/fio 2>&1 </dev/null &"
     );
     guest.check(&script, PATIENCE)?;
     thread::sleep(Duration::from_secs(1));
@@ -332,12 +332,12 @@ fn outlives_its_server(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     let said = guest.check(
         "while [ ! -e /run/outcome ]; do sleep 0.1; done
         [ $(cat /run/outcome) = 0 ] || { cat /run/fio; exit 1; }
-        dmesg | grep -cE 'resetting controller|I/O Cmd|I/O error' || true",
+        dmesg | grep -E 'resetting controller|I/O Cmd|I/O error' || true",
         PATIENCE,
     )?;
     // Neither that of its root, nor the one that is plugged.
-    expect(said.trim() == "0", || {
-        format!("The guest's kernel tells of it in {} lines", said.trim())
+    expect(said.trim().is_empty(), || {
+        format!("The guest's kernel tells of it: {}", said.trim())
     })?;
     Ok(Outcome::Done)
 }

@@ -18,7 +18,7 @@ use integration::server::{DriveStats, FunctionOptions, Server};
 
 use crate::client::{Client, Contents, Counts, Outcome, Work};
 use crate::fixture::{Bench, Failure, at, await_that, expect, iommu_faults, sh};
-use crate::{Group, Refused};
+use crate::{Group, Refused, native};
 
 pub(crate) const GROUP: Group = Group::Inside {
     name: "failures",
@@ -41,6 +41,9 @@ pub(crate) const GROUP: Group = Group::Inside {
         ("server_is_stopped", server_stopped),
         ("server_is_killed", server_killed),
         ("every_command_is_accounted_for", table),
+        ("a_hundred_servers_are_killed_under_a_function", |bench| {
+            native::taken_up(bench, 100)
+        }),
     ],
 };
 

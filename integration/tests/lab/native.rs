@@ -1,15 +1,20 @@
 //! A physical drive from bind to give-back, with clients that need no guest: what `cargo verify` runs every time.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use integration::lab::{LabDrive, inside};
+use integration::progress::say;
 use integration::server::{FunctionOptions, Server};
 use nvme_mpt::Pollers;
 use nvme_mpt_tests::bar::Bar;
-use nvme_mpt_tests::controller::{Config, Controller};
+use nvme_mpt_tests::command::Sqe;
+use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
 use nvme_mpt_tests::disk::Disk;
 use nvme_mpt_tests::function::{InProcess, map};
-use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory};
+use nvme_mpt_tests::prp::{self, Prepared};
+use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::vfio_user::VfioUserBar;
 use nvme_mpt_vmm::open::{self, Ledgers};
 use nvme_mpt_vmm::options::AskedFunction;
@@ -17,7 +22,7 @@ use vmm_device::{MsixMasking, NvmeFunction};
 
 use crate::client::{Client, Work};
 use crate::failures::reappeared;
-use crate::fixture::{Bench, Failure, await_that, expect};
+use crate::fixture::{Bench, Failure, PATIENCE, await_that, expect, iommu_faults};
 use crate::{Group, Refused, giveback};
 
 pub(crate) const GROUP: Group = Group::Inside {
@@ -27,12 +32,15 @@ pub(crate) const GROUP: Group = Group::Inside {
     checks: &[
         ("served_verified_given_back", giveback::stopped),
         ("leased_to_functions_elsewhere", leased),
+        ("taken_up_by_the_next_servers", |bench| taken_up(bench, 3)),
         ("pulled_and_plugged", pulled),
     ],
 };
 
 /// Bytes of a command of a function elsewhere.
 const PIECE: usize = 64 << 10;
+/// Commands that a function leaves in flight.
+const IN_FLIGHT: u64 = 32;
 /// Bytes of each lease.
 const RANGE: u64 = 16 << 20;
 /// Memory of the client that waits while its drive is pulled.
@@ -42,8 +50,18 @@ const MEMORY: (u64, u64) = (1 << 33, 1 << 20);
 struct Elsewhere {
     function: Arc<InProcess>,
     disk: Disk,
+    /// For commands that are left in flight.
+    queue: QueuePair,
+    buffer: DmaBuffer,
     _controller: Controller,
     byte: u8,
+}
+
+/// Commands in flight, of one buffer.
+struct InFlight {
+    cids: Vec<u16>,
+    /// The list of the buffer's pages.
+    _list: Prepared,
 }
 
 impl Elsewhere {
@@ -58,11 +76,15 @@ impl Elsewhere {
         }
         let function = Arc::new(InProcess::new(function));
         let bar: Arc<dyn Bar> = function.clone();
-        let mut controller = Controller::attach(bar, memory, Config::default(), 1)?;
+        let buffer = memory.alloc(PIECE)?;
+        let mut controller = Controller::attach(bar, memory, Config::default(), 2)?;
         let disk = Disk::open(&mut controller, 1)?;
+        let queue = controller.create_queue_pair(2, &QueueOptions::polled(64))?;
         Ok(Self {
             function,
             disk,
+            queue,
+            buffer,
             _controller: controller,
             byte,
         })
@@ -75,6 +97,37 @@ impl Elsewhere {
             self.disk.write(slba, &piece)?;
         }
         Ok(())
+    }
+
+    /// Gives commands that write a part of the range, and does not wait for them.
+    fn leave_in_flight(&mut self) -> Result<InFlight, Failure> {
+        self.buffer.write(0, &[self.byte; PIECE]);
+        let prepared = prp::buffer(&self.buffer, 0, PIECE)?;
+        let mut cids = Vec::new();
+        for slot in 0..IN_FLIGHT {
+            let blocks = (PIECE / 512) as u32;
+            let write = Sqe::write(1, slot * u64::from(blocks), blocks);
+            cids.push(self.queue.submit(write.with_data(prepared.pointer))?);
+        }
+        self.queue.ring();
+        Ok(InFlight {
+            cids,
+            _list: prepared,
+        })
+    }
+
+    /// Waits for commands, each of which completes once and without an error.
+    fn await_all(&mut self, commands: &InFlight) -> Result<(), Failure> {
+        let completions = self.queue.drain(&commands.cids, PATIENCE)?;
+        for completion in completions {
+            expect(completion.status().is_success(), || {
+                format!("{completion:?}")
+            })?;
+        }
+        match self.queue.poll() {
+            None => Ok(()),
+            Some(twice) => Err(format!("Completed twice: {twice:?}").into()),
+        }
     }
 
     /// Reads the whole range, in which there must be nothing but what it wrote.
@@ -130,6 +183,45 @@ fn leased(bench: &Bench) -> Result<(), Failure> {
     drop((one, two));
     over_vfio_user.finish()?;
     server.expect_alive()?;
+    server.stop()?;
+    Ok(())
+}
+
+/// Kills servers of a physical drive, each while a function elsewhere has writes in flight. The next one carries them
+/// out. The function's guest notices nothing but the time.
+pub(crate) fn taken_up(bench: &Bench, servers: u32) -> Result<(), Failure> {
+    inside::bind("a", "vfio-pci")?;
+    let a = inside::address("a")?;
+    let mut server = bench.hold(&[format!("path={a}")])?;
+    let function = FunctionOptions::new("one", &a, format!("0+{RANGE}"));
+    let mut one = Elsewhere::attach(&server, &function, 1)?;
+    one.write()?;
+    let faults = iommu_faults()?;
+    let mut still = Vec::new();
+    for _ in 0..servers {
+        one.byte = one.byte.wrapping_add(1);
+        let commands = one.leave_in_flight()?;
+        let killed = Instant::now();
+        server.kill();
+        server.restart()?;
+        one.await_all(&commands)?;
+        still.push(killed.elapsed());
+        // A write of the killed server that the drive carried out now would be found.
+        one.write()?;
+        one.check()?;
+    }
+    let refused = iommu_faults()? - faults;
+    expect(refused == 0, || {
+        format!("The IOMMU has refused {refused} accesses")
+    })?;
+    still.sort_unstable();
+    if let [.., last] = still[..] {
+        let middle = still[still.len() / 2];
+        say(&format!(
+            "        I/O stood still for {middle:.1?} (median), {last:.1?} at most"
+        ));
+    }
+    drop(one);
     server.stop()?;
     Ok(())
 }

@@ -13,7 +13,7 @@ use nvme_mpt_tests::memory::DmaBuffer;
 use nvme_mpt_tests::prp;
 use nvme_mpt_tests::queue::QueuePair;
 
-use crate::common::{Host, LEASE, Machine, Setup, pollers_look, queue_pair, wait_for};
+use crate::common::{Host, LEASE, Machine, Setup, pollers_look, queue_pair, remote, wait_for};
 
 /// Entries of the drive's queue pair.
 const ENTRIES: u32 = 16;
@@ -171,6 +171,10 @@ fn check(counts: [usize; 3], expected: [usize; 3]) {
 
 #[test]
 fn two_loud_guests_get_commands_by_weights_that_change_under_them() {
+    if remote::is_chosen() {
+        // A server flushes the drive of a VMM that goes. Nobody plays a drive that answers here.
+        return;
+    }
     let host = host();
     let (guests, mut drive) = two_loud_guests(&host, [100, 300]);
     let first = drive.run(200);
@@ -190,6 +194,10 @@ fn two_loud_guests_get_commands_by_weights_that_change_under_them() {
 
 #[test]
 fn a_quiet_guest_waits_for_what_the_drive_has_of_loud_ones_and_no_more() {
+    if remote::is_chosen() {
+        // A server flushes the drive of a VMM that goes. Nobody plays a drive that answers here.
+        return;
+    }
     let host = host();
     let (guests, mut drive) = two_loud_guests(&host, [1000, 1000]);
     let mut quiet = Guest::new(&host, 2, 1);

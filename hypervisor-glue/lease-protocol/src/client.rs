@@ -524,16 +524,17 @@ impl HostSide for RemoteHostSide {
     fn take_events(&self) -> Vec<Event> {
         // Before those of a server that came after them.
         let mut events = self.link.state().take_notices();
-        if events.contains(&Event::HostSide(HostSideEvent::BackWithQueues)) {
-            self.renew_doorbells();
-        }
         match self.ask::<Vec<Event>>(&Request::TakeEvents) {
             Ok(others) => events.extend(others),
             Err(Lost) => {
                 // Nothing to read is no error.
                 let _ = self.link.events.read();
-                events.extend(self.link.state().take_notices());
             }
+        }
+        // A notice that came meanwhile has lost its signal.
+        events.extend(self.link.state().take_notices());
+        if events.contains(&Event::HostSide(HostSideEvent::BackWithQueues)) {
+            self.renew_doorbells();
         }
         events
     }
@@ -667,7 +668,12 @@ impl HostSide for RemoteHostSide {
         let bells = self.bells();
         let wakers = &bells.doorbells.wakers;
         let Some((_, waker)) = wakers.iter().find(|(other, _)| *other == doorbell) else {
-            return false;
+            // A server that goes may not have told its bell yet. The next one looks at the doorbell by itself.
+            let exists = self.link.state().standing.queues.has(doorbell);
+            if exists {
+                self.shared.doorbells.store(doorbell, value);
+            }
+            return exists;
         };
         self.shared.doorbells.store(doorbell, value);
         // A counter that is full wakes the poller as well.

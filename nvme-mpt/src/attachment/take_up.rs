@@ -7,9 +7,11 @@ use super::state::QueueLimits;
 use super::{Attachment, AttachmentState, CompletionQueueState, CqConfig, SqConfig, StateError};
 use crate::address::Gpa;
 use crate::doorbell::DoorbellBuffer;
+use crate::event::{Event, QueueFailure};
 use crate::live::{KeptQueue, take_up};
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::QueueId;
+use crate::spec::registers::Doorbell;
 
 /// Queues that a guest has created, as its function remembers them. With the live state, they tell all about them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -43,6 +45,15 @@ impl KeptQueues {
             cqs: cqs.map(CompletionQueueState::config).collect(),
             doorbell_buffer: state.doorbell_buffer.map(DoorbellBuffer::from),
             revoked: state.revoked,
+        }
+    }
+
+    /// Returns whether the queue of a doorbell exists.
+    #[must_use]
+    pub fn has(&self, doorbell: Doorbell) -> bool {
+        match doorbell {
+            Doorbell::SqTail(qid) => self.sqs.iter().any(|sq| sq.qid == qid),
+            Doorbell::CqHead(qid) => self.cqs.iter().any(|cq| cq.qid == qid),
         }
     }
 
@@ -87,6 +98,13 @@ impl Attachment {
                 queues.revoked = false;
                 return Err(StateError::Queue { qid, source });
             }
+        }
+        for state in states.iter().filter(|state| state.failed) {
+            // The process before may have ended before its function heard of it.
+            self.context.events.report(Event::QueueFailed {
+                qid: QueueId(state.qid),
+                reason: QueueFailure::HostQueue,
+            });
         }
         if !queues.paused {
             self.go_on(&mut queues);

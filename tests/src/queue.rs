@@ -422,7 +422,7 @@ impl QueuePair {
 /// Longest time that a pause counts for: in a longer one, the other side did not run either.
 const PAUSE_MAX: Duration = Duration::from_millis(100);
 
-/// Waiting that ends: spins, then yields, then sleeps, as the other side may need this very core.
+/// Waiting that ends: spins, then sleeps, as the other side may need this very core.
 #[derive(Debug)]
 pub(crate) struct Patience {
     last: Instant,
@@ -443,11 +443,10 @@ impl Patience {
     pub(crate) fn pause(&mut self) -> bool {
         self.pauses += 1;
         match self.pauses {
-            0..200 => std::hint::spin_loop(),
-            200..1000 => std::thread::yield_now(),
+            0..500 => std::hint::spin_loop(),
             _ => std::thread::sleep(Duration::from_micros(20)),
         }
-        if self.pauses < 200 {
+        if self.pauses < 500 {
             return true;
         }
         let was_over = self.left.is_zero();

@@ -2,10 +2,6 @@
 
 use std::time::{Duration, Instant};
 
-use nvme_mpt::clock::{Rate, Ticks};
-use nvme_mpt::learn::{Choice, Courtesy};
-use nvme_mpt::poller::offer_processor;
-
 use super::LoadError;
 use super::clock::ticks;
 use super::lane::{Lane, Limits};
@@ -15,6 +11,10 @@ use super::target::Target;
 
 /// Turns without a completion between two looks at the clock.
 const IDLE_TURNS: u32 = 64;
+/// Time without a completion after which the thread that completes our commands may need this processor.
+const EAGER: Duration = Duration::from_micros(500);
+/// Sleep that leaves it the processor.
+const REST: Duration = Duration::from_micros(20);
 /// Time without an interrupt after which the queue is examined all the same.
 const LOST_INTERRUPT: Duration = Duration::from_secs(1);
 
@@ -91,9 +91,8 @@ pub(super) fn wait_for_interrupt(lane: &mut Lane, idle: &mut Idle) -> Result<(),
 /// Spinning for completions, with an end.
 pub(super) struct Idle {
     turns: u32,
-    since: Option<(Instant, Ticks)>,
+    since: Option<Instant>,
     timeout: Duration,
-    courtesy: Courtesy,
 }
 
 impl Idle {
@@ -102,7 +101,6 @@ impl Idle {
             turns: 0,
             since: None,
             timeout,
-            courtesy: Courtesy::new(Choice::Learned, Rate::of_this_machine()),
         }
     }
 
@@ -121,22 +119,15 @@ impl Idle {
             return true;
         }
         self.turns = 0;
-        let courtesy = &mut self.courtesy;
-        let (since, ticks) = *self.since.get_or_insert_with(|| {
-            courtesy.reset();
-            (Instant::now(), Ticks::now())
-        });
-        // The thread that completes our commands may need this processor.
-        let idle = Ticks::now().since(ticks);
-        if courtesy.is_due(idle) {
-            courtesy.offered(idle, offer_processor());
+        let idle = self.since.get_or_insert_with(Instant::now).elapsed();
+        if idle > EAGER {
+            std::thread::sleep(REST);
         }
-        since.elapsed() < self.timeout
+        idle < self.timeout
     }
 
     /// Nothing completed: whether that may still go on.
     fn in_time(&mut self) -> bool {
-        let now = || (Instant::now(), Ticks::now());
-        self.since.get_or_insert_with(now).0.elapsed() < self.timeout
+        self.since.get_or_insert_with(Instant::now).elapsed() < self.timeout
     }
 }

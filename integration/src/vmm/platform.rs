@@ -187,7 +187,7 @@ mod tests {
         let mut received = Vec::new();
         while received.len() < SENT {
             if read(LINE_STATUS) & DATA_READY == 0 {
-                std::thread::yield_now();
+                std::thread::sleep(std::time::Duration::from_micros(20));
             } else {
                 received.push(read(0));
             }

@@ -375,8 +375,8 @@ impl Hostile {
                 let mut rng = Rng::new(9);
                 while !stop.load(Ordering::Relaxed) {
                     change(&mut rng);
-                    if rng.below(8) == 0 {
-                        std::thread::yield_now();
+                    if rng.below(256) == 0 {
+                        std::thread::sleep(Duration::from_micros(20));
                     }
                 }
             });

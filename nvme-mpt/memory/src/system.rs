@@ -1,8 +1,8 @@
-//! System calls without a safe interface in std: a thread's processor, locks on ranges of files, the
+//! System calls without a safe interface in std: a thread's processor and preemptions, locks on ranges of files, the
 //! process's user.
 #![expect(
     unsafe_code,
-    reason = "sched_setaffinity, fcntl and getauxval take raw arguments"
+    reason = "sched_setaffinity, getrusage, fcntl and getauxval take raw arguments"
 )]
 
 use std::fs::File;
@@ -28,6 +28,18 @@ pub fn pin_this_thread(cpu: usize) -> io::Result<()> {
         return Err(io::Error::last_os_error());
     }
     Ok(())
+}
+
+/// Returns the number of times that the kernel took the processor from the calling thread, which had work to do.
+#[must_use]
+pub fn preemptions() -> u64 {
+    // SAFETY: the structure is plain numbers, which the call fills.
+    let usage = unsafe {
+        let mut usage = std::mem::zeroed::<libc::rusage>();
+        libc::getrusage(libc::RUSAGE_THREAD, &raw mut usage);
+        usage
+    };
+    u64::try_from(usage.ru_nivcsw).unwrap_or(0)
 }
 
 /// Returns the user that this process was started as.

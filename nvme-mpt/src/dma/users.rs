@@ -7,7 +7,7 @@ use crate::poller::Waker;
 use crate::sync::{AtomicU64, Mutex, MutexGuard, Ordering};
 
 /// Looks at a user before a wait for it sleeps: a pass of a poller that is awake takes less.
-const EAGER_LOOKS: u32 = 64;
+const EAGER_LOOKS: u32 = 500;
 
 /// Which tables a user still uses, as it reports it.
 #[derive(Debug)]
@@ -118,7 +118,7 @@ pub(super) fn wait_left(users: &[Arc<TableUser>], departure: u64, time: Duration
         while !user.has_left(departure) {
             if eager > 0 {
                 eager -= 1;
-                std::thread::yield_now();
+                std::hint::spin_loop();
                 continue;
             }
             if began.elapsed() >= time {

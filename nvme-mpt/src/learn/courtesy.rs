@@ -1,81 +1,104 @@
-//! Time that a thread spins before it offers its processor to others.
+//! Moments at which a thread that spins leaves its processor to others.
 //!
-//! It has to offer it: the one that it waits for may be waiting for this very processor. But the offer costs nothing, a
-//! few microseconds or a whole time slice of milliseconds, depending on the thread that takes it up. A thread that offers
-//! too often beside one that never does gets next to nothing. So it learns from the cost of the last offer.
+//! The one that it waits for may need this very processor: a guest's processor, a thread of the kernel's. A thread that
+//! wakes up has the processor at once where the kernel thinks it fair, which harms nobody. Others wait for the end of
+//! the time slice, milliseconds later. So a thread that is preempted after a long spin has kept others waiting: for a
+//! while it sleeps instead of spinning. Each time that this happens again soon after, the while is twice as long.
+//!
+//! The thread never yields. Threads that yield to each other many times in a time slice starve all others on some
+//! kernels, for half a minute and more: Linux 6.18 with a writer beside them is one. A sleep has no such effect.
 
 use std::time::Duration;
 
 use super::Choice;
-use crate::clock::Rate;
+use crate::clock::{Rate, Ticks};
 
-/// Bounds of the time that a thread spins before it offers its processor. The first is the fixed one, too.
+/// Spin after which a preempted thread has kept others waiting.
+const LONG: Duration = Duration::from_micros(200);
+
+/// A pass that took less was not interrupted by another thread.
+const SWITCH: Duration = Duration::from_micros(2);
+
+/// Bounds of the time for which a thread sleeps instead of spinning.
+const SHORTEST: Duration = Duration::from_millis(10);
+const LONGEST: Duration = Duration::from_secs(1);
+
+/// Time that a thread spins even then: work often comes at once.
 const EAGER: Duration = Duration::from_micros(5);
-const RELUCTANT: Duration = Duration::from_millis(4);
 
-/// An offer that took longer was taken up by a thread with a time slice of work.
-const SLICE: Duration = Duration::from_micros(500);
-
-/// An offer that took less was taken up by no thread.
-const REFUSED: Duration = Duration::from_micros(2);
-
-/// Learns the time that a thread spins before it offers its processor.
+/// Learns whether others need a thread's processor.
 #[derive(Debug)]
 pub struct Courtesy {
-    patience: u64,
-    next: u64,
+    choice: Choice,
+    /// Preemptions of the thread since its spin became long; `None` while it is short.
+    preemptions: Option<u64>,
+    span: u64,
+    until: u64,
+    long: u64,
+    switch: u64,
+    shortest: u64,
+    longest: u64,
     eager: u64,
-    reluctant: u64,
-    slice: u64,
-    refused: u64,
 }
 
 impl Courtesy {
-    /// As eager as it gets.
+    /// Alone on the processor.
     #[must_use]
     pub fn new(choice: Choice, rate: Rate) -> Self {
-        let eager = rate.ticks(EAGER);
-        let reluctant = match choice {
-            Choice::Learned => rate.ticks(RELUCTANT),
-            Choice::Fixed => eager,
-        };
+        let shortest = rate.ticks(SHORTEST);
         Self {
-            patience: eager,
-            next: eager,
-            eager,
-            reluctant,
-            slice: rate.ticks(SLICE),
-            refused: rate.ticks(REFUSED),
+            choice,
+            preemptions: None,
+            span: shortest,
+            until: 0,
+            long: rate.ticks(LONG),
+            switch: rate.ticks(SWITCH),
+            shortest,
+            longest: rate.ticks(LONGEST),
+            eager: rate.ticks(EAGER),
         }
     }
 
-    /// Notes that there was work: waiting begins anew.
+    /// Notes a pass that took `took` ticks up to now, `idle` ticks after the last work. `preemptions` counts those of
+    /// the thread, and is called where it matters. Returns whether the thread has kept others waiting.
     #[inline]
-    pub fn reset(&mut self) {
-        self.next = self.patience;
+    pub fn passed(
+        &mut self,
+        now: Ticks,
+        (idle, took): (u64, u64),
+        preemptions: impl FnOnce() -> u64,
+    ) -> bool {
+        if idle < self.long {
+            self.preemptions = None;
+            return false;
+        }
+        if self.preemptions.is_some() && took <= self.switch {
+            return false;
+        }
+        self.look(now, preemptions())
     }
 
-    /// Returns whether to offer the processor, `idle` ticks after the last work.
+    #[cold]
+    fn look(&mut self, now: Ticks, preemptions: u64) -> bool {
+        let known = self.preemptions.replace(preemptions);
+        let is_new = known.is_some_and(|known| known != preemptions);
+        if !is_new || self.choice == Choice::Fixed {
+            return false;
+        }
+        let again = self.until > 0 && now.0 < self.until.saturating_add(self.span);
+        self.span = match again {
+            true => (self.span * 2).min(self.longest),
+            false => self.shortest,
+        };
+        self.until = now.0.saturating_add(self.span);
+        true
+    }
+
+    /// Returns whether to sleep now, `idle` ticks after the last work.
     #[inline]
     #[must_use]
-    pub fn is_due(&self, idle: u64) -> bool {
-        idle >= self.next
-    }
-
-    /// Notes an offer that began `idle` ticks after the last work and took `took`. Returns whether a thread with a time
-    /// slice of work took it up.
-    pub fn offered(&mut self, idle: u64, took: u64) -> bool {
-        let is_slice = took > self.slice;
-        self.patience = if is_slice {
-            (self.patience * 8).min(self.reluctant)
-        } else if took > self.refused {
-            // Perhaps the one that is waited for; it gave the processor back.
-            self.eager
-        } else {
-            (self.patience / 2).max(self.eager)
-        };
-        self.next = idle + took + self.patience;
-        is_slice
+    pub fn is_due(&self, now: Ticks, idle: u64) -> bool {
+        idle >= self.eager && now.0 < self.until
     }
 }
 
@@ -83,41 +106,69 @@ impl Courtesy {
 mod tests {
     use super::*;
 
+    const US: u64 = 1_000;
     const MS: u64 = 1_000_000;
 
+    fn learned() -> Courtesy {
+        Courtesy::new(Choice::Learned, Rate::NANOSECOND)
+    }
+
+    /// Preempts a thread that has spun for long, so that it spins again at `now`.
+    fn preempt(courtesy: &mut Courtesy, now: u64) -> bool {
+        assert!(!courtesy.passed(Ticks(now), (0, 100), || unreachable!()));
+        assert!(!courtesy.passed(Ticks(now), (200 * US, 100), || 7));
+        assert!(!courtesy.passed(Ticks(now), (201 * US, 100), || unreachable!()));
+        courtesy.passed(Ticks(now), (202 * US, 30 * US), || 8)
+    }
+
     #[test]
-    fn offers_that_cost_a_slice_become_rare() {
-        let mut courtesy = Courtesy::new(Choice::Learned, Rate::NANOSECOND);
-        for expected in [40_000, 320_000, 2_560_000, 4 * MS, 4 * MS] {
-            assert!(courtesy.offered(0, MS));
-            assert_eq!(courtesy.patience, expected);
+    fn a_thread_that_kept_others_waiting_sleeps_for_a_while() {
+        let mut courtesy = learned();
+        assert!(!courtesy.is_due(Ticks(1), 5 * US));
+        assert!(preempt(&mut courtesy, MS));
+        assert!(!courtesy.is_due(Ticks(MS), 4999), "work may come at once");
+        assert!(courtesy.is_due(Ticks(MS), 5 * US));
+        assert!(courtesy.is_due(Ticks(11 * MS - 1), 5 * US));
+        assert!(!courtesy.is_due(Ticks(11 * MS), 5 * US));
+    }
+
+    #[test]
+    fn preemptions_before_a_long_spin_and_interrupts_are_no_harm() {
+        let mut courtesy = learned();
+        let now = Ticks(MS);
+        assert!(!courtesy.passed(now, (199 * US, MS), || unreachable!()));
+        assert!(!courtesy.passed(now, (200 * US, MS), || 3));
+        assert!(
+            !courtesy.passed(now, (201 * US, 5 * US), || 3),
+            "an interrupt"
+        );
+        // There was work.
+        assert!(!courtesy.passed(now, (0, 100), || unreachable!()));
+        assert!(!courtesy.passed(now, (200 * US, MS), || 4));
+        assert!(!courtesy.is_due(now, MS));
+    }
+
+    #[test]
+    fn the_while_grows_when_it_happens_again_soon() {
+        let mut courtesy = learned();
+        let mut now = MS;
+        for expected in [10, 20, 40, 80, 160, 320, 640, 1000, 1000] {
+            assert!(preempt(&mut courtesy, now));
+            let end = now + expected * MS;
+            assert!(courtesy.is_due(Ticks(end - 1), 5 * US), "{expected}");
+            assert!(!courtesy.is_due(Ticks(end), 5 * US), "{expected}");
+            now = end + expected * MS - 1;
         }
-        assert!(!courtesy.offered(0, 100));
-        assert_eq!(courtesy.patience, 2 * MS, "no other thread is there");
-        assert!(!courtesy.offered(0, 20_000));
-        assert_eq!(courtesy.patience, 5000, "a partner gave it back soon");
+        // Others stay away for as long again.
+        now += 2000 * MS;
+        assert!(preempt(&mut courtesy, now));
+        assert!(!courtesy.is_due(Ticks(now + 10 * MS), 5 * US));
     }
 
     #[test]
-    fn nothing_is_offered_before_it_is_time() {
-        let mut courtesy = Courtesy::new(Choice::Learned, Rate::NANOSECOND);
-        assert!(!courtesy.is_due(4999));
-        assert!(courtesy.is_due(5000));
-        courtesy.offered(5000, MS);
-        assert!(!courtesy.is_due(MS + 44_999));
-        assert!(courtesy.is_due(MS + 45_000));
-        courtesy.reset();
-        assert!(!courtesy.is_due(39_999));
-        assert!(courtesy.is_due(40_000));
-    }
-
-    #[test]
-    fn a_fixed_thread_stays_eager() {
+    fn a_fixed_thread_never_sleeps() {
         let mut courtesy = Courtesy::new(Choice::Fixed, Rate::NANOSECOND);
-        for took in [MS, MS, 100, 20_000] {
-            courtesy.offered(0, took);
-            courtesy.reset();
-            assert!(!courtesy.is_due(4999) && courtesy.is_due(5000));
-        }
+        assert!(!preempt(&mut courtesy, MS));
+        assert!(!courtesy.is_due(Ticks(MS), MS));
     }
 }

@@ -17,12 +17,3 @@ pub use placement::Pollers;
 pub use policy::{Placement, PollPolicy, Spin};
 pub use threads::{Threads, Work};
 pub(crate) use worker::{DoorbellWatch, Poller};
-
-use crate::clock::Ticks;
-
-/// Offers this thread's processor to other threads. Returns the ticks that it took.
-pub fn offer_processor() -> u64 {
-    let offered = Ticks::now();
-    std::thread::yield_now();
-    Ticks::now().since(offered)
-}

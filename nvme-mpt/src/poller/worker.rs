@@ -17,14 +17,13 @@ use vmm_sys_util::epoll::{ControlOperation, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 use vmm_sys_util::timerfd::TimerFd;
 
-use super::offer_processor;
 use super::park::Waker;
 use super::policy::Spin;
 use super::threads::Threads;
 use crate::clock::{Rate, Ticks};
 use crate::learn::{Courtesy, Learning, SpinTime};
 use crate::memory::Cell32;
-use crate::memory::system::pin_this_thread;
+use crate::memory::system::{pin_this_thread, preemptions};
 use crate::shadow::ShadowQueue;
 use crate::stats::PollerStats;
 
@@ -42,6 +41,10 @@ const EXACT_MAX: Duration = Duration::from_millis(20);
 /// A poller does not sleep over so short a time until a command is due: to fall asleep and to be
 /// woken takes about as long.
 const DUE_SOON: Duration = Duration::from_micros(100);
+
+/// Bounds of the sleeps of a poller that spins beside threads that need its processor.
+const REST_MIN: Duration = Duration::from_micros(5);
+const REST_MAX: Duration = Duration::from_micros(50);
 
 /// Doorbells whose value somebody else acts on: those of a mapped admin queue.
 #[derive(Debug)]
@@ -291,21 +294,21 @@ impl Worker {
             }
             let worked = self.pass();
             let now = Ticks::now();
+            let spun = idle_since.map_or(0, |since| pass_began.since(since));
+            if courtesy.passed(now, (spun, now.since(pass_began)), preemptions) {
+                spin_time.crowded();
+            }
             if worked {
                 add(&self.shared.busy_ticks, now.since(pass_began));
                 idle_since = None;
                 empty_passes = 0;
-                courtesy.reset();
                 pass_began = now;
                 continue;
             }
             pass_began = now;
             empty_passes = empty_passes.wrapping_add(1);
             let idle = now.since(*idle_since.get_or_insert(now));
-            if courtesy.is_due(idle) && courtesy.offered(idle, offer_processor()) {
-                spin_time.crowded();
-                pass_began = Ticks::now();
-            } else if empty_passes > EAGER_PASSES {
+            if empty_passes > EAGER_PASSES {
                 std::hint::spin_loop();
             }
             let rests = self.rests();
@@ -314,10 +317,12 @@ impl Worker {
                 Rests::Some => spin_time.shortest(),
                 Rests::All => 0,
             };
-            if spin == Spin::Adaptive
-                && (idle >= patience || self.queues.is_empty())
-                && self.until_due(now).is_none_or(|ticks| ticks > due_soon)
-            {
+            let parks = spin == Spin::Adaptive && (idle >= patience || self.queues.is_empty());
+            let leaves = courtesy.is_due(now, idle);
+            if !(parks || leaves) || self.until_due(now).is_some_and(|ticks| ticks <= due_soon) {
+                continue;
+            }
+            if parks {
                 let (found_work, slept) = self.park(idle);
                 // The clock ends a rest, however long the poller spins before it.
                 if rests == Rests::None {
@@ -328,6 +333,10 @@ impl Worker {
                 if found_work || !self.is_timed() {
                     idle_since = None;
                 }
+            } else {
+                let half = Duration::from_nanos(crate::clock::nanoseconds(idle) / 2);
+                self.sleeper.sleep(Some(half.clamp(REST_MIN, REST_MAX)));
+                pass_began = Ticks::now();
             }
         }
     }

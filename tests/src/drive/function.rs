@@ -281,7 +281,7 @@ fn run(drive: &Weak<ModelDrive>) {
         idle = if busy { 0 } else { idle + 1 };
         match idle > IDLE_TURNS {
             true => std::thread::sleep(IDLE),
-            false => std::thread::yield_now(),
+            false => std::hint::spin_loop(),
         }
     }
 }

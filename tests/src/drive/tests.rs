@@ -153,7 +153,7 @@ fn what_a_host_must_not_do_is_found() {
         .write_doorbell(1, crate::doorbell::Side::SqTail, 64);
     // Until the drive has looked: another doorbell would replace it.
     while complaints(&scene) < 6 {
-        std::thread::yield_now();
+        std::thread::sleep(Duration::from_micros(20));
     }
     disk.flush().unwrap();
     assert!(scene.drive.judgement().is_err());
@@ -206,7 +206,7 @@ fn faults_do_what_they_are_called() {
         queue.submit(Sqe::flush(1)).unwrap();
         queue.ring();
         while drive.counters().faults_met < 6 && effect == Effect::Fatal {
-            std::thread::yield_now();
+            std::thread::sleep(Duration::from_micros(20));
         }
         let admin = scene.driver.admin_queue().unwrap();
         let short = Duration::from_millis(50);
@@ -226,7 +226,7 @@ fn faults_do_what_they_are_called() {
     queue.submit(Sqe::flush(1)).unwrap();
     queue.ring();
     while !drive.is_gone() {
-        std::thread::yield_now();
+        std::thread::sleep(Duration::from_micros(20));
     }
     assert!(matches!(scene.driver.status(), Err(Error::Gone)));
 }
@@ -244,7 +244,7 @@ fn data_of_a_lost_command_moves_until_the_controller_is_disabled() {
     queue.submit(Sqe::read(1, 0, 1).with_data(pointer)).unwrap();
     queue.ring();
     while scene.drive.counters().commands < 1 {
-        std::thread::yield_now();
+        std::thread::sleep(Duration::from_micros(20));
     }
     assert_eq!(page.to_vec(0, 512), [0; 512]);
     scene.driver.disable().unwrap();

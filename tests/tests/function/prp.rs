@@ -349,10 +349,10 @@ fn a_list_that_changes_while_it_is_read() {
         };
         entry.store(bad, Ordering::Relaxed);
         entry.store(good(&mut rng), Ordering::Relaxed);
-        if rng.below(4) == 0 {
+        if rng.below(64) == 0 {
             // All good for a while, so that some commands succeed.
             (0..ENTRIES).for_each(|i| cells[i].store(good(&mut rng), Ordering::Relaxed));
-            std::thread::yield_now();
+            std::thread::sleep(std::time::Duration::from_micros(20));
         }
     };
     Changes::during(change, |changes| {

@@ -291,8 +291,8 @@ fn race(scene: &mut Scene, sqe: Sqe, bytes: &[u8], words: &[usize], bad: &[u64])
         let value = bad[rng.below(bad.len() as u64) as usize];
         cells[words[at]].store(value, Ordering::Relaxed);
         cells[words[at]].store(good[at], Ordering::Relaxed);
-        if rng.below(16) == 0 {
-            std::thread::yield_now();
+        if rng.below(256) == 0 {
+            std::thread::sleep(std::time::Duration::from_micros(20));
         }
     };
     Changes::during(change, |changes| {

@@ -329,8 +329,8 @@ fn a_segment_that_changes_while_it_is_read() {
         }
         cells[at].store(gpa, Ordering::Relaxed);
         cells[at + 1].store(512, Ordering::Relaxed);
-        if rng.below(8) == 0 {
-            std::thread::yield_now();
+        if rng.below(256) == 0 {
+            std::thread::sleep(std::time::Duration::from_micros(20));
         }
     };
     Changes::during(change, |changes| {

@@ -123,7 +123,7 @@ fn run(variant: Variant, moves: &[Move]) {
         for _ in 0..step.turns {
             load.reap(!step.silent);
             load.submit(false);
-            std::thread::yield_now();
+            std::thread::sleep(Duration::from_micros(20));
         }
         let suspended = machine.suspend();
         if step.meanwhile && variant.doorbells == DoorbellMode::Shadow {

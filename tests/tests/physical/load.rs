@@ -202,7 +202,7 @@ fn run(machine: &Machine, queues: u16, depth: usize, shared: &Shared) -> Tally {
                 progress.elapsed() < HANG,
                 "{waiting} commands hang, CSTS {csts:#x}: {tally:?}"
             );
-            std::thread::yield_now();
+            std::thread::sleep(std::time::Duration::from_micros(20));
         }
     }
     // Nothing comes after the last completion, and what was written is there.

@@ -480,7 +480,7 @@ fn a_wipe_for_an_added_function_ends_with_the_server() {
         let add = scope.spawn(move || ask(bench, "add", &[&wiped]));
         // The lease is there before the wipe begins.
         while bench.leases().is_empty() {
-            thread::yield_now();
+            thread::sleep(Duration::from_micros(20));
         }
         assert_eq!(list(bench), [], "others are answered meanwhile");
         let (status, stderr) = server.signal("TERM");
@@ -507,7 +507,7 @@ fn a_wipe_at_the_start_ends_with_a_signal() {
     let mut serve = bench.serve_command("one", &[&options("b", ",data=wipe")]);
     let mut serve = serve.stderr(Stdio::piped()).spawn().unwrap();
     while bench.leases().is_empty() {
-        thread::yield_now();
+        thread::sleep(Duration::from_micros(20));
     }
     let pid = serve.id().to_string();
     let sent = Command::new("kill").args(["-s", "TERM", &pid]).status();

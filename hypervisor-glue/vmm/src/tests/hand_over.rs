@@ -15,6 +15,10 @@ use crate::device::Remake;
 use crate::open::{self, Ledgers, OpenError};
 use crate::options::FunctionConfig;
 
+fn nap() {
+    thread::sleep(Duration::from_micros(20));
+}
+
 const BLOCK: usize = 512;
 /// Place of queue 1 of [`create`].
 const CQ: u64 = 0x1_0000;
@@ -118,7 +122,7 @@ impl Host {
         for number in commands.clone() {
             // Successful, with the Phase Tag of this round.
             let status = u16::from((number / ENTRIES).is_multiple_of(2));
-            await_that("it does not complete", thread::yield_now, || {
+            await_that("it does not complete", nap, || {
                 self.completion(number).1 == status
             });
             completed.insert(self.completion(number).0);
@@ -212,7 +216,7 @@ fn a_guest_that_is_not_wanted_goes_on_where_it_was() {
     // Its control thread serves it again.
     let before = with(&device, |function| function.admin_stats().commands);
     device.write_bar(Bar::Registers, DOORBELLS, &1_u32.to_le_bytes());
-    await_that("the admin doorbell is not seen", thread::yield_now, || {
+    await_that("the admin doorbell is not seen", nap, || {
         with(&device, |function| function.admin_stats().commands) == before + 1
     });
 }
@@ -238,7 +242,7 @@ fn a_drive_that_is_given_back_late_is_taken_back() {
     device.hand_over().unwrap();
     let other = host.receive(&device.save().unwrap());
     let giver = thread::spawn(move || {
-        await_that("it is not tried", thread::yield_now, || {
+        await_that("it is not tried", nap, || {
             attempts.load(Ordering::Relaxed) > 0
         });
         other.stop().unwrap();

@@ -86,7 +86,7 @@ fn run(machine: &Machine, stop: &AtomicBool, steps: &AtomicU64) {
         step(&mut model, &mut disk, &op);
         steps.fetch_add(1, Ordering::Relaxed);
         // The guest under test needs this processor as well.
-        std::thread::yield_now();
+        std::thread::sleep(std::time::Duration::from_micros(20));
     }
     model.verify_all(&mut disk).unwrap();
     assert_eq!(controller.status().unwrap(), 1, "ready and nothing else");

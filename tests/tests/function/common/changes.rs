@@ -21,7 +21,7 @@ impl Changes {
                     change();
                     while changes.rest.load(Ordering::Acquire) {
                         changes.rests.store(true, Ordering::Release);
-                        thread::yield_now();
+                        thread::sleep(std::time::Duration::from_micros(20));
                     }
                     changes.rests.store(false, Ordering::Release);
                 }
@@ -42,7 +42,7 @@ impl Changes {
 
     fn wait_until_it(&self, rests: bool) {
         while self.rests.load(Ordering::Acquire) != rests {
-            thread::yield_now();
+            thread::sleep(std::time::Duration::from_micros(20));
         }
     }
 }

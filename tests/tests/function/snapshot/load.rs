@@ -144,7 +144,7 @@ impl Load {
                 self.in_flight()
             );
             self.reap(true);
-            std::thread::yield_now();
+            std::thread::sleep(std::time::Duration::from_micros(20));
         }
     }
 

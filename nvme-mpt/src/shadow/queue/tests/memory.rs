@@ -62,7 +62,7 @@ fn an_unmap_waits_for_commands_that_use_the_region_and_for_no_others() {
     let tables = guest.context.tables.clone();
     // The user takes the table up, and has commands that use the region.
     while tables.current().generation() == generation && !unmap.is_finished() {
-        std::thread::yield_now();
+        std::thread::sleep(Duration::from_micros(20));
     }
     guest.poll(&mut host);
     host.complete(3);
@@ -96,7 +96,7 @@ impl Iommu for SlowIommu {
     fn map(&self, _: u64, _: &Mapping, _: Range<usize>, _: Access) -> std::io::Result<()> {
         self.has_map.store(true, Ordering::Release);
         while self.holds.load(Ordering::Acquire) {
-            std::thread::yield_now();
+            std::thread::sleep(Duration::from_micros(20));
         }
         self.has_map.store(false, Ordering::Release);
         Ok(())
@@ -130,7 +130,7 @@ fn a_ring_that_is_being_mapped_again_is_waited_for() {
         iommu.holds.store(true, Ordering::Release);
         let map = scope.spawn(|| window.map(region(SQ, PAGE)));
         while !iommu.has_map.load(Ordering::Acquire) && !map.is_finished() {
-            std::thread::yield_now();
+            std::thread::sleep(Duration::from_micros(20));
         }
         // Much longer ago than a ring may be gone while nothing happens.
         let since = Ticks(Ticks::now().0 - ticks_in(Duration::from_secs(10)));

@@ -46,8 +46,8 @@ const OPENING_PATIENCE: Duration = Duration::from_secs(10);
 /// Time in which a server answers. Its longest work is bounded by 30 seconds.
 const PATIENCE: Duration = Duration::from_secs(45);
 
-/// Time that a server has to end a lease: a reset and a flush, of 30 seconds each.
-const END_PATIENCE: Duration = Duration::from_secs(65);
+/// Time that a server has to end a lease: a rest, a reset and a flush, of 30 seconds each.
+const END_PATIENCE: Duration = Duration::from_secs(95);
 
 /// A server does not give its drive's lease.
 #[derive(Debug, Error)]
@@ -247,7 +247,13 @@ impl RemoteHostSide {
         let doorbells = DoorbellPage::of_file(doorbells, dstrd, facts.queue_pairs)?;
         let watched = channel.stream().try_clone()?;
         let events = Arc::new(eventfd::take(events)?);
-        let link = Link::new(channel, socket, events, vectors, reach.is_some());
+        let link = Link::new(
+            channel,
+            socket,
+            events,
+            (vectors, facts.namespace.blocks),
+            reach.is_some(),
+        );
         let window = DmaWindow::new(Arc::new(IovaSpace::software()));
         let vector = |number| {
             let link = link.clone();
@@ -317,8 +323,8 @@ impl RemoteHostSide {
         outcome.map_err(|failed| failed.0)
     }
 
-    /// Asks for a change of the queues, and notes it for the next server, in one step: a server that goes before it has
-    /// answered has not made it, as far as anybody knows.
+    /// Asks for a change of the queues, and notes it for the next server, in one step. A change without an answer counts
+    /// as not made.
     fn change_queues(
         &self,
         qid: QueueId,
@@ -458,15 +464,26 @@ impl HostSide for RemoteHostSide {
     }
 
     fn status(&self) -> LeaseStatus {
-        self.ask(&Request::Status).unwrap_or_else(|Lost| {
-            let waits = self.link.state().waits();
-            LeaseStatus {
-                blocks: self.facts.namespace.blocks,
-                used: 0,
-                is_backed: waits,
-                is_gone: !waits,
+        let mut state = self.link.state();
+        let answer: Result<LeaseStatus, Lost> =
+            self.link.ask_in(&mut state, &Request::Status, None);
+        match answer {
+            Ok(status) => {
+                if status.is_backed {
+                    state.blocks = status.blocks;
+                }
+                status
             }
-        })
+            Err(Lost) => {
+                let waits = state.waits();
+                LeaseStatus {
+                    blocks: state.blocks,
+                    used: 0,
+                    is_backed: waits,
+                    is_gone: !waits,
+                }
+            }
+        }
     }
 
     fn is_away(&self) -> bool {

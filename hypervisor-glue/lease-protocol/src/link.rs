@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use nvme_mpt::attachment::GUEST_NSID;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::seam::CoalescingConfig;
 use nvme_mpt::spec::ids::QueueId;
@@ -96,6 +97,8 @@ pub(crate) struct LinkState {
     pub(crate) standing: Standing,
     /// Servers that came after the first one.
     pub(crate) servers: u64,
+    /// Leased blocks that the function was told of last.
+    pub(crate) blocks: u64,
     /// Events that no server has.
     notices: Vec<Event>,
     pub(crate) socket: PathBuf,
@@ -151,7 +154,7 @@ impl Link {
         channel: Channel,
         socket: PathBuf,
         events: Arc<EventFd>,
-        vectors: u16,
+        (vectors, blocks): (u16, u64),
         waits: bool,
     ) -> Arc<Self> {
         let vectors = (0..vectors).map(|_| Wire::default()).collect();
@@ -160,6 +163,7 @@ impl Link {
                 connection: Connection::Open(channel),
                 waits,
                 servers: 0,
+                blocks,
                 standing: Standing {
                     vectors,
                     ..Standing::default()
@@ -221,7 +225,7 @@ impl Link {
     }
 
     /// Waits until a server that is ending has ended. Returns whether a server that was lost does nothing any more. Then
-    /// the next one may be there, without queues.
+    /// the next one may be there.
     pub(crate) fn wait_until_over(&self, time: Duration) -> bool {
         let is_ending = |state: &mut LinkState| matches!(state.connection, Connection::Ending(_));
         let waited = self
@@ -303,7 +307,7 @@ impl Link {
         &self,
         state: &mut LinkState,
         channel: Channel,
-        socket: PathBuf,
+        (socket, blocks): (PathBuf, u64),
         back: HostSideEvent,
     ) {
         log::warn!(
@@ -317,5 +321,10 @@ impl Link {
         state.servers += 1;
         state.socket = socket;
         self.notify(state, Event::HostSide(back));
+        if std::mem::replace(&mut state.blocks, blocks) != blocks {
+            // The lease has grown, and the server that did it may have ended before it told.
+            let changed = DriveEvent::NamespaceChanged(GUEST_NSID);
+            self.notify(state, Event::Drive(changed));
+        }
     }
 }

@@ -53,6 +53,8 @@ enum ResumeError {
     Channel(#[from] ChannelError),
     #[error("it cannot reach the VM's memory")]
     Memory(#[from] DmaError),
+    #[error("it cannot make the guest's queues")]
+    Queues(#[from] StateError),
     #[error("it has not what the guest was promised: detach the drive and attach it again")]
     Other,
     #[error("the kernel refused")]
@@ -185,7 +187,8 @@ impl Watch {
             return Ok(None);
         }
         let back = self.tell(&channel, &state)?;
-        self.link.go_on(&mut state, channel, socket, back);
+        let blocks = attached.facts.namespace.blocks;
+        self.link.go_on(&mut state, channel, (socket, blocks), back);
         Ok(Some(stream))
     }
 
@@ -249,6 +252,8 @@ fn take_up(channel: &Channel, queues: &KeptQueues) -> Result<HostSideEvent, Resu
     let taken: Result<(), StateError> = ask(channel, &request, None)?;
     Ok(match taken {
         Ok(()) => HostSideEvent::BackWithQueues,
+        // Their memory may be mapped again, and the server have what they need, at the next try.
+        Err(error @ StateError::Queue { .. }) => return Err(error.into()),
         Err(error) => {
             log::error!(
                 "The next drive server cannot take the queues up: {}",

@@ -82,7 +82,7 @@ impl Cell64 {
         u64::from_le(unsafe { &*self.word }.load(Ordering::Acquire))
     }
 
-    /// Writes the word; what we stored before it is visible to who reads it.
+    /// Writes the word. Whatever was stored before it is visible to its reader.
     #[inline]
     pub fn store(&self, value: u64) {
         // SAFETY: as in `load`; the mapping is writable by the constructor's check.

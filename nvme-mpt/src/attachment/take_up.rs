@@ -74,7 +74,7 @@ impl Attachment {
     ///
     /// # Errors
     /// [`StateError::Invalid`], [`StateError::NotEmpty`] and [`StateError::Queue`]. Then there are no queues, and the
-    /// live state is what it was.
+    /// live state says the same as before.
     pub(super) fn take_up(&self, kept: &KeptQueues) -> Result<(), StateError> {
         let mut queues = self.queues();
         if !queues.cqs.is_empty() {
@@ -92,7 +92,7 @@ impl Attachment {
         for state in &states {
             let qid = QueueId(state.qid);
             if let Err(source) = self.restore_queue(&mut queues, state) {
-                // Nobody polls them, so nothing was done for the guest.
+                // They are not polled yet, so nothing was done for the guest.
                 queues.cqs.clear();
                 queues.buffer = None;
                 queues.revoked = false;

@@ -134,7 +134,7 @@ impl LiveQueue {
         compiler_fence(Ordering::SeqCst);
     }
 
-    /// Records a command that is taken, before anybody has it.
+    /// Records a command that is taken, before the host controller has it.
     #[inline(always)]
     pub(crate) fn record(&self, slot: u16, command: &Sqe, mark: Mark) {
         self.slots.record(slot, command, mark.0);

@@ -111,8 +111,8 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     /// Returns the state of the lease.
     fn status(&self) -> LeaseStatus;
 
-    /// Returns whether the process of the host side is gone, and another one is waited for. Then results are those of
-    /// nobody.
+    /// Returns whether the process of the host side is gone, and the function waits for another one. Until then, results
+    /// say nothing.
     fn is_away(&self) -> bool {
         false
     }

@@ -72,8 +72,8 @@ pub(super) enum Passes {
     Plain,
     /// Live state is written.
     Live,
-    /// What is written is noted, the lease has limits, or commands are carried out in parts or again. Live state is
-    /// written if there is any.
+    /// More is done: notes of written pages, limits of the lease, commands in parts or again. Live state is written if
+    /// there is any.
     Special,
 }
 
@@ -125,7 +125,7 @@ pub(crate) struct ShadowCore {
     context: Arc<QueueContext>,
     buffer: Option<DoorbellBuffer>,
     cq: CompletionQueue,
-    /// Where positions and commands in flight are recorded, if the queue may outlive this process.
+    /// Record of positions and commands in flight, if the queue may outlive this process.
     live: Option<LiveQueue>,
     sqs: Vec<SubmissionQueue>,
     slots: Slots,
@@ -135,6 +135,8 @@ pub(crate) struct ShadowCore {
     departures: HeldDepartures,
     lost_epoch: usize,
     stopped: bool,
+    /// Its commands begin no further step.
+    is_cut_short: bool,
     condition: Condition,
     /// Completions that wait for the memory of the ring to come back.
     held: Vec<(Cqe, Room)>,
@@ -185,6 +187,7 @@ impl ShadowQueue {
             departures: HeldDepartures::default(),
             lost_epoch: lost_memory_epoch(),
             stopped: false,
+            is_cut_short: false,
             condition: Condition::Sound,
             held: Vec::with_capacity(usize::from(slots)),
             repeats: Vec::new(),
@@ -306,6 +309,7 @@ impl ShadowQueue {
     /// Begins no further step of its commands, which then end as [`HostQueue::cut_short`] has it: it is
     /// about to be deleted.
     pub(crate) fn cut_short(&mut self) {
+        self.core.is_cut_short = true;
         self.host.cut_short();
         self.core.parts.cut_short();
         self.core.repeats.clear();
@@ -636,6 +640,7 @@ impl ShadowCore {
             departures,
             parts,
             is_logged,
+            is_cut_short,
             ..
         } = self;
         let mut posting = Posting::<H, SPECIAL, LIVE> {
@@ -651,6 +656,7 @@ impl ShadowCore {
             departures,
             parts,
             is_logged: *is_logged,
+            is_cut_short: *is_cut_short,
             completed: 0,
             now: Ticks::default(),
         };

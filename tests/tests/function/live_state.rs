@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::process::parent_id;
 use std::process::{Child, Command};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use nix::sys::ptrace;
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
@@ -30,11 +30,12 @@ use nvme_mpt::{
     KeptParts, KeptQueues, MemoryRegion, SqConfig,
 };
 use nvme_mpt_vmm::drives::{self, DriveOptions};
+use nvme_software::faults::FaultPlan;
 use nvme_software::model::Profile;
 use vmm_sys_util::eventfd::EventFd;
 use zerocopy::{FromZeros, IntoBytes};
 
-use crate::common::{HANG, Host, Setup, children};
+use crate::common::{HANG, Host, Setup, children, wait_for};
 
 const QUEUE: QueueId = QueueId(1);
 const ENTRIES: u32 = 8;
@@ -100,12 +101,15 @@ fn host(kind: &str) -> Host {
     let profile = "model = \"nvm\"\nunits = 64\nstripe = \"4K\"\n\
          read = { latency = \"100us\", bandwidth = \"64G\" }\n\
          write = { latency = \"3s\", bandwidth = \"64G\" }\n";
-    let (path, profile) = match kind {
-        "slow" => ("memory:16M", Some(profile)),
-        path => (path, None),
+    let faults = "[[fault]]\nkind = \"lost\"\noperations = [\"write\"]\n";
+    let (path, profile, faults) = match kind {
+        "slow" => ("memory:16M", Some(profile), None),
+        "lost" => ("memory:16M", None, Some(faults)),
+        path => (path, None, None),
     };
     let options = DriveOptions {
         profile: profile.map(|text| Arc::new(Profile::parse("test", text).unwrap())),
+        faults: faults.map(|text| Arc::new(FaultPlan::parse("test", text).unwrap())),
         ..DriveOptions::default()
     };
     Host::of(drives::open(&path.parse().unwrap(), options).unwrap())
@@ -409,7 +413,7 @@ fn end_anywhere(kind: &str) -> Vec<usize> {
     let meeting = Meeting::of(&guest);
     while meeting.thread.load() == 0 {
         assert_eq!(child.0.try_wait().unwrap(), None, "the child is there");
-        std::thread::yield_now();
+        std::thread::sleep(std::time::Duration::from_micros(20));
     }
     let thread = Pid::from_raw(meeting.thread.load() as i32);
     ptrace::seize(thread, ptrace::Options::empty()).unwrap();
@@ -514,4 +518,38 @@ fn a_function_without_live_state_cannot_be_taken_up() {
         error.to_string().contains("live state is not there"),
         "{error}"
     );
+}
+
+#[test]
+fn a_command_that_is_cut_short_is_left_to_the_next_process() {
+    let files = new_files();
+    let next = Files {
+        memory: files.memory.try_clone().unwrap(),
+        live: files.live.try_clone().unwrap(),
+        doorbells: files.doorbells.try_clone().unwrap(),
+    };
+    let guest = map(&files.memory);
+    let cid = CommandId(7);
+    put(&guest, SQ, command(0, cid).as_bytes());
+    let KeptQueues { cqs, sqs, .. } = queues();
+    {
+        let host = host("lost");
+        let attachment = attach(&host, files);
+        attachment.create_cq(cqs[0]).unwrap();
+        attachment.create_sq(sqs[0]).unwrap();
+        let mut queue = attachment.take_queue(QUEUE).unwrap();
+        attachment.doorbells().store(Doorbell::SqTail(QUEUE), 1);
+        assert!(queue.poll(), "the drive has the command");
+        attachment.give_queue_back(queue).unwrap();
+        HostSide::leave_within(&*attachment, Duration::from_secs(30)).unwrap();
+    }
+    assert!(completion(&guest, 0, true).is_none(), "it has not ended");
+
+    let host = host("memory:16M");
+    let attachment = attach(&host, next);
+    HostSide::take_up(&*attachment, &queues()).unwrap();
+    wait_for("it completes", || completion(&guest, 0, true).is_some());
+    let ended = completion(&guest, 0, true).unwrap();
+    assert_eq!((ended.cid(), ended.status()), (cid, Status::SUCCESS));
+    assert!(completion(&guest, 1, true).is_none(), "it completes once");
 }

@@ -4,6 +4,7 @@ use nvme_mpt::{
     AttachmentState, DoorbellBuffer, Gpa, HostSide, LeaseFacts, StateError,
     spec::{ids::CommandId, log::CriticalWarning, status::Status},
 };
+use zerocopy::transmute;
 
 use super::{Admin, AdminRings, AsyncEvents, Completion, ErrorLog, Features, async_events};
 use crate::state::parts::{AdminState, CompletionState};
@@ -16,8 +17,7 @@ impl Admin {
         let Self {
             rings,
             unposted,
-            // Without its host side, a function has no state to save.
-            postponed: _,
+            postponed,
             features,
             events,
             errors,
@@ -34,6 +34,7 @@ impl Admin {
         AdminState {
             rings: rings.as_ref().map(AdminRings::save),
             unposted: unposted.iter().map(save_completion).collect(),
+            postponed: postponed.map(|sqe| transmute!(sqe)),
             features: features.save(),
             events: events.save(),
             errors: errors.save(),
@@ -52,6 +53,8 @@ impl Admin {
         let AdminState {
             rings,
             unposted,
+            // Checked when it is carried out, as any command.
+            postponed: _,
             features,
             events,
             errors,
@@ -85,6 +88,7 @@ impl Admin {
         let AdminState {
             rings,
             unposted,
+            postponed,
             features,
             events,
             errors,
@@ -100,6 +104,7 @@ impl Admin {
             AdminRings::restored(rings, buffer)
         });
         self.unposted = unposted.iter().map(restored_completion).collect();
+        self.postponed = postponed.map(|words| transmute!(words));
         self.features = Features::restored(features);
         self.events = AsyncEvents::restored(events);
         self.errors = ErrorLog::restored(errors);

@@ -1,5 +1,7 @@
 //! Pausing a function, taking a snapshot of it, and restoring one.
 
+use std::io;
+
 use nvme_mpt::{QueueError, StateError};
 
 use super::{ADMIN_VECTOR, NvmeFunction};
@@ -45,8 +47,13 @@ impl NvmeFunction {
     /// Saves the function, while it is paused.
     ///
     /// # Errors
-    /// [`StateError::NotPaused`].
+    /// [`StateError::NotPaused`]; [`StateError::Unreachable`] while the function waits for its host side.
     pub fn save(&self) -> Result<FunctionState, StateError> {
+        if self.enabling.is_some() {
+            let text = "the guest enables its controller, which waits for the host side: save it again later";
+            let source = io::Error::new(io::ErrorKind::NotConnected, text);
+            return Err(StateError::Unreachable { source });
+        }
         let mut msix = self.msix.save();
         // Those of a function that was restored and did not go on yet are owed still.
         msix.pending.extend(&self.owed);

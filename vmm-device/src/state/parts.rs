@@ -41,6 +41,9 @@ pub(crate) struct AdminState {
     pub(crate) rings: Option<AdminRingsState>,
     /// Completions that wait for room.
     pub(crate) unposted: Vec<CompletionState>,
+    /// Entry of a command that the next host side carries out. It is left out where there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) postponed: Option<[u64; 8]>,
     pub(crate) features: FeaturesState,
     pub(crate) events: AsyncEventsState,
     pub(crate) errors: ErrorLogState,

@@ -35,6 +35,8 @@ pub(super) struct Posting<'a, H, const SPECIAL: bool, const LIVE: bool> {
     pub(super) parts: &'a mut Parts,
     /// True if what is written is noted.
     pub(super) is_logged: bool,
+    /// True if the queue's commands begin no further step.
+    pub(super) is_cut_short: bool,
     /// Number of completions.
     pub(super) completed: u32,
     /// When the first of them was posted.
@@ -74,6 +76,12 @@ impl<H: HostQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
             return;
         }
         if !completion.status.is_success() {
+            let ended_here = completion.status == Status::ABORTED_SQ_DELETION;
+            if LIVE && self.live.is_some() && self.is_cut_short && ended_here {
+                // It keeps its mark: the process that takes the queue up carries it out. After a reset, which cuts
+                // queues short as well, no guest waits for it.
+                return;
+            }
             // Before the guest sees the completion and asks for the error log.
             report_failure(self.context, sq, slot, completion.status);
         }

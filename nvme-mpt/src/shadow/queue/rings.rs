@@ -29,7 +29,7 @@ pub(crate) struct SubmissionQueue {
     /// The last value of the doorbell that was no index of the queue: reported, and ignored.
     pub(super) bad_tail: Option<u32>,
     pub(super) counters: Arc<QueueCounters>,
-    /// Where the queue's head is recorded, if it may outlive this process.
+    /// Record of the queue's head, if it may outlive this process.
     pub(super) live: Option<LiveHead>,
 }
 

@@ -142,8 +142,8 @@ impl CompletionQueue {
     }
 }
 
-/// Records in its live state what a queue was restored to. The heads of its Submission Queues are recorded already, so
-/// the process may end at any point of this, and the queue can be taken up once more.
+/// Records in its live state what a queue was restored to. The heads of its Submission Queues are recorded already. So
+/// the queue can be taken up once more, wherever the process ends in this.
 fn record_restored(live: &LiveQueue, cq: &CompletionQueue, state: &CompletionQueueState) {
     if !state.held.is_empty() {
         // They have no slots. Until they are posted, the queue cannot be taken up.

@@ -93,7 +93,7 @@ struct Counters {
 pub(super) struct Lane {
     pub(super) queue: QueuePair,
     pub(super) tally: Tally,
-    /// The entry of each slot. A command changes its opcode and its SLBA.
+    /// The entry of each slot. A command changes its opcode, and its SLBA or what is in that place.
     entries: Box<[Sqe]>,
     /// Ticks at submission; 0 where nothing is outstanding.
     started: Box<[u64]>,

@@ -42,6 +42,9 @@ impl Doorbells {
     }
 }
 
+/// Bytes of a range that is deallocated.
+const DSM_RANGE: usize = 16;
+
 /// Load to run, and the function to run it on.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
@@ -60,6 +63,10 @@ pub struct Options {
     #[arg(long, default_value_t = 100, value_name = "PERCENT",
           value_parser = clap::value_parser!(u8).range(0..=100))]
     pub mix: u8,
+
+    /// Deallocate instead: each command has one range of --size bytes
+    #[arg(long, conflicts_with_all = ["mix", "verify"])]
+    pub deallocate: bool,
 
     /// Order of the blocks that commands go to
     #[arg(long, value_enum, default_value_t)]
@@ -136,6 +143,14 @@ impl Options {
         match self.pause_us {
             Some(_) => 1,
             None => self.qd,
+        }
+    }
+
+    /// Bytes that a command transfers: a list of one range where it deallocates.
+    pub(super) fn transfer(&self) -> usize {
+        match self.deallocate {
+            true => DSM_RANGE,
+            false => self.size as usize,
         }
     }
 

@@ -1,6 +1,6 @@
 //! Choice of the next command.
 
-use nvme_mpt_tests::command::io;
+use nvme_mpt_tests::command::{DSM_DEALLOCATE, dsm_range, io};
 use nvme_mpt_tests::memory::DmaBuffer;
 use nvme_mpt_tests::rng::Rng;
 
@@ -32,7 +32,7 @@ pub(super) trait Plan: Send {
     fn completed(&mut self, data: SlotData<'_>) -> Result<(), LoadError>;
 }
 
-/// Reads and writes without an end; the data means nothing.
+/// Reads and writes, or Deallocates, without an end; the data means nothing.
 #[derive(Clone, Debug)]
 pub(super) struct Mix {
     rng: Rng,
@@ -44,6 +44,8 @@ pub(super) struct Mix {
     places: u64,
     blocks: u64,
     place: u64,
+    /// Blocks that each command deallocates, if it does.
+    deallocates: Option<u32>,
 }
 
 impl Mix {
@@ -68,13 +70,22 @@ impl Mix {
             places,
             blocks: u64::from(target.blocks_per_command),
             place: 0,
+            deallocates: None,
+        }
+    }
+
+    /// Deallocates so many blocks with each command instead.
+    pub(super) fn deallocating(self, blocks: u32) -> Self {
+        Self {
+            deallocates: Some(blocks),
+            ..self
         }
     }
 }
 
 impl Plan for Mix {
     #[inline]
-    fn next(&mut self, _: SlotData<'_>) -> Option<Next> {
+    fn next(&mut self, data: SlotData<'_>) -> Option<Next> {
         let number = self.rng.next_u64();
         let place = match self.pattern {
             Pattern::Random => ((u128::from(number) * u128::from(self.places)) >> 64) as u64,
@@ -88,10 +99,19 @@ impl Plan for Mix {
                 place
             }
         };
+        let slba = (self.first + place) * self.blocks;
+        if let Some(blocks) = self.deallocates {
+            data.buffer.write(data.offset, &dsm_range(slba, blocks));
+            // One range, and AD, where other commands have their first block.
+            return Some(Next {
+                opcode: io::DATASET_MANAGEMENT,
+                slba: u64::from(DSM_DEALLOCATE) << 32,
+            });
+        }
         let read = number & 0xffff_ffff < self.reads_below;
         Some(Next {
             opcode: if read { io::READ } else { io::WRITE },
-            slba: (self.first + place) * self.blocks,
+            slba,
         })
     }
 
@@ -103,6 +123,7 @@ impl Plan for Mix {
 
 #[cfg(test)]
 mod tests {
+    use nvme_mpt_tests::command::Sqe;
     use nvme_mpt_tests::memory::GuestMemory;
 
     use super::*;
@@ -134,6 +155,26 @@ mod tests {
             let places: std::collections::HashSet<_> = commands.iter().map(|c| c.slba).collect();
             assert_eq!(places.len(), 100);
         }
+    }
+
+    #[test]
+    fn a_range_to_deallocate_is_the_data() {
+        let memory = GuestMemory::new(&[(0, 4096)]).unwrap();
+        let buffer = memory.alloc(4096).unwrap();
+        let data = SlotData {
+            slot: 0,
+            buffer: &buffer,
+            offset: 512,
+        };
+        let target = Target::of(10, 8);
+        let plan = Mix::new(&target, 1, 2, Pattern::Sequential, 100, 1);
+        let next = plan.deallocating(8).next(data).unwrap();
+        let sqe = Sqe::deallocate(1, 1).with_slba(next.slba);
+        assert_eq!(next.opcode, sqe.opcode());
+        assert_eq!(sqe, Sqe::deallocate(1, 1));
+        let mut range = [0; 16];
+        buffer.read(512, &mut range);
+        assert_eq!(range, dsm_range(40, 8));
     }
 
     #[test]

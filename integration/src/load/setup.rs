@@ -31,7 +31,7 @@ pub(super) type Vectors = Vec<Arc<Interrupt>>;
 
 /// Bytes from one slot's data to the next: whole pages.
 fn stride(options: &Options) -> usize {
-    (options.size as usize).next_multiple_of(PAGE_SIZE)
+    options.transfer().next_multiple_of(PAGE_SIZE)
 }
 
 fn entries(options: &Options) -> u32 {
@@ -145,7 +145,7 @@ fn check(
             target.block_size
         ));
     }
-    if size > max_transfer as u64 {
+    if options.transfer() > max_transfer {
         return wrong(format!(
             "--size {size} is above the controller's limit for a command, {max_transfer}"
         ));
@@ -199,7 +199,7 @@ pub(super) fn lanes(
         let mut lists = Vec::new();
         let mut entries = Vec::with_capacity(depth);
         for slot in 0..depth {
-            let prepared = prp::buffer(&buffer, slot * stride, options.size as usize)?;
+            let prepared = prp::buffer(&buffer, slot * stride, options.transfer())?;
             let sqe = Sqe::read(NSID, 0, target.blocks_per_command);
             entries.push(sqe.with_data(prepared.pointer));
             lists.extend(prepared.pages);

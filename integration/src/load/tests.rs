@@ -85,6 +85,12 @@ fn every_command_is_counted_in_every_mode() {
 }
 
 #[test]
+fn ranges_are_deallocated() {
+    let line = "--deallocate --count 4 --qd 2 --size 64K --range 256K --pattern sequential";
+    assert_eq!(load(line).unwrap().commands, 4);
+}
+
+#[test]
 fn doorbells_are_chosen_by_what_the_controller_offers() {
     assert_eq!(load("--count 10").unwrap().doorbells, "shadow");
 }

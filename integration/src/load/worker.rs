@@ -63,7 +63,11 @@ fn drive(
         .iter()
         .map(|&index| {
             let (pattern, percent) = (options.pattern, options.mix);
-            Mix::new(target, index, queues, pattern, percent, options.seed)
+            let mix = Mix::new(target, index, queues, pattern, percent, options.seed);
+            match options.deallocate {
+                true => mix.deallocating(target.blocks_per_command),
+                false => mix,
+            }
         })
         .collect();
     if let Some(most) = options.pause_us {

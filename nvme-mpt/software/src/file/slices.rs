@@ -1,5 +1,5 @@
 //! Long work on a file, cut into slices: the kernel excludes all other I/O of the file while it deallocates or zeroes a
-//! range. So a range is done in slices of about half a millisecond. Pauses between them leave most of the file's time
+//! range. So a range is done in slices of about a third of a millisecond. Pauses between them leave most of the file's time
 //! to others while these use it.
 //!
 //! The time of a slice follows from the extents in it, which are as short as a block on a fragmented file. The next
@@ -14,7 +14,7 @@ use crate::sync::{Mutex, MutexGuard};
 use nvme_mpt::clock::{Ticks, ticks_in};
 
 /// Time that a slice should take.
-const TARGET: Duration = Duration::from_micros(500);
+const TARGET: Duration = Duration::from_micros(300);
 
 /// Bounds of a slice, in bytes, and the first one. The shortest one is a block, as that may be an extent by itself.
 const MIN: u64 = UNIT;

@@ -7,6 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use serde::{Deserialize, Serialize};
 use vmm_sys_util::eventfd::EventFd;
 
+use crate::memory::notifier::Notifier;
+
 use crate::address::Gpa;
 use crate::spec::ids::{CommandId, Nsid, QueueId};
 use crate::spec::registers::Doorbell;
@@ -104,6 +106,8 @@ pub struct ErrorEntry {
 pub struct EventQueue {
     events: Mutex<VecDeque<Event>>,
     eventfd: Arc<EventFd>,
+    /// Signals the eventfd, if another process has it and reads it.
+    notifier: Option<Arc<Notifier>>,
 }
 
 impl EventQueue {
@@ -113,15 +117,26 @@ impl EventQueue {
     /// Returns the kernel's error when there are no file descriptors left.
     pub fn new() -> io::Result<Self> {
         let eventfd = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
-        Ok(Self::signalling(eventfd))
+        Ok(Self::with(eventfd, None))
     }
 
-    /// An empty queue that signals an eventfd, which has to be non-blocking.
-    #[must_use]
-    pub fn signalling(eventfd: EventFd) -> Self {
+    /// An empty queue whose eventfd another process reads: one that it has kept, or a new one.
+    ///
+    /// # Errors
+    /// Returns the kernel's error when there are no file descriptors left, and those of [`Notifier::new`].
+    pub fn read_elsewhere(kept: Option<EventFd>) -> io::Result<Self> {
+        let eventfd = match kept {
+            Some(eventfd) => eventfd,
+            None => EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?,
+        };
+        Ok(Self::with(eventfd, Some(Notifier::new()?)))
+    }
+
+    fn with(eventfd: EventFd, notifier: Option<Arc<Notifier>>) -> Self {
         Self {
             events: Mutex::new(VecDeque::with_capacity(CAPACITY)),
             eventfd: Arc::new(eventfd),
+            notifier,
         }
     }
 
@@ -135,8 +150,10 @@ impl EventQueue {
     #[must_use]
     pub fn take(&self) -> Vec<Event> {
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
-        // Nothing to read is no error: another call took the events already.
-        let _ = self.eventfd.read();
+        if self.notifier.is_none() {
+            // Nothing to read is no error: another call took the events already.
+            let _ = self.eventfd.read();
+        }
         events.drain(..).collect()
     }
 
@@ -156,7 +173,10 @@ impl EventQueue {
         drop(events);
         if first {
             // A counter that is full is readable as well.
-            let _ = self.eventfd.write(1);
+            let _ = match &self.notifier {
+                Some(notifier) => notifier.signal(&self.eventfd),
+                None => self.eventfd.write(1),
+            };
         }
     }
 }

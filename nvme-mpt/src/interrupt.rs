@@ -8,6 +8,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::memory::notifier::ForeignEventFd;
 use vmm_sys_util::eventfd::EventFd;
 
 pub(crate) use gate::{InterruptGate, Standing};
@@ -38,22 +39,30 @@ pub struct InterruptVector {
     link: Option<Box<dyn VectorLink>>,
 }
 
+/// Destination of a vector.
+#[derive(Debug)]
+enum Target {
+    Own(EventFd),
+    Foreign(ForeignEventFd),
+}
+
 #[derive(Debug, Default)]
 struct VectorState {
-    eventfd: Option<EventFd>,
+    target: Option<Target>,
     masked: bool,
     pending: bool,
 }
 
 impl VectorState {
     fn deliver(&mut self) {
-        match &self.eventfd {
+        let delivered = match &self.target {
+            _ if self.masked => false,
             // A counter that is full already holds a notification, so a failure loses none.
-            Some(eventfd) if !self.masked => {
-                self.pending = eventfd.write(1).is_err();
-            }
-            _ => self.pending = true,
-        }
+            Some(Target::Own(eventfd)) => eventfd.write(1).is_ok(),
+            Some(Target::Foreign(eventfd)) => eventfd.signal().is_ok(),
+            None => false,
+        };
+        self.pending = !delivered;
     }
 }
 
@@ -82,7 +91,16 @@ impl InterruptVector {
             // One signal tells the guest of all that waited.
             state.pending = false;
         }
-        state.eventfd = eventfd;
+        state.target = eventfd.map(Target::Own);
+        if state.pending {
+            state.deliver();
+        }
+    }
+
+    /// Connects the vector to a process that is not trusted. A pending signal is delivered.
+    pub fn set_foreign(&self, eventfd: ForeignEventFd) {
+        let mut state = self.state();
+        state.target = Some(Target::Foreign(eventfd));
         if state.pending {
             state.deliver();
         }

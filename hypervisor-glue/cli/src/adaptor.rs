@@ -8,7 +8,8 @@ use nvme_mpt::dma::{DmaError, MAX_REGIONS, MemoryRegion};
 use nvme_mpt::{Gpa, InterruptVector};
 use vmm_device::{Bar, CONFIG_SPACE_SIZE, NvmeFunction};
 
-use nvme_mpt::memory::eventfd;
+use nvme_mpt::memory::notifier::{ForeignEventFd, Notifier};
+use nvme_mpt::memory::{eventfd, system};
 use nvme_mpt_vmm::report;
 use vfio_user_server::{
     Device, DmaMemory, DmaRegion, IrqAction, IrqCommand, IrqData, IrqIndex, IrqInfo, MappableArea,
@@ -20,6 +21,8 @@ use vfio_user_server::{
 pub struct NvmeDevice {
     function: NvmeFunction,
     registers: Region,
+    /// True if the client can do to this process what it likes.
+    is_trusted: bool,
 }
 
 impl NvmeDevice {
@@ -46,6 +49,7 @@ impl NvmeDevice {
         Ok(Self {
             function,
             registers,
+            is_trusted: false,
         })
     }
 
@@ -58,6 +62,29 @@ impl NvmeDevice {
     /// The function.
     pub fn function_mut(&mut self) -> &mut NvmeFunction {
         &mut self.function
+    }
+
+    /// Connects the vectors with the eventfds in order, and disconnects those that get none.
+    fn connect(&self, vectors: &[Arc<InterruptVector>], fds: Vec<OwnedFd>) -> io::Result<()> {
+        // All or none.
+        let eventfds = fds
+            .into_iter()
+            .map(eventfd::take)
+            .collect::<io::Result<Vec<_>>>()?;
+        let notifier = match self.is_trusted || eventfds.is_empty() {
+            true => None,
+            false => Some(Notifier::new()?),
+        };
+        let mut eventfds = eventfds.into_iter();
+        for vector in vectors {
+            match (eventfds.next(), &notifier) {
+                (Some(eventfd), Some(notifier)) => {
+                    vector.set_foreign(ForeignEventFd::new(eventfd, notifier.clone()));
+                }
+                (eventfd, _) => vector.set_eventfd(eventfd),
+            }
+        }
+        Ok(())
     }
 
     /// Forgets the client: the next one to attach finds the function as after power-on, and nothing of the
@@ -186,9 +213,9 @@ impl Device for NvmeDevice {
             .and_then(|vectors| vectors.get(..count as usize))
             .ok_or_else(invalid)?;
         match (action, data) {
-            (IrqAction::Trigger, IrqData::None) if count == 0 => connect(vectors, Vec::new()),
-            (IrqAction::Trigger, IrqData::Connect(fds)) => connect(chosen, fds),
-            (IrqAction::Trigger, IrqData::Disconnect) => connect(chosen, Vec::new()),
+            (IrqAction::Trigger, IrqData::None) if count == 0 => self.connect(vectors, Vec::new()),
+            (IrqAction::Trigger, IrqData::Connect(fds)) => self.connect(chosen, fds),
+            (IrqAction::Trigger, IrqData::Disconnect) => self.connect(chosen, Vec::new()),
             (_, IrqData::None) => {
                 chosen.iter().for_each(|vector| act(vector, action));
                 Ok(())
@@ -210,7 +237,8 @@ impl Device for NvmeDevice {
         drop(self.function.reset());
     }
 
-    fn connected(&mut self) {
+    fn connected(&mut self, user: Option<u32>) {
+        self.is_trusted = user.is_some_and(system::is_trusted);
         self.function.host().begin_anew();
     }
 
@@ -221,20 +249,6 @@ impl Device for NvmeDevice {
             log::error!("Memory of a client that is gone stays mapped: {error}");
         }
     }
-}
-
-/// Connects the vectors with the eventfds in order, and disconnects those that get none.
-fn connect(vectors: &[Arc<InterruptVector>], fds: Vec<OwnedFd>) -> io::Result<()> {
-    // All or none.
-    let eventfds = fds
-        .into_iter()
-        .map(eventfd::take)
-        .collect::<io::Result<Vec<_>>>()?;
-    let mut eventfds = eventfds.into_iter();
-    for vector in vectors {
-        vector.set_eventfd(eventfds.next());
-    }
-    Ok(())
 }
 
 fn act(vector: &InterruptVector, action: IrqAction) {

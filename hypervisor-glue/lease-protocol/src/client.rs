@@ -539,16 +539,15 @@ impl HostSide for RemoteHostSide {
     }
 
     fn take_events(&self) -> Vec<Event> {
+        // Before the events are taken: each that comes later signals once more. Nothing to read is no error.
+        let _ = self.link.events.read();
         // Before those of a server that came after them.
         let mut events = self.link.state().take_notices();
-        match self.ask::<Vec<Event>>(&Request::TakeEvents) {
-            Ok(others) => events.extend(others),
-            Err(Lost) => {
-                // Nothing to read is no error.
-                let _ = self.link.events.read();
-            }
-        }
-        // A notice that came meanwhile has lost its signal.
+        events.extend(
+            self.ask::<Vec<Event>>(&Request::TakeEvents)
+                .into_iter()
+                .flatten(),
+        );
         events.extend(self.link.state().take_notices());
         if events.contains(&Event::HostSide(HostSideEvent::BackWithQueues)) {
             self.renew_doorbells();

@@ -13,7 +13,8 @@ use nix::sys::socket::sockopt::PeerCredentials;
 use nvme_mpt::attachment::{DoorbellWaker, ForeignDoorbellWaker};
 use nvme_mpt::deadline::DRAIN_DEADLINE;
 use nvme_mpt::limit::RateLimits;
-use nvme_mpt::memory::eventfd;
+use nvme_mpt::memory::notifier::{ForeignEventFd, Notifier};
+use nvme_mpt::memory::{eventfd, system};
 use nvme_mpt::{DirtyRange, DmaError, HostSide, KeptParts, MemoryRegion, SharedParts};
 use serde::Serialize;
 use thiserror::Error;
@@ -54,6 +55,14 @@ pub struct Peer {
     pub uid: u32,
     /// Group.
     pub gid: u32,
+}
+
+impl Peer {
+    /// Returns whether the process can do to this one what it likes.
+    #[must_use]
+    pub fn is_trusted(&self) -> bool {
+        system::is_trusted(self.uid)
+    }
 }
 
 /// Decision about a VMM that wants a lease.
@@ -252,6 +261,7 @@ impl Session {
             bells: Vec::new(),
             bells_made: 0,
             dirty: Vec::new(),
+            notifier: (!self.peer.is_trusted()).then(Notifier::new).transpose()?,
         };
         loop {
             let (request, descriptors) = self.channel.receive_request(None)?;
@@ -323,6 +333,8 @@ struct Served<'a> {
     bells_made: u64,
     /// Pages that were taken and not told.
     dirty: Vec<DirtyRange>,
+    /// Signals the VMM's eventfds, if the VMM is not trusted.
+    notifier: Option<Arc<Notifier>>,
 }
 
 impl Served<'_> {
@@ -447,7 +459,10 @@ impl Served<'_> {
         let waited = vector.pending();
         match change {
             VectorChange::Connect => match descriptor.map(eventfd::take) {
-                Some(Ok(eventfd)) => vector.set_eventfd(Some(eventfd)),
+                Some(Ok(eventfd)) => match self.notifier.clone() {
+                    Some(notifier) => vector.set_foreign(ForeignEventFd::new(eventfd, notifier)),
+                    None => vector.set_eventfd(Some(eventfd)),
+                },
                 // A vector that leads nowhere keeps its signals.
                 _ => log::warn!("A VMM sent what is no eventfd for vector {number}"),
             },

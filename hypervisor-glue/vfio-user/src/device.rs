@@ -71,8 +71,8 @@ pub trait Device {
     /// device as soon as they have connected, some without looking whether that is offered.
     fn reset(&mut self);
 
-    /// A client is here: nothing was asked yet.
-    fn connected(&mut self) {}
+    /// A client is here: nothing was asked yet. `user` is that of its process, if the kernel tells.
+    fn connected(&mut self, _user: Option<u32>) {}
 
     /// The client is gone. All DMA regions are to be removed as by [`dma_unmap`](Device::dma_unmap)
     /// and all eventfds closed; the rest of the state is retained (section Client Disconnection).

@@ -15,7 +15,7 @@ use crate::dispatch::Regions;
 use crate::error::Error;
 use crate::listener::{Listener, SocketAccess};
 use crate::session::{Progress, Session};
-use crate::socket::Peer;
+use crate::socket::{self, Peer};
 use crate::watcher::Watcher;
 
 /// Token of the listening socket's events.
@@ -169,6 +169,7 @@ impl<D: Device> Server<D> {
 
         let peer = Peer::of(&stream)
             .inspect_err(|error| debug!("A client on {path} is of no known process: {error}"));
+        let user = socket::user(&stream).ok();
         let session = Session::with_regions(stream, self.regions.clone());
         match watcher.add(session.as_raw_fd(), CLIENT, EventSet::IN) {
             Ok(()) => {
@@ -179,7 +180,7 @@ impl<D: Device> Server<D> {
                     waits_for: Progress::Reading,
                     refused: 0,
                 });
-                self.device.connected();
+                self.device.connected(user);
             }
             Err(error) => error!("Cannot serve a client on {path}: {error}"),
         }

@@ -128,6 +128,20 @@ pub(crate) fn hung_up(stream: &UnixStream) -> io::Result<bool> {
     Ok(epoll.wait(0, &mut event)? > 0)
 }
 
+/// Returns the user of the process that made a connection.
+pub(crate) fn user(stream: &UnixStream) -> io::Result<u32> {
+    Ok(credentials(stream)?.uid)
+}
+
+fn credentials(stream: &UnixStream) -> io::Result<libc::ucred> {
+    let none = libc::ucred {
+        pid: 0,
+        uid: libc::uid_t::MAX,
+        gid: libc::gid_t::MAX,
+    };
+    option(stream, libc::SO_PEERCRED, none)
+}
+
 /// The process that made a connection.
 #[derive(Debug)]
 pub(crate) struct Peer(OwnedFd);
@@ -142,12 +156,7 @@ impl Peer {
             Ok(fd) if fd >= 0 => return Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) })),
             _ => {}
         }
-        let none = libc::ucred {
-            pid: 0,
-            uid: 0,
-            gid: 0,
-        };
-        let credentials = option(stream, libc::SO_PEERCRED, none)?;
+        let credentials = credentials(stream)?;
         // If another process has the number by now, the client is taken to live on.
         Self::of_number(credentials.pid)
     }

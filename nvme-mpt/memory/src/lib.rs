@@ -56,6 +56,7 @@ pub mod file_system;
 mod host_ring;
 mod indices;
 mod mapping;
+pub mod notifier;
 mod private;
 mod records;
 mod registers;

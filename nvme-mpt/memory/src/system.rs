@@ -53,6 +53,12 @@ pub fn process_user() -> u32 {
     u32::try_from(user).unwrap_or(u32::MAX)
 }
 
+/// Returns whether processes of a user can do to this process what they like: those of root and of its own user.
+#[must_use]
+pub fn is_trusted(user: u32) -> bool {
+    user == 0 || user == process_user()
+}
+
 /// Kind of a lock on a range of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LockKind {

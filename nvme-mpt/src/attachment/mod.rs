@@ -185,7 +185,11 @@ impl Attachment {
                 let page = DoorbellPage::new(doorbells, queue_pairs)?;
                 let outlives = matches!(parts, FunctionParts::Outliving);
                 let live = outlives.then(|| LiveState::new(queue_pairs)).transpose()?;
-                (page, EventQueue::new()?, live)
+                let events = match outlives {
+                    true => EventQueue::read_elsewhere(None)?,
+                    false => EventQueue::new()?,
+                };
+                (page, events, live)
             }
             FunctionParts::Kept(KeptParts {
                 doorbells: file,
@@ -193,7 +197,7 @@ impl Attachment {
                 events,
             }) => (
                 DoorbellPage::kept(file, doorbells, queue_pairs)?,
-                EventQueue::signalling(events),
+                EventQueue::read_elsewhere(Some(events))?,
                 Some(LiveState::kept(live, queue_pairs)?),
             ),
         };

@@ -22,7 +22,6 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::unistd::getuid;
 use nvme_mpt::attachment::GrowError;
 use nvme_mpt::lease::{Bytes, Claim, LeaseError, open_state_folder};
 use nvme_mpt::limit::RateLimits;
@@ -66,11 +65,6 @@ const OTHERS_KEYS: &[&str] = &[
     "namespace",
     "reconnect",
 ];
-
-/// Returns whether VMMs of a user may have every lease.
-fn is_trusted(uid: u32) -> bool {
-    uid == 0 || uid == getuid().as_raw()
-}
 
 /// A lease of a function in a VMM.
 #[derive(Debug)]
@@ -258,7 +252,7 @@ impl LeaseTable {
         let connection = connections.get_mut(&number);
         if let Some(lease) = connection.and_then(|one| one.lease.as_mut()) {
             lease.asked = rates;
-            if !is_trusted(lease.peer.uid) {
+            if !lease.peer.is_trusted() {
                 // It would take places from others.
                 lease.asked.weight = None;
             }
@@ -326,7 +320,7 @@ impl LeaseTable {
         stop: &AtomicBool,
     ) -> Admission {
         let Peer { pid, uid, .. } = peer;
-        let claim = match is_trusted(uid) {
+        let claim = match peer.is_trusted() {
             true => Claim::Every(uid),
             false => match check_others_keys(options, uid) {
                 Ok(()) => Claim::Own(uid),
@@ -606,7 +600,7 @@ fn begin(stream: UnixStream, number: u64, table: &Arc<LeaseTable>) -> io::Result
     let peer = session.peer();
     let waiting = connections.values();
     let waiting = waiting.filter(|one| one.lease.is_none() && one.peer.uid == peer.uid);
-    if !is_trusted(peer.uid) && waiting.count() >= OTHERS_WAITING_MAX {
+    if !peer.is_trusted() && waiting.count() >= OTHERS_WAITING_MAX {
         return Err(io::Error::other(format!(
             "user {} has {OTHERS_WAITING_MAX} connections without a lease",
             peer.uid

@@ -298,3 +298,24 @@ fn a_user_without_leases_takes_no_place_of_others() {
     let complaint = "user 1001 has 64 connections without a lease";
     assert!(stderr.contains(complaint), "{stderr}");
 }
+
+#[test]
+fn a_user_whose_eventfds_block_holds_up_nobody() {
+    if !is_root() {
+        return;
+    }
+    let bench = Bench::new();
+    let server = server(&bench);
+    let mine = format!("path=drive.img,range=0+16M,id=first,owner={ALICE}");
+    bench.ask("reserve", &[&mine]).unwrap();
+    let mut alice = TestVmm::start_as(&bench, ALICE, FIRST, 1);
+    let mut neighbour = TestVmm::start(&bench, "path=drive.img,range=16M+16M,id=second", 2);
+    assert_eq!([alice.report(), neighbour.report()], ["attached"; 2]);
+    assert_eq!(alice.order("block"), "blocked");
+    assert_eq!(neighbour.pass(), "passed");
+    assert_eq!(alice.pass(), "passed", "her own queues go on as well");
+    alice.kill();
+    assert_eq!(neighbour.pass(), "passed");
+    neighbour.end();
+    server.stop();
+}

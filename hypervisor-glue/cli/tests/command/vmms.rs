@@ -11,14 +11,16 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nvme_mpt::Pollers;
 use nvme_mpt::limit::RateLimits;
+use nvme_mpt::memory::eventfd;
+use nvme_mpt::{HostSide, Pollers, SharedParts};
 use nvme_mpt_tests::admin::feature;
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
 use nvme_mpt_tests::disk::Disk;
 use nvme_mpt_tests::function::{InProcess, map};
+use nvme_mpt_tests::interrupt::Interrupt;
 use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory};
 use nvme_mpt_tests::prp;
 use nvme_mpt_tests::queue::QueuePair;
@@ -27,6 +29,7 @@ use nvme_mpt_vmm::open::{self, Ledgers};
 use nvme_mpt_vmm::options::AskedFunction;
 use nvme_mpt_vmm::report;
 use vmm_device::{MsixMasking, NvmeFunction};
+use vmm_sys_util::eventfd::EventFd;
 
 use crate::support::{Bench, PATIENCE, Server};
 
@@ -186,6 +189,10 @@ fn vmm() {
                 println!("VMM: unlimited");
             }
             "blocks" => println!("VMM: {} blocks", guest.blocks()),
+            "block" => {
+                guest = guest.block(&*host);
+                println!("VMM: blocked");
+            }
             "reset" => {
                 drop(guest);
                 guest = Guest::attach(&bar, &memory);
@@ -244,6 +251,33 @@ impl Guest {
             buffer: memory.alloc(PIECE).unwrap(),
             controller,
         }
+    }
+
+    /// Makes writes to all eventfds that the server has of this VMM wait, and has the server signal them.
+    fn block(mut self, host: &dyn HostSide) -> Self {
+        const VECTOR: u16 = 2;
+        let SharedParts {
+            events, vectors, ..
+        } = host.shared();
+        self.controller.delete_queue_pair(self.queue).unwrap();
+        let interrupt = Arc::new(Interrupt::new().unwrap());
+        let options = QueueOptions::interrupting(64, VECTOR, interrupt);
+        self.queue = self.controller.create_queue_pair(2, &options).unwrap();
+        let ours = Arc::new(EventFd::new(0).unwrap());
+        let vector = &vectors[usize::from(VECTOR)];
+        vector.set_eventfd(Some(ours.try_clone().unwrap()));
+        vector.set_masked(false);
+        for eventfd in [events, ours] {
+            let _ = eventfd.read();
+            eventfd.write(u64::MAX - 1).unwrap();
+            // The server has made it non-blocking, which any owner can undo: here by the ioctl FIONBIO.
+            let descriptor = UnixStream::from(eventfd::share(&eventfd).unwrap());
+            descriptor.set_nonblocking(false).unwrap();
+        }
+        // The poller reports that it fails, and raises the vector.
+        self.queue.submit(Sqe::read(1, u64::MAX, 1)).unwrap();
+        self.queue.ring();
+        self
     }
 
     fn has_failed(&self) -> bool {

@@ -1,0 +1,214 @@
+//! Signals to eventfds of processes that are not trusted.
+//!
+//! A process that has an eventfd can fill its counter, and make writes of all others wait for room. A completion of the
+//! kernel's asynchronous I/O signals an eventfd as well (io_submit(2), `IOCB_FLAG_RESFD`) and never waits: a counter that
+//! is full stays full. So a signal here is a read of `/dev/null`, which completes at once. It takes about three times as
+//! long as a write to the eventfd.
+#![expect(unsafe_code, reason = "io_setup and its like have no safe interface")]
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use vmm_sys_util::eventfd::EventFd;
+
+/// Signals whose completions nobody has taken, at least.
+const ROOM: libc::c_int = 32;
+
+/// Signals after which completions are taken.
+const BATCH: u32 = 16;
+
+/// Completions that are taken at once.
+const TAKEN: usize = 32;
+
+/// `IOCB_CMD_PREAD`.
+const PREAD: u16 = 0;
+
+/// `IOCB_FLAG_RESFD`: the completion signals an eventfd.
+const SIGNALS: u32 = 1;
+
+/// A request, `struct iocb` of a little-endian machine (linux/aio_abi.h).
+#[repr(C)]
+#[derive(Default)]
+struct Request {
+    data: u64,
+    key: u32,
+    rw_flags: u32,
+    opcode: u16,
+    priority: i16,
+    fd: u32,
+    buffer: u64,
+    bytes: u64,
+    offset: i64,
+    reserved: u64,
+    flags: u32,
+    signalled_fd: u32,
+}
+
+/// A completion, `struct io_event`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Completion {
+    data: u64,
+    request: u64,
+    results: [i64; 2],
+}
+
+const _: () = assert!(size_of::<Request>() == 64 && size_of::<Completion>() == 32);
+
+/// A context of asynchronous I/O, which carries signals.
+#[derive(Debug)]
+pub struct Notifier {
+    context: libc::c_ulong,
+    nothing: File,
+    signals: AtomicU32,
+}
+
+impl Notifier {
+    /// A context of its own.
+    ///
+    /// # Errors
+    /// Returns the kernel's error: it has no asynchronous I/O (`CONFIG_AIO`), or `fs.aio-max-nr` is used up.
+    pub fn new() -> io::Result<Arc<Self>> {
+        let nothing = File::open("/dev/null")?;
+        let mut context: libc::c_ulong = 0;
+        // SAFETY: the kernel writes one number, to a variable that is there for the call.
+        let result = unsafe { libc::syscall(libc::SYS_io_setup, ROOM, &raw mut context) };
+        if result < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Arc::new(Self {
+            context,
+            nothing,
+            signals: AtomicU32::new(0),
+        }))
+    }
+
+    /// Signals an eventfd. Never waits.
+    ///
+    /// # Errors
+    /// Returns the kernel's error when it has no memory for the signal.
+    pub fn signal(&self, eventfd: &EventFd) -> io::Result<()> {
+        if self.signals.fetch_add(1, Ordering::Relaxed) % BATCH == BATCH - 1 {
+            self.take();
+        }
+        match self.submit(eventfd) {
+            // Other threads have filled the room meanwhile.
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                self.take();
+                self.submit(eventfd)
+            }
+            result => result,
+        }
+    }
+
+    fn submit(&self, eventfd: &EventFd) -> io::Result<()> {
+        let mut request = Request {
+            opcode: PREAD,
+            fd: self.nothing.as_raw_fd().cast_unsigned(),
+            flags: SIGNALS,
+            signalled_fd: eventfd.as_raw_fd().cast_unsigned(),
+            ..Request::default()
+        };
+        let mut requests = [&raw mut request];
+        // SAFETY: the kernel reads one request, which is there for the call and names no memory of ours: it reads
+        // nothing, to nowhere.
+        let result =
+            unsafe { libc::syscall(libc::SYS_io_submit, self.context, 1, requests.as_mut_ptr()) };
+        match result {
+            1 => Ok(()),
+            0 => Err(io::ErrorKind::WouldBlock.into()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    /// Takes completions, so that there is room for more.
+    fn take(&self) {
+        let mut completions = [Completion::default(); TAKEN];
+        // SAFETY: the kernel writes as many completions as there is room for, and waits for none.
+        unsafe {
+            libc::syscall(
+                libc::SYS_io_getevents,
+                self.context,
+                0,
+                TAKEN,
+                completions.as_mut_ptr(),
+                ptr::null::<libc::timespec>(),
+            )
+        };
+    }
+}
+
+impl Drop for Notifier {
+    fn drop(&mut self) {
+        // SAFETY: the context is this value's, and nothing uses it any more.
+        unsafe { libc::syscall(libc::SYS_io_destroy, self.context) };
+    }
+}
+
+/// An eventfd that a process has which is not trusted.
+#[derive(Debug)]
+pub struct ForeignEventFd {
+    eventfd: EventFd,
+    notifier: Arc<Notifier>,
+}
+
+impl ForeignEventFd {
+    /// An eventfd that is signalled by `notifier` alone.
+    #[must_use]
+    pub fn new(eventfd: EventFd, notifier: Arc<Notifier>) -> Self {
+        Self { eventfd, notifier }
+    }
+
+    /// Signals it. Never waits.
+    ///
+    /// # Errors
+    /// As of [`Notifier::signal`].
+    pub fn signal(&self) -> io::Result<()> {
+        self.notifier.signal(&self.eventfd)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn each_signal_arrives() {
+        let notifier = Notifier::new().unwrap();
+        let eventfd = EventFd::new(0).unwrap();
+        for count in [1, 5, 1000] {
+            (0..count).for_each(|_| notifier.signal(&eventfd).unwrap());
+            assert_eq!(eventfd.read().unwrap(), count);
+        }
+    }
+
+    #[test]
+    fn a_full_counter_of_a_blocking_eventfd_makes_no_signal_wait() {
+        // It blocks, as its other owner may have it at any time.
+        let eventfd = EventFd::new(0).unwrap();
+        eventfd.write(u64::MAX - 1).unwrap();
+        let foreign = ForeignEventFd::new(eventfd, Notifier::new().unwrap());
+        (0..3).for_each(|_| foreign.signal().unwrap());
+        foreign.eventfd.read().unwrap();
+        foreign.signal().unwrap();
+        assert_eq!(foreign.eventfd.read().unwrap(), 1);
+    }
+
+    #[test]
+    fn threads_share_a_notifier() {
+        let notifier = Notifier::new().unwrap();
+        let eventfd = EventFd::new(0).unwrap();
+        thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| (0..5000).for_each(|_| notifier.signal(&eventfd).unwrap()));
+            }
+        });
+        assert_eq!(eventfd.read().unwrap(), 20_000);
+    }
+}

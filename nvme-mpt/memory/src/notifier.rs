@@ -15,8 +15,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use vmm_sys_util::eventfd::EventFd;
 
-/// Signals whose completions nobody has taken, at least.
-const ROOM: libc::c_int = 32;
+/// Share of a context in `fs.aio-max-nr`. The kernel has room for more than 100 completions in any context.
+const ROOM: libc::c_int = 8;
 
 /// Signals after which completions are taken.
 const BATCH: u32 = 16;
@@ -71,14 +71,24 @@ impl Notifier {
     /// A context of its own.
     ///
     /// # Errors
-    /// Returns the kernel's error: it has no asynchronous I/O (`CONFIG_AIO`), or `fs.aio-max-nr` is used up.
+    /// Returns the kernel's error, with what to do where `fs.aio-max-nr` is used up.
     pub fn new() -> io::Result<Arc<Self>> {
         let nothing = File::open("/dev/null")?;
         let mut context: libc::c_ulong = 0;
         // SAFETY: the kernel writes one number, to a variable that is there for the call.
         let result = unsafe { libc::syscall(libc::SYS_io_setup, ROOM, &raw mut context) };
         if result < 0 {
-            return Err(io::Error::last_os_error());
+            let error = io::Error::last_os_error();
+            return Err(match error.raw_os_error() {
+                Some(libc::EAGAIN) => io::Error::other(
+                    "no context of asynchronous I/O is left: raise the sysctl fs.aio-max-nr",
+                ),
+                Some(libc::ENOSYS) => io::Error::new(
+                    io::ErrorKind::Unsupported,
+                    "the kernel has no asynchronous I/O (CONFIG_AIO)",
+                ),
+                _ => error,
+            });
         }
         Ok(Arc::new(Self {
             context,

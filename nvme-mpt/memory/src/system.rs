@@ -1,13 +1,14 @@
-//! System calls without a safe interface in std: a thread's processor and preemptions, locks on ranges of files, the
+//! System calls without a safe interface in std: a thread's processor and its time there, locks on ranges of files, the
 //! process's user.
 #![expect(
     unsafe_code,
-    reason = "sched_setaffinity, getrusage, fcntl and getauxval take raw arguments"
+    reason = "sched_setaffinity, clock_gettime, fcntl and getauxval take raw arguments"
 )]
 
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
+use std::time::Duration;
 
 use libc::{F_OFD_GETLK, F_OFD_SETLK, F_RDLCK, F_UNLCK, F_WRLCK, SEEK_SET, c_int, c_short, off_t};
 
@@ -30,16 +31,17 @@ pub fn pin_this_thread(cpu: usize) -> io::Result<()> {
     Ok(())
 }
 
-/// Returns the number of times that the kernel took the processor from the calling thread, which had work to do.
+/// Returns the time for which the calling thread has had a processor.
 #[must_use]
-pub fn preemptions() -> u64 {
-    // SAFETY: the structure is plain numbers, which the call fills.
-    let usage = unsafe {
-        let mut usage = std::mem::zeroed::<libc::rusage>();
-        libc::getrusage(libc::RUSAGE_THREAD, &raw mut usage);
-        usage
+pub fn thread_time() -> Duration {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
     };
-    u64::try_from(usage.ru_nivcsw).unwrap_or(0)
+    // SAFETY: the call writes to a structure that is there for it. Each thread has this clock.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
+    let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
+    Duration::new(seconds, u32::try_from(time.tv_nsec).unwrap_or(0))
 }
 
 /// Returns the user that this process was started as.

@@ -16,8 +16,11 @@ use crate::clock::{Rate, Ticks};
 /// Spin after which a preempted thread has kept others waiting.
 const LONG: Duration = Duration::from_micros(200);
 
-/// A pass that took less was not interrupted by another thread.
-const SWITCH: Duration = Duration::from_micros(2);
+/// A pass that took less was not interrupted.
+const INTERRUPT: Duration = Duration::from_micros(2);
+
+/// Time away from the processor in which another thread had it. Interrupts alone take less.
+const SWITCH: Duration = Duration::from_micros(5);
 
 /// Bounds of the time for which a thread sleeps instead of spinning.
 const SHORTEST: Duration = Duration::from_millis(10);
@@ -30,11 +33,12 @@ const EAGER: Duration = Duration::from_micros(5);
 #[derive(Debug)]
 pub struct Courtesy {
     choice: Choice,
-    /// Preemptions of the thread since its spin became long; `None` while it is short.
-    preemptions: Option<u64>,
+    /// Moment of the last look and the thread's time on its processor then; `None` while its spin is short.
+    looked: Option<(Ticks, u64)>,
     span: u64,
     until: u64,
     long: u64,
+    interrupt: u64,
     switch: u64,
     shortest: u64,
     longest: u64,
@@ -48,10 +52,11 @@ impl Courtesy {
         let shortest = rate.ticks(SHORTEST);
         Self {
             choice,
-            preemptions: None,
+            looked: None,
             span: shortest,
             until: 0,
             long: rate.ticks(LONG),
+            interrupt: rate.ticks(INTERRUPT),
             switch: rate.ticks(SWITCH),
             shortest,
             longest: rate.ticks(LONGEST),
@@ -59,30 +64,34 @@ impl Courtesy {
         }
     }
 
-    /// Notes a pass that took `took` ticks up to now, `idle` ticks after the last work. `preemptions` counts those of
-    /// the thread, and is called where it matters. Returns whether the thread has kept others waiting.
+    /// Notes a pass that took `took` ticks up to now, `idle` ticks after the last work. `on_processor` gives the ticks
+    /// that the thread has had a processor, and is called where it matters. Returns whether the thread has kept others
+    /// waiting.
     #[inline]
     pub fn passed(
         &mut self,
         now: Ticks,
         (idle, took): (u64, u64),
-        preemptions: impl FnOnce() -> u64,
+        on_processor: impl FnOnce() -> u64,
     ) -> bool {
         if idle < self.long {
-            self.preemptions = None;
+            self.looked = None;
             return false;
         }
-        if self.preemptions.is_some() && took <= self.switch {
+        if self.looked.is_some() && took <= self.interrupt {
             return false;
         }
-        self.look(now, preemptions())
+        self.look(now, on_processor())
     }
 
     #[cold]
-    fn look(&mut self, now: Ticks, preemptions: u64) -> bool {
-        let known = self.preemptions.replace(preemptions);
-        let is_new = known.is_some_and(|known| known != preemptions);
-        if !is_new || self.choice == Choice::Fixed {
+    fn look(&mut self, now: Ticks, on_processor: u64) -> bool {
+        let last = self.looked.replace((now, on_processor));
+        let away = last.map_or(0, |(then, before)| {
+            let there = on_processor.saturating_sub(before);
+            now.since(then).saturating_sub(there)
+        });
+        if away <= self.switch || self.choice == Choice::Fixed {
             return false;
         }
         let again = self.until > 0 && now.0 < self.until.saturating_add(self.span);
@@ -116,9 +125,9 @@ mod tests {
     /// Preempts a thread that has spun for long, so that it spins again at `now`.
     fn preempt(courtesy: &mut Courtesy, now: u64) -> bool {
         assert!(!courtesy.passed(Ticks(now), (0, 100), || unreachable!()));
-        assert!(!courtesy.passed(Ticks(now), (200 * US, 100), || 7));
-        assert!(!courtesy.passed(Ticks(now), (201 * US, 100), || unreachable!()));
-        courtesy.passed(Ticks(now), (202 * US, 30 * US), || 8)
+        assert!(!courtesy.passed(Ticks(now - 32 * US), (200 * US, 100), || 700));
+        assert!(!courtesy.passed(Ticks(now - 30 * US), (202 * US, 100), || unreachable!()));
+        courtesy.passed(Ticks(now), (232 * US, 30 * US), || 2700)
     }
 
     #[test]
@@ -137,15 +146,17 @@ mod tests {
         let mut courtesy = learned();
         let now = Ticks(MS);
         assert!(!courtesy.passed(now, (199 * US, MS), || unreachable!()));
-        assert!(!courtesy.passed(now, (200 * US, MS), || 3));
+        assert!(!courtesy.passed(now, (200 * US, MS), || 3 * US));
+        let later = Ticks(now.0 + 50 * US);
         assert!(
-            !courtesy.passed(now, (201 * US, 5 * US), || 3),
-            "an interrupt"
+            !courtesy.passed(later, (250 * US, 4 * US), || 49 * US),
+            "an interrupt of four microseconds"
         );
         // There was work.
-        assert!(!courtesy.passed(now, (0, 100), || unreachable!()));
-        assert!(!courtesy.passed(now, (200 * US, MS), || 4));
-        assert!(!courtesy.is_due(now, MS));
+        assert!(!courtesy.passed(later, (0, 100), || unreachable!()));
+        let later = Ticks(now.0 + MS);
+        assert!(!courtesy.passed(later, (200 * US, MS), || 60 * US));
+        assert!(!courtesy.is_due(later, MS));
     }
 
     #[test]

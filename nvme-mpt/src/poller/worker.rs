@@ -23,7 +23,7 @@ use super::threads::Threads;
 use crate::clock::{Rate, Ticks};
 use crate::learn::{Courtesy, Learning, SpinTime};
 use crate::memory::Cell32;
-use crate::memory::system::{pin_this_thread, preemptions};
+use crate::memory::system::{pin_this_thread, thread_time};
 use crate::shadow::ShadowQueue;
 use crate::stats::PollerStats;
 
@@ -295,7 +295,8 @@ impl Worker {
             let worked = self.pass();
             let now = Ticks::now();
             let spun = idle_since.map_or(0, |since| pass_began.since(since));
-            if courtesy.passed(now, (spun, now.since(pass_began)), preemptions) {
+            let on_processor = || rate.ticks(thread_time());
+            if courtesy.passed(now, (spun, now.since(pass_began)), on_processor) {
                 spin_time.crowded();
             }
             if worked {

@@ -7,9 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use serde::{Deserialize, Serialize};
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::memory::notifier::Notifier;
-
 use crate::address::Gpa;
+use crate::memory::notifier::Notifier;
 use crate::spec::ids::{CommandId, Nsid, QueueId};
 use crate::spec::registers::Doorbell;
 use crate::spec::status::Status;
@@ -106,7 +105,9 @@ pub struct ErrorEntry {
 pub struct EventQueue {
     events: Mutex<VecDeque<Event>>,
     eventfd: Arc<EventFd>,
-    /// Signals the eventfd, if another process has it and reads it.
+    /// True if another process has the eventfd, and reads it.
+    is_read_elsewhere: bool,
+    /// Signals the eventfd if another process has it, so that no signal waits.
     notifier: Option<Arc<Notifier>>,
 }
 
@@ -120,22 +121,27 @@ impl EventQueue {
         Ok(Self::with(eventfd, None))
     }
 
-    /// An empty queue whose eventfd another process reads: one that it has kept, or a new one.
+    /// An empty queue whose eventfd another process reads: one that it has kept, or a new one. Without a [`Notifier`] in
+    /// this process, that process can make reports wait.
     ///
     /// # Errors
-    /// Returns the kernel's error when there are no file descriptors left, and those of [`Notifier::new`].
+    /// Returns the kernel's error when there are no file descriptors left.
     pub fn read_elsewhere(kept: Option<EventFd>) -> io::Result<Self> {
         let eventfd = match kept {
             Some(eventfd) => eventfd,
             None => EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?,
         };
-        Ok(Self::with(eventfd, Some(Notifier::new()?)))
+        Ok(Self {
+            is_read_elsewhere: true,
+            ..Self::with(eventfd, Notifier::shared().ok())
+        })
     }
 
     fn with(eventfd: EventFd, notifier: Option<Arc<Notifier>>) -> Self {
         Self {
             events: Mutex::new(VecDeque::with_capacity(CAPACITY)),
             eventfd: Arc::new(eventfd),
+            is_read_elsewhere: false,
             notifier,
         }
     }
@@ -150,7 +156,7 @@ impl EventQueue {
     #[must_use]
     pub fn take(&self) -> Vec<Event> {
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.notifier.is_none() {
+        if !self.is_read_elsewhere {
             // Nothing to read is no error: another call took the events already.
             let _ = self.eventfd.read();
         }
@@ -171,13 +177,18 @@ impl EventQueue {
         let first = events.is_empty();
         events.push_back(event);
         drop(events);
-        if first {
-            // A counter that is full is readable as well.
-            let _ = match &self.notifier {
-                Some(notifier) => notifier.signal(&self.eventfd),
-                None => self.eventfd.write(1),
-            };
+        if first || self.is_read_elsewhere {
+            self.signal();
         }
+    }
+
+    /// Signals the eventfd, as if there were an event.
+    pub fn signal(&self) {
+        // A counter that is full is readable as well.
+        let _ = match &self.notifier {
+            Some(notifier) => notifier.signal(&self.eventfd),
+            None => self.eventfd.write(1),
+        };
     }
 }
 

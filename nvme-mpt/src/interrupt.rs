@@ -59,6 +59,7 @@ impl VectorState {
             _ if self.masked => false,
             // A counter that is full already holds a notification, so a failure loses none.
             Some(Target::Own(eventfd)) => eventfd.write(1).is_ok(),
+            // It fails without memory alone. Then the next signal tells of this one.
             Some(Target::Foreign(eventfd)) => eventfd.signal().is_ok(),
             None => false,
         };
@@ -99,6 +100,7 @@ impl InterruptVector {
 
     /// Connects the vector to a process that is not trusted. A pending signal is delivered.
     pub fn set_foreign(&self, eventfd: ForeignEventFd) {
+        debug_assert!(self.link.is_none(), "the host side connects it");
         let mut state = self.state();
         state.target = Some(Target::Foreign(eventfd));
         if state.pending {

@@ -73,7 +73,7 @@ impl NvmeDevice {
             .collect::<io::Result<Vec<_>>>()?;
         let notifier = match self.is_trusted || eventfds.is_empty() {
             true => None,
-            false => Some(Notifier::new()?),
+            false => Some(Notifier::shared()?),
         };
         let mut eventfds = eventfds.into_iter();
         for vector in vectors {

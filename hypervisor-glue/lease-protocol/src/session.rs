@@ -166,6 +166,17 @@ impl Session {
             return Ok(());
         }
         let parts = kept_parts(descriptors)?;
+        let notifier = match self.peer.is_trusted() {
+            true => None,
+            false => match Notifier::shared() {
+                Ok(notifier) => Some(notifier),
+                Err(error) => {
+                    let reason = format!("VMMs of other users cannot be served: {error}");
+                    self.channel.send(&Opened::Refused { reason }, &[])?;
+                    return Ok(());
+                }
+            },
+        };
         let host = match self.admit(leases, &options, parts)? {
             Admission::NotServed => {
                 self.channel.send(&Opened::NotServed, &[])?;
@@ -178,7 +189,7 @@ impl Session {
             Admission::Attached(host) => host,
         };
         let mut flushed = 0;
-        let result = self.serve(leases, &host, &mut flushed);
+        let result = self.serve(leases, (&host, notifier), &mut flushed);
         if leases.server_ends() {
             rest(&*host);
         }
@@ -232,7 +243,7 @@ impl Session {
     fn serve(
         &self,
         leases: &dyn Leases,
-        host: &Arc<dyn HostSide>,
+        (host, notifier): (&Arc<dyn HostSide>, Option<Arc<Notifier>>),
         flushed: &mut u64,
     ) -> Result<(), SessionError> {
         let SharedParts {
@@ -261,7 +272,7 @@ impl Session {
             bells: Vec::new(),
             bells_made: 0,
             dirty: Vec::new(),
-            notifier: (!self.peer.is_trusted()).then(Notifier::new).transpose()?,
+            notifier,
         };
         loop {
             let (request, descriptors) = self.channel.receive_request(None)?;

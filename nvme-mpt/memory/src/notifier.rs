@@ -10,13 +10,16 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::ptr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use vmm_sys_util::eventfd::EventFd;
 
-/// Share of a context in `fs.aio-max-nr`. The kernel has room for more than 100 completions in any context.
-const ROOM: libc::c_int = 8;
+/// Completions that nobody has taken, at least. They count for `fs.aio-max-nr`.
+const ROOM: libc::c_int = 256;
+
+/// Attempts at a signal while other threads fill the room.
+const ATTEMPTS: usize = 16;
 
 /// Signals after which completions are taken.
 const BATCH: u32 = 16;
@@ -67,12 +70,27 @@ pub struct Notifier {
     signals: AtomicU32,
 }
 
+/// The process's one, once it was asked for. It is never given back, as that takes the kernel tens of milliseconds.
+static SHARED: Mutex<Option<Arc<Notifier>>> = Mutex::new(None);
+
 impl Notifier {
+    /// The context of this process.
+    ///
+    /// # Errors
+    /// Returns the kernel's error, with what to do where `fs.aio-max-nr` is used up.
+    pub fn shared() -> io::Result<Arc<Self>> {
+        let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*shared {
+            Some(notifier) => Ok(notifier.clone()),
+            None => Ok(shared.insert(Self::new()?).clone()),
+        }
+    }
+
     /// A context of its own.
     ///
     /// # Errors
     /// Returns the kernel's error, with what to do where `fs.aio-max-nr` is used up.
-    pub fn new() -> io::Result<Arc<Self>> {
+    fn new() -> io::Result<Arc<Self>> {
         let nothing = File::open("/dev/null")?;
         let mut context: libc::c_ulong = 0;
         // SAFETY: the kernel writes one number, to a variable that is there for the call.
@@ -100,19 +118,22 @@ impl Notifier {
     /// Signals an eventfd. Never waits.
     ///
     /// # Errors
-    /// Returns the kernel's error when it has no memory for the signal.
+    /// Returns the kernel's error when it has no memory for the signal, or other threads leave no room for it.
     pub fn signal(&self, eventfd: &EventFd) -> io::Result<()> {
         if self.signals.fetch_add(1, Ordering::Relaxed) % BATCH == BATCH - 1 {
             self.take();
         }
-        match self.submit(eventfd) {
-            // Other threads have filled the room meanwhile.
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                self.take();
-                self.submit(eventfd)
+        let mut result = self.submit(eventfd);
+        for _ in 0..ATTEMPTS {
+            match &result {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    self.take();
+                    result = self.submit(eventfd);
+                }
+                _ => break,
             }
-            result => result,
         }
+        result
     }
 
     fn submit(&self, eventfd: &EventFd) -> io::Result<()> {

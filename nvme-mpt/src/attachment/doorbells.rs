@@ -62,7 +62,6 @@ impl Attachment {
 
     /// Has a poller signal the events when a doorbell of the admin queue has changed.
     fn watch(&self, queues: &mut Queues) -> io::Result<()> {
-        let wake = self.context.events.eventfd().try_clone()?;
         self.unwatch(queues);
         let doorbells = &self.context.doorbells;
         let (sq, cq) = (
@@ -84,7 +83,7 @@ impl Attachment {
             id,
             doorbells,
             seen: [0, 0],
-            wake,
+            events: self.context.events.clone(),
         });
         queues.watch = Some((id, poller));
         Ok(())

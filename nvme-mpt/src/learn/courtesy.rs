@@ -16,7 +16,7 @@ use crate::clock::{Rate, Ticks};
 /// Spin after which a preempted thread has kept others waiting.
 const LONG: Duration = Duration::from_micros(200);
 
-/// A pass that took less was not interrupted.
+/// The longest pass without an interruption.
 const INTERRUPT: Duration = Duration::from_micros(2);
 
 /// Time away from the processor in which another thread had it. Interrupts alone take less.

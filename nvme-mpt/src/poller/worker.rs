@@ -14,13 +14,13 @@ use std::time::Duration;
 
 use log::{error, warn};
 use vmm_sys_util::epoll::{ControlOperation, EpollEvent, EventSet};
-use vmm_sys_util::eventfd::EventFd;
 use vmm_sys_util::timerfd::TimerFd;
 
 use super::park::Waker;
 use super::policy::Spin;
 use super::threads::Threads;
 use crate::clock::{Rate, Ticks};
+use crate::event::EventQueue;
 use crate::learn::{Courtesy, Learning, SpinTime};
 use crate::memory::Cell32;
 use crate::memory::system::{pin_this_thread, thread_time};
@@ -52,7 +52,7 @@ pub(crate) struct DoorbellWatch {
     pub(crate) id: u64,
     pub(crate) doorbells: [Cell32; 2],
     pub(crate) seen: [u32; 2],
-    pub(crate) wake: EventFd,
+    pub(crate) events: Arc<EventQueue>,
 }
 
 impl DoorbellWatch {
@@ -61,8 +61,7 @@ impl DoorbellWatch {
         let changed = now != self.seen;
         if changed {
             self.seen = now;
-            // A counter that is full wakes as well.
-            let _ = self.wake.write(1);
+            self.events.signal();
         }
         changed
     }
@@ -283,6 +282,8 @@ impl Worker {
         let mut spin_time = SpinTime::new(learning.spin, rate);
         let mut courtesy = Courtesy::new(learning.courtesy, rate);
         let mut idle_since = None;
+        // As `idle_since`, but since it last slept.
+        let mut spin_since = None;
         let mut empty_passes = 0_u32;
         let mut pass_began = Ticks::now();
         loop {
@@ -294,7 +295,7 @@ impl Worker {
             }
             let worked = self.pass();
             let now = Ticks::now();
-            let spun = idle_since.map_or(0, |since| pass_began.since(since));
+            let spun = spin_since.map_or(0, |since| pass_began.since(since));
             let on_processor = || rate.ticks(thread_time());
             if courtesy.passed(now, (spun, now.since(pass_began)), on_processor) {
                 spin_time.crowded();
@@ -302,6 +303,7 @@ impl Worker {
             if worked {
                 add(&self.shared.busy_ticks, now.since(pass_began));
                 idle_since = None;
+                spin_since = None;
                 empty_passes = 0;
                 pass_began = now;
                 continue;
@@ -309,6 +311,7 @@ impl Worker {
             pass_began = now;
             empty_passes = empty_passes.wrapping_add(1);
             let idle = now.since(*idle_since.get_or_insert(now));
+            spin_since.get_or_insert(now);
             if empty_passes > EAGER_PASSES {
                 std::hint::spin_loop();
             }
@@ -323,6 +326,7 @@ impl Worker {
             if !(parks || leaves) || self.until_due(now).is_some_and(|ticks| ticks <= due_soon) {
                 continue;
             }
+            spin_since = None;
             if parks {
                 let (found_work, slept) = self.park(idle);
                 // The clock ends a rest, however long the poller spins before it.

@@ -277,6 +277,8 @@ impl Guest {
         // The poller reports that it fails, and raises the vector.
         self.queue.submit(Sqe::read(1, u64::MAX, 1)).unwrap();
         self.queue.ring();
+        // A poller that watches the admin doorbells signals the events for what they have already.
+        host.begin_silent_doorbells().unwrap();
         self
     }
 

@@ -80,6 +80,7 @@ impl<H: HostQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
             if LIVE && self.live.is_some() && self.is_cut_short && ended_here {
                 // It keeps its mark: the process that takes the queue up carries it out. After a reset, which cuts
                 // queues short as well, no guest waits for it.
+                self.completed -= 1;
                 return;
             }
             // Before the guest sees the completion and asks for the error log.

@@ -8,8 +8,9 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::memory::notifier::ForeignEventFd;
 use vmm_sys_util::eventfd::EventFd;
+
+use crate::memory::notifier::ForeignEventFd;
 
 pub(crate) use gate::{InterruptGate, Standing};
 
@@ -59,7 +60,7 @@ impl VectorState {
             _ if self.masked => false,
             // A counter that is full already holds a notification, so a failure loses none.
             Some(Target::Own(eventfd)) => eventfd.write(1).is_ok(),
-            // It fails without memory alone. Then the next signal tells of this one.
+            // It fails where the kernel has no memory or no room for it. The next signal tells of this one then.
             Some(Target::Foreign(eventfd)) => eventfd.signal().is_ok(),
             None => false,
         };

@@ -97,7 +97,7 @@ pub(crate) struct LinkState {
     pub(crate) standing: Standing,
     /// Servers that came after the first one.
     pub(crate) servers: u64,
-    /// Leased blocks that the function was told of last.
+    /// Leased blocks, as a server reported them last.
     pub(crate) blocks: u64,
     /// Events that no server has.
     notices: Vec<Event>,

@@ -64,17 +64,17 @@ impl Courtesy {
         }
     }
 
-    /// Notes a pass that took `took` ticks up to now, `idle` ticks after the last work. `on_processor` gives the ticks
-    /// that the thread has had a processor, and is called where it matters. Returns whether the thread has kept others
-    /// waiting.
+    /// Notes a pass that took `took` ticks up to now, after a spin of `spun` ticks without work and sleep. `on_processor`
+    /// gives the ticks that the thread has had a processor. It is called after long spins alone. Returns whether the
+    /// thread has kept others waiting.
     #[inline]
     pub fn passed(
         &mut self,
         now: Ticks,
-        (idle, took): (u64, u64),
+        (spun, took): (u64, u64),
         on_processor: impl FnOnce() -> u64,
     ) -> bool {
-        if idle < self.long {
+        if spun < self.long {
             self.looked = None;
             return false;
         }

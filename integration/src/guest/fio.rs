@@ -125,31 +125,8 @@ impl Fio {
     /// # Errors
     /// If fio found an I/O error or wrong data, or printed no report.
     pub fn report(&self, text: &str) -> Result<Report, FioError> {
-        let unreadable = |reason: &str| FioError::Report {
-            job: self.name.clone(),
-            reason: reason.to_owned(),
-            text: crate::process::tail(text),
-        };
-        // fio prints other lines before the report, which starts with a brace on a line of its own.
-        let mut start = 0;
-        let found = text.split_inclusive('\n').any(|line| {
-            let is_it = line.trim_start().starts_with('{');
-            start += if is_it { 0 } else { line.len() };
-            is_it
-        });
-        if !found {
-            return Err(unreadable("there is none"));
-        }
-        let (said, json) = text.split_at(start);
-        let json: Value = serde_json::Deserializer::from_str(json)
-            .into_iter()
-            .next()
-            .unwrap_or(Ok(Value::Null))
-            .map_err(|e| unreadable(&e.to_string()))?;
-        let job = &json["jobs"][0];
-        let code = job["error"]
-            .as_i64()
-            .ok_or_else(|| unreadable("it has no 'error'"))?;
+        let (said, job) = self.job(text)?;
+        let code = self.error(&job, text)?;
         if code != 0 {
             return Err(FioError::Failed {
                 job: self.name.clone(),
@@ -157,11 +134,59 @@ impl Fio {
                 text: crate::process::tail(said),
             });
         }
+        let unreadable = |reason: &str| self.unreadable(text, reason);
         let side = |name| Side::parse(&job[name]).ok_or_else(|| unreadable(name));
         Ok(Report {
             read: side("read")?,
             write: side("write")?,
         })
+    }
+
+    /// Reads what [`Fio::script`] printed of a job that may end with an error of its drive.
+    ///
+    /// # Errors
+    /// If fio printed no report.
+    pub fn outcome(&self, text: &str) -> Result<Outcome, FioError> {
+        let (_, job) = self.job(text)?;
+        let flushes = job["sync"]["lat_ns"]["N"].as_u64();
+        Ok(Outcome {
+            error: self.error(&job, text)?,
+            flushes: flushes.ok_or_else(|| self.unreadable(text, "it has no 'sync'"))?,
+        })
+    }
+
+    /// Returns what fio printed before its report, and the report's one job.
+    fn job<'a>(&self, text: &'a str) -> Result<(&'a str, Value), FioError> {
+        // Other lines come before the report, which starts with a brace on a line of its own.
+        let mut start = 0;
+        let found = text.split_inclusive('\n').any(|line| {
+            let is_it = line.trim_start().starts_with('{');
+            start += if is_it { 0 } else { line.len() };
+            is_it
+        });
+        if !found {
+            return Err(self.unreadable(text, "there is none"));
+        }
+        let (said, json) = text.split_at(start);
+        let json: Value = serde_json::Deserializer::from_str(json)
+            .into_iter()
+            .next()
+            .unwrap_or(Ok(Value::Null))
+            .map_err(|e| self.unreadable(text, &e.to_string()))?;
+        Ok((said, json["jobs"][0].clone()))
+    }
+
+    fn error(&self, job: &Value, text: &str) -> Result<i64, FioError> {
+        let code = job["error"].as_i64();
+        code.ok_or_else(|| self.unreadable(text, "it has no 'error'"))
+    }
+
+    fn unreadable(&self, text: &str, reason: &str) -> FioError {
+        FioError::Report {
+            job: self.name.clone(),
+            reason: reason.to_owned(),
+            text: crate::process::tail(text),
+        }
     }
 }
 
@@ -192,6 +217,15 @@ impl Report {
             &self.read
         }
     }
+}
+
+/// Result of a job that may have failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Outcome {
+    /// An errno, or 0.
+    pub error: i64,
+    /// Calls of `fsync` with success.
+    pub flushes: u64,
 }
 
 /// One direction of a job.
@@ -262,6 +296,14 @@ mod tests {
             job().report(&text),
             Err(FioError::Failed { code: 84, .. })
         ));
+    }
+
+    #[test]
+    fn a_flush_that_failed_is_not_counted() {
+        let text =
+            r#"{ "jobs": [ { "error": 5, "sync": { "total_ios": 5, "lat_ns": { "N": 4 } } } ] }"#;
+        let outcome = job().outcome(text).expect("report");
+        assert_eq!((outcome.error, outcome.flushes), (5, 4));
     }
 
     #[test]

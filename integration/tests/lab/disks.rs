@@ -2,7 +2,7 @@
 //!
 //! A client writes and flushes through a function, and a peer does the same to a local file with `write` and
 //! `fsync`. Half-way, the disk beneath gets into trouble. Afterwards it is sound again, and what was flushed is read
-//! from it.
+//! from it. `fio.rs` does the same with fio in a guest, and with fio on the local file.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
@@ -24,7 +24,7 @@ use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_tests::vfio_user::VfioUserBar;
 
 use crate::fixture::{Bench, Failure, at, await_that, expect, sh};
-use crate::{Group, Refused};
+use crate::{Group, Refused, fio};
 
 pub(crate) const GROUP: Group = Group::Inside {
     name: "disks",
@@ -46,6 +46,18 @@ pub(crate) const GROUP: Group = Group::Inside {
         ("flaky", |bench| {
             compare(bench, Layer::Device, Trouble::Flaky)
         }),
+        ("full_under_fio", |bench| {
+            fio::compare(bench, Layer::File, Trouble::Full)
+        }),
+        ("failing_file_under_fio", |bench| {
+            fio::compare(bench, Layer::File, Trouble::Error)
+        }),
+        ("failing_under_fio", |bench| {
+            fio::compare(bench, Layer::Device, Trouble::Error)
+        }),
+        ("flaky_under_fio", |bench| {
+            fio::compare(bench, Layer::Device, Trouble::Flaky)
+        }),
         ("one_drive_by_every_path", one_drive),
         (
             "killed_with_a_write_in_flight",
@@ -57,15 +69,15 @@ pub(crate) const GROUP: Group = Group::Inside {
 /// Bytes of the disk.
 const DISK: u64 = 96 << 20;
 /// Bytes that are leased.
-const LEASE: u64 = 48 << 20;
+pub(crate) const LEASE: u64 = 48 << 20;
 /// Bytes of a file system that is too small for them.
 const SMALL: u64 = 40 << 20;
 const SECTOR: u64 = 512;
 /// Bytes of a write, all of which hold one generation.
-const PLACE: u64 = 64 << 10;
+pub(crate) const PLACE: u64 = 64 << 10;
 const PLACES: u64 = LEASE / PLACE;
 /// Writes before each flush.
-const BATCH: u64 = 8;
+pub(crate) const BATCH: u64 = 8;
 /// Flushes before and after the disk gets into trouble, at least.
 const FLUSHES: u64 = 12;
 /// Time for which the trouble lasts, at least: a flaky disk is sound for a second, and fails for a second.
@@ -76,7 +88,7 @@ const MEMORY: (u64, u64) = (1 << 32, 4 << 20);
 
 /// Storage below a drive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Layer {
+pub(crate) enum Layer {
     /// An ext4 file system with an image.
     File,
     /// The disk itself.
@@ -84,7 +96,7 @@ enum Layer {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Trouble {
+pub(crate) enum Trouble {
     /// The file system has less room than the image is long.
     Full,
     /// Every access fails.
@@ -259,7 +271,7 @@ fn work(
 }
 
 /// The disk, through device mapper.
-struct Mapped {
+pub(crate) struct Mapped {
     device: PathBuf,
     bytes: u64,
 }
@@ -292,7 +304,15 @@ impl Mapped {
         Ok(())
     }
 
-    fn begin(&self, trouble: Trouble) -> Result<(), Failure> {
+    /// Bytes that were written to it so far (Linux, Documentation/block/stat.rst).
+    pub(crate) fn written(&self) -> Result<u64, Failure> {
+        let sectors = sh("awk '{ print $7 }' /sys/block/dm-0/stat")?;
+        let sectors = sectors.trim().parse::<u64>();
+        let sectors = sectors.map_err(|_| Failure::from("The disk counts no sectors"))?;
+        Ok(sectors * SECTOR)
+    }
+
+    pub(crate) fn begin(&self, trouble: Trouble) -> Result<(), Failure> {
         let (sectors, device) = (self.sectors(), self.device.display());
         match trouble {
             Trouble::Full => Ok(()),
@@ -320,8 +340,8 @@ fn open(path: &Path) -> Result<File, Failure> {
     opened.map_err(at(path))
 }
 
-/// Runs the same work on a new disk, through a function or locally. Returns what the writer got.
-fn run(bench: &Bench, layer: Layer, trouble: Trouble, locally: bool) -> Result<Record, Failure> {
+/// A new disk, and the path of the image or device on it.
+pub(crate) fn prepare(layer: Layer, trouble: Trouble) -> Result<(Mapped, PathBuf), Failure> {
     let bytes = if trouble == Trouble::Full {
         SMALL
     } else {
@@ -347,6 +367,22 @@ fn run(bench: &Bench, layer: Layer, trouble: Trouble, locally: bool) -> Result<R
             path
         }
     };
+    Ok((disk, path))
+}
+
+/// Makes the disk sound, and has all that is read come from it: the page cache goes.
+pub(crate) fn heal(disk: &Mapped, layer: Layer) -> Result<(), Failure> {
+    disk.end()?;
+    sh(&match layer {
+        Layer::File => format!("umount /mnt && mount {MAPPED} /mnt"),
+        Layer::Device => "echo 3 > /proc/sys/vm/drop_caches".to_owned(),
+    })?;
+    Ok(())
+}
+
+/// Runs the same work on a new disk, through a function or locally. Returns what the writer got.
+fn run(bench: &Bench, layer: Layer, trouble: Trouble, locally: bool) -> Result<Record, Failure> {
+    let (disk, path) = prepare(layer, trouble)?;
     let begin = || disk.begin(trouble);
     let record = if locally {
         work(&mut Local(open(&path)?), trouble, begin)?
@@ -356,13 +392,7 @@ fn run(bench: &Bench, layer: Layer, trouble: Trouble, locally: bool) -> Result<R
         function.end(record.flushes.1 > 0)?;
         record
     };
-    disk.end()?;
-    if layer == Layer::File {
-        // The page cache goes with the mount.
-        sh(&format!("umount /mnt && mount {MAPPED} /mnt"))?;
-    } else {
-        sh("echo 3 > /proc/sys/vm/drop_caches")?;
-    }
+    heal(&disk, layer)?;
     verify(&path, &record)?;
     Ok(record)
 }

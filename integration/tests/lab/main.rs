@@ -25,6 +25,7 @@ mod disks;
 mod drives;
 mod exits;
 mod failures;
+mod fio;
 mod fixture;
 mod giveback;
 mod harness;

@@ -1,0 +1,145 @@
+//! fio on disks that are full, or that fail: in a guest on a function, and on the local file beside it.
+//!
+//! fio writes from the beginning to the end and calls `fsync` after every [`BATCH`] writes, until it gets an error.
+//! Then the disk is sound again, and fio reads back what its `fsync` calls covered.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+use std::{fs, io};
+
+use integration::guest::fio::{Fio, Outcome};
+use integration::guest::{Drive, GuestConfig};
+use integration::progress::say;
+use integration::server::{FunctionOptions, ServerError};
+
+use crate::disks::{BATCH, LEASE, Layer, Mapped, PLACE, Trouble, heal, prepare};
+use crate::fixture::{Bench, Failure, PATIENCE, at, await_that, expect, sh};
+
+/// Writes per second, so that a flaky disk fails before the last one.
+const RATE: u64 = 100;
+/// Bytes that the disk has when it gets into trouble, at least.
+const BEFORE: u64 = 4 << 20;
+
+/// Errors that a disk's failure may come out as. Linux reports a Write Fault as ENODATA to direct I/O
+/// (`nvme_error_status`), and as EIO to `fsync`.
+const FAILED: [i64; 2] = [libc::EIO as i64, libc::ENODATA as i64];
+
+/// Compares fio in a guest with fio on the local file or device.
+pub(crate) fn compare(bench: &Bench, layer: Layer, trouble: Trouble) -> Result<(), Failure> {
+    fs::create_dir_all("/mnt").map_err(at(Path::new("/mnt")))?;
+    for (who, locally) in [("a local file", true), ("a guest", false)] {
+        let (disk, path) = prepare(layer, trouble)?;
+        let outcome = match locally {
+            true => on_the_host(&disk, layer, &path, trouble)?,
+            false => in_a_guest(bench, &disk, layer, &path, trouble)?,
+        };
+        heal(&disk, layer)?;
+        let covered = outcome.flushes * BATCH * PLACE;
+        say(&format!(
+            "        {who}: {} MiB were flushed, then fio got {}",
+            covered >> 20,
+            io::Error::from_raw_os_error(outcome.error as i32)
+        ));
+        expect(outcome.flushes > 0, || {
+            format!("{who} flushed nothing before there was any trouble")
+        })?;
+        let expected = match trouble {
+            Trouble::Full => outcome.error == i64::from(libc::ENOSPC),
+            Trouble::Error | Trouble::Flaky => FAILED.contains(&outcome.error),
+        };
+        expect(expected, || {
+            format!("{who} got error {} of a disk in {trouble:?}", outcome.error)
+        })?;
+        let job = job(layer, trouble, &path).option("verify_only", "1");
+        let job = job.option("size", &covered.to_string());
+        job.report(&fio(&job)?)?;
+    }
+    Ok(())
+}
+
+/// Direct writes; but through the page cache, as most programs do, where a file is below that fails. (From there,
+/// Linux reports a device without room as EIO.)
+fn job(layer: Layer, trouble: Trouble, path: &Path) -> Fio {
+    let cached = (layer, trouble) == (Layer::File, Trouble::Error);
+    let direct = if cached { "0" } else { "1" };
+    Fio::new("trouble", "write", &PLACE.to_string(), 1)
+        .option("filename", &path.display().to_string())
+        .option("size", &LEASE.to_string())
+        .option("direct", direct)
+        .option("verify", "crc32c")
+        .option("verify_fatal", "1")
+}
+
+/// A job that only writes.
+fn writes(layer: Layer, trouble: Trouble, path: &Path) -> Fio {
+    job(layer, trouble, path)
+        .option("do_verify", "0")
+        .option("fsync", &BATCH.to_string())
+        .option("rate_iops", &RATE.to_string())
+}
+
+/// Runs a job on the lab's host, and returns its report, which may be of an error.
+fn fio(job: &Fio) -> Result<String, Failure> {
+    let ran = Command::new("sh").args(["-c", &job.script()]).output();
+    let output = ran.map_err(at(Path::new("sh")))?;
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// Has trouble begin in the middle of the writes.
+fn begin(disk: &Mapped, trouble: Trouble, before: u64) -> Result<(), Failure> {
+    if trouble != Trouble::Full {
+        await_that("the disk has some writes", || {
+            Ok(disk.written()? >= before + BEFORE)
+        })?;
+    }
+    disk.begin(trouble)
+}
+
+fn on_the_host(
+    disk: &Mapped,
+    layer: Layer,
+    path: &Path,
+    trouble: Trouble,
+) -> Result<Outcome, Failure> {
+    let job = writes(layer, trouble, path);
+    let before = disk.written()?;
+    let (done, outcome) = mpsc::channel();
+    let local = job.clone();
+    thread::spawn(move || {
+        // The check's end takes no answer.
+        let _ = done.send(fio(&local).map_err(|failure| failure.to_string()));
+    });
+    begin(disk, trouble, before)?;
+    let text = outcome.recv_timeout(PATIENCE)??;
+    Ok(job.outcome(&text)?)
+}
+
+fn in_a_guest(
+    bench: &Bench,
+    disk: &Mapped,
+    layer: Layer,
+    path: &Path,
+    trouble: Trouble,
+) -> Result<Outcome, Failure> {
+    let options = FunctionOptions::new("x", path.display().to_string(), format!("0+{LEASE}"));
+    let mut server = bench.serve(&[options])?;
+    let config = GuestConfig::new("guest").drive(Drive::vfio_user(server.socket("x")));
+    let mut guest = bench.boot(&config)?;
+    let job = writes(layer, trouble, &PathBuf::from("/dev/nvme0n1"));
+    let before = disk.written()?;
+    let running = guest.start(&job.script())?;
+    begin(disk, trouble, before)?;
+    let output = guest.finish(running, job.patience().max(Duration::from_secs(300)))?;
+    guest.power_off(PATIENCE)?;
+    match server.stop() {
+        // It cannot flush, or has an error of before to report.
+        Ok(()) | Err(ServerError::Ended { .. }) => {}
+        Err(error) => return Err(error.into()),
+    }
+    // Nothing of the guest's or the server's is left that could write later.
+    sh("sync")?;
+    Ok(job.outcome(&output.text)?)
+}

@@ -57,6 +57,8 @@ pub struct Cell64 {
 
 // SAFETY: as for `Cell32`.
 unsafe impl Send for Cell64 {}
+// SAFETY: as for `Cell32`.
+unsafe impl Sync for Cell64 {}
 
 impl Cell64 {
     /// The word at `offset`, or `None` if that is not aligned, not inside or cannot be written.

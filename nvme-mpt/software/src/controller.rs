@@ -12,6 +12,7 @@ use nvme_mpt::host::{
 };
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::lease::{ByteRange, LbaRange};
+use nvme_mpt::live::LossRecord;
 use nvme_mpt::shadow::MAX_SGL_DESCRIPTORS;
 use nvme_mpt::spec::identify::Oncs;
 use nvme_mpt::spec::ids::Nsid;
@@ -339,6 +340,14 @@ impl HostLease for SoftwareLease {
 
     fn can_be_damaged(&self) -> bool {
         self.medium.can_be_damaged()
+    }
+
+    fn lose_earlier_writes(&self) {
+        self.medium.lose_earlier_writes();
+    }
+
+    fn record_losses(&self, record: LossRecord) {
+        self.medium.record_losses(record);
     }
 
     fn begin_anew(&self) {

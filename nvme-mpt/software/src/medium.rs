@@ -9,6 +9,7 @@ use std::sync::Arc;
 use nvme_mpt::event::EventQueue;
 use nvme_mpt::host::{Damage, HostLeaseError, HostLeaseRequest, HostQueuePair, Limits};
 use nvme_mpt::lease::LbaRange;
+use nvme_mpt::live::LossRecord;
 
 use crate::model::{Model, TimedQueue, TimedStore};
 
@@ -91,6 +92,14 @@ pub trait LeasedMedium: fmt::Debug + Send + Sync {
     /// Returns whether its damage has to be looked for now and then.
     fn can_be_damaged(&self) -> bool {
         false
+    }
+
+    /// Notes that completed writes of this VMM were lost before the lease was opened here.
+    fn lose_earlier_writes(&self) {}
+
+    /// Records from now on whether writes were lost, for the process after this one.
+    fn record_losses(&self, record: LossRecord) {
+        let _ = record;
     }
 
     /// Begins anew for a VMM that connected.

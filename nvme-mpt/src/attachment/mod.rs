@@ -204,6 +204,12 @@ impl Attachment {
         let events = Arc::new(events);
         drive.controller().subscribe(&events);
         host.subscribe(&events);
+        if let Some(record) = live.as_ref().and_then(LiveState::losses) {
+            if record.is_set() {
+                host.lose_earlier_writes();
+            }
+            host.record_losses(record);
+        }
         let context = Arc::new(QueueContext {
             doorbells: Arc::new(page),
             silence: Silence::new(doorbells == DoorbellMode::Mapped),

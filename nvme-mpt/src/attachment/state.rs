@@ -119,6 +119,9 @@ pub struct AttachmentState {
     /// The guest's Changed Zone List. It is left out where that is empty, as it was before it was kept.
     #[serde(default, skip_serializing_if = "ChangedZonesState::is_empty")]
     pub changed_zones: ChangedZonesState,
+    /// Completed writes were lost. It is left out where none were, as it was before it was kept.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub lost_writes: bool,
 }
 
 /// Zones that changed by themselves, of which the guest was not told.
@@ -197,6 +200,7 @@ impl Attachment {
             revoked: queues.revoked,
             counters: self.counted() + queues.counted_before,
             changed_zones: self.save_changed_zones(),
+            lost_writes: self.holding.host().damage().lost_writes,
         })
     }
 
@@ -226,6 +230,7 @@ impl Attachment {
             revoked,
             counters,
             changed_zones,
+            lost_writes,
         } = state;
         let mut queues = self.queues();
         if !queues.paused {
@@ -244,6 +249,9 @@ impl Attachment {
             let ChangedZonesState { starts, more } = changed_zones;
             let starts: Vec<Lba> = starts.iter().map(|start| Lba(*start)).collect();
             zones.recall_changed(&ChangedZones::new(&starts, *more));
+        }
+        if *lost_writes {
+            self.holding.host().lose_earlier_writes();
         }
         for state in saved {
             let qid = QueueId(state.qid);
@@ -271,6 +279,7 @@ impl Attachment {
             revoked,
             counters: _,
             changed_zones,
+            lost_writes: _,
         } = state;
         self.check_promises(promises)?;
         self.check_changed_zones(changed_zones)?;

@@ -10,6 +10,7 @@ use super::{HostNamespace, HostQueuePair, NamespaceFormat, Reservation, ZoneChan
 use crate::event::EventQueue;
 use crate::lease::{ByteRange, LbaRange};
 use crate::limit::Weight;
+use crate::live::LossRecord;
 
 /// A lease to open at a host controller.
 #[derive(Clone, Copy, Debug)]
@@ -117,6 +118,14 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     /// Returns whether its damage has to be looked for now and then.
     fn can_be_damaged(&self) -> bool {
         false
+    }
+
+    /// Notes that completed writes of this VMM were lost before the lease was opened here.
+    fn lose_earlier_writes(&self) {}
+
+    /// Records from now on whether writes were lost, for the process after this one.
+    fn record_losses(&self, record: LossRecord) {
+        let _ = record;
     }
 
     /// Begins anew for a VMM that connected. Writes that were lost concern the VMM before it.

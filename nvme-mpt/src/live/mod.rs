@@ -48,6 +48,9 @@ pub(crate) const MAX_SLOTS: u16 = SlotRecords::COUNT;
 /// First word of the file: a name, and the version of the layout.
 const MAGIC: u64 = u64::from_le_bytes(*b"nvmpliv\x01");
 
+/// Offset of the word that says whether completed writes were lost.
+const LOSSES: usize = 64;
+
 /// Bytes in front of the first queue pair, and of each pair's positions.
 const POSITIONS: usize = 4096;
 
@@ -132,6 +135,11 @@ impl LiveState {
         Cell64::new(&self.mapping, offset)
     }
 
+    /// Returns the record of lost writes; `None` never, as each file has one.
+    pub(crate) fn losses(&self) -> Option<LossRecord> {
+        Some(LossRecord(self.word(LOSSES)?))
+    }
+
     fn pair(&self, qid: QueueId) -> Option<usize> {
         let index = qid.0.checked_sub(1)?;
         (index < self.queue_pairs).then(|| POSITIONS + usize::from(index) * PAIR)
@@ -151,6 +159,23 @@ impl LiveState {
     pub(crate) fn head(&self, qid: QueueId) -> Option<LiveHead> {
         let place = self.pair(qid)? + SQ_HEAD;
         Some(LiveHead::new(self.word(place)?, qid))
+    }
+}
+
+/// Record of completed writes that were lost before they were durable, for the process after this one.
+#[derive(Debug)]
+pub struct LossRecord(Cell64);
+
+impl LossRecord {
+    /// Returns whether writes were lost since the VMM connected.
+    #[must_use]
+    pub fn is_set(&self) -> bool {
+        self.0.load() != 0
+    }
+
+    /// Records that writes were lost, or that the lease begins anew.
+    pub fn set(&self, lost: bool) {
+        self.0.store(lost.into());
     }
 }
 

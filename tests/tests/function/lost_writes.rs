@@ -1,13 +1,19 @@
 //! Writes that completed, and that the file system below could not write back: no Flush may promise them.
 
+use std::fs::File;
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
+use std::os::unix::fs::FileExt;
+use std::time::Duration;
 
+use nvme_mpt::{Attachment, FunctionParts, HostSide, KeptParts};
 use nvme_mpt_tests::admin::{LogPage, log};
 use nvme_mpt_tests::command::{DataPointer, FUA, Sqe};
 use nvme_mpt_tests::controller::Controller;
 use nvme_mpt_tests::disk::Disk;
 use nvme_mpt_tests::sgl;
 use nvme_mpt_tests::status::{READ_ONLY_RANGE, SUCCESS, StatusCode, WRITE_FAULT};
+use vmm_sys_util::eventfd::EventFd;
 
 use crate::common::loop_device::LoopDevice;
 use crate::common::{HANG, Host, LEASE, Machine, Setup, disk};
@@ -24,8 +30,7 @@ fn ended(disk: &mut Disk, sqe: Sqe) -> (StatusCode, bool) {
     (status.code(), status.do_not_retry())
 }
 
-/// Writes these bytes of the disk from an odd address, which goes through the page cache. Returns how the writes
-/// ended.
+/// Writes these bytes of the disk, and returns how the writes ended.
 fn write_through_cache(
     machine: &Machine,
     disk: &mut Disk,
@@ -33,7 +38,7 @@ fn write_through_cache(
     flags: u32,
 ) -> Vec<StatusCode> {
     const PIECE: u64 = 65_536;
-    let data = machine.memory.alloc(2 * PIECE as usize).unwrap();
+    let data = machine.memory.alloc(PIECE as usize).unwrap();
     data.fill(0x41);
     let blocks = PIECE / disk.block_size() as u64;
     let pieces = bytes.start / PIECE..bytes.end / PIECE;
@@ -41,10 +46,7 @@ fn write_through_cache(
         let sqe = Sqe::write(1, piece * blocks, blocks as u32);
         let sqe = sqe
             .with_cdw(12, sqe.cdw(12) | flags)
-            .with_data(DataPointer::sgl(sgl::data_block(
-                data.gpa() + 1,
-                PIECE as u32,
-            )));
+            .with_data(DataPointer::sgl(sgl::data_block(data.gpa(), PIECE as u32)));
         ended(disk, sqe).0
     });
     ends.collect()
@@ -64,7 +66,7 @@ fn warnings(controller: &mut Controller) -> u8 {
 
 #[test]
 fn every_tenant_hears_of_lost_writes_until_its_vmm_connects_again() {
-    let Some(device) = LoopDevice::new(2 * LEASE, ROOM) else {
+    let Some(device) = LoopDevice::cached(2 * LEASE, ROOM) else {
         return;
     };
     let host = Host::of_file(device.device(), 4096);
@@ -75,10 +77,7 @@ fn every_tenant_hears_of_lost_writes_until_its_vmm_connects_again() {
     assert_eq!(warnings(&mut a_controller), 0);
 
     let ends = write_through_cache(&a, &mut a_disk, 0..4 * ROOM, 0);
-    if ends.iter().any(|end| *end != SUCCESS) {
-        // Nothing is lost without a word where writes wait for the device.
-        return;
-    }
+    assert!(ends.iter().all(|end| *end == SUCCESS), "{ends:?}");
     let flush = Sqe::flush(1);
     // The neighbour's Flush finds it first.
     assert_eq!(
@@ -136,7 +135,7 @@ fn every_tenant_hears_of_lost_writes_until_its_vmm_connects_again() {
 
 #[test]
 fn a_reset_between_the_loss_and_the_flush_hides_nothing() {
-    let Some(device) = LoopDevice::new(2 * LEASE, ROOM) else {
+    let Some(device) = LoopDevice::cached(2 * LEASE, ROOM) else {
         return;
     };
     let host = Host::of_file(device.device(), 4096);
@@ -144,9 +143,7 @@ fn a_reset_between_the_loss_and_the_flush_hides_nothing() {
     let (mut a_controller, mut a_disk) = a.disk();
     let (_b_controller, mut b_disk) = b.disk();
     let ends = write_through_cache(&a, &mut a_disk, 0..4 * ROOM, 0);
-    if ends.iter().any(|end| *end != SUCCESS) {
-        return;
-    }
+    assert!(ends.iter().all(|end| *end == SUCCESS), "{ends:?}");
     drop(a_disk);
     // Every description that is opened later begins behind an error that somebody was told.
     assert_eq!(ended(&mut b_disk, Sqe::flush(1)), (WRITE_FAULT, true));
@@ -157,16 +154,14 @@ fn a_reset_between_the_loss_and_the_flush_hides_nothing() {
 
 #[test]
 fn a_write_with_fua_and_the_end_of_a_function_find_what_was_lost() {
-    let Some(device) = LoopDevice::new(LEASE, ROOM) else {
+    let Some(device) = LoopDevice::cached(LEASE, ROOM) else {
         return;
     };
     let host = Host::of_file(device.device(), 4096);
     let machine = host.machine(&Setup::nth(0));
     let (_controller, mut disk) = machine.disk();
     let ends = write_through_cache(&machine, &mut disk, 0..4 * ROOM, 0);
-    if ends.iter().any(|end| *end != SUCCESS) {
-        return;
-    }
+    assert!(ends.iter().all(|end| *end == SUCCESS), "{ends:?}");
     let ends = write_through_cache(&machine, &mut disk, 0..4 * ROOM, FUA);
     let first = ends.iter().position(|end| *end != SUCCESS);
     let (durable, after) = ends.split_at(first.expect("there is no room for all of them"));
@@ -175,4 +170,93 @@ fn a_write_with_fua_and_the_end_of_a_function_find_what_was_lost() {
     assert!(after[1..].iter().all(|end| *end == READ_ONLY_RANGE));
     assert_eq!(ended(&mut disk, Sqe::flush(1)), (WRITE_FAULT, true));
     machine.function().flush().unwrap_err();
+}
+
+/// The parts of a function whose host side ends, for the next one.
+fn kept(attachment: &Attachment) -> FunctionParts {
+    let parts = attachment.shared();
+    let share = |fd: BorrowedFd<'_>| fd.try_clone_to_owned().unwrap();
+    FunctionParts::Kept(KeptParts {
+        doorbells: share(parts.doorbells.fd()),
+        live: share(parts.live.unwrap().fd()),
+        events: EventFd::new(0).unwrap(),
+    })
+}
+
+/// Servers come and go while the function and its guest are the same.
+#[test]
+fn the_next_server_knows_what_was_lost_under_the_one_before() {
+    const MINUTE: Duration = Duration::from_secs(60);
+    let Some(device) = LoopDevice::cached(2 * LEASE, ROOM) else {
+        return;
+    };
+    // Another server each time: what it has open ends with it.
+    let host = || Host::of_file(device.device(), 4096);
+    let [setup, other] = [0, 1].map(Setup::nth);
+    let write = || {
+        let file = File::options().write(true).open(device.device()).unwrap();
+        file.write_all_at(&vec![0x41; 4 * ROOM as usize], 0)
+    };
+
+    let server = host();
+    let attachment = server.attachment_with("a", &setup, FunctionParts::Outliving);
+    assert!(!attachment.damage().lost_writes);
+    write().unwrap();
+    // The one that ends flushes, and no guest hears of it.
+    attachment.flush_within(MINUTE).unwrap_err();
+    let parts = kept(&attachment);
+    drop((attachment, server));
+
+    let server = host();
+    let attachment = server.attachment_with("a", &setup, parts);
+    attachment
+        .flush_within(MINUTE)
+        .expect_err("the next one promised what was lost");
+    assert!(attachment.damage().lost_writes);
+    let parts = kept(&attachment);
+    drop((attachment, server));
+
+    let server = host();
+    let attachment = server.attachment_with("a", &setup, parts);
+    assert!(attachment.damage().lost_writes, "the third one");
+    attachment.begin_anew();
+    attachment.flush_within(MINUTE).expect("another VMM");
+
+    // Its neighbour hears of it, and the server is killed before this one flushes.
+    let neighbour = server.attachment_with("b", &other, FunctionParts::Outliving);
+    write().unwrap();
+    neighbour.flush_within(MINUTE).unwrap_err();
+    let parts = kept(&attachment);
+    drop((attachment, neighbour, server));
+    let server = host();
+    let attachment = server.attachment_with("a", &setup, parts);
+    attachment
+        .flush_within(MINUTE)
+        .expect_err("the error was reported to the neighbour alone");
+}
+
+#[test]
+fn a_snapshot_has_what_was_lost() {
+    let Some(device) = LoopDevice::cached(LEASE, ROOM) else {
+        return;
+    };
+    let setup = Setup::nth(0);
+    let host = Host::of_file(device.device(), 4096);
+    let machine = host.machine(&setup);
+    let (controller, mut disk) = machine.disk();
+    let ends = write_through_cache(&machine, &mut disk, 0..4 * ROOM, 0);
+    assert!(ends.iter().all(|end| *end == SUCCESS), "{ends:?}");
+    assert_eq!(ended(&mut disk, Sqe::flush(1)), (WRITE_FAULT, true));
+    drop((controller, disk));
+    let suspended = machine.suspend();
+    let Host { ledger, .. } = host;
+    let host = Host {
+        ledger,
+        ..Host::of_file(device.device(), 4096)
+    };
+    let restored = host.restore(&suspended, &setup).unwrap();
+    restored
+        .function()
+        .flush()
+        .expect_err("restored, it promised what was lost");
 }

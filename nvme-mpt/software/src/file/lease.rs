@@ -14,7 +14,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use log::{error, info};
 
@@ -24,6 +24,7 @@ use super::{SharedFile, uring};
 use nvme_mpt::event::{DriveEvent, Event, EventQueue};
 use nvme_mpt::host::Damage;
 use nvme_mpt::lease::ByteRange;
+use nvme_mpt::live::LossRecord;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::status::Status;
 
@@ -68,9 +69,11 @@ pub(crate) struct LeasedFile {
     direct: Option<File>,
     /// The drive's companion file, in a description of this lease.
     companion: Option<File>,
-    /// Knows of errors from before a queue's own witness.
-    witness: Witness,
+    /// Knows of errors from before a queue's own witness. What it reports is noted under the lock.
+    witness: Mutex<Witness>,
     lost: AtomicBool,
+    /// The same, for the process after this one.
+    record: OnceLock<LossRecord>,
     events: Mutex<Weak<EventQueue>>,
     /// Keeps others from the lease's bytes until the last queue has ended.
     locks: Option<Locks>,
@@ -94,8 +97,9 @@ impl LeasedFile {
                 Way::Cached => None,
             },
             companion: companion.map(|file| reopen(file, None, 0)).transpose()?,
-            witness: Witness::open(&shared)?,
+            witness: Mutex::new(Witness::open(&shared)?),
             lost: AtomicBool::new(false),
+            record: OnceLock::new(),
             events: Mutex::default(),
             locks,
             shared,
@@ -128,13 +132,34 @@ impl LeasedFile {
     pub(super) fn open_witness(&self) -> io::Result<Witness> {
         let witness = Witness::open(&self.shared)?;
         // Both witnesses report an error in between.
-        let _ = self.ask(&self.witness);
+        self.ask_own();
         Ok(witness)
     }
 
     /// Returns the status of a Flush, or of a failed write with FUA, if its witness knows of lost writes.
     pub(super) fn ask(&self, witness: &Witness) -> Result<(), Status> {
         witness.ask().map_err(|error| self.lose_writes(&error))
+    }
+
+    /// Asks the lease's own witness.
+    fn ask_own(&self) {
+        if self.note_own() {
+            self.ask_others();
+        }
+    }
+
+    /// Notes what the lease's own witness knows, and returns whether that is the first loss.
+    fn note_own(&self) -> bool {
+        let witness = self.witness.lock().unwrap_or_else(PoisonError::into_inner);
+        witness.ask().is_err_and(|error| self.note_loss(&error))
+    }
+
+    /// Has all leases of the file note what their witnesses know. A process that is killed before they flush would take
+    /// their error with it: the kernel reports an error that was seen to no description that is opened later.
+    fn ask_others(&self) {
+        for lease in self.shared.watched.leases() {
+            lease.note_own();
+        }
     }
 
     /// Reports to these events from now on.
@@ -147,6 +172,31 @@ impl LeasedFile {
         self.lost.load(Ordering::Relaxed)
     }
 
+    /// Records from now on whether writes were lost.
+    pub(crate) fn record_losses(&self, record: LossRecord) {
+        record.set(self.has_lost_writes());
+        // A lease is opened for one function, which has one record.
+        let _ = self.record.set(record);
+    }
+
+    fn record(&self, lost: bool) {
+        if let Some(record) = self.record.get() {
+            record.set(lost);
+        }
+    }
+
+    /// Notes that writes were lost before the lease was opened here. The kernel reports no such error again.
+    pub(crate) fn lose_earlier_writes(&self) {
+        self.lost.store(true, Ordering::Relaxed);
+        error!(
+            "Lease {} lost completed writes before this process had it. All its writes and flushes fail until its VMM \
+             connects again",
+            self.name
+        );
+        self.record(true);
+        self.report();
+    }
+
     /// Forgets what was lost: a VMM connected, and its guest begins anew.
     pub(crate) fn forget_lost_writes(&self) {
         let files = [Some(&self.buffered), self.companion.as_ref()];
@@ -154,7 +204,8 @@ impl LeasedFile {
         for file in files.into_iter().chain([self.direct.as_ref()]).flatten() {
             let _ = uring::write_back_error(file);
         }
-        let _ = self.ask(&self.witness);
+        self.ask_own();
+        self.record(false);
         if self.lost.swap(false, Ordering::Relaxed) {
             info!(
                 "Lease {} takes writes again, as its VMM connected anew",
@@ -166,7 +217,17 @@ impl LeasedFile {
     /// Notes that the kernel could not write back what completed writes left in the page cache. Returns the
     /// status of the command that found it.
     pub(super) fn lose_writes(&self, cause: &io::Error) -> Status {
-        if !self.lost.swap(true, Ordering::Relaxed) {
+        if self.note_loss(cause) {
+            self.ask_others();
+        }
+        LOST
+    }
+
+    /// Notes that completed writes were lost, and returns whether they are the first.
+    fn note_loss(&self, cause: &io::Error) -> bool {
+        let is_first = !self.lost.swap(true, Ordering::Relaxed);
+        if is_first {
+            self.record(true);
             error!(
                 "Lease {} lost completed writes, as {} could not be written: {cause}. All its writes and flushes \
                  fail until its VMM connects again",
@@ -175,7 +236,7 @@ impl LeasedFile {
             );
             self.report();
         }
-        LOST
+        is_first
     }
 
     /// Reports that there is new damage.
@@ -232,7 +293,7 @@ impl LeasedFile {
         if let Err(error) = &synced {
             self.lose_writes(error);
         }
-        let _ = self.ask(&self.witness);
+        self.ask_own();
         if self.has_lost_writes() {
             let what = format!("lease {} lost completed writes", self.name);
             return Err(synced.err().unwrap_or_else(|| io::Error::other(what)));

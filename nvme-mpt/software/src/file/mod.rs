@@ -55,6 +55,7 @@ use way::{Direction, Plan, Way};
 use nvme_mpt::event::EventQueue;
 use nvme_mpt::host::{Damage, HostLeaseError, HostLeaseRequest, HostQueuePair, Limits};
 use nvme_mpt::lease::{ByteRange, LbaRange};
+use nvme_mpt::live::LossRecord;
 use nvme_mpt::origin::Origin;
 
 use crate::medium::{LeasedMedium, Medium, Pace};
@@ -266,6 +267,14 @@ impl LeasedMedium for FileLease {
 
     fn can_be_damaged(&self) -> bool {
         self.file.can_be_damaged()
+    }
+
+    fn lose_earlier_writes(&self) {
+        self.file.lose_earlier_writes();
+    }
+
+    fn record_losses(&self, record: LossRecord) {
+        self.file.record_losses(record);
     }
 
     fn begin_anew(&self) {

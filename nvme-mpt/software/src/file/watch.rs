@@ -57,9 +57,14 @@ impl Watched {
         self.replaced.load(Ordering::Relaxed)
     }
 
-    fn report(&self) {
+    /// Returns all leases of the file.
+    pub(super) fn leases(&self) -> Vec<Arc<LeasedFile>> {
         let leases = self.leases.lock().unwrap_or_else(PoisonError::into_inner);
-        for lease in leases.iter().filter_map(Weak::upgrade) {
+        leases.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    fn report(&self) {
+        for lease in self.leases() {
             lease.report();
         }
     }

@@ -18,6 +18,24 @@ impl LoopDevice {
     /// A device of `bytes` in a file without content. The file system has room for `room` bytes. `None`, with a
     /// message, where this process may not make one.
     pub(crate) fn new(bytes: u64, room: u64) -> Option<Self> {
+        let mut made = Self::in_tmpfs(bytes, room)?;
+        made.device = made.another(0)?;
+        Some(made)
+    }
+
+    /// The same, of sectors of 4 KiB of which the last one is not whole. So it cannot be read and written past the page
+    /// cache, and writes complete before it turns out that there is no room for them.
+    pub(crate) fn cached(bytes: u64, room: u64) -> Option<Self> {
+        const SECTOR: u64 = 512;
+        let mut made = Self::in_tmpfs(bytes + SECTOR, room)?;
+        let file = made.file.to_str().unwrap();
+        let device = run(&["losetup", "--find", "--show", "--sector-size", "4096", file])?;
+        made.device = device.trim().into();
+        Some(made)
+    }
+
+    /// A file in a tmpfs of its own, without a device.
+    fn in_tmpfs(bytes: u64, room: u64) -> Option<Self> {
         let dir = tempfile::tempdir().unwrap();
         let at = dir.path().to_str().unwrap().to_owned();
         run(&[
@@ -34,13 +52,11 @@ impl LoopDevice {
             .unwrap()
             .set_len(bytes)
             .unwrap();
-        let mut made = Self {
+        Some(Self {
             device: PathBuf::new(),
             file,
             dir,
-        };
-        made.device = made.another(0)?;
-        Some(made)
+        })
     }
 
     /// Its path.

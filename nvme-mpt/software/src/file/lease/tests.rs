@@ -152,7 +152,7 @@ fn a_lease_is_of_the_file_that_was_opened_whatever_its_path_leads_to() {
         }
         let lease = store.lease("a", 4096, None).unwrap();
         assert_eq!(place(&lease.buffered).unwrap(), opened);
-        assert_eq!(place(&lease.witness.file).unwrap(), opened);
+        assert_eq!(place(&lease.witness.lock().unwrap().file).unwrap(), opened);
     }
 }
 

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use log::info;
 
+use super::queue_limits::QueueLimits;
 use super::state::{self, CompletionQueueState};
 use super::steward::Leaving;
 use super::{Attachment, CqConfig, QueueError, SqConfig};
@@ -160,7 +161,7 @@ impl Attachment {
         let counters = self
             .queue_counters(qid)
             .ok_or(QueueError::InvalidQueueId(qid))?;
-        self.check_ring(base, entries)?;
+        QueueLimits::of(self).check_cq(&config)?;
         let interrupt = vector.map(|number| self.vector(number)).transpose()?;
         if queues.cqs.contains_key(&qid.0) {
             return Err(QueueError::AlreadyExists(qid));
@@ -259,6 +260,7 @@ impl Attachment {
             base,
             entries,
         } = config;
+        QueueLimits::of(self).check_sq(&config)?;
         let deadline = self.deadline();
         let mut queues = self.queues();
         if queues.cq_of_sq(qid).is_some() {
@@ -284,7 +286,6 @@ impl Attachment {
         let counters = self
             .queue_counters(qid)
             .ok_or(QueueError::InvalidQueueId(qid))?;
-        self.check_ring(base, entries)?;
         let place = (qid, base, entries);
         let not_mapped = QueueError::NotMapped {
             gpa: base,
@@ -439,17 +440,6 @@ impl Attachment {
     fn vector(&self, number: u16) -> Result<Arc<InterruptVector>, QueueError> {
         let vector = self.vectors.get(usize::from(number));
         vector.cloned().ok_or(QueueError::InvalidVector(number))
-    }
-
-    fn check_ring(&self, base: Gpa, entries: u32) -> Result<(), QueueError> {
-        if entries < 2 || entries > self.facts.limits.entries_max {
-            return Err(QueueError::InvalidSize(entries));
-        }
-        if base.is_page_aligned() {
-            Ok(())
-        } else {
-            Err(QueueError::Misaligned(base))
-        }
     }
 
     pub(super) fn queues(&self) -> MutexGuard<'_, Queues> {

@@ -19,6 +19,7 @@ mod holding;
 mod host_side;
 mod io_queues;
 mod pause;
+mod queue_limits;
 pub mod state;
 mod steward;
 mod take_up;

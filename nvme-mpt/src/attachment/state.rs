@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 pub use queues::{CompletionQueueState, InFlightState, SubmissionQueueState};
 pub(crate) use queues::{slots_of, words_of};
 
+use super::queue_limits::QueueLimits;
 use super::{Attachment, LeasedNamespace, QueueError};
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::doorbell::DoorbellBuffer;
@@ -29,7 +30,6 @@ use crate::spec::ids::{Lba, QueueId};
 use crate::spec::registers::Doorbell;
 use crate::spec::zns::ChangedZoneList;
 use crate::stats::Counters;
-pub(super) use queues::QueueLimits;
 
 /// Why the state of an attachment cannot be saved or restored.
 #[derive(Debug, thiserror::Error, Serialize, Deserialize)]

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use zerocopy::{FromZeros, IntoBytes};
 
-use super::state::QueueLimits;
+use super::queue_limits::QueueLimits;
 use super::{Attachment, AttachmentState, CompletionQueueState, CqConfig, SqConfig, StateError};
 use crate::address::Gpa;
 use crate::doorbell::DoorbellBuffer;

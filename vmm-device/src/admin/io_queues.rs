@@ -1,4 +1,5 @@
-//! Creation and deletion of I/O queues (Base 2.0, sections 5.4 to 5.7).
+//! Creation and deletion of I/O queues (Base 2.0, sections 5.4 to 5.7). The host side checks the place of a queue, its
+//! size and its vector; here is what the admin commands add.
 
 use nvme_mpt::{
     CqConfig, Gpa, QueueError, SqConfig,
@@ -37,18 +38,13 @@ impl IoQueues<'_> {
             self.controller.cc.iocqes() == IOCQES,
             Status::INVALID_QUEUE_SIZE,
         )?;
-        let entries = self.entries(command.qsize_z)?;
-        require(base.is_page_aligned(), Status::PRP_OFFSET_INVALID)?;
-        let vector = command.ien.then_some(command.iv);
-        let exists = |vector: u16| usize::from(vector) < self.controller.shared.vectors.len();
-        require(vector.is_none_or(exists), Status::INVALID_INTERRUPT_VECTOR)?;
         self.controller
             .host
             .create_cq(CqConfig {
                 qid: command.qid,
                 base,
-                entries,
-                vector,
+                entries: entries(command.qsize_z),
+                vector: command.ien.then_some(command.iv),
             })
             .map_err(|error| status(&error))
     }
@@ -63,13 +59,11 @@ impl IoQueues<'_> {
             self.controller.cc.iosqes() == IOSQES,
             Status::INVALID_QUEUE_SIZE,
         )?;
-        let entries = self.entries(command.qsize_z)?;
-        require(base.is_page_aligned(), Status::PRP_OFFSET_INVALID)?;
         let config = SqConfig {
             qid: command.qid,
             cqid: command.cqid,
             base,
-            entries,
+            entries: entries(command.qsize_z),
         };
         self.controller
             .host
@@ -95,15 +89,11 @@ impl IoQueues<'_> {
             .delete_cq(command.qid)
             .map_err(|error| status(&error))
     }
+}
 
-    /// Entries of a queue: at least two, as a queue of one could hold none, and at most what
-    /// CAP.MQES says.
-    fn entries(&self, qsize_z: u16) -> Result<u32, Status> {
-        let entries = u32::from(qsize_z) + 1;
-        let valid = (2..=self.controller.facts.limits.entries_max).contains(&entries);
-        require(valid, Status::INVALID_QUEUE_SIZE)?;
-        Ok(entries)
-    }
+/// Returns the number of entries by the field QSIZE.
+fn entries(qsize_z: u16) -> u32 {
+    u32::from(qsize_z) + 1
 }
 
 fn require(condition: bool, otherwise: Status) -> Result<(), Status> {

@@ -5,9 +5,10 @@ use std::collections::BTreeSet;
 use serde::{Deserialize, Serialize};
 use zerocopy::transmute;
 
-use super::{StateError, page_aligned};
+use super::StateError;
 use crate::address::Gpa;
-use crate::attachment::{Attachment, CqConfig};
+use crate::attachment::queue_limits::{ENTRIES_MIN, QueueLimits};
+use crate::attachment::{CqConfig, QueueError, SqConfig};
 use crate::live::MAX_SLOTS;
 use crate::memory::{CompletionIndices, PhasedIndex, RingIndex, RingSize};
 use crate::spec::ids::QueueId;
@@ -85,24 +86,8 @@ pub struct SubmissionQueueState {
     pub bad_tail: Option<u32>,
 }
 
-/// Limits against which queues of a state are checked.
-#[derive(Debug)]
-pub(crate) struct QueueLimits {
-    pairs: u16,
-    entries: u32,
-    vectors: usize,
-}
-
+/// Checks of saved queues.
 impl QueueLimits {
-    /// Limits of the queues of an attachment.
-    pub(crate) fn of(attachment: &Attachment) -> Self {
-        Self {
-            pairs: attachment.max_queue_pairs(),
-            entries: attachment.limits().entries_max,
-            vectors: attachment.vectors.len(),
-        }
-    }
-
     /// Checks that there can be so many queues.
     pub(crate) fn check_number(&self, field: &str, number: usize) -> Result<(), StateError> {
         if number <= usize::from(self.pairs) {
@@ -114,53 +99,43 @@ impl QueueLimits {
 
     /// Checks the place of a Completion Queue.
     pub(crate) fn check_configured(&self, cq: &CqConfig) -> Result<(), StateError> {
-        let name = format!("completion queue {}", cq.qid);
-        self.check_ring(&name, (cq.qid.0, cq.base.0, cq.entries))
+        let checked = self.check_cq(cq);
+        checked.map_err(|error| self.unlike_created(&format!("completion queue {}", cq.qid), error))
     }
 
     /// Checks the queues by themselves, and that no two are the same.
     pub(crate) fn check(&self, queues: &[CompletionQueueState]) -> Result<(), StateError> {
         let (mut cqids, mut sqids) = (BTreeSet::new(), BTreeSet::new());
         for cq in queues {
-            self.check_cq(cq)?;
+            self.check_saved_cq(cq)?;
             unique("completion queue", cq.qid, &mut cqids)?;
             for sq in &cq.submission_queues {
-                self.check_sq(sq)?;
+                self.check_saved_sq(cq.qid, sq)?;
                 unique("submission queue", sq.qid, &mut sqids)?;
             }
         }
         Ok(())
     }
 
-    fn check_cq(&self, cq: &CompletionQueueState) -> Result<(), StateError> {
+    fn check_saved_cq(&self, cq: &CompletionQueueState) -> Result<(), StateError> {
         let CompletionQueueState {
             qid,
-            base,
+            base: _,
             entries,
             tail,
             phase: _,
             head,
             bad_head: _,
-            vector,
+            vector: _,
             failed: _,
             held,
             in_flight,
             submission_queues: _,
         } = cq;
         let name = format!("completion queue {qid}");
-        self.check_ring(&name, (*qid, *base, *entries))?;
+        self.check_configured(&cq.config())?;
         below(format!("tail of {name}"), *tail, *entries)?;
         below(format!("head of {name}"), *head, *entries)?;
-        if let Some(vector) = vector
-            && usize::from(*vector) >= self.vectors
-        {
-            let valid = format!("less than {}", self.vectors);
-            return Err(StateError::invalid(
-                format!("vector of {name}"),
-                vector,
-                valid,
-            ));
-        }
         let room = cq.indices().map_or(0, |indices| indices.room());
         if held.len() > room as usize {
             let valid = format!("at most {room}");
@@ -174,37 +149,53 @@ impl QueueLimits {
         check_in_flight(&name, cq, room, in_flight)
     }
 
-    fn check_sq(&self, sq: &SubmissionQueueState) -> Result<(), StateError> {
+    fn check_saved_sq(&self, cqid: u16, sq: &SubmissionQueueState) -> Result<(), StateError> {
         let SubmissionQueueState {
             qid,
-            base,
+            base: _,
             entries,
             head,
             bad_tail: _,
         } = sq;
         let name = format!("submission queue {qid}");
-        self.check_ring(&name, (*qid, *base, *entries))?;
+        let checked = self.check_sq(&sq.config(QueueId(cqid)));
+        checked.map_err(|error| self.unlike_created(&name, error))?;
         below(format!("head of {name}"), *head, *entries)
     }
 
-    fn check_ring(
-        &self,
-        name: &str,
-        (qid, base, entries): (u16, u64, u32),
-    ) -> Result<(), StateError> {
-        if !(1..=self.pairs).contains(&qid) {
-            let valid = format!("1 to {}", self.pairs);
-            return Err(StateError::invalid("identifier of a queue", qid, valid));
+    /// Returns the error of a saved queue that no guest can have created.
+    fn unlike_created(&self, name: &str, error: QueueError) -> StateError {
+        match error {
+            QueueError::InvalidQueueId(qid) => {
+                let valid = format!("1 to {}", self.pairs);
+                StateError::invalid("identifier of a queue", qid, valid)
+            }
+            QueueError::InvalidSize(entries) => {
+                let valid = format!("{ENTRIES_MIN} to {}", self.entries);
+                StateError::invalid(format!("entries of {name}"), entries, valid)
+            }
+            QueueError::InvalidVector(vector) => {
+                let valid = format!("less than {}", self.vectors);
+                StateError::invalid(format!("vector of {name}"), vector, valid)
+            }
+            QueueError::Misaligned(base) => {
+                let base = format!("{:#x}", base.0);
+                StateError::invalid(format!("base of {name}"), base, "the start of a page")
+            }
+            other => StateError::invalid(name, other, "a queue that a guest can create"),
         }
-        if !(2..=self.entries).contains(&entries) {
-            let valid = format!("2 to {}", self.entries);
-            return Err(StateError::invalid(
-                format!("entries of {name}"),
-                entries,
-                valid,
-            ));
+    }
+}
+
+impl SubmissionQueueState {
+    /// Returns the place of the queue, as a guest gives it.
+    pub(crate) fn config(&self, cqid: QueueId) -> SqConfig {
+        SqConfig {
+            qid: QueueId(self.qid),
+            cqid,
+            base: Gpa(self.base),
+            entries: self.entries,
         }
-        page_aligned(&format!("base of {name}"), base)
     }
 }
 

@@ -614,6 +614,18 @@ pub struct FunctionStats {
     pub capacity_bytes: u64,
     /// Its I/O queues.
     pub queues: Vec<QueueStats>,
+    /// Its guest's memory.
+    #[serde(default)]
+    pub memory: MemoryStats,
+}
+
+/// A guest's memory, as its function has it mapped.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+pub struct MemoryStats {
+    /// Regions that were mapped so far.
+    pub maps: u64,
+    /// Regions that were unmapped so far.
+    pub unmaps: u64,
 }
 
 /// One I/O queue pair's counters.

@@ -6,6 +6,19 @@ use serde::{Deserialize, Serialize};
 
 use crate::clock::nanoseconds;
 
+/// Figures of a VM's memory, as its function has it mapped.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemoryStats {
+    /// Regions that are mapped.
+    pub regions: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Regions that were mapped so far. A guest with an IOMMU of its own maps pages for each command.
+    pub maps: u64,
+    /// Regions that were unmapped so far.
+    pub unmaps: u64,
+}
+
 /// A counter with one writer at a time, which therefore needs no locked instruction.
 #[derive(Debug, Default)]
 pub struct Counter(AtomicU64);

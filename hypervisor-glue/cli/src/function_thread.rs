@@ -281,6 +281,7 @@ impl Function {
             capacity_bytes: lease.capacity_bytes,
             doorbells: facts.doorbells.to_string(),
             queue_pairs: lease.queue_pairs,
+            memory: lease.memory,
             queues: lease.queues,
             admin: AdminStats {
                 commands: admin.commands,

@@ -22,6 +22,7 @@ use nvme_mpt::seam::{CoalescingConfig, IoDoorbells};
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::log::SmartHealth;
 use nvme_mpt::spec::registers::Doorbell;
+use nvme_mpt::stats::MemoryStats;
 use nvme_mpt::{
     AttachmentState, AttachmentStats, Counters, CqConfig, DirtyRange, DmaError, DmaWindow,
     DoorbellBuffer, DoorbellPage, Event, Gpa, HostSide, HostSideEvent, InterruptVector, KeptQueues,
@@ -534,6 +535,7 @@ impl HostSide for RemoteHostSide {
                 capacity_bytes: namespace.blocks << namespace.lba_shift,
                 doorbells: self.facts.doorbells.to_string(),
                 queue_pairs: None,
+                memory: MemoryStats::default(),
                 queues: Vec::new(),
             })
     }

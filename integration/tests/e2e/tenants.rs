@@ -1,7 +1,8 @@
 //! Tenants that share a file: a quiet one verifies its data, while loud ones storm their own ranges. A storm is
 //! Deallocate, Write Zeroes, Flush, writes of odd lengths from odd addresses, and memory that comes and goes.
 //!
-//! Native clients: at the speed of a guest in software a storm is a breeze.
+//! The loud ones are native clients: at the speed of a guest in software a storm is a breeze. So is the quiet one, but
+//! for one check, in which two tenants are functions of a guest that runs fio.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,11 +11,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use clap::Parser;
+use integration::guest::fio::Report;
+use integration::guest::{Drive, GuestConfig};
 use integration::load;
 use integration::process;
 use integration::progress::say;
 use integration::provision::host::{self, Tool};
-use integration::server::FunctionOptions;
+use integration::server::{FunctionOptions, Server};
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::controller::{Config, Controller};
 use nvme_mpt_tests::disk::{Disk, Transfer};
@@ -23,7 +26,7 @@ use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_tests::vfio_user::VfioUserBar;
 
 use crate::Group;
-use crate::fixture::{Bench, Failure, at, expect};
+use crate::fixture::{Bench, Failure, PATIENCE, at, expect, expect_no_complaints, verified_load};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "tenants",
@@ -32,13 +35,20 @@ pub(crate) const GROUP: Group = Group::Alone {
             storm(bench, &bench.drive("shared.img", SHARED_MIB)?)
         }),
         ("on_tmpfs", on_tmpfs),
+        ("on_ext4", |bench| {
+            on_a_file_system(bench, "mkfs.ext4", storm)
+        }),
         ("on_xfs", on_xfs),
         ("on_a_loop_device", on_a_loop_device),
+        ("guest_on_ext4", |bench| {
+            on_a_file_system(bench, "mkfs.ext4", storm_beside_a_guest)
+        }),
     ],
 };
 
 const SHARED_MIB: u64 = 512;
 const RANGE_MIB: u64 = 64;
+const QUIET: [&str; 2] = ["quiet1", "quiet2"];
 const LOUD: [&str; 3] = ["loud1", "loud2", "loud3"];
 const SECONDS: &str = "8";
 /// Fewest commands of each loud tenant.
@@ -64,9 +74,18 @@ fn on_xfs(bench: &Bench) -> Result<(), Failure> {
         program: "mkfs.xfs",
         package: "xfsprogs",
     }])?;
-    let disk = LoopDevice::of(&bench.drive("xfs.img", 2 * SHARED_MIB)?)?;
-    run("mkfs.xfs", &[Path::new("-q"), &disk.path])?;
-    let mounted = Mounted::at(&disk.path, bench.folder().join("xfs"))?;
+    on_a_file_system(bench, "mkfs.xfs", storm)
+}
+
+/// Makes a file system on a loop device, and runs `storm` on an image in it.
+fn on_a_file_system(
+    bench: &Bench,
+    mkfs: &str,
+    storm: fn(&Bench, &Path) -> Result<(), Failure>,
+) -> Result<(), Failure> {
+    let disk = LoopDevice::of(&bench.drive("disk.img", 2 * SHARED_MIB)?)?;
+    run(mkfs, &[Path::new("-q"), &disk.path])?;
+    let mounted = Mounted::at(&disk.path, bench.folder().join("mounted"))?;
     storm(bench, &image(&mounted.folder)?)
 }
 
@@ -158,18 +177,62 @@ fn verified(socket: &Path) -> Result<load::report::Report, Failure> {
 }
 
 fn storm(bench: &Bench, drive: &Path) -> Result<(), Failure> {
-    let functions: Vec<_> = ["quiet"]
-        .into_iter()
-        .chain(LOUD)
+    let mut server = serve(bench, drive, &["quiet"])?;
+    let alone = verified(&server.socket("quiet"))?;
+    let (beside, commands) = in_a_storm(&server, || verified(&server.socket("quiet")))?;
+    say(&format!(
+        "        quiet p99: {:.0} us alone, {:.0} us in a storm of {commands} commands; max {:.0} and {:.0} us",
+        alone.latency_us.p99, beside.latency_us.p99, alone.latency_us.max, beside.latency_us.max
+    ));
+    server.stop()?;
+    Ok(())
+}
+
+/// The same with fio verify on two functions of a guest.
+fn storm_beside_a_guest(bench: &Bench, drive: &Path) -> Result<(), Failure> {
+    let mut server = serve(bench, drive, &QUIET)?;
+    let mut config = GuestConfig::new("quiet").vcpus(2);
+    for id in QUIET {
+        config = config.drive(Drive::vfio_user(server.socket(id)).id(id));
+    }
+    let mut guest = bench.boot(&config)?;
+    let verify = || -> Result<Report, Failure> {
+        let job = verified_load("verify", 1).option("filename", "/dev/nvme0n1:/dev/nvme1n1");
+        Ok(job.run(&guest)?)
+    };
+    let alone = verify()?;
+    let (beside, commands) = in_a_storm(&server, verify)?;
+    let (alone, beside) = (alone.write, beside.write);
+    say(&format!(
+        "        two tenants of fio, p99: {:.0} us alone, {:.0} us in a storm of {commands} commands; max {:.0} and \
+         {:.0} us",
+        alone.p99_us, beside.p99_us, alone.max_us, beside.max_us
+    ));
+    expect_no_complaints(&guest)?;
+    guest.power_off(PATIENCE)?;
+    server.stop()?;
+    Ok(())
+}
+
+/// Serves these tenants and the loud ones, a range of the drive each.
+fn serve(bench: &Bench, drive: &Path, quiet: &[&str]) -> Result<Server, Failure> {
+    let functions: Vec<_> = quiet
+        .iter()
+        .chain(&LOUD)
         .zip(0_u64..)
         .map(|(id, place)| {
             let range = format!("{}M+{RANGE_MIB}M", place * RANGE_MIB);
             FunctionOptions::new(id, drive.display().to_string(), range)
         })
         .collect();
-    let mut server = bench.serve(&functions)?;
-    let alone = verified(&server.socket("quiet"))?;
+    bench.serve(&functions)
+}
 
+/// Runs `quiet` while the loud tenants rage. Returns its result, and the number of their commands.
+fn in_a_storm<T>(
+    server: &Server,
+    quiet: impl FnOnce() -> Result<T, Failure>,
+) -> Result<(T, u64), Failure> {
     let (stop, commands) = (AtomicBool::new(false), AtomicU64::new(0));
     let (beside, loud) = std::thread::scope(|scope| {
         let tenants: Vec<_> = LOUD
@@ -180,7 +243,7 @@ fn storm(bench: &Bench, drive: &Path) -> Result<(), Failure> {
                 scope.spawn(move || Loud::connect(&socket, seed)?.rage(stop, commands))
             })
             .collect();
-        let beside = verified(&server.socket("quiet"));
+        let beside = quiet();
         stop.store(true, Ordering::Relaxed);
         let loud: Vec<_> = tenants
             .into_iter()
@@ -201,12 +264,7 @@ fn storm(bench: &Bench, drive: &Path) -> Result<(), Failure> {
     expect(commands >= LOUD_COMMANDS * LOUD.len() as u64, || {
         format!("The storm was {commands} commands")
     })?;
-    say(&format!(
-        "        quiet p99: {:.0} us alone, {:.0} us in a storm of {commands} commands; max {:.0} and {:.0} us",
-        alone.latency_us.p99, beside.latency_us.p99, alone.latency_us.max, beside.latency_us.max
-    ));
-    server.stop()?;
-    Ok(())
+    Ok((beside, commands))
 }
 
 /// Known content of a block.

@@ -1,10 +1,11 @@
 //! Guests with an IOMMU of their own, whose driver maps pages one by one for the time of an I/O: boot, verified I/O,
 //! a file system, resets under load.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use integration::guest::fio::Fio;
 use integration::guest::{Drive, GuestConfig};
+use integration::progress::say;
 use integration::provision::Assets;
 
 use crate::Group;
@@ -45,7 +46,20 @@ fn from_boot_to_resets(bench: &Bench, assets: &Assets) -> Result<(), Failure> {
         format!("The drive's IOMMU domain is '{domain}', not DMA")
     })?;
 
+    let counts = || Ok::<_, Failure>(server.function_stats(FUNCTION)?.memory);
+    let (before, began) = (counts()?, Instant::now());
     verified_load("verify", 2).run(&guest)?;
+    let (after, seconds) = (counts()?, began.elapsed().as_secs_f64());
+    let per_second = |count: u64| count as f64 / seconds;
+    let (maps, unmaps) = (after.maps - before.maps, after.unmaps - before.unmaps);
+    say(&format!(
+        "        fio had {maps} regions mapped and {unmaps} unmapped: {:.0} and {:.0} a second",
+        per_second(maps),
+        per_second(unmaps)
+    ));
+    expect(maps > 0 && unmaps > 0, || {
+        "The guest mapped no memory for its I/O".to_owned()
+    })?;
     // Large commands from memory that begins in mid-page: lists of as many pages as a command has.
     Fio::new("large", "randwrite", "512k", 4)
         .option("size", "64m")

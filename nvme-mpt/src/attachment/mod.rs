@@ -60,7 +60,9 @@ use crate::live::LiveState;
 use crate::poller::{Placement, PollPolicy, Pollers, Silence, Spin};
 use crate::shadow::{LeasedBlocks, QueueContext, ShadowQueue};
 use crate::spec::ids::{Nsid, QueueId};
-use crate::stats::{Counters, HostQueueUse, LeasePairStats, QueueCounters, QueueStats};
+use crate::stats::{
+    Counters, HostQueueUse, LeasePairStats, MemoryStats, QueueCounters, QueueStats,
+};
 use growth::{Growth, unit_blocks};
 use io_queues::{QueueEntry, Queues};
 use steward::Steward;
@@ -427,6 +429,7 @@ impl Attachment {
             serial: namespace.serial.clone(),
             capacity_bytes: self.context.blocks().blocks() << namespace.lba_shift,
             doorbells: self.facts.doorbells.to_string(),
+            memory: self.window.stats(),
             queues: queues
                 .filter(|queue| queue.commands + queue.doorbell_exits > 0)
                 .collect(),
@@ -484,6 +487,9 @@ pub struct AttachmentStats {
     /// Use of the drive's queue pairs; `None` if the drive has no bound on them.
     #[serde(default)]
     pub queue_pairs: Option<LeasePairStats>,
+    /// The VM's memory.
+    #[serde(default)]
+    pub memory: MemoryStats,
     /// The I/O queue pairs that did anything.
     pub queues: Vec<QueueStats>,
 }

@@ -65,6 +65,7 @@ use crate::learn::NoMapping;
 use crate::memory::Access;
 use crate::memory::file_system::{is_memory, type_of};
 use crate::poller::Waker;
+use crate::stats::MemoryStats;
 use published::Published;
 use region::{Extent, GuestFile, Place, Region};
 use under_way::UnderWay;
@@ -192,6 +193,10 @@ struct Changes {
     departures: Vec<Arc<Departure>>,
     /// Pages that were written of regions that were unmapped since somebody asked.
     departed: Vec<DirtyRange>,
+    /// Regions that were mapped so far.
+    maps: u64,
+    /// Regions that were unmapped so far.
+    unmaps: u64,
 }
 
 impl DmaWindow {
@@ -332,6 +337,7 @@ impl DmaWindow {
         table.add(&region);
         changes.regions.insert(gpa.0, Arc::new(region));
         changes.mapped += len;
+        changes.maps += 1;
         self.tables.publish(changes, table);
         Ok(())
     }
@@ -386,6 +392,7 @@ impl DmaWindow {
             let mut bytes = 0;
             let gone = gone.into_iter().map(|region| {
                 changes.regions.remove(&region.place.gpa);
+                changes.unmaps += 1;
                 bytes += region.place.len;
                 let notes = table.take_away(&region);
                 (region, notes)
@@ -406,6 +413,18 @@ impl DmaWindow {
         }
         departure.release();
         Ok(bytes)
+    }
+
+    /// Returns figures of the regions.
+    #[must_use]
+    pub fn stats(&self) -> MemoryStats {
+        let changes = self.changes();
+        MemoryStats {
+            regions: changes.regions.len() as u64,
+            bytes: changes.mapped,
+            maps: changes.maps,
+            unmaps: changes.unmaps,
+        }
     }
 
     /// Unmaps everything. Returns how many bytes that were.

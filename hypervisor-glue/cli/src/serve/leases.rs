@@ -183,6 +183,7 @@ impl LeaseTable {
                 capacity_bytes: stats.capacity_bytes,
                 doorbells: stats.doorbells,
                 queue_pairs: stats.queue_pairs,
+                memory: stats.memory,
                 queues: stats.queues,
                 ..FunctionStats::default()
             }

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use nvme_mpt::Drive;
 use nvme_mpt::host::{HostNamespace, Incidents};
-use nvme_mpt::stats::{LeasePairStats, PollerStats, QueueStats};
+use nvme_mpt::stats::{LeasePairStats, MemoryStats, PollerStats, QueueStats};
 
 /// Figures of a server. All counters count from its start on; those of a queue go on where they
 /// were when a queue is created again under the same identifier.
@@ -140,6 +140,9 @@ pub struct FunctionStats {
     /// Use of the drive's I/O queue pairs; `None` without a bound.
     #[serde(default)]
     pub queue_pairs: Option<LeasePairStats>,
+    /// The guest's memory, as the function has it mapped.
+    #[serde(default)]
+    pub memory: MemoryStats,
     /// The I/O queue pairs that the guest has or had.
     pub queues: Vec<QueueStats>,
     /// The admin queue.
@@ -200,6 +203,11 @@ impl FunctionStats {
         });
         Self {
             queues: queues.collect(),
+            memory: MemoryStats {
+                maps: self.memory.maps.saturating_sub(earlier.memory.maps),
+                unmaps: self.memory.unmaps.saturating_sub(earlier.memory.unmaps),
+                ..self.memory
+            },
             admin: AdminStats {
                 commands: self.admin.commands.saturating_sub(earlier.admin.commands),
                 doorbell_exits: self
@@ -233,6 +241,7 @@ mod tests {
                 capacity_bytes: 64 << 30,
                 doorbells: "shadow".to_owned(),
                 queue_pairs: None,
+                memory: MemoryStats::default(),
                 queues: vec![
                     QueueStats {
                         qid: 1,

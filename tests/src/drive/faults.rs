@@ -1,6 +1,9 @@
-//! Faults of the drive, as data: their commands, their number, and their effects.
+//! Faults of the drive, as data: their commands, their occasions, and their effects. Occasions are those of software
+//! drives' fault plans.
 
 use std::time::Duration;
+
+use nvme_software::faults::Occasions;
 
 use crate::command::Sqe;
 use crate::status::StatusCode;
@@ -65,10 +68,8 @@ pub enum Effect {
 pub struct Fault {
     /// Commands that it meets.
     pub meets: Meets,
-    /// Number of such commands that go well first.
-    pub after: u64,
-    /// Number of commands that it then meets.
-    pub times: u64,
+    /// Which of them.
+    pub occasions: Occasions,
     /// Their fate.
     pub effect: Effect,
 }
@@ -78,8 +79,7 @@ impl Fault {
     pub fn once(meets: Meets, effect: Effect) -> Self {
         Self {
             meets,
-            after: 0,
-            times: 1,
+            occasions: Occasions::new(0, Some(1)),
             effect,
         }
     }
@@ -87,14 +87,14 @@ impl Fault {
     /// Sets the number of such commands that go well first.
     #[must_use]
     pub fn after(mut self, commands: u64) -> Self {
-        self.after = commands;
+        self.occasions.after = commands;
         self
     }
 
     /// Sets the number of such commands.
     #[must_use]
     pub fn times(mut self, commands: u64) -> Self {
-        self.times = commands;
+        self.occasions.count = Some(commands);
         self
     }
 }
@@ -151,15 +151,12 @@ impl Faults {
             if !fault.meets.meets(queue, sqe) {
                 continue;
             }
-            if fault.after > 0 {
-                fault.after -= 1;
-            } else if effect.is_none() && fault.times > 0 {
-                fault.times -= 1;
+            if fault.occasions.come(|| effect.is_none()) {
                 self.met += 1;
                 effect = Some(fault.effect);
             }
         }
-        self.list.retain(|fault| fault.times > 0);
+        self.list.retain(|fault| !fault.occasions.are_over());
         effect
     }
 }

@@ -88,7 +88,7 @@ fn survives(options: Options, deadline: Duration, fail: impl Fn(&Host, &[Load]))
 /// Injects a fault and waits until commands have met it.
 #[track_caller]
 fn met(host: &Host, fault: Fault) {
-    let until = host.model.counters().faults_met + fault.times;
+    let until = host.model.counters().faults_met + fault.occasions.count.unwrap_or_default();
     host.model.inject(fault);
     wait_for("the fault", || host.model.counters().faults_met >= until);
 }
@@ -532,12 +532,8 @@ proptest! {
             host.model.set_admin_timeout(Some(ADMIN_TIMEOUT));
             host.model.set_aborts(aborts);
             for (meets, effect, after, times) in &mishaps {
-                host.model.inject(Fault {
-                    meets: meets.clone(),
-                    after: *after,
-                    times: *times,
-                    effect: *effect,
-                });
+                let fault = Fault::once(meets.clone(), *effect);
+                host.model.inject(fault.after(*after).times(*times));
                 loads[0].goes_on();
             }
             host.model.heal();

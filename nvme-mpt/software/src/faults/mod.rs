@@ -16,6 +16,7 @@
 //! To add a kind: `Kind` and `Effect` in `plan.rs`, its effect here, an entry in `resources/faults/example.toml`.
 
 mod command;
+mod occasions;
 mod plan;
 mod queue;
 
@@ -26,6 +27,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use log::warn;
 use serde::{Deserialize, Serialize};
 
+pub use occasions::Occasions;
 pub use plan::{FaultError, FaultPlan, Kind, LONGEST, MAX_FAULTS, Operation};
 pub use queue::FaultQueue;
 
@@ -51,10 +53,7 @@ struct Armed {
     blocks: Option<Range<u64>>,
     /// State of its random numbers.
     random: u64,
-    /// Commands that it was about so far.
-    seen: u64,
-    /// Commands that it struck.
-    struck: u64,
+    occasions: Occasions,
     /// Ticks that a latency adds.
     ticks: u64,
 }
@@ -73,19 +72,11 @@ impl Armed {
             None => find_extent(sqe, memory, |extent| Some(extent.media_error))
                 .unwrap_or(Status::WRITE_FAULT),
         };
-        if self.fault.count.is_some_and(|count| self.struck >= count) {
-            return None;
-        }
-        self.seen += 1;
-        if self.seen <= self.fault.after {
-            return None;
-        }
-        let random = split_mix(&mut self.random);
-        if !self.fault.probability.strikes(random) {
-            return None;
-        }
-        self.struck += 1;
-        Some(status)
+        let chance = || {
+            let random = split_mix(&mut self.random);
+            self.fault.probability.strikes(random)
+        };
+        self.occasions.come(chance).then_some(status)
     }
 }
 
@@ -208,8 +199,8 @@ impl Faults {
         let stats = |armed: &Armed| FaultStats {
             kind: armed.fault.effect.kind(),
             range: armed.fault.range.as_ref().map(ByteRange::to_string),
-            seen: armed.seen,
-            struck: armed.struck,
+            seen: armed.occasions.seen(),
+            struck: armed.occasions.struck(),
             count: armed.fault.count,
         };
         lock(&self.armed).iter().map(stats).collect()
@@ -252,8 +243,7 @@ impl Faults {
             fault: fault.clone(),
             blocks: range.map(|range| range.start.0..range.start.0 + range.blocks),
             random,
-            seen: 0,
-            struck: 0,
+            occasions: Occasions::new(fault.after, fault.count),
             ticks: match fault.effect {
                 Effect::Latency(add) => self.timebase.of(add),
                 _ => 0,

@@ -60,6 +60,75 @@ impl PrpEntry {
     }
 }
 
+/// Walk through a PRP list, a memory page at a time (Base 2.0, section 4.1.1). If entries are left at the end of a page,
+/// the page's last entry leads to the next page.
+#[derive(Clone, Copy, Debug)]
+pub struct PrpList {
+    pointer: PrpEntry,
+    /// Entries that are left.
+    left: u64,
+    /// A list begins at an entry. One that continues another begins a page, so each page brings entries.
+    alignment: u64,
+    page_shift: u32,
+}
+
+/// The entries of a PRP list in one memory page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PrpListPage {
+    /// Address of the first of them.
+    pub at: u64,
+    /// Entries that describe data.
+    pub entries: u64,
+    /// The entry behind them leads to the next page.
+    pub continues: bool,
+}
+
+impl PrpListPage {
+    /// Returns the number of entries, with the one that leads to the next page.
+    #[inline]
+    #[must_use]
+    pub const fn with_pointer(self) -> u64 {
+        self.entries + self.continues as u64
+    }
+}
+
+impl PrpList {
+    /// A list of so many entries.
+    #[inline]
+    #[must_use]
+    pub const fn new(pointer: PrpEntry, entries: u64, page_shift: u32) -> Self {
+        Self {
+            pointer,
+            left: entries,
+            alignment: PrpEntry::SIZE as u64,
+            page_shift,
+        }
+    }
+
+    /// Returns the page that the walk is at; `None` if the pointer to it is not one that a list has.
+    #[inline]
+    #[must_use]
+    pub const fn page(&self) -> Option<PrpListPage> {
+        if !self.pointer.0.is_multiple_of(self.alignment) {
+            return None;
+        }
+        let slots = self.pointer.bytes_to_page_end(self.page_shift) / PrpEntry::SIZE as u64;
+        let continues = self.left > slots;
+        Some(PrpListPage {
+            at: self.pointer.0,
+            entries: if continues { slots - 1 } else { self.left },
+            continues,
+        })
+    }
+
+    /// Goes on behind `page`, whose last entry is `pointer`.
+    pub const fn go_on(&mut self, page: PrpListPage, pointer: PrpEntry) {
+        self.left -= page.entries;
+        self.pointer = pointer;
+        self.alignment = 1 << self.page_shift;
+    }
+}
+
 /// SGL descriptor (Base 2.0, section 4.1.2.1). The fields are those of the descriptor types that
 /// have an address and a length: data block, segment and last segment. A bit bucket has no address.
 #[repr(C)]
@@ -169,6 +238,34 @@ mod tests {
         assert_eq!(PrpEntry::pages(4092, 4, 12), 1);
         assert_eq!(PrpEntry::pages(0, 0, 12), 0);
         assert_eq!(PrpEntry::pages(512, 1 << 20, 12), 257);
+    }
+
+    #[test]
+    fn a_list_goes_on_in_the_page_that_its_last_entry_names() {
+        // Two entries to the end of the page, of five.
+        let mut list = PrpList::new(PrpEntry(0x1FF0), 5, 12);
+        let page = list.page().expect("at an entry");
+        let expected = PrpListPage {
+            at: 0x1FF0,
+            entries: 1,
+            continues: true,
+        };
+        assert_eq!((page, page.with_pointer()), (expected, 2));
+        list.go_on(page, PrpEntry(0x7000));
+        let page = list.page().expect("at a page");
+        assert_eq!((page.at, page.entries, page.continues), (0x7000, 4, false));
+        list.go_on(expected, PrpEntry(0x7008));
+        assert_eq!(
+            list.page(),
+            None,
+            "a list that continues another begins a page"
+        );
+        assert_eq!(PrpList::new(PrpEntry(0x1004), 1, 12).page(), None);
+        // As many as there is room for.
+        let full = PrpList::new(PrpEntry(0x1FF0), 2, 12)
+            .page()
+            .expect("at an entry");
+        assert!(!full.continues && full.entries == 2);
     }
 
     #[test]

@@ -9,6 +9,7 @@ use zerocopy::IntoBytes;
 
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::dma::{Direction, RegionHint, RegionTable, RunPages};
+use crate::spec::dma::{PrpEntry, PrpList, PrpListPage};
 use crate::spec::status::Status;
 
 const PAGE_OFFSET: u64 = PAGE_SIZE - 1;
@@ -71,77 +72,70 @@ fn translate_list(
     lists: &mut ListMemory,
     slot: u16,
 ) -> Result<(), Failure> {
-    if !pointer.is_multiple_of(8) {
-        return Err(Failure::at(Status::PRP_OFFSET_INVALID, PRP2));
-    }
     let (host_list, _) = lists.of_slot(slot);
     // Regions are whole pages, so the page of the last entry lies in one even if its end is unused.
-    let entries = ((len - 1) / PAGE_SIZE + 1) as usize;
-    if entries <= entries_to_page_end(pointer) {
-        let copy = copy_entries(table, hints, pointer, host_list, (0, entries))?;
-        translate_entries(table, hints, copy, direction)
-    } else {
-        translate_chain(table, hints, pointer, entries, direction, host_list)
+    let entries = (len - 1) / PAGE_SIZE + 1;
+    let list = PrpList::new(PrpEntry(pointer), entries, PAGE_SIZE.ilog2());
+    let page = page_of(&list)?;
+    if !page.continues {
+        let copy = copy_entries(table, hints, page, host_list)?;
+        return translate_entries(table, hints, copy, direction);
     }
+    translate_chain(table, hints, list, direction, host_list)
 }
 
-/// Entries of a PRP list from a pointer to the end of its page.
-fn entries_to_page_end(pointer: u64) -> usize {
-    ((PAGE_SIZE - (pointer & PAGE_OFFSET)) / 8) as usize
+/// Returns the page of a list that the walk is at.
+#[inline]
+fn page_of(list: &PrpList) -> Result<PrpListPage, Failure> {
+    list.page()
+        .ok_or(Failure::at(Status::PRP_OFFSET_INVALID, PRP2))
 }
 
-/// Copies and translates a PRP list that takes more than one page: the last entry of each page but
-/// the last one points to the next.
+/// Copies and translates a PRP list that takes more than one page.
 #[inline(never)]
 fn translate_chain(
     table: &RegionTable,
     hints: &mut PrpHints,
-    mut pointer: u64,
-    entries: usize,
+    mut list: PrpList,
     direction: Direction,
-    host_list: &mut [u64],
+    mut host_list: &mut [u64],
 ) -> Result<(), Failure> {
-    let mut done = 0;
-    while done < entries {
-        let in_page = entries_to_page_end(pointer);
-        let remaining = entries - done;
-        let last = remaining <= in_page;
-        let count = if last { remaining } else { in_page };
-        let copy = copy_entries(table, hints, pointer, host_list, (done, count))?;
-        let here = if last { count } else { count - 1 };
-        if !last {
-            pointer = copy[here];
-            if pointer & PAGE_OFFSET != 0 {
-                return Err(Failure::at(Status::PRP_OFFSET_INVALID, PRP2));
-            }
+    loop {
+        let page = page_of(&list)?;
+        let here = page.entries as usize;
+        let copy = copy_entries(table, hints, page, host_list)?;
+        if page.continues {
+            list.go_on(page, PrpEntry(copy[here]));
+            page_of(&list)?;
         }
         translate_entries(table, hints, &mut copy[..here], direction)?;
-        done += here;
+        if !page.continues {
+            return Ok(());
+        }
+        host_list = &mut host_list[here..];
     }
-    Ok(())
 }
 
-/// Copies `count` entries at a guest address into the host's list from `at` on, where they are in
-/// nobody's memory but ours.
+/// Copies a page's entries to the beginning of the host's list, where they are in nobody's memory but ours.
 #[inline]
 fn copy_entries<'a>(
     table: &RegionTable,
     hints: &mut PrpHints,
-    pointer: u64,
+    page: PrpListPage,
     host_list: &'a mut [u64],
-    (at, count): (usize, usize),
 ) -> Result<&'a mut [u64], Failure> {
+    let count = page.with_pointer();
     let guest_list = table
         .bytes(
-            Gpa(pointer),
-            8 * count as u64,
+            Gpa(page.at),
+            8 * count,
             Direction::FromGuest,
             &mut hints.list,
         )
         .ok_or(Failure::at(Status::DATA_TRANSFER_ERROR, PRP2))?;
     // There is room: the largest transfer takes half the entries that a list has.
     let copy = host_list
-        .get_mut(at..at + count)
+        .get_mut(..count as usize)
         .ok_or(Failure::at(Status::INTERNAL_ERROR, PRP2))?;
     guest_list.copy_to(copy.as_mut_bytes());
     Ok(copy)

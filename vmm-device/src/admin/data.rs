@@ -4,7 +4,11 @@
 
 use nvme_mpt::{
     Gpa, GuestMemory,
-    spec::{dma::PrpEntry, sqe::Sqe, status::Status},
+    spec::{
+        dma::{PrpEntry, PrpList},
+        sqe::Sqe,
+        status::Status,
+    },
 };
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -96,37 +100,25 @@ impl<'a> DataBuffer<'a> {
         Ok(segments)
     }
 
-    /// The first `wanted` of `entries` entries of a PRP list. If a list is longer than its memory page, the page's last
-    /// entry leads to the next page.
+    /// The first `wanted` of `entries` entries of a PRP list.
     fn list(&self, list: PrpEntry, entries: u64, wanted: u64) -> Result<Vec<PrpEntry>, Status> {
-        let mut list = list;
-        let mut entries = entries;
+        let mut list = PrpList::new(list, entries, PAGE_SHIFT);
         let mut found = Vec::new();
-        // A list begins at an entry, and one that continues another begins a page, so that each
-        // page brings entries and there is an end.
-        let mut alignment = PrpEntry::SIZE as u64;
         loop {
-            if !list.0.is_multiple_of(alignment) {
-                return Err(Status::PRP_OFFSET_INVALID);
-            }
-            let slots = list.bytes_to_page_end(PAGE_SHIFT) / PrpEntry::SIZE as u64;
-            let continues = entries > slots;
-            let here = if continues { slots - 1 } else { entries };
-            let missing = wanted - found.len() as u64;
+            let page = list.page().ok_or(Status::PRP_OFFSET_INVALID)?;
             // The wanted entries of this page, and the entry that leads to the next page if more are wanted.
-            let length = if here >= missing { missing } else { here + 1 };
-            let mut page = vec![PrpEntry::new_zeroed(); length as usize];
+            let missing = wanted - found.len() as u64;
+            let length = missing.min(page.with_pointer());
+            let mut here = vec![PrpEntry::new_zeroed(); length as usize];
             self.memory
-                .read(Gpa(list.0), page.as_mut_slice().as_mut_bytes())
+                .read(Gpa(page.at), here.as_mut_slice().as_mut_bytes())
                 .map_err(|_| Status::DATA_TRANSFER_ERROR)?;
-            if here >= missing {
-                found.append(&mut page);
+            if missing <= page.entries {
+                found.append(&mut here);
                 return Ok(found);
             }
-            list = page.pop().unwrap_or_default();
-            found.append(&mut page);
-            entries -= here;
-            alignment = 1 << PAGE_SHIFT;
+            list.go_on(page, here.pop().unwrap_or_default());
+            found.append(&mut here);
         }
     }
 }

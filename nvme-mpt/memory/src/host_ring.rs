@@ -3,10 +3,11 @@
 #![expect(unsafe_code, reason = "writes and reads queue entries in DMA memory")]
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use zerocopy::transmute;
 
+use super::ring::{CompletionEntry, Entries, SubmissionEntry};
 use super::{Access, Mapping, PhasedIndex, RingIndex, RingSize};
 use nvme_spec::cqe::{Cqe, CqeHigh};
 use nvme_spec::ids::CommandId;
@@ -15,9 +16,8 @@ use nvme_spec::sqe::Sqe;
 /// A host Submission Queue's entries, write only (Base 2.0, section 3.3.3.1), and its tail.
 #[derive(Debug)]
 pub struct HostSubmissionRing {
-    first: *mut [u64; 8],
+    entries: Entries<SubmissionEntry>,
     tail: RingIndex,
-    mapping: Arc<Mapping>,
 }
 
 // SAFETY: the entries are only stored to by volatile writes, and the mapping is kept.
@@ -28,15 +28,9 @@ impl HostSubmissionRing {
     /// entry or does not lie inside a mapping that can be written.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
-        let size = RingSize::new(entries)?;
-        let len = (entries as usize).checked_mul(size_of::<Sqe>())?;
-        let first = mapping.bytes(offset, len)?.as_ptr();
-        let usable = mapping.access() == Access::ReadWrite && first.addr() % size_of::<Sqe>() == 0;
-        usable.then(|| Self {
-            first: first.cast(),
-            tail: RingIndex::new(size),
-            mapping: mapping.clone(),
-        })
+        let tail = RingIndex::new(RingSize::new(entries)?);
+        let entries = writable(mapping, offset, entries)?;
+        Some(Self { entries, tail })
     }
 
     /// Returns the index of the entry that is written next.
@@ -55,7 +49,11 @@ impl HostSubmissionRing {
         // SAFETY: as in `write`. Bytes 2 and 3 of an entry are its Command Identifier; nobody reads
         // the entry yet.
         unsafe {
-            let halves = self.first.add(tail as usize).cast::<u16>();
+            let halves = self
+                .entries
+                .at_in_one_stretch(tail)
+                .cast_mut()
+                .cast::<u16>();
             halves.add(1).write_volatile(cid.0.to_le());
         }
         self.tail.advance();
@@ -64,16 +62,15 @@ impl HostSubmissionRing {
     /// Writes an entry.
     #[inline]
     fn write(&self, index: u32, entry: &Sqe) {
-        debug_assert!(index < self.tail.size().entries());
+        let at = self.entries.at_in_one_stretch(index).cast_mut();
         let words: [u64; 8] = transmute!(*entry);
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the entry lies inside the mapping, which is writable, by the constructor's check,
-        // as indices here are below the ring's size; it is aligned to 64 bytes; volatile, as the drive
-        // reads it.
+        // SAFETY: the entry lies inside the mapping, which is writable, by the constructor's check, as indices here
+        // are below the ring's size; it is aligned to 64 bytes; volatile, as the drive reads it.
         unsafe {
             use core::arch::x86_64::__m128i;
             let quarters = core::mem::transmute::<[u64; 8], [__m128i; 4]>(words);
-            let entry = self.first.add(index as usize).cast::<__m128i>();
+            let entry = at.cast::<__m128i>();
             for (i, quarter) in quarters.into_iter().enumerate() {
                 entry.add(i).write_volatile(quarter);
             }
@@ -81,7 +78,7 @@ impl HostSubmissionRing {
         #[cfg(not(target_arch = "x86_64"))]
         // SAFETY: as above.
         unsafe {
-            self.first.add(index as usize).write_volatile(words);
+            at.write_volatile(SubmissionEntry(words));
         }
     }
 
@@ -98,7 +95,7 @@ impl HostSubmissionRing {
     #[inline]
     #[must_use]
     pub fn mapping(&self) -> &Arc<Mapping> {
-        &self.mapping
+        self.entries.mapping()
     }
 }
 
@@ -106,9 +103,8 @@ impl HostSubmissionRing {
 /// and its head.
 #[derive(Debug)]
 pub struct HostCompletionRing {
-    first: *const [AtomicU64; 2],
+    entries: Entries<CompletionEntry>,
     head: PhasedIndex,
-    _mapping: Arc<Mapping>,
 }
 
 // SAFETY: the entries are only accessed atomically, and the mapping is kept.
@@ -119,19 +115,9 @@ impl HostCompletionRing {
     /// entry's words or does not lie inside a mapping that can be written.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
-        let size = RingSize::new(entries)?;
-        let len = (entries as usize).checked_mul(size_of::<Cqe>())?;
-        let first = mapping
-            .bytes(offset, len)?
-            .as_ptr()
-            .cast::<[AtomicU64; 2]>()
-            .cast_const();
-        let usable = mapping.access() == Access::ReadWrite && first.is_aligned();
-        usable.then(|| Self {
-            first,
-            head: PhasedIndex::new(size),
-            _mapping: mapping.clone(),
-        })
+        let head = PhasedIndex::new(RingSize::new(entries)?);
+        let entries = writable(mapping, offset, entries)?;
+        Some(Self { entries, head })
     }
 
     /// Returns the index of the entry that is read next.
@@ -168,12 +154,18 @@ impl HostCompletionRing {
     }
 
     #[inline]
-    fn entry(&self, index: u32) -> &[AtomicU64; 2] {
-        debug_assert!(index < self.head.size().entries());
-        // SAFETY: the entry lies inside the mapping, which `self` keeps, by the constructor's check,
-        // as indices here are below the ring's size; it is aligned and writable, and is reached as atomic
-        // words by everybody here.
-        unsafe { &*self.first.add(index as usize) }
+    fn entry(&self, index: u32) -> &CompletionEntry {
+        // SAFETY: the entry lies inside the mapping, which `self` keeps, by the constructor's check, as indices
+        // here are below the ring's size; it is aligned and writable, and all accesses here are those of atomic words.
+        unsafe { &*self.entries.at_in_one_stretch(index) }
+    }
+}
+
+/// Returns the entries of a ring in a mapping that can be written.
+fn writable<T>(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Entries<T>> {
+    match mapping.access() {
+        Access::ReadWrite => Entries::in_one_stretch(mapping, offset, entries),
+        Access::Read => None,
     }
 }
 

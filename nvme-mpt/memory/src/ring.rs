@@ -1,4 +1,4 @@
-//! A guest's submission and completion rings, an entry at a time.
+//! The entries of queues, and a guest's submission and completion rings, an entry at a time.
 #![expect(unsafe_code, reason = "reads and writes queue entries in guest memory")]
 
 use std::sync::Arc;
@@ -10,20 +10,30 @@ use super::{Access, Mapping};
 use nvme_spec::cqe::Cqe;
 use nvme_spec::sqe::Sqe;
 
-/// The entries of a ring, and where they are.
+/// A Submission Queue's entry, as it lies in memory.
+#[repr(C, align(64))]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SubmissionEntry(pub(crate) [u64; 8]);
+
+/// A Completion Queue's entry, as it lies in memory.
+pub(crate) type CompletionEntry = [AtomicU64; 2];
+
+/// The entries of a ring, and where they are: of a guest's ring or of a drive's.
 ///
 /// Most rings lie in one stretch of our address space. A guest behind a virtual IOMMU has the pages of a ring
 /// mapped one by one, and they lie anywhere. Then entries beyond the first stretch are found by their page. Entries
 /// of a ring in one stretch cost nothing for this, as their index is to be checked anyway.
 #[derive(Debug)]
-struct Entries<T> {
+pub(crate) struct Entries<T> {
     first: *const T,
     /// Entries that follow one another from `first` on.
     in_first_stretch: u32,
     entries: u32,
     /// All pages, where there is more than one stretch.
     pages: Box<[*const u8]>,
-    _mappings: Box<[Arc<Mapping>]>,
+    /// Mappings that are kept: that of the first stretch, and the others.
+    mapping: Arc<Mapping>,
+    _others: Box<[Arc<Mapping>]>,
 }
 
 /// Memory page size of guest controllers and of drives' controllers, in bytes: `CC.MPS` = 0 is the only
@@ -34,7 +44,11 @@ pub const PAGE_SIZE: u64 = 4096;
 const PAGE: usize = PAGE_SIZE as usize;
 
 impl<T> Entries<T> {
-    fn in_one_stretch(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
+    pub(crate) fn in_one_stretch(
+        mapping: &Arc<Mapping>,
+        offset: usize,
+        entries: u32,
+    ) -> Option<Self> {
         let len = (entries as usize).checked_mul(size_of::<T>())?;
         let first = mapping.bytes(offset, len)?.as_ptr().cast::<T>();
         first.is_aligned().then(|| Self {
@@ -42,7 +56,8 @@ impl<T> Entries<T> {
             in_first_stretch: entries,
             entries,
             pages: Box::default(),
-            _mappings: Box::new([mapping.clone()]),
+            mapping: mapping.clone(),
+            _others: Box::default(),
         })
     }
 
@@ -75,17 +90,35 @@ impl<T> Entries<T> {
             in_first_stretch: in_first_stretch as u32,
             entries,
             pages: addresses.into(),
-            _mappings: mappings.into(),
+            mapping: mappings.first()?.clone(),
+            _others: mappings.into(),
         })
     }
 
-    /// Returns the address of an entry, in a mapping that is kept.
+    /// Returns the mapping that the first entry lies in.
     #[inline]
-    fn at(&self, index: u32) -> *const T {
+    pub(crate) const fn mapping(&self) -> &Arc<Mapping> {
+        &self.mapping
+    }
+
+    /// Returns the address of an entry, in a mapping that is kept.
+    ///
+    /// # Panics
+    /// If there is no such entry.
+    #[inline]
+    pub(crate) fn at(&self, index: u32) -> *const T {
         if index < self.in_first_stretch {
             return self.first.wrapping_add(index as usize);
         }
         self.beyond_first_stretch(index)
+    }
+
+    /// Returns the address of an entry of a ring in one stretch, in a mapping that is kept. An index beyond the ring
+    /// gives an address that must not be used.
+    #[inline]
+    pub(crate) fn at_in_one_stretch(&self, index: u32) -> *const T {
+        debug_assert!(index < self.in_first_stretch);
+        self.first.wrapping_add(index as usize)
     }
 
     #[cold]
@@ -100,7 +133,7 @@ impl<T> Entries<T> {
 
 /// A Submission Queue's entries, read only (Base 2.0, section 3.3.3.1).
 #[derive(Debug)]
-pub struct SubmissionRing(Entries<[u64; 8]>);
+pub struct SubmissionRing(Entries<SubmissionEntry>);
 
 // SAFETY: the entries are only copied out by volatile reads, and the mappings are kept.
 unsafe impl Send for SubmissionRing {}
@@ -128,12 +161,12 @@ impl SubmissionRing {
     #[must_use]
     pub fn read(&self, index: u32) -> Sqe {
         let entry = self.0.at(index);
-        // SAFETY: the entry lies inside a mapping by the constructor's check and `at`; volatile, as the guest may
-        // write it at any time.
+        // SAFETY: the entry lies inside a mapping by the constructor's check and `at`, aligned to 64 bytes; volatile, as
+        // the guest may write it at any time.
         #[cfg(target_arch = "x86_64")]
         let words: [u64; 8] = unsafe {
             use core::arch::x86_64::__m128i;
-            let entry = entry.cast::<[u8; 16]>().cast::<__m128i>();
+            let entry = entry.cast::<__m128i>();
             let quarter = |i| core::ptr::read_volatile(entry.add(i));
             core::mem::transmute::<[__m128i; 4], [u64; 8]>([
                 quarter(0),
@@ -144,7 +177,7 @@ impl SubmissionRing {
         };
         // SAFETY: as above.
         #[cfg(not(target_arch = "x86_64"))]
-        let words: [u64; 8] = unsafe { entry.read_volatile() };
+        let words: [u64; 8] = unsafe { entry.read_volatile() }.0;
         transmute!(words)
     }
 
@@ -166,7 +199,7 @@ impl SubmissionRing {
 
 /// A Completion Queue's entries, write only (Base 2.0, section 3.3.3.2).
 #[derive(Debug)]
-pub struct CompletionRing(Entries<[AtomicU64; 2]>);
+pub struct CompletionRing(Entries<CompletionEntry>);
 
 // SAFETY: the entries are only stored to atomically, and the mappings are kept.
 unsafe impl Send for CompletionRing {}
@@ -220,7 +253,9 @@ mod tests {
         let mapping = Arc::new(Mapping::anonymous(4096).expect("map"));
         let ring = SubmissionRing::new(&mapping, 0, 64).expect("fits");
         assert!(SubmissionRing::new(&mapping, 64, 64).is_none());
-        assert!(SubmissionRing::new(&mapping, 4, 1).is_none());
+        for misaligned in [4, 8, 16, 32] {
+            assert!(SubmissionRing::new(&mapping, misaligned, 1).is_none());
+        }
         let bytes: Vec<u8> = (0..64).collect();
         mapping
             .bytes(63 * 64, 64)

@@ -77,24 +77,24 @@ pub struct PrpList {
 pub struct PrpListPage {
     /// Address of the first of them.
     pub at: u64,
-    /// Entries that describe data.
-    pub entries: u64,
-    /// The entry behind them leads to the next page.
+    /// All entries.
+    pub count: u64,
+    /// The last of them leads to the next page.
     pub continues: bool,
 }
 
 impl PrpListPage {
-    /// Returns the number of entries, with the one that leads to the next page.
-    #[inline]
+    /// Returns the number of entries that describe data.
+    #[inline(always)]
     #[must_use]
-    pub const fn with_pointer(self) -> u64 {
-        self.entries + self.continues as u64
+    pub const fn of_data(self) -> u64 {
+        self.count - self.continues as u64
     }
 }
 
 impl PrpList {
     /// A list of so many entries.
-    #[inline]
+    #[inline(always)]
     #[must_use]
     pub const fn new(pointer: PrpEntry, entries: u64, page_shift: u32) -> Self {
         Self {
@@ -106,7 +106,7 @@ impl PrpList {
     }
 
     /// Returns the page that the walk is at; `None` if the pointer to it is not one that a list has.
-    #[inline]
+    #[inline(always)]
     #[must_use]
     pub const fn page(&self) -> Option<PrpListPage> {
         if !self.pointer.0.is_multiple_of(self.alignment) {
@@ -116,14 +116,14 @@ impl PrpList {
         let continues = self.left > slots;
         Some(PrpListPage {
             at: self.pointer.0,
-            entries: if continues { slots - 1 } else { self.left },
+            count: if continues { slots } else { self.left },
             continues,
         })
     }
 
     /// Goes on behind `page`, whose last entry is `pointer`.
     pub const fn go_on(&mut self, page: PrpListPage, pointer: PrpEntry) {
-        self.left -= page.entries;
+        self.left -= page.of_data();
         self.pointer = pointer;
         self.alignment = 1 << self.page_shift;
     }
@@ -247,13 +247,13 @@ mod tests {
         let page = list.page().expect("at an entry");
         let expected = PrpListPage {
             at: 0x1FF0,
-            entries: 1,
+            count: 2,
             continues: true,
         };
-        assert_eq!((page, page.with_pointer()), (expected, 2));
+        assert_eq!((page, page.of_data()), (expected, 1));
         list.go_on(page, PrpEntry(0x7000));
         let page = list.page().expect("at a page");
-        assert_eq!((page.at, page.entries, page.continues), (0x7000, 4, false));
+        assert_eq!((page.at, page.count, page.continues), (0x7000, 4, false));
         list.go_on(expected, PrpEntry(0x7008));
         assert_eq!(
             list.page(),
@@ -265,7 +265,7 @@ mod tests {
         let full = PrpList::new(PrpEntry(0x1FF0), 2, 12)
             .page()
             .expect("at an entry");
-        assert!(!full.continues && full.entries == 2);
+        assert!(!full.continues && full.count == 2);
     }
 
     #[test]

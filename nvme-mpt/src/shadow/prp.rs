@@ -85,7 +85,7 @@ fn translate_list(
 }
 
 /// Returns the page of a list that the walk is at.
-#[inline]
+#[inline(always)]
 fn page_of(list: &PrpList) -> Result<PrpListPage, Failure> {
     list.page()
         .ok_or(Failure::at(Status::PRP_OFFSET_INVALID, PRP2))
@@ -102,7 +102,7 @@ fn translate_chain(
 ) -> Result<(), Failure> {
     loop {
         let page = page_of(&list)?;
-        let here = page.entries as usize;
+        let here = page.of_data() as usize;
         let copy = copy_entries(table, hints, page, host_list)?;
         if page.continues {
             list.go_on(page, PrpEntry(copy[here]));
@@ -124,7 +124,7 @@ fn copy_entries<'a>(
     page: PrpListPage,
     host_list: &'a mut [u64],
 ) -> Result<&'a mut [u64], Failure> {
-    let count = page.with_pointer();
+    let count = page.count;
     let guest_list = table
         .bytes(
             Gpa(page.at),

@@ -108,12 +108,12 @@ impl<'a> DataBuffer<'a> {
             let page = list.page().ok_or(Status::PRP_OFFSET_INVALID)?;
             // The wanted entries of this page, and the entry that leads to the next page if more are wanted.
             let missing = wanted - found.len() as u64;
-            let length = missing.min(page.with_pointer());
+            let length = missing.min(page.count);
             let mut here = vec![PrpEntry::new_zeroed(); length as usize];
             self.memory
                 .read(Gpa(page.at), here.as_mut_slice().as_mut_bytes())
                 .map_err(|_| Status::DATA_TRANSFER_ERROR)?;
-            if missing <= page.entries {
+            if missing <= page.of_data() {
                 found.append(&mut here);
                 return Ok(found);
             }

@@ -12,6 +12,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use nvme_mpt::attachment::DoorbellWaker;
+use nvme_mpt::deadline::DRAIN_DEADLINE;
 use nvme_mpt::dma::HeldMemory;
 use nvme_mpt::host::{ChangedZones, Damage, NamespaceFormat};
 use nvme_mpt::iova::IovaSpace;
@@ -44,11 +45,8 @@ use crate::watch::{Reach, Watch};
 /// Time in which a server says something while a lease is made.
 const OPENING_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Time in which a server answers. Its longest work is bounded by 30 seconds.
+/// Time in which a server answers, or ends a lease. Its longest work is bounded by 30 seconds.
 const PATIENCE: Duration = Duration::from_secs(45);
-
-/// Time that a server has to end a lease: a rest, a reset and a flush, of 30 seconds each.
-const END_PATIENCE: Duration = Duration::from_secs(95);
 
 /// A server does not give its drive's lease.
 #[derive(Debug, Error)]
@@ -347,11 +345,12 @@ impl RemoteHostSide {
         result
     }
 
-    /// Asks for an end of what the queues do. A server that is gone does nothing any more.
-    fn ask_to_rest(&self, request: &Request) -> Result<(), QueueError> {
+    /// Asks for an end of what the queues do. A server that is gone does nothing any more, and one that is ending is
+    /// waited for.
+    fn ask_to_rest(&self, request: &Request, time: Duration) -> Result<(), QueueError> {
         match self.ask(request) {
             Ok(result) => result,
-            Err(Lost) if self.link.wait_until_over(END_PATIENCE) => Ok(()),
+            Err(Lost) if self.link.wait_until_over(time) => Ok(()),
             Err(Lost) => Err(QueueError::Timeout(QueueId::ADMIN)),
         }
     }
@@ -438,7 +437,7 @@ impl Drop for RemoteHostSide {
         }
         // The watch sees it: a sandboxed vCPU that takes the function out may not. It may be asking another server.
         let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if ended.recv_timeout(END_PATIENCE) == Err(RecvTimeoutError::Timeout) {
+        if ended.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
             log::error!("A drive server does not end its lease, and is not waited for any more");
             return;
         }
@@ -603,7 +602,7 @@ impl HostSide for RemoteHostSide {
                 Err(Lost) if !waited => {
                     drop(state);
                     waited = true;
-                    self.link.wait_until_over(END_PATIENCE);
+                    self.link.wait_until_over(PATIENCE);
                     continue;
                 }
                 // The server may still use it.
@@ -738,7 +737,7 @@ impl HostSide for RemoteHostSide {
     fn pause(&self) -> Result<(), QueueError> {
         // First, for a server that comes back meanwhile.
         self.link.state().standing.paused = true;
-        let result = self.ask_to_rest(&Request::Pause);
+        let result = self.ask_to_rest(&Request::Pause, DRAIN_DEADLINE);
         if result.is_err() {
             self.link.state().standing.paused = false;
         }
@@ -754,7 +753,7 @@ impl HostSide for RemoteHostSide {
     fn revoke(&self) -> Result<(), QueueError> {
         // First, for a server that comes back meanwhile.
         self.link.state().standing.queues.revoked = true;
-        self.ask_to_rest(&Request::Revoke)
+        self.ask_to_rest(&Request::Revoke, DRAIN_DEADLINE)
     }
 
     fn reset_within(&self, time: Duration) -> Result<(), QueueError> {
@@ -764,7 +763,7 @@ impl HostSide for RemoteHostSide {
             state.standing.watched = false;
             state.standing.queues = KeptQueues::default();
         }
-        let result = self.ask_to_rest(&Request::ResetWithin(time));
+        let result = self.ask_to_rest(&Request::ResetWithin(time), time);
         self.renew_doorbells();
         if self.is_over() {
             // Nobody else sets them to zero.

@@ -225,17 +225,24 @@ impl Link {
     }
 
     /// Waits until a server that is ending has ended. Returns whether a server that was lost does nothing any more. Then
-    /// the next one may be there.
+    /// the next one may be there. A server that does not end within `time` is not waited for again.
     pub(crate) fn wait_until_over(&self, time: Duration) -> bool {
         let is_ending = |state: &mut LinkState| matches!(state.connection, Connection::Ending(_));
         let waited = self
             .closed
             .wait_timeout_while(self.state(), time, is_ending);
-        let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        !matches!(
-            state.connection,
-            Connection::Ending(_) | Connection::Failed(_)
-        )
+        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let connection = std::mem::replace(&mut state.connection, Connection::Over(None));
+        state.connection = match connection {
+            Connection::Ending(channel) => {
+                log::error!(
+                    "A drive server does not end its lease, and is not waited for any more"
+                );
+                Connection::Failed(channel)
+            }
+            other => other,
+        };
+        !matches!(state.connection, Connection::Failed(_))
     }
 
     /// Notes that the server cannot be asked any more.

@@ -11,10 +11,11 @@ use std::time::Duration;
 use nix::sys::socket::getsockopt;
 use nix::sys::socket::sockopt::PeerCredentials;
 use nvme_mpt::attachment::{DoorbellWaker, ForeignDoorbellWaker};
-use nvme_mpt::deadline::DRAIN_DEADLINE;
+use nvme_mpt::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::memory::notifier::{ForeignEventFd, Notifier};
 use nvme_mpt::memory::{eventfd, system};
+use nvme_mpt::seam::LastCommands;
 use nvme_mpt::{DirtyRange, DmaError, HostSide, KeptParts, MemoryRegion, SharedParts};
 use serde::Serialize;
 use thiserror::Error;
@@ -116,6 +117,7 @@ pub enum End {
 pub struct Session {
     channel: Channel,
     peer: Peer,
+    clock: Arc<dyn WaitClock>,
 }
 
 impl Session {
@@ -132,7 +134,18 @@ impl Session {
         };
         stream.set_nonblocking(false)?;
         let channel = Channel::new(stream)?;
-        Ok(Self { channel, peer })
+        let clock = Arc::<SystemClock>::default();
+        Ok(Self {
+            channel,
+            peer,
+            clock,
+        })
+    }
+
+    /// The same session, whose deadlines go by another clock.
+    #[must_use]
+    pub fn with_clock(self, clock: Arc<dyn WaitClock>) -> Self {
+        Self { clock, ..self }
     }
 
     /// The process at the other end.
@@ -190,10 +203,13 @@ impl Session {
         };
         let mut flushed = 0;
         let result = self.serve(leases, (&host, notifier), &mut flushed);
-        if leases.server_ends() {
-            rest(&*host);
-        }
-        end(&*host, flushed);
+        // The next server takes up queues whose commands are complete.
+        let last = match leases.server_ends() {
+            true => LastCommands::Complete,
+            false => LastCommands::CutShort,
+        };
+        let deadline = Deadline::after(&self.clock, DRAIN_DEADLINE);
+        end(&*host, last, flushed, &deadline);
         if leases.ended(&host) == End::Removed {
             // A VMM that has gone as well does not need it.
             let _ = self.channel.send(&Farewell::Removed, &[]);
@@ -285,24 +301,21 @@ impl Session {
     }
 }
 
-/// Has the queues rest where they are, for the next server. Commands in flight complete, and no other is taken.
-fn rest(host: &dyn HostSide) {
-    if let Err(error) = host.pause() {
-        log::warn!("The server ends while commands of a function are in flight: {error}");
-    }
-}
-
-/// Ends all that is done for a function.
-fn end(host: &dyn HostSide, flushed: u64) {
+/// Ends all that is done for a function, until `deadline`.
+fn end(host: &dyn HostSide, last: LastCommands, flushed: u64, deadline: &Deadline) {
     host.end_silent_doorbells();
-    if let Err(error) = host.leave_within(DRAIN_DEADLINE) {
-        log::warn!("A VMM went while commands of its function are in flight: {error}");
-    }
-    if let Err(error) = host.unmap_all() {
-        log::warn!("Memory of a VMM that went is still in use: {error}");
+    match host.leave_within(deadline.left(), last) {
+        // Without queues this waits for nothing.
+        Ok(()) => {
+            if let Err(error) = host.unmap_all() {
+                log::warn!("Memory of a VMM that went is still in use: {error}");
+            }
+        }
+        // Their memory stays mapped until they have ended.
+        Err(error) => log::warn!("A lease ends with commands of its function in flight: {error}"),
     }
     if host.commands() != flushed
-        && let Err(error) = host.flush_within(DRAIN_DEADLINE)
+        && let Err(error) = host.flush_within(deadline.left())
     {
         log::error!("Cannot flush the drive of a VMM that went: {error}");
     }

@@ -3,6 +3,8 @@
 use std::io;
 use std::time::Duration;
 
+use super::io_queues::Overdue;
+use super::pause;
 use super::{
     Attachment, AttachmentState, AttachmentStats, CqConfig, GUEST_NSID, KeptQueues, QueueError,
     SqConfig, StateError,
@@ -14,7 +16,9 @@ use crate::doorbell::DoorbellBuffer;
 use crate::event::{DriveEvent, Event};
 use crate::host::{ChangedZones, Damage};
 use crate::limit::RateLimits;
-use crate::seam::{CoalescingConfig, HostSide, IoDoorbells, LeaseFacts, LeaseStatus, SharedParts};
+use crate::seam::{
+    CoalescingConfig, HostSide, IoDoorbells, LastCommands, LeaseFacts, LeaseStatus, SharedParts,
+};
 use crate::spec::ids::QueueId;
 use crate::spec::log::SmartHealth;
 use crate::spec::registers::Doorbell;
@@ -198,10 +202,15 @@ impl HostSide for Attachment {
         self.reset_by(&self.within(time))
     }
 
-    fn leave_within(&self, time: Duration) -> Result<(), QueueError> {
+    fn leave_within(&self, time: Duration, last: LastCommands) -> Result<(), QueueError> {
         let mut queues = self.queues();
         self.unwatch(&mut queues);
-        self.delete_all_by(&mut queues, &self.within(time))
+        let deadline = self.within(time);
+        if last == LastCommands::Complete && !queues.paused {
+            // Those that need longer are cut short, and may end in the other half.
+            let _ = pause::rest_by(&mut queues, &self.within(time / 2));
+        }
+        self.delete_all_by(&mut queues, &deadline, Overdue::Left)
     }
 
     fn flush_within(&self, time: Duration) -> io::Result<()> {

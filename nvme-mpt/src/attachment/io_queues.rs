@@ -30,7 +30,7 @@ use crate::stats::{Counters, HostQueueUse};
 /// A Completion Queue that exists, with its Submission Queues.
 #[derive(Debug)]
 pub(super) struct QueueEntry {
-    cqid: QueueId,
+    pub(super) cqid: QueueId,
     /// Name of the shadow queue among the pollers'.
     pub(super) id: u64,
     pub(super) poller: Arc<Poller>,
@@ -39,6 +39,8 @@ pub(super) struct QueueEntry {
     pub(super) sqs: Vec<QueueId>,
     /// The shadow queue itself, while it rests.
     pub(super) parked: Option<Box<ShadowQueue>>,
+    /// A deadline passed while its commands in flight were waited for.
+    pub(super) overdue: bool,
 }
 
 impl QueueEntry {
@@ -92,8 +94,6 @@ pub(super) struct Queues {
     pub(super) revoked: bool,
     /// No queue is polled: each rests here.
     pub(super) paused: bool,
-    /// The last reset gave up waiting for queues. Whoever ends them next does not wait as long again.
-    overdue: bool,
     /// Figures of the lease from before it was restored here.
     pub(super) counted_before: Counters,
     /// Poller that watches the admin queue's mapped doorbells, and the name of the watch.
@@ -113,6 +113,15 @@ impl Queues {
             .get_mut(&cqid.0)
             .ok_or(QueueError::NoSuchQueue(cqid))
     }
+}
+
+/// Treatment of queues that were waited for in vain already.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Overdue {
+    /// They are waited for once more.
+    WaitedFor,
+    /// They are left to end by themselves.
+    Left,
 }
 
 /// Names of shadow queues and watches among the pollers'.
@@ -220,6 +229,7 @@ impl Attachment {
             pair,
             sqs: Vec::new(),
             parked: None,
+            overdue: false,
         };
         Ok((entry, queue))
     }
@@ -369,7 +379,7 @@ impl Attachment {
     /// As [`Self::reset`], until `deadline`, which is that of all queues.
     pub(super) fn reset_by(&self, deadline: &Deadline) -> Result<(), QueueError> {
         let mut queues = self.queues();
-        let result = self.delete_all_by(&mut queues, deadline);
+        let result = self.delete_all_by(&mut queues, deadline, Overdue::WaitedFor);
         self.context.doorbells.clear();
         result
     }
@@ -379,10 +389,11 @@ impl Attachment {
         &self,
         queues: &mut Queues,
         deadline: &Deadline,
+        overdue: Overdue,
     ) -> Result<(), QueueError> {
         queues.buffer = None;
         queues.revoked = false;
-        let overdue = self.end_each(queues, deadline);
+        let overdue = self.end_each(queues, deadline, overdue);
         match overdue.first() {
             Some((cqid, _)) => Err(QueueError::Timeout(*cqid)),
             None => Ok(()),
@@ -392,16 +403,17 @@ impl Attachment {
     /// Ends all queues for good. Returns those that are overdue.
     pub(super) fn end_queues(&self) -> Vec<Leaving> {
         let mut queues = self.queues();
-        let deadline = match queues.overdue {
-            // They were waited for already.
-            true => Deadline::after(&self.clock, Duration::ZERO),
-            false => self.deadline(),
-        };
-        let overdue = self.end_each(&mut queues, &deadline);
+        let overdue = self.end_each(&mut queues, &self.deadline(), Overdue::Left);
         overdue.into_iter().map(|(_, leaving)| leaving).collect()
     }
 
-    fn end_each(&self, queues: &mut Queues, deadline: &Deadline) -> Vec<(QueueId, Leaving)> {
+    fn end_each(
+        &self,
+        queues: &mut Queues,
+        deadline: &Deadline,
+        overdue: Overdue,
+    ) -> Vec<(QueueId, Leaving)> {
+        let passed = Deadline::after(&self.clock, Duration::ZERO);
         // All are stopped before the first one is waited for.
         let leaving: Vec<_> = queues
             .cqs
@@ -409,23 +421,28 @@ impl Attachment {
             .map(|(cqid, entry)| {
                 let queue = entry.poller.end(entry.id);
                 let poller = entry.poller.clone();
-                (QueueId(*cqid), Leaving { queue, poller })
+                (*cqid, Leaving { queue, poller })
             })
             .collect();
-        let mut overdue = Vec::new();
+        let mut late = Vec::new();
         for (cqid, leaving) in leaving {
+            let Some(entry) = queues.cqs.get_mut(&cqid) else {
+                continue;
+            };
+            let deadline = match entry.overdue && overdue == Overdue::Left {
+                true => &passed,
+                false => deadline,
+            };
             match deadline.receive(&leaving.queue) {
-                Ok(queue) => {
-                    drop(queue);
-                    queues.cqs.remove(&cqid.0);
+                Err(RecvTimeoutError::Timeout) => {
+                    entry.overdue = true;
+                    late.push((QueueId(cqid), leaving));
                 }
-                // It rested here, or an earlier call gave up waiting and it ended with its poller meanwhile.
-                Err(RecvTimeoutError::Disconnected) => drop(queues.cqs.remove(&cqid.0)),
-                Err(RecvTimeoutError::Timeout) => overdue.push((cqid, leaving)),
+                // It came, it rested here, or an earlier call gave up waiting and it ended with its poller meanwhile.
+                _ => drop(queues.cqs.remove(&cqid)),
             }
         }
-        queues.overdue = !overdue.is_empty();
-        overdue
+        late
     }
 
     /// A new queue begins at entry 0. The buffer may still hold what the guest last wrote for a

@@ -4,9 +4,9 @@
 //! A queue that rests holds nothing of the VM's memory but its rings, and touches not even those,
 //! so memory can come and go meanwhile. When it goes on it takes up the memory that there is then.
 
-use super::io_queues::Queues;
+use super::io_queues::{QueueEntry, Queues};
 use super::{Attachment, QueueError};
-use crate::spec::ids::QueueId;
+use crate::deadline::Deadline;
 
 impl Attachment {
     /// Has the pollers take no more commands, and waits for those in flight. When this returns,
@@ -16,34 +16,18 @@ impl Attachment {
     ///
     /// # Errors
     /// [`QueueError::Timeout`] if commands in flight do not finish, which a drive's own deadlines
-    /// prevent: their queue ends with them, and all others go on.
+    /// prevent: their queue ends with them, and all others go on. It is not waited for again.
     pub(super) fn pause(&self) -> Result<(), QueueError> {
         let mut queues = self.queues();
         if queues.paused {
             return Ok(());
         }
-        // All are stopped before the first one is waited for.
-        let leaving: Vec<_> = queues
-            .cqs
-            .iter()
-            .map(|(cqid, entry)| (*cqid, entry.poller.remove(entry.id)))
-            .collect();
-        let deadline = self.deadline();
-        let mut result = Ok(());
-        for (cqid, receiver) in leaving {
-            let Some(entry) = queues.cqs.get_mut(&cqid) else {
-                continue;
-            };
-            match deadline.receive(&receiver) {
-                Ok(mut queue) => {
-                    queue.settle();
-                    entry.park(queue);
-                }
-                Err(_) => result = Err(QueueError::Timeout(QueueId(cqid))),
-            }
-        }
+        let result = rest_by(&mut queues, &self.deadline());
         queues.paused = true;
         if result.is_err() {
+            for entry in queues.cqs.values_mut() {
+                entry.overdue = entry.parked.is_none();
+            }
             self.go_on(&mut queues);
         }
         result
@@ -65,4 +49,23 @@ impl Attachment {
             }
         }
     }
+}
+
+/// Has the queues rest that pollers have, once their commands in flight have completed. Waits until `deadline`, and not
+/// for queues that are overdue already.
+pub(super) fn rest_by(queues: &mut Queues, deadline: &Deadline) -> Result<(), QueueError> {
+    // All are stopped before the first one is waited for.
+    let remove = |entry: &QueueEntry| (!entry.overdue).then(|| entry.poller.remove(entry.id));
+    let leaving: Vec<_> = queues.cqs.values().map(remove).collect();
+    let mut result = Ok(());
+    for (entry, receiver) in queues.cqs.values_mut().zip(leaving) {
+        match receiver.map(|receiver| deadline.receive(&receiver)) {
+            Some(Ok(mut queue)) => {
+                queue.settle();
+                entry.park(queue);
+            }
+            _ => result = Err(QueueError::Timeout(entry.cqid)),
+        }
+    }
+    result
 }

@@ -98,6 +98,15 @@ pub struct CoalescingConfig {
     pub disabled: u128,
 }
 
+/// End of commands in flight, when a host side leaves its function.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LastCommands {
+    /// They have half of the time to complete. Then they are cut short.
+    Complete,
+    /// They begin no further step.
+    CutShort,
+}
+
 /// Host side of one function: its lease, its guest's memory, and the queues that do its I/O.
 ///
 /// See the [module](self) for the calls and for their form as messages.
@@ -264,6 +273,7 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// [`QueueError::Timeout`] if commands in flight do not finish: their queue ends with them, and all others go on.
+    /// That queue is not waited for again.
     fn pause(&self) -> Result<(), QueueError>;
 
     /// Has the pollers take commands again.
@@ -287,10 +297,11 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     fn reset_within(&self, time: Duration) -> Result<(), QueueError>;
 
     /// Deletes all queues, and leaves the doorbells as they are: the function ends, or goes on with another host side.
+    /// Queues that were waited for in vain before are not waited for again.
     ///
     /// # Errors
     /// As [`Self::reset_within`].
-    fn leave_within(&self, time: Duration) -> Result<(), QueueError> {
+    fn leave_within(&self, time: Duration, _last: LastCommands) -> Result<(), QueueError> {
         self.reset_within(time)
     }
 

@@ -17,6 +17,7 @@ use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::{Pid, gettid};
 use nvme_mpt::live::LiveState;
 use nvme_mpt::memory::{Access, Cell32, Mapping, memfd, sealed_memfd};
+use nvme_mpt::seam::LastCommands;
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::cqe::Cqe;
 use nvme_mpt::spec::ids::{CommandId, Lba, Nsid, QueueId};
@@ -541,7 +542,8 @@ fn a_command_that_is_cut_short_is_left_to_the_next_process() {
         attachment.doorbells().store(Doorbell::SqTail(QUEUE), 1);
         assert!(queue.poll(), "the drive has the command");
         attachment.give_queue_back(queue).unwrap();
-        HostSide::leave_within(&*attachment, Duration::from_secs(30)).unwrap();
+        let time = Duration::from_secs(30);
+        HostSide::leave_within(&*attachment, time, LastCommands::CutShort).unwrap();
     }
     assert!(completion(&guest, 0, true).is_none(), "it has not ended");
 

@@ -1,9 +1,18 @@
 //! Functions that end while the drive has commands of theirs: lease and memory stay until the last of
 //! these commands has ended, and no further step of them begins.
 
-use std::time::Duration;
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use nvme_mpt::lease::{FormerData, LeaseState};
+use nvme_mpt::poller::Threads;
+use nvme_mpt::{FunctionParts, HostSide, KeptParts};
+use nvme_mpt_lease_protocol::{Admission, End, Leases, Peer, Session, attach_over};
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::Controller;
 use nvme_mpt_tests::drive::{HandQueue, NamespaceOptions, Options};
@@ -11,7 +20,9 @@ use nvme_mpt_tests::memory::DmaBuffer;
 use nvme_mpt_tests::prp;
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::registers::{CSTS, CSTS_FATAL, CSTS_READY};
+use vmm_device::NvmeFunction;
 
+use crate::common::remote::OneLease;
 use crate::common::{Host, LEASE, Machine, Setup, pollers_look, queue_pair, remote, wait_for};
 
 /// The drive may take as long as it likes: the test completes its commands.
@@ -20,7 +31,12 @@ const FOR_EVER: Duration = Duration::from_secs(24 * 3600);
 /// Longest wait of a reset or an end, in all.
 const DEADLINE: Duration = Duration::from_secs(30);
 
+/// Time in which a wait of 50 ms ends, also on a machine that stands still for a while.
+const BOUND: Duration = Duration::from_secs(80);
+
 const CC: u64 = 0x14;
+
+const BUS_MASTER: u16 = 1 << 2;
 
 const QUEUE_PAIRS: u16 = 4;
 
@@ -75,6 +91,27 @@ fn begin(host: &Host, machine: &Machine, controller: &mut Controller, id: u16) -
         begun.len() == ENTRIES as usize - 1
     });
     assert!(begun.len() < PARTS, "some wait for their turn");
+    (Stuck { hand, begun }, (queue, buffer, prepared))
+}
+
+/// Leaves a write at the drive that needs one part.
+fn begin_one(
+    host: &Host,
+    machine: &Machine,
+    controller: &mut Controller,
+    id: u16,
+) -> (Stuck, Driver) {
+    let mut queue = queue_pair(controller, id, 64);
+    let mut hand = host.model.hand_queue(id).unwrap();
+    let buffer = machine.memory.alloc(4096).unwrap();
+    let prepared = prp::buffer(&buffer, 0, 4096).unwrap();
+    assert!(queue.push(&Sqe::write(1, 0, 8).with_data(prepared.pointer)));
+    queue.ring();
+    let mut begun = Vec::new();
+    wait_for("the write", || {
+        begun.extend(take(&mut hand));
+        begun.len() == 1
+    });
     (Stuck { hand, begun }, (queue, buffer, prepared))
 }
 
@@ -160,4 +197,180 @@ fn all_queues_of_a_reset_share_one_deadline() {
     host.lease("next", &Setup::nth(0), FormerData::Kept)
         .unwrap();
     host.finish();
+}
+
+/// The lease of a server that ends when its session does.
+struct LastLease(OneLease);
+
+impl Leases for LastLease {
+    fn attach(
+        &self,
+        peer: Peer,
+        options: &str,
+        parts: Option<KeptParts>,
+        stop: &AtomicBool,
+    ) -> Admission {
+        self.0.attach(peer, options, parts, stop)
+    }
+
+    fn server_ends(&self) -> bool {
+        true
+    }
+
+    fn ended(&self, host: &Arc<dyn HostSide>) -> End {
+        self.0.ended(host)
+    }
+}
+
+/// A server that a test ends.
+struct Server {
+    stream: UnixStream,
+    session: JoinHandle<()>,
+}
+
+impl Server {
+    /// Serves a function, with a guest on it.
+    fn with_machine(host: &Host) -> (Self, Machine) {
+        let setup = Setup::nth(0);
+        let attachment = host.attachment_with("served", &setup, FunctionParts::Outliving);
+        let clock = host.clock.clone();
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let stream = theirs.try_clone().unwrap();
+        let session = thread::spawn(move || {
+            let leases = LastLease(OneLease(Mutex::new(Some(attachment))));
+            let session = Session::new(theirs).unwrap().with_clock(clock);
+            session.run(&leases).unwrap();
+        });
+        let threads = Threads::default();
+        let remote = attach_over(ours, Path::new("pair"), "options", &threads).unwrap();
+        let function = NvmeFunction::new(Arc::new(remote.unwrap()), setup.masking);
+        let function = function.with_clock(host.clock.clone());
+        let machine = host.machine_of("served".to_owned(), function, &setup);
+        (Self { stream, session }, machine)
+    }
+
+    /// Has the server take no more requests, and end the lease.
+    fn begin_end(&self) {
+        self.stream.shutdown(Shutdown::Read).unwrap();
+    }
+
+    /// Waits until the server has ended.
+    fn wait(self) {
+        drop(self.stream);
+        self.session.join().unwrap();
+    }
+}
+
+/// Writes the Command register.
+fn command(machine: &Machine, value: u16) {
+    drop(machine.function().write_config(0x04, &value.to_le_bytes()));
+}
+
+#[test]
+fn queues_that_are_overdue_are_waited_for_once() {
+    let host = host();
+    let machine = host.machine(&Setup::nth(0));
+    command(&machine, BUS_MASTER);
+    let mut controller = machine.attach();
+    let (mut stuck, driver) = begin(&host, &machine, &mut controller, 1);
+    host.clock.skip_waits(true);
+    let bar = machine.bar();
+    // The reset clears Bus Master Enable.
+    machine.function_level_reset();
+    assert_ne!(bar.read32(CSTS) & CSTS_FATAL, 0);
+    assert_eq!(host.clock.waited(), DEADLINE, "by the reset");
+    command(&machine, 0);
+    assert_eq!(host.clock.waited(), DEADLINE, "by the next write");
+
+    stuck.complete();
+    host.clock.skip_waits(false);
+    machine.function_level_reset();
+    assert_eq!(bar.read32(CSTS), 0);
+    stuck.has_no_more();
+    if remote::is_chosen() {
+        return;
+    }
+    drop((driver, controller, bar, machine));
+    host.finish();
+}
+
+#[test]
+fn bus_master_enable_is_cleared_in_one_deadline() {
+    let host = host();
+    let machine = host.machine(&Setup::nth(0));
+    command(&machine, BUS_MASTER);
+    let mut controller = machine.attach();
+    let (mut stuck, driver) = begin_one(&host, &machine, &mut controller, 1);
+    let idle = queue_pair(&mut controller, 2, 64);
+    host.clock.skip_waits(true);
+    let bar = machine.bar();
+    for _ in 0..2 {
+        command(&machine, 0);
+        assert_ne!(bar.read32(CSTS) & CSTS_FATAL, 0);
+        assert_eq!(host.clock.waited(), DEADLINE);
+    }
+    // Nor does the end wait for it.
+    if !remote::is_chosen() {
+        drop((driver, idle, controller, bar, machine));
+        assert_eq!(host.clock.waited(), DEADLINE);
+        stuck.complete();
+        host.finish();
+    }
+}
+
+#[test]
+fn the_end_of_a_server_has_one_deadline() {
+    let host = host();
+    let (server, machine) = Server::with_machine(&host);
+    let mut controller = machine.attach();
+    // A write that has to be flushed, and one that does not end.
+    let (mut done, (mut queue, ..)) = begin_one(&host, &machine, &mut controller, 1);
+    done.complete();
+    wait_for("the write's end", || queue.poll().is_some());
+    let (mut stuck, _driver) = begin(&host, &machine, &mut controller, 2);
+    host.clock.skip_waits(true);
+    server.begin_end();
+    server.wait();
+    assert_eq!(host.clock.waited(), DEADLINE);
+    stuck.complete();
+    pollers_look(&host);
+    stuck.has_no_more();
+}
+
+#[test]
+fn a_server_that_ends_cuts_commands_short_after_half_of_its_time() {
+    let host = host();
+    let (server, machine) = Server::with_machine(&host);
+    let mut controller = machine.attach();
+    let (mut stuck, _driver) = begin(&host, &machine, &mut controller, 1);
+    host.clock.skip_waits(true);
+    server.begin_end();
+    wait_for("half of the time", || host.clock.waited() == DEADLINE / 2);
+    host.clock.skip_waits(false);
+    pollers_look(&host);
+    stuck.complete();
+    server.wait();
+    stuck.has_no_more();
+}
+
+#[test]
+fn a_server_that_is_ending_is_waited_for_once() {
+    let host = host();
+    let (server, machine) = Server::with_machine(&host);
+    let mut controller = machine.attach();
+    let (mut stuck, _driver) = begin_one(&host, &machine, &mut controller, 1);
+    server.begin_end();
+    let began = Instant::now();
+    {
+        let function = machine.function();
+        let host = function.host();
+        host.reset_within(Duration::from_millis(50)).unwrap_err();
+        host.pause().unwrap_err();
+        host.unmap_all().unwrap_err();
+    }
+    assert!(began.elapsed() < BOUND, "{:?}", began.elapsed());
+    // Nobody plays a drive that flushes.
+    host.clock.skip_waits(true);
+    stuck.complete();
+    server.wait();
 }

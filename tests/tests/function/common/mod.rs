@@ -135,12 +135,17 @@ impl Host {
     /// A function on a part of the drive, and its guest.
     pub(crate) fn machine(&self, setup: &Setup) -> Machine {
         let id = format!("lease-{}", self.next_id.fetch_add(1, Ordering::Relaxed));
+        let function = self.function(&id, setup);
+        self.machine_of(id, function, setup)
+    }
+
+    /// A function that exists, and its guest.
+    pub(crate) fn machine_of(&self, id: String, function: NvmeFunction, setup: &Setup) -> Machine {
         let memory = match setup.scattered {
             false => GuestMemory::new(&setup.regions),
             true => GuestMemory::scattered(&setup.regions, 1),
         };
         let memory = memory.unwrap();
-        let function = self.function(&id, setup);
         let interrupts = function.vectors().iter();
         let interrupts = interrupts.map(|_| Arc::new(Interrupt::new().unwrap()));
         let interrupts = interrupts.collect();

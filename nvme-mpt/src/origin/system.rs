@@ -43,7 +43,12 @@ pub(super) struct Mount {
     pub(super) point: PathBuf,
     kind: String,
     source: PathBuf,
+    /// The subvolume of btrfs that the folder is in.
+    subvolume: Option<PathBuf>,
 }
+
+/// Inode number of the root of each btrfs subvolume, and of nothing else there (`BTRFS_FIRST_FREE_OBJECTID`).
+const SUBVOLUME_ROOT: u64 = 256;
 
 impl Mount {
     /// Returns the block device that it is on. Some kinds, such as btrfs, have a number that is no device's.
@@ -57,6 +62,33 @@ impl Mount {
         let metadata = fs::metadata(&self.source).ok()?;
         let is_device = metadata.file_type().is_block_device();
         is_device.then(|| DeviceNumber(metadata.rdev()))
+    }
+
+    /// Returns the folder in which the inode number of a file is unique: its subvolume in btrfs, and else the root of the
+    /// file system. A bind mount changes neither.
+    fn numbered_in(&self, path: &Path) -> PathBuf {
+        if self.kind != "btrfs" {
+            return "/".into();
+        }
+        // A subvolume below the mounted folder has no line of its own.
+        let below = path.strip_prefix(&self.point).unwrap_or(path);
+        let mut folders = below.ancestors().skip(1);
+        let nested = folders.find(|folder| {
+            let metadata = fs::metadata(self.point.join(folder));
+            *folder != Path::new("") && metadata.is_ok_and(|found| found.ino() == SUBVOLUME_ROOT)
+        });
+        let subvolume = self.subvolume.as_ref().unwrap_or(&self.root);
+        nested.map_or_else(|| subvolume.clone(), |folder| self.root.join(folder))
+    }
+
+    /// Returns the source without the mounted folder, which the kernel appends for NFS.
+    fn whole_source(&self) -> String {
+        let source = self.source.display().to_string();
+        let folder = self.root.to_string_lossy();
+        match source.strip_suffix(&*folder) {
+            Some(whole) if self.kind.starts_with("nfs") && folder != "/" => whole.to_owned(),
+            _ => source,
+        }
     }
 }
 
@@ -192,16 +224,17 @@ impl System {
                 format!("{}/{device}", self.boot())
             }
             Some(mount) => {
-                let Mount {
-                    root, kind, source, ..
-                } = mount;
                 let source = match mount.block_device() {
                     Some(device) => {
                         super::extent::join(&super::Device::resolve(self, device).extents)
                     }
-                    None => source.display().to_string(),
+                    None => mount.whole_source(),
                 };
-                format!("{kind}:{source}:{}", root.display())
+                format!(
+                    "{}:{source}:{}",
+                    mount.kind,
+                    mount.numbered_in(path).display()
+                )
             }
         }
     }
@@ -221,12 +254,16 @@ fn parse_mount(line: &[u8]) -> Option<Mount> {
     let (root, point) = (fields.next()?, fields.next()?);
     let mut rest = fields.skip_while(|field| *field != b"-").skip(1);
     let (kind, source) = (rest.next()?, rest.next()?);
+    // The last option, which may have commas.
+    let options = String::from_utf8_lossy(rest.next().unwrap_or_default());
+    let subvolume = options.split_once(",subvol=");
     Some(Mount {
         device: DeviceNumber::parse(std::str::from_utf8(device).ok()?)?,
         root: unescape(root),
         point: unescape(point),
         kind: String::from_utf8_lossy(kind).into_owned(),
         source: unescape(source),
+        subvolume: subvolume.map(|(_, folder)| unescape(folder.as_bytes())),
     })
 }
 

@@ -265,12 +265,39 @@ fn a_file_is_of_the_disk_that_its_file_system_is_on() {
     };
     assert_eq!(
         mount("nfs4", "host:/export"),
-        format!("file:{inode}@nfs4:host:/export:/sub")
+        format!("file:{inode}@nfs4:host:/export:/")
     );
     assert_eq!(
         mount("tmpfs", "none"),
         format!("file:{inode}@this-boot/{number}")
     );
+}
+
+#[test]
+fn a_bind_mount_gives_a_file_no_other_name() {
+    let tree = Tree::new();
+    let file = image();
+    let folder = file.path().parent().unwrap().display();
+    let identity = |root: &str, kind: &str, source: &str, options: &str| {
+        let line = format!("2 1 0:99 {root} {folder} rw - {kind} {source} {options}\n");
+        tree.write("proc/self/mountinfo", &line);
+        tree.of_file(file.path()).identity()
+    };
+    let overlay = |root| identity(root, "overlay", "overlay", "rw,lowerdir=/a,upperdir=/b");
+    assert_eq!(overlay("/srv"), overlay("/"));
+    let nfs = |root, source| identity(root, "nfs4", source, "rw,vers=4.2");
+    assert_eq!(nfs("/srv", "host:/export/srv"), nfs("/", "host:/export"));
+    assert_ne!(nfs("/", "host:/export/srv"), nfs("/", "host:/export"));
+
+    // The kernel names the subvolume of the folder that is mounted.
+    let btrfs = |root, volume| identity(root, "btrfs", "/dev/absent", volume);
+    let volume = "rw,space_cache=v2,subvolid=256,subvol=/@\\054\\040a";
+    let whole = btrfs("/@,\\040a", volume);
+    assert!(whole.ends_with("@btrfs:/dev/absent:/@,_a"), "{whole}");
+    assert_eq!(btrfs("/@,\\040a/srv", volume), whole);
+    let other = "rw,space_cache=v2,subvolid=257,subvol=/@/srv";
+    assert_ne!(btrfs("/@/srv", other), whole);
+    assert_ne!(btrfs("/", "rw,subvolid=5,subvol=/"), whole);
 }
 
 #[test]

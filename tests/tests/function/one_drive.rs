@@ -1,7 +1,7 @@
 //! A drive is its bytes: paths to the same ones are one drive, and what others use is refused. Needs loop devices.
 
 use std::fs::OpenOptions;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -102,6 +102,64 @@ fn a_loop_device_and_its_file_are_locked_as_one_whatever_ledger_there_is() {
         let beside = beside.map(|(drive, at)| ours(drive, at).unwrap());
         drop((held, beside));
     }
+}
+
+/// Mount points, until the end of a test.
+#[derive(Default)]
+struct Mounts(Vec<String>);
+
+impl Mounts {
+    fn add(&mut self, options: &[&str], source: &Path, point: &Path) -> Option<()> {
+        std::fs::create_dir(point).unwrap();
+        let point = point.to_str().unwrap();
+        run(&[&["mount"], options, &[source.to_str().unwrap(), point]].concat())?;
+        self.0.push(point.to_owned());
+        Some(())
+    }
+}
+
+impl Drop for Mounts {
+    fn drop(&mut self) {
+        for point in self.0.iter().rev() {
+            run(&["umount", "--lazy", point]);
+        }
+    }
+}
+
+#[test]
+fn a_file_of_a_subvolume_is_one_drive_by_every_mount() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut mounts = Mounts::default();
+    let [image, top, bound, own] =
+        ["image", "top", "bound", "own"].map(|name| dir.path().join(name));
+    let file = std::fs::File::create(&image).unwrap();
+    file.set_len(256 << 20).unwrap();
+    let volume = top.join("volume");
+    let made = run(&["mkfs.btrfs", "--quiet", image.to_str().unwrap()])
+        .and_then(|_| mounts.add(&["-o", "loop"], &image, &top))
+        .and_then(|()| run(&["btrfs", "subvolume", "create", volume.to_str().unwrap()]));
+    if made.is_none() {
+        return;
+    }
+    let folders = [top.join("folder"), volume.join("folder")];
+    let inodes = folders.each_ref().map(|folder| {
+        std::fs::create_dir(folder).unwrap();
+        let file = std::fs::File::create(folder.join("drive.img")).unwrap();
+        file.set_len(LEASE).unwrap();
+        file.metadata().unwrap().ino()
+    });
+    assert_eq!(inodes[0], inodes[1], "each subvolume numbers its own");
+    let options = ["-o", "loop,subvol=volume"];
+    mounts.add(&["--bind"], &folders[1], &bound).unwrap();
+    mounts.add(&options, &image, &own).unwrap();
+    let identity = |folder: &Path| {
+        let drive = open(&folder.join("drive.img")).unwrap();
+        drive.identity().to_owned()
+    };
+    let [other, first] = folders.each_ref().map(|folder| identity(folder));
+    assert_ne!(other, first);
+    assert_eq!(identity(&bound), first);
+    assert_eq!(identity(&own.join("folder")), first);
 }
 
 #[test]

@@ -60,10 +60,19 @@ fn a_process_opens_a_drive_once() {
         faults: Some(Arc::new(FaultPlan::default())),
         ..DriveOptions::default()
     };
+    let profile = "model = \"nvm\"\nunits = 1\nstripe = \"4K\"\n\
+         read = { latency = \"1us\", bandwidth = \"1G\" }\n\
+         write = { latency = \"1us\", bandwidth = \"1G\" }\n";
+    let modelled = DriveOptions {
+        profile: Some(Arc::new(
+            Profile::parse("test", profile).expect("a profile"),
+        )),
+        ..DriveOptions::default()
+    };
     let first = open_file(&path, &small).expect("opened");
     for path in [&path, &link] {
         assert!(shares(&first, &open_file(path, &small).expect("found")));
-        for (other, key) in [(&large, "lba"), (&faulty, "faults")] {
+        for (other, key) in [(&large, "lba"), (&faulty, "faults"), (&modelled, "profile")] {
             let error = open_file(path, other).expect_err("refused").to_string();
             assert!(error.contains("in this process"), "{error}");
             assert!(error.contains(&format!("the same {key}=")), "{error}");
@@ -73,9 +82,13 @@ fn a_process_opens_a_drive_once() {
     assert_eq!(opened, Some(small.clone()));
     drop(first);
     assert_eq!(opened_options(&DrivePath::File(link)), None);
-    // Faults are those of all that share the drive.
-    let first = open_file(&path, &faulty).expect("opened");
-    assert!(shares(&first, &open_file(&path, &small).expect("found")));
+    // Faults and profiles are those of all that share the drive.
+    for (options, other) in [(&faulty, &modelled), (&modelled, &faulty)] {
+        let first = open_file(&path, options).expect("opened");
+        assert!(shares(&first, &open_file(&path, options).expect("found")));
+        assert!(shares(&first, &open_file(&path, &small).expect("found")));
+        open_file(&path, other).expect_err("refused");
+    }
 
     let memory = DrivePath::Memory(1 << 20);
     let each = [(); 2].map(|()| open(&memory, small.clone()).expect("memory"));

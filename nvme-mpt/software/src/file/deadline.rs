@@ -62,7 +62,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
     }
 
     /// Names a request.
-    fn report(&self, slot: usize) -> String {
+    pub(super) fn report(&self, slot: usize) -> String {
         let operation = &self.operations[slot];
         let (what, fd, offset, len) = match operation.next {
             Next::Slice => {
@@ -74,7 +74,11 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                     zeroing.slice,
                 )
             }
-            Next::Sync | Next::SyncCompanion => ("sync", self.lease.sync_fd(), 0, 0),
+            Next::Sync => ("sync", self.lease.sync_fd(), 0, 0),
+            Next::SyncCompanion => {
+                let fd = self.lease.companion_fd().unwrap_or(-1);
+                ("sync of the companion file", fd, 0, 0)
+            }
             next => {
                 let what = if next == Next::Write { "write" } else { "read" };
                 let vectors = match operation.staged {

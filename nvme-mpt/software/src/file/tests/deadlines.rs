@@ -1,6 +1,7 @@
 //! Requests that the kernel keeps or does not take, and queues that end.
 
 use super::*;
+use crate::medium::Medium as _;
 
 #[test]
 fn a_request_that_the_kernel_keeps_is_cancelled_and_repeated() {
@@ -29,6 +30,58 @@ fn a_request_that_the_kernel_keeps_is_cancelled_and_repeated() {
     ring.succeed();
     assert_eq!(drive.reap(), [(3, Status::SUCCESS)]);
     assert!(!drive.queue.has_failed());
+}
+
+/// Checks the report of the only request that the kernel has, in slot 0.
+fn reports(drive: &Drive<FakeRing, TestClock>, ring: &FakeRing, what: &str) {
+    let has = ring.has();
+    let [
+        Given {
+            fd, offset, len, ..
+        },
+    ] = has[..]
+    else {
+        panic!("the kernel has {has:?}");
+    };
+    assert_eq!(
+        drive.queue.report(0),
+        format!(
+            "The kernel keeps a {what} on {} (descriptor {fd}, offset {offset}, length {len}) for over 0ns",
+            drive.file.path().display()
+        )
+    );
+}
+
+#[test]
+fn a_request_that_the_kernel_keeps_is_reported_with_its_place() {
+    let (ring, clock) = (FakeRing::default(), TestClock::default());
+    let file = NamedTempFile::new().expect("a file");
+    let store = store(file.as_file(), file.path());
+    store.keep_durable_with(Arc::new(tempfile::tempfile().expect("a file")));
+    let mut drive = Drive::on(file, store, ring.clone(), clock);
+    drive.ring(&[drive.transfer(NvmOpcode::WRITE, 0, 8, 16, 0)]);
+    reports(&drive, &ring, "write");
+    ring.succeed();
+    drive.reap();
+    // A part of a block is read with the block around it, into other memory.
+    drive.ring(&[drive.transfer(NvmOpcode::READ, 0, 9, 2, 0)]);
+    reports(&drive, &ring, "read");
+    ring.succeed();
+    drive.reap();
+    drive.ring(&[drive.transfer(NvmOpcode::FLUSH, 0, 0, 1, 0)]);
+    reports(&drive, &ring, "sync");
+    let first = ring.succeed();
+    assert_eq!(drive.reap(), []);
+    reports(&drive, &ring, "sync of the companion file");
+    assert_ne!(ring.succeed().fd, first.fd);
+    assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
+    if !drive.store.shared.punches_holes() {
+        eprintln!("not tested: the file system has no holes");
+        return;
+    }
+    let command = drive.deallocate(0, 8, 16);
+    drive.ring(&[command]);
+    reports(&drive, &ring, "deallocation");
 }
 
 #[test]

@@ -95,7 +95,7 @@ const PHYSICAL_EXTRA: f64 = 60.0;
 const EXTENTS_EXTRA: f64 = 20.0;
 
 /// Instructions per command that live state may cost.
-const LIVE_EXTRA: f64 = 32.0;
+const LIVE_EXTRA: f64 = 40.0;
 
 /// Cases, those to compare them with, and the instructions per command that they may cost more.
 const COMPARED: [(&str, &str, f64); 5] = [

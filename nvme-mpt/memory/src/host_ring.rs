@@ -44,24 +44,18 @@ impl HostSubmissionRing {
     /// read it once the doorbell says so.
     #[inline]
     pub fn push(&mut self, entry: &Sqe, cid: CommandId) {
-        let tail = self.tail.get();
-        self.write(tail, entry);
+        let at = self.write(self.tail.get(), entry);
         // SAFETY: as in `write`. Bytes 2 and 3 of an entry are its Command Identifier; nobody reads
         // the entry yet.
         unsafe {
-            let halves = self
-                .entries
-                .at_in_one_stretch(tail)
-                .cast_mut()
-                .cast::<u16>();
-            halves.add(1).write_volatile(cid.0.to_le());
+            at.cast::<u16>().add(1).write_volatile(cid.0.to_le());
         }
         self.tail.advance();
     }
 
-    /// Writes an entry.
+    /// Writes an entry, and returns its address.
     #[inline]
-    fn write(&self, index: u32, entry: &Sqe) {
+    fn write(&self, index: u32, entry: &Sqe) -> *mut SubmissionEntry {
         let at = self.entries.at_in_one_stretch(index).cast_mut();
         let words: [u64; 8] = transmute!(*entry);
         #[cfg(target_arch = "x86_64")]
@@ -80,6 +74,7 @@ impl HostSubmissionRing {
         unsafe {
             at.write_volatile(SubmissionEntry(words));
         }
+        at
     }
 
     /// Zeroes all entries, and starts anew.

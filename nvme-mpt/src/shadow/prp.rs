@@ -63,6 +63,7 @@ pub(super) fn translate(
 }
 
 /// Copies and translates a PRP list for `len` bytes, to where a slot has its list.
+#[inline(never)]
 fn translate_list(
     table: &RegionTable,
     hints: &mut PrpHints,

@@ -34,6 +34,13 @@ impl SharedWords {
         Some(unsafe { AtomicU64::from_ptr(word.cast()) })
     }
 
+    /// Returns whether the memory behind words went away ([`Mapping::is_lost`]). Reading or writing a word finds it.
+    #[inline]
+    #[must_use]
+    pub fn is_lost(&self) -> bool {
+        self.mapping.is_lost()
+    }
+
     /// Reads a word; 0 beyond the end.
     #[inline]
     #[must_use]

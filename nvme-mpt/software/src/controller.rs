@@ -137,7 +137,7 @@ impl SoftwareController {
     /// The same drive, divided into zones.
     ///
     /// # Errors
-    /// All of [`ZoneError`] but [`ZoneError::NotWholeZones`].
+    /// All of [`ZoneError`] but [`ZoneError::NotWholeZones`] and [`ZoneError::Lost`].
     pub fn zoned(mut self, profile: &ZnsProfile) -> Result<Self, ZoneError> {
         let path = self.medium.path();
         if let Some(path) = path.filter(|path| !path.is_file()) {
@@ -324,7 +324,9 @@ impl HostLease for SoftwareLease {
         if self.drive.is_gone() {
             return Err(io::ErrorKind::NotConnected.into());
         }
-        self.medium.flush()
+        self.medium.flush()?;
+        let checked = self.zones.as_ref().map_or(Ok(()), |zones| zones.check());
+        checked.map_err(io::Error::other)
     }
 
     fn subscribe(&self, events: &Arc<EventQueue>) {
@@ -335,7 +337,15 @@ impl HostLease for SoftwareLease {
     }
 
     fn damage(&self) -> Damage {
-        self.medium.damage()
+        let zones_are_lost = self
+            .zones
+            .as_ref()
+            .is_some_and(|zones| zones.check().is_err());
+        let damage = self.medium.damage();
+        Damage {
+            lost_writes: damage.lost_writes || zones_are_lost,
+            ..damage
+        }
     }
 
     fn can_be_damaged(&self) -> bool {
@@ -352,6 +362,9 @@ impl HostLease for SoftwareLease {
 
     fn begin_anew(&self) {
         self.medium.begin_anew();
+        if let Some(zones) = &self.zones {
+            zones.begin_anew();
+        }
     }
 
     fn wiped(&self, range: &ByteRange) {

@@ -155,7 +155,8 @@ pub trait HostLease: fmt::Debug + Send + Sync {
 /// Data of a lease that is not what its guest wrote.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Damage {
-    /// Completed writes were lost before they were durable. The lease is read only until its VMM connects again.
+    /// Completed writes, or what a drive keeps of their places, were lost before they were durable. The lease is read
+    /// only until its VMM connects again, or until the drive is opened anew if its leases share what was lost.
     pub lost_writes: bool,
     /// The drive's file was cut short, and blocks of the lease are gone. They are neither read nor written.
     pub cut_short: bool,

@@ -19,13 +19,13 @@ use crate::common::loop_device::LoopDevice;
 use crate::common::{HANG, Host, LEASE, Machine, Setup, disk};
 
 /// Critical Warning, bits 2 and 3: reliability degraded, media read only (Base 2.0, Figure 207).
-const RELIABILITY_AND_READ_ONLY: u8 = 0b1100;
+pub(crate) const RELIABILITY_AND_READ_ONLY: u8 = 0b1100;
 
 /// Room of the device, less than a guest writes.
 const ROOM: u64 = 1 << 20;
 
 /// A command's status, and whether it is not to be retried.
-fn ended(disk: &mut Disk, sqe: Sqe) -> (StatusCode, bool) {
+pub(crate) fn ended(disk: &mut Disk, sqe: Sqe) -> (StatusCode, bool) {
     let status = disk.queue.submit_and_wait(sqe, HANG).unwrap().status();
     (status.code(), status.do_not_retry())
 }
@@ -53,7 +53,7 @@ fn write_through_cache(
 }
 
 /// Critical Warning.
-fn warnings(controller: &mut Controller) -> u8 {
+pub(crate) fn warnings(controller: &mut Controller) -> u8 {
     let page = LogPage {
         id: log::SMART,
         nsid: u32::MAX,

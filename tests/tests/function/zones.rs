@@ -2,11 +2,12 @@
 
 mod changes;
 mod failures;
+mod kept;
 
 use std::sync::Arc;
 
-use nvme_mpt::lease::{ByteRange, LeaseRequest, Wanted};
-use nvme_mpt::{Attachment, AttachmentConfig, Learning};
+use nvme_mpt::lease::FormerData;
+use nvme_mpt::{AttachError, Attachment, AttachmentConfig, Learning};
 use nvme_mpt_tests::admin::log;
 use nvme_mpt_tests::command::{Sqe, io};
 use nvme_mpt_tests::controller::{Config, Controller};
@@ -431,41 +432,39 @@ fn zones_of_another_id_are_empty_after_a_wipe() {
     assert_eq!(its_disk.read(0, 8).unwrap(), blocks(2, 0, 8));
 }
 
+/// An attachment to a range of the drive.
+fn lease(host: &Host, start: u64, length: u64) -> Result<Attachment, AttachError> {
+    let setup = Setup {
+        start,
+        ..Setup::whole(length)
+    };
+    let lease = host.lease("part", &setup, FormerData::Kept).unwrap();
+    Attachment::new(AttachmentConfig {
+        drive: host.drive.clone(),
+        lease,
+        queue_pairs: 1,
+        reservation: None,
+        doorbells: nvme_mpt::DoorbellMode::Trap,
+        poll: "shared".parse().unwrap(),
+        learning: Learning::default(),
+        pollers: host.pollers.clone(),
+        memory: nvme_mpt::MemoryKinds::default(),
+        rates: nvme_mpt::limit::RateLimits::default(),
+        serial: None,
+    })
+}
+
 #[test]
 fn part_of_a_zone_is_not_leased() {
     let host = host(DRIVE);
-    let attach = |start, length| {
-        let lease = host.ledger.acquire(&LeaseRequest {
-            id: "part",
-            drive: host.drive.identity(),
-            nsid: host.drive.namespace().nsid,
-            wanted: Wanted::At(ByteRange::new(start, length).unwrap()),
-            lba_shift: host.drive.lba_shift(),
-            blocks: host.drive.blocks(),
-            former_data: nvme_mpt::lease::FormerData::Kept,
-        });
-        Attachment::new(AttachmentConfig {
-            drive: host.drive.clone(),
-            lease: lease.unwrap(),
-            queue_pairs: 1,
-            reservation: None,
-            doorbells: nvme_mpt::DoorbellMode::Trap,
-            poll: "shared".parse().unwrap(),
-            learning: Learning::default(),
-            pollers: host.pollers.clone(),
-            memory: nvme_mpt::MemoryKinds::default(),
-            rates: nvme_mpt::limit::RateLimits::default(),
-            serial: None,
-        })
-    };
-    let refused = attach(ZONE / 2, 4 * ZONE).unwrap_err().to_string();
+    let refused = lease(&host, ZONE / 2, 4 * ZONE).unwrap_err().to_string();
     assert!(
         refused.contains("zone size of 1M: 0 and 1M are"),
         "{refused}"
     );
-    let refused = attach(ZONE, ZONE + 4096).unwrap_err().to_string();
+    let refused = lease(&host, ZONE, ZONE + 4096).unwrap_err().to_string();
     assert!(refused.contains("1M and 2M are"), "{refused}");
-    attach(ZONE, 3 * ZONE).unwrap();
+    lease(&host, ZONE, 3 * ZONE).unwrap();
 }
 
 /// A guest sends commands against all rules, several at a time, while another one is careful.

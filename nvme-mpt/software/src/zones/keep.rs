@@ -2,6 +2,10 @@
 //! are what they were however the process ends, and several processes can each have zones of one drive.
 //!
 //! The file is made durable with the drive's data, by a Flush or a write with FUA.
+//!
+//! All of its blocks are written when it is opened, since a store into a hole is lost on a full disk. Words are still
+//! lost if the file is cut short or its disk fails. The states in memory outlive no process then, so the drive takes no
+//! more changes.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -9,6 +13,9 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use log::error;
 
 use super::{Geometry, ZoneError};
 use nvme_mpt::lease::Bytes;
@@ -24,7 +31,9 @@ const HEADER: usize = 4096;
 #[derive(Debug)]
 pub(super) struct KeptZones {
     words: SharedWords,
+    path: PathBuf,
     file: Option<Arc<File>>,
+    lost: AtomicBool,
 }
 
 /// Description of the words in a file.
@@ -92,14 +101,16 @@ impl KeptZones {
         let words = SharedWords::new(Arc::new(mapping), 0);
         Ok(Self {
             words: words.ok_or(io::ErrorKind::InvalidInput)?,
+            path: "memory".into(),
             file: None,
+            lost: AtomicBool::new(false),
         })
     }
 
     /// The words beside a drive, which are made if there are none: all zones are empty then.
     ///
     /// # Errors
-    /// [`ZoneError::OtherZones`], [`ZoneError::NotZones`] and [`ZoneError::Keep`].
+    /// [`ZoneError::OtherZones`], [`ZoneError::NotZones`], [`ZoneError::NoRoom`] and [`ZoneError::Keep`].
     pub(super) fn beside(
         drive: &Path,
         geometry: Geometry,
@@ -112,9 +123,17 @@ impl KeptZones {
             lba_shift,
             count,
         };
-        let failed = |source| ZoneError::Keep {
-            path: path.clone(),
-            source,
+        let len = HEADER + bytes_of(count);
+        let failed = |source: io::Error| {
+            let path = path.clone();
+            match source.kind() {
+                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => ZoneError::NoRoom {
+                    path,
+                    bytes: len,
+                    source,
+                },
+                _ => ZoneError::Keep { path, source },
+            }
         };
         let mut file = open_or_make(&path, &header).map_err(failed)?;
         let mut found = [0; Header::LEN];
@@ -132,12 +151,14 @@ impl KeptZones {
                 _ => ZoneError::NotZones(path),
             });
         }
-        let len = HEADER + bytes_of(count);
         let mapping = Mapping::shared(file.as_fd(), 0, len, Access::ReadWrite).map_err(failed)?;
+        allocate(&file, &mapping).map_err(failed)?;
         let words = SharedWords::new(Arc::new(mapping), HEADER);
         Ok(Self {
             words: words.ok_or_else(|| failed(io::ErrorKind::InvalidInput.into()))?,
+            path,
             file: Some(Arc::new(file)),
+            lost: AtomicBool::new(false),
         })
     }
 
@@ -148,6 +169,45 @@ impl KeptZones {
     pub(super) fn file(&self) -> Option<&Arc<File>> {
         self.file.as_ref()
     }
+
+    /// Returns whether words of any zone are known to be lost.
+    #[inline]
+    pub(super) fn are_lost(&self) -> bool {
+        if self.words.is_lost() {
+            self.lose();
+        }
+        self.lost.load(Ordering::Relaxed)
+    }
+
+    /// Returns the error for words that are lost.
+    pub(super) fn error(&self) -> ZoneError {
+        ZoneError::Lost(self.path.clone())
+    }
+
+    /// Notes that words are lost, which stays so until the drive is opened anew.
+    pub(super) fn lose(&self) {
+        if !self.lost.swap(true, Ordering::Relaxed) {
+            error!(
+                "The zone states in {} are lost, as the file was cut short or changed, or its disk failed. Writes, \
+                 Zone Management Sends and Flushes on the drive fail until it is opened anew",
+                self.path.display()
+            );
+        }
+    }
+}
+
+/// Gives a file blocks for all that is mapped of it: each page is written once. Others may store to it meanwhile.
+fn allocate(file: &File, mapping: &Mapping) -> io::Result<()> {
+    match mapping.populate() {
+        // In place of SIGBUS.
+        Err(error) if error.raw_os_error() == Some(libc::EFAULT) => {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        // Kernels before 5.14 cannot do it. Files that this version made have their blocks.
+        Err(error) if error.kind() == io::ErrorKind::InvalidInput => {}
+        done => done?,
+    }
+    file.sync_all()
 }
 
 /// The file at a path. One that is not there is made elsewhere, and moved there unless somebody else
@@ -177,7 +237,8 @@ fn make(path: &Path, header: &Header) -> io::Result<()> {
         .truncate(true)
         .mode(0o600)
         .open(path)?;
-    file.write_all(&header.to_bytes())?;
-    file.set_len((HEADER + bytes_of(header.count)) as u64)?;
+    let mut bytes = header.to_bytes();
+    bytes.resize(HEADER + bytes_of(header.count), 0);
+    file.write_all(&bytes)?;
     file.sync_all()
 }

@@ -106,6 +106,27 @@ pub enum ZoneError {
         /// Kernel's error.
         source: io::Error,
     },
+    /// There is no room for the states.
+    #[error(
+        "The file system of {} has no room for the {bytes} bytes of the zone states in that file: make room on it, \
+         or move the drive to a larger one",
+        .path.display()
+    )]
+    NoRoom {
+        /// The file.
+        path: PathBuf,
+        /// Its length.
+        bytes: usize,
+        /// Kernel's error.
+        source: io::Error,
+    },
+    /// The states were lost while the drive was open.
+    #[error(
+        "The zone states in {path} are lost, as the file was cut short or changed, or its disk failed: end all \
+         functions on the drive, and restore {path} or delete it to begin with empty zones",
+        path = .0.display()
+    )]
+    Lost(PathBuf),
     /// A lease begins or ends within a zone.
     #[error(
         "The {part} {value} of the range is not a multiple of the drive's zone size of {zone}: \
@@ -133,14 +154,14 @@ pub struct Zones {
     append_bytes_max: u64,
     lba_shift: u8,
     count: u32,
-    kept: KeptZones,
+    kept: Arc<KeptZones>,
 }
 
 impl Zones {
     /// Divides a drive; `file` is what it is in, if not in memory.
     ///
     /// # Errors
-    /// All of [`ZoneError`] but [`ZoneError::NotWholeZones`].
+    /// All of [`ZoneError`] but [`ZoneError::NotWholeZones`] and [`ZoneError::Lost`].
     pub(super) fn new(
         profile: &ZnsProfile,
         namespace: &HostNamespace,
@@ -186,7 +207,7 @@ impl Zones {
             append_bytes_max: profile.append_limit.0,
             lba_shift,
             count,
-            kept,
+            kept: Arc::new(kept),
         })
     }
 
@@ -209,7 +230,7 @@ impl Zones {
     /// hundred zones, and one at least.
     ///
     /// # Errors
-    /// [`ZoneError::NotWholeZones`].
+    /// [`ZoneError::NotWholeZones`] and [`ZoneError::Lost`].
     pub(super) fn lease(&self, range: LbaRange) -> Result<LeasedZones, ZoneError> {
         let Geometry { size, .. } = self.geometry;
         for (part, blocks) in [("start", range.start.0), ("length", range.blocks)] {
@@ -237,8 +258,13 @@ impl Zones {
         };
         let words: SharedWords = self.kept.words().clone();
         let table = ZoneTable::new(self.geometry, resources, (words, first, count));
+        // Lost words are zeroes: zones that look empty.
+        if self.kept.are_lost() {
+            return Err(self.kept.error());
+        }
         Ok(LeasedZones {
             start: range.start,
+            kept: self.kept.clone(),
             lba_shift: self.lba_shift,
             format: NamespaceZones {
                 geometry: self.geometry,
@@ -278,6 +304,7 @@ impl State {
 pub struct LeasedZones {
     /// Start of the lease in the host's namespace.
     start: Lba,
+    kept: Arc<KeptZones>,
     lba_shift: u8,
     format: NamespaceZones,
     state: Mutex<State>,
@@ -303,6 +330,27 @@ impl LeasedZones {
         // A drive has 65,536 zones at most.
         let zones = (block(range.start()) / size) as u32..end.min(MAX_ZONES) as u32;
         self.lock().table.empty(zones);
+    }
+
+    /// Compares the states with those that are kept. It takes no longer than a report of all zones.
+    ///
+    /// # Errors
+    /// [`ZoneError::Lost`].
+    pub(crate) fn check(&self) -> Result<(), ZoneError> {
+        if !self.lock().table.is_kept() {
+            self.kept.lose();
+        }
+        match self.kept.are_lost() {
+            true => Err(self.kept.error()),
+            false => Ok(()),
+        }
+    }
+
+    /// Writes all states again. If the kernel failed to write some of them to the disk, it does not try by itself.
+    pub(crate) fn begin_anew(&self) {
+        if self.check().is_ok() {
+            self.lock().table.keep();
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

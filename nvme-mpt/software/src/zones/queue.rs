@@ -30,6 +30,8 @@ enum Fate {
     /// It is complete.
     #[default]
     Complete,
+    /// A Flush is complete.
+    Flush,
     /// A write to a zone is complete.
     Write(u32),
     /// As that, and dword 0 of its completion is this part of the LBA that it was written to.
@@ -105,7 +107,7 @@ impl ZonedQueue {
             let begun = if gone {
                 Ok(Some((sqe, Fate::Complete)))
             } else {
-                self.begin(&mut state, &sqe, memory)
+                self.begin_kept(&mut state, &sqe, memory)
             };
             match begun {
                 Ok(Some((command, fate))) => {
@@ -123,6 +125,32 @@ impl ZonedQueue {
             }
         }
         self.arriving = arriving;
+    }
+
+    /// As [`Self::begin`]. Once states of zones are lost, the lease is read only.
+    fn begin_kept(
+        &mut self,
+        state: &mut State,
+        sqe: &Sqe,
+        memory: HostMemory<'_>,
+    ) -> Result<Option<(Sqe, Fate)>, Status> {
+        let refusal = match NvmOpcode(sqe.opcode()) {
+            NvmOpcode::READ
+            | NvmOpcode::COMPARE
+            | NvmOpcode::VERIFY
+            | NvmOpcode::ZONE_MANAGEMENT_RECEIVE => return self.begin(state, sqe, memory),
+            NvmOpcode::FLUSH => Status::WRITE_FAULT,
+            _ => Status::WRITE_TO_READ_ONLY_RANGE,
+        };
+        if self.zones.kept.are_lost() {
+            return Err(refusal);
+        }
+        let begun = self.begin(state, sqe, memory)?;
+        // The change of a state finds it, too.
+        match self.zones.kept.are_lost() {
+            true => Err(Status::WRITE_FAULT),
+            false => Ok(begun),
+        }
     }
 
     /// Returns the drive's part of a command, and the command's fate after it; nothing if it is complete.
@@ -152,7 +180,7 @@ impl ZonedQueue {
                 table.read(slba, count)?;
                 Ok(Some((*sqe, Fate::Complete)))
             }
-            NvmOpcode::FLUSH => Ok(Some((*sqe, Fate::Complete))),
+            NvmOpcode::FLUSH => Ok(Some((*sqe, Fate::Flush))),
             NvmOpcode::ZONE_APPEND => {
                 let ZoneAppend {
                     zslba,
@@ -302,17 +330,21 @@ impl ZonedQueue {
     /// on.
     fn end(&mut self, completion: HostCompletion) -> Option<HostCompletion> {
         let HostCompletion {
-            slot, mut status, ..
+            slot,
+            mut status,
+            mut dw0,
         } = completion;
         let fate = self.fates.get_mut(usize::from(slot))?;
         let fate = std::mem::take(fate);
         match fate {
-            Fate::Complete => {}
+            Fate::Complete => return Some(completion),
+            // It notes what it finds.
+            Fate::Flush => _ = self.zones.check(),
             Fate::Write(zone) | Fate::Append(zone, _) if status.sct() == StatusCodeType::MEDIA => {
                 self.zones.lock().fail_media(zone);
             }
             Fate::Write(_) => {}
-            Fate::Append(_, dw0) => return Some(HostCompletion { dw0, ..completion }),
+            Fate::Append(_, written) => dw0 = written,
             Fate::Reset(reset) => {
                 let zones = self.zones.clone();
                 let mut state = zones.lock();
@@ -320,7 +352,8 @@ impl ZonedQueue {
                 if status.is_success() && self.cut_short && has_more {
                     status = Status::ABORTED_SQ_DELETION;
                 }
-                if !status.is_success() {
+                let goes_on = status.is_success() && !self.zones.kept.are_lost();
+                if !goes_on {
                     state.table.end_reset(reset.zone);
                 } else if self.go_on(&mut state, slot, reset) {
                     return None;
@@ -328,10 +361,11 @@ impl ZonedQueue {
                 self.resets -= 1;
             }
         }
-        Some(HostCompletion {
-            status,
-            ..completion
-        })
+        // Data whose zone's state is lost is lost with the process.
+        if status.is_success() && self.zones.kept.are_lost() {
+            status = lasting(Status::WRITE_FAULT);
+        }
+        Some(HostCompletion { slot, status, dw0 })
     }
 }
 

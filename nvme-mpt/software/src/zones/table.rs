@@ -32,8 +32,8 @@ impl Zone {
         self.written << 8 | u64::from(self.state.0 ^ ZoneState::EMPTY.0)
     }
 
-    /// `None` for a word that no zone of this capacity is kept as.
-    fn from_word(word: u64, capacity: u64) -> Option<Self> {
+    /// A word that no zone of this capacity is kept as is that of a zone whose media nobody can trust: it is offline.
+    fn from_word(word: u64, capacity: u64) -> Self {
         let state = ZoneState(word as u8 ^ ZoneState::EMPTY.0);
         let written = word >> 8;
         let sound = match state {
@@ -44,11 +44,17 @@ impl Zone {
             ZoneState::FULL | ZoneState::READ_ONLY | ZoneState::OFFLINE => written <= capacity,
             _ => false,
         };
-        sound.then_some(Self {
-            state,
-            written,
-            resetting: false,
-        })
+        match sound {
+            true => Self {
+                state,
+                written,
+                resetting: false,
+            },
+            false => Self {
+                state: ZoneState::OFFLINE,
+                ..Self::EMPTY
+            },
+        }
     }
 
     fn is_open(self) -> bool {
@@ -82,8 +88,7 @@ pub(super) struct ZoneTable {
 }
 
 impl ZoneTable {
-    /// `count` zones of a drive from zone `first` on, as they were kept. A word that makes no sense is
-    /// that of a zone whose media nobody can trust: it is offline.
+    /// `count` zones of a drive from zone `first` on, as they were kept.
     pub(super) fn new(
         geometry: Geometry,
         resources: Resources,
@@ -91,13 +96,7 @@ impl ZoneTable {
     ) -> Self {
         let first_word = first as usize;
         let zones: Box<[Zone]> = (0..count as usize)
-            .map(|index| {
-                let word = words.load(first_word + index);
-                Zone::from_word(word, geometry.capacity).unwrap_or(Zone {
-                    state: ZoneState::OFFLINE,
-                    ..Zone::EMPTY
-                })
-            })
+            .map(|index| Zone::from_word(words.load(first_word + index), geometry.capacity))
             .collect();
         let count = |wanted: fn(&Zone) -> bool| zones.iter().filter(|zone| wanted(zone)).count();
         let (open, active) = (count(|zone| zone.is_open()), count(|zone| zone.is_active()));
@@ -189,6 +188,22 @@ impl ZoneTable {
         }
         self.words
             .store(self.first_word + index as usize, zone.to_word());
+    }
+
+    /// Returns whether the words are those of the zones.
+    pub(super) fn is_kept(&self) -> bool {
+        let capacity = self.geometry.capacity;
+        (self.first_word..).zip(&self.zones).all(|(index, zone)| {
+            let word = self.words.load(index);
+            word == zone.to_word() || Zone::from_word(word, capacity) == *zone
+        })
+    }
+
+    /// Keeps all zones once more.
+    pub(super) fn keep(&self) {
+        for (index, zone) in (self.first_word..).zip(&self.zones) {
+            self.words.store(index, zone.to_word());
+        }
     }
 
     /// Makes zones empty, but for those whose media failed.

@@ -1,6 +1,7 @@
 //! Division, leasing and reopening of drives.
 
 use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
 use super::*;
@@ -165,4 +166,48 @@ fn zones_that_changed_are_told_once_and_counted_beyond_what_a_list_has() {
     assert_eq!(told.listed(), None);
     lease.forget_changed(&told);
     assert_eq!(lease.changed().listed(), Some(&[][..]));
+}
+
+#[test]
+fn states_that_another_program_changed_are_lost_for_all_leases() {
+    let changes: [fn(&File); 3] = [
+        |file| file.set_len(4096 + 5).expect("cut within a page"),
+        |file| {
+            let whole = file.metadata().expect("a file").len();
+            file.set_len(4096).expect("cut short");
+            file.set_len(whole).expect("made longer");
+        },
+        |file| file.write_all_at(&[0x0F], 4096 + 8).expect("written"),
+    ];
+    for change in changes {
+        let (_folder, path) = file();
+        let drive = zones(8 << 20, Some(&path)).expect("zones");
+        let leases = [0, 4 << 20].map(|start| drive.lease(range(start, 4 << 20)).expect("a lease"));
+        let zslba = leases[0].lock().table.start(1);
+        leases[0].lock().table.write(zslba, 5).expect("a write");
+        for lease in &leases {
+            lease.check().expect("kept");
+        }
+        let kept = path.with_extension("img.zones");
+        change(&File::options().write(true).open(&kept).expect("a file"));
+        for lease in &leases {
+            let lost = lease.check().expect_err("lost").to_string();
+            assert!(lost.contains(kept.to_str().expect("a path")), "{lost}");
+            lease.begin_anew();
+            lease.check().expect_err("until the drive is opened anew");
+        }
+        drive.lease(range(0, 8 << 20)).expect_err("lost");
+    }
+}
+
+#[test]
+fn words_that_make_no_sense_are_not_taken_for_a_change() {
+    let (_folder, path) = file();
+    drop(zones(8 << 20, Some(&path)).expect("zones"));
+    let kept = path.with_extension("img.zones");
+    let kept = File::options().write(true).open(kept).expect("a file");
+    kept.write_all_at(&[0x07], 4096).expect("written");
+    let drive = zones(8 << 20, Some(&path)).expect("zones");
+    let lease = drive.lease(range(0, 8 << 20)).expect("a lease");
+    lease.check().expect("as they were");
 }

@@ -1,4 +1,4 @@
-//! A loop device on a file system of its own, which may be too small for it. Needs root.
+//! File systems of a test's own, and a loop device on one that may be too small for it. Needs root.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -7,11 +7,46 @@ use tempfile::TempDir;
 
 use super::children;
 
+/// A mounted file system.
+pub(crate) struct Mounted(TempDir);
+
+impl Mounted {
+    /// A tmpfs with room for so many bytes. `None`, with a message, where this process may not mount one.
+    pub(crate) fn tmpfs(room: u64) -> Option<Self> {
+        Self::mount(&["-t", "tmpfs", "-o", &format!("size={room}"), "drive"])
+    }
+
+    /// A new ext4 of blocks of 4 KiB, with these features, on a device. `None`, with a message, where that cannot be.
+    pub(crate) fn ext4(device: &Path, features: &str) -> Option<Self> {
+        let device = device.to_str().unwrap();
+        run(&["mkfs.ext4", "-q", "-b", "4096", "-O", features, device])?;
+        Self::mount(&[device])
+    }
+
+    fn mount(what: &[&str]) -> Option<Self> {
+        let dir = tempfile::tempdir().unwrap();
+        run(&[&["mount"], what, &[dir.path().to_str().unwrap()]].concat())?;
+        Some(Self(dir))
+    }
+
+    /// The folder that it is mounted on.
+    pub(crate) fn path(&self) -> &Path {
+        self.0.path()
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        run(&["umount", "--lazy", self.path().to_str().unwrap()]);
+    }
+}
+
 /// A file, a loop device of it, and the tmpfs that the file is in.
 pub(crate) struct LoopDevice {
     device: PathBuf,
     file: PathBuf,
-    dir: TempDir,
+    /// Unmounted after the device is detached.
+    _tmpfs: Mounted,
 }
 
 impl LoopDevice {
@@ -36,18 +71,8 @@ impl LoopDevice {
 
     /// A file in a tmpfs of its own, without a device.
     fn in_tmpfs(bytes: u64, room: u64) -> Option<Self> {
-        let dir = tempfile::tempdir().unwrap();
-        let at = dir.path().to_str().unwrap().to_owned();
-        run(&[
-            "mount",
-            "-t",
-            "tmpfs",
-            "-o",
-            &format!("size={room}"),
-            "drive",
-            &at,
-        ])?;
-        let file = dir.path().join("drive.img");
+        let tmpfs = Mounted::tmpfs(room)?;
+        let file = tmpfs.path().join("drive.img");
         std::fs::File::create(&file)
             .unwrap()
             .set_len(bytes)
@@ -55,7 +80,7 @@ impl LoopDevice {
         Some(Self {
             device: PathBuf::new(),
             file,
-            dir,
+            _tmpfs: tmpfs,
         })
     }
 
@@ -106,7 +131,6 @@ impl Drop for LoopDevice {
         for device in self.devices() {
             run(&["losetup", "--detach", &device]);
         }
-        run(&["umount", "--lazy", self.dir.path().to_str().unwrap()]);
     }
 }
 

@@ -374,7 +374,12 @@ mod tests {
 
     #[test]
     fn a_sandbox_lets_it_use_what_it_needs() {
-        let files = |pairs: &[(&str, &str)]| config(pairs).expect("valid").files().expect("valid");
+        // Device mapper's control is there on some hosts alone.
+        let files = |pairs: &[(&str, &str)]| {
+            let mut files = config(pairs).expect("valid").files().expect("valid");
+            files.retain(|(path, _)| path.as_os_str() != "/dev/mapper/control");
+            files
+        };
         let state = (PathBuf::from(STATE_DIR), true);
         assert_eq!(files(&[("path", "null:1G")]), vec![state.clone()]);
         let image = ("path", "/srv/drive.img");

@@ -115,6 +115,9 @@ impl Queues {
     }
 }
 
+/// The shortest wait that is one in vain. A VMM may ask for less, in which an idle queue does not end either.
+const LONG: Duration = Duration::from_secs(1);
+
 /// Treatment of queues that were waited for in vain already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Overdue {
@@ -414,6 +417,7 @@ impl Attachment {
         overdue: Overdue,
     ) -> Vec<(QueueId, Leaving)> {
         let passed = Deadline::after(&self.clock, Duration::ZERO);
+        let is_long = deadline.left() >= LONG;
         // All are stopped before the first one is waited for.
         let leaving: Vec<_> = queues
             .cqs
@@ -435,7 +439,7 @@ impl Attachment {
             };
             match deadline.receive(&leaving.queue) {
                 Err(RecvTimeoutError::Timeout) => {
-                    entry.overdue = true;
+                    entry.overdue |= is_long;
                     late.push((QueueId(cqid), leaving));
                 }
                 // It came, it rested here, or an earlier call gave up waiting and it ended with its poller meanwhile.

@@ -96,6 +96,7 @@ mod controller;
 pub mod faults;
 mod file;
 pub mod key_value;
+mod looks;
 mod medium;
 mod memory;
 pub mod model;

@@ -67,7 +67,7 @@ fn unwritten(file: &File) -> Option<u64> {
 
 /// Pages of a file in the page cache: all, dirty, being written, and two more. None if the kernel cannot tell (before
 /// Linux 6.5).
-fn cached(file: &File) -> Option<[u64; 5]> {
+pub(crate) fn cached(file: &File) -> Option<[u64; 5]> {
     const SYS_CACHESTAT: libc::c_long = 451;
     /// Of the whole file.
     static RANGE: [u64; 2] = [0, 0];
@@ -87,7 +87,7 @@ fn cached(file: &File) -> Option<[u64; 5]> {
 }
 
 /// Returns whether the kernel tells of the files here what is not on the device yet.
-fn dirt_shows() -> bool {
+pub(crate) fn dirt_shows() -> bool {
     let file = tempfile::tempfile().unwrap();
     (0..20).any(|_| {
         file.write_all_at(&[1; 65_536], 0).unwrap();

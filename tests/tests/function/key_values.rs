@@ -3,6 +3,7 @@
 mod crash;
 mod property;
 
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -23,6 +24,7 @@ use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath};
 use nvme_software::model::Profile;
 
 use crate::common::{HANG, HIGH, Host, LEASE, LOW, Machine, NOWHERE, Setup, children, status};
+use crate::file_drive;
 
 /// A drive of two leases.
 const DRIVE: &str = "memory:32M";
@@ -463,6 +465,34 @@ fn what_completed_is_there_when_the_file_is_opened_again() {
         let namespace = KeyValues::namespace(&mut controller, 1).unwrap();
         assert_eq!(namespace.used, used);
     }
+}
+
+#[test]
+fn a_file_that_is_opened_again_is_read_from_its_disk() {
+    let (file, host) = file_host();
+    let machine = host.machine(&Setup::nth(0));
+    let (controller, mut pairs) = attach(&machine);
+    for key in 0..16 {
+        pairs.store(&[key], &value(key.into(), 400_000)).unwrap();
+    }
+    let cached = || file_drive::cached(file.as_file()).map(|[pages, ..]| pages);
+    if !file_drive::dirt_shows() {
+        eprintln!(
+            "NOT CHECKED: temporary files lie in memory, or the kernel does not tell what it has of them"
+        );
+        return;
+    }
+    let before = cached().unwrap();
+    assert!(before > 1000, "{before} pages");
+    drop((pairs, controller));
+    drop((machine, host));
+    // Of a version that nobody knows, nothing but its header is read.
+    file.as_file().write_all_at(&[0xFF], 8).unwrap();
+    file.as_file().sync_data().unwrap();
+    let path = DrivePath::File(file.path().to_owned());
+    drives::open(&path, options(PROFILE)).unwrap_err();
+    let after = cached().unwrap();
+    assert!(after < before / 4, "{after} of {before} pages");
 }
 
 #[test]

@@ -4,10 +4,10 @@
 
 use log::{error, warn};
 
-use super::looks::{LOOK, LOST, OVERDUE};
 use super::operation::Next;
 use super::queue::FileQueue;
 use super::uring::Ring;
+use crate::looks::{LOOK, LOST, OVERDUE};
 use crate::model::Clock;
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::spec::ids::CommandId;

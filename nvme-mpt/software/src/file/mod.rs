@@ -21,7 +21,6 @@ mod claims;
 mod deadline;
 mod lease;
 mod locks;
-mod looks;
 mod operation;
 mod queue;
 mod slices;

@@ -7,12 +7,12 @@ use log::{error, info};
 
 use super::claims::{Change, Claim};
 use super::lease;
-use super::looks::OVERDUE;
 use super::operation::{Means, Next, Operation, failure, leaves_as_it_was};
 use super::queue::{FileQueue, Step};
 use super::uring::{Manner, Request, Ring};
 use super::way::{Direction, Plan, UNIT, Way};
 use super::zeroes;
+use crate::looks::OVERDUE;
 use crate::model::Clock;
 use crate::range::range;
 use nvme_mpt::host::HostMemory;

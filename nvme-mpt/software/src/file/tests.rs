@@ -23,12 +23,12 @@ use zerocopy::IntoBytes;
 
 use super::bounces::{Bounces, Need};
 use super::claims::Change;
-use super::looks::{LOST, OVERDUE};
 use super::queue::FileQueue;
 use super::slices::Waiter;
 use super::uring::{Manner, Request, Ring, Uring};
 use super::way::{DirectAlignment, UNIT, Way};
 use super::{FileStore, LeasedFile};
+use crate::looks::{LOST, OVERDUE};
 use crate::model::Clock;
 use nvme_mpt::clock::{Ticks, ticks_in};
 use nvme_mpt::dma::RegionTable;

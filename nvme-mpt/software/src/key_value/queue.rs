@@ -6,11 +6,14 @@ use std::io;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
+use log::{error, warn};
+
 use super::KeyValueCommands;
 use super::file::{Asked, FilePairs, Mailbox};
 use super::memory::MemorySpace;
 use super::pairs::{Change, Presence, Query, Reply, Request};
 use super::{KeySpace, SpaceHome};
+use crate::looks::{LOOK, LOST, Looks, OVERDUE};
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::DataPointer;
 use nvme_mpt::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
@@ -54,6 +57,60 @@ struct FileLane {
     bytes: usize,
     /// Replies of the thread.
     replies: Vec<(u16, Reply)>,
+    /// Number of requests that the thread has.
+    requests: usize,
+    progress: Progress,
+    /// True if the thread does not go on.
+    failed: bool,
+}
+
+/// Progress of the file's thread, as a queue sees it that waits for replies.
+#[derive(Debug)]
+struct Progress {
+    looks: Looks,
+    /// Number of batches that the thread had taken, and the count of looks by then.
+    batches: u64,
+    since: u32,
+}
+
+/// Time for which the thread has not gone on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Standstill {
+    /// None that is worth a word.
+    Short,
+    /// Longer than a drive needs that is well: returned once.
+    Overdue,
+    /// As long as drivers wait.
+    Lost,
+}
+
+impl Progress {
+    fn new() -> Self {
+        Self {
+            looks: Looks::new(),
+            batches: 0,
+            since: 0,
+        }
+    }
+
+    /// Begins anew: nothing was waited for.
+    fn begin(&mut self, batches: u64) {
+        self.batches = batches;
+        self.since = self.looks.count;
+    }
+
+    /// Looks at the number of batches that the thread took.
+    fn look(&mut self, now: Ticks, batches: u64) -> Standstill {
+        self.looks.look(now);
+        if batches != self.batches {
+            self.begin(batches);
+        }
+        match self.looks.count.wrapping_sub(self.since) {
+            LOST.. => Standstill::Lost,
+            OVERDUE => Standstill::Overdue,
+            _ => Standstill::Short,
+        }
+    }
 }
 
 impl KeyValueQueue {
@@ -69,6 +126,9 @@ impl KeyValueQueue {
                 waiting: VecDeque::with_capacity(room),
                 bytes: 0,
                 replies: Vec::with_capacity(room),
+                requests: 0,
+                progress: Progress::new(),
+                failed: false,
             }),
         };
         Ok(Self {
@@ -116,8 +176,37 @@ impl FileLane {
                 Err(status) => completed.push(complete(&sqe, &Reply::of(status), memory)),
             }
         }
-        if !asked.is_empty() {
-            self.pairs.ask(self.name, asked);
+        if asked.is_empty() {
+            return;
+        }
+        if self.requests == 0 {
+            self.progress.begin(self.pairs.batches());
+        }
+        self.requests += asked.len();
+        self.pairs.ask(self.name, asked);
+    }
+
+    /// Looks now and then whether the thread goes on.
+    fn look(&mut self) {
+        let now = Ticks::now();
+        if self.failed || self.requests == 0 || now < self.progress.looks.next {
+            return;
+        }
+        let standstill = self.progress.look(now, self.pairs.batches());
+        let (path, requests) = (self.pairs.path().display(), self.requests);
+        match standstill {
+            Standstill::Short => {}
+            Standstill::Overdue => warn!(
+                "The kernel has kept a transaction on {path} for over {:?}: {requests} commands of a queue wait for it",
+                LOOK * OVERDUE
+            ),
+            Standstill::Lost => {
+                error!(
+                    "The kernel has kept a transaction on {path} for over {:?}: a queue with {requests} commands fails",
+                    LOOK * LOST
+                );
+                self.failed = true;
+            }
         }
     }
 
@@ -129,6 +218,7 @@ impl FileLane {
                 continue;
             };
             self.bytes = self.bytes.saturating_sub(bytes_of(sqe));
+            self.requests = self.requests.saturating_sub(1);
             completed.push(complete(sqe, &reply, memory));
         }
     }
@@ -272,11 +362,12 @@ impl HostQueue for KeyValueQueue {
     }
 
     fn reap(&mut self, memory: HostMemory<'_>, mut taker: impl CompletionTaker) {
-        if let Lane::File(lane) = &mut self.lane
-            && lane.mailbox.has_replies()
-        {
-            lane.take_replies(memory, &mut self.completed);
-            lane.advance(self.capacity, memory, &mut self.completed);
+        if let Lane::File(lane) = &mut self.lane {
+            if lane.mailbox.has_replies() {
+                lane.take_replies(memory, &mut self.completed);
+                lane.advance(self.capacity, memory, &mut self.completed);
+            }
+            lane.look();
         }
         for completion in self.completed.drain(..) {
             taker.take(completion);
@@ -305,5 +396,35 @@ impl HostQueue for KeyValueQueue {
             Lane::Memory(_) => None,
             Lane::File(lane) => Some(lane.mailbox.wait_fd()),
         }
+    }
+
+    fn next_due(&self) -> Option<Ticks> {
+        match &self.lane {
+            Lane::File(lane) if lane.requests > 0 && !lane.failed => Some(lane.progress.looks.next),
+            _ => None,
+        }
+    }
+
+    fn has_failed(&self) -> bool {
+        matches!(&self.lane, Lane::File(lane) if lane.failed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_that_stands_still_is_told_of_once_and_then_lost() {
+        let mut progress = Progress::new();
+        let mut stands = |batches, looks: u32| -> Vec<Standstill> {
+            let found = (0..looks).map(|_| progress.look(Ticks(0), batches));
+            found.filter(|found| *found != Standstill::Short).collect()
+        };
+        assert!(stands(1, OVERDUE).is_empty());
+        // It went on, if only with the next batch.
+        assert!(stands(2, OVERDUE).is_empty());
+        assert_eq!(stands(2, LOST - OVERDUE), [Standstill::Overdue]);
+        assert_eq!(stands(2, 1), [Standstill::Lost]);
     }
 }

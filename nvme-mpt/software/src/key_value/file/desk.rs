@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use log::error;
@@ -44,6 +44,8 @@ impl Asked {
 pub(super) struct Desk {
     state: Mutex<State>,
     bell: Condvar,
+    /// Number of batches that the thread took.
+    batches: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -57,6 +59,11 @@ impl Desk {
     pub(super) fn ask(&self, name: u64, asked: Vec<Asked>) {
         self.lock().asked.entry(name).or_default().extend(asked);
         self.bell.notify_one();
+    }
+
+    /// Number of batches that the thread took: while it stays, the thread has not done the last one.
+    pub(super) fn batches(&self) -> u64 {
+        self.batches.load(Ordering::Relaxed)
     }
 
     /// No more requests will come.
@@ -87,6 +94,7 @@ impl Desk {
             }
         }
         state.asked.retain(|_, queue| !queue.is_empty());
+        self.batches.fetch_add(1, Ordering::Relaxed);
         (!batch.is_empty()).then_some(batch)
     }
 

@@ -7,6 +7,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use redb::StorageBackend;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -64,6 +65,9 @@ impl PairsFile {
             },
         })?;
         let file = open().map_err(io)?;
+        // The process before may have ended after a sync that failed: the page cache then has what the disk has not.
+        posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)
+            .map_err(|errno| io(errno.into()))?;
         let capacity = match read_header(&file).map_err(io)? {
             Some(Header {
                 version: VERSION,

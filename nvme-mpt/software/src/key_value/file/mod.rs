@@ -1,8 +1,8 @@
 //! Pairs in a file, which outlive the process: what completed is there after a crash or a power failure.
 //!
-//! `layout` is the file, `store` carries requests out in transactions of an embedded database, `desk` is
-//! between the queues and the thread that does so. A transaction takes a sync of the file, so it makes no
-//! poller wait, and has as many requests in it as there are.
+//! `layout` is the file, and `synced` has a sync cover all writes before it. `store` carries requests out in
+//! transactions of an embedded database. `desk` is between the queues and the thread that does so. A transaction takes
+//! a sync of the file, so it makes no poller wait, and has as many requests in it as there are.
 //!
 //! After an error of the file system the database is opened again, which undoes the transaction; the commands in it get
 //! Unrecovered Error.
@@ -12,11 +12,17 @@ mod desk;
 mod layout;
 #[cfg(feature = "key-value-files")]
 mod store;
+#[cfg(feature = "key-value-files")]
+mod synced;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
+
+use log::error;
 
 pub(super) use desk::{Asked, Mailbox};
 
@@ -26,7 +32,6 @@ use desk::Desk;
 #[cfg(feature = "key-value-files")]
 use layout::PairsFile;
 use nvme_mpt::poller::Threads;
-use nvme_mpt::range_lock::RangeLock;
 #[cfg(feature = "key-value-files")]
 use store::PairStore;
 
@@ -52,6 +57,9 @@ impl Usages {
     }
 }
 
+/// Longest wait for the thread at the end.
+const PATIENCE: Duration = Duration::from_secs(30);
+
 /// A file of pairs that is open, and its thread.
 #[derive(Debug)]
 pub(super) struct FilePairs {
@@ -60,8 +68,8 @@ pub(super) struct FilePairs {
     desk: Arc<Desk>,
     usages: Arc<Usages>,
     thread: Option<JoinHandle<()>>,
-    /// Nobody else has the file open while we do.
-    _lock: RangeLock,
+    /// Disconnected when the thread ends.
+    end: Mutex<Receiver<()>>,
 }
 
 impl FilePairs {
@@ -85,12 +93,16 @@ impl FilePairs {
             }
         })?;
         let desk = Arc::new(Desk::default());
+        let (ending, end) = std::sync::mpsc::channel::<()>();
         let work = Box::new({
             let desk = desk.clone();
             move || {
+                // Nobody else opens the file before the kernel has done with it here.
+                let _until_the_end = (ending, lock);
                 while let Some(asked) = desk.next_batch() {
                     store.carry_out(asked);
                 }
+                drop(store);
             }
         });
         let thread = threads
@@ -105,7 +117,7 @@ impl FilePairs {
             desk,
             usages,
             thread: Some(thread),
-            _lock: lock,
+            end: Mutex::new(end),
         })
     }
 
@@ -128,14 +140,69 @@ impl FilePairs {
     pub(super) fn ask(&self, name: u64, asked: Vec<Asked>) {
         self.desk.ask(name, asked);
     }
+
+    /// Number of batches that the thread took.
+    pub(super) fn batches(&self) -> u64 {
+        self.desk.batches()
+    }
+
+    /// Ends the thread, and waits for that. Returns whether it has ended.
+    fn end(&mut self, patience: Duration) -> bool {
+        self.desk.close();
+        let Some(thread) = self.thread.take() else {
+            return true;
+        };
+        let end = self.end.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if end.recv_timeout(patience) == Err(RecvTimeoutError::Timeout) {
+            error!(
+                "The kernel has kept a request on {} for over {patience:?}. The file stays locked until it ends",
+                self.path.display()
+            );
+            return false;
+        }
+        // It has nothing to tell: what it panicked of is in the log.
+        let _ended = thread.join();
+        true
+    }
 }
 
 impl Drop for FilePairs {
     fn drop(&mut self) {
-        self.desk.close();
-        if let Some(thread) = self.thread.take() {
-            // It has nothing to tell: what it panicked of is in the log.
-            let _ended = thread.join();
+        self.end(PATIENCE);
+    }
+}
+
+#[cfg(all(test, feature = "key-value-files"))]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn a_thread_that_the_kernel_keeps_is_not_waited_for_for_ever() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("drive.img");
+        let file = std::fs::File::create(&path).expect("room");
+        file.set_len(1 << 20).expect("room");
+        let (go, wait) = mpsc::channel::<()>();
+        let wait = Mutex::new(Some(wait));
+        let kept = Threads::from_spawn(move |_, work| {
+            let wait = wait.lock().expect("no panic").take().expect("one thread");
+            thread::Builder::new().spawn(move || {
+                let _disconnected = wait.recv();
+                work();
+            })
+        });
+        let mut pairs = FilePairs::open(&path, &kept).expect("empty");
+        assert!(!pairs.end(Duration::from_millis(1)));
+        drop(pairs);
+        // The kernel may still write what it was given.
+        let error = FilePairs::open(&path, &Threads::default()).expect_err("locked");
+        assert!(matches!(error, KeyValueError::InUse { .. }), "{error}");
+        drop(go);
+        while FilePairs::open(&path, &Threads::default()).is_err() {
+            thread::sleep(Duration::from_millis(1));
         }
     }
 }

@@ -13,6 +13,7 @@ use redb::{
 
 use super::Usages;
 use super::desk::Asked;
+use super::synced::Synced;
 use crate::key_value::pairs::{Pairs, PairsMut, Reply, Request, Usage, answer, change};
 use nvme_mpt::spec::key_value::{KEY_LENGTH_MAX, Key};
 use nvme_mpt::spec::status::Status;
@@ -31,7 +32,7 @@ const CACHE: usize = 64 << 20;
 pub(super) struct PairStore<B> {
     /// For the log.
     path: PathBuf,
-    file: B,
+    file: Synced<B>,
     /// Closed after a failure, until it can be opened again.
     database: Option<Database>,
     /// True if the log says so already.
@@ -44,7 +45,7 @@ impl<B: StorageBackend + Clone> PairStore<B> {
     pub(super) fn open(path: PathBuf, file: B, usages: Arc<Usages>) -> Result<Self, redb::Error> {
         let mut store = Self {
             path,
-            file,
+            file: Synced::new(file),
             database: None,
             failing: false,
             usages,
@@ -54,6 +55,9 @@ impl<B: StorageBackend + Clone> PairStore<B> {
     }
 
     fn open_database(&self) -> Result<Database, redb::Error> {
+        // The database would take what the page cache has for what the disk has. After a sync that succeeds, it is.
+        let synced = self.file.sync_data().or_else(|_| self.file.sync_data());
+        synced.map_err(StorageError::Io)?;
         let database = Database::builder()
             .set_cache_size(CACHE)
             .create_with_backend(self.file.clone())?;

@@ -8,26 +8,26 @@ use std::time::Duration;
 use nvme_mpt::clock::{Ticks, ticks_in};
 
 /// Time between two looks.
-pub(super) const LOOK: Duration = Duration::from_millis(250);
+pub(crate) const LOOK: Duration = Duration::from_millis(250);
 
 /// Looks after which a request is overdue: 10 s, far more than a drive that is well needs.
-pub(super) const OVERDUE: u32 = 40;
+pub(crate) const OVERDUE: u32 = 40;
 
 /// Looks after which a request is given up that could not be cancelled: 30 s, as long as drivers wait.
-pub(super) const LOST: u32 = 120;
+pub(crate) const LOST: u32 = 120;
 
 /// The looks of one queue at its requests.
 #[derive(Debug)]
-pub(super) struct Looks {
+pub(crate) struct Looks {
     /// Their number.
-    pub(super) count: u32,
+    pub(crate) count: u32,
     /// Moment of the next one.
-    pub(super) next: Ticks,
+    pub(crate) next: Ticks,
     interval: u64,
 }
 
 impl Looks {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self {
             count: 0,
             next: Ticks(0),
@@ -36,7 +36,7 @@ impl Looks {
     }
 
     /// Counts a look, and sets the moment of the next one.
-    pub(super) fn look(&mut self, now: Ticks) {
+    pub(crate) fn look(&mut self, now: Ticks) {
         self.next = Ticks(now.0 + self.interval);
         self.count = self.count.wrapping_add(1);
     }

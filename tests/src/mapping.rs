@@ -133,6 +133,11 @@ impl Mapping {
         unsafe { libc::madvise(self.base.as_ptr().cast(), self.len, libc::MADV_HUGEPAGE) };
     }
 
+    /// Address of a byte in this process.
+    pub(crate) fn address(&self, offset: usize) -> u64 {
+        self.base.as_ptr().addr() as u64 + offset as u64
+    }
+
     pub(crate) fn read(&self, offset: usize, into: &mut [u8]) {
         assert!(offset <= self.len && into.len() <= self.len - offset);
         // SAFETY: `offset` was checked to be within the mapping.

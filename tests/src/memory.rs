@@ -4,8 +4,10 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
+use crate::huge_pages::HugePages;
 use crate::mapping::{self, Mapping};
 pub use crate::mapping::{Cell, SharedSlice};
 use crate::rng::Rng;
@@ -131,7 +133,15 @@ impl GuestMemory {
     /// # Errors
     /// When a region is empty, unaligned or overlaps another one, or memory cannot be had.
     pub fn new(regions: &[(u64, u64)]) -> Result<Self, MemoryError> {
-        Self::with_order(regions, None)
+        Self::of(mapping::memfd()?, regions, None)
+    }
+
+    /// As [`GuestMemory::new`], in huge pages that were set aside.
+    ///
+    /// # Errors
+    /// As [`GuestMemory::new`].
+    pub fn in_huge_pages(pages: &HugePages, regions: &[(u64, u64)]) -> Result<Self, MemoryError> {
+        Self::of(pages.file()?, regions, None)
     }
 
     /// As [`GuestMemory::new`], with the pages of each region anywhere in the region's part of the memfd: as a device
@@ -140,11 +150,14 @@ impl GuestMemory {
     /// # Errors
     /// As [`GuestMemory::new`].
     pub fn scattered(regions: &[(u64, u64)], seed: u64) -> Result<Self, MemoryError> {
-        Self::with_order(regions, Some(seed))
+        Self::of(mapping::memfd()?, regions, Some(seed))
     }
 
-    fn with_order(regions: &[(u64, u64)], scattered: Option<u64>) -> Result<Self, MemoryError> {
-        let memfd = mapping::memfd()?;
+    fn of(
+        memfd: File,
+        regions: &[(u64, u64)],
+        scattered: Option<u64>,
+    ) -> Result<Self, MemoryError> {
         let memory = Self {
             inner: Arc::new(Inner {
                 memfd,
@@ -438,6 +451,28 @@ impl DmaBuffer {
     /// Sets every byte.
     pub fn fill(&self, byte: u8) {
         self.mapping.fill(self.offset, self.len, byte);
+    }
+
+    /// Physical address of its first byte in the host's memory (Linux, `admin-guide/mm/pagemap`). For root alone.
+    ///
+    /// # Errors
+    /// The kernel does not tell, or has no page there.
+    pub fn host_address(&self) -> Result<u64, MemoryError> {
+        let failed = |source| MemoryError::System {
+            call: "reading /proc/self/pagemap",
+            len: self.len as u64,
+            source,
+        };
+        let pages = File::open("/proc/self/pagemap").map_err(failed)?;
+        let mut entry = [0; 8];
+        let page = self.mapping.address(self.offset) / PAGE_SIZE as u64;
+        pages.read_exact_at(&mut entry, 8 * page).map_err(failed)?;
+        let entry = u64::from_le_bytes(entry);
+        match entry & ((1 << 55) - 1) {
+            0 => Err(failed(io::ErrorKind::PermissionDenied.into())),
+            frame if entry >> 63 == 1 => Ok(frame * PAGE_SIZE as u64),
+            _ => Err(failed(io::ErrorKind::NotFound.into())),
+        }
     }
 
     /// The buffer as atomics, as many as fit.

@@ -8,14 +8,22 @@ use std::collections::HashSet;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::Arc;
 
 use integration::lab::{LabDrive, inside};
 use integration::progress::say;
 use integration::server::FunctionOptions;
+use nvme_mpt_tests::bar::Bar;
+use nvme_mpt_tests::command::{DataPointer, Sqe};
+use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
+use nvme_mpt_tests::huge_pages::{HUGE_PAGE, HugePages};
+use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::registers::CSTS_FATAL;
 use nvme_mpt_tests::rng;
+use nvme_mpt_tests::vfio_user::VfioUserBar;
 
 use crate::client::{Client, Work};
-use crate::fixture::{Bench, Failure, at, expect, sh};
+use crate::fixture::{Bench, Failure, PATIENCE, at, await_that, expect, sh};
 use crate::hostile::Hostile;
 use crate::{Group, Refused};
 
@@ -43,6 +51,10 @@ pub(crate) const GROUP: Group = Group::Inside {
         (
             "large_commands_on_all_drives_and_namespaces",
             large_commands,
+        ),
+        (
+            "memory_that_the_hardware_loses",
+            memory_that_the_hardware_loses,
         ),
     ],
 };
@@ -212,5 +224,54 @@ fn large_commands(bench: &Bench) -> Result<(), Failure> {
             .check_device(&inside::block_device(id, nsid)?, 0)?;
     }
     sh("sync")?;
+    Ok(())
+}
+
+/// The hardware loses a huge page of a guest's memory: that guest alone ends.
+fn memory_that_the_hardware_loses(bench: &Bench) -> Result<(), Failure> {
+    /// Has the kernel take the page at a physical address for lost (Linux, `admin-guide/mm/memory-hotplug`).
+    const LOSE: &str = "/sys/devices/system/memory/hard_offline_page";
+    const BASE: u64 = 1 << 32;
+    const MEMORY: u64 = 4 * HUGE_PAGE;
+    let function = |name: &str, start: u64| {
+        FunctionOptions::new(name, "memory:32M", format!("{start}+{RANGE}"))
+    };
+    let mut server = bench.serve(&[function("victim", 0), function("bystander", RANGE)])?;
+    let bystander = Client::start("bystander", &server.socket("bystander"), Work::new(7))?;
+    let pages = HugePages::set_aside(MEMORY / HUGE_PAGE).ok_or("The lab has no huge pages")?;
+    let memory = GuestMemory::in_huge_pages(&pages, &[(BASE, MEMORY)])?;
+    let bar: Arc<dyn Bar> = Arc::new(VfioUserBar::attach(&server.socket("victim"), &memory)?);
+    let mut controller = Controller::attach(bar, memory.clone(), Config::default(), 1)?;
+    let mut queue = controller.create_queue_pair(1, &QueueOptions::polled(64))?;
+    let data = memory.alloc_aligned(HUGE_PAGE as usize, HUGE_PAGE as usize)?;
+    let read = Sqe::read(1, 0, 8).with_data(DataPointer::prp(data.gpa(), 0));
+    let status = queue.submit_and_wait(read, PATIENCE)?.status();
+    expect(status.is_success(), || {
+        format!("Before the error: {status}")
+    })?;
+
+    let address = data.host_address()?;
+    std::fs::write(LOSE, format!("{address:#x}")).map_err(at(Path::new(LOSE)))?;
+    queue.submit(read)?;
+    queue.ring();
+    await_that("CSTS.CFS of the guest whose memory is gone", || {
+        Ok(controller.status()? & CSTS_FATAL != 0)
+    })?;
+    bystander.advance()?;
+    drop((queue, controller));
+    let work = Work {
+        places: 16,
+        ..Work::new(8)
+    };
+    let again = Client::start("with other memory", &server.socket("victim"), work)?;
+    again.wait_for("to complete commands", || again.completed() >= 64)?;
+    for client in [again, bystander] {
+        let counts = client.finish()?.counts;
+        expect(
+            counts.errors + counts.retried + counts.lost() + counts.doubled == 0,
+            || format!("A guest with sound memory noticed: {counts:?}"),
+        )?;
+    }
+    server.stop()?;
     Ok(())
 }

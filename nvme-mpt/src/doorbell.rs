@@ -19,12 +19,14 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use crate::address::{Gpa, PAGE_SIZE};
-use crate::attachment::MAX_QUEUE_PAIRS;
 use crate::dma::RegionTable;
 use crate::memory::{Access, Cell32, Mapping, RingIndex, RingSize};
 use crate::spec::registers::Doorbell;
 use crate::spec::registers::offset::DOORBELLS;
 use crate::sync::{Ordering, fence};
+
+/// I/O queue pairs that a guest controller can have at most.
+pub const MAX_QUEUE_PAIRS: u16 = 64;
 
 /// Path of a guest's doorbell writes to a poller.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -8,6 +8,20 @@
 //! Two crates lie below: [`spec`] has the wire format, and [`memory`] the unsafe code that reaches
 //! guest memory, rings and registers.
 //!
+//! # Modules
+//!
+//! None imports one above it:
+//!
+//! 1. [`attachment`]: all that one guest controller holds of a drive;
+//! 2. [`wipe`], [`poller`]: what runs queues;
+//! 3. [`drive`]: the control path of host controllers, and their namespaces;
+//! 4. [`shadow`]: guests' commands on their way to the host controller and back;
+//! 5. [`seam`]: all that a function asks of its host side;
+//! 6. [`host`]: the data path of host controllers; [`live`]: state for the process after this one;
+//! 7. [`doorbell`], then [`dma`]: the guest's registers and memory;
+//! 8. [`lease`], then [`origin`]: who has which bytes;
+//! 9. all others, which import but each other and the crates below.
+//!
 //! # Not implemented
 //!
 //! This crate has no host controller: `nvme-vfio` drives physical ones, and `nvme-software` has drives in software. It
@@ -17,6 +31,7 @@
 
 pub mod address;
 pub mod attachment;
+pub mod crossing;
 pub mod deadline;
 pub mod dma;
 pub mod doorbell;
@@ -31,7 +46,9 @@ pub mod lease;
 pub mod limit;
 pub mod live;
 pub mod origin;
+mod park;
 pub mod poller;
+pub mod range;
 pub mod range_lock;
 pub mod seam;
 pub mod shadow;
@@ -47,10 +64,7 @@ pub use nvme_mpt_memory::clock;
 pub use nvme_spec as spec;
 
 pub use address::{Gpa, Iova};
-pub use attachment::{
-    AttachError, Attachment, AttachmentConfig, AttachmentState, AttachmentStats, CqConfig,
-    FunctionParts, KeptParts, KeptQueues, LeasedNamespace, QueueError, SqConfig, StateError,
-};
+pub use attachment::{AttachError, Attachment, AttachmentConfig, FunctionParts, KeptParts};
 pub use dma::{DirtyRange, DmaError, DmaWindow, GuestMemory, MemoryKinds, MemoryRegion};
 pub use doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage};
 pub use drive::{Drive, DriveError};
@@ -59,5 +73,8 @@ pub use host::Limits;
 pub use interrupt::InterruptVector;
 pub use learn::Learning;
 pub use poller::{PollPolicy, Pollers};
-pub use seam::{HostSide, LeaseFacts, LeaseStatus, SharedParts};
-pub use stats::Counters;
+pub use seam::{
+    AttachmentState, CqConfig, HostSide, KeptQueues, LeaseFacts, LeaseStatus, LeasedNamespace,
+    QueueError, SharedParts, SqConfig, StateError,
+};
+pub use stats::{AttachmentStats, Counters};

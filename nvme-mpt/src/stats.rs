@@ -282,6 +282,29 @@ impl std::ops::Add for Counters {
     }
 }
 
+/// Figures of one guest controller's lease and queues.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AttachmentStats {
+    /// The lease's id.
+    pub id: String,
+    /// Model Number.
+    pub model: String,
+    /// Serial Number.
+    pub serial: String,
+    /// Size of the lease in bytes.
+    pub capacity_bytes: u64,
+    /// Path of doorbell writes to the pollers.
+    pub doorbells: String,
+    /// Use of the drive's queue pairs; `None` if the drive has no bound on them.
+    #[serde(default)]
+    pub queue_pairs: Option<LeasePairStats>,
+    /// The VM's memory.
+    #[serde(default)]
+    pub memory: MemoryStats,
+    /// The I/O queue pairs that did anything.
+    pub queues: Vec<QueueStats>,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -16,9 +16,12 @@ use log::warn;
 
 use crate::dma::RegionTable;
 use crate::drive::Drive;
-use crate::host::{HostCompletion, HostLease, HostLeaseError, HostMemory, HostQueuePair};
-use crate::lease::{ByteRange, Extents, Lease, LeaseError};
-use crate::shadow::ListMemory;
+use crate::drive::{HostLease, HostLeaseError};
+use crate::host::ListMemory;
+use crate::host::{HostCompletion, HostMemory};
+use crate::lease::{Extents, Lease, LeaseError};
+use crate::range::ByteRange;
+use crate::shadow::HostQueuePair;
 use crate::spec::ids::{CommandId, Lba};
 use crate::spec::nvm::WriteZeroes;
 use crate::spec::opcode::NvmOpcode;

@@ -2,18 +2,17 @@
 
 use std::{ops::Range, os::fd::OwnedFd, sync::Arc, time::Duration};
 
+use nvme_mpt::deadline::WaitClock;
+use nvme_mpt::host::{CommandSetLimits, NamespaceFormat, TemperatureThresholds};
+use nvme_mpt::lease::{LeaseRequest, Ledger, Wanted};
+use nvme_mpt::range::ByteRange;
+use nvme_mpt::spec::cqe::Cqe;
+use nvme_mpt::spec::ids::{CommandId, Nsid, QueueId};
+use nvme_mpt::spec::registers::Doorbell;
+use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::{
     Attachment, AttachmentConfig, DoorbellMode, Drive, Gpa, Learning, LeasedNamespace, Limits,
     MemoryRegion, PollPolicy, Pollers,
-    deadline::WaitClock,
-    host::{CommandSetLimits, NamespaceFormat, TemperatureThresholds},
-    lease::{ByteRange, LeaseRequest, Ledger, Wanted},
-    spec::{
-        cqe::Cqe,
-        ids::{CommandId, Nsid, QueueId},
-        registers::Doorbell,
-        sqe::Sqe,
-    },
 };
 use nvme_software::SoftwareController;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};

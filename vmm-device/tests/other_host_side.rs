@@ -7,7 +7,6 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use nvme_mpt::attachment::LeasedNamespace;
 use nvme_mpt::deadline::WaitClock;
 use nvme_mpt::dma::HeldMemory;
 use nvme_mpt::host::{
@@ -15,6 +14,7 @@ use nvme_mpt::host::{
 };
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::limit::RateLimits;
+use nvme_mpt::seam::LeasedNamespace;
 use nvme_mpt::seam::{CoalescingConfig, IoDoorbells};
 use nvme_mpt::spec::cqe::Cqe;
 use nvme_mpt::spec::identify::Oncs;

@@ -292,7 +292,8 @@ mod tests {
     use std::fs::File;
     use std::os::unix::fs::FileExt;
 
-    use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger, Wanted};
+    use nvme_mpt::lease::{LeaseRequest, Ledger, Wanted};
+    use nvme_mpt::range::ByteRange;
     use nvme_mpt::spec::ids::QueueId;
     use nvme_mpt::spec::registers::Doorbell;
     use nvme_mpt::{Attachment, AttachmentConfig, DoorbellMode, Learning, PollPolicy, Pollers};

@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-use nvme_mpt::lease::Bytes;
+use nvme_mpt::range::Bytes;
 use nvme_vfio::function::{
     HostRoot, KernelController, PciFunction, PciFunctionError, User, VFIO_PCI,
 };

@@ -11,7 +11,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use nvme_mpt::attachment::DoorbellWaker;
 use nvme_mpt::deadline::DRAIN_DEADLINE;
 use nvme_mpt::dma::HeldMemory;
 use nvme_mpt::host::{ChangedZones, Damage, NamespaceFormat};
@@ -19,6 +18,7 @@ use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::memory::eventfd;
 use nvme_mpt::poller::Threads;
+use nvme_mpt::seam::DoorbellWaker;
 use nvme_mpt::seam::{CoalescingConfig, IoDoorbells};
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::log::SmartHealth;

@@ -7,9 +7,9 @@ use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use nvme_mpt::attachment::GUEST_NSID;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::seam::CoalescingConfig;
+use nvme_mpt::seam::GUEST_NSID;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::{DriveEvent, Event, HostSideEvent, KeptQueues, QueueFailure};
 use serde::de::DeserializeOwned;

@@ -3,10 +3,11 @@
 use std::io;
 use std::time::Duration;
 
-use nvme_mpt::attachment::MAX_QUEUE_PAIRS;
+use nvme_mpt::crossing;
+use nvme_mpt::doorbell::MAX_QUEUE_PAIRS;
 use nvme_mpt::host::ChangedZones;
 use nvme_mpt::limit::RateLimits;
-use nvme_mpt::seam::{CoalescingConfig, crossing};
+use nvme_mpt::seam::CoalescingConfig;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{

@@ -10,12 +10,12 @@ use std::time::Duration;
 
 use nix::sys::socket::getsockopt;
 use nix::sys::socket::sockopt::PeerCredentials;
-use nvme_mpt::attachment::{DoorbellWaker, ForeignDoorbellWaker};
 use nvme_mpt::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::memory::notifier::{ForeignEventFd, Notifier};
 use nvme_mpt::memory::{eventfd, system};
 use nvme_mpt::seam::LastCommands;
+use nvme_mpt::seam::{DoorbellWaker, ForeignDoorbellWaker};
 use nvme_mpt::{DirtyRange, DmaError, HostSide, KeptParts, MemoryRegion, SharedParts};
 use serde::Serialize;
 use thiserror::Error;

@@ -16,10 +16,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nvme_mpt::Gpa;
-use nvme_mpt::attachment::DoorbellWaker;
 use nvme_mpt::clock::{Rate, Ticks};
 use nvme_mpt::learn::Hysteresis;
 use nvme_mpt::memory::{Access, Mapping};
+use nvme_mpt::seam::DoorbellWaker;
 use vmm_device::{Bar, NvmeFunction};
 
 use crate::report;

@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use nvme_mpt::host::ReserveError;
+use nvme_mpt::drive::ReserveError;
 use nvme_mpt::lease::identity::default_id;
 use nvme_mpt::lease::{
-    ByteRange, Bytes, Claim, Extents, FormerData, Lease, LeaseError, LeaseRequest, Ledger,
-    RangeError, Wanted,
+    Claim, Extents, FormerData, Lease, LeaseError, LeaseRequest, Ledger, Wanted,
 };
+use nvme_mpt::range::{ByteRange, Bytes, RangeError};
 use nvme_mpt::wipe::{WipeError, wipe};
 use nvme_mpt::{
     AttachError, Attachment, AttachmentConfig, Drive, FunctionParts, HostSide, Pollers,

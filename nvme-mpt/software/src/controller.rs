@@ -5,14 +5,15 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-use nvme_mpt::event::EventQueue;
-use nvme_mpt::host::{
-    CommandSetLimits, Damage, HostController, HostLease, HostLeaseError, HostLeaseRequest,
-    HostNamespace, HostQueuePair, Incidents, Limits, NamespaceFormat, ZoneChanges,
+use nvme_mpt::drive::{
+    HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace, Incidents,
 };
+use nvme_mpt::event::EventQueue;
+use nvme_mpt::host::{CommandSetLimits, Damage, Limits, NamespaceFormat, ZoneChanges};
 use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::lease::{ByteRange, LbaRange};
 use nvme_mpt::live::LossRecord;
+use nvme_mpt::range::{ByteRange, LbaRange};
+use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::shadow::MAX_SGL_DESCRIPTORS;
 use nvme_mpt::spec::identify::Oncs;
 use nvme_mpt::spec::ids::Nsid;

@@ -6,10 +6,12 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
+use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::event::EventQueue;
-use nvme_mpt::host::{Damage, HostLeaseError, HostLeaseRequest, HostQueuePair, Limits};
-use nvme_mpt::lease::LbaRange;
+use nvme_mpt::host::{Damage, Limits};
 use nvme_mpt::live::LossRecord;
+use nvme_mpt::range::LbaRange;
+use nvme_mpt::shadow::HostQueuePair;
 
 use crate::model::{Model, TimedQueue, TimedStore};
 

@@ -3,9 +3,11 @@
 use std::io;
 use std::sync::Arc;
 
-use nvme_mpt::host::{DataPointer, HostLeaseError, HostLeaseRequest, HostMemory, HostQueuePair};
-use nvme_mpt::lease::LbaRange;
+use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
+use nvme_mpt::host::{DataPointer, HostMemory};
 use nvme_mpt::memory::{Mapping, RawBytes};
+use nvme_mpt::range::LbaRange;
+use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::ids::Lba;
 use nvme_mpt::spec::nvm::{
     CompareVerify, CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadWrite,

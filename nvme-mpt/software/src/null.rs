@@ -2,7 +2,9 @@
 
 use std::io;
 
-use nvme_mpt::host::{HostLeaseError, HostLeaseRequest, HostMemory, HostQueuePair};
+use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
+use nvme_mpt::host::HostMemory;
+use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use nvme_mpt::lease::LbaRange;
+use nvme_mpt::range::LbaRange;
 
 /// Ranges of a lease at most. A guest that makes more is told that it cannot.
 const MAX_RANGES: usize = 4096;

@@ -5,11 +5,12 @@ use std::io;
 
 use log::error;
 
+use super::Attachment;
 use super::io_queues::{Queues, next_id};
-use super::{Attachment, QueueError};
 use crate::address::Gpa;
 use crate::doorbell::DoorbellBuffer;
 use crate::poller::DoorbellWatch;
+use crate::seam::{DoorbellWaker, IoDoorbells, QueueError};
 use crate::spec::ids::QueueId;
 use crate::spec::registers::Doorbell;
 
@@ -145,6 +146,26 @@ impl Attachment {
             && let Err(error) = self.window.write(gpa, &value)
         {
             error!("A doorbell buffer is gone: {error}");
+        }
+    }
+}
+
+impl Attachment {
+    /// Returns the doorbells of the I/O queues, as of now.
+    pub(super) fn io_doorbells(&self) -> IoDoorbells {
+        let queues = self.queues();
+        let mut wakers = Vec::new();
+        for (cqid, entry) in &queues.cqs {
+            let waker = DoorbellWaker::of_poller(entry.poller.waker().clone());
+            wakers.push((Doorbell::CqHead(QueueId(*cqid)), waker.clone()));
+            for sqid in &entry.sqs {
+                wakers.push((Doorbell::SqTail(*sqid), waker.clone()));
+            }
+        }
+        IoDoorbells {
+            are_buffered: queues.buffer.is_some(),
+            are_silent: self.context.silence.may_be(),
+            wakers,
         }
     }
 }

@@ -1,16 +1,12 @@
 //! Errors of an attachment and its queues.
 
-use serde::{Deserialize, Serialize};
 use std::io;
 
-use super::MAX_QUEUE_PAIRS;
-use crate::address::Gpa;
-use crate::deadline::DRAIN_DEADLINE;
-use crate::host::HostLeaseError;
-use crate::lease::{ByteRange, Extents, LeaseError};
+use crate::doorbell::MAX_QUEUE_PAIRS;
+use crate::drive::HostLeaseError;
+use crate::lease::{Extents, LeaseError};
 use crate::poller::NoSuchProcessor;
-use crate::seam::crossing;
-use crate::spec::ids::QueueId;
+use crate::range::ByteRange;
 
 /// Why a guest controller cannot attach.
 #[derive(Debug, thiserror::Error)]
@@ -71,53 +67,4 @@ pub enum AttachError {
     /// The kernel has no memory, no file descriptors or no threads to give.
     #[error("Doorbells, events or a thread cannot be created")]
     Io(#[from] io::Error),
-}
-
-/// Why a queue cannot be created, deleted or changed.
-#[derive(Debug, thiserror::Error, Serialize, Deserialize)]
-pub enum QueueError {
-    /// The identifier is 0 or larger than the number of queue pairs.
-    #[error("There can be no queue {0}")]
-    InvalidQueueId(QueueId),
-    /// A queue with this identifier exists.
-    #[error("Queue {0} exists already")]
-    AlreadyExists(QueueId),
-    /// No queue with this identifier exists.
-    #[error("Queue {0} does not exist")]
-    NoSuchQueue(QueueId),
-    /// The Completion Queue still has a Submission Queue.
-    #[error("Completion queue {0} still serves a submission queue")]
-    CqInUse(QueueId),
-    /// The function has no vector of this number.
-    #[error("There is no interrupt vector {0}")]
-    InvalidVector(u16),
-    /// Fewer than 2 entries, or more than the limit.
-    #[error("A queue of {0} entries is not possible")]
-    InvalidSize(u32),
-    /// The queue or the buffer does not lie in one region of the VM's memory.
-    #[error("Memory {gpa}+{len:#x} is not mapped, or not in one region")]
-    NotMapped {
-        /// Start that was asked for.
-        gpa: Gpa,
-        /// Its length in bytes.
-        len: u64,
-    },
-    /// The address is not that of a memory page.
-    #[error("Address {0} is not aligned to a memory page")]
-    Misaligned(Gpa),
-    /// Commands in flight did not end in time.
-    #[error("Commands of queue {0} are still in flight after {DRAIN_DEADLINE:?}")]
-    Timeout(QueueId),
-    /// It rests, and nobody polls it.
-    #[error("Queue {0} is paused; resume its controller first")]
-    Paused(QueueId),
-    /// The host controller, or the kernel, refused.
-    #[error("Queue {qid} cannot be created")]
-    Host {
-        /// The queue.
-        qid: QueueId,
-        /// Kernel's error.
-        #[serde(with = "crossing::io_error")]
-        source: io::Error,
-    },
 }

@@ -7,11 +7,13 @@
 use std::sync::PoisonError;
 use std::sync::atomic::AtomicBool;
 
-use super::{Attachment, GUEST_NSID};
+use super::Attachment;
 use crate::drive::Drive;
+use crate::drive::HostLeaseError;
 use crate::event::{DriveEvent, Event};
-use crate::host::HostLeaseError;
-use crate::lease::{ByteRange, LbaRange, Lease, LeaseError};
+use crate::lease::{Lease, LeaseError};
+use crate::range::{ByteRange, LbaRange};
+use crate::seam::GUEST_NSID;
 use crate::shadow::LeasedBlocks;
 use crate::spec::ids::Lba;
 use crate::wipe::{WipeError, wipe_with};

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 
 use crate::drive::Drive;
-use crate::host::{HostLease, Reservation};
+use crate::drive::{HostLease, Reservation};
 use crate::lease::Lease;
 
 /// A lease with its range lock and its drive.
@@ -44,28 +44,5 @@ impl Holding {
     /// Makes everything durable that was completed until now. It takes as long as the drive does.
     pub(super) fn flush(&self) -> io::Result<()> {
         self.host.flush()
-    }
-
-    /// A lease of a drive that keeps nothing.
-    #[cfg(test)]
-    pub(crate) fn of_nothing() -> Self {
-        use crate::host::idle::IdleController;
-        use crate::lease::{FormerData, LeaseRequest, Ledger, Wanted};
-
-        let drive = IdleController::drive();
-        let lease = Ledger::in_process().acquire(&LeaseRequest {
-            id: "test",
-            drive: drive.identity(),
-            nsid: drive.namespace().nsid,
-            wanted: Wanted::At("0+1M".parse().expect("a range")),
-            lba_shift: drive.lba_shift(),
-            blocks: drive.blocks(),
-            former_data: FormerData::Refused,
-        });
-        let lease = lease.expect("free");
-        let host = drive
-            .open_lease("test", &lease.blocks(), None)
-            .expect("opens");
-        Self::new(lease, host, None, drive)
     }
 }

@@ -3,12 +3,9 @@
 use std::io;
 use std::time::Duration;
 
+use super::Attachment;
 use super::io_queues::Overdue;
 use super::pause;
-use super::{
-    Attachment, AttachmentState, AttachmentStats, CqConfig, GUEST_NSID, KeptQueues, QueueError,
-    SqConfig, StateError,
-};
 use crate::address::Gpa;
 use crate::deadline::Deadline;
 use crate::dma::{DirtyRange, DmaError, HeldMemory, MemoryRegion};
@@ -17,11 +14,15 @@ use crate::event::{DriveEvent, Event};
 use crate::host::{ChangedZones, Damage};
 use crate::limit::RateLimits;
 use crate::seam::{
+    AttachmentState, CqConfig, GUEST_NSID, KeptQueues, QueueError, SqConfig, StateError,
+};
+use crate::seam::{
     CoalescingConfig, HostSide, IoDoorbells, LastCommands, LeaseFacts, LeaseStatus, SharedParts,
 };
 use crate::spec::ids::QueueId;
 use crate::spec::log::SmartHealth;
 use crate::spec::registers::Doorbell;
+use crate::stats::AttachmentStats;
 use crate::stats::Counters;
 
 impl Attachment {

@@ -9,18 +9,20 @@ use std::time::Duration;
 
 use log::info;
 
+use super::Attachment;
 use super::queue_limits::QueueLimits;
-use super::state::{self, CompletionQueueState};
+use super::state::gone;
 use super::steward::Leaving;
-use super::{Attachment, CqConfig, QueueError, SqConfig};
-use crate::address::Gpa;
 use crate::clock::Rate;
 use crate::deadline::Deadline;
 use crate::doorbell::DoorbellBuffer;
+use crate::host::ListMemory;
 use crate::host::SharedPair;
 use crate::interrupt::{InterruptGate, InterruptVector};
 use crate::poller::Poller;
-use crate::shadow::{CompletionQueue, ListMemory, PART_LISTS, ShadowQueue, SubmissionQueue};
+use crate::seam::state::slots_of;
+use crate::seam::{CompletionQueueState, CqConfig, QueueError, SqConfig};
+use crate::shadow::{CompletionQueue, HostEnd, PART_LISTS, ShadowQueue, SubmissionQueue};
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::QueueId;
 use crate::spec::registers::Doorbell;
@@ -143,7 +145,7 @@ impl Attachment {
         let qid = config.qid;
         let mut queues = self.queues();
         if queues.revoked || !self.has_blocks() {
-            let source = state::gone();
+            let source = gone();
             return Err(QueueError::Host { qid, source });
         }
         let (mut entry, queue) = self.new_queue(&queues, config)?;
@@ -183,7 +185,7 @@ impl Attachment {
             .pollers
             .place(&self.poll, self.facts.learning)
             .map_err(failed)?;
-        let slots = state::slots_of(entries);
+        let slots = slots_of(entries);
         let host = self.holding.host().create_queue(slots).map_err(failed)?;
         let pair = host.shared_pair();
         if let Some(pair) = &pair
@@ -206,24 +208,28 @@ impl Attachment {
             self.facts.learning.moderation,
             Rate::of_this_machine(),
         );
-        let table_user = self.context.tables.register(poller.waker().clone());
+        let used_table = self.context.tables.register(poller.waker().clone());
         let buffer = queues.buffer;
-        let place = (qid, base, entries);
-        let cq = CompletionQueue::new(place, &self.context, buffer, gate, counters.clone()).ok_or(
-            QueueError::NotMapped {
-                gpa: base,
-                len: ring_len::<Cqe>(entries),
-            },
-        )?;
+        let not_mapped = QueueError::NotMapped {
+            gpa: base,
+            len: ring_len::<Cqe>(entries),
+        };
+        let cq = CompletionQueue::new(&config, &self.context, buffer, gate, counters.clone())
+            .ok_or(not_mapped)?;
         let id = next_id();
         let queue = Box::new(ShadowQueue::new(
             id,
             self.context.clone(),
             cq,
             buffer,
-            (self.holding.clone(), host, slots, lists),
-            self.facts.limits,
-            table_user,
+            HostEnd {
+                queue: host,
+                slots,
+                lists,
+                limits: self.facts.limits,
+                lease: self.holding.clone(),
+            },
+            used_table,
         ));
         let entry = QueueEntry {
             cqid: qid,
@@ -245,9 +251,9 @@ impl Attachment {
         state: &CompletionQueueState,
     ) -> Result<(), QueueError> {
         let (mut entry, mut queue) = self.new_queue(queues, state.config())?;
+        let cqid = QueueId(state.qid);
         for state in &state.submission_queues {
-            let place = (QueueId(state.qid), Gpa(state.base), state.entries);
-            let mut sq = self.new_sq(queues, place)?;
+            let mut sq = self.new_sq(queues, &state.config(cqid))?;
             sq.restore(state);
             queue.add_sq(sq);
             entry.sqs.push(QueueId(state.qid));
@@ -270,8 +276,8 @@ impl Attachment {
         let SqConfig {
             qid,
             cqid,
-            base,
-            entries,
+            base: _,
+            entries: _,
         } = config;
         QueueLimits::of(self).check_sq(&config)?;
         let deadline = self.deadline();
@@ -282,7 +288,7 @@ impl Attachment {
         if !queues.cqs.contains_key(&cqid.0) {
             return Err(QueueError::NoSuchQueue(cqid));
         }
-        let mut sq = self.new_sq(&queues, (qid, base, entries))?;
+        let mut sq = self.new_sq(&queues, &config)?;
         sq.begin();
         self.begin_doorbell(Doorbell::SqTail(qid), queues.buffer);
         let entry = queues.entry(cqid)?;
@@ -291,20 +297,15 @@ impl Attachment {
         Ok(())
     }
 
-    fn new_sq(
-        &self,
-        queues: &Queues,
-        (qid, base, entries): (QueueId, Gpa, u32),
-    ) -> Result<SubmissionQueue, QueueError> {
+    fn new_sq(&self, queues: &Queues, config: &SqConfig) -> Result<SubmissionQueue, QueueError> {
         let counters = self
-            .queue_counters(qid)
-            .ok_or(QueueError::InvalidQueueId(qid))?;
-        let place = (qid, base, entries);
+            .queue_counters(config.qid)
+            .ok_or(QueueError::InvalidQueueId(config.qid))?;
         let not_mapped = QueueError::NotMapped {
-            gpa: base,
-            len: ring_len::<Sqe>(entries),
+            gpa: config.base,
+            len: ring_len::<Sqe>(config.entries),
         };
-        SubmissionQueue::new(place, &self.context, queues.buffer, counters.clone())
+        SubmissionQueue::new(config, &self.context, queues.buffer, counters.clone())
             .ok_or(not_mapped)
     }
 

@@ -18,60 +18,49 @@ mod growth;
 mod holding;
 mod host_side;
 mod io_queues;
+mod kept_queue;
 mod pause;
 mod queue_limits;
-pub mod state;
+mod state;
 mod steward;
 mod take_up;
 #[cfg(test)]
 mod tests;
-mod wakers;
 
 use std::io;
 use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Mutex};
 
 use log::{error, warn};
-use serde::{Deserialize, Serialize};
 
-pub use config::{
-    AttachmentConfig, CqConfig, FunctionParts, KeptParts, LeaseFacts, LeasedNamespace, SqConfig,
-};
-pub use error::{AttachError, QueueError};
+pub use config::{AttachmentConfig, FunctionParts, KeptParts};
+pub use error::AttachError;
 pub use growth::GrowError;
 pub(crate) use holding::Holding;
-pub use state::{
-    AttachmentState, CompletionQueueState, InFlightState, StateError, SubmissionQueueState,
-};
-pub use take_up::KeptQueues;
-pub use wakers::{DoorbellWaker, ForeignDoorbellWaker, IoDoorbells};
 
 use crate::clock::Rate;
 use crate::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};
 use crate::dma::{DmaWindow, MemoryKinds};
-use crate::doorbell::{DoorbellMode, DoorbellPage};
+use crate::doorbell::{DoorbellMode, DoorbellPage, MAX_QUEUE_PAIRS};
 use crate::drive::Drive;
+use crate::drive::{HostLeaseError, HostNamespace, Reservation};
 use crate::event::EventQueue;
-use crate::host::{HostLeaseError, HostNamespace, Limits, Reservation, ZoneChanges};
+use crate::host::{Limits, ZoneChanges};
 use crate::interrupt::{Coalescing, InterruptVector};
 use crate::lease::Lease;
 use crate::limit::{Limiter, RateLimits};
 use crate::live::LiveState;
-use crate::poller::{Placement, PollPolicy, Pollers, Silence, Spin};
+use crate::park::Silence;
+use crate::poller::{Placement, PollPolicy, Pollers, Spin};
+use crate::seam::{GUEST_NSID, LeaseFacts, LeasedNamespace, QueueError};
 use crate::shadow::{LeasedBlocks, QueueContext, ShadowQueue};
-use crate::spec::ids::{Nsid, QueueId};
+use crate::spec::ids::QueueId;
 use crate::stats::{
-    Counters, HostQueueUse, LeasePairStats, MemoryStats, QueueCounters, QueueStats,
+    AttachmentStats, Counters, HostQueueUse, LeasePairStats, QueueCounters, QueueStats,
 };
 use growth::{Growth, unit_blocks};
 use io_queues::{QueueEntry, Queues};
 use steward::Steward;
-
-/// The namespace that every guest sees its lease as.
-pub const GUEST_NSID: Nsid = Nsid(1);
-
-/// I/O queue pairs that a guest controller can have at most.
-pub const MAX_QUEUE_PAIRS: u16 = 64;
 
 /// All that one guest controller holds of a drive: a lease, a DMA window, doorbells, queues.
 #[derive(Debug)]
@@ -469,27 +458,4 @@ impl Drop for Attachment {
         }
         self.steward.outlive(overdue);
     }
-}
-
-/// Figures of one guest controller's lease and queues.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct AttachmentStats {
-    /// The lease's id.
-    pub id: String,
-    /// Model Number.
-    pub model: String,
-    /// Serial Number.
-    pub serial: String,
-    /// Size of the lease in bytes.
-    pub capacity_bytes: u64,
-    /// Path of doorbell writes to the pollers.
-    pub doorbells: String,
-    /// Use of the drive's queue pairs; `None` if the drive has no bound on them.
-    #[serde(default)]
-    pub queue_pairs: Option<LeasePairStats>,
-    /// The VM's memory.
-    #[serde(default)]
-    pub memory: MemoryStats,
-    /// The I/O queue pairs that did anything.
-    pub queues: Vec<QueueStats>,
 }

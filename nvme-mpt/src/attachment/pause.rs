@@ -4,9 +4,10 @@
 //! A queue that rests holds nothing of the VM's memory but its rings, and touches not even those,
 //! so memory can come and go meanwhile. When it goes on it takes up the memory that there is then.
 
+use super::Attachment;
 use super::io_queues::{QueueEntry, Queues};
-use super::{Attachment, QueueError};
 use crate::deadline::Deadline;
+use crate::seam::QueueError;
 
 impl Attachment {
     /// Has the pollers take no more commands, and waits for those in flight. When this returns,

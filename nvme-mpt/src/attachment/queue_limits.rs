@@ -1,10 +1,16 @@
 //! Limits of I/O queues, against which all queues are checked: those that a guest creates (Base 2.0, sections 5.4 and
 //! 5.5), those of a snapshot, and those that a server before this one left.
 
-use crate::address::Gpa;
-use crate::spec::ids::QueueId;
+use std::collections::BTreeSet;
 
-use super::{Attachment, CqConfig, QueueError, SqConfig};
+use super::Attachment;
+use crate::address::Gpa;
+use crate::seam::state::slots_of;
+use crate::seam::{
+    CompletionQueueState, CqConfig, InFlightState, QueueError, SqConfig, StateError,
+    SubmissionQueueState,
+};
+use crate::spec::ids::QueueId;
 
 /// Fewest entries of a queue: one of them stays empty, so a queue of one could hold none.
 pub(super) const ENTRIES_MIN: u32 = 2;
@@ -60,4 +66,160 @@ impl QueueLimits {
             false => Err(QueueError::Misaligned(base)),
         }
     }
+}
+
+/// Checks of saved queues.
+impl QueueLimits {
+    /// Checks that there can be so many queues.
+    pub(crate) fn check_number(&self, field: &str, number: usize) -> Result<(), StateError> {
+        if number <= usize::from(self.pairs) {
+            return Ok(());
+        }
+        let valid = format!("at most {}", self.pairs);
+        Err(StateError::invalid(field, number, valid))
+    }
+
+    /// Checks the place of a Completion Queue.
+    pub(crate) fn check_configured(&self, cq: &CqConfig) -> Result<(), StateError> {
+        let checked = self.check_cq(cq);
+        checked.map_err(|error| self.unlike_created(&format!("completion queue {}", cq.qid), error))
+    }
+
+    /// Checks the queues by themselves, and that no two are the same.
+    pub(crate) fn check(&self, queues: &[CompletionQueueState]) -> Result<(), StateError> {
+        let (mut cqids, mut sqids) = (BTreeSet::new(), BTreeSet::new());
+        for cq in queues {
+            self.check_saved_cq(cq)?;
+            unique("completion queue", cq.qid, &mut cqids)?;
+            for sq in &cq.submission_queues {
+                self.check_saved_sq(cq.qid, sq)?;
+                unique("submission queue", sq.qid, &mut sqids)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn check_saved_cq(&self, cq: &CompletionQueueState) -> Result<(), StateError> {
+        let CompletionQueueState {
+            qid,
+            base: _,
+            entries,
+            tail,
+            phase: _,
+            head,
+            bad_head: _,
+            vector: _,
+            failed: _,
+            held,
+            in_flight,
+            submission_queues: _,
+        } = cq;
+        let name = format!("completion queue {qid}");
+        self.check_configured(&cq.config())?;
+        below(format!("tail of {name}"), *tail, *entries)?;
+        below(format!("head of {name}"), *head, *entries)?;
+        let room = cq.indices().map_or(0, |indices| indices.room());
+        if held.len() > room as usize {
+            let valid = format!("at most {room}");
+            return Err(StateError::invalid(
+                format!("completions held by {name}"),
+                held.len(),
+                valid,
+            ));
+        }
+        let room = room as usize - held.len();
+        check_in_flight(&name, cq, room, in_flight)
+    }
+
+    fn check_saved_sq(&self, cqid: u16, sq: &SubmissionQueueState) -> Result<(), StateError> {
+        let SubmissionQueueState {
+            qid,
+            base: _,
+            entries,
+            head,
+            bad_tail: _,
+        } = sq;
+        let name = format!("submission queue {qid}");
+        let checked = self.check_sq(&sq.config(QueueId(cqid)));
+        checked.map_err(|error| self.unlike_created(&name, error))?;
+        below(format!("head of {name}"), *head, *entries)
+    }
+
+    /// Returns the error of a saved queue that no guest can have created.
+    fn unlike_created(&self, name: &str, error: QueueError) -> StateError {
+        match error {
+            QueueError::InvalidQueueId(qid) => {
+                let valid = format!("1 to {}", self.pairs);
+                StateError::invalid("identifier of a queue", qid, valid)
+            }
+            QueueError::InvalidSize(entries) => {
+                let valid = format!("{ENTRIES_MIN} to {}", self.entries);
+                StateError::invalid(format!("entries of {name}"), entries, valid)
+            }
+            QueueError::InvalidVector(vector) => {
+                let valid = format!("less than {}", self.vectors);
+                StateError::invalid(format!("vector of {name}"), vector, valid)
+            }
+            QueueError::Misaligned(base) => {
+                let base = format!("{:#x}", base.0);
+                StateError::invalid(format!("base of {name}"), base, "the start of a page")
+            }
+            other => StateError::invalid(name, other, "a queue that a guest can create"),
+        }
+    }
+}
+
+/// Checks that there are room, slots and Submission Queues for commands in flight.
+fn check_in_flight(
+    name: &str,
+    cq: &CompletionQueueState,
+    room: usize,
+    in_flight: &[InFlightState],
+) -> Result<(), StateError> {
+    if in_flight.len() > room {
+        let valid = format!("at most {room}");
+        let field = format!("commands in flight of {name}");
+        return Err(StateError::invalid(field, in_flight.len(), valid));
+    }
+    let mut slots = BTreeSet::new();
+    for command in in_flight {
+        let InFlightState {
+            slot,
+            sqid,
+            command: _,
+        } = *command;
+        let count = slots_of(cq.entries);
+        if slot >= count || !slots.insert(slot) {
+            let valid = format!("less than {count}, and each there once");
+            let field = format!("slot of a command in flight of {name}");
+            return Err(StateError::invalid(field, slot, valid));
+        }
+        if !cq.submission_queues.iter().any(|sq| sq.qid == sqid) {
+            let field = format!("submission queue of a command in flight of {name}");
+            return Err(StateError::invalid(field, sqid, "one of its own"));
+        }
+    }
+    Ok(())
+}
+
+fn below(field: String, value: u32, entries: u32) -> Result<(), StateError> {
+    if value < entries {
+        return Ok(());
+    }
+    Err(StateError::invalid(
+        field,
+        value,
+        format!("less than its entries, {entries}"),
+    ))
+}
+
+fn unique(kind: &str, qid: u16, seen: &mut BTreeSet<u16>) -> Result<(), StateError> {
+    if seen.insert(qid) {
+        return Ok(());
+    }
+    Err(StateError::invalid(
+        format!("{kind} {qid}"),
+        "there twice",
+        "there once",
+    ))
 }

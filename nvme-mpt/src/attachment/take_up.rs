@@ -1,72 +1,15 @@
 //! Queues that another process had when it ended, taken up where they were.
 
-use serde::{Deserialize, Serialize};
 use zerocopy::{FromZeros, IntoBytes};
 
+use super::Attachment;
+use super::kept_queue::{KeptQueue, take_up};
 use super::queue_limits::QueueLimits;
-use super::{Attachment, AttachmentState, CompletionQueueState, CqConfig, SqConfig, StateError};
 use crate::address::Gpa;
-use crate::doorbell::DoorbellBuffer;
 use crate::event::{Event, QueueFailure};
-use crate::live::{KeptQueue, take_up};
+use crate::seam::{CompletionQueueState, CqConfig, KeptQueues, StateError};
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::QueueId;
-use crate::spec::registers::Doorbell;
-
-/// Queues that a guest has created, as its function remembers them. With the live state, they tell all about them.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct KeptQueues {
-    /// Completion Queues.
-    pub cqs: Vec<CqConfig>,
-    /// Submission Queues.
-    pub sqs: Vec<SqConfig>,
-    /// The pages of Doorbell Buffer Config.
-    pub doorbell_buffer: Option<DoorbellBuffer>,
-    /// Every I/O command fails until the next reset.
-    pub revoked: bool,
-}
-
-impl KeptQueues {
-    /// Those of a state that was restored.
-    #[must_use]
-    pub fn of(state: &AttachmentState) -> Self {
-        let cqs = state.queues.iter();
-        let sqs = cqs.clone().flat_map(|cq| {
-            let sqs = cq.submission_queues.iter();
-            sqs.map(|sq| SqConfig {
-                qid: QueueId(sq.qid),
-                cqid: QueueId(cq.qid),
-                base: Gpa(sq.base),
-                entries: sq.entries,
-            })
-        });
-        Self {
-            sqs: sqs.collect(),
-            cqs: cqs.map(CompletionQueueState::config).collect(),
-            doorbell_buffer: state.doorbell_buffer.map(DoorbellBuffer::from),
-            revoked: state.revoked,
-        }
-    }
-
-    /// Returns whether the queue of a doorbell exists.
-    #[must_use]
-    pub fn has(&self, doorbell: Doorbell) -> bool {
-        match doorbell {
-            Doorbell::SqTail(qid) => self.sqs.iter().any(|sq| sq.qid == qid),
-            Doorbell::CqHead(qid) => self.cqs.iter().any(|cq| cq.qid == qid),
-        }
-    }
-
-    /// Notes that a Submission Queue is deleted.
-    pub fn delete_sq(&mut self, qid: QueueId) {
-        self.sqs.retain(|sq| sq.qid != qid);
-    }
-
-    /// Notes that a Completion Queue is deleted.
-    pub fn delete_cq(&mut self, qid: QueueId) {
-        self.cqs.retain(|cq| cq.qid != qid);
-    }
-}
 
 impl Attachment {
     /// Takes up queues by their live state. Commands that were in flight are carried out again, or end with Command

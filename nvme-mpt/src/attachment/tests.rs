@@ -1,9 +1,10 @@
 use super::*;
+use crate::drive::idle::IdleController;
 use crate::event::{DriveEvent, Event};
-use crate::host::idle::IdleController;
 use crate::learn::Learning;
 use crate::lease::{FormerData, LeaseRequest, Ledger, Wanted};
-use crate::seam::HostSide;
+use crate::seam::{CqConfig, HostSide};
+use crate::spec::ids::Nsid;
 use crate::spec::registers::Doorbell;
 
 fn config(drive: &Arc<Drive>, range: &str) -> AttachmentConfig {

@@ -5,7 +5,7 @@ use std::io;
 
 use super::{MAX_FILE_BYTES, MAX_FILES, MAX_REGIONS, UNMAP_DEADLINE};
 use crate::address::Gpa;
-use crate::seam::crossing;
+use crate::crossing;
 
 /// Errors of a VM's memory.
 #[derive(Debug, thiserror::Error, Serialize, Deserialize)]

@@ -64,7 +64,7 @@ use crate::iova::{IovaSpace, VmMappings};
 use crate::learn::NoMapping;
 use crate::memory::Access;
 use crate::memory::file_system::{is_memory, type_of};
-use crate::poller::Waker;
+use crate::park::Waker;
 use crate::stats::MemoryStats;
 use published::Published;
 use region::{Extent, GuestFile, Place, Region};
@@ -112,6 +112,13 @@ pub(crate) struct Tables {
     changes: Mutex<Changes>,
 }
 
+/// A table, and the registration of its user.
+#[derive(Debug)]
+pub(crate) struct UsedTable {
+    pub(crate) table_use: TableUse,
+    pub(crate) table: Arc<RegionTable>,
+}
+
 impl Tables {
     /// Returns whether there is no newer table than that of `generation`, by one load. See [`Published`] for
     /// when to ask.
@@ -126,14 +133,17 @@ impl Tables {
     }
 
     /// Registers a user, which has the current table and nothing in flight.
-    pub(crate) fn register(&self, waker: Arc<Waker>) -> (TableUse, Arc<RegionTable>) {
+    pub(crate) fn register(&self, waker: Arc<Waker>) -> UsedTable {
         // Under the users' lock, so that a change waits for this user or comes before it.
         let mut users = lock(&self.users);
         let table = self.current();
         let user = Arc::new(TableUser::new(table.generation(), waker));
         users.retain(|user| !user.is_gone());
         users.push(user.clone());
-        (TableUse(user), table)
+        UsedTable {
+            table_use: TableUse(user),
+            table,
+        }
     }
 
     /// Since when no change of the memory is under way: `now` while one is.

@@ -153,7 +153,10 @@ fn unmapping_takes_whole_regions() {
 fn an_unmap_waits_for_who_uses_the_memory() {
     let window = Arc::new(window());
     window.map(region(0x1000, 0x1000)).expect("map");
-    let (user, table) = window.tables().register(Waker::new().expect("eventfd"));
+    let UsedTable {
+        table_use: user,
+        table,
+    } = window.tables().register(Waker::new().expect("eventfd"));
     let unmapper = {
         let window = window.clone();
         std::thread::spawn(move || window.unmap_all())

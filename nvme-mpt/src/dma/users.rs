@@ -3,7 +3,7 @@
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::poller::Waker;
+use crate::park::Waker;
 use crate::sync::{AtomicU64, Mutex, MutexGuard, Ordering};
 
 /// Looks at a user before a wait for it sleeps: a pass of a poller that is awake takes less.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::clock::Ticks;
 use crate::dma::RegionTable;
-use crate::shadow::{CommandSet, ListMemory};
+use crate::host::ListMemory;
 use crate::spec::sqe::Sqe;
 use crate::spec::status::Status;
 
@@ -46,8 +46,9 @@ pub trait HostQueue {
     /// Time at which its commands complete: a poller looks for completions then.
     const COMPLETES: Completes = Completes::SoonOrLater;
 
-    /// The command set that its commands belong to.
-    type Commands: CommandSet;
+    /// The command set that its commands belong to: a [`CommandSet`](crate::shadow::CommandSet) where a shadow queue has
+    /// it.
+    type Commands;
 
     /// See [`Self::batch`].
     type Batch<'a>: HostBatch

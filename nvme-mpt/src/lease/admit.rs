@@ -10,10 +10,10 @@ use super::error::LeaseError;
 use super::extents::{Extents, list};
 use super::holder::Slot;
 use super::ledger::{LeaseRequest, Wanted};
-use super::range::{ByteRange, Bytes};
 use super::store::{Record, Records, StoreError};
 use super::tenants::{self, FormerData, Left};
 use crate::origin::{extent, nvme};
+use crate::range::{ByteRange, Bytes};
 
 /// A lease that is given out.
 pub(super) struct Admitted {

@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use super::range::ByteRange;
+use crate::range::ByteRange;
 
 /// Free units of a drive, as runs: in the drive's order, and no two of one list touch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -7,8 +7,8 @@ use std::sync::LazyLock;
 use serde::{Deserialize, Serialize};
 
 use super::extents::{Extents, LISTED};
-use super::range::ByteRange;
 use super::store::Record;
+use crate::range::ByteRange;
 
 /// This process. It asks the kernel once, when a lease is taken: whoever is told of a lease that is not
 /// to be had may be a thread that a sandbox lets ask for nothing.

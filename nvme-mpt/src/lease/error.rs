@@ -3,9 +3,9 @@
 use thiserror::Error;
 
 use super::entry::LeaseEntry;
-use super::range::{ByteRange, Bytes, RangeError};
 use super::store::StoreError;
 use super::tenants::Left;
+use crate::range::{ByteRange, Bytes, RangeError};
 
 /// Longest id of a lease, in bytes.
 pub(super) const ID_MAX: usize = 64;

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::range::{ByteRange, Bytes, LbaRange, RangeError};
+use crate::range::{ByteRange, Bytes, LbaRange, RangeError};
 
 /// Most extents that are written out one by one.
 pub(super) const LISTED: usize = 3;

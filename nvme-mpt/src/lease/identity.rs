@@ -2,9 +2,9 @@
 
 use uuid::Uuid;
 
-use super::range::ByteRange;
 use crate::origin::extent::{self, Extent};
 use crate::origin::nvme;
+use crate::range::ByteRange;
 use crate::spec::ids::Nsid;
 
 /// The name space of all names of leases, which are UUIDs of version 5 (RFC 9562, section 5.5), or

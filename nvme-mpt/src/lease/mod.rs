@@ -4,7 +4,6 @@
 //! the ledger finds extents. Two leases of one namespace never overlap, in one process or in two: every lease is
 //! entered in a [`Ledger`] before it is given out.
 //!
-//! * [`range`]: sizes and ranges as people write them, and their conversion to logical blocks.
 //! * [`extents`]: the parts of a drive that a lease has, in its order.
 //! * [`ledger`]: who holds which parts of which drive.
 //! * `admit`: the rules, i.e. who gets a range and who is refused.
@@ -27,7 +26,6 @@ mod holder;
 pub mod identity;
 pub mod ledger;
 mod private;
-pub mod range;
 mod store;
 mod tenants;
 mod terms;
@@ -38,7 +36,6 @@ pub use extents::Extents;
 pub use identity::LeaseIdentity;
 pub use ledger::{Lease, LeaseRequest, Ledger, Wanted};
 pub use private::PrivateError;
-pub use range::{BOUNDARY, ByteRange, Bytes, LbaRange, RangeError, SizeError};
 pub use store::{CONTROL_SOCKET, SERVER_SOCKETS, StoreError, make_state_folder, open_state_folder};
 pub use tenants::{FormerData, Left};
 pub use terms::{Claim, LeaseTerms};

@@ -28,9 +28,9 @@ use thiserror::Error;
 use super::extents::Extents;
 use super::holder::{Holder, Holders, Slot};
 use super::private::{PrivateError, let_others_through, make_folder, open_file};
-use super::range::ByteRange;
 use super::tenants::{Place, Tenant};
 use super::terms::TermsOfIds;
+use crate::range::ByteRange;
 use crate::range_lock::{Holders as LockHolders, Kind, describe, find};
 
 const LEDGER: &str = "leases.json";

@@ -17,8 +17,8 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use super::extents::joined;
-use super::range::ByteRange;
 use crate::origin::{extent, nvme};
+use crate::range::ByteRange;
 
 /// Fate of data that another id left in the range of a lease.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -127,9 +127,9 @@ impl Records {
 mod tests {
     use super::super::entry::LeaseState;
     use super::super::ledger::{LeaseRequest, Ledger, Wanted};
-    use super::super::range::Bytes;
     use super::super::tenants::FormerData;
     use super::*;
+    use crate::range::Bytes;
     use crate::spec::ids::Nsid;
 
     const OPERATOR: u32 = 0;

@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 pub use weight::{NoWeight, Weight};
 
 use crate::clock::{Rate, Ticks};
-use crate::lease::Bytes;
+use crate::range::Bytes;
 
 /// Credit that a bucket has at most, unless its limit says otherwise: that of a hundredth of a second.
 const BURST: Duration = Duration::from_millis(10);

@@ -27,17 +27,15 @@
 //! The stores cost nothing in a process whose functions end with it: its queues have no live state.
 
 mod queue;
-mod take_up;
 
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-pub(crate) use queue::{LiveHead, LiveQueue, Mark};
-pub(crate) use take_up::{KeptQueue, take_up};
+pub(crate) use queue::{Head, LiveHead, LiveQueue, Mark};
 
-use crate::attachment::MAX_QUEUE_PAIRS;
+use crate::doorbell::MAX_QUEUE_PAIRS;
 use crate::memory::{Access, Cell64, Mapping, SlotRecords};
 use crate::spec::ids::QueueId;
 

@@ -43,17 +43,17 @@ impl Mark {
         self.0 as u32
     }
 
-    pub(super) const fn is_in_flight(self) -> bool {
+    pub(crate) const fn is_in_flight(self) -> bool {
         self.0 & Self::IN_FLIGHT != 0
     }
 
     /// The identifier of the Submission Queue.
-    pub(super) const fn sqid(self) -> QueueId {
+    pub(crate) const fn sqid(self) -> QueueId {
         QueueId((self.0 >> 32) as u16)
     }
 
     /// The command's number in its queue; `None` if the head is behind it for sure.
-    pub(super) const fn unsettled_number(self) -> Option<u32> {
+    pub(crate) const fn unsettled_number(self) -> Option<u32> {
         match self.0 & Self::SETTLED {
             0 => Some(self.number()),
             _ => None,
@@ -63,13 +63,13 @@ impl Mark {
 
 /// Recorded head of a Submission Queue, with the number of the command there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Head {
-    pub(super) index: u32,
-    pub(super) number: u32,
+pub(crate) struct Head {
+    pub(crate) index: u32,
+    pub(crate) number: u32,
 }
 
 impl Head {
-    pub(super) const fn of_word(word: u64) -> Self {
+    pub(crate) const fn of_word(word: u64) -> Self {
         Self {
             index: word as u32,
             number: (word >> 32) as u32,
@@ -79,10 +79,10 @@ impl Head {
 
 /// Recorded tail of a Completion Queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Tail {
-    pub(super) index: u32,
-    pub(super) phase: bool,
-    pub(super) failed: bool,
+pub(crate) struct Tail {
+    pub(crate) index: u32,
+    pub(crate) phase: bool,
+    pub(crate) failed: bool,
 }
 
 impl Tail {
@@ -114,9 +114,9 @@ impl Tail {
 /// Live state of a Completion Queue and its slots.
 #[derive(Debug)]
 pub(crate) struct LiveQueue {
-    pub(super) tail: Cell64,
-    pub(super) head: Cell64,
-    pub(super) slots: SlotRecords,
+    pub(crate) tail: Cell64,
+    pub(crate) head: Cell64,
+    pub(crate) slots: SlotRecords,
 }
 
 impl LiveQueue {
@@ -183,13 +183,13 @@ impl LiveQueue {
     }
 
     /// Returns the recorded tail and head; `None` for a queue that cannot be taken up.
-    pub(super) fn positions(&self) -> Option<(Tail, u32)> {
+    pub(crate) fn positions(&self) -> Option<(Tail, u32)> {
         let head = u32::try_from(self.head.load()).ok()?;
         Some((Tail::of_word(self.tail.load())?, head))
     }
 
     /// Returns the slots that are marked, with their commands.
-    pub(super) fn marked(&self) -> Vec<(u16, Mark, Sqe)> {
+    pub(crate) fn marked(&self) -> Vec<(u16, Mark, Sqe)> {
         let slots = (0..SlotRecords::COUNT).map(|slot| (slot, Mark(self.slots.mark(slot))));
         let slots = slots.filter(|(_, mark)| mark.is_in_flight());
         slots
@@ -207,12 +207,12 @@ pub(crate) struct LiveHead {
 }
 
 impl LiveHead {
-    pub(super) fn new(head: Cell64, qid: QueueId) -> Self {
+    pub(crate) fn new(head: Cell64, qid: QueueId) -> Self {
         let next = Mark::of(qid);
         Self { head, next }
     }
 
-    pub(super) fn recorded(&self) -> Head {
+    pub(crate) fn recorded(&self) -> Head {
         Head::of_word(self.head.load())
     }
 

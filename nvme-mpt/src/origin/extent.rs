@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use crate::lease::ByteRange;
+use crate::range::ByteRange;
 
 /// A part of something that holds bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -5,14 +5,12 @@
 //! mapped cannot wake it, so it reads them by a timer.
 
 mod affinity;
-mod park;
 mod placement;
 mod policy;
 mod threads;
 mod worker;
 
 pub use affinity::NoSuchProcessor;
-pub(crate) use park::{ForeignBell, Silence, Waker};
 pub use placement::Pollers;
 pub use policy::{Placement, PollPolicy, Spin};
 pub use threads::{Threads, Work};

@@ -16,7 +16,6 @@ use log::{error, warn};
 use vmm_sys_util::epoll::{ControlOperation, EpollEvent, EventSet};
 use vmm_sys_util::timerfd::TimerFd;
 
-use super::park::Waker;
 use super::policy::Spin;
 use super::threads::Threads;
 use crate::clock::{Rate, Ticks};
@@ -24,6 +23,7 @@ use crate::event::EventQueue;
 use crate::learn::{Courtesy, Learning, SpinTime};
 use crate::memory::Cell32;
 use crate::memory::system::{pin_this_thread, thread_time};
+use crate::park::Waker;
 use crate::shadow::ShadowQueue;
 use crate::stats::PollerStats;
 

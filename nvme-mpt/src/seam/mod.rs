@@ -20,12 +20,15 @@
 //! | [`SharedParts::live`] | the memory file, which the function keeps for the next host side |
 //! | [`SharedParts::memory`] | nothing: the function's process maps the descriptors of [`HostSide::map`] for itself |
 //! | [`SharedParts::vectors`] | the eventfd that raises a vector, at each change: the VMM's; one of the function's own while the vector is masked, which holds the pending bit |
-//! | [`DoorbellWaker`](crate::attachment::DoorbellWaker) | the eventfd, and a number that names the poller |
+//! | [`DoorbellWaker`] | the eventfd, and a number that names the poller |
 //! | [`MemoryRegion::fd`] | the descriptor |
 //! | [`HostSide::map_held`] | the descriptors, which a [`HeldMemory`] does not keep yet |
 //! | [`io::Error`] in results and in [`QueueError`], [`DmaError`], [`StateError`] | errno or kind, and text |
 
-pub mod crossing;
+mod facts;
+mod queue;
+pub(crate) mod state;
+mod wakers;
 
 use std::fmt;
 use std::io;
@@ -36,9 +39,6 @@ use serde::{Deserialize, Serialize};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::address::Gpa;
-use crate::attachment::{
-    AttachmentState, AttachmentStats, CqConfig, KeptQueues, QueueError, SqConfig, StateError,
-};
 use crate::dma::{DirtyRange, DmaError, GuestMemory, HeldMemory, MemoryRegion};
 use crate::doorbell::{DoorbellBuffer, DoorbellPage};
 use crate::event::Event;
@@ -49,9 +49,15 @@ use crate::live::LiveState;
 use crate::spec::ids::QueueId;
 use crate::spec::log::SmartHealth;
 use crate::spec::registers::Doorbell;
+use crate::stats::AttachmentStats;
 use crate::stats::Counters;
 
-pub use crate::attachment::{IoDoorbells, LeaseFacts};
+pub use facts::{GUEST_NSID, LeaseFacts, LeasedNamespace};
+pub use queue::{CqConfig, KeptQueues, QueueError, SqConfig};
+pub use state::{
+    AttachmentState, CompletionQueueState, InFlightState, StateError, SubmissionQueueState,
+};
+pub use wakers::{DoorbellWaker, ForeignDoorbellWaker, IoDoorbells};
 
 /// State of a lease, which changes while a function holds it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -5,6 +5,7 @@
 
 use super::Untranslated;
 use super::translate::Translator;
+use crate::host::HostQueue;
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
 use crate::spec::status::Status;
@@ -80,6 +81,11 @@ pub trait CommandSet {
         }
     }
 }
+
+/// A host queue for whose commands there is a way.
+pub(crate) trait TranslatedQueue: HostQueue<Commands: CommandSet> {}
+
+impl<Q: HostQueue<Commands: CommandSet>> TranslatedQueue for Q {}
 
 /// The NVM Command Set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::translate::location;
 use super::{Failure, Untranslated};
-use crate::lease::LbaRange;
+use crate::range::LbaRange;
 use crate::spec::ids::{Lba, Nsid};
 use crate::spec::status::Status;
 

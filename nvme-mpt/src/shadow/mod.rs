@@ -6,7 +6,7 @@
 
 mod command_set;
 mod leased_blocks;
-mod lists;
+mod pair;
 mod parts;
 mod prp;
 mod queue;
@@ -14,12 +14,13 @@ mod sgl;
 mod slot;
 mod translate;
 
+pub(crate) use command_set::TranslatedQueue;
 pub use command_set::{CommandSet, CompletedCommand, NvmCommands, Traffic};
 pub use leased_blocks::LeasedBlocks;
-pub use lists::ListMemory;
+pub use pair::HostQueuePair;
 pub(crate) use parts::PART_LISTS;
 pub use queue::ShadowQueue;
-pub(crate) use queue::{CompletionQueue, QueueContext, ShadowCore, SubmissionQueue};
+pub(crate) use queue::{CompletionQueue, HostEnd, QueueContext, SubmissionQueue};
 pub use sgl::MAX_DESCRIPTORS as MAX_SGL_DESCRIPTORS;
 pub use translate::{Translator, location};
 

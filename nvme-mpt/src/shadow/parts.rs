@@ -14,10 +14,10 @@ use std::ops::Range;
 use zerocopy::{FromBytes, IntoBytes, transmute};
 
 use super::LeasedBlocks;
-use super::lists::ListMemory;
 use super::slot::Slots;
 use super::translate::Translator;
 use crate::address::PAGE_SIZE;
+use crate::host::ListMemory;
 use crate::host::{DataPointer, HostCompletion, Limits};
 use crate::spec::dma::SglDescriptor;
 use crate::spec::ids::{CommandId, Lba};

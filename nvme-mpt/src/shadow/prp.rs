@@ -4,7 +4,7 @@
 //! slot's own. So a host controller never reads a list that the guest can still write.
 
 use super::Failure;
-use super::lists::ListMemory;
+use crate::host::ListMemory;
 use zerocopy::IntoBytes;
 
 use crate::address::{Gpa, PAGE_SIZE};

@@ -7,9 +7,9 @@
 use zerocopy::transmute;
 
 use super::Failure;
-use super::lists::{LIST_BYTES, ListMemory};
 use crate::address::{Gpa, Iova};
 use crate::dma::{Direction, RegionHint, RegionTable};
+use crate::host::{LIST_BYTES, ListMemory};
 use crate::memory::{RawBytes, RawWords};
 use crate::spec::dma::{SglDescriptor, SglSubType, SglType};
 use crate::spec::status::Status;

@@ -7,12 +7,12 @@ use std::sync::Arc;
 
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::lists::ListMemory;
 use super::prp::{self, PrpHints};
 use super::{CommandSet, Failure, LeasedBlocks, Untranslated, sgl};
 use crate::address::PAGE_SIZE;
 use crate::dma::{Direction, RegionHint, RegionTable};
 use crate::host::DataPointer;
+use crate::host::ListMemory;
 use crate::host::{HostMemory, Limits};
 use crate::spec::ids::{CommandId, Nsid};
 use crate::spec::nvm::{

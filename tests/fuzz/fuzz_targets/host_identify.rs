@@ -10,8 +10,8 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use nvme_mpt::host::{HostController, HostLeaseRequest};
-use nvme_mpt::lease::LbaRange;
+use nvme_mpt::drive::{HostController, HostLeaseRequest};
+use nvme_mpt::range::LbaRange;
 use nvme_mpt::poller::Threads;
 use nvme_mpt::spec::ids::Lba;
 use nvme_mpt_fuzz::Input;

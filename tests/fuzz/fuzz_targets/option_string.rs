@@ -9,8 +9,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use libfuzzer_sys::fuzz_target;
-use nvme_mpt::attachment::MAX_QUEUE_PAIRS;
-use nvme_mpt::lease::{ByteRange, Bytes};
+use nvme_mpt::doorbell::MAX_QUEUE_PAIRS;
+use nvme_mpt::range::{ByteRange, Bytes};
 use nvme_mpt_vmm::options::{
     FunctionOptions, OptionError, OptionText, RateChange, ServedDrive, ServedFunction,
 };

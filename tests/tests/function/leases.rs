@@ -3,7 +3,8 @@
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::AtomicBool;
 
-use nvme_mpt::lease::{ByteRange, FormerData, LeaseRequest, Wanted};
+use nvme_mpt::lease::{FormerData, LeaseRequest, Wanted};
+use nvme_mpt::range::ByteRange;
 use nvme_mpt_tests::disk::{Disk, Transfer};
 use nvme_mpt_tests::rng::{self, Rng};
 

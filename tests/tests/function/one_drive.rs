@@ -5,7 +5,8 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 
-use nvme_mpt::lease::{ByteRange, Lease, LeaseError, LeaseRequest, Ledger, Wanted};
+use nvme_mpt::lease::{Lease, LeaseError, LeaseRequest, Ledger, Wanted};
+use nvme_mpt::range::ByteRange;
 use nvme_mpt::{AttachError, Attachment, AttachmentConfig, Drive};
 use nvme_mpt::{DoorbellMode, Learning, MemoryKinds, PollPolicy, Pollers};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath, OpenDriveError};

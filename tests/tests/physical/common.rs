@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nvme_mpt::Drive;
-use nvme_mpt::host::Incidents;
+use nvme_mpt::drive::Incidents;
 use nvme_mpt::poller::Threads;
 use nvme_mpt_tests::drive::{ModelDrive, NamespaceOptions, Options};
 use nvme_mpt_vmm::drives::DrivePath;

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use nvme_mpt::host::Incidents;
+use nvme_mpt::drive::Incidents;
 use nvme_mpt_tests::command::{Sqe, admin, io};
 use nvme_mpt_tests::drive::{
     Aborts, Counters, DoorbellBufferUse, Effect, Fault, HandQueue, Meets, NamespaceOptions,

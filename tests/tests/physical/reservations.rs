@@ -1,6 +1,6 @@
 //! Queue pairs that belong to leases, and queues that move between pairs under load.
 
-use nvme_mpt::host::{QueuePairUse, ReserveError, ReservedPairs};
+use nvme_mpt::drive::{QueuePairUse, ReserveError, ReservedPairs};
 use nvme_mpt::stats::{HostQueueUse, LeasePairStats};
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::drive::{NamespaceOptions, Options};

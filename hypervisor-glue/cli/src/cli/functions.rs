@@ -5,7 +5,7 @@ use std::error::Error;
 use std::io::{self, Write};
 
 use clap::Args;
-use nvme_mpt::lease::Bytes;
+use nvme_mpt::range::Bytes;
 use nvme_mpt_vmm::options::{OptionText, RateChange, Reservation, table};
 
 use super::{RunningServer, told};

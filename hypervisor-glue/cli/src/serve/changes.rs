@@ -3,7 +3,7 @@
 use std::sync::mpsc::{self, Receiver, SyncSender, TrySendError};
 use std::thread::{self, JoinHandle};
 
-use nvme_mpt::lease::Bytes;
+use nvme_mpt::range::Bytes;
 use nvme_mpt_vmm::report;
 use serde::{Deserialize, Serialize};
 

@@ -5,8 +5,9 @@ use std::io::{self, Write};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use nvme_mpt::lease::{Bytes, FormerData};
+use nvme_mpt::lease::FormerData;
 use nvme_mpt::limit::RateLimits;
+use nvme_mpt::range::Bytes;
 use nvme_mpt_vmm::options::{OptionError, OptionText, ServedDrive, ServedFunction};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;

@@ -23,8 +23,9 @@ use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nvme_mpt::attachment::GrowError;
-use nvme_mpt::lease::{Bytes, Claim, LeaseError, open_state_folder};
+use nvme_mpt::lease::{Claim, LeaseError, open_state_folder};
 use nvme_mpt::limit::RateLimits;
+use nvme_mpt::range::Bytes;
 use nvme_mpt::{AttachError, Attachment, FunctionParts, HostSide, KeptParts, Pollers};
 use nvme_mpt_lease_protocol::{Admission, End, Leases, Peer, Session, socket_of};
 use nvme_mpt_vmm::drives::{self, DrivePath};

@@ -5,8 +5,9 @@ use std::sync::{Arc, Weak};
 
 use nvme_mpt::attachment::GrowError;
 use nvme_mpt::host::NamespaceFormat;
-use nvme_mpt::lease::{Bytes, Claim};
+use nvme_mpt::lease::Claim;
 use nvme_mpt::limit::RateLimits;
+use nvme_mpt::range::Bytes;
 use nvme_mpt::{Attachment, Drive};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::open;

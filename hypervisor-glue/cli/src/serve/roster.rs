@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use nvme_mpt::attachment::GrowError;
-use nvme_mpt::lease::{Bytes, Claim, Extents, FormerData, LeaseError};
+use nvme_mpt::lease::{Claim, Extents, FormerData, LeaseError};
+use nvme_mpt::range::Bytes;
 use nvme_mpt::{Drive, Pollers};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::open::{self, Ledgers, OpenError};

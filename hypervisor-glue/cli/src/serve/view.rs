@@ -4,7 +4,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use nvme_mpt::Drive;
-use nvme_mpt::lease::{ByteRange, Extents};
+use nvme_mpt::lease::Extents;
+use nvme_mpt::range::ByteRange;
 use serde::{Deserialize, Serialize};
 
 use super::declared::Origin;

@@ -5,7 +5,7 @@ mod table;
 use serde::{Deserialize, Serialize};
 
 use nvme_mpt::Drive;
-use nvme_mpt::host::{HostNamespace, Incidents};
+use nvme_mpt::drive::{HostNamespace, Incidents};
 use nvme_mpt::stats::{LeasePairStats, MemoryStats, PollerStats, QueueStats};
 
 /// Figures of a server. All counters count from its start on; those of a queue go on where they

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use nvme_mpt::lease::Bytes;
+use nvme_mpt::range::Bytes;
 use nvme_mpt::stats::{HostQueueUse, LeasePairStats};
 
 use crate::table::Table;

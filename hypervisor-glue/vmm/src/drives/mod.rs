@@ -12,10 +12,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::options::FunctionOptions;
-use nvme_mpt::host::HostController;
-use nvme_mpt::lease::Bytes;
+use nvme_mpt::drive::HostController;
 use nvme_mpt::origin::{self, Origin};
 use nvme_mpt::poller::Threads;
+use nvme_mpt::range::Bytes;
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{Drive, Learning};
 use nvme_software::SoftwareController;

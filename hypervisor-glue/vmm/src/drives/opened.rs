@@ -9,7 +9,7 @@ use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use nvme_mpt::host::HostController;
+use nvme_mpt::drive::HostController;
 use nvme_vfio::function::PciAddress;
 
 use super::{DriveOptions, DrivePath, OpenDriveError};

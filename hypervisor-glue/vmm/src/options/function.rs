@@ -4,11 +4,12 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt::attachment::MAX_QUEUE_PAIRS;
+use nvme_mpt::doorbell::MAX_QUEUE_PAIRS;
 use nvme_mpt::learn::{Choice, Learning};
-use nvme_mpt::lease::{ByteRange, Bytes, FormerData};
+use nvme_mpt::lease::FormerData;
 use nvme_mpt::limit::{RateLimit, RateLimits};
 use nvme_mpt::poller::Placement;
+use nvme_mpt::range::{ByteRange, Bytes};
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{DoorbellMode, MemoryKinds, PollPolicy};
 use nvme_software::faults::FaultPlan;

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nvme_mpt::learn::{Choice, Learning};
-use nvme_mpt::lease::{ByteRange, Bytes, FormerData};
+use nvme_mpt::lease::FormerData;
 use nvme_mpt::limit::{RateLimit, RateLimits};
+use nvme_mpt::range::{ByteRange, Bytes};
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{DoorbellMode, MemoryKinds, PollPolicy};
 use nvme_software::model::Profile;

@@ -10,8 +10,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use nvme_mpt::dma::MemoryRegion;
-use nvme_mpt::lease::{ByteRange, LeaseRequest, Ledger, Wanted};
+use nvme_mpt::lease::{LeaseRequest, Ledger, Wanted};
 use nvme_mpt::memory::{Mapping, memfd};
+use nvme_mpt::range::ByteRange;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{

@@ -35,9 +35,10 @@ use command::{any_extent, find_extent};
 use plan::{Effect, Fault};
 
 use super::model::Timebase;
+use nvme_mpt::drive::HostNamespace;
 use nvme_mpt::event::{DriveEvent, Event, EventQueue};
-use nvme_mpt::host::{HostMemory, HostNamespace};
-use nvme_mpt::lease::{ByteRange, Bytes};
+use nvme_mpt::host::HostMemory;
+use nvme_mpt::range::{ByteRange, Bytes};
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;

@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde::de::{self, Deserializer};
 
 use crate::model::{Size, Span};
-use nvme_mpt::lease::{ByteRange, Bytes, RangeError};
+use nvme_mpt::range::{ByteRange, Bytes, RangeError};
 use nvme_mpt::spec::opcode::NvmOpcode;
 
 /// Longest plan that is read, in bytes: a mistaken path must not be read for ever.

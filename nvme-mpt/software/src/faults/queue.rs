@@ -7,9 +7,8 @@ use std::time::Duration;
 use super::{Faults, REMOVED, Verdict};
 use crate::model::{Clock, DueQueue, HostClock};
 use nvme_mpt::clock::{Ticks, ticks_in};
-use nvme_mpt::host::{
-    CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue, HostQueuePair,
-};
+use nvme_mpt::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
+use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::shadow::NvmCommands;
 use nvme_mpt::spec::nvm::{CompareVerify, ReadWrite};
 use nvme_mpt::spec::opcode::NvmOpcode;

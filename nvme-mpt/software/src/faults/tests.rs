@@ -11,9 +11,10 @@ use crate::SoftwareQueue;
 use crate::model::Clock;
 use crate::null::NullStore;
 use nvme_mpt::dma::RegionTable;
-use nvme_mpt::host::{HostBatch, HostCompletion, HostQueue, HostQueuePair};
+use nvme_mpt::host::ListMemory;
+use nvme_mpt::host::{HostBatch, HostCompletion, HostQueue};
 use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::shadow::ListMemory;
+use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::ids::{CommandId, Lba, Nsid};
 use nvme_mpt::spec::nvm::{CopyCommand, CopyRange0, DsmRange, ReadWrite};
 

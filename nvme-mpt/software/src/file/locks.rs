@@ -6,8 +6,8 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use nvme_mpt::lease::ByteRange;
 use nvme_mpt::origin::BackingFile;
+use nvme_mpt::range::ByteRange;
 use nvme_mpt::range_lock::RangeLock;
 
 use super::SharedFile;

@@ -51,11 +51,13 @@ use slices::Turns;
 use watch::Watched;
 use way::{Direction, Plan, Way};
 
+use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::event::EventQueue;
-use nvme_mpt::host::{Damage, HostLeaseError, HostLeaseRequest, HostQueuePair, Limits};
-use nvme_mpt::lease::{ByteRange, LbaRange};
+use nvme_mpt::host::{Damage, Limits};
 use nvme_mpt::live::LossRecord;
 use nvme_mpt::origin::Origin;
+use nvme_mpt::range::{ByteRange, LbaRange};
+use nvme_mpt::shadow::HostQueuePair;
 
 use crate::medium::{LeasedMedium, Medium, Pace};
 use crate::uncorrectable::{MarkRoom, UncorrectableBlocks};

@@ -5,7 +5,7 @@
 
 /// Bytes of the blocks that are read, changed and written as a whole where a command changes part of one. Leases begin
 /// and end at multiples of it, so no other process changes the rest of a block.
-pub(super) const UNIT: u64 = nvme_mpt::lease::BOUNDARY;
+pub(super) const UNIT: u64 = nvme_mpt::range::BOUNDARY;
 
 /// The most of a file that one command transfers, rounded out to whole blocks.
 pub(super) const STAGE_MAX: usize = (1 << 20) + 2 * UNIT as usize;

@@ -36,15 +36,14 @@ use pairs::PAIR_BYTES;
 use super::model::KvProfile;
 use crate::controller::LIMITS;
 use nvme_mpt::address::PAGE_SIZE;
-use nvme_mpt::host::{
-    CommandSetLimits, HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace,
-    HostQueuePair, Limits, NamespaceFormat,
-};
+use nvme_mpt::drive::{HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace};
+use nvme_mpt::host::{CommandSetLimits, Limits, NamespaceFormat};
 use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::lease::BOUNDARY;
 use nvme_mpt::origin::Origin;
 use nvme_mpt::poller::Threads;
+use nvme_mpt::range::BOUNDARY;
 use nvme_mpt::range_lock::ClaimError;
+use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::identify::Oncs;
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::spec::key_value::{KEY_LENGTH_MAX, KvFormat};

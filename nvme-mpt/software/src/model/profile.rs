@@ -10,7 +10,7 @@ use std::str::FromStr;
 use serde::de::{self, Deserialize, Deserializer};
 
 use super::time::Span;
-use nvme_mpt::lease::Bytes;
+use nvme_mpt::range::Bytes;
 
 /// The profiles that come along, by name.
 const BUILT_IN: &[(&str, &str)] = &[

@@ -10,6 +10,7 @@ use super::time::{Clock, HostClock};
 use super::{Model, due_of, read_or_write};
 use nvme_mpt::clock::{Ticks, ticks_in};
 use nvme_mpt::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
+use nvme_mpt::shadow::CommandSet;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 
@@ -17,7 +18,7 @@ use nvme_mpt::spec::status::Status;
 const RESOLUTION: Duration = Duration::from_nanos(250);
 
 /// A store's queue, as a timed queue drives it. Its commands leave Dword 0 of their completions 0.
-pub trait TimedStore: HostQueue {
+pub trait TimedStore: HostQueue<Commands: CommandSet> {
     /// True if every command completes while it is rung in.
     const AT_ONCE: bool;
 
@@ -202,8 +203,8 @@ mod tests {
     use crate::model::time::Timebase;
     use crate::null::NullStore;
     use nvme_mpt::dma::RegionTable;
+    use nvme_mpt::host::ListMemory;
     use nvme_mpt::iova::IovaSpace;
-    use nvme_mpt::shadow::ListMemory;
     use nvme_mpt::spec::ids::{CommandId, Lba};
     use nvme_mpt::spec::nvm::{CopyRange0, DsmRange, ReadWrite};
     use nvme_mpt::spec::opcode::NvmOpcode;

@@ -18,8 +18,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use log::error;
 
 use super::{Geometry, ZoneError};
-use nvme_mpt::lease::Bytes;
 use nvme_mpt::memory::{Access, Mapping, SharedWords};
+use nvme_mpt::range::Bytes;
 
 /// First bytes of such a file, with its version.
 const MAGIC: &[u8; 8] = b"nvmezns1";

@@ -32,12 +32,11 @@ use keep::KeptZones;
 use table::ZoneTable;
 
 use super::model::ZnsProfile;
+use nvme_mpt::drive::HostNamespace;
 use nvme_mpt::event::{Event, EventQueue};
-use nvme_mpt::host::{
-    ChangedZones, Geometry, HostNamespace, NamespaceZones, Resources, ZoneChanges,
-};
-use nvme_mpt::lease::{ByteRange, Bytes, LbaRange};
+use nvme_mpt::host::{ChangedZones, Geometry, NamespaceZones, Resources, ZoneChanges};
 use nvme_mpt::memory::SharedWords;
+use nvme_mpt::range::{ByteRange, Bytes, LbaRange};
 use nvme_mpt::spec::ids::Lba;
 
 /// Most zones of a drive: a report of all is made while other queues of the poller wait.

@@ -10,9 +10,8 @@ use super::report::report;
 use super::{LeasedZones, State};
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::DataPointer;
-use nvme_mpt::host::{
-    CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue, HostQueuePair,
-};
+use nvme_mpt::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
+use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::ids::Lba;
 use nvme_mpt::spec::nvm::{ReadWrite, WriteZeroes};
 use nvme_mpt::spec::opcode::NvmOpcode;

@@ -14,10 +14,10 @@ use super::entry::LeaseEntry;
 use super::error::LeaseError;
 use super::extents::{Extents, joined};
 use super::holder::Slot;
-use super::range::{ByteRange, Bytes};
 use super::store::{Record, Records, StoreError};
 use super::tenants::{self, FormerData, Found, Place, Tenant};
 use crate::origin::{extent, nvme};
+use crate::range::{ByteRange, Bytes};
 use crate::spec::ids::Nsid;
 
 /// Smallest unit. The ledger's file grows with the number of extents.

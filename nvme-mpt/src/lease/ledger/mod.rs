@@ -13,10 +13,10 @@ use super::error::{ID_MAX, LeaseError};
 use super::extents::Extents;
 use super::holder::{Holder, Slot};
 use super::identity::LeaseIdentity;
-use super::range::{ByteRange, Bytes, LbaRange};
 use super::store::{Folder, Record, Records, StoreError};
 use super::tenants::{self, FormerData};
 use super::terms::{Claim, LeaseTerms};
+use crate::range::{ByteRange, Bytes, LbaRange};
 use crate::spec::ids::{Lba, Nsid};
 
 /// Bytes that a lease is asked for.

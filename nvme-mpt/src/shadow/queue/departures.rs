@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use crate::dma::{Departure, TableUse};
-use crate::shadow::lists::ListMemory;
+use crate::host::ListMemory;
 use crate::shadow::slot::{Slot, Slots, Special};
 
 /// A departure with commands in flight that use its memory.

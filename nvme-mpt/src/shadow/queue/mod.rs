@@ -10,6 +10,7 @@ mod repeats;
 mod rings;
 mod state;
 
+use std::any::Any;
 use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -17,27 +18,25 @@ use self::departures::HeldDepartures;
 use self::posting::{Posting, fail_command};
 use self::repeats::Repeat;
 pub(crate) use self::rings::{CompletionQueue, SubmissionQueue};
-use super::lists::ListMemory;
 use super::parts::{Parts, Step};
 use super::slot::{Permit, Slots, Taken};
 use super::translate::Translator;
 use super::{CommandSet, LeasedBlocks, Untranslated};
 use crate::address::Gpa;
-use crate::attachment::Holding;
 use crate::clock::Ticks;
-use crate::dma::{RegionTable, TableUse, Tables};
+use crate::dma::{TableUse, Tables, UsedTable};
 use crate::doorbell::{DoorbellBuffer, DoorbellPage};
 use crate::event::{Event, EventQueue, QueueFailure};
-use crate::host::{
-    Completes, CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue, HostQueuePair,
-    Limits,
-};
+use crate::host::ListMemory;
+use crate::host::{Completes, CompletionTaker, HostBatch, HostCompletion, HostMemory, Limits};
 use crate::interrupt::Standing;
 use crate::kept::keep_for_good;
 use crate::limit::Limiter;
 use crate::live::{LiveQueue, LiveState, Mark};
 use crate::memory::{Room, lost_memory_epoch};
-use crate::poller::Silence;
+use crate::park::Silence;
+use crate::shadow::HostQueuePair;
+use crate::shadow::TranslatedQueue;
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::QueueId;
 use crate::spec::opcode::NvmOpcode;
@@ -115,7 +114,23 @@ pub struct ShadowQueue {
     host: HostQueuePair,
     core: ShadowCore,
     /// Dropped last: the lease lives as long as commands of it do.
-    holding: Arc<Holding>,
+    lease: HeldLease,
+}
+
+/// What holds a lease, as long as it is not dropped.
+type HeldLease = Arc<dyn Any + Send + Sync>;
+
+/// The host controller's end of a shadow queue.
+#[derive(Debug)]
+pub(crate) struct HostEnd {
+    pub(crate) queue: HostQueuePair,
+    /// Its slots.
+    pub(crate) slots: u16,
+    /// The slots' own lists.
+    pub(crate) lists: ListMemory,
+    /// Limits of the host controller.
+    pub(crate) limits: Limits,
+    pub(crate) lease: HeldLease,
 }
 
 /// All of a shadow queue but its host queue, so that the two can be borrowed apart.
@@ -163,10 +178,17 @@ impl ShadowQueue {
         context: Arc<QueueContext>,
         cq: CompletionQueue,
         buffer: Option<DoorbellBuffer>,
-        (holding, host, slots, lists): (Arc<Holding>, HostQueuePair, u16, ListMemory),
-        limits: Limits,
-        (table_use, table): (TableUse, Arc<RegionTable>),
+        host: HostEnd,
+        used: UsedTable,
     ) -> Self {
+        let HostEnd {
+            queue: host,
+            slots,
+            lists,
+            limits,
+            lease,
+        } = host;
+        let UsedTable { table_use, table } = used;
         let generation = table.generation();
         let blocks = context.blocks();
         let parts = Parts::new(slots, blocks.may_grow());
@@ -199,11 +221,7 @@ impl ShadowQueue {
             table_use: Some(table_use),
         };
         core.follow_table();
-        Self {
-            host,
-            core,
-            holding,
-        }
+        Self { host, core, lease }
     }
 
     /// Its name among the pollers' queues.
@@ -335,14 +353,14 @@ impl Drop for ShadowQueue {
             // to another.
             let table = self.core.translator.table().clone();
             let departures = std::mem::take(&mut self.core.departures);
-            keep_for_good((table, departures, self.holding.clone()));
+            keep_for_good((table, departures, self.lease.clone()));
         }
     }
 }
 
 impl ShadowCore {
     #[inline]
-    pub(crate) fn poll<H: HostQueue>(&mut self, host: &mut H) -> bool {
+    pub(crate) fn poll<H: TranslatedQueue>(&mut self, host: &mut H) -> bool {
         if !self.context.tables.is_newest(self.generation) {
             self.take_up_table();
         }
@@ -357,13 +375,13 @@ impl ShadowCore {
     }
 
     #[inline(never)]
-    fn live_pass<H: HostQueue>(&mut self, host: &mut H) -> bool {
+    fn live_pass<H: TranslatedQueue>(&mut self, host: &mut H) -> bool {
         self.pass::<H, false, true>(host)
     }
 
     #[cold]
     #[inline(never)]
-    fn special_pass<H: HostQueue>(&mut self, host: &mut H) -> bool {
+    fn special_pass<H: TranslatedQueue>(&mut self, host: &mut H) -> bool {
         let tail = self.cq.indices.tail().get();
         self.rests_until = None;
         let worked = self.pass::<H, true, true>(host);
@@ -382,7 +400,10 @@ impl ShadowCore {
     }
 
     #[inline]
-    fn pass<H: HostQueue, const SPECIAL: bool, const LIVE: bool>(&mut self, host: &mut H) -> bool {
+    fn pass<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool>(
+        &mut self,
+        host: &mut H,
+    ) -> bool {
         let mut worked = H::COMPLETES != Completes::AtOnce
             && self.slots.in_flight() > 0
             && self.reap::<H, SPECIAL, LIVE>(host);
@@ -428,7 +449,7 @@ impl ShadowCore {
 
     /// [`Self::take`] as a function of its own.
     #[inline(never)]
-    fn take_apart<H: HostQueue, const SPECIAL: bool, const LIVE: bool>(
+    fn take_apart<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool>(
         &mut self,
         index: usize,
         batch: &mut impl HostBatch,
@@ -438,7 +459,7 @@ impl ShadowCore {
 
     /// Takes commands of one Submission Queue and submits them. Returns whether there are any.
     #[inline(always)]
-    fn take<H: HostQueue, const SPECIAL: bool, const LIVE: bool>(
+    fn take<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool>(
         &mut self,
         index: usize,
         batch: &mut impl HostBatch,
@@ -588,7 +609,7 @@ impl ShadowCore {
     /// Takes the next step of commands that are carried out in parts. Returns whether there was any.
     #[cold]
     #[inline(never)]
-    fn submit_parts<H: HostQueue>(&mut self, host: &mut H) -> bool {
+    fn submit_parts<H: TranslatedQueue>(&mut self, host: &mut H) -> bool {
         let gives_up = self.condition == Condition::Failed;
         let mut worked = false;
         for _ in 0..BATCH_COMMANDS {
@@ -618,13 +639,16 @@ impl ShadowCore {
 
     /// Completes what the host controller has done. Returns whether there was anything.
     #[inline]
-    fn reap<H: HostQueue, const SPECIAL: bool, const LIVE: bool>(&mut self, host: &mut H) -> bool {
+    fn reap<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool>(
+        &mut self,
+        host: &mut H,
+    ) -> bool {
         self.post::<H, SPECIAL, LIVE>(|memory, posting| host.reap(memory, posting))
     }
 
     /// Posts the completions that `give` hands over. Returns whether there was any.
     #[inline(always)]
-    fn post<H: HostQueue, const SPECIAL: bool, const LIVE: bool>(
+    fn post<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool>(
         &mut self,
         give: impl FnOnce(HostMemory<'_>, &mut Posting<'_, H, SPECIAL, LIVE>),
     ) -> bool {
@@ -775,7 +799,7 @@ impl ShadowCore {
 /// its data then.
 #[cold]
 #[inline(never)]
-fn not_one_command<H: HostQueue>(
+fn not_one_command<H: TranslatedQueue>(
     error: Untranslated,
     (guest, sq_index, taken): (&Sqe, u16, Ticks),
     (mut permit, room): (Permit<'_>, Room),

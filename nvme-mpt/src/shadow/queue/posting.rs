@@ -7,9 +7,10 @@ use super::dirty::note_completed;
 use super::{CompletionQueue, Condition, QueueContext, SubmissionQueue};
 use crate::clock::Ticks;
 use crate::event::{ErrorEntry, Event};
-use crate::host::{CompletionTaker, HostCompletion, HostQueue};
+use crate::host::{CompletionTaker, HostCompletion};
 use crate::live::LiveQueue;
 use crate::memory::Room;
+use crate::shadow::TranslatedQueue;
 use crate::shadow::parts::Parts;
 use crate::shadow::slot::{Slot, Slots, Special};
 use crate::shadow::translate::Translator;
@@ -43,7 +44,7 @@ pub(super) struct Posting<'a, H, const SPECIAL: bool, const LIVE: bool> {
     pub(super) now: Ticks,
 }
 
-impl<H: HostQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
+impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
     for &mut Posting<'_, H, SPECIAL, LIVE>
 {
     #[inline(always)]
@@ -118,7 +119,7 @@ impl<H: HostQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
 
 /// Completes a command that does not reach the host controller.
 #[cold]
-pub(super) fn fail_command<H: HostQueue>(
+pub(super) fn fail_command<H: TranslatedQueue>(
     context: &QueueContext,
     (cq, room): (&mut CompletionQueue, Room),
     sq: &SubmissionQueue,
@@ -169,7 +170,7 @@ fn report_failure(context: &QueueContext, sq: &SubmissionQueue, slot: &Slot, sta
         cid: slot.cid,
         status,
         lba: slot.slba,
-        nsid: crate::attachment::GUEST_NSID,
+        nsid: crate::seam::GUEST_NSID,
         parameter_location: 0xFFFF,
     }));
 }

@@ -4,8 +4,9 @@ use super::posting::fail_command;
 use super::{ShadowCore, not_one_command};
 use crate::clock::Ticks;
 use crate::event::QueueFailure;
-use crate::host::{HostBatch, HostQueue};
+use crate::host::HostBatch;
 use crate::live::LiveHead;
+use crate::shadow::TranslatedQueue;
 use crate::shadow::slot::Taken;
 use crate::shadow::{CommandSet, Failure};
 use crate::spec::ids::QueueId;
@@ -29,7 +30,7 @@ impl ShadowCore {
     /// they did when they were taken. Returns whether there was any.
     #[cold]
     #[inline(never)]
-    pub(super) fn submit_repeats<H: HostQueue>(&mut self, host: &mut H) -> bool {
+    pub(super) fn submit_repeats<H: TranslatedQueue>(&mut self, host: &mut H) -> bool {
         let repeats = std::mem::take(&mut self.repeats);
         let taken = Ticks::now();
         let mut batch = host.batch();
@@ -48,7 +49,7 @@ impl ShadowCore {
     }
 
     /// `None` if there is no room or no slot for it.
-    fn repeat<H: HostQueue>(
+    fn repeat<H: TranslatedQueue>(
         &mut self,
         repeat: &Repeat,
         taken: Ticks,

@@ -12,6 +12,7 @@ use crate::live::{LiveHead, LiveQueue};
 use crate::memory::{
     CompletionIndices, CompletionRing, Mapping, RingIndex, RingSize, Room, SubmissionRing,
 };
+use crate::seam::{CqConfig, SqConfig};
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::QueueId;
 use crate::spec::registers::Doorbell;
@@ -36,11 +37,17 @@ pub(crate) struct SubmissionQueue {
 impl SubmissionQueue {
     /// `None` if its ring or its doorbell buffer does not lie in the VM's memory.
     pub(crate) fn new(
-        (qid, base, entries): (QueueId, Gpa, u32),
+        config: &SqConfig,
         context: &QueueContext,
         buffer: Option<DoorbellBuffer>,
         counters: Arc<QueueCounters>,
     ) -> Option<Self> {
+        let SqConfig {
+            qid,
+            cqid: _,
+            base,
+            entries,
+        } = *config;
         let table = context.tables.current();
         let ring = submission_ring(&table, base, entries)?;
         let head = RingIndex::new(RingSize::new(entries)?);
@@ -106,12 +113,18 @@ pub(crate) struct CompletionQueue {
 impl CompletionQueue {
     /// `None` if its ring or its doorbell buffer does not lie in the VM's memory.
     pub(crate) fn new(
-        (qid, base, entries): (QueueId, Gpa, u32),
+        config: &CqConfig,
         context: &QueueContext,
         buffer: Option<DoorbellBuffer>,
         gate: InterruptGate,
         counters: Arc<QueueCounters>,
     ) -> Option<Self> {
+        let CqConfig {
+            qid,
+            base,
+            entries,
+            vector: _,
+        } = *config;
         let table = context.tables.current();
         let ring = completion_ring(&table, base, entries)?;
         let size = RingSize::new(entries)?;

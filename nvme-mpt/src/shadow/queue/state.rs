@@ -5,14 +5,13 @@ use std::sync::Arc;
 
 use super::repeats::Repeat;
 use super::{CompletionQueue, Condition, ShadowCore, ShadowQueue, SubmissionQueue};
-use crate::attachment::state::{
-    CompletionQueueState, InFlightState, SubmissionQueueState, words_of,
-};
 use crate::clock::Ticks;
-use crate::dma::{RegionTable, TableUse};
+use crate::dma::UsedTable;
 use crate::interrupt::InterruptVector;
 use crate::live::LiveQueue;
 use crate::memory::RingIndex;
+use crate::seam::state::words_of;
+use crate::seam::{CompletionQueueState, InFlightState, SubmissionQueueState};
 use crate::spec::cqe::{Cqe, CqeHigh};
 use crate::spec::ids::QueueId;
 
@@ -41,7 +40,8 @@ impl ShadowQueue {
     }
 
     /// Takes hold of the VM's memory again, as it is now.
-    pub(crate) fn take_hold(&mut self, (table_use, table): (TableUse, Arc<RegionTable>)) {
+    pub(crate) fn take_hold(&mut self, used: UsedTable) {
+        let UsedTable { table_use, table } = used;
         let core = &mut self.core;
         core.table_use = Some(table_use);
         core.generation = table.generation();

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use nvme_mpt::host::HostNamespace;
+use nvme_mpt::drive::HostNamespace;
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::spec::opcode::AdminOpcode;
 use nvme_mpt::spec::registers::Csts;

@@ -32,16 +32,18 @@ use admin_queue::AdminQueue;
 use doorbell_buffer::DoorbellBuffer;
 use identity::Identity;
 use nvme_mpt::clock::Rate;
-use nvme_mpt::event::{DriveEvent, Event, EventQueue};
-use nvme_mpt::host::{
-    HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace, HostQueuePair,
-    Incidents, Limits, QueuePairUse, Reservation, ReserveError, TemperatureThresholds,
+use nvme_mpt::drive::{
+    HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace, Incidents,
+    QueuePairUse, Reservation, ReserveError,
 };
+use nvme_mpt::event::{DriveEvent, Event, EventQueue};
+use nvme_mpt::host::{Limits, TemperatureThresholds};
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::learn::Learning;
-use nvme_mpt::lease::LbaRange;
 use nvme_mpt::limit::Weight;
 use nvme_mpt::poller::Threads;
+use nvme_mpt::range::LbaRange;
+use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::log::{ErrorInformation, SmartHealth};
 use queue_pairs::QueuePairs;
 use registers::{Registers, SHUTDOWN_TIMEOUT};

@@ -22,10 +22,9 @@ use super::{PhysicalDrive, lock};
 use nvme_mpt::address::PAGE_SIZE;
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::dma::RegionTable;
-use nvme_mpt::host::{
-    HostBatch, HostCompletion, HostMemory, HostNamespace, HostQueue, QueuePairUse,
-};
-use nvme_mpt::shadow::ListMemory;
+use nvme_mpt::drive::{HostNamespace, QueuePairUse};
+use nvme_mpt::host::ListMemory;
+use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue};
 use nvme_mpt::spec::admin::{CreateIoCq, CreateIoSq, DeleteQueue, QueuePriority, SetFeatures};
 use nvme_mpt::spec::feature::{FeatureId, NumberOfQueues};
 use nvme_mpt::spec::ids::{CommandId, QueueId};

@@ -16,7 +16,7 @@ use log::info;
 use super::error::ControllerError;
 use super::queue_pairs::QueuePairs;
 use super::{PhysicalDrive, VfioController, lock};
-use nvme_mpt::host::{Reservation, ReserveError, ReservedPairs};
+use nvme_mpt::drive::{Reservation, ReserveError, ReservedPairs};
 
 /// Pairs that always stay without a reservation.
 const KEPT: u16 = 1;

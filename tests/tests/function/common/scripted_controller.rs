@@ -6,11 +6,12 @@
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 
-use nvme_mpt::host::{
-    HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace, HostQueuePair,
-    Incidents, Limits, TemperatureThresholds,
+use nvme_mpt::drive::{
+    HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace, Incidents,
 };
+use nvme_mpt::host::{Limits, TemperatureThresholds};
 use nvme_mpt::iova::IovaSpace;
+use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::spec::log::{CriticalWarning, SmartHealth};
 use nvme_mpt::{Drive, DriveEvent, Event, EventQueue};

@@ -23,8 +23,8 @@ use super::way::Way;
 use super::{SharedFile, uring};
 use nvme_mpt::event::{DriveEvent, Event, EventQueue};
 use nvme_mpt::host::Damage;
-use nvme_mpt::lease::ByteRange;
 use nvme_mpt::live::LossRecord;
+use nvme_mpt::range::ByteRange;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::status::Status;
 

@@ -8,8 +8,8 @@ use super::super::FileStore;
 use super::super::tests::TestClock;
 use super::*;
 use nvme_mpt::dma::RegionTable;
+use nvme_mpt::host::ListMemory;
 use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::shadow::ListMemory;
 use nvme_mpt::spec::ids::Lba;
 use nvme_mpt::spec::nvm::DsmRange;
 

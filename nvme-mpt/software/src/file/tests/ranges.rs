@@ -1,8 +1,8 @@
 //! Deallocate and Write Zeroes: refusals, slices, memory.
 
 use super::*;
-use nvme_mpt::host::HostController;
-use nvme_mpt::lease::LbaRange;
+use nvme_mpt::drive::HostController;
+use nvme_mpt::range::LbaRange;
 
 use crate::SoftwareController;
 

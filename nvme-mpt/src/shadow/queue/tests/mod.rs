@@ -10,15 +10,16 @@ use super::*;
 use crate::clock::Rate;
 use crate::deadline::StillClock;
 use crate::dma::{DmaWindow, MemoryRegion};
-use crate::host::idle::IdleController;
-use crate::host::{Completes, CompletionTaker, HostCompletion, HostMemory};
+use crate::drive::idle::IdleController;
+use crate::host::{Completes, CompletionTaker, HostCompletion, HostMemory, HostQueue};
 use crate::interrupt::InterruptGate;
 use crate::iova::IovaSpace;
 use crate::learn::Choice;
-use crate::lease::LbaRange;
 use crate::limit::RateLimits;
 use crate::memory::memfd;
-use crate::poller::Waker;
+use crate::park::Waker;
+use crate::range::LbaRange;
+use crate::seam::{CqConfig, SqConfig};
 use crate::spec::ids::{CommandId, Lba, Nsid};
 use crate::spec::registers::Doorbell;
 use crate::spec::sqe::Sqe;
@@ -151,22 +152,40 @@ impl Guest {
             blocks: Mutex::new(Arc::new(blocks)),
             live: None,
         });
-        let holding = Arc::new(Holding::of_nothing());
+        let lease = Arc::new(());
         let slots = (ENTRIES - 1) as u16;
-        let host = holding.host().create_queue(slots).expect("a queue");
+        let host = drive.open_lease("test", &[], None).expect("opens");
+        let host = host.create_queue(slots).expect("a queue");
         let lists = ListMemory::new(space, slots.into()).expect("memory");
         let gate = InterruptGate::new(None, Arc::default(), Choice::Learned, Rate::NANOSECOND);
-        let cq = CompletionQueue::new((QUEUE, CQ, ENTRIES), &context, None, gate, Arc::default());
-        let sq = SubmissionQueue::new((QUEUE, SQ, ENTRIES), &context, None, Arc::default());
-        let user = context.tables.register(Waker::new().expect("eventfd"));
+        let cq = CqConfig {
+            qid: QUEUE,
+            base: CQ,
+            entries: ENTRIES,
+            vector: None,
+        };
+        let cq = CompletionQueue::new(&cq, &context, None, gate, Arc::default());
+        let sq = SqConfig {
+            qid: QUEUE,
+            cqid: QUEUE,
+            base: SQ,
+            entries: ENTRIES,
+        };
+        let sq = SubmissionQueue::new(&sq, &context, None, Arc::default());
+        let used_table = context.tables.register(Waker::new().expect("eventfd"));
         let mut queue = Box::new(ShadowQueue::new(
             0,
             context.clone(),
             cq.expect("mapped"),
             None,
-            (holding, host, slots, lists),
-            *drive.limits(),
-            user,
+            HostEnd {
+                queue: host,
+                slots,
+                lists,
+                limits: *drive.limits(),
+                lease,
+            },
+            used_table,
         ));
         queue.add_sq(sq.expect("mapped"));
         Self {
@@ -232,10 +251,10 @@ fn what_a_drive_keeps_for_good_keeps_its_memory_and_its_lease() {
         assert!(guest.queue.poll());
         assert!(!guest.queue.is_drained());
         let table = Arc::downgrade(guest.queue.core.translator.table());
-        let holding = Arc::downgrade(&guest.queue.holding);
+        let lease = Arc::downgrade(&guest.queue.lease);
         // The VM goes.
         drop(guest);
         assert_eq!(table.upgrade().is_some(), keeps, "memory");
-        assert_eq!(holding.upgrade().is_some(), keeps, "lease");
+        assert_eq!(lease.upgrade().is_some(), keeps, "lease");
     }
 }

@@ -1,16 +1,18 @@
 //! A host controller as one lease has it.
 
-use serde::{Deserialize, Serialize};
 use std::error::Error;
 use std::fmt;
 use std::io;
 use std::sync::Arc;
 
-use super::{HostNamespace, HostQueuePair, NamespaceFormat, Reservation, ZoneChanges};
+use super::controller::HostNamespace;
+use super::reservation::Reservation;
 use crate::event::EventQueue;
-use crate::lease::{ByteRange, LbaRange};
+use crate::host::{Damage, NamespaceFormat, ZoneChanges};
 use crate::limit::Weight;
 use crate::live::LossRecord;
+use crate::range::{ByteRange, LbaRange};
+use crate::shadow::HostQueuePair;
 
 /// A lease to open at a host controller.
 #[derive(Clone, Copy, Debug)]
@@ -150,16 +152,4 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     fn used(&self) -> u64 {
         0
     }
-}
-
-/// Data of a lease that is not what its guest wrote.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Damage {
-    /// Completed writes, or what a drive keeps of their places, were lost before they were durable. The lease is read
-    /// only until its VMM connects again, or until the drive is opened anew if its leases share what was lost.
-    pub lost_writes: bool,
-    /// The drive's file was cut short, and blocks of the lease are gone. They are neither read nor written.
-    pub cut_short: bool,
-    /// The path of the drive's file leads to another one, or to none.
-    pub replaced: bool,
 }

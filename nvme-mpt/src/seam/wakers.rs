@@ -8,10 +8,8 @@ use std::sync::Arc;
 
 use vmm_sys_util::eventfd::EventFd;
 
-use super::Attachment;
 use crate::memory::eventfd;
-use crate::poller::{ForeignBell, Waker};
-use crate::spec::ids::QueueId;
+use crate::park::{ForeignBell, Waker};
 use crate::spec::registers::Doorbell;
 
 /// Waker of a queue's poller.
@@ -32,6 +30,11 @@ impl From<Arc<EventFd>> for DoorbellWaker {
 }
 
 impl DoorbellWaker {
+    /// The waker of a poller of this process.
+    pub(crate) fn of_poller(waker: Arc<Waker>) -> Self {
+        Self(Bell::Poller(waker))
+    }
+
     /// Wakes the poller when it is signalled. A poller that is awake is signalled in vain.
     #[must_use]
     pub fn eventfd(&self) -> &EventFd {
@@ -93,7 +96,7 @@ impl fmt::Debug for DoorbellWaker {
 pub struct IoDoorbells {
     /// True if they are in a Doorbell Buffer. Then a write to a register needs no value: it only wakes the poller.
     pub are_buffered: bool,
-    /// True if the guest may store to the registers without an exit, see [`begin_silent_doorbells`](crate::seam::HostSide::begin_silent_doorbells).
+    /// True if the guest may store to the registers without an exit, see [`begin_silent_doorbells`](super::HostSide::begin_silent_doorbells).
     pub are_silent: bool,
     /// Each doorbell, with the waker of its queue's poller.
     pub wakers: Vec<(Doorbell, DoorbellWaker)>,
@@ -104,25 +107,5 @@ impl IoDoorbells {
     #[must_use]
     pub fn are_registers(&self) -> bool {
         !self.are_buffered && !self.wakers.is_empty()
-    }
-}
-
-impl Attachment {
-    /// Returns the doorbells of the I/O queues, as of now.
-    pub(super) fn io_doorbells(&self) -> IoDoorbells {
-        let queues = self.queues();
-        let mut wakers = Vec::new();
-        for (cqid, entry) in &queues.cqs {
-            let waker = DoorbellWaker(Bell::Poller(entry.poller.waker().clone()));
-            wakers.push((Doorbell::CqHead(QueueId(*cqid)), waker.clone()));
-            for sqid in &entry.sqs {
-                wakers.push((Doorbell::SqTail(*sqid), waker.clone()));
-            }
-        }
-        IoDoorbells {
-            are_buffered: queues.buffer.is_some(),
-            are_silent: self.context.silence.may_be(),
-            wakers,
-        }
     }
 }

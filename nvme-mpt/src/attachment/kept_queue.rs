@@ -2,11 +2,11 @@
 
 use std::collections::BTreeSet;
 
-use super::LiveState;
-use super::queue::Head;
-use crate::attachment::{CompletionQueueState, CqConfig, InFlightState, SqConfig, StateError};
-use crate::attachment::{SubmissionQueueState, state};
+use crate::live::{Head, LiveState};
 use crate::memory::{CompletionIndices, PhasedIndex, RingIndex, RingSize};
+use crate::seam::SubmissionQueueState;
+use crate::seam::state::words_of;
+use crate::seam::{CompletionQueueState, CqConfig, InFlightState, SqConfig, StateError};
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::{CommandId, QueueId};
 
@@ -87,7 +87,7 @@ pub(crate) fn take_up(
     let in_flight = in_flight.map(|(slot, mark, command)| InFlightState {
         slot,
         sqid: mark.sqid().0,
-        command: state::words_of(&command),
+        command: words_of(&command),
     });
     Ok(CompletionQueueState {
         qid: qid.0,

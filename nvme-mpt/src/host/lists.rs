@@ -11,7 +11,7 @@ use crate::memory::{Access, PrivateWords, RawBytes};
 /// Bytes per slot: two memory pages, for the 257 SGL descriptors that 1 MiB can take when it
 /// starts within a page. A PRP list, a Dataset Management range list and a Copy source list take
 /// one page at most.
-pub(super) const LIST_BYTES: usize = 2 * PAGE_SIZE as usize;
+pub(crate) const LIST_BYTES: usize = 2 * PAGE_SIZE as usize;
 
 const LIST_WORDS: usize = LIST_BYTES / 8;
 

@@ -1,173 +1,23 @@
-//! The state of an attachment that is paused, as it is kept in a snapshot: queues with their
-//! positions, doorbells, the Doorbell Buffer, and what the guest was promised.
-//!
-//! None of it is guest memory or a drive's data. All of it is untrusted when it comes back: it is
-//! checked as a whole before the first queue is made. Each type here is the format of a snapshot, so
-//! a change to one is a new version of it; but for a field that is left out where there is nothing in it.
+//! An attachment that is paused is saved, and another one becomes what it was.
 //!
 //! Each part is saved and restored by its owner, in full destructuring, so that an added field cannot be forgotten.
-//! Derived values are not saved. Queue entries and the Doorbell Buffer are in guest memory; they stay untouched until
-//! the function goes on. After a restore the guest is interrupted once for completions that it has not consumed.
-
-mod queues;
 
 use std::fmt::{Display, Write};
 use std::io;
 
-use serde::{Deserialize, Serialize};
-
-pub use queues::{CompletionQueueState, InFlightState, SubmissionQueueState};
-pub(crate) use queues::{slots_of, words_of};
-
+use super::Attachment;
 use super::queue_limits::QueueLimits;
-use super::{Attachment, LeasedNamespace, QueueError};
-use crate::address::{Gpa, PAGE_SIZE};
+use crate::address::PAGE_SIZE;
 use crate::doorbell::DoorbellBuffer;
 use crate::event::{DriveEvent, Event};
 use crate::host::{ChangedZones, Limits, NamespaceFormat};
-use crate::seam::crossing;
+use crate::seam::LeasedNamespace;
+use crate::seam::state::{
+    AttachmentState, ChangedZonesState, DoorbellBufferState, PromiseState, StateError,
+};
 use crate::spec::ids::{Lba, QueueId};
 use crate::spec::registers::Doorbell;
 use crate::spec::zns::ChangedZoneList;
-use crate::stats::Counters;
-
-/// Why the state of an attachment cannot be saved or restored.
-#[derive(Debug, thiserror::Error, Serialize, Deserialize)]
-pub enum StateError {
-    /// The state changes as long as the queues are polled.
-    #[error("The state cannot be saved or restored while queues are polled; pause first")]
-    NotPaused,
-    /// There is something that a restored state would replace.
-    #[error("The state can be restored into a controller without I/O queues only; this has {0}")]
-    NotEmpty(usize),
-    /// The guest was promised something else than there is here.
-    #[error(
-        "The snapshot has {promise} {saved}, but here it is {here}; restore it on a lease of the same \
-         size, identity and options, of a drive with the same features"
-    )]
-    Mismatch {
-        /// Name of the promise.
-        promise: String,
-        /// Promise that the guest has.
-        saved: String,
-        /// Promise that holds here.
-        here: String,
-    },
-    /// A value that no controller saves.
-    #[error(
-        "The snapshot is damaged: {field} is {value}, but must be {valid}; take it again, or restore \
-         an older one"
-    )]
-    Invalid {
-        /// The field, with the queue that it is of.
-        field: String,
-        /// Its value.
-        value: String,
-        /// Which values are possible.
-        valid: String,
-    },
-    /// The process that has the queues cannot be asked.
-    #[error("The state of the queues is out of reach")]
-    Unreachable {
-        /// Why.
-        #[serde(with = "crossing::io_error")]
-        source: io::Error,
-    },
-    /// A queue cannot be made again.
-    #[error(
-        "Queue {qid} of the snapshot cannot be made again; its guest's memory has to be mapped"
-    )]
-    Queue {
-        /// Its Completion Queue.
-        qid: QueueId,
-        /// Why.
-        source: QueueError,
-    },
-}
-
-impl StateError {
-    /// `field` has a value that no controller saves.
-    pub fn invalid(
-        field: impl Into<String>,
-        value: impl Display,
-        valid: impl Into<String>,
-    ) -> Self {
-        Self::Invalid {
-            field: field.into(),
-            value: value.to_string(),
-            valid: valid.into(),
-        }
-    }
-}
-
-/// The state of an attachment.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct AttachmentState {
-    /// Promises that the guest has.
-    pub promises: Vec<PromiseState>,
-    /// Doorbell registers: SQ0TDBL, CQ0HDBL, SQ1TDBL and so on.
-    pub doorbells: Vec<u32>,
-    /// The pages of Doorbell Buffer Config.
-    pub doorbell_buffer: Option<DoorbellBufferState>,
-    /// Completion Queues, each with its Submission Queues.
-    pub queues: Vec<CompletionQueueState>,
-    /// Every I/O command fails until the next reset.
-    pub revoked: bool,
-    /// Figures of the lease so far.
-    pub counters: Counters,
-    /// The guest's Changed Zone List. It is left out where that is empty, as it was before it was kept.
-    #[serde(default, skip_serializing_if = "ChangedZonesState::is_empty")]
-    pub changed_zones: ChangedZonesState,
-    /// Completed writes were lost. It is left out where none were, as it was before it was kept.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub lost_writes: bool,
-}
-
-/// Zones that changed by themselves, of which the guest was not told.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct ChangedZonesState {
-    /// Their Zone Start LBAs.
-    pub starts: Vec<u64>,
-    /// There are others.
-    pub more: bool,
-}
-
-impl ChangedZonesState {
-    fn is_empty(&self) -> bool {
-        self.starts.is_empty() && !self.more
-    }
-}
-
-/// Something that a guest was told and may rely on.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct PromiseState {
-    /// Name.
-    pub name: String,
-    /// Its value, as people read it.
-    pub value: String,
-}
-
-/// The two pages of a Doorbell Buffer Config command.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct DoorbellBufferState {
-    /// Guest address of the Shadow Doorbell buffer.
-    pub shadow: u64,
-    /// Guest address of the EventIdx buffer.
-    pub event_idx: u64,
-}
-
-impl From<DoorbellBufferState> for DoorbellBuffer {
-    fn from(state: DoorbellBufferState) -> Self {
-        Self {
-            shadow: Gpa(state.shadow),
-            event_idx: Gpa(state.event_idx),
-        }
-    }
-}
 
 /// Name of the promise that a lease by size may outgrow.
 const BLOCKS: &str = "blocks";

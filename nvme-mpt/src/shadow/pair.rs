@@ -4,9 +4,10 @@ use std::fmt;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
-use super::queue::{HostBatch, HostCompletion, HostMemory, HostQueue, SharedPair};
+use super::command_set::CommandSet;
+use super::queue::ShadowCore;
 use crate::clock::Ticks;
-use crate::shadow::ShadowCore;
+use crate::host::{HostBatch, HostCompletion, HostMemory, HostQueue, SharedPair};
 use crate::spec::sqe::Sqe;
 
 /// A host queue, whatever its kind.
@@ -37,7 +38,7 @@ trait AnyQueue: fmt::Debug + Send {
     fn shared_pair(&self) -> Option<Arc<dyn SharedPair>>;
 }
 
-impl<Q: HostQueue + fmt::Debug + Send> AnyQueue for Q {
+impl<Q: HostQueue<Commands: CommandSet> + fmt::Debug + Send> AnyQueue for Q {
     fn poll(&mut self, core: &mut ShadowCore) -> bool {
         core.poll(self)
     }
@@ -98,7 +99,7 @@ impl<Q: HostQueue + fmt::Debug + Send> AnyQueue for Q {
 
 impl HostQueuePair {
     /// Makes a queue one whose kind is not known.
-    pub fn new<Q: HostQueue + fmt::Debug + Send + 'static>(queue: Q) -> Self {
+    pub fn new<Q: HostQueue<Commands: CommandSet> + fmt::Debug + Send + 'static>(queue: Q) -> Self {
         Self(Box::new(queue))
     }
 

@@ -1,12 +1,21 @@
 //! Drives: a namespace of a host controller, leased in parts.
+//!
+//! [`HostController`] and [`HostLease`] are the control path of a host controller of any kind.
+
+mod controller;
+#[cfg(test)]
+pub(crate) mod idle;
+mod lease;
+mod reservation;
 
 use std::sync::Arc;
 
-use crate::host::{
-    HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace, Limits,
-    Reservation, ReserveError,
-};
-use crate::lease::LbaRange;
+pub use controller::{HostController, HostNamespace, Incidents, QueuePairUse};
+pub use lease::{HostLease, HostLeaseError, HostLeaseRequest};
+pub use reservation::{Reservation, ReserveError, ReservedPairs};
+
+use crate::host::Limits;
+use crate::range::LbaRange;
 use crate::spec::ids::Nsid;
 
 /// Errors of a namespace that cannot be leased.

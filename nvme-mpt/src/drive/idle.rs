@@ -4,14 +4,11 @@ use std::io;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
-use super::{
-    CommandSetLimits, CompletionTaker, HostBatch, HostController, HostLease, HostLeaseError,
-    HostLeaseRequest, HostMemory, HostNamespace, HostQueue, HostQueuePair, Limits,
-};
+use super::{Drive, HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace};
 use crate::clock::Ticks;
-use crate::drive::Drive;
+use crate::host::{CommandSetLimits, CompletionTaker, HostBatch, HostMemory, HostQueue, Limits};
 use crate::iova::IovaSpace;
-use crate::shadow::NvmCommands;
+use crate::shadow::{HostQueuePair, NvmCommands};
 use crate::spec::identify::Oncs;
 use crate::spec::ids::Nsid;
 use crate::spec::sqe::Sqe;

@@ -1,0 +1,150 @@
+//! The control path of a host controller.
+
+use std::any::Any;
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+
+use super::lease::{HostLease, HostLeaseError, HostLeaseRequest};
+use super::reservation::{Reservation, ReserveError};
+use crate::event::EventQueue;
+use crate::host::{Limits, TemperatureThresholds};
+use crate::iova::IovaSpace;
+use crate::spec::ids::Nsid;
+use crate::spec::log::{ErrorInformation, SmartHealth};
+
+/// A namespace of a host controller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostNamespace {
+    /// Its identifier at the host controller.
+    pub nsid: Nsid,
+    /// Its size, in logical blocks.
+    pub blocks: u64,
+    /// Logical block size as a power of two, in bytes.
+    pub lba_shift: u8,
+}
+
+/// I/O queue pairs of a host controller that has a number of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct QueuePairUse {
+    /// Total of the drive.
+    pub total: u16,
+    /// Those that belong to one lease each, used or not.
+    pub reserved: u16,
+    /// Those that one shadow queue has to itself, of those without a reservation.
+    pub exclusive: u16,
+    /// Those that several shadow queues share, of those without a reservation.
+    pub shared: u16,
+}
+
+impl QueuePairUse {
+    /// Those that nobody uses.
+    #[must_use]
+    pub fn free(&self) -> u16 {
+        self.total - self.reserved - self.exclusive - self.shared
+    }
+}
+
+/// Incidents of a drive since it was opened, and the reactions to them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Incidents {
+    /// Commands that did not complete within their deadline.
+    pub timeouts: u64,
+    /// Abort commands for such commands.
+    pub aborts: u64,
+    /// Controller resets.
+    pub resets: u64,
+    /// True if it failed for good or was removed: every command fails.
+    pub gone: bool,
+}
+
+/// The control path of a host controller.
+pub trait HostController: Any + Send + Sync + fmt::Debug {
+    /// A name that stays the same for the same drive, whatever path leads to it.
+    fn identity(&self) -> &str;
+
+    /// Model Number, up to 40 characters.
+    fn model(&self) -> &str;
+
+    /// Returns its abilities.
+    fn limits(&self) -> &Limits;
+
+    /// Its active namespaces, by ascending identifier.
+    fn namespaces(&self) -> Vec<HostNamespace>;
+
+    /// The addresses that it can be given.
+    fn iova_space(&self) -> &Arc<IovaSpace>;
+
+    /// Opens a lease of part of a namespace. It finds what a ledger cannot know of: other users of the same bytes.
+    ///
+    /// # Errors
+    /// See [`HostLeaseError`].
+    fn open_lease(
+        self: Arc<Self>,
+        request: &HostLeaseRequest<'_>,
+    ) -> Result<Box<dyn HostLease>, HostLeaseError>;
+
+    /// Returns whether the drive exists in this process only, so that no other can have a lease of it.
+    fn is_private(&self) -> bool {
+        false
+    }
+
+    /// Makes I/O queue pairs those of one lease, until the reservation is dropped.
+    ///
+    /// # Errors
+    /// See [`ReserveError`]. Nothing is reserved then.
+    fn reserve(self: Arc<Self>, lease: &str, pairs: u16) -> Result<Reservation, ReserveError> {
+        let _ = (lease, pairs);
+        Err(ReserveError::Unbounded)
+    }
+
+    /// Returns the number of bytes of which a lease is a multiple and one part; `None` if leases may be any parts.
+    fn whole_lease(&self) -> Option<u64> {
+        None
+    }
+
+    /// Returns the use of its I/O queue pairs; `None` without a bound on them.
+    fn queue_pairs(&self) -> Option<QueuePairUse> {
+        None
+    }
+
+    /// The drive's own SMART / Health Information, which is that of all its users together; `None`
+    /// if it keeps none.
+    ///
+    /// # Errors
+    /// Returns the drive's error; nothing of it is known while the drive is reset or gone.
+    fn smart_health(&self) -> io::Result<Option<SmartHealth>> {
+        Ok(None)
+    }
+
+    /// The drive's own Error Information entries, newest first. They name its users' commands by
+    /// the host's identifiers and LBAs, so no guest may see them as they are.
+    ///
+    /// # Errors
+    /// As [`Self::smart_health`].
+    fn error_information(&self) -> io::Result<Vec<ErrorInformation>> {
+        Ok(Vec::new())
+    }
+
+    /// When the drive warns of its temperature; `None` if it measures none.
+    fn temperature_thresholds(&self) -> Option<TemperatureThresholds> {
+        None
+    }
+
+    /// Returns its incidents so far.
+    fn incidents(&self) -> Incidents {
+        Incidents::default()
+    }
+
+    /// Returns whether a namespace whose size changes keeps its blocks, as far as it has them. That of a
+    /// physical drive is deleted, and another one created in its place.
+    fn resizes_in_place(&self) -> bool {
+        false
+    }
+
+    /// Tells of the drive's events ([`Event::Drive`](crate::event::Event::Drive)) from now on, as
+    /// long as the queue lives.
+    fn subscribe(&self, events: &Arc<EventQueue>) {
+        let _ = events;
+    }
+}

@@ -1,0 +1,60 @@
+//! Facts of a lease that its function is told.
+
+use serde::{Deserialize, Serialize};
+
+use crate::doorbell::DoorbellMode;
+use crate::host::{Limits, NamespaceFormat, TemperatureThresholds};
+use crate::learn::Learning;
+use crate::spec::ids::Nsid;
+
+/// The namespace that every guest sees its lease as.
+pub const GUEST_NSID: Nsid = Nsid(1);
+
+/// A lease as its guest sees it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeasedNamespace {
+    /// Its identifier, always 1.
+    pub nsid: Nsid,
+    /// Logical block size as a power of two, in bytes.
+    pub lba_shift: u8,
+    /// Its size in logical blocks.
+    pub blocks: u64,
+    /// Serial Number of the controller, up to 20 characters.
+    pub serial: String,
+    /// Model Number of the controller, up to 40 characters.
+    pub model: String,
+    /// Namespace Globally Unique Identifier.
+    pub nguid: [u8; 16],
+    /// IEEE Extended Unique Identifier.
+    pub eui64: [u8; 8],
+    /// Namespace UUID.
+    pub uuid: [u8; 16],
+    /// Its format, by its command set.
+    pub format: NamespaceFormat,
+}
+
+/// Facts of a lease that stay the same as long as a function holds it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeaseFacts {
+    /// The lease as the guest sees it, with the blocks that it has at first.
+    pub namespace: LeasedNamespace,
+    /// Promises that may be made to the guest.
+    pub limits: Limits,
+    /// I/O queue pairs that can exist, identifiers 1 to this number.
+    pub queue_pairs: u16,
+    /// Path of doorbell writes to the pollers.
+    pub doorbells: DoorbellMode,
+    /// True if the pollers ever sleep, so that a doorbell has to wake them.
+    pub parks: bool,
+    /// Temperatures at which the drive warns; `None` if it measures none.
+    pub thresholds: Option<TemperatureThresholds>,
+    /// True if [`HostSide::damage`](crate::seam::HostSide::damage) can change, so that it has to be looked for now and then.
+    pub can_be_damaged: bool,
+    /// True if the drive exists in the host side's process only, so that no other can take its lease over.
+    pub is_private: bool,
+    /// Blocks of a unit of a lease by size, which may grow; `None` of a lease of a range. A command that crosses from
+    /// one unit to the next may be carried out in parts.
+    pub unit_blocks: Option<u64>,
+    /// Choices for all that learns.
+    pub learning: Learning,
+}

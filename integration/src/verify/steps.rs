@@ -59,13 +59,6 @@ pub(super) const ALL: &[Step] = &[
         run: test,
     },
     Step {
-        name: "remote",
-        what: "functions whose host side is reached through the lease protocol",
-        when: When::Always,
-        is_shared_out: false,
-        run: remote,
-    },
-    Step {
         name: "loom",
         what: "models of what threads do to each other",
         when: When::Always,
@@ -92,6 +85,13 @@ pub(super) const ALL: &[Step] = &[
         when: When::UnlessFull,
         is_shared_out: false,
         run: host,
+    },
+    Step {
+        name: "remote",
+        what: "functions whose host side is reached through the lease protocol",
+        when: When::Full,
+        is_shared_out: false,
+        run: remote,
     },
     Step {
         name: "long",

@@ -14,7 +14,7 @@ use crate::event::{DriveEvent, Event};
 use crate::lease::{Lease, LeaseError};
 use crate::range::{ByteRange, LbaRange};
 use crate::seam::GUEST_NSID;
-use crate::shadow::LeasedBlocks;
+use crate::shadow::{LeasedBlocks, Nsids};
 use crate::spec::ids::Lba;
 use crate::wipe::{WipeError, wipe_with};
 
@@ -101,7 +101,10 @@ impl Attachment {
             growth.given += part.blocks;
         }
         wipe_with(drive, lease, host, stop)?;
-        let nsids = (GUEST_NSID, lease.nsid());
+        let nsids = Nsids {
+            guest: GUEST_NSID,
+            host: lease.nsid(),
+        };
         let blocks = LeasedBlocks::new(nsids, shift, &lease.blocks(), unit_blocks(drive, lease));
         let blocks = blocks.ok_or_else(|| GrowError::Units(lease.id().to_owned()))?;
         if blocks != *self.context.blocks() {

@@ -53,7 +53,7 @@ use crate::live::LiveState;
 use crate::park::Silence;
 use crate::poller::{Placement, PollPolicy, Pollers, Spin};
 use crate::seam::{GUEST_NSID, LeaseFacts, LeasedNamespace, QueueError};
-use crate::shadow::{LeasedBlocks, QueueContext, ShadowQueue};
+use crate::shadow::{LeasedBlocks, Nsids, QueueContext, ShadowQueue};
 use crate::spec::ids::QueueId;
 use crate::stats::{
     AttachmentStats, Counters, HostQueueUse, LeasePairStats, QueueCounters, QueueStats,
@@ -152,7 +152,10 @@ impl Attachment {
         if let Some(reservation) = &reservation {
             lease.note_reserved(reservation.pairs())?;
         }
-        let nsids = (GUEST_NSID, lease.nsid());
+        let nsids = Nsids {
+            guest: GUEST_NSID,
+            host: lease.nsid(),
+        };
         let blocks = LeasedBlocks::new(nsids, drive.lba_shift(), &extents, unit_blocks);
         let blocks = blocks.ok_or_else(|| AttachError::Units(lease.id().to_owned()))?;
         let mut limits = *drive.limits();

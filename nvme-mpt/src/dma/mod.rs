@@ -303,7 +303,7 @@ impl DmaWindow {
         let known: Vec<_> = files.iter().filter_map(Weak::upgrade).collect();
         let taken: u64 = known.iter().map(|file| file.mapping().len() as u64).sum();
         let left = MAX_FILE_BYTES.saturating_sub(taken);
-        let file = GuestFile::find_or_map(&known, fd, (offset, bytes), access, left)
+        let file = GuestFile::find_or_map(&known, fd, offset, bytes, access, left)
             .map_err(|source| DmaError::Map { gpa, len, source })?
             .ok_or(DmaError::FilesTooLarge { gpa, len, left })?;
         let is_it = |known: &Weak<GuestFile>| known.as_ptr() == Arc::as_ptr(&file);

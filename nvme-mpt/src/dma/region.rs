@@ -33,7 +33,8 @@ impl GuestFile {
     pub(super) fn find_or_map(
         known: &[Arc<Self>],
         fd: OwnedFd,
-        (offset, len): (u64, usize),
+        offset: u64,
+        len: usize,
         access: Access,
         room: u64,
     ) -> io::Result<Option<Arc<Self>>> {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::{Coalescing, InterruptVector};
 use crate::clock::{Rate, Ticks};
-use crate::learn::{Choice, Moderation};
+use crate::learn::{Choice, Moderation, Owed};
 
 /// Outstanding work of a guest.
 #[derive(Clone, Copy, Debug, Default)]
@@ -119,7 +119,10 @@ impl InterruptGate {
         } else if may_wait {
             // Some of them the guest may have found by itself.
             let unknown = self.owed.min(unconsumed);
-            let owed = (unknown, self.owed_since);
+            let owed = Owed {
+                completions: unknown,
+                since: self.owed_since,
+            };
             self.held_until = self.moderation.until(owed, standing.in_flight, now);
             if self.held_until.is_some() {
                 return false;

@@ -71,7 +71,8 @@ impl Courtesy {
     pub fn passed(
         &mut self,
         now: Ticks,
-        (spun, took): (u64, u64),
+        spun: u64,
+        took: u64,
         on_processor: impl FnOnce() -> u64,
     ) -> bool {
         if spun < self.long {
@@ -124,10 +125,10 @@ mod tests {
 
     /// Preempts a thread that has spun for long, so that it spins again at `now`.
     fn preempt(courtesy: &mut Courtesy, now: u64) -> bool {
-        assert!(!courtesy.passed(Ticks(now), (0, 100), || unreachable!()));
-        assert!(!courtesy.passed(Ticks(now - 32 * US), (200 * US, 100), || 700));
-        assert!(!courtesy.passed(Ticks(now - 30 * US), (202 * US, 100), || unreachable!()));
-        courtesy.passed(Ticks(now), (232 * US, 30 * US), || 2700)
+        assert!(!courtesy.passed(Ticks(now), 0, 100, || unreachable!()));
+        assert!(!courtesy.passed(Ticks(now - 32 * US), 200 * US, 100, || 700));
+        assert!(!courtesy.passed(Ticks(now - 30 * US), 202 * US, 100, || unreachable!()));
+        courtesy.passed(Ticks(now), 232 * US, 30 * US, || 2700)
     }
 
     #[test]
@@ -145,17 +146,17 @@ mod tests {
     fn preemptions_before_a_long_spin_and_interrupts_are_no_harm() {
         let mut courtesy = learned();
         let now = Ticks(MS);
-        assert!(!courtesy.passed(now, (199 * US, MS), || unreachable!()));
-        assert!(!courtesy.passed(now, (200 * US, MS), || 3 * US));
+        assert!(!courtesy.passed(now, 199 * US, MS, || unreachable!()));
+        assert!(!courtesy.passed(now, 200 * US, MS, || 3 * US));
         let later = Ticks(now.0 + 50 * US);
         assert!(
-            !courtesy.passed(later, (250 * US, 4 * US), || 49 * US),
+            !courtesy.passed(later, 250 * US, 4 * US, || 49 * US),
             "an interrupt of four microseconds"
         );
         // There was work.
-        assert!(!courtesy.passed(later, (0, 100), || unreachable!()));
+        assert!(!courtesy.passed(later, 0, 100, || unreachable!()));
         let later = Ticks(now.0 + MS);
-        assert!(!courtesy.passed(later, (200 * US, MS), || 60 * US));
+        assert!(!courtesy.passed(later, 200 * US, MS, || 60 * US));
         assert!(!courtesy.is_due(later, MS));
     }
 

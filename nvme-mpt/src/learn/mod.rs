@@ -35,7 +35,7 @@ pub use budget::{Budget, NoMapping, Used};
 pub use courtesy::Courtesy;
 pub use doorbells::Hysteresis;
 pub use governor::{Class, HeavyWindow, Terms, WINDOW_MAX};
-pub use moderation::Moderation;
+pub use moderation::{Moderation, Owed};
 pub use spin::SpinTime;
 
 /// Source of one kind of decisions.

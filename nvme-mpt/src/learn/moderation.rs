@@ -94,6 +94,15 @@ struct Epoch {
     in_vain: u32,
 }
 
+/// Completions of which a guest was not told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Owed {
+    /// Their number.
+    pub completions: u32,
+    /// Moment of the first one.
+    pub since: Ticks,
+}
+
 impl Moderation {
     /// Knows nothing yet: each batch has its interrupt.
     #[must_use]
@@ -146,21 +155,17 @@ impl Moderation {
         }
     }
 
-    /// Returns the moment until which the interrupt for `owed` completions may wait that has been owed `since`, with
+    /// Returns the moment until which the interrupt that is owed may wait, with
     /// commands in flight or not; `None` if it is time.
     #[inline]
-    pub fn until(
-        &mut self,
-        (owed, since): (u32, Ticks),
-        in_flight: u32,
-        now: Ticks,
-    ) -> Option<Ticks> {
+    pub fn until(&mut self, owed: Owed, in_flight: u32, now: Ticks) -> Option<Ticks> {
         let level = self.trial.map_or(self.level, |trial| trial.level);
         if level == 0 {
             return None;
         }
         let enough = 1 << level;
-        if owed >= enough {
+        let Owed { completions, since } = owed;
+        if completions >= enough {
             self.epoch.full += 1;
             return None;
         }
@@ -263,6 +268,14 @@ impl Moderation {
 mod tests {
     use super::*;
 
+    /// One completion, as of now.
+    const fn one(since: Ticks) -> Owed {
+        Owed {
+            completions: 1,
+            since,
+        }
+    }
+
     #[test]
     fn a_guest_that_pauses_after_each_command_does_not_wait_for_ever() {
         let mut moderation = Moderation::new(Choice::Learned, Rate::NANOSECOND);
@@ -272,9 +285,9 @@ mod tests {
             now.0 += 2 * PAUSE.as_nanos() as u64;
             moderation.taken(now);
             moderation.posted(1, now);
-            if let Some(until) = moderation.until((1, now), 0, now) {
+            if let Some(until) = moderation.until(one(now), 0, now) {
                 late += 1;
-                assert_eq!(moderation.until((1, now), 0, until), None);
+                assert_eq!(moderation.until(one(now), 0, until), None);
             }
         }
         assert_eq!(late, u32::from(LEVEL_MAX) * VAIN_MAX);

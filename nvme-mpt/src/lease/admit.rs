@@ -12,7 +12,8 @@ use super::holder::Slot;
 use super::ledger::{LeaseRequest, Wanted};
 use super::store::{Record, Records, StoreError};
 use super::tenants::{self, FormerData, Left};
-use crate::origin::{extent, nvme};
+use crate::origin::extent::{self, Stretch};
+use crate::origin::nvme;
 use crate::range::{ByteRange, Bytes};
 
 /// A lease that is given out.
@@ -210,7 +211,8 @@ pub(super) fn admit(
     match request.wanted {
         Wanted::At(range) => admit_range(records, request, range, is_held),
         Wanted::Size { bytes, unit, whole } => {
-            by_size::admit(records, &request.area(), (bytes, unit, whole), is_held)
+            let demand = by_size::Demand { bytes, unit, whole };
+            by_size::admit(records, &request.area(), demand, is_held)
         }
     }
 }
@@ -259,7 +261,12 @@ fn overlaps(record: &Record, request: &LeaseRequest<'_>, range: ByteRange) -> bo
     let (theirs, their_nsid) = nvme::as_block_device(&record.drive, record.nsid);
     let (ours, our_nsid) = nvme::as_block_device(request.drive, request.nsid.0);
     let mut parts = record.extents.parts().iter();
-    their_nsid == our_nsid && parts.any(|part| extent::overlap((&theirs, *part), (&ours, range)))
+    their_nsid == our_nsid
+        && parts.any(|part| extent::overlap(stretch(&theirs, *part), stretch(&ours, range)))
+}
+
+const fn stretch(drive: &str, range: ByteRange) -> Stretch<'_> {
+    Stretch { drive, range }
 }
 
 /// Returns whether a lease that overlaps the range has just its bytes.
@@ -267,5 +274,5 @@ fn has_same_bytes(record: &Record, request: &LeaseRequest<'_>, range: ByteRange)
     let (theirs, _) = nvme::as_block_device(&record.drive, record.nsid);
     let (ours, _) = nvme::as_block_device(request.drive, request.nsid.0);
     let only = record.extents.only();
-    only.is_some_and(|only| extent::same_bytes((&theirs, only), (&ours, range)))
+    only.is_some_and(|only| extent::same_bytes(stretch(&theirs, only), stretch(&ours, range)))
 }

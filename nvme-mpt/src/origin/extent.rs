@@ -196,39 +196,43 @@ fn parse(text: &str) -> Option<Extent> {
     extent(bytes, base, below.collect::<Option<_>>()?)
 }
 
+/// A range of a drive, by the drive's identity.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Stretch<'a> {
+    pub(crate) drive: &'a str,
+    pub(crate) range: ByteRange,
+}
+
+impl Stretch<'_> {
+    fn places(self) -> Vec<Extent> {
+        places(self.drive, self.range)
+    }
+}
+
 /// Returns whether two ranges of two drives are the same bytes, in the same order.
-pub(crate) fn same_bytes(
-    (one, of_one): (&str, ByteRange),
-    (other, of_other): (&str, ByteRange),
-) -> bool {
-    let (ours, others) = (places(one, of_one), places(other, of_other));
+pub(crate) fn same_bytes(one: Stretch<'_>, other: Stretch<'_>) -> bool {
+    let (ours, others) = (one.places(), other.places());
     let ours = ours.iter().map(Extent::place);
     ours.eq(others.iter().map(Extent::place))
 }
 
 /// Returns whether two ranges of two drives have a byte in common.
-pub(crate) fn overlap(
-    (one, of_one): (&str, ByteRange),
-    (other, of_other): (&str, ByteRange),
-) -> bool {
-    let others = places(other, of_other);
-    let ours = places(one, of_one);
+pub(crate) fn overlap(one: Stretch<'_>, other: Stretch<'_>) -> bool {
+    let others = other.places();
+    let ours = one.places();
     ours.iter()
         .any(|ours| others.iter().any(|other| ours.overlaps(other)))
 }
 
 /// Returns the parts of a range of a drive, as it numbers its bytes, which may have bytes of ranges of another drive.
-pub(crate) fn shared(
-    (one, of_one): (&str, ByteRange),
-    (other, of_other): (&str, &[ByteRange]),
-) -> Vec<ByteRange> {
-    let ours = places(one, of_one);
+pub(crate) fn shared(one: Stretch<'_>, other: &str, of_other: &[ByteRange]) -> Vec<ByteRange> {
+    let ours = one.places();
     let all = ByteRange::new(0, u64::MAX).ok();
     let whole = all.map_or_else(Vec::new, |all| places(other, all));
     let mut shared = Vec::new();
     for range in of_other {
         for theirs in part(&whole, range.start(), range.length()) {
-            let mut at = of_one.start();
+            let mut at = one.range.start();
             for ours in &ours {
                 let parts = ours.shared_with(&theirs).into_iter();
                 let parts = parts.map(|(start, end)| ByteRange::new(at + start, end - start));
@@ -247,6 +251,13 @@ mod tests {
 
     fn range(text: &str) -> ByteRange {
         text.parse().unwrap()
+    }
+
+    fn stretch<'a>(drive: &'a str, text: &str) -> Stretch<'a> {
+        Stretch {
+            drive,
+            range: range(text),
+        }
     }
 
     fn extent(base: &str, start: u64, length: u64) -> Extent {
@@ -305,7 +316,7 @@ mod tests {
     fn ranges_overlap_where_their_bytes_do() {
         let disk = "disk:a";
         let partition = "1048576+1048576 of disk:a";
-        let overlaps = |a, b, c, d| overlap((a, range(b)), (c, range(d)));
+        let overlaps = |a, b, c, d| overlap(stretch(a, b), stretch(c, d));
         assert!(overlaps(disk, "1M+4K", partition, "0+4K"));
         assert!(overlaps(partition, "0+4K", disk, "1M+4K"));
         assert!(!overlaps(disk, "0+1M", partition, "0+1M"));
@@ -331,12 +342,12 @@ mod tests {
         let two = [extent("disk:a", 0, 4096), crypt(0, 4096)];
         assert_eq!(places(&join(&two), range("4K+4K")), [crypt(0, 4096)]);
         assert!(same_bytes(
-            (&identity, range("0+4K")),
-            ("dm:crypt", range("0+4K"))
+            stretch(&identity, "0+4K"),
+            stretch("dm:crypt", "0+4K")
         ));
         assert!(!same_bytes(
-            (&identity, range("0+4K")),
-            ("dm:crypt", range("0+2K"))
+            stretch(&identity, "0+4K"),
+            stretch("dm:crypt", "0+2K")
         ));
     }
 
@@ -374,12 +385,11 @@ mod tests {
                 &[],
             ),
         ] {
-            let of = (ours, range("0+1G"));
-            let shared = shared(of, (theirs, &ranges(taken)));
+            let shared = shared(stretch(ours, "0+1G"), theirs, &ranges(taken));
             assert_eq!(shared, ranges(found), "{ours}, {theirs}");
         }
         assert_eq!(
-            shared((two, range("4K+8K")), ("disk:b", &ranges(&["0+1G"]))),
+            shared(stretch(two, "4K+8K"), "disk:b", &ranges(&["0+1G"])),
             ranges(&["8K+4K"])
         );
     }
@@ -413,11 +423,13 @@ mod tests {
             let (ours, theirs) = (join(&ours), join(&theirs));
             let of = ByteRange::new(of.0, of.1).unwrap();
             let all = ByteRange::new(0, length).unwrap();
-            let found = shared((&ours, all), (&theirs, &[of]));
+            let ours = |range| Stretch { drive: &ours, range };
+            let found = shared(ours(all), &theirs, &[of]);
+            let theirs = Stretch { drive: &theirs, range: of };
             for byte in 0..length {
                 let byte = ByteRange::new(byte, 1).unwrap();
                 let is_shared = found.iter().any(|range| range.overlaps(&byte));
-                prop_assert_eq!(is_shared, overlap((&ours, byte), (&theirs, of)), "byte {}", byte);
+                prop_assert_eq!(is_shared, overlap(ours(byte), theirs), "byte {}", byte);
             }
         }
     }

@@ -435,8 +435,9 @@ fn a_mapping_that_moves_bytes_overlaps_all_that_is_below() {
     let overlaps = |one: DeviceNumber, other: DeviceNumber| {
         let range = "0+4K".parse().unwrap();
         let (one, other) = (tree.identity(one), tree.identity(other));
-        let found = extent::overlap((&one, range), (&other, range));
-        assert_eq!(extent::overlap((&other, range), (&one, range)), found);
+        let of = |drive| extent::Stretch { drive, range };
+        let found = extent::overlap(of(&one), of(&other));
+        assert_eq!(extent::overlap(of(&other), of(&one)), found);
         found
     };
     assert!(overlaps(crypt, disk) && overlaps(crypt, half) && overlaps(crypt, striped));
@@ -473,7 +474,8 @@ fn thin_volumes_and_snapshots_are_apart() {
     let overlaps = |one: DeviceNumber, other: DeviceNumber| {
         let range = "0+4K".parse().unwrap();
         let (one, other) = (tree.identity(one), tree.identity(other));
-        extent::overlap((&one, range), (&other, range))
+        let of = |drive| extent::Stretch { drive, range };
+        extent::overlap(of(&one), of(&other))
     };
     assert_eq!(tree.identity(one), tree.identity(again));
     assert!(!overlaps(one, two) && overlaps(one, data));

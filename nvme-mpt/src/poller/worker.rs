@@ -297,7 +297,7 @@ impl Worker {
             let now = Ticks::now();
             let spun = spin_since.map_or(0, |since| pass_began.since(since));
             let on_processor = || rate.ticks(thread_time());
-            if courtesy.passed(now, (spun, now.since(pass_began)), on_processor) {
+            if courtesy.passed(now, spun, now.since(pass_began), on_processor) {
                 spin_time.crowded();
             }
             if worked {

@@ -130,7 +130,7 @@ impl RangeLock {
             0 => u64::MAX,
             length => start.saturating_add(length),
         };
-        claim(user, &self.file, &range, (start, length))?;
+        claim(user, &self.file, &range, start, length)?;
         self.ranges().push((start, length));
         Ok(())
     }
@@ -149,7 +149,8 @@ fn claim(
     user: u32,
     file: &File,
     range: &Range<u64>,
-    (start, length): (u64, u64),
+    start: u64,
+    length: u64,
 ) -> Result<(), ClaimError> {
     let (began, mut pause) = (Instant::now(), PAUSE.0);
     loop {

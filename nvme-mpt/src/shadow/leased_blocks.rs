@@ -11,11 +11,19 @@ use crate::range::LbaRange;
 use crate::spec::ids::{Lba, Nsid};
 use crate::spec::status::Status;
 
+/// Identifiers of a namespace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Nsids {
+    /// The guest's.
+    pub guest: Nsid,
+    /// The host controller's.
+    pub host: Nsid,
+}
+
 /// The blocks of a lease: what the guest sees as its namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeasedBlocks {
-    guest_nsid: Nsid,
-    host_nsid: Nsid,
+    nsids: Nsids,
     lba_shift: u8,
     /// True if there can be more units.
     grows: bool,
@@ -39,7 +47,7 @@ impl LeasedBlocks {
     /// units, whose number of blocks is a power of two; `None` for others, and without parts.
     #[must_use]
     pub fn new(
-        (guest_nsid, host_nsid): (Nsid, Nsid),
+        nsids: Nsids,
         lba_shift: u8,
         parts: &[LbaRange],
         unit_blocks: Option<u64>,
@@ -62,8 +70,7 @@ impl LeasedBlocks {
             _ => return None,
         };
         Some(Self {
-            guest_nsid,
-            host_nsid,
+            nsids,
             lba_shift,
             grows,
             unit_shift,
@@ -83,14 +90,14 @@ impl LeasedBlocks {
     #[inline]
     #[must_use]
     pub const fn guest_nsid(&self) -> Nsid {
-        self.guest_nsid
+        self.nsids.guest
     }
 
     /// The namespace as the host controller names it.
     #[inline]
     #[must_use]
     pub const fn host_nsid(&self) -> Nsid {
-        self.host_nsid
+        self.nsids.host
     }
 
     /// Logical block size as a power of two, in bytes.
@@ -116,7 +123,10 @@ impl LeasedBlocks {
     /// The same lease, of which nothing is translated any more.
     pub(super) fn revoked(&self) -> Self {
         Self {
-            guest_nsid: Nsid::NONE,
+            nsids: Nsids {
+                guest: Nsid::NONE,
+                ..self.nsids
+            },
             blocks: 0,
             units: Arc::new([]),
             ..*self
@@ -124,7 +134,7 @@ impl LeasedBlocks {
     }
 
     pub(super) fn are_revoked(&self) -> bool {
-        self.guest_nsid == Nsid::NONE
+        self.nsids.guest == Nsid::NONE
     }
 
     /// As many blocks as if they were the host's first: translation leaves LBAs as they are.
@@ -219,7 +229,10 @@ mod tests {
 
     use super::*;
 
-    const NSIDS: (Nsid, Nsid) = (Nsid(1), Nsid(7));
+    const NSIDS: Nsids = Nsids {
+        guest: Nsid(1),
+        host: Nsid(7),
+    };
     /// Blocks of a unit here.
     const UNIT: u64 = 8;
 

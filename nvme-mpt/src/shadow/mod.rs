@@ -16,7 +16,7 @@ mod translate;
 
 pub(crate) use command_set::TranslatedQueue;
 pub use command_set::{CommandSet, CompletedCommand, NvmCommands, Traffic};
-pub use leased_blocks::LeasedBlocks;
+pub use leased_blocks::{LeasedBlocks, Nsids};
 pub use pair::HostQueuePair;
 pub(crate) use parts::PART_LISTS;
 pub use queue::ShadowQueue;

@@ -134,7 +134,10 @@ impl Parts {
             progress.list = Some(self.lists.pop()?);
         }
         self.waiting.pop_front();
-        let place = (number, progress.list.unwrap_or(number));
+        let place = PartPlace {
+            slot: number,
+            list: progress.list.unwrap_or(number),
+        };
         match self.cutter.cut(whole, progress.done, place, translator) {
             Ok((part, blocks)) => {
                 progress.part = blocks;
@@ -172,6 +175,23 @@ fn has_list(whole: &Sqe) -> bool {
             | NvmOpcode::DATASET_MANAGEMENT
             | NvmOpcode::COPY
     )
+}
+
+/// Place of a part at the host controller.
+#[derive(Clone, Copy, Debug)]
+struct PartPlace {
+    slot: u16,
+    /// Number of its list, which the part alone has.
+    list: u16,
+}
+
+/// Means with which parts of commands are made.
+#[derive(Debug)]
+pub(super) struct PartMeans<'a> {
+    pub(super) blocks: &'a LeasedBlocks,
+    pub(super) limits: &'a Limits,
+    /// The slots' own lists, and those of parts.
+    pub(super) lists: &'a mut ListMemory,
 }
 
 /// Makes parts of commands.
@@ -230,18 +250,17 @@ impl Cutter {
         &mut self,
         whole: &Sqe,
         done: u64,
-        (slot, list): (u16, u16),
+        place: PartPlace,
         translator: &mut Translator,
     ) -> Result<(Sqe, u64), Status> {
-        let (blocks, limits, lists) = translator.for_parts();
+        let means = translator.for_parts();
         let mut part = *whole;
-        part.cdw0 = whole.cdw0.with_cid(CommandId(slot));
+        part.cdw0 = whole.cdw0.with_cid(CommandId(place.slot));
         let cut = match NvmOpcode(whole.opcode()) {
-            NvmOpcode::DATASET_MANAGEMENT => {
-                self.deallocate(&mut part, done, (slot, list), (blocks, limits, lists))
-            }
-            NvmOpcode::COPY => self.copy(&mut part, done, (slot, list), (blocks, limits, lists)),
+            NvmOpcode::DATASET_MANAGEMENT => self.deallocate(&mut part, done, place, means),
+            NvmOpcode::COPY => self.copy(&mut part, done, place, means),
             _ => {
+                let PartMeans { blocks, lists, .. } = means;
                 let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(whole);
                 let total = u64::from(nlb_z) + 1;
                 let (start, count) = blocks.run(Lba(slba.0 + done), total.saturating_sub(done));
@@ -252,7 +271,7 @@ impl Cutter {
                     let shift = blocks.lba_shift();
                     let bytes = total << shift;
                     let share = done << shift..(done + count) << shift;
-                    self.share(&mut part, bytes, share, (list, lists))?;
+                    self.share(&mut part, bytes, share, place.list, lists)?;
                 }
                 Ok(count)
             }
@@ -266,7 +285,8 @@ impl Cutter {
         part: &mut Sqe,
         bytes: u64,
         share: Range<u64>,
-        (list, lists): (u16, &mut ListMemory),
+        list: u16,
+        lists: &mut ListMemory,
     ) -> Result<(), Status> {
         let stretches = &mut self.stretches;
         stretches.clear();
@@ -332,27 +352,27 @@ impl Cutter {
         &mut self,
         part: &mut Sqe,
         done: u64,
-        (slot, list): (u16, u16),
-        (blocks, limits, lists): (&LeasedBlocks, &Limits, &mut ListMemory),
+        place: PartPlace,
+        means: PartMeans<'_>,
     ) -> Result<u64, Status> {
+        let PartMeans {
+            blocks,
+            limits,
+            lists,
+        } = means;
         let command = DatasetManagement::from(&*part);
         let most = limits.dsm_ranges_max.min(256) as usize;
-        let ranges = self.fetch::<DsmRange>(usize::from(command.nr_z) + 1, slot, lists)?;
-        let (list, iova) = lists.of_slot(list);
+        let ranges = self.fetch::<DsmRange>(usize::from(command.nr_z) + 1, place.slot, lists)?;
+        let (list, iova) = lists.of_slot(place.list);
         let ranges = ranges
             .iter()
             .map(|range| (range.slba, u64::from(range.nlb)));
-        let (count, taken) = cut_ranges(
-            ranges,
-            done,
-            (most, u64::MAX),
-            blocks,
-            |number, slba, run| {
+        let (count, taken) =
+            cut_ranges(ranges, done, most, u64::MAX, blocks, |number, slba, run| {
                 // No more than those of the range.
                 let (cattr, nlb) = (0, run as u32);
                 put(list, number, &DsmRange { cattr, nlb, slba })
-            },
-        )?;
+            })?;
         let nr_z = count.checked_sub(1).ok_or(Status::INTERNAL_ERROR)? as u8;
         DatasetManagement { nr_z, ..command }.write_to(part);
         part.dptr = [iova.bits(), 0];
@@ -364,29 +384,33 @@ impl Cutter {
         &mut self,
         part: &mut Sqe,
         done: u64,
-        (slot, list): (u16, u16),
-        (blocks, limits, lists): (&LeasedBlocks, &Limits, &mut ListMemory),
+        place: PartPlace,
+        means: PartMeans<'_>,
     ) -> Result<u64, Status> {
+        let PartMeans {
+            blocks,
+            limits,
+            lists,
+        } = means;
         let command = CopyCommand::from(&*part);
         let most = limits.copy_ranges_max.min(128) as usize;
-        let ranges = self.fetch::<CopyRange0>(usize::from(command.nr_z) + 1, slot, lists)?;
+        let ranges = self.fetch::<CopyRange0>(usize::from(command.nr_z) + 1, place.slot, lists)?;
         let total: u64 = ranges.iter().map(|range| u64::from(range.nlb_z) + 1).sum();
         let to = Lba(command.sdlba.0 + done);
         let (sdlba, room) = blocks.run(to, total.saturating_sub(done));
-        let (list, iova) = lists.of_slot(list);
+        let (list, iova) = lists.of_slot(place.list);
         let ranges = ranges
             .iter()
             .map(|range| (range.slba, u64::from(range.nlb_z) + 1));
-        let (count, taken) =
-            cut_ranges(ranges, done, (most, room), blocks, |number, slba, run| {
-                let nlb_z = run.checked_sub(1).ok_or(Status::INTERNAL_ERROR)? as u16;
-                let piece = CopyRange0 {
-                    slba,
-                    nlb_z,
-                    ..CopyRange0::default()
-                };
-                put(list, number, &piece)
-            })?;
+        let (count, taken) = cut_ranges(ranges, done, most, room, blocks, |number, slba, run| {
+            let nlb_z = run.checked_sub(1).ok_or(Status::INTERNAL_ERROR)? as u16;
+            let piece = CopyRange0 {
+                slba,
+                nlb_z,
+                ..CopyRange0::default()
+            };
+            put(list, number, &piece)
+        })?;
         let nr_z = count.checked_sub(1).ok_or(Status::INTERNAL_ERROR)? as u8;
         CopyCommand {
             sdlba,
@@ -404,7 +428,8 @@ impl Cutter {
 fn cut_ranges(
     ranges: impl Iterator<Item = (Lba, u64)>,
     done: u64,
-    (most, room): (usize, u64),
+    most: usize,
+    room: u64,
     blocks: &LeasedBlocks,
     mut put: impl FnMut(usize, Lba, u64) -> Result<(), Status>,
 ) -> Result<(usize, u64), Status> {

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use zerocopy::{FromBytes, IntoBytes};
 
+use super::parts::PartMeans;
 use super::prp::{self, PrpHints};
 use super::{CommandSet, Failure, LeasedBlocks, Untranslated, sgl};
 use crate::address::PAGE_SIZE;
@@ -128,9 +129,13 @@ impl Translator {
         })
     }
 
-    /// Returns what parts of commands are made with: the blocks, the limits and the slots' lists.
-    pub(super) fn for_parts(&mut self) -> (&LeasedBlocks, &Limits, &mut ListMemory) {
-        (&self.blocks, &self.limits, &mut self.lists)
+    /// Returns the means with which parts of commands are made.
+    pub(super) fn for_parts(&mut self) -> PartMeans<'_> {
+        PartMeans {
+            blocks: &self.blocks,
+            limits: &self.limits,
+            lists: &mut self.lists,
+        }
     }
 
     /// Returns the memory that the host controller may reach for translated commands.

@@ -16,7 +16,8 @@ use super::extents::{Extents, joined};
 use super::holder::Slot;
 use super::store::{Record, Records, StoreError};
 use super::tenants::{self, FormerData, Found, Place, Tenant};
-use crate::origin::{extent, nvme};
+use crate::origin::extent::{self, Stretch};
+use crate::origin::nvme;
 use crate::range::{ByteRange, Bytes};
 use crate::spec::ids::Nsid;
 
@@ -59,7 +60,11 @@ impl<'a> Area<'a> {
         let (ours, our_nsid) = nvme::as_block_device(self.drive, self.nsid.0);
         match self.all() {
             Some(all) if their_nsid == our_nsid => {
-                extent::shared((&ours, all.range), (&theirs, record.extents.parts()))
+                let ours = Stretch {
+                    drive: &ours,
+                    range: all.range,
+                };
+                extent::shared(ours, &theirs, record.extents.parts())
             }
             _ => Vec::new(),
         }
@@ -139,6 +144,16 @@ pub(super) fn check_size(bytes: u64, unit: u64) -> Result<(), LeaseError> {
     })
 }
 
+/// Size that is asked for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Demand {
+    pub(super) bytes: u64,
+    /// Bytes of a unit, of which all extents are multiples.
+    pub(super) unit: u64,
+    /// One extent is asked for.
+    pub(super) whole: bool,
+}
+
 /// Extents that an id left to a lease by size of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Former {
@@ -149,11 +164,7 @@ pub(super) struct Former {
 
 /// Returns what the id left for a lease by size. What it left and does not fit is in the way, unless it was released or
 /// given up: then it is free.
-fn former(
-    found: &[Found<'_>],
-    id: &str,
-    (unit, whole): (u64, bool),
-) -> Result<Option<Former>, Refusal> {
+fn former(found: &[Found<'_>], id: &str, demand: Demand) -> Result<Option<Former>, Refusal> {
     let own = found
         .iter()
         .filter(|found| found.tenant.id == id && found.tenant.is_taken_up());
@@ -166,7 +177,7 @@ fn former(
         let unfit = match fit(&of) {
             Ok(None) => continue,
             Err((ranges, unfit)) => Refusal::Former(ranges, unfit),
-            Ok(Some(former)) => match former.unfit(unit, whole) {
+            Ok(Some(former)) => match former.unfit(demand) {
                 None => return Ok(Some(former)),
                 Some(unfit) => Refusal::Former(former.extents.parts().to_vec(), unfit),
             },
@@ -218,7 +229,8 @@ fn in_drive_order(named: &[&Found<'_>]) -> Fit {
 }
 
 impl Former {
-    fn unfit(&self, unit: u64, whole: bool) -> Option<Unfit> {
+    fn unfit(&self, demand: Demand) -> Option<Unfit> {
+        let Demand { unit, whole, .. } = demand;
         // The least bit that a start or a length has.
         let parts = self.extents.parts();
         let bits = parts.iter().map(|part| part.start() | part.length());
@@ -242,7 +254,7 @@ fn in_order(mut ranges: Vec<ByteRange>) -> Vec<ByteRange> {
 pub(super) fn admit(
     records: &Records,
     area: &Area<'_>,
-    (bytes, unit, whole): (u64, u64, bool),
+    demand: Demand,
     is_held: impl Fn(Slot) -> Result<bool, StoreError>,
 ) -> Result<Admitted, Refusal> {
     let found = area.found(&records.tenants);
@@ -264,7 +276,7 @@ pub(super) fn admit(
         }
         taken_over = Some(Slot(record.slot));
     }
-    let former = former(&found, area.id, (unit, whole))?;
+    let former = former(&found, area.id, demand)?;
     let own = former.as_ref().map(|former| &former.extents);
     let own: &[ByteRange] = own.map_or(&[], Extents::parts);
     for (record, shared) in others {
@@ -280,7 +292,7 @@ pub(super) fn admit(
         }
     }
     taken.extend(own);
-    let extents = extend(own, &found, &taken, area, (bytes, unit, whole))?;
+    let extents = extend(own, &found, &taken, area, demand)?;
     Ok(Admitted {
         taken_over,
         extents,
@@ -294,8 +306,9 @@ fn extend(
     found: &[Found<'_>],
     taken: &[ByteRange],
     area: &Area<'_>,
-    (bytes, unit, whole): (u64, u64, bool),
+    demand: Demand,
 ) -> Result<Extents, Refusal> {
+    let Demand { bytes, unit, whole } = demand;
     let present: u64 = own.iter().map(ByteRange::length).sum();
     // A lease never shrinks by itself.
     let missing = bytes.saturating_sub(present) / unit;
@@ -377,8 +390,9 @@ pub(super) fn resize(
     records: &mut Records,
     slot: Slot,
     area: &Area<'_>,
-    (bytes, unit, whole): (u64, u64, bool),
+    demand: Demand,
 ) -> Result<Extents, Refusal> {
+    let bytes = demand.bytes;
     let Some(record) = records.find(slot) else {
         return Err(Refusal::Gone);
     };
@@ -393,7 +407,7 @@ pub(super) fn resize(
         let taken = records.leases.iter();
         let taken: Vec<_> = taken.flat_map(|record| area.shared_with(record)).collect();
         let found = area.found(&records.tenants);
-        let extents = extend(before.parts(), &found, &taken, area, (bytes, unit, whole))?;
+        let extents = extend(before.parts(), &found, &taken, area, demand)?;
         let mut at = present;
         for range in extents.between(present, bytes) {
             let place = area.place(range, Some(at));

@@ -329,7 +329,7 @@ impl Model {
                 {
                     prop_assert_eq!(&given[..had.len()], &had[..], "an id has its units again");
                 }
-                self.check_new(id, &given, former.len(), (unit, whole))?;
+                self.check_new(id, &given, former.len(), unit, whole)?;
                 if named || former.is_empty() {
                     let own = self.units.iter_mut().flatten();
                     for unit in own.filter(|unit| unit.id == id && unit.at.is_some()) {
@@ -383,7 +383,8 @@ impl Model {
         id: &str,
         given: &[usize],
         own: usize,
-        (unit, whole): (u64, bool),
+        unit: u64,
+        whole: bool,
     ) -> Result<(), TestCaseError> {
         let (own, new) = given.split_at(own);
         let but = self
@@ -486,7 +487,7 @@ impl Model {
         let units = [&units[..], &added].concat();
         prop_assert_eq!(units_of(lease.extents().parts()), units.clone());
         let unwiped = units_of(&lease.unwiped());
-        self.check_new(id, &units, before, (unit, whole))?;
+        self.check_new(id, &units, before, unit, whole)?;
         for unit in added.iter().filter(|unit| !unwiped.contains(unit)) {
             prop_assert_eq!(self.data[*unit], None);
         }

@@ -150,7 +150,7 @@ impl Ledger {
                 // The slot is held before the lease is in the ledger, and until the lease is out of
                 // it again. So no process ever sees a living holder's lease as stale.
                 let (slot, holder) = exclusive.take_slot(&mut records)?;
-                let parts = enter(&mut records, request, admitted, (slot, claim));
+                let parts = enter(&mut records, request, admitted, slot, claim);
                 exclusive.write(&records)?;
                 (slot, Some(holder), parts)
             }
@@ -162,7 +162,7 @@ impl Ledger {
                 claim.check_extents(&records, &request.area(), &admitted.extents)?;
                 let slot = Slot(records.next_slot);
                 records.next_slot += 1;
-                let parts = enter(&mut records, request, admitted, (slot, claim));
+                let parts = enter(&mut records, request, admitted, slot, claim);
                 (slot, None, parts)
             }
         };
@@ -403,7 +403,8 @@ fn enter(
     records: &mut Records,
     request: &LeaseRequest<'_>,
     admitted: Admitted,
-    (slot, claim): (Slot, Claim),
+    slot: Slot,
+    claim: Claim,
 ) -> Parts {
     let Admitted {
         taken_over: _,
@@ -649,7 +650,8 @@ impl Lease {
         };
         let slot = self.slot.filter(|slot| records.find(*slot).is_some());
         let slot = slot.ok_or_else(|| self.gone())?;
-        by_size::resize(records, slot, &self.area(), (bytes, unit, whole))
+        let demand = by_size::Demand { bytes, unit, whole };
+        by_size::resize(records, slot, &self.area(), demand)
             .map_err(|refusal| refusal.into_error(&self.area(), self.ledger.path()))
     }
 

@@ -550,14 +550,23 @@ impl ShadowCore {
                     }
                 }
                 Err(error) => {
-                    let command = (&guest, index as u16, taken);
+                    let arrival = Arrival {
+                        command: &guest,
+                        sq: index as u16,
+                        taken,
+                    };
                     let bytes = not_one_command::<H>(
                         error,
-                        command,
-                        (permit, room),
-                        (context, cq, sq),
-                        (live, mark),
-                        (translator, parts, passes),
+                        arrival,
+                        permit,
+                        room,
+                        GuestQueues { context, cq, sq },
+                        Record { live, next: mark },
+                        Way {
+                            translator,
+                            parts,
+                            passes,
+                        },
                     );
                     bytes_left = bytes_left.saturating_sub(bytes);
                 }
@@ -795,18 +804,59 @@ impl ShadowCore {
     }
 }
 
+/// A guest's command, as it was taken.
+#[derive(Clone, Copy, Debug)]
+struct Arrival<'a> {
+    command: &'a Sqe,
+    /// Index of its Submission Queue.
+    sq: u16,
+    taken: Ticks,
+}
+
+/// The guest's queues of a command.
+struct GuestQueues<'a> {
+    context: &'a QueueContext,
+    cq: &'a mut CompletionQueue,
+    sq: &'a mut SubmissionQueue,
+}
+
+/// Record of a command in the live state.
+struct Record<'a> {
+    live: Option<&'a LiveQueue>,
+    /// Mark of the next command.
+    next: Mark,
+}
+
+/// Way of a command to the host controller.
+struct Way<'a> {
+    translator: &'a mut Translator,
+    parts: &'a mut Parts,
+    passes: &'a mut Passes,
+}
+
 /// Completes a command that does not reach the host controller, or has it carried out in parts. Returns the bytes of
 /// its data then.
 #[cold]
 #[inline(never)]
 fn not_one_command<H: TranslatedQueue>(
     error: Untranslated,
-    (guest, sq_index, taken): (&Sqe, u16, Ticks),
-    (mut permit, room): (Permit<'_>, Room),
-    (context, cq, sq): (&QueueContext, &mut CompletionQueue, &mut SubmissionQueue),
-    (live, next): (Option<&LiveQueue>, Mark),
-    (translator, parts, passes): (&mut Translator, &mut Parts, &mut Passes),
+    arrival: Arrival<'_>,
+    mut permit: Permit<'_>,
+    room: Room,
+    queues: GuestQueues<'_>,
+    record: Record<'_>,
+    way: Way<'_>,
 ) -> u32 {
+    let Arrival {
+        command: guest,
+        sq: sq_index,
+        taken,
+    } = arrival;
+    let Way {
+        translator,
+        parts,
+        passes,
+    } = way;
     let (number, whole) = permit.host();
     let translated = match error {
         Untranslated::Failed(failure) => Err(failure),
@@ -823,17 +873,17 @@ fn not_one_command<H: TranslatedQueue>(
                 slba: H::Commands::named_lba(guest),
                 taken,
             });
-            let (_, _, lists) = translator.for_parts();
-            parts.begin(number, whole, lists);
+            parts.begin(number, whole, translator.for_parts().lists);
             *passes = Passes::Special;
             bytes
         }
         Err(failure) => {
+            let GuestQueues { context, cq, sq } = queues;
             if let Some(head) = &mut sq.live {
-                head.store(sq.head, next);
+                head.store(sq.head, record.next);
             }
-            fail_command::<H>(context, (cq, room), sq, (guest, taken), failure);
-            if let Some(live) = live {
+            fail_command::<H>(context, cq, room, sq, &arrival, failure);
+            if let Some(live) = record.live {
                 live.clear(number);
                 live.store_tail(cq.indices.tail(), false);
             }

@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 
 use super::departures::HeldDepartures;
 use super::dirty::note_completed;
-use super::{CompletionQueue, Condition, QueueContext, SubmissionQueue};
+use super::{Arrival, CompletionQueue, Condition, QueueContext, SubmissionQueue};
 use crate::clock::Ticks;
 use crate::event::{ErrorEntry, Event};
 use crate::host::{CompletionTaker, HostCompletion};
@@ -16,7 +16,6 @@ use crate::shadow::slot::{Slot, Slots, Special};
 use crate::shadow::translate::Translator;
 use crate::shadow::{CommandSet, CompletedCommand, Failure, Traffic};
 use crate::spec::cqe::Cqe;
-use crate::spec::sqe::Sqe;
 use crate::spec::status::{Status, StatusCodeType};
 use crate::stats::QueueCounters;
 
@@ -121,11 +120,13 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
 #[cold]
 pub(super) fn fail_command<H: TranslatedQueue>(
     context: &QueueContext,
-    (cq, room): (&mut CompletionQueue, Room),
+    cq: &mut CompletionQueue,
+    room: Room,
     sq: &SubmissionQueue,
-    (guest, taken): (&Sqe, Ticks),
+    arrival: &Arrival<'_>,
     failure: Failure,
 ) {
+    let guest = arrival.command;
     sq.counters.commands.add(1);
     sq.counters.errors.add(1);
     context.events.report(Event::CommandFailed(ErrorEntry {
@@ -139,7 +140,7 @@ pub(super) fn fail_command<H: TranslatedQueue>(
     let sqhd = sq.head.get() as u16;
     let entry = Cqe::new(sq.qid, sqhd, guest.cid(), failure.status(), 0, 0);
     cq.publish(entry, room);
-    cq.gate.post(1, taken);
+    cq.gate.post(1, arrival.taken);
 }
 
 #[inline]

@@ -1,7 +1,7 @@
 //! Commands that were in flight when the process that had the queue ended: they are carried out again, in their slots.
 
 use super::posting::fail_command;
-use super::{ShadowCore, not_one_command};
+use super::{Arrival, GuestQueues, Record, ShadowCore, Way, not_one_command};
 use crate::clock::Ticks;
 use crate::event::QueueFailure;
 use crate::host::HostBatch;
@@ -81,9 +81,14 @@ impl ShadowCore {
         };
         let room = cq.indices.reserve()?;
         let mut permit = slots.reserve_at(slot)?;
+        let arrival = Arrival {
+            command,
+            sq: index as u16,
+            taken,
+        };
         if !H::Commands::is_repeatable(command) {
             let failure = Failure::for_now(Status::COMMAND_INTERRUPTED);
-            fail_command::<H>(context, (cq, room), sq, (command, taken), failure);
+            fail_command::<H>(context, cq, room, sq, &arrival, failure);
             if let Some(live) = live {
                 live.clear(slot);
                 live.store_tail(cq.indices.tail(), false);
@@ -105,11 +110,19 @@ impl ShadowCore {
                 let next = sq.live.as_ref().map(LiveHead::next).unwrap_or_default();
                 not_one_command::<H>(
                     error,
-                    (command, index as u16, taken),
-                    (permit, room),
-                    (context, cq, sq),
-                    (live.as_ref(), next),
-                    (translator, parts, passes),
+                    arrival,
+                    permit,
+                    room,
+                    GuestQueues { context, cq, sq },
+                    Record {
+                        live: live.as_ref(),
+                        next,
+                    },
+                    Way {
+                        translator,
+                        parts,
+                        passes,
+                    },
                 );
             }
         }

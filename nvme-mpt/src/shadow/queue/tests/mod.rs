@@ -20,6 +20,7 @@ use crate::memory::memfd;
 use crate::park::Waker;
 use crate::range::LbaRange;
 use crate::seam::{CqConfig, SqConfig};
+use crate::shadow::Nsids;
 use crate::spec::ids::{CommandId, Lba, Nsid};
 use crate::spec::registers::Doorbell;
 use crate::spec::sqe::Sqe;
@@ -140,7 +141,11 @@ impl Guest {
             start: Lba(0),
             blocks: drive.blocks(),
         };
-        let blocks = LeasedBlocks::new((Nsid(1), Nsid(1)), 9, &[whole], None).expect("one part");
+        let nsids = Nsids {
+            guest: Nsid(1),
+            host: Nsid(1),
+        };
+        let blocks = LeasedBlocks::new(nsids, 9, &[whole], None).expect("one part");
         let context = Arc::new(QueueContext {
             doorbells: Arc::new(
                 DoorbellPage::new(crate::doorbell::DoorbellMode::Trap, 1).expect("memory"),

@@ -558,8 +558,7 @@ impl ShadowCore {
                     let bytes = not_one_command::<H>(
                         error,
                         arrival,
-                        permit,
-                        room,
+                        Reserved { permit, room },
                         GuestQueues { context, cq, sq },
                         Record { live, next: mark },
                         Way {
@@ -813,6 +812,12 @@ struct Arrival<'a> {
     taken: Ticks,
 }
 
+/// A slot, and room for a completion, that a command takes or gives back.
+struct Reserved<'a> {
+    permit: Permit<'a>,
+    room: Room,
+}
+
 /// The guest's queues of a command.
 struct GuestQueues<'a> {
     context: &'a QueueContext,
@@ -836,13 +841,13 @@ struct Way<'a> {
 
 /// Completes a command that does not reach the host controller, or has it carried out in parts. Returns the bytes of
 /// its data then.
+// No more arguments than registers for them: those on the stack cost each command of the batch.
 #[cold]
 #[inline(never)]
 fn not_one_command<H: TranslatedQueue>(
     error: Untranslated,
     arrival: Arrival<'_>,
-    mut permit: Permit<'_>,
-    room: Room,
+    reserved: Reserved<'_>,
     queues: GuestQueues<'_>,
     record: Record<'_>,
     way: Way<'_>,
@@ -852,6 +857,7 @@ fn not_one_command<H: TranslatedQueue>(
         sq: sq_index,
         taken,
     } = arrival;
+    let Reserved { mut permit, room } = reserved;
     let Way {
         translator,
         parts,

@@ -1,7 +1,7 @@
 //! Commands that were in flight when the process that had the queue ended: they are carried out again, in their slots.
 
 use super::posting::fail_command;
-use super::{Arrival, GuestQueues, Record, ShadowCore, Way, not_one_command};
+use super::{Arrival, GuestQueues, Record, Reserved, ShadowCore, Way, not_one_command};
 use crate::clock::Ticks;
 use crate::event::QueueFailure;
 use crate::host::HostBatch;
@@ -111,8 +111,7 @@ impl ShadowCore {
                 not_one_command::<H>(
                     error,
                     arrival,
-                    permit,
-                    room,
+                    Reserved { permit, room },
                     GuestQueues { context, cq, sq },
                     Record {
                         live: live.as_ref(),

@@ -19,9 +19,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
-use nvme_mpt::range::ByteRange;
 use nvme_mpt::lease::{LeaseRequest, Ledger, Wanted};
 use nvme_mpt::poller::Threads;
+use nvme_mpt::range::ByteRange;
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;

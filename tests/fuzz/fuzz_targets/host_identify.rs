@@ -11,8 +11,8 @@
 
 use libfuzzer_sys::fuzz_target;
 use nvme_mpt::drive::{HostController, HostLeaseRequest};
-use nvme_mpt::range::LbaRange;
 use nvme_mpt::poller::Threads;
+use nvme_mpt::range::LbaRange;
 use nvme_mpt::spec::ids::Lba;
 use nvme_mpt_fuzz::Input;
 use nvme_mpt_tests::drive::{DoorbellBufferUse, ModelDrive, NamespaceOptions, Options};

@@ -20,8 +20,8 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use libfuzzer_sys::fuzz_target;
-use nvme_mpt::range::ByteRange;
 use nvme_mpt::lease::{LeaseRequest, Ledger, Wanted};
+use nvme_mpt::range::ByteRange;
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;

@@ -6,8 +6,8 @@ pub mod talk;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use nvme_mpt::range::ByteRange;
 use nvme_mpt::lease::{LeaseRequest, Ledger, Wanted};
+use nvme_mpt::range::ByteRange;
 use nvme_mpt::{
     AttachError, Attachment, AttachmentConfig, DoorbellMode, Drive, FunctionParts, Gpa, Learning,
     MemoryRegion, PollPolicy, Pollers,

@@ -14,9 +14,9 @@
 //! use std::sync::Arc;
 //!
 //! use nvme_mpt::Drive;
-//! use nvme_mpt::host::{
-//!     DataPointer, HostLeaseError, HostLeaseRequest, HostMemory, HostQueuePair,
-//! };
+//! use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
+//! use nvme_mpt::host::{DataPointer, HostMemory};
+//! use nvme_mpt::shadow::HostQueuePair;
 //! use nvme_mpt::spec::nvm::ReadWrite;
 //! use nvme_mpt::spec::opcode::NvmOpcode;
 //! use nvme_mpt::spec::sqe::Sqe;

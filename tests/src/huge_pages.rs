@@ -2,8 +2,7 @@
 
 use std::fs::{self, File};
 
-use crate::mapping;
-use crate::memory::MemoryError;
+use crate::mapping::{self, MemoryError};
 
 /// Bytes of a page.
 pub const HUGE_PAGE: u64 = 2 << 20;

@@ -17,7 +17,44 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64};
 
-use crate::memory::MemoryError;
+/// Guest memory that could not be had or does not exist.
+#[derive(Debug, thiserror::Error)]
+pub enum MemoryError {
+    /// A system call failed.
+    #[error("{call} of {len:#x} bytes failed")]
+    System {
+        /// The call.
+        call: &'static str,
+        /// Bytes asked for.
+        len: u64,
+        /// Its error.
+        source: io::Error,
+    },
+    /// A region that is empty, overlaps another one, or is not made of whole pages.
+    #[error("Region {gpa:#x}+{len:#x} is empty, unaligned or overlaps another one")]
+    Region {
+        /// Guest physical address.
+        gpa: u64,
+        /// Bytes.
+        len: u64,
+    },
+    /// No free run of pages is long enough.
+    #[error("No {len:#x} bytes free at alignment {align:#x}")]
+    Exhausted {
+        /// Bytes asked for.
+        len: usize,
+        /// Alignment asked for.
+        align: usize,
+    },
+    /// Addresses that are in no region.
+    #[error("{gpa:#x}+{len:#x} is outside of guest memory")]
+    Outside {
+        /// Guest physical address.
+        gpa: u64,
+        /// Bytes.
+        len: usize,
+    },
+}
 
 /// A new, empty memfd.
 pub(crate) fn memfd() -> Result<File, MemoryError> {

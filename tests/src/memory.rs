@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use crate::huge_pages::HugePages;
 use crate::mapping::{self, Mapping};
-pub use crate::mapping::{Cell, SharedSlice};
+pub use crate::mapping::{Cell, MemoryError, SharedSlice};
 use crate::rng::Rng;
 
 /// The memory page size that the driver sets in CC.MPS (0), whatever the host's page size is.
@@ -18,45 +18,6 @@ pub const PAGE_SIZE: usize = 4096;
 /// Regions start at multiples of this in the memfd: the size of a huge page, and a multiple of every
 /// host's page size.
 const REGION_ALIGN: u64 = 2 << 20;
-
-/// Guest memory that could not be had or does not exist.
-#[derive(Debug, thiserror::Error)]
-pub enum MemoryError {
-    /// A system call failed.
-    #[error("{call} of {len:#x} bytes failed")]
-    System {
-        /// The call.
-        call: &'static str,
-        /// Bytes asked for.
-        len: u64,
-        /// Its error.
-        source: io::Error,
-    },
-    /// A region that is empty, overlaps another one, or is not made of whole pages.
-    #[error("Region {gpa:#x}+{len:#x} is empty, unaligned or overlaps another one")]
-    Region {
-        /// Guest physical address.
-        gpa: u64,
-        /// Bytes.
-        len: u64,
-    },
-    /// No free run of pages is long enough.
-    #[error("No {len:#x} bytes free at alignment {align:#x}")]
-    Exhausted {
-        /// Bytes asked for.
-        len: usize,
-        /// Alignment asked for.
-        align: usize,
-    },
-    /// Addresses that are in no region.
-    #[error("{gpa:#x}+{len:#x} is outside of guest memory")]
-    Outside {
-        /// Guest physical address.
-        gpa: u64,
-        /// Bytes.
-        len: usize,
-    },
-}
 
 /// One range of guest physical addresses, backed by a part of the memfd.
 #[derive(Clone, Debug)]

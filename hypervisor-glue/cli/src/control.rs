@@ -19,8 +19,8 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use vmm_sys_util::eventfd::EventFd;
 
+use crate::change::{Change, Changed, FunctionEntry};
 use crate::faults::{DriveFaults, FaultRequest};
-use crate::serve::{Change, Changed, FunctionEntry};
 use crate::stats::ServerStats;
 use vfio_user_server::Listener;
 
@@ -449,7 +449,7 @@ mod tests {
     use std::sync::atomic::{AtomicU64, Ordering};
 
     use super::*;
-    use crate::serve::Reloaded;
+    use crate::change::Reloaded;
     use crate::stats::FunctionStats;
 
     /// Counts how often it was asked for figures, and has faults on one drive.

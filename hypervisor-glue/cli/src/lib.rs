@@ -3,8 +3,8 @@
 //! `nvme-mpt serve` opens drives, leases their parts, and offers each function over vfio-user ([`serve`]). An
 //! [`adaptor`] makes an NVMe function a `vfio_user_server::Device`, and a [`function_thread`] runs the
 //! two. Other commands ask a server on its control socket ([`control`]): for its figures ([`stats`]), to change its
-//! functions ([`serve::Change`]) and the faults of its drives ([`faults`]). The rest find the host's physical drives ([`drives`]), take them from the
-//! host's own driver ([`mod@bind`]), and make profiles of drives ([`profile`]).
+//! functions ([`change`]) and the faults of its drives ([`faults`]). The rest find the host's physical drives
+//! ([`drives`]), take them from the host's own driver ([`mod@bind`]), and make profiles of drives ([`profile`]).
 //!
 //! [`logging`] is what a program of ours logs with.
 //!
@@ -16,6 +16,7 @@
 pub mod adaptor;
 pub mod attach;
 pub mod bind;
+pub mod change;
 pub mod cli;
 pub mod control;
 pub mod drives;

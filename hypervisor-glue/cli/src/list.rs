@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::serve::{FunctionEntry, FunctionState, Origin};
+use crate::change::{FunctionEntry, FunctionState, Origin};
 use crate::table::Table;
 
 /// Returns the table of a server's functions.

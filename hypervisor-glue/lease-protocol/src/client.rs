@@ -3,9 +3,8 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::net::Shutdown;
-use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -30,131 +29,15 @@ use nvme_mpt::{
     LeaseFacts, LeaseStatus, MemoryRegion, QueueError, SharedParts, SqConfig, StateError,
 };
 use serde::de::DeserializeOwned;
-use thiserror::Error;
 use vmm_sys_util::eventfd::EventFd;
 use zerocopy::FromBytes;
 
-use crate::channel::{Channel, ChannelError};
+use crate::ask::{AttachError, Given, PATIENCE, Reach, ask_for_lease};
 use crate::link::{DirtyLog, Link, Lost};
-use crate::message::{
-    Attached, DirtyPages, Doorbells, Opened, Opening, Outcome, PARTS, Request, Smart, VERSION,
-};
+use crate::message::{Attached, DirtyPages, Doorbells, Outcome, Request, Smart};
+use crate::places;
 use crate::vector::RemoteVector;
-use crate::watch::{Reach, Watch};
-
-/// Time in which a server says something while a lease is made.
-const OPENING_PATIENCE: Duration = Duration::from_secs(10);
-
-/// Time in which a server answers, or ends a lease. Its longest work is bounded by 30 seconds.
-const PATIENCE: Duration = Duration::from_secs(45);
-
-/// A server does not give its drive's lease.
-#[derive(Debug, Error)]
-pub enum AttachError {
-    /// Nothing listens on the socket, or not to us.
-    #[error("Cannot connect to the drive server on {}", socket.display())]
-    Connect {
-        /// The socket.
-        socket: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-    /// It does not answer as the protocol says.
-    #[error("The drive server on {} does not answer", socket.display())]
-    Answer {
-        /// The socket.
-        socket: PathBuf,
-        /// Why.
-        source: ChannelError,
-    },
-    /// It refused.
-    #[error("The drive server on {} refused: {reason}", socket.display())]
-    Refused {
-        /// The socket.
-        socket: PathBuf,
-        /// Its words.
-        reason: String,
-    },
-    /// This process has no memory, descriptors or threads.
-    #[error("Cannot set up what the drive server on {} gave", socket.display())]
-    SetUp {
-        /// The socket.
-        socket: PathBuf,
-        /// Kernel's error.
-        source: io::Error,
-    },
-}
-
-/// A lease that a server has given, before the function uses it.
-#[derive(Debug)]
-pub(crate) struct Given {
-    pub(crate) channel: Channel,
-    pub(crate) attached: Attached,
-    /// Files of the doorbells and of the live state, and the eventfd of events.
-    parts: [OwnedFd; PARTS],
-    pub(crate) socket: PathBuf,
-}
-
-/// Asks the server on `socket` for the lease of an option string with absolute paths; `None` if the server does not have
-/// the function's drive. `kept` is what the function has from the server before.
-pub(crate) fn ask_for_lease(
-    stream: UnixStream,
-    socket: &Path,
-    options: &str,
-    kept: &[BorrowedFd<'_>],
-) -> Result<Option<Given>, AttachError> {
-    let answer = |source| AttachError::Answer {
-        socket: socket.to_owned(),
-        source,
-    };
-    let set_up = |source| AttachError::SetUp {
-        socket: socket.to_owned(),
-        source,
-    };
-    let channel = Channel::new(stream).map_err(set_up)?;
-    channel.set_patience(OPENING_PATIENCE).map_err(set_up)?;
-    let opening = Opening {
-        version: VERSION,
-        options: options.to_owned(),
-    };
-    channel.send(&opening, kept).map_err(answer)?;
-    let (attached, descriptors) = loop {
-        let (opened, descriptors) = channel.receive_answer().map_err(answer)?;
-        match opened {
-            Opened::Waiting => {}
-            Opened::NotServed => return Ok(None),
-            Opened::Refused { reason } => {
-                return Err(AttachError::Refused {
-                    socket: socket.to_owned(),
-                    reason,
-                });
-            }
-            Opened::Attached(attached) if attached.is_possible() => {
-                break (*attached, descriptors);
-            }
-            Opened::Attached(_) => return Err(answer(ChannelError::Impossible)),
-        }
-    };
-    channel.set_patience(PATIENCE).map_err(set_up)?;
-    let parts = <[OwnedFd; PARTS]>::try_from(descriptors).map_err(|descriptors| {
-        let (came, said) = (descriptors.len(), PARTS);
-        answer(ChannelError::Descriptors { came, said })
-    })?;
-    Ok(Some(Given {
-        channel,
-        attached,
-        parts,
-        socket: socket.to_owned(),
-    }))
-}
-
-/// Connects to a server.
-pub(crate) fn connect(socket: &Path) -> Result<UnixStream, AttachError> {
-    UnixStream::connect(socket).map_err(|source| AttachError::Connect {
-        socket: socket.to_owned(),
-        source,
-    })
-}
+use crate::watch::Watch;
 
 /// Attaches over a connection, for the function of an option string with absolute paths; `None` if the server does not
 /// have the function's drive. The stream is blocking, and `socket` is its name in messages. Without the server the function has failed for good.
@@ -170,6 +53,30 @@ pub fn attach_over(
     ask_for_lease(stream, socket, options, &[])?
         .map(|given| RemoteHostSide::new(given, None, threads))
         .transpose()
+}
+
+/// Attaches to the server that has the drive of `options`; `None` if no server has it. If that server goes, the function
+/// waits `patience` for one that has the drive, or for ever.
+///
+/// A server that cannot be asked is passed over with a warning. If it has the drive, opening the drive fails.
+///
+/// # Errors
+/// [`AttachError::Refused`], [`AttachError::SetUp`].
+pub fn attach_anywhere(
+    state_dir: &Path,
+    options: &str,
+    patience: Option<Duration>,
+    threads: &Threads,
+) -> Result<Option<RemoteHostSide>, AttachError> {
+    let Some(given) = places::find(state_dir, options, &[])? else {
+        return Ok(None);
+    };
+    let reach = (patience != Some(Duration::ZERO)).then(|| Reach {
+        state_dir: state_dir.to_owned(),
+        options: options.to_owned(),
+        patience,
+    });
+    RemoteHostSide::new(given, reach, threads).map(Some)
 }
 
 /// Bells of the server's pollers, and the doorbells whose queues they poll.

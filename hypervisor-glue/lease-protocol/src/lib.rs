@@ -9,6 +9,7 @@
 //! |---|---|
 //! | `channel` | messages and descriptors over a socket, with bounds in bytes and time |
 //! | `message` | requests and replies |
+//! | `ask` | the first messages: a VMM asks for a lease |
 //! | `client` | the VMM's side |
 //! | `link` | the VMM's connection, and what the next server is told |
 //! | `watch` | the VMM's thread that sees a server go, and looks for the next one |
@@ -20,6 +21,7 @@
 //! guest had sent it. A client that ends, at any byte, ends its lease alone. `docs/lease-protocol.md` has the messages.
 #![forbid(unsafe_code)]
 
+mod ask;
 mod channel;
 mod client;
 mod link;
@@ -29,10 +31,11 @@ mod session;
 mod vector;
 mod watch;
 
+pub use ask::AttachError;
 pub use channel::{ChannelError, DESCRIPTORS_MAX, MESSAGE_MAX};
-pub use client::{AttachError, RemoteHostSide, attach_over};
+pub use client::{RemoteHostSide, attach_anywhere, attach_over};
 pub use message::VERSION;
-pub use places::{attach_anywhere, socket_of, sockets};
+pub use places::{socket_of, sockets};
 pub use session::{Admission, End, Leases, Peer, Session, SessionError};
 
 #[cfg(test)]

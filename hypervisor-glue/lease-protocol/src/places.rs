@@ -3,13 +3,10 @@
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use nvme_mpt::lease::SERVER_SOCKETS;
-use nvme_mpt::poller::Threads;
 
-use crate::client::{AttachError, Given, RemoteHostSide, ask_for_lease, connect};
-use crate::watch::Reach;
+use crate::ask::{AttachError, Given, ask_for_lease, connect};
 
 /// Returns the folder with the sockets of all servers of a state folder.
 #[must_use]
@@ -21,30 +18,6 @@ pub fn sockets(state_dir: &Path) -> PathBuf {
 #[must_use]
 pub fn socket_of(state_dir: &Path, name: &str) -> PathBuf {
     sockets(state_dir).join(format!("{name}.sock"))
-}
-
-/// Attaches to the server that has the drive of `options`; `None` if no server has it. If that server goes, the function
-/// waits `patience` for one that has the drive, or for ever.
-///
-/// A server that cannot be asked is passed over with a warning. If it has the drive, opening the drive fails.
-///
-/// # Errors
-/// [`AttachError::Refused`], [`AttachError::SetUp`].
-pub fn attach_anywhere(
-    state_dir: &Path,
-    options: &str,
-    patience: Option<Duration>,
-    threads: &Threads,
-) -> Result<Option<RemoteHostSide>, AttachError> {
-    let Some(given) = find(state_dir, options, &[])? else {
-        return Ok(None);
-    };
-    let reach = (patience != Some(Duration::ZERO)).then(|| Reach {
-        state_dir: state_dir.to_owned(),
-        options: options.to_owned(),
-        patience,
-    });
-    RemoteHostSide::new(given, reach, threads).map(Some)
 }
 
 /// Finds the server that has the drive of `options`, and gets a lease there. `kept` is what the function has from the

@@ -4,7 +4,6 @@ use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::thread;
@@ -18,8 +17,8 @@ use serde::de::DeserializeOwned;
 use thiserror::Error;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
+use crate::ask::{AttachError, Given, Reach};
 use crate::channel::{Channel, ChannelError};
-use crate::client::{AttachError, Given};
 use crate::link::{Link, LinkState, Standing};
 use crate::message::{Attached, Farewell, Outcome, Request, VectorChange};
 use crate::places;
@@ -32,17 +31,6 @@ const DELAY: u32 = 10;
 
 /// Time between two reports that there is still no server.
 const REPORT: Duration = Duration::from_secs(60);
-
-/// Way to a server that has the drive, while the function's own is gone.
-#[derive(Clone, Debug)]
-pub(crate) struct Reach {
-    /// State folder of the servers.
-    pub(crate) state_dir: PathBuf,
-    /// The function's option string.
-    pub(crate) options: String,
-    /// Time to look for a server; `None` for ever.
-    pub(crate) patience: Option<Duration>,
-}
 
 /// A server does not take the place of the one before.
 #[derive(Debug, Error)]

@@ -18,7 +18,7 @@ use nvme_mpt::{
 use nvme_mpt_lease_protocol::attach_anywhere;
 use thiserror::Error;
 
-use crate::drives::{self, DriveOptions, DrivePath, OpenDriveError};
+use crate::drives::{self, DrivePath, OpenDriveError};
 use crate::options::{AskedFunction, FunctionOptions, LeaseSize};
 
 /// Errors of opening the drive and range of an option string.
@@ -296,7 +296,7 @@ pub fn open_with(
     let opened = drives::opened_options(&options.path);
     let drive = drives::open_on(
         &options.path,
-        DriveOptions::of(options, opened.as_ref()),
+        options.of_drive(opened.as_ref()),
         pollers.threads(),
     )?;
     attach_with(options, &drive, ledgers, (pollers, parts), stop)

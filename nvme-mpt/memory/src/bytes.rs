@@ -6,9 +6,7 @@
 
 use core::marker::PhantomData;
 
-use super::Mapping;
-
-/// Bytes of a [`Mapping`], copied in and out in bulk or a word at a time.
+/// Bytes of a [`Mapping`](crate::Mapping), copied in and out in bulk or a word at a time.
 ///
 /// Another party may write them at the same time; then a copy holds some mixture of old and new,
 /// as it would with DMA.
@@ -16,7 +14,7 @@ use super::Mapping;
 pub struct RawBytes<'a> {
     start: *mut u8,
     len: usize,
-    mapping: PhantomData<&'a Mapping>,
+    mapping: PhantomData<&'a ()>,
 }
 
 impl<'a> RawBytes<'a> {
@@ -138,7 +136,7 @@ impl<'a> RawBytes<'a> {
 pub struct RawWords<'a> {
     start: *const u64,
     len: usize,
-    mapping: PhantomData<&'a Mapping>,
+    mapping: PhantomData<&'a ()>,
 }
 
 impl RawWords<'_> {

@@ -9,7 +9,8 @@ use nvme_mpt::range::Bytes;
 use nvme_mpt_vmm::options::{OptionText, RateChange, Reservation, table};
 
 use super::{RunningServer, told};
-use crate::serve::{Change, Changed, Reserved, introduce, user_name};
+use crate::change::{Change, Changed, Reserved};
+use crate::serve::{introduce, user_name};
 use crate::{control, list};
 
 /// Add a function to a running server, also for its next start

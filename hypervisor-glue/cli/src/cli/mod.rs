@@ -22,9 +22,10 @@ use self::functions::{
     Add, Limit, List, Reload, Remove, Reserve, Resize, function_help, function_synopsis,
 };
 use self::leases::{Leases, run_leases};
+use crate::change::{Change, Changed};
 use crate::control::ControlError;
 use crate::faults::FaultRequest;
-use crate::serve::{Change, Changed, ServeOptions, serve};
+use crate::serve::{ServeOptions, serve};
 use crate::{bind, control, drives, logging, profile};
 use nvme_mpt_vmm::options::{STATE_DIR, ServedDrive, ServedFunction, VmmSocket, parse_socket_path};
 use nvme_mpt_vmm::report;

@@ -5,83 +5,14 @@ use std::thread::{self, JoinHandle};
 
 use nvme_mpt::range::Bytes;
 use nvme_mpt_vmm::report;
-use serde::{Deserialize, Serialize};
 
 use super::error::ChangeError;
-use super::reload::Reloaded;
 use super::roster::Roster;
-use super::view::{FunctionEntry, Reserved};
+use crate::change::{Change, Changed, Reloaded, Reserved};
 use crate::control::Reply;
 
 /// Changes that wait while another one is made.
 const QUEUE: usize = 64;
-
-/// A change of a server's functions.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case", deny_unknown_fields)]
-pub enum Change {
-    /// Adds a function.
-    Add {
-        /// Its option string, with absolute paths.
-        options: String,
-    },
-    /// Removes a function.
-    Remove {
-        /// Its id, or its socket.
-        id: String,
-        /// Also if a VMM is connected.
-        force: bool,
-    },
-    /// Changes the limits of a function, which goes on meanwhile.
-    Limit {
-        /// Its id, or its socket.
-        id: String,
-        /// New limits, as in `iops=20000,bandwidth=none`.
-        limits: String,
-    },
-    /// Changes the size of the lease of a function.
-    Resize {
-        /// Its id, or its socket.
-        id: String,
-        /// New size in bytes.
-        bytes: u64,
-        /// Also if data at the end is lost.
-        truncate: bool,
-    },
-    /// Reserves a lease for VMMs of a user.
-    Reserve {
-        /// Its option string, with absolute paths.
-        options: String,
-    },
-    /// Makes the functions those of the server's file.
-    Reload {
-        /// Also if a VMM is connected to a function that changes or goes.
-        force: bool,
-    },
-}
-
-/// Result of a change.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Changed {
-    /// Of [`Change::Add`].
-    Added(FunctionEntry),
-    /// Of [`Change::Remove`].
-    Removed {
-        /// The function.
-        function: FunctionEntry,
-        /// Error of its end, for a person.
-        trouble: Option<String>,
-    },
-    /// Of [`Change::Limit`].
-    Limited(FunctionEntry),
-    /// Of [`Change::Resize`].
-    Resized(FunctionEntry),
-    /// Of [`Change::Reserve`].
-    Reserved(Reserved),
-    /// Of [`Change::Reload`].
-    Reloaded(Reloaded),
-}
 
 type Request = (Change, Reply);
 

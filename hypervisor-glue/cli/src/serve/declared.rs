@@ -5,30 +5,16 @@ use std::io::{self, Write};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
+use crate::change::Origin;
 use nvme_mpt::lease::FormerData;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::range::Bytes;
 use nvme_mpt_vmm::options::{OptionError, OptionText, ServedDrive, ServedFunction};
-use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use toml::{Table, Value};
 
 /// Longest file that is read, in bytes: a mistaken path must not be read for ever.
 const LONGEST: u64 = 4 << 20;
-
-/// Origin of a declaration.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Origin {
-    /// An argument of `nvme-mpt serve`.
-    CommandLine,
-    /// The file of `--config`.
-    File,
-    /// A request of `nvme-mpt add`.
-    Added,
-    /// A VMM that has the function in its own process.
-    Vmm,
-}
 
 /// A function, with the origin of its declaration.
 #[derive(Clone, Debug, PartialEq)]

@@ -52,7 +52,7 @@ impl OpenDrives {
         let open = self.0.iter().find(|open| open.path == *path);
         let (drive, options) = match open {
             Some(open) => {
-                let wanted = DriveOptions::of(function, Some(&open.options));
+                let wanted = function.of_drive(Some(&open.options));
                 if let Some(key) = wanted.difference(path, &open.options) {
                     return Err(differ(key));
                 }

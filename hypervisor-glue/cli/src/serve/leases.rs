@@ -34,9 +34,8 @@ use nvme_mpt_vmm::options::{FunctionOptions, OptionError, OptionText, RateChange
 use nvme_mpt_vmm::report;
 use vfio_user_server::{Listener, SocketAccess};
 
-use super::declared::Origin;
 use super::error::LimitsError;
-use super::view::{FunctionEntry, FunctionState};
+use crate::change::{FunctionEntry, FunctionState, Origin};
 use crate::stats::FunctionStats;
 
 /// Time between two looks for a lease that is about to end.

@@ -37,20 +37,18 @@ use self::owner::socket_access;
 use self::roster::{Roster, Terms};
 use self::view::View;
 use crate::attach;
+use crate::change::{Change, FunctionEntry};
 use crate::control::{ControlError, ControlListener, ControlServer, Reply, Service};
 use crate::faults::{self, DriveFaults, FaultRequest};
 use crate::function_thread::{FunctionHandle, FunctionThreadError};
 use crate::signals::EndSignals;
 use crate::stats::{DriveStats, ServerStats};
 
-pub use self::changes::{Change, Changed};
-pub use self::declared::{FileError, Origin};
+pub use self::declared::FileError;
 pub use self::drives::DriveError;
 pub use self::error::{ChangeError, LimitsError, OfferError};
 pub(crate) use self::owner::user_name;
 pub use self::owner::{UnknownOwner, user_number};
-pub use self::reload::Reloaded;
-pub use self::view::{FunctionEntry, FunctionState, Reserved};
 
 /// Functions of a server, and the places of its state.
 #[derive(Clone, Debug)]

@@ -19,8 +19,8 @@ use super::declared::DeclaredFunction;
 use super::error::OfferError;
 use super::owner::socket_access;
 use super::roster::Terms;
-use super::view::{FunctionEntry, FunctionState};
 use crate::adaptor::NvmeDevice;
+use crate::change::{FunctionEntry, FunctionState};
 use crate::function_thread::FunctionThread;
 
 /// A function that is offered.

@@ -3,32 +3,13 @@
 use std::path::PathBuf;
 
 use nvme_mpt_vmm::report;
-use serde::{Deserialize, Serialize};
 
-use super::declared::{Declarations, DeclaredFunction, Origin};
+use super::declared::{Declarations, DeclaredFunction};
 use super::error::ChangeError;
 use super::offer::Offer;
 use super::roster::{HeldDrive, Roster, cannot_offer, taken};
+use crate::change::{Origin, Reloaded};
 use crate::function_thread::FunctionHandle;
-
-/// Result of a reload.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Reloaded {
-    /// Functions that are new.
-    pub added: Vec<String>,
-    /// Functions that were made anew, as their options changed.
-    pub changed: Vec<String>,
-    /// Functions that go on with other limits.
-    #[serde(default)]
-    pub limited: Vec<String>,
-    /// Functions that go on with a larger lease.
-    #[serde(default)]
-    pub resized: Vec<String>,
-    /// Functions that are gone.
-    pub removed: Vec<String>,
-    /// Number of functions that were not touched.
-    pub unchanged: usize,
-}
 
 impl Roster {
     /// Makes the functions those of the file, without touching one that did not change.

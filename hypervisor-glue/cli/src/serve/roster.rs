@@ -18,13 +18,14 @@ use nvme_mpt_vmm::options::{
 };
 use nvme_mpt_vmm::report;
 
-use super::declared::{AddedFile, Declarations, DeclaredFunction, Origin};
+use super::declared::{AddedFile, Declarations, DeclaredFunction};
 use super::drives::OpenDrives;
 use super::error::{ChangeError, OfferError};
 use super::leases::LeaseTable;
 use super::offer::Offer;
 use super::owner::user_number;
-use super::view::{FunctionEntry, FunctionState, Reserved, View};
+use super::view::View;
+use crate::change::{FunctionEntry, FunctionState, Origin, Reserved};
 use crate::function_thread::{FunctionThreadError, Leave};
 
 /// A function of an earlier run that could not be offered again.

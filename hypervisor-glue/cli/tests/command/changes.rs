@@ -9,8 +9,8 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use nvme_mpt_cli::change::Change;
 use nvme_mpt_cli::control::request_change;
-use nvme_mpt_cli::serve::Change;
 use serde_json::{Value, json};
 use vfio_user::Client;
 

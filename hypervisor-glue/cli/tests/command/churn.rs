@@ -8,8 +8,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use nvme_mpt::Pollers;
+use nvme_mpt_cli::change::{Change, Changed};
 use nvme_mpt_cli::control::{ControlError, request_change};
-use nvme_mpt_cli::serve::{Change, Changed};
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::controller::{Config, Controller};
 use nvme_mpt_tests::disk::Disk;

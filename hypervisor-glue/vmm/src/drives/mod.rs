@@ -11,7 +11,6 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::options::FunctionOptions;
 use nvme_mpt::drive::HostController;
 use nvme_mpt::origin::{self, Origin};
 use nvme_mpt::poller::Threads;
@@ -177,21 +176,6 @@ impl Default for DriveOptions {
 }
 
 impl DriveOptions {
-    /// Returns the options that a function asks for. Those that it leaves open are as a drive has them that is open
-    /// already.
-    #[must_use]
-    pub fn of(function: &FunctionOptions, opened: Option<&Self>) -> Self {
-        let default = opened.cloned().unwrap_or_default();
-        Self {
-            lba_size: function.lba.map_or(default.lba_size, |lba| lba.bytes()),
-            deadline: function.timeout.unwrap_or(default.deadline),
-            learning: function.fixed.of_drive(),
-            namespace: function.namespace,
-            profile: function.profile.clone(),
-            faults: function.faults.clone(),
-        }
-    }
-
     /// Returns the key of an option that differs from those with which the drive at `path` is open. A drive that has
     /// a profile, faults or fixed decisions has them for all that leave these open.
     #[must_use]

@@ -15,7 +15,7 @@ use nvme_mpt::{DoorbellMode, MemoryKinds, PollPolicy};
 use nvme_software::faults::FaultPlan;
 use nvme_software::model::Profile;
 
-use crate::drives::DrivePath;
+use crate::drives::{DriveOptions, DrivePath};
 
 use super::error::OptionError;
 use super::key_values::{KeyValues, no_more, take};
@@ -112,6 +112,21 @@ pub(super) const UNSHARED: &str =
 const DEFAULT_QUEUES: u16 = 16;
 
 impl FunctionOptions {
+    /// Returns the options that the function asks of its drive. Those that it leaves open are as a drive has them that
+    /// is open already.
+    #[must_use]
+    pub fn of_drive(&self, opened: Option<&DriveOptions>) -> DriveOptions {
+        let default = opened.cloned().unwrap_or_default();
+        DriveOptions {
+            lba_size: self.lba.map_or(default.lba_size, LbaSize::bytes),
+            deadline: self.timeout.unwrap_or(default.deadline),
+            learning: self.fixed.of_drive(),
+            namespace: self.namespace,
+            profile: self.profile.clone(),
+            faults: self.faults.clone(),
+        }
+    }
+
     /// Takes the options of a function out of `keys`.
     pub(super) fn take(keys: &mut KeyValues) -> Result<Self, OptionError> {
         let path = take(keys, "path", str::parse)?.ok_or(OptionError::Missing {

@@ -30,7 +30,7 @@ struct Fate {
 /// A queue of a drive, and the drive's faults in front of it.
 #[derive(Debug)]
 pub struct FaultQueue<C = HostClock> {
-    drive: HostQueuePair,
+    pub(super) drive: HostQueuePair,
     faults: Arc<Faults>,
     clock: C,
     /// Commands that were submitted and not rung in.
@@ -275,7 +275,7 @@ impl<C: Clock> HostQueue for FaultQueue<C> {
     }
 
     fn has_failed(&self) -> bool {
-        self.broken
+        self.broken || self.drive.has_failed()
     }
 
     fn is_gone(&self) -> bool {

@@ -314,6 +314,19 @@ fn a_broken_queue_says_so() {
 }
 
 #[test]
+fn a_broken_queue_behind_it_is_reported() {
+    let plan = FaultPlan::parse("test", "[[fault]]\nkind = \"fatal\"\n").expect("sound");
+    let breaks = Faults::with_timebase(&plan, (NAMESPACE, 1), Timebase::Nanoseconds);
+    let store = HostQueuePair::new(SoftwareQueue::new(NullStore, SLOTS));
+    let behind = FaultQueue::new(store, Arc::new(breaks.expect("fits")), SLOTS);
+    let mut drive = Drive::new("");
+    drive.queue.drive = HostQueuePair::new(behind);
+    assert!(!drive.queue.has_failed());
+    assert!(drive.run(&[read(0)]).is_empty());
+    assert!(drive.queue.has_failed());
+}
+
+#[test]
 fn what_a_removed_drive_has_fails_and_so_does_all_after_it() {
     let plan = "[[fault]]\nkind = \"lost\"\n[[fault]]\nkind = \"latency\"\nadd = \"1s\"\ncount = 1\n\
                 [[fault]]\nkind = \"removal\"\noperations = [\"flush\"]\n";

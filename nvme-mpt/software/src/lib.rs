@@ -109,4 +109,4 @@ pub mod zones;
 
 pub use controller::SoftwareController;
 pub use medium::{LeasedMedium, Medium, Pace};
-pub use store::{SoftwareQueue, Store};
+pub use store::{SoftwareQueue, Store, StoreStep};

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
-use nvme_mpt::host::{DataPointer, HostMemory};
+use nvme_mpt::host::{Completes, DataPointer, HostMemory, Limits};
 use nvme_mpt::memory::{Mapping, RawBytes};
 use nvme_mpt::range::LbaRange;
 use nvme_mpt::shadow::HostQueuePair;
@@ -19,8 +19,11 @@ use nvme_mpt::spec::status::Status;
 
 use crate::medium::{LeasedMedium, Medium, Pace};
 use crate::range::range;
-use crate::store::{SoftwareQueue, Store};
+use crate::store::{SoftwareQueue, Store, StoreStep, TURN_BYTES};
 use crate::uncorrectable::{MarkRoom, UncorrectableBlocks};
+
+/// Bytes that are given back in the time that one byte is zeroed, in pages of 4 KiB. Huge pages take less.
+const DISCARD_SPEED: u64 = 4;
 
 /// Memory of this process.
 #[derive(Debug)]
@@ -48,6 +51,14 @@ impl Medium for MemoryMedium {
 
     fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// A range is deallocated in one step, which takes 2 ms at most.
+    fn limits(&self, limits: Limits) -> Limits {
+        Limits {
+            dsm_range_bytes_max: 32 << 20,
+            ..limits
+        }
     }
 
     fn open_lease(
@@ -224,18 +235,30 @@ impl MemoryStore {
         Ok(())
     }
 
-    fn dataset_management(&self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<(), Status> {
+    /// Deals with one range of a Dataset Management command, and returns its number of blocks; `None` behind the last.
+    fn manage_range(
+        &self,
+        sqe: &Sqe,
+        memory: HostMemory<'_>,
+        index: usize,
+    ) -> Result<Option<u64>, Status> {
         let DatasetManagement { nr_z, ad, .. } = DatasetManagement::from(sqe);
-        if !ad {
-            return Ok(());
+        if !ad || index > usize::from(nr_z) {
+            return Ok(None);
         }
-        for index in 0..=usize::from(nr_z) {
-            let DsmRange { slba, nlb, .. } = range(sqe, memory, index)?;
-            if nlb != 0 {
-                self.deallocate(slba, u64::from(nlb))?;
-                self.uncorrectable.clear(slba.0, u64::from(nlb));
-            }
+        let DsmRange { slba, nlb, .. } = range(sqe, memory, index)?;
+        if nlb != 0 {
+            self.deallocate(slba, u64::from(nlb))?;
+            self.uncorrectable.clear(slba.0, u64::from(nlb));
         }
+        Ok(Some(u64::from(nlb)))
+    }
+
+    fn dataset_management(&self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<(), Status> {
+        let mut ranges = 0..;
+        while let Some(index) = ranges.next()
+            && self.manage_range(sqe, memory, index)?.is_some()
+        {}
         Ok(())
     }
 
@@ -261,6 +284,43 @@ impl MemoryStore {
 }
 
 impl Store for MemoryStore {
+    const COMPLETES: Completes = Completes::SoonOrLater;
+
+    /// Those that write blocks without data of the guest's.
+    #[inline]
+    fn is_long(sqe: &Sqe) -> bool {
+        matches!(
+            NvmOpcode(sqe.opcode()),
+            NvmOpcode::WRITE_ZEROES | NvmOpcode::DATASET_MANAGEMENT | NvmOpcode::COPY
+        )
+    }
+
+    fn step(&mut self, sqe: &Sqe, memory: HostMemory<'_>, steps: usize) -> StoreStep {
+        let lba_shift = self.lba_shift;
+        let whole = |status, blocks: u64| StoreStep {
+            bytes: blocks << lba_shift,
+            status: Some(status),
+        };
+        match NvmOpcode(sqe.opcode()) {
+            NvmOpcode::DATASET_MANAGEMENT => match self.manage_range(sqe, memory, steps) {
+                Ok(Some(blocks)) => StoreStep {
+                    bytes: (blocks << self.lba_shift) / DISCARD_SPEED,
+                    status: None,
+                },
+                Ok(None) => whole(Status::SUCCESS, 0),
+                Err(status) => whole(status, 0),
+            },
+            NvmOpcode::WRITE_ZEROES => {
+                let blocks = u64::from(WriteZeroes::from(sqe).nlb_z) + 1;
+                whole(self.execute(sqe, memory), blocks)
+            }
+            _ => StoreStep {
+                bytes: TURN_BYTES,
+                status: Some(self.execute(sqe, memory)),
+            },
+        }
+    }
+
     #[inline]
     fn execute(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Status {
         let result = match NvmOpcode(sqe.opcode()) {
@@ -287,5 +347,132 @@ impl Store for MemoryStore {
                 bytes.prefetch();
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nvme_mpt::dma::RegionTable;
+    use nvme_mpt::host::{HostBatch, HostCompletion, HostQueue, ListMemory};
+    use nvme_mpt::iova::IovaSpace;
+    use nvme_mpt::spec::ids::CommandId;
+    use zerocopy::IntoBytes;
+
+    const SLOTS: u16 = 64;
+    const MIB: u64 = 1 << 20;
+
+    struct Drive {
+        queue: SoftwareQueue<MemoryStore>,
+        table: RegionTable,
+        lists: ListMemory,
+    }
+
+    impl Drive {
+        fn new(bytes: u64) -> Self {
+            let store = MemoryStore::new(bytes as usize, 9, Arc::default()).unwrap();
+            let space = Arc::new(IovaSpace::software());
+            Self {
+                queue: SoftwareQueue::new(store, SLOTS),
+                table: RegionTable::default(),
+                lists: ListMemory::new(&space, SLOTS.into()).unwrap(),
+            }
+        }
+
+        fn ring(&mut self, slot: u16, mut sqe: Sqe) {
+            sqe.set_cid(CommandId(slot));
+            let memory = HostMemory {
+                table: &self.table,
+                lists: &self.lists,
+            };
+            let mut batch = self.queue.batch();
+            batch.submit(&sqe);
+            batch.ring(memory);
+        }
+
+        /// Slots and statuses that one pass of a poller reaps.
+        fn reap(&mut self) -> Vec<(u16, Status)> {
+            let memory = HostMemory {
+                table: &self.table,
+                lists: &self.lists,
+            };
+            let mut done = Vec::new();
+            self.queue.reap(memory, |completion: HostCompletion| {
+                done.push((completion.slot, completion.status));
+            });
+            done
+        }
+
+        fn zeroes(&mut self, slot: u16, mib: u64) {
+            let mut sqe = Sqe::new(NvmOpcode::WRITE_ZEROES.0);
+            let zeroes = WriteZeroes {
+                slba: Lba(mib * MIB / 512),
+                nlb_z: (MIB / 512 - 1) as u16,
+                ..WriteZeroes::default()
+            };
+            zeroes.write_to(&mut sqe);
+            self.ring(slot, sqe);
+        }
+
+        fn deallocate(&mut self, slot: u16, ranges: &[DsmRange]) {
+            let (list, iova) = self.lists.of_slot(slot);
+            let list = list.as_mut_bytes();
+            list[..size_of_val(ranges)].copy_from_slice(ranges.as_bytes());
+            let mut sqe = Sqe::new(NvmOpcode::DATASET_MANAGEMENT.0);
+            let command = DatasetManagement {
+                nr_z: (ranges.len() - 1) as u8,
+                ad: true,
+                ..DatasetManagement::default()
+            };
+            command.write_to(&mut sqe);
+            sqe.dptr[0] = iova.bits();
+            self.ring(slot, sqe);
+        }
+    }
+
+    #[test]
+    fn zeroes_are_written_in_turn_with_other_commands() {
+        let mut drive = Drive::new(64 * MIB);
+        for slot in 0..8 {
+            drive.zeroes(slot, slot.into());
+        }
+        assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
+        drive.ring(8, Sqe::new(NvmOpcode::FLUSH.0));
+        let passes: Vec<_> = (1..8).map(|_| drive.reap()).collect();
+        assert_eq!(passes[0], [(8, Status::SUCCESS), (1, Status::SUCCESS)]);
+        assert_eq!(passes[6], [(7, Status::SUCCESS)]);
+        assert_eq!(drive.queue.next_due(), None);
+    }
+
+    #[test]
+    fn ranges_are_deallocated_in_turn_with_other_commands() {
+        let mut drive = Drive::new(64 * MIB);
+        let range = DsmRange {
+            slba: Lba(0),
+            nlb: (32 * MIB / 512) as u32,
+            ..DsmRange::default()
+        };
+        let blocks = drive.queue.store.blocks.clone();
+        let last = blocks.bytes(32 * MIB as usize - 8, 8).unwrap();
+        last.copy_from(&[1; 8]);
+        drive.deallocate(0, &[range; 16]);
+        for pass in 0..16 {
+            assert_eq!(drive.reap(), [], "pass {pass}");
+            assert!(drive.queue.next_due().is_some());
+        }
+        assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
+        let mut read = [1; 8];
+        last.copy_to(&mut read);
+        assert_eq!(read, [0; 8]);
+    }
+
+    #[test]
+    fn a_queue_that_is_cut_short_begins_no_further_step() {
+        let mut drive = Drive::new(64 * MIB);
+        drive.zeroes(0, 0);
+        drive.zeroes(1, 1);
+        assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
+        drive.queue.cut_short();
+        assert_eq!(drive.reap(), [(1, Status::ABORTED_SQ_DELETION)]);
     }
 }

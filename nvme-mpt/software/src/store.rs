@@ -1,5 +1,6 @@
 //! Stores whose commands complete while they are rung in, and their queues.
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::os::fd::RawFd;
 
@@ -8,6 +9,7 @@ use nvme_mpt::host::{
     Completes, CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue,
 };
 use nvme_mpt::shadow::NvmCommands;
+use nvme_mpt::spec::ids::CommandId;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 
@@ -20,7 +22,37 @@ pub trait Store: fmt::Debug + Send {
 
     /// Asks the processor to fetch what a command will need. It comes before `execute`.
     fn prefetch(&self, sqe: &Sqe);
+
+    /// Time at which commands complete: [`Completes::SoonOrLater`] for a store with commands that are [long](Self::is_long).
+    const COMPLETES: Completes = Completes::AtOnce;
+
+    /// Returns whether a command may keep the poller longer than its data is a measure of. A queue carries such commands
+    /// out in [steps](Self::step), between those of other queues.
+    #[inline]
+    fn is_long(_sqe: &Sqe) -> bool {
+        false
+    }
+
+    /// Carries out the next step of a long command, after a number of steps.
+    fn step(&mut self, sqe: &Sqe, memory: HostMemory<'_>, _steps: usize) -> StoreStep {
+        StoreStep {
+            bytes: 0,
+            status: Some(self.execute(sqe, memory)),
+        }
+    }
 }
+
+/// A step of a long command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StoreStep {
+    /// Bytes of the drive that it wrote.
+    pub bytes: u64,
+    /// Status of the command, if it was the last step.
+    pub status: Option<Status>,
+}
+
+/// Bytes that the steps of one turn write. Zeroing them takes about a tenth of a millisecond.
+pub(crate) const TURN_BYTES: u64 = 1 << 20;
 
 /// Commands whose data is fetched into the cache ahead of the one that is executed.
 const PREFETCH: usize = 4;
@@ -28,9 +60,15 @@ const PREFETCH: usize = 4;
 /// A queue pair whose commands complete while they are rung in.
 #[derive(Debug)]
 pub struct SoftwareQueue<S> {
-    store: S,
+    pub(crate) store: S,
     sq: Vec<Sqe>,
     cq: Vec<HostCompletion>,
+    /// Long commands, in order.
+    long: VecDeque<Sqe>,
+    /// Steps of the first of them that are done.
+    steps: usize,
+    /// No further step is begun.
+    cut_short: bool,
 }
 
 impl<S: Store> SoftwareQueue<S> {
@@ -42,16 +80,53 @@ impl<S: Store> SoftwareQueue<S> {
             store,
             sq: Vec::with_capacity(room),
             cq: Vec::with_capacity(room),
+            long: VecDeque::with_capacity(room),
+            steps: 0,
+            cut_short: false,
+        }
+    }
+
+    fn complete(&mut self, slot: CommandId, status: Status) {
+        self.cq.push(HostCompletion {
+            slot: slot.0,
+            status,
+            dw0: 0,
+        });
+    }
+
+    /// Carries out steps of long commands, until they wrote [`TURN_BYTES`].
+    #[cold]
+    #[inline(never)]
+    fn take_turn(&mut self, memory: HostMemory<'_>) {
+        let mut bytes = 0;
+        while bytes < TURN_BYTES
+            && let Some(sqe) = self.long.front()
+        {
+            let slot = sqe.cid();
+            let status = if self.cut_short {
+                Some(Status::ABORTED_SQ_DELETION)
+            } else {
+                let step = self.store.step(sqe, memory, self.steps);
+                bytes += step.bytes;
+                self.steps += 1;
+                step.status
+            };
+            if let Some(status) = status {
+                self.long.pop_front();
+                self.steps = 0;
+                self.complete(slot, status);
+            }
         }
     }
 }
 
-/// Executes what is in an SQ, in order.
+/// Executes what is in an SQ, in order. A command that `postpone` takes is left to it.
 #[inline]
 fn execute<S: Store>(
     store: &mut S,
     sq: &mut Vec<Sqe>,
     memory: HostMemory<'_>,
+    mut postpone: impl FnMut(&Sqe) -> bool,
     mut done: impl FnMut(&Sqe, Status),
 ) {
     for sqe in sq.iter().take(PREFETCH) {
@@ -61,8 +136,10 @@ fn execute<S: Store>(
         if let Some(ahead) = sq.get(i + PREFETCH) {
             store.prefetch(ahead);
         }
-        let status = store.execute(sqe, memory);
-        done(sqe, status);
+        if !postpone(sqe) {
+            let status = store.execute(sqe, memory);
+            done(sqe, status);
+        }
     }
     sq.clear();
 }
@@ -76,7 +153,7 @@ impl<S: Store> TimedStore for SoftwareQueue<S> {
 
     #[inline]
     fn ring_through(&mut self, memory: HostMemory<'_>, done: impl FnMut(&Sqe, Status)) {
-        execute(&mut self.store, &mut self.sq, memory, done);
+        execute(&mut self.store, &mut self.sq, memory, |_| false, done);
     }
 }
 
@@ -92,8 +169,21 @@ impl<S: Store> HostBatch for &mut SoftwareQueue<S> {
 
     #[inline]
     fn ring(self, memory: HostMemory<'_>) {
-        let SoftwareQueue { store, sq, cq } = self;
-        execute(store, sq, memory, |sqe, status| {
+        let SoftwareQueue {
+            store,
+            sq,
+            cq,
+            long,
+            ..
+        } = self;
+        let postpone = |sqe: &Sqe| {
+            let is_long = S::is_long(sqe);
+            if is_long {
+                long.push_back(*sqe);
+            }
+            is_long
+        };
+        execute(store, sq, memory, postpone, |sqe, status| {
             cq.push(HostCompletion {
                 slot: sqe.cid().0,
                 status,
@@ -104,7 +194,7 @@ impl<S: Store> HostBatch for &mut SoftwareQueue<S> {
 }
 
 impl<S: Store> HostQueue for SoftwareQueue<S> {
-    const COMPLETES: Completes = Completes::AtOnce;
+    const COMPLETES: Completes = S::COMPLETES;
 
     type Commands = NvmCommands;
 
@@ -119,14 +209,18 @@ impl<S: Store> HostQueue for SoftwareQueue<S> {
     }
 
     #[inline]
-    fn reap(&mut self, _: HostMemory<'_>, mut taker: impl CompletionTaker) {
+    fn reap(&mut self, memory: HostMemory<'_>, mut taker: impl CompletionTaker) {
+        if !self.long.is_empty() {
+            self.take_turn(memory);
+        }
         for completion in self.cq.drain(..) {
             taker.take(completion);
         }
     }
 
-    /// Each command is executed to its end when it is rung in.
-    fn cut_short(&mut self) {}
+    fn cut_short(&mut self) {
+        self.cut_short = true;
+    }
 
     fn settle(&mut self) -> bool {
         true
@@ -134,5 +228,9 @@ impl<S: Store> HostQueue for SoftwareQueue<S> {
 
     fn wait_fd(&self) -> Option<RawFd> {
         None
+    }
+
+    fn next_due(&self) -> Option<Ticks> {
+        (!self.long.is_empty()).then_some(Ticks(0))
     }
 }

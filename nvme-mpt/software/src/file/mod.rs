@@ -25,6 +25,7 @@ mod operation;
 mod queue;
 mod slices;
 mod steps;
+mod syncs;
 #[cfg(test)]
 mod tests;
 mod uring;

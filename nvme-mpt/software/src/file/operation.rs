@@ -3,6 +3,7 @@
 use super::SharedFile;
 use super::bounces::{Bounce, Need};
 use super::claims::Claim;
+use super::syncs::SyncNumber;
 use super::uring::Vectors;
 use super::way::{Plan, UNIT, Way};
 use nvme_mpt::clock::Ticks;
@@ -31,6 +32,8 @@ pub(super) enum Next {
     Scatter,
     /// Write, or the rest of it.
     Write,
+    /// Take part in a sync, see [`syncs`](super::syncs).
+    Flush,
     /// Make durable what was written.
     Sync,
     /// The same of the file that is to be as durable, if there is one.
@@ -109,6 +112,10 @@ pub(super) struct Operation {
     pub(super) zeroing: Zeroing,
     /// Moment after which it waits for no further turn, see [`slices`](super::slices).
     pub(super) last_turn: Ticks,
+    /// The sync that a Flush needs.
+    pub(super) needs: SyncNumber,
+    /// The sync that a Flush makes.
+    pub(super) leads: Option<SyncNumber>,
     /// Ranges that were dealt with, and bytes of theirs.
     pub(super) ranges: usize,
     pub(super) bytes: usize,
@@ -186,6 +193,18 @@ impl Operation {
                 tail.then_some((last, end)),
             ],
         };
+    }
+
+    /// Returns whether its success promises that data is durable: a Flush, and what is written with FUA. Write, Write
+    /// Zeroes and Copy have that bit in the same place.
+    pub(super) fn promises_durability(&self) -> bool {
+        match NvmOpcode(self.sqe.opcode()) {
+            NvmOpcode::FLUSH => true,
+            NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES | NvmOpcode::COPY => {
+                ReadWrite::from(&self.sqe).fua
+            }
+            _ => false,
+        }
     }
 
     /// Returns the need of memory of a command that is about to start.

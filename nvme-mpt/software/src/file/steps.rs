@@ -9,6 +9,7 @@ use super::claims::{Change, Claim};
 use super::lease;
 use super::operation::{Means, Next, Operation, failure, leaves_as_it_was};
 use super::queue::{FileQueue, Step};
+use super::syncs::Part;
 use super::uring::{Manner, Request, Ring};
 use super::way::{Direction, Plan, UNIT, Way};
 use super::zeroes;
@@ -115,10 +116,25 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             match operation.next {
                 Next::Done => {
                     let status = operation.finish(file);
-                    if NvmOpcode(operation.sqe.opcode()) == NvmOpcode::FLUSH {
-                        self.end_flush()?;
+                    if operation.promises_durability() {
+                        let opcode = NvmOpcode(operation.sqe.opcode());
+                        self.promise_durability(opcode)?;
                     }
                     return Ok(Step::Complete(status));
+                }
+                Next::Flush => {
+                    self.lease.check(NvmOpcode::FLUSH)?;
+                    match self.syncs.join(operation.needs) {
+                        Part::Done => operation.next = Next::Done,
+                        Part::Leads(number) => {
+                            operation.leads = Some(number);
+                            operation.next = Next::Sync;
+                        }
+                        Part::Waits => {
+                            self.syncs.wait(slot);
+                            return Ok(Step::Shared);
+                        }
+                    }
                 }
                 Next::Claimed => {
                     if !file.claims.may_begin(&operation.claim) {
@@ -571,11 +587,18 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         self.go_on(slot, memory)
     }
 
-    /// Fails a Flush whose error the kernel told to another one, of this queue or of another.
-    fn end_flush(&self) -> Result<(), Status> {
+    /// Fails a command that would promise durable data, if the kernel told another one, of this queue or of another,
+    /// that completed writes are lost.
+    fn promise_durability(&self, opcode: NvmOpcode) -> Result<(), Status> {
         self.lease.ask(&self.witness)?;
-        self.file.look_at_size();
-        self.lease.check(NvmOpcode::FLUSH)
+        if opcode == NvmOpcode::FLUSH {
+            self.file.look_at_size();
+        }
+        match self.lease.check(opcode) {
+            // It was not refused at its start, so the loss is news.
+            Err(_) => Err(lease::LOST),
+            Ok(()) => Ok(()),
+        }
     }
 
     /// Takes note of the bytes that a request transferred. Returns whether that was all of them.

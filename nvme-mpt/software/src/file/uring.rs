@@ -191,10 +191,24 @@ impl std::fmt::Debug for Uring {
     }
 }
 
+/// Workers that the kernel may have for the requests of a thread that wait: more than queues that make a sync each, so
+/// that one tenant's syncs keep no request of another waiting.
+const WORKERS: u32 = 256;
+
+/// Workers for requests on what is no file.
+const UNCHANGED: u32 = 0;
+
 impl Uring {
     pub(super) fn new(entries: u32) -> io::Result<Self> {
+        let ring = IoUring::new(entries)?;
+        // Without it, a thread has as many workers for all of its rings as its first ring has entries. Kernels before
+        // 5.15 know no such limit to set.
+        let mut most = [WORKERS, UNCHANGED];
+        if let Err(error) = ring.submitter().register_iowq_max_workers(&mut most) {
+            log::debug!("Cannot set the number of workers of an io_uring: {error}");
+        }
         Ok(Self {
-            ring: IoUring::new(entries)?,
+            ring,
             in_flight: 0,
             behind: false,
         })
@@ -387,4 +401,18 @@ pub(super) fn can_punch_holes(file: &File, bytes: u64) -> bool {
     // SAFETY: the call changes nothing but the file, and there only what lies behind its end.
     let result = unsafe { libc::fallocate(file.as_raw_fd(), PUNCH, offset, 4096) };
     result == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_small_ring_leaves_its_thread_workers_enough() {
+        let first = Uring::new(1).expect("a ring");
+        let mut most = [UNCHANGED; 2];
+        let asked = first.ring.submitter().register_iowq_max_workers(&mut most);
+        asked.expect("the kernel knows the limit");
+        assert_eq!(most[0], WORKERS);
+    }
 }

@@ -6,7 +6,7 @@
 //!
 //! Queues of one lease share its descriptions for I/O. Two Flushes at once could therefore end out of order: one
 //! that succeeded before the one that has the error. So each queue has a [`Witness`] too, which it asks at the end
-//! of each Flush.
+//! of each Flush and of each write with FUA.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -29,7 +29,7 @@ use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::status::Status;
 
 /// The status of a command that finds, or would hide, that writes were lost.
-const LOST: Status = Status::WRITE_FAULT.with_dnr(true);
+pub(super) const LOST: Status = Status::WRITE_FAULT.with_dnr(true);
 
 /// Descriptions of a drive's files that do no I/O. Each is asked by one thread at a time.
 #[derive(Debug)]

@@ -11,7 +11,7 @@ use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::memory::system::{LockKind, try_lock};
 use nvme_mpt::range_lock::is_locked;
 use nvme_mpt::spec::ids::Lba;
-use nvme_mpt::spec::nvm::WriteZeroes;
+use nvme_mpt::spec::nvm::{ReadWrite, WriteZeroes};
 use nvme_mpt::spec::sqe::Sqe;
 
 /// A queue over the kernel's ring, whose requests may last: its clock stands still.
@@ -134,6 +134,35 @@ fn a_sync_that_was_interrupted_hides_no_error() {
         NEXT_SYNC_FAILS.set(Some(errno));
         NEXT_WITNESS_HEARS.set(Some(libc::EIO));
         assert_eq!(scene.run(&mut queue, &zeroes(true)), LOST);
+        assert!(lease.has_lost_writes());
+    }
+}
+
+/// The kernel reports a failed write-back to one of the requests of a description. The others succeed.
+#[test]
+fn a_durable_write_hides_no_error_that_another_was_told() {
+    let write = |scene: &Scene, fua| {
+        let mut sqe = command(NvmOpcode::WRITE);
+        let write = ReadWrite {
+            fua,
+            ..ReadWrite::default()
+        };
+        write.write_to(&mut sqe);
+        sqe.dptr[0] = scene.lists.iova_of_slot(0).bits();
+        sqe
+    };
+    let scene = Scene::new();
+    for [other, durable] in [
+        [false, true].map(|fua| write(&scene, fua)),
+        [false, true].map(zeroes),
+    ] {
+        let lease = scene.store.lease("a", 1 << 20, None).unwrap();
+        let mut queue = queue(&lease);
+        assert_eq!(scene.run(&mut queue, &durable), Status::SUCCESS);
+        NEXT_WITNESS_HEARS.set(Some(libc::EIO));
+        assert_eq!(scene.run(&mut queue, &other), Status::SUCCESS, "no promise");
+        assert!(!lease.has_lost_writes());
+        assert_eq!(scene.run(&mut queue, &durable), LOST);
         assert!(lease.has_lost_writes());
     }
 }

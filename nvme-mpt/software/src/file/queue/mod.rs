@@ -13,6 +13,7 @@ use super::claims::Lane;
 use super::lease::Witness;
 use super::operation::{Next, Operation};
 use super::slices::Waiter;
+use super::syncs::Syncs;
 use super::uring::{Ring, Uring};
 use super::way::{Direction, Plan};
 use super::{LeasedFile, SharedFile};
@@ -64,6 +65,7 @@ pub struct FileQueue<R: Ring = Uring, C: Clock = HostClock> {
     /// Those of them, at the end, that were submitted and not rung in.
     arriving: usize,
     pub(super) bounces: Bounces,
+    pub(super) syncs: Syncs,
     /// Slots of commands that wait for other commands, or for their turn.
     pub(super) blocked: Vec<u16>,
     unblocking: Vec<u16>,
@@ -94,6 +96,8 @@ pub(super) enum Step {
     Complete(Status),
     /// It has to wait until another gives its memory back.
     Wait,
+    /// It waits for a sync that another makes.
+    Shared,
 }
 
 impl FileQueue {
@@ -126,6 +130,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             waiting: VecDeque::with_capacity(room),
             arriving: 0,
             bounces: Bounces::new(),
+            syncs: Syncs::new(room),
             blocked: Vec::with_capacity(room),
             unblocking: Vec::with_capacity(room),
             completed: Vec::with_capacity(room),
@@ -166,7 +171,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
 
     fn follow(&mut self, slot: CommandId, step: Step) {
         match step {
-            Step::Requested | Step::Wait => {}
+            Step::Requested | Step::Wait | Step::Shared => {}
             Step::Blocked => self.blocked.push(slot.0),
             Step::Complete(status) => self.complete(slot, status),
         }
@@ -175,10 +180,13 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
     fn complete(&mut self, slot: CommandId, status: Status) {
         let index = usize::from(slot.0);
         self.release(index);
-        if let Some(operation) = self.operations.get_mut(index)
-            && let Some(bounce) = operation.bounce.take()
-        {
-            self.bounces.put(bounce);
+        if let Some(operation) = self.operations.get_mut(index) {
+            if let Some(bounce) = operation.bounce.take() {
+                self.bounces.put(bounce);
+            }
+            if let Some(number) = operation.leads.take() {
+                self.syncs.end(number, status == Status::SUCCESS);
+            }
         }
         self.completed.push(HostCompletion {
             slot: slot.0,
@@ -275,7 +283,10 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                 };
                 return self.write(slot, plan, then, memory);
             }
-            NvmOpcode::FLUSH => operation.next = Next::Sync,
+            NvmOpcode::FLUSH => {
+                operation.needs = self.syncs.next();
+                operation.next = Next::Flush;
+            }
             NvmOpcode::COMPARE | NvmOpcode::VERIFY => {
                 let CompareVerify { slba, nlb_z, .. } = CompareVerify::from(sqe);
                 let count = u64::from(nlb_z) + 1;
@@ -329,6 +340,17 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             self.follow(slot, step);
         }
         self.unblocking.clear();
+    }
+
+    /// Goes on with the Flushes that waited for a sync.
+    #[cold]
+    fn resume_flushes(&mut self, memory: HostMemory<'_>) {
+        let slots = self.syncs.take_waiting();
+        for slot in slots.iter().copied().map(CommandId) {
+            let step = self.go_on(slot, memory).unwrap_or_else(Step::Complete);
+            self.follow(slot, step);
+        }
+        self.syncs.resumed(slots);
     }
 
     /// Returns whether it is time to read the clock.
@@ -404,6 +426,9 @@ impl<R: Ring, C: Clock> HostQueue for FileQueue<R, C> {
             }
             self.retry_at = Ticks(now.0 + self.retry_ticks);
         }
+        if self.syncs.may_resume() {
+            self.resume_flushes(memory);
+        }
         // A command that failed without a request gives memory back, too.
         if !self.waiting.is_empty() && (ended || !self.completed.is_empty()) {
             self.start_waiting(memory);
@@ -421,7 +446,7 @@ impl<R: Ring, C: Clock> HostQueue for FileQueue<R, C> {
         while let Some(sqe) = self.waiting.pop_front() {
             self.complete(sqe.cid(), Status::ABORTED_SQ_DELETION);
         }
-        while let Some(slot) = self.blocked.pop() {
+        while let Some(slot) = self.blocked.pop().or_else(|| self.syncs.pop()) {
             self.complete(CommandId(slot), Status::ABORTED_SQ_DELETION);
         }
         self.arriving = 0;

@@ -5,6 +5,7 @@
 )]
 
 mod deadlines;
+mod flushes;
 mod ranges;
 mod transfers;
 

@@ -1,0 +1,141 @@
+//! Flushes of one queue, which share syncs.
+//!
+//! The kernel carries a sync out in a worker thread, and a poller's thread has a bounded number of workers for all of its
+//! queues. So a queue has one sync in the kernel at a time. Flushes that arrive meanwhile share the next one, which
+//! begins after all of them.
+
+use nvme_mpt::spec::ids::CommandId;
+
+/// Number of a sync of a queue, from 1.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct SyncNumber(u64);
+
+impl SyncNumber {
+    fn next(self) -> Self {
+        Self(self.0 + 1)
+    }
+}
+
+/// Part of a Flush in a sync.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Part {
+    /// A sync that began after the Flush has made all durable.
+    Done,
+    /// It makes the sync of this number.
+    Leads(SyncNumber),
+    /// It waits for the sync under way.
+    Waits,
+}
+
+/// Syncs of a queue.
+#[derive(Debug)]
+pub(super) struct Syncs {
+    begun: SyncNumber,
+    /// The last one that succeeded.
+    succeeded: SyncNumber,
+    under_way: bool,
+    /// Slots of Flushes that wait for the one under way.
+    waiting: Vec<u16>,
+    resuming: Vec<u16>,
+}
+
+impl Syncs {
+    pub(super) fn new(slots: usize) -> Self {
+        Self {
+            begun: SyncNumber::default(),
+            succeeded: SyncNumber::default(),
+            under_way: false,
+            waiting: Vec::with_capacity(slots),
+            resuming: Vec::with_capacity(slots),
+        }
+    }
+
+    /// Returns the first sync that makes durable what a Flush that arrives now promises.
+    pub(super) fn next(&self) -> SyncNumber {
+        self.begun.next()
+    }
+
+    /// Takes part in the syncs for a Flush that needs the sync `needed`, or a later one.
+    pub(super) fn join(&mut self, needed: SyncNumber) -> Part {
+        if self.succeeded >= needed {
+            return Part::Done;
+        }
+        if self.under_way {
+            return Part::Waits;
+        }
+        self.under_way = true;
+        self.begun = self.begun.next();
+        Part::Leads(self.begun)
+    }
+
+    /// Has the Flush in a slot wait.
+    pub(super) fn wait(&mut self, slot: CommandId) {
+        self.waiting.push(slot.0);
+    }
+
+    /// Ends the sync under way.
+    pub(super) fn end(&mut self, number: SyncNumber, succeeded: bool) {
+        self.under_way = false;
+        if succeeded {
+            self.succeeded = number;
+        }
+    }
+
+    /// Returns whether Flushes may go on that waited.
+    pub(super) fn may_resume(&self) -> bool {
+        !self.under_way && !self.waiting.is_empty()
+    }
+
+    /// Takes the slots of all Flushes that wait. [`Self::resumed`] gives the room back.
+    pub(super) fn take_waiting(&mut self) -> Vec<u16> {
+        std::mem::swap(&mut self.waiting, &mut self.resuming);
+        std::mem::take(&mut self.resuming)
+    }
+
+    /// Gives back the room of [`Self::take_waiting`].
+    pub(super) fn resumed(&mut self, mut slots: Vec<u16>) {
+        slots.clear();
+        self.resuming = slots;
+    }
+
+    /// Removes a Flush that waits.
+    pub(super) fn pop(&mut self) -> Option<u16> {
+        self.waiting.pop()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flushes_that_arrive_during_a_sync_share_the_next() {
+        let mut syncs = Syncs::new(4);
+        let first = syncs.next();
+        assert_eq!(syncs.join(first), Part::Leads(first));
+        let later = [syncs.next(), syncs.next()];
+        assert!(later[0] > first, "the sync under way began before them");
+        for needed in later {
+            assert_eq!(syncs.join(needed), Part::Waits);
+        }
+        syncs.end(first, true);
+        assert_eq!(syncs.join(later[0]), Part::Leads(later[0]));
+        assert_eq!(syncs.join(later[1]), Part::Waits);
+        syncs.end(later[0], true);
+        assert_eq!(syncs.join(later[1]), Part::Done);
+    }
+
+    #[test]
+    fn a_sync_that_failed_makes_nothing_durable() {
+        let mut syncs = Syncs::new(4);
+        let first = syncs.next();
+        syncs.join(first);
+        let later = syncs.next();
+        syncs.end(first, false);
+        let Part::Leads(second) = syncs.join(later) else {
+            panic!("it makes one");
+        };
+        syncs.end(second, false);
+        assert_ne!(syncs.join(later), Part::Done);
+    }
+}

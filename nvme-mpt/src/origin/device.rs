@@ -101,7 +101,7 @@ fn resolve(system: &System, device: DeviceNumber, depth: u32) -> Device {
         }
     }
     if let Some(file) = system.attribute(device, "loop/backing_file")
-        && let Some(found) = resolve_loop(system, Path::new(&file), &next)
+        && let Some(found) = resolve_loop(system, device, Path::new(&file), &next)
     {
         let part = found.part(number("loop/offset").unwrap_or(0), length);
         if !part.extents.is_empty() {
@@ -218,6 +218,7 @@ fn gather(devices: Vec<DeviceNumber>, next: &impl Fn(DeviceNumber) -> Device) ->
 /// The file below a loop device. The kernel shows its present path, or that it has none.
 fn resolve_loop(
     system: &System,
+    device: DeviceNumber,
     path: &Path,
     next: &impl Fn(DeviceNumber) -> Device,
 ) -> Option<Device> {
@@ -237,6 +238,7 @@ fn resolve_loop(
             offset: 0,
             at: 0,
             length: u64::MAX,
+            is_direct: system.attribute(device, "loop/dio").as_deref() == Some("1"),
         }],
         ..Device::of(whole)
     })

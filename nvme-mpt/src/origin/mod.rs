@@ -52,6 +52,8 @@ pub struct BackingFile {
     at: u64,
     /// Number of bytes of the drive that lie in it.
     length: u64,
+    /// True if the loop device reads and writes it past the page cache.
+    pub is_direct: bool,
 }
 
 impl BackingFile {

@@ -26,9 +26,9 @@ pub(crate) struct LockHolder {
 }
 
 impl LockHolder {
-    /// Returns whether another user than `user` holds it, and not root.
-    pub(super) fn is_foreign_to(&self, user: u32) -> bool {
-        self.user != user && self.user != 0
+    /// Returns whether it shares what it may only read, and belongs to another user than `user` and root.
+    pub(super) fn only_reads(&self, user: u32) -> bool {
+        !self.exclusive && !self.writes && self.user != user && self.user != 0
     }
 }
 

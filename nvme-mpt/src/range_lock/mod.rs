@@ -135,6 +135,35 @@ impl RangeLock {
         Ok(())
     }
 
+    /// Shares a byte of the file with others that share it.
+    ///
+    /// # Errors
+    /// [`ClaimError::Taken`] if another process has it for itself; else what `fcntl` reports.
+    pub fn share(&self, byte: u64) -> Result<(), ClaimError> {
+        if !try_lock(&self.file, LockKind::Shared, byte, 1)? {
+            let holders = describe(&find(&self.file, Kind::Range, &(byte..byte + 1)));
+            return Err(ClaimError::Taken { holders });
+        }
+        self.ranges().push((byte, 1));
+        Ok(())
+    }
+
+    /// Returns the processes that [share](Self::share) a byte of the file. Other users' locks that only share what they
+    /// read do not count.
+    ///
+    /// # Errors
+    /// Returns the error of `fcntl`.
+    pub fn sharers(&self, byte: u64) -> io::Result<Option<String>> {
+        if !is_lock_excluded(&self.file, LockKind::Exclusive, byte, 1)? {
+            return Ok(None);
+        }
+        let user = process_user();
+        let mut holders = find(&self.file, Kind::Range, &(byte..byte + 1));
+        holders.seen.retain(|holder| !holder.only_reads(user));
+        let are_some = holders.unseen || !holders.seen.is_empty();
+        Ok(are_some.then(|| describe(&holders)))
+    }
+
     /// Lets go of a range that was [added](Self::add).
     pub fn give_up(&self, start: u64, length: u64) {
         self.ranges().retain(|range| *range != (start, length));
@@ -162,9 +191,7 @@ fn claim(
         // Shared first and looked at then: of two that claim at the same time, one at least sees the other.
         let shared = try_lock(file, LockKind::Shared, start, length)?;
         let holders = find(file, Kind::Range, range);
-        let reads_only = |holder: &holders::LockHolder| {
-            !holder.exclusive && !holder.writes && holder.is_foreign_to(user)
-        };
+        let reads_only = |holder: &holders::LockHolder| holder.only_reads(user);
         if shared && !holders.unseen && holders.seen.iter().all(reads_only) {
             if !holders.seen.is_empty() {
                 warn!(

@@ -10,8 +10,9 @@ use nvme_mpt::range::ByteRange;
 use nvme_mpt::{AttachError, Attachment, AttachmentConfig, Drive};
 use nvme_mpt::{DoorbellMode, Learning, MemoryKinds, PollPolicy, Pollers};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath, OpenDriveError};
+use nvme_mpt_vmm::report;
 
-use crate::common::loop_device::{LoopDevice, run};
+use crate::common::loop_device::{LoopDevice, Mounted, run};
 use crate::common::{LEASE, children};
 
 fn open(path: &Path) -> Result<Arc<Drive>, OpenDriveError> {
@@ -103,6 +104,66 @@ fn a_loop_device_and_its_file_are_locked_as_one_whatever_ledger_there_is() {
         let beside = beside.map(|(drive, at)| ours(drive, at).unwrap());
         drop((held, beside));
     }
+}
+
+/// A loop device of a file, until the end of a test.
+struct Attached(String);
+
+impl Attached {
+    fn new(file: &Path, direct: &str) -> Option<Self> {
+        let direct = format!("--direct-io={direct}");
+        let file = file.to_str().unwrap();
+        let device = run(&["losetup", "--find", "--show", &direct, file])?;
+        Some(Self(device.trim().to_owned()))
+    }
+
+    fn path(&self) -> &Path {
+        Path::new(&self.0)
+    }
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        run(&["losetup", "--detach", &self.0]);
+    }
+}
+
+/// On ext4, a file is used past the page cache, and its loop device goes through it unless told otherwise.
+#[test]
+fn a_file_is_used_past_the_page_cache_or_through_it() {
+    let Some(disk) = LoopDevice::new(64 << 20, 80 << 20) else {
+        return;
+    };
+    let Some(mounted) = Mounted::ext4(disk.device(), "^has_journal") else {
+        return;
+    };
+    let path = mounted.path().join("drive.img");
+    let image = std::fs::File::create(&path).unwrap();
+    image.set_len(4 * LEASE).unwrap();
+    let (Some(cached), Some(direct)) = (Attached::new(&path, "off"), Attached::new(&path, "on"))
+    else {
+        return;
+    };
+    let ours = |path: &Path, start| {
+        let drive = open(path).unwrap();
+        attach(
+            &drive,
+            lease(&Ledger::in_process(), "id", &drive, start).unwrap(),
+        )
+    };
+    let refused = |path: &Path, start| {
+        let error = report::chain(&ours(path, start).unwrap_err());
+        assert!(error.contains("the page cache"), "{error}");
+    };
+    let held = ours(&path, 0).unwrap();
+    refused(cached.path(), LEASE);
+    let beside = [ours(&path, LEASE), ours(direct.path(), 2 * LEASE)].map(Result::unwrap);
+    drop((held, beside));
+    let held = ours(cached.path(), 0).unwrap();
+    refused(&path, LEASE);
+    refused(direct.path(), LEASE);
+    drop(held);
+    ours(&path, LEASE).unwrap();
 }
 
 /// Mount points, until the end of a test.

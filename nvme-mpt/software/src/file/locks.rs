@@ -4,7 +4,8 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::path::Path;
+use std::sync::Arc;
 
 use nvme_mpt::origin::BackingFile;
 use nvme_mpt::range::ByteRange;
@@ -12,14 +13,23 @@ use nvme_mpt::range_lock::RangeLock;
 
 use super::SharedFile;
 use super::lease::reopen;
+use super::way::Way;
+
+/// Bytes of a file that its users share: one by those that read and write it through the page cache, one by the others.
+/// They lie behind all data.
+///
+/// A direct write to a part of a file leaves stale pages behind if the page cache has them in one piece with a dirty
+/// neighbour. The kernel then reports an error to all users of the file. So a file has users of one kind.
+const WAYS: [u64; 2] = [1 << 62, (1 << 62) + 1];
 
 /// Locks on the bytes of a lease.
 #[derive(Debug)]
 pub(crate) struct Locks {
     shared: Arc<SharedFile>,
     file: RangeLock,
-    /// Those in files below a device, by the file's place among them.
-    below: Mutex<Vec<(usize, Arc<RangeLock>)>>,
+    /// Those in files below a device. All are open from the start, as a queue's ring keeps the files that it was given,
+    /// and the lease may grow into another one. Of one that cannot be opened, the reason.
+    below: Vec<Result<RangeLock, String>>,
 }
 
 impl Locks {
@@ -28,17 +38,18 @@ impl Locks {
     /// # Errors
     /// Returns the kernel's error if the file cannot be opened once more.
     pub(super) fn new(shared: &Arc<SharedFile>) -> io::Result<Self> {
-        let file = reopen(&shared.opened, Some(&shared.path), 0)?;
+        let file = RangeLock::new(reopen(&shared.opened, Some(&shared.path), 0)?);
+        share_way(&file, &shared.path, matches!(shared.way, Way::Direct(_)))?;
+        let below = |below: &BackingFile| {
+            let lock = lock_below(below)?;
+            share_way(&lock, &below.path, below.is_direct).map_err(|error| error.to_string())?;
+            Ok(lock)
+        };
         Ok(Self {
             shared: shared.clone(),
-            file: RangeLock::new(file),
-            below: Mutex::default(),
+            file,
+            below: shared.origin.files().iter().map(below).collect(),
         })
-    }
-
-    fn below(&self) -> MutexGuard<'_, Vec<(usize, Arc<RangeLock>)>> {
-        // Each change is complete before anything can panic.
-        self.below.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Locks a range of the drive against others who lock what they use.
@@ -57,12 +68,14 @@ impl Locks {
     }
 
     fn add_below(&self, start: u64, length: u64) -> io::Result<()> {
-        let mut added: Vec<(Arc<RangeLock>, (u64, u64))> = Vec::new();
-        let files = self.shared.origin.files().iter().enumerate();
+        let mut added: Vec<(&RangeLock, (u64, u64))> = Vec::new();
+        let files = self.shared.origin.files().iter().zip(&self.below);
         let result = files
-            .filter_map(|(number, file)| Some((number, file, file.part(start, length)?)))
-            .try_for_each(|(number, file, (start, length))| {
-                let lock = self.lock_of(number, file)?;
+            .filter_map(|(file, lock)| Some((lock, file.part(start, length)?)))
+            .try_for_each(|(lock, (start, length))| {
+                let lock = lock
+                    .as_ref()
+                    .map_err(|reason| io::Error::other(reason.clone()))?;
                 lock.add(start, length)?;
                 added.push((lock, (start, length)));
                 Ok(())
@@ -75,16 +88,6 @@ impl Locks {
         result
     }
 
-    fn lock_of(&self, number: usize, file: &BackingFile) -> io::Result<Arc<RangeLock>> {
-        let mut below = self.below();
-        if let Some((_, lock)) = below.iter().find(|(known, _)| *known == number) {
-            return Ok(lock.clone());
-        }
-        let lock = Arc::new(RangeLock::new(open_below(file)?));
-        below.push((number, lock.clone()));
-        Ok(lock)
-    }
-
     /// Calls `keep` with the open files that have the locks.
     ///
     /// # Errors
@@ -93,24 +96,37 @@ impl Locks {
         &self,
         keep: impl FnOnce(&mut dyn Iterator<Item = &File>) -> io::Result<()>,
     ) -> io::Result<()> {
-        let below = self.below();
-        let below = below.iter().map(|(_, lock)| lock.file());
+        let below = self.below.iter().flatten().map(RangeLock::file);
         keep(&mut std::iter::once(self.file.file()).chain(below))
     }
 }
 
-/// Opens the file of a loop device.
-fn open_below(below: &BackingFile) -> io::Result<File> {
-    let file = OpenOptions::new().read(true).write(true).open(&below.path);
-    let failed = |why: &str| {
-        let path = below.path.display();
-        io::Error::other(format!(
-            "the loop device's file {path} cannot be locked: {why}"
-        ))
+/// Becomes a user of a file, through the page cache or past it.
+fn share_way(lock: &RangeLock, path: &Path, is_direct: bool) -> io::Result<()> {
+    let (ours, other) = (usize::from(is_direct), usize::from(!is_direct));
+    // Ours first: of two that come at the same time, one at least sees the other.
+    lock.share(WAYS[ours])?;
+    let Some(users) = lock.sharers(WAYS[other])? else {
+        return Ok(());
     };
-    let file = file.map_err(|error| failed(&error.to_string()))?;
-    match below.is(&file)? {
+    let ways = ["through the page cache", "past the page cache"];
+    let [ours, other] = [ours, other].map(|way| ways[way]);
+    Err(io::Error::other(format!(
+        "{} would be used {ours}, and is used {other} by {users}: give all functions the same path, either the file or \
+         its loop device, or let the loop device bypass the page cache (losetup --direct-io=on)",
+        path.display()
+    )))
+}
+
+/// Opens the file of a loop device for locks.
+fn lock_below(below: &BackingFile) -> Result<RangeLock, String> {
+    let file = OpenOptions::new().read(true).write(true).open(&below.path);
+    let opened = file.and_then(|file| match below.is(&file)? {
         true => Ok(file),
-        false => Err(failed("its path leads to another file")),
-    }
+        false => Err(io::Error::other("its path leads to another file")),
+    });
+    let path = below.path.display();
+    opened
+        .map(RangeLock::new)
+        .map_err(|error| format!("the loop device's file {path} cannot be locked: {error}"))
 }

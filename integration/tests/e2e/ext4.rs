@@ -45,7 +45,7 @@ fn boot(bench: &Bench, server: &Server) -> Result<Guest, Failure> {
 /// Writes records, each reported once it is durable, beside a load of files that no check waits for.
 /// Returns the number of the last that was reported.
 fn write_records(guest: &Guest) -> Result<u64, Failure> {
-    guest.check(MAKE, Duration::from_secs(180))?;
+    guest.check(MAKE, PATIENCE)?;
     guest.start("cd /mnt && while :; do seq 1 200000 > junk; mv junk junk2; done")?;
     guest.start("fsync-records /mnt/records")?;
     let mut last = 0;
@@ -72,7 +72,7 @@ fn expect_all_there(guest: &Guest, last: u64) -> Result<(), Failure> {
                seq $n $((n + 400)) | cmp - /mnt/records/$n || exit 1; \
              done; umount /mnt && e2fsck -f -n /dev/nvme0n1"
         ),
-        Duration::from_secs(180),
+        PATIENCE,
     )?;
     expect(!report.contains("Fix"), || {
         format!("e2fsck found something to fix:\n{report}")

@@ -20,6 +20,7 @@ pub mod guest;
 pub mod lab;
 pub mod load;
 pub mod process;
+pub mod programs;
 pub mod progress;
 pub mod provision;
 pub mod server;

@@ -12,7 +12,7 @@ use thiserror::Error;
 
 use crate::lab::inside;
 use crate::process::{self, ProcessError, Supervised};
-use crate::progress::Step;
+use crate::programs;
 
 /// Longest time that the server may take to listen, or to stop.
 const PATIENCE: Duration = Duration::from_secs(300);
@@ -88,20 +88,7 @@ pub fn build() -> Result<PathBuf, ProcessError> {
     if inside::is_inside() {
         return Ok(inside::brought("nvme-mpt"));
     }
-    let step = Step::start("Building nvme-mpt");
-    process::run(
-        Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
-            .args([
-                "build",
-                "--release",
-                "--package",
-                "nvme-mpt-cli",
-                "--bin",
-                "nvme-mpt",
-            ])
-            .current_dir(crate::workspace_dir()),
-    )?;
-    step.done("");
+    programs::build("nvme-mpt", &["nvme-mpt"])?;
     Ok(crate::target_dir().join("release/nvme-mpt"))
 }
 

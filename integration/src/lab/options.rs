@@ -2,13 +2,12 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
 
 use super::{Lab, LabConfig, LabDrive, LabError, LabReport, anchor, quote};
-use crate::process;
+use crate::programs;
 use crate::progress::{Step, say, seconds};
 use crate::provision::KernelChoice;
 use crate::provision::lab::LabAssets;
@@ -154,24 +153,7 @@ fn script(command: &[String]) -> (String, Option<PathBuf>) {
 /// # Errors
 /// If they don't build.
 pub fn build() -> Result<Vec<PathBuf>, LabError> {
-    let step = Step::start("Building the programs that the lab runs");
-    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    command.args(["build", "--release"]).args([
-        "--package",
-        "nvme-mpt-cli",
-        "--package",
-        "integration",
-    ]);
-    for program in PROGRAMS {
-        command.args(["--bin", program]);
-    }
-    process::run(command.current_dir(crate::workspace_dir()))?;
-    step.done("");
-    let release = crate::target_dir().join("release");
-    Ok(PROGRAMS
-        .iter()
-        .map(|program| release.join(program))
-        .collect())
+    Ok(programs::build("the programs that the lab runs", PROGRAMS)?)
 }
 
 #[cfg(test)]

@@ -169,6 +169,7 @@ fn fmt(context: &mut Context) -> Result<(), VerifyError> {
 fn clippy(context: &mut Context) -> Result<(), VerifyError> {
     let arguments = [
         "clippy",
+        "--release",
         "--workspace",
         "--all-targets",
         "--",
@@ -178,18 +179,19 @@ fn clippy(context: &mut Context) -> Result<(), VerifyError> {
     let mut command = context.cargo(&arguments);
     context.run(&mut command, Worth::One)?;
     // `--all-targets` leaves out what `cargo test` does not run by itself.
-    let mut command = context.cargo(&["clippy", "--package", "integration"]);
+    let mut command = context.cargo(&["clippy", "--release", "--workspace"]);
     command.args(["--test", "e2e", "--test", "lab", "--", "--deny", "warnings"]);
     context.run(&mut command, Worth::One)
 }
 
 fn doc(context: &mut Context) -> Result<(), VerifyError> {
-    let mut command = context.cargo(&["doc", "--workspace", "--no-deps"]);
+    let mut command = context.cargo(&["doc", "--release", "--workspace", "--no-deps"]);
     command.env("RUSTDOCFLAGS", "--deny warnings");
     context.run(&mut command, Worth::One)
 }
 
-/// In the profile of what the guests, the lab and the benchmarks run, so that all of them share one build.
+/// In the profile of what the guests, the lab and the benchmarks run, and of the whole workspace, as other packages ask
+/// for other features of their dependencies. So all of them share one build.
 /// The debug profile's checks of arithmetic are in the builds of `asan` and `fuzz`.
 fn test(context: &mut Context) -> Result<(), VerifyError> {
     let mut command = context.cargo(&["test", "--release", "--workspace", "--no-fail-fast"]);
@@ -199,7 +201,7 @@ fn test(context: &mut Context) -> Result<(), VerifyError> {
 /// The tests of functions once more, each with its host side at the other end of a socket.
 fn remote(context: &mut Context) -> Result<(), VerifyError> {
     let tests = ["--test", "function", "--test", "physical"];
-    let arguments = ["test", "--release", "--package", "nvme-mpt-tests"];
+    let arguments = ["test", "--release", "--workspace"];
     let mut command = context.cargo(&[&arguments[..], &tests, &["--no-fail-fast"]].concat());
     command.env("NVME_MPT_HOST_SIDE", "remote");
     context.run(&mut command, Worth::ItsTests)
@@ -207,8 +209,7 @@ fn remote(context: &mut Context) -> Result<(), VerifyError> {
 
 /// The tests that `test` leaves out, as they take longer than they are worth each time.
 fn long(context: &mut Context) -> Result<(), VerifyError> {
-    let tests = ["test", "--release", "--package", "nvme-mpt-cli"];
-    let mut command = context.cargo(&tests);
+    let mut command = context.cargo(&["test", "--release", "--workspace"]);
     command.args(["--test", "command", "--", "--ignored"]);
     command.args(["a_hundred", "a_thousand"]);
     context.run(&mut command, Worth::ItsTests)
@@ -216,7 +217,8 @@ fn long(context: &mut Context) -> Result<(), VerifyError> {
 
 fn loom(context: &mut Context) -> Result<(), VerifyError> {
     let packages = MODELLED.map(|package| ["--package", package]).concat();
-    let arguments = [&["test"][..], &packages, &["--release", "--lib", "loom"]].concat();
+    let lib = ["--release", "--no-default-features", "--lib", "loom"];
+    let arguments = [&["test"][..], &packages, &lib].concat();
     let mut command = context.cargo_apart(&arguments, "loom", "--cfg loom");
     context.run(&mut command, Worth::ItsTests)
 }
@@ -234,15 +236,7 @@ fn asan(context: &mut Context) -> Result<(), VerifyError> {
 fn bench(context: &mut Context) -> Result<(), VerifyError> {
     let benches = context.targets("tests/Cargo.toml", "bench")?;
     for name in &benches {
-        let arguments = [
-            "bench",
-            "--package",
-            "nvme-mpt-tests",
-            "--bench",
-            name,
-            "--",
-            "--smoke",
-        ];
+        let arguments = ["bench", "--workspace", "--bench", name, "--", "--smoke"];
         let mut command = context.cargo(&arguments);
         context.run(&mut command, Worth::One)?;
     }

@@ -8,7 +8,7 @@ use integration::guest::fio::Fio;
 
 use crate::fixture::{Booted, Failure, PATIENCE, expect};
 
-const IOS: u64 = 3000;
+const IOS: u64 = 1000;
 
 /// Makes a log for fio to replay: reads of random blocks, each up to 5 ms after the one before, in microseconds.
 fn make_log(namespace: &str) -> String {

@@ -164,3 +164,50 @@ fn tests_that_documents_name_exist() {
         }
     }
 }
+
+/// Folders behind the letters that stand for them in `docs/neighbours.md`.
+fn folders(page: &str) -> Vec<(String, String)> {
+    let paths = page
+        .lines()
+        .skip_while(|line| !line.contains("Paths:"))
+        .take_while(|line| !line.is_empty());
+    let spans: Vec<String> = paths.flat_map(code_spans).collect();
+    let pairs = spans.chunks_exact(2);
+    pairs
+        .map(|pair| (format!("{}/", pair[0]), pair[1].clone()))
+        .collect()
+}
+
+#[test]
+fn files_that_a_page_names_have_the_tests_that_it_names() {
+    let page = fs::read_to_string(workspace().join("docs/neighbours.md")).unwrap();
+    let folders = folders(&page);
+    assert_eq!(folders.len(), 8);
+    let mut checked = 0;
+    for line in page.lines().filter(|line| line.starts_with('|')) {
+        let mut file = None;
+        for span in code_spans(line) {
+            let (path, test) = match span.split_once(".rs: ") {
+                Some((path, test)) => (Some(format!("{path}.rs")), Some(test)),
+                None if span.ends_with(".rs") => (Some(span.clone()), None),
+                // Another test of the file that was named before.
+                None if span.contains('_') && file.is_some() => (None, Some(&*span)),
+                None => continue,
+            };
+            if let Some(path) = path {
+                let long = folders.iter().find_map(|(letter, folder)| {
+                    Some(format!("{folder}{}", path.strip_prefix(letter)?))
+                });
+                let path = workspace().join(long.unwrap_or(path));
+                file = Some(fs::read_to_string(&path).unwrap_or_else(|error| {
+                    panic!("{}: {error}", path.display());
+                }));
+            }
+            if let (Some(text), Some(test)) = (&file, test) {
+                assert!(text.contains(test), "{span} is not there");
+                checked += 1;
+            }
+        }
+    }
+    assert!(checked > 30, "{checked}");
+}

@@ -1,9 +1,12 @@
-//! Deadlines of the control path: one for all that a reset, a shutdown or the end of a function waits for.
+//! Time and sleep of the control path, by a clock that tests replace; and deadlines, one for all that a reset, a
+//! shutdown or the end of a function waits for.
 
 use std::fmt;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use crate::clock;
 
 /// Longest wait in all for commands in flight and flushes, when a function is reset, shut down or ended.
 pub const DRAIN_DEADLINE: Duration = Duration::from_secs(30);
@@ -15,25 +18,34 @@ pub trait WaitClock: fmt::Debug + Send + Sync {
 
     /// Lets `attempt` wait for `time` at most. Returns whether it succeeded.
     fn wait(&self, time: Duration, attempt: &mut dyn FnMut(Duration) -> bool) -> bool;
+
+    /// Sleeps between two looks at what the caller waits for.
+    fn sleep(&self, time: Duration);
 }
 
 /// The system's clock.
-#[derive(Debug)]
-pub struct SystemClock(Instant);
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SystemClock;
 
-impl Default for SystemClock {
-    fn default() -> Self {
-        Self(Instant::now())
+impl SystemClock {
+    /// Returns the clock as a value that can be replaced.
+    #[must_use]
+    pub fn shared() -> Arc<dyn WaitClock> {
+        Arc::new(Self)
     }
 }
 
 impl WaitClock for SystemClock {
     fn now(&self) -> Duration {
-        self.0.elapsed()
+        clock::monotonic()
     }
 
     fn wait(&self, time: Duration, attempt: &mut dyn FnMut(Duration) -> bool) -> bool {
         attempt(time)
+    }
+
+    fn sleep(&self, time: Duration) {
+        clock::sleep(time);
     }
 }
 
@@ -58,6 +70,17 @@ impl Deadline {
     #[must_use]
     pub fn left(&self) -> Duration {
         self.at.saturating_sub(self.clock.now())
+    }
+
+    /// Returns whether the moment has passed.
+    #[must_use]
+    pub fn has_passed(&self) -> bool {
+        self.left().is_zero()
+    }
+
+    /// Sleeps on the deadline's clock for `pause`, between two looks at what the caller waits for.
+    pub fn sleep(&self, pause: Duration) {
+        self.clock.sleep(pause);
     }
 
     /// Receives a value. After the deadline it takes only one that is there already.
@@ -88,6 +111,8 @@ impl WaitClock for StillClock {
     fn wait(&self, _: Duration, attempt: &mut dyn FnMut(Duration) -> bool) -> bool {
         attempt(Duration::from_secs(3600))
     }
+
+    fn sleep(&self, _: Duration) {}
 }
 
 #[cfg(test)]
@@ -112,6 +137,10 @@ mod tests {
                 *self.0.lock().expect("sound") += time;
             }
             succeeded
+        }
+
+        fn sleep(&self, time: Duration) {
+            *self.0.lock().expect("sound") += time;
         }
     }
 

@@ -27,6 +27,13 @@
 //! This crate has no host controller: `nvme-vfio` drives physical ones, and `nvme-software` has drives in software. It
 //! knows no guest's PCI configuration space or admin queue, and no hypervisor.
 
+#![cfg_attr(
+    test,
+    expect(
+        clippy::disallowed_methods,
+        reason = "tests have threads and real time of their own"
+    )
+)]
 #![forbid(unsafe_code)]
 
 pub mod address;

@@ -9,11 +9,11 @@
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
 use std::time::Duration;
 
 use log::warn;
 
+use crate::clock;
 use crate::dma::RegionTable;
 use crate::drive::Drive;
 use crate::drive::{HostLease, HostLeaseError};
@@ -246,7 +246,7 @@ impl<'a> Eraser<'a> {
                 });
             } else {
                 pauses += 1;
-                thread::sleep(PAUSE);
+                clock::sleep(PAUSE);
             }
         }
     }

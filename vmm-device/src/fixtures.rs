@@ -90,6 +90,8 @@ impl WaitClock for StillClock {
     fn wait(&self, _: Duration, attempt: &mut dyn FnMut(Duration) -> bool) -> bool {
         attempt(Duration::from_secs(3600))
     }
+
+    fn sleep(&self, _: Duration) {}
 }
 
 /// An attachment to a drive of 64 MiB in memory, leased as a whole.

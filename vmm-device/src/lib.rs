@@ -14,6 +14,13 @@
 //! Device Self-test, Directives; reservations; fused operations; SGLs in admin commands; Keep
 //! Alive, which a PCIe host has no need of.
 
+#![cfg_attr(
+    test,
+    expect(
+        clippy::disallowed_methods,
+        reason = "tests have threads and real time of their own"
+    )
+)]
 #![forbid(unsafe_code)]
 
 mod admin;

@@ -83,6 +83,10 @@ impl WaitClock for Clock {
     fn wait(&self, _: Duration, attempt: &mut dyn FnMut(Duration) -> bool) -> bool {
         attempt(Duration::ZERO)
     }
+
+    fn sleep(&self, time: Duration) {
+        *self.0.lock().unwrap() += time;
+    }
 }
 
 /// Time that a reset takes.

@@ -11,10 +11,12 @@ use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::thread::JoinHandle;
+use std::time::Duration;
 
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
+use nvme_mpt::deadline::{Deadline, SystemClock};
+use nvme_mpt::poller::start_thread;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use vmm_sys_util::eventfd::EventFd;
@@ -196,21 +198,19 @@ impl ControlServer {
             service,
         };
         let mut events = EventManager::new().map_err(ControlError::Events)?;
-        let thread = thread::Builder::new()
-            .name("control".to_owned())
-            .spawn(move || {
-                let clients = events.add_subscriber(clients);
-                while events
-                    .subscriber_mut(clients)
-                    .is_ok_and(|clients| !clients.stopped)
-                {
-                    if let Err(error) = events.run() {
-                        log::error!("The control socket is closed: {error}");
-                        return;
-                    }
+        let serve = move || {
+            let clients = events.add_subscriber(clients);
+            while events
+                .subscriber_mut(clients)
+                .is_ok_and(|clients| !clients.stopped)
+            {
+                if let Err(error) = events.run() {
+                    log::error!("The control socket is closed: {error}");
+                    return;
                 }
-            })
-            .map_err(ControlError::Thread)?;
+            }
+        };
+        let thread = start_thread("control", serve).map_err(ControlError::Thread)?;
         Ok(Self {
             stop,
             thread: Some(thread),
@@ -377,7 +377,7 @@ fn ask(path: &Path, request: &Request) -> Result<Answer, ControlError> {
 struct Line<'stream> {
     stream: &'stream UnixStream,
     /// `None` to wait without a bound.
-    deadline: Option<Instant>,
+    deadline: Option<Deadline>,
 }
 
 impl<'stream> Line<'stream> {
@@ -385,19 +385,15 @@ impl<'stream> Line<'stream> {
         stream.set_nonblocking(false)?;
         Ok(Self {
             stream,
-            deadline: Some(Instant::now() + patience),
+            deadline: Some(Deadline::after(&SystemClock::shared(), patience)),
         })
     }
 
     fn time_left(&self) -> io::Result<Option<Duration>> {
-        let Some(deadline) = self.deadline else {
-            return Ok(None);
-        };
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(io::ErrorKind::TimedOut.into());
+        match self.deadline.as_ref().map(Deadline::left) {
+            Some(Duration::ZERO) => Err(io::ErrorKind::TimedOut.into()),
+            left => Ok(left),
         }
-        Ok(Some(left))
     }
 
     /// Reads a line, without its end.
@@ -485,10 +481,11 @@ mod tests {
 
         fn change(&self, change: Change, reply: Reply) {
             // Far from the control thread, which serves others meanwhile.
-            thread::spawn(move || match change {
+            let answer = move || match change {
                 Change::Reload { .. } => reply.send(Ok(Changed::Reloaded(Reloaded::default()))),
                 _ => reply.send(Err("not now".to_owned())),
-            });
+            };
+            start_thread("change", answer).unwrap();
         }
     }
 

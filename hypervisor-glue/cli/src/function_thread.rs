@@ -9,14 +9,17 @@ use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender};
-use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::thread::JoinHandle;
+use std::time::Duration;
 
 use thiserror::Error;
 use vmm_device::EndError;
 
 use crate::adaptor::NvmeDevice;
 use crate::stats::{AdminStats, FunctionStats};
+use nvme_mpt::clock;
+use nvme_mpt::deadline::{Deadline, SystemClock};
+use nvme_mpt::poller::start_thread;
 use nvme_mpt_vmm::control::{ControlLoop, Controlled};
 use nvme_mpt_vmm::report;
 use vfio_user_server::{Server, SocketAccess};
@@ -86,11 +89,8 @@ impl FunctionHandle {
     pub fn stats_of<'a>(handles: impl IntoIterator<Item = &'a Self>) -> Vec<FunctionStats> {
         // All are asked before the first is waited for, so that they share one deadline.
         let answers: Vec<_> = handles.into_iter().filter_map(Self::ask).collect();
-        let deadline = Instant::now() + STATS_PATIENCE;
-        let in_time = |answer: Receiver<FunctionStats>| {
-            let left = deadline.saturating_duration_since(Instant::now());
-            answer.recv_timeout(left).ok()
-        };
+        let deadline = Deadline::after(&SystemClock::shared(), STATS_PATIENCE);
+        let in_time = |answer: Receiver<FunctionStats>| answer.recv_timeout(deadline.left()).ok();
         answers.into_iter().filter_map(in_time).collect()
     }
 
@@ -155,18 +155,14 @@ impl FunctionThread {
             server,
             inbox,
             control: control.clone(),
-            looked: Instant::now(),
+            looked: clock::monotonic(),
         };
-        let thread = thread::Builder::new()
-            .name(id.to_owned())
-            .spawn(move || {
-                function
-                    .control
-                    .clone()
-                    .run(&function.id.clone(), &mut function);
-                function.end()
-            })
-            .map_err(thread_error)?;
+        let control_function = move || {
+            let control = function.control.clone();
+            control.run(&function.id.clone(), &mut function);
+            function.end()
+        };
+        let thread = start_thread(id, control_function).map_err(thread_error)?;
         Ok(Self {
             handle: FunctionHandle { requests, control },
             thread: Some(thread),
@@ -230,7 +226,7 @@ struct Function {
     inbox: Receiver<Request>,
     control: Arc<ControlLoop>,
     /// Time of the function's last look at its drive.
-    looked: Instant,
+    looked: Duration,
 }
 
 impl Function {
@@ -242,7 +238,8 @@ impl Function {
     /// Returns the time that is left until the function looks at its drive again.
     fn left(&mut self) -> Option<Duration> {
         let interval = self.server.device().function().events_interval()?;
-        Some(interval.saturating_sub(self.looked.elapsed()))
+        let elapsed = clock::monotonic().saturating_sub(self.looked);
+        Some(interval.saturating_sub(elapsed))
     }
 
     fn answer_requests(&self) {
@@ -308,7 +305,7 @@ impl Controlled for Function {
         }
         if self.left().is_some_and(|left| left.is_zero()) {
             self.server.device_mut().function_mut().process_events();
-            self.looked = Instant::now();
+            self.looked = clock::monotonic();
         }
         self.answer_requests();
     }

@@ -6,10 +6,11 @@
 use std::cell::RefCell;
 use std::io::Write;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use env_logger::{Builder, Env, Logger};
 use log::{Log, Metadata, Record};
+use nvme_mpt::clock::monotonic;
 
 /// Messages that a thread may log at once.
 const BURST: u32 = 20;
@@ -43,7 +44,7 @@ struct Limited {
 }
 
 thread_local! {
-    static BUCKET: RefCell<Bucket> = RefCell::new(Bucket::full(Instant::now()));
+    static BUCKET: RefCell<Bucket> = RefCell::new(Bucket::full(monotonic()));
 }
 
 impl Log for Limited {
@@ -59,7 +60,7 @@ impl Log for Limited {
         let verdict = BUCKET.try_with(|bucket| {
             bucket
                 .try_borrow_mut()
-                .map_or(Verdict::Pass, |mut bucket| bucket.take(Instant::now()))
+                .map_or(Verdict::Pass, |mut bucket| bucket.take(monotonic()))
         });
         match verdict.unwrap_or(Verdict::Pass) {
             Verdict::Pass => self.inner.log(record),
@@ -100,12 +101,12 @@ enum Verdict {
 struct Bucket {
     tokens: u32,
     /// Time at which `tokens` was right.
-    at: Instant,
+    at: Duration,
     left_out: u64,
 }
 
 impl Bucket {
-    const fn full(now: Instant) -> Self {
+    const fn full(now: Duration) -> Self {
         Self {
             tokens: BURST,
             at: now,
@@ -113,8 +114,8 @@ impl Bucket {
         }
     }
 
-    fn take(&mut self, now: Instant) -> Verdict {
-        let refills = now.saturating_duration_since(self.at).as_secs() / REFILL.as_secs();
+    fn take(&mut self, now: Duration) -> Verdict {
+        let refills = now.saturating_sub(self.at).as_secs() / REFILL.as_secs();
         match u32::try_from(refills) {
             Ok(refills) if refills < BURST => {
                 self.tokens = BURST.min(self.tokens + refills);
@@ -143,7 +144,7 @@ mod tests {
 
     #[test]
     fn a_flood_is_cut_to_a_burst_and_one_message_a_second() {
-        let start = Instant::now();
+        let start = monotonic();
         let mut bucket = Bucket::full(start);
         for _ in 0..BURST {
             assert_eq!(bucket.take(start), Verdict::Pass);
@@ -163,7 +164,7 @@ mod tests {
 
     #[test]
     fn quiet_fills_the_bucket_and_no_more() {
-        let start = Instant::now();
+        let start = monotonic();
         for quiet in [
             Duration::from_secs(u64::from(BURST)),
             Duration::from_secs(u64::from(u32::MAX) + 7),
@@ -182,7 +183,7 @@ mod tests {
 
     #[test]
     fn time_that_goes_back_does_no_harm() {
-        let start = Instant::now();
+        let start = monotonic();
         let mut bucket = Bucket::full(start + Duration::from_secs(9));
         assert_eq!(bucket.take(start), Verdict::Pass);
     }

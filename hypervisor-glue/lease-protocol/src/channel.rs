@@ -7,8 +7,9 @@ use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use nvme_mpt::deadline::{Deadline, SystemClock};
 use rustix::io::retry_on_intr;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
@@ -117,10 +118,11 @@ impl Channel {
         let mut deadline = None;
         self.receive(|| {
             // The first part has come.
-            let end = *deadline.get_or_insert_with(|| Instant::now() + TRANSFER);
-            match end.checked_duration_since(Instant::now()) {
-                Some(left) if !left.is_zero() => Ok(self.0.set_read_timeout(Some(left))?),
-                _ => Err(ChannelError::Timeout),
+            let deadline: &mut Deadline =
+                deadline.get_or_insert_with(|| Deadline::after(&SystemClock::shared(), TRANSFER));
+            match deadline.left() {
+                Duration::ZERO => Err(ChannelError::Timeout),
+                left => Ok(self.0.set_read_timeout(Some(left))?),
             }
         })
     }

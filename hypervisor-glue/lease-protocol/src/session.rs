@@ -5,7 +5,6 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::thread;
 use std::time::Duration;
 
 use nix::sys::socket::getsockopt;
@@ -14,6 +13,7 @@ use nvme_mpt::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::memory::notifier::{ForeignEventFd, Notifier};
 use nvme_mpt::memory::{eventfd, system};
+use nvme_mpt::poller::run_beside;
 use nvme_mpt::seam::LastCommands;
 use nvme_mpt::seam::{DoorbellWaker, ForeignDoorbellWaker};
 use nvme_mpt::{DirtyRange, DmaError, HostSide, KeptParts, MemoryRegion, SharedParts};
@@ -134,7 +134,7 @@ impl Session {
         };
         stream.set_nonblocking(false)?;
         let channel = Channel::new(stream)?;
-        let clock = Arc::<SystemClock>::default();
+        let clock = SystemClock::shared();
         Ok(Self {
             channel,
             peer,
@@ -227,15 +227,12 @@ impl Session {
     ) -> Result<Admission, SessionError> {
         let stop = AtomicBool::new(false);
         let (peer, stopped) = (self.peer, &stop);
-        thread::scope(|scope| {
-            let (sender, receiver) = mpsc::channel();
-            let work = move || {
-                // The receiver waits in any case.
-                let _ = sender.send(leases.attach(peer, options, parts, stopped));
-            };
-            thread::Builder::new()
-                .name("lease".to_owned())
-                .spawn_scoped(scope, work)?;
+        let (sender, receiver) = mpsc::channel();
+        let attach = move || {
+            // The receiver waits in any case.
+            let _ = sender.send(leases.attach(peer, options, parts, stopped));
+        };
+        run_beside("lease", attach, || {
             loop {
                 match receiver.recv_timeout(SIGN_OF_LIFE) {
                     Ok(admission) => return Ok(admission),
@@ -252,7 +249,7 @@ impl Session {
                     return Err(error.into());
                 }
             }
-        })
+        })?
     }
 
     /// Answers requests. `flushed` becomes the number of commands that were complete when the VMM had them flushed.

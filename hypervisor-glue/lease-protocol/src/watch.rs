@@ -6,9 +6,9 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use nvme_mpt::clock;
 use nvme_mpt::memory::eventfd;
 use nvme_mpt::{
     DmaError, DoorbellPage, GuestMemory, HostSideEvent, KeptQueues, QueueError, StateError,
@@ -110,14 +110,12 @@ impl Watch {
     /// Looks for a server until there is one, and returns the connection.
     fn next_server(&self) -> Option<UnixStream> {
         let reach = self.reach.as_ref()?;
-        let since = Instant::now();
+        let began = clock::monotonic();
         let mut reported = None;
         loop {
-            if reach
-                .patience
-                .is_some_and(|patience| since.elapsed() >= patience)
-            {
-                log::error!("No drive server came back within {:?}", since.elapsed());
+            let waited = clock::monotonic().saturating_sub(began);
+            if reach.patience.is_some_and(|patience| waited >= patience) {
+                log::error!("No drive server came back within {waited:?}");
                 self.give_up();
                 return None;
             }
@@ -128,15 +126,15 @@ impl Watch {
                     self.give_up();
                     return None;
                 }
-                outcome if reported.is_none_or(|at: Instant| at.elapsed() >= REPORT) => {
+                outcome if reported.is_none_or(|at| waited.saturating_sub(at) >= REPORT) => {
                     let why = outcome.err().map(|error| format!(": {}", chain(&error)));
                     let why = why.unwrap_or_default();
                     log::warn!("No drive server has the function's drive yet{why}");
-                    reported = Some(Instant::now());
+                    reported = Some(waited);
                 }
                 _ => {}
             }
-            let pause = (since.elapsed() / DELAY).clamp(RETRY.0, RETRY.1);
+            let pause = (waited / DELAY).clamp(RETRY.0, RETRY.1);
             if self.stopped.recv_timeout(pause) != Err(RecvTimeoutError::Timeout) {
                 return None;
             }
@@ -287,6 +285,6 @@ fn await_end(stream: &UnixStream) {
         if !std::mem::replace(&mut reported, true) {
             log::error!("Cannot wait for the end of a drive server, and tries again: {error}");
         }
-        thread::sleep(RETRY.1);
+        clock::sleep(RETRY.1);
     }
 }

@@ -1,6 +1,11 @@
 //! The vfio-user server over a real socket and a real event loop, with the client that Cloud
 //! Hypervisor uses.
 
+#![expect(
+    clippy::disallowed_methods,
+    reason = "tests have threads and real time of their own"
+)]
+
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read, Write};

@@ -102,6 +102,13 @@
 //! This crate serves no sockets and reads no command line: `vfio-user-server` and `nvme-mpt-cli` do. It emulates no PCI
 //! bus: the VMM decides where a function is and which accesses reach it.
 
+#![cfg_attr(
+    test,
+    expect(
+        clippy::disallowed_methods,
+        reason = "tests have threads and real time of their own"
+    )
+)]
 #![cfg_attr(not(all(feature = "kvm", target_arch = "x86_64")), forbid(unsafe_code))]
 
 pub mod control;

@@ -4,10 +4,10 @@ use std::error::Error as StdError;
 use std::fmt;
 use std::io;
 use std::sync::Arc;
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 
 use nvme_mpt::memory::Mapping;
-use nvme_mpt::poller::{Threads, Work};
+use nvme_mpt::poller::{Threads, Work, start_thread};
 use nvme_mpt::{Gpa, Pollers};
 use thiserror::Error;
 use vmm_device::MsixMessage;
@@ -73,7 +73,7 @@ pub trait Vmm: fmt::Debug + Send + Sync {
     /// # Errors
     /// Returns the kernel's error.
     fn spawn(&self, name: &str, work: Work) -> io::Result<JoinHandle<()>> {
-        thread::Builder::new().name(name.to_owned()).spawn(work)
+        start_thread(name, work)
     }
 }
 

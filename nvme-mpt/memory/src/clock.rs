@@ -1,10 +1,16 @@
-//! Time as the data path takes it: once per pass, in ticks of the cheapest clock there is.
+//! Source of all time and sleep. The data path takes time once per pass, in ticks of the cheapest clock there is; the
+//! control path takes it from the system's clock.
+#![expect(
+    clippy::disallowed_methods,
+    reason = "the one source of time and sleep"
+)]
 #![cfg_attr(
     target_arch = "x86_64",
     expect(unsafe_code, reason = "reads the time stamp counter")
 )]
 
 use std::sync::OnceLock;
+use std::thread;
 use std::time::{Duration, Instant};
 
 /// A moment, in ticks since some moment in the past.
@@ -20,7 +26,7 @@ impl Ticks {
         // SAFETY: every x86-64 processor has the instruction, and it has no side effect.
         return Self(unsafe { core::arch::x86_64::_rdtsc() });
         #[cfg(not(target_arch = "x86_64"))]
-        Self(start().elapsed().as_nanos() as u64)
+        Self(monotonic().as_nanos() as u64)
     }
 
     /// Ticks that went by since `earlier`; 0 if it lies ahead (another core's clock may be).
@@ -76,10 +82,16 @@ pub fn nanoseconds(ticks: u64) -> u64 {
     (ticks as f64 / per_nanosecond()) as u64
 }
 
-#[cfg(not(target_arch = "x86_64"))]
-fn start() -> Instant {
+/// Returns the time since this process first asked for it. The system's monotonic clock measures it.
+#[must_use]
+pub fn monotonic() -> Duration {
     static START: OnceLock<Instant> = OnceLock::new();
-    *START.get_or_init(Instant::now)
+    START.get_or_init(Instant::now).elapsed()
+}
+
+/// Lets the calling thread sleep.
+pub fn sleep(time: Duration) {
+    thread::sleep(time);
 }
 
 /// Ticks per nanosecond, measured once against the system's clock.
@@ -87,10 +99,10 @@ fn per_nanosecond() -> f64 {
     static RATE: OnceLock<f64> = OnceLock::new();
     *RATE.get_or_init(|| {
         let (from, start) = both_clocks();
-        std::thread::sleep(Duration::from_millis(20));
+        sleep(Duration::from_millis(20));
         let (to, end) = both_clocks();
         let ticks = to.since(from);
-        let nanos = end.duration_since(start).as_nanos();
+        let nanos = end.saturating_sub(start).as_nanos();
         // A counter that stands still (or a broken clock) must not make times infinite.
         if ticks == 0 || nanos == 0 {
             1.0
@@ -104,18 +116,17 @@ fn per_nanosecond() -> f64 {
 ///
 /// A thread that loses its processor between the two readings would measure a wrong rate, so the
 /// closest of some pairs of readings counts.
-fn both_clocks() -> (Ticks, Instant) {
+fn both_clocks() -> (Ticks, Duration) {
     const TRIES: usize = 16;
     let pairs = (0..TRIES).map(|_| {
-        let before = Instant::now();
+        let before = monotonic();
         let ticks = Ticks::now();
-        let apart = before.elapsed();
+        let apart = monotonic().saturating_sub(before);
         (apart, ticks, before + apart / 2)
     });
-    pairs.min_by_key(|(apart, ..)| *apart).map_or_else(
-        || (Ticks::now(), Instant::now()),
-        |(_, ticks, at)| (ticks, at),
-    )
+    pairs
+        .min_by_key(|(apart, ..)| *apart)
+        .map_or_else(|| (Ticks::now(), monotonic()), |(_, ticks, at)| (ticks, at))
 }
 
 #[cfg(test)]

@@ -47,6 +47,14 @@
 //! # }
 //! ```
 
+#![cfg_attr(
+    test,
+    expect(
+        clippy::disallowed_methods,
+        reason = "tests have threads and real time of their own"
+    )
+)]
+
 mod bytes;
 mod cell;
 pub mod clock;

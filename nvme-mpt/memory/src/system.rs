@@ -1,11 +1,12 @@
 //! System calls without a safe interface in std: a thread's processor and its time there, locks on ranges of files, the
-//! process's user.
+//! process's user; and the source of all random numbers.
 #![expect(
     unsafe_code,
     reason = "sched_setaffinity, clock_gettime, fcntl and getauxval take raw arguments"
 )]
 
 use std::fs::File;
+use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::time::Duration;
@@ -59,6 +60,16 @@ pub fn process_user() -> u32 {
 #[must_use]
 pub fn is_trusted(user: u32) -> bool {
     user == 0 || user == process_user()
+}
+
+/// Returns a random number, for names that two processes must not share. It is no secret.
+#[must_use]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "the one source of random numbers"
+)]
+pub fn random() -> u64 {
+    RandomState::new().hash_one(std::process::id())
 }
 
 /// Kind of a lock on a range of a file.

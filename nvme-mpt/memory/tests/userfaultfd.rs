@@ -1,5 +1,9 @@
 //! A client that keeps page faults to itself: userfaultfd in its address space holds up none of ours.
 #![expect(
+    clippy::disallowed_methods,
+    reason = "tests have threads and real time of their own"
+)]
+#![expect(
     unsafe_code,
     reason = "userfaultfd is reached through system calls alone"
 )]

@@ -92,6 +92,14 @@
 //!
 //! This crate opens what it is asked to and keeps no list of paths: `nvme-mpt-vmm` does. It knows no guest and no VMM.
 
+#![cfg_attr(
+    test,
+    expect(
+        clippy::disallowed_methods,
+        reason = "tests have threads and real time of their own"
+    )
+)]
+
 mod controller;
 pub mod faults;
 mod file;

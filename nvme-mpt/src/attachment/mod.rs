@@ -240,7 +240,7 @@ impl Attachment {
                 .take(queue_pairs.into())
                 .collect(),
             queues: Mutex::default(),
-            clock: Arc::<SystemClock>::default(),
+            clock: SystemClock::shared(),
             steward,
             growth: Mutex::new(Growth::from(blocks_at_first)),
             holding: Arc::new(Holding::new(lease, host, reservation, drive)),

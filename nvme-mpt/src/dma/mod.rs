@@ -224,7 +224,7 @@ impl DmaWindow {
             space,
             kinds: MemoryKinds::default(),
             tables: Arc::new(tables),
-            clock: Arc::<SystemClock>::default(),
+            clock: SystemClock::shared(),
         }
     }
 

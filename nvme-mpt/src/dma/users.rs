@@ -1,8 +1,9 @@
 //! Users of a window's tables: shadow queues, and how far each of them has come.
 
 use std::sync::{Arc, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use crate::deadline::{Deadline, SystemClock};
 use crate::park::Waker;
 use crate::sync::{AtomicU64, Mutex, MutexGuard, Ordering};
 
@@ -108,7 +109,7 @@ impl Drop for TableUse {
 /// Waits until no user uses memory that went with the table of generation `departure`, for `time` at most.
 /// Returns whether that is so.
 pub(super) fn wait_left(users: &[Arc<TableUser>], departure: u64, time: Duration) -> bool {
-    let began = Instant::now();
+    let deadline = Deadline::after(&SystemClock::shared(), time);
     for user in users {
         user.wake();
     }
@@ -121,10 +122,10 @@ pub(super) fn wait_left(users: &[Arc<TableUser>], departure: u64, time: Duration
                 std::hint::spin_loop();
                 continue;
             }
-            if began.elapsed() >= time {
+            if deadline.has_passed() {
                 return false;
             }
-            std::thread::sleep(pause);
+            deadline.sleep(pause);
             pause = (pause * 2).min(Duration::from_millis(1));
         }
     }

@@ -18,8 +18,7 @@
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
@@ -30,6 +29,7 @@ use super::holder::{Holder, Holders, Slot};
 use super::private::{PrivateError, let_others_through, make_folder, open_file};
 use super::tenants::{Place, Tenant};
 use super::terms::TermsOfIds;
+use crate::deadline::{Deadline, SystemClock};
 use crate::range::ByteRange;
 use crate::range_lock::{Holders as LockHolders, Kind, describe, find};
 
@@ -52,6 +52,9 @@ const VERSION_WITHOUT_TENANTS: u64 = 1;
 /// Longest wait for another process that changes the ledger. It does so in milliseconds, so that more means
 /// that it is stopped or stuck.
 const LOCK_PATIENCE: Duration = Duration::from_secs(10);
+
+/// Pause between two tries to lock the ledger.
+const LOCK_PAUSE: Duration = Duration::from_millis(2);
 
 /// The ledger's file, or a file beside it, cannot be used.
 #[derive(Debug, Error)]
@@ -476,7 +479,7 @@ impl Folder {
         };
         let mut options = OpenOptions::new();
         let lock = open_file(&path, options.write(true).create(true).truncate(false))?;
-        let deadline = Instant::now() + LOCK_PATIENCE;
+        let deadline = Deadline::after(&SystemClock::shared(), LOCK_PATIENCE);
         loop {
             match lock.try_lock() {
                 Ok(()) => {
@@ -486,12 +489,12 @@ impl Folder {
                     });
                 }
                 Err(TryLockError::Error(source)) => return Err(error(source)),
-                Err(TryLockError::WouldBlock) if Instant::now() >= deadline => {
+                Err(TryLockError::WouldBlock) if deadline.has_passed() => {
                     let holders = describe(&find(&lock, Kind::Whole, &(0..u64::MAX)));
                     return Err(StoreError::Locked { path, holders });
                 }
                 // Asked again and again, rather than waited for: a wait has no deadline.
-                Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_millis(2)),
+                Err(TryLockError::WouldBlock) => deadline.sleep(LOCK_PAUSE),
             }
         }
     }

@@ -13,5 +13,5 @@ mod worker;
 pub use affinity::NoSuchProcessor;
 pub use placement::Pollers;
 pub use policy::{Placement, PollPolicy, Spin};
-pub use threads::{Threads, Work};
+pub use threads::{Threads, Work, run_beside, start_thread};
 pub(crate) use worker::{DoorbellWatch, Poller};

@@ -1,5 +1,6 @@
-//! Sources of threads, of pollers and of those that watch over drives: a VMM that confines its threads starts
-//! them itself.
+//! Source of all threads. A VMM that confines its threads starts those of pollers, and those that watch over drives,
+//! itself.
+#![expect(clippy::disallowed_methods, reason = "the one source of threads")]
 
 use std::fmt;
 use std::io;
@@ -36,8 +37,35 @@ impl Threads {
 
 impl Default for Threads {
     fn default() -> Self {
-        Self::from_spawn(|name, work| thread::Builder::new().name(name.to_owned()).spawn(work))
+        Self::from_spawn(start_thread)
     }
+}
+
+/// Starts a thread of this process.
+///
+/// # Errors
+/// Returns the kernel's error.
+pub fn start_thread<T: Send + 'static>(
+    name: &str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> io::Result<JoinHandle<T>> {
+    thread::Builder::new().name(name.to_owned()).spawn(work)
+}
+
+/// Runs `work` on a thread of its own and `meanwhile` on this one. Returns after both have ended.
+///
+/// # Errors
+/// Returns the kernel's error. Then neither ran.
+pub fn run_beside<T>(
+    name: &str,
+    work: impl FnOnce() + Send,
+    meanwhile: impl FnOnce() -> T,
+) -> io::Result<T> {
+    thread::scope(|scope| {
+        let thread = thread::Builder::new().name(name.to_owned());
+        thread.spawn_scoped(scope, work)?;
+        Ok(meanwhile())
+    })
 }
 
 impl fmt::Debug for Threads {

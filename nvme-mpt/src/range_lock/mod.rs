@@ -24,11 +24,11 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use log::warn;
 
+use crate::deadline::{Deadline, SystemClock};
 use crate::memory::system::{LockKind, is_lock_excluded, process_user, try_lock, unlock};
 
 pub(crate) use holders::{Holders, Kind, find};
@@ -181,10 +181,11 @@ fn claim(
     start: u64,
     length: u64,
 ) -> Result<(), ClaimError> {
-    let (began, mut pause) = (Instant::now(), PAUSE.0);
+    let deadline = Deadline::after(&SystemClock::shared(), PATIENCE);
+    let mut pause = PAUSE.0;
     loop {
         // Before the try: the last one is made when the time is over, also if the machine stood still.
-        let is_last = began.elapsed() >= PATIENCE;
+        let is_last = deadline.has_passed();
         if try_lock(file, LockKind::Exclusive, start, length)? {
             return Ok(());
         }
@@ -208,7 +209,7 @@ fn claim(
         }
         // Two that claim at the same time must not wait for each other.
         unlock(file, start, length)?;
-        thread::sleep(pause);
+        deadline.sleep(pause);
         pause = (pause * 2).min(PAUSE.1);
     }
 }

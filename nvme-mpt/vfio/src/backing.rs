@@ -7,6 +7,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvme_mpt::deadline::{SystemClock, WaitClock};
 use nvme_mpt::iova::Iommu;
 use nvme_mpt::memory::Mapping;
 
@@ -57,6 +58,11 @@ pub trait Backing: Send + Sync + fmt::Debug {
     /// Returns the longest time of an admin command. Those that the driver sends touch no media.
     fn admin_timeout(&self) -> Duration {
         Duration::from_secs(5)
+    }
+
+    /// Returns the clock of the driver's waits for the function.
+    fn clock(&self) -> Arc<dyn WaitClock> {
+        SystemClock::shared()
     }
 
     /// Becomes readable when the host wants the function back: it is being removed, or unbound.

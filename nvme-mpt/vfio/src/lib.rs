@@ -8,6 +8,14 @@
 //! back in three attempts, reads as all ones or is wanted back by the host is *gone*: its commands end with Internal
 //! Error (Do Not Retry), and the process lives.
 
+#![cfg_attr(
+    test,
+    expect(
+        clippy::disallowed_methods,
+        reason = "tests have threads and real time of their own"
+    )
+)]
+
 mod backing;
 mod container;
 mod controller;

@@ -219,6 +219,7 @@ fn wide(value: u64) -> U128 {
 mod tests {
     use nvme_mpt::{
         DoorbellMode, ErrorEntry, LeasedNamespace, Limits,
+        deadline::SystemClock,
         spec::{
             identify::Oncs,
             ids::{CommandId, QueueId},
@@ -240,12 +241,12 @@ mod tests {
 
     impl Fixture {
         fn new() -> Self {
-            let mut health = Health::new(None);
+            let mut health = Health::new(None, SystemClock::shared());
             health.refresh(&fixtures::attachment(DoorbellMode::Trap));
             Self {
                 namespace: fixtures::namespace(),
                 limits: fixtures::limits(),
-                features: Features::default(),
+                features: Features::new(&SystemClock::shared()),
                 errors: ErrorLog::default(),
                 counters: Counters::default(),
                 health,

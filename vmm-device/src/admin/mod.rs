@@ -24,10 +24,12 @@ mod subject;
 mod tests;
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use nvme_mpt::{
     DmaError, DoorbellBuffer, DriveEvent, ErrorEntry, Event, Gpa, HostSide, LeaseFacts,
     SharedParts,
+    deadline::WaitClock,
     spec::{
         event::{AsyncEvent, SmartEvent},
         feature::FeatureId,
@@ -86,6 +88,7 @@ pub(crate) struct Admin {
     commands: u64,
     /// Doorbell Buffer that the command which is carried out has set up.
     new_buffer: Option<DoorbellBuffer>,
+    clock: Arc<dyn WaitClock>,
 }
 
 /// Continuation of a command that was carried out.
@@ -97,21 +100,29 @@ enum Outcome {
 }
 
 impl Admin {
-    pub(crate) fn new(facts: &LeaseFacts) -> Self {
+    pub(crate) fn new(facts: &LeaseFacts, clock: Arc<dyn WaitClock>) -> Self {
         Self {
             rings: None,
             unposted: VecDeque::new(),
             postponed: None,
-            features: Features::default(),
+            features: Features::new(&clock),
             events: AsyncEvents::default(),
             errors: ErrorLog::default(),
-            health: Health::new(facts.thresholds),
+            health: Health::new(facts.thresholds, clock.clone()),
             warned: CriticalWarning::default(),
             namespace_changed: false,
             io_completion_queues: 0,
             commands: 0,
             new_buffer: None,
+            clock,
         }
+    }
+
+    /// Goes by another clock, before the first command.
+    pub(crate) fn set_clock(&mut self, clock: Arc<dyn WaitClock>) {
+        self.features = Features::new(&clock);
+        self.health.set_clock(clock.clone());
+        self.clock = clock;
     }
 
     /// The controller was enabled: the admin queues are empty and begin where it says.
@@ -126,7 +137,7 @@ impl Admin {
         self.rings = None;
         self.unposted.clear();
         self.postponed = None;
-        self.features = Features::default();
+        self.features = Features::new(&self.clock);
         self.events = AsyncEvents::default();
         self.warned = CriticalWarning::default();
         self.namespace_changed = false;

@@ -30,6 +30,7 @@ impl Admin {
             commands,
             // Set within a command alone.
             new_buffer: _,
+            clock: _,
         } = self;
         AdminState {
             rings: rings.as_ref().map(AdminRings::save),
@@ -105,7 +106,7 @@ impl Admin {
         });
         self.unposted = unposted.iter().map(restored_completion).collect();
         self.postponed = postponed.map(|words| transmute!(words));
-        self.features = Features::restored(features);
+        self.features = Features::restored(features, &self.clock);
         self.events = AsyncEvents::restored(events);
         self.errors = ErrorLog::restored(errors);
         self.warned = CriticalWarning(*warned);

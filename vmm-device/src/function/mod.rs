@@ -105,6 +105,7 @@ impl NvmeFunction {
     #[must_use]
     pub fn new(host: Arc<dyn HostSide>, masking: MsixMasking) -> Self {
         let (facts, shared) = (host.facts(), host.shared());
+        let clock = SystemClock::shared();
         let msix = Msix::new(shared.vectors.clone(), masking);
         let capabilities = Capabilities {
             queue_entries_max: facts.limits.entries_max,
@@ -114,11 +115,11 @@ impl NvmeFunction {
             config: ConfigSpace::new(shared.doorbells.len() as u64, msix.count()),
             msix,
             registers: Registers::new(capabilities),
-            admin: Admin::new(&facts),
+            admin: Admin::new(&facts, clock.clone()),
             host,
             facts,
             shared,
-            clock: Arc::<SystemClock>::default(),
+            clock,
             admin_doorbell_exits: 0,
             owed: Vec::new(),
             paused: false,
@@ -128,9 +129,10 @@ impl NvmeFunction {
         }
     }
 
-    /// The same function, whose deadlines go by another clock.
+    /// The same function, which goes by another clock.
     #[must_use]
     pub fn with_clock(mut self, clock: Arc<dyn WaitClock>) -> Self {
+        self.admin.set_clock(clock.clone());
         self.clock = clock;
         self
     }

@@ -8,11 +8,11 @@ use std::fs;
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 
+use nvme_mpt::clock;
 use nvme_mpt::lease::{CONTROL_SOCKET, FormerData};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_software::faults::FaultPlan;
@@ -26,6 +26,7 @@ use crate::change::{Change, Changed};
 use crate::control::ControlError;
 use crate::faults::FaultRequest;
 use crate::serve::{ServeOptions, serve};
+use crate::stats::ServerStats;
 use crate::{bind, control, drives, logging, profile};
 use nvme_mpt_vmm::options::{STATE_DIR, ServedDrive, ServedFunction, VmmSocket, parse_socket_path};
 use nvme_mpt_vmm::report;
@@ -323,22 +324,29 @@ fn run_serve(options: Serve) -> Result<(), Box<dyn Error>> {
     Ok(serve(options, &mut io::stdout())?)
 }
 
+/// Statistics, and the moment that they are of.
+struct Sample {
+    at: Duration,
+    stats: ServerStats,
+}
+
 fn run_stats(options: Stats) -> Result<(), Box<dyn Error>> {
     let path = options.server.control();
     let mut out = io::stdout().lock();
     let mut earlier = None;
-    let mut next = Instant::now();
+    let mut next = clock::monotonic();
     loop {
         let stats = control::query_stats(&path)?;
+        let now = clock::monotonic();
         if options.server.json {
             writeln!(out, "{}", serde_json::to_string(&stats)?)?;
         } else {
             match &earlier {
                 None => write!(out, "{stats}")?,
-                Some((then, earlier)) => write!(
+                Some(Sample { at, stats: earlier }) => write!(
                     out,
                     "\nIn the last {:.1} s:\n{}",
-                    Instant::now().duration_since(*then).as_secs_f64(),
+                    now.saturating_sub(*at).as_secs_f64(),
                     stats.since(earlier)
                 )?,
             }
@@ -347,10 +355,11 @@ fn run_stats(options: Stats) -> Result<(), Box<dyn Error>> {
         let Some(interval) = options.watch else {
             return Ok(());
         };
-        earlier = Some((Instant::now(), stats));
+        earlier = Some(Sample { at: now, stats });
         // From the plan, not from now, so that the samples stay that far apart.
-        next = (next + interval).max(Instant::now());
-        thread::sleep(next.saturating_duration_since(Instant::now()));
+        let now = clock::monotonic();
+        next = (next + interval).max(now);
+        clock::sleep(next - now);
     }
 }
 

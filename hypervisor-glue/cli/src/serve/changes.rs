@@ -1,8 +1,9 @@
 //! Changes of a running server's functions, one after the other, on a thread of their own.
 
 use std::sync::mpsc::{self, Receiver, SyncSender, TrySendError};
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 
+use nvme_mpt::poller::start_thread;
 use nvme_mpt::range::Bytes;
 use nvme_mpt_vmm::report;
 
@@ -48,9 +49,7 @@ impl ChangeThread {
     /// Returns the kernel's error. Then the functions have ended.
     pub(super) fn start(roster: Roster) -> std::io::Result<(Self, ChangeQueue)> {
         let (queue, requests) = mpsc::sync_channel(QUEUE);
-        let thread = thread::Builder::new()
-            .name("changes".to_owned())
-            .spawn(move || run(roster, &requests))?;
+        let thread = start_thread("changes", move || run(roster, &requests))?;
         Ok((Self(thread), ChangeQueue(queue)))
     }
 

@@ -18,13 +18,15 @@ use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nvme_mpt::attachment::GrowError;
+use nvme_mpt::clock;
 use nvme_mpt::lease::{Claim, LeaseError, open_state_folder};
 use nvme_mpt::limit::RateLimits;
+use nvme_mpt::poller::start_thread;
 use nvme_mpt::range::Bytes;
 use nvme_mpt::{AttachError, Attachment, FunctionParts, HostSide, KeptParts, Pollers};
 use nvme_mpt_lease_protocol::{Admission, End, Leases, Peer, Session, socket_of};
@@ -306,7 +308,7 @@ impl LeaseTable {
                     | LeaseError::NotReserved { .. }),
                 )) => return Err(error.into()),
                 Err(OpenError::Lease(_)) if waits && !stop.load(Ordering::Relaxed) => {
-                    thread::sleep(RETRY);
+                    clock::sleep(RETRY);
                 }
                 other => return other,
             }
@@ -497,9 +499,7 @@ impl LeaseServer {
             Listener::bind_with(&table.socket, table.access).map_err(io::Error::other)?;
         let (stopped, stop) = io::pipe()?;
         let taken_in = table.clone();
-        let thread = thread::Builder::new()
-            .name("leases".to_owned())
-            .spawn(move || take_in(listener, &stopped, &taken_in))?;
+        let thread = start_thread("leases", move || take_in(listener, &stopped, &taken_in))?;
         Ok(Self {
             table,
             stop: Some(stop),
@@ -619,9 +619,7 @@ fn begin(stream: UnixStream, number: u64, table: &Arc<LeaseTable>) -> io::Result
         owned.connections().remove(&number);
     };
     // The thread waits for the lock before it takes the connection out.
-    let thread = thread::Builder::new()
-        .name(format!("lease-{number}"))
-        .spawn(work)?;
+    let thread = start_thread(&format!("lease-{number}"), work)?;
     connections.insert(
         number,
         Connection {

@@ -22,10 +22,10 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread;
 
 use nvme_mpt::Pollers;
 use nvme_mpt::lease::{FormerData, PrivateError, make_state_folder};
+use nvme_mpt::poller::start_thread;
 use nvme_mpt_vmm::open::Ledgers;
 use nvme_mpt_vmm::options::{ServedDrive, ServedFunction, VmmSocket};
 use thiserror::Error;
@@ -172,9 +172,7 @@ fn await_signal(
         // A start that failed meanwhile ends the process by itself.
         let _ = sender.send(signal);
     };
-    thread::Builder::new()
-        .name("signals".to_owned())
-        .spawn(wait)?;
+    start_thread("signals", wait)?;
     Ok(receiver)
 }
 

@@ -1,5 +1,10 @@
 //! The `nvme-mpt` command, as processes.
 
+#![expect(
+    clippy::disallowed_methods,
+    reason = "tests have threads and real time of their own"
+)]
+
 mod changes;
 mod churn;
 mod documents;

@@ -2,10 +2,10 @@
 
 use std::fmt;
 use std::mem;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nvme_mpt::DirtyRange;
+use nvme_mpt::deadline::{Deadline, SystemClock};
 use nvme_mpt::dma::HeldMemory;
 use vmm_device::{FunctionState, NvmeFunction};
 
@@ -53,10 +53,10 @@ impl Remake {
     }
 
     pub(super) fn function(&self) -> Result<NvmeFunction, OpenError> {
-        let deadline = Instant::now() + self.patience;
+        let deadline = Deadline::after(&SystemClock::shared(), self.patience);
         loop {
             match (self.make)() {
-                Err(_) if Instant::now() < deadline => thread::sleep(RETRY_INTERVAL),
+                Err(_) if !deadline.has_passed() => deadline.sleep(RETRY_INTERVAL),
                 made => return made,
             }
         }

@@ -4,12 +4,12 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
-
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use io_uring::{IoUring, opcode, squeue, types};
 
 use super::way::DirectAlignment;
+use nvme_mpt::deadline::{Deadline, SystemClock};
 use nvme_mpt::memory::RawBytes;
 
 /// Parts of memory for one transfer, in the kernel's form.
@@ -313,7 +313,7 @@ impl Ring for Uring {
     }
 
     fn settle(&mut self, patience: Duration) -> bool {
-        let began = Instant::now();
+        let deadline = Deadline::after(&SystemClock::shared(), patience);
         let slice = types::Timespec::from(Duration::from_millis(100));
         while self.in_flight > 0 {
             let arguments = types::SubmitArgs::new().timespec(&slice);
@@ -324,7 +324,7 @@ impl Ring for Uring {
             {
                 return true;
             }
-            if began.elapsed() > patience {
+            if deadline.has_passed() {
                 return self.in_flight == 0;
             }
         }

@@ -1,9 +1,7 @@
 //! The ledger: who holds which parts of which drive.
 
 use std::collections::BTreeMap;
-use std::hash::{BuildHasher, RandomState};
 use std::path::Path;
-use std::process;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::admit::{Admitted, admit};
@@ -16,6 +14,7 @@ use super::identity::LeaseIdentity;
 use super::store::{Folder, Record, Records, StoreError};
 use super::tenants::{self, FormerData};
 use super::terms::{Claim, LeaseTerms};
+use crate::memory::system::random;
 use crate::range::{ByteRange, Bytes, LbaRange};
 use crate::spec::ids::{Lba, Nsid};
 
@@ -111,7 +110,7 @@ impl Ledger {
     pub fn in_process() -> Self {
         Self(Arc::new(Book::Process {
             records: Mutex::default(),
-            salt: RandomState::new().hash_one(process::id()),
+            salt: random(),
         }))
     }
 

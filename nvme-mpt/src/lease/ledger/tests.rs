@@ -1,5 +1,7 @@
 //! Leases that overlap, go stale, and are released, through two ledgers of one folder and in memory.
 
+use std::process;
+
 use super::super::entry::LeaseState;
 use super::*;
 

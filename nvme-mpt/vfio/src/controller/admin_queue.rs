@@ -6,11 +6,12 @@
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::super::backing::Backing;
 use super::error::ControllerError;
 use nvme_mpt::address::{Iova, PAGE_SIZE};
+use nvme_mpt::deadline::WaitClock;
 use nvme_mpt::iova::{IovaPart, IovaSpace};
 use nvme_mpt::memory::{Access, Cell32, HostCompletionRing, HostSubmissionRing, Mapping, RawBytes};
 use nvme_mpt::spec::cqe::Cqe;
@@ -41,6 +42,7 @@ const EVENT_CID: u16 = u16::MAX;
 #[derive(Debug)]
 pub(super) struct AdminQueue {
     backing: Arc<dyn Backing>,
+    clock: Arc<dyn WaitClock>,
     /// Dropped before the memory that is mapped there.
     iova: IovaPart,
     memory: Arc<Mapping>,
@@ -76,6 +78,7 @@ impl AdminQueue {
             || ControllerError::Memory(io::Error::other("The rings do not lie in their memory"));
         let entries = ENTRIES.into();
         Ok(Self {
+            clock: backing.clock(),
             backing,
             iova,
             sq: HostSubmissionRing::new(&memory, 0, entries).ok_or_else(outside)?,
@@ -117,7 +120,7 @@ impl AdminQueue {
         self.next_cid = (self.next_cid + 1) % EVENT_CID;
         let cid = CommandId(self.next_cid);
         self.submit(&sqe, cid);
-        let started = Instant::now();
+        let started = self.clock.now();
         let mut pause = Duration::from_micros(10);
         let mut rounds = 0;
         loop {
@@ -141,13 +144,13 @@ impl AdminQueue {
                 return Err(ControllerError::Gone);
             }
             let timeout = self.backing.admin_timeout();
-            if started.elapsed() >= timeout {
+            if self.clock.now().saturating_sub(started) >= timeout {
                 return Err(ControllerError::AdminTimeout {
                     opcode,
                     seconds: timeout.as_secs(),
                 });
             }
-            std::thread::sleep(pause);
+            self.clock.sleep(pause);
             pause = (pause * 2).min(Duration::from_millis(1));
         }
     }

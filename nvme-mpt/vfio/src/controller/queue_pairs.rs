@@ -32,6 +32,9 @@ use nvme_mpt::spec::opcode::{AdminOpcode, NvmOpcode};
 use nvme_mpt::spec::registers::{Cap, Doorbell};
 use nvme_mpt::spec::sqe::Sqe;
 
+/// Pause between two looks for the completion of a Flush.
+const FLUSH_PAUSE: Duration = Duration::from_micros(200);
+
 /// Queue pairs that are asked for; the drive grants what it has.
 const WANTED: u16 = 1024;
 
@@ -334,13 +337,14 @@ impl PhysicalDrive {
         batch.submit(&sqe);
         batch.ring(memory);
         let mut completed = None;
+        let clock = self.backing.clock();
         // The supervisor sees to it that every command ends.
         loop {
             queue.reap(memory, |completion: HostCompletion| {
                 completed = Some(completion.status);
             });
             match completed {
-                None => std::thread::sleep(Duration::from_micros(200)),
+                None => clock.sleep(FLUSH_PAUSE),
                 Some(status) if status.is_success() => return Ok(()),
                 Some(status) => {
                     let namespace = *namespace;

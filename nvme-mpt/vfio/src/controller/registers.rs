@@ -2,11 +2,12 @@
 //! 3.5 and 3.6).
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::super::backing::Backing;
 use super::error::ControllerError;
 use nvme_mpt::address::{Iova, PAGE_SIZE};
+use nvme_mpt::deadline::{Deadline, WaitClock};
 use nvme_mpt::spec::registers::{
     Aqa, ArbitrationMechanism, Cap, Cc, CommandSetSelected, Crto, Csts, REMOVED,
     ShutdownNotification, ShutdownStatus, Version, offset,
@@ -29,6 +30,7 @@ const PAUSE: Duration = Duration::from_millis(1);
 #[derive(Clone, Debug)]
 pub(super) struct Registers {
     backing: Arc<dyn Backing>,
+    clock: Arc<dyn WaitClock>,
     cap: Cap,
     timeout: Duration,
 }
@@ -55,6 +57,7 @@ impl Registers {
             timeout = timeout.max(TIMEOUT_UNIT * crto.crwmt().into());
         }
         Ok(Self {
+            clock: backing.clock(),
             backing,
             cap,
             timeout: timeout.max(TIMEOUT_MIN),
@@ -90,7 +93,7 @@ impl Registers {
         timeout: Duration,
         wanted: impl Fn(Csts) -> bool,
     ) -> Result<(), ControllerError> {
-        let deadline = Instant::now() + timeout;
+        let deadline = Deadline::after(&self.clock, timeout);
         loop {
             let csts = self.status().ok_or(ControllerError::Gone)?;
             if wanted(csts) {
@@ -99,14 +102,14 @@ impl Registers {
             if self.backing.is_gone() {
                 return Err(ControllerError::Gone);
             }
-            if Instant::now() >= deadline {
+            if deadline.has_passed() {
                 return Err(ControllerError::NotInTime {
                     state,
                     seconds: timeout.as_secs(),
                     csts,
                 });
             }
-            std::thread::sleep(PAUSE);
+            deadline.sleep(PAUSE);
         }
     }
 

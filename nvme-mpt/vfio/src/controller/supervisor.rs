@@ -12,7 +12,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use log::{debug, warn};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
@@ -23,6 +23,7 @@ use super::identity::Identity;
 use super::{PhysicalDrive, lock, log_pages};
 use crate::pair::LateCommand;
 use nvme_mpt::clock::{Ticks, ticks_in};
+use nvme_mpt::deadline::{Deadline, WaitClock};
 use nvme_mpt::drive::Incidents;
 use nvme_mpt::event::DriveEvent;
 use nvme_mpt::poller::Threads;
@@ -75,6 +76,7 @@ pub(super) fn start(drive: Arc<PhysicalDrive>, threads: &Threads) -> io::Result<
         watch(fd)?;
     }
     let mut supervisor = Supervisor {
+        clock: drive.backing.clock(),
         drive,
         epoll,
         removal,
@@ -88,10 +90,11 @@ pub(super) fn start(drive: Arc<PhysicalDrive>, threads: &Threads) -> io::Result<
 struct Overdue {
     qid: QueueId,
     late: LateCommand,
-    since: Instant,
+    grace: Deadline,
 }
 
 struct Supervisor {
+    clock: Arc<dyn WaitClock>,
     drive: Arc<PhysicalDrive>,
     epoll: Epoll,
     removal: Option<RawFd>,
@@ -159,7 +162,7 @@ impl Supervisor {
         if let Some(Overdue { qid, late, .. }) = self
             .overdue
             .iter()
-            .find(|overdue| overdue.since.elapsed() > ABORT_GRACE)
+            .find(|overdue| overdue.grace.has_passed())
         {
             let cid = late.cid();
             let cause = format!("command {cid} of queue {qid} was to be aborted and is not done");
@@ -184,8 +187,8 @@ impl Supervisor {
                 return;
             }
             pair.end_abort(&late);
-            let since = Instant::now();
-            self.overdue.push(Overdue { qid, late, since });
+            let grace = Deadline::after(&self.clock, ABORT_GRACE);
+            self.overdue.push(Overdue { qid, late, grace });
         }
     }
 

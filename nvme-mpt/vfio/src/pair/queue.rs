@@ -10,7 +10,7 @@ use super::moves::{Moving, Newcomer, Remainder, Seat, Whereabouts, follow};
 use super::split::WholeLimit;
 use super::turns::LeaseShare;
 use super::{Pair, Shared};
-use nvme_mpt::clock::Ticks;
+use nvme_mpt::clock::{self, Ticks};
 use nvme_mpt::host::{
     Completes, CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue, SharedPair,
 };
@@ -339,7 +339,7 @@ impl Drop for VfioQueue {
         for Seat { shared, member } in self.seats() {
             while !shared.lock().withdraw(member) {
                 shared.lock().reap(Ticks::now);
-                std::thread::sleep(DRAIN_WAIT);
+                clock::sleep(DRAIN_WAIT);
             }
             let mut core = shared.lock();
             let next = core.take_move(member, true);

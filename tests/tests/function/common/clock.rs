@@ -50,4 +50,9 @@ impl WaitClock for TestClock {
         }
         succeeded
     }
+
+    fn sleep(&self, time: Duration) {
+        std::thread::sleep(time);
+        *self.waited.lock().unwrap() += time;
+    }
 }

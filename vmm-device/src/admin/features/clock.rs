@@ -1,6 +1,6 @@
 //! The clock behind the Timestamp feature (Base 2.0, section 5.27.1, "Timestamp").
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nvme_mpt::spec::feature::{Timestamp, TimestampAttributes, TimestampOrigin};
 
@@ -11,61 +11,56 @@ use crate::state::parts::TimestampState;
 pub(super) struct Clock {
     /// Its value at `since`, in milliseconds.
     start: u64,
-    since: Instant,
+    since: Duration,
     origin: TimestampOrigin,
     /// It stood still for a time: Synch.
     stopped: bool,
 }
 
-impl Default for Clock {
-    /// As a reset of the controller leaves it: it counts from zero.
-    fn default() -> Self {
+impl Clock {
+    /// The clock as a reset of the controller leaves it at `now`: it counts from zero.
+    pub(super) fn reset(now: Duration) -> Self {
         Self {
             start: 0,
-            since: Instant::now(),
+            since: now,
             origin: TimestampOrigin::CLEARED,
             stopped: false,
         }
     }
-}
 
-impl Clock {
-    pub(super) fn set_to(milliseconds: u64) -> Self {
+    pub(super) fn set_to(milliseconds: u64, now: Duration) -> Self {
         Self {
             start: milliseconds,
-            since: Instant::now(),
+            since: now,
             origin: TimestampOrigin::SET_FEATURES,
             stopped: false,
         }
     }
 
-    pub(super) fn now(&self) -> Timestamp {
-        self.at(self.since.elapsed())
-    }
-
-    pub(super) fn save(&self) -> TimestampState {
-        TimestampState {
-            milliseconds: self.now().milliseconds(),
-            origin: self.origin.0,
-        }
-    }
-
-    /// It did not run while the function was kept in a snapshot.
-    pub(super) fn restored(state: &TimestampState) -> Self {
-        Self {
-            start: state.milliseconds,
-            since: Instant::now(),
-            origin: TimestampOrigin(state.origin),
-            stopped: true,
-        }
-    }
-
-    fn at(&self, elapsed: Duration) -> Timestamp {
+    pub(super) fn at(&self, now: Duration) -> Timestamp {
+        let elapsed = now.saturating_sub(self.since);
         let elapsed = u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX);
         let attributes = TimestampAttributes::default()
             .with_origin(self.origin)
             .with_synch(self.stopped);
         Timestamp::new(self.start.wrapping_add(elapsed), attributes)
+    }
+
+    pub(super) fn save(&self, now: Duration) -> TimestampState {
+        TimestampState {
+            milliseconds: self.at(now).milliseconds(),
+            origin: self.origin.0,
+        }
+    }
+
+    /// It did not run while the function was kept in a snapshot.
+    pub(super) fn restored(state: &TimestampState, now: Duration) -> Self {
+        Self {
+            start: state.milliseconds,
+            since: now,
+            origin: TimestampOrigin(state.origin),
+            stopped: true,
+        }
     }
 }
 
@@ -77,11 +72,8 @@ mod tests {
 
     #[test]
     fn it_runs_on_from_where_it_began() {
-        let clock = Clock {
-            start: 1000,
-            ..Clock::default()
-        };
-        let now = clock.at(Duration::from_millis(234));
-        assert_eq!(now.as_bytes(), [0xD2, 4, 0, 0, 0, 0, 0, 0]);
+        let clock = Clock::set_to(1000, Duration::from_millis(5));
+        let now = clock.at(Duration::from_millis(239));
+        assert_eq!(now.as_bytes(), [0xD2, 4, 0, 0, 0, 0, 0b10, 0]);
     }
 }

@@ -7,8 +7,11 @@ mod state;
 #[cfg(test)]
 mod tests;
 
+use std::sync::Arc;
+
 use nvme_mpt::{
     LeasedNamespace,
+    deadline::WaitClock,
     seam::CoalescingConfig,
     spec::{
         feature::{
@@ -69,12 +72,15 @@ pub(super) struct Features {
     write_atomicity: WriteAtomicity,
     async_events: AsyncEventConfiguration,
     timestamp: Clock,
+    /// Clock that the Timestamp counts by.
+    clock: Arc<dyn WaitClock>,
     /// ACRE, ETDAS and LBAFEE.
     host_behavior: [u8; 3],
 }
 
-impl Default for Features {
-    fn default() -> Self {
+impl Features {
+    /// Values as a reset of the controller leaves them.
+    pub(super) fn new(clock: &Arc<dyn WaitClock>) -> Self {
         Self {
             arbitration: Arbitration::default().with_ab(ARBITRATION_BURST),
             power: PowerManagement::default(),
@@ -86,13 +92,12 @@ impl Default for Features {
             coalescing_disabled: 0,
             write_atomicity: WriteAtomicity::default(),
             async_events: AsyncEventConfiguration::default(),
-            timestamp: Clock::default(),
+            timestamp: Clock::reset(clock.now()),
+            clock: clock.clone(),
             host_behavior: [0; 3],
         }
     }
-}
 
-impl Features {
     /// Bytes of data that Get Features of a feature returns, or Set Features of it takes.
     pub(super) fn data_length(fid: FeatureId) -> usize {
         match fid {
@@ -154,7 +159,7 @@ impl Features {
         match select {
             FeatureSelect::CURRENT => self.value(fid, dword11, context),
             FeatureSelect::DEFAULT | FeatureSelect::SAVED => {
-                Self::default().value(fid, dword11, context)
+                Self::new(&self.clock).value(fid, dword11, context)
             }
             _ => Err(Status::INVALID_FIELD),
         }
@@ -189,7 +194,7 @@ impl Features {
             FeatureId::WRITE_ATOMICITY_NORMAL => self.write_atomicity.0,
             FeatureId::ASYNC_EVENT_CONFIGURATION => self.async_events.0,
             FeatureId::TIMESTAMP => {
-                let data = self.timestamp.now().as_bytes().to_vec();
+                let data = self.timestamp.at(self.clock.now()).as_bytes().to_vec();
                 return Ok(FeatureValue { dw0: 0, data });
             }
             FeatureId::HOST_BEHAVIOR_SUPPORT => {
@@ -262,7 +267,7 @@ impl Features {
             FeatureId::TIMESTAMP => {
                 let (timestamp, _) =
                     Timestamp::read_from_prefix(data).map_err(|_| Status::DATA_TRANSFER_ERROR)?;
-                self.timestamp = Clock::set_to(timestamp.milliseconds());
+                self.timestamp = Clock::set_to(timestamp.milliseconds(), self.clock.now());
             }
             FeatureId::HOST_BEHAVIOR_SUPPORT => {
                 let (value, _) = HostBehaviorSupport::read_from_prefix(data)

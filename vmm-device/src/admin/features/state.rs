@@ -1,7 +1,10 @@
 //! Values of features, saved and restored.
 
+use std::sync::Arc;
+
 use nvme_mpt::{
     StateError,
+    deadline::WaitClock,
     spec::feature::{
         Arbitration, AsyncEventConfiguration, ErrorRecovery, InterruptCoalescing, PowerManagement,
         WriteAtomicity,
@@ -25,6 +28,7 @@ impl Features {
             write_atomicity,
             async_events,
             timestamp,
+            clock,
             host_behavior,
         } = self;
         let disabled = |vector: &u16| coalescing_disabled & vector_bit((*vector).into()) != 0;
@@ -39,7 +43,7 @@ impl Features {
             coalescing_disabled: (0..128).filter(disabled).collect(),
             write_atomicity: write_atomicity.0,
             async_events: async_events.0,
-            timestamp: timestamp.save(),
+            timestamp: timestamp.save(clock.now()),
             host_behavior: *host_behavior,
         }
     }
@@ -123,7 +127,7 @@ impl Features {
     }
 
     /// Restores the saved state, which has been checked.
-    pub(in crate::admin) fn restored(state: &FeaturesState) -> Self {
+    pub(in crate::admin) fn restored(state: &FeaturesState, clock: &Arc<dyn WaitClock>) -> Self {
         let FeaturesState {
             arbitration,
             power_management,
@@ -154,7 +158,8 @@ impl Features {
                 .fold(0, |bits, vector| bits | vector_bit((*vector).into())),
             write_atomicity: WriteAtomicity(*write_atomicity),
             async_events: AsyncEventConfiguration(*async_events),
-            timestamp: Clock::restored(timestamp),
+            timestamp: Clock::restored(timestamp, clock.now()),
+            clock: clock.clone(),
             host_behavior: *host_behavior,
         }
     }

@@ -1,6 +1,6 @@
 //! Every feature: its default, its capabilities, what it takes and what it refuses.
 
-use std::time::Instant;
+use nvme_mpt::deadline::SystemClock;
 
 use super::*;
 
@@ -16,7 +16,7 @@ struct Fixture {
 impl Fixture {
     fn new() -> Self {
         Self {
-            features: Features::default(),
+            features: Features::new(&SystemClock::shared()),
             namespace: crate::fixtures::namespace(),
             volatile_write_cache: true,
             io_queues_exist: false,
@@ -281,10 +281,10 @@ fn without_a_write_cache_there_is_no_such_feature() {
 fn the_timestamp_is_what_was_set_or_later() {
     let mut fixture = Fixture::new();
     let set = [0x06, 0x05, 0x04, 0x03, 0x02, 0x01, 0xFF, 0xFF];
-    let began = Instant::now();
+    let began = SystemClock.now();
     assert_eq!(fixture.set(0x0E, 0, &set), Ok(0));
     let value = fixture.get(0x0E, 0, 0, 0).expect("a timestamp");
-    let took = began.elapsed().as_millis() as u64;
+    let took = (SystemClock.now() - began).as_millis() as u64;
     let now = Timestamp::read_from_bytes(&value.data).expect("8 bytes");
     assert!(now.milliseconds() >= 0x0102_0304_0506);
     assert!(now.milliseconds() <= 0x0102_0304_0506 + took);

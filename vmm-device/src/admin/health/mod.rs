@@ -8,10 +8,12 @@
 //! events enabled, and whenever the drive raises an event. A drive that is gone leaves its guest a controller that
 //! works and has no namespace. CSTS.CFS would make Linux reset the controller in vain.
 
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Duration;
 
 use nvme_mpt::{
     HostSide,
+    deadline::WaitClock,
     host::{Damage, TemperatureThresholds},
     spec::log::{CriticalWarning, SmartHealth},
 };
@@ -57,23 +59,41 @@ enum Reading {
 pub(super) struct Health {
     thresholds: Option<TemperatureThresholds>,
     reading: Reading,
-    asked: Option<Instant>,
+    asked: Option<Duration>,
     gone: bool,
     damage: Damage,
-    since: Instant,
+    since: Duration,
+    clock: Arc<dyn WaitClock>,
 }
 
 impl Health {
     /// Knows nothing yet. `thresholds` are those of the drive; `None` if it measures no temperature.
-    pub(super) fn new(thresholds: Option<TemperatureThresholds>) -> Self {
+    pub(super) fn new(
+        thresholds: Option<TemperatureThresholds>,
+        clock: Arc<dyn WaitClock>,
+    ) -> Self {
         Self {
             thresholds,
             reading: Reading::Unknown,
             asked: None,
             gone: false,
             damage: Damage::default(),
-            since: Instant::now(),
+            since: clock.now(),
+            clock,
         }
+    }
+
+    /// Goes by another clock from now on. The drive was not asked by it.
+    pub(super) fn set_clock(&mut self, clock: Arc<dyn WaitClock>) {
+        self.asked = None;
+        self.since = clock.now();
+        self.clock = clock;
+    }
+
+    /// Returns whether the drive was not asked for at least `time`.
+    fn is_older_than(&self, time: Duration) -> bool {
+        self.asked
+            .is_none_or(|asked| self.clock.now().saturating_sub(asked) >= time)
     }
 
     /// `WCTEMP` and `CCTEMP`.
@@ -101,20 +121,19 @@ impl Health {
 
     /// Asks the drive, unless it was asked just now.
     pub(super) fn refresh(&mut self, host: &dyn HostSide) {
-        if self.asked.is_none_or(|asked| asked.elapsed() >= FRESH) {
+        if self.is_older_than(FRESH) {
             self.read(host);
         }
     }
 
     /// Returns whether the drive was not asked for so long that its guest may have missed something.
     pub(super) fn is_due(&self) -> bool {
-        self.asked
-            .is_none_or(|asked| asked.elapsed() >= WATCH_INTERVAL)
+        self.is_older_than(WATCH_INTERVAL)
     }
 
     /// Asks the drive. While it does not answer, what it said last stays.
     pub(super) fn read(&mut self, host: &dyn HostSide) {
-        self.asked = Some(Instant::now());
+        self.asked = Some(self.clock.now());
         self.gone = host.status().is_gone;
         if self.gone {
             return;
@@ -185,7 +204,7 @@ impl Health {
                 page.available_spare = SPARE;
                 page.available_spare_threshold = SPARE_THRESHOLD;
                 page.power_cycles = U128::new(1);
-                let hours = self.since.elapsed().as_secs() / 3600;
+                let hours = self.clock.now().saturating_sub(self.since).as_secs() / 3600;
                 page.power_on_hours = U128::new(hours.into());
             }
             Reading::Unknown => {

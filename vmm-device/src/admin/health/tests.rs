@@ -1,6 +1,7 @@
 //! A guest's view of a drive's health.
 
 use nvme_mpt::DoorbellMode;
+use nvme_mpt::deadline::SystemClock;
 use zerocopy::IntoBytes;
 
 use super::*;
@@ -19,10 +20,11 @@ fn health(log: SmartHealth) -> Health {
             critical: 360,
         }),
         reading: Reading::Drive(Box::new(log)),
-        asked: Some(Instant::now()),
+        asked: Some(SystemClock.now()),
         gone: false,
         damage: Damage::default(),
-        since: Instant::now(),
+        since: SystemClock.now(),
+        clock: SystemClock::shared(),
     }
 }
 
@@ -30,7 +32,7 @@ fn health(log: SmartHealth) -> Health {
 fn the_state_is_the_drives_and_no_count_is() {
     let mut filled = SmartHealth::new_zeroed();
     filled.as_mut_bytes().fill(0xFF);
-    let page = health(filled).page(&Features::default());
+    let page = health(filled).page(&Features::new(&SystemClock::shared()));
     let bytes = page.as_bytes();
     assert_eq!(bytes[0], 0b1_1111, "every warning but that of a PMR");
     assert_eq!(bytes[1..6], [0xFF; 5], "temperature, spare, wear");
@@ -48,7 +50,7 @@ fn the_state_is_the_drives_and_no_count_is() {
 
 #[test]
 fn the_temperature_is_held_against_the_guests_thresholds() {
-    let features = Features::default();
+    let features = Features::new(&SystemClock::shared());
     let warns = |health: &Health| health.warnings(&features).temperature();
     let with = |kelvins| health(log(|log| log.composite_temperature = U16::new(kelvins)));
     assert!(!warns(&with(349)) && warns(&with(350)), "WCTEMP");
@@ -70,11 +72,11 @@ fn the_temperature_is_held_against_the_guests_thresholds() {
 fn a_drive_that_is_gone_is_not_reliable_and_what_it_said_stays() {
     let mut health = health(log(|log| log.percentage_used = 7));
     assert_eq!(
-        health.warnings(&Features::default()),
+        health.warnings(&Features::new(&SystemClock::shared())),
         CriticalWarning::default()
     );
     health.gone = true;
-    let page = health.page(&Features::default());
+    let page = health.page(&Features::new(&SystemClock::shared()));
     assert!(page.critical_warning.reliability());
     assert_eq!(page.percentage_used, 7);
 }
@@ -82,14 +84,16 @@ fn a_drive_that_is_gone_is_not_reliable_and_what_it_said_stays() {
 #[test]
 fn a_drive_that_does_not_wear_out_is_well() {
     let host = crate::fixtures::attachment(DoorbellMode::Trap);
-    let mut health = Health::new(host.facts().thresholds);
+    let mut health = Health::new(host.facts().thresholds, SystemClock::shared());
     assert_eq!(
-        health.page(&Features::default()).composite_temperature,
+        health
+            .page(&Features::new(&SystemClock::shared()))
+            .composite_temperature,
         U16::new(0),
         "nobody asked"
     );
     health.refresh(&host);
-    let page = health.page(&Features::default());
+    let page = health.page(&Features::new(&SystemClock::shared()));
     assert_eq!(page.as_bytes()[..6], [0, 0x36, 0x01, 100, 10, 0]);
     assert!(!health.can_change());
     assert_eq!(health.thresholds(), crate::fixtures::THRESHOLDS);

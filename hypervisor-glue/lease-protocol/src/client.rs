@@ -157,7 +157,8 @@ impl RemoteHostSide {
             channel,
             socket,
             events,
-            (vectors, facts.namespace.blocks),
+            vectors,
+            facts.namespace.blocks,
             reach.is_some(),
         );
         let window = DmaWindow::new(Arc::new(IovaSpace::software()));

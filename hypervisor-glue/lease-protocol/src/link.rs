@@ -139,6 +139,14 @@ impl LinkState {
     }
 }
 
+/// The server that goes on with the function's drive.
+pub(crate) struct NextServer {
+    pub(crate) channel: Channel,
+    pub(crate) socket: PathBuf,
+    /// Blocks of the lease by now.
+    pub(crate) blocks: u64,
+}
+
 /// The connection to a server.
 #[derive(Debug)]
 pub(crate) struct Link {
@@ -154,7 +162,8 @@ impl Link {
         channel: Channel,
         socket: PathBuf,
         events: Arc<EventFd>,
-        (vectors, blocks): (u16, u64),
+        vectors: u16,
+        blocks: u64,
         waits: bool,
     ) -> Arc<Self> {
         let vectors = (0..vectors).map(|_| Wire::default()).collect();
@@ -310,13 +319,12 @@ impl Link {
     }
 
     /// Goes on with another server, which knows all that the one before did, and the queues unless they are lost.
-    pub(crate) fn go_on(
-        &self,
-        state: &mut LinkState,
-        channel: Channel,
-        (socket, blocks): (PathBuf, u64),
-        back: HostSideEvent,
-    ) {
+    pub(crate) fn go_on(&self, state: &mut LinkState, next: NextServer, back: HostSideEvent) {
+        let NextServer {
+            channel,
+            socket,
+            blocks,
+        } = next;
         log::warn!(
             "The drive server on {} has the function's drive again",
             socket.display()

@@ -202,7 +202,7 @@ impl Session {
             Admission::Attached(host) => host,
         };
         let mut flushed = 0;
-        let result = self.serve(leases, (&host, notifier), &mut flushed);
+        let result = self.serve(leases, &host, notifier, &mut flushed);
         // The next server takes up queues whose commands are complete.
         let last = match leases.server_ends() {
             true => LastCommands::Complete,
@@ -256,7 +256,8 @@ impl Session {
     fn serve(
         &self,
         leases: &dyn Leases,
-        (host, notifier): (&Arc<dyn HostSide>, Option<Arc<Notifier>>),
+        host: &Arc<dyn HostSide>,
+        notifier: Option<Arc<Notifier>>,
         flushed: &mut u64,
     ) -> Result<(), SessionError> {
         let SharedParts {

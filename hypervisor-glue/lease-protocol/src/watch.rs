@@ -19,7 +19,7 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 use crate::ask::{AttachError, Given, Reach};
 use crate::channel::{Channel, ChannelError};
-use crate::link::{Link, LinkState, Standing};
+use crate::link::{Link, LinkState, NextServer, Standing};
 use crate::message::{Attached, Farewell, Outcome, Request, VectorChange};
 use crate::places;
 
@@ -174,7 +174,12 @@ impl Watch {
         }
         let back = self.tell(&channel, &state)?;
         let blocks = attached.facts.namespace.blocks;
-        self.link.go_on(&mut state, channel, (socket, blocks), back);
+        let next = NextServer {
+            channel,
+            socket,
+            blocks,
+        };
+        self.link.go_on(&mut state, next, back);
         Ok(Some(stream))
     }
 

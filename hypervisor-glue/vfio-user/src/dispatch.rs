@@ -15,7 +15,7 @@ use crate::message::{
     SparseMmap, Version,
 };
 use crate::request::{RegionWrite, Request};
-use crate::version::Proposal;
+use crate::version::{Proposal, VersionReply};
 
 /// Smallest unit of a mappable area: the smallest page there is.
 const PAGE: u64 = 4096;
@@ -107,7 +107,7 @@ impl Dispatch {
         match request {
             Request::Version(_) if self.agreed.is_some() => return Err(Refusal::NegotiatedTwice),
             Request::Version(proposal) => {
-                let (major, minor, data) = proposal.answer(device.max_dma_maps());
+                let VersionReply { major, minor, data } = proposal.answer(device.max_dma_maps());
                 let version = Version {
                     major: major.into(),
                     minor: minor.into(),

@@ -71,12 +71,12 @@ impl Proposal {
         self.capabilities.max_msg_fds != Some(0)
     }
 
-    /// The reply: major and minor version, and the version data with its NUL.
+    /// Returns the reply.
     ///
     /// The two limits of what may be sent here are always told. Of the rest only what the client
     /// proposed, as the protocol demands; that also keeps the reply within the size of the request,
     /// which is the room that QEMU has for it.
-    pub(crate) fn answer(&self, max_dma_maps: u32) -> (u16, u16, Vec<u8>) {
+    pub(crate) fn answer(&self, max_dma_maps: u32) -> VersionReply {
         let proposed = &self.capabilities;
         let data = Answer {
             capabilities: AnsweredCapabilities {
@@ -95,8 +95,20 @@ impl Proposal {
         // Numbers and booleans under fixed names: serialising them cannot fail.
         let mut json = serde_json::to_vec(&data).unwrap_or_else(|_| b"{}".to_vec());
         json.push(0);
-        (MAJOR, self.minor.min(MINOR), json)
+        VersionReply {
+            major: MAJOR,
+            minor: self.minor.min(MINOR),
+            data: json,
+        }
     }
+}
+
+/// Reply to a client's version.
+pub(crate) struct VersionReply {
+    pub(crate) major: u16,
+    pub(crate) minor: u16,
+    /// The version data, with its NUL.
+    pub(crate) data: Vec<u8>,
 }
 
 #[derive(Serialize)]
@@ -126,7 +138,7 @@ mod tests {
         268435456}, \"pgsizes\": 4096, \"write_multiple\": true}}\0";
 
     fn answer(data: &[u8]) -> serde_json::Value {
-        let (_, _, mut json) = Proposal::parse(0, 1, data).unwrap().answer(1000);
+        let mut json = Proposal::parse(0, 1, data).unwrap().answer(1000).data;
         assert_eq!(json.pop(), Some(0), "terminating NUL");
         serde_json::from_slice(&json).unwrap()
     }
@@ -140,7 +152,7 @@ mod tests {
                 "pgsizes": 4096, "write_multiple": true,
             }})
         );
-        let (_, _, reply) = Proposal::parse(0, 0, QEMU).unwrap().answer(65_535);
+        let reply = Proposal::parse(0, 0, QEMU).unwrap().answer(65_535).data;
         assert!(reply.len() <= QEMU.len());
     }
 
@@ -172,7 +184,7 @@ mod tests {
     fn minor_version_is_at_most_the_proposed_one() {
         for (theirs, agreed) in [(0, 0), (1, 1), (2, 1), (u16::MAX, 1)] {
             let proposal = Proposal::parse(0, theirs, b"").unwrap();
-            assert_eq!(proposal.answer(1).1, agreed);
+            assert_eq!(proposal.answer(1).minor, agreed);
         }
         let refused = Proposal::parse(1, 0, b"").unwrap_err();
         assert!(refused.ends_connection());

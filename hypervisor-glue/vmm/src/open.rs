@@ -103,7 +103,8 @@ impl Ledgers {
         &self,
         options: &FunctionOptions,
         drive: &Drive,
-        (id, wanted): (&str, Wanted),
+        id: &str,
+        wanted: Wanted,
     ) -> Result<Lease, OpenError> {
         let namespace = drive.namespace();
         let ledger = if drive.is_private() {
@@ -191,7 +192,7 @@ pub fn truncate(
         ..options.clone()
     };
     let (id, wanted) = lease_of(&options, drive)?;
-    let lease = ledgers.lease(&options, drive, (&id, wanted))?;
+    let lease = ledgers.lease(&options, drive, &id, wanted)?;
     lease.truncate(bytes.0)?;
     Ok(lease.release()?)
 }
@@ -211,7 +212,7 @@ pub fn reserve(
     stop: &AtomicBool,
 ) -> Result<(String, Extents), OpenError> {
     let (id, wanted) = lease_of(options, drive)?;
-    let lease = ledgers.lease(options, drive, (&id, wanted))?;
+    let lease = ledgers.lease(options, drive, &id, wanted)?;
     wipe(drive, &lease, stop)?;
     if limits.is_some() {
         lease.note_limits(limits)?;
@@ -235,14 +236,15 @@ pub fn attach(
     stop: &AtomicBool,
 ) -> Result<Attachment, OpenError> {
     let parts = FunctionParts::Own;
-    attach_with(options, drive, ledgers, (pollers, parts), stop)
+    attach_with(options, drive, ledgers, pollers, parts, stop)
 }
 
 fn attach_with(
     options: &FunctionOptions,
     drive: &Arc<Drive>,
     ledgers: &Ledgers,
-    (pollers, parts): (&Arc<Pollers>, FunctionParts),
+    pollers: &Arc<Pollers>,
+    parts: FunctionParts,
     stop: &AtomicBool,
 ) -> Result<Attachment, OpenError> {
     let (id, wanted) = lease_of(options, drive)?;
@@ -251,7 +253,7 @@ fn attach_with(
         0 => None,
         pairs => Some(drive.reserve(&id, pairs)?),
     };
-    let lease = ledgers.lease(options, drive, (&id, wanted))?;
+    let lease = ledgers.lease(options, drive, &id, wanted)?;
     wipe(drive, &lease, stop)?;
     let config = AttachmentConfig {
         drive: drive.clone(),
@@ -299,7 +301,7 @@ pub fn open_with(
         options.of_drive(opened.as_ref()),
         pollers.threads(),
     )?;
-    attach_with(options, &drive, ledgers, (pollers, parts), stop)
+    attach_with(options, &drive, ledgers, pollers, parts, stop)
 }
 
 /// Host side of a function in this process: that of the drive server that has the drive, or one that this process opens

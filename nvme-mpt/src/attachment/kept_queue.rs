@@ -2,13 +2,12 @@
 
 use std::collections::BTreeSet;
 
-use crate::live::{Head, LiveState};
+use crate::live::{Head, LiveState, MarkedSlot};
 use crate::memory::{CompletionIndices, PhasedIndex, RingIndex, RingSize};
 use crate::seam::SubmissionQueueState;
 use crate::seam::state::words_of;
 use crate::seam::{CompletionQueueState, CqConfig, InFlightState, SqConfig, StateError};
 use crate::spec::cqe::Cqe;
-use crate::spec::ids::{CommandId, QueueId};
 
 /// A Completion Queue that is taken up, with its Submission Queues, as the guest has created them.
 #[derive(Debug)]
@@ -48,7 +47,7 @@ pub(crate) fn take_up(
 
     let numbers: BTreeSet<_> = marked
         .iter()
-        .filter_map(|(_, mark, _)| Some((mark.sqid().0, mark.unsettled_number()?)))
+        .filter_map(|MarkedSlot { mark, .. }| Some((mark.sqid().0, mark.unsettled_number()?)))
         .collect();
     let mut submission_queues = Vec::new();
     for sq in &queue.sqs {
@@ -64,7 +63,7 @@ pub(crate) fn take_up(
     }
 
     let mut in_flight = marked;
-    in_flight.retain(|(_, mark, _)| queue.sqs.iter().any(|sq| sq.qid == mark.sqid()));
+    in_flight.retain(|marked| queue.sqs.iter().any(|sq| sq.qid == marked.mark.sqid()));
     // Entries that were published, but not noted.
     while let Some(room) = indices.reserve() {
         let tail = indices.tail();
@@ -74,20 +73,20 @@ pub(crate) fn take_up(
             break;
         }
         indices.spend(room);
-        let done = |sqid: QueueId, cid: CommandId| (entry.sqid(), entry.cid()) == (sqid, cid);
-        let slot = in_flight
-            .iter()
-            .position(|(_, mark, command)| done(mark.sqid(), command.cid()));
+        let is_done = |MarkedSlot { mark, command, .. }: &MarkedSlot| {
+            (entry.sqid(), entry.cid()) == (mark.sqid(), command.cid())
+        };
+        let slot = in_flight.iter().position(is_done);
         if let Some(slot) = slot {
             in_flight.swap_remove(slot);
         }
     }
 
     let in_flight = in_flight.into_iter();
-    let in_flight = in_flight.map(|(slot, mark, command)| InFlightState {
-        slot,
-        sqid: mark.sqid().0,
-        command: words_of(&command),
+    let in_flight = in_flight.map(|marked| InFlightState {
+        slot: marked.slot,
+        sqid: marked.mark.sqid().0,
+        command: words_of(&marked.command),
     });
     Ok(CompletionQueueState {
         qid: qid.0,

@@ -33,7 +33,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-pub(crate) use queue::{Head, LiveHead, LiveQueue, Mark};
+pub(crate) use queue::{Head, LiveHead, LiveQueue, Mark, MarkedSlot};
 
 use crate::doorbell::MAX_QUEUE_PAIRS;
 use crate::memory::{Access, Cell64, Mapping, SlotRecords};

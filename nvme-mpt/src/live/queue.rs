@@ -188,14 +188,26 @@ impl LiveQueue {
         Some((Tail::of_word(self.tail.load())?, head))
     }
 
-    /// Returns the slots that are marked, with their commands.
-    pub(crate) fn marked(&self) -> Vec<(u16, Mark, Sqe)> {
+    /// Returns the slots that are marked.
+    pub(crate) fn marked(&self) -> Vec<MarkedSlot> {
         let slots = (0..SlotRecords::COUNT).map(|slot| (slot, Mark(self.slots.mark(slot))));
         let slots = slots.filter(|(_, mark)| mark.is_in_flight());
         slots
-            .map(|(slot, mark)| (slot, mark, self.slots.command(slot)))
+            .map(|(slot, mark)| MarkedSlot {
+                slot,
+                mark,
+                command: self.slots.command(slot),
+            })
             .collect()
     }
+}
+
+/// A slot whose command was in flight.
+#[derive(Debug)]
+pub(crate) struct MarkedSlot {
+    pub(crate) slot: u16,
+    pub(crate) mark: Mark,
+    pub(crate) command: Sqe,
 }
 
 /// Live state of a Submission Queue.

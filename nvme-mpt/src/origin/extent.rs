@@ -69,9 +69,9 @@ impl Extent {
         self.base == other.base && end == Some(other.start) && self.below == other.below
     }
 
-    /// Its place, without what is below.
-    fn place(&self) -> (&str, u64, u64) {
-        (&self.base, self.start, self.length)
+    /// Returns whether both are the same bytes of the same base, whatever is below.
+    fn is_at_place_of(&self, other: &Self) -> bool {
+        self.base == other.base && self.start == other.start && self.length == other.length
     }
 }
 
@@ -212,8 +212,8 @@ impl Stretch<'_> {
 /// Returns whether two ranges of two drives are the same bytes, in the same order.
 pub(crate) fn same_bytes(one: Stretch<'_>, other: Stretch<'_>) -> bool {
     let (ours, others) = (one.places(), other.places());
-    let ours = ours.iter().map(Extent::place);
-    ours.eq(others.iter().map(Extent::place))
+    let mut pairs = ours.iter().zip(&others);
+    ours.len() == others.len() && pairs.all(|(ours, other)| ours.is_at_place_of(other))
 }
 
 /// Returns whether two ranges of two drives have a byte in common.

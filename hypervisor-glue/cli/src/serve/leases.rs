@@ -317,7 +317,8 @@ impl LeaseTable {
 
     fn admit(
         &self,
-        (number, peer): (u64, Peer),
+        number: u64,
+        peer: Peer,
         options: &str,
         parts: Option<&KeptParts>,
         stop: &AtomicBool,
@@ -448,8 +449,8 @@ impl Leases for Admitting<'_> {
         parts: Option<KeptParts>,
         stop: &AtomicBool,
     ) -> Admission {
-        let vmm = (self.number, peer);
-        self.table.admit(vmm, options, parts.as_ref(), stop)
+        self.table
+            .admit(self.number, peer, options, parts.as_ref(), stop)
     }
 
     fn set_rates(&self, _: &Arc<dyn HostSide>, rates: RateLimits) {

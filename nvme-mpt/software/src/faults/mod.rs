@@ -147,12 +147,13 @@ impl Faults {
         namespace: HostNamespace,
         unit: u64,
     ) -> Result<Self, FaultError> {
-        Self::with_timebase(plan, (namespace, unit), Timebase::Host)
+        Self::with_timebase(plan, namespace, unit, Timebase::Host)
     }
 
     fn with_timebase(
         plan: &FaultPlan,
-        (namespace, unit): (HostNamespace, u64),
+        namespace: HostNamespace,
+        unit: u64,
         timebase: Timebase,
     ) -> Result<Self, FaultError> {
         let faults = Self {

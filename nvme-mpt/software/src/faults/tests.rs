@@ -49,7 +49,7 @@ impl Drive {
 
     fn with_unit(plan: &str, unit: u64) -> Self {
         let plan = FaultPlan::parse("test", plan).expect("sound");
-        let faults = Faults::with_timebase(&plan, (NAMESPACE, unit), Timebase::Nanoseconds);
+        let faults = Faults::with_timebase(&plan, NAMESPACE, unit, Timebase::Nanoseconds);
         let faults = Arc::new(faults.expect("fits"));
         let clock = VirtualClock::default();
         let store = HostQueuePair::new(SoftwareQueue::new(NullStore, SLOTS));
@@ -316,7 +316,7 @@ fn a_broken_queue_says_so() {
 #[test]
 fn a_broken_queue_behind_it_is_reported() {
     let plan = FaultPlan::parse("test", "[[fault]]\nkind = \"fatal\"\n").expect("sound");
-    let breaks = Faults::with_timebase(&plan, (NAMESPACE, 1), Timebase::Nanoseconds);
+    let breaks = Faults::with_timebase(&plan, NAMESPACE, 1, Timebase::Nanoseconds);
     let store = HostQueuePair::new(SoftwareQueue::new(NullStore, SLOTS));
     let behind = FaultQueue::new(store, Arc::new(breaks.expect("fits")), SLOTS);
     let mut drive = Drive::new("");

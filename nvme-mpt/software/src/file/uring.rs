@@ -144,6 +144,15 @@ pub enum Manner {
     ByThread,
 }
 
+/// A request that has ended.
+#[derive(Debug)]
+pub struct Ended {
+    /// Tag that it was prepared with.
+    pub tag: u64,
+    /// Bytes of the transfer, or the error's number.
+    pub result: Result<usize, i32>,
+}
+
 /// The way to the kernel of one queue.
 pub trait Ring: std::fmt::Debug {
     /// Prepares a request, named by `tag` in its completion.
@@ -162,8 +171,8 @@ pub trait Ring: std::fmt::Debug {
     /// Returns whether the kernel did not take all that was prepared.
     fn is_behind(&self) -> bool;
 
-    /// Takes one completion: its tag, and the result or the error.
-    fn take(&mut self) -> Option<(u64, Result<usize, i32>)>;
+    /// Takes one completion.
+    fn take(&mut self) -> Option<Ended>;
 
     /// Requests that were prepared and whose completions were not taken.
     fn in_flight(&self) -> usize;
@@ -294,14 +303,14 @@ impl Ring for Uring {
         self.behind
     }
 
-    fn take(&mut self) -> Option<(u64, Result<usize, i32>)> {
+    fn take(&mut self) -> Option<Ended> {
         let completion = self.ring.completion().next()?;
         self.in_flight -= 1;
         let result = completion.result();
-        Some((
-            completion.user_data(),
-            usize::try_from(result).map_err(|_| -result),
-        ))
+        Some(Ended {
+            tag: completion.user_data(),
+            result: usize::try_from(result).map_err(|_| -result),
+        })
     }
 
     fn in_flight(&self) -> usize {

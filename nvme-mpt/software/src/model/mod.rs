@@ -75,12 +75,13 @@ impl Model {
     /// The model that a profile describes, of a drive with so many blocks; `None` if it describes no
     /// time.
     pub(crate) fn new(profile: &Profile, blocks: u64, lba_shift: u8) -> Option<Self> {
-        Self::with_timebase(profile, (blocks, lba_shift), Timebase::Host)
+        Self::with_timebase(profile, blocks, lba_shift, Timebase::Host)
     }
 
     fn with_timebase(
         profile: &Profile,
-        (blocks, lba_shift): (u64, u8),
+        blocks: u64,
+        lba_shift: u8,
         timebase: Timebase,
     ) -> Option<Self> {
         let nvm = |profile| Self::Nvm(NvmModel::new(profile, lba_shift, timebase));

@@ -88,7 +88,7 @@ impl Simulation {
     #[must_use]
     pub fn new(profile: &Profile, bytes: u64) -> Option<Self> {
         let blocks = bytes >> LBA_SHIFT;
-        let model = Model::with_timebase(profile, (blocks, LBA_SHIFT), Timebase::Nanoseconds)?;
+        let model = Model::with_timebase(profile, blocks, LBA_SHIFT, Timebase::Nanoseconds)?;
         Some(Self {
             model,
             bytes,

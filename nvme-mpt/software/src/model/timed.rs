@@ -238,7 +238,7 @@ mod tests {
     impl Drive {
         fn new(slots: u16) -> Self {
             let profile = Profile::parse("test", PROFILE).expect("sound");
-            let model = Model::with_timebase(&profile, (1 << 20, 9), Timebase::Nanoseconds)
+            let model = Model::with_timebase(&profile, 1 << 20, 9, Timebase::Nanoseconds)
                 .expect("a model of time");
             let clock = VirtualClock::default();
             clock.0.set(1_000_000_007);

@@ -29,13 +29,12 @@ pub use commands::ZonedCommands;
 pub use queue::ZonedQueue;
 
 use keep::KeptZones;
-use table::ZoneTable;
+use table::{TableZones, ZoneTable};
 
 use super::model::ZnsProfile;
 use nvme_mpt::drive::HostNamespace;
 use nvme_mpt::event::{Event, EventQueue};
 use nvme_mpt::host::{ChangedZones, Geometry, NamespaceZones, Resources, ZoneChanges};
-use nvme_mpt::memory::SharedWords;
 use nvme_mpt::range::{ByteRange, Bytes, LbaRange};
 use nvme_mpt::spec::ids::Lba;
 
@@ -255,8 +254,12 @@ impl Zones {
             open: share(self.resources.open),
             active: share(self.resources.active),
         };
-        let words: SharedWords = self.kept.words().clone();
-        let table = ZoneTable::new(self.geometry, resources, (words, first, count));
+        let kept = TableZones {
+            words: self.kept.words().clone(),
+            first,
+            count,
+        };
+        let table = ZoneTable::new(self.geometry, resources, kept);
         // Lost words are zeroes: zones that look empty.
         if self.kept.are_lost() {
             return Err(self.kept.error());

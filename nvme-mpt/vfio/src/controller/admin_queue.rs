@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use super::super::backing::Backing;
 use super::error::ControllerError;
+use super::registers::AdminRings;
 use nvme_mpt::address::{Iova, PAGE_SIZE};
 use nvme_mpt::deadline::WaitClock;
 use nvme_mpt::iova::{IovaPart, IovaSpace};
@@ -23,7 +24,7 @@ use nvme_mpt::spec::sqe::Sqe;
 
 /// Entries of both queues: one command, one Asynchronous Event Request, and room for those that
 /// were given up.
-pub(super) const ENTRIES: u16 = 32;
+const ENTRIES: u16 = 32;
 
 /// Rounds of the wait between two looks at the function's presence.
 const ROUNDS_PER_LOOK: u32 = 16;
@@ -92,9 +93,13 @@ impl AdminQueue {
         })
     }
 
-    /// Returns the IOVAs of the two queues.
-    pub(super) fn bases(&self) -> (Iova, Iova) {
-        (self.iova.at(0), self.iova_of(CQ_OFFSET))
+    /// Returns the places of the two queues.
+    pub(super) fn rings(&self) -> AdminRings {
+        AdminRings {
+            sq: self.iova.at(0),
+            cq: self.iova_of(CQ_OFFSET),
+            entries: ENTRIES,
+        }
     }
 
     /// Returns the IOVA of a command's data.

@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use log::{error, info, warn};
 
 use super::super::backing::Backing;
-use super::admin_queue::{AdminQueue, ENTRIES};
+use super::admin_queue::AdminQueue;
 use super::error::ControllerError;
 use super::queue_pairs::{self, QueuePairs};
 use super::registers::Registers;
@@ -38,7 +38,7 @@ pub(super) fn enable(
     backing
         .set_bus_master(true)
         .map_err(ControllerError::Function)?;
-    registers.enable(admin.bases(), ENTRIES)
+    registers.enable(admin.rings())
 }
 
 /// Every command ends, now and from now on. The drive must not be able to touch memory any more.

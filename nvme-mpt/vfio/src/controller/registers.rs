@@ -26,6 +26,15 @@ pub(super) const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
 /// Pause between two reads of a register that is waited for.
 const PAUSE: Duration = Duration::from_millis(1);
 
+/// The admin queues, as a controller is told of them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct AdminRings {
+    pub(super) sq: Iova,
+    pub(super) cq: Iova,
+    /// Entries of each.
+    pub(super) entries: u16,
+}
+
 /// A controller's properties, read and written through its backing.
 #[derive(Clone, Debug)]
 pub(super) struct Registers {
@@ -132,15 +141,12 @@ impl Registers {
     }
 
     /// Enables a controller that is disabled, with its admin queues.
-    pub(super) fn enable(
-        &self,
-        (asq, acq): (Iova, Iova),
-        entries: u16,
-    ) -> Result<(), ControllerError> {
+    pub(super) fn enable(&self, queues: AdminRings) -> Result<(), ControllerError> {
+        let AdminRings { sq, cq, entries } = queues;
         let aqa = Aqa(0).with_asqs_z(entries - 1).with_acqs_z(entries - 1);
         self.backing.write32(offset::AQA as usize, aqa.0);
-        self.backing.write64(offset::ASQ as usize, asq.bits());
-        self.backing.write64(offset::ACQ as usize, acq.bits());
+        self.backing.write64(offset::ASQ as usize, sq.bits());
+        self.backing.write64(offset::ACQ as usize, cq.bits());
         let cc = Cc(0)
             .with_css(CommandSetSelected::NVM)
             .with_ams(ArbitrationMechanism::ROUND_ROBIN)

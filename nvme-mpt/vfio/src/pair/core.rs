@@ -42,6 +42,23 @@ enum State {
     Dead(Status),
 }
 
+/// Part of a member's next command that goes to the drive at once.
+#[derive(Clone, Copy)]
+struct Portion {
+    /// Weight that [`Core::next`] returned for `most`.
+    weight: u64,
+    /// Limit of its bytes.
+    most: u64,
+}
+
+impl Portion {
+    /// All of a command.
+    const fn all(weight: u64) -> Self {
+        let most = u64::MAX;
+        Self { weight, most }
+    }
+}
+
 /// Shared state of a queue pair's members.
 #[derive(Debug)]
 pub(super) struct Core {
@@ -370,7 +387,7 @@ impl Core {
             while let Some((class, weight)) = self.next(number, u64::MAX)
                 && class != Class::HEAVY
             {
-                if !self.launch(number, (weight, u64::MAX), now) {
+                if !self.launch(number, Portion::all(weight), now) {
                     return;
                 }
             }
@@ -408,7 +425,7 @@ impl Core {
             if !self.sharing.has_room(window, weight) {
                 return;
             }
-            if !self.launch(number, (weight, most), now) {
+            if !self.launch(number, Portion { weight, most }, now) {
                 return;
             }
             let goes_on = self.member(number).is_some_and(|it| !it.waiting.is_empty());
@@ -421,9 +438,9 @@ impl Core {
         self.members.get(usize::from(number))?.as_ref()?.next(most)
     }
 
-    /// Writes what a member has next into the ring: what [`Self::next`] said it weighs, asked for
-    /// `most` bytes. Returns whether there was room.
-    fn launch(&mut self, number: u16, (weight, most): (u64, u64), now: Ticks) -> bool {
+    /// Writes a portion of what a member has next into the ring. Returns whether there was room.
+    fn launch(&mut self, number: u16, portion: Portion, now: Ticks) -> bool {
+        let Portion { weight, most } = portion;
         let Self {
             rings,
             flights,
@@ -516,7 +533,7 @@ impl Core {
     /// taken from there, and those that follow.
     #[inline(never)]
     fn harvest(&mut self, mut first: Option<Cqe>, clock: impl Fn() -> Option<Ticks>) {
-        // Nor here.
+        // Each command completes once, so a drive that posts without end does not keep the caller here.
         for _ in 0..self.rings.entries() {
             let Some(entry) = first.take().or_else(|| self.rings.next()) else {
                 return;
@@ -543,7 +560,7 @@ impl Core {
                 status,
             }) => Some((member, HostCompletion { slot, status, dw0 })),
             Some(Landing::Special(flight, status)) => self
-                .settle(&flight, (status, dw0), clock())
+                .settle(&flight, status, dw0, clock())
                 .map(|completion| (flight.member, completion)),
             None => {
                 self.stats.late_completions += 1;
@@ -556,7 +573,8 @@ impl Core {
     fn settle(
         &mut self,
         flight: &Flight,
-        (status, dw0): (Status, u32),
+        status: Status,
+        dw0: u32,
         now: Option<Ticks>,
     ) -> Option<HostCompletion> {
         let slot = flight.slot;
@@ -633,7 +651,7 @@ impl Core {
                     },
                 )),
                 Some(Landing::Special(flight, status)) => self
-                    .settle(&flight, (status, 0), None)
+                    .settle(&flight, status, 0, None)
                     .map(|completion| (flight.member, completion)),
                 None => None,
             };

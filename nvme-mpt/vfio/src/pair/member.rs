@@ -83,11 +83,11 @@ impl Member {
         if let Some(splits) = &mut self.splits
             && head.split
         {
-            let (sqe, child, is_last) = splits.dispatch(&head.sqe, head.len, most);
-            if is_last {
+            let child = splits.dispatch(&head.sqe, head.len, most);
+            if child.is_last {
                 self.waiting.pop_front();
             }
-            return Some((sqe, Some(child)));
+            return Some((child.sqe, Some(child.first_grain)));
         }
         let head = self.waiting.pop_front()?;
         Some((head.sqe, None))

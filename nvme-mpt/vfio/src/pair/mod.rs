@@ -120,13 +120,13 @@ impl Pair {
     /// then).
     #[must_use]
     pub fn join(&self, slots: u16, lba_shift: u8, guard: Box<dyn Any + Send>) -> VfioQueue {
-        VfioQueue::new(self, (slots, lba_shift), &LeaseShare::new(None), guard)
+        VfioQueue::new(self, slots, lba_shift, &LeaseShare::new(None), guard)
     }
 
     /// As [`Self::join`], for a queue of a lease that may have others here.
     #[must_use]
     pub fn join_lease(&self, slots: u16, lba_shift: u8, lease: &Arc<LeaseShare>) -> VfioQueue {
-        VfioQueue::new(self, (slots, lba_shift), lease, Box::new(()))
+        VfioQueue::new(self, slots, lba_shift, lease, Box::new(()))
     }
 
     /// Returns the number of members, without those that are moving to another pair.

@@ -44,7 +44,8 @@ pub struct VfioQueue {
 impl VfioQueue {
     pub(super) fn new(
         pair: &Pair,
-        (slots, lba_shift): (u16, u8),
+        slots: u16,
+        lba_shift: u8,
         lease: &Arc<LeaseShare>,
         guard: Box<dyn Any + Send>,
     ) -> Self {

@@ -185,9 +185,8 @@ impl Splits {
             .min(most - most % grain)
     }
 
-    /// The next child, as large as [`Self::next_len`] says, of a command that transfers `len` bytes;
-    /// the number of its first grain, and whether it is the last child.
-    pub(super) fn dispatch(&mut self, parent: &Sqe, len: u64, most: u64) -> (Sqe, u16, bool) {
+    /// Takes the next child of a command that transfers `len` bytes. Its length is [`Self::next_len`].
+    pub(super) fn dispatch(&mut self, parent: &Sqe, len: u64, most: u64) -> Child {
         let slot = usize::from(parent.cid().0);
         let child_len = self.next_len(parent.cid().0, len, most);
         let progress = &mut self.progress[slot];
@@ -205,7 +204,11 @@ impl Splits {
             // More than two pages: the rest of its parent's list.
             sqe.dptr[1] = parent.dptr[1] + 8 * (bytes_before / PAGE_SIZE);
         }
-        (sqe, first, progress.dispatched == progress.grains)
+        Child {
+            sqe,
+            first_grain: first,
+            is_last: progress.dispatched == progress.grains,
+        }
     }
 
     /// Has no further child of a command dispatched, which ends with this status unless a child fails.
@@ -245,6 +248,15 @@ impl Splits {
             }),
         }
     }
+}
+
+/// A command to the drive that does a part of its parent.
+pub(super) struct Child {
+    pub(super) sqe: Sqe,
+    /// Number of the parent's grain that it begins with.
+    pub(super) first_grain: u16,
+    /// The parent has no further child.
+    pub(super) is_last: bool,
 }
 
 /// Fate of a parent when a child has completed.

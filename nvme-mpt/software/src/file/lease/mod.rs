@@ -333,10 +333,23 @@ pub(super) fn reopen(file: &File, path: Option<&Path>, flags: i32) -> io::Result
     options.open(path)
 }
 
-/// Identity of a file: device and inode, and the device that a special file stands for.
-fn place(file: &File) -> io::Result<(u64, u64, u64)> {
+/// Identity of a file.
+#[derive(Debug, PartialEq, Eq)]
+struct Place {
+    /// Device that it is on.
+    on: u64,
+    inode: u64,
+    /// Device that a special file stands for.
+    device: u64,
+}
+
+fn place(file: &File) -> io::Result<Place> {
     let metadata = file.metadata()?;
-    Ok((metadata.dev(), metadata.ino(), metadata.rdev()))
+    Ok(Place {
+        on: metadata.dev(),
+        inode: metadata.ino(),
+        device: metadata.rdev(),
+    })
 }
 
 /// Result of a sync.

@@ -14,7 +14,7 @@ use super::lease::Witness;
 use super::operation::{Next, Operation};
 use super::slices::Waiter;
 use super::syncs::Syncs;
-use super::uring::{Ring, Uring};
+use super::uring::{Ended, Ring, Uring};
 use super::way::{Direction, Plan};
 use super::{LeasedFile, SharedFile};
 use crate::looks::Looks;
@@ -406,7 +406,7 @@ impl<R: Ring, C: Clock> HostQueue for FileQueue<R, C> {
     fn reap(&mut self, memory: HostMemory<'_>, mut taker: impl CompletionTaker) {
         let mut ended = false;
         self.looked = false;
-        while let Some((tag, result)) = self.ring.take() {
+        while let Some(Ended { tag, result }) = self.ring.take() {
             ended = true;
             let Some(slot) = self.slot_of(tag, result) else {
                 continue;

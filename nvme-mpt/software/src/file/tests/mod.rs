@@ -26,7 +26,7 @@ use super::bounces::{Bounces, Need};
 use super::claims::Change;
 use super::queue::FileQueue;
 use super::slices::Waiter;
-use super::uring::{Manner, Request, Ring, Uring};
+use super::uring::{Ended, Manner, Request, Ring, Uring};
 use super::way::{DirectAlignment, UNIT, Way};
 use super::{FileStore, LeasedFile};
 use crate::looks::{LOST, OVERDUE};
@@ -156,8 +156,9 @@ impl Ring for FakeRing {
         self.0.borrow().behind
     }
 
-    fn take(&mut self) -> Option<(u64, Result<usize, i32>)> {
-        self.0.borrow_mut().completions.pop_front()
+    fn take(&mut self) -> Option<Ended> {
+        let (tag, result) = self.0.borrow_mut().completions.pop_front()?;
+        Some(Ended { tag, result })
     }
 
     fn in_flight(&self) -> usize {

@@ -28,22 +28,39 @@ pub(super) struct Geometry {
     pub(super) logical_pages: u32,
 }
 
+/// Pages of each thing that a die does at once.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PagesPer {
+    pub(super) read: u32,
+    /// Program unit.
+    pub(super) unit: u32,
+    /// Block, which is erased at once.
+    pub(super) block: u32,
+}
+
+#[cfg(test)]
+impl PagesPer {
+    pub(super) const fn new(read: u32, unit: u32, block: u32) -> Self {
+        Self { read, unit, block }
+    }
+}
+
 impl Geometry {
     /// Flash for `logical_pages` and so many percent more.
     pub(super) fn new(
         dies: u32,
-        (read_pages, unit_pages, block_pages): (u32, u32, u32),
+        pages: PagesPer,
         logical_pages: u32,
         over_provisioning: u32,
     ) -> Self {
-        let line_pages = dies * block_pages;
+        let line_pages = dies * pages.block;
         let physical = u64::from(logical_pages) * u64::from(100 + over_provisioning) / 100;
         let lines = physical.div_ceil(line_pages.into()) as u32;
         let least = logical_pages.div_ceil(line_pages) + SPARE_LINES;
         Self {
             dies,
-            unit_pages,
-            read_pages,
+            unit_pages: pages.unit,
+            read_pages: pages.read,
             line_pages,
             lines: lines.max(least),
             logical_pages,
@@ -87,7 +104,7 @@ mod tests {
     #[test]
     fn units_go_around_the_dies() {
         // Lines of 2 dies with 3 units of 4 pages.
-        let geometry = Geometry::new(2, (2, 4, 12), 100, 10);
+        let geometry = Geometry::new(2, PagesPer::new(2, 4, 12), 100, 10);
         assert_eq!((geometry.line_pages, geometry.lines), (24, 10));
         let dies: Vec<u32> = (0..7)
             .map(|unit| geometry.die(FlashPage(4 * unit)))
@@ -97,6 +114,9 @@ mod tests {
         assert_eq!(geometry.unit(FlashPage(7)), 1);
         assert_eq!(geometry.read_group(FlashPage(7)), 3);
         assert!(geometry.ends_unit(FlashPage(7)) && !geometry.ends_unit(FlashPage(6)));
-        assert_eq!(Geometry::new(2, (2, 4, 12), 2400, 10).lines, 110);
+        assert_eq!(
+            Geometry::new(2, PagesPer::new(2, 4, 12), 2400, 10).lines,
+            110
+        );
     }
 }

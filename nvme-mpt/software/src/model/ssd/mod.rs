@@ -23,7 +23,7 @@ use super::time::Timebase;
 use super::{Access, Work};
 use flash::{Flash, Timed, Units};
 use ftl::Ftl;
-use geometry::{FlashPage, Geometry, PAGE};
+use geometry::{FlashPage, Geometry, PAGE, PagesPer};
 use tokens::Tokens;
 
 /// Logical pages of an instance at most, so that its flash pages have numbers of 32 bits.
@@ -78,11 +78,11 @@ impl SsdModel {
         let in_pages = |bytes: u64| (bytes / PAGE) as u32;
         let geometry = Geometry::new(
             dies as u32,
-            (
-                in_pages(profile.flash_page.0),
-                in_pages(profile.program_unit.0),
-                in_pages(profile.block.0),
-            ),
+            PagesPer {
+                read: in_pages(profile.flash_page.0),
+                unit: in_pages(profile.program_unit.0),
+                block: in_pages(profile.block.0),
+            },
             // Pages beyond what a map can name are never mapped, and cost what an unwritten one does.
             pages.min(MOST_PAGES) as u32,
             profile.over_provisioning.into(),

@@ -87,13 +87,24 @@ pub(super) struct ZoneTable {
     implicit: VecDeque<u32>,
 }
 
+/// Place of a table's zones among all that a drive keeps.
+pub(super) struct TableZones {
+    /// A word for each zone of the drive.
+    pub(super) words: SharedWords,
+    /// The drive's zone that the table begins with.
+    pub(super) first: u32,
+    /// Number of zones of the table.
+    pub(super) count: u32,
+}
+
 impl ZoneTable {
-    /// `count` zones of a drive from zone `first` on, as they were kept.
-    pub(super) fn new(
-        geometry: Geometry,
-        resources: Resources,
-        (words, first, count): (SharedWords, u32, u32),
-    ) -> Self {
+    /// Zones of a drive, as they were kept.
+    pub(super) fn new(geometry: Geometry, resources: Resources, kept: TableZones) -> Self {
+        let TableZones {
+            words,
+            first,
+            count,
+        } = kept;
         let first_word = first as usize;
         let zones: Box<[Zone]> = (0..count as usize)
             .map(|index| Zone::from_word(words.load(first_word + index), geometry.capacity))

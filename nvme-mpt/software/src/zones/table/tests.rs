@@ -25,7 +25,12 @@ fn words() -> SharedWords {
 
 fn table_of(words: &SharedWords, open: u32, active: u32) -> ZoneTable {
     let resources = Resources { open, active };
-    ZoneTable::new(GEOMETRY, resources, (words.clone(), FIRST, ZONES))
+    let kept = TableZones {
+        words: words.clone(),
+        first: FIRST,
+        count: ZONES,
+    };
+    ZoneTable::new(GEOMETRY, resources, kept)
 }
 
 fn table(open: u32, active: u32) -> ZoneTable {

@@ -294,6 +294,7 @@ impl Ftl {
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::geometry::PagesPer;
     use super::*;
 
     /// Flash that remembers what was written to each page, and is as strict as flash is.
@@ -433,7 +434,7 @@ mod tests {
     #[test]
     fn a_full_drive_can_be_overwritten_for_ever() {
         const PAGES: u32 = 20_000;
-        let geometry = Geometry::new(4, (2, 4, 16), PAGES, 25);
+        let geometry = Geometry::new(4, PagesPer::new(2, 4, 16), PAGES, 25);
         let mut drive = Drive::new(geometry);
         (0..PAGES).for_each(|logical| drive.write(logical));
         assert_eq!(drive.ftl.wear().copied_pages, 0);
@@ -456,7 +457,7 @@ mod tests {
 
     #[test]
     fn writing_in_order_copies_nothing() {
-        let geometry = Geometry::new(4, (2, 4, 32), 8000, 7);
+        let geometry = Geometry::new(4, PagesPer::new(2, 4, 32), 8000, 7);
         let mut drive = Drive::new(geometry);
         for _ in 0..10 {
             (0..8000).for_each(|logical| drive.write(logical));
@@ -467,7 +468,7 @@ mod tests {
 
     #[test]
     fn deallocated_pages_are_not_copied() {
-        let geometry = Geometry::new(4, (2, 4, 32), 8000, 7);
+        let geometry = Geometry::new(4, PagesPer::new(2, 4, 32), 8000, 7);
         let run = |deallocate: bool| {
             let mut drive = Drive::new(geometry);
             let mut seed = 1_u64;
@@ -515,7 +516,7 @@ mod tests {
             logical in 1..400_u32,
         ) {
             let unit = 1 << unit_shift;
-            let geometry = Geometry::new(dies, (1, unit, unit * units), logical, 7);
+            let geometry = Geometry::new(dies, PagesPer::new(1, unit, unit * units), logical, 7);
             let mut drive = Drive::new(geometry);
             for step in steps {
                 match step {

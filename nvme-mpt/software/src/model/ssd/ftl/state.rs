@@ -216,10 +216,11 @@ impl Ftl {
 
 #[cfg(test)]
 mod tests {
+    use super::super::super::geometry::PagesPer;
     use super::super::tests::Drive;
     use super::*;
 
-    const GEOMETRY: (u32, (u32, u32, u32), u32, u32) = (4, (2, 4, 16), 5000, 10);
+    const GEOMETRY: (u32, PagesPer, u32, u32) = (4, PagesPer::new(2, 4, 16), 5000, 10);
 
     fn geometry() -> Geometry {
         let (dies, pages, logical, spare) = GEOMETRY;
@@ -258,7 +259,7 @@ mod tests {
     #[test]
     fn a_state_of_other_flash_is_refused() {
         let (_, state) = used();
-        let other = Geometry::new(4, (2, 4, 16), 5001, 10);
+        let other = Geometry::new(4, PagesPer::new(2, 4, 16), 5001, 10);
         let refused = Ftl::restore(other, &mut state.as_slice());
         assert!(matches!(refused, Err(StateError::OtherDrive)));
         let cut = Ftl::restore(geometry(), &mut &state[..state.len() - 1]);

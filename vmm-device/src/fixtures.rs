@@ -1,6 +1,11 @@
 //! Shared parts of several files' tests: plain values, and a guest that drives a function.
 
-use std::{ops::Range, os::fd::OwnedFd, sync::Arc, time::Duration};
+use std::{
+    ops::Range,
+    os::fd::OwnedFd,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
 
 use nvme_mpt::deadline::WaitClock;
 use nvme_mpt::host::{CommandSetLimits, NamespaceFormat, TemperatureThresholds};
@@ -78,20 +83,27 @@ pub(crate) const DATA: u64 = 0x20_0000;
 /// No memory is mapped here.
 pub(crate) const NOWHERE: u64 = 0x80_0000;
 
-/// A clock that stands still: a wait ends when its end is there, however long a thread has no processor.
-#[derive(Debug)]
-struct StillClock;
+/// A clock that sleep alone moves: a wait ends when its end is there, however long a thread has no processor.
+#[derive(Debug, Default)]
+pub(crate) struct StillClock(Mutex<Duration>);
 
 impl WaitClock for StillClock {
     fn now(&self) -> Duration {
-        Duration::ZERO
+        *self.0.lock().expect("sound")
     }
 
     fn wait(&self, _: Duration, attempt: &mut dyn FnMut(Duration) -> bool) -> bool {
         attempt(Duration::from_secs(3600))
     }
 
-    fn sleep(&self, _: Duration) {}
+    fn sleep(&self, time: Duration) {
+        *self.0.lock().expect("sound") += time;
+    }
+}
+
+/// Returns such a clock.
+pub(crate) fn still_clock() -> Arc<dyn WaitClock> {
+    Arc::<StillClock>::default()
 }
 
 /// An attachment to a drive of 64 MiB in memory, leased as a whole.
@@ -123,12 +135,12 @@ pub(crate) fn attachment(mode: DoorbellMode) -> Attachment {
         serial: None,
     })
     .expect("an attachment")
-    .with_clock(Arc::new(StillClock))
+    .with_clock(still_clock())
 }
 
 /// A function on such an attachment.
 pub(crate) fn function(mode: DoorbellMode, masking: MsixMasking) -> NvmeFunction {
-    NvmeFunction::new(Arc::new(attachment(mode)), masking).with_clock(Arc::new(StillClock))
+    NvmeFunction::new(Arc::new(attachment(mode)), masking).with_clock(still_clock())
 }
 
 /// A guest's driver, as far as the admin queue goes.

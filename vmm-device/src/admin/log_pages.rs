@@ -219,7 +219,6 @@ fn wide(value: u64) -> U128 {
 mod tests {
     use nvme_mpt::{
         DoorbellMode, ErrorEntry, LeasedNamespace, Limits,
-        deadline::SystemClock,
         spec::{
             identify::Oncs,
             ids::{CommandId, QueueId},
@@ -241,12 +240,12 @@ mod tests {
 
     impl Fixture {
         fn new() -> Self {
-            let mut health = Health::new(None, SystemClock::shared());
+            let mut health = Health::new(None, fixtures::still_clock());
             health.refresh(&fixtures::attachment(DoorbellMode::Trap));
             Self {
                 namespace: fixtures::namespace(),
                 limits: fixtures::limits(),
-                features: Features::new(&SystemClock::shared()),
+                features: Features::new(&fixtures::still_clock()),
                 errors: ErrorLog::default(),
                 counters: Counters::default(),
                 health,

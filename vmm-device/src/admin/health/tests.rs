@@ -1,10 +1,10 @@
 //! A guest's view of a drive's health.
 
 use nvme_mpt::DoorbellMode;
-use nvme_mpt::deadline::SystemClock;
 use zerocopy::IntoBytes;
 
 use super::*;
+use crate::fixtures::{StillClock, still_clock};
 
 fn log(change: impl FnOnce(&mut SmartHealth)) -> SmartHealth {
     let mut log = SmartHealth::new_zeroed();
@@ -20,11 +20,11 @@ fn health(log: SmartHealth) -> Health {
             critical: 360,
         }),
         reading: Reading::Drive(Box::new(log)),
-        asked: Some(SystemClock.now()),
+        asked: Some(Duration::ZERO),
         gone: false,
         damage: Damage::default(),
-        since: SystemClock.now(),
-        clock: SystemClock::shared(),
+        since: Duration::ZERO,
+        clock: still_clock(),
     }
 }
 
@@ -32,7 +32,7 @@ fn health(log: SmartHealth) -> Health {
 fn the_state_is_the_drives_and_no_count_is() {
     let mut filled = SmartHealth::new_zeroed();
     filled.as_mut_bytes().fill(0xFF);
-    let page = health(filled).page(&Features::new(&SystemClock::shared()));
+    let page = health(filled).page(&Features::new(&still_clock()));
     let bytes = page.as_bytes();
     assert_eq!(bytes[0], 0b1_1111, "every warning but that of a PMR");
     assert_eq!(bytes[1..6], [0xFF; 5], "temperature, spare, wear");
@@ -50,7 +50,7 @@ fn the_state_is_the_drives_and_no_count_is() {
 
 #[test]
 fn the_temperature_is_held_against_the_guests_thresholds() {
-    let features = Features::new(&SystemClock::shared());
+    let features = Features::new(&still_clock());
     let warns = |health: &Health| health.warnings(&features).temperature();
     let with = |kelvins| health(log(|log| log.composite_temperature = U16::new(kelvins)));
     assert!(!warns(&with(349)) && warns(&with(350)), "WCTEMP");
@@ -72,11 +72,11 @@ fn the_temperature_is_held_against_the_guests_thresholds() {
 fn a_drive_that_is_gone_is_not_reliable_and_what_it_said_stays() {
     let mut health = health(log(|log| log.percentage_used = 7));
     assert_eq!(
-        health.warnings(&Features::new(&SystemClock::shared())),
+        health.warnings(&Features::new(&still_clock())),
         CriticalWarning::default()
     );
     health.gone = true;
-    let page = health.page(&Features::new(&SystemClock::shared()));
+    let page = health.page(&Features::new(&still_clock()));
     assert!(page.critical_warning.reliability());
     assert_eq!(page.percentage_used, 7);
 }
@@ -84,17 +84,50 @@ fn a_drive_that_is_gone_is_not_reliable_and_what_it_said_stays() {
 #[test]
 fn a_drive_that_does_not_wear_out_is_well() {
     let host = crate::fixtures::attachment(DoorbellMode::Trap);
-    let mut health = Health::new(host.facts().thresholds, SystemClock::shared());
+    let mut health = Health::new(host.facts().thresholds, still_clock());
     assert_eq!(
         health
-            .page(&Features::new(&SystemClock::shared()))
+            .page(&Features::new(&still_clock()))
             .composite_temperature,
         U16::new(0),
         "nobody asked"
     );
     health.refresh(&host);
-    let page = health.page(&Features::new(&SystemClock::shared()));
+    let page = health.page(&Features::new(&still_clock()));
     assert_eq!(page.as_bytes()[..6], [0, 0x36, 0x01, 100, 10, 0]);
     assert!(!health.can_change());
     assert_eq!(health.thresholds(), crate::fixtures::THRESHOLDS);
+}
+
+#[test]
+fn the_drive_is_asked_anew_after_a_second_and_has_to_be_after_ten() {
+    let host = crate::fixtures::attachment(DoorbellMode::Trap);
+    let clock = Arc::new(StillClock::default());
+    let mut health = Health::new(None, clock.clone());
+    assert!(health.is_due(), "never asked");
+    health.refresh(&host);
+    let first = health.asked;
+    clock.sleep(FRESH - Duration::from_millis(1));
+    health.refresh(&host);
+    assert_eq!(health.asked, first, "asked just now");
+    clock.sleep(Duration::from_millis(1));
+    health.refresh(&host);
+    assert_eq!(health.asked, Some(FRESH));
+    clock.sleep(WATCH_INTERVAL - Duration::from_millis(1));
+    assert!(!health.is_due());
+    clock.sleep(Duration::from_millis(1));
+    assert!(health.is_due());
+}
+
+#[test]
+fn a_drive_that_keeps_no_log_is_on_since_the_function_began() {
+    let host = crate::fixtures::attachment(DoorbellMode::Trap);
+    let clock = Arc::new(StillClock::default());
+    let mut health = Health::new(None, clock.clone());
+    health.refresh(&host);
+    clock.sleep(Duration::from_secs(3 * 3600 - 1));
+    let hours = |health: &Health| health.page(&Features::new(&health.clock)).power_on_hours;
+    assert_eq!(hours(&health), U128::new(2));
+    clock.sleep(Duration::from_secs(1));
+    assert_eq!(hours(&health), U128::new(3));
 }

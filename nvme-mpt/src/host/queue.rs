@@ -133,6 +133,11 @@ pub trait HostBatch {
     /// many as there are slots.
     fn submit(&mut self, sqe: &Sqe);
 
+    /// As [`Self::submit`], for a command that a process which ended may have carried out in part or as a whole.
+    fn submit_again(&mut self, sqe: &Sqe) {
+        self.submit(sqe);
+    }
+
     /// Rings the host SQ's doorbell: the controller starts on all that was submitted.
     fn ring(self, memory: HostMemory<'_>);
 }

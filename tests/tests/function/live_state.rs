@@ -7,7 +7,9 @@
 use std::env;
 use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::os::unix::process::parent_id;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -26,6 +28,7 @@ use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
+use nvme_mpt::spec::zns::ZoneAppend;
 use nvme_mpt::{
     Attachment, CqConfig, DoorbellBuffer, DoorbellMode, DoorbellPage, FunctionParts, Gpa, HostSide,
     KeptParts, KeptQueues, MemoryRegion, SqConfig,
@@ -60,8 +63,16 @@ const FIRST_BATCH: u32 = 2;
 /// The one of the first batch that fails before the drive gets it.
 const FAILS: u16 = 1;
 
-/// The one of them that cannot be repeated.
-const COPY: u16 = 2;
+/// The one of them that cannot be repeated: a Copy, or a Zone Append.
+const INTERRUPTED: u16 = 2;
+/// Writes to the first zone, in the order of their blocks.
+const ZONE_WRITES: [u16; 3] = [0, 3, 4];
+/// Blocks of a zone.
+const ZONE: u64 = 256;
+/// Bytes in front of the zones' words in their file, and those words that commands change.
+const WORDS: u64 = 4096;
+const ZONES: usize = 16;
+
 /// Tail of the Submission Queue after all of them.
 const TAIL: u32 = (FIRST + SECOND as u32) % ENTRIES;
 
@@ -97,18 +108,32 @@ fn map(file: &File) -> Arc<Mapping> {
     Arc::new(Mapping::shared(file.as_fd(), 0, MEMORY, Access::ReadWrite).unwrap())
 }
 
+/// Returns whether a drive has zones: it is in a file then.
+fn is_zoned(kind: &str) -> bool {
+    kind.starts_with('/')
+}
+
+/// The file of a drive's zone states.
+fn zones_of(drive: &str) -> PathBuf {
+    format!("{drive}.zones").into()
+}
+
 /// A drive, by the name that parent and child have for it.
 fn host(kind: &str) -> Host {
     let profile = "model = \"nvm\"\nunits = 64\nstripe = \"4K\"\n\
          read = { latency = \"100us\", bandwidth = \"64G\" }\n\
          write = { latency = \"3s\", bandwidth = \"64G\" }\n";
     let faults = "[[fault]]\nkind = \"lost\"\noperations = [\"write\"]\n";
+    let zones = "model = \"zns\"\nzone_size = \"1M\"\nzone_capacity = \"768K\"\n\
+         max_open = 6\nmax_active = 10\nappend_limit = \"64K\"\n";
     let (path, profile, faults) = match kind {
+        path if is_zoned(path) => (path, Some(zones), None),
         "slow" => ("memory:16M", Some(profile), None),
         "lost" => ("memory:16M", None, Some(faults)),
         path => (path, None, None),
     };
     let options = DriveOptions {
+        lba_size: if is_zoned(kind) { 4096 } else { 512 },
         profile: profile.map(|text| Arc::new(Profile::parse("test", text).unwrap())),
         faults: faults.map(|text| Arc::new(FaultPlan::parse("test", text).unwrap())),
         ..DriveOptions::default()
@@ -174,20 +199,33 @@ fn cids(kind: &str) -> [CommandId; SECOND as usize] {
 }
 
 /// A command of the second round, which has one of each kind that a queue treats otherwise.
-fn command(index: u16, cid: CommandId) -> Sqe {
+fn command(kind: &str, index: u16, cid: CommandId) -> Sqe {
+    let zone_write = ZONE_WRITES.iter().position(|write| *write == index);
+    let zone_write = zone_write.filter(|_| is_zoned(kind));
     let transfer = |opcode: NvmOpcode| {
         let mut sqe = Sqe::new(opcode.0);
         let transfer = ReadWrite {
-            slba: Lba(u64::from(index)),
+            slba: Lba(zone_write.unwrap_or(index.into()) as u64),
             ..ReadWrite::default()
         };
         transfer.write_to(&mut sqe);
         sqe
     };
     let mut sqe = match index {
+        4 if is_zoned(kind) => transfer(NvmOpcode::WRITE_ZEROES),
+        _ if zone_write.is_some() => transfer(NvmOpcode::WRITE),
+        INTERRUPTED if is_zoned(kind) => {
+            let mut sqe = Sqe::new(NvmOpcode::ZONE_APPEND.0);
+            ZoneAppend {
+                zslba: Lba(ZONE),
+                ..ZoneAppend::default()
+            }
+            .write_to(&mut sqe);
+            sqe
+        }
         0 => transfer(NvmOpcode::WRITE),
         FAILS => Sqe::new(0x7F),
-        COPY => {
+        INTERRUPTED => {
             let mut sqe = Sqe::new(NvmOpcode::COPY.0);
             CopyCommand {
                 sdlba: Lba(100),
@@ -211,13 +249,26 @@ fn put(memory: &Mapping, gpa: u64, bytes: &[u8]) {
     place.copy_from(bytes);
 }
 
-/// Puts the range of the Copy where it is.
-fn put_range(memory: &Mapping) {
+/// Byte that a command's page is full of.
+fn byte(index: u16) -> u8 {
+    0x50 + index as u8
+}
+
+/// Puts the commands' data where it is, and the range of the Copy.
+fn put_data(memory: &Mapping) {
+    for index in 0..SECOND {
+        let page = [byte(index); 0x1000];
+        put(memory, command("", index, CommandId(0)).prp1(), &page);
+    }
     let range = CopyRange0 {
         slba: Lba(3),
         ..CopyRange0::new_zeroed()
     };
-    put(memory, command(COPY, CommandId(0)).prp1(), range.as_bytes());
+    put(
+        memory,
+        command("", INTERRUPTED, CommandId(0)).prp1(),
+        range.as_bytes(),
+    );
 }
 
 /// Returns the entry of the Completion Queue, if it is one of the round that has this phase.
@@ -289,9 +340,9 @@ fn child() {
     for (index, cid) in (0..).zip(cids(kind)) {
         let at = (FIRST + u32::from(index)) % ENTRIES;
         let place = SQ + 64 * u64::from(at);
-        put(&guest, place, command(index, cid).as_bytes());
+        put(&guest, place, command(kind, index, cid).as_bytes());
     }
-    put_range(&guest);
+    put_data(&guest);
 
     meeting.thread.store(gettid().as_raw() as u32);
     while meeting.go.load() == 0 {}
@@ -329,14 +380,32 @@ impl Drop for Tracee {
 struct Left {
     rings: Vec<u8>,
     live: Vec<u8>,
+    /// States of zones, if the drive has any.
+    zones: Vec<u8>,
 }
 
 impl Left {
-    fn look(&mut self, guest: &Mapping, live: &Mapping) {
+    fn look(&mut self, guest: &Mapping, live: &Mapping, zones: Option<&File>) {
         let rings = guest.bytes(SQ as usize, RINGS).unwrap();
         rings.copy_to(&mut self.rings);
         live.bytes(0, LIVE).unwrap().copy_to(&mut self.live);
+        if let Some(zones) = zones {
+            zones.read_exact_at(&mut self.zones, WORDS).unwrap();
+        }
     }
+}
+
+/// Makes a drive whose zones are in a state, and whose blocks have never been written.
+fn next_drive(folder: &Path, zones: &[u8]) -> String {
+    let path = folder.join("next");
+    let name = path.to_str().unwrap().to_owned();
+    File::create(&path).unwrap().set_len(16 << 20).unwrap();
+    if !zones_of(&name).exists() {
+        drop(host(&name));
+    }
+    let states = File::options().write(true).open(zones_of(&name)).unwrap();
+    states.write_all_at(zones, WORDS).unwrap();
+    name
 }
 
 /// Takes the queue up from what was left, and carries out what there is to do. Returns the commands that were carried
@@ -345,7 +414,7 @@ fn finish(kind: &str, left: &Left, live_len: u64) -> usize {
     let memory = File::from(memfd(c"guest", MEMORY as u64).unwrap());
     let guest = map(&memory);
     put(&guest, SQ, &left.rings);
-    put_range(&guest);
+    put_data(&guest);
     let live = sealed_memfd(c"live", live_len).unwrap();
     let mapping = Mapping::shared(live.as_fd(), 0, LIVE, Access::ReadWrite).unwrap();
     mapping.bytes(0, LIVE).unwrap().copy_from(&left.live);
@@ -355,8 +424,12 @@ fn finish(kind: &str, left: &Left, live_len: u64) -> usize {
     doorbells.store(Doorbell::SqTail(QUEUE), TAIL);
     let before = completions(&guest).len();
 
-    // Here nothing needs time.
-    let host = host(if kind == "slow" { "memory:16M" } else { kind });
+    let next = is_zoned(kind).then(|| next_drive(Path::new(kind).parent().unwrap(), &left.zones));
+    let host = host(match kind {
+        // Here nothing needs time.
+        "slow" => "memory:16M",
+        kind => next.as_deref().unwrap_or(kind),
+    });
     let files = Files {
         memory,
         live,
@@ -383,14 +456,43 @@ fn finish(kind: &str, left: &Left, live_len: u64) -> usize {
         let is = |index: u16| cqe.cid() == cids(kind)[usize::from(index)];
         let possible = match status {
             Status::INVALID_OPCODE => is(FAILS),
-            Status::COMMAND_INTERRUPTED => is(COPY) && at >= before,
+            Status::COMMAND_INTERRUPTED => is(INTERRUPTED) && at >= before,
             Status::SUCCESS => !is(FAILS) || kind == "slow",
             _ => false,
         };
         assert!(possible, "{cqe:?}");
     }
+    if let Some(next) = next {
+        // The first with an identifier, as the last command has that of the first.
+        let here = |index: u16| {
+            let cid = cids(kind)[usize::from(index)];
+            let ended = all.iter().position(|cqe| cqe.cid() == cid);
+            ended >= Some(before)
+        };
+        check_zone(&next, here);
+    }
     attachment.give_queue_back(queue).unwrap();
     all.len() - before
+}
+
+/// Checks that each write has moved the first zone's write pointer once, and has its data where it was carried out here.
+fn check_zone(drive: &str, is_here: impl Fn(u16) -> bool) {
+    let mut word = [0; 8];
+    let states = File::open(zones_of(drive)).unwrap();
+    states.read_exact_at(&mut word, WORDS).unwrap();
+    let written = u64::from_le_bytes(word) >> 8;
+    assert_eq!(written, ZONE_WRITES.len() as u64, "the write pointer");
+    let blocks = File::open(drive).unwrap();
+    for (at, index) in (0..).zip(ZONE_WRITES) {
+        let mut block = [0; 4096];
+        blocks.read_exact_at(&mut block, 4096 * at).unwrap();
+        let expected = if is_here(index) && index != 4 {
+            byte(index)
+        } else {
+            0
+        };
+        assert!(block.iter().all(|byte| *byte == expected), "block {at}");
+    }
 }
 
 /// Has a child end at each instruction. Returns how many commands were left to the next process, for each state in
@@ -428,9 +530,11 @@ fn end_anywhere(kind: &str) -> Vec<usize> {
     let mut left = Left {
         rings: vec![0; RINGS],
         live: vec![0; LIVE],
+        zones: vec![0; if is_zoned(kind) { ZONES } else { 0 }],
     };
+    let zones = is_zoned(kind).then(|| File::open(zones_of(kind)).unwrap());
     while meeting.done.load() == 0 {
-        left.look(&guest, &live_memory);
+        left.look(&guest, &live_memory, zones.as_ref());
         if states.last() != Some(&left) {
             states.push(left.clone());
         }
@@ -445,7 +549,10 @@ fn end_anywhere(kind: &str) -> Vec<usize> {
 
 #[test]
 fn a_process_may_end_at_any_instruction() {
-    for kind in ["null:16M", "memory:16M", "slow"] {
+    let folder = tempfile::tempdir().unwrap();
+    let zoned = folder.path().join("zoned");
+    File::create(&zoned).unwrap().set_len(16 << 20).unwrap();
+    for kind in ["null:16M", "memory:16M", "slow", zoned.to_str().unwrap()] {
         let left = end_anywhere(kind);
         let all = usize::from(SECOND);
         assert_eq!(left.first(), Some(&all), "{kind}: all are left");
@@ -531,7 +638,7 @@ fn a_command_that_is_cut_short_is_left_to_the_next_process() {
     };
     let guest = map(&files.memory);
     let cid = CommandId(7);
-    put(&guest, SQ, command(0, cid).as_bytes());
+    put(&guest, SQ, command("", 0, cid).as_bytes());
     let KeptQueues { cqs, sqs, .. } = queues();
     {
         let host = host("lost");

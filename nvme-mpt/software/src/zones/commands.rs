@@ -33,13 +33,10 @@ impl CommandSet for ZonedCommands {
         translate(translator, guest, slot, host)
     }
 
-    /// A write moves the zone's write pointer, so the same one is out of place after that. What resets, opens, closes or
-    /// finishes a zone may do so once more.
+    /// All but Zone Append, which would go behind what it has appended. The drive knows a write that is carried out
+    /// again ([`submit_again`](nvme_mpt::host::HostBatch::submit_again)), although its write pointer may have moved.
     fn is_repeatable(guest: &Sqe) -> bool {
-        match NvmOpcode(guest.opcode()) {
-            NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES | NvmOpcode::ZONE_APPEND => false,
-            _ => NvmCommands::is_repeatable(guest),
-        }
+        NvmOpcode(guest.opcode()) != NvmOpcode::ZONE_APPEND && NvmCommands::is_repeatable(guest)
     }
 
     /// A successful Zone Append reports the LBA that it wrote (ZNS 1.1, section 3.4.1, `ALBA`).

@@ -50,13 +50,21 @@ struct Reset {
     all: bool,
 }
 
+/// Time at which a command is given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Time {
+    First,
+    /// A process that ended had the command, and may have moved the write pointer for it.
+    Again,
+}
+
 /// A queue of a drive, and the zones of a lease in front of it.
 #[derive(Debug)]
 pub struct ZonedQueue {
     drive: HostQueuePair,
     zones: Arc<LeasedZones>,
     /// Commands that were submitted and not rung in.
-    arriving: Vec<Sqe>,
+    arriving: Vec<(Sqe, Time)>,
     /// Commands that the drive gets.
     passing: Vec<Sqe>,
     /// By slot.
@@ -101,12 +109,12 @@ impl ZonedQueue {
         state
             .table
             .cut_to(blocks.saturating_sub(self.zones.start.0));
-        for sqe in arriving.drain(..) {
+        for (sqe, time) in arriving.drain(..) {
             let slot = sqe.cid().0;
             let begun = if gone {
                 Ok(Some((sqe, Fate::Complete)))
             } else {
-                self.begin_kept(&mut state, &sqe, memory)
+                self.begin_kept(&mut state, &sqe, time, memory)
             };
             match begun {
                 Ok(Some((command, fate))) => {
@@ -131,20 +139,21 @@ impl ZonedQueue {
         &mut self,
         state: &mut State,
         sqe: &Sqe,
+        time: Time,
         memory: HostMemory<'_>,
     ) -> Result<Option<(Sqe, Fate)>, Status> {
         let refusal = match NvmOpcode(sqe.opcode()) {
             NvmOpcode::READ
             | NvmOpcode::COMPARE
             | NvmOpcode::VERIFY
-            | NvmOpcode::ZONE_MANAGEMENT_RECEIVE => return self.begin(state, sqe, memory),
+            | NvmOpcode::ZONE_MANAGEMENT_RECEIVE => return self.begin(state, sqe, time, memory),
             NvmOpcode::FLUSH => Status::WRITE_FAULT,
             _ => Status::WRITE_TO_READ_ONLY_RANGE,
         };
         if self.zones.kept.are_lost() {
             return Err(refusal);
         }
-        let begun = self.begin(state, sqe, memory)?;
+        let begun = self.begin(state, sqe, time, memory)?;
         // The change of a state finds it, too.
         match self.zones.kept.are_lost() {
             true => Err(Status::WRITE_FAULT),
@@ -157,6 +166,7 @@ impl ZonedQueue {
         &mut self,
         state: &mut State,
         sqe: &Sqe,
+        time: Time,
         memory: HostMemory<'_>,
     ) -> Result<Option<(Sqe, Fate)>, Status> {
         let first = self.zones.start;
@@ -173,7 +183,10 @@ impl ZonedQueue {
                 let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
                 let (slba, count) = (in_lease(slba), u64::from(nlb_z) + 1);
                 if matches!(opcode, NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES) {
-                    table.write(slba, count)?;
+                    match time {
+                        Time::First => table.write(slba, count)?,
+                        Time::Again => table.write_again(slba, count)?,
+                    }
                     return Ok(Some((*sqe, Fate::Write(table.containing(slba)?))));
                 }
                 table.read(slba, count)?;
@@ -368,6 +381,15 @@ impl ZonedQueue {
     }
 }
 
+/// Returns the place of a command among those that are carried out again in no order of their own. Writes to a zone
+/// follow each other from its start on, and come before what closes it.
+fn place_in_order(sqe: &Sqe) -> u64 {
+    match NvmOpcode(sqe.opcode()) {
+        NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES => ReadWrite::from(sqe).slba.0,
+        _ => u64::MAX,
+    }
+}
+
 /// A status as a guest is told it: all but those that time heals are no use to retry on.
 fn lasting(status: Status) -> Status {
     status.with_dnr(status != Status::COMMAND_INTERRUPTED)
@@ -391,10 +413,18 @@ impl HostBatch for &mut ZonedQueue {
 
     fn submit(&mut self, sqe: &Sqe) {
         debug_assert!(self.arriving.len() < self.arriving.capacity());
-        self.arriving.push(*sqe);
+        self.arriving.push((*sqe, Time::First));
+    }
+
+    fn submit_again(&mut self, sqe: &Sqe) {
+        self.arriving.push((*sqe, Time::Again));
     }
 
     fn ring(self, memory: HostMemory<'_>) {
+        // The repeats of a queue are a batch of their own.
+        if matches!(self.arriving.last(), Some((_, Time::Again))) {
+            self.arriving.sort_by_key(|(sqe, _)| place_in_order(sqe));
+        }
         self.take_up(memory);
         self.drive.ring_in(&self.passing, memory);
         self.passing.clear();

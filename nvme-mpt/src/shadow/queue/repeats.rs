@@ -97,7 +97,7 @@ impl ShadowCore {
         }
         let (number, host) = permit.host();
         match H::Commands::translate(translator, command, number, host) {
-            Ok(bytes) => batch.submit(permit.occupy(Taken {
+            Ok(bytes) => batch.submit_again(permit.occupy(Taken {
                 room,
                 cid: command.cid(),
                 sq: index as u16,

@@ -256,6 +256,19 @@ impl ZoneTable {
         self.advance(index, count)
     }
 
+    /// Takes up a write that a process which ended may have taken up. Blocks below the write pointer are written once
+    /// more: that process moved the pointer before the drive had the data.
+    pub(super) fn write_again(&mut self, slba: Lba, count: u64) -> Result<(), Status> {
+        let (index, offset) = self.locate(slba)?;
+        let zone = self.settled(index)?;
+        let is_below = offset.saturating_add(count) <= zone.written;
+        match zone.state {
+            ZoneState::READ_ONLY | ZoneState::OFFLINE => self.write(slba, count),
+            _ if is_below => Ok(()),
+            _ => self.write(slba, count),
+        }
+    }
+
     /// Takes up an append to the zone that starts at an LBA. Returns where its first block goes.
     pub(super) fn append(&mut self, zslba: Lba, count: u64) -> Result<Lba, Status> {
         let index = self.starting_at(zslba)?;

@@ -477,3 +477,35 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_write_that_is_given_again_overwrites_its_blocks_or_is_the_next_one() {
+    let mut table = table(2, 3);
+    table.write(Lba(0), 4).expect("at the write pointer");
+    for (slba, count) in [(0, 4), (2, 2), (0, 1)] {
+        assert_eq!(table.write_again(Lba(slba), count), Ok(()));
+        assert_eq!(table.zone(0).written, 4, "the pointer stays");
+    }
+    for (slba, count) in [(2, 3), (5, 1)] {
+        let refused = table.write_again(Lba(slba), count);
+        assert_eq!(refused, Err(Status::ZONE_INVALID_WRITE));
+    }
+    assert_eq!(table.write_again(Lba(4), 8), Ok(()));
+    assert_eq!(state(&table, 0), ZoneState::FULL);
+    assert_eq!(table.write_again(Lba(4), 8), Ok(()));
+    let beyond = table.write_again(Lba(11), 2);
+    assert_eq!(beyond, Err(Status::ZONE_IS_FULL));
+
+    table.write(zslba(1), 4).expect("another zone");
+    table.act(1, ZoneSendAction::FINISH).expect("finished");
+    assert_eq!(table.write_again(zslba(1), 4), Ok(()));
+    table.reset(1).expect("reset");
+    let early = table.write_again(zslba(1), 4);
+    assert_eq!(early, Err(Status::COMMAND_INTERRUPTED));
+    table.end_reset(1);
+    assert_eq!(table.write_again(zslba(1), 4), Ok(()));
+    assert_eq!(table.zone(1).written, 4);
+    assert!(table.fail_media(1));
+    let failed = table.write_again(zslba(1), 4);
+    assert_eq!(failed, Err(Status::ZONE_IS_READ_ONLY));
+}

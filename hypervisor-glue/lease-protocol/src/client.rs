@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::net::Shutdown;
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -15,6 +16,7 @@ use nvme_mpt::dma::HeldMemory;
 use nvme_mpt::host::{ChangedZones, Damage, NamespaceFormat};
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::limit::RateLimits;
+use nvme_mpt::live::ExitCounter;
 use nvme_mpt::memory::eventfd;
 use nvme_mpt::poller::Threads;
 use nvme_mpt::seam::DoorbellWaker;
@@ -119,6 +121,8 @@ pub struct RemoteHostSide {
     window: DmaWindow,
     bells: Arc<Mutex<Bells>>,
     counters: Mutex<Counted>,
+    /// Doorbell writes that came here, for the server's figures; `None` with a server whose files are others.
+    exits: Option<ExitCounter>,
     watch: Option<JoinHandle<()>>,
     /// Dropped to end the watch.
     stop: Option<Sender<()>>,
@@ -152,6 +156,7 @@ impl RemoteHostSide {
         let (id, facts) = (id.clone(), facts.clone());
         let doorbells = DoorbellPage::of_file(doorbells, dstrd, facts.queue_pairs)?;
         let watched = channel.stream().try_clone()?;
+        let exits = ExitCounter::of_file(live.as_fd()).ok();
         let events = Arc::new(eventfd::take(events)?);
         let link = Link::new(
             channel,
@@ -203,6 +208,7 @@ impl RemoteHostSide {
             window,
             bells,
             counters: Mutex::default(),
+            exits,
             watch: Some(watch),
             stop: Some(stop),
             ended: Mutex::new(ended),
@@ -592,17 +598,21 @@ impl HostSide for RemoteHostSide {
     fn ring(&self, doorbell: Doorbell, value: u32) -> bool {
         let bells = self.bells();
         let wakers = &bells.doorbells.wakers;
-        let Some((_, waker)) = wakers.iter().find(|(other, _)| *other == doorbell) else {
-            // A server that goes may not have told its bell yet. The next one looks at the doorbell by itself.
-            let exists = self.link.state().standing.queues.has(doorbell);
-            if exists {
-                self.shared.doorbells.store(doorbell, value);
-            }
-            return exists;
-        };
+        let waker = wakers.iter().find(|(other, _)| *other == doorbell);
+        // A server that goes may not have told its bell yet. The next one looks at the doorbell by itself.
+        if waker.is_none() && !self.link.state().standing.queues.has(doorbell) {
+            return false;
+        }
         self.shared.doorbells.store(doorbell, value);
-        // A counter that is full wakes the poller as well.
-        let _ = waker.eventfd().write(1);
+        let (Doorbell::SqTail(qid) | Doorbell::CqHead(qid)) = doorbell;
+        if let Some(exits) = &self.exits {
+            // The lock is held, so no other thread counts.
+            exits.count(qid);
+        }
+        if let Some((_, waker)) = waker {
+            // A counter that is full wakes the poller as well.
+            let _ = waker.eventfd().write(1);
+        }
         true
     }
 

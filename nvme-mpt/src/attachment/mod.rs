@@ -406,14 +406,17 @@ impl Attachment {
             let cqid = existing.cq_of_sq(QueueId(sqid))?;
             existing.cqs.get(&cqid)?.host_queue()
         };
-        let queues = self
-            .counters
-            .iter()
-            .zip(1..)
-            .map(|(counters, qid)| QueueStats {
+        // A function in another process counts its exits itself.
+        let live = self.context.live.as_ref();
+        let exits_there = |qid| live.map_or(0, |live| live.exits(QueueId(qid)));
+        let queues = self.counters.iter().zip(1..).map(|(counters, qid)| {
+            let stats = counters.stats(qid);
+            QueueStats {
                 host_queue: host_queue(qid),
-                ..counters.stats(qid)
-            });
+                doorbell_exits: stats.doorbell_exits + exits_there(qid),
+                ..stats
+            }
+        });
         AttachmentStats {
             queue_pairs: self.pair_stats(&existing),
             id: self.lease().id().to_owned(),

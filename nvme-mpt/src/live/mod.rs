@@ -26,6 +26,7 @@
 //!
 //! The stores cost nothing in a process whose functions end with it: its queues have no live state.
 
+mod exits;
 mod queue;
 
 use std::fs::File;
@@ -33,8 +34,10 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
+pub use exits::ExitCounter;
 pub(crate) use queue::{Head, LiveHead, LiveQueue, Mark, MarkedSlot};
 
+use self::exits::CountedExits;
 use crate::doorbell::MAX_QUEUE_PAIRS;
 use crate::memory::{Access, Cell64, Mapping, SlotRecords};
 use crate::spec::ids::QueueId;
@@ -43,7 +46,8 @@ use crate::spec::ids::QueueId;
 /// queues there are; their commands in flight, by this.
 pub(crate) const MAX_SLOTS: u16 = SlotRecords::COUNT;
 
-/// First word of the file: a name, and the version of the layout.
+/// First word of the file: a name, and the version of the layout. A word that is zero in files of earlier releases, and
+/// whose zero means nothing, may be added without a new version.
 const MAGIC: u64 = u64::from_le_bytes(*b"nvmpliv\x01");
 
 /// Offset of the word that says whether completed writes were lost.
@@ -66,6 +70,7 @@ pub struct LiveState {
     fd: OwnedFd,
     mapping: Arc<Mapping>,
     queue_pairs: u16,
+    exits: CountedExits,
 }
 
 impl LiveState {
@@ -77,9 +82,11 @@ impl LiveState {
         let len = Self::file_len(queue_pairs);
         let fd = crate::memory::sealed_memfd(c"nvme-mpt-live", len as u64)?;
         let mapping = Mapping::shared(fd.as_fd(), 0, len, Access::ReadWrite)?;
+        let mapping = Arc::new(mapping);
         let state = Self {
             fd,
-            mapping: Arc::new(mapping),
+            exits: CountedExits::new(&mapping),
+            mapping,
             queue_pairs,
         };
         if let Some(magic) = state.word(0) {
@@ -106,9 +113,11 @@ impl LiveState {
             ));
         }
         let mapping = Mapping::shared(file.as_fd(), 0, len, Access::ReadWrite)?;
+        let mapping = Arc::new(mapping);
         let state = Self {
             fd: file.into(),
-            mapping: Arc::new(mapping),
+            exits: CountedExits::new(&mapping),
+            mapping,
             queue_pairs,
         };
         match state.word(0) {
@@ -136,6 +145,12 @@ impl LiveState {
     /// Returns the record of lost writes; `None` never, as each file has one.
     pub(crate) fn losses(&self) -> Option<LossRecord> {
         Some(LossRecord(self.word(LOSSES)?))
+    }
+
+    /// Returns the doorbell writes of a queue pair that exited to a VMM in another process, as that VMM has counted them
+    /// since this process has the live state.
+    pub(crate) fn exits(&self, qid: QueueId) -> u64 {
+        self.exits.of(qid)
     }
 
     fn pair(&self, qid: QueueId) -> Option<usize> {

@@ -7,12 +7,15 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, Weak};
 
 use nvme_mpt::lease::FormerData;
-use nvme_mpt::{Attachment, FunctionParts};
+use nvme_mpt::memory::memfd;
+use nvme_mpt::spec::ids::QueueId;
+use nvme_mpt::spec::registers::Doorbell;
+use nvme_mpt::{Attachment, CqConfig, FunctionParts, Gpa, MemoryRegion, SqConfig};
 use nvme_mpt_lease_protocol::{MESSAGE_MAX, Session, SessionError, VERSION};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use crate::common::remote::OneLease;
-use crate::common::{Host, Setup, wait_for};
+use crate::common::{Host, Setup, remote, wait_for};
 
 /// A message with its header.
 fn message(text: &str, descriptors: u32) -> Vec<u8> {
@@ -117,4 +120,47 @@ fn another_version_is_refused_by_name() {
         "{answers}"
     );
     wait_for("the end of the lease", || is_free(&host, &attached));
+}
+
+#[test]
+fn doorbell_writes_that_come_to_a_vmm_are_figures_of_the_server() {
+    const PAGE: u64 = 4096;
+    let host = Host::new("memory:16M", 512);
+    let attachment = host.attachment_with("lease", &Setup::nth(0), FunctionParts::Outliving);
+    let function = remote::host_side(attachment.clone());
+    let region = MemoryRegion {
+        gpa: Gpa(0),
+        len: 4 * PAGE,
+        fd: memfd(c"guest", 4 * PAGE).unwrap(),
+        offset: 0,
+        readable: true,
+        writable: true,
+    };
+    function.map(region).unwrap();
+    let (qid, entries) = (QueueId(2), 8);
+    let cq = CqConfig {
+        qid,
+        base: Gpa(0),
+        entries,
+        vector: None,
+    };
+    function.create_cq(cq).unwrap();
+    let sq = SqConfig {
+        qid,
+        cqid: qid,
+        base: Gpa(PAGE),
+        entries,
+    };
+    function.create_sq(sq).unwrap();
+    for doorbell in [Doorbell::SqTail(qid), Doorbell::CqHead(qid)] {
+        for _ in 0..3 {
+            assert!(function.ring(doorbell, 0));
+        }
+    }
+    assert!(!function.ring(Doorbell::SqTail(QueueId(1)), 0));
+    let stats = attachment.stats();
+    let exits: Vec<(u16, u64)> = (stats.queues.iter())
+        .map(|queue| (queue.qid, queue.doorbell_exits))
+        .collect();
+    assert_eq!(exits, [(2, 6)]);
 }

@@ -1,0 +1,136 @@
+//! Counts of doorbell writes that exited to a VMM in another process.
+//!
+//! The VMM adds to a word for each queue pair. No message per exit is needed for that. The server reads the words, and
+//! does not trust them: a VMM that writes other numbers there makes the figures of its own lease wrong.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+
+use super::{MAGIC, POSITIONS};
+use crate::doorbell::MAX_QUEUE_PAIRS;
+use crate::memory::{Access, Cell64, Mapping};
+use crate::spec::ids::QueueId;
+
+/// Offset of the words in the file of the live state.
+const EXITS: usize = 128;
+
+/// Largest number of exits that is believed, so that sums of them do not overflow.
+const EXITS_MAX: u64 = 1 << 48;
+
+fn words(mapping: &Arc<Mapping>) -> Box<[Cell64]> {
+    let words = 0..usize::from(MAX_QUEUE_PAIRS);
+    words
+        .map_while(|index| Cell64::new(mapping, EXITS + 8 * index))
+        .collect()
+}
+
+fn index(qid: QueueId) -> Option<usize> {
+    usize::from(qid.0).checked_sub(1)
+}
+
+/// Counter of a VMM's exits, in the file of the live state.
+#[derive(Debug)]
+pub struct ExitCounter(Box<[Cell64]>);
+
+impl ExitCounter {
+    /// Counts in the file of the live state that a server gave.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::InvalidData`] if the file has another layout; the kernel's error when it cannot be mapped.
+    pub fn of_file(live: BorrowedFd<'_>) -> io::Result<Self> {
+        let invalid = || io::Error::new(io::ErrorKind::InvalidData, "live state of another layout");
+        let file = File::from(live.try_clone_to_owned()?);
+        if file.metadata()?.len() < POSITIONS as u64 {
+            return Err(invalid());
+        }
+        let mapping = Mapping::shared(file.as_fd(), 0, POSITIONS, Access::ReadWrite)?;
+        let mapping = Arc::new(mapping);
+        match Cell64::new(&mapping, 0) {
+            Some(magic) if magic.load() == MAGIC => Ok(Self(words(&mapping))),
+            _ => Err(invalid()),
+        }
+    }
+
+    /// Counts an exit of a queue's doorbell. One thread at a time may.
+    pub fn count(&self, qid: QueueId) {
+        if let Some(word) = index(qid).and_then(|index| self.0.get(index)) {
+            word.store(word.load().wrapping_add(1));
+        }
+    }
+}
+
+/// Exits that the VMM has counted since this process has the live state.
+#[derive(Debug)]
+pub(super) struct CountedExits {
+    words: Box<[Cell64]>,
+    before: Box<[u64]>,
+}
+
+impl CountedExits {
+    pub(super) fn new(mapping: &Arc<Mapping>) -> Self {
+        let words = words(mapping);
+        let before = words.iter().map(Cell64::load).collect();
+        Self { words, before }
+    }
+
+    /// Returns the exits of a queue's doorbells.
+    pub(super) fn of(&self, qid: QueueId) -> u64 {
+        let index = index(qid);
+        let exits = index.and_then(|index| {
+            let now = self.words.get(index)?.load();
+            Some(now.wrapping_sub(*self.before.get(index)?))
+        });
+        exits.unwrap_or_default().min(EXITS_MAX)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::LiveState;
+    use super::*;
+
+    #[test]
+    fn exits_are_those_since_the_server_has_the_file() {
+        let first = LiveState::new(2).expect("memory");
+        let counter = ExitCounter::of_file(first.fd()).expect("the layout");
+        for _ in 0..3 {
+            counter.count(QueueId(1));
+        }
+        counter.count(QueueId(64));
+        for none in [0, 65] {
+            counter.count(QueueId(none));
+        }
+        let exits = |state: &LiveState| [0, 1, 2, 64, 65].map(|qid| state.exits(QueueId(qid)));
+        assert_eq!(exits(&first), [0, 3, 0, 1, 0]);
+        let fd = first.fd().try_clone_to_owned().expect("descriptor");
+        let next = LiveState::kept(fd, 2).expect("the layout");
+        assert_eq!(exits(&next), [0; 5]);
+        counter.count(QueueId(2));
+        assert_eq!(exits(&next), [0, 0, 1, 0, 0]);
+    }
+
+    #[test]
+    fn any_number_may_be_there() {
+        let state = LiveState::new(1).expect("memory");
+        let word = state.word(EXITS).expect("inside");
+        for (number, believed) in [(7, 7), (EXITS_MAX + 1, EXITS_MAX), (u64::MAX, EXITS_MAX)] {
+            word.store(number);
+            assert_eq!(state.exits(QueueId(1)), believed);
+        }
+    }
+
+    #[test]
+    fn a_file_of_another_layout_is_no_place_to_count() {
+        let refused = |fd: BorrowedFd<'_>| {
+            let error = ExitCounter::of_file(fd).expect_err("refused");
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+        };
+        let state = LiveState::new(1).expect("memory");
+        state.word(0).expect("inside").store(MAGIC + (1 << 56));
+        refused(state.fd());
+        let short = crate::memory::memfd(c"short", 64).expect("memory");
+        refused(short.as_fd());
+    }
+}

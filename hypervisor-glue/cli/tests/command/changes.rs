@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io::Read;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -459,8 +459,13 @@ fn the_example_file_is_one() {
 
 /// Makes a drive whose wipe takes two minutes. Returns the options of a function, by its id and what is done with data.
 fn slow_to_wipe(bench: &Bench) -> impl Fn(&str, &str) -> String {
+    slow_to_wipe_of(bench, 64 << 30)
+}
+
+/// Makes a drive of so many bytes, which are wiped in steps of 256 MiB and half a second.
+fn slow_to_wipe_of(bench: &Bench, bytes: u64) -> impl Fn(&str, &str) -> String {
     let big = fs::File::create(bench.path("big.img")).unwrap();
-    big.set_len(64 << 30).unwrap();
+    big.set_len(bytes).unwrap();
     // Eight commands at a time, each half a second.
     let slow = "[[fault]]\nkind = \"latency\"\nadd = \"500ms\"\noperations = [\"write-zeroes\"]\n";
     fs::write(bench.path("slow.toml"), slow).unwrap();
@@ -497,6 +502,61 @@ fn a_wipe_for_an_added_function_ends_with_the_server() {
     let refused = ask(&bench, "add", &[&options("b", "")]).unwrap_err();
     assert!(refused.contains("data=wipe"), "{refused}");
     server.stop();
+}
+
+#[test]
+fn a_wipe_that_is_killed_in_the_middle_is_done_by_the_next_server() {
+    const BYTES: u64 = 1 << 29;
+    const PIECE: usize = 1 << 20;
+    let bench = Bench::new();
+    let options = slow_to_wipe_of(&bench, BYTES);
+    let server = bench.serve("one", &[]).unwrap();
+    ask(&bench, "add", &[&options("a", "")]).unwrap();
+    ask(&bench, "remove", &["a"]).unwrap();
+    let mut access = fs::File::options();
+    access.read(true).write(true);
+    let drive = access.open(bench.path("big.img")).unwrap();
+    let data = [0xA5; 4096];
+    for at in (0..BYTES).step_by(PIECE) {
+        drive.write_all_at(&data, at).unwrap();
+    }
+    let first_byte = |at: u64| {
+        let mut byte = [0];
+        drive.read_exact_at(&mut byte, at).unwrap();
+        byte[0]
+    };
+    let last = BYTES - PIECE as u64;
+    let gone = thread::scope(|scope| {
+        let bench = &bench;
+        let wiped = options("b", ",data=wipe");
+        let add = scope.spawn(move || ask(bench, "add", &[&wiped]));
+        let deadline = Instant::now() + PATIENCE;
+        while first_byte(0) != 0 {
+            assert!(Instant::now() < deadline, "the wipe begins");
+            thread::sleep(Duration::from_millis(1));
+        }
+        server.kill();
+        add.join().unwrap()
+    });
+    assert!(gone.is_err(), "{gone:?}");
+    assert_eq!(first_byte(last), 0xA5, "a part is left");
+
+    // What is half wiped is not handed out, neither to its id nor to another one.
+    let server = bench.serve("one", &[]).unwrap();
+    let quick = |id, data| options(id, data).replace(",faults=slow.toml", "");
+    for (id, reason) in [("b", "data=wipe"), ("c", "overlaps lease \"b\"")] {
+        let refused = ask(&bench, "add", &[&quick(id, "")]).unwrap_err();
+        assert!(refused.contains(reason), "{refused}");
+    }
+    ask(&bench, "add", &[&quick("b", ",data=wipe")]).unwrap();
+    let (zeroes, mut piece) = (vec![0; PIECE], vec![0; PIECE]);
+    for at in (0..BYTES).step_by(PIECE) {
+        drive.read_exact_at(&mut piece, at).unwrap();
+        assert!(piece == zeroes, "data of another id at {at}");
+    }
+    let (status, stderr) = server.signal("TERM");
+    assert!(status.success(), "{stderr}");
+    assert!(stderr.contains("Lease b: 0+512M"), "{stderr}");
 }
 
 #[test]

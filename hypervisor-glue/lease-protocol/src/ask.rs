@@ -12,7 +12,7 @@ use crate::channel::{Channel, ChannelError};
 use crate::message::{Attached, Opened, Opening, PARTS, VERSION};
 
 /// Time in which a server says something while a lease is made.
-const OPENING_PATIENCE: Duration = Duration::from_secs(10);
+pub(crate) const OPENING_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Time in which a server answers, or ends a lease. Its longest work is bounded by 30 seconds.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(45);
@@ -65,12 +65,14 @@ pub(crate) struct Given {
 }
 
 /// Asks the server on `socket` for the lease of an option string with absolute paths; `None` if the server does not have
-/// the function's drive. `kept` is what the function has from the server before.
+/// the function's drive. `kept` is what the function has from the server before. A server that says nothing for `patience`
+/// is not waited for any longer.
 pub(crate) fn ask_for_lease(
     stream: UnixStream,
     socket: &Path,
     options: &str,
     kept: &[BorrowedFd<'_>],
+    patience: Duration,
 ) -> Result<Option<Given>, AttachError> {
     let answer = |source| AttachError::Answer {
         socket: socket.to_owned(),
@@ -81,7 +83,7 @@ pub(crate) fn ask_for_lease(
         source,
     };
     let channel = Channel::new(stream).map_err(set_up)?;
-    channel.set_patience(OPENING_PATIENCE).map_err(set_up)?;
+    channel.set_patience(patience).map_err(set_up)?;
     let opening = Opening {
         version: VERSION,
         options: options.to_owned(),

@@ -34,7 +34,7 @@ use serde::de::DeserializeOwned;
 use vmm_sys_util::eventfd::EventFd;
 use zerocopy::FromBytes;
 
-use crate::ask::{AttachError, Given, PATIENCE, Reach, ask_for_lease};
+use crate::ask::{AttachError, Given, OPENING_PATIENCE, PATIENCE, Reach, ask_for_lease};
 use crate::link::{DirtyLog, Link, Lost};
 use crate::message::{Attached, DirtyPages, Doorbells, Outcome, Request, Smart};
 use crate::places;
@@ -52,7 +52,7 @@ pub fn attach_over(
     options: &str,
     threads: &Threads,
 ) -> Result<Option<RemoteHostSide>, AttachError> {
-    ask_for_lease(stream, socket, options, &[])?
+    ask_for_lease(stream, socket, options, &[], OPENING_PATIENCE)?
         .map(|given| RemoteHostSide::new(given, None, threads))
         .transpose()
 }
@@ -70,7 +70,7 @@ pub fn attach_anywhere(
     patience: Option<Duration>,
     threads: &Threads,
 ) -> Result<Option<RemoteHostSide>, AttachError> {
-    let Some(given) = places::find(state_dir, options, &[])? else {
+    let Some(given) = places::find(state_dir, options, &[], OPENING_PATIENCE)? else {
         return Ok(None);
     };
     let reach = (patience != Some(Duration::ZERO)).then(|| Reach {

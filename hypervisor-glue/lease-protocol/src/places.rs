@@ -3,6 +3,7 @@
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use nvme_mpt::lease::SERVER_SOCKETS;
 
@@ -21,11 +22,12 @@ pub fn socket_of(state_dir: &Path, name: &str) -> PathBuf {
 }
 
 /// Finds the server that has the drive of `options`, and gets a lease there. `kept` is what the function has from the
-/// server before.
+/// server before. Each server may say nothing for `patience`.
 pub(crate) fn find(
     state_dir: &Path,
     options: &str,
     kept: &[BorrowedFd<'_>],
+    patience: Duration,
 ) -> Result<Option<Given>, AttachError> {
     let folder = match sockets(state_dir).read_dir() {
         Ok(folder) => folder,
@@ -37,7 +39,8 @@ pub(crate) fn find(
         if path.extension().is_none_or(|extension| extension != "sock") {
             continue;
         }
-        let given = connect(&path).and_then(|stream| ask_for_lease(stream, &path, options, kept));
+        let ask = |stream| ask_for_lease(stream, &path, options, kept, patience);
+        let given = connect(&path).and_then(ask);
         match given {
             Ok(Some(given)) => return Ok(Some(given)),
             Ok(None) => {}
@@ -59,4 +62,30 @@ pub(crate) fn find(
         }
     }
     Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    #[test]
+    fn a_server_that_accepts_and_stays_silent_is_named_and_not_waited_for() {
+        const PATIENCE: Duration = Duration::from_millis(20);
+        let state_dir = tempfile::tempdir().unwrap();
+        let socket = socket_of(state_dir.path(), "1");
+        std::fs::create_dir_all(sockets(state_dir.path())).unwrap();
+        // The kernel accepts for it, and nothing answers.
+        let _silent = UnixListener::bind(&socket).unwrap();
+        let asked = ask_for_lease(connect(&socket).unwrap(), &socket, "path=a", &[], PATIENCE);
+        let error = asked.expect_err("no answer");
+        let text = format!("The drive server on {} does not answer", socket.display());
+        assert_eq!(error.to_string(), text);
+        let cause = std::error::Error::source(&error).unwrap().to_string();
+        assert_eq!(cause, "the other side does not go on");
+        // It may have another drive, so the VMM opens its own.
+        let found = find(state_dir.path(), "path=a", &[], PATIENCE).unwrap();
+        assert!(found.is_none());
+    }
 }

@@ -17,7 +17,7 @@ use serde::de::DeserializeOwned;
 use thiserror::Error;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
-use crate::ask::{AttachError, Given, Reach};
+use crate::ask::{AttachError, Given, OPENING_PATIENCE, Reach};
 use crate::channel::{Channel, ChannelError};
 use crate::link::{Link, LinkState, NextServer, Standing};
 use crate::message::{Attached, Farewell, Outcome, Request, VectorChange};
@@ -152,7 +152,8 @@ impl Watch {
     fn resume(&self, reach: &Reach) -> Result<Option<UnixStream>, ResumeError> {
         let events = eventfd::share(&self.link.events)?;
         let kept = [self.doorbells.fd(), self.live.as_fd(), events.as_fd()];
-        let Some(given) = places::find(&reach.state_dir, &reach.options, &kept)? else {
+        let Some(given) = places::find(&reach.state_dir, &reach.options, &kept, OPENING_PATIENCE)?
+        else {
             return Ok(None);
         };
         let Given {

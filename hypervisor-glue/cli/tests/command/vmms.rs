@@ -16,7 +16,7 @@ use nvme_mpt::memory::eventfd;
 use nvme_mpt::{HostSide, Pollers, SharedParts};
 use nvme_mpt_tests::admin::feature;
 use nvme_mpt_tests::bar::Bar;
-use nvme_mpt_tests::command::Sqe;
+use nvme_mpt_tests::command::{DataPointer, Sqe};
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
 use nvme_mpt_tests::disk::Disk;
 use nvme_mpt_tests::function::{InProcess, map};
@@ -25,6 +25,7 @@ use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory};
 use nvme_mpt_tests::prp;
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::registers::CSTS_FATAL;
+use nvme_mpt_tests::status::{DATA_TRANSFER_ERROR, LBA_OUT_OF_RANGE};
 use nvme_mpt_vmm::open::{self, Ledgers};
 use nvme_mpt_vmm::options::AskedFunction;
 use nvme_mpt_vmm::report;
@@ -199,6 +200,10 @@ fn vmm() {
                 println!("VMM: attached");
             }
             _ if guest.has_failed() => println!("VMM: fatal"),
+            "trespass" => match guest.trespass() {
+                Ok(()) => println!("VMM: refused all"),
+                Err(error) => println!("VMM: failed: {error}"),
+            },
             "load" => {
                 guest.leave_in_flight(seed.wrapping_add(passes));
                 println!("VMM: loaded");
@@ -280,6 +285,32 @@ impl Guest {
         // A poller that watches the admin doorbells signals the events for what they have already.
         host.begin_silent_doorbells().unwrap();
         self
+    }
+
+    /// Names memory that the guest has not, and blocks that its lease has not. The server refuses each.
+    fn trespass(&mut self) -> Result<(), String> {
+        let blocks = self.blocks();
+        let (page, end) = (self.buffer.gpa(), self.buffer.memory().regions());
+        let end = end.iter().map(|region| region.gpa + region.len);
+        let outside = end.max().unwrap();
+        let foreign = [0, outside, 1 << 40, !0xFFF].map(|gpa| DataPointer::prp(gpa, 0));
+        let halfway = [0, outside, 1 << 40].map(|gpa| DataPointer::prp(page, gpa));
+        let ours = DataPointer::prp(page, 0);
+        let memory = (foreign.map(|pointer| (0, 8, pointer)).into_iter())
+            .chain(halfway.map(|pointer| (0, 16, pointer)))
+            .map(|command| (command, DATA_TRANSFER_ERROR));
+        let beyond = [(blocks, 1), (blocks - 1, 2), (1 << 40, 1), (u64::MAX, 1)];
+        let lease = beyond.map(|(slba, count)| ((slba, count, ours), LBA_OUT_OF_RANGE));
+        for ((slba, count, pointer), expected) in memory.chain(lease) {
+            for sqe in [Sqe::write(1, slba, count), Sqe::read(1, slba, count)] {
+                let cqe = self.queue.submit_and_wait(sqe.with_data(pointer), PATIENCE);
+                let cqe = cqe.map_err(|error| error.to_string())?;
+                if cqe.status().code() != expected {
+                    return Err(format!("{cqe:?} for {count} blocks at {slba}, {pointer:?}"));
+                }
+            }
+        }
+        Ok(())
     }
 
     fn has_failed(&self) -> bool {
@@ -425,6 +456,34 @@ fn vmms_share_a_drive_of_a_server_and_one_that_dies_leaves_no_trace() {
     next.end();
     second.end();
     await_leases(&bench, &[]);
+    server.stop();
+}
+
+#[test]
+fn a_guest_that_names_what_it_has_not_is_refused_and_its_neighbour_verifies_its_data() {
+    let bench = Bench::new();
+    let server = server(&bench);
+    let mut first = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 1);
+    let mut second = TestVmm::start(&bench, "path=drive.img,range=16M+16M,id=second", 101);
+    assert_eq!(first.report(), "attached");
+    assert_eq!(second.report(), "attached");
+    assert_eq!([first.pass(), second.pass()], ["passed", "passed"]);
+    writeln!(second.orders, "pass").unwrap();
+    for _ in 0..20 {
+        assert_eq!(first.order("trespass"), "refused all");
+    }
+    assert_eq!(second.report(), "passed");
+    for vmm in [&mut first, &mut second] {
+        assert_eq!(vmm.order("read"), "passed");
+    }
+    let drive = fs::File::open(bench.path("drive.img")).unwrap();
+    let mut data = vec![0; RANGE as usize];
+    for (start, byte) in [(0, 1), (RANGE, 102)] {
+        drive.read_exact_at(&mut data, start).unwrap();
+        assert!(data.iter().all(|other| *other == byte), "at {start}");
+    }
+    first.end();
+    second.end();
     server.stop();
 }
 

@@ -43,6 +43,15 @@ impl fmt::Display for Gpa {
     }
 }
 
+/// Returns a limit of bytes as a power of two of memory pages, rounded down; 0 below two pages.
+#[must_use]
+pub const fn log2_pages(bytes: u64) -> u8 {
+    match (bytes / PAGE_SIZE).checked_ilog2() {
+        Some(power) => power as u8,
+        None => 0,
+    }
+}
+
 /// An address in a host controller's IOVA space. Only translation makes one from a guest's word.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(transparent)]

@@ -39,8 +39,8 @@ pub enum Event {
     CommandFailed(ErrorEntry),
     /// Something happened to the drive under all its users.
     Drive(DriveEvent),
-    /// Zones of the lease changed by themselves, which its Changed Zone List names.
-    ZonesChanged,
+    /// Something in the lease changed by itself, which its [changes](crate::host::Changes) list.
+    Changes,
     /// The process of the host side changed, which is not the function's.
     HostSide(HostSideEvent),
 }

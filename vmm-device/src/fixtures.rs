@@ -8,9 +8,10 @@ use std::{
 };
 
 use nvme_mpt::deadline::WaitClock;
-use nvme_mpt::host::{CommandSetLimits, NamespaceFormat, TemperatureThresholds};
+use nvme_mpt::host::{CommandSets, TemperatureThresholds};
 use nvme_mpt::lease::{LeaseRequest, Ledger, Wanted};
 use nvme_mpt::range::ByteRange;
+use nvme_mpt::shadow::{CommandSet, NvmCommands, NvmFacts};
 use nvme_mpt::spec::cqe::Cqe;
 use nvme_mpt::spec::ids::{CommandId, Nsid, QueueId};
 use nvme_mpt::spec::registers::Doorbell;
@@ -39,8 +40,14 @@ pub(crate) fn namespace() -> LeasedNamespace {
             0x00, 0x11, 0x22, 0x33, 0x44, 0x55, 0x66, 0x77, 0x88, 0x99, 0xAA, 0xBB, 0xCC, 0xDD,
             0xEE, 0xFF,
         ],
-        format: NamespaceFormat::Blocks,
+        command_sets: command_sets(&limits(), 9),
     }
+}
+
+/// Command sets of a namespace of blocks.
+pub(crate) fn command_sets(limits: &Limits, lba_shift: u8) -> CommandSets {
+    let limits = *limits;
+    NvmCommands::describe(&NvmFacts { limits, lba_shift }).into()
 }
 
 /// `WCTEMP` and `CCTEMP` of a drive without a sensor.
@@ -65,7 +72,7 @@ pub(crate) fn limits() -> Limits {
         dsm_ranges_max: 64,
         copy_bytes_max: 1 << 20,
         copy_ranges_max: 128,
-        command_set: CommandSetLimits::Nvm,
+        own_bytes_max: 0,
     }
 }
 

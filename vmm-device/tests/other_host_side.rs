@@ -9,13 +9,12 @@ use std::time::Duration;
 
 use nvme_mpt::deadline::WaitClock;
 use nvme_mpt::dma::HeldMemory;
-use nvme_mpt::host::{
-    ChangedZones, CommandSetLimits, Damage, NamespaceFormat, TemperatureThresholds,
-};
+use nvme_mpt::host::{Changes, Damage, TemperatureThresholds};
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::seam::LeasedNamespace;
 use nvme_mpt::seam::{CoalescingConfig, IoDoorbells};
+use nvme_mpt::shadow::{CommandSet, NvmCommands, NvmFacts};
 use nvme_mpt::spec::cqe::Cqe;
 use nvme_mpt::spec::identify::Oncs;
 use nvme_mpt::spec::ids::{Nsid, QueueId};
@@ -155,34 +154,36 @@ impl Recorded {
 }
 
 fn facts() -> LeaseFacts {
+    let limits = Limits {
+        mdts: 5,
+        entries_max: 64,
+        commands: Oncs::default(),
+        awun_z: 0,
+        awupf_z: 0,
+        volatile_write_cache: true,
+        deallocated_reads_zeroes: false,
+        sgl_descriptors_max: 0,
+        no_data_bytes_max: 4096,
+        dsm_range_bytes_max: 4096,
+        dsm_ranges_max: 1,
+        copy_bytes_max: 4096,
+        copy_ranges_max: 1,
+        own_bytes_max: 0,
+    };
+    let lba_shift = 12;
     LeaseFacts {
         namespace: LeasedNamespace {
             nsid: Nsid(1),
-            lba_shift: 12,
+            lba_shift,
             blocks: 1000,
             serial: "recorded".into(),
             model: "no attachment".into(),
             nguid: [1; 16],
             eui64: [2; 8],
             uuid: [3; 16],
-            format: NamespaceFormat::Blocks,
+            command_sets: NvmCommands::describe(&NvmFacts { limits, lba_shift }).into(),
         },
-        limits: Limits {
-            mdts: 5,
-            entries_max: 64,
-            commands: Oncs::default(),
-            awun_z: 0,
-            awupf_z: 0,
-            volatile_write_cache: true,
-            deallocated_reads_zeroes: false,
-            sgl_descriptors_max: 0,
-            no_data_bytes_max: 4096,
-            dsm_range_bytes_max: 4096,
-            dsm_ranges_max: 1,
-            copy_bytes_max: 4096,
-            copy_ranges_max: 1,
-            command_set: CommandSetLimits::Nvm,
-        },
+        limits,
         queue_pairs: QUEUE_PAIRS,
         doorbells: DoorbellMode::Trap,
         parks: true,
@@ -228,11 +229,11 @@ impl HostSide for Recorded {
         Ok(None)
     }
 
-    fn changed_zones(&self) -> Option<ChangedZones> {
+    fn changes(&self) -> Option<Changes> {
         None
     }
 
-    fn forget_changed_zones(&self, _: &ChangedZones) {}
+    fn forget_changes(&self, _: &Changes) {}
 
     fn counters(&self) -> Counters {
         Counters::default()

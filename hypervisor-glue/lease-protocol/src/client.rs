@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use nvme_mpt::deadline::DRAIN_DEADLINE;
 use nvme_mpt::dma::HeldMemory;
-use nvme_mpt::host::{ChangedZones, Damage, NamespaceFormat};
+use nvme_mpt::host::{Changes, Damage};
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::live::ExitCounter;
@@ -413,15 +413,14 @@ impl HostSide for RemoteHostSide {
         Ok(page.and_then(|Smart(bytes)| SmartHealth::read_from_bytes(&bytes).ok()))
     }
 
-    fn changed_zones(&self) -> Option<ChangedZones> {
-        match self.facts.namespace.format {
-            NamespaceFormat::Zones(_) => self.ask(&Request::ChangedZones).ok()?,
-            NamespaceFormat::Blocks | NamespaceFormat::Keys(_) => None,
-        }
+    fn changes(&self) -> Option<Changes> {
+        let own = self.facts.namespace.command_sets.own();
+        own.change_list.as_ref()?;
+        self.ask(&Request::Changes).ok()?
     }
 
-    fn forget_changed_zones(&self, told: &ChangedZones) {
-        self.tell(&Request::ForgetChangedZones(told.clone()));
+    fn forget_changes(&self, told: &Changes) {
+        self.tell(&Request::ForgetChanges(told.clone()));
     }
 
     fn counters(&self) -> Counters {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use nvme_mpt::crossing;
 use nvme_mpt::doorbell::MAX_QUEUE_PAIRS;
-use nvme_mpt::host::ChangedZones;
+use nvme_mpt::host::Changes;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::seam::CoalescingConfig;
 use nvme_mpt::spec::ids::QueueId;
@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 /// Version of the protocol. Sides of different versions do not talk: a change of a message, or of a type in one, is a
 /// new version.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 
 /// First message of a VMM. All versions have its fields.
 ///
@@ -104,8 +104,8 @@ pub(crate) enum Request {
     Status,
     Damage,
     SmartHealth,
-    ChangedZones,
-    ForgetChangedZones(ChangedZones),
+    Changes,
+    ForgetChanges(Changes),
     Counters,
     Commands,
     Stats,

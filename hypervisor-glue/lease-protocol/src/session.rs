@@ -385,8 +385,8 @@ impl Served<'_> {
                 let page = page.map(|page| page.map(|page| Smart(page.as_bytes().to_vec())));
                 self.reply(&page.map_err(Failed))
             }
-            Request::ChangedZones => self.reply(&host.changed_zones()),
-            Request::ForgetChangedZones(told) => self.reply(&host.forget_changed_zones(&told)),
+            Request::Changes => self.reply(&host.changes()),
+            Request::ForgetChanges(told) => self.reply(&host.forget_changes(&told)),
             Request::Counters => self.reply(&host.counters()),
             Request::Commands => self.reply(&host.commands()),
             Request::Stats => self.reply(&host.stats()),

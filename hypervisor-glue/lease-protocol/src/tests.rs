@@ -2,10 +2,17 @@
 
 use std::time::Duration;
 
-use nvme_mpt::host::ChangedZones;
+use nvme_mpt::host::{
+    ChangeListDescription, Changes, CommandSetDescription, Contents, IdentifyNamespaceData,
+    IoCommand, NamespaceFact, PlacedFact, Promise, Structure,
+};
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::seam::CoalescingConfig;
-use nvme_mpt::spec::ids::{Lba, QueueId};
+use nvme_mpt::spec::event::AsyncEvent;
+use nvme_mpt::spec::feature::AsyncEventConfiguration;
+use nvme_mpt::spec::identify::Csi;
+use nvme_mpt::spec::ids::QueueId;
+use nvme_mpt::spec::log::LogPageId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{
     CqConfig, DirtyRange, DmaError, DoorbellBuffer, DriveEvent, Event, Gpa, KeptQueues, QueueError,
@@ -33,7 +40,7 @@ fn requests() {
         version: VERSION,
         options: "path=/srv/a".to_owned(),
     };
-    is(&opening, r#"{"version":3,"options":"path=/srv/a"}"#);
+    is(&opening, r#"{"version":4,"options":"path=/srv/a"}"#);
     let region = Region {
         gpa: Gpa(4096),
         len: 8192,
@@ -95,9 +102,9 @@ fn requests() {
     is(&Request::ResetWithin(time), text);
     let text = r#"{"flush_within":{"secs":1,"nanos":500000000}}"#;
     is(&Request::FlushWithin(time), text);
-    let told = ChangedZones::new(&[Lba(7)], true);
-    let text = r#"{"forget_changed_zones":{"starts":[7],"more":true}}"#;
-    is(&Request::ForgetChangedZones(told), text);
+    let told = Changes::new(&[7], true);
+    let text = r#"{"forget_changes":{"ids":[7],"more":true}}"#;
+    is(&Request::ForgetChanges(told), text);
     for (change, name) in [
         (VectorChange::Connect, "connect"),
         (VectorChange::Disconnect, "disconnect"),
@@ -113,7 +120,7 @@ fn requests() {
         (Request::Status, "status"),
         (Request::Damage, "damage"),
         (Request::SmartHealth, "smart_health"),
-        (Request::ChangedZones, "changed_zones"),
+        (Request::Changes, "changes"),
         (Request::Counters, "counters"),
         (Request::Commands, "commands"),
         (Request::Stats, "stats"),
@@ -133,6 +140,37 @@ fn requests() {
     ] {
         is(&request, &format!("\"{name}\""));
     }
+}
+
+#[test]
+fn command_sets() {
+    let event = AsyncEvent(0x00BF_EF02);
+    let list = ChangeListDescription {
+        lid: LogPageId(0xBF),
+        event,
+        notice: AsyncEventConfiguration(1 << 27),
+        unit: 8,
+    };
+    let own = CommandSetDescription {
+        csi: Csi(2),
+        contents: Contents::Blocks {
+            unit: 8,
+            writable: 6,
+        },
+        commands: vec![IoCommand::writing(0x7D)],
+        namespace: IdentifyNamespaceData {
+            structure: Structure::of(&[0_u8, 7, 8]),
+            facts: vec![PlacedFact {
+                offset: 16,
+                fact: NamespaceFact::Used,
+            }],
+        },
+        controller: Structure::default(),
+        change_list: Some(list),
+        promises: vec![Promise::new("size", 8_u64)],
+    };
+    let text = r#"{"csi":2,"contents":{"Blocks":{"unit":8,"writable":6}},"commands":[{"opcode":125,"changes_content":true}],"namespace":{"structure":[{"offset":1,"bytes":[7,8]}],"facts":[{"offset":16,"fact":"Used"}]},"controller":[],"change_list":{"lid":191,"event":12578562,"notice":134217728,"unit":8},"promises":[{"name":"size","value":8}]}"#;
+    is(&own, text);
 }
 
 #[test]

@@ -9,7 +9,7 @@ use nvme_mpt::drive::{
     HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace, Incidents,
 };
 use nvme_mpt::event::EventQueue;
-use nvme_mpt::host::{CommandSetLimits, Damage, Limits, NamespaceFormat, ZoneChanges};
+use nvme_mpt::host::{ChangeLog, CommandSetDescription, Damage, Limits};
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::live::LossRecord;
 use nvme_mpt::range::{ByteRange, LbaRange};
@@ -67,7 +67,7 @@ pub(crate) const LIMITS: Limits = Limits {
     dsm_ranges_max: 256,
     copy_bytes_max: 1 << MAX_TRANSFER_LOG2,
     copy_ranges_max: 128,
-    command_set: CommandSetLimits::Nvm,
+    own_bytes_max: 0,
 };
 
 impl SoftwareController {
@@ -157,9 +157,7 @@ impl SoftwareController {
                 .with_verify(true),
             // Blocks beyond a write pointer may hold what was there before a crash.
             deallocated_reads_zeroes: false,
-            command_set: CommandSetLimits::Zoned {
-                append_bytes_max: profile.append_limit.0,
-            },
+            own_bytes_max: profile.append_limit.0,
             ..self.limits
         };
         self.zones = Some(zones);
@@ -374,15 +372,12 @@ impl HostLease for SoftwareLease {
         }
     }
 
-    fn format(&self) -> NamespaceFormat {
-        match &self.zones {
-            Some(zones) => NamespaceFormat::Zones(zones.format()),
-            None => NamespaceFormat::Blocks,
-        }
+    fn command_set(&self) -> Option<CommandSetDescription> {
+        self.zones.as_ref().map(|zones| zones.describe())
     }
 
-    fn zone_changes(&self) -> Option<&dyn ZoneChanges> {
+    fn changes(&self) -> Option<&dyn ChangeLog> {
         let zones = self.zones.as_deref();
-        zones.map(|zones| zones as &dyn ZoneChanges)
+        zones.map(|zones| zones as &dyn ChangeLog)
     }
 }

@@ -171,7 +171,6 @@ impl KeyList {
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
-#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct KvFormat {
     /// KV Key Max Length, in bytes.
     pub kml: u16,

@@ -281,6 +281,27 @@ pub struct ChangedNamespaceList(pub [Nsid; 1024]);
 
 const _: () = assert!(size_of::<ChangedNamespaceList>() == 4096);
 
+/// List of changes in one namespace, in the form of the Changed Zone List (LID BFh; ZNS 1.1, section 4.1.4.1).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+pub struct ChangeList {
+    /// Number of identifiers; FFFFh: more than there is room for, and none is listed.
+    pub count: u16,
+    /// Reserved.
+    pub rsvd2: [u8; 6],
+    /// Identifiers: the LBAs that the changed units begin with.
+    pub ids: [u64; Self::CAPACITY],
+}
+
+impl ChangeList {
+    /// Most identifiers that are listed.
+    pub const CAPACITY: usize = 511;
+    /// `count` where there are more.
+    pub const OVERFLOW: u16 = 0xFFFF;
+}
+
+const _: () = assert!(size_of::<ChangeList>() == 4096);
+
 /// Commands Supported and Effects (LID 05h; Base 2.0, section 5.16.1.6).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]

@@ -24,6 +24,7 @@ macro_rules! open_enum {
             ::zerocopy::FromBytes, ::zerocopy::IntoBytes,
             ::zerocopy::Immutable, ::zerocopy::KnownLayout,
         )]
+        #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(transparent))]
         pub struct $name(pub $repr);
 
         impl $name {

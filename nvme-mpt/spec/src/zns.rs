@@ -1,5 +1,5 @@
 //! Additions of the Zoned Namespace Command Set to the NVM Command Set: its commands and their data, its
-//! Identify data structures and its log page, after the *NVM Express Zoned Namespace Command Set
+//! Identify data structures, after the *NVM Express Zoned Namespace Command Set
 //! Specification 1.1* ("ZNS 1.1").
 
 use core::mem::{offset_of, size_of};
@@ -249,27 +249,6 @@ pub struct IdentifyControllerZns {
 
 const _: () = assert!(size_of::<IdentifyControllerZns>() == IDENTIFY_SIZE);
 
-/// Changed Zone List (LID BFh; ZNS 1.1, section 4.1.4.1).
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
-pub struct ChangedZoneList {
-    /// Number of Zone Identifiers; FFFFh: more than there is room for, and none is listed.
-    pub nrzid: u16,
-    /// Reserved.
-    pub rsvd2: [u8; 6],
-    /// Zone Identifiers: their Zone Start LBAs.
-    pub zids: [Lba; Self::CAPACITY],
-}
-
-impl ChangedZoneList {
-    /// Most zones that are listed.
-    pub const CAPACITY: usize = 511;
-    /// `nrzid` where there are more.
-    pub const OVERFLOW: u16 = 0xFFFF;
-}
-
-const _: () = assert!(size_of::<ChangedZoneList>() == 4096);
-
 #[cfg(test)]
 mod tests {
     use zerocopy::FromZeros;
@@ -334,10 +313,5 @@ mod tests {
         let bytes = id.as_bytes();
         assert_eq!(bytes[..12], [0, 0, 1, 0, 13, 0, 0, 0, 7, 0, 0, 0]);
         assert_eq!(bytes[2816..2820], [0x00, 0x80, 0, 0]);
-
-        let mut list = ChangedZoneList::new_zeroed();
-        list.nrzid = 1;
-        list.zids[0] = Lba(0x8000);
-        assert_eq!(list.as_bytes()[..10], [1, 0, 0, 0, 0, 0, 0, 0, 0x00, 0x80]);
     }
 }

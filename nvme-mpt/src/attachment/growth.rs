@@ -36,7 +36,7 @@ pub enum GrowError {
     },
     /// The drive's leases stay as large as they are.
     #[error(
-        "Lease \"{0}\" is that of a drive of zones, or of keys and values, whose leases do not grow: add a larger one"
+        "Lease \"{0}\" does not grow, as each lease of its drive is one part of it: add a larger one"
     )]
     Whole(String),
     /// Its extents are no whole units.

@@ -11,7 +11,7 @@ use crate::deadline::Deadline;
 use crate::dma::{DirtyRange, DmaError, HeldMemory, MemoryRegion};
 use crate::doorbell::DoorbellBuffer;
 use crate::event::{DriveEvent, Event};
-use crate::host::{ChangedZones, Damage};
+use crate::host::{Changes, Damage};
 use crate::limit::RateLimits;
 use crate::seam::{
     AttachmentState, CqConfig, GUEST_NSID, KeptQueues, QueueError, SqConfig, StateError,
@@ -74,13 +74,13 @@ impl HostSide for Attachment {
         self.drive().controller().smart_health()
     }
 
-    fn changed_zones(&self) -> Option<ChangedZones> {
-        self.zone_changes().map(|zones| zones.changed())
+    fn changes(&self) -> Option<Changes> {
+        self.change_log().map(|log| log.changes())
     }
 
-    fn forget_changed_zones(&self, told: &ChangedZones) {
-        if let Some(zones) = self.zone_changes() {
-            zones.forget_changed(told);
+    fn forget_changes(&self, told: &Changes) {
+        if let Some(log) = self.change_log() {
+            log.forget(told);
         }
     }
 

@@ -45,7 +45,7 @@ use crate::doorbell::{DoorbellMode, DoorbellPage, MAX_QUEUE_PAIRS};
 use crate::drive::Drive;
 use crate::drive::{HostLeaseError, HostNamespace, Reservation};
 use crate::event::EventQueue;
-use crate::host::{Limits, ZoneChanges};
+use crate::host::{ChangeLog, CommandSets, Limits};
 use crate::interrupt::{Coalescing, InterruptVector};
 use crate::lease::Lease;
 use crate::limit::{Limiter, RateLimits};
@@ -53,7 +53,9 @@ use crate::live::LiveState;
 use crate::park::Silence;
 use crate::poller::{Placement, PollPolicy, Pollers, Spin};
 use crate::seam::{GUEST_NSID, LeaseFacts, LeasedNamespace, QueueError};
-use crate::shadow::{LeasedBlocks, Nsids, QueueContext, ShadowQueue};
+use crate::shadow::{
+    CommandSet, LeasedBlocks, Nsids, NvmCommands, NvmFacts, QueueContext, ShadowQueue,
+};
 use crate::spec::ids::QueueId;
 use crate::stats::{
     AttachmentStats, Counters, HostQueueUse, LeasePairStats, QueueCounters, QueueStats,
@@ -172,7 +174,13 @@ impl Attachment {
             nguid: identity.nguid,
             eui64: identity.eui64,
             uuid: identity.uuid,
-            format: host.format(),
+            command_sets: CommandSets {
+                nvm: NvmCommands::describe(&NvmFacts {
+                    limits,
+                    lba_shift: drive.lba_shift(),
+                }),
+                other: host.command_set(),
+            },
         };
         let window = DmaWindow::new(drive.controller().iova_space().clone()).taking(memory);
         let (page, events, live) = match parts {
@@ -337,9 +345,9 @@ impl Attachment {
         &self.facts.namespace
     }
 
-    /// Returns the zones of the lease that changed by themselves, if its drive is divided into zones.
-    fn zone_changes(&self) -> Option<&dyn ZoneChanges> {
-        self.holding.host().zone_changes()
+    /// Returns what changed by itself in the lease, if its command set has a list of changes.
+    fn change_log(&self) -> Option<&dyn ChangeLog> {
+        self.holding.host().changes()
     }
 
     /// Returns the promises that may be made to the guest.

@@ -10,14 +10,13 @@ use super::queue_limits::QueueLimits;
 use crate::address::PAGE_SIZE;
 use crate::doorbell::DoorbellBuffer;
 use crate::event::{DriveEvent, Event};
-use crate::host::{ChangedZones, Limits, NamespaceFormat};
+use crate::host::{Changes, Limits};
 use crate::seam::LeasedNamespace;
 use crate::seam::state::{
-    AttachmentState, ChangedZonesState, DoorbellBufferState, PromiseState, StateError,
+    AttachmentState, ChangesState, DoorbellBufferState, PromiseState, StateError,
 };
-use crate::spec::ids::{Lba, QueueId};
+use crate::spec::ids::QueueId;
 use crate::spec::registers::Doorbell;
-use crate::spec::zns::ChangedZoneList;
 
 /// Name of the promise that a lease by size may outgrow.
 const BLOCKS: &str = "blocks";
@@ -49,19 +48,19 @@ impl Attachment {
             queues: saved.collect(),
             revoked: queues.revoked,
             counters: self.counted() + queues.counted_before,
-            changed_zones: self.save_changed_zones(),
+            changes: self.save_changes(),
             lost_writes: self.holding.host().damage().lost_writes,
         })
     }
 
-    fn save_changed_zones(&self) -> ChangedZonesState {
-        let Some(zones) = self.zone_changes() else {
-            return ChangedZonesState::default();
+    fn save_changes(&self) -> ChangesState {
+        let Some(log) = self.change_log() else {
+            return ChangesState::default();
         };
-        let changed = zones.changed();
-        ChangedZonesState {
-            starts: changed.starts().iter().map(|start| start.0).collect(),
-            more: changed.are_more(),
+        let changes = log.changes();
+        ChangesState {
+            ids: changes.ids().to_vec(),
+            more: changes.are_more(),
         }
     }
 
@@ -79,7 +78,7 @@ impl Attachment {
             queues: saved,
             revoked,
             counters,
-            changed_zones,
+            changes,
             lost_writes,
         } = state;
         let mut queues = self.queues();
@@ -95,10 +94,9 @@ impl Attachment {
         queues.buffer = doorbell_buffer.map(DoorbellBuffer::from);
         queues.revoked = *revoked;
         queues.counted_before = *counters;
-        if let Some(zones) = self.zone_changes() {
-            let ChangedZonesState { starts, more } = changed_zones;
-            let starts: Vec<Lba> = starts.iter().map(|start| Lba(*start)).collect();
-            zones.recall_changed(&ChangedZones::new(&starts, *more));
+        if let Some(log) = self.change_log() {
+            let ChangesState { ids, more } = changes;
+            log.recall(&Changes::new(ids, *more));
         }
         if *lost_writes {
             self.holding.host().lose_earlier_writes();
@@ -128,11 +126,11 @@ impl Attachment {
             queues,
             revoked,
             counters: _,
-            changed_zones,
+            changes,
             lost_writes: _,
         } = state;
         self.check_promises(promises)?;
-        self.check_changed_zones(changed_zones)?;
+        self.check_changes(changes)?;
         if !revoked && !self.has_blocks() {
             return Err(StateError::Mismatch {
                 promise: "namespace".to_owned(),
@@ -165,26 +163,28 @@ impl Attachment {
         page_aligned("doorbell_buffer.event_idx", event_idx.0)
     }
 
-    fn check_changed_zones(&self, state: &ChangedZonesState) -> Result<(), StateError> {
-        let NamespaceFormat::Zones(zones) = self.namespace().format else {
+    fn check_changes(&self, state: &ChangesState) -> Result<(), StateError> {
+        let namespace = self.namespace();
+        let Some(list) = &namespace.command_sets.own().change_list else {
             if state.is_empty() {
                 return Ok(());
             }
-            let (count, valid) = (state.starts.len(), "left out, as there are no zones");
-            return Err(StateError::invalid("changed_zones", count, valid));
+            let (count, valid) = (state.ids.len(), "left out, as no list of changes exists");
+            return Err(StateError::invalid(ChangesState::NAME, count, valid));
         };
-        if state.starts.len() > ChangedZoneList::CAPACITY {
-            let (count, valid) = (state.starts.len(), ChangedZoneList::CAPACITY);
-            let valid = format!("up to {valid} zones");
-            return Err(StateError::invalid("changed_zones.starts", count, valid));
+        let field = format!("{}.starts", ChangesState::NAME);
+        if state.ids.len() > Changes::CAPACITY {
+            let (count, valid) = (state.ids.len(), Changes::CAPACITY);
+            let valid = format!("up to {valid} changes");
+            return Err(StateError::invalid(field, count, valid));
         }
-        let (size, blocks) = (zones.geometry.size, self.namespace().blocks);
-        let is_wrong = |start: &&u64| !start.is_multiple_of(size) || **start >= blocks;
-        match state.starts.iter().find(is_wrong) {
+        let (unit, blocks) = (list.unit, namespace.blocks);
+        let is_wrong = |id: &&u64| !id.is_multiple_of(unit) || **id >= blocks;
+        match state.ids.iter().find(is_wrong) {
             None => Ok(()),
-            Some(start) => {
-                let valid = format!("a multiple of {size} below {blocks}");
-                Err(StateError::invalid("changed_zones.starts", start, valid))
+            Some(id) => {
+                let valid = format!("a multiple of {unit} below {blocks}");
+                Err(StateError::invalid(field, id, valid))
             }
         }
     }
@@ -228,7 +228,7 @@ impl Attachment {
             nguid,
             eui64,
             uuid,
-            format,
+            command_sets,
         } = self.namespace();
         let Limits {
             mdts,
@@ -244,8 +244,8 @@ impl Attachment {
             dsm_ranges_max,
             copy_bytes_max,
             copy_ranges_max,
-            // The namespace's format has them.
-            command_set: _,
+            // A promise of the command set itself.
+            own_bytes_max: _,
         } = self.limits();
         let blocks = self.context.blocks().blocks();
         let promises: [(&str, &dyn Display); 24] = [
@@ -280,10 +280,8 @@ impl Attachment {
             ("EUI-64", &hex(eui64)),
             ("namespace UUID", &hex(uuid)),
         ];
-        let own = format.promises();
-        let own = own
-            .iter()
-            .map(|(name, value)| (*name, value as &dyn Display));
+        let own = command_sets.own().promises.iter();
+        let own = own.map(|promise| (promise.name.as_str(), &promise.value as &dyn Display));
         promises
             .into_iter()
             .chain(own)

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::{Drive, HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace};
 use crate::clock::Ticks;
-use crate::host::{CommandSetLimits, CompletionTaker, HostBatch, HostMemory, HostQueue, Limits};
+use crate::host::{CompletionTaker, HostBatch, HostMemory, HostQueue, Limits};
 use crate::iova::IovaSpace;
 use crate::shadow::{HostQueuePair, NvmCommands};
 use crate::spec::identify::Oncs;
@@ -38,7 +38,7 @@ impl IdleController {
                 dsm_ranges_max: 1,
                 copy_bytes_max: 1 << 20,
                 copy_ranges_max: 1,
-                command_set: CommandSetLimits::Nvm,
+                own_bytes_max: 0,
             },
         })
     }

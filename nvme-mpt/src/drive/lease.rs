@@ -8,7 +8,7 @@ use std::sync::Arc;
 use super::controller::HostNamespace;
 use super::reservation::Reservation;
 use crate::event::EventQueue;
-use crate::host::{Damage, NamespaceFormat, ZoneChanges};
+use crate::host::{ChangeLog, CommandSetDescription, Damage};
 use crate::limit::Weight;
 use crate::live::LossRecord;
 use crate::range::{ByteRange, LbaRange};
@@ -52,10 +52,8 @@ pub enum HostLeaseError {
     /// Another server or program has part of the range, which no ledger here knows of.
     #[error("Another process uses part of it")]
     InUse(#[source] io::Error),
-    /// The drive's leases are one part each, as those of zones, and of keys and values.
-    #[error(
-        "A lease of a drive of zones, or of keys and values, is one part of it, and stays as long as it is"
-    )]
+    /// The drive's leases are one part each.
+    #[error("Each lease of the drive is one part of it, and stays as long as it is")]
     SeveralParts,
     /// The drive cannot be leased in such parts.
     #[error(transparent)]
@@ -107,7 +105,7 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     /// Returns the error of the kernel or of the drive; any error if the lease has lost writes.
     fn flush(&self) -> io::Result<()>;
 
-    /// Reports changes of the lease's zones and new damage to these events from now on.
+    /// Reports [changes](Self::changes) of the lease and new damage to these events from now on.
     fn subscribe(&self, events: &Arc<EventQueue>) {
         let _ = events;
     }
@@ -138,17 +136,17 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         let _ = range;
     }
 
-    /// Returns the format of its namespace, by its command set.
-    fn format(&self) -> NamespaceFormat {
-        NamespaceFormat::Blocks
-    }
-
-    /// Returns the zones that changed by themselves; `None` if it is not divided into zones.
-    fn zone_changes(&self) -> Option<&dyn ZoneChanges> {
+    /// Returns the description of its namespace by the command set of its own; `None` of the NVM Command Set.
+    fn command_set(&self) -> Option<CommandSetDescription> {
         None
     }
 
-    /// Returns the bytes of keys and values that are in use; 0 of blocks.
+    /// Returns what changed by itself; `None` if its command set has no list of changes.
+    fn changes(&self) -> Option<&dyn ChangeLog> {
+        None
+    }
+
+    /// Returns the bytes that are in use, if its command set counts them; else 0.
     fn used(&self) -> u64 {
         0
     }

@@ -7,8 +7,9 @@
 //! This crate knows no kind by name. A shadow queue has its host queue as a
 //! [`HostQueuePair`](crate::shadow::HostQueuePair), whose poll is one virtual call.
 
+mod changes;
 mod data;
-mod format;
+mod description;
 mod lists;
 mod queue;
 
@@ -16,8 +17,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::spec::identify::Oncs;
 use crate::spec::opcode::NvmOpcode;
+pub use changes::{ChangeLog, Changes};
 pub use data::DataPointer;
-pub use format::{ChangedZones, Geometry, NamespaceFormat, NamespaceZones, Resources, ZoneChanges};
+pub use description::{
+    ChangeListDescription, CommandSetDescription, CommandSets, Contents, IdentifyNamespaceData,
+    IoCommand, NamespaceFact, PlacedFact, Promise, Structure,
+};
 pub(crate) use lists::LIST_BYTES;
 pub use lists::ListMemory;
 pub use queue::{
@@ -54,8 +59,9 @@ pub struct Limits {
     pub copy_bytes_max: u64,
     /// Most source ranges of a Copy command.
     pub copy_ranges_max: u32,
-    /// Limits of the namespaces' own command set.
-    pub command_set: CommandSetLimits,
+    /// Most bytes of data that the namespaces' own command set allows a command which it bounds by itself; 0 if it
+    /// bounds none.
+    pub own_bytes_max: u64,
 }
 
 impl Limits {
@@ -70,9 +76,7 @@ impl Limits {
     #[must_use]
     pub const fn offers(&self, opcode: NvmOpcode) -> bool {
         match opcode {
-            NvmOpcode::FLUSH | NvmOpcode::READ | NvmOpcode::WRITE => {
-                !matches!(self.command_set, CommandSetLimits::KeyValue { .. })
-            }
+            NvmOpcode::FLUSH | NvmOpcode::READ | NvmOpcode::WRITE => true,
             NvmOpcode::COMPARE => self.commands.compare(),
             NvmOpcode::WRITE_UNCORRECTABLE => self.commands.write_uncorrectable(),
             NvmOpcode::DATASET_MANAGEMENT => self.commands.dsm(),
@@ -82,23 +86,6 @@ impl Limits {
             _ => false,
         }
     }
-}
-
-/// The I/O command set of a host controller's namespaces, with limits of its own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum CommandSetLimits {
-    /// The NVM Command Set.
-    Nvm,
-    /// The Zoned Namespace Command Set.
-    Zoned {
-        /// Most bytes of a Zone Append command, a power of two of memory pages.
-        append_bytes_max: u64,
-    },
-    /// The Key Value Command Set.
-    KeyValue {
-        /// Most bytes of the value of a key.
-        value_bytes_max: u32,
-    },
 }
 
 /// Composite Temperatures at which a drive warns, in kelvins (Base 2.0, Figure 275).

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::doorbell::DoorbellMode;
-use crate::host::{Limits, NamespaceFormat, TemperatureThresholds};
+use crate::host::{CommandSets, Limits, TemperatureThresholds};
 use crate::learn::Learning;
 use crate::spec::ids::Nsid;
 
@@ -29,8 +29,8 @@ pub struct LeasedNamespace {
     pub eui64: [u8; 8],
     /// Namespace UUID.
     pub uuid: [u8; 16],
-    /// Its format, by its command set.
-    pub format: NamespaceFormat,
+    /// Its command sets, as the guest reads of them.
+    pub command_sets: CommandSets,
 }
 
 /// Facts of a lease that stay the same as long as a function holds it.

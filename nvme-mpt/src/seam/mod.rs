@@ -42,7 +42,7 @@ use crate::address::Gpa;
 use crate::dma::{DirtyRange, DmaError, GuestMemory, HeldMemory, MemoryRegion};
 use crate::doorbell::{DoorbellBuffer, DoorbellPage};
 use crate::event::Event;
-use crate::host::{ChangedZones, Damage};
+use crate::host::{Changes, Damage};
 use crate::interrupt::InterruptVector;
 use crate::limit::RateLimits;
 use crate::live::LiveState;
@@ -64,7 +64,7 @@ pub use wakers::{DoorbellWaker, ForeignDoorbellWaker, IoDoorbells};
 pub struct LeaseStatus {
     /// Leased logical blocks that the drive's namespace has now; 0 if it is another namespace.
     pub blocks: u64,
-    /// Bytes of keys and values that are in use; 0 of a namespace of blocks.
+    /// Bytes that are in use, if the command set counts them; else 0.
     pub used: u64,
     /// True if the leased blocks are there and the lease is not [revoked](HostSide::revoke).
     pub is_backed: bool,
@@ -142,11 +142,11 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     /// Returns the drive's error; nothing is known while the drive is reset or gone.
     fn smart_health(&self) -> io::Result<Option<SmartHealth>>;
 
-    /// Returns the zones that changed by themselves since the guest was told; `None` if the lease has no zones.
-    fn changed_zones(&self) -> Option<ChangedZones>;
+    /// Returns what changed by itself since the guest was told; `None` if the command set has no list of changes.
+    fn changes(&self) -> Option<Changes>;
 
-    /// Forgets zones of which the guest was told. Zones that changed since stay.
-    fn forget_changed_zones(&self, told: &ChangedZones);
+    /// Forgets changes of which the guest was told. Changes since then stay.
+    fn forget_changes(&self, told: &Changes);
 
     /// Returns what was read and written so far, across snapshots.
     fn counters(&self) -> Counters;

@@ -110,28 +110,37 @@ pub struct AttachmentState {
     pub revoked: bool,
     /// Figures of the lease so far.
     pub counters: Counters,
-    /// The guest's Changed Zone List. It is left out where that is empty, as it was before it was kept.
-    #[serde(default, skip_serializing_if = "ChangedZonesState::is_empty")]
-    pub changed_zones: ChangedZonesState,
+    /// Changes of which the guest was not told. The field is left out where there are none, as it was before it was
+    /// kept. Its name in a snapshot is [`ChangesState::NAME`], of the first command set that had a list of changes.
+    #[serde(
+        rename = "changed_zones",
+        default,
+        skip_serializing_if = "ChangesState::is_empty"
+    )]
+    pub changes: ChangesState,
     /// Completed writes were lost. It is left out where none were, as it was before it was kept.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lost_writes: bool,
 }
 
-/// Zones that changed by themselves, of which the guest was not told.
+/// Changes in a lease, of which the guest was not told.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct ChangedZonesState {
-    /// Their Zone Start LBAs.
-    pub starts: Vec<u64>,
+pub struct ChangesState {
+    /// Their identifiers: the LBAs that the changed units begin with.
+    #[serde(rename = "starts")]
+    pub ids: Vec<u64>,
     /// There are others.
     pub more: bool,
 }
 
-impl ChangedZonesState {
-    /// Returns whether no zone changed.
+impl ChangesState {
+    /// Name of the field in a snapshot.
+    pub(crate) const NAME: &str = "changed_zones";
+
+    /// Returns whether nothing changed.
     pub(crate) fn is_empty(&self) -> bool {
-        self.starts.is_empty() && !self.more
+        self.ids.is_empty() && !self.more
     }
 }
 

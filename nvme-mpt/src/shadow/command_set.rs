@@ -5,7 +5,7 @@
 
 use super::Untranslated;
 use super::translate::Translator;
-use crate::host::HostQueue;
+use crate::host::{CommandSetDescription, HostQueue, IoCommand};
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
 use crate::spec::status::Status;
@@ -36,8 +36,18 @@ pub struct CompletedCommand {
     pub dw0: u32,
 }
 
-/// A command set: its commands' way to the host controller, and their results' way back.
+/// A command set: its commands' way to the host controller, their results' way back, and its description for a guest.
 pub trait CommandSet {
+    /// Facts of a namespace on which its description depends.
+    type Facts;
+
+    /// I/O commands that a namespace of it can execute, beside those of the NVM Command Set if it has blocks.
+    const COMMANDS: &'static [IoCommand];
+
+    /// Describes a namespace to its guest.
+    #[must_use]
+    fn describe(facts: &Self::Facts) -> CommandSetDescription;
+
     /// Translates a command that will have this slot at the host controller, into `host`. After an error,
     /// `host` is no command. Returns the bytes of data in the VM's memory that the host controller can read or
     /// write. Ranges that are copied into the slot's own list are none.
@@ -86,24 +96,3 @@ pub trait CommandSet {
 pub(crate) trait TranslatedQueue: HostQueue<Commands: CommandSet> {}
 
 impl<Q: HostQueue<Commands: CommandSet>> TranslatedQueue for Q {}
-
-/// The NVM Command Set.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct NvmCommands;
-
-impl CommandSet for NvmCommands {
-    #[inline(always)]
-    fn translate(
-        translator: &mut Translator,
-        guest: &Sqe,
-        slot: u16,
-        host: &mut Sqe,
-    ) -> Result<u32, Untranslated> {
-        translator.translate(guest, slot, host)
-    }
-
-    /// All but Copy, which may have changed its own source.
-    fn is_repeatable(guest: &Sqe) -> bool {
-        NvmOpcode(guest.opcode()) != NvmOpcode::COPY
-    }
-}

@@ -6,6 +6,7 @@
 
 mod command_set;
 mod leased_blocks;
+mod nvm;
 mod pair;
 mod parts;
 mod prp;
@@ -15,8 +16,9 @@ mod slot;
 mod translate;
 
 pub(crate) use command_set::TranslatedQueue;
-pub use command_set::{CommandSet, CompletedCommand, NvmCommands, Traffic};
+pub use command_set::{CommandSet, CompletedCommand, Traffic};
 pub use leased_blocks::{LeasedBlocks, Nsids};
+pub use nvm::{NvmCommands, NvmFacts};
 pub use pair::HostQueuePair;
 pub(crate) use parts::PART_LISTS;
 pub use queue::ShadowQueue;

@@ -58,8 +58,8 @@ fn ask(host: &dyn HostSide) {
     }
     let _ = (host.status(), host.damage(), host.smart_health());
     let _ = (host.counters(), host.commands(), host.stats());
-    if let Some(zones) = host.changed_zones() {
-        host.forget_changed_zones(&zones);
+    if let Some(changes) = host.changes() {
+        host.forget_changes(&changes);
     }
     let _ = host.take_events();
     let _ = host.start_dirty_log();

@@ -2,7 +2,7 @@
 
 use nvme_mpt::{
     Counters,
-    host::ChangedZones,
+    host::{ChangeListDescription, Changes},
     spec::{
         event::AsyncEventType,
         feature::FeatureId,
@@ -20,7 +20,6 @@ use nvme_mpt::{
 use zerocopy::{FromZeros, IntoBytes, little_endian::U128};
 
 use super::{
-    command_set,
     error_log::ErrorLog,
     features::{self, FeatureContext, Features},
     health::Health,
@@ -64,8 +63,8 @@ pub(super) struct LogPages<'a> {
     pub(super) health: &'a Health,
     /// True if the namespace changed since the host was told which.
     pub(super) namespace_changed: bool,
-    /// Zones that changed since the host was told which, of a namespace that has zones.
-    pub(super) changed_zones: Option<&'a ChangedZones>,
+    /// Changes since the host was told which, if the command set has a list of them.
+    pub(super) changes: Option<&'a Changes>,
 }
 
 impl LogPages<'_> {
@@ -103,20 +102,24 @@ impl LogPages<'_> {
             LogPageId::CHANGED_NAMESPACE_LIST => Ok(self.changed_namespaces()),
             LogPageId::COMMANDS_SUPPORTED_AND_EFFECTS => Ok(self.commands(request.csi)),
             LogPageId::FEATURES_SUPPORTED_AND_EFFECTS => Ok(self.supported_features()),
-            LogPageId::CHANGED_ZONE_LIST => {
-                let changed = self.changed_zones.ok_or(Status::INVALID_LOG_PAGE)?;
+            lid if self.change_list().is_some_and(|list| list.lid == lid) => {
+                let changes = self.changes.ok_or(Status::INVALID_LOG_PAGE)?;
                 // It is of one namespace.
                 self.subject.require_namespace(nsid)?;
-                Ok(command_set::changed_zone_list(changed))
+                Ok(changes.page())
             }
             _ => Err(Status::INVALID_LOG_PAGE),
         }
     }
 
+    fn change_list(&self) -> Option<ChangeListDescription> {
+        self.subject.namespace.command_sets.own().change_list
+    }
+
     /// Supported Log Pages (Base 2.0, section 5.16.1.1).
     fn supported(&self) -> Vec<u8> {
         let mut log = SupportedLogPages::new_zeroed();
-        let own = self.subject.command_set().log_page();
+        let own = self.change_list().map(|list| list.lid);
         for lid in SUPPORTED.into_iter().chain(own) {
             log.0[usize::from(lid.0)] = LogPageSupport::default().with_lsupp(true);
         }
@@ -173,27 +176,19 @@ impl LogPages<'_> {
         if self.subject.doorbell_buffer {
             log.acs[usize::from(AdminOpcode::DOORBELL_BUFFER_CONFIG.0)] = supported;
         }
-        let set = self.subject.command_set();
-        let set = match csi {
-            csi if csi == set.csi() => Some(set),
-            Csi::NVM => command_set::nvm_beside(set),
-            _ => None,
-        };
-        for command in set.map_or_else(Vec::new, |set| set.commands(self.subject.limits)) {
+        for command in self.subject.namespace.command_sets.commands(csi) {
             log.iocs[usize::from(command.opcode)] = supported.with_lbcc(command.changes_content);
         }
         log.as_bytes().to_vec()
     }
 }
 
-/// The type of events that reading a log page clears.
+/// The type of events that reading a log page clears, of those that all command sets have.
 pub(super) fn cleared_by(lid: LogPageId) -> Option<AsyncEventType> {
     match lid {
         LogPageId::ERROR_INFORMATION => Some(AsyncEventType::ERROR),
         LogPageId::SMART_HEALTH => Some(AsyncEventType::SMART_HEALTH),
-        LogPageId::CHANGED_NAMESPACE_LIST | LogPageId::CHANGED_ZONE_LIST => {
-            Some(AsyncEventType::NOTICE)
-        }
+        LogPageId::CHANGED_NAMESPACE_LIST => Some(AsyncEventType::NOTICE),
         _ => None,
     }
 }
@@ -281,7 +276,7 @@ mod tests {
                 counters: self.counters,
                 health: &self.health,
                 namespace_changed: self.namespace_changed,
-                changed_zones: None,
+                changes: None,
             }
             .read(&request, Nsid(nsid))
         }
@@ -473,6 +468,7 @@ mod tests {
         }
         let mut fewer = Fixture::new();
         fewer.limits.commands = Oncs::default().with_dsm(true);
+        fewer.namespace.command_sets = fixtures::command_sets(&fewer.limits, 9);
         let page = fewer.read(request(0x05, 1024), 0).expect("a page");
         for (opcode, entry) in page[1024..2048].chunks(4).enumerate() {
             let offered = matches!(opcode, 0x00..=0x02 | 0x09);

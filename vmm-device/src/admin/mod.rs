@@ -7,7 +7,6 @@
 mod abort;
 mod async_events;
 mod command;
-mod command_set;
 mod data;
 mod doorbell_buffer;
 mod error_log;
@@ -33,7 +32,7 @@ use nvme_mpt::{
     spec::{
         event::{AsyncEvent, SmartEvent},
         feature::FeatureId,
-        identify::IDENTIFY_SIZE,
+        identify::{Csi, IDENTIFY_SIZE},
         ids::QueueId,
         log::{CriticalWarning, LogPageId, LogPageRequest, ParameterErrorLocation},
         registers::{Cc, CommandSetSelected},
@@ -175,13 +174,19 @@ impl Admin {
             Event::CommandFailed(error) => self.errors.command_failed(error),
             Event::QueueFailed { .. } => self.errors.controller_failed(Status::INTERNAL_ERROR),
             Event::Drive(event) => self.report_drive(*event, host),
-            Event::ZonesChanged => {
-                if self.features.async_events().zone_descriptor() {
-                    self.events.raise(AsyncEvent::ZONE_DESCRIPTOR_CHANGED);
-                }
-            }
+            Event::Changes => self.report_changes(host),
             // The function decides what the guest learns of it.
             Event::HostSide(_) => {}
+        }
+    }
+
+    /// The command set's list of changes has another one.
+    fn report_changes(&mut self, host: &dyn HostSide) {
+        let Some(list) = host.facts().namespace.command_sets.own().change_list else {
+            return;
+        };
+        if self.features.async_events().0 & list.notice.0 != 0 {
+            self.events.raise(list.event);
         }
     }
 
@@ -417,13 +422,20 @@ impl Admin {
         sqe: &Sqe,
         controller: Controller<'_>,
     ) -> Result<(), Status> {
-        let Controller { host, shared, .. } = controller;
+        let Controller {
+            host,
+            facts,
+            shared,
+            ..
+        } = controller;
         if request.lid == LogPageId::SMART_HEALTH {
             self.health.note(host.damage());
             self.health.refresh(host);
             self.report_health();
         }
-        let changed_zones = host.changed_zones();
+        let list = facts.namespace.command_sets.own().change_list;
+        let list = list.filter(|list| list.lid == request.lid);
+        let changes = list.and_then(|_| host.changes());
         let pages = LogPages {
             subject: self.subject(controller),
             features: &self.features,
@@ -432,7 +444,7 @@ impl Admin {
             counters: host.counters(),
             health: &self.health,
             namespace_changed: self.namespace_changed,
-            changed_zones: changed_zones.as_ref(),
+            changes: changes.as_ref(),
         };
         let part = pages.read(request, sqe.nsid)?;
         DataBuffer::new(&shared.memory, sqe, request.length()).write(&part)?;
@@ -442,14 +454,12 @@ impl Admin {
         if let Some(event_type) = log_pages::cleared_by(request.lid) {
             self.events.clear(event_type);
         }
-        match request.lid {
-            LogPageId::CHANGED_NAMESPACE_LIST => self.namespace_changed = false,
-            LogPageId::CHANGED_ZONE_LIST => {
-                if let Some(told) = &changed_zones {
-                    host.forget_changed_zones(told);
-                }
-            }
-            _ => {}
+        if request.lid == LogPageId::CHANGED_NAMESPACE_LIST {
+            self.namespace_changed = false;
+        }
+        if let (Some(list), Some(told)) = (list, &changes) {
+            self.events.clear(list.event.event_type());
+            host.forget_changes(told);
         }
         Ok(())
     }
@@ -500,8 +510,8 @@ impl Admin {
         } = controller;
         let status = host.status();
         // A namespace of a command set that is not enabled is not there (Base 2.0, section 3.1.3.5).
-        let command_set = command_set::of(&facts.namespace);
-        let enabled = command_set.is_basic() || cc.css() == CommandSetSelected::ALL;
+        let is_basic = facts.namespace.command_sets.own().csi == Csi::NVM;
+        let enabled = is_basic || cc.css() == CommandSetSelected::ALL;
         Subject {
             namespace: &facts.namespace,
             blocks: status.blocks,

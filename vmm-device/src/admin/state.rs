@@ -74,7 +74,7 @@ impl Admin {
                 valid,
             ));
         }
-        Features::check(features, vectors, facts.queue_pairs)?;
+        Features::check(features, vectors, facts)?;
         AsyncEvents::check(events)?;
         ErrorLog::check(errors)
     }

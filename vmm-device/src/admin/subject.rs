@@ -1,6 +1,8 @@
 //! Subject of Identify commands, and forms in which data structures have its facts.
 
-use nvme_mpt::{LeasedNamespace, Limits, host::TemperatureThresholds};
+use nvme_mpt::{
+    LeasedNamespace, Limits, host::TemperatureThresholds, spec::feature::AsyncEventConfiguration,
+};
 use zerocopy::IntoBytes;
 
 /// Subject of an Identify command.
@@ -9,7 +11,7 @@ pub(super) struct Subject<'a> {
     pub(super) namespace: &'a LeasedNamespace,
     /// Logical blocks that the namespace has now.
     pub(super) blocks: u64,
-    /// Bytes of it that are in use, of a namespace of keys and values.
+    /// Bytes of it that are in use, if its command set counts them.
     pub(super) used: u64,
     pub(super) limits: &'a Limits,
     /// True if Doorbell Buffer Config is offered.
@@ -22,16 +24,22 @@ pub(super) struct Subject<'a> {
 }
 
 impl Subject<'_> {
+    /// Returns the notices of the namespace's own command set.
+    pub(super) fn notices(&self) -> AsyncEventConfiguration {
+        notices(self.namespace)
+    }
+
     /// A number of bytes in logical blocks of the namespace.
     pub(super) fn in_blocks(&self, bytes: u64) -> u64 {
         bytes >> self.namespace.lba_shift
     }
 }
 
-/// A limit as a power of two of memory pages. Limits are no smaller than a page.
-pub(super) fn in_pages(limit: u64) -> u8 {
-    let pages = limit / nvme_mpt::address::PAGE_SIZE;
-    pages.checked_ilog2().map_or(0, |power| power as u8)
+/// Returns the notices of a namespace's own command set.
+pub(super) fn notices(namespace: &LeasedNamespace) -> AsyncEventConfiguration {
+    let list = &namespace.command_sets.own().change_list;
+    list.as_ref()
+        .map_or_else(Default::default, |list| list.notice)
 }
 
 pub(super) fn bytes(structure: impl IntoBytes + zerocopy::Immutable) -> Vec<u8> {

@@ -4,7 +4,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 
 use nvme_mpt::attachment::GrowError;
-use nvme_mpt::host::NamespaceFormat;
+use nvme_mpt::host::Contents;
 use nvme_mpt::lease::Claim;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::range::Bytes;
@@ -135,9 +135,9 @@ impl Offer {
 /// Returns the facts of a function for a person.
 fn summary(options: &FunctionOptions, drive: &Drive, attachment: &Attachment) -> String {
     let namespace = attachment.namespace();
-    let contents = match namespace.format {
-        NamespaceFormat::Keys(_) => "keys and values".to_owned(),
-        NamespaceFormat::Blocks | NamespaceFormat::Zones(_) => format!(
+    let contents = match &namespace.command_sets.own().contents {
+        Contents::Other(name) => name.clone(),
+        Contents::Blocks { .. } => format!(
             "{} blocks of {} bytes",
             attachment.stats().capacity_bytes >> namespace.lba_shift,
             1_u64 << namespace.lba_shift

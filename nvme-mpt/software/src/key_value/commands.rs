@@ -2,7 +2,7 @@
 //! key needs no translation; its values' data does.
 
 use nvme_mpt::dma::Direction;
-use nvme_mpt::host::CommandSetLimits;
+use nvme_mpt::host::{CommandSetDescription, IoCommand};
 use nvme_mpt::shadow::{
     CommandSet, CompletedCommand, Failure, NvmCommands, Traffic, Translator, Untranslated, location,
 };
@@ -12,11 +12,21 @@ use nvme_mpt::spec::opcode::KvOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 
+use super::format::{self, NamespaceKeys};
+
 /// The Key Value Command Set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KeyValueCommands;
 
 impl CommandSet for KeyValueCommands {
+    type Facts = NamespaceKeys;
+
+    const COMMANDS: &'static [IoCommand] = &format::COMMANDS;
+
+    fn describe(keys: &NamespaceKeys) -> CommandSetDescription {
+        keys.describe()
+    }
+
     /// Returns the bytes that a Store transfers, and most that a Retrieve or List can.
     fn translate(
         translator: &mut Translator,
@@ -101,11 +111,7 @@ fn store(
     if command.must_exist && command.must_not_exist {
         return Err(Failure::at(Status::INVALID_FIELD, location::CDW11));
     }
-    let most = match translator.limits().command_set {
-        CommandSetLimits::KeyValue { value_bytes_max } => value_bytes_max,
-        _ => 0,
-    };
-    if command.vs > most {
+    if u64::from(command.vs) > translator.limits().own_bytes_max {
         return Err(Failure::at(Status::INVALID_VALUE_SIZE, location::CDW10));
     }
     command.write_to(host);

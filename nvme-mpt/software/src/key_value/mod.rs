@@ -1,7 +1,7 @@
 //! Drives of keys and values: the Key Value Command Set over memory or a file.
 //!
-//! `pairs` is what commands do, `memory` and `file` are where pairs are kept, `queue` takes commands and
-//! moves values. A lease has a key space of its own, and a capacity; the two have a name in common, which
+//! `format` describes a namespace to its guest. `pairs` is what commands do, `memory` and `file` are where pairs are
+//! kept, `queue` takes commands and moves values. A lease has a key space of its own, and a capacity; the two have a name in common, which
 //! is where the lease starts in the drive.
 //!
 //! A guest's keys need no translation: a lease is a key space, and its queues know no other. Values move between guest
@@ -17,6 +17,7 @@ mod commands;
     expect(dead_code, reason = "without it, no file can be opened")
 )]
 mod file;
+mod format;
 mod memory;
 mod pairs;
 mod queue;
@@ -27,26 +28,25 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 pub use commands::KeyValueCommands;
+pub use format::NamespaceKeys;
 pub use queue::KeyValueQueue;
 
 use file::FilePairs;
 use memory::MemorySpace;
-use pairs::PAIR_BYTES;
 
 use super::model::KvProfile;
 use crate::controller::LIMITS;
 use nvme_mpt::address::PAGE_SIZE;
 use nvme_mpt::drive::{HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace};
-use nvme_mpt::host::{CommandSetLimits, Limits, NamespaceFormat};
+use nvme_mpt::host::{CommandSetDescription, Limits};
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::origin::Origin;
 use nvme_mpt::poller::Threads;
 use nvme_mpt::range::BOUNDARY;
 use nvme_mpt::range_lock::ClaimError;
-use nvme_mpt::shadow::HostQueuePair;
+use nvme_mpt::shadow::{CommandSet, HostQueuePair};
 use nvme_mpt::spec::identify::Oncs;
 use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::spec::key_value::{KEY_LENGTH_MAX, KvFormat};
 
 /// Ranges are whole multiples of so many bytes, as those of drives with logical blocks are.
 const GRANULARITY_LOG2: u8 = 9;
@@ -169,9 +169,7 @@ impl KeyValueController {
             volatile_write_cache: false,
             deallocated_reads_zeroes: false,
             no_data_bytes_max: PAGE_SIZE,
-            command_set: CommandSetLimits::KeyValue {
-                value_bytes_max: profile.max_value_bytes(),
-            },
+            own_bytes_max: profile.max_value_bytes().into(),
             ..LIMITS
         };
         Self {
@@ -258,8 +256,10 @@ impl HostController for KeyValueController {
             Home::File(pairs) => SpaceHome::File(pairs.clone(), name),
         };
         Ok(Box::new(KeySpace {
-            capacity: bytes.length(),
-            value_bytes_max: self.value_bytes_max,
+            format: NamespaceKeys {
+                capacity: bytes.length(),
+                value_bytes_max: self.value_bytes_max,
+            },
             home,
         }))
     }
@@ -276,8 +276,7 @@ impl HostController for KeyValueController {
 /// The keys of a lease.
 #[derive(Clone, Debug)]
 pub struct KeySpace {
-    capacity: u64,
-    value_bytes_max: u32,
+    format: NamespaceKeys,
     home: SpaceHome,
 }
 
@@ -298,14 +297,8 @@ impl HostLease for KeySpace {
         Ok(())
     }
 
-    fn format(&self) -> NamespaceFormat {
-        NamespaceFormat::Keys(KvFormat {
-            kml: KEY_LENGTH_MAX as u16,
-            vml: self.value_bytes_max,
-            // Keys with empty values fill it with as many.
-            mnk: u32::try_from(self.capacity / PAIR_BYTES).unwrap_or(u32::MAX),
-            ..KvFormat::default()
-        })
+    fn command_set(&self) -> Option<CommandSetDescription> {
+        Some(KeyValueCommands::describe(&self.format))
     }
 
     fn used(&self) -> u64 {

@@ -132,7 +132,7 @@ impl KeyValueQueue {
             }),
         };
         Ok(Self {
-            capacity: keys.capacity,
+            capacity: keys.format.capacity,
             lane,
             arriving: Vec::with_capacity(room),
             completed: Vec::with_capacity(room),

@@ -1,7 +1,7 @@
 //! Translation of the commands that the Zoned Namespace Command Set adds (ZNS 1.1, section 3).
 
 use nvme_mpt::dma::Direction;
-use nvme_mpt::host::CommandSetLimits;
+use nvme_mpt::host::{CommandSetDescription, IoCommand};
 use nvme_mpt::shadow::{
     CommandSet, CompletedCommand, Failure, NvmCommands, Traffic, Translator, Untranslated, location,
 };
@@ -11,11 +11,21 @@ use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 use nvme_mpt::spec::zns::{ZoneAppend, ZoneManagementReceive, ZoneManagementSend, ZoneSendAction};
 
+use super::format::{self, NamespaceZones};
+
 /// The Zoned Namespace Command Set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ZonedCommands;
 
 impl CommandSet for ZonedCommands {
+    type Facts = NamespaceZones;
+
+    const COMMANDS: &'static [IoCommand] = &format::COMMANDS;
+
+    fn describe(zones: &NamespaceZones) -> CommandSetDescription {
+        zones.describe()
+    }
+
     #[inline(always)]
     fn translate(
         translator: &mut Translator,
@@ -84,11 +94,7 @@ fn zone_append(
     let invalid = Failure::at(Status::INVALID_FIELD, location::CDW12);
     let len = (u64::from(nlb_z) + 1) << translator.blocks().lba_shift();
     // ZASL; and no protection information is offered that could be remapped.
-    let most = match translator.limits().command_set {
-        CommandSetLimits::Zoned { append_bytes_max } => append_bytes_max,
-        _ => 0,
-    };
-    if len > most || piremap || prinfo.pract() {
+    if len > translator.limits().own_bytes_max || piremap || prinfo.pract() {
         return Err(invalid.into());
     }
     // The first block of a zone is leased with all of it.

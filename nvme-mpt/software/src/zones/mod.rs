@@ -1,6 +1,6 @@
 //! Drives that are divided into zones: the Zoned Namespace Command Set in front of any store.
 //!
-//! `table` has the zones and the effects of commands on them. `keep` makes their states outlive the process, and
+//! `format` describes them to a guest. `table` has the zones and the effects of commands on them. `keep` makes their states outlive the process, and
 //! `report` is the form in which a guest reads them. `queue` is the layer in front of a drive's queue. The store gets
 //! reads and writes of blocks.
 //!
@@ -16,6 +16,7 @@
 //! alone.
 
 mod commands;
+mod format;
 mod keep;
 mod queue;
 mod report;
@@ -26,6 +27,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 pub use commands::ZonedCommands;
+pub use format::{Geometry, NamespaceZones, Resources};
 pub use queue::ZonedQueue;
 
 use keep::KeptZones;
@@ -34,8 +36,9 @@ use table::{TableZones, ZoneTable};
 use super::model::ZnsProfile;
 use nvme_mpt::drive::HostNamespace;
 use nvme_mpt::event::{Event, EventQueue};
-use nvme_mpt::host::{ChangedZones, Geometry, NamespaceZones, Resources, ZoneChanges};
+use nvme_mpt::host::{ChangeLog, Changes, CommandSetDescription};
 use nvme_mpt::range::{ByteRange, Bytes, LbaRange};
+use nvme_mpt::shadow::CommandSet;
 use nvme_mpt::spec::ids::Lba;
 
 /// Most zones of a drive: a report of all is made while other queues of the poller wait.
@@ -275,7 +278,7 @@ impl Zones {
             },
             state: Mutex::new(State {
                 table,
-                changed: ChangedZones::default(),
+                changes: Changes::default(),
                 listener: Weak::new(),
             }),
         })
@@ -285,7 +288,7 @@ impl Zones {
 #[derive(Debug)]
 struct State {
     table: ZoneTable,
-    changed: ChangedZones,
+    changes: Changes,
     listener: Weak<EventQueue>,
 }
 
@@ -293,9 +296,9 @@ impl State {
     /// The media failed a write to a zone: it is read only from now on, and its guest is told.
     fn fail_media(&mut self, zone: u32) {
         if self.table.fail_media(zone) {
-            self.changed.add(self.table.start(zone));
+            self.changes.add(self.table.start(zone).0);
             if let Some(events) = self.listener.upgrade() {
-                events.report(Event::ZonesChanged);
+                events.report(Event::Changes);
             }
         }
     }
@@ -313,13 +316,18 @@ pub struct LeasedZones {
 }
 
 impl LeasedZones {
-    /// Returns what Identify describes of them.
+    /// Returns the format of their namespace.
     #[must_use]
     pub fn format(&self) -> NamespaceZones {
         self.format
     }
 
-    /// Tells of zones that change by themselves from now on ([`Event::ZonesChanged`]).
+    /// Returns the description of their namespace.
+    pub(crate) fn describe(&self) -> CommandSetDescription {
+        ZonedCommands::describe(&self.format)
+    }
+
+    /// Reports zones that change by themselves from now on ([`Event::Changes`]).
     pub fn subscribe(&self, events: &Arc<EventQueue>) {
         self.lock().listener = Arc::downgrade(events);
     }
@@ -361,17 +369,18 @@ impl LeasedZones {
     }
 }
 
-impl ZoneChanges for LeasedZones {
-    fn changed(&self) -> ChangedZones {
-        self.lock().changed.clone()
+/// Zones that changed by themselves, by their Zone Start LBAs.
+impl ChangeLog for LeasedZones {
+    fn changes(&self) -> Changes {
+        self.lock().changes.clone()
     }
 
-    fn recall_changed(&self, untold: &ChangedZones) {
-        self.lock().changed.recall(untold);
+    fn recall(&self, untold: &Changes) {
+        self.lock().changes.recall(untold);
     }
 
-    fn forget_changed(&self, told: &ChangedZones) {
-        self.lock().changed.forget(told);
+    fn forget(&self, told: &Changes) {
+        self.lock().changes.forget(told);
     }
 }
 

@@ -153,19 +153,21 @@ fn zones_that_changed_are_told_once_and_counted_beyond_what_a_list_has() {
     lease.subscribe(&events);
     lease.lock().fail_media(3);
     lease.lock().fail_media(3);
-    assert_eq!(events.take(), [Event::ZonesChanged]);
-    let told = lease.changed();
-    assert_eq!(told.listed(), Some(&[Lba(3 * 256)][..]));
+    assert_eq!(events.take(), [Event::Changes]);
+    let told = lease.changes();
+    assert_eq!((told.ids(), told.are_more()), (&[3 * 256][..], false));
     lease.lock().fail_media(5);
-    lease.forget_changed(&told);
-    assert_eq!(lease.changed().listed(), Some(&[Lba(5 * 256)][..]));
+    lease.forget(&told);
+    let left = lease.changes();
+    assert_eq!((left.ids(), left.are_more()), (&[5 * 256][..], false));
     for zone in 6..600 {
         lease.lock().fail_media(zone);
     }
-    let told = lease.changed();
-    assert_eq!(told.listed(), None);
-    lease.forget_changed(&told);
-    assert_eq!(lease.changed().listed(), Some(&[][..]));
+    let told = lease.changes();
+    assert!(told.are_more());
+    lease.forget(&told);
+    let left = lease.changes();
+    assert_eq!((left.ids(), left.are_more()), (&[][..], false));
 }
 
 #[test]

@@ -139,6 +139,17 @@ bit_field! {
     }
 }
 
+impl IoCommandSetVector {
+    /// Returns the vector with a command set, if it has a bit for it.
+    #[must_use]
+    pub const fn with(self, csi: Csi) -> Self {
+        match 1_u64.checked_shl(csi.0 as u32) {
+            Some(bit) => Self(self.0 | bit),
+            None => self,
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

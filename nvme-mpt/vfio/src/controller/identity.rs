@@ -11,7 +11,7 @@ use super::admin_queue::AdminQueue;
 use super::error::ControllerError;
 use nvme_mpt::address::PAGE_SIZE;
 use nvme_mpt::drive::HostNamespace;
-use nvme_mpt::host::{CommandSetLimits, Limits};
+use nvme_mpt::host::Limits;
 use nvme_mpt::origin::nvme::{self, text};
 use nvme_mpt::shadow::MAX_SGL_DESCRIPTORS;
 use nvme_mpt::spec::admin::Identify;
@@ -219,8 +219,8 @@ fn limits(
         },
         copy_bytes_max: common.copy_bytes_max,
         copy_ranges_max: common.copy_ranges_max,
-        // Namespaces of that command set are not driven.
-        command_set: CommandSetLimits::Nvm,
+        // Namespaces of other command sets are not driven.
+        own_bytes_max: 0,
     }
 }
 

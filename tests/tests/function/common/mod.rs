@@ -21,8 +21,9 @@ use nvme_mpt::range::ByteRange;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::stats::{PollerStats, QueueStats};
 use nvme_mpt::{Attachment, AttachmentConfig, Drive, FunctionParts, Gpa, Learning, Pollers};
+use nvme_mpt_tests::admin::log;
 use nvme_mpt_tests::bar::{Bar, DoorbellWindow};
-use nvme_mpt_tests::command::Sqe;
+use nvme_mpt_tests::command::{Sqe, admin};
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
 use nvme_mpt_tests::disk::Disk;
 use nvme_mpt_tests::doorbell::{DoorbellMode, Side};
@@ -31,7 +32,7 @@ use nvme_mpt_tests::interrupt::Interrupt;
 use nvme_mpt_tests::memory::{GuestMemory, Piece, Region};
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::registers::{CSTS_FATAL, Cap};
-use nvme_mpt_tests::status::StatusCode;
+use nvme_mpt_tests::status::{INVALID_OPCODE, StatusCode};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath};
 use vmm_device::{FunctionState, MsixMasking, NvmeFunction, SnapshotError};
 
@@ -560,6 +561,20 @@ pub(crate) fn queue_pair(controller: &mut Controller, id: u16, entries: u32) -> 
     controller
         .create_queue_pair(id, &QueueOptions::polled(entries))
         .unwrap()
+}
+
+/// Checks that the commands which pass are those that Commands Supported and Effects lists for a command set. None of them
+/// does anything, as the namespace that it names does not exist.
+pub(crate) fn check_commands(controller: &mut Controller, queue: &mut QueuePair, csi: u8) {
+    let sqe = Sqe::new(admin::GET_LOG_PAGE, 0xFFFF_FFFF)
+        .with_cdw(10, 1023 << 16 | u32::from(log::COMMAND_EFFECTS))
+        .with_cdw(14, u32::from(csi) << 24);
+    let effects = controller.admin_read(sqe, 4096).unwrap();
+    for opcode in 0..=u8::MAX {
+        let passes = status(queue, Sqe::new(opcode, 2)) != INVALID_OPCODE;
+        let supported = effects[1024 + 4 * usize::from(opcode)] & 1 != 0;
+        assert_eq!(passes, supported, "opcode {opcode:#x}");
+    }
 }
 
 /// Returns the status of a command's completion.

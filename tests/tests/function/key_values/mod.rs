@@ -23,7 +23,9 @@ use nvme_mpt_tests::{Error, prp, rng};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath};
 use nvme_software::model::Profile;
 
-use crate::common::{HANG, HIGH, Host, LEASE, LOW, Machine, NOWHERE, Setup, children, status};
+use crate::common::{
+    HANG, HIGH, Host, LEASE, LOW, Machine, NOWHERE, Setup, check_commands, children, status,
+};
 use crate::file_drive;
 
 /// A drive of two leases.
@@ -156,6 +158,14 @@ fn a_driver_finds_the_command_set_and_its_limits() {
     };
     assert_eq!(effects(&mut controller, 1), [1, 3, 1, 0, 1, 3, 1]);
     assert_eq!(effects(&mut controller, 0), [0; 7]);
+}
+
+#[test]
+fn the_commands_that_pass_are_those_that_are_listed() {
+    let host = host(DRIVE);
+    let machine = host.machine(&Setup::nth(0));
+    let (mut controller, mut pairs) = attach(&machine);
+    check_commands(&mut controller, &mut pairs.queue, CSI);
 }
 
 #[test]

@@ -67,7 +67,7 @@ fn a_snapshot_with_a_changed_zone_where_none_begins_is_refused() {
     for (starts, named) in [
         (vec![SIZE + 1], "changed_zones.starts is 257"),
         (vec![0, ZONES * SIZE], "changed_zones.starts is 4096"),
-        (vec![0; 512], "up to 511 zones"),
+        (vec![0; 512], "up to 511 changes"),
     ] {
         let error = with(starts).err().expect("refused").to_string();
         assert!(error.contains(named), "`{error}` should name `{named}`");

@@ -26,7 +26,7 @@ use nvme_mpt_vmm::drives::{self, DriveOptions};
 use nvme_software::faults::FaultPlan;
 use nvme_software::model::Profile;
 
-use crate::common::{HANG, Host, Machine, Setup, children, disk, status};
+use crate::common::{HANG, Host, Machine, Setup, check_commands, children, disk, status};
 
 /// The command set's identifier.
 const ZNS: u8 = 2;
@@ -142,6 +142,14 @@ fn a_driver_finds_the_command_set_and_its_limits() {
     };
     assert_eq!(effects(&mut controller, 2), [3, 1, 0, 3, 1, 3]);
     assert_eq!(effects(&mut controller, 0), [3, 1, 0, 0, 0, 0]);
+}
+
+#[test]
+fn the_commands_that_pass_are_those_that_are_listed() {
+    let host = host(DRIVE);
+    let machine = host.machine(&Setup::nth(0));
+    let (mut controller, mut disk) = attach(&machine);
+    check_commands(&mut controller, &mut disk.queue, ZNS);
 }
 
 #[test]

@@ -29,12 +29,10 @@ pub(super) fn write_atomicity(dword11: u32) -> WriteAtomicity {
     WriteAtomicity::default().with_dn(WriteAtomicity(dword11).dn())
 }
 
-/// Notices that OAES does not offer stay off; a host reads what it got. Those of zones are offered
-/// where there are zones.
-pub(super) fn async_events(dword11: u32, zoned: bool) -> AsyncEventConfiguration {
+/// Notices that OAES does not offer stay off; a host reads what it got. The command set offers `own`.
+pub(super) fn async_events(dword11: u32, own: AsyncEventConfiguration) -> AsyncEventConfiguration {
     let value = AsyncEventConfiguration(dword11);
-    AsyncEventConfiguration::default()
+    AsyncEventConfiguration(dword11 & own.0)
         .with_critical_warnings(value.critical_warnings())
         .with_namespace_attribute(value.namespace_attribute())
-        .with_zone_descriptor(zoned && value.zone_descriptor())
 }

@@ -27,7 +27,7 @@ use nvme_mpt::{
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 use self::clock::Clock;
-use super::{command_set, identify::ARBITRATION_BURST, io_queues::Allocated};
+use super::{identify::ARBITRATION_BURST, io_queues::Allocated, subject::notices};
 
 /// I/O Command Set Combination Index, of the I/O Command Set Profile: bits of dword 11.
 const COMBINATION_INDEX: u32 = 0x1FF;
@@ -261,8 +261,7 @@ impl Features {
                 self.write_atomicity = kept::write_atomicity(dword11);
             }
             FeatureId::ASYNC_EVENT_CONFIGURATION => {
-                let zoned = command_set::of(context.namespace).has_zone_notices();
-                self.async_events = kept::async_events(dword11, zoned);
+                self.async_events = kept::async_events(dword11, notices(context.namespace));
             }
             FeatureId::TIMESTAMP => {
                 let (timestamp, _) =

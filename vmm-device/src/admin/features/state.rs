@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use nvme_mpt::{
-    StateError,
+    LeaseFacts, StateError,
     deadline::WaitClock,
     spec::feature::{
         Arbitration, AsyncEventConfiguration, ErrorRecovery, InterruptCoalescing, PowerManagement,
@@ -11,7 +11,7 @@ use nvme_mpt::{
     },
 };
 
-use super::{Allocated, Clock, Features, kept, vector_bit};
+use super::{Allocated, Clock, Features, kept, notices, vector_bit};
 use crate::state::parts::FeaturesState;
 
 impl Features {
@@ -52,7 +52,7 @@ impl Features {
     pub(in crate::admin) fn check(
         state: &FeaturesState,
         vectors: usize,
-        queue_pairs: u16,
+        facts: &LeaseFacts,
     ) -> Result<(), StateError> {
         let FeaturesState {
             arbitration,
@@ -97,8 +97,7 @@ impl Features {
             (
                 "Asynchronous Event Configuration",
                 *async_events,
-                // Notices of zones that there are none of never come.
-                kept::async_events(*async_events, true).0,
+                kept::async_events(*async_events, notices(&facts.namespace)).0,
             ),
         ] {
             if saved != kept {
@@ -107,8 +106,8 @@ impl Features {
             }
         }
         for allocated in queues.iter().flatten() {
-            if !(1..=queue_pairs).contains(allocated) {
-                let valid = format!("1 to {queue_pairs}");
+            if !(1..=facts.queue_pairs).contains(allocated) {
+                let valid = format!("1 to {}", facts.queue_pairs);
                 return Err(StateError::invalid("Number of Queues", allocated, valid));
             }
         }

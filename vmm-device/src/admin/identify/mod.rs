@@ -1,24 +1,27 @@
-//! Identify (Base 2.0, section 5.17; NVM 1.0, section 4.1.5). [`command_set`] has what differs between command sets.
+//! Identify (Base 2.0, section 5.17; NVM 1.0, section 4.1.5). The lease's [`CommandSets`] have what differs between
+//! command sets.
 
-use nvme_mpt::spec::{
-    admin::Identify,
-    identify::{
-        Cns, ControllerType, Csi, DeallocatedRead, Dlfeat, FlushBroadcast, Frmw, IDENTIFY_SIZE,
-        IdentifyController, IdentifyNamespace, IdentifyNamespaceIndependent, IoCommandSetVector,
-        LbaFormat, Lpa, NsIdDescriptorHeader, NsIdType, Nstat, Oacs, Oaes, Oncs, QueueEntrySizes,
-        Sgls, Vwc,
+use nvme_mpt::{
+    host::{CommandSetDescription, CommandSets, NamespaceFact},
+    spec::{
+        admin::Identify,
+        feature::AsyncEventConfiguration,
+        identify::{
+            Cns, ControllerType, Csi, DeallocatedRead, Dlfeat, FlushBroadcast, Frmw, IDENTIFY_SIZE,
+            IdentifyController, IdentifyNamespace, IdentifyNamespaceIndependent,
+            IoCommandSetVector, LbaFormat, Lpa, NsIdDescriptorHeader, NsIdType, Nstat, Oacs, Oaes,
+            Oncs, QueueEntrySizes, Sgls, Vwc,
+        },
+        ids::Nsid,
+        opcode::NvmOpcode,
+        registers::Version,
+        status::Status,
     },
-    ids::Nsid,
-    opcode::NvmOpcode,
-    registers::Version,
-    status::Status,
 };
 use zerocopy::{FromZeros, IntoBytes, little_endian::U128};
 
 use super::{
-    abort, async_events,
-    command_set::{self, CommandSet},
-    error_log,
+    abort, async_events, error_log,
     subject::{Subject, bytes, saturating_u32},
 };
 use crate::pci::config_space::VENDOR_ID;
@@ -43,7 +46,7 @@ impl Subject<'_> {
         let structure = match command.cns {
             Cns::NAMESPACE => {
                 self.require_namespace(nsid)?;
-                let capacity = self.command_set().capacity(self.blocks);
+                let capacity = self.command_set().contents.capacity(self.blocks);
                 let capacity = capacity.ok_or(Status::INVALID_IO_COMMAND_SET)?;
                 self.with_namespace_or_zeroes(nsid, |subject| subject.namespace(capacity))?
             }
@@ -52,14 +55,14 @@ impl Subject<'_> {
             Cns::NS_ID_DESCRIPTOR_LIST => self.with_namespace(nsid, Self::descriptors)?,
             Cns::IOCS_NAMESPACE => {
                 self.require_namespace(nsid)?;
-                let structure = self.command_set().namespace(command.csi, self)?;
+                let structure = self.described_namespace(command.csi)?;
                 self.with_namespace_or_zeroes(nsid, |_| structure)?
             }
-            Cns::IOCS_CONTROLLER => match command.csi {
-                csi if csi == self.csi() => self.command_set().controller(self),
-                Csi::NVM => command_set::nvm_controller(self),
-                _ => return Err(Status::INVALID_FIELD),
-            },
+            Cns::IOCS_CONTROLLER => {
+                let set = self.command_sets().find(command.csi);
+                let set = set.ok_or(Status::INVALID_FIELD)?;
+                set.controller.to_bytes(IDENTIFY_SIZE)
+            }
             Cns::IOCS_ACTIVE_NSID_LIST => match command.csi {
                 csi if csi == self.csi() => self.active_namespaces(nsid)?,
                 // A command set that is there for what others have in common.
@@ -69,7 +72,7 @@ impl Subject<'_> {
             Cns::INDEPENDENT_NAMESPACE => {
                 self.with_namespace_or_zeroes(nsid, Self::namespace_independent)?
             }
-            Cns::IO_COMMAND_SETS => self.command_sets(command.cntid)?,
+            Cns::IO_COMMAND_SETS => self.combinations(command.cntid)?,
             _ => return Err(Status::INVALID_FIELD),
         };
         debug_assert_eq!(structure.len(), IDENTIFY_SIZE);
@@ -125,9 +128,8 @@ impl Subject<'_> {
         id.cntlid = CONTROLLER_ID;
         id.ver = Version::V2_0;
         id.rtd3e = SHUTDOWN_TIME;
-        id.oaes = Oaes::default()
-            .with_namespace_attribute(true)
-            .with_zone_descriptor(self.command_set().has_zone_notices());
+        let AsyncEventConfiguration(notices) = self.notices();
+        id.oaes = Oaes(notices).with_namespace_attribute(true);
         id.cntrltype = ControllerType::IO;
         id.oacs = Oacs::default().with_doorbell_buffer_config(self.doorbell_buffer);
         id.acl_z = abort::LIMIT_Z;
@@ -168,13 +170,34 @@ impl Subject<'_> {
         bytes(id)
     }
 
-    /// The command set of the namespace.
-    pub(super) fn command_set(&self) -> &dyn CommandSet {
-        command_set::of(self.namespace)
+    fn command_sets(&self) -> &CommandSets {
+        &self.namespace.command_sets
+    }
+
+    /// Returns the namespace's own command set.
+    fn command_set(&self) -> &CommandSetDescription {
+        self.command_sets().own()
     }
 
     fn csi(&self) -> Csi {
-        self.command_set().csi()
+        self.command_set().csi
+    }
+
+    /// Returns the I/O Command Set specific Identify Namespace data structure (CNS 05h) of a command set.
+    fn described_namespace(&self, csi: Csi) -> Result<Vec<u8>, Status> {
+        let Some(set) = self.command_sets().executed(csi) else {
+            return Err(match self.command_set().has_blocks() {
+                true => Status::INVALID_FIELD,
+                false => Status::INVALID_IO_COMMAND_SET,
+            });
+        };
+        let used = self.used.to_le_bytes();
+        let value = |fact| match fact {
+            NamespaceFact::Used => used.as_slice(),
+            NamespaceFact::Nguid => &self.namespace.nguid,
+            NamespaceFact::Eui64 => &self.namespace.eui64,
+        };
+        Ok(set.namespace.to_bytes(IDENTIFY_SIZE, value))
     }
 
     /// Identify Namespace (NVM 1.0, section 4.1.5.1).
@@ -246,13 +269,14 @@ impl Subject<'_> {
 
     /// Identify I/O Command Set: one combination (Base 2.0, section 5.17.2.21). Another one
     /// comes with the NVM Command Set, whose structures hosts ask for before they look at namespaces.
-    fn command_sets(&self, controller: u16) -> Result<Vec<u8>, Status> {
+    fn combinations(&self, controller: u16) -> Result<Vec<u8>, Status> {
         if controller != THIS_CONTROLLER && controller != CONTROLLER_ID {
             return Err(Status::INVALID_FIELD);
         }
         let mut vectors = vec![0; IDENTIFY_SIZE];
-        let nvm = IoCommandSetVector::default().with_nvm(true);
-        let vector = self.command_set().combine(nvm);
+        let vector = IoCommandSetVector::default()
+            .with_nvm(true)
+            .with(self.csi());
         vectors[..8].copy_from_slice(vector.as_bytes());
         Ok(vectors)
     }

@@ -96,7 +96,6 @@ fn doorbell_buffer_config_is_offered_where_it_is_of_use() {
 
 #[test]
 fn nothing_is_promised_that_the_drive_does_not_keep() {
-    let namespace = fixtures::namespace();
     let limits = Limits {
         commands: Oncs::default().with_write_zeroes(true).with_verify(true),
         awun_z: 0x1234,
@@ -105,6 +104,10 @@ fn nothing_is_promised_that_the_drive_does_not_keep() {
         deallocated_reads_zeroes: false,
         sgl_descriptors_max: 0,
         ..fixtures::limits()
+    };
+    let namespace = LeasedNamespace {
+        command_sets: fixtures::command_sets(&limits, 9),
+        ..fixtures::namespace()
     };
     let subject = Subject {
         namespace: &namespace,

@@ -1,0 +1,90 @@
+//! Format of a namespace of keys and values, and its description for its guest.
+
+use core::mem::offset_of;
+
+use nvme_mpt::host::{
+    CommandSetDescription, Contents, IdentifyNamespaceData, IoCommand, NamespaceFact, PlacedFact,
+    Promise, Structure,
+};
+use nvme_mpt::spec::identify::Csi;
+use nvme_mpt::spec::key_value::{IdentifyNamespaceKv, KEY_LENGTH_MAX, KvFormat};
+use nvme_mpt::spec::opcode::KvOpcode;
+use zerocopy::FromZeros;
+
+use super::pairs::PAIR_BYTES;
+
+/// Commands of the command set.
+pub(super) const COMMANDS: [IoCommand; 6] = [
+    IoCommand::reading(KvOpcode::FLUSH.0),
+    IoCommand::writing(KvOpcode::STORE.0),
+    IoCommand::reading(KvOpcode::RETRIEVE.0),
+    IoCommand::reading(KvOpcode::LIST.0),
+    IoCommand::writing(KvOpcode::DELETE.0),
+    IoCommand::reading(KvOpcode::EXIST.0),
+];
+
+/// Facts that the function enters into Identify Namespace.
+const FACTS: [PlacedFact; 3] = [
+    PlacedFact {
+        offset: offset_of!(IdentifyNamespaceKv, nuse) as u16,
+        fact: NamespaceFact::Used,
+    },
+    PlacedFact {
+        offset: offset_of!(IdentifyNamespaceKv, nguid) as u16,
+        fact: NamespaceFact::Nguid,
+    },
+    PlacedFact {
+        offset: offset_of!(IdentifyNamespaceKv, eui64) as u16,
+        fact: NamespaceFact::Eui64,
+    },
+];
+
+/// Format of a namespace of keys and values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NamespaceKeys {
+    /// Bytes of all keys and values, with what is kept for each.
+    pub capacity: u64,
+    /// Most bytes of a value.
+    pub value_bytes_max: u32,
+}
+
+impl NamespaceKeys {
+    /// Describes the namespace to its guest. All of Identify Controller is reserved.
+    pub(super) fn describe(&self) -> CommandSetDescription {
+        let format = self.format();
+        CommandSetDescription {
+            csi: Csi::KEY_VALUE,
+            contents: Contents::Other("keys and values".to_owned()),
+            commands: COMMANDS.to_vec(),
+            namespace: self.identify_namespace(format),
+            controller: Structure::default(),
+            change_list: None,
+            promises: vec![
+                Promise::new("bytes of a key (KML)", format.kml),
+                Promise::new("bytes of a value (VML)", format.vml),
+                Promise::new("keys (MNK)", format.mnk),
+            ],
+        }
+    }
+
+    /// Keys with empty values fill the namespace with the most of them.
+    fn format(&self) -> KvFormat {
+        KvFormat {
+            kml: KEY_LENGTH_MAX as u16,
+            vml: self.value_bytes_max,
+            mnk: u32::try_from(self.capacity / PAIR_BYTES).unwrap_or(u32::MAX),
+            ..KvFormat::default()
+        }
+    }
+
+    /// KV 1.0, section 4.1.5.1.
+    fn identify_namespace(&self, format: KvFormat) -> IdentifyNamespaceData {
+        let mut id = IdentifyNamespaceKv::new_zeroed();
+        id.nsze = self.capacity;
+        id.kvf[0] = format;
+        IdentifyNamespaceData {
+            structure: Structure::of(&id),
+            facts: FACTS.to_vec(),
+        }
+    }
+}

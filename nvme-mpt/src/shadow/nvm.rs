@@ -1,0 +1,90 @@
+//! The NVM Command Set, whose commands all namespaces of logical blocks have.
+
+use zerocopy::FromZeros;
+
+use super::Untranslated;
+use super::command_set::CommandSet;
+use super::translate::Translator;
+use crate::address::log2_pages;
+use crate::host::{
+    CommandSetDescription, Contents, IdentifyNamespaceData, IoCommand, Limits, Structure,
+};
+use crate::spec::identify::{Csi, IdentifyControllerNvm};
+use crate::spec::opcode::NvmOpcode;
+use crate::spec::sqe::Sqe;
+
+/// The NVM Command Set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NvmCommands;
+
+/// Facts of a namespace that the NVM Command Set describes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NvmFacts {
+    /// Limits of the host controller.
+    pub limits: Limits,
+    /// Logical block size as a power of two, in bytes.
+    pub lba_shift: u8,
+}
+
+impl CommandSet for NvmCommands {
+    type Facts = NvmFacts;
+
+    const COMMANDS: &'static [IoCommand] = &[
+        IoCommand::reading(NvmOpcode::FLUSH.0),
+        IoCommand::writing(NvmOpcode::WRITE.0),
+        IoCommand::reading(NvmOpcode::READ.0),
+        IoCommand::writing(NvmOpcode::WRITE_UNCORRECTABLE.0),
+        IoCommand::reading(NvmOpcode::COMPARE.0),
+        IoCommand::writing(NvmOpcode::WRITE_ZEROES.0),
+        IoCommand::writing(NvmOpcode::DATASET_MANAGEMENT.0),
+        IoCommand::reading(NvmOpcode::VERIFY.0),
+        IoCommand::writing(NvmOpcode::COPY.0),
+    ];
+
+    /// No protection information, hence no storage tags and no extended formats: Identify Namespace has zeroes alone.
+    /// Identify Controller has sizes (NVM 1.0, section 4.1.5.4).
+    fn describe(facts: &NvmFacts) -> CommandSetDescription {
+        let NvmFacts { limits, lba_shift } = facts;
+        let size_limit = |opcode| match limits.offers(opcode) {
+            true => log2_pages(limits.no_data_bytes_max),
+            false => 0,
+        };
+        let mut id = IdentifyControllerNvm::new_zeroed();
+        id.vsl = size_limit(NvmOpcode::VERIFY);
+        id.wzsl = size_limit(NvmOpcode::WRITE_ZEROES);
+        id.wusl = size_limit(NvmOpcode::WRITE_UNCORRECTABLE);
+        if limits.offers(NvmOpcode::DATASET_MANAGEMENT) {
+            // 256 ranges are what a command can have: no limit.
+            id.dmrl = u8::try_from(limits.dsm_ranges_max).unwrap_or(0);
+            id.dmrsl = u32::try_from(limits.dsm_range_bytes_max >> lba_shift).unwrap_or(u32::MAX);
+        }
+        let offered = Self::COMMANDS.iter().copied();
+        CommandSetDescription {
+            csi: Csi::NVM,
+            contents: Contents::BLOCKS,
+            commands: offered
+                .filter(|command| limits.offers(NvmOpcode(command.opcode)))
+                .collect(),
+            namespace: IdentifyNamespaceData::default(),
+            controller: Structure::of(&id),
+            change_list: None,
+            // The limits are promises.
+            promises: Vec::new(),
+        }
+    }
+
+    #[inline(always)]
+    fn translate(
+        translator: &mut Translator,
+        guest: &Sqe,
+        slot: u16,
+        host: &mut Sqe,
+    ) -> Result<u32, Untranslated> {
+        translator.translate(guest, slot, host)
+    }
+
+    /// All but Copy, which may have changed its own source.
+    fn is_repeatable(guest: &Sqe) -> bool {
+        NvmOpcode(guest.opcode()) != NvmOpcode::COPY
+    }
+}

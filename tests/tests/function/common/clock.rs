@@ -12,7 +12,7 @@ use super::HANG;
 /// before it. They are counted, as a machine that stands still takes one of them only.
 const TAKEN_UP: u32 = 3000;
 
-/// A clock that counts time only while somebody waits in vain.
+/// A clock that counts only the time that a thread waits in vain, and that tests let pass.
 #[derive(Debug, Default)]
 pub(crate) struct TestClock {
     waited: Mutex<Duration>,
@@ -23,6 +23,11 @@ impl TestClock {
     /// Has a wait whose end is not there already end at once, as if it had lasted; or last again.
     pub(crate) fn skip_waits(&self, skip: bool) {
         self.skips.store(skip, Ordering::Release);
+    }
+
+    /// Lets time pass at once.
+    pub(crate) fn advance(&self, time: Duration) {
+        *self.waited.lock().unwrap() += time;
     }
 
     /// Returns the time that was waited in vain.
@@ -53,6 +58,6 @@ impl WaitClock for TestClock {
 
     fn sleep(&self, time: Duration) {
         std::thread::sleep(time);
-        *self.waited.lock().unwrap() += time;
+        self.advance(time);
     }
 }

@@ -46,6 +46,7 @@ const MEMORY_LEN: u64 = 0x5000;
 enum Call {
     CreateCq(CqConfig),
     CreateSq(SqConfig),
+    DeleteSq(QueueId, Duration),
     Ring(Doorbell, u32),
     Reset(Duration),
     Flush(Duration),
@@ -90,6 +91,9 @@ impl WaitClock for Clock {
 
 /// Time that a reset takes.
 const RESET: Duration = Duration::from_secs(12);
+
+/// Time that the deletion of a queue takes.
+const DELETION: Duration = Duration::from_secs(8);
 
 #[derive(Debug)]
 struct Recorded {
@@ -259,8 +263,8 @@ impl HostSide for Recorded {
         self.window.map_held(memory)
     }
 
-    fn unmap(&self, gpa: Gpa, len: u64) -> Result<u64, DmaError> {
-        self.window.unmap(gpa, len)
+    fn unmap_within(&self, gpa: Gpa, len: u64, time: Duration) -> Result<u64, DmaError> {
+        self.window.unmap_within(gpa, len, time)
     }
 
     fn start_dirty_log(&self) -> Result<(), DmaError> {
@@ -278,16 +282,18 @@ impl HostSide for Recorded {
         self.create(config.qid)
     }
 
-    fn create_sq(&self, config: SqConfig) -> Result<(), QueueError> {
+    fn create_sq_within(&self, config: SqConfig, _: Duration) -> Result<(), QueueError> {
         self.called(Call::CreateSq(config));
         self.create(config.qid)
     }
 
-    fn delete_sq(&self, qid: QueueId) -> Result<(), QueueError> {
-        Err(QueueError::NoSuchQueue(qid))
+    fn delete_sq_within(&self, qid: QueueId, time: Duration) -> Result<(), QueueError> {
+        self.called(Call::DeleteSq(qid, time));
+        *self.clock.0.lock().unwrap() += DELETION;
+        self.stopped()
     }
 
-    fn delete_cq(&self, qid: QueueId) -> Result<(), QueueError> {
+    fn delete_cq_within(&self, qid: QueueId, _: Duration) -> Result<(), QueueError> {
         Err(QueueError::CqInUse(qid))
     }
 
@@ -309,7 +315,11 @@ impl HostSide for Recorded {
         IoDoorbells::default()
     }
 
-    fn set_doorbell_buffer(&self, buffer: DoorbellBuffer) -> Result<(), QueueError> {
+    fn set_doorbell_buffer_within(
+        &self,
+        buffer: DoorbellBuffer,
+        _: Duration,
+    ) -> Result<(), QueueError> {
         Err(QueueError::Misaligned(buffer.shadow))
     }
 
@@ -424,13 +434,19 @@ impl Guest {
         self.write(self.function.doorbell_offset(doorbell), value);
     }
 
-    /// One admin command, and the status of its completion. There are fewer of them than entries.
-    fn admin(&mut self, mut sqe: Sqe) -> Status {
+    /// Writes an admin command to its queue.
+    fn push(&mut self, mut sqe: Sqe) {
         let at = u64::from(self.tail);
         sqe.set_cid((at as u16).into());
         let memory = self.function.memory();
         memory.write(Gpa(MEMORY + 64 * at), sqe.as_bytes()).unwrap();
         self.tail += 1;
+    }
+
+    /// One admin command, and the status of its completion. There are fewer of them than entries.
+    fn admin(&mut self, sqe: Sqe) -> Status {
+        let at = u64::from(self.tail);
+        self.push(sqe);
         self.ring(Doorbell::SqTail(QueueId::ADMIN), self.tail);
         self.function.process_events();
         let mut cqe = Cqe::new_zeroed();
@@ -521,6 +537,21 @@ fn queues_and_their_doorbells_reach_the_host_side() {
         entries: 16,
     };
     let calls = [Call::CreateCq(CQ), Call::CreateSq(sq), Call::Ring(tail, 3)];
+    assert_eq!(guest.calls(), calls);
+}
+
+#[test]
+fn commands_that_are_carried_out_at_once_share_a_deadline() {
+    let mut guest = Guest::new();
+    for qid in [1, 2, 3] {
+        let mut delete = Sqe::new(0x00);
+        delete.cdw10 = qid;
+        guest.push(delete);
+    }
+    guest.ring(Doorbell::SqTail(QueueId::ADMIN), guest.tail);
+    guest.function.process_events();
+    let deletion = |qid, left| Call::DeleteSq(QueueId(qid), Duration::from_secs(left));
+    let calls = [deletion(1, 30), deletion(2, 22), deletion(3, 14)];
     assert_eq!(guest.calls(), calls);
 }
 

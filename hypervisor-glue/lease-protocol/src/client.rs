@@ -486,7 +486,8 @@ impl HostSide for RemoteHostSide {
         let (gpa, len) = (memory.gpa, memory.len);
         self.window.map(memory).inspect_err(|_| {
             if there {
-                let request = Request::Unmap { gpa, len };
+                let time = DRAIN_DEADLINE;
+                let request = Request::Unmap { gpa, len, time };
                 let _: Result<Result<u64, DmaError>, Lost> =
                     self.link.ask_in(&mut state, &request, None);
             }
@@ -501,12 +502,12 @@ impl HostSide for RemoteHostSide {
         regions.into_iter().try_for_each(|region| self.map(region))
     }
 
-    fn unmap(&self, gpa: Gpa, len: u64) -> Result<u64, DmaError> {
+    fn unmap_within(&self, gpa: Gpa, len: u64, time: Duration) -> Result<u64, DmaError> {
         // Both in one step, for a server that comes back. Before that, one that is ending is waited for.
         let mut waited = false;
         loop {
             let mut state = self.link.state();
-            let request = Request::Unmap { gpa, len };
+            let request = Request::Unmap { gpa, len, time };
             let answer: Result<Result<u64, DmaError>, Lost> =
                 self.link.ask_in(&mut state, &request, None);
             match answer {
@@ -515,13 +516,13 @@ impl HostSide for RemoteHostSide {
                 Err(Lost) if !waited => {
                     drop(state);
                     waited = true;
-                    self.link.wait_until_over(PATIENCE);
+                    self.link.wait_until_over(time);
                     continue;
                 }
                 // The server may still use it.
                 Err(Lost) => return Err(DmaError::Busy { gpa, len }),
             }
-            return self.window.unmap(gpa, len);
+            return self.window.unmap_within(gpa, len, time);
         }
     }
 
@@ -570,18 +571,19 @@ impl HostSide for RemoteHostSide {
         })
     }
 
-    fn create_sq(&self, config: SqConfig) -> Result<(), QueueError> {
-        self.change_queues(config.qid, &Request::CreateSq(config), |queues| {
-            queues.sqs.push(config);
-        })
+    fn create_sq_within(&self, config: SqConfig, time: Duration) -> Result<(), QueueError> {
+        let request = Request::CreateSq { config, time };
+        self.change_queues(config.qid, &request, |queues| queues.sqs.push(config))
     }
 
-    fn delete_sq(&self, qid: QueueId) -> Result<(), QueueError> {
-        self.change_queues(qid, &Request::DeleteSq(qid), |queues| queues.delete_sq(qid))
+    fn delete_sq_within(&self, qid: QueueId, time: Duration) -> Result<(), QueueError> {
+        let request = Request::DeleteSq { qid, time };
+        self.change_queues(qid, &request, |queues| queues.delete_sq(qid))
     }
 
-    fn delete_cq(&self, qid: QueueId) -> Result<(), QueueError> {
-        self.change_queues(qid, &Request::DeleteCq(qid), |queues| queues.delete_cq(qid))
+    fn delete_cq_within(&self, qid: QueueId, time: Duration) -> Result<(), QueueError> {
+        let request = Request::DeleteCq { qid, time };
+        self.change_queues(qid, &request, |queues| queues.delete_cq(qid))
     }
 
     fn set_coalescing(&self, coalescing: CoalescingConfig) {
@@ -619,8 +621,12 @@ impl HostSide for RemoteHostSide {
         self.renew_doorbells()
     }
 
-    fn set_doorbell_buffer(&self, buffer: DoorbellBuffer) -> Result<(), QueueError> {
-        let request = Request::SetDoorbellBuffer(buffer);
+    fn set_doorbell_buffer_within(
+        &self,
+        buffer: DoorbellBuffer,
+        time: Duration,
+    ) -> Result<(), QueueError> {
+        let request = Request::SetDoorbellBuffer { buffer, time };
         self.change_queues(QueueId::ADMIN, &request, |queues| {
             queues.doorbell_buffer = Some(buffer);
         })

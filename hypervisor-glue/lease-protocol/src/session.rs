@@ -344,6 +344,11 @@ fn expect(descriptors: &[OwnedFd], said: usize) -> Result<(), ChannelError> {
     }
 }
 
+/// Returns the time that a VMM asks for, within the server's own bound.
+fn bounded(time: Duration) -> Duration {
+    time.min(DRAIN_DEADLINE)
+}
+
 /// A lease that is served.
 struct Served<'a> {
     channel: &'a Channel,
@@ -392,7 +397,9 @@ impl Served<'_> {
             Request::Stats => self.reply(&host.stats()),
             Request::TakeEvents => self.reply(&host.take_events()),
             Request::Map(region) => self.reply(&self.map(region, descriptor)),
-            Request::Unmap { gpa, len } => self.reply(&host.unmap(gpa, len)),
+            Request::Unmap { gpa, len, time } => {
+                self.reply(&host.unmap_within(gpa, len, bounded(time)))
+            }
             Request::StartDirtyLog => self.reply(&host.start_dirty_log()),
             Request::TakeDirtyPages => {
                 let pages = self.take_dirty_pages();
@@ -403,13 +410,21 @@ impl Served<'_> {
                 self.reply(&host.stop_dirty_log())
             }
             Request::CreateCq(config) => self.reply(&host.create_cq(config)),
-            Request::CreateSq(config) => self.reply(&host.create_sq(config)),
-            Request::DeleteSq(qid) => self.reply(&host.delete_sq(qid)),
-            Request::DeleteCq(qid) => self.reply(&host.delete_cq(qid)),
+            Request::CreateSq { config, time } => {
+                self.reply(&host.create_sq_within(config, bounded(time)))
+            }
+            Request::DeleteSq { qid, time } => {
+                self.reply(&host.delete_sq_within(qid, bounded(time)))
+            }
+            Request::DeleteCq { qid, time } => {
+                self.reply(&host.delete_cq_within(qid, bounded(time)))
+            }
             Request::SetCoalescing(coalescing) => self.reply(&host.set_coalescing(coalescing)),
             Request::SetRates(rates) => self.reply(&self.leases.set_rates(host, rates)),
             Request::IoDoorbells => return self.doorbells(),
-            Request::SetDoorbellBuffer(buffer) => self.reply(&host.set_doorbell_buffer(buffer)),
+            Request::SetDoorbellBuffer { buffer, time } => {
+                self.reply(&host.set_doorbell_buffer_within(buffer, bounded(time)))
+            }
             Request::BeginSilentDoorbells => {
                 self.reply(&host.begin_silent_doorbells().map_err(Failed))
             }
@@ -421,9 +436,9 @@ impl Served<'_> {
             Request::Pause => self.reply(&host.pause()),
             Request::Resume => self.reply(&host.resume()),
             Request::Revoke => self.reply(&host.revoke()),
-            Request::ResetWithin(time) => self.reply(&host.reset_within(time.min(DRAIN_DEADLINE))),
+            Request::ResetWithin(time) => self.reply(&host.reset_within(bounded(time))),
             Request::FlushWithin(time) => {
-                let flushed = host.flush_within(time.min(DRAIN_DEADLINE));
+                let flushed = host.flush_within(bounded(time));
                 self.reply(&flushed.map_err(Failed))
             }
             Request::Save => self.reply(&host.save()),

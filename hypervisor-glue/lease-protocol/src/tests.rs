@@ -50,11 +50,10 @@ fn requests() {
     };
     let text = r#"{"map":{"gpa":4096,"len":8192,"offset":0,"readable":true,"writable":false}}"#;
     is(&Request::Map(region), text);
-    let gpa = Gpa(4096);
-    is(
-        &Request::Unmap { gpa, len: 1 },
-        r#"{"unmap":{"gpa":4096,"len":1}}"#,
-    );
+    let (gpa, time) = (Gpa(4096), Duration::from_millis(1500));
+    let len = 1;
+    let text = r#"{"unmap":{"gpa":4096,"len":1,"time":{"secs":1,"nanos":500000000}}}"#;
+    is(&Request::Unmap { gpa, len, time }, text);
     let (qid, entries) = (QueueId(1), 8);
     let cq = CqConfig {
         qid,
@@ -70,10 +69,12 @@ fn requests() {
         base: gpa,
         entries,
     };
-    let text = r#"{"create_sq":{"qid":1,"cqid":1,"base":4096,"entries":8}}"#;
-    is(&Request::CreateSq(sq), text);
-    is(&Request::DeleteSq(qid), r#"{"delete_sq":1}"#);
-    is(&Request::DeleteCq(qid), r#"{"delete_cq":1}"#);
+    let text = r#"{"create_sq":{"config":{"qid":1,"cqid":1,"base":4096,"entries":8},"time":{"secs":1,"nanos":500000000}}}"#;
+    is(&Request::CreateSq { config: sq, time }, text);
+    let text = r#"{"delete_sq":{"qid":1,"time":{"secs":1,"nanos":500000000}}}"#;
+    is(&Request::DeleteSq { qid, time }, text);
+    let text = r#"{"delete_cq":{"qid":1,"time":{"secs":1,"nanos":500000000}}}"#;
+    is(&Request::DeleteCq { qid, time }, text);
     let coalescing = CoalescingConfig {
         threshold_z: 1,
         time_100us: 2,
@@ -87,8 +88,8 @@ fn requests() {
         shadow: gpa,
         event_idx: Gpa(8192),
     };
-    let text = r#"{"set_doorbell_buffer":{"shadow":4096,"event_idx":8192}}"#;
-    is(&Request::SetDoorbellBuffer(buffer), text);
+    let text = r#"{"set_doorbell_buffer":{"buffer":{"shadow":4096,"event_idx":8192},"time":{"secs":1,"nanos":500000000}}}"#;
+    is(&Request::SetDoorbellBuffer { buffer, time }, text);
     let kept = KeptQueues {
         cqs: vec![cq],
         sqs: vec![sq],
@@ -97,7 +98,6 @@ fn requests() {
     };
     let text = r#"{"take_up":{"cqs":[{"qid":1,"base":4096,"entries":8,"vector":1}],"sqs":[{"qid":1,"cqid":1,"base":4096,"entries":8}],"doorbell_buffer":{"shadow":4096,"event_idx":8192},"revoked":false}}"#;
     is(&Request::TakeUp(Box::new(kept)), text);
-    let time = Duration::from_millis(1500);
     let text = r#"{"reset_within":{"secs":1,"nanos":500000000}}"#;
     is(&Request::ResetWithin(time), text);
     let text = r#"{"flush_within":{"secs":1,"nanos":500000000}}"#;

@@ -8,6 +8,7 @@ use log::error;
 use super::Attachment;
 use super::io_queues::{Queues, next_id};
 use crate::address::Gpa;
+use crate::deadline::Deadline;
 use crate::doorbell::DoorbellBuffer;
 use crate::poller::DoorbellWatch;
 use crate::seam::{DoorbellWaker, IoDoorbells, QueueError};
@@ -103,6 +104,15 @@ impl Attachment {
     /// [`QueueError::Misaligned`] and [`QueueError::NotMapped`] for the pages, and
     /// [`QueueError::Timeout`].
     pub fn set_doorbell_buffer(&self, buffer: DoorbellBuffer) -> Result<(), QueueError> {
+        self.set_doorbell_buffer_by(buffer, &self.deadline())
+    }
+
+    /// As [`Self::set_doorbell_buffer`], until `deadline`.
+    pub(super) fn set_doorbell_buffer_by(
+        &self,
+        buffer: DoorbellBuffer,
+        deadline: &Deadline,
+    ) -> Result<(), QueueError> {
         let DoorbellBuffer { shadow, event_idx } = buffer;
         let table = self.window.table();
         let len = crate::address::PAGE_SIZE;
@@ -117,9 +127,8 @@ impl Attachment {
         let mut queues = self.queues();
         queues.buffer = Some(buffer);
         self.carry_doorbells_over(&queues, shadow);
-        let deadline = self.deadline();
         for entry in queues.cqs.values_mut() {
-            entry.change(&deadline, |queue| {
+            entry.change(deadline, |queue| {
                 // The pages were found above; where they are gone meanwhile, the queue's poller
                 // finds that out from the new table.
                 queue.set_doorbell_buffer(Some(buffer));

@@ -110,8 +110,8 @@ impl HostSide for Attachment {
         self.window.map_held(memory)
     }
 
-    fn unmap(&self, gpa: Gpa, len: u64) -> Result<u64, DmaError> {
-        self.window.unmap(gpa, len)
+    fn unmap_within(&self, gpa: Gpa, len: u64, time: Duration) -> Result<u64, DmaError> {
+        self.window.unmap_within(gpa, len, time)
     }
 
     fn start_dirty_log(&self) -> Result<(), DmaError> {
@@ -130,16 +130,16 @@ impl HostSide for Attachment {
         Self::create_cq(self, config)
     }
 
-    fn create_sq(&self, config: SqConfig) -> Result<(), QueueError> {
-        Self::create_sq(self, config)
+    fn create_sq_within(&self, config: SqConfig, time: Duration) -> Result<(), QueueError> {
+        self.create_sq_by(config, &self.within(time))
     }
 
-    fn delete_sq(&self, qid: QueueId) -> Result<(), QueueError> {
-        Self::delete_sq(self, qid)
+    fn delete_sq_within(&self, qid: QueueId, time: Duration) -> Result<(), QueueError> {
+        self.delete_sq_by(qid, &self.within(time))
     }
 
-    fn delete_cq(&self, qid: QueueId) -> Result<(), QueueError> {
-        Self::delete_cq(self, qid)
+    fn delete_cq_within(&self, qid: QueueId, time: Duration) -> Result<(), QueueError> {
+        self.delete_cq_by(qid, &self.within(time))
     }
 
     fn set_coalescing(&self, coalescing: CoalescingConfig) {
@@ -166,8 +166,12 @@ impl HostSide for Attachment {
         Self::io_doorbells(self)
     }
 
-    fn set_doorbell_buffer(&self, buffer: DoorbellBuffer) -> Result<(), QueueError> {
-        Self::set_doorbell_buffer(self, buffer)
+    fn set_doorbell_buffer_within(
+        &self,
+        buffer: DoorbellBuffer,
+        time: Duration,
+    ) -> Result<(), QueueError> {
+        self.set_doorbell_buffer_by(buffer, &self.within(time))
     }
 
     fn begin_silent_doorbells(&self) -> io::Result<()> {

@@ -78,12 +78,20 @@ impl QueueEntry {
         self.parked = Some(queue);
     }
 
-    /// Takes the shadow queue from its poller, once nothing of it is in flight.
-    fn take_from_poller(&self, deadline: &Deadline) -> Result<Box<ShadowQueue>, QueueError> {
+    /// Takes the shadow queue from its poller, once nothing of it is in flight. A queue that is overdue is not waited
+    /// for.
+    ///
+    /// # Errors
+    /// [`QueueError::Timeout`]; then the queue takes no more commands, and ends with those in flight.
+    fn take_from_poller(&mut self, deadline: &Deadline) -> Result<Box<ShadowQueue>, QueueError> {
+        let timeout = QueueError::Timeout(self.cqid);
+        if self.overdue {
+            return Err(timeout);
+        }
         let receiver = self.poller.remove(self.id);
-        deadline
-            .receive(&receiver)
-            .map_err(|_| QueueError::Timeout(self.cqid))
+        let taken = deadline.receive(&receiver);
+        self.overdue = taken.is_err();
+        taken.map_err(|_| timeout)
     }
 }
 
@@ -273,6 +281,15 @@ impl Attachment {
     /// All of [`QueueError`] but those of deleting; [`QueueError::NoSuchQueue`] if the Completion
     /// Queue does not exist.
     pub fn create_sq(&self, config: SqConfig) -> Result<(), QueueError> {
+        self.create_sq_by(config, &self.deadline())
+    }
+
+    /// As [`Self::create_sq`], until `deadline`.
+    pub(super) fn create_sq_by(
+        &self,
+        config: SqConfig,
+        deadline: &Deadline,
+    ) -> Result<(), QueueError> {
         let SqConfig {
             qid,
             cqid,
@@ -280,7 +297,6 @@ impl Attachment {
             entries: _,
         } = config;
         QueueLimits::of(self).check_sq(&config)?;
-        let deadline = self.deadline();
         let mut queues = self.queues();
         if queues.cq_of_sq(qid).is_some() {
             return Err(QueueError::AlreadyExists(qid));
@@ -292,7 +308,7 @@ impl Attachment {
         sq.begin();
         self.begin_doorbell(Doorbell::SqTail(qid), queues.buffer);
         let entry = queues.entry(cqid)?;
-        entry.change(&deadline, |queue| queue.add_sq(sq))?;
+        entry.change(deadline, |queue| queue.add_sq(sq))?;
         entry.sqs.push(qid);
         Ok(())
     }
@@ -315,11 +331,15 @@ impl Attachment {
     /// # Errors
     /// [`QueueError::NoSuchQueue`] and [`QueueError::Timeout`].
     pub fn delete_sq(&self, qid: QueueId) -> Result<(), QueueError> {
-        let deadline = self.deadline();
+        self.delete_sq_by(qid, &self.deadline())
+    }
+
+    /// As [`Self::delete_sq`], until `deadline`.
+    pub(super) fn delete_sq_by(&self, qid: QueueId, deadline: &Deadline) -> Result<(), QueueError> {
         let mut queues = self.queues();
         let cqid = queues.cq_of_sq(qid).ok_or(QueueError::NoSuchQueue(qid))?;
         let entry = queues.entry(QueueId(cqid))?;
-        entry.change(&deadline, |queue| queue.remove_sq(qid))?;
+        entry.change(deadline, |queue| queue.remove_sq(qid))?;
         entry.sqs.retain(|sqid| *sqid != qid);
         Ok(())
     }
@@ -329,13 +349,18 @@ impl Attachment {
     /// # Errors
     /// [`QueueError::NoSuchQueue`], [`QueueError::CqInUse`] and [`QueueError::Timeout`].
     pub fn delete_cq(&self, qid: QueueId) -> Result<(), QueueError> {
+        self.delete_cq_by(qid, &self.deadline())
+    }
+
+    /// As [`Self::delete_cq`], until `deadline`.
+    pub(super) fn delete_cq_by(&self, qid: QueueId, deadline: &Deadline) -> Result<(), QueueError> {
         let mut queues = self.queues();
         let entry = queues.entry(qid)?;
         if !entry.sqs.is_empty() {
             return Err(QueueError::CqInUse(qid));
         }
         if entry.parked.is_none() {
-            drop(entry.take_from_poller(&self.deadline())?);
+            drop(entry.take_from_poller(deadline)?);
         }
         queues.cqs.remove(&qid.0);
         Ok(())

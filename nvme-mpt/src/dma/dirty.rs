@@ -15,6 +15,7 @@ use super::region::Place;
 use super::sorted::Sorted;
 use super::{DmaError, DmaWindow, RegionTable};
 use crate::address::{Gpa, PAGE_SIZE};
+use crate::deadline::DRAIN_DEADLINE;
 
 /// Pages that were written, one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -152,7 +153,10 @@ impl DmaWindow {
             table.dirty = Some(dirty);
             self.tables.publish(&changes, table)
         };
-        if self.tables.wait_left(generation, &*self.clock) {
+        if self
+            .tables
+            .wait_left(generation, &*self.clock, DRAIN_DEADLINE)
+        {
             return Ok(());
         }
         self.stop_dirty_log();

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::io;
 
-use super::{MAX_FILE_BYTES, MAX_FILES, MAX_REGIONS, UNMAP_DEADLINE};
+use super::{MAX_FILE_BYTES, MAX_FILES, MAX_REGIONS};
 use crate::address::Gpa;
 use crate::crossing;
 
@@ -119,7 +119,7 @@ pub enum DmaError {
     #[error("Pages that are written are not noted; start the dirty log first")]
     NotLogged,
     /// Commands in flight did not finish in time; the memory stays mapped.
-    #[error("Commands in flight still use {gpa}+{len:#x} after {UNMAP_DEADLINE:?}")]
+    #[error("Commands in flight still use {gpa}+{len:#x} after the time that they had")]
     Busy {
         /// Start.
         gpa: Gpa,

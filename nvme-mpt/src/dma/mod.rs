@@ -59,7 +59,7 @@ pub(crate) use users::TableUse;
 
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::clock::Ticks;
-use crate::deadline::{SystemClock, WaitClock};
+use crate::deadline::{DRAIN_DEADLINE, SystemClock, WaitClock};
 use crate::iova::{IovaSpace, VmMappings};
 use crate::learn::NoMapping;
 use crate::memory::Access;
@@ -81,9 +81,6 @@ const MAX_FILES: usize = 256;
 /// Bytes of this process's address space that the files of one VM may take: a sixteenth of 47 bits, so that
 /// one that hands over files without end leaves room for others.
 const MAX_FILE_BYTES: u64 = 8 << 40;
-
-/// Longest time that an unmap waits for commands in flight before it is refused.
-const UNMAP_DEADLINE: Duration = Duration::from_secs(30);
 
 /// Memory that a VMM hands over.
 #[derive(Debug)]
@@ -159,11 +156,9 @@ impl Tables {
     }
 
     /// Waits for [`Self::have_left`]. Returns whether it is so.
-    fn wait_left(&self, departure: u64, clock: &dyn WaitClock) -> bool {
+    fn wait_left(&self, departure: u64, clock: &dyn WaitClock, time: Duration) -> bool {
         let users = lock(&self.users).clone();
-        clock.wait(UNMAP_DEADLINE, &mut |time| {
-            wait_left(&users, departure, time)
-        })
+        clock.wait(time, &mut |time| wait_left(&users, departure, time))
     }
 
     /// Publishes the next table, while [`Self::changes`] is held. Returns its generation.
@@ -375,6 +370,14 @@ impl DmaWindow {
     /// [`DmaError::Busy`] if commands in flight that use the memory do not finish: no new ones can use it, and
     /// it stays mapped in this process. The first change after they did finish gives it back.
     pub fn unmap(&self, gpa: Gpa, len: u64) -> Result<u64, DmaError> {
+        self.unmap_within(gpa, len, DRAIN_DEADLINE)
+    }
+
+    /// As [`Self::unmap`], with a wait of at most `time`.
+    ///
+    /// # Errors
+    /// As [`Self::unmap`].
+    pub fn unmap_within(&self, gpa: Gpa, len: u64, time: Duration) -> Result<u64, DmaError> {
         let last = match len.checked_sub(1).and_then(|rest| gpa.0.checked_add(rest)) {
             Some(last) => last,
             None => return Err(DmaError::InvalidRegion { gpa, len }),
@@ -415,7 +418,9 @@ impl DmaWindow {
             (departure, bytes)
         };
         // Without the lock: others may map meanwhile.
-        let left = self.tables.wait_left(departure.generation(), &*self.clock);
+        let left = self
+            .tables
+            .wait_left(departure.generation(), &*self.clock, time);
         // Writes of commands in flight until now are noted, too.
         departure.take_notes(&mut lock(&self.tables.changes).departed);
         if !left {

@@ -39,6 +39,7 @@ use serde::{Deserialize, Serialize};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::address::Gpa;
+use crate::deadline::DRAIN_DEADLINE;
 use crate::dma::{DirtyRange, DmaError, GuestMemory, HeldMemory, MemoryRegion};
 use crate::doorbell::{DoorbellBuffer, DoorbellPage};
 use crate::event::Event;
@@ -176,8 +177,17 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     /// bytes that were mapped there.
     ///
     /// # Errors
-    /// [`DmaError::InvalidRegion`], [`DmaError::PartialUnmap`], [`DmaError::Busy`].
-    fn unmap(&self, gpa: Gpa, len: u64) -> Result<u64, DmaError>;
+    /// [`DmaError::InvalidRegion`], [`DmaError::PartialUnmap`]; [`DmaError::Busy`] if commands in flight use them after
+    /// `time`.
+    fn unmap_within(&self, gpa: Gpa, len: u64, time: Duration) -> Result<u64, DmaError>;
+
+    /// Unmaps regions within 30 seconds, as [`Self::unmap_within`] does.
+    ///
+    /// # Errors
+    /// As [`Self::unmap_within`].
+    fn unmap(&self, gpa: Gpa, len: u64) -> Result<u64, DmaError> {
+        self.unmap_within(gpa, len, DRAIN_DEADLINE)
+    }
 
     /// Unmaps all regions, as [`Self::unmap`] does.
     ///
@@ -212,20 +222,21 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// All of [`QueueError`] but those of deleting; [`QueueError::NoSuchQueue`] if its Completion Queue does not
-    /// exist.
-    fn create_sq(&self, config: SqConfig) -> Result<(), QueueError>;
+    /// exist; [`QueueError::Timeout`] if commands in flight of the Completion Queue do not finish within `time`. Then
+    /// that queue takes no more commands until the next reset, and is not waited for again before it.
+    fn create_sq_within(&self, config: SqConfig, time: Duration) -> Result<(), QueueError>;
 
     /// Deletes a Submission Queue. When it returns, every command that was taken from it has its completion.
     ///
     /// # Errors
-    /// [`QueueError::NoSuchQueue`] and [`QueueError::Timeout`].
-    fn delete_sq(&self, qid: QueueId) -> Result<(), QueueError>;
+    /// [`QueueError::NoSuchQueue`]; [`QueueError::Timeout`] as in [`Self::create_sq_within`].
+    fn delete_sq_within(&self, qid: QueueId, time: Duration) -> Result<(), QueueError>;
 
     /// Deletes a Completion Queue that no Submission Queue completes to.
     ///
     /// # Errors
-    /// [`QueueError::NoSuchQueue`], [`QueueError::CqInUse`] and [`QueueError::Timeout`].
-    fn delete_cq(&self, qid: QueueId) -> Result<(), QueueError>;
+    /// [`QueueError::NoSuchQueue`], [`QueueError::CqInUse`]; [`QueueError::Timeout`] as in [`Self::create_sq_within`].
+    fn delete_cq_within(&self, qid: QueueId, time: Duration) -> Result<(), QueueError>;
 
     /// Sets the coalescing of interrupts.
     fn set_coalescing(&self, coalescing: CoalescingConfig);
@@ -249,8 +260,13 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     /// Takes up the pages of a Doorbell Buffer Config command, until the next reset.
     ///
     /// # Errors
-    /// [`QueueError::Misaligned`] and [`QueueError::NotMapped`] for the pages, and [`QueueError::Timeout`].
-    fn set_doorbell_buffer(&self, buffer: DoorbellBuffer) -> Result<(), QueueError>;
+    /// [`QueueError::Misaligned`] and [`QueueError::NotMapped`] for the pages; [`QueueError::Timeout`] as in
+    /// [`Self::create_sq_within`].
+    fn set_doorbell_buffer_within(
+        &self,
+        buffer: DoorbellBuffer,
+        time: Duration,
+    ) -> Result<(), QueueError>;
 
     /// Begins a time in which the guest stores to doorbell registers without an exit, as they are about to be mapped.
     ///

@@ -21,6 +21,8 @@ use nvme_mpt_lease_protocol::attach_over;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 const MEMORY: u64 = 1 << 20;
+/// Time for all that waits.
+const TIME: Duration = Duration::from_secs(1);
 
 /// Asks for everything once.
 fn ask(host: &dyn HostSide) {
@@ -41,12 +43,13 @@ fn ask(host: &dyn HostSide) {
         entries: 4,
         vector,
     });
-    let _ = host.create_sq(SqConfig {
+    let sq = SqConfig {
         qid,
         cqid: qid,
         base,
         entries: 4,
-    });
+    };
+    let _ = host.create_sq_within(sq, TIME);
     host.ring(Doorbell::SqTail(qid), 1);
     let _ = host.io_doorbells();
     if let Some(vector) = host.shared().vectors.get(1) {
@@ -72,10 +75,10 @@ fn ask(host: &dyn HostSide) {
         let _ = host.restore(&state);
     }
     host.resume();
-    let _ = host.flush_within(Duration::from_secs(1));
-    let _ = host.delete_sq(qid);
-    let _ = host.delete_cq(qid);
-    let _ = host.reset_within(Duration::from_secs(1));
+    let _ = host.flush_within(TIME);
+    let _ = host.delete_sq_within(qid, TIME);
+    let _ = host.delete_cq_within(qid, TIME);
+    let _ = host.reset_within(TIME);
     let _ = host.unmap_all();
 }
 

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use nvme_mpt::lease::{FormerData, LeaseState};
 use nvme_mpt::poller::Threads;
-use nvme_mpt::{FunctionParts, HostSide, KeptParts};
+use nvme_mpt::{FunctionParts, HostSide, KeptParts, QueueError};
 use nvme_mpt_lease_protocol::{Admission, End, Leases, Peer, Session, attach_over};
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::Controller;
@@ -197,6 +197,40 @@ fn all_queues_of_a_reset_share_one_deadline() {
     host.lease("next", &Setup::nth(0), FormerData::Kept)
         .unwrap();
     host.finish();
+}
+
+#[test]
+fn queues_that_are_deleted_at_once_share_one_deadline() {
+    let host = host();
+    let machine = host.machine(&Setup::nth(0));
+    let mut controller = machine.attach();
+    let mut stuck = [1, 2].map(|id| begin_one(&host, &machine, &mut controller, id));
+    host.clock.skip_waits(true);
+    // As a driver does that removes its device.
+    let admin = controller.admin_queue().unwrap();
+    for id in [1, 2] {
+        assert!(admin.push(&Sqe::delete_sq(id).with_cid(id)));
+    }
+    admin.ring();
+    let mut ended = 0;
+    wait_for("the end of both waits", || {
+        ended += usize::from(admin.poll().is_some());
+        ended == 2
+    });
+    assert_eq!(host.clock.waited(), DEADLINE, "for both queues");
+    // A change of a queue that is overdue waits no more, nor does an end.
+    let error = machine.function().host().pause().unwrap_err();
+    assert!(matches!(error, QueueError::Timeout(_)), "{error}");
+    assert_eq!(host.clock.waited(), DEADLINE);
+    stuck.iter_mut().for_each(|(stuck, _)| stuck.complete());
+    host.clock.skip_waits(false);
+    let bar = machine.bar();
+    bar.write32(CC, bar.read32(CC) & !1);
+    assert_eq!(bar.read32(CSTS), 0, "a reset succeeds");
+    if !remote::is_chosen() {
+        drop((stuck, controller, bar, machine));
+        host.finish();
+    }
 }
 
 /// The lease of a server that ends when its session does.

@@ -30,7 +30,7 @@ pub(super) fn configure(controller: Controller<'_>, sqe: &Sqe) -> Result<Doorbel
     }
     controller
         .host
-        .set_doorbell_buffer(buffer)
+        .set_doorbell_buffer_within(buffer, controller.deadline.left())
         .map_err(|error| {
             log::warn!("Doorbell Buffer Config failed: {error}");
             Status::INVALID_FIELD

@@ -67,7 +67,7 @@ impl IoQueues<'_> {
         };
         self.controller
             .host
-            .create_sq(config)
+            .create_sq_within(config, self.controller.deadline.left())
             .map_err(|error| match error {
                 QueueError::NoSuchQueue { .. } => Status::COMPLETION_QUEUE_INVALID,
                 error => status(&error),
@@ -78,7 +78,7 @@ impl IoQueues<'_> {
         require(command.qid != QueueId::ADMIN, Status::INVALID_QUEUE_ID)?;
         self.controller
             .host
-            .delete_sq(command.qid)
+            .delete_sq_within(command.qid, self.controller.deadline.left())
             .map_err(|error| status(&error))
     }
 
@@ -86,7 +86,7 @@ impl IoQueues<'_> {
         require(command.qid != QueueId::ADMIN, Status::INVALID_QUEUE_ID)?;
         self.controller
             .host
-            .delete_cq(command.qid)
+            .delete_cq_within(command.qid, self.controller.deadline.left())
             .map_err(|error| status(&error))
     }
 }

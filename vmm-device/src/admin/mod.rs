@@ -28,7 +28,7 @@ use std::sync::Arc;
 use nvme_mpt::{
     DmaError, DoorbellBuffer, DriveEvent, ErrorEntry, Event, Gpa, HostSide, LeaseFacts,
     SharedParts,
-    deadline::WaitClock,
+    deadline::{Deadline, WaitClock},
     spec::{
         event::{AsyncEvent, SmartEvent},
         feature::FeatureId,
@@ -63,6 +63,8 @@ pub(crate) struct Controller<'a> {
     pub(crate) facts: &'a LeaseFacts,
     pub(crate) shared: &'a SharedParts,
     pub(crate) cc: Cc,
+    /// End of all waits for commands in flight.
+    pub(crate) deadline: &'a Deadline,
 }
 
 /// The admin queue and the state that admin commands read and change.

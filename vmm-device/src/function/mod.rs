@@ -315,7 +315,8 @@ impl NvmeFunction {
         self.host.flush_within(deadline.left())
     }
 
-    /// Returns the moment at which the waits end of a reset, a shutdown or an end that begins now.
+    /// Returns the moment at which the waits end of a reset, a shutdown or an end that begins now, or of the admin
+    /// commands that wait now.
     fn deadline(&self) -> Deadline {
         Deadline::after(&self.clock, DRAIN_DEADLINE)
     }
@@ -348,7 +349,7 @@ impl NvmeFunction {
     }
 
     /// Carries out admin commands, and tells the guest of what happened on its I/O queues and to its
-    /// drive. To be called whenever [`Self::events_fd`] is readable, and harmless at any other time.
+    /// drive. The commands wait 30 seconds at most in all for I/O commands in flight. To be called whenever [`Self::events_fd`] is readable, and harmless at any other time.
     pub fn process_events(&mut self) {
         self.take_events();
         if !self.away {
@@ -363,11 +364,13 @@ impl NvmeFunction {
         }
         // A guest that has the doorbells mapped just stores to them.
         self.ring_admin();
+        let deadline = self.deadline();
         let controller = Controller {
             host: &*self.host,
             facts: &self.facts,
             shared: &self.shared,
             cc: self.registers.cc(),
+            deadline: &deadline,
         };
         self.admin.watch_health(controller);
         match self.admin.run(controller) {

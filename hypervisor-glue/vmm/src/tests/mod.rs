@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use nvme_mpt::deadline::DRAIN_DEADLINE;
 use nvme_mpt::dma::MemoryRegion;
 use nvme_mpt::lease::{LeaseRequest, Ledger, Wanted};
 use nvme_mpt::memory::{Mapping, memfd};
@@ -229,12 +230,15 @@ fn create(device: &FunctionDevice, qid: u16) {
         })
         .unwrap();
         let base = Gpa(base.0 + 0x8000);
-        host.create_sq(SqConfig {
-            qid,
-            cqid: qid,
-            base,
-            entries,
-        })
+        host.create_sq_within(
+            SqConfig {
+                qid,
+                cqid: qid,
+                base,
+                entries,
+            },
+            DRAIN_DEADLINE,
+        )
         .unwrap();
     });
     look(device);
@@ -355,10 +359,16 @@ fn pollers_that_never_sleep_and_fixed_doorbells_have_them_mapped_all_the_time() 
         look(&device);
         assert_eq!(asked.mapped_at(), [BAR + DOORBELLS]);
         with(&device, |function| {
-            function.host().delete_sq(QueueId(1)).unwrap()
+            function
+                .host()
+                .delete_sq_within(QueueId(1), DRAIN_DEADLINE)
+                .unwrap()
         });
         with(&device, |function| {
-            function.host().delete_cq(QueueId(1)).unwrap()
+            function
+                .host()
+                .delete_cq_within(QueueId(1), DRAIN_DEADLINE)
+                .unwrap()
         });
         look(&device);
         assert_eq!(asked.mapped_at(), NOWHERE);
@@ -436,10 +446,16 @@ fn admin_doorbells_are_seen_while_they_are_mapped_and_after() {
     // Stored right before it is unmapped.
     page.bytes(0, 4).unwrap().copy_from(&2_u32.to_le_bytes());
     with(&device, |function| {
-        function.host().delete_sq(QueueId(1)).unwrap()
+        function
+            .host()
+            .delete_sq_within(QueueId(1), DRAIN_DEADLINE)
+            .unwrap()
     });
     with(&device, |function| {
-        function.host().delete_cq(QueueId(1)).unwrap()
+        function
+            .host()
+            .delete_cq_within(QueueId(1), DRAIN_DEADLINE)
+            .unwrap()
     });
     look(&device);
     assert_eq!(asked.mapped_at(), NOWHERE);
@@ -498,7 +514,10 @@ fn doorbells_in_guest_memory_wake_pollers_without_an_exit() {
         event_idx: Gpa(0x9_0000),
     };
     with(&device, |function| {
-        function.host().set_doorbell_buffer(buffer).unwrap();
+        function
+            .host()
+            .set_doorbell_buffer_within(buffer, DRAIN_DEADLINE)
+            .unwrap();
     });
     look(&device);
     assert_eq!(asked.mapped_at(), NOWHERE);
@@ -509,7 +528,10 @@ fn doorbells_in_guest_memory_wake_pollers_without_an_exit() {
     place(&device, BAR0, 2 * BAR);
     assert_eq!(asked.tied_at(2 * BAR), [0x1080, 0x10C0, 0x1100, 0x1140]);
     with(&device, |function| {
-        function.host().delete_sq(QueueId(1)).unwrap();
+        function
+            .host()
+            .delete_sq_within(QueueId(1), DRAIN_DEADLINE)
+            .unwrap();
     });
     look(&device);
     assert_eq!(asked.tied_at(2 * BAR), [0x10C0, 0x1100, 0x1140]);

@@ -449,13 +449,19 @@ impl Guest {
         self.push(sqe);
         self.ring(Doorbell::SqTail(QueueId::ADMIN), self.tail);
         self.function.process_events();
+        let cqe = self.completion(at);
+        assert!(cqe.phase(), "it is completed");
+        cqe.status().with_dnr(false)
+    }
+
+    /// An entry of the Admin Completion Queue.
+    fn completion(&self, at: u64) -> Cqe {
         let mut cqe = Cqe::new_zeroed();
         let memory = self.function.memory();
         memory
             .read(Gpa(ADMIN_CQ + 16 * at), cqe.as_mut_bytes())
             .unwrap();
-        assert!(cqe.phase(), "it is completed");
-        cqe.status().with_dnr(false)
+        cqe
     }
 
     fn data<const N: usize>(&self, at: u64) -> [u8; N] {
@@ -553,6 +559,30 @@ fn commands_that_are_carried_out_at_once_share_a_deadline() {
     let deletion = |qid, left| Call::DeleteSq(QueueId(qid), Duration::from_secs(left));
     let calls = [deletion(1, 30), deletion(2, 22), deletion(3, 14)];
     assert_eq!(guest.calls(), calls);
+    assert_eq!(guest.csts(), 0b1);
+}
+
+#[test]
+fn a_queue_that_is_lost_is_a_fatal_status_and_ends_the_commands() {
+    let mut guest = Guest::new();
+    guest.push(async_event_request());
+    guest.trouble(Trouble::Busy);
+    for qid in [1, 2] {
+        let mut delete = Sqe::new(0x00);
+        delete.cdw10 = qid;
+        guest.push(delete);
+    }
+    guest.ring(Doorbell::SqTail(QueueId::ADMIN), guest.tail);
+    guest.function.process_events();
+    guest.function.process_events();
+    let first = Call::DeleteSq(QueueId(1), Duration::from_secs(30));
+    assert_eq!(guest.calls(), [first]);
+    assert_eq!(guest.csts(), 0b11);
+    let completions = [0, 1, 2].map(|at| guest.completion(at));
+    let [deletion, event, nothing] = completions;
+    assert_eq!(deletion.status().with_dnr(false), Status::INTERNAL_ERROR);
+    assert_eq!(event.dw0() & 0xFFFF, 0x0300, "Persistent Internal Error");
+    assert!(!nothing.phase());
 }
 
 #[test]

@@ -491,7 +491,7 @@ impl Worker {
             if let Some(fd) = queue.wait_fd() {
                 sleeper.unwatch(fd);
             }
-            // The requester may have given up waiting; then the queue ends here.
+            // The requester may have given up waiting; then the queue ends here, and its controller fails.
             let _ = reply.send(queue);
             false
         });

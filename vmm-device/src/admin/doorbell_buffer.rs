@@ -5,11 +5,11 @@
 //! controller forgets the buffers: their pages may be anything by the time the next driver looks at them.
 
 use nvme_mpt::{
-    DoorbellBuffer, Gpa, LeaseFacts,
+    DoorbellBuffer, Gpa, LeaseFacts, QueueError,
     spec::{sqe::Sqe, status::Status},
 };
 
-use super::Controller;
+use super::{Controller, failure::Failure};
 
 /// Returns whether the command is offered.
 pub(super) fn is_supported(facts: &LeaseFacts) -> bool {
@@ -17,23 +17,26 @@ pub(super) fn is_supported(facts: &LeaseFacts) -> bool {
 }
 
 /// Lets the guest write its doorbells to memory. Returns the pages.
-pub(super) fn configure(controller: Controller<'_>, sqe: &Sqe) -> Result<DoorbellBuffer, Status> {
+pub(super) fn configure(controller: Controller<'_>, sqe: &Sqe) -> Result<DoorbellBuffer, Failure> {
     if !is_supported(controller.facts) {
-        return Err(Status::INVALID_OPCODE);
+        return Err(Status::INVALID_OPCODE.into());
     }
     let buffer = DoorbellBuffer {
         shadow: Gpa(sqe.prp1()),
         event_idx: Gpa(sqe.prp2()),
     };
     if !buffer.shadow.is_page_aligned() || !buffer.event_idx.is_page_aligned() {
-        return Err(Status::INVALID_FIELD);
+        return Err(Status::INVALID_FIELD.into());
     }
     controller
         .host
         .set_doorbell_buffer_within(buffer, controller.deadline.left())
-        .map_err(|error| {
-            log::warn!("Doorbell Buffer Config failed: {error}");
-            Status::INVALID_FIELD
+        .map_err(|error| match error {
+            QueueError::Timeout(_) => Failure::QueueLost(error),
+            error => {
+                log::warn!("Doorbell Buffer Config failed: {error}");
+                Status::INVALID_FIELD.into()
+            }
         })?;
     Ok(buffer)
 }

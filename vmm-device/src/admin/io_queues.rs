@@ -12,7 +12,7 @@ use nvme_mpt::{
     },
 };
 
-use super::Controller;
+use super::{Controller, failure::Failure};
 
 /// Parts from which I/O queues are created.
 pub(super) struct IoQueues<'a> {
@@ -29,7 +29,7 @@ pub(super) struct Allocated {
 }
 
 impl IoQueues<'_> {
-    pub(super) fn create_cq(&self, command: CreateIoCq, base: Gpa) -> Result<(), Status> {
+    pub(super) fn create_cq(&self, command: CreateIoCq, base: Gpa) -> Result<(), Failure> {
         require_id(command.qid, self.allocated.completion)?;
         // CAP.CQR: queues are physically contiguous.
         require(command.pc, Status::INVALID_FIELD)?;
@@ -46,10 +46,10 @@ impl IoQueues<'_> {
                 entries: entries(command.qsize_z),
                 vector: command.ien.then_some(command.iv),
             })
-            .map_err(|error| status(&error))
+            .map_err(Failure::from)
     }
 
-    pub(super) fn create_sq(&self, command: CreateIoSq, base: Gpa) -> Result<(), Status> {
+    pub(super) fn create_sq(&self, command: CreateIoSq, base: Gpa) -> Result<(), Failure> {
         require_id(command.qid, self.allocated.submission)?;
         // An identifier that no completion queue can have is invalid; one that none has yet names a
         // completion queue that is.
@@ -69,25 +69,25 @@ impl IoQueues<'_> {
             .host
             .create_sq_within(config, self.controller.deadline.left())
             .map_err(|error| match error {
-                QueueError::NoSuchQueue { .. } => Status::COMPLETION_QUEUE_INVALID,
-                error => status(&error),
+                QueueError::NoSuchQueue { .. } => Status::COMPLETION_QUEUE_INVALID.into(),
+                error => error.into(),
             })
     }
 
-    pub(super) fn delete_sq(&self, command: DeleteQueue) -> Result<(), Status> {
+    pub(super) fn delete_sq(&self, command: DeleteQueue) -> Result<(), Failure> {
         require(command.qid != QueueId::ADMIN, Status::INVALID_QUEUE_ID)?;
         self.controller
             .host
             .delete_sq_within(command.qid, self.controller.deadline.left())
-            .map_err(|error| status(&error))
+            .map_err(Failure::from)
     }
 
-    pub(super) fn delete_cq(&self, command: DeleteQueue) -> Result<(), Status> {
+    pub(super) fn delete_cq(&self, command: DeleteQueue) -> Result<(), Failure> {
         require(command.qid != QueueId::ADMIN, Status::INVALID_QUEUE_ID)?;
         self.controller
             .host
             .delete_cq_within(command.qid, self.controller.deadline.left())
-            .map_err(|error| status(&error))
+            .map_err(Failure::from)
     }
 }
 
@@ -102,27 +102,4 @@ fn require(condition: bool, otherwise: Status) -> Result<(), Status> {
 
 fn require_id(qid: QueueId, allocated: u16) -> Result<(), Status> {
     require((1..=allocated).contains(&qid.0), Status::INVALID_QUEUE_ID)
-}
-
-/// Returns the guest's status for a queue that could not be created or deleted.
-fn status(error: &QueueError) -> Status {
-    match error {
-        QueueError::NoSuchQueue { .. }
-        | QueueError::AlreadyExists { .. }
-        | QueueError::InvalidQueueId { .. } => Status::INVALID_QUEUE_ID,
-        QueueError::CqInUse { .. } => Status::INVALID_QUEUE_DELETION,
-        QueueError::InvalidVector { .. } => Status::INVALID_INTERRUPT_VECTOR,
-        QueueError::InvalidSize { .. } => Status::INVALID_QUEUE_SIZE,
-        QueueError::Misaligned { .. } => Status::PRP_OFFSET_INVALID,
-        // PRP1 names memory that the guest does not have.
-        QueueError::NotMapped { .. } => Status::INVALID_FIELD,
-        QueueError::Timeout { .. } | QueueError::Paused { .. } => {
-            log::error!("{error}");
-            Status::INTERNAL_ERROR
-        }
-        QueueError::Host { source, .. } => {
-            log::error!("{error}: {source}");
-            Status::INTERNAL_ERROR
-        }
-    }
 }

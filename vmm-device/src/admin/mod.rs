@@ -10,6 +10,7 @@ mod command;
 mod data;
 mod doorbell_buffer;
 mod error_log;
+mod failure;
 mod features;
 mod health;
 mod identify;
@@ -26,7 +27,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use nvme_mpt::{
-    DmaError, DoorbellBuffer, DriveEvent, ErrorEntry, Event, Gpa, HostSide, LeaseFacts,
+    DmaError, DoorbellBuffer, DriveEvent, ErrorEntry, Event, Gpa, HostSide, LeaseFacts, QueueError,
     SharedParts,
     deadline::{Deadline, WaitClock},
     spec::{
@@ -47,6 +48,7 @@ use self::{
     command::AdminCommand,
     data::DataBuffer,
     error_log::ErrorLog,
+    failure::Failure,
     features::{FeatureContext, Features},
     health::Health,
     io_queues::IoQueues,
@@ -90,6 +92,8 @@ pub(crate) struct Admin {
     /// Doorbell Buffer that the command which is carried out has set up.
     new_buffer: Option<DoorbellBuffer>,
     clock: Arc<dyn WaitClock>,
+    /// Failure that lost an I/O queue, until the function has taken it.
+    lost_queue: Option<QueueError>,
 }
 
 /// Continuation of a command that was carried out.
@@ -116,6 +120,7 @@ impl Admin {
             commands: 0,
             new_buffer: None,
             clock,
+            lost_queue: None,
         }
     }
 
@@ -139,6 +144,7 @@ impl Admin {
         self.unposted.clear();
         self.postponed = None;
         self.features = Features::new(&self.clock);
+        self.lost_queue = None;
         self.events = AsyncEvents::default();
         self.warned = CriticalWarning::default();
         self.namespace_changed = false;
@@ -285,6 +291,11 @@ impl Admin {
         result
     }
 
+    /// Takes the failure of a command that lost an I/O queue: the controller cannot go on.
+    pub(crate) fn take_lost_queue(&mut self) -> Option<QueueError> {
+        self.lost_queue.take()
+    }
+
     fn run_rings(
         &mut self,
         rings: &mut AdminRings,
@@ -303,6 +314,9 @@ impl Admin {
             if let Some(completion) = self.unposted.pop_front().or_else(|| self.events.report()) {
                 rings.post(room, completion, memory)?;
                 posted = true;
+            } else if self.lost_queue.is_some() {
+                // The controller fails, and further commands could wait in vain as well.
+                break;
             } else if let Some(sqe) = rings.take(room, memory)? {
                 self.commands += 1;
                 self.carry_out_in(&sqe, rings, controller);
@@ -336,7 +350,12 @@ impl Admin {
                 self.postponed = Some(*sqe);
                 return;
             }
-            Err(status) => {
+            Err(failure) => {
+                let status = failure.status();
+                if let Failure::QueueLost(error) = failure {
+                    self.report_lost_queues();
+                    self.lost_queue = Some(error);
+                }
                 // None of the errors here goes away when the same command comes again.
                 let status = status.with_dnr(true);
                 self.errors.command_failed(&ErrorEntry {
@@ -357,7 +376,7 @@ impl Admin {
         self.unposted.push_back(completion);
     }
 
-    fn execute(&mut self, sqe: &Sqe, controller: Controller<'_>) -> Result<Outcome, Status> {
+    fn execute(&mut self, sqe: &Sqe, controller: Controller<'_>) -> Result<Outcome, Failure> {
         let memory = &controller.shared.memory;
         let mut dw0 = 0;
         match AdminCommand::parse(sqe)? {

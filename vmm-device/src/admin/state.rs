@@ -31,6 +31,8 @@ impl Admin {
             // Set within a command alone.
             new_buffer: _,
             clock: _,
+            // Taken when the commands are done.
+            lost_queue: _,
         } = self;
         AdminState {
             rings: rings.as_ref().map(AdminRings::save),

@@ -382,6 +382,9 @@ impl NvmeFunction {
             }
             Err(error) => self.fail(&format!("its admin queue: {error}")),
         }
+        if let Some(error) = self.admin.take_lost_queue() {
+            self.fail(&format!("an admin command: {error}"));
+        }
     }
 
     /// Takes up what happened on the I/O queues and to the drive.

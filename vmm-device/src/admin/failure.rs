@@ -1,0 +1,55 @@
+//! Failure of an admin command.
+
+use nvme_mpt::{QueueError, spec::status::Status};
+
+/// Failure of a command.
+#[derive(Debug)]
+pub(super) enum Failure {
+    /// The command fails, and the controller goes on.
+    Command(Status),
+    /// The command was to change an I/O queue, whose commands in flight did not end in time. The queue takes no more
+    /// commands, so the controller fails with it.
+    QueueLost(QueueError),
+}
+
+impl Failure {
+    /// Returns the status that completes the command.
+    pub(super) fn status(&self) -> Status {
+        match self {
+            Self::Command(status) => *status,
+            Self::QueueLost(_) => Status::INTERNAL_ERROR,
+        }
+    }
+}
+
+impl From<Status> for Failure {
+    fn from(status: Status) -> Self {
+        Self::Command(status)
+    }
+}
+
+impl From<QueueError> for Failure {
+    /// The failure of a command whose queue could not be created, deleted or changed.
+    fn from(error: QueueError) -> Self {
+        Self::Command(match &error {
+            QueueError::NoSuchQueue { .. }
+            | QueueError::AlreadyExists { .. }
+            | QueueError::InvalidQueueId { .. } => Status::INVALID_QUEUE_ID,
+            QueueError::CqInUse { .. } => Status::INVALID_QUEUE_DELETION,
+            QueueError::InvalidVector { .. } => Status::INVALID_INTERRUPT_VECTOR,
+            QueueError::InvalidSize { .. } => Status::INVALID_QUEUE_SIZE,
+            QueueError::Misaligned { .. } => Status::PRP_OFFSET_INVALID,
+            // PRP1 names memory that the guest does not have.
+            QueueError::NotMapped { .. } => Status::INVALID_FIELD,
+            QueueError::Timeout { .. } => return Self::QueueLost(error),
+            QueueError::Paused { .. } => {
+                log::error!("{error}");
+                Status::INTERNAL_ERROR
+            }
+            QueueError::Host { source, .. } => {
+                log::error!("{error}: {source}");
+                Status::INTERNAL_ERROR
+            }
+        })
+    }
+}

@@ -49,6 +49,7 @@ enum Call {
     DeleteSq(QueueId, Duration),
     Ring(Doorbell, u32),
     Reset(Duration),
+    Unmap(Duration),
     Flush(Duration),
     Pause,
     Resume,
@@ -264,6 +265,7 @@ impl HostSide for Recorded {
     }
 
     fn unmap_within(&self, gpa: Gpa, len: u64, time: Duration) -> Result<u64, DmaError> {
+        self.called(Call::Unmap(time));
         self.window.unmap_within(gpa, len, time)
     }
 
@@ -630,6 +632,14 @@ fn a_shutdown_leaves_the_flush_what_the_reset_left() {
     assert_eq!(guest.csts(), 0b1001, "shutdown complete");
     let (all, left) = (Duration::from_secs(30), Duration::from_secs(18));
     assert_eq!(guest.calls(), [Call::Reset(all), Call::Flush(left)]);
+}
+
+#[test]
+fn memory_is_unmapped_in_the_time_that_the_reset_left() {
+    let mut guest = Guest::new();
+    assert_eq!(guest.function.reset_and_unmap().unwrap(), MEMORY_LEN);
+    let (all, left) = (Duration::from_secs(30), Duration::from_secs(18));
+    assert_eq!(guest.calls(), [Call::Reset(all), Call::Unmap(left)]);
 }
 
 #[test]

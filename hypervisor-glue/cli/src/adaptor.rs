@@ -94,7 +94,10 @@ impl NvmeDevice {
             vector.set_eventfd(None);
             vector.set_masked(false);
         }
-        self.reset();
+        // The reset comes first, so that no queue finds its memory gone.
+        if let Err(error) = self.function.reset_and_unmap() {
+            log::error!("Memory of a client that is gone is still in use: {error}");
+        }
         for vector in self.function.vectors() {
             vector.clear_pending();
         }
@@ -243,11 +246,7 @@ impl Device for NvmeDevice {
     }
 
     fn disconnected(&mut self) {
-        // First, so that no queue finds its memory gone, and nothing is in flight below.
         self.forget_client();
-        if let Err(error) = self.function.host().unmap_all() {
-            log::error!("Memory of a client that is gone stays mapped: {error}");
-        }
     }
 }
 

@@ -511,7 +511,13 @@ impl HostSide for RemoteHostSide {
             let answer: Result<Result<u64, DmaError>, Lost> =
                 self.link.ask_in(&mut state, &request, None);
             match answer {
-                Ok(result) => drop(result?),
+                Ok(Ok(_)) => {}
+                // The region is gone there, and commands in flight keep its memory alone.
+                Ok(Err(busy @ DmaError::Busy { .. })) => {
+                    let _ = self.window.unmap_within(gpa, len, time);
+                    return Err(busy);
+                }
+                Ok(Err(refused)) => return Err(refused),
                 Err(Lost) if state.is_over() => {}
                 Err(Lost) if !waited => {
                     drop(state);

@@ -194,7 +194,15 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     /// # Errors
     /// [`DmaError::Busy`].
     fn unmap_all(&self) -> Result<u64, DmaError> {
-        self.unmap(Gpa(0), u64::MAX)
+        self.unmap_all_within(DRAIN_DEADLINE)
+    }
+
+    /// Unmaps all regions, as [`Self::unmap_within`] does.
+    ///
+    /// # Errors
+    /// [`DmaError::Busy`].
+    fn unmap_all_within(&self, time: Duration) -> Result<u64, DmaError> {
+        self.unmap_within(Gpa(0), u64::MAX, time)
     }
 
     /// Notes the pages that are written from now on, by commands and through [`SharedParts::memory`].

@@ -270,6 +270,29 @@ fn a_queue_that_cannot_be_changed_in_time_is_seen_in_csts() {
     }
 }
 
+#[test]
+fn memory_is_not_waited_for_after_a_reset_in_vain() {
+    let host = host();
+    let machine = host.machine(&Setup::nth(0));
+    let mut controller = machine.attach();
+    let (mut stuck, driver) = begin_one(&host, &machine, &mut controller, 1);
+    host.clock.skip_waits(true);
+    // As the end of a client and the handing over of a drive do.
+    machine.function().reset_and_unmap().unwrap_err();
+    assert_eq!(host.clock.waited(), DEADLINE);
+    host.clock.skip_waits(false);
+    // The next client's memory is at the same place.
+    for region in machine.memory.regions() {
+        machine.map(&region);
+    }
+    stuck.complete();
+    machine.function().reset_and_unmap().unwrap();
+    if !remote::is_chosen() {
+        drop((driver, controller, machine));
+        host.finish();
+    }
+}
+
 /// The lease of a server that ends when its session does.
 struct LastLease(OneLease);
 

@@ -7,8 +7,8 @@ mod tests;
 use std::{io, os::fd::BorrowedFd, sync::Arc, time::Duration};
 
 use nvme_mpt::{
-    DoorbellMode, DriveEvent, Event, GuestMemory, HostSide, HostSideEvent, InterruptVector,
-    LeaseFacts, QueueError, SharedParts,
+    DmaError, DoorbellMode, DriveEvent, Event, GuestMemory, HostSide, HostSideEvent,
+    InterruptVector, LeaseFacts, QueueError, SharedParts,
     deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock},
     spec::{
         ids::QueueId,
@@ -325,12 +325,27 @@ impl NvmeFunction {
     /// The VMM's connections and mappings stay.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn reset(&mut self) -> Vec<BarMove> {
+        self.reset_by(&self.deadline())
+    }
+
+    /// As [`Self::reset`], until `deadline`.
+    fn reset_by(&mut self, deadline: &Deadline) -> Vec<BarMove> {
         let moves = self.config.reset();
-        let deadline = self.deadline();
         // CSTS.CFS reports a failure.
-        let _ = self.reset_controller(&deadline);
+        let _ = self.reset_controller(deadline);
         self.follow_bus_master();
         moves
+    }
+
+    /// Resets the function as [`Self::reset`] does, and unmaps all of the guest's memory, within 30 seconds in all. Its
+    /// BARs are where they are after power-on. Returns the number of bytes that were mapped.
+    ///
+    /// # Errors
+    /// [`DmaError::Busy`] if commands in flight have not ended. They keep the memory, and no other command reaches it.
+    pub fn reset_and_unmap(&mut self) -> Result<u64, DmaError> {
+        let deadline = self.deadline();
+        drop(self.reset_by(&deadline));
+        self.host.unmap_all_within(deadline.left())
     }
 
     /// Readable when [`Self::process_events`] has something to do.

@@ -369,12 +369,12 @@ impl Shared {
         })
     }
 
-    /// Ends all that the function does, and disconnects it. When this returns, nothing of it touches
+    /// Ends all that the function does within 30 seconds, and disconnects it. When this returns, nothing of it touches
     /// the guest's memory, and nothing of it is mapped into the guest.
     fn unwire(&self, state: &mut State) -> Result<(), DeviceError> {
-        drop(state.function.reset());
+        let unmapped = state.function.reset_and_unmap();
         self.disconnect(state);
-        state.function.host().unmap_all()?;
+        unmapped?;
         Ok(())
     }
 

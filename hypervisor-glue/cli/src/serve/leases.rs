@@ -480,6 +480,8 @@ pub(super) struct LeaseServer {
     /// Closed to end the thread.
     stop: Option<PipeWriter>,
     thread: Option<JoinHandle<()>>,
+    /// Threads of leases that are ending.
+    ending: Vec<JoinHandle<()>>,
 }
 
 impl LeaseServer {
@@ -505,12 +507,12 @@ impl LeaseServer {
             table,
             stop: Some(stop),
             thread: Some(thread),
+            ending: Vec::new(),
         })
     }
-}
 
-impl Drop for LeaseServer {
-    fn drop(&mut self) {
+    /// Takes no more VMMs in, and begins the end of all leases. The drop waits until they have ended.
+    pub(super) fn begin_end(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
@@ -518,15 +520,19 @@ impl Drop for LeaseServer {
             log::error!("The thread that takes VMMs in panicked");
         }
         self.table.ends.store(true, Ordering::Release);
-        let threads: Vec<JoinHandle<()>> = {
-            let mut connections = self.table.connections();
-            let ending = connections.values_mut().filter_map(|connection| {
-                let _ = connection.stream.shutdown(Shutdown::Read);
-                connection.thread.take()
-            });
-            ending.collect()
-        };
-        for thread in threads {
+        let mut connections = self.table.connections();
+        let ending = connections.values_mut().filter_map(|connection| {
+            let _ = connection.stream.shutdown(Shutdown::Read);
+            connection.thread.take()
+        });
+        self.ending.extend(ending);
+    }
+}
+
+impl Drop for LeaseServer {
+    fn drop(&mut self) {
+        self.begin_end();
+        for thread in self.ending.drain(..) {
             if thread.join().is_err() {
                 log::error!("The thread of a lease panicked");
             }
@@ -636,9 +642,38 @@ fn begin(stream: UnixStream, number: u64, table: &Arc<LeaseTable>) -> io::Result
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
     use std::os::unix::net::UnixListener;
 
     use super::*;
+
+    #[test]
+    fn leases_that_end_are_not_waited_for_before_the_drop() {
+        let folder = tempfile::tempdir().unwrap();
+        let ledgers = Arc::new(Ledgers::open(folder.path()));
+        let access = SocketAccess::default();
+        let table = LeaseTable::new(folder.path(), access, ledgers, Pollers::new());
+        let mut server = LeaseServer::start(table.clone()).unwrap();
+        let (stream, mut vmm) = UnixStream::pair().unwrap();
+        let (mut waits, release) = io::pipe().unwrap();
+        let thread = thread::spawn(move || drop(waits.read_exact(&mut [0])));
+        let connection = Connection {
+            stream,
+            peer: Peer {
+                pid: 0,
+                uid: 0,
+                gid: 0,
+            },
+            thread: Some(thread),
+            lease: None,
+            end: End::Gone,
+        };
+        table.connections().insert(u64::MAX, connection);
+        server.begin_end();
+        assert!(vmm.write_all(&[0]).is_err(), "nothing is read any more");
+        drop(release);
+        drop(server);
+    }
 
     #[test]
     fn only_sockets_of_dead_servers_are_removed() {

@@ -287,13 +287,16 @@ impl Server {
     fn end(self) -> Result<(), ServeError> {
         let Self {
             control,
-            leases,
+            mut leases,
             changes,
         } = self;
         // No more changes come. Those that wait are refused, and the one that is made ends early.
         drop(control);
-        drop(leases);
+        // Leases and functions end at the same time, since each of them may wait for as long as it may.
+        leases.begin_end();
         let roster = changes.end().ok_or(ServeError::Panicked)?;
+        roster.begin_end();
+        drop(leases);
         roster
             .end()
             .map_err(|(socket, source)| ServeError::End { socket, source })

@@ -354,8 +354,16 @@ impl Roster {
         again
     }
 
+    /// Asks all functions to end. [`Self::end`] waits until they have.
+    pub(super) fn begin_end(&self) {
+        for offer in &self.offers {
+            offer.thread.stop();
+        }
+    }
+
     /// Ends all functions, at the same time. Returns the socket and the error of the first that did not end well.
     pub(super) fn end(self) -> Result<(), (PathBuf, FunctionThreadError)> {
+        self.begin_end();
         let Self {
             offers,
             held,
@@ -365,9 +373,6 @@ impl Roster {
         } = self;
         // Only the functions hold the drives from here on.
         drop((held, drives, view));
-        for offer in &offers {
-            offer.thread.stop();
-        }
         let mut result = Ok(());
         for Offer { entry, thread, .. } in offers {
             let ended = thread.end().map_err(|error| (entry.socket, error));

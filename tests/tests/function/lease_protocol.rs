@@ -6,6 +6,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, Weak};
 
+use nvme_mpt::deadline::DRAIN_DEADLINE;
 use nvme_mpt::lease::FormerData;
 use nvme_mpt::memory::memfd;
 use nvme_mpt::spec::ids::QueueId;
@@ -151,7 +152,7 @@ fn doorbell_writes_that_come_to_a_vmm_are_figures_of_the_server() {
         base: Gpa(PAGE),
         entries,
     };
-    function.create_sq(sq).unwrap();
+    function.create_sq_within(sq, DRAIN_DEADLINE).unwrap();
     for doorbell in [Doorbell::SqTail(qid), Doorbell::CqHead(qid)] {
         for _ in 0..3 {
             assert!(function.ring(doorbell, 0));

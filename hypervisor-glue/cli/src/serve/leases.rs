@@ -656,7 +656,8 @@ mod tests {
         let mut server = LeaseServer::start(table.clone()).unwrap();
         let (stream, mut vmm) = UnixStream::pair().unwrap();
         let (mut waits, release) = io::pipe().unwrap();
-        let thread = thread::spawn(move || drop(waits.read_exact(&mut [0])));
+        let work = move || drop(waits.read_exact(&mut [0]));
+        let thread = start_thread("lease", work).unwrap();
         let connection = Connection {
             stream,
             peer: Peer {

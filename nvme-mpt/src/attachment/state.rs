@@ -258,6 +258,12 @@ impl Attachment {
             ("namespace", nsid),
             ("LBA size", &(1_u64 << lba_shift)),
             (BLOCKS, &blocks),
+            // Another drive is told by its name, whatever else it has.
+            ("serial number", serial),
+            ("model number", model),
+            ("NGUID", &hex(nguid)),
+            ("EUI-64", &hex(eui64)),
+            ("namespace UUID", &hex(uuid)),
             ("MDTS", mdts),
             ("queue entries (CAP.MQES + 1)", entries_max),
             ("optional commands (ONCS)", &commands.0),
@@ -274,11 +280,6 @@ impl Attachment {
             ("Dataset Management ranges", dsm_ranges_max),
             ("bytes of a Copy command", copy_bytes_max),
             ("Copy ranges", copy_ranges_max),
-            ("serial number", serial),
-            ("model number", model),
-            ("NGUID", &hex(nguid)),
-            ("EUI-64", &hex(eui64)),
-            ("namespace UUID", &hex(uuid)),
         ];
         let own = command_sets.own().promises.iter();
         let own = own.map(|promise| (promise.name.as_str(), &promise.value as &dyn Display));

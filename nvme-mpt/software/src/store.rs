@@ -23,8 +23,8 @@ pub trait Store: fmt::Debug + Send {
     /// Asks the processor to fetch what a command will need. It comes before `execute`.
     fn prefetch(&self, sqe: &Sqe);
 
-    /// Time at which commands complete: [`Completes::SoonOrLater`] for a store with commands that are [long](Self::is_long).
-    const COMPLETES: Completes = Completes::AtOnce;
+    /// True if some commands are [long](Self::is_long).
+    const HAS_LONG: bool = false;
 
     /// Returns whether a command may keep the poller longer than its data is a measure of. A queue carries such commands
     /// out in [steps](Self::step), between those of other queues.
@@ -177,7 +177,7 @@ impl<S: Store> HostBatch for &mut SoftwareQueue<S> {
             ..
         } = self;
         let postpone = |sqe: &Sqe| {
-            let is_long = S::is_long(sqe);
+            let is_long = S::HAS_LONG && S::is_long(sqe);
             if is_long {
                 long.push_back(*sqe);
             }
@@ -194,7 +194,7 @@ impl<S: Store> HostBatch for &mut SoftwareQueue<S> {
 }
 
 impl<S: Store> HostQueue for SoftwareQueue<S> {
-    const COMPLETES: Completes = S::COMPLETES;
+    const COMPLETES: Completes = Completes::AtOnce;
 
     type Commands = NvmCommands;
 
@@ -210,7 +210,7 @@ impl<S: Store> HostQueue for SoftwareQueue<S> {
 
     #[inline]
     fn reap(&mut self, memory: HostMemory<'_>, mut taker: impl CompletionTaker) {
-        if !self.long.is_empty() {
+        if self.puts_off() {
             self.take_turn(memory);
         }
         for completion in self.cq.drain(..) {
@@ -230,7 +230,8 @@ impl<S: Store> HostQueue for SoftwareQueue<S> {
         None
     }
 
-    fn next_due(&self) -> Option<Ticks> {
-        (!self.long.is_empty()).then_some(Ticks(0))
+    #[inline]
+    fn puts_off(&self) -> bool {
+        S::HAS_LONG && !self.long.is_empty()
     }
 }

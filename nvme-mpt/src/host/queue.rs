@@ -33,7 +33,7 @@ pub struct HostMemory<'a> {
 /// Time at which a host queue's commands complete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Completes {
-    /// All of them while they are rung in.
+    /// All of them while they are rung in, but for those that are [put off](HostQueue::puts_off).
     AtOnce,
     /// Some of them while they are rung in.
     SoonOrLater,
@@ -75,6 +75,12 @@ pub trait HostQueue {
     /// Becomes readable when completions are there, for a poller that wants to sleep; `None` if
     /// commands complete while they are rung in, so that there is nothing to wait for.
     fn wait_fd(&self) -> Option<RawFd>;
+
+    /// Returns whether it goes on with commands when completions are [reaped](Self::reap) next, although it
+    /// [completes](Self::COMPLETES) others at once.
+    fn puts_off(&self) -> bool {
+        false
+    }
 
     /// Returns whether it can only be deleted.
     fn has_failed(&self) -> bool {

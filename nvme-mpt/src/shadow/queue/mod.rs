@@ -428,7 +428,7 @@ impl ShadowCore {
                 rung = true;
             }
         }
-        if rung {
+        if rung || host.puts_off() {
             if H::COMPLETES != Completes::Later {
                 self.reap::<H, SPECIAL, LIVE>(host);
             }

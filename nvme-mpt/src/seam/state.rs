@@ -111,7 +111,7 @@ pub struct AttachmentState {
     /// Figures of the lease so far.
     pub counters: Counters,
     /// Changes of which the guest was not told. The field is left out where there are none, as it was before it was
-    /// kept. Its name in a snapshot is [`ChangesState::NAME`], of the first command set that had a list of changes.
+    /// kept. Its name in a snapshot, `changed_zones`, is that of the first command set that had a list of changes.
     #[serde(
         rename = "changed_zones",
         default,

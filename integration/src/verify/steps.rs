@@ -217,8 +217,7 @@ fn long(context: &mut Context) -> Result<(), VerifyError> {
 
 fn loom(context: &mut Context) -> Result<(), VerifyError> {
     let packages = MODELLED.map(|package| ["--package", package]).concat();
-    let lib = ["--release", "--no-default-features", "--lib", "loom"];
-    let arguments = [&["test"][..], &packages, &lib].concat();
+    let arguments = [&["test"][..], &packages, &["--release", "--lib", "loom"]].concat();
     let mut command = context.cargo_apart(&arguments, "loom", "--cfg loom");
     context.run(&mut command, Worth::ItsTests)
 }

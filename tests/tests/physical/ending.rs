@@ -263,7 +263,10 @@ fn a_queue_that_cannot_be_changed_in_time_is_seen_in_csts() {
         controller.disable().unwrap();
         assert_eq!(controller.status().unwrap(), 0, "{change}");
         stuck.has_no_more();
-        if !remote::is_chosen() {
+        if remote::is_chosen() {
+            // Nobody answers the flush at the end of the lease.
+            host.clock.skip_waits(true);
+        } else {
             drop((driver, controller, machine));
             host.finish();
         }
@@ -287,7 +290,9 @@ fn memory_is_not_waited_for_after_a_reset_in_vain() {
     }
     stuck.complete();
     machine.function().reset_and_unmap().unwrap();
-    if !remote::is_chosen() {
+    if remote::is_chosen() {
+        host.clock.skip_waits(true);
+    } else {
         drop((driver, controller, machine));
         host.finish();
     }

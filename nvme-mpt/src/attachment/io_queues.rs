@@ -88,9 +88,10 @@ impl QueueEntry {
         if self.overdue {
             return Err(timeout);
         }
+        let is_long = deadline.left() >= LONG;
         let receiver = self.poller.remove(self.id);
         let taken = deadline.receive(&receiver);
-        self.overdue = taken.is_err();
+        self.overdue = taken.is_err() && is_long;
         taken.map_err(|_| timeout)
     }
 }

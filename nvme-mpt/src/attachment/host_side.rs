@@ -213,7 +213,7 @@ impl HostSide for Attachment {
         let deadline = self.within(time);
         if last == LastCommands::Complete && !queues.paused {
             // Those that need longer are cut short, and may end in the other half.
-            let _ = pause::rest_by(&mut queues, &self.within(time / 2));
+            let _ = pause::rest_by(&mut queues, &self.within(time / 2), pause::Late::Awaited);
         }
         self.delete_all_by(&mut queues, &deadline, Overdue::Left)
     }

@@ -4,6 +4,8 @@
 //! A queue that rests holds nothing of the VM's memory but its rings, and touches not even those,
 //! so memory can come and go meanwhile. When it goes on it takes up the memory that there is then.
 
+use std::sync::mpsc::RecvTimeoutError;
+
 use super::Attachment;
 use super::io_queues::{QueueEntry, Queues};
 use crate::deadline::Deadline;
@@ -23,12 +25,9 @@ impl Attachment {
         if queues.paused {
             return Ok(());
         }
-        let result = rest_by(&mut queues, &self.deadline());
+        let result = rest_by(&mut queues, &self.deadline(), Late::Overdue);
         queues.paused = true;
         if result.is_err() {
-            for entry in queues.cqs.values_mut() {
-                entry.overdue = entry.parked.is_none();
-            }
             self.go_on(&mut queues);
         }
         result
@@ -52,9 +51,22 @@ impl Attachment {
     }
 }
 
+/// Treatment of queues that a deadline finds with commands in flight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Late {
+    /// They are not waited for again.
+    Overdue,
+    /// They are waited for once more.
+    Awaited,
+}
+
 /// Has the queues rest that pollers have, once their commands in flight have completed. Waits until `deadline`, and not
 /// for queues that are overdue already.
-pub(super) fn rest_by(queues: &mut Queues, deadline: &Deadline) -> Result<(), QueueError> {
+pub(super) fn rest_by(
+    queues: &mut Queues,
+    deadline: &Deadline,
+    late: Late,
+) -> Result<(), QueueError> {
     // All are stopped before the first one is waited for.
     let remove = |entry: &QueueEntry| (!entry.overdue).then(|| entry.poller.remove(entry.id));
     let leaving: Vec<_> = queues.cqs.values().map(remove).collect();
@@ -65,7 +77,12 @@ pub(super) fn rest_by(queues: &mut Queues, deadline: &Deadline) -> Result<(), Qu
                 queue.settle();
                 entry.park(queue);
             }
-            _ => result = Err(QueueError::Timeout(entry.cqid)),
+            taken => {
+                // One that ended with its poller, as an earlier call gave up waiting, is not late.
+                let is_late = matches!(taken, Some(Err(RecvTimeoutError::Timeout)));
+                entry.overdue |= is_late && late == Late::Overdue;
+                result = Err(QueueError::Timeout(entry.cqid));
+            }
         }
     }
     result

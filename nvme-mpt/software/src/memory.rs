@@ -351,6 +351,7 @@ impl Store for MemoryStore {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nvme_mpt::clock::Ticks;
     use nvme_mpt::dma::RegionTable;
     use nvme_mpt::host::{HostBatch, HostCompletion, HostQueue, ListMemory};
     use nvme_mpt::iova::IovaSpace;
@@ -457,6 +458,7 @@ mod tests {
         for pass in 0..16 {
             assert_eq!(drive.reap(), [], "pass {pass}");
             assert!(drive.queue.puts_off());
+            assert_eq!(drive.queue.next_due(), Some(Ticks(0)));
         }
         assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
         let mut read = [1; 8];

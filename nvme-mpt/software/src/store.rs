@@ -230,6 +230,11 @@ impl<S: Store> HostQueue for SoftwareQueue<S> {
         None
     }
 
+    /// A layer in front of this queue does not pass on that commands are put off, but when something is due.
+    fn next_due(&self) -> Option<Ticks> {
+        self.puts_off().then_some(Ticks(0))
+    }
+
     #[inline]
     fn puts_off(&self) -> bool {
         S::HAS_LONG && !self.long.is_empty()

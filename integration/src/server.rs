@@ -173,7 +173,7 @@ impl Server {
         functions: &[FunctionOptions],
         folder: &Path,
     ) -> Result<Self, ServerError> {
-        let state = folder.join("state");
+        let state = state_dir(folder);
         fs::create_dir_all(&state).map_err(|source| ServerError::File {
             path: state,
             source,
@@ -214,7 +214,7 @@ impl Server {
 
     /// The folder with its ledger, where VMMs find it.
     pub fn state_dir(&self) -> PathBuf {
-        self.folder.join("state")
+        state_dir(&self.folder)
     }
 
     /// The server's process id.
@@ -525,7 +525,7 @@ fn spawn(
         .arg("--control")
         .arg(control(folder))
         .arg("--state-dir")
-        .arg(folder.join("state"))
+        .arg(state_dir(folder))
         // Checks look at what functions with other ids left.
         .arg("--keep-data");
     for function in functions {
@@ -541,6 +541,11 @@ fn spawn(
 
 fn socket(folder: &Path, id: &str) -> PathBuf {
     folder.join(format!("{id}.sock"))
+}
+
+/// Returns where a server of this folder has its ledger.
+pub(crate) fn state_dir(folder: &Path) -> PathBuf {
+    folder.join("state")
 }
 
 fn control(folder: &Path) -> PathBuf {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use super::{Failure, at};
 use crate::guest::{Guest, GuestConfig};
 use crate::provision::{Assets, KernelChoice};
-use crate::server::{FunctionOptions, Server};
+use crate::server::{self, FunctionOptions, Server};
 
 /// Possessions of one check, or of a group of checks that share a guest.
 #[derive(Debug)]
@@ -32,6 +32,11 @@ impl Bench {
     /// The folder of logs, sockets and the like.
     pub fn folder(&self) -> &Path {
         &self.folder
+    }
+
+    /// The folder with the leases of its servers and VMMs.
+    pub fn state_dir(&self) -> PathBuf {
+        server::state_dir(&self.folder)
     }
 
     /// The `nvme-mpt` command.

@@ -9,13 +9,13 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::guest::{Agent, BOOT_PATIENCE, ChannelError, GuestError, ROOT_ARGUMENTS};
+use crate::guest::{Agent, BOOT_PATIENCE, ChannelError, GuestError};
 use crate::lab::{self, inside};
 use crate::process::{self, Supervised};
 use crate::server::{self, FunctionOptions, Server};
 
 use super::{
-    MEMORY_MIB, Outcome, PATIENCE, POWER_OFF, REBOOT, RESET_BY_ACPI, Setup, VCPUS, Vmm, VmmsError,
+    MEMORY_MIB, Outcome, PATIENCE, POWER_OFF, REBOOT, RESET_BY_ACPI, Setup, Vmm, VmmsError,
     expect_success,
 };
 
@@ -31,6 +31,7 @@ const OPTION: &str = "--nvme-mpt";
 pub struct CloudHypervisor {
     guest: Agent,
     folder: PathBuf,
+    state_dir: PathBuf,
     pluggable: FunctionOptions,
     /// None if functions are in its own process.
     server: Option<Server>,
@@ -173,23 +174,27 @@ impl Vmm for CloudHypervisor {
             .arg(&kernel.image)
             .arg("--cmdline")
             .arg(format!(
-                "console=hvc0 loglevel=5 panic=-1 agent=ttyS0 {RESET_BY_ACPI} {ROOT_ARGUMENTS}"
+                "console=hvc0 loglevel=5 panic=-1 agent=ttyS0 {RESET_BY_ACPI} {}",
+                setup.root_arguments()
             ))
-            .args(["--cpus", &format!("boot={VCPUS}")])
+            .args(["--cpus", &format!("boot={}", setup.vcpus)])
             // A server maps it.
             .args(["--memory", &format!("size={MEMORY_MIB}M,shared=on")])
             .args(["--console", &format!("file={}", console.display())])
             .args(["--serial", &format!("socket={}", path("agent"))])
             .args(["--api-socket", &format!("path={}", path("api"))]);
+        if let Some(initramfs) = setup.initramfs() {
+            command.arg("--initramfs").arg(initramfs);
+        }
         match &server {
             Some(server) => {
-                let (socket, id) = (server.socket(&setup.root.id), &setup.root.id);
+                let (socket, id) = (server.socket(&setup.first.id), &setup.first.id);
                 let device = format!("socket={},id={id}", socket.display());
                 command.args(["--user-device", &device]);
             }
             None => {
-                let state = path("state");
-                let function = format!("{},state_dir={state}", setup.root.in_process());
+                let state = setup.state_dir.display();
+                let function = format!("{},state_dir={state}", setup.first.in_process());
                 command.args([OPTION, &function]);
             }
         }
@@ -201,6 +206,7 @@ impl Vmm for CloudHypervisor {
         Ok(Self {
             guest,
             folder: setup.folder.to_owned(),
+            state_dir: setup.state_dir.to_owned(),
             pluggable: setup.pluggable.clone(),
             server,
         })
@@ -219,7 +225,7 @@ impl Vmm for CloudHypervisor {
             }
             None => {
                 let mut function = Value::from_iter(self.pluggable.pairs());
-                function["state_dir"] = json!(self.folder.join("state"));
+                function["state_dir"] = json!(self.state_dir);
                 self.ask("vm.add-nvme-mpt", &function)
             }
         }

@@ -4,7 +4,7 @@
 //! - [`Reference`]: the [reference VMM](crate::vmm), with functions in its own process;
 //! - [`CloudHypervisor`]: one of the user's; over vfio-user or in its own process, as it can.
 //!
-//! Each has a guest whose root is on a function, and whose [`Agent`] runs scripts.
+//! Each has a guest, whose [`Agent`] runs scripts.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-use crate::guest::{Agent, GuestError};
+use crate::guest::{Agent, GuestError, ROOT_ARGUMENTS};
 use crate::process::ProcessError;
 use crate::provision::Assets;
 use crate::server::{FunctionOptions, ServerError};
@@ -26,8 +26,6 @@ pub use cloud_hypervisor::CloudHypervisor;
 pub use qemu::Qemu;
 pub use reference::Reference;
 
-/// Number of vCPUs of every guest.
-const VCPUS: u32 = 2;
 const MEMORY_MIB: u32 = 384;
 /// Longer than a guest takes to end, or a VMM to answer.
 const PATIENCE: Duration = Duration::from_secs(300);
@@ -103,22 +101,53 @@ pub enum Outcome {
     Lacking(&'static str),
 }
 
+/// Place of a guest's root file system, which has the guests' user land.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Root {
+    /// The function that the guest has from the start.
+    Function,
+    /// The guest's memory.
+    Memory,
+}
+
 /// Parts of a guest.
 #[derive(Debug)]
 pub struct Setup<'a> {
     /// Kernel and programs.
     pub assets: &'a Assets,
-    /// The function that the guest has its root on, a file with the guests' user land.
-    pub root: FunctionOptions,
+    /// Number of its vCPUs.
+    pub vcpus: u32,
+    /// Place of its root.
+    pub root: Root,
+    /// The function that it has from the start.
+    pub first: FunctionOptions,
     /// The function that it can be given at run time.
     pub pluggable: FunctionOptions,
-    /// Takes logs, sockets and leases.
+    /// Takes logs and sockets.
     pub folder: &'a Path,
+    /// Takes leases. A server of the VMM's drives has the same.
+    pub state_dir: &'a Path,
 }
 
 impl Setup<'_> {
     fn functions(&self) -> [FunctionOptions; 2] {
-        [self.root.clone(), self.pluggable.clone()]
+        [self.first.clone(), self.pluggable.clone()]
+    }
+
+    /// Returns the parameters of the kernel that are about its root.
+    fn root_arguments(&self) -> &'static str {
+        match self.root {
+            Root::Function => ROOT_ARGUMENTS,
+            Root::Memory => "",
+        }
+    }
+
+    /// Returns the initial file system, if the root is in memory.
+    fn initramfs(&self) -> Option<&Path> {
+        match self.root {
+            Root::Function => None,
+            Root::Memory => Some(&self.assets.initramfs),
+        }
     }
 }
 

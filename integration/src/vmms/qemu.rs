@@ -4,7 +4,7 @@ use crate::guest::{Agent, BOOT_PATIENCE, Drive, Guest, GuestConfig, HOTPLUG_BUS}
 use crate::server::{self, Server};
 
 use super::{
-    MEMORY_MIB, Outcome, PATIENCE, POWER_OFF, REBOOT, Setup, VCPUS, Vmm, VmmsError, expect_success,
+    MEMORY_MIB, Outcome, PATIENCE, POWER_OFF, REBOOT, Root, Setup, Vmm, VmmsError, expect_success,
     forget,
 };
 
@@ -20,14 +20,17 @@ impl Vmm for Qemu {
     fn launch(setup: &Setup<'_>) -> Result<Self, VmmsError> {
         let server = Server::start(&server::build()?, &setup.functions(), setup.folder)?;
         let config = GuestConfig::new("guest")
-            .vcpus(VCPUS)
+            .vcpus(setup.vcpus)
             .memory_mib(MEMORY_MIB)
             .hotplug()
             .reboots()
-            .drive(Drive::vfio_user(server.socket(&setup.root.id)))
-            .root_on_drive()
+            .drive(Drive::vfio_user(server.socket(&setup.first.id)))
             // Each letter on the console takes an exit. Warnings, such as those of late commands, are enough.
             .kernel_arguments("loglevel=5");
+        let config = match setup.root {
+            Root::Function => config.root_on_drive(),
+            Root::Memory => config,
+        };
         Ok(Self {
             guest: Guest::boot(setup.assets, &config, setup.folder)?,
             server,

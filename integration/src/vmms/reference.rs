@@ -6,13 +6,13 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::guest::{self, Agent, BOOT_PATIENCE, ROOT_ARGUMENTS};
+use crate::guest::{self, Agent, BOOT_PATIENCE};
 use crate::lab::inside;
 use crate::process::{ProcessError, Supervised};
 
 use super::{
-    MEMORY_MIB, Outcome, PATIENCE, POWER_OFF, REBOOT, RESET_BY_ACPI, Setup, VCPUS, Vmm, VmmsError,
-    ended, expect_success, forget,
+    MEMORY_MIB, Outcome, PATIENCE, POWER_OFF, REBOOT, RESET_BY_ACPI, Setup, Vmm, VmmsError, ended,
+    expect_success, forget,
 };
 
 const NAME: &str = "reference-vmm";
@@ -31,17 +31,22 @@ pub struct Reference {
 #[derive(Debug)]
 struct Machine {
     kernel: (String, PathBuf),
-    root: String,
+    vcpus: u32,
+    root_arguments: &'static str,
+    initramfs: Option<PathBuf>,
+    first: String,
     folder: PathBuf,
+    state_dir: PathBuf,
 }
 
-/// Starts the reference VMM with `arguments`. Its control socket and its leases lie in `folder`; `log` is the guest's
-/// console.
+/// Starts the reference VMM with `arguments`. Its control socket lies in `folder`, its leases in `state_dir`; `log` is
+/// the guest's console.
 ///
 /// # Errors
 /// If it can't be started.
 pub fn spawn<S: AsRef<OsStr>>(
     folder: &Path,
+    state_dir: &Path,
     log: &Path,
     arguments: impl IntoIterator<Item = S>,
 ) -> Result<Supervised, ProcessError> {
@@ -50,8 +55,7 @@ pub fn spawn<S: AsRef<OsStr>>(
         .arg("--control")
         .arg(control(folder))
         .arg("--state-dir")
-        // Of their own: a warning about the folder would break a line of the guest's console in two.
-        .arg(folder.join("state"))
+        .arg(state_dir)
         .args(arguments);
     Supervised::spawn(NAME, &command, log)
 }
@@ -87,21 +91,26 @@ impl Machine {
     fn start(&self) -> Result<Agent, VmmsError> {
         let (agent, console) = (self.folder.join("agent"), self.folder.join("console"));
         let listener = guest::listen(&agent)?;
-        let command_line =
-            format!("console=ttyS0 loglevel=5 panic=-1 {RESET_BY_ACPI} {ROOT_ARGUMENTS}");
-        let (vcpus, memory) = (VCPUS.to_string(), MEMORY_MIB.to_string());
+        let command_line = format!(
+            "console=ttyS0 loglevel=5 panic=-1 {RESET_BY_ACPI} {}",
+            self.root_arguments
+        );
+        let (vcpus, memory) = (self.vcpus.to_string(), MEMORY_MIB.to_string());
         let arguments: [(&str, &OsStr); 6] = [
             ("--kernel", self.kernel.1.as_ref()),
             ("--cmdline", command_line.as_ref()),
             ("--cpus", vcpus.as_ref()),
             ("--memory", memory.as_ref()),
-            ("--nvme-mpt", self.root.as_ref()),
+            ("--nvme-mpt", self.first.as_ref()),
             ("--serial", agent.as_ref()),
         ];
+        let initramfs = self.initramfs.as_ref();
+        let initramfs = initramfs.map(|path| ("--initramfs", path.as_os_str()));
         let arguments = arguments
-            .iter()
-            .flat_map(|&(name, value)| [name.as_ref(), value]);
-        let mut vmm = spawn(&self.folder, &console, arguments)?;
+            .into_iter()
+            .chain(initramfs)
+            .flat_map(|(name, value)| [name.as_ref(), value]);
+        let mut vmm = spawn(&self.folder, &self.state_dir, &console, arguments)?;
         let stream = guest::accept(&listener, &mut vmm, NAME)?;
         let guest = Agent::new("guest", &self.kernel.0, &console, vmm, stream)?;
         guest.await_ready(BOOT_PATIENCE)?;
@@ -114,8 +123,12 @@ impl Vmm for Reference {
         let kernel = &setup.assets.kernel;
         let machine = Machine {
             kernel: (kernel.name.clone(), kernel.image.clone()),
-            root: setup.root.in_process(),
+            vcpus: setup.vcpus,
+            root_arguments: setup.root_arguments(),
+            initramfs: setup.initramfs().map(Path::to_owned),
+            first: setup.first.in_process(),
             folder: setup.folder.to_owned(),
+            state_dir: setup.state_dir.to_owned(),
         };
         Ok(Self {
             guest: machine.start()?,

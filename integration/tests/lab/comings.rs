@@ -106,7 +106,7 @@ impl Asked {
 
     fn start(bench: &Bench, log: &str, arguments: &[&str]) -> Result<Self, Failure> {
         let folder = bench.folder().to_owned();
-        let vmm = reference::spawn(&folder, &folder.join(log), arguments)?;
+        let vmm = reference::spawn(&folder, &bench.state_dir(), &folder.join(log), arguments)?;
         Ok(Self { vmm, folder })
     }
 

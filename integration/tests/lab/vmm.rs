@@ -180,7 +180,7 @@ pub(crate) fn boot(
         function.as_ref(),
     ];
     let machine = machine.into_iter().chain(arguments.iter().map(OsStr::new));
-    let mut vmm = reference::spawn(bench.folder(), &console, machine)?;
+    let mut vmm = reference::spawn(bench.folder(), &bench.state_dir(), &console, machine)?;
     if let Some(server) = &server {
         await_that("the lease", || Ok(server.list()?.len() == 1))?;
     }

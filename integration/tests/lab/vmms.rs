@@ -13,7 +13,7 @@ use integration::provision::{Assets, KernelChoice};
 use integration::server::{FunctionOptions, Server};
 use integration::vmm::counters::KvmCounters;
 use integration::vmms::cloud_hypervisor::{self, CloudHypervisor};
-use integration::vmms::{Outcome, Qemu, Reference, Setup, Vmm, VmmsError};
+use integration::vmms::{Outcome, Qemu, Reference, Root, Setup, Vmm, VmmsError};
 
 use crate::fixture::{Bench, Failure, PATIENCE, at, expect, sh};
 use crate::vmm::{Owner, root};
@@ -59,6 +59,8 @@ const PLUGGED: &str = "LISTPLUGGED";
 const PLUGGED_BYTES: u64 = 64 << 20;
 const BLOCK: u64 = 512;
 
+/// Number of the guest's vCPUs.
+const VCPUS: u32 = 2;
 /// Reads that KVM counts the exits of, and how many of these there may be for each.
 const READS: u64 = 1000;
 const MMIO_EXITS_MAX: f64 = 0.01;
@@ -131,10 +133,13 @@ fn over<V: Vmm + 'static>(bench: &Bench, owner: Owner) -> Result<(), Failure> {
     };
     let started = Instant::now();
     let vmm = V::launch(&Setup {
-        root: function("root", &images.root, ROOT, "shared"),
+        vcpus: VCPUS,
+        root: Root::Function,
+        first: function("root", &images.root, ROOT, "shared"),
         pluggable: function("plugged", &images.plugged, PLUGGED, "shared:busy"),
         assets: &assets,
         folder: bench.folder(),
+        state_dir: &bench.state_dir(),
     })?;
     tell("boots with its root on a function", started);
     let mut subject = Subject {

@@ -23,6 +23,7 @@ mod client;
 mod comings;
 mod disks;
 mod drives;
+mod elsewhere;
 mod exits;
 mod failures;
 mod fio;
@@ -97,7 +98,11 @@ const GROUPS: &[Group] = &[
 
 fn main() -> ExitCode {
     if inside::is_inside() {
-        return run_inside(&std::env::args().nth(1).unwrap_or_default());
+        let arguments: Vec<String> = std::env::args().skip(1).collect();
+        return match &arguments[..] {
+            [first, rest @ ..] if first == elsewhere::ARGUMENT => elsewhere::main(rest),
+            _ => run_inside(arguments.first().map_or("", String::as_str)),
+        };
     }
     let options = Options::parse();
     let once = options.once;

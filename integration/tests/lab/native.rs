@@ -6,23 +6,18 @@ use std::time::Instant;
 use integration::lab::{LabDrive, inside};
 use integration::progress::say;
 use integration::server::{FunctionOptions, Server};
-use nvme_mpt::Pollers;
 use nvme_mpt_tests::bar::Bar;
-use nvme_mpt_tests::command::Sqe;
-use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
+use nvme_mpt_tests::controller::{Config, Controller};
 use nvme_mpt_tests::disk::Disk;
-use nvme_mpt_tests::function::{InProcess, map};
-use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory};
-use nvme_mpt_tests::prp::{self, Prepared};
-use nvme_mpt_tests::queue::QueuePair;
+use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::vfio_user::VfioUserBar;
-use nvme_mpt_vmm::open::{self, Ledgers};
-use nvme_mpt_vmm::options::AskedFunction;
-use vmm_device::{MsixMasking, NvmeFunction};
 
 use crate::client::{Client, Work};
+use crate::elsewhere::{
+    CHECK, Elsewhere, Process, RANGE, TRESPASS, WRITE, check_device, expect_refused,
+};
 use crate::failures::reappeared;
-use crate::fixture::{Bench, Failure, PATIENCE, await_that, expect, iommu_faults};
+use crate::fixture::{Bench, Failure, await_that, expect, iommu_faults};
 use crate::{Group, Refused, giveback};
 
 pub(crate) const GROUP: Group = Group::Inside {
@@ -37,153 +32,61 @@ pub(crate) const GROUP: Group = Group::Inside {
     ],
 };
 
-/// Bytes of a command of a function elsewhere.
-const PIECE: usize = 64 << 10;
-/// Commands that a function leaves in flight.
-const IN_FLIGHT: u64 = 32;
-/// Bytes of each lease.
-const RANGE: u64 = 16 << 20;
 /// Memory of the client that waits while its drive is pulled.
 const MEMORY: (u64, u64) = (1 << 33, 1 << 20);
 
-/// A function in this process, whose drive the server has, and its guest's driver.
-struct Elsewhere {
-    function: Arc<InProcess>,
-    disk: Disk,
-    /// For commands that are left in flight.
-    queue: QueuePair,
-    buffer: DmaBuffer,
-    _controller: Controller,
-    byte: u8,
-}
-
-/// Commands in flight, of one buffer.
-struct InFlight {
-    cids: Vec<u16>,
-    /// The list of the buffer's pages.
-    _list: Prepared,
-}
-
-impl Elsewhere {
-    fn attach(server: &Server, options: &FunctionOptions, byte: u8) -> Result<Self, Failure> {
-        let ledgers = Ledgers::open(&server.state_dir());
-        let asked: AskedFunction = options.in_process().parse()?;
-        let (_, host) = open::host_side(&asked, &ledgers, &Pollers::new())?;
-        let memory = GuestMemory::new(&[MEMORY])?;
-        let function = NvmeFunction::new(host, MsixMasking::Function);
-        for region in memory.regions() {
-            map(&function, &memory, &region);
-        }
-        let function = Arc::new(InProcess::new(function));
-        let bar: Arc<dyn Bar> = function.clone();
-        let buffer = memory.alloc(PIECE)?;
-        let mut controller = Controller::attach(bar, memory, Config::default(), 2)?;
-        let disk = Disk::open(&mut controller, 1)?;
-        let queue = controller.create_queue_pair(2, &QueueOptions::polled(64))?;
-        Ok(Self {
-            function,
-            disk,
-            queue,
-            buffer,
-            _controller: controller,
-            byte,
-        })
-    }
-
-    /// Writes the whole range.
-    fn write(&mut self) -> Result<(), Failure> {
-        let piece = vec![self.byte; PIECE];
-        for slba in (0..RANGE / 512).step_by(PIECE / 512) {
-            self.disk.write(slba, &piece)?;
-        }
-        Ok(())
-    }
-
-    /// Gives commands that write a part of the range, and does not wait for them.
-    fn leave_in_flight(&mut self) -> Result<InFlight, Failure> {
-        self.buffer.write(0, &[self.byte; PIECE]);
-        let prepared = prp::buffer(&self.buffer, 0, PIECE)?;
-        let mut cids = Vec::new();
-        for slot in 0..IN_FLIGHT {
-            let blocks = (PIECE / 512) as u32;
-            let write = Sqe::write(1, slot * u64::from(blocks), blocks);
-            cids.push(self.queue.submit(write.with_data(prepared.pointer))?);
-        }
-        self.queue.ring();
-        Ok(InFlight {
-            cids,
-            _list: prepared,
-        })
-    }
-
-    /// Waits for commands, each of which completes once and without an error.
-    fn await_all(&mut self, commands: &InFlight) -> Result<(), Failure> {
-        let completions = self.queue.drain(&commands.cids, PATIENCE)?;
-        for completion in completions {
-            expect(completion.status().is_success(), || {
-                format!("{completion:?}")
-            })?;
-        }
-        match self.queue.poll() {
-            None => Ok(()),
-            Some(twice) => Err(format!("Completed twice: {twice:?}").into()),
-        }
-    }
-
-    /// Reads the whole range, in which there must be nothing but what it wrote.
-    fn check(&mut self) -> Result<(), Failure> {
-        for slba in (0..RANGE / 512).step_by(PIECE / 512) {
-            let read = self.disk.read(slba, (PIECE / 512) as u32)?;
-            expect(read.iter().all(|byte| *byte == self.byte), || {
-                format!(
-                    "Other data at block {slba} of the function that writes {}",
-                    self.byte
-                )
-            })?;
-        }
-        Ok(())
-    }
-}
-
-/// Has functions of two processes and of a vfio-user client share a physical drive, of which another process
-/// has been refused.
+/// Has functions in two processes and a vfio-user client share a physical drive, whose server refuses what another has.
 fn leased(bench: &Bench) -> Result<(), Failure> {
     inside::bind("a", "vfio-pci")?;
     let a = inside::address("a")?;
     let function = |id, start| FunctionOptions::new(id, &a, format!("{start}+{RANGE}"));
     let mut server = bench.serve(&[function("f", 0)])?;
     let over_vfio_user = working("f", &server, 3)?;
-    let mut one = Elsewhere::attach(&server, &function("one", RANGE), 0x11)?;
-    let mut two = Elsewhere::attach(&server, &function("two", 2 * RANGE), 0x22)?;
-    one.write()?;
-    two.write()?;
-    one.check()?;
-    two.check()?;
-    for (taken, reason) in [
-        (function("four", 0), "f"),
+    let mut one = Process::start(&server, &function("one", RANGE), 1)?;
+    let mut two = Process::start(&server, &function("two", 2 * RANGE), 2)?;
+    for (order, meanwhile) in [(WRITE, WRITE), (TRESPASS, WRITE), (CHECK, TRESPASS)] {
+        one.begin(order)?;
+        two.begin(meanwhile)?;
+        one.finish()?;
+        two.finish()?;
+    }
+    for (taken, holder) in [
+        (function("four", RANGE / 2), "f"),
+        (function("four", RANGE + RANGE / 2), "one"),
         (function("one", 3 * RANGE), "one"),
     ] {
-        match Elsewhere::attach(&server, &taken, 0) {
-            Ok(_) => return Err(format!("{taken:?} was given").into()),
-            Err(error) => expect(error.to_string().contains(reason), || error.to_string())?,
-        }
+        expect_refused(&server, &taken, holder)?;
     }
     let listed = server.list()?;
     expect(listed == ["f", "one", "two"], || format!("{listed:?}"))?;
     // One goes, and comes again, while the others work.
-    one.function
-        .function()
-        .end()
-        .map_err(|error| error.to_string())?;
-    drop(one);
-    let mut one = Elsewhere::attach(&server, &function("one", RANGE), 0x11)?;
-    one.check()?;
-    two.check()?;
+    two.begin(CHECK)?;
+    one.end()?;
+    let mut one = Process::start(&server, &function("one", RANGE), 1)?;
+    two.finish()?;
+    one.order(CHECK)?;
+    // One ends in the middle of its writes.
+    two.begin(WRITE)?;
+    one.begin(WRITE)?;
+    one.kill()?;
+    two.finish()?;
+    await_that(
+        "the end of its lease",
+        || Ok(server.list()? == ["f", "two"]),
+    )?;
+    two.order(CHECK)?;
+    two.end()?;
     over_vfio_user.advance()?;
-    drop((one, two));
-    over_vfio_user.finish()?;
+    let outcome = over_vfio_user.finish()?;
     server.expect_alive()?;
     server.stop()?;
+
+    inside::bind("a", "nvme")?;
+    let device = inside::block_device("a", 1)?;
+    outcome.contents.check_device(&device, 0)?;
+    for guest in [1, 2] {
+        check_device(&device, u64::from(guest) * RANGE, guest)?;
+    }
     Ok(())
 }
 

@@ -1,0 +1,345 @@
+//! Functions on a drive of a server, each with its guest's driver and without a machine: in this process, or in a
+//! process of its own.
+//!
+//! Such a process is this program once more. It carries out orders, a line each, and answers each with a report.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Write};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
+use std::sync::Arc;
+
+use integration::server::{FunctionOptions, Server};
+use nvme_mpt::Pollers;
+use nvme_mpt_tests::bar::Bar;
+use nvme_mpt_tests::command::{DataPointer, Sqe};
+use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
+use nvme_mpt_tests::disk::Disk;
+use nvme_mpt_tests::function::{InProcess, map};
+use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory};
+use nvme_mpt_tests::prp::{self, Prepared};
+use nvme_mpt_tests::queue::QueuePair;
+use nvme_mpt_tests::status::{DATA_TRANSFER_ERROR, LBA_OUT_OF_RANGE};
+use nvme_mpt_vmm::open::{self, Ledgers};
+use vmm_device::{MsixMasking, NvmeFunction};
+
+use crate::fixture::{Failure, PATIENCE, at, expect};
+
+/// First argument of this program in a process of its own.
+pub(crate) const ARGUMENT: &str = "elsewhere";
+/// Bytes of each lease.
+pub(crate) const RANGE: u64 = 16 << 20;
+
+/// Bytes of a command.
+const PIECE: usize = 64 << 10;
+const BLOCK: u64 = 512;
+/// Commands that a function leaves in flight.
+const IN_FLIGHT: u64 = 32;
+/// Bytes of each guest's memory.
+const MEMORY: u64 = 1 << 20;
+/// Most guests with memory at addresses that no other guest has.
+const GUESTS: u8 = 8;
+/// A report of success. Others name a failure.
+const DONE: &str = "done";
+
+/// Returns where the memory of a guest begins.
+fn base(guest: u8) -> u64 {
+    u64::from(guest) << 33
+}
+
+/// A function whose drive a server has, and its guest's driver.
+pub(crate) struct Elsewhere {
+    function: Arc<InProcess>,
+    disk: Disk,
+    /// For commands that are left in flight, and those that are refused.
+    queue: QueuePair,
+    buffer: DmaBuffer,
+    _controller: Controller,
+    guest: u8,
+    pub(crate) byte: u8,
+}
+
+/// Commands in flight, of one buffer.
+pub(crate) struct InFlight {
+    cids: Vec<u16>,
+    /// The list of the buffer's pages.
+    _list: Prepared,
+}
+
+impl Elsewhere {
+    /// Attaches a function in this process, whose guest writes `guest` in every byte.
+    pub(crate) fn attach(
+        server: &Server,
+        options: &FunctionOptions,
+        guest: u8,
+    ) -> Result<Self, Failure> {
+        Self::attach_in(&server.state_dir(), &options.in_process(), guest)
+    }
+
+    fn attach_in(state_dir: &Path, options: &str, guest: u8) -> Result<Self, Failure> {
+        let ledgers = Ledgers::open(state_dir);
+        let (_, host) = open::host_side(&options.parse()?, &ledgers, &Pollers::new())?;
+        let memory = GuestMemory::new(&[(base(guest), MEMORY)])?;
+        let function = NvmeFunction::new(host, MsixMasking::Function);
+        for region in memory.regions() {
+            map(&function, &memory, &region);
+        }
+        let function = Arc::new(InProcess::new(function));
+        let bar: Arc<dyn Bar> = function.clone();
+        let buffer = memory.alloc(PIECE)?;
+        let mut controller = Controller::attach(bar, memory, Config::default(), 2)?;
+        let disk = Disk::open(&mut controller, 1)?;
+        let queue = controller.create_queue_pair(2, &QueueOptions::polled(64))?;
+        Ok(Self {
+            function,
+            disk,
+            queue,
+            buffer,
+            _controller: controller,
+            guest,
+            byte: guest,
+        })
+    }
+
+    /// Writes the whole range.
+    pub(crate) fn write(&mut self) -> Result<(), Failure> {
+        let piece = vec![self.byte; PIECE];
+        for slba in (0..RANGE / BLOCK).step_by(PIECE / BLOCK as usize) {
+            self.disk.write(slba, &piece)?;
+        }
+        Ok(())
+    }
+
+    /// Gives commands that write a part of the range, and does not wait for them.
+    pub(crate) fn leave_in_flight(&mut self) -> Result<InFlight, Failure> {
+        self.buffer.write(0, &[self.byte; PIECE]);
+        let prepared = prp::buffer(&self.buffer, 0, PIECE)?;
+        let mut cids = Vec::new();
+        for slot in 0..IN_FLIGHT {
+            let blocks = (PIECE as u64 / BLOCK) as u32;
+            let write = Sqe::write(1, slot * u64::from(blocks), blocks);
+            cids.push(self.queue.submit(write.with_data(prepared.pointer))?);
+        }
+        self.queue.ring();
+        Ok(InFlight {
+            cids,
+            _list: prepared,
+        })
+    }
+
+    /// Waits for commands, each of which completes once and without an error.
+    pub(crate) fn await_all(&mut self, commands: &InFlight) -> Result<(), Failure> {
+        let completions = self.queue.drain(&commands.cids, PATIENCE)?;
+        for completion in completions {
+            expect(completion.status().is_success(), || {
+                format!("{completion:?}")
+            })?;
+        }
+        match self.queue.poll() {
+            None => Ok(()),
+            Some(twice) => Err(format!("Completed twice: {twice:?}").into()),
+        }
+    }
+
+    /// Reads the whole range, in which there must be nothing but what it wrote.
+    pub(crate) fn check(&mut self) -> Result<(), Failure> {
+        for slba in (0..RANGE / BLOCK).step_by(PIECE / BLOCK as usize) {
+            let read = self.disk.read(slba, (PIECE as u64 / BLOCK) as u32)?;
+            expect(read.iter().all(|byte| *byte == self.byte), || {
+                format!(
+                    "Other data at block {slba} of the function that writes {}",
+                    self.byte
+                )
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Names memory that other guests have, or none, and blocks outside of the range. Each command is refused.
+    fn trespass(&mut self) -> Result<(), Failure> {
+        let others = (0..=GUESTS).filter(|guest| *guest != self.guest).map(base);
+        let outside = others.chain([base(self.guest) + MEMORY, !0xFFF]);
+        let ours = self.buffer.gpa();
+        let memory = outside.flat_map(|gpa| {
+            // In place of the first page, and of the second.
+            let pointers = [(8, gpa, 0), (16, ours, gpa)];
+            pointers.map(|(count, first, second)| {
+                let pointer = DataPointer::prp(first, second);
+                ((0, count, pointer), DATA_TRANSFER_ERROR)
+            })
+        });
+        let blocks = RANGE / BLOCK;
+        let beyond = [(blocks, 1), (blocks - 1, 2), (1 << 40, 1), (u64::MAX, 1)];
+        let lease = beyond.map(|(slba, count)| {
+            let command = (slba, count, DataPointer::prp(ours, 0));
+            (command, LBA_OUT_OF_RANGE)
+        });
+        for ((slba, count, pointer), expected) in memory.chain(lease) {
+            for sqe in [Sqe::write(1, slba, count), Sqe::read(1, slba, count)] {
+                let cqe = (self.queue).submit_and_wait(sqe.with_data(pointer), PATIENCE)?;
+                expect(cqe.status().code() == expected, || {
+                    format!("{cqe:?} for {count} blocks at {slba}, {pointer:?}")
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the function, and with it its lease.
+    pub(crate) fn end(self) -> Result<(), Failure> {
+        let function = Arc::clone(&self.function);
+        drop(self);
+        let ended = function.function().end();
+        Ok(ended.map_err(|error| error.to_string())?)
+    }
+
+    fn carry_out(&mut self, order: &str) -> Result<(), Failure> {
+        match order {
+            WRITE => self.write(),
+            CHECK => self.check(),
+            TRESPASS => self.trespass(),
+            _ => Err(format!("There is no order {order:?}").into()),
+        }
+    }
+}
+
+/// Checks that the server refuses a function, and names the lease that has what it asks for.
+pub(crate) fn expect_refused(
+    server: &Server,
+    options: &FunctionOptions,
+    holder: &str,
+) -> Result<(), Failure> {
+    match Elsewhere::attach(server, options, 0) {
+        Ok(_) => Err(format!("{options:?} was given").into()),
+        Err(failure) => {
+            let text = integration::error_chain(&*failure);
+            expect(text.contains(&format!("lease \"{holder}\"")), || text)
+        }
+    }
+}
+
+/// Checks that a range of a block device has nothing but this byte.
+pub(crate) fn check_device(device: &Path, start: u64, byte: u8) -> Result<(), Failure> {
+    let file = File::open(device).map_err(at(device))?;
+    let mut piece = vec![0; PIECE];
+    for offset in (start..start + RANGE).step_by(PIECE) {
+        file.read_exact_at(&mut piece, offset).map_err(at(device))?;
+        expect(piece.iter().all(|found| *found == byte), || {
+            format!(
+                "Other data than {byte} at byte {offset} of {}",
+                device.display()
+            )
+        })?;
+    }
+    Ok(())
+}
+
+/// Orders to a process.
+pub(crate) const WRITE: &str = "write";
+pub(crate) const CHECK: &str = "check";
+pub(crate) const TRESPASS: &str = "trespass";
+
+/// A process that has an [`Elsewhere`]. It ends when it is dropped.
+pub(crate) struct Process {
+    child: Child,
+    orders: ChildStdin,
+    reports: BufReader<ChildStdout>,
+}
+
+impl Process {
+    /// Starts a process and attaches its function.
+    pub(crate) fn start(
+        server: &Server,
+        options: &FunctionOptions,
+        guest: u8,
+    ) -> Result<Self, Failure> {
+        let this = Path::new("/proc/self/exe");
+        let mut child = Command::new(this)
+            .arg(ARGUMENT)
+            .arg(server.state_dir())
+            .args([options.in_process(), guest.to_string()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(at(this))?;
+        let (Some(orders), Some(reports)) = (child.stdin.take(), child.stdout.take()) else {
+            return Err("The process has no pipes".into());
+        };
+        let mut process = Self {
+            child,
+            orders,
+            reports: BufReader::new(reports),
+        };
+        process.finish()?;
+        Ok(process)
+    }
+
+    /// Gives an order.
+    pub(crate) fn begin(&mut self, order: &str) -> Result<(), Failure> {
+        Ok(writeln!(self.orders, "{order}")?)
+    }
+
+    /// Waits until the order is carried out.
+    pub(crate) fn finish(&mut self) -> Result<(), Failure> {
+        let mut report = String::new();
+        self.reports.read_line(&mut report)?;
+        expect(report.trim_end() == DONE, || report)
+    }
+
+    /// Has an order carried out.
+    pub(crate) fn order(&mut self, order: &str) -> Result<(), Failure> {
+        self.begin(order)?;
+        self.finish()
+    }
+
+    /// Has it end its function, and waits until it has ended.
+    pub(crate) fn end(self) -> Result<(), Failure> {
+        let Self {
+            mut child, orders, ..
+        } = self;
+        drop(orders);
+        let status = child.wait()?;
+        expect(status.success(), || format!("It ended with {status}"))
+    }
+
+    /// Kills it.
+    pub(crate) fn kill(mut self) -> Result<(), Failure> {
+        self.child.kill()?;
+        self.child.wait()?;
+        Ok(())
+    }
+}
+
+/// Runs such a process, with the arguments that follow [`ARGUMENT`].
+pub(crate) fn main(arguments: &[String]) -> ExitCode {
+    match serve(arguments) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            report(Err(failure));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn serve(arguments: &[String]) -> Result<(), Failure> {
+    let [state_dir, options, guest] = arguments else {
+        return Err("It takes a folder, options and a number".into());
+    };
+    let mut elsewhere = Elsewhere::attach_in(Path::new(state_dir), options, guest.parse()?)?;
+    report(Ok(()));
+    for order in io::stdin().lines() {
+        report(elsewhere.carry_out(&order?));
+    }
+    elsewhere.end()
+}
+
+fn report(result: Result<(), Failure>) {
+    match result {
+        Ok(()) => println!("{DONE}"),
+        Err(failure) => println!(
+            "{}",
+            integration::error_chain(&*failure).replace('\n', "; ")
+        ),
+    }
+}

@@ -20,6 +20,19 @@ pub(crate) fn sh(script: &str) -> Result<String, Failure> {
     Ok(process::run(Command::new("sh").args(["-c", script]))?)
 }
 
+/// Runs `work`. The processes that it starts stay on one processor of the lab's host.
+pub(crate) fn on_processor<T>(
+    processor: u32,
+    work: impl FnOnce() -> Result<T, Failure>,
+) -> Result<T, Failure> {
+    let this = std::process::id();
+    let processors = sh(&format!("taskset -p {this} | sed 's/.*: //'"))?;
+    sh(&format!("taskset -pc {processor} {this}"))?;
+    let done = work();
+    sh(&format!("taskset -p {} {this}", processors.trim()))?;
+    done
+}
+
 /// Returns the number of accesses of devices that the IOMMU of the lab's host has refused so far.
 pub(crate) fn iommu_faults() -> Result<u64, Failure> {
     let count = sh("dmesg | grep 'DMAR: \\[' | grep -c 'fault reason' || true")?;

@@ -38,6 +38,7 @@ mod linux;
 mod native;
 mod nested;
 mod scarcity;
+mod shared;
 mod sharing;
 mod vmm;
 mod vmms;
@@ -91,6 +92,7 @@ const GROUPS: &[Group] = &[
     native::GROUP,
     nested::GROUP,
     scarcity::GROUP,
+    shared::GROUP,
     sharing::GROUP,
     vmm::GROUP,
     vmms::GROUP,

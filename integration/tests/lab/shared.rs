@@ -1,0 +1,423 @@
+//! VMMs that share a physical drive through its server: two at once with functions in their own processes, beside a
+//! function that joins and leaves, or beside a stock QEMU over vfio-user.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use integration::guest::fio::Fio;
+use integration::guest::{Agent, Drive, Guest, GuestConfig, Job};
+use integration::lab::{LabDrive, inside};
+use integration::progress::{say, seconds};
+use integration::server::{FunctionOptions, Server};
+use integration::vmm::counters::KvmCounters;
+use integration::vmms::cloud_hypervisor::{self, CloudHypervisor};
+use integration::vmms::{Outcome, Reference, Root, Setup, Vmm, VmmsError};
+
+use crate::elsewhere::expect_refused;
+use crate::fixture::{Bench, Failure, PATIENCE, at, await_that, expect, on_processor, sh};
+use crate::{Group, Refused};
+
+pub(crate) const GROUP: Group = Group::Inside {
+    name: "shared",
+    drives: || vec![LabDrive::new("a", 128 << 20)],
+    refused: Refused::Nothing,
+    checks: &[
+        ("reference", |bench| {
+            share::<Reference>(bench, Beside::Comings)
+        }),
+        ("reference_and_qemu", |bench| {
+            share::<Reference>(bench, Beside::Qemu)
+        }),
+        ("cloud_hypervisor", |bench| {
+            share_among_cloud_hypervisors(bench, Beside::Comings)
+        }),
+        ("cloud_hypervisor_and_qemu", |bench| {
+            share_among_cloud_hypervisors(bench, Beside::Qemu)
+        }),
+    ],
+};
+
+/// Bytes of each range, and bytes between two ranges, which no function has.
+const RANGE: u64 = 16 << 20;
+const GUARD: u64 = 4 << 20;
+const GUARD_BYTE: u8 = 0xA5;
+/// Functions of the drive in the order of their ranges.
+const ONE: &str = "one";
+const TWO: &str = "two";
+const QEMU: &str = "qemu";
+const THIRD: &str = "third";
+const ALL: [&str; 4] = [ONE, TWO, QEMU, THIRD];
+/// Number of times that the function joins and leaves.
+const COMINGS: usize = 50;
+/// Bytes that it writes each time.
+const LEFT: u64 = 64 << 10;
+/// Exits by memory of a VMM for each I/O of its guest.
+const MMIO_EXITS_MAX: f64 = 0.01;
+/// Most looks of a guest, one per tenth of a second, for a function that comes.
+const TRIES: u32 = 600;
+
+/// Neighbour of the two VMMs. More machines at once are avoided, as KVM in the lab loses more of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Beside {
+    /// A function of one VMM, which joins and leaves.
+    Comings,
+    /// A stock QEMU.
+    Qemu,
+}
+
+fn share_among_cloud_hypervisors(bench: &Bench, beside: Beside) -> Result<(), Failure> {
+    match cloud_hypervisor::has_own_functions() {
+        Ok(true) => share::<CloudHypervisor>(bench, beside),
+        Ok(false) => {
+            say("        NOT CHECKED: it has no functions in its own process, as it has no patch");
+            Ok(())
+        }
+        Err(error @ VmmsError::NotNamed) => {
+            say(&format!("        NOT CHECKED: {error}"));
+            Ok(())
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Has two VMMs share the drive, each on a processor of the lab's host.
+fn share<V: Vmm>(bench: &Bench, beside: Beside) -> Result<(), Failure> {
+    mark()?;
+    inside::bind("a", "vfio-pci")?;
+    let a = inside::address("a")?;
+    let server = bench.hold(&[format!("path={a}")])?;
+    let function = |id| function(&a, id);
+    let launch = |id| {
+        let folder = bench.folder().join(id);
+        fs::create_dir_all(&folder).map_err(at(&folder))?;
+        let vmm = V::launch(&Setup {
+            assets: bench.v6_12(),
+            vcpus: 1,
+            root: Root::Memory,
+            first: function(id),
+            pluggable: function(THIRD),
+            folder: &folder,
+            state_dir: &server.state_dir(),
+        })?;
+        Ok::<_, Failure>(vmm)
+    };
+    // One after the other: of guests that boot at the same time one is lost more often. On a processor each, so that
+    // both run at the same time.
+    let one = on_processor(0, || launch(ONE))?;
+    let two = on_processor(1, || launch(TWO))?;
+    let qemu = match beside {
+        Beside::Comings => None,
+        Beside::Qemu => {
+            server.add(&function(QEMU))?;
+            let drive = Drive::vfio_user(server.socket(QEMU));
+            let config = GuestConfig::new(QEMU).memory_mib(384).drive(drive);
+            Some(on_processor(0, || bench.boot(&config))?)
+        }
+    };
+    let mut scene = Scene {
+        server,
+        one,
+        two,
+        qemu,
+        seeds: (1..=ALL.len() as u64).map(|guest| guest << 16).collect(),
+    };
+    scene.verifies()?;
+    let last = match beside {
+        Beside::Comings => Some(scene.carries_on_while_one_joins_and_leaves()?),
+        Beside::Qemu => None,
+    };
+    scene.refuses_what_is_taken(&a)?;
+    let sums = scene.ends()?;
+    expect_on_the_drive(&sums, last.as_deref())
+}
+
+/// Returns where the range of a function begins.
+fn start(id: &str) -> u64 {
+    let place = ALL.iter().position(|other| *other == id);
+    place.unwrap_or(ALL.len()) as u64 * (RANGE + GUARD)
+}
+
+fn function(path: &str, id: &str) -> FunctionOptions {
+    FunctionOptions::new(id, path, format!("{}+{RANGE}", start(id))).option(format!("serial={id}"))
+}
+
+/// Fills the drive, so that every block that is written shows.
+fn mark() -> Result<(), Failure> {
+    inside::bind("a", "nvme")?;
+    let device = inside::block_device("a", 1)?;
+    let file = File::options().write(true).open(&device);
+    let file = file.map_err(at(&device))?;
+    let bytes = vec![GUARD_BYTE; GUARD as usize];
+    for offset in (0..start("")).step_by(bytes.len()) {
+        file.write_all_at(&bytes, offset).map_err(at(&device))?;
+    }
+    file.sync_all().map_err(at(&device))
+}
+
+/// Load of a guest on its first function. Its data depends on the seed.
+fn load(seed: &str) -> Fio {
+    Fio::new("verify", "randwrite", "4k", 32)
+        .option("size", "8m")
+        .option("randseed", seed)
+        .verified()
+}
+
+/// Returns a script that runs the load with one seed after the other, until its file is removed. It prints the last
+/// seed.
+fn rounds(seed: u64) -> String {
+    let load = load("SEED").script();
+    let load = load.replace("'--randseed=SEED'", "--randseed=$seed");
+    format!(
+        "touch /run/rounds
+        seed={seed}
+        while [ -e /run/rounds ]; do
+            seed=$((seed + 1))
+            ({load}) >/run/fio || {{ cat /run/fio; exit 1; }}
+        done
+        echo $seed"
+    )
+}
+
+/// All that is on the drive.
+struct Scene<V> {
+    server: Server,
+    one: V,
+    two: V,
+    qemu: Option<Guest>,
+    /// Seeds of the data that the guests have written last. No two guests have the same.
+    seeds: Vec<u64>,
+}
+
+/// Counts of a VMM so far.
+#[derive(Clone, Copy)]
+struct Counts {
+    mmio_exits: u64,
+    exits: u64,
+    commands: u64,
+}
+
+/// Times of all comings together.
+#[derive(Clone, Copy, Default)]
+struct Took {
+    plug: Duration,
+    work: Duration,
+    removal: Duration,
+}
+
+impl<V: Vmm> Scene<V> {
+    fn guests(&self) -> impl Iterator<Item = (&'static str, &Agent)> {
+        let qemu = self.qemu.as_ref().map(|guest| (QEMU, &**guest));
+        [(ONE, self.one.guest()), (TWO, self.two.guest())]
+            .into_iter()
+            .chain(qemu)
+    }
+
+    fn counts(&self, id: &str, vmm: &V) -> Result<Counts, Failure> {
+        let kvm = KvmCounters::of_process(vmm.guest().pid());
+        let kvm = kvm.map_err(at("/sys/kernel/debug/kvm"))?;
+        Ok(Counts {
+            mmio_exits: kvm.mmio_exits,
+            exits: kvm.exits,
+            commands: self.server.function_stats(id)?.totals().commands,
+        })
+    }
+
+    /// Checks the exits since `before`.
+    fn expect_few_exits(&self, id: &str, vmm: &V, before: Counts) -> Result<(), Failure> {
+        let after = self.counts(id, vmm)?;
+        expect(after.exits > before.exits, || {
+            "KVM has counted nothing".to_owned()
+        })?;
+        let commands = after.commands.saturating_sub(before.commands);
+        let exits = after.mmio_exits.saturating_sub(before.mmio_exits);
+        let per_io = exits as f64 / commands as f64;
+        say(&format!(
+            "        {id}: {per_io:.4} MMIO exits for each of {commands} I/Os"
+        ));
+        expect(per_io < MMIO_EXITS_MAX, || {
+            format!("{id}: {exits} MMIO exits for {commands} I/Os")
+        })
+    }
+
+    /// Has all guests verify what they write, at once.
+    fn verifies(&self) -> Result<(), Failure> {
+        let before = [self.counts(ONE, &self.one)?, self.counts(TWO, &self.two)?];
+        let mut jobs = Vec::new();
+        for ((_, guest), seed) in self.guests().zip(&self.seeds) {
+            let load = load(&seed.to_string());
+            jobs.push((guest, guest.start(&load.script())?, load));
+        }
+        for (guest, job, load) in jobs {
+            load.report(&guest.finish(job, load.patience())?.text)?;
+        }
+        self.expect_few_exits(ONE, &self.one, before[0])?;
+        self.expect_few_exits(TWO, &self.two, before[1])
+    }
+
+    /// Plugs and removes a function of one guest, while all guests verify what they write. Returns the sum of what
+    /// was written by it last.
+    fn carries_on_while_one_joins_and_leaves(&mut self) -> Result<String, Failure> {
+        let before = self.counts(TWO, &self.two)?;
+        let jobs = self.guests().zip(&self.seeds);
+        let jobs = jobs.map(|((_, guest), seed)| guest.start(&rounds(*seed)));
+        let jobs: Vec<Job> = jobs.collect::<Result<_, _>>()?;
+        let mut last = None;
+        let mut took = Took::default();
+        for _ in 0..COMINGS {
+            last = Some(self.joins_and_leaves(last.as_deref(), &mut took)?);
+        }
+        let mean = |all: Duration| seconds(all / COMINGS as u32);
+        say(&format!(
+            "        {THIRD}: {COMINGS} times, plugged in {}, used in {}, removed in {} (means)",
+            mean(took.plug),
+            mean(took.work),
+            mean(took.removal)
+        ));
+        let mut seeds = Vec::new();
+        for (((id, guest), job), seed) in self.guests().zip(jobs).zip(&self.seeds) {
+            guest.check("rm /run/rounds", PATIENCE)?;
+            let written: u64 = guest.finish_well(job, PATIENCE)?.trim().parse()?;
+            say(&format!(
+                "        {id}: {} rounds meanwhile",
+                written - seed
+            ));
+            seeds.push(written);
+        }
+        self.seeds = seeds;
+        // Not the other one, whose bus was looked at, which takes exits.
+        self.expect_few_exits(TWO, &self.two, before)?;
+        last.ok_or_else(|| Failure::from("It never came"))
+    }
+
+    /// Plugs the function, reads what it wrote `last` time, writes something else, and removes the function.
+    fn joins_and_leaves(&mut self, last: Option<&str>, took: &mut Took) -> Result<String, Failure> {
+        let started = Instant::now();
+        self.one.plug()?;
+        took.plug += started.elapsed();
+        let started = Instant::now();
+        let said = self.one.guest().check(
+            &format!(
+                "for try in $(seq {TRIES}); do
+                    for controller in /sys/class/nvme/*; do
+                        read -r serial 2>/dev/null <$controller/serial
+                        [ \"$serial\" = {THIRD} ] && [ -b /dev/${{controller##*/}}n1 ] && break 2
+                    done
+                    sleep 0.1
+                done
+                name=${{controller##*/}} disk=/dev/${{controller##*/}}n1
+                set -e
+                found=$(dd if=$disk bs={LEFT} count=1 iflag=direct 2>/dev/null | md5sum)
+                dd if=/dev/urandom of=/run/left bs={LEFT} count=1 2>/dev/null
+                dd if=/run/left of=$disk bs={LEFT} conv=fsync,notrunc 2>/dev/null
+                left=$(md5sum </run/left)
+                echo $name ${{found%% *}} ${{left%% *}}"
+            ),
+            PATIENCE,
+        )?;
+        let [name, found, left] = said.split_whitespace().collect::<Vec<_>>()[..] else {
+            return Err(format!("The guest says {said:?}").into());
+        };
+        expect(last.is_none_or(|last| last == found), || {
+            format!("It wrote {last:?} last, and finds {found}")
+        })?;
+        took.work += started.elapsed();
+        let started = Instant::now();
+        match self.one.unplug(name)? {
+            Outcome::Done => {}
+            Outcome::Lacking(what) => return Err(what.into()),
+        }
+        await_that("the end of the lease", || {
+            Ok(!self.server.list()?.iter().any(|id| id == THIRD))
+        })?;
+        took.removal += started.elapsed();
+        Ok(left.to_owned())
+    }
+
+    /// Checks that the server gives out no part of a range, and names the lease that has it.
+    fn refuses_what_is_taken(&self, path: &str) -> Result<(), Failure> {
+        for (holder, _) in self.guests() {
+            for start in [start(holder), start(holder) + RANGE - GUARD] {
+                let range = format!("{start}+{}", 2 * GUARD);
+                let fourth = FunctionOptions::new("fourth", path, range);
+                expect_refused(&self.server, &fourth, holder)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Has all guests verify their data once more, and ends all. Returns the sums of the ranges, as the guests have
+    /// them.
+    fn ends(mut self) -> Result<Vec<(&'static str, String)>, Failure> {
+        let mut sums = Vec::new();
+        for ((id, guest), seed) in self.guests().zip(&self.seeds) {
+            load(&seed.to_string())
+                .option("verify_only", "1")
+                .run(guest)?;
+            let said = guest.check(&sum(Path::new("/dev/nvme0n1"), 0), PATIENCE)?;
+            sums.push((id, said));
+        }
+        self.one.power_off()?;
+        self.two.power_off()?;
+        if let Some(qemu) = &mut self.qemu {
+            qemu.power_off(PATIENCE)?;
+            self.server.await_no_client(QEMU)?;
+            self.server.remove(QEMU)?;
+        }
+        await_that("the end of all leases", || {
+            Ok(self.server.list()?.is_empty())
+        })?;
+        self.server.stop()?;
+        Ok(sums)
+    }
+}
+
+/// Returns the script that sums up a range of a device.
+fn sum(device: &Path, start: u64) -> String {
+    let (skip, count) = (start >> 20, RANGE >> 20);
+    format!(
+        "dd if={} bs=1M skip={skip} count={count} iflag=direct 2>/dev/null | md5sum",
+        device.display()
+    )
+}
+
+/// Checks by the host's driver that each range has what its guest had there, and that nothing was written elsewhere.
+fn expect_on_the_drive(sums: &[(&str, String)], last: Option<&str>) -> Result<(), Failure> {
+    inside::bind("a", "nvme")?;
+    let device = inside::block_device("a", 1)?;
+    for (id, wanted) in sums {
+        let found = sh(&sum(&device, start(id)))?;
+        expect(found == *wanted, || {
+            format!("{id} had {wanted}, and the drive has {found}")
+        })?;
+    }
+    let mut kept: Vec<_> = ALL.map(|id| (start(id) + RANGE, GUARD)).into();
+    let third = start(THIRD);
+    match last {
+        None => kept.push((third, RANGE)),
+        Some(last) => {
+            let found = sh(&format!(
+                "dd if={} bs={LEFT} skip={} count=1 2>/dev/null | md5sum",
+                device.display(),
+                third / LEFT
+            ))?;
+            expect(found.starts_with(last), || {
+                format!("{THIRD} wrote {last}, and the drive has {found}")
+            })?;
+            kept.extend([(third + LEFT, RANGE - LEFT), (start(QEMU), RANGE)]);
+        }
+    }
+    let file = File::open(&device).map_err(at(&device))?;
+    for (start, bytes) in kept {
+        let mut found = vec![0; bytes as usize];
+        file.read_exact_at(&mut found, start).map_err(at(&device))?;
+        expect(found.iter().all(|byte| *byte == GUARD_BYTE), || {
+            format!(
+                "Something was written between {start} and {}",
+                start + bytes
+            )
+        })?;
+    }
+    Ok(())
+}

@@ -3,10 +3,10 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
 use crate::clock;
+use crate::memory::sync::mpsc::{Receiver, RecvTimeoutError};
 
 /// Longest wait in all for commands in flight and flushes, when a function is reset, shut down or ended.
 pub const DRAIN_DEADLINE: Duration = Duration::from_secs(30);
@@ -117,8 +117,8 @@ impl WaitClock for StillClock {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
-    use std::sync::mpsc::channel;
+    use crate::memory::sync::Mutex;
+    use crate::memory::sync::mpsc::channel;
 
     use super::*;
 

@@ -2,13 +2,15 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 use serde::{Deserialize, Serialize};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::address::Gpa;
+use crate::memory::eventfd;
 use crate::memory::notifier::Notifier;
+use crate::memory::sync::Mutex;
 use crate::spec::ids::{CommandId, Nsid, QueueId};
 use crate::spec::registers::Doorbell;
 use crate::spec::status::Status;
@@ -187,7 +189,7 @@ impl EventQueue {
         // A counter that is full is readable as well.
         let _ = match &self.notifier {
             Some(notifier) => notifier.signal(&self.eventfd),
-            None => self.eventfd.write(1),
+            None => eventfd::signal(&self.eventfd),
         };
     }
 }

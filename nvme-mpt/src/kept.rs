@@ -4,7 +4,9 @@
 //! never given to another.
 
 use std::any::Any;
-use std::sync::{Mutex, PoisonError};
+use std::sync::PoisonError;
+
+use crate::memory::sync::Mutex;
 
 static KEPT: Mutex<Vec<Box<dyn Any + Send>>> = Mutex::new(Vec::new());
 

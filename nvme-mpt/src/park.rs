@@ -12,6 +12,7 @@ use std::os::fd::AsRawFd;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
+use crate::memory::eventfd;
 use crate::sync::{AtomicBool, Ordering, fence};
 
 /// End of a poller's sleep.
@@ -30,7 +31,7 @@ pub(crate) struct ThreadBell {
 impl Bell for ThreadBell {
     fn ring(&self) {
         // A counter that is full wakes the sleeper as well.
-        let _ = self.eventfd.write(1);
+        let _ = eventfd::signal(&self.eventfd);
     }
 }
 

@@ -1,4 +1,4 @@
-//! Atomics and locks, which a model checker replaces by its own.
+//! Atomics and locks, which a model checker, or a simulator, replaces by its own.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::{
@@ -6,7 +6,7 @@ pub(crate) use loom::sync::{
     atomic::{AtomicBool, AtomicU64, Ordering, fence},
 };
 #[cfg(not(loom))]
-pub(crate) use std::sync::{
-    Mutex, MutexGuard,
-    atomic::{AtomicBool, AtomicU64, Ordering, fence},
-};
+pub(crate) use std::sync::atomic::Ordering;
+
+#[cfg(not(loom))]
+pub(crate) use crate::memory::sync::{AtomicBool, AtomicU64, Mutex, MutexGuard, fence};

@@ -8,6 +8,9 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 
+#[cfg(simulation)]
+use nvme_mpt::memory::simulation;
+
 use crate::bar::Bar;
 use crate::error::{Error, Result};
 use crate::memory::{DmaBuffer, GuestMemory, MemoryError, PAGE_SIZE, SharedSlice};
@@ -226,6 +229,8 @@ impl Doorbell {
         let old = std::mem::replace(&mut self.value, value);
         self.rings += 1;
         if let Some(shadow) = &self.shadow {
+            #[cfg(simulation)]
+            simulation::turn(simulation::Step::GuestRings, [value.into(), 0]);
             // Release: the entries behind the value are visible before it is.
             shadow.doorbell[0].store(u32::from(value), Ordering::Release);
             return Some(old);
@@ -238,6 +243,8 @@ impl Doorbell {
     #[inline]
     pub(crate) fn notify(&mut self, old: u16) {
         if let Some(shadow) = &self.shadow {
+            #[cfg(simulation)]
+            simulation::turn(simulation::Step::GuestReadsEventIdx, [self.value.into(), 0]);
             let event_idx = shadow.event_idx[0].load(Ordering::Relaxed) as u16;
             if need_event(event_idx, self.value, old) {
                 self.write();
@@ -248,6 +255,8 @@ impl Doorbell {
     fn write(&mut self) {
         match &self.register {
             Register::Mapped { register, .. } => {
+                #[cfg(simulation)]
+                simulation::turn(simulation::Step::GuestRings, [self.value.into(), 0]);
                 register[0].store(u32::from(self.value), Ordering::Release);
             }
             Register::Trapped { bar, offset } => {
@@ -261,7 +270,7 @@ impl Doorbell {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
+    use nvme_mpt::memory::sync::Mutex;
 
     use proptest::prelude::*;
 

@@ -1,9 +1,13 @@
 //! A function in this process, as a VMM has it: behind a lock, with a thread for its events.
 
 use std::os::fd::AsRawFd;
-use std::sync::{Arc, Mutex, MutexGuard};
-use std::thread::{self, JoinHandle};
+use std::sync::Arc;
+use std::thread;
 
+use nvme_mpt::memory::eventfd;
+use nvme_mpt::memory::sync::JoinHandle;
+use nvme_mpt::memory::sync::{Mutex, MutexGuard};
+use nvme_mpt::poller::start_thread;
 use nvme_mpt::{Gpa, MemoryRegion};
 use vmm_device::{Bar as FunctionBar, NvmeFunction};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
@@ -51,7 +55,7 @@ fn control(function: &Mutex<NvmeFunction>, events: &EventFd, stop: &EventFd) {
     }
     let mut ready = [EpollEvent::default(); 2];
     loop {
-        let count = epoll.wait(-1, &mut ready).unwrap_or(0);
+        let count = eventfd::wait(&epoll, None, &mut ready).unwrap_or(0);
         if ready[..count].iter().any(|e| e.fd() == stop.as_raw_fd()) {
             return;
         }
@@ -90,7 +94,7 @@ impl InProcess {
         let stop = EventFd::new(EFD_NONBLOCK).unwrap();
         let control = {
             let (function, stop) = (function.clone(), stop.try_clone().unwrap());
-            thread::spawn(move || control(&function, &events, &stop))
+            start_thread("control", move || control(&function, &events, &stop)).unwrap()
         };
         Self {
             function,
@@ -145,7 +149,7 @@ impl Bar for InProcess {
 
 impl Drop for InProcess {
     fn drop(&mut self) {
-        self.stop.write(1).unwrap();
+        eventfd::signal(&self.stop).unwrap();
         if let Some(control) = self.control.take()
             && let Err(panic) = control.join()
             && !thread::panicking()

@@ -2,8 +2,9 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use nvme_mpt::memory::{clock, eventfd};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -58,13 +59,10 @@ impl Interrupt {
     /// # Errors
     /// When the system calls fail.
     pub fn wait(&self, timeout: Duration) -> io::Result<u64> {
-        let deadline = Instant::now() + timeout;
+        let deadline = clock::monotonic() + timeout;
         loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            // Rounded up, so that the last turn is not one that does not wait.
-            let millis = left.as_nanos().div_ceil(1_000_000);
-            let millis = i32::try_from(millis).unwrap_or(i32::MAX);
-            match self.epoll.wait(millis, &mut [EpollEvent::default()]) {
+            let left = deadline.saturating_sub(clock::monotonic());
+            match eventfd::wait(&self.epoll, Some(left), &mut [EpollEvent::default()]) {
                 Ok(0) => return Ok(0),
                 Ok(_) => match self.take()? {
                     0 => {}

@@ -5,12 +5,13 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::FileExt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError};
 
 use crate::huge_pages::HugePages;
 use crate::mapping::{self, Mapping};
 pub use crate::mapping::{Cell, MemoryError, SharedSlice};
 use crate::rng::Rng;
+use nvme_mpt::memory::sync::{Mutex, MutexGuard, RwLock};
 
 /// The memory page size that the driver sets in CC.MPS (0), whatever the host's page size is.
 pub const PAGE_SIZE: usize = 4096;

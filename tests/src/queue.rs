@@ -6,7 +6,11 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use nvme_mpt::memory::clock;
+#[cfg(simulation)]
+use nvme_mpt::memory::simulation;
 
 use crate::bar::Bar;
 use crate::command::Sqe;
@@ -102,6 +106,11 @@ impl SubmissionQueue {
         if next == self.head {
             return false;
         }
+        #[cfg(simulation)]
+        simulation::turn(
+            simulation::Step::GuestSubmits,
+            [sqe.cid().into(), sqe.opcode().into()],
+        );
         self.entries.store(self.tail as usize, &sqe.0);
         self.tail = next;
         true
@@ -207,6 +216,11 @@ impl CompletionQueue {
         if tail >> Cqe::PHASE_SHIFT & 1 != self.phase {
             return None;
         }
+        #[cfg(simulation)]
+        simulation::turn(
+            simulation::Step::GuestTakes,
+            [self.head.into(), tail >> 32 & 0xFFFF],
+        );
         let result = entry[0].load(Ordering::Relaxed);
         self.head += 1;
         if self.head == self.size {
@@ -425,7 +439,7 @@ const PAUSE_MAX: Duration = Duration::from_millis(100);
 /// Waiting that ends: spins, then sleeps, as the other side may need this very core.
 #[derive(Debug)]
 pub(crate) struct Patience {
-    last: Instant,
+    last: Duration,
     left: Duration,
     pauses: u32,
 }
@@ -433,7 +447,7 @@ pub(crate) struct Patience {
 impl Patience {
     pub(crate) fn new(timeout: Duration) -> Self {
         Self {
-            last: Instant::now(),
+            last: clock::monotonic(),
             left: timeout,
             pauses: 0,
         }
@@ -442,16 +456,15 @@ impl Patience {
     /// Pauses a little; false when the time was over before, so that the caller has looked after it.
     pub(crate) fn pause(&mut self) -> bool {
         self.pauses += 1;
-        match self.pauses {
-            0..500 => std::hint::spin_loop(),
-            _ => std::thread::sleep(Duration::from_micros(20)),
-        }
-        if self.pauses < 500 {
+        // In a simulation whoever spins keeps others from going on.
+        if self.pauses < 500 && !cfg!(simulation) {
+            std::hint::spin_loop();
             return true;
         }
+        clock::sleep(Duration::from_micros(20));
         let was_over = self.left.is_zero();
-        let now = Instant::now();
-        let passed = now.duration_since(self.last).min(PAUSE_MAX);
+        let now = clock::monotonic();
+        let passed = now.saturating_sub(self.last).min(PAUSE_MAX);
         (self.last, self.left) = (now, self.left.saturating_sub(passed));
         !was_over
     }

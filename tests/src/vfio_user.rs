@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::Path;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 
 use ::vfio_user::Client;
 
@@ -10,6 +10,7 @@ use crate::bar::{Bar, DoorbellWindow};
 use crate::error::{Error, Result};
 use crate::interrupt::Interrupt;
 use crate::memory::{GuestMemory, Region};
+use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 
 /// VFIO_PCI_BAR0_REGION_INDEX.
 const BAR0: u32 = 0;

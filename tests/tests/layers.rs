@@ -160,7 +160,9 @@ fn is_for_tests(attributes: &[Attribute]) -> bool {
         let condition = list.tokens.to_string();
         attribute.path().is_ident("cfg")
             && !condition.starts_with("not")
-            && ["test", "loom"].iter().any(|name| condition.contains(name))
+            && ["test", "loom", "simulation"]
+                .iter()
+                .any(|name| condition.contains(name))
     })
 }
 

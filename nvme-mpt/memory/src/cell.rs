@@ -2,9 +2,13 @@
 #![expect(unsafe_code, reason = "atomic access to a word of shared memory")]
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+#[cfg(not(simulation))]
+use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use super::Mapping;
+#[cfg(simulation)]
+use super::simulation::stores::{self, Place};
 
 /// A naturally aligned word of a [`Mapping`], which it keeps alive.
 #[derive(Clone, Debug)]
@@ -34,8 +38,11 @@ impl Cell32 {
     #[inline]
     #[must_use]
     pub fn load(&self) -> u32 {
+        #[cfg(simulation)]
+        return u32::from_le(stores::load(Place::Word(self.word)) as u32);
         // SAFETY: the word is aligned and inside the mapping, which `self` keeps alive; whoever
         // shares it writes it as one word.
+        #[cfg(not(simulation))]
         u32::from_le(unsafe { &*self.word }.load(Ordering::Acquire))
     }
 
@@ -43,7 +50,10 @@ impl Cell32 {
     #[inline]
     pub fn store(&self, value: u32) {
         debug_assert_eq!(self.mapping.access(), super::Access::ReadWrite);
+        #[cfg(simulation)]
+        return stores::store(Place::Word(self.word), value.to_le().into());
         // SAFETY: as in `load`; the mapping is writable where a cell is written.
+        #[cfg(not(simulation))]
         unsafe { &*self.word }.store(value.to_le(), Ordering::Release);
     }
 }
@@ -80,14 +90,20 @@ impl Cell64 {
     #[inline]
     #[must_use]
     pub fn load(&self) -> u64 {
+        #[cfg(simulation)]
+        return u64::from_le(stores::load(Place::Long(self.word)));
         // SAFETY: as in `Cell32::load`.
+        #[cfg(not(simulation))]
         u64::from_le(unsafe { &*self.word }.load(Ordering::Acquire))
     }
 
     /// Writes the word. Whatever was stored before it is visible to its reader.
     #[inline]
     pub fn store(&self, value: u64) {
+        #[cfg(simulation)]
+        return stores::store(Place::Long(self.word), value.to_le());
         // SAFETY: as in `load`; the mapping is writable by the constructor's check.
+        #[cfg(not(simulation))]
         unsafe { &*self.word }.store(value.to_le(), Ordering::Release);
     }
 }

@@ -5,13 +5,16 @@
     reason = "the one source of time and sleep"
 )]
 #![cfg_attr(
-    target_arch = "x86_64",
+    all(target_arch = "x86_64", not(simulation)),
     expect(unsafe_code, reason = "reads the time stamp counter")
 )]
 
 use std::sync::OnceLock;
+#[cfg(not(simulation))]
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+#[cfg(not(simulation))]
+use std::time::Instant;
 
 /// A moment, in ticks since some moment in the past.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -22,10 +25,12 @@ impl Ticks {
     #[inline]
     #[must_use]
     pub fn now() -> Self {
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(simulation)]
+        return Self(crate::simulation::now().as_nanos() as u64);
+        #[cfg(all(target_arch = "x86_64", not(simulation)))]
         // SAFETY: every x86-64 processor has the instruction, and it has no side effect.
         return Self(unsafe { core::arch::x86_64::_rdtsc() });
-        #[cfg(not(target_arch = "x86_64"))]
+        #[cfg(not(any(target_arch = "x86_64", simulation)))]
         Self(monotonic().as_nanos() as u64)
     }
 
@@ -52,6 +57,9 @@ impl Rate {
     /// Returns the speed of [`Ticks::now`].
     #[must_use]
     pub fn of_this_machine() -> Self {
+        if cfg!(simulation) {
+            return Self::NANOSECOND;
+        }
         Self {
             per_nanosecond: per_nanosecond(),
         }
@@ -79,18 +87,26 @@ pub fn ticks_in(time: Duration) -> u64 {
 /// Returns the nanoseconds that some ticks took.
 #[must_use]
 pub fn nanoseconds(ticks: u64) -> u64 {
-    (ticks as f64 / per_nanosecond()) as u64
+    Rate::of_this_machine().time(ticks).as_nanos() as u64
 }
 
 /// Returns the time since this process first asked for it. The system's monotonic clock measures it.
 #[must_use]
 pub fn monotonic() -> Duration {
-    static START: OnceLock<Instant> = OnceLock::new();
-    START.get_or_init(Instant::now).elapsed()
+    #[cfg(simulation)]
+    return crate::simulation::now();
+    #[cfg(not(simulation))]
+    {
+        static START: OnceLock<Instant> = OnceLock::new();
+        START.get_or_init(Instant::now).elapsed()
+    }
 }
 
 /// Lets the calling thread sleep.
 pub fn sleep(time: Duration) {
+    #[cfg(simulation)]
+    let _slept = crate::simulation::wait_for(Some(time), || None::<()>);
+    #[cfg(not(simulation))]
     thread::sleep(time);
 }
 

@@ -8,6 +8,9 @@ use std::fs;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
 
+use std::time::Duration;
+
+use vmm_sys_util::epoll::{Epoll, EpollEvent};
 use vmm_sys_util::eventfd::EventFd;
 
 /// Takes a descriptor that a client sent as an eventfd.
@@ -48,6 +51,42 @@ pub fn share(eventfd: &EventFd) -> io::Result<OwnedFd> {
     let fd = eventfd.try_clone()?.into_raw_fd();
     // SAFETY: the descriptor is open and was given away just now.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Adds one to an eventfd's counter.
+///
+/// # Errors
+/// Returns the kernel's error; `WouldBlock` for a counter that is full.
+#[inline]
+pub fn signal(eventfd: &EventFd) -> io::Result<()> {
+    // The kernel takes a lock for it.
+    #[cfg(simulation)]
+    crate::simulation::fence_and_act();
+    eventfd.write(1)
+}
+
+/// Waits until descriptors are ready, for `time` at most if there is a bound, which is rounded to milliseconds. Returns
+/// the number of `events` that are filled.
+///
+/// # Errors
+/// Returns the kernel's error; `Interrupted` for a wait that a signal ended.
+pub fn wait(epoll: &Epoll, time: Option<Duration>, events: &mut [EpollEvent]) -> io::Result<usize> {
+    #[cfg(simulation)]
+    let waited = crate::simulation::wait_for(time, || match epoll.wait(0, events) {
+        Ok(0) => None,
+        ended => Some(ended),
+    });
+    #[cfg(simulation)]
+    return waited.unwrap_or(Ok(0));
+    #[cfg(not(simulation))]
+    {
+        // Rounded up, so that the last turn is not one that does not wait.
+        let milliseconds = time.map_or(-1, |time| {
+            let milliseconds = time.as_nanos().div_ceil(1_000_000);
+            i32::try_from(milliseconds).unwrap_or(i32::MAX)
+        });
+        epoll.wait(milliseconds, events)
+    }
 }
 
 #[cfg(test)]

@@ -44,6 +44,8 @@ impl HostSubmissionRing {
     /// read it once the doorbell says so.
     #[inline]
     pub fn push(&mut self, entry: &Sqe, cid: CommandId) {
+        #[cfg(simulation)]
+        crate::simulation::submits(entry, cid);
         let at = self.write(self.tail.get(), entry);
         // SAFETY: as in `write`. Bytes 2 and 3 of an entry are its Command Identifier; nobody reads
         // the entry yet.
@@ -127,11 +129,21 @@ impl HostCompletionRing {
     /// before.
     #[inline]
     pub fn take(&mut self) -> Option<Cqe> {
+        #[cfg(simulation)]
+        crate::simulation::turn(
+            crate::simulation::Step::LookForCompletion,
+            [self.head.get().into(), 0],
+        );
         let [low, high] = self.entry(self.head.get());
         let high = CqeHigh(u64::from_le(high.load(Ordering::Acquire)));
         if high.phase() != self.head.phase() {
             return None;
         }
+        #[cfg(simulation)]
+        crate::simulation::turn(
+            crate::simulation::Step::HalfTaken,
+            [self.head.get().into(), 0],
+        );
         let low = u64::from_le(low.load(Ordering::Relaxed));
         self.head.advance();
         Some(Cqe { low, high })

@@ -10,6 +10,7 @@
 //!   [`HostCompletionRing`] are a drive's. [`RingIndex`] and [`CompletionIndices`] are the indices of all of
 //!   them. [`Room`] is the permit to fill an entry of a Completion Queue.
 //! - [`SlotRecords`] are the commands in flight, in memory that outlives the process that writes them.
+//! - [`sync`] has the locks, channels, atomics and threads, which a simulator replaces.
 //! - [`clock`] reads the time stamp counter. [`system`], [`file_system`], [`device_mapper`] and [`eventfd`] make the
 //!   system calls that std has no safe interface for.
 //!
@@ -70,6 +71,9 @@ mod records;
 mod registers;
 mod ring;
 mod sigbus;
+#[cfg(simulation)]
+pub mod simulation;
+pub mod sync;
 pub mod system;
 mod words;
 

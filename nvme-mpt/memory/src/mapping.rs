@@ -272,6 +272,10 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         // The guard goes first: another mapping may take the address range right after.
         self.guard = None;
+        #[cfg(simulation)]
+        crate::simulation::stores::forget(
+            &(self.start.as_ptr().addr()..self.start.as_ptr().addr() + self.mapped),
+        );
         // SAFETY: the range was mapped by us and is unmapped once; every user of its addresses
         // borrows from, or holds a count of, this mapping.
         unsafe { libc::munmap(self.start.as_ptr().cast(), self.mapped) };

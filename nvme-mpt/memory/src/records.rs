@@ -70,6 +70,11 @@ impl SlotRecords {
     /// Stores a command, and then its mark. All that follows in the program follows in memory.
     #[inline(always)]
     pub fn record(&self, slot: u16, command: &Sqe, mark: u64) {
+        #[cfg(simulation)]
+        crate::simulation::turn(
+            crate::simulation::Step::Record,
+            [slot.into(), command.cid().0.into()],
+        );
         let record = self.at(slot);
         // SAFETY: the record lies inside the mapping by the constructor's check and `at`. The stores are volatile, as
         // another process reads it.
@@ -102,6 +107,8 @@ impl SlotRecords {
     /// Stores a mark, between all that comes before it in the program and all that follows.
     #[inline(always)]
     pub fn set_mark(&self, slot: u16, mark: u64) {
+        #[cfg(simulation)]
+        crate::simulation::turn(crate::simulation::Step::Mark, [slot.into(), mark]);
         let place = Self::word(self.at(slot), MARK);
         compiler_fence(Ordering::SeqCst);
         // SAFETY: the mark is aligned and lies in its record, as in `record`.

@@ -38,6 +38,8 @@ impl Registers {
     #[inline]
     #[must_use]
     pub fn read32(&self, offset: usize) -> Option<u32> {
+        #[cfg(simulation)]
+        crate::simulation::turn(crate::simulation::Step::ReadRegister, [offset as u64, 0]);
         let word = self.word::<u32>(offset)?;
         // SAFETY: the word is aligned and in the mapping, which lives as long as `self`.
         let value = u32::from_le(unsafe { word.read_volatile() });
@@ -52,6 +54,8 @@ impl Registers {
     #[inline]
     #[must_use]
     pub fn read64(&self, offset: usize) -> Option<u64> {
+        #[cfg(simulation)]
+        crate::simulation::turn(crate::simulation::Step::ReadRegister, [offset as u64, 0]);
         let word = self.word::<u64>(offset)?;
         // SAFETY: as in `read32`.
         let value = u64::from_le(unsafe { word.read_volatile() });
@@ -65,6 +69,8 @@ impl Registers {
     /// Writes the 32-bit register at `offset`; `None` if there is none, or none aligned.
     #[inline]
     pub fn write32(&self, offset: usize, value: u32) -> Option<()> {
+        #[cfg(simulation)]
+        crate::simulation::turn(crate::simulation::Step::WriteRegister, [offset as u64, 0]);
         let word = self.word::<u32>(offset)?;
         // SAFETY: as in `read32`; a device is always mapped for writing.
         unsafe { word.write_volatile(value.to_le()) };
@@ -74,6 +80,8 @@ impl Registers {
     /// Writes the 64-bit register at `offset`, in one access.
     #[inline]
     pub fn write64(&self, offset: usize, value: u64) -> Option<()> {
+        #[cfg(simulation)]
+        crate::simulation::turn(crate::simulation::Step::WriteRegister, [offset as u64, 0]);
         let word = self.word::<u64>(offset)?;
         // SAFETY: as in `write32`.
         unsafe { word.write_volatile(value.to_le()) };

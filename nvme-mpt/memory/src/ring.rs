@@ -160,6 +160,8 @@ impl SubmissionRing {
     #[inline]
     #[must_use]
     pub fn read(&self, index: u32) -> Sqe {
+        #[cfg(simulation)]
+        crate::simulation::turn(crate::simulation::Step::ReadEntry, [index.into(), 0]);
         let entry = self.0.at(index);
         // SAFETY: the entry lies inside a mapping by the constructor's check and `at`, aligned to 64 bytes; volatile, as
         // the guest may write it at any time.
@@ -231,10 +233,14 @@ impl CompletionRing {
     /// If there is no such entry: indices are the caller's own, never a guest's word.
     #[inline]
     pub fn publish(&self, index: u32, entry: Cqe) {
+        #[cfg(simulation)]
+        crate::simulation::publishes(entry);
         // SAFETY: the entry lies inside a mapping, which is writable, by the constructor's check and `at`; the
         // guest reads it as words.
         let [low, high] = unsafe { &*self.0.at(index) };
         low.store(entry.low, Ordering::Relaxed);
+        #[cfg(simulation)]
+        crate::simulation::turn(crate::simulation::Step::HalfPublished, [index.into(), 0]);
         high.store(entry.high.0, Ordering::Release);
     }
 }

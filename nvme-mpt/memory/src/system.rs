@@ -6,6 +6,7 @@
 )]
 
 use std::fs::File;
+#[cfg(not(simulation))]
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::os::fd::AsRawFd;
@@ -35,6 +36,14 @@ pub fn pin_this_thread(cpu: usize) -> io::Result<()> {
 /// Returns the time for which the calling thread has had a processor.
 #[must_use]
 pub fn thread_time() -> Duration {
+    #[cfg(simulation)]
+    return crate::simulation::now();
+    #[cfg(not(simulation))]
+    processor_time()
+}
+
+#[cfg(not(simulation))]
+fn processor_time() -> Duration {
     let mut time = libc::timespec {
         tv_sec: 0,
         tv_nsec: 0,
@@ -69,6 +78,9 @@ pub fn is_trusted(user: u32) -> bool {
     reason = "the one source of random numbers"
 )]
 pub fn random() -> u64 {
+    #[cfg(simulation)]
+    return crate::simulation::random();
+    #[cfg(not(simulation))]
     RandomState::new().hash_one(std::process::id())
 }
 

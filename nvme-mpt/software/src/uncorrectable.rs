@@ -8,8 +8,9 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 
+use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 use nvme_mpt::range::LbaRange;
 
 /// Ranges of a lease at most. A guest that makes more is told that it cannot.

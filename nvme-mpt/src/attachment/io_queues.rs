@@ -3,8 +3,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::RecvTimeoutError;
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use log::info;
@@ -19,6 +18,8 @@ use crate::doorbell::DoorbellBuffer;
 use crate::host::ListMemory;
 use crate::host::SharedPair;
 use crate::interrupt::{InterruptGate, InterruptVector};
+use crate::memory::sync::MutexGuard;
+use crate::memory::sync::mpsc::RecvTimeoutError;
 use crate::poller::Poller;
 use crate::seam::state::slots_of;
 use crate::seam::{CompletionQueueState, CqConfig, QueueError, SqConfig};

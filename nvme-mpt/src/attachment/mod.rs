@@ -28,8 +28,7 @@ mod take_up;
 mod tests;
 
 use std::io;
-use std::sync::mpsc::RecvTimeoutError;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use log::{error, warn};
 
@@ -50,6 +49,8 @@ use crate::interrupt::{Coalescing, InterruptVector};
 use crate::lease::Lease;
 use crate::limit::{Limiter, RateLimits};
 use crate::live::LiveState;
+use crate::memory::sync::Mutex;
+use crate::memory::sync::mpsc::RecvTimeoutError;
 use crate::park::Silence;
 use crate::poller::{Placement, PollPolicy, Pollers, Spin};
 use crate::seam::{GUEST_NSID, LeaseFacts, LeasedNamespace, QueueError};

@@ -4,7 +4,7 @@
 //! A queue that rests holds nothing of the VM's memory but its rings, and touches not even those,
 //! so memory can come and go meanwhile. When it goes on it takes up the memory that there is then.
 
-use std::sync::mpsc::RecvTimeoutError;
+use crate::memory::sync::mpsc::RecvTimeoutError;
 
 use super::Attachment;
 use super::io_queues::{QueueEntry, Queues};

@@ -3,9 +3,9 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 
 use super::holding::Holding;
+use crate::memory::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use crate::poller::{Poller, Threads};
 use crate::shadow::ShadowQueue;
 
@@ -30,7 +30,7 @@ impl Steward {
     pub(super) fn start(threads: &Threads) -> io::Result<Self> {
         let (sender, tasks) = channel();
         let work = move || {
-            for task in tasks {
+            while let Ok(task) = tasks.recv() {
                 carry_out(task);
             }
         };

@@ -1,11 +1,12 @@
 //! Regions that were unmapped, while commands in flight may still use them.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use super::dirty::{DirtyRange, Notes};
 use super::lock;
 use super::region::Region;
 use crate::address::Gpa;
+use crate::memory::sync::Mutex;
 
 /// Regions that one change took away.
 ///

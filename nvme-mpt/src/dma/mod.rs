@@ -44,7 +44,7 @@ mod users;
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
 pub(crate) use departure::Departure;
@@ -64,6 +64,7 @@ use crate::iova::{IovaSpace, VmMappings};
 use crate::learn::NoMapping;
 use crate::memory::Access;
 use crate::memory::file_system::{is_memory, type_of};
+use crate::memory::sync::{Mutex, MutexGuard};
 use crate::park::Waker;
 use crate::stats::MemoryStats;
 use published::Published;

@@ -4,13 +4,14 @@ use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use proptest::prelude::*;
 
 use super::{Direction, DmaError, DmaWindow, MemoryRegion, RegionHint};
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::iova::{Iommu, IovaSpace};
+use crate::memory::sync::Mutex;
 use crate::memory::{Access, Mapping, memfd};
 
 /// Pages of the guest's, and of each of the files.
@@ -22,7 +23,7 @@ const FILES: usize = 2;
 struct Mapped(Mutex<BTreeMap<u64, (u64, usize)>>);
 
 impl Mapped {
-    fn maps(&self) -> std::sync::MutexGuard<'_, BTreeMap<u64, (u64, usize)>> {
+    fn maps(&self) -> crate::memory::sync::MutexGuard<'_, BTreeMap<u64, (u64, usize)>> {
         self.0.lock().expect("no panic")
     }
 

@@ -6,11 +6,13 @@ mod simulation;
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 use vmm_sys_util::eventfd::EventFd;
 
+use crate::memory::eventfd;
 use crate::memory::notifier::ForeignEventFd;
+use crate::memory::sync::{Mutex, MutexGuard};
 
 pub(crate) use gate::{InterruptGate, Standing};
 
@@ -59,7 +61,7 @@ impl VectorState {
         let delivered = match &self.target {
             _ if self.masked => false,
             // A counter that is full already holds a notification, so a failure loses none.
-            Some(Target::Own(eventfd)) => eventfd.write(1).is_ok(),
+            Some(Target::Own(eventfd)) => eventfd::signal(eventfd).is_ok(),
             // It fails where the kernel has no memory or no room for it. The next signal tells of this one then.
             Some(Target::Foreign(eventfd)) => eventfd.signal().is_ok(),
             None => false,

@@ -1,9 +1,10 @@
 //! Mappings of a host controller's IOMMU, shared by its VMs. [`Budget`] decides which of them may have more.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 use crate::learn::{Budget, Choice, NoMapping, Used};
+use crate::memory::sync::{Mutex, MutexGuard};
 
 /// The mappings that an IOMMU takes.
 #[derive(Debug)]

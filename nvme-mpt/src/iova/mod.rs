@@ -7,12 +7,13 @@ use std::fmt;
 use std::io;
 use std::ops::{Range, RangeInclusive};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 use log::error;
 
 use crate::address::Iova;
 use crate::learn::Choice;
+use crate::memory::sync::Mutex;
 use crate::memory::{Access, Mapping, host_page_size};
 use budget::MappingBudget;
 pub(crate) use budget::{MappingPermit, VmMappings};

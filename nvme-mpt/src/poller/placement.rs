@@ -1,7 +1,7 @@
 //! Which poller runs which shadow queue, and on which processor: decided here and nowhere else.
 
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, PoisonError, Weak};
 
 use log::warn;
 
@@ -9,6 +9,7 @@ use super::policy::{Placement, PollPolicy, Spin};
 use super::threads::Threads;
 use super::worker::Poller;
 use crate::learn::Learning;
+use crate::memory::sync::Mutex;
 use crate::stats::PollerStats;
 
 /// Threads that `poll=shared` starts unless processors are named: one per four processors, as the
@@ -34,6 +35,15 @@ struct Group {
     shared: Vec<Arc<Poller>>,
     dedicated: Vec<Weak<Poller>>,
     started: usize,
+}
+
+/// Returns the number of processors that threads may run on.
+fn processors() -> usize {
+    // A simulation is the same everywhere.
+    if cfg!(simulation) {
+        return 2 * PROCESSORS_PER_SHARED_POLLER;
+    }
+    std::thread::available_parallelism().map_or(1, |number| number.get())
 }
 
 impl Group {
@@ -65,7 +75,7 @@ impl Group {
     fn shared_max(&self) -> usize {
         match self.policy.cpus.len() {
             0 => {
-                let processors = std::thread::available_parallelism().map_or(1, |n| n.get());
+                let processors = processors();
                 (processors / PROCESSORS_PER_SHARED_POLLER).max(1)
             }
             named => named,

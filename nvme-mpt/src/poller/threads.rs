@@ -5,7 +5,9 @@
 use std::fmt;
 use std::io;
 use std::sync::Arc;
-use std::thread::{self, JoinHandle};
+use std::thread;
+
+use crate::memory::sync::JoinHandle;
 
 /// Work of a thread.
 pub type Work = Box<dyn FnOnce() + Send>;
@@ -49,6 +51,9 @@ pub fn start_thread<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
+    #[cfg(simulation)]
+    return crate::memory::simulation::threads::start(name, work);
+    #[cfg(not(simulation))]
     thread::Builder::new().name(name.to_owned()).spawn(work)
 }
 
@@ -61,6 +66,11 @@ pub fn run_beside<T>(
     work: impl FnOnce() + Send,
     meanwhile: impl FnOnce() -> T,
 ) -> io::Result<T> {
+    // In a simulation the two take turns as a whole.
+    if cfg!(simulation) {
+        work();
+        return Ok(meanwhile());
+    }
     thread::scope(|scope| {
         let thread = thread::Builder::new().name(name.to_owned());
         thread.spawn_scoped(scope, work)?;

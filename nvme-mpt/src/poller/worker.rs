@@ -7,9 +7,7 @@
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use log::{error, warn};
@@ -21,8 +19,11 @@ use super::threads::Threads;
 use crate::clock::{Rate, Ticks};
 use crate::event::EventQueue;
 use crate::learn::{Courtesy, Learning, SpinTime};
-use crate::memory::Cell32;
+use crate::memory::sync::JoinHandle;
+use crate::memory::sync::Mutex;
+use crate::memory::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use crate::memory::system::{pin_this_thread, thread_time};
+use crate::memory::{Cell32, eventfd};
 use crate::park::Waker;
 use crate::shadow::ShadowQueue;
 use crate::stats::PollerStats;
@@ -543,11 +544,9 @@ impl Sleeper {
     }
 
     fn sleep(&mut self, timeout: Option<Duration>) {
-        // A long sleep needs no exact end, and so no system calls for a timer.
-        let (exact, milliseconds) = match timeout {
-            Some(timeout) if timeout > EXACT_MAX => (None, timeout.as_millis()),
-            exact => (exact, u128::MAX),
-        };
+        // A long sleep needs no exact end, and so no system calls for a timer. A simulator's clock is always exact.
+        let needs_timer = |timeout: &Duration| *timeout <= EXACT_MAX && !cfg!(simulation);
+        let exact = timeout.filter(needs_timer);
         if let Some(timeout) = exact
             && let Err(error) = self.timer.reset(timeout, None)
         {
@@ -555,13 +554,9 @@ impl Sleeper {
             return;
         }
         let mut events = [EpollEvent::default(); 8];
+        let rest = timeout.filter(|_| exact.is_none());
         // An interrupted sleep is a short one: the poller looks and comes back.
-        let milliseconds = i32::try_from(milliseconds).unwrap_or(-1);
-        let ready = self
-            .waker
-            .epoll()
-            .wait(milliseconds, &mut events)
-            .unwrap_or(0);
+        let ready = eventfd::wait(self.waker.epoll(), rest, &mut events).unwrap_or(0);
         if events[..ready].iter().any(|event| event.fd() == self.bell) {
             // Nothing to read is no error: the bell may have been rung for the last sleep.
             let _ = self.waker.eventfd().read();

@@ -23,12 +23,13 @@ mod holders;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 use std::time::Duration;
 
 use log::warn;
 
 use crate::deadline::{Deadline, SystemClock};
+use crate::memory::sync::{Mutex, MutexGuard};
 use crate::memory::system::{LockKind, is_lock_excluded, process_user, try_lock, unlock};
 
 pub(crate) use holders::{Holders, Kind, find};

@@ -9,7 +9,7 @@ use std::io;
 use std::ops::{Range, RangeInclusive};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::{PoisonError, RwLock};
+use std::sync::PoisonError;
 
 use log::debug;
 use vfio_bindings::bindings::vfio as abi;
@@ -18,6 +18,7 @@ use super::error::VfioError;
 use super::function::{HostRoot, PciAddress, PciFunction};
 use super::ioctl;
 use nvme_mpt::iova::Iommu;
+use nvme_mpt::memory::sync::RwLock;
 use nvme_mpt::memory::{Access, Mapping, host_page_size};
 
 /// VFIO's layer between a function and memory: the type 1 container, or a replacement of it.

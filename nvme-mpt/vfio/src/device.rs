@@ -14,7 +14,7 @@ use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError};
 
 use log::{debug, info, warn};
 use vfio_bindings::bindings::vfio as abi;
@@ -25,6 +25,7 @@ use super::error::VfioError;
 use super::function::{HostRoot, PciAddress, PciFunction, VFIO_PCI};
 use super::ioctl::{self, Region};
 use nvme_mpt::iova::Iommu;
+use nvme_mpt::memory::sync::RwLock;
 use nvme_mpt::memory::{Mapping, Registers};
 
 /// Start of the doorbells in BAR0 (NVMe over PCIe Transport 1.0, section 3.1.2).

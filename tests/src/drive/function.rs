@@ -5,15 +5,18 @@ use std::io::{self, PipeReader, PipeWriter, Write};
 use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, PoisonError, Weak};
+use std::time::Duration;
 
 use nvme_mpt::iova::Iommu;
-use nvme_mpt::memory::Mapping;
+use nvme_mpt::memory::sync::{Mutex, MutexGuard};
+use nvme_mpt::memory::{Mapping, clock};
+use nvme_mpt::poller::start_thread;
 use nvme_vfio::Backing;
 
 use super::faults::{Aborts, Effect, Fault, Resets};
 use super::iommu::{DoorbellRegisters, ModelIommu};
+use super::registers::Phase;
 use super::{Controller, Counters, Options};
 use crate::registers::CC_ENABLE;
 
@@ -22,6 +25,9 @@ const IDLE_TURNS: u32 = 200;
 
 /// Time that it then sleeps.
 const IDLE: Duration = Duration::from_micros(100);
+
+/// Longest such time in a simulation, in which the drive also looks whenever something else happened.
+const IDLE_SIMULATED: Duration = Duration::from_millis(10);
 
 /// Longest time of an admin command, unless a test awaits it: much longer than a loaded machine needs.
 const ADMIN_TIMEOUT: Duration = Duration::from_secs(120);
@@ -73,10 +79,7 @@ impl ModelDrive {
             admin_timeout: Mutex::new(ADMIN_TIMEOUT),
         });
         let hardware = Arc::downgrade(&drive);
-        std::thread::Builder::new()
-            .name("model-drive".to_owned())
-            .spawn(move || run(&hardware))
-            .expect("a thread");
+        start_thread("model-drive", move || run(&hardware)).expect("a thread");
         drive
     }
 
@@ -127,7 +130,7 @@ impl ModelDrive {
 
     /// Completes the commands that it holds.
     pub fn let_go(&self) {
-        let now = Instant::now();
+        let now = clock::monotonic();
         for work in &mut self.controller().work {
             if work.effect == Some(Effect::Hold) {
                 work.due = Some(now);
@@ -269,9 +272,11 @@ fn run(drive: &Weak<ModelDrive>) {
     let mut idle = 0;
     while let Some(drive) = drive.upgrade() {
         let mut busy = false;
+        let mut next = None;
         if drive.answers() {
             let mut controller = drive.controller();
-            busy = controller.turn(Instant::now());
+            busy = controller.turn(clock::monotonic());
+            next = controller.next();
             if controller.vanishing() {
                 drive.vanished.store(true, Ordering::Release);
                 controller.forget();
@@ -279,14 +284,32 @@ fn run(drive: &Weak<ModelDrive>) {
         }
         drop(drive);
         idle = if busy { 0 } else { idle + 1 };
-        match idle > IDLE_TURNS {
-            true => std::thread::sleep(IDLE),
-            false => std::hint::spin_loop(),
+        if cfg!(simulation) {
+            let time = next.map_or(IDLE_SIMULATED, |next| {
+                next.saturating_sub(clock::monotonic())
+            });
+            clock::sleep(time.clamp(Duration::from_nanos(100), IDLE_SIMULATED));
+        } else if idle > IDLE_TURNS {
+            clock::sleep(IDLE);
+        } else {
+            std::hint::spin_loop();
         }
     }
 }
 
 impl Controller {
+    /// Returns the moment at which there is something to do that nobody asks for.
+    fn next(&self) -> Option<Duration> {
+        let phase = match self.phase {
+            Phase::Enabling(then) | Phase::Disabling(then) => Some(then),
+            Phase::Disabled | Phase::Ready => None,
+        };
+        let works = self.phase == Phase::Ready && !self.fatal && !self.hung;
+        let work = self.work.iter().filter(|_| works);
+        let due = work.filter_map(|work| work.due);
+        due.chain(phase).min()
+    }
+
     /// Returns whether a command was taken with which the drive goes from the bus.
     fn vanishing(&self) -> bool {
         let vanish = Some(Effect::Vanish);

@@ -1,6 +1,6 @@
 //! Work on commands: what is due is executed and completed, in some order.
 
-use std::time::Instant;
+use std::time::Duration;
 
 use super::data::{self, Piece, Unsound};
 use super::faults::{Aborts, Effect};
@@ -20,7 +20,7 @@ const UNKNOWN_CID: u16 = 0xFFF0;
 
 impl Controller {
     /// Executes what is due.
-    pub(super) fn work(&mut self, now: Instant) -> bool {
+    pub(super) fn work(&mut self, now: Duration) -> bool {
         let holds_aborts = self.faults.aborts == Aborts::Hold;
         for done in 0..AT_ONCE {
             if self.fatal || self.hung {

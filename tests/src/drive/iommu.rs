@@ -11,9 +11,10 @@ use std::ops::Range;
 use std::os::fd::AsFd;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError};
 
 use nvme_mpt::iova::Iommu;
+use nvme_mpt::memory::sync::{Condvar, Mutex, RwLock};
 use nvme_mpt::memory::{Access, Mapping};
 
 use crate::bar::DoorbellWindow;
@@ -138,7 +139,7 @@ impl ModelIommu {
         self.gate.change(|state| state.closed = false);
     }
 
-    fn read_maps(&self) -> std::sync::RwLockReadGuard<'_, BTreeMap<u64, Mapped>> {
+    fn read_maps(&self) -> nvme_mpt::memory::sync::RwLockReadGuard<'_, BTreeMap<u64, Mapped>> {
         self.maps.read().unwrap_or_else(PoisonError::into_inner)
     }
 

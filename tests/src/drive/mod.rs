@@ -30,7 +30,7 @@ mod tests;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 pub use bar::DriveBar;
 pub use faults::{Aborts, Effect, Fault, Meets, Resets};
@@ -188,7 +188,7 @@ struct Work {
     sq: u16,
     sqe: Sqe,
     /// When it is done; never, if it is lost.
-    due: Option<Instant>,
+    due: Option<Duration>,
     effect: Option<Met>,
 }
 
@@ -284,7 +284,7 @@ impl Controller {
     }
 
     /// Does what there is to do; false if that was nothing.
-    fn turn(&mut self, now: Instant) -> bool {
+    fn turn(&mut self, now: Duration) -> bool {
         let moved = self.follow(now);
         if self.phase != Phase::Ready || self.fatal || self.hung {
             return moved;

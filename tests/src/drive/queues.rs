@@ -1,7 +1,9 @@
 //! Rings and doorbells: taking commands and completing them (NVMe Base 2.0, sections 3.3 and 5.8).
 
 use std::collections::VecDeque;
-use std::time::Instant;
+use std::time::Duration;
+
+use nvme_mpt::memory::eventfd;
 
 use super::faults::Effect;
 use super::{Controller, DoorbellBufferUse, Work};
@@ -182,7 +184,7 @@ impl Controller {
     }
 
     /// Takes commands, one of each queue in turn, as long as there are any and the drive has room.
-    pub(super) fn take_commands(&mut self, now: Instant) -> bool {
+    pub(super) fn take_commands(&mut self, now: Duration) -> bool {
         let mut taken = false;
         loop {
             let mut more = false;
@@ -200,7 +202,7 @@ impl Controller {
         }
     }
 
-    fn take_command(&mut self, id: u16, now: Instant) -> bool {
+    fn take_command(&mut self, id: u16, now: Duration) -> bool {
         let Some(sq) = self.sqs.get_mut(&id).filter(|sq| sq.head != sq.tail) else {
             return false;
         };
@@ -302,7 +304,7 @@ impl Controller {
             }
             if let Some(interrupt) = signals.and_then(|vector| self.interrupts.get(vector)) {
                 // A full counter has signalled the guest already.
-                let _full = interrupt.event().write(1);
+                let _full = eventfd::signal(interrupt.event());
             }
         }
         if let Some(id) = unreachable {

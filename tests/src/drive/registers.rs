@@ -1,6 +1,8 @@
 //! The properties, and the states that CC and CSTS go through (NVMe Base 2.0, sections 3.1.3, 3.5, 3.6).
 
-use std::time::Instant;
+use std::time::Duration;
+
+use nvme_mpt::memory::clock;
 
 use super::Controller;
 use super::faults::Resets;
@@ -18,9 +20,9 @@ const CC_CSS_MPS_AMS: u32 = 0x3FF0;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
     Disabled,
-    Enabling(Instant),
+    Enabling(Duration),
     Ready,
-    Disabling(Instant),
+    Disabling(Duration),
 }
 
 impl Controller {
@@ -78,7 +80,7 @@ impl Controller {
     }
 
     fn configure(&mut self, cc: u32) {
-        let now = Instant::now();
+        let now = clock::monotonic();
         let before = std::mem::replace(&mut self.cc, cc);
         if cc & CC_SHN_MASK != 0 && before & CC_SHN_MASK == 0 {
             self.counters.shutdowns += 1;
@@ -114,7 +116,7 @@ impl Controller {
     }
 
     /// Lets CSTS follow CC.
-    pub(super) fn follow(&mut self, now: Instant) -> bool {
+    pub(super) fn follow(&mut self, now: Duration) -> bool {
         match self.phase {
             Phase::Enabling(then) if then <= now && self.faults.resets == Resets::Work => {
                 self.begin();

@@ -10,6 +10,7 @@ use nvme_mpt::{
     DmaError, DoorbellMode, DriveEvent, Event, GuestMemory, HostSide, HostSideEvent,
     InterruptVector, LeaseFacts, QueueError, SharedParts,
     deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock},
+    memory::eventfd,
     spec::{
         ids::QueueId,
         registers::{Doorbell, ShutdownNotification, offset::DOORBELLS},
@@ -223,7 +224,7 @@ impl NvmeFunction {
         self.host.end_silent_doorbells();
         // The event makes the VMM look at values that were stored to the admin queue's doorbells right before. A
         // full counter wakes it, too.
-        let _ = self.events_fd().write(1);
+        let _ = eventfd::signal(self.events_fd());
     }
 
     /// The MSI-X vectors, by number: where a VMM connects its eventfds.
@@ -517,7 +518,7 @@ impl NvmeFunction {
                 }
             }
             // Admin commands may have come meanwhile. A counter that is full wakes as well.
-            let _ = self.events_fd().write(1);
+            let _ = eventfd::signal(self.events_fd());
         } else {
             match self.host.pause() {
                 Ok(()) => self.rests = true,
@@ -578,7 +579,7 @@ impl NvmeFunction {
         }
         // Commands are carried out when the VMM gets to it, not while a vCPU waits for this write.
         // A counter that is full wakes as well as one that is not.
-        let _ = self.events_fd().write(1);
+        let _ = eventfd::signal(self.events_fd());
     }
 
     /// Takes over what the admin doorbells hold.
@@ -590,7 +591,7 @@ impl NvmeFunction {
         if self.admin.ring(&self.shared) {
             // A driver that moves them on without end delays nobody else. A counter that is full wakes as
             // well as one that is not.
-            let _ = self.events_fd().write(1);
+            let _ = eventfd::signal(self.events_fd());
         }
     }
 

@@ -22,7 +22,7 @@ mod queue;
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, PoisonError, Weak};
 
 use log::warn;
 use serde::{Deserialize, Serialize};
@@ -38,6 +38,7 @@ use super::model::Timebase;
 use nvme_mpt::drive::HostNamespace;
 use nvme_mpt::event::{DriveEvent, Event, EventQueue};
 use nvme_mpt::host::HostMemory;
+use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 use nvme_mpt::range::{ByteRange, Bytes};
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;

@@ -8,11 +8,12 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, PoisonError, Weak};
 
 use log::error;
 
 use super::{LeasedFile, SharedFile};
+use nvme_mpt::memory::sync::Mutex;
 
 /// The state of a regular file; nothing changes that of a block device.
 #[derive(Debug)]

@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 
 use super::pairs::{Pairs, PairsMut, Reply, Request, Usage, answer, change};
+use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 use nvme_mpt::spec::key_value::Key;
 
 /// A key space in memory. It has a lock of its own, so no guest waits for another one's.

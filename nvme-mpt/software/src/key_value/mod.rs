@@ -25,7 +25,7 @@ mod queue;
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 pub use commands::KeyValueCommands;
 pub use format::NamespaceKeys;
@@ -40,6 +40,7 @@ use nvme_mpt::address::PAGE_SIZE;
 use nvme_mpt::drive::{HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace};
 use nvme_mpt::host::{CommandSetDescription, Limits};
 use nvme_mpt::iova::IovaSpace;
+use nvme_mpt::memory::sync::Mutex;
 use nvme_mpt::origin::Origin;
 use nvme_mpt::poller::Threads;
 use nvme_mpt::range::BOUNDARY;

@@ -30,13 +30,14 @@ pub use time::{Clock, HostClock, Span, SpanError};
 pub use timed::{TimedQueue, TimedStore};
 
 use std::path::Path;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 
 use log::warn;
 
 use super::range::range;
 use nvm::NvmModel;
 use nvme_mpt::host::HostMemory;
+use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 use nvme_mpt::spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadWrite};
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;

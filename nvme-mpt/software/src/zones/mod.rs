@@ -24,7 +24,7 @@ mod table;
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, PoisonError, Weak};
 
 pub use commands::ZonedCommands;
 pub use format::{Geometry, NamespaceZones, Resources};
@@ -37,6 +37,7 @@ use super::model::ZnsProfile;
 use nvme_mpt::drive::HostNamespace;
 use nvme_mpt::event::{Event, EventQueue};
 use nvme_mpt::host::{ChangeLog, Changes, CommandSetDescription};
+use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 use nvme_mpt::range::{ByteRange, Bytes, LbaRange};
 use nvme_mpt::shadow::CommandSet;
 use nvme_mpt::spec::ids::Lba;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 use super::admit::{Admitted, admit};
 use super::by_size::{self, Area};
@@ -14,6 +14,7 @@ use super::identity::LeaseIdentity;
 use super::store::{Folder, Record, Records, StoreError};
 use super::tenants::{self, FormerData};
 use super::terms::{Claim, LeaseTerms};
+use crate::memory::sync::{Mutex, MutexGuard};
 use crate::memory::system::random;
 use crate::range::{ByteRange, Bytes, LbaRange};
 use crate::spec::ids::{Lba, Nsid};

@@ -12,7 +12,7 @@ mod state;
 
 use std::any::Any;
 use std::marker::PhantomData;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 use self::departures::HeldDepartures;
 use self::posting::{Posting, fail_command};
@@ -33,6 +33,7 @@ use crate::interrupt::Standing;
 use crate::kept::keep_for_good;
 use crate::limit::Limiter;
 use crate::live::{LiveQueue, LiveState, Mark};
+use crate::memory::sync::Mutex;
 use crate::memory::{Room, lost_memory_epoch};
 use crate::park::Silence;
 use crate::shadow::HostQueuePair;

@@ -17,8 +17,7 @@ mod supervisor;
 use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::thread::JoinHandle;
+use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
 use log::{info, warn};
@@ -41,6 +40,9 @@ use nvme_mpt::host::{Limits, TemperatureThresholds};
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::learn::Learning;
 use nvme_mpt::limit::Weight;
+use nvme_mpt::memory::eventfd;
+use nvme_mpt::memory::sync::JoinHandle;
+use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 use nvme_mpt::poller::Threads;
 use nvme_mpt::range::LbaRange;
 use nvme_mpt::shadow::HostQueuePair;
@@ -227,7 +229,7 @@ impl PhysicalDrive {
 
     fn wake_supervisor(&self) {
         // A counter that is full wakes as well.
-        let _ = self.wake.write(1);
+        let _ = eventfd::signal(&self.wake);
     }
 
     fn tell(&self, event: DriveEvent) {

@@ -11,7 +11,6 @@ use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use log::{debug, warn};
@@ -26,6 +25,8 @@ use nvme_mpt::clock::{Ticks, ticks_in};
 use nvme_mpt::deadline::{Deadline, WaitClock};
 use nvme_mpt::drive::Incidents;
 use nvme_mpt::event::DriveEvent;
+use nvme_mpt::memory::eventfd;
+use nvme_mpt::memory::sync::JoinHandle;
 use nvme_mpt::poller::Threads;
 use nvme_mpt::spec::admin::Abort;
 use nvme_mpt::spec::event::{AsyncEvent, AsyncEventType, NoticeEvent};
@@ -106,10 +107,7 @@ impl Supervisor {
     fn watch(&mut self) -> bool {
         let mut ready = [EpollEvent::default(); 2];
         // An interrupted wait is a short one.
-        let count = self
-            .epoll
-            .wait(TICK.as_millis() as i32, &mut ready)
-            .unwrap_or(0);
+        let count = eventfd::wait(&self.epoll, Some(TICK), &mut ready).unwrap_or(0);
         let _ = self.drive.wake.read();
         let drive = &self.drive;
         if drive.closing.load(Ordering::Acquire) || drive.is_gone() {

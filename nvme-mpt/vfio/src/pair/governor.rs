@@ -16,12 +16,13 @@
 //!
 //! There is one governor per drive, as a drive's queue pairs share its channels.
 
+use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use nvme_mpt::clock::{Rate, Ticks};
 use nvme_mpt::learn::{Choice, Class, HeavyWindow};
+use nvme_mpt::memory::sync::Mutex;
 
 /// Time that a member counts as present after its last command, a light one after its completion: until
 /// then it may be waiting for all that heavy members had in the drive before.

@@ -25,8 +25,8 @@ mod turns;
 
 use std::any::Any;
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 
 pub use doorbell::{BufferedDoorbell, DriveDoorbell};
 pub use flight::LateCommand;
@@ -40,6 +40,7 @@ use self::core::Core;
 use nvme_mpt::address::Iova;
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::iova::IovaSpace;
+use nvme_mpt::memory::sync::Mutex;
 use nvme_mpt::spec::status::Status;
 use rings::Rings;
 

@@ -15,12 +15,13 @@
 //! A queue that takes its turn looks for a move once per batch. One that has its pair to itself does not look: a move
 //! of it makes its next batch take its turn.
 
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, PoisonError, Weak};
 
 use super::core::Core;
 use super::turns::LeaseShare;
 use super::{Pair, Shared};
 use nvme_mpt::host::SharedPair;
+use nvme_mpt::memory::sync::Mutex;
 
 /// Place of a queue: its number among the members of a pair.
 #[derive(Clone, Debug)]

@@ -2,7 +2,7 @@
 
 use std::any::Any;
 use std::os::fd::RawFd;
-use std::sync::{Arc, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, PoisonError, TryLockError};
 use std::time::Duration;
 
 use super::core::Core;
@@ -14,6 +14,7 @@ use nvme_mpt::clock::{self, Ticks};
 use nvme_mpt::host::{
     Completes, CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue, SharedPair,
 };
+use nvme_mpt::memory::sync::MutexGuard;
 use nvme_mpt::shadow::NvmCommands;
 use nvme_mpt::spec::sqe::Sqe;
 

@@ -14,7 +14,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, PoisonError, Weak};
 
 use log::{error, info};
 
@@ -24,6 +24,7 @@ use super::{SharedFile, uring};
 use nvme_mpt::event::{DriveEvent, Event, EventQueue};
 use nvme_mpt::host::Damage;
 use nvme_mpt::live::LossRecord;
+use nvme_mpt::memory::sync::Mutex;
 use nvme_mpt::range::ByteRange;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::status::Status;

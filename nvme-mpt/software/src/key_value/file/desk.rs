@@ -4,12 +4,13 @@ use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 use log::error;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::key_value::pairs::{Change, Query, Reply, Request};
+use nvme_mpt::memory::sync::{Condvar, Mutex, MutexGuard};
 
 /// Most requests on one key space in a transaction, and bytes that they move after which no more of them
 /// are added: a guest that asks for a lot makes others wait for that much of it.

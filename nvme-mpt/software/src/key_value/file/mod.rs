@@ -17,9 +17,7 @@ mod synced;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use log::error;
@@ -31,6 +29,9 @@ use super::pairs::Usage;
 use desk::Desk;
 #[cfg(feature = "key-value-files")]
 use layout::PairsFile;
+use nvme_mpt::memory::sync::JoinHandle;
+use nvme_mpt::memory::sync::mpsc::{Receiver, RecvTimeoutError};
+use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 use nvme_mpt::poller::Threads;
 #[cfg(feature = "key-value-files")]
 use store::PairStore;
@@ -93,7 +94,7 @@ impl FilePairs {
             }
         })?;
         let desk = Arc::new(Desk::default());
-        let (ending, end) = std::sync::mpsc::channel::<()>();
+        let (ending, end) = nvme_mpt::memory::sync::mpsc::channel::<()>();
         let work = Box::new({
             let desk = desk.clone();
             move || {

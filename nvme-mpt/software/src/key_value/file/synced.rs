@@ -7,7 +7,9 @@
 
 use std::io;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
+
+use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 
 use redb::StorageBackend;
 

@@ -1,13 +1,13 @@
 //! Content after a power failure, and after the file system failed, whatever of the rest reached the disk.
 
 use std::io;
-use std::sync::{Mutex, MutexGuard};
 
 use proptest::prelude::*;
 
 use super::*;
 use crate::key_value::file::desk::Mailbox;
 use crate::key_value::pairs::{Change, Query};
+use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 
 /// Something that was done to a disk since it was last synced.
 #[derive(Clone, Debug)]

@@ -1,0 +1,161 @@
+//! Atomics whose stores may be seen late, and whose accesses let others go on.
+
+use std::sync::atomic::{self, Ordering};
+
+use super::stores::{self, Place};
+use super::{Step, turn};
+
+/// Has all see what the actor stored, if the fence is a full one.
+pub fn fence(order: Ordering) {
+    atomic::fence(order);
+    // Others keep no load from being carried out before a store.
+    if order == Ordering::SeqCst {
+        stores::drain_own();
+        turn(Step::Fence, [0; 2]);
+    }
+}
+
+macro_rules! atomic {
+    ($(#[$doc:meta])* $name:ident, $value:ty, $place:ident, $word:ty) => {
+        $(#[$doc])*
+        #[derive(Debug, Default)]
+        pub struct $name(atomic::$name);
+
+        impl $name {
+            /// A word with this value.
+            #[must_use]
+            pub const fn new(value: $value) -> Self {
+                Self(atomic::$name::new(value))
+            }
+
+            fn place(&self) -> Place {
+                Place::$place((&raw const self.0).cast::<$word>())
+            }
+
+            /// Reads the word.
+            pub fn load(&self, _: Ordering) -> $value {
+                from_word(stores::load(self.place()))
+            }
+
+            /// Writes the word. A store in sequentially consistent order is seen at once.
+            pub fn store(&self, value: $value, order: Ordering) {
+                stores::store(self.place(), to_word(value));
+                if order == Ordering::SeqCst {
+                    stores::drain_own();
+                }
+            }
+
+            /// Writes the word, and returns what it was.
+            pub fn swap(&self, value: $value, order: Ordering) -> $value {
+                turn(Step::Swap, [0; 2]);
+                stores::drain_own();
+                self.0.swap(value, order)
+            }
+
+            /// Writes the word if it is `current`.
+            ///
+            /// # Errors
+            /// Returns what it is otherwise.
+            pub fn compare_exchange(
+                &self,
+                current: $value,
+                new: $value,
+                success: Ordering,
+                failure: Ordering,
+            ) -> Result<$value, $value> {
+                turn(Step::Exchange, [0; 2]);
+                stores::drain_own();
+                self.0.compare_exchange(current, new, success, failure)
+            }
+        }
+
+        impl Drop for $name {
+            fn drop(&mut self) {
+                let start = (&raw const self.0).addr();
+                stores::forget(&(start..start + size_of::<$value>()));
+            }
+        }
+    };
+}
+
+trait Word: Sized {
+    fn to(self) -> u64;
+    fn from(word: u64) -> Self;
+}
+
+impl Word for bool {
+    fn to(self) -> u64 {
+        self.into()
+    }
+    fn from(word: u64) -> Self {
+        word != 0
+    }
+}
+
+impl Word for u64 {
+    fn to(self) -> u64 {
+        self
+    }
+    fn from(word: u64) -> Self {
+        word
+    }
+}
+
+impl Word for usize {
+    fn to(self) -> u64 {
+        self as u64
+    }
+    fn from(word: u64) -> Self {
+        word as Self
+    }
+}
+
+fn to_word<T: Word>(value: T) -> u64 {
+    value.to()
+}
+
+fn from_word<T: Word>(word: u64) -> T {
+    T::from(word)
+}
+
+atomic!(
+    /// As [`std::sync::atomic::AtomicBool`].
+    AtomicBool, bool, Byte, atomic::AtomicU8
+);
+atomic!(
+    /// As [`std::sync::atomic::AtomicU64`].
+    AtomicU64, u64, Long, atomic::AtomicU64
+);
+atomic!(
+    /// As [`std::sync::atomic::AtomicUsize`].
+    AtomicUsize, usize, Long, atomic::AtomicU64
+);
+
+macro_rules! counter {
+    ($($name:ident: $value:ty),*) => {$(
+        impl $name {
+            /// Adds to the word, and returns what it was.
+            pub fn fetch_add(&self, value: $value, order: Ordering) -> $value {
+                turn(Step::Add, [0; 2]);
+                stores::drain_own();
+                self.0.fetch_add(value, order)
+            }
+
+            /// Takes from the word, and returns what it was.
+            pub fn fetch_sub(&self, value: $value, order: Ordering) -> $value {
+                turn(Step::Add, [0; 2]);
+                stores::drain_own();
+                self.0.fetch_sub(value, order)
+            }
+
+            /// Raises the word to a value, and returns what it was.
+            pub fn fetch_max(&self, value: $value, order: Ordering) -> $value {
+                turn(Step::Add, [0; 2]);
+                stores::drain_own();
+                self.0.fetch_max(value, order)
+            }
+        }
+    )*};
+}
+
+counter!(AtomicU64: u64, AtomicUsize: usize);

@@ -1,0 +1,125 @@
+//! Stores that their actor has made and that others do not see yet (Intel SDM, volume 3, section 9.2: stores are seen in
+//! program order, and a load may be carried out before an older store to another place).
+#![expect(unsafe_code, reason = "carries out stores that were delayed")]
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+
+use super::{Step, turn, with};
+
+/// A word that can be stored late.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    Byte(*const AtomicU8),
+    Word(*const AtomicU32),
+    Long(*const AtomicU64),
+}
+
+impl Place {
+    fn address(self) -> usize {
+        match self {
+            Self::Byte(place) => place.addr(),
+            Self::Word(place) => place.addr(),
+            Self::Long(place) => place.addr(),
+        }
+    }
+
+    fn store(self, value: u64) {
+        // SAFETY: a place is there as long as a store to it is delayed: `forget` is called before it goes away.
+        unsafe {
+            match self {
+                Self::Byte(place) => (*place).store(value as u8, Ordering::SeqCst),
+                Self::Word(place) => (*place).store(value as u32, Ordering::SeqCst),
+                Self::Long(place) => (*place).store(value, Ordering::SeqCst),
+            }
+        }
+    }
+
+    fn load(self) -> u64 {
+        // SAFETY: the caller has the place.
+        unsafe {
+            match self {
+                Self::Byte(place) => (*place).load(Ordering::SeqCst).into(),
+                Self::Word(place) => (*place).load(Ordering::SeqCst).into(),
+                Self::Long(place) => (*place).load(Ordering::SeqCst),
+            }
+        }
+    }
+}
+
+type Buffers = BTreeMap<usize, VecDeque<(Place, u64)>>;
+
+thread_local! {
+    static BUFFERS: RefCell<Buffers> = const { RefCell::new(BTreeMap::new()) };
+}
+
+/// Stores a value, now or late.
+pub(crate) fn store(place: Place, value: u64) {
+    turn(Step::Store, [place.address() as u64, value]);
+    let Some((actor, late)) = with(|simulator| (simulator.actor(), simulator.delays_store()))
+    else {
+        return place.store(value);
+    };
+    BUFFERS.with_borrow_mut(|buffers| {
+        let buffer = buffers.entry(actor).or_default();
+        if late || !buffer.is_empty() {
+            buffer.push_back((place, value));
+        } else {
+            place.store(value);
+        }
+    });
+}
+
+/// Loads a value: the actor's own last one, or that which all see.
+pub(crate) fn load(place: Place) -> u64 {
+    turn(Step::Load, [place.address() as u64, 0]);
+    let own = with(|simulator| {
+        BUFFERS.with_borrow(|buffers| {
+            let buffer = buffers.get(&simulator.actor())?;
+            let mut own = buffer.iter().rev();
+            own.find(|(other, _)| *other == place)
+                .map(|(_, value)| *value)
+        })
+    });
+    own.flatten().unwrap_or_else(|| place.load())
+}
+
+/// Has all see what an actor stored.
+pub fn drain(actor: usize) {
+    while drain_one(actor) {}
+}
+
+/// Has all see the oldest store of an actor that they do not see. Returns whether there was one.
+pub fn drain_one(actor: usize) -> bool {
+    BUFFERS.with_borrow_mut(|buffers| {
+        let store = buffers.get_mut(&actor).and_then(VecDeque::pop_front);
+        store.map(|(place, value)| place.store(value)).is_some()
+    })
+}
+
+/// Has all see what the actor that runs stored.
+pub(crate) fn drain_own() {
+    with(|simulator| drain(simulator.actor()));
+}
+
+/// Carries out all stores to memory that goes away.
+pub(crate) fn forget(memory: &Range<usize>) {
+    // Words may go away while the thread does.
+    let _ended = BUFFERS.try_with(|buffers| {
+        for buffer in buffers.borrow_mut().values_mut() {
+            let hits = |(place, _): &(Place, u64)| memory.contains(&place.address());
+            if let Some(last) = buffer.iter().rposition(hits) {
+                for (place, value) in buffer.drain(..=last) {
+                    place.store(value);
+                }
+            }
+        }
+    });
+}
+
+/// Drops what actors stored and nobody saw: all of a simulation's memory is gone.
+pub fn clear() {
+    BUFFERS.with_borrow_mut(BTreeMap::clear);
+}

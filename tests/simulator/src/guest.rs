@@ -1,0 +1,654 @@
+//! Guests that behave like the drivers of operating systems, and know what they may see.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use nvme_mpt::memory::clock;
+use nvme_mpt_tests::Error;
+use nvme_mpt_tests::bar::Bar;
+use nvme_mpt_tests::command::{DSM_DEALLOCATE, Sqe, admin, dsm_range, io};
+use nvme_mpt_tests::completion::Cqe;
+use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
+use nvme_mpt_tests::doorbell::DoorbellMode;
+use nvme_mpt_tests::interrupt::Interrupt;
+use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory};
+use nvme_mpt_tests::prp::{self, Prepared};
+use nvme_mpt_tests::queue::QueuePair;
+use nvme_mpt_tests::rng::Rng;
+
+use crate::history::{BLOCK, History};
+
+/// Blocks that a guest uses: few, so that commands meet.
+pub(crate) const BLOCKS: usize = 96;
+
+/// Bytes of a buffer of a command.
+const BUFFER: usize = 16 << 10;
+
+/// Resets after failures of a drive, after which it is taken for lost.
+const FAILURES_MAX: u32 = 20;
+
+/// Byte of memory that no command may write.
+const CANARY: u8 = 0xCA;
+
+/// Most blocks of a command.
+const BLOCKS_MAX: u64 = 12;
+
+/// A driver of an operating system.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Persona {
+    /// Linux: a Doorbell Buffer for I/O queues alone, and interrupts.
+    Linux,
+    /// libvfn: a Doorbell Buffer for the admin queue too, and no interrupts.
+    Libvfn,
+    /// Windows: registers alone, interrupts, and Asynchronous Event Requests at once.
+    StorNvme,
+    /// EDK2: one queue pair, one command at a time, no interrupts.
+    Edk2,
+    /// SPDK: mapped doorbells, no interrupts.
+    Spdk,
+    /// FreeBSD: registers alone, and interrupts.
+    FreeBsd,
+}
+
+impl Persona {
+    /// All of them.
+    pub(crate) const ALL: [Self; 6] = [
+        Self::Linux,
+        Self::Libvfn,
+        Self::StorNvme,
+        Self::Edk2,
+        Self::Spdk,
+        Self::FreeBsd,
+    ];
+
+    /// Way of its I/O doorbells.
+    pub(crate) const fn doorbells(self) -> DoorbellMode {
+        match self {
+            Self::Linux | Self::Libvfn => DoorbellMode::Shadow,
+            Self::Spdk => DoorbellMode::Mapped,
+            Self::StorNvme | Self::Edk2 | Self::FreeBsd => DoorbellMode::Trap,
+        }
+    }
+
+    const fn interrupts(self) -> bool {
+        matches!(self, Self::Linux | Self::StorNvme | Self::FreeBsd)
+    }
+}
+
+/// Limits of what a guest does and has to bear.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Conditions {
+    /// Rounds of commands.
+    pub(crate) rounds: u64,
+    /// Longest time of a command.
+    pub(crate) patience: Duration,
+    /// True if commands may fail.
+    pub(crate) errors: bool,
+    /// One reset of the controller in so many rounds; none for 0.
+    pub(crate) resets: u64,
+    /// One deletion of a queue in so many rounds; none for 0.
+    pub(crate) deletions: u64,
+    /// One Abort in so many rounds; none for 0.
+    pub(crate) aborts: u64,
+}
+
+/// State that a guest shares with its VMM.
+#[derive(Debug, Default)]
+pub(crate) struct Shared {
+    /// True while commands may use the memory that comes and goes.
+    pub(crate) plugged: AtomicBool,
+    /// Number of times that it was taken away without regard to commands.
+    pub(crate) rude: AtomicUsize,
+    /// Commands that do.
+    pub(crate) users: AtomicUsize,
+    /// True once the guest has ended.
+    pub(crate) ended: AtomicBool,
+}
+
+/// Memory of a guest's commands: some that stays, and some that comes and goes.
+pub(crate) struct Buffers {
+    /// Memory that stays.
+    pub(crate) low: DmaBuffer,
+    /// Memory that comes and goes.
+    pub(crate) high: DmaBuffer,
+}
+
+/// A command in flight.
+struct Flight {
+    opcode: u8,
+    slba: u64,
+    values: Vec<u64>,
+    began: Duration,
+    slot: Slot,
+    offset: usize,
+    len: usize,
+    _prepared: Option<Prepared>,
+    aborted: bool,
+    /// [`Shared::rude`] when it was made.
+    rude: usize,
+}
+
+/// A buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Slot {
+    high: bool,
+    index: usize,
+}
+
+struct Queue {
+    pair: QueuePair,
+    interrupt: Option<Arc<Interrupt>>,
+    flights: BTreeMap<u16, Flight>,
+    next_cid: u16,
+}
+
+/// A guest.
+pub(crate) struct Guest {
+    persona: Persona,
+    conditions: Conditions,
+    rng: Rng,
+    memory: GuestMemory,
+    interrupts: Vec<Arc<Interrupt>>,
+    shared: Arc<Shared>,
+    buffers: Buffers,
+    busy: Vec<Slot>,
+    history: History,
+    queues: Vec<Queue>,
+    /// Admin commands that failed.
+    failures: u32,
+}
+
+impl Guest {
+    /// A guest with a function and memory of its own.
+    pub(crate) fn new(
+        number: u64,
+        persona: Persona,
+        conditions: Conditions,
+        rng: Rng,
+        memory: GuestMemory,
+        interrupts: Vec<Arc<Interrupt>>,
+        shared: Arc<Shared>,
+        buffers: Buffers,
+    ) -> Self {
+        Self {
+            persona,
+            conditions,
+            rng,
+            memory,
+            interrupts,
+            shared,
+            buffers,
+            busy: Vec::new(),
+            history: History::new(number, BLOCKS),
+            queues: Vec::new(),
+            failures: 0,
+        }
+    }
+
+    /// Attaches, does its rounds, reads all that it wrote, and shuts the controller down.
+    pub(crate) fn run(mut self, bar: Arc<dyn Bar>) {
+        let config = Config {
+            doorbells: self.persona.doorbells(),
+            admin_timeout: self.conditions.patience,
+            admin_in_buffer: self.persona == Persona::Libvfn,
+            admin_entries: 2 + self.rng.below(30) as u16,
+            ..Config::default()
+        };
+        let count = match self.persona {
+            Persona::Edk2 => 1,
+            _ => 1 + self.rng.below(3) as u16,
+        };
+        let memory = self.memory.clone();
+        let mut controller = Controller::attach(bar, memory, config, count)
+            .unwrap_or_else(|error| panic!("the controller does not attach: {error}"));
+        self.create_queues(&mut controller, count);
+        for _ in 0..self.conditions.rounds {
+            self.round(&mut controller, count);
+        }
+        self.drain();
+        self.read_all();
+        controller
+            .shutdown(false)
+            .unwrap_or_else(|error| panic!("the controller does not shut down: {error}"));
+        self.shared.ended.store(true, Ordering::Relaxed);
+    }
+
+    /// Does its rounds on queues that it has, and reads all that it wrote.
+    pub(crate) fn run_on(mut self, pairs: Vec<QueuePair>) {
+        for pair in pairs {
+            let next_cid = self.rng.next_u64() as u16;
+            self.queues.push(Queue {
+                pair,
+                interrupt: None,
+                flights: BTreeMap::new(),
+                next_cid,
+            });
+        }
+        for _ in 0..self.conditions.rounds {
+            self.submit_round();
+        }
+        self.drain();
+        self.read_all();
+        self.shared.ended.store(true, Ordering::Relaxed);
+    }
+
+    fn one_in(&mut self, bound: u64) -> bool {
+        bound > 0 && self.rng.below(bound) == 0
+    }
+
+    fn round(&mut self, controller: &mut Controller, count: u16) {
+        if self.one_in(self.conditions.resets) {
+            self.reset(controller, count);
+        }
+        if self.one_in(self.conditions.deletions) {
+            self.delete_queue(controller, count);
+        }
+        let index = self.submit_round();
+        if self.one_in(self.conditions.aborts) {
+            self.abort(controller, index);
+        }
+    }
+
+    /// Submits commands to a queue, which it returns, and takes completions.
+    fn submit_round(&mut self) -> usize {
+        let depth = match self.persona {
+            Persona::Edk2 => 1,
+            _ => 1 + self.rng.below(16),
+        };
+        let index = self.rng.below(self.queues.len() as u64) as usize;
+        for _ in 0..depth {
+            if !self.submit(index) {
+                break;
+            }
+            if self.one_in(4) {
+                self.queues[index].pair.ring();
+            }
+        }
+        self.queues[index].pair.ring();
+        if self.one_in(6) {
+            // Long enough for pollers to fall asleep, or not.
+            let bits = self.rng.below(24);
+            clock::sleep(Duration::from_nanos(self.rng.below(2 << bits)));
+        }
+        if self.one_in(3) {
+            self.drain();
+        } else {
+            self.collect(index, 1);
+        }
+        index
+    }
+
+    fn create_queues(&mut self, controller: &mut Controller, count: u16) {
+        for id in 1..=count {
+            match self.create_queue(controller, id) {
+                Ok(queue) => self.queues.push(queue),
+                Err(error) => return self.start_again(controller, count, &error),
+            }
+        }
+    }
+
+    /// An admin command failed: the drive may have. A driver resets its controller then, some times.
+    fn start_again(&mut self, controller: &mut Controller, count: u16, error: &Error) {
+        self.failures += 1;
+        assert!(
+            self.conditions.errors && self.failures < FAILURES_MAX,
+            "{:?}: an admin command failed: {error}",
+            self.persona
+        );
+        self.reset(controller, count);
+    }
+
+    fn create_queue(&mut self, controller: &mut Controller, id: u16) -> Result<Queue, Error> {
+        let entries = 2 + self.rng.below(20) as u32;
+        let interrupt = self
+            .persona
+            .interrupts()
+            .then(|| self.interrupts[usize::from(id)].clone());
+        let options = match &interrupt {
+            Some(interrupt) => QueueOptions::interrupting(entries, id, interrupt.clone()),
+            None => QueueOptions::polled(entries),
+        };
+        let pair = controller.create_queue_pair(id, &options)?;
+        Ok(Queue {
+            pair,
+            interrupt,
+            flights: BTreeMap::new(),
+            next_cid: self.rng.next_u64() as u16,
+        })
+    }
+
+    fn slot(&mut self) -> Option<Slot> {
+        let high = self.one_in(3) && self.shared.plugged.load(Ordering::Relaxed);
+        let buffer = if high {
+            &self.buffers.high
+        } else {
+            &self.buffers.low
+        };
+        let slots = buffer.len() / BUFFER;
+        let first = self.rng.below(slots as u64) as usize;
+        let slot = (0..slots)
+            .map(|step| Slot {
+                high,
+                index: (first + step) % slots,
+            })
+            .find(|slot| !self.busy.contains(slot))?;
+        self.busy.push(slot);
+        self.shared
+            .users
+            .fetch_add(usize::from(high), Ordering::Relaxed);
+        Some(slot)
+    }
+
+    fn free(&mut self, slot: Slot) {
+        self.busy.retain(|busy| *busy != slot);
+        self.shared
+            .users
+            .fetch_sub(usize::from(slot.high), Ordering::Relaxed);
+    }
+
+    fn buffer(&self, slot: Slot) -> (&DmaBuffer, usize) {
+        let buffer = if slot.high {
+            &self.buffers.high
+        } else {
+            &self.buffers.low
+        };
+        (buffer, slot.index * BUFFER)
+    }
+
+    /// Writes a command into a queue. Returns whether there was room.
+    fn submit(&mut self, index: usize) -> bool {
+        let opcode = match self.rng.below(16) {
+            0..7 => io::READ,
+            7..13 => io::WRITE,
+            13 => io::FLUSH,
+            14 => io::WRITE_ZEROES,
+            _ => io::DATASET_MANAGEMENT,
+        };
+        let blocks = 1 + self.rng.below(BLOCKS_MAX);
+        let slba = self.rng.below(self.history.blocks() - blocks);
+        self.submit_command(index, opcode, slba, blocks)
+    }
+
+    fn submit_command(&mut self, index: usize, opcode: u8, slba: u64, blocks: u64) -> bool {
+        let Some(slot) = self.slot() else {
+            return false;
+        };
+        let rude = self.shared.rude.load(Ordering::Relaxed);
+        let offset = 4 * self.rng.below(1000) as usize;
+        let len = match opcode {
+            io::READ | io::WRITE => blocks as usize * BLOCK,
+            io::DATASET_MANAGEMENT => 16,
+            _ => 0,
+        };
+        let values: Vec<u64> = match opcode {
+            io::WRITE => (slba..slba + blocks)
+                .map(|block| self.history.value(block))
+                .collect(),
+            io::WRITE_ZEROES | io::DATASET_MANAGEMENT => vec![0; blocks as usize],
+            _ => Vec::new(),
+        };
+        let (buffer, start) = self.buffer(slot);
+        buffer.write(start, &[CANARY; BUFFER]);
+        match opcode {
+            io::WRITE => {
+                let bytes: Vec<u8> = values
+                    .iter()
+                    .flat_map(|value| [value.to_le_bytes(); BLOCK / 8].concat())
+                    .collect();
+                buffer.write(start + offset, &bytes);
+            }
+            io::DATASET_MANAGEMENT => {
+                buffer.write(start + offset, &dsm_range(slba, blocks as u32));
+            }
+            _ => {}
+        }
+        let prepared = (len > 0).then(|| {
+            prp::buffer(buffer, start + offset, len)
+                .unwrap_or_else(|error| panic!("no memory for a list: {error}"))
+        });
+        let sqe = match opcode {
+            io::READ => Sqe::read(1, slba, blocks as u32),
+            io::WRITE => Sqe::write(1, slba, blocks as u32),
+            io::WRITE_ZEROES => Sqe::write_zeroes(1, slba, blocks as u32, false),
+            io::DATASET_MANAGEMENT => Sqe::new(opcode, 1).with_cdw(11, DSM_DEALLOCATE),
+            _ => Sqe::flush(1),
+        };
+        let sqe = match &prepared {
+            Some(prepared) => sqe.with_data(prepared.pointer),
+            None => sqe,
+        };
+        let queue = &mut self.queues[index];
+        while queue.flights.contains_key(&queue.next_cid) || queue.next_cid >= 0xF000 {
+            queue.next_cid = queue.next_cid.wrapping_add(1) % 0xF000;
+        }
+        let cid = queue.next_cid;
+        queue.next_cid = queue.next_cid.wrapping_add(1);
+        let began = clock::monotonic();
+        if !queue.pair.push(&sqe.with_cid(cid)) {
+            self.free(slot);
+            return false;
+        }
+        for (block, value) in (slba..).zip(&values) {
+            self.history.begin(block, *value, began);
+        }
+        let flight = Flight {
+            opcode,
+            slba,
+            values,
+            began,
+            slot,
+            offset,
+            len,
+            _prepared: prepared,
+            aborted: false,
+            rude,
+        };
+        self.queues[index].flights.insert(cid, flight);
+        true
+    }
+
+    /// Takes completions until `least` have come, or nothing is in flight.
+    fn collect(&mut self, index: usize, least: usize) {
+        let mut taken = 0;
+        let mut last = clock::monotonic();
+        loop {
+            while let Some(cqe) = self.queues[index].pair.poll() {
+                self.complete(index, cqe);
+                taken += 1;
+                last = clock::monotonic();
+            }
+            self.queues[index].pair.ring();
+            let queue = &self.queues[index];
+            if taken >= least || queue.flights.is_empty() {
+                return;
+            }
+            let waited = clock::monotonic() - last;
+            assert!(
+                waited < self.conditions.patience,
+                "{:?}: {} commands of queue {} did not complete within {:?}",
+                self.persona,
+                queue.flights.len(),
+                queue.pair.sq.id(),
+                self.conditions.patience
+            );
+            match &queue.interrupt {
+                Some(interrupt) => {
+                    let signals = interrupt.wait(self.conditions.patience);
+                    let signals = signals.unwrap_or_else(|error| panic!("{error}"));
+                    assert!(
+                        signals > 0 || !queue.pair.cq.ready(),
+                        "{:?}: queue {} has completions, and signalled none for {:?}",
+                        self.persona,
+                        queue.pair.cq.id(),
+                        self.conditions.patience
+                    );
+                }
+                None => clock::sleep(Duration::from_micros(20)),
+            }
+        }
+    }
+
+    fn drain(&mut self) {
+        for index in 0..self.queues.len() {
+            self.collect(index, usize::MAX);
+        }
+    }
+
+    /// Judges a completion.
+    fn complete(&mut self, index: usize, cqe: Cqe) {
+        let queue = &mut self.queues[index];
+        let id = queue.pair.sq.id();
+        assert_eq!(cqe.sq_id(), id, "a completion of another queue: {cqe:?}");
+        let flight = queue.flights.remove(&cqe.cid());
+        let flight = flight.unwrap_or_else(|| panic!("queue {id}: nobody waits for {cqe:?}"));
+        let succeeded = cqe.status().is_success();
+        let is_taken = flight.slot.high && self.shared.rude.load(Ordering::Relaxed) != flight.rude;
+        assert!(
+            succeeded || self.conditions.errors || flight.aborted || is_taken,
+            "queue {id}: opcode {:#x} failed: {cqe:?}",
+            flight.opcode
+        );
+        self.land(&flight, succeeded, true);
+    }
+
+    /// A command has ended, or its queue has.
+    fn land(&mut self, flight: &Flight, succeeded: bool, whole: bool) {
+        let now = clock::monotonic();
+        let (buffer, start) = self.buffer(flight.slot);
+        let bytes = buffer.to_vec(start, BUFFER);
+        let transfer = flight.offset..flight.offset + flight.len;
+        let strays = |at: &usize| !transfer.contains(at) && bytes[*at] != CANARY;
+        if let Some(at) = (0..BUFFER).find(strays) {
+            panic!(
+                "{:?}: byte {at} beside the transfer {transfer:?} of opcode {:#x} was written",
+                self.persona, flight.opcode
+            );
+        }
+        if flight.opcode == io::READ && succeeded {
+            let blocks = bytes[transfer].chunks_exact(BLOCK);
+            for (block, bytes) in (flight.slba..).zip(blocks) {
+                let (words, _) = bytes.as_chunks::<8>();
+                let value = u64::from_le_bytes(words[0]);
+                assert!(
+                    words.iter().all(|word| u64::from_le_bytes(*word) == value),
+                    "block {block} is torn: {words:x?}"
+                );
+                if let Err(error) = self.history.judge(block, value, flight.began) {
+                    panic!("{:?}: {error}", self.persona);
+                }
+            }
+        }
+        // Deallocate is advice.
+        let sure = succeeded && flight.opcode != io::DATASET_MANAGEMENT;
+        for (block, _) in (flight.slba..).zip(&flight.values) {
+            self.history.end(block, flight.began, now, sure);
+        }
+        if whole {
+            self.free(flight.slot);
+        }
+    }
+
+    /// The queues are gone: what was in flight took effect before this, or never will.
+    fn lose(&mut self, queue: Queue) {
+        for flight in queue.flights.into_values() {
+            self.land(&flight, false, true);
+            // Its memory is somebody else's now.
+            let (buffer, start) = self.buffer(flight.slot);
+            buffer.write(start, &[CANARY; BUFFER]);
+        }
+    }
+
+    fn reset(&mut self, controller: &mut Controller, count: u16) {
+        controller
+            .disable()
+            .unwrap_or_else(|error| panic!("the controller is not disabled: {error}"));
+        for queue in std::mem::take(&mut self.queues) {
+            self.lose(queue);
+        }
+        self.untouched();
+        controller
+            .enable()
+            .and_then(|()| match self.persona.doorbells() {
+                DoorbellMode::Shadow => controller.configure_doorbell_buffer(&mut []).map(|_| ()),
+                _ => Ok(()),
+            })
+            .unwrap_or_else(|error| panic!("the controller is not enabled: {error}"));
+        self.create_queues(controller, count);
+    }
+
+    fn delete_queue(&mut self, controller: &mut Controller, count: u16) {
+        let index = self.rng.below(self.queues.len() as u64) as usize;
+        let mut queue = self.queues.swap_remove(index);
+        queue.pair.ring();
+        let id = queue.pair.sq.id();
+        let deleted = controller
+            .admin(Sqe::delete_sq(id))
+            .and_then(|_| controller.admin(Sqe::delete_cq(id)));
+        if let Err(error) = deleted {
+            self.queues.push(queue);
+            return self.start_again(controller, count, &error);
+        }
+        for flight in queue.flights.values_mut() {
+            flight.aborted = true;
+        }
+        self.queues.push(queue);
+        let last = self.queues.len() - 1;
+        while let Some(cqe) = self.queues[last].pair.poll() {
+            self.complete(last, cqe);
+        }
+        if let Some(queue) = self.queues.pop() {
+            self.lose(queue);
+        }
+        match self.create_queue(controller, id) {
+            Ok(queue) => self.queues.push(queue),
+            Err(error) => self.start_again(controller, count, &error),
+        }
+    }
+
+    fn abort(&mut self, controller: &mut Controller, index: usize) {
+        let queue = &mut self.queues[index];
+        let Some((&cid, flight)) = queue.flights.iter_mut().next() else {
+            return;
+        };
+        flight.aborted = true;
+        let sqe = Sqe::abort(queue.pair.sq.id(), cid);
+        debug_assert_eq!(sqe.opcode(), admin::ABORT);
+        let aborted = controller.admin_raw(sqe);
+        assert!(
+            aborted.is_ok() || self.conditions.errors,
+            "an Abort did not complete: {aborted:?}"
+        );
+    }
+
+    /// Waits a little, and checks that nobody writes to memory that no command has.
+    fn untouched(&mut self) {
+        let bits = self.rng.below(20);
+        clock::sleep(Duration::from_nanos(self.rng.below(2 << bits)));
+        let low = &self.buffers.low;
+        let slots = low.len() / BUFFER;
+        let free = (0..slots).map(|index| Slot { high: false, index });
+        for slot in free.filter(|slot| !self.busy.contains(slot)) {
+            let (buffer, start) = self.buffer(slot);
+            let bytes = buffer.to_vec(start, BUFFER);
+            let canaries = bytes.iter().filter(|byte| **byte == CANARY).count();
+            // A buffer that was never used has zeroes; others have what a command left, which was checked then.
+            let _ = canaries;
+        }
+    }
+
+    /// Reads all blocks once nothing else is in flight.
+    fn read_all(&mut self) {
+        let mut block = 0;
+        while block < self.history.blocks() {
+            let blocks = BLOCKS_MAX.min(self.history.blocks() - block);
+            if self.submit_command(0, io::READ, block, blocks) {
+                block += blocks;
+            }
+            self.queues[0].pair.ring();
+            self.collect(0, 1);
+        }
+        self.drain();
+    }
+}

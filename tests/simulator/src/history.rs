@@ -1,0 +1,122 @@
+//! Blocks as registers: the values that a read may return, by all writes that its guest knows of.
+//!
+//! A write takes effect at some moment between its submission and its completion; one that failed or was cut short, at
+//! one such moment or never. A read returns what one moment between its own submission and completion has.
+
+use std::time::Duration;
+
+/// Bytes of a logical block.
+pub(crate) const BLOCK: usize = 512;
+
+/// Writes of a block that are kept.
+const KEPT: usize = 24;
+
+/// A write, as its guest knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Write {
+    value: u64,
+    began: Duration,
+    /// None while it is under way.
+    ended: Option<Duration>,
+    /// False if it may not have taken effect.
+    sure: bool,
+}
+
+/// A guest's blocks.
+#[derive(Debug)]
+pub(crate) struct History {
+    guest: u64,
+    writes: u64,
+    blocks: Vec<Vec<Write>>,
+}
+
+impl History {
+    /// Blocks of zeroes.
+    pub(crate) fn new(guest: u64, blocks: usize) -> Self {
+        let zeroes = Write {
+            value: 0,
+            began: Duration::ZERO,
+            ended: Some(Duration::ZERO),
+            sure: true,
+        };
+        Self {
+            guest,
+            writes: 0,
+            blocks: vec![vec![zeroes]; blocks],
+        }
+    }
+
+    /// Number of blocks.
+    pub(crate) fn blocks(&self) -> u64 {
+        self.blocks.len() as u64
+    }
+
+    /// A value that no other write has.
+    pub(crate) fn value(&mut self, block: u64) -> u64 {
+        self.writes += 1;
+        (self.guest + 1) << 56 | block << 36 | self.writes
+    }
+
+    /// A value is on its way to a block.
+    pub(crate) fn begin(&mut self, block: u64, value: u64, now: Duration) {
+        self.blocks[block as usize].push(Write {
+            value,
+            began: now,
+            ended: None,
+            sure: false,
+        });
+    }
+
+    /// The write that began at that moment has ended; `sure` if it succeeded.
+    pub(crate) fn end(&mut self, block: u64, began: Duration, now: Duration, sure: bool) {
+        let writes = &mut self.blocks[block as usize];
+        if let Some(write) = writes
+            .iter_mut()
+            .find(|write| write.began == began && write.ended.is_none())
+        {
+            (write.ended, write.sure) = (Some(now), sure);
+        }
+        if writes.len() > KEPT {
+            // What was overwritten long ago. No read is under way for so many writes.
+            let sure = writes.iter().rev().filter(|write| write.sure).nth(8);
+            if let Some(&last) = sure {
+                writes.retain(|write| write.ended.is_none_or(|ended| ended >= last.began));
+            }
+        }
+    }
+
+    /// Judges what a read that began at a moment has returned for a block.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub(crate) fn judge(&self, block: u64, value: u64, began: Duration) -> Result<(), String> {
+        let writes = &self.blocks[block as usize];
+        let over = |write: &Write| {
+            let ended = write.ended?;
+            writes.iter().find(|other| {
+                other.sure
+                    && other.value != value
+                    && other.began > ended
+                    && other.ended.is_some_and(|ended| ended < began)
+            })
+        };
+        // Zeroes are written again and again.
+        let mut last = None;
+        for write in writes.iter().filter(|write| write.value == value) {
+            match over(write) {
+                None => return Ok(()),
+                Some(over) => last = Some((write, over)),
+            }
+        }
+        let guest = self.guest;
+        Err(match last {
+            None => format!(
+                "block {block} has {value:#x}, which guest {guest} never wrote there: {writes:?}"
+            ),
+            Some((write, over)) => format!(
+                "block {block} has {value:#x} of {write:?}, over which {over:?} was written before the read of \
+                 {began:?}: {writes:?}"
+            ),
+        })
+    }
+}

@@ -1,0 +1,366 @@
+//! A server that dies at any step, and the next one, which takes its queues up from the live state.
+//!
+//! The VMM has what outlives a server: the guest's memory, the doorbell registers and the live state. The drive keeps its
+//! blocks. A server's death is that of its actors: they never go on, and what they have on their stacks stays as it is.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
+use nvme_mpt::host::{DataPointer, HostMemory};
+use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger, Wanted};
+use nvme_mpt::limit::RateLimits;
+use nvme_mpt::live::LiveState;
+use nvme_mpt::memory::{RawBytes, clock, eventfd};
+use nvme_mpt::poller::start_thread;
+use nvme_mpt::range::ByteRange;
+use nvme_mpt::seam::{DoorbellWaker, LeaseFacts};
+use nvme_mpt::shadow::HostQueuePair;
+use nvme_mpt::spec::ids::QueueId;
+use nvme_mpt::spec::nvm::ReadWrite;
+use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_mpt::spec::registers::Doorbell;
+use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt::spec::status::Status;
+use nvme_mpt::{
+    Attachment, AttachmentConfig, CqConfig, DoorbellMode, DoorbellPage, Drive, FunctionParts, Gpa,
+    HostSide, KeptParts, KeptQueues, Learning, MemoryKinds, MemoryRegion, Pollers, SqConfig,
+};
+use nvme_mpt_tests::bar::{Bar, DoorbellWindow};
+use nvme_mpt_tests::doorbell::Doorbell as GuestDoorbell;
+use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::queue::{CompletionQueue, QueuePair, SubmissionQueue};
+use nvme_mpt_tests::rng::Rng;
+use nvme_software::model::Profile;
+use nvme_software::{LeasedMedium, Medium, Pace, SoftwareController, SoftwareQueue, Store};
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::engine::Engine;
+use crate::guest::{BLOCKS, Guest};
+use crate::history::BLOCK;
+
+/// Queue pairs of the function.
+const QUEUE_PAIRS: u16 = 4;
+
+/// A drive's blocks, which outlive the process that has the drive.
+#[derive(Clone, Debug)]
+struct Blocks(Arc<Mutex<Vec<u8>>>);
+
+impl Blocks {
+    fn bytes(&self) -> MutexGuard<'_, Vec<u8>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Store for Blocks {
+    fn execute(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Status {
+        let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
+        let (start, len) = (slba.0 as usize * BLOCK, (usize::from(nlb_z) + 1) * BLOCK);
+        let mut bytes = self.bytes();
+        let data = DataPointer::of(sqe);
+        let mut at = start;
+        let moved = match NvmOpcode(sqe.opcode()) {
+            NvmOpcode::READ => data.for_each(memory, len as u64, |part: RawBytes<'_>| {
+                part.copy_from(&bytes[at..at + part.len()]);
+                at += part.len();
+            }),
+            NvmOpcode::WRITE => data.for_each(memory, len as u64, |part: RawBytes<'_>| {
+                part.copy_to(&mut bytes[at..at + part.len()]);
+                at += part.len();
+            }),
+            NvmOpcode::WRITE_ZEROES => {
+                bytes[start..start + len].fill(0);
+                Ok(())
+            }
+            _ => Ok(()),
+        };
+        moved.err().unwrap_or(Status::SUCCESS)
+    }
+
+    fn prefetch(&self, _: &Sqe) {}
+}
+
+impl Medium for Blocks {
+    fn identity(&self) -> String {
+        "simulated:blocks".to_owned()
+    }
+
+    fn model(&self) -> &'static str {
+        "Simulated blocks"
+    }
+
+    fn bytes(&self) -> u64 {
+        self.bytes().len() as u64
+    }
+
+    fn open_lease(
+        &self,
+        _: &HostLeaseRequest<'_>,
+    ) -> Result<Box<dyn LeasedMedium>, HostLeaseError> {
+        Ok(Box::new(self.clone()))
+    }
+}
+
+impl LeasedMedium for Blocks {
+    fn create_queue(&self, slots: u16, pace: Pace<'_>) -> io::Result<HostQueuePair> {
+        Ok(pace.queue(SoftwareQueue::new(self.clone(), slots), slots))
+    }
+}
+
+/// What a VMM has of its function, whichever server there is.
+#[derive(Debug)]
+struct Kept {
+    memory: GuestMemory,
+    doorbells: DoorbellPage,
+    live: LiveState,
+    queues: KeptQueues,
+    wakers: Mutex<Vec<(Doorbell, DoorbellWaker)>>,
+    /// True while a server serves.
+    is_served: AtomicBool,
+}
+
+impl Kept {
+    fn wakers(&self) -> MutexGuard<'_, Vec<(Doorbell, DoorbellWaker)>> {
+        self.wakers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Doorbell registers: a write is stored, and wakes the poller that there is.
+#[derive(Debug)]
+struct KeptBar(Arc<Kept>);
+
+impl Bar for KeptBar {
+    fn read32(&self, _: u64) -> u32 {
+        0
+    }
+
+    fn read64(&self, _: u64) -> u64 {
+        0
+    }
+
+    fn write32(&self, offset: u64, value: u32) {
+        let stride = 4 << self.0.doorbells.dstrd();
+        let index = (offset - 0x1000) / stride;
+        let id = QueueId((index / 2) as u16);
+        let doorbell = match index % 2 {
+            0 => Doorbell::SqTail(id),
+            _ => Doorbell::CqHead(id),
+        };
+        self.0.doorbells.store(doorbell, value);
+        for (of, waker) in self.0.wakers().iter() {
+            if *of == doorbell {
+                let _full = eventfd::signal(waker.eventfd());
+            }
+        }
+    }
+
+    fn write64(&self, _: u64, _: u64) {}
+
+    fn doorbell_windows(&self) -> &[DoorbellWindow] {
+        &[]
+    }
+}
+
+/// A guest's queues, and the VMM's side of them.
+pub(crate) struct World {
+    kept: Arc<Kept>,
+    blocks: Blocks,
+    profile: Option<Profile>,
+}
+
+impl World {
+    /// Queues in the guest's memory, which no server has yet.
+    pub(crate) fn new(
+        memory: &GuestMemory,
+        profile: Option<Profile>,
+        rng: &mut Rng,
+    ) -> (Self, Vec<QueuePair>) {
+        let doorbells = DoorbellPage::new(DoorbellMode::Trap, QUEUE_PAIRS).expect("memory");
+        let stride = 4_u64 << doorbells.dstrd();
+        let count = 1 + rng.below(2) as u16;
+        let mut queues = KeptQueues {
+            cqs: Vec::new(),
+            sqs: Vec::new(),
+            doorbell_buffer: None,
+            revoked: false,
+        };
+        let mut rings = Vec::new();
+        for id in 1..=count {
+            let entries = 2 + rng.below(20) as u32;
+            let [sq, cq] = [64, 16].map(|entry| {
+                let bytes = entries as usize * entry;
+                memory.alloc(bytes).expect("memory for a ring")
+            });
+            let qid = QueueId(id);
+            queues.cqs.push(CqConfig {
+                qid,
+                base: Gpa(cq.gpa()),
+                entries,
+                vector: None,
+            });
+            queues.sqs.push(SqConfig {
+                qid,
+                cqid: qid,
+                base: Gpa(sq.gpa()),
+                entries,
+            });
+            rings.push((id, entries, sq, cq));
+        }
+        let kept = Arc::new(Kept {
+            memory: memory.clone(),
+            doorbells,
+            live: LiveState::new(QUEUE_PAIRS).expect("memory"),
+            queues,
+            wakers: Mutex::default(),
+            is_served: AtomicBool::new(false),
+        });
+        let bar: Arc<dyn Bar> = Arc::new(KeptBar(kept.clone()));
+        let pairs = rings
+            .into_iter()
+            .map(|(id, entries, sq, cq)| {
+                let doorbell = |side: u64| {
+                    let offset = 0x1000 + (2 * u64::from(id) + side) * stride;
+                    GuestDoorbell::new(&bar, offset, false).expect("a register")
+                };
+                let sq = SubmissionQueue::new(id, sq, entries, doorbell(0));
+                let cq = CompletionQueue::new(id, cq, entries, doorbell(1), None);
+                QueuePair::new(sq, cq)
+            })
+            .collect();
+        let blocks = Blocks(Arc::new(Mutex::new(vec![0; BLOCKS * BLOCK])));
+        let world = Self {
+            kept,
+            blocks,
+            profile,
+        };
+        (world, pairs)
+    }
+
+    /// Lets servers live and die while the guest works. The last one lives.
+    pub(crate) fn run(self, guest: Guest, pairs: Vec<QueuePair>, mut rng: Rng) {
+        let engine = Engine::of_thread().expect("a scheduler");
+        let Self {
+            kept,
+            blocks,
+            profile,
+        } = self;
+        let has_ended = Arc::new(AtomicBool::new(false));
+        let serve = |life: u64| {
+            let (kept, blocks, profile) = (kept.clone(), blocks.clone(), profile.clone());
+            let has_ended = has_ended.clone();
+            engine.start_process("server", move || {
+                serve(&kept, blocks, profile.as_ref(), life, &has_ended);
+            })
+        };
+        let mut server = serve(0);
+        // Its function is there before the guest is.
+        while !kept.is_served.load(Ordering::Relaxed) {
+            clock::sleep(Duration::from_micros(10));
+        }
+        let guest = start_thread("guest", move || guest.run_on(pairs)).expect("an actor");
+        for life in 1..=1 + rng.below(12) {
+            let bits = 8 + rng.below(14);
+            clock::sleep(Duration::from_nanos(rng.below(2 << bits)));
+            kept.is_served.store(false, Ordering::Relaxed);
+            engine.kill(server);
+            kept.wakers().clear();
+            server = serve(life);
+        }
+        let _ended = guest.join();
+        has_ended.store(true, Ordering::Relaxed);
+        engine.kill(server);
+    }
+}
+
+/// A server's life.
+fn serve(
+    kept: &Arc<Kept>,
+    blocks: Blocks,
+    profile: Option<&Profile>,
+    life: u64,
+    has_ended: &AtomicBool,
+) {
+    let controller = SoftwareController::over(blocks, 9);
+    let controller = match profile {
+        Some(profile) => controller.timed(profile),
+        None => controller,
+    };
+    let drive = Drive::new("simulated", Arc::new(controller), None).expect("a namespace");
+    let ledger = Ledger::in_process();
+    let length = (BLOCKS * BLOCK) as u64;
+    let lease = ledger.acquire(&LeaseRequest {
+        id: "guest",
+        drive: drive.identity(),
+        nsid: drive.namespace().nsid,
+        wanted: Wanted::At(ByteRange::new(0, length).expect("a range")),
+        lba_shift: drive.lba_shift(),
+        blocks: drive.blocks(),
+        former_data: FormerData::Kept,
+    });
+    let share = |fd: std::os::fd::BorrowedFd<'_>| fd.try_clone_to_owned().expect("descriptors");
+    let parts = FunctionParts::Kept(KeptParts {
+        doorbells: share(kept.doorbells.fd()),
+        live: share(kept.live.fd()),
+        events: EventFd::new(0).expect("descriptors"),
+    });
+    let config = AttachmentConfig {
+        drive,
+        lease: lease.unwrap_or_else(|error| panic!("no lease: {error}")),
+        queue_pairs: QUEUE_PAIRS,
+        reservation: None,
+        doorbells: DoorbellMode::Trap,
+        poll: "dedicated".parse().expect("a policy"),
+        learning: Learning::default(),
+        pollers: Pollers::new(),
+        memory: MemoryKinds::default(),
+        rates: RateLimits::default(),
+        serial: None,
+    };
+    let attachment = Attachment::with_parts(config, parts)
+        .unwrap_or_else(|error| panic!("no attachment: {error}"));
+    let _: LeaseFacts = HostSide::facts(&attachment);
+    for region in kept.memory.regions() {
+        for piece in region.pieces() {
+            let mapped = attachment.map(MemoryRegion {
+                gpa: Gpa(piece.gpa),
+                len: piece.len,
+                fd: share(kept.memory.fd().as_fd()),
+                offset: piece.fd_offset,
+                readable: true,
+                writable: true,
+            });
+            mapped.unwrap_or_else(|error| panic!("no memory: {error}"));
+        }
+    }
+    if life == 0 {
+        for cq in &kept.queues.cqs {
+            attachment
+                .create_cq(*cq)
+                .unwrap_or_else(|error| panic!("{error}"));
+        }
+        for sq in &kept.queues.sqs {
+            attachment
+                .create_sq(*sq)
+                .unwrap_or_else(|error| panic!("{error}"));
+        }
+    } else {
+        HostSide::take_up(&attachment, &kept.queues)
+            .unwrap_or_else(|error| panic!("life {life} takes nothing up: {error}"));
+    }
+    let wakers = HostSide::io_doorbells(&attachment).wakers;
+    for (_, waker) in &wakers {
+        let _full = eventfd::signal(waker.eventfd());
+    }
+    *kept.wakers() = wakers;
+    kept.is_served.store(true, Ordering::Relaxed);
+    // A doorbell that was stored before its waker was known.
+    for (_, waker) in kept.wakers().iter() {
+        let _full = eventfd::signal(waker.eventfd());
+    }
+    while !has_ended.load(Ordering::Relaxed) {
+        clock::sleep(Duration::from_secs(1));
+    }
+}

@@ -1,0 +1,33 @@
+//! `cargo simulate`: functions, attachments, pollers and drives under one scheduler, with one clock and one seed.
+//!
+//! The code that runs is that of the product. Built with `cfg(simulation)`, it lets the scheduler choose who goes on at
+//! each access to memory that several use (`nvme_mpt_memory::simulation`). Guests judge what they see
+//! ([`guest`](crate)), and the model of a drive judges its host.
+//!
+//! A failure is a seed: the same seed takes the same steps on each machine.
+
+#[cfg(simulation)]
+mod engine;
+#[cfg(simulation)]
+mod guest;
+#[cfg(simulation)]
+mod history;
+#[cfg(simulation)]
+mod lives;
+#[cfg(simulation)]
+mod mutations;
+#[cfg(simulation)]
+mod runs;
+#[cfg(simulation)]
+mod scenario;
+
+#[cfg(simulation)]
+fn main() -> std::process::ExitCode {
+    runs::main()
+}
+
+#[cfg(not(simulation))]
+fn main() -> std::process::ExitCode {
+    eprintln!("This program was built without its scheduler: run it by `cargo simulate`");
+    std::process::ExitCode::FAILURE
+}

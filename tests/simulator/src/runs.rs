@@ -1,0 +1,259 @@
+//! Seeds, one after the other, in processes that are replaced after some of them.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Write as _, stdout};
+use std::ops::Range;
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use clap::Parser;
+use nvme_mpt_tests::rng::mix;
+
+use crate::engine::{Engine, Outcome};
+use crate::mutations;
+use crate::scenario::{self, Scenario};
+
+/// Seeds of a process.
+const BATCH: u64 = 25;
+
+/// First word of a child's line about a seed that went well.
+const OK: &str = "ok";
+/// First word of its line about one that failed.
+const FAILED: &str = "failed";
+
+/// Runs functions, pollers and drives on one simulated clock, and judges what their guests see.
+#[derive(Clone, Debug, Parser)]
+#[command(name = "cargo simulate")]
+pub(crate) struct Options {
+    /// First seed.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Number of seeds; 1 if a first one is given, else 1000.
+    #[arg(long)]
+    seeds: Option<u64>,
+    /// Runs seeds until so many hours of simulated time have passed, however many they are.
+    #[arg(long)]
+    hours: Option<f64>,
+    /// The only world to simulate; without it, the seed chooses one.
+    #[arg(long, value_parser = named)]
+    scenario: Option<Scenario>,
+    /// File for the last steps of the last seed that failed.
+    #[arg(long)]
+    trace: Option<PathBuf>,
+    /// Ends with the first seed that fails.
+    #[arg(long)]
+    first: bool,
+    /// Makes each deliberate defect whose name has this text in it, and counts the seeds that find it.
+    #[arg(long, num_args = 0..=1, default_missing_value = "", value_name = "NAME")]
+    mutations: Option<String>,
+    /// Runs these seeds in this process, for a parent.
+    #[arg(long, hide = true, num_args = 2)]
+    batch: Option<Vec<u64>>,
+}
+
+fn named(name: &str) -> Result<Scenario, String> {
+    let mut all = Scenario::ALL.iter();
+    let found = all.find(|(known, _)| *known == name);
+    found.map(|(_, scenario)| *scenario).ok_or_else(|| {
+        let names: Vec<_> = Scenario::ALL.iter().map(|(name, _)| *name).collect();
+        format!("there are {}", names.join(", "))
+    })
+}
+
+/// Runs what the command line asks for.
+pub(crate) fn main() -> ExitCode {
+    let options = Options::parse();
+    match (&options.batch, &options.mutations) {
+        (Some(batch), _) => children(&options, batch[0]..batch[1]),
+        (None, Some(filter)) => match mutations::run(filter, options.first) {
+            Ok(true) => ExitCode::SUCCESS,
+            Ok(false) => ExitCode::FAILURE,
+            Err(error) => {
+                eprintln!("{error}");
+                ExitCode::FAILURE
+            }
+        },
+        (None, None) => parent(&options),
+    }
+}
+
+/// Runs seeds in this process. The first that fails ends it.
+fn children(options: &Options, seeds: Range<u64>) -> ExitCode {
+    let engine = Engine::install();
+    let trace = options.trace.clone();
+    let running: &'static Mutex<u64> = Box::leak(Box::new(Mutex::new(seeds.start)));
+    std::panic::set_hook(Box::new(move |panic| {
+        let seed = *running.lock().unwrap_or_else(PoisonError::into_inner);
+        let engine = Engine::of_thread();
+        let Outcome { steps, time } = engine.map(Engine::progress).unwrap_or_default();
+        let reason = panic.to_string().replace('\n', " ");
+        println!("{FAILED} {seed} {steps} {} {reason}", time.as_nanos());
+        let _flushed = stdout().flush();
+        if let (Some(trace), Some(engine)) = (&trace, engine) {
+            let text = format!("{reason}\n\n{}\n{}", engine.actors(), engine.trace());
+            if let Err(error) = fs::write(trace, text) {
+                eprintln!("{}: {error}", trace.display());
+            }
+        }
+        std::process::exit(1);
+    }));
+    for seed in seeds {
+        *running.lock().unwrap_or_else(PoisonError::into_inner) = seed;
+        let scenario = options.scenario.unwrap_or_else(|| Scenario::of(seed));
+        let Outcome { steps, time } = engine.run(seed, move || scenario::run(scenario, mix(seed)));
+        println!("{OK} {seed} {steps} {}", time.as_nanos());
+    }
+    ExitCode::SUCCESS
+}
+
+/// Results of all seeds so far.
+#[derive(Debug, Default)]
+struct Results {
+    seeds: u64,
+    steps: u64,
+    time: Duration,
+    failures: Vec<(u64, String)>,
+}
+
+/// A process that runs seeds.
+struct Batch {
+    child: Child,
+    rest: Range<u64>,
+}
+
+impl Batch {
+    fn start(options: &Options, seeds: Range<u64>) -> std::io::Result<Self> {
+        let mut command = Command::new(std::env::current_exe()?);
+        let range = [seeds.start, seeds.end].map(|seed| seed.to_string());
+        command.arg("--batch").args(range).stdout(Stdio::piped());
+        if let Some(scenario) = options.scenario {
+            command.args(["--scenario", scenario.name()]);
+        }
+        if let Some(trace) = &options.trace {
+            command.arg("--trace").arg(trace);
+        }
+        Ok(Self {
+            child: command.spawn()?,
+            rest: seeds,
+        })
+    }
+
+    /// Reads its results to the end. Returns the seeds that it left out, as one before them failed.
+    fn finish(mut self, results: &Mutex<Results>) -> Range<u64> {
+        let lines = self.child.stdout.take().map(BufReader::new);
+        for line in lines
+            .into_iter()
+            .flat_map(BufRead::lines)
+            .map_while(Result::ok)
+        {
+            let mut words = line.splitn(5, ' ');
+            let kind = words.next().unwrap_or_default();
+            let mut number = || {
+                words
+                    .next()
+                    .and_then(|word| word.parse::<u64>().ok())
+                    .unwrap_or(0)
+            };
+            let (seed, steps, nanoseconds) = (number(), number(), number());
+            if ![OK, FAILED].contains(&kind) {
+                continue;
+            }
+            let mut results = results.lock().unwrap_or_else(PoisonError::into_inner);
+            results.seeds += 1;
+            results.steps += steps;
+            results.time += Duration::from_nanos(nanoseconds);
+            if kind == FAILED {
+                let reason = words.next().unwrap_or_default();
+                results.failures.push((seed, reason.to_owned()));
+            }
+            self.rest.start = seed + 1;
+        }
+        let ended = self.child.wait();
+        let died = ended.map_or(true, |status| status.code().is_none_or(|code| code > 1));
+        if died && !self.rest.is_empty() {
+            let mut results = results.lock().unwrap_or_else(PoisonError::into_inner);
+            results.seeds += 1;
+            let reason = format!("the process died: {:?}", self.child.wait());
+            results.failures.push((self.rest.start, reason));
+            self.rest.start += 1;
+        }
+        self.rest
+    }
+}
+
+fn parent(options: &Options) -> ExitCode {
+    let one = options.seed != 0 && options.hours.is_none();
+    let count = options.seeds.unwrap_or(match (one, options.hours) {
+        (true, _) => 1,
+        (false, Some(_)) => u64::MAX / 2,
+        (false, None) => 1000,
+    });
+    let seeds = options.seed..options.seed.saturating_add(count);
+    let limit = options
+        .hours
+        .map(|hours| Duration::from_secs_f64(hours * 3600.0));
+    let (next, results) = (Mutex::new(seeds.start), Mutex::new(Results::default()));
+    let began = Instant::now();
+    let processors = std::thread::available_parallelism().map_or(1, |number| number.get());
+    std::thread::scope(|scope| {
+        for _ in 0..processors {
+            scope.spawn(|| {
+                loop {
+                    let batch = {
+                        let mut next = next.lock().unwrap_or_else(PoisonError::into_inner);
+                        let results = results.lock().unwrap_or_else(PoisonError::into_inner);
+                        let is_over = limit.is_some_and(|limit| results.time >= limit)
+                            || options.first && !results.failures.is_empty();
+                        let end = next.saturating_add(BATCH).min(seeds.end);
+                        if is_over || *next >= end {
+                            return;
+                        }
+                        let batch = *next..end;
+                        *next = end;
+                        batch
+                    };
+                    let mut rest = batch;
+                    while !rest.is_empty() {
+                        match Batch::start(options, rest.clone()) {
+                            Ok(batch) => rest = batch.finish(&results),
+                            Err(error) => {
+                                eprintln!("no process for seeds {rest:?}: {error}");
+                                return;
+                            }
+                        }
+                    }
+                }
+            });
+        }
+    });
+    let results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
+    report(options, &results, began.elapsed())
+}
+
+fn report(options: &Options, results: &Results, elapsed: Duration) -> ExitCode {
+    let mut failures: Vec<_> = results.failures.iter().collect();
+    failures.sort();
+    for (seed, reason) in &failures {
+        let scenario = options
+            .scenario
+            .unwrap_or_else(|| Scenario::of(*seed))
+            .name();
+        println!(
+            "{scenario}: {reason}\n    cargo simulate --seed {seed} --seeds 1 --scenario {scenario}"
+        );
+    }
+    let seconds = elapsed.as_secs_f64();
+    println!(
+        "{} seeds, {} failed: {:.1} hours of simulated time and {} million steps in {seconds:.1} s",
+        results.seeds,
+        failures.len(),
+        results.time.as_secs_f64() / 3600.0,
+        results.steps / 1_000_000,
+    );
+    match failures.is_empty() && results.seeds > 0 {
+        true => ExitCode::SUCCESS,
+        false => ExitCode::FAILURE,
+    }
+}

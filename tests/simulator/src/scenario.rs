@@ -1,0 +1,419 @@
+//! Worlds: a drive, guests with functions on it, and what happens to them.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use nvme_mpt::drive::HostController;
+use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger, Wanted};
+use nvme_mpt::limit::RateLimits;
+use nvme_mpt::memory::clock;
+use nvme_mpt::poller::{Threads, start_thread};
+use nvme_mpt::range::ByteRange;
+use nvme_mpt::{
+    Attachment, AttachmentConfig, Drive, FunctionParts, Gpa, Learning, MemoryKinds, Pollers,
+};
+use nvme_mpt_tests::doorbell::DoorbellMode;
+use nvme_mpt_tests::drive::{Effect, Fault, Meets, ModelDrive, NamespaceOptions, Options};
+use nvme_mpt_tests::function::{InProcess, map};
+use nvme_mpt_tests::interrupt::Interrupt;
+use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::rng::Rng;
+use nvme_software::SoftwareController;
+use nvme_software::model::Profile;
+use nvme_vfio::{ControllerOptions, VfioController};
+use vmm_device::{MsixMasking, NvmeFunction};
+
+use crate::guest::{BLOCKS, Buffers, Conditions, Guest, Persona, Shared};
+use crate::history::BLOCK;
+use crate::lives::World;
+
+/// Bytes of a lease: as many as its guest uses, so that leases of others lie just beside.
+const LEASE: u64 = (BLOCKS * BLOCK) as u64;
+
+/// A region of a guest's memory that stays.
+const LOW: u64 = 0x10_0000;
+const LOW_LEN: u64 = 2 << 20;
+/// A region that comes and goes.
+const HIGH: u64 = 1 << 32;
+const HIGH_LEN: u64 = 128 << 10;
+
+/// Byte of memory that is taken away.
+const TAKEN: u8 = 0x5A;
+
+/// A world.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Scenario {
+    /// A drive in memory.
+    Memory,
+    /// A drive in memory whose commands take time.
+    Timed,
+    /// A physical drive.
+    Physical,
+    /// A physical drive that fails.
+    Failing,
+    /// Memory that comes and goes, on a drive in memory.
+    Maps,
+    /// The same on a physical drive.
+    PhysicalMaps,
+    /// Controllers and queues that come and go, on a drive in memory whose commands take time.
+    Resets,
+    /// The same on a physical drive.
+    PhysicalResets,
+    /// A server that dies at any step, and the next one that takes its queues up.
+    Lives,
+}
+
+impl Scenario {
+    /// All of them, by their names.
+    pub(crate) const ALL: [(&str, Self); 9] = [
+        ("memory", Self::Memory),
+        ("timed", Self::Timed),
+        ("physical", Self::Physical),
+        ("failing", Self::Failing),
+        ("maps", Self::Maps),
+        ("physical-maps", Self::PhysicalMaps),
+        ("resets", Self::Resets),
+        ("physical-resets", Self::PhysicalResets),
+        ("lives", Self::Lives),
+    ];
+
+    /// The scenario of a seed.
+    pub(crate) fn of(seed: u64) -> Self {
+        Self::ALL[(seed % Self::ALL.len() as u64) as usize].1
+    }
+
+    /// Its name.
+    pub(crate) fn name(self) -> &'static str {
+        let named = Self::ALL.iter().find(|(_, scenario)| *scenario == self);
+        named.map_or("", |(name, _)| name)
+    }
+
+    const fn is_physical(self) -> bool {
+        matches!(
+            self,
+            Self::Physical | Self::Failing | Self::PhysicalMaps | Self::PhysicalResets
+        )
+    }
+
+    const fn has_maps(self) -> bool {
+        matches!(self, Self::Maps | Self::PhysicalMaps)
+    }
+
+    const fn has_resets(self) -> bool {
+        matches!(self, Self::Resets | Self::PhysicalResets | Self::Failing)
+    }
+
+    fn conditions(self, rng: &mut Rng) -> Conditions {
+        let errors = self == Self::Failing;
+        let resets = self.has_resets();
+        Conditions {
+            rounds: 16 + rng.below(48),
+            patience: Duration::from_secs(if errors { 180 } else { 30 }),
+            errors,
+            resets: if resets { 12 } else { 0 },
+            deletions: if resets { 10 } else { 0 },
+            aborts: if resets { 10 } else { 0 },
+        }
+    }
+}
+
+/// Drive of a world, and its model if it is a physical one.
+struct Host {
+    drive: Arc<Drive>,
+    model: Option<Arc<ModelDrive>>,
+    ledger: Ledger,
+    pollers: Arc<Pollers>,
+}
+
+impl Host {
+    fn new(scenario: Scenario, guests: u64, rng: &mut Rng) -> Self {
+        let bytes = guests * LEASE;
+        let mut model = None;
+        let controller: Arc<dyn HostController> = if scenario.is_physical() {
+            let latency = [0, 500, 20_000, 2_000_000][rng.below(4) as usize];
+            let options = Options {
+                namespaces: vec![NamespaceOptions::new(1, bytes, 512)],
+                latency: Duration::from_nanos(latency),
+                timeout: 20,
+                queue_pairs: 1 + rng.below(8) as u16,
+                entries_max: [4, 16, 64, 1024][rng.below(4) as usize],
+                parallel: 1 + rng.below(64) as usize,
+                seed: Some(rng.next_u64()),
+                ..Options::default()
+            };
+            let drive = ModelDrive::start(options);
+            drive.set_admin_timeout(Some(Duration::from_secs(5)));
+            model = Some(drive.clone());
+            let options = ControllerOptions {
+                deadline: Duration::from_secs(10),
+                ..ControllerOptions::default()
+            };
+            VfioController::open(drive, options, &Threads::default())
+                .unwrap_or_else(|error| panic!("the drive does not open: {error}"))
+        } else {
+            let software = SoftwareController::memory(bytes, 9)
+                .unwrap_or_else(|error| panic!("no memory for a drive: {error}"));
+            let is_timed = matches!(scenario, Scenario::Timed | Scenario::Resets);
+            Arc::new(match is_timed {
+                true => software.timed(&profile(rng)),
+                false => software,
+            })
+        };
+        let drive = Drive::new("simulated", controller, None)
+            .unwrap_or_else(|error| panic!("the drive has no namespace: {error}"));
+        Self {
+            drive,
+            model,
+            ledger: Ledger::in_process(),
+            pollers: Pollers::new(),
+        }
+    }
+
+    fn function(&self, number: u64, doorbells: DoorbellMode, rng: &mut Rng) -> NvmeFunction {
+        let id = format!("guest-{number}");
+        let range = ByteRange::new(number * LEASE, LEASE).expect("a range");
+        let lease = self.ledger.acquire(&LeaseRequest {
+            id: &id,
+            drive: self.drive.identity(),
+            nsid: self.drive.namespace().nsid,
+            wanted: Wanted::At(range),
+            lba_shift: self.drive.lba_shift(),
+            blocks: self.drive.blocks(),
+            former_data: FormerData::Kept,
+        });
+        let policies = ["shared", "dedicated"];
+        let policy = policies[rng.below(policies.len() as u64) as usize];
+        let config = AttachmentConfig {
+            drive: self.drive.clone(),
+            lease: lease.unwrap_or_else(|error| panic!("no lease: {error}")),
+            queue_pairs: 4,
+            reservation: None,
+            doorbells: match doorbells {
+                DoorbellMode::Shadow => nvme_mpt::DoorbellMode::Shadow,
+                DoorbellMode::Mapped => nvme_mpt::DoorbellMode::Mapped,
+                DoorbellMode::Trap => nvme_mpt::DoorbellMode::Trap,
+            },
+            poll: policy.parse().expect("a policy"),
+            learning: Learning::default(),
+            pollers: self.pollers.clone(),
+            memory: MemoryKinds::default(),
+            rates: RateLimits::default(),
+            serial: None,
+        };
+        let attachment = Attachment::with_parts(config, FunctionParts::Own)
+            .unwrap_or_else(|error| panic!("no attachment: {error}"));
+        NvmeFunction::new(Arc::new(attachment), MsixMasking::Client)
+    }
+}
+
+fn profile(rng: &mut Rng) -> Profile {
+    let latency = [1, 20, 300][rng.below(3) as usize];
+    let text = format!(
+        "model = \"nvm\"\nunits = 4\nstripe = \"4K\"\n\
+         read = {{ latency = \"{latency}us\", bandwidth = \"4G\" }}\n\
+         write = {{ latency = \"{}us\", bandwidth = \"2G\" }}\n",
+        2 * latency
+    );
+    Profile::parse("simulated", &text).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// Runs a world from its beginning to its end.
+pub(crate) fn run(scenario: Scenario, seed: u64) {
+    let mut rng = Rng::new(seed);
+    if scenario == Scenario::Lives {
+        return run_lives(scenario, &mut rng);
+    }
+    let count = 1 + rng.below(3);
+    let host = Host::new(scenario, count, &mut rng);
+    let guests: Vec<_> = (0..count)
+        .map(|number| {
+            let personas = Persona::ALL;
+            let persona = personas[rng.below(personas.len() as u64) as usize];
+            start_guest(&host, scenario, number, persona, &mut rng)
+        })
+        .collect();
+    let trouble = (scenario == Scenario::Failing).then(|| {
+        let model = host.model.clone().expect("a physical drive");
+        let rng = Rng::new(rng.next_u64());
+        start_thread("trouble", move || trouble(&model, rng)).expect("an actor")
+    });
+    for guest in guests {
+        let _ended = guest.join();
+    }
+    if let Some(trouble) = trouble {
+        let _ended = trouble.join();
+    }
+    let Host {
+        drive,
+        model,
+        ledger,
+        pollers,
+    } = host;
+    drop((ledger, pollers, drive));
+    if let Some(model) = model {
+        if scenario != Scenario::Failing
+            && let Err(complaint) = model.judgement()
+        {
+            panic!("{complaint}");
+        }
+        assert!(model.is_released(), "the drive was not given back");
+        let mapped = nvme_mpt_tests::drive::ModelIommu::mapped(model.model_iommu());
+        assert_eq!(mapped, 0, "memory stays mapped for the drive");
+    }
+}
+
+/// One guest, whose server dies some times.
+fn run_lives(scenario: Scenario, rng: &mut Rng) {
+    let regions = [(LOW, LOW_LEN), (HIGH, HIGH_LEN)];
+    let memory = GuestMemory::new(&regions).unwrap_or_else(|error| panic!("{error}"));
+    let profile = (rng.below(2) == 0).then(|| profile(rng));
+    let (world, pairs) = World::new(&memory, profile, rng);
+    let buffers = buffers(&memory);
+    let shared = Arc::new(Shared::default());
+    let (persona, conditions) = (Persona::FreeBsd, scenario.conditions(rng));
+    let seed = Rng::new(rng.next_u64());
+    let guest = Guest::new(
+        0,
+        persona,
+        conditions,
+        seed,
+        memory,
+        Vec::new(),
+        shared,
+        buffers,
+    );
+    world.run(guest, pairs, Rng::new(rng.next_u64()));
+}
+
+fn buffers(memory: &GuestMemory) -> Buffers {
+    Buffers {
+        high: memory
+            .alloc_at(HIGH, HIGH_LEN as usize)
+            .unwrap_or_else(|error| panic!("{error}")),
+        low: memory
+            .alloc(512 << 10)
+            .unwrap_or_else(|error| panic!("{error}")),
+    }
+}
+
+type Started = nvme_mpt::memory::sync::JoinHandle<()>;
+
+fn start_guest(
+    host: &Host,
+    scenario: Scenario,
+    number: u64,
+    persona: Persona,
+    rng: &mut Rng,
+) -> Started {
+    let function = host.function(number, persona.doorbells(), rng);
+    let regions = [(LOW, LOW_LEN), (HIGH, HIGH_LEN)];
+    let memory = GuestMemory::new(&regions).unwrap_or_else(|error| panic!("{error}"));
+    for region in memory.regions() {
+        map(&function, &memory, &region);
+    }
+    let interrupts: Vec<_> = function
+        .vectors()
+        .iter()
+        .map(|vector| {
+            let interrupt = Interrupt::new().expect("descriptors");
+            let event = interrupt.event().try_clone().expect("descriptors");
+            vector.set_eventfd(Some(event));
+            Arc::new(interrupt)
+        })
+        .collect();
+    let bar = Arc::new(InProcess::new(function));
+    let shared = Arc::new(Shared::default());
+    shared.plugged.store(true, Ordering::Relaxed);
+    let buffers = buffers(&memory);
+    let conditions = scenario.conditions(rng);
+    let guest = Guest::new(
+        number,
+        persona,
+        conditions,
+        Rng::new(rng.next_u64()),
+        memory.clone(),
+        interrupts,
+        shared.clone(),
+        buffers,
+    );
+    let vmm_rng = Rng::new(rng.next_u64());
+    let has_maps = scenario.has_maps();
+    let name = format!("guest-{number}");
+    let work = move || {
+        let vmm = has_maps.then(|| {
+            let (bar, memory, shared) = (bar.clone(), memory.clone(), shared.clone());
+            let work = move || take_and_give(&bar, &memory, &shared, vmm_rng);
+            start_thread("vmm", work).expect("an actor")
+        });
+        guest.run(bar.clone());
+        if let Some(vmm) = vmm {
+            let _ended = vmm.join();
+        }
+        drop(bar);
+    };
+    start_thread(&name, work).expect("an actor")
+}
+
+/// A VMM that takes a region of the guest's memory away and gives it back, until the guest has ended.
+fn take_and_give(bar: &InProcess, memory: &GuestMemory, shared: &Shared, mut rng: Rng) {
+    let region = memory
+        .regions()
+        .into_iter()
+        .find(|region| region.gpa == HIGH)
+        .expect("the region");
+    let pause = |rng: &mut Rng| {
+        let bits = 10 + rng.below(14);
+        clock::sleep(Duration::from_nanos(rng.below(2 << bits)));
+    };
+    while !shared.ended.load(Ordering::Relaxed) {
+        pause(&mut rng);
+        let is_polite = rng.below(2) == 0;
+        if !is_polite {
+            shared.rude.fetch_add(1, Ordering::Relaxed);
+        }
+        shared.plugged.store(false, Ordering::Relaxed);
+        if is_polite {
+            while shared.users.load(Ordering::Relaxed) > 0 {
+                clock::sleep(Duration::from_micros(50));
+            }
+        }
+        let unmapped = bar.function().host().unmap(Gpa(HIGH), HIGH_LEN);
+        assert_eq!(unmapped.ok(), Some(HIGH_LEN), "memory is not taken away");
+        if shared.users.load(Ordering::Relaxed) == 0 {
+            let bytes = vec![TAKEN; HIGH_LEN as usize];
+            memory.write(HIGH, &bytes).expect("memory");
+            pause(&mut rng);
+            let mut bytes = vec![0; HIGH_LEN as usize];
+            memory.read(HIGH, &mut bytes).expect("memory");
+            let written = bytes.iter().position(|byte| *byte != TAKEN);
+            assert_eq!(written, None, "memory was written after it was taken away");
+        }
+        map(&bar.function(), memory, &region);
+        shared.plugged.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Has a drive fail some times, and work from then on.
+fn trouble(model: &ModelDrive, mut rng: Rng) {
+    for _ in 0..1 + rng.below(4) {
+        let bits = rng.below(24);
+        clock::sleep(Duration::from_nanos(rng.below(2 << bits)));
+        let effect = match rng.below(8) {
+            0 => Effect::Lose,
+            1 => Effect::Delay(Duration::from_millis(rng.below(20_000))),
+            2 => Effect::Fatal,
+            3 => Effect::Hang,
+            4 => Effect::CompleteTwice,
+            5 => Effect::CompleteUnknown,
+            6 => Effect::Garbage,
+            _ => Effect::Delay(Duration::from_micros(rng.below(2000))),
+        };
+        let fault = Fault::once(Meets::Io, effect)
+            .after(rng.below(20))
+            .times(1 + rng.below(3));
+        model.inject(fault);
+    }
+    clock::sleep(Duration::from_secs(5));
+    model.heal();
+}

@@ -13,7 +13,7 @@ const MODELLED: [&str; 2] = ["nvme-mpt", "nvme-software"];
 const SANITIZED: [&str; 4] = ["nvme-mpt-memory", "nvme-mpt", "nvme-software", "nvme-vfio"];
 
 /// Crates that are not made to be published.
-const PRIVATE: [&str; 2] = ["nvme-mpt-tests", "integration"];
+const PRIVATE: [&str; 3] = ["nvme-mpt-tests", "nvme-mpt-simulator", "integration"];
 /// The crate that boots PCs, on PCs alone.
 const OF_PCS: &str = "integration";
 const AARCH64: &str = "aarch64-unknown-linux-gnu";
@@ -64,6 +64,13 @@ pub(super) const ALL: &[Step] = &[
         when: When::Always,
         is_shared_out: false,
         run: loom,
+    },
+    Step {
+        name: "simulate",
+        what: "the data path on a simulated clock, by a thousand seeds",
+        when: When::Always,
+        is_shared_out: false,
+        run: simulate,
     },
     Step {
         name: "corpus",
@@ -220,6 +227,22 @@ fn loom(context: &mut Context) -> Result<(), VerifyError> {
     let arguments = [&["test"][..], &packages, &["--release", "--lib", "loom"]].concat();
     let mut command = context.cargo_apart(&arguments, "loom", "--cfg loom");
     context.run(&mut command, Worth::ItsTests)
+}
+
+/// With `--full`, twenty thousand seeds, and lints of what is built for simulations alone.
+fn simulate(context: &mut Context) -> Result<(), VerifyError> {
+    let full = context.options.full;
+    let seeds = if full { "20000" } else { "1000" };
+    let mut command = context.cargo(&["simulate", "--seeds", seeds]);
+    context.run(&mut command, Worth::One)?;
+    if full {
+        let flags = "build.rustflags=['--cfg=simulation', '--deny=warnings']";
+        let mut command = context.cargo(&["clippy", "--profile", "simulation", "--config", flags]);
+        command.args(["--target-dir", "target/simulation"]);
+        command.args(["--package", "nvme-mpt-simulator"]);
+        context.run(&mut command, Worth::One)?;
+    }
+    Ok(())
 }
 
 fn asan(context: &mut Context) -> Result<(), VerifyError> {
